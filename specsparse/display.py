@@ -1,0 +1,170 @@
+"""What a run shows in the terminal: progress, the text as it comes, one table, llama.cpp's timing lines."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from specsparse.record import PLAIN, SPECULATIVE, Group, RunRecord, Side
+
+_MAX_TASK_COLUMNS = 8
+_MIN_WIDTH = 110  # of a file or a pipe, which has no width of its own
+
+
+def console() -> Console:
+    """The terminal, or a pipe wide enough for the table."""
+    found = Console(highlight=False)
+    return found if found.is_terminal else Console(highlight=False, width=max(found.width, _MIN_WIDTH))
+
+
+@contextmanager
+def busy(out: Console, what: str) -> Iterator[None]:
+    """A spinner with the seconds, for work of unknown length; a plain line where there is no terminal."""
+    if not out.is_terminal:
+        out.print(Text(f"{what} ..."))
+        yield
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=out, transient=True) as progress:
+        progress.add_task(what, total=None)
+        yield
+
+
+@contextmanager
+def counting(out: Console, what: str, total: int) -> Iterator[Progress]:
+    """A bar over `total` steps; call `.advance(.task_ids[0])` after each."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as progress:
+        progress.add_task(what, total=total)
+        yield progress
+
+
+def show_prompt(out: Console, index: int, count: int, task: str, text: str) -> None:
+    """The heading over a streamed text: the prompt's first line, cut to fit."""
+    first = " ".join(text.split())
+    room = max(20, out.width - len(task) - 16)
+    line = Text(f"[{index}/{count}] {task}  ", style="bold cyan")
+    out.print(line.append(first if len(first) <= room else first[: room - 1] + "…", style="dim"))
+
+
+def report(out: Console, record: RunRecord) -> None:
+    """The table, the verdict on the text, and the timing lines."""
+    out.print(table(record))
+    for line in (*verdict_lines(record), *timing_lines(record)):
+        out.print(line)
+
+
+def table(record: RunRecord) -> Table:
+    """Measures as rows, tasks as columns."""
+    names = [n for n in record.groups if n != "all"]
+    if len(names) > _MAX_TASK_COLUMNS or len(names) == 1:
+        names = []
+    columns = [*names, "all"]
+    method = record.method
+    title = f"{method['drafter']} x {method['verifier']} ({method['label']}), gamma {method['gamma']}"
+    if method["drafter"] == "none":
+        title = "plain decoding"
+    out = Table(title=f"{record.name}: {title}", title_style="bold", header_style="bold", pad_edge=False)
+    out.add_column("")
+    for name in columns:
+        out.add_column(name, justify="right")
+    for label, cells in rows([record.groups[name] for name in columns]):
+        out.add_row(label, *cells)
+    return out
+
+
+def rows(groups: list[Group]) -> list[tuple[str, list[str]]]:
+    """The table's rows: (label, a cell per group)."""
+    plain = [g.sides.get(PLAIN) for g in groups]
+    method = [g.sides.get(SPECULATIVE) for g in groups]
+    out = [
+        ("plain, tok/s", [_rate(s, "tokens_per_second", ".1f") for s in plain]),
+        ("plain, GB/s (share of read bandwidth)", [_bandwidth(s) for s in plain]),
+    ]
+    if not any(method):
+        return out
+    faster = [g.speedup for g in groups]
+    per_pos = [s.rates["acceptance_per_position"] if s else [] for s in method]
+    out[1:1] = [
+        ("speculative, tok/s", [_rate(s, "tokens_per_second", ".1f") for s in method]),
+        ("speed-up", [f"{s.ratio_of_totals:.2f}" if s else "-" for s in faster]),
+        ("  95 % interval", [f"{s.low:.2f}-{s.high:.2f}" if s and s.prompts > 1 else "-" for s in faster]),
+        ("mean acceptance length", [_rate(s, "mean_acceptance_length", ".2f") for s in method]),
+        ("tokens per target pass", [_rate(s, "tokens_per_target_pass", ".2f") for s in method]),
+    ]
+    for i in range(max((len(p) for p in per_pos), default=0)):
+        cells = [f"{100 * p[i]:.0f} %" if i < len(p) and p[i] is not None else "-" for p in per_pos]
+        out.insert(-1, (f"  accepted at position {i + 1}", cells))
+    out.append(("speculative, GB/s (share)", [_bandwidth(s) for s in method]))
+    for stage in ("draft", "verify", "rest"):
+        out.append((f"time in {stage}", [_share(s, f"share_{stage}") for s in method]))
+    return out
+
+
+def _rate(side: Side | None, name: str, spec: str) -> str:
+    value = side.rates[name] if side else None
+    return "-" if value is None else format(value, spec)
+
+
+def _share(side: Side | None, name: str) -> str:
+    value = side.rates[name] if side else None
+    return "-" if value is None else f"{100 * value:.0f} %"
+
+
+def _bandwidth(side: Side | None) -> str:
+    if side is None or side.bytes_per_second is None:
+        return "-"
+    share = "" if side.bandwidth_share is None else f" ({100 * side.bandwidth_share:.0f} %)"
+    return f"{side.bytes_per_second / 1e9:.1f}{share}"
+
+
+def verdict_lines(record: RunRecord) -> list[Text]:
+    """Is it the same text, and is it faster: one line each."""
+    lines = []
+    found = record.identity
+    if found is not None:
+        if found.differing == 0:
+            lines.append(Text(f"same text: all {found.tokens} tokens equal plain decoding", style="green"))
+        elif found.promised:
+            where = ", ".join(found.prompts_differing)
+            text = f"NOT the same text: {found.differing} of {found.tokens} tokens differ from plain decoding ({where})"
+            lines.append(Text(text, style="bold red"))
+        else:
+            text = f"{found.differing} of {found.tokens} tokens differ from plain decoding; this verifier keeps the law only"
+            lines.append(Text(text))
+    faster = record.groups["all"].speedup
+    if faster is not None:
+        text = f"speed-up {faster.ratio_of_totals:.2f} (mean of ratios {faster.mean_of_ratios:.2f}"
+        if faster.prompts > 1:
+            text += f", 95 % interval {faster.low:.2f} to {faster.high:.2f} over {faster.prompts} pairs"
+        lines.append(Text(text + "): plain / speculative decode time, same prompts and tokens, interleaved"))
+    if record.read_bandwidth:
+        lines.append(Text(f"read bandwidth of this machine: {record.read_bandwidth / 1e9:.1f} GB/s"))
+    return lines
+
+
+def timing_lines(record: RunRecord) -> list[Text]:
+    """llama.cpp's timing lines, for each side."""
+    lines = [Text(_time_line("load time", record.load_s))]
+    if record.compile_s:
+        lines.append(Text(_time_line("compile time", record.compile_s)))
+    for name, side in record.groups["all"].sides.items():
+        c = side.counters
+        lines.append(Text(name, style="bold"))
+        lines.append(Text(_time_line("prompt eval time", side.prefill_s, side.prefill_tokens)))
+        lines.append(Text(_time_line("eval time", side.decode_s, c.num_emitted_tokens)))
+        if c.times.sample:
+            lines.append(Text(_time_line("sample time", c.times.sample, c.num_emitted_tokens)))
+        lines.append(Text(_time_line("total time", side.prefill_s + side.decode_s)))
+    return lines
+
+
+def _time_line(label: str, seconds: float, tokens: int | None = None) -> str:
+    line = f"{label:>18} = {1e3 * seconds:10.2f} ms"
+    if not tokens:
+        return line
+    rate = f"{tokens / seconds:9.2f}" if seconds else "        -"
+    return f"{line} / {tokens:6d} tokens ({1e3 * seconds / tokens:8.2f} ms per token, {rate} tokens per second)"

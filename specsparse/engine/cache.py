@@ -1,0 +1,70 @@
+"""The key/value cache: preallocated, appended to by the forward pass, committed by the caller."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+LANES = 16
+"""Positions of one key block; the capacity is a multiple of it."""
+
+
+class KVCache(NamedTuple):
+    """Keys and values of B sequences. Slots at and beyond `length` hold nothing that counts.
+
+    Attributes:
+        k: L arrays [B, G, C/16, d, 16]; position s is lane s % 16 of block s // 16.
+        v: L arrays [B, G, C, d].
+        length: int32[B], committed tokens of each sequence.
+    """
+
+    k: tuple[jax.Array, ...]
+    v: tuple[jax.Array, ...]
+    length: jax.Array
+
+    @property
+    def capacity(self) -> int:
+        """Slots a sequence may use."""
+        return self.v[0].shape[2]
+
+
+def init(*, layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, dtype=jnp.float16) -> KVCache:
+    """An empty cache; `capacity` is rounded up to a multiple of 16."""
+    blocks = -(-capacity // LANES)
+    k = tuple(jnp.zeros((batch, kv_heads, blocks, head_dim, LANES), dtype) for _ in range(layers))
+    v = tuple(jnp.zeros((batch, kv_heads, blocks * LANES, head_dim), dtype) for _ in range(layers))
+    return KVCache(k, v, jnp.zeros((batch,), jnp.int32))
+
+
+def commit(cache: KVCache, count_B: jax.Array) -> KVCache:
+    """Keeps the first `count_B` rows of the last forward pass (a chain)."""
+    return cache._replace(length=cache.length + count_B)
+
+
+def rollback(cache: KVCache, length_B: jax.Array) -> KVCache:
+    """Shortens each sequence to `length_B` tokens."""
+    return cache._replace(length=jnp.minimum(cache.length, length_B))
+
+
+def commit_path(cache: KVCache, nodes_Bm: jax.Array, count_B: jax.Array) -> KVCache:
+    """Keeps rows `nodes_Bm[:, :count]` of the last forward pass, a root-to-leaf path of its tree, in that order.
+
+    `nodes_Bm` is ascending in each row (a parent precedes its children), so moving down in order never overwrites a
+    slot that is still to be read; rows past `count_B` are left as they are.
+    """
+    m = nodes_Bm.shape[1]
+    base_B = cache.length
+    keep = jnp.arange(m)[None] < count_B[:, None]
+    limit = cache.capacity - 1
+    target = jnp.minimum(base_B[:, None] + jnp.arange(m)[None], limit)
+    source = jnp.minimum(jnp.where(keep, base_B[:, None] + nodes_Bm, target), limit)
+
+    def move_v(v, src, dst):
+        return v.at[:, dst].set(v[:, src])
+
+    def move_k(k, src, dst):
+        return k.at[:, dst // LANES, :, dst % LANES].set(k[:, src // LANES, :, src % LANES])
+
+    k = tuple(jax.vmap(move_k)(k, source, target) for k in cache.k)
+    v = tuple(jax.vmap(move_v)(v, source, target) for v in cache.v)
+    return KVCache(k, v, base_B + count_B)

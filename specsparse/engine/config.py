@@ -1,0 +1,344 @@
+"""What a model is: shapes and constants read from its GGUF metadata, checked against its tensors.
+
+`ModelConfig` is frozen and hashable, so that it can be a static argument of a jitted function.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from specsparse.engine.gguf import GGUFFile, can_dequantise, show, supported_types
+from specsparse.errors import UserError
+
+Pairing = Literal["norm", "neox"]
+Scaling = Literal["none", "linear", "yarn"]
+SCALINGS: tuple[Scaling, ...] = ("none", "linear", "yarn")
+
+MAX_CONTEXT = 1 << 24
+_MAX_SIZE = 1 << 24  # no real width, head count or layer count comes near; a product of a few stays far from overflow
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How a family of models differs from the plain Llama.
+
+    Attributes:
+        pairing: which elements RoPE turns together: neighbours ("norm") or the two halves ("neox").
+        biases: projections that must have a bias; any other may.
+    """
+
+    pairing: Pairing
+    biases: tuple[str, ...] = ()
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture("norm"),
+    "qwen2": Architecture("neox", ("attn_q", "attn_k", "attn_v")),
+}
+
+PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+"""The weight matrices of a layer, by their GGUF names."""
+
+_IGNORED = ("attn_rot_embd.weight", "rope_freqs.weight", "attn.rotary_emb.inv_freq")
+"""Endings of tensors that old converters wrote and nothing reads (`rope_freqs.weight` without a layer is read)."""
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) with the scalings of llama.cpp.
+
+    Attributes:
+        base: theta; pair i of position p turns by p * base ** (-2 i / dim).
+        dim: elements of a head that turn, even.
+        pairing: "norm" turns (2i, 2i+1), "neox" (i, i + dim/2).
+        scaling: "linear" divides positions by `factor`; "yarn" does so for slow pairs only (Peng et al. 2023,
+            arXiv:2309.00071).
+        factor: how far the context was stretched, 1 for "none".
+        original_context: trained positions, for YaRN.
+        attn_factor: multiplies cos and sin, beside YaRN's own magnitude.
+        beta_fast, beta_slow: turns over the original context between which YaRN mixes.
+        freq_factors: whether a `rope_freqs.weight` tensor divides the angle of each pair (Llama 3.1).
+    """
+
+    base: float
+    dim: int
+    pairing: Pairing
+    scaling: Scaling = "none"
+    factor: float = 1.0
+    original_context: int = 0
+    attn_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    freq_factors: bool = False
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The static facts of a model. Invariants: head counts divide, head_dim is even, every size is at least 1.
+
+    Attributes:
+        architecture: "llama" or "qwen2".
+        n_layers, d_model, n_heads, n_kv_heads, head_dim, d_ff, vocab_size: L, D, H, G, d, F, V of docs/notation.md.
+        context_length: positions the model may use.
+        norm_eps: epsilon of every RMSNorm.
+        rope: the rotary embedding.
+        tied_output: whether the output matrix is the embedding.
+        biases: projections (`PROJECTIONS`) with a bias, the same in every layer.
+        activation: of the gated FFN.
+    """
+
+    architecture: str
+    n_layers: int
+    d_model: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    d_ff: int
+    vocab_size: int
+    context_length: int
+    norm_eps: float
+    rope: RopeConfig
+    tied_output: bool = False
+    biases: tuple[str, ...] = ()
+    activation: Literal["silu"] = "silu"
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether queries, keys and values all have a bias."""
+        return {"attn_q", "attn_k", "attn_v"} <= set(self.biases)
+
+    def projection_shape(self, name: str) -> tuple[int, int]:
+        """(outputs, inputs) of one of `PROJECTIONS`."""
+        q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        return {
+            "attn_q": (q, self.d_model),
+            "attn_k": (kv, self.d_model),
+            "attn_v": (kv, self.d_model),
+            "attn_output": (self.d_model, q),
+            "ffn_gate": (self.d_ff, self.d_model),
+            "ffn_up": (self.d_ff, self.d_model),
+            "ffn_down": (self.d_model, self.d_ff),
+        }[name]
+
+    def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Name and shape (numpy order) of every tensor the model is made of, in the order they are used."""
+        yield "token_embd.weight", (self.vocab_size, self.d_model)
+        for layer in range(self.n_layers):
+            yield f"blk.{layer}.attn_norm.weight", (self.d_model,)
+            yield f"blk.{layer}.ffn_norm.weight", (self.d_model,)
+            for name in PROJECTIONS:
+                shape = self.projection_shape(name)
+                yield f"blk.{layer}.{name}.weight", shape
+                if name in self.biases:
+                    yield f"blk.{layer}.{name}.bias", shape[:1]
+        yield "output_norm.weight", (self.d_model,)
+        if not self.tied_output:
+            yield "output.weight", (self.vocab_size, self.d_model)
+        if self.rope.freq_factors:
+            yield "rope_freqs.weight", (self.rope.dim // 2,)
+
+    @staticmethod
+    def from_gguf(f: GGUFFile, *, overrides: Mapping[str, Any] | None = None) -> "ModelConfig":
+        """The config of an open file, its tensors checked.
+
+        Args:
+            f: the file.
+            overrides: `OVERRIDES` by name; None values count as not given.
+
+        Raises:
+            UserError: an unknown architecture; a key missing, of the wrong type or out of range; a tensor missing,
+                unknown, of the wrong shape or type; a bad override.
+        """
+        config = _Reader(f).config()
+        config = apply_overrides(config, overrides or {})
+        _check_tensors(config, f)
+        return config
+
+
+class _Reader:
+    """Reads `{architecture}.*` keys, each with its range."""
+
+    def __init__(self, f: GGUFFile):
+        self.f = f
+        self.arch = f.get("general.architecture", "str")
+        if self.arch not in ARCHITECTURES:
+            raise UserError(
+                f"{f.path}: architecture {show(self.arch)} is not supported; supported are {', '.join(ARCHITECTURES)}"
+            )
+
+    def fail(self, key: str, value: Any, wanted: str) -> UserError:
+        return UserError(f"{self.f.path}: metadata key '{self.arch}.{key}' is {show(value)}, {wanted}")
+
+    def size(self, key: str, default: int | None = None, most: int = _MAX_SIZE) -> int:
+        """An int in 1..most; an array stands for its value where all layers agree."""
+        full = f"{self.arch}.{key}"
+        array = self.f.metadata.get(full)
+        if isinstance(array, np.ndarray) and array.dtype.kind in "iu" and len(array):
+            if (array != array[0]).any():
+                raise UserError(f"{self.f.path}: metadata key '{full}' differs between layers, which is not supported")
+            value = int(array[0])
+        else:
+            value = self.f.get(full, "int") if default is None else self.f.get(full, "int", default)
+        if not 1 <= value <= most:
+            raise self.fail(key, value, f"1 to {most} is allowed")
+        return value
+
+    def number(self, key: str, default: float | None = None, low: float = 0.0, most: float = 1e12) -> float:
+        """A finite float in (low, most]."""
+        full = f"{self.arch}.{key}"
+        value = self.f.get(full, "float") if default is None else self.f.get(full, "float", default)
+        if not low < value <= most:
+            raise self.fail(key, value, f"a number above {low:g} and up to {most:g} is needed")
+        return value
+
+    def config(self) -> ModelConfig:
+        f, d_model, n_heads = self.f, self.size("embedding_length"), self.size("attention.head_count")
+        n_kv_heads = self.size("attention.head_count_kv", n_heads)
+        if n_heads % n_kv_heads:
+            raise self.fail("attention.head_count_kv", n_kv_heads, f"which does not divide the {n_heads} heads")
+        head_dim = self._head_dim(d_model, n_heads)
+        self._refuse_variants()
+        context = self.size("context_length", most=MAX_CONTEXT)
+        biases = tuple(
+            name for name in PROJECTIONS if name in ARCHITECTURES[self.arch].biases or f"blk.0.{name}.bias" in f.tensors
+        )
+        return ModelConfig(
+            architecture=self.arch,
+            n_layers=self.size("block_count", most=1 << 14),
+            d_model=d_model,
+            n_heads=n_heads,
+            n_kv_heads=n_kv_heads,
+            head_dim=head_dim,
+            d_ff=self.size("feed_forward_length"),
+            vocab_size=self._vocab_size(),
+            context_length=context,
+            norm_eps=self.number("attention.layer_norm_rms_epsilon", most=1.0),
+            rope=self._rope(head_dim, context),
+            tied_output="output.weight" not in f.tensors,
+            biases=biases,
+        )
+
+    def _head_dim(self, d_model: int, n_heads: int) -> int:
+        if f"{self.arch}.attention.key_length" not in self.f.metadata and d_model % n_heads:
+            raise self.fail("attention.head_count", n_heads, f"which does not divide the width {d_model}")
+        head_dim = self.size("attention.key_length", max(d_model // n_heads, 1))
+        value_dim = self.size("attention.value_length", head_dim)
+        if value_dim != head_dim:
+            raise self.fail("attention.value_length", value_dim, f"it must equal the key length {head_dim}")
+        if head_dim % 2:
+            raise self.fail("attention.key_length", head_dim, "RoPE needs an even head dimension")
+        return head_dim
+
+    def _refuse_variants(self) -> None:
+        """Features that change the result and are not built: better refused than ignored."""
+        if experts := self.f.get(f"{self.arch}.expert_count", "int", 0):
+            raise self.fail("expert_count", experts, "mixture-of-experts models are not supported")
+        if not self.f.get(f"{self.arch}.attention.causal", "bool", True):
+            raise self.fail("attention.causal", False, "only causal models are supported")
+        for key in ("rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor"):
+            if (value := self.f.get(f"{self.arch}.{key}", "float", 1.0)) != 1.0:
+                raise self.fail(key, value, "only 1 is supported")
+
+    def _vocab_size(self) -> int:
+        """The tokenizer's token count; the key where there is no tokenizer; else the embedding's rows."""
+        tokens = self.f.get_strings("tokenizer.ggml.tokens")
+        if tokens:
+            return len(tokens)
+        embedding = self.f.tensors.get("token_embd.weight")
+        return self.size("vocab_size", embedding.shape[0] if embedding else 1)
+
+    def _rope(self, head_dim: int, context: int) -> RopeConfig:
+        dim = self.size("rope.dimension_count", head_dim)
+        if dim != head_dim:
+            raise self.fail("rope.dimension_count", dim, f"partial RoPE (head dimension {head_dim}) is not supported")
+        factor = self.number("rope.scaling.factor", self.number("rope.scale_linear", 1.0), most=1e6)
+        # As in llama.cpp: a factor without a type is linear, and type "none" switches a factor off.
+        scaling = self.f.get(f"{self.arch}.rope.scaling.type", "str", "linear" if factor != 1.0 else "none")
+        if scaling not in SCALINGS:
+            raise self.fail("rope.scaling.type", scaling, f"supported are {', '.join(SCALINGS)}")
+        rope = RopeConfig(
+            base=self.number("rope.freq_base", 10000.0, low=1.0),
+            dim=dim,
+            pairing=ARCHITECTURES[self.arch].pairing,
+            scaling=scaling,
+            factor=1.0 if scaling == "none" else factor,
+            original_context=self.size("rope.scaling.original_context_length", context, most=MAX_CONTEXT),
+            attn_factor=self.number("rope.scaling.attn_factor", 1.0, most=1e3),
+            beta_fast=self.number("rope.scaling.yarn_beta_fast", 32.0, most=1e6),
+            beta_slow=self.number("rope.scaling.yarn_beta_slow", 1.0, most=1e6),
+            freq_factors="rope_freqs.weight" in self.f.tensors,
+        )
+        if scaling == "yarn" and factor < 1.0:
+            raise self.fail("rope.scaling.factor", factor, "YaRN needs at least 1")
+        return rope
+
+
+OVERRIDES = ("rope_base", "rope_scale", "rope_scaling", "context_length")
+"""Keywords of `specsparse.load` that change the config."""
+
+
+def apply_overrides(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
+    """`config` with the user's wishes.
+
+    Args:
+        config: as the file has it.
+        overrides: rope_base (theta, above 1), rope_scale (the factor, above 0: 2 doubles the usable context),
+            rope_scaling ("none", "linear", "yarn"), context_length (tokens). A scale without a scaling is linear unless
+            the file names one.
+
+    Raises:
+        UserError: an unknown name, or a value of the wrong type or out of range.
+    """
+    given = {name: value for name, value in overrides.items() if value is not None}
+    if unknown := [name for name in given if name not in OVERRIDES]:
+        raise UserError(f"unknown option {show(unknown[0])}; the model's options are {', '.join(OVERRIDES)}")
+    rope = config.rope
+    if "rope_base" in given:
+        rope = replace(rope, base=_number("rope_base", given["rope_base"], low=1.0))
+    scaling = given.get("rope_scaling", rope.scaling)
+    if scaling not in SCALINGS:
+        raise UserError(f"rope_scaling is {show(scaling)}; it must be one of {', '.join(SCALINGS)}")
+    factor = rope.factor
+    if "rope_scale" in given:
+        factor = _number("rope_scale", given["rope_scale"], low=0.0)
+        if scaling == "none" and "rope_scaling" in given:
+            raise UserError("rope_scale does nothing with rope_scaling='none': give 'linear' or 'yarn'")
+        scaling = "linear" if scaling == "none" else scaling
+    elif given.get("rope_scaling", "none") != "none" and rope.scaling == "none":
+        raise UserError(f"rope_scaling={scaling!r} needs rope_scale: this model has no factor of its own")
+    if scaling == "yarn" and factor < 1.0:
+        raise UserError(f"rope_scale is {factor:g}; YaRN needs at least 1")
+    rope = replace(rope, scaling=scaling, factor=1.0 if scaling == "none" else factor)
+    context = given.get("context_length", config.context_length)
+    if isinstance(context, bool) or not isinstance(context, (int, np.integer)) or not 1 <= context <= MAX_CONTEXT:
+        raise UserError(f"context_length is {show(context)}; it must be a whole number from 1 to {MAX_CONTEXT}")
+    return replace(config, rope=rope, context_length=int(context))
+
+
+def _number(name: str, value: Any, low: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise UserError(f"{name} is {show(value)}; it must be a number")
+    if not math.isfinite(value) or not low < value <= 1e12:
+        raise UserError(f"{name} is {value:g}; it must be above {low:g} and up to 1e12")
+    return float(value)
+
+
+def _check_tensors(config: ModelConfig, f: GGUFFile) -> None:
+    """Every tensor of the model is there with its shape and a usable type, and no other one is."""
+    wanted = set()
+    for name, shape in config.tensor_shapes():  # stops at the first that is missing, however many layers were claimed
+        tensor = f.tensors.get(name)
+        if tensor is None:
+            raise UserError(f"{f.path}: tensor '{name}' of shape {shape} is missing")
+        if tensor.shape != shape:
+            raise UserError(f"{f.path}: tensor '{name}' has shape {tensor.shape}, its metadata asks for {shape}")
+        if not can_dequantise(tensor.type):
+            usable = ", ".join(kind.name for kind in supported_types())
+            raise UserError(f"{f.path}: tensor '{name}' has type {tensor.type.name}; supported are {usable}")
+        wanted.add(name)
+    for name in f.tensors:
+        if name not in wanted and not name.endswith(_IGNORED):
+            raise UserError(f"{f.path}: tensor {show(name)} is not one that a {config.architecture} model here has")

@@ -1,0 +1,128 @@
+"""The Llama forward pass: embedding, attention and FFN of each layer, output. The kernels are injected."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specsparse.engine.cache import KVCache
+from specsparse.engine.config import ModelConfig
+from specsparse.engine.weights import Layer, Params
+from specsparse.kernels import Kernels
+
+
+@dataclass(frozen=True)
+class Want:
+    """What a forward pass returns. Static under jit.
+
+    Attributes:
+        logits: of "all" rows, of the "last" valid row of each sequence, or "none".
+        hidden: also the rows before the output norm.
+        layers: the layers to run, or None for all; a layer-skip draft names a part.
+    """
+
+    logits: Literal["all", "last", "none"] = "all"
+    hidden: bool = False
+    layers: tuple[int, ...] | None = None
+
+
+class ForwardOut(NamedTuple):
+    """What a forward pass returns.
+
+    Attributes:
+        logits: f32[B, n, V], f32[B, 1, V] for "last", None for "none".
+        hidden: f32[B, n, D] or None.
+        stats: of a sparse FFN, or None.
+    """
+
+    logits: jax.Array | None
+    hidden: jax.Array | None = None
+    stats: object | None = None
+
+
+ForwardFn = Callable[..., tuple[ForwardOut, KVCache]]
+"""forward(params, tokens_Bn, cache, *, n_valid_B, parents_Bn=None, want=Want()) -> (ForwardOut, KVCache)."""
+
+
+def dense_ffn(config: ModelConfig, kernels: Kernels) -> Callable:
+    """The FFN of a dense model: x + down(act(gate(norm x)) * up(norm x)), rows f32[R, D] to f32[R, D]."""
+
+    def ffn(layer: Layer, x_RD, n_valid_B):
+        (h_RF,) = kernels.linear(
+            x_RD,
+            (layer.ffn_gate, layer.ffn_up),
+            norm=layer.ffn_norm,
+            eps=config.norm_eps,
+            biases=layer.bias("ffn_gate", "ffn_up"),
+            n_valid=n_valid_B,
+            act=config.activation,
+        )
+        (y_RD,) = kernels.linear(
+            h_RF, (layer.ffn_down,), biases=layer.bias("ffn_down"), residual=x_RD, n_valid=n_valid_B
+        )
+        return y_RD
+
+    return ffn
+
+
+def make_forward(config: ModelConfig, kernels: Kernels, ffn: Callable | None = None) -> ForwardFn:
+    """The forward function of a model (contract C1: a row's bits depend on its own path only).
+
+    `ffn(layer, x_RD, n_valid_B) -> x_RD` replaces the dense one.
+    """
+    ffn = ffn or dense_ffn(config, kernels)
+
+    def attention(layer: Layer, params: Params, x_RD, k, v, length, n_valid_B, parents_Bn):
+        q_RHd, k_RGd, v_RGd = kernels.linear(
+            x_RD,
+            (layer.attn_q, layer.attn_k, layer.attn_v),
+            norm=layer.attn_norm,
+            eps=config.norm_eps,
+            biases=layer.bias("attn_q", "attn_k", "attn_v"),
+            n_valid=n_valid_B,
+        )
+        out_RHd, k, v = kernels.attend(
+            q_RHd, k_RGd, v_RGd, k, v, cos=params.cos, sin=params.sin, length=length, n_valid=n_valid_B,
+            parents=parents_Bn, pairing=config.rope.pairing,
+        )  # fmt: skip
+        (x_RD,) = kernels.linear(
+            out_RHd, (layer.attn_output,), biases=layer.bias("attn_output"), residual=x_RD, n_valid=n_valid_B
+        )
+        return x_RD, k, v
+
+    def output(params: Params, x_BnD, n_valid_B, want: Want):
+        if want.logits == "none":
+            return None
+        if want.logits == "last":
+            last = jnp.maximum(n_valid_B - 1, 0)
+            x_BnD = jnp.take_along_axis(x_BnD, last[:, None, None], axis=1)
+            n_valid_B = jnp.minimum(n_valid_B, 1)
+        batch, n, width = x_BnD.shape
+        (logits_RV,) = kernels.linear(
+            x_BnD.reshape(batch * n, width), (params.output,), norm=params.output_norm, eps=config.norm_eps, n_valid=n_valid_B
+        )
+        return logits_RV.reshape(batch, n, -1)
+
+    def forward(params: Params, tokens_Bn, cache: KVCache, *, n_valid_B=None, parents_Bn=None, want: Want = Want()):
+        batch, n = tokens_Bn.shape
+        if n_valid_B is None:
+            n_valid_B = jnp.full((batch,), n, jnp.int32)
+        with jax.named_scope("embed"):
+            x_RD = kernels.embed(params.embedding, tokens_Bn.reshape(-1))
+        keys, values = list(cache.k), list(cache.v)
+        for i in range(config.n_layers) if want.layers is None else want.layers:
+            layer = params.layers[i]
+            with jax.named_scope(f"layer{i}/attention"):
+                x_RD, keys[i], values[i] = attention(
+                    layer, params, x_RD, keys[i], values[i], cache.length, n_valid_B, parents_Bn
+                )
+            with jax.named_scope(f"layer{i}/ffn"):
+                x_RD = ffn(layer, x_RD, n_valid_B)
+        x_BnD = x_RD.reshape(batch, n, -1)
+        with jax.named_scope("output"):
+            logits = output(params, x_BnD, n_valid_B, want)
+        return ForwardOut(logits, x_BnD if want.hidden else None), KVCache(tuple(keys), tuple(values), cache.length)
+
+    return forward

@@ -1,0 +1,84 @@
+"""Counter-based uniform noise: a number is a function of what it is used for, never of how many were drawn before.
+
+The generator is Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC 2011). The
+key is the 64-bit seed and the counter is
+
+    (position, round, node, 4 * sample + stream)
+
+so distinct uses have distinct counters and, the cipher being a bijection for each key, independent noise. Only integer
+operations are used: every device and every implementation gives the same bits.
+"""
+
+import enum
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_ROUNDS = 10
+_MULTIPLIERS = (np.uint32(0xD2511F53), np.uint32(0xCD9E8D57))
+_WEYL = (np.uint32(0x9E3779B9), np.uint32(0xBB67AE85))
+
+MAX_SAMPLE = 2**30 - 1
+"""The largest sample index: two bits of its counter word name the stream."""
+
+
+class Stream(enum.IntEnum):
+    """What a uniform is for. TARGET noise belongs to a position alone: pass round 0 and node 0 (contract C1)."""
+
+    TARGET = 0
+    DRAFT = 1
+    ACCEPT = 2
+    RESIDUAL = 3
+
+
+def seed_words(seed: int) -> np.ndarray:
+    """The two key words uint32[2] of a seed, low word first; seeds are taken modulo 2^64."""
+    seed = int(seed) % 2**64
+    return np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
+
+
+def _multiply(a: np.uint32, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """High and low word of the 64-bit product, from 16-bit halves: 64-bit integers are off by default in jax."""
+    half, mask = np.uint32(16), np.uint32(0xFFFF)
+    a_low, a_high = a & mask, a >> half
+    b_low, b_high = b & mask, b >> half
+    low = b_low * a_low
+    mid = b_high * a_low + (low >> half)  # at most (2^16 - 1)^2 + 2^16 - 1: no overflow
+    cross = b_low * a_high + (mid & mask)
+    return b_high * a_high + (mid >> half) + (cross >> half), b * a
+
+
+def philox4x32(counter: tuple[jax.Array, ...], key: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Philox4x32-10 of four counter words under two key words; all uint32 of one shape (or scalars)."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        high0, low0 = _multiply(_MULTIPLIERS[0], c0)
+        high1, low1 = _multiply(_MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = k0 + _WEYL[0], k1 + _WEYL[1]
+    return c0, c1, c2, c3
+
+
+def uniform(seed, *, sample=0, stream: Stream | jax.Array, position, round=0, node=0) -> jax.Array:
+    """One uniform for each use, a multiple of 2^-24 in [0, 1).
+
+    Args:
+        seed: uint32[..., 2], words as `seed_words` gives them.
+        sample: int, which of the sequences that share a seed, 0 to MAX_SAMPLE.
+        stream: what the number is for.
+        position: int, absolute position of the token that is decided.
+        round: int, verification round.
+        node: int, node of the draft tree.
+
+    Returns:
+        float32 of the common shape of the integer arguments and `seed[..., 0]`; they broadcast against each other.
+    """
+    seed = jnp.asarray(seed, jnp.uint32)
+    words = [jnp.asarray(word).astype(jnp.uint32) for word in (position, round, node, sample, stream)]
+    shape = jnp.broadcast_shapes(seed.shape[:-1], *(word.shape for word in words))
+    position, round, node, sample, stream = (jnp.broadcast_to(word, shape) for word in words)
+    key = (jnp.broadcast_to(seed[..., 0], shape), jnp.broadcast_to(seed[..., 1], shape))
+    bits = philox4x32((position, round, node, (sample << np.uint32(2)) | stream), key)[0]
+    return (bits >> np.uint32(8)).astype(jnp.float32) * np.float32(2.0**-24)

@@ -1,0 +1,84 @@
+"""Rotary position embedding: tables of cos and sin, and the reference that applies them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsparse.engine.config import Pairing, RopeConfig
+from specsparse.errors import UserError
+
+
+def _angles(cfg: RopeConfig, factors: np.ndarray | None) -> tuple[np.ndarray, float]:
+    """Radians per position of each pair, float64 [dim/2], and what multiplies cos and sin.
+
+    YaRN as llama.cpp has it (`rope_yarn` in ggml): pairs that turn more than beta_fast times over the original context
+    keep their angle, those that turn less than beta_slow times are divided by the factor, with a linear ramp over the
+    pair index between; cos and sin grow by 1 + 0.1 ln(factor).
+    """
+    half = cfg.dim // 2
+    whole = cfg.base ** (-2.0 * np.arange(half) / cfg.dim)
+    if factors is not None:
+        whole = whole / factors
+    if cfg.scaling == "none":
+        return whole, cfg.attn_factor
+    stretched = whole / cfg.factor
+    if cfg.scaling == "linear":
+        return stretched, cfg.attn_factor
+
+    def pair_of(turns: float) -> float:
+        """The (fractional) pair that makes so many turns over the original context."""
+        return cfg.dim * np.log(cfg.original_context / (turns * 2 * np.pi)) / (2 * np.log(cfg.base))
+
+    low = max(0.0, np.floor(pair_of(cfg.beta_fast)))
+    high = min(cfg.dim - 1.0, np.ceil(pair_of(cfg.beta_slow)))
+    ramp = np.clip((np.arange(half) - low) / max(0.001, high - low), 0.0, 1.0)
+    return stretched * ramp + whole * (1.0 - ramp), cfg.attn_factor * (1.0 + 0.1 * np.log(cfg.factor))
+
+
+def rope_tables(
+    cfg: RopeConfig, capacity: int, freq_factors: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin of every position and pair, float32 [capacity, dim/2], computed in float64.
+
+    Args:
+        cfg: the rotary embedding.
+        capacity: positions 0..capacity-1.
+        freq_factors: [dim/2], what each pair's angle is divided by (`rope_freqs.weight`), or None.
+
+    Raises:
+        UserError: factors of the wrong length, or not positive and finite.
+    """
+    if freq_factors is not None:
+        freq_factors = np.asarray(freq_factors, np.float64)
+        if freq_factors.shape != (cfg.dim // 2,):
+            raise UserError(f"rope_freqs.weight has shape {freq_factors.shape}, ({cfg.dim // 2},) is needed")
+        if not (np.isfinite(freq_factors) & (freq_factors > 0)).all():
+            raise UserError("rope_freqs.weight holds a factor that is not a positive number")
+    angles, magnitude = _angles(cfg, freq_factors)
+    turn = np.arange(capacity, dtype=np.float64)[:, None] * angles
+    return (np.cos(turn) * magnitude).astype(np.float32), (np.sin(turn) * magnitude).astype(np.float32)
+
+
+def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array, pairing: Pairing) -> jax.Array:
+    """Turns the first `dim` elements of each head; the rest pass through.
+
+    Args:
+        x: [..., d].
+        cos, sin: [..., dim/2], rows of `rope_tables`, broadcastable against x's leading axes.
+        pairing: "norm" turns (2i, 2i+1), "neox" (i, i + dim/2).
+
+    Returns:
+        [..., d] in x's dtype, computed in float32.
+    """
+    dim = 2 * cos.shape[-1]
+    head, rest = x[..., :dim].astype(jnp.float32), x[..., dim:]
+    if pairing == "norm":
+        a, b = head[..., 0::2], head[..., 1::2]
+    else:
+        a, b = head[..., : dim // 2], head[..., dim // 2 :]
+    turned = (a * cos - b * sin, a * sin + b * cos)
+    if pairing == "norm":
+        out = jnp.stack(turned, axis=-1).reshape(*turned[0].shape[:-1], dim)
+    else:
+        out = jnp.concatenate(turned, axis=-1)
+    return jnp.concatenate([out.astype(x.dtype), jnp.broadcast_to(rest, (*out.shape[:-1], rest.shape[-1]))], axis=-1)

@@ -1,0 +1,69 @@
+"""Which implementation runs: one set of functions per backend, chosen by name and injected into the model."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+
+from specsparse.errors import UserError
+from specsparse.kernels import native_cpu, reference
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The functions a forward pass is made of. All take and return float32 rows; see `reference` for the definitions.
+
+    Attributes:
+        name: "native", "reference" or "xla".
+        linear: matrices times rows, with normalisation before and residual after.
+        embed: rows of a packed matrix by index.
+        attend: rotary embedding, cache append and attention.
+        argmax: index of the largest value of each row.
+    """
+
+    name: str
+    linear: Callable
+    embed: Callable
+    attend: Callable
+    argmax: Callable
+
+
+NATIVE = Kernels("native", native_cpu.linear, native_cpu.embed, native_cpu.attend, native_cpu.argmax)
+REFERENCE = Kernels("reference", reference.linear, reference.embed, reference.attend, reference.argmax)
+XLA = Kernels("xla", reference.linear_batched, reference.embed, reference.attend_batched, reference.argmax_batched)
+"""Fast on a GPU, but its bits depend on the number of rows: the contract C1 does not hold."""
+
+BACKENDS = {k.name: k for k in (NATIVE, REFERENCE, XLA)}
+
+
+def get(name: str | None = None) -> Kernels:
+    """The kernels called `name`; by default native on a CPU that has them, reference on one that has not, xla elsewhere.
+
+    `SPECSPARSE_KERNELS` overrides the default. Raises UserError for an unknown name, and for native kernels that are
+    missing while `SPECSPARSE_REQUIRE_NATIVE=1`.
+    """
+    name = name or os.environ.get("SPECSPARSE_KERNELS")
+    if name is None:
+        if jax.default_backend() != "cpu":
+            return XLA
+        name = "native" if native_cpu.available() else "reference"
+    if name not in BACKENDS:
+        raise UserError(f"kernels {name!r} do not exist; there are {', '.join(BACKENDS)}")
+    missing = not native_cpu.available()
+    if missing and (name == "native" or os.environ.get("SPECSPARSE_REQUIRE_NATIVE") == "1"):
+        raise UserError(f"the native kernels are not there ({native_cpu.why_missing()}); build them with `make native`")
+    return BACKENDS[name]
+
+
+def status() -> dict:
+    """What runs and why, for records and for the terminal."""
+    chosen = get().name
+    return {
+        "kernels": chosen,
+        "native": native_cpu.available(),
+        "why_not_native": native_cpu.why_missing(),
+        "isa": native_cpu.isa(),
+        "threads": native_cpu.threads(),
+        "device": jax.default_backend(),
+    }

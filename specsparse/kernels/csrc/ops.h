@@ -1,0 +1,82 @@
+// What an instruction set has to provide. Every table computes the same bits.
+#pragma once
+
+#include <cstdint>
+
+namespace specsparse {
+
+enum class Codes : int64_t { kNibble, kInt8, kF32, kF16, kBf16 };
+enum class Scales : int64_t { kNone, kD, kDm, kF32, kSuper, kSuperMin };
+enum class Act : int64_t { kNone, kSilu, kRelu, kRelu2 };
+enum class KvType : int64_t { kF32, kF16, kBf16 };
+
+constexpr int kRows = 16;    // rows of a group
+constexpr int kBlock = 32;   // columns that share an activation scale
+constexpr int kSuper = 256;  // columns under one super-block header
+
+// A packed matrix; docs/ARCHITECTURE.md gives the bytes.
+struct Matrix {
+  const uint8_t* data;
+  int64_t rows, cols, group_bytes;
+  Codes codes;
+  Scales scales;
+  int64_t sub;
+  int32_t zero;
+  const int8_t* lut;  // 16 values, or null
+  int64_t groups() const { return (rows + kRows - 1) / kRows; }
+  bool is_float() const { return codes >= Codes::kF32; }
+};
+
+// Rows of activations as the kernels read them: float32, and int8 with one scale per block of 32.
+struct Activations {
+  int64_t cols, blocks;
+  float* x;          // [rows, cols], normalised
+  int8_t* q;         // [rows, blocks * 32]
+  float* scale;      // [rows, blocks]
+  int32_t* sum;      // [rows, blocks, 2]: sums of q over the halves of a block
+};
+
+// Attention of query vectors that share one key/value head and one sequence.
+struct AttendTile {
+  const void* k;      // [C/16, d, 16]
+  const void* v;      // [C, d]
+  KvType type;
+  int64_t d;
+  int64_t shared;     // committed slots, seen by every query
+  int queries;        // 1 .. kQueries
+  const float* q[4];  // scaled by 1/sqrt(d)
+  float* out[4];
+  // Slots beyond `shared` that query j sees, in position order; for a chain they are shared, shared + 1, ...
+  const int32_t* tail[4];
+  int64_t tails[4];
+};
+constexpr int kQueries = 4;
+
+struct Ops {
+  const char* name;
+  int max_tokens;
+  // Normalises row `from` (norm may be null) and quantises it into row `to` of `out`.
+  void (*prepare)(const float* from, const float* norm, float eps, const Activations& out, int64_t to, bool quantise);
+  // y[t * 16 + r] = dot of row r of group g with activation rows row .. row + tokens - 1.
+  void (*dot)(const Matrix& w, int64_t g, const Activations& x, int64_t row, int tokens, float* y);
+  // gate <- act(gate) * up, `count` a multiple of 16.
+  void (*glu)(float* gate, const float* up, int64_t count, Act act);
+  // scratch: floats for kQueries * (slots rounded up to 16 + 16).
+  void (*attend)(const AttendTile& tile, float* scratch);
+  void (*store_kv)(const float* k, const float* v, int64_t d, int64_t slot, KvType type, void* cache_k, void* cache_v);
+  // p <- exp(scale * (x - max)), in place, returning nothing; count a multiple of 16.
+  void (*exp_shifted)(float* x, int64_t count, float max, float scale);
+};
+
+extern const Ops kPortableOps;
+#if defined(__x86_64__)
+extern const Ops kAvx2Ops;
+extern const Ops kAvx512Ops;
+#endif
+
+// The table in use: SPECSPARSE_ISA=portable|avx2|avx512 forces one, otherwise the widest the processor has.
+const Ops& ops();
+// Chooses a table by name; false if the name or the processor does not have it.
+bool set_ops(const char* name);
+
+}  // namespace specsparse

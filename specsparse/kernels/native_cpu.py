@@ -1,0 +1,151 @@
+"""The C++ kernels behind `jax.ffi`: loading, registration, and calls with the reference's signatures."""
+
+import ctypes
+import functools
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsparse.errors import UserError
+from specsparse.kernels import reference
+from specsparse.kernels.qtensor import QTensor
+
+LIBRARY = Path(__file__).parent / "libspecsparse_kernels.so"
+TARGETS = ("specsparse_linear", "specsparse_embed", "specsparse_attend", "specsparse_argmax")
+
+_CODES = ("nibble", "int8", "f32", "f16", "bf16")
+_SCALES = ("none", "d", "dm", "f32", "super", "super_min")
+ACTS = {None: 0, "silu": 1, "relu": 2, "relu2": 3}
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+    except OSError:
+        return None
+    library.specsparse_isa.restype = ctypes.c_char_p
+    library.specsparse_set_isa.argtypes = [ctypes.c_char_p]
+    for name in TARGETS:
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+    wanted = os.environ.get("SPECSPARSE_ISA")
+    if wanted and not library.specsparse_set_isa(wanted.encode()):
+        raise UserError(f"SPECSPARSE_ISA={wanted}: this processor or build has no such kernels; use portable, avx2 or avx512")
+    count = os.environ.get("SPECSPARSE_THREADS")
+    if count:
+        _check_threads(count)
+        library.specsparse_set_threads(int(count))
+    return library
+
+
+def available() -> bool:
+    """Whether the compiled kernels are there."""
+    return _library() is not None
+
+
+def why_missing() -> str | None:
+    """One line on why `available()` is false, or None."""
+    if available():
+        return None
+    return f"{LIBRARY.name} cannot be loaded" if LIBRARY.exists() else f"{LIBRARY.name} was not built"
+
+
+def isa() -> str | None:
+    """The instruction set in use: portable, avx2 or avx512."""
+    library = _library()
+    return library.specsparse_isa().decode() if library else None
+
+
+def set_isa(name: str) -> None:
+    """Switches the instruction set of this process; raises UserError where the processor lacks it."""
+    library = _library()
+    if library is None or not library.specsparse_set_isa(name.encode()):
+        raise UserError(f"this processor or build has no {name!r} kernels; use portable, avx2 or avx512")
+
+
+def threads() -> int | None:
+    """Threads that share a kernel's work."""
+    library = _library()
+    return library.specsparse_threads() if library else None
+
+
+def _check_threads(count) -> None:
+    if not (isinstance(count, int) or str(count).isdigit()) or isinstance(count, bool) or not 1 <= int(count) <= 64:
+        raise UserError(f"threads={count!r}: an integer from 1 to 64 is needed")
+
+
+def set_threads(count: int) -> None:
+    """Sets the number of threads; results do not depend on it."""
+    _check_threads(count)
+    if library := _library():
+        library.specsparse_set_threads(count)
+
+
+def _describe(weights: tuple[QTensor, ...]) -> np.ndarray:
+    rows = []
+    for w in weights:
+        layout, (out, cols) = w.layout, w.shape
+        head = [_CODES.index(layout.codes), _SCALES.index(layout.scales), layout.sub, layout.zero]
+        rows += [*head, out, cols, layout.group_bytes(cols), *(layout.lut or (0,) * 16)]
+    return np.array(rows, np.int64)
+
+
+def _call(target: str, shapes, **options):
+    if _library() is None:
+        raise UserError(f"the native kernels are not there ({why_missing()}); build them with `make native`")
+    return jax.ffi.ffi_call(target, shapes, **options)
+
+
+def linear(x, weights, *, n_valid, norm=None, eps=0.0, biases=None, residual=None, act=None):
+    """`reference.linear` by the C++ kernels."""
+    empty = jnp.zeros((0,), jnp.float32)
+    outs = weights[:1] if act else weights
+    shapes = tuple(jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32) for w in outs)
+    pairs = []
+    for i, w in enumerate(weights):
+        bias = biases[i] if biases is not None else None
+        pairs += [w.data, empty if bias is None else bias]
+    call = _call("specsparse_linear", shapes)
+    return tuple(
+        call(
+            x,
+            empty if norm is None else norm,
+            empty if residual is None else residual,
+            n_valid,
+            *pairs,
+            description=_describe(weights),
+            act=np.int64(ACTS[act]),
+            eps=np.float32(eps),
+        )
+    )
+
+
+def embed(w, ids):
+    """`reference.embed` by the C++ kernels."""
+    call = _call("specsparse_embed", jax.ShapeDtypeStruct((ids.shape[0], w.shape[1]), jnp.float32))
+    return call(w.data, ids, description=_describe((w,)))
+
+
+def attend(q, k, v, cache_k, cache_v, *, cos, sin, length, n_valid, parents=None, pairing="norm"):
+    """`reference.attend` by the C++ kernels; a head size that is no multiple of 16 takes the reference."""
+    if cache_v.shape[-1] % 16:
+        return reference.attend(
+            q, k, v, cache_k, cache_v, cos=cos, sin=sin, length=length, n_valid=n_valid, parents=parents, pairing=pairing
+        )
+    shapes = (
+        jax.ShapeDtypeStruct(q.shape, jnp.float32),
+        jax.ShapeDtypeStruct(cache_k.shape, cache_k.dtype),
+        jax.ShapeDtypeStruct(cache_v.shape, cache_v.dtype),
+    )
+    call = _call("specsparse_attend", shapes, input_output_aliases={3: 1, 4: 2})
+    parents = jnp.zeros((0,), jnp.int32) if parents is None else parents
+    neox = np.int64(pairing == "neox")
+    return call(q, k, v, cache_k, cache_v, cos, sin, length, n_valid, parents, neox=neox)
+
+
+def argmax(x):
+    """`reference.argmax` by the C++ kernels."""
+    return _call("specsparse_argmax", jax.ShapeDtypeStruct(x.shape[:1], jnp.int32))(x)

@@ -1,0 +1,58 @@
+"""What this machine is: its CPU, and how fast it reads memory."""
+
+import os
+import platform
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# What the kernels can make use of; a full list would be a hundred names that nobody reads.
+_FLAGS = (
+    "f16c", "avx", "avx2", "fma", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni",
+    "avx512_bf16", "amx_int8", "asimd", "asimddp", "i8mm", "sve",
+)  # fmt: skip
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@cache
+def cpu_info() -> dict[str, Any]:
+    """Model name, instruction sets of interest and cores; parts that the system does not tell are left empty."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    name = re.search(r"^(?:model name|Hardware)\s*:\s*(.+)$", text, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    have = set(flags.group(1).split()) if flags else set()
+    return {
+        "model": name.group(1).strip() if name else platform.processor() or platform.machine(),
+        "architecture": platform.machine(),
+        "flags": [flag for flag in _FLAGS if flag in have],
+        "cores": usable_cores(),
+    }
+
+
+@cache
+def read_bandwidth(threads: int | None = None, *, mebibytes: int = 256, repeats: int = 10) -> float:
+    """Bytes per second at which `threads` (default: all cores) read memory that no cache holds; the best of `repeats`.
+
+    Takes about a fifth of a second. numpy's minimum of integers is one vector instruction a load, so memory is the limit.
+    """
+    threads = threads or usable_cores()
+    parts = np.array_split(np.ones(mebibytes * 2**20 // 8, np.int64), threads)
+    best = float("inf")
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(repeats):
+            start = time.perf_counter()
+            list(pool.map(np.min, parts))
+            best = min(best, time.perf_counter() - start)
+    return sum(p.nbytes for p in parts) / best

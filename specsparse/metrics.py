@@ -1,0 +1,178 @@
+"""Counters first, then rates, by one function; every rate has its definition beside it.
+
+p is the target's law, q the draft's. Mean acceptance length includes the bonus token (Leviathan et al. 2023).
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+@dataclass
+class Times:
+    """Wall seconds by stage. Zero means not measured: the one-jit loop knows only the total.
+
+    `prefill` is apart: `total` is the decoding time without it.
+    """
+
+    prefill: float = 0.0
+    draft: float = 0.0
+    verify: float = 0.0
+    sample: float = 0.0
+    commit: float = 0.0
+    host: float = 0.0
+    total: float = 0.0
+
+    def __add__(self, other: "Times") -> "Times":
+        """Stage by stage."""
+        return Times(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+
+
+@dataclass
+class Counters:
+    """What happened in a run (speculative.md, section 1). Counters of two runs add up.
+
+    num_rounds: rounds of the loop (one forward of the target each, after the prompt's)
+    num_drafts: rounds with a non-empty draft
+    num_draft_tokens: drafted tokens
+    num_tested: drafted positions up to and including the first rejection
+    num_accepted_tokens: drafted tokens that stayed
+    num_accepted_tokens_per_pos: the same by position in the draft, 0 first
+    num_emitted_tokens: tokens given to the user
+    target_passes: forwards of the target, the prompt's chunks included
+    """
+
+    num_rounds: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_tested: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()
+    num_emitted_tokens: int = 0
+    target_passes: int = 0
+    times: Times = field(default_factory=Times)
+
+    def __add__(self, other: "Counters") -> "Counters":
+        """The counters of both runs together; the shorter list of positions is padded with zeros."""
+        if not isinstance(other, Counters):
+            return NotImplemented
+        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(self)}
+        mine, theirs = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos
+        width = max(len(mine), len(theirs))
+        mine, theirs = (tuple(v) + (0,) * (width - len(v)) for v in (mine, theirs))
+        sums["num_accepted_tokens_per_pos"] = tuple(int(a + b) for a, b in zip(mine, theirs, strict=True))
+        return Counters(**sums)
+
+    def validate(self) -> None:
+        """Check the invariants that hold for every run.
+
+        Raises:
+            ValueError: a counter contradicts another.
+        """
+        per_pos = self.num_accepted_tokens_per_pos
+        checks = {
+            "accepted <= tested <= drafted": self.num_accepted_tokens <= self.num_tested <= self.num_draft_tokens,
+            "drafts <= rounds": self.num_drafts <= self.num_rounds,
+            "accepted per position sums to accepted": sum(per_pos) == self.num_accepted_tokens,
+            "accepted per position does not rise": all(a >= b for a, b in zip(per_pos, per_pos[1:], strict=False)),
+        }
+        broken = [name for name, holds in checks.items() if not holds]
+        if broken:
+            raise ValueError(f"counters break {'; '.join(broken)}: {self}")
+
+
+DEFINITIONS: dict[str, str] = {
+    "mean_acceptance_length": "1 + accepted / drafts (bonus token included)",
+    "tokens_per_target_pass": "emitted / rounds",
+    "draft_acceptance_rate": "accepted / drafted tokens",
+    "acceptance_per_position": "accepted at the position / drafts",
+    "conditional_acceptance_per_position": "accepted at the position / accepted at the one before it",
+    "realised_alpha": "accepted / tested positions",
+    "tokens_per_second": "emitted / decode time (prompt excluded)",
+    "share_draft": "draft time / decode time",
+    "share_verify": "verify time / decode time",
+    "share_rest": "everything else / decode time",
+    "speedup_ratio_of_totals": "sum of plain seconds per token / sum of speculative seconds per token, same prompts",
+    "speedup_mean_of_ratios": "mean over prompts of plain / speculative seconds per token",
+}
+
+
+def _ratio(numerator: float, denominator: float) -> float | None:
+    return numerator / denominator if denominator else None
+
+
+def rates(counters: Counters) -> dict[str, Any]:
+    """Every rate that `counters` determine, by the names of `DEFINITIONS`; None where the denominator is zero.
+
+    Time shares are None where the stages were not measured.
+    """
+    c, t = counters, counters.times
+    per_pos = c.num_accepted_tokens_per_pos
+    reached = (c.num_drafts, *per_pos)
+    drafted = _ratio(c.num_accepted_tokens, c.num_drafts)
+    split = bool(t.total) and bool(t.draft or t.verify)
+    return {
+        "mean_acceptance_length": None if drafted is None else 1 + drafted,
+        "tokens_per_target_pass": _ratio(c.num_emitted_tokens, c.num_rounds),
+        "draft_acceptance_rate": _ratio(c.num_accepted_tokens, c.num_draft_tokens),
+        "acceptance_per_position": [_ratio(a, c.num_drafts) for a in per_pos],
+        "conditional_acceptance_per_position": [_ratio(a, b) for a, b in zip(per_pos, reached, strict=False)],
+        "realised_alpha": _ratio(c.num_accepted_tokens, c.num_tested),
+        "tokens_per_second": _ratio(c.num_emitted_tokens, t.total),
+        "share_draft": t.draft / t.total if split else None,
+        "share_verify": t.verify / t.total if split else None,
+        "share_rest": 1 - (t.draft + t.verify) / t.total if split else None,
+    }
+
+
+class Speedup(NamedTuple):
+    """Plain time over speculative time; `low` and `high` bound the ratio of totals with 95 % confidence."""
+
+    ratio_of_totals: float
+    mean_of_ratios: float
+    low: float
+    high: float
+    prompts: int
+
+    def to_dict(self) -> dict[str, float | int]:
+        """As plain values for a record."""
+        return self._asdict()
+
+
+def speedup(plain_s: Sequence[float], method_s: Sequence[float], *, resamples: int = 2000, seed: int = 0) -> Speedup:
+    """How many times faster the method decodes the same prompts to the same token counts, prefill excluded.
+
+    Args:
+        plain_s: seconds of plain decoding, one entry per prompt and repeat.
+        method_s: seconds of the method on the same entries.
+        resamples: bootstrap resamples; entries are drawn as pairs, so that what is slow for both cancels.
+        seed: of the bootstrap.
+
+    Raises:
+        ValueError: the lengths differ, there is no entry, or a time is not positive.
+    """
+    plain, method = np.asarray(plain_s, np.float64), np.asarray(method_s, np.float64)
+    if plain.shape != method.shape or plain.ndim != 1 or plain.size == 0:
+        raise ValueError("a speed-up needs as many plain as method times, at least one")
+    if not (np.all(plain > 0) and np.all(method > 0)):
+        raise ValueError("a speed-up needs positive times")
+    drawn = np.random.default_rng(seed).integers(0, plain.size, size=(resamples, plain.size))
+    ratios = plain[drawn].sum(axis=1) / method[drawn].sum(axis=1)
+    low, high = np.quantile(ratios, [0.025, 0.975])
+    total = plain.sum() / method.sum()
+    return Speedup(float(total), float(np.mean(plain / method)), float(low), float(high), int(plain.size))
+
+
+def to_dict(counters: Counters) -> dict[str, Any]:
+    """Counters as plain values for a record."""
+    return dataclasses.asdict(counters)
+
+
+def from_dict(values: Mapping[str, Any]) -> Counters:
+    """The inverse of `to_dict`."""
+    per_pos = tuple(values.get("num_accepted_tokens_per_pos", ()))
+    times = Times(**values.get("times", {}))
+    return Counters(**{**values, "num_accepted_tokens_per_pos": per_pos, "times": times})

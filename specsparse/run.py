@@ -1,0 +1,136 @@
+"""`python -m specsparse.run`: the Hydra entry point.
+
+A mistake in the input is one line on stderr and exit code 2; `debug=true` shows the traceback instead.
+"""
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from specsparse.errors import UserError
+
+EXIT_MISTAKE = 2
+
+
+def conf_dir() -> Path:
+    """The config folder: inside an installed package, or beside the package in a checkout."""
+    package = Path(__file__).resolve().parent
+    for place in (package / "conf", package.parent / "conf"):
+        if (place / "config.yaml").is_file():
+            return place
+    raise UserError("the conf folder is missing from this installation: install specsparse again")
+
+
+def fail(message: str) -> int:
+    """Print the one line that a mistake gets; returns its exit code."""
+    print(f"specsparse: {' '.join(message.split())}", file=sys.stderr)
+    return EXIT_MISTAKE
+
+
+def shorthand(argv: list[str]) -> list[str]:
+    """Spell out the short forms: `model=FILE.gguf`, `data=FILE.jsonl`, `experiment=NAME` without its plus sign."""
+    out = []
+    for arg in argv:
+        key, eq, value = arg.partition("=")
+        is_path = bool(re.search(r"\.(gguf|jsonl|txt)$|^hf://|^[~./]", value))
+        if eq and key == "model" and is_path:
+            out += ["model=custom", f"model.path={_quote(os.path.expanduser(value))}"]
+        elif eq and key == "data" and is_path:
+            out += [f"data.source={_quote(os.path.expanduser(value))}"]
+        elif eq and key == "experiment":
+            out.append(f"+{arg}")
+        else:
+            out.append(arg)
+    return out
+
+
+def _quote(value: str) -> str:
+    return value if re.fullmatch(r"[\w./:~-]+", value) else "'" + value.replace("'", "\\'") + "'"
+
+
+class CheckBeforeStart:
+    """A Hydra callback: the config is validated before the run's directory is made."""
+
+    def on_run_start(self, config: Any, **_: Any) -> None:
+        """Exit with one line when the config is wrong (Hydra swallows exceptions of callbacks, not an exit)."""
+        from specsparse import experiment
+        from specsparse.config import from_omegaconf
+
+        try:
+            experiment.check(from_omegaconf(config))
+        except UserError as error:
+            if config.get("debug") is True:
+                return  # the run itself raises it again, with its traceback
+            raise SystemExit(fail(str(error))) from None
+
+    def __getattr__(self, name: str) -> Any:
+        """Hydra calls every hook of a callback; the others do nothing."""
+        if name.startswith("on_"):
+            return lambda *_, **__: None
+        raise AttributeError(name)
+
+
+def _task(cfg: Any) -> Any:
+    from hydra.core.hydra_config import HydraConfig
+
+    from specsparse import experiment
+    from specsparse.config import from_omegaconf
+
+    try:
+        run = from_omegaconf(cfg)
+        record = experiment.run(run, Path(HydraConfig.get().runtime.output_dir))
+    except UserError as error:
+        if cfg.get("debug") is True:
+            raise
+        raise SystemExit(fail(str(error))) from None
+    if not record.as_promised:
+        raise SystemExit(1)
+    return record.objective
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run Hydra on `argv` (default: the command line); returns the exit code."""
+    argv = shorthand(sys.argv[1:] if argv is None else list(argv))
+    debug = any(re.fullmatch(r"\+*debug=[Tt]rue", arg) for arg in argv)
+    import hydra
+    from hydra._internal.utils import get_args_parser
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from specsparse.hydra_errors import explain
+
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing, and the lines below say it better
+    saved, sys.argv = sys.argv, ["specsparse.run", *argv]
+    try:
+        parser = get_args_parser()
+        parser.error = _raise_user_error  # type: ignore[method-assign]
+        parser.parse_args(argv)
+        conf = conf_dir()
+        hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(_task)()
+    except (HydraException, OmegaConfBaseException) as error:
+        if debug:
+            raise
+        return fail(str(explain(error, conf)))
+    except UserError as error:
+        if debug:
+            raise
+        return fail(str(error))
+    except KeyboardInterrupt:
+        print("specsparse: stopped", file=sys.stderr)
+        return 130
+    finally:
+        sys.argv = saved
+    return 0
+
+
+def _raise_user_error(message: str) -> None:
+    raise UserError(f"{message}; --help shows a page of usage")
+
+
+if __name__ == "__main__":
+    # Under its importable name: Hydra's callback and this module must be one and the same.
+    from specsparse.run import main as run_main
+
+    sys.exit(run_main())

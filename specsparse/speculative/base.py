@@ -1,0 +1,221 @@
+"""Types of speculative decoding: what a drafter proposes and what a verifier decides.
+
+Rows and nodes: the target verifies one round with a forward pass of K+1 rows. Row 0 is the last committed token (the
+root), row 1+i is node i of the draft. `-1` means the root where a node index is expected, and "nothing" where a token is
+expected.
+"""
+
+import abc
+import dataclasses
+import enum
+from typing import Any, NamedTuple
+
+import jax
+
+ROOT = -1
+"""Parent of the nodes that follow the last committed token."""
+
+PAD = -1
+"""Token id of an empty slot."""
+
+
+class DraftKind(enum.Enum):
+    """How the tokens of a draft were drawn, which decides the verifiers that keep the target's law."""
+
+    ONE_HOT = "one_hot"
+    """Chosen, not drawn: argmax, top-k rank, n-gram, p_split, confidence-ranked. q is 1 at the token."""
+    SAMPLED = "sampled"
+    """Drawn from q, one child per node."""
+    IID = "iid"
+    """Siblings drawn independently from one q, in draw order, draws that coincide kept apart."""
+    WOR = "wor"
+    """Siblings drawn without replacement, in draw order; each from q without its elder siblings, renormalised."""
+
+
+class Draft(NamedTuple):
+    """The proposal of one round: a tree of at most K nodes for each of B sequences.
+
+    Invariants: a parent precedes its children; siblings stand in draw order; nodes `i >= count` do not exist and
+    hold anything. A chain has parents `i - 1`.
+
+    Attributes:
+        tokens: int32[B, K].
+        parents: int32[B, K], node index of the parent or `ROOT`.
+        count: int32[B], nodes really drafted, 0..K.
+        q: float32[B, K, V], the law node i was *really* drawn from (after temperature, truncation and, without
+            replacement, after its elder siblings were removed and the rest renormalised); None for one-hot drafts. A
+            node whose row has no mass at its own token is never accepted and leaves p alone.
+    """
+
+    tokens: jax.Array
+    parents: jax.Array
+    count: jax.Array
+    q: jax.Array | None = None
+
+    @property
+    def max_nodes(self) -> int:
+        """K, static."""
+        return self.tokens.shape[-1]
+
+
+class Verdict(NamedTuple):
+    """What a verifier made of a draft. Every round emits at least one token.
+
+    Attributes:
+        tokens: int32[B, K+1], emitted tokens: the accepted path, then one more; padded with `PAD`.
+        count: int32[B], emitted tokens, `accepted + 1`.
+        nodes: int32[B, K], accepted nodes from the root down (ascending), padded with `PAD`.
+        accepted: int32[B], accepted nodes.
+        tested: int32[B], tested positions: levels of the draft up to and including the first rejection. A level whose
+            siblings are all rejected counts once; `block` has no such order, there it is the drafted count.
+        alpha: float32[B], sum over tested positions of the verifier's acceptance probability before the token is known
+            (`token` sum_x min(p, q), one-hot p(x), `match` with a sampled draft sum_x p q). Chains only; 0 where it was
+            not measured.
+        alpha_var: float32[B], sum of alpha_i (1 - alpha_i) over the same positions.
+        failed: bool[B], the law the last token comes from was not a law (NaN or no mass); that token is 0 and the
+            sequence must stop with an error.
+    """
+
+    tokens: jax.Array
+    count: jax.Array
+    nodes: jax.Array
+    accepted: jax.Array
+    tested: jax.Array
+    alpha: jax.Array
+    alpha_var: jax.Array
+    failed: jax.Array
+
+
+class DraftContext(NamedTuple):
+    """What every drafter may look at.
+
+    `length` counts the last emitted token too; the target's cache holds one token fewer, because that token is row 0 of
+    the next forward pass.
+
+    Attributes:
+        tokens: int32[B, C], all committed ids (prompt and output), anything beyond `length`.
+        length: int32[B].
+        budget: int32[B], most nodes to draft this round (0 asks for an empty draft); also bounds the depth.
+        seed: seed of each sequence, as `engine.noise` takes it.
+        sample: sample index of each sequence, as `engine.noise` takes it.
+        round: int32[B], rounds finished by each sequence.
+        params: the target's weights (self-drafts), or None.
+        cache: the target's cache, or None. A self-draft may write to slots at and beyond the cache's length; the
+            verification overwrites them.
+    """
+
+    tokens: jax.Array
+    length: jax.Array
+    budget: jax.Array
+    seed: Any
+    sample: Any
+    round: jax.Array
+    params: Any = None
+    cache: Any = None
+
+
+class Drafted(NamedTuple):
+    """Result of `Drafter.draft`.
+
+    Attributes:
+        draft: the proposal.
+        state: the drafter's next state.
+        cache: `ctx.cache`, as it is after the draft (the same object if the drafter does not use it).
+    """
+
+    draft: Draft
+    state: Any
+    cache: Any
+
+
+class Feedback(NamedTuple):
+    """What a drafter learns when a round is over.
+
+    Attributes:
+        draft: the draft that was verified.
+        verdict: the verdict on it.
+        hidden: float[B, K+1, D], the target's features of all rows if `Drafter.wants_hidden`, else None.
+    """
+
+    draft: Draft
+    verdict: Verdict
+    hidden: jax.Array | None = None
+
+
+class Drafter(abc.ABC):
+    """Base of all drafters: final frozen dataclasses that hold static facts; weights and state are pytrees.
+
+    All methods are pure and jit-able. Weights come as an argument (`params`, None where there are none), never by
+    closure.
+    """
+
+    @property
+    @abc.abstractmethod
+    def kind(self) -> DraftKind:
+        """How the tokens are drawn."""
+
+    @property
+    @abc.abstractmethod
+    def max_nodes(self) -> int:
+        """K: nodes a draft has room for."""
+
+    @property
+    @abc.abstractmethod
+    def max_depth(self) -> int:
+        """Longest path a draft may have; K for a chain."""
+
+    @property
+    @abc.abstractmethod
+    def tree(self) -> bool:
+        """Whether a node may have more than one child."""
+
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether `init` and `commit` need the target's hidden states."""
+        return False
+
+    @abc.abstractmethod
+    def init(self, params: Any, ctx: DraftContext, *, hidden: jax.Array | None = None) -> Any:
+        """State after the prompt: `ctx.tokens[:, :length]` is the prompt and the first emitted token, if there is one.
+
+        `hidden` is float[B, n, D], the target's features of the prompt (row i is position i).
+        """
+
+    @abc.abstractmethod
+    def draft(self, params: Any, state: Any, ctx: DraftContext) -> Drafted:
+        """Proposes continuations of `ctx.tokens[:, :length]`, `count <= budget`; consumes noise stream `draft`."""
+
+    @abc.abstractmethod
+    def commit(self, params: Any, state: Any, ctx: DraftContext, feedback: Feedback) -> Any:
+        """State after the verdict; `ctx` already holds the emitted tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verifier:
+    """A named verifier: a rule with its options and the drafts it is sound for. See `verify.VERIFIERS`.
+
+    Attributes:
+        name: the name in configs and reports.
+        rule: a frozen rule of `speculative.verifiers` (the function and its options).
+        kinds: draws it accepts.
+        tree: whether it accepts drafts with several children per node.
+        lossless: whether the output law is p exactly. Otherwise it is labelled `lossy` wherever it is named.
+        needs_p: False if a token sampled from p at every row is enough (`greedy`, `match`).
+        greedy_only: True if it is defined at temperature 0 only.
+        paper: arXiv id of the paper.
+    """
+
+    name: str
+    rule: Any
+    kinds: frozenset[DraftKind]
+    tree: bool = False
+    lossless: bool = True
+    needs_p: bool = True
+    greedy_only: bool = False
+    paper: str = ""
+
+    def accepts(self, kind: DraftKind, *, tree: bool, temperature: float | None = None) -> bool:
+        """Whether drafts of this kind may be verified at this temperature (None: not known yet)."""
+        if self.greedy_only and temperature is not None and temperature > 0:
+            return False
+        return kind in self.kinds and (self.tree or not tree)

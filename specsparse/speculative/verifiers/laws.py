@@ -1,0 +1,102 @@
+"""Arithmetic on laws over the vocabulary, for numpy (float64) and jax.numpy (float32) alike."""
+
+import functools
+import operator
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+STRIPES = 16
+"""Stripes that `total` adds up elementwise before it reduces."""
+
+
+def namespace(x: Any) -> ModuleType:
+    """numpy for numpy values, jax.numpy for everything else (tracers included)."""
+    return np if isinstance(x, np.ndarray | np.generic) else jnp
+
+
+def repeat_while(condition: Callable, step: Callable, state: tuple) -> tuple:
+    """`step` applied to a tuple of arrays while `condition` holds: a Python loop for numpy, a compiled one for jax."""
+    if namespace(state[0]) is jnp:
+        return jax.lax.while_loop(condition, step, state)
+    while condition(state):
+        state = step(state)
+    return state
+
+
+def total(x_V: Any) -> Any:
+    """Sum over the vocabulary, in `STRIPES` stripes.
+
+    A reduction to one scalar is a serial chain of additions on a CPU; adding stripes is vectorised, and rounds less.
+    """
+    width = x_V.shape[0] // STRIPES
+    if width < STRIPES:
+        return x_V.sum()
+    stripes = x_V[: STRIPES * width].reshape(STRIPES, width)
+    striped = functools.reduce(operator.add, (stripes[i] for i in range(STRIPES))).sum()
+    rest = x_V[STRIPES * width :]
+    return striped + rest.sum() if rest.shape[0] else striped
+
+
+def one_hot(like_V: Any, token: Any) -> Any:
+    """The law that is 1 at `token`, in the shape and dtype of `like_V`."""
+    xp = namespace(like_V)
+    return (xp.arange(like_V.shape[0]) == token).astype(like_V.dtype)
+
+
+def ratio(p_x: Any, q_x: Any) -> Any:
+    """p/q where q is positive, else 0 (also where q is NaN): a token that q could not have drawn is never accepted."""
+    xp = namespace(p_x)
+    drawn = q_x > 0
+    return xp.where(drawn, p_x / xp.where(drawn, q_x, xp.ones_like(q_x)), xp.zeros_like(p_x))
+
+
+def cap(a: Any) -> Any:
+    """min(1, a); NaN stays NaN, and no coin is under NaN."""
+    xp = namespace(a)
+    return xp.minimum(a, xp.ones_like(a))
+
+
+def normalise(weights_V: Any, fallback_V: Any, usable: Any = True) -> Any:
+    """`weights / sum`, or `fallback` where not `usable` or where the sum is not positive (0/0 residuals, NaN)."""
+    xp = namespace(weights_V)
+    mass = total(weights_V)
+    good = (mass > 0) & usable
+    safe = xp.where(good, mass, xp.ones_like(mass))
+    return xp.where(good, weights_V / safe, fallback_V)
+
+
+def residual(law_V: Any, q_V: Any, usable: Any = True) -> Any:
+    """norm(max(0, law - q)), the law after a rejection (Leviathan et al. 2211.17192, Alg. 1).
+
+    `law` itself when the residual is 0/0 or not `usable`.
+    """
+    xp = namespace(law_V)
+    gap = law_V - q_V
+    return normalise(xp.maximum(gap, xp.zeros_like(gap)), law_V, usable)
+
+
+def remove(law_V: Any, token: Any) -> Any:
+    """`law` without one token, renormalised: what the next sibling is drawn from without replacement.
+
+    All zeros when nothing is left; a node drawn from that is never accepted.
+    """
+    xp = namespace(law_V)
+    rest = xp.where(xp.arange(law_V.shape[0]) == token, xp.zeros_like(law_V), law_V)
+    return normalise(rest, xp.zeros_like(law_V))
+
+
+def inverse_cdf(p_RV: Any, u_R: Any) -> Any:
+    """Draws one token a row by inverse CDF in vocabulary order: the first id whose cumulative mass exceeds u * total.
+
+    The plain definition; the engine injects its own. A token of zero mass is never drawn.
+    """
+    xp = namespace(p_RV)
+    cdf = xp.cumsum(p_RV, axis=1)
+    below = (cdf <= u_R[:, None] * cdf[:, -1:]).sum(axis=1)
+    last = p_RV.shape[1] - 1 - xp.argmax(p_RV[:, ::-1] > 0, axis=1)
+    return xp.minimum(below, last).astype(xp.int32)

@@ -1,0 +1,30 @@
+"""Sibling rejection: `token`, `mss`, `wor`, `delta`, `tree_delta` are this one rule on different drafts."""
+
+import dataclasses
+from typing import Any
+
+from specsparse.speculative.verifiers import laws
+from specsparse.speculative.verifiers.siblings import SiblingRule
+
+
+@dataclasses.dataclass(frozen=True)
+class Rejection(SiblingRule):
+    """Accept with min(1, p/q), else go on with norm(max(0, p - q)).
+
+    q is the law that very sibling was drawn from. Width one: Leviathan et al. (2211.17192, Alg. 1), Chen et al.
+    (2302.01318, Alg. 2). Independent siblings: SpecInfer's multi-step sampling (2305.09781, Alg. 2). Without
+    replacement: Sequoia (2402.12374, Alg. 2). One-hot q: accept with p(x), else strike x out of p (EAGLE 2401.15077).
+    """
+
+    def enter(self, p_V: Any, q_V: Any, siblings: Any) -> tuple:
+        """Nothing to remember."""
+        return ()
+
+    def accept(self, law_x: Any, q_x: Any, memo: tuple) -> Any:
+        """min(1, p/q)."""
+        return laws.cap(laws.ratio(law_x, q_x))
+
+    def reject(self, law_V: Any, q_V: Any, token: Any, memo: tuple, last: Any) -> tuple[Any, tuple]:
+        """norm(max(0, p - q))."""
+        # A row that could not have drawn its own token is no law: refusing the token leaves p owed in full.
+        return laws.residual(law_V, q_V, usable=q_V[token] > 0), ()

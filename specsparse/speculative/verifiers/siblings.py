@@ -1,0 +1,117 @@
+"""Verification node by node: siblings are tested in draw order, an accepted one becomes the new parent.
+
+A rule says how likely a node is accepted and what the law becomes when it is not. `walk` turns that into a path with
+coins; `certify.sibling_ends` turns the same rule into exact weights.
+"""
+
+import abc
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specsparse.speculative.base import PAD, Draft
+from specsparse.speculative.verifiers import laws
+
+
+class SiblingRule(abc.ABC):
+    """Base of the rules that test siblings one after the other.
+
+    Rules are final frozen dataclasses, written for numpy and jax.numpy. `law` is the law still owed at the current
+    parent: p there, less what rejected siblings have taken. `memo` is a tuple of scalars that lives as long as the walk
+    stays at one parent.
+    """
+
+    @abc.abstractmethod
+    def enter(self, p_V: Any, q_V: Any, siblings: Any) -> tuple:
+        """Memo at a parent with law `p_V` and `siblings` children, the first of them drawn from `q_V`."""
+
+    @abc.abstractmethod
+    def accept(self, law_x: Any, q_x: Any, memo: tuple) -> Any:
+        """Acceptance probability of a child x, from the law still owed and its draft law, both at x."""
+
+    @abc.abstractmethod
+    def reject(self, law_V: Any, q_V: Any, token: Any, memo: tuple, last: Any) -> tuple[Any, tuple]:
+        """Law and memo after child `token` is rejected; `last`: it has no younger sibling."""
+
+
+class Walk(NamedTuple):
+    """State of a walk, and its result.
+
+    Attributes:
+        node: int32, next node to test; K when none is left.
+        at: int32, row of the current parent (0 is the root).
+        fresh: bool, no child of the current parent was rejected yet: the law is p itself and `law` holds nothing.
+        law: float[V], law still owed otherwise.
+        memo: the rule's memo.
+        nodes: int32[K], accepted nodes, padded with `PAD`.
+        accepted: int32.
+    """
+
+    node: jax.Array
+    at: jax.Array
+    fresh: jax.Array
+    law: jax.Array
+    memo: tuple
+    nodes: jax.Array
+    accepted: jax.Array
+
+
+def next_child(parents_K: Any, count: Any, at: Any, after: Any) -> Any:
+    """The first existing node beyond `after` whose parent is row `at`; K if there is none."""
+    xp = laws.namespace(parents_K)
+    K = parents_K.shape[0]
+    index_K = xp.arange(K)
+    live_K = (parents_K == at - 1) & (index_K > after) & (index_K < count)
+    return xp.where(live_K.any(), live_K.argmax(), K).astype(xp.int32)
+
+
+def children(parents_K: Any, count: Any, at: Any) -> Any:
+    """How many existing nodes have row `at` as parent."""
+    xp = laws.namespace(parents_K)
+    return ((parents_K == at - 1) & (xp.arange(parents_K.shape[0]) < count)).sum()
+
+
+def walk(rule: SiblingRule, draft: Draft, p_BnV: jax.Array, coins_BK: jax.Array, b: jax.Array) -> Walk:
+    """Tests sequence b's nodes with one coin each (uniforms in [0, 1), accepted when under the acceptance probability).
+
+    Work proportional to V is done once per rejection (and where the rule's `enter` asks for it), not per node.
+    """
+    K, V = draft.max_nodes, p_BnV.shape[-1]
+    parents_K, count = draft.parents[b], draft.count[b]
+
+    def q_row(node):
+        return laws.one_hot(p_BnV[b, 0], draft.tokens[b, node]) if draft.q is None else draft.q[b, node]
+
+    def enter(at, node):
+        return rule.enter(p_BnV[b, at], q_row(node), children(parents_K, count, at).astype(p_BnV.dtype))
+
+    def reject(s, x):
+        law_V = jnp.where(s.fresh, p_BnV[b, s.at], s.law)
+        last = next_child(parents_K, count, s.at, s.node) == K
+        return rule.reject(law_V, q_row(s.node), x, s.memo, last)
+
+    def test(s):
+        x = draft.tokens[b, s.node]
+        law_x = jnp.where(s.fresh, p_BnV[b, s.at, x], s.law[x])
+        q_x = jnp.ones_like(law_x) if draft.q is None else draft.q[b, s.node, x]
+        ok = coins_BK[b, s.node] < rule.accept(law_x, q_x, s.memo)
+        law_V, memo = jax.lax.cond(ok, lambda s, x: (s.law, s.memo), reject, s, x)
+        at = jnp.where(ok, s.node + 1, s.at)
+        node = next_child(parents_K, count, at, s.node)
+        memo = jax.lax.cond(ok & (node < K), enter, lambda *_: memo, at, node)
+        nodes_K = jnp.where(ok & (jnp.arange(K) == s.accepted), s.node, s.nodes)
+        return Walk(node, at, ok, law_V, memo, nodes_K, s.accepted + ok.astype(jnp.int32))
+
+    root = jnp.int32(0)
+    first = next_child(parents_K, count, root, jnp.int32(-1))
+    start = Walk(
+        node=first,
+        at=root,
+        fresh=jnp.bool_(True),
+        law=jnp.zeros((V,), p_BnV.dtype),
+        memo=enter(root, jnp.minimum(first, K - 1)),
+        nodes=jnp.full((K,), PAD, jnp.int32),
+        accepted=jnp.int32(0),
+    )
+    return jax.lax.while_loop(lambda s: s.node < K, test, start)

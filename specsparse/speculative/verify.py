@@ -1,0 +1,191 @@
+"""Verifiers by name, and the one entry that runs them in the engine.
+
+Four functions do all the lossless work (match, sibling rejection, kseq, block); the names of the literature are aliases
+with the draws they are sound for.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from specsparse.errors import UserError
+from specsparse.speculative.base import PAD, Draft, Drafter, DraftKind, Verdict, Verifier
+from specsparse.speculative.verifiers import laws
+from specsparse.speculative.verifiers.block import Block, judge
+from specsparse.speculative.verifiers.kseq import KSeq
+from specsparse.speculative.verifiers.lossy import Threshold, Typical
+from specsparse.speculative.verifiers.match import Match, follow
+from specsparse.speculative.verifiers.rejection import Rejection
+from specsparse.speculative.verifiers.siblings import SiblingRule, walk
+
+Draw = Callable[[jax.Array, jax.Array], jax.Array]
+"""(p float[R, V], u float[R] in [0, 1)) -> int32[R]."""
+
+_ONE_HOT, _SAMPLED, _IID, _WOR = (frozenset({k}) for k in DraftKind)
+_ANY = frozenset(DraftKind)
+
+VERIFIERS: dict[str, Verifier] = {
+    v.name: v
+    for v in (
+        Verifier("greedy", Match(), _ONE_HOT, needs_p=False, greedy_only=True),
+        Verifier("match", Match(), _ONE_HOT | _SAMPLED, needs_p=False),
+        Verifier("tree_greedy", Match(), _ONE_HOT, tree=True, needs_p=False, greedy_only=True, paper="2305.09781"),
+        Verifier("tree_match", Match(), _ONE_HOT | _IID | _WOR, tree=True, needs_p=False, paper="2305.09781"),
+        Verifier("token", Rejection(), _SAMPLED, paper="2211.17192"),
+        Verifier("mss", Rejection(), _IID, tree=True, paper="2305.09781"),
+        Verifier("wor", Rejection(), _WOR, tree=True, paper="2402.12374"),
+        Verifier("delta", Rejection(), _ONE_HOT, paper="2401.15077"),
+        Verifier("tree_delta", Rejection(), _ONE_HOT, tree=True, paper="2401.15077"),
+        Verifier("kseq", KSeq(), _IID, tree=True, paper="2310.15141"),
+        Verifier("block", Block(), _SAMPLED, paper="2403.10444"),
+        Verifier("typical", Typical(), _ANY, tree=True, lossless=False, paper="2401.10774"),
+        Verifier("threshold", Threshold(), _ANY, tree=True, lossless=False),
+    )
+}
+"""All verifiers by name, with default options."""
+
+
+def get_verifier(name: str, **options: float) -> Verifier:
+    """The verifier of that name; `options` replace fields of its rule.
+
+    `typical` has epsilon and delta, `threshold` has single and total.
+
+    Raises:
+        UserError: unknown name or option, or an option outside (0, 1].
+    """
+    if name not in VERIFIERS:
+        raise UserError(f"verifier={name} is unknown: choose one of {', '.join(VERIFIERS)}")
+    verifier = VERIFIERS[name]
+    known = [f.name for f in dataclasses.fields(verifier.rule)]
+    for key, value in options.items():
+        if key not in known:
+            raise UserError(f"verifier.{key} is no option of {name}: it has {', '.join(known) or 'none'}")
+        if not 0 < value <= 1:
+            raise UserError(f"verifier.{key}={value} must lie in (0, 1]")
+    return dataclasses.replace(verifier, rule=dataclasses.replace(verifier.rule, **options)) if options else verifier
+
+
+def valid_verifiers(kind: DraftKind, *, tree: bool, temperature: float | None = None) -> list[str]:
+    """Names of the verifiers that accept such drafts, lossless ones first."""
+    ok = [v for v in VERIFIERS.values() if v.accepts(kind, tree=tree, temperature=temperature)]
+    return [v.name for v in sorted(ok, key=lambda v: not v.lossless)]
+
+
+def check_pair(drafter: Drafter, verifier: Verifier, *, temperature: float | None = None) -> None:
+    """Refuses a pair whose output would not follow the verifier's promise.
+
+    Raises:
+        UserError: names the kind of draw and the valid verifiers for it.
+    """
+    if verifier.accepts(drafter.kind, tree=drafter.tree, temperature=temperature):
+        return
+    names = ", ".join(valid_verifiers(drafter.kind, tree=drafter.tree, temperature=temperature))
+    shape = "tree" if drafter.tree else "chain"
+    heat = "" if temperature is None else f" at temperature {temperature:g}"
+    raise UserError(
+        f"verifier={verifier.name} cannot verify {drafter.kind.value} {shape} drafts of {type(drafter).__name__}"
+        f"{heat}: choose one of {names}"
+    )
+
+
+def match_verdict(draft: Draft, target_Bn: jax.Array) -> Verdict:
+    """Verdict of `greedy`, `match`, `tree_greedy`, `tree_match`.
+
+    Args:
+        draft: any draft made without the target's noise.
+        target_Bn: int32[B, K+1], the target's token at each row: argmax of p, or drawn from p with the noise of the
+            row's absolute position. A negative id (p was not a law) fails the sequence if its row is reached.
+    """
+    end = jax.lax.map(lambda b: follow(Match(), draft, target_Bn, b), jnp.arange(draft.tokens.shape[0]))
+    last_B = jnp.take_along_axis(target_Bn, end.at[:, None], axis=1)[:, 0]
+    tested_B = end.accepted + _has_child(draft, end.at)
+    return _verdict(draft, end.nodes, end.accepted, tested_B, last_B, last_B < 0)
+
+
+def verify(
+    verifier: Verifier,
+    draft: Draft,
+    p_BnV: jax.Array,
+    *,
+    coins_BK: jax.Array,
+    u_B: jax.Array,
+    draw: Draw = laws.inverse_cdf,
+    alpha: bool = False,
+) -> Verdict:
+    """Verdict of a verifier that weighs p against the draft. Rows of a batch do not depend on each other.
+
+    Args:
+        verifier: one with `needs_p`.
+        draft: a draft of a kind it accepts.
+        p_BnV: float32[B, K+1, V], the target's law after temperature, truncation and penalties (with the draft prefix
+            as context): row 0 after the last committed token, row 1+i after node i. Rows of nodes >= count may hold
+            anything.
+        coins_BK: float32[B, K] in [0, 1), one acceptance coin a node (noise stream `accept`).
+        u_B: float32[B] in [0, 1), uniform of the last token (noise stream `residual`).
+        draw: inverse-CDF sampling.
+        alpha: whether to measure `Verdict.alpha` (chains under `token` or `delta`; one pass over V a tested position).
+    """
+    sequences = jnp.arange(draft.tokens.shape[0])
+    if isinstance(verifier.rule, Block):
+        end = jax.lax.map(lambda b: judge(verifier.rule, draft, p_BnV, coins_BK, b), sequences)
+        steps_K = jnp.arange(draft.max_nodes, dtype=jnp.int32)[None]
+        nodes_BK = jnp.where(steps_K < end.accepted[:, None], steps_K, PAD)
+        accepted_B, tested_B, law_BV = end.accepted, draft.count, end.law
+    elif isinstance(verifier.rule, SiblingRule):
+
+        def one(b):
+            s = walk(verifier.rule, draft, p_BnV, coins_BK, b)
+            return s.nodes, s.accepted, s.at, jnp.where(s.fresh, p_BnV[b, s.at], s.law)
+
+        nodes_BK, accepted_B, at_B, law_BV = jax.lax.map(one, sequences)
+        tested_B = accepted_B + _has_child(draft, at_B)
+    else:
+        raise TypeError(f"{verifier.name} takes the target's tokens: use match_verdict")
+    mass_B = jax.vmap(laws.total)(law_BV)
+    failed_B = ~((mass_B > 0) & (mass_B < jnp.inf))
+    last_B = draw(law_BV, u_B)
+    verdict = _verdict(draft, nodes_BK, accepted_B, tested_B, last_B, failed_B)
+    return measure_alpha(verifier, draft, p_BnV, verdict) if alpha else verdict
+
+
+def measure_alpha(verifier: Verifier, draft: Draft, p_BnV: jax.Array, verdict: Verdict) -> Verdict:
+    """Fills `alpha` and `alpha_var` of a chain's verdict, p and q being the laws at each tested position.
+
+    Sampled drafts: `token` sum_x min(p, q), `match` sum_x p q; one-hot drafts: p(x). Other rules leave zeros.
+    """
+    if not isinstance(verifier.rule, Rejection | Match) or verifier.tree:
+        return verdict
+    join = jnp.multiply if isinstance(verifier.rule, Match) else jnp.minimum
+
+    def add(b, i, sums):
+        p_V = p_BnV[b, i]
+        a = p_V[draft.tokens[b, i]] if draft.q is None else laws.total(join(p_V, draft.q[b, i]))
+        return sums[0] + a, sums[1] + a * (1 - a)
+
+    def one(b):
+        zero = jnp.zeros((), p_BnV.dtype)
+        return jax.lax.fori_loop(jnp.int32(0), verdict.tested[b], lambda i, s: add(b, i, s), (zero, zero))
+
+    alpha_B, var_B = jax.lax.map(one, jnp.arange(draft.tokens.shape[0]))
+    return verdict._replace(alpha=alpha_B, alpha_var=var_B)
+
+
+def _has_child(draft: Draft, at_B: jax.Array) -> jax.Array:
+    """int32[B]: 1 where row `at` has a child, so that the walk ended on a rejection there."""
+    exists_BK = jnp.arange(draft.max_nodes)[None] < draft.count[:, None]
+    return ((draft.parents == at_B[:, None] - 1) & exists_BK).any(axis=1).astype(jnp.int32)
+
+
+def _verdict(draft, nodes_BK, accepted_B, tested_B, last_B, failed_B) -> Verdict:
+    """Emitted tokens from the accepted nodes and the token after them."""
+    K = draft.max_nodes
+    path_BK = jnp.take_along_axis(draft.tokens, jnp.maximum(nodes_BK, 0), axis=1)
+    place_n = jnp.arange(K + 1)[None]
+    last_B = jnp.where(failed_B, 0, last_B)
+    path_Bn = jnp.pad(path_BK, ((0, 0), (0, 1)))
+    tail_Bn = jnp.where(place_n == accepted_B[:, None], last_B[:, None], PAD)
+    tokens_Bn = jnp.where(place_n < accepted_B[:, None], path_Bn, tail_Bn)
+    zeros_B = jnp.zeros(accepted_B.shape, jnp.float32)
+    return Verdict(tokens_Bn, accepted_B + 1, nodes_BK, accepted_B, tested_B, zeros_B, zeros_B, failed_B)

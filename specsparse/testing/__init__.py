@@ -1,0 +1,19 @@
+"""The test kit, public: tiny models, a GGUF writer, random quantised weights, damaged files, a dummy tokenizer."""
+
+from specsparse.testing.mutants import load_everything, mutate
+from specsparse.testing.quantised import random_quantised
+from specsparse.testing.tiny import CHATML, tiny_config, write_tiny_gguf
+from specsparse.testing.vocab import DummyTokenizer, bpe_vocabulary, byte_characters, spm_vocabulary
+
+__all__ = [
+    "CHATML",
+    "DummyTokenizer",
+    "bpe_vocabulary",
+    "byte_characters",
+    "load_everything",
+    "mutate",
+    "random_quantised",
+    "spm_vocabulary",
+    "tiny_config",
+    "write_tiny_gguf",
+]

@@ -1,0 +1,174 @@
+"""Where the numbers of a run go: JSON lines and one record always, Weights & Biases on request.
+
+A tracker gets rows while the run goes on and one record at its end. The record appears whole or not at all.
+"""
+
+import abc
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specsparse.errors import UserError
+
+ROWS_FILE = "prompts.jsonl"
+RECORD_FILE = "record.json"
+WANDB_MODES = ("offline", "online", "disabled")
+_OPTIONS = {"jsonl": (), "wandb": ("group", "mode", "project")}
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that a reader (or a killed run) sees the old content or the new one, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def to_json(value: Any, **options: Any) -> str:
+    """JSON that every reader takes: numpy values as plain ones, NaN and infinity as null."""
+    return json.dumps(_plain(value), allow_nan=False, ensure_ascii=False, **options)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | np.ndarray):
+        return [_plain(v) for v in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    return str(value)
+
+
+class Tracker(abc.ABC):
+    """Takes rows, then one record."""
+
+    @abc.abstractmethod
+    def log(self, row: Mapping[str, Any]) -> None:
+        """One row: a decoded prompt."""
+
+    @abc.abstractmethod
+    def finish(self, record: Mapping[str, Any]) -> None:
+        """The record of the whole run; nothing is logged after it."""
+
+
+class Jsonl(Tracker):
+    """`prompts.jsonl`, a line per row as it comes, and `record.json` at the end."""
+
+    def __init__(self, directory: Path):
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Append one line."""
+        with (self._directory / ROWS_FILE).open("a", encoding="utf-8") as file:
+            file.write(to_json(row) + "\n")
+
+    def finish(self, record: Mapping[str, Any]) -> None:
+        """Write the record, whole."""
+        write_atomically(self._directory / RECORD_FILE, to_json(record, indent=1) + "\n")
+
+
+class Wandb(Tracker):
+    """The real wandb client: config, a row per prompt, the record's numbers as the summary.
+
+    It starts when the record is there, since a run's timings are not to be shared with a service process.
+    """
+
+    def __init__(self, directory: Path, *, project: str, mode: str = "offline", group: str | None = None):
+        self._directory = directory
+        self._settings = {"project": project, "mode": mode, "group": group}
+        self._rows: list[dict[str, Any]] = []
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Keep the row for the end."""
+        self._rows.append(json.loads(to_json(row)))
+
+    def finish(self, record: Mapping[str, Any]) -> None:
+        """Send (or, offline, write) everything."""
+        import wandb
+
+        plain = json.loads(to_json(record))
+        settings = wandb.Settings(silent=True, console="off")
+        run = wandb.init(
+            dir=str(self._directory), name=plain.get("name"), config=plain.get("config"), settings=settings,
+            **self._settings,
+        )  # fmt: skip
+        for row in self._rows:
+            run.log({k: v for k, v in _flat(row).items() if isinstance(v, int | float)})
+        columns = sorted({k for row in self._rows for k, v in row.items() if isinstance(v, str | int | float)})
+        if columns:
+            data = [[row.get(c) for c in columns] for row in self._rows]
+            run.log({"prompts": wandb.Table(columns=columns, data=data, allow_mixed_types=True)})
+        run.summary.update({k: v for k, v in _flat(plain.get("summary", {})).items() if v is not None})
+        run.finish()
+
+
+class Composite(Tracker):
+    """Several trackers as one."""
+
+    def __init__(self, trackers: Sequence[Tracker]):
+        self._trackers = tuple(trackers)
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """To each in turn."""
+        for tracker in self._trackers:
+            tracker.log(row)
+
+    def finish(self, record: Mapping[str, Any]) -> None:
+        """To each in turn: the files first, so that a service that fails costs nothing."""
+        for tracker in self._trackers:
+            tracker.finish(record)
+
+
+def check(name: str, options: Mapping[str, Any]) -> None:
+    """Refuse an unknown tracker or option, before anything is written.
+
+    Raises:
+        UserError: with the valid names.
+    """
+    if name not in _OPTIONS:
+        raise UserError(f"unknown tracker {name!r}; valid: {', '.join(_OPTIONS)}")
+    unknown = sorted(set(options) - set(_OPTIONS[name]))
+    if unknown:
+        raise UserError(f"unknown key tracker.{unknown[0]}; {name} has {', '.join(_OPTIONS[name]) or 'no options'}")
+    if options.get("mode", "offline") not in WANDB_MODES:
+        raise UserError(f"tracker.mode={options['mode']}: must be one of {', '.join(WANDB_MODES)}")
+
+
+def make(name: str, options: Mapping[str, Any], directory: Path) -> Tracker:
+    """The tracker called `name`, writing under `directory`; raises what `check` does."""
+    check(name, options)
+    files = Jsonl(directory)
+    if name == "jsonl":
+        return files
+    return Composite([files, Wandb(directory, **{"project": "specsparse", **options})])
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested keys joined by slashes, as wandb groups its charts; items of a list by their index."""
+    out: dict[str, Any] = {}
+    for key, item in value.items():
+        if isinstance(item, list):
+            item = {str(i): v for i, v in enumerate(item)}
+        if isinstance(item, dict):
+            out |= _flat(item, f"{prefix}{key}/")
+        else:
+            out[f"{prefix}{key}"] = item
+    return out
