@@ -24,7 +24,9 @@ class ModelSpec:
     kv_dtype: str | None = None
     rope_base: float | None = None
     rope_scale: float | None = None
+    rope_scaling: str | None = None
     threads: int | None = None
+    backend: str | None = None
 
     def overrides(self) -> dict[str, Any]:
         """Keyword arguments of `specsparse.load`: what is not None."""
@@ -105,7 +107,11 @@ _AT_LEAST = {
     "model.threads": 1,
     "data.limit_per_task": 1,
 }
-_CHOICES = {"model.kv_dtype": ("f32", "f16", "bf16")}
+_CHOICES = {
+    "model.kv_dtype": ("f32", "f16", "bf16"),
+    "model.rope_scaling": ("none", "linear", "yarn"),
+    "model.backend": ("native", "reference", "xla"),
+}
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

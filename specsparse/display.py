@@ -1,10 +1,18 @@
 """What a run shows in the terminal: progress, the text as it comes, one table, llama.cpp's timing lines."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -31,6 +39,15 @@ def busy(out: Console, what: str) -> Iterator[None]:
     with Progress(*columns, console=out, transient=True) as progress:
         progress.add_task(what, total=None)
         yield
+
+
+@contextmanager
+def loading(out: Console, what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar over bytes; yields the function to call with (bytes done, bytes in all)."""
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(binary_units=True))
+    with Progress(*columns, TimeElapsedColumn(), console=out, transient=True, disable=not out.is_terminal) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 @contextmanager
@@ -133,8 +150,8 @@ def verdict_lines(record: RunRecord) -> list[Text]:
             text = f"NOT the same text: {found.differing} of {found.tokens} tokens differ from plain decoding ({where})"
             lines.append(Text(text, style="bold red"))
         else:
-            text = f"{found.differing} of {found.tokens} tokens differ from plain decoding; this verifier keeps the law only"
-            lines.append(Text(text))
+            text = f"{found.differing} of {found.tokens} tokens differ from plain decoding"
+            lines.append(Text(f"{text}; this verifier keeps the law only"))
     faster = record.groups["all"].speedup
     if faster is not None:
         text = f"speed-up {faster.ratio_of_totals:.2f} (mean of ratios {faster.mean_of_ratios:.2f}"

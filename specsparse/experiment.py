@@ -16,8 +16,9 @@ from rich.text import Text
 from specsparse import display, machine, manifest, models, prompts, record, trackers
 from specsparse.config import RunConfig, sampling_params
 from specsparse.errors import UserError
-from specsparse.speculative import verify
 from specsparse.record import PLAIN, SPECULATIVE, Pass, RunRecord
+from specsparse.speculative import verify
+from specsparse.speculative.drafters.registry import get_drafter
 
 NO_DRAFTER = "none"
 WARM_UP = -1
@@ -35,9 +36,6 @@ class Engine(Protocol):
 
     def stream(self, model: Any, prompt: Any, **options: Any) -> Any:
         """An iterator of text pieces with `.generation` at its end."""
-
-    def make_drafter(self, name: str, *, gamma: int, **options: Any) -> Any:
-        """A drafter by its registered name."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +55,7 @@ def check(cfg: RunConfig) -> None:
     models.resolve(cfg.model.path)
     _prompts(cfg)
     trackers.check(cfg.tracker.name, cfg.tracker.options)
+    _method(cfg)
     if cfg.name in ("", ".", "..") or "/" in cfg.name:
         raise UserError(f"name={cfg.name}: a plain name is needed, it becomes a directory")
 
@@ -79,9 +78,9 @@ def run(
     engine = engine or _default_engine()
     out = console or display.console()
     started = time.perf_counter()
-    method = _method(cfg, engine)
-    with display.busy(out, f"loading {cfg.model.path}"):
-        model = engine.load(cfg.model.path, **cfg.model.overrides())
+    method = _method(cfg)
+    with display.loading(out, f"loading {cfg.model.path}") as progress:
+        model = engine.load(cfg.model.path, progress=progress, **cfg.model.overrides())
     load_s = time.perf_counter() - started
     jobs = [Job(p, _ids(model, p, chat=cfg.data.chat)) for p in _prompts(cfg)]
     tracker = trackers.make(cfg.tracker.name, cfg.tracker.options, directory)
@@ -109,11 +108,11 @@ def _prompts(cfg: RunConfig) -> list[prompts.Prompt]:
     return prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
 
 
-def _method(cfg: RunConfig, engine: Engine) -> dict[str, Any]:
+def _method(cfg: RunConfig) -> dict[str, Any]:
     """Keyword arguments of generate for the speculative side; empty for plain decoding only."""
     if cfg.drafter.name == NO_DRAFTER:
         return {}
-    drafter = engine.make_drafter(cfg.drafter.name, gamma=cfg.policy.gamma, **cfg.drafter.options)
+    drafter = get_drafter(cfg.drafter.name, gamma=cfg.policy.gamma, **cfg.drafter.options)
     verifier = verify.get_verifier(cfg.verifier.name, **cfg.verifier.options)
     verify.check_pair(drafter, verifier, temperature=sampling_params(cfg).temperature)
     return {"drafter": drafter, "verifier": verifier}
@@ -131,7 +130,7 @@ class _Loop:
     """Decodes jobs on both sides with the same options."""
 
     def __init__(self, cfg: RunConfig, engine: Engine, model: Any, method: Mapping[str, Any], out: Console):
-        self._cfg, self._engine, self._model, self._out = cfg, engine, model, out
+        self._cfg, self._engine, self.model, self._out = cfg, engine, model, out
         self._options = {"max_tokens": cfg.max_tokens, "sampling": sampling_params(cfg), "seed": cfg.seed}
         self._sides = {PLAIN: {}, **({SPECULATIVE: dict(method)} if method else {})}
         self.compile_s = 0.0
@@ -144,7 +143,7 @@ class _Loop:
         for index, job in enumerate(jobs, 1):
             if self._cfg.stream:
                 display.show_prompt(self._out, index, len(jobs), job.prompt.task, job.prompt.text)
-            stream = self._engine.stream(self._model, job.ids, **self._options, **self._sides[side])
+            stream = self._engine.stream(self.model, job.ids, **self._options, **self._sides[side])
             pieces = iter(stream)
             with display.busy(self._out, "reading the prompt" if first else "compiling and reading the prompt"):
                 piece = next(pieces, "")
@@ -180,14 +179,13 @@ class _Loop:
                         yield done
 
     def _generate(self, job: Job, side: str) -> Any:
-        return self._engine.generate(self._model, job.ids, **self._options, **self._sides[side])
+        return self._engine.generate(self.model, job.ids, **self._options, **self._sides[side])
 
 
 def _record(
     cfg: RunConfig, loop: _Loop, passes: list[Pass], *, load_s: float, first_text_s: float | None
 ) -> RunRecord:
-    path = models.resolve(cfg.model.path)
-    model_bytes = path.stat().st_size
+    bytes_per_pass = loop.model.footprint.file
     bandwidth = machine.read_bandwidth(cfg.model.threads)
     speculative = any(p.side == SPECULATIVE for p in passes)
     return RunRecord(
@@ -199,14 +197,14 @@ def _record(
             "gamma": cfg.policy.gamma,
             "label": _label(cfg.verifier.name),
         },
-        groups=record.groups(passes, model_bytes=model_bytes, read_bandwidth=bandwidth),
+        groups=record.groups(passes, bytes_per_pass=bytes_per_pass, read_bandwidth=bandwidth),
         identity=record.identity_of([*passes, *loop.warm_up], verifier=cfg.verifier.name) if speculative else None,
         load_s=load_s,
         first_text_s=first_text_s,
         compile_s=loop.compile_s,
         read_bandwidth=bandwidth,
-        model_bytes=model_bytes,
-        manifest=manifest.build(cfg.composed, path),
+        bytes_per_pass=bytes_per_pass,
+        manifest=manifest.build(cfg.composed, loop.model.path),
     )
 
 

@@ -45,7 +45,7 @@ def cpu_info() -> dict[str, Any]:
 def read_bandwidth(threads: int | None = None, *, mebibytes: int = 256, repeats: int = 10) -> float:
     """Bytes per second at which `threads` (default: all cores) read memory that no cache holds; the best of `repeats`.
 
-    Takes about a fifth of a second. numpy's minimum of integers is one vector instruction a load, so memory is the limit.
+    Takes about a fifth of a second. numpy's minimum of integers is one instruction a load: memory is the limit.
     """
     threads = threads or usable_cores()
     parts = np.array_split(np.ones(mebibytes * 2**20 // 8, np.int64), threads)

@@ -1,5 +1,6 @@
 """Everything a record must carry so that its numbers can be traced: code, packages, machine, kernels, model file."""
 
+import contextlib
 import datetime
 import hashlib
 import json
@@ -85,10 +86,8 @@ def sha256_of(path: Path) -> str:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     known = {**(known if isinstance(known, dict) else {}), key: digest.hexdigest()}
-    try:
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs time, nothing else
         write_atomically(store, json.dumps(known))
-    except OSError:
-        pass  # a cache that cannot be written costs time, nothing else
     return known[key]
 
 

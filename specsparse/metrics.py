@@ -4,6 +4,7 @@ p is the target's law, q the draft's. Mean acceptance length includes the bonus 
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -41,7 +42,7 @@ class Counters:
     num_tested: drafted positions up to and including the first rejection
     num_accepted_tokens: drafted tokens that stayed
     num_accepted_tokens_per_pos: the same by position in the draft, 0 first
-    num_emitted_tokens: tokens given to the user
+    num_emitted_tokens: tokens given to the user (all come from rounds: the prompt's last token is fed by the first)
     target_passes: forwards of the target, the prompt's chunks included
     """
 
@@ -77,7 +78,7 @@ class Counters:
             "accepted <= tested <= drafted": self.num_accepted_tokens <= self.num_tested <= self.num_draft_tokens,
             "drafts <= rounds": self.num_drafts <= self.num_rounds,
             "accepted per position sums to accepted": sum(per_pos) == self.num_accepted_tokens,
-            "accepted per position does not rise": all(a >= b for a, b in zip(per_pos, per_pos[1:], strict=False)),
+            "accepted per position does not rise": all(a >= b for a, b in itertools.pairwise(per_pos)),
         }
         broken = [name for name, holds in checks.items() if not holds]
         if broken:

@@ -96,7 +96,19 @@ class Group:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run found. `method` names drafter, verifier and policy; `groups` has a `Group` per task and "all"."""
+    """What a run found.
+
+    Attributes:
+        name: of the experiment.
+        method: drafter, verifier, policy, gamma, and what the verifier promises.
+        groups: a `Group` per task, and "all".
+        identity: None for plain decoding alone.
+        load_s, compile_s: seconds.
+        first_text_s: from the start of the run to the first text; None where none was streamed.
+        read_bandwidth: bytes per second that this machine reads, measured.
+        bytes_per_pass: bytes of the model file that one target pass reads.
+        manifest: see `specsparse.manifest`.
+    """
 
     name: str
     method: dict[str, Any]
@@ -106,7 +118,7 @@ class RunRecord:
     first_text_s: float | None
     compile_s: float
     read_bandwidth: float | None
-    model_bytes: int
+    bytes_per_pass: int
     manifest: Mapping[str, Any]
 
     @property
@@ -133,7 +145,7 @@ class RunRecord:
                 "first_text_s": self.first_text_s,
                 "compile_s": self.compile_s,
                 "read_bandwidth": self.read_bandwidth,
-                "model_bytes": self.model_bytes,
+                "bytes_per_pass": self.bytes_per_pass,
             },
             "tasks": groups,
             "definitions": metrics.DEFINITIONS,
@@ -147,23 +159,23 @@ def _group_dict(group: Group) -> dict[str, Any]:
     return {**sides, "speedup": None if group.speedup is None else group.speedup.to_dict()}
 
 
-def groups(passes: Sequence[Pass], *, model_bytes: int, read_bandwidth: float | None) -> dict[str, Group]:
+def groups(passes: Sequence[Pass], *, bytes_per_pass: int, read_bandwidth: float | None) -> dict[str, Group]:
     """A `Group` for each task in order of appearance, and "all" last."""
     tasks = list(dict.fromkeys(p.task for p in passes))
-    out = {task: _group([p for p in passes if p.task == task], model_bytes, read_bandwidth) for task in tasks}
-    return {**out, "all": _group(passes, model_bytes, read_bandwidth)}
+    out = {task: _group([p for p in passes if p.task == task], bytes_per_pass, read_bandwidth) for task in tasks}
+    return {**out, "all": _group(passes, bytes_per_pass, read_bandwidth)}
 
 
-def _group(passes: Sequence[Pass], model_bytes: int, read_bandwidth: float | None) -> Group:
+def _group(passes: Sequence[Pass], bytes_per_pass: int, read_bandwidth: float | None) -> Group:
     by_side = {side: [p for p in passes if p.side == side] for side in (PLAIN, SPECULATIVE)}
-    sides = {name: _side(some, model_bytes, read_bandwidth) for name, some in by_side.items() if some}
+    sides = {name: _side(some, bytes_per_pass, read_bandwidth) for name, some in by_side.items() if some}
     return Group(sides, speedup_of(passes) if len(sides) == 2 else None)
 
 
-def _side(passes: Sequence[Pass], model_bytes: int, read_bandwidth: float | None) -> Side:
+def _side(passes: Sequence[Pass], bytes_per_pass: int, read_bandwidth: float | None) -> Side:
     counters = sum((p.counters for p in passes), Counters())
     seconds = sum(p.decode_s for p in passes)
-    achieved = counters.num_rounds * model_bytes / seconds if seconds else None
+    achieved = counters.num_rounds * bytes_per_pass / seconds if seconds else None
     share = achieved / read_bandwidth if achieved and read_bandwidth else None
     return Side(
         counters=counters,

@@ -41,6 +41,8 @@ def shorthand(argv: list[str]) -> list[str]:
             out += [f"data.source={_quote(os.path.expanduser(value))}"]
         elif eq and key == "experiment":
             out.append(f"+{arg}")
+        elif eq and re.fullmatch(r"[\d.]+|true|false|null", value, re.IGNORECASE) and (conf_dir() / key).is_dir():
+            out.append(f"{key}='{value}'")  # Hydra has a traceback for a choice that is not a text
         else:
             out.append(arg)
     return out

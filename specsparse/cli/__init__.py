@@ -1,1 +1,1 @@
-"""`python -m specsparse <command>`: each command is a thin module with `add_arguments(parser)` and `main(args) -> int`."""
+"""`python -m specsparse <command>`: a command is a module with `add_arguments(parser)` and `main(args) -> int`."""

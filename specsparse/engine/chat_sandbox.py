@@ -20,12 +20,19 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_STEPS = 1_000_000
-"""Loop turns, calls and filters of one rendering."""
-MAX_SIZE = 1 << 24
+"""Loop turns, filters and (five each) calls of one rendering."""
+MAX_SIZE = 1 << 23
 """Characters of a string or items of a list, and the largest number given to a call or filter."""
+MAX_BUILT = 1 << 29
+"""Characters and items of all values of one rendering together."""
 
 _WIDE_FORMAT = re.compile(r"\d{7,}|%[^%a-zA-Z]*\*")
 
+_NOT_TEXT = {
+    *("attr", "batch", "count", "d", "default", "dictsort", "first", "groupby", "items", "last", "length", "list"),
+    *("map", "max", "min", "reject", "rejectattr", "reverse", "select", "selectattr", "slice", "sort", "sum", "unique"),
+}
+"""Filters that do not print what they are given."""
 _PASSED = (jinja2.Environment, Context, nodes.EvalContext)
 
 
@@ -37,22 +44,35 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         extensions = [_Generation, "jinja2.ext.loopcontrols"]
         # Constants are not folded at compile time, where no budget would count.
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False)
-        self._steps = 0
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False, finalize=_printable
+        )
+        self._steps = self._built = 0
         self.globals.pop("lipsum")
         self.filters = {name: self._guarded(name, function) for name, function in self.filters.items()}
-        self.filters |= {"_turns": self._turns, "_checked": self._checked}
+        self.filters |= {"_turns": self._turns, "_checked": self._checked, "_printable": _printable}
 
     def restart(self) -> None:
         """Begins a new budget."""
-        self._steps = 0
+        self._steps = self._built = 0
+
+    def concat(self, pieces: Iterable[str]) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Joins the output of a block, macro or template."""
+        pieces = list(pieces)
+        self._count(sum(map(len, pieces)))
+        return "".join(pieces)
 
     def call(self, context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls `function` for the template."""
-        self._step()
-        owner = getattr(function, "__self__", None)
+        self._step(5)  # about what a macro costs beside a loop turn
+        method = getattr(function, "__wrapped__", function)  # Jinja wraps str.format
+        owner = getattr(method, "__self__", None)
         if isinstance(owner, str):
-            _check_growth(function.__name__, owner, args)
+            if method.__name__ == "join" and args:
+                args = (list(args[0]),)  # it may be a generator, which is looked at only once
+            for value in chain(args, kwargs.values()):
+                _printable(value)
+            _check_growth(method.__name__, owner, (*args, *kwargs.values()))
         _check_arguments(chain(args, kwargs.values()))
         return self._checked(super().call(context, function, *args, **kwargs))
 
@@ -65,6 +85,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             _check_product(left, right)
         if operator == "%" and isinstance(left, str):
             _check_growth("format", left, right if isinstance(right, tuple) else (right,))
+            _printable(right)
         return self._checked(super().call_binop(context, operator, left, right))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -79,30 +100,35 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             self._step()
             yield item
 
-    def _step(self) -> None:
-        self._steps += 1
+    def _step(self, cost: int = 1) -> None:
+        self._steps += cost
         if self._steps > MAX_STEPS:
             raise SecurityError(f"it takes more than {MAX_STEPS:,} steps")
 
     def _checked(self, value: Any) -> Any:
-        if isinstance(value, str | list | tuple | dict) and len(value) > MAX_SIZE:
-            raise SecurityError(f"it builds a value of more than {MAX_SIZE:,} characters or items")
+        if isinstance(value, str | list | tuple | dict):
+            self._count(len(value))
         return value
+
+    def _count(self, size: int) -> None:
+        self._built += size
+        if size > MAX_SIZE or self._built > MAX_BUILT:
+            raise SecurityError(f"it builds values of more than {MAX_SIZE:,} characters or items")
 
     def _guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def guarded(*args: Any, **kwargs: Any) -> Any:
             self._step()
             # Jinja passes its environment or context first to the filters that ask for it.
-            values = [
-                value for value in args if not isinstance(value, jinja2.Environment | Context | nodes.EvalContext)
-            ]
+            values = [value for value in args if not isinstance(value, _PASSED)]
             _check_arguments(chain(values[1:], kwargs.values()))
             if name == "join":
-                at = next(i for i, value in enumerate(args) if value is values[0])
-                items = list(values[0])
-                args = (*args[:at], items, *args[at + 1 :])
+                items = list(values[0])  # it may be a generator, which is looked at only once
+                args = tuple(items if value is values[0] else value for value in args)
                 values[0] = items
+            if name not in _NOT_TEXT:
+                for value in values:
+                    _printable(value)
             if values and name in ("replace", "format", "join", "indent"):
                 _check_growth(name, values[0], (*values[1:], *kwargs.values()))
             return self._checked(function(*args, **kwargs))
@@ -132,7 +158,25 @@ def _check_concatenations(tree: nodes.Node) -> None:
 
 
 def _wrapped(node: nodes.Concat) -> nodes.Filter:
+    node.nodes = [nodes.Filter(item, "_printable", [], [], None, None, lineno=node.lineno) for item in node.nodes]
     return nodes.Filter(node, "_checked", [], [], None, None, lineno=node.lineno)
+
+
+def _printable(value: Any) -> Any:
+    """The value, unless its text is huge: a list that holds a list twice, forty levels deep, is small until printed."""
+    if not isinstance(value, list | tuple | dict):
+        return value
+    waiting, seen = [value], 0
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, list | tuple | dict):
+            seen += 8 * len(item)
+            waiting += item.values() if isinstance(item, dict) else item
+        elif isinstance(item, str):
+            seen += len(item)
+        if seen > MAX_SIZE:
+            raise SecurityError(f"it prints a value of more than {MAX_SIZE:,} characters or items")
+    return value
 
 
 def _check_arguments(values: Iterable[Any]) -> None:
@@ -156,15 +200,18 @@ def _check_growth(name: str, value: Any, args: tuple[Any, ...]) -> None:
         old, new = str(args[0]), str(args[1])
         size = len(str(value)) + str(value).count(old) * len(new)
     elif name == "join":
-        items = list(args[0]) if isinstance(value, str) and args else list(value)
-        separator = value if isinstance(value, str) and args else (args[0] if args else "")
+        # As a method the separator comes first, as a filter the items do.
+        items, separator = (args[0], value) if isinstance(value, str) else (value, args[0] if args else "")
         size = sum(len(item) if isinstance(item, str) else 1 for item in items) + len(items) * len(str(separator))
     elif name == "indent":
         width = args[0] if args and isinstance(args[0], int | str) else 4
         size = len(str(value)) + str(value).count("\n") * (width if isinstance(width, int) else len(width))
-    elif name in ("format", "format_map", "expandtabs"):
+    elif name == "expandtabs":
+        size = len(value) * max([8, *(arg for arg in args if isinstance(arg, int))])
+    elif name in ("format", "format_map"):
         if _WIDE_FORMAT.search(str(value)):
             raise SecurityError("it formats to a very large width")
-        size = len(str(value)) * max([1, *(arg for arg in args if isinstance(arg, int))]) if name == "expandtabs" else 0
+        fields = str(value).count("{") + str(value).count("%")
+        size = fields * max([1, *(len(str(arg)) for arg in args)])
     if size > MAX_SIZE:
         raise SecurityError(f"it builds a text of more than {MAX_SIZE:,} characters")

@@ -128,6 +128,7 @@ def path_length(path_Rm: jax.Array) -> jax.Array:
 
 def path_counts(history: History, rows: Rows) -> jax.Array:
     """int32[R, V], how often each token occurs in the output that ends at the row: history and draft path."""
+    assert history.counts is not None
     counts_RV = history.counts[rows.sequence]
     R, V = counts_RV.shape
     column_Rm = jnp.where(rows.path >= 0, rows.path, V)
@@ -136,4 +137,5 @@ def path_counts(history: History, rows: Rows) -> jax.Array:
 
 def recent_tokens(history: History, rows: Rows) -> jax.Array:
     """int32[R, context], the last output tokens before the row, newest last, -1 before the first one."""
+    assert history.recent is not None
     return _window(history.recent[rows.sequence], rows.path, path_length(rows.path))

@@ -4,12 +4,14 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from specsparse.engine.params import SamplingParams
 from specsparse.errors import UserError
 
 Encode = Callable[[str], Sequence[int]]
+Array = np.ndarray | jax.Array
 _HUGE = 1e20
 """Beyond this a temperature or penalty makes no difference, and the arithmetic on logits stays finite."""
 
@@ -69,18 +71,18 @@ class LawParams(NamedTuple):
         stop_ids: int32[B, s] masked until `min_tokens` are generated, V where there is none.
     """
 
-    temperature: np.ndarray
-    log_min_p: np.ndarray
-    top_k: np.ndarray
-    top_p: np.ndarray
-    presence: np.ndarray | None = None
-    frequency: np.ndarray | None = None
-    repetition: np.ndarray | None = None
-    bias: np.ndarray | None = None
-    bad_prefix: np.ndarray | None = None
-    bad_last: np.ndarray | None = None
-    min_tokens: np.ndarray | None = None
-    stop_ids: np.ndarray | None = None
+    temperature: Array
+    log_min_p: Array
+    top_k: Array
+    top_p: Array
+    presence: Array | None = None
+    frequency: Array | None = None
+    repetition: Array | None = None
+    bias: Array | None = None
+    bad_prefix: Array | None = None
+    bad_last: Array | None = None
+    min_tokens: Array | None = None
+    stop_ids: Array | None = None
 
 
 def compile_params(
@@ -128,7 +130,7 @@ def compile_params(
         bad_prefix=0 if prefix is None else prefix.shape[2],
         context=_context(each, prefix, context_limit),
         logprobs=_logprobs(each, vocab_size),
-        processors=each[0].logits_processors,
+        processors=tuple(each[0].logits_processors),
     )
     return config, _arrays(config, each, eos_ids)._replace(bias=bias, bad_prefix=prefix, bad_last=last)
 

@@ -4,9 +4,8 @@ import dataclasses
 import difflib
 import math
 import numbers
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -26,11 +25,11 @@ def _refuse(name: str, value: Any, allowed: str) -> UserError:
     return UserError(f"{name}={_show(value)} is not allowed: {name} must be {allowed}")
 
 
-def _is_int(value: Any) -> bool:
+def _is_int(value: Any) -> TypeGuard[int]:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def _is_real(value: Any) -> bool:
+def _is_real(value: Any) -> TypeGuard[float]:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
@@ -62,9 +61,13 @@ class _Real:
     test: Callable[[float], bool]
 
     def __call__(self, name: str, value: Any) -> float:
-        # A whole number may be too long for a float; nothing allowed here is.
-        if _is_real(value) and abs(value) <= sys.float_info.max and self.test(float(value)):
-            return float(value)
+        if _is_real(value):
+            try:
+                number = float(value)
+            except OverflowError:  # a whole number too long for a float
+                number = math.inf
+            if math.isfinite(number) and self.test(number):
+                return number
         raise _refuse(name, value, self.text)
 
 
@@ -172,8 +175,8 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 class SamplingParams:
     """How to choose tokens and when to stop; names, meanings and defaults are vLLM's `SamplingParams`.
 
-    Lists are kept as tuples and `None` lists as empty ones, so that an object never changes. Parameters not named here
-    (`guided_decoding`, `use_beam_search`) are refused.
+    Lists are kept as tuples, and None is taken as an empty one, so that an object never changes. `guided_decoding` and
+    `use_beam_search` are known and refused.
 
     Attributes:
         n: completions returned for a prompt.
@@ -219,9 +222,9 @@ class SamplingParams:
     top_k: int = -1
     min_p: float = 0.0
     seed: int | None = None
-    stop: Sequence[str] | str | None = None
-    stop_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] | None = None
+    stop: Sequence[str] | str = ()
+    stop_token_ids: Sequence[int] = ()
+    bad_words: Sequence[str] | str = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     max_tokens: int | None = 16
@@ -231,10 +234,10 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
     allowed_token_ids: Sequence[int] | None = None
     truncate_prompt_tokens: int | None = None
-    logits_processors: Sequence[Callable] | None = None
+    logits_processors: Sequence[Callable] = ()
     guided_decoding: Any = None
     use_beam_search: bool = False
 

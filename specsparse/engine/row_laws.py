@@ -105,11 +105,14 @@ def _top_k(keep_RV: jax.Array, key_RV: jax.Array, top_k_R: jax.Array) -> jax.Arr
 
 def _top_p(keep_RV: jax.Array, key_RV: jax.Array, weight_RV: jax.Array, top_p_R: jax.Array) -> jax.Array:
     """The smallest part of `keep` above a key threshold with at least the share top_p of its weight."""
-    # Not below what the largest weight, 1, reaches also where the product underflows.
+    V = key_RV.shape[1]
+    fill = ((0, 0), (0, -V % BLOCK))  # once here, or every step of the search would do it
+    padded_key_RV, weight_RV = jnp.pad(key_RV, fill), jnp.pad(weight_RV, fill)
+    # The largest weight is 1, so that it reaches the share also where the product underflows.
     wanted_R = jnp.maximum(top_p_R * mass(weight_RV), jnp.float32(1e-30))
 
     def enough(t_R):
-        return mass(jnp.where(key_RV >= t_R[:, None], weight_RV, jnp.float32(0.0))) >= wanted_R
+        return mass(jnp.where(padded_key_RV >= t_R[:, None], weight_RV, jnp.float32(0.0))) >= wanted_R
 
     t_R = _highest_threshold(enough, key_RV.shape[0])
     return keep_RV & ((key_RV >= t_R[:, None]) | (top_p_R >= 1.0)[:, None])
@@ -155,7 +158,7 @@ def reference_law(
     keep_RV = logits_RV > _LOWEST
     if min_p:
         keep_RV &= z_RV >= rows.log_min_p[:, None]
-    key_RV = ordered_bits(logits_RV) if top_k or top_p else None
+    key_RV = ordered_bits(logits_RV)
     if top_k:
         keep_RV = _top_k(keep_RV, key_RV, rows.top_k)
     # The select also keeps a compiler from fusing the last product of exp with the additions below.

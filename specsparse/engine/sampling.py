@@ -153,6 +153,7 @@ def _penalise(params: LawParams, x_RV: jax.Array, history: History, rows: Rows) 
     The selects around the two products are there so that no compiler fuses them with the subtraction in one program and
     not in another.
     """
+    assert history.in_prompt is not None
     count_RV = path_counts(history, rows)
     out_RV = count_RV > 0
     repetition_R1, frequency_R1, presence_R1 = (
@@ -166,9 +167,8 @@ def _penalise(params: LawParams, x_RV: jax.Array, history: History, rows: Rows) 
 
 
 def _law_rows(params: LawParams, rows: Rows | None) -> LawRows:
-    shape = LawRows(params.temperature, params.log_min_p, params.top_k, params.top_p)
-    shape = jax.tree.map(jnp.asarray, shape)
-    return shape if rows is None else jax.tree.map(lambda a: a[rows.sequence], shape)
+    numbers = (params.temperature, params.log_min_p, params.top_k, params.top_p)
+    return LawRows(*(jnp.asarray(a) if rows is None else jnp.asarray(a)[rows.sequence] for a in numbers))
 
 
 def _law_of(
@@ -221,6 +221,8 @@ def sample(
     x_RV, ok_R = target_logits(cfg, params, logits_RV, history, rows)
     if cfg.greedy:
         return kernels.argmax(x_RV), ok_R
+    if u_R is None:
+        raise ValueError("a law that is not greedy needs `u_R`")
     return kernels.draw(_law_of(cfg, params, x_RV, rows, kernels), u_R), ok_R
 
 

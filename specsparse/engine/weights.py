@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsparse.engine import rope
 from specsparse.engine.config import PROJECTIONS, ModelConfig
 from specsparse.engine.gguf import GGUFFile, TensorInfo
 from specsparse.errors import UserError
@@ -44,15 +43,15 @@ class Params(NamedTuple):
         layers: L of them.
         output_norm: f32[D].
         output: QTensor [V, D], the embedding itself where the two are tied.
-        cos, sin: f32[C, r/2] rotary table.
+        cos, sin: f32[C, r/2] rotary table of the cache's capacity, set by whoever makes the cache.
     """
 
     embedding: QTensor
     layers: tuple[Layer, ...]
     output_norm: jax.Array
     output: QTensor
-    cos: jax.Array
-    sin: jax.Array
+    cos: jax.Array | None = None
+    sin: jax.Array | None = None
 
 
 @dataclass(frozen=True)
@@ -101,17 +100,12 @@ def load_params(f: GGUFFile, config: ModelConfig, *, floats: bool = False, progr
     names = [name for name, _ in config.tensor_shapes() if name != "rope_freqs.weight"]
     with ThreadPoolExecutor(2) as pool:  # numpy's copies release the lock
         loaded = dict(zip(names, pool.map(load, names), strict=True))
-    factors = tensor("rope_freqs.weight").dequantize().reshape(-1) if config.rope.freq_factors else None
-    capacity = -(-config.context_length // 16) * 16
-    cos, sin = rope.rope_tables(config.rope, capacity, factors)
     embedding = loaded["token_embd.weight"]
     return Params(
         embedding=embedding,
         layers=tuple(_layer(loaded, i) for i in range(config.n_layers)),
         output_norm=loaded["output_norm.weight"],
         output=embedding if config.tied_output else loaded["output.weight"],
-        cos=jnp.asarray(cos),
-        sin=jnp.asarray(sin),
     )
 
 
@@ -130,6 +124,11 @@ def _check_finite(f: GGUFFile, name: str, value) -> None:
         value = jax.lax.bitcast_convert_type(value.data.reshape(-1, 4), jnp.float32)
     if not bool(jnp.isfinite(value).all()):
         raise UserError(f"{f.path}: tensor {name} holds values that are not finite; the file is damaged")
+
+
+def rope_factors(f: GGUFFile, config: ModelConfig) -> np.ndarray | None:
+    """f32[r/2] divisors of the rotary angles (Llama 3.1), or None."""
+    return f.tensors["rope_freqs.weight"].dequantize().reshape(-1) if config.rope.freq_factors else None
 
 
 def footprint(params: Params, f: GGUFFile) -> Footprint:

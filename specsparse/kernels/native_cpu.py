@@ -14,7 +14,7 @@ from specsparse.kernels import reference
 from specsparse.kernels.qtensor import QTensor
 
 LIBRARY = Path(__file__).parent / "libspecsparse_kernels.so"
-TARGETS = ("specsparse_linear", "specsparse_embed", "specsparse_attend", "specsparse_argmax")
+TARGETS = ("specsparse_linear", "specsparse_embed", "specsparse_attend", "specsparse_argmax", "specsparse_law", "specsparse_draw")
 
 _CODES = ("nibble", "int8", "f32", "f16", "bf16")
 _SCALES = ("none", "d", "dm", "f32", "super", "super_min")
@@ -149,3 +149,14 @@ def attend(q, k, v, cache_k, cache_v, *, cos, sin, length, n_valid, parents=None
 def argmax(x):
     """`reference.argmax` by the C++ kernels."""
     return _call("specsparse_argmax", jax.ShapeDtypeStruct(x.shape[:1], jnp.int32))(x)
+
+
+def law(logits_RV, rows, **_):
+    """`engine.row_laws.reference_law` by the C++ kernels; `rows` are its LawRows."""
+    call = _call("specsparse_law", jax.ShapeDtypeStruct(logits_RV.shape, jnp.float32))
+    return call(logits_RV, rows.temperature, rows.log_min_p, rows.top_k, rows.top_p)
+
+
+def draw(p_RV, u_R):
+    """`engine.row_laws.reference_draw` by the C++ kernels: the same tree of sums, the same token."""
+    return _call("specsparse_draw", jax.ShapeDtypeStruct(p_RV.shape[:1], jnp.int32))(p_RV, u_R)

@@ -1,8 +1,7 @@
 """Types of speculative decoding: what a drafter proposes and what a verifier decides.
 
 Rows and nodes: the target verifies one round with a forward pass of K+1 rows. Row 0 is the last committed token (the
-root), row 1+i is node i of the draft. `-1` means the root where a node index is expected, and "nothing" where a token is
-expected.
+root), row 1+i is node i of the draft. `-1` is the root where a node index stands, and "nothing" where a token stands.
 """
 
 import abc

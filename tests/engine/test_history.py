@@ -1,17 +1,14 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsparse.engine.history import (
-    chain_rows,
-    init_history,
-    observe,
-    observe_many,
-    path_counts,
-    plain_rows,
-    recent_tokens,
-    tree_rows,
-)
+from specsparse.engine import history as h
+from specsparse.engine.history import init_history, plain_rows
 from specsparse.engine.law_params import LawConfig
+
+observe, observe_many, chain_rows = jax.jit(h.observe), jax.jit(h.observe_many), jax.jit(h.chain_rows)
+path_counts, recent_tokens = jax.jit(h.path_counts), jax.jit(h.recent_tokens)
+tree_rows = jax.jit(h.tree_rows, static_argnames="depth")
 
 CFG = LawConfig(vocab_size=10, use_penalties=True, context=3)
 

@@ -39,14 +39,16 @@ SHAPES = [
 law = jax.jit(sampling.law, static_argnums=0, static_argnames="kernels")
 target_logits = jax.jit(sampling.target_logits, static_argnums=0)
 draw = jax.jit(sampling.draw)
+observe = jax.jit(sampling.observe)
 sample = jax.jit(sampling.sample, static_argnums=0)
+tree_rows = jax.jit(sampling.tree_rows, static_argnames="depth")
 
 
 def oracle_law(x, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     """The law of one row by sorting, in float64, and whether top-p decides by a margin float32 cannot see."""
     x = np.asarray(x, np.float64)
     if temperature == 0.0:
-        return np.eye(len(x))[np.argmax(x)], False
+        return (np.arange(len(x)) == np.argmax(x)).astype(np.float64), False
     e = np.exp((x - x.max()) / temperature)
     keep = (x > -np.inf) & (e >= min_p)
     if 0 < top_k < keep.sum():
@@ -162,7 +164,7 @@ def test_penalties_are_those_of_the_definitions():
     cfg, params = sampling.compile_params(each, vocab_size=vocab)
     history = sampling.init_history(cfg, [prompt] * 4)
     for token in output:
-        history = sampling.observe(history, jnp.full((4,), token, jnp.int32), jnp.ones((4,), bool))
+        history = observe(history, jnp.full((4,), token, jnp.int32), jnp.ones((4,), bool))
     got, ok = target_logits(cfg, params, x, history)
     assert np.all(ok)
     for row, logits, number in zip(np.asarray(got), x, numbers, strict=True):
@@ -194,30 +196,32 @@ def test_rows_of_a_draft_equal_plain_decoding_bit_for_bit():
     x = rng.normal(size=(batch, n, vocab)).astype(np.float32) * 3
     u = rng.random((batch, n)).astype(np.float32)
     start = sampling.init_history(cfg, [[1, 2, 3], [4, 7]])
-    start = sampling.observe(start, token[:, 0], jnp.ones((batch,), bool))
+    start = observe(start, token[:, 0], jnp.ones((batch,), bool))
     parents = jnp.asarray([[-1, 0, 1, 2, 3, 4]] * batch, jnp.int32)
     histories = [start]
     for i in range(1, n):
-        histories.append(sampling.observe(histories[-1], token[:, i], jnp.ones((batch,), bool)))
-    for rows in (sampling.chain_rows(token), sampling.tree_rows(token, parents, depth=n - 1)):
-        together, _ = law(cfg, arrays, x.reshape(-1, vocab), start, rows)
-        tokens, _ = sample(cfg, arrays, x.reshape(-1, vocab), start, rows, u_R=u.reshape(-1))
+        histories.append(observe(histories[-1], token[:, i], jnp.ones((batch,), bool)))
+
+    @jax.jit
+    def run(x, history, rows, u):
+        processed, ok = sampling.target_logits(cfg, arrays, x, history, rows)
+        p, _ = sampling.law(cfg, arrays, x, history, rows)
+        return jnp.where(ok[:, None], processed, jnp.float32(np.nan)), p, sampling.draw(p, u)
+
+    for rows in (sampling.chain_rows(token), tree_rows(token, parents, depth=n - 1)):
+        together = [np.asarray(a) for a in run(x.reshape(-1, vocab), start, rows, u.reshape(-1))]
+        processed, p, tokens = (a.reshape(batch, n, *a.shape[1:]) for a in together)
         for i, history in enumerate(histories):
-            alone, ok = law(cfg, arrays, x[:, i], history)
-            np.testing.assert_array_equal(np.asarray(together).reshape(batch, n, vocab)[:, i], alone)
-            drawn, _ = sample(cfg, arrays, x[:, i], history, u_R=u[:, i])
-            np.testing.assert_array_equal(np.asarray(tokens).reshape(batch, n)[:, i], drawn)
-            assert np.all(ok)
-    p = np.asarray(together).reshape(batch, n, vocab)
+            for many, alone in zip((processed, p, tokens), run(x[:, i], history, None, u[:, i]), strict=True):
+                np.testing.assert_array_equal(many[:, i], alone)
     assert p[0, 2, 9] == 0.0 and p[1, 1, 9] == 0.0 and p[1, 3, 9] == 0.0  # after 7, 8
-    processed = np.asarray(target_logits(cfg, arrays, x.reshape(-1, vocab), start, rows)[0]).reshape(batch, n, vocab)
     assert np.isneginf(processed[:, :3, 5]).all() and np.isfinite(processed[:, 3:, 5]).all()  # min_tokens=4
     assert np.isfinite(processed[0, 1, 9]) and np.isneginf(processed[0, 2, 9])
 
 
-@pytest.mark.parametrize("vocab", [100, 49152])
+@pytest.mark.parametrize("vocab", [8193, 49152])
 def test_rows_do_not_depend_on_their_number(vocab):
-    """C1: R = 1 and R = 9 give the same bits."""
+    """C1: R = 1 and R = 9 give the same bits, also where a row does not fill whole vectors."""
     rng = np.random.default_rng(vocab)
     x = random_logits(rng, 9, vocab)
     u = rng.random(9).astype(np.float32)
@@ -261,7 +265,7 @@ def test_draw_has_exactly_the_law_on_a_dyadic_grid():
         np.testing.assert_array_equal(draw(p, u), np.repeat(np.arange(300), share))
 
 
-@pytest.mark.parametrize("vocab", [1, 5, 100, 8193, 151936])
+@pytest.mark.parametrize("vocab", [1, 100, 8193, 151936])
 def test_draw_inverts_the_cdf_and_never_takes_what_has_no_mass(vocab):
     rng = np.random.default_rng(vocab)
     p = rng.gamma(0.2, size=(16, vocab)).astype(np.float32)

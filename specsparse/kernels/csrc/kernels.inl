@@ -325,14 +325,30 @@ void store_kv(const float* k, const float* v, int64_t d, int64_t slot, KvType ty
   }
 }
 
-void exp_shifted(float* x, int64_t count, float top, float scale) {
-  for (int64_t i = 0; i < count; i += 16) store(x + i, exp16(mul(sub(load(x + i), set1(top)), set1(scale))));
+void exp_shifted(const float* x, int64_t count, float top, float temperature, float* out) {
+  const F t = set1(temperature), largest = set1(top);
+  for (int64_t i = 0; i < count; i += 16) store(out + i, exp16(div(sub(load(x + i), largest), t)));
+}
+
+void block_sums(const float* x, int64_t count, float* sums) {
+  for (int64_t i = 0; i < count; i += 256) {
+    F v[16];
+    for (int j = 0; j < 8; ++j) v[j] = add(load(x + i + 16 * j), load(x + i + 16 * (j + 8)));
+    for (int width = 4; width; width /= 2)
+      for (int j = 0; j < width; ++j) v[j] = add(v[j], v[j + width]);
+    sums[i / 256] = reduce_add(v[0]);
+  }
+}
+
+void block_maxima(const float* x, int64_t count, float* maxima) {
+  for (int64_t i = 0; i < count; i += 64)
+    maxima[i / 64] = reduce_max(max(max(load(x + i), load(x + i + 16)), max(load(x + i + 32), load(x + i + 48))));
 }
 
 }  // namespace
 
 #define SPECSPARSE_TABLE(NAME) \
-  {NAME, kMaxTokens, prepare, dot, glu, attend, store_kv, exp_shifted}
+  {NAME, kMaxTokens, prepare, dot, glu, attend, store_kv, exp_shifted, block_sums, block_maxima}
 
 }  // namespace SPECSPARSE_ISA
 }  // namespace specsparse

@@ -64,8 +64,12 @@ struct Ops {
   // scratch: floats for kQueries * (slots rounded up to 16 + 16).
   void (*attend)(const AttendTile& tile, float* scratch);
   void (*store_kv)(const float* k, const float* v, int64_t d, int64_t slot, KvType type, void* cache_k, void* cache_v);
-  // p <- exp(scale * (x - max)), in place, returning nothing; count a multiple of 16.
-  void (*exp_shifted)(float* x, int64_t count, float max, float scale);
+  // out[i] = exp((x[i] - top) / temperature), `count` a multiple of 16.
+  void (*exp_shifted)(const float* x, int64_t count, float top, float temperature, float* out);
+  // Sums of 256 neighbours: lane i adds lane i + 128, then i + 64, and so on. `count` a multiple of 256.
+  void (*block_sums)(const float* x, int64_t count, float* sums);
+  // Largest of each 64 neighbours; `count` a multiple of 64.
+  void (*block_maxima)(const float* x, int64_t count, float* maxima);
 };
 
 extern const Ops kPortableOps;

@@ -1,0 +1,239 @@
+"""Decoding without speculation, and what speculative decoding shares with it: the state, the prompt, the stop conditions.
+
+A step is a pure function `step(params, job, state) -> state`. `run` repeats it inside one `lax.while_loop`; a caller that
+streams runs the same loop a few rounds at a time.
+"""
+
+import enum
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsparse.engine import cache as kv
+from specsparse.engine.cache import KVCache
+from specsparse.engine.llama import ForwardFn, Want
+from specsparse.engine.noise import Stream, uniform
+from specsparse.engine.sampling import (
+    History,
+    LawConfig,
+    LawParams,
+    Logprobs,
+    SamplingKernels,
+    logprobs,
+    observe_many,
+    sample,
+)
+
+
+class Finish(enum.IntEnum):
+    """Why a sequence ended."""
+
+    RUNNING = 0
+    STOP = 1
+    LENGTH = 2
+    FAILED = 3
+    """The model gave a law that is none (NaN or no token left)."""
+
+
+class Job(NamedTuple):
+    """What stays the same while a batch is decoded.
+
+    Attributes:
+        law: the sampling parameters.
+        stop_ids: int32[B, s], token ids that end a sequence, -1 for none.
+        limit: int32[B], length at which a sequence ends.
+        seed: uint32[B, 2], see `engine.noise`.
+        sample: int32[B], index among the samples that share a seed.
+    """
+
+    law: LawParams
+    stop_ids: jax.Array
+    limit: jax.Array
+    seed: jax.Array
+    sample: jax.Array
+
+
+class Counters(NamedTuple):
+    """int32[B] each, per sequence; `accepted_at` is int32[B, K], the rest as in `specsparse.metrics.Counters`."""
+
+    rounds: jax.Array
+    drafts: jax.Array
+    drafted: jax.Array
+    tested: jax.Array
+    accepted: jax.Array
+    emitted: jax.Array
+    accepted_at: jax.Array
+    alpha: jax.Array
+    alpha_var: jax.Array
+
+
+class DecodeState(NamedTuple):
+    """A batch in the middle of decoding. Invariant: the cache holds `length - 1` tokens; the last one is fed next.
+
+    Attributes:
+        tokens: int32[B, C], prompt and output; anything beyond `length`.
+        length: int32[B].
+        finish: int32[B], `Finish`.
+        cache: of the target.
+        counters: on the device until the end.
+        history: what penalties and the like remember, or None.
+        scores: log probabilities by position ([B, C] and [B, C, k]), or None.
+        drafter: the drafter's state, or None.
+    """
+
+    tokens: jax.Array
+    length: jax.Array
+    finish: jax.Array
+    cache: KVCache
+    counters: Counters
+    history: History | None = None
+    scores: Logprobs | None = None
+    drafter: object | None = None
+
+
+Step = Callable[..., DecodeState]
+
+
+def zero_counters(batch: int, max_nodes: int) -> Counters:
+    """Counters of B sequences and drafts of up to K nodes (K = 0 for plain decoding)."""
+    zero = [jnp.zeros((batch,), jnp.int32) for _ in range(6)]
+    floats = [jnp.zeros((batch,), jnp.float32) for _ in range(2)]
+    return Counters(*zero, jnp.zeros((batch, max_nodes), jnp.int32), *floats)
+
+
+def empty_scores(batch: int, capacity: int, k: int) -> Logprobs:
+    """Room for the log probabilities of every position."""
+    return Logprobs(
+        chosen=jnp.zeros((batch, capacity), jnp.float32),
+        rank=jnp.zeros((batch, capacity), jnp.int32),
+        top=jnp.zeros((batch, capacity, k), jnp.float32),
+        top_ids=jnp.zeros((batch, capacity, k), jnp.int32),
+    )
+
+
+def last_token(state: DecodeState) -> jax.Array:
+    """int32[B, 1], the token that is fed next."""
+    return jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
+
+
+def running(state: DecodeState) -> jax.Array:
+    """bool[B], the sequences that go on."""
+    return state.finish == Finish.RUNNING
+
+
+def target_uniform(job: Job, position_Bn: jax.Array) -> jax.Array:
+    """float32[B, n], the target's noise: a function of seed, sample and absolute position alone (contract C1)."""
+    return uniform(job.seed[:, None], sample=job.sample[:, None], stream=Stream.TARGET, position=position_Bn)
+
+
+def emit(state: DecodeState, job: Job, tokens_Bm, count_B, failed_B) -> tuple[DecodeState, jax.Array]:
+    """Appends tokens up to the first stop id and to the limit, and says which sequences that ends.
+
+    Args:
+        state: before the tokens; `cache`, `drafter` and `scores` are left alone.
+        tokens_Bm: int32[B, m], the first `count_B` count.
+        failed_B: bool[B], sequences whose last token came from no law; they end without it.
+
+    Returns:
+        The state and int32[B], tokens appended.
+    """
+    B, m = tokens_Bm.shape
+    place_m = jnp.arange(m, dtype=jnp.int32)[None]
+    count_B = jnp.where(failed_B, count_B - 1, count_B)
+    count_B = jnp.where(running(state), jnp.minimum(count_B, job.limit - state.length), 0)
+    stops_Bm = jnp.any(tokens_Bm[:, :, None] == job.stop_ids[:, None, :], axis=2) & (place_m < count_B[:, None])
+    stopped_B = jnp.any(stops_Bm, axis=1)
+    count_B = jnp.where(stopped_B, jnp.argmax(stops_Bm, axis=1).astype(jnp.int32) + 1, count_B)
+    column_Bm = jnp.where(place_m < count_B[:, None], state.length[:, None] + place_m, state.tokens.shape[1])
+    tokens = state.tokens.at[jnp.arange(B)[:, None], column_Bm].set(tokens_Bm, mode="drop")
+    length = state.length + count_B
+    finish = jnp.where(length >= job.limit, jnp.int32(Finish.LENGTH), jnp.int32(Finish.RUNNING))
+    finish = jnp.where(failed_B & ~stopped_B, jnp.int32(Finish.FAILED), finish)
+    finish = jnp.where(stopped_B, jnp.int32(Finish.STOP), finish)
+    state = state._replace(tokens=tokens, length=length, finish=jnp.where(running(state), finish, state.finish))
+    if state.history is not None:
+        state = state._replace(history=observe_many(state.history, tokens_Bm, count_B))
+    return state, count_B
+
+
+def score(state: DecodeState, logits_BmV, tokens_Bm, count_B, start_B) -> DecodeState:
+    """Stores the log probabilities of the first `count_B` tokens, which stand at `start_B` and after."""
+    B, m, V = logits_BmV.shape
+    new = logprobs(logits_BmV.reshape(B * m, V), tokens_Bm.reshape(-1), state.scores.top.shape[-1])
+    place_m = jnp.arange(m, dtype=jnp.int32)[None]
+    column_Bm = jnp.where(place_m < count_B[:, None], start_B[:, None] + place_m, state.tokens.shape[1])
+    row_B1 = jnp.arange(B)[:, None]
+
+    def put(old, rows):
+        return old.at[row_B1, column_Bm].set(rows.reshape(B, m, *rows.shape[1:]), mode="drop")
+
+    return state._replace(scores=jax.tree.map(put, state.scores, new))
+
+
+def make_step(forward: ForwardFn, law: LawConfig, kernels: SamplingKernels) -> Step:
+    """One token for every running sequence."""
+
+    def step(params, job: Job, state: DecodeState) -> DecodeState:
+        live_B = running(state).astype(jnp.int32)
+        out, cache = forward(params, last_token(state), state.cache, n_valid_B=live_B)
+        logits_BV = out.logits[:, 0]
+        with jax.named_scope("sample"):
+            u_B = None if law.greedy else target_uniform(job, state.length[:, None])[:, 0]
+            token_B, ok_B = sample(law, job.law, logits_BV, state.history, u_R=u_B, kernels=kernels)
+        start_B = state.length
+        state, count_B = emit(state._replace(cache=cache), job, token_B[:, None], live_B, ~ok_B & (live_B > 0))
+        if law.logprobs is not None:
+            state = score(state, logits_BV[:, None], token_B[:, None], count_B, start_B)
+        c = state.counters
+        counters = c._replace(rounds=c.rounds + live_B, emitted=c.emitted + count_B)
+        return state._replace(cache=kv.commit(state.cache, count_B), counters=counters)
+
+    return step
+
+
+def run(step: Step, params, job: Job, state: DecodeState, max_rounds) -> DecodeState:
+    """Repeats `step` until every sequence has ended, or `max_rounds` (int32) times."""
+
+    def more(carry):
+        i, s = carry
+        return (i < max_rounds) & jnp.any(running(s))
+
+    def body(carry):
+        i, s = carry
+        return i + 1, step(params, job, s)
+
+    return jax.lax.while_loop(more, body, (jnp.int32(0), state))[1]
+
+
+def prefill_chunk(forward: ForwardFn, params, tokens_Bn, n_valid_B, cache: KVCache, *, hidden: bool = False):
+    """Feeds a piece of the prompts; returns the cache and f32[B, n, D] hidden states or None."""
+    want = Want(logits="none", hidden=hidden)
+    out, cache = forward(params, tokens_Bn, cache, n_valid_B=n_valid_B, want=want)
+    return kv.commit(cache, n_valid_B), out.hidden
+
+
+CHUNKS = (32, 128, 512)
+"""Rows of a prompt piece: few sizes, so that few programs are compiled."""
+
+
+def prompt_pieces(lengths: list[int]) -> list[tuple[int, int]]:
+    """(start, rows) of the pieces that cover the longest of the prompts: large ones first, then the smallest that fits."""
+    longest, start, pieces = max(lengths, default=0), 0, []
+    while start < longest:
+        rows = next((c for c in CHUNKS if c >= longest - start), CHUNKS[-1])
+        pieces.append((start, rows))
+        start += rows
+    return pieces
+
+
+def piece(prompts: list[np.ndarray], start: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens int32[B, rows] and their number int32[B] of one piece of every prompt."""
+    tokens = np.zeros((len(prompts), rows), np.int32)
+    count = np.zeros((len(prompts),), np.int32)
+    for b, ids in enumerate(prompts):
+        part = ids[start : start + rows]
+        tokens[b, : len(part)], count[b] = part, len(part)
+    return tokens, count

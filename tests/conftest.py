@@ -1,0 +1,39 @@
+"""What every test runs under: strict promotion, a persistent compilation cache, the real model where there is one."""
+
+import os
+from pathlib import Path
+
+import jax
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+REQUIRE_NATIVE = os.environ.get("SPECSPARSE_REQUIRE_NATIVE") == "1"
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+# Compiled programs are kept between runs of the suite; only a changed program is compiled again.
+jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax-tests"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _cache_of_the_tests(tmp_path_factory):
+    """Keep the user's cache directory out of the tests."""
+    os.environ.setdefault("SPECSPARSE_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """SmolLM2-135M-Instruct Q4_1, loaded once; skipped where it is not installed, an error in CI."""
+    import specsparse
+    from specsparse import models
+    from specsparse.errors import UserError
+
+    try:
+        models.resolve("smollm2-135m")
+    except UserError as error:
+        if REQUIRE_NATIVE:
+            pytest.fail(f"the suite needs the real model: {error}")
+        pytest.skip(str(error))
+    return specsparse.load("smollm2-135m")

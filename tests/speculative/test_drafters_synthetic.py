@@ -1,0 +1,118 @@
+"""Synthetic acceptance: closed forms against enumeration, and the verdict against its own law."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsparse.engine.noise import Stream, seed_words, uniform
+from specsparse.speculative.base import PAD
+from specsparse.speculative.drafters import Synthetic, SyntheticRates, get_drafter, synthetic_verdict
+from specsparse.testing.drafting import draft_context
+
+RATES = [
+    SyntheticRates.geometric(4, rate=0.7),
+    SyntheticRates.geometric(5, length=2.6),
+    SyntheticRates.minimum_variance(4, length=2.6),
+    SyntheticRates.minimum_variance(3, length=4.0),
+    SyntheticRates.minimum_variance(3, length=1.0),
+    SyntheticRates.from_unconditional((0.8, 0.6, 0.0)),
+]
+
+
+def enumerated(rates):
+    """P(accepted = a), over all outcomes of the coins."""
+    law = np.zeros(len(rates.conditional) + 1)
+    for coins in itertools.product((True, False), repeat=len(rates.conditional)):
+        weight = np.prod([r if c else 1 - r for r, c in zip(rates.conditional, coins)])
+        law[next((i for i, c in enumerate(coins) if not c), len(coins))] += weight
+    return law
+
+
+@pytest.mark.parametrize("rates", RATES, ids=str)
+def test_closed_forms(rates):
+    law, lengths = enumerated(rates), np.arange(len(rates.conditional) + 1) + 1
+    mean = (law * lengths).sum()
+    assert rates.mean_acceptance_length() == pytest.approx(mean, abs=1e-12)
+    assert rates.variance() == pytest.approx((law * (lengths - mean) ** 2).sum(), abs=1e-12)
+    assert rates.unconditional() == pytest.approx([law[i + 1 :].sum() for i in range(len(rates.conditional))])
+
+
+def test_geometric_follows_leviathan():
+    r, gamma = 0.7, 6
+    rates = SyntheticRates.geometric(gamma, rate=r)
+    assert rates.mean_acceptance_length() == pytest.approx((1 - r ** (gamma + 1)) / (1 - r))
+    for length in (1.0, 1.3, 3.0, 5.9, 6.999, 7.0):
+        assert SyntheticRates.geometric(gamma, length=length).mean_acceptance_length() == pytest.approx(length)
+
+
+def test_minimum_variance_is_the_two_integers_around_the_mean():
+    rates = SyntheticRates.minimum_variance(5, length=3.25)
+    assert rates.conditional == (1.0, 1.0, 0.25, 0.0, 0.0)
+    assert rates.variance() == pytest.approx(0.25 * 0.75)
+    same_mean = SyntheticRates.minimum_variance(5, rate=0.7)
+    geometric = SyntheticRates.geometric(5, rate=0.7)
+    assert same_mean.mean_acceptance_length() == pytest.approx(geometric.mean_acceptance_length())
+    assert same_mean.variance() < geometric.variance()
+
+
+@pytest.mark.parametrize("rates", RATES, ids=str)
+def test_the_verdict_follows_the_rates(rates):
+    """20,000 sequences in one verdict, coins as the engine draws them."""
+    batch, gamma = 20_000, len(rates.conditional)
+    drafter = Synthetic(rates)
+    ctx = draft_context([[3]] * batch, capacity=4, budget=gamma)
+    draft = drafter.draft(None, None, ctx).draft
+    coins = uniform(
+        seed_words(1),
+        sample=jnp.arange(batch, dtype=jnp.int32)[:, None],
+        stream=Stream.ACCEPT,
+        position=1,
+        node=jnp.arange(gamma, dtype=jnp.int32)[None],
+    )
+    target = jnp.full((batch, gamma + 1), 3, jnp.int32)  # equal to the draft everywhere: still rejected
+    verdict = jax.jit(lambda d, t, c: synthetic_verdict(d, t, rates=rates, coins_BK=c))(draft, target, coins)
+    expected = enumerated(rates)
+    seen = np.bincount(np.asarray(verdict.accepted), minlength=gamma + 1) / batch
+    assert abs(seen - expected).max() < 5 * np.sqrt(0.25 / batch)
+    np.testing.assert_array_equal(verdict.tested, np.minimum(np.asarray(verdict.accepted) + 1, gamma))
+    spread = float(jnp.sqrt(jnp.sum(verdict.alpha_var)))
+    assert abs(float(jnp.sum(verdict.accepted) - jnp.sum(verdict.alpha))) <= 5 * spread + 1e-1
+
+
+def test_emitted_tokens_and_short_drafts():
+    rates = SyntheticRates.geometric(3, rate=0.5)
+    ctx = draft_context([[5], [6], [7]], capacity=4, budget=[3, 2, 0])
+    draft = Synthetic(rates).draft(None, None, ctx).draft
+    assert draft.tokens.tolist() == [[5, 5, 5], [6, 6, 0], [0, 0, 0]]
+    target = jnp.array([[10, 11, 12, 13]] * 3, jnp.int32)
+    coins = jnp.array([[0.1, 0.9, 0.1], [0.1, 0.1, 0.1], [0.1, 0.1, 0.1]], jnp.float32)
+    verdict = synthetic_verdict(draft, target, rates=rates, coins_BK=coins)
+    assert verdict.tokens.tolist() == [[5, 11, PAD, PAD], [6, 6, 12, PAD], [10, PAD, PAD, PAD]]
+    assert verdict.accepted.tolist() == [1, 2, 0] and verdict.tested.tolist() == [2, 2, 0]
+    assert verdict.nodes.tolist() == [[0, PAD, PAD], [0, 1, PAD], [PAD, PAD, PAD]]
+    np.testing.assert_allclose(verdict.alpha, [1.0, 1.0, 0.0])
+
+
+def test_a_target_that_is_no_law_fails_the_sequence():
+    draft = (
+        Synthetic(SyntheticRates.geometric(2, rate=0.0))
+        .draft(None, None, draft_context([[5]], capacity=4, budget=2))
+        .draft
+    )
+    verdict = synthetic_verdict(
+        draft,
+        jnp.full((1, 3), -1, jnp.int32),
+        rates=SyntheticRates.geometric(2, rate=0.0),
+        coins_BK=jnp.zeros((1, 2), jnp.float32),
+    )
+    assert bool(verdict.failed[0])
+
+
+def test_by_name():
+    assert get_drafter("synthetic", gamma=4, rate=0.7).rates == SyntheticRates.geometric(4, rate=0.7)
+    named = get_drafter("synthetic", process="minimum_variance", gamma=4, synthetic_acceptance_length=2.6)
+    assert named.rates == SyntheticRates.minimum_variance(4, length=2.6)
+    assert get_drafter("synthetic", rates=(0.8, 0.6)).rates.process == "rates"

@@ -1,0 +1,255 @@
+"""The case list of rejection samplers, through the engine's entry."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsparse.speculative.base import PAD, Draft
+from specsparse.speculative.tree import TreeTemplate
+from specsparse.speculative.verify import VERIFIERS, match_verdict, measure_alpha, verify
+
+NEEDS_P = [name for name, v in VERIFIERS.items() if v.needs_p]
+CHAINS = ["token", "delta", "block"]
+f32 = functools.partial(jnp.asarray, dtype=jnp.float32)
+i32 = functools.partial(jnp.asarray, dtype=jnp.int32)
+
+
+@functools.cache
+def compiled(name, alpha=False):
+    return jax.jit(functools.partial(verify, VERIFIERS[name], alpha=alpha))
+
+
+def spikes(tokens, vocab):
+    """Laws that are 1 at the given tokens."""
+    return f32(np.eye(vocab)[np.asarray(tokens)])
+
+
+def chain(tokens, *, count=None, q=None):
+    tokens = i32(tokens)
+    batch, K = tokens.shape
+    counts = jnp.full((batch,), K, jnp.int32) if count is None else i32(count)
+    return Draft(tokens, TreeTemplate.chain(K).parents_array(batch), counts, q)
+
+
+def run(name, draft, p, *, coins=0.5, u=0.5, alpha=False):
+    batch, K = draft.tokens.shape
+    coins = jnp.broadcast_to(f32(coins), (batch, K)) if np.ndim(coins) == 0 else f32(coins)
+    verdict = compiled(name, alpha)(draft, p, coins_BK=coins, u_B=jnp.full((batch,), u, jnp.float32))
+    return jax.tree.map(np.asarray, verdict)
+
+
+def with_q(name, draft, vocab):
+    """The draft as this verifier takes it: one-hot laws written out unless it reads none."""
+    return draft if "delta" in name else draft._replace(q=spikes(draft.tokens, vocab))
+
+
+@pytest.mark.parametrize("name", NEEDS_P)
+@pytest.mark.parametrize("vocab", [5, 100])
+def test_perfect_match(name, vocab):
+    draft = with_q(name, chain([[1, 2, 3]]), vocab)
+    verdict = run(name, draft, spikes([[1, 2, 3, 4]], vocab))
+    np.testing.assert_array_equal(verdict.tokens, [[1, 2, 3, 4]])
+    assert verdict.accepted[0] == 3 == verdict.tested[0]
+
+
+@pytest.mark.parametrize("name", NEEDS_P)
+def test_mismatches(name):
+    draft = with_q(name, chain([[1, 2, 3], [1, 0, 3], [0, 2, 0], [1, 2, 0]]), 5)
+    verdict = run(name, draft, spikes([[4, 2, 3, 1], [1, 4, 3, 1], [4, 4, 4, 4], [1, 2, 4, 0]], 5))
+    np.testing.assert_array_equal(
+        verdict.tokens, [[4, PAD, PAD, PAD], [1, 4, PAD, PAD], [4, PAD, PAD, PAD], [1, 2, 4, PAD]]
+    )
+    np.testing.assert_array_equal(verdict.count, [1, 2, 1, 3])
+    np.testing.assert_array_equal(verdict.nodes, [[PAD] * 3, [0, PAD, PAD], [PAD] * 3, [0, 1, PAD]])
+    if name != "block":
+        np.testing.assert_array_equal(verdict.tested, [1, 2, 1, 3])
+
+
+@pytest.mark.parametrize("name", NEEDS_P)
+def test_empty_and_short_drafts(name):
+    draft = with_q(name, chain([[1, 2, 3]] * 4, count=[0, 1, 2, 3]), 5)
+    verdict = run(name, draft, spikes([[1, 2, 3, 4]] * 4, 5))
+    np.testing.assert_array_equal(verdict.tokens, [[1, PAD, PAD, PAD], [1, 2, PAD, PAD], [1, 2, 3, PAD], [1, 2, 3, 4]])
+    np.testing.assert_array_equal(verdict.tested, [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize("name", ["tree_delta", "mss", "kseq", "typical", "threshold"])
+def test_second_branch_is_taken_and_nodes_beyond_count_are_not(name):
+    template = TreeTemplate.kary((2, 1))
+    draft = Draft(i32([[0, 1, 2, 3]] * 2), template.parents_array(2), i32([4, 3]), None)
+    verdict = run(name, with_q(name, draft, 5), spikes([[1, 4, 3, 4, 2]] * 2, 5), coins=0.4)
+    np.testing.assert_array_equal(verdict.tokens[0], [1, 3, 2, PAD, PAD])
+    np.testing.assert_array_equal(verdict.nodes[0], [1, 3, PAD, PAD])
+    np.testing.assert_array_equal(verdict.tokens[1], [1, 3, PAD, PAD, PAD])
+
+
+@pytest.mark.parametrize("name", ["tree_delta", "mss", "wor", "kseq", "threshold"])
+def test_duplicate_siblings(name):
+    parents = TreeTemplate.kary((3,)).parents_array(1)
+    draft = Draft(i32([[1, 1, 1]]), parents, i32([3]), None)
+    p = f32(np.array([[[0.5, 0.2, 0.3]] * 4]))
+    verdict = run(name, with_q(name, draft, 3), p, coins=0.99, u=0.99)
+    np.testing.assert_array_equal(verdict.tokens, [[2, PAD, PAD, PAD]])
+
+
+@pytest.mark.parametrize("vocab", [100, 8193, 10000])
+@pytest.mark.parametrize("name", ["token", "block"])
+def test_masks_are_never_violated(name, vocab):
+    rng = np.random.default_rng(vocab)
+    batch, K = 16, 3
+    p, q = (rng.dirichlet(np.full(vocab, 0.05), size=(batch, n)) for n in (K + 1, K))
+    p[:, :, rng.random(vocab) < 0.7] = 0
+    p[:, :, 0] += 1e-3
+    p /= p.sum(axis=-1, keepdims=True)
+    tokens = [[rng.choice(vocab, p=q[b, i]) for i in range(K)] for b in range(batch)]
+    verdict = run(name, chain(tokens, q=f32(q)), f32(p), coins=rng.random((batch, K)), u=0.999)
+    assert not verdict.failed.any()
+    for b in range(batch):
+        for i in range(int(verdict.count[b])):
+            assert p[b, i, verdict.tokens[b, i]] > 0
+
+
+@pytest.mark.parametrize("vocab", [49152, 151936])
+def test_large_vocabularies(vocab):
+    rng = np.random.default_rng(0)
+    q = f32(rng.dirichlet(np.full(vocab, 0.01), size=(1, 2)))
+    p = f32(rng.dirichlet(np.full(vocab, 0.01), size=(1, 3)))
+    x = int(np.argmax(np.asarray(q[0, 0]) - np.asarray(p[0, 0])))
+    verdict = run("token", chain([[x, 0]], q=q), p, coins=0.9999, u=0.9999)
+    token = int(verdict.tokens[0, 0])
+    assert verdict.accepted[0] == 0
+    assert p[0, 0, token] > q[0, 0, token]
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_equal_laws_accept_everything(name):
+    p = np.random.default_rng(0).dirichlet(np.ones(50), size=(8, 4))
+    draft = chain(np.argmax(p[:, :3], axis=-1))
+    if name == "delta":
+        p[:, :3] = np.asarray(spikes(draft.tokens, 50))
+    else:
+        draft = draft._replace(q=f32(p[:, :3]))
+    verdict = run(name, draft, f32(p), coins=1 - 2**-20)
+    assert (verdict.accepted == 3).all()
+    assert not verdict.failed.any()
+
+
+@pytest.mark.parametrize("name", NEEDS_P)
+def test_broken_p_fails_the_sequence_and_no_other(name):
+    p = np.asarray(spikes([[1, 2, 3, 4]] * 4, 5)).copy()
+    p[0, 0], p[1, 2], p[2, 3] = np.nan, 0.0, np.nan
+    verdict = run(name, with_q(name, chain([[1, 2, 3]] * 4), 5), f32(p))
+    np.testing.assert_array_equal(verdict.failed[:1], [True])
+    assert bool(verdict.failed[2])
+    assert not bool(verdict.failed[3])
+    np.testing.assert_array_equal(verdict.tokens[3], [1, 2, 3, 4])
+    assert ((verdict.tokens >= PAD) & (verdict.tokens < 5)).all()
+
+
+@pytest.mark.parametrize("name", ["token", "mss", "wor", "kseq", "block"])
+@pytest.mark.parametrize("bad", [np.nan, 0.0])
+def test_broken_q_is_refused_and_p_is_owed_in_full(name, bad):
+    p = f32(np.array([[[0.5, 0.2, 0.3]] * 3]))
+    draft = chain([[1, 2]], q=jnp.full((1, 2, 3), bad, jnp.float32))
+    for u, token in [(0.0, 0), (0.6, 1), (0.8, 2)]:
+        verdict = run(name, draft, p, coins=0.0, u=u)
+        np.testing.assert_array_equal(verdict.tokens, [[token, PAD, PAD]])
+        assert not verdict.failed[0]
+
+
+@pytest.mark.parametrize("name", NEEDS_P)
+def test_rows_do_not_depend_on_their_neighbours_and_runs_repeat(name):
+    rng = np.random.default_rng(1)
+    p = f32(rng.dirichlet(np.ones(600), size=(5, 4)))
+    q = f32(rng.dirichlet(np.ones(600), size=(5, 3)))
+    draft = chain(np.argmax(np.asarray(p[:, :3] * q), axis=-1))
+    draft = draft if "delta" in name else draft._replace(q=q)
+    coins, u = f32(rng.random((5, 3)) ** 2), f32(rng.random(5))
+    together = compiled(name)(draft, p, coins_BK=coins, u_B=u)
+    again = compiled(name)(draft, p, coins_BK=coins, u_B=u)
+    jax.tree.map(np.testing.assert_array_equal, together, again)
+    for row in (slice(0, 1), slice(4, 5)):
+        one = draft._replace(
+            tokens=draft.tokens[row],
+            parents=draft.parents[row],
+            count=draft.count[row],
+            q=None if draft.q is None else draft.q[row],
+        )
+        alone = compiled(name)(one, p[row], coins_BK=coins[row], u_B=u[row])
+        for field, ours in zip(alone._fields, alone, strict=True):
+            np.testing.assert_array_equal(getattr(together, field)[row], ours, err_msg=field)
+
+
+def test_match_follows_the_targets_tokens():
+    template = TreeTemplate.kary((2, 2))
+    draft = Draft(i32([[5, 6, 1, 2, 3, 4]] * 5), template.parents_array(5), i32([6, 6, 6, 6, 0]), None)
+    target = i32(
+        [
+            [6, 0, 0, 0, 0, 0, 0],  # second branch; nothing fits below row 2
+            [6, 0, 4, 0, 0, 0, 9],  # down to a leaf, then the bonus
+            [7, 1, 1, 1, 1, 1, 1],
+            [5, 1, 1, 8, 1, 1, 1],
+            [5, 1, 1, 8, 1, 1, 1],
+        ]
+    )
+    verdict = jax.jit(match_verdict)(draft, target)
+    np.testing.assert_array_equal(
+        verdict.tokens[:, :4], [[6, 0, -1, -1], [6, 4, 9, -1], [7, -1, -1, -1], [5, 1, 8, -1], [5, -1, -1, -1]]
+    )
+    np.testing.assert_array_equal(verdict.nodes[:, :2], [[1, -1], [1, 5], [-1, -1], [0, 2], [-1, -1]])
+    np.testing.assert_array_equal(verdict.tested, [2, 2, 1, 2, 0])
+    assert not verdict.failed.any()
+
+
+def test_match_fails_on_a_missing_target_token():
+    verdict = jax.jit(match_verdict)(chain([[1, 2]]), i32([[1, -1, 0]]))
+    assert bool(verdict.failed[0])
+    np.testing.assert_array_equal(verdict.tokens, [[1, 0, PAD]])
+
+
+def test_match_takes_the_first_of_equal_siblings():
+    draft = Draft(i32([[3, 3, 1]]), i32([[-1, -1, 1]]), i32([3]), None)
+    verdict = match_verdict(draft, i32([[3, 1, 1, 1]]))
+    np.testing.assert_array_equal(verdict.tokens, [[3, 1, PAD, PAD]])
+    np.testing.assert_array_equal(verdict.nodes, [[0, PAD, PAD]])
+
+
+def test_match_refuses_the_other_entry():
+    with pytest.raises(TypeError, match="match_verdict"):
+        run("match", chain([[1]]), spikes([[1, 1]], 3))
+
+
+def test_alpha_is_the_chance_before_the_token_is_known():
+    p = np.array([[[0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [1 / 3] * 3]])
+    q = np.array([[[0.2, 0.3, 0.5], [0.3, 0.3, 0.4]]])
+    draft = chain([[0, 0]], q=f32(q))
+    overlap = np.minimum(p[:, :2], q).sum(axis=-1)[0]
+    verdict = run("token", draft, f32(p), coins=[[0.0, 0.99]], alpha=True)
+    assert verdict.tested[0] == 2
+    assert float(verdict.alpha[0]) == pytest.approx(overlap.sum())
+    assert float(verdict.alpha_var[0]) == pytest.approx((overlap * (1 - overlap)).sum())
+    early = run("delta", draft._replace(q=None), f32(p), coins=0.99, alpha=True)
+    assert early.tested[0] == 1
+    assert float(early.alpha[0]) == pytest.approx(0.5)
+    match = measure_alpha(VERIFIERS["match"], draft, f32(p), match_verdict(draft, i32([[0, 1, 1]])))
+    assert float(match.alpha[0]) == pytest.approx((p[:, :2] * q).sum())
+    assert run("token", draft, f32(p)).alpha[0] == 0
+
+
+def test_one_compilation_serves_every_draft():
+    count = 0
+
+    def traced(draft, p):
+        nonlocal count
+        count += 1
+        return verify(VERIFIERS["mss"], draft, p, coins_BK=jnp.full((1, 4), 0.5), u_B=jnp.full((1,), 0.5))
+
+    step, p = jax.jit(traced), spikes([[1, 2, 3, 4, 0]], 5)
+    for parents in ((-1, 0, 1, 2), (-1, -1, 0, 1), (-1, -1, -1, -1)):
+        for nodes in range(5):
+            draft = Draft(i32([[1, 2, 3, 4]]), i32([parents]), i32([nodes]), spikes([[1, 2, 3, 4]], 5))
+            step(draft, p)
+    assert count == 1

@@ -1,0 +1,150 @@
+"""From the command line to a RunConfig: golden composition, and one clear line for every mistake."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from specsparse import config, run
+from specsparse.errors import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+GOLDEN = ROOT / "tests" / "golden"
+
+
+def composed(*overrides):
+    with initialize_config_dir(str(run.conf_dir()), version_base="1.3"):
+        return compose("config", list(overrides))
+
+
+def mistake(capsys, *argv):
+    """The one line that a mistaken command line gets."""
+    try:
+        code = run.main(list(argv))
+    except SystemExit as stop:
+        code = stop.code
+    captured = capsys.readouterr()
+    assert code == 2
+    assert captured.out == ""
+    assert captured.err.startswith("specsparse: ") and captured.err.count("\n") == 1, captured.err
+    return captured.err
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Runs write under the current directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # run.main sets it; undone after the test
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in (run.conf_dir() / "experiment").glob("*.yaml")))
+def test_composed_experiments_are_golden(name):
+    """A change of a config shows in review; UPDATE_GOLDEN=1 rewrites the text."""
+    text = OmegaConf.to_yaml(composed(f"+experiment={name}"))
+    file = GOLDEN / f"{name}.yaml"
+    if os.environ.get("UPDATE_GOLDEN") == "1":
+        file.write_text(text)
+    assert text == file.read_text()
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in (run.conf_dir() / "experiment").glob("*.yaml")))
+def test_experiments_open_with_claim_numbers_time_and_command(name):
+    head = (run.conf_dir() / "experiment" / f"{name}.yaml").read_text().split("defaults:")[0]
+    for word in ("# Claim:", "# Expected:", "# Time:", f"# Command:  python -m specsparse.run +experiment={name}"):
+        assert word in head
+
+
+CHOICES = sorted(f"{f.parent.name}={f.stem}" for f in run.conf_dir().glob("*/*.yaml") if f.parent.name != "experiment")
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_choice_of_every_group_is_valid(choice):
+    extra = ["model.path=x.gguf"] if choice == "model=custom" else []
+    assert isinstance(config.from_omegaconf(composed(choice, *extra)), config.RunConfig)
+
+
+def test_values_arrive():
+    cfg = config.from_omegaconf(
+        composed("policy.gamma=3", "model.rope_base=10000", "data.tasks=[code]", "sampling.top_p=0.9", "tracker=wandb")
+    )
+    assert cfg.policy == config.PolicySpec("fixed", 3)
+    assert cfg.model.overrides() == {"rope_base": 10000.0}
+    assert cfg.data.tasks == ("code",)
+    assert cfg.tracker.options == {"mode": "offline", "project": "specsparse", "group": None}
+    assert cfg.drafter.options == {"ngram_max": 3, "ngram_min": 1}
+    params = config.sampling_params(cfg)
+    assert (params.temperature, params.top_p, params.max_tokens) == (0.0, 0.9, cfg.max_tokens)
+    assert cfg.composed["policy"]["gamma"] == 3 and "composed" not in cfg.composed
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("max_tokens=0", "max_tokens=0: must be at least 1"),
+        ("max_tokens=many", "max_tokens=many: expected a whole number"),
+        ("max_tokens=1.5", "max_tokens=1.5: expected a whole number"),
+        ("max_tokens=true", "expected a whole number"),
+        ("seed=null", "seed=null: expected a whole number"),
+        ("warmup=3", "expected true or false"),
+        ("policy.gamma=0", "policy.gamma=0: must be at least 1"),
+        ("model.kv_dtype=f8", "must be one of f32, f16, bf16"),
+        ("data.tasks=3", "expected a list"),
+        ("data=3", "data=3: there is no such data"),
+        ("sampling.temperature=-1", "temperature"),
+        ("sampling.top_p=2", "top_p=2 is not allowed"),
+        ("drafter=prompt_lokup", "did you mean prompt_lookup?"),
+        ("+experiment=spec_smolm2", "did you mean spec_smollm2?"),
+        ("policy.gama=3", "no key policy.gama; did you mean policy.gamma?"),
+        ("drafter.ngram_mx=3", "did you mean drafter.ngram_max?"),
+        ("sampling.temprature=1", "did you mean sampling.temperature?"),
+        ("sampling.n=2", "write +sampling.n=VALUE"),
+        ("drafer=none", "did you mean drafter?"),
+        ("+max_token=3", "unknown key max_token; did you mean max_tokens?"),
+        ("+sampling.top=3", "unknown sampling parameter 'top'"),
+        ("+max_tokens=3", "max_tokens"),
+        ("name=${foo}", "Interpolation key 'foo' not found"),
+        ("name=a/b", "name=a/b: a plain name"),
+        ("a=[", "cannot read 'a=['"),
+        ("model=custom", "model.path: a value is needed"),
+        ("model=missing.gguf", "missing.gguf: no such file"),
+        ("model.path=smollm3", "did you mean smollm2-135m"),
+        ("data=missing.jsonl", "no such file of prompts: missing.jsonl"),
+        ("data.tasks=[poetry]", "no prompts of task 'poetry'"),
+        ("+tracker.mod=x", "unknown key tracker.mod"),
+        ("--modle", "unrecognized arguments: --modle"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(capsys, elsewhere, monkeypatch, override, message):
+    if not override.startswith(("model", "data")):  # those are looked for; the others must not need the model
+        monkeypatch.setattr("specsparse.models.resolve", lambda spec: elsewhere)
+    assert message in mistake(capsys, override)
+    assert not any(elsewhere.iterdir())
+
+
+def test_debug_shows_the_traceback(elsewhere):
+    with pytest.raises(UserError, match="max_tokens"):
+        run.main(["max_tokens=0", "debug=true"])
+
+
+def test_short_forms():
+    assert run.shorthand(["model=~/a b.gguf"])[0] == "model=custom"
+    assert run.shorthand(["model=hf://o/r/f.gguf"]) == ["model=custom", "model.path=hf://o/r/f.gguf"]
+    assert run.shorthand(["model=/x/it's.gguf"])[1] == r"model.path='/x/it\'s.gguf'"
+    assert run.shorthand(["data=mine.txt", "model=smollm2"]) == ["data.source=mine.txt", "model=smollm2"]
+    assert run.shorthand(["experiment=a", "+experiment=a", "-m"]) == ["+experiment=a", "+experiment=a", "-m"]
+
+
+def test_help_is_a_page_for_a_person():
+    done = subprocess.run(
+        [sys.executable, "-m", "specsparse.run", "--help"], capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    for word in ("usage", "examples", "+experiment=spec_smollm2", "drafter: none, prompt_lookup", "max_tokens: 128"):
+        assert word in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 110
+    assert "Hydra" not in done.stdout

@@ -1,0 +1,60 @@
+"""The package as it is installed: native library, configs, data, console script, import rules."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import specsparse
+
+ROOT = Path(__file__).resolve().parent.parent
+REQUIRE_NATIVE = os.environ.get("SPECSPARSE_REQUIRE_NATIVE") == "1"
+
+
+def test_the_imported_package_is_the_one_under_test():
+    assert Path(specsparse.__file__).resolve().parent == ROOT / "specsparse"
+
+
+def test_the_native_library_lies_beside_the_imported_package():
+    """A non-editable install run from the checkout would import the sources without the library: this fails then."""
+    from specsparse import kernels
+
+    library = Path(kernels.__file__).resolve().parent / "libspecsparse_kernels.so"
+    compiler = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
+    if not library.exists() and not compiler and not REQUIRE_NATIVE:
+        pytest.skip("no compiler here: the jnp reference runs")
+    assert library.exists(), "the native kernels were not built: make native"
+    assert kernels.status()["native"], kernels.status()
+
+
+def test_the_library_needs_no_python():
+    library = ROOT / "specsparse" / "kernels" / "libspecsparse_kernels.so"
+    if not library.exists() or not shutil.which("ldd"):
+        pytest.skip("no library or no ldd")
+    needed = subprocess.run(["ldd", str(library)], capture_output=True, text=True, check=True).stdout
+    assert "python" not in needed.lower()
+
+
+def test_configs_and_prompts_are_found():
+    from specsparse import prompts
+    from specsparse.run import conf_dir
+
+    assert (conf_dir() / "experiment" / "spec_smollm2.yaml").is_file()
+    assert len(prompts.load()) >= 64
+
+
+def test_imports_go_one_way():
+    lint = Path(sys.executable).parent / "lint-imports"
+    if not lint.exists():
+        pytest.skip("import-linter is not installed")
+    done = subprocess.run([str(lint)], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_source_file_is_long():
+    """A file over 450 lines has more than one noun in it."""
+    long = {p.name: n for p in (ROOT / "specsparse").rglob("*.py") if (n := p.read_text().count("\n")) > 450}
+    assert not long
