@@ -112,13 +112,14 @@ def generate(
     Raises:
         UserError: a mistake in any of these, in one line.
     """
-    params = _params(sampling, max_tokens, fields)
+    params = _params(model, sampling, max_tokens, fields)
     prompts, many = _prompts(prompt)
     method = make_method(drafter, verifier, params)
     ids = [prompt_ids(model, p, params) for p in prompts]
     count = params.num_sequences
-    base = seed if params.seed is None else params.seed
-    sequences = [Sequence(i, params, base, sample) for i in ids for sample in range(count)]
+    base = _seed(seed) if params.seed is None else params.seed
+    ranked = params.merged(logprobs=0) if count > params.n and params.logprobs is None else params
+    sequences = [Sequence(i, ranked, base, sample) for i in ids for sample in range(count)]
     session = Session(model, sequences, method)
     _decode(session)
     out = [_generation(session, b) for b in range(len(sequences))]
@@ -146,10 +147,10 @@ class Stream(Iterator[str]):
             tokens = _text_tokens(session, 0)
             piece = stop.push("".join(decoder.push(int(t)) for t in tokens[shown:]))
             shown = len(tokens)
-            if piece:
+            if piece and params.detokenize:
                 yield piece
         rest = "" if stop.found else stop.push(decoder.flush()) + stop.flush()
-        if rest:
+        if rest and params.detokenize:
             yield rest
         if stop.found:
             session.end(0)
@@ -168,12 +169,12 @@ def stream(
     **fields: Any,
 ) -> Stream:
     """`generate` for one prompt, as an iterator over text pieces (never half a character). See `Stream`."""
-    params = _params(sampling, max_tokens, fields)
+    params = _params(model, sampling, max_tokens, fields)
     prompts, many = _prompts(prompt)
     if many or params.num_sequences > 1:
         raise UserError("stream takes one prompt and n=1; use generate for more")
     method = make_method(drafter, verifier, params)
-    base = seed if params.seed is None else params.seed
+    base = _seed(seed) if params.seed is None else params.seed
     return Stream(Session(model, [Sequence(prompt_ids(model, prompts[0], params), params, base)], method))
 
 
@@ -192,15 +193,27 @@ def make_method(drafter: str | Drafter | None, verifier: str | Verifier | None, 
     if verifier is None:
         verifier = valid_verifiers(drafter.kind, tree=drafter.tree, temperature=temperature)[0]
     verifier = get_verifier(verifier) if isinstance(verifier, str) else verifier
+    if not isinstance(verifier, Verifier):
+        raise UserError(f"verifier must be a registered name or a Verifier, not {type(verifier).__name__}")
     check_pair(drafter, verifier, temperature=temperature)
     return Method(drafter, verifier)
 
 
-def _params(sampling: SamplingParams | None, max_tokens: int | None, fields: dict) -> SamplingParams:
+def _params(model: Model, sampling: SamplingParams | None, max_tokens: int | None, fields: dict) -> SamplingParams:
+    if not isinstance(model, Model):
+        raise UserError(f"the first argument is a Model, from specsparse.load(...), not {type(model).__name__}")
+    if not isinstance(sampling, SamplingParams | None):
+        raise UserError(f"sampling must be SamplingParams, not {type(sampling).__name__}")
     params = SamplingParams(temperature=0.0, max_tokens=None) if sampling is None else sampling
     if max_tokens is not None:
         fields = {**fields, "max_tokens": max_tokens}
     return params.merged(**fields) if fields else params
+
+
+def _seed(seed: Any) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+        raise UserError(f"seed={seed!r} must be a whole number")
+    return int(seed)
 
 
 def _prompts(prompt: Any) -> tuple[list[Any], bool]:
@@ -345,4 +358,5 @@ def _best(group: list[Generation], params: SamplingParams) -> list[Generation]:
         return group
     total = [sum(t.logprob for t in g.logprobs) for g in group]
     order = sorted(range(len(group)), key=lambda i: -total[i])
-    return [group[i] for i in order[: params.n]]
+    best = [group[i] for i in order[: params.n]]
+    return [dataclasses.replace(g, logprobs=None) for g in best] if params.logprobs is None else best

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -69,9 +70,18 @@ def show_prompt(out: Console, index: int, count: int, task: str, text: str) -> N
 
 def report(out: Console, record: RunRecord) -> None:
     """The table, the verdict on the text, and the timing lines."""
+    out.print(Text(title(record), style="bold"))
     out.print(table(record))
     for line in (*verdict_lines(record), *timing_lines(record)):
         out.print(line)
+
+
+def title(record: RunRecord) -> str:
+    """The experiment, the method and what it promises, in one line."""
+    method = record.method
+    if SPECULATIVE not in record.groups["all"].sides:
+        return f"{record.name}: plain decoding"
+    return f"{record.name}: {method['drafter']} x {method['verifier']} ({method['label']}), gamma {method['gamma']}"
 
 
 def table(record: RunRecord) -> Table:
@@ -80,14 +90,10 @@ def table(record: RunRecord) -> Table:
     if len(names) > _MAX_TASK_COLUMNS or len(names) == 1:
         names = []
     columns = [*names, "all"]
-    method = record.method
-    title = f"{method['drafter']} x {method['verifier']} ({method['label']}), gamma {method['gamma']}"
-    if method["drafter"] == "none":
-        title = "plain decoding"
-    out = Table(title=f"{record.name}: {title}", title_style="bold", header_style="bold", pad_edge=False)
-    out.add_column("")
+    out = Table(box=SIMPLE_HEAD, pad_edge=False)
+    out.add_column("", no_wrap=True)
     for name in columns:
-        out.add_column(name, justify="right")
+        out.add_column(name, justify="right", no_wrap=True)
     for label, cells in rows([record.groups[name] for name in columns]):
         out.add_row(label, *cells)
     return out
@@ -97,27 +103,33 @@ def rows(groups: list[Group]) -> list[tuple[str, list[str]]]:
     """The table's rows: (label, a cell per group)."""
     plain = [g.sides.get(PLAIN) for g in groups]
     method = [g.sides.get(SPECULATIVE) for g in groups]
-    out = [
-        ("plain, tok/s", [_rate(s, "tokens_per_second", ".1f") for s in plain]),
-        ("plain, GB/s (share of read bandwidth)", [_bandwidth(s) for s in plain]),
-    ]
-    if not any(method):
-        return out
+    out = [("plain, tok/s", [_rate(s, "tokens_per_second", ".1f") for s in plain])]
+    if any(method):
+        out += _method_rows(groups, method)
+    for name, sides in (("plain", plain), ("speculative", method)):
+        if any(sides):
+            out.append((f"{name}, GB/s", [_number(s and s.bytes_per_second, 1e-9, ".1f") for s in sides]))
+            out.append(("  of read bandwidth", [_number(s and s.bandwidth_share, 100, ".0f", " %") for s in sides]))
+    for name in ("draft", "verify", "rest"):
+        cells = [_rate(s, f"share_{name}", ".0%") for s in method]
+        if any(c != "-" for c in cells):
+            out.append((f"time in {name}", cells))
+    return out
+
+
+def _method_rows(groups: list[Group], method: list[Side | None]) -> list[tuple[str, list[str]]]:
     faster = [g.speedup for g in groups]
     per_pos = [s.rates["acceptance_per_position"] if s else [] for s in method]
-    out[1:1] = [
+    out = [
         ("speculative, tok/s", [_rate(s, "tokens_per_second", ".1f") for s in method]),
         ("speed-up", [f"{s.ratio_of_totals:.2f}" if s else "-" for s in faster]),
         ("  95 % interval", [f"{s.low:.2f}-{s.high:.2f}" if s and s.prompts > 1 else "-" for s in faster]),
-        ("mean acceptance length", [_rate(s, "mean_acceptance_length", ".2f") for s in method]),
         ("tokens per target pass", [_rate(s, "tokens_per_target_pass", ".2f") for s in method]),
+        ("mean acceptance length", [_rate(s, "mean_acceptance_length", ".2f") for s in method]),
     ]
-    for i in range(max((len(p) for p in per_pos), default=0)):
-        cells = [f"{100 * p[i]:.0f} %" if i < len(p) and p[i] is not None else "-" for p in per_pos]
-        out.insert(-1, (f"  accepted at position {i + 1}", cells))
-    out.append(("speculative, GB/s (share)", [_bandwidth(s) for s in method]))
-    for stage in ("draft", "verify", "rest"):
-        out.append((f"time in {stage}", [_share(s, f"share_{stage}") for s in method]))
+    for i in range(max(map(len, per_pos), default=0)):
+        cells = [_number(p[i] if i < len(p) else None, 100, ".0f", " %") for p in per_pos]
+        out.append((f"  accepted at position {i + 1}", cells))
     return out
 
 
@@ -126,16 +138,8 @@ def _rate(side: Side | None, name: str, spec: str) -> str:
     return "-" if value is None else format(value, spec)
 
 
-def _share(side: Side | None, name: str) -> str:
-    value = side.rates[name] if side else None
-    return "-" if value is None else f"{100 * value:.0f} %"
-
-
-def _bandwidth(side: Side | None) -> str:
-    if side is None or side.bytes_per_second is None:
-        return "-"
-    share = "" if side.bandwidth_share is None else f" ({100 * side.bandwidth_share:.0f} %)"
-    return f"{side.bytes_per_second / 1e9:.1f}{share}"
+def _number(value: float | None, scale: float, spec: str, unit: str = "") -> str:
+    return "-" if value is None else f"{value * scale:{spec}}{unit}"
 
 
 def verdict_lines(record: RunRecord) -> list[Text]:
@@ -158,6 +162,9 @@ def verdict_lines(record: RunRecord) -> list[Text]:
         if faster.prompts > 1:
             text += f", 95 % interval {faster.low:.2f} to {faster.high:.2f} over {faster.prompts} pairs"
         lines.append(Text(text + "): plain / speculative decode time, same prompts and tokens, interleaved"))
+        split = record.groups["all"].sides[SPECULATIVE].rates["share_draft"]
+        if split is None:
+            lines.append(Text("time in draft, verify and the rest: not measured in this run"))
     if record.read_bandwidth:
         lines.append(Text(f"read bandwidth of this machine: {record.read_bandwidth / 1e9:.1f} GB/s"))
     return lines

@@ -186,7 +186,7 @@ def _record(
     cfg: RunConfig, loop: _Loop, passes: list[Pass], *, load_s: float, first_text_s: float | None
 ) -> RunRecord:
     bytes_per_pass = loop.model.footprint.file
-    bandwidth = machine.read_bandwidth(cfg.model.threads)
+    bandwidth = machine.read_bandwidth()
     speculative = any(p.side == SPECULATIVE for p in passes)
     return RunRecord(
         name=cfg.name,

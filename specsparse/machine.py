@@ -3,13 +3,11 @@
 import os
 import platform
 import re
-import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from specsparse.kernels.peaks import ReadBuffer
 
 # What the kernels can make use of; a full list would be a hundred names that nobody reads.
 _FLAGS = (
@@ -42,17 +40,9 @@ def cpu_info() -> dict[str, Any]:
 
 
 @cache
-def read_bandwidth(threads: int | None = None, *, mebibytes: int = 256, repeats: int = 10) -> float:
-    """Bytes per second at which `threads` (default: all cores) read memory that no cache holds; the best of `repeats`.
+def read_bandwidth(*, mebibytes: int = 256, passes: int = 8) -> float:
+    """Bytes per second at which the kernels' threads read memory that no cache holds; the best of `passes`.
 
-    Takes about a fifth of a second. numpy's minimum of integers is one instruction a load: memory is the limit.
+    Measured once per process, in about a fifth of a second.
     """
-    threads = threads or usable_cores()
-    parts = np.array_split(np.ones(mebibytes * 2**20 // 8, np.int64), threads)
-    best = float("inf")
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(repeats):
-            start = time.perf_counter()
-            list(pool.map(np.min, parts))
-            best = min(best, time.perf_counter() - start)
-    return sum(p.nbytes for p in parts) / best
+    return ReadBuffer(mebibytes).rate(passes)

@@ -152,6 +152,8 @@ def load(
     """
     start = time.perf_counter()
     _use_compilation_cache()
+    if not isinstance(spec, str | os.PathLike):
+        raise UserError(f"a model is a name or the path of a GGUF file, not {type(spec).__name__}")
     unknown = sorted(set(overrides) - set(OVERRIDES))
     if unknown:
         known = ", ".join(("kv_dtype", "threads", "backend", *OVERRIDES))

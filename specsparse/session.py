@@ -89,9 +89,9 @@ class Session:
         self.state = self._prefill(lengths)
 
     def _run(self, key: Hashable, function: Callable, *args, donate: tuple[int, ...] = ()):
-        """Calls `function` compiled for these shapes; compiling is timed apart."""
-        batch = len(self.sequences)
-        key = (key, batch, self.capacity, self.law, self.method.drafter, self.method.verifier, self.job.stop_ids.shape)
+        """Calls `function` compiled for these shapes; `key` names what it closes over. Compiling is timed apart."""
+        leaves, structure = jax.tree.flatten(args[1:])  # args[0] are weights
+        key = (key, structure, tuple((jnp.shape(a), a.dtype) for a in leaves))
         program = self.model.programs.get(key)
         if program is None:
             start = time.perf_counter()
@@ -115,7 +115,7 @@ class Session:
             ids, count = generate.piece([p[:-1] for p in prompts], start, rows)
             args = (self.params, jnp.asarray(ids), jnp.asarray(count), cache)
             compiled, begun = self.compile_s, time.perf_counter()
-            cache, h = self._run(("prefill", rows), chunk, *args, donate=(3,))
+            cache, h = self._run(("prefill", wants_hidden), chunk, *args, donate=(3,))
             cache.length.block_until_ready()
             spent += time.perf_counter() - begun - (self.compile_s - compiled)
             hidden.append(h)
@@ -133,9 +133,11 @@ class Session:
             return state
         features = jnp.concatenate(hidden, axis=1) if wants_hidden and hidden else None
         ctx = loop.context(self.params, self.job, state, max_nodes=drafter.max_nodes)
-        init = self._run(("init", len(hidden)), drafter.init, self.method.weights, ctx) if features is None else (
-            self._run(("init", features.shape), lambda w, c, h: drafter.init(w, c, hidden=h), self.method.weights, ctx, features)
-        )  # fmt: skip
+
+        def begin(weights, ctx, features):
+            return drafter.init(weights, ctx, hidden=features)
+
+        init = self._run(("init", drafter), begin, self.method.weights, ctx, features)
         return state._replace(drafter=init)
 
     def _step(self) -> generate.Step:
@@ -152,8 +154,9 @@ class Session:
         def program(weights, job, state, rounds):
             return generate.run(self._step(), weights, job, state, rounds)
 
+        key = ("decode", self.law, self.method.drafter, self.method.verifier)
         compiled, begun = self.compile_s, time.perf_counter()
-        self.state = self._run("decode", program, weights, self.job, self.state, jnp.int32(max_rounds), donate=(2,))
+        self.state = self._run(key, program, weights, self.job, self.state, jnp.int32(max_rounds), donate=(2,))
         self.state.length.block_until_ready()
         self.decode_s += time.perf_counter() - begun - (self.compile_s - compiled)
 

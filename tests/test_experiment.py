@@ -119,7 +119,7 @@ def cfg(tmp_path):
 
 @pytest.fixture(autouse=True)
 def bandwidth(monkeypatch):
-    monkeypatch.setattr(machine, "read_bandwidth", lambda threads=None: 40_000.0)
+    monkeypatch.setattr(machine, "read_bandwidth", lambda: 40_000.0)
 
 
 def play(cfg, tmp_path, engine):
@@ -155,8 +155,15 @@ def test_the_numbers(cfg, tmp_path):
     assert found.compile_s == 0.25 * (24 + 4 + 2)
     for part in ("plain text", "speed-up", "2.00", "100 %", "all 546 tokens", "prompt eval time", "ms per token"):
         assert part in text
-    (unmeasured,) = [line for line in text.splitlines() if "time in draft" in line]
-    assert unmeasured.count("-") == 3
+    assert "time in draft, verify and the rest: not measured" in text
+
+
+def test_the_time_split_is_shown_where_it_was_measured(cfg, tmp_path):
+    _, text = play(cfg, tmp_path, FakeEngine(split=True))
+    for stage, share in (("draft", "10%"), ("verify", "70%"), ("rest", "20%")):
+        (line,) = [line for line in text.splitlines() if f"time in {stage}" in line]
+        assert line.split() == ["time", "in", stage, share, share, share]
+    assert "not measured" not in text
 
 
 def test_the_record_is_whole(cfg, tmp_path):
@@ -247,7 +254,7 @@ def test_different_lengths_are_scaled_to_the_plain_count():
 
 def test_bandwidth_is_measured(monkeypatch):
     monkeypatch.undo()
-    assert machine.read_bandwidth(1, mebibytes=8, repeats=2) > 1e8
+    assert machine.read_bandwidth(mebibytes=8, passes=2) > 1e8
     info = machine.cpu_info()
     assert info["cores"] >= 1 and isinstance(info["flags"], list)
 

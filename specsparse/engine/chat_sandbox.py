@@ -68,13 +68,19 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         method = getattr(function, "__wrapped__", function)  # Jinja wraps str.format
         owner = getattr(method, "__self__", None)
         if isinstance(owner, str):
-            if method.__name__ == "join" and args:
-                args = (list(args[0]),)  # it may be a generator, which is looked at only once
-            for value in chain(args, kwargs.values()):
-                _printable(value)
-            _check_growth(method.__name__, owner, (*args, *kwargs.values()))
+            args = self._check_method(method.__name__, owner, args, kwargs)
         _check_arguments(chain(args, kwargs.values()))
         return self._checked(super().call(context, function, *args, **kwargs))
+
+    def _check_method(self, name: str, text: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        if name == "join" and args:
+            items = list(args[0])  # it may be a generator, which is looked at only once
+            _check_growth(name, items, (text,))
+            return (items,)
+        for value in chain(args, kwargs.values()):
+            _printable(value)
+        _check_growth(name, text, (*args, *kwargs.values()))
+        return args
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Computes `left operator right` for the template."""
@@ -200,9 +206,8 @@ def _check_growth(name: str, value: Any, args: tuple[Any, ...]) -> None:
         old, new = str(args[0]), str(args[1])
         size = len(str(value)) + str(value).count(old) * len(new)
     elif name == "join":
-        # As a method the separator comes first, as a filter the items do.
-        items, separator = (args[0], value) if isinstance(value, str) else (value, args[0] if args else "")
-        size = sum(len(item) if isinstance(item, str) else 1 for item in items) + len(items) * len(str(separator))
+        separator = len(str(args[0])) if args else 0
+        size = sum(separator + (len(item) if isinstance(item, str) else 1) for item in value)
     elif name == "indent":
         width = args[0] if args and isinstance(args[0], int | str) else 4
         size = len(str(value)) + str(value).count("\n") * (width if isinstance(width, int) else len(width))

@@ -26,6 +26,7 @@ from specsparse.engine.history import (
 )
 from specsparse.engine.law_params import LawConfig, LawParams, compile_params
 from specsparse.engine.row_laws import REFERENCE, LawRows, SamplingKernels, mass, one_hot
+from specsparse.errors import UserError
 
 __all__ = [
     "REFERENCE",
@@ -141,7 +142,10 @@ def _process(cfg: LawConfig, x_RV: jax.Array, recent_Rc: jax.Array) -> tuple[jax
     def one(row):
         recent_c, x_V = row
         for processor in cfg.processors:
-            x_V = processor(recent_c, x_V).astype(jnp.float32)
+            out = processor(recent_c, x_V)
+            if jnp.shape(out) != x_V.shape:
+                raise UserError(f"a logits processor returned shape {jnp.shape(out)}, {x_V.shape} is needed")
+            x_V = out.astype(jnp.float32)
         return x_V
 
     return _sane(jax.lax.map(one, (recent_Rc, x_RV)))

@@ -57,7 +57,7 @@ class ReadBuffer:
 
 
 def int8_rate(seconds: float = 0.02) -> float | None:
-    """int8 multiply-adds per second on all threads; None without the native library, since numpy has no such product."""
+    """int8 multiply-adds per second on all threads; None without the native library (numpy has no such product)."""
     library = _library()
     return None if library is None else library.specsparse_int8_rate(seconds)
 

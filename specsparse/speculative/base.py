@@ -26,7 +26,7 @@ class DraftKind(enum.Enum):
     SAMPLED = "sampled"
     """Drawn from q, one child per node."""
     IID = "iid"
-    """Siblings drawn independently from one q, in draw order, draws that coincide kept apart."""
+    """Siblings drawn independently from one q, in draw order, equal draws kept apart; their q rows are equal."""
     WOR = "wor"
     """Siblings drawn without replacement, in draw order; each from q without its elder siblings, renormalised."""
 

@@ -13,7 +13,7 @@ from specsparse.speculative.base import Draft
 from specsparse.speculative.verifiers import laws
 from specsparse.speculative.verifiers.block import Block
 from specsparse.speculative.verifiers.match import Match
-from specsparse.speculative.verifiers.siblings import SiblingRule, children, next_child
+from specsparse.speculative.verifiers.siblings import Child, SiblingRule, children, next_child
 
 
 class Coin(NamedTuple):
@@ -83,7 +83,7 @@ def _sibling_ends(rule: SiblingRule, draft: Draft, p_nV: np.ndarray) -> list[End
         yes, no = (*coins, Coin(node, chance, True)), (*coins, Coin(node, chance, False))
         visit(below, node + 1, p_nV[node + 1], deeper, weight * chance, (*path, node), yes)
         if chance < 1:
-            rest, memo = rule.reject(law, q_V, x, memo, beside == K)
+            rest, memo = rule.reject(law, q_V, Child(x, q_V[x]), memo, beside == K)
             visit(beside, at, rest, memo, weight * (1 - chance), path, no)
 
     first = int(next_child(draft.parents, count, 0, -1))

@@ -125,12 +125,12 @@ def count(c: Counters, draft: Draft, verdict: Verdict, live_B, emitted_B) -> Cou
     depth_K = jnp.arange(c.accepted_at.shape[1], dtype=jnp.int32)[None]
     return Counters(
         rounds=c.rounds + one_B,
-        drafts=c.drafts + one_B * (draft.count > 0),
+        drafts=c.drafts + one_B * (draft.count > 0).astype(jnp.int32),
         drafted=c.drafted + one_B * draft.count,
         tested=c.tested + one_B * verdict.tested,
         accepted=c.accepted + one_B * verdict.accepted,
         emitted=c.emitted + emitted_B,
-        accepted_at=c.accepted_at + (one_B[:, None] * (depth_K < verdict.accepted[:, None])),
-        alpha=c.alpha + one_B * verdict.alpha,
-        alpha_var=c.alpha_var + one_B * verdict.alpha_var,
+        accepted_at=c.accepted_at + one_B[:, None] * (depth_K < verdict.accepted[:, None]).astype(jnp.int32),
+        alpha=c.alpha + live_B.astype(jnp.float32) * verdict.alpha,
+        alpha_var=c.alpha_var + live_B.astype(jnp.float32) * verdict.alpha_var,
     )

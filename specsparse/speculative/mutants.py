@@ -142,7 +142,7 @@ class _IndexResidual(SiblingRule):
     def accept(self, law_x, q_x, memo):
         return Rejection().accept(law_x, q_x, memo)
 
-    def reject(self, law_V, q_V, token, memo, last):
+    def reject(self, law_V, q_V, child, memo, last):
         kept, kept_q = (np.argsort(-row, kind="stable")[: np.count_nonzero(row)] for row in (law_V, q_V))
         shifted_V = np.zeros_like(q_V)
         both = min(len(kept), len(kept_q))
@@ -165,9 +165,9 @@ class _StaleP(SiblingRule):
     def accept(self, law_x, q_x, memo):
         return Rejection().accept(law_x if law_x > 0 else memo[0], q_x, ())
 
-    def reject(self, law_V, q_V, token, memo, last):
-        rest_V, _ = Rejection().reject(law_V, q_V, token, (), last)
-        return rest_V, (law_V[token] if law_V[token] > 0 else memo[0],)
+    def reject(self, law_V, q_V, child, memo, last):
+        rest_V, _ = Rejection().reject(law_V, q_V, child, (), last)
+        return rest_V, (law_V[child.token] if law_V[child.token] > 0 else memo[0],)
 
 
 def _stale_p(p, q):
@@ -184,7 +184,7 @@ class _KSeqWithMssResidual(SiblingRule):
     def accept(self, law_x, q_x, memo):
         return KSeq().accept(law_x, q_x, memo)
 
-    def reject(self, law_V, q_V, token, memo, last):
+    def reject(self, law_V, q_V, child, memo, last):
         return laws.residual(law_V, q_V), memo
 
 

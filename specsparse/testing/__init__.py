@@ -1,5 +1,7 @@
 """The test kit, public: tiny models, a GGUF writer, random quantised weights, damaged files, a dummy tokenizer."""
 
+from specsparse.speculative.drafters.scripted import Scripted
+from specsparse.testing.drafting import draft_context, drafted_ids
 from specsparse.testing.mutants import load_everything, mutate
 from specsparse.testing.quantised import random_quantised
 from specsparse.testing.tiny import CHATML, tiny_config, write_tiny_gguf
@@ -8,8 +10,11 @@ from specsparse.testing.vocab import DummyTokenizer, bpe_vocabulary, byte_charac
 __all__ = [
     "CHATML",
     "DummyTokenizer",
+    "Scripted",
     "bpe_vocabulary",
     "byte_characters",
+    "draft_context",
+    "drafted_ids",
     "load_everything",
     "mutate",
     "random_quantised",

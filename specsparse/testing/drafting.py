@@ -21,13 +21,14 @@ def draft_context(
     tokens = np.full((len(texts), capacity), poison, np.int32)
     for row, ids in zip(tokens, texts, strict=True):
         row[: len(ids)] = ids
+    B = len(texts)
     return DraftContext(
         tokens=jnp.asarray(tokens),
-        length=jnp.array([len(ids) for ids in texts], jnp.int32),
-        budget=jnp.array([budget] * len(texts) if isinstance(budget, int) else budget, jnp.int32),
-        seed=jnp.asarray(np.tile(seed_words(3)[None], (len(texts), 1))),
-        sample=jnp.arange(len(texts), dtype=jnp.int32),
-        round=jnp.full((len(texts),), round, jnp.int32),
+        length=jnp.asarray(np.array([len(ids) for ids in texts], np.int32)),
+        budget=jnp.asarray(np.broadcast_to(np.asarray(budget, np.int32), (B,))),
+        seed=jnp.asarray(np.tile(seed_words(3)[None], (B, 1))),
+        sample=jnp.asarray(np.arange(B, dtype=np.int32)),
+        round=jnp.asarray(np.full((B,), round, np.int32)),
     )
 
 

@@ -29,6 +29,9 @@ CASES = {
 }
 
 
+judge = jax.jit(match_verdict)
+
+
 def texts(seed, batch=3):
     """Texts over five ids, so that they repeat themselves; different lengths."""
     rng = np.random.default_rng(seed)
@@ -39,9 +42,9 @@ def row(tree, b):
     return jax.tree.map(lambda x: x[b : b + 1], tree)
 
 
-def fed(drafter, ctx, emitted=0):
-    """A draft after a prompt, of which the last `emitted` tokens arrive through `commit`."""
-    before = ctx._replace(length=jnp.maximum(ctx.length - emitted, 1))
+def fed(drafter, ctx):
+    """A draft after a prompt, of which the last two tokens arrive through `commit`."""
+    before = ctx._replace(length=jnp.maximum(ctx.length - 2, 1))
     state = drafter.init(None, before)
     drafted = drafter.draft(None, state, before)
     verdict = match_verdict(drafted.draft, jnp.zeros((len(ctx.length), drafter.max_nodes + 1), jnp.int32))
@@ -59,8 +62,20 @@ def drafter(request):
 
 
 @pytest.fixture(scope="module")
-def compiled(drafter):
-    return jax.jit(lambda ctx, emitted: fed(drafter, ctx, emitted), static_argnums=1)
+def traced(drafter):
+    """The compiled `fed` and the batch sizes it was traced for."""
+    sizes = []
+
+    def step(ctx):
+        sizes.append(ctx.length.shape[0])
+        return fed(drafter, ctx)
+
+    return jax.jit(step), sizes
+
+
+@pytest.fixture(scope="module")
+def compiled(traced):
+    return traced[0]
 
 
 def test_drafters_are_static_and_name_their_draw(drafter):
@@ -73,7 +88,7 @@ def test_drafters_are_static_and_name_their_draw(drafter):
 def test_shapes_budget_and_parents(drafter, compiled, seed):
     budget = [0, 2, 100] if seed else [K, 1, 3]
     ctx = draft_context(texts(seed), capacity=C, budget=budget, round=seed)
-    draft = compiled(ctx, 3)
+    draft = compiled(ctx)
     assert draft.tokens.shape == draft.parents.shape == (3, drafter.max_nodes)
     assert {x.dtype for x in (draft.tokens, draft.parents, draft.count)} == {jnp.dtype("int32")}
     assert (draft.q is None) == (drafter.kind is DraftKind.ONE_HOT)
@@ -91,7 +106,7 @@ def test_shapes_budget_and_parents(drafter, compiled, seed):
 @pytest.mark.parametrize("seed", range(4))
 def test_nothing_beyond_the_text_is_read(compiled, seed):
     """Poison that is a likely token, and poison that is none."""
-    drafts = [compiled(draft_context(texts(seed), capacity=C, budget=K, poison=p), 2) for p in (-7, 0, 1, 2**31 - 1)]
+    drafts = [compiled(draft_context(texts(seed), capacity=C, budget=K, poison=p)) for p in (-7, 0, 1, 2**31 - 1)]
     for draft in drafts[1:]:
         assert_same(drafts[0], draft)
 
@@ -99,34 +114,34 @@ def test_nothing_beyond_the_text_is_read(compiled, seed):
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_of_a_batch_are_independent(compiled, seed):
     ctx = draft_context(texts(seed), capacity=C, budget=[K, 2, 4], round=1)
-    together = compiled(ctx, 2)
+    together = compiled(ctx)
     for b in range(3):
-        assert_same(row(together, b), compiled(row(ctx, b), 2))
+        assert_same(row(together, b), compiled(row(ctx, b)))
 
 
-def test_one_compilation_serves_every_text(drafter):
-    traces = []
-
-    def count_traces(ctx):
-        traces.append(1)
-        return fed(drafter, ctx, 2)
-
-    step = jax.jit(count_traces)
+def test_one_compilation_serves_every_text(traced):
+    step, sizes = traced
     for seed in range(3):
         step(draft_context(texts(seed), capacity=C, budget=seed, round=seed))
-    assert len(traces) == 1
+    assert sizes.count(3) == 1
 
 
 def test_a_full_buffer_and_a_single_token(compiled):
     ids = list(TRUTH)
-    draft = compiled(draft_context([ids, ids[:1], ids[: C - 1]], capacity=C, budget=K), 1)
+    draft = compiled(draft_context([ids, ids[:1], ids[: C - 1]], capacity=C, budget=K))
     assert ((draft.count >= 0) & (draft.count <= K)).all()
 
 
 def test_the_cache_passes_through(drafter):
-    ctx = draft_context(texts(0), capacity=C, budget=K)._replace(cache=jnp.ones((3, 2)))
-    drafted = drafter.draft(None, drafter.init(None, ctx), ctx)
-    assert drafted.cache is ctx.cache
+    ctx = draft_context(texts(0), capacity=C, budget=K)
+
+    def check(cache):
+        whole = ctx._replace(cache=cache)
+        drafted = drafter.draft(None, drafter.init(None, whole), whole)
+        assert drafted.cache is cache
+        return drafted.draft
+
+    jax.eval_shape(check, jnp.ones((3, 2)))
 
 
 # Scripted
@@ -136,9 +151,9 @@ def test_the_cache_passes_through(drafter):
 def test_scripted_chain_accepts_what_it_is_told(accepted):
     drafter = Scripted.chain(3, (accepted,), vocab_size=V)
     ctx = draft_context([TRUTH[:10], TRUTH[:4]], capacity=C, budget=3)
-    draft = drafter.draft(jnp.array(TRUTH, jnp.int32), None, ctx).draft
+    draft = jax.jit(drafter.draft)(jnp.array(TRUTH, jnp.int32), None, ctx).draft
     target = jnp.array([TRUTH[10:14], TRUTH[4:8]], jnp.int32)
-    verdict = match_verdict(draft, target)
+    verdict = judge(draft, target)
     assert verdict.accepted.tolist() == [accepted] * 2
     np.testing.assert_array_equal(verdict.tokens[:, : accepted + 1], target[:, : accepted + 1])
 
@@ -148,9 +163,9 @@ def test_scripted_tree_accepts_the_path_to_any_node(end):
     truth = jnp.array([TRUTH, TRUTH[::-1]], jnp.int32)
     drafter = Scripted(TREE, (ROOT, end), V)
     ctx = draft_context([TRUTH[:10], TRUTH[::-1][:4]], capacity=C, budget=TREE.size, round=3)
-    draft = drafter.draft(truth, None, ctx).draft
-    depth = jnp.array((0, *TREE.depths), jnp.int32)[None]
-    verdict = match_verdict(draft, jnp.take_along_axis(truth, ctx.length[:, None] + depth, axis=1))
+    draft = jax.jit(drafter.draft)(truth, None, ctx).draft
+    rows = np.asarray(ctx.length)[:, None] + np.array((0, *TREE.depths))[None]
+    verdict = judge(draft, jnp.asarray(np.take_along_axis(np.asarray(truth), rows, axis=1)))
     path = list(TREE.path(end))
     assert [n for n in verdict.nodes[0].tolist() if n >= 0] == path
     assert verdict.accepted.tolist() == [len(path)] * 2
@@ -161,7 +176,7 @@ def test_scripted_tree_accepts_the_path_to_any_node(end):
 def test_scripted_is_wrong_beyond_the_truth():
     ctx = draft_context([TRUTH[:4]], capacity=C, budget=3)
     for truth in ((), TRUTH[:4]):
-        draft = Scripted.chain(3, (3,), vocab_size=V, truth=truth).draft(None, None, ctx).draft
+        draft = jax.jit(Scripted.chain(3, (3,), vocab_size=V, truth=truth).draft)(None, None, ctx).draft
         assert drafted_ids(draft) == [1, 1, 1]
 
 

@@ -60,11 +60,10 @@ def test_minimum_variance_is_the_two_integers_around_the_mean():
 
 @pytest.mark.parametrize("rates", RATES, ids=str)
 def test_the_verdict_follows_the_rates(rates):
-    """20,000 sequences in one verdict, coins as the engine draws them."""
-    batch, gamma = 20_000, len(rates.conditional)
+    """4,000 sequences in one verdict, coins as the engine draws them."""
+    batch, gamma = 4_000, len(rates.conditional)
     drafter = Synthetic(rates)
     ctx = draft_context([[3]] * batch, capacity=4, budget=gamma)
-    draft = drafter.draft(None, None, ctx).draft
     coins = uniform(
         seed_words(1),
         sample=jnp.arange(batch, dtype=jnp.int32)[:, None],
@@ -73,23 +72,25 @@ def test_the_verdict_follows_the_rates(rates):
         node=jnp.arange(gamma, dtype=jnp.int32)[None],
     )
     target = jnp.full((batch, gamma + 1), 3, jnp.int32)  # equal to the draft everywhere: still rejected
-    verdict = jax.jit(lambda d, t, c: synthetic_verdict(d, t, rates=rates, coins_BK=c))(draft, target, coins)
+    step = jax.jit(lambda x, t, c: synthetic_verdict(drafter.draft(None, None, x).draft, t, rates=rates, coins_BK=c))
+    verdict = step(ctx, target, coins)
     expected = enumerated(rates)
     seen = np.bincount(np.asarray(verdict.accepted), minlength=gamma + 1) / batch
     assert abs(seen - expected).max() < 5 * np.sqrt(0.25 / batch)
     np.testing.assert_array_equal(verdict.tested, np.minimum(np.asarray(verdict.accepted) + 1, gamma))
-    spread = float(jnp.sqrt(jnp.sum(verdict.alpha_var)))
-    assert abs(float(jnp.sum(verdict.accepted) - jnp.sum(verdict.alpha))) <= 5 * spread + 1e-1
+    spread = np.sqrt(np.asarray(verdict.alpha_var, np.float64).sum())
+    surplus = np.asarray(verdict.accepted).sum() - np.asarray(verdict.alpha, np.float64).sum()
+    assert abs(surplus) <= 5 * spread + 1e-2
 
 
 def test_emitted_tokens_and_short_drafts():
     rates = SyntheticRates.geometric(3, rate=0.5)
     ctx = draft_context([[5], [6], [7]], capacity=4, budget=[3, 2, 0])
-    draft = Synthetic(rates).draft(None, None, ctx).draft
+    draft = jax.jit(Synthetic(rates).draft)(None, None, ctx).draft
     assert draft.tokens.tolist() == [[5, 5, 5], [6, 6, 0], [0, 0, 0]]
     target = jnp.array([[10, 11, 12, 13]] * 3, jnp.int32)
     coins = jnp.array([[0.1, 0.9, 0.1], [0.1, 0.1, 0.1], [0.1, 0.1, 0.1]], jnp.float32)
-    verdict = synthetic_verdict(draft, target, rates=rates, coins_BK=coins)
+    verdict = jax.jit(lambda d, t, c: synthetic_verdict(d, t, rates=rates, coins_BK=c))(draft, target, coins)
     assert verdict.tokens.tolist() == [[5, 11, PAD, PAD], [6, 6, 12, PAD], [10, PAD, PAD, PAD]]
     assert verdict.accepted.tolist() == [1, 2, 0] and verdict.tested.tolist() == [2, 2, 0]
     assert verdict.nodes.tolist() == [[0, PAD, PAD], [0, 1, PAD], [PAD, PAD, PAD]]
@@ -97,18 +98,13 @@ def test_emitted_tokens_and_short_drafts():
 
 
 def test_a_target_that_is_no_law_fails_the_sequence():
-    draft = (
-        Synthetic(SyntheticRates.geometric(2, rate=0.0))
-        .draft(None, None, draft_context([[5]], capacity=4, budget=2))
-        .draft
+    rates = SyntheticRates.geometric(2, rate=0.0)
+    ctx = draft_context([[5]], capacity=4, budget=2)
+    no_law, coins = jnp.full((1, 3), -1, jnp.int32), jnp.zeros((1, 2), jnp.float32)
+    step = jax.jit(
+        lambda x: synthetic_verdict(Synthetic(rates).draft(None, None, x).draft, no_law, rates=rates, coins_BK=coins)
     )
-    verdict = synthetic_verdict(
-        draft,
-        jnp.full((1, 3), -1, jnp.int32),
-        rates=SyntheticRates.geometric(2, rate=0.0),
-        coins_BK=jnp.zeros((1, 2), jnp.float32),
-    )
-    assert bool(verdict.failed[0])
+    assert bool(step(ctx).failed[0])
 
 
 def test_by_name():

@@ -47,11 +47,9 @@ def with_q(name, draft, vocab):
 
 
 @pytest.mark.parametrize("name", NEEDS_P)
-@pytest.mark.parametrize("vocab", [5, 100])
-def test_perfect_match(name, vocab):
-    draft = with_q(name, chain([[1, 2, 3]]), vocab)
-    verdict = run(name, draft, spikes([[1, 2, 3, 4]], vocab))
-    np.testing.assert_array_equal(verdict.tokens, [[1, 2, 3, 4]])
+def test_perfect_match(name):
+    verdict = run(name, with_q(name, chain([[1, 2, 3]] * 4), 5), spikes([[1, 2, 3, 4]] * 4, 5))
+    np.testing.assert_array_equal(verdict.tokens, [[1, 2, 3, 4]] * 4)
     assert verdict.accepted[0] == 3 == verdict.tested[0]
 
 
@@ -142,9 +140,8 @@ def test_broken_p_fails_the_sequence_and_no_other(name):
     p = np.asarray(spikes([[1, 2, 3, 4]] * 4, 5)).copy()
     p[0, 0], p[1, 2], p[2, 3] = np.nan, 0.0, np.nan
     verdict = run(name, with_q(name, chain([[1, 2, 3]] * 4), 5), f32(p))
-    np.testing.assert_array_equal(verdict.failed[:1], [True])
-    assert bool(verdict.failed[2])
-    assert not bool(verdict.failed[3])
+    # `block` stops before a position it cannot judge, and the next round fails there; the others fail on reaching it.
+    np.testing.assert_array_equal(verdict.failed, [True, name != "block", True, False])
     np.testing.assert_array_equal(verdict.tokens[3], [1, 2, 3, 4])
     assert ((verdict.tokens >= PAD) & (verdict.tokens < 5)).all()
 
@@ -160,11 +157,11 @@ def test_broken_q_is_refused_and_p_is_owed_in_full(name, bad):
         assert not verdict.failed[0]
 
 
-@pytest.mark.parametrize("name", NEEDS_P)
+@pytest.mark.parametrize("name", ["token", "delta", "kseq", "block"])
 def test_rows_do_not_depend_on_their_neighbours_and_runs_repeat(name):
     rng = np.random.default_rng(1)
-    p = f32(rng.dirichlet(np.ones(600), size=(5, 4)))
-    q = f32(rng.dirichlet(np.ones(600), size=(5, 3)))
+    p = f32(rng.dirichlet(np.ones(1100), size=(5, 4)))
+    q = f32(rng.dirichlet(np.ones(1100), size=(5, 3)))
     draft = chain(np.argmax(np.asarray(p[:, :3] * q), axis=-1))
     draft = draft if "delta" in name else draft._replace(q=q)
     coins, u = f32(rng.random((5, 3)) ** 2), f32(rng.random(5))

@@ -50,23 +50,18 @@ std::vector<int32_t> valid_rows(const ffi::Buffer<ffi::S32>& n_valid, int64_t ro
 
 // Scratch that a calling thread keeps from call to call.
 struct Scratch {
-  std::vector<float> x, scale;
-  std::vector<int8_t> q;
-  std::vector<int32_t> sum;
+  std::vector<float> x;
+  std::vector<QBlock> q;
 
   Activations reserve(int64_t rows, int64_t cols, bool quantise) {
     const int64_t blocks = quantise ? cols / kBlock : 0;
     if (static_cast<int64_t>(x.size()) < rows * cols) x.resize(rows * cols);
-    if (static_cast<int64_t>(q.size()) < rows * blocks * kBlock) {
-      q.resize(rows * blocks * kBlock);
-      scale.resize(rows * blocks);
-      sum.resize(2 * rows * blocks);
-    }
-    return {cols, blocks, x.data(), q.data(), scale.data(), sum.data()};
+    if (static_cast<int64_t>(q.size()) < rows * blocks) q.resize(rows * blocks);
+    return {cols, blocks, x.data(), q.data()};
   }
 };
 
-constexpr int64_t kTokenChunk = 128;         // rows of activations that stay in a core's cache
+constexpr int64_t kTokenChunk = 64;         // rows of activations that stay in a core's cache
 constexpr int64_t kItemBytes = 128 << 10;    // most weight bytes of one item
 
 // Groups one item takes: enough items for balance, few enough that the counter costs nothing.

@@ -52,18 +52,21 @@ void normalise(const float* from, const float* norm, float eps, int64_t n, float
 }
 
 // One block of 32: scale = max|x| / 127, codes rounded to nearest even.
-void quantise_block(const float* x, int8_t* q, float* scale, int32_t* sum) {
+void quantise_block(const float* x, QBlock* out) {
   const F a = load(x), b = load(x + 16);
   const float largest = reduce_max(max(abs(a), abs(b)));
   const F inverse = set1(largest > 0 ? 127.0f / largest : 0.0f);
-  store_i8(q, to_int(mul(a, inverse)));
-  store_i8(q + 16, to_int(mul(b, inverse)));
-  *scale = largest / 127.0f;
+  store_i8(out->q, to_int(mul(a, inverse)));
+  store_i8(out->q + 16, to_int(mul(b, inverse)));
+  out->scale = largest / 127.0f;
   for (int half = 0; half < 2; ++half) {
-    int32_t s = 0;
-    for (int i = 0; i < 16; ++i) s += q[16 * half + i];
-    sum[half] = s;
+    int32_t sum = 0;
+    for (int i = 0; i < 16; ++i) sum += out->q[16 * half + i];
+    out->sums[half] = sum;
+    out->shifts[half] = out->scale * static_cast<float>(sum);
   }
+  out->sum = out->sums[0] + out->sums[1];
+  out->shift = out->scale * static_cast<float>(out->sum);
 }
 
 void prepare(const float* from, const float* norm, float eps, const Activations& out, int64_t to, bool quantise) {
@@ -74,109 +77,108 @@ void prepare(const float* from, const float* norm, float eps, const Activations&
     std::memcpy(x, from, out.cols * sizeof(float));
   }
   if (!quantise) return;
-  for (int64_t b = 0; b < out.blocks; ++b) {
-    const int64_t at = to * out.blocks + b;
-    quantise_block(x + b * kBlock, out.q + at * kBlock, out.scale + at, out.sum + 2 * at);
+  for (int64_t b = 0; b < out.blocks; ++b) quantise_block(x + b * kBlock, out.q + to * out.blocks + b);
+}
+
+template <int NT, class Read>
+__attribute__((flatten)) void dot_floats(const Matrix& w, const uint8_t* group, int64_t step, const Activations& x, int64_t row, float* y, Read read) {
+  F acc[NT];
+  each<NT>([&](auto t) { acc[t] = zero(); });
+  const float* xs = x.x + row * x.cols;
+  for (int64_t k = 0; k < w.cols; ++k) {
+    const F v = read(group + k * step);
+    each<NT>([&](auto t) { acc[t] = fma(v, set1(xs[t * x.cols + k]), acc[t]); });
   }
+  each<NT>([&](auto t) { store(y + 16 * t, acc[t]); });
 }
 
 template <int NT>
-void dot_floats(const Matrix& w, const uint8_t* group, const Activations& x, int64_t row, float* y) {
-  F acc[NT];
-  for (int t = 0; t < NT; ++t) acc[t] = zero();
-  const float* xs = x.x + row * x.cols;
-  auto over = [&](auto read, int64_t step) {
-    for (int64_t k = 0; k < w.cols; ++k) {
-      const F v = read(group + k * step);
-      for (int t = 0; t < NT; ++t) acc[t] = fma(v, set1(xs[t * x.cols + k]), acc[t]);
-    }
-  };
-  if (w.codes == Codes::kF16) {
-    over([](const uint8_t* p) { return load_f16(p); }, 32);
-  } else if (w.codes == Codes::kBf16) {
-    over([](const uint8_t* p) { return load_bf16(p); }, 32);
-  } else {
-    over([](const uint8_t* p) { return load(reinterpret_cast<const float*>(p)); }, 64);
-  }
-  for (int t = 0; t < NT; ++t) store(y + 16 * t, acc[t]);
+void dot_float_type(const Matrix& w, const uint8_t* group, const Activations& x, int64_t row, float* y) {
+  if (w.codes == Codes::kF16)
+    return dot_floats<NT>(w, group, 32, x, row, y, [](const uint8_t* p) { return load_f16(p); });
+  if (w.codes == Codes::kBf16)
+    return dot_floats<NT>(w, group, 32, x, row, y, [](const uint8_t* p) { return load_bf16(p); });
+  dot_floats<NT>(w, group, 64, x, row, y, [](const uint8_t* p) { return load(reinterpret_cast<const float*>(p)); });
 }
 
+// How the codes of a block are read.
+enum class Read { kCodes, kTable, kInt8 };
+
 // acc = fma(fl(dw * dx), dot, acc), then for mins acc = fma(mw, fl(dx * sum), acc): block after block, sub after sub.
-template <Codes CODES, Scales SCALES, int SUBS, int NT>
-void dot_blocks(const Matrix& w, const uint8_t* p, const Activations& x, int64_t row, float* y) {
+// Rows first .. first + kSlice - 1 of a group.
+template <Read READ, Scales SCALES, int SUBS, int NT>
+__attribute__((flatten)) void dot_slice(const Matrix& w, const uint8_t* p, int first, const Activations& x, int64_t row,
+                                        float* y) {
   constexpr bool kMins = SCALES == Scales::kDm || SCALES == Scales::kSuperMin;
   constexpr bool kHeader = SCALES == Scales::kSuper || SCALES == Scales::kSuperMin;
-  constexpr int kCodeBytes = kRows * kBlock / (CODES == Codes::kNibble ? 2 : 1);
-  const int64_t stride = x.blocks * kBlock;
-  F acc[NT];
-  for (int t = 0; t < NT; ++t) acc[t] = zero();
-  F super_d = zero(), super_m = zero();
+  constexpr int kCodeBytes = kRows * kBlock / (READ == Read::kInt8 ? 1 : 2);
+  const QBlock* rows[NT];
+  each<NT>([&](auto t) { rows[t] = x.q + (row + t) * x.blocks; });
+  S acc[NT];
+  each<NT>([&](auto t) { acc[t] = slice_zero(); });
+  S super_d = slice_zero(), super_m = slice_zero();
   for (int64_t b = 0; b < x.blocks; ++b) {
     if (kHeader && b % (kSuper / kBlock) == 0) {
-      super_d = load_f16(p), p += 32;
-      if (kMins) super_m = load_f16(p), p += 32;
+      super_d = slice_f16(p + 2 * first), p += 32;
+      if (kMins) super_m = slice_f16(p + 2 * first), p += 32;
     }
-    F d[SUBS], m[SUBS];
-    for (int s = 0; s < SUBS; ++s) {
-      if (SCALES == Scales::kF32) d[s] = load(reinterpret_cast<const float*>(p)), p += 64;
-      if (SCALES == Scales::kD || SCALES == Scales::kDm) d[s] = load_f16(p), p += 32;
-      if (SCALES == Scales::kDm) m[s] = load_f16(p), p += 32;
-      if (kHeader) d[s] = mul(super_d, load_i8(p)), p += 16;
-    }
+    S d[SUBS], m[SUBS];
+    each<SUBS>([&](auto s) {
+      if (SCALES == Scales::kF32) d[s] = slice_load(p + 4 * first), p += 64;
+      if (SCALES == Scales::kD || SCALES == Scales::kDm) d[s] = slice_f16(p + 2 * first), p += 32;
+      if (SCALES == Scales::kDm) m[s] = slice_f16(p + 2 * first), p += 32;
+      if (kHeader) d[s] = mul(super_d, slice_i8(p + first)), p += 16;
+    });
     if (SCALES == Scales::kSuperMin)
-      for (int s = 0; s < SUBS; ++s) m[s] = sub(zero(), mul(super_m, load_u8(p))), p += 16;
-    const int64_t at = row * x.blocks + b;
-    const int8_t* q = x.q + at * kBlock;
-    I dot[NT][SUBS];
-    if constexpr (CODES == Codes::kNibble) {
-      dot_nibble<NT, SUBS>(p, q, stride, dot, w.lut);
-      if (w.zero)
-        for (int t = 0; t < NT; ++t) {
-          const int32_t* sum = x.sum + 2 * (at + t * x.blocks);
-          dot[t][0] = add(dot[t][0], set1_i(-w.zero * (sum[0] + sum[1])));
-        }
+      each<SUBS>([&](auto s) { m[s] = sub(slice_zero(), mul(super_m, slice_u8(p + first))), p += 16; });
+    const QBlock* q[NT];
+    each<NT>([&](auto t) { q[t] = rows[t] + b; });
+    SI dot[SUBS][NT];
+    const uint8_t* codes = p + 4 * first;
+    if constexpr (READ == Read::kCodes) {
+      dot_codes<NT>(codes, q, dot[0]);
+      if (w.zero) each<NT>([&](auto t) { dot[0][t] = slice_minus(dot[0][t], w.zero * q[t]->sum); });
+    } else if constexpr (READ == Read::kTable) {
+      dot_table<NT>(codes, q, dot[0], w.lut);
     } else {
-      dot_int8<NT, SUBS>(p, q, stride, x.sum + 2 * at, 2 * x.blocks, dot);
+      constexpr int kChunks = 8 / SUBS;
+      each<SUBS>([&](auto s) { dot_int8<NT, kChunks, kChunks * s>(codes, q, dot[s]); });
     }
     p += kCodeBytes;
-    for (int t = 0; t < NT; ++t) {
-      const float dx = x.scale[at + t * x.blocks];
-      const int32_t* sum = x.sum + 2 * (at + t * x.blocks);
-      for (int s = 0; s < SUBS; ++s) {
-        acc[t] = fma(mul(d[s], set1(dx)), to_float(dot[t][s]), acc[t]);
-        if (kMins) acc[t] = fma(m[s], set1(dx * static_cast<float>(SUBS == 1 ? sum[0] + sum[1] : sum[s])), acc[t]);
-      }
-    }
+    each<NT>([&](auto t) {
+      each<SUBS>([&](auto s) {
+        acc[t] = fma(mul(d[s], slice_set1(q[t]->scale)), to_float(dot[s][t]), acc[t]);
+        if (kMins) acc[t] = fma(m[s], slice_set1(SUBS == 1 ? q[t]->shift : q[t]->shifts[s]), acc[t]);
+      });
+    });
   }
-  for (int t = 0; t < NT; ++t) store(y + 16 * t, acc[t]);
+  each<NT>([&](auto t) { store(y + 16 * t + first, acc[t]); });
+}
+
+template <Read READ, Scales SCALES, int SUBS, int NT>
+void dot_blocks(const Matrix& w, const uint8_t* group, const Activations& x, int64_t row, float* y) {
+  for (int first = 0; first < kRows; first += kSlice) dot_slice<READ, SCALES, SUBS, NT>(w, group, first, x, row, y);
+}
+
+template <Scales SCALES, int NT>
+void dot_codes_of(const Matrix& w, const uint8_t* group, const Activations& x, int64_t row, float* y) {
+  if (w.codes == Codes::kInt8) {
+    if (w.sub == 32) return dot_blocks<Read::kInt8, SCALES, 1, NT>(w, group, x, row, y);
+    return dot_blocks<Read::kInt8, SCALES, 2, NT>(w, group, x, row, y);
+  }
+  if (w.lut) return dot_blocks<Read::kTable, SCALES, 1, NT>(w, group, x, row, y);
+  dot_blocks<Read::kCodes, SCALES, 1, NT>(w, group, x, row, y);
 }
 
 template <int NT>
 void dot_tokens(const Matrix& w, const uint8_t* group, const Activations& x, int64_t row, float* y) {
-  constexpr auto N = Codes::kNibble;
-  constexpr auto B = Codes::kInt8;
-  if (w.is_float()) return dot_floats<NT>(w, group, x, row, y);
   switch (w.scales) {
-    case Scales::kD:
-      return w.codes == N ? dot_blocks<N, Scales::kD, 1, NT>(w, group, x, row, y)
-                          : dot_blocks<B, Scales::kD, 1, NT>(w, group, x, row, y);
-    case Scales::kDm:
-      return w.codes == N ? dot_blocks<N, Scales::kDm, 1, NT>(w, group, x, row, y)
-                          : dot_blocks<B, Scales::kDm, 1, NT>(w, group, x, row, y);
-    case Scales::kF32:
-      if (w.codes == N) return dot_blocks<N, Scales::kF32, 1, NT>(w, group, x, row, y);
-      return w.sub == 32 ? dot_blocks<B, Scales::kF32, 1, NT>(w, group, x, row, y)
-                         : dot_blocks<B, Scales::kF32, 2, NT>(w, group, x, row, y);
-    case Scales::kSuper:
-      if (w.codes == N) return dot_blocks<N, Scales::kSuper, 1, NT>(w, group, x, row, y);
-      return w.sub == 32 ? dot_blocks<B, Scales::kSuper, 1, NT>(w, group, x, row, y)
-                         : dot_blocks<B, Scales::kSuper, 2, NT>(w, group, x, row, y);
-    case Scales::kSuperMin:
-      if (w.codes == N) return dot_blocks<N, Scales::kSuperMin, 1, NT>(w, group, x, row, y);
-      return w.sub == 32 ? dot_blocks<B, Scales::kSuperMin, 1, NT>(w, group, x, row, y)
-                         : dot_blocks<B, Scales::kSuperMin, 2, NT>(w, group, x, row, y);
-    case Scales::kNone:
-      return;
+    case Scales::kNone: return dot_float_type<NT>(w, group, x, row, y);
+    case Scales::kD: return dot_codes_of<Scales::kD, NT>(w, group, x, row, y);
+    case Scales::kDm: return dot_codes_of<Scales::kDm, NT>(w, group, x, row, y);
+    case Scales::kF32: return dot_codes_of<Scales::kF32, NT>(w, group, x, row, y);
+    case Scales::kSuper: return dot_codes_of<Scales::kSuper, NT>(w, group, x, row, y);
+    case Scales::kSuperMin: return dot_codes_of<Scales::kSuperMin, NT>(w, group, x, row, y);
   }
 }
 
@@ -220,35 +222,35 @@ F load_kv(const void* base, int64_t index) {
 
 // Scores of `BLOCKS` key blocks: lane = slot, each a chain over d.
 template <KvType TYPE, int NQ, int BLOCKS>
-void score_blocks(const AttendTile& t, int64_t block, float* scores, int64_t stride) {
+__attribute__((flatten)) void score_blocks(const AttendTile& t, int64_t block, float* scores, int64_t stride) {
   F acc[BLOCKS][NQ];
-  for (int b = 0; b < BLOCKS; ++b)
-    for (int j = 0; j < NQ; ++j) acc[b][j] = zero();
+  const float* q[NQ];
+  each<NQ>([&](auto j) { q[j] = t.q[j]; });
+  each<BLOCKS>([&](auto b) { each<NQ>([&](auto j) { acc[b][j] = zero(); }); });
   for (int64_t i = 0; i < t.d; ++i)
-    for (int b = 0; b < BLOCKS; ++b) {
+    each<BLOCKS>([&](auto b) {
       const F k = load_kv<TYPE>(t.k, ((block + b) * t.d + i) * 16);
-      for (int j = 0; j < NQ; ++j) acc[b][j] = fma(k, set1(t.q[j][i]), acc[b][j]);
-    }
-  for (int b = 0; b < BLOCKS; ++b)
-    for (int j = 0; j < NQ; ++j) store(scores + j * stride + (block + b) * 16, acc[b][j]);
+      each<NQ>([&](auto j) { acc[b][j] = fma(k, set1(q[j][i]), acc[b][j]); });
+    });
+  each<BLOCKS>([&](auto b) { each<NQ>([&](auto j) { store(scores + j * stride + (block + b) * 16, acc[b][j]); }); });
 }
 
 // Adds p[i] * v[slot] for 16 columns at `column`, positions in order.
 template <KvType TYPE, int NQ>
-void weigh_values(const AttendTile& t, const float* p, int64_t stride, int64_t column, const float* inverse) {
+__attribute__((flatten)) void weigh_values(const AttendTile& t, const float* p, int64_t stride, int64_t column, const float* inverse) {
   F acc[NQ];
-  for (int j = 0; j < NQ; ++j) acc[j] = zero();
+  each<NQ>([&](auto j) { acc[j] = zero(); });
   for (int64_t i = 0; i < t.shared; ++i) {
     const F v = load_kv<TYPE>(t.v, i * t.d + column);
-    for (int j = 0; j < NQ; ++j) acc[j] = fma(v, set1(p[j * stride + i]), acc[j]);
+    each<NQ>([&](auto j) { acc[j] = fma(v, set1(p[j * stride + i]), acc[j]); });
   }
-  for (int j = 0; j < NQ; ++j) {
+  each<NQ>([&](auto j) {
     for (int64_t i = 0; i < t.tails[j]; ++i) {
       const F v = load_kv<TYPE>(t.v, t.tail[j][i] * t.d + column);
       acc[j] = fma(v, set1(p[j * stride + t.shared + i]), acc[j]);
     }
     store(t.out[j] + column, mul(acc[j], set1(inverse[j])));
-  }
+  });
 }
 
 template <KvType TYPE, int NQ>

@@ -27,13 +27,22 @@ struct Matrix {
   bool is_float() const { return codes >= Codes::kF32; }
 };
 
-// Rows of activations as the kernels read them: float32, and int8 with one scale per block of 32.
+// 32 quantised activations and what the kernels need to know of them: one cache line.
+struct alignas(64) QBlock {
+  float scale;      // max|x| / 127
+  float shift;      // scale * sum
+  float shifts[2];  // scale * sum of each half
+  int32_t sum;      // of q
+  int32_t sums[2];  // of each half of q
+  int32_t unused;
+  int8_t q[kBlock];
+};
+
+// Rows of activations as the kernels read them: float32, and quantised in blocks of 32.
 struct Activations {
   int64_t cols, blocks;
-  float* x;          // [rows, cols], normalised
-  int8_t* q;         // [rows, blocks * 32]
-  float* scale;      // [rows, blocks]
-  int32_t* sum;      // [rows, blocks, 2]: sums of q over the halves of a block
+  float* x;   // [rows, cols], normalised
+  QBlock* q;  // [rows, blocks]
 };
 
 // Attention of query vectors that share one key/value head and one sequence.

@@ -5,6 +5,9 @@
 
 #include <cstdint>
 
+#include "ops.h"
+#include "unroll.h"
+
 namespace specsparse {
 inline namespace SPECSPARSE_ISA {
 
@@ -87,6 +90,32 @@ inline float reduce_max(F x) {
   return _mm_cvtss_f32(_mm_max_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
 
+// Slices: the rows of a group that the integer kernels hold at a time. Eight rows and four tokens fit the 16 registers.
+constexpr int kSlice = 8;
+struct S {
+  __m256 v;
+};
+struct SI {
+  __m256i v;
+};
+
+inline S slice_zero() { return {_mm256_setzero_ps()}; }
+inline S slice_set1(float x) { return {_mm256_set1_ps(x)}; }
+inline S slice_load(const void* p) { return {_mm256_loadu_ps(static_cast<const float*>(p))}; }
+inline S slice_f16(const void* p) { return {_mm256_cvtph_ps(load128(p))}; }
+inline S slice_i8(const void* p) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p))))};
+}
+inline S slice_u8(const void* p) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p))))};
+}
+inline void store(float* p, S x) { _mm256_storeu_ps(p, x.v); }
+inline S sub(S x, S y) { return {_mm256_sub_ps(x.v, y.v)}; }
+inline S mul(S x, S y) { return {_mm256_mul_ps(x.v, y.v)}; }
+inline S fma(S x, S y, S z) { return {_mm256_fmadd_ps(x.v, y.v, z.v)}; }
+inline S to_float(SI x) { return {_mm256_cvtepi32_ps(x.v)}; }
+inline SI slice_minus(SI x, int32_t y) { return {_mm256_sub_epi32(x.v, _mm256_set1_epi32(y))}; }
+
 inline __m256i spread(const int8_t* x) {
   int32_t four;
   __builtin_memcpy(&four, x, 4);
@@ -99,64 +128,49 @@ inline __m256i dot4_signed(__m256i magnitude, __m256i w, __m256i x) {
 }
 
 // Codes 0..15 times int8: a pair is at most 2 * 15 * 127, so the eight pairs of a block fit 16 bits unsummed.
-template <int NT, int SUBS>
-inline void dot_codes(const uint8_t* w, const int8_t* x, int64_t stride, I (*dot)[SUBS]) {
+template <int NT>
+inline void dot_codes(const uint8_t* w, const QBlock* const* x, SI* dot) {
   const __m256i mask = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-  __m256i a[NT], b[NT];
-  for (int t = 0; t < NT; ++t) a[t] = b[t] = _mm256_setzero_si256();
-  for (int c = 0; c < 4; ++c) {
-    const __m256i w0 = load256(w + 64 * c), w1 = load256(w + 64 * c + 32);
-    const __m256i low0 = _mm256_and_si256(w0, mask), low1 = _mm256_and_si256(w1, mask);
-    const __m256i high0 = _mm256_and_si256(_mm256_srli_epi16(w0, 4), mask);
-    const __m256i high1 = _mm256_and_si256(_mm256_srli_epi16(w1, 4), mask);
-    for (int t = 0; t < NT; ++t) {
-      const __m256i xl = spread(x + t * stride + 4 * c), xh = spread(x + t * stride + 16 + 4 * c);
-      a[t] = _mm256_add_epi16(a[t], _mm256_add_epi16(_mm256_maddubs_epi16(low0, xl), _mm256_maddubs_epi16(high0, xh)));
-      b[t] = _mm256_add_epi16(b[t], _mm256_add_epi16(_mm256_maddubs_epi16(low1, xl), _mm256_maddubs_epi16(high1, xh)));
-    }
-  }
-  for (int t = 0; t < NT; ++t) dot[t][0] = {_mm256_madd_epi16(a[t], ones), _mm256_madd_epi16(b[t], ones)};
+  __m256i a[NT];
+  each<4>([&](auto c) {
+    const __m256i both = load256(w + 64 * c);
+    const __m256i low = _mm256_and_si256(both, mask), high = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
+    each<NT>([&](auto t) {
+      const __m256i l = _mm256_maddubs_epi16(low, spread(x[t]->q + 4 * c));
+      a[t] = c ? _mm256_add_epi16(a[t], l) : l;
+      a[t] = _mm256_add_epi16(a[t], _mm256_maddubs_epi16(high, spread(x[t]->q + 16 + 4 * c)));
+    });
+  });
+  each<NT>([&](auto t) { dot[t] = {_mm256_madd_epi16(a[t], ones)}; });
 }
 
-template <int NT, int SUBS>
-inline void dot_nibble(const uint8_t* w, const int8_t* x, int64_t stride, I (*dot)[SUBS], const int8_t* lut) {
-  static_assert(SUBS == 1);
-  if (!lut) return dot_codes<NT, SUBS>(w, x, stride, dot);
+// Codes that stand for the 16 signed values of a table.
+template <int NT>
+inline void dot_table(const uint8_t* w, const QBlock* const* x, SI* dot, const int8_t* lut) {
   const __m256i mask = _mm256_set1_epi8(15), table = _mm256_broadcastsi128_si256(load128(lut));
-  for (int t = 0; t < NT; ++t) dot[t][0] = zero_i();
-  for (int c = 0; c < 4; ++c) {
-    const __m256i w0 = load256(w + 64 * c), w1 = load256(w + 64 * c + 32);
-    const __m256i v[4] = {_mm256_shuffle_epi8(table, _mm256_and_si256(w0, mask)),
-                          _mm256_shuffle_epi8(table, _mm256_and_si256(w1, mask)),
-                          _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(w0, 4), mask)),
-                          _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(w1, 4), mask))};
-    for (int t = 0; t < NT; ++t) {
-      const __m256i xl = spread(x + t * stride + 4 * c), xh = spread(x + t * stride + 16 + 4 * c);
-      I& d = dot[t][0];
-      d.a = _mm256_add_epi32(d.a, dot4_signed(_mm256_abs_epi8(v[0]), v[0], xl));
-      d.b = _mm256_add_epi32(d.b, dot4_signed(_mm256_abs_epi8(v[1]), v[1], xl));
-      d.a = _mm256_add_epi32(d.a, dot4_signed(_mm256_abs_epi8(v[2]), v[2], xh));
-      d.b = _mm256_add_epi32(d.b, dot4_signed(_mm256_abs_epi8(v[3]), v[3], xh));
-    }
-  }
+  each<NT>([&](auto t) { dot[t] = {_mm256_setzero_si256()}; });
+  each<4>([&](auto c) {
+    const __m256i both = load256(w + 64 * c);
+    each<2>([&](auto high) {
+      const __m256i v = _mm256_shuffle_epi8(table, _mm256_and_si256(high ? _mm256_srli_epi16(both, 4) : both, mask));
+      const __m256i m = _mm256_abs_epi8(v);
+      each<NT>([&](auto t) {
+        dot[t].v = _mm256_add_epi32(dot[t].v, dot4_signed(m, v, spread(x[t]->q + 16 * high + 4 * c)));
+      });
+    });
+  });
 }
 
-template <int NT, int SUBS>
-inline void dot_int8(const uint8_t* w, const int8_t* x, int64_t stride, const int32_t*, int64_t, I (*dot)[SUBS]) {
-  for (int s = 0; s < SUBS; ++s) {
-    __m256i a[NT], b[NT];
-    for (int t = 0; t < NT; ++t) a[t] = b[t] = _mm256_setzero_si256();
-    for (int c = s * 8 / SUBS; c < (s + 1) * 8 / SUBS; ++c) {
-      const __m256i w0 = load256(w + 64 * c), w1 = load256(w + 64 * c + 32);
-      const __m256i m0 = _mm256_abs_epi8(w0), m1 = _mm256_abs_epi8(w1);
-      for (int t = 0; t < NT; ++t) {
-        const __m256i xc = spread(x + t * stride + 4 * c);
-        a[t] = _mm256_add_epi32(a[t], dot4_signed(m0, w0, xc));
-        b[t] = _mm256_add_epi32(b[t], dot4_signed(m1, w1, xc));
-      }
-    }
-    for (int t = 0; t < NT; ++t) dot[t][s] = {a[t], b[t]};
-  }
+// int8 codes of `CHUNKS` chunks of four columns from chunk FIRST on: the block or half of it.
+template <int NT, int CHUNKS, int FIRST>
+inline void dot_int8(const uint8_t* w, const QBlock* const* x, SI* dot) {
+  each<NT>([&](auto t) { dot[t] = {_mm256_setzero_si256()}; });
+  each<CHUNKS>([&](auto c) {
+    const __m256i v = load256(w + 64 * (FIRST + c)), m = _mm256_abs_epi8(v);
+    each<NT>([&](auto t) {
+      dot[t].v = _mm256_add_epi32(dot[t].v, dot4_signed(m, v, spread(x[t]->q + 4 * (FIRST + c))));
+    });
+  });
 }
 
 }  // namespace SPECSPARSE_ISA

@@ -5,6 +5,9 @@
 
 #include <cstdint>
 
+#include "ops.h"
+#include "unroll.h"
+
 namespace specsparse {
 inline namespace SPECSPARSE_ISA {
 
@@ -61,6 +64,19 @@ inline float reduce_add(F x) {
 }
 inline float reduce_max(F x) { return _mm512_reduce_max_ps(x.v); }
 
+// Slices: the rows of a group that the integer kernels hold at a time; here all of them.
+constexpr int kSlice = 16;
+using S = F;
+using SI = I;
+
+inline S slice_zero() { return zero(); }
+inline S slice_set1(float x) { return set1(x); }
+inline S slice_load(const void* p) { return load(static_cast<const float*>(p)); }
+inline S slice_f16(const void* p) { return load_f16(p); }
+inline S slice_i8(const void* p) { return load_i8(p); }
+inline S slice_u8(const void* p) { return load_u8(p); }
+inline SI slice_minus(SI x, int32_t y) { return add(x, set1_i(-y)); }
+
 inline __m512i load512(const void* p) { return _mm512_loadu_si512(p); }
 inline __m512i spread(const int8_t* x) {
   int32_t four;
@@ -68,45 +84,52 @@ inline __m512i spread(const int8_t* x) {
   return _mm512_set1_epi32(four);
 }
 
-template <int NT, int SUBS>
-inline void dot_nibble(const uint8_t* w, const int8_t* x, int64_t stride, I (*dot)[SUBS], const int8_t* lut) {
-  static_assert(SUBS == 1);
-  const __m512i mask = _mm512_set1_epi8(15), one = _mm512_set1_epi8(1);
-  // VNNI wants unsigned weights: the table is shifted by 128, which 128 * sum(x) takes back.
-  const __m512i table = lut ? _mm512_xor_si512(_mm512_broadcast_i32x4(load128(lut)), _mm512_set1_epi8(-128)) : mask;
-  __m512i acc[NT], sum[NT];
-  for (int t = 0; t < NT; ++t) acc[t] = sum[t] = _mm512_setzero_si512();
-  for (int c = 0; c < 4; ++c) {
+template <int NT>
+inline void dot_codes(const uint8_t* w, const QBlock* const* x, SI* dot) {
+  const __m512i mask = _mm512_set1_epi8(15);
+  __m512i acc[NT];
+  each<NT>([&](auto t) { acc[t] = _mm512_setzero_si512(); });
+  each<4>([&](auto c) {
     const __m512i both = load512(w + 64 * c);
-    __m512i low = _mm512_and_si512(both, mask), high = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
-    if (lut) low = _mm512_shuffle_epi8(table, low), high = _mm512_shuffle_epi8(table, high);
-    for (int t = 0; t < NT; ++t) {
-      const __m512i xl = spread(x + t * stride + 4 * c), xh = spread(x + t * stride + 16 + 4 * c);
-      acc[t] = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(acc[t], low, xl), high, xh);
-      if (lut) sum[t] = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(sum[t], one, xl), one, xh);
-    }
-  }
-  for (int t = 0; t < NT; ++t)
-    dot[t][0].v = lut ? _mm512_sub_epi32(acc[t], _mm512_slli_epi32(sum[t], 7)) : acc[t];
+    const __m512i low = _mm512_and_si512(both, mask), high = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
+    each<NT>([&](auto t) {
+      acc[t] = _mm512_dpbusd_epi32(acc[t], low, spread(x[t]->q + 4 * c));
+      acc[t] = _mm512_dpbusd_epi32(acc[t], high, spread(x[t]->q + 16 + 4 * c));
+    });
+  });
+  each<NT>([&](auto t) { dot[t].v = acc[t]; });
 }
 
-// `sums` holds the activation sums of the block's two halves (int32[2]), the next row's `sum_stride` entries on.
-template <int NT, int SUBS>
-inline void dot_int8(const uint8_t* w, const int8_t* x, int64_t stride, const int32_t* sums, int64_t sum_stride,
-                     I (*dot)[SUBS]) {
+// VNNI wants unsigned weights: the table is shifted by 128, which 128 * sum(x) takes back.
+template <int NT>
+inline void dot_table(const uint8_t* w, const QBlock* const* x, SI* dot, const int8_t* lut) {
+  const __m512i mask = _mm512_set1_epi8(15);
+  const __m512i table = _mm512_xor_si512(_mm512_broadcast_i32x4(load128(lut)), _mm512_set1_epi8(-128));
+  __m512i acc[NT];
+  each<NT>([&](auto t) { acc[t] = _mm512_set1_epi32(-128 * x[t]->sum); });
+  each<4>([&](auto c) {
+    const __m512i both = load512(w + 64 * c);
+    const __m512i low = _mm512_shuffle_epi8(table, _mm512_and_si512(both, mask));
+    const __m512i high = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(both, 4), mask));
+    each<NT>([&](auto t) {
+      acc[t] = _mm512_dpbusd_epi32(acc[t], low, spread(x[t]->q + 4 * c));
+      acc[t] = _mm512_dpbusd_epi32(acc[t], high, spread(x[t]->q + 16 + 4 * c));
+    });
+  });
+  each<NT>([&](auto t) { dot[t].v = acc[t]; });
+}
+
+// int8 codes of `CHUNKS` chunks of four columns from chunk FIRST on: the block or half of it.
+template <int NT, int CHUNKS, int FIRST>
+inline void dot_int8(const uint8_t* w, const QBlock* const* x, SI* dot) {
   const __m512i flip = _mm512_set1_epi8(-128);
-  for (int s = 0; s < SUBS; ++s) {
-    __m512i acc[NT];
-    for (int t = 0; t < NT; ++t) {
-      const int32_t* st = sums + t * sum_stride;
-      acc[t] = _mm512_set1_epi32(-128 * (SUBS == 1 ? st[0] + st[1] : st[s]));
-    }
-    for (int c = s * 8 / SUBS; c < (s + 1) * 8 / SUBS; ++c) {
-      const __m512i wc = _mm512_xor_si512(load512(w + 64 * c), flip);
-      for (int t = 0; t < NT; ++t) acc[t] = _mm512_dpbusd_epi32(acc[t], wc, spread(x + t * stride + 4 * c));
-    }
-    for (int t = 0; t < NT; ++t) dot[t][s].v = acc[t];
-  }
+  __m512i acc[NT];
+  each<NT>([&](auto t) { acc[t] = _mm512_set1_epi32(-128 * (CHUNKS == 8 ? x[t]->sum : x[t]->sums[FIRST / 4])); });
+  each<CHUNKS>([&](auto c) {
+    const __m512i wc = _mm512_xor_si512(load512(w + 64 * (FIRST + c)), flip);
+    each<NT>([&](auto t) { acc[t] = _mm512_dpbusd_epi32(acc[t], wc, spread(x[t]->q + 4 * (FIRST + c))); });
+  });
+  each<NT>([&](auto t) { dot[t].v = acc[t]; });
 }
 
 }  // namespace SPECSPARSE_ISA

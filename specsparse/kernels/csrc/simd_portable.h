@@ -5,6 +5,9 @@
 #include <cstdint>
 #include <cstring>
 
+#include "ops.h"
+#include "unroll.h"
+
 namespace specsparse {
 inline namespace SPECSPARSE_ISA {
 
@@ -135,34 +138,53 @@ inline float reduce_max(const F& a) {
   return m;
 }
 
-// Integer dot products of one block of 16 rows x 32 columns with NT rows of int8 activations; `x` points at the block's
-// activations of row 0, the next row is `stride` bytes on. dot[t] is exact. Nibble codes count from 0; `lut` maps them.
-template <int NT, int SUBS>
-inline void dot_nibble(const uint8_t* w, const int8_t* x, int64_t stride, I (*dot)[SUBS], const int8_t* lut) {
-  for (int t = 0; t < NT; ++t)
-    for (int s = 0; s < SUBS; ++s) dot[t][s] = zero_i();
+// Slices: the rows of a group that the integer kernels hold at a time; here all of them.
+constexpr int kSlice = 16;
+using S = F;
+using SI = I;
+
+inline S slice_zero() { return zero(); }
+inline S slice_set1(float x) { return set1(x); }
+inline S slice_load(const void* p) { return load(static_cast<const float*>(p)); }
+inline S slice_f16(const void* p) { return load_f16(p); }
+inline S slice_i8(const void* p) { return load_i8(p); }
+inline S slice_u8(const void* p) { return load_u8(p); }
+inline SI slice_minus(const SI& x, int32_t y) { return add(x, set1_i(-y)); }
+
+// Integer dot products of one block of 16 rows x 32 columns with NT blocks of activations. dot[t] is exact.
+template <int NT, class Value>
+inline void dot_nibbles(const uint8_t* w, const QBlock* const* x, SI* dot, Value value) {
+  for (int t = 0; t < NT; ++t) dot[t] = zero_i();
   for (int c = 0; c < 4; ++c)
     for (int r = 0; r < 16; ++r)
       for (int b = 0; b < 4; ++b) {
         const uint8_t code = w[64 * c + 4 * r + b];
-        const int low = lut ? lut[code & 15] : code & 15, high = lut ? lut[code >> 4] : code >> 4;
-        for (int t = 0; t < NT; ++t) {
-          const int8_t* xt = x + t * stride;
-          dot[t][0].v[r] += low * xt[4 * c + b];
-          dot[t][SUBS - 1].v[r] += high * xt[16 + 4 * c + b];
-        }
+        const int low = value(code & 15), high = value(code >> 4);
+        for (int t = 0; t < NT; ++t) dot[t].v[r] += low * x[t]->q[4 * c + b] + high * x[t]->q[16 + 4 * c + b];
       }
 }
 
-template <int NT, int SUBS>
-inline void dot_int8(const uint8_t* w, const int8_t* x, int64_t stride, const int32_t*, int64_t, I (*dot)[SUBS]) {
-  for (int t = 0; t < NT; ++t)
-    for (int s = 0; s < SUBS; ++s) dot[t][s] = zero_i();
-  for (int c = 0; c < 8; ++c)
+// Codes that count from 0.
+template <int NT>
+inline void dot_codes(const uint8_t* w, const QBlock* const* x, SI* dot) {
+  dot_nibbles<NT>(w, x, dot, [](int code) { return code; });
+}
+
+// Codes that stand for the 16 signed values of a table.
+template <int NT>
+inline void dot_table(const uint8_t* w, const QBlock* const* x, SI* dot, const int8_t* lut) {
+  dot_nibbles<NT>(w, x, dot, [lut](int code) { return lut[code]; });
+}
+
+// int8 codes of `CHUNKS` chunks of four columns from chunk FIRST on: the block or half of it.
+template <int NT, int CHUNKS, int FIRST>
+inline void dot_int8(const uint8_t* w, const QBlock* const* x, SI* dot) {
+  for (int t = 0; t < NT; ++t) dot[t] = zero_i();
+  for (int c = FIRST; c < FIRST + CHUNKS; ++c)
     for (int r = 0; r < 16; ++r)
       for (int b = 0; b < 4; ++b)
         for (int t = 0; t < NT; ++t)
-          dot[t][c * SUBS / 8].v[r] += static_cast<int8_t>(w[64 * c + 4 * r + b]) * x[t * stride + 4 * c + b];
+          dot[t].v[r] += static_cast<int8_t>(w[64 * c + 4 * r + b]) * x[t]->q[4 * c + b];
 }
 
 }  // namespace SPECSPARSE_ISA

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from specsparse.speculative.verifiers import laws
-from specsparse.speculative.verifiers.siblings import SiblingRule
+from specsparse.speculative.verifiers.siblings import Child, SiblingRule
 
 TOLERANCE = 1e-4
 """Width of the bracket around rho at which the solver stops."""
@@ -68,10 +68,10 @@ class KSeq(SiblingRule):
         rho, _ = memo
         return laws.cap(laws.ratio(law_x, rho * q_x))
 
-    def reject(self, law_V: Any, q_V: Any, token: Any, memo: tuple, last: Any) -> tuple[Any, tuple]:
+    def reject(self, law_V: Any, q_V: Any, child: Child, memo: tuple, last: Any) -> tuple[Any, tuple]:
         """p until the last sibling, then what the k siblings leave of it."""
         xp = laws.namespace(law_V)
         rho, c = memo
         owed = law_V - c * xp.minimum(q_V, law_V / rho)
-        settle = last & (q_V[token] > 0)
+        settle = last & (child.q > 0)
         return laws.normalise(xp.maximum(owed, xp.zeros_like(owed)), law_V, usable=settle), memo

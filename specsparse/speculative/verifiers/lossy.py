@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from specsparse.speculative.verifiers import laws
-from specsparse.speculative.verifiers.siblings import SiblingRule
+from specsparse.speculative.verifiers.siblings import Child, SiblingRule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Typical(SiblingRule):
         """1 over the threshold, else 0."""
         return (law_x > memo[0]).astype(law_x.dtype)
 
-    def reject(self, law_V: Any, q_V: Any, token: Any, memo: tuple, last: Any) -> tuple[Any, tuple]:
+    def reject(self, law_V: Any, q_V: Any, child: Child, memo: tuple, last: Any) -> tuple[Any, tuple]:
         """p as it was."""
         return law_V, memo
 
@@ -68,8 +68,8 @@ class Threshold(SiblingRule):
         chance = xp.where(before < 1, laws.ratio(after - before, 1 - before), xp.ones_like(p_x))
         return xp.where(p_x >= self.single, xp.ones_like(p_x), chance)
 
-    def reject(self, law_V: Any, q_V: Any, token: Any, memo: tuple, last: Any) -> tuple[Any, tuple]:
+    def reject(self, law_V: Any, q_V: Any, child: Child, memo: tuple, last: Any) -> tuple[Any, tuple]:
         """p without the token."""
         (tried,) = memo
-        rest_V = laws.residual(law_V, laws.one_hot(law_V, token))
-        return rest_V, (tried + law_V[token] * (1 - tried),)
+        rest_V = laws.residual(law_V, laws.one_hot(law_V, child.token))
+        return rest_V, (tried + law_V[child.token] * (1 - tried),)

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from specsparse.speculative.verifiers import laws
-from specsparse.speculative.verifiers.siblings import SiblingRule
+from specsparse.speculative.verifiers.siblings import Child, SiblingRule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Rejection(SiblingRule):
         """min(1, p/q)."""
         return laws.cap(laws.ratio(law_x, q_x))
 
-    def reject(self, law_V: Any, q_V: Any, token: Any, memo: tuple, last: Any) -> tuple[Any, tuple]:
+    def reject(self, law_V: Any, q_V: Any, child: Child, memo: tuple, last: Any) -> tuple[Any, tuple]:
         """norm(max(0, p - q))."""
         # A row that could not have drawn its own token is no law: refusing the token leaves p owed in full.
-        return laws.residual(law_V, q_V, usable=q_V[token] > 0), ()
+        return laws.residual(law_V, q_V, usable=child.q > 0), ()

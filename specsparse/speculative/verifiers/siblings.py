@@ -14,6 +14,13 @@ from specsparse.speculative.base import PAD, Draft
 from specsparse.speculative.verifiers import laws
 
 
+class Child(NamedTuple):
+    """A child under test: its token, and its draft law at that token (1 for one-hot drafts)."""
+
+    token: Any
+    q: Any
+
+
 class SiblingRule(abc.ABC):
     """Base of the rules that test siblings one after the other.
 
@@ -31,8 +38,8 @@ class SiblingRule(abc.ABC):
         """Acceptance probability of a child x, from the law still owed and its draft law, both at x."""
 
     @abc.abstractmethod
-    def reject(self, law_V: Any, q_V: Any, token: Any, memo: tuple, last: Any) -> tuple[Any, tuple]:
-        """Law and memo after child `token` is rejected; `last`: it has no younger sibling."""
+    def reject(self, law_V: Any, q_V: Any, child: Child, memo: tuple, last: Any) -> tuple[Any, tuple]:
+        """Law and memo after a child drawn from `q_V` is rejected; `last`: it has no younger sibling."""
 
 
 class Walk(NamedTuple):
@@ -86,17 +93,17 @@ def walk(rule: SiblingRule, draft: Draft, p_BnV: jax.Array, coins_BK: jax.Array,
     def enter(at, node):
         return rule.enter(p_BnV[b, at], q_row(node), children(parents_K, count, at).astype(p_BnV.dtype))
 
-    def reject(s, x):
+    def reject(s, child):
         law_V = jnp.where(s.fresh, p_BnV[b, s.at], s.law)
         last = next_child(parents_K, count, s.at, s.node) == K
-        return rule.reject(law_V, q_row(s.node), x, s.memo, last)
+        return rule.reject(law_V, q_row(s.node), child, s.memo, last)
 
     def test(s):
         x = draft.tokens[b, s.node]
         law_x = jnp.where(s.fresh, p_BnV[b, s.at, x], s.law[x])
         q_x = jnp.ones_like(law_x) if draft.q is None else draft.q[b, s.node, x]
         ok = coins_BK[b, s.node] < rule.accept(law_x, q_x, s.memo)
-        law_V, memo = jax.lax.cond(ok, lambda s, x: (s.law, s.memo), reject, s, x)
+        law_V, memo = jax.lax.cond(ok, lambda s, _: (s.law, s.memo), reject, s, Child(x, q_x))
         at = jnp.where(ok, s.node + 1, s.at)
         node = next_child(parents_K, count, at, s.node)
         memo = jax.lax.cond(ok & (node < K), enter, lambda *_: memo, at, node)

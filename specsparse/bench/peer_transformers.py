@@ -1,0 +1,101 @@
+"""transformers + torch on the CPU as a peer: see `peer_llama_cpp` for the protocol.
+
+The GGUF file is dequantised to float32 or bfloat16 by transformers. `decode` is greedy `generate`, so that a token costs
+what its users pay; `prompt` and `verify` call the model. "open" takes `dtype` beside the rest.
+"""
+
+import json
+import os
+import sys
+import time
+
+_FORWARDS = 2
+
+
+def main() -> None:
+    """Answers until the input ends."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    engine = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            do = request.pop("do")
+            if do == "hello":
+                reply = hello()
+            elif do == "open":
+                start = time.perf_counter()
+                engine = Engine(**request)
+                reply = {"seconds": time.perf_counter() - start}
+            else:
+                reply = {"seconds": getattr(engine, do)(request["n"])}
+        except ImportError as error:
+            reply = {"missing": str(error)}
+        except Exception as error:  # the parent says it
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(reply), file=replies, flush=True)
+
+
+def hello() -> dict:
+    """Versions and instruction sets."""
+    import torch
+    import transformers
+
+    info = torch.backends.cpu.get_cpu_capability()
+    return {"version": f"transformers {transformers.__version__}, torch {torch.__version__}", "system_info": info}
+
+
+class Engine:
+    """One model and its cache."""
+
+    def __init__(self, model: str, threads: int, room: int, depth: int, tokens: list, dtype: str = "float32"):
+        import torch
+        from transformers import AutoModelForCausalLM, DynamicCache
+
+        torch.set_num_threads(threads)
+        torch.set_grad_enabled(False)
+        self.torch, self.depth, self.make_cache = torch, depth, DynamicCache
+        folder, name = os.path.split(model)
+        kind = getattr(torch, dtype)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=kind).eval()
+        self.ids = torch.tensor([tokens])
+        self.cache = None
+
+    def fill(self) -> None:
+        """A cache of `depth` tokens."""
+        if self.cache is None:
+            self.cache = self.make_cache()
+            if self.depth:
+                self.model(self.ids[:, : self.depth], past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        elif self.cache.get_seq_length() > self.depth:
+            self.cache.crop(self.depth) if self.depth else setattr(self, "cache", self.make_cache())
+
+    def forward(self, n: int, keep: int) -> float:
+        """Seconds of one pass over n tokens; logits of the last `keep` (0: all)."""
+        self.fill()
+        ids = self.ids[:, self.depth : self.depth + n]
+        start = time.perf_counter()
+        self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=keep)
+        return time.perf_counter() - start
+
+    def prompt(self, n: int) -> float:
+        """Seconds of n prompt tokens."""
+        return self.forward(n, 1)
+
+    def decode(self, n: int) -> float:
+        """Seconds of greedy generation of n tokens; the first comes from the last prompt token."""
+        self.fill()
+        ids = self.ids[:, : self.depth + 1]
+        mask = self.torch.ones_like(ids)
+        options = {"max_new_tokens": n, "min_new_tokens": n, "do_sample": False, "past_key_values": self.cache}
+        start = time.perf_counter()
+        self.model.generate(ids, attention_mask=mask, **options)
+        return time.perf_counter() - start
+
+    def verify(self, n: int) -> float:
+        """Mean seconds of a pass over n tokens with all logits."""
+        return sum(self.forward(n, 0) for _ in range(_FORWARDS)) / _FORWARDS
+
+
+if __name__ == "__main__":
+    main()

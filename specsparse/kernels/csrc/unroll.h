@@ -1,0 +1,20 @@
+// Loops whose index is a compile-time constant, so that small arrays of vectors live in registers.
+#pragma once
+
+#include <type_traits>
+#include <utility>
+
+namespace specsparse {
+
+template <class F, int... I>
+inline __attribute__((always_inline)) void each_of(std::integer_sequence<int, I...>, F&& f) {
+  (f(std::integral_constant<int, I>{}), ...);
+}
+
+// f(0), f(1), ..., f(N - 1).
+template <int N, class F>
+inline __attribute__((always_inline)) void each(F&& f) {
+  each_of(std::make_integer_sequence<int, N>{}, f);
+}
+
+}  // namespace specsparse

@@ -1,0 +1,241 @@
+"""Draft-length policies: how many tokens to draft in a round, and when to stop while drafting.
+
+A policy may look at the context, at finished rounds and at the laws q so far, never at the token it then drops: a drawn
+token is verified, or the output no longer follows p. Hence `stop` is asked *before* a node is drawn from its law. Only
+`keep` drops drafted tokens, and is for one-hot drafts.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specsparse.errors import UserError
+from specsparse.speculative.base import DraftContext, DraftKind, Verdict
+
+
+class LawView(NamedTuple):
+    """What a model drafter shows before it draws node i from q_i; fields a policy does not name in `needs` are None.
+
+    Attributes:
+        depth: int32[B], i, nodes drafted so far.
+        top: float32[B], max_x q_i(x).
+        top10: float32[B], max_x q_i(x) over the mass of q_i's ten largest.
+        entropy: float32[B], of q_i, in nats.
+        last: float32[B], q_{i-1} at the node drawn before; 1 for the first. That node stays whatever the answer is.
+    """
+
+    depth: jax.Array
+    top: jax.Array | None = None
+    top10: jax.Array | None = None
+    entropy: jax.Array | None = None
+    last: jax.Array | None = None
+
+
+def view_law(q_BV: jax.Array, *, depth_B: jax.Array, last_B: jax.Array, needs: frozenset[str]) -> LawView:
+    """The view of a law, of which only what the policy `needs` is computed."""
+    top_B = jnp.max(q_BV, axis=1)
+    top10_B = entropy_B = None
+    if "top10" in needs:
+        top10_B = top_B / jnp.sum(jax.lax.top_k(q_BV, min(10, q_BV.shape[1]))[0], axis=1)
+    if "entropy" in needs:
+        entropy_B = -jnp.sum(jnp.where(q_BV > 0, q_BV * jnp.log(jnp.where(q_BV > 0, q_BV, 1.0)), 0.0), axis=1)
+    return LawView(depth_B, top_B, top10_B, entropy_B, last_B)
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """Base of all policies: frozen and pure; state is a pytree with a leading axis B, so rows stay independent.
+
+    Attributes:
+        gamma: most tokens a round drafts, at least 1; a drafter needs room for as many.
+    """
+
+    gamma: int
+
+    def __post_init__(self):
+        if self.gamma < 1:
+            raise UserError(f"policy.gamma={self.gamma} must be at least 1")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Fields of `LawView` that `stop` reads; empty if it never stops."""
+        return frozenset()
+
+    @property
+    def one_hot_only(self) -> bool:
+        """Whether `keep` drops tokens, which only one-hot drafts survive without loss."""
+        return False
+
+    def init(self, batch: int) -> Any:
+        """State before the first round; by default int32[B], the length of every draft."""
+        return jnp.full((batch,), self.gamma, jnp.int32)
+
+    def length(self, state: Any) -> jax.Array:
+        """int32[B]: nodes to draft next, 0..gamma."""
+        return state
+
+    def budget(self, state: Any, ctx: DraftContext) -> jax.Array:
+        """int32[B]: nodes to draft this round, at most `ctx.budget` (the room that is left)."""
+        return jnp.minimum(ctx.budget, self.length(state))
+
+    def update(self, state: Any, verdict: Verdict) -> Any:
+        """State after a round."""
+        return state
+
+    def stop(self, state: Any, view: LawView) -> jax.Array:
+        """bool[B]: end the draft before the next node is drawn from the law in view."""
+        return jnp.zeros(view.depth.shape, bool)
+
+    def keep(self, state: Any, count_B: jax.Array) -> jax.Array:
+        """int32[B]: how many of the nodes drafted to verify."""
+        return count_B
+
+
+def check_policy(policy: Policy, kind: DraftKind) -> None:
+    """Refuses a policy that would drop drawn tokens.
+
+    Raises:
+        UserError: `n_min` with a sampled draft.
+    """
+    if policy.one_hot_only and kind is not DraftKind.ONE_HOT:
+        raise UserError(f"policy.n_min drops drawn tokens of {kind.value} drafts: use n_min=0, or one-hot drafts")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed(Policy):
+    """`gamma` tokens every round; none at all if fewer than `n_min` are found (llama.cpp's `draft_min`).
+
+    Attributes:
+        n_min: shortest draft worth verifying; above 0 for one-hot drafts only.
+    """
+
+    n_min: int = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0 <= self.n_min <= self.gamma:
+            raise UserError(f"policy.n_min={self.n_min} must lie in 0..gamma={self.gamma}")
+
+    @property
+    def one_hot_only(self) -> bool:
+        """With `n_min`."""
+        return self.n_min > 1
+
+    def keep(self, state: Any, count_B: jax.Array) -> jax.Array:
+        """All, or none if they are too few."""
+        return jnp.where(count_B >= self.n_min, count_B, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class PMin(Fixed):
+    """Stop when the draft's top probability, renormalised over its top ten, is under `p_min` (llama.cpp).
+
+    Attributes:
+        p_min: least top probability, in [0, 1]; 0 never stops.
+    """
+
+    p_min: float = 0.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check_unit("p_min", self.p_min)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The renormalised top probability."""
+        return frozenset({"top10"}) if self.p_min > 0 else frozenset()
+
+    def stop(self, state: Any, view: LawView) -> jax.Array:
+        """Before a law that is not sure of its top token."""
+        return jnp.zeros(view.depth.shape, bool) if self.p_min == 0 else view.top10 < self.p_min
+
+
+@dataclasses.dataclass(frozen=True)
+class Confidence(Policy):
+    """Stop after a token that the draft gave less than `threshold` (Hugging Face's assistant confidence threshold).
+
+    The unlikely token itself is verified: that the draft ends there depends on it, that it is tested does not.
+
+    Attributes:
+        threshold: in [0, 1].
+    """
+
+    threshold: float = 0.4
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check_unit("threshold", self.threshold)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The probability of the last token."""
+        return frozenset({"last"})
+
+    def stop(self, state: Any, view: LawView) -> jax.Array:
+        """After an unlikely token."""
+        return view.last < self.threshold
+
+
+@dataclasses.dataclass(frozen=True)
+class Entropy(Policy):
+    """Stop when 1 - sqrt(scale * H(q)), a lower estimate of the acceptance, is under `threshold`.
+
+    AdaEDL (Agrawal et al., arXiv:2410.18351), with a fixed threshold.
+
+    Attributes:
+        threshold: least estimate, in [0, 1].
+        scale: of the entropy in nats, above 0.
+    """
+
+    threshold: float = 0.4
+    scale: float = 0.2
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check_unit("threshold", self.threshold)
+        if not self.scale > 0:
+            raise UserError(f"policy.scale={self.scale} must be above 0")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The entropy."""
+        return frozenset({"entropy"})
+
+    def stop(self, state: Any, view: LawView) -> jax.Array:
+        """Before a law that is too flat."""
+        return 1 - jnp.sqrt(self.scale * view.entropy) < self.threshold
+
+
+@dataclasses.dataclass(frozen=True)
+class Heuristic(Policy):
+    """Two more after a round whose draft was accepted whole, else one fewer, at least 1 (Hugging Face's heuristic).
+
+    A round without a draft changes nothing.
+
+    Attributes:
+        start: first length; HF's `num_assistant_tokens`.
+    """
+
+    start: int = 5
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 1 <= self.start <= self.gamma:
+            raise UserError(f"policy.start={self.start} must lie in 1..gamma={self.gamma}")
+
+    def init(self, batch: int) -> jax.Array:
+        """int32[B], the length of the next draft."""
+        return jnp.full((batch,), self.start, jnp.int32)
+
+    def update(self, state: jax.Array, verdict: Verdict) -> jax.Array:
+        """+2, -1 or, without a draft, as it was; at most gamma."""
+        whole_B = verdict.accepted == verdict.tested  # a test that failed is counted in `tested` alone
+        next_B = jnp.clip(jnp.where(whole_B, state + 2, state - 1), 1, self.gamma)
+        return jnp.where(verdict.tested > 0, next_B, state)
+
+
+def _check_unit(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise UserError(f"policy.{name}={value} must lie in [0, 1]")

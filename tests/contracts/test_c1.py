@@ -1,0 +1,228 @@
+"""Contract C1: a row's logits are a function of its own path alone, bit for bit.
+
+Promised, by equality and never by tolerance: feeding n tokens at once, in any pieces, beside any neighbours of a batch,
+as rows of any tree, with 1 or 2 threads and on every instruction set gives the bits of feeding them one at a time. It
+holds for the native kernels and for the jnp reference, on tiny random models and on SmolLM2, and from logits to drawn
+tokens.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+import specsparse
+from specsparse import SamplingParams
+from specsparse.engine import cache as kv
+from specsparse.errors import UserError
+from specsparse.kernels import native_cpu
+from specsparse.testing import write_tiny_gguf
+from tests.contracts.rigs import WIDTH, Rig, path_to, random_tree, tiny_rig
+
+GQA = {"d_model": 96, "n_heads": 6, "n_kv_heads": 2, "vocab_size": 257}
+MODELS = {
+    "q4_0": {"quant": "Q4_0", "d_ff": 160, **GQA},
+    "q4_1-bias-head32": {"quant": "Q4_1", "d_ff": 288, "bias": True, "head_dim": 32, "kv_dtype": "bf16", **GQA},
+    "q8_0-neox": {"quant": "Q8_0", "d_ff": 160, "architecture": "qwen2", "tied": True, **GQA},
+    "q6_k": {"quant": "Q6_K", "d_model": 256, "n_heads": 4, "n_kv_heads": 1, "d_ff": 512, "vocab_size": 259},
+    "f16": {"quant": "F16", "d_model": 80, "n_heads": 5, "n_kv_heads": 5, "d_ff": 77, "vocab_size": 131},
+    "f32-odd-head": {"quant": "F32", "d_model": 72, "n_heads": 3, "n_kv_heads": 1, "d_ff": 50, "vocab_size": 97},
+    "reference": {"backend": "reference", "quant": "F32", "d_model": 48, "n_heads": 6, "n_kv_heads": 2, "d_ff": 50,
+                  "vocab_size": 97, "kv_dtype": "f32"},
+}  # fmt: skip
+LENGTH = 37
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def rig(request, tmp_path_factory) -> Rig:
+    if MODELS[request.param].get("backend") != "reference" and not native_cpu.available():
+        pytest.skip(f"no native kernels: {native_cpu.why_missing()}")
+    return tiny_rig(tmp_path_factory.mktemp("model"), **MODELS[request.param])
+
+
+@pytest.fixture(scope="module")
+def text(rig) -> list[int]:
+    return np.random.default_rng(1).integers(0, rig.config.vocab_size, LENGTH).tolist()
+
+
+@pytest.fixture(scope="module")
+def wanted(rig, text) -> np.ndarray:
+    """Logits of the text, fed token by token."""
+    out = rig.one_by_one(text)
+    assert np.isfinite(out).all()
+    return out
+
+
+@pytest.fixture
+def settings():
+    """Gives the native kernels' settings back."""
+    isa, threads = native_cpu.isa(), native_cpu.threads()
+    yield
+    if isa:
+        native_cpu.set_isa(isa)
+        native_cpu.set_threads(threads)
+
+
+def equal(got, wanted, note: str = "") -> None:
+    np.testing.assert_array_equal(np.asarray(got).view(np.uint32), np.asarray(wanted).view(np.uint32), err_msg=note)
+
+
+def chunkings(total: int, count: int, most: int = WIDTH, seed: int = 0):
+    """Random pieces that add up to `total`."""
+    rng = np.random.default_rng(seed)
+    for _ in range(count):
+        sizes, left = [], total
+        while left:
+            sizes.append(int(min(left, rng.integers(1, most + 1))))
+            left -= sizes[-1]
+        yield sizes
+
+
+def test_n_rows_equal_one_at_a_time(rig, text, wanted):
+    start = 5
+    prefix = rig.feed([text[:start]], rig.cache())[1]
+    for n in range(1, WIDTH + 1):
+        got, _ = rig.feed([text[start : start + n]], prefix)
+        equal(got[0, :n], wanted[start : start + n], f"{n} rows")
+        assert (got[0, n:] == 0).all()
+
+
+@pytest.mark.parametrize("rig", ["q4_1-bias-head32", "reference"], indirect=True)
+@pytest.mark.parametrize("n", [2, 3, 5, 8])
+def test_a_program_of_n_rows_equals_one_of_one_row(rig, text, wanted, n):
+    """The same with the shape n itself, which is what a compiler sees."""
+    equal(rig.in_chunks(text[: 3 * n], [n] * 3, width=n), wanted[: 3 * n])
+
+
+def test_chunks_of_a_prompt(rig, text, wanted):
+    for sizes in chunkings(LENGTH, 6):
+        equal(rig.in_chunks(text, sizes), wanted, f"pieces {sizes}")
+
+
+def test_neighbours_in_a_batch(rig, text, wanted):
+    """Three sequences of other lengths, fed raggedly; one ends early, one begins late."""
+    rng = np.random.default_rng(2)
+    others = [rng.integers(0, rig.config.vocab_size, size).tolist() for size in (9, 30)]
+    texts = [others[0], text, others[1]]
+    alone = [rig.one_by_one(others[0]), wanted, rig.one_by_one(others[1])]
+    cache, at = rig.cache(3), [0, 0, 0]
+    while any(a < len(t) for a, t in zip(at, texts)):
+        counts = [int(min(len(t) - a, rng.integers(0, WIDTH + 1))) for a, t in zip(at, texts)]
+        got, cache = rig.feed([t[a : a + c] for t, a, c in zip(texts, at, counts)], cache)
+        for b, count in enumerate(counts):
+            equal(got[b, :count], alone[b][at[b] : at[b] + count], f"sequence {b} at {at[b]}")
+            at[b] += count
+
+
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
+def test_threads_and_instruction_sets(rig, text, wanted, isa, settings):
+    if not native_cpu.available():
+        pytest.skip(f"no native kernels: {native_cpu.why_missing()}")
+    try:
+        native_cpu.set_isa(isa)
+    except UserError as error:
+        pytest.skip(str(error))
+    for threads in (1, 2):
+        native_cpu.set_threads(threads)
+        equal(rig.in_chunks(text, [16, 1, 3, 9, 8]), wanted, f"{isa}, {threads} threads")
+    equal(rig.one_by_one(text[:6]), wanted[:6], isa)
+
+
+def check_tree(rig: Rig, prefix: list[int], seed: int, nodes: int, rows: list[int]) -> None:
+    """Rows of a random tree equal their chains; a committed path goes on like its chain."""
+    rng = np.random.default_rng(seed)
+    vocabulary = rig.config.vocab_size
+    parents, tokens = random_tree(rng, nodes), rng.integers(0, vocabulary, nodes).tolist()
+    _, cache = rig.feed([prefix], rig.cache())
+    padded = np.r_[parents, np.full(WIDTH - nodes, -1)][None]
+    got, after = rig.feed([tokens], cache, parents=padded, commit=False)
+    for row in rows:
+        path = path_to(parents, row)
+        chain, _ = rig.feed([[tokens[i] for i in path]], cache)
+        for at, node in enumerate(path):
+            equal(got[0, node], chain[0, at], f"tree {seed}, row {node}")
+    leaf = int(np.argmax([len(path_to(parents, r)) for r in range(nodes)]))
+    path, more = path_to(parents, leaf), rng.integers(0, vocabulary, 5).tolist()
+    kept = np.array([[*path, *([-1] * (WIDTH - len(path)))]], np.int32)
+    after = kv.commit_path(after, jax.numpy.asarray(kept), jax.numpy.array([len(path)], np.int32))
+    assert after.length.tolist() == [len(prefix) + len(path)]
+    _, chain = rig.feed([[tokens[i] for i in path]], cache)
+    equal(rig.feed([more], after)[0][0, :5], rig.feed([more], chain)[0][0, :5], f"tree {seed}, committed {path}")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_of_a_tree(rig, text, seed):
+    nodes = (16, 7, 12)[seed]
+    check_tree(rig, text[: (1, 14, 16)[seed]], seed, nodes, list(range(nodes)))
+
+
+def test_a_tree_that_is_a_chain(rig, text, wanted):
+    got, _ = rig.feed([text[:WIDTH]], rig.cache(), parents=np.arange(-1, WIDTH - 1)[None])
+    equal(got[0], wanted[:WIDTH])
+
+
+# The real model.
+
+
+@pytest.fixture(scope="module")
+def real(smollm2) -> Rig:
+    return Rig(smollm2.config, smollm2.forward, smollm2.params_for(64), smollm2.kv_dtype)
+
+
+@pytest.fixture(scope="module")
+def story(smollm2) -> list[int]:
+    text = "The clockmaker's daughter asked whether a clock that runs backwards is ever right, and he answered it is"
+    ids = smollm2.tokenizer.encode(f"{text}, once in each turn of the sun and the moon.")[:32]
+    assert len(ids) == 32
+    return ids
+
+
+def test_smollm2_rows_chunks_threads_and_isas(real, story, settings):
+    wanted = real.one_by_one(story)
+    for sizes in ([16, 16], [1, 2, 3, 4, 5, 6, 7, 4], [15, 9, 8], [13, 10, 9], [11, 12, 9], [14, 9, 9]):
+        equal(real.in_chunks(story, sizes), wanted, f"pieces {sizes}")
+    native_cpu.set_threads(1)
+    equal(real.in_chunks(story, [8, 16, 8]), wanted, "1 thread")
+    native_cpu.set_threads(2)
+    for isa in ("avx2", "avx512"):
+        try:
+            native_cpu.set_isa(isa)
+        except UserError:
+            continue
+        equal(real.in_chunks(story, [16, 16]), wanted, isa)
+    native_cpu.set_isa("portable")
+    equal(real.in_chunks(story[:4], [4]), wanted[:4], "portable")
+
+
+def test_smollm2_trees(real, story):
+    check_tree(real, story[:11], 0, 16, [15, 9, 12])
+    check_tree(real, story[:16], 1, 9, [8, 5])
+
+
+# From logits to tokens: laws and draws, through `generate`.
+
+SAMPLED = SamplingParams(
+    temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.1, max_tokens=24, ignore_eos=True
+)
+
+
+def check_batch(model, prompts, n: int = 9) -> None:
+    """A batch of prompts gives the tokens that each gives alone, and n samples those of n calls of one."""
+    together = specsparse.generate(model, prompts, sampling=SAMPLED, seed=7)
+    alone = [specsparse.generate(model, p, sampling=SAMPLED, seed=7) for p in prompts]
+    assert [g.token_ids for g in together] == [g.token_ids for g in alone]
+    assert len({g.token_ids for g in together}) == len(prompts)
+    if n > 1:
+        many = specsparse.generate(model, prompts[0], sampling=SAMPLED, n=n, seed=7)
+        assert many[0].token_ids == alone[0].token_ids and len({g.token_ids for g in many}) == n
+
+
+@pytest.mark.parametrize(("backend", "n"), [("native", 9), ("reference", 1)])
+def test_a_batch_draws_what_each_prompt_draws_alone(tmp_path, backend, n):
+    if backend == "native" and not native_cpu.available():
+        pytest.skip(f"no native kernels: {native_cpu.why_missing()}")
+    path = write_tiny_gguf(tmp_path / "m.gguf", quant="Q4_0", d_model=64, d_ff=96, vocab_size=300, n_layers=1)
+    check_batch(specsparse.load(path, backend=backend), ["hello world", "a", "the other one is longer than this"], n)
+
+
+def test_smollm2_draws_alike_in_a_batch(smollm2):
+    check_batch(smollm2, ["Once upon a time", "2 + 2 =", "The three laws of robotics, in short, are these:"], 3)

@@ -1,0 +1,458 @@
+"""One suite for all implementations of the kernels: native on every instruction set, reference and xla.
+
+Promised: the native kernels compute the definition of docs/ARCHITECTURE.md, emulated in numpy, bit for bit, on every
+instruction set, for every number of threads, and for every number of rows (contract C1). All implementations agree with
+float64 within `tests/tolerances.py`, and the reference keeps C1 as well. Rows past `n_valid` are zeros and leave the
+cache alone, whatever it holds there.
+"""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.quants import dequantize
+
+from specsparse.engine.row_laws import REFERENCE, LawRows
+from specsparse.errors import UserError
+from specsparse.kernels import BACKENDS, QTensor, native_cpu
+from specsparse.kernels.packing import SUPPORTED, layout_of, pack_qtensor
+from specsparse.testing import random_quantised
+from tests.kernels import emulation
+from tests.tolerances import ATTEND_NMSE, LAW_RTOL, LINEAR_NMSE, nmse
+
+pytestmark = pytest.mark.skipif(not native_cpu.available(), reason=f"no native kernels: {native_cpu.why_missing()}")
+
+ISAS = ("portable", "avx2", "avx512")
+ROWS = (1, 2, 3, 5, 8, 9, 17)
+R = max(ROWS)
+OUT = (37, 19, 5)
+ACTS = ("silu", "relu", "relu2")
+EPS = 1e-5
+TYPES = {t.name: t for t in SUPPORTED}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _settings_come_back():
+    isa, threads = native_cpu.isa(), native_cpu.threads()
+    yield
+    native_cpu.set_isa(isa)
+    native_cpu.set_threads(threads)
+
+
+def use(isa: str, threads: int = 2) -> None:
+    """Switches the instruction set; skips where the processor lacks it."""
+    try:
+        native_cpu.set_isa(isa)
+    except UserError as error:
+        pytest.skip(str(error))
+    native_cpu.set_threads(threads)
+
+
+def same_bits(got, wanted, note: str = "") -> None:
+    """Equality of bits, all leaves; NaN equals NaN."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        kind = f"u{a.dtype.itemsize}"
+        np.testing.assert_array_equal(a.view(kind), b.view(kind), err_msg=note)
+
+
+def columns(name: str) -> int:
+    """An odd number of blocks (of columns, for floats)."""
+    return {1: 50, 32: 96, 64: 192, 256: 768}[GGML_QUANT_SIZES[TYPES[name]][0]]
+
+
+@cache
+def raw_weights(name: str) -> tuple[np.ndarray, ...]:
+    """q, k, v and a partner for q, of odd heights, as bytes of a file."""
+    return tuple(random_quantised(name, rows, columns(name), seed) for seed, rows in enumerate((*OUT, OUT[0])))
+
+
+@cache
+def weights(name: str) -> tuple[QTensor, ...]:
+    """The same packed."""
+    return tuple(pack_qtensor(raw, TYPES[name], (len(raw), columns(name))) for raw in raw_weights(name))
+
+
+@cache
+def dense_weights(name: str) -> tuple[np.ndarray, ...]:
+    """The same in float32, by gguf."""
+    item = {"F32": "<f4", "F16": "<f2"}.get(name, np.uint8)
+    return tuple(dequantize(raw.view(item), TYPES[name]) for raw in raw_weights(name))
+
+
+@cache
+def rows_of(cols: int) -> dict[str, np.ndarray]:
+    """Activations and what goes with them: rows of all sizes, one of zeros, one with a block of zeros."""
+    rng = np.random.default_rng(cols)
+    x = rng.normal(size=(R, cols)).astype(np.float32) * np.exp2(rng.integers(-8, 8, (R, 1))).astype(np.float32)
+    x[3] = 0
+    x[4, :32] = 0
+    x[5, 7] *= 1000
+    out = {"x": x, "norm": rng.normal(1, 0.2, cols).astype(np.float32)}
+    out["residual"] = rng.normal(size=(R, OUT[0])).astype(np.float32)
+    return out | {f"b{i}": rng.normal(size=n).astype(np.float32) for i, n in enumerate(OUT)}
+
+
+def linears(kernels, w: tuple[QTensor, ...], a: dict, n_valid):
+    """Every kind of call that a model makes."""
+    q, k, v, up = w
+    normed = {"norm": a["norm"], "eps": EPS, "n_valid": n_valid}
+    out = {
+        "plain": kernels.linear(a["x"], (q,), n_valid=n_valid),
+        "qkv": kernels.linear(a["x"], (q, k, v), biases=(a["b0"], None, a["b2"]), **normed),
+        "residual": kernels.linear(a["x"], (q,), biases=(a["b0"],), residual=a["residual"], n_valid=n_valid),
+    }
+    return out | {act: kernels.linear(a["x"], (q, up), act=act, **normed) for act in ACTS}
+
+
+@cache
+def program(backend: str):
+    """`linears` and an embedding lookup, compiled once for each kind of weights."""
+    kernels = BACKENDS[backend]
+
+    def run(w, a, n_valid, ids):
+        return linears(kernels, w, a, n_valid) | {"embed": kernels.embed(w[0], ids)}
+
+    return jax.jit(run)
+
+
+IDS = np.array([0, 36, 17, 15, 16, 31, 32, -1, 99, *range(8)], np.int32)
+
+
+def run(name: str, n: int, backend: str = "native"):
+    """All calls for the first n of R rows, as numpy."""
+    w = weights(name)
+    return jax.tree.map(np.asarray, program(backend)(w, rows_of(w[0].shape[1]), jnp.array([n], jnp.int32), IDS))
+
+
+@cache
+def portable(name: str):
+    """All rows by the plain C++ kernels on one thread: the definition."""
+    use("portable", 1)
+    return run(name, R)
+
+
+def emulated(name: str):
+    """`run(name, R)` by the numpy emulation."""
+    w, a = weights(name), rows_of(columns(name))
+    x, h = a["x"], emulation.normalise(a["x"], a["norm"], EPS)
+
+    def times(rows, m):
+        return emulation.product(rows, np.asarray(m.data), m.layout, m.shape)
+
+    gate, up = times(h, w[0]), times(h, w[3])
+    out = {
+        "plain": (times(x, w[0]),),
+        "qkv": (gate + a["b0"][None], times(h, w[1]), times(h, w[2]) + a["b2"][None]),
+        "residual": (a["residual"] + (times(x, w[0]) + a["b0"][None]),),
+    }
+    out |= {act: (emulation.activate(gate, act) * up,) for act in ACTS}
+    return out | {"embed": dense_weights(name)[0][np.clip(IDS, 0, OUT[0] - 1)]}
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_products_equal_the_definition(name):
+    got, wanted = portable(name), emulated(name)
+    for call, value in wanted.items():
+        same_bits(jax.tree.map(lambda z: z + 0.0, got[call]), jax.tree.map(lambda z: z + np.float32(0), value), call)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_products_have_the_same_bits_for_every_isa_thread_and_number_of_rows(isa, threads):
+    for name in TYPES:
+        wanted = portable(name)
+        use(isa, threads)
+        for n in ROWS:
+            got = run(name, n)
+            same_bits(got.pop("embed"), wanted["embed"], f"{name} embed")
+            kept = {call: tuple(np.where(np.arange(R)[:, None] < n, y, 0) for y in wanted[call]) for call in got}
+            same_bits(jax.tree.map(lambda z: z + 0.0, got), jax.tree.map(lambda z: z + 0.0, kept), f"{name} n={n}")
+
+
+@pytest.mark.parametrize("name", ["Q4_1", "Q6_K", "F16"])
+def test_products_do_not_depend_on_the_shape_or_the_neighbours(name):
+    """The same with R the true number of rows, in batches of ragged length, and beside a row of NaN."""
+    use(ISAS[1] if native_cpu.isa() != "portable" else "portable")
+    w, a, wanted = weights(name), dict(rows_of(columns(name))), portable(name)
+
+    def call(x, n_valid):
+        return linears(BACKENDS["native"], w, a | {"x": x, "residual": a["residual"][: len(x)]}, n_valid)
+
+    for n in (1, 2, 3):
+        same_bits(jax.jit(call)(a["x"][:n], jnp.array([n], jnp.int32))["qkv"], [y[:n] for y in wanted["qkv"]])
+    x = a["x"].copy()
+    x[[2, 7]] = np.nan
+    got = jax.jit(call)(x[:16], jnp.array([3, 1, 0, 4], jnp.int32))["qkv"]
+    keep = np.isin(np.arange(16), (0, 1, 4, 12, 13, 14, 15))
+    drop = np.isin(np.arange(16), (2,)) | keep
+    for y, full in zip(got, wanted["qkv"], strict=True):
+        same_bits(np.asarray(y)[keep], full[:16][keep])
+        assert (np.asarray(y)[~drop] == 0).all() and np.isnan(np.asarray(y)[2]).all()
+
+
+@pytest.mark.parametrize("pair", [("Q4_K", "Q6_K"), ("Q4_0", "F16"), ("BF16", "Q8_0"), ("Q4_1", "Q5_0")])
+def test_matrices_of_two_types_in_one_call(pair):
+    use("portable", 1)
+    raws = [random_quantised(name, 21, 768, seed) for seed, name in enumerate(pair)]
+    first, second = (pack_qtensor(raw, TYPES[name], (21, 768)) for raw, name in zip(raws, pair, strict=True))
+    x = rows_of(768)["x"]
+    options = {"n_valid": jnp.array([R], jnp.int32)}
+    both = native_cpu.linear(x, (first, second), **options)
+    same_bits(both, (*native_cpu.linear(x, (first,), **options), *native_cpu.linear(x, (second,), **options)))
+    for act in ACTS:
+        (got,) = native_cpu.linear(x, (first, second), act=act, **options)
+        wanted = emulation.activate(np.asarray(both[0]), act) * np.asarray(both[1])
+        same_bits(np.asarray(got) + 0.0, wanted + np.float32(0))
+
+
+def exact(name: str) -> dict[str, tuple[np.ndarray, ...]]:
+    """The products of dequantised weights and unrounded rows in float64."""
+    q, k, v, up = (m.astype(np.float64) for m in dense_weights(name))
+    a = {key: value.astype(np.float64) for key, value in rows_of(columns(name)).items()}
+    x, h = a["x"], a["x"] / np.sqrt((a["x"] ** 2).mean(axis=1, keepdims=True) + EPS) * a["norm"]
+    gate = h @ q.T
+    act = {"silu": gate / (1 + np.exp(-gate)), "relu": np.maximum(gate, 0), "relu2": np.maximum(gate, 0) ** 2}
+    out = {
+        "plain": (x @ q.T,),
+        "qkv": (gate + a["b0"], h @ k.T, h @ v.T + a["b2"]),
+        "residual": (a["residual"] + x @ q.T + a["b0"],),
+    }
+    return out | {name: (value * (h @ up.T),) for name, value in act.items()}
+
+
+def errors(got: dict, name: str):
+    """(call, NMSE) of every product, without row 5: its outlier costs the rest of a block its bits."""
+    for call, wanted in exact(name).items():
+        for y, z in zip(got[call], wanted, strict=True):
+            yield call, nmse(np.delete(y, 5, 0), np.delete(z, 5, 0))
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_native_products_are_near_float64(name):
+    """What differs is the rounding of rows to int8, and nothing for float weights."""
+    codes = layout_of(TYPES[name]).codes
+    for call, error in errors(portable(name), name):
+        assert error <= (LINEAR_NMSE["float"] if codes in ("f32", "f16", "bf16") else LINEAR_NMSE[call]), call
+
+
+@pytest.mark.parametrize("name", ["Q4_1", "Q6_K", "F16"])
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+def test_float_kernels_are_near_float64(backend, name):
+    """On packed weights; the number of rows changes no bit of the reference."""
+    got, few = run(name, R, backend), run(name, 5, backend)
+    same_bits(got.pop("embed"), few.pop("embed"))
+    for call, error in errors(got, name):
+        assert error <= LINEAR_NMSE["float"], call
+    assert all((y[5:] == 0).all() for ys in few.values() for y in ys)
+    if backend == "reference":
+        same_bits([y[:5] for ys in few.values() for y in ys], [y[:5] for ys in got.values() for y in ys])
+
+
+def test_argmax_of_every_implementation():
+    rng = np.random.default_rng(0)
+    for width in (1, 5, 1023, 1024, 1025, 2049):
+        x = rng.integers(-4, 4, (9, width)).astype(np.float32)  # many ties
+        x[1, rng.random(width) < 0.5] = np.nan
+        x[2] = np.nan
+        x[3] = -np.inf
+        x[4, -1] = np.inf
+        x[5] = np.where(rng.random(width) < 0.5, 0.0, -0.0)
+        wanted = np.argmax(np.where(np.isnan(x), -np.inf, x), axis=1)
+        for kernels in BACKENDS.values():
+            got = np.asarray(jax.jit(kernels.argmax)(x))
+            np.testing.assert_array_equal(got, wanted, err_msg=f"{kernels.name} {width}")
+
+
+# Laws and draws.
+
+SHAPES = {  # temperature, top-k, top-p, min-p
+    "plain": (1.0, 0, 1.0, 0.0),
+    "hot": (2.5, 0, 1.0, 0.0),
+    "greedy": (0.0, 0, 1.0, 0.0),
+    "top_k": (0.8, 5, 1.0, 0.0),
+    "top_p": (0.8, 0, 0.9, 0.0),
+    "min_p": (0.7, 0, 1.0, 0.05),
+    "all": (0.6, 40, 0.95, 0.02),
+    "one": (0.6, 1, 1.0, 0.0),
+}
+
+
+def law_case(width: int):
+    """Logits of one row for each of SHAPES, on a coarse grid (ties), some banned; and the LawRows."""
+    rng = np.random.default_rng(width)
+    logits = (rng.normal(size=(len(SHAPES), width)) * 4).round(1).astype(np.float32)
+    logits[:, rng.random(width) < 0.1] = -np.inf
+    logits[:, 0] = 0.5
+    t, k, top_p, min_p = (np.array(column) for column in zip(*SHAPES.values(), strict=True))
+    with np.errstate(divide="ignore"):
+        rows = (t, np.log(min_p), np.where(k < 1, width, np.minimum(k, width)), top_p)
+    types = (np.float32, np.float32, np.int32, np.float32)
+    return logits, LawRows(*(jnp.asarray(a.astype(d)) for a, d in zip(rows, types, strict=True)))
+
+
+@pytest.mark.parametrize("width", [1, 37, 256, 1000])
+def test_laws_equal_the_reference(width):
+    """The same tokens are kept, ties together; what is left differs by the last bits of exp."""
+    use("portable", 1)
+    logits, rows = law_case(width)
+    got, wanted = (np.asarray(jax.jit(law)(logits, rows)) for law in (native_cpu.law, REFERENCE.law))
+    np.testing.assert_array_equal(got > 0, wanted > 0)
+    np.testing.assert_allclose(got, wanted, rtol=LAW_RTOL)
+    for u in (0.0, 0.25, 0.6180339, 1 - 2.0**-24):
+        u_R = np.full(len(logits), u, np.float32)
+        np.testing.assert_array_equal(jax.jit(native_cpu.draw)(got, u_R), jax.jit(REFERENCE.draw)(got, u_R))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_laws_have_the_same_bits_for_every_isa_thread_and_number_of_rows(isa):
+    logits, rows = law_case(1000)
+    use("portable", 1)
+    wanted = np.asarray(jax.jit(native_cpu.law)(logits, rows))
+    one = jax.jit(native_cpu.law)
+    for threads in (1, 2):
+        use(isa, threads)
+        same_bits(jax.jit(native_cpu.law)(logits, rows), wanted)
+        for r in range(len(logits)):
+            same_bits(one(logits[r : r + 1], jax.tree.map(lambda a, r=r: a[r : r + 1], rows))[0], wanted[r], f"row {r}")
+
+
+# Attention: two sequences of 8 rows, 6 query heads over 2 key/value heads of 32, 64 slots.
+
+B, N, H, G, D, C = 2, 8, 6, 2, 32, 64
+DTYPES = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16}
+KINDS = [("f32", "norm"), ("f16", "norm"), ("bf16", "norm"), ("f16", "neox")]
+CHAIN = np.arange(-1, N - 1)
+TREE = np.array([-1, 0, 0, 1, 1, 2, -1, 6])
+PARENTS = {"chain": np.stack([CHAIN, CHAIN]), "tree": np.stack([TREE, np.array([-1, 0, 1, 1, 1, 0, 5, 3])])}
+LENGTHS = {"start": (0, 1), "middle": (5, 33), "full": (52, 60)}
+
+
+@cache
+def attention_case(dtype: str, seed: int = 0):
+    """Rows, rotary table, and a cache that is full of numbers where it counts and of NaN where it does not."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return rng.normal(size=shape).astype(np.float32)
+
+    angle = np.arange(C)[:, None] * 100.0 ** (-np.arange(D // 2) / (D // 2))[None]
+    table = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+    keys, values = emulation.ROUND[dtype](normal(B, C, G, D)), emulation.ROUND[dtype](normal(B, C, G, D))
+    return normal(B * N, H * D), normal(B * N, G * D), normal(B * N, G * D), keys, values, *table
+
+
+def packed_cache(keys, values, dtype: str, length):
+    """[B, C, G, d] as the cache has it, NaN beyond `length`."""
+    dead = (np.arange(C)[None] >= np.asarray(length)[:, None])[:, :, None, None]
+    keys, values = np.where(dead, np.nan, keys), np.where(dead, np.nan, values)
+    k = keys.transpose(0, 2, 1, 3).reshape(B, G, C // 16, 16, D).swapaxes(3, 4)
+    return jnp.asarray(k, DTYPES[dtype]), jnp.asarray(values.transpose(0, 2, 1, 3), DTYPES[dtype])
+
+
+@cache
+def attend_program(backend: str, pairing: str):
+    def call(q, k, v, ck, cv, cos, sin, length, n_valid, parents):
+        return BACKENDS[backend].attend(
+            q, k, v, ck, cv, cos=cos, sin=sin, length=length, n_valid=n_valid, parents=parents, pairing=pairing
+        )
+
+    return jax.jit(call)
+
+
+def attend(backend: str, dtype: str, pairing: str, length, n_valid, parents, rows=None):
+    """(out [B, n, H * d], k, v) of one call as numpy; `rows` picks the new rows of each sequence."""
+    q, k, v, keys, values, cos, sin = attention_case(dtype)
+    if rows is not None:
+        at = np.concatenate([np.array(rows[b]) + b * N for b in range(B)])
+        q, k, v = q[at], k[at], v[at]
+    ck, cv = packed_cache(keys, values, dtype, length)
+    numbers = [jnp.asarray(a, jnp.int32) for a in (length, n_valid)]
+    parents = None if parents is None else jnp.asarray(parents, jnp.int32)
+    out, ck, cv = attend_program(backend, pairing)(q, k, v, ck, cv, cos, sin, *numbers, parents)
+    return np.asarray(out).reshape(B, -1, H * D), np.asarray(ck), np.asarray(cv)
+
+
+@pytest.mark.parametrize(("dtype", "pairing"), KINDS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_attention_equals_float64(backend, dtype, pairing):
+    if backend == "native":
+        use("portable", 1)
+    q, k, v, keys, values, cos, sin = attention_case(dtype)
+    for shape, parents in PARENTS.items():
+        for length in LENGTHS.values():
+            for n_valid in ((8, 3), (0, 8), (1, 5)):
+                out, ck, cv = attend(backend, dtype, pairing, length, n_valid, parents)
+                for b in range(B):
+                    own_k, own_v = keys[b].copy(), values[b].copy()
+                    own_k[length[b] :] = own_v[length[b] :] = np.nan
+                    before = own_v.copy()
+                    wanted = emulation.attend(
+                        *(a.reshape(B, N, -1, D)[b] for a in (q, k, v)), own_k, own_v, cos=cos, sin=sin,
+                        length=length[b], n_valid=n_valid[b], parents=parents[b], pairing=pairing, cache=dtype,
+                    )  # fmt: skip
+                    count = min(n_valid[b], C - length[b])
+                    assert (out[b, count:] == 0).all()
+                    assert nmse(out[b, :count], wanted[:count]) <= ATTEND_NMSE[backend], (shape, length, n_valid)
+                    got_v = cv[b].transpose(1, 0, 2).astype(np.float32)
+                    got_k = ck[b].swapaxes(2, 3).reshape(G, C, D).transpose(1, 0, 2).astype(np.float32)
+                    np.testing.assert_array_equal(got_v, own_v)
+                    np.testing.assert_array_equal(np.isnan(got_k), np.isnan(before) & np.isnan(own_k))
+                    assert nmse(np.nan_to_num(got_k), np.nan_to_num(own_k)) <= ATTEND_NMSE["keys"]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_attention_has_the_same_bits_for_every_isa_and_thread(isa, threads):
+    for dtype, pairing in KINDS:
+        for parents in PARENTS.values():
+            for length in LENGTHS.values():
+                for n_valid in ((8, 8), (3, 1)):
+                    use("portable", 1)
+                    wanted = attend("native", dtype, pairing, length, n_valid, parents)
+                    use(isa, threads)
+                    got = attend("native", dtype, pairing, length, n_valid, parents)
+                    same_bits(got, wanted, f"{dtype} {pairing} {length} {n_valid}")
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize(("dtype", "pairing"), KINDS)
+def test_a_row_of_a_tree_equals_the_end_of_its_chain(backend, dtype, pairing):
+    """Contract C1 of attention: the same path gives the same bits, wherever its rows lie in the cache."""
+    if backend == "native":
+        use(native_cpu.isa(), 2)
+    length = (5, 33)
+    parents = PARENTS["tree"]
+    out, *_ = attend(backend, dtype, pairing, length, (N, N), parents)
+    whole, *_ = attend(backend, dtype, pairing, length, (N, N), PARENTS["chain"])
+    same_bits(attend(backend, dtype, pairing, length, (N, N), None)[0], whole, "no parents are a chain")
+    paths = [emulation.paths_of(p) for p in parents]
+    for i in range(N):
+        rows = [paths[b][i] + [0] * (N - len(paths[b][i])) for b in range(B)]
+        count = [len(paths[b][i]) for b in range(B)]
+        chain, *_ = attend(backend, dtype, pairing, length, count, PARENTS["chain"], rows)
+        for b in range(B):
+            same_bits(chain[b, count[b] - 1], out[b, i], f"row {i} of sequence {b}")
+    for n in range(1, N):
+        few, *_ = attend(backend, dtype, pairing, length, (n, N - n), PARENTS["chain"])
+        same_bits((few[0, :n], few[1, : N - n]), (whole[0, :n], whole[1, : N - n]), f"{n} rows")
+
+
+@pytest.mark.parametrize("d", [8, 24])
+def test_a_head_size_without_native_kernel_takes_the_reference(d):
+    rng = np.random.default_rng(d)
+    q, k, v = (jnp.asarray(rng.normal(size=(3, heads * d)), jnp.float32) for heads in (4, 2, 2))
+    angle = rng.normal(size=(16, d // 2))
+    options = {
+        "cos": jnp.asarray(np.cos(angle), jnp.float32), "sin": jnp.asarray(np.sin(angle), jnp.float32),
+        "length": jnp.array([2], jnp.int32), "n_valid": jnp.array([3], jnp.int32),
+    }  # fmt: skip
+    empty = jnp.zeros((1, 2, 1, d, 16), jnp.float16), jnp.zeros((1, 2, 16, d), jnp.float16)
+    got, wanted = (
+        jax.jit(lambda kernels=BACKENDS[name]: kernels.attend(q, k, v, *empty, **options))()
+        for name in ("native", "reference")
+    )
+    same_bits(got, wanted)

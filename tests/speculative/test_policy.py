@@ -1,0 +1,237 @@
+"""Draft-length policies: each rule against plain Python, and what all of them promise."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsparse.errors import UserError
+from specsparse.speculative.base import DraftKind, Verdict
+from specsparse.speculative.policies import POLICIES, get_policy
+from specsparse.speculative.policy import Confidence, Entropy, Fixed, Heuristic, LawView, PMin, check_policy, view_law
+from specsparse.speculative.policy_cost import AutoOff, CostModel, CostOptimal
+from specsparse.testing.drafting import draft_context
+
+V_TABLE = (1.0, 1.1, 1.2, 1.3, 1.45, 1.6, 1.7, 1.8, 2.0)
+NEEDED = {"cost": {"v": V_TABLE, "c": 0.05}, "auto_off": {"v": V_TABLE}}
+LAWS = [[0.5, 0.3, 0.2] + [0.0] * 9, [1 / 12] * 12, [1.0] + [0.0] * 11]
+
+
+def policy_of(name):
+    return get_policy(name, **NEEDED.get(name, {}))
+
+
+def verdict(accepted, tested):
+    """Counts are all that a policy reads."""
+    accepted, tested = jnp.array(accepted, jnp.int32), jnp.array(tested, jnp.int32)
+    return Verdict(None, accepted + 1, None, accepted, tested, None, None, None)
+
+
+def view(**fields):
+    fields = {key: jnp.array(value, jnp.float32) for key, value in fields.items()}
+    return LawView(jnp.zeros(next(iter(fields.values())).shape, jnp.int32), **fields)
+
+
+def lengths(policy, rounds):
+    """Lengths asked for before, between and after rounds of (accepted, tested), for one sequence."""
+    state, update = policy.init(1), jax.jit(policy.update)
+    found = [int(policy.length(state)[0])]
+    for accepted, tested in rounds:
+        state = update(state, verdict([accepted], [tested]))
+        found.append(int(policy.length(state)[0]))
+    return found
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_keeps_the_contract(name):
+    """Budgets fit, rows are independent, the state keeps its structure, and one trace serves all."""
+    policy, traces = policy_of(name), []
+    assert hash(policy) == hash(policy_of(name))
+
+    def step(state, ctx, verdict):
+        traces.append(1)
+        budget = policy.budget(state, ctx)
+        look = view(top=[0.5] * 3, top10=[0.6] * 3, entropy=[1.0] * 3, last=[0.3] * 3)
+        if ctx.length.shape[0] == 1:
+            look = jax.tree.map(lambda x: x[:1], look)
+        return budget, policy.stop(state, look), policy.keep(state, budget), policy.update(state, verdict)
+
+    compiled = jax.jit(step)
+    ctx = draft_context([[1], [2], [3]], capacity=4, budget=[0, 3, 100])
+    state, alone = policy.init(3), [policy.init(1)] * 3
+    rng = np.random.default_rng(1)
+    for _ in range(4):
+        tested = rng.integers(0, 5, 3)
+        accepted = np.maximum(tested - rng.integers(0, 2, 3), 0)
+        budget, stop, keep, state = compiled(state, ctx, verdict(accepted, tested))
+        assert budget.dtype == keep.dtype == jnp.int32 and stop.dtype == bool
+        assert ((budget >= 0) & (budget <= jnp.minimum(ctx.budget, policy.gamma)) & (keep <= budget)).all()
+        for b in range(3):
+            single = jax.tree.map(lambda x, b=b: x[b : b + 1], ctx)
+            *got, alone[b] = compiled(alone[b], single, verdict(accepted[b : b + 1], tested[b : b + 1]))
+            for x, y in zip(got, (budget, stop, keep)):
+                assert x[0] == y[b]
+    assert len(traces) == 2  # B = 3 and B = 1
+
+
+def test_fixed_and_n_min():
+    assert lengths(Fixed(4), [(4, 4), (0, 1)]) == [4, 4, 4]
+    counts = jnp.arange(5, dtype=jnp.int32)
+    assert Fixed(4, n_min=3).keep(None, counts).tolist() == [0, 0, 0, 3, 4]
+    assert Fixed(4).keep(None, counts).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_n_min_is_refused_for_drawn_tokens():
+    check_policy(Fixed(4, n_min=3), DraftKind.ONE_HOT)
+    check_policy(Fixed(4, n_min=1), DraftKind.SAMPLED)
+    with pytest.raises(UserError, match="n_min"):
+        check_policy(PMin(4, n_min=3), DraftKind.SAMPLED)
+    with pytest.raises(UserError, match="n_min"):
+        check_policy(get_policy("auto_off", v=V_TABLE, inner_options={"n_min": 2}), DraftKind.IID)
+
+
+def test_heuristic_of_hugging_face():
+    rounds = [(5, 5), (7, 7), (3, 4), (0, 0), (0, 1), (0, 1)]
+    assert lengths(Heuristic(8, start=5), rounds) == [5, 7, 8, 7, 7, 6, 5]
+    assert lengths(Heuristic(8, start=2), [(0, 1)] * 3) == [2, 1, 1, 1]
+
+
+def test_laws_in_view():
+    q = jnp.array(LAWS, jnp.float32)
+    ones = jnp.ones((3,), jnp.float32)
+    seen = view_law(q, depth_B=jnp.zeros((3,), jnp.int32), last_B=ones, needs=frozenset({"top10", "entropy"}))
+    np.testing.assert_allclose(seen.top, [0.5, 1 / 12, 1.0], rtol=1e-6)
+    np.testing.assert_allclose(seen.top10, [0.5, 0.1, 1.0], rtol=1e-6)
+    np.testing.assert_allclose(seen.entropy, [1.0296530, np.log(12), 0.0], rtol=1e-5)
+    lazy = view_law(q, depth_B=jnp.zeros((3,), jnp.int32), last_B=ones, needs=frozenset())
+    assert lazy.top10 is None and lazy.entropy is None
+
+
+def test_stopping_rules():
+    assert PMin(4, p_min=0.75).stop(None, view(top10=[0.74, 0.75, 1.0])).tolist() == [True, False, False]
+    assert PMin(4).stop(None, view(top=[0.1])).tolist() == [False]
+    assert Confidence(4).stop(None, view(last=[0.39, 0.41, 1.0])).tolist() == [True, False, False]
+    entropy = Entropy(4, threshold=0.5, scale=0.25)  # stops over 1 nat
+    assert entropy.stop(None, view(entropy=[0.0, 0.99, 1.01])).tolist() == [False, False, True]
+    for policy in (PMin(4, p_min=0.1), Confidence(4), entropy):
+        assert policy.needs
+
+
+# Cost model
+
+
+def best_length(alpha, cost, gamma):
+    """argmax over g of E(g) / T(g), in float64."""
+    speed = [1.0] + [
+        sum(alpha**i for i in range(g + 1)) / (cost.v[g] + cost.c * g + cost.c0) for g in range(1, gamma + 1)
+    ]
+    return int(np.argmax(speed)), speed
+
+
+@pytest.mark.parametrize("cost", [CostModel(V_TABLE), CostModel(V_TABLE, c=0.2), CostModel(V_TABLE, c=0.05, c0=0.3)])
+def test_cost_optimal_is_the_best_length(cost):
+    policy = CostOptimal(8, cost=cost, least=0)
+    alphas = np.array([0.02, 0.2, 0.4, 0.55, 0.7, 0.85, 0.97])
+    expected = [best_length(a, cost, 8) for a in alphas]
+    got = cost.speedups(jnp.array(alphas, jnp.float32), 8)
+    np.testing.assert_allclose(got, [speed for _, speed in expected], rtol=1e-5)
+    state = policy.init(7)._replace(accepted=jnp.array(alphas * 1e6, jnp.float32), tested=jnp.full((7,), 1e6))
+    assert policy.length(state).tolist() == [g for g, _ in expected]
+    assert dataclasses.replace(policy, least=2).length(state).min() == 2
+
+
+def test_acceptance_estimate_fades_and_ignores_rounds_without_a_draft():
+    cost = CostModel(V_TABLE, prior=0.5, weight=2.0, memory=0.5)
+    state = cost.init(1)
+    assert float(cost.alpha(state)[0]) == 0.5
+    state = cost.update(cost.update(state, verdict([4], [4])), verdict([0], [0]))
+    assert float(cost.alpha(state)[0]) == pytest.approx((4 + 1) / (4 + 2))
+    state = cost.update(state, verdict([1], [2]))
+    assert float(cost.alpha(state)[0]) == pytest.approx((2 + 1 + 1) / (2 + 2 + 2))
+
+
+def simulate(policy, cost, alphas, seed=0):
+    """Tokens per unit of time for chains whose tokens are accepted with chance alpha, and the lengths drafted."""
+    rng, state, update = np.random.default_rng(seed), policy.init(1), jax.jit(policy.update)
+    length = jax.jit(policy.length)
+    tokens = time = 0.0
+    asked = []
+    for alpha in alphas:
+        g = int(length(state)[0])
+        misses = np.flatnonzero(rng.random(g) >= alpha)
+        accepted = int(misses[0]) if len(misses) else g
+        state = update(state, verdict([accepted], [min(accepted + 1, g)]))
+        tokens, time = tokens + accepted + 1, time + cost.time(g)
+        asked.append(g)
+    return tokens / time, asked
+
+
+def test_auto_off_costs_next_to_nothing_when_drafts_are_bad():
+    cost = CostModel(V_TABLE)
+    policy = AutoOff(7, inner=Fixed(7), cost=cost)
+    speed, asked = simulate(policy, cost, [0.02] * 600)
+    assert speed > 0.97 and max(asked[20:]) <= policy.probe
+    assert 600 // (policy.every + 1) - 2 <= sum(g > 0 for g in asked[20:]) <= 600 // policy.every
+
+
+def test_auto_off_stays_on_when_drafts_are_good_and_comes_back():
+    cost = CostModel(V_TABLE)
+    policy = AutoOff(7, inner=Fixed(7), cost=cost)
+    _, asked = simulate(policy, cost, [0.9] * 100)
+    assert set(asked) == {7}
+    _, asked = simulate(policy, cost, [0.0] * 60 + [0.95] * 300)
+    assert 0 in asked[20:60] and set(asked[-50:]) == {7}
+
+
+def test_auto_off_probes_until_a_draft_is_tested():
+    """A lookup that finds nothing costs nothing, and says nothing."""
+    policy = AutoOff(4, inner=Fixed(4), cost=CostModel(V_TABLE, weight=0.01), every=3)
+    asked = lengths(policy, [(0, 1), *[(0, 0)] * 5, (0, 1), (0, 0)])
+    assert asked == [4, 0, 0, 0, 2, 2, 2, 0, 0]
+
+
+def test_auto_off_judges_the_length_the_inner_policy_asks_for():
+    """At alpha 0.4 one token pays and seven do not."""
+    cost = CostModel(V_TABLE, prior=0.4, weight=1e6)
+    assert not AutoOff(7, inner=Fixed(7), cost=cost).pays(AutoOff(7, inner=Fixed(7), cost=cost).init(1)).any()
+    policy = AutoOff(7, inner=Fixed(1), cost=cost)
+    assert policy.pays(policy.init(1)).all()
+
+
+# Names
+
+
+def test_names_of_the_field():
+    assert get_policy("n_min", draft_max=16, draft_min=5) == Fixed(16, n_min=5)
+    assert get_policy("p_min", draft_max=16, draft_p_min=0.9, draft_min=5) == PMin(16, n_min=5, p_min=0.9)
+    assert get_policy("hf_heuristic", num_assistant_tokens=6) == Heuristic(16, start=6)
+    assert get_policy("confidence", num_assistant_tokens=6) == Confidence(6, threshold=0.4)
+    inner = get_policy("auto_off", gamma=4, v=list(V_TABLE), inner="cost", c=0.1).inner
+    assert inner == CostOptimal(4, cost=CostModel(V_TABLE, c=0.1))
+    assert get_policy("fixed", n_min=None) == Fixed(7)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("fixt", {}, ["policy=fixt", "did you mean fixed?"]),
+        ("fixed", {"gama": 3}, ["policy.gama", "did you mean gamma?"]),
+        ("fixed", {"gamma": 0}, ["policy.gamma=0"]),
+        ("fixed", {"gamma": 3, "n_min": 4}, ["n_min=4", "gamma=3"]),
+        ("p_min", {"p_min": 1.1}, ["p_min=1.1"]),
+        ("heuristic", {"gamma": 4, "start": 5}, ["start=5"]),
+        ("cost", {}, ["policy.v is needed"]),
+        ("cost", {"v": [1.0, 1.2], "gamma": 4}, ["policy.gamma=4", "v(2)"]),
+        ("cost", {"v": [1.0, -1.0], "gamma": 1}, ["above 0"]),
+        ("cost", {"v": "abc"}, ["list of numbers"]),
+        ("auto_off", {"v": V_TABLE, "inner": "fixt"}, ["policy=fixt"]),
+        ("auto_off", {"v": V_TABLE, "probe": 9}, ["probe=9"]),
+        ("auto_off", {"v": V_TABLE, "gamma": 3, "inner": Fixed(5)}, ["policy.gamma=3", "5"]),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(name, options, words):
+    with pytest.raises(UserError) as error:
+        get_policy(name, **options)
+    assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
