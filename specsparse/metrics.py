@@ -44,6 +44,8 @@ class Counters:
     num_accepted_tokens_per_pos: the same by position in the draft, 0 first
     num_emitted_tokens: tokens given to the user (all come from rounds: the prompt's last token is fed by the first)
     target_passes: forwards of the target, the prompt's chunks included
+    alpha: sum over tested positions of the verifier's acceptance probability before the token is known; 0: not measured
+    alpha_var: sum of alpha_i (1 - alpha_i) over the same positions
     """
 
     num_rounds: int = 0
@@ -54,6 +56,8 @@ class Counters:
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
     num_emitted_tokens: int = 0
     target_passes: int = 0
+    alpha: float = 0.0
+    alpha_var: float = 0.0
     times: Times = field(default_factory=Times)
 
     def __add__(self, other: "Counters") -> "Counters":
@@ -91,11 +95,15 @@ DEFINITIONS: dict[str, str] = {
     "draft_acceptance_rate": "accepted / drafted tokens",
     "acceptance_per_position": "accepted at the position / drafts",
     "conditional_acceptance_per_position": "accepted at the position / accepted at the one before it",
+    "alpha": "mean over tested positions of the verifier's own acceptance probability (chains; not greedy, match, block)",
     "realised_alpha": "accepted / tested positions",
+    "alpha_z": "(accepted - sum alpha_i) / sqrt(sum alpha_i (1 - alpha_i)); beyond 4 something is wrong",
     "tokens_per_second": "emitted / decode time (prompt excluded)",
     "share_draft": "draft time / decode time",
     "share_verify": "verify time / decode time",
-    "share_rest": "everything else / decode time",
+    "share_sample": "law, verdict and sampling time / decode time",
+    "share_commit": "cache commit and bookkeeping time / decode time",
+    "share_rest": "everything but draft and verify / decode time",
     "speedup_ratio_of_totals": "sum of plain seconds per token / sum of speculative seconds per token, same prompts",
     "speedup_mean_of_ratios": "mean over prompts of plain / speculative seconds per token",
 }
@@ -121,12 +129,58 @@ def rates(counters: Counters) -> dict[str, Any]:
         "draft_acceptance_rate": _ratio(c.num_accepted_tokens, c.num_draft_tokens),
         "acceptance_per_position": [_ratio(a, c.num_drafts) for a in per_pos],
         "conditional_acceptance_per_position": [_ratio(a, b) for a, b in zip(per_pos, reached, strict=False)],
+        "alpha": _ratio(c.alpha, c.num_tested) or None,
         "realised_alpha": _ratio(c.num_accepted_tokens, c.num_tested),
+        "alpha_z": _ratio(c.num_accepted_tokens - c.alpha, c.alpha_var**0.5),
         "tokens_per_second": _ratio(c.num_emitted_tokens, t.total),
         "share_draft": t.draft / t.total if split else None,
         "share_verify": t.verify / t.total if split else None,
+        "share_sample": t.sample / t.total if split else None,
+        "share_commit": t.commit / t.total if split else None,
         "share_rest": 1 - (t.draft + t.verify) / t.total if split else None,
     }
+
+
+def _llama_cpp(c: Counters) -> dict[str, Any]:
+    """`examples/speculative` counts a tree's levels where we count its nodes; for a chain they are one."""
+    return {
+        "n_predict": c.num_emitted_tokens,
+        "n_drafted": c.num_draft_tokens,
+        "n_accept": c.num_accepted_tokens,
+        "accept": None if not c.num_draft_tokens else 100 * c.num_accepted_tokens / c.num_draft_tokens,
+    }
+
+
+def _sglang(c: Counters) -> dict[str, Any]:
+    """The bonus token stands in the numerator of both."""
+    return {
+        "spec_verify_ct": c.num_rounds,
+        "accept_length": _ratio(c.num_emitted_tokens, c.num_rounds),
+        "accept_rate": _ratio(c.num_emitted_tokens, c.num_draft_tokens),
+    }
+
+
+def _spec_bench(c: Counters) -> dict[str, Any]:
+    """The prompt's time counts."""
+    return {
+        "mean_accepted_tokens": _ratio(c.num_emitted_tokens, c.num_rounds),
+        "tokens_per_second": _ratio(c.num_emitted_tokens, c.times.prefill + c.times.total),
+    }
+
+
+STYLES = {"llama.cpp": _llama_cpp, "sglang": _sglang, "spec-bench": _spec_bench}
+"""Other projects' definitions by name."""
+
+
+def export(counters: Counters, style: str) -> dict[str, Any]:
+    """The counters as another project of `STYLES` defines and names them (`accept` of llama.cpp is in percent).
+
+    Raises:
+        ValueError: an unknown style.
+    """
+    if style not in STYLES:
+        raise ValueError(f"unknown style {style!r}; there are {', '.join(STYLES)}")
+    return STYLES[style](counters)
 
 
 class Speedup(NamedTuple):

@@ -51,7 +51,7 @@ class Method:
 def sampling_kernels(model: Model) -> SamplingKernels:
     """Argmax, laws and draws by the model's kernels."""
     if model.kernels.name == "native":
-        return SamplingKernels(native_cpu.argmax, native_cpu.law, native_cpu.draw)
+        return SamplingKernels(native_cpu.argmax, native_cpu.law, native_cpu.draw, native_cpu.check)
     return sampling.REFERENCE
 
 

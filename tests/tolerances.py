@@ -12,6 +12,7 @@ LINEAR_NMSE = {
     "residual": 1e-4,
     "silu": 1.5e-4,
     "relu": 1.5e-4,  # two factors with an error each
+    "biased": 1.5e-4,
     "relu2": 2e-4,  # three
 }
 """A product against float64, by call of `tests/kernels/test_kernels.py`; quantised weights where not "float": the
@@ -20,6 +21,9 @@ native kernels then round activations to int8, which costs 1/12 of a step of max
 ATTEND_NMSE = {"native": 1e-12, "reference": 1e-12, "xla": 1e-12, "keys": 1e-7}
 """Attention against float64 by implementation; "keys" are keys in the cache, where XLA may fuse the rotation's products
 and so change the last bit before it rounds to the cache's type."""
+
+FORWARD_NMSE = {"f32": 1e-11, "F32/f16": 1e-6, "F32/bf16": 5e-5, "Q8_0/f16": 1e-3, "Q8_0/bf16": 1e-3}
+"""Logits of a tiny model against float64, by weights and cache; "f32" is both, with any kernels."""
 
 LAW_RTOL = 2e-6
 """A probability of the native law against the jnp one: two roundings of exp, and of the sums."""

@@ -126,7 +126,8 @@ def _notes(found: dict[str, Any], model: Model) -> list[str]:
     notes = []
     read = found["machine"]["read_bytes_per_second"]
     if read["sd"] > BUSY_DEVIATION * read["mean"]:
-        notes.append(f"read bandwidth varied by {read['sd'] / read['mean']:.0%}: a busy machine, take the figures with care")
+        varied = f"read bandwidth varied by {read['sd'] / read['mean']:.0%}"
+        notes.append(f"{varied} between repeats: the machine was busy, take the figures with care")
     if model.kernels.name != "native":
         why = kernels.status()["why_not_native"] or "chosen"
         notes.append(f"these are the {model.kernels.name} kernels, not the native ones ({why})")

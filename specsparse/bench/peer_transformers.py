@@ -1,7 +1,7 @@
 """transformers + torch on the CPU as a peer: see `peer_llama_cpp` for the protocol.
 
-The GGUF file is dequantised to float32 or bfloat16 by transformers. `decode` is greedy `generate`, so that a token costs
-what its users pay; `prompt` and `verify` call the model. "open" takes `dtype` beside the rest.
+transformers dequantises the GGUF file to float32 or bfloat16. `decode` is greedy `generate`, so that a token costs what
+its users pay; `prompt` and `verify` call the model. "open" takes `dtype` beside the rest.
 """
 
 import json

@@ -39,8 +39,8 @@ class PeerKind:
 
 PEERS = {
     "llama.cpp": PeerKind("peer_llama_cpp.py", "llama-cpp-python"),
-    "transformers": PeerKind("peer_transformers.py", "transformers torch"),
-    "transformers-bf16": PeerKind("peer_transformers.py", "transformers torch", {"dtype": "bfloat16"}),
+    "transformers": PeerKind("peer_transformers.py", "transformers torch gguf accelerate"),
+    "transformers-bf16": PeerKind("peer_transformers.py", "transformers torch gguf accelerate", {"dtype": "bfloat16"}),
 }
 
 EXPECTED_TG = {"Q4_1": 149.0, "Q4_0": 201.0, "Q8_0": 165.0}

@@ -8,6 +8,7 @@ from typing import Any
 from specsparse.bench.measure import Plan, Results
 from specsparse.bench.samples import Samples, paired_ratio, summary
 from specsparse.bench.sides import OURS, Ours
+from specsparse.engine.config import PROJECTIONS
 from specsparse.engine.gguf import GGUFFile
 from specsparse.model import KV_DTYPES, Model
 
@@ -54,7 +55,7 @@ def kv_bytes(model: Model, tokens: float) -> float:
 def work_of(model: Model, method: str, n: int, depth: int, forwards: int = 1) -> Work:
     """The work of a test over n tokens after `depth`, in `forwards` passes of n / forwards rows."""
     c = model.config
-    layers = sum(out * cols for out, cols in (c.projection_shape(p) for p in _PROJECTIONS)) * c.n_layers
+    layers = sum(out * cols for out, cols in (c.projection_shape(p) for p in PROJECTIONS)) * c.n_layers
     mean_context = depth + (n + 1) / 2
     logits = 1 if method == "prompt" else n
     attention = 2 * c.n_layers * c.n_heads * c.head_dim * mean_context * n
@@ -64,9 +65,6 @@ def work_of(model: Model, method: str, n: int, depth: int, forwards: int = 1) ->
         moved_bytes=model.footprint.packed * forwards + cache,
         macs=layers * n + c.vocab_size * c.d_model * logits + attention,
     )
-
-
-_PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 
 
 def build(
@@ -95,14 +93,14 @@ def build(
     machine = results.machine
     read = summary(machine.read)
     peak_name = "f32" if main_type(f) in FLOATS else "int8"
-    peak = getattr(machine, peak_name)
+    peak: list[float] = getattr(machine, peak_name)
     rows = []
     for test in plan.tests():
         forwards = test.n if test.method == "decode" else 1
         work = work_of(model, test.method, test.n, ours.depth, forwards)
         for side, samples in results.samples[test.name].items():
             row = {"test": test.name, "engine": side, "n": test.n, "depth": ours.depth, **samples.to_dict()}
-            row |= _rates(work, samples, read=read["median"], peak=summary(peak)["median"] if peak else None)
+            row |= _rates(work, samples, read=machine.read, peak=peak)
             rows.append(row)
     return {
         "bench": "specsparse",
@@ -142,15 +140,15 @@ def _count(shape: tuple[int, ...]) -> int:
     return out
 
 
-def _rates(work: Work, samples: Samples, *, read: float, peak: float | None) -> dict[str, Any]:
-    """Bytes and multiply-adds a second, as shares of what the machine can do."""
-    s = samples.median_s
+def _rates(work: Work, samples: Samples, *, read: list[float], peak: list[float]) -> dict[str, Any]:
+    """Bytes and multiply-adds a second, as shares of what the machine could do in the same repeat (medians)."""
+    s, each = samples.median_s, samples.seconds
     return {
         "bytes_per_second": work.file_bytes / s,
         "moved_bytes_per_second": work.moved_bytes / s,
-        "share_of_read_bandwidth": work.file_bytes / s / read,
+        "share_of_read_bandwidth": paired_ratio([work.file_bytes / x for x in each], read)["median"],
         "macs_per_second": work.macs / s,
-        "share_of_compute_peak": work.macs / s / peak if peak else None,
+        "share_of_compute_peak": paired_ratio([work.macs / x for x in each], peak)["median"] if peak else None,
     }
 
 

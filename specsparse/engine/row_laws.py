@@ -25,11 +25,14 @@ class SamplingKernels(NamedTuple):
         argmax: (logits float32[R, V]) -> int32[R], the lowest index of the largest logit.
         law: (logits float32[R, V], LawRows, **steps) -> float32[R, V], see `reference_law`; may ignore `steps`.
         draw: (p float32[R, V], u float32[R]) -> int32[R], see `reference_draw`.
+        check: (logits float32[R, V]) -> bool[R], whether a row has neither NaN nor +inf and a token left; with it, raw
+            logits are not cleaned first: `argmax`, `law` and `draw` must then stay inside the vocabulary for any row.
     """
 
     argmax: Callable[[jax.Array], jax.Array]
     law: Callable[..., jax.Array]
     draw: Callable[[jax.Array, jax.Array], jax.Array]
+    check: Callable[[jax.Array], jax.Array] | None = None
 
 
 class LawRows(NamedTuple):

@@ -170,6 +170,21 @@ def _penalise(params: LawParams, x_RV: jax.Array, history: History, rows: Rows) 
     return x_RV - jnp.where(out_RV, presence_R1, zero)
 
 
+def _processed(
+    cfg: LawConfig,
+    params: LawParams,
+    logits_RV: jax.Array,
+    history: History | None,
+    rows: Rows | None,
+    kernels: SamplingKernels,
+) -> tuple[jax.Array, jax.Array]:
+    """`target_logits`, or one pass of `kernels.check` where the logits are used as they are."""
+    if cfg.raw and kernels.check is not None:
+        x_RV = logits_RV.astype(jnp.float32)
+        return x_RV, kernels.check(x_RV)
+    return target_logits(cfg, params, logits_RV, history, rows)
+
+
 def _law_rows(params: LawParams, rows: Rows | None) -> LawRows:
     numbers = (params.temperature, params.log_min_p, params.top_k, params.top_p)
     return LawRows(*(jnp.asarray(a) if rows is None else jnp.asarray(a)[rows.sequence] for a in numbers))
@@ -199,7 +214,7 @@ def law(
     Greedy rows are one-hot at the lowest index of the largest logit. A row without any token left is one-hot at 0, so
     that nothing later reads outside the vocabulary; its `ok` is False.
     """
-    x_RV, ok_R = target_logits(cfg, params, logits_RV, history, rows)
+    x_RV, ok_R = _processed(cfg, params, logits_RV, history, rows, kernels)
     return _law_of(cfg, params, x_RV, rows, kernels), ok_R
 
 
@@ -222,7 +237,7 @@ def sample(
     kernels: SamplingKernels = REFERENCE,
 ) -> tuple[jax.Array, jax.Array]:
     """Tokens int32[R] drawn from `law`, and ok bool[R]. `u_R` is not used (and may be None) where `cfg.greedy`."""
-    x_RV, ok_R = target_logits(cfg, params, logits_RV, history, rows)
+    x_RV, ok_R = _processed(cfg, params, logits_RV, history, rows, kernels)
     if cfg.greedy:
         return kernels.argmax(x_RV), ok_R
     if u_R is None:

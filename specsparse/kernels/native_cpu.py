@@ -14,7 +14,7 @@ from specsparse.kernels import reference
 from specsparse.kernels.qtensor import QTensor
 
 LIBRARY = Path(__file__).parent / "libspecsparse_kernels.so"
-TARGETS = ("specsparse_linear", "specsparse_embed", "specsparse_attend", "specsparse_argmax", "specsparse_law", "specsparse_draw")
+OPERATIONS = ("linear", "embed", "attend", "argmax", "check", "law", "draw")
 
 _CODES = ("nibble", "int8", "f32", "f16", "bf16")
 _SCALES = ("none", "d", "dm", "f32", "super", "super_min")
@@ -29,7 +29,10 @@ def _library() -> ctypes.CDLL | None:
         return None
     library.specsparse_isa.restype = ctypes.c_char_p
     library.specsparse_set_isa.argtypes = [ctypes.c_char_p]
-    for name in TARGETS:
+    for operation in OPERATIONS:
+        name = f"specsparse_{operation}"
+        if not hasattr(library, name):
+            raise UserError(f"{LIBRARY.name} is older than this checkout: build it again with `make native`")
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     wanted = os.environ.get("SPECSPARSE_ISA")
     if wanted and not library.specsparse_set_isa(wanted.encode()):
@@ -149,6 +152,11 @@ def attend(q, k, v, cache_k, cache_v, *, cos, sin, length, n_valid, parents=None
 def argmax(x):
     """`reference.argmax` by the C++ kernels."""
     return _call("specsparse_argmax", jax.ShapeDtypeStruct(x.shape[:1], jnp.int32))(x)
+
+
+def check(logits_RV):
+    """`engine.row_laws.reference_check` by the C++ kernels."""
+    return _call("specsparse_check", jax.ShapeDtypeStruct(logits_RV.shape[:1], jnp.bool_))(logits_RV)
 
 
 def law(logits_RV, rows, **_):

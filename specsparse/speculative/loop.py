@@ -1,9 +1,13 @@
 """One speculative round as a step of `engine.generate.run`: draft, one forward of the target, verdict, commit."""
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from specsparse.engine import cache as kv
+from specsparse.engine.cache import KVCache
 from specsparse.engine.generate import (
     Counters,
     DecodeState,
@@ -15,10 +19,11 @@ from specsparse.engine.generate import (
     score,
     target_uniform,
 )
-from specsparse.engine.llama import ForwardFn, Want
+from specsparse.engine.llama import ForwardFn, ForwardOut, Want
 from specsparse.engine.noise import Stream, uniform
 from specsparse.engine.sampling import LawConfig, SamplingKernels, chain_rows, law, sample, tree_rows
-from specsparse.speculative.base import Draft, DraftContext, Drafter, Feedback, Verdict, Verifier
+from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, Feedback, Verdict, Verifier
+from specsparse.speculative.drafters.synthetic import SyntheticRates, synthetic_verdict
 from specsparse.speculative.tree import node_depths, path_rows, row_parents
 from specsparse.speculative.verify import match_verdict, verify
 
@@ -39,6 +44,119 @@ def context(params, job: Job, state: DecodeState, *, max_nodes: int) -> DraftCon
     )
 
 
+def coins(job: Job, state: DecodeState, *, max_nodes: int) -> tuple[jax.Array, jax.Array]:
+    """A round's noise: float32[B, K] acceptance coins, and float32[B] of the token after them."""
+    use = {
+        "sample": job.sample[:, None],
+        "position": state.length[:, None],
+        "round": state.counters.rounds[:, None],
+    }
+    node_K = jnp.arange(max_nodes, dtype=jnp.int32)[None]
+    coins_BK = uniform(job.seed[:, None], stream=Stream.ACCEPT, node=node_K, **use)
+    return coins_BK, uniform(job.seed[:, None], stream=Stream.RESIDUAL, **use)[:, 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """The pieces of a round, pure and jit-able each: in one program they are a step, one by one they can be timed.
+
+    `params` is the pair (target's weights, drafter's weights).
+    """
+
+    forward: ForwardFn
+    config: LawConfig
+    kernels: SamplingKernels
+    drafter: Drafter
+    verifier: Verifier
+
+    def draft(self, params, job: Job, state: DecodeState) -> Drafted:
+        """The drafter's proposal."""
+        target, own = params
+        ctx = context(target, job, state, max_nodes=self.drafter.max_nodes)
+        return self.drafter.draft(own, state.drafter, ctx)
+
+    def verify(self, params, state: DecodeState, draft: Draft, cache: KVCache) -> tuple[ForwardOut, KVCache]:
+        """One forward of the target over the last token and the draft."""
+        n_valid_B = jnp.where(running(state), 1 + draft.count, 0)
+        parents_Bn = row_parents(draft.parents) if self.drafter.tree else None
+        want = Want(hidden=self.drafter.wants_hidden)
+        return self.forward(
+            params[0], _rows(state, draft), cache, n_valid_B=n_valid_B, parents_Bn=parents_Bn, want=want
+        )
+
+    def targets(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> jax.Array:
+        """int32[B, K+1], the target's own token at each row; -1 where its law is none."""
+        B, n, V = logits_BnV.shape
+        u_R = None if self.config.greedy else target_uniform(job, self._positions(draft, state)).reshape(-1)
+        token_R, ok_R = sample(
+            self.config, job.law, logits_BnV.reshape(B * n, V), state.history, self._law_rows(state, draft),
+            u_R=u_R, kernels=self.kernels,
+        )  # fmt: skip
+        return jnp.where(ok_R, token_R, -1).reshape(B, n)
+
+    def laws(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> jax.Array:
+        """float32[B, K+1, V], the target's law at each row. No mass where it is none: the sequence fails there."""
+        B, n, V = logits_BnV.shape
+        p_RV, ok_R = law(
+            self.config, job.law, logits_BnV.reshape(B * n, V), state.history, self._law_rows(state, draft),
+            kernels=self.kernels,
+        )  # fmt: skip
+        return jnp.where(ok_R[:, None], p_RV, jnp.float32(0)).reshape(B, n, V)
+
+    def accept(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> Verdict:
+        """The verifier's verdict."""
+        coins_BK, u_B = coins(job, state, max_nodes=draft.max_nodes)
+        if isinstance(self.verifier.rule, SyntheticRates):
+            target_Bn = self.targets(job, state, draft, logits_BnV)
+            return synthetic_verdict(draft, target_Bn, rates=self.verifier.rule, coins_BK=coins_BK)
+        if not self.verifier.needs_p:
+            return match_verdict(draft, self.targets(job, state, draft, logits_BnV))
+        p_BnV = self.laws(job, state, draft, logits_BnV)
+        return verify(self.verifier, draft, p_BnV, coins_BK=coins_BK, u_B=u_B, draw=self.kernels.draw, alpha=True)
+
+    def commit(
+        self, params, job: Job, state: DecodeState, cache: KVCache, drafted: Drafted, verdict: Verdict, out: ForwardOut
+    ) -> DecodeState:
+        """The state after the round: tokens, cache, counters, the drafter's own. `state` is the one before it."""
+        draft, live_B, start_B = drafted.draft, running(state), state.length
+        counters = state.counters
+        ctx = context(params[0], job, state._replace(cache=cache), max_nodes=self.drafter.max_nodes)
+        state, count_B = emit(state, job, verdict.tokens, verdict.count, verdict.failed & live_B)
+        # The rows of the root and of the accepted nodes; the last token emitted is fed next time.
+        if self.drafter.tree:
+            cache = kv.commit_path(cache, path_rows(verdict), count_B)
+        else:
+            cache = kv.commit(cache, count_B)
+        if self.config.logprobs is not None:
+            rows_Bn = jnp.maximum(path_rows(verdict), 0)
+            logits_BnV = jnp.take_along_axis(out.logits, rows_Bn[:, :, None], axis=1)
+            state = score(state, logits_BnV, jnp.maximum(verdict.tokens, 0), count_B, start_B)
+        state = state._replace(cache=cache, counters=count(counters, draft, verdict, live_B, count_B))
+        ctx = ctx._replace(tokens=state.tokens, length=state.length, cache=cache)
+        feedback = Feedback(draft, verdict, out.hidden)
+        return state._replace(drafter=self.drafter.commit(params[1], drafted.state, ctx, feedback))
+
+    def _law_rows(self, state: DecodeState, draft: Draft):
+        tokens_Bn = _rows(state, draft)
+        if self.config.raw or not self.drafter.tree:  # raw laws only ask which sequence a row belongs to
+            return chain_rows(tokens_Bn)
+        return tree_rows(tokens_Bn, row_parents(draft.parents), depth=self.drafter.max_depth)
+
+    def _positions(self, draft: Draft, state: DecodeState):
+        """int32[B, K+1], absolute position of the token that follows each row."""
+        if self.drafter.tree:
+            depth_BK = node_depths(draft.parents, max_depth=self.drafter.max_depth)
+        else:
+            depth_K = jnp.arange(1, draft.max_nodes + 1, dtype=jnp.int32)
+            depth_BK = jnp.broadcast_to(depth_K[None], draft.tokens.shape)
+        return state.length[:, None] + jnp.pad(depth_BK, ((0, 0), (1, 0)))
+
+
+def _rows(state: DecodeState, draft: Draft) -> jax.Array:
+    """int32[B, K+1], the tokens that the target is fed."""
+    return jnp.concatenate([last_token(state), draft.tokens], axis=1)
+
+
 def make_step(
     forward: ForwardFn,
     config: LawConfig,
@@ -51,70 +169,17 @@ def make_step(
 
     With a `match` verifier the output equals plain decoding bit for bit (contract C1).
     """
-    K = drafter.max_nodes
-    want = Want(hidden=drafter.wants_hidden)
+    pieces = Round(forward, config, kernels, drafter, verifier)
 
-    def rows_of(draft: Draft, tokens_Bn):
-        if config.raw or not drafter.tree:  # raw laws only ask which sequence a row belongs to
-            return chain_rows(tokens_Bn)
-        return tree_rows(tokens_Bn, row_parents(draft.parents), depth=drafter.max_depth)
-
-    def positions(draft: Draft, state: DecodeState):
-        """int32[B, K+1], absolute position of the token that follows each row."""
-        if drafter.tree:
-            depth_BK = node_depths(draft.parents, max_depth=drafter.max_depth)
-        else:
-            depth_BK = jnp.broadcast_to(jnp.arange(1, K + 1, dtype=jnp.int32)[None], draft.tokens.shape)
-        return state.length[:, None] + jnp.pad(depth_BK, ((0, 0), (1, 0)))
-
-    def judge(job: Job, draft: Draft, state: DecodeState, tokens_Bn, logits_BnV) -> Verdict:
-        B, n, V = logits_BnV.shape
-        logits_RV, rows = logits_BnV.reshape(B * n, V), rows_of(draft, tokens_Bn)
-        if not verifier.needs_p:
-            u_R = None if config.greedy else target_uniform(job, positions(draft, state)).reshape(-1)
-            token_R, ok_R = sample(config, job.law, logits_RV, state.history, rows, u_R=u_R, kernels=kernels)
-            return match_verdict(draft, jnp.where(ok_R, token_R, -1).reshape(B, n))
-        p_RV, ok_R = law(config, job.law, logits_RV, state.history, rows, kernels=kernels)
-        p_RV = jnp.where(ok_R[:, None], p_RV, jnp.float32(0))  # no mass: the sequence fails if this row decides
-        node_K = jnp.arange(K, dtype=jnp.int32)[None]
-        noise = {
-            "sample": job.sample[:, None],
-            "position": state.length[:, None],
-            "round": state.counters.rounds[:, None],
-        }
-        coins_BK = uniform(job.seed[:, None], stream=Stream.ACCEPT, node=node_K, **noise)
-        u_B = uniform(job.seed[:, None], stream=Stream.RESIDUAL, **noise)[:, 0]
-        return verify(verifier, draft, p_RV.reshape(B, n, V), coins_BK=coins_BK, u_B=u_B, draw=kernels.draw, alpha=True)
-
-    def step(params, job: Job, state: DecodeState) -> DecodeState:
-        target, own = params
-        live_B = running(state)
+    def step(params: Any, job: Job, state: DecodeState) -> DecodeState:
         with jax.named_scope("draft"):
-            ctx = context(target, job, state, max_nodes=K)
-            draft, drafter_state, cache = drafter.draft(own, state.drafter, ctx)
-        tokens_Bn = jnp.concatenate([last_token(state), draft.tokens], axis=1)
-        parents_Bn = row_parents(draft.parents) if drafter.tree else None
+            drafted = pieces.draft(params, job, state)
         with jax.named_scope("verify"):
-            n_valid_B = jnp.where(live_B, 1 + draft.count, 0)
-            out, cache = forward(target, tokens_Bn, cache, n_valid_B=n_valid_B, parents_Bn=parents_Bn, want=want)
+            out, cache = pieces.verify(params, state, drafted.draft, drafted.cache)
         with jax.named_scope("accept"):
-            verdict = judge(job, draft, state, tokens_Bn, out.logits)
-        before, start_B = state, state.length
-        state, count_B = emit(state, job, verdict.tokens, verdict.count, verdict.failed & live_B)
+            verdict = pieces.accept(job, state, drafted.draft, out.logits)
         with jax.named_scope("commit"):
-            # The rows of the root and of the accepted nodes; the last token emitted is fed next time.
-            if drafter.tree:
-                cache = kv.commit_path(cache, path_rows(verdict), count_B)
-            else:
-                cache = kv.commit(cache, count_B)
-        if config.logprobs is not None:
-            rows_Bn = jnp.maximum(path_rows(verdict), 0)
-            logits_BnV = jnp.take_along_axis(out.logits, rows_Bn[:, :, None], axis=1)
-            state = score(state, logits_BnV, jnp.maximum(verdict.tokens, 0), count_B, start_B)
-        state = state._replace(cache=cache, counters=count(before.counters, draft, verdict, live_B, count_B))
-        ctx = ctx._replace(tokens=state.tokens, length=state.length, cache=cache)
-        drafter_state = drafter.commit(own, drafter_state, ctx, Feedback(draft, verdict, out.hidden))
-        return state._replace(drafter=drafter_state)
+            return pieces.commit(params, job, state, cache, drafted, verdict, out)
 
     return step
 

@@ -93,7 +93,7 @@ def rows_of(cols: int) -> dict[str, np.ndarray]:
     x[5, 7] *= 1000
     out = {"x": x, "norm": rng.normal(1, 0.2, cols).astype(np.float32)}
     out["residual"] = rng.normal(size=(R, OUT[0])).astype(np.float32)
-    return out | {f"b{i}": rng.normal(size=n).astype(np.float32) for i, n in enumerate(OUT)}
+    return out | {f"b{i}": rng.normal(size=n).astype(np.float32) for i, n in enumerate((*OUT, OUT[0]))}
 
 
 def linears(kernels, w: tuple[QTensor, ...], a: dict, n_valid):
@@ -105,7 +105,8 @@ def linears(kernels, w: tuple[QTensor, ...], a: dict, n_valid):
         "qkv": kernels.linear(a["x"], (q, k, v), biases=(a["b0"], None, a["b2"]), **normed),
         "residual": kernels.linear(a["x"], (q,), biases=(a["b0"],), residual=a["residual"], n_valid=n_valid),
     }
-    return out | {act: kernels.linear(a["x"], (q, up), act=act, **normed) for act in ACTS}
+    out |= {act: kernels.linear(a["x"], (q, up), act=act, **normed) for act in ACTS}
+    return out | {"biased": kernels.linear(a["x"], (q, up), act="silu", biases=(a["b0"], a["b3"]), **normed)}
 
 
 @cache
@@ -150,6 +151,7 @@ def emulated(name: str):
         "residual": (a["residual"] + (times(x, w[0]) + a["b0"][None]),),
     }
     out |= {act: (emulation.activate(gate, act) * up,) for act in ACTS}
+    out["biased"] = (emulation.activate(gate + a["b0"][None], "silu") * (up + a["b3"][None]),)
     return out | {"embed": dense_weights(name)[0][np.clip(IDS, 0, OUT[0] - 1)]}
 
 
@@ -221,6 +223,8 @@ def exact(name: str) -> dict[str, tuple[np.ndarray, ...]]:
         "qkv": (gate + a["b0"], h @ k.T, h @ v.T + a["b2"]),
         "residual": (a["residual"] + x @ q.T + a["b0"],),
     }
+    z = gate + a["b0"]
+    out["biased"] = (z / (1 + np.exp(-z)) * (h @ up.T + a["b3"]),)
     return out | {name: (value * (h @ up.T),) for name, value in act.items()}
 
 

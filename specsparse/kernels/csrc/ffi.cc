@@ -21,6 +21,7 @@ constexpr int64_t kDescription = 23;  // integers that describe a matrix, its ta
 struct Description {
   Matrix matrix;
   int8_t lut[16];
+  const float* bias = nullptr;  // of the outputs, or null
 };
 
 // Reads matrix `index` of a description; false if the buffer does not hold it.
@@ -62,11 +63,11 @@ struct Scratch {
 };
 
 constexpr int64_t kTokenChunk = 64;         // rows of activations that stay in a core's cache
-constexpr int64_t kItemBytes = 128 << 10;    // most weight bytes of one item
+constexpr int64_t kItemBytes = 64 << 10;     // most weight bytes of one item
 
 // Groups one item takes: enough items for balance, few enough that the counter costs nothing.
 int64_t groups_per_item(int64_t groups, int64_t group_bytes) {
-  const int64_t even = std::max<int64_t>(1, groups / (8 * threads()));
+  const int64_t even = std::max<int64_t>(1, groups / (16 * threads()));
   return std::clamp<int64_t>(kItemBytes / std::max<int64_t>(group_bytes, 1), 1, even);
 }
 
@@ -88,6 +89,14 @@ void write_tile(const Output& out, const float* y, const int32_t* rows, int toke
       to[r] = from ? from[r] + v : v;
     }
   }
+}
+
+// Gate and up take their biases before the activation, not when the tile is written.
+void add_bias(const Description& w, int64_t group, int tokens, float* y) {
+  if (!w.bias) return;
+  const int64_t first = group * kRows, count = std::min<int64_t>(kRows, w.matrix.rows - first);
+  for (int t = 0; t < tokens; ++t)
+    for (int64_t r = 0; r < count; ++r) y[kRows * t + r] += w.bias[first + r];
 }
 
 constexpr int kTile = 8;  // rows written at a time
@@ -119,6 +128,8 @@ void multiply(const std::vector<Description>& weights, const std::vector<Output>
         op.dot(w, g - first[m], x, row, tokens, y);
         if (glu) {
           op.dot(weights[1].matrix, g, x, row, tokens, up);
+          add_bias(weights[0], g, tokens, y);
+          add_bias(weights[1], g, tokens, up);
           op.glu(y, up, tokens * kRows, act);
         }
         write_tile(outs[m], y, rows.data() + row, tokens, g - first[m]);
@@ -140,12 +151,12 @@ ffi::Error linear(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> norm, ffi::Buff
     auto bias = args.get<ffi::AnyBuffer>(2 * m + 1);
     if (!data || !bias || !describe(description, m, *data, &weights[m]) || weights[m].matrix.cols != cols)
       return ffi::Error::InvalidArgument("specsparse linear: matrix " + std::to_string(m) + " does not fit");
+    if (bias->element_count()) weights[m].bias = static_cast<const float*>(bias->untyped_data());
     quantise |= !weights[m].matrix.is_float();
     if (glu && m) continue;
     auto out = rets.get<ffi::AnyBuffer>(m);
     if (!out) return ffi::Error::InvalidArgument("specsparse linear: an output is missing");
-    outs[m] = {static_cast<float*>((*out)->untyped_data()),
-               bias->element_count() ? static_cast<const float*>(bias->untyped_data()) : nullptr,
+    outs[m] = {static_cast<float*>((*out)->untyped_data()), glu ? nullptr : weights[m].bias,
                residual.element_count() ? residual.typed_data() : nullptr, weights[m].matrix.rows};
   }
   const std::vector<int32_t> rows = valid_rows(n_valid, total);

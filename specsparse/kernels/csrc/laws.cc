@@ -166,6 +166,19 @@ int32_t draw_row(const float* p, int64_t count, float u) {
   return static_cast<int32_t>(block * kSumBlock + descend(heap, &t));
 }
 
+// Whether each row can be a law: no NaN, no +inf, and something above -inf.
+ffi::Error check(ffi::Buffer<ffi::F32> logits, ffi::ResultBuffer<ffi::PRED> out) {
+  const int64_t rows = logits.dimensions()[0], width = logits.dimensions()[1];
+  parallel(rows, [&](int64_t r, int) {
+    const float* x = logits.typed_data() + r * width;
+    constexpr float kInfinity = std::numeric_limits<float>::infinity();
+    int32_t bad = 0, alive = 0;
+    for (int64_t i = 0; i < width; ++i) bad |= !(x[i] < kInfinity), alive |= x[i] > -kInfinity;
+    out->typed_data()[r] = !bad && alive;
+  });
+  return ffi::Error::Success();
+}
+
 ffi::Error law(ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::F32> temperature, ffi::Buffer<ffi::F32> log_min_p,
                ffi::Buffer<ffi::S32> top_k, ffi::Buffer<ffi::F32> top_p, ffi::ResultBuffer<ffi::F32> out) {
   const int64_t rows = logits.dimensions()[0], width = logits.dimensions()[1];
@@ -188,6 +201,9 @@ ffi::Error draw(ffi::Buffer<ffi::F32> p, ffi::Buffer<ffi::F32> u, ffi::ResultBuf
 }  // namespace
 
 #pragma GCC visibility push(default)
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_check, check,
+                              ffi::Ffi::Bind().Arg<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::PRED>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_law, law,
                               ffi::Ffi::Bind()

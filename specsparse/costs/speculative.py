@@ -1,0 +1,70 @@
+"""Expected tokens of a round and the speed-up that follows, in plain numbers (`policy_cost` has the jit-able form).
+
+Times are in plain decoding steps: v(n) of a forward of n rows (v(1) = 1), c to draft a token, c0 a round's overhead.
+"""
+
+from collections.abc import Callable, Sequence
+
+
+def expected_tokens(alpha: float, gamma: int) -> float:
+    """E[tokens] of a round of gamma drafted tokens, each accepted with chance alpha on its own, the bonus included.
+
+    (1 - alpha^(gamma+1)) / (1 - alpha): Leviathan et al. 2211.17192, eq. 1.
+
+    Raises:
+        ValueError: alpha outside [0, 1] or gamma below 0.
+    """
+    if not 0 <= alpha <= 1 or gamma < 0:
+        raise ValueError(f"alpha={alpha} must lie in [0, 1] and gamma={gamma} be at least 0")
+    return float(sum(alpha**i for i in range(gamma + 1)))
+
+
+def expected_tokens_at(per_position: Sequence[float], gamma: int | None = None) -> float:
+    """The same from measured unconditional acceptance: 1 + sum over positions of P(accepted >= i)."""
+    return 1.0 + sum(per_position[:gamma])
+
+
+def expected_tokens_tree(parents: Sequence[int], node_rates: Sequence[float]) -> float:
+    """E[tokens] of a tree of nodes in order, each with its parent (-1: the root) before it.
+
+    A node adds the chance that the whole path to it is accepted (Sequoia 2402.12374, section 3.1).
+
+    Args:
+        parents: index of each node's parent.
+        node_rates: chance that a node is the one accepted once its parent was; siblings' rates add up to at most 1.
+    """
+    reach: list[float] = []
+    for parent, rate in zip(parents, node_rates, strict=True):
+        reach.append(rate * (1.0 if parent < 0 else reach[parent]))
+    return 1.0 + sum(reach)
+
+
+def realised_alpha(expected: float, gamma: int) -> float:
+    """The alpha at which `expected_tokens` gives `expected` tokens a round; by bisection, cut to [0, 1]."""
+    low, high = 0.0, 1.0
+    if expected >= gamma + 1:
+        return 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected_tokens(middle, gamma) < expected else (low, middle)
+    return low
+
+
+def round_cost(v: Callable[[int], float], gamma: int, *, c: float = 0.0, c0: float = 0.0) -> float:
+    """Time of a round in plain steps: v(gamma+1) + gamma c + c0; a round without a draft is a plain step."""
+    return v(gamma + 1) + gamma * c + c0 if gamma else v(1)
+
+
+def predicted_speedup(
+    alpha: float, gamma: int, v: Callable[[int], float], *, c: float = 0.0, c0: float = 0.0
+) -> float:
+    """E[tokens] / (v(gamma+1) + gamma c + c0)."""
+    return expected_tokens(alpha, gamma) / round_cost(v, gamma, c=c, c0=c0)
+
+
+def best_gamma(
+    alpha: float, v: Callable[[int], float], *, c: float = 0.0, c0: float = 0.0, most: int = 16
+) -> tuple[int, float]:
+    """The draft length of the highest predicted speed-up and that speed-up; 0 where no draft pays."""
+    found = [(g, predicted_speedup(alpha, g, v, c=c, c0=c0)) for g in range(most + 1)]
+    return max(found, key=lambda pair: pair[1])

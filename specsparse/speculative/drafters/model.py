@@ -1,0 +1,163 @@
+"""The model drafter: a model, or a part of the target, writes a chain token by token."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specsparse.engine import cache as kv
+from specsparse.engine.cache import KVCache
+from specsparse.errors import UserError
+from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback
+from specsparse.speculative.drafters.draft_law import DraftLaw, draft_uniform
+from specsparse.speculative.drafters.sources import DraftWeights, Source
+from specsparse.speculative.policy import Policy, check_policy, view_law
+from specsparse.speculative.tree import TreeTemplate
+
+
+class ModelState(NamedTuple):
+    """What a model drafter carries from round to round: its source's and its policy's state."""
+
+    source: Any
+    policy: Any
+
+
+class _Chain(NamedTuple):
+    """A draft in the making.
+
+    Attributes:
+        cache: of the source, its length counting the drafted tokens fed.
+        tokens: int32[B, K].
+        q: float32[B, K, V], or None for one-hot drafts.
+        count: int32[B].
+        live: bool[B], whether another node may follow.
+        last: float32[B], the draft's probability of the token drawn last.
+    """
+
+    cache: KVCache
+    tokens: jax.Array
+    q: jax.Array | None
+    count: jax.Array
+    live: jax.Array
+    last: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelDrafter(Drafter):
+    """Drafts a chain with a source of logits; time follows the tokens drafted, not K.
+
+    Draws from q (noise stream `draft`, keyed by position, round and node) and records it, or takes the argmax.
+
+    Attributes:
+        source: where logits come from.
+        law: the draft's own temperature and truncation.
+        policy: how many tokens to draft and when to stop; asked before a node is drawn.
+        draw: `DraftKind.SAMPLED` or `DraftKind.ONE_HOT`.
+    """
+
+    source: Source
+    law: DraftLaw
+    policy: Policy
+    draw: DraftKind = DraftKind.ONE_HOT
+
+    def __post_init__(self):
+        if self.draw not in (DraftKind.ONE_HOT, DraftKind.SAMPLED):
+            raise UserError(f"a chain is argmax or sampled, not {self.draw.value}")
+        check_policy(self.policy, self.draw)
+
+    @property
+    def kind(self) -> DraftKind:
+        """As it was asked for."""
+        return self.draw
+
+    @property
+    def max_nodes(self) -> int:
+        """K, the policy's gamma."""
+        return self.policy.gamma
+
+    @property
+    def max_depth(self) -> int:
+        """K."""
+        return self.policy.gamma
+
+    @property
+    def tree(self) -> bool:
+        """A chain."""
+        return False
+
+    def init(self, params: DraftWeights, ctx: DraftContext, *, hidden: jax.Array | None = None) -> ModelState:
+        """Feeds the prompt to the source."""
+        return ModelState(self.source.init(params, ctx), self.policy.init(ctx.length.shape[0]))
+
+    def draft(self, params: DraftWeights, state: ModelState, ctx: DraftContext) -> Drafted:
+        """A chain of at most `budget` tokens; a sequence without budget costs nothing and catches up later."""
+        batch, K = ctx.length.shape[0], self.max_nodes
+        budget_B = jnp.minimum(self.policy.budget(state.policy, ctx), self.source.room(state.source, ctx))
+        budget_B = jnp.clip(budget_B, 0, K)
+        cache, logits_BN = self.source.open(params, state.source, ctx, budget_B > 0)
+        sampled = self.draw is DraftKind.SAMPLED
+        chain = _Chain(
+            cache=cache,
+            tokens=jnp.zeros((batch, K), jnp.int32),
+            q=jnp.zeros((batch, K, self.source.vocab.target), jnp.float32) if sampled else None,
+            count=jnp.zeros((batch,), jnp.int32),
+            live=budget_B > 0,
+            last=jnp.ones((batch,), jnp.float32),
+        )
+        chain = self._add(params, state, ctx, chain, logits_BN, jnp.int32(0), budget_B)
+
+        def step(carry):
+            i, chain = carry
+            token_B1 = jax.lax.dynamic_slice_in_dim(chain.tokens, i - 1, 1, axis=1)
+            live_B = chain.live.astype(jnp.int32)
+            logits_B1N, cache = self.source.feed(params, ctx, chain.cache, token_B1, n_valid_B=live_B)
+            chain = chain._replace(cache=kv.commit(cache, live_B))
+            return i + 1, self._add(params, state, ctx, chain, logits_B1N[:, 0], i, budget_B)
+
+        _, chain = jax.lax.while_loop(lambda c: c[1].live.any(), step, (jnp.int32(1), chain))
+        source, cache = self.source.close(state.source, chain.cache, ctx)
+        count_B = self.policy.keep(state.policy, chain.count)
+        draft = Draft(chain.tokens, TreeTemplate.chain(K).parents_array(batch), count_B, chain.q)
+        return Drafted(draft, ModelState(source, state.policy), cache)
+
+    def commit(self, params: DraftWeights, state: ModelState, ctx: DraftContext, feedback: Feedback) -> ModelState:
+        """Keeps the accepted tokens in the source's cache; the last node of a draft was never fed."""
+        fed_B = jnp.maximum(feedback.draft.count - 1, 0)
+        kept_B = jnp.minimum(feedback.verdict.accepted, fed_B)
+        source = self.source.keep(state.source, None, kept_B)
+        return ModelState(source, self.policy.update(state.policy, feedback.verdict))
+
+    def _add(self, params, state, ctx, chain: _Chain, logits_BN, i, budget_B) -> _Chain:
+        """Node i of the sequences that are live, from the logits before it, unless the policy stops there."""
+        live_B, sampled = chain.live, self.draw is DraftKind.SAMPLED
+        q_BN = None
+        if sampled:
+            q_BN, ok_B = self.law.law(logits_BN)
+            live_B = live_B & ok_B  # a law that is none ends the draft
+        elif self.policy.needs:
+            q_BN = self.law.confidence(logits_BN)
+        if self.policy.needs:
+            view = view_law(q_BN, depth_B=chain.count, last_B=chain.last, needs=self.policy.needs)
+            live_B = live_B & ~self.policy.stop(state.policy, view)
+        if sampled:
+            column_B = self.law.draw(q_BN, draft_uniform(ctx, depth=i + 1, node=i)[:, 0])
+        else:
+            column_B = self.law.top(logits_BN)
+        token_B = jnp.where(live_B, self.source.vocab.token_ids(params, column_B), 0)
+        last_B = chain.last
+        if "last" in self.policy.needs:
+            last_B = jnp.take_along_axis(q_BN, column_B[:, None], axis=1)[:, 0]
+        count_B = chain.count + live_B.astype(jnp.int32)
+        return _Chain(
+            cache=chain.cache,
+            tokens=jax.lax.dynamic_update_slice_in_dim(chain.tokens, token_B[:, None], i, axis=1),
+            q=None if not sampled else self._record(params, chain.q, q_BN, i),
+            count=count_B,
+            live=live_B & (count_B < budget_B),
+            last=last_B,
+        )
+
+    def _record(self, params, q_BKV, q_BN, i):
+        wide_BV = self.source.vocab.widen(params, q_BN)
+        return jax.lax.dynamic_update_slice_in_dim(q_BKV, wide_BV[:, None], i, axis=1)
