@@ -1,27 +1,33 @@
 """What notebooks use: load a model, generate, stream."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from specsparse import hostloop
 from specsparse.engine.generate import Finish
 from specsparse.engine.params import SamplingParams
 from specsparse.errors import UserError
+from specsparse.hostloop import Watch
 from specsparse.metrics import Counters
 from specsparse.model import Model, load
 from specsparse.session import ALL_ROUNDS, Method, Sequence, Session
 from specsparse.speculative.base import Drafter, Verifier
+from specsparse.speculative.drafters.plan import DrafterPlan
 from specsparse.speculative.drafters.registry import get_drafter
-from specsparse.speculative.verify import check_pair, get_verifier, valid_verifiers
+from specsparse.speculative.drafters.with_policy import PolicyReport
+from specsparse.speculative.method import choose_verifier
 from specsparse.stopping import TextStop
 
 __all__ = ["Generation", "GenerationStats", "Model", "SamplingParams", "Stream", "generate", "load", "stream"]
 
 _ROUNDS_BETWEEN_STOP_CHECKS = 16
 _ROUNDS_PER_PIECE = 4
+LOOPS = ("jit", "host")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +40,7 @@ class GenerationStats:
         compile_s: compiling programs that this call was the first to need.
         prefill_s, prefill_tokens: the prompt, without its last token.
         decode_s, decode_tokens: everything after it.
+        policy: what the draft-length policy did, or None.
     """
 
     counters: Counters
@@ -43,6 +50,7 @@ class GenerationStats:
     prefill_tokens: int
     decode_s: float
     decode_tokens: int
+    policy: PolicyReport | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +97,11 @@ def generate(
     *,
     max_tokens: int | None = None,
     sampling: SamplingParams | None = None,
-    drafter: str | Drafter | None = None,
+    drafter: str | Drafter | DrafterPlan | None = None,
     verifier: str | Verifier | None = None,
     seed: int = 0,
+    loop: str = "jit",
+    watch: Watch | None = None,
     **fields: Any,
 ) -> Generation | list[Generation]:
     """Generates a continuation of one prompt, or of each prompt of a list in one batch.
@@ -101,9 +111,12 @@ def generate(
         prompt: text, token ids, or a chat (a list of {"role", "content"}); a list of texts or of id lists is a batch.
         max_tokens: most tokens to generate; wins over the field of `sampling`.
         sampling: default greedy.
-        drafter: a registered name, a `Drafter`, or None for plain decoding.
+        drafter: a registered name, a `Drafter`, a plan of one (`get_drafter`), or None for plain decoding.
         verifier: a registered name or a `Verifier`; by default the first lossless one that fits the drafter.
         seed: of the noise, where `sampling.seed` is None.
+        loop: "jit", the whole decode in one program; or "host", a program a stage: slower, the same tokens, and the
+            counters have the time of each stage.
+        watch: called with every speculative round (`hostloop.RoundView`); the loop is the host's then.
         fields: further fields of `SamplingParams`, which win over `sampling`.
 
     Returns:
@@ -114,14 +127,16 @@ def generate(
     """
     params = _params(model, sampling, max_tokens, fields)
     prompts, many = _prompts(prompt)
-    method = make_method(drafter, verifier, params)
+    method = make_method(model, drafter, verifier, params)
     ids = [prompt_ids(model, p, params) for p in prompts]
     count = params.num_sequences
     base = _seed(seed) if params.seed is None else params.seed
     ranked = params.merged(logprobs=0) if count > params.n and params.logprobs is None else params
     sequences = [Sequence(i, ranked, base, sample) for i in ids for sample in range(count)]
+    if loop not in LOOPS:
+        raise UserError(f"loop={loop!r} must be one of {', '.join(LOOPS)}")
     session = Session(model, sequences, method)
-    _decode(session)
+    _decode(session, partial(hostloop.run, session, watch=watch) if loop == "host" or watch else session.advance)
     out = [_generation(session, b) for b in range(len(sequences))]
     out = [g for start in range(0, len(out), count) for g in _best(out[start : start + count], params)]
     return out if many or params.n > 1 else out[0]
@@ -163,7 +178,7 @@ def stream(
     *,
     max_tokens: int | None = None,
     sampling: SamplingParams | None = None,
-    drafter: str | Drafter | None = None,
+    drafter: str | Drafter | DrafterPlan | None = None,
     verifier: str | Verifier | None = None,
     seed: int = 0,
     **fields: Any,
@@ -173,13 +188,18 @@ def stream(
     prompts, many = _prompts(prompt)
     if many or params.num_sequences > 1:
         raise UserError("stream takes one prompt and n=1; use generate for more")
-    method = make_method(drafter, verifier, params)
+    method = make_method(model, drafter, verifier, params)
     base = _seed(seed) if params.seed is None else params.seed
     return Stream(Session(model, [Sequence(prompt_ids(model, prompts[0], params), params, base)], method))
 
 
-def make_method(drafter: str | Drafter | None, verifier: str | Verifier | None, params: SamplingParams) -> Method:
-    """The method of a drafter and a verifier, refused where the pair does not keep its promise."""
+def make_method(
+    model: Model, drafter: str | Drafter | DrafterPlan | None, verifier: str | Verifier | None, params: SamplingParams
+) -> Method:
+    """The method of a drafter and a verifier, refused where the pair does not keep its promise.
+
+    A drafter that needs a model is bound to `model` here; its draft model is loaded the first time.
+    """
     if isinstance(drafter, str) and drafter == "none":
         drafter = None
     if drafter is None:
@@ -187,16 +207,17 @@ def make_method(drafter: str | Drafter | None, verifier: str | Verifier | None, 
             raise UserError("a verifier needs a drafter: give drafter=prompt_lookup, or leave the verifier out")
         return Method()
     drafter = get_drafter(drafter) if isinstance(drafter, str) else drafter
-    if not isinstance(drafter, Drafter):
+    if not isinstance(drafter, Drafter | DrafterPlan):
         raise UserError(f"drafter must be a registered name or a Drafter, not {type(drafter).__name__}")
     temperature = 0.0 if params.greedy else params.temperature
-    if verifier is None:
-        verifier = valid_verifiers(drafter.kind, tree=drafter.tree, temperature=temperature)[0]
-    verifier = get_verifier(verifier) if isinstance(verifier, str) else verifier
-    if not isinstance(verifier, Verifier):
-        raise UserError(f"verifier must be a registered name or a Verifier, not {type(verifier).__name__}")
-    check_pair(drafter, verifier, temperature=temperature)
-    return Method(drafter, verifier)
+    verifier = choose_verifier(drafter, verifier, temperature=temperature)
+    if isinstance(drafter, Drafter):
+        return Method(drafter, verifier)
+    if drafter not in model.drafters:
+        load_draft = partial(load, backend=model.kernels.name, kv_dtype=model.kv_dtype)
+        model.drafters[drafter] = drafter.bind(model, load_draft)
+    bound = model.drafters[drafter]
+    return Method(bound.drafter, verifier, bound.weights)
 
 
 def _params(model: Model, sampling: SamplingParams | None, max_tokens: int | None, fields: dict) -> SamplingParams:
@@ -246,13 +267,13 @@ def prompt_ids(model: Model, prompt: Any, params: SamplingParams) -> np.ndarray:
     return model.check_ids(ids)
 
 
-def _decode(session: Session) -> None:
+def _decode(session: Session, advance: Callable[[int], None]) -> None:
     """Runs a session to its end, looking for stop strings now and then where there are any."""
     if not any(s.params.stop for s in session.sequences):
-        session.advance(ALL_ROUNDS)
+        advance(ALL_ROUNDS)
         return
     while Finish.RUNNING in session.finish:
-        session.advance(_ROUNDS_BETWEEN_STOP_CHECKS)
+        advance(_ROUNDS_BETWEEN_STOP_CHECKS)
         for b, (s, f) in enumerate(zip(session.sequences, session.finish, strict=True)):
             if f == Finish.RUNNING and s.params.stop:
                 stop = TextStop(s.params)
@@ -311,6 +332,7 @@ def _generation(session: Session, b: int) -> Generation:
         prefill_tokens=len(sequence.prompt) - 1,
         decode_s=session.decode_s,
         decode_tokens=len(tokens),
+        policy=session.policy(b),
     )
     return Generation(
         token_ids=tuple(int(t) for t in tokens),

@@ -50,6 +50,14 @@ class VerifierSpec:
 
 
 @dataclass(frozen=True)
+class TreeSpec:
+    """The shape of the drafts of a drafter with a model and its own options; the name "chain" is no tree."""
+
+    name: str = "chain"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class PolicySpec:
     """How many tokens to propose in a round; gamma >= 1."""
 
@@ -77,8 +85,43 @@ class TrackerSpec:
 
 
 @dataclass(frozen=True)
+class CompareSpec:
+    """Which methods `kind: compare` tries: every valid pair; `verifiers` None is all lossless ones."""
+
+    drafters: tuple[str, ...] = ("prompt_lookup",)
+    verifiers: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class CertifySpec:
+    """What `kind: certify` enumerates; see `speculative.certify.certify`."""
+
+    verifiers: tuple[str, ...] | None = None
+    vocab: int = 4
+    gamma: int = 3
+    mutants: bool = True
+
+
+@dataclass(frozen=True)
+class RooflineSpec:
+    """What `kind: roofline` predicts for: a device by name, tokens in the cache; `refresh` measures this one again."""
+
+    device: str = "this"
+    kv_length: int | None = None
+    refresh: bool = False
+
+
+@dataclass(frozen=True)
 class RunConfig:
-    """One run, validated. `composed` is the whole config as plain containers, for the record."""
+    """One run, validated. `composed` is the whole config as plain containers, for the record.
+
+    Attributes:
+        kind: what is run, a name of `experiments.KINDS`.
+        loop: "jit", or "host" to decode with the host loop beside the loop in one program.
+        time_split: tokens to decode round by round per task, for the time split; 0: none.
+        trace: show the first pass round by round.
+        record_laws: tokens of each law of p and q to keep for `replay`; 0: none.
+    """
 
     model: ModelSpec
     drafter: DrafterSpec
@@ -87,6 +130,7 @@ class RunConfig:
     sampling: dict[str, Any]
     data: DataSpec
     tracker: TrackerSpec
+    tree: TreeSpec = TreeSpec()
     name: str = "run"
     max_tokens: int = 128
     seed: int = 0
@@ -94,6 +138,14 @@ class RunConfig:
     warmup: bool = True
     stream: bool = True
     debug: bool = False
+    kind: str = "speed"
+    loop: str = "jit"
+    time_split: int = 0
+    trace: bool = False
+    record_laws: int = 0
+    compare: CompareSpec = CompareSpec()
+    certify: CertifySpec = CertifySpec()
+    roofline: RooflineSpec = RooflineSpec()
     composed: dict[str, Any] = field(default_factory=dict, repr=False)
 
 
@@ -106,11 +158,19 @@ _AT_LEAST = {
     "model.context_length": 1,
     "model.threads": 1,
     "data.limit_per_task": 1,
+    "time_split": 0,
+    "record_laws": 0,
+    "certify.vocab": 2,
+    "certify.gamma": 1,
+    "roofline.kv_length": 0,
 }
 _CHOICES = {
     "model.kv_dtype": ("f32", "f16", "bf16"),
     "model.rope_scaling": ("none", "linear", "yarn"),
     "model.backend": ("native", "reference", "xla"),
+    "loop": ("jit", "host"),
+    "certify.vocab": (2, 3, 4, 5, 6),
+    "certify.gamma": (1, 2, 3),
 }
 
 
@@ -145,7 +205,7 @@ def from_omegaconf(cfg: Any) -> RunConfig:
     for key, choices in _CHOICES.items():
         value = _look_up(plain, key)
         if value is not None and value not in choices:
-            raise UserError(f"{key}={value}: must be one of {', '.join(choices)}")
+            raise UserError(f"{key}={value}: must be one of {', '.join(map(str, choices))}")
     run = _build(RunConfig, {**plain, "composed": plain}, "")
     sampling_params(run)  # fails here, not after the model is loaded
     return run

@@ -72,7 +72,7 @@ def report(out: Console, record: RunRecord) -> None:
     """The table, the verdict on the text, and the timing lines."""
     out.print(Text(title(record), style="bold"))
     out.print(table(record))
-    for line in (*verdict_lines(record), *timing_lines(record)):
+    for line in (*verdict_lines(record), *map(Text, record.notes), *timing_lines(record)):
         out.print(line)
 
 
@@ -110,7 +110,7 @@ def rows(groups: list[Group]) -> list[tuple[str, list[str]]]:
         if any(sides):
             out.append((f"{name}, GB/s", [_number(s and s.bytes_per_second, 1e-9, ".1f") for s in sides]))
             out.append(("  of read bandwidth", [_number(s and s.bandwidth_share, 100, ".0f", " %") for s in sides]))
-    for name in ("draft", "verify", "rest"):
+    for name in ("draft", "verify", "sample", "commit"):
         cells = [_rate(s, f"share_{name}", ".0%") for s in method]
         if any(c != "-" for c in cells):
             out.append((f"time in {name}", cells))
@@ -127,6 +127,12 @@ def _method_rows(groups: list[Group], method: list[Side | None]) -> list[tuple[s
         ("tokens per target pass", [_rate(s, "tokens_per_target_pass", ".2f") for s in method]),
         ("mean acceptance length", [_rate(s, "mean_acceptance_length", ".2f") for s in method]),
     ]
+    if any(s and s.rates["alpha"] is not None for s in method):
+        out += [
+            ("alpha", [_rate(s, "alpha", ".3f") for s in method]),
+            ("  realised", [_rate(s, "realised_alpha", ".3f") for s in method]),
+            ("  z", [_rate(s, "alpha_z", "+.1f") for s in method]),
+        ]
     for i in range(max(map(len, per_pos), default=0)):
         cells = [_number(p[i] if i < len(p) else None, 100, ".0f", " %") for p in per_pos]
         out.append((f"  accepted at position {i + 1}", cells))
@@ -155,7 +161,8 @@ def verdict_lines(record: RunRecord) -> list[Text]:
             lines.append(Text(text, style="bold red"))
         else:
             text = f"{found.differing} of {found.tokens} tokens differ from plain decoding"
-            lines.append(Text(f"{text}; this verifier keeps the law only"))
+            keeps = "this verifier keeps the law only" if "lossless" in record.method["label"] else record.method["label"]
+            lines.append(Text(f"{text}; {keeps}"))
     faster = record.groups["all"].speedup
     if faster is not None:
         text = f"speed-up {faster.ratio_of_totals:.2f} (mean of ratios {faster.mean_of_ratios:.2f}"
@@ -164,7 +171,7 @@ def verdict_lines(record: RunRecord) -> list[Text]:
         lines.append(Text(text + "): plain / speculative decode time, same prompts and tokens, interleaved"))
         split = record.groups["all"].sides[SPECULATIVE].rates["share_draft"]
         if split is None:
-            lines.append(Text("time in draft, verify and the rest: not measured in this run"))
+            lines.append(Text("time in draft, verify, sample and commit: not measured in this run"))
     if record.read_bandwidth:
         lines.append(Text(f"read bandwidth of this machine: {record.read_bandwidth / 1e9:.1f} GB/s"))
     return lines

@@ -56,9 +56,9 @@ class Counters:
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
     num_emitted_tokens: int = 0
     target_passes: int = 0
+    times: Times = field(default_factory=Times)
     alpha: float = 0.0
     alpha_var: float = 0.0
-    times: Times = field(default_factory=Times)
 
     def __add__(self, other: "Counters") -> "Counters":
         """The counters of both runs together; the shorter list of positions is padded with zeros."""

@@ -13,15 +13,16 @@ import numpy as np
 
 from specsparse import kernels, models
 from specsparse.engine import cache as kv
-from specsparse.engine import llama, rope, weights
+from specsparse.engine import llama, rope, sampling, weights
 from specsparse.engine.config import OVERRIDES, ModelConfig
 from specsparse.engine.generate import piece, prompt_pieces
 from specsparse.engine.gguf import open_gguf
 from specsparse.engine.llama import ForwardFn, Want
+from specsparse.engine.sampling import SamplingKernels
 from specsparse.engine.tokenizer import Tokenizer
 from specsparse.engine.weights import Footprint, Params
 from specsparse.errors import UserError
-from specsparse.kernels import Kernels
+from specsparse.kernels import Kernels, native_cpu
 
 KV_DTYPES = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16}
 _CAPACITY_STEP = 256
@@ -43,6 +44,8 @@ class Model:
         footprint: bytes of weights that one decoding step reads.
         load_s: seconds that loading took.
         rope_factors: f32[d/2] or None.
+        programs: compiled programs, by what they close over.
+        drafters: drafters bound to this model, by plan, so that a draft model is loaded once.
     """
 
     config: ModelConfig
@@ -56,7 +59,20 @@ class Model:
     load_s: float = 0.0
     rope_factors: np.ndarray | None = field(default=None, repr=False)
     programs: dict = field(default_factory=dict, repr=False)
+    drafters: dict = field(default_factory=dict, repr=False)
     _tables: dict = field(default_factory=dict, repr=False)
+
+    @property
+    def sampling_kernels(self) -> SamplingKernels:
+        """Argmax, laws and draws by the model's kernels."""
+        if self.kernels.name == "native":
+            return SamplingKernels(native_cpu.argmax, native_cpu.law, native_cpu.draw, native_cpu.check)
+        return sampling.REFERENCE
+
+    @property
+    def cache_dtype(self):
+        """Type of the cached keys and values."""
+        return KV_DTYPES[self.kv_dtype]
 
     def capacity_for(self, tokens: int) -> int:
         """Slots of a cache that holds `tokens` tokens, at most the context."""
@@ -80,7 +96,7 @@ class Model:
             kv_heads=self.config.n_kv_heads,
             capacity=capacity,
             head_dim=self.config.head_dim,
-            dtype=KV_DTYPES[self.kv_dtype],
+            dtype=self.cache_dtype,
         )
 
     def check_ids(self, ids: Sequence[int]) -> np.ndarray:

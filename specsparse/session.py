@@ -14,12 +14,12 @@ from specsparse.engine import generate, sampling
 from specsparse.engine.generate import DecodeState, Finish, Job
 from specsparse.engine.noise import seed_words
 from specsparse.engine.params import SamplingParams
-from specsparse.engine.row_laws import SamplingKernels
-from specsparse.kernels import native_cpu
-from specsparse.metrics import Counters
+from specsparse.metrics import Counters, Times
 from specsparse.model import Model
 from specsparse.speculative import loop
 from specsparse.speculative.base import Drafter, Verifier
+from specsparse.speculative.drafters.model import ModelDrafter
+from specsparse.speculative.drafters.with_policy import PolicyReport, WithPolicy, policy_report
 
 ALL_ROUNDS = 2**30
 
@@ -36,23 +36,16 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Method:
-    """How to decode: both None is plain decoding. `weights` are the drafter's, or None."""
+    """How to decode: both None is plain decoding. `weights` makes the drafter's for a cache capacity, or is None."""
 
     drafter: Drafter | None = None
     verifier: Verifier | None = None
-    weights: Any = None
+    weights: Callable[[int], Any] | None = None
 
     @property
     def max_nodes(self) -> int:
         """K."""
         return self.drafter.max_nodes if self.drafter else 0
-
-
-def sampling_kernels(model: Model) -> SamplingKernels:
-    """Argmax, laws and draws by the model's kernels."""
-    if model.kernels.name == "native":
-        return SamplingKernels(native_cpu.argmax, native_cpu.law, native_cpu.draw, native_cpu.check)
-    return sampling.REFERENCE
 
 
 class Session:
@@ -61,17 +54,20 @@ class Session:
     Attributes:
         state: on the device; donated to each call.
         compile_s, prefill_s, decode_s: seconds, each without the others.
+        times: of the stages of the rounds that the host stepped (`specsparse.hostloop`).
     """
 
     def __init__(self, model: Model, sequences: list[Sequence], method: Method):
         self.model, self.sequences, self.method = model, sequences, method
         self.compile_s = self.prefill_s = self.decode_s = 0.0
+        self.times = Times()
         context = model.config.context_length
         lengths = [len(s.prompt) for s in sequences]
         limits = [min(context, n + (context if s.params.max_tokens is None else s.params.max_tokens))
                   for n, s in zip(lengths, sequences, strict=True)]  # fmt: skip
         self.capacity = model.capacity_for(max(limits) + method.max_nodes)
         self.params = model.params_for(self.capacity)
+        self.draft_params = None if method.weights is None else method.weights(self.capacity)
         self.law, law_params = sampling.compile_params(
             [s.params for s in sequences],
             vocab_size=model.config.vocab_size,
@@ -88,7 +84,7 @@ class Session:
         )
         self.state = self._prefill(lengths)
 
-    def _run(self, key: Hashable, function: Callable, *args, donate: tuple[int, ...] = ()):
+    def call(self, key: Hashable, function: Callable, *args, donate: tuple[int, ...] = ()):
         """Calls `function` compiled for these shapes; `key` names what it closes over. Compiling is timed apart."""
         leaves, structure = jax.tree.flatten(args[1:])  # args[0] are weights
         key = (key, structure, tuple((jnp.shape(a), a.dtype) for a in leaves))
@@ -115,7 +111,7 @@ class Session:
             ids, count = generate.piece([p[:-1] for p in prompts], start, rows)
             args = (self.params, jnp.asarray(ids), jnp.asarray(count), cache)
             compiled, begun = self.compile_s, time.perf_counter()
-            cache, h = self._run(("prefill", wants_hidden), chunk, *args, donate=(3,))
+            cache, h = self.call(("prefill", wants_hidden), chunk, *args, donate=(3,))
             cache.length.block_until_ready()
             spent += time.perf_counter() - begun - (self.compile_s - compiled)
             hidden.append(h)
@@ -137,26 +133,28 @@ class Session:
         def begin(weights, ctx, features):
             return drafter.init(weights, ctx, hidden=features)
 
-        init = self._run(("init", drafter), begin, self.method.weights, ctx, features)
+        compiled, begun = self.compile_s, time.perf_counter()
+        init = jax.block_until_ready(self.call(("init", drafter), begin, self.draft_params, ctx, features))
+        self.prefill_s += time.perf_counter() - begun - (self.compile_s - compiled)
         return state._replace(drafter=init)
 
     def _step(self) -> generate.Step:
         forward, drafter, verifier = self.model.forward, self.method.drafter, self.method.verifier
-        kernels = sampling_kernels(self.model)
+        kernels = self.model.sampling_kernels
         if drafter is None:
             return generate.make_step(forward, self.law, kernels)
         return loop.make_step(forward, self.law, kernels, drafter=drafter, verifier=verifier)
 
     def advance(self, max_rounds: int = ALL_ROUNDS) -> None:
         """Runs up to `max_rounds` rounds of every sequence that has not ended."""
-        weights = self.params if self.method.drafter is None else (self.params, self.method.weights)
+        weights = self.params if self.method.drafter is None else (self.params, self.draft_params)
 
         def program(weights, job, state, rounds):
             return generate.run(self._step(), weights, job, state, rounds)
 
         key = ("decode", self.law, self.method.drafter, self.method.verifier)
         compiled, begun = self.compile_s, time.perf_counter()
-        self.state = self._run(key, program, weights, self.job, self.state, jnp.int32(max_rounds), donate=(2,))
+        self.state = self.call(key, program, weights, self.job, self.state, jnp.int32(max_rounds), donate=(2,))
         self.state.length.block_until_ready()
         self.decode_s += time.perf_counter() - begun - (self.compile_s - compiled)
 
@@ -187,7 +185,20 @@ class Session:
             num_accepted_tokens_per_pos=tuple(int(x) for x in c.accepted_at),
             num_emitted_tokens=int(c.emitted),
             target_passes=int(c.rounds) + pieces,
+            alpha=float(c.alpha),
+            alpha_var=float(c.alpha_var),
+            times=self.times,
         )
+
+    def policy(self, index: int) -> PolicyReport | None:
+        """What the draft-length policy did to one sequence; None where the drafter has none."""
+        drafter, state = self.method.drafter, self.state.drafter
+        if isinstance(drafter, WithPolicy):
+            return policy_report(drafter.policy, state.policy, index, int(state.off[index]))
+        if isinstance(drafter, ModelDrafter):
+            c = self.counters(index)
+            return policy_report(drafter.policy, state.policy, index, c.num_rounds - c.num_drafts)
+        return None
 
 
 def _stop_ids(model: Model, sequences: list[Sequence]) -> np.ndarray:

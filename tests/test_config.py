@@ -64,8 +64,8 @@ CHOICES = sorted(f"{f.parent.name}={f.stem}" for f in run.conf_dir().glob("*/*.y
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_every_choice_of_every_group_is_valid(choice):
-    extra = ["model.path=x.gguf"] if choice == "model=custom" else []
-    assert isinstance(config.from_omegaconf(composed(choice, *extra)), config.RunConfig)
+    needed = {"model=custom": ["model.path=x.gguf"], "drafter=model": ["drafter.model=x.gguf"]}
+    assert isinstance(config.from_omegaconf(composed(choice, *needed.get(choice, []))), config.RunConfig)
 
 
 def test_values_arrive():
@@ -144,7 +144,7 @@ def test_help_is_a_page_for_a_person():
         [sys.executable, "-m", "specsparse.run", "--help"], capture_output=True, text=True, check=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    for word in ("usage", "examples", "+experiment=spec_smollm2", "drafter: none, prompt_lookup", "max_tokens: 128"):
+    for word in ("usage", "examples", "+experiment=spec_smollm2", "drafter: layer_skip, model, ngram_map", "max_tokens: 128"):
         assert word in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 110
     assert "Hydra" not in done.stdout

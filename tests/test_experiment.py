@@ -24,6 +24,7 @@ class Stats:
     prefill_tokens: int = 10
     decode_s: float = 2.0
     decode_tokens: int = 20
+    policy: object = None
 
 
 @dataclass
@@ -79,7 +80,7 @@ class FakeEngine:
         self.calls.append(("load", spec, overrides))
         return Model(Path(spec))
 
-    def _make(self, call, model, prompt, *, max_tokens, sampling, seed, drafter=None, verifier=None):
+    def _make(self, call, model, prompt, *, max_tokens, sampling, seed, drafter=None, verifier=None, loop="jit"):
         assert drafter is None or (drafter.max_nodes, verifier.name) == (3, self.verifier)
         side = SPECULATIVE if drafter else PLAIN
         self.calls.append((call, side, prompt, max_tokens, sampling.temperature, seed))
@@ -155,12 +156,12 @@ def test_the_numbers(cfg, tmp_path):
     assert found.compile_s == 0.25 * (24 + 4 + 2)
     for part in ("plain text", "speed-up", "2.00", "100 %", "all 546 tokens", "prompt eval time", "ms per token"):
         assert part in text
-    assert "time in draft, verify and the rest: not measured" in text
+    assert "time in draft, verify, sample and commit: not measured" in text
 
 
 def test_the_time_split_is_shown_where_it_was_measured(cfg, tmp_path):
     _, text = play(cfg, tmp_path, FakeEngine(split=True))
-    for stage, share in (("draft", "10%"), ("verify", "70%"), ("rest", "20%")):
+    for stage, share in (("draft", "10%"), ("verify", "70%")):
         (line,) = [line for line in text.splitlines() if f"time in {stage}" in line]
         assert line.split() == ["time", "in", stage, share, share, share]
     assert "not measured" not in text

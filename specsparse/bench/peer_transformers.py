@@ -63,12 +63,13 @@ class Engine:
 
     def fill(self) -> None:
         """A cache of `depth` tokens."""
-        if self.cache is None:
+        if self.cache is None or not self.depth:
             self.cache = self.make_cache()
             if self.depth:
                 self.model(self.ids[:, : self.depth], past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        elif self.cache.get_seq_length() > self.depth:
-            self.cache.crop(self.depth) if self.depth else setattr(self, "cache", self.make_cache())
+        extra = self.cache.get_seq_length() - self.depth
+        if extra > 0:
+            self.cache.crop(-extra)
 
     def forward(self, n: int, keep: int) -> float:
         """Seconds of one pass over n tokens; logits of the last `keep` (0: all)."""

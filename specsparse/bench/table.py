@@ -14,7 +14,7 @@ MIB = 2**20
 
 def results(report: Mapping[str, Any]) -> Table:
     """One row a test and engine, as llama-bench has them; prompt and decode tests only."""
-    table = _table("engine", "test", "tok/s", "ms/token", "GB/s", "of read", "GMAC/s", _peak_column(report), "ratio")
+    table = _table("engine", "test", "tok/s (mean ± sd)", "ms/token", "GB/s", "of read", _peak_column(report), "ratio")
     ratios = report["ratios"] or {}
     for row in report["results"]:
         if row["test"].startswith("v"):
@@ -29,7 +29,6 @@ def results(report: Mapping[str, Any]) -> Table:
             f"{row['ms_per_token']:.3f}",
             f"{row['bytes_per_second'] / 1e9:.1f}" if decoding else "-",
             _percent(row["share_of_read_bandwidth"]) if decoding else "-",
-            f"{row['macs_per_second'] / 1e9:.0f}",
             _percent(row["share_of_compute_peak"]),
             f"{ratio['median']:.2f}x" if ratio else "-",
         )
@@ -52,14 +51,14 @@ def verify(report: Mapping[str, Any]) -> Table:
 
 
 def _table(*columns: str) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for i, name in enumerate(columns):
         table.add_column(name, justify="left" if i < 1 else "right", no_wrap=True)
     return table
 
 
 def _peak_column(report: Mapping[str, Any]) -> str:
-    return f"of {report['machine']['compute_peak']} peak"
+    return f"of {report['machine']['compute_peak']}"
 
 
 def _test_name(row: Mapping[str, Any]) -> str:

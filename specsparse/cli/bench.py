@@ -6,6 +6,7 @@ Prints tables, then one JSON line. Shares are of the read bandwidth and of the m
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from specsparse.errors import UserError
 
@@ -26,22 +27,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--quantise", metavar="TYPE", help="measure the same model re-quantised: Q4_0, Q8_0, F16 ...")
     peer = "llama.cpp, transformers or transformers-bf16; SPECSPARSE_PEER_PYTHON may name an interpreter that has it"
     add("--peer", metavar="NAME", help=peer)
+    add(
+        "--batch",
+        type=_lengths,
+        default=(),
+        metavar="LIST",
+        help="instead: pp, tg and speculation by batch size: 1,2,4,8",
+    )
     add("--json", type=Path, metavar="FILE", help="write the report to FILE too")
 
 
 def main(args: argparse.Namespace) -> int:
     """Measure and print."""
     from specsparse import display  # after the arguments: JAX takes a second
+    from specsparse.trackers import to_json, write_atomically
+
+    found = (_batch if args.batch else _single)(args, display.console())
+    text = to_json(found)
+    if args.json is not None:
+        try:
+            write_atomically(args.json, text + "\n")
+        except OSError as error:
+            raise UserError(f"{args.json}: cannot be written: {error.strerror or error}") from None
+    print(text, flush=True)
+    return 0
+
+
+def _single(args: argparse.Namespace, out: Any) -> dict[str, Any]:
+    """One sequence, with v(n) and peers; prints the tables and returns the report."""
     from specsparse.bench import job, table
     from specsparse.bench.measure import Plan
-    from specsparse.trackers import to_json, write_atomically
 
     if not (args.pp or args.tg or args.n):
         raise UserError("nothing to measure: give --pp, --tg or --n")
     if args.rows is not None and args.rows < max(args.n, default=0):
         raise UserError(f"--rows {args.rows} is less than the largest --n, {max(args.n)}")
     plan = job.with_one(Plan(pp=args.pp, tg=args.tg, ns=args.n, repeats=args.repeats))
-    out = display.console()
     found = job.run(
         job.Job(
             model=args.model, plan=plan, depth=args.depth, rows=args.rows, threads=args.threads, kv_dtype=args.kv_dtype,
@@ -55,14 +76,22 @@ def main(args: argparse.Namespace) -> int:
         out.print(table.verify(found))
     for line in table.lines(found):
         out.print(line, soft_wrap=True)
-    text = to_json(found)
-    if args.json is not None:
-        try:
-            write_atomically(args.json, text + "\n")
-        except OSError as error:
-            raise UserError(f"{args.json}: cannot be written: {error.strerror or error}") from None
-    print(text, flush=True)
-    return 0
+    return found
+
+
+def _batch(args: argparse.Namespace, out: Any) -> dict[str, Any]:
+    """Several sequences at once; prints the table and returns the report."""
+    from specsparse.bench import batch
+
+    for name in ("peer", "quantise", "rows", "depth"):
+        if getattr(args, name):
+            raise UserError(f"--batch does not go with --{name}")
+    if not args.tg:
+        raise UserError("--batch decodes: give --tg")
+    plan = batch.BatchPlan(sizes=args.batch, pp=args.pp, tg=args.tg, repeats=args.repeats)
+    found = batch.run(plan, out, model=args.model, threads=args.threads, kv_dtype=args.kv_dtype, backend=args.kernels)
+    out.print(batch.table(found))
+    return found
 
 
 def _count(text: str) -> int:

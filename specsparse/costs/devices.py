@@ -33,7 +33,7 @@ class Device:
     measured: bool = False
 
     def peak(self, kind: str) -> float:
-        """Multiply-adds per second of `kind`, "int8", "f16" or "f32"; a type the device has not runs as the next wider."""
+        """Multiply-adds per second of `kind`, "int8", "f16" or "f32", or the next wider the device has."""
         wider = {"int8": (self.int8, self.f16, self.f32), "f16": (self.f16, self.f32), "f32": (self.f32,)}
         return next(rate for rate in wider[kind] if rate is not None)
 

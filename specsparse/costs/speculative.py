@@ -55,9 +55,7 @@ def round_cost(v: Callable[[int], float], gamma: int, *, c: float = 0.0, c0: flo
     return v(gamma + 1) + gamma * c + c0 if gamma else v(1)
 
 
-def predicted_speedup(
-    alpha: float, gamma: int, v: Callable[[int], float], *, c: float = 0.0, c0: float = 0.0
-) -> float:
+def predicted_speedup(alpha: float, gamma: int, v: Callable[[int], float], *, c: float = 0.0, c0: float = 0.0) -> float:
     """E[tokens] / (v(gamma+1) + gamma c + c0)."""
     return expected_tokens(alpha, gamma) / round_cost(v, gamma, c=c, c0=c0)
 

@@ -68,6 +68,11 @@ class Tokenizer:
         return self._vocab.special.get("eos")
 
     @property
+    def unknown_id(self) -> int | None:
+        """The token that stands for what the vocabulary lacks."""
+        return self._vocab.special.get("unknown")
+
+    @property
     def eot_id(self) -> int | None:
         """The token that ends a turn of a chat."""
         return self._vocab.special.get("eot")

@@ -1,4 +1,4 @@
-"""Rows of a packed matrix as a packed matrix of their own, without unpacking: every lane of a group has the same bytes."""
+"""Rows of a packed matrix as a packed matrix of their own, without unpacking it: the lanes of a group are alike."""
 
 import jax
 import jax.numpy as jnp

@@ -4,12 +4,14 @@ from specsparse.speculative.drafters.scripted import Scripted
 from specsparse.testing.drafting import draft_context, drafted_ids
 from specsparse.testing.mutants import load_everything, mutate
 from specsparse.testing.quantised import random_quantised
+from specsparse.testing.running import Runner
 from specsparse.testing.tiny import CHATML, tiny_config, write_tiny_gguf
 from specsparse.testing.vocab import DummyTokenizer, bpe_vocabulary, byte_characters, spm_vocabulary
 
 __all__ = [
     "CHATML",
     "DummyTokenizer",
+    "Runner",
     "Scripted",
     "bpe_vocabulary",
     "byte_characters",

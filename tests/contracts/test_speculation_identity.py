@@ -9,7 +9,6 @@ import pytest
 
 import specsparse
 from specsparse import SamplingParams
-from specsparse.kernels import native_cpu
 from specsparse.speculative.base import ROOT
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.tree import TreeTemplate
@@ -28,15 +27,18 @@ TREE = TreeTemplate.kary((2, 2, 1))
 VOCAB = 300
 
 
-@pytest.fixture(scope="module", params=["native", "reference"])
-def model(request, tmp_path_factory):
-    if request.param == "native" and not native_cpu.available():
-        pytest.skip(f"no native kernels: {native_cpu.why_missing()}")
-    path = write_tiny_gguf(
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_tiny_gguf(
         tmp_path_factory.mktemp("model") / "m.gguf", quant="Q4_0", d_model=64, d_ff=96, n_layers=1, vocab_size=VOCAB,
         context_length=96,
     )  # fmt: skip
-    return specsparse.load(path, backend=request.param)
+
+
+@pytest.fixture(scope="module")
+def model(path):
+    """By the best kernels there are."""
+    return specsparse.load(path)
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +66,6 @@ def same(got, wanted, *, drafted: bool = True) -> None:
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("drafter", ["prompt_lookup", "chain", "tree"])
 def test_tiny_models_emit_the_plain_tokens(model, plain, law, drafter):
-    if model.kernels.name == "reference" and (law == "warm" or drafter == "prompt_lookup"):
-        pytest.skip("the native kernels cover it")
     wanted = plain[law]
     chosen = drafters((*wanted[0].prompt_token_ids, *wanted[0].token_ids))[drafter]
     verifier = ("tree_" if chosen.tree else "") + ("greedy" if law == "greedy" else "match")
@@ -75,6 +75,14 @@ def test_tiny_models_emit_the_plain_tokens(model, plain, law, drafter):
         counters = got[0].stats.counters
         assert 0 < counters.num_accepted_tokens < counters.num_draft_tokens
         assert counters.num_rounds < wanted[0].stats.counters.num_rounds
+
+
+def test_the_reference_kernels_emit_the_plain_tokens_too(path):
+    model = specsparse.load(path, backend="reference")
+    law = LAWS["sharp"].merged(max_tokens=20)
+    wanted = specsparse.generate(model, PROMPTS[:2], sampling=law, seed=11)
+    truth = (*wanted[0].prompt_token_ids, *wanted[0].token_ids)
+    same(specsparse.generate(model, PROMPTS[:2], sampling=law, seed=11, drafter=drafters(truth)["tree"]), wanted)
 
 
 def test_the_context_ends_a_text_at_the_same_token(model, plain):

@@ -8,6 +8,7 @@ are more than 0.1 apart, lies under that floor. The float kernels, which do not 
 """
 
 import json
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -17,7 +18,7 @@ import pytest
 
 import specsparse
 from specsparse import kernels
-from specsparse.engine.llama import make_forward
+from specsparse.engine.llama import Want, make_forward
 from specsparse.kernels import native_cpu
 from tests.tolerances import nmse
 
@@ -27,7 +28,7 @@ MARGIN = 0.1
 
 MEAN_KL = 3.9e-3  # llama.cpp's own spread; measured here 3.4e-3 (native), 3.1e-3 (float)
 AGREEMENT = {"native": 0.97, "float": 0.985}  # measured 0.977, 0.9885
-NATIVE_NMSE = 1e-3  # of the native logits against the float ones; measured 5.9e-4
+NATIVE_NMSE = 1e-3  # of the native logits against the float ones; measured 5.9e-4 over all, 1.0e-3 on one
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +104,10 @@ def test_native_logits_are_near_the_float_ones(native, floats):
     assert nmse(np.concatenate(list(native.values())), np.concatenate(list(floats.values()))) <= NATIVE_NMSE
 
 
-def test_the_reference_is_the_batched_float_path(batched, floats, golden):
-    forward = jax.jit(make_forward(batched.config, kernels.get("reference")))
-    tokens = jnp.asarray(forced(golden["story"])[None, :3], jnp.int32)
-    out, _ = forward(batched.params_for(16), tokens, batched.new_cache(1, 16))
-    assert nmse(out.logits[0], floats["story"][:3]) <= 1e-9
+def test_the_reference_is_the_batched_float_path(batched, golden):
+    """A few layers are enough to tell."""
+    tokens, out = jnp.asarray(forced(golden["story"])[None, :3], jnp.int32), []
+    for name in ("reference", "xla"):
+        run = jax.jit(partial(make_forward(batched.config, kernels.get(name)), want=Want(layers=(0, 1, 2))))
+        out.append(run(batched.params_for(16), tokens, batched.new_cache(1, 16))[0].logits)
+    assert nmse(*out) <= 1e-10

@@ -10,7 +10,7 @@ from specsparse.engine import cache as kv
 from specsparse.engine.cache import KVCache
 from specsparse.errors import UserError
 from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback
-from specsparse.speculative.drafters.draft_law import DraftLaw, draft_uniform
+from specsparse.speculative.draft_law import DraftLaw, draft_uniform
 from specsparse.speculative.drafters.sources import DraftWeights, Source
 from specsparse.speculative.policy import Policy, check_policy, view_law
 from specsparse.speculative.tree import TreeTemplate

@@ -2,14 +2,18 @@
 
 from typing import Any
 
+from specsparse.engine.params import SamplingParams
 from specsparse.errors import UserError
-from specsparse.speculative.base import Drafter
+from specsparse.speculative.base import Drafter, DraftKind
 from specsparse.speculative.drafters.ngram import NGram
+from specsparse.speculative.drafters.plan import DrafterPlan, LayerSkipPlan, ModelPlan, Style, read_ids
 from specsparse.speculative.drafters.scripted import Scripted
 from specsparse.speculative.drafters.suffix import Suffix
 from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates
 from specsparse.speculative.options import MAX_GAMMA, Factory, Option, gamma_option, nearest
+from specsparse.speculative.policy import Fixed, PMin, Policy
 from specsparse.speculative.tree import TreeTemplate
+from specsparse.speculative.trees import TreeShape, get_tree
 
 GAMMA = gamma_option()
 
@@ -21,24 +25,8 @@ def _prompt_lookup(nodes: int = 10, ngram_max: int | None = None, ngram_min: int
     return NGram.prompt_lookup(nodes, high, low)
 
 
-def _synthetic(
-    nodes: int = 4,
-    process: str = "geometric",
-    rate: float | None = None,
-    length: float | None = None,
-    rates: Any = None,
-) -> Synthetic:
-    """From a rate (0.7 if nothing is said), a mean acceptance length, or a rate for each position."""
-    if rates is not None:
-        if rate is not None or length is not None:
-            raise UserError("drafter.rates excludes drafter.rate and drafter.length")
-        try:
-            return Synthetic(SyntheticRates.from_unconditional(tuple(float(r) for r in rates)))
-        except (TypeError, ValueError) as error:
-            raise UserError(f"drafter.rates={rates!r} must be a list of numbers") from error
-    if rate is None and length is None:
-        rate = 0.7
-    return Synthetic(getattr(SyntheticRates, process)(nodes, rate=rate, length=length))
+def _synthetic(nodes: int = 4, **rates: Any) -> Synthetic:
+    return Synthetic(SyntheticRates.of(nodes, **rates))
 
 
 def _scripted(
@@ -55,6 +43,67 @@ def _scripted(
         return Scripted(template, tuple(ends), vocab_size, truth)
     return Scripted.chain(nodes, (nodes,) if accept is None else tuple(accept), vocab_size=vocab_size, truth=truth)
 
+
+def _style(
+    nodes: int = 4,
+    temperature: float = 0.0,
+    draw: str | None = None,
+    p_min: float = 0.0,
+    n_min: int = 0,
+    policy: Policy | None = None,
+    draft_vocab: Any = None,
+    tree: TreeShape | str | None = None,
+    **truncation: Any,
+) -> Style:
+    """Argmax drafts at temperature 0, drawn ones above, unless `draw` says otherwise; `policy` excludes its parts."""
+    shape = get_tree(tree) if isinstance(tree, str) else tree
+    if not isinstance(shape, TreeShape | None):
+        raise UserError(f"drafter.tree is a tree or the name of one, not {type(shape).__name__}")
+    if policy is None and shape is not None:
+        nodes = shape.max_nodes
+    if policy is None:
+        policy = PMin(nodes, n_min, p_min) if p_min > 0 else Fixed(nodes, n_min)
+    elif not isinstance(policy, Policy) or p_min > 0 or n_min > 0:
+        raise UserError("drafter.policy is a Policy, and excludes drafter.p_min and drafter.n_min")
+    sampling = SamplingParams(temperature=temperature, **truncation)
+    draw = draw or ("argmax" if sampling.greedy else "sampled")
+    first, ids = read_ids(draft_vocab)
+    return Style(policy, sampling, _DRAWS[draw], shape, ids, first)
+
+
+def _model(model: Any = None, special_tokens: str | None = None, **style: Any) -> ModelPlan:
+    return ModelPlan(_style(**style), model, special_tokens)
+
+
+def _layer_skip(layers: Any = None, **style: Any) -> LayerSkipPlan:
+    try:
+        chosen = None if layers is None else tuple(int(layer) for layer in layers)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"drafter.layers={layers!r} must be a list of layers") from error
+    return LayerSkipPlan(_style(**style), chosen)
+
+
+_DRAWS = {
+    "argmax": DraftKind.ONE_HOT,
+    "greedy": DraftKind.ONE_HOT,
+    "sampled": DraftKind.SAMPLED,
+    "probabilistic": DraftKind.SAMPLED,
+}
+
+_STYLE: dict[str, Option | None] = {
+    "nodes": GAMMA,
+    "temperature": Option(float, 0, 1e4, aliases=("draft_temperature",)),
+    "top_k": Option(low=-1, high=2**31 - 1),
+    "top_p": Option(float, 0, 1),
+    "min_p": Option(float, 0, 1),
+    "draw": Option(str, choices=tuple(_DRAWS), aliases=("draft_sample_method",)),
+    "p_min": Option(float, 0, 1, aliases=("draft_p_min",)),
+    "n_min": Option(low=0, aliases=("draft_min",)),
+    "policy": None,
+    "draft_vocab": None,
+    "tree": None,
+}
+"""What every drafter with a model takes."""
 
 _SIZE_N = Option(high=64, aliases=("ngram_size_n", "spec_ngram_size_n"))
 _SIZE_M = Option(aliases=("ngram_size_m", "spec_ngram_size_m"))
@@ -102,6 +151,10 @@ DRAFTERS: dict[str, Factory] = {
             "rates": None,
         },
     ),
+    "model": Factory(
+        _model, {"model": None, "special_tokens": Option(str, choices=("target",)), **_STYLE}
+    ),
+    "layer_skip": Factory(_layer_skip, {"layers": None, **_STYLE}),
     "scripted": Factory(
         _scripted,
         {
@@ -120,6 +173,8 @@ ALIASES = {
     "ngram": "prompt_lookup",
     "ngram-simple": "ngram_simple",
     "ngram-map-k": "ngram_map",
+    "draft_model": "model",
+    "layer-skip": "layer_skip",
 }
 """Names that other projects give to the same drafters."""
 
@@ -132,8 +187,10 @@ def register(name: str, factory: Factory, *, aliases: tuple[str, ...] = ()) -> N
     ALIASES.update(dict.fromkeys(aliases, name))
 
 
-def get_drafter(name: str, **options: Any) -> Drafter:
+def get_drafter(name: str, **options: Any) -> Drafter | DrafterPlan:
     """The drafter of that name, with its options under their own or other projects' names.
+
+    A drafter that needs a model comes as a plan, to be bound to a target; `specsparse.generate` does that.
 
     Raises:
         UserError: unknown name or option (with the nearest valid one), or a value out of range.

@@ -81,11 +81,13 @@ class Source(abc.ABC):
         forward: the forward function.
         vocab: the map between the vocabularies.
         context: tokens the model may look at.
+        layers: the layers that run, None for all.
     """
 
     forward: ForwardFn
     vocab: VocabMap
     context: int
+    layers: tuple[int, ...] | None
 
     @abc.abstractmethod
     def init(self, weights: DraftWeights, ctx: DraftContext) -> Any:
@@ -107,16 +109,11 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def keep(self, state: Any, rows_Bm: jax.Array | None, count_B: jax.Array) -> Any:
-        """State that keeps the first `count` of the rows fed in the last draft: a chain, or the path `rows` of a tree."""
+        """State that keeps the first `count` rows fed in the last draft: a chain's, or those of the path `rows`."""
 
     @abc.abstractmethod
     def params(self, weights: DraftWeights, ctx: DraftContext) -> Any:
         """The parameters the forward function takes."""
-
-    @property
-    def layers(self) -> tuple[int, ...] | None:
-        """Layers that run, None for all."""
-        return None
 
     def feed(
         self,
@@ -146,9 +143,13 @@ class OwnModel(Source):
     head_dim: int
     kv_dtype: Any
 
+    def capacity(self, tokens: int) -> int:
+        """Slots of its cache beside a target's of `tokens` slots."""
+        return min(-(-tokens // LANES), -(-self.context // LANES)) * LANES
+
     def init(self, weights: DraftWeights, ctx: DraftContext) -> KVCache:
         """Feeds all but the last token of the prompt."""
-        capacity = min(ctx.tokens.shape[1], -(-self.context // LANES) * LANES)
+        capacity = self.capacity(ctx.tokens.shape[1])
         cache = kv.init(
             layers=self.layers_total,
             batch=ctx.tokens.shape[0],
@@ -215,13 +216,6 @@ class TargetLayers(Source):
     Rows are written at and beyond the cache's length, where the verification overwrites them (Draft & Verify, Zhang et
     al., arXiv:2309.08168).
     """
-
-    chosen: tuple[int, ...]
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """The chosen ones."""
-        return self.chosen
 
     def init(self, weights: DraftWeights, ctx: DraftContext) -> None:
         """No state."""

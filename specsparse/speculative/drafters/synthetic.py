@@ -5,16 +5,19 @@ The verdict ignores what the tokens are, so the output is *not text* and the law
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from specsparse.errors import UserError
-from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback, Verdict
+from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback, Verdict, Verifier
 from specsparse.speculative.drafters import lookup
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verify import match_verdict
+
+PROCESSES = ("geometric", "minimum_variance")
 
 LABEL = "synthetic"
 """Label of runs whose acceptance is made up."""
@@ -77,6 +80,30 @@ class SyntheticRates:
             conditional.append(rate / before if before > 0 else 0.0)
             before = rate
         return cls("rates", tuple(conditional))
+
+    @classmethod
+    def of(
+        cls,
+        gamma: int,
+        *,
+        process: str = "geometric",
+        rate: float | None = None,
+        length: float | None = None,
+        rates: Sequence[float] | None = None,
+    ) -> "SyntheticRates":
+        """From options: a rate (0.7 if nothing is said), a mean acceptance length, or a rate for each position."""
+        if rates is not None:
+            if rate is not None or length is not None:
+                raise UserError("synthetic acceptance takes rates, or a rate, or a mean length")
+            try:
+                return cls.from_unconditional(tuple(float(r) for r in rates))
+            except (TypeError, ValueError) as error:
+                raise UserError(f"synthetic acceptance rates {rates!r} must be a list of numbers") from error
+        if process not in PROCESSES:
+            raise UserError(f"synthetic process {process!r} must be one of {', '.join(PROCESSES)}")
+        if rate is None and length is None:
+            rate = 0.7
+        return getattr(cls, process)(gamma, rate=rate, length=length)
 
     def unconditional(self, drafted: int | None = None) -> tuple[float, ...]:
         """P(accepted >= i + 1) for each position of a draft of `drafted` tokens (default: all)."""
@@ -143,6 +170,12 @@ def synthetic_verdict(draft: Draft, target_Bn: jax.Array, *, rates: SyntheticRat
         alpha=jnp.sum(jnp.where(tested_BK, rate_K, 0.0), axis=1),
         alpha_var=jnp.sum(jnp.where(tested_BK, rate_K * (1 - rate_K), 0.0), axis=1),
     )
+
+
+def synthetic_verifier(rates: SyntheticRates) -> Verifier:
+    """`synthetic_verdict` as a verifier of any chain. Not among `verify.VERIFIERS`: there is no law to certify."""
+    kinds = frozenset({DraftKind.ONE_HOT, DraftKind.SAMPLED})
+    return Verifier(LABEL, rates, kinds, lossless=False, needs_p=False)
 
 
 @dataclasses.dataclass(frozen=True)

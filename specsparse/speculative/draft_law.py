@@ -81,7 +81,7 @@ def draft_uniform(ctx: DraftContext, *, depth, node) -> jax.Array:
 
     Args:
         ctx: whose seed, sample and round key the noise.
-        depth: int32, broadcasts to [B, n]: depth of the node, 1 for a child of the root; its position is length - 1 + depth.
+        depth: int32, broadcasts to [B, n]: depth of the node, 1 for a child of the root.
         node: int32, broadcasts to [B, n]: index of the node.
     """
     return uniform(

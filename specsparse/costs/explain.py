@@ -1,0 +1,163 @@
+"""Why a run was as fast as it was: the predicted speed-up, and the factors that lead from it to the measured one."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from specsparse.costs import speculative
+from specsparse.costs.table import FREE, CostTable, DraftCost
+from specsparse.metrics import Counters
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One step from the predicted to the measured speed-up: it multiplies by `value`."""
+
+    name: str
+    value: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Invariant: predicted times all factors is measured.
+
+    Attributes:
+        alpha: realised, accepted / tested.
+        gamma: tokens a draft has room for.
+        expected_tokens: of a round, from alpha and gamma.
+        v, draft, overhead: time of a round in plain steps: v(gamma+1), drafting, the rest of a round.
+        predicted: expected_tokens / (v + draft + overhead).
+        measured: plain over speculative seconds per token.
+        best_gamma, best_predicted: what gamma this alpha asks for, and its predicted speed-up.
+        factors: from predicted to measured.
+        stages: seconds a round of each stage, measured and predicted, where the run timed stages.
+    """
+
+    alpha: float
+    gamma: int
+    expected_tokens: float
+    v: float
+    draft: float
+    overhead: float
+    predicted: float
+    measured: float
+    best_gamma: int
+    best_predicted: float
+    factors: tuple[Factor, ...]
+    stages: dict[str, dict[str, float]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values for a record."""
+        return asdict(self)
+
+    def lines(self) -> Iterator[str]:
+        """For the terminal."""
+        cost = f"v({self.gamma + 1}) {self.v:.2f} + draft {self.draft:.2f} + round {self.overhead:.2f}"
+        tokens = f"{self.expected_tokens:.2f} tokens a round (alpha {self.alpha:.2f}, gamma {self.gamma})"
+        yield f"predicted speed-up {self.predicted:.2f} = {tokens} / ({cost}) plain steps; measured {self.measured:.2f}"
+        for factor in self.factors:
+            yield f"  x {factor.value:.2f} {factor.name}: {factor.text}"
+        yield f"  best gamma for this acceptance: {self.best_gamma}, predicted {self.best_predicted:.2f}"
+
+
+def explain(
+    plain: Counters,
+    method: Counters,
+    table: CostTable,
+    *,
+    gamma: int,
+    draft: DraftCost = FREE,
+    calls: tuple[int, int] = (1, 1),
+    kv_length: float | None = None,
+) -> Explanation | None:
+    """The terms of a run; None where one side decoded or drafted nothing, or was not timed.
+
+    Args:
+        plain, method: counters of both sides with `times.total`, compilation and prompts excluded.
+        table: measured costs.
+        gamma: tokens a draft has room for.
+        draft: cost of the drafter.
+        calls: generations of the plain and of the speculative side.
+        kv_length: mean tokens in the cache.
+    """
+    c, plain_s, method_s = method, plain.times.total, method.times.total
+    if not (plain.num_emitted_tokens and c.num_emitted_tokens and c.num_tested and plain_s > 0 and method_s > 0):
+        return None
+    step = table.step(kv_length)
+    alpha = c.num_accepted_tokens / c.num_tested
+    expected = speculative.expected_tokens(alpha, gamma)
+    overhead = table.overhead(gamma, kv_length)
+    drafting = (draft.fixed_s + gamma * draft.token_s) / step
+    v = table.v(gamma + 1, kv_length)
+    full = v + drafting + overhead
+    # Rounds as they were: some without a draft, the others shorter than gamma.
+    rows, share = 1 + c.num_draft_tokens / c.num_drafts, c.num_drafts / c.num_rounds
+    real_draft = (draft.fixed_s + share * (rows - 1) * draft.token_s) / step
+    verify = share * table.v(rows, kv_length) + 1 - share
+    real = verify + real_draft + overhead
+    tokens = c.num_emitted_tokens / c.num_rounds
+    plain_table = plain.num_emitted_tokens * step
+    method_table = c.num_rounds * real * step
+    hosts = calls[0] * table.host_s / plain_table, calls[1] * table.host_s / method_table
+    drift = plain_s / (plain_table * (1 + hosts[0])), method_s / (method_table * (1 + hosts[1]))
+    plain_each, method_each = plain_s / plain.num_emitted_tokens, method_s / c.num_emitted_tokens
+    empty = f"{1 - share:.0%} of the rounds had no draft, the others {rows - 1:.1f} tokens"
+    factors = (
+        Factor("acceptance", tokens / expected, f"{tokens:.2f} tokens a round, short drafts and ends included"),
+        Factor("draft length", full / real, f"{empty}: {real:.2f} plain steps a round"),
+        Factor("host", (1 + hosts[0]) / (1 + hosts[1]), f"{1e3 * table.host_s:.2f} ms a call of the loop"),
+        Factor("plain step", drift[0], f"{1e3 * plain_each:.2f} ms a token, {1e3 * step:.2f} in the table"),
+        Factor("round", 1 / drift[1], f"{1e3 * method_s / c.num_rounds:.2f} ms, {1e3 * real * step:.2f} by the table"),
+    )
+    best, best_predicted = table.best_gamma(alpha, draft=draft, kv_length=kv_length)
+    return Explanation(
+        alpha=alpha,
+        gamma=gamma,
+        expected_tokens=expected,
+        v=v,
+        draft=drafting,
+        overhead=overhead,
+        predicted=expected / full,
+        measured=plain_each / method_each,
+        best_gamma=best,
+        best_predicted=best_predicted,
+        factors=factors,
+        stages=_stages(c, step, verify=verify, draft=real_draft, overhead=overhead),
+    )
+
+
+def explain_record(record: Any, table: CostTable, *, drafter: str | None = None) -> Explanation | None:
+    """The terms of a `RunRecord`, all prompts together; None where it has no speculative side.
+
+    Args:
+        record: with `groups["all"].sides` and `method["gamma"]`.
+        table: measured costs.
+        drafter: its name in the table; by default the record's.
+    """
+    sides = record.groups["all"].sides
+    if not {"plain", "speculative"} <= sides.keys() or not record.method.get("gamma"):
+        return None
+    plain, method = sides["plain"], sides["speculative"]
+    tokens = method.prefill_tokens + method.counters.num_emitted_tokens / 2
+    return explain(
+        plain.counters,
+        method.counters,
+        table,
+        gamma=record.method["gamma"],
+        draft=table.draft_cost(drafter or record.method.get("drafter")),
+        calls=(plain.passes, method.passes),
+        kv_length=tokens / method.passes,
+    )
+
+
+def _stages(c: Counters, step: float, *, verify: float, draft: float, overhead: float) -> dict[str, dict[str, float]]:
+    """Measured and predicted seconds a round of each stage; empty where the run did not time them."""
+    t = c.times
+    if not (t.draft or t.verify):
+        return {}
+    measured = {"draft": t.draft, "verify": t.verify, "rest": t.sample + t.commit + t.host}
+    predicted = {"draft": draft, "verify": verify, "rest": overhead}
+    return {
+        name: {"measured_s": measured[name] / c.num_rounds, "predicted_s": predicted[name] * step} for name in measured
+    }

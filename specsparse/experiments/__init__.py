@@ -1,0 +1,41 @@
+"""Kinds of experiment: each a module with `check(cfg)` and `run(cfg, directory, engine=, console=)`.
+
+`run` writes record.json into the directory, shows what it found, and returns an `Outcome`.
+"""
+
+import importlib
+from types import ModuleType
+from typing import Protocol
+
+from specsparse.errors import UserError
+
+KINDS = {
+    "speed": "plain decoding and one method, interleaved",
+    "compare": "plain decoding and every valid method of a list, ranked",
+    "certify": "the exact output law of every verifier, and of the mutants; needs no model",
+    "roofline": "what the model file could do at best on a device, and what it was measured to do here",
+}
+"""Names of modules of this package, and what each does."""
+
+
+class Outcome(Protocol):
+    """What a run returns."""
+
+    @property
+    def as_promised(self) -> bool:
+        """False makes the command exit with code 1."""
+
+    @property
+    def objective(self) -> float | None:
+        """What a sweeper maximises."""
+
+
+def module_of(kind: str) -> ModuleType:
+    """The module of a kind, imported now.
+
+    Raises:
+        UserError: an unknown kind.
+    """
+    if kind not in KINDS:
+        raise UserError(f"kind={kind}: must be one of {', '.join(KINDS)}")
+    return importlib.import_module(f"{__name__}.{kind}")

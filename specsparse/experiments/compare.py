@@ -1,0 +1,203 @@
+"""Every valid method of a list on the same prompts, plain decoding once, all in turn; one ranked table."""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from specsparse import machine, manifest, metrics, record, trackers
+from specsparse.config import DrafterSpec, RunConfig, VerifierSpec, sampling_params
+from specsparse.errors import UserError
+from specsparse.experiments import decoding
+from specsparse.experiments.decoding import Engine, Passes
+from specsparse.record import PLAIN, SPECULATIVE, Group, Identity, Pass
+from specsparse.speculative.method import make_drafter
+from specsparse.speculative.policies import get_policy
+from specsparse.speculative.verify import VERIFIERS, get_verifier
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One method: its name, what its verifier promises, both sides' numbers by task, and whether the text is the same."""
+
+    name: str
+    label: str
+    groups: dict[str, Group]
+    identity: Identity
+
+    @property
+    def speedup(self) -> float:
+        """Ratio of totals over all prompts; 0 where nothing was decoded."""
+        found = self.groups["all"].speedup
+        return 0.0 if found is None else found.ratio_of_totals
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        tasks = {
+            task: {
+                "speedup": None if group.speedup is None else group.speedup.to_dict(),
+                **{side: {"rates": s.rates, "counters": metrics.to_dict(s.counters)} for side, s in group.sides.items()},
+            }
+            for task, group in self.groups.items()
+        }
+        identity = dataclasses.asdict(self.identity)
+        return {"name": self.name, "label": self.label, "identity": identity, "tasks": tasks}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All methods, the fastest first, and the pairs that were left out."""
+
+    entries: tuple[Entry, ...]
+    refused: tuple[str, ...]
+
+    @property
+    def as_promised(self) -> bool:
+        """No method whose verifier promises plain decoding's tokens wrote others."""
+        return not any(e.identity.promised and e.identity.differing for e in self.entries)
+
+    @property
+    def objective(self) -> float | None:
+        """The best speed-up."""
+        return self.entries[0].speedup if self.entries else None
+
+
+def check(cfg: RunConfig) -> None:
+    """Names, options, and that at least one pair is valid.
+
+    Raises:
+        UserError: an unknown name, or no valid pair.
+    """
+    decoding.check(cfg)
+    methods(cfg)
+
+
+def methods(cfg: RunConfig) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
+    """Keyword arguments of generate for every valid pair by name, and one line for each pair that is not.
+
+    Without a list of verifiers: every lossless one that fits. The drafter of the config keeps its options, as does the
+    verifier; others have their defaults.
+
+    Raises:
+        UserError: an unknown name, a mistaken option, or no valid pair.
+    """
+    sides: dict[str, dict[str, Any]] = {}
+    refused = []
+    verifiers = cfg.compare.verifiers or tuple(name for name, v in VERIFIERS.items() if v.lossless)
+    policy = get_policy(cfg.policy.name, gamma=cfg.policy.gamma, **cfg.policy.options)
+    temperature = sampling_params(cfg).temperature
+    for name, verifier in itertools.product(cfg.compare.drafters, verifiers):
+        drafter = cfg.drafter if cfg.drafter.name == name else DrafterSpec(name)
+        chosen = cfg.verifier if cfg.verifier.name == verifier else VerifierSpec(verifier)
+        made = make_drafter(name, drafter.options, policy)
+        found = get_verifier(verifier, **chosen.options)
+        if found.accepts(made.kind, tree=made.tree, temperature=temperature):
+            sides[f"{name} x {verifier}"] = {"drafter": made, "verifier": found}
+        elif cfg.compare.verifiers:
+            refused.append(f"{name} x {verifier}: {verifier} does not verify {made.kind.value} drafts here")
+    if not sides:
+        raise UserError("compare: no drafter of the list goes with a verifier of the list: " + "; ".join(refused))
+    return sides, tuple(refused)
+
+
+def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) -> Comparison:
+    """Decode, rank, show, and write the record."""
+    started = time.perf_counter()
+    sides, refused = methods(cfg)
+    bench = decoding.prepare(cfg, engine, console)
+    tracker = trackers.make(cfg.tracker.name, cfg.tracker.options, directory)
+    passes = Passes(cfg, engine, bench.model, {PLAIN: {}, **sides}, console)
+    if cfg.warmup:
+        passes.show(bench.jobs, PLAIN, started, directory)
+    done = []
+    for one in passes.timed(bench.jobs):
+        done.append(one)
+        tracker.log(one.row())
+    bandwidth, size = machine.read_bandwidth(), bench.model.footprint.file
+    entries = [
+        entry(name, options["verifier"], [*passes.warm_up, *done], done, bytes_per_pass=size, bandwidth=bandwidth)
+        for name, options in sides.items()
+    ]
+    found = Comparison(tuple(sorted(entries, key=lambda e: -e.speedup)), refused)
+    tracker.finish(_record(cfg, found, passes, bench))
+    console.print(Text(f"{cfg.name}: {len(sides)} methods on {len(bench.jobs)} prompts", style="bold"))
+    console.print(table(found))
+    for line in (*lines(found), f"record: {directory / trackers.RECORD_FILE}"):
+        console.print(Text(line, style="dim"), soft_wrap=True)
+    return found
+
+
+def entry(
+    name: str, verifier: Any, seen: Sequence[Pass], timed: Sequence[Pass], *, bytes_per_pass: int, bandwidth: float | None
+) -> Entry:
+    """One method's numbers beside plain decoding's."""
+
+    def of(passes: Sequence[Pass]) -> list[Pass]:
+        own = [dataclasses.replace(p, side=SPECULATIVE) for p in passes if p.side == name]
+        return [*(p for p in passes if p.side == PLAIN), *own]
+
+    groups = record.groups(of(timed), bytes_per_pass=bytes_per_pass, read_bandwidth=bandwidth)
+    identity = record.identity_of(of(seen), verifier=verifier.name)
+    return Entry(name, decoding.label(verifier), groups, identity)
+
+
+def table(found: Comparison) -> Table:
+    """One row a method, the fastest first, plain decoding last."""
+    out = Table(box=SIMPLE_HEAD, pad_edge=False)
+    titles = ("", "method", "tok/s", "speed-up", "95 % interval", "tokens/pass", "accept. length", "text", "promise")
+    for title in titles:
+        out.add_column(title, justify="left" if title in ("method", "text", "promise") else "right", no_wrap=True)
+    for rank, e in enumerate(found.entries, 1):
+        side, faster = e.groups["all"].sides[SPECULATIVE], e.groups["all"].speedup
+        numbers = [_cell(side.rates[k], spec) for k, spec in (("tokens_per_second", ".1f"),)]
+        numbers += ["-", "-"] if faster is None else [f"{e.speedup:.2f}", f"{faster.low:.2f}-{faster.high:.2f}"]
+        numbers += [_cell(side.rates[k], ".2f") for k in ("tokens_per_target_pass", "mean_acceptance_length")]
+        out.add_row(str(rank), e.name, *numbers, _same(e.identity), e.label)
+    plain = found.entries[0].groups["all"].sides[PLAIN]
+    out.add_row("", PLAIN, _cell(plain.rates["tokens_per_second"], ".1f"), "1.00", *[""] * 5)
+    return out
+
+
+def lines(found: Comparison) -> list[str]:
+    """The best method of each task, and the pairs left out."""
+    out = []
+    for task in (t for t in found.entries[0].groups if t != "all"):
+        ranked = [(e.groups[task].speedup, e.name) for e in found.entries if e.groups[task].speedup]
+        if ranked:
+            best, name = max((s.ratio_of_totals, name) for s, name in ranked if s is not None)
+            out.append(f"best for {task}: {name} ({best:.2f})")
+    return [*out, *(f"left out: {pair}" for pair in found.refused)]
+
+
+def _same(identity: Identity) -> Text:
+    if not identity.differing:
+        return Text("same", style="green")
+    return Text("NOT THE SAME", style="bold red") if identity.promised else Text("another")
+
+
+def _cell(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def _record(cfg: RunConfig, found: Comparison, passes: Passes, bench: decoding.Bench) -> dict[str, Any]:
+    made = manifest.build(cfg.composed, bench.model.path)
+    return {
+        "name": cfg.name,
+        "kind": cfg.kind,
+        "summary": {"best": found.entries[0].name, "speedup": found.objective, "as_promised": found.as_promised},
+        "methods": [e.to_dict() for e in found.entries],
+        "refused": list(found.refused),
+        "load_s": bench.load_s,
+        "compile_s": passes.compile_s,
+        "definitions": metrics.DEFINITIONS,
+        "manifest": made,
+        "config": made["config"],
+    }

@@ -1,0 +1,242 @@
+"""What every experiment that decodes prompts shares: checks, the model, the prompts, and passes side by side."""
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+
+from specsparse import display, models, prompts, trackers
+from specsparse.config import RunConfig, sampling_params
+from specsparse.errors import UserError
+from specsparse.experiments import watching
+from specsparse.record import PLAIN, SAME_TEXT_VERIFIERS, Pass
+from specsparse.speculative.base import Verifier
+from specsparse.speculative.drafters.synthetic import LABEL as SYNTHETIC
+from specsparse.speculative.method import choose_verifier, make_drafter
+from specsparse.speculative.policies import get_policy
+from specsparse.speculative.trees import get_tree
+
+NO_DRAFTER = "none"
+WARM_UP = -1
+"""The repeat of passes that are not timed."""
+
+
+class Engine(Protocol):
+    """What a run needs of `specsparse.api`; tests give a scripted one."""
+
+    def load(self, spec: str, **overrides: Any) -> Any:
+        """A model."""
+
+    def generate(self, model: Any, prompt: Any, **options: Any) -> Any:
+        """A `Generation`."""
+
+    def stream(self, model: Any, prompt: Any, **options: Any) -> Any:
+        """An iterator of text pieces with `.generation` at its end."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A prompt ready to decode."""
+
+    prompt: prompts.Prompt
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A loaded model with its jobs, and how long loading took."""
+
+    model: Any
+    jobs: list[Job]
+    load_s: float
+
+
+def default_engine() -> Engine:
+    """`specsparse.api`."""
+    from specsparse import api
+
+    return api  # type: ignore[return-value]
+
+
+def check(cfg: RunConfig) -> None:
+    """What can be found wrong without loading the model, so that a mistake costs no time and leaves no directory.
+
+    Raises:
+        UserError: no such model file, prompts, tracker, or a prompt's file that does not parse.
+    """
+    _check_files(cfg)
+    _prompts(cfg)
+    trackers.check(cfg.tracker.name, cfg.tracker.options)
+    if cfg.name in ("", ".", "..") or "/" in cfg.name:
+        raise UserError(f"name={cfg.name}: a plain name is needed, it becomes a directory")
+
+
+def _check_files(cfg: RunConfig) -> None:
+    """The model and the draft model. Where both are missing, one line says so."""
+    wanted = {"model.path": cfg.model.path}
+    if cfg.drafter.name == "model" and isinstance(cfg.drafter.options.get("model"), str):
+        wanted["drafter.model"] = cfg.drafter.options["model"]
+    problems = {}
+    for key, spec in wanted.items():
+        try:
+            models.resolve(spec)
+        except models.NotHere as error:
+            problems[key] = error
+    if problems:
+        raise UserError(models.not_here(problems))
+
+
+def method(cfg: RunConfig, *, v: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Keyword arguments of generate for the speculative side; empty for plain decoding only.
+
+    `v` holds the measured costs a policy is to read; without it such a policy is only checked.
+    """
+    if cfg.drafter.name == NO_DRAFTER:
+        return {}
+    tree = get_tree(cfg.tree.name, **cfg.tree.options)
+    drafter = make_drafter(cfg.drafter.name, cfg.drafter.options, _policy(cfg, v), tree=tree)
+    temperature = sampling_params(cfg).temperature
+    verifier = choose_verifier(drafter, cfg.verifier.name, cfg.verifier.options, temperature=temperature)
+    return {"drafter": drafter, "verifier": verifier}
+
+
+def needs_costs(cfg: RunConfig) -> bool:
+    """Whether the policy reads measured times that the config leaves out."""
+    return cfg.drafter.name != NO_DRAFTER and "v" in cfg.policy.options and cfg.policy.options["v"] is None
+
+
+def measured_costs(cfg: RunConfig, model: Any) -> dict[str, Any]:
+    """v, c and c0 of this model on this machine, rounded so that a program is compiled once and not for every digit."""
+    from specsparse.costs.measure import load_or_measure
+
+    found = load_or_measure(model).policy_options(cfg.policy.gamma, cfg.drafter.name)
+    return {**found, "v": [round(t, 2) for t in found["v"]], "c": round(found["c"], 2), "c0": round(found["c0"], 2)}
+
+
+def _policy(cfg: RunConfig, costs: Mapping[str, Any] | None) -> Any:
+    options = dict(cfg.policy.options)
+    if needs_costs(cfg):
+        options |= costs or {"v": [1.0] * (cfg.policy.gamma + 1)}
+    return get_policy(cfg.policy.name, gamma=cfg.policy.gamma, **options)
+
+
+def label(verifier: Verifier | str) -> str:
+    """What the verifier promises about the text."""
+    name = verifier if isinstance(verifier, str) else verifier.name
+    if name in SAME_TEXT_VERIFIERS:
+        return "lossless: plain decoding's tokens"
+    if name == SYNTHETIC:
+        return "synthetic acceptance: lossy, not text"
+    return "lossless in law" if isinstance(verifier, str) or verifier.lossless else "lossy"
+
+
+def prepare(cfg: RunConfig, engine: Engine, out: Console) -> Bench:
+    """Loads the model and encodes the prompts."""
+    started = time.perf_counter()
+    with display.loading(out, f"loading {cfg.model.path}") as progress:
+        model = engine.load(cfg.model.path, progress=progress, **cfg.model.overrides())
+    load_s = time.perf_counter() - started
+    return Bench(model, [Job(p, _ids(model, p, chat=cfg.data.chat)) for p in _prompts(cfg)], load_s)
+
+
+def _prompts(cfg: RunConfig) -> list[prompts.Prompt]:
+    return prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
+
+
+def _ids(model: Any, prompt: prompts.Prompt, *, chat: bool) -> list[int]:
+    tokenizer = model.tokenizer
+    if not chat:
+        return tokenizer.encode(prompt.text, add_special=True)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": prompt.text}])
+    return tokenizer.encode(text, parse_special=True)
+
+
+Sides = Mapping[str, Mapping[str, Any]]
+"""Keyword arguments of generate by name of the side; `PLAIN` has none."""
+
+
+class Passes:
+    """Decodes jobs on all sides with the same options.
+
+    Attributes:
+        compile_s: seconds of compilation so far.
+        warm_up: the passes that were not timed.
+        policies: what the draft-length policy did in each timed pass that has one.
+    """
+
+    def __init__(self, cfg: RunConfig, engine: Engine, model: Any, sides: Sides, out: Console):
+        self._cfg, self._engine, self.model, self._out = cfg, engine, model, out
+        self._options = {"max_tokens": cfg.max_tokens, "sampling": sampling_params(cfg), "seed": cfg.seed}
+        self.sides = sides
+        self.compile_s = 0.0
+        self.warm_up: list[Pass] = []
+        self.policies: list[Any] = []
+
+    def show(self, jobs: list[Job], side: str, started: float, directory: Path) -> float | None:
+        """Show every prompt's text once, untimed; returns the seconds from `started` to the first text."""
+        first = None
+        watched = watching.open(self._cfg, directory, self._out) if side != PLAIN else None
+        with watched or contextlib.nullcontext():
+            for index, job in enumerate(jobs, 1):
+                if self._cfg.stream:
+                    display.show_prompt(self._out, index, len(jobs), job.prompt.task, job.prompt.text)
+                if watched is None:
+                    generation, at = self._stream(job, side, first is None)
+                else:
+                    generation = self.generate(job, side, watch=watched.start(job.prompt.id))
+                    at = time.perf_counter()
+                    if self._cfg.stream:
+                        self._out.out(generation.text, highlight=False)
+                first = first or at - started
+                self._keep(job, side, WARM_UP, generation)
+        return first
+
+    def _stream(self, job: Job, side: str, is_first: bool) -> tuple[Any, float]:
+        stream = self._engine.stream(self.model, job.ids, **self._options, **self.sides[side])
+        pieces = iter(stream)
+        what = "compiling and reading the prompt" if is_first else "reading the prompt"
+        with display.busy(self._out, what):
+            piece = next(pieces, "")
+        at = time.perf_counter()
+        for text in itertools.chain([piece], pieces):
+            if self._cfg.stream:
+                self._out.out(text, end="", highlight=False)
+        if self._cfg.stream:
+            self._out.out("\n")
+        return stream.generation, at
+
+    def _keep(self, job: Job, side: str, repeat: int, generation: Any) -> None:
+        done = Pass.of(job.prompt.id, job.prompt.task, side, repeat, generation)
+        self.compile_s += done.compile_s
+        self.warm_up.append(done)
+
+    def timed(self, jobs: list[Job]) -> Iterable[Pass]:
+        """Every job on every side, `repeats` times; neighbours in time are compared, and the order turns round."""
+        if self._cfg.warmup:
+            with display.busy(self._out, "compiling the decode loops"):
+                for side in self.sides:
+                    self._keep(jobs[0], side, WARM_UP, self.generate(jobs[0], side))
+        total = self._cfg.repeats * len(jobs) * len(self.sides)
+        with display.counting(self._out, "timing", total) as progress:
+            for repeat in range(self._cfg.repeats):
+                for index, job in enumerate(jobs):
+                    order = list(self.sides)
+                    for side in order if (repeat + index) % 2 == 0 else reversed(order):
+                        generation = self.generate(job, side)
+                        done = Pass.of(job.prompt.id, job.prompt.task, side, repeat, generation)
+                        self.compile_s += done.compile_s
+                        if generation.stats.policy is not None:
+                            self.policies.append(generation.stats.policy)
+                        progress.advance(progress.task_ids[0])
+                        yield done
+
+    def generate(self, job: Job, side: str, **more: Any) -> Any:
+        """One decoding."""
+        return self._engine.generate(self.model, job.ids, **{**self._options, **self.sides[side], **more})
+
+

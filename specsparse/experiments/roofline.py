@@ -1,0 +1,94 @@
+"""`kind: roofline`: what a model file could do at best on a device, and what it was measured to do on this one."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from specsparse import api, display, manifest, models, trackers
+from specsparse.config import RunConfig
+from specsparse.costs import devices, report, store, tables, traffic
+from specsparse.costs.measure import measure
+from specsparse.engine.config import ModelConfig
+from specsparse.engine.gguf import open_gguf
+from specsparse.errors import UserError
+
+
+@dataclass(frozen=True)
+class RooflineRecord:
+    """What was found: `report` as `costs.report.build` makes it."""
+
+    name: str
+    report: dict[str, Any]
+    manifest: dict[str, Any]
+
+    @property
+    def as_promised(self) -> bool:
+        """A prediction promises nothing."""
+        return True
+
+    @property
+    def objective(self) -> float:
+        """Predicted tokens per second."""
+        return self.report["devices"][0]["tokens_per_second"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return {"name": self.name, "summary": self.report, "manifest": self.manifest, "config": self.manifest["config"]}
+
+
+def check(cfg: RunConfig) -> None:
+    """What can be found wrong without measuring.
+
+    Raises:
+        UserError: no such model, an unknown device.
+    """
+    models.resolve(cfg.model.path)
+    if cfg.roofline.device not in (devices.THIS, *devices.DEVICES):
+        devices.get(cfg.roofline.device)
+    if cfg.name in ("", ".", "..") or "/" in cfg.name:
+        raise UserError(f"name={cfg.name}: a plain name is needed, it becomes a directory")
+
+
+def run(cfg: RunConfig, directory: Path, *, engine: Any = None, console: Console | None = None) -> RooflineRecord:
+    """Predicts for a device; on this one measures too, once per file. Writes record.json and shows the tables.
+
+    Only `roofline.device=this` loads the weights.
+
+    Raises:
+        UserError: a mistake in the config or the model file.
+    """
+    check(cfg)
+    out, table = console or display.console(), None
+    path = Path(models.resolve(cfg.model.path))
+    f = open_gguf(path)
+    overrides = {k: v for k, v in cfg.model.overrides().items() if k not in ("kv_dtype", "threads", "backend")}
+    config = ModelConfig.from_gguf(f, overrides=overrides)
+    if cfg.roofline.device == devices.THIS:
+        table = _measured(cfg, engine or api, out)
+        device = report.this_machine(table)
+    else:
+        device = devices.get(cfg.roofline.device)
+    load = traffic.from_gguf(f, config, kv_dtype=cfg.model.kv_dtype or "f16")
+    found = report.build(load, config, device, table=table, kv_length=cfg.roofline.kv_length)
+    record = RooflineRecord(cfg.name, found, manifest.build(cfg.composed, path))
+    trackers.write_atomically(directory / trackers.RECORD_FILE, trackers.to_json(record.to_dict(), indent=1) + "\n")
+    for part in tables.tables(found):
+        out.print(part)
+    out.print(Text(f"record: {directory / trackers.RECORD_FILE}", style="dim"))
+    return record
+
+
+def _measured(cfg: RunConfig, engine: Any, out: Console) -> Any:
+    with display.loading(out, f"loading {cfg.model.path}") as progress:
+        model = engine.load(cfg.model.path, progress=progress, **cfg.model.overrides())
+    table = None if cfg.roofline.refresh else store.load(model)
+    if table is not None:
+        out.print(Text(f"measured {table.identity.get('date')}, kept in {store.path_of(model)}", style="dim"))
+        return table
+    with display.busy(out, "measuring forwards, rounds and this machine"):
+        table = measure(model)
+    out.print(Text(f"kept in {store.save(model, table)}; roofline.refresh=true measures again", style="dim"))
+    return table

@@ -1,0 +1,256 @@
+"""Drafters that need a model: a plan says what is wanted, `bind` makes the drafter once the target is there."""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import jax.numpy as jnp
+import numpy as np
+
+from specsparse.engine.config import ModelConfig
+from specsparse.engine.llama import ForwardFn
+from specsparse.engine.params import SamplingParams
+from specsparse.engine.sampling import SamplingKernels
+from specsparse.engine.tokenizer import Tokenizer
+from specsparse.engine.weights import Params
+from specsparse.errors import UserError
+from specsparse.kernels.rows import take_rows
+from specsparse.speculative.base import Drafter, DraftKind
+from specsparse.speculative.draft_law import DraftLaw
+from specsparse.speculative.drafters.model import ModelDrafter
+from specsparse.speculative.drafters.sources import DraftWeights, OwnModel, Source, TargetLayers, VocabMap
+from specsparse.speculative.drafters.tree import TreeDrafter
+from specsparse.speculative.drafters.with_policy import with_policy
+from specsparse.speculative.policy import Policy, check_policy
+from specsparse.speculative.trees.base import TreeShape
+from specsparse.speculative.vocab import check_compatible
+
+
+class LoadedModel(Protocol):
+    """What a plan needs of `specsparse.Model`."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer
+    params: Params
+    forward: ForwardFn
+    path: Path
+
+    @property
+    def sampling_kernels(self) -> SamplingKernels:
+        """Argmax, laws and draws of its backend."""
+
+    @property
+    def cache_dtype(self) -> Any:
+        """Of keys and values."""
+
+    def params_for(self, capacity: int) -> Params:
+        """The weights with a rotary table of that many positions."""
+
+
+class Bound(NamedTuple):
+    """A drafter ready to run.
+
+    Attributes:
+        drafter: static.
+        weights: cache capacity of the target -> the drafter's weights.
+    """
+
+    drafter: Drafter
+    weights: Callable[[int], Any]
+
+
+Load = Callable[[str], LoadedModel]
+"""Loads a draft model by name or path, on the target's backend."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Style:
+    """How a model drafter drafts, whatever model it has. Hashable.
+
+    Attributes:
+        policy: how many tokens, and when to stop.
+        sampling: the draft's own temperature and truncation.
+        draw: how the tokens of a chain are drawn.
+        tree: shape of the drafts, None for a chain. It draws as it says, and the policy is then a budget.
+        vocab: ids to score (FR-Spec's trimming), None for all.
+        first: score the ids below it (and those that end a text) instead, None for all.
+    """
+
+    policy: Policy
+    sampling: SamplingParams = dataclasses.field(default_factory=lambda: SamplingParams(temperature=0.0))
+    draw: DraftKind = DraftKind.ONE_HOT
+    tree: TreeShape | None = None
+    vocab: tuple[int, ...] | None = None
+    first: int | None = None
+
+    def __post_init__(self):
+        check_policy(self.policy, self.kind)
+        if self.tree is not None and self.policy.needs:
+            raise UserError("p_min, confidence and entropy end chains; a tree has options of its own")
+
+    @property
+    def kind(self) -> DraftKind:
+        """How the tokens are drawn."""
+        return self.draw if self.tree is None else self.tree.kind
+
+    def ids(self, target: LoadedModel, available: int) -> np.ndarray | None:
+        """The ids to score, ascending, of those below `available`; None for all."""
+        if self.vocab is not None:
+            wanted = set(self.vocab)
+        elif self.first is not None:
+            wanted = set(range(min(self.first, available))) | {i for i in target.tokenizer.stop_ids if i < available}
+        else:
+            return None
+        outside = [i for i in wanted if not 0 <= i < available]
+        if outside or not wanted:
+            raise UserError(f"drafter.draft_vocab holds {outside[:1] or 'no ids'}; ids lie in 0..{available - 1}")
+        return np.array(sorted(wanted), np.int32)
+
+
+class DrafterPlan(abc.ABC):
+    """A drafter whose model is not there yet: what is known of it beforehand, and how to make it."""
+
+    @property
+    @abc.abstractmethod
+    def style(self) -> Style:
+        """How it drafts."""
+
+    @property
+    def kind(self) -> DraftKind:
+        """How the tokens are drawn."""
+        return self.style.kind
+
+    @property
+    def tree(self) -> bool:
+        """Whether drafts branch."""
+        return self.style.tree is not None and self.style.tree.branches
+
+    @property
+    def max_nodes(self) -> int:
+        """K."""
+        return self.style.policy.gamma if self.style.tree is None else self.style.tree.max_nodes
+
+    @abc.abstractmethod
+    def bind(self, target: LoadedModel, load: Load) -> Bound:
+        """The drafter for this target; `load` loads a draft model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelPlan(DrafterPlan):
+    """A draft model with a cache of its own.
+
+    Attributes:
+        how: how it drafts.
+        model: the draft model, or its name or path.
+        special_tokens: "target" goes on where special ids differ, see `speculative.vocab`.
+    """
+
+    how: Style
+    model: Any = None
+    special_tokens: str | None = None
+
+    @property
+    def style(self) -> Style:
+        """How it drafts."""
+        return self.how
+
+    def bind(self, target: LoadedModel, load: Load) -> Bound:
+        """Loads the draft model where it is a path, and compares the vocabularies."""
+        if self.model is None:
+            raise UserError("drafter.model: a value is needed, the draft model's GGUF file")
+        model = load(str(self.model)) if isinstance(self.model, str | Path) else self.model
+        check_compatible(
+            target.tokenizer, model.tokenizer, special_tokens=self.special_tokens, where=str(model.path)
+        )
+        c = model.config
+        columns = min(c.vocab_size, target.config.vocab_size)
+        weights, columns = _trim(self.how, target, model.params, columns)
+        unknown = model.tokenizer.unknown_id
+        vocab = VocabMap(target.config.vocab_size, c.vocab_size, columns, 0 if unknown is None else unknown)
+        source = OwnModel(
+            model.forward, vocab, c.context_length, None, c.n_layers, c.n_kv_heads, c.head_dim, model.cache_dtype
+        )
+
+        def weights_for(capacity: int) -> DraftWeights:
+            params = model.params_for(source.capacity(capacity))
+            return weights._replace(params=params if weights.head is None else params._replace(output=weights.head))
+
+        return Bound(_drafter(self.how, source, target), weights_for)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSkipPlan(DrafterPlan):
+    """Some of the target's layers, on its own cache.
+
+    Attributes:
+        how: how it drafts.
+        layers: those that run; None for `default_layers`.
+    """
+
+    how: Style
+    layers: tuple[int, ...] | None = None
+
+    @property
+    def style(self) -> Style:
+        """How it drafts."""
+        return self.how
+
+    def bind(self, target: LoadedModel, load: Load) -> Bound:
+        """Checks the layers; no model is loaded."""
+        c = target.config
+        layers = default_layers(c.n_layers) if self.layers is None else self.layers
+        if not layers or sorted(set(layers)) != list(layers) or layers[0] < 0 or layers[-1] >= c.n_layers:
+            raise UserError(
+                f"drafter.layers={list(layers)} must be at least one layer, ascending, in 0..{c.n_layers - 1}"
+            )
+        weights, columns = _trim(self.how, target, target.params, c.vocab_size)
+        vocab = VocabMap(c.vocab_size, c.vocab_size, columns)
+        source = TargetLayers(target.forward, vocab, c.context_length, layers)
+        return Bound(_drafter(self.how, source, target), lambda capacity: weights)
+
+
+def default_layers(count: int) -> tuple[int, ...]:
+    """The first and the last quarter, and every other layer between them."""
+    edge = max(1, count // 4)
+    return tuple(i for i in range(count) if i < edge or i >= count - edge or (i - edge) % 2)
+
+
+def read_ids(value: Any) -> tuple[int | None, tuple[int, ...] | None]:
+    """`draft_vocab` as (first N ids, or None) and (ids, or None): a number, a list, or a text file of ids.
+
+    Raises:
+        UserError: none of these.
+    """
+    if value is None:
+        return None, None
+    if isinstance(value, bool):
+        raise UserError(f"drafter.draft_vocab={value}: a number, a list of ids or a file of ids is needed")
+    if isinstance(value, int):
+        if value < 1:
+            raise UserError(f"drafter.draft_vocab={value} must be at least 1")
+        return value, None
+    try:
+        items: Sequence[Any] = Path(value).read_text().split() if isinstance(value, str | Path) else list(value)
+        return None, tuple(int(item) for item in items)
+    except (OSError, TypeError, ValueError) as error:
+        raise UserError(f"drafter.draft_vocab={value}: a number, a list of ids or a file of ids is needed") from error
+
+
+def _trim(how: Style, target: LoadedModel, params: Params, columns: int) -> tuple[DraftWeights, int]:
+    """Weights with a trimmed head and its columns; without trimming none and `columns`."""
+    ids = how.ids(target, columns)
+    if ids is None:
+        return DraftWeights(), columns
+    place = np.full((target.config.vocab_size,), len(ids), np.int32)
+    place[ids] = np.arange(len(ids))
+    head = take_rows(params.output, ids)
+    return DraftWeights(head=head, ids=jnp.asarray(ids), place=jnp.asarray(place)), len(ids)
+
+
+def _drafter(how: Style, source: Source, target: LoadedModel) -> Drafter:
+    law = DraftLaw(how.sampling, source.vocab.columns, target.sampling_kernels)
+    if how.tree is not None:
+        return with_policy(TreeDrafter(source, law, how.tree), how.policy)
+    return ModelDrafter(source, law, how.policy, how.draw)

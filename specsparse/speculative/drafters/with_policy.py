@@ -1,0 +1,116 @@
+"""A drafter under a draft-length policy: the policy sets each round's budget and learns from each verdict."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specsparse.errors import UserError
+from specsparse.speculative.base import DraftContext, Drafted, Drafter, DraftKind, Feedback
+from specsparse.speculative.policy import Fixed, Policy, check_policy
+from specsparse.speculative.policy_cost import AutoOff
+
+
+class PolicyState(NamedTuple):
+    """The drafter's state, the policy's, and int32[B], rounds in which the policy drafted nothing."""
+
+    inner: Any
+    policy: Any
+    off: jax.Array
+
+
+class PolicyReport(NamedTuple):
+    """What a policy did to one sequence.
+
+    Attributes:
+        rounds_off: rounds without a draft because the policy said so.
+        off: whether drafting was off at the end (auto-off only).
+        predicted: speed-up predicted at the end (auto-off only), or None.
+    """
+
+    rounds_off: int
+    off: bool = False
+    predicted: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class WithPolicy(Drafter):
+    """`drafter`, but as long a draft as `policy` says. For policies that need not see the draft's laws.
+
+    Attributes:
+        drafter: what proposes.
+        policy: how much.
+    """
+
+    drafter: Drafter
+    policy: Policy
+
+    @property
+    def kind(self) -> DraftKind:
+        """As the drafter."""
+        return self.drafter.kind
+
+    @property
+    def max_nodes(self) -> int:
+        """As the drafter."""
+        return self.drafter.max_nodes
+
+    @property
+    def max_depth(self) -> int:
+        """As the drafter."""
+        return self.drafter.max_depth
+
+    @property
+    def tree(self) -> bool:
+        """As the drafter."""
+        return self.drafter.tree
+
+    @property
+    def wants_hidden(self) -> bool:
+        """As the drafter."""
+        return self.drafter.wants_hidden
+
+    def init(self, params: Any, ctx: DraftContext, *, hidden: jax.Array | None = None) -> PolicyState:
+        """Both begin."""
+        batch = ctx.length.shape[0]
+        inner = self.drafter.init(params, ctx, hidden=hidden)
+        return PolicyState(inner, self.policy.init(batch), jnp.zeros((batch,), jnp.int32))
+
+    def draft(self, params: Any, state: PolicyState, ctx: DraftContext) -> Drafted:
+        """The drafter's draft on the policy's budget; one that is too short is dropped (one-hot drafts only)."""
+        budget_B = self.policy.budget(state.policy, ctx)
+        drafted = self.drafter.draft(params, state.inner, ctx._replace(budget=budget_B))
+        kept_B = self.policy.keep(state.policy, drafted.draft.count)
+        off_B = state.off + ((ctx.budget > 0) & (budget_B == 0)).astype(jnp.int32)
+        return drafted._replace(
+            draft=drafted.draft._replace(count=kept_B), state=PolicyState(drafted.state, state.policy, off_B)
+        )
+
+    def commit(self, params: Any, state: PolicyState, ctx: DraftContext, feedback: Feedback) -> PolicyState:
+        """Both learn the verdict."""
+        inner = self.drafter.commit(params, state.inner, ctx, feedback)
+        return state._replace(inner=inner, policy=self.policy.update(state.policy, feedback.verdict))
+
+
+def policy_report(policy: Policy, state: Any, b: int, rounds_off: int) -> PolicyReport:
+    """What a policy in that state did to sequence b."""
+    if not isinstance(policy, AutoOff):
+        return PolicyReport(rounds_off)
+    return PolicyReport(rounds_off, not bool(policy.pays(state)[b]), float(policy.predicted(state)[b]))
+
+
+def with_policy(drafter: Drafter, policy: Policy) -> Drafter:
+    """The drafter under that policy; the drafter itself where the policy is to draft all it can.
+
+    Raises:
+        UserError: the policy looks at draft laws, which this drafter has none of, or drops drawn tokens.
+    """
+    check_policy(policy, drafter.kind)
+    if policy.needs:
+        raise UserError(
+            f"policy={type(policy).__name__} looks at the laws of the draft, which {type(drafter).__name__} has none of: "
+            "choose fixed, heuristic, cost or auto_off"
+        )
+    plain = isinstance(policy, Fixed) and policy.n_min <= 1 and policy.gamma >= drafter.max_nodes
+    return drafter if plain else WithPolicy(drafter, policy)

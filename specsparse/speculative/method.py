@@ -1,0 +1,76 @@
+"""From names to a drafter under its policy and a verifier that fits it: what configs and the API both ask for."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from specsparse.errors import UserError
+from specsparse.speculative.base import Drafter, Verifier
+from specsparse.speculative.drafters.plan import DrafterPlan
+from specsparse.speculative.drafters.registry import ALIASES, DRAFTERS, get_drafter
+from specsparse.speculative.drafters.synthetic import LABEL, Synthetic, SyntheticRates, synthetic_verifier
+from specsparse.speculative.drafters.with_policy import WithPolicy, with_policy
+from specsparse.speculative.policy import Fixed, Policy
+from specsparse.speculative.trees import TreeShape
+from specsparse.speculative.verify import VERIFIERS, check_pair, get_verifier, valid_verifiers
+
+
+def make_drafter(
+    name: str, options: Mapping[str, Any], policy: Policy, *, tree: TreeShape | None = None
+) -> Drafter | DrafterPlan:
+    """The drafter of that name under a policy: its own where it looks at draft laws, else wrapped.
+
+    Raises:
+        UserError: an unknown name or option, or a policy or tree that does not go with the drafter.
+    """
+    plain = type(policy) is Fixed and policy.n_min <= 1
+    factory = DRAFTERS.get(ALIASES.get(name, name))
+    if tree is not None:
+        if factory is not None and "tree" not in factory.options:
+            growers = ", ".join(key for key, f in DRAFTERS.items() if "tree" in f.options)
+            raise UserError(f"drafter={name} drafts chains: trees are for drafter={growers}")
+        options = {**options, "tree": tree}
+    if factory is not None and "policy" in factory.options:
+        return get_drafter(name, **options, **({"gamma": policy.gamma} if plain else {"policy": policy}))
+    drafter = get_drafter(name, gamma=policy.gamma, **options)
+    return drafter if isinstance(drafter, DrafterPlan) else with_policy(drafter, policy)
+
+
+def choose_verifier(
+    drafter: Drafter | DrafterPlan,
+    name: str | Verifier | None,
+    options: Mapping[str, Any] | None = None,
+    *,
+    temperature: float,
+) -> Verifier:
+    """The verifier of that name, or by default the first lossless one that fits the drafter.
+
+    `synthetic` makes the acceptance of any chain up, at the rates of its options or of a synthetic drafter.
+
+    Raises:
+        UserError: an unknown name or option, or a pair that would not keep its promise, with the valid names.
+    """
+    given = {key: value for key, value in (options or {}).items() if value is not None}
+    source = drafter.drafter if isinstance(drafter, WithPolicy) else drafter
+    made_up = isinstance(source, Synthetic)
+    if name == LABEL or (made_up and name is None):
+        return _synthetic(drafter, source.rates if made_up and not given.keys() - {"process"} else None, given)
+    if made_up and not (isinstance(name, Verifier) and name.name == LABEL):
+        raise UserError("drafter=synthetic drafts no text, its acceptance is made up: choose verifier=synthetic")
+    if name is None:
+        name = valid_verifiers(drafter.kind, tree=drafter.tree, temperature=temperature)[0]
+    if isinstance(name, str) and name not in VERIFIERS:
+        raise UserError(f"verifier={name} is unknown: choose one of {', '.join([*VERIFIERS, LABEL])}")
+    verifier = get_verifier(name, **given) if isinstance(name, str) else name
+    if not isinstance(verifier, Verifier):
+        raise UserError(f"verifier must be a registered name or a Verifier, not {type(verifier).__name__}")
+    check_pair(drafter, verifier, temperature=temperature)  # type: ignore[arg-type]  # a plan knows as much
+    return verifier
+
+
+def _synthetic(drafter: Drafter | DrafterPlan, rates: SyntheticRates | None, options: dict[str, Any]) -> Verifier:
+    if drafter.tree:
+        raise UserError("verifier=synthetic makes up the acceptance of chains, not of trees")
+    unknown = sorted(options.keys() - {"process", "rate", "length", "rates"})
+    if unknown:
+        raise UserError(f"verifier.{unknown[0]} is no option of synthetic: it has process, rate, length, rates")
+    return synthetic_verifier(rates or SyntheticRates.of(drafter.max_nodes, **options))

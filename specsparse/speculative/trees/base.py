@@ -1,0 +1,78 @@
+"""What all tree shapes share: the ground they grow on, and what comes of it."""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+from specsparse.engine.cache import KVCache
+from specsparse.speculative.base import Draft, DraftContext, DraftKind
+from specsparse.speculative.draft_law import DraftLaw
+
+
+@dataclasses.dataclass(frozen=True)
+class Ground:
+    """What a tree grows on, for the length of one trace.
+
+    Attributes:
+        feed: (cache, tokens_BR, parents_BR, n_valid_B) -> (float32[B, R, N] logits, cache). The rows hang on the
+            committed prefix (parent -1) or on each other; a later call feeds the earlier rows again.
+        law: the draft's law over its N columns.
+        token_ids: target ids of columns.
+        widen: float32[.., N] -> float32[.., V].
+        vocab_size: V.
+        ctx: the round's context; keys the noise.
+    """
+
+    feed: Callable[..., tuple[jax.Array, KVCache]]
+    law: DraftLaw
+    token_ids: Callable[[jax.Array], jax.Array]
+    widen: Callable[[jax.Array], jax.Array]
+    vocab_size: int
+    ctx: DraftContext
+
+
+class Grown(NamedTuple):
+    """A finished tree.
+
+    Attributes:
+        draft: the tree.
+        cache: after the last feeding.
+        rows: int32[B, K], row under which each node was fed in that feeding, -1 for nodes that were not.
+    """
+
+    draft: Draft
+    cache: KVCache
+    rows: jax.Array
+
+
+class TreeShape(abc.ABC):
+    """Base of the shapes: final frozen dataclasses that grow a tree level by level, one forward a level."""
+
+    @property
+    @abc.abstractmethod
+    def kind(self) -> DraftKind:
+        """How the tokens are drawn."""
+
+    @property
+    @abc.abstractmethod
+    def max_nodes(self) -> int:
+        """K."""
+
+    @property
+    @abc.abstractmethod
+    def max_depth(self) -> int:
+        """Longest path."""
+
+    @property
+    @abc.abstractmethod
+    def branches(self) -> bool:
+        """Whether a node may have more than one child."""
+
+    @abc.abstractmethod
+    def grow(
+        self, ground: Ground, cache: KVCache, logits_BN: jax.Array, *, budget_B: jax.Array, room_B: jax.Array
+    ) -> Grown:
+        """A tree of at most `budget` nodes that feeds at most `room` rows, from the logits after the root."""
