@@ -1,5 +1,6 @@
 """Speculative and sparse-activation decoding of GGUF Llama models in JAX: exact, measured, explained."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,14 +22,11 @@ __all__ = [
 ]
 
 
+_HOMES = {"certify": "specsparse.speculative.certify", "CertificateReport": "specsparse.speculative.certify"}
+
+
 def __getattr__(name: str) -> Any:
     """The public names, imported when first used: `python -m specsparse --help` need not wait for JAX."""
-    if name in ("certify", "CertificateReport"):
-        from specsparse.speculative import certify
-
-        return getattr(certify, name)
-    if name in __all__:
-        from specsparse import api
-
-        return getattr(api, name)
-    raise AttributeError(f"module 'specsparse' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'specsparse' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES.get(name, "specsparse.api")), name)

@@ -251,7 +251,7 @@ def _prompts(prompt: Any) -> tuple[list[Any], bool]:
 
 
 def prompt_ids(model: Model, prompt: Any, params: SamplingParams) -> np.ndarray:
-    """Checked ids int32[n] of a text, a chat or ids. Texts may name special tokens; BOS is added where the file says so."""
+    """Checked ids int32[n] of a text, a chat or ids. Texts may name special tokens; BOS is added as the file says."""
     tokenizer = model.tokenizer
     if isinstance(prompt, Seq) and not isinstance(prompt, str) and prompt and isinstance(prompt[0], dict):
         prompt = tokenizer.apply_chat_template(prompt)
@@ -320,7 +320,8 @@ def _generation(session: Session, b: int) -> Generation:
     sequence, finish = session.sequences[b], session.finish[b]
     if finish == Finish.FAILED:
         raise UserError(
-            f"{session.model.path}: the model's logits after {len(session.tokens()[b])} tokens hold NaN or allow no token"
+            f"{session.model.path}: the model's logits after {len(session.tokens()[b])} tokens hold NaN "
+            "or allow no token"
         )
     tokens, text, stopped = _cut_at_stop(session, b)
     counters = dataclasses.replace(session.counters(b), num_emitted_tokens=len(tokens))
@@ -355,7 +356,9 @@ def _logprobs(session: Session, b: int, tokens: np.ndarray) -> tuple[TokenLogpro
     chosen, rank, top, ids = (np.asarray(a[b]) for a in scores)
     keep = top.shape[1] if asked == -1 else asked
     return tuple(
-        TokenLogprobs(int(t), float(chosen[i]), int(rank[i]), tuple(zip(ids[i, :keep].tolist(), top[i, :keep].tolist())))
+        TokenLogprobs(
+            int(t), float(chosen[i]), int(rank[i]), tuple(zip(ids[i, :keep].tolist(), top[i, :keep].tolist()))
+        )
         for t, i in zip(tokens, rows, strict=True)
     )
 

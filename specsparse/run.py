@@ -53,7 +53,7 @@ def _quote(value: str) -> str:
 
 
 class CheckBeforeStart:
-    """A Hydra callback: the config is validated before the run's directory is made."""
+    """A Hydra callback: the config is validated before the run's directory is made, a sweep ends with its table."""
 
     def on_run_start(self, config: Any, **_: Any) -> None:
         """Exit with one line when the config is wrong (Hydra swallows exceptions of callbacks, not an exit)."""
@@ -66,6 +66,13 @@ class CheckBeforeStart:
             if config.get("debug") is True:
                 return  # the run itself raises it again, with its traceback
             raise SystemExit(fail(str(error))) from None
+
+    def on_multirun_end(self, config: Any, **_: Any) -> None:
+        """One table over all runs of a sweep."""
+        from specsparse import display
+        from specsparse.experiments import sweep
+
+        sweep.show(Path(str(config.hydra.sweep.dir)), display.console())
 
     def __getattr__(self, name: str) -> Any:
         """Hydra calls every hook of a callback; the others do nothing."""

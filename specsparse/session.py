@@ -123,7 +123,9 @@ class Session:
             cache=cache,
             counters=generate.zero_counters(batch, self.method.max_nodes),
             history=None if self.law.raw else sampling.init_history(self.law, prompts),
-            scores=None if self.law.logprobs is None else generate.empty_scores(batch, self.capacity, self.law.logprobs),
+            scores=None
+            if self.law.logprobs is None
+            else generate.empty_scores(batch, self.capacity, self.law.logprobs),
         )
         if drafter is None:
             return state
@@ -204,7 +206,8 @@ class Session:
 def _stop_ids(model: Model, sequences: list[Sequence]) -> np.ndarray:
     """int32[B, s], padded with -1."""
     each = [
-        sorted({*s.params.stop_token_ids, *(() if s.params.ignore_eos else model.tokenizer.stop_ids)}) for s in sequences
+        sorted({*s.params.stop_token_ids, *(() if s.params.ignore_eos else model.tokenizer.stop_ids)})
+        for s in sequences
     ]
     width = max(1, max(len(ids) for ids in each))
     return np.array([ids + [-1] * (width - len(ids)) for ids in each], np.int32)

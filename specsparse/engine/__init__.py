@@ -1,0 +1,1 @@
+"""The engine: GGUF models, their forward pass, sampling, and decoding without speculation."""

@@ -1,6 +1,8 @@
-"""Decoding without speculation, and what speculative decoding shares with it: the state, the prompt, the stop conditions.
+"""Decoding without speculation, and what speculative decoding shares with it: the state, the prompt, the stop
+conditions.
 
-A step is a pure function `step(params, job, state) -> state`. `run` repeats it inside one `lax.while_loop`; a caller that
+A step is a pure function `step(params, job, state) -> state`. `run` repeats it inside one `lax.while_loop`; a caller
+that
 streams runs the same loop a few rounds at a time.
 """
 

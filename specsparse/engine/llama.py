@@ -101,7 +101,11 @@ def make_forward(config: ModelConfig, kernels: Kernels, ffn: Callable | None = N
             n_valid_B = jnp.minimum(n_valid_B, 1)
         batch, n, width = x_BnD.shape
         (logits_RV,) = kernels.linear(
-            x_BnD.reshape(batch * n, width), (params.output,), norm=params.output_norm, eps=config.norm_eps, n_valid=n_valid_B
+            x_BnD.reshape(batch * n, width),
+            (params.output,),
+            norm=params.output_norm,
+            eps=config.norm_eps,
+            n_valid=n_valid_B,
         )
         return logits_RV.reshape(batch, n, -1)
 

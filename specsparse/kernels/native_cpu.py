@@ -36,7 +36,9 @@ def _library() -> ctypes.CDLL | None:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     wanted = os.environ.get("SPECSPARSE_ISA")
     if wanted and not library.specsparse_set_isa(wanted.encode()):
-        raise UserError(f"SPECSPARSE_ISA={wanted}: this processor or build has no such kernels; use portable, avx2 or avx512")
+        raise UserError(
+            f"SPECSPARSE_ISA={wanted}: this processor or build has no such kernels; use portable, avx2 or avx512"
+        )
     count = os.environ.get("SPECSPARSE_THREADS")
     if count:
         _check_threads(count)
@@ -136,7 +138,17 @@ def attend(q, k, v, cache_k, cache_v, *, cos, sin, length, n_valid, parents=None
     """`reference.attend` by the C++ kernels; a head size that is no multiple of 16 takes the reference."""
     if cache_v.shape[-1] % 16:
         return reference.attend(
-            q, k, v, cache_k, cache_v, cos=cos, sin=sin, length=length, n_valid=n_valid, parents=parents, pairing=pairing
+            q,
+            k,
+            v,
+            cache_k,
+            cache_v,
+            cos=cos,
+            sin=sin,
+            length=length,
+            n_valid=n_valid,
+            parents=parents,
+            pairing=pairing,
         )
     shapes = (
         jax.ShapeDtypeStruct(q.shape, jnp.float32),

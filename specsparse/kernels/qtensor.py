@@ -1,6 +1,7 @@
 """Packed weight matrices: what the kernels read.
 
-A matrix is cut into groups of 16 rows; within a group the columns follow each other in tiles, scales before codes, so that one
+A matrix is cut into groups of 16 rows; within a group the columns follow each other in tiles, scales before codes, so
+that one
 thread reads one stream of memory. `docs/ARCHITECTURE.md` gives the byte layout.
 """
 
@@ -52,7 +53,9 @@ class Layout:
             return cols * ROWS * (4 if self.codes == "f32" else 2)
         subs = BLOCK // self.sub
         code = ROWS * BLOCK // (2 if self.codes == "nibble" else 1)
-        per_block = {"d": 32, "dm": 64, "f32": 64 * subs, "super": 16 * subs, "super_min": 32 * subs}[self.scales] + code
+        per_block = {"d": 32, "dm": 64, "f32": 64 * subs, "super": 16 * subs, "super_min": 32 * subs}[
+            self.scales
+        ] + code
         header = {"super": 32, "super_min": 64}.get(self.scales, 0)
         return cols // BLOCK * per_block + (cols // SUPER * header if header else 0)
 

@@ -1,7 +1,9 @@
 """The kernels in jnp: the definition, the oracle of every test, and the fallback where there is no compiler.
 
-Rows of activations stay in float32 here; the native kernels quantise them for quantised weights, which is the whole difference
-between the two. The plain functions map over rows, so that a row's bits do not depend on its neighbours (contract C1); the
+Rows of activations stay in float32 here; the native kernels quantise them for quantised weights, which is the whole
+difference
+between the two. The plain functions map over rows, so that a row's bits do not depend on its neighbours (contract C1);
+the
 `_batched` ones leave the batching to XLA, for GPUs.
 """
 
@@ -22,7 +24,11 @@ def _rowwise(function, *rows):
 
 
 def _normalise(x, norm, eps):
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + jnp.float32(eps)) * jnp.expand_dims(norm, tuple(range(x.ndim - 1)))
+    return (
+        x
+        * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + jnp.float32(eps))
+        * jnp.expand_dims(norm, tuple(range(x.ndim - 1)))
+    )
 
 
 def activate(x, act: str):

@@ -1,12 +1,24 @@
-"""For tests of drafters: contexts made of lists of ids, and drafts read back as lists."""
+"""For tests of drafters: contexts made of lists of ids, tiny models under them, and drafts read back as lists."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from specsparse import kernels
+from specsparse.engine import cache as kv
+from specsparse.engine import llama, weights
+from specsparse.engine.config import ModelConfig
+from specsparse.engine.gguf import open_gguf
+from specsparse.engine.llama import Want
 from specsparse.engine.noise import seed_words
-from specsparse.speculative.base import Draft, DraftContext
+from specsparse.model import Model
+from specsparse.speculative.base import Draft, DraftContext, Drafter
+from specsparse.speculative.drafters import DrafterPlan, get_drafter
+from specsparse.testing.tiny import write_tiny_gguf
+from specsparse.testing.vocab import DummyTokenizer
 
 
 def draft_context(
@@ -35,3 +47,55 @@ def draft_context(
 def drafted_ids(draft: Draft, b: int = 0) -> list[int]:
     """The drafted ids of sequence b."""
     return np.asarray(draft.tokens)[b, : int(draft.count[b])].tolist()
+
+
+def tiny_model(folder: Path, *, vocab: int, capacity: int, seed: int = 0, layers: int = 2) -> Model:
+    """A tiny random model with a vocabulary of any size, whose tokenizer is a dummy."""
+    path = folder / f"tiny{vocab}_{seed}.gguf"
+    write_tiny_gguf(
+        path, quant="Q8_0", tokenizer="none", vocab_size=vocab, context_length=capacity, n_layers=layers, seed=seed
+    )
+    f = open_gguf(path)
+    config, chosen = ModelConfig.from_gguf(f), kernels.get()
+    params = weights.load_params(f, config, floats=chosen.name != "native")
+    return Model(
+        config=config,
+        tokenizer=DummyTokenizer(vocab),  # type: ignore[arg-type]
+        params=params,
+        forward=llama.make_forward(config, chosen),
+        kernels=chosen,
+        kv_dtype="f16",
+        path=path,
+        footprint=weights.footprint(params, f),
+    )
+
+
+def on_target(model: Model, ctx: DraftContext) -> DraftContext:
+    """The context with the target's weights, and its cache after all tokens but the last."""
+    batch, capacity = ctx.tokens.shape
+    params, cache = model.params_for(capacity), model.new_cache(batch, capacity)
+    count_B = ctx.length - 1
+    tokens_BC = jnp.where(jnp.arange(capacity, dtype=jnp.int32)[None] < count_B[:, None], ctx.tokens, 0)
+    _, cache = model.forward(params, tokens_BC, cache, n_valid_B=count_B, want=Want(logits="none"))
+    return ctx._replace(params=params, cache=kv.commit(cache, count_B))
+
+
+def model_case(
+    folder: Path, source: str, *, vocab: int, capacity: int, **options: Any
+) -> tuple[Drafter, Any, Callable[[DraftContext], DraftContext]]:
+    """A drafter on tiny models, its weights, and what puts the target into a context.
+
+    Args:
+        folder: for the files.
+        source: "model" (a draft model of its own) or "layer_skip".
+        vocab, capacity: of the models.
+        options: of the drafter.
+    """
+    target = tiny_model(folder, vocab=vocab, capacity=capacity)
+    target.params_for(capacity)  # kept by the model: not to be made first inside a trace
+    given = {"model": tiny_model(folder, vocab=vocab, capacity=capacity, seed=1)} if source == "model" else {}
+    plan = get_drafter(source, gamma=6, **given, **options)
+    assert isinstance(plan, DrafterPlan)
+    bound = plan.bind(target, lambda spec: target)
+    prepare = (lambda ctx: ctx) if source == "model" else (lambda ctx: on_target(target, ctx))
+    return bound.drafter, bound.weights(capacity), prepare

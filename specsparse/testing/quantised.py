@@ -48,6 +48,10 @@ _SCALES = {
 }
 
 
+_SAMPLE = 1 << 14
+"""Blocks that tell the deviation of the codes; large tensors need not be dequantised whole."""
+
+
 def random_quantised(
     kind: GGMLQuantizationType | str, rows: int, cols: int, seed: int = 0, *, std: float = 1.0, edges: bool = True
 ) -> np.ndarray:
@@ -102,7 +106,7 @@ def _set_float16(
     _put_float16(blocks, scales.d, np.ones(len(blocks)))
     if scales.m is not None:
         _put_float16(blocks, scales.m, np.full(len(blocks), scales.center))
-    d = _vary(rng, len(blocks)) * std / quants.dequantize(blocks, kind).std()
+    d = _vary(rng, len(blocks)) * std / quants.dequantize(blocks[:_SAMPLE], kind).std()
     if scales.m is None:  # files hold negative scales too where there is no min
         d *= rng.choice([-1.0, 1.0], len(blocks))
     if edges:

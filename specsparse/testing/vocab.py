@@ -75,11 +75,20 @@ class DummyTokenizer:
         bos_id, eos_id: 1 and 2.
     """
 
+    type = "bytes"
+    add_bos = True
+    add_eos = False
     bos_id = 1
     eos_id = 2
+    unknown_id = 0
+    stop_ids = frozenset({2})
 
     def __init__(self, vocab_size: int = 259):
         self.vocab_size = vocab_size
+
+    def token_text(self, index: int) -> str:
+        """A name for an id."""
+        return f"<{index}>"
 
     def encode(self, text: str, add_special: bool = False, parse_special: bool = False) -> list[int]:
         """UTF-8 bytes of the text, after `bos_id` where `add_special`. There are no special strings to parse."""

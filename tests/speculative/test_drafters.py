@@ -10,8 +10,9 @@ from specsparse.speculative.base import ROOT, DraftKind, Feedback
 from specsparse.speculative.drafters import Scripted, get_drafter
 from specsparse.speculative.drafters.registry import DRAFTERS, Factory, register
 from specsparse.speculative.tree import TreeTemplate, check_parents, node_depths
+from specsparse.speculative.trees import get_tree
 from specsparse.speculative.verify import match_verdict, valid_verifiers
-from specsparse.testing.drafting import draft_context, drafted_ids
+from specsparse.testing.drafting import draft_context, drafted_ids, model_case
 
 V, C, K = 5, 48, 6
 TRUTH = tuple(int(t) for t in np.random.default_rng(7).integers(0, V, C))
@@ -28,6 +29,15 @@ CASES = {
     "scripted_tree": lambda: get_drafter("scripted", template=TREE, ends=(4, ROOT, 1), vocab_size=V, truth=TRUTH),
 }
 
+MODEL_CASES = {
+    "model": ("model", {}),
+    "model_sampled": ("model", {"temperature": 0.8}),
+    "layer_skip_p_min": ("layer_skip", {"p_min": 0.3}),
+    "tree_static": ("layer_skip", {"tree": get_tree("static", widths=(2, 2))}),
+    "tree_wor": ("model", {"temperature": 0.8, "tree": get_tree("sampled_wor", widths=(2, 1, 1))}),
+    "tree_p_split": ("model", {"tree": get_tree("p_split", nodes=K, n_parallel=3, p_split=0.15)}),
+    "tree_dynamic": ("model", {"tree": get_tree("dynamic", total=K, depth=3, top_k=2)}),
+}
 
 judge = jax.jit(match_verdict)
 
@@ -42,33 +52,48 @@ def row(tree, b):
     return jax.tree.map(lambda x: x[b : b + 1], tree)
 
 
-def fed(drafter, ctx):
+def fed(case, ctx):
     """A draft after a prompt, of which the last two tokens arrive through `commit`."""
-    before = ctx._replace(length=jnp.maximum(ctx.length - 2, 1))
-    state = drafter.init(None, before)
-    drafted = drafter.draft(None, state, before)
-    verdict = match_verdict(drafted.draft, jnp.zeros((len(ctx.length), drafter.max_nodes + 1), jnp.int32))
-    state = drafter.commit(None, state, ctx, Feedback(drafted.draft, verdict))
-    return drafter.draft(None, state, ctx).draft
+    drafter, weights, prepare = case
+    before = prepare(ctx._replace(length=jnp.maximum(ctx.length - 2, 1)))
+    state = drafter.init(weights, before)
+    drafted = drafter.draft(weights, state, before)
+    nothing = jnp.full((len(ctx.length), drafter.max_nodes + 1), V, jnp.int32)  # no drafted token is accepted
+    verdict = match_verdict(drafted.draft, nothing)
+    state = drafter.commit(weights, drafted.state, ctx, Feedback(drafted.draft, verdict))
+    return drafter.draft(weights, state, prepare(ctx)).draft
 
 
 def assert_same(a, b):
-    jax.tree.map(np.testing.assert_array_equal, a, b)
+    """Equal as far as a draft says something: laws of nodes that do not exist may hold anything."""
+    jax.tree.map(np.testing.assert_array_equal, a._replace(q=None), b._replace(q=None))
+    if a.q is not None:
+        exists = np.arange(a.max_nodes)[None] < np.asarray(a.count)[:, None]
+        np.testing.assert_array_equal(np.asarray(a.q)[exists], np.asarray(b.q)[exists])
 
 
-@pytest.fixture(params=CASES, scope="module")
-def drafter(request):
-    return CASES[request.param]()
+@pytest.fixture(params=[*CASES, *MODEL_CASES], scope="module")
+def case(request, tmp_path_factory):
+    """Drafter, its weights, and what puts the target into a context."""
+    if request.param in CASES:
+        return CASES[request.param](), None, lambda ctx: ctx
+    source, options = MODEL_CASES[request.param]
+    return model_case(tmp_path_factory.mktemp("model"), source, vocab=V, capacity=C, **options)
 
 
 @pytest.fixture(scope="module")
-def traced(drafter):
+def drafter(case):
+    return case[0]
+
+
+@pytest.fixture(scope="module")
+def traced(case):
     """The compiled `fed` and the batch sizes it was traced for."""
     sizes = []
 
     def step(ctx):
         sizes.append(ctx.length.shape[0])
-        return fed(drafter, ctx)
+        return fed(case, ctx)
 
     return jax.jit(step), sizes
 
@@ -132,13 +157,17 @@ def test_a_full_buffer_and_a_single_token(compiled):
     assert ((draft.count >= 0) & (draft.count <= K)).all()
 
 
-def test_the_cache_passes_through(drafter):
+def test_the_cache_passes_through(case):
+    drafter, weights, prepare = case
     ctx = draft_context(texts(0), capacity=C, budget=K)
 
     def check(cache):
-        whole = ctx._replace(cache=cache)
-        drafted = drafter.draft(None, drafter.init(None, whole), whole)
-        assert drafted.cache is cache
+        whole = prepare(ctx._replace(cache=cache))
+        drafted = drafter.draft(weights, drafter.init(weights, whole), whole)
+        if whole.cache is cache:
+            assert drafted.cache is cache
+        else:  # a self-draft writes beyond the length
+            assert jax.tree.structure(drafted.cache) == jax.tree.structure(whole.cache)
         return drafted.draft
 
     jax.eval_shape(check, jnp.ones((3, 2)))

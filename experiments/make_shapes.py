@@ -1,0 +1,178 @@
+"""Claim: files of real shapes with random weights are enough to measure loading, memory, tok/s and v(n).
+
+Writes Llama-2-7B-shaped Q4_0 (3.8 GB, output matrix Q6_K as in the files people have) and llama-160m-shaped F16
+(0.32 GB) models: random codes under sane scales, tensor by tensor, and one SentencePiece vocabulary of 32,000 tokens.
+The text they write means nothing.
+
+Expected: a few hundred MB of memory at most; half a minute for the 7B file.
+Command: python experiments/make_shapes.py --folder shapes                 both files
+         python experiments/make_shapes.py --folder shapes --only 160m
+         python experiments/make_shapes.py --folder shapes --scale 16      1/16 of every width and depth, for tests
+"""
+
+import argparse
+import math
+import os
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGUFWriter
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from specsparse.engine.config import ModelConfig
+from specsparse.testing import random_quantised, spm_vocabulary, tiny_config
+
+CHUNK = 1 << 24
+"""Weights made at a time."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model to write.
+
+    Attributes:
+        name: of the file.
+        kind: GGUF type of the matrices.
+        output: type of the output matrix.
+        layers, width, heads, ff, context: the model's.
+        norm_eps: of its norms.
+    """
+
+    name: str
+    kind: str
+    output: str
+    layers: int
+    width: int
+    heads: int
+    ff: int
+    context: int
+    norm_eps: float
+    vocab: int = 32000
+
+    def scaled(self, scale: int) -> "Shape":
+        """The shape at 1/scale of each dimension; widths are multiples of 256, every block of weights, heads 64 wide."""
+        if scale == 1:
+            return self
+
+        def at_most(value: int, step: int) -> int:
+            return max(step, value // scale // step * step)
+
+        width = at_most(self.width, 256)
+        return replace(
+            self,
+            layers=max(2, self.layers // scale),
+            width=width,
+            heads=width // 64,
+            ff=at_most(self.ff, 256),
+            context=max(512, self.context // scale),
+            vocab=max(512, self.vocab // scale),
+        )
+
+    def config(self) -> ModelConfig:
+        """As the engine will read it."""
+        return tiny_config(
+            n_layers=self.layers, d_model=self.width, n_heads=self.heads, n_kv_heads=self.heads, d_ff=self.ff,
+            vocab_size=self.vocab, context_length=self.context, norm_eps=self.norm_eps,
+        )  # fmt: skip
+
+
+SHAPES = {
+    "7b": Shape("llama-2-7b-shape", "Q4_0", "Q6_K", 32, 4096, 32, 11008, 4096, 1e-5),
+    "160m": Shape("llama-160m-shape", "F16", "F16", 12, 768, 12, 3072, 2048, 1e-6),
+}
+
+
+def write(shape: Shape, path: Path, *, seed: int = 0) -> int:
+    """Writes the model and returns its bytes; the file appears when it is complete."""
+    config = shape.config()
+    partial = path.with_name(f"{path.name}.part")
+    writer = GGUFWriter(partial, config.architecture)
+    _metadata(writer, shape)
+    kinds = {}
+    for name, dims in config.tensor_shapes():
+        matrix = shape.output if name == "output.weight" else shape.kind
+        kind = GGMLQuantizationType[matrix if len(dims) == 2 else "F32"]
+        kinds[name] = kind
+        block, size = GGML_QUANT_SIZES[kind]
+        stored = (*dims[:-1], dims[-1] // block * size) if len(dims) == 2 else dims
+        dtype = np.dtype(np.uint8 if len(dims) == 2 else np.float32)
+        nbytes = math.prod(dims) // block * size
+        writer.add_tensor_info(name, stored, dtype, nbytes, raw_dtype=kind if len(dims) == 2 else None)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    with partial.open("ab") as out:  # the header is padded to the alignment, and so is each tensor
+        for index, (name, dims) in enumerate(config.tensor_shapes()):
+            _align(out)
+            _tensor(out, dims, kinds[name], seed=seed * 100_003 + index)
+        _align(out)
+    os.replace(partial, path)
+    return path.stat().st_size
+
+
+def _align(out: Any) -> None:
+    out.write(b"\0" * (-out.tell() % 32))
+
+
+def _tensor(out: Any, dims: tuple[int, ...], kind: GGMLQuantizationType, *, seed: int) -> None:
+    """Rows of deviation 1/sqrt(inputs), so that activations stay near one; norms are one."""
+    if len(dims) == 1:
+        out.write(np.ones(dims, np.float32).tobytes())
+        return
+    rows, cols = dims
+    each = max(1, CHUNK // cols)
+    for start in range(0, rows, each):
+        count = min(each, rows - start)
+        made = random_quantised(kind, count, cols, seed * 1009 + start, std=1 / math.sqrt(cols), edges=False)
+        out.write(np.ascontiguousarray(made).data)
+
+
+def _metadata(writer: GGUFWriter, shape: Shape) -> None:
+    tokens, types, scores = spm_vocabulary(shape.vocab)
+    writer.add_name(f"{shape.name} (random weights)")
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(shape.width)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(shape.ff)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.heads)
+    writer.add_layer_norm_rms_eps(shape.norm_eps)
+    writer.add_rope_dimension_count(shape.width // shape.heads)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(shape.vocab)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores(scores)
+    writer.add_token_types(types)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_add_bos_token(True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="write GGUF files of real shapes with random weights")
+    parser.add_argument("--folder", type=Path, required=True, help="where to; made if it is not there")
+    parser.add_argument("--only", choices=SHAPES, help="one of the two")
+    parser.add_argument("--scale", type=int, default=1, help="1/scale of every dimension, for tests (1)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if args.scale < 1:
+        parser.error("--scale must be at least 1")
+    args.folder.mkdir(parents=True, exist_ok=True)
+    for key, shape in SHAPES.items():
+        if args.only in (None, key):
+            small = shape.scaled(args.scale)
+            path = args.folder / f"{small.name}-{small.kind}.gguf"
+            start = time.perf_counter()
+            size = write(small, path, seed=args.seed)
+            print(f"{path}: {size / 1e9:.3f} GB in {time.perf_counter() - start:.1f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
