@@ -53,7 +53,7 @@ class Shape:
     vocab: int = 32000
 
     def scaled(self, scale: int) -> "Shape":
-        """The shape at 1/scale of each dimension; widths are multiples of 256, every block of weights, heads 64 wide."""
+        """The shape at 1/scale of each dimension; widths are multiples of 256, as every block needs, heads 64 wide."""
         if scale == 1:
             return self
 

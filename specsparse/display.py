@@ -161,7 +161,8 @@ def verdict_lines(record: RunRecord) -> list[Text]:
             lines.append(Text(text, style="bold red"))
         else:
             text = f"{found.differing} of {found.tokens} tokens differ from plain decoding"
-            keeps = "this verifier keeps the law only" if "lossless" in record.method["label"] else record.method["label"]
+            label = record.method["label"]
+            keeps = "this verifier keeps the law only" if "lossless" in label else label
             lines.append(Text(f"{text}; {keeps}"))
     faster = record.groups["all"].speedup
     if faster is not None:

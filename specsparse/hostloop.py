@@ -1,4 +1,4 @@
-"""Speculative rounds stepped from the host: the same pieces as the one-jit loop, one program each, so each can be timed.
+"""Speculative rounds stepped from the host: the pieces of the loop in one program, each its own, so they can be timed.
 
 Slower than the loop in one program, and token for token the same. Traces, recordings of laws and the time split are
 taken here.

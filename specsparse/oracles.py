@@ -14,18 +14,6 @@ class Costs(NamedTuple):
     c0: float = 0.0
 
 
-def known_costs(model: Any, drafter: str) -> Costs | None:
-    """The costs measured before for this model on this machine; None where there are none."""
-    from specsparse.costs import store
-    from specsparse.model import Model
-
-    table = store.load(model) if isinstance(model, Model) else None
-    if table is None:
-        return None
-    options = table.policy_options(1, drafter)
-    return Costs(table.v, options["c"], options["c0"])
-
-
 def oracles(counters: Counters, speedup: float, costs: Costs | None = None) -> dict[str, Any]:
     """Speed-ups of three oracles, None where the run does not say.
 

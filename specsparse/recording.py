@@ -1,8 +1,8 @@
-"""The laws of a run's rounds as a file: the likeliest tokens of p and q at every drafted node, and the mass beyond them.
+"""The laws of a run's rounds as a file: the likeliest tokens of p and q at every drafted node, and the mass beyond.
 
 A row of a round is a position the target judged: row 0 follows the last committed token, row 1+i follows node i. Each
-row keeps `ids`: the likeliest tokens of p and of the law its children were drawn from, and the children themselves. Both
-laws are kept at those ids and as one number for the rest.
+row keeps `ids`: the likeliest tokens of p and of the law its children were drawn from, and the children themselves.
+Both laws are kept at those ids and as one number for the rest.
 """
 
 import dataclasses

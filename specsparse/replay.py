@@ -5,7 +5,6 @@ figure says what another method would accept *from those places*; with the run's
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,7 +80,7 @@ def replay(
     """Acceptance of a verifier on drafts cut to depth `gamma`, at another temperature of the target if given.
 
     Raises:
-        UserError: a verifier that does not fit the draws, a gamma out of range, a temperature the record does not allow.
+        UserError: a verifier that does not fit the draws, a gamma out of range, a temperature that cannot be had.
     """
     about, own = recording.about, recording.about["depth"]
     verifier = get_verifier(verifier) if isinstance(verifier, str) else verifier
@@ -99,7 +98,9 @@ def replay(
     for r in range(len(recording)):
         one = _round(recording, r, gamma)
         count = int(one.draft.count)
-        drafts, drafted = drafts + (count > 0), drafted + count
+        if not count:
+            continue
+        drafts, drafted = drafts + 1, drafted + count
         found = None if count > MAX_ENUMERATED and about["tree"] else _expected(verifier, one, gamma)
         known = known and found is not None
         total += 0 if found is None else found
@@ -160,11 +161,7 @@ def _realised(verifier: Verifier, one: _Round) -> int:
         while (node := int(verifier.rule.child(*one.draft[:3], at, one.targets[at]))) < count:
             at, accepted = node + 1, accepted + 1
         return accepted
-    return next(len(end.path) for end in _paths(verifier, one) if _meets(end, one.coins))
-
-
-def _paths(verifier: Verifier, one: _Round) -> Sequence[End]:
-    return ends(verifier.rule, one.draft, one.p)
+    return next(len(end.path) for end in ends(verifier.rule, one.draft, one.p) if _meets(end, one.coins))
 
 
 def _meets(end: End, coins: np.ndarray) -> bool:

@@ -16,8 +16,8 @@ from specsparse.speculative.certify import LOSSLESS_TV, MUTANT_TV, CertificateRe
 from specsparse.speculative.verify import get_verifier
 
 DEFINITION = (
-    "total variation between the joint law of the tokens of one round, continued by plain sampling, and plain sampling; "
-    "every draft and every coin interval enumerated in float64"
+    "total variation between the joint law of the tokens of one round, continued by plain sampling, and plain "
+    "sampling; every draft and every coin interval enumerated in float64"
 )
 
 

@@ -19,14 +19,15 @@ from specsparse.errors import UserError
 from specsparse.experiments import decoding
 from specsparse.experiments.decoding import Engine, Passes
 from specsparse.record import PLAIN, SPECULATIVE, Group, Identity, Pass
-from specsparse.speculative.method import make_drafter
-from specsparse.speculative.policies import get_policy
+from specsparse.speculative.base import Verifier
+from specsparse.speculative.method import grows_trees, make_drafter
+from specsparse.speculative.trees import get_tree
 from specsparse.speculative.verify import VERIFIERS, get_verifier
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One method: its name, what its verifier promises, both sides' numbers by task, and whether the text is the same."""
+    """One method: what its verifier promises, both sides' numbers by task, and whether the text is the same."""
 
     name: str
     label: str
@@ -41,15 +42,14 @@ class Entry:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
-        tasks = {
-            task: {
-                "speedup": None if group.speedup is None else group.speedup.to_dict(),
-                **{side: {"rates": s.rates, "counters": metrics.to_dict(s.counters)} for side, s in group.sides.items()},
-            }
-            for task, group in self.groups.items()
-        }
+        tasks = {task: _group(group) for task, group in self.groups.items()}
         identity = dataclasses.asdict(self.identity)
         return {"name": self.name, "label": self.label, "identity": identity, "tasks": tasks}
+
+
+def _group(group: Group) -> dict[str, Any]:
+    sides = {k: {"rates": s.rates, "counters": metrics.to_dict(s.counters)} for k, s in group.sides.items()}
+    return {**sides, "speedup": None if group.speedup is None else group.speedup.to_dict()}
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def check(cfg: RunConfig) -> None:
     methods(cfg)
 
 
-def methods(cfg: RunConfig) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
+def methods(cfg: RunConfig, costs: dict[str, Any] | None = None) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
     """Keyword arguments of generate for every valid pair by name, and one line for each pair that is not.
 
     Without a list of verifiers: every lossless one that fits. The drafter of the config keeps its options, as does the
@@ -92,12 +92,12 @@ def methods(cfg: RunConfig) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]
     sides: dict[str, dict[str, Any]] = {}
     refused = []
     verifiers = cfg.compare.verifiers or tuple(name for name, v in VERIFIERS.items() if v.lossless)
-    policy = get_policy(cfg.policy.name, gamma=cfg.policy.gamma, **cfg.policy.options)
+    policy, tree = decoding.policy(cfg, costs), get_tree(cfg.tree.name, **cfg.tree.options)
     temperature = sampling_params(cfg).temperature
     for name, verifier in itertools.product(cfg.compare.drafters, verifiers):
         drafter = cfg.drafter if cfg.drafter.name == name else DrafterSpec(name)
         chosen = cfg.verifier if cfg.verifier.name == verifier else VerifierSpec(verifier)
-        made = make_drafter(name, drafter.options, policy)
+        made = make_drafter(name, drafter.options, policy, tree=tree if grows_trees(name) else None)
         found = get_verifier(verifier, **chosen.options)
         if found.accepts(made.kind, tree=made.tree, temperature=temperature):
             sides[f"{name} x {verifier}"] = {"drafter": made, "verifier": found}
@@ -111,8 +111,8 @@ def methods(cfg: RunConfig) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]
 def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) -> Comparison:
     """Decode, rank, show, and write the record."""
     started = time.perf_counter()
-    sides, refused = methods(cfg)
     bench = decoding.prepare(cfg, engine, console)
+    sides, refused = methods(cfg, decoding.measured_costs(cfg, bench.model) if decoding.needs_costs(cfg) else None)
     tracker = trackers.make(cfg.tracker.name, cfg.tracker.options, directory)
     passes = Passes(cfg, engine, bench.model, {PLAIN: {}, **sides}, console)
     if cfg.warmup:
@@ -136,7 +136,13 @@ def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) ->
 
 
 def entry(
-    name: str, verifier: Any, seen: Sequence[Pass], timed: Sequence[Pass], *, bytes_per_pass: int, bandwidth: float | None
+    name: str,
+    verifier: Verifier,
+    seen: Sequence[Pass],
+    timed: Sequence[Pass],
+    *,
+    bytes_per_pass: int,
+    bandwidth: float | None,
 ) -> Entry:
     """One method's numbers beside plain decoding's."""
 

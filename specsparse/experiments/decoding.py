@@ -99,7 +99,7 @@ def method(cfg: RunConfig, *, v: Mapping[str, Any] | None = None) -> dict[str, A
     if cfg.drafter.name == NO_DRAFTER:
         return {}
     tree = get_tree(cfg.tree.name, **cfg.tree.options)
-    drafter = make_drafter(cfg.drafter.name, cfg.drafter.options, _policy(cfg, v), tree=tree)
+    drafter = make_drafter(cfg.drafter.name, cfg.drafter.options, policy(cfg, v), tree=tree)
     temperature = sampling_params(cfg).temperature
     verifier = choose_verifier(drafter, cfg.verifier.name, cfg.verifier.options, temperature=temperature)
     return {"drafter": drafter, "verifier": verifier}
@@ -118,7 +118,8 @@ def measured_costs(cfg: RunConfig, model: Any) -> dict[str, Any]:
     return {**found, "v": [round(t, 2) for t in found["v"]], "c": round(found["c"], 2), "c0": round(found["c0"], 2)}
 
 
-def _policy(cfg: RunConfig, costs: Mapping[str, Any] | None) -> Any:
+def policy(cfg: RunConfig, costs: Mapping[str, Any] | None = None) -> Any:
+    """The draft-length policy; one that reads costs is made with placeholders where none are given."""
     options = dict(cfg.policy.options)
     if needs_costs(cfg):
         options |= costs or {"v": [1.0] * (cfg.policy.gamma + 1)}
@@ -180,7 +181,7 @@ class Passes:
     def show(self, jobs: list[Job], side: str, started: float, directory: Path) -> float | None:
         """Show every prompt's text once, untimed; returns the seconds from `started` to the first text."""
         first = None
-        watched = watching.open(self._cfg, directory, self._out) if side != PLAIN else None
+        watched = watching.watching(self._cfg, directory, self._out) if side != PLAIN else None
         with watched or contextlib.nullcontext():
             for index, job in enumerate(jobs, 1):
                 if self._cfg.stream:
@@ -238,5 +239,3 @@ class Passes:
     def generate(self, job: Job, side: str, **more: Any) -> Any:
         """One decoding."""
         return self._engine.generate(self.model, job.ids, **{**self._options, **self.sides[side], **more})
-
-

@@ -5,8 +5,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specsparse import metrics, oracles
+from specsparse.costs import explain as terms
+from specsparse.costs import store
+from specsparse.costs.table import CostTable
 from specsparse.experiments.decoding import Passes
 from specsparse.metrics import Times
+from specsparse.model import Model
 from specsparse.record import PLAIN, SPECULATIVE, Pass, RunRecord
 
 
@@ -22,7 +26,15 @@ def explain(
     """The record with its findings and notes."""
     if SPECULATIVE not in found.groups["all"].sides:
         return found
-    parts = [_split(split), _host(passes), _policy(loop.policies), _oracles(found, model, drafter), _exports(found)]
+    table = store.load(model) if isinstance(model, Model) else None  # a scripted model in tests has no costs
+    parts = [
+        _split(split),
+        _host(passes),
+        _policy(loop.policies),
+        _predicted(found, table, drafter),
+        _oracles(found, table, drafter),
+        _exports(found),
+    ]
     findings = {key: value for part, _ in parts for key, value in part.items()}
     return dataclasses.replace(found, findings=findings, notes=tuple(note for _, notes in parts for note in notes))
 
@@ -33,11 +45,9 @@ Part = tuple[dict[str, Any], list[str]]
 
 def _split(split: Mapping[str, Times]) -> Part:
     total = sum(split.values(), Times())
-    stages = total.draft + total.verify + total.sample + total.commit
-    if not stages:
+    if not (total.draft or total.verify):
         return {}, []
-    share = total.host / (stages + total.host)
-    note = f"time split measured stage by stage on the first prompt of each task; stepping costs the host {share:.0%} more"
+    note = "time split: measured stage by stage on the first prompt of each task, applied to the timed passes"
     return {"time_split": dataclasses.asdict(total)}, [note]
 
 
@@ -71,22 +81,38 @@ def _policy(reports: Sequence[Any]) -> Part:
     return {"policy": out}, [note]
 
 
-def _oracles(found: RunRecord, model: Any, drafter: str) -> Part:
+def _oracles(found: RunRecord, table: CostTable | None, drafter: str) -> Part:
     everything = found.groups["all"]
     if everything.speedup is None:
         return {}, []
-    costs = oracles.known_costs(model, drafter)
+    costs = None
+    if table is not None:
+        options = table.policy_options(1, drafter)
+        costs = oracles.Costs(table.v, options["c"], options["c0"])
     best = oracles.oracles(everything.sides[SPECULATIVE].counters, everything.speedup.ratio_of_totals, costs)
-    words = {
-        "free_draft": "were drafts free {:.2f}",
-        "perfect_draft": "were every draft right {:.2f}",
-        "best_gamma": "with the best fixed length in hindsight",
-    }
-    said = [words[k].format(v) for k, v in best.items() if k != "best_gamma" and v is not None]
+    words = {"free_draft": "were drafts free {:.2f}", "perfect_draft": "were every draft right {:.2f}"}
+    said = [text.format(best[key]) for key, text in words.items() if best[key] is not None]
     if best["best_gamma"] is not None:
-        said.append(f"{words['best_gamma']} ({best['best_gamma']['gamma']}) {best['best_gamma']['speedup']:.2f}")
-    note = [f"speed-up {', '.join(said)}"] if said else []
-    return {"oracles": best}, note
+        hindsight = best["best_gamma"]
+        said.append(f"with the best fixed length in hindsight ({hindsight['gamma']}) {hindsight['speedup']:.2f}")
+    return {"oracles": best}, [f"speed-up {', '.join(said)}"] if said else []
+
+
+def _predicted(found: RunRecord, table: CostTable | None, drafter: str) -> Part:
+    """The cost model's prediction beside the measurement, where this machine's costs are known."""
+    sides = found.groups["all"].sides
+    if table is None:
+        return {}, ["predicted speed-up: costs not measured yet; +experiment=roofline measures and keeps them"]
+    plain, method = sides[PLAIN], sides[SPECULATIVE]
+    why = terms.explain(
+        plain.counters,
+        method.counters,
+        table,
+        gamma=found.method["gamma"],
+        draft=table.draft_cost(drafter),
+        calls=(plain.passes, method.passes),
+    )
+    return ({}, []) if why is None else ({"explanation": why.to_dict()}, list(why.lines()))
 
 
 def _exports(found: RunRecord) -> Part:

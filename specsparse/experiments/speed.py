@@ -72,9 +72,7 @@ def time_split(cfg: RunConfig, passes: Passes, bench: Bench) -> dict[str, metric
         first.setdefault(job.prompt.task, job)
     more = {"loop": "host", "max_tokens": min(cfg.time_split, cfg.max_tokens)}
     passes.generate(bench.jobs[0], SPECULATIVE, **more)  # compiles and warms up
-    return {
-        task: passes.generate(job, SPECULATIVE, **more).stats.counters.times for task, job in first.items()
-    }
+    return {task: passes.generate(job, SPECULATIVE, **more).stats.counters.times for task, job in first.items()}
 
 
 def with_split(done: Pass, stages: metrics.Times | None) -> Pass:

@@ -40,7 +40,7 @@ class Watching:
         return watch
 
 
-def open(cfg: RunConfig, directory: Path, out: Console) -> Watching | None:  # noqa: A001
+def watching(cfg: RunConfig, directory: Path, out: Console) -> Watching | None:
     """The watching that the config asks for; None for none."""
     trace = Trace(directory / TRACE_FILE, out) if cfg.trace else None
     recorder = Recorder(cfg.record_laws) if cfg.record_laws else None

@@ -14,6 +14,12 @@ from specsparse.speculative.trees import TreeShape
 from specsparse.speculative.verify import VERIFIERS, check_pair, get_verifier, valid_verifiers
 
 
+def grows_trees(name: str) -> bool:
+    """Whether the drafter of that name takes the shape of a tree."""
+    factory = DRAFTERS.get(ALIASES.get(name, name))
+    return factory is not None and "tree" in factory.options
+
+
 def make_drafter(
     name: str, options: Mapping[str, Any], policy: Policy, *, tree: TreeShape | None = None
 ) -> Drafter | DrafterPlan:
@@ -25,8 +31,8 @@ def make_drafter(
     plain = type(policy) is Fixed and policy.n_min <= 1
     factory = DRAFTERS.get(ALIASES.get(name, name))
     if tree is not None:
-        if factory is not None and "tree" not in factory.options:
-            growers = ", ".join(key for key, f in DRAFTERS.items() if "tree" in f.options)
+        if factory is not None and not grows_trees(name):
+            growers = ", ".join(filter(grows_trees, DRAFTERS))
             raise UserError(f"drafter={name} drafts chains: trees are for drafter={growers}")
         options = {**options, "tree": tree}
     if factory is not None and "policy" in factory.options:

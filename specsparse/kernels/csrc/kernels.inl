@@ -86,6 +86,7 @@ __attribute__((flatten)) void dot_floats(const Matrix& w, const uint8_t* group, 
   each<NT>([&](auto t) { acc[t] = zero(); });
   const float* xs = x.x + row * x.cols;
   for (int64_t k = 0; k < w.cols; ++k) {
+    __builtin_prefetch(group + k * step + 2048);
     const F v = read(group + k * step);
     each<NT>([&](auto t) { acc[t] = fma(v, set1(xs[t * x.cols + k]), acc[t]); });
   }
@@ -112,6 +113,7 @@ __attribute__((flatten)) void dot_slice(const Matrix& w, const uint8_t* p, int f
   constexpr bool kMins = SCALES == Scales::kDm || SCALES == Scales::kSuperMin;
   constexpr bool kHeader = SCALES == Scales::kSuper || SCALES == Scales::kSuperMin;
   constexpr int kCodeBytes = kRows * kBlock / (READ == Read::kInt8 ? 1 : 2);
+  constexpr int kLines = kCodeBytes / 64 + 1;  // of a block and its scales
   const QBlock* rows[NT];
   each<NT>([&](auto t) { rows[t] = x.q + (row + t) * x.blocks; });
   S acc[NT];
@@ -131,6 +133,9 @@ __attribute__((flatten)) void dot_slice(const Matrix& w, const uint8_t* p, int f
     });
     if (SCALES == Scales::kSuperMin)
       each<SUBS>([&](auto s) { m[s] = sub(slice_zero(), mul(super_m, slice_u8(p + first))), p += 16; });
+    // The next group is fetched meanwhile, each slice its part: reading from memory and computing overlap.
+    for (int line = first / kSlice; line < kLines; line += kRows / kSlice)
+      __builtin_prefetch(p + w.group_bytes + 64 * line);
     const QBlock* q[NT];
     each<NT>([&](auto t) { q[t] = rows[t] + b; });
     SI dot[SUBS][NT];

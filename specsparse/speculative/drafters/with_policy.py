@@ -109,7 +109,7 @@ def with_policy(drafter: Drafter, policy: Policy) -> Drafter:
     check_policy(policy, drafter.kind)
     if policy.needs:
         raise UserError(
-            f"the policy {type(policy).__name__} looks at the laws of the draft, and {type(drafter).__name__} has none: "
+            f"policy {type(policy).__name__} looks at the laws of the draft, and {type(drafter).__name__} has none: "
             "choose policy=fixed, heuristic, cost or auto_off"
         )
     plain = isinstance(policy, Fixed) and policy.n_min <= 1 and policy.gamma >= drafter.max_nodes

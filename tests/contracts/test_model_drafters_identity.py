@@ -1,0 +1,68 @@
+"""Drafters with a model, chains and trees: `match` and `tree_match` give the tokens of plain decoding, one for one."""
+
+import pytest
+
+import specsparse
+from specsparse import SamplingParams
+from specsparse.kernels import native_cpu
+from specsparse.speculative.drafters import get_drafter
+from specsparse.speculative.trees import get_tree
+from specsparse.testing import write_tiny_gguf
+
+PROMPTS = ["hello world hello", "abcabcabcabc", "the"]
+LAWS = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True),
+    "sharp": SamplingParams(
+        temperature=0.6, top_k=8, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.3, max_tokens=60,
+        ignore_eos=True,
+    ),
+    "warm": SamplingParams(temperature=1.0, top_p=0.6, min_p=0.02, bad_words=["the"], min_tokens=20, max_tokens=60),
+}  # fmt: skip
+METHODS = {
+    "model_drawn": ("greedy", "model", {"temperature": 0.3}),
+    "layer_skip": ("greedy", "layer_skip", {"layers": [0]}),
+    "dynamic": ("greedy", "model", {"tree": get_tree("dynamic", total=9, depth=4, top_k=3)}),
+    "static": ("greedy", "layer_skip", {"tree": get_tree("static", widths=(3, 2))}),
+    "layer_skip_drawn": ("sharp", "layer_skip", {"layers": [0, 1], "temperature": 0.4, "draft_vocab": 200}),
+    "wor": ("sharp", "layer_skip", {"temperature": 0.4, "tree": get_tree("sampled_wor", widths=(3, 1))}),
+    "iid": ("warm", "model", {"temperature": 0.4, "tree": get_tree("sampled_iid", widths=(3, 1))}),
+    "p_split": ("warm", "layer_skip", {"layers": [0, 1], "tree": get_tree("p_split", nodes=8, p_split=0.02)}),
+    "p_min": ("warm", "model", {"p_min": 0.2}),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Its context ends inside the longest text."""
+    if not native_cpu.available():
+        pytest.skip(f"no native kernels: {native_cpu.why_missing()}")
+    path = write_tiny_gguf(
+        tmp_path_factory.mktemp("model") / "m.gguf", quant="Q4_0", d_model=64, d_ff=96, n_layers=2, vocab_size=300,
+        context_length=64,
+    )  # fmt: skip
+    return specsparse.load(path)
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    return {name: specsparse.generate(model, PROMPTS, sampling=law, seed=11) for name, law in LAWS.items()}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_tiny_models_emit_the_plain_tokens(model, plain, method):
+    law, name, options = METHODS[method]
+    own = {"model": model} if name == "model" else {}
+    drafter = get_drafter(name, gamma=4, **own, **options)
+    verifier = "tree_match" if drafter.tree else "match"
+    got = specsparse.generate(model, PROMPTS, sampling=LAWS[law], seed=11, drafter=drafter, verifier=verifier)
+    assert [g.token_ids for g in got] == [g.token_ids for g in plain[law]]
+    assert [g.finish_reason for g in got] == [g.finish_reason for g in plain[law]]
+    counters = [g.stats.counters for g in got]
+    assert 0 < sum(c.num_accepted_tokens for c in counters) < sum(c.num_draft_tokens for c in counters)
+
+
+def test_smollm2_skips_layers(smollm2):
+    prompt = "Once upon a time, in a village at the foot of a mountain, there lived a clockmaker who"
+    wanted = specsparse.generate(smollm2, prompt, max_tokens=64, ignore_eos=True)
+    got = specsparse.generate(smollm2, prompt, max_tokens=64, ignore_eos=True, drafter="layer_skip")
+    assert got.token_ids == wanted.token_ids and got.stats.counters.num_accepted_tokens > 0

@@ -1,0 +1,33 @@
+"""Rows taken out of a packed matrix."""
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+
+from specsparse.errors import UserError
+from specsparse.kernels.dequant import dequantize
+from specsparse.kernels.packing import pack_qtensor
+from specsparse.kernels.rows import take_rows
+from specsparse.testing import random_quantised
+
+IDS = np.array([39, 0, 16, 15, 7, 7, 31, 32, 3, 20, 21, 22, 1, 2, 38, 37, 36, 5])
+
+
+KINDS = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_1", "Q8_0", "Q2_K", "Q4_K", "Q6_K", "IQ4_NL"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_keep_their_values(kind):
+    qtype = GGMLQuantizationType[kind]
+    whole = pack_qtensor(random_quantised(qtype, 40, 256), qtype, (40, 256))
+    taken = take_rows(whole, IDS)
+    assert taken.shape == (len(IDS), 256) and taken.layout == whole.layout
+    assert taken.data.shape == (2, whole.data.shape[1])
+    np.testing.assert_array_equal(np.asarray(dequantize(taken)), np.asarray(dequantize(whole))[IDS])
+
+
+@pytest.mark.parametrize("ids", [[], [-1], [40]])
+def test_rows_that_are_not_there(ids):
+    whole = pack_qtensor(random_quantised("Q8_0", 40, 32), GGMLQuantizationType.Q8_0, (40, 32))
+    with pytest.raises(UserError, match=r"0\.\.39"):
+        take_rows(whole, np.array(ids))

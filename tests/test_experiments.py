@@ -1,0 +1,213 @@
+"""Every kind of experiment on tiny models or none: what it prints, writes and returns."""
+
+import dataclasses
+import io
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from specsparse import experiment, machine, models
+from specsparse.config import (
+    CertifySpec,
+    CompareSpec,
+    DataSpec,
+    DrafterSpec,
+    ModelSpec,
+    PolicySpec,
+    RunConfig,
+    TrackerSpec,
+    VerifierSpec,
+)
+from specsparse.errors import UserError
+from specsparse.experiments import certify as certify_kind
+from specsparse.experiments import sweep
+from specsparse.speculative.drafters import get_drafter
+from specsparse.speculative.drafters.with_policy import WithPolicy
+from specsparse.speculative.method import choose_verifier, make_drafter
+from specsparse.speculative.policies import get_policy
+from specsparse.testing import write_tiny_gguf
+
+CONTEXT = {"vocab_size": 300, "n_layers": 2, "context_length": 128}
+
+
+@pytest.fixture(autouse=True)
+def bandwidth(monkeypatch):
+    monkeypatch.setattr(machine, "read_bandwidth", lambda: 40e9)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A target and a draft model of one SPM vocabulary, and two prompts."""
+    folder = tmp_path_factory.mktemp("models")
+    write_tiny_gguf(folder / "target.gguf", tokenizer="spm", **CONTEXT)
+    write_tiny_gguf(folder / "draft.gguf", tokenizer="spm", quant="F16", seed=1, **CONTEXT)
+    rows = [{"id": f"{task}-1", "task": task, "text": "abc abc abc"} for task in ("chat", "code")]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+@pytest.fixture
+def cfg(files):
+    return RunConfig(
+        model=ModelSpec(str(files / "target.gguf")),
+        drafter=DrafterSpec("prompt_lookup"),
+        verifier=VerifierSpec("greedy"),
+        policy=PolicySpec("fixed", 3),
+        sampling={"temperature": 0.0, "ignore_eos": True},
+        data=DataSpec(source=str(files / "prompts.jsonl"), chat=False),
+        tracker=TrackerSpec("jsonl"),
+        name="test",
+        max_tokens=16,
+        stream=False,
+    )
+
+
+def play(cfg, directory):
+    out = io.StringIO()
+    found = experiment.run(cfg, directory, console=Console(file=out, width=140))
+    return found, out.getvalue(), json.loads((directory / "record.json").read_text())
+
+
+def test_a_watched_run_with_a_policy_and_the_host_loop(cfg, tmp_path):
+    """One run with everything on: policy, trace, recording, time split, host loop."""
+    policy = PolicySpec("auto_off", 3, {"v": [1.0, 9.0, 9.0, 9.0], "every": 4})
+    cfg = dataclasses.replace(cfg, policy=policy, loop="host", time_split=8, trace=True, record_laws=8)
+    found, text, written = play(cfg, tmp_path)
+    assert found.as_promised
+    assert found.identity.tokens == 16 * 9  # watched 2, warm-up 3, timed 3 x 2, less 2 to compare with
+    for part in ("time in draft", "time split: measured", "times as fast as the host loop", "auto_off left", "round 0"):
+        assert part in text
+    summary = written["summary"]
+    assert summary["policy"]["rounds_off"] > 0 and summary["policy"]["predicted_speedup"] < 1
+    assert set(summary["exports"]) == {"llama.cpp", "sglang", "spec-bench"}
+    rates = summary["speculative"]["rates"]
+    assert sum(rates[f"share_{stage}"] for stage in ("draft", "verify", "sample", "commit")) == pytest.approx(1)
+    assert (tmp_path / "laws.npz").is_file() and (tmp_path / "trace.jsonl").is_file()
+    assert "oracles" in summary and summary["jit_over_host_loop"]["prompts"] == 2
+
+
+def test_llama160m_runs_on_tiny_models(cfg, files, tmp_path):
+    """The settings of the experiment file; drafts of a random model are unsure, so p_min and draft_min are lowered."""
+    drafter = DrafterSpec("model", {"model": str(files / "draft.gguf"), "special_tokens": "target"})
+    cfg = dataclasses.replace(
+        cfg, drafter=drafter, verifier=VerifierSpec("match"),
+        policy=PolicySpec("p_min", 4, {"p_min": 0.01, "n_min": 2}),
+        sampling={"temperature": 0.8, "top_p": 0.95, "ignore_eos": True},
+    )  # fmt: skip
+    found, text, _ = play(cfg, tmp_path)
+    assert found.as_promised and found.identity.differing == 0
+    assert found.groups["all"].sides["speculative"].counters.num_drafts > 0
+    assert "model x match (lossless: plain decoding's tokens)" in text
+
+
+def test_where_the_files_are_not_there_one_line_says_which(cfg, monkeypatch, tmp_path):
+    for name in ("SPECSPARSE_MODELS", "XDG_CACHE_HOME", "HF_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    cfg = dataclasses.replace(
+        cfg, model=ModelSpec("llama-2-7b"), drafter=DrafterSpec("model", {"model": "llama-160m"}),
+        verifier=VerifierSpec("match"),
+    )  # fmt: skip
+    with pytest.raises(UserError) as error:
+        experiment.check(cfg)
+    for part in ("3.8 GB", "325 MB", "model.path=/path/to/llama-2-7b.Q4_0.gguf", "drafter.model=/path/to/llama-160m"):
+        assert part in str(error.value)
+    (tmp_path / "llama-160m.F16.gguf").write_bytes(b"x")
+    assert models.resolve("llama-160m") == tmp_path / "llama-160m.F16.gguf"
+    with pytest.raises(UserError, match=r"^llama-2-7b.Q4_0.gguf \(3.8 GB, .*\) is not on this machine"):
+        experiment.check(cfg)
+
+
+def test_compare_ranks_every_valid_pair(cfg, tmp_path):
+    spec = CompareSpec(("prompt_lookup", "suffix"), ("greedy", "delta", "token"))
+    found, text, written = play(dataclasses.replace(cfg, kind="compare", compare=spec), tmp_path)
+    names = {e.name for e in found.entries}
+    assert names == {f"{d} x {v}" for d in spec.drafters for v in ("greedy", "delta")}
+    assert [e.speedup for e in found.entries] == sorted((e.speedup for e in found.entries), reverse=True)
+    assert len(found.refused) == 2 and "left out: suffix x token" in text and "best for chat" in text
+    assert found.as_promised and written["summary"]["best"] == found.entries[0].name
+    rows = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    assert [r["side"] for r in rows].count("plain") == 2
+    with pytest.raises(UserError, match="no drafter of the list goes with"):
+        experiment.check(dataclasses.replace(cfg, kind="compare", compare=CompareSpec(("suffix",), ("token",))))
+
+
+def test_certify_prints_one_table_and_fails_where_the_promise_is_broken(cfg, tmp_path, monkeypatch):
+    spec = CertifySpec(("token", "typical"), vocab=2, gamma=1)
+    cfg = dataclasses.replace(cfg, kind="certify", certify=spec, model=ModelSpec("none.gguf"))
+    found, text, written = play(cfg, tmp_path / "a")
+    assert found.as_promised and found.objective <= 1e-10
+    promises = [row["promise"] for row in written["rows"]]
+    assert promises == ["lossless", "lossy", *["mutant"] * 15]
+    assert "LOSSY" in text and "argmax_as_sampled" in text and "as promised" in text
+    real = certify_kind.certify
+
+    def weakened(*args, **options):
+        report = real(*args, **options)
+        weak = dataclasses.replace(report.mutants[0], tv=1e-5)
+        return dataclasses.replace(report, mutants=(weak, *report.mutants[1:]))
+
+    monkeypatch.setattr(certify_kind, "certify", weakened)
+    found, text, written = play(cfg, tmp_path / "b")
+    assert not found.as_promised and "NOT as promised: mutant argmax_as_sampled" in text
+    assert written["failures"] == ["mutant argmax_as_sampled"]
+
+
+def test_unknown_kinds_are_refused(cfg):
+    with pytest.raises(UserError, match="kind=sped: must be one of speed, compare, certify"):
+        experiment.check(dataclasses.replace(cfg, kind="sped"))
+
+
+def test_a_sweep_ends_with_its_table(tmp_path):
+    def record(gamma, ratio):
+        faster = {"ratio_of_totals": ratio, "low": ratio - 0.1, "high": ratio + 0.1}
+        rates = {"tokens_per_second": 100 * ratio, "tokens_per_target_pass": 2.0, "mean_acceptance_length": 2.5}
+        side = {"rates": rates}
+        summary = {"plain": side, "speculative": side, "speedup": faster, "identity": {"differing": 0}}
+        return {"name": "s", "summary": summary, "config": {"policy": {"name": "fixed", "gamma": gamma}, "seed": 0}}
+
+    for index, (gamma, ratio) in enumerate([(1, 1.1), (2, 1.4)]):
+        (tmp_path / str(index)).mkdir()
+        (tmp_path / str(index) / "record.json").write_text(json.dumps(record(gamma, ratio)))
+    (tmp_path / "2").mkdir()  # a job that failed
+    out = io.StringIO()
+    sweep.show(tmp_path, Console(file=out, width=160))
+    assert sweep.varied(sweep.records(tmp_path)) == ["policy.gamma"]
+    for part in ("policy.gamma", "1.40", "1.30-1.50", "140.0"):
+        assert part in out.getvalue()
+
+
+def test_synthetic_acceptance_through_the_loop(cfg, tmp_path):
+    cfg = dataclasses.replace(
+        cfg, drafter=DrafterSpec("synthetic", {"rate": 0.5}), verifier=VerifierSpec("synthetic"), max_tokens=60
+    )
+    found, text, _ = play(cfg, tmp_path)
+    counters = found.groups["all"].sides["speculative"].counters
+    assert counters.alpha == pytest.approx(0.5 * counters.num_tested)
+    assert abs(counters.num_accepted_tokens - counters.alpha) < 5 * np.sqrt(counters.alpha_var)
+    assert found.as_promised and "synthetic acceptance: lossy, not text" in text
+
+
+def test_synthetic_goes_with_itself_and_with_chains():
+    made = get_drafter("synthetic", gamma=3, rate=0.25)
+    assert choose_verifier(made, None, temperature=0.0).rule.conditional == (0.25,) * 3
+    options = {"process": "geometric", "rate": None}
+    assert choose_verifier(made, "synthetic", options, temperature=0.0).rule == made.rates
+    lookup = get_drafter("prompt_lookup", gamma=2)
+    assert choose_verifier(lookup, "synthetic", {"rate": 0.9}, temperature=1.0).rule.conditional == (0.9, 0.9)
+    with pytest.raises(UserError, match="choose verifier=synthetic"):
+        choose_verifier(made, "greedy", temperature=0.0)
+    with pytest.raises(UserError, match=r"verifier.speed is no option of synthetic"):
+        choose_verifier(lookup, "synthetic", {"speed": 1}, temperature=0.0)
+
+
+def test_policies_go_with_drafters_that_can_follow_them():
+    lookup = make_drafter("prompt_lookup", {}, get_policy("heuristic", gamma=6))
+    assert isinstance(lookup, WithPolicy) and lookup.max_nodes == 6
+    assert make_drafter("prompt_lookup", {}, get_policy("fixed", gamma=6)) == get_drafter("prompt_lookup", gamma=6)
+    with pytest.raises(UserError, match="looks at the laws of the draft, and NGram has none"):
+        make_drafter("prompt_lookup", {}, get_policy("p_min", p_min=0.5))
+    own = make_drafter("layer_skip", {}, get_policy("p_min", gamma=5, p_min=0.5))
+    assert own.style.policy.p_min == 0.5 and own.max_nodes == 5

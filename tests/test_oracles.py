@@ -1,0 +1,33 @@
+from specsparse import metrics, oracles
+from specsparse.metrics import Counters, Times
+
+# Ten rounds, eight with a draft of three; 12 accepted: 6 at the first position, 4 at the second, 2 at the third.
+RUN = Counters(
+    num_rounds=10, num_drafts=8, num_draft_tokens=24, num_tested=20, num_accepted_tokens=12,
+    num_accepted_tokens_per_pos=(6, 4, 2), num_emitted_tokens=22, target_passes=11,
+    times=Times(prefill=1.0, draft=0.2, verify=0.7, sample=0.1, total=1.0), alpha=12.5, alpha_var=4.0,
+)  # fmt: skip
+
+
+def test_alpha_stands_beside_the_realised_rate():
+    r = metrics.rates(RUN)
+    assert (r["alpha"], r["realised_alpha"], r["alpha_z"]) == (12.5 / 20, 12 / 20, -0.25)
+    assert metrics.rates(Counters(num_tested=3))["alpha"] is None
+    both = RUN + RUN
+    assert (both.alpha, both.alpha_var) == (25.0, 8.0)
+
+
+def test_other_projects_count_differently():
+    assert metrics.export(RUN, "llama.cpp")["accept"] == 50.0
+    assert metrics.export(RUN, "sglang") == {"spec_verify_ct": 10, "accept_length": 2.2, "accept_rate": 22 / 24}
+    assert metrics.export(RUN, "spec-bench") == {"mean_accepted_tokens": 2.2, "tokens_per_second": 11.0}
+
+
+def test_oracles():
+    found = oracles.oracles(RUN, 1.5, oracles.Costs(lambda n: 1 + 0.3 * (n - 1)))
+    assert found["free_draft"] == 1.5 / 0.8
+    assert found["perfect_draft"] == 1.5 * 34 / 22
+    # tokens 10, 16, 20, 22 in 10, 10 + 8 * .3 g steps
+    assert found["best_gamma"] == {"gamma": 2, "speedup": 20 / 14.8}
+    silent = oracles.oracles(Counters(), 1.0)
+    assert silent == {"free_draft": None, "perfect_draft": None, "best_gamma": None}
