@@ -3,7 +3,7 @@ run was as fast as it was."""
 
 from specsparse.costs.acceptance import SeedAcceptance, acceptance_over_seeds
 from specsparse.costs.devices import DEVICES, Device
-from specsparse.costs.drafts import measure_draft, table_with_draft
+from specsparse.costs.drafts import measure_draft, table_for, table_with_draft
 from specsparse.costs.explain import Explanation, explain_record
 from specsparse.costs.measure import load_or_measure
 from specsparse.costs.model import Roofline
@@ -27,5 +27,6 @@ __all__ = [
     "load_or_measure",
     "measure_draft",
     "predicted_speedup",
+    "table_for",
     "table_with_draft",
 ]

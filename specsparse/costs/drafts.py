@@ -1,18 +1,44 @@
 """What drafting costs, measured in real rounds."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
+from specsparse.api import make_method
 from specsparse.bench.sides import token_ids
 from specsparse.costs import store
 from specsparse.costs.fit import draft_line
 from specsparse.costs.loops import Loop
 from specsparse.costs.measure import load_or_measure
 from specsparse.costs.table import CostTable, DraftCost
+from specsparse.engine.params import SamplingParams
 from specsparse.model import Model
 from specsparse.session import Method
+from specsparse.speculative.method import make_drafter
+from specsparse.speculative.policy import Fixed
+
+
+def cost_key(name: str, options: Mapping[str, Any] | None = None) -> str:
+    """The name under which a drafter's cost is kept: its own, and the options that were given."""
+    given = ", ".join(f"{key}={value}" for key, value in sorted((options or {}).items()) if value is not None)
+    return f"{name} ({given})" if given else name
+
+
+def table_for(model: Model, name: str, options: Mapping[str, Any]) -> tuple[CostTable, str]:
+    """The model's table with the cost of a configured drafter, measured where it is not known yet, and its key.
+
+    Raises:
+        UserError: an unknown drafter or option.
+    """
+    params = SamplingParams(temperature=0.0)
+
+    def make(gamma: int) -> Method:
+        return make_method(model, make_drafter(name, options, Fixed(gamma)), None, params)
+
+    key = cost_key(name, options)
+    return table_with_draft(model, key, make), key
 
 
 def table_with_draft(model: Model, drafter: str, make: Callable[[int], Method]) -> CostTable:

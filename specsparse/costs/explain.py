@@ -133,7 +133,8 @@ def explain_record(record: Any, table: CostTable, *, drafter: str | None = None)
     Args:
         record: with `groups["all"].sides` and `method["gamma"]`.
         table: measured costs.
-        drafter: its name in the table; by default the record's.
+        drafter: its name in the table; by default the record's. One that was not measured costs what the run's own
+            time split says, or nothing where there is none.
     """
     sides = record.groups["all"].sides
     if not {"plain", "speculative"} <= sides.keys() or not record.method.get("gamma"):
@@ -145,10 +146,17 @@ def explain_record(record: Any, table: CostTable, *, drafter: str | None = None)
         method.counters,
         table,
         gamma=record.method["gamma"],
-        draft=table.draft_cost(drafter or record.method.get("drafter")),
+        draft=table.drafts.get(drafter or record.method["drafter"]) or _own_draft_cost(method.counters),
         calls=(plain.passes, method.passes),
         kv_length=tokens / method.passes,
     )
+
+
+def _own_draft_cost(c: Counters) -> DraftCost:
+    """From the stages of the run: by the token where every round drafts, else by the round."""
+    if c.num_drafts and c.num_drafts == c.num_rounds:
+        return DraftCost(token_s=c.times.draft / c.num_draft_tokens)
+    return DraftCost(fixed_s=c.times.draft / c.num_rounds if c.num_rounds else 0.0)
 
 
 def _stages(c: Counters, step: float, *, verify: float, draft: float, overhead: float) -> dict[str, dict[str, float]]:

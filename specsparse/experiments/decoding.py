@@ -12,6 +12,7 @@ from rich.console import Console
 
 from specsparse import display, models, prompts, trackers
 from specsparse.config import RunConfig, sampling_params
+from specsparse.costs import drafts
 from specsparse.errors import UserError
 from specsparse.experiments import watching
 from specsparse.record import PLAIN, SAME_TEXT_VERIFIERS, Pass
@@ -112,9 +113,8 @@ def needs_costs(cfg: RunConfig) -> bool:
 
 def measured_costs(cfg: RunConfig, model: Any) -> dict[str, Any]:
     """v, c and c0 of this model on this machine, rounded so that a program is compiled once and not for every digit."""
-    from specsparse.costs.measure import load_or_measure
-
-    found = load_or_measure(model).policy_options(cfg.policy.gamma, cfg.drafter.name)
+    table, key = drafts.table_for(model, cfg.drafter.name, cfg.drafter.options)
+    found = table.policy_options(cfg.policy.gamma, key)
     return {**found, "v": [round(t, 2) for t in found["v"]], "c": round(found["c"], 2), "c0": round(found["c0"], 2)}
 
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specsparse import metrics, oracles
-from specsparse.costs import explain as terms
 from specsparse.costs import store
+from specsparse.costs.explain import explain_record
 from specsparse.costs.table import CostTable
 from specsparse.experiments.decoding import Passes
 from specsparse.metrics import Times
@@ -100,18 +100,9 @@ def _oracles(found: RunRecord, table: CostTable | None, drafter: str) -> Part:
 
 def _predicted(found: RunRecord, table: CostTable | None, drafter: str) -> Part:
     """The cost model's prediction beside the measurement, where this machine's costs are known."""
-    sides = found.groups["all"].sides
     if table is None:
-        return {}, ["predicted speed-up: costs not measured yet; +experiment=roofline measures and keeps them"]
-    plain, method = sides[PLAIN], sides[SPECULATIVE]
-    why = terms.explain(
-        plain.counters,
-        method.counters,
-        table,
-        gamma=found.method["gamma"],
-        draft=table.draft_cost(drafter),
-        calls=(plain.passes, method.passes),
-    )
+        return {}, ["predicted speed-up: unknown; +experiment=roofline measures this model's costs here and keeps them"]
+    why = explain_record(found, table, drafter=drafter)
     return ({}, []) if why is None else ({"explanation": why.to_dict()}, list(why.lines()))
 
 

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from specsparse import display, machine, manifest, metrics, record, trackers
 from specsparse.config import RunConfig
+from specsparse.costs.drafts import cost_key
 from specsparse.experiments import decoding, explain
 from specsparse.experiments.decoding import Bench, Engine, Passes
 from specsparse.record import PLAIN, SPECULATIVE, Pass, RunRecord
@@ -48,7 +49,8 @@ def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) ->
     split = time_split(cfg, passes, bench) if method else {}
     done = [with_split(p, split.get(p.task)) for p in done]
     found = _record(cfg, passes, done, bench, first_text_s=first_text_s, method=method)
-    found = explain.explain(found, done, passes, split=split, model=bench.model, drafter=cfg.drafter.name)
+    key = cost_key(cfg.drafter.name, cfg.drafter.options)
+    found = explain.explain(found, done, passes, split=split, model=bench.model, drafter=key)
     tracker.finish(found.to_dict())
     display.report(console, found)
     console.print(Text(f"record: {directory / trackers.RECORD_FILE}", style="dim"))

@@ -250,7 +250,7 @@ def test_prompt_lookup_names():
         ("synthetic", {"rate": 0.5, "length": 2}, ["either"]),
         ("synthetic", {"gamma": 3, "length": 5}, ["5", "1..4"]),
         ("synthetic", {"rates": (0.5, 0.6)}, ["not increase"]),
-        ("synthetic", {"rates": "ab"}, ["drafter.rates"]),
+        ("synthetic", {"rates": "ab"}, ["rates 'ab'", "list of numbers"]),
         ("scripted", {"gamma": 3, "accept": (4,)}, ["scripted"]),
         ("scripted", {"template": TREE, "ends": (0,), "vocab_size": 2}, ["vocab_size=2"]),
     ],
