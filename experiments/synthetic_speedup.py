@@ -5,7 +5,7 @@ otherwise. Prediction: E[tokens] of rate and length (Leviathan et al. 2211.17192
 overhead. v(n) and the plain step are timed between the decodings they predict, the overhead is the kept table's;
 `by table` is the prediction of the table alone, measured at another time. Drafting is free here: the drafter repeats
 the last token.
-Run time: two minutes for SmolLM2-135M on two quiet cores, beside half a minute for the table where there is none.
+Run time: four minutes for SmolLM2-135M on two cores, beside half a minute for the table where there is none.
 Command: python experiments/synthetic_speedup.py
 """
 
@@ -107,7 +107,7 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.3, 0.6, 0.9])
     parser.add_argument("--gammas", type=int, nargs="+", default=[3, 5, 7])
-    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--refresh", action="store_true", help="measure the table again")
     args = parser.parse_args()

@@ -22,7 +22,7 @@ from specsparse.config import (
 )
 from specsparse.errors import UserError
 from specsparse.experiments import certify as certify_kind
-from specsparse.experiments import sweep
+from specsparse.experiments import compare, sweep
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.with_policy import WithPolicy
 from specsparse.speculative.method import choose_verifier, make_drafter
@@ -130,6 +130,8 @@ def test_compare_ranks_every_valid_pair(cfg, tmp_path):
     assert found.as_promised and written["summary"]["best"] == found.entries[0].name
     rows = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
     assert [r["side"] for r in rows].count("plain") == 2
+    sides, refused = compare.methods(dataclasses.replace(cfg, compare=CompareSpec(("suffix",))))
+    assert list(sides) == ["suffix x greedy", "suffix x delta"] and not refused  # not every alias of the two
     with pytest.raises(UserError, match="no drafter of the list goes with"):
         experiment.check(dataclasses.replace(cfg, kind="compare", compare=CompareSpec(("suffix",), ("token",))))
 

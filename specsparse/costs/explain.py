@@ -107,8 +107,7 @@ def explain(
         Factor("acceptance", tokens / expected, f"{tokens:.2f} tokens a round, short drafts and ends included"),
         Factor("draft length", full / real, f"{empty}: {real:.2f} plain steps a round"),
         Factor("host", (1 + hosts[0]) / (1 + hosts[1]), f"{1e3 * table.host_s:.2f} ms a call of the loop"),
-        Factor("plain step", drift[0], f"{1e3 * plain_each:.2f} ms a token, {1e3 * step:.2f} in the table"),
-        Factor("round", 1 / drift[1], f"{1e3 * method_s / c.num_rounds:.2f} ms, {1e3 * real * step:.2f} by the table"),
+        Factor("rest", drift[0] / drift[1], _rest(drift, plain_each, step, method_s / c.num_rounds, real * step)),
     )
     best, best_predicted = table.best_gamma(alpha, draft=draft, kv_length=kv_length)
     return Explanation(
@@ -150,6 +149,12 @@ def explain_record(record: Any, table: CostTable, *, drafter: str | None = None)
         calls=(plain.passes, method.passes),
         kv_length=tokens / method.passes,
     )
+
+
+def _rest(drift: tuple[float, float], token_s: float, step: float, round_s: float, predicted_s: float) -> str:
+    """Both sides' times over the table's: a machine that is slower today slows both, and that cancels."""
+    plain = f"a plain token took {drift[0]:.2f} of the table's time ({1e3 * token_s:.2f} ms for {1e3 * step:.2f})"
+    return f"{plain}, a round {drift[1]:.2f} ({1e3 * round_s:.2f} for {1e3 * predicted_s:.2f})"
 
 
 def _own_draft_cost(c: Counters) -> DraftCost:

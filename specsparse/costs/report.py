@@ -112,7 +112,7 @@ def _weight_type(load: Traffic, name: str, device: Device, kv_length: int) -> di
         "bits_per_weight": traffic.bits_per_weight(name),
         "bytes_read": as_type.weight_bytes,
         "tokens_per_second": Roofline(device, as_type).tokens_per_second(kv_length),
-        "in_file": name in load.by_type(),
+        "in_file": any(m.macs_per_row and m.type_name == name for m in load.matrices),
     }
 
 

@@ -83,14 +83,15 @@ def check(cfg: RunConfig) -> None:
 def methods(cfg: RunConfig, costs: dict[str, Any] | None = None) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
     """Keyword arguments of generate for every valid pair by name, and one line for each pair that is not.
 
-    Without a list of verifiers: every lossless one that fits. The drafter of the config keeps its options, as does the
-    verifier; others have their defaults.
+    Without a list of verifiers: every lossless rule that fits, under its first name. The drafter and the verifier of
+    the config keep their options; others have their defaults.
 
     Raises:
         UserError: an unknown name, a mistaken option, or no valid pair.
     """
     sides: dict[str, dict[str, Any]] = {}
-    refused = []
+    refused: list[str] = []
+    seen: set[tuple[str, Any]] = set()
     verifiers = cfg.compare.verifiers or tuple(name for name, v in VERIFIERS.items() if v.lossless)
     policy, tree = decoding.policy(cfg, costs), get_tree(cfg.tree.name, **cfg.tree.options)
     temperature = sampling_params(cfg).temperature
@@ -99,10 +100,12 @@ def methods(cfg: RunConfig, costs: dict[str, Any] | None = None) -> tuple[dict[s
         chosen = cfg.verifier if cfg.verifier.name == verifier else VerifierSpec(verifier)
         made = make_drafter(name, drafter.options, policy, tree=tree if grows_trees(name) else None)
         found = get_verifier(verifier, **chosen.options)
-        if found.accepts(made.kind, tree=made.tree, temperature=temperature):
+        if not found.accepts(made.kind, tree=made.tree, temperature=temperature):
+            if cfg.compare.verifiers:
+                refused.append(f"{name} x {verifier}: {verifier} does not verify {made.kind.value} drafts here")
+        elif cfg.compare.verifiers or (name, found.rule) not in seen:  # aliases of one rule do the same
+            seen.add((name, found.rule))
             sides[f"{name} x {verifier}"] = {"drafter": made, "verifier": found}
-        elif cfg.compare.verifiers:
-            refused.append(f"{name} x {verifier}: {verifier} does not verify {made.kind.value} drafts here")
     if not sides:
         raise UserError("compare: no drafter of the list goes with a verifier of the list: " + "; ".join(refused))
     return sides, tuple(refused)
@@ -158,15 +161,15 @@ def entry(
 def table(found: Comparison) -> Table:
     """One row a method, the fastest first, plain decoding last."""
     out = Table(box=SIMPLE_HEAD, pad_edge=False)
-    titles = ("", "method", "tok/s", "speed-up", "95 % interval", "tokens/pass", "accept. length", "text", "promise")
+    titles = ("", "method", "tok/s", "speed-up", "95 % interval", "tok/pass", "acc. length", "text", "lossless")
     for title in titles:
-        out.add_column(title, justify="left" if title in ("method", "text", "promise") else "right", no_wrap=True)
+        out.add_column(title, justify="left" if title in ("method", "text", "lossless") else "right", no_wrap=True)
     for rank, e in enumerate(found.entries, 1):
         side, faster = e.groups["all"].sides[SPECULATIVE], e.groups["all"].speedup
         numbers = [_cell(side.rates[k], spec) for k, spec in (("tokens_per_second", ".1f"),)]
         numbers += ["-", "-"] if faster is None else [f"{e.speedup:.2f}", f"{faster.low:.2f}-{faster.high:.2f}"]
         numbers += [_cell(side.rates[k], ".2f") for k in ("tokens_per_target_pass", "mean_acceptance_length")]
-        out.add_row(str(rank), e.name, *numbers, _same(e.identity), e.label)
+        out.add_row(str(rank), e.name, *numbers, _same(e.identity), _short(e.label))
     plain = found.entries[0].groups["all"].sides[PLAIN]
     out.add_row("", PLAIN, _cell(plain.rates["tokens_per_second"], ".1f"), "1.00", *[""] * 5)
     return out
@@ -187,6 +190,13 @@ def _same(identity: Identity) -> Text:
     if not identity.differing:
         return Text("same", style="green")
     return Text("NOT THE SAME", style="bold red") if identity.promised else Text("another")
+
+
+def _short(label: str) -> str:
+    """ "tokens", "law" or "NO" under the heading lossless."""
+    if label.startswith("lossless"):
+        return "law" if label.endswith("law") else "tokens"
+    return "NO"
 
 
 def _cell(value: float | None, spec: str) -> str:

@@ -212,7 +212,7 @@ def test_a_run_just_as_the_table_says_needs_no_factors():
         plain_s=85 * t.step(), method_s=seconds,
     )  # fmt: skip
     found = explain(plain, method, t, gamma=gamma)
-    assert [f.value for f in found.factors] == pytest.approx([1.0] * 5)
+    assert [f.value for f in found.factors] == pytest.approx([1.0] * 4)
     assert found.measured == pytest.approx(found.predicted)
 
 
