@@ -133,7 +133,9 @@ def _method_rows(groups: list[Group], method: list[Side | None]) -> list[tuple[s
             ("  realised", [_rate(s, "realised_alpha", ".3f") for s in method]),
             ("  z", [_rate(s, "alpha_z", "+.1f") for s in method]),
         ]
-    for i in range(max(map(len, per_pos), default=0)):
+    # A tree has more nodes than levels: positions beyond the deepest accepted one are left out.
+    deepest = max((i + 1 for p in per_pos for i, share in enumerate(p) if share), default=0)
+    for i in range(deepest):
         cells = [_number(p[i] if i < len(p) else None, 100, ".0f", " %") for p in per_pos]
         out.append((f"  accepted at position {i + 1}", cells))
     return out

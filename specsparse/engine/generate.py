@@ -222,7 +222,7 @@ CHUNKS = (32, 128, 512)
 
 
 def prompt_pieces(lengths: list[int]) -> list[tuple[int, int]]:
-    """(start, rows) of the pieces that cover the longest of the prompts: large ones first, then the smallest that fits."""
+    """(start, rows) of the pieces that cover the longest prompt: large ones first, then the smallest that fits."""
     longest, start, pieces = max(lengths, default=0), 0, []
     while start < longest:
         rows = next((c for c in CHUNKS if c >= longest - start), CHUNKS[-1])

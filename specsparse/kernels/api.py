@@ -38,7 +38,7 @@ BACKENDS = {k.name: k for k in (NATIVE, REFERENCE, XLA)}
 
 
 def get(name: str | None = None) -> Kernels:
-    """The kernels called `name`; by default native on a CPU that has them, reference on one that has not, xla elsewhere.
+    """The kernels called `name`; by default native on a CPU that has them, else reference, and xla on other devices.
 
     `SPECSPARSE_KERNELS` overrides the default. Raises UserError for an unknown name, and for native kernels that are
     missing while `SPECSPARSE_REQUIRE_NATIVE=1`.

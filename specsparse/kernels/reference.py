@@ -106,7 +106,7 @@ def argmax_batched(x):
 
 
 def rotate(x, cos, sin, pairing: str):
-    """Rotary embedding of x f32[..., d] by cos, sin f32[..., r/2], r <= d; "norm" pairs (2i, 2i+1), "neox" (i, i + r/2)."""
+    """Rotary embedding of x f32[..., d] by cos, sin f32[..., r/2]; "norm" pairs (2i, 2i+1), "neox" (i, i + r/2)."""
     half = cos.shape[-1]
     turned, rest = x[..., : 2 * half], x[..., 2 * half :]
     if pairing == "neox":

@@ -1,0 +1,1 @@
+"""Predictors of active neurons: a room that is empty so far."""
