@@ -117,7 +117,11 @@ def _layer(loaded: dict, i: int) -> Layer:
 
 
 def _check_finite(f: GGUFFile, name: str, value) -> None:
-    """Refuses weights that are NaN or infinite: float data here, scales of quantised blocks in `packing`."""
+    """Refuses float32 data that is NaN or infinite.
+
+    Half-precision and quantised tensors are not looked through at load: what is not finite there ends a generation with
+    a clear error when its logits are checked.
+    """
     if isinstance(value, QTensor):
         if value.layout.codes != "f32":
             return
