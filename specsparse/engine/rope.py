@@ -1,10 +1,8 @@
-"""Rotary position embedding: tables of cos and sin, and the reference that applies them."""
+"""Rotary position embedding: tables of cos and sin. `kernels.reference.rotate` applies them."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from specsparse.engine.config import Pairing, RopeConfig
+from specsparse.engine.config import RopeConfig
 from specsparse.errors import UserError
 
 
@@ -57,28 +55,3 @@ def rope_tables(
     angles, magnitude = _angles(cfg, freq_factors)
     turn = np.arange(capacity, dtype=np.float64)[:, None] * angles
     return (np.cos(turn) * magnitude).astype(np.float32), (np.sin(turn) * magnitude).astype(np.float32)
-
-
-def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array, pairing: Pairing) -> jax.Array:
-    """Turns the first `dim` elements of each head; the rest pass through.
-
-    Args:
-        x: [..., d].
-        cos, sin: [..., dim/2], rows of `rope_tables`, broadcastable against x's leading axes.
-        pairing: "norm" turns (2i, 2i+1), "neox" (i, i + dim/2).
-
-    Returns:
-        [..., d] in x's dtype, computed in float32.
-    """
-    dim = 2 * cos.shape[-1]
-    head, rest = x[..., :dim].astype(jnp.float32), x[..., dim:]
-    if pairing == "norm":
-        a, b = head[..., 0::2], head[..., 1::2]
-    else:
-        a, b = head[..., : dim // 2], head[..., dim // 2 :]
-    turned = (a * cos - b * sin, a * sin + b * cos)
-    if pairing == "norm":
-        out = jnp.stack(turned, axis=-1).reshape(*turned[0].shape[:-1], dim)
-    else:
-        out = jnp.concatenate(turned, axis=-1)
-    return jnp.concatenate([out.astype(x.dtype), jnp.broadcast_to(rest, (*out.shape[:-1], rest.shape[-1]))], axis=-1)
