@@ -57,7 +57,7 @@ def test_end_to_end(tiny, tmp_path, capsys):
     assert found["machine"]["read_bytes_per_second"]["median"] > 1e8
     assert {c["program"] for c in found["compiled"]} >= {"decode loop", "verify of 2 rows"}
     memory_bytes = found["peak_memory_bytes"]
-    # Each is the peak of its own stage; in a process that ran other tests before, memory may also be given back between.
+    # Each is the peak of its own stage; in a process that ran other tests, memory may be given back between.
     assert memory_bytes["load_and_warm_up"] > 0 and memory_bytes["load"] > 0
     assert "tg4 @ d5" in out
     assert "v(n)" in out
