@@ -34,7 +34,7 @@ class ForwardOut(NamedTuple):
     Attributes:
         logits: f32[B, n, V], f32[B, 1, V] for "last", None for "none".
         hidden: f32[B, n, D] or None.
-        stats: of a sparse FFN, or None.
+        stats: of a sparse FFN, its arrays stacked over the layers, or None.
     """
 
     logits: jax.Array | None
@@ -47,7 +47,7 @@ ForwardFn = Callable[..., tuple[ForwardOut, KVCache]]
 
 
 def dense_ffn(config: ModelConfig, kernels: Kernels) -> Callable:
-    """The FFN of a dense model: x + down(act(gate(norm x)) * up(norm x)), rows f32[R, D] to f32[R, D]."""
+    """The FFN of a dense model: x + down(act(gate(norm x)) * up(norm x)), rows f32[R, D] to f32[R, D]; no statistics."""
 
     def ffn(layer: Layer, x_RD, n_valid_B):
         (h_RF,) = kernels.linear(
@@ -62,7 +62,7 @@ def dense_ffn(config: ModelConfig, kernels: Kernels) -> Callable:
         (y_RD,) = kernels.linear(
             h_RF, (layer.ffn_down,), biases=layer.bias("ffn_down"), residual=x_RD, n_valid=n_valid_B
         )
-        return y_RD
+        return y_RD, None
 
     return ffn
 
@@ -70,7 +70,8 @@ def dense_ffn(config: ModelConfig, kernels: Kernels) -> Callable:
 def make_forward(config: ModelConfig, kernels: Kernels, ffn: Callable | None = None) -> ForwardFn:
     """The forward function of a model (contract C1: a row's bits depend on its own path only).
 
-    `ffn(layer, x_RD, n_valid_B) -> x_RD` replaces the dense one.
+    `ffn(layer, x_RD, n_valid_B) -> (x_RD, stats)` replaces the dense one; `stats` is a pytree of arrays or None, and
+    `ForwardOut.stats` stacks it over the layers that ran.
     """
     ffn = ffn or dense_ffn(config, kernels)
 
@@ -115,7 +116,7 @@ def make_forward(config: ModelConfig, kernels: Kernels, ffn: Callable | None = N
             n_valid_B = jnp.full((batch,), n, jnp.int32)
         with jax.named_scope("embed"):
             x_RD = kernels.embed(params.embedding, tokens_Bn.reshape(-1))
-        keys, values = list(cache.k), list(cache.v)
+        keys, values, stats = list(cache.k), list(cache.v), []
         for i in range(config.n_layers) if want.layers is None else want.layers:
             layer = params.layers[i]
             with jax.named_scope(f"layer{i}/attention"):
@@ -123,10 +124,12 @@ def make_forward(config: ModelConfig, kernels: Kernels, ffn: Callable | None = N
                     layer, params, x_RD, keys[i], values[i], cache.length, n_valid_B, parents_Bn
                 )
             with jax.named_scope(f"layer{i}/ffn"):
-                x_RD = ffn(layer, x_RD, n_valid_B)
+                x_RD, stat = ffn(layer, x_RD, n_valid_B)
+                stats.append(stat)
         x_BnD = x_RD.reshape(batch, n, -1)
         with jax.named_scope("output"):
             logits = output(params, x_BnD, n_valid_B, want)
-        return ForwardOut(logits, x_BnD if want.hidden else None), KVCache(tuple(keys), tuple(values), cache.length)
+        stacked = jax.tree.map(lambda *each: jnp.stack(each), *stats) if stats else None
+        return ForwardOut(logits, x_BnD if want.hidden else None, stacked), KVCache(tuple(keys), tuple(values), cache.length)
 
     return forward

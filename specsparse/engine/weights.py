@@ -2,7 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,11 @@ from specsparse.kernels.packing import pack_qtensor
 
 
 class Layer(NamedTuple):
-    """Weights of one layer. Matrices are [outputs, inputs], norms f32[D], biases f32[outputs] or None."""
+    """Weights of one layer. Matrices are [outputs, inputs], norms f32[D], biases f32[outputs] or None.
+
+    `sparse` is what an injected sparse FFN reads: neuron-major rows and predictor weights; the dense matrices it replaces
+    may then be None.
+    """
 
     attn_norm: jax.Array
     attn_q: QTensor
@@ -29,6 +33,7 @@ class Layer(NamedTuple):
     ffn_up: QTensor
     ffn_down: QTensor
     biases: dict[str, jax.Array]
+    sparse: Any = None
 
     def bias(self, *names: str) -> tuple[jax.Array | None, ...] | None:
         """Biases of the named projections, None where there is none at all."""
