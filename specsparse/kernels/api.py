@@ -20,6 +20,8 @@ class Kernels:
         embed: rows of a packed matrix by index.
         attend: rotary embedding, cache append and attention.
         argmax: index of the largest value of each row.
+        layers: all layers of a dense model in one call, equal to their composition from `linear` and `attend` bit for
+            bit; None where the backend has no such call.
     """
 
     name: str
@@ -27,9 +29,10 @@ class Kernels:
     embed: Callable
     attend: Callable
     argmax: Callable
+    layers: Callable | None = None
 
 
-NATIVE = Kernels("native", native_cpu.linear, native_cpu.embed, native_cpu.attend, native_cpu.argmax)
+NATIVE = Kernels("native", native_cpu.linear, native_cpu.embed, native_cpu.attend, native_cpu.argmax, native_cpu.layers)
 REFERENCE = Kernels("reference", reference.linear, reference.embed, reference.attend, reference.argmax)
 XLA = Kernels("xla", reference.linear_batched, reference.embed, reference.attend_batched, reference.argmax_batched)
 """Fast on a GPU, but its bits depend on the number of rows: the contract C1 does not hold."""
