@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specsparse.engine.activation import activate, parse_activation
 from specsparse.engine.cache import KVCache
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.weights import Layer, Params
@@ -47,9 +48,20 @@ ForwardFn = Callable[..., tuple[ForwardOut, KVCache]]
 
 
 def dense_ffn(config: ModelConfig, kernels: Kernels) -> Callable:
-    """The FFN of a dense model: x + down(act(gate(norm x)) * up(norm x)), rows f32[R, D] to f32[R, D]; no statistics."""
+    """The FFN of a dense model: x + down(act(gate(norm x)) * up(norm x)), f32[R, D] to f32[R, D]; no statistics."""
+    act, up_act = parse_activation(config.activation)
+    fused = config.gated and up_act is None and isinstance(act, str)
 
-    def ffn(layer: Layer, x_RD, n_valid_B):
+    def hidden(layer: Layer, x_RD, n_valid_B):
+        """act(gate z) * up z where the kernels have no such product of their own."""
+        names = ("ffn_gate", "ffn_up") if config.gated else ("ffn_up",)
+        weights = tuple(getattr(layer, name) for name in names)
+        outs = kernels.linear(
+            x_RD, weights, norm=layer.ffn_norm, eps=config.norm_eps, biases=layer.bias(*names), n_valid=n_valid_B
+        )
+        return activate(outs[0], act) * activate(outs[1], up_act) if config.gated else activate(outs[0], act)
+
+    def product(layer: Layer, x_RD, n_valid_B):
         (h_RF,) = kernels.linear(
             x_RD,
             (layer.ffn_gate, layer.ffn_up),
@@ -59,6 +71,10 @@ def dense_ffn(config: ModelConfig, kernels: Kernels) -> Callable:
             n_valid=n_valid_B,
             act=config.activation,
         )
+        return h_RF
+
+    def ffn(layer: Layer, x_RD, n_valid_B):
+        h_RF = (product if fused else hidden)(layer, x_RD, n_valid_B)
         (y_RD,) = kernels.linear(
             h_RF, (layer.ffn_down,), biases=layer.bias("ffn_down"), residual=x_RD, n_valid=n_valid_B
         )
@@ -74,7 +90,8 @@ def make_forward(config: ModelConfig, kernels: Kernels, ffn: Callable | None = N
     `ForwardOut.stats` stacks it over the layers that ran. A dense model on kernels that have `layers` runs all of them
     in one call.
     """
-    one_call = ffn is None and kernels.layers is not None and config.head_dim % 16 == 0
+    plain = config.gated and config.activation in ("silu", "relu", "relu2")
+    one_call = ffn is None and plain and kernels.layers is not None and config.head_dim % 16 == 0
     ffn = ffn or dense_ffn(config, kernels)
 
     def attention(layer: Layer, params: Params, x_RD, k, v, length, n_valid_B, parents_Bn):
