@@ -43,7 +43,8 @@ class Model:
         kv_dtype: "f32", "f16" or "bf16".
         path: the file.
         footprint: bytes of weights that one decoding step reads.
-        ffn: "dense", "powerinfer" or "oracle".
+        ffn: "dense", "powerinfer", "oracle" or "predicted" (see `powerinfer.gated`).
+        rule: what tells this FFN from others of its kind, such as a threshold or a predictor; "" for a dense one.
         load_s: seconds that loading took.
         rope_factors: f32[d/2] or None.
         programs: compiled programs, by what they close over.
@@ -59,6 +60,7 @@ class Model:
     path: Path
     footprint: Footprint
     ffn: str = "dense"
+    rule: str = ""
     load_s: float = 0.0
     rope_factors: np.ndarray | None = field(default=None, repr=False)
     programs: dict = field(default_factory=dict, repr=False)
@@ -220,6 +222,7 @@ def load(
         path=Path(path),
         footprint=weights.footprint(params, f),
         ffn=plan.mode,
+        rule=plan.rule,
         load_s=time.perf_counter() - start,
         rope_factors=weights.rope_factors(f, config),
     )

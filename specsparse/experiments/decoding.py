@@ -13,7 +13,7 @@ from rich.console import Console
 from specsparse import display, models, prompts, trackers
 from specsparse.config import RunConfig, sampling_params
 from specsparse.errors import UserError
-from specsparse.experiments import measured, watching
+from specsparse.experiments import measured, sparse_model, watching
 from specsparse.experiments.measured import NO_DRAFTER, Measured
 from specsparse.record import PLAIN, SAME_TEXT_VERIFIERS, Pass
 from specsparse.speculative.base import Verifier
@@ -70,6 +70,7 @@ def check(cfg: RunConfig) -> None:
         UserError: no such model file, prompts, tracker, or a prompt's file that does not parse.
     """
     _check_files(cfg)
+    sparse_model.check(cfg)
     _prompts(cfg)
     trackers.check(cfg.tracker.name, cfg.tracker.options)
     if cfg.name in ("", ".", "..") or "/" in cfg.name:
@@ -146,8 +147,7 @@ def label(verifier: Verifier | str) -> str:
 def prepare(cfg: RunConfig, engine: Engine, out: Console) -> Bench:
     """Loads the model and encodes the prompts."""
     started = time.perf_counter()
-    with display.loading(out, f"loading {cfg.model.path}") as progress:
-        model = engine.load(cfg.model.path, progress=progress, **cfg.model.overrides())
+    model = sparse_model.load(cfg, engine, out)
     load_s = time.perf_counter() - started
     return Bench(model, [Job(p, _ids(model, p, chat=cfg.data.chat)) for p in _prompts(cfg)], load_s)
 
