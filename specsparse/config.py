@@ -103,6 +103,7 @@ class FfnSpec:
         faithful_f16: PowerInfer's roundings.
         weights: file of trained predictors, for predictor=mlp.
         tokens: of the text that a predictor is fitted to.
+        union_cap: share of the neurons that a verification pass may read; None: no cap. For kind=spec_sparse.
     """
 
     name: str | None = None
@@ -110,6 +111,7 @@ class FfnSpec:
     faithful_f16: bool = False
     weights: str | None = None
     tokens: int = 1024
+    union_cap: float | None = None
 
     def overrides(self) -> dict[str, Any]:
         """Keyword arguments of `specsparse.load`: what differs from its defaults."""
@@ -124,6 +126,25 @@ class PowerInferSpec:
 
     logits: str | None = None
     threads: tuple[int, ...] = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class SparsitySpec:
+    """What `kind: sparsity` judges and times.
+
+    Attributes:
+        vary: option of the predictor, or "threshold" with ffn=powerinfer, that takes each of `values`; without values
+            the config itself is the only point.
+        window, judged: tokens of a piece of text, and pieces that quality is judged on.
+        tokens, repeats: to decode for the speed, with each point in turn; 0: quality only.
+    """
+
+    vary: str = "share"
+    values: tuple[float, ...] = ()
+    window: int = 128
+    judged: int = 6
+    tokens: int = 64
+    repeats: int = 3
 
 
 @dataclass(frozen=True)
@@ -205,6 +226,7 @@ class RunConfig:
     roofline: RooflineSpec = RooflineSpec()
     train: TrainSpec = TrainSpec()
     powerinfer: PowerInferSpec = PowerInferSpec()
+    sparsity: SparsitySpec = SparsitySpec()
     composed: dict[str, Any] = field(default_factory=dict, repr=False)
 
 
@@ -223,6 +245,10 @@ _AT_LEAST = {
     "certify.gamma": 1,
     "roofline.kv_length": 0,
     "ffn.tokens": 1,
+    "sparsity.window": 4,
+    "sparsity.judged": 1,
+    "sparsity.tokens": 0,
+    "sparsity.repeats": 1,
     "train.tokens": 1,
     "train.window": 4,
     "train.judged": 1,

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from specsparse.engine.tokenizer import Tokenizer
 from specsparse.engine.weights import Footprint, Params
 from specsparse.errors import UserError
 from specsparse.kernels import Kernels, native_cpu
-from specsparse.powerinfer import modes
+from specsparse.powerinfer import modes, twin
 
 KV_DTYPES = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16}
 _CAPACITY_STEP = 256
@@ -92,6 +93,14 @@ class Model:
             self._tables[capacity] = jnp.asarray(cos), jnp.asarray(sin)
         cos, sin = self._tables[capacity]
         return self.params._replace(cos=cos, sin=sin)
+
+    def sparse_twin(self, **options: Any) -> "Model":
+        """This model with fewer neurons, for drafting on its own cache; the options of `powerinfer.twin.sparse_twin`.
+
+        Raises:
+            UserError: options that this model cannot follow.
+        """
+        return twin.sparse_twin(self, **options)
 
     def new_cache(self, batch: int, capacity: int) -> kv.KVCache:
         """An empty cache for `batch` sequences."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -13,9 +13,11 @@ from specsparse.errors import UserError
 from specsparse.model import Model
 from specsparse.powerinfer.gated import PREDICTED, gated
 from specsparse.predictors import FFN, Needs, Predictor, get_predictor
+from specsparse.predictors.base import check_share
 from specsparse.predictors.checkpoint import load_predictors
 from specsparse.predictors.collect import collect, windows
 from specsparse.predictors.evaluate import fit_layers
+from specsparse.predictors.mlp import Mlp
 
 WINDOW = 128
 """Tokens of a piece of text that is read at once."""
@@ -32,6 +34,10 @@ def check(cfg: RunConfig) -> None:
         UserError: options that contradict each other, or a predictor that cannot gate an FFN.
     """
     name, given = cfg.ffn.name, cfg.predictor.name
+    if cfg.ffn.union_cap is not None:
+        check_share("ffn.union_cap", cfg.ffn.union_cap)
+        if cfg.kind != "spec_sparse":
+            raise UserError("ffn.union_cap is judged beside the uncapped run: give +experiment=spec_sparse")
     if name != PREDICTED:
         if given != "none":
             raise UserError(f"predictor={given} does nothing with ffn={name or 'null'}: give ffn=predicted")
@@ -53,18 +59,61 @@ def check(cfg: RunConfig) -> None:
         raise UserError(f"ffn.weights={cfg.ffn.weights}: {problem}")
 
 
+class Sparse(NamedTuple):
+    """A sparse model with what gates it.
+
+    Attributes:
+        model: what runs.
+        predictor: its rule.
+        weights: of the rule, by layer.
+    """
+
+    model: Any
+    predictor: Predictor
+    weights: Sequence[Any]
+
+
 def load(cfg: RunConfig, engine: Any, out: Console) -> Any:
     """The model, its predictor fitted where the config asks for one.
 
     Raises:
         UserError: a mistake in the model file, or predictors that do not fit it.
     """
+    model = read(cfg, engine, out, **cfg.ffn.overrides())
+    return sparse_of(cfg, engine, model, out).model if cfg.ffn.name == PREDICTED else model
+
+
+def read(cfg: RunConfig, engine: Any, out: Console, **options: Any) -> Any:
+    """The model of the config with these options of `specsparse.load`, under a bar."""
     with display.loading(out, f"loading {cfg.model.path}") as progress:
-        model = engine.load(cfg.model.path, progress=progress, **cfg.model.overrides(), **cfg.ffn.overrides())
-    if cfg.ffn.name != PREDICTED:
-        return model
-    predictor = get_predictor(cfg.predictor.name, FFN.of(model.config, model.kernels), **cfg.predictor.options)
-    return gated(model, predictor, fitted(cfg, model, predictor, out))
+        return engine.load(cfg.model.path, progress=progress, **cfg.model.overrides(), **options)
+
+
+def sparse_of(cfg: RunConfig, engine: Any, dense: Any, out: Console, *, rows: np.ndarray | None = None) -> Sparse:
+    """The config's sparse model beside a dense one of the same file.
+
+    Args:
+        cfg: with an `ffn` that is not dense.
+        engine: reads a PowerInfer file once more, with its predictors.
+        dense: the model with its dense matrices.
+        out: the terminal.
+        rows: `residuals` where they have been read before.
+    """
+    ffn = FFN.of(dense.config, dense.kernels)
+    if cfg.ffn.name == "powerinfer":
+        own = read(cfg, engine, out, **cfg.ffn.overrides())
+        return Sparse(own, Mlp(ffn), [layer.sparse for layer in own.params.layers])
+    if cfg.ffn.name == "oracle":
+        predictor = get_predictor("oracle", ffn)
+    else:
+        predictor = get_predictor(cfg.predictor.name, ffn, **cfg.predictor.options)
+    if predictor.needs is Needs.TRAINING:
+        weights = _trained(cfg, dense)
+    else:
+        needed = predictor.needs is Needs.TEXT
+        rows = residuals(cfg, dense, out) if needed and rows is None else rows
+        weights = fit_layers(predictor, dense.params.layers, rows if needed else None)
+    return Sparse(gated(dense, predictor, weights), predictor, weights)
 
 
 def label(model: Any) -> dict[str, str]:
@@ -73,14 +122,6 @@ def label(model: Any) -> dict[str, str]:
         return {}
     promise = "as the dense model" if model.ffn == "oracle" else "lossy against the dense model"
     return {"ffn": f"{model.ffn}: {model.rule}" if model.rule else model.ffn, "ffn_label": promise}
-
-
-def fitted(cfg: RunConfig, model: Any, predictor: Predictor, out: Console) -> Sequence[Any]:
-    """The predictor's weights of every layer: from their file, or fitted to text that the run does not decode."""
-    if predictor.needs is Needs.TRAINING:
-        return _trained(cfg, model)
-    rows = residuals(cfg, model, out) if predictor.needs is Needs.TEXT else None
-    return fit_layers(predictor, model.params.layers, rows)
 
 
 def residuals(cfg: RunConfig, model: Any, out: Console) -> np.ndarray:

@@ -75,7 +75,7 @@ def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) ->
     """
     check(cfg)
     with display.loading(console, f"loading {cfg.model.path}") as progress:
-        model = engine.load(cfg.model.path, progress=progress, ffn="dense", **cfg.model.overrides())
+        model = engine.load(cfg.model.path, progress=progress, **cfg.model.overrides())
     text, judged = split(cfg, model)
     evaluator = Evaluator(model, judged)
     predictor = get_predictor(cfg.predictor.name, evaluator.ffn, **cfg.predictor.options)

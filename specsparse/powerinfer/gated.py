@@ -1,7 +1,7 @@
 """A predictor's mask in every FFN of a model that was loaded dense."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specsparse.engine.llama import make_forward
@@ -26,21 +26,25 @@ def gated(model: "Model", predictor: Predictor, weights: Sequence[Any]) -> "Mode
     Returns:
         A model whose forward passes have `SparseStats`; its own programs and drafters.
     """
-
-    def keep(layer, x_RD, n_valid_B, a_RF):
-        return predictor.keep(layer.sparse, layer, x_RD, n_valid_B) != 0
-
-    ffn = masked_ffn(model.config, model.kernels, keep)
     return dataclasses.replace(
         model,
         params=with_weights(model.params, weights),
-        forward=make_forward(model.config, model.kernels, ffn),
+        forward=make_forward(model.config, model.kernels, gating(model, predictor)),
         ffn=PREDICTED,
         rule=describe(predictor),
         programs={},
         drafters={},
         _tables={},
     )
+
+
+def gating(model: "Model", predictor: Predictor) -> Callable:
+    """ffn(layer, x_RD, n_valid_B) -> (y_RD, SparseStats) of the neurons that `predictor` keeps by `layer.sparse`."""
+
+    def keep(layer, x_RD, n_valid_B, a_RF):
+        return predictor.keep(layer.sparse, layer, x_RD, n_valid_B) != 0
+
+    return masked_ffn(model.config, model.kernels, keep)
 
 
 def describe(predictor: Predictor) -> str:
