@@ -78,7 +78,7 @@ def main() -> int:
     if args.only_forwards:
         return 0
     return run([
-        "+experiment=spec_sparse", f"model={path}", "ffn=powerinfer", "predictor=null", "drafter=synthetic",
+        "+experiment=spec_sparse", f"model={path}", "ffn=powerinfer", "predictor=none", "drafter=synthetic",
         "verifier=synthetic", "policy.gamma=4", "data.tasks=[chat]", "data.limit_per_task=4", "data.chat=false",
         "sampling.ignore_eos=true", *more,
     ])  # fmt: skip
