@@ -1,10 +1,10 @@
 """Weights of an FFN row by row: what the sparse kernels gather.
 
-A neuron is a row of gate, of up and of down transposed. Each row lies in one piece, so that only the rows of kept neurons
-are read. Columns are filled up with zeros to chunks of 64, and a row to whole cache lines:
+A neuron is a row of gate, of up and of down transposed. Each row lies in one piece, so that only the rows of kept
+neurons are read. Columns are filled up with zeros to chunks of 64, and a row to whole cache lines:
 
 * float codes: the columns in order.
-* `int8`: one byte a column. `nibble`: 32 bytes a chunk; byte i is column i in its low and column 32 + i in its high bits.
+* `int8`: one byte a column. `nibble`: 32 bytes a chunk; byte i holds columns i (its low bits) and 32 + i of the chunk.
 * then the scales, each field for the whole row: `d` f16 d[blocks]; `dm` f16 d[blocks], m[blocks]; `f32` f32 d[subs];
   `super` f16 d[supers], int8 sc[subs]; `super_min` f16 d[supers], dmin[supers], int8 sc[subs], uint8 mn[subs].
 

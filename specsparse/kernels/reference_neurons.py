@@ -1,4 +1,4 @@
-"""The sparse kernels in jnp: definition, oracle and fallback. Every neuron is computed; those not kept count for nothing.
+"""The sparse kernels in jnp: definition, oracle and fallback. Every neuron is computed, and only the kept ones count.
 
 As in `reference`, activations stay in float32 here, while the native kernels round them to int8 for quantised weights,
 and rows are mapped one by one, so that a row's bits do not depend on its neighbours (contract C1).
@@ -70,7 +70,8 @@ def _sparse_ffn(
 def sparse_ffn(x_RD, keep_RF, gate, up, down_t, **options):
     """y = sum over kept neurons j, ascending, of act(gate_j z) * up_act(up_j z) * down_j, with z = rmsnorm(x) * norm.
 
-    The FFN of PowerInfer (arXiv:2312.12456, section 5) with any predictor: rows of neurons that no row keeps are not read.
+    The FFN of PowerInfer (arXiv:2312.12456, section 5) with any predictor: neurons that no row keeps are not
+    read.
 
     Args:
         x_RD: f32[R, D].
