@@ -27,6 +27,7 @@ class ModelSpec:
     rope_scaling: str | None = None
     threads: int | None = None
     backend: str | None = None
+    activation: str | None = None
 
     def overrides(self) -> dict[str, Any]:
         """Keyword arguments of `specsparse.load`: what is not None."""
@@ -85,6 +86,27 @@ class TrackerSpec:
 
 
 @dataclass(frozen=True)
+class PredictorSpec:
+    """A registered predictor of active neurons and its own options; the name "none" is no predictor."""
+
+    name: str = "none"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TrainSpec:
+    """What `kind: train_predictors` reads, compares and keeps; the other keys are `predictors.train.TrainOptions`."""
+
+    tokens: int = 4096
+    window: int = 128
+    judged: int = 8
+    active_share: float | None = None
+    compare: tuple[str, ...] = ()
+    output: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class CompareSpec:
     """Which methods `kind: compare` tries: every valid pair; `verifiers` None is all lossless ones."""
 
@@ -131,6 +153,7 @@ class RunConfig:
     data: DataSpec
     tracker: TrackerSpec
     tree: TreeSpec = TreeSpec()
+    predictor: PredictorSpec = PredictorSpec()
     name: str = "run"
     max_tokens: int = 128
     seed: int = 0
@@ -146,6 +169,7 @@ class RunConfig:
     compare: CompareSpec = CompareSpec()
     certify: CertifySpec = CertifySpec()
     roofline: RooflineSpec = RooflineSpec()
+    train: TrainSpec = TrainSpec()
     composed: dict[str, Any] = field(default_factory=dict, repr=False)
 
 
@@ -163,6 +187,9 @@ _AT_LEAST = {
     "certify.vocab": 2,
     "certify.gamma": 1,
     "roofline.kv_length": 0,
+    "train.tokens": 1,
+    "train.window": 4,
+    "train.judged": 1,
 }
 _CHOICES = {
     "model.kv_dtype": ("f32", "f16", "bf16"),

@@ -19,9 +19,7 @@ def check(cfg: RunConfig) -> None:
     module_of(cfg.kind).check(cfg)
 
 
-def run(
-    cfg: RunConfig, directory: Path, *, engine: Engine | None = None, console: Console | None = None
-) -> Outcome:
+def run(cfg: RunConfig, directory: Path, *, engine: Engine | None = None, console: Console | None = None) -> Outcome:
     """Run `cfg`, write its record into `directory`, and show the result.
 
     Args:

@@ -95,7 +95,7 @@ DEFINITIONS: dict[str, str] = {
     "draft_acceptance_rate": "accepted / drafted tokens",
     "acceptance_per_position": "accepted at the position / drafts",
     "conditional_acceptance_per_position": "accepted at the position / accepted at the one before it",
-    "alpha": "mean over tested positions of the verifier's acceptance probability (chains; not greedy, match, block)",
+    "alpha": "mean over tested positions of the verifier's acceptance probability (chains; not greedy, block)",
     "realised_alpha": "accepted / tested positions",
     "alpha_z": "(accepted - sum alpha_i) / sqrt(sum alpha_i (1 - alpha_i)); beyond 4 something is wrong",
     "tokens_per_second": "emitted / decode time (prompt excluded)",

@@ -23,6 +23,7 @@ from specsparse.engine.tokenizer import Tokenizer
 from specsparse.engine.weights import Footprint, Params
 from specsparse.errors import UserError
 from specsparse.kernels import Kernels, native_cpu
+from specsparse.powerinfer import modes
 
 KV_DTYPES = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16}
 _CAPACITY_STEP = 256
@@ -42,6 +43,7 @@ class Model:
         kv_dtype: "f32", "f16" or "bf16".
         path: the file.
         footprint: bytes of weights that one decoding step reads.
+        ffn: "dense", "powerinfer" or "oracle".
         load_s: seconds that loading took.
         rope_factors: f32[d/2] or None.
         programs: compiled programs, by what they close over.
@@ -56,6 +58,7 @@ class Model:
     kv_dtype: str
     path: Path
     footprint: Footprint
+    ffn: str = "dense"
     load_s: float = 0.0
     rope_factors: np.ndarray | None = field(default=None, repr=False)
     programs: dict = field(default_factory=dict, repr=False)
@@ -151,6 +154,9 @@ def load(
     threads: int | None = None,
     backend: str | None = None,
     progress: Callable[[int, int], None] | None = None,
+    ffn: str | None = None,
+    threshold: float | None = None,
+    faithful_f16: bool = False,
     **overrides,
 ) -> Model:
     """Loads a model.
@@ -161,7 +167,12 @@ def load(
         threads: of the native kernels, for the whole process; default all cores.
         backend: "native", "reference" or "xla" kernels; default the best there is.
         progress: called with (bytes done, bytes in all) as tensors are packed.
-        overrides: `rope_base`, `rope_scale`, `rope_scaling`, `context_length` in place of the file's.
+        ffn: "powerinfer" computes the neurons that the file's predictors keep, "dense" all, "oracle" those whose
+            activation is not zero. By default a PowerInfer file runs as PowerInfer runs it, and any other one dense.
+        threshold: of the predictors' outputs, in place of the environment's (LLAMA_SPARSE_PRED_THRESHOLD) or the
+            file's; -inf keeps all neurons, inf none.
+        faithful_f16: round everything that PowerInfer rounds on a CPU, to compare logits with it. Slow.
+        overrides: `rope_base`, `rope_scale`, `rope_scaling`, `context_length` and `activation` in place of the file's.
 
     Raises:
         UserError: anything wrong with the file or an option, in one line.
@@ -172,17 +183,20 @@ def load(
         raise UserError(f"a model is a name or the path of a GGUF file, not {type(spec).__name__}")
     unknown = sorted(set(overrides) - set(OVERRIDES))
     if unknown:
-        known = ", ".join(("kv_dtype", "threads", "backend", *OVERRIDES))
+        known = ", ".join(("kv_dtype", "threads", "backend", "ffn", "threshold", "faithful_f16", *OVERRIDES))
         raise UserError(f"load() has no option {unknown[0]!r}; it has {known}")
     kv_dtype = kv_dtype or "f16"
     if kv_dtype not in KV_DTYPES:
         raise UserError(f"kv_dtype={kv_dtype!r} does not exist; choose one of {', '.join(KV_DTYPES)}")
+    if faithful_f16 and kv_dtype != "f16":
+        raise UserError(f"faithful_f16 keeps keys and values in f16; kv_dtype={kv_dtype} contradicts it")
     if threads is not None:
         kernels.set_threads(threads)
     chosen = kernels.get(backend)
     path = models.resolve(spec)
     f = open_gguf(path)
     config = ModelConfig.from_gguf(f, overrides=overrides)
+    plan = modes.plan(f, config, chosen, ffn=ffn, threshold=threshold, faithful_f16=faithful_f16)
     tokenizer = Tokenizer.from_metadata(f.metadata, where=str(path))
     total = sum(t.nbytes for t in f.tensors.values())
     done = 0
@@ -193,16 +207,19 @@ def load(
         if progress is not None:
             progress(done, total)
 
-    params = weights.load_params(f, config, floats=chosen.name != "native", progress=advance)
+    params = weights.load_params(
+        f, config, floats=plan.floats, float_types=plan.float_types, progress=advance, pack_ffn=plan.pack
+    )
     return Model(
         config=config,
         tokenizer=tokenizer,
         params=params,
-        forward=llama.make_forward(config, chosen),
-        kernels=chosen,
+        forward=llama.make_forward(config, plan.kernels, plan.ffn),
+        kernels=plan.kernels,
         kv_dtype=kv_dtype,
         path=Path(path),
         footprint=weights.footprint(params, f),
+        ffn=plan.mode,
         load_s=time.perf_counter() - start,
         rope_factors=weights.rope_factors(f, config),
     )

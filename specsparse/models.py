@@ -81,7 +81,6 @@ def not_here(problems: Mapping[str, NotHere]) -> str:
     return f"{which} {verb} not on this machine: give {overrides}"
 
 
-
 def resolve(spec: str | Path) -> Path:
     """The file of a model.
 

@@ -3,6 +3,7 @@
 A mistake in the input is one line on stderr and exit code 2; `debug=true` shows the traceback instead.
 """
 
+import math
 import os
 import re
 import sys
@@ -68,11 +69,14 @@ class CheckBeforeStart:
             raise SystemExit(fail(str(error))) from None
 
     def on_multirun_end(self, config: Any, **_: Any) -> None:
-        """One table over all runs of a sweep."""
+        """One table over all runs of a sweep; exit code 2 where not one of them could run."""
         from specsparse import display
         from specsparse.experiments import sweep
 
-        sweep.show(Path(str(config.hydra.sweep.dir)), display.console())
+        directory = Path(str(config.hydra.sweep.dir))
+        if not sweep.records(directory):
+            raise SystemExit(fail("no combination of the sweep could run, see the lines above"))
+        sweep.show(directory, display.console())
 
     def __getattr__(self, name: str) -> Any:
         """Hydra calls every hook of a callback; the others do nothing."""
@@ -83,6 +87,7 @@ class CheckBeforeStart:
 
 def _task(cfg: Any) -> Any:
     from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
 
     from specsparse import experiment
     from specsparse.config import from_omegaconf
@@ -93,6 +98,9 @@ def _task(cfg: Any) -> Any:
     except UserError as error:
         if cfg.get("debug") is True:
             raise
+        if HydraConfig.get().mode is RunMode.MULTIRUN:  # the other combinations go on
+            fail(f"left out {','.join(HydraConfig.get().overrides.task)}: {error}")
+            return math.nan
         raise SystemExit(fail(str(error))) from None
     if not record.as_promised:
         raise SystemExit(1)

@@ -76,7 +76,7 @@ def test_values_arrive():
     assert cfg.model.overrides() == {"rope_base": 10000.0}
     assert cfg.data.tasks == ("code",)
     assert cfg.tracker.options == {"mode": "offline", "project": "specsparse", "group": None}
-    assert cfg.drafter.options == {"ngram_max": 3, "ngram_min": 1}
+    assert cfg.drafter.options == {"ngram_max": 3, "ngram_min": 2}
     params = config.sampling_params(cfg)
     assert (params.temperature, params.top_p, params.max_tokens) == (0.0, 0.9, cfg.max_tokens)
     assert cfg.composed["policy"]["gamma"] == 3 and "composed" not in cfg.composed
@@ -124,6 +124,34 @@ def test_a_mistake_is_one_line_and_leaves_nothing(capsys, elsewhere, monkeypatch
         monkeypatch.setattr("specsparse.models.resolve", lambda spec: elsewhere)
     assert message in mistake(capsys, override)
     assert not any(elsewhere.iterdir())
+
+
+def test_an_invalid_combination_of_a_sweep_is_left_out(capsys, elsewhere, monkeypatch):
+    """The others run; where none can, the exit code says so."""
+    from specsparse import experiment
+
+    done = []
+
+    class Done:
+        as_promised, objective = True, 1.0
+
+    def run_it(cfg, directory, **_):
+        experiment.check(cfg)
+        done.append(cfg.verifier.name)
+        (directory / "record.json").write_text("{}")
+        return Done
+
+    monkeypatch.setattr(experiment, "run", run_it)
+    monkeypatch.setattr("specsparse.models.resolve", lambda spec: elsewhere)
+    assert run.main(["-m", "verifier=greedy,token,delta"]) == 0
+    assert done == ["greedy", "delta"]
+    left_out = capsys.readouterr().err.splitlines()
+    assert len(left_out) == 1 and "left out verifier=token: verifier=token cannot verify one_hot chain" in left_out[0]
+    assert "drafter=prompt_lookup" in left_out[0]
+    with pytest.raises(SystemExit) as stop:
+        run.main(["-m", "verifier=token,block"])
+    assert stop.value.code == 2 and len(done) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 3
 
 
 def test_debug_shows_the_traceback(elsewhere):

@@ -28,8 +28,8 @@ def drafter(name):
 
 @pytest.mark.parametrize(
     ("name", "verifier", "temperature"),
-    [("prompt_lookup", "greedy", 0.0), ("prompt_lookup", "delta", 0.8), ("tree", "tree_match", 1.0),
-     ("layer_skip", "greedy", 0.0)],
+    [("prompt_lookup", "greedy", 0.0), ("prompt_lookup", "match", 0.8), ("prompt_lookup", "delta", 0.8),
+     ("tree", "tree_match", 1.0), ("layer_skip", "greedy", 0.0)],
 )  # fmt: skip
 def test_the_same_tokens_and_counters(model, name, verifier, temperature):
     law = SamplingParams(temperature=temperature, max_tokens=24, ignore_eos=True, repetition_penalty=1.1)

@@ -47,8 +47,8 @@ def summary_line(report: Mapping[str, Any]) -> str:
     plan, found, read = report["plan"], report["manifest"], report["read_bytes_per_second"]
     kernels, cpu = found["kernels"], found["cpu"]
     return (
-        f"{plan["'width'"]}x{plan["'neurons'"]}, predictor rank {plan["'rank'"]}; "
-        f"{report["'backend'"]} {kernels["'isa'"]} kernels, "
+        f"{plan['width']}x{plan['neurons']}, predictor rank {plan['rank']}; "
+        f"{report['backend']} {kernels['isa']} kernels, "
         f"{kernels['threads']} threads, {cpu['model']}; reads {read['median'] / 1e9:.1f} GB/s "
         f"({read['min'] / 1e9:.1f} to {read['max'] / 1e9:.1f})"
     )

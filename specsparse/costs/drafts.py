@@ -12,12 +12,14 @@ from specsparse.costs import store
 from specsparse.costs.fit import draft_line
 from specsparse.costs.loops import Loop
 from specsparse.costs.measure import load_or_measure
+from specsparse.costs.progress import Bar, silent
 from specsparse.costs.table import CostTable, DraftCost
 from specsparse.engine.params import SamplingParams
 from specsparse.model import Model
 from specsparse.session import Method
 from specsparse.speculative.method import make_drafter
 from specsparse.speculative.policy import Fixed
+from specsparse.speculative.tree import TreeTemplate
 
 
 def cost_key(name: str, options: Mapping[str, Any] | None = None) -> str:
@@ -26,7 +28,7 @@ def cost_key(name: str, options: Mapping[str, Any] | None = None) -> str:
     return f"{name} ({given})" if given else name
 
 
-def table_for(model: Model, name: str, options: Mapping[str, Any]) -> tuple[CostTable, str]:
+def table_for(model: Model, name: str, options: Mapping[str, Any], *, bar: Bar = silent) -> tuple[CostTable, str]:
     """The model's table with the cost of a configured drafter, measured where it is not known yet, and its key.
 
     Raises:
@@ -38,10 +40,10 @@ def table_for(model: Model, name: str, options: Mapping[str, Any]) -> tuple[Cost
         return make_method(model, make_drafter(name, options, Fixed(gamma)), None, params)
 
     key = cost_key(name, options)
-    return table_with_draft(model, key, make), key
+    return table_with_draft(model, key, make, bar=bar), key
 
 
-def table_with_draft(model: Model, drafter: str, make: Callable[[int], Method]) -> CostTable:
+def table_with_draft(model: Model, drafter: str, make: Callable[[int], Method], *, bar: Bar = silent) -> CostTable:
     """The model's table with the cost of one drafter, both measured where they are not known yet, and kept.
 
     Args:
@@ -49,9 +51,24 @@ def table_with_draft(model: Model, drafter: str, make: Callable[[int], Method]) 
         drafter: name under which the cost is kept; with everything that changes it in the name.
         make: the method for a draft length.
     """
-    table = load_or_measure(model)
+    table = load_or_measure(model, bar=bar)
     if drafter not in table.drafts:
-        table = table.with_draft(drafter, measure_draft(model, table, make))
+        with bar("measuring the cost of drafting", 1) as done:
+            table = table.with_draft(drafter, measure_draft(model, table, make))
+            done()
+        store.save(model, table)
+    return table
+
+
+def table_with_tree(
+    model: Model, drafter: str, make: Callable[[TreeTemplate], Method], *, bar: Bar = silent
+) -> CostTable:
+    """The same for a drafter of trees; `make` gives the method for a template, `token_s` is of a level."""
+    table = load_or_measure(model, bar=bar)
+    if drafter not in table.drafts:
+        with bar("measuring the cost of drafting trees", 1) as done:
+            table = table.with_draft(drafter, measure_tree(model, table, make))
+            done()
         store.save(model, table)
     return table
 
@@ -68,12 +85,8 @@ def measure_draft(
         make: the method for a draft length; called with both of `gammas`, from which the cost of a token and of a
             round are told apart (all goes to the round where the drafts come out equally long).
     """
-    once = token_ids(24, model.config.vocab_size, seed=1).tolist()
-    ids = np.asarray([*once, *once, *once, *once[:8]], np.int32)[: model.config.context_length // 2]
-    left = (model.config.context_length - len(ids)) // (max(gammas) + 1)
-    stretch = max(1, min(rounds, left - 1) // 4)
-    plain = Loop(model, Method(), ids, room=stretch)
-    plain.run(stretch)
+    ids = _passage(model)
+    stretch, plain = _stretch(model, ids, max(gammas), rounds)
     points = []
     for gamma in gammas:
         loop = Loop(model, make(gamma), ids, room=(4 * stretch + 1) * (gamma + 1))
@@ -83,6 +96,45 @@ def measure_draft(
         if found:
             points.append((statistics.fmean(m for m, _ in found), statistics.median(s for _, s in found)))
     return draft_line(points)
+
+
+def measure_tree(
+    model: Model, table: CostTable, make: Callable[[TreeTemplate], Method], *, rounds: int = 32
+) -> DraftCost:
+    """What drafting trees costs, as `measure_draft` does for chains: `token_s` a level, `fixed_s` a round besides.
+
+    Args:
+        make: the method for a template; called with a shallow one and a deep one.
+    """
+    ids = _passage(model)
+    stretch, plain = _stretch(model, ids, DEEP.size, rounds)
+    points = []
+    for template in (SHALLOW, DEEP):
+        loop = Loop(model, make(template), ids, room=(4 * stretch + 1) * (template.max_depth + 1))
+        loop.run(1)  # compiles
+        found = [_draft_seconds(loop, plain, table, stretch, template.size) for _ in range(4)]
+        if took := [pair[1] for pair in found if pair is not None]:
+            points.append((float(template.max_depth), statistics.median(took)))
+    return draft_line(points)
+
+
+SHALLOW, DEEP = TreeTemplate.kary((3,)), TreeTemplate.kary((3, 1, 1))
+"""Trees of one level and of three."""
+
+
+def _passage(model: Model) -> np.ndarray:
+    """A repeated passage, at most half the context."""
+    once = token_ids(24, model.config.vocab_size, seed=1).tolist()
+    return np.asarray([*once, *once, *once, *once[:8]], np.int32)[: model.config.context_length // 2]
+
+
+def _stretch(model: Model, ids: np.ndarray, nodes: int, rounds: int) -> tuple[int, Loop]:
+    """Rounds of a timing, a quarter of `rounds` or what the context holds, and the plain loop beside them, compiled."""
+    left = (model.config.context_length - len(ids)) // (nodes + 1)
+    stretch = max(1, min(rounds, left - 1) // 4)
+    plain = Loop(model, Method(), ids, room=stretch)
+    plain.run(stretch)
+    return stretch, plain
 
 
 def _draft_seconds(loop: Loop, plain: Loop, table: CostTable, rounds: int, gamma: int) -> tuple[float, float] | None:

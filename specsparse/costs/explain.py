@@ -25,25 +25,27 @@ class Explanation:
     Attributes:
         alpha: realised, accepted / tested.
         gamma: tokens a draft has room for.
-        expected_tokens: of a round, from alpha and gamma.
+        levels: of a tree, or None for chains.
+        expected_tokens: of a round, from alpha and gamma, or levels.
         v, draft, overhead: time of a round in plain steps: v(gamma+1), drafting, the rest of a round.
         predicted: expected_tokens / (v + draft + overhead).
         measured: plain over speculative seconds per token.
-        best_gamma, best_predicted: what gamma this alpha asks for, and its predicted speed-up.
+        best_gamma, best_predicted: what gamma this alpha asks for, and its predicted speed-up; None for trees.
         factors: from predicted to measured.
         stages: seconds a round of each stage, measured and predicted, where the run timed stages.
     """
 
     alpha: float
     gamma: int
+    levels: int | None
     expected_tokens: float
     v: float
     draft: float
     overhead: float
     predicted: float
     measured: float
-    best_gamma: int
-    best_predicted: float
+    best_gamma: int | None
+    best_predicted: float | None
     factors: tuple[Factor, ...]
     stages: dict[str, dict[str, float]]
 
@@ -54,11 +56,13 @@ class Explanation:
     def lines(self) -> Iterator[str]:
         """For the terminal."""
         cost = f"v({self.gamma + 1}) {self.v:.2f} + draft {self.draft:.2f} + round {self.overhead:.2f}"
-        tokens = f"{self.expected_tokens:.2f} tokens a round (alpha {self.alpha:.2f}, gamma {self.gamma})"
+        shape = f"gamma {self.gamma}" if self.levels is None else f"{self.gamma} nodes on {self.levels} levels"
+        tokens = f"{self.expected_tokens:.2f} tokens a round (alpha {self.alpha:.2f}, {shape})"
         yield f"predicted speed-up {self.predicted:.2f} = {tokens} / ({cost}) plain steps; measured {self.measured:.2f}"
         for factor in self.factors:
             yield f"  x {factor.value:.2f} {factor.name}: {factor.text}"
-        yield f"  best gamma for this acceptance: {self.best_gamma}, predicted {self.best_predicted:.2f}"
+        if self.best_gamma is not None:
+            yield f"  best gamma for this acceptance: {self.best_gamma}, predicted {self.best_predicted:.2f}"
 
 
 def explain(
@@ -67,6 +71,7 @@ def explain(
     table: CostTable,
     *,
     gamma: int,
+    levels: int | None = None,
     draft: DraftCost = FREE,
     calls: tuple[int, int] = (1, 1),
     kv_length: float | None = None,
@@ -77,6 +82,7 @@ def explain(
         plain, method: counters of both sides with `times.total`, compilation and prompts excluded.
         table: measured costs.
         gamma: tokens a draft has room for.
+        levels: of a tree, None for chains; alpha is then of a level, and `draft.token_s` too.
         draft: cost of the drafter.
         calls: generations of the plain and of the speculative side.
         kv_length: mean tokens in the cache.
@@ -86,14 +92,14 @@ def explain(
         return None
     step = table.step(kv_length)
     alpha = c.num_accepted_tokens / c.num_tested
-    expected = speculative.expected_tokens(alpha, gamma)
+    expected = speculative.expected_tokens(alpha, levels or gamma)
     overhead = table.overhead(gamma, kv_length)
-    drafting = (draft.fixed_s + gamma * draft.token_s) / step
+    drafting = (draft.fixed_s + (levels or gamma) * draft.token_s) / step
     v = table.v(gamma + 1, kv_length)
     full = v + drafting + overhead
     # Rounds as they were: some without a draft, the others shorter than gamma.
     rows, share = 1 + c.num_draft_tokens / c.num_drafts, c.num_drafts / c.num_rounds
-    real_draft = (draft.fixed_s + share * (rows - 1) * draft.token_s) / step
+    real_draft = (draft.fixed_s + share * (levels or rows - 1) * draft.token_s) / step
     verify = share * table.v(rows, kv_length) + 1 - share
     real = verify + real_draft + overhead
     tokens = c.num_emitted_tokens / c.num_rounds
@@ -109,18 +115,21 @@ def explain(
         Factor("host", (1 + hosts[0]) / (1 + hosts[1]), f"{1e3 * table.host_s:.2f} ms a call of the loop"),
         Factor("rest", drift[0] / drift[1], _rest(drift, plain_each, step, method_s / c.num_rounds, real * step)),
     )
-    best, best_predicted = table.best_gamma(alpha, draft=draft, kv_length=kv_length)
+    best: tuple[int | None, float | None] = (None, None)
+    if levels is None:
+        best = table.best_gamma(alpha, draft=draft, kv_length=kv_length)
     return Explanation(
         alpha=alpha,
         gamma=gamma,
+        levels=levels,
         expected_tokens=expected,
         v=v,
         draft=drafting,
         overhead=overhead,
         predicted=expected / full,
         measured=plain_each / method_each,
-        best_gamma=best,
-        best_predicted=best_predicted,
+        best_gamma=best[0],
+        best_predicted=best[1],
         factors=factors,
         stages=_stages(c, step, verify=verify, draft=real_draft, overhead=overhead),
     )
@@ -139,13 +148,14 @@ def explain_record(record: Any, table: CostTable, *, drafter: str | None = None)
     if not {"plain", "speculative"} <= sides.keys() or not record.method.get("gamma"):
         return None
     plain, method = sides["plain"], sides["speculative"]
-    tokens = method.prefill_tokens + method.counters.num_emitted_tokens / 2
+    tokens, levels = method.prefill_tokens + method.counters.num_emitted_tokens / 2, record.method.get("levels")
     return explain(
         plain.counters,
         method.counters,
         table,
         gamma=record.method["gamma"],
-        draft=table.drafts.get(drafter or record.method["drafter"]) or _own_draft_cost(method.counters),
+        levels=levels,
+        draft=table.drafts.get(drafter or record.method["drafter"]) or _own_draft_cost(method.counters, levels),
         calls=(plain.passes, method.passes),
         kv_length=tokens / method.passes,
     )
@@ -157,9 +167,9 @@ def _rest(drift: tuple[float, float], token_s: float, step: float, round_s: floa
     return f"{plain}, a round {drift[1]:.2f} ({1e3 * round_s:.2f} for {1e3 * predicted_s:.2f})"
 
 
-def _own_draft_cost(c: Counters) -> DraftCost:
-    """From the stages of the run: by the token where every round drafts, else by the round."""
-    if c.num_drafts and c.num_drafts == c.num_rounds:
+def _own_draft_cost(c: Counters, levels: int | None) -> DraftCost:
+    """From the stages of the run: by the token where every round drafts a chain, else by the round."""
+    if levels is None and c.num_drafts and c.num_drafts == c.num_rounds:
         return DraftCost(token_s=c.times.draft / c.num_draft_tokens)
     return DraftCost(fixed_s=c.times.draft / c.num_rounds if c.num_rounds else 0.0)
 

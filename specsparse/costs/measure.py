@@ -13,6 +13,7 @@ from specsparse.bench.sides import Ours, token_ids
 from specsparse.costs import devices, store
 from specsparse.costs.fit import fit_kv, overhead, polish, rising
 from specsparse.costs.loops import Loop
+from specsparse.costs.progress import Bar, silent
 from specsparse.costs.table import CostTable
 from specsparse.model import Model
 from specsparse.session import Method
@@ -71,12 +72,16 @@ class Effort:
         return dataclasses.replace(effort, near=near, far=max(min(effort.far, most), near + 1))
 
 
-def load_or_measure(model: Model, *, refresh: bool = False, effort: Effort | None = None) -> CostTable:
+def load_or_measure(
+    model: Model, *, refresh: bool = False, effort: Effort | None = None, bar: Bar = silent
+) -> CostTable:
     """The model's table, measured (half a minute for a small model) and kept where there is none yet."""
     known = None if refresh else store.load(model)
     if known is not None:
         return known
-    table = measure(model, effort=effort)
+    effort = effort or Effort()
+    with bar("measuring forwards and rounds of this machine", effort.repeats + 1) as done:
+        table = measure(model, effort=effort, done=done)
     store.save(model, table)
     return table
 

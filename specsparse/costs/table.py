@@ -36,7 +36,8 @@ class CostTable:
             each token that a draft has room for.
         host_s: of one call of the loop, once a generation.
         bandwidth, int8, f32: bytes read and multiply-adds per second at best; int8 may be None.
-        drafts: cost of drafters by name.
+        drafts: cost of drafters by name; `token_s` is of a level where they draft trees.
+        acceptance: measured acceptance by name: of a chain one rate, of siblings one for each rank.
         residuals: of the fits, see `measure`.
         identity: the file and the machine, what the table is valid for.
     """
@@ -54,6 +55,7 @@ class CostTable:
     int8: float | None
     f32: float
     drafts: dict[str, DraftCost] = field(default_factory=dict)
+    acceptance: dict[str, tuple[float, ...]] = field(default_factory=dict)
     residuals: dict[str, Any] = field(default_factory=dict)
     identity: dict[str, Any] = field(default_factory=dict)
 
@@ -129,6 +131,17 @@ class CostTable:
         """The table with one drafter more."""
         return dataclasses.replace(self, drafts={**self.drafts, name: cost})
 
+    def with_acceptance(self, name: str, rates: tuple[float, ...]) -> "CostTable":
+        """The table with one acceptance more."""
+        return dataclasses.replace(self, acceptance={**self.acceptance, name: rates})
+
+    def tree_options(self, nodes: int, drafter: str | None = None, *, kv_length: float | None = None) -> dict[str, Any]:
+        """The options `cost`, `level_cost` of the tree `sequoia`, for trees of up to `nodes` nodes, in plain steps."""
+        draft, step = self.draft_cost(drafter), self.step(kv_length)
+        fixed = draft.fixed_s / step
+        rounds = [self.v(n + 1, kv_length) + self.overhead(n, kv_length) + fixed for n in range(nodes + 1)]
+        return {"cost": [max(t, 1e-3) for t in rounds], "level_cost": draft.token_s / step}
+
     def to_dict(self) -> dict[str, Any]:
         """As plain values for JSON."""
         return dataclasses.asdict(self)
@@ -144,4 +157,5 @@ class CostTable:
         given["ns"] = tuple(int(n) for n in given["ns"])
         given["forward_s"] = tuple(float(t) for t in given["forward_s"])
         given["drafts"] = {name: DraftCost(**cost) for name, cost in given.get("drafts", {}).items()}
+        given["acceptance"] = {key: tuple(map(float, rates)) for key, rates in given.get("acceptance", {}).items()}
         return cls(**given)

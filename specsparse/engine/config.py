@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from specsparse.engine.gguf import GGUFFile, can_dequantise, show, supported_types
+from specsparse.engine.activation import parse_activation
+from specsparse.engine.gguf import POWERINFER_MAGIC, GGUFFile, can_dequantise, show, supported_types
 from specsparse.errors import UserError
 
 Pairing = Literal["norm", "neox"]
@@ -28,16 +29,27 @@ class Architecture:
     Attributes:
         pairing: which elements RoPE turns together: neighbours ("norm") or the two halves ("neox").
         biases: projections that must have a bias; any other may.
+        activation: of the FFN in a dense file.
+        sparse_activation: of the FFN in a PowerInfer file.
     """
 
     pairing: Pairing
     biases: tuple[str, ...] = ()
+    activation: str = "silu"
+    sparse_activation: str = "relu"
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("norm"),
     "qwen2": Architecture("neox", ("attn_q", "attn_k", "attn_v")),
+    "bamboo": Architecture("norm", activation="drelu", sparse_activation="drelu"),
 }
+
+_REFUSED = ("opt", "falcon")
+"""PowerInfer's other architectures: LayerNorm with biases, and no gate."""
+
+ACTIVATION_KEY = "specsparse.activation"
+"""Our own metadata key: the activation of a file that its architecture does not tell."""
 
 PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 """The weight matrices of a layer, by their GGUF names."""
@@ -80,14 +92,17 @@ class ModelConfig:
     """The static facts of a model. Invariants: head counts divide, head_dim is even, every size is at least 1.
 
     Attributes:
-        architecture: "llama" or "qwen2".
+        architecture: "llama", "qwen2" or "bamboo".
         n_layers, d_model, n_heads, n_kv_heads, head_dim, d_ff, vocab_size: L, D, H, G, d, F, V of docs/notation.md.
         context_length: positions the model may use.
         norm_eps: epsilon of every RMSNorm.
         rope: the rotary embedding.
         tied_output: whether the output matrix is the embedding.
         biases: projections (`PROJECTIONS`) with a bias, the same in every layer.
-        activation: of the gated FFN.
+        activation: of the FFN, as `engine.activation.parse_activation` takes it.
+        gated: whether the FFN has a gate; else the activation is of `ffn_up`.
+        predictor_ranks: rank of each layer's predictor in a PowerInfer file, whose down matrix is stored transposed;
+            () for a dense file.
     """
 
     architecture: str
@@ -103,7 +118,15 @@ class ModelConfig:
     rope: RopeConfig
     tied_output: bool = False
     biases: tuple[str, ...] = ()
-    activation: Literal["silu"] = "silu"
+    activation: str = "silu"
+    gated: bool = True
+    predictor_ranks: tuple[int, ...] = ()
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The matrices a layer of this model has, of `PROJECTIONS`; a PowerInfer file has `ffn_down_t` for the last."""
+        names = tuple(n for n in PROJECTIONS if self.gated or n != "ffn_gate")
+        return (*names[:-1], "ffn_down_t") if self.predictor_ranks else names
 
     @property
     def qkv_bias(self) -> bool:
@@ -121,6 +144,7 @@ class ModelConfig:
             "ffn_gate": (self.d_ff, self.d_model),
             "ffn_up": (self.d_ff, self.d_model),
             "ffn_down": (self.d_model, self.d_ff),
+            "ffn_down_t": (self.d_ff, self.d_model),
         }[name]
 
     def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -129,11 +153,15 @@ class ModelConfig:
         for layer in range(self.n_layers):
             yield f"blk.{layer}.attn_norm.weight", (self.d_model,)
             yield f"blk.{layer}.ffn_norm.weight", (self.d_model,)
-            for name in PROJECTIONS:
+            for name in self.projections:
                 shape = self.projection_shape(name)
                 yield f"blk.{layer}.{name}.weight", shape
                 if name in self.biases:
                     yield f"blk.{layer}.{name}.bias", shape[:1]
+            if self.predictor_ranks:
+                rank = self.predictor_ranks[layer]
+                yield f"blk.{layer}.fc1.weight", (rank, self.d_model)
+                yield f"blk.{layer}.fc2.weight", (self.d_ff, rank)
         yield "output_norm.weight", (self.d_model,)
         if not self.tied_output:
             yield "output.weight", (self.vocab_size, self.d_model)
@@ -164,6 +192,12 @@ class _Reader:
     def __init__(self, f: GGUFFile):
         self.f = f
         self.arch = f.get("general.architecture", "str")
+        self.sparse = f.magic == POWERINFER_MAGIC
+        if self.arch in _REFUSED:
+            raise UserError(
+                f"{f.path}: architecture {show(self.arch)} (LayerNorm, no gate) is not supported: PowerInfer runs it; "
+                f"here are {', '.join(ARCHITECTURES)}"
+            )
         if self.arch not in ARCHITECTURES:
             raise UserError(
                 f"{f.path}: architecture {show(self.arch)} is not supported; supported are {', '.join(ARCHITECTURES)}"
@@ -205,9 +239,10 @@ class _Reader:
         biases = tuple(
             name for name in PROJECTIONS if name in ARCHITECTURES[self.arch].biases or f"blk.0.{name}.bias" in f.tensors
         )
+        n_layers = self.size("block_count", most=1 << 14)
         return ModelConfig(
             architecture=self.arch,
-            n_layers=self.size("block_count", most=1 << 14),
+            n_layers=n_layers,
             d_model=d_model,
             n_heads=n_heads,
             n_kv_heads=n_kv_heads,
@@ -219,7 +254,33 @@ class _Reader:
             rope=self._rope(head_dim, context),
             tied_output="output.weight" not in f.tensors,
             biases=biases,
+            activation=self._activation(),
+            gated="blk.0.ffn_gate.weight" in f.tensors or not self._says_activation(),
+            predictor_ranks=self._ranks(n_layers) if self.sparse else (),
         )
+
+    def _says_activation(self) -> bool:
+        return ACTIVATION_KEY in self.f.metadata
+
+    def _activation(self) -> str:
+        family = ARCHITECTURES[self.arch]
+        name = self.f.get(ACTIVATION_KEY, "str", family.sparse_activation if self.sparse else family.activation)
+        parse_activation(name, where=f"{self.f.path}: metadata key '{ACTIVATION_KEY}'")
+        return name
+
+    def _ranks(self, n_layers: int) -> tuple[int, ...]:
+        """Rows of fc1, layer by layer; the rest of the shapes is checked with all tensors."""
+        ranks = []
+        for layer in range(n_layers):
+            fc1 = self.f.tensors.get(f"blk.{layer}.fc1.weight")
+            if fc1 is None or len(fc1.shape) != 2:
+                raise UserError(
+                    f"{self.f.path}: layer {layer} has no predictor (tensor 'blk.{layer}.fc1.weight' "
+                    f"[rank, {self.size('embedding_length')}] is missing); make the file again with "
+                    "`specsparse convert powerinfer`"
+                )
+            ranks.append(fc1.shape[0])
+        return tuple(ranks)
 
     def _head_dim(self, d_model: int, n_heads: int) -> int:
         if f"{self.arch}.attention.key_length" not in self.f.metadata and d_model % n_heads:
@@ -276,7 +337,7 @@ class _Reader:
         return rope
 
 
-OVERRIDES = ("rope_base", "rope_scale", "rope_scaling", "context_length")
+OVERRIDES = ("rope_base", "rope_scale", "rope_scaling", "context_length", "activation")
 """Keywords of `specsparse.load` that change the config."""
 
 
@@ -286,8 +347,8 @@ def apply_overrides(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelC
     Args:
         config: as the file has it.
         overrides: rope_base (theta, above 1), rope_scale (the factor, above 0: 2 doubles the usable context),
-            rope_scaling ("none", "linear", "yarn"), context_length (tokens). A scale without a scaling is linear unless
-            the file names one.
+            rope_scaling ("none", "linear", "yarn"), context_length (tokens), activation ("relu" for a dense
+            ReluLLaMA, whose file does not say it). A scale without a scaling is linear unless the file names one.
 
     Raises:
         UserError: an unknown name, or a value of the wrong type or out of range.
@@ -315,7 +376,9 @@ def apply_overrides(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelC
     context = given.get("context_length", config.context_length)
     if isinstance(context, bool) or not isinstance(context, (int, np.integer)) or not 1 <= context <= MAX_CONTEXT:
         raise UserError(f"context_length is {show(context)}; it must be a whole number from 1 to {MAX_CONTEXT}")
-    return replace(config, rope=rope, context_length=int(context))
+    activation = given.get("activation", config.activation)
+    parse_activation(activation, where="activation")
+    return replace(config, rope=rope, context_length=int(context), activation=activation)
 
 
 def _number(name: str, value: Any, low: float) -> float:

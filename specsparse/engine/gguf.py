@@ -30,10 +30,17 @@ MAX_ENTRIES = 1 << 17
 """Tensors or metadata keys; the largest models have some thousands, and each costs far more memory than its bytes."""
 DEFAULT_ALIGNMENT = 32
 
-# A container is known by its magic and its own table of type codes: PowerInfer's, once it comes, is another line here.
-_TYPE_CODES: dict[bytes, dict[int, GGMLQuantizationType]] = {
+POWERINFER_MAGIC = b"PWRI"
+"""PowerInfer's files: the same container, the type codes of ggml in November 2023."""
+
+_OLD_INTEGERS = {16: GGMLQuantizationType.I8, 17: GGMLQuantizationType.I16, 18: GGMLQuantizationType.I32}
+
+# A container is known by its magic and its own table of type codes.
+TYPE_CODES: dict[bytes, dict[int, GGMLQuantizationType]] = {
     MAGIC: {int(kind): kind for kind in GGML_QUANT_SIZES},
+    POWERINFER_MAGIC: {int(kind): kind for kind in GGML_QUANT_SIZES if kind < 16} | _OLD_INTEGERS,
 }
+"""Type code -> type, by magic."""
 
 _SCALARS = {
     GGUFValueType.UINT8: "B",
@@ -121,7 +128,7 @@ class GGUFFile:
 
     Attributes:
         path: where it was read.
-        magic: the first four bytes, b"GGUF".
+        magic: the first four bytes, b"GGUF" or b"PWRI".
         version: 2 or 3.
         alignment: of tensor data, bytes.
         metadata: key -> int, float, bool, str, list[str] or 1-D numpy array.
@@ -293,7 +300,7 @@ def _read_entry(cur: _Cursor, i: int, codes: dict[int, GGMLQuantizationType]) ->
     if not 1 <= n_dims <= MAX_DIMS:
         cur.fail(f"{what} has {n_dims} dimensions, 1 to {MAX_DIMS} are allowed")
     shape = tuple(cur.scalar("Q", f"the shape of {what}") for _ in range(n_dims))[::-1]
-    if 0 in shape:
+    if 0 in shape and codes is TYPE_CODES[MAGIC]:  # a gpuidx file has empty buckets
         cur.fail(f"{what} has an empty shape {shape}")
     code = cur.scalar("I", f"the type of {what}")
     if code not in codes:
@@ -364,8 +371,8 @@ def _read_header(cur: _Cursor) -> tuple[bytes, int]:
     """Magic and version."""
     start = cur.take(min(4, cur.size), "the magic")
     magic = bytes(cur.buffer[start : start + 4])
-    if magic not in _TYPE_CODES:
-        cur.fail(f"is not a GGUF file: it starts with {magic!r}, not {MAGIC!r}")
+    if magic not in TYPE_CODES:
+        cur.fail(f"is not a GGUF file: it starts with {magic!r}, not {MAGIC!r} or {POWERINFER_MAGIC!r}")
     version = cur.scalar("I", "the version")
     if version and version & 0xFFFF == 0:
         cur.fail("is a big-endian GGUF file; only little-endian files are supported")
@@ -391,5 +398,5 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
         cur.fail(f"has {n_tensors} tensors and {n_keys} metadata keys; at most {MAX_ENTRIES} of each are supported")
     metadata = _read_metadata(cur, n_keys)
     cur.check_count(n_tensors, _MIN_TENSOR, "the number of tensors")
-    tensors, alignment = _read_tensors(cur, n_tensors, metadata, _TYPE_CODES[magic])
+    tensors, alignment = _read_tensors(cur, n_tensors, metadata, TYPE_CODES[magic])
     return GGUFFile(path, magic, version, alignment, metadata, tensors)

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specsparse.engine.activation import activate, parse_activation
 from specsparse.engine.cache import KVCache
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.weights import Layer, Params
@@ -47,9 +48,20 @@ ForwardFn = Callable[..., tuple[ForwardOut, KVCache]]
 
 
 def dense_ffn(config: ModelConfig, kernels: Kernels) -> Callable:
-    """The FFN of a dense model: x + down(act(gate(norm x)) * up(norm x)), rows f32[R, D] to f32[R, D]; no statistics."""
+    """The FFN of a dense model: x + down(act(gate(norm x)) * up(norm x)), f32[R, D] to f32[R, D]; no statistics."""
+    act, up_act = parse_activation(config.activation)
+    fused = config.gated and up_act is None and isinstance(act, str)
 
-    def ffn(layer: Layer, x_RD, n_valid_B):
+    def hidden(layer: Layer, x_RD, n_valid_B):
+        """act(gate z) * up z where the kernels have no such product of their own."""
+        names = ("ffn_gate", "ffn_up") if config.gated else ("ffn_up",)
+        weights = tuple(getattr(layer, name) for name in names)
+        outs = kernels.linear(
+            x_RD, weights, norm=layer.ffn_norm, eps=config.norm_eps, biases=layer.bias(*names), n_valid=n_valid_B
+        )
+        return activate(outs[0], act) * activate(outs[1], up_act) if config.gated else activate(outs[0], act)
+
+    def product(layer: Layer, x_RD, n_valid_B):
         (h_RF,) = kernels.linear(
             x_RD,
             (layer.ffn_gate, layer.ffn_up),
@@ -59,6 +71,10 @@ def dense_ffn(config: ModelConfig, kernels: Kernels) -> Callable:
             n_valid=n_valid_B,
             act=config.activation,
         )
+        return h_RF
+
+    def ffn(layer: Layer, x_RD, n_valid_B):
+        h_RF = (product if fused else hidden)(layer, x_RD, n_valid_B)
         (y_RD,) = kernels.linear(
             h_RF, (layer.ffn_down,), biases=layer.bias("ffn_down"), residual=x_RD, n_valid=n_valid_B
         )
@@ -71,8 +87,11 @@ def make_forward(config: ModelConfig, kernels: Kernels, ffn: Callable | None = N
     """The forward function of a model (contract C1: a row's bits depend on its own path only).
 
     `ffn(layer, x_RD, n_valid_B) -> (x_RD, stats)` replaces the dense one; `stats` is a pytree of arrays or None, and
-    `ForwardOut.stats` stacks it over the layers that ran.
+    `ForwardOut.stats` stacks it over the layers that ran. A dense model on kernels that have `layers` runs all of them
+    in one call.
     """
+    plain = config.gated and config.activation in ("silu", "relu", "relu2")
+    one_call = ffn is None and plain and kernels.layers is not None and config.head_dim % 16 == 0
     ffn = ffn or dense_ffn(config, kernels)
 
     def attention(layer: Layer, params: Params, x_RD, k, v, length, n_valid_B, parents_Bn):
@@ -92,6 +111,34 @@ def make_forward(config: ModelConfig, kernels: Kernels, ffn: Callable | None = N
             out_RHd, (layer.attn_output,), biases=layer.bias("attn_output"), residual=x_RD, n_valid=n_valid_B
         )
         return x_RD, k, v
+
+    def one_by_one(params: Params, x_RD, cache: KVCache, n_valid_B, parents_Bn, which):
+        keys, values, stats = list(cache.k), list(cache.v), []
+        for i in which:
+            layer = params.layers[i]
+            with jax.named_scope(f"layer{i}/attention"):
+                x_RD, keys[i], values[i] = attention(
+                    layer, params, x_RD, keys[i], values[i], cache.length, n_valid_B, parents_Bn
+                )
+            with jax.named_scope(f"layer{i}/ffn"):
+                x_RD, stat = ffn(layer, x_RD, n_valid_B)
+                stats.append(stat)
+        stacked = jax.tree.map(lambda *each: jnp.stack(each), *stats) if stats else None
+        return x_RD, KVCache(tuple(keys), tuple(values), cache.length), stacked
+
+    def together(params: Params, x_RD, cache: KVCache, n_valid_B, parents_Bn, which):
+        if not len(which):
+            return x_RD, cache, None
+        keys, values = list(cache.k), list(cache.v)
+        with jax.named_scope("layers"):
+            x_RD, new_k, new_v = kernels.layers(
+                x_RD, [params.layers[i] for i in which], [keys[i] for i in which], [values[i] for i in which],
+                cos=params.cos, sin=params.sin, length=cache.length, n_valid=n_valid_B, parents=parents_Bn,
+                pairing=config.rope.pairing, eps=config.norm_eps, act=config.activation,
+            )  # fmt: skip
+        for i, k, v in zip(which, new_k, new_v, strict=True):
+            keys[i], values[i] = k, v
+        return x_RD, KVCache(tuple(keys), tuple(values), cache.length), None
 
     def output(params: Params, x_BnD, n_valid_B, want: Want):
         if want.logits == "none":
@@ -116,20 +163,12 @@ def make_forward(config: ModelConfig, kernels: Kernels, ffn: Callable | None = N
             n_valid_B = jnp.full((batch,), n, jnp.int32)
         with jax.named_scope("embed"):
             x_RD = kernels.embed(params.embedding, tokens_Bn.reshape(-1))
-        keys, values, stats = list(cache.k), list(cache.v), []
-        for i in range(config.n_layers) if want.layers is None else want.layers:
-            layer = params.layers[i]
-            with jax.named_scope(f"layer{i}/attention"):
-                x_RD, keys[i], values[i] = attention(
-                    layer, params, x_RD, keys[i], values[i], cache.length, n_valid_B, parents_Bn
-                )
-            with jax.named_scope(f"layer{i}/ffn"):
-                x_RD, stat = ffn(layer, x_RD, n_valid_B)
-                stats.append(stat)
+        which = range(config.n_layers) if want.layers is None else want.layers
+        run = together if one_call else one_by_one
+        x_RD, cache, stats = run(params, x_RD, cache, n_valid_B, parents_Bn, which)
         x_BnD = x_RD.reshape(batch, n, -1)
         with jax.named_scope("output"):
             logits = output(params, x_BnD, n_valid_B, want)
-        stacked = jax.tree.map(lambda *each: jnp.stack(each), *stats) if stats else None
-        return ForwardOut(logits, x_BnD if want.hidden else None, stacked), KVCache(tuple(keys), tuple(values), cache.length)
+        return ForwardOut(logits, x_BnD if want.hidden else None, stats), cache
 
     return forward

@@ -1,14 +1,15 @@
 """The parameters of a model: a GGUF file's tensors, packed once for the kernels."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsparse.engine.config import PROJECTIONS, ModelConfig
+from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf import GGUFFile, TensorInfo
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
@@ -19,8 +20,8 @@ from specsparse.kernels.packing import pack_qtensor
 class Layer(NamedTuple):
     """Weights of one layer. Matrices are [outputs, inputs], norms f32[D], biases f32[outputs] or None.
 
-    `sparse` is what an injected sparse FFN reads: neuron-major rows and predictor weights; the dense matrices it replaces
-    may then be None.
+    `sparse` is what an injected sparse FFN reads: neuron-major rows and predictor weights; the dense matrices that it
+    replaces may then be None.
     """
 
     attn_norm: jax.Array
@@ -29,9 +30,9 @@ class Layer(NamedTuple):
     attn_v: QTensor
     attn_output: QTensor
     ffn_norm: jax.Array
-    ffn_gate: QTensor
-    ffn_up: QTensor
-    ffn_down: QTensor
+    ffn_gate: QTensor | None
+    ffn_up: QTensor | None
+    ffn_down: QTensor | None
     biases: dict[str, jax.Array]
     sparse: Any = None
 
@@ -71,21 +72,39 @@ def _vector(tensor: TensorInfo) -> jax.Array:
     return jnp.asarray(np.ascontiguousarray(tensor.dequantize(), np.float32).reshape(-1))
 
 
-def _matrix(tensor: TensorInfo, *, floats: bool) -> QTensor:
+def pack_matrix(tensor: TensorInfo, *, floats: bool) -> QTensor:
     """Packs one matrix; `floats` keeps its dequantised values instead, for kernels that compute in float32."""
     if floats:
-        return pack_float(jnp.asarray(tensor.dequantize()), "f32")
+        packed = pack_float(jnp.asarray(tensor.dequantize()), "f32")
+        return replace(packed, layout=replace(packed.layout, source=tensor.type.name))
     return pack_qtensor(tensor.raw, tensor.type, tensor.shape)
 
 
-def load_params(f: GGUFFile, config: ModelConfig, *, floats: bool = False, progress=None) -> Params:
+PackFFN = Callable[[dict[str, TensorInfo]], dict[str, Any]]
+"""Tensors of a layer's FFN by short name ("ffn_up") -> fields of its `Layer`."""
+
+FFN_NAMES = ("ffn_gate", "ffn_up", "ffn_down", "ffn_down_t", "fc1", "fc2")
+"""Matrices of a dense and of a sparse FFN."""
+
+
+def load_params(
+    f: GGUFFile,
+    config: ModelConfig,
+    *,
+    floats: bool = False,
+    float_types: tuple[str, ...] = (),
+    progress=None,
+    pack_ffn: PackFFN | None = None,
+) -> Params:
     """Packs every tensor of `f`.
 
     Args:
         f: an open file whose tensors `config` was checked against.
         config: the model.
         floats: dequantise to float32 at load, for the kernels that have no quantised product.
+        float_types: GGUF types that are dequantised in any case.
         progress: called with the bytes done after each tensor, or None.
+        pack_ffn: packs the matrices of a layer's FFN in its own way; None makes the dense one.
 
     Raises:
         UserError: a tensor holds values that are not finite.
@@ -96,29 +115,43 @@ def load_params(f: GGUFFile, config: ModelConfig, *, floats: bool = False, progr
 
     def load(name: str):
         t = tensor(name)
-        out = _vector(t) if name.endswith(("norm.weight", ".bias")) else _matrix(t, floats=floats)
+        as_floats = floats or t.type.name in float_types
+        out = _vector(t) if name.endswith(("norm.weight", ".bias")) else pack_matrix(t, floats=as_floats)
         _check_finite(f, name, out)
         if progress is not None:
             progress(t.nbytes)
         return out
 
+    def ffn(i: int) -> dict[str, Any]:
+        """What `pack_ffn` makes of layer i."""
+        own = {n: tensor(f"blk.{i}.{n}.weight") for n in FFN_NAMES if f"blk.{i}.{n}.weight" in names}
+        out = pack_ffn(own)
+        for matrix in filter(_is_matrix, jax.tree.leaves(out, is_leaf=_is_matrix)):
+            _check_finite(f, f"of the FFN of layer {i}", matrix)
+        if progress is not None:
+            progress(sum(t.nbytes for t in own.values()))
+        return out
+
     names = [name for name, _ in config.tensor_shapes() if name != "rope_freqs.weight"]
+    ours = [n for n in names if pack_ffn is None or n.split(".")[-2] not in FFN_NAMES or n.endswith(".bias")]
     with ThreadPoolExecutor(2) as pool:  # numpy's copies release the lock
-        loaded = dict(zip(names, pool.map(load, names), strict=True))
+        loaded = dict(zip(ours, pool.map(load, ours), strict=True))
+        packed = list(pool.map(ffn, range(config.n_layers))) if pack_ffn else [{}] * config.n_layers
     embedding = loaded["token_embd.weight"]
     return Params(
         embedding=embedding,
-        layers=tuple(_layer(loaded, i) for i in range(config.n_layers)),
+        layers=tuple(_layer(loaded, config, i, packed[i]) for i in range(config.n_layers)),
         output_norm=loaded["output_norm.weight"],
         output=embedding if config.tied_output else loaded["output.weight"],
     )
 
 
-def _layer(loaded: dict, i: int) -> Layer:
+def _layer(loaded: dict, config: ModelConfig, i: int, packed: dict[str, Any]) -> Layer:
     prefix = f"blk.{i}."
-    fields = {name: loaded[f"{prefix}{name}.weight"] for name in ("attn_norm", "ffn_norm", *PROJECTIONS)}
-    biases = {name: loaded[f"{prefix}{name}.bias"] for name in PROJECTIONS if f"{prefix}{name}.bias" in loaded}
-    return Layer(**fields, biases=biases)
+    names = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
+    fields = {name: loaded.get(f"{prefix}{name}.weight") for name in names}
+    biases = {n: loaded[f"{prefix}{n}.bias"] for n in config.projections if f"{prefix}{n}.bias" in loaded}
+    return Layer(**{**fields, "biases": biases, **packed})
 
 
 def _check_finite(f: GGUFFile, name: str, value) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,14 @@ from rich.table import Table
 from rich.text import Text
 
 from specsparse import machine, manifest, metrics, record, trackers
-from specsparse.config import DrafterSpec, RunConfig, VerifierSpec, sampling_params
+from specsparse.config import DrafterSpec, RunConfig, TreeSpec, VerifierSpec, sampling_params
 from specsparse.errors import UserError
 from specsparse.experiments import decoding
 from specsparse.experiments.decoding import Engine, Passes
+from specsparse.experiments.measured import Measured
 from specsparse.record import PLAIN, SPECULATIVE, Group, Identity, Pass
 from specsparse.speculative.base import Verifier
 from specsparse.speculative.method import grows_trees, make_drafter
-from specsparse.speculative.trees import get_tree
 from specsparse.speculative.verify import VERIFIERS, get_verifier
 
 
@@ -80,11 +80,14 @@ def check(cfg: RunConfig) -> None:
     methods(cfg)
 
 
-def methods(cfg: RunConfig, costs: dict[str, Any] | None = None) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
+def methods(
+    cfg: RunConfig, measure: Callable[[RunConfig], Measured | None] = lambda pair: None
+) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
     """Keyword arguments of generate for every valid pair by name, and one line for each pair that is not.
 
     Without a list of verifiers: every lossless rule that fits, under its first name. The drafter and the verifier of
-    the config keep their options; others have their defaults.
+    the config keep their options; others have their defaults. `measure` gives what the policy and the tree of one pair
+    are to read of this machine; without it they are only checked.
 
     Raises:
         UserError: an unknown name, a mistaken option, or no valid pair.
@@ -93,29 +96,39 @@ def methods(cfg: RunConfig, costs: dict[str, Any] | None = None) -> tuple[dict[s
     refused: list[str] = []
     seen: set[tuple[str, Any]] = set()
     verifiers = cfg.compare.verifiers or tuple(name for name, v in VERIFIERS.items() if v.lossless)
-    policy, tree = decoding.policy(cfg, costs), get_tree(cfg.tree.name, **cfg.tree.options)
     temperature = sampling_params(cfg).temperature
     for name, verifier in itertools.product(cfg.compare.drafters, verifiers):
-        drafter = cfg.drafter if cfg.drafter.name == name else DrafterSpec(name)
-        chosen = cfg.verifier if cfg.verifier.name == verifier else VerifierSpec(verifier)
-        made = make_drafter(name, drafter.options, policy, tree=tree if grows_trees(name) else None)
-        found = get_verifier(verifier, **chosen.options)
+        pair = _pair(cfg, name, verifier)
+        made, found = _drafter(pair, None), get_verifier(verifier, **pair.verifier.options)
         if not found.accepts(made.kind, tree=made.tree, temperature=temperature):
             if cfg.compare.verifiers:
                 refused.append(f"{name} x {verifier}: {verifier} does not verify {made.kind.value} drafts here")
         elif cfg.compare.verifiers or (name, found.rule) not in seen:  # aliases of one rule do the same
             seen.add((name, found.rule))
-            sides[f"{name} x {verifier}"] = {"drafter": made, "verifier": found}
+            sides[f"{name} x {verifier}"] = {"drafter": _drafter(pair, measure(pair)), "verifier": found}
     if not sides:
         raise UserError("compare: no drafter of the list goes with a verifier of the list: " + "; ".join(refused))
     return sides, tuple(refused)
+
+
+def _pair(cfg: RunConfig, name: str, verifier: str) -> RunConfig:
+    """The config of one pair, as if it were run alone; a drafter that grows no trees drafts chains."""
+    drafter = cfg.drafter if cfg.drafter.name == name else DrafterSpec(name)
+    chosen = cfg.verifier if cfg.verifier.name == verifier else VerifierSpec(verifier)
+    tree = cfg.tree if grows_trees(name) else TreeSpec()
+    return dataclasses.replace(cfg, drafter=drafter, verifier=chosen, tree=tree)
+
+
+def _drafter(pair: RunConfig, found: Measured | None) -> Any:
+    policy, tree = decoding.policy(pair, found), decoding.tree(pair, found)
+    return make_drafter(pair.drafter.name, pair.drafter.options, policy, tree=tree)
 
 
 def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) -> Comparison:
     """Decode, rank, show, and write the record."""
     started = time.perf_counter()
     bench = decoding.prepare(cfg, engine, console)
-    sides, refused = methods(cfg, decoding.measured_costs(cfg, bench.model) if decoding.needs_costs(cfg) else None)
+    sides, refused = methods(cfg, lambda pair: decoding.what_is_measured(pair, bench.model, console))
     tracker = trackers.make(cfg.tracker.name, cfg.tracker.options, directory)
     passes = Passes(cfg, engine, bench.model, {PLAIN: {}, **sides}, console)
     if cfg.warmup:

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,9 +12,9 @@ from rich.console import Console
 
 from specsparse import display, models, prompts, trackers
 from specsparse.config import RunConfig, sampling_params
-from specsparse.costs import drafts
 from specsparse.errors import UserError
-from specsparse.experiments import watching
+from specsparse.experiments import measured, watching
+from specsparse.experiments.measured import NO_DRAFTER, Measured
 from specsparse.record import PLAIN, SAME_TEXT_VERIFIERS, Pass
 from specsparse.speculative.base import Verifier
 from specsparse.speculative.drafters.synthetic import LABEL as SYNTHETIC
@@ -22,7 +22,6 @@ from specsparse.speculative.method import choose_verifier, make_drafter
 from specsparse.speculative.policies import get_policy
 from specsparse.speculative.trees import get_tree
 
-NO_DRAFTER = "none"
 WARM_UP = -1
 """The repeat of passes that are not timed."""
 
@@ -92,38 +91,46 @@ def _check_files(cfg: RunConfig) -> None:
         raise UserError(models.not_here(problems))
 
 
-def method(cfg: RunConfig, *, v: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def method(cfg: RunConfig, found: Measured | None = None) -> dict[str, Any]:
     """Keyword arguments of generate for the speculative side; empty for plain decoding only.
 
-    `v` holds the measured costs a policy is to read; without it such a policy is only checked.
+    `found` holds what the policy and the tree are to read of this machine; without it they are only checked.
     """
     if cfg.drafter.name == NO_DRAFTER:
         return {}
-    tree = get_tree(cfg.tree.name, **cfg.tree.options)
-    drafter = make_drafter(cfg.drafter.name, cfg.drafter.options, policy(cfg, v), tree=tree)
+    drafter = make_drafter(cfg.drafter.name, cfg.drafter.options, policy(cfg, found), tree=tree(cfg, found))
     temperature = sampling_params(cfg).temperature
-    verifier = choose_verifier(drafter, cfg.verifier.name, cfg.verifier.options, temperature=temperature)
+    verifier = choose_verifier(
+        drafter, cfg.verifier.name, cfg.verifier.options, temperature=temperature, drafted_by=cfg.drafter.name
+    )
     return {"drafter": drafter, "verifier": verifier}
 
 
-def needs_costs(cfg: RunConfig) -> bool:
-    """Whether the policy reads measured times that the config leaves out."""
-    return cfg.drafter.name != NO_DRAFTER and "v" in cfg.policy.options and cfg.policy.options["v"] is None
+def what_is_measured(cfg: RunConfig, model: Any, out: Console) -> Measured | None:
+    """What the config leaves to this machine, measured with a bar where it is not known yet; None where nothing is."""
+    if not measured.needed(cfg):
+        return None
+
+    def calibration() -> list[list[int]]:
+        return [_ids(model, p, chat=cfg.data.chat) for p in prompts.load(limit_per_task=1)]
+
+    @contextlib.contextmanager
+    def bar(what: str, steps: int) -> Iterator[Callable[[], None]]:
+        with display.counting(out, what, steps) as progress:
+            yield lambda: progress.advance(progress.task_ids[0])
+
+    return measured.measure(cfg, model, calibration, bar)
 
 
-def measured_costs(cfg: RunConfig, model: Any) -> dict[str, Any]:
-    """v, c and c0 of this model on this machine, rounded so that a program is compiled once and not for every digit."""
-    table, key = drafts.table_for(model, cfg.drafter.name, cfg.drafter.options)
-    found = table.policy_options(cfg.policy.gamma, key)
-    return {**found, "v": [round(t, 2) for t in found["v"]], "c": round(found["c"], 2), "c0": round(found["c0"], 2)}
-
-
-def policy(cfg: RunConfig, costs: Mapping[str, Any] | None = None) -> Any:
-    """The draft-length policy; one that reads costs is made with placeholders where none are given."""
-    options = dict(cfg.policy.options)
-    if needs_costs(cfg):
-        options |= costs or {"v": [1.0] * (cfg.policy.gamma + 1)}
+def policy(cfg: RunConfig, found: Measured | None = None) -> Any:
+    """The draft-length policy; one that reads times is made with placeholders where none are given."""
+    options = {**cfg.policy.options, **(found or measured.for_checking(cfg)).policy}
     return get_policy(cfg.policy.name, gamma=cfg.policy.gamma, **options)
+
+
+def tree(cfg: RunConfig, found: Measured | None = None) -> Any:
+    """The shape of the drafts, None for chains."""
+    return get_tree(cfg.tree.name, **{**cfg.tree.options, **(found.tree if found else {})})
 
 
 def label(verifier: Verifier | str) -> str:

@@ -13,10 +13,10 @@ from rich.text import Text
 
 from specsparse import display, machine, manifest, metrics, record, trackers
 from specsparse.config import RunConfig
-from specsparse.costs.drafts import cost_key
-from specsparse.experiments import decoding, explain
+from specsparse.experiments import decoding, explain, measured
 from specsparse.experiments.decoding import Bench, Engine, Passes
 from specsparse.record import PLAIN, SPECULATIVE, Pass, RunRecord
+from specsparse.speculative.base import Drafter
 
 HOST = "host loop"
 """The side that decodes with the method, stepped from the host."""
@@ -36,8 +36,7 @@ def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) ->
     """Run `cfg`, write prompts.jsonl and record.json into `directory`, and show the result."""
     started = time.perf_counter()
     bench = decoding.prepare(cfg, engine, console)
-    costs = decoding.measured_costs(cfg, bench.model) if decoding.needs_costs(cfg) else None
-    method = decoding.method(cfg, v=costs)
+    method = decoding.method(cfg, decoding.what_is_measured(cfg, bench.model, console))
     tracker = trackers.make(cfg.tracker.name, cfg.tracker.options, directory)
     passes = Passes(cfg, engine, bench.model, sides(cfg, method), console)
     side = SPECULATIVE if method else PLAIN
@@ -49,7 +48,7 @@ def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) ->
     split = time_split(cfg, passes, bench) if method else {}
     done = [with_split(p, split.get(p.task)) for p in done]
     found = _record(cfg, passes, done, bench, first_text_s=first_text_s, method=method)
-    key = cost_key(cfg.drafter.name, cfg.drafter.options)
+    key = measured.draft_key(cfg)
     found = explain.explain(found, done, passes, split=split, model=bench.model, drafter=key)
     tracker.finish(found.to_dict())
     display.report(console, found)
@@ -89,6 +88,15 @@ def with_split(done: Pass, stages: metrics.Times | None) -> Pass:
     return dataclasses.replace(done, counters=dataclasses.replace(done.counters, times=times))
 
 
+def size(cfg: RunConfig, method: dict[str, Any]) -> dict[str, int]:
+    """Tokens a draft has room for, and the levels of a tree."""
+    drafter = method.get("drafter")
+    if drafter is None or not drafter.tree:
+        return {"gamma": cfg.policy.gamma}
+    shape = drafter if isinstance(drafter, Drafter) else drafter.style.tree
+    return {"gamma": shape.max_nodes, "levels": shape.max_depth}
+
+
 def _record(
     cfg: RunConfig, loop: Passes, passes: list[Pass], bench: Bench, *, first_text_s: float | None, method: dict
 ) -> RunRecord:
@@ -101,7 +109,7 @@ def _record(
             "drafter": cfg.drafter.name,
             "verifier": verifier,
             "policy": cfg.policy.name,
-            "gamma": cfg.policy.gamma,
+            **size(cfg, method),
             "label": decoding.label(method["verifier"] if method else verifier),
         },
         groups=record.groups(passes, bytes_per_pass=bytes_per_pass, read_bandwidth=bandwidth),

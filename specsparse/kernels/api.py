@@ -22,6 +22,8 @@ class Kernels:
         argmax: index of the largest value of each row.
         sparse_ffn: an FFN of which each row computes its own neurons only; see `reference_neurons`.
         signbit_keep: neurons predicted from sign bits.
+        layers: all layers of a dense model in one call, equal to their composition from `linear` and `attend` bit for
+            bit; None where the backend has no such call.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Kernels:
     argmax: Callable
     sparse_ffn: Callable
     signbit_keep: Callable
+    layers: Callable | None = None
 
 
 NATIVE = Kernels(
@@ -41,6 +44,7 @@ NATIVE = Kernels(
     native_cpu.argmax,
     native_neurons.sparse_ffn,
     native_neurons.signbit_keep,
+    native_cpu.layers,
 )
 REFERENCE = Kernels(
     "reference",

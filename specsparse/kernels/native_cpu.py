@@ -14,7 +14,7 @@ from specsparse.kernels import reference
 from specsparse.kernels.qtensor import QTensor
 
 LIBRARY = Path(__file__).parent / "libspecsparse_kernels.so"
-OPERATIONS = ("linear", "embed", "attend", "argmax", "check", "law", "draw", "sparse_ffn", "signbit_keep")
+OPERATIONS = ("linear", "embed", "attend", "layers", "argmax", "check", "law", "draw", "sparse_ffn", "signbit_keep")
 
 _CODES = ("nibble", "int8", "f32", "f16", "bf16")
 _SCALES = ("none", "d", "dm", "f32", "super", "super_min")
@@ -159,6 +159,51 @@ def attend(q, k, v, cache_k, cache_v, *, cos, sin, length, n_valid, parents=None
     parents = jnp.zeros((0,), jnp.int32) if parents is None else parents
     neox = np.int64(pairing == "neox")
     return call(q, k, v, cache_k, cache_v, cos, sin, length, n_valid, parents, neox=neox)
+
+
+_MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+
+
+def layers(
+    x, weights, cache_k, cache_v, *, cos, sin, length, n_valid, parents=None, pairing="norm", eps=0.0, act="silu"
+):
+    """All of `weights` applied to rows f32[R, D] in one call: what `linear` and `attend` compute, bit for bit.
+
+    Args:
+        x: rows of all sequences, as `linear` takes them.
+        weights: the layers in order, objects with the fields of `engine.weights.Layer`; head size a multiple of 16.
+        cache_k, cache_v: of each of these layers; updated in place where the caller donates them.
+        cos, sin, length, n_valid, parents, pairing: as `attend` takes them.
+        eps: of both norms.
+        act: of the gate.
+
+    Returns:
+        Rows f32[R, D], the caches' keys, their values.
+    """
+    empty = jnp.zeros((0,), jnp.float32)
+    operands, matrices, shapes, aliases = [], [], [jax.ShapeDtypeStruct(x.shape, jnp.float32)], {}
+    for layer, k, v in zip(weights, cache_k, cache_v, strict=True):
+        own = [getattr(layer, name) for name in _MATRICES]
+        matrices += own
+        biases = [layer.biases.get(name, empty) for name in _MATRICES]
+        operands += [layer.attn_norm, layer.ffn_norm, *(w.data for w in own), *biases, k, v]
+        for back, cache in ((2, k), (1, v)):
+            aliases[6 + len(operands) - back] = len(shapes)
+            shapes.append(jax.ShapeDtypeStruct(cache.shape, cache.dtype))
+    out, *caches = _call("specsparse_layers", shapes, input_output_aliases=aliases)(
+        x,
+        cos,
+        sin,
+        length,
+        n_valid,
+        jnp.zeros((0,), jnp.int32) if parents is None else parents,
+        *operands,
+        description=_describe(tuple(matrices)),
+        act=np.int64(ACTS[act]),
+        eps=np.float32(eps),
+        neox=np.int64(pairing == "neox"),
+    )
+    return out, caches[::2], caches[1::2]
 
 
 def argmax(x):

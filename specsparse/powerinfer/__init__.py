@@ -1,1 +1,1 @@
-"""Sparse FFNs in the manner of PowerInfer: a room that is empty so far."""
+"""Sparse FFNs in the manner of PowerInfer: its files, its rule, its roundings."""

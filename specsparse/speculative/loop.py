@@ -25,7 +25,7 @@ from specsparse.engine.sampling import LawConfig, SamplingKernels, chain_rows, l
 from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, Feedback, Verdict, Verifier
 from specsparse.speculative.drafters.synthetic import SyntheticRates, synthetic_verdict
 from specsparse.speculative.tree import node_depths, path_rows, row_parents
-from specsparse.speculative.verify import match_verdict, verify
+from specsparse.speculative.verify import match_verdict, measure_alpha, verify
 
 
 def context(params, job: Job, state: DecodeState, *, max_nodes: int) -> DraftContext:
@@ -96,12 +96,14 @@ class Round:
 
     def laws(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> jax.Array:
         """float32[B, K+1, V], the target's law at each row. No mass where it is none: the sequence fails there."""
-        B, n, V = logits_BnV.shape
-        p_RV, ok_R = law(
-            self.config, job.law, logits_BnV.reshape(B * n, V), state.history, self._law_rows(state, draft),
-            kernels=self.kernels,
-        )  # fmt: skip
-        return jnp.where(ok_R[:, None], p_RV, jnp.float32(0)).reshape(B, n, V)
+        p_RV, ok_R = self._laws(job, state, draft, logits_BnV)
+        return jnp.where(ok_R[:, None], p_RV, jnp.float32(0)).reshape(logits_BnV.shape)
+
+    def _laws(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> tuple[jax.Array, jax.Array]:
+        """float32[R, V] and bool[R], the laws by row and which of them are laws."""
+        logits_RV = logits_BnV.reshape(-1, logits_BnV.shape[2])
+        rows = self._law_rows(state, draft)
+        return law(self.config, job.law, logits_RV, state.history, rows, kernels=self.kernels)
 
     def accept(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> Verdict:
         """The verifier's verdict."""
@@ -110,9 +112,19 @@ class Round:
             target_Bn = self.targets(job, state, draft, logits_BnV)
             return synthetic_verdict(draft, target_Bn, rates=self.verifier.rule, coins_BK=coins_BK)
         if not self.verifier.needs_p:
-            return match_verdict(draft, self.targets(job, state, draft, logits_BnV))
+            return self._match(job, state, draft, logits_BnV)
         p_BnV = self.laws(job, state, draft, logits_BnV)
         return verify(self.verifier, draft, p_BnV, coins_BK=coins_BK, u_B=u_B, draw=self.kernels.draw, alpha=True)
+
+    def _match(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> Verdict:
+        """The verdict of `greedy` and `match`; a chain's alpha is read off the law that its tokens are drawn from."""
+        if self.config.greedy or self.drafter.tree:
+            return match_verdict(draft, self.targets(job, state, draft, logits_BnV))
+        p_RV, ok_R = self._laws(job, state, draft, logits_BnV)
+        u_R = target_uniform(job, self._positions(draft, state)).reshape(-1)
+        target_Bn = jnp.where(ok_R, self.kernels.draw(p_RV, u_R), -1).reshape(logits_BnV.shape[:2])
+        verdict = match_verdict(draft, target_Bn)
+        return measure_alpha(self.verifier, draft, p_RV.reshape(logits_BnV.shape), verdict)
 
     def commit(
         self, params, job: Job, state: DecodeState, cache: KVCache, drafted: Drafted, verdict: Verdict, out: ForwardOut

@@ -9,6 +9,7 @@ from specsparse.speculative.drafters.plan import DrafterPlan
 from specsparse.speculative.drafters.registry import ALIASES, DRAFTERS, get_drafter
 from specsparse.speculative.drafters.synthetic import LABEL, Synthetic, SyntheticRates, synthetic_verifier
 from specsparse.speculative.drafters.with_policy import WithPolicy, with_policy
+from specsparse.speculative.policies import name_of
 from specsparse.speculative.policy import Fixed, Policy
 from specsparse.speculative.trees import TreeShape
 from specsparse.speculative.verify import VERIFIERS, check_pair, get_verifier, valid_verifiers
@@ -38,6 +39,11 @@ def make_drafter(
     if factory is not None and "policy" in factory.options:
         return get_drafter(name, **options, **({"gamma": policy.gamma} if plain else {"policy": policy}))
     drafter = get_drafter(name, gamma=policy.gamma, **options)
+    if policy.needs and not isinstance(drafter, DrafterPlan):
+        raise UserError(
+            f"policy={name_of(policy)} looks at the laws of the draft, and drafter={name} has none: "
+            "choose policy=fixed, heuristic, cost or auto_off"
+        )
     return drafter if isinstance(drafter, DrafterPlan) else with_policy(drafter, policy)
 
 
@@ -47,8 +53,11 @@ def choose_verifier(
     options: Mapping[str, Any] | None = None,
     *,
     temperature: float,
+    drafted_by: str | None = None,
 ) -> Verifier:
     """The verifier of that name, or by default the first lossless one that fits the drafter.
+
+    `drafted_by` is the drafter's name for messages.
 
     `synthetic` makes the acceptance of any chain up, at the rates of its options or of a synthetic drafter.
 
@@ -69,7 +78,7 @@ def choose_verifier(
     verifier = get_verifier(name, **given) if isinstance(name, str) else name
     if not isinstance(verifier, Verifier):
         raise UserError(f"verifier must be a registered name or a Verifier, not {type(verifier).__name__}")
-    check_pair(drafter, verifier, temperature=temperature)  # type: ignore[arg-type]  # a plan knows as much
+    check_pair(drafter, verifier, temperature=temperature, drafted_by=drafted_by)  # type: ignore[arg-type]  # a plan knows as much
     return verifier
 
 

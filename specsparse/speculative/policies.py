@@ -105,6 +105,19 @@ ALIASES = {
 """Other names of the same policies."""
 
 
+def name_of(policy: Policy) -> str:
+    """The name under which configs know a policy; that of the inner one where `auto_off` stands around it."""
+    if isinstance(policy, AutoOff):
+        return name_of(policy.inner)
+    return _NAMES.get(type(policy), type(policy).__name__)
+
+
+_NAMES = {
+    Fixed: "fixed", PMin: "p_min", Confidence: "confidence", Entropy: "entropy", Heuristic: "heuristic",
+    CostOptimal: "cost",
+}  # fmt: skip
+
+
 def get_policy(name: str, **options: Any) -> Policy:
     """The policy of that name, with its options under their own or other projects' names.
 

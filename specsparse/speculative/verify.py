@@ -73,20 +73,29 @@ def valid_verifiers(kind: DraftKind, *, tree: bool, temperature: float | None = 
     return [v.name for v in sorted(ok, key=lambda v: not v.lossless)]
 
 
-def check_pair(drafter: Drafter, verifier: Verifier, *, temperature: float | None = None) -> None:
+def check_pair(
+    drafter: Drafter, verifier: Verifier, *, temperature: float | None = None, drafted_by: str | None = None
+) -> None:
     """Refuses a pair whose output would not follow the verifier's promise.
 
+    Args:
+        drafter: whose drafts are to be verified.
+        verifier: by which.
+        temperature: of the target, None where it is not known yet.
+        drafted_by: the drafter's name in configs.
+
     Raises:
-        UserError: names the kind of draw and the valid verifiers for it.
+        UserError: names the pair, the kind of draw and the valid verifiers for it.
     """
     if verifier.accepts(drafter.kind, tree=drafter.tree, temperature=temperature):
         return
     names = ", ".join(valid_verifiers(drafter.kind, tree=drafter.tree, temperature=temperature))
     shape = "tree" if drafter.tree else "chain"
     heat = "" if temperature is None else f" at temperature {temperature:g}"
+    whose = f" of drafter={drafted_by}" if drafted_by else ""
     raise UserError(
-        f"verifier={verifier.name} cannot verify {drafter.kind.value} {shape} drafts of {type(drafter).__name__}"
-        f"{heat}: choose one of {names}"
+        f"verifier={verifier.name} cannot verify {drafter.kind.value} {shape} drafts{whose}{heat}: "
+        f"choose one of {names}"
     )
 
 

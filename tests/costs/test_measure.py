@@ -66,7 +66,7 @@ def test_what_is_measured(table):
 def test_a_table_is_measured_once(model, table, kept, monkeypatch):
     calls = []
 
-    def fake(model, effort=None):
+    def fake(model, effort=None, done=None):
         calls.append(effort)
         return table
 
@@ -89,7 +89,7 @@ def test_a_table_belongs_to_one_file_cache_type_and_thread_count(model, monkeypa
 
 
 def test_a_drafter_is_measured_once(model, table, kept, monkeypatch):
-    monkeypatch.setattr(drafts, "load_or_measure", lambda model: store.load(model) or table)
+    monkeypatch.setattr(drafts, "load_or_measure", lambda model, bar: store.load(model) or table)
     found = costs.table_with_draft(model, "prompt_lookup", make_ngram)
     cost = found.drafts["prompt_lookup"]
     assert cost.token_s >= 0 and cost.fixed_s >= 0

@@ -127,7 +127,6 @@ LONG = struct.pack("<Q", HUGE)
 
 WRONG = {
     "a wrong magic": (build(magic=b"GGML"), "not a GGUF file.*b'GGML'"),
-    "PowerInfer's magic": (build(magic=b"PWRI"), "not a GGUF file"),
     "version 1": (build(version=1), "version 1; versions 2 and 3"),
     "version 4": (build(version=4), "version 4"),
     "version 0": (build(version=0), "version 0"),

@@ -169,7 +169,7 @@ int32_t draw_row(const float* p, int64_t count, float u) {
 // Whether each row can be a law: no NaN, no +inf, and something above -inf.
 ffi::Error check(ffi::Buffer<ffi::F32> logits, ffi::ResultBuffer<ffi::PRED> out) {
   const int64_t rows = logits.dimensions()[0], width = logits.dimensions()[1];
-  parallel(rows, [&](int64_t r, int) {
+  parallel(rows, [&](int64_t r) {
     const float* x = logits.typed_data() + r * width;
     constexpr float kInfinity = std::numeric_limits<float>::infinity();
     int32_t bad = 0, alive = 0;
@@ -182,7 +182,7 @@ ffi::Error check(ffi::Buffer<ffi::F32> logits, ffi::ResultBuffer<ffi::PRED> out)
 ffi::Error law(ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::F32> temperature, ffi::Buffer<ffi::F32> log_min_p,
                ffi::Buffer<ffi::S32> top_k, ffi::Buffer<ffi::F32> top_p, ffi::ResultBuffer<ffi::F32> out) {
   const int64_t rows = logits.dimensions()[0], width = logits.dimensions()[1];
-  parallel(rows, [&](int64_t r, int) {
+  parallel(rows, [&](int64_t r) {
     const Shape shape{temperature.typed_data()[r], log_min_p.typed_data()[r], top_p.typed_data()[r],
                       top_k.typed_data()[r]};
     law_row(logits.typed_data() + r * width, width, shape, out->typed_data() + r * width);
@@ -192,7 +192,7 @@ ffi::Error law(ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::F32> temperature, 
 
 ffi::Error draw(ffi::Buffer<ffi::F32> p, ffi::Buffer<ffi::F32> u, ffi::ResultBuffer<ffi::S32> out) {
   const int64_t rows = p.dimensions()[0], width = p.dimensions()[1];
-  parallel(rows, [&](int64_t r, int) {
+  parallel(rows, [&](int64_t r) {
     out->typed_data()[r] = draw_row(p.typed_data() + r * width, width, u.typed_data()[r]);
   });
   return ffi::Error::Success();

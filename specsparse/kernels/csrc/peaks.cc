@@ -192,7 +192,7 @@ double rate(Work work, double seconds) {
   for (int i = 0; i < kRounds; ++i) {
     std::atomic<int64_t> total{0};
     const double start = now();
-    parallel(items, [&](int64_t, int) { total += work(steps); });
+    parallel(items, [&](int64_t) { total += work(steps); });
     best = std::max(best, static_cast<double>(total) / (now() - start));
   }
   return best;
@@ -208,7 +208,7 @@ SPECSPARSE_EXPORT double specsparse_read_rate(const void* data, int64_t bytes) {
   const uint8_t* p = static_cast<const uint8_t*>(data);
   const int64_t pieces = (bytes + kPiece - 1) / kPiece;
   const double start = now();
-  parallel(pieces, [&](int64_t i, int) {
+  parallel(pieces, [&](int64_t i) {
     const int64_t end = (i + 1) * kPiece < bytes ? (i + 1) * kPiece : bytes;
     sink = read(p + i * kPiece, (end - i * kPiece) / kLine);
   });

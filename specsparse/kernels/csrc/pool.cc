@@ -52,9 +52,8 @@ void futex_wake(std::atomic<uint32_t>* word) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE_PRIVATE, kMaxThreads, nullptr, nullptr, 0);
 }
 
-// The gate of the current job: epoch in the high half, a closed flag, and the number of workers inside.
-constexpr uint64_t kClosed = 1ull << 31;
-constexpr uint64_t kCount = kClosed - 1;
+// The gate of the current job: a closed flag and the number of workers inside.
+constexpr uint32_t kClosed = 1u << 31;
 
 struct Pool {
   std::mutex mutex;  // one job at a time; grows the pool
@@ -62,14 +61,14 @@ struct Pool {
   int started = 1;
   int64_t spin_ns;
 
-  ItemFn fn = nullptr;
-  void* context = nullptr;
-  int64_t items = 0;
+  Phases* job = nullptr;
+  int phases = 0;
   int limit = 1;  // workers with a larger index stay out
-  alignas(64) std::atomic<int64_t> next{0};
-  alignas(64) std::atomic<uint64_t> gate{kClosed};
-  alignas(64) std::atomic<uint32_t> epoch{0};
-  std::atomic<uint32_t> left{0};  // bumped by the last worker out, for a caller that sleeps
+  alignas(64) std::atomic<uint64_t> next{0};  // phase in the high half, item in the low
+  alignas(64) std::atomic<int64_t> done{0};   // items of the current phase
+  alignas(64) std::atomic<uint32_t> gate{kClosed};
+  alignas(64) std::atomic<uint32_t> position{0};  // bumped when a phase begins and when a job ends; what waiting threads watch
+  std::atomic<uint32_t> left{0};                  // bumped by the last worker out, for a caller that sleeps
   std::atomic<int> sleepers{0};
   std::atomic<bool> caller_sleeps{false};
 
@@ -83,68 +82,110 @@ struct Pool {
     for (; started < count; ++started) std::thread([this, i = started] { work(i); }).detach();
   }
 
-  void take_items(int worker) {
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) fn(context, i, worker);
+  // Begins the first phase after `phase` that has more than one item; those with one run here. Only the thread that
+  // completed `phase` calls it.
+  void advance(int phase) {
+    int64_t items = 0;
+    for (++phase; phase < phases && (items = job->items(phase)) < 2; ++phase)
+      if (items) job->run(phase, 0);
+    done.store(0, std::memory_order_relaxed);
+    next.store(static_cast<uint64_t>(phase) << 32, std::memory_order_release);
+    position.fetch_add(1);
+    if (sleepers.load()) futex_wake(&position);
   }
 
-  // Spins until done() or the spin time is over; whether it became true.
-  template <class Done>
-  bool spin(Done done) {
-    for (int64_t until = now_ns() + spin_ns;;) {
-      for (int i = 0; i < 64; ++i) {
-        if (done()) return true;
-        relax();
+  // Takes items until none is left of the phase that is open, and opens the next one if this thread's was the last. False
+  // once the job is complete.
+  bool take_items() {
+    for (int64_t taken = 0;;) {
+      const uint64_t ticket = next.fetch_add(1, std::memory_order_acquire);
+      const int phase = static_cast<int>(ticket >> 32);
+      if (phase >= phases) return false;
+      const int64_t item = ticket & 0xffffffff, items = job->items(phase);
+      if (item < items) {
+        job->run(phase, item);
+        ++taken;
+      } else if (taken && done.fetch_add(taken, std::memory_order_acq_rel) + taken == items) {
+        advance(phase);
+        taken = 0;
+      } else {
+        job->idle(phase);
+        return true;
       }
-      if (now_ns() > until) return done();
     }
   }
 
+  // Spins until ready() or the spin time is over; whether it became true.
+  template <class Ready>
+  bool spin(Ready ready) {
+    for (int i = 0; i < 256; ++i) {
+      if (ready()) return true;
+      relax();
+    }
+    for (int64_t until = now_ns() + spin_ns;;) {
+      for (int i = 0; i < 64; ++i) {
+        if (ready()) return true;
+        relax();
+      }
+      if (now_ns() > until) return ready();
+    }
+  }
+
+  void wait_beyond(uint32_t seen) {
+    if (spin([&] { return position.load(std::memory_order_acquire) != seen; })) return;
+    sleepers.fetch_add(1);
+    while (position.load() == seen) futex_wait(&position, seen);
+    sleepers.fetch_sub(1);
+  }
+
+  // A worker is inside the gate only while it looks for items, never while it waits.
   void work(int index) {
     const FlushSubnormals mode;
     for (uint32_t seen = 0;;) {
-      if (!spin([&] { return epoch.load(std::memory_order_acquire) != seen; })) {
-        sleepers.fetch_add(1);
-        while (epoch.load() == seen) futex_wait(&epoch, seen);
-        sleepers.fetch_sub(1);
+      wait_beyond(seen);
+      seen = position.load(std::memory_order_acquire);
+      if (!enter()) continue;
+      if (index < limit) take_items();
+      const uint32_t before = gate.fetch_sub(1, std::memory_order_acq_rel);
+      if (before == (kClosed | 1)) {
+        left.fetch_add(1);
+        if (caller_sleeps.load()) futex_wake(&left);
       }
-      seen = epoch.load(std::memory_order_acquire);
-      join(index);
     }
   }
 
-  void join(int index) {
-    uint64_t g = gate.load(std::memory_order_acquire);
+  bool enter() {
+    uint32_t g = gate.load(std::memory_order_acquire);
     do {
-      if (g & kClosed) return;
+      if (g & kClosed) return false;
     } while (!gate.compare_exchange_weak(g, g + 1, std::memory_order_acq_rel));
-    if (index < limit) take_items(index);
-    const uint64_t before = gate.fetch_sub(1, std::memory_order_acq_rel);
-    if ((before & kClosed) && (before & kCount) == 1) {
-      left.fetch_add(1);
-      if (caller_sleeps.load()) futex_wake(&left);
-    }
+    return true;
   }
 
-  void run(int64_t n, ItemFn f, void* c) {
-    const FlushSubnormals mode;
-    std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
-    if (!lock.owns_lock() || n < 2 || count == 1) {
-      for (int64_t i = 0; i < n; ++i) f(c, i, 0);
-      return;
-    }
-    start_workers();
-    fn = f, context = c, items = n, limit = count;
-    next.store(0, std::memory_order_relaxed);
-    gate.store(0, std::memory_order_release);
-    epoch.fetch_add(1);
-    if (sleepers.load()) futex_wake(&epoch);
-    take_items(0);
-    if ((gate.fetch_or(kClosed) & kCount) == 0) return;
-    auto empty = [&] { return (gate.load(std::memory_order_acquire) & kCount) == 0; };
+  void close() {
+    if (gate.fetch_or(kClosed) == 0) return;
+    auto empty = [&] { return gate.load(std::memory_order_acquire) == kClosed; };
     if (spin(empty)) return;
     caller_sleeps.store(true);
     for (uint32_t seen = left.load(); !empty(); seen = left.load()) futex_wait(&left, seen);
     caller_sleeps.store(false);
+  }
+
+  void run(Phases& wanted) {
+    const FlushSubnormals mode;
+    std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
+    if (!lock.owns_lock() || count == 1 || (wanted.count() == 1 && wanted.items(0) < 2)) {
+      for (int phase = 0; phase < wanted.count(); ++phase)
+        for (int64_t i = 0, n = wanted.items(phase); i < n; ++i) wanted.run(phase, i);
+      return;
+    }
+    start_workers();
+    job = &wanted, phases = wanted.count(), limit = count;
+    next.store(static_cast<uint64_t>(phases) << 32, std::memory_order_relaxed);
+    gate.store(0, std::memory_order_release);
+    advance(-1);
+    for (uint32_t seen = position.load(); take_items(); seen = position.load()) wait_beyond(seen);
+    close();
   }
 };
 
@@ -155,7 +196,7 @@ Pool& pool() {
 
 }  // namespace
 
-void parallel_for(int64_t items, ItemFn fn, void* context) { pool().run(items, fn, context); }
+void run_phases(Phases& job) { pool().run(job); }
 
 int threads() { return pool().count; }
 

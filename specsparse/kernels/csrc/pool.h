@@ -1,22 +1,43 @@
 // A pool of worker threads that spin briefly between jobs and then sleep.
 //
-// A job is a number of items handed out by an atomic counter. The caller works too, and when the items run out it waits only
-// for workers that have joined the job: a worker that the scheduler has put aside between jobs costs nothing.
+// A job is a sequence of phases, each a number of items handed out by an atomic counter; a phase begins when the one before
+// it is complete. The caller works too. Nobody waits for a thread that holds no item: a worker that the scheduler has put
+// aside costs nothing.
 #pragma once
 
 #include <cstdint>
 
 namespace specsparse {
 
-using ItemFn = void (*)(void* context, int64_t item, int worker);
+// Items of one phase must be independent: which thread runs one is not defined. A phase of one item runs on the thread that
+// completed the phase before it, so it costs no hand-over.
+class Phases {
+ public:
+  virtual int count() const = 0;
+  virtual int64_t items(int phase) const = 0;
+  virtual void run(int phase, int64_t item) = 0;
+  // Called once by a thread that finds no item of `phase` left: time to fetch what a later phase reads.
+  virtual void idle(int /*phase*/) {}
 
-// Runs fn(context, item, worker) for every item in [0, items). `worker` is in [0, threads()). Items must be independent:
-// which thread runs one is not defined. Nested or concurrent calls run on the calling thread.
-void parallel_for(int64_t items, ItemFn fn, void* context);
+ protected:
+  ~Phases() = default;
+};
 
+// Runs every item of every phase. Nested or concurrent calls run on the calling thread.
+void run_phases(Phases& job);
+
+// Runs body(item) for every item in [0, items).
 template <class F>
 void parallel(int64_t items, F&& body) {
-  parallel_for(items, [](void* c, int64_t item, int worker) { (*static_cast<F*>(c))(item, worker); }, &body);
+  struct Job final : Phases {
+    int64_t n;
+    F& f;
+    Job(int64_t n, F& f) : n(n), f(f) {}
+    int count() const override { return 1; }
+    int64_t items(int) const override { return n; }
+    void run(int, int64_t item) override { f(item); }
+  } job(items, body);
+  run_phases(job);
 }
 
 int threads();

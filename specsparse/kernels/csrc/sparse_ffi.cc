@@ -98,7 +98,7 @@ ffi::Error signbit_keep(ffi::Buffer<ffi::F32> x, ffi::AnyBuffer signs, ffi::Buff
   if (count < rows) std::fill_n(out, rows * neurons, uint8_t{0});
   const uint64_t* mine = packed.data();
   const uint64_t* all = static_cast<const uint64_t*>(signs.untyped_data());
-  parallel((neurons + kSignNeurons - 1) / kSignNeurons, [&](int64_t item, int) {
+  parallel((neurons + kSignNeurons - 1) / kSignNeurons, [&](int64_t item) {
     for (int64_t j = item * kSignNeurons; j < std::min(neurons, (item + 1) * kSignNeurons); ++j)
       for (int64_t t = 0; t < count; ++t) {
         const int64_t different = sparse_ops().differing(mine + t * words, all + j * words, words);

@@ -32,7 +32,7 @@ class Inputs {
     int8_t* codes = reserve(codes_, count * padded_);
     float* scales = reserve(scales_, 6 * count * blocks_);
     reserve(inputs_, count);
-    parallel(count, [&](int64_t i, int) {
+    parallel(count, [&](int64_t i) {
       float* to = values + i * padded_;
       const Activations one{cols_, 0, to, nullptr};
       ops().prepare(x + rows[i] * cols_, ffn.norm, ffn.eps, one, 0, false);
@@ -145,14 +145,14 @@ class Call {
     per_item_ = std::clamp<int64_t>(kItemBytes / bytes, 1, std::min<int64_t>(even, 64));
     items_ = (total + per_item_ - 1) / per_item_;
     reserve_tiles();
-    parallel(items_, [&](int64_t item, int) { hidden(item); });
+    parallel(items_, [&](int64_t item) { hidden(item); });
     for (int64_t t = 0; t < count; ++t) {
       int64_t found = 0;
       for (int64_t i = 0; i < items_; ++i) found += tiles_[i * count + t].count;
       counts->nonzero[rows[t]] = static_cast<int32_t>(found);
     }
     const int64_t chunks = ffn.down.chunks(), stripe = stripe_chunks();
-    parallel((chunks + stripe - 1) / stripe, [&](int64_t item, int) {
+    parallel((chunks + stripe - 1) / stripe, [&](int64_t item) {
       project(item * stripe, std::min(chunks, (item + 1) * stripe), residual, rows, y);
     });
   }

@@ -161,9 +161,7 @@ class ModelPlan(DrafterPlan):
         if self.model is None:
             raise UserError("drafter.model: a value is needed, the draft model's GGUF file")
         model = load(str(self.model)) if isinstance(self.model, str | Path) else self.model
-        check_compatible(
-            target.tokenizer, model.tokenizer, special_tokens=self.special_tokens, where=str(model.path)
-        )
+        check_compatible(target.tokenizer, model.tokenizer, special_tokens=self.special_tokens, where=str(model.path))
         c = model.config
         columns = min(c.vocab_size, target.config.vocab_size)
         weights, columns = _trim(self.how, target, model.params, columns)

@@ -151,9 +151,7 @@ DRAFTERS: dict[str, Factory] = {
             "rates": None,
         },
     ),
-    "model": Factory(
-        _model, {"model": None, "special_tokens": Option(str, choices=("target",)), **_STYLE}
-    ),
+    "model": Factory(_model, {"model": None, "special_tokens": Option(str, choices=("target",)), **_STYLE}),
     "layer_skip": Factory(_layer_skip, {"layers": None, **_STYLE}),
     "scripted": Factory(
         _scripted,

@@ -119,9 +119,7 @@ class DynamicTree(TreeShape):
             g = g._replace(cache=cache, fed=jnp.maximum(g.fed, n_valid_B))
             return d + 1, self._expand(ground, g, level_BkN, origin_Bk, row_Bk, score_Bk, d, live_B)
 
-        _, growth = jax.lax.while_loop(
-            lambda c: (c[0] < self.depth) & live(c[0]).any(), step, (jnp.int32(1), growth)
-        )
+        _, growth = jax.lax.while_loop(lambda c: (c[0] < self.depth) & live(c[0]).any(), step, (jnp.int32(1), growth))
         return self._best(growth, budget_B)
 
     def _expand(self, ground, growth: _Growth, logits_BPN, parent_BP, row_BP, score_BP, d, live_B) -> _Growth:

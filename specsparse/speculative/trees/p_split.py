@@ -100,9 +100,7 @@ class PSplit(TreeShape):
             t = t._replace(cache=cache, fed=jnp.maximum(t.fed, n_valid_B))
             return d + 1, self._split(ground, t, logits_BSN, budget_B)
 
-        _, tree = jax.lax.while_loop(
-            lambda c: (c[0] < self.max_depth) & c[1].live.any(), step, (jnp.int32(1), tree)
-        )
+        _, tree = jax.lax.while_loop(lambda c: (c[0] < self.max_depth) & c[1].live.any(), step, (jnp.int32(1), tree))
         node_K = jnp.arange(K, dtype=jnp.int32)[None]
         rows_BK = jnp.where(node_K < tree.fed[:, None], node_K, -1)
         return Grown(Draft(tree.tokens, tree.parents, tree.count), tree.cache, rows_BK)

@@ -38,6 +38,11 @@ def _static(widths: Any = None, paths: Any = None, draw: str = "top") -> StaticT
     return StaticTree(template, _DRAWS[draw])
 
 
+def static_tree(template: TreeTemplate, draw: str) -> StaticTree:
+    """A template with its way of drawing by name: top, iid or wor."""
+    return StaticTree(template, _DRAWS[draw])
+
+
 def _sequoia(
     acceptance: Any = (0.6, 0.15, 0.07, 0.03),
     cost: Any = None,

@@ -1,0 +1,123 @@
+"""What policies and trees read of this machine and this model where the config leaves it out: times, and acceptance."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from specsparse.api import make_method
+from specsparse.config import RunConfig, sampling_params
+from specsparse.costs import drafts, ranks
+from specsparse.costs.progress import Bar, silent
+from specsparse.engine.params import SamplingParams
+from specsparse.session import Method
+from specsparse.speculative.method import choose_verifier, make_drafter
+from specsparse.speculative.policy import Fixed
+from specsparse.speculative.tree import TreeTemplate
+from specsparse.speculative.trees import static_tree
+
+SEQUOIA = "sequoia"
+NO_DRAFTER = "none"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Options that were measured, rounded so that a program is compiled once and not for every digit.
+
+    Attributes:
+        policy: v, c, c0 and prior of a policy that weighs time.
+        tree: acceptance, cost and level_cost of a tree that does.
+    """
+
+    policy: Mapping[str, Any] = field(default_factory=dict)
+    tree: Mapping[str, Any] = field(default_factory=dict)
+
+
+def left_out(options: Mapping[str, Any], *names: str) -> list[str]:
+    """Those of the options that are there and null."""
+    return [name for name in names if name in options and options[name] is None]
+
+
+def needed(cfg: RunConfig) -> bool:
+    """Whether the policy or the tree reads what the config leaves out."""
+    tree = left_out(cfg.tree.options, "acceptance", "cost", "level_cost") if cfg.tree.name == SEQUOIA else []
+    return cfg.drafter.name != NO_DRAFTER and bool(left_out(cfg.policy.options, "v", "prior") or tree)
+
+
+def measure(cfg: RunConfig, model: Any, prompts: Callable[[], Sequence[Sequence[int]]], bar: Bar = silent) -> Measured:
+    """What the config leaves out, from the kept table; measured first where it is not known.
+
+    Args:
+        cfg: the run.
+        model: the target.
+        prompts: token ids that acceptance is measured on.
+        bar: shows progress.
+    """
+    policy, tree = {}, {}
+    if left_out(cfg.policy.options, "v"):
+        policy |= _times(cfg, model, bar)
+    if left_out(cfg.policy.options, "prior"):
+        policy["prior"] = round(_rates(cfg, model, None, prompts(), bar)[0], 2)
+    if cfg.tree.name == SEQUOIA:
+        draw = cfg.tree.options.get("draw") or "top"
+        if left_out(cfg.tree.options, "acceptance"):
+            tree["acceptance"] = [round(rate, 3) for rate in _rates(cfg, model, draw, prompts(), bar)]
+        if left_out(cfg.tree.options, "cost", "level_cost"):
+            times = _tree_times(cfg, model, draw, bar)
+            tree |= {key: times[key] for key in left_out(cfg.tree.options, "cost", "level_cost")}
+    return Measured(policy, tree)
+
+
+def _times(cfg: RunConfig, model: Any, bar: Bar) -> dict[str, Any]:
+    """v, c and c0 of chains."""
+    table, key = drafts.table_for(model, cfg.drafter.name, cfg.drafter.options, bar=bar)
+    found = table.policy_options(cfg.policy.gamma, key)
+    return {"v": [round(t, 2) for t in found["v"]], "c": round(found["c"], 2), "c0": round(found["c0"], 2)}
+
+
+def draft_key(cfg: RunConfig) -> str:
+    """The name under which the cost of the config's drafts is kept: chains, or trees whose children are so drawn."""
+    key = drafts.cost_key(cfg.drafter.name, cfg.drafter.options)
+    return key if cfg.tree.name != SEQUOIA else f"{key}, {cfg.tree.options.get('draw') or 'top'} trees"
+
+
+def _tree_times(cfg: RunConfig, model: Any, draw: str, bar: Bar) -> dict[str, Any]:
+    """cost and level_cost of trees."""
+    greedy = SamplingParams(temperature=0.0)
+
+    def make(template: TreeTemplate) -> Method:
+        return make_method(model, _tree_drafter(cfg, template, draw), None, greedy)
+
+    key = draft_key(cfg)
+    table = drafts.table_with_tree(model, key, make, bar=bar)
+    found = table.tree_options(cfg.tree.options.get("nodes") or 15, key)
+    return {"cost": [round(t, 2) for t in found["cost"]], "level_cost": round(found["level_cost"], 2)}
+
+
+def _rates(
+    cfg: RunConfig, model: Any, draw: str | None, prompts: Sequence[Sequence[int]], bar: Bar
+) -> tuple[float, ...]:
+    """Acceptance of chains (one rate), or by rank of siblings drawn in that way."""
+    params, whose = sampling_params(cfg), cfg.drafter.name
+
+    def make() -> Method:
+        if draw is None:
+            drafter = make_drafter(cfg.drafter.name, cfg.drafter.options, Fixed(min(cfg.policy.gamma, 4)))
+        else:
+            drafter = _tree_drafter(cfg, ranks.FAN, draw)
+        heat, options = params.temperature, cfg.verifier.options
+        verifier = choose_verifier(drafter, cfg.verifier.name, options, temperature=heat, drafted_by=whose)
+        return make_method(model, drafter, verifier, params)
+
+    name = drafts.cost_key(cfg.drafter.name, cfg.drafter.options)
+    shape = "chain" if draw is None else f"{draw} siblings"
+    key = ranks.acceptance_key(name, cfg.verifier.name, params, shape)
+    return ranks.table_with_acceptance(model, key, make, prompts, params, bar=bar).acceptance[key]
+
+
+def _tree_drafter(cfg: RunConfig, template: TreeTemplate, draw: str) -> Any:
+    return make_drafter(cfg.drafter.name, cfg.drafter.options, Fixed(template.size), tree=static_tree(template, draw))
+
+
+def for_checking(cfg: RunConfig) -> Measured:
+    """Placeholders with which a config is checked before anything is measured."""
+    return Measured(policy={"v": [1.0] * (cfg.policy.gamma + 1)} if left_out(cfg.policy.options, "v") else {})

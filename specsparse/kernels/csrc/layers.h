@@ -1,0 +1,30 @@
+// All layers of a forward pass as one job.
+#pragma once
+
+#include <vector>
+
+#include "attention.h"
+#include "linear.h"
+
+namespace specsparse {
+
+// Matrices of a layer, in the order in which a call describes them.
+enum LayerMatrix { kQ, kK, kV, kO, kGate, kUp, kDown, kMatrices };
+
+struct LayerWeights {
+  Description matrices[kMatrices];
+  const float *attn_norm, *ffn_norm;
+  void *keys, *values;  // the layer's cache
+};
+
+// Memory between the phases, kept from call to call. Rows are those that the plan says count, in order.
+struct Workspace {
+  ActivationBuffer activations;
+  std::vector<float> x, q, k, v, rotated, attended, hidden;
+  AttendPlan plan;
+};
+
+// Runs the layers on the rows in `work.x`, in place.
+void run_layers(const std::vector<LayerWeights>& layers, Workspace& work, Act act, float eps);
+
+}  // namespace specsparse

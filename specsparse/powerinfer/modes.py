@@ -1,0 +1,76 @@
+"""Which FFN a model runs with: the choice of `specsparse.load(ffn=, threshold=, faithful_f16=)`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from specsparse.engine.config import ModelConfig
+from specsparse.engine.gguf import GGUFFile
+from specsparse.engine.weights import PackFFN
+from specsparse.errors import UserError
+from specsparse.kernels import Kernels
+from specsparse.powerinfer import faithful, sparse_ffn
+from specsparse.powerinfer.weights import ffn_packer, threshold_of
+
+MODES = ("dense", "powerinfer", "oracle")
+"""All neurons; those the file's predictors keep; those whose activation is not zero."""
+
+
+@dataclass(frozen=True)
+class FfnPlan:
+    """How the FFN is packed and run.
+
+    Attributes:
+        mode: of `MODES`.
+        kernels: what the whole model runs on.
+        ffn: for `make_forward`; None is the dense one.
+        pack: for `load_params`; None packs a dense file.
+        floats: whether the weights are kept as float32.
+        float_types: GGUF types that are so in any case.
+    """
+
+    mode: str
+    kernels: Kernels
+    ffn: Callable | None
+    pack: PackFFN | None
+    floats: bool
+    float_types: tuple[str, ...]
+
+
+def plan(
+    f: GGUFFile,
+    config: ModelConfig,
+    kernels: Kernels,
+    *,
+    ffn: str | None = None,
+    threshold: float | None = None,
+    faithful_f16: bool = False,
+) -> FfnPlan:
+    """The plan for an open file; by default PowerInfer's for its files and dense for others.
+
+    Raises:
+        UserError: an unknown mode, one that the file has no predictors for, a threshold that nothing would read or that
+            is no number, or a type of weights that `faithful_f16` does not know.
+    """
+    sparse = bool(config.predictor_ranks)
+    mode = ffn or ("powerinfer" if sparse else "dense")
+    if mode not in MODES:
+        raise UserError(f"ffn={mode!r} does not exist; choose one of {', '.join(MODES)}")
+    if mode == "powerinfer" and not sparse:
+        raise UserError(f"{f.path}: has no predictors, so ffn='powerinfer' cannot run; use 'dense' or 'oracle'")
+    if threshold is not None and mode != "powerinfer":
+        raise UserError(f"threshold={threshold} does nothing with ffn={mode!r}; it belongs to ffn='powerinfer'")
+    floats = kernels.name != "native"
+    if faithful_f16:
+        for t in f.tensors.values():
+            faithful.check_type(t.type.name, f"{f.path}: tensor '{t.name}'")
+        kernels = faithful.faithful(kernels)
+    keep = {"dense": None, "powerinfer": sparse_ffn.predicted(kernels), "oracle": sparse_ffn.true_activations}[mode]
+    limit = threshold_of(f, threshold) if mode == "powerinfer" else 0.0
+    return FfnPlan(
+        mode=mode,
+        kernels=kernels,
+        ffn=None if keep is None else sparse_ffn.masked_ffn(config, kernels, keep),
+        pack=ffn_packer(limit, floats=floats, predictor=mode == "powerinfer") if sparse else None,
+        floats=floats,
+        float_types=faithful.FLOAT_TYPES if faithful_f16 else (),
+    )

@@ -1,0 +1,141 @@
+"""What a predictor is: it names the neurons of an FFN worth computing for each row, before they are computed."""
+
+import abc
+import enum
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from specsparse.engine.weights import Layer
+from specsparse.errors import UserError
+from specsparse.predictors.ffn import FFN
+
+
+class Needs(enum.Enum):
+    """What `fit` reads beside the layer's own weights."""
+
+    NOTHING = "nothing"
+    TEXT = "rows of any text"
+    PROMPT = "the prompt's own rows"
+    TRAINING = "trained weights"
+
+
+class Predictor(Protocol):
+    """A rule for which neurons to compute. Final classes are frozen dataclasses: static under jit.
+
+    Contract C1 holds: a row's mask depends on that row alone (and, where `needs` is PROMPT, on its sequence's prompt).
+
+    Attributes:
+        name: in the registry and in `conf/predictor`.
+    """
+
+    name: ClassVar[str]
+
+    @property
+    def needs(self) -> Needs:
+        """What `fit` reads."""
+
+    def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> Any:
+        """The predictor's weights for a layer: a pytree of arrays, made once on the host.
+
+        Args:
+            layer: with its dense matrices.
+            rows_ND: f32[N, D] residuals before `ffn_norm`, where `needs` asks for them.
+            index: of the layer.
+
+        Raises:
+            UserError: what `needs` asks for is not there.
+        """
+
+    def keep(self, weights: Any, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
+        """Which neurons to compute: uint8[R, F], 1 = compute; all 0 in rows i >= n_valid[b] of sequence b.
+
+        Args:
+            weights: of this layer, from `fit` or from a file.
+            layer: the layer.
+            x_RD: f32[R, D] residual before `ffn_norm`, R = B * n.
+            n_valid_B: int32[B].
+        """
+
+
+@dataclass(frozen=True)
+class Scored(abc.ABC):
+    """A predictor that keeps the neurons whose score reaches `weights.threshold` (equality keeps).
+
+    Attributes:
+        ffn: the FFN it predicts for.
+        recall: choose each layer's threshold so that this share of the true activations of a text is kept; None leaves
+            the method's own threshold.
+    """
+
+    name: ClassVar[str]
+    ffn: FFN
+    recall: float | None = None
+
+    def __post_init__(self):
+        if self.recall is not None:
+            check_share(f"{self.name}: recall", self.recall)
+
+    @property
+    def needs(self) -> Needs:
+        """Rows of a text where the threshold is calibrated."""
+        return Needs.NOTHING if self.recall is None else Needs.TEXT
+
+    def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> Any:
+        """The method's own weights, the threshold calibrated where `recall` asks for it."""
+        weights = self.own_weights(layer)
+        if self.recall is None:
+            return weights
+        return at_recall(self, weights, layer, require_rows(self, rows_ND), recall=self.recall)
+
+    @abc.abstractmethod
+    def own_weights(self, layer: Layer) -> Any:
+        """Weights with the method's own `threshold` f32[]."""
+
+    @abc.abstractmethod
+    def score(self, weights: Any, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
+        """f32[R, F]; the larger, the surer that the neuron is active."""
+
+    def keep(self, weights: Any, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
+        """uint8[R, F]: score >= threshold."""
+        return as_mask(self.score(weights, layer, x_RD, n_valid_B) >= weights.threshold, n_valid_B)
+
+
+def at_recall(predictor: Scored, weights: Any, layer: Layer, rows_ND: jax.Array, *, recall: float) -> Any:
+    """`weights` with the highest threshold that keeps a share `recall` of the true activations of `rows_ND`.
+
+    Raises:
+        UserError: no neuron is ever active on those rows.
+    """
+    n = jnp.asarray([rows_ND.shape[0]], jnp.int32)
+    scores = predictor.score(weights, layer, rows_ND, n)
+    active = predictor.ffn.neurons(layer, rows_ND, n) != 0
+    count = int(jnp.sum(active, dtype=jnp.int32))
+    if count == 0:
+        raise UserError(f"{predictor.name}: no neuron is active on the calibration text; give a longer text")
+    ranked = jnp.sort(jnp.where(active, scores, -jnp.inf).reshape(-1))[::-1]
+    return weights._replace(threshold=ranked[min(max(math.ceil(recall * count), 1), count) - 1])
+
+
+def as_mask(keep_RF: jax.Array, n_valid_B: jax.Array) -> jax.Array:
+    """bool[R, F] as uint8[R, F], zero in the rows that do not count."""
+    rows, batch = keep_RF.shape[0], n_valid_B.shape[0]
+    n = rows // batch
+    valid = (jnp.arange(n, dtype=jnp.int32)[None] < n_valid_B[:, None]).reshape(rows, 1)
+    return (keep_RF & valid).astype(jnp.uint8)
+
+
+def require_rows(predictor: Predictor, rows_ND: jax.Array | None) -> jax.Array:
+    """`rows_ND`, or a UserError that says what they are for."""
+    if rows_ND is None or rows_ND.shape[0] == 0:
+        raise UserError(f"predictor {predictor.name} needs {predictor.needs.value}: give residuals")
+    return rows_ND
+
+
+def check_share(label: str, value: float) -> None:
+    """Raises UserError unless 0 < value <= 1."""
+    if not 0 < value <= 1:
+        raise UserError(f"{label}={value} must lie above 0 and up to 1")

@@ -1,0 +1,87 @@
+"""What a predictor costs for one token and layer, in bytes read and in seconds, beside the dense FFN."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specsparse.engine.weights import Layer
+from specsparse.predictors.base import Predictor
+from specsparse.predictors.ffn import FFN, gate_matrix
+from specsparse.predictors.gate_threshold import GateThreshold
+from specsparse.predictors.oracle import Oracle
+
+_REPEATS, _CALLS = 7, 20
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one token in one layer.
+
+    Attributes:
+        predictor_bytes: weights that the prediction reads. An oracle reads nothing: it is a bound, not a method.
+        sparse_bytes: of the FFN's matrices, for the kept neurons.
+        dense_bytes: of the FFN's matrices, all of them.
+        predictor_s, dense_s: seconds of the prediction, and of the dense FFN, by the model's kernels.
+    """
+
+    predictor_bytes: int
+    sparse_bytes: int
+    dense_bytes: int
+    predictor_s: float
+    dense_s: float
+
+    @property
+    def bytes_share(self) -> float:
+        """Bytes of prediction and kept neurons over those of the dense FFN."""
+        return (self.predictor_bytes + self.sparse_bytes) / self.dense_bytes
+
+
+def cost_of(predictor: Predictor, ffn: FFN, weights: Any, layer: Layer, *, kept: float, width: int) -> Cost:
+    """Counts and measures; `kept` is the share of neurons kept, `width` is D."""
+    gate, up, down = (0 if m is None else m.nbytes for m in (layer.ffn_gate, layer.ffn_up, layer.ffn_down))
+    own, rest = sum(leaf.nbytes for leaf in jax.tree.leaves(weights)), gate + up + down
+    if isinstance(predictor, GateThreshold):  # its gate is read in full, and not again
+        own, rest = own + gate_matrix(layer).nbytes, rest - gate_matrix(layer).nbytes
+    if isinstance(predictor, Oracle):
+        own = 0
+
+    def keep(weights, layer, x_RD):
+        return predictor.keep(weights, layer, x_RD, one).astype(jnp.int32)
+
+    def dense(weights, layer, x_RD):
+        return ffn.down(layer, ffn.neurons(layer, x_RD, one), one)
+
+    one = jnp.ones((1,), jnp.int32)
+    return Cost(
+        predictor_bytes=own,
+        sparse_bytes=round(kept * rest),
+        dense_bytes=gate + up + down,
+        predictor_s=_seconds(keep, weights, layer, width),
+        dense_s=_seconds(dense, weights, layer, width),
+    )
+
+
+def _seconds(function: Callable, weights: Any, layer: Layer, width: int) -> float:
+    """Median seconds of function(weights, layer, x f32[1, D]), many times in one program, each after the last."""
+
+    @jax.jit
+    def program(weights, layer, x_RD):
+        def again(_, x_RD):  # depends on all of the result, and changes nothing
+            total = jnp.sum(function(weights, layer, x_RD))
+            return jnp.where(total == jnp.asarray(12345, total.dtype), -x_RD, x_RD)
+
+        return jax.lax.fori_loop(0, _CALLS, again, x_RD)
+
+    x_RD = jnp.ones((1, width), jnp.float32)
+    program(weights, layer, x_RD).block_until_ready()
+    taken = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        program(weights, layer, x_RD).block_until_ready()
+        taken.append(time.perf_counter() - start)
+    return median(taken) / _CALLS

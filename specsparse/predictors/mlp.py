@@ -1,0 +1,70 @@
+"""PowerInfer's predictor: two matrices with a ReLU between them, on the residual before `ffn_norm`."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsparse.engine.weights import Layer
+from specsparse.errors import UserError
+from specsparse.kernels import QTensor
+from specsparse.kernels.dequant import pack_float
+from specsparse.predictors.base import Needs, Scored
+
+
+class MlpWeights(NamedTuple):
+    """Weights of one layer.
+
+    Attributes:
+        fc1: QTensor [r, D].
+        fc2: QTensor [F, r].
+        threshold: f32[], on the raw output of fc2.
+    """
+
+    fc1: QTensor
+    fc2: QTensor
+    threshold: jax.Array
+
+
+@dataclass(frozen=True)
+class Mlp(Scored):
+    """keep_j where (fc2 relu(fc1 x))_j >= threshold (PowerInfer, arXiv:2312.12456; Deja Vu, arXiv:2310.17157).
+
+    x is the residual itself, not normalised, so that only the threshold 0 means the same for every row.
+    """
+
+    name: ClassVar[str] = "mlp"
+
+    @property
+    def needs(self) -> Needs:
+        """Training, or a file."""
+        return Needs.TRAINING
+
+    def own_weights(self, layer: Layer) -> Any:
+        """Raises UserError: there is nothing to derive them from."""
+        raise UserError("predictor mlp is trained or read from a file: run +experiment=train_predictors")
+
+    def score(self, weights: MlpWeights, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
+        """fc2 relu(fc1 x)."""
+        (h_Rr,) = self.ffn.kernels.linear(x_RD, (weights.fc1,), n_valid=n_valid_B)
+        (scores_RF,) = self.ffn.kernels.linear(jnp.maximum(h_Rr, jnp.float32(0)), (weights.fc2,), n_valid=n_valid_B)
+        return scores_RF
+
+
+def mlp_weights(fc1: np.ndarray, fc2: np.ndarray, threshold: float = 0.0, *, codes: str = "f16") -> MlpWeights:
+    """Packs fc1 f32[r, D] and fc2 f32[F, r] ("f32", "f16" or "bf16").
+
+    Raises:
+        UserError: shapes that do not fit, a threshold that is NaN, values the type cannot hold.
+    """
+    if fc1.ndim != 2 or fc2.ndim != 2 or fc1.shape[0] != fc2.shape[1]:
+        raise UserError(f"a predictor of fc1 {fc1.shape} and fc2 {fc2.shape}: their ranks differ")
+    if np.isnan(threshold):
+        raise UserError("a predictor's threshold is NaN; give a number")
+    limit = 65504.0 if codes == "f16" else np.inf
+    for name, matrix in (("fc1", fc1), ("fc2", fc2)):
+        if not np.isfinite(matrix).all() or np.abs(matrix).max(initial=0) > limit:
+            raise UserError(f"predictor {name} holds values that {codes} cannot hold; train it again or use f32")
+    return MlpWeights(pack_float(jnp.asarray(fc1), codes), pack_float(jnp.asarray(fc2), codes), jnp.float32(threshold))

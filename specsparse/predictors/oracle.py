@@ -1,0 +1,90 @@
+"""Bounds for every predictor: the true set, and a set drawn at random."""
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specsparse.engine.weights import Layer
+from specsparse.errors import UserError
+from specsparse.predictors.base import Needs, as_mask, check_share
+from specsparse.predictors.ffn import FFN
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """keep_j where the neuron is not zero: recall and precision are 1, the output is the dense one."""
+
+    name: ClassVar[str] = "oracle"
+    ffn: FFN
+
+    @property
+    def needs(self) -> Needs:
+        """Nothing."""
+        return Needs.NOTHING
+
+    def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> None:
+        """There are no weights but the layer's."""
+
+    def keep(self, weights: None, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
+        """uint8[R, F]."""
+        return as_mask(self.ffn.neurons(layer, x_RD, n_valid_B) != 0, n_valid_B)
+
+
+class RandomWeights(NamedTuple):
+    """Weights of one layer.
+
+    Attributes:
+        salt: uint32[F], what tells the neurons and layers apart.
+    """
+
+    salt: jax.Array
+
+
+@dataclass(frozen=True)
+class Random:
+    """keep_j for a random share of the neurons, drawn anew for each row; recall and kept share are the share.
+
+    The draw hashes the row's own bits, so that it does not depend on where in a batch the row stands (contract C1).
+
+    Attributes:
+        ffn: the FFN it predicts for.
+        share: of the neurons to keep.
+        seed: 0 to 2^32 - 1.
+    """
+
+    name: ClassVar[str] = "random"
+    ffn: FFN
+    share: float = 0.5
+    seed: int = 0
+
+    def __post_init__(self):
+        check_share("random: share", self.share)
+        if not 0 <= self.seed < 1 << 32:
+            raise UserError(f"random: seed={self.seed} must lie in 0..{(1 << 32) - 1}")
+
+    @property
+    def needs(self) -> Needs:
+        """Nothing."""
+        return Needs.NOTHING
+
+    def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> RandomWeights:
+        """The salt of a layer."""
+        key = jax.random.fold_in(jax.random.key(self.seed), index)
+        return RandomWeights(jax.random.bits(key, (layer.ffn_up.shape[0],), jnp.uint32))
+
+    def keep(self, weights: RandomWeights, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
+        """uint8[R, F]."""
+        place_D = 2 * jnp.arange(x_RD.shape[1], dtype=jnp.uint32) + jnp.uint32(1)
+        words_RD = jax.lax.bitcast_convert_type(x_RD, jnp.uint32)
+        row_R = _mixed(jnp.sum(words_RD * place_D[None], axis=1, dtype=jnp.uint32))
+        drawn_RF = _mixed(row_R[:, None] ^ weights.salt[None]) >> jnp.uint32(8)
+        return as_mask(drawn_RF < jnp.uint32(round(self.share * (1 << 24))), n_valid_B)
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """A bijection of uint32 that spreads every bit (the finaliser of MurmurHash3)."""
+    x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> jnp.uint32(16))

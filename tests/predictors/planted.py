@@ -1,0 +1,72 @@
+"""FFN layers with planted sparsity: a gate of low rank, pushed below zero by a channel that every residual shares."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+import specsparse
+from specsparse import kernels
+from specsparse.engine.weights import Layer
+from specsparse.kernels.dequant import dequantize, pack_float
+from specsparse.predictors import FFN
+from specsparse.testing import write_tiny_gguf
+
+D, F, RANK, EPS = 64, 192, 6, 1e-5
+
+
+class Planted(NamedTuple):
+    """A layer, what to predict for, and residuals f32[N, D] of two texts."""
+
+    ffn: FFN
+    layer: Layer
+    rows: np.ndarray
+    held_out: np.ndarray
+
+
+def plant(*, seed: int = 0, act="relu", up_act=None, rows: int = 400, noise: float = 0.05) -> Planted:
+    """About one neuron in six is active in a row; the rows differ in size by a factor of ten."""
+    rng = np.random.default_rng(seed)
+    basis = rng.normal(0, 1, (RANK, D)) / np.sqrt(D)
+    gate = rng.normal(0, 1, (F, RANK)) @ basis + rng.normal(0, noise / np.sqrt(D), (F, D))
+    gate[:, 0] = -rng.uniform(0.2, 0.6, F)
+    up, down = (rng.normal(0, 1 / np.sqrt(D), shape) for shape in ((F, D), (D, F)))
+    norm = rng.uniform(0.5, 1.5, D) * rng.choice([-1.0, 1.0], D)
+    pack = [pack_float(jnp.asarray(m, jnp.float32)) for m in (gate / norm, up, down)]  # the file's gate is before norm
+    layer = Layer(*[None] * 5, jnp.asarray(norm, jnp.float32), *pack, {})
+    x = rng.normal(0, 1, (rows, D))
+    x[:, 0] = 6.0
+    x *= 10 ** rng.uniform(-0.5, 0.5, (rows, 1))
+    x = x.astype(np.float32)
+    return Planted(FFN(kernels.get(), EPS, act, up_act), layer, x[: rows // 2], x[rows // 2 :])
+
+
+def true_neurons(planted: Planted, rows: np.ndarray) -> np.ndarray:
+    """float64[N, F]: the neurons' values by numpy."""
+    layer, x = planted.layer, rows.astype(np.float64)
+    z = x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + EPS) * np.asarray(layer.ffn_norm, np.float64)
+    gate, up = (z @ np.asarray(dequantize(m), np.float64).T for m in (layer.ffn_gate, layer.ffn_up))
+    return np.maximum(gate, 0) * up if planted.ffn.act == "relu" else gate / (1 + np.exp(-gate)) * up
+
+
+def scores(keep: np.ndarray, active: np.ndarray) -> tuple[float, float, float]:
+    """(recall, precision, kept share)."""
+    both = np.sum(active & (keep == 1))
+    return both / active.sum(), both / max((keep == 1).sum(), 1), keep.mean()
+
+
+def planted_model(folder, *, seed: int = 0, **config):
+    """A tiny ReLU model whose layers are sparse: its residuals share a channel, and its gates are low beside it."""
+    path = write_tiny_gguf(folder / "planted.gguf", tokenizer="spm", seed=seed, n_layers=2, context_length=64, **config)
+    model = specsparse.load(path, activation="relu", kv_dtype="f32")
+    rng = np.random.default_rng(seed)
+    embedding = np.array(dequantize(model.params.embedding))
+    embedding[:, 0] = 6.0
+    layers = []
+    for layer in model.params.layers:
+        neurons, width = layer.ffn_gate.shape
+        gate = rng.normal(0, 1, (neurons, RANK)) @ rng.normal(0, 1, (RANK, width)) / np.sqrt(width)
+        gate[:, 0] = -rng.uniform(0.2, 0.6, neurons)
+        layers.append(layer._replace(ffn_gate=pack_float(jnp.asarray(gate / np.asarray(layer.ffn_norm), jnp.float32))))
+    model.params = model.params._replace(embedding=pack_float(jnp.asarray(embedding)), layers=tuple(layers))
+    return model

@@ -1,0 +1,223 @@
+"""A target and a draft that are tables over a vocabulary of four, under the engine's own loop, drafters and noise.
+
+The forward function does in the plainest way what a model does: the slot of a row in the key/value cache holds the
+number of the context that ends there, a row finds its context through its parent, and the logits are those of a table.
+So a cache that is committed or rolled back wrongly, a row with another row's law or a round that forgets a token
+shows in the law of the text, as noise that is used twice does.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsparse.engine import cache as kv
+from specsparse.engine import generate, sampling
+from specsparse.engine.generate import DecodeState, Job
+from specsparse.engine.llama import ForwardOut, Want
+from specsparse.engine.noise import seed_words, uniform
+from specsparse.engine.params import SamplingParams
+from specsparse.speculative import draft_law, loop
+from specsparse.speculative.base import Drafter, DraftKind, Verifier
+from specsparse.speculative.drafters.model import ModelDrafter
+from specsparse.speculative.drafters.sources import DraftWeights, OwnModel, TargetLayers, VocabMap
+from specsparse.speculative.drafters.tree import TreeDrafter
+from specsparse.speculative.policy import Fixed
+from specsparse.speculative.trees import TreeShape
+
+VOCAB = 4
+LENGTH = 4
+"""Tokens whose joint law is compared."""
+CONTEXTS = sum(VOCAB**d for d in range(LENGTH))
+"""Contexts of fewer than LENGTH tokens: 0 is the empty one, the children of c are VOCAB c + 1 and following."""
+CHUNK = 4096
+"""Sequences that are decoded together: their arrays stay in the cache of a core."""
+SAMPLES = 1000
+"""Sequences that share a seed and differ in the sample index."""
+
+ALL = Want()
+
+
+class Tables(NamedTuple):
+    """float32[CONTEXTS + 1, VOCAB] logits each; the last row stands for all longer contexts."""
+
+    target: jax.Array
+    draft: jax.Array
+
+
+def random_tables(seed: int) -> Tables:
+    """Laws that differ from context to context and between target and draft, none with a rare token."""
+    rng = np.random.default_rng(seed)
+    p, q = (0.9 * rng.dirichlet(np.ones(VOCAB), CONTEXTS + 1) + 0.1 / VOCAB for _ in range(2))
+    return Tables(*(jnp.asarray(np.log(law), jnp.float32) for law in (p, q)))
+
+
+def joint_law(tables: Tables) -> np.ndarray:
+    """float64[VOCAB ** LENGTH]: the law of LENGTH tokens drawn one after the other from the target."""
+    logits = np.asarray(tables.target, np.float64)
+    p = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    law, context = np.ones(1), np.zeros(1, int)
+    for _ in range(LENGTH):
+        law = (law[:, None] * p[context]).reshape(-1)
+        context = (VOCAB * context[:, None] + 1 + np.arange(VOCAB)).reshape(-1)
+    return law
+
+
+def forward(tables: Tables, tokens_Bn, cache: kv.KVCache, *, n_valid_B=None, parents_Bn=None, want: Want = ALL):
+    """An `engine.llama.ForwardFn`; `want.layers` asks for the draft's table. The first token of a text is its BOS."""
+    batch, n = tokens_Bn.shape
+    n_valid_B = jnp.full((batch,), n, jnp.int32) if n_valid_B is None else n_valid_B
+    slots_BC = cache.v[0][:, 0, :, 0]
+    before_B = jnp.take_along_axis(slots_BC, jnp.maximum(cache.length - 1, 0)[:, None], axis=1)[:, 0]
+    rows = [jnp.where(cache.length > 0, before_B.astype(jnp.int32), -1)]
+    for i in range(n):
+        parent_B = jnp.full((batch,), i - 1, jnp.int32) if parents_Bn is None else parents_Bn[:, i]
+        above_B = jnp.take_along_axis(jnp.stack(rows, axis=1), parent_B[:, None] + 1, axis=1)[:, 0]
+        below_B = jnp.minimum(VOCAB * above_B + tokens_Bn[:, i] + 1, CONTEXTS)
+        rows.append(jnp.where(above_B < 0, 0, below_B))
+    context_Bn = jnp.stack(rows[1:], axis=1)
+    row_n = jnp.arange(n, dtype=jnp.int32)[None]
+    slot_Bn = jnp.where(row_n < n_valid_B[:, None], cache.length[:, None] + row_n, cache.capacity)
+    at_B1 = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    v = cache.v[0].at[at_B1, 0, slot_Bn, 0].set(context_Bn.astype(jnp.float32), mode="drop")
+    out = ForwardOut(_logits(tables, context_Bn, n_valid_B, want))
+    return out, cache._replace(v=(v,))
+
+
+def _logits(tables: Tables, context_Bn, n_valid_B, want: Want):
+    if want.logits == "none":
+        return None
+    if want.logits == "last":
+        context_Bn = jnp.take_along_axis(context_Bn, jnp.maximum(n_valid_B - 1, 0)[:, None], axis=1)
+    return (tables.target if want.layers is None else tables.draft)[context_Bn]
+
+
+def drafter(shape: int | TreeShape, kind: DraftKind | None = None, *, own: bool = False) -> Drafter:
+    """The engine's drafter over the draft's table: chains of `shape` tokens, or trees of that shape.
+
+    Args:
+        shape: a length or a tree.
+        kind: how the tokens of a chain are drawn; a tree says it itself.
+        own: as a second model with a cache of its own, else as a part of the target on the target's cache.
+    """
+    law = draft_law.DraftLaw(SamplingParams(temperature=1.0), VOCAB)
+    vocab = VocabMap(VOCAB, VOCAB, VOCAB)
+    source = OwnModel(forward, vocab, 64, (0,), 1, 1, 1, jnp.float32) if own else TargetLayers(forward, vocab, 64, (0,))
+    if isinstance(shape, int):
+        return ModelDrafter(source, law, Fixed(shape), kind)
+    return TreeDrafter(source, law, shape)
+
+
+class Key(NamedTuple):
+    """Which parts of a key count, 1 or 0 each; the engine's own keys are `Key()`."""
+
+    position: int = 1
+    round: int = 1
+    node: int = 1
+    sample: int = 1
+    stream: int = 1
+
+
+OWN = Key()
+
+
+@contextlib.contextmanager
+def keyed(key: Key) -> Iterator[None]:
+    """While it is open, traced code draws its noise without the parts of the key that are 0 (`key` may be traced)."""
+
+    def part(seed, **use):
+        return uniform(seed, **{name: jnp.asarray(word, jnp.int32) * getattr(key, name) for name, word in use.items()})
+
+    with contextlib.ExitStack() as stack:
+        for module in (generate, loop, draft_law):
+            stack.enter_context(mock.patch.object(module, "uniform", part))
+        yield
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoded:
+    """What came of N runs: how often each text of LENGTH tokens came, and the rounds' counters summed up.
+
+    Attributes:
+        counts: int64[VOCAB ** LENGTH], in the order of `joint_law`.
+        rounds: all rounds.
+        complete: rounds that accepted as many tokens as a path has, so that a bonus token followed.
+    """
+
+    counts: np.ndarray
+    rounds: int
+    complete: int
+
+
+class Engine:
+    """The engine's loop over tables, as one compiled program of `CHUNK` sequences side by side.
+
+    Every text begins with one token and runs for LENGTH rounds, which write LENGTH tokens at least. Run r has seed
+    r // SAMPLES and sample r % SAMPLES.
+
+    Args:
+        draft, verifier: the method; None is plain decoding.
+        masked: whether the noise may be drawn by parts of its key; False leaves the engine as it is.
+    """
+
+    def __init__(self, draft: Drafter | None, verifier: Verifier | None, *, masked: bool = True):
+        self.draft, self.masked = draft, masked
+        self.config, self.law = sampling.compile_params(SamplingParams(temperature=1.0), vocab_size=VOCAB)
+        if draft is None:
+            self.step = generate.make_step(forward, self.config, sampling.REFERENCE)
+        else:
+            self.step = loop.make_step(forward, self.config, sampling.REFERENCE, drafter=draft, verifier=verifier)
+        self._chunk = jax.jit(jax.vmap(self._one, in_axes=(None, None, 0, 0)))
+
+    def __call__(self, tables: Tables, runs: int, key: Key = OWN) -> Decoded:
+        """The texts of that many runs, summed up."""
+        words = jax.tree.map(jnp.int32, key)
+        counts, totals = np.zeros(VOCAB**LENGTH, np.int64), np.zeros(2, np.int64)
+        for start in range(0, runs, CHUNK):
+            run = np.arange(start, start + CHUNK)
+            seeds = np.stack([seed_words(s) for s in run // SAMPLES])
+            tokens, c = self._chunk(tables, words, jnp.asarray(seeds), jnp.asarray((run % SAMPLES).astype(np.int32)))
+            kept = np.asarray(tokens)[: runs - start]
+            counts += np.bincount(kept @ VOCAB ** np.arange(LENGTH)[::-1], minlength=counts.size)
+            totals += np.asarray(c)[: runs - start].sum(axis=0)
+        return Decoded(counts, *(int(x) for x in totals))
+
+    def _one(self, tables: Tables, key: Key, seed, sample):
+        """int32[LENGTH] tokens, and int32[2] rounds and complete rounds of one run."""
+        with keyed(key) if self.masked else contextlib.nullcontext():
+            job, state = _start(self.law, self.draft.max_nodes if self.draft else 0, seed, sample)
+            params = tables
+            if self.draft is not None:
+                weights = DraftWeights(params=tables)
+                ctx = loop.context(tables, job, state, max_nodes=self.draft.max_nodes)
+                state, params = state._replace(drafter=self.draft.init(weights, ctx)), (tables, weights)
+            end = generate.run(self.step, params, job, state, jnp.int32(LENGTH))
+        c = end.counters
+        complete = c.accepted_at[0, self.draft.max_depth - 1] if self.draft else c.rounds[0]
+        return end.tokens[0, 1 : LENGTH + 1], jnp.stack([c.rounds[0], complete])
+
+
+def _start(law, nodes: int, seed, sample) -> tuple[Job, DecodeState]:
+    """One sequence that holds its first token. Its limit leaves every round up to the last counted token its draft."""
+    length = jnp.ones((1,), jnp.int32)
+    job = Job(
+        law=jax.tree.map(jnp.asarray, law),
+        stop_ids=jnp.full((1, 1), -1, jnp.int32),
+        limit=length + LENGTH + nodes,
+        seed=seed[None],
+        sample=sample[None],
+    )
+    capacity = 1 + LENGTH + 2 * nodes
+    cache = kv.init(layers=1, batch=1, kv_heads=1, capacity=capacity, head_dim=1, dtype=jnp.float32)
+    return job, DecodeState(
+        tokens=jnp.zeros((1, cache.capacity), jnp.int32),
+        length=length,
+        finish=jnp.zeros((1,), jnp.int32),
+        cache=cache,
+        counters=generate.zero_counters(1, nodes),
+    )
