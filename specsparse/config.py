@@ -69,12 +69,13 @@ class PolicySpec:
 
 @dataclass(frozen=True)
 class DataSpec:
-    """Which prompts; `chat` wraps each in the model's template as a user's turn."""
+    """Which prompts; `chat` wraps each in the model's template as a user's turn; `turns` of conversations."""
 
     source: str = "builtin"
     tasks: tuple[str, ...] | None = None
     limit_per_task: int | None = None
     chat: bool = True
+    turns: str = "first"
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,7 @@ class RunConfig:
 
     Attributes:
         kind: what is run, a name of `experiments.KINDS`.
+        reuse: whether a sweep takes over cells that have finished before.
         loop: "jit", or "host" to decode with the host loop beside the loop in one program.
         time_split: tokens to decode round by round per task, for the time split; 0: none.
         trace: show the first pass round by round.
@@ -161,6 +163,7 @@ class RunConfig:
     warmup: bool = True
     stream: bool = True
     debug: bool = False
+    reuse: bool = True
     kind: str = "speed"
     loop: str = "jit"
     time_split: int = 0
@@ -196,6 +199,7 @@ _CHOICES = {
     "model.rope_scaling": ("none", "linear", "yarn"),
     "model.backend": ("native", "reference", "xla"),
     "loop": ("jit", "host"),
+    "data.turns": ("first", "both"),
     "certify.vocab": (2, 3, 4, 5, 6),
     "certify.gamma": (1, 2, 3),
 }

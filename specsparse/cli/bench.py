@@ -39,10 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Measure and print."""
-    from specsparse import display  # after the arguments: JAX takes a second
+    from specsparse import display, timing_lock  # after the arguments: JAX takes a second
     from specsparse.trackers import to_json, write_atomically
 
-    found = (_batch if args.batch else _single)(args, display.console())
+    out = display.console()
+    with timing_lock.turn(lambda line: out.print(line, soft_wrap=True)):
+        found = (_batch if args.batch else _single)(args, out)
     text = to_json(found)
     if args.json is not None:
         try:

@@ -22,6 +22,8 @@ def main(args: argparse.Namespace) -> int:
     """Write the page, and say what is on it and what is not."""
     from specsparse.report import page, runs  # after the arguments: matplotlib takes a second
 
+    if args.runs[0] == "diff":
+        return _diff(args)
     paths = [Path(path) for path in args.runs]
     found = runs.find(paths)
     title = args.title or ", ".join(dict.fromkeys(run.name for run in found))
@@ -36,6 +38,30 @@ def main(args: argparse.Namespace) -> int:
         print(f"left out {left_out.name}: {left_out.why}")
     print(f"page: {written.page}")
     print(f"figures and CSV: {written.page.parent / page.FIGURES}")
+    return 0
+
+
+def _diff(args: argparse.Namespace) -> int:
+    """Print what two runs differ in; with --out a page too."""
+    from specsparse import display
+    from specsparse.report import diff, runs
+
+    if len(args.runs) != 3:
+        raise UserError("report diff takes two runs: report diff A B")
+    both = [runs.find([Path(path)]) for path in args.runs[1:]]
+    for path, found in zip(args.runs[1:], both, strict=True):
+        if len(found) != 1:
+            raise UserError(f"{path}: holds {len(found)} runs; diff takes one on each side, such as {path}/0")
+    difference, out = diff.diff(both[0][0], both[1][0]), display.console()
+    for table in diff.tables(difference):
+        out.print(table)
+    for line in diff.lines(difference):
+        out.print(line, soft_wrap=True)
+    if args.out is not None:
+        try:
+            out.print(f"page: {diff.write(difference, args.out)}", soft_wrap=True)
+        except OSError as error:
+            raise UserError(f"{args.out}: cannot be written: {error.strerror or error}") from None
     return 0
 
 

@@ -18,6 +18,9 @@ KINDS = {
 }
 """Names of modules of this package, and what each does."""
 
+UNTIMED = frozenset({"certify"})
+"""Kinds whose numbers do not depend on what else the machine does; runs of all others take turns."""
+
 
 class Outcome(Protocol):
     """What a run returns."""

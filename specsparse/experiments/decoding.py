@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -149,19 +149,35 @@ def prepare(cfg: RunConfig, engine: Engine, out: Console) -> Bench:
     with display.loading(out, f"loading {cfg.model.path}") as progress:
         model = engine.load(cfg.model.path, progress=progress, **cfg.model.overrides())
     load_s = time.perf_counter() - started
-    return Bench(model, [Job(p, _ids(model, p, chat=cfg.data.chat)) for p in _prompts(cfg)], load_s)
+    return Bench(model, [Job(p, _with_answers(cfg, engine, model, p)) for p in _prompts(cfg)], load_s)
 
 
 def _prompts(cfg: RunConfig) -> list[prompts.Prompt]:
-    return prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
+    data = cfg.data
+    if data.turns == "both" and not data.chat:
+        raise UserError("data.turns=both needs data.chat=true: a later turn answers within the chat template")
+    return prompts.load(data.source, tasks=data.tasks, limit_per_task=data.limit_per_task, turns=data.turns)
 
 
-def _ids(model: Any, prompt: prompts.Prompt, *, chat: bool) -> list[int]:
-    tokenizer = model.tokenizer
+def _with_answers(cfg: RunConfig, engine: Engine, model: Any, prompt: prompts.Prompt) -> list[int]:
+    """Ids of a prompt; what a later turn refers to is decoded plainly first, the same for every method."""
+    said: list[dict[str, str]] = []
+    for turn in prompt.before:
+        said.append({"role": "user", "content": turn})
+        ids, options = _chat_ids(model, said), {"sampling": sampling_params(cfg), "seed": cfg.seed}
+        answer = engine.generate(model, ids, max_tokens=cfg.max_tokens, **options)
+        said.append({"role": "assistant", "content": answer.text})
+    return _ids(model, prompt, chat=cfg.data.chat, said=said)
+
+
+def _ids(model: Any, prompt: prompts.Prompt, *, chat: bool, said: Sequence[dict[str, str]] = ()) -> list[int]:
     if not chat:
-        return tokenizer.encode(prompt.text, add_special=True)
-    text = tokenizer.apply_chat_template([{"role": "user", "content": prompt.text}])
-    return tokenizer.encode(text, parse_special=True)
+        return model.tokenizer.encode(prompt.text, add_special=True)
+    return _chat_ids(model, [*said, {"role": "user", "content": prompt.text}])
+
+
+def _chat_ids(model: Any, messages: Sequence[dict[str, str]]) -> list[int]:
+    return model.tokenizer.encode(model.tokenizer.apply_chat_template(list(messages)), parse_special=True)
 
 
 Sides = Mapping[str, Mapping[str, Any]]

@@ -1,7 +1,7 @@
 """What was decoded how: the methods of all runs under names that tell them apart, prompt by prompt."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -25,8 +25,8 @@ _WORDS = {
     "max_tokens": "tokens",
 }
 _NOT_A_METHOD = (
-    "tracker.", "data.", "compare.", "certify.", "roofline.", "train.", "predictor.", "kind", "stream", "warmup", "seed",
-    "repeats", "time_split", "debug", "trace", "record_laws", "loop", "sampling.ignore_eos",
+    "tracker.", "data.", "compare.", "certify.", "roofline.", "train.", "predictor.", "kind", "stream", "warmup",
+    "seed", "repeats", "time_split", "debug", "trace", "record_laws", "loop", "sampling.ignore_eos",
 )  # fmt: skip
 
 
@@ -137,7 +137,7 @@ def fastest(methods: Sequence[Method], most: int) -> list[Method]:
 
 
 def _sides(run: Run) -> list[str]:
-    return [s for s in dict.fromkeys(str(row.get("side")) for row in run.rows) if s not in (PLAIN, HOST)]
+    return [s for s in dict.fromkeys(str(row["side"]) for row in run.passes) if s not in (PLAIN, HOST)]
 
 
 def _pair(run: Run, side: str) -> str:
@@ -175,9 +175,9 @@ def _told_apart(method: Method) -> Method:
 
 def _samples(run: Run, side: str) -> tuple[Sample, ...]:
     """The prompts that both sides decoded, repeats paired and summed."""
-    plain = {(r["prompt_id"], r["repeat"]): r for r in run.rows if r["side"] == PLAIN}
+    plain = {(r["prompt_id"], r["repeat"]): r for r in run.passes if r["side"] == PLAIN}
     sums: dict[str, Sample] = {}
-    for row in run.rows:
+    for row in run.passes:
         other = plain.get((row["prompt_id"], row["repeat"]))
         if row["side"] != side or other is None:
             continue
@@ -188,6 +188,15 @@ def _samples(run: Run, side: str) -> tuple[Sample, ...]:
         one = Sample(row["prompt_id"], row["task"], other["decode_s"], seconds, theirs, ours)
         sums[one.prompt] = _add(sums[one.prompt], one) if one.prompt in sums else one
     return tuple(sums.values())
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """A config by dotted keys."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _add(a: Sample, b: Sample) -> Sample:

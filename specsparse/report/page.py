@@ -94,7 +94,7 @@ def _facts(runs: Sequence[Run], found: Sequence[Method]) -> list[tuple[str, str]
     facts = {
         "method": methods.common_pair(found),
         "model": (m.get("model") or {}).get("file"),
-        "machine": f"{cpu.get('model')}, {cpu.get('cores')} cores" if cpu else None,
+        "machine": f"{cpu.get('model')}, cores used: {cpu.get('cores')}" if cpu else None,
         "kernels": " ".join(str(kernels[k]) for k in ("kernels", "isa") if kernels.get(k)) or None,
         "commit": f"{git['commit'][:10]}{' with changes' if git.get('dirty') else ''}" if git.get("commit") else None,
         "date": m.get("date"),

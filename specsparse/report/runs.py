@@ -9,6 +9,8 @@ from typing import Any
 from specsparse.errors import UserError
 from specsparse.trackers import RECORD_FILE, ROWS_FILE
 
+_PASS = frozenset({"prompt_id", "task", "side", "repeat", "counters", "decode_s"})
+
 
 @dataclass(frozen=True)
 class Run:
@@ -38,6 +40,11 @@ class Run:
     def summary(self) -> Mapping[str, Any]:
         """What the run found."""
         return self.record.get("summary") or {}
+
+    @property
+    def passes(self) -> list[Mapping[str, Any]]:
+        """The rows that are timed passes; kinds of run may log others."""
+        return [row for row in self.rows if row.keys() >= _PASS]
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -87,7 +94,8 @@ def read(directory: Path) -> Run:
         raise UserError(f"{file}: not the record of a run (it has no summary)")
     rows = directory / ROWS_FILE
     lines = _text(rows).splitlines() if rows.is_file() else []
-    return Run(directory, record, tuple(_json(line, f"{rows}:{i}") for i, line in enumerate(lines, 1) if line.strip()))
+    parsed = [_json(line, f"{rows}:{i}") for i, line in enumerate(lines, 1) if line.strip()]
+    return Run(directory, record, tuple(row for row in parsed if isinstance(row, dict)))
 
 
 def _text(file: Path) -> str:

@@ -126,6 +126,36 @@ def test_predictions_and_roofline(tmp_path):
     assert float(costs[1]["low"]) == pytest.approx(1.35)
 
 
+def test_quality_against_speed_from_every_kind_that_measures_both(tmp_path):
+    """As train_predictors, sparsity and quant_table write it."""
+    cost = {"predictor_bytes": 10, "sparse_bytes": 40, "dense_bytes": 100}
+    evaluation = {"name": "svd", "model": {"kl": 0.2, "perplexity": 9.0}, "cost": cost}
+    faster = {"ratio_of_totals": 1.5, "low": 1.4, "high": 1.7}
+    point = {"value": 0.5, "quality": evaluation, "by_bytes": 2.0, "speedup": faster}
+    types = [
+        {"type": t, "kl_mean": kl, "kl_error": 0.01, "perplexity": 10.0, "decode": {"median": speed}}
+        for t, kl, speed in (("Q8_0", 0.1, 100.0), ("Q4_0", 0.2, 150.0), ("Q4_1", 0.3, 140.0))
+    ]
+    summaries = {"a": {"evaluations": [evaluation]}, "b": {"points": [point]}, "c": {"rows": types}}
+    for name, summary in summaries.items():
+        making.write(tmp_path / name, {"name": name, "summary": summary})
+    rows = {r["method"]: r for r in rows_of(made(tmp_path)["quality_and_speed"])}
+    assert float(rows["svd"]["speed"]) == 2.0 and rows["svd"]["speed_low"] == ""
+    assert (rows["svd, 0.5"]["speed"], rows["svd, 0.5"]["speed_low"]) == ("1.5", "1.4")
+    assert float(rows["Q8_0"]["kl_high"]) == pytest.approx(0.1196)
+    assert [rows[t]["on the front"] for t in ("Q8_0", "Q4_0", "Q4_1")] == ["True", "True", "False"]
+
+
+def test_unions_of_kept_neurons(tmp_path):
+    text = [
+        {"rows": n, "batch": 1, "passes": 9, "kept": 0.3, "union": u, "guess": g}
+        for n, u, g in ((1, 0.3, 0.3), (4, 0.5, 0.8))
+    ]
+    making.write(tmp_path / "a", {"name": "a", "summary": {"text": [*text, {**text[1], "batch": 4}], "seen": text}})
+    rows = rows_of(made(tmp_path)["union_size"])
+    assert [(r["rows"], r["union"], r["guess"]) for r in rows] == [("1", "0.3", "0.3"), ("4", "0.5", "0.8")] * 2
+
+
 def test_the_pareto_front():
     from specsparse.report.figures.quality import front
 
@@ -144,8 +174,13 @@ def test_the_page_needs_nothing_beside_it(sweep, tmp_path):
         stored = (tmp_path / "out" / "figures" / f"{figure.name}.csv").read_text()
         inside = re.search(rf'download="{figure.name}.csv" href="data:text/csv;base64,([^"]+)"', text)
         assert base64.b64decode(inside.group(1)).decode() == stored
-        assert figure.png()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert {m.name for m in written.missing} == {"predicted_and_measured", "verify_cost", "quality_and_speed"}
+        assert (tmp_path / "out" / "figures" / f"{figure.name}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert {m.name for m in written.missing} == {
+        "predicted_and_measured",
+        "verify_cost",
+        "quality_and_speed",
+        "union_size",
+    }
     assert all(m.why in text.replace("&#39;", "'") for m in written.missing)
 
 
@@ -165,11 +200,13 @@ def test_a_broken_promise_and_different_machines_come_first(tmp_path):
     assert any("slow reference kernels" in line for line in lines)
 
 
-def test_the_command(sweep, tmp_path, capsys):
-    assert cli.main(["report", str(sweep), "--out", str(tmp_path / "out")]) == 0
+def test_the_command(tmp_path, capsys):
+    forwards = [{"n": 1, "predicted_v": 1.0, "bound": "memory"}]
+    making.write(tmp_path / "roofline", {"name": "r", "summary": {"forwards": forwards}})
+    assert cli.main(["report", str(tmp_path / "roofline")]) == 0
     out = capsys.readouterr().out
-    assert "speedup_by_gamma: Speed-up against draft length, 4 rows" in out and "left out verify_cost: " in out
-    assert (tmp_path / "out" / "index.html").is_file()
+    assert "verify_cost: v(n)" in out and "left out speedup_by_gamma: no run decoded" in out
+    assert (tmp_path / "roofline" / "report" / "index.html").is_file()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from specsparse.report.figure import Figure, Missing
-from specsparse.report.figures import acceptance, cost, prediction, quality, speedup, stages
+from specsparse.report.figures import acceptance, cost, prediction, quality, sparsity, speedup, stages
 from specsparse.report.methods import Method
 from specsparse.report.runs import Run
 
@@ -17,6 +17,7 @@ MAKERS = (
     prediction.predicted_and_measured,
     stages.time_split,
     cost.verify_cost,
+    sparsity.union_size,
     quality.quality_and_speed,
 )
 

@@ -5,13 +5,11 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure as Canvas
 
 from specsparse import metrics
-from specsparse.report import plots
+from specsparse.report import intervals, plots
 from specsparse.report.figure import MOST, Figure, Missing, Row
 from specsparse.report.figures.speedup import NO_METHOD
 from specsparse.report.methods import Method, fastest
 from specsparse.report.runs import Run
-
-_WHISKERS = "Whiskers: 95 % bootstrap interval over prompts; none where there is one prompt."
 
 
 def by_position(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
@@ -26,7 +24,7 @@ def by_position(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Miss
     if not rows:
         return Missing(name, title, "no run drafted a token" if methods else NO_METHOD)
     definition = metrics.DEFINITIONS["acceptance_per_position"].capitalize()
-    caption = f"{definition}: unconditional, so that a line falls. {_WHISKERS}{_cut(methods)}"
+    caption = f"{definition}: unconditional, so that a line falls. {intervals.WHISKERS}{_cut(methods)}"
     return Figure(name, title, caption, tuple(rows), _lines)
 
 
@@ -41,7 +39,9 @@ def by_task(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
     ]
     if not rows:
         return Missing(name, title, "no run drafted a token" if methods else NO_METHOD)
-    caption = f"Draft acceptance rate: {metrics.DEFINITIONS['draft_acceptance_rate']}. {_WHISKERS}{_cut(methods)}"
+    caption = (
+        f"Draft acceptance rate: {metrics.DEFINITIONS['draft_acceptance_rate']}. {intervals.WHISKERS}{_cut(methods)}"
+    )
     return Figure(name, title, caption, tuple(rows), _bars, size=(8.6, 4.4))
 
 
@@ -53,7 +53,7 @@ def accepted_in_a_round(runs: Sequence[Run], methods: Sequence[Method]) -> Figur
         return Missing(name, title, "no run drafted a token" if methods else NO_METHOD)
     caption = (
         "Share of the rounds with a draft in which exactly so many drafted tokens stayed; the token that the target "
-        f"adds to each is not counted. {_WHISKERS}{_cut(methods)}"
+        f"adds to each is not counted. {intervals.WHISKERS}{_cut(methods)}"
     )
     return Figure(name, title, caption, tuple(rows), _histograms, size=(8.6, 4.0))
 

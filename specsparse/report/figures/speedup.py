@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure as Canvas
 
-from specsparse.report import plots
+from specsparse.report import intervals, plots
 from specsparse.report.figure import MOST, Figure, Missing, Row
 from specsparse.report.methods import GAMMA, TEMPERATURE, Method, fastest
 from specsparse.report.runs import Run
 
 DEFINITION = (
     "Speed-up: sum of plain decode times over sum of the method's, same prompts and token counts, interleaved, prompt "
-    "processing excluded. Whiskers: 95 % bootstrap interval over prompts; none where there is one prompt."
+    f"processing excluded. {intervals.WHISKERS}"
 )
 NO_METHOD = "no run decoded plainly and with a method, prompt by prompt"
 
