@@ -31,6 +31,7 @@ class RoundView:
         before, after: the states around it, without cache and drafter.
         cache_before, cache_after: int32[B], tokens in the target's cache.
         draft, logits, verdict: what was proposed, float[B, K+1, V] of the target, and the verdict.
+        stats: of the target's sparse FFN in this pass, see `ForwardOut`, or None.
     """
 
     session: Session
@@ -42,6 +43,7 @@ class RoundView:
     draft: Draft
     logits: jax.Array
     verdict: Verdict
+    stats: Any = None
 
     def laws(self) -> jax.Array:
         """float32[B, K+1, V], the target's law at each row."""
@@ -129,4 +131,5 @@ def _step(session: Session) -> RoundView:
     after = session.state._replace(cache=None, drafter=None)
     cache_after = np.asarray(session.state.cache.length)
     number = int(np.max(np.asarray(rest.counters.rounds)))
-    return RoundView(session, number, rest, after, cache_before, cache_after, drafted.draft, out.logits, verdict)
+    caches = cache_before, cache_after
+    return RoundView(session, number, rest, after, *caches, drafted.draft, out.logits, verdict, out.stats)
