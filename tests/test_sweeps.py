@@ -300,6 +300,7 @@ def test_a_launcher_that_is_not_installed_says_how(capsys, tmp_path, monkeypatch
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("sweep", ["joblib", "local_jobs"])
 def test_the_launchers_run_real_cells(tmp_path, sweep):
+    pytest.importorskip(f"hydra_plugins.hydra_{'joblib' if sweep == 'joblib' else 'submitit'}_launcher")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
     command = [sys.executable, "-m", "specsparse.run", "-m", "+experiment=certify", f"sweep={sweep}", "seed=1,2",
                "certify.vocab=2", "certify.gamma=1", "hydra.sweep.dir=runs/s"]  # fmt: skip

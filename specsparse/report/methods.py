@@ -25,7 +25,7 @@ _WORDS = {
     "max_tokens": "tokens",
 }
 _NOT_A_METHOD = (
-    "tracker.", "data.", "compare.", "certify.", "roofline.", "train.", "predictor.", "kind", "stream", "warmup",
+    "tracker.", "data.", "compare.", "certify.", "roofline.", "train.", "kind", "stream", "warmup",
     "seed", "repeats", "time_split", "debug", "trace", "record_laws", "loop", "sampling.ignore_eos",
 )  # fmt: skip
 
