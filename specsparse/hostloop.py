@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from specsparse.engine.generate import DecodeState, Finish
+from specsparse.errors import UserError
 from specsparse.metrics import Times
 from specsparse.session import Session
 from specsparse.speculative.base import Draft, Drafted, Verdict
@@ -89,6 +90,8 @@ def _round(session: Session) -> Round:
 
 def _step(session: Session) -> RoundView:
     """One round, its pieces timed; what is not in a piece is the host's."""
+    if len({k.device for k in session.state.cache.k}) > 1:
+        raise UserError("speculation needs the whole cache on one device: place neurons, not layers")
     pieces, job = _round(session), session.job
     weights = (session.params, session.draft_params)
     compiled, begun = session.compile_s, time.perf_counter()
@@ -98,7 +101,9 @@ def _step(session: Session) -> RoundView:
     def timed(stage: str, function: Callable, *args: Any, donate: tuple[int, ...]) -> Any:
         key = ("round", stage, pieces.config, pieces.drafter, pieces.verifier)
         before_s, start = session.compile_s, time.perf_counter()
-        out = jax.block_until_ready(session.call(key, function, weights, *args, donate=donate))
+        out = jax.block_until_ready(
+            session.call(key, function, weights, *args, donate=donate, target=stage == "verify")
+        )
         spent[stage] = time.perf_counter() - start - (session.compile_s - before_s)
         return out
 
