@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from specsparse.experiments import placement_sweep
 from specsparse.record import PLAIN, SPECULATIVE
 from specsparse.trackers import RECORD_FILE
 
@@ -52,8 +53,12 @@ def table(found: list[dict[str, Any]]) -> Table:
 
 
 def show(directory: Path, out: Console) -> None:
-    """Print the table of a sweep's directory; nothing for fewer than two runs of kind `speed`."""
-    found = [r for r in records(directory) if "summary" in r and PLAIN in r["summary"]]
+    """Print the table of a sweep's directory; nothing for fewer than two runs of kind `speed` or `placement`."""
+    everything = records(directory)
+    placed = [r for r in everything if r.get("kind") == "placement"]
+    if len(placed) > 1:
+        placement_sweep.show(directory, placed, out)
+    found = [r for r in everything if "summary" in r and PLAIN in r["summary"]]
     if len(found) > 1:
         out.print(table(found))
         out.print(f"records: {directory}", style="dim", highlight=False)
