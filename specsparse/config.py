@@ -162,6 +162,29 @@ class TrainSpec:
 
 
 @dataclass(frozen=True)
+class PlacementSpec:
+    """Which neurons lie on the accelerator, and what is counted and assumed for it; see `conf/placement`."""
+
+    rule: str = "optimal"
+    hot: str = "masked"
+    granularity: int = 256
+    hot_device: str = "4090"
+    cold_device: str = "this"
+    link_gbs: float = 25.0
+    latency_us: float = 10.0
+    call_us: float = 5.0
+    overlap: bool = True
+    rows: int = 1
+    context: int = 512
+    activations: str | None = None
+    active_share: float | None = None
+    tokens: int = 2048
+    window: int = 128
+    gpu_index: str | None = None
+    decode: int = 0
+
+
+@dataclass(frozen=True)
 class CompareSpec:
     """Which methods `kind: compare` tries: every valid pair; `verifiers` None is all lossless ones."""
 
@@ -199,6 +222,8 @@ class RunConfig:
         time_split: tokens to decode round by round per task, for the time split; 0: none.
         trace: show the first pass round by round.
         record_laws: tokens of each law of p and q to keep for `replay`; 0: none.
+        vram_budget, n_gpu_layers: GiB of the accelerator, and whole layers on it; None is what there is and what fits.
+        reset_gpu_index, disable_gpu_index: as PowerInfer's options of these names.
     """
 
     model: ModelSpec
@@ -230,6 +255,11 @@ class RunConfig:
     train: TrainSpec = TrainSpec()
     powerinfer: PowerInferSpec = PowerInferSpec()
     sparsity: SparsitySpec = SparsitySpec()
+    placement: PlacementSpec = PlacementSpec()
+    vram_budget: float | None = None
+    n_gpu_layers: int | None = None
+    reset_gpu_index: bool = False
+    disable_gpu_index: bool = False
     composed: dict[str, Any] = field(default_factory=dict, repr=False)
 
 
@@ -255,6 +285,13 @@ _AT_LEAST = {
     "train.tokens": 1,
     "train.window": 4,
     "train.judged": 1,
+    "placement.granularity": 1,
+    "placement.rows": 1,
+    "placement.context": 1,
+    "placement.tokens": 1,
+    "placement.window": 1,
+    "placement.decode": 0,
+    "n_gpu_layers": 0,
 }
 _CHOICES = {
     "model.kv_dtype": ("f32", "f16", "bf16"),
@@ -263,6 +300,8 @@ _CHOICES = {
     "ffn.name": ("dense", "powerinfer", "oracle", "predicted"),
     "loop": ("jit", "host"),
     "data.turns": ("first", "both"),
+    "placement.rule": ("optimal", "powerinfer", "layers", "none"),
+    "placement.hot": ("masked", "dense"),
     "certify.vocab": (2, 3, 4, 5, 6),
     "certify.gamma": (1, 2, 3),
 }

@@ -14,6 +14,7 @@ KINDS = {
     "compare": "plain decoding and every valid method of a list, ranked",
     "certify": "the exact output law of every verifier, and of the mutants; needs no model",
     "roofline": "what the model file could do at best on a device, and what it was measured to do here",
+    "placement": "which neurons belong on the accelerator, and the time a token that is expected of it",
     "train_predictors": "a predictor of active neurons trained or fitted on text, and judged",
     "powerinfer_oracle": "a PowerInfer model's logits and greedy tokens against those PowerInfer itself wrote",
     "sparsity": "what leaving neurons out costs in quality and gains in speed, point by point",
