@@ -8,10 +8,11 @@ sizes and dequantisation. The format: https://github.com/ggml-org/ggml/blob/mast
 
 import mmap
 import os
+import re
 import stat
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -384,11 +385,18 @@ def _read_header(cur: _Cursor) -> tuple[bytes, int]:
 def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     """Opens a GGUF file (version 2 or 3, little-endian) without reading its tensors.
 
-    Time and memory are bounded by the file's size, whatever its header claims.
+    The first of the files that a model was split into opens all of them. Time and memory are bounded by the size of the
+    files, whatever a header claims.
 
     Raises:
         UserError: it is missing, no GGUF file, truncated or inconsistent; the line names the file and the thing.
     """
+    first = open_one(path)
+    return first if first.get("split.count", "int", 1) <= 1 else _join_shards(first)
+
+
+def open_one(path: str | os.PathLike[str]) -> GGUFFile:
+    """Opens one file by itself, a shard of a split model too; otherwise as `open_gguf`."""
     path = Path(path)
     cur = _Cursor(_map(path), path)
     magic, version = _read_header(cur)
@@ -400,3 +408,39 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     cur.check_count(n_tensors, _MIN_TENSOR, "the number of tensors")
     tensors, alignment = _read_tensors(cur, n_tensors, metadata, TYPE_CODES[magic])
     return GGUFFile(path, magic, version, alignment, metadata, tensors)
+
+
+_SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+"""The names that llama.cpp gives to the files of a split model: `stem-00001-of-00003.gguf`."""
+
+
+def shard_names(name: str) -> list[str]:
+    """The names of all files of a split model, of the name of one of them; empty for any other name."""
+    found = _SHARD.fullmatch(name)
+    count = int(found["count"]) if found else 0
+    return [f"{found['stem']}-{i:05d}-of-{count:05d}.gguf" for i in range(1, count + 1)] if found else []
+
+
+def _join_shards(first: GGUFFile) -> GGUFFile:
+    """The whole of a split model: metadata of the first file (without what it says of the split), tensors of all."""
+    names = shard_names(first.path.name)
+    count, number = first.get("split.count", "int"), first.get("split.no", "int", 0)
+    if len(names) != count:
+        raise UserError(
+            f"{first.path}: says it is one of {count} files, but is not named like -00001-of-{count:05d}.gguf"
+        )
+    if number != 0:
+        raise UserError(f"{first.path}: is file {number + 1} of {count}; give the first one, {names[0]}")
+    tensors = dict(first.tensors)
+    for i, name in enumerate(names[1:], 1):
+        shard = open_one(first.path.with_name(name))
+        if shard.magic != first.magic or shard.get("split.count", "int") != count or shard.get("split.no", "int") != i:
+            raise UserError(f"{shard.path}: is not file {i + 1} of the {count} that {first.path.name} begins")
+        if twice := shard.tensors.keys() & tensors.keys():
+            raise UserError(f"{shard.path}: tensor {show(min(twice))} is in another file of the model too")
+        tensors |= shard.tensors
+    total = first.get("split.tensors.count", "int", len(tensors))
+    if len(tensors) != total:
+        raise UserError(f"{first.path}: its {count} files hold {len(tensors)} tensors, {total} are needed")
+    metadata = {key: value for key, value in first.metadata.items() if not key.startswith("split.")}
+    return replace(first, metadata=metadata, tensors=tensors)

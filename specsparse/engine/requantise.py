@@ -96,7 +96,7 @@ def _write(f: GGUFFile, path: Path, kind: GGMLQuantizationType, progress) -> Non
         if key == "general.alignment":
             writer.add_custom_alignment(int(value))
         elif key != "general.architecture":  # the writer's own
-            _add(writer, key, value)
+            add_key(writer, key, value)
     tied, total, done = "output.weight" not in f.tensors, sum(t.nbytes for t in f.tensors.values()), 0
     plan = [(t, type_for(t, kind, tied=tied)) for t in f.tensors.values()]
     for tensor, to in plan:  # the header first, so that one tensor at a time is in memory
@@ -128,7 +128,7 @@ _NUMPY = {
 }  # fmt: skip
 
 
-def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+def add_key(writer: GGUFWriter, key: str, value: Any) -> None:
     """One key: scalars in the width that files have (uint32, float32), arrays in their own."""
     if isinstance(value, np.ndarray):
         of = _NUMPY[value.dtype.str[1:]]
