@@ -96,12 +96,12 @@ def tensor_groups(f: GGUFFile, *, each: bool = False) -> list[TensorGroup]:
     return [TensorGroup(*key, count=len(sizes), nbytes=sum(sizes)) for key, sizes in found.items()]
 
 
-def sizes(f: GGUFFile) -> dict[str, Any]:
-    """Weights, bytes and bits per weight of the whole file, and its bytes by type."""
-    weights = sum(prod(t.shape) for t in f.tensors.values())
-    nbytes = sum(t.nbytes for t in f.tensors.values())
+def sizes(f: GGUFFile, *, layers_only: bool = False) -> dict[str, Any]:
+    """Weights, bytes, bits per weight and bytes by type, the most first, of all tensors or of those of the layers."""
+    tensors = [t for t in f.tensors.values() if t.name.startswith("blk.") or not layers_only]
+    weights, nbytes = sum(prod(t.shape) for t in tensors), sum(t.nbytes for t in tensors)
     by_type: Counter[str] = Counter()
-    for t in f.tensors.values():
+    for t in tensors:
         by_type[t.type.name] += t.nbytes
     bits = 8 * nbytes / weights if weights else 0.0
     return {"weights": weights, "bytes": nbytes, "bits_per_weight": bits, "bytes_by_type": dict(by_type.most_common())}

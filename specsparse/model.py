@@ -157,6 +157,7 @@ def load(
     ffn: str | None = None,
     threshold: float | None = None,
     faithful_f16: bool = False,
+    float_weights: bool = False,
     **overrides,
 ) -> Model:
     """Loads a model.
@@ -172,6 +173,8 @@ def load(
         threshold: of the predictors' outputs, in place of the environment's (LLAMA_SPARSE_PRED_THRESHOLD) or the
             file's; -inf keeps all neurons, inf none.
         faithful_f16: round everything that PowerInfer rounds on a CPU, to compare logits with it. Slow.
+        float_weights: dequantise every matrix to float32 at load, so that nothing is computed in integers: the
+            reference that quantised arithmetic is judged by.
         overrides: `rope_base`, `rope_scale`, `rope_scaling`, `context_length` and `activation` in place of the file's.
 
     Raises:
@@ -183,7 +186,8 @@ def load(
         raise UserError(f"a model is a name or the path of a GGUF file, not {type(spec).__name__}")
     unknown = sorted(set(overrides) - set(OVERRIDES))
     if unknown:
-        known = ", ".join(("kv_dtype", "threads", "backend", "ffn", "threshold", "faithful_f16", *OVERRIDES))
+        own = ("kv_dtype", "threads", "backend", "ffn", "threshold", "faithful_f16", "float_weights")
+        known = ", ".join((*own, *OVERRIDES))
         raise UserError(f"load() has no option {unknown[0]!r}; it has {known}")
     kv_dtype = kv_dtype or "f16"
     if kv_dtype not in KV_DTYPES:
@@ -197,6 +201,8 @@ def load(
     f = open_gguf(path)
     config = ModelConfig.from_gguf(f, overrides=overrides)
     plan = modes.plan(f, config, chosen, ffn=ffn, threshold=threshold, faithful_f16=faithful_f16)
+    if float_weights and plan.pack is not None:
+        raise UserError(f"{path}: float_weights is for dense files; this one's FFN is packed for its predictors")
     tokenizer = Tokenizer.from_metadata(f.metadata, where=str(path))
     total = sum(t.nbytes for t in f.tensors.values())
     done = 0
@@ -207,8 +213,9 @@ def load(
         if progress is not None:
             progress(done, total)
 
+    floats = plan.floats or float_weights
     params = weights.load_params(
-        f, config, floats=plan.floats, float_types=plan.float_types, progress=advance, pack_ffn=plan.pack
+        f, config, floats=floats, float_types=plan.float_types, progress=advance, pack_ffn=plan.pack
     )
     return Model(
         config=config,

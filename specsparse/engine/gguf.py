@@ -119,6 +119,21 @@ class TensorInfo:
             return quants.dequantize(self.raw, self.type).reshape(self.shape)
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Where in the file things are, for those who copy it.
+
+    Attributes:
+        keys: first byte and end of each metadata value, its type code included.
+        tensors: first byte and end of the table of tensors.
+        data: first byte of the tensors' data.
+    """
+
+    keys: Mapping[str, tuple[int, int]]
+    tensors: tuple[int, int]
+    data: int
+
+
 Kind = Literal["int", "float", "str", "bool"]
 _REQUIRED: Any = object()
 
@@ -134,6 +149,7 @@ class GGUFFile:
         alignment: of tensor data, bytes.
         metadata: key -> int, float, bool, str, list[str] or 1-D numpy array.
         tensors: name -> tensor, in file order.
+        layout: of a file that was opened by itself; None for one that was joined or made.
     """
 
     path: Path
@@ -142,6 +158,7 @@ class GGUFFile:
     alignment: int
     metadata: Mapping[str, Any] = field(repr=False)
     tensors: Mapping[str, TensorInfo] = field(repr=False)
+    layout: Layout | None = field(default=None, repr=False)
 
     def get(self, key: str, kind: Kind, default: Any = _REQUIRED) -> Any:
         """The value of `key` as a plain int, float, str or bool; `default` where it is missing.
@@ -269,14 +286,18 @@ def _value_type(cur: _Cursor, what: str) -> GGUFValueType:
         cur.fail(f"{what} has unknown value type {code}")
 
 
-def _read_metadata(cur: _Cursor, n: int) -> dict[str, Any]:
+def _read_metadata(cur: _Cursor, n: int) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
+    """Values by key, and where they lie."""
     metadata: dict[str, Any] = {}
+    places = {}
     for i in range(n):
         key = cur.name(f"metadata key {i}")
         if key in metadata:
             cur.fail(f"metadata key {show(key)} is there twice")
+        start = cur.at
         metadata[key] = _read_value(cur, f"metadata key {show(key)}")
-    return metadata
+        places[key] = start, cur.at
+    return metadata, places
 
 
 @dataclass(frozen=True)
@@ -329,7 +350,7 @@ def _check_places(cur: _Cursor, entries: list[_Entry], data: int, alignment: int
 
 
 def _read_tensors(cur: _Cursor, n: int, metadata: dict[str, Any], codes: dict[int, GGMLQuantizationType]):
-    """The tensors over the mapped bytes, and the alignment."""
+    """The tensors over the mapped bytes, the alignment, and where their data begins."""
     entries = [_read_entry(cur, i, codes) for i in range(n)]
     seen: set[str] = set()
     for entry in entries:
@@ -346,7 +367,7 @@ def _read_tensors(cur: _Cursor, n: int, metadata: dict[str, Any], codes: dict[in
     for e in entries:
         raw = mapped[data + e.start :][: e.nbytes].reshape(*e.shape[:-1], e.row_bytes)
         tensors[e.name] = TensorInfo(e.name, e.type, e.shape, raw, str(cur.path))
-    return tensors, alignment
+    return tensors, alignment, data
 
 
 def _map(path: Path) -> mmap.mmap:
@@ -404,10 +425,11 @@ def open_one(path: str | os.PathLike[str]) -> GGUFFile:
     n_keys = cur.count(_MIN_KEY_VALUE, "the number of metadata keys")
     if max(n_tensors, n_keys) > MAX_ENTRIES:
         cur.fail(f"has {n_tensors} tensors and {n_keys} metadata keys; at most {MAX_ENTRIES} of each are supported")
-    metadata = _read_metadata(cur, n_keys)
+    metadata, places = _read_metadata(cur, n_keys)
     cur.check_count(n_tensors, _MIN_TENSOR, "the number of tensors")
-    tensors, alignment = _read_tensors(cur, n_tensors, metadata, TYPE_CODES[magic])
-    return GGUFFile(path, magic, version, alignment, metadata, tensors)
+    start = cur.at
+    tensors, alignment, data = _read_tensors(cur, n_tensors, metadata, TYPE_CODES[magic])
+    return GGUFFile(path, magic, version, alignment, metadata, tensors, Layout(places, (start, cur.at), data))
 
 
 _SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
@@ -443,4 +465,4 @@ def _join_shards(first: GGUFFile) -> GGUFFile:
     if len(tensors) != total:
         raise UserError(f"{first.path}: its {count} files hold {len(tensors)} tensors, {total} are needed")
     metadata = {key: value for key, value in first.metadata.items() if not key.startswith("split.")}
-    return replace(first, metadata=metadata, tensors=tensors)
+    return replace(first, metadata=metadata, tensors=tensors, layout=None)

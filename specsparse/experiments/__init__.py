@@ -14,6 +14,8 @@ KINDS = {
     "compare": "plain decoding and every valid method of a list, ranked",
     "certify": "the exact output law of every verifier, and of the mutants; needs no model",
     "roofline": "what the model file could do at best on a device, and what it was measured to do here",
+    "perplexity": "how well a model predicts a text, and how far its law is from the float32 one",
+    "quant_table": "bytes, quality and speed of a model in several types of weights",
     "train_predictors": "a predictor of active neurons trained or fitted on text, and judged",
 }
 """Names of modules of this package, and what each does."""
