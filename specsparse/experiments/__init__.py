@@ -15,6 +15,8 @@ KINDS = {
     "certify": "the exact output law of every verifier, and of the mutants; needs no model",
     "roofline": "what the model file could do at best on a device, and what it was measured to do here",
     "placement": "which neurons belong on the accelerator, and the time a token that is expected of it",
+    "perplexity": "how well a model predicts a text, and how far its law is from the float32 one",
+    "quant_table": "bytes, quality and speed of a model in several types of weights",
     "train_predictors": "a predictor of active neurons trained or fitted on text, and judged",
     "powerinfer_oracle": "a PowerInfer model's logits and greedy tokens against those PowerInfer itself wrote",
     "sparsity": "what leaving neurons out costs in quality and gains in speed, point by point",
