@@ -14,6 +14,7 @@ KINDS = {
     "compare": "plain decoding and every valid method of a list, ranked",
     "certify": "the exact output law of every verifier, and of the mutants; needs no model",
     "roofline": "what the model file could do at best on a device, and what it was measured to do here",
+    "train_drafter": "a head for a model, trained on text that the model writes, and judged",
     "train_predictors": "a predictor of active neurons trained or fitted on text, and judged",
 }
 """Names of modules of this package, and what each does."""

@@ -5,14 +5,20 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-
-from specsparse.prompts import Prompt
 
 _GRAMMAR_FILE = Path(__file__).parents[1] / "data" / "training_prompts.json"
 _SLOT = re.compile(r"\{([a-z_-]+|\d+\.\.\d+)\}")
 _DEEPEST = 12
+
+
+class Prompt(NamedTuple):
+    """A prompt and its task, one of the built-in prompts' tasks."""
+
+    task: str
+    text: str
 
 
 @functools.cache
@@ -32,7 +38,7 @@ def prompt(index: int, *, seed: int = 0, rules: Mapping[str, Sequence[str]] | No
     tasks = rules["tasks"]
     share = np.array([tasks[name] for name in tasks], np.float64)
     task = str(rng.choice(list(tasks), p=share / share.sum()))
-    return Prompt(f"{task}-{seed}-{index}", task, _expand(rules, "{" + task + "}", rng, {}, 0))
+    return Prompt(task, _expand(rules, "{" + task + "}", rng, {}, 0))
 
 
 def _expand(rules: Mapping[str, Sequence[str]], text: str, rng: np.random.Generator, fixed: dict, depth: int) -> str:

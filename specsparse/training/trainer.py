@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from specsparse.engine.config import ModelConfig
 from specsparse.errors import UserError
 from specsparse.kernels.dequant import dequantize, embed_rows
 from specsparse.kernels.rows import take_rows
@@ -274,12 +273,13 @@ def run(
     state: TrainState,
     texts: Sequence[Text],
     *,
-    on_step: Callable[[TrainState, Losses], None],
+    on_step: Callable[[TrainState, Losses, int], None],
 ) -> TrainState:
-    """Steps to the end from wherever `state` is; `on_step` sees each state and the losses that led to it."""
+    """Steps to the end from wherever `state` is; `on_step` sees each state, the losses before it, and its rows."""
     frozen = trainer.frozen(np.asarray(state.ids))
     batches = trainer.batches(texts, int(state.step))
     while int(state.step) < trainer.options.steps:
-        state, losses = trainer.step(state, frozen, next(batches))
-        on_step(state, losses)
+        batch = next(batches)
+        state, losses = trainer.step(state, frozen, batch)
+        on_step(state, losses, int((batch.depth >= 0).sum()))
     return state

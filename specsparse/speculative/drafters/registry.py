@@ -6,7 +6,7 @@ from specsparse.engine.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.speculative.base import Drafter, DraftKind
 from specsparse.speculative.drafters.ngram import NGram
-from specsparse.speculative.drafters.plan import DrafterPlan, LayerSkipPlan, ModelPlan, Style, read_ids
+from specsparse.speculative.drafters.plan import DrafterPlan, HeadPlan, LayerSkipPlan, ModelPlan, Style, read_ids
 from specsparse.speculative.drafters.scripted import Scripted
 from specsparse.speculative.drafters.suffix import Suffix
 from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates
@@ -83,6 +83,10 @@ def _layer_skip(layers: Any = None, **style: Any) -> LayerSkipPlan:
     return LayerSkipPlan(_style(**style), chosen)
 
 
+def _head(head: Any = None, **style: Any) -> HeadPlan:
+    return HeadPlan(_style(**style), None if head is None else str(head))
+
+
 _DRAWS = {
     "argmax": DraftKind.ONE_HOT,
     "greedy": DraftKind.ONE_HOT,
@@ -153,6 +157,7 @@ DRAFTERS: dict[str, Factory] = {
     ),
     "model": Factory(_model, {"model": None, "special_tokens": Option(str, choices=("target",)), **_STYLE}),
     "layer_skip": Factory(_layer_skip, {"layers": None, **_STYLE}),
+    "head": Factory(_head, {"head": None, **_STYLE}),
     "scripted": Factory(
         _scripted,
         {
@@ -173,6 +178,7 @@ ALIASES = {
     "ngram-map-k": "ngram_map",
     "draft_model": "model",
     "layer-skip": "layer_skip",
+    "eagle": "head",
 }
 """Names that other projects give to the same drafters."""
 
