@@ -90,7 +90,7 @@ def claim(folder: Path, cfg: RunConfig, model: Any) -> None:
         UserError: it holds another training.
     """
     found = options(cfg)
-    shape = {n: getattr(found.train, n) for n in ("draft_vocab", "optimiser", "seed")}
+    shape = {n: getattr(found.train, n) for n in ("draft_vocab", "seed")}
     text = {f.name: getattr(found.data, f.name) for f in fields(found.data)}
     settings = json.loads(trackers.to_json({
         "model": {"name": Path(model.path).name, "bytes": Path(model.path).stat().st_size}, "text": text, "head": shape,

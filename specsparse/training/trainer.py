@@ -33,10 +33,10 @@ class TrainOptions:
         rows, drafting: of a window, see `training.head.Window`.
         streams: tokens of a draft that are trained.
         stream_weight: of each stream in the loss against the one before it.
-        optimiser: "muon" (Jordan et al. 2024, kellerjordan.github.io/posts/muon) for the matrices, or "adamw".
-        learning_rate: of the matrices.
-        vector_rate: of the norms, by AdamW.
-        weight_decay: of the matrices.
+        candidates: ids of the draft vocabulary that a step's softmax runs over, others in every step: those that
+            follow its rows and further ones, drawn as often as they occur; 0 for all of them, which costs more.
+        learning_rate, weight_decay: of AdamW; the decay is of the matrices.
+        clip: largest norm of a gradient.
         warmup: steps in which the rates rise from 0.
         decay: share of the steps, the last ones, in which they fall to 0, linearly.
         seed: of the order of texts.
@@ -45,14 +45,14 @@ class TrainOptions:
     draft_vocab: int = 8192
     steps: int = 1000
     windows: int = 4
-    rows: int = 1024
-    drafting: int = 448
-    streams: int = 3
+    rows: int = 512
+    drafting: int = 224
+    streams: int = 2
     stream_weight: float = 0.8
-    optimiser: str = "muon"
-    learning_rate: float = 0.01
-    vector_rate: float = 1e-3
+    candidates: int = 2048
+    learning_rate: float = 6e-4
     weight_decay: float = 0.01
+    clip: float = 1.0
     warmup: int = 20
     decay: float = 0.5
     seed: int = 0
@@ -61,13 +61,13 @@ class TrainOptions:
         for name in ("draft_vocab", "steps", "windows", "rows", "drafting", "streams", "warmup"):
             if getattr(self, name) < 1:
                 raise UserError(f"train.{name}={getattr(self, name)} must be at least 1")
-        for name in ("learning_rate", "vector_rate", "stream_weight"):
+        if self.candidates < 0 or self.weight_decay < 0:
+            raise UserError("train.candidates and train.weight_decay must not be below 0")
+        for name in ("learning_rate", "stream_weight", "clip"):
             if not getattr(self, name) > 0:
                 raise UserError(f"train.{name}={getattr(self, name)} must be above 0")
         if not 0 <= self.decay <= 1:
             raise UserError(f"train.decay={self.decay} must lie in 0..1")
-        if self.optimiser not in ("muon", "adamw"):
-            raise UserError(f"train.optimiser={self.optimiser} must be muon or adamw")
 
 
 class TrainState(NamedTuple):
@@ -85,6 +85,13 @@ class TrainState(NamedTuple):
     step: jax.Array
 
 
+class Batch(NamedTuple):
+    """Windows [W, ...], and int32[c], ascending, the columns of the draft vocabulary that the softmax runs over."""
+
+    windows: Window
+    columns: np.ndarray
+
+
 class Losses(NamedTuple):
     """Of a batch, by stream: cross-entropy in nats, and the share of rows whose argmax is the target's."""
 
@@ -94,14 +101,25 @@ class Losses(NamedTuple):
 
 def frequent_ids(texts: Sequence[Text], count: int, vocab_size: int) -> np.ndarray:
     """int32[N], ascending: the ids that answers hold most often; equally frequent ones by id."""
-    seen = np.zeros(vocab_size, np.int64)
-    for text in texts:
-        seen += np.bincount(text.tokens[text.prompt :], minlength=vocab_size)
-    order = np.argsort(-seen, kind="stable")
+    order = np.argsort(-_counts(texts, vocab_size), kind="stable")
     return np.sort(order[: min(count, vocab_size)]).astype(np.int32)
 
 
-def first_weights(model: "Model", texts: Sequence[Text], *, rows: int = 20_000, ridge: float = 1e-2) -> HeadWeights:
+def _counts(texts: Sequence[Text], vocab_size: int) -> np.ndarray:
+    """int64[V]: how often answers hold each id."""
+    seen = np.zeros(vocab_size, np.int64)
+    for text in texts:
+        seen += np.bincount(text.tokens[text.prompt :], minlength=vocab_size)
+    return seen
+
+
+def _shares(texts: Sequence[Text], ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    """float64[N]: what candidates are drawn by; one more than the count, so that each may come."""
+    counts = _counts(texts, vocab_size)[ids] + 1.0
+    return counts / counts.sum()
+
+
+def first_weights(model: "Model", texts: Sequence[Text], *, rows: int = 60_000, ridge: float = 3e-3) -> HeadWeights:
     """Where training begins: the best linear guess, in a layer that passes it on.
 
     `fc` is the ridge regression of the target's next row on both inputs. Queries, keys, values, gate and up are those
@@ -144,27 +162,23 @@ def _unit(x: np.ndarray) -> np.ndarray:
 
 
 def optimiser(options: TrainOptions) -> optax.GradientTransformation:
-    """Muon or AdamW on the matrices, AdamW on the norms, under a trapezoid of rates."""
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) under a trapezoid of rates."""
     up = max(1, options.warmup)
     down = max(1, round(options.decay * options.steps))
-
-    def rate(peak: float) -> optax.Schedule:
-        flat = max(options.steps - up - down, 0)
-        parts = (
+    peak, flat = options.learning_rate, max(options.steps - up - down, 0)
+    rate = optax.join_schedules(
+        (
             optax.linear_schedule(0.0, peak, up),
             optax.constant_schedule(peak),
             optax.linear_schedule(peak, 0.0, down),
-        )
-        return optax.join_schedules(parts, [up, up + flat])
-
-    if options.optimiser == "muon":
-        return optax.contrib.muon(
-            rate(options.learning_rate),
-            weight_decay=options.weight_decay,
-            adam_learning_rate=rate(options.vector_rate),
-        )
-    mask = partial(jax.tree.map, lambda x: x.ndim > 1)
-    return optax.adamw(rate(options.learning_rate), weight_decay=options.weight_decay, mask=mask)
+        ),
+        [up, up + flat],
+    )
+    matrices = partial(jax.tree.map, lambda x: x.ndim > 1)
+    return optax.chain(
+        optax.clip_by_global_norm(options.clip),
+        optax.adamw(rate, b2=0.98, weight_decay=options.weight_decay, mask=matrices),
+    )
 
 
 class HeadTrainer:
@@ -206,31 +220,45 @@ class HeadTrainer:
         cos, sin = head.rotary(self.config, self.options.rows, self.model.rope_factors)
         return Frozen(params.output_norm, rows, cos, sin)
 
-    def batches(self, texts: Sequence[Text], start: int) -> Iterator[Window]:
-        """The batches from step `start` on without end, windows [W, ...] each, the texts in another order each time."""
+    def batches(self, texts: Sequence[Text], ids: np.ndarray, start: int) -> Iterator[Batch]:
+        """The batches from step `start` on without end; the texts come in another order each time."""
         o, epoch, done = self.options, 0, 0
         if not any(spans(text)[1] > 0 for text in texts):
             raise UserError("no text to train on has an answer: raise train.tokens")
+        share = _shares(texts, ids, self.config.vocab_size)
         while True:
             order = np.random.default_rng([o.seed, epoch]).permutation(len(texts))
             plan = pack(texts, order, rows=o.rows, drafting=o.drafting)
-            plan += plan[: -len(plan) % o.windows] or []
+            plan = (plan * o.windows)[: -(-len(plan) // o.windows) * o.windows]  # the last batch is filled up
             for at in range(0, len(plan), o.windows):
                 if done >= start:
                     part = [fill([texts[i] for i in w], rows=o.rows, drafting=o.drafting)
-                            for w in (plan * o.windows)[at : at + o.windows]]  # fmt: skip
-                    yield jax.tree.map(lambda *each: np.stack(each), *part)
+                            for w in plan[at : at + o.windows]]  # fmt: skip
+                    windows = jax.tree.map(lambda *each: np.stack(each), *part)
+                    yield Batch(windows, self._columns(windows, ids, share, done))
                 done += 1
             epoch += 1
 
-    def step(self, state: TrainState, frozen: Frozen, batch: Window) -> tuple[TrainState, Losses]:
+    def _columns(self, windows: Window, ids: np.ndarray, share: np.ndarray, step: int) -> np.ndarray:
+        """The candidates of a step."""
+        count = min(self.options.candidates or len(ids), len(ids))
+        if count == len(ids):
+            return np.arange(count, dtype=np.int32)
+        column = np.minimum(np.searchsorted(ids, windows.tokens), len(ids) - 1)
+        wanted = np.unique(column[ids[column] == windows.tokens])[:count]
+        rest = np.where(np.isin(np.arange(len(ids)), wanted), 0.0, share)
+        rng = np.random.default_rng([self.options.seed, 1 << 20, step])
+        more = rng.choice(len(ids), count - len(wanted), replace=False, p=rest / rest.sum())
+        return np.sort(np.concatenate([wanted, more])).astype(np.int32)
+
+    def step(self, state: TrainState, frozen: Frozen, batch: Batch) -> tuple[TrainState, Losses]:
         """One step of the optimiser, and the losses before it."""
         weights, opt, losses = self._step(
             state.weights, state.optimiser, frozen, self.model.params.embedding, jax.tree.map(jnp.asarray, batch)
         )
         return TrainState(weights, opt, state.ids, state.step + 1), losses
 
-    def judge(self, state: TrainState, frozen: Frozen, batch: Window) -> Losses:
+    def judge(self, state: TrainState, frozen: Frozen, batch: Batch) -> Losses:
         """The losses of a batch."""
         batch = jax.tree.map(jnp.asarray, batch)
         return self._judge(state.weights, frozen, self.model.params.embedding, batch)[1]
@@ -238,9 +266,10 @@ class HeadTrainer:
     def _init(self, weights: HeadWeights) -> Any:
         return self._optimiser.init(weights)
 
-    def _losses(self, weights: HeadWeights, frozen: Frozen, embedding: Any, batch: Window):
-        o = self.options
-        batch = batch._replace(hidden=batch.hidden.astype(jnp.float32), after=batch.after.astype(jnp.float32))
+    def _losses(self, weights: HeadWeights, frozen: Frozen, embedding: Any, batch: Batch):
+        o, windows = self.options, batch.windows
+        frozen = frozen._replace(head=frozen.head[batch.columns])
+        windows = windows._replace(hidden=windows.hidden.astype(jnp.float32), after=windows.after.astype(jnp.float32))
 
         def one(window: Window):
             embedded = embed_rows(embedding, window.tokens)
@@ -255,7 +284,7 @@ class HeadTrainer:
                 found.append((jnp.sum(counts * -jnp.sum(wanted * q_mN, axis=-1)), jnp.sum(counts * same), counts.sum()))
             return jax.tree.map(lambda *each: jnp.stack(each), *found)
 
-        loss, same, counts = jax.tree.map(lambda x: x.sum(axis=0), jax.lax.map(one, batch))
+        loss, same, counts = jax.tree.map(lambda x: x.sum(axis=0), jax.lax.map(one, windows))
         counts = jnp.maximum(counts, 1.0)
         weight = jnp.asarray(o.stream_weight ** np.arange(o.streams), jnp.float32)
         losses = Losses(loss / counts, same / counts)
@@ -276,10 +305,11 @@ def run(
     on_step: Callable[[TrainState, Losses, int], None],
 ) -> TrainState:
     """Steps to the end from wherever `state` is; `on_step` sees each state, the losses before it, and its rows."""
-    frozen = trainer.frozen(np.asarray(state.ids))
-    batches = trainer.batches(texts, int(state.step))
+    ids = np.asarray(state.ids)
+    batches = trainer.batches(texts, ids, int(state.step))
+    frozen = trainer.frozen(ids)
     while int(state.step) < trainer.options.steps:
         batch = next(batches)
         state, losses = trainer.step(state, frozen, batch)
-        on_step(state, losses, int((batch.depth >= 0).sum()))
+        on_step(state, losses, int((batch.windows.depth >= 0).sum()))
     return state

@@ -60,7 +60,7 @@ def find(spec: str | Path | None, output_norm: Any) -> Path:
     if spec is None:
         wanted = fingerprint(output_norm)
         for path in shipped:
-            if open_gguf(path).get(TARGET, str, "") == wanted:
+            if open_gguf(path).get(TARGET, "str", "") == wanted:
                 return path
         raise UserError("no head was trained for this model: give drafter.head=FILE, or +experiment=train_drafter")
     for path in (SHIPPED / f"{spec}.gguf", Path(spec).expanduser()):
@@ -94,10 +94,11 @@ def read_head(path: Path, config: ModelConfig, *, floats: bool) -> HeadFile:
         UserError: another kind of file, or a head for a model of other shapes.
     """
     f = open_gguf(path)
-    if f.get("general.architecture", str, "") != ARCHITECTURE:
+    if f.get("general.architecture", "str", "") != ARCHITECTURE:
         raise UserError(f"{path}: is no head; +experiment=train_drafter makes one")
-    if f.get(VOCAB_SIZE, int) != config.vocab_size:
-        raise UserError(f"{path}: is a head for {f.get(VOCAB_SIZE, int)} ids, the target has {config.vocab_size}")
+    size = f.get(VOCAB_SIZE, "int")
+    if size != config.vocab_size:
+        raise UserError(f"{path}: is a head for {size} ids, the target has {config.vocab_size}")
     get = _reader(f, {**matrix_shapes(config), **dict.fromkeys(vector_names(), (config.d_model,))})
 
     def matrix(name: str) -> QTensor:
