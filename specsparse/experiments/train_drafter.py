@@ -24,7 +24,7 @@ CSV_FILE = "curve.csv"
 DEFINITIONS = {
     "agreement": "held-out greedy answers: drafts whose token at a place is the answer's, of those right so far",
     "acceptance": "1 + tokens right before the first wrong one, over drafts begun at every position of those answers",
-    "loss": "cross-entropy in nats of the head against the target's law on the draft vocabulary, by place in the draft",
+    "loss": "KL(target, head) in nats on the step's candidates, by place in the draft",
 }
 
 

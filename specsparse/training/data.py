@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specsparse.api import prompt_ids
 from specsparse.engine.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.predictors.checkpoint import read_tensors, write_tensors
@@ -80,8 +79,11 @@ def answer(model: "Model", prompts: list[np.ndarray], params: list[SamplingParam
 
 def encode(model: "Model", text: str, *, chat: bool) -> np.ndarray:
     """Ids int32[n] of a prompt's text."""
-    source = [{"role": "user", "content": text}] if chat else text
-    return prompt_ids(model, source, SamplingParams())
+    tokenizer = model.tokenizer
+    if chat:
+        turn = tokenizer.apply_chat_template([{"role": "user", "content": text}])
+        return np.asarray(tokenizer.encode(turn, parse_special=True), np.int32)
+    return np.asarray(tokenizer.encode(text, add_special=True), np.int32)
 
 
 def make_shard(model: "Model", options: DataOptions, index: int) -> list[Text]:
@@ -92,7 +94,7 @@ def make_shard(model: "Model", options: DataOptions, index: int) -> list[Text]:
     while len(prompts) < options.batch:
         source = prompt(index * 1000 * options.batch + _next(tries, limit), seed=options.seed)
         ids = encode(model, source.text, chat=options.chat)
-        if len(ids) <= limit:
+        if 0 < len(ids) <= limit:
             prompts.append(ids)
     params = [
         SamplingParams(

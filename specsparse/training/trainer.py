@@ -1,4 +1,4 @@
-"""Training a head: soft cross-entropy against the target's law on every stream of a draft."""
+"""Training a head: the divergence from the target's law on every stream of a draft."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -93,7 +93,7 @@ class Batch(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """Of a batch, by stream: cross-entropy in nats, and the share of rows whose argmax is the target's."""
+    """Of a batch, by stream: KL(target, head) in nats, and the share of rows whose argmax is the target's."""
 
     loss: jax.Array
     agreement: jax.Array
@@ -274,14 +274,16 @@ class HeadTrainer:
         def one(window: Window):
             embedded = embed_rows(embedding, window.tokens)
             rows = head.streams(self.config, weights, frozen, embedded, window, o.streams)
-            wanted = jax.nn.softmax(head.target_logits(self.config, frozen, window.after), axis=-1)
-            best = jnp.argmax(wanted, axis=-1)
+            log_p = jax.nn.log_softmax(head.target_logits(self.config, frozen, window.after), axis=-1)
+            p, best = jnp.exp(log_p), jnp.argmax(log_p, axis=-1)
+            entropy = -jnp.sum(p * log_p, axis=-1)
             found = []
             for s, y_mD in enumerate(rows):
                 q_mN = jax.nn.log_softmax(head.logits(self.config, weights, frozen, y_mD), axis=-1)
                 counts = (window.depth >= s).astype(jnp.float32)
                 same = (jnp.argmax(q_mN, axis=-1) == best).astype(jnp.float32)
-                found.append((jnp.sum(counts * -jnp.sum(wanted * q_mN, axis=-1)), jnp.sum(counts * same), counts.sum()))
+                divergence = -jnp.sum(p * q_mN, axis=-1) - entropy
+                found.append((jnp.sum(counts * divergence), jnp.sum(counts * same), counts.sum()))
             return jax.tree.map(lambda *each: jnp.stack(each), *found)
 
         loss, same, counts = jax.tree.map(lambda x: x.sum(axis=0), jax.lax.map(one, windows))
