@@ -112,7 +112,7 @@ def model_case(
 
     Args:
         folder: for the files.
-        source: "model" (a draft model of its own), "layer_skip" or "head".
+        source: "model" (a draft model of its own), "layer_skip", "head" or "lookup_head".
         vocab, capacity: of the models.
         options: of the drafter.
     """
@@ -121,7 +121,7 @@ def model_case(
     given: dict[str, Any] = {}
     if source == "model":
         given = {"model": tiny_model(folder, vocab=vocab, capacity=capacity, seed=1)}
-    elif source == "head":
+    elif source in ("head", "lookup_head"):
         given = {"head": random_head(folder, target)}
     plan = get_drafter(source, gamma=6, **given, **options)
     assert isinstance(plan, DrafterPlan)

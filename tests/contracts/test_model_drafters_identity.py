@@ -30,6 +30,7 @@ METHODS = {
     "p_split": ("warm", "layer_skip", {"layers": [0, 1], "tree": get_tree("p_split", nodes=8, p_split=0.02)}),
     "p_min": ("warm", "model", {"p_min": 0.2}),
     "head": ("greedy", "head", {}),
+    "lookup_head": ("sharp", "lookup_head", {"ngram_min": 3}),
     "head_drawn": ("sharp", "head", {"temperature": 0.4}),
     "head_tree": ("warm", "head", {"tree": get_tree("dynamic", total=9, depth=4, top_k=3)}),
 }
@@ -60,7 +61,7 @@ def plain(model):
 @pytest.mark.parametrize("method", METHODS)
 def test_tiny_models_emit_the_plain_tokens(model, head, plain, method):
     law, name, options = METHODS[method]
-    own = {"model": {"model": model}, "head": {"head": head}}.get(name, {})
+    own = {"model": {"model": model}, "head": {"head": head}, "lookup_head": {"head": head}}.get(name, {})
     drafter = get_drafter(name, gamma=4, **own, **options)
     verifier = "tree_match" if drafter.tree else "match"
     got = specsparse.generate(model, PROMPTS, sampling=LAWS[law], seed=11, drafter=drafter, verifier=verifier)

@@ -20,6 +20,7 @@ from specsparse.kernels import Kernels
 from specsparse.kernels.rows import take_rows
 from specsparse.speculative.base import Drafter, DraftKind
 from specsparse.speculative.draft_law import DraftLaw
+from specsparse.speculative.drafters.either import Either
 from specsparse.speculative.drafters.head_file import find, read_head
 from specsparse.speculative.drafters.head_source import HeadSource
 from specsparse.speculative.drafters.model import ModelDrafter
@@ -252,6 +253,34 @@ class HeadPlan(DrafterPlan):
         )
         weights = weights._replace(params=found.params)
         return Bound(_drafter(how, source, target), lambda capacity: weights)
+
+
+@dataclasses.dataclass(frozen=True)
+class LookupHeadPlan(DrafterPlan):
+    """Prompt lookup where the text repeats itself, else a head.
+
+    Attributes:
+        lookup: what drafts first.
+        head: what drafts where that finds nothing.
+    """
+
+    lookup: Drafter
+    head: HeadPlan
+
+    @property
+    def style(self) -> Style:
+        """The head's."""
+        return self.head.style
+
+    @property
+    def max_nodes(self) -> int:
+        """K of the two."""
+        return max(self.lookup.max_nodes, self.head.max_nodes)
+
+    def bind(self, target: LoadedModel, load: Load) -> Bound:
+        """Reads the head's file."""
+        bound = self.head.bind(target, load)
+        return Bound(Either(self.lookup, bound.drafter), bound.weights)
 
 
 def default_layers(count: int) -> tuple[int, ...]:
