@@ -202,3 +202,29 @@ def test_mistakes_are_one_line(model, file, tmp_path):
             head_file.read_head(path, model.config, floats=True)
     with pytest.raises(UserError, match="the target needs"):
         specsparse.generate(specsparse.load(other), "hello", drafter=get_drafter("head", head=str(file)))
+
+
+def test_lookup_drafts_where_it_can_and_the_head_elsewhere(model, file):
+    texts = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [3, 9, 27, 81, 10, 30]]
+    drafter, weights = (lambda b: (b.drafter, b.weights(C)))(
+        get_drafter("lookup_head", gamma=K, head=str(file)).bind(model, lambda spec: model)
+    )
+    head_drafter, head_weights = bound(model, file)
+    lookup = get_drafter("prompt_lookup", gamma=K, ngram_min=2)
+    ctx = on_target(model, draft_context(texts, capacity=C, budget=K))
+    hidden = target_rows(model, ctx)
+
+    @jax.jit
+    def all_three():
+        found = drafter.draft(weights, drafter.init(weights, ctx, hidden=hidden), ctx)
+        alone = head_drafter.draft(head_weights, head_drafter.init(head_weights, ctx, hidden=hidden), ctx).draft
+        return found.draft, found.state, lookup.draft(None, None, ctx).draft, alone
+
+    draft, state, copied, headed = all_three()
+    assert state.took.tolist() == [True, False] and draft.count.tolist() == [int(copied.count[0]), K]
+    assert draft.tokens[0].tolist() == copied.tokens[0].tolist()
+    assert draft.tokens[1].tolist() == headed.tokens[1].tolist() and copied.count[1] == 0
+    with pytest.raises(UserError, match="argmax chains"):
+        get_drafter("lookup_head", head=str(file), policy=None).bind(model, lambda spec: model)._replace(
+            drafter=type(drafter)(lookup, bound(model, file, temperature=0.5)[0])
+        )
