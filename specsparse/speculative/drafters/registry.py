@@ -1,5 +1,6 @@
 """Drafters by name, with the option names of llama.cpp, vLLM and Hugging Face."""
 
+import math
 from typing import Any
 
 from specsparse.engine.params import SamplingParams
@@ -12,6 +13,7 @@ from specsparse.speculative.drafters.plan import (
     LayerSkipPlan,
     LookupHeadPlan,
     ModelPlan,
+    SparseSelfPlan,
     Style,
     read_ids,
 )
@@ -89,6 +91,13 @@ def _layer_skip(layers: Any = None, **style: Any) -> LayerSkipPlan:
     except (TypeError, ValueError) as error:
         raise UserError(f"drafter.layers={layers!r} must be a list of layers") from error
     return LayerSkipPlan(_style(**style), chosen)
+
+
+def _sparse_self(rule: str = "hot", share: Any = None, threshold: Any = None, text: Any = None, **style: Any) -> Any:
+    if (rule == "own") != (threshold is not None) or (rule == "own" and share is not None):
+        raise UserError("drafter.threshold goes with rule=own, and drafter.share with rule=hot and rule=gate")
+    _, ids = read_ids(text)
+    return SparseSelfPlan(_style(**style), rule, share, threshold, ids)
 
 
 def _head(head: Any = None, **style: Any) -> HeadPlan:
@@ -179,6 +188,16 @@ DRAFTERS: dict[str, Factory] = {
     ),
     "model": Factory(_model, {"model": None, "special_tokens": Option(str, choices=("target",)), **_STYLE}),
     "layer_skip": Factory(_layer_skip, {"layers": None, **_STYLE}),
+    "sparse_self": Factory(
+        _sparse_self,
+        {
+            "rule": Option(str, choices=("hot", "gate", "own")),
+            "share": Option(float, 1e-3, 1),
+            "threshold": Option(float, -math.inf, math.inf),
+            "text": None,
+            **_STYLE,
+        },
+    ),
     "head": Factory(_head, {"head": None, **_STYLE}),
     "lookup_head": Factory(
         _lookup_head, {"head": None, "ngram_max": _NGRAM_MAX, "ngram_min": _NGRAM_MIN, **_LOOKUP_STYLE}
