@@ -24,7 +24,7 @@ from specsparse.engine.tokenizer import Tokenizer
 from specsparse.engine.weights import Footprint, Params
 from specsparse.errors import UserError
 from specsparse.kernels import Kernels, native_cpu
-from specsparse.powerinfer import modes, placed
+from specsparse.powerinfer import modes, placed, twin
 
 KV_DTYPES = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16}
 _CAPACITY_STEP = 256
@@ -44,7 +44,8 @@ class Model:
         kv_dtype: "f32", "f16" or "bf16".
         path: the file.
         footprint: bytes of weights that one decoding step reads.
-        ffn: "dense", "powerinfer" or "oracle".
+        ffn: "dense", "powerinfer", "oracle" or "predicted" (see `powerinfer.gated`).
+        rule: what tells this FFN from others of its kind, such as a threshold or a predictor; "" for a dense one.
         stepped: whether the host steps through `forward` (two devices), so that no program may contain it.
         load_s: seconds that loading took.
         rope_factors: f32[d/2] or None.
@@ -62,6 +63,7 @@ class Model:
     footprint: Footprint
     ffn: str = "dense"
     stepped: bool = False
+    rule: str = ""
     load_s: float = 0.0
     rope_factors: np.ndarray | None = field(default=None, repr=False)
     programs: dict = field(default_factory=dict, repr=False)
@@ -93,6 +95,14 @@ class Model:
             self._tables[capacity] = jnp.asarray(cos), jnp.asarray(sin)
         cos, sin = self._tables[capacity]
         return self.params._replace(cos=cos, sin=sin)
+
+    def sparse_twin(self, **options: Any) -> "Model":
+        """This model with fewer neurons, for drafting on its own cache; the options of `powerinfer.twin.sparse_twin`.
+
+        Raises:
+            UserError: options that this model cannot follow.
+        """
+        return twin.sparse_twin(self, **options)
 
     def new_cache(self, batch: int, capacity: int) -> kv.KVCache:
         """An empty cache for `batch` sequences."""
@@ -235,6 +245,7 @@ def load(
         path=Path(path),
         footprint=read,
         ffn=plan.mode,
+        rule=plan.rule,
         load_s=time.perf_counter() - start,
         rope_factors=weights.rope_factors(f, config),
     )

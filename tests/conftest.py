@@ -1,8 +1,10 @@
 """What every test runs under: strict promotion, a persistent compilation cache, the real model where there is one."""
 
 import os
+import sys
 from pathlib import Path
 
+import absl.logging
 import jax
 import pytest
 
@@ -15,6 +17,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax-tests"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+# Hydra's logging setup closes all handlers, and absl's (imported by optax) closes its stream unless it is the present
+# sys.stderr or the process's: under `capsys` that stream is pytest's own capture, and every later report would be lost.
+absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
 
 
 @pytest.fixture(autouse=True, scope="session")

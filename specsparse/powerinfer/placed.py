@@ -58,7 +58,7 @@ def plan(
     if ffn not in (None, "powerinfer") or faithful_f16:
         given = "faithful_f16" if faithful_f16 else f"ffn={ffn!r}"
         raise UserError(f"{given} does not go with a placement, which runs ffn='powerinfer'")
-    masks = masks_of(placement, config)
+    masks, limit = masks_of(placement, config), threshold_of(f, threshold)
     floats = kernels.name != "native"
     whole = isinstance(placement, Placement)
     two = None
@@ -70,9 +70,10 @@ def plan(
         )  # fmt: skip
     return PlacedPlan(
         mode="powerinfer" if hot == "masked" else "powerinfer, hot=dense (lossy)",
+        rule=f"threshold={limit:g}",
         kernels=kernels,
         ffn=hot_cold_ffn(config, kernels),
-        pack=packer(masks, threshold_of(f, threshold), floats=floats, dense_hot=hot == "dense"),
+        pack=packer(masks, limit, floats=floats, dense_hot=hot == "dense"),
         floats=floats,
         float_types=(),
         two_devices=two,
