@@ -41,4 +41,9 @@ def run(cfg: RunConfig, directory: Path, *, engine: Engine | None = None, consol
     """
     check(cfg)
     job = module_of(cfg.kind)
-    return job.run(cfg, directory, engine=engine or default_engine(), console=console or display.console())
+    found = job.run(cfg, directory, engine=engine or default_engine(), console=console or display.console())
+    if cfg.tracker.name == "wandb":
+        from specsparse import wandb_run  # its client takes seconds
+
+        wandb_run.publish(directory, cfg.tracker.options)
+    return found

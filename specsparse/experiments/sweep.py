@@ -54,7 +54,7 @@ def table(found: list[dict[str, Any]]) -> Table:
 
 
 def show(directory: Path, out: Console) -> None:
-    """Print the table of a sweep's directory; nothing for fewer than two runs of one of the kinds that have one."""
+    """Print the table of a sweep's directory; nothing for fewer than two runs of a kind that has one."""
     everything = records(directory)
     points = [r for r in everything if r.get("kind") == SPARSITY]
     if len(points) > 1:

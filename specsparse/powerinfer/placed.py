@@ -58,7 +58,7 @@ def plan(
     if ffn not in (None, "powerinfer") or faithful_f16:
         given = "faithful_f16" if faithful_f16 else f"ffn={ffn!r}"
         raise UserError(f"{given} does not go with a placement, which runs ffn='powerinfer'")
-    masks, limit = masks_of(placement, config), threshold_of(f, threshold)
+    masks = masks_of(placement, config)
     floats = kernels.name != "native"
     whole = isinstance(placement, Placement)
     two = None
@@ -68,9 +68,10 @@ def plan(
             host_layers=placement.host_layers if whole else frozenset(),
             output_on_host=whole and placement.output_on_host,
         )  # fmt: skip
+    limit = threshold_of(f, threshold)
     return PlacedPlan(
         mode="powerinfer" if hot == "masked" else "powerinfer, hot=dense (lossy)",
-        rule=f"threshold={limit:g}",
+        rule=f"threshold={limit:g}, {'two devices' if two else 'one device'}",
         kernels=kernels,
         ffn=hot_cold_ffn(config, kernels),
         pack=packer(masks, limit, floats=floats, dense_hot=hot == "dense"),
