@@ -13,7 +13,7 @@ from specsparse.errors import UserError
 # Name -> what the list of commands says. The module specsparse.cli.<name> is imported only when its command is called.
 COMMANDS = {
     "bench": "measure prompt processing, decoding, v(n) and memory bandwidth, beside the peers",
-    "convert": "a dense GGUF and predictors into a PowerInfer file, and back",
+    "convert": "make GGUF files of checkpoints, of llama2.c and for PowerInfer, quantise them, set metadata",
     "inspect": "what a model file is, what it costs, and how two files fit as target and draft",
     "replay": "the acceptance of other verifiers, lengths and temperatures on a recorded run",
     "run": "run an experiment: the same as python -m specsparse.run",
