@@ -1,8 +1,10 @@
 """What every test runs under: strict promotion, a persistent compilation cache, the real model where there is one."""
 
 import os
+import sys
 from pathlib import Path
 
+import absl.logging
 import jax
 import pytest
 
@@ -15,12 +17,17 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax-tests"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+# Hydra's logging setup closes all handlers, and absl's (imported by optax) closes its stream unless it is the present
+# sys.stderr or the process's: under `capsys` that stream is pytest's own capture, and every later report would be lost.
+absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _cache_of_the_tests(tmp_path_factory):
-    """Keep the user's cache directory out of the tests."""
-    os.environ.setdefault("SPECSPARSE_CACHE", str(tmp_path_factory.mktemp("cache")))
+    """Keep the user's cache directory out of the tests, and do not wait for the user's runs."""
+    directory = tmp_path_factory.mktemp("cache")
+    os.environ.setdefault("SPECSPARSE_CACHE", str(directory))
+    os.environ.setdefault("SPECSPARSE_TIMING_LOCK", str(directory / "timing.lock"))
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ COMMANDS = {
     "inspect": "what a model file is, what it costs, and how two files fit as target and draft",
     "profile": "time per stage and per kernel, and a trace for Perfetto",
     "replay": "the acceptance of other verifiers, lengths and temperatures on a recorded run",
+    "report": "one HTML page about finished runs, with figures and CSV; or two runs side by side",
     "run": "run an experiment: the same as python -m specsparse.run",
     "status": "which kernels run here and why, and what this machine is",
     "version": "version and commit",

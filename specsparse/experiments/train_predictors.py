@@ -17,6 +17,7 @@ from specsparse.experiments.decoding import Engine
 from specsparse.predictors import FFN, Needs, get_predictor
 from specsparse.predictors.collect import collect, windows
 from specsparse.predictors.evaluate import Evaluation, Evaluator, fit_layers
+from specsparse.predictors.mlp import MlpWeights
 from specsparse.predictors.report import by_layer, comparison, write_csv, write_figure
 
 CSV_FILE, FIGURE_FILE = "predictors.csv", "predictors.png"
@@ -70,6 +71,8 @@ def check(cfg: RunConfig) -> None:
 def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) -> Trained:
     """Collects, trains or fits, judges; writes tables, a figure and the record. Training goes on where it was stopped.
 
+    The predictors of a PowerInfer file are judged as they are.
+
     Raises:
         UserError: a text that is too short, a model without dense matrices, another run's output directory.
     """
@@ -80,7 +83,10 @@ def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) ->
     evaluator = Evaluator(model, judged)
     predictor = get_predictor(cfg.predictor.name, evaluator.ffn, **cfg.predictor.options)
     notes: dict[str, Any] = {}
-    if predictor.needs is Needs.TRAINING:
+    if predictor.needs is Needs.TRAINING and model.config.predictor_ranks:
+        weights, rows = tuple(MlpWeights(*layer.sparse) for layer in model.params.layers), None
+        console.print(Text("the file has predictors of its own: they are judged, nothing is trained", style="dim"))
+    elif predictor.needs is Needs.TRAINING:
         weights, rows, notes = training.trained(cfg, model, evaluator.ffn, text, console)
     else:
         rows = None if predictor.needs is not Needs.TEXT else _collected(model, text, console)
@@ -159,7 +165,12 @@ def _write(cfg: RunConfig, directory: Path, result: Trained, notes: dict[str, An
     first = result.found[0]
     console.print(Text(f"{first.name}, layer by layer", style="bold"))
     console.print(by_layer(first))
-    console.print(Text("all layers; bytes and time of one token as shares of the dense FFN's", style="bold"))
+    console.print(
+        Text(
+            "all layers; bytes and time of one token as shares of the dense FFN's (own: the prediction alone)",
+            style="bold",
+        )
+    )
     console.print(comparison(result.found))
     console.print(Text(f"dense perplexity {first.model.perplexity_dense:.2f} on {first.model.tokens} tokens; lossy"))
     console.print(Text(f"record: {directory / trackers.RECORD_FILE}, {CSV_FILE}, {FIGURE_FILE}", style="dim"))

@@ -13,14 +13,13 @@ from gguf import GGMLQuantizationType as GGML
 from gguf.constants import GGML_QUANT_SIZES
 
 from specsparse.errors import UserError
+from specsparse.kernels.arena import aligned_empty
 from specsparse.kernels.packing_codebooks import CODEBOOK_KINDS
 from specsparse.kernels.packing_types import PLAIN_KINDS, Kind, Parts
 from specsparse.kernels.qtensor import BLOCK, ROWS, SUPER, Layout, QTensor
 
 CHUNK_BYTES = 512 << 10
 """Packed bytes written between two looks at the file: the decoder's temporaries stay in the L2 cache."""
-ALIGN = 64
-"""A buffer with this alignment is taken by the CPU backend without a copy."""
 
 KINDS: dict[GGML, Kind] = {**PLAIN_KINDS, **CODEBOOK_KINDS}
 FLOATS: dict[GGML, Layout] = {
@@ -51,14 +50,9 @@ def pack(raw: np.ndarray, qtype: GGML, shape: tuple[int, int]) -> tuple[np.ndarr
     qtype = GGML(qtype)
     layout = layout_of(qtype)
     rows, cols = (int(n) for n in shape)
-    unit, unit_bytes = (1, layout.group_bytes(1) // ROWS) if layout.is_float else GGML_QUANT_SIZES[qtype]
-    raw = np.asarray(raw).view(np.uint8)
-    if rows < 1 or cols < 1 or cols % unit or raw.size != rows * (cols // unit) * unit_bytes:
-        raise UserError(
-            f"{raw.size} bytes of {qtype.name} are not a [{rows}, {cols}] matrix (in blocks of {unit} columns)"
-        )
-    out = _aligned_empty(-(-rows // ROWS), layout.group_bytes(cols))
-    _fill(out, raw.reshape(rows, -1), _row_writer(qtype, layout))
+    raw = rows_of(raw, qtype, (rows, cols))
+    out = aligned_empty(-(-rows // ROWS), layout.group_bytes(cols))
+    _fill(out, raw, _row_writer(qtype, layout))
     out.flags.writeable = False
     return out, layout
 
@@ -79,11 +73,16 @@ def layout_of(qtype: GGML) -> Layout:
     raise UserError(f"tensor type {GGML(qtype).name} is not supported (supported: {names})")
 
 
-def _aligned_empty(groups: int, size: int) -> np.ndarray:
-    """Uninitialised uint8[groups, size] whose first byte is aligned."""
-    buffer = np.empty(groups * size + ALIGN, np.uint8)
-    start = -buffer.ctypes.data % ALIGN
-    return buffer[start : start + groups * size].reshape(groups, size)
+def rows_of(raw: np.ndarray, qtype: GGML, shape: tuple[int, int]) -> np.ndarray:
+    """A file's bytes as uint8[rows, bytes of a row]; UserError where they are no matrix of that type and shape."""
+    rows, cols = shape
+    unit, unit_bytes = GGML_QUANT_SIZES[qtype]
+    raw = np.asarray(raw).view(np.uint8)
+    if rows < 1 or cols < 1 or cols % unit or raw.size != rows * (cols // unit) * unit_bytes:
+        raise UserError(
+            f"{raw.size} bytes of {qtype.name} are not a [{rows}, {cols}] matrix (in blocks of {unit} columns)"
+        )
+    return raw.reshape(rows, -1)
 
 
 def _fill(out: np.ndarray, raw: np.ndarray, write: Callable[[np.ndarray, np.ndarray], None]) -> None:

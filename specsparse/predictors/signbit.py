@@ -46,12 +46,12 @@ class SignBit(Scored):
     def own_weights(self, layer: Layer) -> SignBitWeights:
         """alpha p >= D - p is p >= D / (1 + alpha)."""
         gate = normed_gate(layer)
-        bits = np.packbits(np.signbit(gate), axis=1)
+        bits = np.packbits(gate < 0, axis=1)
         return SignBitWeights(jnp.asarray(bits), jnp.float32(gate.shape[1] / (1 + self.alpha)))
 
     def score(self, weights: SignBitWeights, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
         """Products that are positive by sign: D less the bits that differ."""
-        x_Rb = jnp.packbits(jnp.signbit(x_RD), axis=1)
+        x_Rb = jnp.packbits(x_RD < jnp.float32(0), axis=1)
 
         def count(x_b):
             return jnp.sum(jax.lax.population_count(weights.bits ^ x_b[None]), axis=1, dtype=jnp.int32)

@@ -72,3 +72,14 @@ def test_differing_tokens_are_counted():
     wanted = np.arange(10)
     assert identity._differing(wanted, wanted) == 0
     assert identity._differing(np.array([0, 9, 2, 9]), wanted) == 2 + 6
+
+
+@pytest.mark.slow
+def test_smollm2_2000_tokens_of_trees_and_drawn_drafts(smollm2):
+    """One batch each under greedy, truncated and penalised laws, with a draft length of its own in every row."""
+    bench, methods = identity.Bench.of(smollm2), ["p_split tree", "layer_skip drawn", "wor tree"]
+    found = identity.units(2000, methods)
+    assert {u.law for u in found} == set(identity.LAWS)
+    for unit in found:
+        row = bench.compare(unit, bench.plain(unit.law, unit.batch))
+        assert row["differing"] == 0 and 0 < row["accepted"] < row["drafted"], (unit, row)

@@ -24,7 +24,7 @@ class Planted(NamedTuple):
     held_out: np.ndarray
 
 
-def plant(*, seed: int = 0, act="relu", up_act=None, rows: int = 400, noise: float = 0.05) -> Planted:
+def plant(*, seed: int = 0, act="relu", up_act=None, rows: int = 400, noise: float = 0.05, kernel=None) -> Planted:
     """About one neuron in six is active in a row; the rows differ in size by a factor of ten."""
     rng = np.random.default_rng(seed)
     basis = rng.normal(0, 1, (RANK, D)) / np.sqrt(D)
@@ -38,7 +38,7 @@ def plant(*, seed: int = 0, act="relu", up_act=None, rows: int = 400, noise: flo
     x[:, 0] = 6.0
     x *= 10 ** rng.uniform(-0.5, 0.5, (rows, 1))
     x = x.astype(np.float32)
-    return Planted(FFN(kernels.get(), EPS, act, up_act), layer, x[: rows // 2], x[rows // 2 :])
+    return Planted(FFN(kernels.get(kernel), EPS, act, up_act), layer, x[: rows // 2], x[rows // 2 :])
 
 
 def true_neurons(planted: Planted, rows: np.ndarray) -> np.ndarray:

@@ -78,6 +78,16 @@ def test_a_row_does_not_depend_on_its_neighbours(case, planted, shape):
     np.testing.assert_array_equal(mask(case, planted, rows[::-1].copy(), [n] * batch), alone[::-1])
 
 
+@pytest.mark.parametrize("name", ["svd", "gate_threshold", "oracle", "teal"])
+def test_the_reference_kernels_keep_the_contract_too(name):
+    planted = plant(rows=60, kernel="reference")
+    predictor = get_predictor(name, planted.ffn)
+    weights, keep = predictor.fit(planted.layer, jnp.asarray(planted.rows)), jax.jit(predictor.keep)
+    case, rows = (predictor, weights, keep), planted.held_out[:15]
+    alone = np.concatenate([mask(case, planted, row[None], [1]) for row in rows])
+    np.testing.assert_array_equal(mask(case, planted, rows, [5, 5, 5]), alone)
+
+
 def test_predictors_are_static_and_their_weights_are_arrays(case):
     predictor, weights, _ = case
     assert hash(predictor) == hash(predictor) and predictor.name in PREDICTORS

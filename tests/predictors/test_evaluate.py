@@ -190,4 +190,4 @@ def test_cats_and_griffin_on_the_real_model(smollm2):
         e = evaluator(predictor, weights)
         assert e.mean.kept == pytest.approx(0.5, abs=0.05)
         kl[name] = e.model.kl
-    assert kl["gate_threshold"] < 0.3 and kl["gate_threshold"] < kl["sequence"] < 0.5 * kl["random"]
+    assert kl["gate_threshold"] < 0.5 and kl["gate_threshold"] < kl["sequence"] < 0.5 * kl["random"]

@@ -23,7 +23,11 @@ from specsparse.config import (
 from specsparse.errors import UserError
 from specsparse.experiments import predictor_training
 from specsparse.powerinfer.predictor_files import read_predictor, read_threshold
+from specsparse.predictors import FFN, get_predictor
 from specsparse.predictors.checkpoint import load_pairs
+from specsparse.predictors.masked import with_weights
+from specsparse.predictors.mlp import mlp_weights
+from specsparse.predictors.svd import as_mlp, factorise, normed_gate
 from tests.predictors.planted import planted_model
 
 OPTIONS = {"rank": 16, "epochs": 3, "batch": 64}
@@ -116,6 +120,19 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
         np.testing.assert_array_equal(exported.fc2, fc2)
     with pytest.raises(UserError, match=r"holds a training with another options: give train.output"):
         play(changed(cfg, options={**OPTIONS, "rank": 8}), model, tmp_path / "c")
+
+
+def test_the_predictors_of_a_powerinfer_file_are_judged_as_they_are(cfg, model, tmp_path):
+    svd = get_predictor("svd", FFN.of(model.config, model.kernels), rank=8)
+    pairs = [as_mlp(*factorise(normed_gate(layer), svd.rank)) for layer in model.params.layers]
+    own = dataclasses.replace(
+        model,
+        config=dataclasses.replace(model.config, predictor_ranks=(16, 16)),
+        params=with_weights(model.params, [mlp_weights(*pair) for pair in pairs]),
+    )
+    found, text, _ = play(cfg, own, tmp_path / "a")
+    assert found.found[0].name == "mlp" and found.found[0].mean.recall > 0.95
+    assert "predictors of its own" in text and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["gate_threshold", "sequence"])
