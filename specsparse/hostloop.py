@@ -1,7 +1,8 @@
 """Speculative rounds stepped from the host: the pieces of the loop in one program, each its own, so they can be timed.
 
 Slower than the loop in one program, and token for token the same. Traces, recordings of laws and the time split are
-taken here.
+taken here. A piece's time is that of its program, which is handed only what it reads; finding the program, taking trees
+of arrays apart and putting them together is the host's.
 """
 
 import dataclasses
@@ -13,6 +14,8 @@ import jax
 import numpy as np
 
 from specsparse.engine.generate import DecodeState, Finish
+from specsparse.errors import UserError
+from specsparse.lean import Lean
 from specsparse.metrics import Times
 from specsparse.session import Session
 from specsparse.speculative.base import Draft, Drafted, Verdict
@@ -91,6 +94,8 @@ def _round(session: Session) -> Round:
 
 def _step(session: Session) -> RoundView:
     """One round, its pieces timed; what is not in a piece is the host's."""
+    if len({k.device for k in session.state.cache.k}) > 1:
+        raise UserError("speculation needs the whole cache on one device: place neurons, not layers")
     pieces, job = _round(session), session.job
     weights = (session.params, session.draft_params)
     compiled, begun = session.compile_s, time.perf_counter()
@@ -99,9 +104,13 @@ def _step(session: Session) -> RoundView:
 
     def timed(stage: str, function: Callable, *args: Any, donate: tuple[int, ...]) -> Any:
         key = ("round", stage, pieces.config, pieces.drafter, pieces.verifier)
-        before_s, start = session.compile_s, time.perf_counter()
-        out = jax.block_until_ready(session.call(key, function, weights, *args, donate=donate))
-        spent[stage] = time.perf_counter() - start - (session.compile_s - before_s)
+        if stage == "verify" and session.model.stepped:
+            start = time.perf_counter()
+            out = jax.block_until_ready(function(weights, *args))
+            spent[stage] = time.perf_counter() - start
+            return out
+        program = session.program(key, function, weights, *args, donate=donate, compiled=Lean.compile)
+        out, spent[stage] = program.timed(weights, *args)
         return out
 
     # What a piece replaces travels apart from the rest of the state, so that it alone is donated.
