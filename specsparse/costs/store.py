@@ -12,12 +12,12 @@ from specsparse.machine import cpu_info
 from specsparse.model import Model
 from specsparse.trackers import write_atomically
 
-VERSION = 1
+VERSION = 2
 """Of what is measured and how; tables of another version are measured again."""
 
 
 def identity(model: Model) -> dict[str, Any]:
-    """What a table is valid for: the file (name, size, time), CPU, threads, kernels, instruction set, cache type."""
+    """What a table is valid for: the file (name, size, time), CPU, threads, kernels, instruction set, FFN and cache."""
     stat, status = model.path.stat(), kernels.status()
     return {
         "version": VERSION,
@@ -29,6 +29,7 @@ def identity(model: Model) -> dict[str, Any]:
         "threads": status["threads"],
         "kernels": model.kernels.name,
         "isa": status["isa"],
+        "ffn": model.ffn,
         "kv_dtype": model.kv_dtype,
         "context": model.config.context_length,
     }
