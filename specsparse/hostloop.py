@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from specsparse.engine.generate import DecodeState, Finish
+from specsparse.errors import UserError
 from specsparse.lean import Lean
 from specsparse.metrics import Times
 from specsparse.session import Session
@@ -31,6 +32,7 @@ class RoundView:
         before, after: the states around it, without cache and drafter.
         cache_before, cache_after: int32[B], tokens in the target's cache.
         draft, logits, verdict: what was proposed, float[B, K+1, V] of the target, and the verdict.
+        stats: of the target's sparse FFN in this pass, see `ForwardOut`, or None.
     """
 
     session: Session
@@ -42,6 +44,7 @@ class RoundView:
     draft: Draft
     logits: jax.Array
     verdict: Verdict
+    stats: Any = None
 
     def laws(self) -> jax.Array:
         """float32[B, K+1, V], the target's law at each row."""
@@ -91,6 +94,8 @@ def _round(session: Session) -> Round:
 
 def _step(session: Session) -> RoundView:
     """One round, its pieces timed; what is not in a piece is the host's."""
+    if len({k.device for k in session.state.cache.k}) > 1:
+        raise UserError("speculation needs the whole cache on one device: place neurons, not layers")
     pieces, job = _round(session), session.job
     weights = (session.params, session.draft_params)
     compiled, begun = session.compile_s, time.perf_counter()
@@ -99,6 +104,11 @@ def _step(session: Session) -> RoundView:
 
     def timed(stage: str, function: Callable, *args: Any, donate: tuple[int, ...]) -> Any:
         key = ("round", stage, pieces.config, pieces.drafter, pieces.verifier)
+        if stage == "verify" and session.model.stepped:
+            start = time.perf_counter()
+            out = jax.block_until_ready(function(weights, *args))
+            spent[stage] = time.perf_counter() - start
+            return out
         program = session.program(key, function, weights, *args, donate=donate, compiled=Lean.compile)
         out, spent[stage] = program.timed(weights, *args)
         return out
@@ -129,4 +139,5 @@ def _step(session: Session) -> RoundView:
     after = session.state._replace(cache=None, drafter=None)
     cache_after = np.asarray(session.state.cache.length)
     number = int(np.max(np.asarray(rest.counters.rounds)))
-    return RoundView(session, number, rest, after, cache_before, cache_after, drafted.draft, out.logits, verdict)
+    caches = cache_before, cache_after
+    return RoundView(session, number, rest, after, *caches, drafted.draft, out.logits, verdict, out.stats)

@@ -18,6 +18,9 @@ LINEAR_NMSE = {
 """A product against float64, by call of `tests/kernels/test_kernels.py`; quantised weights where not "float": the
 native kernels then round activations to int8, which costs 1/12 of a step of max|x| / 127, squared, over x^2."""
 
+SPARSE_NMSE = {"reglu": 2e-4, "drelu": 2e-4, "swiglu": 2e-4, "fatrelu": 2e-4, "relu2": 2e-4, "linear": 1e-4}
+"""A sparse FFN on quantised weights against float64, by kind: one rounding of the row for each factor."""
+
 ATTEND_NMSE = {"native": 1e-12, "reference": 1e-12, "xla": 1e-12, "keys": 1e-7}
 """Attention against float64 by implementation; "keys" are keys in the cache, where XLA may fuse the rotation's products
 and so change the last bit before it rounds to the cache's type."""

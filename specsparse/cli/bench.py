@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", default="smollm2-135m", help="a known name or the path of a GGUF file (%(default)s)")
     add("--pp", type=_count, default=512, metavar="N", help="prompt tokens, 0 for no such test (%(default)s)")
     add("--tg", type=_count, default=128, metavar="N", help="tokens to decode, 0 for no such test (%(default)s)")
-    add("--n", type=_lengths, default=_lengths("1..16"), metavar="LIST", help="v(n): 1..16, 1,4,8 or none (1..16)")
+    add("--n", type=_lengths, metavar="LIST", help="v(n): 1..16, 1,4,8 or none (1..16; 1,2,4,8 with --ffn-shape)")
     add("--depth", type=_count, default=0, metavar="N", help="tokens in the cache before each test (%(default)s)")
     add("--rows", type=_positive, metavar="N", help="v(n) in a program of N rows, n of them valid; default n rows")
     add("--repeats", type=_positive, default=5, metavar="N", help="timings of each test (%(default)s)")
@@ -34,15 +34,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="instead: pp, tg and speculation by batch size: 1,2,4,8",
     )
+    add("--ffn-shape", type=_shape, metavar="DxF", help="instead: one FFN, sparse and dense: 4096x11008")
+    add("--active", type=_shares, metavar="LIST", help="shares of neurons kept, with --ffn-shape (0.05,0.1,0.2,0.5,1)")
     add("--json", type=Path, metavar="FILE", help="write the report to FILE too")
 
 
 def main(args: argparse.Namespace) -> int:
     """Measure and print."""
-    from specsparse import display  # after the arguments: JAX takes a second
+    from specsparse import display, timing_lock  # after the arguments: JAX takes a second
     from specsparse.trackers import to_json, write_atomically
 
-    found = (_batch if args.batch else _single)(args, display.console())
+    if args.active and not args.ffn_shape:
+        raise UserError("--active goes with --ffn-shape, for instance 4096x11008")
+    measure, out = _ffn if args.ffn_shape else _batch if args.batch else _single, display.console()
+    with timing_lock.turn(lambda line: out.print(line, soft_wrap=True)):
+        found = measure(args, out)
     text = to_json(found)
     if args.json is not None:
         try:
@@ -58,11 +64,12 @@ def _single(args: argparse.Namespace, out: Any) -> dict[str, Any]:
     from specsparse.bench import job, table
     from specsparse.bench.measure import Plan
 
-    if not (args.pp or args.tg or args.n):
+    ns = _lengths("1..16") if args.n is None else args.n
+    if not (args.pp or args.tg or ns):
         raise UserError("nothing to measure: give --pp, --tg or --n")
-    if args.rows is not None and args.rows < max(args.n, default=0):
-        raise UserError(f"--rows {args.rows} is less than the largest --n, {max(args.n)}")
-    plan = job.with_one(Plan(pp=args.pp, tg=args.tg, ns=args.n, repeats=args.repeats))
+    if args.rows is not None and args.rows < max(ns, default=0):
+        raise UserError(f"--rows {args.rows} is less than the largest --n, {max(ns)}")
+    plan = job.with_one(Plan(pp=args.pp, tg=args.tg, ns=ns, repeats=args.repeats))
     found = job.run(
         job.Job(
             model=args.model, plan=plan, depth=args.depth, rows=args.rows, threads=args.threads, kv_dtype=args.kv_dtype,
@@ -91,6 +98,44 @@ def _batch(args: argparse.Namespace, out: Any) -> dict[str, Any]:
     plan = batch.BatchPlan(sizes=args.batch, pp=args.pp, tg=args.tg, repeats=args.repeats)
     found = batch.run(plan, out, model=args.model, threads=args.threads, kv_dtype=args.kv_dtype, backend=args.kernels)
     out.print(batch.table(found))
+    return found
+
+
+def _ffn(args: argparse.Namespace, out: Any) -> dict[str, Any]:
+    """One FFN of a given shape; prints the table and returns the report."""
+    from specsparse.bench import ffn, ffn_table
+
+    for name in ("peer", "batch", "rows", "depth", "kv_dtype"):
+        if getattr(args, name):
+            raise UserError(f"--ffn-shape does not go with --{name.replace('_', '-')}")
+    width, neurons = args.ffn_shape
+    chosen = {"ns": args.n} if args.n else {}
+    if args.quantise:
+        chosen["types"] = (args.quantise,)
+    active = args.active or _shares("0.05,0.1,0.2,0.5,1")
+    plan = ffn.FfnPlan(width, neurons, active, repeats=args.repeats, **chosen)
+    found = ffn.run(plan, out, threads=args.threads, backend=args.kernels)
+    out.print(ffn_table.table(found))
+    out.print(ffn_table.summary_line(found), soft_wrap=True)
+    return found
+
+
+def _shape(text: str) -> tuple[int, int]:
+    """Width and neurons: 4096x11008."""
+    width, cross, neurons = text.partition("x")
+    if not cross:
+        raise argparse.ArgumentTypeError(f"{text!r}: a width and a number of neurons, for instance 4096x11008")
+    return _positive(width), _positive(neurons)
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    """Shares in (0, 1], as 0.05,0.1,1."""
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: shares of neurons, for instance 0.05,0.1,1") from None
+    if not all(0 < share <= 1 for share in found):
+        raise argparse.ArgumentTypeError(f"{text!r}: shares lie above 0 and up to 1")
     return found
 
 

@@ -14,7 +14,9 @@ from specsparse.errors import UserError
 COMMANDS = {
     "bench": "measure prompt processing, decoding, v(n) and memory bandwidth, beside the peers",
     "convert": "a dense GGUF and predictors into a PowerInfer file, and back",
+    "inspect": "what a model file is, what it costs, and how two files fit as target and draft",
     "replay": "the acceptance of other verifiers, lengths and temperatures on a recorded run",
+    "report": "one HTML page about finished runs, with figures and CSV; or two runs side by side",
     "run": "run an experiment: the same as python -m specsparse.run",
     "status": "which kernels run here and why, and what this machine is",
     "version": "version and commit",

@@ -17,8 +17,9 @@ VERSION = 2
 
 
 def identity(model: Model) -> dict[str, Any]:
-    """What a table is valid for: the file (name, size, time), CPU, threads, kernels, instruction set, FFN and cache."""
+    """What a table is valid for: the file (name, size, time), CPU, threads, kernels, instruction set, cache, FFN."""
     stat, status = model.path.stat(), kernels.status()
+    sparse = {} if model.ffn == "dense" else {"ffn": model.ffn, "rule": model.rule}
     return {
         "version": VERSION,
         "file": model.path.name,
@@ -29,9 +30,9 @@ def identity(model: Model) -> dict[str, Any]:
         "threads": status["threads"],
         "kernels": model.kernels.name,
         "isa": status["isa"],
-        "ffn": model.ffn,
         "kv_dtype": model.kv_dtype,
         "context": model.config.context_length,
+        **sparse,
     }
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from specsparse import display, models, prompts, trackers
 from specsparse.config import RunConfig, sampling_params
 from specsparse.costs.progress import Bar
 from specsparse.errors import UserError
-from specsparse.experiments import measured, watching
+from specsparse.experiments import measured, sparse_model, watching
 from specsparse.experiments.measured import NO_DRAFTER, Measured
 from specsparse.record import PLAIN, SAME_TEXT_VERIFIERS, Pass
 from specsparse.speculative.base import Verifier
@@ -71,7 +71,8 @@ def check(cfg: RunConfig) -> None:
         UserError: no such model file, prompts, tracker, or a prompt's file that does not parse.
     """
     _check_files(cfg)
-    _prompts(cfg)
+    sparse_model.check(cfg)
+    prompts_of(cfg)
     trackers.check(cfg.tracker.name, cfg.tracker.options)
     if cfg.name in ("", ".", "..") or "/" in cfg.name:
         raise UserError(f"name={cfg.name}: a plain name is needed, it becomes a directory")
@@ -116,7 +117,7 @@ def what_is_measured(cfg: RunConfig, model: Any, out: Console) -> Measured | Non
 
 def calibration(cfg: RunConfig, model: Any) -> list[list[int]]:
     """What acceptance is measured on: the first built-in prompt of each task."""
-    return [_ids(model, p, chat=cfg.data.chat) for p in prompts.load(limit_per_task=1)]
+    return [ids_of(model, p, chat=cfg.data.chat) for p in prompts.load(limit_per_task=1)]
 
 
 def bar(out: Console) -> Bar:
@@ -154,22 +155,43 @@ def label(verifier: Verifier | str) -> str:
 def prepare(cfg: RunConfig, engine: Engine, out: Console) -> Bench:
     """Loads the model and encodes the prompts."""
     started = time.perf_counter()
-    with display.loading(out, f"loading {cfg.model.path}") as progress:
-        model = engine.load(cfg.model.path, progress=progress, **cfg.model.overrides())
+    model = sparse_model.load(cfg, engine, out)
     load_s = time.perf_counter() - started
-    return Bench(model, [Job(p, _ids(model, p, chat=cfg.data.chat)) for p in _prompts(cfg)], load_s)
+    return Bench(model, [Job(p, conversation_ids(cfg, engine, model, p)) for p in prompts_of(cfg)], load_s)
 
 
-def _prompts(cfg: RunConfig) -> list[prompts.Prompt]:
-    return prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
+def prompts_of(cfg: RunConfig) -> list[prompts.Prompt]:
+    """The prompts of the run.
+
+    Raises:
+        UserError: a file that cannot be read, later turns without a chat template.
+    """
+    data = cfg.data
+    if data.turns == "both" and not data.chat:
+        raise UserError("data.turns=both needs data.chat=true: a later turn answers within the chat template")
+    return prompts.load(data.source, tasks=data.tasks, limit_per_task=data.limit_per_task, turns=data.turns)
 
 
-def _ids(model: Any, prompt: prompts.Prompt, *, chat: bool) -> list[int]:
-    tokenizer = model.tokenizer
+def conversation_ids(cfg: RunConfig, engine: Engine, model: Any, prompt: prompts.Prompt) -> list[int]:
+    """Ids of a prompt; what a later turn refers to is decoded plainly first, the same for every method."""
+    said: list[dict[str, str]] = []
+    for turn in prompt.before:
+        said.append({"role": "user", "content": turn})
+        ids, options = _chat_ids(model, said), {"sampling": sampling_params(cfg), "seed": cfg.seed}
+        answer = engine.generate(model, ids, max_tokens=cfg.max_tokens, **options)
+        said.append({"role": "assistant", "content": answer.text})
+    return ids_of(model, prompt, chat=cfg.data.chat, said=said)
+
+
+def ids_of(model: Any, prompt: prompts.Prompt, *, chat: bool, said: Sequence[dict[str, str]] = ()) -> list[int]:
+    """Token ids of a prompt, as a user's turn of a chat after what was `said`, or as it is."""
     if not chat:
-        return tokenizer.encode(prompt.text, add_special=True)
-    text = tokenizer.apply_chat_template([{"role": "user", "content": prompt.text}])
-    return tokenizer.encode(text, parse_special=True)
+        return model.tokenizer.encode(prompt.text, add_special=True)
+    return _chat_ids(model, [*said, {"role": "user", "content": prompt.text}])
+
+
+def _chat_ids(model: Any, messages: Sequence[dict[str, str]]) -> list[int]:
+    return model.tokenizer.encode(model.tokenizer.apply_chat_template(list(messages)), parse_special=True)
 
 
 Sides = Mapping[str, Mapping[str, Any]]

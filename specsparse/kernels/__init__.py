@@ -2,6 +2,23 @@
 
 from specsparse.kernels.api import BACKENDS, Kernels, get, status
 from specsparse.kernels.native_cpu import set_threads
+from specsparse.kernels.neurons import NeuronRows, SparseStats, pack_neurons, take_neurons, unpack_neurons
 from specsparse.kernels.qtensor import Layout, QTensor
+from specsparse.kernels.signbits import SignRows, pack_signs
 
-__all__ = ["BACKENDS", "Kernels", "Layout", "QTensor", "get", "set_threads", "status"]
+__all__ = [
+    "BACKENDS",
+    "Kernels",
+    "Layout",
+    "NeuronRows",
+    "QTensor",
+    "SignRows",
+    "SparseStats",
+    "get",
+    "pack_neurons",
+    "pack_signs",
+    "set_threads",
+    "status",
+    "take_neurons",
+    "unpack_neurons",
+]

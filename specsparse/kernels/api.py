@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 
 from specsparse.errors import UserError
-from specsparse.kernels import native_cpu, reference
+from specsparse.kernels import native_cpu, native_neurons, reference, reference_neurons
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,8 @@ class Kernels:
         embed: rows of a packed matrix by index.
         attend: rotary embedding, cache append and attention.
         argmax: index of the largest value of each row.
+        sparse_ffn: an FFN of which each row computes its own neurons only; see `reference_neurons`.
+        signbit_keep: neurons predicted from sign bits.
         layers: all layers of a dense model in one call, equal to their composition from `linear` and `attend` bit for
             bit; None where the backend has no such call.
     """
@@ -29,12 +31,39 @@ class Kernels:
     embed: Callable
     attend: Callable
     argmax: Callable
+    sparse_ffn: Callable
+    signbit_keep: Callable
     layers: Callable | None = None
 
 
-NATIVE = Kernels("native", native_cpu.linear, native_cpu.embed, native_cpu.attend, native_cpu.argmax, native_cpu.layers)
-REFERENCE = Kernels("reference", reference.linear, reference.embed, reference.attend, reference.argmax)
-XLA = Kernels("xla", reference.linear_batched, reference.embed, reference.attend_batched, reference.argmax_batched)
+NATIVE = Kernels(
+    "native",
+    native_cpu.linear,
+    native_cpu.embed,
+    native_cpu.attend,
+    native_cpu.argmax,
+    native_neurons.sparse_ffn,
+    native_neurons.signbit_keep,
+    native_cpu.layers,
+)
+REFERENCE = Kernels(
+    "reference",
+    reference.linear,
+    reference.embed,
+    reference.attend,
+    reference.argmax,
+    reference_neurons.sparse_ffn,
+    reference_neurons.signbit_keep,
+)
+XLA = Kernels(
+    "xla",
+    reference.linear_batched,
+    reference.embed,
+    reference.attend_batched,
+    reference.argmax_batched,
+    reference_neurons.sparse_ffn_batched,
+    reference_neurons.signbit_keep,
+)
 """Fast on a GPU, but its bits depend on the number of rows: the contract C1 does not hold."""
 
 BACKENDS = {k.name: k for k in (NATIVE, REFERENCE, XLA)}

@@ -14,7 +14,7 @@ from specsparse.kernels import reference
 from specsparse.kernels.qtensor import QTensor
 
 LIBRARY = Path(__file__).parent / "libspecsparse_kernels.so"
-OPERATIONS = ("linear", "embed", "attend", "layers", "argmax", "check", "law", "draw")
+OPERATIONS = ("linear", "embed", "attend", "layers", "argmax", "check", "law", "draw", "sparse_ffn", "signbit_keep")
 
 _CODES = ("nibble", "int8", "f32", "f16", "bf16")
 _SCALES = ("none", "d", "dm", "f32", "super", "super_min")

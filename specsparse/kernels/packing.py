@@ -50,14 +50,9 @@ def pack(raw: np.ndarray, qtype: GGML, shape: tuple[int, int]) -> tuple[np.ndarr
     qtype = GGML(qtype)
     layout = layout_of(qtype)
     rows, cols = (int(n) for n in shape)
-    unit, unit_bytes = (1, layout.group_bytes(1) // ROWS) if layout.is_float else GGML_QUANT_SIZES[qtype]
-    raw = np.asarray(raw).view(np.uint8)
-    if rows < 1 or cols < 1 or cols % unit or raw.size != rows * (cols // unit) * unit_bytes:
-        raise UserError(
-            f"{raw.size} bytes of {qtype.name} are not a [{rows}, {cols}] matrix (in blocks of {unit} columns)"
-        )
+    raw = rows_of(raw, qtype, (rows, cols))
     out = aligned_empty(-(-rows // ROWS), layout.group_bytes(cols))
-    _fill(out, raw.reshape(rows, -1), _row_writer(qtype, layout))
+    _fill(out, raw, _row_writer(qtype, layout))
     out.flags.writeable = False
     return out, layout
 
@@ -76,6 +71,18 @@ def layout_of(qtype: GGML) -> Layout:
         return KINDS[qtype].layout
     names = ", ".join(sorted(known.name for known in SUPPORTED))
     raise UserError(f"tensor type {GGML(qtype).name} is not supported (supported: {names})")
+
+
+def rows_of(raw: np.ndarray, qtype: GGML, shape: tuple[int, int]) -> np.ndarray:
+    """A file's bytes as uint8[rows, bytes of a row]; UserError where they are no matrix of that type and shape."""
+    rows, cols = shape
+    unit, unit_bytes = GGML_QUANT_SIZES[qtype]
+    raw = np.asarray(raw).view(np.uint8)
+    if rows < 1 or cols < 1 or cols % unit or raw.size != rows * (cols // unit) * unit_bytes:
+        raise UserError(
+            f"{raw.size} bytes of {qtype.name} are not a [{rows}, {cols}] matrix (in blocks of {unit} columns)"
+        )
+    return raw.reshape(rows, -1)
 
 
 def _fill(out: np.ndarray, raw: np.ndarray, write: Callable[[np.ndarray, np.ndarray], None]) -> None:

@@ -21,6 +21,7 @@ class FfnPlan:
 
     Attributes:
         mode: of `MODES`.
+        rule: the threshold in force, and PowerInfer's roundings.
         kernels: what the whole model runs on.
         ffn: for `make_forward`; None is the dense one.
         pack: for `load_params`; None packs a dense file.
@@ -29,6 +30,7 @@ class FfnPlan:
     """
 
     mode: str
+    rule: str
     kernels: Kernels
     ffn: Callable | None
     pack: PackFFN | None
@@ -68,6 +70,7 @@ def plan(
     limit = threshold_of(f, threshold) if mode == "powerinfer" else 0.0
     return FfnPlan(
         mode=mode,
+        rule=", ".join([f"threshold={limit:g}"] * (mode == "powerinfer") + ["faithful_f16"] * faithful_f16),
         kernels=kernels,
         ffn=None if keep is None else sparse_ffn.masked_ffn(config, kernels, keep),
         pack=ffn_packer(limit, floats=floats, predictor=mode == "powerinfer") if sparse else None,

@@ -1,12 +1,22 @@
 """Drafters by name, with the option names of llama.cpp, vLLM and Hugging Face."""
 
+import math
 from typing import Any
 
 from specsparse.engine.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.speculative.base import Drafter, DraftKind
 from specsparse.speculative.drafters.ngram import NGram
-from specsparse.speculative.drafters.plan import DrafterPlan, LayerSkipPlan, ModelPlan, Style, read_ids
+from specsparse.speculative.drafters.plan import (
+    DrafterPlan,
+    HeadPlan,
+    LayerSkipPlan,
+    LookupHeadPlan,
+    ModelPlan,
+    SparseSelfPlan,
+    Style,
+    read_ids,
+)
 from specsparse.speculative.drafters.scripted import Scripted
 from specsparse.speculative.drafters.suffix import Suffix
 from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates
@@ -83,6 +93,26 @@ def _layer_skip(layers: Any = None, **style: Any) -> LayerSkipPlan:
     return LayerSkipPlan(_style(**style), chosen)
 
 
+def _sparse_self(rule: str = "hot", share: Any = None, threshold: Any = None, text: Any = None, **style: Any) -> Any:
+    if (rule == "own") != (threshold is not None) or (rule == "own" and share is not None):
+        raise UserError("drafter.threshold goes with rule=own, and drafter.share with rule=hot and rule=gate")
+    _, ids = read_ids(text)
+    return SparseSelfPlan(_style(**style), rule, share, threshold, ids)
+
+
+def _head(head: Any = None, **style: Any) -> HeadPlan:
+    return HeadPlan(_style(**style), None if head is None else str(head))
+
+
+def _lookup_head(
+    head: Any = None, nodes: int = 4, ngram_max: int | None = None, ngram_min: int = 2, **style: Any
+) -> LookupHeadPlan:
+    """The policy rules the head's drafts; its gamma is that of both."""
+    policy = style.get("policy")
+    nodes = policy.gamma if isinstance(policy, Policy) else nodes
+    return LookupHeadPlan(_prompt_lookup(nodes, ngram_max, ngram_min), _head(head, nodes=nodes, **style))
+
+
 _DRAWS = {
     "argmax": DraftKind.ONE_HOT,
     "greedy": DraftKind.ONE_HOT,
@@ -105,6 +135,11 @@ _STYLE: dict[str, Option | None] = {
 }
 """What every drafter with a model takes."""
 
+_LOOKUP_STYLE = {name: _STYLE[name] for name in ("nodes", "p_min", "policy", "draft_vocab")}
+"""What a chain of argmax tokens can take of it."""
+
+_NGRAM_MAX = Option(high=64, aliases=("prompt_lookup_max", "max_matching_ngram_size"))
+_NGRAM_MIN = Option(high=64, aliases=("prompt_lookup_min",))
 _SIZE_N = Option(high=64, aliases=("ngram_size_n", "spec_ngram_size_n"))
 _SIZE_M = Option(aliases=("ngram_size_m", "spec_ngram_size_m"))
 
@@ -113,8 +148,8 @@ DRAFTERS: dict[str, Factory] = {
         _prompt_lookup,
         {
             "nodes": GAMMA,
-            "ngram_max": Option(high=64, aliases=("prompt_lookup_max", "max_matching_ngram_size")),
-            "ngram_min": Option(high=64, aliases=("prompt_lookup_min",)),
+            "ngram_max": _NGRAM_MAX,
+            "ngram_min": _NGRAM_MIN,
         },
     ),
     "ngram_simple": Factory(NGram.ngram_simple, {"nodes": GAMMA, "size_n": _SIZE_N, "size_m": _SIZE_M}),
@@ -153,6 +188,20 @@ DRAFTERS: dict[str, Factory] = {
     ),
     "model": Factory(_model, {"model": None, "special_tokens": Option(str, choices=("target",)), **_STYLE}),
     "layer_skip": Factory(_layer_skip, {"layers": None, **_STYLE}),
+    "sparse_self": Factory(
+        _sparse_self,
+        {
+            "rule": Option(str, choices=("hot", "gate", "own")),
+            "share": Option(float, 1e-3, 1),
+            "threshold": Option(float, -math.inf, math.inf),
+            "text": None,
+            **_STYLE,
+        },
+    ),
+    "head": Factory(_head, {"head": None, **_STYLE}),
+    "lookup_head": Factory(
+        _lookup_head, {"head": None, "ngram_max": _NGRAM_MAX, "ngram_min": _NGRAM_MIN, **_LOOKUP_STYLE}
+    ),
     "scripted": Factory(
         _scripted,
         {
@@ -173,6 +222,7 @@ ALIASES = {
     "ngram-map-k": "ngram_map",
     "draft_model": "model",
     "layer-skip": "layer_skip",
+    "eagle": "head",
 }
 """Names that other projects give to the same drafters."""
 

@@ -1,0 +1,56 @@
+// Sixty-four codes in plain C++: what the neuron kernels need beyond simd_portable.h.
+#pragma once
+
+#include "simd_portable.h"
+
+namespace specsparse {
+inline namespace SPECSPARSE_ISA {
+
+// Lane i of sixteen holds columns 4i .. 4i + 3.
+struct Bytes {
+  int8_t v[64];
+};
+
+inline Bytes load_bytes(const void* p) {
+  Bytes r;
+  std::memcpy(r.v, p, 64);
+  return r;
+}
+inline Bytes load_nibbles(const void* p) {
+  const uint8_t* b = static_cast<const uint8_t*>(p);
+  Bytes r;
+  for (int i = 0; i < 32; ++i) r.v[i] = b[i] & 15, r.v[32 + i] = b[i] >> 4;
+  return r;
+}
+inline Bytes minus(Bytes x, int32_t y) {
+  for (int8_t& v : x.v) v = static_cast<int8_t>(v - y);
+  return x;
+}
+inline Bytes lookup(Bytes x, const int8_t* lut) {
+  for (int8_t& v : x.v) v = lut[v];
+  return x;
+}
+inline const Bytes& magnitude(const Bytes& x) { return x; }  // only the others want it
+// Sums of four products each.
+inline I dot4(const Bytes&, const Bytes& w, const int8_t* x) {
+  I r{};
+  for (int i = 0; i < 64; ++i) r.v[i / 4] += w.v[i] * x[i];
+  return r;
+}
+// Column 4i + K of each lane.
+template <int K>
+inline F column(const Bytes& x) {
+  F r;
+  for (int i = 0; i < 16; ++i) r.v[i] = static_cast<float>(x.v[4 * i + K]);
+  return r;
+}
+// The scales of a chunk's 2 * SUBS sub-blocks, each in the lanes of its columns.
+template <int SUBS>
+inline F spread_scales(const float* s) {
+  F r;
+  for (int i = 0; i < 16; ++i) r.v[i] = s[i * SUBS / 8];
+  return r;
+}
+
+}  // namespace SPECSPARSE_ISA
+}  // namespace specsparse

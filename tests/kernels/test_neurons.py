@@ -1,0 +1,64 @@
+"""Neuron-major weights: any GGUF type packs without loss, and neurons can be taken from a matrix."""
+
+import jax
+import numpy as np
+import pytest
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.quants import dequantize
+
+from specsparse.errors import UserError
+from specsparse.kernels import pack_neurons, take_neurons, unpack_neurons
+from specsparse.kernels.neurons import LINE, row_bytes
+from specsparse.kernels.packing import SUPPORTED
+from specsparse.testing import random_quantised
+
+TYPES = {t.name: t for t in SUPPORTED}
+F = 21
+
+
+def columns(name: str) -> int:
+    """An odd number of blocks (of columns, for floats)."""
+    return {1: 50, 32: 96, 64: 192, 256: 768}[GGML_QUANT_SIZES[TYPES[name]][0]]
+
+
+def dense(name: str, raw: np.ndarray) -> np.ndarray:
+    """The values by gguf."""
+    return dequantize(raw.view({"F32": "<f4", "F16": "<f2"}.get(name, np.uint8)), TYPES[name])
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_packing_loses_nothing(name):
+    raw = random_quantised(name, F, columns(name))
+    packed = pack_neurons(raw, TYPES[name], (F, columns(name)))
+    np.testing.assert_array_equal(jax.jit(unpack_neurons)(packed), dense(name, raw))
+    assert packed.data.shape == (F, row_bytes(packed.layout, columns(name)))
+    assert packed.data.shape[1] % LINE == 0 and packed.nbytes == packed.data.size
+
+
+@pytest.mark.parametrize("name", ["F32", "F16", "Q4_0", "Q4_1", "Q8_0"])
+def test_a_row_has_the_bytes_that_the_file_has(name):
+    """At a real width nothing is filled up."""
+    raw = random_quantised(name, 2, 4096)
+    assert pack_neurons(raw, TYPES[name], (2, 4096)).data.shape == raw.shape
+
+
+@pytest.mark.parametrize("name", ["F16", "Q4_0", "Q4_K", "Q6_K", "MXFP4"])
+def test_taken_neurons_are_the_same_in_the_order_asked_for(name):
+    packed = pack_neurons(random_quantised(name, F, columns(name)), TYPES[name], (F, columns(name)))
+    ids = np.array([20, 3, 3, 0])
+    taken = take_neurons(packed, ids)
+    assert taken.shape == (4, columns(name)) and taken.layout == packed.layout
+    np.testing.assert_array_equal(unpack_neurons(taken), np.asarray(unpack_neurons(packed))[ids])
+
+
+@pytest.mark.parametrize("ids", [[], [21], [-1], [[0, 1]]])
+def test_neurons_that_are_not_there(ids):
+    packed = pack_neurons(random_quantised("F16", F, 50), TYPES["F16"], (F, 50))
+    with pytest.raises(UserError, match=r"neurons to take must be .* in 0\.\.20"):
+        take_neurons(packed, np.array(ids))
+
+
+def test_bytes_that_are_no_matrix():
+    raw = random_quantised("Q4_0", F, 96)
+    with pytest.raises(UserError, match=r"are not a \[21, 64\] matrix"):
+        pack_neurons(raw, TYPES["Q4_0"], (F, 64))
