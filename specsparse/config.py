@@ -18,7 +18,10 @@ from specsparse.errors import UserError
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Which GGUF file, and what of it to override; None leaves the file's (or the engine's) own value."""
+    """Which GGUF file, and what of it to override; None leaves the file's (or the engine's) own value.
+
+    `placement`, `hot` and `devices` are those of `specsparse.load`: a gpuidx file, and how its neurons are computed.
+    """
 
     path: str
     context_length: int | None = None
@@ -29,6 +32,9 @@ class ModelSpec:
     threads: int | None = None
     backend: str | None = None
     activation: str | None = None
+    placement: str | None = None
+    hot: str | None = None
+    devices: int | None = None
 
     def overrides(self) -> dict[str, Any]:
         """Keyword arguments of `specsparse.load`: what is not None."""

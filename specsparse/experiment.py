@@ -17,6 +17,11 @@ def check(cfg: RunConfig) -> None:
     Raises:
         UserError: an unknown kind, or whatever that kind finds wrong.
     """
+    if "placement" in cfg.composed and cfg.kind != "placement":
+        raise UserError(
+            f"placement=... does nothing with kind={cfg.kind}: solve it with +experiment=placement, then give "
+            "+model.placement=FILE.gpuidx"
+        )
     module_of(cfg.kind).check(cfg)
     if cfg.ffn != FfnSpec() and cfg.kind in WITHOUT_FFN:
         raise UserError(f"kind={cfg.kind} takes no ffn: leave it out")
