@@ -9,6 +9,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Union
 
 from specsparse.engine.params import SamplingParams
@@ -210,11 +211,16 @@ class CertifySpec:
 
 @dataclass(frozen=True)
 class RooflineSpec:
-    """What `kind: roofline` predicts for: a device by name, tokens in the cache; `refresh` measures this one again."""
+    """What `kind: roofline` predicts for: a device by name, tokens in the cache; `refresh` measures this one again.
+
+    On this machine drafting is measured too: chains of `drafters`, and `trees`.
+    """
 
     device: str = "this"
     kv_length: int | None = None
     refresh: bool = False
+    drafters: tuple[str, ...] = ()
+    trees: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -392,6 +398,14 @@ def from_omegaconf(cfg: Any) -> RunConfig:
     run = _build(RunConfig, {**plain, "composed": plain}, "")
     sampling_params(run)  # fails here, not after the model is loaded
     return run
+
+
+def choice_options(path: Path) -> dict[str, Any]:
+    """The options that a choice of a config group (its YAML file) gives, without its name; empty where it is none."""
+    from omegaconf import OmegaConf
+
+    given = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
+    return {str(key): value for key, value in given.items() if key != "name"}  # type: ignore[union-attr]
 
 
 def sampling_params(cfg: RunConfig) -> SamplingParams:

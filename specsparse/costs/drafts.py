@@ -73,6 +73,17 @@ def table_with_tree(
     return table
 
 
+def table_with_whole(model: Model, drafter: str, make: Callable[[], Method], *, bar: Bar = silent) -> CostTable:
+    """The same for one tree; `make` gives the method, the cost is of a round."""
+    table = load_or_measure(model, bar=bar)
+    if drafter not in table.drafts:
+        with bar("measuring the cost of drafting a tree", 1) as done:
+            table = table.with_draft(drafter, measure_whole(model, table, make()))
+            done()
+        store.save(model, table)
+    return table
+
+
 def measure_draft(
     model: Model, table: CostTable, make: Callable[[int], Method], *, gammas: tuple[int, int] = (2, 7), rounds: int = 32
 ) -> DraftCost:
@@ -116,6 +127,17 @@ def measure_tree(
         if took := [pair[1] for pair in found if pair is not None]:
             points.append((float(template.max_depth), statistics.median(took)))
     return draft_line(points)
+
+
+def measure_whole(model: Model, table: CostTable, method: Method, *, rounds: int = 32) -> DraftCost:
+    """What drafting a tree costs that is grown in the same way every round: all of it by the round."""
+    assert method.drafter is not None
+    ids, nodes, depth = _passage(model), method.max_nodes, method.drafter.max_depth
+    stretch, plain = _stretch(model, ids, nodes, rounds)
+    loop = Loop(model, method, ids, room=(4 * stretch + 1) * (depth + 1))
+    loop.run(1)  # compiles
+    found = [_draft_seconds(loop, plain, table, stretch, nodes) for _ in range(4)]
+    return DraftCost(fixed_s=statistics.median([seconds for _, seconds in filter(None, found)] or [0.0]))
 
 
 SHALLOW, DEEP = TreeTemplate.kary((3,)), TreeTemplate.kary((3, 1, 1))

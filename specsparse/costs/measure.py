@@ -110,7 +110,8 @@ def measure(model: Model, *, effort: Effort | None = None, done: Callable[[], No
     near = [forward[effort.ns.index(n)] for n in far_ns]
     kv_s, kv_row_s, kv_errors = fit_kv(far_ns, near, [at[f"{_FAR} {n}"] for n in far_ns], effort.far - effort.near)
     host_s = at["host"]
-    step = {g: at[f"loop {g}"] - host_s / effort.decode for g in (0, *effort.gammas)}
+    # Half at least: where a step takes less than its share of the call, noise could make it nothing.
+    step = {g: max(at[f"loop {g}"] - host_s / effort.decode, at[f"loop {g}"] / 2) for g in (0, *effort.gammas)}
     more = [step[g] - step[0] - _between(effort.ns, forward, g + 1) + forward[0] for g in effort.gammas]
     fixed_s, token_s = overhead(effort.gammas, more)
     return CostTable(

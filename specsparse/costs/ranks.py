@@ -50,6 +50,7 @@ def table_with_acceptance(
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     *,
+    whole: bool = False,
     bar: Bar = silent,
 ) -> CostTable:
     """The model's table with the acceptance of one method, measured where it is not known yet, and kept.
@@ -57,6 +58,7 @@ def table_with_acceptance(
     Args:
         key: of `acceptance_key`.
         method: a chain of drafts, or the tree `FAN`.
+        whole: whether it is another tree, measured as a whole (`of_tree`).
         prompts: token ids to decode from; the longest part that leaves room in the context is used.
         params: the target's law.
     """
@@ -64,7 +66,7 @@ def table_with_acceptance(
     if key not in table.acceptance:
         how = method()
         assert how.drafter is not None
-        measured = by_rank if how.drafter.tree else of_chain
+        measured = of_chain if not how.drafter.tree else of_tree if whole else by_rank
         with bar("measuring acceptance", len(prompts)) as done:
             rates = measured(model, how, prompts, params, done=done)
         table = table.with_acceptance(key, rates)
@@ -88,6 +90,24 @@ def of_chain(
         accepted, tested = accepted + counters.num_accepted_tokens, tested + counters.num_tested
         done()
     return (accepted / tested if tested else 0.0,)
+
+
+def of_tree(
+    model: Model,
+    method: Method,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    *,
+    done: Callable[[], None] = lambda: None,
+) -> tuple[float, float]:
+    """(tokens emitted, nodes drafted) a round of trees, by counters."""
+    emitted = drafted = rounds = 0
+    for session in _sessions(model, method, prompts, params):
+        session.advance(ROUNDS)
+        c = session.counters(0)
+        emitted, drafted, rounds = emitted + c.num_emitted_tokens, drafted + c.num_draft_tokens, rounds + c.num_rounds
+        done()
+    return emitted / max(rounds, 1), drafted / max(rounds, 1)
 
 
 def by_rank(

@@ -37,7 +37,8 @@ class CostTable:
         host_s: of one call of the loop, once a generation.
         bandwidth, int8, f32: bytes read and multiply-adds per second at best; int8 may be None.
         drafts: cost of drafters by name; `token_s` is of a level where they draft trees.
-        acceptance: measured acceptance by name: of a chain one rate, of siblings one for each rank.
+        acceptance: measured acceptance by name: of a chain one rate, of siblings one for each rank, of a tree tokens
+            emitted and nodes drafted a round.
         residuals: of the fits, see `measure`.
         identity: the file and the machine, what the table is valid for.
     """
@@ -107,6 +108,22 @@ class CostTable:
             c=draft.token_s / step,
             c0=self.overhead(gamma, kv_length) + draft.fixed_s / step,
         )
+
+    def predict_tree(
+        self, tokens: float, nodes: float, *, room: int, draft: DraftCost = FREE, kv_length: float | None = None
+    ) -> float:
+        """Predicted speed-up of trees that give so many tokens a round: tokens / (v(nodes + 1) + draft + c0).
+
+        Args:
+            tokens: emitted a round.
+            nodes: drafted a round.
+            room: most nodes.
+            draft: of a whole tree, all of it by the round.
+            kv_length: tokens in the cache.
+        """
+        step = self.step(kv_length)
+        drafting = (draft.fixed_s + draft.token_s * nodes) / step
+        return tokens / (self.v(1 + nodes, kv_length) + drafting + self.overhead(room, kv_length))
 
     def best_gamma(
         self, alpha: float, *, draft: DraftCost = FREE, kv_length: float | None = None, most: int = 16

@@ -30,6 +30,9 @@ def tables(report: Mapping[str, Any]) -> Iterator[Table | Text]:
     yield _devices(report["devices"])
     yield Text("speculation with a draft that costs nothing: best gamma and speed-up", style="bold")
     yield _speculation(report["speculation"])
+    if report.get("drafting"):
+        yield Text("drafting, measured on the built-in prompts: cost, acceptance, predicted speed-up", style="bold")
+        yield _drafting(report["drafting"])
 
 
 def _device_line(device: Mapping[str, Any]) -> str:
@@ -109,6 +112,19 @@ def _speculation(rows: list[Mapping[str, Any]]) -> Table:
     for row in rows:
         more = (str(row["measured_gamma"]), f"{row['measured_speedup']:.2f}") if measured else ()
         table.add_row(f"{row['alpha']:.1f}", str(row["predicted_gamma"]), f"{row['predicted_speedup']:.2f}", *more)
+    return table
+
+
+def _drafting(rows: list[Mapping[str, Any]]) -> Table:
+    """Chains at the length that suits them; of a tree `gamma` is its nodes a round, and all its cost is the round's."""
+    table = _table("method", "a round, ms", "a token, ms", "in plain steps", "alpha", "gamma", "tok/round", "speed-up")
+    table.columns[0].justify, table.columns[0].no_wrap = "left", False
+    for row in rows:
+        steps = (row["round_s"] + row["token_s"] * row["gamma"]) / row["step_s"]
+        alpha = "-" if row["alpha"] is None else f"{row['alpha']:.2f}"
+        gamma, tokens = f"{row['gamma']:.3g}", f"{row['tokens']:.2f}"
+        costs = (f"{1e3 * row['round_s']:.3f}", f"{1e3 * row['token_s']:.3f}", f"{steps:.2f}")
+        table.add_row(row["method"], *costs, alpha, gamma, tokens, f"{row['predicted_speedup']:.2f}")
     return table
 
 

@@ -185,19 +185,27 @@ def _processed(
     return target_logits(cfg, params, logits_RV, history, rows)
 
 
-def _law_rows(params: LawParams, rows: Rows | None) -> LawRows:
+def _law_rows(params: LawParams, rows: Rows | None, needed_R: jax.Array | None) -> LawRows:
     numbers = (params.temperature, params.log_min_p, params.top_k, params.top_p)
-    return LawRows(*(jnp.asarray(a) if rows is None else jnp.asarray(a)[rows.sequence] for a in numbers))
+    found = LawRows(*(jnp.asarray(a) if rows is None else jnp.asarray(a)[rows.sequence] for a in numbers))
+    if needed_R is None:
+        return found
+    return found._replace(temperature=jnp.where(needed_R, found.temperature, jnp.float32(0)))  # the cheapest law
 
 
 def _law_of(
-    cfg: LawConfig, params: LawParams, x_RV: jax.Array, rows: Rows | None, kernels: SamplingKernels
+    cfg: LawConfig,
+    params: LawParams,
+    x_RV: jax.Array,
+    rows: Rows | None,
+    kernels: SamplingKernels,
+    needed_R: jax.Array | None,
 ) -> jax.Array:
     """Law float32[R, V] of processed logits."""
     if cfg.greedy:
         return one_hot(kernels.argmax(x_RV), cfg.vocab_size)
     steps = {"min_p": cfg.use_min_p, "top_k": cfg.use_top_k, "top_p": cfg.use_top_p}
-    return kernels.law(x_RV, _law_rows(params, rows), greedy=cfg.mixed, **steps)
+    return kernels.law(x_RV, _law_rows(params, rows, needed_R), greedy=cfg.mixed, **steps)
 
 
 def law(
@@ -208,14 +216,15 @@ def law(
     rows: Rows | None = None,
     *,
     kernels: SamplingKernels = REFERENCE,
+    needed_R: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The law p of the next token of each row: float32[R, V], and ok bool[R] (see `target_logits`).
 
     Greedy rows are one-hot at the lowest index of the largest logit. A row without any token left is one-hot at 0, so
-    that nothing later reads outside the vocabulary; its `ok` is False.
+    that nothing later reads outside the vocabulary; its `ok` is False. Rows outside `needed_R` (bool[R]) get some law.
     """
     x_RV, ok_R = _processed(cfg, params, logits_RV, history, rows, kernels)
-    return _law_of(cfg, params, x_RV, rows, kernels), ok_R
+    return _law_of(cfg, params, x_RV, rows, kernels, needed_R), ok_R
 
 
 def draw(p_RV: jax.Array, u_R: jax.Array, *, kernels: SamplingKernels = REFERENCE) -> jax.Array:
@@ -235,6 +244,7 @@ def sample(
     *,
     u_R: jax.Array | None,
     kernels: SamplingKernels = REFERENCE,
+    needed_R: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Tokens int32[R] drawn from `law`, and ok bool[R]. `u_R` is not used (and may be None) where `cfg.greedy`."""
     x_RV, ok_R = _processed(cfg, params, logits_RV, history, rows, kernels)
@@ -242,7 +252,7 @@ def sample(
         return kernels.argmax(x_RV), ok_R
     if u_R is None:
         raise ValueError("a law that is not greedy needs `u_R`")
-    return kernels.draw(_law_of(cfg, params, x_RV, rows, kernels), u_R), ok_R
+    return kernels.draw(_law_of(cfg, params, x_RV, rows, kernels, needed_R), u_R), ok_R
 
 
 def logprobs(logits_RV: jax.Array, token_R: jax.Array, k: int) -> Logprobs:

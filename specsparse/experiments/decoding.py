@@ -12,6 +12,7 @@ from rich.console import Console
 
 from specsparse import display, models, prompts, trackers
 from specsparse.config import RunConfig, sampling_params
+from specsparse.costs.progress import Bar
 from specsparse.errors import UserError
 from specsparse.experiments import measured, sparse_model, watching
 from specsparse.experiments.measured import NO_DRAFTER, Measured
@@ -111,16 +112,23 @@ def what_is_measured(cfg: RunConfig, model: Any, out: Console) -> Measured | Non
     """What the config leaves to this machine, measured with a bar where it is not known yet; None where nothing is."""
     if not measured.needed(cfg):
         return None
+    return measured.measure(cfg, model, lambda: calibration(cfg, model), bar(out))
 
-    def calibration() -> list[list[int]]:
-        return [ids_of(model, p, chat=cfg.data.chat) for p in prompts.load(limit_per_task=1)]
+
+def calibration(cfg: RunConfig, model: Any) -> list[list[int]]:
+    """What acceptance is measured on: the first built-in prompt of each task."""
+    return [ids_of(model, p, chat=cfg.data.chat) for p in prompts.load(limit_per_task=1)]
+
+
+def bar(out: Console) -> Bar:
+    """Bars for what is measured, in the terminal."""
 
     @contextlib.contextmanager
-    def bar(what: str, steps: int) -> Iterator[Callable[[], None]]:
+    def shown(what: str, steps: int) -> Iterator[Callable[[], None]]:
         with display.counting(out, what, steps) as progress:
             yield lambda: progress.advance(progress.task_ids[0])
 
-    return measured.measure(cfg, model, calibration, bar)
+    return shown
 
 
 def policy(cfg: RunConfig, found: Measured | None = None) -> Any:

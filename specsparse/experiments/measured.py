@@ -6,17 +6,18 @@ from typing import Any
 
 from specsparse.api import make_method
 from specsparse.config import RunConfig, sampling_params
-from specsparse.costs import drafts, ranks
+from specsparse.costs import CostTable, DraftCost, drafts, ranks
 from specsparse.costs.progress import Bar, silent
 from specsparse.engine.params import SamplingParams
 from specsparse.session import Method
 from specsparse.speculative.method import choose_verifier, make_drafter
 from specsparse.speculative.policy import Fixed
 from specsparse.speculative.tree import TreeTemplate
-from specsparse.speculative.trees import static_tree
+from specsparse.speculative.trees import get_tree, static_tree
 
 SEQUOIA = "sequoia"
 NO_DRAFTER = "none"
+CHAIN = "chain"
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,60 @@ def _times(cfg: RunConfig, model: Any, bar: Bar) -> dict[str, Any]:
 
 
 def draft_key(cfg: RunConfig) -> str:
-    """The name under which the cost of the config's drafts is kept: chains, or trees whose children are so drawn."""
+    """The name under which the cost of the config's drafts is kept.
+
+    Chains have the drafter's, the tree that is made to measure one for every tree whose children are so drawn, and
+    any other tree one of its own.
+    """
     key = drafts.cost_key(cfg.drafter.name, cfg.drafter.options)
-    return key if cfg.tree.name != SEQUOIA else f"{key}, {cfg.tree.options.get('draw') or 'top'} trees"
+    if cfg.tree.name == SEQUOIA:
+        return f"{key}, {cfg.tree.options.get('draw') or 'top'} trees"
+    return key if cfg.tree.name == CHAIN else f"{key}, tree {drafts.cost_key(cfg.tree.name, cfg.tree.options)}"
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What chains of a drafter cost and how often a token is accepted; `key` names the drafter in the table."""
+
+    key: str
+    table: CostTable
+    draft: DraftCost
+    alpha: float
+
+
+@dataclass(frozen=True)
+class Tree:
+    """What a tree costs to draft, the tokens it gives and the nodes it has in a round, and how many it has room for."""
+
+    key: str
+    table: CostTable
+    draft: DraftCost
+    tokens: float
+    nodes: float
+    room: int
+
+
+def chain(cfg: RunConfig, model: Any, prompts: Sequence[Sequence[int]], bar: Bar = silent) -> Chain:
+    """Of the config's drafter, measured where it is not known yet."""
+    alpha = _rates(cfg, model, None, prompts, bar)[0]
+    table, key = drafts.table_for(model, cfg.drafter.name, cfg.drafter.options, bar=bar)
+    return Chain(key, table, table.draft_cost(key), alpha)
+
+
+def tree(cfg: RunConfig, model: Any, prompts: Sequence[Sequence[int]], bar: Bar = silent) -> Tree:
+    """Of the config's drafter and tree, measured where they are not known yet."""
+    params, key, shape = sampling_params(cfg), draft_key(cfg), get_tree(cfg.tree.name, **cfg.tree.options)
+    assert shape is not None
+    drafter = make_drafter(cfg.drafter.name, cfg.drafter.options, Fixed(shape.max_nodes), tree=shape)
+
+    def make() -> Method:
+        return make_method(model, drafter, cfg.verifier.name, params)
+
+    table = drafts.table_with_whole(model, key, make, bar=bar)
+    known = ranks.acceptance_key(key, cfg.verifier.name, params, "whole tree")
+    table = ranks.table_with_acceptance(model, known, make, prompts, params, whole=True, bar=bar)
+    tokens, nodes = table.acceptance[known]
+    return Tree(key, table, table.draft_cost(key), tokens, nodes, shape.max_nodes)
 
 
 def _tree_times(cfg: RunConfig, model: Any, draw: str, bar: Bar) -> dict[str, Any]:

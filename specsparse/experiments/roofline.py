@@ -14,6 +14,7 @@ from specsparse.costs.measure import measure
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf import open_gguf
 from specsparse.errors import UserError
+from specsparse.experiments import decoding, drafting
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,12 @@ def check(cfg: RunConfig) -> None:
     """What can be found wrong without measuring.
 
     Raises:
-        UserError: no such model, an unknown device.
+        UserError: no such model, an unknown device, drafter or tree.
     """
     models.resolve(cfg.model.path)
     if cfg.roofline.device not in (devices.THIS, *devices.DEVICES):
         devices.get(cfg.roofline.device)
+    drafting.methods(cfg)
     if cfg.name in ("", ".", "..") or "/" in cfg.name:
         raise UserError(f"name={cfg.name}: a plain name is needed, it becomes a directory")
 
@@ -66,13 +68,20 @@ def run(cfg: RunConfig, directory: Path, *, engine: Any = None, console: Console
     f = open_gguf(path)
     overrides = {k: v for k, v in cfg.model.overrides().items() if k not in ("kv_dtype", "threads", "backend")}
     config = ModelConfig.from_gguf(f, overrides=overrides)
+    methods: list[dict[str, Any]] = []
     if cfg.roofline.device == devices.THIS:
-        table = _measured(cfg, engine or api, out)
+        model = _load(cfg, engine or api, out)
+        table = _measured(cfg, model, out)
         device = report.this_machine(table)
+        if cfg.roofline.drafters or cfg.roofline.trees:
+            prompts, bar = decoding.calibration(cfg, model), decoding.bar(out)
+            methods = list(drafting.rows(cfg, model, prompts, bar=bar))
+            table = store.load(model) or table
     else:
         device = devices.get(cfg.roofline.device)
     load = traffic.from_gguf(f, config, kv_dtype=cfg.model.kv_dtype or "f16")
     found = report.build(load, config, device, table=table, kv_length=cfg.roofline.kv_length)
+    found["drafting"] = methods
     record = RooflineRecord(cfg.name, found, manifest.build(cfg.composed, path))
     trackers.write_atomically(directory / trackers.RECORD_FILE, trackers.to_json(record.to_dict(), indent=1) + "\n")
     for part in tables.tables(found):
@@ -81,9 +90,12 @@ def run(cfg: RunConfig, directory: Path, *, engine: Any = None, console: Console
     return record
 
 
-def _measured(cfg: RunConfig, engine: Any, out: Console) -> Any:
+def _load(cfg: RunConfig, engine: Any, out: Console) -> Any:
     with display.loading(out, f"loading {cfg.model.path}") as progress:
-        model = engine.load(cfg.model.path, progress=progress, **cfg.model.overrides())
+        return engine.load(cfg.model.path, progress=progress, **cfg.model.overrides())
+
+
+def _measured(cfg: RunConfig, model: Any, out: Console) -> Any:
     table = None if cfg.roofline.refresh else store.load(model)
     if table is not None:
         out.print(Text(f"measured {table.identity.get('date')}, kept in {store.path_of(model)}", style="dim"))

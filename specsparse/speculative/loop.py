@@ -90,7 +90,7 @@ class Round:
         u_R = None if self.config.greedy else target_uniform(job, self._positions(draft, state)).reshape(-1)
         token_R, ok_R = sample(
             self.config, job.law, logits_BnV.reshape(B * n, V), state.history, self._law_rows(state, draft),
-            u_R=u_R, kernels=self.kernels,
+            u_R=u_R, kernels=self.kernels, needed_R=_exists(draft).reshape(-1),
         )  # fmt: skip
         return jnp.where(ok_R, token_R, -1).reshape(B, n)
 
@@ -102,8 +102,8 @@ class Round:
     def _laws(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> tuple[jax.Array, jax.Array]:
         """float32[R, V] and bool[R], the laws by row and which of them are laws."""
         logits_RV = logits_BnV.reshape(-1, logits_BnV.shape[2])
-        rows = self._law_rows(state, draft)
-        return law(self.config, job.law, logits_RV, state.history, rows, kernels=self.kernels)
+        rows, needed_R = self._law_rows(state, draft), _exists(draft).reshape(-1)
+        return law(self.config, job.law, logits_RV, state.history, rows, kernels=self.kernels, needed_R=needed_R)
 
     def accept(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> Verdict:
         """The verifier's verdict."""
@@ -167,6 +167,11 @@ class Round:
 def _rows(state: DecodeState, draft: Draft) -> jax.Array:
     """int32[B, K+1], the tokens that the target is fed."""
     return jnp.concatenate([last_token(state), draft.tokens], axis=1)
+
+
+def _exists(draft: Draft) -> jax.Array:
+    """bool[B, K+1]: the root, and the nodes that were really drafted."""
+    return jnp.arange(draft.max_nodes + 1, dtype=jnp.int32)[None] <= draft.count[:, None]
 
 
 def make_step(

@@ -36,6 +36,15 @@ def test_a_7b_model_at_one_byte_a_weight_on_an_a100():
     assert roofline.v(8) == 1.0  # memory bound far beyond
 
 
+def test_a_tree_of_one_branch_is_predicted_as_a_chain_and_costs_what_its_nodes_cost():
+    t, chain = table(), DraftCost(token_s=0.0011)
+    tokens = speculative.expected_tokens(0.6, 3)
+    as_tree = t.predict_tree(tokens, 3, room=3, draft=DraftCost(fixed_s=3 * 0.0011))
+    assert as_tree == pytest.approx(t.predict(0.6, 3, draft=chain))
+    step, bush = 0.011, t.predict_tree(2.0, 7, room=7, draft=DraftCost(fixed_s=0.0022))
+    assert bush == pytest.approx(2.0 / (1 + 0.010 / step + 0.0022 / step + (0.0005 + 7 * 0.0001) / step))
+
+
 @pytest.mark.parametrize("name", devices.DEVICES)
 def test_named_devices_have_sane_peaks(name):
     device = devices.get(name)

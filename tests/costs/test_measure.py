@@ -10,15 +10,15 @@ import pytest
 from rich.console import Console
 
 import specsparse
-from specsparse import costs
+from specsparse import costs, kernels
 from specsparse.bench import batch
 from specsparse.cli.main import main
 from specsparse.config import from_omegaconf
-from specsparse.costs import drafts, store
+from specsparse.costs import drafts, ranks, store
 from specsparse.costs import measure as measuring
 from specsparse.engine.gguf import open_gguf
 from specsparse.errors import UserError
-from specsparse.experiments import roofline
+from specsparse.experiments import measured, roofline
 from specsparse.run import conf_dir
 from specsparse.session import Method
 from specsparse.speculative.drafters import get_drafter
@@ -81,9 +81,14 @@ def test_a_table_is_measured_once(model, table, kept, monkeypatch):
     assert len(calls) == 3
 
 
-def test_a_table_belongs_to_one_file_cache_type_and_thread_count(model, monkeypatch):
-    where = store.path_of(model)
-    assert store.path_of(dataclasses.replace(model, kv_dtype="f32")) != where
+def test_a_table_belongs_to_one_file_and_machine_and_to_how_the_model_runs(model, monkeypatch):
+    where, status = store.path_of(model), kernels.status()
+    for other in ({"kv_dtype": "f32"}, {"ffn": "oracle"}, {"kernels": kernels.get("reference")}):
+        assert store.path_of(dataclasses.replace(model, **other)) != where, other
+    for changed in ({"threads": 77}, {"isa": "portable"}):
+        monkeypatch.setattr(store.kernels, "status", lambda new=changed: {**status, **new})
+        assert store.path_of(model) != where, changed
+    monkeypatch.undo()
     monkeypatch.setitem(store.cpu_info(), "model", "another CPU")
     assert store.path_of(model) != where
 
@@ -148,12 +153,14 @@ def test_the_bench_command_takes_batches(path, capsys):
     assert main([*argv[:-6], "--pp", "8", "--tg", "600"]) == 2
 
 
-def config(path, **roof):
+def config(path, **given):
+    """Without drafters and trees unless they are given."""
     from hydra import compose, initialize_config_dir
 
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        overrides = ["+experiment=roofline", "model=custom", f"model.path={path}"]
-        return from_omegaconf(compose("config", [*overrides, *(f"roofline.{k}={v}" for k, v in roof.items())]))
+        roof = [f"roofline.{k}={v}" for k, v in {"drafters": "[]", "trees": "[]", **given}.items()]
+        overrides = ["+experiment=roofline", "model=custom", f"model.path={path}", "data.chat=false"]
+        return from_omegaconf(compose("config", [*overrides, *roof]))
 
 
 def test_the_roofline_experiment(path, table, kept, monkeypatch, tmp_path):
@@ -178,6 +185,28 @@ def test_the_roofline_of_another_device_measures_nothing(path, monkeypatch, tmp_
     assert record.report["device"]["title"].startswith("NVIDIA A100")
     with pytest.raises(UserError, match="v100"):
         roofline.check(config(path, device="v100"))
+
+
+def test_the_roofline_measures_drafters_and_trees(path, table, kept, monkeypatch, tmp_path):
+    monkeypatch.setattr(measuring, "measure", lambda *_, **__: table)
+    monkeypatch.setattr(roofline, "measure", lambda model: table)
+    monkeypatch.setattr(ranks, "ROUNDS", 2)
+    text = io.StringIO()
+    cfg = config(path, drafters="[prompt_lookup]", trees="[static]")
+    record = roofline.run(cfg, tmp_path / "run", console=Console(file=text, width=120))
+    chain, tree = record.report["drafting"]
+    assert chain["method"] == measured.draft_key(cfg)  # a run with this drafter finds it
+    assert tree["method"].startswith("layer_skip (")
+    assert tree["method"].endswith("tree static (draw=top, widths=[3, 2, 1])")
+    assert 0 <= chain["alpha"] <= 1 and chain["predicted_speedup"] >= 1
+    assert tree["round_s"] >= 0 and tree["token_s"] == 0
+    assert 1 <= tree["tokens"] <= 4 and tree["gamma"] == 15  # three levels and a token; every round is given its nodes
+    assert "tok/round" in text.getvalue()
+    known = record.report["measured"]
+    assert set(known["drafts"]) == {chain["method"], tree["method"]} and len(known["acceptance"]) == 2
+    assert known["drafts"][tree["method"]] == {"token_s": 0.0, "fixed_s": tree["round_s"]}
+    with pytest.raises(UserError, match="no_such"):
+        roofline.check(config(path, drafters="[no_such]"))
 
 
 @pytest.fixture

@@ -1,0 +1,94 @@
+"""What drafting costs on this machine and brings on the built-in prompts, method by method: a part of the roofline."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from specsparse.config import (
+    DrafterSpec,
+    PolicySpec,
+    RunConfig,
+    TreeSpec,
+    VerifierSpec,
+    choice_options,
+    sampling_params,
+)
+from specsparse.costs import CostTable, speculative
+from specsparse.costs.progress import Bar, silent
+from specsparse.experiments import measured
+from specsparse.folders import conf_dir
+from specsparse.speculative.method import choose_verifier, grows_trees, make_drafter
+from specsparse.speculative.policy import Fixed
+from specsparse.speculative.trees import get_tree
+
+GROWER = "layer_skip"
+"""What drafts the trees where the configured drafter grows none: it needs no second file."""
+
+
+def methods(cfg: RunConfig) -> list[RunConfig]:
+    """One config for each drafter with chains, then one for each tree.
+
+    Raises:
+        UserError: an unknown drafter, tree or option.
+    """
+    chains = [_drafter(cfg, name) for name in cfg.roofline.drafters]
+    grower = _drafter(cfg, cfg.drafter.name if grows_trees(cfg.drafter.name) else GROWER)
+    trees = [
+        cfg.tree if cfg.tree.name == name else TreeSpec(name, choice_options(conf_dir() / "tree" / f"{name}.yaml"))
+        for name in cfg.roofline.trees
+    ]
+    found = [dataclasses.replace(cfg, drafter=drafter, tree=TreeSpec()) for drafter in chains]
+    found += [dataclasses.replace(cfg, drafter=grower, tree=tree) for tree in trees]
+    return [_verified(one) for one in found]
+
+
+def _drafter(cfg: RunConfig, name: str) -> DrafterSpec:
+    """With the options that a run of it would have, so that the run finds what is measured here."""
+    if cfg.drafter.name == name:
+        return cfg.drafter
+    return DrafterSpec(name, choice_options(conf_dir() / "drafter" / f"{name}.yaml"))
+
+
+def _verified(cfg: RunConfig) -> RunConfig:
+    """The config under drafts of fixed length and the first lossless verifier that fits."""
+    cfg = dataclasses.replace(cfg, policy=PolicySpec("fixed", cfg.policy.gamma))
+    tree = get_tree(cfg.tree.name, **cfg.tree.options)
+    drafter = make_drafter(cfg.drafter.name, cfg.drafter.options, Fixed(cfg.policy.gamma), tree=tree)
+    verifier = choose_verifier(drafter, None, temperature=sampling_params(cfg).temperature)
+    return dataclasses.replace(cfg, verifier=VerifierSpec(verifier.name))
+
+
+def rows(
+    cfg: RunConfig, model: Any, prompts: Sequence[Sequence[int]], *, bar: Bar = silent
+) -> Iterator[dict[str, Any]]:
+    """For each method: cost of drafting, acceptance, and the speed-up that the table predicts from both.
+
+    Args:
+        cfg: of the roofline.
+        model: the target.
+        prompts: token ids that acceptance is measured on.
+        bar: shows progress.
+    """
+    for one in methods(cfg):
+        if one.tree.name == measured.CHAIN:
+            yield _chain(measured.chain(one, model, prompts, bar))
+        else:
+            yield _tree(measured.tree(one, model, prompts, bar))
+
+
+def _chain(found: measured.Chain) -> dict[str, Any]:
+    """At the draft length that suits this acceptance; 0 where none pays."""
+    gamma, gain = found.table.best_gamma(found.alpha, draft=found.draft)
+    tokens = speculative.expected_tokens(found.alpha, gamma)
+    return {**_common(found.key, found.table, found.draft), "alpha": found.alpha, "gamma": gamma, "tokens": tokens,
+            "predicted_speedup": gain}  # fmt: skip
+
+
+def _tree(found: measured.Tree) -> dict[str, Any]:
+    gain = found.table.predict_tree(found.tokens, found.nodes, room=found.room, draft=found.draft)
+    return {**_common(found.key, found.table, found.draft), "alpha": None, "gamma": found.nodes, "tokens": found.tokens,
+            "predicted_speedup": gain}  # fmt: skip
+
+
+def _common(key: str, table: CostTable, draft: Any) -> dict[str, Any]:
+    return {"method": key, "token_s": draft.token_s, "round_s": draft.fixed_s, "step_s": table.step()}
