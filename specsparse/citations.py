@@ -66,6 +66,14 @@ WORKS: Mapping[str, Work] = {
     "eagle2": Work(
         "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", _EAGLE, 2024, "2406.16858"
     ),
+    "eagle3": Work(
+        "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test", _EAGLE, 2025,
+        "2503.01840",
+    ),
+    "hass": Work(
+        "Learning Harmonized Representations for Speculative Sampling",
+        ("Lefan Zhang", "Xiaodan Wang", "Yanhua Huang", "Ruiwen Xu"), 2024, "2408.15766",
+    ),
     "medusa": Work(
         "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads",
         ("Tianle Cai", "Yuhong Li", "Zhengyang Geng", "Hongwu Peng", "Jason D. Lee", "Deming Chen", "Tri Dao"), 2024,
@@ -121,6 +129,9 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "suffix": ("suffix",),
     "model": _SPECULATIVE,
     "layer_skip": ("self_speculative",),
+    "sparse_self": ("self_speculative",),
+    "head": ("eagle", "hass", "eagle3"),
+    "lookup_head": ("prompt_lookup", "eagle", "hass", "eagle3"),
     # verifiers
     "greedy": _SPECULATIVE,
     "match": _SPECULATIVE,

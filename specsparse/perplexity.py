@@ -184,5 +184,9 @@ def _judge(logits_nV: jax.Array, next_n: jax.Array, base_nV: jax.Array | None):
     nll = -jnp.take_along_axis(law, next_n[:, None], 1)[:, 0]
     if base_nV is None:
         return nll, None, None
-    kl = jnp.sum(jnp.exp(base_nV) * (base_nV - law), -1)
+    # sum p (log p - log q), as a sum of p (q/p - 1 - log q/p): no term is negative, so nothing cancels between them
+    p_nV, gap_nV = jnp.exp(base_nV), law - base_nV
+    near = jnp.expm1(jnp.clip(gap_nV, -1.0, 1.0)) - gap_nV
+    terms = jnp.where(jnp.abs(gap_nV) < 1.0, p_nV * near, jnp.exp(law) - p_nV - p_nV * gap_nV)
+    kl = jnp.sum(jnp.maximum(terms, 0.0), -1)
     return nll, kl, jnp.argmax(base_nV, -1) == jnp.argmax(law, -1)

@@ -27,7 +27,7 @@ KINDS = {
 WITHOUT_FFN = ("certify", "roofline", "train_drafter", "train_predictors")
 """Kinds that need no model, or a dense one."""
 
-UNTIMED = frozenset({"certify", "powerinfer_oracle"})
+UNTIMED = frozenset({"certify", "perplexity", "powerinfer_oracle"})
 """Kinds whose numbers do not depend on what else the machine does; runs of all others take turns."""
 
 

@@ -78,7 +78,7 @@ def features(drafter, ctx, width=64):
         return None
     held = jnp.arange(C)[None] < ctx.length[:, None]
     tokens = jnp.where(held, ctx.tokens, 0).astype(jnp.float32)
-    return jnp.sin(tokens[:, :, None] * jnp.arange(1, width + 1, dtype=jnp.float32))
+    return jnp.sin(tokens[:, :, None] * jnp.arange(1, width + 1, dtype=jnp.float32)[None, None])
 
 
 def assert_same(a, b):

@@ -72,6 +72,7 @@ def changed(cfg, **changes):
     return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, **changes))
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, monkeypatch):
     whole, shown, record = play(cfg, model, tmp_path / "a")
     assert "agreement" in shown and whole.path.name == "out-head.gguf"
