@@ -86,6 +86,7 @@ def write_figure(path: Path, problem: Problem, found: Mapping[str, Placement], *
         share = [float(h.mean()) for h in found[name].hot]
         right.plot(share, marker=".", label=f"{name}, {1e3 * found[name].seconds:.3g} ms")
     right.set(xlabel="layer", ylabel="share of neurons on the accelerator", ylim=(-0.02, 1.02))
+    right.xaxis.get_major_locator().set_params(integer=True)
     right.legend()
     for axes in (left, right):
         axes.grid(alpha=0.3)

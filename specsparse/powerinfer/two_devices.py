@@ -156,7 +156,7 @@ class TwoDevices:
             residual, keys[i], values[i], stat = call.layer(i, residual, keys[i], values[i])
             stats.append(stat)
         last = params._replace(embedding=None, layers=(), cos=None, sin=None)
-        args = _to(self._last, (residual, n_valid_B))
+        args = _for(self._last, (residual, n_valid_B))
         out = _to(self.devices.hot, self._programs[self._last].finish(last, *args, want=want))
         return out._replace(stats=self._stats(stats)), KVCache(tuple(keys), tuple(values), cache.length)
 
@@ -165,7 +165,7 @@ class TwoDevices:
         if not stats:
             return None
         stacked = [_stacked(part) if any(s is not None for s in part) else None for part in zip(*stats)]
-        return _both(*_to(self.devices.hot, stacked))
+        return _both(*_for(self.devices.hot, stacked))
 
 
 @jax.jit
@@ -179,11 +179,20 @@ _both = jax.jit(stats_of)
 
 
 def _to(device: jax.Device, tree: Any) -> Any:
-    """`tree` on a device; what is there already stays. It goes through the host, which waits for it: a copy from one
-    CPU device to another would be queued behind what runs there."""
-    return jax.tree.map(
-        lambda leaf: leaf if getattr(leaf, "device", None) == device else jax.device_put(np.asarray(leaf), device), tree
-    )
+    """`tree` on a device; what is there already stays."""
+    return jax.tree.map(lambda leaf: leaf if _is_on(device, leaf) else jax.device_put(np.asarray(leaf), device), tree)
+
+
+def _for(device: jax.Device, tree: Any) -> Any:
+    """`tree` as arguments of a program of a device: what lies elsewhere becomes an array of the host.
+
+    The host waits for it. A copy from one CPU device to another would be queued behind what runs there.
+    """
+    return jax.tree.map(lambda leaf: leaf if _is_on(device, leaf) else np.asarray(leaf), tree)
+
+
+def _is_on(device: jax.Device, leaf: Any) -> bool:
+    return getattr(leaf, "device", None) == device
 
 
 class _Call:
@@ -200,7 +209,7 @@ class _Call:
         owner, home, layer = self.owner, self.owner._home[i], self.params.layers[i]
         w: HotCold = layer.sparse
         tables, length_B, parents_Bn = self.shared[home]
-        residual, k, v = _to(home, (residual, k, v))
+        residual, k, v = _for(home, (residual, k, v))
         x_RD, keep, k, v = self._timed(
             "attention", i, owner._programs[home].attend, layer._replace(sparse=None), w.predictor, tables, residual,
             k, v, length_B, self.n_valid[home], parents_Bn,
@@ -223,10 +232,10 @@ class _Call:
         """Partial sum where attention runs, and statistics, or (None, None) where there is no such neuron."""
         if rows is None:
             return None, None
-        x_RD, keep_RF = _to(device, (x_RD, keep_RF))
+        x_RD, keep_RF = _for(device, (x_RD, keep_RF))
         program = self.owner._programs[device].part
         out_RD, stats = self._timed(name, i, program, rows, norm, x_RD, keep_RF, self.n_valid[device])
-        return _to(self.owner._home[i], out_RD), stats
+        return _for(self.owner._home[i], out_RD), stats
 
     def _timed(self, name: str, i: int, program: Callable, *args):
         if self.owner.watch is None:
