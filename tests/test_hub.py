@@ -8,9 +8,11 @@ import sys
 import pytest
 
 from specsparse import hub, models
+from specsparse.convert.hf import convert_hf
 from specsparse.engine.gguf import open_gguf
 from specsparse.errors import UserError
 from specsparse.testing import write_tiny_gguf
+from tests.convert import checkpoints
 from tests.hub_mirror import OLD_COMMIT, mirror_of
 
 
@@ -126,6 +128,21 @@ def test_all_shards_come(server, tmp_path):
     assert len(open_gguf(first).tensors) == len(open_gguf(server.folder / "tiny/model/t.gguf").tensors)
     for name in names:
         (server.folder / "tiny/model" / name).unlink()
+
+
+def test_a_checkpoint_is_downloaded_and_converted(server, tmp_path):
+    folder = checkpoints.save(
+        server.folder / "tiny/checkpoint", checkpoints.CONFIG, checkpoints.weights(checkpoints.CONFIG)
+    )
+    checkpoints.bpe_tokenizer(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"twice the size for nothing")
+    convert_hf(folder, tmp_path / "local.gguf")
+    convert_hf("tiny/checkpoint", tmp_path / "repo.gguf")
+    assert (tmp_path / "repo.gguf").read_bytes() == (tmp_path / "local.gguf").read_bytes()
+    assert server.sent("model.safetensors") and not server.sent("pytorch_model.bin")
+    for text, says in (("tiny/nothing", "no repository tiny/nothing"), ("hf://a/b/c.gguf", "a repository is needed")):
+        with pytest.raises(UserError, match=says):
+            convert_hf(text, tmp_path / "out.gguf")
 
 
 def test_from_the_command_line(server, tmp_path):
