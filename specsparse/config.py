@@ -17,7 +17,10 @@ from specsparse.errors import UserError
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Which GGUF file, and what of it to override; None leaves the file's (or the engine's) own value."""
+    """Which GGUF file, and what of it to override; None leaves the file's (or the engine's) own value.
+
+    `placement`, `hot` and `devices` are those of `specsparse.load`: a gpuidx file, and how its neurons are computed.
+    """
 
     path: str
     context_length: int | None = None
@@ -28,6 +31,9 @@ class ModelSpec:
     threads: int | None = None
     backend: str | None = None
     activation: str | None = None
+    placement: str | None = None
+    hot: str | None = None
+    devices: int | None = None
 
     def overrides(self) -> dict[str, Any]:
         """Keyword arguments of `specsparse.load`: what is not None."""
@@ -69,12 +75,13 @@ class PolicySpec:
 
 @dataclass(frozen=True)
 class DataSpec:
-    """Which prompts; `chat` wraps each in the model's template as a user's turn."""
+    """Which prompts; `chat` wraps each in the model's template as a user's turn; `turns` of conversations."""
 
     source: str = "builtin"
     tasks: tuple[str, ...] | None = None
     limit_per_task: int | None = None
     chat: bool = True
+    turns: str = "first"
 
 
 @dataclass(frozen=True)
@@ -211,11 +218,48 @@ class RooflineSpec:
 
 
 @dataclass(frozen=True)
+class PerplexitySpec:
+    """What `kind: perplexity` reads and how; see `specsparse.perplexity.windows`.
+
+    Attributes:
+        text: a text file, read as it is; None is the prompts of the data group, one after the other.
+        context, stride: of the windows.
+        chunks: at most so many windows; None for all.
+        base: whose law the KL is from: "f32", the same weights computed in float32; a model; None for no KL.
+    """
+
+    text: str | None = None
+    context: int = 512
+    stride: int = 0
+    chunks: int | None = None
+    base: str | None = "f32"
+
+
+@dataclass(frozen=True)
+class QuantTableSpec:
+    """The rows and the timings of `kind: quant_table`; its text is that of `perplexity`.
+
+    Attributes:
+        types: to quantise the model to, where its own type is no row of its own.
+        files: further GGUF files of the same model.
+        pp, tg: tokens of prompt and of decoding to time; 0 for none.
+        timings: of each.
+    """
+
+    types: tuple[str, ...] = ("F16", "Q8_0", "Q4_1", "Q4_0")
+    files: tuple[str, ...] = ()
+    pp: int = 512
+    tg: int = 64
+    timings: int = 3
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One run, validated. `composed` is the whole config as plain containers, for the record.
 
     Attributes:
         kind: what is run, a name of `experiments.KINDS`.
+        reuse: whether a sweep takes over cells that have finished before.
         loop: "jit", or "host" to decode with the host loop beside the loop in one program.
         time_split: tokens to decode round by round per task, for the time split; 0: none.
         trace: show the first pass round by round.
@@ -241,6 +285,7 @@ class RunConfig:
     warmup: bool = True
     stream: bool = True
     debug: bool = False
+    reuse: bool = True
     kind: str = "speed"
     loop: str = "jit"
     time_split: int = 0
@@ -257,6 +302,8 @@ class RunConfig:
     n_gpu_layers: int | None = None
     reset_gpu_index: bool = False
     disable_gpu_index: bool = False
+    perplexity: PerplexitySpec = PerplexitySpec()
+    quant_table: QuantTableSpec = QuantTableSpec()
     composed: dict[str, Any] = field(default_factory=dict, repr=False)
 
 
@@ -289,6 +336,12 @@ _AT_LEAST = {
     "placement.window": 1,
     "placement.decode": 0,
     "n_gpu_layers": 0,
+    "perplexity.context": 4,
+    "perplexity.stride": 0,
+    "perplexity.chunks": 1,
+    "quant_table.pp": 0,
+    "quant_table.tg": 0,
+    "quant_table.timings": 1,
 }
 _CHOICES = {
     "model.kv_dtype": ("f32", "f16", "bf16"),
@@ -296,6 +349,7 @@ _CHOICES = {
     "model.backend": ("native", "reference", "xla"),
     "ffn.name": ("dense", "powerinfer", "oracle", "predicted"),
     "loop": ("jit", "host"),
+    "data.turns": ("first", "both"),
     "placement.rule": ("optimal", "powerinfer", "layers", "none"),
     "placement.hot": ("masked", "dense"),
     "certify.vocab": (2, 3, 4, 5, 6),

@@ -173,6 +173,7 @@ def load(
     placement: Any = None,
     hot: str = "masked",
     devices: int = 1,
+    float_weights: bool = False,
     **overrides,
 ) -> Model:
     """Loads a model.
@@ -191,6 +192,8 @@ def load(
         placement: of hot neurons: a gpuidx file, a `GpuIndex` or a `Placement`; None keeps all neurons together.
         hot: "masked" computes the predicted hot neurons, as PowerInfer does, "dense" all of them (other logits).
         devices: 2 computes the cold neurons on a second device at the same time; the same logits.
+        float_weights: dequantise every matrix to float32 at load, so that nothing is computed in integers: the
+            reference that quantised arithmetic is judged by.
         overrides: `rope_base`, `rope_scale`, `rope_scaling`, `context_length` and `activation` in place of the file's.
 
     Raises:
@@ -202,8 +205,9 @@ def load(
         raise UserError(f"a model is a name or the path of a GGUF file, not {type(spec).__name__}")
     unknown = sorted(set(overrides) - set(OVERRIDES))
     if unknown:
-        own = ("kv_dtype", "threads", "backend", "ffn", "threshold", "faithful_f16", "placement", "hot", "devices")
-        known = ", ".join((*own, *OVERRIDES))
+        own = ("kv_dtype", "threads", "backend", "ffn", "threshold", "faithful_f16", "float_weights")
+        placing = ("placement", "hot", "devices")
+        known = ", ".join((*own, *placing, *OVERRIDES))
         raise UserError(f"load() has no option {unknown[0]!r}; it has {known}")
     kv_dtype = kv_dtype or "f16"
     if kv_dtype not in KV_DTYPES:
@@ -219,6 +223,8 @@ def load(
     options = {"ffn": ffn, "threshold": threshold, "faithful_f16": faithful_f16}
     apart = placed.plan(f, config, chosen, placement=placement, hot=hot, devices=devices, **options)
     plan = apart or modes.plan(f, config, chosen, **options)
+    if float_weights and plan.pack is not None:
+        raise UserError(f"{path}: float_weights is for dense files; this one's FFN is packed for its predictors")
     tokenizer = Tokenizer.from_metadata(f.metadata, where=str(path))
     total = sum(t.nbytes for t in f.tensors.values())
     done = 0
@@ -229,8 +235,9 @@ def load(
         if progress is not None:
             progress(done, total)
 
+    floats = plan.floats or float_weights
     params = weights.load_params(
-        f, config, floats=plan.floats, float_types=plan.float_types, progress=advance, pack_ffn=plan.pack
+        f, config, floats=floats, float_types=plan.float_types, progress=advance, pack_ffn=plan.pack
     )
     read = weights.footprint(params, f)
     two = None if apart is None else apart.two_devices

@@ -73,8 +73,8 @@ def _rule(cfg: RunConfig, f: GGUFFile, model: Any, text: np.ndarray) -> tuple[pr
         rows = collect(model, text) if predictor.needs is Needs.TEXT else None
         weights = fit_layers(predictor, model.params.layers, rows)
         return profiler.predicted(predictor), with_weights(model.params, weights)
-    if model.config.predictor_ranks:
-        return profiler.of_file(f, model)
+    if model.config.predictor_ranks and cfg.ffn.name != "oracle":
+        return profiler.of_file(f, model, threshold=cfg.ffn.threshold)
     share = cfg.placement.active_share
     return (profiler.nonzero(ffn) if share is None else profiler.largest(ffn, share)), None
 

@@ -70,6 +70,8 @@ def check(cfg: RunConfig) -> None:
         raise UserError(f"vram_budget={cfg.vram_budget} must be at least 0 GiB")
     if cfg.n_gpu_layers is not None and spec.rule != "layers":
         raise UserError(f"n_gpu_layers={cfg.n_gpu_layers} belongs to placement=layers, not to placement={spec.rule}")
+    if cfg.model.placement or cfg.model.hot or cfg.model.devices:
+        raise UserError("model.placement, model.hot and model.devices are for other kinds: here placement.* says it")
     activations.check(cfg)
     prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
     trackers.check(cfg.tracker.name, cfg.tracker.options)

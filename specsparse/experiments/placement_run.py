@@ -73,7 +73,8 @@ def measured(
 
 def _loader(cfg: RunConfig, placement: Placement, engine: Engine) -> Callable[..., Any]:
     def load(devices: int, *, hot: str = cfg.placement.hot) -> Any:
-        return engine.load(cfg.model.path, placement=placement, hot=hot, devices=devices, **cfg.model.overrides())
+        options = {"placement": placement, "hot": hot, "devices": devices, "threshold": cfg.ffn.threshold}
+        return engine.load(cfg.model.path, **options, **cfg.model.overrides())
 
     return load
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specsparse import kernels as kernel_api
 from specsparse.engine.cache import KVCache
@@ -25,8 +26,8 @@ from specsparse.engine.config import ModelConfig
 from specsparse.engine.llama import ForwardOut, Want, make_attention, make_output
 from specsparse.engine.weights import Params
 from specsparse.errors import UserError
-from specsparse.kernels import Kernels, native_cpu
-from specsparse.powerinfer.hot_cold import HotCold, combine, part_ffn, predict, stats_of
+from specsparse.kernels import Kernels, SparseStats, native_cpu
+from specsparse.powerinfer.hot_cold import HotCold, HotColdStats, combine, part_ffn, predict, stats_of
 
 Watch = Callable[[str, int, float, float], None]
 """watch(part, layer, begin, end): what ran when, in seconds of `time.perf_counter`; called from two threads."""
@@ -146,9 +147,9 @@ class TwoDevices:
         """As `engine.llama.make_forward`'s; keys and values of `cache` are donated."""
         batch, n = tokens_Bn.shape
         if n_valid_B is None:
-            n_valid_B = jnp.full((batch,), n, jnp.int32)
+            n_valid_B = np.full((batch,), n, np.int32)
         call = _Call(self, params, cache.length, n_valid_B, parents_Bn)
-        tokens_R = jax.device_put(jnp.reshape(tokens_Bn, -1), self.devices.cold)
+        tokens_R = _to(self.devices.cold, np.reshape(np.asarray(tokens_Bn), -1))
         residual = _Residual(self._programs[self.devices.cold].embed(params.embedding, tokens_R))
         keys, values, stats = list(cache.k), list(cache.v), []
         for i in range(self.config.n_layers) if want.layers is None else want.layers:
@@ -157,19 +158,32 @@ class TwoDevices:
         last = params._replace(embedding=None, layers=(), cos=None, sin=None)
         args = _to(self._last, (residual, n_valid_B))
         out = _to(self.devices.hot, self._programs[self._last].finish(last, *args, want=want))
-        collected = _collect(_to(self.devices.hot, stats)) if stats else None
-        return out._replace(stats=collected), KVCache(tuple(keys), tuple(values), cache.length)
+        return out._replace(stats=self._stats(stats)), KVCache(tuple(keys), tuple(values), cache.length)
+
+    def _stats(self, stats: list[tuple[SparseStats | None, SparseStats | None]]) -> HotColdStats | None:
+        """Statistics of (cold, hot) parts of every layer, stacked over the layers."""
+        if not stats:
+            return None
+        stacked = [_stacked(part) if any(s is not None for s in part) else None for part in zip(*stats)]
+        return _both(*_to(self.devices.hot, stacked))
 
 
 @jax.jit
-def _collect(stats):
-    """Statistics of both parts of every layer, stacked over the layers."""
-    return jax.tree.map(lambda *each: jnp.stack(each), *(stats_of(cold, hot) for cold, hot in stats))
+def _stacked(stats: tuple[SparseStats | None, ...]) -> SparseStats:
+    """Of one device's part in each layer; a layer without it has done nothing there."""
+    nothing = jax.tree.map(jnp.zeros_like, next(s for s in stats if s is not None))
+    return jax.tree.map(lambda *each: jnp.stack(each), *(nothing if s is None else s for s in stats))
+
+
+_both = jax.jit(stats_of)
 
 
 def _to(device: jax.Device, tree: Any) -> Any:
-    """`tree` on a device; what is there already stays."""
-    return tree if all(leaf.device == device for leaf in jax.tree.leaves(tree)) else jax.device_put(tree, device)
+    """`tree` on a device; what is there already stays. It goes through the host, which waits for it: a copy from one
+    CPU device to another would be queued behind what runs there."""
+    return jax.tree.map(
+        lambda leaf: leaf if getattr(leaf, "device", None) == device else jax.device_put(np.asarray(leaf), device), tree
+    )
 
 
 class _Call:
@@ -206,13 +220,13 @@ class _Call:
         return done
 
     def _part(self, name: str, i: int, rows, norm, device: jax.Device, x_RD, keep_RF):
-        """Partial sum and statistics where attention runs, or (None, None) where there is no such neuron."""
+        """Partial sum where attention runs, and statistics, or (None, None) where there is no such neuron."""
         if rows is None:
             return None, None
         x_RD, keep_RF = _to(device, (x_RD, keep_RF))
         program = self.owner._programs[device].part
-        out = self._timed(name, i, program, rows, norm, x_RD, keep_RF, self.n_valid[device])
-        return _to(self.owner._home[i], out)
+        out_RD, stats = self._timed(name, i, program, rows, norm, x_RD, keep_RF, self.n_valid[device])
+        return _to(self.owner._home[i], out_RD), stats
 
     def _timed(self, name: str, i: int, program: Callable, *args):
         if self.owner.watch is None:

@@ -142,6 +142,15 @@ def test_decoding_measures_and_labels_dense_hot_neurons(cfg, tmp_path):
     assert found.as_promised and "two devices, overlapped" in text and "expected times only" not in text
 
 
+def test_other_experiments_take_a_solved_placement(cfg):
+    model = dataclasses.replace(cfg.model, placement="x.gpuidx", hot="dense", devices=2)
+    assert model.overrides() == {"placement": "x.gpuidx", "hot": "dense", "devices": 2}
+    with pytest.raises(UserError, match=r"are for other kinds: here placement\.\* says it"):
+        experiment.check(dataclasses.replace(cfg, model=model))
+    with pytest.raises(UserError, match=r"does nothing with kind=speed: .* give \+model\.placement=FILE"):
+        experiment.check(dataclasses.replace(cfg, kind="speed", composed={"placement": {}}))
+
+
 def test_a_trace_has_a_row_a_device():
     spans = [("hot", 0, 2.0, 3.0), ("cold", 0, 1.5, 2.5), ("attention", 0, 1.0, 1.5)]
     names, events = np.split(placement_run.chrome_trace(spans)["traceEvents"], [2])

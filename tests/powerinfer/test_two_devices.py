@@ -52,6 +52,10 @@ layers = Placement("layers", tuple(hot), 0.0, 0, host_layers=frozenset({0, 1}), 
 model = specsparse.load(path, placement=layers, devices=2)
 found["layers"] = model.logits(ids)
 found["layers greedy"] = specsparse.generate(model, ids, max_tokens=4, ignore_eos=True).token_ids
+try:
+    specsparse.generate(model, ids, max_tokens=4, drafter="prompt_lookup", verifier="greedy")
+except specsparse.errors.UserError as error:
+    found["refused"] = str(error)
 np.savez(out, **found)
 """
 
@@ -107,4 +111,5 @@ def test_whole_layers_on_the_host_are_the_same_model(path, two):
     hot = [np.full(D_FF, i > 1) for i in range(LAYERS)]
     one = specsparse.load(path, placement=GpuIndex(tuple(hot), 0))
     assert np.array_equal(two["layers"], one.logits(IDS))
+    assert "place neurons, not layers" in str(two["refused"])  # its cache lies on both
     assert tuple(two["layers greedy"]) == specsparse.generate(one, IDS, max_tokens=4, ignore_eos=True).token_ids
