@@ -38,7 +38,6 @@ MODEL_CASES = {
     "tree_wor": ("model", {"temperature": 0.8, "tree": get_tree("sampled_wor", widths=(2, 1, 1))}),
     "tree_p_split": ("model", {"tree": get_tree("p_split", nodes=K, n_parallel=3, p_split=0.15)}),
     "tree_dynamic": ("model", {"tree": get_tree("dynamic", total=K, depth=3, top_k=2)}),
-    "head": ("head", {}),
     "lookup_head": ("lookup_head", {"ngram_min": 3}),
     "head_sampled": ("head", {"temperature": 0.8}),
     "head_dynamic": ("head", {"tree": get_tree("dynamic", total=K, depth=3, top_k=2)}),

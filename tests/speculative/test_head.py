@@ -78,6 +78,7 @@ def law_after(model, weights, text, path, temperature):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_q_is_what_the_trained_function_says(model, file, shape):
     tree = {"tree": get_tree("sampled_iid", widths=(2, 2, 1))} if shape == "tree" else {}

@@ -108,6 +108,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
     assert got.token_ids == plain.token_ids and got.stats.counters.num_draft_tokens > 0
 
 
+@pytest.mark.slow
 def test_training_learns(cfg, model, tmp_path):
     """On a handful of texts, again and again, the divergence falls far below that of the linear guess."""
     options = drafter_training.options(changed(cfg, options={**OPTIONS, "steps": 60, "learning_rate": 3e-3}))
