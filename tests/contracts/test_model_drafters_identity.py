@@ -33,6 +33,7 @@ METHODS = {
     "p_min": ("warm", "model", {"p_min": 0.2}),
     "head": ("greedy", "head", {}),
     "lookup_head": ("sharp", "lookup_head", {"ngram_min": 3}),
+    "head_drawn": ("greedy", "head", {"temperature": 0.4}),
     "head_tree": ("warm", "head", {"tree": get_tree("dynamic", total=9, depth=4, top_k=3)}),
 }
 
