@@ -94,6 +94,60 @@ class PredictorSpec:
 
 
 @dataclass(frozen=True)
+class FfnSpec:
+    """Which neurons of the FFNs are computed.
+
+    Attributes:
+        name: "dense", "powerinfer", "oracle", "predicted" (by the `predictor` group), or None: as the file asks.
+        threshold: of the predictors in the file; None: the file's own.
+        faithful_f16: PowerInfer's roundings.
+        weights: file of trained predictors, for predictor=mlp.
+        tokens: of the text that a predictor is fitted to.
+        union_cap: share of the neurons that a verification pass may read; None: no cap. For kind=spec_sparse.
+    """
+
+    name: str | None = None
+    threshold: float | None = None
+    faithful_f16: bool = False
+    weights: str | None = None
+    tokens: int = 1024
+    union_cap: float | None = None
+
+    def overrides(self) -> dict[str, Any]:
+        """Keyword arguments of `specsparse.load`: what differs from its defaults."""
+        mode = "dense" if self.name == "predicted" else self.name
+        given = {"ffn": mode, "threshold": self.threshold, "faithful_f16": self.faithful_f16 or None}
+        return {key: value for key, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class PowerInferSpec:
+    """What `kind: powerinfer_oracle` compares: PowerInfer's logits (None: logits.npz beside the model), threads."""
+
+    logits: str | None = None
+    threads: tuple[int, ...] = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class SparsitySpec:
+    """What `kind: sparsity` judges and times.
+
+    Attributes:
+        vary: option of the predictor, or "threshold" with ffn=powerinfer, that takes each of `values`; without values
+            the config itself is the only point.
+        window, judged: tokens of a piece of text, and pieces that quality is judged on.
+        tokens, repeats: to decode for the speed, with each point in turn; 0: quality only.
+    """
+
+    vary: str = "share"
+    values: tuple[float, ...] = ()
+    window: int = 128
+    judged: int = 6
+    tokens: int = 64
+    repeats: int = 3
+
+
+@dataclass(frozen=True)
 class TrainSpec:
     """What `kind: train_predictors` reads, compares and keeps; the other keys are `predictors.train.TrainOptions`."""
 
@@ -154,6 +208,7 @@ class RunConfig:
     tracker: TrackerSpec
     tree: TreeSpec = TreeSpec()
     predictor: PredictorSpec = PredictorSpec()
+    ffn: FfnSpec = FfnSpec()
     name: str = "run"
     max_tokens: int = 128
     seed: int = 0
@@ -170,6 +225,8 @@ class RunConfig:
     certify: CertifySpec = CertifySpec()
     roofline: RooflineSpec = RooflineSpec()
     train: TrainSpec = TrainSpec()
+    powerinfer: PowerInferSpec = PowerInferSpec()
+    sparsity: SparsitySpec = SparsitySpec()
     composed: dict[str, Any] = field(default_factory=dict, repr=False)
 
 
@@ -187,6 +244,11 @@ _AT_LEAST = {
     "certify.vocab": 2,
     "certify.gamma": 1,
     "roofline.kv_length": 0,
+    "ffn.tokens": 1,
+    "sparsity.window": 4,
+    "sparsity.judged": 1,
+    "sparsity.tokens": 0,
+    "sparsity.repeats": 1,
     "train.tokens": 1,
     "train.window": 4,
     "train.judged": 1,
@@ -195,6 +257,7 @@ _CHOICES = {
     "model.kv_dtype": ("f32", "f16", "bf16"),
     "model.rope_scaling": ("none", "linear", "yarn"),
     "model.backend": ("native", "reference", "xla"),
+    "ffn.name": ("dense", "powerinfer", "oracle", "predicted"),
     "loop": ("jit", "host"),
     "certify.vocab": (2, 3, 4, 5, 6),
     "certify.gamma": (1, 2, 3),

@@ -71,6 +71,8 @@ def show_prompt(out: Console, index: int, count: int, task: str, text: str) -> N
 def report(out: Console, record: RunRecord) -> None:
     """The table, the verdict on the text, and the timing lines."""
     out.print(Text(title(record), style="bold"))
+    if "ffn" in record.method:
+        out.print(Text(f"ffn {record.method['ffn']}; {record.method['ffn_label']}"))
     out.print(table(record))
     for line in (*verdict_lines(record), *map(Text, record.notes), *timing_lines(record)):
         out.print(line)

@@ -5,8 +5,9 @@ from pathlib import Path
 from rich.console import Console
 
 from specsparse import display
-from specsparse.config import RunConfig
-from specsparse.experiments import Outcome, module_of
+from specsparse.config import FfnSpec, RunConfig
+from specsparse.errors import UserError
+from specsparse.experiments import WITHOUT_FFN, Outcome, module_of
 from specsparse.experiments.decoding import Engine, default_engine
 
 
@@ -17,6 +18,8 @@ def check(cfg: RunConfig) -> None:
         UserError: an unknown kind, or whatever that kind finds wrong.
     """
     module_of(cfg.kind).check(cfg)
+    if cfg.ffn != FfnSpec() and cfg.kind in WITHOUT_FFN:
+        raise UserError(f"kind={cfg.kind} takes no ffn: leave it out")
 
 
 def run(cfg: RunConfig, directory: Path, *, engine: Engine | None = None, console: Console | None = None) -> Outcome:

@@ -1,7 +1,8 @@
 """Speculative rounds stepped from the host: the pieces of the loop in one program, each its own, so they can be timed.
 
 Slower than the loop in one program, and token for token the same. Traces, recordings of laws and the time split are
-taken here.
+taken here. A piece's time is that of its program, which is handed only what it reads; finding the program, taking trees
+of arrays apart and putting them together is the host's.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ import jax
 import numpy as np
 
 from specsparse.engine.generate import DecodeState, Finish
+from specsparse.lean import Lean
 from specsparse.metrics import Times
 from specsparse.session import Session
 from specsparse.speculative.base import Draft, Drafted, Verdict
@@ -29,6 +31,7 @@ class RoundView:
         before, after: the states around it, without cache and drafter.
         cache_before, cache_after: int32[B], tokens in the target's cache.
         draft, logits, verdict: what was proposed, float[B, K+1, V] of the target, and the verdict.
+        stats: of the target's sparse FFN in this pass, see `ForwardOut`, or None.
     """
 
     session: Session
@@ -40,6 +43,7 @@ class RoundView:
     draft: Draft
     logits: jax.Array
     verdict: Verdict
+    stats: Any = None
 
     def laws(self) -> jax.Array:
         """float32[B, K+1, V], the target's law at each row."""
@@ -97,9 +101,8 @@ def _step(session: Session) -> RoundView:
 
     def timed(stage: str, function: Callable, *args: Any, donate: tuple[int, ...]) -> Any:
         key = ("round", stage, pieces.config, pieces.drafter, pieces.verifier)
-        before_s, start = session.compile_s, time.perf_counter()
-        out = jax.block_until_ready(session.call(key, function, weights, *args, donate=donate))
-        spent[stage] = time.perf_counter() - start - (session.compile_s - before_s)
+        program = session.program(key, function, weights, *args, donate=donate, compiled=Lean.compile)
+        out, spent[stage] = program.timed(weights, *args)
         return out
 
     # What a piece replaces travels apart from the rest of the state, so that it alone is donated.
@@ -128,4 +131,5 @@ def _step(session: Session) -> RoundView:
     after = session.state._replace(cache=None, drafter=None)
     cache_after = np.asarray(session.state.cache.length)
     number = int(np.max(np.asarray(rest.counters.rounds)))
-    return RoundView(session, number, rest, after, cache_before, cache_after, drafted.draft, out.logits, verdict)
+    caches = cache_before, cache_after
+    return RoundView(session, number, rest, after, *caches, drafted.draft, out.logits, verdict, out.stats)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from specsparse.engine.tokenizer import Tokenizer
 from specsparse.engine.weights import Footprint, Params
 from specsparse.errors import UserError
 from specsparse.kernels import Kernels, native_cpu
-from specsparse.powerinfer import modes
+from specsparse.powerinfer import modes, twin
 
 KV_DTYPES = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16}
 _CAPACITY_STEP = 256
@@ -43,7 +44,8 @@ class Model:
         kv_dtype: "f32", "f16" or "bf16".
         path: the file.
         footprint: bytes of weights that one decoding step reads.
-        ffn: "dense", "powerinfer" or "oracle".
+        ffn: "dense", "powerinfer", "oracle" or "predicted" (see `powerinfer.gated`).
+        rule: what tells this FFN from others of its kind, such as a threshold or a predictor; "" for a dense one.
         load_s: seconds that loading took.
         rope_factors: f32[d/2] or None.
         programs: compiled programs, by what they close over.
@@ -59,6 +61,7 @@ class Model:
     path: Path
     footprint: Footprint
     ffn: str = "dense"
+    rule: str = ""
     load_s: float = 0.0
     rope_factors: np.ndarray | None = field(default=None, repr=False)
     programs: dict = field(default_factory=dict, repr=False)
@@ -90,6 +93,14 @@ class Model:
             self._tables[capacity] = jnp.asarray(cos), jnp.asarray(sin)
         cos, sin = self._tables[capacity]
         return self.params._replace(cos=cos, sin=sin)
+
+    def sparse_twin(self, **options: Any) -> "Model":
+        """This model with fewer neurons, for drafting on its own cache; the options of `powerinfer.twin.sparse_twin`.
+
+        Raises:
+            UserError: options that this model cannot follow.
+        """
+        return twin.sparse_twin(self, **options)
 
     def new_cache(self, batch: int, capacity: int) -> kv.KVCache:
         """An empty cache for `batch` sequences."""
@@ -220,6 +231,7 @@ def load(
         path=Path(path),
         footprint=weights.footprint(params, f),
         ffn=plan.mode,
+        rule=plan.rule,
         load_s=time.perf_counter() - start,
         rope_factors=weights.rope_factors(f, config),
     )

@@ -86,15 +86,21 @@ class Session:
 
     def call(self, key: Hashable, function: Callable, *args, donate: tuple[int, ...] = ()):
         """Calls `function` compiled for these shapes; `key` names what it closes over. Compiling is timed apart."""
+        return self.program(key, function, *args, donate=donate)(*args)
+
+    def program(
+        self, key: Hashable, function: Callable, *args, donate: tuple[int, ...] = (), compiled: Callable | None = None
+    ) -> Callable:
+        """What `call` calls. `compiled`, where given, makes it of function and arguments."""
         leaves, structure = jax.tree.flatten(args[1:])  # args[0] are weights
         key = (key, structure, tuple((jnp.shape(a), a.dtype) for a in leaves))
         program = self.model.programs.get(key)
         if program is None:
             start = time.perf_counter()
-            program = jax.jit(function, donate_argnums=donate).lower(*args).compile()
+            program = (compiled or _compiled)(function, *args, donate=donate)
             self.model.programs[key] = program
             self.compile_s += time.perf_counter() - start
-        return program(*args)
+        return program
 
     def _prefill(self, lengths: list[int]) -> DecodeState:
         """Feeds all tokens of each prompt but the last, which the first round feeds."""
@@ -201,6 +207,10 @@ class Session:
             c = self.counters(index)
             return policy_report(drafter.policy, state.policy, index, c.num_rounds - c.num_drafts)
         return None
+
+
+def _compiled(function: Callable, *args, donate: tuple[int, ...]) -> Callable:
+    return jax.jit(function, donate_argnums=donate).lower(*args).compile()
 
 
 def _stop_ids(model: Model, sequences: list[Sequence]) -> np.ndarray:

@@ -5,10 +5,12 @@ Run by `peers.Peer` with any interpreter that has llama-cpp-python; imports noth
     {"do": "hello"}                                -> {"version": ..., "system_info": ...}
     {"do": "open", "model": path, "threads": t, "room": r, "depth": d, "tokens": [...]} -> {"seconds": load time}
     {"do": "prompt" | "decode" | "verify", "n": n} -> {"seconds": ...}
+    {"do": "lookup", "ids": [...], "n": n, "drafted": k} -> {"seconds": ...}
 
 `prompt` is one batch with the logits of its last token (n_batch 2048, n_ubatch 512, as llama-bench), `decode` one token
 a call with its logits, `verify` one batch with all logits. Nothing is sampled: the tokens are given. `depth` tokens are
-in the cache before each test.
+in the cache before each test. `lookup` writes n tokens greedily after a prompt, with the package's own prompt lookup of
+k tokens (0: plainly); its time begins at the first token.
 """
 
 import json
@@ -35,7 +37,7 @@ def main() -> None:
                 engine = Engine(**request)
                 reply = {"seconds": time.perf_counter() - start}
             else:
-                reply = {"seconds": getattr(engine, do)(request["n"])}
+                reply = {"seconds": getattr(engine, do)(**request)}
         except ImportError as error:
             reply = {"missing": str(error)}
         except Exception as error:  # the parent says it
@@ -58,6 +60,8 @@ class Engine:
         import llama_cpp
 
         self.lib, self.depth, self.tokens = llama_cpp, depth, tokens
+        self.writer_options = {"model_path": model, "n_ctx": depth + room, "n_threads": threads, "verbose": False}
+        self.writers: dict = {}
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = 0
@@ -76,6 +80,27 @@ class Engine:
         self.n_batch = params.n_batch
         if depth:
             self.feed(0, depth, every=False)
+
+    def writer(self, drafted: int):
+        """The package's own generator, with prompt lookup or without."""
+        if drafted not in self.writers:
+            from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+            draft = LlamaPromptLookupDecoding(num_pred_tokens=drafted) if drafted else None
+            threads = self.writer_options["n_threads"]
+            self.writers[drafted] = self.lib.Llama(**self.writer_options, n_threads_batch=threads, draft_model=draft)
+        return self.writers[drafted]
+
+    def lookup(self, ids: list, n: int, drafted: int) -> float:
+        """Seconds of n greedy tokens after a first one, end tokens ignored."""
+        writer, start = self.writer(drafted), 0.0
+        writer.reset()
+        for i, _ in enumerate(writer.generate(ids, temp=0.0, repeat_penalty=1.0)):
+            if i == 0:
+                start = time.perf_counter()
+            if i == n:
+                return time.perf_counter() - start
+        raise RuntimeError("llama.cpp wrote too few tokens")
 
     def feed(self, start: int, count: int, *, every: bool) -> None:
         """Decodes tokens start .. start + count - 1 in batches, with the logits of all or of the last."""

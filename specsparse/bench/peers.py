@@ -96,6 +96,13 @@ class Peer:
         """See `Side`."""
         return self._ask(do="verify", n=n)["seconds"]
 
+    def lookup(self, ids: list[int], n: int, *, drafted: int) -> float:
+        """Seconds of n greedy tokens after a prompt and a first token, by its own prompt lookup of `drafted` tokens.
+
+        0 is plain decoding. llama.cpp only.
+        """
+        return self._ask(do="lookup", ids=ids, n=n, drafted=drafted)["seconds"]
+
     def close(self) -> None:
         """Ends the child."""
         with contextlib.suppress(OSError):

@@ -17,8 +17,9 @@ VERSION = 1
 
 
 def identity(model: Model) -> dict[str, Any]:
-    """What a table is valid for: the file (name, size, time), CPU, threads, kernels, instruction set, cache type."""
+    """What a table is valid for: the file (name, size, time), CPU, threads, kernels, instruction set, cache, FFN."""
     stat, status = model.path.stat(), kernels.status()
+    sparse = {} if model.ffn == "dense" else {"ffn": model.ffn, "rule": model.rule}
     return {
         "version": VERSION,
         "file": model.path.name,
@@ -31,6 +32,7 @@ def identity(model: Model) -> dict[str, Any]:
         "isa": status["isa"],
         "kv_dtype": model.kv_dtype,
         "context": model.config.context_length,
+        **sparse,
     }
 
 

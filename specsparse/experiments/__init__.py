@@ -15,8 +15,13 @@ KINDS = {
     "certify": "the exact output law of every verifier, and of the mutants; needs no model",
     "roofline": "what the model file could do at best on a device, and what it was measured to do here",
     "train_predictors": "a predictor of active neurons trained or fitted on text, and judged",
+    "powerinfer_oracle": "a PowerInfer model's logits and greedy tokens against those PowerInfer itself wrote",
+    "sparsity": "what leaving neurons out costs in quality and gains in speed, point by point",
+    "spec_sparse": "speculation and sparsity, each alone and both together, and what a verification pass reads",
 }
 """Names of modules of this package, and what each does."""
+WITHOUT_FFN = ("certify", "roofline", "train_predictors")
+"""Kinds that need no model, or a dense one."""
 
 
 class Outcome(Protocol):

@@ -13,7 +13,7 @@ from rich.console import Console
 from specsparse import display, models, prompts, trackers
 from specsparse.config import RunConfig, sampling_params
 from specsparse.errors import UserError
-from specsparse.experiments import measured, watching
+from specsparse.experiments import measured, sparse_model, watching
 from specsparse.experiments.measured import NO_DRAFTER, Measured
 from specsparse.record import PLAIN, SAME_TEXT_VERIFIERS, Pass
 from specsparse.speculative.base import Verifier
@@ -70,7 +70,8 @@ def check(cfg: RunConfig) -> None:
         UserError: no such model file, prompts, tracker, or a prompt's file that does not parse.
     """
     _check_files(cfg)
-    _prompts(cfg)
+    sparse_model.check(cfg)
+    prompts_of(cfg)
     trackers.check(cfg.tracker.name, cfg.tracker.options)
     if cfg.name in ("", ".", "..") or "/" in cfg.name:
         raise UserError(f"name={cfg.name}: a plain name is needed, it becomes a directory")
@@ -112,7 +113,7 @@ def what_is_measured(cfg: RunConfig, model: Any, out: Console) -> Measured | Non
         return None
 
     def calibration() -> list[list[int]]:
-        return [_ids(model, p, chat=cfg.data.chat) for p in prompts.load(limit_per_task=1)]
+        return [ids_of(model, p, chat=cfg.data.chat) for p in prompts.load(limit_per_task=1)]
 
     @contextlib.contextmanager
     def bar(what: str, steps: int) -> Iterator[Callable[[], None]]:
@@ -146,17 +147,18 @@ def label(verifier: Verifier | str) -> str:
 def prepare(cfg: RunConfig, engine: Engine, out: Console) -> Bench:
     """Loads the model and encodes the prompts."""
     started = time.perf_counter()
-    with display.loading(out, f"loading {cfg.model.path}") as progress:
-        model = engine.load(cfg.model.path, progress=progress, **cfg.model.overrides())
+    model = sparse_model.load(cfg, engine, out)
     load_s = time.perf_counter() - started
-    return Bench(model, [Job(p, _ids(model, p, chat=cfg.data.chat)) for p in _prompts(cfg)], load_s)
+    return Bench(model, [Job(p, ids_of(model, p, chat=cfg.data.chat)) for p in prompts_of(cfg)], load_s)
 
 
-def _prompts(cfg: RunConfig) -> list[prompts.Prompt]:
+def prompts_of(cfg: RunConfig) -> list[prompts.Prompt]:
+    """The prompts of the run."""
     return prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
 
 
-def _ids(model: Any, prompt: prompts.Prompt, *, chat: bool) -> list[int]:
+def ids_of(model: Any, prompt: prompts.Prompt, *, chat: bool) -> list[int]:
+    """Token ids of a prompt, as a user's turn of a chat or as it is."""
     tokenizer = model.tokenizer
     if not chat:
         return tokenizer.encode(prompt.text, add_special=True)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from specsparse import display, machine, manifest, metrics, record, trackers
 from specsparse.config import RunConfig
-from specsparse.experiments import decoding, explain, measured
+from specsparse.experiments import decoding, explain, measured, sparse_model
 from specsparse.experiments.decoding import Bench, Engine, Passes
 from specsparse.record import PLAIN, SPECULATIVE, Pass, RunRecord
 from specsparse.speculative.base import Drafter
@@ -111,6 +111,7 @@ def _record(
             "policy": cfg.policy.name,
             **size(cfg, method),
             "label": decoding.label(method["verifier"] if method else verifier),
+            **sparse_model.label(bench.model),
         },
         groups=record.groups(passes, bytes_per_pass=bytes_per_pass, read_bandwidth=bandwidth),
         identity=record.identity_of([*passes, *loop.warm_up], verifier=verifier) if method else None,

@@ -9,9 +9,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from specsparse.experiments import sparsity_report
 from specsparse.record import PLAIN, SPECULATIVE
 from specsparse.trackers import RECORD_FILE
 
+SPARSITY = "sparsity"
 _NOT_VARIED = ("name",)
 
 
@@ -52,8 +54,14 @@ def table(found: list[dict[str, Any]]) -> Table:
 
 
 def show(directory: Path, out: Console) -> None:
-    """Print the table of a sweep's directory; nothing for fewer than two runs of kind `speed`."""
-    found = [r for r in records(directory) if "summary" in r and PLAIN in r["summary"]]
+    """Print the table of a sweep's directory; nothing for fewer than two runs of kind `speed` or `sparsity`."""
+    everything = records(directory)
+    points = [r for r in everything if r.get("kind") == SPARSITY]
+    if len(points) > 1:
+        flat = [dict(_flat(r["config"])) for r in points]
+        out.print(sparsity_report.sweep_table(points, {k: [c.get(k) for c in flat] for k in varied(points)}))
+        out.print(f"records: {directory}", style="dim", highlight=False)
+    found = [r for r in everything if "summary" in r and PLAIN in r["summary"]]
     if len(found) > 1:
         out.print(table(found))
         out.print(f"records: {directory}", style="dim", highlight=False)

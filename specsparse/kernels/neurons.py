@@ -22,6 +22,7 @@ from gguf import GGMLQuantizationType as GGML
 
 from specsparse.errors import UserError
 from specsparse.kernels import dequant, packing
+from specsparse.kernels.arena import aligned_empty
 from specsparse.kernels.packing_types import Parts
 from specsparse.kernels.qtensor import BLOCK, ROWS, SUPER, Layout, QTensor
 
@@ -109,7 +110,7 @@ def pack_neurons(raw: np.ndarray, ggml_type: GGML, shape: tuple[int, int]) -> Ne
     ggml_type = GGML(ggml_type)
     layout, (rows, cols) = packing.layout_of(ggml_type), (int(n) for n in shape)
     raw = packing.rows_of(raw, ggml_type, (rows, cols))
-    out = packing.aligned_empty(rows, row_bytes(layout, cols))
+    out = aligned_empty(rows, row_bytes(layout, cols))
     place = fields(layout, cols)
     step = max(1, packing.CHUNK_BYTES // out.shape[1])
     for start in range(0, rows, step):
@@ -215,7 +216,7 @@ def take_neurons(rows: NeuronRows, ids: np.ndarray) -> NeuronRows:
     count, cols = rows.shape
     if ids.ndim != 1 or ids.size == 0 or ids.min() < 0 or ids.max() >= count:
         raise UserError(f"neurons to take must be a list of at least one, each in 0..{count - 1}")
-    out = packing.aligned_empty(len(ids), rows.data.shape[1])
+    out = aligned_empty(len(ids), rows.data.shape[1])
     np.take(np.asarray(rows.data), ids, axis=0, out=out)
     out.flags.writeable = False
     return NeuronRows(jax.device_put(out), rows.layout, (len(ids), cols))

@@ -13,14 +13,13 @@ from gguf import GGMLQuantizationType as GGML
 from gguf.constants import GGML_QUANT_SIZES
 
 from specsparse.errors import UserError
+from specsparse.kernels.arena import aligned_empty
 from specsparse.kernels.packing_codebooks import CODEBOOK_KINDS
 from specsparse.kernels.packing_types import PLAIN_KINDS, Kind, Parts
 from specsparse.kernels.qtensor import BLOCK, ROWS, SUPER, Layout, QTensor
 
 CHUNK_BYTES = 512 << 10
 """Packed bytes written between two looks at the file: the decoder's temporaries stay in the L2 cache."""
-ALIGN = 64
-"""A buffer with this alignment is taken by the CPU backend without a copy."""
 
 KINDS: dict[GGML, Kind] = {**PLAIN_KINDS, **CODEBOOK_KINDS}
 FLOATS: dict[GGML, Layout] = {
@@ -84,13 +83,6 @@ def rows_of(raw: np.ndarray, qtype: GGML, shape: tuple[int, int]) -> np.ndarray:
             f"{raw.size} bytes of {qtype.name} are not a [{rows}, {cols}] matrix (in blocks of {unit} columns)"
         )
     return raw.reshape(rows, -1)
-
-
-def aligned_empty(rows: int, size: int) -> np.ndarray:
-    """Uninitialised uint8[rows, size] whose first byte is aligned."""
-    buffer = np.empty(rows * size + ALIGN, np.uint8)
-    start = -buffer.ctypes.data % ALIGN
-    return buffer[start : start + rows * size].reshape(rows, size)
 
 
 def _fill(out: np.ndarray, raw: np.ndarray, write: Callable[[np.ndarray, np.ndarray], None]) -> None:

@@ -24,6 +24,7 @@ class FfnPlan:
 
     Attributes:
         mode: of `MODES`.
+        rule: the threshold in force, and PowerInfer's roundings.
         kernels: what the whole model runs on.
         ffn: for `make_forward`; None is the dense one.
         pack: for `load_params`; None packs a dense file.
@@ -32,6 +33,7 @@ class FfnPlan:
     """
 
     mode: str
+    rule: str
     kernels: Kernels
     ffn: Callable | None
     pack: PackFFN | None
@@ -71,6 +73,7 @@ def plan(
     run, pack = _injected(config, kernels, mode, limit, floats=floats, faithful_f16=faithful_f16)
     return FfnPlan(
         mode=mode,
+        rule=", ".join([f"threshold={limit:g}"] * (mode == "powerinfer") + ["faithful_f16"] * faithful_f16),
         kernels=kernels,
         ffn=run,
         pack=pack,

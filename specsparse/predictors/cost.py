@@ -43,12 +43,7 @@ class Cost:
 
 def cost_of(predictor: Predictor, ffn: FFN, weights: Any, layer: Layer, *, kept: float, width: int) -> Cost:
     """Counts and measures; `kept` is the share of neurons kept, `width` is D."""
-    gate, up, down = (0 if m is None else m.nbytes for m in (layer.ffn_gate, layer.ffn_up, layer.ffn_down))
-    own, rest = sum(leaf.nbytes for leaf in jax.tree.leaves(weights)), gate + up + down
-    if isinstance(predictor, GateThreshold):  # its gate is read in full, and not again
-        own, rest = own + gate_matrix(layer).nbytes, rest - gate_matrix(layer).nbytes
-    if isinstance(predictor, Oracle):
-        own = 0
+    own, rest = bytes_of(predictor, weights, layer)
 
     def keep(weights, layer, x_RD):
         return predictor.keep(weights, layer, x_RD, one).astype(jnp.int32)
@@ -60,10 +55,22 @@ def cost_of(predictor: Predictor, ffn: FFN, weights: Any, layer: Layer, *, kept:
     return Cost(
         predictor_bytes=own,
         sparse_bytes=round(kept * rest),
-        dense_bytes=gate + up + down,
+        dense_bytes=sum(m.nbytes for m in _matrices(layer)),
         predictor_s=_seconds(keep, weights, layer, width),
         dense_s=_seconds(dense, weights, layer, width),
     )
+
+
+def bytes_of(predictor: Predictor, weights: Any, layer: Layer) -> tuple[int, int]:
+    """(bytes that the prediction reads, bytes of the FFN's matrices that follow the kept neurons) of a layer."""
+    own, rest = sum(leaf.nbytes for leaf in jax.tree.leaves(weights)), sum(m.nbytes for m in _matrices(layer))
+    if isinstance(predictor, GateThreshold):  # its gate is read in full, and not again
+        own, rest = own + gate_matrix(layer).nbytes, rest - gate_matrix(layer).nbytes
+    return (0 if isinstance(predictor, Oracle) else own), rest
+
+
+def _matrices(layer: Layer) -> list[Any]:
+    return [m for m in (layer.ffn_gate, layer.ffn_up, layer.ffn_down) if m is not None]
 
 
 def _seconds(function: Callable, weights: Any, layer: Layer, width: int) -> float:

@@ -163,6 +163,15 @@ def _matrix(
         return random_quantised(kind, rows, cols, int(rng.integers(1 << 31)), std=deviation)
 
 
+def metadata_of(cfg: ModelConfig, *, tokenizer: str = "spm") -> dict[str, Any]:
+    """The metadata of a model file with a made-up vocabulary of that family."""
+    return {
+        "general.architecture": cfg.architecture,
+        **_model_keys(cfg),
+        **_tokenizer_keys(cfg, tokenizer, "gpt-2", None),
+    }
+
+
 def _model_keys(cfg: ModelConfig) -> dict[str, Any]:
     rope, a = cfg.rope, cfg.architecture
     keys: dict[str, Any] = {

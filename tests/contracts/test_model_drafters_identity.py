@@ -21,6 +21,8 @@ LAWS = {
 METHODS = {
     "model_drawn": ("greedy", "model", {"temperature": 0.3}),
     "layer_skip": ("greedy", "layer_skip", {"layers": [0]}),
+    "sparse_self": ("greedy", "sparse_self", {"share": 0.34}),
+    "sparse_self_gate": ("sharp", "sparse_self", {"rule": "gate", "share": 0.4, "temperature": 0.4}),
     "dynamic": ("greedy", "model", {"tree": get_tree("dynamic", total=9, depth=4, top_k=3)}),
     "static": ("greedy", "layer_skip", {"tree": get_tree("static", widths=(3, 2))}),
     "layer_skip_drawn": ("sharp", "layer_skip", {"layers": [0, 1], "temperature": 0.4, "draft_vocab": 200}),

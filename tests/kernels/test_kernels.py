@@ -311,6 +311,46 @@ def test_laws_equal_the_reference(width):
         np.testing.assert_array_equal(jax.jit(native_cpu.draw)(got, u_R), jax.jit(REFERENCE.draw)(got, u_R))
 
 
+@pytest.mark.parametrize("spread", [0.01, 0.5, 3.0, 20.0])
+def test_top_p_of_flat_and_of_peaked_laws_equals_the_reference(spread):
+    """From laws of which nearly all tokens are kept to such as have one, on a fine grid and on one full of ties."""
+    use("portable", 1)
+    rng = np.random.default_rng(int(100 * spread))
+    fine = (rng.normal(size=(6, 5000)) * spread).astype(np.float32)
+    shares = np.array([0.02, 0.3, 0.7, 0.95, 0.99, 0.9999], np.float32)
+    every = np.ones(6, np.float32)
+    rows = LawRows(every, every * -np.inf, every.astype(np.int32) * 5000, shares)
+    for logits in (fine, fine.round(1)):
+        got, wanted = (np.asarray(jax.jit(law)(logits, rows)) for law in (native_cpu.law, REFERENCE.law))
+        np.testing.assert_array_equal((got > 0).sum(axis=1), (wanted > 0).sum(axis=1))
+        np.testing.assert_allclose(got, wanted, rtol=LAW_RTOL)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_only_rows_of_numbers_can_be_laws(isa):
+    """No NaN, no +inf, and something above -inf, wherever it stands."""
+    use(isa, 1)
+    for width in (1, 63, 64, 65, 1000):
+        x = np.random.default_rng(width).normal(size=(6, width)).astype(np.float32)
+        x[1, 0], x[2, -1], x[3, width // 2] = np.nan, np.nan, np.inf
+        x[4], x[5, : width - 1] = -np.inf, -np.inf
+        got = np.asarray(jax.jit(native_cpu.check)(x))
+        np.testing.assert_array_equal(got, [True, False, False, False, False, True], err_msg=str(width))
+
+
+def test_rows_that_are_no_laws_stay_inside():
+    """What comes of them is not looked at, but the kernels must neither write outside the row nor run on forever."""
+    x = np.random.default_rng(0).normal(size=(4, 1000)).astype(np.float32)
+    x[0, ::3], x[1, 500], x[2], x[3, :] = np.nan, np.inf, np.nan, np.inf
+    for t, k, top_p, min_p in SHAPES.values():
+        numbers = (t, np.log(min_p) if min_p else -np.inf, k or 1000, top_p)
+        rows = LawRows(*(np.full(4, a, d) for a, d in zip(numbers, "ffif", strict=True)))
+        p = jax.jit(native_cpu.law)(x, rows)
+        assert p.shape == x.shape
+        token = np.asarray(jax.jit(native_cpu.draw)(p, np.full(4, 0.7, np.float32)))
+        assert ((token >= 0) & (token < 1000)).all()
+
+
 @pytest.mark.parametrize("isa", ISAS)
 def test_laws_have_the_same_bits_for_every_isa_thread_and_number_of_rows(isa):
     logits, rows = law_case(1000)

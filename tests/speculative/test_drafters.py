@@ -33,6 +33,7 @@ MODEL_CASES = {
     "model": ("model", {}),
     "model_sampled": ("model", {"temperature": 0.8}),
     "layer_skip_p_min": ("layer_skip", {"p_min": 0.3}),
+    "sparse_self": ("sparse_self", {"share": 0.5, "temperature": 0.8}),
     "tree_static": ("layer_skip", {"tree": get_tree("static", widths=(2, 2))}),
     "tree_wor": ("model", {"temperature": 0.8, "tree": get_tree("sampled_wor", widths=(2, 1, 1))}),
     "tree_p_split": ("model", {"tree": get_tree("p_split", nodes=K, n_parallel=3, p_split=0.15)}),

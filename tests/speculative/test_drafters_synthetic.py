@@ -97,6 +97,12 @@ def test_emitted_tokens_and_short_drafts():
     np.testing.assert_allclose(verdict.alpha, [1.0, 1.0, 0.0])
 
 
+def test_drafts_are_the_tokens_before_the_last():
+    ctx = draft_context([[1, 2, 3, 4, 5, 6], [7, 8]], capacity=8, budget=3)
+    draft = jax.jit(Synthetic(SyntheticRates.geometric(3, rate=0.5)).draft)(None, None, ctx).draft
+    assert draft.tokens.tolist() == [[3, 4, 5], [7, 7, 7]]
+
+
 def test_a_target_that_is_no_law_fails_the_sequence():
     rates = SyntheticRates.geometric(2, rate=0.0)
     ctx = draft_context([[5]], capacity=4, budget=2)

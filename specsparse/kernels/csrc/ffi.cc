@@ -106,8 +106,8 @@ ffi::Error argmax(ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::S32> out) {
     int64_t at = 0;
     for (int64_t start = 0; start < width; start += kChunk) {
       const int64_t stop = std::min<int64_t>(width, start + kChunk);
-      float top = -INFINITY;
-      for (int64_t i = start; i < stop; ++i) top = p[i] > top ? p[i] : top;
+      bool wild;
+      const float top = ops().peak(p + start, stop - start, &wild);
       if (!(top > best)) continue;
       best = top;
       for (at = start; p[at] != best;) ++at;

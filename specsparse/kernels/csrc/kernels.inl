@@ -1,6 +1,7 @@
 // The kernels, written once over the sixteen-lane vectors of the simd_*.h that was included before.
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "ops.h"
 
@@ -352,10 +353,30 @@ void block_maxima(const float* x, int64_t count, float* maxima) {
     maxima[i / 64] = reduce_max(max(max(load(x + i), load(x + i + 16)), max(load(x + i + 32), load(x + i + 48))));
 }
 
+float peak(const float* x, int64_t count, bool* wild) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  constexpr int kWide = 4;  // vectors side by side, or every maximum would wait for the one before it
+  F top[kWide], odd[kWide];
+  each<kWide>([&](auto j) { top[j] = set1(-kInfinity), odd[j] = zero(); });
+  const F infinity = set1(kInfinity), one = set1(1.0f);
+  int64_t i = 0;
+  for (; i + kWide * 16 <= count; i += kWide * 16)
+    each<kWide>([&](auto j) {
+      const F v = load(x + i + j * 16);
+      top[j] = max(v, top[j]);  // the second where the first is NaN
+      odd[j] = max(odd[j], where_less(v, infinity, zero(), one));
+    });
+  float best = reduce_max(max(max(top[0], top[1]), max(top[2], top[3])));
+  bool found = reduce_max(max(max(odd[0], odd[1]), max(odd[2], odd[3]))) > 0.0f;
+  for (; i < count; ++i) best = x[i] > best ? x[i] : best, found |= !(x[i] < kInfinity);
+  *wild = found;
+  return best;
+}
+
 }  // namespace
 
 #define SPECSPARSE_TABLE(NAME) \
-  {NAME, kMaxTokens, prepare, dot, glu, attend, store_kv, exp_shifted, block_sums, block_maxima}
+  {NAME, kMaxTokens, prepare, dot, glu, attend, store_kv, exp_shifted, block_sums, block_maxima, peak}
 
 }  // namespace SPECSPARSE_ISA
 }  // namespace specsparse

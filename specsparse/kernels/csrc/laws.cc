@@ -69,38 +69,59 @@ float kth_largest(Row* row, int64_t k, float floor) {
   return row->picked[k - 1];
 }
 
-// The largest logit threshold above which the weights reach `wanted`: a selection, halving the candidates.
-float mass_threshold(Row* row, double wanted, float top, float temperature, float floor) {
+// The largest x above which the weights of the logits x >= from that `counts` reach `wanted`, or the lowest such x.
+template <class F>
+float select(Row* row, float from, F counts, double wanted) {
   struct Candidate {
     float x, e;
   };
   thread_local std::vector<Candidate> c;
-  // Widen from the top until the candidates carry enough; most laws are over after the first few nats.
-  for (float depth = 4.0f;; depth *= 2.0f) {
-    const float from = std::max(floor, top - depth * temperature);
-    c.clear();
-    double all = 0;
-    row->visit(from, [&](int64_t i) { c.push_back({row->x[i], row->e[i]}), all += row->e[i]; });
-    if (all < wanted && from > floor) continue;
-    double above = 0;  // weight of what is surely kept
-    int64_t low = 0, high = c.size();
-    while (high - low > 1) {
-      const int64_t middle = low + (high - low) / 2;
-      std::nth_element(c.begin() + low, c.begin() + middle, c.begin() + high,
-                       [](const Candidate& a, const Candidate& b) { return a.x > b.x; });
-      double part = 0;
-      for (int64_t i = low; i < middle; ++i) part += c[i].e;
-      if (above + part >= wanted) {
-        high = middle;
-      } else {
-        above += part, low = middle;
-      }
+  c.clear();
+  row->visit(from, [&](int64_t i) {
+    if (counts(i)) c.push_back({row->x[i], row->e[i]});
+  });
+  double above = 0;
+  int64_t low = 0, high = c.size();
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    std::nth_element(c.begin() + low, c.begin() + middle, c.begin() + high,
+                     [](const Candidate& a, const Candidate& b) { return a.x > b.x; });
+    double part = 0;
+    for (int64_t i = low; i < middle; ++i) part += c[i].e;
+    if (above + part >= wanted) {
+      high = middle;
+    } else {
+      above += part, low = middle;
     }
-    return c.empty() ? floor : c[low].x;
   }
+  return c[low].x;
 }
 
-int64_t first_largest(const float* x, int64_t count) { return std::max_element(x, x + count) - x; }
+// The largest logit threshold above which the weights reach `wanted`: in which of many narrow ranges of logits it lies, by
+// one pass, and then a selection inside that range, halving the candidates.
+float mass_threshold(Row* row, double wanted, double total, float top, float temperature, float floor) {
+  constexpr int kRanges = 512;
+  double weight[kRanges];
+  // Most laws are over after the first few nats; what is left below the second depth is surely too little to matter.
+  const float second = std::log(row->width / std::max(total - wanted, 1e-30));
+  for (float depth = 4.0f;; depth = depth < second ? second : 2.0f * depth) {
+    const float from = std::max(floor, top - depth * temperature), scale = kRanges / (depth * temperature);
+    const auto range = [&](float x) {
+      const float r = (top - x) * scale;  // monotone; NaN where a logit is none, which must stay inside too
+      return r > 0 ? r < kRanges ? static_cast<int>(r) : kRanges - 1 : 0;
+    };
+    std::fill_n(weight, kRanges, 0.0);
+    row->visit(from, [&](int64_t i) { weight[range(row->x[i])] += row->e[i]; });
+    double above = 0;  // weight of what is surely kept
+    int last = -1;
+    for (int r = 0; r < kRanges && above < wanted; ++r)
+      if (weight[r] > 0) last = r, above += weight[r];
+    if (above < wanted && from > floor) continue;
+    if (last < 0) return floor;
+    const float near = std::max(from, top - (last + 2) / scale);
+    return select(row, near, [&](int64_t i) { return range(row->x[i]) == last; }, wanted - (above - weight[last]));
+  }
+}
 
 struct Shape {
   float temperature, log_min_p, top_p;
@@ -110,19 +131,22 @@ struct Shape {
 void law_row(const float* logits, int64_t count, const Shape& shape, float* p) {
   thread_local Row row;
   thread_local std::vector<float> heap;
-  row.load(logits, count);
-  const float top = *std::max_element(row.maxima.begin(), row.maxima.end());
+  bool wild;
+  const float top = ops().peak(logits, count, &wild);
   if (!(top > kLowest) || shape.temperature <= 0.0f) {
     std::fill_n(p, count, 0.0f);
-    p[top > kLowest ? first_largest(logits, count) : 0] = 1.0f;
+    p[top > kLowest ? std::find(logits, logits + count, top) - logits : 0] = 1.0f;
     return;
   }
+  row.load(logits, count);
   const float t = shape.temperature;
   float floor = std::numeric_limits<float>::lowest();
-  if (shape.log_min_p > kLowest) {  // the lowest logit that min-p keeps
+  if (shape.log_min_p > kLowest) {  // the lowest logit that min-p keeps; the division decides, beyond any rounding of it
     float lowest = top;
-    for (float x : row.x)
-      if ((x - top) / t >= shape.log_min_p) lowest = std::min(lowest, x);
+    const float about = top + t * shape.log_min_p, slack = 1e-5f * (std::fabs(top) + std::fabs(t * shape.log_min_p));
+    row.visit(about - slack, [&](int64_t i) {
+      if ((row.x[i] - top) / t >= shape.log_min_p) lowest = std::min(lowest, row.x[i]);
+    });
     floor = std::max(floor, lowest);
   }
   if (shape.top_k < count) floor = std::max(floor, kth_largest(&row, std::max<int64_t>(shape.top_k, 1), floor));
@@ -133,7 +157,7 @@ void law_row(const float* logits, int64_t count, const Shape& shape, float* p) {
   };
   float total = weigh(floor);
   if (shape.top_p < 1.0f) {
-    const float threshold = mass_threshold(&row, std::max(shape.top_p * total, 1e-30f), top, t, floor);
+    const float threshold = mass_threshold(&row, std::max(shape.top_p * total, 1e-30f), total, top, t, floor);
     for (int64_t i = 0; i < row.width; ++i) row.e[i] = row.x[i] >= threshold ? row.e[i] : 0.0f;
     total = mass(&row, &heap);
   }
@@ -170,11 +194,9 @@ int32_t draw_row(const float* p, int64_t count, float u) {
 ffi::Error check(ffi::Buffer<ffi::F32> logits, ffi::ResultBuffer<ffi::PRED> out) {
   const int64_t rows = logits.dimensions()[0], width = logits.dimensions()[1];
   parallel(rows, [&](int64_t r) {
-    const float* x = logits.typed_data() + r * width;
-    constexpr float kInfinity = std::numeric_limits<float>::infinity();
-    int32_t bad = 0, alive = 0;
-    for (int64_t i = 0; i < width; ++i) bad |= !(x[i] < kInfinity), alive |= x[i] > -kInfinity;
-    out->typed_data()[r] = !bad && alive;
+    bool wild;
+    const float top = ops().peak(logits.typed_data() + r * width, width, &wild);
+    out->typed_data()[r] = !wild && top > kLowest;
   });
   return ffi::Error::Success();
 }

@@ -79,6 +79,8 @@ struct Ops {
   void (*block_sums)(const float* x, int64_t count, float* sums);
   // Largest of each 64 neighbours; `count` a multiple of 64.
   void (*block_maxima)(const float* x, int64_t count, float* maxima);
+  // The largest value, NaN aside (-inf where there is none); `*wild`: whether any is NaN or +inf. Any `count`.
+  float (*peak)(const float* x, int64_t count, bool* wild);
 };
 
 extern const Ops kPortableOps;

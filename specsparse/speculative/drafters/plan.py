@@ -48,6 +48,9 @@ class LoadedModel(Protocol):
     def params_for(self, capacity: int) -> Params:
         """The weights with a rotary table of that many positions."""
 
+    def sparse_twin(self, **options: Any) -> "LoadedModel":
+        """The same model with fewer neurons."""
+
 
 class Bound(NamedTuple):
     """A drafter ready to run.
@@ -207,6 +210,37 @@ class LayerSkipPlan(DrafterPlan):
         vocab = VocabMap(c.vocab_size, c.vocab_size, columns)
         source = TargetLayers(target.forward, vocab, c.context_length, layers)
         return Bound(_drafter(self.how, source, target), lambda capacity: weights)
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseSelfPlan(DrafterPlan):
+    """The target with few of its neurons, on its own cache.
+
+    Attributes:
+        how: how it drafts.
+        rule, share, threshold, text: which neurons, see `LoadedModel.sparse_twin`; None leaves its defaults.
+    """
+
+    how: Style
+    rule: str = "hot"
+    share: float | None = None
+    threshold: float | None = None
+    text: tuple[int, ...] | None = None
+
+    @property
+    def style(self) -> Style:
+        """How it drafts."""
+        return self.how
+
+    def bind(self, target: LoadedModel, load: Load) -> Bound:
+        """Makes the twin; no model is loaded."""
+        own = {"rule": self.rule, "share": self.share, "threshold": self.threshold, "text": self.text}
+        twin = target.sparse_twin(**{key: value for key, value in own.items() if value is not None})
+        c = target.config
+        weights, columns = _trim(self.how, target, target.params, c.vocab_size)
+        source = TargetLayers(twin.forward, VocabMap(c.vocab_size, c.vocab_size, columns), c.context_length, None)
+        drafter = _drafter(self.how, source, target)
+        return Bound(drafter, lambda capacity: weights._replace(params=twin.params_for(capacity)))
 
 
 def default_layers(count: int) -> tuple[int, ...]:

@@ -1,12 +1,13 @@
 """Drafters by name, with the option names of llama.cpp, vLLM and Hugging Face."""
 
+import math
 from typing import Any
 
 from specsparse.engine.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.speculative.base import Drafter, DraftKind
 from specsparse.speculative.drafters.ngram import NGram
-from specsparse.speculative.drafters.plan import DrafterPlan, LayerSkipPlan, ModelPlan, Style, read_ids
+from specsparse.speculative.drafters.plan import DrafterPlan, LayerSkipPlan, ModelPlan, SparseSelfPlan, Style, read_ids
 from specsparse.speculative.drafters.scripted import Scripted
 from specsparse.speculative.drafters.suffix import Suffix
 from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates
@@ -83,6 +84,13 @@ def _layer_skip(layers: Any = None, **style: Any) -> LayerSkipPlan:
     return LayerSkipPlan(_style(**style), chosen)
 
 
+def _sparse_self(rule: str = "hot", share: Any = None, threshold: Any = None, text: Any = None, **style: Any) -> Any:
+    if (rule == "own") != (threshold is not None) or (rule == "own" and share is not None):
+        raise UserError("drafter.threshold goes with rule=own, and drafter.share with rule=hot and rule=gate")
+    _, ids = read_ids(text)
+    return SparseSelfPlan(_style(**style), rule, share, threshold, ids)
+
+
 _DRAWS = {
     "argmax": DraftKind.ONE_HOT,
     "greedy": DraftKind.ONE_HOT,
@@ -153,6 +161,16 @@ DRAFTERS: dict[str, Factory] = {
     ),
     "model": Factory(_model, {"model": None, "special_tokens": Option(str, choices=("target",)), **_STYLE}),
     "layer_skip": Factory(_layer_skip, {"layers": None, **_STYLE}),
+    "sparse_self": Factory(
+        _sparse_self,
+        {
+            "rule": Option(str, choices=("hot", "gate", "own")),
+            "share": Option(float, 1e-3, 1),
+            "threshold": Option(float, -math.inf, math.inf),
+            "text": None,
+            **_STYLE,
+        },
+    ),
     "scripted": Factory(
         _scripted,
         {

@@ -27,7 +27,7 @@ class DraftWeights(NamedTuple):
     """Weights of a model drafter, an argument of every jitted function.
 
     Attributes:
-        params: `engine.weights.Params` of the draft model, or None where the target's are used.
+        params: `engine.weights.Params` of the draft model or the target's twin, None where the target's are used.
         head: QTensor [N, D], the trimmed output matrix, or None.
         ids: int32[N], target id of each column of a trimmed head, ascending, or None.
         place: int32[V], column of each target id, N where it has none, or None.
@@ -211,7 +211,7 @@ class OwnModel(Source):
 
 @dataclasses.dataclass(frozen=True)
 class TargetLayers(Source):
-    """Some of the target's layers, on the target's cache: no second model and no state.
+    """The target with some of its layers or neurons left out, on the target's cache: no second model and no state.
 
     Rows are written at and beyond the cache's length, where the verification overwrites them (Draft & Verify, Zhang et
     al., arXiv:2309.08168).
@@ -243,5 +243,6 @@ class TargetLayers(Source):
         return None
 
     def params(self, weights: DraftWeights, ctx: DraftContext) -> Any:
-        """The target's, with the trimmed head if there is one."""
-        return ctx.params if weights.head is None else ctx.params._replace(output=weights.head)
+        """The target's or those of its twin, with the trimmed head if there is one."""
+        params = ctx.params if weights.params is None else weights.params
+        return params if weights.head is None else params._replace(output=weights.head)

@@ -180,7 +180,9 @@ def synthetic_verifier(rates: SyntheticRates) -> Verifier:
 
 @dataclasses.dataclass(frozen=True)
 class Synthetic(Drafter):
-    """Drafts the last token over and over; `synthetic_verdict` with its `rates` decides how many are accepted.
+    """Drafts the tokens that stand before the last one; `synthetic_verdict` with its `rates` decides how many stay.
+
+    Different tokens, so that a sparse target's pass reads for each of them what it would read for a real draft.
 
     Attributes:
         rates: the law of the accepted length; its positions are K.
@@ -213,11 +215,12 @@ class Synthetic(Drafter):
         return None
 
     def draft(self, params: Any, state: Any, ctx: DraftContext) -> Drafted:
-        """The last token, `budget` times; consumes no noise."""
+        """The K tokens before the last one, of them `budget`; consumes no noise."""
         batch, K = ctx.tokens.shape[0], self.max_nodes
         count_B = lookup.allowed(ctx, jnp.full((batch,), K, jnp.int32), max_nodes=K)
-        last_B1 = jnp.take_along_axis(ctx.tokens, jnp.maximum(ctx.length - 1, 0)[:, None], axis=1)
-        tokens_BK = jnp.where(jnp.arange(K, dtype=jnp.int32)[None] < count_B[:, None], last_B1, 0)
+        place_K = jnp.arange(K, dtype=jnp.int32)[None]
+        before_BK = jnp.maximum(ctx.length[:, None] - 1 - K + place_K, 0)
+        tokens_BK = jnp.where(place_K < count_B[:, None], jnp.take_along_axis(ctx.tokens, before_BK, axis=1), 0)
         return lookup.drafted(Draft(tokens_BK, TreeTemplate.chain(K).parents_array(batch), count_B), state, ctx)
 
     def commit(self, params: Any, state: Any, ctx: DraftContext, feedback: Feedback) -> None:

@@ -1,0 +1,133 @@
+"""Claim: greedy decoding with prompt lookup writes at least three times the tokens a second that llama-cpp-python does.
+
+Both engines read the same file with the same threads and write as many tokens after the same prompt ids, end
+tokens ignored, in turn: plainly, and with prompt lookup (llama-cpp-python's LlamaPromptLookupDecoding at the lengths
+of --drafted, ours with the defaults of spec_smollm2). Prompts are not timed.
+
+Expected: a table by task of tokens a second, and ours over the peer's best of plain and lookup; exit code 1 where the
+ratio over all prompts is under 3.
+Run time: two minutes for SmolLM2-135M on two cores.
+Command: SPECSPARSE_PEER_PYTHON=/path/to/python python experiments/lookup_beside_llama_cpp.py
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import numpy as np
+
+import specsparse
+from specsparse import prompts
+from specsparse.api import make_method
+from specsparse.bench.peers import Peer
+from specsparse.engine.params import SamplingParams
+from specsparse.errors import UserError
+from specsparse.kernels import status
+from specsparse.model import Model
+from specsparse.session import Method, Sequence, Session
+from specsparse.speculative.method import make_drafter
+from specsparse.speculative.policy import Fixed
+
+GOAL = 3.0
+PLAIN, LOOKUP = "ours plain", "ours lookup"
+PROMPT = 900
+"""Tokens of a prompt at most, the last ones."""
+
+Seconds = dict[str, dict[str, list[float]]]
+"""Of all repeats and prompts, by task and engine."""
+
+
+class Looker(Protocol):
+    """What is needed of a peer."""
+
+    def lookup(self, ids: list[int], n: int, *, drafted: int) -> float:
+        """See `bench.peers.Peer`."""
+
+
+def peers_name(drafted: int) -> str:
+    return f"llama.cpp lookup {drafted}" if drafted else "llama.cpp plain"
+
+
+def ours(model: Model, method: Method, ids: list[int], tokens: int) -> float:
+    """Seconds of `tokens` greedy tokens after a prompt and a first token."""
+    params = SamplingParams(temperature=0.0, max_tokens=tokens + 1, ignore_eos=True)
+    session = Session(model, [Sequence(np.asarray(ids, np.int32), params, seed=0)], method)
+    session.advance(1)  # the first round, as the peer's first token is not timed; it may write more tokens than one
+    begun, done = session.decode_s, len(session.tokens()[0])
+    session.advance()
+    return (session.decode_s - begun) * tokens / (tokens + 1 - done)
+
+
+def measure(
+    model: Model, peer: Looker, jobs: Iterable[tuple[str, list[int]]], *, tokens: int, drafted: list[int], repeats: int
+) -> Seconds:
+    """Every prompt on every engine in turn, the order turned round each time; the first time is not counted."""
+    lookup = make_drafter("prompt_lookup", {"ngram_min": 2}, Fixed(4))
+    methods = {PLAIN: Method(), LOOKUP: make_method(model, lookup, None, SamplingParams(temperature=0.0))}
+    sides = {name: (lambda ids, how=how: ours(model, how, ids, tokens)) for name, how in methods.items()}
+    sides |= {peers_name(k): (lambda ids, k=k: peer.lookup(ids, tokens, drafted=k)) for k in (0, *drafted)}
+    found: Seconds = {}
+    for task, ids in jobs:
+        by_side = found.setdefault(task, {name: [] for name in sides})
+        for repeat in range(repeats + 1):
+            for name in sides if repeat % 2 else reversed(sides):
+                took = sides[name](ids)
+                if repeat:
+                    by_side[name].append(took)
+    return found
+
+
+def rates(found: Seconds, tokens: int) -> dict[str, dict[str, float]]:
+    """Tokens a second by task and engine, and of all tasks together."""
+    each = {task: {name: statistics.median(s) for name, s in sides.items()} for task, sides in found.items()}
+    whole = {name: statistics.fmean(sides[name] for sides in each.values()) for name in next(iter(each.values()))}
+    return {task: {name: tokens / s for name, s in sides.items()} for task, sides in {**each, "all": whole}.items()}
+
+
+def ratio(row: Mapping[str, float]) -> float:
+    """Our prompt lookup over the best of the peer."""
+    return row[LOOKUP] / max(rate for name, rate in row.items() if name not in (PLAIN, LOOKUP))
+
+
+def jobs_of(model: Model, tasks: list[str] | None, limit: int) -> list[tuple[str, list[int]]]:
+    """The built-in prompts as a chat's first turn."""
+    out = []
+    for p in prompts.load(tasks=tasks, limit_per_task=limit):
+        text = model.tokenizer.apply_chat_template([{"role": "user", "content": p.text}])
+        out.append((p.task, model.tokenizer.encode(text, parse_special=True)[-PROMPT:]))
+    return out
+
+
+def main(given: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="prompt lookup beside llama-cpp-python's")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--tasks", nargs="+", help="of the built-in prompts (all)")
+    parser.add_argument("--limit", type=int, default=1, help="prompts of a task (1)")
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--drafted", type=int, nargs="+", default=[2, 10], help="tokens of the peer's drafts (2 10)")
+    parser.add_argument("--repeats", type=int, default=2)
+    args = parser.parse_args(given)
+    try:
+        model = specsparse.load(args.model)
+        with Peer("llama.cpp") as peer:
+            room = PROMPT + args.tokens + max(args.drafted) + 2
+            peer.open(model.path, model.config, threads=status()["threads"], room=room, depth=0)
+            jobs = jobs_of(model, args.tasks, args.limit)
+            found = measure(model, peer, jobs, tokens=args.tokens, drafted=args.drafted, repeats=args.repeats)
+            version = peer.version
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    table = rates(found, args.tokens)
+    print(f"{'tok/s':12}" + "".join(f"{name:>20}" for name in table["all"]) + f"{'ours / best':>14}")
+    for task, row in table.items():
+        print(f"{task:12}" + "".join(f"{rate:20.1f}" for rate in row.values()) + f"{ratio(row):14.2f}")
+    print(json.dumps({"peer": version, "ratio": ratio(table["all"]), "goal": GOAL, "tok_s": table}))
+    return 0 if ratio(table["all"]) >= GOAL else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,153 @@
+"""The model of a run with the FFN that its config asks for: the file's own, or gated by a predictor fitted here."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+
+from specsparse import display, kernels, prompts
+from specsparse.config import RunConfig
+from specsparse.errors import UserError
+from specsparse.model import Model
+from specsparse.powerinfer.gated import PREDICTED, gated
+from specsparse.predictors import FFN, Needs, Predictor, get_predictor
+from specsparse.predictors.base import check_share
+from specsparse.predictors.checkpoint import load_predictors
+from specsparse.predictors.collect import collect, windows
+from specsparse.predictors.evaluate import fit_layers
+from specsparse.predictors.mlp import Mlp
+
+WINDOW = 128
+"""Tokens of a piece of text that is read at once."""
+_NOT_MASKS = {
+    "teal": "leaves out inputs and not neurons, which no kernel skips",
+    "sequence": "chooses its neurons anew for each prompt",
+}
+
+
+def check(cfg: RunConfig) -> None:
+    """The `ffn` and `predictor` groups, before anything is loaded.
+
+    Raises:
+        UserError: options that contradict each other, or a predictor that cannot gate an FFN.
+    """
+    name, given = cfg.ffn.name, cfg.predictor.name
+    if cfg.ffn.union_cap is not None:
+        check_share("ffn.union_cap", cfg.ffn.union_cap)
+        if cfg.kind != "spec_sparse":
+            raise UserError("ffn.union_cap is judged beside the uncapped run: give +experiment=spec_sparse")
+    if name != PREDICTED:
+        if given != "none":
+            raise UserError(f"predictor={given} does nothing with ffn={name or 'null'}: give ffn=predicted")
+        return
+    if given == "none":
+        raise UserError(
+            "ffn=predicted needs a predictor: give predictor=gate_threshold (SiLU) or predictor=signbit (ReLU)"
+        )
+    if cfg.ffn.faithful_f16 or cfg.ffn.threshold is not None:
+        raise UserError("ffn.faithful_f16 and ffn.threshold belong to ffn=powerinfer")
+    predictor = get_predictor(given, FFN(kernels.get(), 1e-5), **cfg.predictor.options)
+    if predictor.name in _NOT_MASKS:
+        raise UserError(f"predictor={given} {_NOT_MASKS[predictor.name]}: judge it with +experiment=train_predictors")
+    trained = predictor.needs is Needs.TRAINING
+    if trained and cfg.ffn.weights is None:
+        raise UserError(f"predictor={given} is trained: give ffn.weights=predictors/<model>/predictors.safetensors")
+    if cfg.ffn.weights is not None and not (trained and Path(cfg.ffn.weights).is_file()):
+        problem = "there is no such file" if trained else f"predictor={given} reads no file"
+        raise UserError(f"ffn.weights={cfg.ffn.weights}: {problem}")
+
+
+class Sparse(NamedTuple):
+    """A sparse model with what gates it.
+
+    Attributes:
+        model: what runs.
+        predictor: its rule.
+        weights: of the rule, by layer.
+    """
+
+    model: Any
+    predictor: Predictor
+    weights: Sequence[Any]
+
+
+def load(cfg: RunConfig, engine: Any, out: Console) -> Any:
+    """The model, its predictor fitted where the config asks for one.
+
+    Raises:
+        UserError: a mistake in the model file, or predictors that do not fit it.
+    """
+    model = read(cfg, engine, out, **cfg.ffn.overrides())
+    return sparse_of(cfg, engine, model, out).model if cfg.ffn.name == PREDICTED else model
+
+
+def read(cfg: RunConfig, engine: Any, out: Console, **options: Any) -> Any:
+    """The model of the config with these options of `specsparse.load`, under a bar."""
+    with display.loading(out, f"loading {cfg.model.path}") as progress:
+        return engine.load(cfg.model.path, progress=progress, **cfg.model.overrides(), **options)
+
+
+def sparse_of(cfg: RunConfig, engine: Any, dense: Any, out: Console, *, rows: np.ndarray | None = None) -> Sparse:
+    """The config's sparse model beside a dense one of the same file.
+
+    Args:
+        cfg: with an `ffn` that is not dense.
+        engine: reads a PowerInfer file once more, with its predictors.
+        dense: the model with its dense matrices.
+        out: the terminal.
+        rows: `residuals` where they have been read before.
+    """
+    ffn = FFN.of(dense.config, dense.kernels)
+    if cfg.ffn.name == "powerinfer":
+        own = read(cfg, engine, out, **cfg.ffn.overrides())
+        return Sparse(own, Mlp(ffn), [layer.sparse for layer in own.params.layers])
+    if cfg.ffn.name == "oracle":
+        predictor = get_predictor("oracle", ffn)
+    else:
+        predictor = get_predictor(cfg.predictor.name, ffn, **cfg.predictor.options)
+    if predictor.needs is Needs.TRAINING:
+        weights = _trained(cfg, dense)
+    else:
+        needed = predictor.needs is Needs.TEXT
+        rows = residuals(cfg, dense, out) if needed and rows is None else rows
+        weights = fit_layers(predictor, dense.params.layers, rows if needed else None)
+    return Sparse(gated(dense, predictor, weights), predictor, weights)
+
+
+def label(model: Any) -> dict[str, str]:
+    """What a record says of the FFN and of its promise against the dense model; nothing for a dense one."""
+    if not isinstance(model, Model) or model.ffn == "dense":  # a scripted model in tests has no FFN
+        return {}
+    promise = "as the dense model" if model.ffn == "oracle" else "lossy against the dense model"
+    return {"ffn": f"{model.ffn}: {model.rule}" if model.rule else model.ffn, "ffn_label": promise}
+
+
+def residuals(cfg: RunConfig, model: Any, out: Console) -> np.ndarray:
+    """f32[L, N, D] residuals before `ffn_norm` on calibration text."""
+    text = calibration_text(cfg, model)
+    with display.counting(out, "reading calibration text", len(text)) as bar:
+        return collect(model, text, progress=lambda done: bar.update(bar.task_ids[0], completed=done))
+
+
+def calibration_text(cfg: RunConfig, model: Any) -> np.ndarray:
+    """int32[W, n]: about `ffn.tokens` tokens of built-in prompts that the run does not decode, a few of each task."""
+    decoded = {
+        p.text for p in prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
+    }
+    free = [p.text for p in prompts.load() if p.text not in decoded] or [p.text for p in prompts.load()]
+    order = np.random.default_rng(cfg.seed).permutation(len(free))
+    ids = (model.tokenizer.encode(free[i], add_special=True) for i in order)
+    length = min(WINDOW, model.config.context_length, cfg.ffn.tokens)
+    return windows(ids, length)[: max(1, cfg.ffn.tokens // length)]
+
+
+def _trained(cfg: RunConfig, model: Any) -> Sequence[Any]:
+    found = load_predictors(Path(str(cfg.ffn.weights)))
+    want = (model.config.n_layers, model.config.d_model, model.config.d_ff)
+    have = (len(found), found[0].fc1.shape[1], found[0].fc2.shape[0]) if found else (0, 0, 0)
+    if have != want:
+        shapes = "{} layers of {} x {}".format
+        raise UserError(f"{cfg.ffn.weights} is for {shapes(*have)}, and {cfg.model.path} has {shapes(*want)}")
+    return found

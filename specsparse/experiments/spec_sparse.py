@@ -1,0 +1,258 @@
+"""`kind: spec_sparse`: speculation and sparsity, each alone and both together, and what a verification pass reads.
+
+    plain dense | plain sparse | spec dense | spec sparse        the same prompts in turn, one set of weights
+
+Bytes predict each cell: a pass reads what is dense, and of the FFNs the union of the neurons that its rows keep.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from specsparse import display, manifest, metrics, models, trackers
+from specsparse.config import RunConfig, sampling_params
+from specsparse.errors import UserError
+from specsparse.experiments import decoding, sparse_model, spec_sparse_report
+from specsparse.experiments.decoding import Engine, Job
+from specsparse.experiments.sparse_model import Sparse
+from specsparse.experiments.sparsity import judged_text
+from specsparse.metrics import Counters, Speedup
+from specsparse.powerinfer import union
+from specsparse.powerinfer.chunked import quality_in_chunks
+from specsparse.powerinfer.gated import gated
+from specsparse.powerinfer.union import UnionPoint
+from specsparse.predictors.cost import bytes_of
+from specsparse.predictors.quality import ModelQuality
+from specsparse.predictors.union_cap import UnionCap
+from specsparse.record import SAME_TEXT_VERIFIERS, Pass
+
+PLAIN_DENSE, PLAIN_SPARSE = "plain dense", "plain sparse"
+SPEC_DENSE, SPEC_SPARSE, SPEC_CAPPED = "spec dense", "spec sparse", "spec sparse, capped"
+BATCHES = (2, 4)
+"""Sequences verified together whose union is looked at."""
+DEFINITIONS = {
+    "speedup": "seconds per token of plain dense decoding / those of the cell, same prompts, decoded in turn",
+    "by_bytes": "tokens per pass x bytes of a dense pass / bytes of the cell's; drafting is not counted",
+    "union": "neurons that some row of a pass keeps / all, mean over passes and layers",
+    "guess": "1 - (1 - kept)^rows, layer by layer: what independent rows would need",
+    "product": "speed-up of plain sparse x speed-up of spec dense",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way to decode, all prompts together.
+
+    Attributes:
+        name: of the cell.
+        counters: sums over the timed passes.
+        seconds_per_token: decoding only.
+        speedup: over plain dense decoding.
+        by_bytes: the speed-up that bytes would give.
+        read: share of the FFNs' neurons that a pass reads.
+        differing: tokens that are not those of plain decoding with the same weights and FFN.
+    """
+
+    name: str
+    counters: Counters
+    seconds_per_token: float
+    speedup: Speedup
+    by_bytes: float
+    read: float
+    differing: int
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What was found.
+
+    Attributes:
+        cells: the four cells, and the capped one if `ffn.union_cap` asks for it.
+        text: unions of consecutive tokens of a text, by size of the pass, and of drafts in a batch.
+        seen: unions of the passes that the sparse cell made, by size.
+        quality: of the sparse model against the dense one, by cell.
+        promised: whether the verifier promises plain decoding's tokens.
+    """
+
+    cells: dict[str, Cell]
+    text: tuple[UnionPoint, ...]
+    seen: tuple[UnionPoint, ...]
+    quality: dict[str, ModelQuality]
+    promised: bool
+
+    @property
+    def product(self) -> float:
+        """What both would give if neither knew of the other."""
+        return self.cells[PLAIN_SPARSE].speedup.ratio_of_totals * self.cells[SPEC_DENSE].speedup.ratio_of_totals
+
+    @property
+    def over_better(self) -> float:
+        """Both together over the better of the two alone."""
+        both = self.cells[SPEC_SPARSE].speedup.ratio_of_totals
+        return both / max(self.cells[c].speedup.ratio_of_totals for c in (PLAIN_SPARSE, SPEC_DENSE))
+
+    @property
+    def as_promised(self) -> bool:
+        """Speculation wrote plain decoding's tokens on both models; where the union is capped nothing is promised."""
+        return not self.promised or not any(self.cells[c].differing for c in (SPEC_DENSE, SPEC_SPARSE))
+
+    @property
+    def objective(self) -> float:
+        """The speed-up of both together."""
+        return self.cells[SPEC_SPARSE].speedup.ratio_of_totals
+
+
+def check(cfg: RunConfig) -> None:
+    """What can be found wrong before anything is loaded.
+
+    Raises:
+        UserError: no sparse FFN, no drafter, or what `decoding.check` finds.
+    """
+    decoding.check(cfg)
+    if cfg.ffn.name in (None, "dense"):
+        raise UserError("kind=spec_sparse compares a sparse FFN with the dense one: give ffn=predicted and a predictor")
+    if not decoding.method(cfg):
+        raise UserError("kind=spec_sparse compares speculation with plain decoding: give drafter=prompt_lookup")
+
+
+def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) -> Joined:
+    """Decodes every cell in turn, watches what the passes read, judges the quality; writes tables, figure, record.
+
+    Raises:
+        UserError: a mistake in the config, the model file or the prompts.
+    """
+    check(cfg)
+    dense = sparse_model.read(cfg, engine, console, ffn="dense")
+    sparse = sparse_model.sparse_of(cfg, engine, dense, console)
+    method = decoding.method(cfg, decoding.what_is_measured(cfg, dense, console))
+    sides = _sides(cfg, dense, sparse, method)
+    jobs = [Job(p, decoding.ids_of(dense, p, chat=cfg.data.chat)) for p in decoding.prompts_of(cfg)]
+    passes = _decoded(cfg, engine, sides, jobs, console)
+    lossy = [name for name in sides if name in (SPEC_SPARSE, SPEC_CAPPED)]
+    seen = {name: _watched(cfg, engine, *sides[name], jobs[0], console) for name in lossy}
+    windows, rows = judged_text(cfg, dense), method["drafter"].max_nodes + 1
+    text = _of_text(union.masks(gated(dense, sparse.predictor, sparse.weights), sparse.predictor, windows), rows)
+    read = {PLAIN_SPARSE: text[0].kept, **{name: union.mean_union(points) for name, points in seen.items()}}
+    own = bytes_of(sparse.predictor, sparse.weights[0], dense.params.layers[0])
+    found = Joined(
+        cells=_cells(passes, list(sides), read, dense, own),
+        text=text,
+        seen=tuple(seen[SPEC_SPARSE]),
+        quality={name: quality_in_chunks(dense, sides[name][0], windows, rows=rows) for name in lossy},
+        promised=method["verifier"].name in SAME_TEXT_VERIFIERS,
+    )
+    _write(cfg, directory, dense, sparse.model, found, console)
+    return found
+
+
+def _of_text(masks_WLnF: np.ndarray, rows: int) -> tuple[UnionPoint, ...]:
+    """Passes of one sequence with 1 to 8 tokens and with those of a draft, and of drafts in a batch."""
+    windows, _, length, _ = masks_WLnF.shape
+    alone = [union.of_text(masks_WLnF, tokens=n) for n in sorted({1, 2, 4, 8, rows}) if n <= length]
+    together = [union.of_text(masks_WLnF, tokens=rows, batch=b) for b in BATCHES if b <= windows and rows <= length]
+    return (*alone, *together)
+
+
+Sides = dict[str, tuple[Any, dict[str, Any]]]
+"""Model and keyword arguments of generate by the name of the cell."""
+
+
+def _sides(cfg: RunConfig, dense: Any, sparse: Sparse, method: dict[str, Any]) -> Sides:
+    sides: Sides = {PLAIN_DENSE: (dense, {}), PLAIN_SPARSE: (sparse.model, {})}
+    sides |= {SPEC_DENSE: (dense, method), SPEC_SPARSE: (sparse.model, method)}
+    if cfg.ffn.union_cap is not None:
+        capped = gated(dense, UnionCap(sparse.predictor, cfg.ffn.union_cap), sparse.weights)
+        sides[SPEC_CAPPED] = (capped, method)
+    return sides
+
+
+def _decoded(cfg: RunConfig, engine: Engine, sides: Sides, jobs: list[Job], out: Console) -> list[Pass]:
+    """Timed passes of every side in turn; the first decoding of each side compiles and is not timed."""
+    options = {"sampling": sampling_params(cfg), "seed": cfg.seed, "max_tokens": cfg.max_tokens}
+    with display.busy(out, "compiling the decode loops"):
+        for model, method in sides.values():
+            engine.generate(model, jobs[0].ids, **options, **method)
+    done = []
+    with display.counting(out, "timing", cfg.repeats * len(jobs) * len(sides)) as bar:
+        for repeat in range(cfg.repeats):
+            for index, job in enumerate(jobs):
+                order = list(sides) if (repeat + index) % 2 == 0 else list(reversed(sides))
+                for name in order:
+                    model, method = sides[name]
+                    made = engine.generate(model, job.ids, **options, **method)
+                    done.append(Pass.of(job.prompt.id, job.prompt.task, name, repeat, made))
+                    bar.advance(bar.task_ids[0])
+    return done
+
+
+def _watched(cfg: RunConfig, engine: Engine, model: Any, method: dict, job: Job, out: Console) -> list[UnionPoint]:
+    """What the verification passes of one decoding kept, stepped from the host."""
+    watch = union.UnionWatch(model.config.d_ff)
+    options = {"sampling": sampling_params(cfg), "seed": cfg.seed, "max_tokens": cfg.max_tokens}
+    with display.busy(out, "watching what the passes read"):
+        engine.generate(
+            model, job.ids, **options, **method, watch=lambda r: watch(1 + int(np.asarray(r.draft.count)[0]), r.stats)
+        )
+    return watch.points()
+
+
+def _cells(
+    passes: list[Pass], names: list[str], read: dict[str, float], dense: Any, own: tuple[int, int]
+) -> dict[str, Cell]:
+    """`read`: share of the neurons that a pass of a sparse cell reads; `own`: bytes of a layer that its prediction
+    reads, and bytes that follow the neurons."""
+    by_side = {name: [p for p in passes if p.side == name] for name in names}
+    plain = {(p.prompt_id, p.repeat): p.decode_s / len(p.token_ids) for p in by_side[PLAIN_DENSE]}
+    whole, layers = dense.footprint.packed, dense.config.n_layers
+    ffns = layers * sum(m.nbytes for m in _matrices(dense))
+    out = {}
+    for name, some in by_side.items():
+        seconds = [p.decode_s / len(p.token_ids) for p in some]
+        counters = sum((p.counters for p in some), Counters())
+        size = whole - ffns + layers * (own[0] + read[name] * own[1]) if name in read else whole
+        out[name] = Cell(
+            name=name,
+            counters=counters,
+            seconds_per_token=float(np.mean(seconds)),
+            speedup=metrics.speedup([plain[p.prompt_id, p.repeat] for p in some], seconds),
+            by_bytes=counters.num_emitted_tokens / counters.num_rounds * whole / size,
+            read=read.get(name, 1.0),
+            differing=_differing(some, by_side[PLAIN_SPARSE if name in read else PLAIN_DENSE]),
+        )
+    return out
+
+
+def _matrices(dense: Any) -> list[Any]:
+    layer = dense.params.layers[0]
+    return [m for m in (layer.ffn_gate, layer.ffn_up, layer.ffn_down) if m is not None]
+
+
+def _differing(passes: list[Pass], plain: list[Pass]) -> int:
+    """Tokens of the passes that are not those of the first plain pass of the prompt."""
+    wanted = {p.prompt_id: p.token_ids for p in reversed(plain)}
+    pairs = [(p.token_ids, wanted[p.prompt_id]) for p in passes]
+    return sum(sum(a != b for a, b in zip(x, y, strict=False)) + abs(len(x) - len(y)) for x, y in pairs)
+
+
+def _write(cfg: RunConfig, directory: Path, dense: Any, sparse: Any, found: Joined, out: Console) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    made = manifest.build(cfg.composed, Path(models.resolve(cfg.model.path)))
+    what = f"{Path(dense.path).name}, {cfg.drafter.name} x {cfg.verifier.name}, ffn {sparse.rule}"
+    spec_sparse_report.write_csv(directory / spec_sparse_report.CSV_FILE, found)
+    spec_sparse_report.write_figure(directory / spec_sparse_report.FIGURE_FILE, found, title=f"{cfg.name}: {what}")
+    cells = {name: {**asdict(c), "speedup": c.speedup.to_dict()} for name, c in found.cells.items()}
+    summary = {**asdict(found), "cells": cells, "product": found.product, "over_better": found.over_better,
+               **sparse_model.label(sparse)}  # fmt: skip
+    trackers.make(cfg.tracker.name, cfg.tracker.options, directory).finish({
+        "name": cfg.name, "kind": cfg.kind, "summary": summary, "definitions": DEFINITIONS, "manifest": made,
+        "config": made["config"],
+    })  # fmt: skip
+    out.print(Text(f"{cfg.name}: {what}", style="bold"))
+    for part in spec_sparse_report.parts(found):
+        out.print(part)
+    files = f"{directory / trackers.RECORD_FILE}, {spec_sparse_report.CSV_FILE}, {spec_sparse_report.FIGURE_FILE}"
+    out.print(Text(f"record: {files}", style="dim"))

@@ -1,0 +1,60 @@
+"""A bound on the neurons that the rows of one pass may read together."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from specsparse.engine.weights import Layer
+from specsparse.errors import UserError
+from specsparse.predictors.base import Needs, Predictor, check_share
+
+
+@dataclass(frozen=True)
+class UnionCap:
+    """Of the neurons that some row keeps, those that are most likely to be of use: round(share * F) at most.
+
+    Row i of a draft counts only if all before it are accepted, so a neuron is worth the sum of decay^i over the rows i
+    that keep it; ties go to the lower index. The same idea for experts is MoE-Spec's (arXiv:2602.16052). Lossy, and
+    contract C1 does not hold: a row's neurons depend on the rows beside it, so speculation may write another text than
+    plain decoding. Rows are taken to be a chain; nodes of a tree count by their order.
+
+    Attributes:
+        inner: what is capped.
+        share: of the neurons that one pass may read.
+        decay: chance that a drafted token is accepted.
+        rows: of each sequence up to which a pass is capped; longer ones read a prompt.
+    """
+
+    name: ClassVar[str] = "union_cap"
+    inner: Predictor
+    share: float
+    decay: float = 0.7
+    rows: int = 16
+
+    def __post_init__(self):
+        check_share("ffn.union_cap", self.share)
+        if not 0 < self.decay <= 1:
+            raise UserError(f"union_cap: decay={self.decay} must lie above 0 and up to 1")
+
+    @property
+    def needs(self) -> Needs:
+        """What the capped one needs."""
+        return self.inner.needs
+
+    def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> Any:
+        """The weights of the capped one."""
+        return self.inner.fit(layer, rows_ND, index=index)
+
+    def keep(self, weights: Any, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
+        """uint8[R, F]."""
+        keep_RF = self.inner.keep(weights, layer, x_RD, n_valid_B)
+        n, width = x_RD.shape[0] // n_valid_B.shape[0], keep_RF.shape[1]
+        count = max(1, round(self.share * width))
+        if n > self.rows or count == width:
+            return keep_RF
+        place_R = jnp.arange(x_RD.shape[0], dtype=jnp.int32) % n
+        worth_F = (jnp.float32(self.decay) ** place_R.astype(jnp.float32)) @ keep_RF.astype(jnp.float32)
+        _, ids = jax.lax.top_k(worth_F, count)
+        return keep_RF * jnp.zeros((width,), jnp.uint8).at[ids].set(jnp.uint8(1))[None]

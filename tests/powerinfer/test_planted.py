@@ -1,0 +1,32 @@
+"""Planted models: their predictors keep the share that was asked for, by a power law, another set for each token."""
+
+import numpy as np
+import pytest
+
+import specsparse
+from specsparse.powerinfer import union
+from specsparse.predictors import FFN
+from specsparse.predictors.mlp import Mlp
+from specsparse.testing.planted import power_law, write_planted_powerinfer
+
+SMALL = {"d_model": 128, "d_ff": 512, "n_heads": 4, "rank": 96, "vocab_size": 300, "context_length": 128}
+
+
+def test_a_quarter_of_the_neurons_does_most_of_the_work():
+    law = power_law(10_000, 0.1, seed=3)
+    assert law.mean() == pytest.approx(0.1, abs=1e-6) and law.max() <= 0.95
+    ranked = np.sort(law)[::-1]
+    assert ranked[:2600].sum() / ranked.sum() == pytest.approx(0.8, abs=0.02)
+    with pytest.raises(ValueError, match=r"between 0 and 0\.9"):
+        power_law(10, 0.95)
+
+
+def test_the_share_is_kept_and_differs_by_token(tmp_path):
+    path = write_planted_powerinfer(tmp_path / "p.powerinfer.gguf", **SMALL)
+    model = specsparse.load(path)
+    assert model.ffn == "powerinfer" and model.config.predictor_ranks == (96, 96)
+    tokens = np.random.default_rng(0).integers(3, 300, (3, 32)).astype(np.int32)
+    masks = union.masks(model, Mlp(FFN.of(model.config, model.kernels)), tokens)
+    assert masks.mean(axis=(0, 2, 3)) == pytest.approx(0.1, abs=0.03)  # both layers
+    five = union.of_text(masks, tokens=5)
+    assert 1.5 * five.kept < five.union < five.guess  # other sets, and a few hot neurons among them

@@ -1,0 +1,78 @@
+"""`kind: spec_sparse` on a tiny model: four cells, five with a cap, unions, files, and what is refused."""
+
+import dataclasses
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from specsparse import experiment
+from specsparse.config import (
+    DataSpec,
+    DrafterSpec,
+    FfnSpec,
+    ModelSpec,
+    PolicySpec,
+    PredictorSpec,
+    RunConfig,
+    SparsitySpec,
+    TrackerSpec,
+    VerifierSpec,
+)
+from specsparse.errors import UserError
+from specsparse.testing import write_tiny_gguf
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("m")
+    write_tiny_gguf(folder / "m.gguf", tokenizer="spm", vocab_size=300, n_layers=1, context_length=128)
+    (folder / "prompts.jsonl").write_text(json.dumps({"id": "chat-1", "task": "chat", "text": "abc abc abc " * 8}))
+    return folder
+
+
+@pytest.fixture
+def cfg(files):
+    return RunConfig(
+        model=ModelSpec(str(files / "m.gguf")), drafter=DrafterSpec("prompt_lookup"), verifier=VerifierSpec("greedy"),
+        policy=PolicySpec("fixed", 3), sampling={"temperature": 0.0, "ignore_eos": True},
+        data=DataSpec(source=str(files / "prompts.jsonl"), chat=False), tracker=TrackerSpec("jsonl"), name="test",
+        max_tokens=12, repeats=1, kind="spec_sparse", ffn=FfnSpec("predicted", tokens=64, union_cap=0.3),
+        predictor=PredictorSpec("gate_threshold", {"share": 0.3}), sparsity=SparsitySpec(window=16, judged=2),
+    )  # fmt: skip
+
+
+def test_five_cells(cfg, tmp_path):
+    out = io.StringIO()
+    found = experiment.run(cfg, tmp_path, console=Console(file=out, width=160))
+    record = json.loads((tmp_path / "record.json").read_text())["summary"]
+    assert list(found.cells) == ["plain dense", "plain sparse", "spec dense", "spec sparse", "spec sparse, capped"]
+    dense, sparse, spec_dense, spec_sparse, capped = found.cells.values()
+    assert found.as_promised and spec_dense.differing == spec_sparse.differing == 0
+    assert dense.speedup.ratio_of_totals == 1.0 == dense.by_bytes and dense.read == spec_dense.read == 1.0
+    assert sparse.read < spec_sparse.read < 1 and capped.read <= 0.31
+    assert sparse.by_bytes > 1.0 and spec_dense.by_bytes == pytest.approx(12 / spec_dense.counters.num_rounds)
+    assert [(p.batch, p.rows) for p in found.text] == [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8)]
+    assert sum(p.passes for p in found.seen) > 1
+    assert found.quality["spec sparse, capped"].kl > found.quality["spec sparse"].kl > 0
+    assert record["product"] == pytest.approx(found.product) and "lossy" in record["ffn_label"]
+    for part in ("rows of a pass", "product of the two", "lossy against the dense model", "by bytes"):
+        assert part in out.getvalue()
+    for name in ("union.csv", "union.png"):
+        assert (tmp_path / name).is_file()
+
+
+MISTAKES = {
+    "no drafter": ({"drafter": DrafterSpec("none")}, "give drafter=prompt_lookup"),
+    "no ffn": ({"ffn": FfnSpec("dense"), "predictor": PredictorSpec()}, "give ffn=predicted and a predictor"),
+    "a cap elsewhere": ({"kind": "speed"}, r"give \+experiment=spec_sparse"),
+    "a cap of nothing": ({"ffn": FfnSpec("predicted", union_cap=0.0)}, r"ffn\.union_cap=0\.0 must lie above 0"),
+}
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_mistakes_are_found_before_anything_is_loaded(cfg, what):
+    changes, says = MISTAKES[what]
+    with pytest.raises(UserError, match=says):
+        experiment.check(dataclasses.replace(cfg, **changes))
