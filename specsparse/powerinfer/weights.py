@@ -110,14 +110,17 @@ def transposed(tensor: TensorInfo, *, floats: bool) -> QTensor:
     return replace(packed, layout=replace(packed.layout, source=tensor.type.name))
 
 
-def sparse_params(params: Params, weights: Sequence[Any], *, down_type: str | None = None) -> Params:
-    """A dense model's parameters for `make_ffn`; the dense matrices of the FFN are not kept.
+def sparse_params(
+    params: Params, weights: Sequence[Any], *, down_type: str | None = None, keep_dense: bool = False
+) -> Params:
+    """A dense model's parameters for `make_ffn`.
 
     Args:
         params: with dense matrices.
         weights: of the predictor, one of each layer.
         down_type: GGUF type to quantise the transposed down projection to, such as "Q8_0". Its blocks run along the
             other axis, so this is lossy; None keeps every value, in F16 where they were and in float32 otherwise.
+        keep_dense: whether the dense matrices stay beside the rows, for predictors that are asked for their mask alone.
 
     Raises:
         UserError: no dense matrices, or a type that nothing here quantises to.
@@ -125,7 +128,10 @@ def sparse_params(params: Params, weights: Sequence[Any], *, down_type: str | No
     if len(weights) != len(params.layers):
         raise UserError(f"predictors of {len(weights)} layers do not fit a model of {len(params.layers)}")
     pairs = zip(params.layers, weights, strict=True)
-    return params._replace(layers=tuple(_sparse_layer(layer, own, down_type) for layer, own in pairs))
+    layers = [_sparse_layer(layer, own, down_type) for layer, own in pairs]
+    if not keep_dense:
+        layers = [layer._replace(ffn_gate=None, ffn_up=None, ffn_down=None) for layer in layers]
+    return params._replace(layers=tuple(layers))
 
 
 def _sparse_layer(layer: Layer, predictor: Any, down_type: str | None) -> Layer:
@@ -135,8 +141,7 @@ def _sparse_layer(layer: Layer, predictor: Any, down_type: str | None) -> Layer:
     gate, up = (None if m is None else regroup_neurons(m) for m in (layer.ffn_gate, layer.ffn_up))
     exact = "F16" if down.layout.codes == "f16" else "F32"
     down_t = down_rows(np.asarray(dequantize(down)), down_type or exact)
-    sparse = SparseWeights(gate, up, down_t, predictor)
-    return layer._replace(ffn_gate=None, ffn_up=None, ffn_down=None, sparse=sparse)
+    return layer._replace(sparse=SparseWeights(gate, up, down_t, predictor))
 
 
 def down_rows(down_DF: np.ndarray, kind: str) -> NeuronRows:
