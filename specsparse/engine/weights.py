@@ -182,12 +182,13 @@ def rope_factors(f: GGUFFile, config: ModelConfig) -> np.ndarray | None:
 
 
 def footprint(params: Params, f: GGUFFile) -> Footprint:
-    """Bytes that one decoding step reads: every matrix but an untied embedding, of which one row counts as nothing."""
+    """Bytes that one decoding step reads: every matrix but an untied embedding, of which one row counts as nothing.
+
+    Of a sparse FFN all neurons are counted; beside dense matrices none.
+    """
     tied = params.output is params.embedding
-    packed = (
-        sum(w.nbytes for w in jax.tree.leaves(params.layers, is_leaf=_is_matrix) if _is_matrix(w))
-        + params.output.nbytes
-    )
+    read = [layer if layer.ffn_up is None else layer._replace(sparse=None) for layer in params.layers]
+    packed = sum(w.nbytes for w in jax.tree.leaves(read, is_leaf=_is_matrix) if _is_matrix(w)) + params.output.nbytes
     skip = {"rope_freqs.weight"} | (set() if tied else {"token_embd.weight"})
     return Footprint(packed=packed, file=sum(t.nbytes for n, t in f.tensors.items() if n not in skip))
 

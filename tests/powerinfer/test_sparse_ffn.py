@@ -153,6 +153,8 @@ def test_a_dense_model_keeps_the_predictors_of_its_file(tmp_path):
     path = write_tiny_powerinfer(tmp_path / "m.gguf", threshold=0.125)
     dense, own = specsparse.load(path, ffn="dense"), specsparse.load(path)
     weights = [layer.sparse for layer in dense.params.layers]
+    predictors = sum(w.fc1.nbytes + w.fc2.nbytes for w in weights)
+    assert own.footprint.packed == dense.footprint.packed + predictors > predictors
     mlp = get_predictor("mlp", FFN.of(dense.config, dense.kernels))
     forward = make_forward(dense.config, dense.kernels, make_ffn(dense.config, dense.kernels, mlp))
     gated = replace(dense, params=sparse_params(dense.params, weights), forward=forward, programs={}, _tables={})
