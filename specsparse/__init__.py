@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specsparse.api import Generation, GenerationStats, Model, SamplingParams, Stream, generate, load, stream
+    from specsparse.citations import citation
     from specsparse.speculative.certify import CertificateReport, certify
 
 __version__ = "0.1.0"
@@ -16,13 +17,18 @@ __all__ = [
     "SamplingParams",
     "Stream",
     "certify",
+    "citation",
     "generate",
     "load",
     "stream",
 ]
 
 
-_HOMES = {"certify": "specsparse.speculative.certify", "CertificateReport": "specsparse.speculative.certify"}
+_HOMES = {
+    "certify": "specsparse.speculative.certify",
+    "CertificateReport": "specsparse.speculative.certify",
+    "citation": "specsparse.citations",
+}
 
 
 def __getattr__(name: str) -> Any:

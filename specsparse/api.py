@@ -136,7 +136,8 @@ def generate(
     if loop not in LOOPS:
         raise UserError(f"loop={loop!r} must be one of {', '.join(LOOPS)}")
     session = Session(model, sequences, method)
-    _decode(session, partial(hostloop.run, session, watch=watch) if loop == "host" or watch else session.advance)
+    stepped = loop == "host" or watch or model.stepped
+    _decode(session, partial(hostloop.run, session, watch=watch) if stepped else session.advance)
     out = [_generation(session, b) for b in range(len(sequences))]
     out = [g for start in range(0, len(out), count) for g in _best(out[start : start + count], params)]
     return out if many or params.n > 1 else out[0]

@@ -17,7 +17,10 @@ from specsparse.errors import UserError
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Which GGUF file, and what of it to override; None leaves the file's (or the engine's) own value."""
+    """Which GGUF file, and what of it to override; None leaves the file's (or the engine's) own value.
+
+    `placement`, `hot` and `devices` are those of `specsparse.load`: a gpuidx file, and how its neurons are computed.
+    """
 
     path: str
     context_length: int | None = None
@@ -28,6 +31,9 @@ class ModelSpec:
     threads: int | None = None
     backend: str | None = None
     activation: str | None = None
+    placement: str | None = None
+    hot: str | None = None
+    devices: int | None = None
 
     def overrides(self) -> dict[str, Any]:
         """Keyword arguments of `specsparse.load`: what is not None."""
@@ -69,12 +75,13 @@ class PolicySpec:
 
 @dataclass(frozen=True)
 class DataSpec:
-    """Which prompts; `chat` wraps each in the model's template as a user's turn."""
+    """Which prompts; `chat` wraps each in the model's template as a user's turn; `turns` of conversations."""
 
     source: str = "builtin"
     tasks: tuple[str, ...] | None = None
     limit_per_task: int | None = None
     chat: bool = True
+    turns: str = "first"
 
 
 @dataclass(frozen=True)
@@ -161,6 +168,29 @@ class TrainSpec:
 
 
 @dataclass(frozen=True)
+class PlacementSpec:
+    """Which neurons lie on the accelerator, and what is counted and assumed for it; see `conf/placement`."""
+
+    rule: str = "optimal"
+    hot: str = "masked"
+    granularity: int = 256
+    hot_device: str = "4090"
+    cold_device: str = "this"
+    link_gbs: float = 25.0
+    latency_us: float = 10.0
+    call_us: float = 5.0
+    overlap: bool = True
+    rows: int = 1
+    context: int = 512
+    activations: str | None = None
+    active_share: float | None = None
+    tokens: int = 2048
+    window: int = 128
+    gpu_index: str | None = None
+    decode: int = 0
+
+
+@dataclass(frozen=True)
 class CompareSpec:
     """Which methods `kind: compare` tries: every valid pair; `verifiers` None is all lossless ones."""
 
@@ -188,15 +218,54 @@ class RooflineSpec:
 
 
 @dataclass(frozen=True)
+class PerplexitySpec:
+    """What `kind: perplexity` reads and how; see `specsparse.perplexity.windows`.
+
+    Attributes:
+        text: a text file, read as it is; None is the prompts of the data group, one after the other.
+        context, stride: of the windows.
+        chunks: at most so many windows; None for all.
+        base: whose law the KL is from: "f32", the same weights computed in float32; a model; None for no KL.
+    """
+
+    text: str | None = None
+    context: int = 512
+    stride: int = 0
+    chunks: int | None = None
+    base: str | None = "f32"
+
+
+@dataclass(frozen=True)
+class QuantTableSpec:
+    """The rows and the timings of `kind: quant_table`; its text is that of `perplexity`.
+
+    Attributes:
+        types: to quantise the model to, where its own type is no row of its own.
+        files: further GGUF files of the same model.
+        pp, tg: tokens of prompt and of decoding to time; 0 for none.
+        timings: of each.
+    """
+
+    types: tuple[str, ...] = ("F16", "Q8_0", "Q4_1", "Q4_0")
+    files: tuple[str, ...] = ()
+    pp: int = 512
+    tg: int = 64
+    timings: int = 3
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One run, validated. `composed` is the whole config as plain containers, for the record.
 
     Attributes:
         kind: what is run, a name of `experiments.KINDS`.
+        reuse: whether a sweep takes over cells that have finished before.
         loop: "jit", or "host" to decode with the host loop beside the loop in one program.
         time_split: tokens to decode round by round per task, for the time split; 0: none.
         trace: show the first pass round by round.
         record_laws: tokens of each law of p and q to keep for `replay`; 0: none.
+        vram_budget, n_gpu_layers: GiB of the accelerator, and whole layers on it; None is what there is and what fits.
+        reset_gpu_index, disable_gpu_index: as PowerInfer's options of these names.
     """
 
     model: ModelSpec
@@ -216,6 +285,7 @@ class RunConfig:
     warmup: bool = True
     stream: bool = True
     debug: bool = False
+    reuse: bool = True
     kind: str = "speed"
     loop: str = "jit"
     time_split: int = 0
@@ -227,6 +297,13 @@ class RunConfig:
     train: TrainSpec = TrainSpec()
     powerinfer: PowerInferSpec = PowerInferSpec()
     sparsity: SparsitySpec = SparsitySpec()
+    placement: PlacementSpec = PlacementSpec()
+    vram_budget: float | None = None
+    n_gpu_layers: int | None = None
+    reset_gpu_index: bool = False
+    disable_gpu_index: bool = False
+    perplexity: PerplexitySpec = PerplexitySpec()
+    quant_table: QuantTableSpec = QuantTableSpec()
     composed: dict[str, Any] = field(default_factory=dict, repr=False)
 
 
@@ -252,6 +329,19 @@ _AT_LEAST = {
     "train.tokens": 1,
     "train.window": 4,
     "train.judged": 1,
+    "placement.granularity": 1,
+    "placement.rows": 1,
+    "placement.context": 1,
+    "placement.tokens": 1,
+    "placement.window": 1,
+    "placement.decode": 0,
+    "n_gpu_layers": 0,
+    "perplexity.context": 4,
+    "perplexity.stride": 0,
+    "perplexity.chunks": 1,
+    "quant_table.pp": 0,
+    "quant_table.tg": 0,
+    "quant_table.timings": 1,
 }
 _CHOICES = {
     "model.kv_dtype": ("f32", "f16", "bf16"),
@@ -259,6 +349,9 @@ _CHOICES = {
     "model.backend": ("native", "reference", "xla"),
     "ffn.name": ("dense", "powerinfer", "oracle", "predicted"),
     "loop": ("jit", "host"),
+    "data.turns": ("first", "both"),
+    "placement.rule": ("optimal", "powerinfer", "layers", "none"),
+    "placement.hot": ("masked", "dense"),
     "certify.vocab": (2, 3, 4, 5, 6),
     "certify.gamma": (1, 2, 3),
 }

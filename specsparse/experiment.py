@@ -17,6 +17,11 @@ def check(cfg: RunConfig) -> None:
     Raises:
         UserError: an unknown kind, or whatever that kind finds wrong.
     """
+    if "placement" in cfg.composed and cfg.kind != "placement":
+        raise UserError(
+            f"placement=... does nothing with kind={cfg.kind}: solve it with +experiment=placement, then give "
+            "+model.placement=FILE.gpuidx"
+        )
     module_of(cfg.kind).check(cfg)
     if cfg.ffn != FfnSpec() and cfg.kind in WITHOUT_FFN:
         raise UserError(f"kind={cfg.kind} takes no ffn: leave it out")
@@ -36,4 +41,9 @@ def run(cfg: RunConfig, directory: Path, *, engine: Engine | None = None, consol
     """
     check(cfg)
     job = module_of(cfg.kind)
-    return job.run(cfg, directory, engine=engine or default_engine(), console=console or display.console())
+    found = job.run(cfg, directory, engine=engine or default_engine(), console=console or display.console())
+    if cfg.tracker.name == "wandb":
+        from specsparse import wandb_run  # its client takes seconds
+
+        wandb_run.publish(directory, cfg.tracker.options)
+    return found

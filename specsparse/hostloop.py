@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from specsparse.engine.generate import DecodeState, Finish
+from specsparse.errors import UserError
 from specsparse.lean import Lean
 from specsparse.metrics import Times
 from specsparse.session import Session
@@ -93,6 +94,8 @@ def _round(session: Session) -> Round:
 
 def _step(session: Session) -> RoundView:
     """One round, its pieces timed; what is not in a piece is the host's."""
+    if len({k.device for k in session.state.cache.k}) > 1:
+        raise UserError("speculation needs the whole cache on one device: place neurons, not layers")
     pieces, job = _round(session), session.job
     weights = (session.params, session.draft_params)
     compiled, begun = session.compile_s, time.perf_counter()
@@ -101,6 +104,11 @@ def _step(session: Session) -> RoundView:
 
     def timed(stage: str, function: Callable, *args: Any, donate: tuple[int, ...]) -> Any:
         key = ("round", stage, pieces.config, pieces.drafter, pieces.verifier)
+        if stage == "verify" and session.model.stepped:
+            start = time.perf_counter()
+            out = jax.block_until_ready(function(weights, *args))
+            spent[stage] = time.perf_counter() - start
+            return out
         program = session.program(key, function, weights, *args, donate=donate, compiled=Lean.compile)
         out, spent[stage] = program.timed(weights, *args)
         return out

@@ -16,6 +16,9 @@ def explain(error: Exception, conf: Path) -> UserError:
     override = getattr(error, "override", None)
     if override is not None:
         return UserError(f"cannot read {override!r}: write KEY=VALUE, and quote a value with special characters")
+    match = re.search(r"'hydra/(?:launcher|sweeper)/(\w+)'", text)
+    if match:
+        return UserError(f"{match.group(1)} is not installed: pip install 'specsparse[sweep]'")
     match = re.search(r"Could not find '(\w+)/([^']*)'", text)
     if match:
         group, choice = match.groups()

@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import hashlib
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 
 from specsparse import kernels
 from specsparse.machine import cpu_info
+from specsparse.places import cache_dir
 from specsparse.trackers import write_atomically
 
 PACKAGES = ("specsparse", "jax", "jaxlib", "numpy", "gguf", "hydra-core", "tokenizers", "sentencepiece", "wandb")
@@ -89,10 +89,3 @@ def sha256_of(path: Path) -> str:
     with contextlib.suppress(OSError):  # a cache that cannot be written costs time, nothing else
         write_atomically(store, json.dumps(known))
     return known[key]
-
-
-def cache_dir() -> Path:
-    """Where specsparse keeps what can be made again: `SPECSPARSE_CACHE`, or a folder of the user's cache."""
-    given = os.environ.get("SPECSPARSE_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(given or f"{base}/specsparse").expanduser()

@@ -24,7 +24,7 @@ from specsparse.engine.tokenizer import Tokenizer
 from specsparse.engine.weights import Footprint, Params
 from specsparse.errors import UserError
 from specsparse.kernels import Kernels, native_cpu
-from specsparse.powerinfer import modes, twin
+from specsparse.powerinfer import modes, placed, twin
 
 KV_DTYPES = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16}
 _CAPACITY_STEP = 256
@@ -46,6 +46,7 @@ class Model:
         footprint: bytes of weights that one decoding step reads.
         ffn: "dense", "powerinfer", "oracle" or "predicted" (see `powerinfer.gated`).
         rule: what tells this FFN from others of its kind, such as a threshold or a predictor; "" for a dense one.
+        stepped: whether the host steps through `forward` (two devices), so that no program may contain it.
         load_s: seconds that loading took.
         rope_factors: f32[d/2] or None.
         programs: compiled programs, by what they close over.
@@ -62,6 +63,7 @@ class Model:
     footprint: Footprint
     ffn: str = "dense"
     rule: str = ""
+    stepped: bool = False
     load_s: float = 0.0
     rope_factors: np.ndarray | None = field(default=None, repr=False)
     programs: dict = field(default_factory=dict, repr=False)
@@ -139,7 +141,7 @@ class Model:
             out, cache = self.forward(params, tokens, cache, n_valid_B=n_valid, want=Want())
             return out.logits[0], kv.commit(cache, n_valid)
 
-        return jax.jit(chunk, donate_argnums=3)
+        return chunk if self.stepped else jax.jit(chunk, donate_argnums=3)
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
         """Teacher-forced logits: row i predicts the token after `ids[i]`. float32[n, V].
@@ -168,6 +170,10 @@ def load(
     ffn: str | None = None,
     threshold: float | None = None,
     faithful_f16: bool = False,
+    placement: Any = None,
+    hot: str = "masked",
+    devices: int = 1,
+    float_weights: bool = False,
     **overrides,
 ) -> Model:
     """Loads a model.
@@ -183,6 +189,11 @@ def load(
         threshold: of the predictors' outputs, in place of the environment's (LLAMA_SPARSE_PRED_THRESHOLD) or the
             file's; -inf keeps all neurons, inf none.
         faithful_f16: round everything that PowerInfer rounds on a CPU, to compare logits with it. Slow.
+        placement: of hot neurons: a gpuidx file, a `GpuIndex` or a `Placement`; None keeps all neurons together.
+        hot: "masked" computes the predicted hot neurons, as PowerInfer does, "dense" all of them (other logits).
+        devices: 2 computes the cold neurons on a second device at the same time; the same logits.
+        float_weights: dequantise every matrix to float32 at load, so that nothing is computed in integers: the
+            reference that quantised arithmetic is judged by.
         overrides: `rope_base`, `rope_scale`, `rope_scaling`, `context_length` and `activation` in place of the file's.
 
     Raises:
@@ -194,7 +205,9 @@ def load(
         raise UserError(f"a model is a name or the path of a GGUF file, not {type(spec).__name__}")
     unknown = sorted(set(overrides) - set(OVERRIDES))
     if unknown:
-        known = ", ".join(("kv_dtype", "threads", "backend", "ffn", "threshold", "faithful_f16", *OVERRIDES))
+        own = ("kv_dtype", "threads", "backend", "ffn", "threshold", "faithful_f16", "float_weights")
+        placing = ("placement", "hot", "devices")
+        known = ", ".join((*own, *placing, *OVERRIDES))
         raise UserError(f"load() has no option {unknown[0]!r}; it has {known}")
     kv_dtype = kv_dtype or "f16"
     if kv_dtype not in KV_DTYPES:
@@ -207,7 +220,11 @@ def load(
     path = models.resolve(spec)
     f = open_gguf(path)
     config = ModelConfig.from_gguf(f, overrides=overrides)
-    plan = modes.plan(f, config, chosen, ffn=ffn, threshold=threshold, faithful_f16=faithful_f16)
+    options = {"ffn": ffn, "threshold": threshold, "faithful_f16": faithful_f16}
+    apart = placed.plan(f, config, chosen, placement=placement, hot=hot, devices=devices, **options)
+    plan = apart or modes.plan(f, config, chosen, **options)
+    if float_weights and plan.pack is not None:
+        raise UserError(f"{path}: float_weights is for dense files; this one's FFN is packed for its predictors")
     tokenizer = Tokenizer.from_metadata(f.metadata, where=str(path))
     total = sum(t.nbytes for t in f.tensors.values())
     done = 0
@@ -218,18 +235,22 @@ def load(
         if progress is not None:
             progress(done, total)
 
+    floats = plan.floats or float_weights
     params = weights.load_params(
-        f, config, floats=plan.floats, float_types=plan.float_types, progress=advance, pack_ffn=plan.pack
+        f, config, floats=floats, float_types=plan.float_types, progress=advance, pack_ffn=plan.pack
     )
+    read = weights.footprint(params, f)
+    two = None if apart is None else apart.two_devices
     return Model(
         config=config,
         tokenizer=tokenizer,
-        params=params,
-        forward=llama.make_forward(config, plan.kernels, plan.ffn),
+        params=params if two is None else two.place(params),
+        forward=llama.make_forward(config, plan.kernels, plan.ffn) if two is None else two.forward,
+        stepped=two is not None,
         kernels=plan.kernels,
         kv_dtype=kv_dtype,
         path=Path(path),
-        footprint=weights.footprint(params, f),
+        footprint=read,
         ffn=plan.mode,
         rule=plan.rule,
         load_s=time.perf_counter() - start,

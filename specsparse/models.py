@@ -1,4 +1,4 @@
-"""Model names and paths -> a file on this machine."""
+"""Model names, paths and references to the Hub -> a file on this machine."""
 
 import difflib
 import importlib.util
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from specsparse import hub
 from specsparse.errors import UserError
 
 
@@ -85,17 +86,18 @@ def resolve(spec: str | Path) -> Path:
     """The file of a model.
 
     Args:
-        spec: a name of `MODELS` or `FILES`, or the path of a GGUF file.
+        spec: a name of `MODELS` or `FILES`, the path of a GGUF file (of a split model the first one), or
+            `hf://owner/repo/file.gguf[@revision]`, which is downloaded (see `hub.download`).
 
     Raises:
         UserError: an unknown name (with the nearest), a package that is not installed (with the command), a file that
-            is not there, or a Hub reference.
+            is not there or that the Hub does not give.
     """
     text = str(spec)
     if not text:
         raise UserError(f"no model given: name one of {', '.join(MODELS)}, or the path of a GGUF file")
-    if text.startswith("hf://"):
-        raise UserError(f"{text}: Hugging Face Hub references are not supported yet; download the file, give its path")
+    if text.startswith(hub.SCHEME):
+        return hub.download(text)
     if text in MODELS:
         return _packaged(text, MODELS[text])
     if text in FILES:

@@ -1,11 +1,12 @@
-"""Prompts: the built-in ones, written for this project, or a file of one's own."""
+"""Prompts: the built-in ones, written for this project, Spec-Bench's, or a file of one's own."""
 
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from specsparse import spec_bench
 from specsparse.errors import UserError
 
 BUILTIN = "builtin"
@@ -13,29 +14,41 @@ _BUILTIN_FILE = Path(__file__).parent / "data" / "prompts.jsonl"
 
 
 class Prompt(NamedTuple):
-    """One prompt: `id` is unique in its source, `task` is what reports are grouped by."""
+    """One prompt: `id` is unique in its source, `task` is what reports are grouped by.
+
+    `before` holds the user's earlier turns of a conversation; what was answered to them is up to the model.
+    """
 
     id: str
     task: str
     text: str
+    before: tuple[str, ...] = ()
 
 
 def load(
-    source: str = BUILTIN, *, tasks: Sequence[str] | None = None, limit_per_task: int | None = None
+    source: str = BUILTIN,
+    *,
+    tasks: Sequence[str] | None = None,
+    limit_per_task: int | None = None,
+    turns: str = "first",
 ) -> list[Prompt]:
     """Prompts of a source, in its order.
 
     Args:
-        source: "builtin"; or a .jsonl file, one object with "text" (and "task", "id") per line; or a .txt file,
-            prompts between blank lines.
+        source: "builtin"; "spec_bench"; or a .jsonl file, one object per line with "text" (and "task", "id"), or with
+            "turns", "category" and "question_id" as Spec-Bench has them; or a .txt file, prompts between blank lines.
         tasks: keep these only.
         limit_per_task: keep this many of each task, the first ones.
+        turns: "first" turns of conversations only, or "both": later turns are prompts of their own.
 
     Raises:
         UserError: no such file, a malformed line, an unknown task, or nothing left.
     """
-    path = _BUILTIN_FILE if source == BUILTIN else Path(source).expanduser()
-    prompts = _read(path)
+    if source == spec_bench.NAME:
+        path = spec_bench.questions()
+    else:
+        path = _BUILTIN_FILE if source == BUILTIN else Path(source).expanduser()
+    prompts = [p for p in _read(path) if turns == "both" or not p.before]
     present = list(dict.fromkeys(p.task for p in prompts))
     for task in tasks or ():
         if task not in present:
@@ -64,7 +77,8 @@ def _read(path: Path) -> list[Prompt]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read prompts from {path}: {error}") from error
     if path.suffix == ".jsonl":
-        prompts = [_parse(line, f"{path}:{i}") for i, line in enumerate(text.splitlines(), 1) if line.strip()]
+        lines = [(i, line) for i, line in enumerate(text.splitlines(), 1) if line.strip()]
+        prompts = [prompt for i, line in lines for prompt in _parse(line, f"{path}:{i}")]
     elif path.suffix == ".txt":
         blocks = [block.strip("\n") for block in text.replace("\r\n", "\n").split("\n\n") if block.strip()]
         prompts = [Prompt("", "text", block) for block in blocks]
@@ -77,11 +91,23 @@ def _read(path: Path) -> list[Prompt]:
     return named
 
 
-def _parse(line: str, where: str) -> Prompt:
+def _parse(line: str, where: str) -> list[Prompt]:
     try:
         row = json.loads(line)
     except ValueError as error:
         raise UserError(f"{where}: not JSON ({error})") from error
+    if isinstance(row, dict) and "turns" in row:
+        return _conversation(row, where)
     if not isinstance(row, dict) or not isinstance(row.get("text"), str) or not row["text"]:
         raise UserError(f'{where}: expected an object with a "text"')
-    return Prompt(str(row.get("id") or ""), str(row.get("task") or "text"), row["text"])
+    return [Prompt(str(row.get("id") or ""), str(row.get("task") or "text"), row["text"])]
+
+
+def _conversation(row: dict[str, Any], where: str) -> list[Prompt]:
+    """Every turn of a Spec-Bench question; the later ones are numbered."""
+    turns = row["turns"]
+    if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t for t in turns):
+        raise UserError(f'{where}: "turns" must be a list of texts')
+    name, task = str(row.get("question_id") or row.get("id") or ""), str(row.get("category") or "text")
+    ids = [name if i == 0 or not name else f"{name}-{i + 1}" for i in range(len(turns))]
+    return [Prompt(ids[i], task, text, tuple(turns[:i])) for i, text in enumerate(turns)]

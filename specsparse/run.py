@@ -3,7 +3,7 @@
 A mistake in the input is one line on stderr and exit code 2; `debug=true` shows the traceback instead.
 """
 
-import math
+import contextlib
 import os
 import re
 import sys
@@ -89,19 +89,45 @@ def _task(cfg: Any) -> Any:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    from specsparse import experiment
     from specsparse.config import from_omegaconf
 
+    hydra = HydraConfig.get()
+    directory, is_cell = Path(hydra.runtime.output_dir), hydra.mode is RunMode.MULTIRUN
     try:
         run = from_omegaconf(cfg)
-        record = experiment.run(run, Path(HydraConfig.get().runtime.output_dir))
+        return _cell(run, directory) if is_cell else _run(run, directory)
     except UserError as error:
         if cfg.get("debug") is True:
             raise
-        if HydraConfig.get().mode is RunMode.MULTIRUN:  # the other combinations go on
-            fail(f"left out {','.join(HydraConfig.get().overrides.task)}: {error}")
-            return math.nan
+        if is_cell:  # the other combinations go on
+            fail(f"left out {','.join(hydra.overrides.task)}: {error}")
+            return None
         raise SystemExit(fail(str(error))) from None
+
+
+def _cell(cfg: Any, directory: Path) -> float | None:
+    """One cell of a sweep: run, or taken over where it has finished before."""
+    from specsparse import experiment, sweeps
+
+    experiment.check(cfg)
+    cell = sweeps.Cell.of(cfg)
+    done = cell.finished(directory.parent) if cfg.reuse else None
+    if done is not None:
+        print(f"finished before, taken from {done} (reuse=false runs it again)")
+        return sweeps.reuse(done, directory)
+    objective = _run(cfg, directory)
+    cell.mark(directory, objective)
+    return objective
+
+
+def _run(cfg: Any, directory: Path) -> float | None:
+    """Run, alone on this machine where time is measured; a broken promise ends the program with exit code 1."""
+    from specsparse import experiment, timing_lock
+    from specsparse.experiments import UNTIMED
+
+    alone = contextlib.nullcontext() if cfg.kind in UNTIMED else timing_lock.turn(lambda line: print(line, flush=True))
+    with alone:
+        record = experiment.run(cfg, directory)
     if not record.as_promised:
         raise SystemExit(1)
     return record.objective

@@ -14,6 +14,7 @@ from specsparse.engine import generate, sampling
 from specsparse.engine.generate import DecodeState, Finish, Job
 from specsparse.engine.noise import seed_words
 from specsparse.engine.params import SamplingParams
+from specsparse.errors import UserError
 from specsparse.metrics import Counters, Times
 from specsparse.model import Model
 from specsparse.speculative import loop
@@ -84,8 +85,13 @@ class Session:
         )
         self.state = self._prefill(lengths)
 
-    def call(self, key: Hashable, function: Callable, *args, donate: tuple[int, ...] = ()):
-        """Calls `function` compiled for these shapes; `key` names what it closes over. Compiling is timed apart."""
+    def call(self, key: Hashable, function: Callable, *args, donate: tuple[int, ...] = (), target: bool = False):
+        """Calls `function` compiled for these shapes; `key` names what it closes over. Compiling is timed apart.
+
+        `target` says that it runs the target's forward pass, which is not compiled where the host steps through it.
+        """
+        if target and self.model.stepped:
+            return function(*args)
         return self.program(key, function, *args, donate=donate)(*args)
 
     def program(
@@ -117,7 +123,7 @@ class Session:
             ids, count = generate.piece([p[:-1] for p in prompts], start, rows)
             args = (self.params, jnp.asarray(ids), jnp.asarray(count), cache)
             compiled, begun = self.compile_s, time.perf_counter()
-            cache, h = self.call(("prefill", wants_hidden), chunk, *args, donate=(3,))
+            cache, h = self.call(("prefill", wants_hidden), chunk, *args, donate=(3,), target=True)
             cache.length.block_until_ready()
             spent += time.perf_counter() - begun - (self.compile_s - compiled)
             hidden.append(h)
@@ -162,9 +168,31 @@ class Session:
 
         key = ("decode", self.law, self.method.drafter, self.method.verifier)
         compiled, begun = self.compile_s, time.perf_counter()
-        self.state = self.call(key, program, weights, self.job, self.state, jnp.int32(max_rounds), donate=(2,))
+        if self.model.stepped:
+            self._advance_stepped(max_rounds)
+        else:
+            self.state = self.call(key, program, weights, self.job, self.state, jnp.int32(max_rounds), donate=(2,))
         self.state.length.block_until_ready()
         self.decode_s += time.perf_counter() - begun - (self.compile_s - compiled)
+
+    def _advance_stepped(self, max_rounds: int) -> None:
+        """As `advance`, round by round: the forward pass from the host, the rest of a plain step in one program."""
+        if self.method.drafter is not None:
+            raise UserError("on two devices speculative rounds are stepped one by one: decode with loop=host")
+        law, kernels = self.law, self.model.sampling_kernels
+
+        def rest(_, job, state, out):
+            return generate.make_step(lambda *_, **__: (out, state.cache), law, kernels)(None, job, state)
+
+        for _ in range(max_rounds):
+            if Finish.RUNNING not in self.finish:
+                return
+            state, live_B = self.state, generate.running(self.state).astype(jnp.int32)
+            out, cache = self.model.forward(self.params, generate.last_token(state), state.cache, n_valid_B=live_B)
+            # Keys and values stay outside: they may lie on two devices.
+            args = (None, self.job, state._replace(cache=cache._replace(k=(), v=())), out._replace(stats=None))
+            state = self.call(("after forward", law), rest, *args)
+            self.state = state._replace(cache=cache._replace(length=state.cache.length))
 
     @property
     def finish(self) -> list[Finish]:

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: JSON lines and one record always, Weights & Biases on request.
+"""Where the numbers of a run go: JSON lines and one record. Weights & Biases gets them from there (`wandb_run`).
 
 A tracker gets rows while the run goes on and one record at its end. The record appears whole or not at all.
 """
@@ -7,7 +7,7 @@ import abc
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +68,15 @@ class Tracker(abc.ABC):
 
 
 class Jsonl(Tracker):
-    """`prompts.jsonl`, a line per row as it comes, and `record.json` at the end."""
+    """`prompts.jsonl`, a line per row as it comes, and `record.json` at the end.
+
+    What an earlier run left in the directory goes first, so that its rows are never taken for this run's.
+    """
 
     def __init__(self, directory: Path):
         directory.mkdir(parents=True, exist_ok=True)
+        for name in (RECORD_FILE, ROWS_FILE):
+            (directory / name).unlink(missing_ok=True)
         self._directory = directory
 
     def log(self, row: Mapping[str, Any]) -> None:
@@ -82,58 +87,6 @@ class Jsonl(Tracker):
     def finish(self, record: Mapping[str, Any]) -> None:
         """Write the record, whole."""
         write_atomically(self._directory / RECORD_FILE, to_json(record, indent=1) + "\n")
-
-
-class Wandb(Tracker):
-    """The real wandb client: config, a row per prompt, the record's numbers as the summary.
-
-    It starts when the record is there, since a run's timings are not to be shared with a service process.
-    """
-
-    def __init__(self, directory: Path, *, project: str, mode: str = "offline", group: str | None = None):
-        self._directory = directory
-        self._settings = {"project": project, "mode": mode, "group": group}
-        self._rows: list[dict[str, Any]] = []
-
-    def log(self, row: Mapping[str, Any]) -> None:
-        """Keep the row for the end."""
-        self._rows.append(json.loads(to_json(row)))
-
-    def finish(self, record: Mapping[str, Any]) -> None:
-        """Send (or, offline, write) everything."""
-        import wandb
-
-        plain = json.loads(to_json(record))
-        settings = wandb.Settings(silent=True, console="off")
-        run = wandb.init(
-            dir=str(self._directory), name=plain.get("name"), config=plain.get("config"), settings=settings,
-            **self._settings,
-        )  # fmt: skip
-        for row in self._rows:
-            run.log({k: v for k, v in _flat(row).items() if isinstance(v, int | float)})
-        columns = sorted({k for row in self._rows for k, v in row.items() if isinstance(v, str | int | float)})
-        if columns:
-            data = [[row.get(c) for c in columns] for row in self._rows]
-            run.log({"prompts": wandb.Table(columns=columns, data=data, allow_mixed_types=True)})
-        run.summary.update({k: v for k, v in _flat(plain.get("summary", {})).items() if v is not None})
-        run.finish()
-
-
-class Composite(Tracker):
-    """Several trackers as one."""
-
-    def __init__(self, trackers: Sequence[Tracker]):
-        self._trackers = tuple(trackers)
-
-    def log(self, row: Mapping[str, Any]) -> None:
-        """To each in turn."""
-        for tracker in self._trackers:
-            tracker.log(row)
-
-    def finish(self, record: Mapping[str, Any]) -> None:
-        """To each in turn: the files first, so that a service that fails costs nothing."""
-        for tracker in self._trackers:
-            tracker.finish(record)
 
 
 def check(name: str, options: Mapping[str, Any]) -> None:
@@ -152,22 +105,9 @@ def check(name: str, options: Mapping[str, Any]) -> None:
 
 
 def make(name: str, options: Mapping[str, Any], directory: Path) -> Tracker:
-    """The tracker called `name`, writing under `directory`; raises what `check` does."""
+    """The tracker called `name`, writing under `directory`; raises what `check` does.
+
+    For "wandb" too it writes the files: `wandb_run` publishes them when the run is over.
+    """
     check(name, options)
-    files = Jsonl(directory)
-    if name == "jsonl":
-        return files
-    return Composite([files, Wandb(directory, **{"project": "specsparse", **options})])
-
-
-def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested keys joined by slashes, as wandb groups its charts; items of a list by their index."""
-    out: dict[str, Any] = {}
-    for key, item in value.items():
-        if isinstance(item, list):
-            item = {str(i): v for i, v in enumerate(item)}
-        if isinstance(item, dict):
-            out |= _flat(item, f"{prefix}{key}/")
-        else:
-            out[f"{prefix}{key}"] = item
-    return out
+    return Jsonl(directory)

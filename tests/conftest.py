@@ -24,8 +24,10 @@ absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
 
 @pytest.fixture(autouse=True, scope="session")
 def _cache_of_the_tests(tmp_path_factory):
-    """Keep the user's cache directory out of the tests."""
-    os.environ.setdefault("SPECSPARSE_CACHE", str(tmp_path_factory.mktemp("cache")))
+    """Keep the user's cache directory out of the tests, and do not wait for the user's runs."""
+    directory = tmp_path_factory.mktemp("cache")
+    os.environ.setdefault("SPECSPARSE_CACHE", str(directory))
+    os.environ.setdefault("SPECSPARSE_TIMING_LOCK", str(directory / "timing.lock"))
 
 
 @pytest.fixture(scope="session")

@@ -276,3 +276,19 @@ def test_sha256_is_remembered_until_the_file_changes(tmp_path, monkeypatch):
     assert manifest.sha256_of(file) != first
     (Path(tmp_path) / "cache" / "sha256.json").write_text("{broken")
     assert len(manifest.sha256_of(file)) == 64
+
+
+def test_a_later_turn_comes_after_the_model_s_own_answer(cfg, tmp_path):
+    """The answer is decoded plainly, once, and every method reads it."""
+    file = tmp_path / "talk.jsonl"
+    file.write_text(json.dumps({"question_id": 1, "category": "chat", "turns": ["one", "two"]}))
+    both = replace(cfg, data=DataSpec(source=str(file), turns="both"), warmup=False, repeats=1)
+    engine = FakeEngine()
+    said = []
+    model = Model(tmp_path / "model.gguf")
+    model.tokenizer.apply_chat_template = lambda messages: said.append([m["content"] for m in messages]) or "text"
+    engine.load = lambda spec, progress, **_: model
+    experiment.run(both, tmp_path / "run", engine=engine, console=Console(file=io.StringIO()))
+    assert said == [["one"], ["one"], ["one", "plain text", "two"]]
+    with pytest.raises(UserError, match=r"data\.chat=true"):
+        experiment.check(replace(both, data=replace(both.data, chat=False)))

@@ -28,6 +28,9 @@ and so change the last bit before it rounds to the cache's type."""
 FORWARD_NMSE = {"f32": 1e-11, "F32/f16": 1e-6, "F32/bf16": 5e-5, "Q8_0/f16": 1e-3, "Q8_0/bf16": 1e-3}
 """Logits of a tiny model against float64, by weights and cache; "f32" is both, with any kernels."""
 
+PEER_NMSE = 1e-11
+"""Logits of a float32 file with a float32 cache against llama.cpp."""
+
 LAW_RTOL = 2e-6
 """A probability of the native law against the jnp one: two roundings of exp, and of the sums."""
 

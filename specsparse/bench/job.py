@@ -53,7 +53,9 @@ def run(job: Job, out: Console) -> dict[str, Any]:
         peer = stack.enter_context(Peer(job.peer)) if job.peer else None  # first: a missing package costs no time
         path = models.resolve(job.model)
         if job.quantise:
-            path = _requantised(path, job.quantise, out, notes)
+            path = requantised(path, job.quantise, out)
+            name = path.name.rpartition("-as-")[2].removesuffix(".gguf")
+            notes.append(f"re-quantised to {name} from the file's own weights, for speed only; kept as {path}")
         memory.reset_peak()
         before = memory.peak_bytes()
         with display.busy(out, f"loading {job.model}"):
@@ -104,13 +106,12 @@ def _check_room(job: Job, model: Model) -> None:
         )
 
 
-def _requantised(path: Path, name: str, out: Console, notes: list[str]) -> Path:
+def requantised(path: Path, name: str, out: Console) -> Path:
     """The file of the same model in another type, made once and kept in the user's cache."""
     kind = requantise.kind_of(name)
     source = open_gguf(path)
     digest = manifest.sha256_of(path)[:12]
     made = manifest.cache_dir() / "requantised" / f"{path.stem}-{digest}-as-{kind.name}.gguf"
-    notes.append(f"{path.name} re-quantised to {kind.name} from its own weights, for speed only; kept as {made}")
     if not made.exists():
         with display.counting(out, f"re-quantising to {kind.name}", 100) as progress:
 

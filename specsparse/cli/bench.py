@@ -41,13 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Measure and print."""
-    from specsparse import display  # after the arguments: JAX takes a second
+    from specsparse import display, timing_lock  # after the arguments: JAX takes a second
     from specsparse.trackers import to_json, write_atomically
 
     if args.active and not args.ffn_shape:
         raise UserError("--active goes with --ffn-shape, for instance 4096x11008")
-    measure = _ffn if args.ffn_shape else _batch if args.batch else _single
-    found = measure(args, display.console())
+    measure, out = _ffn if args.ffn_shape else _batch if args.batch else _single, display.console()
+    with timing_lock.turn(lambda line: out.print(line, soft_wrap=True)):
+        found = measure(args, out)
     text = to_json(found)
     if args.json is not None:
         try:

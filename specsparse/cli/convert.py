@@ -1,33 +1,107 @@
-"""Join a dense GGUF with predictors into a PowerInfer file (default), or split one with --back."""
+"""Make a GGUF file of another program's, change one, or join a dense one with predictors for PowerInfer."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from specsparse.errors import UserError
 
+OUT_TYPES = "f32, f16, bf16, q8_0, q4_0 or q4_1"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to convert, from where to where."""
-    add = parser.add_argument
-    add("format", choices=["powerinfer"], help="the format on the other side")
-    add("source", metavar="MODEL", help="a GGUF; with --back a PowerInfer file")
-    add("predictors", type=Path, metavar="DIR", help="model_0.pt .. and config.json; with --back where to write them")
-    add("--out", type=Path, required=True, metavar="FILE", help="the file to write")
-    add("--type", default="f16", help="f16 (default) or q4_0, what PowerInfer computes rightly")
-    add("--threshold", type=float, help="to write into the file (the one of DIR/config.json)")
-    add("--back", action="store_true", help="split a PowerInfer file into a dense GGUF and its predictors")
+    """One subcommand a conversion."""
+    kinds = parser.add_subparsers(dest="conversion", required=True, metavar="CONVERSION")
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], what: str) -> Callable[..., Any]:
+        sub = kinds.add_parser(name, help=what, description=what, allow_abbrev=False)
+        sub.set_defaults(run=run)
+        return sub.add_argument
+
+    arg = add("hf", _hf, "a Llama-family checkpoint of transformers (safetensors) into a GGUF file")
+    arg("source", metavar="DIR_OR_REPO", help="a folder with config.json, or owner/repo[@revision] of the Hub")
+    arg("out", type=Path, metavar="OUT.gguf")
+    arg("--outtype", default="f16", metavar="TYPE", help=f"of the matrices: {OUT_TYPES} (%(default)s)")
+    arg("--pre", metavar="NAME", help="pre-tokenizer of a byte-level BPE, where it cannot be told")
+
+    arg = add("quantize", _quantize, "a GGUF file into another type of weights")
+    arg("source", metavar="IN.gguf", help="a path, a known name or hf://owner/repo/file.gguf")
+    arg("out", type=Path, metavar="OUT.gguf")
+    arg("type", metavar="TYPE", help="Q8_0, Q5_1, Q5_0, Q4_1, Q4_0, F16, BF16, F32 ..")
+
+    arg = add("llama2c", _llama2c, "a model of llama2.c into a GGUF file")
+    arg("model", type=Path, metavar="model.bin")
+    arg("tokenizer", type=Path, metavar="tokenizer.bin")
+    arg("out", type=Path, metavar="OUT.gguf")
+    arg("--outtype", default="f32", metavar="TYPE", help=f"of the matrices: {OUT_TYPES} (%(default)s)")
+
+    arg = add("set-metadata", _set_metadata, "change one metadata value of a GGUF file, in its place or into --out")
+    arg("file", metavar="FILE")
+    arg("key", metavar="KEY", help="such as tokenizer.ggml.eos_token_id")
+    arg("value", metavar="VALUE", help="read as the type that the key has")
+    arg("--type", metavar="TYPE", help="of a key that is not there yet: uint32, float32, bool, string ..")
+    arg("--out", type=Path, metavar="FILE", help="write there, and leave FILE as it is")
+
+    arg = add("powerinfer", _powerinfer, "join a dense GGUF with predictors into a PowerInfer file, or split one")
+    arg("source", metavar="MODEL", help="a GGUF; with --back a PowerInfer file")
+    arg("predictors", type=Path, metavar="DIR", help="model_0.pt .. and config.json; with --back where to write them")
+    arg("--out", type=Path, required=True, metavar="FILE", help="the file to write")
+    arg("--type", default="f16", help="f16 (default) or q4_0, what PowerInfer computes rightly")
+    arg("--threshold", type=float, help="to write into the file (the one of DIR/config.json)")
+    arg("--back", action="store_true", help="split a PowerInfer file into a dense GGUF and its predictors")
 
 
 def main(args: argparse.Namespace) -> int:
     """Convert, and say what was written."""
+    return args.run(args)
+
+
+def _hf(args: argparse.Namespace) -> int:
+    from specsparse import display
+    from specsparse.convert.hf import convert_hf
+
+    with display.loading(display.console(), f"converting {args.source}") as progress:
+        convert_hf(args.source, args.out, type_name=args.outtype, pre=args.pre, progress=progress)
+    return _wrote(args.out)
+
+
+def _quantize(args: argparse.Namespace) -> int:
+    from specsparse import display
+    from specsparse.engine import requantise
+
+    kind = requantise.kind_of(args.type)
+    source = _source(args.source, args.out)
+    with display.loading(display.console(), f"quantising to {kind.name}") as progress:
+        requantise.requantise(source, args.out, kind, progress=progress)
+    return _wrote(args.out)
+
+
+def _llama2c(args: argparse.Namespace) -> int:
+    from specsparse import display
+    from specsparse.convert.llama2c import convert_llama2c
+
+    with display.loading(display.console(), f"converting {args.model}") as progress:
+        convert_llama2c(args.model, args.tokenizer, args.out, type_name=args.outtype, progress=progress)
+    return _wrote(args.out)
+
+
+def _set_metadata(args: argparse.Namespace) -> int:
+    from specsparse import display
+    from specsparse.convert.set_metadata import set_metadata
+
+    with display.loading(display.console(), f"writing {args.out or args.file}") as progress:
+        old, new = set_metadata(args.file, args.key, args.value, args.out, type_name=args.type, progress=progress)
+    print(f"{args.key}: {new} (was {old if len(old) <= 60 else old[:58] + '..'})")
+    return 0
+
+
+def _powerinfer(args: argparse.Namespace) -> int:
     import math
 
-    from specsparse import models
     from specsparse.powerinfer.convert import from_powerinfer, to_powerinfer
 
-    source = models.resolve(args.source)
-    if args.out.exists() and args.out.samefile(source):
-        raise UserError(f"{args.out}: is the source; give another --out")
+    source = _source(args.source, args.out).path
     if args.threshold is not None and math.isnan(args.threshold):
         raise UserError("--threshold is NaN; a number is needed, such as 0")
     if args.back:
@@ -38,4 +112,25 @@ def main(args: argparse.Namespace) -> int:
     print(f"wrote {args.out}")
     for note in notes:
         print(f"note: {note}")
+    return 0
+
+
+def _source(name: str, out: Path) -> Any:
+    """The open file of a model; refused where it is the one to write."""
+    from specsparse import models
+    from specsparse.engine.gguf import open_gguf
+
+    path = models.resolve(name)
+    if out.exists() and out.samefile(path):
+        raise UserError(f"{out}: is the source; give another file to write")
+    return open_gguf(path)
+
+
+def _wrote(path: Path) -> int:
+    from specsparse import inspection
+    from specsparse.engine.gguf import open_gguf
+
+    size = inspection.sizes(open_gguf(path))
+    weights, mib = size["weights"] / 1e6, size["bytes"] / 2**20
+    print(f"wrote {path}: {weights:.1f} M weights, {mib:.1f} MiB, {size['bits_per_weight']:.2f} bits a weight")
     return 0

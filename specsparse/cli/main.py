@@ -13,8 +13,12 @@ from specsparse.errors import UserError
 # Name -> what the list of commands says. The module specsparse.cli.<name> is imported only when its command is called.
 COMMANDS = {
     "bench": "measure prompt processing, decoding, v(n) and memory bandwidth, beside the peers",
-    "convert": "a dense GGUF and predictors into a PowerInfer file, and back",
+    "chat": "talk with a model by any method, its tokens coloured by where they came from",
+    "convert": "make GGUF files of checkpoints, of llama2.c and for PowerInfer, quantise them, set metadata",
+    "inspect": "what a model file is, what it costs, and how two files fit as target and draft",
+    "profile": "time per stage and per kernel, and a trace for Perfetto",
     "replay": "the acceptance of other verifiers, lengths and temperatures on a recorded run",
+    "report": "one HTML page about finished runs, with figures and CSV; or two runs side by side",
     "run": "run an experiment: the same as python -m specsparse.run",
     "status": "which kernels run here and why, and what this machine is",
     "version": "version and commit",

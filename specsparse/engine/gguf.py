@@ -8,10 +8,11 @@ sizes and dequantisation. The format: https://github.com/ggml-org/ggml/blob/mast
 
 import mmap
 import os
+import re
 import stat
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -118,6 +119,21 @@ class TensorInfo:
             return quants.dequantize(self.raw, self.type).reshape(self.shape)
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Where in the file things are, for those who copy it.
+
+    Attributes:
+        keys: first byte and end of each metadata value, its type code included.
+        tensors: first byte and end of the table of tensors.
+        data: first byte of the tensors' data.
+    """
+
+    keys: Mapping[str, tuple[int, int]]
+    tensors: tuple[int, int]
+    data: int
+
+
 Kind = Literal["int", "float", "str", "bool"]
 _REQUIRED: Any = object()
 
@@ -133,6 +149,7 @@ class GGUFFile:
         alignment: of tensor data, bytes.
         metadata: key -> int, float, bool, str, list[str] or 1-D numpy array.
         tensors: name -> tensor, in file order.
+        layout: of a file that was opened by itself; None for one that was joined or made.
     """
 
     path: Path
@@ -141,6 +158,7 @@ class GGUFFile:
     alignment: int
     metadata: Mapping[str, Any] = field(repr=False)
     tensors: Mapping[str, TensorInfo] = field(repr=False)
+    layout: Layout | None = field(default=None, repr=False)
 
     def get(self, key: str, kind: Kind, default: Any = _REQUIRED) -> Any:
         """The value of `key` as a plain int, float, str or bool; `default` where it is missing.
@@ -268,14 +286,18 @@ def _value_type(cur: _Cursor, what: str) -> GGUFValueType:
         cur.fail(f"{what} has unknown value type {code}")
 
 
-def _read_metadata(cur: _Cursor, n: int) -> dict[str, Any]:
+def _read_metadata(cur: _Cursor, n: int) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
+    """Values by key, and where they lie."""
     metadata: dict[str, Any] = {}
+    places = {}
     for i in range(n):
         key = cur.name(f"metadata key {i}")
         if key in metadata:
             cur.fail(f"metadata key {show(key)} is there twice")
+        start = cur.at
         metadata[key] = _read_value(cur, f"metadata key {show(key)}")
-    return metadata
+        places[key] = start, cur.at
+    return metadata, places
 
 
 @dataclass(frozen=True)
@@ -328,7 +350,7 @@ def _check_places(cur: _Cursor, entries: list[_Entry], data: int, alignment: int
 
 
 def _read_tensors(cur: _Cursor, n: int, metadata: dict[str, Any], codes: dict[int, GGMLQuantizationType]):
-    """The tensors over the mapped bytes, and the alignment."""
+    """The tensors over the mapped bytes, the alignment, and where their data begins."""
     entries = [_read_entry(cur, i, codes) for i in range(n)]
     seen: set[str] = set()
     for entry in entries:
@@ -345,7 +367,7 @@ def _read_tensors(cur: _Cursor, n: int, metadata: dict[str, Any], codes: dict[in
     for e in entries:
         raw = mapped[data + e.start :][: e.nbytes].reshape(*e.shape[:-1], e.row_bytes)
         tensors[e.name] = TensorInfo(e.name, e.type, e.shape, raw, str(cur.path))
-    return tensors, alignment
+    return tensors, alignment, data
 
 
 def _map(path: Path) -> mmap.mmap:
@@ -384,11 +406,18 @@ def _read_header(cur: _Cursor) -> tuple[bytes, int]:
 def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     """Opens a GGUF file (version 2 or 3, little-endian) without reading its tensors.
 
-    Time and memory are bounded by the file's size, whatever its header claims.
+    The first of the files that a model was split into opens all of them. Time and memory are bounded by the size of the
+    files, whatever a header claims.
 
     Raises:
         UserError: it is missing, no GGUF file, truncated or inconsistent; the line names the file and the thing.
     """
+    first = open_one(path)
+    return first if first.get("split.count", "int", 1) <= 1 else _join_shards(first)
+
+
+def open_one(path: str | os.PathLike[str]) -> GGUFFile:
+    """Opens one file by itself, a shard of a split model too; otherwise as `open_gguf`."""
     path = Path(path)
     cur = _Cursor(_map(path), path)
     magic, version = _read_header(cur)
@@ -396,7 +425,44 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     n_keys = cur.count(_MIN_KEY_VALUE, "the number of metadata keys")
     if max(n_tensors, n_keys) > MAX_ENTRIES:
         cur.fail(f"has {n_tensors} tensors and {n_keys} metadata keys; at most {MAX_ENTRIES} of each are supported")
-    metadata = _read_metadata(cur, n_keys)
+    metadata, places = _read_metadata(cur, n_keys)
     cur.check_count(n_tensors, _MIN_TENSOR, "the number of tensors")
-    tensors, alignment = _read_tensors(cur, n_tensors, metadata, TYPE_CODES[magic])
-    return GGUFFile(path, magic, version, alignment, metadata, tensors)
+    start = cur.at
+    tensors, alignment, data = _read_tensors(cur, n_tensors, metadata, TYPE_CODES[magic])
+    return GGUFFile(path, magic, version, alignment, metadata, tensors, Layout(places, (start, cur.at), data))
+
+
+_SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+"""The names that llama.cpp gives to the files of a split model: `stem-00001-of-00003.gguf`."""
+
+
+def shard_names(name: str) -> list[str]:
+    """The names of all files of a split model, of the name of one of them; empty for any other name."""
+    found = _SHARD.fullmatch(name)
+    count = int(found["count"]) if found else 0
+    return [f"{found['stem']}-{i:05d}-of-{count:05d}.gguf" for i in range(1, count + 1)] if found else []
+
+
+def _join_shards(first: GGUFFile) -> GGUFFile:
+    """The whole of a split model: metadata of the first file (without what it says of the split), tensors of all."""
+    names = shard_names(first.path.name)
+    count, number = first.get("split.count", "int"), first.get("split.no", "int", 0)
+    if len(names) != count:
+        raise UserError(
+            f"{first.path}: says it is one of {count} files, but is not named like -00001-of-{count:05d}.gguf"
+        )
+    if number != 0:
+        raise UserError(f"{first.path}: is file {number + 1} of {count}; give the first one, {names[0]}")
+    tensors = dict(first.tensors)
+    for i, name in enumerate(names[1:], 1):
+        shard = open_one(first.path.with_name(name))
+        if shard.magic != first.magic or shard.get("split.count", "int") != count or shard.get("split.no", "int") != i:
+            raise UserError(f"{shard.path}: is not file {i + 1} of the {count} that {first.path.name} begins")
+        if twice := shard.tensors.keys() & tensors.keys():
+            raise UserError(f"{shard.path}: tensor {show(min(twice))} is in another file of the model too")
+        tensors |= shard.tensors
+    total = first.get("split.tensors.count", "int", len(tensors))
+    if len(tensors) != total:
+        raise UserError(f"{first.path}: its {count} files hold {len(tensors)} tensors, {total} are needed")
+    metadata = {key: value for key, value in first.metadata.items() if not key.startswith("split.")}
+    return replace(first, metadata=metadata, tensors=tensors, layout=None)

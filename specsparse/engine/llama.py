@@ -83,16 +83,8 @@ def dense_ffn(config: ModelConfig, kernels: Kernels) -> Callable:
     return ffn
 
 
-def make_forward(config: ModelConfig, kernels: Kernels, ffn: Callable | None = None) -> ForwardFn:
-    """The forward function of a model (contract C1: a row's bits depend on its own path only).
-
-    `ffn(layer, x_RD, n_valid_B) -> (x_RD, stats)` replaces the dense one; `stats` is a pytree of arrays or None, and
-    `ForwardOut.stats` stacks it over the layers that ran. A dense model on kernels that have `layers` runs all of them
-    in one call.
-    """
-    plain = config.gated and config.activation in ("silu", "relu", "relu2")
-    one_call = ffn is None and plain and kernels.layers is not None and config.head_dim % 16 == 0
-    ffn = ffn or dense_ffn(config, kernels)
+def make_attention(config: ModelConfig, kernels: Kernels) -> Callable:
+    """attention(layer, params, x_RD, k, v, length, n_valid_B, parents_Bn) -> (x_RD, k, v), its residual added."""
 
     def attention(layer: Layer, params: Params, x_RD, k, v, length, n_valid_B, parents_Bn):
         q_RHd, k_RGd, v_RGd = kernels.linear(
@@ -111,6 +103,42 @@ def make_forward(config: ModelConfig, kernels: Kernels, ffn: Callable | None = N
             out_RHd, (layer.attn_output,), biases=layer.bias("attn_output"), residual=x_RD, n_valid=n_valid_B
         )
         return x_RD, k, v
+
+    return attention
+
+
+def make_output(config: ModelConfig, kernels: Kernels) -> Callable:
+    """output(params, x_BnD, n_valid_B, want) -> logits as `want` says, or None."""
+
+    def output(params: Params, x_BnD, n_valid_B, want: Want):
+        if want.logits == "none":
+            return None
+        if want.logits == "last":
+            last = jnp.maximum(n_valid_B - 1, 0)
+            x_BnD = jnp.take_along_axis(x_BnD, last[:, None, None], axis=1)
+            n_valid_B = jnp.minimum(n_valid_B, 1)
+        batch, n, width = x_BnD.shape
+        (logits_RV,) = kernels.linear(
+            x_BnD.reshape(batch * n, width),
+            (params.output,),
+            norm=params.output_norm,
+            eps=config.norm_eps,
+            n_valid=n_valid_B,
+        )
+        return logits_RV.reshape(batch, n, -1)
+
+    return output
+
+
+def make_layers(config: ModelConfig, kernels: Kernels, ffn: Callable | None = None) -> Callable:
+    """run(params, x_RD, cache, n_valid_B, parents_Bn, which) -> (x_RD, cache, stats): the layers `which`, in order.
+
+    Of `params` it reads `layers`, `cos` and `sin`. `ffn` as for `make_forward`.
+    """
+    plain = config.gated and config.activation in ("silu", "relu", "relu2")
+    one_call = ffn is None and plain and kernels.layers is not None and config.head_dim % 16 == 0
+    ffn = ffn or dense_ffn(config, kernels)
+    attention = make_attention(config, kernels)
 
     def one_by_one(params: Params, x_RD, cache: KVCache, n_valid_B, parents_Bn, which):
         keys, values, stats = list(cache.k), list(cache.v), []
@@ -140,22 +168,17 @@ def make_forward(config: ModelConfig, kernels: Kernels, ffn: Callable | None = N
             keys[i], values[i] = k, v
         return x_RD, KVCache(tuple(keys), tuple(values), cache.length), None
 
-    def output(params: Params, x_BnD, n_valid_B, want: Want):
-        if want.logits == "none":
-            return None
-        if want.logits == "last":
-            last = jnp.maximum(n_valid_B - 1, 0)
-            x_BnD = jnp.take_along_axis(x_BnD, last[:, None, None], axis=1)
-            n_valid_B = jnp.minimum(n_valid_B, 1)
-        batch, n, width = x_BnD.shape
-        (logits_RV,) = kernels.linear(
-            x_BnD.reshape(batch * n, width),
-            (params.output,),
-            norm=params.output_norm,
-            eps=config.norm_eps,
-            n_valid=n_valid_B,
-        )
-        return logits_RV.reshape(batch, n, -1)
+    return together if one_call else one_by_one
+
+
+def make_forward(config: ModelConfig, kernels: Kernels, ffn: Callable | None = None) -> ForwardFn:
+    """The forward function of a model (contract C1: a row's bits depend on its own path only).
+
+    `ffn(layer, x_RD, n_valid_B) -> (x_RD, stats)` replaces the dense one; `stats` is a pytree of arrays or None, and
+    `ForwardOut.stats` stacks it over the layers that ran. A dense model on kernels that have `layers` runs all of them
+    in one call.
+    """
+    run, output = make_layers(config, kernels, ffn), make_output(config, kernels)
 
     def forward(params: Params, tokens_Bn, cache: KVCache, *, n_valid_B=None, parents_Bn=None, want: Want = Want()):
         batch, n = tokens_Bn.shape
@@ -164,7 +187,6 @@ def make_forward(config: ModelConfig, kernels: Kernels, ffn: Callable | None = N
         with jax.named_scope("embed"):
             x_RD = kernels.embed(params.embedding, tokens_Bn.reshape(-1))
         which = range(config.n_layers) if want.layers is None else want.layers
-        run = together if one_call else one_by_one
         x_RD, cache, stats = run(params, x_RD, cache, n_valid_B, parents_Bn, which)
         x_BnD = x_RD.reshape(batch, n, -1)
         with jax.named_scope("output"):

@@ -7,13 +7,13 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from gguf import GGUFValueType, GGUFWriter, quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 
-from specsparse.engine.gguf import GGUFFile, TensorInfo
+from specsparse.engine.gguf import GGUFFile
 from specsparse.errors import UserError
 
 _T = GGMLQuantizationType
@@ -39,7 +39,19 @@ def kind_of(name: str) -> GGMLQuantizationType:
     return _T[name.upper()]
 
 
-def type_for(tensor: TensorInfo, kind: GGMLQuantizationType, *, tied: bool) -> GGMLQuantizationType:
+class Named(Protocol):
+    """A tensor that is there, or one that is to be written."""
+
+    @property
+    def name(self) -> str:
+        """In the file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Numpy order."""
+
+
+def type_for(tensor: Named, kind: GGMLQuantizationType, *, tied: bool) -> GGMLQuantizationType:
     """The type that `tensor` gets in a file of `kind`, by the rules of llama.cpp's quantiser where gguf can.
 
     Vectors stay float32. The output matrix is never under eight bits (Q8_0, where llama.cpp takes Q6_K or, for widths
@@ -77,6 +89,9 @@ def requantise(
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         os.close(handle)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)  # mkstemp's file is the owner's alone
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
     try:
@@ -91,12 +106,12 @@ def requantise(
 
 def _write(f: GGUFFile, path: Path, kind: GGMLQuantizationType, progress) -> None:
     writer = GGUFWriter(path, f.get("general.architecture", "str"), use_temp_file=False)
-    keys = {**f.metadata, "general.file_type": _file_type(kind), "general.quantization_version": 2}
+    keys = {**f.metadata, "general.file_type": file_type(kind), "general.quantization_version": 2}
     for key, value in keys.items():
         if key == "general.alignment":
             writer.add_custom_alignment(int(value))
         elif key != "general.architecture":  # the writer's own
-            _add(writer, key, value)
+            add_key(writer, key, value)
     tied, total, done = "output.weight" not in f.tensors, sum(t.nbytes for t in f.tensors.values()), 0
     plan = [(t, type_for(t, kind, tied=tied)) for t in f.tensors.values()]
     for tensor, to in plan:  # the header first, so that one tensor at a time is in memory
@@ -116,7 +131,8 @@ def _write(f: GGUFFile, path: Path, kind: GGMLQuantizationType, progress) -> Non
     writer.close()
 
 
-def _file_type(kind: GGMLQuantizationType) -> int:
+def file_type(kind: GGMLQuantizationType) -> int:
+    """`general.file_type` of a file whose matrices are of `kind`."""
     name = "ALL_F32" if kind == _T.F32 else f"MOSTLY_{kind.name}"
     return int(LlamaFileType[name]) if name in LlamaFileType.__members__ else int(LlamaFileType.GUESSED)
 
@@ -128,7 +144,7 @@ _NUMPY = {
 }  # fmt: skip
 
 
-def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+def add_key(writer: GGUFWriter, key: str, value: Any) -> None:
     """One key: scalars in the width that files have (uint32, float32), arrays in their own."""
     if isinstance(value, np.ndarray):
         of = _NUMPY[value.dtype.str[1:]]

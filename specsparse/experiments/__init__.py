@@ -14,14 +14,21 @@ KINDS = {
     "compare": "plain decoding and every valid method of a list, ranked",
     "certify": "the exact output law of every verifier, and of the mutants; needs no model",
     "roofline": "what the model file could do at best on a device, and what it was measured to do here",
+    "train_drafter": "a head for a model, trained on text that the model writes, and judged",
+    "placement": "which neurons belong on the accelerator, and the time a token that is expected of it",
+    "perplexity": "how well a model predicts a text, and how far its law is from the float32 one",
+    "quant_table": "bytes, quality and speed of a model in several types of weights",
     "train_predictors": "a predictor of active neurons trained or fitted on text, and judged",
     "powerinfer_oracle": "a PowerInfer model's logits and greedy tokens against those PowerInfer itself wrote",
     "sparsity": "what leaving neurons out costs in quality and gains in speed, point by point",
     "spec_sparse": "speculation and sparsity, each alone and both together, and what a verification pass reads",
 }
 """Names of modules of this package, and what each does."""
-WITHOUT_FFN = ("certify", "roofline", "train_predictors")
+WITHOUT_FFN = ("certify", "roofline", "train_drafter", "train_predictors")
 """Kinds that need no model, or a dense one."""
+
+UNTIMED = frozenset({"certify", "perplexity", "powerinfer_oracle"})
+"""Kinds whose numbers do not depend on what else the machine does; runs of all others take turns."""
 
 
 class Outcome(Protocol):

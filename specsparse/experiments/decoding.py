@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -149,21 +149,41 @@ def prepare(cfg: RunConfig, engine: Engine, out: Console) -> Bench:
     started = time.perf_counter()
     model = sparse_model.load(cfg, engine, out)
     load_s = time.perf_counter() - started
-    return Bench(model, [Job(p, ids_of(model, p, chat=cfg.data.chat)) for p in prompts_of(cfg)], load_s)
+    return Bench(model, [Job(p, conversation_ids(cfg, engine, model, p)) for p in prompts_of(cfg)], load_s)
 
 
 def prompts_of(cfg: RunConfig) -> list[prompts.Prompt]:
-    """The prompts of the run."""
-    return prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
+    """The prompts of the run.
+
+    Raises:
+        UserError: a file that cannot be read, later turns without a chat template.
+    """
+    data = cfg.data
+    if data.turns == "both" and not data.chat:
+        raise UserError("data.turns=both needs data.chat=true: a later turn answers within the chat template")
+    return prompts.load(data.source, tasks=data.tasks, limit_per_task=data.limit_per_task, turns=data.turns)
 
 
-def ids_of(model: Any, prompt: prompts.Prompt, *, chat: bool) -> list[int]:
-    """Token ids of a prompt, as a user's turn of a chat or as it is."""
-    tokenizer = model.tokenizer
+def conversation_ids(cfg: RunConfig, engine: Engine, model: Any, prompt: prompts.Prompt) -> list[int]:
+    """Ids of a prompt; what a later turn refers to is decoded plainly first, the same for every method."""
+    said: list[dict[str, str]] = []
+    for turn in prompt.before:
+        said.append({"role": "user", "content": turn})
+        ids, options = _chat_ids(model, said), {"sampling": sampling_params(cfg), "seed": cfg.seed}
+        answer = engine.generate(model, ids, max_tokens=cfg.max_tokens, **options)
+        said.append({"role": "assistant", "content": answer.text})
+    return ids_of(model, prompt, chat=cfg.data.chat, said=said)
+
+
+def ids_of(model: Any, prompt: prompts.Prompt, *, chat: bool, said: Sequence[dict[str, str]] = ()) -> list[int]:
+    """Token ids of a prompt, as a user's turn of a chat after what was `said`, or as it is."""
     if not chat:
-        return tokenizer.encode(prompt.text, add_special=True)
-    text = tokenizer.apply_chat_template([{"role": "user", "content": prompt.text}])
-    return tokenizer.encode(text, parse_special=True)
+        return model.tokenizer.encode(prompt.text, add_special=True)
+    return _chat_ids(model, [*said, {"role": "user", "content": prompt.text}])
+
+
+def _chat_ids(model: Any, messages: Sequence[dict[str, str]]) -> list[int]:
+    return model.tokenizer.encode(model.tokenizer.apply_chat_template(list(messages)), parse_special=True)
 
 
 Sides = Mapping[str, Mapping[str, Any]]

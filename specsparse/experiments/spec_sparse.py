@@ -130,7 +130,7 @@ def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) ->
     sparse = sparse_model.sparse_of(cfg, engine, dense, console)
     method = decoding.method(cfg, decoding.what_is_measured(cfg, dense, console))
     sides = _sides(cfg, dense, sparse, method)
-    jobs = [Job(p, decoding.ids_of(dense, p, chat=cfg.data.chat)) for p in decoding.prompts_of(cfg)]
+    jobs = [Job(p, decoding.conversation_ids(cfg, engine, dense, p)) for p in decoding.prompts_of(cfg)]
     passes = _decoded(cfg, engine, sides, jobs, console)
     lossy = [name for name in sides if name in (SPEC_SPARSE, SPEC_CAPPED)]
     seen = {name: _watched(cfg, engine, *sides[name], jobs[0], console) for name in lossy}

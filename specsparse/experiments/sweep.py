@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from specsparse.experiments import sparsity_report
+from specsparse.experiments import placement_sweep, sparsity_report
 from specsparse.record import PLAIN, SPECULATIVE
 from specsparse.trackers import RECORD_FILE
 
@@ -54,13 +54,16 @@ def table(found: list[dict[str, Any]]) -> Table:
 
 
 def show(directory: Path, out: Console) -> None:
-    """Print the table of a sweep's directory; nothing for fewer than two runs of kind `speed` or `sparsity`."""
+    """Print the table of a sweep's directory; nothing for fewer than two runs of a kind that has one."""
     everything = records(directory)
     points = [r for r in everything if r.get("kind") == SPARSITY]
     if len(points) > 1:
         flat = [dict(_flat(r["config"])) for r in points]
         out.print(sparsity_report.sweep_table(points, {k: [c.get(k) for c in flat] for k in varied(points)}))
         out.print(f"records: {directory}", style="dim", highlight=False)
+    placed = [r for r in everything if r.get("kind") == "placement"]
+    if len(placed) > 1:
+        placement_sweep.show(directory, placed, out)
     found = [r for r in everything if "summary" in r and PLAIN in r["summary"]]
     if len(found) > 1:
         out.print(table(found))

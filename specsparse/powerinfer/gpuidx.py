@@ -14,6 +14,8 @@ from specsparse.powerinfer.format import NewTensor, write_container
 ARCHITECTURE = "generic.gpu_index"
 _BLOCKS = f"{ARCHITECTURE}.block_count"
 _CAPACITY = "split.vram_capacity"
+_MODEL, _PROBLEM = "specsparse.model", "specsparse.problem"
+"""Keys of our own, which PowerInfer does not look at."""
 
 
 def path_for(model: str | os.PathLike[str]) -> Path:
@@ -28,10 +30,13 @@ class GpuIndex:
     Attributes:
         hot: L masks bool[F], true on the GPU.
         vram_capacity: bytes it was made for; PowerInfer reads the file only with at least that budget.
+        model, problem: digests of the model file and of the placement problem it answers; None in PowerInfer's own.
     """
 
     hot: tuple[np.ndarray, ...]
     vram_capacity: int
+    model: str | None = None
+    problem: str | None = None
 
     def bucket(self, layer: int) -> np.ndarray:
         """Ids of the layer's hot neurons, ascending, int32[k]."""
@@ -74,7 +79,8 @@ def read_gpuidx(path: str | os.PathLike[str]) -> GpuIndex:
         raise UserError(f"{f.path}: has {len(tensors)} tensors for {layers} layers, two each are needed")
     if capacity < 0:
         raise UserError(f"{f.path}: metadata key '{_CAPACITY}' is {capacity}, bytes are needed")
-    return GpuIndex(tuple(_layer(f, tensors[2 * i : 2 * i + 2], i) for i in range(layers)), capacity)
+    hot = tuple(_layer(f, tensors[2 * i : 2 * i + 2], i) for i in range(layers))
+    return GpuIndex(hot, capacity, *(f.get(key, "str", None) for key in (_MODEL, _PROBLEM)))
 
 
 def _layer(f: GGUFFile, pair: list, i: int) -> np.ndarray:
@@ -100,6 +106,7 @@ def write_gpuidx(path: str | os.PathLike[str], index: GpuIndex) -> Path:
         for name, values in (("gpu_idx", np.asarray(hot).astype("<i4")), ("gpu_bucket", index.bucket(i))):
             tensors.append(_vector(f"blk.{i}.{name}", values))
     keys = {"general.architecture": ARCHITECTURE, _BLOCKS: len(index.hot), _CAPACITY: np.uint64(index.vram_capacity)}
+    keys |= {key: value for key, value in ((_MODEL, index.model), (_PROBLEM, index.problem)) if value is not None}
     return write_container(path, keys, tensors)
 
 

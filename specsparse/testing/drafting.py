@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -16,7 +17,8 @@ from specsparse.engine.llama import Want
 from specsparse.engine.noise import seed_words
 from specsparse.model import Model
 from specsparse.speculative.base import Draft, DraftContext, Drafter
-from specsparse.speculative.drafters import DrafterPlan, get_drafter
+from specsparse.speculative.drafters import DrafterPlan, get_drafter, head_file
+from specsparse.speculative.drafters.head_file import write_head
 from specsparse.testing.tiny import write_tiny_gguf
 from specsparse.testing.vocab import DummyTokenizer
 
@@ -80,6 +82,29 @@ def on_target(model: Model, ctx: DraftContext) -> DraftContext:
     return ctx._replace(params=params, cache=kv.commit(cache, count_B))
 
 
+def target_rows(model: Model, ctx: DraftContext) -> jax.Array:
+    """float32[B, C, D]: the model's rows before its output norm at every position of the texts."""
+    batch, capacity = ctx.tokens.shape
+    held_BC = jnp.arange(capacity, dtype=jnp.int32)[None] < ctx.length[:, None]
+    tokens_BC = jnp.where(held_BC, ctx.tokens, 0)
+    want = Want(logits="none", hidden=True)
+    out, _ = model.forward(
+        model.params_for(capacity), tokens_BC, model.new_cache(batch, capacity), n_valid_B=ctx.length, want=want
+    )
+    return out.hidden
+
+
+def random_head(folder: Path, target: Model, *, seed: int = 0, ids: Sequence[int] | None = None) -> Path:
+    """A head of `target` with random weights; it scores all ids, or those given."""
+    rng, c = np.random.default_rng(seed), target.config
+    shapes = head_file.matrix_shapes(c)
+    matrices = {name: rng.normal(0, 1 / np.sqrt(shape[1]), shape) for name, shape in shapes.items()}
+    norms = {name: rng.normal(1, 0.1, c.d_model) for name in head_file.vector_names()}
+    tensors = {name: value.astype(np.float32) for name, value in {**matrices, **norms}.items()}
+    path = folder / f"head_{seed}.gguf"
+    return write_head(path, target, tensors, np.arange(c.vocab_size) if ids is None else np.asarray(ids))
+
+
 def model_case(
     folder: Path, source: str, *, vocab: int, capacity: int, **options: Any
 ) -> tuple[Drafter, Any, Callable[[DraftContext], DraftContext]]:
@@ -87,13 +112,17 @@ def model_case(
 
     Args:
         folder: for the files.
-        source: "model" (a draft model of its own) or "layer_skip".
+        source: "model" (a draft model of its own), "layer_skip", "head" or "lookup_head".
         vocab, capacity: of the models.
         options: of the drafter.
     """
     target = tiny_model(folder, vocab=vocab, capacity=capacity)
     target.params_for(capacity)  # kept by the model: not to be made first inside a trace
-    given = {"model": tiny_model(folder, vocab=vocab, capacity=capacity, seed=1)} if source == "model" else {}
+    given: dict[str, Any] = {}
+    if source == "model":
+        given = {"model": tiny_model(folder, vocab=vocab, capacity=capacity, seed=1)}
+    elif source in ("head", "lookup_head"):
+        given = {"head": random_head(folder, target)}
     plan = get_drafter(source, gamma=6, **given, **options)
     assert isinstance(plan, DrafterPlan)
     bound = plan.bind(target, lambda spec: target)

@@ -21,7 +21,8 @@ def test_overview_names_every_command(capsys, argv):
 
 def test_unknown_command_names_the_nearest(capsys):
     assert "did you mean bench?" in mistake(capsys, "bnch")
-    assert "there are bench, convert, replay, run, status, version" in mistake(capsys, "xyz")
+    commands = "bench, chat, convert, inspect, profile, replay, report, run, status, version"
+    assert f"there are {commands}" in mistake(capsys, "xyz")
 
 
 def test_unknown_argument_names_the_nearest(capsys):

@@ -8,6 +8,7 @@ from specsparse.kernels import native_cpu
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.trees import get_tree
 from specsparse.testing import write_tiny_gguf
+from specsparse.testing.drafting import random_head
 
 PROMPTS = ["hello world hello", "abcabcabcabc", "the"]
 LAWS = {
@@ -30,6 +31,10 @@ METHODS = {
     "iid": ("warm", "model", {"temperature": 0.4, "tree": get_tree("sampled_iid", widths=(3, 1))}),
     "p_split": ("warm", "layer_skip", {"layers": [0, 1], "tree": get_tree("p_split", nodes=8, p_split=0.02)}),
     "p_min": ("warm", "model", {"p_min": 0.2}),
+    "head": ("greedy", "head", {}),
+    "lookup_head": ("sharp", "lookup_head", {"ngram_min": 3}),
+    "head_drawn": ("sharp", "head", {"temperature": 0.4}),
+    "head_tree": ("warm", "head", {"tree": get_tree("dynamic", total=9, depth=4, top_k=3)}),
 }
 
 
@@ -46,14 +51,19 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def head(model, tmp_path_factory):
+    return random_head(tmp_path_factory.mktemp("head"), model)
+
+
+@pytest.fixture(scope="module")
 def plain(model):
     return {name: specsparse.generate(model, PROMPTS, sampling=law, seed=11) for name, law in LAWS.items()}
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_tiny_models_emit_the_plain_tokens(model, plain, method):
+def test_tiny_models_emit_the_plain_tokens(model, head, plain, method):
     law, name, options = METHODS[method]
-    own = {"model": model} if name == "model" else {}
+    own = {"model": {"model": model}, "head": {"head": head}, "lookup_head": {"head": head}}.get(name, {})
     drafter = get_drafter(name, gamma=4, **own, **options)
     verifier = "tree_match" if drafter.tree else "match"
     got = specsparse.generate(model, PROMPTS, sampling=LAWS[law], seed=11, drafter=drafter, verifier=verifier)

@@ -19,7 +19,7 @@ def test_a_path_is_itself(tmp_path):
         ("smollm2", "unknown model 'smollm2': did you mean smollm2-135m"),
         ("SmolLM2-135M", "did you mean smollm2-135m"),
         ("zzz", "smollm2-135m"),
-        ("hf://a/b/c.gguf", "not supported yet"),
+        ("hf://a", "hf://a: is no reference to the Hub; the form is hf://owner/repo/file.gguf"),
         ("none.gguf", "none.gguf: no such file"),
         ("some/where", "no such file"),
         ("", "no model given"),

@@ -38,6 +38,10 @@ MODEL_CASES = {
     "tree_wor": ("model", {"temperature": 0.8, "tree": get_tree("sampled_wor", widths=(2, 1, 1))}),
     "tree_p_split": ("model", {"tree": get_tree("p_split", nodes=K, n_parallel=3, p_split=0.15)}),
     "tree_dynamic": ("model", {"tree": get_tree("dynamic", total=K, depth=3, top_k=2)}),
+    "head": ("head", {}),
+    "lookup_head": ("lookup_head", {"ngram_min": 3}),
+    "head_sampled": ("head", {"temperature": 0.8}),
+    "head_dynamic": ("head", {"tree": get_tree("dynamic", total=K, depth=3, top_k=2)}),
 }
 
 judge = jax.jit(match_verdict)
@@ -57,12 +61,24 @@ def fed(case, ctx):
     """A draft after a prompt, of which the last two tokens arrive through `commit`."""
     drafter, weights, prepare = case
     before = prepare(ctx._replace(length=jnp.maximum(ctx.length - 2, 1)))
-    state = drafter.init(weights, before)
+    rows = features(drafter, before)
+    state = drafter.init(weights, before, hidden=rows)
     drafted = drafter.draft(weights, state, before)
     nothing = jnp.full((len(ctx.length), drafter.max_nodes + 1), V, jnp.int32)  # no drafted token is accepted
     verdict = match_verdict(drafted.draft, nothing)
-    state = drafter.commit(weights, drafted.state, ctx, Feedback(drafted.draft, verdict))
-    return drafter.draft(weights, state, prepare(ctx)).draft
+    after = prepare(ctx)
+    hidden = None if rows is None else rows[:, : drafter.max_nodes + 1]
+    state = drafter.commit(weights, drafted.state, after, Feedback(drafted.draft, verdict, hidden))
+    return drafter.draft(weights, state, after).draft
+
+
+def features(drafter, ctx, width=64):
+    """Some rows for each text, a function of its ids alone; None for drafters that want none."""
+    if not drafter.wants_hidden:
+        return None
+    held = jnp.arange(C)[None] < ctx.length[:, None]
+    tokens = jnp.where(held, ctx.tokens, 0).astype(jnp.float32)
+    return jnp.sin(tokens[:, :, None] * jnp.arange(1, width + 1, dtype=jnp.float32)[None, None])
 
 
 def assert_same(a, b):
@@ -164,7 +180,7 @@ def test_the_cache_passes_through(case):
 
     def check(cache):
         whole = prepare(ctx._replace(cache=cache))
-        drafted = drafter.draft(weights, drafter.init(weights, whole), whole)
+        drafted = drafter.draft(weights, drafter.init(weights, whole, hidden=features(drafter, whole)), whole)
         if whole.cache is cache:
             assert drafted.cache is cache
         else:  # a self-draft writes beyond the length

@@ -93,9 +93,14 @@ class ModelDrafter(Drafter):
         """A chain."""
         return False
 
+    @property
+    def wants_hidden(self) -> bool:
+        """As the source."""
+        return self.source.wants_hidden
+
     def init(self, params: DraftWeights, ctx: DraftContext, *, hidden: jax.Array | None = None) -> ModelState:
         """Feeds the prompt to the source."""
-        return ModelState(self.source.init(params, ctx), self.policy.init(ctx.length.shape[0]))
+        return ModelState(self.source.init(params, ctx, hidden), self.policy.init(ctx.length.shape[0]))
 
     def draft(self, params: DraftWeights, state: ModelState, ctx: DraftContext) -> Drafted:
         """A chain of at most `budget` tokens; a sequence without budget costs nothing and catches up later."""
@@ -132,7 +137,7 @@ class ModelDrafter(Drafter):
         """Keeps the accepted tokens in the source's cache; the last node of a draft was never fed."""
         fed_B = jnp.maximum(feedback.draft.count - 1, 0)
         kept_B = jnp.minimum(feedback.verdict.accepted, fed_B)
-        source = self.source.keep(state.source, None, kept_B)
+        source = self.source.keep(params, state.source, ctx, feedback, rows_Bm=None, count_B=kept_B)
         return ModelState(source, self.policy.update(state.policy, feedback.verdict))
 
     def _add(self, params, state, ctx, chain: _Chain, logits_BN, i, budget_B) -> _Chain:

@@ -10,15 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine.config import ModelConfig
-from specsparse.engine.llama import ForwardFn
+from specsparse.engine.llama import ForwardFn, make_layers
 from specsparse.engine.params import SamplingParams
 from specsparse.engine.sampling import SamplingKernels
 from specsparse.engine.tokenizer import Tokenizer
 from specsparse.engine.weights import Params
 from specsparse.errors import UserError
+from specsparse.kernels import Kernels
 from specsparse.kernels.rows import take_rows
 from specsparse.speculative.base import Drafter, DraftKind
 from specsparse.speculative.draft_law import DraftLaw
+from specsparse.speculative.drafters.either import Either
+from specsparse.speculative.drafters.head_file import find, read_head
+from specsparse.speculative.drafters.head_source import HeadSource
 from specsparse.speculative.drafters.model import ModelDrafter
 from specsparse.speculative.drafters.sources import DraftWeights, OwnModel, Source, TargetLayers, VocabMap
 from specsparse.speculative.drafters.tree import TreeDrafter
@@ -35,6 +39,7 @@ class LoadedModel(Protocol):
     tokenizer: Tokenizer
     params: Params
     forward: ForwardFn
+    kernels: Kernels
     path: Path
 
     @property
@@ -241,6 +246,75 @@ class SparseSelfPlan(DrafterPlan):
         source = TargetLayers(twin.forward, VocabMap(c.vocab_size, c.vocab_size, columns), c.context_length, None)
         drafter = _drafter(self.how, source, target)
         return Bound(drafter, lambda capacity: weights._replace(params=twin.params_for(capacity)))
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadPlan(DrafterPlan):
+    """A head on the target's features, with the target's embedding and output matrix.
+
+    Attributes:
+        how: how it drafts; without ids of its own it scores those of the file.
+        head: a file, the name of a shipped head, or None for the shipped one that was trained for the target.
+    """
+
+    how: Style
+    head: str | None = None
+
+    @property
+    def style(self) -> Style:
+        """How it drafts."""
+        return self.how
+
+    def bind(self, target: LoadedModel, load: Load) -> Bound:
+        """Reads the head's file; no model is loaded."""
+        c = target.config
+        found = read_head(find(self.head, target.params.output_norm), c, floats=target.kernels.name != "native")
+        how = self.how
+        if how.vocab is None and how.first is None:
+            how = dataclasses.replace(how, vocab=tuple(found.ids.tolist()))
+        weights, columns = _trim(how, target, target.params, c.vocab_size)
+        source = HeadSource(
+            vocab=VocabMap(c.vocab_size, c.vocab_size, columns),
+            kernels=target.kernels,
+            layers=make_layers(c, target.kernels),
+            eps=c.norm_eps,
+            context=c.context_length,
+            width=c.d_model,
+            kv_heads=c.n_kv_heads,
+            head_dim=c.head_dim,
+            kv_dtype=target.cache_dtype,
+            tree_rows=0 if how.tree is None else how.tree.max_rows,
+        )
+        weights = weights._replace(params=found.params)
+        return Bound(_drafter(how, source, target), lambda capacity: weights)
+
+
+@dataclasses.dataclass(frozen=True)
+class LookupHeadPlan(DrafterPlan):
+    """Prompt lookup where the text repeats itself, else a head.
+
+    Attributes:
+        lookup: what drafts first.
+        head: what drafts where that finds nothing.
+    """
+
+    lookup: Drafter
+    head: HeadPlan
+
+    @property
+    def style(self) -> Style:
+        """The head's."""
+        return self.head.style
+
+    @property
+    def max_nodes(self) -> int:
+        """K of the two."""
+        return max(self.lookup.max_nodes, self.head.max_nodes)
+
+    def bind(self, target: LoadedModel, load: Load) -> Bound:
+        """Reads the head's file."""
+        bound = self.head.bind(target, load)
+        return Bound(Either(self.lookup, bound.drafter), bound.weights)
 
 
 def default_layers(count: int) -> tuple[int, ...]:

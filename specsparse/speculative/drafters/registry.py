@@ -7,7 +7,16 @@ from specsparse.engine.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.speculative.base import Drafter, DraftKind
 from specsparse.speculative.drafters.ngram import NGram
-from specsparse.speculative.drafters.plan import DrafterPlan, LayerSkipPlan, ModelPlan, SparseSelfPlan, Style, read_ids
+from specsparse.speculative.drafters.plan import (
+    DrafterPlan,
+    HeadPlan,
+    LayerSkipPlan,
+    LookupHeadPlan,
+    ModelPlan,
+    SparseSelfPlan,
+    Style,
+    read_ids,
+)
 from specsparse.speculative.drafters.scripted import Scripted
 from specsparse.speculative.drafters.suffix import Suffix
 from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates
@@ -91,6 +100,19 @@ def _sparse_self(rule: str = "hot", share: Any = None, threshold: Any = None, te
     return SparseSelfPlan(_style(**style), rule, share, threshold, ids)
 
 
+def _head(head: Any = None, **style: Any) -> HeadPlan:
+    return HeadPlan(_style(**style), None if head is None else str(head))
+
+
+def _lookup_head(
+    head: Any = None, nodes: int = 4, ngram_max: int | None = None, ngram_min: int = 2, **style: Any
+) -> LookupHeadPlan:
+    """The policy rules the head's drafts; its gamma is that of both."""
+    policy = style.get("policy")
+    nodes = policy.gamma if isinstance(policy, Policy) else nodes
+    return LookupHeadPlan(_prompt_lookup(nodes, ngram_max, ngram_min), _head(head, nodes=nodes, **style))
+
+
 _DRAWS = {
     "argmax": DraftKind.ONE_HOT,
     "greedy": DraftKind.ONE_HOT,
@@ -113,6 +135,11 @@ _STYLE: dict[str, Option | None] = {
 }
 """What every drafter with a model takes."""
 
+_LOOKUP_STYLE = {name: _STYLE[name] for name in ("nodes", "p_min", "policy", "draft_vocab")}
+"""What a chain of argmax tokens can take of it."""
+
+_NGRAM_MAX = Option(high=64, aliases=("prompt_lookup_max", "max_matching_ngram_size"))
+_NGRAM_MIN = Option(high=64, aliases=("prompt_lookup_min",))
 _SIZE_N = Option(high=64, aliases=("ngram_size_n", "spec_ngram_size_n"))
 _SIZE_M = Option(aliases=("ngram_size_m", "spec_ngram_size_m"))
 
@@ -121,8 +148,8 @@ DRAFTERS: dict[str, Factory] = {
         _prompt_lookup,
         {
             "nodes": GAMMA,
-            "ngram_max": Option(high=64, aliases=("prompt_lookup_max", "max_matching_ngram_size")),
-            "ngram_min": Option(high=64, aliases=("prompt_lookup_min",)),
+            "ngram_max": _NGRAM_MAX,
+            "ngram_min": _NGRAM_MIN,
         },
     ),
     "ngram_simple": Factory(NGram.ngram_simple, {"nodes": GAMMA, "size_n": _SIZE_N, "size_m": _SIZE_M}),
@@ -171,6 +198,10 @@ DRAFTERS: dict[str, Factory] = {
             **_STYLE,
         },
     ),
+    "head": Factory(_head, {"head": None, **_STYLE}),
+    "lookup_head": Factory(
+        _lookup_head, {"head": None, "ngram_max": _NGRAM_MAX, "ngram_min": _NGRAM_MIN, **_LOOKUP_STYLE}
+    ),
     "scripted": Factory(
         _scripted,
         {
@@ -191,6 +222,7 @@ ALIASES = {
     "ngram-map-k": "ngram_map",
     "draft_model": "model",
     "layer-skip": "layer_skip",
+    "eagle": "head",
 }
 """Names that other projects give to the same drafters."""
 

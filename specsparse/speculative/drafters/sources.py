@@ -1,4 +1,5 @@
-"""Where a model drafter's logits come from: a model of its own with its own cache, or a part of the target's layers.
+"""Where a model drafter's logits come from: a model of its own with its own cache, or a part of the target's layers
+(`head_source`: a head on the target's features).
 
 A source feeds tokens and keeps caches; it knows nothing of laws, trees or policies. Logits come as [.., N], N columns
 of the draft's vocabulary; `widen` and `token_ids` lead from columns to the target's ids.
@@ -6,7 +7,7 @@ of the draft's vocabulary; `widen` and `token_ids` lead from columns to the targ
 
 import abc
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from specsparse.engine import cache as kv
 from specsparse.engine.cache import LANES, KVCache
 from specsparse.engine.llama import ForwardFn, Want
 from specsparse.kernels import QTensor
-from specsparse.speculative.base import DraftContext
+from specsparse.speculative.base import DraftContext, Feedback
 
 PREFILL_ROWS = 128
 """Rows of a prompt piece fed at `init`."""
@@ -70,12 +71,72 @@ class VocabMap:
         return jnp.pad(q_RN, ((0, 0), (0, self.target - self.columns)))
 
 
-@dataclasses.dataclass(frozen=True)
 class Source(abc.ABC):
-    """Base of the two sources. Static; the state is a pytree, the cache passes through a draft by value.
+    """Base of all sources: final frozen dataclasses. The state is a pytree, the cache passes through a draft by value.
 
-    A draft is `open`, then any number of `feed`, then `close`; after the verdict `keep`. Between `open` and `close` the
-    cache's length counts all committed tokens, the last one too; rows that are fed lie behind it.
+    A draft is `open`, then any number of `feed`, then `close`; after the verdict `keep`. Rows that are fed lie behind
+    the cache's length.
+
+    Attributes:
+        vocab: the map between the vocabularies.
+        wants_hidden: whether `init` and `keep` need the target's rows before its output norm.
+    """
+
+    vocab: VocabMap
+    wants_hidden: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def init(self, weights: DraftWeights, ctx: DraftContext, hidden_BnD: jax.Array | None = None) -> Any:
+        """State after the prompt; `hidden` are its rows."""
+
+    @abc.abstractmethod
+    def room(self, state: Any, ctx: DraftContext) -> jax.Array:
+        """int32[B]: nodes that may be fed or drafted behind the committed tokens; below 1 there is no draft."""
+
+    @abc.abstractmethod
+    def open(self, weights: DraftWeights, state: Any, ctx: DraftContext, live_B: jax.Array) -> tuple[Any, jax.Array]:
+        """The cache with all committed tokens of the sequences in `live`, and float32[B, N] logits after the last."""
+
+    @abc.abstractmethod
+    def feed(
+        self,
+        weights: DraftWeights,
+        ctx: DraftContext,
+        cache: Any,
+        tokens_Bn: jax.Array,
+        *,
+        n_valid_B: jax.Array,
+        parents_Bn: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """float32[B, n, N] logits and the cache, its length unchanged.
+
+        Without `parents` a chain is fed one token at a time, each committed before the next. With them all rows of a
+        tree so far are fed, those of earlier calls again.
+        """
+
+    @abc.abstractmethod
+    def close(self, state: Any, cache: Any, ctx: DraftContext) -> tuple[Any, Any]:
+        """The state, and the target's cache, after a draft."""
+
+    @abc.abstractmethod
+    def keep(
+        self,
+        weights: DraftWeights,
+        state: Any,
+        ctx: DraftContext,
+        feedback: Feedback,
+        *,
+        rows_Bm: jax.Array | None,
+        count_B: jax.Array,
+    ) -> Any:
+        """State after the verdict: it may keep the first `count` rows fed in the last draft, or of the path `rows`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSource(Source):
+    """Base of the sources that run a model's forward function. Static.
+
+    Between `open` and `close` the cache's length counts all committed tokens, the last one too.
 
     Attributes:
         forward: the forward function.
@@ -88,28 +149,6 @@ class Source(abc.ABC):
     vocab: VocabMap
     context: int
     layers: tuple[int, ...] | None
-
-    @abc.abstractmethod
-    def init(self, weights: DraftWeights, ctx: DraftContext) -> Any:
-        """State after the prompt."""
-
-    @abc.abstractmethod
-    def room(self, state: Any, ctx: DraftContext) -> jax.Array:
-        """int32[B]: nodes that may be fed or drafted behind the committed tokens; below 1 there is no draft."""
-
-    @abc.abstractmethod
-    def open(
-        self, weights: DraftWeights, state: Any, ctx: DraftContext, live_B: jax.Array
-    ) -> tuple[KVCache, jax.Array]:
-        """The cache with all committed tokens of the sequences in `live`, and float32[B, N] logits after the last."""
-
-    @abc.abstractmethod
-    def close(self, state: Any, cache: KVCache, ctx: DraftContext) -> tuple[Any, Any]:
-        """The state, and the target's cache, after a draft."""
-
-    @abc.abstractmethod
-    def keep(self, state: Any, rows_Bm: jax.Array | None, count_B: jax.Array) -> Any:
-        """State that keeps the first `count` rows fed in the last draft: a chain's, or those of the path `rows`."""
 
     @abc.abstractmethod
     def params(self, weights: DraftWeights, ctx: DraftContext) -> Any:
@@ -125,7 +164,7 @@ class Source(abc.ABC):
         n_valid_B: jax.Array,
         parents_Bn: jax.Array | None = None,
         logits: str = "all",
-    ) -> tuple[jax.Array | None, KVCache]:
+    ) -> tuple[Any, KVCache]:
         """float32[B, n, N] logits ([B, 1, N] of the last row, or None), and the cache, its length unchanged."""
         want = Want(logits=logits, layers=self.layers)  # type: ignore[arg-type]
         params = self.params(weights, ctx)
@@ -135,7 +174,7 @@ class Source(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnModel(Source):
+class OwnModel(ModelSource):
     """Another model. Its cache (the state) holds what it has been fed; rolling back is a shorter length."""
 
     layers_total: int
@@ -147,7 +186,7 @@ class OwnModel(Source):
         """Slots of its cache beside a target's of `tokens` slots."""
         return min(-(-tokens // LANES), -(-self.context // LANES)) * LANES
 
-    def init(self, weights: DraftWeights, ctx: DraftContext) -> KVCache:
+    def init(self, weights: DraftWeights, ctx: DraftContext, hidden_BnD: jax.Array | None = None) -> KVCache:
         """Feeds all but the last token of the prompt."""
         capacity = self.capacity(ctx.tokens.shape[1])
         cache = kv.init(
@@ -192,7 +231,16 @@ class OwnModel(Source):
         """Its own cache, rolled back to the committed tokens; the target's as it was."""
         return kv.rollback(cache, ctx.length), ctx.cache
 
-    def keep(self, state: KVCache, rows_Bm: jax.Array | None, count_B: jax.Array) -> KVCache:
+    def keep(
+        self,
+        weights: DraftWeights,
+        state: KVCache,
+        ctx: DraftContext,
+        feedback: Feedback,
+        *,
+        rows_Bm: jax.Array | None,
+        count_B: jax.Array,
+    ) -> KVCache:
         """A longer length; the rows of a path are moved together."""
         return kv.commit(state, count_B) if rows_Bm is None else kv.commit_path(state, rows_Bm, count_B)
 
@@ -210,14 +258,14 @@ class OwnModel(Source):
 
 
 @dataclasses.dataclass(frozen=True)
-class TargetLayers(Source):
+class TargetLayers(ModelSource):
     """The target with some of its layers or neurons left out, on the target's cache: no second model and no state.
 
     Rows are written at and beyond the cache's length, where the verification overwrites them (Draft & Verify, Zhang et
     al., arXiv:2309.08168).
     """
 
-    def init(self, weights: DraftWeights, ctx: DraftContext) -> None:
+    def init(self, weights: DraftWeights, ctx: DraftContext, hidden_BnD: jax.Array | None = None) -> None:
         """No state."""
         return None
 
@@ -238,7 +286,16 @@ class TargetLayers(Source):
         """The target's cache at the length it had."""
         return None, cache._replace(length=ctx.cache.length)
 
-    def keep(self, state: None, rows_Bm: jax.Array | None, count_B: jax.Array) -> None:
+    def keep(
+        self,
+        weights: DraftWeights,
+        state: None,
+        ctx: DraftContext,
+        feedback: Feedback,
+        *,
+        rows_Bm: jax.Array | None,
+        count_B: jax.Array,
+    ) -> None:
         """Nothing: the target's own pass decides what its cache holds."""
         return None
 

@@ -53,10 +53,15 @@ class TreeDrafter(Drafter):
         """The shape's."""
         return self.shape.branches
 
+    @property
+    def wants_hidden(self) -> bool:
+        """As the source."""
+        return self.source.wants_hidden
+
     def init(self, params: DraftWeights, ctx: DraftContext, *, hidden: jax.Array | None = None) -> TreeState:
         """Feeds the prompt to the source."""
         rows = jnp.full((ctx.length.shape[0], self.max_nodes), -1, jnp.int32)
-        return TreeState(self.source.init(params, ctx), rows)
+        return TreeState(self.source.init(params, ctx, hidden), rows)
 
     def draft(self, params: DraftWeights, state: TreeState, ctx: DraftContext) -> Drafted:
         """A tree of at most `budget` nodes; consumes noise of stream `draft` as the shape says."""
@@ -86,4 +91,6 @@ class TreeDrafter(Drafter):
         rows_BK = jnp.take_along_axis(state.rows, jnp.maximum(nodes_BK, 0), axis=1)
         fed_BK = (nodes_BK >= 0) & (rows_BK >= 0)
         kept_B = jnp.sum(jnp.cumprod(fed_BK.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
-        return state._replace(source=self.source.keep(state.source, jnp.maximum(rows_BK, 0), kept_B))
+        rows_BK = jnp.maximum(rows_BK, 0)
+        source = self.source.keep(params, state.source, ctx, feedback, rows_Bm=rows_BK, count_B=kept_B)
+        return state._replace(source=source)

@@ -68,6 +68,11 @@ class TreeShape(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def max_rows(self) -> int:
+        """Rows that `grow` feeds at once, at most."""
+
+    @property
+    @abc.abstractmethod
     def branches(self) -> bool:
         """Whether a node may have more than one child."""
 

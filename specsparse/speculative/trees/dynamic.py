@@ -82,6 +82,11 @@ class DynamicTree(TreeShape):
         return self.depth
 
     @property
+    def max_rows(self) -> int:
+        """The nodes that are expanded."""
+        return self.top_k * max(self.depth - 1, 1)
+
+    @property
     def branches(self) -> bool:
         """They may."""
         return True

@@ -74,6 +74,11 @@ class PSplit(TreeShape):
         return self.nodes if self.depth is None else self.depth
 
     @property
+    def max_rows(self) -> int:
+        """All nodes."""
+        return self.nodes
+
+    @property
     def branches(self) -> bool:
         """They may."""
         return True

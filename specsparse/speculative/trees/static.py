@@ -78,6 +78,11 @@ class StaticTree(TreeShape):
         return self.template.max_depth
 
     @property
+    def max_rows(self) -> int:
+        """All nodes."""
+        return self.template.size
+
+    @property
     def branches(self) -> bool:
         """Whether the template does."""
         return self.template.width > 1

@@ -1,0 +1,75 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # A first decode
+#
+# One model, one prompt, decoded plainly and speculatively. The two texts are the same, token for token; what differs is
+# how many passes of the model they took.
+
+# %%
+import os
+
+import specsparse
+from specsparse import metrics
+
+MODEL = os.environ.get("SPECSPARSE_NOTEBOOK_MODEL", "smollm2-135m")  # or the path of any GGUF Llama
+TOKENS = int(os.environ.get("SPECSPARSE_NOTEBOOK_TOKENS", "96"))
+
+model = specsparse.load(MODEL)
+question = "Repeat this list, then add two more: apples, pears, plums, apples, pears, plums, apples, pears, plums."
+chat = [{"role": "user", "content": question}]
+
+# %% [markdown]
+# ## Plain decoding
+#
+# A pass of the model for every token.
+
+# %%
+plain = specsparse.generate(model, chat, max_tokens=TOKENS)
+print(plain.text)
+print(f"\n{len(plain.token_ids)} tokens in {plain.stats.counters.num_rounds} passes")
+
+# %% [markdown]
+# ## Speculative decoding
+#
+# Prompt lookup guesses that what followed the last few tokens earlier in the text will follow again. The model then
+# checks the whole guess in one pass. `greedy` keeps what the model itself would have written, so the text cannot
+# change.
+
+# %%
+fast = specsparse.generate(model, chat, max_tokens=TOKENS, drafter="prompt_lookup", verifier="greedy")
+assert fast.token_ids == plain.token_ids
+counters = fast.stats.counters
+print(f"{counters.num_emitted_tokens} tokens in {counters.num_rounds} passes: the same text")
+
+# %% [markdown]
+# ## What happened, in numbers
+#
+# Counters first, then rates; each rate has one definition.
+
+# %%
+for name, value in metrics.rates(counters).items():
+    if isinstance(value, float):
+        print(f"{name:<26}{value:8.3f}   {metrics.DEFINITIONS[name]}")
+print("accepted at position      ", [round(a, 2) for a in metrics.rates(counters)["acceptance_per_position"]])
+
+# %% [markdown]
+# At a temperature the verifier `match` keeps the same promise: the noise belongs to the position, not to the pass, so
+# both write the same text for the same seed.
+
+# %%
+sampling = {"max_tokens": TOKENS, "temperature": 0.8, "seed": 7}
+sampled = specsparse.generate(model, chat, **sampling)
+matched = specsparse.generate(model, chat, drafter="prompt_lookup", verifier="match", **sampling)
+assert sampled.token_ids == matched.token_ids
+print(matched.text)

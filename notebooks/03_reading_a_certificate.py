@@ -1,0 +1,84 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Reading a certificate
+#
+# A verifier is *lossless* if the law of the text is the target's law p, whatever the draft q. That is not argued from a
+# plot of samples: on a small vocabulary every draft and every outcome of every coin can be enumerated, and the law of
+# what comes out compared with p exactly.
+
+# %%
+import numpy as np
+
+import specsparse
+from specsparse.speculative.certify import LOSSLESS_TV, MUTANT_TV, measure_mutant
+from specsparse.speculative.mutants import MUTANTS
+from specsparse.speculative.verify import get_verifier
+
+# %% [markdown]
+# ## By hand, one token
+#
+# Rejection: accept a drafted x with chance min(1, p/q), otherwise draw from what p has more than q, normalised
+# (Leviathan et al. 2023, algorithm 1). Sum over all x and both outcomes of the coin, and p comes out.
+
+# %%
+p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
+accept = np.minimum(1, p / q)
+residual = np.maximum(p - q, 0) / np.maximum(p - q, 0).sum()
+out = q * accept + (q * (1 - accept)).sum() * residual
+print(out)
+assert np.allclose(out, p)
+
+# %% [markdown]
+# A real mistake: the draft takes its *likeliest* token, and the verifier treats it as if it had been drawn from q. With
+# p = q the coin always says yes, and the output is always the first token.
+
+# %%
+p = q = np.array([0.5, 0.3, 0.2])
+first = np.eye(3)[q.argmax()]
+wrong = first * np.minimum(1, p / q)
+print(wrong, "total variation from p:", np.abs(wrong - p).sum() / 2)
+
+# %% [markdown]
+# ## By the package
+#
+# The same with context-dependent p and q, drafts of several tokens and trees. The joint law of all tokens of a round is
+# compared, so a mistake that shows only in the second token is found too.
+
+# %%
+report = specsparse.certify([get_verifier("token"), get_verifier("typical")], vocab=3, gamma=2, mutants=False)
+for name in ("token", "typical"):
+    worst = report.worst(name)
+    promise = "lossless" if worst.lossless else "lossy"
+    print(f"{name:<8} {promise:<9} total variation {worst.tv:.1e} at worst, on: {worst.corner}")
+assert report.passed
+
+# %% [markdown]
+# * **total variation**: half the sum of |difference| over all texts of a round; 0: the same law, 1: no text in common.
+# * **lossless** must be 0 but for the rounding of float64; *typical* promises nothing, and its
+#   number says how much it changes.
+
+# %%
+print(f"lossless: at most {LOSSLESS_TV:.0e}; a mutant must show more than {MUTANT_TV:.0e}")
+
+# %% [markdown]
+# ## Would it notice?
+#
+# A certificate that passes everything proves nothing. So mistakes that were really made elsewhere are kept as mutants,
+# and each must be caught.
+
+# %%
+for name in list(MUTANTS)[:2]:
+    found = measure_mutant(name, seed=0)
+    print(f"{found.name}: total variation {found.tv:.3f}; {found.mistake}")
+    assert found.tv > MUTANT_TV

@@ -1,0 +1,124 @@
+"""Print what a model file is: metadata, tensors, bytes per token, what this machine could do with it at best.
+
+With --draft, how a second file would do as its draft model.
+"""
+
+import argparse
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+MIB = 2**20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The file, the draft, and how much to show."""
+    add = parser.add_argument
+    add("model", metavar="FILE", help="the path of a GGUF file, a known name or hf://owner/repo/file.gguf")
+    add("--draft", metavar="FILE", help="a draft model to judge beside it")
+    add("--tensors", action="store_true", help="a line for every tensor, not for every kind of tensor")
+    add("--device", default="this", metavar="NAME", help="estimate for this machine (default), a100, h100, m1 ..")
+    add("--json", action="store_true", help="one JSON object instead of tables")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Inspect and print."""
+    from rich.text import Text
+
+    from specsparse import display, inspection, models
+    from specsparse.costs import devices
+    from specsparse.engine.gguf import open_gguf
+    from specsparse.trackers import to_json
+
+    device = devices.get(args.device)
+    found = inspection.look_at(open_gguf(models.resolve(args.model)))
+    draft = args.draft and inspection.look_at(open_gguf(models.resolve(args.draft)))
+    report = inspection.report(found, device, draft=draft or None, each=args.tensors)
+    if args.json:
+        print(to_json(report))
+        return 0
+    out = display.console()
+    for part in parts(report, device.title):
+        out.print(Text(part) if isinstance(part, str) else part, soft_wrap=isinstance(part, str))
+    return 0
+
+
+def parts(report: Mapping[str, Any], device: str) -> Iterator[Any]:
+    """Lines and tables of a report of `inspection.report`."""
+    size, form = report["sizes"], report["format"]
+    yield f"{report['file']}: {form['magic']} version {form['version']}"
+    yield _pairs("metadata", report["metadata"])
+    yield _tensors(report["tensors"])
+    kinds = ", ".join(f"{name} {_mib(n)}" for name, n in size["bytes_by_type"].items())
+    yield f"{size['weights'] / 1e6:.1f} M weights, {_mib(size['bytes'])}, {size['bits_per_weight']:.2f} bits a weight"
+    yield f"  {kinds}"
+    if report["problem"]:
+        yield f"does not run here: {report['problem']}"
+        return
+    yield _pairs("model", {**report["model"], **(report["tokenizer"] or {})})
+    yield from _rates(report["rates"], device)
+    if report["pair"]:
+        yield from _pair(report["pair"], device)
+
+
+def _mib(nbytes: float) -> str:
+    return f"{nbytes / MIB:.1f} MiB" if nbytes >= 0.1 * MIB else f"{nbytes / 1024:.1f} KiB"
+
+
+def _table(*columns: str) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        left = name in ("metadata", "model", "", "tensor", "type", "differs", "target", "draft")
+        table.add_column(name, justify="left" if left else "right", overflow="fold")
+    return table
+
+
+def _pairs(title: str, values: Mapping[str, str]) -> Any:
+    from rich.text import Text
+
+    table = _table(title, "")
+    for key, value in values.items():
+        table.add_row(Text(key), Text(value))
+    return table
+
+
+def _tensors(groups: list[Mapping[str, Any]]) -> Any:
+    from rich.text import Text
+
+    table = _table("tensor", "type", "shape", "count", "size")
+    for g in groups:
+        shape = " x ".join(map(str, g["shape"]))
+        table.add_row(Text(g["name"]), g["type"], shape, str(g["count"]), _mib(g["nbytes"]))
+    return table
+
+
+def _rates(found: Mapping[str, Any], device: str) -> Iterator[str]:
+    length = found["kv_length"]
+    cache = f"{_mib(found['kv_bytes'])} of cache after {length} tokens"
+    yield f"a token reads {_mib(found['weight_bytes'])} of weights and {cache}"
+    yield (
+        f"at best {found['tokens_per_second']:.0f} tok/s decoding, {found['prompt_tokens_per_second']:.0f} tok/s of "
+        f"prompt, 8 tokens in one pass {found['v8']:.2f} times as long as one ({device})"
+    )
+    yield "measured: python -m specsparse bench, python -m specsparse.run +experiment=roofline"
+
+
+def _pair(found: Mapping[str, Any], device: str) -> Iterator[Any]:
+    yield f"\n{found['draft']} as its draft model"
+    if found["fits"]:
+        yield "the vocabularies fit"
+    else:
+        table = _table("differs", "target", "draft")
+        for d in found["differences"][:8]:
+            table.add_row(d["what"], d["target"], d["draft"])
+        yield table
+        more = len(found["differences"]) - 8
+        settled = "drafter.special_tokens=target goes on with the target's ids"
+        verdict = settled if found["only_special"] else "they do not fit: a drafter without a model needs no vocabulary"
+        yield (f"and {more} more; " if more > 0 else "") + verdict
+    yield f"a drafted token costs {found['cost']:.2f} of a plain step, by the roofline of {device}"
+    for row in found["speedups"]:
+        gain = f"speed-up {row['speedup']:.2f} with gamma {row['gamma']}" if row["gamma"] else "no draft pays"
+        yield f"  at acceptance {row['alpha']:g}: {gain}"

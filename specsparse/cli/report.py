@@ -1,0 +1,72 @@
+"""One HTML page about finished runs, with PNG figures and the CSV behind each: `report RUN_DIR ..`.
+
+`report diff A B` compares two runs. The page needs no network and nothing beside it.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+from specsparse.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which runs, and where to write."""
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN_DIR", help="runs, sweeps, or folders of them; or: diff A B")
+    add("--out", type=Path, metavar="DIR", help="where to write (report/ beside what was given)")
+    add("--title", help="heading of the page (the names of the experiments)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Write the page, and say what is on it and what is not."""
+    from specsparse.report import page, runs  # after the arguments: matplotlib takes a second
+
+    if args.runs[0] == "diff":
+        return _diff(args)
+    paths = [Path(path) for path in args.runs]
+    found = runs.find(paths)
+    title = args.title or ", ".join(dict.fromkeys(run.name for run in found))
+    out = args.out or _beside(paths)
+    try:
+        written = page.write(found, out, title=title)
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written: {error.strerror or error}; give --out DIR") from None
+    for figure in written.made:
+        print(f"{figure.name}: {figure.title}, {len(figure.rows)} rows")
+    for left_out in written.missing:
+        print(f"left out {left_out.name}: {left_out.why}")
+    print(f"page: {written.page}")
+    print(f"figures and CSV: {written.page.parent / page.FIGURES}")
+    return 0
+
+
+def _diff(args: argparse.Namespace) -> int:
+    """Print what two runs differ in; with --out a page too."""
+    from specsparse import display
+    from specsparse.report import diff, runs
+
+    if len(args.runs) != 3:
+        raise UserError("report diff takes two runs: report diff A B")
+    both = [runs.find([Path(path)]) for path in args.runs[1:]]
+    for path, found in zip(args.runs[1:], both, strict=True):
+        if len(found) != 1:
+            raise UserError(f"{path}: holds {len(found)} runs; diff takes one on each side, such as {path}/0")
+    difference, out = diff.diff(both[0][0], both[1][0]), display.console()
+    for table in diff.tables(difference):
+        out.print(table)
+    for line in diff.lines(difference):
+        out.print(line, soft_wrap=True)
+    if args.out is not None:
+        try:
+            out.print(f"page: {diff.write(difference, args.out)}", soft_wrap=True)
+        except OSError as error:
+            raise UserError(f"{args.out}: cannot be written: {error.strerror or error}") from None
+    return 0
+
+
+def _beside(paths: list[Path]) -> Path:
+    """`report/` in the one folder that was given, or in the one that holds them all."""
+    folders = [path if path.is_dir() else path.parent for path in paths]
+    common = folders[0] if len(folders) == 1 else Path(os.path.commonpath([f.resolve() for f in folders]))
+    return common / "report"

@@ -1,0 +1,93 @@
+"""A Hugging Face checkpoint: config.json and tensors in safetensors, one file or several."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from specsparse.errors import UserError
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+class Checkpoint:
+    """A folder of a model, its tensors read one at a time.
+
+    Attributes:
+        folder: where it is.
+        config: config.json.
+        shapes: shape of each tensor, by name.
+    """
+
+    def __init__(self, folder: str | Path):
+        """Opens a folder.
+
+        Raises:
+            UserError: no folder, no config, no safetensors, a file missing or damaged.
+        """
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise UserError(f"{self.folder}: no such folder; a checkpoint has config.json and model.safetensors")
+        self.config: Mapping[str, Any] = read_json(self.folder / "config.json")
+        self._files = {name: self._open(name) for name in self._file_names()}
+        self._home = {tensor: file for file in self._files.values() for tensor in file.keys()}  # noqa: SIM118
+        self.shapes = {name: tuple(f.get_slice(name).get_shape()) for name, f in self._home.items()}
+
+    def _file_names(self) -> list[str]:
+        if (self.folder / _INDEX).is_file():
+            parts = read_json(self.folder / _INDEX).get("weight_map")
+            if not isinstance(parts, dict) or not parts:
+                raise UserError(f"{self.folder / _INDEX}: has no weight_map")
+            return sorted(set(map(str, parts.values())))
+        if (self.folder / _SINGLE).is_file():
+            return [_SINGLE]
+        others = sorted(p.name for p in self.folder.glob("*.bin")) + sorted(p.name for p in self.folder.glob("*.pth"))
+        also = f" ({others[0]} is of PyTorch: save the model again with safe_serialization=True)" if others else ""
+        raise UserError(f"{self.folder}: has no {_SINGLE} and no {_INDEX}{also}")
+
+    def _open(self, name: str) -> Any:
+        path = self.folder / name
+        if not path.is_file():
+            raise UserError(f"{path}: is missing, and {_INDEX} names it")
+        try:
+            return safe_open(path, "np")
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path}: is no safetensors file: {str(error).splitlines()[0]}") from None
+
+    def load(self, name: str) -> np.ndarray:
+        """A tensor as float32.
+
+        Raises:
+            UserError: it is of another type than F64, F32, F16 or BF16 (a quantised checkpoint), or not finite.
+        """
+        file = self._home[name]
+        kind = file.get_slice(name).get_dtype()
+        if kind not in _FLOATS:
+            raise UserError(f"{self.folder}: tensor {name} is of type {kind}; only {', '.join(_FLOATS)} are supported")
+        values = file.get_tensor(name).astype(np.float32)
+        if not np.isfinite(values).all():
+            raise UserError(f"{self.folder}: tensor {name} holds values that are not finite; the file is damaged")
+        return values
+
+
+def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    """A JSON object; {} for a file that is not there and need not be.
+
+    Raises:
+        UserError: it is missing, or no JSON object.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if optional:
+            return {}
+        raise UserError(f"{path}: is missing") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: holds no JSON object")
+    return found

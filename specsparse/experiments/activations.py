@@ -1,0 +1,98 @@
+"""The activation counts that a run goes by: read from files, or counted over its text."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from specsparse import display, kernels, prompts
+from specsparse.config import RunConfig
+from specsparse.engine.config import ModelConfig
+from specsparse.engine.gguf import GGUFFile
+from specsparse.engine.tokenizer import Tokenizer
+from specsparse.errors import UserError
+from specsparse.experiments.decoding import Engine
+from specsparse.powerinfer import profiler
+from specsparse.powerinfer.activation_stats import ActivationStats, load_stats, read_activations
+from specsparse.predictors import FFN, Needs, get_predictor
+from specsparse.predictors.base import check_share
+from specsparse.predictors.collect import collect, windows
+from specsparse.predictors.evaluate import fit_layers
+from specsparse.predictors.masked import with_weights
+
+
+def check(cfg: RunConfig) -> None:
+    """What can be found wrong before anything is loaded.
+
+    Raises:
+        UserError: no such file of counts, a share out of range, an unknown predictor or one that is not fitted here.
+    """
+    spec = cfg.placement
+    if spec.activations is not None and not Path(spec.activations).exists():
+        raise UserError(f"placement.activations={spec.activations}: no such file or directory of activation counts")
+    if spec.active_share is not None:
+        check_share("placement.active_share", spec.active_share)
+    if cfg.predictor.name != "none":
+        predictor = get_predictor(cfg.predictor.name, FFN(kernels.get(), 1e-5), **cfg.predictor.options)
+        if predictor.needs in (Needs.TRAINING, Needs.PROMPT):
+            raise UserError(
+                f"predictor={predictor.name} needs {predictor.needs.value}, which a placement cannot give it; "
+                "use a PowerInfer file, or predictor=gate_threshold, svd or signbit"
+            )
+
+
+def of_run(cfg: RunConfig, f: GGUFFile, config: ModelConfig, engine: Engine, console: Console) -> ActivationStats:
+    """Counts of `placement.activations`, or of the run's text.
+
+    Raises:
+        UserError: files of another model, or a text that is too short.
+    """
+    given = cfg.placement.activations
+    if given is None:
+        return _counted(cfg, f, engine, console)
+    read = read_activations if Path(given).is_dir() else load_stats
+    return read(given, layers=config.n_layers, d_ff=config.d_ff)
+
+
+def _counted(cfg: RunConfig, f: GGUFFile, engine: Engine, console: Console) -> ActivationStats:
+    with display.loading(console, f"loading {cfg.model.path}") as progress:
+        model = engine.load(cfg.model.path, progress=progress, ffn="dense", **cfg.model.overrides())
+    text = text_windows(cfg, model)
+    active, params = _rule(cfg, f, model, text)
+    with display.counting(console, "counting activations", len(text)) as bar:
+        done = lambda count: bar.update(bar.task_ids[0], completed=count)  # noqa: E731 (a name for the line below)
+        return profiler.profile(model, text, active, params=params, progress=done)
+
+
+def _rule(cfg: RunConfig, f: GGUFFile, model: Any, text: np.ndarray) -> tuple[profiler.Active, Any]:
+    """What counts as read, and parameters to count with: a predictor's choice before what is not zero."""
+    ffn = FFN.of(model.config, model.kernels)
+    if cfg.predictor.name != "none":
+        predictor = get_predictor(cfg.predictor.name, ffn, **cfg.predictor.options)
+        rows = collect(model, text) if predictor.needs is Needs.TEXT else None
+        weights = fit_layers(predictor, model.params.layers, rows)
+        return profiler.predicted(predictor), with_weights(model.params, weights)
+    if model.config.predictor_ranks and cfg.ffn.name != "oracle":
+        return profiler.of_file(f, model, threshold=cfg.ffn.threshold)
+    share = cfg.placement.active_share
+    return (profiler.nonzero(ffn) if share is None else profiler.largest(ffn, share)), None
+
+
+def text_windows(cfg: RunConfig, model: Any) -> np.ndarray:
+    """int32[W, n]: the run's prompts in an order drawn once, cut into windows."""
+    length = min(cfg.placement.window, model.config.context_length)
+    return windows(_texts(cfg, model.tokenizer), length)[: max(cfg.placement.tokens // length, 1)]
+
+
+def text_ids(cfg: RunConfig, f: GGUFFile) -> np.ndarray:
+    """int32[window]: the last window of the run's text, or all of a shorter text."""
+    tokenizer = Tokenizer.from_metadata(f.metadata, where=str(f.path))
+    stream = np.concatenate([np.asarray(ids, np.int32) for ids in _texts(cfg, tokenizer)])
+    return stream[-cfg.placement.window :]
+
+
+def _texts(cfg: RunConfig, tokenizer: Tokenizer) -> list[list[int]]:
+    source = prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
+    order = np.random.default_rng(cfg.seed).permutation(len(source))
+    return [tokenizer.encode(source[i].text, add_special=True) for i in order]

@@ -1,0 +1,158 @@
+"""Text, head and checkpoints in a directory that a later run goes on from."""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import numpy as np
+from rich.console import Console
+
+from specsparse import display, trackers
+from specsparse.config import RunConfig, nearest
+from specsparse.errors import UserError
+from specsparse.predictors.checkpoint import load_state, save_state
+from specsparse.predictors.registry import checked
+from specsparse.training.data import DataOptions, Text, generate, read_shard
+from specsparse.training.trainer import HeadTrainer, Losses, TrainOptions, TrainState, run
+
+_SETTINGS, _TEXTS, _STATE = "settings.json", "texts", "state.safetensors"
+
+
+@dataclass(frozen=True)
+class OwnOptions:
+    """What is neither text nor training; see conf/experiment/train_drafter.yaml."""
+
+    gamma: int = 4
+    save_every: int = 25
+    quantise: str = "Q8_0"
+
+    def __post_init__(self):
+        for name in ("gamma", "save_every"):
+            if getattr(self, name) < 1:
+                raise UserError(f"train.{name}={getattr(self, name)} must be at least 1")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keys of `train`, by what they belong to."""
+
+    own: OwnOptions
+    data: DataOptions
+    train: TrainOptions
+
+
+def options(cfg: RunConfig) -> Options:
+    """The options of `train`.
+
+    Raises:
+        UserError: an unknown one, or a value of the wrong type or out of range.
+    """
+    owners = {"own": OwnOptions, "data": DataOptions, "train": TrainOptions}
+    ours = {"seed", "chat"}
+    where = {f.name: key for key, owner in owners.items() for f in fields(owner) if f.name not in ours}
+    given: dict[str, dict[str, Any]] = {key: {} for key in owners}
+    for name, value in cfg.train.options.items():
+        if name not in where:
+            raise UserError(f"unknown key train.{name}{nearest(name, where)}")
+        if value is None:
+            continue
+        if name == "temperatures":
+            given["data"][name] = _numbers(name, value)
+        else:
+            given[where[name]][name] = checked(f"train.{name}", get_type_hints(owners[where[name]])[name], value)
+    return Options(
+        OwnOptions(**given["own"]),
+        DataOptions(**given["data"], chat=cfg.data.chat, seed=cfg.seed),
+        TrainOptions(**given["train"], seed=cfg.seed),
+    )
+
+
+def _numbers(name: str, value: Any) -> tuple[float, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(x, int | float) for x in value):
+        raise UserError(f"train.{name}={value}: expected a list of numbers")
+    return tuple(float(x) for x in value)
+
+
+def folder_of(cfg: RunConfig, model: Any) -> Path:
+    """Where a training keeps its files."""
+    return Path(cfg.train.output or Path("heads") / Path(model.path).stem)
+
+
+def claim(folder: Path, cfg: RunConfig, model: Any) -> None:
+    """Makes the directory this training's, or finds that it is already.
+
+    The number of steps, their rates and the amount of text may change between two runs; nothing else may.
+
+    Raises:
+        UserError: it holds another training.
+    """
+    found = options(cfg)
+    shape = {n: getattr(found.train, n) for n in ("draft_vocab", "seed")}
+    text = {f.name: getattr(found.data, f.name) for f in fields(found.data)}
+    settings = json.loads(trackers.to_json({
+        "model": {"name": Path(model.path).name, "bytes": Path(model.path).stat().st_size}, "text": text, "head": shape,
+    }))  # fmt: skip
+    path = folder / _SETTINGS
+    if path.exists():
+        try:
+            there = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path}: cannot be read ({error}); remove {folder} to begin again") from error
+        different = [key for key in settings if not isinstance(there, Mapping) or there.get(key) != settings[key]]
+        if different:
+            raise UserError(
+                f"{folder} holds a training with another {different[0]}: give train.output=ANOTHER, or remove it"
+            )
+    trackers.write_atomically(path, trackers.to_json(settings, indent=1) + "\n")
+
+
+def texts(cfg: RunConfig, model: Any, folder: Path, console: Console) -> list[Text]:
+    """Answers of `train.tokens` tokens, made where they are not there yet."""
+    wanted = cfg.train.tokens
+    with display.counting(console, "writing text", wanted) as bar:
+        paths = generate(
+            model, options(cfg).data, folder / _TEXTS, tokens=wanted,
+            progress=lambda done: bar.update(bar.task_ids[0], completed=min(done, wanted)),
+        )  # fmt: skip
+    return [text for path in paths for text in read_shard(path)]
+
+
+def trained(
+    cfg: RunConfig, model: Any, folder: Path, found: list[Text], console: Console
+) -> tuple[TrainState, HeadTrainer, list[dict[str, Any]]]:
+    """The state after the last step, its trainer, and the curve: losses and tokens seen at each checkpoint."""
+    chosen = options(cfg)
+    trainer = HeadTrainer(model, chosen.train)
+    path = folder / _STATE
+    if path.exists():
+        state, meta = load_state(path, trainer.like())
+        curve = meta["curve"]
+    else:
+        state, curve = trainer.start(found), []
+    seen = [curve[-1]["rows"] if curve else 0]
+    recent: list[Losses] = []
+    begun = time.perf_counter()
+    with display.counting(console, "training", chosen.train.steps) as bar:
+        bar.update(bar.task_ids[0], completed=int(state.step))
+
+        def on_step(state: TrainState, losses: Losses, rows: int) -> None:
+            seen[0] += rows
+            recent.append(losses)
+            step = int(state.step)
+            if step % chosen.own.save_every == 0 or step == chosen.train.steps:
+                curve.append(_point(step, seen[0], recent, time.perf_counter() - begun))
+                save_state(path, state, {"curve": curve})
+                recent.clear()
+            bar.update(bar.task_ids[0], completed=step)
+
+        state = run(trainer, state, found, on_step=on_step)
+    return state, trainer, curve
+
+
+def _point(step: int, rows: int, recent: list[Losses], seconds: float) -> dict[str, Any]:
+    """One point of the curve."""
+    loss, agreement = (np.mean([np.asarray(x) for x in each], axis=0).tolist() for each in zip(*recent, strict=True))
+    return {"step": step, "rows": rows, "loss": loss, "agreement": agreement, "seconds": seconds}

@@ -1,0 +1,142 @@
+"""`kind: train_drafter`: a head for a model, trained on text that the model writes, and how well it drafts."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from specsparse import display, manifest, models, prompts, trackers
+from specsparse.config import RunConfig
+from specsparse.engine.params import SamplingParams
+from specsparse.errors import UserError
+from specsparse.experiments import drafter_training as training
+from specsparse.experiments.decoding import Engine
+from specsparse.speculative.drafters.head_file import write_head
+from specsparse.training import data, export
+from specsparse.training.evaluate import Drafting, evaluate
+
+CSV_FILE = "curve.csv"
+DEFINITIONS = {
+    "agreement": "held-out greedy answers: drafts whose token at a place is the answer's, of those right so far",
+    "acceptance": "1 + tokens right before the first wrong one, over drafts begun at every position of those answers",
+    "loss": "KL(target, head) in nats on the step's candidates, by place in the draft",
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came out."""
+
+    path: Path
+    drafting: Drafting
+
+    @property
+    def as_promised(self) -> bool:
+        """A head promises nothing: whatever it drafts is verified."""
+        return True
+
+    @property
+    def objective(self) -> float | None:
+        """Mean acceptance length."""
+        return self.drafting.acceptance
+
+
+def check(cfg: RunConfig) -> None:
+    """Names, options, files and prompts, before anything is loaded.
+
+    Raises:
+        UserError: whatever is wrong.
+    """
+    models.resolve(cfg.model.path)
+    training.options(cfg)
+    prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
+    trackers.check(cfg.tracker.name, cfg.tracker.options)
+    if cfg.name in ("", ".", "..") or "/" in cfg.name:
+        raise UserError(f"name={cfg.name}: a plain name is needed, it becomes a directory")
+
+
+def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) -> Trained:
+    """Writes text, trains, exports, judges; each of these goes on where an earlier run of the same output stopped.
+
+    Raises:
+        UserError: another training's output directory, or text without answers.
+    """
+    check(cfg)
+    with display.loading(console, f"loading {cfg.model.path}") as progress:
+        model = engine.load(cfg.model.path, progress=progress, **cfg.model.overrides())
+    chosen, folder = training.options(cfg), training.folder_of(cfg, model)
+    training.claim(folder, cfg, model)
+    found = training.texts(cfg, model, folder, console)
+    state, trainer, curve = training.trained(cfg, model, folder, found, console)
+    ids = np.asarray(state.ids)
+    path = write_head(
+        folder / f"{folder.name}-head.gguf", model, export.tensors(state.weights), ids, quant=chosen.own.quantise
+    )
+    shape = (chosen.train.rows, chosen.train.drafting)
+    answers = held_out(cfg, model, console)
+    drafting = evaluate(model, state.weights, trainer.frozen(ids), ids, answers, gamma=chosen.own.gamma, shape=shape)
+    result = Trained(path, drafting)
+    _write(cfg, directory, result, curve, console)
+    return result
+
+
+def held_out(cfg: RunConfig, model: Any, console: Console) -> list[data.Text]:
+    """Greedy answers to the last `train.judged` prompts of each task of `data` that are short enough."""
+    chosen = training.options(cfg).data
+    source = prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
+    encoded = [(p.task, data.encode(model, p.text, chat=chosen.chat)) for p in source]
+    short = [(task, ids) for task, ids in encoded if len(ids) <= chosen.prompt_tokens]
+    tasks = dict.fromkeys(task for task, _ in short)
+    kept = [ids for task in tasks for ids in [i for t, i in short if t == task][-cfg.train.judged :]]
+    if not kept:
+        raise UserError(f"no held-out prompt has at most {chosen.prompt_tokens} tokens: raise train.prompt_tokens")
+    params = SamplingParams(temperature=0.0, max_tokens=chosen.answer)
+    answers = []
+    with display.counting(console, "answering held-out prompts", len(kept)) as bar:
+        for start in range(0, len(kept), chosen.batch):
+            part = kept[start : start + chosen.batch]
+            answers += data.answer(model, part, [params] * len(part), seed=cfg.seed)
+            bar.advance(bar.task_ids[0], len(part))
+    return answers
+
+
+def _write(cfg: RunConfig, directory: Path, result: Trained, curve: Sequence[dict[str, Any]], console: Console) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    tracker = trackers.make(cfg.tracker.name, cfg.tracker.options, directory)
+    made = manifest.build(cfg.composed, Path(models.resolve(cfg.model.path)))
+    (directory / CSV_FILE).write_text(_csv(curve), encoding="utf-8")
+    summary = {"head": str(result.path), "drafting": asdict(result.drafting), "curve": list(curve)}
+    tracker.finish({
+        "name": cfg.name, "kind": cfg.kind, "summary": summary, "definitions": DEFINITIONS,
+        "manifest": made, "config": made["config"],
+    })  # fmt: skip
+    console.print(Text("held-out greedy answers: how often each token of a draft is right", style="bold"))
+    console.print(_table(result.drafting))
+    console.print(Text(f"head: {result.path}; drafter=head drafter.head={result.path}"))
+    console.print(Text(f"record: {directory / trackers.RECORD_FILE}, {CSV_FILE}", style="dim"))
+
+
+def _csv(curve: Sequence[dict[str, Any]]) -> str:
+    """The curve: a line a checkpoint, a pair of columns a stream."""
+    streams = range(len(curve[-1]["loss"])) if curve else ()
+    head = ["step", "rows", "seconds", *(f"{name}_{s + 1}" for s in streams for name in ("loss", "agreement"))]
+    lines = [",".join(head)]
+    for point in curve:
+        values = [point["step"], point["rows"], f"{point['seconds']:.1f}"]
+        values += [f"{point[name][s]:.4f}" for s in streams for name in ("loss", "agreement")]
+        lines.append(",".join(map(str, values)))
+    return "\n".join(lines) + "\n"
+
+
+def _table(drafting: Drafting) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("place", *(str(i + 1) for i in range(len(drafting.agreement))), "acceptance length", "drafts"):
+        table.add_column(name, justify="right" if name != "place" else "left")
+    row = [f"{a:.3f}" for a in drafting.agreement]
+    table.add_row("agreement", *row, f"{drafting.acceptance:.2f}", str(drafting.tokens))
+    return table

@@ -1,0 +1,188 @@
+"""Perplexity of a text and the distance of two models' laws on it, by llama.cpp's definitions.
+
+Without a stride the text is cut into windows of `context` tokens, the first of each replaced by BOS where the model
+adds one, and the tokens of the second half are scored. With a stride s the windows hold context + s/2 tokens, begin s
+apart, and the last s of each are scored (llama.cpp, tools/perplexity).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsparse.engine import cache as kv
+from specsparse.engine.generate import piece, prompt_pieces
+from specsparse.engine.llama import Want
+from specsparse.errors import UserError
+from specsparse.model import Model
+
+
+@dataclass(frozen=True)
+class Windows:
+    """A text cut up for scoring.
+
+    Attributes:
+        tokens: int32[W, n].
+        first: the first row whose prediction is scored; rows first .. n - 2 are, each on the token after it.
+    """
+
+    tokens: np.ndarray
+    first: int
+
+    @property
+    def scored(self) -> int:
+        """Tokens that are scored, all windows together."""
+        count, n = self.tokens.shape
+        return count * (n - 1 - self.first)
+
+
+def windows(
+    ids: Sequence[int], *, context: int, stride: int = 0, chunks: int | None = None, bos: int | None
+) -> Windows:
+    """Cuts a text.
+
+    Args:
+        ids: all of its tokens.
+        context: tokens of a window, at least 4; with a stride half of it comes on top.
+        stride: 0, or the tokens from one window to the next.
+        chunks: at most so many windows; None for all.
+        bos: the token that begins every window where there is no stride, or None.
+
+    Raises:
+        UserError: the text does not fill a window.
+    """
+    size = context + stride // 2 if stride else context
+    count = -(-(len(ids) - size) // stride) if stride else len(ids) // size
+    if count < 1:
+        raise UserError(
+            f"the text has {len(ids)} tokens and a window takes {size + bool(stride)}: "
+            "give more text, or a smaller perplexity.context"
+        )
+    starts = np.arange(min(count, chunks or count)) * (stride or size)
+    tokens = np.asarray(ids, np.int32)[starts[:, None] + np.arange(size)]
+    if bos is not None and not stride:
+        tokens[:, 0] = bos
+    return Windows(tokens, size - stride - 1 if stride else size // 2)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What was measured on each of N scored tokens.
+
+    Attributes:
+        nll: float64[N], negative log-likelihood in nats.
+        kl: float64[N], KL(base, model) in nats, or None where there was no base.
+        same: bool[N], whether both find the same token most likely, or None.
+    """
+
+    nll: np.ndarray
+    kl: np.ndarray | None = None
+    same: np.ndarray | None = None
+
+    def summary(self) -> dict[str, float | int | None]:
+        """Perplexity and KL with their standard errors, as llama.cpp prints them.
+
+        Returns:
+            tokens; perplexity = exp(mean nll) and perplexity_error; kl_mean, kl_error, kl_median, kl_99 (the 99th
+            percentile), kl_max; same_top, a share. The last six are None without a base.
+        """
+        n, perplexity = len(self.nll), float(np.exp(self.nll.mean()))
+        out: dict[str, Any] = {"tokens": n, "perplexity": perplexity}
+        out["perplexity_error"] = perplexity * _standard_error(self.nll)
+        kl = self.kl
+        out |= {
+            "kl_mean": None if kl is None else float(kl.mean()),
+            "kl_error": None if kl is None else _standard_error(kl),
+            "kl_median": None if kl is None else float(np.median(kl)),
+            "kl_99": None if kl is None else float(np.quantile(kl, 0.99)),
+            "kl_max": None if kl is None else float(kl.max()),
+            "same_top": None if self.same is None else float(self.same.mean()),
+        }
+        return out
+
+
+def _standard_error(values: np.ndarray) -> float:
+    """Of the mean: sqrt((E[x^2] - E[x]^2) / (n - 1)); 0 for one value."""
+    return math.sqrt(float(values.var()) / (len(values) - 1)) if len(values) > 1 else 0.0
+
+
+def score(
+    model: Model,
+    text: Windows,
+    *,
+    base: np.ndarray | None = None,
+    keep: np.ndarray | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Scores:
+    """Scores a text, window by window.
+
+    Args:
+        model: any.
+        text: from `windows`.
+        base: float32[N, V], the log-probabilities of another model on the same text; gives KL(base, model).
+        keep: float32[N, V], where this model's log-probabilities are written, or None.
+        progress: called with the windows done after each.
+
+    Raises:
+        UserError: a window longer than the model's context.
+    """
+    size = text.tokens.shape[1]
+    capacity = model.capacity_for(size)
+    if size > model.config.context_length:
+        raise UserError(f"windows of {size} tokens, and the context holds {model.config.context_length}")
+    params, nll, kl, same = model.params_for(capacity), [], [], []
+    for i, window in enumerate(text.tokens):
+        for rows, out in _rows(model, params, window, text.first, model.new_cache(1, capacity)):
+            at = sum(map(len, nll))
+            here = slice(at, at + len(rows))
+            found = _judge(out, jnp.asarray(window[rows + 1]), None if base is None else jnp.asarray(base[here]))
+            nll.append(np.asarray(found[0], np.float64))
+            if base is not None:
+                kl.append(np.asarray(found[1], np.float64))
+                same.append(np.asarray(found[2]))
+            if keep is not None:
+                keep[here] = np.asarray(jax.nn.log_softmax(out, -1))
+        progress(i + 1)
+    if base is None:
+        return Scores(np.concatenate(nll))
+    return Scores(np.concatenate(nll), np.concatenate(kl), np.concatenate(same))
+
+
+def _rows(model: Model, params: Any, window: np.ndarray, first: int, cache: kv.KVCache):
+    """(row numbers, their logits f32[n, V]) of the scored rows, piece by piece; those before `first` are only fed."""
+    for begin, end, want in ((0, first, Want("none")), (first, len(window) - 1, Want())):
+        ids = window[begin:end]
+        for start, size in prompt_pieces([len(ids)]):
+            tokens, valid = piece([ids], start, size)
+            out, cache = _program(model, want)(params, jnp.asarray(tokens), jnp.asarray(valid), cache)
+            if out is not None:
+                n = int(valid[0])
+                yield begin + start + np.arange(n), out[:n]
+
+
+def _program(model: Model, want: Want) -> Callable:
+    """The forward pass of one piece, compiled once a model and piece."""
+
+    def forward(params, tokens, valid, cache):
+        out, cache = model.forward(params, tokens, cache, n_valid_B=valid, want=want)
+        return None if out.logits is None else out.logits[0], kv.commit(cache, valid)
+
+    key = (("perplexity", want),)
+    if key not in model.programs:
+        model.programs[key] = jax.jit(forward, donate_argnums=3)
+    return model.programs[key]
+
+
+@jax.jit
+def _judge(logits_nV: jax.Array, next_n: jax.Array, base_nV: jax.Array | None):
+    """Negative log-likelihood of the next tokens, KL(base, this) and whether the most likely token is the same."""
+    law = jax.nn.log_softmax(logits_nV, -1)
+    nll = -jnp.take_along_axis(law, next_n[:, None], 1)[:, 0]
+    if base_nV is None:
+        return nll, None, None
+    kl = jnp.sum(jnp.exp(base_nV) * (base_nV - law), -1)
+    return nll, kl, jnp.argmax(base_nV, -1) == jnp.argmax(law, -1)

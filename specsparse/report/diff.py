@@ -1,0 +1,185 @@
+"""Two runs side by side: what was set otherwise, what came out otherwise, and how sure that is."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from specsparse.errors import UserError
+from specsparse.record import PLAIN
+from specsparse.report import intervals, methods, page
+from specsparse.report.intervals import Interval
+from specsparse.report.methods import Method, Sample
+from specsparse.report.runs import Run, disagreements
+from specsparse.trackers import write_atomically
+
+_NO_CONFIG = ("name",)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One measure of both; `ratio` is B over A, over the prompts that both decoded, drawn as pairs."""
+
+    name: str
+    a: Interval | None
+    b: Interval | None
+    ratio: Interval | None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What `diff` found.
+
+    Attributes:
+        names: of the two.
+        settings: (key, of A, of B) where the configs, or what they ran on, differ.
+        lines: measures over all prompts, then the speed-up of each task.
+        texts: (prompts that both decoded, those whose tokens differ) plainly and with the method.
+        common: prompts that both decoded.
+    """
+
+    names: tuple[str, str]
+    settings: tuple[tuple[str, str, str], ...]
+    lines: tuple[Line, ...]
+    texts: dict[str, tuple[int, tuple[str, ...]]]
+    common: int
+    warnings: tuple[str, ...]
+
+
+def diff(a: Run, b: Run) -> Difference:
+    """Compare two runs of kind `speed`.
+
+    Raises:
+        UserError: a run without passes of a method, or no prompt in common.
+    """
+    ours, theirs = _only_method(a), _only_method(b)
+    here, there = ({s.prompt: s for s in m.samples} for m in (ours, theirs))
+    common = [name for name in here if name in there]
+    if not common:
+        raise UserError(f"{a.directory} and {b.directory} have no prompt in common")
+    pairs = [(here[name], there[name]) for name in common]
+    lines = [_line(name, ours, theirs, pairs, top, bottom) for name, (top, bottom) in _MEASURES.items()]
+    tasks = [t for t in ours.tasks if t in theirs.tasks] if len(ours.tasks) > 1 else []
+    for task in tasks:
+        own = [pair for pair in pairs if pair[0].task == task]
+        lines.append(_line(f"speed-up, {task}", ours.of(task), theirs.of(task), own, *_MEASURES["speed-up"]))
+    texts = {"plain": _texts(a, b, PLAIN, PLAIN), "method": _texts(a, b, ours.side, theirs.side)}
+    return Difference(
+        names=_names(a, b), settings=tuple(_settings(a, b)), lines=tuple(lines), texts=texts, common=len(common),
+        warnings=tuple(disagreements([a, b])),
+    )  # fmt: skip
+
+
+Term = Callable[[Sample], float]
+
+_MEASURES: dict[str, tuple[Term, Term]] = {
+    "speed-up": (lambda s: s.plain_s, lambda s: s.method_s),
+    "tokens per second": (lambda s: s.method.num_emitted_tokens, lambda s: s.method.times.total),
+    "plain tokens per second": (lambda s: s.plain.num_emitted_tokens, lambda s: s.plain.times.total),
+    "tokens per target pass": (lambda s: s.method.num_emitted_tokens, lambda s: s.method.num_rounds),
+    "draft acceptance rate": (lambda s: s.method.num_accepted_tokens, lambda s: s.method.num_draft_tokens),
+    "drafted tokens a round": (lambda s: s.method.num_draft_tokens, lambda s: s.method.num_rounds),
+}
+
+
+def _line(name: str, a: Method, b: Method, pairs: Sequence[tuple[Sample, Sample]], top: Term, bottom: Term) -> Line:
+    found = intervals.ratio_of_ratios([(top(y), bottom(y)) for _, y in pairs], [(top(x), bottom(x)) for x, _ in pairs])
+    return Line(name, a.ratio(top, bottom), b.ratio(top, bottom), found)
+
+
+def _only_method(run: Run) -> Method:
+    found = methods.of([run])
+    if len(found) != 1:
+        what = "several methods" if found else "no method that was decoded beside plain decoding"
+        raise UserError(f"{run.directory}: has {what}; diff compares two runs of one method each")
+    return found[0]
+
+
+def _names(a: Run, b: Run) -> tuple[str, str]:
+    """The shortest ends of the paths that differ; jobs of a sweep with the sweep."""
+    one, two = a.directory.resolve().parts, b.directory.resolve().parts
+    least = 2 if one[-1].isdecimal() or two[-1].isdecimal() else 1
+    for length in range(least, max(len(one), len(two)) + 1):
+        if one[-length:] != two[-length:]:
+            return "/".join(one[-length:]), "/".join(two[-length:])
+    return "A", "B"
+
+
+def _settings(a: Run, b: Run) -> list[tuple[str, str, str]]:
+    """The config's keys that differ, then commit, machine, kernels and packages."""
+    flat = [dict(methods.flat(run.config)) for run in (a, b)]
+    keys = [key for key in dict.fromkeys([*flat[0], *flat[1]]) if key not in _NO_CONFIG]
+    found = [(key, *(str(f.get(key, "-")) for f in flat)) for key in keys if flat[0].get(key) != flat[1].get(key)]
+    for part in ("git", "cpu", "kernels", "model", "packages"):
+        sides = [dict(methods.flat(run.manifest.get(part) or {})) for run in (a, b)]
+        for key in dict.fromkeys([*sides[0], *sides[1]]):
+            if sides[0].get(key) != sides[1].get(key):
+                found.append((f"{part} {key}", *(str(s.get(key, "-")) for s in sides)))
+    return found
+
+
+def _texts(a: Run, b: Run, side_a: str, side_b: str) -> tuple[int, tuple[str, ...]]:
+    ours, theirs = (
+        {row["prompt_id"]: row.get("token_ids") for row in run.passes if row["side"] == side and row["repeat"] == 0}
+        for run, side in ((a, side_a), (b, side_b))
+    )
+    both = [name for name in ours if name in theirs]
+    return len(both), tuple(name for name in both if ours[name] != theirs[name])
+
+
+def tables(found: Difference) -> list[Table]:
+    """For the terminal: what was set otherwise, and what came out."""
+    a, b = found.names
+    settings = Table("set otherwise", a, b, box=SIMPLE_HEAD, pad_edge=False)
+    for row in found.settings:
+        settings.add_row(*(cell if len(cell) < 60 else f"{cell[:56]} ..." for cell in row))
+    out = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for title in ("", f"A: {a}", f"B: {b}", "B / A", "95 % interval", ""):
+        out.add_column(title, justify="right" if title else "left", no_wrap=True)
+    for line in found.lines:
+        out.add_row(line.name, _cell(line.a), _cell(line.b), _cell(line.ratio), _range(line.ratio), verdict(line))
+    return [settings, out] if found.settings else [out]
+
+
+def verdict(line: Line) -> str:
+    """Whether the interval of the ratio leaves room for no difference."""
+    if line.ratio is None or line.ratio.low is None or line.ratio.high is None:
+        return "one prompt: no interval" if line.ratio else ""
+    if line.ratio.low > 1:
+        return "higher"
+    return "lower" if line.ratio.high < 1 else "no clear difference"
+
+
+def lines(found: Difference) -> list[str]:
+    """The texts, and what to beware of."""
+    out = []
+    for side, (both, differing) in found.texts.items():
+        where = f": {', '.join(differing[:8])}{' ..' if len(differing) > 8 else ''}" if differing else ""
+        out.append(f"{side} text: {len(differing)} of {both} prompts have other tokens{where}")
+    return out + [f"beware: not one {warning}" for warning in found.warnings]
+
+
+def _cell(found: Interval | None) -> str:
+    return "-" if found is None else f"{found.value:.3g}"
+
+
+def _range(found: Interval | None) -> str:
+    return "-" if found is None or found.low is None else f"{found.low:.2f}-{found.high:.2f}"
+
+
+def write(found: Difference, directory: Path) -> Path:
+    """The same as a page; returns its file.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+    rows: list[Mapping[str, Any]] = [
+        {"name": n.name, "a": n.a, "b": n.b, "ratio": n.ratio, "verdict": verdict(n)} for n in found.lines
+    ]
+    title = f"{found.names[0]} against {found.names[1]}"
+    text = page.render("diff.html", title=title, found=found, rows=rows, lines=lines(found))
+    write_atomically(directory / page.PAGE, text)
+    return directory / page.PAGE

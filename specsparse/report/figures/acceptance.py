@@ -1,0 +1,105 @@
+"""How many drafted tokens stay: by position, by task, and in a round."""
+
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure as Canvas
+
+from specsparse import metrics
+from specsparse.report import intervals, plots
+from specsparse.report.figure import MOST, Figure, Missing, Row
+from specsparse.report.figures.speedup import NO_METHOD
+from specsparse.report.methods import Method, fastest
+from specsparse.report.runs import Run
+
+
+def by_position(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
+    """Lines over the position in the draft."""
+    name, title = "acceptance_by_position", "Acceptance by position in the draft"
+    rows = [
+        {"method": method.label, "position": position + 1, **found.cells()}
+        for method in fastest(methods, MOST)
+        for position in range(method.positions())
+        if (found := method.accepted_at(position)) is not None
+    ]
+    if not rows:
+        return Missing(name, title, "no run drafted a token" if methods else NO_METHOD)
+    definition = metrics.DEFINITIONS["acceptance_per_position"].capitalize()
+    caption = f"{definition}: unconditional, so that a line falls. {intervals.WHISKERS}{_cut(methods)}"
+    return Figure(name, title, caption, tuple(rows), _lines)
+
+
+def by_task(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
+    """Bars: a group a task, a colour a method."""
+    name, title = "acceptance_by_task", "Acceptance by task"
+    rows = [
+        {"method": method.label, "task": task, **found.cells()}
+        for method in fastest(methods, MOST)
+        for task in method.tasks
+        if (found := method.of(task).acceptance()) is not None
+    ]
+    if not rows:
+        return Missing(name, title, "no run drafted a token" if methods else NO_METHOD)
+    caption = (
+        f"Draft acceptance rate: {metrics.DEFINITIONS['draft_acceptance_rate']}. {intervals.WHISKERS}{_cut(methods)}"
+    )
+    return Figure(name, title, caption, tuple(rows), _bars, size=(8.6, 4.4))
+
+
+def accepted_in_a_round(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
+    """Bars: the share of rounds in which 0, 1, 2 .. drafted tokens stayed."""
+    name, title = "accepted_in_a_round", "Drafted tokens that stay in a round"
+    rows = [row for method in fastest(methods, MOST) for row in _histogram(method)]
+    if not rows:
+        return Missing(name, title, "no run drafted a token" if methods else NO_METHOD)
+    caption = (
+        "Share of the rounds with a draft in which exactly so many drafted tokens stayed; the token that the target "
+        f"adds to each is not counted. {intervals.WHISKERS}{_cut(methods)}"
+    )
+    return Figure(name, title, caption, tuple(rows), _histograms, size=(8.6, 4.0))
+
+
+def _histogram(method: Method) -> list[Row]:
+    """Exactly k stayed: those accepted at position k less those accepted at the next one."""
+    rows = []
+    for k in range(method.positions() + 1):
+        found = method.ratio(
+            lambda s, k=k: _reached(s.method, k) - _reached(s.method, k + 1), lambda s: s.method.num_drafts
+        )
+        if found is not None:
+            rows.append({"method": method.label, "tokens": k, **found.cells()})
+    return rows
+
+
+def _reached(counters: metrics.Counters, k: int) -> int:
+    """Rounds in which at least k drafted tokens stayed."""
+    found = (counters.num_drafts, *counters.num_accepted_tokens_per_pos)
+    return found[k] if k < len(found) else 0
+
+
+def _cut(methods: Sequence[Method]) -> str:
+    return f" The {MOST} fastest of {len(methods)} methods." if len(methods) > MOST else ""
+
+
+def _lines(canvas: Canvas, rows: Sequence[Row]) -> None:
+    axes = canvas.subplots()
+    plots.lines(axes, rows, x="position", series="method")
+    axes.set(xlabel="position in the draft", ylabel="accepted")
+    axes.set_ylim(bottom=0)
+    plots.share(axes)
+    plots.legend_below(axes)
+
+
+def _bars(canvas: Canvas, rows: Sequence[Row]) -> None:
+    axes = canvas.subplots()
+    plots.grouped_bars(axes, rows, group="task", series="method")
+    axes.set(ylabel="accepted / drafted")
+    plots.share(axes)
+    plots.legend_below(axes)
+
+
+def _histograms(canvas: Canvas, rows: Sequence[Row]) -> None:
+    axes = canvas.subplots()
+    plots.grouped_bars(axes, rows, group="tokens", series="method")
+    axes.set(xlabel="drafted tokens that stayed", ylabel="rounds with a draft")
+    plots.share(axes)
+    plots.legend_below(axes)

@@ -1,0 +1,83 @@
+"""Speed-up over plain decoding: by task, and against what a sweep varied."""
+
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure as Canvas
+
+from specsparse.report import intervals, plots
+from specsparse.report.figure import MOST, Figure, Missing, Row
+from specsparse.report.methods import GAMMA, TEMPERATURE, Method, fastest
+from specsparse.report.runs import Run
+
+DEFINITION = (
+    "Speed-up: sum of plain decode times over sum of the method's, same prompts and token counts, interleaved, prompt "
+    f"processing excluded. {intervals.WHISKERS}"
+)
+NO_METHOD = "no run decoded plainly and with a method, prompt by prompt"
+
+
+def by_task(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
+    """Bars: a group a task, a colour a method, all prompts together first."""
+    title = "Speed-up by task"
+    if not methods:
+        return Missing("speedup_by_task", title, NO_METHOD)
+    shown, rows = fastest(methods, MOST), []
+    for method in shown:
+        tasks = method.tasks
+        parts = {"all": method} if len(tasks) == 1 else {"all": method, **{t: method.of(t) for t in tasks}}
+        for task, part in parts.items():
+            found = part.speedup()
+            if found is not None:
+                rows.append({"method": method.label, "task": task, **found.cells()})
+    cut = f" The {len(shown)} fastest of {len(methods)} methods." if len(shown) < len(methods) else ""
+    return Figure("speedup_by_task", title, DEFINITION + cut, tuple(rows), _bars, size=(8.6, 4.4))
+
+
+def against_gamma(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
+    """Lines over the draft length."""
+    return _against("speedup_by_gamma", "Speed-up against draft length", GAMMA, "tokens drafted in a round", methods)
+
+
+def against_temperature(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
+    """Lines over the target's temperature."""
+    title = "Speed-up against temperature"
+    return _against("speedup_by_temperature", title, TEMPERATURE, "temperature of the target", methods)
+
+
+def _against(name: str, title: str, key: str, words: str, methods: Sequence[Method]) -> Figure | Missing:
+    """A line a method over one key of the config; methods with one value of it are no line."""
+    if not methods:
+        return Missing(name, title, NO_METHOD)
+    values: dict[str, set[float]] = {}
+    for method in methods:
+        values.setdefault(method.without(key), set()).add(method.run.setting(key))
+    several = {line for line, found in values.items() if len(found) > 1}
+    on_a_line = [m for m in methods if m.without(key) in several]
+    if not on_a_line:
+        return Missing(name, title, f"no two runs differ in {key} alone; sweep it: -m {key}=A,B,C")
+    lines = list(dict.fromkeys(m.without(key) for m in fastest(on_a_line, len(on_a_line))))
+    kept = lines[:MOST]
+    rows = []
+    for method in on_a_line:
+        found = method.speedup()
+        if found is not None and method.without(key) in kept:
+            rows.append({"method": method.without(key), words: method.run.setting(key), **found.cells()})
+    cut = f" {len(lines) - len(kept)} more lines are left out." if len(kept) < len(lines) else ""
+
+    def draw(canvas: Canvas, rows: Sequence[Row]) -> None:
+        axes = canvas.subplots()
+        plots.lines(axes, rows, x=words, series="method")
+        axes.set(xlabel=words, ylabel="speed-up")
+        axes.set_ylim(bottom=0)
+        plots.par(axes)
+        plots.legend_below(axes)
+
+    return Figure(name, title, DEFINITION + cut, tuple(rows), draw)
+
+
+def _bars(canvas: Canvas, rows: Sequence[Row]) -> None:
+    axes = canvas.subplots()
+    plots.grouped_bars(axes, rows, group="task", series="method")
+    axes.set(ylabel="speed-up")
+    plots.par(axes)
+    plots.legend_below(axes)

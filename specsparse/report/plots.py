@@ -1,0 +1,80 @@
+"""Bars, lines and points with their intervals, drawn from rows."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from specsparse.report.figure import COLOURS, INK, Row
+
+_CAP = 2.5
+
+
+def distinct(rows: Sequence[Row], key: str) -> list[Any]:
+    """The values of a column in order of appearance."""
+    return list(dict.fromkeys(row[key] for row in rows))
+
+
+def whiskers(row: Row) -> tuple[float, float]:
+    """Lengths below and above the value; zero where there is no interval."""
+    value, low, high = row["value"], row.get("low"), row.get("high")
+    return (max(value - low, 0), max(high - value, 0)) if low is not None and high is not None else (0, 0)
+
+
+def grouped_bars(axes: Axes, rows: Sequence[Row], *, group: str, series: str) -> None:
+    """A group of bars for each value of `group`, a colour for each of `series`."""
+    groups, names = distinct(rows, group), distinct(rows, series)
+    width = 0.8 / len(names)
+    for i, name in enumerate(names):
+        own = [row for row in rows if row[series] == name and row["value"] is not None]
+        at = [groups.index(row[group]) + (i - (len(names) - 1) / 2) * width for row in own]
+        low, high = zip(*map(whiskers, own)) if own else ((), ())
+        heights = [row["value"] for row in own]
+        axes.bar(at, heights, width * 0.92, color=COLOURS[i], label=str(name))
+        drawn = [j for j in range(len(own)) if low[j] or high[j]]
+        if drawn:
+            spread = [[low[j] for j in drawn], [high[j] for j in drawn]]
+            where, tops = [at[j] for j in drawn], [heights[j] for j in drawn]
+            axes.errorbar(where, tops, spread, fmt="none", ecolor=INK, elinewidth=1, capsize=_CAP)
+    axes.set_xticks(range(len(groups)), [str(g) for g in groups])
+    axes.grid(axis="x", visible=False)
+
+
+def lines(axes: Axes, rows: Sequence[Row], *, x: str, series: str) -> None:
+    """A line for each of `series` over `x`, nudged apart so that whiskers do not hide each other."""
+    names, places = distinct(rows, series), sorted(distinct(rows, x))
+    gap = min((b - a for a, b in itertools.pairwise(places)), default=1.0)
+    step = min(0.05 * gap, 0.012 * (places[-1] - places[0] or gap))
+    for i, name in enumerate(names):
+        own = sorted((r for r in rows if r[series] == name and r["value"] is not None), key=lambda r: r[x])
+        nudge = (i - (len(names) - 1) / 2) * step
+        at, heights = [r[x] + nudge for r in own], [r["value"] for r in own]
+        axes.plot(at, heights, marker="o", color=COLOURS[i], label=str(name))
+        if own:
+            spread = list(zip(*map(whiskers, own)))
+            axes.errorbar(at, heights, spread, fmt="none", ecolor=COLOURS[i], elinewidth=1, capsize=_CAP, alpha=0.7)
+    axes.set_xticks(places, [f"{p:g}" for p in places])
+
+
+def legend_below(axes: Axes, *, columns: int = 4) -> None:
+    """A legend under the axes, so that it hides nothing; none for one series."""
+    handles, labels = axes.get_legend_handles_labels()
+    if len(labels) > 1:
+        longest = max(map(len, labels))
+        room = max(1, int(axes.figure.get_figwidth() * 14 / (longest + 8)))  # about 14 letters an inch
+        per_row = min(room, columns, len(labels))
+        axes.figure.legend(handles, labels, loc="outside lower left", ncols=per_row)
+
+
+def share(axes: Axes, which: str = "y") -> None:
+    """Ticks in percent, from nothing to all."""
+    axis = axes.yaxis if which == "y" else axes.xaxis
+    axis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+
+
+def par(axes: Axes, text: str = "plain") -> None:
+    """The line at 1 that a speed-up is read against."""
+    axes.axhline(1.0, color=INK, linewidth=1, linestyle=(0, (4, 3)))
+    axes.annotate(text, (1, 1), xycoords=("axes fraction", "data"), ha="left", va="center", fontsize=8, color=INK,
+                  xytext=(4, 0), textcoords="offset points")  # fmt: skip

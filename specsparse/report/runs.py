@@ -1,0 +1,138 @@
+"""Runs on disk: record.json and prompts.jsonl of every directory below the given ones."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specsparse.errors import UserError
+from specsparse.trackers import RECORD_FILE, ROWS_FILE
+
+_PASS = frozenset({"prompt_id", "task", "side", "repeat", "counters", "decode_s"})
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished run.
+
+    Attributes:
+        directory: where it lies.
+        record: its record.json.
+        rows: the lines of its prompts.jsonl, one a timed pass.
+    """
+
+    directory: Path
+    record: Mapping[str, Any]
+    rows: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Of the experiment."""
+        return str(self.record.get("name") or self.directory.name)
+
+    @property
+    def kind(self) -> str:
+        """A name of `experiments.KINDS`."""
+        return str(self.record.get("kind") or self.config.get("kind") or "speed")
+
+    @property
+    def summary(self) -> Mapping[str, Any]:
+        """What the run found."""
+        return self.record.get("summary") or {}
+
+    @property
+    def passes(self) -> list[Mapping[str, Any]]:
+        """The rows that are timed passes; kinds of run may log others."""
+        return [row for row in self.rows if row.keys() >= _PASS]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The whole composed config, nested."""
+        return self.record.get("config") or {}
+
+    @property
+    def manifest(self) -> Mapping[str, Any]:
+        """See `specsparse.manifest`."""
+        return self.record.get("manifest") or {}
+
+    def setting(self, key: str) -> Any:
+        """A value of the config by its dotted key; None where there is none."""
+        value: Any = self.config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
+
+def find(paths: Iterable[Path]) -> list[Run]:
+    """Every finished run at or below the paths, in the order of the paths, jobs of a sweep by their number.
+
+    Raises:
+        UserError: a path that is not there, one without a finished run, or a record that cannot be read.
+    """
+    found: dict[Path, Run] = {}
+    for path in paths:
+        if not path.exists():
+            raise UserError(f"{path}: no such run; runs are written to runs/<name>/<date>_<time>")
+        files = [path] if path.is_file() else sorted(path.rglob(RECORD_FILE), key=_order)
+        if not files:
+            raise UserError(f"{path}: no finished run there (no {RECORD_FILE} at or below it)")
+        for file in files:
+            found.setdefault(file.parent.resolve(), read(file.parent))
+    return list(found.values())
+
+
+def read(directory: Path) -> Run:
+    """The run of one directory.
+
+    Raises:
+        UserError: no record, or one that is not ours.
+    """
+    file = directory / RECORD_FILE
+    record = _json(_text(file), str(file))
+    if not isinstance(record, dict) or not isinstance(record.get("summary"), dict):
+        raise UserError(f"{file}: not the record of a run (it has no summary)")
+    rows = directory / ROWS_FILE
+    lines = _text(rows).splitlines() if rows.is_file() else []
+    parsed = [_json(line, f"{rows}:{i}") for i, line in enumerate(lines, 1) if line.strip()]
+    return Run(directory, record, tuple(row for row in parsed if isinstance(row, dict)))
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{where}: not JSON ({error})") from None
+
+
+def _order(file: Path) -> tuple[tuple[int, int | str], ...]:
+    """Numbers as numbers, so that job 10 comes after job 9."""
+    return tuple((0, int(p)) if p.isdecimal() else (1, p) for p in file.parts)
+
+
+def disagreements(runs: Sequence[Run]) -> list[str]:
+    """What a reader must know before comparing these runs: another machine, commit, model file or kernels."""
+    places = {
+        "machine": lambda m: (m.get("cpu") or {}).get("model"),
+        "kernels": lambda m: _kernels(m.get("kernels") or {}),
+        "model file": lambda m: (m.get("model") or {}).get("file"),
+        "commit": lambda m: ((m.get("git") or {}).get("commit") or "")[:10] or None,
+    }
+    out = []
+    for what, get in places.items():
+        values = list(dict.fromkeys(str(v) for run in runs if (v := get(run.manifest)) is not None))
+        if len(values) > 1:
+            out.append(f"{what}: {', '.join(values)}")
+    return out
+
+
+def _kernels(status: Mapping[str, Any]) -> str | None:
+    parts = [str(status[key]) for key in ("kernels", "isa") if status.get(key)]
+    return " ".join(parts) or None

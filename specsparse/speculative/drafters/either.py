@@ -1,0 +1,97 @@
+"""Two drafters, one round at a time: the first where it has something to say, else the second."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specsparse.errors import UserError
+from specsparse.speculative.base import DraftContext, Drafted, Drafter, DraftKind, Feedback
+from specsparse.speculative.tree import TreeTemplate
+
+
+class EitherState(NamedTuple):
+    """The states of the two, and bool[B], whether the last draft was the first one's."""
+
+    first: Any
+    second: Any
+    took: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Either(Drafter):
+    """Drafts with `first` (which needs no weights) and, for sequences it leaves empty, with `second`. One-hot chains.
+
+    A sequence that `first` drafts for gives `second` no budget, so that a drafter whose time follows its tokens costs
+    nothing then. Each learns of its own drafts only.
+
+    Attributes:
+        first: such as prompt lookup.
+        second: such as a head; its weights are this drafter's.
+    """
+
+    first: Drafter
+    second: Drafter
+
+    def __post_init__(self):
+        for drafter in (self.first, self.second):
+            if drafter.kind is not DraftKind.ONE_HOT or drafter.tree:
+                raise UserError("lookup_head drafts argmax chains: leave drafter.temperature, draw and tree out")
+
+    @property
+    def kind(self) -> DraftKind:
+        """Chosen, not drawn."""
+        return DraftKind.ONE_HOT
+
+    @property
+    def max_nodes(self) -> int:
+        """The larger of the two."""
+        return max(self.first.max_nodes, self.second.max_nodes)
+
+    @property
+    def max_depth(self) -> int:
+        """K."""
+        return self.max_nodes
+
+    @property
+    def tree(self) -> bool:
+        """A chain."""
+        return False
+
+    @property
+    def wants_hidden(self) -> bool:
+        """If one of them does."""
+        return self.first.wants_hidden or self.second.wants_hidden
+
+    def init(self, params: Any, ctx: DraftContext, *, hidden: jax.Array | None = None) -> EitherState:
+        """Both begin."""
+        first = self.first.init(None, ctx, hidden=hidden)
+        second = self.second.init(params, ctx, hidden=hidden)
+        return EitherState(first, second, jnp.zeros((ctx.length.shape[0],), bool))
+
+    def draft(self, params: Any, state: EitherState, ctx: DraftContext) -> Drafted:
+        """The first one's draft, or the second one's."""
+        a = self.first.draft(None, state.first, ctx)
+        took_B = a.draft.count > 0
+        rest = ctx._replace(budget=jnp.where(took_B, 0, ctx.budget), cache=a.cache)
+        b = self.second.draft(params, state.second, rest)
+        tokens_BK = jnp.where(took_B[:, None], self._wide(a.draft.tokens), self._wide(b.draft.tokens))
+        draft = a.draft._replace(
+            tokens=tokens_BK,
+            parents=TreeTemplate.chain(self.max_nodes).parents_array(tokens_BK.shape[0]),
+            count=jnp.where(took_B, a.draft.count, b.draft.count),
+        )
+        return Drafted(draft, EitherState(a.state, b.state, took_B), b.cache)
+
+    def commit(self, params: Any, state: EitherState, ctx: DraftContext, feedback: Feedback) -> EitherState:
+        """Both learn the verdict; the one that did not draft sees an empty draft."""
+        draft, zero_B = feedback.draft, jnp.zeros_like(feedback.draft.count)
+        mine = feedback._replace(draft=draft._replace(count=jnp.where(state.took, draft.count, zero_B)))
+        other = feedback._replace(draft=draft._replace(count=jnp.where(state.took, zero_B, draft.count)))
+        first = self.first.commit(None, state.first, ctx, mine)
+        second = self.second.commit(params, state.second, ctx, other)
+        return EitherState(first, second, state.took)
+
+    def _wide(self, tokens_Bk: jax.Array) -> jax.Array:
+        return jnp.pad(tokens_Bk, ((0, 0), (0, self.max_nodes - tokens_Bk.shape[1])))

@@ -1,0 +1,191 @@
+"""A head's file: GGUF of an architecture of its own, read for one target. Those that travel with specsparse have
+names."""
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from gguf import GGUFWriter, quants
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from specsparse.engine.config import ModelConfig
+from specsparse.engine.gguf import GGUFFile, TensorInfo, open_gguf
+from specsparse.engine.weights import Layer, pack_matrix
+from specsparse.errors import UserError
+from specsparse.kernels import QTensor
+from specsparse.speculative.drafters.head_source import HeadParams
+
+ARCHITECTURE = "specsparse-head"
+"""`general.architecture` of these files."""
+TARGET, DRAFT_IDS, VOCAB_SIZE = (f"{ARCHITECTURE}.{key}" for key in ("target", "draft_ids", "vocab_size"))
+"""Keys: `fingerprint` of the target, ids of the head's columns in ascending order, size of the target's vocabulary."""
+SHIPPED = Path(__file__).parents[2] / "data" / "heads"
+"""Heads that travel with specsparse, by file name."""
+NORMS = ("hidden_norm", "token_norm", "output_norm")
+LAYER_MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+
+
+@dataclass(frozen=True)
+class HeadFile:
+    """What a head's file holds for a target.
+
+    Attributes:
+        params: the packed weights.
+        ids: int32[N], ascending, the target's ids of its columns.
+        path: the file.
+    """
+
+    params: HeadParams
+    ids: np.ndarray
+    path: Path
+
+
+def fingerprint(output_norm: Any) -> str:
+    """What a target is known by, however its matrices are quantised: a hash of its output norm f32[D]."""
+    return hashlib.sha256(np.asarray(output_norm, np.float32).tobytes()).hexdigest()[:16]
+
+
+def find(spec: str | Path | None, output_norm: Any) -> Path:
+    """The file of a head: a path, the name of a shipped one, or None for the shipped one that fits the target.
+
+    Raises:
+        UserError: there is none.
+    """
+    shipped = sorted(SHIPPED.glob("*.gguf"))
+    if spec is None:
+        wanted = fingerprint(output_norm)
+        for path in shipped:
+            if open_gguf(path).get(TARGET, "str", "") == wanted:
+                return path
+        raise UserError("no head was trained for this model: give drafter.head=FILE, or +experiment=train_drafter")
+    for path in (SHIPPED / f"{spec}.gguf", Path(spec).expanduser()):
+        if path.is_file():
+            return path
+    names = ", ".join(path.stem for path in shipped) or "none"
+    raise UserError(f"drafter.head={spec}: no such file; heads with a name: {names}")
+
+
+def matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Shapes [outputs, inputs] of a head's matrices by tensor name."""
+    D, F = config.d_model, config.d_ff
+    q, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    layer = dict(zip(LAYER_MATRICES, ((q, D), (kv, D), (kv, D), (D, q), (F, D), (F, D), (D, F)), strict=True))
+    return {
+        "fc_hidden.weight": (D, D),
+        "fc_token.weight": (D, D),
+        **{f"blk.0.{name}.weight": shape for name, shape in layer.items()},
+    }
+
+
+def vector_names() -> tuple[str, ...]:
+    """Names of the norms f32[D]."""
+    return (*(f"{name}.weight" for name in NORMS), "blk.0.attn_norm.weight", "blk.0.ffn_norm.weight")
+
+
+def read_head(path: Path, config: ModelConfig, *, floats: bool) -> HeadFile:
+    """Reads a head for a target of that config; `floats` keeps float32 for kernels without quantised products.
+
+    Raises:
+        UserError: another kind of file, or a head for a model of other shapes.
+    """
+    f = open_gguf(path)
+    if f.get("general.architecture", "str", "") != ARCHITECTURE:
+        raise UserError(f"{path}: is no head; +experiment=train_drafter makes one")
+    size = f.get(VOCAB_SIZE, "int")
+    if size != config.vocab_size:
+        raise UserError(f"{path}: is a head for {size} ids, the target has {config.vocab_size}")
+    get = _reader(f, {**matrix_shapes(config), **dict.fromkeys(vector_names(), (config.d_model,))})
+
+    def matrix(name: str) -> QTensor:
+        return pack_matrix(get(f"{name}.weight"), floats=floats)
+
+    def vector(name: str):
+        return jnp.asarray(get(f"{name}.weight").dequantize().astype(np.float32).reshape(-1))
+
+    fields = {name: matrix(f"blk.0.{name}") for name in LAYER_MATRICES}
+    norms = {name: vector(f"blk.0.{name}") for name in ("attn_norm", "ffn_norm")}
+    params = HeadParams(
+        fc_hidden=matrix("fc_hidden"),
+        fc_token=matrix("fc_token"),
+        layer=Layer(**fields, **norms, biases={}),
+        **{name: vector(name) for name in NORMS},
+    )
+    return HeadFile(params, _ids(f, config), path)
+
+
+def _reader(f: GGUFFile, shapes: dict[str, tuple[int, ...]]) -> Callable[[str], TensorInfo]:
+    """Tensors by name, checked against their shapes."""
+
+    def get(name: str) -> TensorInfo:
+        if name not in f.tensors:
+            raise UserError(f"{f.path}: tensor {name} is missing")
+        found = f.tensors[name]
+        if tuple(found.shape) != shapes[name]:
+            raise UserError(f"{f.path}: tensor {name} is {tuple(found.shape)}, the target needs {shapes[name]}")
+        return found
+
+    return get
+
+
+def _ids(f: GGUFFile, config: ModelConfig) -> np.ndarray:
+    ids = f.get_numbers(DRAFT_IDS)
+    if ids is None or not len(ids) or (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= config.vocab_size:
+        raise UserError(f"{f.path}: {DRAFT_IDS} must hold ascending ids below {config.vocab_size}")
+    return np.asarray(ids, np.int32)
+
+
+def write_head(
+    path: Path, target: Any, tensors: Mapping[str, np.ndarray], ids: np.ndarray, *, quant: str = "F32", name: str = ""
+) -> Path:
+    """Writes a head; the file appears whole or not at all.
+
+    Args:
+        path: the file, overwritten.
+        target: the model it is for.
+        tensors: float32 by name, `matrix_shapes` and `vector_names` say which.
+        ids: int32[N], ascending, the target's ids of its columns.
+        quant: type of the matrices: F32, F16, Q8_0, Q4_0, Q4_1 or whatever else gguf can write.
+        name: `general.name`.
+
+    Raises:
+        UserError: a type that cannot be written, or that does not fit the width.
+    """
+    kind = _kind(quant, target.config)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    writer = GGUFWriter(temporary, ARCHITECTURE)
+    writer.add_name(name or path.stem)
+    writer.add_string(TARGET, fingerprint(target.params.output_norm))
+    writer.add_uint32(VOCAB_SIZE, target.config.vocab_size)
+    writer.add_array(DRAFT_IDS, [int(i) for i in ids])
+    for key, value in tensors.items():
+        if value.ndim == 1:
+            writer.add_tensor(key, value)
+        else:
+            writer.add_tensor(key, quants.quantize(value, kind), raw_dtype=kind)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def _kind(quant: str, config: ModelConfig) -> GGMLQuantizationType:
+    try:
+        kind = GGMLQuantizationType[quant]
+        block = GGML_QUANT_SIZES[kind][0]
+        quants.quantize(np.zeros((1, block), np.float32), kind)
+    except (KeyError, NotImplementedError) as error:
+        raise UserError(f"train.quantise={quant}: choose F32, F16, Q8_0, Q4_0 or Q4_1") from error
+    if any(columns % block for _, columns in matrix_shapes(config).values()):
+        raise UserError(f"train.quantise={quant}: the model's widths are no multiples of {block}; choose F16")
+    return kind

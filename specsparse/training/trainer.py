@@ -1,0 +1,317 @@
+"""Training a head: the divergence from the target's law on every stream of a draft."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from specsparse.errors import UserError
+from specsparse.kernels.dequant import dequantize, embed_rows
+from specsparse.kernels.rows import take_rows
+from specsparse.training import head
+from specsparse.training.data import Text
+from specsparse.training.head import Frozen, HeadWeights, Window
+from specsparse.training.windows import fill, pack, spans
+
+if TYPE_CHECKING:
+    from specsparse.model import Model
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How a head is trained.
+
+    Attributes:
+        draft_vocab: N, ids it scores: the most frequent ones of the answers.
+        steps: of the optimiser.
+        windows: of a step.
+        rows, drafting: of a window, see `training.head.Window`.
+        streams: tokens of a draft that are trained.
+        stream_weight: of each stream in the loss against the one before it.
+        candidates: ids of the draft vocabulary that a step's softmax runs over, others in every step: those that
+            follow its rows and further ones, drawn as often as they occur; 0 for all of them, which costs more.
+        learning_rate, weight_decay: of AdamW; the decay is of the matrices.
+        clip: largest norm of a gradient.
+        warmup: steps in which the rates rise from 0.
+        decay: share of the steps, the last ones, in which they fall to 0, linearly.
+        seed: of the order of texts.
+    """
+
+    draft_vocab: int = 8192
+    steps: int = 1000
+    windows: int = 4
+    rows: int = 512
+    drafting: int = 224
+    streams: int = 2
+    stream_weight: float = 0.8
+    candidates: int = 2048
+    learning_rate: float = 6e-4
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    warmup: int = 20
+    decay: float = 0.5
+    seed: int = 0
+
+    def __post_init__(self):
+        for name in ("draft_vocab", "steps", "windows", "rows", "drafting", "streams", "warmup"):
+            if getattr(self, name) < 1:
+                raise UserError(f"train.{name}={getattr(self, name)} must be at least 1")
+        if self.candidates < 0 or self.weight_decay < 0:
+            raise UserError("train.candidates and train.weight_decay must not be below 0")
+        for name in ("learning_rate", "stream_weight", "clip"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"train.{name}={getattr(self, name)} must be above 0")
+        if not 0 <= self.decay <= 1:
+            raise UserError(f"train.decay={self.decay} must lie in 0..1")
+
+
+class TrainState(NamedTuple):
+    """What a restart needs: a pytree of arrays.
+
+    Attributes:
+        weights, optimiser: as they are.
+        ids: int32[N], the draft vocabulary, ascending.
+        step: int32[], steps done.
+    """
+
+    weights: HeadWeights
+    optimiser: Any
+    ids: jax.Array
+    step: jax.Array
+
+
+class Batch(NamedTuple):
+    """Windows [W, ...], and int32[c], ascending, the columns of the draft vocabulary that the softmax runs over."""
+
+    windows: Window
+    columns: np.ndarray
+
+
+class Losses(NamedTuple):
+    """Of a batch, by stream: KL(target, head) in nats, and the share of rows whose argmax is the target's."""
+
+    loss: jax.Array
+    agreement: jax.Array
+
+
+def frequent_ids(texts: Sequence[Text], count: int, vocab_size: int) -> np.ndarray:
+    """int32[N], ascending: the ids that answers hold most often; equally frequent ones by id."""
+    order = np.argsort(-_counts(texts, vocab_size), kind="stable")
+    return np.sort(order[: min(count, vocab_size)]).astype(np.int32)
+
+
+def _counts(texts: Sequence[Text], vocab_size: int) -> np.ndarray:
+    """int64[V]: how often answers hold each id."""
+    seen = np.zeros(vocab_size, np.int64)
+    for text in texts:
+        seen += np.bincount(text.tokens[text.prompt :], minlength=vocab_size)
+    return seen
+
+
+def _shares(texts: Sequence[Text], ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    """float64[N]: what candidates are drawn by; one more than the count, so that each may come."""
+    counts = _counts(texts, vocab_size)[ids] + 1.0
+    return counts / counts.sum()
+
+
+def first_weights(model: "Model", texts: Sequence[Text], *, rows: int = 60_000, ridge: float = 3e-3) -> HeadWeights:
+    """Where training begins: the best linear guess, in a layer that passes it on.
+
+    `fc` is the ridge regression of the target's next row on both inputs. Queries, keys, values, gate and up are those
+    of the target's last layer; the two output matrices are 0, so that the layer adds nothing yet.
+    """
+    params, width = model.params, model.config.d_model
+    before, after, tokens = [], [], []
+    for text in texts:
+        start = max(text.prompt - 2, 0)
+        before.append(text.hidden[start:-1])
+        after.append(text.hidden[start + 1 :])
+        tokens.append(text.tokens[start + 1 :])
+        if sum(map(len, tokens)) >= rows:
+            break
+    embedded = np.asarray(embed_rows(params.embedding, jnp.asarray(np.concatenate(tokens))))
+    h, h_next, e = (_unit(np.concatenate(x) if isinstance(x, list) else x) for x in (before, after, embedded))
+    x = np.concatenate([h * np.asarray(params.output_norm), e], axis=1)
+    gram, cross = x.T @ x, x.T @ h_next
+    gram[np.diag_indices_from(gram)] += ridge * np.trace(gram) / len(gram)
+    last = params.layers[-1]
+    matrix = {n: dequantize(getattr(last, n)) for n in ("attn_q", "attn_k", "attn_v", "ffn_gate", "ffn_up")}
+    weights = HeadWeights(
+        hidden_norm=params.output_norm,
+        token_norm=jnp.ones((width,), jnp.float32),
+        fc=jnp.asarray(np.linalg.solve(gram, cross).T, jnp.float32),
+        attn_norm=last.attn_norm,
+        attn_output=jnp.zeros(last.attn_output.shape, jnp.float32),
+        ffn_norm=last.ffn_norm,
+        ffn_down=jnp.zeros(last.ffn_down.shape, jnp.float32),
+        output_norm=params.output_norm,
+        **matrix,
+    )
+    return jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), weights)  # a step donates them
+
+
+def _unit(x: np.ndarray) -> np.ndarray:
+    """Rows of mean square 1, float32."""
+    x = x.astype(np.float32)
+    return x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + np.float32(1e-5))
+
+
+def optimiser(options: TrainOptions) -> optax.GradientTransformation:
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) under a trapezoid of rates."""
+    up = max(1, options.warmup)
+    down = max(1, round(options.decay * options.steps))
+    peak, flat = options.learning_rate, max(options.steps - up - down, 0)
+    rate = optax.join_schedules(
+        (
+            optax.linear_schedule(0.0, peak, up),
+            optax.constant_schedule(peak),
+            optax.linear_schedule(peak, 0.0, down),
+        ),
+        [up, up + flat],
+    )
+    matrices = partial(jax.tree.map, lambda x: x.ndim > 1)
+    return optax.chain(
+        optax.clip_by_global_norm(options.clip),
+        optax.adamw(rate, b2=0.98, weight_decay=options.weight_decay, mask=matrices),
+    )
+
+
+class HeadTrainer:
+    """Trains a head of one target, step by step; a step depends on state and data alone, so a restart changes nothing.
+
+    Attributes:
+        options: how.
+        config: the target's.
+    """
+
+    def __init__(self, model: "Model", options: TrainOptions):
+        self.model, self.options, self.config = model, options, model.config
+        self._optimiser = optimiser(options)
+        self._step = jax.jit(self._one_step, donate_argnums=(0, 1))
+        self._judge = jax.jit(self._losses)
+
+    def start(self, texts: Sequence[Text]) -> TrainState:
+        """The state before the first step."""
+        weights = first_weights(self.model, texts)
+        ids = frequent_ids(texts, self.options.draft_vocab, self.config.vocab_size)
+        return TrainState(weights, self._init(weights), jnp.asarray(ids), jnp.zeros((), jnp.int32))
+
+    def like(self) -> TrainState:
+        """A state of the right shapes, to read a checkpoint by."""
+        c, f32 = self.config, jnp.float32
+        D, q, kv = c.d_model, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+        shapes = HeadWeights(
+            (D,), (D,), (D, 2 * D), (D,), (q, D), (kv, D), (kv, D), (D, q), (D,), (c.d_ff, D), (c.d_ff, D),
+            (D, c.d_ff), (D,),
+        )  # fmt: skip
+        weights = HeadWeights(*(jnp.zeros(shape, f32) for shape in shapes))
+        ids = jnp.zeros((min(self.options.draft_vocab, c.vocab_size),), jnp.int32)
+        return TrainState(weights, self._init(weights), ids, jnp.zeros((), jnp.int32))
+
+    def frozen(self, ids: np.ndarray) -> Frozen:
+        """The target's part for that draft vocabulary."""
+        params = self.model.params
+        rows = dequantize(take_rows(params.output, np.asarray(ids)))
+        cos, sin = head.rotary(self.config, self.options.rows, self.model.rope_factors)
+        return Frozen(params.output_norm, rows, cos, sin)
+
+    def batches(self, texts: Sequence[Text], ids: np.ndarray, start: int) -> Iterator[Batch]:
+        """The batches from step `start` on without end; the texts come in another order each time."""
+        o, epoch, done = self.options, 0, 0
+        if not any(spans(text)[1] > 0 for text in texts):
+            raise UserError("no text to train on has an answer: raise train.tokens")
+        share = _shares(texts, ids, self.config.vocab_size)
+        while True:
+            order = np.random.default_rng([o.seed, epoch]).permutation(len(texts))
+            plan = pack(texts, order, rows=o.rows, drafting=o.drafting)
+            plan = (plan * o.windows)[: -(-len(plan) // o.windows) * o.windows]  # the last batch is filled up
+            for at in range(0, len(plan), o.windows):
+                if done >= start:
+                    part = [fill([texts[i] for i in w], rows=o.rows, drafting=o.drafting)
+                            for w in plan[at : at + o.windows]]  # fmt: skip
+                    windows = jax.tree.map(lambda *each: np.stack(each), *part)
+                    yield Batch(windows, self._columns(windows, ids, share, done))
+                done += 1
+            epoch += 1
+
+    def _columns(self, windows: Window, ids: np.ndarray, share: np.ndarray, step: int) -> np.ndarray:
+        """The candidates of a step."""
+        count = min(self.options.candidates or len(ids), len(ids))
+        if count == len(ids):
+            return np.arange(count, dtype=np.int32)
+        column = np.minimum(np.searchsorted(ids, windows.tokens), len(ids) - 1)
+        wanted = np.unique(column[ids[column] == windows.tokens])[:count]
+        rest = np.where(np.isin(np.arange(len(ids)), wanted), 0.0, share)
+        rng = np.random.default_rng([self.options.seed, 1 << 20, step])
+        more = rng.choice(len(ids), count - len(wanted), replace=False, p=rest / rest.sum())
+        return np.sort(np.concatenate([wanted, more])).astype(np.int32)
+
+    def step(self, state: TrainState, frozen: Frozen, batch: Batch) -> tuple[TrainState, Losses]:
+        """One step of the optimiser, and the losses before it."""
+        weights, opt, losses = self._step(
+            state.weights, state.optimiser, frozen, self.model.params.embedding, jax.tree.map(jnp.asarray, batch)
+        )
+        return TrainState(weights, opt, state.ids, state.step + 1), losses
+
+    def judge(self, state: TrainState, frozen: Frozen, batch: Batch) -> Losses:
+        """The losses of a batch."""
+        batch = jax.tree.map(jnp.asarray, batch)
+        return self._judge(state.weights, frozen, self.model.params.embedding, batch)[1]
+
+    def _init(self, weights: HeadWeights) -> Any:
+        return self._optimiser.init(weights)
+
+    def _losses(self, weights: HeadWeights, frozen: Frozen, embedding: Any, batch: Batch):
+        o, windows = self.options, batch.windows
+        frozen = frozen._replace(head=frozen.head[batch.columns])
+        windows = windows._replace(hidden=windows.hidden.astype(jnp.float32), after=windows.after.astype(jnp.float32))
+
+        def one(window: Window):
+            embedded = embed_rows(embedding, window.tokens)
+            rows = head.streams(self.config, weights, frozen, embedded, window, o.streams)
+            log_p = jax.nn.log_softmax(head.target_logits(self.config, frozen, window.after), axis=-1)
+            p, best = jnp.exp(log_p), jnp.argmax(log_p, axis=-1)
+            entropy = -jnp.sum(p * log_p, axis=-1)
+            found = []
+            for s, y_mD in enumerate(rows):
+                q_mN = jax.nn.log_softmax(head.logits(self.config, weights, frozen, y_mD), axis=-1)
+                counts = (window.depth >= s).astype(jnp.float32)
+                same = (jnp.argmax(q_mN, axis=-1) == best).astype(jnp.float32)
+                divergence = -jnp.sum(p * q_mN, axis=-1) - entropy
+                found.append((jnp.sum(counts * divergence), jnp.sum(counts * same), counts.sum()))
+            return jax.tree.map(lambda *each: jnp.stack(each), *found)
+
+        loss, same, counts = jax.tree.map(lambda x: x.sum(axis=0), jax.lax.map(one, windows))
+        counts = jnp.maximum(counts, 1.0)
+        weight = jnp.asarray(o.stream_weight ** np.arange(o.streams), jnp.float32)
+        losses = Losses(loss / counts, same / counts)
+        return jnp.sum(weight * losses.loss) / jnp.sum(weight), losses
+
+    def _one_step(self, weights, opt, frozen, embedding, batch):
+        (_, losses), grads = jax.value_and_grad(self._losses, has_aux=True)(weights, frozen, embedding, batch)
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counter with floats
+            updates, opt = self._optimiser.update(grads, opt, weights)
+        return optax.apply_updates(weights, updates), opt, losses
+
+
+def run(
+    trainer: HeadTrainer,
+    state: TrainState,
+    texts: Sequence[Text],
+    *,
+    on_step: Callable[[TrainState, Losses, int], None],
+) -> TrainState:
+    """Steps to the end from wherever `state` is; `on_step` sees each state, the losses before it, and its rows."""
+    ids = np.asarray(state.ids)
+    batches = trainer.batches(texts, ids, int(state.step))
+    frozen = trainer.frozen(ids)
+    while int(state.step) < trainer.options.steps:
+        batch = next(batches)
+        state, losses = trainer.step(state, frozen, batch)
+        on_step(state, losses, int((batch.windows.depth >= 0).sum()))
+    return state

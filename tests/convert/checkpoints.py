@@ -1,0 +1,163 @@
+"""Tiny random checkpoints as transformers writes them, and what their logits are, in float64."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import sentencepiece
+from safetensors.numpy import save_file
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from specsparse.testing.tiny import CHATML
+from specsparse.testing.vocab import bpe_vocabulary
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False, "vocab_size": 300,
+}  # fmt: skip
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def weights(config: dict[str, Any], *, seed: int = 0, bias: bool = False) -> dict[str, np.ndarray]:
+    """Random float32 tensors under the names of transformers."""
+    rng, d, f = np.random.default_rng(seed), config["hidden_size"], config["intermediate_size"]
+    head = config.get("head_dim", d // config["num_attention_heads"])
+    q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    shapes = {"self_attn.q_proj": (q, d), "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d)}
+    shapes |= {"self_attn.o_proj": (d, q), "mlp.gate_proj": (f, d), "mlp.up_proj": (f, d), "mlp.down_proj": (d, f)}
+    out = {"model.embed_tokens.weight": rng.normal(0, 1, (config["vocab_size"], d))}
+    for i in range(config["num_hidden_layers"]):
+        for name, shape in shapes.items():
+            out[f"model.layers.{i}.{name}.weight"] = rng.normal(0, shape[1] ** -0.5, shape)
+            if bias and name[-6:] in ("q_proj", "k_proj", "v_proj"):
+                out[f"model.layers.{i}.{name}.bias"] = rng.normal(0, 0.3, shape[0])
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            out[f"model.layers.{i}.{name}.weight"] = rng.normal(1, 0.1, d)
+        out[f"model.layers.{i}.self_attn.rotary_emb.inv_freq"] = np.ones(head // 2)  # old checkpoints have it
+    out["model.norm.weight"] = rng.normal(1, 0.1, d)
+    if not config["tie_word_embeddings"]:
+        out["lm_head.weight"] = rng.normal(0, d**-0.5, (config["vocab_size"], d))
+    return {name: value.astype(np.float32) for name, value in out.items()}
+
+
+def logits(config: dict[str, Any], w: dict[str, np.ndarray], ids: list[int], inv_freq=None) -> np.ndarray:
+    """float64[n, V] of transformers' Llama: rotation of halves, causal attention, SwiGLU."""
+    w = {name: value.astype(np.float64) for name, value in w.items()}
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    head = config.get("head_dim", config["hidden_size"] // heads)
+    if inv_freq is None:
+        inv_freq = config["rope_theta"] ** (-np.arange(0, head, 2) / head)
+    angle = np.concatenate([np.arange(len(ids))[:, None] * inv_freq] * 2, 1)[:, None]
+
+    def norm(x, name):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config["rms_norm_eps"]) * w[name]
+
+    def linear(x, name):
+        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
+
+    def turned(x):
+        low, high = np.split(x, 2, -1)
+        return x * np.cos(angle) + np.concatenate([-high, low], -1) * np.sin(angle)
+
+    x = w["model.embed_tokens.weight"][ids]
+    for i in range(config["num_hidden_layers"]):
+        at = f"model.layers.{i}."
+        z = norm(x, at + "input_layernorm.weight")
+        q = turned(linear(z, at + "self_attn.q_proj").reshape(len(ids), heads, head))
+        k = turned(linear(z, at + "self_attn.k_proj").reshape(len(ids), groups, head)).repeat(heads // groups, 1)
+        v = linear(z, at + "self_attn.v_proj").reshape(len(ids), groups, head).repeat(heads // groups, 1)
+        scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(head)
+        scores = np.where(np.tri(len(ids), dtype=bool), scores, -np.inf)
+        law = np.exp(scores - scores.max(-1, keepdims=True))
+        mixed = np.einsum("hqk,khd->qhd", law / law.sum(-1, keepdims=True), v).reshape(len(ids), -1)
+        x = x + linear(mixed, at + "self_attn.o_proj")
+        z = norm(x, at + "post_attention_layernorm.weight")
+        gate = linear(z, at + "mlp.gate_proj")
+        x = x + linear(gate / (1 + np.exp(-gate)) * linear(z, at + "mlp.up_proj"), at + "mlp.down_proj")
+    return norm(x, "model.norm.weight") @ w.get("lm_head.weight", w["model.embed_tokens.weight"]).T
+
+
+def save(folder: Path, config: dict[str, Any], w: dict[str, np.ndarray], *, bf16: bool = False, parts: int = 1) -> Path:
+    """config.json and safetensors, in several files where `parts` says so."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    w = {name: value.astype(ml_dtypes.bfloat16) if bf16 else value for name, value in w.items()}
+    if parts == 1:
+        save_file(w, folder / "model.safetensors")
+        return folder
+    names, home = sorted(w), {}
+    for i in range(parts):
+        file = f"model-{i + 1:05d}-of-{parts:05d}.safetensors"
+        own = {name: w[name] for name in names[i::parts]}
+        save_file(own, folder / file)
+        home |= dict.fromkeys(own, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": home}))
+    return folder
+
+
+def bpe_tokenizer(folder: Path, pre: str = "smollm") -> Tokenizer:
+    """tokenizer.json of a byte-level BPE, with two special tokens of its own and a chat template."""
+    tokens, _, merges = bpe_vocabulary(296)
+    vocab = {token: i for i, token in enumerate(tokens)}
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    made = Tokenizer(models.BPE(vocab, pairs, ignore_merges=pre == "llama-bpe"))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre != "llama-bpe")
+    before = {
+        "smollm": [pre_tokenizers.Digits(individual_digits=True)],
+        "gpt-2": [],
+        "llama-bpe": [pre_tokenizers.Split(Regex(LLAMA3), "isolated")],
+        "unknown": [pre_tokenizers.Split("l", "isolated")],
+    }[pre]
+    made.pre_tokenizer = pre_tokenizers.Sequence([*before, byte_level])
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(name, special=True) for name in tokens[:3]])
+    made.add_special_tokens([AddedToken("<|begin|>", special=True)])
+    if pre == "llama-bpe":
+        made.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 296)])
+    made.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<|begin|>", "eos_token": {"content": "<|im_end|>"}, "chat_template": CHATML}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return made
+
+
+def spm_tokenizer(folder: Path) -> sentencepiece.SentencePieceProcessor:
+    """tokenizer.model with byte fallback, as Llama 2 has it, and one token added to it."""
+    text = ["hello world and the other one", "it is what it is", "a b c d e f g h i j k l m n o p q r s t u v w x y z"]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(text * 5), model_prefix=str(folder / "tokenizer"), vocab_size=290, model_type="bpe",
+        byte_fallback=True, hard_vocab_limit=False, minloglevel=3, normalization_rule_name="identity",
+        remove_extra_whitespaces=False, add_dummy_prefix=True,
+    )  # fmt: skip
+    (folder / "tokenizer.vocab").unlink()
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+
+
+def spm_as_json(folder: Path, sp: sentencepiece.SentencePieceProcessor) -> None:
+    """tokenizer.json in place of tokenizer.model, as transformers writes Llama 2's."""
+    from tokenizers import normalizers
+
+    pieces = [sp.id_to_piece(i) for i in range(sp.get_piece_size())]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    merges = []
+    for piece in sorted((p for p in pieces[259:] if len(p) > 1), key=lambda p: -sp.get_score(vocab[p])):
+        parts = [(piece[:k], piece[k:]) for k in range(1, len(piece)) if piece[:k] in vocab and piece[k:] in vocab]
+        merges += sorted(parts, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
+    made = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    made.add_special_tokens(["<unk>", "<s>", "</s>"])
+    made.add_tokens(["<pad>"])
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.model").unlink()

@@ -1,0 +1,71 @@
+"""Two runs side by side."""
+
+import pytest
+
+from specsparse.cli import main as cli
+from specsparse.errors import UserError
+from specsparse.report import diff, intervals, runs
+from tests.report import making
+
+TIMES = {(f"p{i}", "chat" if i % 2 else "code"): (2.0, 1.0 + i / 10) for i in range(6)}
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """B is twice as fast with the method, has one prompt of its own, and wrote another text to p0."""
+    faster = {key: (plain, method / 2) for key, (plain, method) in TIMES.items()}
+    done = [*making.passes(faster), *making.passes({("own", "chat"): (2.0, 20.0)})]
+    done[1] = making.one("p0", "code", "speculative", 0.5, ids=(9,) * 20)
+    a = making.speed_run(tmp_path / "a", making.passes(TIMES), kernels={"isa": "avx2"})
+    b = making.speed_run(tmp_path / "b", done, policy__gamma=4, verifier="match", kernels={"isa": "avx512"})
+    return runs.read(a), runs.read(b)
+
+
+def test_ratios_of_ratios_are_over_the_same_prompts():
+    found = intervals.ratio_of_ratios([(4.0, 1.0), (8.0, 1.0)], [(2.0, 1.0), (4.0, 1.0)])
+    assert found == (2.0, 2.0, 2.0, 2)  # each prompt doubled: no doubt, however different the prompts
+    assert intervals.ratio_of_ratios([(4.0, 2.0)], [(1.0, 1.0)]) == (2.0, None, None, 1)
+    assert intervals.ratio_of_ratios([(1.0, 1.0)], [(0.0, 1.0)]) is None
+
+
+def test_what_differs(pair):
+    found = diff.diff(*pair)
+    lines = {line.name: line for line in found.lines}
+    faster = lines["speed-up"]
+    assert found.common == 6 and faster.ratio.prompts == 6 and faster.b.prompts == 7
+    assert faster.ratio[:3] == pytest.approx((2.0, 2.0, 2.0))
+    assert diff.verdict(faster) == "higher"
+    assert diff.verdict(lines["tokens per target pass"]) == "no clear difference"
+    assert {"speed-up, chat", "speed-up, code"} <= set(lines)
+    settings = {key: values for key, *values in found.settings}
+    assert settings["policy.gamma"] == ["2", "4"] and settings["verifier.name"] == ["greedy", "match"]
+    assert settings["kernels isa"] == ["avx2", "avx512"]
+    assert found.texts == {"plain": (6, ()), "method": (6, ("p0",))}
+    assert any("kernels" in line for line in diff.lines(found))
+
+
+def test_the_other_way_round_it_is_lower(pair):
+    lines = {line.name: line for line in diff.diff(*reversed(pair)).lines}
+    assert lines["speed-up"].ratio.value == pytest.approx(0.5) and diff.verdict(lines["speed-up"]) == "lower"
+
+
+def test_the_command_prints_and_writes_a_page(pair, tmp_path, capsys):
+    paths = [str(run.directory) for run in pair]
+    assert cli.main(["report", "diff", *paths, "--out", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert "policy.gamma" in out and "method text: 1 of 6 prompts have other tokens: p0" in out
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert "a against b" in page and "higher" in page
+
+
+def test_what_cannot_be_compared_is_one_line(pair, tmp_path, capsys):
+    other = making.speed_run(tmp_path / "c", making.passes({("z", "chat"): (1.0, 1.0)}))
+    with pytest.raises(UserError, match="no prompt in common"):
+        diff.diff(pair[0], runs.read(other))
+    bare = making.write(tmp_path / "d", {"name": "d", "summary": {}})
+    with pytest.raises(UserError, match="no method"):
+        diff.diff(pair[0], runs.read(bare))
+    assert cli.main(["report", "diff", "a"]) == 2
+    assert "report diff A B" in capsys.readouterr().err
+    assert cli.main(["report", "diff", str(tmp_path), str(other)]) == 2
+    assert "holds 4 runs" in capsys.readouterr().err

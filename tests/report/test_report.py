@@ -1,0 +1,233 @@
+"""From runs on disk to the page: what is found, computed, drawn and left out."""
+
+import base64
+import csv
+import io
+import json
+import re
+
+import pytest
+
+from specsparse.cli import main as cli
+from specsparse.errors import UserError
+from specsparse.report import figures, intervals, methods, page, runs
+from tests.report import making
+
+CHAT, CODE = ("chat-1", "chat"), ("code-1", "code")
+TIMES = {CHAT: (2.0, 1.0), ("chat-2", "chat"): (2.0, 2.0), CODE: (4.0, 1.0), ("code-2", "code"): (4.0, 2.0)}
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """Two draft lengths at two temperatures, as a multirun leaves them."""
+    directory = tmp_path_factory.mktemp("sweep")
+    split = {"draft": 0.1, "verify": 0.7, "sample": 0.1, "commit": 0.1}
+    cells = [(g, t) for g in (2, 4) for t in (0.0, 0.8)]
+    for job, (gamma, heat) in enumerate(cells):
+        times = {key: (plain, method * (1 + heat) * gamma / 2) for key, (plain, method) in TIMES.items()}
+        making.speed_run(
+            directory / str(job), making.passes(times), split=split, policy__gamma=gamma, sampling__temperature=heat
+        )
+    return directory
+
+
+def made(directory):
+    found = runs.find([directory])
+    return {f.name: f for f in figures.make(found, methods.of(found))[0]}
+
+
+def rows_of(figure):
+    return list(csv.DictReader(io.StringIO(figure.csv())))
+
+
+def test_a_ratio_is_of_sums_and_its_interval_is_over_prompts():
+    found = intervals.ratio([2.0, 4.0], [1.0, 1.0])
+    assert (found.value, found.low, found.high, found.prompts) == (3.0, 2.0, 4.0, 2)
+    assert intervals.ratio([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])[:3] == (2.0, 2.0, 2.0)  # pairs: what both share cancels
+    assert intervals.ratio([3.0], [2.0]) == (1.5, None, None, 1)
+    assert intervals.ratio([0.0, 0.0], [0.0, 0.0]) is None
+    assert intervals.ratio([1.0, 1.0], [0.0, 1.0]).high == 2.0  # a resample without a denominator has no ratio
+    with pytest.raises(ValueError, match="as many"):
+        intervals.ratio([1.0], [1.0, 2.0])
+
+
+def test_repeats_of_a_prompt_are_one_sample(tmp_path):
+    done = [
+        making.one("a", "chat", side, seconds, repeat=repeat)
+        for repeat, times in enumerate([(2.0, 1.0), (4.0, 1.0)])
+        for side, seconds in zip(("plain", "speculative"), times, strict=True)
+    ]
+    (method,) = methods.of(runs.find([making.speed_run(tmp_path / "run", done)]))
+    assert method.speedup() == (3.0, None, None, 1)
+    assert method.acceptance().value == 0.5 and method.accepted_at(1).value == 0.4
+    assert method.tokens_per_second().value == 20.0
+
+
+def test_a_sweep_names_its_methods_by_what_varied(sweep):
+    found = methods.of(runs.find([sweep]))
+    assert [m.label for m in found] == ["gamma 2, T 0", "gamma 2, T 0.8", "gamma 4, T 0", "gamma 4, T 0.8"]
+    assert methods.common_pair(found) == "prompt_lookup x greedy"
+    assert found[0].without(methods.GAMMA) == "T 0"
+
+
+def test_two_runs_of_one_config_are_told_apart_by_their_directories(tmp_path):
+    for name in ("one", "two"):
+        making.speed_run(tmp_path / name, making.passes(TIMES))
+    labels = [m.label for m in methods.of(runs.find([tmp_path]))]
+    assert len(set(labels)) == 2 and all(label.endswith(n) for label, n in zip(labels, ("one", "two"), strict=True))
+
+
+def test_speedups_of_the_figures_are_those_of_the_passes(sweep):
+    found = made(sweep)
+    by_task = {(r["method"], r["task"]): r for r in rows_of(found["speedup_by_task"])}
+    assert float(by_task["gamma 2, T 0", "all"]["value"]) == 2.0  # 12 / 6
+    assert float(by_task["gamma 2, T 0", "code"]["value"]) == pytest.approx(8 / 3)
+    assert by_task["gamma 2, T 0", "code"]["prompts"] == "2"
+    low, high = (float(by_task["gamma 2, T 0", "code"][k]) for k in ("low", "high"))
+    assert low == 2.0 and high == 4.0
+    lines = {
+        (r["method"], r["tokens drafted in a round"]): float(r["value"]) for r in rows_of(found["speedup_by_gamma"])
+    }
+    assert lines == pytest.approx({("T 0", "2"): 2, ("T 0", "4"): 1, ("T 0.8", "2"): 2 / 1.8, ("T 0.8", "4"): 1 / 1.8})
+    heats = {r["method"] for r in rows_of(found["speedup_by_temperature"])}
+    assert heats == {"gamma 2", "gamma 4"}
+
+
+def test_acceptance_and_rounds(sweep):
+    found = made(sweep)
+    first = [r for r in rows_of(found["acceptance_by_position"]) if r["method"] == "gamma 2, T 0"]
+    assert [(r["position"], float(r["value"])) for r in first] == [("1", 0.6), ("2", 0.4)]
+    rounds = [r for r in rows_of(found["accepted_in_a_round"]) if r["method"] == "gamma 2, T 0"]
+    assert [float(r["value"]) for r in rounds] == pytest.approx([0.4, 0.2, 0.4])
+    assert {r["value"] for r in rows_of(found["acceptance_by_task"])} == {"0.5"}
+
+
+def test_shares_of_the_stages(sweep):
+    first = [r for r in rows_of(made(sweep)["time_split"]) if r["method"] == "gamma 2, T 0"]
+    assert {r["stage"]: float(r["value"]) for r in first} == pytest.approx(
+        {"draft": 0.1, "verify": 0.7, "sample": 0.1, "commit": 0.1}
+    )
+    assert first[0]["tasks"] == "2"
+
+
+def test_predictions_and_roofline(tmp_path):
+    factors = [{"name": "acceptance", "value": 0.5, "text": ""}]
+    explained = {"explanation": {"predicted": 4.0, "factors": factors}}
+    making.speed_run(tmp_path / "speed", making.passes(TIMES), findings=explained)
+    forwards = [
+        {"n": n, "predicted_v": 1.0, "bound": "memory", "measured_v": v, "spread": 0.1} for n, v in ((1, 1.0), (4, 1.5))
+    ]
+    making.write(tmp_path / "roofline", {"name": "r", "summary": {"forwards": forwards, "device": {"title": "cpu"}}})
+    found = made(tmp_path)
+    (row,) = rows_of(found["predicted_and_measured"])
+    assert (row["predicted"], row["value"], row["x acceptance"]) == ("4.0", "2.0", "0.5")
+    costs = rows_of(found["verify_cost"])
+    assert [(r["n"], r["value"]) for r in costs] == [("1", "1.0"), ("4", "1.5")]
+    assert float(costs[1]["low"]) == pytest.approx(1.35)
+
+
+def test_quality_against_speed_from_every_kind_that_measures_both(tmp_path):
+    """As train_predictors, sparsity and quant_table write it."""
+    cost = {"predictor_bytes": 10, "sparse_bytes": 40, "dense_bytes": 100}
+    evaluation = {"name": "svd", "model": {"kl": 0.2, "perplexity": 9.0}, "cost": cost}
+    faster = {"ratio_of_totals": 1.5, "low": 1.4, "high": 1.7}
+    point = {"value": 0.5, "quality": evaluation, "by_bytes": 2.0, "speedup": faster}
+    types = [
+        {"type": t, "kl_mean": kl, "kl_error": 0.01, "perplexity": 10.0, "decode": {"median": speed}}
+        for t, kl, speed in (("Q8_0", 0.1, 100.0), ("Q4_0", 0.2, 150.0), ("Q4_1", 0.3, 140.0))
+    ]
+    summaries = {"a": {"evaluations": [evaluation]}, "b": {"points": [point]}, "c": {"rows": types}}
+    for name, summary in summaries.items():
+        making.write(tmp_path / name, {"name": name, "summary": summary})
+    rows = {r["method"]: r for r in rows_of(made(tmp_path)["quality_and_speed"])}
+    assert float(rows["svd"]["speed"]) == 2.0 and rows["svd"]["speed_low"] == ""
+    assert (rows["svd, 0.5"]["speed"], rows["svd, 0.5"]["speed_low"]) == ("1.5", "1.4")
+    assert float(rows["Q8_0"]["kl_high"]) == pytest.approx(0.1196)
+    assert [rows[t]["on the front"] for t in ("Q8_0", "Q4_0", "Q4_1")] == ["True", "True", "False"]
+
+
+def test_unions_of_kept_neurons(tmp_path):
+    text = [
+        {"rows": n, "batch": 1, "passes": 9, "kept": 0.3, "union": u, "guess": g}
+        for n, u, g in ((1, 0.3, 0.3), (4, 0.5, 0.8))
+    ]
+    making.write(tmp_path / "a", {"name": "a", "summary": {"text": [*text, {**text[1], "batch": 4}], "seen": text}})
+    rows = rows_of(made(tmp_path)["union_size"])
+    assert [(r["rows"], r["union"], r["guess"]) for r in rows] == [("1", "0.3", "0.3"), ("4", "0.5", "0.8")] * 2
+
+
+def test_the_pareto_front():
+    from specsparse.report.figures.quality import front
+
+    assert front([(1.0, 0.0), (2.0, 0.1), (1.5, 0.2), (3.0, 0.1), (0.5, 0.0)]) == {0, 3}
+    assert front([(1.0, 0.1), (1.0, 0.1)]) == {0, 1}  # equals do not beat each other
+
+
+def test_the_page_needs_nothing_beside_it(sweep, tmp_path):
+    written = page.write(runs.find([sweep]), tmp_path / "out", title="a <b> & c")
+    text = written.page.read_text()
+    assert "a &lt;b&gt; &amp; c" in text and "<script" not in text
+    links = re.findall(r"(?:src|href)=\"([^\"]{1,60})", text)
+    assert links and all(link.startswith(("data:", "#")) for link in links)
+    assert {f.name for f in written.made} == {p.stem for p in (tmp_path / "out" / "figures").glob("*.png")}
+    for figure in written.made:
+        stored = (tmp_path / "out" / "figures" / f"{figure.name}.csv").read_text()
+        inside = re.search(rf'download="{figure.name}.csv" href="data:text/csv;base64,([^"]+)"', text)
+        assert base64.b64decode(inside.group(1)).decode() == stored
+        assert (tmp_path / "out" / "figures" / f"{figure.name}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert {m.name for m in written.missing} == {
+        "predicted_and_measured",
+        "verify_cost",
+        "quality_and_speed",
+        "union_size",
+    }
+    assert all(m.why in text.replace("&#39;", "'") for m in written.missing)
+
+
+def test_a_figure_is_the_same_file_for_the_same_numbers(sweep):
+    once, again = (made(sweep)["speedup_by_gamma"].data_uri() for _ in range(2))
+    assert once == again
+
+
+def test_a_broken_promise_and_different_machines_come_first(tmp_path):
+    done = making.passes(TIMES)
+    done[1] = making.one(*CHAT, "speculative", 1.0, ids=(7,) * 20)
+    making.speed_run(tmp_path / "a", done, kernels={"kernels": "native", "isa": "avx2", "native": True})
+    making.speed_run(tmp_path / "b", done, kernels={"kernels": "reference", "native": False}, policy__gamma=3)
+    lines = page.warnings(runs.find([tmp_path]))
+    assert sum("against the promise" in line for line in lines) == 2
+    assert any("kernels: native avx2, reference" in line for line in lines)
+    assert any("slow reference kernels" in line for line in lines)
+
+
+def test_the_command(tmp_path, capsys):
+    forwards = [{"n": 1, "predicted_v": 1.0, "bound": "memory"}]
+    making.write(tmp_path / "roofline", {"name": "r", "summary": {"forwards": forwards}})
+    assert cli.main(["report", str(tmp_path / "roofline")]) == 0
+    out = capsys.readouterr().out
+    assert "verify_cost: v(n)" in out and "left out speedup_by_gamma: no run decoded" in out
+    assert (tmp_path / "roofline" / "report" / "index.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "no finished run there"),
+        ({"record.json": "{"}, "record.json: not JSON"),
+        ({"record.json": "[]"}, "not the record of a run"),
+        ({"record.json": json.dumps({"summary": {}}), "prompts.jsonl": "{}\n{"}, "prompts.jsonl:2: not JSON"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(tmp_path, files, message):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=message):
+        runs.find([tmp_path])
+    with pytest.raises(UserError, match="no such run"):
+        runs.find([tmp_path / "nowhere"])
+
+
+def test_jobs_come_in_the_order_of_their_numbers(tmp_path):
+    for job in (0, 2, 10):
+        making.write(tmp_path / str(job), {"name": str(job), "summary": {}})
+    assert [r.name for r in runs.find([tmp_path])] == ["0", "2", "10"]

@@ -1,0 +1,230 @@
+"""The head drafter: its q is what the function that is trained says, its cache rolls back, its files are checked."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specsparse
+from specsparse.errors import UserError
+from specsparse.kernels.dequant import embed_rows
+from specsparse.speculative.base import ROOT, Feedback
+from specsparse.speculative.drafters import get_drafter, head_file
+from specsparse.speculative.drafters.head_file import write_head
+from specsparse.speculative.trees import get_tree
+from specsparse.speculative.verify import match_verdict
+from specsparse.testing import write_tiny_gguf
+from specsparse.testing.drafting import draft_context, on_target, random_head, target_rows
+from specsparse.training import head
+from specsparse.training.head import HeadWeights, Window
+
+V, C, K = 300, 64, 4
+TEXTS = [list(range(3, 20)), [5, 6, 7], [9] * 30]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Float weights and a float cache: what the head computes is then what is trained, but for the order of sums."""
+    path = write_tiny_gguf(tmp_path_factory.mktemp("model") / "m.gguf", quant="F32", vocab_size=V, context_length=C)
+    loaded = specsparse.load(path, kv_dtype="f32")
+    loaded.params_for(C)  # kept by the model: not to be made first inside a trace
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def file(model, tmp_path_factory):
+    return random_head(tmp_path_factory.mktemp("head"), model, ids=range(0, V, 2))
+
+
+def bound(model, file, **options):
+    plan = get_drafter("head", gamma=K, head=str(file), **options)
+    made = plan.bind(model, lambda spec: model)
+    return made.drafter, made.weights(C)
+
+
+def trainable(weights) -> HeadWeights:
+    """The drafter's weights as the trained function takes them."""
+    p = weights.params
+    dense = {n: specsparse.kernels.dequant.dequantize(getattr(p.layer, n)) for n in head_file.LAYER_MATRICES}
+    both = [specsparse.kernels.dequant.dequantize(w) for w in (p.fc_hidden, p.fc_token)]
+    return HeadWeights(
+        p.hidden_norm, p.token_norm, jnp.concatenate(both, axis=1), output_norm=p.output_norm,
+        attn_norm=p.layer.attn_norm, ffn_norm=p.layer.ffn_norm, **dense,
+    )  # fmt: skip
+
+
+def law_after(model, weights, text, path, temperature):
+    """q after `text` and the drafted `path`, by the function that is trained: stream s of the path's rows."""
+    rows = target_rows(model, draft_context([text], capacity=C, budget=K))[0]
+    n = len(text) + len(path) - 1
+    tokens = np.array([*text, *path], np.int32)[1:]
+    hidden = jnp.zeros((n, model.config.d_model)).at[: len(text) - 1].set(rows[: len(text) - 1])
+    at = np.arange(len(text) - 2, n)
+    window = Window(
+        hidden=hidden, after=hidden[at], tokens=jnp.asarray(tokens), position=jnp.arange(n), text=jnp.zeros(n, int),
+        rows=jnp.asarray(at), depth=jnp.arange(len(at)),
+    )  # fmt: skip
+    frozen = head.Frozen(
+        model.params.output_norm,
+        specsparse.kernels.dequant.dequantize(weights.head),
+        *head.rotary(model.config, C),
+    )
+    w = trainable(weights)
+    embedded = embed_rows(model.params.embedding, window.tokens)
+    y_mD = head.streams(model.config, w, frozen, embedded, window, len(at))[-1]
+    q = jax.nn.softmax(head.logits(model.config, w, frozen, y_mD[-1:]) / temperature)[0]
+    out = np.zeros(V)
+    out[np.asarray(weights.ids)] = np.asarray(q)
+    return out
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_q_is_what_the_trained_function_says(model, file, shape):
+    tree = {"tree": get_tree("sampled_iid", widths=(2, 2, 1))} if shape == "tree" else {}
+    drafter, weights = bound(model, file, temperature=0.7, **tree)
+    nodes = drafter.max_nodes
+    ctx = on_target(model, draft_context(TEXTS, capacity=C, budget=nodes, round=4))
+    hidden = target_rows(model, ctx)
+    draft = jax.jit(lambda: drafter.draft(weights, drafter.init(weights, ctx, hidden=hidden), ctx).draft)()
+    tokens, parents, q = (np.asarray(a) for a in (draft.tokens, draft.parents, draft.q))
+    for b, text in enumerate(TEXTS[:2]):
+        assert draft.count[b] == nodes
+        for node in range(nodes) if shape == "chain" else (0, 3, 5, 9):
+            path, at = [], int(parents[b, node])
+            while at != ROOT:
+                path, at = [int(tokens[b, at]), *path], int(parents[b, at])
+            np.testing.assert_allclose(q[b, node], law_after(model, weights, text, path, 0.7), atol=1e-5)
+            assert q[b, node, tokens[b, node]] > 0
+
+
+@pytest.mark.parametrize("shape", ["chain", "dynamic"])
+def test_a_rolled_back_cache_drafts_as_a_new_one(model, file, shape):
+    """Rounds that accept none, some and all; the draft equals that of a drafter that has just read the whole text."""
+    options = {"tree": get_tree("dynamic", total=6, depth=3, top_k=2)} if shape == "dynamic" else {}
+    drafter, weights = bound(model, file, **options)
+    nodes = drafter.max_nodes
+
+    @jax.jit
+    def fresh(ctx, hidden):
+        state = drafter.init(weights, ctx, hidden=hidden)
+        return drafter.draft(weights, state, ctx).draft
+
+    @jax.jit
+    def commit(state, ctx, draft, target_Bn, hidden):
+        verdict = match_verdict(draft, target_Bn)
+        return drafter.commit(weights, state, ctx, Feedback(draft, verdict, hidden))
+
+    draft = jax.jit(lambda state, ctx: drafter.draft(weights, state, ctx))
+    rng, texts = np.random.default_rng(0), [list(t) for t in TEXTS]
+    prepare = jax.jit(lambda ctx: on_target(model, ctx)._replace(params=None))
+    rows = jax.jit(lambda ctx: target_rows(model, ctx))
+
+    def context(number):
+        ctx = draft_context(texts, capacity=C, budget=nodes, round=number)
+        return prepare(ctx)._replace(params=model.params_for(C))
+
+    ctx = context(0)
+    state = jax.jit(lambda ctx, hidden: drafter.init(weights, ctx, hidden=hidden))(ctx, rows(ctx))
+    for number in range(5):
+        ctx = context(number)
+        found = draft(state, ctx)
+        jax.tree.map(np.testing.assert_array_equal, found.draft, fresh(ctx, rows(ctx)))
+        before = [len(t) for t in texts]
+        target, nodes_of = np.full((3, nodes + 1), V, np.int32), []
+        for b, accept in enumerate(((0, 1, 2, 9, 0)[number], 9, int(rng.integers(0, 4)))):
+            at, path = ROOT, [0]
+            emitted = []
+            while len(emitted) < accept:
+                children = [i for i in range(int(found.draft.count[b])) if int(found.draft.parents[b, i]) == at]
+                if not children:
+                    break
+                at = children[int(rng.integers(len(children)))]
+                target[b, path[-1]] = int(found.draft.tokens[b, at])
+                emitted.append(int(target[b, path[-1]]))
+                path.append(at + 1)
+            texts[b] += [*emitted, int(rng.integers(3, V))]
+            nodes_of.append(path)
+        after = context(number)
+        every = np.asarray(rows(after))
+        hidden = np.zeros((3, nodes + 1, model.config.d_model), np.float32)
+        for b, path in enumerate(nodes_of):
+            for depth, row in enumerate(path):
+                hidden[b, row] = every[b, before[b] - 1 + depth]
+        state = commit(found.state, after, found.draft, jnp.asarray(target), jnp.asarray(hidden))
+
+
+def test_a_lone_token_has_no_features_and_still_decodes(model, file):
+    plain = specsparse.generate(model, [[7], [3, 4]], max_tokens=20, ignore_eos=True)
+    drafter = get_drafter("head", gamma=K, head=str(file))
+    got = specsparse.generate(model, [[7], [3, 4]], max_tokens=20, ignore_eos=True, drafter=drafter)
+    assert [g.token_ids for g in got] == [g.token_ids for g in plain]
+
+
+def test_quantised_heads_load(model, file, tmp_path):
+    c = model.config
+    tensors = {n: np.ones(s, np.float32) for n, s in head_file.matrix_shapes(c).items()}
+    tensors |= dict.fromkeys(head_file.vector_names(), np.ones(c.d_model, np.float32))
+    path = write_head(tmp_path / "q.gguf", model, tensors, np.arange(V), quant="Q8_0", name="q")
+    assert path.stat().st_size < file.stat().st_size / 3
+    found = head_file.read_head(path, c, floats=False)
+    assert found.params.fc_hidden.layout.source == "Q8_0" and len(found.ids) == V
+    with pytest.raises(UserError, match=r"train\.quantise=Q5_X: choose F32"):
+        write_head(tmp_path / "x.gguf", model, tensors, np.arange(V), quant="Q5_X")
+
+
+def test_a_head_is_found_by_target_by_name_and_by_path(model, file, tmp_path, monkeypatch):
+    monkeypatch.setattr(head_file, "SHIPPED", tmp_path)
+    with pytest.raises(UserError, match="no head was trained for this model"):
+        head_file.find(None, model.params.output_norm)
+    (tmp_path / "mine.gguf").write_bytes(file.read_bytes())
+    assert head_file.find(None, model.params.output_norm) == head_file.find("mine", None) == tmp_path / "mine.gguf"
+    assert head_file.find(str(file), None) == file
+    with pytest.raises(UserError, match=r"drafter\.head=other: no such file; heads with a name: mine"):
+        head_file.find("other", None)
+
+
+def test_mistakes_are_one_line(model, file, tmp_path):
+    tensors = {n: np.ones(s, np.float32) for n, s in head_file.matrix_shapes(model.config).items()}
+    tensors |= dict.fromkeys(head_file.vector_names(), np.ones(model.config.d_model, np.float32))
+    other = write_tiny_gguf(tmp_path / "other.gguf", quant="F32", vocab_size=V, d_model=32, d_ff=32)
+    cases = {
+        "is no head": model.path,
+        r"tensor blk\.0\.ffn_up\.weight is missing": write_head(
+            tmp_path / "a.gguf", model, {k: v for k, v in tensors.items() if "ffn_up" not in k}, np.arange(4)
+        ),
+        "must hold ascending ids": write_head(tmp_path / "b.gguf", model, tensors, np.array([3, 2])),
+        "the target needs": write_head(
+            tmp_path / "c.gguf", model, {**tensors, "fc_token.weight": np.ones((64, 32), np.float32)}, np.arange(4)
+        ),
+    }
+    for message, path in cases.items():
+        with pytest.raises(UserError, match=message):
+            head_file.read_head(path, model.config, floats=True)
+    with pytest.raises(UserError, match="the target needs"):
+        specsparse.generate(specsparse.load(other), "hello", drafter=get_drafter("head", head=str(file)))
+
+
+def test_lookup_drafts_where_it_can_and_the_head_elsewhere(model, file):
+    texts = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [3, 9, 27, 81, 10, 30]]
+    drafter, weights = (lambda b: (b.drafter, b.weights(C)))(
+        get_drafter("lookup_head", gamma=K, head=str(file)).bind(model, lambda spec: model)
+    )
+    head_drafter, head_weights = bound(model, file)
+    lookup = get_drafter("prompt_lookup", gamma=K, ngram_min=2)
+    ctx = on_target(model, draft_context(texts, capacity=C, budget=K))
+    hidden = target_rows(model, ctx)
+
+    @jax.jit
+    def all_three():
+        found = drafter.draft(weights, drafter.init(weights, ctx, hidden=hidden), ctx)
+        alone = head_drafter.draft(head_weights, head_drafter.init(head_weights, ctx, hidden=hidden), ctx).draft
+        return found.draft, found.state, lookup.draft(None, None, ctx).draft, alone
+
+    draft, state, copied, headed = all_three()
+    assert state.took.tolist() == [True, False] and draft.count.tolist() == [int(copied.count[0]), K]
+    assert draft.tokens[0].tolist() == copied.tokens[0].tolist()
+    assert draft.tokens[1].tolist() == headed.tokens[1].tolist() and copied.count[1] == 0
+    with pytest.raises(UserError, match="argmax chains"):
+        get_drafter("lookup_head", head=str(file), policy=None).bind(model, lambda spec: model)._replace(
+            drafter=type(drafter)(lookup, bound(model, file, temperature=0.5)[0])
+        )
