@@ -96,7 +96,7 @@ def _make(plan: FfnPlan, kind: str) -> _Weights:
         norm=jnp.ones((plan.width,), jnp.float32),
         gate=gate,
         up=up,
-        down_t=gate,
+        down_t=_copied(gate),
         dense_gate=pack_qtensor(raws[0], qtype, shape),
         dense_up=pack_qtensor(raws[1], qtype, shape),
         dense_down=pack_qtensor(random_quantised(kind, *turned, 2, std=_STD, edges=False), qtype, turned),
@@ -106,8 +106,8 @@ def _make(plan: FfnPlan, kind: str) -> _Weights:
     )
 
 
-def _copy(weights: _Weights) -> _Weights:
-    """The same values in memory of its own."""
+def _copied(weights: Any) -> Any:
+    """The same values in memory of their own, so that reading one leaves nothing of the other in a cache."""
 
     def move(a: jax.Array) -> jax.Array:
         if a.dtype != jnp.uint8:
@@ -139,7 +139,7 @@ def _programs(kernels_: Kernels) -> dict[str, Callable]:
         return ffn(w, x, keep | (score >= jnp.float32(jnp.inf)).astype(jnp.uint8), n_valid)
 
     def signbit(w: _Weights, x, keep, n_valid):
-        return ffn(w, x, keep | kernels_.signbit_keep(x, w.signs, alpha=0.0, n_valid=n_valid), n_valid)
+        return ffn(w, x, keep | kernels_.signbit_keep(x, w.signs, threshold=jnp.inf, n_valid=n_valid), n_valid)
 
     def over_copies(one):
         def run(copies, x, keep_CRF, n_valid):
@@ -190,7 +190,7 @@ def measure(plan: FfnPlan, chosen: Kernels, done: Callable[[], None]) -> tuple[l
     for kind in plan.types:
         first = _make(plan, kind)
         each = 3 * first.gate.nbytes
-        copies = [first, *(_copy(first) for _ in range(-(-plan.cold_bytes // each) - 1))]
+        copies = [first, *(_copied(first) for _ in range(-(-plan.cold_bytes // each) - 1))]
         todo = list(cases(plan, kind))
         seconds: dict[Case, list[float]] = {case: [] for case in todo}
         neurons: dict[Case, list[float]] = {case: [] for case in todo}

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gguf import GGMLQuantizationType as GGML
 
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf import GGUFFile, TensorInfo
 from specsparse.errors import UserError
-from specsparse.kernels import QTensor
+from specsparse.kernels import NeuronRows, QTensor, pack_neurons
 from specsparse.kernels.dequant import pack_float
 from specsparse.kernels.packing import pack_qtensor
 
@@ -78,6 +79,13 @@ def pack_matrix(tensor: TensorInfo, *, floats: bool) -> QTensor:
         packed = pack_float(jnp.asarray(tensor.dequantize()), "f32")
         return replace(packed, layout=replace(packed.layout, source=tensor.type.name))
     return pack_qtensor(tensor.raw, tensor.type, tensor.shape)
+
+
+def pack_rows(tensor: TensorInfo, *, floats: bool) -> NeuronRows:
+    """The same for a matrix of neurons, one row each."""
+    if floats:
+        return pack_neurons(np.ascontiguousarray(tensor.dequantize(), np.float32), GGML.F32, tensor.shape)
+    return pack_neurons(tensor.raw, tensor.type, tensor.shape)
 
 
 PackFFN = Callable[[dict[str, TensorInfo]], dict[str, Any]]
@@ -160,7 +168,7 @@ def _check_finite(f: GGUFFile, name: str, value) -> None:
     Half-precision and quantised tensors are not looked through at load: what is not finite there ends a generation with
     a clear error when its logits are checked.
     """
-    if isinstance(value, QTensor):
+    if _is_matrix(value):
         if value.layout.codes != "f32":
             return
         value = jax.lax.bitcast_convert_type(value.data.reshape(-1, 4), jnp.float32)
@@ -174,15 +182,16 @@ def rope_factors(f: GGUFFile, config: ModelConfig) -> np.ndarray | None:
 
 
 def footprint(params: Params, f: GGUFFile) -> Footprint:
-    """Bytes that one decoding step reads: every matrix but an untied embedding, of which one row counts as nothing."""
+    """Bytes that one decoding step reads: every matrix but an untied embedding, of which one row counts as nothing.
+
+    Of a sparse FFN all neurons are counted; beside dense matrices none.
+    """
     tied = params.output is params.embedding
-    packed = (
-        sum(w.nbytes for w in jax.tree.leaves(params.layers, is_leaf=_is_matrix) if _is_matrix(w))
-        + params.output.nbytes
-    )
+    read = [layer if layer.ffn_up is None else layer._replace(sparse=None) for layer in params.layers]
+    packed = sum(w.nbytes for w in jax.tree.leaves(read, is_leaf=_is_matrix) if _is_matrix(w)) + params.output.nbytes
     skip = {"rope_freqs.weight"} | (set() if tied else {"token_embd.weight"})
     return Footprint(packed=packed, file=sum(t.nbytes for n, t in f.tensors.items() if n not in skip))
 
 
 def _is_matrix(x) -> bool:
-    return isinstance(x, QTensor)
+    return isinstance(x, QTensor | NeuronRows)

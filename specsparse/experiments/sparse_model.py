@@ -102,7 +102,7 @@ def sparse_of(cfg: RunConfig, engine: Any, dense: Any, out: Console, *, rows: np
     ffn = FFN.of(dense.config, dense.kernels)
     if cfg.ffn.name == "powerinfer":
         own = read(cfg, engine, out, **cfg.ffn.overrides())
-        return Sparse(own, Mlp(ffn), [layer.sparse for layer in own.params.layers])
+        return Sparse(own, Mlp(ffn), [layer.sparse.predictor for layer in own.params.layers])
     if cfg.ffn.name == "oracle":
         predictor = get_predictor("oracle", ffn)
     else:

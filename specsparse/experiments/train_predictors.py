@@ -17,7 +17,6 @@ from specsparse.experiments.decoding import Engine
 from specsparse.predictors import FFN, Needs, get_predictor
 from specsparse.predictors.collect import collect, windows
 from specsparse.predictors.evaluate import Evaluation, Evaluator, fit_layers
-from specsparse.predictors.mlp import MlpWeights
 from specsparse.predictors.report import by_layer, comparison, write_csv, write_figure
 
 CSV_FILE, FIGURE_FILE = "predictors.csv", "predictors.png"
@@ -78,13 +77,13 @@ def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) ->
     """
     check(cfg)
     with display.loading(console, f"loading {cfg.model.path}") as progress:
-        model = engine.load(cfg.model.path, progress=progress, **cfg.model.overrides())
+        model = engine.load(cfg.model.path, progress=progress, ffn="dense", **cfg.model.overrides())
     text, judged = split(cfg, model)
     evaluator = Evaluator(model, judged)
     predictor = get_predictor(cfg.predictor.name, evaluator.ffn, **cfg.predictor.options)
     notes: dict[str, Any] = {}
     if predictor.needs is Needs.TRAINING and model.config.predictor_ranks:
-        weights, rows = tuple(MlpWeights(*layer.sparse) for layer in model.params.layers), None
+        weights, rows = tuple(layer.sparse for layer in model.params.layers), None
         console.print(Text("the file has predictors of its own: they are judged, nothing is trained", style="dim"))
     elif predictor.needs is Needs.TRAINING:
         weights, rows, notes = training.trained(cfg, model, evaluator.ffn, text, console)

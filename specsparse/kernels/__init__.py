@@ -2,7 +2,14 @@
 
 from specsparse.kernels.api import BACKENDS, Kernels, get, status
 from specsparse.kernels.native_cpu import set_threads
-from specsparse.kernels.neurons import NeuronRows, SparseStats, pack_neurons, take_neurons, unpack_neurons
+from specsparse.kernels.neurons import (
+    NeuronRows,
+    SparseStats,
+    pack_neurons,
+    regroup_neurons,
+    take_neurons,
+    unpack_neurons,
+)
 from specsparse.kernels.qtensor import Layout, QTensor
 from specsparse.kernels.signbits import SignRows, pack_signs
 
@@ -17,6 +24,7 @@ __all__ = [
     "get",
     "pack_neurons",
     "pack_signs",
+    "regroup_neurons",
     "set_threads",
     "status",
     "take_neurons",

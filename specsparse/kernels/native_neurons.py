@@ -25,15 +25,19 @@ def _act(act) -> tuple[np.int64, np.float32]:
     return np.int64(_ACTS[name]), np.float32(threshold)
 
 
-def sparse_ffn(x_RD, keep_RF, gate, up, down_t, *, n_valid, norm=None, eps=0.0, act=None, up_act=None, residual=None):
+def sparse_ffn(
+    x_RD, keep_RF, gate, up, down_t, *,
+    n_valid, norm=None, eps=0.0, act=None, up_act=None, residual=None, least=None,
+):  # fmt: skip
     """`reference_neurons.sparse_ffn` by the C++ kernels."""
     reference_neurons.check(x_RD, keep_RF, gate, up, down_t, act, up_act)
     rows = x_RD.shape[0]
     empty = jnp.zeros((0,), jnp.float32)
     counts = jax.ShapeDtypeStruct((rows,), jnp.int32)
-    shapes = (jax.ShapeDtypeStruct(x_RD.shape, jnp.float32), counts, jax.ShapeDtypeStruct((), jnp.int32), counts)
+    one = jax.ShapeDtypeStruct((), jnp.int32)
+    shapes = (jax.ShapeDtypeStruct(x_RD.shape, jnp.float32), counts, one, counts, one)
     (kind, threshold), (up_kind, up_threshold) = _act(act), _act(up_act)
-    y_RD, kept, union, nonzero = native_cpu._call("specsparse_sparse_ffn", shapes)(
+    y_RD, *stats = native_cpu._call("specsparse_sparse_ffn", shapes)(
         x_RD,
         keep_RF,
         jnp.zeros((0,), jnp.uint8) if gate is None else gate.data,
@@ -42,6 +46,7 @@ def sparse_ffn(x_RD, keep_RF, gate, up, down_t, *, n_valid, norm=None, eps=0.0, 
         empty if norm is None else norm,
         empty if residual is None else residual,
         n_valid,
+        jnp.zeros((), jnp.float32) if least is None else least,
         description=_describe(up, down_t, *([] if gate is None else [gate])),
         act=kind,
         threshold=threshold,
@@ -49,11 +54,12 @@ def sparse_ffn(x_RD, keep_RF, gate, up, down_t, *, n_valid, norm=None, eps=0.0, 
         up_threshold=up_threshold,
         eps=np.float32(eps),
     )
-    return y_RD, SparseStats(kept, union, nonzero)
+    return y_RD, SparseStats(*stats)
 
 
-def signbit_keep(x_RD, signs, *, alpha, n_valid):
+def signbit_keep(x_RD, signs, *, threshold, n_valid):
     """`reference_neurons.signbit_keep` by the C++ kernels; the same neurons."""
-    reference_neurons.check_signs(x_RD, signs, alpha)
+    reference_neurons.check_signs(x_RD, signs)
     shape = jax.ShapeDtypeStruct((x_RD.shape[0], signs.shape[0]), jnp.uint8)
-    return native_cpu._call("specsparse_signbit_keep", shape)(x_RD, signs.data, n_valid, alpha=np.float32(alpha))
+    call = native_cpu._call("specsparse_signbit_keep", shape)
+    return call(x_RD, signs.data, n_valid, jnp.asarray(threshold, jnp.float32))

@@ -24,7 +24,7 @@ from specsparse.errors import UserError
 from specsparse.kernels import dequant, packing
 from specsparse.kernels.arena import aligned_empty
 from specsparse.kernels.packing_types import Parts
-from specsparse.kernels.qtensor import BLOCK, SUPER, Layout
+from specsparse.kernels.qtensor import BLOCK, ROWS, SUPER, Layout, QTensor
 
 CHUNK = 64
 """Columns that a kernel reads at a time: two blocks."""
@@ -60,13 +60,15 @@ class SparseStats(NamedTuple):
 
     Attributes:
         kept: int32[R], neurons computed for each row.
-        union: int32[], neurons whose weights were read: those that any row keeps.
+        union: int32[], neurons whose gate was read (their up, without one): those that any row keeps.
         nonzero: int32[R], kept neurons of each row whose activation was not 0.
+        active: int32[], neurons of which that is so in any row: those whose down row was read.
     """
 
     kept: jax.Array
     union: jax.Array
     nonzero: jax.Array
+    active: jax.Array
 
 
 def fields(layout: Layout, cols: int) -> dict[str, slice]:
@@ -185,6 +187,23 @@ def _scales(field: dict[str, jax.Array], name: str, fine: str, layout: Layout) -
 def _mins(field: dict[str, jax.Array], layout: Layout) -> jax.Array:
     mins = _scales(field, "m", "mn", layout)
     return -mins if layout.scales == "super_min" else mins
+
+
+def regroup_neurons(matrix: QTensor) -> NeuronRows:
+    """A matrix packed in groups of 16 rows as rows of neurons: the same codes and scales. Runs on the host."""
+    (rows, cols), layout = matrix.shape, matrix.layout
+    out = packing.aligned_empty(rows, row_bytes(layout, cols))
+    out[...] = 0
+    place = fields(layout, cols)
+    data = np.asarray(matrix.data)
+    step = max(1, packing.CHUNK_BYTES // data.shape[1])
+    for start in range(0, len(data), step):
+        split = dequant._split(data[start : start + step], layout, cols)
+        parts = Parts(*(None if f is None else f.transpose(0, 2, 1, 3).reshape(len(f) * ROWS, -1) for f in split))
+        to = out[start * ROWS : (start + step) * ROWS]
+        _write(to, Parts(*(None if part is None else part[: len(to)] for part in parts)), layout, place)
+    out.flags.writeable = False
+    return NeuronRows(jax.device_put(out), layout, (rows, cols))
 
 
 def take_neurons(rows: NeuronRows, ids: np.ndarray) -> NeuronRows:

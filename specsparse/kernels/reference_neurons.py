@@ -41,8 +41,9 @@ def check(x_RD, keep_RF, gate: NeuronRows | None, up: NeuronRows, down_t: Neuron
 
 
 def _sparse_ffn(
-    x_RD, keep_RF, gate, up, down_t, *, over_rows, n_valid, norm=None, eps=0.0, act=None, up_act=None, residual=None
-):
+    x_RD, keep_RF, gate, up, down_t, *,
+    over_rows, n_valid, norm=None, eps=0.0, act=None, up_act=None, residual=None, least=None,
+):  # fmt: skip
     check(x_RD, keep_RF, gate, up, down_t, act, up_act)
     gate_FD, up_FD, down_FD = (None if w is None else unpack_neurons(w) for w in (gate, up, down_t))
     live_R = reference._valid(n_valid, x_RD.shape[0])
@@ -53,25 +54,29 @@ def _sparse_ffn(
 
     def ffn(x, keep):
         z = x if norm is None else reference._normalise(x, norm, eps)
-        a = product(z, up_FD)
-        a = apply(a, act) if gate is None else apply(product(z, gate_FD), act) * apply(a, up_act)
-        a = jnp.where(keep, a, jnp.float32(0))
-        y = jnp.einsum("...f,fd->...d", a, down_FD, precision=reference._HIGHEST)
-        return y, jnp.sum(a != jnp.float32(0), axis=-1, dtype=jnp.int32)
+        a = apply(product(z, up_FD if gate is None else gate_FD), act)
+        a = jnp.where(keep if least is None else keep & ~(jnp.abs(a) < least), a, jnp.float32(0))
+        if gate is not None:
+            a = jnp.where(a == jnp.float32(0), a, a * apply(product(z, up_FD), up_act))
+        return jnp.einsum("...f,fd->...d", a, down_FD, precision=reference._HIGHEST), a != jnp.float32(0)
 
-    y_RD, nonzero_R = over_rows(ffn, x_RD, keep_RF)
+    y_RD, live_RF = over_rows(ffn, x_RD, keep_RF)
     if residual is not None:
         y_RD = residual + y_RD
-    kept_R = jnp.sum(keep_RF, axis=1, dtype=jnp.int32)
-    union = jnp.sum(jnp.any(keep_RF, axis=0), dtype=jnp.int32)
-    return jnp.where(live_R[:, None], y_RD, jnp.float32(0)), SparseStats(kept_R, union, nonzero_R)
+    stats = SparseStats(
+        kept=jnp.sum(keep_RF, axis=1, dtype=jnp.int32),
+        union=jnp.sum(jnp.any(keep_RF, axis=0), dtype=jnp.int32),
+        nonzero=jnp.sum(live_RF, axis=1, dtype=jnp.int32),
+        active=jnp.sum(jnp.any(live_RF, axis=0), dtype=jnp.int32),
+    )
+    return jnp.where(live_R[:, None], y_RD, jnp.float32(0)), stats
 
 
 def sparse_ffn(x_RD, keep_RF, gate, up, down_t, **options):
     """y = sum over kept neurons j, ascending, of act(gate_j z) * up_act(up_j z) * down_j, with z = rmsnorm(x) * norm.
 
-    The FFN of PowerInfer (arXiv:2312.12456, section 5) with any predictor: neurons that no row keeps are not
-    read.
+    The FFN of PowerInfer (arXiv:2312.12456, section 5) with any predictor: neurons that no row keeps are not read, and
+    of those whose act(gate_j z) is 0 only the gate is.
 
     Args:
         x_RD: f32[R, D].
@@ -83,6 +88,7 @@ def sparse_ffn(x_RD, keep_RF, gate, up, down_t, **options):
         act: None, "relu", "silu", "relu2" or ("fatrelu", t): x where x > t, else 0.
         up_act: the same for up.
         residual: f32[R, D] that the sum is added to, or None.
+        least: f32[]; neurons with |act(gate_j z)| below it are left out (CATS, arXiv:2404.08763, eq. 3). None for 0.
 
     Returns:
         f32[R, D] and `SparseStats`.
@@ -98,41 +104,41 @@ def sparse_ffn_batched(x_RD, keep_RF, gate, up, down_t, **options):
     return _sparse_ffn(x_RD, keep_RF, gate, up, down_t, over_rows=lambda f, *rows: f(*rows), **options)
 
 
-def check_signs(x_RD, signs: SignRows, alpha: float) -> None:
-    """UserError where the rows do not fit the bits, or alpha is no finite number of at least 0."""
+def check_signs(x_RD, signs: SignRows) -> None:
+    """UserError where the rows do not fit the bits."""
     if x_RD.shape[1] != signs.shape[1]:
         raise UserError(f"rows of width {x_RD.shape[1]} do not fit sign bits of width {signs.shape[1]}")
-    if not 0 <= alpha < float("inf"):
-        raise UserError(f"alpha={alpha!r}: a finite number of at least 0 is needed")
 
 
-def signbit_keep(x_RD, signs: SignRows, *, alpha: float, n_valid):
+def signs_alike(x_RD, signs: SignRows):
+    """How many products x_rk w_jk are positive by the signs of their factors, f32[R, F]; below 0 is negative."""
+    check_signs(x_RD, signs)
+    bits = jnp.packbits(x_RD < jnp.float32(0), axis=1, bitorder="little")
+    bits = jnp.pad(bits, ((0, 0), (0, signs.data.shape[1] - bits.shape[1])))
+
+    def one(row):
+        counts = jax.lax.population_count(signs.data ^ row[None]).astype(jnp.int32)
+        return (signs.shape[1] - jnp.sum(counts, axis=1)).astype(jnp.float32)
+
+    return reference._rowwise(one, bits)
+
+
+def signbit_keep(x_RD, signs: SignRows, *, threshold, n_valid):
     """Neurons whose gate is predicted to be positive from signs alone (SparseInfer, arXiv:2411.12692, eq. 2).
 
-    keep = alpha * n_pos >= n_neg, where n_neg columns have different signs in x and in the gate's row and n_pos do not.
+    keep = `signs_alike` >= threshold; SparseInfer's alpha * n_pos >= n_neg is the threshold D / (1 + alpha).
 
     Args:
         x_RD: f32[R, D]; below 0 counts as negative.
         signs: of the gate, with the norm's signs in it if x is not normalised (`pack_signs`).
-        alpha: 1 predicts by majority; more keeps more.
+        threshold: f32[].
         n_valid: int32[B]; rows i >= n_valid[b] of sequence b keep nothing.
 
     Returns:
         uint8[R, F].
 
     Raises:
-        UserError: widths that differ, or an alpha that is no finite number of at least 0.
+        UserError: widths that differ.
     """
-    check_signs(x_RD, signs, alpha)
-    cols = signs.shape[1]
-    bits = jnp.packbits(x_RD < jnp.float32(0), axis=1, bitorder="little")
-    bits = jnp.pad(bits, ((0, 0), (0, signs.data.shape[1] - bits.shape[1])))
-
-    def one(row):
-        counts = jax.lax.population_count(signs.data ^ row[None]).astype(jnp.int32)
-        different = jnp.sum(counts, axis=1)
-        alike = (cols - different).astype(jnp.float32)
-        return jnp.float32(alpha) * alike >= different.astype(jnp.float32)
-
-    keep = reference._rowwise(one, bits) & reference._valid(n_valid, x_RD.shape[0])[:, None]
+    keep = (signs_alike(x_RD, signs) >= threshold) & reference._valid(n_valid, x_RD.shape[0])[:, None]
     return keep.astype(jnp.uint8)

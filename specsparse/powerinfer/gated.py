@@ -1,13 +1,13 @@
 """A predictor's mask in every FFN of a model that was loaded dense."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from specsparse.engine.llama import make_forward
-from specsparse.powerinfer.sparse_ffn import masked_ffn
+from specsparse.powerinfer.sparse_ffn import make_ffn
+from specsparse.powerinfer.weights import sparse_params
 from specsparse.predictors.base import Predictor
-from specsparse.predictors.masked import with_weights
 
 if TYPE_CHECKING:
     from specsparse.model import Model
@@ -15,36 +15,30 @@ if TYPE_CHECKING:
 PREDICTED = "predicted"
 
 
-def gated(model: "Model", predictor: Predictor, weights: Sequence[Any]) -> "Model":
-    """The model that computes the neurons which `predictor` keeps; it shares all matrices with `model`.
+def gated(model: "Model", predictor: Predictor, weights: Sequence[Any], *, down_type: str | None = None) -> "Model":
+    """The model that computes the neurons which `predictor` keeps.
+
+    It shares all matrices with `model` and has the FFN's once more, as rows of neurons.
 
     Args:
         model: with dense matrices.
         predictor: of the model's FFN.
         weights: of each layer, from `predictor.fit` or from a file.
+        down_type: of the transposed down projection, see `powerinfer.weights.sparse_params`.
 
     Returns:
         A model whose forward passes have `SparseStats`; its own programs and drafters.
     """
     return dataclasses.replace(
         model,
-        params=with_weights(model.params, weights),
-        forward=make_forward(model.config, model.kernels, gating(model, predictor)),
+        params=sparse_params(model.params, weights, down_type=down_type, keep_dense=True),
+        forward=make_forward(model.config, model.kernels, make_ffn(model.config, model.kernels, predictor)),
         ffn=PREDICTED,
         rule=describe(predictor),
         programs={},
         drafters={},
         _tables={},
     )
-
-
-def gating(model: "Model", predictor: Predictor) -> Callable:
-    """ffn(layer, x_RD, n_valid_B) -> (y_RD, SparseStats) of the neurons that `predictor` keeps by `layer.sparse`."""
-
-    def keep(layer, x_RD, n_valid_B, a_RF):
-        return predictor.keep(layer.sparse, layer, x_RD, n_valid_B) != 0
-
-    return masked_ffn(model.config, model.kernels, keep)
 
 
 def describe(predictor: Predictor) -> str:

@@ -180,7 +180,7 @@ def combine(x_RD, cold_RD, hot_RD):
 def stats_of(cold: SparseStats | None, hot: SparseStats | None) -> HotColdStats:
     """Of a layer, from those of its parts; at least one is there."""
     parts = [p for p in (cold, hot) if p is not None]
-    kept, union, nonzero = (sum(each[1:], each[0]) for each in zip(*parts))
+    kept, union, nonzero, _ = (sum(each[1:], each[0]) for each in zip(*parts))
     return HotColdStats(kept, union, nonzero, jnp.zeros_like(kept) if hot is None else hot.kept)
 
 

@@ -9,7 +9,10 @@ from specsparse.engine.weights import PackFFN
 from specsparse.errors import UserError
 from specsparse.kernels import Kernels
 from specsparse.powerinfer import faithful, sparse_ffn
-from specsparse.powerinfer.weights import ffn_packer, threshold_of
+from specsparse.powerinfer.weights import dense_packer, rows_packer, threshold_of
+from specsparse.predictors.ffn import FFN
+from specsparse.predictors.mlp import Mlp
+from specsparse.predictors.oracle import Oracle
 
 MODES = ("dense", "powerinfer", "oracle")
 """All neurons; those the file's predictors keep; those whose activation is not zero."""
@@ -66,14 +69,30 @@ def plan(
         for t in f.tensors.values():
             faithful.check_type(t.type.name, f"{f.path}: tensor '{t.name}'")
         kernels = faithful.faithful(kernels)
-    keep = {"dense": None, "powerinfer": sparse_ffn.predicted(kernels), "oracle": sparse_ffn.true_activations}[mode]
-    limit = threshold_of(f, threshold) if mode == "powerinfer" else 0.0
+    limit = threshold_of(f, threshold) if sparse else 0.0
+    run, pack = _injected(config, kernels, mode, limit, floats=floats, faithful_f16=faithful_f16)
     return FfnPlan(
         mode=mode,
         rule=", ".join([f"threshold={limit:g}"] * (mode == "powerinfer") + ["faithful_f16"] * faithful_f16),
         kernels=kernels,
-        ffn=None if keep is None else sparse_ffn.masked_ffn(config, kernels, keep),
-        pack=ffn_packer(limit, floats=floats, predictor=mode == "powerinfer") if sparse else None,
+        ffn=run,
+        pack=pack,
         floats=floats,
         float_types=faithful.FLOAT_TYPES if faithful_f16 else (),
     )
+
+
+def _injected(
+    config: ModelConfig, kernels: Kernels, mode: str, limit: float, *, floats: bool, faithful_f16: bool
+) -> tuple[Callable | None, PackFFN | None]:
+    """The FFN and the packer of its weights: neurons row by row, or dense and masked to round between the products."""
+    predicted = mode == "powerinfer"
+    pack = dense_packer(limit, floats=floats) if config.predictor_ranks else None
+    if mode == "dense":
+        return None, pack
+    ffn = FFN.of(config, kernels)
+    predictor = Mlp(ffn) if predicted else Oracle(ffn)
+    if faithful_f16:
+        keep = sparse_ffn.predicted(predictor) if predicted else sparse_ffn.true_activations
+        return sparse_ffn.masked_ffn(config, kernels, keep), pack
+    return sparse_ffn.make_ffn(config, kernels, predictor), rows_packer(limit, floats=floats, predictor=predicted)

@@ -1,15 +1,15 @@
-"""The FFN of a PowerInfer model as an injected `ffn`: neurons are kept or left out row by row.
+"""The sparse FFN as an injected `ffn`: a predictor names the neurons of each row, and only their weights are read.
 
-    idx = fc2 relu(fc1 x), keep = idx >= threshold        x is the residual before ffn_norm
-    a   = act(gate z) * up z, z = rmsnorm(x) * ffn_norm
-    y   = x + sum of a_j down_t[j] over the kept j, ascending
+    keep = predictor(x)                                       x is the residual before ffn_norm
+    a    = act(gate z) * up_act(up z), z = rmsnorm(x) * ffn_norm
+    y    = x + sum of a_j down_t[j] over the kept j, ascending
 
-Song et al. 2023 (arXiv:2312.12456). This is the definition, computed densely and masked; a mask belongs to its row
-at any batch size.
+Song et al. 2023 (arXiv:2312.12456). A mask belongs to its row at any batch size; rows that share a call share the
+reading of their neurons.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,47 +17,58 @@ import jax.numpy as jnp
 from specsparse.engine.activation import activate, parse_activation
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.weights import Layer
-from specsparse.kernels import Kernels
-from specsparse.powerinfer.weights import PredictorWeights
-
-
-class SparseStats(NamedTuple):
-    """What one call of a sparse FFN did; rows that do not count have kept nothing.
-
-    Attributes:
-        kept: i32[R], neurons kept in each row.
-        union: i32[], neurons that some row kept.
-        nonzero: i32[R], kept neurons whose activation is not zero.
-    """
-
-    kept: jax.Array
-    union: jax.Array
-    nonzero: jax.Array
-
+from specsparse.errors import UserError
+from specsparse.kernels import Kernels, SparseStats
+from specsparse.powerinfer.weights import SparseWeights
+from specsparse.predictors.base import Predictor
+from specsparse.predictors.gate_threshold import GateThreshold
+from specsparse.predictors.oracle import Oracle
+from specsparse.predictors.teal import Teal
 
 Keep = Callable[[Layer, jax.Array, jax.Array, jax.Array], jax.Array]
 """keep(layer, x_RD, n_valid_B, a_RF) -> bool[R, F]."""
 
 
-def predicted(kernels: Kernels) -> Keep:
-    """PowerInfer's rule: the raw output of the predictor is at least the threshold; exactly equal is kept."""
+def make_ffn(config: ModelConfig, kernels: Kernels, predictor: Predictor) -> Callable:
+    """ffn(layer, x_RD, n_valid_B) -> (y_RD, SparseStats) for `engine.llama.make_forward`; `layer.sparse` is its
+    `SparseWeights`, and no dense matrix is needed.
 
-    def keep(layer: Layer, x_RD, n_valid_B, a_RF):
-        w: PredictorWeights = layer.sparse
-        (h_RK,) = kernels.linear(x_RD, (w.fc1,), n_valid=n_valid_B)
-        (idx_RF,) = kernels.linear(activate(h_RK, "relu"), (w.fc2,), n_valid=n_valid_B)
-        return idx_RF >= w.threshold
+    The oracle and CATS decide by the gate, so it is read for all neurons and the other two matrices for the kept ones.
 
-    return keep
+    Raises:
+        UserError: an FFN with biases, or a predictor that leaves out inputs and not neurons.
+    """
+    act, up_act = parse_activation(config.activation)
+    check_neurons(config, predictor)
+    by_gate = isinstance(predictor, Oracle | GateThreshold)
+
+    def ffn(layer: Layer, x_RD, n_valid_B):
+        w: SparseWeights = layer.sparse
+        if by_gate:
+            keep_RF = jnp.ones((x_RD.shape[0], w.up.shape[0]), jnp.uint8)
+        else:
+            keep_RF = predictor.keep(w.predictor, layer, x_RD, n_valid_B)
+        y_RD, stats = kernels.sparse_ffn(
+            x_RD, keep_RF, w.gate, w.up, w.down_t, norm=layer.ffn_norm, eps=config.norm_eps, n_valid=n_valid_B,
+            act=act, up_act=up_act if config.gated else None, residual=x_RD,
+            least=w.predictor.threshold if isinstance(predictor, GateThreshold) else None,
+        )  # fmt: skip
+        return y_RD, stats._replace(kept=stats.nonzero, union=stats.active) if by_gate else stats
+
+    return ffn
 
 
-def true_activations(layer: Layer, x_RD, n_valid_B, a_RF):
-    """The oracle's rule: the activation is not zero."""
-    return a_RF != jnp.float32(0)
+def check_neurons(config: ModelConfig, predictor: Predictor) -> None:
+    """UserError where a model's neurons cannot be left out one by one."""
+    if biased := [name for name in config.biases if name.startswith("ffn_")]:
+        raise UserError(f"a sparse FFN has no biases, and this model has one on {biased[0]}: load it with ffn='dense'")
+    if isinstance(predictor, Teal):
+        raise UserError(f"predictor {predictor.name} leaves out inputs and not neurons: it can be evaluated, not run")
 
 
 def masked_ffn(config: ModelConfig, kernels: Kernels, keep: Keep) -> Callable:
-    """ffn(layer, x_RD, n_valid_B) -> (y_RD, SparseStats) for `engine.llama.make_forward`."""
+    """The same computed densely and masked, from the layer's dense matrices: the definition, with biases and with
+    whatever rounding `kernels` do between the products (F16-faithful mode)."""
     act, up_act = parse_activation(config.activation)
     names = ("ffn_gate", "ffn_up") if config.gated else ("ffn_up",)
 
@@ -82,6 +93,20 @@ def masked_ffn(config: ModelConfig, kernels: Kernels, keep: Keep) -> Callable:
     return ffn
 
 
+def predicted(predictor: Predictor) -> Keep:
+    """The mask of a predictor for `masked_ffn`; there `layer.sparse` is the predictor's own weights."""
+
+    def keep(layer: Layer, x_RD, n_valid_B, a_RF):
+        return predictor.keep(layer.sparse, layer, x_RD, n_valid_B) != jnp.uint8(0)
+
+    return keep
+
+
+def true_activations(layer: Layer, x_RD, n_valid_B, a_RF):
+    """The oracle's rule: the activation is not zero."""
+    return a_RF != jnp.float32(0)
+
+
 def valid_rows(n_valid_B, rows: int):
     """bool[R]: whether row i of sequence b is below n_valid[b]."""
     n = rows // n_valid_B.shape[0]
@@ -89,8 +114,14 @@ def valid_rows(n_valid_B, rows: int):
 
 
 def _stats(keep_RF, a_RF) -> SparseStats:
+    live_RF = a_RF != jnp.float32(0)
     return SparseStats(
         kept=jnp.sum(keep_RF, axis=1, dtype=jnp.int32),
-        union=jnp.sum(jnp.any(keep_RF, axis=0), dtype=jnp.int32),
-        nonzero=jnp.sum(a_RF != jnp.float32(0), axis=1, dtype=jnp.int32),
+        union=_in_any_row(keep_RF),
+        nonzero=jnp.sum(live_RF, axis=1, dtype=jnp.int32),
+        active=_in_any_row(live_RF),
     )
+
+
+def _in_any_row(mask_RF) -> Any:
+    return jnp.sum(jnp.any(mask_RF, axis=0), dtype=jnp.int32)

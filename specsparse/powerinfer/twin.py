@@ -75,13 +75,15 @@ def _with_threshold(model: "Model", threshold: float | None) -> "Model":
     if threshold is None:
         raise UserError("a draft by rule=own raises the threshold of the target's predictors: give drafter.threshold")
     try:
-        layers = tuple(
-            layer._replace(sparse=layer.sparse._replace(threshold=jnp.float32(threshold)))
-            for layer in model.params.layers
-        )
+        layers = tuple(_with_own(layer, threshold) for layer in model.params.layers)
     except (AttributeError, TypeError, ValueError):
         raise UserError(f"the target (ffn={model.ffn}) has no predictors with a threshold: give rule=hot") from None
     return _replaced(model, params=model.params._replace(layers=layers), rule=f"threshold={threshold:g}")
+
+
+def _with_own(layer: Layer, threshold: float) -> Layer:
+    own = layer.sparse.predictor._replace(threshold=jnp.float32(threshold))
+    return layer._replace(sparse=layer.sparse._replace(predictor=own))
 
 
 def _hot(model: "Model", share: float, rows_LND: np.ndarray) -> "Model":

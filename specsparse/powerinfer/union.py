@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine.llama import Want, make_forward
-from specsparse.powerinfer.gated import gating
+from specsparse.powerinfer.sparse_ffn import make_ffn
 from specsparse.predictors.base import Predictor
 
 if TYPE_CHECKING:
@@ -52,11 +52,11 @@ def masks(
         windows_Wn: int32[W, n] token ids, n at most the context.
         progress: called with the windows done.
     """
-    ffn = gating(model, predictor)
+    ffn = make_ffn(model.config, model.kernels, predictor)
 
     def masked(layer, x_RD, n_valid_B):
         y_RD, _ = ffn(layer, x_RD, n_valid_B)
-        return y_RD, predictor.keep(layer.sparse, layer, x_RD, n_valid_B)
+        return y_RD, predictor.keep(layer.sparse.predictor, layer, x_RD, n_valid_B)
 
     forward = make_forward(model.config, model.kernels, masked)
 

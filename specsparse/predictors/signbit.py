@@ -5,10 +5,11 @@ from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from specsparse.engine.weights import Layer
 from specsparse.errors import UserError
+from specsparse.kernels import SignRows, pack_signs
+from specsparse.kernels.reference_neurons import signs_alike
 from specsparse.predictors.base import Scored
 from specsparse.predictors.svd import normed_gate
 
@@ -17,11 +18,11 @@ class SignBitWeights(NamedTuple):
     """Weights of one layer.
 
     Attributes:
-        bits: uint8[F, ceil(D/8)], 1 where gate * ffn_norm is negative; the most significant bit first, padding 0.
+        signs: SignRows [F, D] of gate * ffn_norm.
         threshold: f32[], products that must agree in sign.
     """
 
-    bits: jax.Array
+    signs: SignRows
     threshold: jax.Array
 
 
@@ -46,14 +47,13 @@ class SignBit(Scored):
     def own_weights(self, layer: Layer) -> SignBitWeights:
         """alpha p >= D - p is p >= D / (1 + alpha)."""
         gate = normed_gate(layer)
-        bits = np.packbits(gate < 0, axis=1)
-        return SignBitWeights(jnp.asarray(bits), jnp.float32(gate.shape[1] / (1 + self.alpha)))
+        return SignBitWeights(pack_signs(gate), jnp.float32(gate.shape[1] / (1 + self.alpha)))
 
     def score(self, weights: SignBitWeights, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
-        """Products that are positive by sign: D less the bits that differ."""
-        x_Rb = jnp.packbits(x_RD < jnp.float32(0), axis=1)
+        """Products that are positive by sign."""
+        return signs_alike(x_RD, weights.signs)
 
-        def count(x_b):
-            return jnp.sum(jax.lax.population_count(weights.bits ^ x_b[None]), axis=1, dtype=jnp.int32)
-
-        return (x_RD.shape[1] - jax.lax.map(count, x_Rb)).astype(jnp.float32)
+    def keep(self, weights: SignBitWeights, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
+        """uint8[R, F]: score >= threshold, counted by the kernels."""
+        kernels = self.ffn.kernels
+        return kernels.signbit_keep(x_RD, weights.signs, threshold=weights.threshold, n_valid=n_valid_B)

@@ -37,6 +37,7 @@ def tiny_config(
     norm_eps: float = 1e-5,
     tied: bool = False,
     bias: bool | Sequence[str] = False,
+    gated: bool = True,
     rope_base: float = 10000.0,
     rope_scaling: Scaling = "none",
     rope_factor: float = 1.0,
@@ -52,6 +53,7 @@ def tiny_config(
         head_dim: d_model / n_heads where not given.
         tied: the output matrix is the embedding.
         bias: which projections have one; True is all. What the architecture needs comes on top.
+        gated: whether the FFN has a gate; a file without one must name its activation.
         rope_base, rope_scaling, rope_factor, original_context, attn_factor, freq_factors: as in `RopeConfig`.
     """
     family = ARCHITECTURES[architecture]
@@ -81,6 +83,7 @@ def tiny_config(
         rope=rope,
         tied_output=tied,
         biases=tuple(name for name in PROJECTIONS if name in asked),
+        gated=gated,
     )
 
 

@@ -85,29 +85,38 @@ def act_of(x: np.ndarray, act) -> np.ndarray:
     return np.where(x > f32(act[1]), x, f32(0)) if isinstance(act, tuple) else activate(x, act)
 
 
+SEGMENTS = 16
+
+
 def project(a: np.ndarray, data: np.ndarray, layout: Layout, cols: int) -> np.ndarray:
-    """float32[R, D]: sum over neurons in order of a[r, j] times row j; an activation of 0 adds nothing."""
-    w, d, m = (floats(data, layout, cols), None, None) if layout.is_float else split(data, layout, cols)
-    y = np.zeros((len(a), w.shape[1]), f32)
-    for j in range(len(data)):
-        live, factor = a[:, j] != 0, a[:, j, None]
-        if layout.is_float:
-            new = fma(factor, w[None, j], y)
-        else:
-            new = fma((factor * d[None, j]).repeat(layout.sub, axis=1), w[None, j].astype(f32), y)
-            new = new if m is None else fma(m[None, j].repeat(layout.sub, axis=1), factor, new)
-        y = np.where(live[:, None], new, y)
+    """float32[R, D]: sum over neurons in order of a[r, j] times row j, segment by segment; a 0 adds nothing."""
+    parts = (floats(data, layout, cols), None, None) if layout.is_float else split(data, layout, cols)
+    y = np.zeros((len(a), parts[0].shape[1]), f32)
+    for s in range(SEGMENTS):
+        js = range(s * len(data) // SEGMENTS, (s + 1) * len(data) // SEGMENTS)
+        part = np.zeros_like(y)
+        for j in js:
+            new = _added(part, a[:, j, None], j, layout, *parts)
+            part = np.where(a[:, j, None] != 0, new, part)
+        y = np.where((a[:, js] != 0).any(axis=1)[:, None], y + part, y)
     return y[:, :cols]
 
 
-def sparse_ffn(x, keep, gate, up, down_t, *, norm, eps, act, up_act=None, residual=None):
+def _added(y: np.ndarray, factor: np.ndarray, j: int, layout: Layout, w, d, m) -> np.ndarray:
+    """y plus factor times neuron j."""
+    if layout.is_float:
+        return fma(factor, w[None, j], y)
+    new = fma((factor * d[None, j]).repeat(layout.sub, axis=1), w[None, j].astype(f32), y)
+    return new if m is None else fma(m[None, j].repeat(layout.sub, axis=1), factor, new)
+
+
+def sparse_ffn(x, keep, gate, up, down_t, *, norm, eps, act, up_act=None, residual=None, least=0.0):
     """(y, activations a float32[R, F]) of all rows; matrices are NeuronRows."""
     z = x if norm is None else normalise(x, norm, eps)
-    a, cols = products(z, np.asarray(up.data), up.layout, up.shape[1]), up.shape[1]
-    if gate is None:
-        a = act_of(a, act)
-    else:
-        a = act_of(products(z, np.asarray(gate.data), gate.layout, cols), act) * act_of(a, up_act)
-    a = np.where(keep != 0, a, f32(0))
+    first, cols = up if gate is None else gate, up.shape[1]
+    a = act_of(products(z, np.asarray(first.data), first.layout, cols), act)
+    a = np.where((keep != 0) & ~(np.abs(a) < f32(least)), a, f32(0))
+    if gate is not None:
+        a = np.where(a == 0, a, a * act_of(products(z, np.asarray(up.data), up.layout, cols), up_act))
     y = project(a, np.asarray(down_t.data), down_t.layout, cols)
     return y if residual is None else residual + y, a

@@ -7,9 +7,9 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
 from specsparse.errors import UserError
-from specsparse.kernels import pack_neurons, take_neurons, unpack_neurons
+from specsparse.kernels import pack_neurons, regroup_neurons, take_neurons, unpack_neurons
 from specsparse.kernels.neurons import LINE, row_bytes
-from specsparse.kernels.packing import SUPPORTED
+from specsparse.kernels.packing import SUPPORTED, pack_qtensor
 from specsparse.testing import random_quantised
 
 TYPES = {t.name: t for t in SUPPORTED}
@@ -33,6 +33,15 @@ def test_packing_loses_nothing(name):
     np.testing.assert_array_equal(jax.jit(unpack_neurons)(packed), dense(name, raw))
     assert packed.data.shape == (F, row_bytes(packed.layout, columns(name)))
     assert packed.data.shape[1] % LINE == 0 and packed.nbytes == packed.data.size
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_groups_of_rows_become_rows(name):
+    """The bytes that packing from the file gives."""
+    raw, shape = random_quantised(name, F, columns(name)), (F, columns(name))
+    regrouped, packed = regroup_neurons(pack_qtensor(raw, TYPES[name], shape)), pack_neurons(raw, TYPES[name], shape)
+    np.testing.assert_array_equal(regrouped.data, packed.data)
+    assert regrouped.layout == packed.layout and regrouped.shape == shape
 
 
 @pytest.mark.parametrize("name", ["F32", "F16", "Q4_0", "Q4_1", "Q8_0"])

@@ -5,6 +5,7 @@ instruction set, for every number of threads, and whatever other rows keep (cont
 float64 within `tests/tolerances.py`, the reference keeps C1 too, and predicted neurons are the same everywhere.
 """
 
+from dataclasses import replace
 from functools import cache, partial
 
 import jax
@@ -179,6 +180,8 @@ def test_counts(backend):
     assert (stats.nonzero <= stats.kept).all() and 0 < stats.nonzero[2] < F and stats.nonzero[3] == 0
     same_bits(y[1], case(columns("F16"))["residual"][1])  # nothing kept, nothing added
     assert run("F16", "reglu", backend, n=1)[1].union == keep[0].sum()
+    _, neurons = emulated("F16", "reglu")
+    assert stats.active == (neurons != 0).any(axis=0).sum() < stats.union
 
 
 def test_more_rows_than_share_one_reading():
@@ -191,7 +194,7 @@ def test_more_rows_than_share_one_reading():
         np.asarray, program("native", "reglu")(weights("Q4_0"), many, jnp.array([R * copies], jnp.int32))
     )
     same_bits(y, np.concatenate([wanted] * copies))
-    assert stats.union == counted.union
+    assert stats.union == counted.union and stats.active == counted.active
 
 
 def test_ragged_batches_and_rows_of_nan():
@@ -204,6 +207,41 @@ def test_ragged_batches_and_rows_of_nan():
     same_bits(y[[0, 6, 8]], wanted[[0, 6, 8]])
     assert (y[~live] == 0).all() and (np.asarray(stats.kept)[~live] == 0).all()
     assert np.isnan(y[7]).all()  # keeps neurons; row 1 keeps none
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("gated", [True, False])
+def test_neurons_below_a_least_activation_are_left_out(backend, gated):
+    """CATS: as if the mask had lacked them; a threshold is data, not a new program."""
+    a, (gate, up, down_t) = case(columns("F16")), weights("F16")
+    options = {"norm": a["norm"], "eps": EPS, "act": "silu", "n_valid": jnp.array([R], jnp.int32)}
+
+    @jax.jit
+    def ffn(keep, least):
+        return BACKENDS[backend].sparse_ffn(a["x"], keep, gate if gated else None, up, down_t, least=least, **options)
+
+    least = np.float32(0.4)
+    y, stats = jax.tree.map(np.asarray, ffn(a["keep"], least))
+    full = dict(norm=a["norm"], eps=EPS, act="silu", least=least)
+    _, neurons = neuron_emulation.sparse_ffn(a["x"], a["keep"], gate if gated else None, up, down_t, **full)
+    masked, _ = ffn((neurons != 0).astype(np.uint8), np.float32(0))
+    same_bits(y, np.asarray(masked))
+    assert (stats.nonzero < stats.kept)[[0, 2]].all() and stats.active < stats.union
+    np.testing.assert_array_equal(stats.nonzero, (neurons != 0).sum(axis=1))
+    assert stats.active == (neurons != 0).any(axis=0).sum()
+
+
+def test_up_is_not_read_where_the_gate_is_closed():
+    """NaN in the up and down rows of neurons that no gate opens changes nothing."""
+    a, (gate, up, down_t) = case(columns("F16")), weights("F16")
+    options = {"act": "relu", "n_valid": jnp.array([R], jnp.int32)}
+    _, neurons = neuron_emulation.sparse_ffn(a["x"], a["keep"], gate, up, down_t, norm=None, eps=0.0, act="relu")
+    closed = ~(neurons != 0).any(axis=0)
+    assert closed.sum() > 1
+    hurt = [replace(m, data=jnp.where(closed[:, None], jnp.uint8(0x7E), m.data)) for m in (up, down_t)]
+    got, _ = BACKENDS["native"].sparse_ffn(a["x"], a["keep"], gate, *hurt, **options)
+    wanted, _ = BACKENDS["native"].sparse_ffn(a["x"], a["keep"], gate, up, down_t, **options)
+    same_bits(np.asarray(got), np.asarray(wanted))
 
 
 def test_matrices_of_different_types():
@@ -250,18 +288,21 @@ def test_mistakes_are_one_line(backend, changed, says):
 # Sign bits.
 
 
-@pytest.mark.parametrize("width", [50, 64, 576])
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("width", [50, 64, 576, 4160])
 @pytest.mark.parametrize("alpha", [0.0, 0.9, 1.0, 1.5])
-def test_sign_bits_predict_by_counting(width, alpha):
+def test_sign_bits_predict_by_counting(isa, width, alpha):
     """The same neurons by every implementation, and by float64 counts of signs that differ."""
+    use(isa)
     rng = np.random.default_rng(width)
     x, w = (rng.normal(size=(n, width)).astype(np.float32) for n in (R, F))
     x[2], w[3], x[4, :7] = 0, -1, -0.0
     norm = rng.normal(size=width).astype(np.float32)
     different = ((x[:, None] < 0) != ((w < 0) ^ (norm < 0))[None]).sum(axis=2)
     wanted = np.float32(alpha) * (width - different).astype(np.float32) >= different
+    threshold = np.float32(width / (1 + alpha))
     for kernels in BACKENDS.values():
-        keep = partial(kernels.signbit_keep, signs=pack_signs(w, norm), alpha=alpha)
+        keep = partial(kernels.signbit_keep, signs=pack_signs(w, norm), threshold=threshold)
         got = np.asarray(jax.jit(keep)(x, n_valid=jnp.array([5, 1, 2], jnp.int32)))
         live = np.arange(R) % 3 < np.repeat([5, 1, 2], 3)
         np.testing.assert_array_equal(got, (wanted & live[:, None]).astype(np.uint8), err_msg=kernels.name)
@@ -274,17 +315,14 @@ def test_sign_bits_find_a_gate_that_follows_its_signs():
     sides = np.where(np.arange(F) % 2, 1, -1)[:, None]
     w = (sides * x + 0.3 * rng.normal(size=(F, 256))).astype(np.float32)
     for kernels in BACKENDS.values():
-        got = kernels.signbit_keep(x, pack_signs(w), alpha=1.0, n_valid=jnp.array([1], jnp.int32))
+        got = kernels.signbit_keep(x, pack_signs(w), threshold=128.0, n_valid=jnp.array([1], jnp.int32))
         np.testing.assert_array_equal(np.asarray(got)[0], (w @ x[0] > 0).astype(np.uint8), err_msg=kernels.name)
 
 
-@pytest.mark.parametrize("alpha", [-0.1, float("nan"), float("inf")])
-def test_alpha_is_a_finite_number(alpha):
+def test_sign_bits_that_do_not_fit():
     signs = pack_signs(np.ones((3, 64)))
     for kernels in BACKENDS.values():
-        with pytest.raises(UserError, match="alpha="):
-            kernels.signbit_keep(jnp.zeros((1, 64)), signs, alpha=alpha, n_valid=jnp.array([1], jnp.int32))
         with pytest.raises(UserError, match="width 32 do not fit sign bits of width 64"):
-            kernels.signbit_keep(jnp.zeros((1, 32)), signs, alpha=1.0, n_valid=jnp.array([1], jnp.int32))
+            kernels.signbit_keep(jnp.zeros((1, 32)), signs, threshold=1.0, n_valid=jnp.array([1], jnp.int32))
     with pytest.raises(UserError, match="sign bits need weights"):
         pack_signs(np.ones(3))

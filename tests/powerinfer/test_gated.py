@@ -91,7 +91,7 @@ def test_the_share_of_a_fitted_predictor_is_kept(cfg, path):
     assert model.ffn == "predicted" and model.rule == "gate_threshold(share=0.4)"
     text = sparse_model.calibration_text(cfg, model)
     assert text.shape == (1, 64) and cfg.ffn.tokens == text.size
-    weights = [layer.sparse for layer in model.params.layers]
+    weights = [layer.sparse.predictor for layer in model.params.layers]
     assert len({float(w.threshold) for w in weights}) == 2  # one a layer
 
 
@@ -107,7 +107,7 @@ def test_trained_predictors_come_from_their_file(cfg, path, tmp_path):
     )
     experiment.check(cfg)
     model = sparse_model.load(cfg, specsparse.api, Console(file=io.StringIO()))
-    assert model.params.layers[1].sparse.fc1.shape == (8, d)
+    assert model.params.layers[1].sparse.predictor.fc1.shape == (8, d)
     save_predictors(file, pairs[:1])
     with pytest.raises(UserError, match=r"is for 1 layers of .*, and .* has 2 layers of"):
         sparse_model.load(cfg, specsparse.api, Console(file=io.StringIO()))

@@ -66,8 +66,8 @@ def test_a_watch_adds_up_passes_by_their_rows():
     watch = union.UnionWatch(width=10)
     for kept, together in (((2, 2), 3), ((4, 2), 5)):
         one = np.array([[*kept, 0], [*kept, 0]])  # two layers; the third row does not count
-        watch(2, SparseStats(kept=one, union=np.array([together, together]), nonzero=one))
-    watch(1, SparseStats(kept=np.array([[1, 0, 0]] * 2), union=np.array([1, 1]), nonzero=None))
+        watch(2, SparseStats(kept=one, union=np.array([together, together]), nonzero=one, active=None))
+    watch(1, SparseStats(kept=np.array([[1, 0, 0]] * 2), union=np.array([1, 1]), nonzero=None, active=None))
     single, double = watch.points()
     assert (single.rows, single.passes, single.kept, single.union) == (1, 1, 0.1, 0.1)
     assert (double.rows, double.passes) == (2, 2)

@@ -266,8 +266,9 @@ void add_rows(const NeuronRows& w, const int32_t* js, const float* a, int64_t co
 }
 
 int64_t differing(const uint64_t* a, const uint64_t* b, int64_t words) {
-  int64_t found = 0;
-  for (int64_t i = 0; i < words; ++i) found += __builtin_popcountll(a[i] ^ b[i]);
+  int64_t i = 0, found = 0;
+  for (; i + kWordsAtOnce <= words; i += kWordsAtOnce) found += count_differing(a + i, b + i);
+  for (; i < words; ++i) found += __builtin_popcountll(a[i] ^ b[i]);
   return found;
 }
 

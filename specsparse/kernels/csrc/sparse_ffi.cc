@@ -49,8 +49,9 @@ const float* optional(const ffi::Buffer<ffi::F32>& b) { return b.element_count()
 
 ffi::Error sparse_ffn_call(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> keep, ffi::AnyBuffer gate, ffi::AnyBuffer up,
                            ffi::AnyBuffer down, ffi::Buffer<ffi::F32> norm, ffi::Buffer<ffi::F32> residual,
-                           ffi::Buffer<ffi::S32> n_valid, ffi::ResultBuffer<ffi::F32> y, ffi::ResultBuffer<ffi::S32> kept,
-                           ffi::ResultBuffer<ffi::S32> read, ffi::ResultBuffer<ffi::S32> nonzero, Ints description,
+                           ffi::Buffer<ffi::S32> n_valid, ffi::Buffer<ffi::F32> least, ffi::ResultBuffer<ffi::F32> y,
+                           ffi::ResultBuffer<ffi::S32> kept, ffi::ResultBuffer<ffi::S32> read,
+                           ffi::ResultBuffer<ffi::S32> nonzero, ffi::ResultBuffer<ffi::S32> active, Ints description,
                            int64_t act, float threshold, int64_t up_act, float up_threshold, float eps) {
   Description u, d, g;
   const bool gated = gate.element_count() != 0;
@@ -65,7 +66,8 @@ ffi::Error sparse_ffn_call(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> keep, f
                       optional(norm),
                       eps,
                       {Activation::Kind(act), threshold},
-                      {Activation::Kind(up_act), up_threshold}};
+                      {Activation::Kind(up_act), up_threshold},
+                      least.typed_data()[0]};
   const std::vector<int32_t> valid = valid_rows(n_valid, rows);
   if (static_cast<int64_t>(valid.size()) < rows) {
     std::fill_n(y->typed_data(), y->element_count(), 0.0f);
@@ -74,15 +76,15 @@ ffi::Error sparse_ffn_call(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> keep, f
   }
   SparseCounts counts{kept->typed_data(), nonzero->typed_data()};
   sparse_ffn(ffn, x.typed_data(), keep.typed_data(), optional(residual), valid, y->typed_data(), &counts);
-  read->typed_data()[0] = counts.read;
+  read->typed_data()[0] = counts.read, active->typed_data()[0] = counts.active;
   return ffi::Error::Success();
 }
 
-constexpr int64_t kSignNeurons = 64;  // of one item
+constexpr int64_t kSignNeurons = 256;  // of one item
 
-// keep[r, j] = alpha * (equal signs) >= (different signs) of x_r and neuron j.
+// keep[r, j] = (columns in which x_r and neuron j have the same sign) >= threshold.
 ffi::Error signbit_keep(ffi::Buffer<ffi::F32> x, ffi::AnyBuffer signs, ffi::Buffer<ffi::S32> n_valid,
-                        ffi::ResultBuffer<ffi::U8> keep, float alpha) {
+                        ffi::Buffer<ffi::F32> threshold, ffi::ResultBuffer<ffi::U8> keep) {
   const int64_t rows = x.dimensions()[0], cols = x.dimensions()[1], words = (cols + 63) / 64;
   const int64_t neurons = keep->dimensions()[1];
   if (static_cast<int64_t>(signs.size_bytes()) != neurons * words * 8)
@@ -98,12 +100,13 @@ ffi::Error signbit_keep(ffi::Buffer<ffi::F32> x, ffi::AnyBuffer signs, ffi::Buff
   if (count < rows) std::fill_n(out, rows * neurons, uint8_t{0});
   const uint64_t* mine = packed.data();
   const uint64_t* all = static_cast<const uint64_t*>(signs.untyped_data());
+  const float least = threshold.typed_data()[0];
   parallel((neurons + kSignNeurons - 1) / kSignNeurons, [&](int64_t item) {
+    const auto differing = sparse_ops().differing;
     for (int64_t j = item * kSignNeurons; j < std::min(neurons, (item + 1) * kSignNeurons); ++j)
-      for (int64_t t = 0; t < count; ++t) {
-        const int64_t different = sparse_ops().differing(mine + t * words, all + j * words, words);
-        out[valid[t] * neurons + j] = alpha * static_cast<float>(cols - different) >= static_cast<float>(different);
-      }
+      for (int64_t t = 0; t < count; ++t)
+        out[valid[t] * neurons + j] =
+            static_cast<float>(cols - differing(mine + t * words, all + j * words, words)) >= least;
   });
   return ffi::Error::Success();
 }
@@ -122,7 +125,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_sparse_ffn, sparse_ffn_call,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::S32>>()
@@ -138,8 +143,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_signbit_keep, signbit_keep,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::U8>>()
-                                  .Attr<float>("alpha"));
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::U8>>());
 
 #pragma GCC visibility pop
 

@@ -1,6 +1,7 @@
 #include "sparse_ffn.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "pool.h"
@@ -9,8 +10,11 @@ namespace specsparse {
 namespace {
 
 constexpr int64_t kTokens = 64;              // rows that share one reading of the neurons: bits of a mask
-constexpr int64_t kItemBytes = 64 << 10;     // gate and up of one item
-constexpr int64_t kTileBytes = 128 << 10;    // of a stripe of down that several rows read: half a core's L2
+constexpr int64_t kItemNeurons = 64;         // of one item, at most
+constexpr int64_t kSegments = 16;            // of the neurons, by id: the sum of a row is a sum of sums. Part of the definition
+constexpr int64_t kTileBytes = 256 << 10;    // of down rows that several rows of activations read: half a core's L2
+constexpr int64_t kSumBytes = 128 << 10;     // of the sums that they are added to
+constexpr int64_t kSumChunks = 8;            // of one item of the sum of sums
 constexpr int64_t kStripeChunks = 8;         // most columns of a stripe of down: 512
 
 // Memory that a calling thread keeps from call to call.
@@ -122,12 +126,19 @@ struct Tile {
   float* values;
 };
 
+// Room for whole vectors is there after x. A NaN stays one, or a closed gate would hide it.
 void activate(float* x, int64_t count, Activation act, const float* ones) {
   static_assert(int64_t(Act::kSilu) == Activation::kSilu && int64_t(Act::kRelu2) == Activation::kRelu2);
   if (act.kind == Activation::kFatRelu) {
     for (int64_t i = 0; i < count; ++i) x[i] = x[i] > act.threshold ? x[i] : 0.0f;
-  } else if (act.kind != Activation::kNone) {
-    ops().glu(x, ones, count, Act(act.kind));
+  } else if (act.kind == Activation::kRelu || act.kind == Activation::kRelu2) {
+    for (int64_t i = 0; i < count; ++i) x[i] = x[i] < 0 ? 0.0f : x[i];
+    if (act.kind == Activation::kRelu2)
+      for (int64_t i = 0; i < count; ++i) x[i] *= x[i];
+  } else if (act.kind == Activation::kSilu) {
+    const int64_t whole = (count + 15) / 16 * 16;
+    std::fill(x + count, x + whole, 0.0f);
+    ops().glu(x, ones, whole, Act::kSilu);
   }
 }
 
@@ -140,118 +151,142 @@ class Call {
     union_.collect(keep, ffn.up.rows, rows, count, counts->kept);
     inputs_.prepare(x, ffn, rows, count);
     const int64_t total = union_.neurons.size();
-    const int64_t bytes = ffn.up.row_bytes + (ffn.gate ? ffn.gate->row_bytes : 0);
-    const int64_t even = std::max<int64_t>(1, total / (8 * threads()));
-    per_item_ = std::clamp<int64_t>(kItemBytes / bytes, 1, std::min<int64_t>(even, 64));
+    per_item_ = std::clamp<int64_t>(total / (16 * threads()), 1, kItemNeurons);
     items_ = (total + per_item_ - 1) / per_item_;
     reserve_tiles();
     parallel(items_, [&](int64_t item) { hidden(item); });
-    for (int64_t t = 0; t < count; ++t) {
-      int64_t found = 0;
-      for (int64_t i = 0; i < items_; ++i) found += tiles_[i * count + t].count;
-      counts->nonzero[rows[t]] = static_cast<int32_t>(found);
-    }
-    const int64_t chunks = ffn.down.chunks(), stripe = stripe_chunks();
-    parallel((chunks + stripe - 1) / stripe, [&](int64_t item) {
-      project(item * stripe, std::min(chunks, (item + 1) * stripe), residual, rows, y);
-    });
+    parallel(count, [&](int64_t t) { counts->nonzero[rows[t]] = join_tiles(t); });
+    parallel(kSegments, [&](int64_t segment) { project(segment); });
+    const int64_t blocks = (ffn.down.chunks() + kSumChunks - 1) / kSumChunks;
+    parallel(count * blocks, [&](int64_t i) { sum_segments(i / blocks, i % blocks * kSumChunks, residual, rows[i / blocks], y); });
   }
 
   const std::vector<int32_t>& neurons() const { return union_.neurons; }
+  // Whether neuron i of the union is not zero in some row.
+  bool active(int64_t i) const { return active_[i]; }
 
  private:
   void reserve_tiles() {
-    const int64_t slots = items_ * count_ * per_item_;
-    int32_t* ids = reserve(tile_neurons_, slots);
-    float* values = reserve(tile_values_, slots);
+    const int64_t slots = items_ * count_ * per_item_;  // and as many again for the lists
+    int32_t* ids = reserve(neurons_, 2 * slots);
+    float* values = reserve(values_, 2 * slots);
     Tile* tiles = reserve(tiles_, items_ * count_);
     for (int64_t i = 0; i < items_ * count_; ++i) tiles[i] = {0, ids + i * per_item_, values + i * per_item_};
+    Tile* lists = reserve(lists_, count_);
+    for (int64_t t = 0; t < count_; ++t)
+      lists[t] = {0, ids + slots + t * items_ * per_item_, values + slots + t * items_ * per_item_};
+    reserve(active_, union_.neurons.size());
+    reserve(parts_, kSegments * count_ * width());
   }
 
-  // Gate, up and activation of one item's neurons, each for the rows that keep it.
+  int64_t width() const { return ffn_->down.chunks() * kChunk; }
+
+  // Gate, up and activation of one item's neurons, each for the rows that keep it. Where the gate gives 0 up is not read.
   void hidden(int64_t item) {
     const int64_t first = item * per_item_, last = std::min<int64_t>(union_.neurons.size(), first + per_item_);
     thread_local std::vector<float> memory;
-    const int64_t pairs = per_item_ * count_ + 16;
-    float* up = reserve(memory, 3 * pairs + scratch_floats(ffn_->up));
-    float *gate = up + pairs, *ones = gate + pairs, *scratch = ones + pairs;
-    int64_t found = 0;
-    for (int64_t i = first; i < last; ++i) found += products(i, last, gate + found, up + found, scratch);
-    const int64_t padded = (found + 15) / 16 * 16;
-    std::fill(ones, ones + padded, 1.0f);
-    std::fill(up + found, up + padded, 0.0f), std::fill(gate + found, gate + padded, 0.0f);
-    float* a = up;
-    if (ffn_->gate) {
-      activate(gate, padded, ffn_->act, ones);
-      activate(up, padded, ffn_->up_act, ones);
-      for (int64_t i = 0; i < found; ++i) gate[i] *= up[i];
-      a = gate;
-    } else {
-      activate(up, padded, ffn_->act, ones);
+    thread_local std::vector<uint64_t> masks;
+    const int64_t pairs = (per_item_ * count_ + 15) / 16 * 16;
+    float* gate = reserve(memory, 3 * pairs + scratch_floats(ffn_->up));
+    float *up = gate + pairs, *ones = up + pairs, *scratch = ones + pairs;
+    uint64_t* live = reserve(masks, per_item_);
+    std::fill(ones, ones + pairs, 1.0f);
+    const uint64_t* kept = union_.rows.data() + first;
+    activate(gate, products(ffn_->gate ? *ffn_->gate : ffn_->up, first, last, kept, gate, scratch), ffn_->act, ones);
+    const float* a = gate;
+    for (int64_t i = 0; i < last - first; ++i) {
+      live[i] = 0;
+      for (uint64_t left = kept[i]; left; left &= left - 1, ++a)
+        if (*a != 0 && !(std::abs(*a) < ffn_->least)) live[i] |= left & -left;
     }
+    if (ffn_->gate) activate(up, products(ffn_->up, first, last, live, up, scratch), ffn_->up_act, ones);
     Tile* tiles = tiles_.data() + item * count_;
-    for (int64_t i = first; i < last; ++i)
-      for (uint64_t left = union_.rows[i]; left; left &= left - 1, ++a) {
-        if (*a == 0) continue;
+    for (int64_t i = first; i < last; ++i) {
+      active_[i] = 0;
+      for (uint64_t left = union_.rows[i]; left; left &= left - 1, ++gate) {
+        if (!(live[i - first] & left & -left)) continue;
+        const float value = ffn_->gate ? *gate * *up++ : *gate;
+        if (value == 0) continue;
         Tile& tile = tiles[__builtin_ctzll(left)];
-        tile.neurons[tile.count] = union_.neurons[i], tile.values[tile.count++] = *a;
+        tile.neurons[tile.count] = union_.neurons[i], tile.values[tile.count++] = value, active_[i] = 1;
       }
+    }
   }
 
-  // Neuron i of the union times the rows that keep it; how many they are.
-  int64_t products(int64_t i, int64_t last, float* gate, float* up, float* scratch) {
-    const SparseOps& op = sparse_ops();
-    const int64_t j = union_.neurons[i], next = i + 1 < last ? union_.neurons[i + 1] : j;
+  // Neurons [first, last) of the union times the rows of their masks, neuron by neuron; how many products.
+  int64_t products(const NeuronRows& w, int64_t first, int64_t last, const uint64_t* masks, float* out, float* scratch) {
     int64_t done = 0;
-    for (uint64_t left = union_.rows[i]; left;) {
-      const Input* inputs[kRowTokens];
-      int count = 0;
-      for (; left && count < kRowTokens; left &= left - 1) inputs[count++] = inputs_[__builtin_ctzll(left)];
-      if (ffn_->gate) op.dot(*ffn_->gate, j, ffn_->gate->row(next), inputs, count, gate + done, scratch);
-      op.dot(ffn_->up, j, ffn_->up.row(next), inputs, count, up + done, scratch);
-      done += count;
+    for (int64_t i = first; i < last;) {
+      int64_t next = i + 1;
+      while (next < last && !masks[next - first]) ++next;
+      const uint8_t* ahead = w.row(union_.neurons[next < last ? next : i]);
+      for (uint64_t left = masks[i - first]; left;) {
+        const Input* inputs[kRowTokens];
+        int count = 0;
+        for (; left && count < kRowTokens; left &= left - 1) inputs[count++] = inputs_[__builtin_ctzll(left)];
+        sparse_ops().dot(w, union_.neurons[i], ahead, inputs, count, out + done, scratch);
+        done += count;
+      }
+      i = next;
     }
     return done;
   }
 
-  // Few enough stripes for long runs of each row, enough for balance; whole super-blocks where the scales are theirs.
-  int64_t stripe_chunks() const {
-    const bool super = ffn_->down.scales == Scales::kSuper || ffn_->down.scales == Scales::kSuperMin;
-    const int64_t unit = super ? kSuper / kChunk : 1, even = ffn_->down.chunks() / (4 * threads());
-    return std::max(unit, std::clamp<int64_t>(even, 1, kStripeChunks) / unit * unit);
+  // The tiles of a row as one list; its length.
+  int32_t join_tiles(int64_t t) {
+    Tile& list = lists_[t];
+    for (int64_t item = 0; item < items_; ++item) {
+      const Tile& tile = tiles_[item * count_ + t];
+      std::copy_n(tile.neurons, tile.count, list.neurons + list.count);
+      std::copy_n(tile.values, tile.count, list.values + list.count);
+      list.count += tile.count;
+    }
+    return static_cast<int32_t>(list.count);
   }
 
-  // Columns of chunks [begin, end) of y, for all rows. Several rows take the neurons tile by tile, so that the second
-  // finds them in the cache.
-  void project(int64_t begin, int64_t end, const float* residual, const int32_t* rows, float* y) {
+  // Down rows of one segment's neurons, for all rows of activations: they take turns every few neurons, so that the second
+  // finds them in the cache, and every few columns, so that the sums stay there too.
+  void project(int64_t segment) {
     const NeuronRows& down = ffn_->down;
-    const int64_t size = (end - begin) * kChunk, bytes = (end - begin) * down.code_bytes();
-    const int64_t step = count_ == 1 ? items_ : std::max<int64_t>(1, kTileBytes / (bytes * per_item_));
+    const auto begin = union_.neurons.begin(), end = begin + union_.neurons.size();
+    const auto bound = [&](int64_t s) { return static_cast<int32_t>(s * down.rows / kSegments); };
+    const int64_t last = std::lower_bound(begin, end, bound(segment + 1)) - begin;
+    const int64_t chunks = down.chunks(), unit = kSuper / kChunk;
+    const int64_t stripe = std::min(chunks, std::max(unit, kSumBytes / (count_ * kChunk * 4) / unit * unit));
+    const int64_t step = count_ == 1 ? last : std::max<int64_t>(kRowGroup, kTileBytes / down.row_bytes);
     thread_local std::vector<float> memory;
-    thread_local std::vector<int32_t> list;
-    const int64_t most = std::min(items_, step) * per_item_;
-    float* sums = reserve(memory, count_ * size + most + scratch_floats(down));
-    float *values = sums + count_ * size, *scratch = values + most;
-    int32_t* neurons = reserve(list, most);
-    std::fill(sums, sums + count_ * size, 0.0f);
-    for (int64_t i = 0; i < items_; i += step)
-      for (int64_t t = 0; t < count_; ++t) {
-        int64_t found = 0;
-        for (int64_t item = i; item < std::min(items_, i + step); ++item) {
-          const Tile& tile = tiles_[item * count_ + t];
-          std::copy_n(tile.neurons, tile.count, neurons + found);
-          std::copy_n(tile.values, tile.count, values + found);
-          found += tile.count;
+    float* scratch = reserve(memory, scratch_floats(down));
+    float* parts = parts_.data() + segment * count_ * width();
+    for (int64_t i = std::lower_bound(begin, end, bound(segment)) - begin, from = 0; i < last; i += step, from = 1)
+      for (int64_t c = 0; c < chunks; c += stripe)
+        for (int64_t t = 0; t < count_; ++t) {
+          const Tile& list = lists_[t];
+          const auto at = [&](int64_t k) { return std::lower_bound(list.neurons, list.neurons + list.count, k) - list.neurons; };
+          const int64_t some = at(union_.neurons[i]), stop = i + step < last ? at(union_.neurons[i + step]) : at(bound(segment + 1));
+          float* to = parts + t * width() + c * kChunk;
+          const int64_t until = std::min(chunks, c + stripe);
+          if (!from) std::fill(to, to + (until - c) * kChunk, 0.0f);
+          sparse_ops().add(down, list.neurons + some, list.values + some, stop - some, c, until, to, scratch);
         }
-        sparse_ops().add(down, neurons, values, found, begin, end, sums + t * size, scratch);
-      }
-    const int64_t first = begin * kChunk, width = std::min(size, down.cols - first);
-    for (int64_t t = 0; t < count_; ++t) {
-      const int64_t at = rows[t] * down.cols + first;
-      for (int64_t c = 0; c < width; ++c) {
-        const float sum = sums[t * size + lane_of(down, c)];
-        y[at + c] = residual ? residual[at + c] + sum : sum;
-      }
+  }
+
+  // Columns of chunks [begin, begin + kSumChunks) of row t of y: the segments one after the other.
+  void sum_segments(int64_t t, int64_t begin, const float* residual, int64_t row, float* y) {
+    const NeuronRows& down = ffn_->down;
+    const int64_t size = (std::min(down.chunks(), begin + kSumChunks) - begin) * kChunk, first = begin * kChunk;
+    float sums[kSumChunks * kChunk] = {};
+    const Tile& list = lists_[t];
+    for (int64_t segment = 0, i = 0; segment < kSegments; ++segment) {
+      const int32_t bound = static_cast<int32_t>((segment + 1) * down.rows / kSegments);
+      if (i == list.count || list.neurons[i] >= bound) continue;  // nothing in this one
+      const float* part = parts_.data() + (segment * count_ + t) * width() + first;
+      for (int64_t c = 0; c < size; ++c) sums[c] += part[c];
+      i = std::lower_bound(list.neurons + i, list.neurons + list.count, bound) - list.neurons;
+    }
+    const int64_t at = row * down.cols + first;
+    for (int64_t c = 0; c < std::min(size, down.cols - first); ++c) {
+      const float sum = sums[lane_of(down, c)];
+      y[at + c] = residual ? residual[at + c] + sum : sum;
     }
   }
 
@@ -259,9 +294,12 @@ class Call {
   int64_t count_, per_item_, items_;
   Inputs inputs_;
   Union union_;
-  std::vector<Tile> tiles_;
-  std::vector<int32_t> tile_neurons_;
-  std::vector<float> tile_values_;
+  std::vector<Tile> tiles_;  // by item, then row
+  std::vector<Tile> lists_;  // by row: its tiles one after the other
+  std::vector<int32_t> neurons_;
+  std::vector<float> values_;
+  std::vector<uint8_t> active_;  // by neuron of the union
+  std::vector<float> parts_;     // by segment, then row
 };
 
 }  // namespace
@@ -274,10 +312,11 @@ void sparse_ffn(const SparseFfn& ffn, const float* x, const uint8_t* keep, const
   if (total > kTokens) seen.assign(ffn.up.rows, 0);
   for (int64_t first = 0; first < total; first += kTokens) {
     call.run(ffn, x, keep, residual, rows.data() + first, std::min(kTokens, total - first), y, counts);
-    if (total <= kTokens) {
-      counts->read = static_cast<int32_t>(call.neurons().size());
-    } else {
-      for (int32_t j : call.neurons()) counts->read += !seen[j], seen[j] = 1;
+    const std::vector<int32_t>& neurons = call.neurons();
+    for (size_t i = 0; i < neurons.size(); ++i) {
+      uint8_t before = 0;
+      if (total > kTokens) before = seen[neurons[i]], seen[neurons[i]] |= 1 | call.active(i) << 1;
+      counts->read += !(before & 1), counts->active += call.active(i) && !(before & 2);
     }
   }
 }

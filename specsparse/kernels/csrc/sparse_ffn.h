@@ -20,16 +20,19 @@ struct SparseFfn {
   const float* norm;  // or null
   float eps;
   Activation act, up_act;
+  float least;  // neurons with |act(gate)| below it are left out
 };
 
 struct SparseCounts {
   int32_t* kept;     // of each row
   int32_t* nonzero;  // of each row
-  int32_t read = 0;  // neurons read for any row
+  int32_t read = 0;    // neurons kept by any row
+  int32_t active = 0;  // neurons not zero in any row
 };
 
 // y = (residual or 0) + sum over kept neurons j, ascending, of act(gate_j z) * up_act(up_j z) * down_j, z = x normalised,
-// for rows `rows` of x, keep, residual and y; other rows are not touched. A row's bits depend on nothing but the row.
+// for rows `rows` of x, keep, residual and y; other rows are not touched. The sum is taken over sixteen ranges of neurons of
+// equal length, whose sums are then added in order. A row's bits depend on nothing but the row.
 void sparse_ffn(const SparseFfn& ffn, const float* x, const uint8_t* keep, const float* residual,
                 const std::vector<int32_t>& rows, float* y, SparseCounts* counts);
 

@@ -52,5 +52,9 @@ inline F spread_scales(const float* s) {
   return r;
 }
 
+// Bits of kWordsAtOnce words that differ.
+constexpr int64_t kWordsAtOnce = 1;
+inline int64_t count_differing(const uint64_t* a, const uint64_t* b) { return __builtin_popcountll(*a ^ *b); }
+
 }  // namespace SPECSPARSE_ISA
 }  // namespace specsparse
