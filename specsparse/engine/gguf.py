@@ -10,18 +10,18 @@ import mmap
 import os
 import re
 import stat
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import numpy as np
 from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
+from specsparse.engine.gguf_cursor import Cursor
 from specsparse.errors import UserError
 
 MAGIC = b"GGUF"
@@ -56,7 +56,6 @@ _SCALARS = {
     GGUFValueType.INT64: "q",
     GGUFValueType.FLOAT64: "d",
 }
-_U64 = struct.Struct("<Q")
 
 # The fewest bytes an entry can take: what bounds a count before anything is allocated for it.
 _MIN_KEY_VALUE = 8 + 1 + 4 + 1
@@ -198,69 +197,7 @@ class GGUFFile:
 _ARTICLE = {"int": "an integer", "float": "a number", "str": "a string", "bool": "true or false"}
 
 
-class _Cursor:
-    """A bounds-checked position in the header; every error names the file and what was being read."""
-
-    def __init__(self, buffer: mmap.mmap, path: Path):
-        self.buffer, self.path = buffer, path
-        self.size, self.at = len(buffer), 0
-
-    def fail(self, what: str) -> NoReturn:
-        raise UserError(f"{self.path}: {what}")
-
-    def take(self, n: int, what: str) -> int:
-        """Moves past n bytes and returns where they start."""
-        if n > self.size - self.at:
-            self.fail(f"truncated: {what} needs {n} bytes at offset {self.at}, the file has {self.size}")
-        start, self.at = self.at, self.at + n
-        return start
-
-    def scalar(self, code: str, what: str) -> Any:
-        form = "<" + code
-        return struct.unpack_from(form, self.buffer, self.take(struct.calcsize(form), what))[0]
-
-    def count(self, smallest: int, what: str) -> int:
-        """A u64 count of entries of at least `smallest` bytes, refused where they could not fit in what is left."""
-        n = self.scalar("Q", what)
-        self.check_count(n, smallest, what)
-        return n
-
-    def check_count(self, n: int, smallest: int, what: str) -> None:
-        """Refuses a count of entries of at least `smallest` bytes that could not fit in what is left."""
-        if n > (self.size - self.at) // smallest:
-            self.fail(f"{what} is {n}, more than the file's {self.size} bytes can hold")
-
-    def string(self, what: str) -> str:
-        n = self.count(1, f"the length of {what}")
-        start = self.take(n, what)
-        try:
-            return str(self.buffer[start : start + n], "utf-8")
-        except UnicodeDecodeError:
-            self.fail(f"{what} at offset {start} is not valid UTF-8")
-
-    def name(self, what: str) -> str:
-        """The name of an entry. An empty one is what padding reads as when a count is too high."""
-        what = f"the name of {what}"
-        return self.string(what) or self.fail(f"{what} is empty")
-
-    def strings(self, n: int, what: str) -> list[str]:
-        """n strings; one loop without calls, because vocabularies are long."""
-        out, buffer, size, at, read = [], self.buffer, self.size, self.at, _U64.unpack_from
-        for i in range(n):
-            start = at + 8
-            end = start + read(buffer, at)[0] if start <= size else size + 1
-            if end > size:
-                self.fail(f"truncated: string {i} of {what} at offset {at} runs past the file's {size} bytes")
-            try:
-                out.append(str(buffer[start:end], "utf-8"))
-            except UnicodeDecodeError:
-                self.fail(f"string {i} of {what} at offset {start} is not valid UTF-8")
-            at = end
-        self.at = at
-        return out
-
-
-def _read_value(cur: _Cursor, what: str) -> Any:
+def _read_value(cur: Cursor, what: str) -> Any:
     """One metadata value, its type code first."""
     kind = _value_type(cur, what)
     if kind == GGUFValueType.STRING:
@@ -278,7 +215,7 @@ def _read_value(cur: _Cursor, what: str) -> Any:
     return np.frombuffer(cur.buffer, dtype, n, start).copy()
 
 
-def _value_type(cur: _Cursor, what: str) -> GGUFValueType:
+def _value_type(cur: Cursor, what: str) -> GGUFValueType:
     code = cur.scalar("I", f"the type of {what}")
     try:
         return GGUFValueType(code)
@@ -286,7 +223,7 @@ def _value_type(cur: _Cursor, what: str) -> GGUFValueType:
         cur.fail(f"{what} has unknown value type {code}")
 
 
-def _read_metadata(cur: _Cursor, n: int) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
+def _read_metadata(cur: Cursor, n: int) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
     """Values by key, and where they lie."""
     metadata: dict[str, Any] = {}
     places = {}
@@ -315,7 +252,7 @@ class _Entry:
         return prod(self.shape[:-1]) * self.row_bytes
 
 
-def _read_entry(cur: _Cursor, i: int, codes: dict[int, GGMLQuantizationType]) -> _Entry:
+def _read_entry(cur: Cursor, i: int, codes: dict[int, GGMLQuantizationType]) -> _Entry:
     name = cur.name(f"tensor {i}")
     what = f"tensor {show(name)}"
     n_dims = cur.scalar("I", f"the dimensions of {what}")
@@ -334,7 +271,7 @@ def _read_entry(cur: _Cursor, i: int, codes: dict[int, GGMLQuantizationType]) ->
     return _Entry(name, codes[code], shape, cur.scalar("Q", f"the offset of {what}"), shape[-1] // block * block_bytes)
 
 
-def _check_places(cur: _Cursor, entries: list[_Entry], data: int, alignment: int) -> None:
+def _check_places(cur: Cursor, entries: list[_Entry], data: int, alignment: int) -> None:
     """Every tensor lies aligned inside the data section, and none on another."""
     last: _Entry | None = None
     for entry in sorted(entries, key=lambda e: e.start):
@@ -349,7 +286,7 @@ def _check_places(cur: _Cursor, entries: list[_Entry], data: int, alignment: int
         last = entry
 
 
-def _read_tensors(cur: _Cursor, n: int, metadata: dict[str, Any], codes: dict[int, GGMLQuantizationType]):
+def _read_tensors(cur: Cursor, n: int, metadata: dict[str, Any], codes: dict[int, GGMLQuantizationType]):
     """The tensors over the mapped bytes, the alignment, and where their data begins."""
     entries = [_read_entry(cur, i, codes) for i in range(n)]
     seen: set[str] = set()
@@ -389,7 +326,7 @@ def _map(path: Path) -> mmap.mmap:
         raise UserError(f"{show(str(path))}: cannot be read: {reason}") from None
 
 
-def _read_header(cur: _Cursor) -> tuple[bytes, int]:
+def _read_header(cur: Cursor) -> tuple[bytes, int]:
     """Magic and version."""
     start = cur.take(min(4, cur.size), "the magic")
     magic = bytes(cur.buffer[start : start + 4])
@@ -419,7 +356,7 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
 def open_one(path: str | os.PathLike[str]) -> GGUFFile:
     """Opens one file by itself, a shard of a split model too; otherwise as `open_gguf`."""
     path = Path(path)
-    cur = _Cursor(_map(path), path)
+    cur = Cursor(_map(path), path)
     magic, version = _read_header(cur)
     n_tensors = cur.count(_MIN_TENSOR, "the number of tensors")
     n_keys = cur.count(_MIN_KEY_VALUE, "the number of metadata keys")

@@ -1,6 +1,7 @@
 """Ids equal to llama.cpp's, on its own test vocabularies, on prompts of the oracle and for every pre-tokenizer."""
 
 import json
+import logging
 import time
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from specsparse import models
+from specsparse.engine import tokenizer_bpe
 from specsparse.engine.gguf import open_gguf
 from specsparse.engine.tokenizer import Tokenizer
 from specsparse.engine.tokenizer_pre import PRE_TOKENIZERS
@@ -85,7 +87,9 @@ def test_what_a_smollm2_file_says(smol):
     assert smol.token_text(28) == "," and smol.token_text(1) == "<|im_start|>"
 
 
-def test_a_missing_pre_tokenizer_is_the_default_one_with_a_warning(metadata, caplog):
+def test_a_missing_pre_tokenizer_is_the_default_one_with_a_warning(metadata, caplog, monkeypatch):
+    monkeypatch.setattr(tokenizer_bpe.log, "disabled", False)  # Hydra, in another test, disables the loggers it finds
+    caplog.set_level(logging.WARNING)
     keys = {key: value for key, value in metadata.items() if not key.endswith((".pre", ".add_bos_token"))}
     tokenizer = Tokenizer.from_metadata(keys, where="old.gguf")
     assert "old.gguf" in caplog.text and "ids may be wrong" in caplog.text

@@ -102,7 +102,7 @@ def test_every_predictor_has_a_config_with_its_defaults(name, planted):
 
 
 def test_there_is_no_config_without_a_predictor():
-    assert {p.stem for p in (conf_dir() / "predictor").glob("*.yaml")} == set(PREDICTORS)
+    assert {p.stem for p in (conf_dir() / "predictor").glob("*.yaml")} == {*PREDICTORS, "none"}
 
 
 @pytest.mark.parametrize(
