@@ -61,15 +61,17 @@ class Forward final : public Phases {
     }
   }
 
-  // While other threads finish, the beginning of the next matrices comes from memory.
-  void idle(int phase) override {
-    const Layer& l = stages_[phase / kStages];
+  // While other threads finish, the beginning of this thread's share of the next matrices comes from memory.
+  void idle(int phase, int self, int threads) override {
+    const size_t layer = phase / kStages;
+    const Layer& l = stages_[layer];
     switch (phase % kStages) {
-      case kProjectQkv: return l.output.prefetch(kAhead);
-      case kProjectOutput: return l.gate_up.prefetch(kAhead);
-      case kGateUp: return l.down.prefetch(kAhead);
+      case kProjectQkv:
+      case kAttend: return l.output.prefetch(kAhead, self, threads);
+      case kProjectOutput: return l.gate_up.prefetch(kAhead, self, threads);
+      case kGateUp: return l.down.prefetch(kAhead, self, threads);
       case kProjectDown:
-        if (phase + 1 < count()) stages_[phase / kStages + 1].qkv.prefetch(kAhead);
+        if (layer + 1 < stages_.size()) stages_[layer + 1].qkv.prefetch(kAhead, self, threads);
     }
   }
 

@@ -110,10 +110,16 @@ void Product::write(const Output& out, const float* y, int64_t row, int tokens, 
   }
 }
 
-void Product::prefetch(int64_t bytes) const {
-  const Matrix& w = weights_[0]->matrix;
-  bytes = std::min(bytes, w.groups() * w.group_bytes);
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(w.data + i, 0, 2);
+void Product::prefetch(int64_t bytes, int self, int threads) const {
+  const int64_t group = share_begin(items(), self, threads) % parts_ * step_;
+  int m = 0;
+  while (group >= first_[m + 1]) ++m;
+  const int pair = act_ == Act::kNone ? 1 : 2;
+  for (int i = m; i < m + pair; ++i) {
+    const Matrix& w = weights_[i]->matrix;
+    const int64_t from = (group - first_[m]) * w.group_bytes, to = std::min(from + bytes / pair, w.groups() * w.group_bytes);
+    for (int64_t at = from; at < to; at += 64) __builtin_prefetch(w.data + at, 0, 2);
+  }
 }
 
 }  // namespace specsparse

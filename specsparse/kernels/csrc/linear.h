@@ -65,7 +65,7 @@ class Product {
   int64_t items() const { return parts_ * chunks_; }
   void run(int64_t item) const;
   // Fetches the beginning of the weights.
-  void prefetch(int64_t bytes) const;
+  void prefetch(int64_t bytes, int self, int threads) const;
 
  private:
   void write(const Output& out, const float* y, int64_t row, int tokens, int64_t group) const;

@@ -64,7 +64,12 @@ struct Pool {
   Phases* job = nullptr;
   int phases = 0;
   int limit = 1;  // workers with a larger index stay out
-  alignas(64) std::atomic<uint64_t> next{0};  // phase in the high half, item in the low
+  // Each thread has a contiguous share of a phase's items, so that it reads memory in one stream; a thread that is through
+  // with its own takes from the others'.
+  struct alignas(64) Share {
+    std::atomic<uint64_t> next{0};  // phase in the high half, item in the low
+  };
+  Share shares[kMaxThreads];
   alignas(64) std::atomic<int64_t> done{0};   // items of the current phase
   alignas(64) std::atomic<uint32_t> gate{kClosed};
   alignas(64) std::atomic<uint32_t> position{0};  // bumped when a phase begins and when a job ends; what waiting threads watch
@@ -82,6 +87,8 @@ struct Pool {
     for (; started < count; ++started) std::thread([this, i = started] { work(i); }).detach();
   }
 
+  static uint64_t ticket(int phase, int64_t item) { return static_cast<uint64_t>(phase) << 32 | item; }
+
   // Begins the first phase after `phase` that has more than one item; those with one run here. Only the thread that
   // completed `phase` calls it.
   void advance(int phase) {
@@ -89,29 +96,40 @@ struct Pool {
     for (++phase; phase < phases && (items = job->items(phase)) < 2; ++phase)
       if (items) job->run(phase, 0);
     done.store(0, std::memory_order_relaxed);
-    next.store(static_cast<uint64_t>(phase) << 32, std::memory_order_release);
+    for (int t = 0; t < limit; ++t)
+      shares[t].next.store(ticket(phase, phase < phases ? share_begin(items, t, limit) : 0), std::memory_order_release);
     position.fetch_add(1);
     if (sleepers.load()) futex_wake(&position);
   }
 
   // Takes items until none is left of the phase that is open, and opens the next one if this thread's was the last. False
-  // once the job is complete.
-  bool take_items() {
-    for (int64_t taken = 0;;) {
-      const uint64_t ticket = next.fetch_add(1, std::memory_order_acquire);
-      const int phase = static_cast<int>(ticket >> 32);
-      if (phase >= phases) return false;
-      const int64_t item = ticket & 0xffffffff, items = job->items(phase);
-      if (item < items) {
-        job->run(phase, item);
-        ++taken;
-      } else if (taken && done.fetch_add(taken, std::memory_order_acq_rel) + taken == items) {
-        advance(phase);
-        taken = 0;
-      } else {
-        job->idle(phase);
+  // once the job is complete. While a thread holds items it has not reported, the phase they belong to stays open.
+  bool take_items(int self) {
+    for (;;) {
+      int64_t taken = 0, items = 0;
+      int phase = 0;
+      for (int i = 0; i < limit; ++i) {
+        const int owner = (self + i) % limit;
+        for (;;) {
+          const uint64_t got = shares[owner].next.fetch_add(1, std::memory_order_acquire);
+          const int64_t item = got & 0xffffffff;
+          const int of = static_cast<int>(got >> 32);
+          if (of >= phases) return false;
+          const int64_t all = job->items(of);
+          if (item >= share_begin(all, owner + 1, limit)) {
+            if (!taken) phase = of;
+            break;
+          }
+          phase = of, items = all;
+          job->run(phase, item);
+          ++taken;
+        }
+      }
+      if (!taken || done.fetch_add(taken, std::memory_order_acq_rel) + taken != items) {
+        job->idle(phase, self, limit);
         return true;
       }
+      advance(phase);
     }
   }
 
@@ -145,7 +163,7 @@ struct Pool {
       wait_beyond(seen);
       seen = position.load(std::memory_order_acquire);
       if (!enter()) continue;
-      if (index < limit) take_items();
+      if (index < limit) take_items(index);
       const uint32_t before = gate.fetch_sub(1, std::memory_order_acq_rel);
       if (before == (kClosed | 1)) {
         left.fetch_add(1);
@@ -181,10 +199,11 @@ struct Pool {
     }
     start_workers();
     job = &wanted, phases = wanted.count(), limit = count;
-    next.store(static_cast<uint64_t>(phases) << 32, std::memory_order_relaxed);
+    // Nothing to take until the first phase is open.
+    for (int t = 0; t < limit; ++t) shares[t].next.store(ticket(0, int64_t{1} << 30), std::memory_order_relaxed);
     gate.store(0, std::memory_order_release);
     advance(-1);
-    for (uint32_t seen = position.load(); take_items(); seen = position.load()) wait_beyond(seen);
+    for (uint32_t seen = position.load(); take_items(0); seen = position.load()) wait_beyond(seen);
     close();
   }
 };

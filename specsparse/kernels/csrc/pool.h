@@ -1,8 +1,8 @@
 // A pool of worker threads that spin briefly between jobs and then sleep.
 //
-// A job is a sequence of phases, each a number of items handed out by an atomic counter; a phase begins when the one before
-// it is complete. The caller works too. Nobody waits for a thread that holds no item: a worker that the scheduler has put
-// aside costs nothing.
+// A job is a sequence of phases, each a number of items; a phase begins when the one before it is complete. Every thread has a
+// contiguous share of the items and helps with the others' when its own is done. The caller works too. Nobody waits for a
+// thread that holds no item: a worker that the scheduler has put aside costs nothing.
 #pragma once
 
 #include <cstdint>
@@ -16,12 +16,16 @@ class Phases {
   virtual int count() const = 0;
   virtual int64_t items(int phase) const = 0;
   virtual void run(int phase, int64_t item) = 0;
-  // Called once by a thread that finds no item of `phase` left: time to fetch what a later phase reads.
-  virtual void idle(int /*phase*/) {}
+  // Called once by thread `self` of `threads` that finds no item of `phase` left: time to fetch what its share of a later
+  // phase reads.
+  virtual void idle(int /*phase*/, int /*self*/, int /*threads*/) {}
 
  protected:
   ~Phases() = default;
 };
+
+// The first item of thread `self`'s share of `items`.
+inline int64_t share_begin(int64_t items, int self, int threads) { return items * self / threads; }
 
 // Runs every item of every phase. Nested or concurrent calls run on the calling thread.
 void run_phases(Phases& job);

@@ -122,6 +122,12 @@ inline __m256i spread(const int8_t* x) {
   return _mm256_set1_epi32(four);
 }
 
+// Keeps a sum in its register. GCC would turn the chain into a tree and spill its leaves to the stack.
+inline __m256i pinned(__m256i x) {
+  asm("" : "+x"(x));
+  return x;
+}
+
 // |w| * (x with the sign of w): products of signed bytes, summed in fours.
 inline __m256i dot4_signed(__m256i magnitude, __m256i w, __m256i x) {
   return _mm256_madd_epi16(_mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(x, w)), _mm256_set1_epi16(1));
@@ -129,7 +135,7 @@ inline __m256i dot4_signed(__m256i magnitude, __m256i w, __m256i x) {
 
 // Codes 0..15 times int8: a pair is at most 2 * 15 * 127, so the eight pairs of a block fit 16 bits unsummed.
 template <int NT>
-inline void dot_codes(const uint8_t* w, const QBlock* const* x, SI* dot) {
+SPECSPARSE_INLINE void dot_codes(const uint8_t* w, const QBlock* const* x, SI* dot) {
   const __m256i mask = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
   __m256i a[NT];
   each<4>([&](auto c) {
@@ -137,8 +143,10 @@ inline void dot_codes(const uint8_t* w, const QBlock* const* x, SI* dot) {
     const __m256i low = _mm256_and_si256(both, mask), high = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
     each<NT>([&](auto t) {
       const __m256i l = _mm256_maddubs_epi16(low, spread(x[t]->q + 4 * c));
-      a[t] = c ? _mm256_add_epi16(a[t], l) : l;
-      a[t] = _mm256_add_epi16(a[t], _mm256_maddubs_epi16(high, spread(x[t]->q + 16 + 4 * c)));
+      a[t] = c ? pinned(_mm256_add_epi16(a[t], l)) : l;
+    });
+    each<NT>([&](auto t) {
+      a[t] = pinned(_mm256_add_epi16(a[t], _mm256_maddubs_epi16(high, spread(x[t]->q + 16 + 4 * c))));
     });
   });
   each<NT>([&](auto t) { dot[t] = {_mm256_madd_epi16(a[t], ones)}; });
@@ -146,7 +154,7 @@ inline void dot_codes(const uint8_t* w, const QBlock* const* x, SI* dot) {
 
 // Codes that stand for the 16 signed values of a table.
 template <int NT>
-inline void dot_table(const uint8_t* w, const QBlock* const* x, SI* dot, const int8_t* lut) {
+SPECSPARSE_INLINE void dot_table(const uint8_t* w, const QBlock* const* x, SI* dot, const int8_t* lut) {
   const __m256i mask = _mm256_set1_epi8(15), table = _mm256_broadcastsi128_si256(load128(lut));
   each<NT>([&](auto t) { dot[t] = {_mm256_setzero_si256()}; });
   each<4>([&](auto c) {
@@ -155,7 +163,7 @@ inline void dot_table(const uint8_t* w, const QBlock* const* x, SI* dot, const i
       const __m256i v = _mm256_shuffle_epi8(table, _mm256_and_si256(high ? _mm256_srli_epi16(both, 4) : both, mask));
       const __m256i m = _mm256_abs_epi8(v);
       each<NT>([&](auto t) {
-        dot[t].v = _mm256_add_epi32(dot[t].v, dot4_signed(m, v, spread(x[t]->q + 16 * high + 4 * c)));
+        dot[t].v = pinned(_mm256_add_epi32(dot[t].v, dot4_signed(m, v, spread(x[t]->q + 16 * high + 4 * c))));
       });
     });
   });
@@ -163,12 +171,12 @@ inline void dot_table(const uint8_t* w, const QBlock* const* x, SI* dot, const i
 
 // int8 codes of `CHUNKS` chunks of four columns from chunk FIRST on: the block or half of it.
 template <int NT, int CHUNKS, int FIRST>
-inline void dot_int8(const uint8_t* w, const QBlock* const* x, SI* dot) {
+SPECSPARSE_INLINE void dot_int8(const uint8_t* w, const QBlock* const* x, SI* dot) {
   each<NT>([&](auto t) { dot[t] = {_mm256_setzero_si256()}; });
   each<CHUNKS>([&](auto c) {
     const __m256i v = load256(w + 64 * (FIRST + c)), m = _mm256_abs_epi8(v);
     each<NT>([&](auto t) {
-      dot[t].v = _mm256_add_epi32(dot[t].v, dot4_signed(m, v, spread(x[t]->q + 4 * (FIRST + c))));
+      dot[t].v = pinned(_mm256_add_epi32(dot[t].v, dot4_signed(m, v, spread(x[t]->q + 4 * (FIRST + c)))));
     });
   });
 }

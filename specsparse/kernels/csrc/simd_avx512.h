@@ -85,7 +85,7 @@ inline __m512i spread(const int8_t* x) {
 }
 
 template <int NT>
-inline void dot_codes(const uint8_t* w, const QBlock* const* x, SI* dot) {
+SPECSPARSE_INLINE void dot_codes(const uint8_t* w, const QBlock* const* x, SI* dot) {
   const __m512i mask = _mm512_set1_epi8(15);
   __m512i acc[NT];
   each<NT>([&](auto t) { acc[t] = _mm512_setzero_si512(); });
@@ -102,7 +102,7 @@ inline void dot_codes(const uint8_t* w, const QBlock* const* x, SI* dot) {
 
 // VNNI wants unsigned weights: the table is shifted by 128, which 128 * sum(x) takes back.
 template <int NT>
-inline void dot_table(const uint8_t* w, const QBlock* const* x, SI* dot, const int8_t* lut) {
+SPECSPARSE_INLINE void dot_table(const uint8_t* w, const QBlock* const* x, SI* dot, const int8_t* lut) {
   const __m512i mask = _mm512_set1_epi8(15);
   const __m512i table = _mm512_xor_si512(_mm512_broadcast_i32x4(load128(lut)), _mm512_set1_epi8(-128));
   __m512i acc[NT];
@@ -121,7 +121,7 @@ inline void dot_table(const uint8_t* w, const QBlock* const* x, SI* dot, const i
 
 // int8 codes of `CHUNKS` chunks of four columns from chunk FIRST on: the block or half of it.
 template <int NT, int CHUNKS, int FIRST>
-inline void dot_int8(const uint8_t* w, const QBlock* const* x, SI* dot) {
+SPECSPARSE_INLINE void dot_int8(const uint8_t* w, const QBlock* const* x, SI* dot) {
   const __m512i flip = _mm512_set1_epi8(-128);
   __m512i acc[NT];
   each<NT>([&](auto t) { acc[t] = _mm512_set1_epi32(-128 * (CHUNKS == 8 ? x[t]->sum : x[t]->sums[FIRST / 4])); });

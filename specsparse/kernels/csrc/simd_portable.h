@@ -166,19 +166,19 @@ inline void dot_nibbles(const uint8_t* w, const QBlock* const* x, SI* dot, Value
 
 // Codes that count from 0.
 template <int NT>
-inline void dot_codes(const uint8_t* w, const QBlock* const* x, SI* dot) {
+SPECSPARSE_INLINE void dot_codes(const uint8_t* w, const QBlock* const* x, SI* dot) {
   dot_nibbles<NT>(w, x, dot, [](int code) { return code; });
 }
 
 // Codes that stand for the 16 signed values of a table.
 template <int NT>
-inline void dot_table(const uint8_t* w, const QBlock* const* x, SI* dot, const int8_t* lut) {
+SPECSPARSE_INLINE void dot_table(const uint8_t* w, const QBlock* const* x, SI* dot, const int8_t* lut) {
   dot_nibbles<NT>(w, x, dot, [lut](int code) { return lut[code]; });
 }
 
 // int8 codes of `CHUNKS` chunks of four columns from chunk FIRST on: the block or half of it.
 template <int NT, int CHUNKS, int FIRST>
-inline void dot_int8(const uint8_t* w, const QBlock* const* x, SI* dot) {
+SPECSPARSE_INLINE void dot_int8(const uint8_t* w, const QBlock* const* x, SI* dot) {
   for (int t = 0; t < NT; ++t) dot[t] = zero_i();
   for (int c = FIRST; c < FIRST + CHUNKS; ++c)
     for (int r = 0; r < 16; ++r)

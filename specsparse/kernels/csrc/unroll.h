@@ -4,16 +4,19 @@
 #include <type_traits>
 #include <utility>
 
+// Inlined whatever GCC thinks of the size: a call inside a loop of vectors sends all of them through the stack.
+#define SPECSPARSE_INLINE inline __attribute__((always_inline))
+
 namespace specsparse {
 
 template <class F, int... I>
-inline __attribute__((always_inline)) void each_of(std::integer_sequence<int, I...>, F&& f) {
+SPECSPARSE_INLINE void each_of(std::integer_sequence<int, I...>, F&& f) {
   (f(std::integral_constant<int, I>{}), ...);
 }
 
 // f(0), f(1), ..., f(N - 1).
 template <int N, class F>
-inline __attribute__((always_inline)) void each(F&& f) {
+SPECSPARSE_INLINE void each(F&& f) {
   each_of(std::make_integer_sequence<int, N>{}, f);
 }
 
