@@ -61,10 +61,8 @@ void quantise_block(const float* x, QBlock* out) {
   store_i8(out->q + 16, to_int(mul(b, inverse)));
   out->scale = largest / 127.0f;
   for (int half = 0; half < 2; ++half) {
-    int32_t sum = 0;
-    for (int i = 0; i < 16; ++i) sum += out->q[16 * half + i];
-    out->sums[half] = sum;
-    out->shifts[half] = out->scale * static_cast<float>(sum);
+    out->sums[half] = sum16(out->q + 16 * half);
+    out->shifts[half] = out->scale * static_cast<float>(out->sums[half]);
   }
   out->sum = out->sums[0] + out->sums[1];
   out->shift = out->scale * static_cast<float>(out->sum);

@@ -10,7 +10,7 @@ namespace {
 constexpr int64_t kTokenChunk = 64;       // rows of activations that stay in a core's cache
 constexpr int64_t kItemBytes = 64 << 10;  // most weight bytes of one item
 constexpr int kTile = 8;                  // rows written at a time
-constexpr int64_t kRowsPerItem = 8;       // of a preparation
+constexpr int64_t kRowsPerItem = 8;       // of a preparation, at most
 
 // Groups one item takes: enough items for balance, few enough that the counter costs nothing.
 int64_t groups_per_item(int64_t groups, int64_t group_bytes) {
@@ -24,6 +24,17 @@ void add_bias(const Description& w, int64_t group, int tokens, float* y) {
   const int64_t first = group * kRows, count = std::min<int64_t>(kRows, w.matrix.rows - first);
   for (int t = 0; t < tokens; ++t)
     for (int64_t r = 0; r < count; ++r) y[kRows * t + r] += w.bias[first + r];
+}
+
+// to = residual + (y + bias); COUNT, where it is not 0, tells the compiler `count`.
+template <int COUNT>
+void write_row(const float* y, const float* bias, const float* residual, int64_t count, float* to) {
+  if (COUNT) count = COUNT;
+  float v[kRows];
+  for (int64_t r = 0; r < count; ++r) v[r] = bias ? y[r] + bias[r] : y[r];
+  if (residual)
+    for (int64_t r = 0; r < count; ++r) v[r] = residual[r] + v[r];
+  for (int64_t r = 0; r < count; ++r) to[r] = v[r];
 }
 
 }  // namespace
@@ -44,10 +55,13 @@ Activations ActivationBuffer::reserve(int64_t rows, int64_t cols, bool quantise)
   return {cols, blocks, x.data(), q.data()};
 }
 
-int64_t Preparation::items() const { return (total + kRowsPerItem - 1) / kRowsPerItem; }
+// Two rows take less time than a second thread needs to hear of them.
+int64_t Preparation::step() const { return std::clamp<int64_t>((total + threads() - 1) / threads(), 2, kRowsPerItem); }
+
+int64_t Preparation::items() const { return (total + step() - 1) / step(); }
 
 void Preparation::run(int64_t item) const {
-  for (int64_t i = item * kRowsPerItem; i < std::min(total, (item + 1) * kRowsPerItem); ++i)
+  for (int64_t i = item * step(); i < std::min(total, (item + 1) * step()); ++i)
     ops().prepare(from + (rows ? rows[i] : i) * to.cols, norm, eps, to, i, quantise);
 }
 
@@ -101,12 +115,13 @@ void Product::write(const Output& out, const float* y, int64_t row, int tokens, 
   for (int t = 0; t < tokens; ++t) {
     const int64_t at = (rows_ ? rows_[row + t] : row + t) * out.width + first;
     float* to = out.data + at;
-    const float* from = out.residual ? out.residual + at : nullptr;
-    for (int64_t r = 0; r < count; ++r) {
-      float v = y[kRows * t + r];
-      if (out.bias) v += out.bias[first + r];
-      to[r] = from ? from[r] + v : v;
-    }
+    const float* from = y + kRows * t;
+    const float* bias = out.bias ? out.bias + first : nullptr;
+    const float* residual = out.residual ? out.residual + at : nullptr;
+    if (count == kRows && !bias)
+      write_row<kRows>(from, nullptr, residual, kRows, to);
+    else
+      write_row<0>(from, bias, residual, count, to);
   }
 }
 

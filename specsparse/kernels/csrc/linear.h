@@ -44,6 +44,7 @@ struct Preparation {
 
   int64_t items() const;
   void run(int64_t item) const;
+  int64_t step() const;  // rows of an item
 };
 
 // Where a product is written.

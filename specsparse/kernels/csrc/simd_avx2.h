@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "ops.h"
+#include "simd_x86.h"
 #include "unroll.h"
 
 namespace specsparse {
@@ -53,8 +54,6 @@ inline void store_i8(int8_t* p, I x) {
   const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
 }
-inline __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
-inline __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 inline F load_f16(const void* p) {
   const char* c = static_cast<const char*>(p);
   return {_mm256_cvtph_ps(load128(c)), _mm256_cvtph_ps(load128(c + 16))};

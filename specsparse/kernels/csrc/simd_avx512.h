@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "ops.h"
+#include "simd_x86.h"
 #include "unroll.h"
 
 namespace specsparse {
@@ -42,8 +43,6 @@ inline F exp2_int(I n) {
 inline F where_less(F a, F b, F x, F y) {
   return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), y.v, x.v)};
 }
-inline __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
-inline __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 inline void store_i8(int8_t* p, I x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(x.v));
 }

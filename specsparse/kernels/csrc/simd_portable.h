@@ -58,6 +58,11 @@ inline F where_less(const F& a, const F& b, const F& x, const F& y) { F r; LANES
 inline void store_i8(int8_t* p, const I& a) {
   for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(a.v[i] > 127 ? 127 : a.v[i] < -128 ? -128 : a.v[i]);
 }
+inline int32_t sum16(const int8_t* p) {
+  int32_t sum = 0;
+  for (int i = 0; i < 16; ++i) sum += p[i];
+  return sum;
+}
 
 inline float half_to_float(uint16_t h) {
   const uint32_t sign = (h & 0x8000u) << 16, mantissa = h & 0x3ffu;
