@@ -82,14 +82,14 @@ void prepare(const float* from, const float* norm, float eps, const Activations&
 template <int NT, class Read>
 __attribute__((flatten)) void dot_floats(const Matrix& w, const uint8_t* group, int64_t step, const Activations& x, int64_t row, float* y, Read read) {
   F acc[NT];
-  each<NT>([&](auto t) { acc[t] = zero(); });
+  each<NT>([&](auto t) SPECSPARSE_EACH { acc[t] = zero(); });
   const float* xs = x.x + row * x.cols;
   for (int64_t k = 0; k < w.cols; ++k) {
     __builtin_prefetch(group + k * step + 2048);
     const F v = read(group + k * step);
-    each<NT>([&](auto t) { acc[t] = fma(v, set1(xs[t * x.cols + k]), acc[t]); });
+    each<NT>([&](auto t) SPECSPARSE_EACH { acc[t] = fma(v, set1(xs[t * x.cols + k]), acc[t]); });
   }
-  each<NT>([&](auto t) { store(y + 16 * t, acc[t]); });
+  each<NT>([&](auto t) SPECSPARSE_EACH { store(y + 16 * t, acc[t]); });
 }
 
 template <int NT>
@@ -105,63 +105,86 @@ void dot_float_type(const Matrix& w, const uint8_t* group, const Activations& x,
 enum class Read { kCodes, kTable, kInt8 };
 
 // acc = fma(fl(dw * dx), dot, acc), then for mins acc = fma(mw, fl(dx * sum), acc): block after block, sub after sub.
-// Rows first .. first + kSlice - 1 of a group.
-template <Read READ, Scales SCALES, int SUBS, int NT>
-__attribute__((flatten)) void dot_slice(const Matrix& w, const uint8_t* p, int first, const Activations& x, int64_t row,
-                                        float* y) {
+// `SLICES` slices of a group, from row `first` on.
+template <Read READ, Scales SCALES, int SUBS, int NT, int SLICES>
+__attribute__((flatten)) void dot_slices(const Matrix& w, const uint8_t* p, int first, const Activations& x, int64_t row,
+                                         float* y) {
   constexpr bool kMins = SCALES == Scales::kDm || SCALES == Scales::kSuperMin;
   constexpr bool kHeader = SCALES == Scales::kSuper || SCALES == Scales::kSuperMin;
   constexpr int kCodeBytes = kRows * kBlock / (READ == Read::kInt8 ? 1 : 2);
   constexpr int kLines = kCodeBytes / 64 + 1;  // of a block and its scales
+  constexpr int kParts = kRows / (kSlice * SLICES);  // calls that share a group
   const QBlock* rows[NT];
-  each<NT>([&](auto t) { rows[t] = x.q + (row + t) * x.blocks; });
-  S acc[NT];
-  each<NT>([&](auto t) { acc[t] = slice_zero(); });
-  S super_d = slice_zero(), super_m = slice_zero();
+  each<NT>([&](auto t) SPECSPARSE_EACH { rows[t] = x.q + (row + t) * x.blocks; });
+  S acc[SLICES][NT], super_d[SLICES], super_m[SLICES];
+  each<SLICES>([&](auto s) SPECSPARSE_EACH {
+    each<NT>([&](auto t) SPECSPARSE_EACH { acc[s][t] = slice_zero(); });
+    super_d[s] = slice_zero(), super_m[s] = slice_zero();
+  });
+  // This call's part of the next group is fetched meanwhile: reading from memory and computing overlap.
+  const int64_t ahead = w.group_bytes + 64 * (first / (kSlice * SLICES));
   for (int64_t b = 0; b < x.blocks; ++b) {
     if (kHeader && b % (kSuper / kBlock) == 0) {
-      super_d = slice_f16(p + 2 * first), p += 32;
-      if (kMins) super_m = slice_f16(p + 2 * first), p += 32;
+      each<SLICES>([&](auto s) SPECSPARSE_EACH { super_d[s] = slice_f16(p + 2 * (first + kSlice * s)); });
+      p += 32;
+      if (kMins) {
+        each<SLICES>([&](auto s) SPECSPARSE_EACH { super_m[s] = slice_f16(p + 2 * (first + kSlice * s)); });
+        p += 32;
+      }
     }
-    S d[SUBS], m[SUBS];
-    each<SUBS>([&](auto s) {
-      if (SCALES == Scales::kF32) d[s] = slice_load(p + 4 * first), p += 64;
-      if (SCALES == Scales::kD || SCALES == Scales::kDm) d[s] = slice_f16(p + 2 * first), p += 32;
-      if (SCALES == Scales::kDm) m[s] = slice_f16(p + 2 * first), p += 32;
-      if (kHeader) d[s] = mul(super_d, slice_i8(p + first)), p += 16;
+    S d[SUBS][SLICES], m[SUBS][SLICES];
+    each<SUBS>([&](auto u) SPECSPARSE_EACH {
+      constexpr bool kHalves = SCALES == Scales::kD || SCALES == Scales::kDm;
+      each<SLICES>([&](auto s) SPECSPARSE_EACH {
+        const int at = first + kSlice * s;
+        if (SCALES == Scales::kF32) d[u][s] = slice_load(p + 4 * at);
+        if (kHalves) d[u][s] = slice_f16(p + 2 * at);
+        if (SCALES == Scales::kDm) m[u][s] = slice_f16(p + 32 + 2 * at);
+        if (kHeader) d[u][s] = mul(super_d[s], slice_i8(p + at));
+      });
+      p += SCALES == Scales::kF32 || SCALES == Scales::kDm ? 64 : kHalves ? 32 : 16;
     });
     if (SCALES == Scales::kSuperMin)
-      each<SUBS>([&](auto s) { m[s] = sub(slice_zero(), mul(super_m, slice_u8(p + first))), p += 16; });
-    // The next group is fetched meanwhile, each slice its part: reading from memory and computing overlap.
-    for (int line = first / kSlice; line < kLines; line += kRows / kSlice)
-      __builtin_prefetch(p + w.group_bytes + 64 * line);
+      each<SUBS>([&](auto u) SPECSPARSE_EACH {
+        each<SLICES>([&](auto s) SPECSPARSE_EACH { m[u][s] = sub(slice_zero(), mul(super_m[s], slice_u8(p + first + kSlice * s))); });
+        p += 16;
+      });
+    each<(kLines + kParts - 1) / kParts>([&](auto line) SPECSPARSE_EACH { __builtin_prefetch(p + ahead + 64 * kParts * line); });
     const QBlock* q[NT];
-    each<NT>([&](auto t) { q[t] = rows[t] + b; });
-    SI dot[SUBS][NT];
+    each<NT>([&](auto t) SPECSPARSE_EACH { q[t] = rows[t] + b; });
+    SI dot[SUBS][SLICES][NT];
     const uint8_t* codes = p + 4 * first;
     if constexpr (READ == Read::kCodes) {
-      dot_codes<NT>(codes, q, dot[0]);
-      if (w.zero) each<NT>([&](auto t) { dot[0][t] = slice_minus(dot[0][t], w.zero * q[t]->sum); });
+      dot_codes<NT, SLICES>(codes, q, dot[0]);
+      if (w.zero)
+        each<NT>([&](auto t) SPECSPARSE_EACH {
+          each<SLICES>([&](auto s) SPECSPARSE_EACH { dot[0][s][t] = slice_minus(dot[0][s][t], w.zero * q[t]->sum); });
+        });
     } else if constexpr (READ == Read::kTable) {
-      dot_table<NT>(codes, q, dot[0], w.lut);
+      dot_table<NT, SLICES>(codes, q, dot[0], w.lut);
     } else {
       constexpr int kChunks = 8 / SUBS;
-      each<SUBS>([&](auto s) { dot_int8<NT, kChunks, kChunks * s>(codes, q, dot[s]); });
+      each<SUBS>([&](auto u) SPECSPARSE_EACH { dot_int8<NT, SLICES, kChunks, kChunks * u>(codes, q, dot[u]); });
     }
     p += kCodeBytes;
-    each<NT>([&](auto t) {
-      each<SUBS>([&](auto s) {
-        acc[t] = fma(mul(d[s], slice_set1(q[t]->scale)), to_float(dot[s][t]), acc[t]);
-        if (kMins) acc[t] = fma(m[s], slice_set1(SUBS == 1 ? q[t]->shift : q[t]->shifts[s]), acc[t]);
+    each<NT>([&](auto t) SPECSPARSE_EACH {
+      each<SUBS>([&](auto u) SPECSPARSE_EACH {
+        const S scale = slice_set1(q[t]->scale), shift = slice_set1(SUBS == 1 ? q[t]->shift : q[t]->shifts[u]);
+        each<SLICES>([&](auto s) SPECSPARSE_EACH {
+          acc[s][t] = fma(mul(d[u][s], scale), to_float(dot[u][s][t]), acc[s][t]);
+          if (kMins) acc[s][t] = fma(m[u][s], shift, acc[s][t]);
+        });
       });
     });
   }
-  each<NT>([&](auto t) { store(y + 16 * t + first, acc[t]); });
+  each<NT>([&](auto t) SPECSPARSE_EACH { each<SLICES>([&](auto s) SPECSPARSE_EACH { store(y + 16 * t + first + kSlice * s, acc[s][t]); }); });
 }
 
 template <Read READ, Scales SCALES, int SUBS, int NT>
 void dot_blocks(const Matrix& w, const uint8_t* group, const Activations& x, int64_t row, float* y) {
-  for (int first = 0; first < kRows; first += kSlice) dot_slice<READ, SCALES, SUBS, NT>(w, group, first, x, row, y);
+  constexpr int kAtOnce = slices_at_once(NT);
+  for (int first = 0; first < kRows; first += kSlice * kAtOnce)
+    dot_slices<READ, SCALES, SUBS, NT, kAtOnce>(w, group, first, x, row, y);
 }
 
 template <Scales SCALES, int NT>
@@ -229,26 +252,26 @@ template <KvType TYPE, int NQ, int BLOCKS>
 __attribute__((flatten)) void score_blocks(const AttendTile& t, int64_t block, float* scores, int64_t stride) {
   F acc[BLOCKS][NQ];
   const float* q[NQ];
-  each<NQ>([&](auto j) { q[j] = t.q[j]; });
-  each<BLOCKS>([&](auto b) { each<NQ>([&](auto j) { acc[b][j] = zero(); }); });
+  each<NQ>([&](auto j) SPECSPARSE_EACH { q[j] = t.q[j]; });
+  each<BLOCKS>([&](auto b) SPECSPARSE_EACH { each<NQ>([&](auto j) SPECSPARSE_EACH { acc[b][j] = zero(); }); });
   for (int64_t i = 0; i < t.d; ++i)
-    each<BLOCKS>([&](auto b) {
+    each<BLOCKS>([&](auto b) SPECSPARSE_EACH {
       const F k = load_kv<TYPE>(t.k, ((block + b) * t.d + i) * 16);
-      each<NQ>([&](auto j) { acc[b][j] = fma(k, set1(q[j][i]), acc[b][j]); });
+      each<NQ>([&](auto j) SPECSPARSE_EACH { acc[b][j] = fma(k, set1(q[j][i]), acc[b][j]); });
     });
-  each<BLOCKS>([&](auto b) { each<NQ>([&](auto j) { store(scores + j * stride + (block + b) * 16, acc[b][j]); }); });
+  each<BLOCKS>([&](auto b) SPECSPARSE_EACH { each<NQ>([&](auto j) SPECSPARSE_EACH { store(scores + j * stride + (block + b) * 16, acc[b][j]); }); });
 }
 
 // Adds p[i] * v[slot] for 16 columns at `column`, positions in order.
 template <KvType TYPE, int NQ>
 __attribute__((flatten)) void weigh_values(const AttendTile& t, const float* p, int64_t stride, int64_t column, const float* inverse) {
   F acc[NQ];
-  each<NQ>([&](auto j) { acc[j] = zero(); });
+  each<NQ>([&](auto j) SPECSPARSE_EACH { acc[j] = zero(); });
   for (int64_t i = 0; i < t.shared; ++i) {
     const F v = load_kv<TYPE>(t.v, i * t.d + column);
-    each<NQ>([&](auto j) { acc[j] = fma(v, set1(p[j * stride + i]), acc[j]); });
+    each<NQ>([&](auto j) SPECSPARSE_EACH { acc[j] = fma(v, set1(p[j * stride + i]), acc[j]); });
   }
-  each<NQ>([&](auto j) {
+  each<NQ>([&](auto j) SPECSPARSE_EACH {
     for (int64_t i = 0; i < t.tails[j]; ++i) {
       const F v = load_kv<TYPE>(t.v, t.tail[j][i] * t.d + column);
       acc[j] = fma(v, set1(p[j * stride + t.shared + i]), acc[j]);
@@ -355,11 +378,11 @@ float peak(const float* x, int64_t count, bool* wild) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   constexpr int kWide = 4;  // vectors side by side, or every maximum would wait for the one before it
   F top[kWide], odd[kWide];
-  each<kWide>([&](auto j) { top[j] = set1(-kInfinity), odd[j] = zero(); });
+  each<kWide>([&](auto j) SPECSPARSE_EACH { top[j] = set1(-kInfinity), odd[j] = zero(); });
   const F infinity = set1(kInfinity), one = set1(1.0f);
   int64_t i = 0;
   for (; i + kWide * 16 <= count; i += kWide * 16)
-    each<kWide>([&](auto j) {
+    each<kWide>([&](auto j) SPECSPARSE_EACH {
       const F v = load(x + i + j * 16);
       top[j] = max(v, top[j]);  // the second where the first is NaN
       odd[j] = max(odd[j], where_less(v, infinity, zero(), one));

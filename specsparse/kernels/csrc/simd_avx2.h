@@ -89,8 +89,10 @@ inline float reduce_max(F x) {
   return _mm_cvtss_f32(_mm_max_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
 
-// Slices: the rows of a group that the integer kernels hold at a time. Eight rows and four tokens fit the 16 registers.
+// Slices: rows of a group that share a register. Both slices of one or two tokens fit the 16 registers, which reads a group
+// once and each activation once; for more tokens a slice at a time does.
 constexpr int kSlice = 8;
+constexpr int slices_at_once(int tokens) { return tokens <= 2 ? 2 : 1; }
 struct S {
   __m256 v;
 };
@@ -133,49 +135,59 @@ inline __m256i dot4_signed(__m256i magnitude, __m256i w, __m256i x) {
 }
 
 // Codes 0..15 times int8: a pair is at most 2 * 15 * 127, so the eight pairs of a block fit 16 bits unsummed.
-template <int NT>
-SPECSPARSE_INLINE void dot_codes(const uint8_t* w, const QBlock* const* x, SI* dot) {
+template <int NT, int SLICES>
+SPECSPARSE_INLINE void dot_codes(const uint8_t* w, const QBlock* const* x, SI (*dot)[NT]) {
   const __m256i mask = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-  __m256i a[NT];
-  each<4>([&](auto c) {
-    const __m256i both = load256(w + 64 * c);
-    const __m256i low = _mm256_and_si256(both, mask), high = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
-    each<NT>([&](auto t) {
-      const __m256i l = _mm256_maddubs_epi16(low, spread(x[t]->q + 4 * c));
-      a[t] = c ? pinned(_mm256_add_epi16(a[t], l)) : l;
-    });
-    each<NT>([&](auto t) {
-      a[t] = pinned(_mm256_add_epi16(a[t], _mm256_maddubs_epi16(high, spread(x[t]->q + 16 + 4 * c))));
+  __m256i a[SLICES][NT];
+  each<4>([&](auto c) SPECSPARSE_EACH {
+    __m256i codes[SLICES];
+    each<SLICES>([&](auto s) SPECSPARSE_EACH { codes[s] = pinned(load256(w + 64 * c + 32 * s)); });
+    each<2>([&](auto high) SPECSPARSE_EACH {
+      __m256i v[SLICES];
+      each<SLICES>([&](auto s) SPECSPARSE_EACH { v[s] = _mm256_and_si256(high ? _mm256_srli_epi16(codes[s], 4) : codes[s], mask); });
+      each<NT>([&](auto t) SPECSPARSE_EACH {
+        const __m256i q = spread(x[t]->q + 16 * high + 4 * c);
+        each<SLICES>([&](auto s) SPECSPARSE_EACH {
+          const __m256i pairs = _mm256_maddubs_epi16(v[s], q);
+          a[s][t] = c || high ? pinned(_mm256_add_epi16(a[s][t], pairs)) : pairs;
+        });
+      });
     });
   });
-  each<NT>([&](auto t) { dot[t] = {_mm256_madd_epi16(a[t], ones)}; });
+  each<SLICES>([&](auto s) SPECSPARSE_EACH { each<NT>([&](auto t) SPECSPARSE_EACH { dot[s][t] = {_mm256_madd_epi16(a[s][t], ones)}; }); });
 }
 
 // Codes that stand for the 16 signed values of a table.
-template <int NT>
-SPECSPARSE_INLINE void dot_table(const uint8_t* w, const QBlock* const* x, SI* dot, const int8_t* lut) {
+template <int NT, int SLICES>
+SPECSPARSE_INLINE void dot_table(const uint8_t* w, const QBlock* const* x, SI (*dot)[NT], const int8_t* lut) {
   const __m256i mask = _mm256_set1_epi8(15), table = _mm256_broadcastsi128_si256(load128(lut));
-  each<NT>([&](auto t) { dot[t] = {_mm256_setzero_si256()}; });
-  each<4>([&](auto c) {
-    const __m256i both = load256(w + 64 * c);
-    each<2>([&](auto high) {
-      const __m256i v = _mm256_shuffle_epi8(table, _mm256_and_si256(high ? _mm256_srli_epi16(both, 4) : both, mask));
-      const __m256i m = _mm256_abs_epi8(v);
-      each<NT>([&](auto t) {
-        dot[t].v = pinned(_mm256_add_epi32(dot[t].v, dot4_signed(m, v, spread(x[t]->q + 16 * high + 4 * c))));
+  each<SLICES>([&](auto s) SPECSPARSE_EACH { each<NT>([&](auto t) SPECSPARSE_EACH { dot[s][t] = {_mm256_setzero_si256()}; }); });
+  each<4>([&](auto c) SPECSPARSE_EACH {
+    each<2>([&](auto high) SPECSPARSE_EACH {
+      __m256i v[SLICES], m[SLICES];
+      each<SLICES>([&](auto s) SPECSPARSE_EACH {
+        const __m256i codes = load256(w + 64 * c + 32 * s);
+        v[s] = _mm256_shuffle_epi8(table, _mm256_and_si256(high ? _mm256_srli_epi16(codes, 4) : codes, mask));
+        m[s] = _mm256_abs_epi8(v[s]);
+      });
+      each<NT>([&](auto t) SPECSPARSE_EACH {
+        const __m256i q = spread(x[t]->q + 16 * high + 4 * c);
+        each<SLICES>([&](auto s) SPECSPARSE_EACH { dot[s][t].v = pinned(_mm256_add_epi32(dot[s][t].v, dot4_signed(m[s], v[s], q))); });
       });
     });
   });
 }
 
 // int8 codes of `CHUNKS` chunks of four columns from chunk FIRST on: the block or half of it.
-template <int NT, int CHUNKS, int FIRST>
-SPECSPARSE_INLINE void dot_int8(const uint8_t* w, const QBlock* const* x, SI* dot) {
-  each<NT>([&](auto t) { dot[t] = {_mm256_setzero_si256()}; });
-  each<CHUNKS>([&](auto c) {
-    const __m256i v = load256(w + 64 * (FIRST + c)), m = _mm256_abs_epi8(v);
-    each<NT>([&](auto t) {
-      dot[t].v = pinned(_mm256_add_epi32(dot[t].v, dot4_signed(m, v, spread(x[t]->q + 4 * (FIRST + c)))));
+template <int NT, int SLICES, int CHUNKS, int FIRST>
+SPECSPARSE_INLINE void dot_int8(const uint8_t* w, const QBlock* const* x, SI (*dot)[NT]) {
+  each<SLICES>([&](auto s) SPECSPARSE_EACH { each<NT>([&](auto t) SPECSPARSE_EACH { dot[s][t] = {_mm256_setzero_si256()}; }); });
+  each<CHUNKS>([&](auto c) SPECSPARSE_EACH {
+    __m256i v[SLICES], m[SLICES];
+    each<SLICES>([&](auto s) SPECSPARSE_EACH { v[s] = load256(w + 64 * (FIRST + c) + 32 * s), m[s] = _mm256_abs_epi8(v[s]); });
+    each<NT>([&](auto t) SPECSPARSE_EACH {
+      const __m256i q = spread(x[t]->q + 4 * (FIRST + c));
+      each<SLICES>([&](auto s) SPECSPARSE_EACH { dot[s][t].v = pinned(_mm256_add_epi32(dot[s][t].v, dot4_signed(m[s], v[s], q))); });
     });
   });
 }

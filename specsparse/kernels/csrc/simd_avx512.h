@@ -63,8 +63,9 @@ inline float reduce_add(F x) {
 }
 inline float reduce_max(F x) { return _mm512_reduce_max_ps(x.v); }
 
-// Slices: the rows of a group that the integer kernels hold at a time; here all of them.
+// Slices: rows of a group that share a register; here all of them.
 constexpr int kSlice = 16;
+constexpr int slices_at_once(int) { return 1; }
 using S = F;
 using SI = I;
 
@@ -83,52 +84,52 @@ inline __m512i spread(const int8_t* x) {
   return _mm512_set1_epi32(four);
 }
 
-template <int NT>
-SPECSPARSE_INLINE void dot_codes(const uint8_t* w, const QBlock* const* x, SI* dot) {
+template <int NT, int SLICES>
+SPECSPARSE_INLINE void dot_codes(const uint8_t* w, const QBlock* const* x, SI (*dot)[NT]) {
   const __m512i mask = _mm512_set1_epi8(15);
   __m512i acc[NT];
-  each<NT>([&](auto t) { acc[t] = _mm512_setzero_si512(); });
-  each<4>([&](auto c) {
+  each<NT>([&](auto t) SPECSPARSE_EACH { acc[t] = _mm512_setzero_si512(); });
+  each<4>([&](auto c) SPECSPARSE_EACH {
     const __m512i both = load512(w + 64 * c);
     const __m512i low = _mm512_and_si512(both, mask), high = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
-    each<NT>([&](auto t) {
+    each<NT>([&](auto t) SPECSPARSE_EACH {
       acc[t] = _mm512_dpbusd_epi32(acc[t], low, spread(x[t]->q + 4 * c));
       acc[t] = _mm512_dpbusd_epi32(acc[t], high, spread(x[t]->q + 16 + 4 * c));
     });
   });
-  each<NT>([&](auto t) { dot[t].v = acc[t]; });
+  each<NT>([&](auto t) SPECSPARSE_EACH { (*dot)[t].v = acc[t]; });
 }
 
 // VNNI wants unsigned weights: the table is shifted by 128, which 128 * sum(x) takes back.
-template <int NT>
-SPECSPARSE_INLINE void dot_table(const uint8_t* w, const QBlock* const* x, SI* dot, const int8_t* lut) {
+template <int NT, int SLICES>
+SPECSPARSE_INLINE void dot_table(const uint8_t* w, const QBlock* const* x, SI (*dot)[NT], const int8_t* lut) {
   const __m512i mask = _mm512_set1_epi8(15);
   const __m512i table = _mm512_xor_si512(_mm512_broadcast_i32x4(load128(lut)), _mm512_set1_epi8(-128));
   __m512i acc[NT];
-  each<NT>([&](auto t) { acc[t] = _mm512_set1_epi32(-128 * x[t]->sum); });
-  each<4>([&](auto c) {
+  each<NT>([&](auto t) SPECSPARSE_EACH { acc[t] = _mm512_set1_epi32(-128 * x[t]->sum); });
+  each<4>([&](auto c) SPECSPARSE_EACH {
     const __m512i both = load512(w + 64 * c);
     const __m512i low = _mm512_shuffle_epi8(table, _mm512_and_si512(both, mask));
     const __m512i high = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(both, 4), mask));
-    each<NT>([&](auto t) {
+    each<NT>([&](auto t) SPECSPARSE_EACH {
       acc[t] = _mm512_dpbusd_epi32(acc[t], low, spread(x[t]->q + 4 * c));
       acc[t] = _mm512_dpbusd_epi32(acc[t], high, spread(x[t]->q + 16 + 4 * c));
     });
   });
-  each<NT>([&](auto t) { dot[t].v = acc[t]; });
+  each<NT>([&](auto t) SPECSPARSE_EACH { (*dot)[t].v = acc[t]; });
 }
 
 // int8 codes of `CHUNKS` chunks of four columns from chunk FIRST on: the block or half of it.
-template <int NT, int CHUNKS, int FIRST>
-SPECSPARSE_INLINE void dot_int8(const uint8_t* w, const QBlock* const* x, SI* dot) {
+template <int NT, int SLICES, int CHUNKS, int FIRST>
+SPECSPARSE_INLINE void dot_int8(const uint8_t* w, const QBlock* const* x, SI (*dot)[NT]) {
   const __m512i flip = _mm512_set1_epi8(-128);
   __m512i acc[NT];
-  each<NT>([&](auto t) { acc[t] = _mm512_set1_epi32(-128 * (CHUNKS == 8 ? x[t]->sum : x[t]->sums[FIRST / 4])); });
-  each<CHUNKS>([&](auto c) {
+  each<NT>([&](auto t) SPECSPARSE_EACH { acc[t] = _mm512_set1_epi32(-128 * (CHUNKS == 8 ? x[t]->sum : x[t]->sums[FIRST / 4])); });
+  each<CHUNKS>([&](auto c) SPECSPARSE_EACH {
     const __m512i wc = _mm512_xor_si512(load512(w + 64 * (FIRST + c)), flip);
-    each<NT>([&](auto t) { acc[t] = _mm512_dpbusd_epi32(acc[t], wc, spread(x[t]->q + 4 * (FIRST + c))); });
+    each<NT>([&](auto t) SPECSPARSE_EACH { acc[t] = _mm512_dpbusd_epi32(acc[t], wc, spread(x[t]->q + 4 * (FIRST + c))); });
   });
-  each<NT>([&](auto t) { dot[t].v = acc[t]; });
+  each<NT>([&](auto t) SPECSPARSE_EACH { (*dot)[t].v = acc[t]; });
 }
 
 }  // namespace SPECSPARSE_ISA

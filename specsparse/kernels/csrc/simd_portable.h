@@ -145,6 +145,7 @@ inline float reduce_max(const F& a) {
 
 // Slices: the rows of a group that the integer kernels hold at a time; here all of them.
 constexpr int kSlice = 16;
+constexpr int slices_at_once(int) { return 1; }
 using S = F;
 using SI = I;
 
@@ -170,26 +171,26 @@ inline void dot_nibbles(const uint8_t* w, const QBlock* const* x, SI* dot, Value
 }
 
 // Codes that count from 0.
-template <int NT>
-SPECSPARSE_INLINE void dot_codes(const uint8_t* w, const QBlock* const* x, SI* dot) {
-  dot_nibbles<NT>(w, x, dot, [](int code) { return code; });
+template <int NT, int SLICES>
+SPECSPARSE_INLINE void dot_codes(const uint8_t* w, const QBlock* const* x, SI (*dot)[NT]) {
+  dot_nibbles<NT>(w, x, *dot, [](int code) { return code; });
 }
 
 // Codes that stand for the 16 signed values of a table.
-template <int NT>
-SPECSPARSE_INLINE void dot_table(const uint8_t* w, const QBlock* const* x, SI* dot, const int8_t* lut) {
-  dot_nibbles<NT>(w, x, dot, [lut](int code) { return lut[code]; });
+template <int NT, int SLICES>
+SPECSPARSE_INLINE void dot_table(const uint8_t* w, const QBlock* const* x, SI (*dot)[NT], const int8_t* lut) {
+  dot_nibbles<NT>(w, x, *dot, [lut](int code) { return lut[code]; });
 }
 
 // int8 codes of `CHUNKS` chunks of four columns from chunk FIRST on: the block or half of it.
-template <int NT, int CHUNKS, int FIRST>
-SPECSPARSE_INLINE void dot_int8(const uint8_t* w, const QBlock* const* x, SI* dot) {
-  for (int t = 0; t < NT; ++t) dot[t] = zero_i();
+template <int NT, int SLICES, int CHUNKS, int FIRST>
+SPECSPARSE_INLINE void dot_int8(const uint8_t* w, const QBlock* const* x, SI (*dot)[NT]) {
+  for (int t = 0; t < NT; ++t) (*dot)[t] = zero_i();
   for (int c = FIRST; c < FIRST + CHUNKS; ++c)
     for (int r = 0; r < 16; ++r)
       for (int b = 0; b < 4; ++b)
         for (int t = 0; t < NT; ++t)
-          dot[t].v[r] += static_cast<int8_t>(w[64 * c + 4 * r + b]) * x[t]->q[4 * c + b];
+          (*dot)[t].v[r] += static_cast<int8_t>(w[64 * c + 4 * r + b]) * x[t]->q[4 * c + b];
 }
 
 }  // namespace SPECSPARSE_ISA

@@ -88,7 +88,7 @@ __attribute__((flatten)) void dot_codes_row(const NeuronRows& w, int64_t j, cons
   expand_scales<SCALES, SUBS>(w, row, 0, subs, d, m);
   const int8_t* x[NT];
   F acc[NT];
-  each<NT>([&](auto t) {
+  each<NT>([&](auto t) SPECSPARSE_EACH {
     x[t] = inputs[t]->codes;
     acc[t] = zero();
     const float* dx = inputs[t]->scales[SUBS - 1];
@@ -97,13 +97,13 @@ __attribute__((flatten)) void dot_codes_row(const NeuronRows& w, int64_t j, cons
   for (int64_t c = 0; c < chunks; ++c) {
     __builtin_prefetch(next + c * step);
     const Bytes codes = read_codes<READ>(w, row + c * step), m4 = magnitude(codes);
-    each<NT>([&](auto t) {
+    each<NT>([&](auto t) SPECSPARSE_EACH {
       const F scale = spread_scales<SUBS>(scales + t * size + 2 * SUBS * c);
       acc[t] = fma(scale, to_float(dot4(m4, codes, x[t] + kChunk * c)), acc[t]);
     });
   }
   for (int64_t at = chunks * step; at < w.row_bytes; at += 64) __builtin_prefetch(next + at);
-  each<NT>([&](auto t) {
+  each<NT>([&](auto t) SPECSPARSE_EACH {
     if (kMins)
       for (int64_t i = 0; i < size; i += 16) acc[t] = fma(load(m + i), load(inputs[t]->sums[SUBS - 1] + i), acc[t]);
     out[t] = reduce_add(acc[t]);
@@ -116,17 +116,17 @@ __attribute__((flatten)) void dot_floats_row(const NeuronRows& w, int64_t j, con
   const uint8_t* row = w.row(j);
   const float* x[NT];
   F low[NT], high[NT];
-  each<NT>([&](auto t) { x[t] = inputs[t]->x, low[t] = zero(), high[t] = zero(); });
+  each<NT>([&](auto t) SPECSPARSE_EACH { x[t] = inputs[t]->x, low[t] = zero(), high[t] = zero(); });
   for (int64_t c = 0, end = w.chunks() * kChunk; c < end; c += 32) {
     const uint8_t* p = row + c * SIZE;
     for (int line = 0; line < 32 * SIZE; line += 64) __builtin_prefetch(next + c * SIZE + line);
     const F a = read(p), b = read(p + 16 * SIZE);
-    each<NT>([&](auto t) {
+    each<NT>([&](auto t) SPECSPARSE_EACH {
       low[t] = fma(a, load(x[t] + c), low[t]);
       high[t] = fma(b, load(x[t] + c + 16), high[t]);
     });
   }
-  each<NT>([&](auto t) { out[t] = reduce_add(add(low[t], high[t])); });
+  each<NT>([&](auto t) SPECSPARSE_EACH { out[t] = reduce_add(add(low[t], high[t])); });
 }
 
 template <Scales SCALES, int NT>
@@ -181,7 +181,7 @@ __attribute__((flatten)) void add_codes(const NeuronRows& w, const int32_t* js, 
   const int64_t first = begin * 2 * SUBS, subs = (end - begin) * 2 * SUBS, size = round16(subs), step = w.code_bytes();
   float *d = scratch, *m = scratch + NR * size;
   const uint8_t *rows[NR], *ahead[NR];
-  each<NR>([&](auto r) {
+  each<NR>([&](auto r) SPECSPARSE_EACH {
     rows[r] = w.row(js[r]), ahead[r] = w.row(next[r]);
     expand_scales<SCALES, SUBS>(w, rows[r], first, first + subs, d + r * size, m + r * size);
     for (int64_t i = 0; i < size; i += 16) {
@@ -192,18 +192,18 @@ __attribute__((flatten)) void add_codes(const NeuronRows& w, const int32_t* js, 
   for (int64_t c = begin; c < end; ++c) {
     float* to = y + (c - begin) * kChunk;
     F sum[4];
-    each<4>([&](auto k) { sum[k] = load(to + 16 * k); });
-    each<NR>([&](auto r) {
+    each<4>([&](auto k) SPECSPARSE_EACH { sum[k] = load(to + 16 * k); });
+    each<NR>([&](auto r) SPECSPARSE_EACH {
       __builtin_prefetch(ahead[r] + c * step);
       const Bytes codes = read_codes<READ>(w, rows[r] + c * step);
       const F scale = spread_scales<SUBS>(d + r * size + (c - begin) * 2 * SUBS);
-      each<4>([&](auto k) { sum[k] = fma(scale, column<k>(codes), sum[k]); });
+      each<4>([&](auto k) SPECSPARSE_EACH { sum[k] = fma(scale, column<k>(codes), sum[k]); });
       if (kMins) {
         const F low = spread_scales<SUBS>(m + r * size + (c - begin) * 2 * SUBS), factor = set1(a[r]);
-        each<4>([&](auto k) { sum[k] = fma(low, factor, sum[k]); });
+        each<4>([&](auto k) SPECSPARSE_EACH { sum[k] = fma(low, factor, sum[k]); });
       }
     });
-    each<4>([&](auto k) { store(to + 16 * k, sum[k]); });
+    each<4>([&](auto k) SPECSPARSE_EACH { store(to + 16 * k, sum[k]); });
   }
 }
 
@@ -212,11 +212,11 @@ __attribute__((flatten)) void add_floats(const NeuronRows& w, const int32_t* js,
                                          int64_t begin, int64_t end, float* y, Load read) {
   const uint8_t *rows[NR], *ahead[NR];
   F factor[NR];
-  each<NR>([&](auto r) { rows[r] = w.row(js[r]), ahead[r] = w.row(next[r]), factor[r] = set1(a[r]); });
+  each<NR>([&](auto r) SPECSPARSE_EACH { rows[r] = w.row(js[r]), ahead[r] = w.row(next[r]), factor[r] = set1(a[r]); });
   for (int64_t c = begin * kChunk; c < end * kChunk; c += 32) {
     float* to = y + c - begin * kChunk;
     F low = load(to), high = load(to + 16);
-    each<NR>([&](auto r) {
+    each<NR>([&](auto r) SPECSPARSE_EACH {
       const uint8_t* p = rows[r] + c * SIZE;
       for (int line = 0; line < 32 * SIZE; line += 64) __builtin_prefetch(ahead[r] + c * SIZE + line);
       low = fma(factor[r], read(p), low);
