@@ -101,6 +101,7 @@ def test_float_logits_agree(floats, golden):
     assert agreement(floats, golden) >= AGREEMENT["float"]
 
 
+@pytest.mark.slow
 def test_native_logits_are_near_the_float_ones(native, floats):
     assert nmse(np.concatenate(list(native.values())), np.concatenate(list(floats.values()))) <= NATIVE_NMSE
 
