@@ -35,6 +35,7 @@ struct Input {
   const int8_t* codes;     // x in blocks of 32, as int8
   const float* scales[2];  // of each sub-block of 32 columns; of 16
   const float* sums[2];    // scale * sum of the codes of each sub-block of 32 columns; of 16
+  const int32_t* fours;    // sum of the codes of each four columns
 };
 
 struct SparseOps {
@@ -49,9 +50,12 @@ struct SparseOps {
   int64_t (*differing)(const uint64_t* a, const uint64_t* b, int64_t words);
 };
 
-// Where the value of column c stands in y: codes are spread to lanes four columns apart, floats stay in order.
+// Where the value of column c stands in y: floats stay in order, bytes are spread to lanes four columns apart, and codes of
+// four bits to even and odd columns of each eight.
 inline int64_t lane_of(const NeuronRows& w, int64_t c) {
-  return w.is_float() ? c : c / kChunk * kChunk + c % 4 * 16 + c % kChunk / 4;
+  if (w.is_float()) return c;
+  if (w.codes == Codes::kInt8) return c / kChunk * kChunk + c % 4 * 16 + c % kChunk / 4;
+  return c / kChunk * kChunk + (c % 16 / 8 * 2 + c % 2) * 16 + c % kChunk / 16 * 4 + c % 8 / 2;
 }
 
 // Floats of scratch that `dot` and `add` need.

@@ -35,6 +35,7 @@ class Inputs {
     QBlock* q = reserve(q_, padded_ / kBlock * count);
     int8_t* codes = reserve(codes_, count * padded_);
     float* scales = reserve(scales_, 6 * count * blocks_);
+    int32_t* fours = reserve(fours_, count * padded_ / 4);
     reserve(inputs_, count);
     parallel(count, [&](int64_t i) {
       float* to = values + i * padded_;
@@ -42,7 +43,8 @@ class Inputs {
       ops().prepare(x + rows[i] * cols_, ffn.norm, ffn.eps, one, 0, false);
       std::fill(to + cols_, to + padded_, 0.0f);
       inputs_[i].x = to;
-      if (quantise_) quantise(i, to, q + i * (padded_ / kBlock), codes + i * padded_, scales + 6 * i * blocks_);
+      if (quantise_)
+        quantise(i, to, q + i * (padded_ / kBlock), codes + i * padded_, scales + 6 * i * blocks_, fours + i * padded_ / 4);
     });
     pointers_.clear();
     for (int64_t i = 0; i < count; ++i) pointers_.push_back(&inputs_[i]);
@@ -52,7 +54,7 @@ class Inputs {
 
  private:
   // The dense kernels' blocks, their fields one after the other.
-  void quantise(int64_t i, float* x, QBlock* q, int8_t* codes, float* at) {
+  void quantise(int64_t i, float* x, QBlock* q, int8_t* codes, float* at, int32_t* fours) {
     const int64_t blocks = padded_ / kBlock;
     thread_local std::vector<float> copy;
     float* same = reserve(copy, padded_);
@@ -64,7 +66,8 @@ class Inputs {
       one[b] = two[2 * b] = two[2 * b + 1] = q[b].scale;
       sum[b] = q[b].shift, sums[2 * b] = q[b].shifts[0], sums[2 * b + 1] = q[b].shifts[1];
     }
-    inputs_[i].codes = codes;
+    for (int64_t c = 0; c < padded_; c += 4) fours[c / 4] = codes[c] + codes[c + 1] + codes[c + 2] + codes[c + 3];
+    inputs_[i].codes = codes, inputs_[i].fours = fours;
     inputs_[i].scales[0] = one, inputs_[i].scales[1] = two;
     inputs_[i].sums[0] = sum, inputs_[i].sums[1] = sums;
   }
@@ -74,6 +77,7 @@ class Inputs {
   std::vector<float> x_, scales_;
   std::vector<QBlock> q_;
   std::vector<int8_t> codes_;
+  std::vector<int32_t> fours_;
   std::vector<Input> inputs_;
   std::vector<const Input*> pointers_;
 };

@@ -16,10 +16,6 @@ inline Bytes load_nibbles(const void* p) {
   const __m256i both = load256(p), mask = _mm256_set1_epi8(15);
   return {_mm256_and_si256(both, mask), _mm256_and_si256(_mm256_srli_epi16(both, 4), mask)};
 }
-inline Bytes minus(Bytes x, int32_t y) {
-  const __m256i v = _mm256_set1_epi8(static_cast<char>(y));
-  return {_mm256_sub_epi8(x.a, v), _mm256_sub_epi8(x.b, v)};
-}
 inline Bytes lookup(Bytes x, const int8_t* lut) {
   const __m256i table = _mm256_broadcastsi128_si256(load128(lut));
   return {_mm256_shuffle_epi8(table, x.a), _mm256_shuffle_epi8(table, x.b)};
@@ -29,11 +25,50 @@ inline Bytes magnitude(Bytes x) { return {_mm256_abs_epi8(x.a), _mm256_abs_epi8(
 inline I dot4(Bytes m, Bytes w, const int8_t* x) {
   return {dot4_signed(m.a, w.a, load256(x)), dot4_signed(m.b, w.b, load256(x + 32))};
 }
+// The same for codes that have no sign.
+inline I dot4_unsigned(Bytes w, const int8_t* x) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  return {_mm256_madd_epi16(_mm256_maddubs_epi16(w.a, load256(x)), ones),
+          _mm256_madd_epi16(_mm256_maddubs_epi16(w.b, load256(x + 32)), ones)};
+}
+// x - y * sums.
+inline I minus_times(I x, int32_t y, const int32_t* sums) {
+  const __m256i v = _mm256_set1_epi32(y);
+  return {_mm256_sub_epi32(x.a, _mm256_mullo_epi32(v, load256(sums))),
+          _mm256_sub_epi32(x.b, _mm256_mullo_epi32(v, load256(sums + 8)))};
+}
 // Column 4i + K of each lane.
 template <int K>
 inline F column(Bytes x) {
   return to_float({_mm256_srai_epi32(_mm256_slli_epi32(x.a, 24 - 8 * K), 24),
                    _mm256_srai_epi32(_mm256_slli_epi32(x.b, 24 - 8 * K), 24)});
+}
+// Codes of four bits as floats. The upper halves of the floats, which suffice for whole numbers up to 256, are looked up byte
+// by byte; a lane of 128 bits has sixteen columns, and vector K its columns K % 2 + 0, 2, 4, 6 from column 8 * (K / 2) on.
+struct NibbleTable {
+  __m256i low, high;
+  explicit NibbleTable(const uint16_t* halves) {
+    const __m256i order = _mm256_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15, 0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5,
+                                           7, 9, 11, 13, 15);
+    const __m256i first = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load128(halves)), order);
+    const __m256i second = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load128(halves + 8)), order);
+    low = _mm256_unpacklo_epi64(first, second), high = _mm256_unpackhi_epi64(first, second);
+  }
+};
+struct Halves {
+  __m256i a[2], b[2];
+};
+inline Halves to_halves(Bytes x, const NibbleTable& t) {
+  const __m256i al = _mm256_shuffle_epi8(t.low, x.a), ah = _mm256_shuffle_epi8(t.high, x.a);
+  const __m256i bl = _mm256_shuffle_epi8(t.low, x.b), bh = _mm256_shuffle_epi8(t.high, x.b);
+  return {{_mm256_unpacklo_epi8(al, ah), _mm256_unpackhi_epi8(al, ah)}, {_mm256_unpacklo_epi8(bl, bh), _mm256_unpackhi_epi8(bl, bh)}};
+}
+inline __m256 widened(__m256i halves, bool odd) {
+  return _mm256_castsi256_ps(odd ? _mm256_and_si256(halves, _mm256_set1_epi32(-65536)) : _mm256_slli_epi32(halves, 16));
+}
+template <int K>
+inline F column(const Halves& x) {
+  return {widened(x.a[K / 2], K % 2), widened(x.b[K / 2], K % 2)};
 }
 // The scales of a chunk's 2 * SUBS sub-blocks, each in the lanes of its columns.
 template <int SUBS>

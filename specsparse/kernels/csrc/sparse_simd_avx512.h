@@ -17,7 +17,6 @@ inline Bytes load_nibbles(const void* p) {
   const __m512i halves = _mm512_inserti64x4(_mm512_castsi256_si512(both), _mm256_srli_epi16(both, 4), 1);
   return {_mm512_and_si512(halves, _mm512_set1_epi8(15))};
 }
-inline Bytes minus(Bytes x, int32_t y) { return {_mm512_sub_epi8(x.v, _mm512_set1_epi8(static_cast<char>(y)))}; }
 inline Bytes lookup(Bytes x, const int8_t* lut) {
   return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load128(lut)), x.v)};
 }
@@ -28,10 +27,41 @@ inline I dot4(Bytes m, Bytes w, const int8_t* x) {
   const __m512i turned = _mm512_mask_sub_epi8(v, _mm512_movepi8_mask(w.v), _mm512_setzero_si512(), v);
   return {_mm512_dpbusd_epi32(_mm512_setzero_si512(), m.v, turned)};
 }
+// The same for codes that have no sign.
+inline I dot4_unsigned(Bytes w, const int8_t* x) {
+  return {_mm512_dpbusd_epi32(_mm512_setzero_si512(), w.v, load512(x))};
+}
+// x - y * sums.
+inline I minus_times(I x, int32_t y, const int32_t* sums) {
+  return {_mm512_sub_epi32(x.v, _mm512_mullo_epi32(_mm512_set1_epi32(y), load512(sums)))};
+}
 // Column 4i + K of each lane.
 template <int K>
 inline F column(Bytes x) {
   return to_float(I{_mm512_srai_epi32(_mm512_slli_epi32(x.v, 24 - 8 * K), 24)});
+}
+// Codes of four bits as floats. The upper halves of the floats, which suffice for whole numbers up to 256, are looked up byte
+// by byte; a lane of 128 bits has sixteen columns, and vector K its columns K % 2 + 0, 2, 4, 6 from column 8 * (K / 2) on.
+struct NibbleTable {
+  __m512i low, high;
+  explicit NibbleTable(const uint16_t* halves) {
+    const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+    const __m128i first = _mm_shuffle_epi8(load128(halves), order), second = _mm_shuffle_epi8(load128(halves + 8), order);
+    low = _mm512_broadcast_i32x4(_mm_unpacklo_epi64(first, second));
+    high = _mm512_broadcast_i32x4(_mm_unpackhi_epi64(first, second));
+  }
+};
+struct Halves {
+  __m512i v[2];
+};
+inline Halves to_halves(Bytes x, const NibbleTable& t) {
+  const __m512i l = _mm512_shuffle_epi8(t.low, x.v), h = _mm512_shuffle_epi8(t.high, x.v);
+  return {{_mm512_unpacklo_epi8(l, h), _mm512_unpackhi_epi8(l, h)}};
+}
+template <int K>
+inline F column(const Halves& x) {
+  const __m512i v = x.v[K / 2];
+  return {_mm512_castsi512_ps(K % 2 ? _mm512_and_si512(v, _mm512_set1_epi32(-65536)) : _mm512_slli_epi32(v, 16))};
 }
 // The scales of a chunk's 2 * SUBS sub-blocks, each in the lanes of its columns.
 template <int SUBS>

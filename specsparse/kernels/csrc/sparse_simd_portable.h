@@ -22,10 +22,6 @@ inline Bytes load_nibbles(const void* p) {
   for (int i = 0; i < 32; ++i) r.v[i] = b[i] & 15, r.v[32 + i] = b[i] >> 4;
   return r;
 }
-inline Bytes minus(Bytes x, int32_t y) {
-  for (int8_t& v : x.v) v = static_cast<int8_t>(v - y);
-  return x;
-}
 inline Bytes lookup(Bytes x, const int8_t* lut) {
   for (int8_t& v : x.v) v = lut[v];
   return x;
@@ -37,11 +33,40 @@ inline I dot4(const Bytes&, const Bytes& w, const int8_t* x) {
   for (int i = 0; i < 64; ++i) r.v[i / 4] += w.v[i] * x[i];
   return r;
 }
+inline I dot4_unsigned(const Bytes& w, const int8_t* x) { return dot4(w, w, x); }
+// x - y * sums.
+inline I minus_times(I x, int32_t y, const int32_t* sums) {
+  for (int i = 0; i < 16; ++i) x.v[i] -= y * sums[i];
+  return x;
+}
 // Column 4i + K of each lane.
 template <int K>
 inline F column(const Bytes& x) {
   F r;
   for (int i = 0; i < 16; ++i) r.v[i] = static_cast<float>(x.v[4 * i + K]);
+  return r;
+}
+// Codes of four bits as floats, whose upper halves `halves` are; vector K of sixteen columns has K % 2 + 0, 2, 4, 6 from
+// column 8 * (K / 2) on.
+struct NibbleTable {
+  const uint16_t* halves;
+  explicit NibbleTable(const uint16_t* halves) : halves(halves) {}
+};
+struct Halves {
+  float v[64];
+};
+inline Halves to_halves(const Bytes& x, const NibbleTable& t) {
+  Halves r;
+  for (int i = 0; i < 64; ++i) {
+    const uint32_t bits = static_cast<uint32_t>(t.halves[x.v[i]]) << 16;
+    std::memcpy(&r.v[i], &bits, 4);
+  }
+  return r;
+}
+template <int K>
+inline F column(const Halves& x) {
+  F r;
+  for (int i = 0; i < 16; ++i) r.v[i] = x.v[i / 4 * 16 + K / 2 * 8 + i % 4 * 2 + K % 2];
   return r;
 }
 // The scales of a chunk's 2 * SUBS sub-blocks, each in the lanes of its columns.
