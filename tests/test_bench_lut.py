@@ -20,15 +20,15 @@ def bench(capsys, *args):
 
 
 def test_end_to_end(capsys, monkeypatch):
-    monkeypatch.setattr(lut, "LutPlan", partial(lut.LutPlan, cold_bytes=1 << 16, warm_calls=2))
+    monkeypatch.setattr(lut, "LutPlan", partial(lut.LutPlan, cold_bytes=1 << 15))
     args = ("--shapes", "80x256", "--n", "1,3", "--quantise", "q4_0", "--repeats", 2)
     code, out, err = bench(capsys, "--ablation", "lut", *args)
     assert (code, err) == (0, "")
     found = json.loads(out.splitlines()[-1])
-    keys = [(r["type"], r["rows"], r["cols"], r["n"], r["from"], r["kernel"]) for r in found["rows"]]
+    keys = [(r["type"], r["rows"], r["cols"], r["n"], r["state"], r["kernel"]) for r in found["rows"]]
     kernels = ("product", "int16", "int8", "int6")
-    places = ("memory", "cache")
-    assert keys == [("Q4_0", 80, 256, n, place, name) for n in (1, 3) for place in places for name in kernels]
+    states = ("cold", "warm")
+    assert keys == [("Q4_0", 80, 256, n, state, name) for n in (1, 3) for state in states for name in kernels]
     for row in found["rows"]:
         assert row["bytes"] == 80 * 256 // 32 * 18
         assert row["bytes_per_second"] == pytest.approx(row["bytes"] / (1e-3 * row["ms"]["median"]))

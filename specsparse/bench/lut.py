@@ -1,11 +1,11 @@
 """Tables of sums beside integer products, as `bench --ablation lut`: matrices of four-bit weights.
 
-A matrix is read from memory, where several copies are gone through in turn, and from the cache, where one is used again
-and again. The calls of a case are one program; each adds to the result of the one before it, so that they keep order.
+A matrix is cold where several copies are gone through in turn, and warm where one is used again and again, from the
+cache if it fits. The calls of a case are one program; each adds to the result of the one before it, which keeps order.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,8 @@ from specsparse.testing import random_quantised
 
 TYPES = ("Q4_0", "Q4_1")
 PRODUCT = "product"
-PLACES = ("memory", "cache")
+KERNELS = (PRODUCT, *SUMS)
+STATES = ("cold", "warm")
 _ERROR_ROWS = 64
 """Rows of the matrix whose results are compared with float64."""
 
@@ -43,8 +44,7 @@ class LutPlan:
         ns: tokens of a call.
         types: GGUF types, of `TYPES`.
         repeats: timings of each case.
-        cold_bytes: least bytes of all copies of a matrix together.
-        warm_calls: uses of a matrix that stays in the cache.
+        cold_bytes: least bytes of all copies of a matrix together; a warm one is used as often.
     """
 
     shapes: tuple[tuple[int, int], ...] = ((2048, 2048), (4096, 11008))
@@ -52,7 +52,6 @@ class LutPlan:
     types: tuple[str, ...] = TYPES
     repeats: int = 5
     cold_bytes: int = 256 << 20
-    warm_calls: int = 16
 
     def validate(self) -> None:
         """UserError where the plan cannot be run."""
@@ -71,14 +70,21 @@ class Case:
     kind: str
     shape: tuple[int, int]
     n: int
-    place: str
+    state: str
     kernel: str
 
 
 def cases(plan: LutPlan, kind: str, shape: tuple[int, int]) -> list[Case]:
     """All of a matrix; what is compared stands together."""
-    names = (PRODUCT, *SUMS)
-    return [Case(kind, shape, n, place, name) for n in plan.ns for place in PLACES for name in names]
+    return [Case(kind, shape, n, state, name) for n in plan.ns for state in STATES for name in KERNELS]
+
+
+def _turned(todo: list[Case], repeat: int) -> Iterator[Case]:
+    """The same with another kernel in front: who comes first finds other things in the cache."""
+    count = len(KERNELS)
+    for start in range(0, len(todo), count):
+        for i in range(count):
+            yield todo[start + (i + repeat) % count]
 
 
 def _program(kernel: str) -> Callable:
@@ -111,9 +117,10 @@ class _Matrix:
     planes: Sequence[BitPlanes]
     dense: np.ndarray
 
-    def of(self, case: Case, plan: LutPlan) -> list[Any]:
+    def of(self, case: Case) -> list[Any]:
+        """What the calls of a case read, one after the other."""
         found = self.codes if case.kernel == PRODUCT else self.planes
-        return list(found) if case.place == "memory" else [found[0]] * plan.warm_calls
+        return list(found) if case.state == "cold" else [found[0]] * len(found)
 
 
 def _make(plan: LutPlan, kind: str, shape: tuple[int, int]) -> _Matrix:
@@ -140,11 +147,11 @@ def _once(case: Case, program: Callable, matrices: list[Any]) -> float:
     return (time.perf_counter() - start) / len(matrices)
 
 
-def _error(case: Case, program: Callable, matrix: _Matrix, plan: LutPlan) -> float:
+def _error(case: Case, program: Callable, matrix: _Matrix) -> float:
     """Root of the mean square error over that of the exact product."""
     x = _rows(case)
     n_valid = jnp.full((1,), case.n, jnp.int32)
-    got = np.asarray(program(matrix.of(case, plan)[:1], jnp.asarray(x), n_valid))
+    got = np.asarray(program(matrix.of(case)[:1], jnp.asarray(x), n_valid))
     exact = x.astype(np.float64) @ matrix.dense.T
     return float(np.sqrt(np.mean((got[:, : len(matrix.dense)] - exact) ** 2) / np.mean(exact**2)))
 
@@ -152,20 +159,20 @@ def _error(case: Case, program: Callable, matrix: _Matrix, plan: LutPlan) -> flo
 def measure(plan: LutPlan, done: Callable[[], None]) -> tuple[list[dict[str, Any]], list[float]]:
     """A row for each case; also the read bandwidth of each repeat, bytes per second. `done` follows each timing."""
     buffer, reads, rows = peaks.ReadBuffer(), [], []
-    programs = {name: _program(name) for name in (PRODUCT, *SUMS)}
+    programs = {name: _program(name) for name in KERNELS}
     for kind in plan.types:
         for shape in plan.shapes:
             matrix, todo = _make(plan, kind, shape), cases(plan, kind, shape)
             seconds: dict[Case, list[float]] = {case: [] for case in todo}
             for repeat in range(plan.repeats + 1):  # the first compiles
                 reads += [buffer.rate()] if repeat else []
-                for case in todo:
-                    spent = _once(case, programs[case.kernel], matrix.of(case, plan))
+                for case in _turned(todo, repeat):
+                    spent = _once(case, programs[case.kernel], matrix.of(case))
                     seconds[case] += [spent] if repeat else []
                     done()
             for case in todo:
-                base = seconds[Case(case.kind, case.shape, case.n, case.place, PRODUCT)]
-                error = _error(case, programs[case.kernel], matrix, plan)
+                base = seconds[Case(case.kind, case.shape, case.n, case.state, PRODUCT)]
+                error = _error(case, programs[case.kernel], matrix)
                 rows.append(_row(case, seconds[case], base, matrix.codes[0].nbytes, error))
     return rows, reads
 
@@ -177,7 +184,7 @@ def _row(case: Case, seconds: list[float], product: list[float], nbytes: int, er
         "rows": case.shape[0],
         "cols": case.shape[1],
         "n": case.n,
-        "from": case.place,
+        "state": case.state,
         "kernel": case.kernel,
         "ms": ms,
         "bytes": nbytes,

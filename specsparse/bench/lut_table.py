@@ -6,7 +6,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-_COLUMNS = ("type", "matrix", "tokens", "weights from", "kernel", "ms", "GB/s", "x product", "±", "error")
+_COLUMNS = ("type", "matrix", "tokens", "weights", "kernel", "ms", "GB/s", "x product", "±", "error")
 
 
 def table(report: Mapping[str, Any]) -> Table:
@@ -24,7 +24,7 @@ def table(report: Mapping[str, Any]) -> Table:
             row["type"],
             f"{row['rows']}x{row['cols']}",
             str(row["n"]),
-            row["from"],
+            row["state"],
             row["kernel"] if row["kernel"] == "product" else f"tables, {row['kernel']}",
             f"{row['ms']['median']:.3f}",
             f"{row['bytes_per_second'] / 1e9:.1f}",
