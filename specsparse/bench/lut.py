@@ -45,6 +45,7 @@ class LutPlan:
         types: GGUF types, of `TYPES`.
         repeats: timings of each case.
         cold_bytes: least bytes of all copies of a matrix together; a warm one is used as often.
+        most_copies: of a matrix, however small.
     """
 
     shapes: tuple[tuple[int, int], ...] = ((2048, 2048), (4096, 11008))
@@ -52,6 +53,7 @@ class LutPlan:
     types: tuple[str, ...] = TYPES
     repeats: int = 5
     cold_bytes: int = 256 << 20
+    most_copies: int = 256
 
     def validate(self) -> None:
         """UserError where the plan cannot be run."""
@@ -126,7 +128,7 @@ class _Matrix:
 def _make(plan: LutPlan, kind: str, shape: tuple[int, int]) -> _Matrix:
     raw = random_quantised(kind, *shape, 1, std=0.02, edges=False)
     codes = pack_qtensor(raw, GGML[kind], shape)
-    planes, more = pack_planes(codes), -(-plan.cold_bytes // codes.nbytes) - 1
+    planes, more = pack_planes(codes), min(plan.most_copies, -(-plan.cold_bytes // codes.nbytes)) - 1
     dense = dequantize(raw[:_ERROR_ROWS], GGML[kind]).astype(np.float64)
     return _Matrix(
         [codes, *(_copied(codes) for _ in range(more))], [planes, *(_copied(planes) for _ in range(more))], dense

@@ -103,7 +103,7 @@ __attribute__((flatten)) void dot_slices(const Matrix& w, const uint8_t* p, int 
 
 template <Sums KIND, bool MINS, int NT>
 void dot_group(const Matrix& w, int64_t g, const LutRow* rows, float* y) {
-  // Two sums a row of activations: both slices of one row fit the registers, of two rows only one-byte tables do.
+  // kExact and kInt6 add up words and bytes: both slices of one row of activations fit the registers, of two they do not.
   constexpr int kAtOnce = KIND == Sums::kInt8 || NT == 1 ? slices_at_once(NT) : 1;
   for (int first = 0; first < kRows; first += kSlice * kAtOnce)
     dot_slices<KIND, MINS, NT, kAtOnce>(w, w.data + g * w.group_bytes, first, rows, y);
