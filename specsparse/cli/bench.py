@@ -36,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--ffn-shape", type=_shape, metavar="DxF", help="instead: one FFN, sparse and dense: 4096x11008")
     add("--active", type=_shares, metavar="LIST", help="shares of neurons kept, with --ffn-shape (0.05,0.1,0.2,0.5,1)")
+    add("--ablation", choices=("lut",), help="instead: look-up tables beside integer products, 4-bit weights")
+    add("--shapes", type=_matrices, metavar="LIST", help="rows x columns, with --ablation (2048x2048,4096x11008)")
     add("--json", type=Path, metavar="FILE", help="write the report to FILE too")
 
 
@@ -46,7 +48,10 @@ def main(args: argparse.Namespace) -> int:
 
     if args.active and not args.ffn_shape:
         raise UserError("--active goes with --ffn-shape, for instance 4096x11008")
-    measure, out = _ffn if args.ffn_shape else _batch if args.batch else _single, display.console()
+    if args.shapes and not args.ablation:
+        raise UserError("--shapes goes with --ablation lut")
+    measure = _lut if args.ablation else _ffn if args.ffn_shape else _batch if args.batch else _single
+    out = display.console()
     with timing_lock.turn(lambda line: out.print(line, soft_wrap=True)):
         found = measure(args, out)
     text = to_json(found)
@@ -120,11 +125,31 @@ def _ffn(args: argparse.Namespace, out: Any) -> dict[str, Any]:
     return found
 
 
+def _lut(args: argparse.Namespace, out: Any) -> dict[str, Any]:
+    """Two kernels for four-bit weights side by side; prints the table and returns the report."""
+    from specsparse.bench import lut, lut_table
+
+    for name in ("peer", "batch", "ffn_shape", "rows", "depth", "kv_dtype", "kernels"):
+        if getattr(args, name):
+            raise UserError(f"--ablation does not go with --{name.replace('_', '-')}")
+    chosen = {"ns": args.n, "shapes": args.shapes, "types": args.quantise and (args.quantise.upper(),)}
+    plan = lut.LutPlan(repeats=args.repeats, **{name: value for name, value in chosen.items() if value})
+    found = lut.run(plan, out, threads=args.threads)
+    out.print(lut_table.table(found))
+    out.print(lut_table.summary_line(found), soft_wrap=True)
+    return found
+
+
+def _matrices(text: str) -> tuple[tuple[int, int], ...]:
+    """Shapes of matrices: 2048x2048,4096x11008."""
+    return tuple(_shape(part) for part in text.split(","))
+
+
 def _shape(text: str) -> tuple[int, int]:
-    """Width and neurons: 4096x11008."""
+    """Two lengths: 4096x11008."""
     width, cross, neurons = text.partition("x")
     if not cross:
-        raise argparse.ArgumentTypeError(f"{text!r}: a width and a number of neurons, for instance 4096x11008")
+        raise argparse.ArgumentTypeError(f"{text!r}: two lengths, for instance 4096x11008")
     return _positive(width), _positive(neurons)
 
 
