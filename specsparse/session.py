@@ -92,6 +92,7 @@ class Session:
         """
         if target and self.model.stepped:
             return function(*args)
+        args = self.model.everywhere(args)
         return self.program(key, function, *args, donate=donate)(*args)
 
     def program(
