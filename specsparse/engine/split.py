@@ -65,8 +65,7 @@ def split(f: GGUFFile, config: ModelConfig, ways: int, *, floats: bool) -> Split
         UserError: a device would be left without a head or without a neuron; the line names the numbers that would do.
     """
     heads, neurons = _heads(f, config, floats), _neurons(f, config, floats)
-    _check("heads", f"{config.n_kv_heads} key/value heads", ways, heads, config.n_kv_heads)
-    _check("neurons", f"{config.d_ff} neurons", ways, neurons, config.d_ff)
+    _check(ways, {"key/value heads": (config.n_kv_heads, heads), "neurons": (config.d_ff, neurons)})
     kv_heads = ways * heads(ways)
     per_group = config.n_heads // config.n_kv_heads * config.head_dim
     return Split(
@@ -104,17 +103,18 @@ def _blocks(f: GGUFFile, config: ModelConfig, name: str, floats: bool) -> set[in
     return {layout_of(GGML(f.tensors[f"blk.{i}.{name}.weight"].type)).unit for i in range(config.n_layers)}
 
 
-def _check(what: str, total: str, ways: int, share: Share, count: int) -> None:
-    """Refuses a number of devices of which the last would get nothing."""
+def _check(ways: int, parts: dict[str, tuple[int, Share]]) -> None:
+    """Refuses a number of devices of which the last would get nothing. `parts` are counts and shares by name."""
 
-    def does(n: int) -> bool:
-        return (n - 1) * share(n) < count
+    def idle(n: int) -> list[str]:
+        return [name for name, (count, share) in parts.items() if (n - 1) * share(n) >= count]
 
-    if not does(ways):
-        good = [str(n) for n in range(1, ways) if does(n)]
+    for name in idle(ways):
+        count, share = parts[name]
+        good = ", ".join(str(n) for n in range(1, ways) if not idle(n))
         raise UserError(
-            f"mesh={ways}: {total} in shares of {share(ways)} leave a device without {what}; "
-            f"this model runs over {', '.join(good)} device{'s' if len(good) > 1 else ''}"
+            f"mesh={ways}: the model's {count} {name} in shares of {share(ways)} leave a device without any; "
+            f"numbers of devices that would do: {good}"
         )
 
 
