@@ -121,6 +121,11 @@ class Model:
             return self.sharding.new_cache(**shape, dtype=self.cache_dtype)
         return kv.init(**shape, kv_heads=c.n_kv_heads, dtype=self.cache_dtype)
 
+    def check_whole(self, what: str) -> None:
+        """Refuses `what` reads matrices on its own, with a UserError, where they are divided among devices."""
+        if self.sharding is not None:
+            raise UserError(f"{self.path}: {what} needs the whole model on one device: load it without mesh")
+
     def check_ids(self, ids: Sequence[int]) -> np.ndarray:
         """Token ids as int32[n]; raises UserError where they are none of this vocabulary, none at all, or too many."""
         try:

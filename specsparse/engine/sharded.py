@@ -29,6 +29,7 @@ from specsparse.kernels.qtensor import ROWS
 AXIS = "model"
 """Name of the mesh's one axis."""
 
+_ALL = Want()
 _CACHE = KVCache(k=P(None, AXIS), v=P(None, AXIS), length=P())  # type: ignore[arg-type]
 
 
@@ -121,7 +122,7 @@ def make_forward(config: ModelConfig, kernels: Kernels, sharding: Sharding) -> F
     """`engine.llama.make_forward` of a dense model over a mesh; parameters and cache are those of `sharding`."""
     inner = llama.make_forward(config, across(kernels, config.vocab_size))
 
-    def forward(params: Params, tokens_Bn, cache: KVCache, *, n_valid_B=None, parents_Bn=None, want: Want = Want()):
+    def forward(params: Params, tokens_Bn, cache: KVCache, *, n_valid_B=None, parents_Bn=None, want: Want = _ALL):
         if n_valid_B is None:
             n_valid_B = jnp.full((tokens_Bn.shape[0],), tokens_Bn.shape[1], jnp.int32)
 

@@ -83,7 +83,7 @@ Share = Callable[[int], int]
 
 
 def _heads(f: GGUFFile, config: ModelConfig, floats: bool) -> Share:
-    """Key/value heads of a device: keys fill groups of 16 rows, queries those and the blocks of the output's columns."""
+    """Key/value heads of a device: their keys fill groups of 16 rows, their queries those and blocks of columns."""
     queries = config.n_heads // config.n_kv_heads * config.head_dim
     unit = math.lcm(ROWS, *_blocks(f, config, "attn_output", floats))
     step = math.lcm(ROWS // math.gcd(ROWS, config.head_dim), unit // math.gcd(unit, queries))
