@@ -24,7 +24,7 @@ MODELS = {
     "super": {"quant": "Q4_K", **EVEN, "d_model": 512, "d_ff": 512},
     "uneven": {"quant": "Q8_0", "architecture": "qwen2", "bias": True, "n_heads": 6, "n_kv_heads": 3, "d_model": 96},
 }
-"""Heads, neurons and tokens of the last divide by nothing: 3 key/value heads, 96 neurons in blocks of 32, 300 tokens."""
+"""Nothing of the last divides: 3 key/value heads, 96 neurons in blocks of 32, 300 tokens."""
 
 COMMON = """
 import sys
