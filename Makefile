@@ -13,6 +13,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 INSTALL := $(PIP) install --no-build-isolation -C wheel.cmake=false -C editable.mode=inplace
 JOBS := $(shell nproc 2>/dev/null || echo 2)
 PYTEST_ARGS ?= -m "not slow"
+# One process a core up to four; files stay whole, so that their models are loaded once.
+PYTEST_WORKERS ?= -n auto --maxprocesses 4 --dist loadfile
 
 .PHONY: demo test native native-or-warn lint clean
 .DELETE_ON_ERROR:
@@ -21,7 +23,7 @@ demo: $(VENV)/.installed native-or-warn
 	$(BIN)/python -m specsparse.run +experiment=spec_smollm2
 
 test: $(VENV)/.installed-test native-or-warn
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PYTEST_WORKERS) $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

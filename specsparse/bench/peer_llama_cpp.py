@@ -88,7 +88,10 @@ class Engine:
 
             draft = LlamaPromptLookupDecoding(num_pred_tokens=drafted) if drafted else None
             threads = self.writer_options["n_threads"]
-            self.writers[drafted] = self.lib.Llama(**self.writer_options, n_threads_batch=threads, draft_model=draft)
+            # With a draft it keeps all logits, and makes room for them only where it is told to.
+            self.writers[drafted] = self.lib.Llama(
+                **self.writer_options, n_threads_batch=threads, draft_model=draft, logits_all=draft is not None
+            )
         return self.writers[drafted]
 
     def lookup(self, ids: list, n: int, drafted: int) -> float:

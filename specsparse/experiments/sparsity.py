@@ -20,9 +20,10 @@ from specsparse.experiments import sparse_model, sparsity_report
 from specsparse.experiments.decoding import Engine
 from specsparse.experiments.sparse_model import Sparse
 from specsparse.metrics import Speedup
-from specsparse.powerinfer.gated import PREDICTED
+from specsparse.powerinfer.gated import PREDICTED, bytes_read
 from specsparse.predictors import FFN, Needs, get_predictor
 from specsparse.predictors.collect import windows
+from specsparse.predictors.cost import matrices
 from specsparse.predictors.evaluate import Evaluation, Evaluator
 
 DENSE = "dense"
@@ -123,7 +124,7 @@ def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) ->
             found.append(evaluator(one.predictor, one.weights))
             bar.advance(bar.task_ids[0])
     seconds = _timed(cfg, engine, [dense, *(one.model for one in sparse)], text[0, :_PROMPT].tolist(), console)
-    result = Sparsity(tuple(_points(cfg, dense, found, seconds)))
+    result = Sparsity(tuple(_points(cfg, dense, sparse, found, seconds)))
     _write(cfg, directory, dense, result, console)
     return result
 
@@ -161,13 +162,15 @@ def _timed(cfg: RunConfig, engine: Engine, sides: list[Any], ids: list[int], out
     return seconds[:, 1:]
 
 
-def _points(cfg: RunConfig, dense: Any, found: list[Evaluation], seconds: np.ndarray | None) -> list[Point]:
+def _points(
+    cfg: RunConfig, dense: Any, sparse: list[Sparse], found: list[Evaluation], seconds: np.ndarray | None
+) -> list[Point]:
     values = cfg.sparsity.values or (None,)
-    out = []
-    for i, (value, quality) in enumerate(zip(values, found, strict=True)):
-        cost, whole = quality.cost, dense.footprint.packed
-        saved = dense.config.n_layers * (cost.dense_bytes - cost.predictor_bytes - cost.sparse_bytes)
-        point = Point(value, quality, whole / (whole - saved))
+    whole, out = dense.footprint.packed, []
+    rest = whole - sum(m.nbytes for layer in dense.params.layers for m in matrices(layer))
+    for i, (value, one, quality) in enumerate(zip(values, sparse, found, strict=True)):
+        own, following = bytes_read(one.model, one.predictor)
+        point = Point(value, quality, whole / (rest + own + quality.mean.kept * following))
         if seconds is not None:
             plain, own = seconds[0], seconds[i + 1]
             faster = metrics.speedup(plain, own)

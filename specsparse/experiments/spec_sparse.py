@@ -23,9 +23,9 @@ from specsparse.experiments.sparsity import judged_text
 from specsparse.metrics import Counters, Speedup
 from specsparse.powerinfer import union
 from specsparse.powerinfer.chunked import quality_in_chunks
-from specsparse.powerinfer.gated import gated
+from specsparse.powerinfer.gated import bytes_read, gated
 from specsparse.powerinfer.union import UnionPoint
-from specsparse.predictors.cost import bytes_of
+from specsparse.predictors.cost import matrices
 from specsparse.predictors.quality import ModelQuality
 from specsparse.predictors.union_cap import UnionCap
 from specsparse.record import SAME_TEXT_VERIFIERS, Pass
@@ -137,9 +137,8 @@ def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) ->
     windows, rows = judged_text(cfg, dense), method["drafter"].max_nodes + 1
     text = _of_text(union.masks(gated(dense, sparse.predictor, sparse.weights), sparse.predictor, windows), rows)
     read = {PLAIN_SPARSE: text[0].kept, **{name: union.mean_union(points) for name, points in seen.items()}}
-    own = bytes_of(sparse.predictor, sparse.weights[0], dense.params.layers[0])
     found = Joined(
-        cells=_cells(passes, list(sides), read, dense, own),
+        cells=_cells(passes, list(sides), read, dense, bytes_read(sparse.model, sparse.predictor)),
         text=text,
         seen=tuple(seen[SPEC_SPARSE]),
         quality={name: quality_in_chunks(dense, sides[name][0], windows, rows=rows) for name in lossy},
@@ -203,17 +202,16 @@ def _watched(cfg: RunConfig, engine: Engine, model: Any, method: dict, job: Job,
 def _cells(
     passes: list[Pass], names: list[str], read: dict[str, float], dense: Any, own: tuple[int, int]
 ) -> dict[str, Cell]:
-    """`read`: share of the neurons that a pass of a sparse cell reads; `own`: bytes of a layer that its prediction
-    reads, and bytes that follow the neurons."""
+    """`read`: share of the neurons that a pass of a sparse cell reads; `own`: what `gated.bytes_read` says."""
     by_side = {name: [p for p in passes if p.side == name] for name in names}
     plain = {(p.prompt_id, p.repeat): p.decode_s / len(p.token_ids) for p in by_side[PLAIN_DENSE]}
-    whole, layers = dense.footprint.packed, dense.config.n_layers
-    ffns = layers * sum(m.nbytes for m in _matrices(dense))
+    whole = dense.footprint.packed
+    rest = whole - sum(m.nbytes for layer in dense.params.layers for m in matrices(layer))
     out = {}
     for name, some in by_side.items():
         seconds = [p.decode_s / len(p.token_ids) for p in some]
         counters = sum((p.counters for p in some), Counters())
-        size = whole - ffns + layers * (own[0] + read[name] * own[1]) if name in read else whole
+        size = rest + own[0] + read[name] * own[1] if name in read else whole
         out[name] = Cell(
             name=name,
             counters=counters,
@@ -224,11 +222,6 @@ def _cells(
             differing=_differing(some, by_side[PLAIN_SPARSE if name in read else PLAIN_DENSE]),
         )
     return out
-
-
-def _matrices(dense: Any) -> list[Any]:
-    layer = dense.params.layers[0]
-    return [m for m in (layer.ffn_gate, layer.ffn_up, layer.ffn_down) if m is not None]
 
 
 def _differing(passes: list[Pass], plain: list[Pass]) -> int:

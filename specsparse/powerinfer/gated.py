@@ -4,10 +4,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from specsparse.engine.llama import make_forward
 from specsparse.powerinfer.sparse_ffn import make_ffn
-from specsparse.powerinfer.weights import sparse_params
+from specsparse.powerinfer.weights import SparseWeights, sparse_params
 from specsparse.predictors.base import Predictor
+from specsparse.predictors.gate_threshold import GateThreshold
+from specsparse.predictors.oracle import Oracle
 
 if TYPE_CHECKING:
     from specsparse.model import Model
@@ -40,6 +44,19 @@ def gated(model: "Model", predictor: Predictor, weights: Sequence[Any], *, down_
         drafters={},
         _tables={},
     )
+
+
+def bytes_read(model: "Model", predictor: Predictor) -> tuple[int, int]:
+    """What the FFNs of a pass read of a model whose neurons lie in rows: (bytes whatever it keeps, bytes that follow
+    the share of the neurons that its rows keep), all layers. A predictor that decides by the gate reads all of it."""
+    by_gate = isinstance(predictor, Oracle | GateThreshold)
+    own = rest = 0
+    for layer in model.params.layers:
+        w: SparseWeights = layer.sparse
+        gate = 0 if w.gate is None else w.gate.nbytes
+        own += sum(leaf.nbytes for leaf in jax.tree.leaves(w.predictor)) + by_gate * gate
+        rest += w.up.nbytes + w.down_t.nbytes + (not by_gate) * gate
+    return own, rest
 
 
 def describe(predictor: Predictor) -> str:

@@ -55,7 +55,7 @@ def cost_of(predictor: Predictor, ffn: FFN, weights: Any, layer: Layer, *, kept:
     return Cost(
         predictor_bytes=own,
         sparse_bytes=round(kept * rest),
-        dense_bytes=sum(m.nbytes for m in _matrices(layer)),
+        dense_bytes=sum(m.nbytes for m in matrices(layer)),
         predictor_s=_seconds(keep, weights, layer, width),
         dense_s=_seconds(dense, weights, layer, width),
     )
@@ -63,13 +63,14 @@ def cost_of(predictor: Predictor, ffn: FFN, weights: Any, layer: Layer, *, kept:
 
 def bytes_of(predictor: Predictor, weights: Any, layer: Layer) -> tuple[int, int]:
     """(bytes that the prediction reads, bytes of the FFN's matrices that follow the kept neurons) of a layer."""
-    own, rest = sum(leaf.nbytes for leaf in jax.tree.leaves(weights)), sum(m.nbytes for m in _matrices(layer))
+    own, rest = sum(leaf.nbytes for leaf in jax.tree.leaves(weights)), sum(m.nbytes for m in matrices(layer))
     if isinstance(predictor, GateThreshold):  # its gate is read in full, and not again
         own, rest = own + gate_matrix(layer).nbytes, rest - gate_matrix(layer).nbytes
     return (0 if isinstance(predictor, Oracle) else own), rest
 
 
-def _matrices(layer: Layer) -> list[Any]:
+def matrices(layer: Layer) -> list[Any]:
+    """The dense matrices of the layer's FFN."""
     return [m for m in (layer.ffn_gate, layer.ffn_up, layer.ffn_down) if m is not None]
 
 

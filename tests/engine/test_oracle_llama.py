@@ -95,11 +95,13 @@ def test_native_logits_are_as_near_as_llama_cpp_is_to_itself(native, golden):
     assert agreement(native, golden) >= AGREEMENT["native"]
 
 
+@pytest.mark.slow
 def test_float_logits_agree(floats, golden):
     assert divergence(floats, golden) <= MEAN_KL
     assert agreement(floats, golden) >= AGREEMENT["float"]
 
 
+@pytest.mark.slow
 def test_native_logits_are_near_the_float_ones(native, floats):
     assert nmse(np.concatenate(list(native.values())), np.concatenate(list(floats.values()))) <= NATIVE_NMSE
 
