@@ -215,10 +215,18 @@ def make_method(
     if isinstance(drafter, Drafter):
         return Method(drafter, verifier)
     if drafter not in model.drafters:
-        load_draft = partial(load, backend=model.kernels.name, kv_dtype=model.kv_dtype)
-        model.drafters[drafter] = drafter.bind(model, load_draft)
+        if not drafter.on_mesh:
+            model.check_whole(f"{type(drafter).__name__.removesuffix('Plan')} as it is asked for")
+        model.drafters[drafter] = drafter.bind(model, partial(_load_draft, model))
     bound = model.drafters[drafter]
     return Method(bound.drafter, verifier, bound.weights)
+
+
+def _load_draft(target: Model, spec: str) -> Model:
+    """A draft model beside its target: on the same kernels and, of a mesh, on every device."""
+    draft = load(spec, backend=target.kernels.name, kv_dtype=target.kv_dtype)
+    draft.params = target.everywhere(draft.params)
+    return draft
 
 
 def _params(model: Model, sampling: SamplingParams | None, max_tokens: int | None, fields: dict) -> SamplingParams:

@@ -70,6 +70,7 @@ _AT_LEAST = {
     "policy.gamma": 1,
     "model.context_length": 1,
     "model.threads": 1,
+    "model.mesh": 1,
     "data.limit_per_task": 1,
     "time_split": 0,
     "record_laws": 0,

@@ -7,7 +7,7 @@ from rich.console import Console
 from specsparse import display
 from specsparse.config import FfnSpec, RunConfig
 from specsparse.errors import UserError
-from specsparse.experiments import WITHOUT_FFN, Outcome, module_of
+from specsparse.experiments import WITH_MESH, WITHOUT_FFN, Outcome, module_of
 from specsparse.experiments.decoding import Engine, default_engine
 
 
@@ -25,6 +25,8 @@ def check(cfg: RunConfig) -> None:
     module_of(cfg.kind).check(cfg)
     if cfg.ffn != FfnSpec() and cfg.kind in WITHOUT_FFN:
         raise UserError(f"kind={cfg.kind} takes no ffn: leave it out")
+    if cfg.model.mesh is not None and cfg.kind not in WITH_MESH:
+        raise UserError(f"kind={cfg.kind} needs the whole model on one device: leave model.mesh out")
 
 
 def run(cfg: RunConfig, directory: Path, *, engine: Engine | None = None, console: Console | None = None) -> Outcome:

@@ -11,15 +11,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from specsparse import kernels, models
 from specsparse.engine import cache as kv
-from specsparse.engine import llama, rope, sampling, weights
+from specsparse.engine import llama, rope, sampling, sharded, weights
 from specsparse.engine.config import OVERRIDES, ModelConfig
 from specsparse.engine.generate import piece, prompt_pieces
-from specsparse.engine.gguf import open_gguf
+from specsparse.engine.gguf import GGUFFile, open_gguf
 from specsparse.engine.llama import ForwardFn, Want
 from specsparse.engine.sampling import SamplingKernels
+from specsparse.engine.sharded import Sharding
+from specsparse.engine.split import split
 from specsparse.engine.tokenizer import Tokenizer
 from specsparse.engine.weights import Footprint, Params
 from specsparse.errors import UserError
@@ -47,6 +50,7 @@ class Model:
         ffn: "dense", "powerinfer", "oracle" or "predicted" (see `powerinfer.gated`).
         rule: what tells this FFN from others of its kind, such as a threshold or a predictor; "" for a dense one.
         stepped: whether the host steps through `forward` (two devices), so that no program may contain it.
+        sharding: where the parts of a model on a mesh lie, None on one device.
         load_s: seconds that loading took.
         rope_factors: f32[d/2] or None.
         programs: compiled programs, by what they close over.
@@ -64,6 +68,7 @@ class Model:
     ffn: str = "dense"
     rule: str = ""
     stepped: bool = False
+    sharding: Sharding | None = None
     load_s: float = 0.0
     rope_factors: np.ndarray | None = field(default=None, repr=False)
     programs: dict = field(default_factory=dict, repr=False)
@@ -92,9 +97,13 @@ class Model:
         """The weights with a rotary table of `capacity` positions."""
         if capacity not in self._tables:
             cos, sin = rope.rope_tables(self.config.rope, capacity, self.rope_factors)
-            self._tables[capacity] = jnp.asarray(cos), jnp.asarray(sin)
+            self._tables[capacity] = self.everywhere((jnp.asarray(cos), jnp.asarray(sin)))
         cos, sin = self._tables[capacity]
         return self.params._replace(cos=cos, sin=sin)
+
+    def everywhere(self, tree: Any) -> Any:
+        """`tree` as its programs take it: on a mesh, with a copy on every device."""
+        return tree if self.sharding is None else self.sharding.everywhere(tree)
 
     def sparse_twin(self, **options: Any) -> "Model":
         """This model with fewer neurons, for drafting on its own cache; the options of `powerinfer.twin.sparse_twin`.
@@ -106,14 +115,16 @@ class Model:
 
     def new_cache(self, batch: int, capacity: int) -> kv.KVCache:
         """An empty cache for `batch` sequences."""
-        return kv.init(
-            layers=self.config.n_layers,
-            batch=batch,
-            kv_heads=self.config.n_kv_heads,
-            capacity=capacity,
-            head_dim=self.config.head_dim,
-            dtype=self.cache_dtype,
-        )
+        c = self.config
+        shape = {"layers": c.n_layers, "batch": batch, "capacity": capacity, "head_dim": c.head_dim}
+        if self.sharding is not None:
+            return self.sharding.new_cache(**shape, dtype=self.cache_dtype)
+        return kv.init(**shape, kv_heads=c.n_kv_heads, dtype=self.cache_dtype)
+
+    def check_whole(self, what: str) -> None:
+        """Refuses `what` reads matrices on its own, with a UserError, where they are divided among devices."""
+        if self.sharding is not None:
+            raise UserError(f"{self.path}: {what} needs the whole model on one device: load it without mesh")
 
     def check_ids(self, ids: Sequence[int]) -> np.ndarray:
         """Token ids as int32[n]; raises UserError where they are none of this vocabulary, none at all, or too many."""
@@ -155,7 +166,7 @@ class Model:
         out = np.empty((len(array), self.config.vocab_size), np.float32)
         for start, rows in prompt_pieces([len(array)]):
             tokens, count = piece([array], start, rows)
-            logits, cache = self._logits_program(params, jnp.asarray(tokens), jnp.asarray(count), cache)
+            logits, cache = self._logits_program(params, *self.everywhere((tokens, count)), cache)
             out[start : start + count[0]] = np.asarray(logits)[: count[0]]
         return out
 
@@ -173,6 +184,7 @@ def load(
     placement: Any = None,
     hot: str = "masked",
     devices: int = 1,
+    mesh: int | Mesh | None = None,
     float_weights: bool = False,
     **overrides,
 ) -> Model:
@@ -192,6 +204,8 @@ def load(
         placement: of hot neurons: a gpuidx file, a `GpuIndex` or a `Placement`; None keeps all neurons together.
         hot: "masked" computes the predicted hot neurons, as PowerInfer does, "dense" all of them (other logits).
         devices: 2 computes the cold neurons on a second device at the same time; the same logits.
+        mesh: number of devices that the weights and the cache are divided among (tensor parallel), or a mesh of them;
+            for dense models. The same tokens up to the rounding of sums (docs/sharding.md).
         float_weights: dequantise every matrix to float32 at load, so that nothing is computed in integers: the
             reference that quantised arithmetic is judged by.
         overrides: `rope_base`, `rope_scale`, `rope_scaling`, `context_length` and `activation` in place of the file's.
@@ -206,7 +220,7 @@ def load(
     unknown = sorted(set(overrides) - set(OVERRIDES))
     if unknown:
         own = ("kv_dtype", "threads", "backend", "ffn", "threshold", "faithful_f16", "float_weights")
-        placing = ("placement", "hot", "devices")
+        placing = ("placement", "hot", "devices", "mesh")
         known = ", ".join((*own, *placing, *OVERRIDES))
         raise UserError(f"load() has no option {unknown[0]!r}; it has {known}")
     kv_dtype = kv_dtype or "f16"
@@ -236,17 +250,20 @@ def load(
             progress(done, total)
 
     floats = plan.floats or float_weights
+    sharding = None if mesh is None else _sharding(f, config, plan, mesh, floats=floats)
     params = weights.load_params(
-        f, config, floats=floats, float_types=plan.float_types, progress=advance, pack_ffn=plan.pack
-    )
+        f, config, floats=floats, float_types=plan.float_types, progress=advance, pack_ffn=plan.pack,
+        place=None if sharding is None else sharding.place,
+    )  # fmt: skip
     read = weights.footprint(params, f)
     two = None if apart is None else apart.two_devices
     return Model(
         config=config,
         tokenizer=tokenizer,
         params=params if two is None else two.place(params),
-        forward=llama.make_forward(config, plan.kernels, plan.ffn) if two is None else two.forward,
+        forward=_forward(config, plan, sharding) if two is None else two.forward,
         stepped=two is not None,
+        sharding=sharding,
         kernels=plan.kernels,
         kv_dtype=kv_dtype,
         path=Path(path),
@@ -256,6 +273,20 @@ def load(
         load_s=time.perf_counter() - start,
         rope_factors=weights.rope_factors(f, config),
     )
+
+
+def _sharding(f: GGUFFile, config: ModelConfig, plan: modes.FfnPlan, mesh: int | Mesh, *, floats: bool) -> Sharding:
+    """The parts of a dense model."""
+    if plan.ffn is not None or plan.pack is not None:
+        raise UserError(f"{f.path}: mesh is for dense models; this one's FFN is computed neuron by neuron")
+    devices = sharded.mesh_of(mesh)
+    return Sharding(devices, split(f, config, devices.size, floats=floats))
+
+
+def _forward(config: ModelConfig, plan: modes.FfnPlan, sharding: Sharding | None) -> ForwardFn:
+    if sharding is None:
+        return llama.make_forward(config, plan.kernels, plan.ffn)
+    return sharded.make_forward(config, plan.kernels, sharding)
 
 
 def _use_compilation_cache() -> None:

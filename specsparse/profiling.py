@@ -108,6 +108,7 @@ def profile(
     """
     if model.ffn != "dense":
         raise UserError(f"{model.path}: runs with ffn={model.ffn}; only dense models can be taken apart")
+    model.check_whole("a profile")
     if depth + rows > model.config.context_length:
         raise UserError(f"depth {depth} and {rows} rows do not fit the context of {model.config.context_length}")
     rounds = _rounds(model, prompt, method, max_tokens) if method else ()

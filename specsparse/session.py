@@ -68,7 +68,7 @@ class Session:
                   for n, s in zip(lengths, sequences, strict=True)]  # fmt: skip
         self.capacity = model.capacity_for(max(limits) + method.max_nodes)
         self.params = model.params_for(self.capacity)
-        self.draft_params = None if method.weights is None else method.weights(self.capacity)
+        self.draft_params = None if method.weights is None else model.everywhere(method.weights(self.capacity))
         self.law, law_params = sampling.compile_params(
             [s.params for s in sequences],
             vocab_size=model.config.vocab_size,
@@ -76,14 +76,15 @@ class Session:
             eos_ids=sorted(model.tokenizer.stop_ids),
             context_limit=self.capacity,
         )
-        self.job = Job(
+        job = Job(
             law=jax.tree.map(jnp.asarray, law_params),
             stop_ids=jnp.asarray(_stop_ids(model, sequences)),
             limit=jnp.asarray(limits, jnp.int32),
             seed=jnp.asarray(np.stack([seed_words(s.seed) for s in sequences])),
             sample=jnp.asarray([s.sample for s in sequences], jnp.int32),
         )
-        self.state = self._prefill(lengths)
+        self.job = model.everywhere(job)
+        self.state = model.everywhere(self._prefill(lengths))
 
     def call(self, key: Hashable, function: Callable, *args, donate: tuple[int, ...] = (), target: bool = False):
         """Calls `function` compiled for these shapes; `key` names what it closes over. Compiling is timed apart.
@@ -92,6 +93,7 @@ class Session:
         """
         if target and self.model.stepped:
             return function(*args)
+        args = self.model.everywhere(args)
         return self.program(key, function, *args, donate=donate)(*args)
 
     def program(

@@ -9,7 +9,8 @@ from typing import Any
 class ModelSpec:
     """Which GGUF file, and what of it to override; None leaves the file's (or the engine's) own value.
 
-    `placement`, `hot` and `devices` are those of `specsparse.load`: a gpuidx file, and how its neurons are computed.
+    `placement`, `hot` and `devices` are those of `specsparse.load`: a gpuidx file, and how its neurons are computed; so
+    is `mesh`, the number of devices that a dense model is divided among.
     """
 
     path: str
@@ -24,6 +25,7 @@ class ModelSpec:
     placement: str | None = None
     hot: str | None = None
     devices: int | None = None
+    mesh: int | None = None
 
     def overrides(self) -> dict[str, Any]:
         """Keyword arguments of `specsparse.load`: what is not None."""

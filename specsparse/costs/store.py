@@ -17,9 +17,10 @@ VERSION = 2
 
 
 def identity(model: Model) -> dict[str, Any]:
-    """What a table is valid for: the file (name, size, time), CPU, threads, kernels, instruction set, cache, FFN."""
+    """What a table is valid for: file (name, size, time), CPU, threads, kernels, instruction set, cache, FFN, mesh."""
     stat, status = model.path.stat(), kernels.status()
     sparse = {} if model.ffn == "dense" else {"ffn": model.ffn, "rule": model.rule}
+    mesh = {} if model.sharding is None else {"mesh": model.sharding.mesh.size}
     return {
         "version": VERSION,
         "file": model.path.name,
@@ -33,6 +34,7 @@ def identity(model: Model) -> dict[str, Any]:
         "kv_dtype": model.kv_dtype,
         "context": model.config.context_length,
         **sparse,
+        **mesh,
     }
 
 

@@ -103,6 +103,7 @@ def load_params(
     float_types: tuple[str, ...] = (),
     progress=None,
     pack_ffn: PackFFN | None = None,
+    place: Callable[[str, Any], Any] | None = None,
 ) -> Params:
     """Packs every tensor of `f`.
 
@@ -113,6 +114,7 @@ def load_params(
         float_types: GGUF types that are dequantised in any case.
         progress: called with the bytes done after each tensor, or None.
         pack_ffn: packs the matrices of a layer's FFN in its own way; None makes the dense one.
+        place: called with name and packed tensor, returns what is kept of it (`engine.sharded`), one after another.
 
     Raises:
         UserError: a tensor holds values that are not finite.
@@ -128,7 +130,7 @@ def load_params(
         _check_finite(f, name, out)
         if progress is not None:
             progress(t.nbytes)
-        return out
+        return out if place is None else place(name, out)
 
     def ffn(i: int) -> dict[str, Any]:
         """What `pack_ffn` makes of layer i."""

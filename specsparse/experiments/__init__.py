@@ -26,6 +26,8 @@ KINDS = {
 """Names of modules of this package, and what each does."""
 WITHOUT_FFN = ("certify", "roofline", "train_drafter", "train_predictors")
 """Kinds that need no model, or a dense one."""
+WITH_MESH = ("speed", "compare", "perplexity")
+"""Kinds whose model may be divided among devices: they ask nothing of it but its forward function."""
 
 UNTIMED = frozenset({"certify", "perplexity", "powerinfer_oracle"})
 """Kinds whose numbers do not depend on what else the machine does; runs of all others take turns."""

@@ -47,6 +47,13 @@ class Layout:
         """Whether weights are stored as floats, without blocks."""
         return self.codes in ("f32", "f16", "bf16")
 
+    @property
+    def unit(self) -> int:
+        """Columns that cannot be parted: one, a block, or a super-block. A multiple of them is a range of bytes."""
+        if self.is_float:
+            return 1
+        return SUPER if self.scales in ("super", "super_min") else BLOCK
+
     def group_bytes(self, cols: int) -> int:
         """Bytes of one group of 16 rows with `cols` columns."""
         if self.is_float:

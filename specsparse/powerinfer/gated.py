@@ -33,6 +33,7 @@ def gated(model: "Model", predictor: Predictor, weights: Sequence[Any], *, down_
     Returns:
         A model whose forward passes have `SparseStats`; its own programs and drafters.
     """
+    model.check_whole(f"predictor={predictor.name}")
     return dataclasses.replace(
         model,
         params=sparse_params(model.params, weights, down_type=down_type, keep_dense=True),

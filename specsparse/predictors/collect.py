@@ -33,6 +33,7 @@ def make_collector(model: "Model", *, logits: bool = False, ffn: Callable | None
         logits: whether they are wanted.
         ffn: of the model, where it does not run the dense one.
     """
+    model.check_whole("collecting residuals")
     forward = make_forward(model.config, model.kernels, collecting(ffn or dense_ffn(model.config, model.kernels)))
     want = Want(logits="all" if logits else "none")
 

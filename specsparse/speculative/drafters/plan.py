@@ -140,6 +140,11 @@ class DrafterPlan(abc.ABC):
         """K."""
         return self.style.policy.gamma if self.style.tree is None else self.style.tree.max_nodes
 
+    @property
+    def on_mesh(self) -> bool:
+        """Whether the target's matrices may be divided among devices: nothing reads them but its forward function."""
+        return False
+
     @abc.abstractmethod
     def bind(self, target: LoadedModel, load: Load) -> Bound:
         """The drafter for this target; `load` loads a draft model."""
@@ -163,6 +168,11 @@ class ModelPlan(DrafterPlan):
     def style(self) -> Style:
         """How it drafts."""
         return self.how
+
+    @property
+    def on_mesh(self) -> bool:
+        """Its matrices are its own, whole on each device."""
+        return True
 
     def bind(self, target: LoadedModel, load: Load) -> Bound:
         """Loads the draft model where it is a path, and compares the vocabularies."""
@@ -202,6 +212,11 @@ class LayerSkipPlan(DrafterPlan):
     def style(self) -> Style:
         """How it drafts."""
         return self.how
+
+    @property
+    def on_mesh(self) -> bool:
+        """Unless it cuts rows of its own out of the target's output matrix."""
+        return self.how.vocab is None and self.how.first is None
 
     def bind(self, target: LoadedModel, load: Load) -> Bound:
         """Checks the layers; no model is loaded."""
