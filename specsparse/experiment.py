@@ -27,6 +27,8 @@ def check(cfg: RunConfig) -> None:
         raise UserError(f"kind={cfg.kind} takes no ffn: leave it out")
     if cfg.model.mesh is not None and cfg.kind not in WITH_MESH:
         raise UserError(f"kind={cfg.kind} needs the whole model on one device: leave model.mesh out")
+    if cfg.model.mesh is not None and cfg.ffn != FfnSpec():
+        raise UserError("model.mesh is for dense models: leave ffn out")
 
 
 def run(cfg: RunConfig, directory: Path, *, engine: Engine | None = None, console: Console | None = None) -> Outcome:

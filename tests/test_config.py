@@ -106,6 +106,8 @@ def test_values_arrive():
         ("data=3", "data=3: there is no such data"),
         ("sampling.temperature=-1", "temperature"),
         ("sampling.top_p=2", "top_p=2 is not allowed"),
+        ("model.mesh=0", "model.mesh=0: must be at least 1"),
+        ("model.mesh=two", "model.mesh=two: expected a whole number"),
         ("drafter=prompt_lokup", "did you mean prompt_lookup?"),
         ("+experiment=spec_smolm2", "did you mean spec_smollm2?"),
         ("policy.gama=3", "no key policy.gama; did you mean policy.gamma?"),

@@ -14,6 +14,7 @@ from specsparse.config import (
     CompareSpec,
     DataSpec,
     DrafterSpec,
+    FfnSpec,
     ModelSpec,
     PolicySpec,
     RunConfig,
@@ -155,6 +156,15 @@ def test_certify_prints_one_table_and_fails_where_the_promise_is_broken(cfg, tmp
     found, text, written = play(cfg, tmp_path / "b")
     assert not found.as_promised and "NOT as promised: mutant argmax_as_sampled" in text
     assert written["failures"] == ["mutant argmax_as_sampled"]
+
+
+def test_a_mesh_is_refused_where_one_device_is_needed(cfg):
+    on_mesh = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, mesh=2))
+    experiment.check(on_mesh)
+    with pytest.raises(UserError, match=r"kind=roofline .*leave model\.mesh out"):
+        experiment.check(dataclasses.replace(on_mesh, kind="roofline"))
+    with pytest.raises(UserError, match="dense models: leave ffn out"):
+        experiment.check(dataclasses.replace(on_mesh, ffn=FfnSpec("powerinfer")))
 
 
 def test_unknown_kinds_are_refused(cfg):

@@ -6,6 +6,7 @@ bits depend on their number but not on other rows (contract C1); the `xla` kerne
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,8 +85,7 @@ class Sharding:
 
     def new_cache(self, **shape: Any) -> KVCache:
         """`engine.cache.init` of the same keywords but `kv_heads`; no device ever holds all of it."""
-        shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), _CACHE)
-        return jax.jit(lambda: kv.init(kv_heads=self.split.kv_heads, **shape), out_shardings=shardings)()
+        return _cache_program(self.mesh, self.split.kv_heads, **shape)()
 
     def _put(self, array: np.ndarray, shape: tuple[int, ...], spec: P) -> jax.Array:
         """`array` filled up with zeros, on the mesh."""
@@ -95,6 +95,13 @@ class Sharding:
         # A view would keep the other processes' parts in this one's memory.
         cut = array.__getitem__ if sharding.is_fully_addressable else lambda index: array[index].copy()
         return jax.make_array_from_callback(shape, sharding, cut)
+
+
+@functools.cache
+def _cache_program(mesh: Mesh, kv_heads: int, **shape: Any) -> Callable[[], KVCache]:
+    """One program for all caches of a shape: a new function would be compiled again for every sequence."""
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), _CACHE)
+    return jax.jit(lambda: kv.init(kv_heads=kv_heads, **shape), out_shardings=shardings)
 
 
 def _matrix(name: str) -> P:

@@ -114,7 +114,7 @@ def load_params(
         float_types: GGUF types that are dequantised in any case.
         progress: called with the bytes done after each tensor, or None.
         pack_ffn: packs the matrices of a layer's FFN in its own way; None makes the dense one.
-        place: called with name and packed tensor, returns what is kept of it (`engine.sharded`), one after another.
+        place: called with name and packed tensor, returns what is kept of it (`engine.sharded`); two threads call it.
 
     Raises:
         UserError: a tensor holds values that are not finite.

@@ -113,9 +113,7 @@ def sparse_of(cfg: RunConfig, engine: Any, dense: Any, out: Console, *, rows: np
         needed = predictor.needs is Needs.TEXT
         rows = residuals(cfg, dense, out) if needed and rows is None else rows
         weights = fit_layers(predictor, dense.params.layers, rows if needed else None)
-    # Blocks of codes do not survive the transposition: eight bits lose next to nothing, and floats are twice as long.
-    down_type = None if dense.params.layers[0].ffn_down.layout.is_float else "Q8_0"
-    return Sparse(gated(dense, predictor, weights, down_type=down_type), predictor, weights)
+    return Sparse(gated(dense, predictor, weights), predictor, weights)
 
 
 def label(model: Any) -> dict[str, str]:

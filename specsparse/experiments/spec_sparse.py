@@ -135,10 +135,11 @@ def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) ->
     lossy = [name for name in sides if name in (SPEC_SPARSE, SPEC_CAPPED)]
     seen = {name: _watched(cfg, engine, *sides[name], jobs[0], console) for name in lossy}
     windows, rows = judged_text(cfg, dense), method["drafter"].max_nodes + 1
-    text = _of_text(union.masks(gated(dense, sparse.predictor, sparse.weights), sparse.predictor, windows), rows)
+    text = _of_text(union.masks(sparse.model, sparse.predictor, windows), rows)
     read = {PLAIN_SPARSE: text[0].kept, **{name: union.mean_union(points) for name, points in seen.items()}}
+    own = {name: bytes_read(sides[name][0], _predictor(cfg, name, sparse)) for name in read}
     found = Joined(
-        cells=_cells(passes, list(sides), read, dense, bytes_read(sparse.model, sparse.predictor)),
+        cells=_cells(passes, list(sides), read, dense, own),
         text=text,
         seen=tuple(seen[SPEC_SPARSE]),
         quality={name: quality_in_chunks(dense, sides[name][0], windows, rows=rows) for name in lossy},
@@ -164,9 +165,13 @@ def _sides(cfg: RunConfig, dense: Any, sparse: Sparse, method: dict[str, Any]) -
     sides: Sides = {PLAIN_DENSE: (dense, {}), PLAIN_SPARSE: (sparse.model, {})}
     sides |= {SPEC_DENSE: (dense, method), SPEC_SPARSE: (sparse.model, method)}
     if cfg.ffn.union_cap is not None:
-        capped = gated(dense, UnionCap(sparse.predictor, cfg.ffn.union_cap), sparse.weights)
+        capped = gated(dense, _predictor(cfg, SPEC_CAPPED, sparse), sparse.weights)
         sides[SPEC_CAPPED] = (capped, method)
     return sides
+
+
+def _predictor(cfg: RunConfig, name: str, sparse: Sparse) -> Any:
+    return UnionCap(sparse.predictor, cfg.ffn.union_cap) if name == SPEC_CAPPED else sparse.predictor
 
 
 def _decoded(cfg: RunConfig, engine: Engine, sides: Sides, jobs: list[Job], out: Console) -> list[Pass]:
@@ -200,9 +205,9 @@ def _watched(cfg: RunConfig, engine: Engine, model: Any, method: dict, job: Job,
 
 
 def _cells(
-    passes: list[Pass], names: list[str], read: dict[str, float], dense: Any, own: tuple[int, int]
+    passes: list[Pass], names: list[str], read: dict[str, float], dense: Any, own: dict[str, tuple[int, int]]
 ) -> dict[str, Cell]:
-    """`read`: share of the neurons that a pass of a sparse cell reads; `own`: what `gated.bytes_read` says."""
+    """`read`: share of the neurons that a pass of a sparse cell reads; `own`: what `gated.bytes_read` says of it."""
     by_side = {name: [p for p in passes if p.side == name] for name in names}
     plain = {(p.prompt_id, p.repeat): p.decode_s / len(p.token_ids) for p in by_side[PLAIN_DENSE]}
     whole = dense.footprint.packed
@@ -211,7 +216,7 @@ def _cells(
     for name, some in by_side.items():
         seconds = [p.decode_s / len(p.token_ids) for p in some]
         counters = sum((p.counters for p in some), Counters())
-        size = rest + own[0] + read[name] * own[1] if name in read else whole
+        size = rest + own[name][0] + read[name] * own[name][1] if name in read else whole
         out[name] = Cell(
             name=name,
             counters=counters,

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from specsparse.engine.llama import make_forward
-from specsparse.powerinfer.sparse_ffn import make_ffn
+from specsparse.powerinfer.sparse_ffn import by_gate, make_ffn
 from specsparse.powerinfer.weights import SparseWeights, sparse_params
 from specsparse.predictors.base import Predictor
-from specsparse.predictors.gate_threshold import GateThreshold
-from specsparse.predictors.oracle import Oracle
+from specsparse.predictors.ffn import gate_matrix
+from specsparse.predictors.union_cap import UnionCap
 
 if TYPE_CHECKING:
     from specsparse.model import Model
@@ -28,12 +28,16 @@ def gated(model: "Model", predictor: Predictor, weights: Sequence[Any], *, down_
         model: with dense matrices.
         predictor: of the model's FFN.
         weights: of each layer, from `predictor.fit` or from a file.
-        down_type: of the transposed down projection, see `powerinfer.weights.sparse_params`.
+        down_type: of the transposed down projection, see `powerinfer.weights.sparse_params`. By default floats stay
+            what they are and codes become Q8_0: their blocks do not survive the transposition, eight bits lose next to
+            nothing, and floats are twice as long.
 
     Returns:
         A model whose forward passes have `SparseStats`; its own programs and drafters.
     """
     model.check_whole(f"predictor={predictor.name}")
+    if down_type is None and not model.params.layers[0].ffn_down.layout.is_float:
+        down_type = "Q8_0"
     return dataclasses.replace(
         model,
         params=sparse_params(model.params, weights, down_type=down_type, keep_dense=True),
@@ -48,14 +52,18 @@ def gated(model: "Model", predictor: Predictor, weights: Sequence[Any], *, down_
 
 def bytes_read(model: "Model", predictor: Predictor) -> tuple[int, int]:
     """What the FFNs of a pass read of a model whose neurons lie in rows: (bytes whatever it keeps, bytes that follow
-    the share of the neurons that its rows keep), all layers. A predictor that decides by the gate reads all of it."""
-    by_gate = isinstance(predictor, Oracle | GateThreshold)
+    the share of the neurons that its rows keep), all layers. A predictor that decides by the gate reads all of it; one
+    that caps what such a predictor keeps has it read the dense gate first."""
+    capped = isinstance(predictor, UnionCap) and by_gate(predictor.inner)
     own = rest = 0
     for layer in model.params.layers:
         w: SparseWeights = layer.sparse
-        gate = 0 if w.gate is None else w.gate.nbytes
-        own += sum(leaf.nbytes for leaf in jax.tree.leaves(w.predictor)) + by_gate * gate
-        rest += w.up.nbytes + w.down_t.nbytes + (not by_gate) * gate
+        decides = w.up if w.gate is None else w.gate
+        whole = sum(m.nbytes for m in (w.gate, w.up, w.down_t) if m is not None)
+        fixed = decides.nbytes if by_gate(predictor) else 0
+        own += sum(leaf.nbytes for leaf in jax.tree.leaves(w.predictor)) + fixed
+        own += gate_matrix(layer).nbytes if capped else 0
+        rest += whole - fixed
     return own, rest
 
 

@@ -29,6 +29,11 @@ Keep = Callable[[Layer, jax.Array, jax.Array, jax.Array], jax.Array]
 """keep(layer, x_RD, n_valid_B, a_RF) -> bool[R, F]."""
 
 
+def by_gate(predictor: Predictor) -> bool:
+    """Whether the gate itself decides which neurons are kept, so that it is read for all of them."""
+    return isinstance(predictor, Oracle | GateThreshold)
+
+
 def make_ffn(config: ModelConfig, kernels: Kernels, predictor: Predictor) -> Callable:
     """ffn(layer, x_RD, n_valid_B) -> (y_RD, SparseStats) for `engine.llama.make_forward`; `layer.sparse` is its
     `SparseWeights`, and no dense matrix is needed.
@@ -40,11 +45,11 @@ def make_ffn(config: ModelConfig, kernels: Kernels, predictor: Predictor) -> Cal
     """
     act, up_act = parse_activation(config.activation)
     check_neurons(config, predictor)
-    by_gate = isinstance(predictor, Oracle | GateThreshold)
+    all_gates = by_gate(predictor)
 
     def ffn(layer: Layer, x_RD, n_valid_B):
         w: SparseWeights = layer.sparse
-        if by_gate:
+        if all_gates:
             keep_RF = jnp.ones((x_RD.shape[0], w.up.shape[0]), jnp.uint8)
         else:
             keep_RF = predictor.keep(w.predictor, layer, x_RD, n_valid_B)
@@ -53,7 +58,7 @@ def make_ffn(config: ModelConfig, kernels: Kernels, predictor: Predictor) -> Cal
             act=act, up_act=up_act if config.gated else None, residual=x_RD,
             least=w.predictor.threshold if isinstance(predictor, GateThreshold) else None,
         )  # fmt: skip
-        return y_RD, stats._replace(kept=stats.nonzero, union=stats.active) if by_gate else stats
+        return y_RD, stats._replace(kept=stats.nonzero, union=stats.active) if all_gates else stats
 
     return ffn
 

@@ -56,12 +56,15 @@ Activations ActivationBuffer::reserve(int64_t rows, int64_t cols, bool quantise)
 }
 
 // Two rows take less time than a second thread needs to hear of them.
-int64_t Preparation::step() const { return std::clamp<int64_t>((total + threads() - 1) / threads(), 2, kRowsPerItem); }
+int64_t preparation_step(int64_t total) {
+  const int64_t count = threads();
+  return std::clamp<int64_t>((total + count - 1) / count, 2, kRowsPerItem);
+}
 
-int64_t Preparation::items() const { return (total + step() - 1) / step(); }
+int64_t Preparation::items() const { return (total + step - 1) / step; }
 
 void Preparation::run(int64_t item) const {
-  for (int64_t i = item * step(); i < std::min(total, (item + 1) * step()); ++i)
+  for (int64_t i = item * step; i < std::min(total, (item + 1) * step); ++i)
     ops().prepare(from + (rows ? rows[i] : i) * to.cols, norm, eps, to, i, quantise);
 }
 

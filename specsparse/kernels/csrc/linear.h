@@ -32,6 +32,9 @@ struct ActivationBuffer {
   Activations reserve(int64_t rows, int64_t cols, bool quantise);
 };
 
+// Rows of an item of a preparation of `total` rows, by the threads there are now.
+int64_t preparation_step(int64_t total);
+
 // Normalises rows (norm may be null) and quantises them, as the first factor of a product.
 struct Preparation {
   const float* from;  // [., cols]
@@ -41,10 +44,10 @@ struct Preparation {
   int64_t total;
   const int32_t* rows;  // row i of `to` is row rows[i] of `from`; null: row i
   Activations to;
+  int64_t step = preparation_step(total);  // kept: another caller may change the number of threads meanwhile
 
   int64_t items() const;
   void run(int64_t item) const;
-  int64_t step() const;  // rows of an item
 };
 
 // Where a product is written.

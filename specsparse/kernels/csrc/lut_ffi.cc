@@ -52,8 +52,8 @@ class LutProduct final : public Phases {
   void build(int64_t item) {
     const int64_t row = item / parts_, first = item % parts_ * kBlocksPerItem;
     const int64_t count = std::min(kBlocksPerItem, blocks_ - first), at = row * w_.cols + first * kBlock;
-    QBlock* q = buffer_.q.data() + row * blocks_ + first;
-    if (kind_ == Sums::kExact)
+    QBlock* q = kind_ == Sums::kExact ? buffer_.q.data() + row * blocks_ + first : nullptr;
+    if (q)
       ops().prepare(x_ + at, nullptr, 0.0f, {count * kBlock, count, buffer_.x.data() + at, q}, 0, true);
     const LutRow& to = buffer_.rows[row];
     lut_ops().build(kind_, x_ + at, q, count, w_.zero, {to.tables + first * table_stride(kind_), to.factors + first});

@@ -57,7 +57,7 @@ constexpr uint32_t kClosed = 1u << 31;
 
 struct Pool {
   std::mutex mutex;  // one job at a time; grows the pool
-  int count = 1;
+  std::atomic<int> count{1};
   int started = 1;
   int64_t spin_ns;
 
