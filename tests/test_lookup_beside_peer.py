@@ -31,7 +31,7 @@ class Scripted:
         return n / (4.0 if drafted == 10 else 1.0)
 
 
-def test_every_side_is_timed_in_turn_and_the_ratio_is_to_the_peers_best(model):
+def test_every_side_is_timed_in_turn_and_compared_with_the_peers_best(model):
     peer, jobs = Scripted(), [("chat", [5, 6, 7] * 6), ("code", [8, 9] * 8)]
     found = beside.measure(model, peer, jobs, tokens=12, drafted=[2, 10], repeats=2)
     assert peer.calls == [10, 2, 0, 0, 2, 10, 10, 2, 0] * 2  # the order turns round; the first time compiles
@@ -40,7 +40,12 @@ def test_every_side_is_timed_in_turn_and_the_ratio_is_to_the_peers_best(model):
     assert list(table) == ["chat", "code", "all"]
     assert table["all"]["llama.cpp lookup 10"] == pytest.approx(4.0)
     assert table["all"]["llama.cpp plain"] == pytest.approx(1.0)
-    assert beside.ratio(table["all"]) == pytest.approx(table["all"][beside.LOOKUP] / 4.0)
+    assert beside.ratios(table["all"]) == (pytest.approx(table["all"][beside.LOOKUP] / 4.0),) * 2
+
+
+def test_the_goal_is_over_the_peers_lookup_and_its_best_is_said_beside():
+    row = {beside.PLAIN: 99.0, beside.LOOKUP: 12.0, "llama.cpp plain": 6.0, "llama.cpp lookup 2": 3.0, "llama.cpp lookup 10": 2.0}
+    assert beside.ratios(row) == (4.0, 2.0)
 
 
 def test_the_time_is_of_the_tokens_after_the_first(model):
