@@ -152,6 +152,10 @@ def main(argv: list[str] | None = None) -> int:
         if debug:
             raise
         return fail(str(error))
+    except ValueError as error:
+        if debug or "No trials are completed" not in str(error):  # of Optuna, when all were refused
+            raise
+        return fail("every trial was refused, see above: leave those choices out or raise hydra.sweeper.n_trials")
     except KeyboardInterrupt:
         print("specsparse: stopped", file=sys.stderr)
         return 130
