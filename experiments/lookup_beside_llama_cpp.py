@@ -124,7 +124,8 @@ def main(given: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     table = rates(found, args.tokens)
-    print(f"{'tok/s':12}" + "".join(f"{name:>20}" for name in table["all"]) + f"{'ours / lookup':>15}{'ours / best':>13}")
+    names = "".join(f"{name:>20}" for name in table["all"])
+    print(f"{'tok/s':12}{names}{'ours / lookup':>15}{'ours / best':>13}")
     for task, row in table.items():
         over = "{:15.2f}{:13.2f}".format(*ratios(row))
         print(f"{task:12}" + "".join(f"{rate:20.1f}" for rate in row.values()) + over)

@@ -44,8 +44,8 @@ def test_every_side_is_timed_in_turn_and_compared_with_the_peers_best(model):
 
 
 def test_the_goal_is_over_the_peers_lookup_and_its_best_is_said_beside():
-    row = {beside.PLAIN: 99.0, beside.LOOKUP: 12.0, "llama.cpp plain": 6.0, "llama.cpp lookup 2": 3.0, "llama.cpp lookup 10": 2.0}
-    assert beside.ratios(row) == (4.0, 2.0)
+    peer = {"llama.cpp plain": 6.0, "llama.cpp lookup 2": 3.0, "llama.cpp lookup 10": 2.0}
+    assert beside.ratios({beside.PLAIN: 99.0, beside.LOOKUP: 12.0, **peer}) == (4.0, 2.0)
 
 
 def test_the_time_is_of_the_tokens_after_the_first(model):
