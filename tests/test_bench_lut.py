@@ -33,7 +33,6 @@ def test_end_to_end(capsys, monkeypatch):
         assert row["bytes"] == 80 * 256 // 32 * 18
         assert row["bytes_per_second"] == pytest.approx(row["bytes"] / (1e-3 * row["ms"]["median"]))
         assert row["over_product"]["median"] > 0
-        assert row["kernel"] != "product" or row["over_product"]["median"] == 1
     errors = {row["kernel"]: row["relative_error"] for row in found["rows"] if row["n"] == 1}
     assert errors["product"] == errors["int16"] > 0  # the same bits
     assert 2 < errors["int6"] / errors["int8"] < 8  # steps of 31 and of 127

@@ -30,10 +30,7 @@ def _library() -> ctypes.CDLL | None:
     library.specsparse_isa.restype = ctypes.c_char_p
     library.specsparse_set_isa.argtypes = [ctypes.c_char_p]
     for operation in OPERATIONS:
-        name = f"specsparse_{operation}"
-        if not hasattr(library, name):
-            raise UserError(f"{LIBRARY.name} is older than this checkout: build it again with `make native`")
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+        _register(library, f"specsparse_{operation}")
     wanted = os.environ.get("SPECSPARSE_ISA")
     if wanted and not library.specsparse_set_isa(wanted.encode()):
         raise UserError(
@@ -44,6 +41,22 @@ def _library() -> ctypes.CDLL | None:
         _check_threads(count)
         library.specsparse_set_threads(int(count))
     return library
+
+
+def _register(library: ctypes.CDLL, target: str) -> None:
+    if not hasattr(library, target):
+        raise UserError(f"{LIBRARY.name} is older than this checkout: build it again with `make native`")
+    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
+
+
+@functools.cache
+def register(target: str) -> None:
+    """Makes a call known to JAX that is none of a forward pass's `OPERATIONS`.
+
+    Raises:
+        UserError: no native kernels, or a library without it.
+    """
+    _register(_needed(), target)
 
 
 def available() -> bool:
@@ -89,7 +102,8 @@ def set_threads(count: int) -> None:
         library.specsparse_set_threads(count)
 
 
-def _describe(weights: tuple[QTensor, ...]) -> np.ndarray:
+def describe(weights: tuple[QTensor, ...]) -> np.ndarray:
+    """int64[23 * len(weights)]: what `Description::read` of csrc/linear.cc reads of each matrix (or its bit planes)."""
     rows = []
     for w in weights:
         layout, (out, cols) = w.layout, w.shape
@@ -98,9 +112,15 @@ def _describe(weights: tuple[QTensor, ...]) -> np.ndarray:
     return np.array(rows, np.int64)
 
 
-def _call(target: str, shapes, **options):
-    if _library() is None:
+def _needed() -> ctypes.CDLL:
+    library = _library()
+    if library is None:
         raise UserError(f"the native kernels are not there ({why_missing()}); build them with `make native`")
+    return library
+
+
+def _call(target: str, shapes, **options):
+    _needed()
     return jax.ffi.ffi_call(target, shapes, **options)
 
 
@@ -121,7 +141,7 @@ def linear(x, weights, *, n_valid, norm=None, eps=0.0, biases=None, residual=Non
             empty if residual is None else residual,
             n_valid,
             *pairs,
-            description=_describe(weights),
+            description=describe(weights),
             act=np.int64(ACTS[act]),
             eps=np.float32(eps),
         )
@@ -131,7 +151,7 @@ def linear(x, weights, *, n_valid, norm=None, eps=0.0, biases=None, residual=Non
 def embed(w, ids):
     """`reference.embed` by the C++ kernels."""
     call = _call("specsparse_embed", jax.ShapeDtypeStruct((ids.shape[0], w.shape[1]), jnp.float32))
-    return call(w.data, ids, description=_describe((w,)))
+    return call(w.data, ids, description=describe((w,)))
 
 
 def attend(q, k, v, cache_k, cache_v, *, cos, sin, length, n_valid, parents=None, pairing="norm"):
@@ -198,7 +218,7 @@ def layers(
         n_valid,
         jnp.zeros((0,), jnp.int32) if parents is None else parents,
         *operands,
-        description=_describe(tuple(matrices)),
+        description=describe(tuple(matrices)),
         act=np.int64(ACTS[act]),
         eps=np.float32(eps),
         neox=np.int64(pairing == "neox"),

@@ -34,14 +34,6 @@ EPS = 1e-5
 TYPES = {t.name: t for t in SUPPORTED}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _settings_come_back():
-    isa, threads = native_cpu.isa(), native_cpu.threads()
-    yield
-    native_cpu.set_isa(isa)
-    native_cpu.set_threads(threads)
-
-
 def use(isa: str, threads: int = 2) -> None:
     """Switches the instruction set; skips where the processor lacks it."""
     try:

@@ -32,14 +32,6 @@ WIDE = (16, 2400)
 RUNS = (("portable", 1), ("avx2", 1), ("avx2", 2), ("avx512", 2))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _settings_come_back():
-    isa, threads = native_cpu.isa(), native_cpu.threads()
-    yield
-    native_cpu.set_isa(isa)
-    native_cpu.set_threads(threads)
-
-
 @cache
 def raw_of(kind: str, shape: tuple[int, int] = SHAPE) -> np.ndarray:
     return random_quantised(kind, *shape, seed=3)

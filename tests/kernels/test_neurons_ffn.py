@@ -37,14 +37,6 @@ KINDS = {  # gate's activation, up's, gated
 FEW = ("F16", "Q4_0", "Q4_K", "Q6_K")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _settings_come_back():
-    isa, threads = native_cpu.isa(), native_cpu.threads()
-    yield
-    native_cpu.set_isa(isa)
-    native_cpu.set_threads(threads)
-
-
 @cache
 def raw_weights(name: str) -> tuple[np.ndarray, ...]:
     """Gate, up and down transposed, as bytes of a file."""

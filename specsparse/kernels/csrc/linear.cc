@@ -8,15 +8,8 @@ namespace specsparse {
 namespace {
 
 constexpr int64_t kTokenChunk = 64;       // rows of activations that stay in a core's cache
-constexpr int64_t kItemBytes = 64 << 10;  // most weight bytes of one item
 constexpr int kTile = 8;                  // rows written at a time
 constexpr int64_t kRowsPerItem = 8;       // of a preparation, at most
-
-// Groups one item takes: enough items for balance, few enough that the counter costs nothing.
-int64_t groups_per_item(int64_t groups, int64_t group_bytes) {
-  const int64_t even = std::max<int64_t>(1, groups / (16 * threads()));
-  return std::clamp<int64_t>(kItemBytes / std::max<int64_t>(group_bytes, 1), 1, even);
-}
 
 // Gate and up take their biases before the activation, not when the tile is written.
 void add_bias(const Description& w, int64_t group, int tokens, float* y) {
@@ -38,6 +31,12 @@ void write_row(const float* y, const float* bias, const float* residual, int64_t
 }
 
 }  // namespace
+
+int64_t groups_per_item(int64_t groups, int64_t group_bytes) {
+  constexpr int64_t kItemBytes = 64 << 10;
+  const int64_t even = std::max<int64_t>(1, groups / (16 * threads()));
+  return std::clamp<int64_t>(kItemBytes / std::max<int64_t>(group_bytes, 1), 1, even);
+}
 
 bool Description::read(const int64_t* d, const void* data, int64_t bytes) {
   matrix = {static_cast<const uint8_t*>(data), d[4], d[5], d[6], Codes(d[0]), Scales(d[1]), d[2],

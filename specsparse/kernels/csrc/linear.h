@@ -32,6 +32,9 @@ struct ActivationBuffer {
   Activations reserve(int64_t rows, int64_t cols, bool quantise);
 };
 
+// Groups one item takes: enough items for balance, few enough that the counter costs nothing.
+int64_t groups_per_item(int64_t groups, int64_t group_bytes);
+
 // Rows of an item of a preparation of `total` rows, by the threads there are now.
 int64_t preparation_step(int64_t total);
 

@@ -14,8 +14,7 @@ namespace {
 
 using Ints = ffi::Span<const int64_t>;
 
-constexpr int64_t kBlocksPerItem = 64;    // of which one item builds the tables
-constexpr int64_t kItemBytes = 64 << 10;  // most weight bytes of one item, as in linear.cc
+constexpr int64_t kBlocksPerItem = 64;  // of which one item builds the tables
 
 // Rows of activations as tables: memory that grows, and is kept from call to call.
 struct Buffer {
@@ -40,8 +39,7 @@ class LutProduct final : public Phases {
     for (int64_t t = 0; t < total; ++t)
       buffer.rows[t] = {buffer.tables.data() + t * blocks_ * stride, buffer.factors.data() + t * blocks_};
     parts_ = (blocks_ + kBlocksPerItem - 1) / kBlocksPerItem;
-    const int64_t even = std::max<int64_t>(1, w.groups() / (16 * threads()));
-    step_ = std::clamp<int64_t>(kItemBytes / std::max<int64_t>(w.group_bytes, 1), 1, even);
+    step_ = groups_per_item(w.groups(), w.group_bytes);
   }
 
   int count() const override { return 2; }
