@@ -46,6 +46,8 @@ def test_end_to_end(capsys, monkeypatch):
         (("--ablation", "lut", "--shapes", "64x40"), "--shapes 64x40: columns are a multiple of 32"),
         (("--ablation", "lut", "--quantise", "Q8_0"), "--ablation lut has no type 'Q8_0'; there are Q4_0, Q4_1"),
         (("--ablation", "lut", "--peer", "llama.cpp"), "--ablation does not go with --peer"),
+        (("--ablation", "lut", "--n", "none"), "--n none: nothing to measure with --ablation"),
+        (("--ffn-shape", "64x64", "--batch", "2"), "--ffn-shape does not go with --batch"),
     ],
 )
 def test_what_cannot_be_measured_is_said(args, said, capsys):

@@ -10,6 +10,13 @@ from typing import Any
 
 from specsparse.errors import UserError
 
+_ALONE = {
+    "ablation": ("peer", "batch", "ffn_shape", "rows", "depth", "kv_dtype", "kernels"),
+    "ffn_shape": ("peer", "batch", "rows", "depth", "kv_dtype"),
+    "batch": ("peer", "quantise", "rows", "depth"),
+}
+"""What does not go with the options that measure something else instead."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to measure, on what, beside whom."""
@@ -50,6 +57,7 @@ def main(args: argparse.Namespace) -> int:
         raise UserError("--active goes with --ffn-shape, for instance 4096x11008")
     if args.shapes and not args.ablation:
         raise UserError("--shapes goes with --ablation lut")
+    _check_alone(args)
     measure = _lut if args.ablation else _ffn if args.ffn_shape else _batch if args.batch else _single
     out = display.console()
     with timing_lock.turn(lambda line: out.print(line, soft_wrap=True)):
@@ -62,6 +70,20 @@ def main(args: argparse.Namespace) -> int:
             raise UserError(f"{args.json}: cannot be written: {error.strerror or error}") from None
     print(text, flush=True)
     return 0
+
+
+def _check_alone(args: argparse.Namespace) -> None:
+    """Before anything is waited for or loaded."""
+    for mode, names in _ALONE.items():
+        if not getattr(args, mode):
+            continue
+        flag = f"--{mode.replace('_', '-')}"
+        for name in names:
+            if getattr(args, name):
+                raise UserError(f"{flag} does not go with --{name.replace('_', '-')}")
+        if args.n == () and mode != "batch":
+            raise UserError(f"--n none: nothing to measure with {flag}")
+        return
 
 
 def _single(args: argparse.Namespace, out: Any) -> dict[str, Any]:
@@ -95,9 +117,6 @@ def _batch(args: argparse.Namespace, out: Any) -> dict[str, Any]:
     """Several sequences at once; prints the table and returns the report."""
     from specsparse.bench import batch
 
-    for name in ("peer", "quantise", "rows", "depth"):
-        if getattr(args, name):
-            raise UserError(f"--batch does not go with --{name}")
     if not args.tg:
         raise UserError("--batch decodes: give --tg")
     plan = batch.BatchPlan(sizes=args.batch, pp=args.pp, tg=args.tg, repeats=args.repeats)
@@ -110,9 +129,6 @@ def _ffn(args: argparse.Namespace, out: Any) -> dict[str, Any]:
     """One FFN of a given shape; prints the table and returns the report."""
     from specsparse.bench import ffn, ffn_table
 
-    for name in ("peer", "batch", "rows", "depth", "kv_dtype"):
-        if getattr(args, name):
-            raise UserError(f"--ffn-shape does not go with --{name.replace('_', '-')}")
     width, neurons = args.ffn_shape
     chosen = {"ns": args.n} if args.n else {}
     if args.quantise:
@@ -129,9 +145,6 @@ def _lut(args: argparse.Namespace, out: Any) -> dict[str, Any]:
     """Two kernels for four-bit weights side by side; prints the table and returns the report."""
     from specsparse.bench import lut, lut_table
 
-    for name in ("peer", "batch", "ffn_shape", "rows", "depth", "kv_dtype", "kernels"):
-        if getattr(args, name):
-            raise UserError(f"--ablation does not go with --{name.replace('_', '-')}")
     chosen = {"ns": args.n, "shapes": args.shapes, "types": args.quantise and (args.quantise.upper(),)}
     plan = lut.LutPlan(repeats=args.repeats, **{name: value for name, value in chosen.items() if value})
     found = lut.run(plan, out, threads=args.threads)
