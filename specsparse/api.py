@@ -216,7 +216,7 @@ def make_method(
         return Method(drafter, verifier)
     if drafter not in model.drafters:
         if not drafter.on_mesh:
-            model.check_whole(f"{type(drafter).__name__.removesuffix('Plan')} as it is asked for")
+            model.check_whole("the drafter with these options")
         model.drafters[drafter] = drafter.bind(model, partial(_load_draft, model))
     bound = model.drafters[drafter]
     return Method(bound.drafter, verifier, bound.weights)
