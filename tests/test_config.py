@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from specsparse import config, run
 from specsparse.errors import UserError
+from specsparse.speculative.drafters.registry import get_drafter
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden"
@@ -75,6 +76,18 @@ def test_every_choice_of_every_group_is_valid(choice):
         pytest.importorskip(PLUGINS[choice], reason="needs specsparse[sweep]")
     needed = {"model=custom": ["model.path=x.gguf"], "drafter=model": ["drafter.model=x.gguf"]}
     assert isinstance(config.from_omegaconf(composed(choice, *needed.get(choice, []))), config.RunConfig)
+
+
+DRAFTERS = sorted(f.stem for f in (run.conf_dir() / "drafter").glob("*.yaml") if f.stem != "none")
+
+
+@pytest.mark.parametrize("experiment", ["spec_smollm2", "sweep_gamma", "sweep_temperature", "compare"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_an_experiment_takes_another_drafter(experiment, drafter):
+    """No experiment sets an option that only its own drafter has."""
+    cfg = composed(f"+experiment={experiment}", f"drafter={drafter}", "model.path=x.gguf")
+    options = OmegaConf.to_container(cfg.drafter)
+    get_drafter(options.pop("name"), **options | ({"model": "x.gguf"} if drafter == "model" else {}))
 
 
 def test_values_arrive():

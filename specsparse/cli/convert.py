@@ -1,7 +1,9 @@
 """Make a GGUF file of another program's, change one, or join a dense one with predictors for PowerInfer."""
 
 import argparse
-from collections.abc import Callable
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arg("out", type=Path, metavar="OUT.gguf")
 
     arg = add("powerinfer", _powerinfer, "join a dense GGUF with predictors into a PowerInfer file, or split one")
-    arg("source", metavar="MODEL", help="a GGUF; with --back a PowerInfer file")
+    arg("source", metavar="MODEL", help="a GGUF, or a folder of transformers; with --back a PowerInfer file")
     arg("predictors", type=Path, metavar="DIR", help="model_0.pt .. and config.json; with --back where to write them")
     arg("--out", type=Path, required=True, metavar="FILE", help="the file to write")
     arg("--type", default="f16", help="f16 (default) or q4_0, what PowerInfer computes rightly")
@@ -129,18 +131,35 @@ def _powerinfer(args: argparse.Namespace) -> int:
 
     from specsparse.powerinfer.convert import from_powerinfer, to_powerinfer
 
-    source = _source(args.source, args.out).path
     if args.threshold is not None and math.isnan(args.threshold):
         raise UserError("--threshold is NaN; a number is needed, such as 0")
-    if args.back:
-        from_powerinfer(source, args.out, args.predictors)
-        print(f"wrote {args.out} and the predictors in {args.predictors}")
-        return 0
-    notes = to_powerinfer(source, args.predictors, args.out, out_type=args.type.lower(), threshold=args.threshold)
+    with _dense(args.source, args.out) as source:
+        if args.back:
+            from_powerinfer(source, args.out, args.predictors)
+            print(f"wrote {args.out} and the predictors in {args.predictors}")
+            return 0
+        notes = to_powerinfer(source, args.predictors, args.out, out_type=args.type.lower(), threshold=args.threshold)
     print(f"wrote {args.out}")
     for note in notes:
         print(f"note: {note}")
     return 0
+
+
+@contextlib.contextmanager
+def _dense(name: str, out: Path) -> Iterator[Path]:
+    """The GGUF of a model; of a folder of transformers one in F16, as PowerInfer's own converter makes, that goes
+    again."""
+    from specsparse.convert.hf import convert_hf
+
+    if not (Path(name).expanduser() / "config.json").is_file():
+        yield _source(name, out).path
+        return
+    if not out.parent.is_dir():
+        raise UserError(f"{out.parent}: no such folder to write in")
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as beside:
+        file = Path(beside) / "dense.gguf"
+        convert_hf(name, file, type_name="f16")
+        yield file
 
 
 def _source(name: str, out: Path) -> Any:

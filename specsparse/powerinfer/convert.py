@@ -12,6 +12,7 @@ from gguf.constants import GGMLQuantizationType as GGML
 from specsparse.engine.config import ACTIVATION_KEY, ModelConfig
 from specsparse.engine.gguf import MAGIC, POWERINFER_MAGIC, GGUFFile, TensorInfo, open_gguf
 from specsparse.errors import UserError
+from specsparse.powerinfer import q6_k
 from specsparse.powerinfer.format import NewTensor, write_container
 from specsparse.powerinfer.predictor_files import PredictorFile, read_predictor, read_threshold, write_predictors
 from specsparse.powerinfer.weights import THRESHOLD_KEY, threshold_of
@@ -38,7 +39,7 @@ def to_powerinfer(
         source: a GGUF of architecture llama or bamboo.
         predictors: holds `model_{i}.pt`, and perhaps config.json with `sparse_threshold`.
         path: of the new file; it appears when it is whole.
-        out_type: of `OUT_TYPES`; the output matrix is Q8_0 beside Q4_0.
+        out_type: of `OUT_TYPES`; beside Q4_0 the output matrix is Q6_K, or Q8_0 where its rows are no multiple of 256.
         threshold: to write down; default the directory's.
 
     Returns:
@@ -115,10 +116,19 @@ def _sparse_tensors(f: GGUFFile, config: ModelConfig, kind: GGML, load: Callable
             )
     yield _recoded(f.tensors["output_norm.weight"], kind)
     output = f.tensors["token_embd.weight" if config.tied_output else "output.weight"]
-    yield _recoded(output, GGML.Q8_0 if kind == GGML.Q4_0 else kind, name="output.weight")
+    yield _recoded(output, _output_type(config, kind), name="output.weight")
+
+
+def _output_type(config: ModelConfig, kind: GGML) -> GGML:
+    """As PowerInfer's quantiser chooses it."""
+    if kind != GGML.Q4_0:
+        return kind
+    return GGML.Q8_0 if config.d_model % q6_k.BLOCK else GGML.Q6_K
 
 
 def _quantised(values: np.ndarray, kind: GGML) -> np.ndarray:
+    if kind == GGML.Q6_K:
+        return q6_k.quantize_q6_k(values)
     with np.errstate(all="ignore"):  # values beyond a half float become infinite, as in llama.cpp
         return quants.quantize(np.ascontiguousarray(values, np.float32), kind)
 

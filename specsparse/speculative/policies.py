@@ -41,7 +41,8 @@ def _auto_off(gamma: int = DEFAULT_GAMMA, inner: Any = "fixed", inner_options: A
         if ALIASES.get(inner, inner) == "cost":
             given = {key: options[key] for key in _COST if key in options} | given
         inner = get_policy(inner, **given)
-    return _cost(AutoOff, gamma, {"inner": inner, "probe": min(2, gamma), **options})
+    often = {"probe": min(2, gamma), "most": max(AutoOff.most, options.get("every", AutoOff.every))}
+    return _cost(AutoOff, gamma, {"inner": inner, **often, **options})
 
 
 _UNIT = Option(float, 0, 1)
@@ -87,6 +88,7 @@ POLICIES: dict[str, Factory] = {
             "margin": Option(float, 1e-3, 1e3),
             "probe": Option(),
             "every": Option(high=2**30),
+            "most": Option(high=2**30),
             "probe_memory": Option(float, 1e-3, 1),
             **_COST_OPTIONS,
         },

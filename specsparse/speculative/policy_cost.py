@@ -63,9 +63,9 @@ class CostModel:
         """No evidence."""
         return Acceptance(jnp.zeros((batch,), jnp.float32), jnp.zeros((batch,), jnp.float32))
 
-    def update(self, state: Acceptance, verdict: Verdict, memory: float | jax.Array | None = None) -> Acceptance:
+    def update(self, state: Acceptance, verdict: Verdict) -> Acceptance:
         """Counts after a round; one without a draft says nothing."""
-        memory_B = jnp.where(verdict.tested > 0, jnp.asarray(self.memory if memory is None else memory, jnp.float32), 1)
+        memory_B = jnp.where(verdict.tested > 0, jnp.float32(self.memory), 1)
         return Acceptance(
             memory_B * state.accepted + verdict.accepted.astype(jnp.float32),
             memory_B * state.tested + verdict.tested.astype(jnp.float32),
@@ -123,27 +123,37 @@ class CostOptimal(Policy):
 
 
 class AutoOffState(NamedTuple):
-    """Attributes: `inner` state, `seen` acceptance, int32[B] `idle` rounds since the last tested draft while off."""
+    """Attributes, of each sequence [B]:
+
+    inner: the inner policy's state.
+    accepted, drafts: float32, fading counts of accepted tokens and of drafts.
+    idle: int32, rounds since the last tested draft while off.
+    wait: int32, of those, after how many a probe comes.
+    """
 
     inner: Any
-    seen: Acceptance
+    accepted: jax.Array
+    drafts: jax.Array
     idle: jax.Array
+    wait: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
 class AutoOff(Policy):
     """Drafts as `inner` says while that is predicted to pay, and nothing but a probe now and then while it is not.
 
-    Whether a draft pays is decided from the acceptance of the drafts that were tested: a lookup that finds nothing
-    costs nothing. While it is off, `probe` tokens are drafted once `every` rounds have gone by and until a draft has
-    been tested; what a probe says counts more, so that a change is noticed.
+    Whether a draft pays is decided from the tokens that drafts brought, not from an acceptance: lookups are right in
+    bursts, and a geometric law promises too much for the same share of right tokens. A lookup that finds nothing costs
+    nothing and says nothing. While it is off, `probe` tokens are drafted once `every` rounds have gone by and until a
+    draft has been tested; each probe that brings less than its length doubles that wait, up to `most`. One that was
+    accepted whole counts as a whole draft, since nobody knows how much further it would have gone.
 
     Attributes:
         inner: the policy while it pays.
-        cost: the measured times, at least v(1)..v(gamma+1).
+        cost: the measured times, at least v(1)..v(gamma+1); its weight is in drafts here.
         margin: predicted speed-up from which drafting pays.
         probe: tokens of a probe, 1..gamma.
-        every: rounds between probes.
+        every, most: rounds before a probe: at first, and at most.
         probe_memory: like `CostModel.memory`, after a probe.
     """
 
@@ -151,16 +161,19 @@ class AutoOff(Policy):
     cost: CostModel
     margin: float = 1.0
     probe: int = 2
-    every: int = 32
-    probe_memory: float = 0.5
+    every: int = 4
+    most: int = 32
+    probe_memory: float = 0.7
 
     def __post_init__(self):
         super().__post_init__()
         _check_measured(self.cost, self.gamma)
         if self.inner.gamma > self.gamma:
             raise UserError(f"policy.gamma={self.gamma} must be at least the inner policy's {self.inner.gamma}")
-        if not 1 <= self.probe <= self.gamma or self.every < 1:
-            raise UserError(f"policy.probe={self.probe} must lie in 1..gamma={self.gamma}, policy.every be at least 1")
+        if not 1 <= self.probe <= self.gamma:
+            raise UserError(f"policy.probe={self.probe} must lie in 1..gamma={self.gamma}")
+        if not 1 <= self.every <= self.most:
+            raise UserError(f"policy.every={self.every} must lie in 1..most={self.most}")
         if not self.margin > 0 or not 0 < self.probe_memory <= 1:
             raise UserError("policy.margin must be above 0 and policy.probe_memory lie in (0, 1]")
 
@@ -175,29 +188,41 @@ class AutoOff(Policy):
         return self.inner.one_hot_only
 
     def init(self, batch: int) -> AutoOffState:
-        """On: the prior decides the first rounds."""
-        return AutoOffState(self.inner.init(batch), self.cost.init(batch), jnp.zeros((batch,), jnp.int32))
+        """The prior decides the first rounds, and fades like all evidence."""
+        inner, count = self.inner.init(batch), jnp.zeros((batch,), jnp.int32)
+        length_B, alpha = self.inner.length(inner), self.cost.prior
+        expected_G = jnp.array([sum(alpha**k for k in range(1, g + 1)) for g in range(self.gamma + 1)], jnp.float32)
+        drafts_B = jnp.full((batch,), self.cost.weight, jnp.float32)
+        return AutoOffState(inner, drafts_B * expected_G[length_B], drafts_B, count, count + self.every)
 
     def pays(self, state: AutoOffState) -> jax.Array:
         """bool[B]: whether drafts of `inner`'s length are predicted to be worth it. False is auto-off in reports."""
         return self.predicted(state) >= self.margin
 
     def predicted(self, state: AutoOffState) -> jax.Array:
-        """float32[B]: predicted speed-up of drafts of `inner`'s length."""
-        speedups = self.cost.speedups(self.cost.alpha(state.seen), self.gamma)
-        return jnp.take_along_axis(speedups, self.inner.length(state.inner)[:, None], axis=1)[:, 0]
+        """float32[B]: predicted speed-up of drafts of `inner`'s length g, (1 + accepted tokens a draft) / T(g)."""
+        time_G = jnp.array([self.cost.time(g) / self.cost.v[0] for g in range(self.gamma + 1)], jnp.float32)
+        return (1 + state.accepted / state.drafts) / time_G[self.inner.length(state.inner)]
 
     def length(self, state: AutoOffState) -> jax.Array:
         """`inner`'s where it pays; while off 0, or `probe`."""
-        probe_B = jnp.where(state.idle >= self.every, jnp.int32(self.probe), 0)
+        probe_B = jnp.where(state.idle >= state.wait, jnp.int32(self.probe), 0)
         return jnp.where(self.pays(state), self.inner.length(state.inner), probe_B)
 
     def update(self, state: AutoOffState, verdict: Verdict) -> AutoOffState:
         """Counts after a round; the idle rounds begin anew with every tested draft."""
         on_B, tested_B = self.pays(state), verdict.tested > 0
-        seen = self.cost.update(state.seen, verdict, jnp.where(on_B, self.cost.memory, self.probe_memory))
-        idle_B = jnp.where(on_B | tested_B, 0, state.idle + 1)
-        return AutoOffState(self.inner.update(state.inner, verdict), seen, idle_B)
+        whole_B = ~on_B & (verdict.accepted >= self.probe)
+        brought_B = jnp.where(whole_B, self.inner.length(state.inner), verdict.accepted).astype(jnp.float32)
+        fade_B = jnp.where(tested_B, jnp.where(on_B, self.cost.memory, self.probe_memory), jnp.float32(1))
+        longer_B = jnp.minimum(2 * state.wait, self.most)
+        return AutoOffState(
+            self.inner.update(state.inner, verdict),
+            fade_B * state.accepted + brought_B,
+            fade_B * state.drafts + tested_B.astype(jnp.float32),
+            jnp.where(on_B | tested_B, 0, state.idle + 1),
+            jnp.where(on_B | whole_B, self.every, jnp.where(tested_B, longer_B, state.wait)),
+        )
 
     def stop(self, state: AutoOffState, view: LawView) -> jax.Array:
         """As `inner`."""

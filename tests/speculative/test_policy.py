@@ -173,7 +173,7 @@ def test_auto_off_costs_next_to_nothing_when_drafts_are_bad():
     policy = AutoOff(7, inner=Fixed(7), cost=cost)
     speed, asked = simulate(policy, cost, [0.02] * 600)
     assert speed > 0.97 and max(asked[20:]) <= policy.probe
-    assert 600 // (policy.every + 1) - 2 <= sum(g > 0 for g in asked[20:]) <= 600 // policy.every
+    assert 500 // (policy.most + 1) - 1 <= sum(g > 0 for g in asked[100:]) <= 500 // policy.most + 1
 
 
 def test_auto_off_stays_on_when_drafts_are_good_and_comes_back():
@@ -186,10 +186,26 @@ def test_auto_off_stays_on_when_drafts_are_good_and_comes_back():
 
 
 def test_auto_off_probes_until_a_draft_is_tested():
-    """A lookup that finds nothing costs nothing, and says nothing."""
+    """A lookup that finds nothing costs nothing, and says nothing; a failed probe doubles the wait."""
     policy = AutoOff(4, inner=Fixed(4), cost=CostModel(V_TABLE, weight=0.01), every=3)
-    asked = lengths(policy, [(0, 1), *[(0, 0)] * 5, (0, 1), (0, 0)])
-    assert asked == [4, 0, 0, 0, 2, 2, 2, 0, 0]
+    asked = lengths(policy, [(0, 1), *[(0, 0)] * 5, (0, 1), *[(0, 0)] * 6, (0, 1), (0, 0)])
+    assert asked == [4, 0, 0, 0, 2, 2, 2, *[0] * 6, 2, 0, 0]
+    rounds = [(0, 1), *[(0, 0)] * 3, (0, 1), *[(0, 0)] * 6, (0, 1), *[(0, 0)] * 7]
+    assert lengths(dataclasses.replace(policy, most=7), rounds)[-7:] == [0] * 6 + [2]
+
+
+def test_auto_off_takes_a_whole_probe_for_a_whole_draft():
+    policy = AutoOff(4, inner=Fixed(4), cost=CostModel(V_TABLE, weight=0.01), every=3)
+    assert lengths(policy, [(0, 1), *[(0, 0)] * 3, (2, 2)]) == [4, 0, 0, 0, 2, 4]
+
+
+def test_auto_off_predicts_from_the_tokens_that_drafts_brought():
+    """One draft of four right and three at once wrong: two tokens a round; alpha = 4/7 would promise 2.19."""
+    policy = AutoOff(4, inner=Fixed(4), cost=CostModel(V_TABLE, weight=1e-6, memory=1.0), margin=0.01)
+    state = policy.init(1)
+    for accepted, tested in [(4, 4), (0, 1), (0, 0), (0, 1), (0, 1)]:
+        state = policy.update(state, verdict([accepted], [tested]))
+    assert float(policy.predicted(state)[0]) == pytest.approx(2 / V_TABLE[4], rel=1e-5)
 
 
 def test_auto_off_judges_the_length_the_inner_policy_asks_for():
@@ -228,6 +244,7 @@ def test_names_of_the_field():
         ("cost", {"v": "abc"}, ["list of numbers"]),
         ("auto_off", {"v": V_TABLE, "inner": "fixt"}, ["policy=fixt"]),
         ("auto_off", {"v": V_TABLE, "probe": 9}, ["probe=9"]),
+        ("auto_off", {"v": V_TABLE, "every": 9, "most": 8}, ["every=9", "most=8"]),
         ("auto_off", {"v": V_TABLE, "gamma": 3, "inner": Fixed(5)}, ["policy.gamma=3", "5"]),
     ],
 )

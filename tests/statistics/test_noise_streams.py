@@ -87,7 +87,7 @@ def check(case: str, runs: int) -> None:
     out = engine(case)(random_tables(0), runs)
     assert out.counts.sum() == runs
     if case != "plain":
-        assert 0.02 * out.rounds < out.complete < 0.95 * out.rounds
+        assert min(out.complete, out.rounds - out.complete) > 1000, "too few bonus tokens or rejections to judge"
     found = chi_square(out.counts, law())
     assert least_tv(found.freedom, runs) < LEAST_TV[runs]
     assert found.p > ALPHA, found

@@ -1,7 +1,9 @@
 // The kernels, written once over the sixteen-lane vectors of the simd_*.h that was included before.
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 #include "ops.h"
 
@@ -200,7 +202,7 @@ void dot_codes_of(const Matrix& w, const uint8_t* group, const Activations& x, i
 template <int NT>
 void dot_tokens(const Matrix& w, const uint8_t* group, const Activations& x, int64_t row, float* y) {
   switch (w.scales) {
-    case Scales::kNone: return dot_float_type<NT>(w, group, x, row, y);
+    case Scales::kNone: return;  // floats: dot_float_type
     case Scales::kD: return dot_codes_of<Scales::kD, NT>(w, group, x, row, y);
     case Scales::kDm: return dot_codes_of<Scales::kDm, NT>(w, group, x, row, y);
     case Scales::kF32: return dot_codes_of<Scales::kF32, NT>(w, group, x, row, y);
@@ -209,19 +211,29 @@ void dot_tokens(const Matrix& w, const uint8_t* group, const Activations& x, int
   }
 }
 
+using DotTokens = void (*)(const Matrix&, const uint8_t*, const Activations&, int64_t, float*);
+
+template <int... T>
+constexpr std::array<DotTokens, sizeof...(T)> code_dots(std::integer_sequence<int, T...>) {
+  return {dot_tokens<T + 1>...};
+}
+
+template <int... T>
+constexpr std::array<DotTokens, sizeof...(T)> float_dots(std::integer_sequence<int, T...>) {
+  return {dot_float_type<T + 1>...};
+}
+
 void dot(const Matrix& w, int64_t g, const Activations& x, int64_t row, int tokens, float* y) {
+  static constexpr auto kCodes = code_dots(std::make_integer_sequence<int, kMaxTokens>());
+  static constexpr auto kFloats = float_dots(std::make_integer_sequence<int, kMaxFloatTokens>());
   const uint8_t* group = w.data + g * w.group_bytes;
-  using Fn = void (*)(const Matrix&, const uint8_t*, const Activations&, int64_t, float*);
-  static constexpr Fn kByTokens[] = {dot_tokens<1>, dot_tokens<2>, dot_tokens<3>, dot_tokens<4>,
-#if SPECSPARSE_TOKENS > 4
-                                     dot_tokens<5>, dot_tokens<6>, dot_tokens<7>, dot_tokens<8>,
-#endif
-  };
+  const bool floats = w.scales == Scales::kNone;
+  const int most = floats ? kMaxFloatTokens : kMaxTokens;
   // Tiles of even size: six rows as 3 + 3 cost less than as 4 + 2.
-  const int tiles = (tokens + kMaxTokens - 1) / kMaxTokens;
+  const int tiles = (tokens + most - 1) / most;
   for (int done = 0, left = tiles; left; --left) {
     const int now = (tokens - done + left - 1) / left;
-    kByTokens[now - 1](w, group, x, row + done, y + 16 * done);
+    (floats ? kFloats[now - 1] : kCodes[now - 1])(w, group, x, row + done, y + 16 * done);
     done += now;
   }
 }

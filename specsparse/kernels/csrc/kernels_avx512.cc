@@ -1,5 +1,4 @@
 #define SPECSPARSE_ISA avx512
-#define SPECSPARSE_TOKENS 8
 #include "simd_avx512.h"
 #include "kernels.inl"
 

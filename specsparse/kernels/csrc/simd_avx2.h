@@ -13,6 +13,7 @@ namespace specsparse {
 inline namespace SPECSPARSE_ISA {
 
 constexpr int kMaxTokens = 4;
+constexpr int kMaxFloatTokens = 6;  // two registers of sums each, of 16
 
 struct F {
   __m256 a, b;

@@ -13,6 +13,7 @@ namespace specsparse {
 inline namespace SPECSPARSE_ISA {
 
 constexpr int kMaxTokens = 8;
+constexpr int kMaxFloatTokens = 8;
 
 struct F {
   __m512 v;

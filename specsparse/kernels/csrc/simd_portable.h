@@ -12,6 +12,7 @@ namespace specsparse {
 inline namespace SPECSPARSE_ISA {
 
 constexpr int kMaxTokens = 4;
+constexpr int kMaxFloatTokens = 4;
 
 struct F {
   float v[16];
