@@ -45,6 +45,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arg("--type", metavar="TYPE", help="of a key that is not there yet: uint32, float32, bool, string ..")
     arg("--out", type=Path, metavar="FILE", help="write there, and leave FILE as it is")
 
+    arg = add("make-delta", _make_delta, "write what a GGUF model has that its base has not: tensors, metadata")
+    arg("base", metavar="BASE", help="a path, a known name or hf://owner/repo/file.gguf")
+    arg("model", metavar="MODEL.gguf", help="with tensors of the same names and shapes")
+    arg("out", type=Path, metavar="DELTA.gguf")
+
+    arg = add("apply-delta", _apply_delta, "make a model of its base and a difference; another base is refused")
+    arg("base", metavar="BASE", help="a path, a known name or hf://owner/repo/file.gguf")
+    arg("delta", type=Path, metavar="DELTA.gguf")
+    arg("out", type=Path, metavar="OUT.gguf")
+
     arg = add("powerinfer", _powerinfer, "join a dense GGUF with predictors into a PowerInfer file, or split one")
     arg("source", metavar="MODEL", help="a GGUF, or a folder of transformers; with --back a PowerInfer file")
     arg("predictors", type=Path, metavar="DIR", help="model_0.pt .. and config.json; with --back where to write them")
@@ -96,6 +106,24 @@ def _set_metadata(args: argparse.Namespace) -> int:
         old, new = set_metadata(args.file, args.key, args.value, args.out, type_name=args.type, progress=progress)
     print(f"{args.key}: {new} (was {old if len(old) <= 60 else old[:58] + '..'})")
     return 0
+
+
+def _make_delta(args: argparse.Namespace) -> int:
+    from specsparse.convert.delta import make_delta
+
+    base, model = (_source(name, args.out).path for name in (args.base, args.model))
+    count = make_delta(base, model, args.out)
+    print(f"wrote {args.out}: {count} tensors, {args.out.stat().st_size / 2**20:.1f} MiB")
+    return 0
+
+
+def _apply_delta(args: argparse.Namespace) -> int:
+    from specsparse.convert.delta import apply_delta
+
+    base = _source(args.base, args.out).path
+    if args.out.exists() and args.delta.exists() and args.out.samefile(args.delta):
+        raise UserError(f"{args.out}: is the difference; give another file to write")
+    return _wrote(apply_delta(base, args.delta, args.out))
 
 
 def _powerinfer(args: argparse.Namespace) -> int:
