@@ -125,10 +125,10 @@ def _cut(recording: Recording, gamma: int | None, widths: Sequence[int] | None) 
     """Depth, and most siblings to keep on each level: `widths`, or all of the levels down to `gamma`."""
     own = recording.about["depth"]
     if widths is None:
-        gamma = own if gamma is None else gamma
-        if not 1 <= gamma <= own:
-            raise UserError(f"gamma={gamma}: the record has drafts of 1..{own} tokens")
-        return gamma, (recording.nodes,) * gamma
+        depth = own if gamma is None else gamma
+        if not 1 <= depth <= own:
+            raise UserError(f"gamma={depth}: the record has drafts of 1..{own} tokens")
+        return depth, (recording.nodes,) * depth
     shape = tuple(widths)
     asked = f"tree={','.join(map(str, shape))}"
     if gamma is not None:
