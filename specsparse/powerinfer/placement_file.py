@@ -7,6 +7,7 @@ file is replaced, and one line says why.
 import hashlib
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -100,10 +101,8 @@ def _refuse_model(path: Path, f: GGUFFile) -> None:
         raise UserError(f"{path}: is the model itself, a placement would overwrite it; name another file")
     with path.open("rb") as file:
         model = file.read(len(MAGIC)) == MAGIC  # a placement begins with PWRI
-    try:
+    with suppress(UserError):
         model = model or open_gguf(path).metadata.get("general.architecture") != ARCHITECTURE
-    except UserError:
-        pass
     if model:
         raise UserError(f"{path}: is a GGUF file and no placement, which would overwrite it; name another file")
 
