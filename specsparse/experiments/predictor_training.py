@@ -12,6 +12,8 @@ from rich.text import Text
 
 from specsparse import display, trackers
 from specsparse.config import RunConfig, nearest
+from specsparse.engine.digest import model_digest
+from specsparse.engine.gguf import open_gguf
 from specsparse.errors import UserError
 from specsparse.powerinfer.predictor_files import PredictorFile, write_predictors
 from specsparse.predictors import FFN
@@ -71,8 +73,9 @@ def trained(
 
 def _claim(folder: Path, cfg: RunConfig, model: Any, text: np.ndarray) -> None:
     """Makes the directory this run's, or finds that it is already."""
+    overrides = {name: value for name, value in cfg.model.overrides().items() if name != "threads"}
     settings = {
-        "model": {"name": Path(model.path).name, "bytes": Path(model.path).stat().st_size},
+        "model": {"digest": model_digest(open_gguf(model.path)), "overrides": overrides},
         "activation": model.config.activation,
         "options": asdict(options(cfg)),
         "active_share": cfg.train.active_share,
