@@ -127,12 +127,8 @@ def _apply_delta(args: argparse.Namespace) -> int:
 
 
 def _powerinfer(args: argparse.Namespace) -> int:
-    import math
-
     from specsparse.powerinfer.convert import from_powerinfer, to_powerinfer
 
-    if args.threshold is not None and math.isnan(args.threshold):
-        raise UserError("--threshold is NaN; a number is needed, such as 0")
     with _dense(args.source, args.out) as source:
         if args.back:
             from_powerinfer(source, args.out, args.predictors)

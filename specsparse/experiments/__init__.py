@@ -7,6 +7,7 @@ import importlib
 from types import ModuleType
 from typing import Protocol
 
+from specsparse.config import RunConfig
 from specsparse.errors import UserError
 
 KINDS = {
@@ -44,6 +45,12 @@ class Outcome(Protocol):
     @property
     def objective(self) -> float | None:
         """What a sweeper maximises."""
+
+
+def check_name(cfg: RunConfig) -> None:
+    """Raises UserError unless the run's name can be that of a directory."""
+    if cfg.name in ("", ".", "..") or "/" in cfg.name:
+        raise UserError(f"name={cfg.name}: a plain name is needed, it becomes a directory")
 
 
 def module_of(kind: str) -> ModuleType:

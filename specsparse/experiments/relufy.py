@@ -15,7 +15,7 @@ from specsparse.config import RunConfig
 from specsparse.convert.delta import make_delta
 from specsparse.convert.write import out_type
 from specsparse.engine.gguf import open_gguf
-from specsparse.errors import UserError
+from specsparse.experiments import check_name
 from specsparse.experiments import relu_training as training
 from specsparse.experiments.decoding import Engine
 from specsparse.training import trunk
@@ -68,8 +68,7 @@ def check(cfg: RunConfig) -> None:
     models.resolve(cfg.model.path)
     out_type(training.options(cfg).own.quantise)
     trackers.check(cfg.tracker.name, cfg.tracker.options)
-    if cfg.name in ("", ".", "..") or "/" in cfg.name:
-        raise UserError(f"name={cfg.name}: a plain name is needed, it becomes a directory")
+    check_name(cfg)
 
 
 def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) -> Relufied:

@@ -16,7 +16,7 @@ from rich.text import Text
 from specsparse import display, manifest, metrics, models, prompts, trackers
 from specsparse.config import PredictorSpec, RunConfig, choice_options
 from specsparse.errors import UserError
-from specsparse.experiments import sparse_model, sparsity_report
+from specsparse.experiments import check_name, sparse_model, sparsity_report
 from specsparse.experiments.decoding import Engine
 from specsparse.experiments.sparse_model import Sparse
 from specsparse.folders import conf_dir
@@ -95,8 +95,7 @@ def check(cfg: RunConfig) -> None:
         sparse_model.check(point)
     prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
     trackers.check(cfg.tracker.name, cfg.tracker.options)
-    if cfg.name in ("", ".", "..") or "/" in cfg.name:
-        raise UserError(f"name={cfg.name}: a plain name is needed, it becomes a directory")
+    check_name(cfg)
 
 
 def settings(cfg: RunConfig) -> list[RunConfig]:

@@ -99,8 +99,11 @@ def _refuse_model(path: Path, f: GGUFFile) -> None:
         return
     if path.samefile(f.path):
         raise UserError(f"{path}: is the model itself, a placement would overwrite it; name another file")
-    with path.open("rb") as file:
-        model = file.read(len(MAGIC)) == MAGIC  # a placement begins with PWRI
+    try:
+        with path.open("rb") as file:
+            model = file.read(len(MAGIC)) == MAGIC  # a placement begins with PWRI
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}), it may be a model; name another file") from None
     with suppress(UserError):
         model = model or open_gguf(path).metadata.get("general.architecture") != ARCHITECTURE
     if model:

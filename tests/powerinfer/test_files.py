@@ -186,7 +186,8 @@ def test_there_and_back(tmp_path, capsys, out_type):
     write_predictors(tmp_path / "p", predictors, threshold=0.25)
     argv = ["convert", "powerinfer", str(dense), str(tmp_path / "p"), "--out", str(tmp_path / "s.gguf")]
     assert main([*argv, "--type", out_type]) == 0
-    assert "PowerInfer applies another rule" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "PowerInfer applies another rule" in said and "the activation is silu: PowerInfer computes relu" in said
     made = open_gguf(tmp_path / "s.gguf")
     assert made.magic == b"PWRI" and made.metadata["powerinfer.sparse_threshold"] == 0.25
     assert ModelConfig.from_gguf(made).predictor_ranks == (32, 64) and ModelConfig.from_gguf(made).activation == "relu"
@@ -213,6 +214,15 @@ def test_a_failed_conversion_leaves_nothing(tmp_path):
     with pytest.raises(UserError, match="layer 1 has no predictor"):
         to_powerinfer(dense, tmp_path / "p", tmp_path / "out" / "s.gguf")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("threshold", [float("nan"), "x", True])
+def test_a_threshold_that_is_no_number_is_not_written_down(tmp_path, threshold):
+    dense = write_tiny_gguf(tmp_path / "dense.gguf", quant="F16", d_model=64)
+    write_predictors(tmp_path / "p", random_predictors(ModelConfig.from_gguf(open_gguf(dense))))
+    with pytest.raises(UserError, match=r"threshold is .*; a number is needed"):
+        to_powerinfer(dense, tmp_path / "p", tmp_path / "s.gguf", threshold=threshold)
+    assert not (tmp_path / "s.gguf").exists()
 
 
 def test_a_folder_of_transformers_is_a_source(tmp_path, capsys):
