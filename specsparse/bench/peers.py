@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,21 @@ PEERS = {
 EXPECTED_TG = {"Q4_1": 149.0, "Q4_0": 201.0, "Q8_0": 165.0}
 """llama.cpp's tokens per second on SmolLM2-135M: native build, two threads, a machine with AVX-512 VNNI and 34 GB/s."""
 _EXPECTED_SHAPE = (30, 576, 49152)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A text after its first token.
+
+    Attributes:
+        seconds: of all tokens but the first.
+        tokens: ids, the first one too.
+        passes: of the target, for all tokens but the first.
+    """
+
+    seconds: float
+    tokens: Sequence[int]
+    passes: float
 
 
 class Peer:
@@ -102,6 +118,14 @@ class Peer:
         0 is plain decoding. llama.cpp only.
         """
         return self._ask(do="lookup", ids=ids, n=n, drafted=drafted)["seconds"]
+
+    def speculate(self, ids: list[int], n: int, *, drafted: int, draft: Path | None = None) -> "Written":
+        """n greedy tokens after a prompt and a first token, with drafts of a second model, else by prompt lookup.
+
+        `drafted` 0 is plain decoding. llama.cpp only.
+        """
+        path = None if draft is None else str(draft.resolve())
+        return Written(**self._ask(do="speculate", ids=ids, n=n, drafted=drafted, draft=path))
 
     def close(self) -> None:
         """Ends the child."""

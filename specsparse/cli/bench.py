@@ -11,6 +11,7 @@ from typing import Any
 from specsparse.errors import UserError
 
 _ALONE = {
+    "drafter": ("ablation", "ffn_shape", "batch", "quantise", "rows", "depth"),
     "ablation": ("peer", "batch", "ffn_shape", "rows", "depth", "kv_dtype", "kernels"),
     "ffn_shape": ("peer", "batch", "rows", "depth", "kv_dtype"),
     "batch": ("peer", "quantise", "rows", "depth"),
@@ -41,6 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="instead: pp, tg and speculation by batch size: 1,2,4,8",
     )
+    add(
+        "--drafter",
+        metavar="NAME",
+        help="instead: texts with drafts of --n tokens (2,4) by smollm2-draft, a GGUF file or a drafter",
+    )
     add("--ffn-shape", type=_shape, metavar="DxF", help="instead: one FFN, sparse and dense: 4096x11008")
     add("--active", type=_shares, metavar="LIST", help="shares of neurons kept, with --ffn-shape (0.05,0.1,0.2,0.5,1)")
     add("--ablation", choices=("lut",), help="instead: look-up tables beside integer products, 4-bit weights")
@@ -58,7 +64,17 @@ def main(args: argparse.Namespace) -> int:
     if args.shapes and not args.ablation:
         raise UserError("--shapes goes with --ablation lut")
     _check_alone(args)
-    measure = _lut if args.ablation else _ffn if args.ffn_shape else _batch if args.batch else _single
+    measure = (
+        _speculation
+        if args.drafter
+        else _lut
+        if args.ablation
+        else _ffn
+        if args.ffn_shape
+        else _batch
+        if args.batch
+        else _single
+    )
     out = display.console()
     with timing_lock.turn(lambda line: out.print(line, soft_wrap=True)):
         found = measure(args, out)
@@ -122,6 +138,23 @@ def _batch(args: argparse.Namespace, out: Any) -> dict[str, Any]:
     plan = batch.BatchPlan(sizes=args.batch, pp=args.pp, tg=args.tg, repeats=args.repeats)
     found = batch.run(plan, out, model=args.model, threads=args.threads, kv_dtype=args.kv_dtype, backend=args.kernels)
     out.print(batch.table(found))
+    return found
+
+
+def _speculation(args: argparse.Namespace, out: Any) -> dict[str, Any]:
+    """Texts with drafts, beside a peer's; prints the table and returns the report."""
+    from specsparse.bench import speculation
+
+    if not args.tg:
+        raise UserError("--drafter writes texts: give --tg")
+    chosen = {"drafted": args.n} if args.n else {}
+    plan = speculation.SpeculationPlan(args.drafter, tg=args.tg, repeats=args.repeats, **chosen)
+    found = speculation.run(
+        plan, out, model=args.model, peer=args.peer, threads=args.threads, kv_dtype=args.kv_dtype, backend=args.kernels
+    )
+    out.print(speculation.table(found))
+    for line in speculation.lines(found):
+        out.print(line, soft_wrap=True)
     return found
 
 

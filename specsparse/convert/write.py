@@ -34,6 +34,7 @@ def write_model(
     sources: Iterable[tuple[str, tuple[int, ...], Callable[[], np.ndarray]]],
     kind: GGML,
     *,
+    output: GGML | None = None,
     progress: Progress = lambda done, total: None,
 ) -> ModelConfig:
     """Writes a model; one tensor at a time is in memory, and the file appears when it is whole.
@@ -43,6 +44,7 @@ def write_model(
         metadata: keys of the model and its tokenizer.
         sources: name, shape and float32 values of each tensor.
         kind: of the matrices, by the rules of `engine.requantise.type_for`; vectors are float32.
+        output: of the output matrix, where it is not to go by those rules.
         progress: called with (bytes written, bytes in all).
 
     Returns:
@@ -66,6 +68,8 @@ def write_model(
     tensors = []
     for name, shape, load in sources:
         to = type_for(TensorInfo(name, kind, shape, _NOTHING), kind, tied=tied)
+        if output is not None and name == ("token_embd.weight" if tied else "output.weight"):
+            to = output
         tensors.append(NewTensor(name, to, shape, lambda load=load, to=to: coded(load, to)))
     total = sum(t.nbytes for t in tensors)
     keys = {

@@ -1,9 +1,9 @@
-"""Text, head and checkpoints in a directory that a later run goes on from."""
+"""Text, drafter and checkpoints in a directory that a later run goes on from."""
 
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -16,8 +16,13 @@ from specsparse.errors import UserError
 from specsparse.predictors.checkpoint import load_state, save_state
 from specsparse.predictors.registry import checked
 from specsparse.training.data import DataOptions, Text, generate, read_shard
-from specsparse.training.trainer import HeadTrainer, Losses, TrainOptions, TrainState, run
+from specsparse.training.form import Form
+from specsparse.training.head_form import HeadForm
+from specsparse.training.small import SmallOptions
+from specsparse.training.small_form import SmallForm
+from specsparse.training.trainer import Losses, Trainer, TrainOptions, TrainState, run
 
+FORMS = ("head", "model")
 _SETTINGS, _TEXTS, _STATE = "settings.json", "texts", "state.safetensors"
 
 
@@ -25,6 +30,8 @@ _SETTINGS, _TEXTS, _STATE = "settings.json", "texts", "state.safetensors"
 class OwnOptions:
     """What is neither text nor training; see conf/experiment/train_drafter.yaml."""
 
+    form: str = "head"
+    texts: str | None = None
     gamma: int = 4
     save_every: int = 25
     quantise: str = "Q8_0"
@@ -33,6 +40,8 @@ class OwnOptions:
         for name in ("gamma", "save_every"):
             if getattr(self, name) < 1:
                 raise UserError(f"train.{name}={getattr(self, name)} must be at least 1")
+        if self.form not in FORMS:
+            raise UserError(f"train.form={self.form}: choose {' or '.join(FORMS)}")
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,7 @@ class Options:
     own: OwnOptions
     data: DataOptions
     train: TrainOptions
+    small: SmallOptions
 
 
 def options(cfg: RunConfig) -> Options:
@@ -50,7 +60,7 @@ def options(cfg: RunConfig) -> Options:
     Raises:
         UserError: an unknown one, or a value of the wrong type or out of range.
     """
-    owners = {"own": OwnOptions, "data": DataOptions, "train": TrainOptions}
+    owners = {"own": OwnOptions, "data": DataOptions, "train": TrainOptions, "small": SmallOptions}
     ours = {"seed", "chat"}
     where = {f.name: key for key, owner in owners.items() for f in fields(owner) if f.name not in ours}
     given: dict[str, dict[str, Any]] = {key: {} for key in owners}
@@ -67,6 +77,7 @@ def options(cfg: RunConfig) -> Options:
         OwnOptions(**given["own"]),
         DataOptions(**given["data"], chat=cfg.data.chat, seed=cfg.seed),
         TrainOptions(**given["train"], seed=cfg.seed),
+        SmallOptions(**given["small"]),
     )
 
 
@@ -78,7 +89,14 @@ def _numbers(name: str, value: Any) -> tuple[float, ...]:
 
 def folder_of(cfg: RunConfig, model: Any) -> Path:
     """Where a training keeps its files."""
-    return Path(cfg.train.output or Path("heads") / Path(model.path).stem)
+    end = "" if options(cfg).own.form == "head" else "-draft"
+    return Path(cfg.train.output or Path("heads") / f"{Path(model.path).stem}{end}")
+
+
+def form_of(cfg: RunConfig, model: Any) -> Form:
+    """What is trained."""
+    chosen = options(cfg)
+    return HeadForm(model) if chosen.own.form == "head" else SmallForm(model, chosen.small, cfg.seed)
 
 
 def claim(folder: Path, cfg: RunConfig, model: Any) -> None:
@@ -92,8 +110,11 @@ def claim(folder: Path, cfg: RunConfig, model: Any) -> None:
     found = options(cfg)
     shape = {n: getattr(found.train, n) for n in ("draft_vocab", "seed")}
     text = {f.name: getattr(found.data, f.name) for f in fields(found.data)}
+    if found.own.form != "head":
+        shape |= asdict(found.small)
     settings = json.loads(trackers.to_json({
-        "model": {"name": Path(model.path).name, "bytes": Path(model.path).stat().st_size}, "text": text, "head": shape,
+        "model": {"name": Path(model.path).name, "bytes": Path(model.path).stat().st_size}, "text": text,
+        found.own.form: shape,
     }))  # fmt: skip
     path = folder / _SETTINGS
     if path.exists():
@@ -111,10 +132,10 @@ def claim(folder: Path, cfg: RunConfig, model: Any) -> None:
 
 def texts(cfg: RunConfig, model: Any, folder: Path, console: Console) -> list[Text]:
     """Answers of `train.tokens` tokens, made where they are not there yet."""
-    wanted = cfg.train.tokens
+    wanted, chosen = cfg.train.tokens, options(cfg)
     with display.counting(console, "writing text", wanted) as bar:
         paths = generate(
-            model, options(cfg).data, folder / _TEXTS, tokens=wanted,
+            model, chosen.data, Path(chosen.own.texts or folder / _TEXTS), tokens=wanted,
             progress=lambda done: bar.update(bar.task_ids[0], completed=min(done, wanted)),
         )  # fmt: skip
     return [text for path in paths for text in read_shard(path)]
@@ -122,10 +143,10 @@ def texts(cfg: RunConfig, model: Any, folder: Path, console: Console) -> list[Te
 
 def trained(
     cfg: RunConfig, model: Any, folder: Path, found: list[Text], console: Console
-) -> tuple[TrainState, HeadTrainer, list[dict[str, Any]]]:
+) -> tuple[TrainState, Trainer, list[dict[str, Any]]]:
     """The state after the last step, its trainer, and the curve: losses and tokens seen at each checkpoint."""
     chosen = options(cfg)
-    trainer = HeadTrainer(model, chosen.train)
+    trainer = Trainer(model, chosen.train, form_of(cfg, model))
     path = folder / _STATE
     if path.exists():
         state, meta = load_state(path, trainer.like())

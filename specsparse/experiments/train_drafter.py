@@ -1,4 +1,4 @@
-"""`kind: train_drafter`: a head for a model, trained on text that the model writes, and how well it drafts."""
+"""`kind: train_drafter`: a head or a draft model, trained on text that the target writes, and how well it drafts."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,15 +16,15 @@ from specsparse.engine.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.experiments import drafter_training as training
 from specsparse.experiments.decoding import Engine
-from specsparse.speculative.drafters.head_file import write_head
-from specsparse.training import data, export
+from specsparse.training import data
 from specsparse.training.evaluate import Drafting, evaluate
+from specsparse.training.form import Form
 
 CSV_FILE = "curve.csv"
 DEFINITIONS = {
     "agreement": "held-out greedy answers: drafts whose token at a place is the answer's, of those right so far",
     "acceptance": "1 + tokens right before the first wrong one, over drafts begun at every position of those answers",
-    "loss": "KL(target, head) in nats on the step's candidates, by place in the draft",
+    "loss": "KL(target, drafter) in nats on the step's candidates, by place in the draft",
 }
 
 
@@ -34,10 +34,11 @@ class Trained:
 
     path: Path
     drafting: Drafting
+    form: Form
 
     @property
     def as_promised(self) -> bool:
-        """A head promises nothing: whatever it drafts is verified."""
+        """A drafter promises nothing: whatever it drafts is verified."""
         return True
 
     @property
@@ -73,16 +74,19 @@ def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) ->
     training.claim(folder, cfg, model)
     found = training.texts(cfg, model, folder, console)
     state, trainer, curve = training.trained(cfg, model, folder, found, console)
-    ids = np.asarray(state.ids)
-    path = write_head(
-        folder / f"{folder.name}-head.gguf", model, export.tensors(state.weights), ids, quant=chosen.own.quantise
-    )
+    ids, form = np.asarray(state.ids), trainer.form
+    path = form.write(folder / f"{_stem(folder, form)}.gguf", state.weights, ids, quant=chosen.own.quantise)
     shape = (chosen.train.rows, chosen.train.drafting)
     answers = held_out(cfg, model, console)
-    drafting = evaluate(model, state.weights, trainer.frozen(ids), ids, answers, gamma=chosen.own.gamma, shape=shape)
-    result = Trained(path, drafting)
+    drafting = evaluate(model, form, state.weights, trainer.frozen(ids), answers, gamma=chosen.own.gamma, shape=shape)
+    result = Trained(path, drafting, form)
     _write(cfg, directory, result, curve, console)
     return result
+
+
+def _stem(folder: Path, form: Form) -> str:
+    """The directory's name with that of the form behind it, once."""
+    return folder.name if folder.name.endswith(f"-{form.name}") else f"{folder.name}-{form.name}"
 
 
 def held_out(cfg: RunConfig, model: Any, console: Console) -> list[data.Text]:
@@ -110,14 +114,15 @@ def _write(cfg: RunConfig, directory: Path, result: Trained, curve: Sequence[dic
     tracker = trackers.make(cfg.tracker.name, cfg.tracker.options, directory)
     made = manifest.build(cfg.composed, Path(models.resolve(cfg.model.path)))
     (directory / CSV_FILE).write_text(_csv(curve), encoding="utf-8")
-    summary = {"head": str(result.path), "drafting": asdict(result.drafting), "curve": list(curve)}
+    summary = {result.form.name: str(result.path), "drafting": asdict(result.drafting), "curve": list(curve)}
     tracker.finish({
         "name": cfg.name, "kind": cfg.kind, "summary": summary, "definitions": DEFINITIONS,
         "manifest": made, "config": made["config"],
     })  # fmt: skip
     console.print(Text("held-out greedy answers: how often each token of a draft is right", style="bold"))
     console.print(_table(result.drafting))
-    console.print(Text(f"head: {result.path}; drafter=head drafter.head={result.path}"))
+    form = result.form
+    console.print(Text(f"{form.name}: {result.path}; drafter={form.drafter} drafter.{form.option}={result.path}"))
     console.print(Text(f"record: {directory / trackers.RECORD_FILE}, {CSV_FILE}", style="dim"))
 
 

@@ -1,19 +1,19 @@
-"""How well a head drafts held-out answers, without decoding: what it would have proposed at every position."""
+"""How well a drafter drafts held-out answers, without decoding: what it would have proposed at every position."""
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specsparse.errors import UserError
-from specsparse.kernels.dequant import embed_rows
-from specsparse.training import head
 from specsparse.training.data import Text
-from specsparse.training.head import Frozen, HeadWeights, Window
+from specsparse.training.form import Form
+from specsparse.training.head import Frozen, Window
 from specsparse.training.windows import fill, pack
 
 
@@ -33,7 +33,7 @@ class Drafting:
 
 
 def evaluate(
-    model, weights: HeadWeights, frozen: Frozen, ids: np.ndarray, texts: Sequence[Text], *, gamma: int, shape: tuple
+    model: Any, form: Form, weights: Any, frozen: Frozen, texts: Sequence[Text], *, gamma: int, shape: tuple[int, int]
 ) -> Drafting:
     """Judges drafts of `gamma` tokens on greedy answers; `shape` is (rows, drafting rows) of a window.
 
@@ -42,10 +42,10 @@ def evaluate(
     """
     rows, drafting = shape
     reach = np.zeros(gamma + 1)
-    judge = jax.jit(partial(_right, model.config, gamma=gamma))
+    judge = jax.jit(partial(_right, form, gamma=gamma))
     for group in pack(texts, range(len(texts)), rows=rows, drafting=drafting):
         window = jax.tree.map(jnp.asarray, fill([texts[i] for i in group], rows=rows, drafting=drafting))
-        right_sm = np.asarray(judge(weights, frozen, model.params.embedding, jnp.asarray(ids), window))
+        right_sm = np.asarray(judge(weights, frozen, model.params.embedding, window))
         reach += _reach(right_sm, np.asarray(window.depth))
     if not reach[0]:
         raise UserError(f"no held-out answer is longer than gamma={gamma} tokens: raise train.answer")
@@ -53,13 +53,12 @@ def evaluate(
     return Drafting(int(reach[0]), agreement, float(1 + reach[1:].sum() / reach[0]))
 
 
-def _right(config, weights, frozen, embedding, ids, window: Window, *, gamma: int) -> jax.Array:
+def _right(form: Form, weights: Any, frozen: Frozen, embedding: Any, window: Window, *, gamma: int) -> jax.Array:
     """bool[gamma, m]: whether each stream's argmax at a drafting row is the token of the text."""
     window = window._replace(hidden=window.hidden.astype(jnp.float32))
-    embedded = embed_rows(embedding, window.tokens)
     following = jnp.roll(window.tokens, -1)[window.rows]
-    found = head.streams(config, weights, frozen, embedded, window, gamma)
-    return jnp.stack([ids[jnp.argmax(head.logits(config, weights, frozen, y), axis=-1)] == following for y in found])
+    found = form.logits(weights, frozen, embedding, window, gamma)
+    return jnp.stack([frozen.ids[jnp.argmax(logits, axis=-1)] == following for logits in found])
 
 
 def _reach(right_sm: np.ndarray, depth_m: np.ndarray) -> np.ndarray:

@@ -14,9 +14,7 @@ import numpy as np
 
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.rope import rope_tables
-from specsparse.kernels.reference import rotate
-
-_NOT = -1e30
+from specsparse.training.layer import Keys, attend, feed_forward, keys, rms_norm
 
 
 class HeadWeights(NamedTuple):
@@ -73,35 +71,21 @@ class Frozen(NamedTuple):
     Attributes:
         output_norm: float32[D].
         head: float32[N, D], the output rows of the draft vocabulary.
+        ids: int32[N], which ids those are.
         cos, sin: float32[positions, d / 2].
     """
 
     output_norm: jax.Array
     head: jax.Array
+    ids: jax.Array
     cos: jax.Array
     sin: jax.Array
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x / rms(x) * weight over the last axis."""
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + jnp.float32(eps)) * _wide(weight, x)
-
-
-def _wide(weight: jax.Array, x: jax.Array) -> jax.Array:
-    return weight.reshape((1,) * (x.ndim - 1) + weight.shape)
 
 
 def rotary(config: ModelConfig, positions: int, factors: np.ndarray | None = None) -> tuple[jax.Array, jax.Array]:
     """cos and sin float32[positions, d / 2]."""
     cos, sin = rope_tables(config.rope, positions, factors)
     return jnp.asarray(cos), jnp.asarray(sin)
-
-
-class _Key(NamedTuple):
-    """Keys and values of some rows: [G, r, d] each."""
-
-    k: jax.Array
-    v: jax.Array
 
 
 def streams(
@@ -114,20 +98,20 @@ def streams(
     rows = window.rows
     cos, sin = frozen.cos[window.position], frozen.sin[window.position]
     x_nD = _enter(config, weights, window.hidden, embedded_nD)
-    base = _keys(config, weights, x_nD, cos, sin)
+    base = keys(config, weights, x_nD, cos, sin)
     gone = jnp.where(window.depth >= 0, window.text[rows], -2)
     place = jnp.arange(len(window.text))
-    own: list[_Key] = []
+    own: list[Keys] = []
     found = []
     x_mD, token_mD = x_nD[rows], embedded_nD[rows]
     for s in range(count):
         if s:
             x_mD = _enter(config, weights, _down(found[-1], 1), token_mD)
-            own.append(_keys(config, weights, x_mD, cos[rows], sin[rows]))
+            own.append(keys(config, weights, x_mD, cos[rows], sin[rows]))
         seen_mn = (window.text[None] == gone[:, None]) & (place[None] <= rows[:, None] - s)
-        drafted = [_Key(*(_down(a, s - 1 - j, axis=1) for a in key)) for j, key in enumerate(own)]
-        x_mD = _attend(config, weights, x_mD, cos[rows], sin[rows], base, seen_mn, drafted)
-        found.append(_feed_forward(config, weights, x_mD))
+        drafted = [Keys(*(_down(a, s - 1 - j, axis=1) for a in key)) for j, key in enumerate(own)]
+        x_mD = attend(config, weights, x_mD, cos[rows], sin[rows], base, seen_mn, drafted)
+        found.append(feed_forward(config, weights, x_mD))
     return found
 
 
@@ -149,35 +133,3 @@ def _down(x: jax.Array, by: int, axis: int = 0) -> jax.Array:
 def _enter(config: ModelConfig, w: HeadWeights, hidden_RD: jax.Array, embedded_RD: jax.Array) -> jax.Array:
     both = (rms_norm(hidden_RD, w.hidden_norm, config.norm_eps), rms_norm(embedded_RD, w.token_norm, config.norm_eps))
     return jnp.concatenate(both, axis=-1) @ w.fc.T
-
-
-def _heads(config: ModelConfig, x_RO: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    x = x_RO.reshape(x_RO.shape[0], -1, config.head_dim)
-    return rotate(x, cos[:, None], sin[:, None], config.rope.pairing)
-
-
-def _keys(config: ModelConfig, w: HeadWeights, x_RD: jax.Array, cos: jax.Array, sin: jax.Array) -> _Key:
-    z = rms_norm(x_RD, w.attn_norm, config.norm_eps)
-    k = _heads(config, z @ w.attn_k.T, cos, sin)
-    v = (z @ w.attn_v.T).reshape(len(z), -1, config.head_dim)
-    return _Key(k.swapaxes(0, 1), v.swapaxes(0, 1))
-
-
-def _attend(config, w: HeadWeights, x_mD, cos, sin, base: _Key, seen_mn, drafted: list[_Key]) -> jax.Array:
-    """Each row over the rows of the first stream it sees, and over one row of each later stream."""
-    z = rms_norm(x_mD, w.attn_norm, config.norm_eps)
-    q = _heads(config, z @ w.attn_q.T, cos, sin) * (1.0 / float(np.sqrt(config.head_dim)))
-    q = q.reshape(len(q), config.n_kv_heads, -1, config.head_dim)
-    scores = [jnp.where(seen_mn[None, None], jnp.einsum("mghd,gnd->ghmn", q, base.k), _NOT)]
-    scores += [jnp.einsum("mghd,gmd->ghm", q, key.k)[..., None] for key in drafted]
-    p = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
-    n = seen_mn.shape[1]
-    out = jnp.einsum("ghmn,gnd->mghd", p[..., :n], base.v)
-    for j, key in enumerate(drafted):
-        out = out + jnp.einsum("ghm,gmd->mghd", p[..., n + j], key.v)
-    return x_mD + out.reshape(len(x_mD), -1) @ w.attn_output.T
-
-
-def _feed_forward(config: ModelConfig, w: HeadWeights, x_mD: jax.Array) -> jax.Array:
-    z = rms_norm(x_mD, w.ffn_norm, config.norm_eps)
-    return x_mD + (jax.nn.silu(z @ w.ffn_gate.T) * (z @ w.ffn_up.T)) @ w.ffn_down.T

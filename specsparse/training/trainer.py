@@ -1,4 +1,4 @@
-"""Training a head: the divergence from the target's law on every stream of a draft."""
+"""Training a drafter: the divergence from the target's law on every stream of a draft."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,11 +11,12 @@ import numpy as np
 import optax
 
 from specsparse.errors import UserError
-from specsparse.kernels.dequant import dequantize, embed_rows
+from specsparse.kernels.dequant import dequantize
 from specsparse.kernels.rows import take_rows
 from specsparse.training import head
 from specsparse.training.data import Text
-from specsparse.training.head import Frozen, HeadWeights, Window
+from specsparse.training.form import Form
+from specsparse.training.head import Frozen, Window
 from specsparse.training.windows import fill, pack, spans
 
 if TYPE_CHECKING:
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How a head is trained.
+    """How a drafter is trained.
 
     Attributes:
-        draft_vocab: N, ids it scores: the most frequent ones of the answers.
+        draft_vocab: N, ids it scores: the most frequent ones of the answers; 0 for all.
         steps: of the optimiser.
         windows: of a step.
         rows, drafting: of a window, see `training.head.Window`.
@@ -58,11 +59,11 @@ class TrainOptions:
     seed: int = 0
 
     def __post_init__(self):
-        for name in ("draft_vocab", "steps", "windows", "rows", "drafting", "streams", "warmup"):
+        for name in ("steps", "windows", "rows", "drafting", "streams", "warmup"):
             if getattr(self, name) < 1:
                 raise UserError(f"train.{name}={getattr(self, name)} must be at least 1")
-        if self.candidates < 0 or self.weight_decay < 0:
-            raise UserError("train.candidates and train.weight_decay must not be below 0")
+        if min(self.candidates, self.weight_decay, self.draft_vocab) < 0:
+            raise UserError("train.candidates, train.weight_decay and train.draft_vocab must not be below 0")
         for name in ("learning_rate", "stream_weight", "clip"):
             if not getattr(self, name) > 0:
                 raise UserError(f"train.{name}={getattr(self, name)} must be above 0")
@@ -79,7 +80,7 @@ class TrainState(NamedTuple):
         step: int32[], steps done.
     """
 
-    weights: HeadWeights
+    weights: Any
     optimiser: Any
     ids: jax.Array
     step: jax.Array
@@ -119,48 +120,6 @@ def _shares(texts: Sequence[Text], ids: np.ndarray, vocab_size: int) -> np.ndarr
     return counts / counts.sum()
 
 
-def first_weights(model: "Model", texts: Sequence[Text], *, rows: int = 60_000, ridge: float = 3e-3) -> HeadWeights:
-    """Where training begins: the best linear guess, in a layer that passes it on.
-
-    `fc` is the ridge regression of the target's next row on both inputs. Queries, keys, values, gate and up are those
-    of the target's last layer; the two output matrices are 0, so that the layer adds nothing yet.
-    """
-    params, width = model.params, model.config.d_model
-    before, after, tokens = [], [], []
-    for text in texts:
-        start = max(text.prompt - 2, 0)
-        before.append(text.hidden[start:-1])
-        after.append(text.hidden[start + 1 :])
-        tokens.append(text.tokens[start + 1 :])
-        if sum(map(len, tokens)) >= rows:
-            break
-    embedded = np.asarray(embed_rows(params.embedding, jnp.asarray(np.concatenate(tokens))))
-    h, h_next, e = (_unit(np.concatenate(x) if isinstance(x, list) else x) for x in (before, after, embedded))
-    x = np.concatenate([h * np.asarray(params.output_norm), e], axis=1)
-    gram, cross = x.T @ x, x.T @ h_next
-    gram[np.diag_indices_from(gram)] += ridge * np.trace(gram) / len(gram)
-    last = params.layers[-1]
-    matrix = {n: dequantize(getattr(last, n)) for n in ("attn_q", "attn_k", "attn_v", "ffn_gate", "ffn_up")}
-    weights = HeadWeights(
-        hidden_norm=params.output_norm,
-        token_norm=jnp.ones((width,), jnp.float32),
-        fc=jnp.asarray(np.linalg.solve(gram, cross).T, jnp.float32),
-        attn_norm=last.attn_norm,
-        attn_output=jnp.zeros(last.attn_output.shape, jnp.float32),
-        ffn_norm=last.ffn_norm,
-        ffn_down=jnp.zeros(last.ffn_down.shape, jnp.float32),
-        output_norm=params.output_norm,
-        **matrix,
-    )
-    return jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), weights)  # a step donates them
-
-
-def _unit(x: np.ndarray) -> np.ndarray:
-    """Rows of mean square 1, float32."""
-    x = x.astype(np.float32)
-    return x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + np.float32(1e-5))
-
-
 def optimiser(options: TrainOptions) -> optax.GradientTransformation:
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) under a trapezoid of rates."""
     up = max(1, options.warmup)
@@ -181,44 +140,45 @@ def optimiser(options: TrainOptions) -> optax.GradientTransformation:
     )
 
 
-class HeadTrainer:
-    """Trains a head of one target, step by step; a step depends on state and data alone, so a restart changes nothing.
+class Trainer:
+    """Trains a drafter of one target; a step depends on state and data alone, so a restart changes nothing.
 
     Attributes:
         options: how.
+        form: what the drafter is.
         config: the target's.
     """
 
-    def __init__(self, model: "Model", options: TrainOptions):
-        self.model, self.options, self.config = model, options, model.config
+    def __init__(self, model: "Model", options: TrainOptions, form: Form):
+        self.model, self.options, self.form, self.config = model, options, form, model.config
         self._optimiser = optimiser(options)
         self._step = jax.jit(self._one_step, donate_argnums=(0, 1))
         self._judge = jax.jit(self._losses)
 
     def start(self, texts: Sequence[Text]) -> TrainState:
         """The state before the first step."""
-        weights = first_weights(self.model, texts)
-        ids = frequent_ids(texts, self.options.draft_vocab, self.config.vocab_size)
+        weights = self.form.first(texts)
+        ids = frequent_ids(texts, self._columns_in_all, self.config.vocab_size)
         return TrainState(weights, self._init(weights), jnp.asarray(ids), jnp.zeros((), jnp.int32))
 
     def like(self) -> TrainState:
         """A state of the right shapes, to read a checkpoint by."""
-        c, f32 = self.config, jnp.float32
-        D, q, kv = c.d_model, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
-        shapes = HeadWeights(
-            (D,), (D,), (D, 2 * D), (D,), (q, D), (kv, D), (kv, D), (D, q), (D,), (c.d_ff, D), (c.d_ff, D),
-            (D, c.d_ff), (D,),
-        )  # fmt: skip
-        weights = HeadWeights(*(jnp.zeros(shape, f32) for shape in shapes))
-        ids = jnp.zeros((min(self.options.draft_vocab, c.vocab_size),), jnp.int32)
+        weights = self.form.zeros()
+        ids = jnp.zeros((self._columns_in_all,), jnp.int32)
         return TrainState(weights, self._init(weights), ids, jnp.zeros((), jnp.int32))
+
+    @property
+    def _columns_in_all(self) -> int:
+        """N."""
+        size = self.config.vocab_size
+        return min(self.options.draft_vocab or size, size)
 
     def frozen(self, ids: np.ndarray) -> Frozen:
         """The target's part for that draft vocabulary."""
         params = self.model.params
         rows = dequantize(take_rows(params.output, np.asarray(ids)))
         cos, sin = head.rotary(self.config, self.options.rows, self.model.rope_factors)
-        return Frozen(params.output_norm, rows, cos, sin)
+        return Frozen(params.output_norm, rows, jnp.asarray(ids), cos, sin)
 
     def batches(self, texts: Sequence[Text], ids: np.ndarray, start: int) -> Iterator[Batch]:
         """The batches from step `start` on without end; the texts come in another order each time."""
@@ -263,26 +223,25 @@ class HeadTrainer:
         batch = jax.tree.map(jnp.asarray, batch)
         return self._judge(state.weights, frozen, self.model.params.embedding, batch)[1]
 
-    def _init(self, weights: HeadWeights) -> Any:
+    def _init(self, weights: Any) -> Any:
         return self._optimiser.init(weights)
 
-    def _losses(self, weights: HeadWeights, frozen: Frozen, embedding: Any, batch: Batch):
+    def _losses(self, weights: Any, frozen: Frozen, embedding: Any, batch: Batch):
         o, windows = self.options, batch.windows
-        frozen = frozen._replace(head=frozen.head[batch.columns])
+        frozen = frozen._replace(head=frozen.head[batch.columns], ids=frozen.ids[batch.columns])
         windows = windows._replace(hidden=windows.hidden.astype(jnp.float32), after=windows.after.astype(jnp.float32))
 
         def one(window: Window):
-            embedded = embed_rows(embedding, window.tokens)
-            rows = head.streams(self.config, weights, frozen, embedded, window, o.streams)
-            log_p = jax.nn.log_softmax(head.target_logits(self.config, frozen, window.after), axis=-1)
-            p, best = jnp.exp(log_p), jnp.argmax(log_p, axis=-1)
-            entropy = -jnp.sum(p * log_p, axis=-1)
+            drafts = self.form.logits(weights, frozen, embedding, window, o.streams)
+            z_mN = head.target_logits(self.config, frozen, window.after)
+            log_sum, best = jax.nn.logsumexp(z_mN, axis=-1), jnp.argmax(z_mN, axis=-1)
+            p_mN = jnp.exp(z_mN - log_sum[:, None])
+            entropy = log_sum - jnp.sum(p_mN * z_mN, axis=-1)
             found = []
-            for s, y_mD in enumerate(rows):
-                q_mN = jax.nn.log_softmax(head.logits(self.config, weights, frozen, y_mD), axis=-1)
+            for s, y_mN in enumerate(drafts):
                 counts = (window.depth >= s).astype(jnp.float32)
-                same = (jnp.argmax(q_mN, axis=-1) == best).astype(jnp.float32)
-                divergence = -jnp.sum(p * q_mN, axis=-1) - entropy
+                same = (jnp.take_along_axis(y_mN, best[:, None], axis=1)[:, 0] >= y_mN.max(axis=-1)).astype(jnp.float32)
+                divergence = jax.nn.logsumexp(y_mN, axis=-1) - jnp.sum(p_mN * y_mN, axis=-1) - entropy
                 found.append((jnp.sum(counts * divergence), jnp.sum(counts * same), counts.sum()))
             return jax.tree.map(lambda *each: jnp.stack(each), *found)
 
@@ -300,7 +259,7 @@ class HeadTrainer:
 
 
 def run(
-    trainer: HeadTrainer,
+    trainer: Trainer,
     state: TrainState,
     texts: Sequence[Text],
     *,

@@ -67,11 +67,13 @@ def law_after(model, weights, text, path, temperature):
     frozen = head.Frozen(
         model.params.output_norm,
         specsparse.kernels.dequant.dequantize(weights.head),
+        weights.ids,
         *head.rotary(model.config, C),
     )
     w = trainable(weights)
     embedded = embed_rows(model.params.embedding, window.tokens)
-    y_mD = head.streams(model.config, w, frozen, embedded, window, len(at))[-1]
+    streams = jax.jit(lambda *args: head.streams(model.config, *args, len(at))[-1])  # one program, not an op at a time
+    y_mD = streams(w, frozen, embedded, window)
     q = jax.nn.softmax(head.logits(model.config, w, frozen, y_mD[-1:]) / temperature)[0]
     out = np.zeros(V)
     out[np.asarray(weights.ids)] = np.asarray(q)

@@ -26,6 +26,7 @@ from specsparse.speculative.drafters import get_drafter
 from specsparse.testing import write_tiny_gguf
 from specsparse.training import data, trainer
 from specsparse.training.evaluate import _reach
+from specsparse.training.head_form import HeadForm
 
 OPTIONS = {
     "batch": 4, "answer": 24, "prompt_tokens": 300, "draft_vocab": 128, "steps": 6, "save_every": 2, "windows": 2,
@@ -72,10 +73,15 @@ def changed(cfg, **changes):
     return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, **changes))
 
 
+MODEL = {**OPTIONS, "form": "model", "width": 32, "heads": 2, "ffn": 64, "layers": 1, "draft_vocab": 0}
+
+
 @pytest.mark.slow
-def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("drafter", "options", "file"), [("head", OPTIONS, "head"), ("model", MODEL, "draft")])
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, monkeypatch, drafter, options, file):
+    cfg = changed(cfg, options=options)
     whole, shown, record = play(cfg, model, tmp_path / "a")
-    assert "agreement" in shown and whole.path.name == "out-head.gguf"
+    assert "agreement" in shown and whole.path.name == f"out-{file}.gguf"
     curve = record["summary"]["curve"]
     assert [p["step"] for p in curve] == [2, 4, 6] and curve[-1]["rows"] > curve[0]["rows"] > 0
     assert len(curve[0]["loss"]) == 2
@@ -100,21 +106,23 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
     assert len(saves) == 3  # no step twice
     assert found.path.read_bytes() == whole.path.read_bytes() and found.drafting == whole.drafting
     with pytest.raises(UserError, match="holds a training with another text: give train"):
-        play(changed(cfg, options={**OPTIONS, "answer": 20}), model, tmp_path / "c")
+        play(changed(cfg, options={**options, "answer": 20}), model, tmp_path / "c")
 
     plain = specsparse.generate(model, "abc abc", max_tokens=40, ignore_eos=True)
-    drafter = get_drafter("head", gamma=3, head=whole.path)
+    drafter = get_drafter(drafter, gamma=3, **{drafter: whole.path})
     got = specsparse.generate(model, "abc abc", max_tokens=40, ignore_eos=True, drafter=drafter)
     assert got.token_ids == plain.token_ids and got.stats.counters.num_draft_tokens > 0
 
 
 @pytest.mark.slow
-def test_training_learns(cfg, model, tmp_path):
-    """On a handful of texts, again and again, the divergence falls far below that of the linear guess."""
-    options = drafter_training.options(changed(cfg, options={**OPTIONS, "steps": 60, "learning_rate": 3e-3}))
+@pytest.mark.parametrize("given", [OPTIONS, MODEL], ids=["head", "model"])
+def test_training_learns(cfg, model, tmp_path, given):
+    """On a handful of texts, again and again, the divergence falls far below where it began."""
+    cfg = changed(cfg, options={**given, "steps": 60, "learning_rate": 3e-3})
+    options = drafter_training.options(cfg)
     paths = data.generate(model, options.data, tmp_path / "texts", tokens=100)
     texts = [t for p in paths for t in data.read_shard(p)]
-    made = trainer.HeadTrainer(model, options.train)
+    made = trainer.Trainer(model, options.train, drafter_training.form_of(cfg, model))
     losses = []
     state = trainer.run(made, made.start(texts), texts, on_step=lambda _, found, __: losses.append(found))
     assert int(state.step) == 60
@@ -127,7 +135,7 @@ def test_candidates_hold_what_follows(cfg, model, tmp_path):
     options = drafter_training.options(cfg)
     paths = data.generate(model, options.data, tmp_path / "texts", tokens=100)
     texts = [t for p in paths for t in data.read_shard(p)]
-    made = trainer.HeadTrainer(model, options.train)
+    made = trainer.Trainer(model, options.train, HeadForm(model))
     ids = trainer.frequent_ids(texts, 128, model.config.vocab_size)
     answers = np.concatenate([t.tokens[t.prompt :] for t in texts])
     assert set(answers) <= set(ids) or len(set(answers)) > 128
@@ -154,6 +162,8 @@ def test_reach_counts_drafts_by_the_place_of_their_first_error():
         ({"options": {"steps": 2.5}}, r"train.steps=2.5 must be of type int"),
         ({"options": {"gamma": 0}}, "train.gamma=0 must be at least 1"),
         ({"options": {"decay": 2.0}}, "train.decay=2.0"),
+        ({"options": {"form": "tree"}}, "train.form=tree: choose head or model"),
+        ({"options": {"heads": 3}}, "train.width=128 must be a multiple of 2 train.heads, 6"),
         ({"options": {"temperatures": 1.0}}, "train.temperatures=1.0: expected a list"),
     ],
 )

@@ -1,0 +1,54 @@
+"""What a drafter in training is, whatever it is: a start, a function to differentiate, a file."""
+
+import abc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+
+from specsparse.training.data import Text
+from specsparse.training.head import Frozen, Window
+
+
+class Form(abc.ABC):
+    """Base of what can be trained. Its weights are a pytree of float32 arrays.
+
+    Attributes:
+        name: the end of its file's name.
+        drafter: runs the file.
+        option: of that drafter, which takes the file.
+    """
+
+    name: ClassVar[str]
+    drafter: ClassVar[str]
+    option: ClassVar[str]
+
+    @abc.abstractmethod
+    def first(self, texts: Sequence[Text]) -> Any:
+        """The weights that training begins with."""
+
+    @abc.abstractmethod
+    def zeros(self) -> Any:
+        """Weights of the same shapes, to read a checkpoint by."""
+
+    @abc.abstractmethod
+    def logits(self, weights: Any, frozen: Frozen, embedding: Any, window: Window, count: int) -> list[jax.Array]:
+        """float32[m, N] for the s-th token of a draft, s up to `count`, at every drafting row of a window.
+
+        Args:
+            weights: differentiated.
+            frozen: the target's part, of N ids.
+            embedding: the target's, as the model keeps it.
+            window: texts with float32 rows.
+            count: streams.
+        """
+
+    @abc.abstractmethod
+    def write(self, path: Path, weights: Any, ids: np.ndarray, *, quant: str) -> Path:
+        """Writes the file; `ids` int32[N] is the draft vocabulary, `quant` the type of the matrices.
+
+        Raises:
+            UserError: a type that cannot be written.
+        """

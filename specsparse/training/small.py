@@ -1,0 +1,120 @@
+"""A small Llama as a function to differentiate: the target's vocabulary, one matrix for embedding and output."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsparse.engine.config import ModelConfig, RopeConfig
+from specsparse.engine.rope import rope_tables
+from specsparse.errors import UserError
+from specsparse.training.head import Window
+from specsparse.training.layer import attend, feed_forward, keys, rms_norm
+
+
+@dataclass(frozen=True)
+class SmallOptions:
+    """The shape of a small model.
+
+    Attributes:
+        width, heads, ffn, layers: D, H, F and L of docs/notation.md; every query head has keys of its own.
+    """
+
+    width: int = 128
+    heads: int = 4
+    ffn: int = 512
+    layers: int = 3
+
+    def __post_init__(self):
+        for name in ("width", "heads", "ffn", "layers"):
+            if getattr(self, name) < 1:
+                raise UserError(f"train.{name}={getattr(self, name)} must be at least 1")
+        if self.width % (2 * self.heads):
+            raise UserError(f"train.width={self.width} must be a multiple of 2 train.heads, {2 * self.heads}")
+
+
+class SmallLayer(NamedTuple):
+    """float32; matrices are [outputs, inputs], as `training.layer` takes them."""
+
+    attn_norm: jax.Array
+    attn_q: jax.Array
+    attn_k: jax.Array
+    attn_v: jax.Array
+    attn_output: jax.Array
+    ffn_norm: jax.Array
+    ffn_gate: jax.Array
+    ffn_up: jax.Array
+    ffn_down: jax.Array
+
+
+class SmallWeights(NamedTuple):
+    """float32.
+
+    Attributes:
+        embedding: [V, D], of the input and of the output.
+        layers: one after the other.
+        output_norm: [D].
+    """
+
+    embedding: jax.Array
+    layers: tuple[SmallLayer, ...]
+    output_norm: jax.Array
+
+
+def small_config(target: ModelConfig, options: SmallOptions) -> ModelConfig:
+    """A Llama of that shape with the target's vocabulary, context and base of rotation."""
+    dim = options.width // options.heads
+    return ModelConfig(
+        architecture="llama",
+        n_layers=options.layers,
+        d_model=options.width,
+        n_heads=options.heads,
+        n_kv_heads=options.heads,
+        head_dim=dim,
+        d_ff=options.ffn,
+        vocab_size=target.vocab_size,
+        context_length=target.context_length,
+        norm_eps=target.norm_eps,
+        rope=RopeConfig(target.rope.base, dim, "norm", original_context=target.context_length),
+        tied_output=True,
+    )
+
+
+def layer_shapes(config: ModelConfig) -> SmallLayer:
+    """Shapes of a layer's arrays."""
+    D, F, q, kv = config.d_model, config.d_ff, config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    return SmallLayer((D,), (q, D), (kv, D), (kv, D), (D, q), (D,), (F, D), (F, D), (D, F))  # type: ignore[arg-type]
+
+
+def logits(config: ModelConfig, weights: SmallWeights, ids: jax.Array, window: Window) -> jax.Array:
+    """float32[m, N] over `ids` for the token after each drafting row and its own.
+
+    Row i of a window holds the token that follows it: a text is seen from its second token on.
+    """
+    positions = len(window.tokens)
+    cos, sin = (jnp.asarray(table)[window.position] for table in rope_tables(config.rope, positions))
+    place = jnp.arange(positions)
+    seen_nn = (window.text[None] == window.text[:, None]) & (place[None] <= place[:, None])
+    x_nD = weights.embedding[window.tokens]
+    for layer in weights.layers:
+        x_nD = attend(config, layer, x_nD, cos, sin, keys(config, layer, x_nD, cos, sin), seen_nn)
+        x_nD = feed_forward(config, layer, x_nD)
+    y_mD = rms_norm(x_nD[window.rows], weights.output_norm, config.norm_eps)
+    return y_mD @ weights.embedding[ids].T
+
+
+def first_layers(config: ModelConfig, seed: int) -> tuple[SmallLayer, ...]:
+    """Random layers that add nothing yet: their two output matrices are 0."""
+    rng = np.random.default_rng(seed)
+
+    def array(name: str, shape: tuple[int, ...]) -> jax.Array:
+        if len(shape) == 1:
+            return jnp.ones(shape, jnp.float32)
+        if name in ("attn_output", "ffn_down"):
+            return jnp.zeros(shape, jnp.float32)
+        return jnp.asarray(rng.normal(0, shape[1] ** -0.5, shape), jnp.float32)
+
+    shapes = layer_shapes(config)
+    return tuple(SmallLayer(*map(array, shapes._fields, shapes)) for _ in range(config.n_layers))
