@@ -116,7 +116,7 @@ def resolve(spec: str | Path) -> Path:
     """
     text = str(spec)
     if not text:
-        raise UserError(f"no model given: name one of {', '.join(MODELS)}, or the path of a GGUF file")
+        raise UserError(f"no model given: name one of {', '.join([*MODELS, *DERIVED])}, or the path of a GGUF file")
     if text.startswith(hub.SCHEME):
         return hub.download(text)
     if text in MODELS:

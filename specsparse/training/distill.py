@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from specsparse.model import Model
 
 
+_PRESSURE = (1e-3, 0.1)
+"""Least and most of the sparsity term's weight: beyond, it holds the divergence up and the share stays where it is."""
+
+
 @dataclass(frozen=True)
 class DistillOptions:
     """How a model is distilled.
@@ -57,7 +61,7 @@ class DistillOptions:
     clip: float = 1.0
     feature: float = 0.2
     share: float = 0.3
-    follow: float = 0.05
+    follow: float = 0.5
     rounded: bool = True
     seed: int = 0
 
@@ -245,7 +249,7 @@ class Distiller:
         grads, losses = jax.grad(loss, has_aux=True)(state.ffn)
         with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counter with floats
             updates, opt = self._optimiser.update(grads, state.optimiser, state.ffn)
-        pressure = jnp.clip(state.pressure * jnp.exp(o.follow * (losses.share / o.share - 1) * 10), 1e-3, 30.0)
+        pressure = jnp.clip(state.pressure * jnp.exp(o.follow * (losses.share / o.share - 1)), *_PRESSURE)
         return State(optax.apply_updates(state.ffn, updates), opt, pressure, state.step + 1), losses
 
     def _fidelity(self, ffn: FFN, passage: Passage, counts_n: jax.Array):

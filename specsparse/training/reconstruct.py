@@ -104,13 +104,13 @@ def begin(ffn: FFN, z_nD: jax.Array, y_nD: jax.Array, options: LayerOptions) -> 
 
     SiLU's negative lobe, summed over all neurons, is nearly a linear map of the inputs. So the neurons that matter
     least become linear: their gate is a constant (`constant_direction`), `up` and `down` are the best map of that rank
-    to what ReLU leaves over (reduced-rank regression). The gates of the others are shifted so that, all in all, the
-    share aimed at and a twentieth of it is active; `down` is fitted anew for all.
+    to what ReLU leaves over (reduced-rank regression). The gates of the others are shifted so that, all in all, a
+    twentieth less than the share aimed at is active, since training raises it; `down` is fitted anew for all.
     """
     part = slice(0, _SEARCHED)
     width, inputs = ffn.gate.shape
     count = min(round(options.linear * width), inputs)  # a linear map has no higher rank
-    share = max((1.05 * options.share * width - count) / (width - count), 0.01)
+    share = max((0.95 * options.share * width - count) / (width - count), 0.01)
     return _begin(ffn, z_nD[part], y_nD[part], jnp.float32(min(share, 1.0)), count)
 
 
