@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from specsparse import kernels
+from specsparse.errors import UserError
 from specsparse.machine import cpu_info
 from specsparse.places import cache_dir
 from specsparse.trackers import write_atomically
@@ -86,6 +87,6 @@ def sha256_of(path: Path) -> str:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     known = {**(known if isinstance(known, dict) else {}), key: digest.hexdigest()}
-    with contextlib.suppress(OSError):  # a cache that cannot be written costs time, nothing else
+    with contextlib.suppress(UserError):  # a cache that cannot be written costs time, nothing else
         write_atomically(store, json.dumps(known))
     return known[key]

@@ -104,8 +104,8 @@ DEFINITIONS: dict[str, str] = {
     "share_sample": "law, verdict and sampling time / decode time",
     "share_commit": "cache commit and bookkeeping time / decode time",
     "share_rest": "everything but draft and verify / decode time",
-    "speedup_ratio_of_totals": "sum of plain seconds per token / sum of speculative seconds per token, same prompts",
-    "speedup_mean_of_ratios": "mean over prompts of plain / speculative seconds per token",
+    "speedup_ratio_of_totals": "sum of plain seconds / sum of speculative seconds, scaled to as many tokens",
+    "speedup_mean_of_ratios": "mean over prompts and repeats of plain / speculative seconds per token",
 }
 
 
@@ -141,17 +141,18 @@ def rates(counters: Counters) -> dict[str, Any]:
     }
 
 
-def _llama_cpp(c: Counters) -> dict[str, Any]:
-    """`examples/speculative` counts a tree's levels where we count its nodes; for a chain they are one."""
+def _llama_cpp(c: Counters, tree: bool) -> dict[str, Any]:
+    """`examples/speculative` counts the levels a tree came to, which nodes do not tell: drafted is None for trees."""
+    drafted = None if tree else c.num_draft_tokens
     return {
         "n_predict": c.num_emitted_tokens,
-        "n_drafted": c.num_draft_tokens,
+        "n_drafted": drafted,
         "n_accept": c.num_accepted_tokens,
-        "accept": None if not c.num_draft_tokens else 100 * c.num_accepted_tokens / c.num_draft_tokens,
+        "accept": 100 * c.num_accepted_tokens / drafted if drafted else None,
     }
 
 
-def _sglang(c: Counters) -> dict[str, Any]:
+def _sglang(c: Counters, tree: bool) -> dict[str, Any]:
     """The bonus token stands in the numerator of both."""
     return {
         "spec_verify_ct": c.num_rounds,
@@ -160,7 +161,7 @@ def _sglang(c: Counters) -> dict[str, Any]:
     }
 
 
-def _spec_bench(c: Counters) -> dict[str, Any]:
+def _spec_bench(c: Counters, tree: bool) -> dict[str, Any]:
     """The prompt's time counts."""
     return {
         "mean_accepted_tokens": _ratio(c.num_emitted_tokens, c.num_rounds),
@@ -172,15 +173,23 @@ STYLES = {"llama.cpp": _llama_cpp, "sglang": _sglang, "spec-bench": _spec_bench}
 """Other projects' definitions by name."""
 
 
-def export(counters: Counters, style: str) -> dict[str, Any]:
-    """The counters as another project of `STYLES` defines and names them (`accept` of llama.cpp is in percent).
+def export(counters: Counters, style: str, *, tree: bool = False) -> dict[str, Any]:
+    """The counters as another project of `STYLES` defines and names them.
+
+    Args:
+        counters: of a run.
+        style: of `STYLES`.
+        tree: whether the drafts branched.
+
+    Returns:
+        Its figures by its names (`accept` of llama.cpp is in percent); None where the counters do not tell one.
 
     Raises:
         ValueError: an unknown style.
     """
     if style not in STYLES:
         raise ValueError(f"unknown style {style!r}; there are {', '.join(STYLES)}")
-    return STYLES[style](counters)
+    return STYLES[style](counters, tree)
 
 
 class Speedup(NamedTuple):

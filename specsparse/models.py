@@ -1,14 +1,17 @@
 """Model names, paths and references to the Hub -> a file on this machine."""
 
 import difflib
+import hashlib
 import importlib.util
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from specsparse import hub
 from specsparse.errors import UserError
+from specsparse.places import cache_dir
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,23 @@ MODELS = {
     "smollm2-draft": PackagedModel("specsparse", "data/models/smollm2-draft.gguf", "pip install specsparse"),
 }
 """Models that come with a package, by name."""
+
+
+@dataclass(frozen=True)
+class DerivedModel:
+    """A model that specsparse makes of another and a difference that travels with it.
+
+    Attributes:
+        base: name in `MODELS`.
+        delta: file in `specsparse/data/models`, see `convert.delta`.
+    """
+
+    base: str
+    delta: str
+
+
+DERIVED = {"smollm2-135m-relu": DerivedModel("smollm2-135m", "smollm2-135m-relu.delta.gguf")}
+"""Models made on first use, by name."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +107,7 @@ def resolve(spec: str | Path) -> Path:
     """The file of a model.
 
     Args:
-        spec: a name of `MODELS` or `FILES`, the path of a GGUF file (of a split model the first one), or
+        spec: a name of `MODELS`, `DERIVED` or `FILES`, the path of a GGUF file (of a split model the first one), or
             `hf://owner/repo/file.gguf[@revision]`, which is downloaded (see `hub.download`).
 
     Raises:
@@ -96,11 +116,13 @@ def resolve(spec: str | Path) -> Path:
     """
     text = str(spec)
     if not text:
-        raise UserError(f"no model given: name one of {', '.join(MODELS)}, or the path of a GGUF file")
+        raise UserError(f"no model given: name one of {', '.join([*MODELS, *DERIVED])}, or the path of a GGUF file")
     if text.startswith(hub.SCHEME):
         return hub.download(text)
     if text in MODELS:
         return _packaged(text, MODELS[text])
+    if text in DERIVED:
+        return _derived(text, DERIVED[text])
     if text in FILES:
         return _known(text)
     path = Path(spec).expanduser()
@@ -108,7 +130,7 @@ def resolve(spec: str | Path) -> Path:
         return path
     if "/" in text or "\\" in text or text.lower().endswith(".gguf"):
         raise UserError(f"{text}: no such file")
-    near = difflib.get_close_matches(text.lower(), [*MODELS, *FILES], n=3, cutoff=0.5) or list(MODELS)
+    near = difflib.get_close_matches(text.lower(), [*MODELS, *DERIVED, *FILES], n=3, cutoff=0.5) or list(MODELS)
     raise UserError(f"unknown model {text!r}: did you mean {' or '.join(near)}? The path of a GGUF file is fine too")
 
 
@@ -144,3 +166,20 @@ def _packaged(name: str, model: PackagedModel) -> Path:
         if path.is_file():
             return path
     raise UserError(f"model {name!r} is not installed; run: {model.install}")
+
+
+def _derived(name: str, model: DerivedModel) -> Path:
+    """The file in the cache, made now if it is not there or is of another version of the difference."""
+    from specsparse.convert.delta import apply_delta
+
+    delta = Path(__file__).parent / "data" / "models" / model.delta
+    try:
+        version = hashlib.sha256(delta.read_bytes()).hexdigest()[:12]
+    except OSError:
+        raise UserError(f"{delta}: is missing from this installation; install specsparse again") from None
+    path = cache_dir() / "models" / f"{name}-{version}.gguf"
+    if not path.is_file():
+        base = resolve(model.base)
+        print(f"making {name} of {model.base} and {model.delta}, once: {path}", file=sys.stderr)
+        apply_delta(base, delta, path)
+    return path

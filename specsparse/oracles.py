@@ -14,25 +14,31 @@ class Costs(NamedTuple):
     c0: float = 0.0
 
 
-def oracles(counters: Counters, speedup: float, costs: Costs | None = None) -> dict[str, Any]:
+def oracles(
+    counters: Counters, speedup: float, costs: Costs | None = None, *, levels: int | None = None
+) -> dict[str, Any]:
     """Speed-ups of three oracles, None where the run does not say.
 
     Args:
         counters: of the speculative side.
         speedup: measured.
         costs: for the best length in hindsight.
+        levels: most levels of the drafted trees, None for chains.
 
     Returns:
         `free_draft`: the same rounds without the time of drafting (needs the time split). `perfect_draft`: the same
-        draft lengths and round times with every drafted token accepted. `best_gamma`: {"gamma", "speedup"} of the
-        fixed length up to the longest drafted that predicts best from the acceptance found at each position.
+        drafts and round times with every drafted token of a chain accepted, or a path down all `levels` of a tree.
+        `best_gamma`: {"gamma", "speedup"} of the fixed length up to the longest drafted that predicts best from the
+        acceptance found at each position; None for trees, whose positions are no draft lengths.
     """
     c, t = counters, counters.times
     free = speedup * t.total / (t.total - t.draft) if t.draft and t.verify and t.total > t.draft else None
     perfect = None
     if c.num_rounds and c.num_emitted_tokens:
-        perfect = speedup * (c.num_rounds + c.num_draft_tokens) / c.num_emitted_tokens
-    return {"free_draft": free, "perfect_draft": perfect, "best_gamma": _best_gamma(c, costs)}
+        right = c.num_draft_tokens if levels is None else c.num_drafts * levels
+        perfect = speedup * (c.num_rounds + right) / c.num_emitted_tokens
+    best = _best_gamma(c, costs) if levels is None else None
+    return {"free_draft": free, "perfect_draft": perfect, "best_gamma": best}
 
 
 def _best_gamma(c: Counters, costs: Costs | None) -> dict[str, Any] | None:

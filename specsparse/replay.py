@@ -5,21 +5,19 @@ figure says what another method would accept *from those places*; with the run's
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from specsparse.errors import UserError
 from specsparse.recording import Recording
+from specsparse.reheat import reheat
 from specsparse.speculative.base import ROOT, Draft, DraftKind, Verifier
 from specsparse.speculative.exact import End, ends
 from specsparse.speculative.verifiers.match import Match
 from specsparse.speculative.verify import get_verifier, valid_verifiers
-
-MAX_ENUMERATED = 10
-"""Most nodes of a draft whose coins are enumerated; the run's own coins are used beyond."""
-MOST_REST = 1e-3
-"""Most mass beyond the recorded tokens at which a law may be reheated."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +26,9 @@ class Replayed:
 
     Attributes:
         verifier, gamma: the method; gamma bounds the depth.
+        widths: most siblings on each level, None for as many as were recorded.
         rounds, drafts, drafted: rounds, those with a draft, drafted nodes.
-        accepted: expected accepted nodes, over the coins; None where that was not enumerated.
+        accepted: expected accepted nodes, over the coins.
         per_position: expected, by depth.
         realised: accepted nodes with the recorded run's own coins, or its own target tokens for `match` and `greedy`.
     """
@@ -39,20 +38,20 @@ class Replayed:
     rounds: int
     drafts: int
     drafted: int
-    accepted: float | None
+    accepted: float
     per_position: tuple[float, ...]
     realised: int
+    widths: tuple[int, ...] | None = None
 
     @property
     def tokens_per_pass(self) -> float:
-        """Emitted tokens a round: the accepted ones and one more. Expected, or realised where that is not known."""
-        return 1 + (self.realised if self.accepted is None else self.accepted) / self.rounds
+        """Expected emitted tokens a round: the accepted ones and one more."""
+        return 1 + self.accepted / self.rounds
 
     @property
     def mean_acceptance_length(self) -> float | None:
         """1 + accepted / drafts."""
-        found = self.realised if self.accepted is None else self.accepted
-        return 1 + found / self.drafts if self.drafts else None
+        return 1 + self.accepted / self.drafts if self.drafts else None
 
 
 class _Round(NamedTuple):
@@ -75,48 +74,100 @@ def verifiers_of(recording: Recording) -> list[str]:
 
 
 def replay(
-    recording: Recording, verifier: str | Verifier, *, gamma: int | None = None, temperature: float | None = None
+    recording: Recording,
+    verifier: str | Verifier,
+    *,
+    gamma: int | None = None,
+    widths: Sequence[int] | None = None,
+    temperature: float | None = None,
 ) -> Replayed:
-    """Acceptance of a verifier on drafts cut to depth `gamma`, at another temperature of the target if given.
+    """Acceptance of a verifier on drafts cut to a depth or to a narrower tree, at another temperature if given.
+
+    Args:
+        recording: the rounds.
+        verifier: by name, or made.
+        gamma: depth to cut to; None keeps the recorded one.
+        widths: most siblings to keep on each level instead, the eldest, and no level beyond. For top siblings and
+            independent draws that is the draft of the narrower tree; so it is for draws without replacement, where
+            an elder sibling's law does not know the younger. (A dynamic tree would grow elsewhere instead.)
+        temperature: of the target; None keeps the recorded one.
 
     Raises:
-        UserError: a verifier that does not fit the draws, a gamma out of range, a temperature that cannot be had.
+        UserError: a verifier that does not fit the draws, a gamma out of range, a tree wider or deeper than the
+            recorded ones, a temperature that cannot be had.
     """
-    about, own = recording.about, recording.about["depth"]
+    about = recording.about
     verifier = get_verifier(verifier) if isinstance(verifier, str) else verifier
-    gamma = own if gamma is None else gamma
-    if not 1 <= gamma <= own:
-        raise UserError(f"gamma={gamma}: the record has drafts of 1..{own} tokens")
+    gamma, shape = _cut(recording, gamma, widths)
     heat = about["temperature"] if temperature is None else temperature
     if not verifier.accepts(DraftKind(about["kind"]), tree=about["tree"], temperature=heat):
         names = ", ".join(valid_verifiers(DraftKind(about["kind"]), tree=about["tree"], temperature=heat))
         raise UserError(f"verifier={verifier.name} cannot verify the {about['kind']} drafts recorded: one of {names}")
     if temperature is not None and temperature != about["temperature"]:
-        recording = _reheat(recording, temperature)
+        recording = reheat(recording, temperature)
     total, drafts, drafted, realised = np.zeros(gamma), 0, 0, 0
-    known = True
     for r in range(len(recording)):
-        one = _round(recording, r, gamma)
+        one = _round(recording, r, shape)
         count = int(one.draft.count)
         if not count:
             continue
         drafts, drafted = drafts + 1, drafted + count
-        found = None if count > MAX_ENUMERATED and about["tree"] else _expected(verifier, one, gamma)
-        known = known and found is not None
-        total += 0 if found is None else found
+        total += _expected(verifier, one, gamma)
         realised += _realised(verifier, one)
-    per_position = tuple(float(t) / drafts for t in total) if drafts and known else ()
-    accepted = float(total.sum()) if known else None
-    return Replayed(verifier.name, gamma, len(recording), drafts, drafted, accepted, per_position, realised)
+    per_position = tuple(float(t) / drafts for t in total) if drafts else ()
+    return Replayed(
+        verifier.name, gamma, len(recording), drafts, drafted, float(total.sum()), per_position, realised,
+        None if widths is None else shape,
+    )  # fmt: skip
 
 
-def _round(recording: Recording, r: int, gamma: int) -> _Round:
-    """Round r, nodes deeper than gamma left out (which no token decides), ids turned into columns."""
-    depths: list[int] = []
-    for i in range(recording.count[r]):
-        parent = recording.parents[r, i]
-        depths.append(1 if parent == ROOT else depths[parent] + 1)
-    kept = [i for i, d in enumerate(depths) if d <= gamma]
+def _cut(recording: Recording, gamma: int | None, widths: Sequence[int] | None) -> tuple[int, tuple[int, ...]]:
+    """Depth, and most siblings to keep on each level: `widths`, or all of the levels down to `gamma`."""
+    own = recording.about["depth"]
+    if widths is None:
+        depth = own if gamma is None else gamma
+        if not 1 <= depth <= own:
+            raise UserError(f"gamma={depth}: the record has drafts of 1..{own} tokens")
+        return depth, (recording.nodes,) * depth
+    shape = tuple(widths)
+    asked = f"tree={','.join(map(str, shape))}"
+    if gamma is not None:
+        raise UserError(f"{asked} and gamma={gamma} both say how deep: give one of them")
+    most = _widest(recording)
+    if not (shape and min(shape) >= 1 and len(shape) <= len(most) and all(a <= b for a, b in zip(shape, most))):
+        raise UserError(f"{asked}: the record has at most {','.join(map(str, most)) or 'no'} siblings on its levels")
+    return len(shape), shape
+
+
+def _widest(recording: Recording) -> tuple[int, ...]:
+    """Most siblings on each level of any recorded draft."""
+    most = [0] * recording.about["depth"]
+    for r in range(len(recording)):
+        for depth, rank in _places(recording, r):
+            most[depth - 1] = max(most[depth - 1], rank + 1)
+    return tuple(most[: most.index(0)] if 0 in most else most)
+
+
+def _places(recording: Recording, r: int) -> list[tuple[int, int]]:
+    """(depth, rank among its siblings) of every node of round r."""
+    places: list[tuple[int, int]] = []
+    born: Counter[int] = Counter()
+    for parent in recording.parents[r, : recording.count[r]].tolist():
+        places.append((1 if parent == ROOT else places[parent][0] + 1, born[parent]))
+        born[parent] += 1
+    return places
+
+
+def _round(recording: Recording, r: int, shape: Sequence[int]) -> _Round:
+    """Round r, ids turned into columns; of each level the `shape` eldest siblings, and none deeper.
+
+    No token decides what is left out.
+    """
+    places, kept = _places(recording, r), []
+    for i, (depth, rank) in enumerate(places):
+        parent = int(recording.parents[r, i])
+        if depth <= len(shape) and rank < shape[depth - 1] and (parent == ROOT or parent in kept):
+            kept.append(i)
     index = {ROOT: ROOT, **{old: new for new, old in enumerate(kept)}}
     parents = np.array([index[int(recording.parents[r, i])] for i in kept], np.int32)
     rows = [0, *(1 + i for i in kept)]
@@ -133,11 +184,11 @@ def _round(recording: Recording, r: int, gamma: int) -> _Round:
     if recording.q is not None and recording.q_rest is not None:
         q = np.concatenate([recording.q[r, kept], recording.q_rest[r, kept, None]], axis=1).astype(np.float64)
     draft = Draft(tokens, parents, np.int32(len(kept)), q)
-    return _Round(draft, p_nW, tuple(depths[i] for i in kept), recording.coins[r, kept], targets)
+    return _Round(draft, p_nW, tuple(places[i][0] for i in kept), recording.coins[r, kept], targets)
 
 
 def _expected(verifier: Verifier, one: _Round, gamma: int) -> np.ndarray:
-    """float[gamma]: chance that a node of each depth is accepted."""
+    """float[gamma]: chance that a node of each depth is accepted. Every node is visited once."""
     chance = np.zeros(gamma)
     if isinstance(verifier.rule, Match):
         reach: list[float] = []
@@ -166,35 +217,3 @@ def _realised(verifier: Verifier, one: _Round) -> int:
 
 def _meets(end: End, coins: np.ndarray) -> bool:
     return all((coins[coin.node] < np.float32(coin.chance)) == coin.passed for coin in end.coins)
-
-
-def _reheat(recording: Recording, temperature: float) -> Recording:
-    """p at another temperature: p^(T / T') at the recorded tokens; what lies beyond them must hardly count."""
-    about: dict[str, Any] = recording.about
-    exists = np.arange(recording.p.shape[1])[None] <= recording.count[:, None]
-    rest = float(np.where(exists, recording.p_rest, 0).max())
-    if about["temperature"] == 0 or about["truncated"] or rest > MOST_REST or temperature <= 0:
-        why = (
-            "it was greedy" if about["temperature"] == 0
-            else "p was truncated" if about["truncated"]
-            else "it must be above 0" if temperature <= 0
-            else f"up to {rest:.1%} of p lies beyond the recorded tokens; record more of them"
-        )  # fmt: skip
-        raise UserError(f"temperature={temperature:g} cannot be had from this record: {why}")
-    power = about["temperature"] / temperature
-    p = recording.p.astype(np.float64) ** power
-    tail = recording.p_rest.astype(np.float64) ** power
-    mass = p.sum(axis=2) + tail
-    safe = np.where(mass > 0, mass, 1.0)
-    rng = np.random.default_rng(0)  # the recorded target tokens are draws of another law: draw anew
-    cdf = np.cumsum(p / safe[..., None], axis=2)
-    columns = (cdf < rng.random(cdf.shape[:2])[..., None]).sum(axis=2)
-    inside = np.minimum(columns, p.shape[2] - 1)
-    targets = np.where(columns < p.shape[2], np.take_along_axis(recording.ids, inside[..., None], axis=2)[..., 0], -1)
-    return dataclasses.replace(
-        recording,
-        about={**about, "temperature": temperature},
-        p=p / safe[..., None],
-        p_rest=tail / safe,
-        targets=targets.astype(np.int32),
-    )

@@ -12,6 +12,7 @@ from typing import Any
 
 from specsparse.errors import UserError
 from specsparse.folders import conf_dir
+from specsparse.shorthand import shorthand
 
 EXIT_MISTAKE = 2
 
@@ -20,29 +21,6 @@ def fail(message: str) -> int:
     """Print the one line that a mistake gets; returns its exit code."""
     print(f"specsparse: {' '.join(message.split())}", file=sys.stderr)
     return EXIT_MISTAKE
-
-
-def shorthand(argv: list[str]) -> list[str]:
-    """Spell out the short forms: `model=FILE.gguf`, `data=FILE.jsonl`, `experiment=NAME` without its plus sign."""
-    out = []
-    for arg in argv:
-        key, eq, value = arg.partition("=")
-        is_path = bool(re.search(r"\.(gguf|jsonl|txt)$|^hf://|^[~./]", value))
-        if eq and key == "model" and is_path:
-            out += ["model=custom", f"model.path={_quote(os.path.expanduser(value))}"]
-        elif eq and key == "data" and is_path:
-            out += [f"data.source={_quote(os.path.expanduser(value))}"]
-        elif eq and key == "experiment":
-            out.append(f"+{arg}")
-        elif eq and re.fullmatch(r"[\d.]+|true|false|null", value, re.IGNORECASE) and (conf_dir() / key).is_dir():
-            out.append(f"{key}='{value}'")  # Hydra has a traceback for a choice that is not a text
-        else:
-            out.append(arg)
-    return out
-
-
-def _quote(value: str) -> str:
-    return value if re.fullmatch(r"[\w./:~-]+", value) else "'" + value.replace("'", "\\'") + "'"
 
 
 class CheckBeforeStart:

@@ -134,12 +134,16 @@ class SparsitySpec:
     Attributes:
         vary: option of the predictor, or "threshold" with ffn=powerinfer, that takes each of `values`; without values
             the config itself is the only point.
+        predictors: instead of values: these predictors beside each other, each with the options of its config file.
+        recall: of those that can be set to one (svd, signbit), in place of their threshold.
         window, judged: tokens of a piece of text, and pieces that quality is judged on.
         tokens, repeats: to decode for the speed, with each point in turn; 0: quality only.
     """
 
     vary: str = "share"
     values: tuple[float, ...] = ()
+    predictors: tuple[str, ...] = ()
+    recall: float | None = None
     window: int = 128
     judged: int = 6
     tokens: int = 64

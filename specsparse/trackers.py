@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from specsparse.atomic import atomically
 from specsparse.errors import UserError
 
 ROWS_FILE = "prompts.jsonl"
@@ -22,18 +23,15 @@ _OPTIONS = {"jsonl": (), "wandb": ("group", "mode", "project")}
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that a reader (or a killed run) sees the old content or the new one, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    """Write a file so that a reader (or a killed run) sees the old content or the new one, never half of it.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    with atomically(path) as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def to_json(value: Any, **options: Any) -> str:

@@ -6,7 +6,9 @@ from functools import partial
 import pytest
 
 from specsparse.bench import lut
+from specsparse.bench.ffn import FfnPlan
 from specsparse.cli.main import main
+from specsparse.errors import UserError
 from specsparse.kernels import native_cpu
 
 pytestmark = pytest.mark.skipif(not native_cpu.available(), reason=f"no native kernels: {native_cpu.why_missing()}")
@@ -54,3 +56,11 @@ def test_what_cannot_be_measured_is_said(args, said, capsys):
     code, out, err = bench(capsys, *args)
     assert (code, out) == (2, "")
     assert said in err
+
+
+def test_the_shape_of_an_ffn_must_fit_the_types_that_are_measured():
+    FfnPlan(576, 1536, (1.0,), types=("Q4_0", "F16"), rank=64).validate()
+    with pytest.raises(UserError, match="576x1536: multiples of 256 fit Q4_0, Q4_K"):
+        FfnPlan(576, 1536, (1.0,), types=("Q4_0", "Q4_K")).validate()
+    with pytest.raises(UserError, match="60x1536: multiples of 32 fit Q4_0"):
+        FfnPlan(60, 1536, (1.0,), types=("Q4_0",)).validate()

@@ -9,9 +9,12 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from specsparse import config, run
+from specsparse import config, run, shorthand
 from specsparse.errors import UserError
-from specsparse.speculative.drafters.registry import get_drafter
+from specsparse.speculative import policies
+from specsparse.speculative.drafters import registry as drafters
+from specsparse.speculative.drafters.registry import DRAFTERS, get_drafter
+from specsparse.speculative.policies import POLICIES, get_policy
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden"
@@ -78,11 +81,11 @@ def test_every_choice_of_every_group_is_valid(choice):
     assert isinstance(config.from_omegaconf(composed(choice, *needed.get(choice, []))), config.RunConfig)
 
 
-DRAFTERS = sorted(f.stem for f in (run.conf_dir() / "drafter").glob("*.yaml") if f.stem != "none")
+DRAFTER_FILES = sorted(f.stem for f in (run.conf_dir() / "drafter").glob("*.yaml") if f.stem != "none")
 
 
 @pytest.mark.parametrize("experiment", ["spec_smollm2", "sweep_gamma", "sweep_temperature", "compare"])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", DRAFTER_FILES)
 def test_an_experiment_takes_another_drafter(experiment, drafter):
     """No experiment sets an option that only its own drafter has."""
     cfg = composed(f"+experiment={experiment}", f"drafter={drafter}", "model.path=x.gguf")
@@ -189,6 +192,41 @@ def test_short_forms():
     assert run.shorthand(["model=/x/it's.gguf"])[1] == r"model.path='/x/it\'s.gguf'"
     assert run.shorthand(["data=mine.txt", "model=smollm2"]) == ["data.source=mine.txt", "model=smollm2"]
     assert run.shorthand(["experiment=a", "+experiment=a", "-m"]) == ["+experiment=a", "+experiment=a", "-m"]
+    lists = ["+experiment=compare", "drafter=ngram,suffix", "verifier=greedy,delta"]
+    assert run.shorthand(lists)[1:] == ["compare.drafters=[prompt_lookup,suffix]", "compare.verifiers=[greedy,delta]"]
+    assert run.shorthand([*lists, "-m"])[1] == "drafter=prompt_lookup,suffix"
+
+
+def test_names_of_other_projects_are_those_of_the_factories():
+    """Each stands for the same option there, and for a key of some file in conf/."""
+    for name, target in shorthand.OPTION_NAMES.items():
+        group, key = target.split(".")
+        factories = (DRAFTERS if group == "drafter" else POLICIES).values()
+        options = [f.options[key] for f in factories if key in f.options]
+        assert any(name.split(".")[1] in option.aliases for option in options if option), name
+        assert any(key in OmegaConf.load(f) for f in (run.conf_dir() / group).glob("*.yaml")), target
+    assert shorthand.CHOICE_NAMES["drafter"] == drafters.ALIASES
+    assert shorthand.CHOICE_NAMES["policy"] == {k: v for k, v in policies.ALIASES.items() if k != "n_min"}
+
+
+def test_names_of_other_projects_arrive():
+    given = [
+        "policy=n_min",
+        "policy.draft_max=16",
+        "policy.draft_min=5",
+        "drafter=ngram",
+        "drafter.prompt_lookup_max=4",
+    ]
+    cfg = config.from_omegaconf(composed(*run.shorthand(given)))
+    assert (cfg.policy.gamma, cfg.policy.options["n_min"], cfg.drafter.name) == (16, 5, "prompt_lookup")
+    assert cfg.drafter.options["ngram_max"] == 4
+
+
+@pytest.mark.parametrize("policy", ["heuristic", "auto_off", "cost", "confidence"])
+def test_a_policy_takes_a_short_draft(policy):
+    """What its file says must not keep it from gamma 1."""
+    cfg = config.from_omegaconf(composed(f"policy={policy}", "policy.gamma=1"))
+    get_policy(policy, **{**cfg.policy.options, "gamma": 1} | ({"v": [1.0, 1.2]} if "v" in cfg.policy.options else {}))
 
 
 def test_help_is_a_page_for_a_person():

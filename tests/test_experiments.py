@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from hydra import compose, initialize_config_dir
 from rich.console import Console
 
 from specsparse import experiment, machine, models
@@ -20,10 +21,12 @@ from specsparse.config import (
     RunConfig,
     TrackerSpec,
     VerifierSpec,
+    from_omegaconf,
 )
 from specsparse.errors import UserError
 from specsparse.experiments import certify as certify_kind
 from specsparse.experiments import compare, sweep
+from specsparse.folders import conf_dir
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.with_policy import WithPolicy
 from specsparse.speculative.method import choose_verifier, make_drafter
@@ -89,18 +92,23 @@ def test_a_watched_run_with_a_policy_and_the_host_loop(cfg, tmp_path):
     assert "oracles" in summary and summary["jit_over_host_loop"]["prompts"] == 2
 
 
-def test_llama160m_runs_on_tiny_models(cfg, files, tmp_path):
-    """The settings of the experiment file; drafts of a random model are unsure, so p_min and draft_min are lowered."""
-    drafter = DrafterSpec("model", {"model": str(files / "draft.gguf"), "special_tokens": "target"})
-    cfg = dataclasses.replace(
-        cfg, drafter=drafter, verifier=VerifierSpec("match"),
-        policy=PolicySpec("p_min", 4, {"p_min": 0.01, "n_min": 2}),
-        sampling={"temperature": 0.8, "top_p": 0.95, "ignore_eos": True},
-    )  # fmt: skip
-    found, text, _ = play(cfg, tmp_path)
-    assert found.as_promised and found.identity.differing == 0
+LLAMA160M = {
+    "spec_llama160m": ("model x match (lossless: plain decoding's tokens)", ["policy.p_min=0.01", "policy.n_min=2"]),
+    "spec_llama160m_pq": ("model x token (lossless in law)", ["policy.p_min=0.01"]),
+}
+
+
+@pytest.mark.parametrize("name", LLAMA160M)
+def test_llama160m_runs_on_tiny_models(cfg, files, tmp_path, name):
+    """The experiment files themselves. Drafts of a random model are unsure, so p_min and draft_min are lowered."""
+    label, lower = LLAMA160M[name]
+    own = [f"model.path={files / 'target.gguf'}", f"drafter.model={files / 'draft.gguf'}", "policy.gamma=4"]
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        of_file = from_omegaconf(compose("config", [f"+experiment={name}", *own, *lower]))
+    few = {key: getattr(cfg, key) for key in ("data", "max_tokens", "tracker", "warmup", "time_split", "stream")}
+    found, text, _ = play(dataclasses.replace(of_file, **few), tmp_path)
+    assert found.as_promised and label in text
     assert found.groups["all"].sides["speculative"].counters.num_drafts > 0
-    assert "model x match (lossless: plain decoding's tokens)" in text
 
 
 def test_where_the_files_are_not_there_one_line_says_which(cfg, monkeypatch, tmp_path):

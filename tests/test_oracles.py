@@ -1,5 +1,12 @@
-from specsparse import metrics, oracles
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+
+from specsparse import metrics, oracles, record
+from specsparse.experiments.explain import explain
 from specsparse.metrics import Counters, Times
+from specsparse.record import PLAIN, SPECULATIVE, Pass, RunRecord
 
 # Ten rounds, eight with a draft of three; 12 accepted: 6 at the first position, 4 at the second, 2 at the third.
 RUN = Counters(
@@ -19,6 +26,9 @@ def test_alpha_stands_beside_the_realised_rate():
 
 def test_other_projects_count_differently():
     assert metrics.export(RUN, "llama.cpp")["accept"] == 50.0
+    tree = metrics.export(RUN, "llama.cpp", tree=True)
+    assert tree == {"n_predict": 22, "n_drafted": None, "n_accept": 12, "accept": None}
+    assert metrics.export(RUN, "sglang", tree=True) == metrics.export(RUN, "sglang")
     assert metrics.export(RUN, "sglang") == {"spec_verify_ct": 10, "accept_length": 2.2, "accept_rate": 22 / 24}
     assert metrics.export(RUN, "spec-bench") == {"mean_accepted_tokens": 2.2, "tokens_per_second": 11.0}
 
@@ -31,3 +41,26 @@ def test_oracles():
     assert found["best_gamma"] == {"gamma": 2, "speedup": 20 / 14.8}
     silent = oracles.oracles(Counters(), 1.0)
     assert silent == {"free_draft": None, "perfect_draft": None, "best_gamma": None}
+
+
+def test_a_tree_has_one_right_path_and_no_draft_length():
+    """The same rounds as trees of three nodes on two levels: a perfect tree adds two tokens a draft, not three."""
+    costs = oracles.Costs(lambda n: 1 + 0.3 * (n - 1))
+    found = oracles.oracles(RUN, 1.5, costs, levels=2)
+    assert found["perfect_draft"] == 1.5 * (10 + 8 * 2) / 22
+    assert found["best_gamma"] is None and found["free_draft"] == 1.5 / 0.8
+
+
+@pytest.mark.parametrize("levels", [None, 2])
+def test_a_record_says_whether_its_drafts_were_trees(levels):
+    plain = dataclasses.replace(RUN, num_drafts=0, num_draft_tokens=0)
+    sides = {PLAIN: plain, SPECULATIVE: RUN}
+    done = [Pass("a", "chat", side, 0, (), "", "length", c, 0.1, 5, 1.0, 0.0) for side, c in sides.items()]
+    found = RunRecord(
+        name="made", method={"drafter": "model", "gamma": 3, **({"levels": levels} if levels else {})},
+        groups=record.groups(done, bytes_per_pass=1, read_bandwidth=None), identity=None, load_s=0.0,
+        first_text_s=None, compile_s=0.0, read_bandwidth=None, bytes_per_pass=1, manifest={},
+    )  # fmt: skip
+    findings = explain(found, done, SimpleNamespace(policies=[]), split={}, model=None, drafter="model").findings
+    assert findings["oracles"]["perfect_draft"] == pytest.approx((10 + 8 * (levels or 3)) / 22)
+    assert findings["exports"]["llama.cpp"]["n_drafted"] == (None if levels else 24)

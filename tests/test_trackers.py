@@ -28,7 +28,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
         raise OSError("disk full")
 
     monkeypatch.setattr(trackers.os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(UserError, match=r"record\.json: cannot be written: disk full"):
         trackers.write_atomically(file, "new")
     assert file.read_text() == "old"
     assert os.listdir(tmp_path) == ["record.json"]

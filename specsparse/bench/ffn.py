@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from gguf import GGMLQuantizationType as GGML
+from gguf.constants import GGML_QUANT_SIZES
 from rich.console import Console
 
 from specsparse import display, kernels, manifest
@@ -63,8 +64,11 @@ class FfnPlan:
         for share in self.active:
             if not 0 < share <= 1:
                 raise UserError(f"--active {share:g}: shares lie above 0 and up to 1")
-        if self.width % 256 or self.neurons % 256 or self.rank % 256:
-            raise UserError(f"--ffn-shape {self.width}x{self.neurons}: multiples of 256 fit every type")
+        block = max(GGML_QUANT_SIZES[GGML[name]][0] for name in self.types)
+        if any(size % block for size in (self.width, self.neurons, self.rank)):
+            raise UserError(
+                f"--ffn-shape {self.width}x{self.neurons}: multiples of {block} fit {', '.join(self.types)}"
+            )
 
 
 @dataclass(frozen=True)

@@ -80,10 +80,7 @@ def main(args: argparse.Namespace) -> int:
         found = measure(args, out)
     text = to_json(found)
     if args.json is not None:
-        try:
-            write_atomically(args.json, text + "\n")
-        except OSError as error:
-            raise UserError(f"{args.json}: cannot be written: {error.strerror or error}") from None
+        write_atomically(args.json, text + "\n")
     print(text, flush=True)
     return 0
 

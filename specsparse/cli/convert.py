@@ -1,7 +1,9 @@
 """Make a GGUF file of another program's, change one, or join a dense one with predictors for PowerInfer."""
 
 import argparse
-from collections.abc import Callable
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +45,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arg("--type", metavar="TYPE", help="of a key that is not there yet: uint32, float32, bool, string ..")
     arg("--out", type=Path, metavar="FILE", help="write there, and leave FILE as it is")
 
+    arg = add("make-delta", _make_delta, "write what a GGUF model has that its base has not: tensors, metadata")
+    arg("base", metavar="BASE", help="a path, a known name or hf://owner/repo/file.gguf")
+    arg("model", metavar="MODEL.gguf", help="with tensors of the same names and shapes")
+    arg("out", type=Path, metavar="DELTA.gguf")
+
+    arg = add("apply-delta", _apply_delta, "make a model of its base and a difference; another base is refused")
+    arg("base", metavar="BASE", help="a path, a known name or hf://owner/repo/file.gguf")
+    arg("delta", type=Path, metavar="DELTA.gguf")
+    arg("out", type=Path, metavar="OUT.gguf")
+
     arg = add("powerinfer", _powerinfer, "join a dense GGUF with predictors into a PowerInfer file, or split one")
-    arg("source", metavar="MODEL", help="a GGUF; with --back a PowerInfer file")
+    arg("source", metavar="MODEL", help="a GGUF, or a folder of transformers; with --back a PowerInfer file")
     arg("predictors", type=Path, metavar="DIR", help="model_0.pt .. and config.json; with --back where to write them")
     arg("--out", type=Path, required=True, metavar="FILE", help="the file to write")
     arg("--type", default="f16", help="f16 (default) or q4_0, what PowerInfer computes rightly")
@@ -96,23 +108,54 @@ def _set_metadata(args: argparse.Namespace) -> int:
     return 0
 
 
-def _powerinfer(args: argparse.Namespace) -> int:
-    import math
+def _make_delta(args: argparse.Namespace) -> int:
+    from specsparse.convert.delta import make_delta
 
+    base, model = (_source(name, args.out).path for name in (args.base, args.model))
+    count = make_delta(base, model, args.out)
+    print(f"wrote {args.out}: {count} tensors, {args.out.stat().st_size / 2**20:.1f} MiB")
+    return 0
+
+
+def _apply_delta(args: argparse.Namespace) -> int:
+    from specsparse.convert.delta import apply_delta
+
+    base = _source(args.base, args.out).path
+    if args.out.exists() and args.delta.exists() and args.out.samefile(args.delta):
+        raise UserError(f"{args.out}: is the difference; give another file to write")
+    return _wrote(apply_delta(base, args.delta, args.out))
+
+
+def _powerinfer(args: argparse.Namespace) -> int:
     from specsparse.powerinfer.convert import from_powerinfer, to_powerinfer
 
-    source = _source(args.source, args.out).path
-    if args.threshold is not None and math.isnan(args.threshold):
-        raise UserError("--threshold is NaN; a number is needed, such as 0")
-    if args.back:
-        from_powerinfer(source, args.out, args.predictors)
-        print(f"wrote {args.out} and the predictors in {args.predictors}")
-        return 0
-    notes = to_powerinfer(source, args.predictors, args.out, out_type=args.type.lower(), threshold=args.threshold)
+    with _dense(args.source, args.out) as source:
+        if args.back:
+            from_powerinfer(source, args.out, args.predictors)
+            print(f"wrote {args.out} and the predictors in {args.predictors}")
+            return 0
+        notes = to_powerinfer(source, args.predictors, args.out, out_type=args.type.lower(), threshold=args.threshold)
     print(f"wrote {args.out}")
     for note in notes:
         print(f"note: {note}")
     return 0
+
+
+@contextlib.contextmanager
+def _dense(name: str, out: Path) -> Iterator[Path]:
+    """The GGUF of a model; of a folder of transformers one in F16, as PowerInfer's own converter makes, that goes
+    again."""
+    from specsparse.convert.hf import convert_hf
+
+    if not (Path(name).expanduser() / "config.json").is_file():
+        yield _source(name, out).path
+        return
+    if not out.parent.is_dir():
+        raise UserError(f"{out.parent}: no such folder to write in")
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as beside:
+        file = Path(beside) / "dense.gguf"
+        convert_hf(name, file, type_name="f16")
+        yield file
 
 
 def _source(name: str, out: Path) -> Any:

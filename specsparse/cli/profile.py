@@ -49,10 +49,7 @@ def main(args: argparse.Namespace) -> int:
             model, prompt=args.prompt, method=method, rows=args.gamma + 1 if method else 1, depth=args.depth,
             max_tokens=args.max_tokens, read_bandwidth=machine.read_bandwidth(),
         )  # fmt: skip
-    try:
-        write_atomically(args.out, to_json(profiling.chrome_trace(found, model=model.path.name)))
-    except OSError as error:
-        raise UserError(f"{args.out}: cannot be written: {error.strerror or error}") from None
+    write_atomically(args.out, to_json(profiling.chrome_trace(found, model=model.path.name)))
     if args.json:
         print(to_json(found.to_dict()))
         return 0

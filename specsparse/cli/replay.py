@@ -1,10 +1,12 @@
-"""What other verifiers, draft lengths and temperatures would have accepted in a recorded run, without its models.
+"""What other verifiers, draft lengths, trees and temperatures would accept in a recorded run, without its models.
 
 The run must have been given record_laws=32 (or another number of tokens to keep of each law).
 """
 
 import argparse
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from specsparse.errors import UserError
 
@@ -14,7 +16,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run", type=Path, metavar="RUN_DIR", help="directory of the run, or its laws.npz")
     add("--verifier", type=_names, metavar="LIST", help="verifiers (all that fit the recorded draws)")
-    add("--gamma", type=_numbers, metavar="LIST", help="draft lengths, 4 or 1,2,4 (1 to the recorded one)")
+    shape = parser.add_mutually_exclusive_group()
+    lengths = "draft lengths, 4 or 1,2,4 (1 to the recorded one)"
+    shape.add_argument("--gamma", type=partial(_numbers, "--gamma"), metavar="LIST", help=lengths)
+    narrower = "a narrower tree: most siblings on each level, 2,1; may be given again"
+    shape.add_argument("--tree", type=partial(_numbers, "--tree"), metavar="LIST", action="append", help=narrower)
     add("--temperature", type=float, metavar="T", help="of the target (the recorded one)")
     add("--json", action="store_true", help="one JSON line a method instead of the table")
 
@@ -32,20 +38,22 @@ def main(args: argparse.Namespace) -> int:
 
     recording = Recording.load(args.run)
     names = args.verifier or replay.verifiers_of(recording)
-    gammas = args.gamma or tuple(range(1, recording.about["depth"] + 1))
-    found = [replay.replay(recording, v, gamma=g, temperature=args.temperature) for v in names for g in gammas]
+    cuts: list[dict[str, Any]] = [{"widths": widths} for widths in args.tree or ()]
+    cuts = cuts or [{"gamma": g} for g in args.gamma or range(1, recording.about["depth"] + 1)]
+    found = [replay.replay(recording, v, **cut, temperature=args.temperature) for v in names for cut in cuts]
     if args.json:
         for one in found:
             print(to_json(dataclasses.asdict(one)))
         return 0
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for title in ("verifier", "gamma", "tokens per pass", "mean acceptance length", "accepted", "with the run's coins"):
+    size = "tree" if args.tree else "gamma"
+    for title in ("verifier", size, "tokens per pass", "mean acceptance length", "accepted", "with the run's coins"):
         table.add_column(title, justify="left" if title == "verifier" else "right")
     for one in found:
         length = one.mean_acceptance_length
         cells = [f"{one.tokens_per_pass:.3f}", "-" if length is None else f"{length:.3f}"]
-        expected = "-" if one.accepted is None else f"{one.accepted:.1f}"
-        table.add_row(one.verifier, str(one.gamma), *cells, f"{expected} of {one.drafted}", str(one.realised))
+        cut = str(one.gamma) if one.widths is None else ",".join(map(str, one.widths))
+        table.add_row(one.verifier, cut, *cells, f"{one.accepted:.1f} of {one.drafted}", str(one.realised))
     out = display.console()
     about = recording.about
     own = f"{about['verifier']}, gamma {about['depth']}, temperature {about['temperature']:g}"
@@ -58,8 +66,8 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(part for part in text.split(",") if part)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _numbers(option: str, text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise UserError(f"--gamma {text}: whole numbers, such as 1,2,4") from None
+        raise UserError(f"{option} {text}: whole numbers, such as 1,2,4") from None

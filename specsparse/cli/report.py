@@ -58,10 +58,7 @@ def _diff(args: argparse.Namespace) -> int:
     for line in diff.lines(difference):
         out.print(line, soft_wrap=True)
     if args.out is not None:
-        try:
-            out.print(f"page: {diff.write(difference, args.out)}", soft_wrap=True)
-        except OSError as error:
-            raise UserError(f"{args.out}: cannot be written: {error.strerror or error}") from None
+        out.print(f"page: {diff.write(difference, args.out)}", soft_wrap=True)
     return 0
 
 

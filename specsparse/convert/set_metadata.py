@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from gguf.constants import GGUFValueType
 
+from specsparse.atomic import atomically
 from specsparse.engine.gguf import DEFAULT_ALIGNMENT, GGUFFile, open_one, show
 from specsparse.errors import UserError
-from specsparse.powerinfer.format import atomically
 
 _CODES = {
     "uint8": "B", "int8": "b", "uint16": "H", "int16": "h", "uint32": "I", "int32": "i", "uint64": "Q", "int64": "q",

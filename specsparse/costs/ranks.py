@@ -3,12 +3,15 @@
 Measured by decoding prompts with the drafter, so that it holds for this target, draft, verifier and temperature.
 """
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from specsparse import hostloop
 from specsparse.costs import store
+from specsparse.costs.drafts import cost_key
 from specsparse.costs.measure import load_or_measure
 from specsparse.costs.progress import Bar, silent
 from specsparse.costs.table import CostTable
@@ -23,24 +26,50 @@ RANKS = 8
 ROUNDS = 24
 """Rounds a prompt."""
 
+_LONGEST = 40
+"""Characters of a value that stand in a key as they are."""
+
 FAN = TreeTemplate.kary((RANKS,))
 """The tree that acceptance by rank is measured with: all children of the root."""
 
-_LAW = ("temperature", "top_k", "top_p", "min_p")
+_LAW = (
+    "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "min_tokens", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids", "logits_processors",
+)  # fmt: skip
+"""Sampling parameters that change the law of a token (`min_tokens` bans the tokens that stop)."""
 
 
-def acceptance_key(drafter: str, verifier: str | None, params: SamplingParams, shape: str) -> str:
+def acceptance_key(
+    drafter: str,
+    verifier: str | None,
+    params: SamplingParams,
+    shape: str,
+    *,
+    options: Mapping[str, Any] | None = None,
+) -> str:
     """The name under which acceptance is kept: with everything that changes it.
 
     Args:
         drafter: name and options, as `drafts.cost_key` gives them.
         verifier: its name, or None for the default.
-        params: of the target's law.
+        params: of the target's law; those that are not its defaults count, functions by their names.
         shape: "chain", or how the siblings of a tree are drawn.
+        options: of the verifier.
     """
     default = SamplingParams()
-    given = [f"{k}={getattr(params, k):g}" for k in _LAW if k == _LAW[0] or getattr(params, k) != getattr(default, k)]
-    return ", ".join([drafter, verifier or "default verifier", shape, *given])
+    given = [k for k in _LAW if k == _LAW[0] or getattr(params, k) != getattr(default, k)]
+    law = [f"{k}={_shown(getattr(params, k))}" for k in given]
+    return ", ".join([drafter, cost_key(verifier or "default verifier", options), shape, *law])
+
+
+def _shown(value: Any) -> str:
+    """A number as it is written, anything longer by a digest."""
+    if isinstance(value, Mapping):
+        value = tuple(sorted(value.items()))
+    elif isinstance(value, tuple):
+        value = tuple(f"{v.__module__}.{v.__qualname__}" if callable(v) else v for v in value)
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"#{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def table_with_acceptance(

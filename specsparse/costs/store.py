@@ -8,6 +8,7 @@ from typing import Any
 
 from specsparse import kernels, manifest
 from specsparse.costs.table import CostTable
+from specsparse.errors import UserError
 from specsparse.machine import cpu_info
 from specsparse.model import Model
 from specsparse.trackers import write_atomically
@@ -55,6 +56,6 @@ def load(model: Model) -> CostTable | None:
 def save(model: Model, table: CostTable) -> Path:
     """Keeps a table; a cache that cannot be written costs time, nothing else."""
     path = path_of(model)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(UserError):
         write_atomically(path, json.dumps(table.to_dict(), indent=1) + "\n")
     return path

@@ -7,6 +7,7 @@ import importlib
 from types import ModuleType
 from typing import Protocol
 
+from specsparse.config import RunConfig
 from specsparse.errors import UserError
 
 KINDS = {
@@ -15,6 +16,7 @@ KINDS = {
     "certify": "the exact output law of every verifier, and of the mutants; needs no model",
     "roofline": "what the model file could do at best on a device, and what it was measured to do here",
     "train_drafter": "a head for a model, trained on text that the model writes, and judged",
+    "relufy": "a model's FFNs turned to ReLU, layer by layer and then together, and what that cost",
     "placement": "which neurons belong on the accelerator, and the time a token that is expected of it",
     "perplexity": "how well a model predicts a text, and how far its law is from the float32 one",
     "quant_table": "bytes, quality and speed of a model in several types of weights",
@@ -24,7 +26,7 @@ KINDS = {
     "spec_sparse": "speculation and sparsity, each alone and both together, and what a verification pass reads",
 }
 """Names of modules of this package, and what each does."""
-WITHOUT_FFN = ("certify", "roofline", "train_drafter", "train_predictors")
+WITHOUT_FFN = ("certify", "roofline", "train_drafter", "train_predictors", "relufy")
 """Kinds that need no model, or a dense one."""
 WITH_MESH = ("speed", "compare", "perplexity")
 """Kinds whose model may be divided among devices: they ask nothing of it but its forward function."""
@@ -43,6 +45,12 @@ class Outcome(Protocol):
     @property
     def objective(self) -> float | None:
         """What a sweeper maximises."""
+
+
+def check_name(cfg: RunConfig) -> None:
+    """Raises UserError unless the run's name can be that of a directory."""
+    if cfg.name in ("", ".", "..") or "/" in cfg.name:
+        raise UserError(f"name={cfg.name}: a plain name is needed, it becomes a directory")
 
 
 def module_of(kind: str) -> ModuleType:

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from specsparse import display, kernels, prompts
+from specsparse import display, kernels, models, prompts
 from specsparse.config import RunConfig
 from specsparse.engine.config import ModelConfig
-from specsparse.engine.gguf import GGUFFile
+from specsparse.engine.gguf import POWERINFER_MAGIC, GGUFFile, open_gguf
 from specsparse.engine.tokenizer import Tokenizer
 from specsparse.errors import UserError
 from specsparse.experiments.decoding import Engine
@@ -26,13 +26,14 @@ def check(cfg: RunConfig) -> None:
     """What can be found wrong before anything is loaded.
 
     Raises:
-        UserError: no such file of counts, a share out of range, an unknown predictor or one that is not fitted here.
+        UserError: no such file of counts, a share out of range or where it does nothing, an unknown predictor or
+            one that is not fitted here.
     """
     spec = cfg.placement
     if spec.activations is not None and not Path(spec.activations).exists():
         raise UserError(f"placement.activations={spec.activations}: no such file or directory of activation counts")
     if spec.active_share is not None:
-        check_share("placement.active_share", spec.active_share)
+        _check_active_share(cfg)
     if cfg.predictor.name != "none":
         predictor = get_predictor(cfg.predictor.name, FFN(kernels.get(), 1e-5), **cfg.predictor.options)
         if predictor.needs in (Needs.TRAINING, Needs.PROMPT):
@@ -40,6 +41,21 @@ def check(cfg: RunConfig) -> None:
                 f"predictor={predictor.name} needs {predictor.needs.value}, which a placement cannot give it; "
                 "use a PowerInfer file, or predictor=gate_threshold, svd or signbit"
             )
+
+
+def _check_active_share(cfg: RunConfig) -> None:
+    """It counts where nothing else says what is read; beside something else it would be ignored."""
+    spec = cfg.placement
+    check_share("placement.active_share", spec.active_share)
+    if spec.activations is not None:
+        other = "placement.activations, which are counted already"
+    elif cfg.predictor.name != "none":
+        other = f"predictor={cfg.predictor.name}, which says what is read"
+    elif cfg.ffn.name != "oracle" and open_gguf(models.resolve(cfg.model.path)).magic == POWERINFER_MAGIC:
+        other = "the predictors of a PowerInfer file, which say what is read"
+    else:
+        return
+    raise UserError(f"placement.active_share={spec.active_share} does nothing beside {other}: leave one of them out")
 
 
 def of_run(cfg: RunConfig, f: GGUFFile, config: ModelConfig, engine: Engine, console: Console) -> ActivationStats:
@@ -85,11 +101,21 @@ def text_windows(cfg: RunConfig, model: Any) -> np.ndarray:
     return windows(_texts(cfg, model.tokenizer), length)[: max(cfg.placement.tokens // length, 1)]
 
 
-def text_ids(cfg: RunConfig, f: GGUFFile) -> np.ndarray:
-    """int32[window]: the last window of the run's text, or all of a shorter text."""
+def text_ids(cfg: RunConfig, f: GGUFFile, config: ModelConfig) -> np.ndarray:
+    """int32[n]: the last window of the run's text, or all of a shorter one; what is decoded fits the context after it.
+
+    Raises:
+        UserError: no context is left for it.
+    """
+    room = config.context_length - cfg.placement.decode
+    if room < 2:
+        raise UserError(
+            f"placement.decode={cfg.placement.decode} leaves no room for a text in a context of "
+            f"{config.context_length} tokens; give fewer"
+        )
     tokenizer = Tokenizer.from_metadata(f.metadata, where=str(f.path))
     stream = np.concatenate([np.asarray(ids, np.int32) for ids in _texts(cfg, tokenizer)])
-    return stream[-cfg.placement.window :]
+    return stream[-min(cfg.placement.window, room) :]
 
 
 def _texts(cfg: RunConfig, tokenizer: Tokenizer) -> list[list[int]]:

@@ -14,10 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from specsparse import machine, manifest, metrics, record, trackers
-from specsparse.config import DrafterSpec, RunConfig, TreeSpec, VerifierSpec, sampling_params
+from specsparse.config import RunConfig, TreeSpec, VerifierSpec, sampling_params
 from specsparse.errors import UserError
 from specsparse.experiments import decoding
 from specsparse.experiments.decoding import Engine, Passes
+from specsparse.experiments.drafting import drafter_spec
 from specsparse.experiments.measured import Measured
 from specsparse.record import PLAIN, SPECULATIVE, Group, Identity, Pass
 from specsparse.speculative.base import Verifier
@@ -113,7 +114,7 @@ def methods(
 
 def _pair(cfg: RunConfig, name: str, verifier: str) -> RunConfig:
     """The config of one pair, as if it were run alone; a drafter that grows no trees drafts chains."""
-    drafter = cfg.drafter if cfg.drafter.name == name else DrafterSpec(name)
+    drafter = drafter_spec(cfg, name)
     chosen = cfg.verifier if cfg.verifier.name == verifier else VerifierSpec(verifier)
     tree = cfg.tree if grows_trees(name) else TreeSpec()
     return dataclasses.replace(cfg, drafter=drafter, verifier=chosen, tree=tree)

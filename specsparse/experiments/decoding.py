@@ -14,7 +14,7 @@ from specsparse import display, models, prompts, trackers
 from specsparse.config import RunConfig, sampling_params
 from specsparse.costs.progress import Bar
 from specsparse.errors import UserError
-from specsparse.experiments import measured, sparse_model, watching
+from specsparse.experiments import check_name, measured, sparse_model, watching
 from specsparse.experiments.measured import NO_DRAFTER, Measured
 from specsparse.record import PLAIN, SAME_TEXT_VERIFIERS, Pass
 from specsparse.speculative.base import Verifier
@@ -74,8 +74,7 @@ def check(cfg: RunConfig) -> None:
     sparse_model.check(cfg)
     prompts_of(cfg)
     trackers.check(cfg.tracker.name, cfg.tracker.options)
-    if cfg.name in ("", ".", "..") or "/" in cfg.name:
-        raise UserError(f"name={cfg.name}: a plain name is needed, it becomes a directory")
+    check_name(cfg)
 
 
 def _check_files(cfg: RunConfig) -> None:

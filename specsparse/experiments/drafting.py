@@ -31,8 +31,8 @@ def methods(cfg: RunConfig) -> list[RunConfig]:
     Raises:
         UserError: an unknown drafter, tree or option.
     """
-    chains = [_drafter(cfg, name) for name in cfg.roofline.drafters]
-    grower = _drafter(cfg, cfg.drafter.name if grows_trees(cfg.drafter.name) else GROWER)
+    chains = [drafter_spec(cfg, name) for name in cfg.roofline.drafters]
+    grower = drafter_spec(cfg, cfg.drafter.name if grows_trees(cfg.drafter.name) else GROWER)
     trees = [
         cfg.tree if cfg.tree.name == name else TreeSpec(name, choice_options(conf_dir() / "tree" / f"{name}.yaml"))
         for name in cfg.roofline.trees
@@ -42,7 +42,7 @@ def methods(cfg: RunConfig) -> list[RunConfig]:
     return [_verified(one) for one in found]
 
 
-def _drafter(cfg: RunConfig, name: str) -> DrafterSpec:
+def drafter_spec(cfg: RunConfig, name: str) -> DrafterSpec:
     """With the options that a run of it would have, so that the run finds what is measured here."""
     if cfg.drafter.name == name:
         return cfg.drafter

@@ -89,7 +89,8 @@ def _oracles(found: RunRecord, table: CostTable | None, drafter: str) -> Part:
     if table is not None:
         options = table.policy_options(1, drafter)
         costs = oracles.Costs(table.v, options["c"], options["c0"])
-    best = oracles.oracles(everything.sides[SPECULATIVE].counters, everything.speedup.ratio_of_totals, costs)
+    counters, ratio = everything.sides[SPECULATIVE].counters, everything.speedup.ratio_of_totals
+    best = oracles.oracles(counters, ratio, costs, levels=found.method.get("levels"))
     words = {"free_draft": "were drafts free {:.2f}", "perfect_draft": "were every draft right {:.2f}"}
     said = [text.format(best[key]) for key, text in words.items() if best[key] is not None]
     if best["best_gamma"] is not None:
@@ -108,4 +109,5 @@ def _predicted(found: RunRecord, table: CostTable | None, drafter: str) -> Part:
 
 def _exports(found: RunRecord) -> Part:
     counters = found.groups["all"].sides[SPECULATIVE].counters
-    return {"exports": {style: metrics.export(counters, style) for style in metrics.STYLES}}, []
+    tree = found.method.get("levels") is not None
+    return {"exports": {style: metrics.export(counters, style, tree=tree) for style in metrics.STYLES}}, []

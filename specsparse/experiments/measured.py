@@ -10,6 +10,7 @@ from specsparse.costs import CostTable, DraftCost, drafts, ranks
 from specsparse.costs.progress import Bar, silent
 from specsparse.engine.params import SamplingParams
 from specsparse.session import Method
+from specsparse.speculative.base import Verifier
 from specsparse.speculative.method import choose_verifier, make_drafter
 from specsparse.speculative.policy import Fixed
 from specsparse.speculative.tree import TreeTemplate
@@ -123,10 +124,10 @@ def tree(cfg: RunConfig, model: Any, prompts: Sequence[Sequence[int]], bar: Bar 
     drafter = make_drafter(cfg.drafter.name, cfg.drafter.options, Fixed(shape.max_nodes), tree=shape)
 
     def make() -> Method:
-        return make_method(model, drafter, cfg.verifier.name, params)
+        return make_method(model, drafter, _verifier(cfg, drafter), params)
 
     table = drafts.table_with_whole(model, key, make, bar=bar)
-    known = ranks.acceptance_key(key, cfg.verifier.name, params, "whole tree")
+    known = _acceptance_key(cfg, key, "whole tree")
     table = ranks.table_with_acceptance(model, known, make, prompts, params, whole=True, bar=bar)
     tokens, nodes = table.acceptance[known]
     return Tree(key, table, table.draft_cost(key), tokens, nodes, shape.max_nodes)
@@ -149,21 +150,28 @@ def _rates(
     cfg: RunConfig, model: Any, draw: str | None, prompts: Sequence[Sequence[int]], bar: Bar
 ) -> tuple[float, ...]:
     """Acceptance of chains (one rate), or by rank of siblings drawn in that way."""
-    params, whose = sampling_params(cfg), cfg.drafter.name
+    params = sampling_params(cfg)
 
     def make() -> Method:
         if draw is None:
             drafter = make_drafter(cfg.drafter.name, cfg.drafter.options, Fixed(min(cfg.policy.gamma, 4)))
         else:
             drafter = _tree_drafter(cfg, ranks.FAN, draw)
-        heat, options = params.temperature, cfg.verifier.options
-        verifier = choose_verifier(drafter, cfg.verifier.name, options, temperature=heat, drafted_by=whose)
-        return make_method(model, drafter, verifier, params)
+        return make_method(model, drafter, _verifier(cfg, drafter), params)
 
     name = drafts.cost_key(cfg.drafter.name, cfg.drafter.options)
     shape = "chain" if draw is None else f"{draw} siblings"
-    key = ranks.acceptance_key(name, cfg.verifier.name, params, shape)
+    key = _acceptance_key(cfg, name, shape)
     return ranks.table_with_acceptance(model, key, make, prompts, params, bar=bar).acceptance[key]
+
+
+def _verifier(cfg: RunConfig, drafter: Any) -> Verifier:
+    heat, whose = sampling_params(cfg).temperature, cfg.drafter.name
+    return choose_verifier(drafter, cfg.verifier.name, cfg.verifier.options, temperature=heat, drafted_by=whose)
+
+
+def _acceptance_key(cfg: RunConfig, drafter: str, shape: str) -> str:
+    return ranks.acceptance_key(drafter, cfg.verifier.name, sampling_params(cfg), shape, options=cfg.verifier.options)
 
 
 def _tree_drafter(cfg: RunConfig, template: TreeTemplate, draw: str) -> Any:

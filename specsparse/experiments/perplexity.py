@@ -15,6 +15,7 @@ from specsparse import display, manifest, models, prompts, trackers
 from specsparse.config import RunConfig
 from specsparse.engine.tokenizer import Tokenizer
 from specsparse.errors import UserError
+from specsparse.experiments import check_name
 from specsparse.experiments.decoding import Engine
 from specsparse.perplexity import Scores, Windows, score, windows
 
@@ -67,8 +68,7 @@ def check(cfg: RunConfig) -> None:
         wanted = f"at most perplexity.context={cfg.perplexity.context}"
         raise UserError(f"perplexity.stride={cfg.perplexity.stride}: must be {wanted}")
     read_text(cfg)
-    if cfg.name in ("", ".", "..") or "/" in cfg.name:
-        raise UserError(f"name={cfg.name}: a plain name is needed, it becomes a directory")
+    check_name(cfg)
 
 
 def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) -> PerplexityRecord:

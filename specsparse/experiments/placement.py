@@ -1,6 +1,6 @@
 """`kind: placement`: which neurons belong on the accelerator, by every rule, and the time a token expected of each."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,21 @@ from specsparse.costs import devices
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf import GGUFFile, open_gguf
 from specsparse.errors import UserError
-from specsparse.experiments import activations, placement_report, placement_run
+from specsparse.experiments import activations, check_name, placement_report, placement_run
 from specsparse.experiments.decoding import Engine
 from specsparse.powerinfer import placement_rules as rules
 from specsparse.powerinfer.activation_stats import save_stats, write_activations
 from specsparse.powerinfer.gpuidx import path_for
-from specsparse.powerinfer.placement import Hardware, Placement, Problem
+from specsparse.powerinfer.placement import Hardware, Placement, Problem, neurons_placed
 from specsparse.powerinfer.placement_file import Settled, settle
 from specsparse.powerinfer.placement_model import Parts, problem_of
 from specsparse.powerinfer.profiler import probabilities
 
 STATS_FILE, STATS_FOLDER = "activations.safetensors", "activation"
+WITH_FILE = ("optimal", "powerinfer")
+"""Rules whose placement is kept in a gpuidx file."""
+FILE = "file"
+"""In place of a rule: a gpuidx file that holds another placement than the rule makes, such as PowerInfer's own."""
 GIB = 1 << 30
 DEFINITIONS = {
     "seconds": "expected for a forward pass: sum over layers of max(hot, cold) or, without overlap, their sum",
@@ -50,7 +54,7 @@ class Placed:
 
     @property
     def objective(self) -> float:
-        """Expected tokens per second of the chosen rule."""
+        """Expected tokens per second of what the run goes by."""
         return 1 / self.found[self.chosen].seconds
 
 
@@ -70,13 +74,23 @@ def check(cfg: RunConfig) -> None:
         raise UserError(f"vram_budget={cfg.vram_budget} must be at least 0 GiB")
     if cfg.n_gpu_layers is not None and spec.rule != "layers":
         raise UserError(f"n_gpu_layers={cfg.n_gpu_layers} belongs to placement=layers, not to placement={spec.rule}")
+    _check_gpu_index(cfg)
     if cfg.model.placement or cfg.model.hot or cfg.model.devices:
         raise UserError("model.placement, model.hot and model.devices are for other kinds: here placement.* says it")
     activations.check(cfg)
     prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
     trackers.check(cfg.tracker.name, cfg.tracker.options)
-    if cfg.name in ("", ".", "..") or "/" in cfg.name:
-        raise UserError(f"name={cfg.name}: a plain name is needed, it becomes a directory")
+    check_name(cfg)
+
+
+def _check_gpu_index(cfg: RunConfig) -> None:
+    given = [name for name in ("disable_gpu_index", "reset_gpu_index") if getattr(cfg, name)]
+    if given and cfg.placement.rule not in WITH_FILE:
+        raise UserError(
+            f"{given[0]}=true does nothing with placement={cfg.placement.rule}: it belongs to {' and '.join(WITH_FILE)}"
+        )
+    if len(given) > 1:
+        raise UserError("disable_gpu_index=true reads no file, and reset_gpu_index=true writes one: give one of them")
 
 
 def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) -> Placed:
@@ -92,16 +106,18 @@ def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) ->
     stats = activations.of_run(cfg, f, config, engine, console)
     parts = Parts.of(f, config, context=cfg.placement.context, kv_dtype=cfg.model.kv_dtype or "f16")
     problem = problem_for(cfg, parts, config, probabilities(stats, rows=cfg.placement.rows))
-    chosen = "none" if cfg.disable_gpu_index and cfg.placement.rule != "layers" else cfg.placement.rule
+    chosen = "none" if cfg.disable_gpu_index else cfg.placement.rule
     solve = {**rules.RULES, "layers": partial(rules.layers, n_gpu_layers=cfg.n_gpu_layers)}
     found = {name: rule(problem) for name, rule in solve.items()}
     beside = path_for(f.path) if config.predictor_ranks else path_for(directory / f.path.name)
     index = settled(cfg, f, problem, beside)
+    if index is not None and not all(map(np.array_equal, index.index.hot, found[chosen].hot)):
+        chosen = FILE
+        found[FILE] = neurons_placed(FILE, problem, index.index.hot)
     measured = None
     if cfg.placement.decode:
-        goes_by = found[chosen] if index is None else replace(found[chosen], hot=index.index.hot)
-        ids = activations.text_ids(cfg, f)
-        measured = placement_run.measured(cfg, goes_by, ids, directory, engine=engine, console=console)
+        ids = activations.text_ids(cfg, f, config)
+        measured = placement_run.measured(cfg, found[chosen], ids, directory, engine=engine, console=console)
     result = Placed(chosen, found, index, measured)
     save_stats(directory / STATS_FILE, stats)
     write_activations(directory / STATS_FOLDER, stats)
@@ -143,7 +159,7 @@ def budget_bytes(cfg: RunConfig, parts: Parts) -> int:
 def settled(cfg: RunConfig, f: GGUFFile, problem: Problem, default: Path) -> Settled | None:
     """The gpuidx file of a run, read or solved and written; None for rules that have none."""
     rule = cfg.placement.rule
-    if rule not in ("optimal", "powerinfer"):
+    if rule not in WITH_FILE:
         return None
     return settle(
         f, problem, rules.RULES[rule], rule=rule, path=cfg.placement.gpu_index or default,

@@ -21,6 +21,7 @@ from specsparse import display, kernels, manifest, models, trackers
 from specsparse.config import RunConfig
 from specsparse.engine.gguf import open_gguf
 from specsparse.errors import UserError
+from specsparse.experiments import check_name
 from specsparse.experiments.decoding import Engine
 
 LOGITS_FILE = "logits.npz"
@@ -95,8 +96,7 @@ def check(cfg: RunConfig) -> None:
     if not cfg.powerinfer.threads or any(t < 1 for t in cfg.powerinfer.threads):
         raise UserError("powerinfer.threads must be counts of at least 1, such as [1,2,4]")
     trackers.check(cfg.tracker.name, cfg.tracker.options)
-    if cfg.name in ("", ".", "..") or "/" in cfg.name:
-        raise UserError(f"name={cfg.name}: a plain name is needed, it becomes a directory")
+    check_name(cfg)
 
 
 def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) -> Agreement:

@@ -1,7 +1,8 @@
 """Training all layers of a model in a directory that a later run goes on from."""
 
 import json
-import os
+import math
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -11,7 +12,10 @@ from rich.console import Console
 from rich.text import Text
 
 from specsparse import display, trackers
+from specsparse.atomic import replacing
 from specsparse.config import RunConfig, nearest
+from specsparse.engine.digest import model_digest
+from specsparse.engine.gguf import open_gguf
 from specsparse.errors import UserError
 from specsparse.powerinfer.predictor_files import PredictorFile, write_predictors
 from specsparse.predictors import FFN
@@ -71,8 +75,9 @@ def trained(
 
 def _claim(folder: Path, cfg: RunConfig, model: Any, text: np.ndarray) -> None:
     """Makes the directory this run's, or finds that it is already."""
+    overrides = {name: value for name, value in cfg.model.overrides().items() if name != "threads"}
     settings = {
-        "model": {"name": Path(model.path).name, "bytes": Path(model.path).stat().st_size},
+        "model": {"digest": model_digest(open_gguf(model.path)), "overrides": overrides},
         "activation": model.config.activation,
         "options": asdict(options(cfg)),
         "active_share": cfg.train.active_share,
@@ -99,16 +104,23 @@ def _residuals(folder: Path, model: Any, text: np.ndarray, console: Console) -> 
     path = folder / _RESIDUALS
     if not path.exists():
         shape = (model.config.n_layers, text.size, model.config.d_model)
-        temporary = folder / f".{os.getpid()}.npy"
-        try:
+        _check_room(folder, 4 * math.prod(shape))
+        with replacing(path) as temporary:
             out = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.float32, shape=shape)
             with display.counting(console, "reading text", len(text)) as bar:
                 collect(model, text, out=out, progress=lambda done: bar.update(bar.task_ids[0], completed=done))
             out.flush()
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
     return np.load(path, mmap_mode="r")
+
+
+def _check_room(folder: Path, size: int) -> None:
+    """Beforehand: a write into a memory map that the disk cannot hold ends the process."""
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        raise UserError(
+            f"{folder}: the residuals take {size >> 20} MiB, {free >> 20} are free; "
+            "give fewer train.tokens, or train.output on another disk"
+        )
 
 
 def _layer(

@@ -13,8 +13,7 @@ from specsparse.costs import devices, report, store, tables, traffic
 from specsparse.costs.measure import measure
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf import open_gguf
-from specsparse.errors import UserError
-from specsparse.experiments import decoding, drafting
+from specsparse.experiments import check_name, decoding, drafting
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,7 @@ def check(cfg: RunConfig) -> None:
     if cfg.roofline.device not in (devices.THIS, *devices.DEVICES):
         devices.get(cfg.roofline.device)
     drafting.methods(cfg)
-    if cfg.name in ("", ".", "..") or "/" in cfg.name:
-        raise UserError(f"name={cfg.name}: a plain name is needed, it becomes a directory")
+    check_name(cfg)
 
 
 def run(cfg: RunConfig, directory: Path, *, engine: Any = None, console: Console | None = None) -> RooflineRecord:

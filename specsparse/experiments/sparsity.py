@@ -14,11 +14,12 @@ from rich.console import Console
 from rich.text import Text
 
 from specsparse import display, manifest, metrics, models, prompts, trackers
-from specsparse.config import RunConfig
+from specsparse.config import PredictorSpec, RunConfig, choice_options
 from specsparse.errors import UserError
-from specsparse.experiments import sparse_model, sparsity_report
+from specsparse.experiments import check_name, sparse_model, sparsity_report
 from specsparse.experiments.decoding import Engine
 from specsparse.experiments.sparse_model import Sparse
+from specsparse.folders import conf_dir
 from specsparse.metrics import Speedup
 from specsparse.powerinfer.gated import PREDICTED, bytes_read
 from specsparse.predictors import FFN, Needs, get_predictor
@@ -42,13 +43,13 @@ class Point:
     """One setting.
 
     Attributes:
-        value: what was varied, None where nothing was.
+        value: what was varied: an option's value or a predictor's name; None where nothing was.
         quality: against the dense model.
         by_bytes: the speed-up that bytes would give.
         tokens_per_second, dense_tokens_per_second, speedup: None where nothing was decoded.
     """
 
-    value: float | None
+    value: float | str | None
     quality: Evaluation
     by_bytes: float
     tokens_per_second: float | None = None
@@ -88,17 +89,20 @@ def check(cfg: RunConfig) -> None:
         raise UserError("kind=sparsity judges ffn=predicted with a predictor, or ffn=powerinfer with a PowerInfer file")
     if cfg.ffn.name == "powerinfer" and cfg.sparsity.values and cfg.sparsity.vary != "threshold":
         raise UserError("ffn=powerinfer has a threshold and nothing else to vary: give sparsity.vary=threshold")
+    if cfg.sparsity.predictors and (cfg.sparsity.values or cfg.ffn.name != PREDICTED):
+        raise UserError("sparsity.predictors needs ffn=predicted and no sparsity.values")
     for point in settings(cfg):
         sparse_model.check(point)
     prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
     trackers.check(cfg.tracker.name, cfg.tracker.options)
-    if cfg.name in ("", ".", "..") or "/" in cfg.name:
-        raise UserError(f"name={cfg.name}: a plain name is needed, it becomes a directory")
+    check_name(cfg)
 
 
 def settings(cfg: RunConfig) -> list[RunConfig]:
     """The config of each point."""
     vary, values = cfg.sparsity.vary, cfg.sparsity.values
+    if cfg.sparsity.predictors:
+        return [_with_predictor(cfg, name) for name in cfg.sparsity.predictors]
     if not values:
         return [cfg]
     if cfg.ffn.name == "powerinfer":
@@ -106,6 +110,17 @@ def settings(cfg: RunConfig) -> list[RunConfig]:
     options = cfg.predictor.options
     each = [dataclasses.replace(cfg.predictor, options={**options, vary: v}) for v in values]
     return [dataclasses.replace(cfg, predictor=predictor) for predictor in each]
+
+
+def _with_predictor(cfg: RunConfig, name: str) -> RunConfig:
+    """The config with that predictor, its options those of its choice in the config group."""
+    given = choice_options(conf_dir() / "predictor" / f"{name}.yaml")
+    if cfg.sparsity.recall is not None and "recall" in given:
+        given["recall"] = cfg.sparsity.recall
+    weights = cfg.ffn.weights if name == "mlp" else None
+    return dataclasses.replace(
+        cfg, predictor=PredictorSpec(name, given), ffn=dataclasses.replace(cfg.ffn, weights=weights)
+    )
 
 
 def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) -> Sparsity:
@@ -165,7 +180,7 @@ def _timed(cfg: RunConfig, engine: Engine, sides: list[Any], ids: list[int], out
 def _points(
     cfg: RunConfig, dense: Any, sparse: list[Sparse], found: list[Evaluation], seconds: np.ndarray | None
 ) -> list[Point]:
-    values = cfg.sparsity.values or (None,)
+    values = cfg.sparsity.predictors or cfg.sparsity.values or (None,)
     whole, out = dense.footprint.packed, []
     rest = whole - sum(m.nbytes for layer in dense.params.layers for m in matrices(layer))
     for i, (value, one, quality) in enumerate(zip(values, sparse, found, strict=True)):
@@ -185,15 +200,16 @@ def _points(
 def _write(cfg: RunConfig, directory: Path, dense: Any, result: Sparsity, out: Console) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     made = manifest.build(cfg.composed, Path(models.resolve(cfg.model.path)))
-    title = f"{cfg.name}: {Path(dense.path).name}, {result.points[0].quality.name}"
-    sparsity_report.write_csv(directory / sparsity_report.CSV_FILE, result.points, vary=cfg.sparsity.vary)
+    vary = "predictor" if cfg.sparsity.predictors else cfg.sparsity.vary
+    title = f"{cfg.name}: {Path(dense.path).name}, {', '.join(dict.fromkeys(p.quality.name for p in result.points))}"
+    sparsity_report.write_csv(directory / sparsity_report.CSV_FILE, result.points, vary=vary)
     sparsity_report.write_figure(directory / sparsity_report.FIGURE_FILE, result.points, title=title)
-    summary = {"label": "lossy", "vary": cfg.sparsity.vary, "points": [p.to_dict() for p in result.points]}
+    summary = {"label": "lossy", "vary": vary, "points": [p.to_dict() for p in result.points]}
     trackers.make(cfg.tracker.name, cfg.tracker.options, directory).finish({
         "name": cfg.name, "kind": cfg.kind, "summary": summary, "definitions": DEFINITIONS, "manifest": made,
         "config": made["config"],
     })  # fmt: skip
     out.print(Text(f"{title} (lossy)", style="bold"))
-    out.print(sparsity_report.table(result.points, vary=cfg.sparsity.vary))
+    out.print(sparsity_report.table(result.points, vary=vary))
     files = f"{directory / trackers.RECORD_FILE}, {sparsity_report.CSV_FILE}, {sparsity_report.FIGURE_FILE}"
     out.print(Text(f"record: {files}", style="dim"))

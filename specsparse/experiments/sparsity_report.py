@@ -27,7 +27,8 @@ def table(points: Sequence["Point"], *, vary: str) -> Table:
     dense = ["dense", "100.0%", "100.0%", "0.000", "0.0000", f"{first.quality.model.perplexity_dense:.2f}", "100.0%"]
     out.add_row(*dense, "100.0%", "1.00", _number(first.dense_tokens_per_second, ".1f"), "1.00", "")
     for p in points:
-        out.add_row("" if p.value is None else f"{p.value:g}", *_cells(p.to_dict()))
+        shown = "" if p.value is None else p.value if isinstance(p.value, str) else f"{p.value:g}"
+        out.add_row(shown, *_cells(p.to_dict()))
     return out
 
 
@@ -88,21 +89,26 @@ def write_figure(path: Path, points: Sequence["Point"], *, title: str) -> None:
         raise UserError("a figure needs matplotlib: pip install matplotlib") from None
     ordered = sorted(points, key=lambda p: p.quality.mean.kept)
     kept = [p.quality.mean.kept for p in ordered]
+    by_name = isinstance(ordered[0].value, str)
+    line = "" if by_name else "-"  # predictors are no steps of one thing
     figure = Figure(figsize=(12, 4), layout="constrained")
     kl, perplexity, speed = figure.subplots(1, 3)
-    kl.plot(kept, [p.quality.model.kl for p in ordered], marker="o")
+    kl.plot(kept, [p.quality.model.kl for p in ordered], marker="o", linestyle=line)
     kl.set(ylabel="KL(dense, sparse), nats", ylim=(0, None))
-    perplexity.plot(kept, [p.quality.model.perplexity for p in ordered], marker="o", label="sparse")
+    perplexity.plot(kept, [p.quality.model.perplexity for p in ordered], marker="o", linestyle=line, label="sparse")
     perplexity.axhline(ordered[0].quality.model.perplexity_dense, color="grey", linestyle="--", label="dense")
     perplexity.set(ylabel="perplexity")
-    speed.plot(kept, [p.by_bytes for p in ordered], marker=".", linestyle="--", label="by bytes")
+    speed.plot(kept, [p.by_bytes for p in ordered], marker=".", linestyle="" if by_name else "--", label="by bytes")
     if all(p.speedup for p in ordered):
-        speed.plot(kept, [p.speedup.ratio_of_totals for p in ordered], marker="o", label="measured")
+        speed.plot(kept, [p.speedup.ratio_of_totals for p in ordered], marker="o", linestyle=line, label="measured")
     speed.axhline(1.0, color="grey", linewidth=0.8)
     speed.set(ylabel="speed-up over dense decoding", ylim=(0, None))
     for axes in (kl, perplexity, speed):
         axes.set(xlabel="neurons kept", xlim=(0, 1.02))
         axes.grid(alpha=0.3)
+    if by_name:
+        for p in ordered:
+            kl.annotate(str(p.value), (p.quality.mean.kept, p.quality.model.kl), (4, 4), textcoords="offset points")
     perplexity.legend()
     speed.legend()
     figure.suptitle(f"{title} (lossy)")

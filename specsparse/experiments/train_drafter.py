@@ -14,6 +14,7 @@ from specsparse import display, manifest, models, prompts, trackers
 from specsparse.config import RunConfig
 from specsparse.engine.params import SamplingParams
 from specsparse.errors import UserError
+from specsparse.experiments import check_name
 from specsparse.experiments import drafter_training as training
 from specsparse.experiments.decoding import Engine
 from specsparse.training import data
@@ -57,8 +58,7 @@ def check(cfg: RunConfig) -> None:
     training.options(cfg)
     prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
     trackers.check(cfg.tracker.name, cfg.tracker.options)
-    if cfg.name in ("", ".", "..") or "/" in cfg.name:
-        raise UserError(f"name={cfg.name}: a plain name is needed, it becomes a directory")
+    check_name(cfg)
 
 
 def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) -> Trained:

@@ -12,6 +12,7 @@ from rich.text import Text
 from specsparse import display, kernels, manifest, models, prompts, trackers
 from specsparse.config import RunConfig
 from specsparse.errors import UserError
+from specsparse.experiments import check_name
 from specsparse.experiments import predictor_training as training
 from specsparse.experiments.decoding import Engine
 from specsparse.predictors import FFN, Needs, get_predictor
@@ -63,8 +64,7 @@ def check(cfg: RunConfig) -> None:
         raise UserError(f"train.active_share={share} must lie between 0 and 1")
     prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
     trackers.check(cfg.tracker.name, cfg.tracker.options)
-    if cfg.name in ("", ".", "..") or "/" in cfg.name:
-        raise UserError(f"name={cfg.name}: a plain name is needed, it becomes a directory")
+    check_name(cfg)
 
 
 def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) -> Trained:

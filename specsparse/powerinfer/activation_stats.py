@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
+from specsparse.atomic import atomically
 from specsparse.errors import UserError
 from specsparse.powerinfer.torch_zip import read_torch, write_torch
 
@@ -60,17 +61,10 @@ def write_activations(directory: str | os.PathLike[str], stats: ActivationStats)
 
 
 def save_stats(path: str | os.PathLike[str], stats: ActivationStats) -> Path:
-    """Writes one safetensors file."""
+    """Writes one safetensors file; raises UserError where it cannot."""
     about = {} if stats.tokens is None else {"tokens": str(stats.tokens)}
-    temporary = Path(f"{os.fspath(path)}.part")
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        save_file({f"activation_{i}": np.ascontiguousarray(c) for i, c in enumerate(stats.counts)}, temporary, about)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
+    with atomically(path) as file:
+        file.write(save({f"activation_{i}": np.ascontiguousarray(c) for i, c in enumerate(stats.counts)}, about))
     return Path(path)
 
 

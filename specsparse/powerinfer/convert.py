@@ -12,9 +12,10 @@ from gguf.constants import GGMLQuantizationType as GGML
 from specsparse.engine.config import ACTIVATION_KEY, ModelConfig
 from specsparse.engine.gguf import MAGIC, POWERINFER_MAGIC, GGUFFile, TensorInfo, open_gguf
 from specsparse.errors import UserError
+from specsparse.powerinfer import q6_k
 from specsparse.powerinfer.format import NewTensor, write_container
 from specsparse.powerinfer.predictor_files import PredictorFile, read_predictor, read_threshold, write_predictors
-from specsparse.powerinfer.weights import THRESHOLD_KEY, threshold_of
+from specsparse.powerinfer.weights import THRESHOLD_KEY, number, threshold_of
 
 OUT_TYPES = {"f16": GGML.F16, "q4_0": GGML.Q4_0}
 """What PowerInfer's down projection computes rightly; every other type gives NaN or garbage there."""
@@ -38,7 +39,7 @@ def to_powerinfer(
         source: a GGUF of architecture llama or bamboo.
         predictors: holds `model_{i}.pt`, and perhaps config.json with `sparse_threshold`.
         path: of the new file; it appears when it is whole.
-        out_type: of `OUT_TYPES`; the output matrix is Q8_0 beside Q4_0.
+        out_type: of `OUT_TYPES`; beside Q4_0 the output matrix is Q6_K, or Q8_0 where its rows are no multiple of 256.
         threshold: to write down; default the directory's.
 
     Returns:
@@ -55,19 +56,19 @@ def to_powerinfer(
     if out_type not in OUT_TYPES:
         raise UserError(f"type {out_type!r}: PowerInfer computes {' and '.join(OUT_TYPES)} only")
     kind = OUT_TYPES[out_type]
-    threshold = read_threshold(predictors) if threshold is None else threshold
+    threshold = read_threshold(predictors) if threshold is None else number(threshold, "threshold")
     shape = {"d_model": config.d_model, "d_ff": config.d_ff}
     for i in range(config.n_layers):  # all of them before the first byte is written
         _check_blocks(read_predictor(predictors, i, **shape), kind, i)
     keys = {**f.metadata, "general.file_type": _FILE_TYPES[kind]}
     if threshold is not None:
-        keys[THRESHOLD_KEY] = float(threshold)
+        keys[THRESHOLD_KEY] = threshold
 
     def load(i: int) -> PredictorFile:
         return read_predictor(predictors, i, **shape)
 
     write_container(path, keys, list(_sparse_tensors(f, config, kind, load)), magic=POWERINFER_MAGIC)
-    return _notes(f, config)
+    return _notes(config)
 
 
 def _check_representable(f: GGUFFile, config: ModelConfig) -> None:
@@ -92,12 +93,12 @@ def _check_blocks(p: PredictorFile, kind: GGML, layer: int) -> None:
         )
 
 
-def _notes(f: GGUFFile, config: ModelConfig) -> list[str]:
+def _notes(config: ModelConfig) -> list[str]:
     notes = []
     if config.d_ff <= _SMALLEST_FFN:
         notes.append(f"feed_forward_length is {config.d_ff}: up to {_SMALLEST_FFN} PowerInfer applies another rule")
     wanted = "drelu" if config.architecture == "bamboo" else "relu"
-    if ACTIVATION_KEY in f.metadata and config.activation != wanted:
+    if config.activation != wanted:
         notes.append(f"the activation is {config.activation}: PowerInfer computes {wanted}")
     return notes
 
@@ -115,10 +116,19 @@ def _sparse_tensors(f: GGUFFile, config: ModelConfig, kind: GGML, load: Callable
             )
     yield _recoded(f.tensors["output_norm.weight"], kind)
     output = f.tensors["token_embd.weight" if config.tied_output else "output.weight"]
-    yield _recoded(output, GGML.Q8_0 if kind == GGML.Q4_0 else kind, name="output.weight")
+    yield _recoded(output, _output_type(config, kind), name="output.weight")
+
+
+def _output_type(config: ModelConfig, kind: GGML) -> GGML:
+    """As PowerInfer's quantiser chooses it."""
+    if kind != GGML.Q4_0:
+        return kind
+    return GGML.Q8_0 if config.d_model % q6_k.BLOCK else GGML.Q6_K
 
 
 def _quantised(values: np.ndarray, kind: GGML) -> np.ndarray:
+    if kind == GGML.Q6_K:
+        return q6_k.quantize_q6_k(values)
     with np.errstate(all="ignore"):  # values beyond a half float become infinite, as in llama.cpp
         return quants.quantize(np.ascontiguousarray(values, np.float32), kind)
 

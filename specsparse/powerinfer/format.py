@@ -5,17 +5,16 @@
 
 import os
 import struct
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
+from specsparse.atomic import atomically
 from specsparse.engine.gguf import DEFAULT_ALIGNMENT, POWERINFER_MAGIC, TYPE_CODES
 from specsparse.errors import UserError
 
@@ -49,30 +48,6 @@ class NewTensor:
         """Bytes in the file."""
         block, size = GGML_QUANT_SIZES[self.type]
         return prod(self.shape) // block * size
-
-
-@contextmanager
-def atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A binary file that becomes `path` when the block ends without an error, and leaves nothing behind otherwise.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    path, temporary = Path(path), None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "wb") as file:
-            yield file
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)  # mkstemp's file is the owner's alone
-        os.replace(temporary, path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
-    finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
 
 
 def write_container(

@@ -7,18 +7,17 @@ file is replaced, and one line says why.
 import hashlib
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from specsparse.engine.gguf import GGUFFile
+from specsparse.engine.digest import model_digest
+from specsparse.engine.gguf import MAGIC, GGUFFile, open_gguf
 from specsparse.errors import UserError
-from specsparse.powerinfer.gpuidx import GpuIndex, path_for, read_gpuidx, write_gpuidx
+from specsparse.powerinfer.gpuidx import ARCHITECTURE, GpuIndex, path_for, read_gpuidx, write_gpuidx
 from specsparse.powerinfer.placement import Placement, Problem
-
-_PROBE = 1 << 12
-"""Bytes of each tensor that the digest of a model reads."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,15 +33,6 @@ class Settled:
     index: GpuIndex
     fresh: bool
     note: str
-
-
-def model_digest(f: GGUFFile) -> str:
-    """Tells model files apart: names, types and shapes of the tensors, and the beginning of each one's data."""
-    seen = hashlib.sha256(f.magic)
-    for name, t in f.tensors.items():
-        seen.update(f"{name} {t.type.name} {tuple(t.shape)} ".encode())
-        seen.update(np.ascontiguousarray(t.raw.reshape(-1)[:_PROBE]).tobytes())
-    return seen.hexdigest()[:32]
 
 
 def problem_digest(problem: Problem, rule: str) -> str:
@@ -75,8 +65,12 @@ def settle(
         path: of the gpuidx file; None is PowerInfer's place for it.
         reset: solve in any case (PowerInfer's --reset-gpu-index).
         disable: no hot neurons, and no file read or written (--disable-gpu-index).
+
+    Raises:
+        UserError: `path` is a model: it would be overwritten.
     """
     path = Path(path or path_for(f.path))
+    _refuse_model(path, f)
     if disable:
         none = tuple(np.zeros(len(p), bool) for p in problem.read)
         return Settled(GpuIndex(none, problem.neuron_budget), False, "no hot neurons: disable_gpu_index")
@@ -97,6 +91,23 @@ def settle(
     except UserError as error:
         why += f"; not kept ({error})"
     return Settled(index, True, f"placement {why}")
+
+
+def _refuse_model(path: Path, f: GGUFFile) -> None:
+    """Garbage and stale placements may be written over; a model may not, nor what is left of one."""
+    if not path.is_file():
+        return
+    if path.samefile(f.path):
+        raise UserError(f"{path}: is the model itself, a placement would overwrite it; name another file")
+    try:
+        with path.open("rb") as file:
+            model = file.read(len(MAGIC)) == MAGIC  # a placement begins with PWRI
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}), it may be a model; name another file") from None
+    with suppress(UserError):
+        model = model or open_gguf(path).metadata.get("general.architecture") != ARCHITECTURE
+    if model:
+        raise UserError(f"{path}: is a GGUF file and no placement, which would overwrite it; name another file")
 
 
 def _fitting(path: Path, problem: Problem, model: str, asked: str) -> GpuIndex | str:

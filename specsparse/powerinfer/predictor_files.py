@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from specsparse.atomic import atomically
 from specsparse.errors import UserError
-from specsparse.powerinfer.format import atomically
 from specsparse.powerinfer.torch_zip import read_torch, write_torch
 
 

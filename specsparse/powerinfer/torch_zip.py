@@ -16,8 +16,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from specsparse.atomic import atomically
 from specsparse.errors import UserError
-from specsparse.powerinfer.format import atomically
 
 _STORAGES = {
     "FloatStorage": np.dtype("<f4"), "HalfStorage": np.dtype("<f2"), "DoubleStorage": np.dtype("<f8"),

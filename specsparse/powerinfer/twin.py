@@ -57,18 +57,28 @@ def sparse_twin(
         text: token ids that `hot` and `gate` choose by; None: what the model itself writes.
 
     Raises:
-        UserError: a rule that the model has no matrices or predictors for.
+        UserError: a rule that the model has no matrices or predictors for, or a text without ids or with ids that are
+            none of its vocabulary.
     """
     if rule == "own":
         return _with_threshold(model, threshold)
     if model.ffn != "dense":
         raise UserError(f"a draft by rule={rule} needs a dense target and this one runs ffn={model.ffn}: give rule=own")
-    cut = written_by(model) if text is None else windows([list(text)], min(_WINDOW, len(text)))
+    cut = written_by(model) if text is None else _cut(model, list(text))
     rows_LND = collect(model, cut)
     if rule == "hot":
         return _hot(model, share, rows_LND)
     predictor = GateThreshold(FFN.of(model.config, model.kernels), share)
     return gated(model, predictor, fit_layers(predictor, model.params.layers, rows_LND))
+
+
+def _cut(model: "Model", text: list[int]) -> np.ndarray:
+    """int32[W, n]: the text in windows that the context holds."""
+    last = model.config.vocab_size - 1
+    outside = [i for i in text if not 0 <= i <= last]
+    if outside or not text:
+        raise UserError(f"drafter.text holds {outside[:1] or 'no ids'}; ids lie in 0..{last}")
+    return windows([text], min(_WINDOW, len(text), model.config.context_length))
 
 
 def _with_threshold(model: "Model", threshold: float | None) -> "Model":

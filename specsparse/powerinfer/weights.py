@@ -45,20 +45,25 @@ def threshold_of(f: GGUFFile, given: float | None = None) -> float:
     """
     text = os.environ.get(THRESHOLD_ENV)
     if given is not None:
-        return _number(given, "threshold")
+        return number(given, "threshold")
     if text is not None:
-        return _number(text, THRESHOLD_ENV)
-    return _number(f.get(THRESHOLD_KEY, "float", 0.0), f"{f.path}: metadata key '{THRESHOLD_KEY}'")
+        return number(text, THRESHOLD_ENV)
+    return number(f.get(THRESHOLD_KEY, "float", 0.0), f"{f.path}: metadata key '{THRESHOLD_KEY}'")
 
 
-def _number(value: Any, what: str) -> float:
+def number(value: Any, what: str) -> float:
+    """A threshold as a float; `what` begins the line of the error.
+
+    Raises:
+        UserError: it is no number, or NaN.
+    """
     try:
-        number = math.nan if isinstance(value, bool) else float(value)
+        found = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
-        number = math.nan
-    if math.isnan(number):
+        found = math.nan
+    if math.isnan(found):
         raise UserError(f"{what} is {value!r:.40}; a number is needed, such as 0")
-    return number
+    return found
 
 
 PackOne = Callable[[dict[str, TensorInfo]], dict[str, Any]]

@@ -108,8 +108,13 @@ def at_recall(predictor: Scored, weights: Any, layer: Layer, rows_ND: jax.Array,
     """`weights` with the highest threshold that keeps a share `recall` of the true activations of `rows_ND`.
 
     Raises:
-        UserError: no neuron is ever active on those rows.
+        UserError: the activation has no zeros, so that every neuron counts as active, or none is active on those rows.
     """
+    if not predictor.ffn.has_zeros:
+        raise UserError(
+            f"{predictor.name}: recall={recall} means nothing with SiLU, where no neuron is ever zero: "
+            "give predictor=gate_threshold and its share"
+        )
     n = jnp.asarray([rows_ND.shape[0]], jnp.int32)
     scores = predictor.score(weights, layer, rows_ND, n)
     active = predictor.ffn.neurons(layer, rows_ND, n) != 0

@@ -1,7 +1,6 @@
 """Predictors and half-trained ones as safetensors; a file appears whole or not at all."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from specsparse.atomic import atomically
 from specsparse.errors import UserError
 from specsparse.predictors.mlp import MlpWeights, mlp_weights
 
@@ -74,15 +74,10 @@ def load_state(path: Path, like: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> None:
-    """One safetensors file, `meta` as JSON in its header."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """One safetensors file, `meta` as JSON in its header; raises UserError where it cannot be written."""
     plain = {name: np.asarray(t, order="C") for name, t in tensors.items()}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_bytes(save(plain, metadata={"specsparse": json.dumps(dict(meta))}))
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with atomically(path) as file:
+        file.write(save(plain, metadata={"specsparse": json.dumps(dict(meta))}))
 
 
 def read_tensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

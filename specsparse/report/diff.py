@@ -174,7 +174,7 @@ def write(found: Difference, directory: Path) -> Path:
     """The same as a page; returns its file.
 
     Raises:
-        OSError: the directory cannot be written.
+        UserError: the directory cannot be written.
     """
     rows: list[Mapping[str, Any]] = [
         {"name": n.name, "a": n.a, "b": n.b, "ratio": n.ratio, "verdict": verdict(n)} for n in found.lines

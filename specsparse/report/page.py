@@ -37,7 +37,7 @@ def write(runs: Sequence[Run], directory: Path, *, title: str) -> Written:
     """The report of these runs, into `directory`.
 
     Raises:
-        OSError: the directory cannot be written.
+        OSError, UserError: the directory cannot be written.
     """
     found = methods.of(runs)
     made, missing = figures.make(runs, found)

@@ -11,12 +11,13 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from specsparse.errors import UserError
 from specsparse.speculative.base import DraftKind, Verifier
 from specsparse.speculative.cases import CORNERS, Case, keep_top, make_case, map_tables
 from specsparse.speculative.exact import continuations, output_law, total_variation
 from specsparse.speculative.mutants import MUTANTS
 from specsparse.speculative.tree import TreeTemplate
-from specsparse.speculative.verify import VERIFIERS
+from specsparse.speculative.verify import VERIFIERS, get_verifier
 
 LOSSLESS_TV = 1e-10
 """Most total variation of a lossless verifier: float64 rounding of a few thousand additions."""
@@ -158,7 +159,7 @@ def measure_mutant(name: str, *, seed: int) -> MutantResult:
 
 
 def certify(
-    verifiers: Sequence[Verifier] | None = None,
+    verifiers: Sequence[Verifier | str] | None = None,
     *,
     vocab: int = 4,
     gamma: int = 3,
@@ -168,13 +169,18 @@ def certify(
     """Measures verifiers (all of `VERIFIERS` if None) and the mutants; about half a minute for all.
 
     Args:
-        verifiers: what to certify.
+        verifiers: what to certify, or their names.
         vocab: vocabulary of most cases, 2..6.
         gamma: longest chain, 1..3.
         seed: of the random laws; the same seed gives the same report.
         mutants: whether to run the mutants too.
+
+    Raises:
+        UserError: an unknown name, or a case too large to enumerate.
     """
-    chosen = list(VERIFIERS.values()) if verifiers is None else verifiers
+    if not 2 <= vocab <= 6 or not 1 <= gamma <= 3:
+        raise UserError(f"certify enumerates everything: vocab={vocab} must lie in 2..6 and gamma={gamma} in 1..3")
+    chosen = [get_verifier(v) if isinstance(v, str) else v for v in verifiers or VERIFIERS.values()]
     results = [measure(v, case) for v in chosen for case in cases(v, vocab=vocab, gamma=gamma, seed=seed)]
     tried = [measure_mutant(name, seed=seed) for name in MUTANTS] if mutants else []
     return CertificateReport(tuple(results), tuple(tried))

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from specsparse.errors import UserError
 from specsparse.speculative.base import PAD, ROOT, Verdict
 
+_MOST = 4096
+
 
 @dataclasses.dataclass(frozen=True)
 class TreeTemplate:
@@ -41,6 +43,8 @@ class TreeTemplate:
             if width < 1:
                 raise UserError(f"tree width {width} must be at least 1")
             start = len(parents)
+            if len(level) * width > _MOST:
+                raise UserError(f"tree widths {list(widths)} are more than {_MOST} nodes on a level")
             parents += [node for node in level for _ in range(width)]
             level = list(range(start, len(parents)))
         return cls(tuple(parents))

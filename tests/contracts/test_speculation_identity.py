@@ -129,9 +129,8 @@ def test_smollm2_emits_the_plain_tokens(smollm2, temperature):
     same(specsparse.generate(smollm2, REAL_PROMPTS, sampling=law, seed=3, drafter="prompt_lookup"), wanted)
 
 
-@pytest.mark.slow
 def test_smollm2_2000_tokens(smollm2):
-    """2,000 tokens over laws and drafters. About two minutes."""
+    """2,000 tokens over laws and drafters."""
     drafted = total = 0
     for law in (
         SamplingParams(temperature=0.0, max_tokens=250, ignore_eos=True),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import os
 
 import pytest
 from rich.console import Console
@@ -19,9 +20,11 @@ from specsparse.config import (
     VerifierSpec,
 )
 from specsparse.costs import measure as measuring
-from specsparse.costs import ranks, store
+from specsparse.costs import ranks, stamp, store
+from specsparse.costs.drafts import cost_key
 from specsparse.costs.table import FREE, CostTable, DraftCost
 from specsparse.engine.params import SamplingParams
+from specsparse.errors import UserError
 from specsparse.experiments import compare, decoding, measured
 from specsparse.speculative.drafters.scripted import Scripted
 from specsparse.speculative.method import make_drafter
@@ -87,6 +90,46 @@ def test_the_key_names_what_changes_acceptance():
         for shape in ("chain", "top siblings")
     }
     assert len(keys) == 12
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"repetition_penalty": 1.1}, {"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"logit_bias": {3: -1.0}},
+        {"logit_bias": {3: -2.0}}, {"allowed_token_ids": list(range(99))}, {"allowed_token_ids": list(range(98))},
+        {"bad_words": ["a"]}, {"min_tokens": 2}, {"logits_processors": [len]},
+    ],
+)  # fmt: skip
+def test_the_key_names_every_parameter_of_the_law(more):
+    seen = {ranks.acceptance_key("a", None, params, "chain") for params in (GREEDY, GREEDY.merged(**more))}
+    assert len(seen) == 2 and max(map(len, seen)) < 120
+    same = GREEDY.merged(max_tokens=7, seed=3, logprobs=1)
+    assert ranks.acceptance_key("a", None, same, "chain") in seen
+
+
+def test_the_key_names_the_verifier_s_options():
+    strict, lax = {"epsilon": 0.09, "delta": None}, {"epsilon": 0.5, "delta": None}
+    keys = {ranks.acceptance_key("a", "typical", GREEDY, "chain", options=o) for o in (None, strict, lax)}
+    assert len(keys) == 3 and "a, typical (epsilon=0.5), chain, temperature=0.0" in keys
+
+
+def test_another_file_of_the_same_name_is_another_drafter(tmp_path, monkeypatch):
+    """A draft model, a head and a list of ids that were written anew; the heads of a newer package."""
+    file = tmp_path / "x.gguf"
+    cases = (("model", "model"), ("draft_model", "model"), ("head", "head"), ("layer_skip", "draft_vocab"))
+    seen = set()
+    for content in ("1", "1 2"):
+        file.write_text(content)
+        seen |= {cost_key(name, {option: str(file)}) for name, option in cases}
+    assert len(seen) == 2 * len(cases) and all(f"={file} #" in key for key in seen)
+    os.utime(file, ns=(1, 1))
+    assert cost_key("head", {"head": file}) not in seen
+    monkeypatch.setattr(stamp, "SHIPPED", tmp_path)
+    own = {cost_key(name, {"head": None}) for name in ("head", "lookup_head", "eagle")}
+    file.write_text("")
+    assert len(own | {cost_key("head")}) == 4 and cost_key("model") == "model"
+    with pytest.raises(UserError, match="no such file"):
+        cost_key("model", {"model": "/no/such.gguf"})
 
 
 @pytest.fixture

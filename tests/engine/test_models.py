@@ -3,7 +3,11 @@
 import pytest
 
 from specsparse import models
+from specsparse.convert.delta import make_delta
+from specsparse.convert.set_metadata import set_metadata
+from specsparse.engine.gguf import open_gguf
 from specsparse.errors import UserError
+from specsparse.testing import write_tiny_gguf
 
 
 def test_a_path_is_itself(tmp_path):
@@ -47,3 +51,23 @@ def test_the_file_is_found_without_importing_its_package(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(models.MODELS, "other", models.PackagedModel("carrier", "x.gguf", ""))
     assert models.resolve("other") == package / "x.gguf"
+
+
+def test_a_derived_model_is_made_once_and_anew_for_another_difference(tmp_path, monkeypatch, capsys):
+    (tmp_path / "carrier").mkdir()
+    base = write_tiny_gguf(tmp_path / "carrier" / "x.gguf", quant="Q8_0", n_layers=1)
+    (tmp_path / "carrier" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("SPECSPARSE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(models.MODELS, "base", models.PackagedModel("carrier", "x.gguf", ""))
+    monkeypatch.setitem(models.DERIVED, "made", models.DerivedModel("base", str(tmp_path / "d.gguf")))
+    with pytest.raises(UserError, match=r"d\.gguf: is missing from this installation"):
+        models.resolve("made")
+    set_metadata(base, "general.name", "one", tmp_path / "one.gguf")
+    make_delta(base, tmp_path / "one.gguf", tmp_path / "d.gguf")
+    first = models.resolve("made")
+    assert open_gguf(first).metadata["general.name"] == "one" and "making made of base" in capsys.readouterr().err
+    assert models.resolve("made") == first and not capsys.readouterr().err
+    set_metadata(base, "general.name", "two", tmp_path / "two.gguf")
+    make_delta(base, tmp_path / "two.gguf", tmp_path / "d.gguf")
+    assert open_gguf(models.resolve("made")).metadata["general.name"] == "two"

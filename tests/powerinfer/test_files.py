@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from specsparse.cli.main import main
+from specsparse.convert.hf import convert_hf
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf import open_gguf
 from specsparse.errors import UserError
@@ -23,6 +24,7 @@ from specsparse.powerinfer.predictor_files import read_predictor, read_threshold
 from specsparse.powerinfer.torch_zip import read_torch, write_torch
 from specsparse.testing import load_everything, mutate, write_tiny_gguf
 from specsparse.testing.powerinfer import random_predictors, write_tiny_powerinfer
+from tests.convert import checkpoints
 
 DTYPES = ["float32", "float16", "float64", "int64", "int32", "uint8", "bool"]
 
@@ -184,7 +186,8 @@ def test_there_and_back(tmp_path, capsys, out_type):
     write_predictors(tmp_path / "p", predictors, threshold=0.25)
     argv = ["convert", "powerinfer", str(dense), str(tmp_path / "p"), "--out", str(tmp_path / "s.gguf")]
     assert main([*argv, "--type", out_type]) == 0
-    assert "PowerInfer applies another rule" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "PowerInfer applies another rule" in said and "the activation is silu: PowerInfer computes relu" in said
     made = open_gguf(tmp_path / "s.gguf")
     assert made.magic == b"PWRI" and made.metadata["powerinfer.sparse_threshold"] == 0.25
     assert ModelConfig.from_gguf(made).predictor_ranks == (32, 64) and ModelConfig.from_gguf(made).activation == "relu"
@@ -211,3 +214,34 @@ def test_a_failed_conversion_leaves_nothing(tmp_path):
     with pytest.raises(UserError, match="layer 1 has no predictor"):
         to_powerinfer(dense, tmp_path / "p", tmp_path / "out" / "s.gguf")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("threshold", [float("nan"), "x", True])
+def test_a_threshold_that_is_no_number_is_not_written_down(tmp_path, threshold):
+    dense = write_tiny_gguf(tmp_path / "dense.gguf", quant="F16", d_model=64)
+    write_predictors(tmp_path / "p", random_predictors(ModelConfig.from_gguf(open_gguf(dense))))
+    with pytest.raises(UserError, match=r"threshold is .*; a number is needed"):
+        to_powerinfer(dense, tmp_path / "p", tmp_path / "s.gguf", threshold=threshold)
+    assert not (tmp_path / "s.gguf").exists()
+
+
+def test_a_folder_of_transformers_is_a_source(tmp_path, capsys):
+    """As PowerInfer's converter takes it; the file between is gone afterwards."""
+    config = {**checkpoints.CONFIG, "hidden_size": 256, "hidden_act": "relu"}
+    folder = checkpoints.save(tmp_path / "in", config, checkpoints.weights(config))
+    checkpoints.bpe_tokenizer(folder)
+    out = tmp_path / "out"
+    out.mkdir()
+    convert_hf(folder, tmp_path / "dense.gguf", type_name="f16")
+    write_predictors(tmp_path / "p", random_predictors(ModelConfig.from_gguf(open_gguf(tmp_path / "dense.gguf"))))
+    made = {}
+    for source in (folder, tmp_path / "dense.gguf"):
+        argv = ["convert", "powerinfer", str(source), str(tmp_path / "p"), "--out", str(out / "s.gguf")]
+        assert main([*argv, "--type", "q4_0"]) == 0
+        made[source] = (out / "s.gguf").read_bytes()
+    assert len(set(made.values())) == 1 and [f.name for f in out.iterdir()] == ["s.gguf"]
+    assert open_gguf(out / "s.gguf").tensors["output.weight"].type.name == "Q6_K"
+    assert ModelConfig.from_gguf(open_gguf(out / "s.gguf")).activation == "relu"
+    (folder / "model.safetensors").unlink()
+    assert main(["convert", "powerinfer", str(folder), str(tmp_path / "p"), "--out", str(out / "t.gguf")]) == 2
+    assert [f.name for f in out.iterdir()] == ["s.gguf"]

@@ -22,10 +22,12 @@ from specsparse.config import (
     VerifierSpec,
 )
 from specsparse.costs import devices
+from specsparse.engine.config import ModelConfig
+from specsparse.engine.gguf import open_gguf
 from specsparse.errors import UserError
-from specsparse.experiments import placement_run, sweep
-from specsparse.powerinfer.activation_stats import load_stats, read_activations
-from specsparse.powerinfer.gpuidx import path_for, read_gpuidx
+from specsparse.experiments import activations, placement_run, sweep
+from specsparse.powerinfer.activation_stats import ActivationStats, load_stats, read_activations, save_stats
+from specsparse.powerinfer.gpuidx import GpuIndex, path_for, read_gpuidx, write_gpuidx
 from specsparse.testing.powerinfer import write_tiny_powerinfer
 
 MIB = 1 / 1024
@@ -95,6 +97,30 @@ def test_a_run_places_by_every_rule_and_keeps_its_choice(cfg, path, tmp_path):
     assert off.chosen == record["summary"]["chosen"] == "none" and "disable_gpu_index" in text
 
 
+def test_what_somebody_else_placed_is_reported_as_it_is(cfg, tmp_path):
+    """A file of PowerInfer's own says less about itself, and holds another placement than the rule makes."""
+    counts = tuple(np.arange(1024) for _ in range(2))
+    save_stats(tmp_path / "counts.safetensors", ActivationStats(counts, tokens=1023))
+    cold = np.arange(1024) < 256
+    write_gpuidx(tmp_path / "own.gpuidx", GpuIndex((cold, cold), 1 << 16))
+    given = changed(cfg, activations=str(tmp_path / "counts.safetensors"), gpu_index=str(tmp_path / "own.gpuidx"))
+    found, text, record = play(given, tmp_path / "a")
+    summary = record["summary"]
+    assert summary["chosen"] == found.chosen == "file" and "placement read from" in text
+    assert summary["placements"]["file"]["hot_neurons"] == [256, 256]
+    assert summary["placements"]["file"]["seconds"] > summary["placements"]["optimal"]["seconds"]
+    assert found.objective == 1 / summary["placements"]["file"]["seconds"]
+
+
+def test_the_text_to_decode_after_fits_the_context(cfg, path):
+    f = open_gguf(path)
+    config = dataclasses.replace(ModelConfig.from_gguf(f), context_length=16)
+    assert len(activations.text_ids(changed(cfg, decode=3), f, config)) == 13
+    assert len(activations.text_ids(changed(cfg, decode=3, window=4), f, config)) == 4
+    with pytest.raises(UserError, match=r"placement\.decode=15 leaves no room .* of 16 tokens"):
+        activations.text_ids(changed(cfg, decode=15), f, config)
+
+
 def test_layers_and_predictors(cfg, tmp_path):
     found, _, _ = play(changed(cfg, rest={"n_gpu_layers": 1, "vram_budget": 1.0 * MIB}, rule="layers"), tmp_path / "a")
     assert found.settled is None and found.found["layers"].host_layers == {0}
@@ -114,6 +140,12 @@ def test_layers_and_predictors(cfg, tmp_path):
         ({}, {"activations": "missing"}, "placement.activations=missing: no such"),
         ({}, {"active_share": 2.0}, "active_share=2.0"),
         ({"predictor": PredictorSpec("mlp")}, {}, "predictor=mlp needs trained weights"),
+        ({"predictor": PredictorSpec("gate_threshold")}, {"active_share": 0.3}, "does nothing beside predictor=gate"),
+        ({}, {"active_share": 0.3}, "does nothing beside the predictors of a PowerInfer file"),
+        ({}, {"active_share": 0.3, "activations": "."}, "does nothing beside placement.activations"),
+        ({"disable_gpu_index": True}, {"rule": "layers"}, "disable_gpu_index=true does nothing with placement=layers"),
+        ({"reset_gpu_index": True}, {"rule": "none"}, "reset_gpu_index=true does nothing with placement=none"),
+        ({"reset_gpu_index": True, "disable_gpu_index": True}, {}, "give one of them"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_loaded(cfg, rest, placement, message):

@@ -1,7 +1,6 @@
 """From a model file to a placement: counts over text, bytes by part, and the gpuidx file a run goes by."""
 
 import dataclasses
-import os
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from specsparse.powerinfer.placement_file import settle
 from specsparse.powerinfer.placement_model import Parts, problem_of
 from specsparse.powerinfer.placement_rules import optimal
 from specsparse.predictors.ffn import FFN
+from specsparse.testing import write_tiny_gguf
 from specsparse.testing.powerinfer import write_tiny_powerinfer
 
 TEXT = np.random.default_rng(0).integers(3, 250, (3, 16)).astype(np.int32)
@@ -141,11 +141,29 @@ def test_a_stale_or_foreign_file_leads_to_a_fresh_placement(model, problem, tmp_
         write_gpuidx(path, wrong)
         found = settle(f, problem, optimal, rule="optimal", path=path)
         assert found.fresh and why in found.note
-    for blob in (b"", b"PWRI", os.urandom(4000), path.read_bytes()[:300]):
+    for blob in (b"", b"PWRI", np.random.default_rng(0).bytes(4000), path.read_bytes()[:300]):
         path.write_bytes(blob)
         assert settle(f, problem, optimal, rule="optimal", path=path).fresh
     write_gpuidx(path, right)  # PowerInfer's own, which says less about itself
     assert not settle(f, problem, optimal, rule="optimal", path=path).fresh
+
+
+@pytest.mark.parametrize("options", [{}, {"reset": True}])
+def test_a_model_is_never_overwritten(model, problem, tmp_path, options):
+    f = open_gguf(write_tiny_powerinfer(tmp_path / "m.gguf", d_ff=128))
+    (tmp_path / "same.gpuidx").hardlink_to(f.path)
+    sparse = write_tiny_powerinfer(tmp_path / "other.gguf", d_ff=128, seed=1)
+    dense = write_tiny_gguf(tmp_path / "dense.gguf")
+    torn = tmp_path / "torn.gguf"
+    torn.write_bytes(dense.read_bytes()[:5000])
+    for path, why in (
+        (f.path, "is the model itself"), (tmp_path / "same.gpuidx", "is the model itself"),
+        (sparse, "no placement"), (dense, "no placement"), (torn, "no placement"),
+    ):  # fmt: skip
+        before = path.read_bytes()
+        with pytest.raises(UserError, match=why):
+            settle(f, problem, optimal, rule="optimal", path=path, **options)
+        assert path.read_bytes() == before
 
 
 def test_a_place_that_cannot_be_written_does_not_end_the_run(model, problem, tmp_path):

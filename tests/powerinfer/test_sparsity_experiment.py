@@ -55,6 +55,22 @@ def play(cfg, directory):
     return found, out.getvalue(), json.loads((directory / "record.json").read_text())
 
 
+def test_predictors_beside_each_other(cfg, tmp_path):
+    relu = dataclasses.replace(cfg.model, activation="relu")
+    many = dataclasses.replace(cfg.sparsity, values=(), predictors=("oracle", "svd", "signbit"), recall=0.6)
+    found, text, record = play(dataclasses.replace(cfg, model=relu, sparsity=many), tmp_path / "a")
+    assert [p.value for p in found.points] == ["oracle", "svd", "signbit"] == [p.quality.name for p in found.points]
+    oracle, svd, signbit = (p.quality for p in found.points)
+    assert oracle.model.kl < 1e-6 and oracle.mean.recall == 1 and oracle.mean.kept < 0.7
+    assert svd.model.kl > 1e-6 and all(abs(q.mean.recall - 0.6) < 0.15 for q in (svd, signbit))
+    assert "oracle, svd, signbit" in text and record["summary"]["vary"] == "predictor"
+    rows = list(csv.DictReader((tmp_path / "a" / "sparsity.csv").open()))
+    assert [r["predictor"] for r in rows] == ["oracle", "svd", "signbit"]
+    assert (tmp_path / "a" / "sparsity.png").is_file()
+    with pytest.raises(UserError, match=r"sparsity\.predictors needs ffn=predicted and no sparsity\.values"):
+        experiment.check(dataclasses.replace(cfg, sparsity=dataclasses.replace(many, values=(0.5,))))
+
+
 def test_fewer_neurons_cost_quality_and_save_bytes(cfg, tmp_path):
     found, text, record = play(cfg, tmp_path / "a")
     whole, half, fifth = found.points

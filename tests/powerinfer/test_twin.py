@@ -1,11 +1,14 @@
 """Twins that draft: fewer neurons on the same weights; what they keep, and what is refused."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 import specsparse
 from specsparse.errors import UserError
 from specsparse.kernels.dequant import dequantize
+from specsparse.powerinfer import twin
 from specsparse.predictors.written import written_by
 from specsparse.speculative.drafters import get_drafter
 from specsparse.testing import write_tiny_gguf
@@ -51,6 +54,12 @@ def test_a_twin_with_the_targets_own_threshold_is_accepted_whole(sparse):
         assert refused == 0 if threshold == 0 else refused > 0
 
 
+def test_a_text_is_cut_to_the_context(dense):
+    short = dataclasses.replace(dense, config=dataclasses.replace(dense.config, context_length=5))
+    cut = twin._cut(short, IDS)
+    assert cut.tolist() == [IDS[:5]] and twin._cut(dense, IDS).tolist() == [IDS]
+
+
 def test_text_that_the_model_writes(dense):
     text = written_by(dense, tokens=12, texts=3, seed=5)
     assert text.shape == (3, 12) and (text[:, 0] == dense.tokenizer.bos_id).all()
@@ -63,6 +72,9 @@ MISTAKES = {
         "dense",
         "no predictors with a threshold: give rule=hot",
     ),
+    "no text": ({"text": []}, "dense", r"drafter\.text holds no ids; ids lie in 0\.\.299"),
+    "another vocabulary": ({"text": [1, 300]}, "dense", r"drafter\.text holds \[300\]; ids lie in 0\.\.299"),
+    "a negative id": ({"rule": "gate", "text": [-1]}, "dense", r"drafter\.text holds \[-1\]"),
     "hot on a sparse target": ({"rule": "hot"}, "sparse", "ffn=powerinfer: give rule=own"),
 }
 
@@ -82,6 +94,11 @@ def test_a_rule_that_the_target_cannot_follow(dense, sparse, what):
         ({"rule": "own", "threshold": 0.5, "share": 0.5}, r"drafter\.share with rule=hot"),
         ({"rule": "cold"}, "must be one of hot, gate, own"),
         ({"share": 1.5}, r"drafter\.share=1\.5"),
+        ({"text": []}, r"drafter\.text holds no ids"),
+        ({"text": 5}, r"drafter\.text=5: a list of ids or a file of ids is needed"),
+        ({"text": "no/such/file"}, r"drafter\.text=no/such/file: a list of ids or a file"),
+        ({"rule": "own", "threshold": 0.5, "text": [1]}, r"drafter\.text goes with rule=hot"),
+        ({"draft_vocab": "no/such/file"}, r"drafter\.draft_vocab=no/such/file: a number, a list"),
     ],
 )
 def test_options_that_do_not_go_together(options, says):

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from specsparse.predictors.checkpoint import load_pairs
 from specsparse.predictors.masked import with_weights
 from specsparse.predictors.mlp import mlp_weights
 from specsparse.predictors.svd import as_mlp, factorise, normed_gate
+from specsparse.testing import write_tiny_gguf
 from tests.predictors.planted import planted_model
 
 OPTIONS = {"rank": 16, "epochs": 3, "batch": 64}
@@ -120,6 +122,20 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
         np.testing.assert_array_equal(exported.fc2, fc2)
     with pytest.raises(UserError, match=r"holds a training with another options: give train.output"):
         play(changed(cfg, options={**OPTIONS, "rank": 8}), model, tmp_path / "c")
+
+
+def test_a_retrained_model_does_not_take_the_residuals_of_the_old_one(cfg, model, tmp_path):
+    shape = {"tokenizer": "spm", "n_layers": 2, "context_length": 64, "d_ff": 192}
+    other = write_tiny_gguf(tmp_path / model.path.name, seed=1, **shape)
+    assert other.stat().st_size == model.path.stat().st_size
+    text = np.zeros((2, 8), np.int32)
+    claim = partial(predictor_training._claim, tmp_path / "out")
+    claim(cfg, model, text)
+    claim(cfg, model, text)
+    coarse = dataclasses.replace(cfg, model=ModelSpec(str(model.path), kv_dtype="f16"))
+    for changes in ((cfg, dataclasses.replace(model, path=other)), (coarse, model)):
+        with pytest.raises(UserError, match="holds a training with another model"):
+            claim(*changes, text)
 
 
 def test_the_predictors_of_a_powerinfer_file_are_judged_as_they_are(cfg, model, tmp_path):

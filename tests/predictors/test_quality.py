@@ -179,6 +179,12 @@ def test_random_keeps_its_share_and_knows_nothing(planted, active):
     assert len({m.tobytes() for m in masks}) == 3
 
 
+def test_without_zeros_no_recall_is_reached_by_a_threshold():
+    planted = plant(act="silu")
+    with pytest.raises(UserError, match=r"signbit: recall=0\.9 means nothing with SiLU"):
+        get_predictor("signbit", planted.ffn, recall=0.9).fit(planted.layer, jnp.asarray(planted.rows))
+
+
 def test_a_text_without_activations_cannot_calibrate(planted):
     rows = np.zeros((4, D), np.float32)
     rows[:, 0] = 1

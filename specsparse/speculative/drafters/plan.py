@@ -352,11 +352,20 @@ def read_ids(value: Any) -> tuple[int | None, tuple[int, ...] | None]:
         if value < 1:
             raise UserError(f"drafter.draft_vocab={value} must be at least 1")
         return value, None
+    return None, read_id_list(value, "draft_vocab", "a number, a list of ids or a file of ids")
+
+
+def read_id_list(value: Any, option: str, wanted: str = "a list of ids or a file of ids") -> tuple[int, ...]:
+    """Ids of a list or a text file.
+
+    Raises:
+        UserError: the value of that option is neither.
+    """
     try:
         items: Sequence[Any] = Path(value).read_text().split() if isinstance(value, str | Path) else list(value)
-        return None, tuple(int(item) for item in items)
+        return tuple(int(item) for item in items)
     except (OSError, TypeError, ValueError) as error:
-        raise UserError(f"drafter.draft_vocab={value}: a number, a list of ids or a file of ids is needed") from error
+        raise UserError(f"drafter.{option}={value!s:.60}: {wanted} is needed") from error
 
 
 def _trim(how: Style, target: LoadedModel, params: Params, columns: int) -> tuple[DraftWeights, int]:

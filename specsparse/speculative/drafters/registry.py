@@ -15,6 +15,7 @@ from specsparse.speculative.drafters.plan import (
     ModelPlan,
     SparseSelfPlan,
     Style,
+    read_id_list,
     read_ids,
 )
 from specsparse.speculative.drafters.scripted import Scripted
@@ -96,7 +97,11 @@ def _layer_skip(layers: Any = None, **style: Any) -> LayerSkipPlan:
 def _sparse_self(rule: str = "hot", share: Any = None, threshold: Any = None, text: Any = None, **style: Any) -> Any:
     if (rule == "own") != (threshold is not None) or (rule == "own" and share is not None):
         raise UserError("drafter.threshold goes with rule=own, and drafter.share with rule=hot and rule=gate")
-    _, ids = read_ids(text)
+    if rule == "own" and text is not None:
+        raise UserError("drafter.text goes with rule=hot and rule=gate, which choose neurons by it")
+    ids = None if text is None else read_id_list(text, "text")
+    if ids == ():
+        raise UserError("drafter.text holds no ids: give some, or leave it out for a text that the target writes")
     return SparseSelfPlan(_style(**style), rule, share, threshold, ids)
 
 

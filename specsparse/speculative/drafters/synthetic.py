@@ -101,6 +101,9 @@ class SyntheticRates:
                 raise UserError(f"synthetic acceptance rates {rates!r} must be a list of numbers") from error
         if process not in PROCESSES:
             raise UserError(f"synthetic process {process!r} must be one of {', '.join(PROCESSES)}")
+        for name, value in (("rate", rate), ("length", length)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise UserError(f"synthetic acceptance {name}={value!r} must be a number")
         if rate is None and length is None:
             rate = 0.7
         return getattr(cls, process)(gamma, rate=rate, length=length)

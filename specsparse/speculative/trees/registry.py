@@ -1,6 +1,6 @@
 """Trees by name."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from specsparse.errors import UserError
@@ -32,6 +32,8 @@ def _static(widths: Any = None, paths: Any = None, draw: str = "top") -> StaticT
     if widths is not None and paths is not None:
         raise UserError("tree.widths and tree.paths are two ways to say it: give one of them")
     if paths is not None:
+        if isinstance(paths, str) or not isinstance(paths, Iterable):
+            raise UserError(f"tree.paths={paths!r} must be a list of paths, such as [[0,0],[1]]")
         template = TreeTemplate.from_paths(_numbers("paths", path, int) for path in paths)
     else:
         template = TreeTemplate.kary(_numbers("widths", (3, 2, 1) if widths is None else widths, int))

@@ -1,7 +1,7 @@
 """Verification node by node: siblings are tested in draw order, an accepted one becomes the new parent.
 
 A rule says how likely a node is accepted and what the law becomes when it is not. `walk` turns that into a path with
-coins; `certify.sibling_ends` turns the same rule into exact weights.
+coins; `exact._sibling_ends` turns the same rule into exact weights.
 """
 
 import abc

@@ -1,0 +1,210 @@
+"""Texts, rebuilt layers and checkpoints of `kind: relufy`, in a directory that a later run goes on from."""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from specsparse import display, trackers
+from specsparse.config import RunConfig, nearest
+from specsparse.errors import UserError
+from specsparse.predictors.checkpoint import load_state, read_tensors, save_state, write_tensors
+from specsparse.predictors.registry import checked
+from specsparse.training import trunk
+from specsparse.training.data import DataOptions, Text, generate, read_shard
+from specsparse.training.distill import Distiller, DistillOptions, Fidelity, Losses, State
+from specsparse.training.ffn_inputs import collect, layer_inputs
+from specsparse.training.reconstruct import Judged, LayerOptions, Rebuilder, judge
+from specsparse.training.trunk import FFN
+from specsparse.training.windows import pack
+
+_SETTINGS, _TEXTS, _STATE = "settings.json", "texts", "state.safetensors"
+
+
+@dataclass(frozen=True)
+class OwnOptions:
+    """What is neither text nor training; see conf/experiment/relufy.yaml."""
+
+    layer_tokens: int = 40_000
+    held_out: int = 16
+    judge_every: int = 60
+    quantise: str = "Q4_0"
+
+    def __post_init__(self):
+        for name in ("layer_tokens", "held_out", "judge_every"):
+            if getattr(self, name) < 1:
+                raise UserError(f"train.{name}={getattr(self, name)} must be at least 1")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keys of `train`, by what they belong to; a key that two have goes to both."""
+
+    own: OwnOptions
+    data: DataOptions
+    layers: LayerOptions
+    distill: DistillOptions
+
+
+def options(cfg: RunConfig) -> Options:
+    """The options of `train`.
+
+    Raises:
+        UserError: an unknown one, or a value of the wrong type or out of range.
+    """
+    owners = get_type_hints(Options)
+    given: dict[str, dict[str, Any]] = {name: {} for name in owners}
+    names = {f.name for owner in owners.values() for f in fields(owner)} - {"seed", "chat"}
+    for name, value in cfg.train.options.items():
+        if name not in names:
+            raise UserError(f"unknown key train.{name}{nearest(name, names)}")
+        for key, owner in owners.items():
+            if value is not None and name in {f.name for f in fields(owner)}:
+                given[key][name] = _checked(name, get_type_hints(owner)[name], value)
+    given["data"]["chat"] = cfg.data.chat
+    for key in ("data", "layers", "distill"):
+        given[key]["seed"] = cfg.seed
+    return Options(**{key: owner(**given[key]) for key, owner in owners.items()})
+
+
+def _checked(name: str, hint: Any, value: Any) -> Any:
+    if name != "temperatures":
+        return checked(f"train.{name}", hint, value)
+    if not isinstance(value, list | tuple) or not all(isinstance(x, int | float) for x in value):
+        raise UserError(f"train.{name}={value}: expected a list of numbers")
+    return tuple(float(x) for x in value)
+
+
+def folder_of(cfg: RunConfig, model: Any) -> Path:
+    """Where a training keeps its files."""
+    return Path(cfg.train.output or Path("relu") / Path(model.path).stem)
+
+
+def claim(folder: Path, cfg: RunConfig, model: Any) -> None:
+    """Makes the directory this training's, or finds that it is already.
+
+    How many steps there are, their rates and the amount of text may change between two runs; nothing else may.
+
+    Raises:
+        UserError: it holds another training.
+    """
+    found = options(cfg)
+    rates = {"steps", "rate", "warmup", "decay"}
+    shape = {f.name: getattr(found.distill, f.name) for f in fields(found.distill) if f.name not in rates}
+    settings = json.loads(trackers.to_json({
+        "model": {"name": Path(model.path).name, "bytes": Path(model.path).stat().st_size},
+        "text": {f.name: getattr(found.data, f.name) for f in fields(found.data)},
+        "layers": {f.name: getattr(found.layers, f.name) for f in fields(found.layers)}, "distillation": shape,
+    }))  # fmt: skip
+    path = folder / _SETTINGS
+    if path.exists():
+        try:
+            there = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path}: cannot be read ({error}); remove {folder} to begin again") from error
+        different = [key for key in settings if not isinstance(there, Mapping) or there.get(key) != settings[key]]
+        if different:
+            raise UserError(
+                f"{folder} holds a training with other {different[0]}: give train.output=ANOTHER, or remove it"
+            )
+    trackers.write_atomically(path, trackers.to_json(settings, indent=1) + "\n")
+
+
+def texts(cfg: RunConfig, model: Any, folder: Path, console: Console) -> tuple[list[Text], list[Text]]:
+    """Answers of `train.tokens` tokens, made where they are not there yet: to train on, and the first ones to judge on.
+
+    Raises:
+        UserError: no more texts than are held out.
+    """
+    chosen, wanted = options(cfg), cfg.train.tokens
+    with display.counting(console, "writing text", wanted) as bar:
+        paths = generate(
+            model, chosen.data, folder / _TEXTS, tokens=wanted,
+            progress=lambda done: bar.update(bar.task_ids[0], completed=min(done, wanted)),
+        )  # fmt: skip
+    found = [text for path in paths for text in read_shard(path)]
+    if len(found) <= chosen.own.held_out:
+        raise UserError(f"train.held_out={chosen.own.held_out}: there are {len(found)} texts; raise train.tokens")
+    return found[chosen.own.held_out :], found[: chosen.own.held_out]
+
+
+def rebuilt(
+    cfg: RunConfig, model: Any, folder: Path, train: list[Text], held: list[Text], console: Console
+) -> tuple[FFN, list[Judged]]:
+    """All layers rebuilt one by one, stacked, and how well; those that are there are not rebuilt again."""
+    paths = [folder / "layers" / f"layer_{i:03d}.safetensors" for i in range(model.config.n_layers)]
+    if not all(path.exists() for path in paths):
+        inputs, judged = (_inputs(cfg, model, folder / name, found, console) for name, found in
+                          (("inputs", train), ("judged", held)))  # fmt: skip
+        rebuilder = Rebuilder(options(cfg).layers, len(layer_inputs(inputs, 0)))
+        with display.counting(console, "rebuilding layers", len(paths)) as bar:
+            for i, path in enumerate(paths):
+                if not path.exists():
+                    original = trunk.ffn_of(model, i)
+                    ffn = rebuilder.rebuild(original, layer_inputs(inputs, i))
+                    quality = judge(ffn, original, layer_inputs(judged, i))
+                    write_tensors(path, {n: np.asarray(x) for n, x in ffn._asdict().items()}, quality._asdict())
+                bar.update(bar.task_ids[0], completed=i + 1)
+    found = [read_tensors(path) for path in paths]
+    stacked = FFN(*(jnp.stack([jnp.asarray(tensors[n]) for tensors, _ in found]) for n in FFN._fields))
+    return stacked, [Judged(float(meta["error"]), float(meta["share"])) for _, meta in found]
+
+
+def _inputs(cfg: RunConfig, model: Any, folder: Path, found: list[Text], console: Console) -> list[Path]:
+    """Files of what the FFNs read over `train.layer_tokens` tokens of these texts."""
+    chosen = options(cfg)
+    rows, groups, tokens = chosen.distill.rows, [], 0
+    for group in pack(found, range(len(found)), rows=rows, drafting=rows):
+        if tokens >= chosen.own.layer_tokens:
+            break
+        groups.append([found[i] for i in group])
+        tokens += sum(len(text.tokens) for text in groups[-1])
+    with display.counting(console, "reading text", len(groups)) as bar:
+        return collect(
+            model, groups, folder, rows=rows, progress=lambda done: bar.update(bar.task_ids[0], completed=done)
+        )
+
+
+def distilled(
+    cfg: RunConfig, model: Any, folder: Path, begin: FFN, train: list[Text], held: list[Text], console: Console
+) -> tuple[FFN, list[dict[str, Any]]]:
+    """The FFNs after the last step, and the curve: losses, tokens seen and fidelity at each checkpoint."""
+    chosen = options(cfg)
+    distiller, path = Distiller(model, chosen.distill), folder / _STATE
+    if path.exists():
+        state, meta = load_state(path, distiller.like())
+        curve = meta["curve"]
+    else:
+        state = distiller.start(begin)
+        curve = [_point(state, 0, [], distiller.judge(begin, held), 0.0)]
+    seen, recent, begun = curve[-1]["tokens"], [], time.perf_counter()
+    steps, batches = chosen.distill.steps, distiller.batches(train, int(state.step))
+    with display.counting(console, "distilling", steps) as bar:
+        bar.update(bar.task_ids[0], completed=int(state.step))
+        while int(state.step) < steps:
+            passage, ids = next(batches)
+            state, losses = distiller.step(state, passage, ids)
+            seen += int((passage.text >= 0).sum())
+            recent.append(losses)
+            step = int(state.step)
+            if step % chosen.own.judge_every == 0 or step == steps:
+                fidelity = distiller.judge(state.ffn, held)
+                curve.append(_point(state, seen, recent, fidelity, time.perf_counter() - begun))
+                save_state(path, state, {"curve": curve})
+                recent = []
+            bar.update(bar.task_ids[0], completed=step)
+    return state.ffn, curve
+
+
+def _point(state: State, tokens: int, recent: list[Losses], fidelity: Fidelity, seconds: float) -> dict[str, Any]:
+    """One point of the curve; the losses are means since the point before."""
+    host = jax.tree.map(np.asarray, recent)
+    means = {f"train_{n}": float(np.mean([getattr(x, n) for x in host])) for n in Losses._fields if host}
+    return {"step": int(state.step), "tokens": tokens, "seconds": seconds, **fidelity._asdict(), **means}

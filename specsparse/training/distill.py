@@ -1,0 +1,279 @@
+"""The FFNs of a whole model, trained until it says what the original says: they alone change.
+
+The loss is KL(original, this model) over candidate ids, plus the squared distance of the two normalised last rows, plus
+a measure of how many neurons are active whose weight follows their share (ProSparse, Song et al., arXiv:2402.13516; the
+measure is `training.reconstruct.hoyer`). The original's last rows are stored with the texts: no pass of it is needed.
+The matrices are rounded to Q4_0 in every step, and the gradient passes straight through (Bengio et al.,
+arXiv:1308.3432): what is trained is what the file holds.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from specsparse.errors import UserError
+from specsparse.kernels.dequant import dequantize, embed_rows
+from specsparse.training import trunk
+from specsparse.training.data import Text
+from specsparse.training.head import rms_norm
+from specsparse.training.reconstruct import hoyer
+from specsparse.training.trunk import FFN, Passage
+from specsparse.training.windows import pack
+
+if TYPE_CHECKING:
+    from specsparse.model import Model
+
+
+_PRESSURE = (1e-3, 0.1)
+"""Least and most of the sparsity term's weight: beyond, it holds the divergence up and the share stays where it is."""
+
+
+@dataclass(frozen=True)
+class DistillOptions:
+    """How a model is distilled.
+
+    Attributes:
+        steps: of the optimiser, one window each.
+        rows: of a window.
+        candidates: ids that a step's softmax runs over: those of its texts, and others drawn as often as they occur.
+        rate: of Adam; rises over `warmup` steps and falls to 0 over the last `decay` of them.
+        warmup: steps.
+        decay: share of the steps.
+        clip: largest norm of a gradient.
+        feature: weight of the distance of last rows.
+        share: of active neurons aimed at, over all layers.
+        follow: how fast the weight of the sparsity term follows the share.
+        rounded: whether the matrices are rounded to Q4_0 in a step.
+        seed: of the order of texts, and of the candidates.
+    """
+
+    steps: int = 400
+    rows: int = 512
+    candidates: int = 4096
+    rate: float = 4e-4
+    warmup: int = 10
+    decay: float = 0.8
+    clip: float = 1.0
+    feature: float = 0.2
+    share: float = 0.3
+    follow: float = 0.5
+    rounded: bool = True
+    seed: int = 0
+
+    def __post_init__(self):
+        for name in ("steps", "rows", "candidates", "warmup"):
+            if getattr(self, name) < 1:
+                raise UserError(f"train.{name}={getattr(self, name)} must be at least 1")
+        for name in ("rate", "clip", "follow"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"train.{name}={getattr(self, name)} must be above 0")
+        for name in ("decay", "share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise UserError(f"train.{name}={getattr(self, name)} must lie above 0 and be at most 1")
+        if self.feature < 0:
+            raise UserError(f"train.feature={self.feature} must not be below 0")
+
+
+class State(NamedTuple):
+    """What a restart needs.
+
+    Attributes:
+        ffn: of all layers, before rounding.
+        optimiser: Adam's.
+        pressure: f32[], the weight of the sparsity term.
+        step: int32[], steps done.
+    """
+
+    ffn: FFN
+    optimiser: Any
+    pressure: jax.Array
+    step: jax.Array
+
+
+class Losses(NamedTuple):
+    """Of a step: KL in nats, squared distance of the last rows, share of active neurons."""
+
+    divergence: jax.Array
+    feature: jax.Array
+    share: jax.Array
+
+
+class Fidelity(NamedTuple):
+    """On texts that were not trained on, over the rows of their answers.
+
+    Attributes:
+        divergence: mean KL(original, this model) in nats, over all ids.
+        perplexity, original: of the texts' own next tokens, under this model and under the original.
+        agreement: share of rows whose argmax is the original's.
+        share: active neurons, float[L].
+        tokens: rows judged.
+    """
+
+    divergence: float
+    perplexity: float
+    original: float
+    agreement: float
+    share: tuple[float, ...]
+    tokens: int
+
+
+def rounded_q4_0(w: jax.Array) -> jax.Array:
+    """The values that Q4_0 keeps of a matrix [.., 32 n]: d (code - 8), d of the largest value of each 32 as float16."""
+    blocks = w.reshape(*w.shape[:-1], -1, 32)
+    high, low = blocks.max(axis=-1, keepdims=True), blocks.min(axis=-1, keepdims=True)
+    d = jnp.where(high > -low, high, low) / -8
+    inverse = jnp.where(d == 0, 0.0, 1.0 / jnp.where(d == 0, 1.0, d))
+    code = jnp.clip(jnp.floor(blocks * inverse + 8.5), 0, 15)
+    return (d.astype(jnp.float16).astype(jnp.float32) * (code - 8)).reshape(w.shape)
+
+
+def straight_through(w: jax.Array) -> jax.Array:
+    """The rounded matrix, with the gradient of the matrix itself."""
+    return w + jax.lax.stop_gradient(rounded_q4_0(w) - w)
+
+
+class Distiller:
+    """Trains the FFNs of one model, step by step; a step depends on state and texts alone.
+
+    Args:
+        model: the original.
+        options: how.
+        act: of the gate.
+    """
+
+    def __init__(self, model: "Model", options: DistillOptions, *, act: Callable = jax.nn.relu):
+        self.model, self.options, self.config, self._act = model, options, model.config, act
+        self._trunk = trunk.trunk_of(model, options.rows)
+        self._head = dequantize(model.params.output)
+        self._optimiser = _optimiser(options)
+        self._step = jax.jit(self._one_step, donate_argnums=(0,))
+        self._judge = jax.jit(self._fidelity)
+
+    def start(self, ffn: FFN) -> State:
+        """The state before the first step; `ffn` has the leading axis L."""
+        return State(ffn, self._optimiser.init(ffn), jnp.float32(1e-2), jnp.zeros((), jnp.int32))
+
+    def like(self) -> State:
+        """A state of the right shapes, to read a checkpoint by."""
+        c = self.config
+        shapes = ((c.n_layers, c.d_ff, c.d_model),) * 2 + ((c.n_layers, c.d_model, c.d_ff),)
+        return jax.eval_shape(self.start, FFN(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)))
+
+    def batches(self, texts: Sequence[Text], start: int) -> Iterator[tuple[Passage, np.ndarray]]:
+        """(window, candidate ids) from step `start` on without end; the texts come in another order each time."""
+        rows, epoch, done = self.options.rows, 0, 0
+        counts = sum(np.bincount(t.tokens, minlength=self.config.vocab_size) for t in texts) + 0.1
+        while True:
+            order = np.random.default_rng([self.options.seed, epoch]).permutation(len(texts))
+            for group in pack(texts, order, rows=rows, drafting=rows):
+                if done >= start:
+                    passage = trunk.lay([texts[i] for i in group], rows)
+                    yield passage, self._candidates(passage.tokens, counts, done)
+                done += 1
+            epoch += 1
+
+    def _candidates(self, tokens: np.ndarray, counts: np.ndarray, step: int) -> np.ndarray:
+        wanted = np.unique(tokens)
+        share = counts.copy()
+        share[wanted] = 0
+        rng = np.random.default_rng([self.options.seed, 1 << 20, step])
+        more = max(min(self.options.candidates, len(counts)) - len(wanted), 0)
+        # Gumbel's top k: a draw without replacement, in one pass over the vocabulary
+        with np.errstate(divide="ignore"):
+            score = np.log(share) + rng.gumbel(size=len(share))
+        return np.concatenate([wanted, np.argpartition(-score, more)[:more]]).astype(np.int32)
+
+    def step(self, state: State, passage: Passage, ids: np.ndarray) -> tuple[State, Losses]:
+        """One step of the optimiser, and the losses before it."""
+        return self._step(state, jax.tree.map(jnp.asarray, passage), jnp.asarray(ids))
+
+    def judge(self, ffn: FFN, texts: Sequence[Text]) -> Fidelity:
+        """How near the model is to the original on answers that it has not seen."""
+        rows = self.options.rows
+        groups = pack(texts, range(len(texts)), rows=rows, drafting=rows)
+        total = None
+        for group in groups:
+            chosen = [texts[i] for i in group]
+            passage, counts = trunk.lay(chosen, rows), np.zeros(rows, np.float32)
+            at = 0
+            for text in chosen:  # rows whose next token is the answer's, and is there
+                counts[at + text.prompt - 1 : min(at + len(text.tokens), rows) - 1] = 1
+                at += len(text.tokens)
+            found = self._judge(ffn, jax.tree.map(jnp.asarray, passage), jnp.asarray(counts))
+            found = jax.tree.map(np.asarray, found)
+            total = found if total is None else jax.tree.map(np.add, total, found)
+        kl, ours, theirs, same, active_L, count, seen = total
+        return Fidelity(
+            float(kl / count), float(np.exp(ours / count)), float(np.exp(theirs / count)), float(same / count),
+            tuple(float(x) for x in active_L / seen), int(count),
+        )  # fmt: skip
+
+    def _rows(self, ffn: FFN, passage: Passage):
+        """The model's last rows, normalised; mean sparsity measure; share of active neurons by layer."""
+        valid = (passage.text >= 0).astype(jnp.float32)
+        count = jnp.maximum(valid.sum(), 1.0)
+
+        def watch(z, a):
+            active = jnp.mean((a != 0).astype(jnp.float32), axis=1)
+            return jnp.sum(valid * hoyer(a)) / count, jnp.sum(valid * active) / count
+
+        if self.options.rounded:
+            ffn = FFN(*map(straight_through, ffn))
+        x_nD = embed_rows(self.model.params.embedding, passage.tokens)
+        y_nD, (dense_L, share_L) = trunk.run(self.config, self._trunk, ffn, x_nD, passage, self._act, watch)
+        return self._normed(y_nD), dense_L, share_L
+
+    def _normed(self, y_nD: jax.Array) -> jax.Array:
+        return rms_norm(y_nD, self.model.params.output_norm, self.config.norm_eps)
+
+    def _one_step(self, state: State, passage: Passage, ids: jax.Array) -> tuple[State, Losses]:
+        o, valid = self.options, (passage.text >= 0).astype(jnp.float32)
+        wanted = self._normed(passage.hidden.astype(jnp.float32))
+        head = self._head[ids]
+        log_p = jax.nn.log_softmax(wanted @ head.T, axis=-1)
+        count, size = jnp.maximum(valid.sum(), 1.0), jnp.sum(valid[:, None] * jnp.square(wanted))
+
+        def loss(ffn: FFN):
+            found, dense_L, share_L = self._rows(ffn, passage)
+            log_q = jax.nn.log_softmax(found @ head.T, axis=-1)
+            kl = jnp.sum(valid * jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)) / count
+            feature = jnp.sum(valid[:, None] * jnp.square(found - wanted)) / size
+            losses = Losses(kl, feature, share_L.mean())
+            return kl + o.feature * feature + state.pressure * dense_L.mean(), losses
+
+        grads, losses = jax.grad(loss, has_aux=True)(state.ffn)
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counter with floats
+            updates, opt = self._optimiser.update(grads, state.optimiser, state.ffn)
+        pressure = jnp.clip(state.pressure * jnp.exp(o.follow * (losses.share / o.share - 1)), *_PRESSURE)
+        return State(optax.apply_updates(state.ffn, updates), opt, pressure, state.step + 1), losses
+
+    def _fidelity(self, ffn: FFN, passage: Passage, counts_n: jax.Array):
+        wanted = self._normed(passage.hidden.astype(jnp.float32))
+        found, _, share_L = self._rows(ffn, passage)
+        log_p, log_q = (jax.nn.log_softmax(x @ self._head.T, axis=-1) for x in (wanted, found))
+        following = jnp.roll(passage.tokens, -1)[:, None]
+        ours, theirs = (-jnp.take_along_axis(x, following, axis=1)[:, 0] for x in (log_q, log_p))
+        kl = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+        same = (jnp.argmax(log_p, axis=-1) == jnp.argmax(log_q, axis=-1)).astype(jnp.float32)
+        rows = jnp.sum((passage.text >= 0).astype(jnp.float32))
+        return (*(jnp.sum(counts_n * x) for x in (kl, ours, theirs, same)), share_L * rows, counts_n.sum(), rows)
+
+
+def _optimiser(options: DistillOptions) -> optax.GradientTransformation:
+    """Adam under a trapezoid of rates."""
+    down = max(1, round(options.decay * options.steps))
+    flat = max(options.steps - options.warmup - down, 0)
+    rate = optax.join_schedules(
+        (
+            optax.linear_schedule(0.0, options.rate, options.warmup),
+            optax.constant_schedule(options.rate),
+            optax.linear_schedule(options.rate, 0.0, down),
+        ),
+        [options.warmup, options.warmup + flat],
+    )
+    return optax.chain(optax.clip_by_global_norm(options.clip), optax.adam(rate, b2=0.98))

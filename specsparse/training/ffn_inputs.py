@@ -1,0 +1,87 @@
+"""What every FFN of a model reads over texts, in files that a restart finds again."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from specsparse.errors import UserError
+from specsparse.kernels.dequant import embed_rows
+from specsparse.predictors.checkpoint import write_tensors
+from specsparse.training import trunk
+from specsparse.training.data import Text
+
+if TYPE_CHECKING:
+    from specsparse.model import Model
+
+_PART = 8
+"""Windows of a file."""
+
+
+def collect(
+    model: "Model",
+    windows: Sequence[Sequence[Text]],
+    folder: Path,
+    *,
+    rows: int,
+    progress: Callable[[int], None] | None = None,
+) -> list[Path]:
+    """Files of the normalised inputs float16[L, n, D] of every FFN; those that are there are not made again.
+
+    Args:
+        model: the original, dense.
+        windows: texts that share a window, see `training.windows.pack`.
+        folder: of the files.
+        rows: of a window.
+        progress: called with the windows done.
+    """
+    paths = [folder / f"inputs_{i:04d}.safetensors" for i in range(-(-len(windows) // _PART))]
+    program, arguments = None, ()
+    for i, path in enumerate(paths):
+        part = windows[i * _PART : (i + 1) * _PART]
+        if not path.exists():
+            if program is None:
+                program, arguments = _program(model), _arguments(model, rows)
+            found = [_kept(program(*arguments, p), p) for p in (trunk.lay(texts, rows) for texts in part)]
+            write_tensors(path, {"z": np.concatenate(found, axis=1)}, {"format": "specsparse.training.inputs"})
+        if progress is not None:
+            progress(i * _PART + len(part))
+    return paths
+
+
+def layer_inputs(paths: Sequence[Path], layer: int) -> np.ndarray:
+    """float16[n, D]: what layer `layer` reads, over all files.
+
+    Raises:
+        UserError: a damaged file.
+    """
+    found = []
+    for path in paths:
+        try:
+            with safe_open(path, framework="numpy") as file:
+                found.append(file.get_slice("z")[layer])
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path}: cannot be read ({error}); remove it to have it made again") from error
+    return np.concatenate(found)
+
+
+def _program(model: "Model") -> Callable:
+    config = model.config
+
+    def inputs(embedding, frozen: trunk.Trunk, ffn: trunk.FFN, passage: trunk.Passage):
+        x_nD = embed_rows(embedding, passage.tokens)
+        return trunk.run(config, frozen, ffn, x_nD, passage, jax.nn.silu, lambda z, a: z.astype(jnp.float16))[1]
+
+    return jax.jit(inputs)
+
+
+def _arguments(model: "Model", rows: int) -> tuple:
+    return model.params.embedding, trunk.trunk_of(model, rows), trunk.ffns_of(model)
+
+
+def _kept(z_LnD: jax.Array, passage: trunk.Passage) -> np.ndarray:
+    return np.asarray(z_LnD)[:, passage.text >= 0]

@@ -1,0 +1,30 @@
+"""A model's file with other FFNs, as a plain GGUF that says its activation."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+from gguf import GGMLQuantizationType as GGML
+from gguf import quants
+
+from specsparse.engine.config import ACTIVATION_KEY
+from specsparse.engine.gguf import MAGIC, GGUFFile, TensorInfo
+from specsparse.powerinfer.format import NewTensor, write_container
+from specsparse.training.trunk import FFN
+
+
+def write_relu(f: GGUFFile, ffn: FFN, path: str | os.PathLike[str], kind: GGML) -> Path:
+    """Writes `f` with the FFNs of `ffn` (leading axis L) in `kind` and ReLU at the gate; all else keeps its bytes.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    new = {f"blk.{i}.ffn_{name}.weight": layer for name in FFN._fields for i, layer in enumerate(getattr(ffn, name))}
+
+    def made(t: TensorInfo) -> NewTensor:
+        if t.name not in new:
+            return NewTensor(t.name, t.type, t.shape, lambda: t.raw)
+        return NewTensor(t.name, kind, t.shape, lambda: quants.quantize(np.asarray(new[t.name], np.float32), kind))
+
+    keys = {**f.metadata, ACTIVATION_KEY: "relu", "general.name": f"{f.get('general.name', 'str', f.path.stem)} ReLU"}
+    return write_container(path, keys, [made(t) for t in f.tensors.values()], magic=MAGIC)

@@ -1,0 +1,168 @@
+"""A model's layers as a function of its FFNs, to differentiate, in float32: attention and norms stay as they are."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsparse.engine.config import ModelConfig
+from specsparse.errors import UserError
+from specsparse.kernels.dequant import dequantize
+from specsparse.kernels.reference import rotate
+from specsparse.training.data import Text
+from specsparse.training.head import rms_norm, rotary
+
+if TYPE_CHECKING:
+    from specsparse.model import Model
+
+_NOT = -1e30
+_ATTENTION = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm")
+
+
+class FFN(NamedTuple):
+    """float32 matrices [outputs, inputs] of one layer, or of all with a leading axis L.
+
+    Attributes:
+        gate, up: [F, D].
+        down: [D, F].
+    """
+
+    gate: jax.Array
+    up: jax.Array
+    down: jax.Array
+
+
+class Trunk(NamedTuple):
+    """What stays as it is: norms and attention, each with a leading axis L, and the rotary table.
+
+    Attributes:
+        attn_norm, attn_q, attn_k, attn_v, attn_output, ffn_norm: of the layers.
+        cos, sin: float32[positions, d / 2].
+    """
+
+    attn_norm: jax.Array
+    attn_q: jax.Array
+    attn_k: jax.Array
+    attn_v: jax.Array
+    attn_output: jax.Array
+    ffn_norm: jax.Array
+    cos: jax.Array
+    sin: jax.Array
+
+
+class Passage(NamedTuple):
+    """Texts side by side in n rows.
+
+    Attributes:
+        tokens: int32[n].
+        position: int32[n], in its text.
+        text: int32[n], which text a row belongs to; -1 for none.
+        hidden: float16[n, D], the original's rows before the output norm.
+    """
+
+    tokens: np.ndarray
+    position: np.ndarray
+    text: np.ndarray
+    hidden: np.ndarray
+
+
+def check(config: ModelConfig) -> None:
+    """Refuses a model that this function is not of.
+
+    Raises:
+        UserError: its FFN has no gate or no SiLU, or it has biases.
+    """
+    if config.activation != "silu":
+        raise UserError(f"only SiLU is turned to ReLU here, and this model's activation is {config.activation}")
+    if not config.gated:
+        raise UserError("only a gated FFN is turned to ReLU here, and this model's has no gate")
+    if config.biases:
+        raise UserError(f"a model with biases ({config.biases[0]}) cannot be turned to ReLU here")
+
+
+def trunk_of(model: "Model", positions: int) -> Trunk:
+    """The frozen part of a dense model, dequantised."""
+    layers = model.params.layers
+    stacked = {n: jnp.stack([_floats(getattr(layer, n)) for layer in layers]) for n in _ATTENTION}
+    return Trunk(
+        **stacked, **dict(zip(("cos", "sin"), rotary(model.config, positions, model.rope_factors), strict=True))
+    )
+
+
+def ffn_of(model: "Model", layer: int) -> FFN:
+    """The matrices of one layer, dequantised."""
+    found = model.params.layers[layer]
+    return FFN(*(dequantize(getattr(found, f"ffn_{n}")) for n in FFN._fields))
+
+
+def ffns_of(model: "Model") -> FFN:
+    """The matrices of all layers, stacked."""
+    return jax.tree.map(lambda *each: jnp.stack(each), *(ffn_of(model, i) for i in range(model.config.n_layers)))
+
+
+def _floats(weight: Any) -> jax.Array:
+    return jnp.asarray(weight if isinstance(weight, jax.Array) else dequantize(weight), jnp.float32)
+
+
+def lay(texts: Sequence[Text], rows: int) -> Passage:
+    """Texts one after the other in `rows` rows; what does not fit is cut off."""
+    width = texts[0].hidden.shape[1]
+    out = Passage(
+        np.zeros(rows, np.int32),
+        np.zeros(rows, np.int32),
+        np.full(rows, -1, np.int32),
+        np.zeros((rows, width), np.float16),
+    )
+    at = 0
+    for index, text in enumerate(texts):
+        count = min(len(text.tokens), rows - at)
+        here = slice(at, at + count)
+        out.tokens[here], out.position[here] = text.tokens[:count], np.arange(count)
+        out.text[here], out.hidden[here] = index, text.hidden[:count]
+        at += count
+    return out
+
+
+def run(
+    config: ModelConfig, trunk: Trunk, ffn: FFN, x_nD: jax.Array, passage: Passage, act: Callable, watch: Callable
+) -> tuple[jax.Array, Any]:
+    """All layers on embedded rows [n, D].
+
+    Args:
+        config: the model's.
+        trunk: the frozen part.
+        ffn: with the leading axis L.
+        x_nD: embedded tokens.
+        passage: which rows see which.
+        act: of the gate.
+        watch: called with the FFN's normalised inputs z [n, D] and act(gate z) [n, F]; what it returns is stacked.
+
+    Returns:
+        Rows before the output norm [n, D], and what `watch` returned with a leading axis L.
+    """
+    cos, sin = trunk.cos[passage.position], trunk.sin[passage.position]
+    place = jnp.arange(len(passage.text))
+    sees_nn = (passage.text[None] == passage.text[:, None]) & (place[None] <= place[:, None])
+
+    def layer(x, weights):
+        w, f = weights
+        x = x + _attention(config, w, rms_norm(x, w.attn_norm, config.norm_eps), cos, sin, sees_nn)
+        z = rms_norm(x, w.ffn_norm, config.norm_eps)
+        a = act(z @ f.gate.T)
+        return x + (a * (z @ f.up.T)) @ f.down.T, watch(z, a)
+
+    layers = trunk._replace(cos=None, sin=None)
+    return jax.lax.scan(layer, x_nD, (layers, ffn))
+
+
+def _attention(config: ModelConfig, w: Trunk, z_nD: jax.Array, cos, sin, sees_nn) -> jax.Array:
+    n, d = len(z_nD), config.head_dim
+    q, k, v = (z_nD @ getattr(w, f"attn_{name}").T for name in "qkv")
+    q, k, v = (x.reshape(n, -1, d) for x in (q, k, v))
+    q, k = (rotate(x, cos[:, None], sin[:, None], config.rope.pairing) for x in (q, k))
+    q = (q * (1.0 / float(np.sqrt(d)))).reshape(n, config.n_kv_heads, -1, d)
+    scores = jnp.where(sees_nn[None, None], jnp.einsum("mghd,ngd->ghmn", q, k), _NOT)
+    out = jnp.einsum("ghmn,ngd->mghd", jax.nn.softmax(scores, axis=-1), v)
+    return out.reshape(n, -1) @ w.attn_output.T

@@ -1,0 +1,217 @@
+"""SiLU to ReLU: the function that is trained, layers rebuilt, a model distilled, `+experiment=relufy` end to end."""
+
+import dataclasses
+import io
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as GGML
+from gguf import quants
+from rich.console import Console
+
+import specsparse
+from specsparse import experiment
+from specsparse.config import (
+    DataSpec,
+    DrafterSpec,
+    ModelSpec,
+    PolicySpec,
+    RunConfig,
+    TrackerSpec,
+    TrainSpec,
+    VerifierSpec,
+)
+from specsparse.convert.delta import apply_delta, tensors_hash
+from specsparse.engine.gguf import open_gguf
+from specsparse.errors import UserError
+from specsparse.experiments import relu_training
+from specsparse.kernels.dequant import embed_rows
+from specsparse.testing import write_tiny_gguf
+from specsparse.training import data, distill, reconstruct, trunk
+
+OPTIONS = {
+    "batch": 4, "answer": 24, "prompt_tokens": 300, "temperatures": [0.0, 0.9], "held_out": 2, "judge_every": 2,
+    "layer_tokens": 700, "layer_batch": 64, "steps": 4, "rows": 384, "candidates": 96, "warmup": 1, "share": 0.4,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", quant="F32", context_length=512, n_layers=2)
+    return specsparse.load(path)
+
+
+@pytest.fixture(scope="module")
+def texts(model, tmp_path_factory):
+    options = data.DataOptions(batch=4, answer=24, prompt_tokens=300, temperatures=(0.0, 0.9), chat=False)
+    return data.make_shard(model, options, 0)
+
+
+@pytest.fixture(scope="module")
+def distiller(model):
+    return distill.Distiller(model, distill.DistillOptions(steps=40, rows=384, candidates=96, rate=2e-3, share=0.4))
+
+
+def test_rows_are_the_engines(model, texts):
+    """Several texts in one window give the rows that each gives alone, as the engine computes them."""
+    assert len(texts[0].tokens) + len(texts[1].tokens) <= 384
+    passage = trunk.lay(texts[:2], 384)
+    x = embed_rows(model.params.embedding, jnp.asarray(passage.tokens))
+    found, shares = trunk.run(
+        model.config, trunk.trunk_of(model, 384), trunk.ffns_of(model), x, passage, jax.nn.silu, lambda z, a: a.shape[1]
+    )
+    used = passage.text >= 0
+    assert used.sum() == len(texts[0].tokens) + len(texts[1].tokens)
+    np.testing.assert_allclose(np.asarray(found)[used], passage.hidden[used].astype(np.float32), rtol=0, atol=2e-2)
+    assert list(np.asarray(shares)) == [model.config.d_ff] * 2
+
+
+def planted(n=3000, D=16, F=192):
+    """An FFN with most gates a little below 0, and inputs of which one is nearly constant, as a norm's outputs have."""
+    rng = np.random.default_rng(0)
+    gate, up, down = (rng.normal(size=s) * 0.3 for s in ((F, D), (F, D), (D, F)))
+    gate[:, 0], gate[:, 1:] = -0.125, gate[:, 1:] / 2
+    z = rng.normal(size=(n, D))
+    z[:, 0] = z[:, 0] / 20 + 4
+    return trunk.FFN(*(jnp.asarray(w, jnp.float32) for w in (gate, up, down))), z.astype(np.float16)
+
+
+def test_what_is_nearly_constant_is_a_bias():
+    z = jnp.asarray(planted()[1], jnp.float32)
+    assert float(jnp.mean((z @ reconstruct.constant_direction(z) - 1) ** 2)) < 5e-3
+
+
+@pytest.mark.parametrize(("linear", "limit"), [(0.0, 0.15), (1 / 12, 0.07)])
+def test_a_layer_is_rebuilt(linear, limit):
+    """Linear neurons take what ReLU leaves over; the share is what was asked for, on tokens not seen before."""
+    ffn, z = planted()
+    plain = reconstruct.judge(ffn, ffn, z[2000:])
+    options = reconstruct.LayerOptions(share=0.3, linear=linear, passes=4, layer_batch=100, layer_rate=2e-3)
+    found = reconstruct.judge(reconstruct.Rebuilder(options, 2000).rebuild(ffn, z[:2000]), ffn, z[2000:])
+    assert found.error < limit * plain.error and abs(found.share - 0.3) < 0.05
+
+
+def test_rounding_is_the_quantisers(distiller):
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=(6, 96)).astype(np.float32)
+    w[0, :32] = 0
+    want = quants.dequantize(quants.quantize(w, GGML.Q4_0), GGML.Q4_0)
+    np.testing.assert_array_equal(np.asarray(distill.rounded_q4_0(jnp.asarray(w))), want)
+    grads = jax.grad(lambda x: jnp.sum(distill.straight_through(x) * 3))(jnp.asarray(w))
+    assert (np.asarray(grads) == 3).all()
+
+
+def test_the_original_is_at_no_distance_from_itself(model, texts):
+    exact = distill.Distiller(model, distill.DistillOptions(rows=384, rounded=False), act=jax.nn.silu)
+    found = exact.judge(trunk.ffns_of(model), texts[:2])
+    assert (
+        found.divergence < 1e-3
+        and found.agreement > 0.95
+        and found.perplexity == pytest.approx(found.original, rel=5e-2)
+    )
+    assert found.tokens == sum(len(t.tokens) - t.prompt for t in texts[:2]) and found.share == (1.0, 1.0)
+
+
+@pytest.mark.slow
+def test_distillation_learns(model, texts, distiller):
+    state, losses = distiller.start(trunk.ffns_of(model)), []
+    batches = distiller.batches(texts, 0)
+    for _ in range(40):
+        state, found = distiller.step(state, *next(batches))
+        losses.append(found)
+    first, last = (np.mean([[float(x) for x in step] for step in part], axis=0) for part in (losses[:3], losses[-3:]))
+    assert last[0] < 0.7 * first[0] and last[1] < 0.7 * first[1]
+    assert int(state.step) == 40
+
+
+def test_batches_begin_anywhere(texts, distiller):
+    """A step's window and candidates depend on its number alone; candidates are different ids that hold its tokens."""
+    batches = distiller.batches(texts, 0)
+    found = [next(batches) for _ in range(6)]
+    passage, ids = next(distiller.batches(texts, 5))
+    np.testing.assert_array_equal(passage.tokens, found[5][0].tokens)
+    np.testing.assert_array_equal(ids, found[5][1])
+    assert len(set(ids.tolist())) == len(ids) >= 96 and set(passage.tokens.tolist()) <= set(ids.tolist())
+
+
+class Engine:
+    """Loads the one model there is."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def load(self, spec, **overrides):
+        return self.model
+
+
+@pytest.fixture
+def cfg(model, tmp_path):
+    return RunConfig(
+        model=ModelSpec(str(model.path)), drafter=DrafterSpec("none"), verifier=VerifierSpec("greedy"),
+        policy=PolicySpec("fixed", 1), sampling={}, data=DataSpec(chat=False), tracker=TrackerSpec("jsonl"),
+        name="test", kind="relufy", train=TrainSpec(tokens=150, output=str(tmp_path / "out"), options=OPTIONS),
+    )  # fmt: skip
+
+
+def changed(cfg, **changes):
+    return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, **changes))
+
+
+def play(cfg, model, directory):
+    out = io.StringIO()
+    found = experiment.run(cfg, directory, engine=Engine(model), console=Console(file=out, width=200))
+    return found, out.getvalue(), json.loads((directory / "record.json").read_text())
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, monkeypatch):
+    whole, shown, record = play(cfg, model, tmp_path / "a")
+    assert "ReLU model against the original" in shown
+    assert [p["step"] for p in record["summary"]["curve"]] == [0, 2, 4] and len(record["summary"]["layers"]) == 2
+    assert len((tmp_path / "a" / "curve.csv").read_text().splitlines()) == 4
+    made = specsparse.load(whole.path)
+    assert made.config.activation == "relu" and open_gguf(whole.path).tensors["blk.1.ffn_down.weight"].type == GGML.Q4_0
+    again = apply_delta(model.path, whole.delta, tmp_path / "again.gguf")
+    assert tensors_hash(open_gguf(again)) == tensors_hash(open_gguf(whole.path))
+
+    saves = []
+
+    def stop(*args):
+        real(*args)
+        saves.append(args)
+        if len(saves) == 1:
+            raise KeyboardInterrupt
+
+    real = relu_training.save_state
+    monkeypatch.setattr(relu_training, "save_state", stop)
+    other = changed(cfg, output=str(tmp_path / "other" / "out"))
+    with pytest.raises(KeyboardInterrupt):
+        play(other, model, tmp_path / "b")
+    found, _, _ = play(other, model, tmp_path / "b")
+    assert len(saves) == 2  # no step twice
+    assert tensors_hash(open_gguf(found.path)) == tensors_hash(open_gguf(whole.path))
+    with pytest.raises(UserError, match="holds a training with other layers: give train"):
+        play(changed(cfg, options={**OPTIONS, "share": 0.5}), model, tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"shares": 0.3}, r"unknown key train\.shares; did you mean share\?"),
+        ({"share": 1.5}, r"train\.share=1\.5 must lie above 0"),
+        ({"linear": 0.3}, r"train\.linear=0\.3 must lie from 0 to below train\.share=0\.3"),
+        ({"steps": 0}, r"train\.steps=0 must be at least 1"),
+        ({"quantise": "Q9"}, "type 'Q9': choose one of"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_loaded(cfg, options, says):
+    with pytest.raises(UserError, match=says):
+        experiment.check(changed(cfg, options=options))
+
+
+def test_a_relu_model_is_refused(model):
+    with pytest.raises(UserError, match="only SiLU is turned to ReLU here"):
+        trunk.check(dataclasses.replace(model.config, activation="relu"))
