@@ -99,6 +99,9 @@ _AT_LEAST = {
     "quant_table.tg": 0,
     "quant_table.timings": 1,
 }
+WEIGHS_DRAWS = ("token", "block")
+"""Verifiers of chains that weigh p against the law that drafts were drawn from."""
+
 _CHOICES = {
     "model.kv_dtype": ("f32", "f16", "bf16"),
     "model.rope_scaling": ("none", "linear", "yarn"),
@@ -146,8 +149,16 @@ def from_omegaconf(cfg: Any) -> RunConfig:
         if value is not None and value not in choices:
             raise UserError(f"{key}={value}: must be one of {', '.join(map(str, choices))}")
     run = _build(RunConfig, {**plain, "composed": plain}, "")
-    sampling_params(run)  # fails here, not after the model is loaded
-    return run
+    return _drawn(run, sampling_params(run))  # fails here, not after the model is loaded
+
+
+def _drawn(run: RunConfig, target: SamplingParams) -> RunConfig:
+    """`drafter.temperature=null` filled in: verifiers that weigh q want drafts that are drawn from it."""
+    options = run.drafter.options
+    if options.get("temperature", 0.0) is not None or run.verifier.name not in WEIGHS_DRAWS:
+        return run
+    own = dataclasses.replace(run.drafter, options={**options, "temperature": target.temperature})
+    return dataclasses.replace(run, drafter=own)
 
 
 def choice_options(path: Path) -> dict[str, Any]:

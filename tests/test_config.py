@@ -222,6 +222,15 @@ def test_names_of_other_projects_arrive():
     assert cfg.drafter.options["ngram_max"] == 4
 
 
+def test_a_head_draws_for_the_verifiers_that_weigh_draws():
+    def drawn_at(*overrides):
+        return config.from_omegaconf(composed("drafter=lookup_head", "sampling.temperature=0.8", *overrides))
+
+    for verifier, wanted in (("block", 0.8), ("token", 0.8), ("match", None)):
+        assert drawn_at(f"verifier={verifier}").drafter.options["temperature"] == wanted
+    assert drawn_at("verifier=block", "drafter.temperature=0.5").drafter.options["temperature"] == 0.5
+
+
 @pytest.mark.parametrize("policy", ["heuristic", "auto_off", "cost", "confidence"])
 def test_a_policy_takes_a_short_draft(policy):
     """What its file says must not keep it from gamma 1."""

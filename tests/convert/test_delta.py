@@ -5,9 +5,11 @@ import pytest
 from gguf import GGMLQuantizationType as GGML
 from gguf import quants
 
+from specsparse import models
 from specsparse.cli import main as cli
 from specsparse.convert.delta import apply_delta, make_delta, tensors_hash
 from specsparse.convert.set_metadata import set_metadata
+from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf import MAGIC, open_gguf
 from specsparse.errors import UserError
 from specsparse.powerinfer.format import NewTensor, write_container
@@ -81,3 +83,11 @@ def test_command(base, model, tmp_path, capsys):
     assert tensors_hash(open_gguf(made)) == tensors_hash(open_gguf(model))
     assert cli.main(["convert", "apply-delta", str(made), str(delta), str(tmp_path / "x.gguf")]) == 2
     assert cli.main(["convert", "apply-delta", str(base), str(delta), str(delta)]) == 2
+
+
+def test_the_shipped_difference_fits_the_embedded_model(smollm2, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECSPARSE_CACHE", str(tmp_path))
+    base, made = (open_gguf(models.resolve(name)) for name in ("smollm2-135m", "smollm2-135m-relu"))
+    assert ModelConfig.from_gguf(made).activation == "relu" and made.tensors.keys() == base.tensors.keys()
+    changed = {n for n, t in made.tensors.items() if not np.array_equal(t.raw, base.tensors[n].raw)}
+    assert changed == {f"blk.{i}.ffn_{name}.weight" for i in range(30) for name in ("gate", "up", "down")}

@@ -39,6 +39,7 @@ MODEL_CASES = {
     "tree_p_split": ("model", {"tree": get_tree("p_split", nodes=K, n_parallel=3, p_split=0.15)}),
     "tree_dynamic": ("model", {"tree": get_tree("dynamic", total=K, depth=3, top_k=2)}),
     "lookup_head": ("lookup_head", {"ngram_min": 3}),
+    "lookup_head drawn": ("lookup_head", {"ngram_min": 3, "temperature": 0.7}),
     "head_sampled": ("head", {"temperature": 0.8}),
     "head_dynamic": ("head", {"tree": get_tree("dynamic", total=K, depth=3, top_k=2)}),
 }

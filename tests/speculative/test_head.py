@@ -8,7 +8,7 @@ import pytest
 import specsparse
 from specsparse.errors import UserError
 from specsparse.kernels.dequant import embed_rows
-from specsparse.speculative.base import ROOT, Feedback
+from specsparse.speculative.base import ROOT, DraftKind, Feedback
 from specsparse.speculative.drafters import get_drafter, head_file
 from specsparse.speculative.drafters.head_file import write_head
 from specsparse.speculative.trees import get_tree
@@ -227,7 +227,25 @@ def test_lookup_drafts_where_it_can_and_the_head_elsewhere(model, file):
     assert state.took.tolist() == [True, False] and draft.count.tolist() == [int(copied.count[0]), K]
     assert draft.tokens[0].tolist() == copied.tokens[0].tolist()
     assert draft.tokens[1].tolist() == headed.tokens[1].tolist() and copied.count[1] == 0
-    with pytest.raises(UserError, match="argmax chains"):
-        get_drafter("lookup_head", head=str(file), policy=None).bind(model, lambda spec: model)._replace(
-            drafter=type(drafter)(lookup, bound(model, file, temperature=0.5)[0])
-        )
+
+
+def test_lookup_beside_a_head_that_draws(model, file):
+    """Copied tokens count as drawn from laws of one token; the head's laws stay as they are."""
+    texts = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [3, 9, 27, 81, 10, 30]]
+    plan = get_drafter("lookup_head", gamma=K, head=str(file), temperature=0.7)
+    drafter, weights = (lambda b: (b.drafter, b.weights(C)))(plan.bind(model, lambda spec: model))
+    alone, head_weights = bound(model, file, temperature=0.7)
+    ctx = on_target(model, draft_context(texts, capacity=C, budget=K))
+    hidden = target_rows(model, ctx)
+
+    @jax.jit
+    def both():
+        found = drafter.draft(weights, drafter.init(weights, ctx, hidden=hidden), ctx).draft
+        return found, alone.draft(head_weights, alone.init(head_weights, ctx, hidden=hidden), ctx).draft
+
+    draft, headed = both()
+    assert drafter.kind is DraftKind.SAMPLED and int(draft.count[0]) > 0
+    for i in range(int(draft.count[0])):
+        assert float(draft.q[0, i, draft.tokens[0, i]]) == 1 and float(draft.q[0, i].sum()) == 1
+    assert draft.tokens[1].tolist() == headed.tokens[1].tolist()
+    np.testing.assert_array_equal(draft.q[1], headed.q[1])

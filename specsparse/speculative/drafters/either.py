@@ -21,7 +21,10 @@ class EitherState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Either(Drafter):
-    """Drafts with `first` (which needs no weights) and, for sequences it leaves empty, with `second`. One-hot chains.
+    """Drafts with `first` (which needs no weights) and, for sequences it leaves empty, with `second`. Chains.
+
+    Where `second` draws its tokens, those of `first` count as drawn from laws that hold nothing else: `token` and
+    `block` then accept one with its probability under p, and leave it out of what is drawn instead.
 
     A sequence that `first` drafts for gives `second` no budget, so that a drafter whose time follows its tokens costs
     nothing then. Each learns of its own drafts only.
@@ -35,14 +38,13 @@ class Either(Drafter):
     second: Drafter
 
     def __post_init__(self):
-        for drafter in (self.first, self.second):
-            if drafter.kind is not DraftKind.ONE_HOT or drafter.tree:
-                raise UserError("lookup_head drafts argmax chains: leave drafter.temperature, draw and tree out")
+        if self.first.kind is not DraftKind.ONE_HOT or self.first.tree or self.second.tree:
+            raise UserError("lookup_head drafts chains: leave tree out")
 
     @property
     def kind(self) -> DraftKind:
-        """Chosen, not drawn."""
-        return DraftKind.ONE_HOT
+        """The second one's."""
+        return self.second.kind
 
     @property
     def max_nodes(self) -> int:
@@ -81,6 +83,7 @@ class Either(Drafter):
             tokens=tokens_BK,
             parents=TreeTemplate.chain(self.max_nodes).parents_array(tokens_BK.shape[0]),
             count=jnp.where(took_B, a.draft.count, b.draft.count),
+            q=None if b.draft.q is None else self._laws(took_B, tokens_BK, b.draft.q),
         )
         return Drafted(draft, EitherState(a.state, b.state, took_B), b.cache)
 
@@ -92,6 +95,11 @@ class Either(Drafter):
         first = self.first.commit(None, state.first, ctx, mine)
         second = self.second.commit(params, state.second, ctx, other)
         return EitherState(first, second, state.took)
+
+    def _laws(self, took_B: jax.Array, tokens_BK: jax.Array, q_BkV: jax.Array) -> jax.Array:
+        """float32[B, K, V]: the second one's, and laws of one token."""
+        q_BKV = jnp.pad(q_BkV, ((0, 0), (0, self.max_nodes - q_BkV.shape[1]), (0, 0)))
+        return jnp.where(took_B[:, None, None], jax.nn.one_hot(tokens_BK, q_BKV.shape[-1]), q_BKV)
 
     def _wide(self, tokens_Bk: jax.Array) -> jax.Array:
         return jnp.pad(tokens_Bk, ((0, 0), (0, self.max_nodes - tokens_Bk.shape[1])))

@@ -140,8 +140,8 @@ _STYLE: dict[str, Option | None] = {
 }
 """What every drafter with a model takes."""
 
-_LOOKUP_STYLE = {name: _STYLE[name] for name in ("nodes", "p_min", "policy", "draft_vocab")}
-"""What a chain of argmax tokens can take of it."""
+_LOOKUP_STYLE = {name: _STYLE[name] for name in ("nodes", "temperature", "p_min", "policy", "draft_vocab")}
+"""What a chain beside a lookup can take of it."""
 
 _NGRAM_MAX = Option(high=64, aliases=("prompt_lookup_max", "max_matching_ngram_size"))
 _NGRAM_MIN = Option(high=64, aliases=("prompt_lookup_min",))
