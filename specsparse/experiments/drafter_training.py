@@ -1,8 +1,6 @@
 """Text, drafter and checkpoints in a directory that a later run goes on from."""
 
-import json
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -10,9 +8,10 @@ from typing import Any, get_type_hints
 import numpy as np
 from rich.console import Console
 
-from specsparse import display, trackers
+from specsparse import display
 from specsparse.config import RunConfig, nearest
 from specsparse.errors import UserError
+from specsparse.experiments import training_folder
 from specsparse.predictors.checkpoint import load_state, save_state
 from specsparse.predictors.registry import checked
 from specsparse.training.data import DataOptions, Text, generate, read_shard
@@ -23,7 +22,7 @@ from specsparse.training.small_form import SmallForm
 from specsparse.training.trainer import Losses, Trainer, TrainOptions, TrainState, run
 
 FORMS = ("head", "model")
-_SETTINGS, _TEXTS, _STATE = "settings.json", "texts", "state.safetensors"
+_TEXTS, _STATE = "texts", "state.safetensors"
 
 
 @dataclass(frozen=True)
@@ -112,22 +111,9 @@ def claim(folder: Path, cfg: RunConfig, model: Any) -> None:
     text = {f.name: getattr(found.data, f.name) for f in fields(found.data)}
     if found.own.form != "head":
         shape |= asdict(found.small)
-    settings = json.loads(trackers.to_json({
-        "model": {"name": Path(model.path).name, "bytes": Path(model.path).stat().st_size}, "text": text,
-        found.own.form: shape,
-    }))  # fmt: skip
-    path = folder / _SETTINGS
-    if path.exists():
-        try:
-            there = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path}: cannot be read ({error}); remove {folder} to begin again") from error
-        different = [key for key in settings if not isinstance(there, Mapping) or there.get(key) != settings[key]]
-        if different:
-            raise UserError(
-                f"{folder} holds a training with another {different[0]}: give train.output=ANOTHER, or remove it"
-            )
-    trackers.write_atomically(path, trackers.to_json(settings, indent=1) + "\n")
+    training_folder.claim(folder, {
+        "model": training_folder.identity(model, cfg.model.overrides()), "text": text, found.own.form: shape,
+    })  # fmt: skip
 
 
 def texts(cfg: RunConfig, model: Any, folder: Path, console: Console) -> list[Text]:

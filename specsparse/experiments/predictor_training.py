@@ -1,6 +1,5 @@
 """Training all layers of a model in a directory that a later run goes on from."""
 
-import json
 import math
 import shutil
 from dataclasses import asdict
@@ -11,12 +10,11 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from specsparse import display, trackers
+from specsparse import display
 from specsparse.atomic import replacing
 from specsparse.config import RunConfig, nearest
-from specsparse.engine.digest import model_digest
-from specsparse.engine.gguf import open_gguf
 from specsparse.errors import UserError
+from specsparse.experiments import training_folder
 from specsparse.powerinfer.predictor_files import PredictorFile, write_predictors
 from specsparse.predictors import FFN
 from specsparse.predictors.checkpoint import load_state, read_tensors, save_predictors, save_state, write_tensors
@@ -28,7 +26,7 @@ from specsparse.predictors.train import LayerTrainer, TrainOptions
 
 PREDICTORS_FILE = "predictors.safetensors"
 EXPORT_FOLDER = "powerinfer"
-_SETTINGS, _RESIDUALS, _RUNNING = "settings.json", "residuals.npy", "running.safetensors"
+_RESIDUALS, _RUNNING = "residuals.npy", "running.safetensors"
 
 
 def options(cfg: RunConfig) -> TrainOptions:
@@ -75,29 +73,14 @@ def trained(
 
 def _claim(folder: Path, cfg: RunConfig, model: Any, text: np.ndarray) -> None:
     """Makes the directory this run's, or finds that it is already."""
-    overrides = {name: value for name, value in cfg.model.overrides().items() if name != "threads"}
-    settings = {
-        "model": {"digest": model_digest(open_gguf(model.path)), "overrides": overrides},
+    windows = {"windows": list(text.shape), "sum": int(np.sum(text * (1 + np.arange(text.size).reshape(text.shape))))}
+    training_folder.claim(folder, {
+        "model": training_folder.identity(model, cfg.model.overrides()),
         "activation": model.config.activation,
         "options": asdict(options(cfg)),
         "active_share": cfg.train.active_share,
-        "text": {
-            "windows": list(text.shape),
-            "sum": int(np.sum(text * (1 + np.arange(text.size).reshape(text.shape)))),
-        },
-    }
-    path = folder / _SETTINGS
-    if path.exists():
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path}: cannot be read ({error}); remove {folder} to begin again") from error
-        different = sorted(key for key in settings if not isinstance(found, dict) or found.get(key) != settings[key])
-        if different:
-            raise UserError(
-                f"{folder} holds a training with another {different[0]}: give train.output=ANOTHER, or remove it"
-            )
-    trackers.write_atomically(path, trackers.to_json(settings, indent=1) + "\n")
+        "text": windows,
+    })  # fmt: skip
 
 
 def _residuals(folder: Path, model: Any, text: np.ndarray, console: Console) -> np.ndarray:

@@ -1,8 +1,6 @@
 """Texts, rebuilt layers and checkpoints of `kind: relufy`, in a directory that a later run goes on from."""
 
-import json
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -12,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from specsparse import display, trackers
+from specsparse import display
 from specsparse.config import RunConfig, nearest
 from specsparse.errors import UserError
+from specsparse.experiments import training_folder
 from specsparse.predictors.checkpoint import load_state, read_tensors, save_state, write_tensors
 from specsparse.predictors.registry import checked
 from specsparse.training import trunk
@@ -25,7 +24,7 @@ from specsparse.training.reconstruct import Judged, LayerOptions, Rebuilder, jud
 from specsparse.training.trunk import FFN
 from specsparse.training.windows import pack
 
-_SETTINGS, _TEXTS, _STATE = "settings.json", "texts", "state.safetensors"
+_TEXTS, _STATE = "texts", "state.safetensors"
 
 
 @dataclass(frozen=True)
@@ -98,23 +97,11 @@ def claim(folder: Path, cfg: RunConfig, model: Any) -> None:
     found = options(cfg)
     rates = {"steps", "rate", "warmup", "decay"}
     shape = {f.name: getattr(found.distill, f.name) for f in fields(found.distill) if f.name not in rates}
-    settings = json.loads(trackers.to_json({
-        "model": {"name": Path(model.path).name, "bytes": Path(model.path).stat().st_size},
+    training_folder.claim(folder, {
+        "model": training_folder.identity(model, cfg.model.overrides()),
         "text": {f.name: getattr(found.data, f.name) for f in fields(found.data)},
         "layers": {f.name: getattr(found.layers, f.name) for f in fields(found.layers)}, "distillation": shape,
-    }))  # fmt: skip
-    path = folder / _SETTINGS
-    if path.exists():
-        try:
-            there = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path}: cannot be read ({error}); remove {folder} to begin again") from error
-        different = [key for key in settings if not isinstance(there, Mapping) or there.get(key) != settings[key]]
-        if different:
-            raise UserError(
-                f"{folder} holds a training with other {different[0]}: give train.output=ANOTHER, or remove it"
-            )
-    trackers.write_atomically(path, trackers.to_json(settings, indent=1) + "\n")
+    })  # fmt: skip
 
 
 def texts(cfg: RunConfig, model: Any, folder: Path, console: Console) -> tuple[list[Text], list[Text]]:
