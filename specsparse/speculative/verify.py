@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from specsparse.errors import UserError
 from specsparse.speculative.base import PAD, Draft, Drafter, DraftKind, Verdict, Verifier
-from specsparse.speculative.options import Option, canonical
 from specsparse.speculative.verifiers import laws
 from specsparse.speculative.verifiers.block import Block, judge
 from specsparse.speculative.verifiers.kseq import KSeq
@@ -59,12 +58,13 @@ def get_verifier(name: str, **options: float) -> Verifier:
     if name not in VERIFIERS:
         raise UserError(f"verifier={name} is unknown: choose one of {', '.join(VERIFIERS)}")
     verifier = VERIFIERS[name]
-    known = {f.name: Option(float, 0, 1) for f in dataclasses.fields(verifier.rule)}
-    given = canonical("verifier", name, known, options)
-    for key, value in given.items():
-        if value == 0:
-            raise UserError(f"verifier.{key}=0 must lie in (0, 1]")
-    return dataclasses.replace(verifier, rule=dataclasses.replace(verifier.rule, **given)) if given else verifier
+    known = [f.name for f in dataclasses.fields(verifier.rule)]
+    for key, value in options.items():
+        if key not in known:
+            raise UserError(f"verifier.{key} is no option of {name}: it has {', '.join(known) or 'none'}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+            raise UserError(f"verifier.{key}={value} must lie in (0, 1]")
+    return dataclasses.replace(verifier, rule=dataclasses.replace(verifier.rule, **options)) if options else verifier
 
 
 def valid_verifiers(kind: DraftKind, *, tree: bool, temperature: float | None = None) -> list[str]:

@@ -132,15 +132,16 @@ def test_smollm2_emits_the_plain_tokens(smollm2, temperature):
 def test_smollm2_2000_tokens(smollm2):
     """2,000 tokens over laws and drafters."""
     drafted = total = 0
-    for law in (
-        SamplingParams(temperature=0.0, max_tokens=250, ignore_eos=True),
-        SamplingParams(temperature=0.6, top_k=40, top_p=0.95, repetition_penalty=1.1, max_tokens=250, ignore_eos=True),
-        SamplingParams(temperature=1.0, min_p=0.02, max_tokens=170, ignore_eos=True),
+    suffix, lookup = get_drafter("suffix", gamma=8), get_drafter("prompt_lookup")
+    truncated = {"top_k": 40, "top_p": 0.95, "repetition_penalty": 1.1}
+    for drafter, law in (
+        (suffix, SamplingParams(temperature=0.0, max_tokens=250, ignore_eos=True)),
+        (lookup, SamplingParams(temperature=0.6, max_tokens=250, ignore_eos=True, **truncated)),
+        (suffix, SamplingParams(temperature=1.0, min_p=0.02, max_tokens=170, ignore_eos=True)),
     ):
         wanted = specsparse.generate(smollm2, REAL_PROMPTS, sampling=law, seed=5)
-        for drafter in (get_drafter("prompt_lookup"), get_drafter("suffix", gamma=8)):
-            got = specsparse.generate(smollm2, REAL_PROMPTS, sampling=law, seed=5, drafter=drafter)
-            same(got, wanted, drafted=False)
-            drafted += sum(g.stats.counters.num_accepted_tokens for g in got)
+        got = specsparse.generate(smollm2, REAL_PROMPTS, sampling=law, seed=5, drafter=drafter)
+        same(got, wanted, drafted=False)
+        drafted += sum(g.stats.counters.num_accepted_tokens for g in got)
         total += sum(len(g.token_ids) for g in wanted)
     assert total >= 2000 and drafted > 200

@@ -26,6 +26,7 @@ from specsparse.costs.table import FREE, CostTable, DraftCost
 from specsparse.engine.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.experiments import compare, decoding, measured
+from specsparse.experiments.drafting import drafter_spec
 from specsparse.speculative.drafters.scripted import Scripted
 from specsparse.speculative.method import make_drafter
 from specsparse.speculative.policy import Fixed
@@ -192,7 +193,8 @@ def test_compare_reads_the_cost_of_each_drafter(model, table, cfg):
         cfg, compare=spec, tree=TreeSpec(), policy=PolicySpec("cost", 3, {"v": None, "prior": 0.5})
     )
     for name, cost in (("prompt_lookup", 0.25), ("suffix", 0.75)):
-        table = table.with_draft(name, DraftCost(token_s=cost * table.plain_s))
+        key = cost_key(name, drafter_spec(cfg, name).options)  # as `roofline` keeps it
+        table = table.with_draft(key, DraftCost(token_s=cost * table.plain_s))
     store.save(model, table)
     sides, _ = compare.methods(cfg, lambda pair: found(pair, model))
     assert [side["drafter"].policy.cost.c for side in sides.values()] == [0.25, 0.75]
