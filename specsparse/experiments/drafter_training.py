@@ -9,11 +9,10 @@ import numpy as np
 from rich.console import Console
 
 from specsparse import display
-from specsparse.config import RunConfig, nearest
+from specsparse.config import RunConfig
 from specsparse.errors import UserError
-from specsparse.experiments import training_folder
+from specsparse.experiments import train_options, training_folder
 from specsparse.predictors.checkpoint import load_state, save_state
-from specsparse.predictors.registry import checked
 from specsparse.training.data import DataOptions, Text, generate, read_shard
 from specsparse.training.form import Form
 from specsparse.training.head_form import HeadForm
@@ -59,31 +58,7 @@ def options(cfg: RunConfig) -> Options:
     Raises:
         UserError: an unknown one, or a value of the wrong type or out of range.
     """
-    owners = {"own": OwnOptions, "data": DataOptions, "train": TrainOptions, "small": SmallOptions}
-    ours = {"seed", "chat"}
-    where = {f.name: key for key, owner in owners.items() for f in fields(owner) if f.name not in ours}
-    given: dict[str, dict[str, Any]] = {key: {} for key in owners}
-    for name, value in cfg.train.options.items():
-        if name not in where:
-            raise UserError(f"unknown key train.{name}{nearest(name, where)}")
-        if value is None:
-            continue
-        if name == "temperatures":
-            given["data"][name] = _numbers(name, value)
-        else:
-            given[where[name]][name] = checked(f"train.{name}", get_type_hints(owners[where[name]])[name], value)
-    return Options(
-        OwnOptions(**given["own"]),
-        DataOptions(**given["data"], chat=cfg.data.chat, seed=cfg.seed),
-        TrainOptions(**given["train"], seed=cfg.seed),
-        SmallOptions(**given["small"]),
-    )
-
-
-def _numbers(name: str, value: Any) -> tuple[float, ...]:
-    if not isinstance(value, list | tuple) or not all(isinstance(x, int | float) for x in value):
-        raise UserError(f"train.{name}={value}: expected a list of numbers")
-    return tuple(float(x) for x in value)
+    return Options(**train_options.split(cfg, get_type_hints(Options)))
 
 
 def folder_of(cfg: RunConfig, model: Any) -> Path:

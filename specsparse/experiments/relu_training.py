@@ -11,11 +11,10 @@ import numpy as np
 from rich.console import Console
 
 from specsparse import display
-from specsparse.config import RunConfig, nearest
+from specsparse.config import RunConfig
 from specsparse.errors import UserError
-from specsparse.experiments import training_folder
+from specsparse.experiments import train_options, training_folder
 from specsparse.predictors.checkpoint import load_state, read_tensors, save_state, write_tensors
-from specsparse.predictors.registry import checked
 from specsparse.training import trunk
 from specsparse.training.data import DataOptions, Text, generate, read_shard
 from specsparse.training.distill import Distiller, DistillOptions, Fidelity, Losses, State
@@ -58,27 +57,7 @@ def options(cfg: RunConfig) -> Options:
     Raises:
         UserError: an unknown one, or a value of the wrong type or out of range.
     """
-    owners = get_type_hints(Options)
-    given: dict[str, dict[str, Any]] = {name: {} for name in owners}
-    names = {f.name for owner in owners.values() for f in fields(owner)} - {"seed", "chat"}
-    for name, value in cfg.train.options.items():
-        if name not in names:
-            raise UserError(f"unknown key train.{name}{nearest(name, names)}")
-        for key, owner in owners.items():
-            if value is not None and name in {f.name for f in fields(owner)}:
-                given[key][name] = _checked(name, get_type_hints(owner)[name], value)
-    given["data"]["chat"] = cfg.data.chat
-    for key in ("data", "layers", "distill"):
-        given[key]["seed"] = cfg.seed
-    return Options(**{key: owner(**given[key]) for key, owner in owners.items()})
-
-
-def _checked(name: str, hint: Any, value: Any) -> Any:
-    if name != "temperatures":
-        return checked(f"train.{name}", hint, value)
-    if not isinstance(value, list | tuple) or not all(isinstance(x, int | float) for x in value):
-        raise UserError(f"train.{name}={value}: expected a list of numbers")
-    return tuple(float(x) for x in value)
+    return Options(**train_options.split(cfg, get_type_hints(Options)))
 
 
 def folder_of(cfg: RunConfig, model: Any) -> Path:
