@@ -12,7 +12,7 @@ from specsparse.kernels.peaks import ReadBuffer
 # What the kernels can make use of; a full list would be a hundred names that nobody reads.
 _FLAGS = (
     "f16c", "avx", "avx2", "fma", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni",
-    "avx512_bf16", "amx_int8", "asimd", "asimddp", "i8mm", "sve",
+    "avx512_bf16", "amx_int8", "amx_bf16", "asimd", "asimddp", "i8mm", "sve",
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from rich.console import Console
 
 from specsparse import display
+from specsparse.api import load
 from specsparse.config import RunConfig
 from specsparse.errors import UserError
 from specsparse.experiments import train_options, training_folder
@@ -34,6 +35,8 @@ class OwnOptions:
     held_out: int = 16
     judge_every: int = 60
     quantise: str = "Q4_0"
+    begin: str | None = None
+    texts: str | None = None
 
     def __post_init__(self):
         for name in ("layer_tokens", "held_out", "judge_every"):
@@ -68,13 +71,13 @@ def folder_of(cfg: RunConfig, model: Any) -> Path:
 def claim(folder: Path, cfg: RunConfig, model: Any) -> None:
     """Makes the directory this training's, or finds that it is already.
 
-    How many steps there are, their rates and the amount of text may change between two runs; nothing else may.
+    Steps, their rates, their precision and the amount of text may change between two runs; nothing else may.
 
     Raises:
         UserError: it holds another training.
     """
     found = options(cfg)
-    rates = {"steps", "rate", "warmup", "decay"}
+    rates = {"steps", "rate", "warmup", "decay", "precision"}
     shape = {f.name: getattr(found.distill, f.name) for f in fields(found.distill) if f.name not in rates}
     training_folder.claim(folder, {
         "model": training_folder.identity(model, cfg.model.overrides()),
@@ -92,7 +95,7 @@ def texts(cfg: RunConfig, model: Any, folder: Path, console: Console) -> tuple[l
     chosen, wanted = options(cfg), cfg.train.tokens
     with display.counting(console, "writing text", wanted) as bar:
         paths = generate(
-            model, chosen.data, folder / _TEXTS, tokens=wanted,
+            model, chosen.data, Path(chosen.own.texts or folder / _TEXTS), tokens=wanted,
             progress=lambda done: bar.update(bar.task_ids[0], completed=min(done, wanted)),
         )  # fmt: skip
     found = [text for path in paths for text in read_shard(path)]
@@ -104,7 +107,11 @@ def texts(cfg: RunConfig, model: Any, folder: Path, console: Console) -> tuple[l
 def rebuilt(
     cfg: RunConfig, model: Any, folder: Path, train: list[Text], held: list[Text], console: Console
 ) -> tuple[FFN, list[Judged]]:
-    """All layers rebuilt one by one, stacked, and how well; those that are there are not rebuilt again."""
+    """All layers rebuilt one by one, stacked, and how well; those that are there are not rebuilt again. `train.begin`
+    has them already."""
+    begin = options(cfg).own.begin
+    if begin is not None:
+        return _begin(model, begin), []
     paths = [folder / "layers" / f"layer_{i:03d}.safetensors" for i in range(model.config.n_layers)]
     if not all(path.exists() for path in paths):
         inputs, judged = (_inputs(cfg, model, folder / name, found, console) for name, found in
@@ -121,6 +128,19 @@ def rebuilt(
     found = [read_tensors(path) for path in paths]
     stacked = FFN(*(jnp.stack([jnp.asarray(tensors[n]) for tensors, _ in found]) for n in FFN._fields))
     return stacked, [Judged(float(meta["error"]), float(meta["share"])) for _, meta in found]
+
+
+def _begin(model: Any, name: str) -> FFN:
+    """The FFNs of a ReLU model.
+
+    Raises:
+        UserError: it is none, or of another shape.
+    """
+    other = load(name, ffn="dense")
+    shape = ("n_layers", "d_model", "d_ff", "gated", "vocab_size")
+    if other.config.activation != "relu" or any(getattr(other.config, n) != getattr(model.config, n) for n in shape):
+        raise UserError(f"train.begin={name}: not a ReLU model of the shape of {model.path}")
+    return trunk.ffns_of(other)
 
 
 def _inputs(cfg: RunConfig, model: Any, folder: Path, found: list[Text], console: Console) -> list[Path]:

@@ -39,7 +39,7 @@ class Relufied:
 
     Attributes:
         path, delta: the model, and its difference to the original.
-        layers: as rebuilt one by one.
+        layers: as rebuilt one by one; none where `train.begin` had them.
         curve: of the distillation.
     """
 
@@ -99,8 +99,9 @@ def _write(cfg: RunConfig, directory: Path, result: Relufied, console: Console) 
     made = manifest.build(cfg.composed, Path(models.resolve(cfg.model.path)))
     (directory / CSV_FILE).write_text(_csv(_COLUMNS, result.curve), encoding="utf-8")
     last = result.curve[-1]
-    rows = [{"layer": i, **judged._asdict(), "distilled_share": share}
-            for i, (judged, share) in enumerate(zip(result.layers, last["share"], strict=True))]  # fmt: skip
+    layers = result.layers or [None] * len(last["share"])
+    rows = [{"layer": i, **(judged._asdict() if judged else {}), "distilled_share": share}
+            for i, (judged, share) in enumerate(zip(layers, last["share"], strict=True))]  # fmt: skip
     (directory / LAYERS_FILE).write_text(_csv(tuple(rows[0]), rows), encoding="utf-8")
     summary = {"model": str(result.path), "delta": str(result.delta), "layers": rows, "curve": list(result.curve)}
     trackers.make(cfg.tracker.name, cfg.tracker.options, directory).finish({

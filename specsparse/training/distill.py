@@ -20,7 +20,8 @@ from specsparse.errors import UserError
 from specsparse.kernels.dequant import dequantize, embed_rows
 from specsparse.training import trunk
 from specsparse.training.data import Text
-from specsparse.training.head import rms_norm
+from specsparse.training.layer import rms_norm
+from specsparse.training.products import check_precision, halved, times
 from specsparse.training.reconstruct import hoyer
 from specsparse.training.trunk import FFN, Passage
 from specsparse.training.windows import pack
@@ -49,6 +50,7 @@ class DistillOptions:
         share: of active neurons aimed at, over all layers.
         follow: how fast the weight of the sparsity term follows the share.
         rounded: whether the matrices are rounded to Q4_0 in a step.
+        precision: of a step's products, of `training.products.PRECISIONS`.
         seed: of the order of texts, and of the candidates.
     """
 
@@ -63,6 +65,7 @@ class DistillOptions:
     share: float = 0.3
     follow: float = 0.5
     rounded: bool = True
+    precision: str = "auto"
     seed: int = 0
 
     def __post_init__(self):
@@ -75,6 +78,7 @@ class DistillOptions:
         for name in ("decay", "share"):
             if not 0 < getattr(self, name) <= 1:
                 raise UserError(f"train.{name}={getattr(self, name)} must lie above 0 and be at most 1")
+        check_precision(self.precision)
         if self.feature < 0:
             raise UserError(f"train.feature={self.feature} must not be below 0")
 
@@ -213,7 +217,7 @@ class Distiller:
             tuple(float(x) for x in active_L / seen), int(count),
         )  # fmt: skip
 
-    def _rows(self, ffn: FFN, passage: Passage):
+    def _rows(self, ffn: FFN, passage: Passage, precision: str):
         """The model's last rows, normalised; mean sparsity measure; share of active neurons by layer."""
         valid = (passage.text >= 0).astype(jnp.float32)
         count = jnp.maximum(valid.sum(), 1.0)
@@ -225,7 +229,9 @@ class Distiller:
         if self.options.rounded:
             ffn = FFN(*map(straight_through, ffn))
         x_nD = embed_rows(self.model.params.embedding, passage.tokens)
-        y_nD, (dense_L, share_L) = trunk.run(self.config, self._trunk, ffn, x_nD, passage, self._act, watch)
+        y_nD, (dense_L, share_L) = trunk.run(
+            self.config, self._trunk, ffn, x_nD, passage, self._act, watch, precision=precision
+        )
         return self._normed(y_nD), dense_L, share_L
 
     def _normed(self, y_nD: jax.Array) -> jax.Array:
@@ -234,13 +240,13 @@ class Distiller:
     def _one_step(self, state: State, passage: Passage, ids: jax.Array) -> tuple[State, Losses]:
         o, valid = self.options, (passage.text >= 0).astype(jnp.float32)
         wanted = self._normed(passage.hidden.astype(jnp.float32))
-        head = self._head[ids]
-        log_p = jax.nn.log_softmax(wanted @ head.T, axis=-1)
+        head = halved(self._head[ids], o.precision)
+        log_p = jax.nn.log_softmax(times(wanted, head), axis=-1)
         count, size = jnp.maximum(valid.sum(), 1.0), jnp.sum(valid[:, None] * jnp.square(wanted))
 
         def loss(ffn: FFN):
-            found, dense_L, share_L = self._rows(ffn, passage)
-            log_q = jax.nn.log_softmax(found @ head.T, axis=-1)
+            found, dense_L, share_L = self._rows(ffn, passage, o.precision)
+            log_q = jax.nn.log_softmax(times(found, head), axis=-1)
             kl = jnp.sum(valid * jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)) / count
             feature = jnp.sum(valid[:, None] * jnp.square(found - wanted)) / size
             losses = Losses(kl, feature, share_L.mean())
@@ -254,7 +260,7 @@ class Distiller:
 
     def _fidelity(self, ffn: FFN, passage: Passage, counts_n: jax.Array):
         wanted = self._normed(passage.hidden.astype(jnp.float32))
-        found, _, share_L = self._rows(ffn, passage)
+        found, _, share_L = self._rows(ffn, passage, "float32")
         log_p, log_q = (jax.nn.log_softmax(x @ self._head.T, axis=-1) for x in (wanted, found))
         following = jnp.roll(passage.tokens, -1)[:, None]
         ours, theirs = (-jnp.take_along_axis(x, following, axis=1)[:, 0] for x in (log_q, log_p))

@@ -1,4 +1,4 @@
-"""The head as a function to differentiate: all drafted positions of a window at once, in float32.
+"""The head as a function to differentiate: all drafted positions of a window at once.
 
 A head reads the target's row h_i and the token after it and says what the target's row i + 1 will be (EAGLE, Li et
 al., arXiv:2401.15077). When it drafts on, it reads its own output in place of h. Stream s is that: all rows as the
@@ -15,10 +15,11 @@ import numpy as np
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.rope import rope_tables
 from specsparse.training.layer import Keys, attend, feed_forward, keys, rms_norm
+from specsparse.training.products import times
 
 
 class HeadWeights(NamedTuple):
-    """float32; matrices are [outputs, inputs].
+    """Matrices are [outputs, inputs].
 
     Attributes:
         hidden_norm, token_norm: [D], RMS norms of the two inputs.
@@ -117,12 +118,12 @@ def streams(
 
 def logits(config: ModelConfig, weights: HeadWeights, frozen: Frozen, y_mD: jax.Array) -> jax.Array:
     """float32[m, N] over the draft vocabulary."""
-    return rms_norm(y_mD, weights.output_norm, config.norm_eps) @ frozen.head.T
+    return times(rms_norm(y_mD, weights.output_norm, config.norm_eps), frozen.head)
 
 
 def target_logits(config: ModelConfig, frozen: Frozen, after_mD: jax.Array) -> jax.Array:
     """float32[m, N]: the target's own, from its rows."""
-    return rms_norm(after_mD, frozen.output_norm, config.norm_eps) @ frozen.head.T
+    return times(rms_norm(after_mD, frozen.output_norm, config.norm_eps), frozen.head)
 
 
 def _down(x: jax.Array, by: int, axis: int = 0) -> jax.Array:
@@ -132,4 +133,4 @@ def _down(x: jax.Array, by: int, axis: int = 0) -> jax.Array:
 
 def _enter(config: ModelConfig, w: HeadWeights, hidden_RD: jax.Array, embedded_RD: jax.Array) -> jax.Array:
     both = (rms_norm(hidden_RD, w.hidden_norm, config.norm_eps), rms_norm(embedded_RD, w.token_norm, config.norm_eps))
-    return jnp.concatenate(both, axis=-1) @ w.fc.T
+    return times(jnp.concatenate(both, axis=-1), w.fc)

@@ -1,7 +1,8 @@
-"""One Llama layer as a function to differentiate, in float32, over texts that lie side by side.
+"""One Llama layer as a function to differentiate, over texts that lie side by side.
 
 The weights are anything with the fields attn_norm [D], attn_q, attn_k, attn_v, attn_output, ffn_norm [D], ffn_gate,
-ffn_up and ffn_down; matrices are [outputs, inputs].
+ffn_up and ffn_down; matrices are [outputs, inputs],
+and their type is that of the products, see `training.products`; all else is float32.
 """
 
 import functools
@@ -14,6 +15,7 @@ import numpy as np
 
 from specsparse.engine.config import ModelConfig
 from specsparse.kernels.reference import rotate
+from specsparse.training.products import times
 
 _NOT = -1e30
 
@@ -42,8 +44,8 @@ def _heads(config: ModelConfig, x_RO: jax.Array, cos: jax.Array, sin: jax.Array)
 def keys(config: ModelConfig, w: Any, x_RD: jax.Array, cos: jax.Array, sin: jax.Array) -> Keys:
     """Keys, rotated, and values of rows before the layer's norm."""
     z = rms_norm(x_RD, w.attn_norm, config.norm_eps)
-    k = _heads(config, z @ w.attn_k.T, cos, sin)
-    v = (z @ w.attn_v.T).reshape(len(z), -1, config.head_dim)
+    k = _heads(config, times(z, w.attn_k), cos, sin)
+    v = times(z, w.attn_v).reshape(len(z), -1, config.head_dim)
     return Keys(k.swapaxes(0, 1), v.swapaxes(0, 1))
 
 
@@ -53,24 +55,24 @@ def attend(
 ) -> jax.Array:  # fmt: skip
     """x and its attention: each row over the rows of `base` that it sees, and over its own row of each of `drafted`."""
     z = rms_norm(x_mD, w.attn_norm, config.norm_eps)
-    q = _heads(config, z @ w.attn_q.T, cos, sin) * (1.0 / float(np.sqrt(config.head_dim)))
+    q = _heads(config, times(z, w.attn_q), cos, sin) * (1.0 / float(np.sqrt(config.head_dim)))
     bias_mn = jnp.where(seen_mn, 0.0, _NOT)
     per = config.n_heads // config.n_kv_heads
     heads = []
     for h in range(config.n_heads):
         g = h // per
         own = [Keys(x.k[g], x.v[g]) for x in drafted]
-        heads.append(_one_head(q[:, h], base.k[g], base.v[g], bias_mn, own))
-    return x_mD + jnp.concatenate(heads, axis=-1) @ w.attn_output.T
+        heads.append(_one_head(q[:, h], *(a[g].astype(w.attn_k.dtype) for a in base), bias_mn, own))
+    return x_mD + times(jnp.concatenate(heads, axis=-1), w.attn_output)
 
 
 def _one_head(q_md, k_nd, v_nd, bias_mn, drafted: list[Keys]) -> jax.Array:
     """[m, d]: one head. Plain products, head by head: on a CPU XLA takes a third longer for batched ones."""
-    s_mn = q_md @ k_nd.T + bias_mn
+    s_mn = times(q_md, k_nd) + bias_mn
     own = [jnp.sum(q_md * key.k, axis=-1) for key in drafted]
     top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, own, s_mn.max(axis=-1)))
     e_mn = jnp.exp(s_mn - top[:, None])
-    out, total = e_mn @ v_nd, e_mn.sum(axis=-1)
+    out, total = times(e_mn, v_nd.T), e_mn.sum(axis=-1)
     for key, s_m in zip(drafted, own, strict=True):
         e_m = jnp.exp(s_m - top)
         out, total = out + e_m[:, None] * key.v, total + e_m
@@ -80,4 +82,4 @@ def _one_head(q_md, k_nd, v_nd, bias_mn, drafted: list[Keys]) -> jax.Array:
 def feed_forward(config: ModelConfig, w: Any, x_mD: jax.Array) -> jax.Array:
     """x and its feed-forward part."""
     z = rms_norm(x_mD, w.ffn_norm, config.norm_eps)
-    return x_mD + (jax.nn.silu(z @ w.ffn_gate.T) * (z @ w.ffn_up.T)) @ w.ffn_down.T
+    return x_mD + times(jax.nn.silu(times(z, w.ffn_gate)) * times(z, w.ffn_up), w.ffn_down)

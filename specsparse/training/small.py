@@ -12,6 +12,7 @@ from specsparse.engine.rope import rope_tables
 from specsparse.errors import UserError
 from specsparse.training.head import Window
 from specsparse.training.layer import attend, feed_forward, keys, rms_norm
+from specsparse.training.products import times
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class SmallOptions:
 
 
 class SmallLayer(NamedTuple):
-    """float32; matrices are [outputs, inputs], as `training.layer` takes them."""
+    """Matrices are [outputs, inputs], as `training.layer` takes them."""
 
     attn_norm: jax.Array
     attn_q: jax.Array
@@ -50,7 +51,7 @@ class SmallLayer(NamedTuple):
 
 
 class SmallWeights(NamedTuple):
-    """float32.
+    """Weights of a small Llama.
 
     Attributes:
         embedding: [V, D], of the input and of the output.
@@ -97,12 +98,12 @@ def logits(config: ModelConfig, weights: SmallWeights, ids: jax.Array, window: W
     cos, sin = (jnp.asarray(table)[window.position] for table in rope_tables(config.rope, positions))
     place = jnp.arange(positions)
     seen_nn = (window.text[None] == window.text[:, None]) & (place[None] <= place[:, None])
-    x_nD = weights.embedding[window.tokens]
+    x_nD = weights.embedding[window.tokens].astype(jnp.float32)
     for layer in weights.layers:
         x_nD = attend(config, layer, x_nD, cos, sin, keys(config, layer, x_nD, cos, sin), seen_nn)
         x_nD = feed_forward(config, layer, x_nD)
     y_mD = rms_norm(x_nD[window.rows], weights.output_norm, config.norm_eps)
-    return y_mD @ weights.embedding[ids].T
+    return times(y_mD, weights.embedding[ids])
 
 
 def first_layers(config: ModelConfig, seed: int) -> tuple[SmallLayer, ...]:

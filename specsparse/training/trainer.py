@@ -17,6 +17,7 @@ from specsparse.training import head
 from specsparse.training.data import Text
 from specsparse.training.form import Form
 from specsparse.training.head import Frozen, Window
+from specsparse.training.products import check_precision, halved
 from specsparse.training.windows import fill, pack, spans
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class TrainOptions:
         clip: largest norm of a gradient.
         warmup: steps in which the rates rise from 0.
         decay: share of the steps, the last ones, in which they fall to 0, linearly.
+        precision: of a step's products, of `training.products.PRECISIONS`.
         seed: of the order of texts.
     """
 
@@ -56,6 +58,7 @@ class TrainOptions:
     clip: float = 1.0
     warmup: int = 20
     decay: float = 0.5
+    precision: str = "auto"
     seed: int = 0
 
     def __post_init__(self):
@@ -67,6 +70,7 @@ class TrainOptions:
         for name in ("learning_rate", "stream_weight", "clip"):
             if not getattr(self, name) > 0:
                 raise UserError(f"train.{name}={getattr(self, name)} must be above 0")
+        check_precision(self.precision)
         if not 0 <= self.decay <= 1:
             raise UserError(f"train.decay={self.decay} must lie in 0..1")
 
@@ -228,11 +232,12 @@ class Trainer:
 
     def _losses(self, weights: Any, frozen: Frozen, embedding: Any, batch: Batch):
         o, windows = self.options, batch.windows
-        frozen = frozen._replace(head=frozen.head[batch.columns], ids=frozen.ids[batch.columns])
+        head_cD = halved(frozen.head[batch.columns], o.precision)
+        frozen = frozen._replace(head=head_cD, ids=frozen.ids[batch.columns])
         windows = windows._replace(hidden=windows.hidden.astype(jnp.float32), after=windows.after.astype(jnp.float32))
 
         def one(window: Window):
-            drafts = self.form.logits(weights, frozen, embedding, window, o.streams)
+            drafts = self.form.logits(halved(weights, o.precision), frozen, embedding, window, o.streams)
             z_mN = head.target_logits(self.config, frozen, window.after)
             log_sum, best = jax.nn.logsumexp(z_mN, axis=-1), jnp.argmax(z_mN, axis=-1)
             p_mN = jnp.exp(z_mN - log_sum[:, None])
@@ -245,7 +250,7 @@ class Trainer:
                 found.append((jnp.sum(counts * divergence), jnp.sum(counts * same), counts.sum()))
             return jax.tree.map(lambda *each: jnp.stack(each), *found)
 
-        loss, same, counts = jax.tree.map(lambda x: x.sum(axis=0), jax.lax.map(one, windows))
+        loss, same, counts = jax.tree.map(lambda x: x.sum(axis=0), jax.lax.map(jax.checkpoint(one), windows))
         counts = jnp.maximum(counts, 1.0)
         weight = jnp.asarray(o.stream_weight ** np.arange(o.streams), jnp.float32)
         losses = Losses(loss / counts, same / counts)

@@ -1,4 +1,4 @@
-"""A model's layers as a function of its FFNs, to differentiate, in float32: attention and norms stay as they are."""
+"""A model's layers as a function of its FFNs, to differentiate: attention and norms stay as they are."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,14 +10,14 @@ import numpy as np
 from specsparse.engine.config import ModelConfig
 from specsparse.errors import UserError
 from specsparse.kernels.dequant import dequantize
-from specsparse.kernels.reference import rotate
 from specsparse.training.data import Text
-from specsparse.training.head import rms_norm, rotary
+from specsparse.training.head import rotary
+from specsparse.training.layer import attend, keys, rms_norm
+from specsparse.training.products import halved, times
 
 if TYPE_CHECKING:
     from specsparse.model import Model
 
-_NOT = -1e30
 _ATTENTION = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm")
 
 
@@ -126,7 +126,15 @@ def lay(texts: Sequence[Text], rows: int) -> Passage:
 
 
 def run(
-    config: ModelConfig, trunk: Trunk, ffn: FFN, x_nD: jax.Array, passage: Passage, act: Callable, watch: Callable
+    config: ModelConfig,
+    trunk: Trunk,
+    ffn: FFN,
+    x_nD: jax.Array,
+    passage: Passage,
+    act: Callable,
+    watch: Callable,
+    *,
+    precision: str = "float32",
 ) -> tuple[jax.Array, Any]:
     """All layers on embedded rows [n, D].
 
@@ -137,6 +145,7 @@ def run(
         x_nD: embedded tokens.
         passage: which rows see which.
         act: of the gate.
+        precision: of the products, see `training.products`.
         watch: called with the FFN's normalised inputs z [n, D] and act(gate z) [n, F]; what it returns is stacked.
 
     Returns:
@@ -147,22 +156,12 @@ def run(
     sees_nn = (passage.text[None] == passage.text[:, None]) & (place[None] <= place[:, None])
 
     def layer(x, weights):
-        w, f = weights
-        x = x + _attention(config, w, rms_norm(x, w.attn_norm, config.norm_eps), cos, sin, sees_nn)
+        w, f = halved(weights, precision)
+        x = attend(config, w, x, cos, sin, keys(config, w, x, cos, sin), sees_nn)
         z = rms_norm(x, w.ffn_norm, config.norm_eps)
-        a = act(z @ f.gate.T)
-        return x + (a * (z @ f.up.T)) @ f.down.T, watch(z, a)
+        a = act(times(z, f.gate))
+        return x + times(a * times(z, f.up), f.down), watch(z, a)
 
     layers = trunk._replace(cos=None, sin=None)
-    return jax.lax.scan(layer, x_nD, (layers, ffn))
-
-
-def _attention(config: ModelConfig, w: Trunk, z_nD: jax.Array, cos, sin, sees_nn) -> jax.Array:
-    n, d = len(z_nD), config.head_dim
-    q, k, v = (z_nD @ getattr(w, f"attn_{name}").T for name in "qkv")
-    q, k, v = (x.reshape(n, -1, d) for x in (q, k, v))
-    q, k = (rotate(x, cos[:, None], sin[:, None], config.rope.pairing) for x in (q, k))
-    q = (q * (1.0 / float(np.sqrt(d)))).reshape(n, config.n_kv_heads, -1, d)
-    scores = jnp.where(sees_nn[None, None], jnp.einsum("mghd,ngd->ghmn", q, k), _NOT)
-    out = jnp.einsum("ghmn,ngd->mghd", jax.nn.softmax(scores, axis=-1), v)
-    return out.reshape(n, -1) @ w.attn_output.T
+    # A layer is run again for its gradient: keeping what it made, 30 MB and its halved weights, takes longer.
+    return jax.lax.scan(jax.checkpoint(layer), x_nD, (layers, ffn))
