@@ -31,7 +31,7 @@ WITHOUT_FFN = ("certify", "roofline", "train_drafter", "train_predictors", "relu
 WITH_MESH = ("speed", "compare", "perplexity")
 """Kinds whose model may be divided among devices: they ask nothing of it but its forward function."""
 
-UNTIMED = frozenset({"certify", "perplexity", "powerinfer_oracle"})
+UNTIMED = frozenset({"certify", "perplexity", "powerinfer_oracle", "relufy", "train_drafter", "train_predictors"})
 """Kinds whose numbers do not depend on what else the machine does; runs of all others take turns."""
 
 
