@@ -56,7 +56,7 @@ def get_predictor(name: str, ffn: FFN, **options: Any) -> Predictor:
 def checked(label: str, hint: Any, value: Any) -> Any:
     """The value as its field's type; an int is taken for a float."""
     kinds = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    wanted = next((k for k in kinds if k in (int, float)), str)
+    wanted = next((k for k in kinds if k in (bool, int, float)), str)
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not wanted:

@@ -115,7 +115,7 @@ class Fidelity(NamedTuple):
         perplexity, original: of the texts' own next tokens, under this model and under the original.
         agreement: share of rows whose argmax is the original's.
         share: active neurons, float[L].
-        tokens: rows judged.
+        rows: judged.
     """
 
     divergence: float
@@ -123,7 +123,7 @@ class Fidelity(NamedTuple):
     original: float
     agreement: float
     share: tuple[float, ...]
-    tokens: int
+    rows: int
 
 
 def rounded_q4_0(w: jax.Array) -> jax.Array:

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as GGML
 from gguf import quants
+from hydra import compose, initialize_config_dir
 from rich.console import Console
 
 import specsparse
-from specsparse import experiment
+from specsparse import config, experiment, run
 from specsparse.config import (
     DataSpec,
     DrafterSpec,
@@ -27,7 +28,7 @@ from specsparse.config import (
 from specsparse.convert.delta import apply_delta, tensors_hash
 from specsparse.engine.gguf import open_gguf
 from specsparse.errors import UserError
-from specsparse.experiments import relu_training
+from specsparse.experiments import drafter_training, relu_training
 from specsparse.kernels.dequant import embed_rows
 from specsparse.testing import write_tiny_gguf
 from specsparse.training import data, distill, reconstruct, trunk
@@ -112,7 +113,7 @@ def test_the_original_is_at_no_distance_from_itself(model, texts):
         and found.agreement > 0.95
         and found.perplexity == pytest.approx(found.original, rel=5e-2)
     )
-    assert found.tokens == sum(len(t.tokens) - t.prompt for t in texts[:2]) and found.share == (1.0, 1.0)
+    assert found.rows == sum(len(t.tokens) - t.prompt for t in texts[:2]) and found.share == (1.0, 1.0)
 
 
 @pytest.mark.slow
@@ -205,11 +206,26 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
         ({"linear": 0.3}, r"train\.linear=0\.3 must lie from 0 to below train\.share=0\.3"),
         ({"steps": 0}, r"train\.steps=0 must be at least 1"),
         ({"quantise": "Q9"}, "type 'Q9': choose one of"),
+        ({"precision": "half"}, r"train\.precision=half does not exist"),
+        ({"rounded": "yes"}, r"train\.rounded='yes' must be of type bool"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_loaded(cfg, options, says):
     with pytest.raises(UserError, match=says):
         experiment.check(changed(cfg, options=options))
+
+
+@pytest.mark.parametrize("name", ["relufy", "train_drafter", "train_draft_model"])
+def test_the_options_of_the_shipped_files_are_taken(name):
+    with initialize_config_dir(str(run.conf_dir()), version_base="1.3"):
+        cfg = config.from_omegaconf(compose("config", [f"+experiment={name}"]))
+    found = (relu_training if name == "relufy" else drafter_training).options(cfg)
+    assert found.data.answer == cfg.train.options["answer"]
+
+
+def test_only_a_relu_model_of_the_same_shape_is_gone_on_from(cfg, model):
+    with pytest.raises(UserError, match=r"train\.begin=.*: not a ReLU model of the shape of"):
+        relu_training._begin(model, str(model.path))
 
 
 def test_a_relu_model_is_refused(model):

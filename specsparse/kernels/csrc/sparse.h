@@ -9,6 +9,7 @@ namespace specsparse {
 
 constexpr int kChunk = 64;      // columns read at a time: two blocks
 constexpr int kRowTokens = 4;   // rows of activations that one pass over a neuron serves
+constexpr int kNibbleZero = 8;  // what Q4_0 takes off its codes; other codes of four bits have no zero
 constexpr int kRowGroup = 4;    // neurons that are added to the output at a time
 
 // A matrix of neurons, one row each; specsparse/kernels/neurons.py gives the bytes.
@@ -35,7 +36,7 @@ struct Input {
   const int8_t* codes;     // x in blocks of 32, as int8
   const float* scales[2];  // of each sub-block of 32 columns; of 16
   const float* sums[2];    // scale * sum of the codes of each sub-block of 32 columns; of 16
-  const int32_t* fours;    // sum of the codes of each four columns
+  const int32_t* lows;     // -kNibbleZero times the sum of the codes of each four columns
 };
 
 struct SparseOps {

@@ -97,12 +97,11 @@ __attribute__((flatten)) void dot_codes_row(const NeuronRows& w, int64_t j, cons
     for (int64_t i = 0; i < size; i += 16) store(scales + t * size + i, mul(load(d + i), load(dx + i)));
   });
   for (int64_t c = 0; c < chunks; ++c) {
-    __builtin_prefetch(next + c * step);
+    __builtin_prefetch(next + c * step, 0, 2);
     if constexpr (READ == Read::kCodes) {  // the zero is taken off the sums: signed bytes would cost half as much again
       const Bytes codes = load_nibbles(row + c * step);
       each<NT>([&](auto t) SPECSPARSE_EACH {
-        I sum = dot4_unsigned(codes, x[t] + kChunk * c);
-        if (w.zero) sum = minus_times(sum, w.zero, inputs[t]->fours + kChunk / 4 * c);
+        const I sum = dot4_unsigned(w.zero ? inputs[t]->lows + kChunk / 4 * c : nullptr, codes, x[t] + kChunk * c);
         acc[t] = fma(spread_scales<SUBS>(scales + t * size + 2 * SUBS * c), to_float(sum), acc[t]);
       });
     } else {
@@ -114,7 +113,7 @@ __attribute__((flatten)) void dot_codes_row(const NeuronRows& w, int64_t j, cons
       });
     }
   }
-  for (int64_t at = chunks * step; at < w.row_bytes; at += 64) __builtin_prefetch(next + at);
+  for (int64_t at = chunks * step; at < w.row_bytes; at += 64) __builtin_prefetch(next + at, 0, 2);
   each<NT>([&](auto t) SPECSPARSE_EACH {
     if (kMins)
       for (int64_t i = 0; i < size; i += 16) acc[t] = fma(load(m + i), load(inputs[t]->sums[SUBS - 1] + i), acc[t]);
@@ -131,7 +130,7 @@ __attribute__((flatten)) void dot_floats_row(const NeuronRows& w, int64_t j, con
   each<NT>([&](auto t) SPECSPARSE_EACH { x[t] = inputs[t]->x, low[t] = zero(), high[t] = zero(); });
   for (int64_t c = 0, end = w.chunks() * kChunk; c < end; c += 32) {
     const uint8_t* p = row + c * SIZE;
-    for (int line = 0; line < 32 * SIZE; line += 64) __builtin_prefetch(next + c * SIZE + line);
+    for (int line = 0; line < 32 * SIZE; line += 64) __builtin_prefetch(next + c * SIZE + line, 0, 2);
     const F a = read(p), b = read(p + 16 * SIZE);
     each<NT>([&](auto t) SPECSPARSE_EACH {
       low[t] = fma(a, load(x[t] + c), low[t]);
@@ -202,14 +201,14 @@ __attribute__((flatten)) void add_codes(const NeuronRows& w, const int32_t* js, 
     for (int64_t i = 0; i < size; i += 16) {
       store(d + r * size + i, mul(set1(a[r]), load(d + r * size + i)));
     }
-    __builtin_prefetch(ahead[r] + w.chunks() * step + 2 * first);
+    __builtin_prefetch(ahead[r] + w.chunks() * step + 2 * first, 0, 2);
   });
   for (int64_t c = begin; c < end; ++c) {
     float* to = y + (c - begin) * kChunk;
     F sum[4];
     each<4>([&](auto k) SPECSPARSE_EACH { sum[k] = load(to + 16 * k); });
     each<NR>([&](auto r) SPECSPARSE_EACH {
-      __builtin_prefetch(ahead[r] + c * step);
+      __builtin_prefetch(ahead[r] + c * step, 0, 2);
       const uint8_t* p = rows[r] + c * step;
       const F scale = spread_scales<SUBS>(d + r * size + (c - begin) * 2 * SUBS);
       if constexpr (READ == Read::kInt8) {
@@ -239,7 +238,7 @@ __attribute__((flatten)) void add_floats(const NeuronRows& w, const int32_t* js,
     F low = load(to), high = load(to + 16);
     each<NR>([&](auto r) SPECSPARSE_EACH {
       const uint8_t* p = rows[r] + c * SIZE;
-      for (int line = 0; line < 32 * SIZE; line += 64) __builtin_prefetch(ahead[r] + c * SIZE + line);
+      for (int line = 0; line < 32 * SIZE; line += 64) __builtin_prefetch(ahead[r] + c * SIZE + line, 0, 2);
       low = fma(factor[r], read(p), low);
       high = fma(factor[r], read(p + 16 * SIZE), high);
     });

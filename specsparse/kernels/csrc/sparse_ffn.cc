@@ -14,6 +14,7 @@ constexpr int64_t kItemNeurons = 64;         // of one item, at most
 constexpr int64_t kSegments = 16;            // of the neurons, by id: the sum of a row is a sum of sums. Part of the definition
 constexpr int64_t kTileBytes = 256 << 10;    // of down rows that several rows of activations read: half a core's L2
 constexpr int64_t kSumBytes = 128 << 10;     // of the sums that they are added to
+constexpr int64_t kAheadBytes = 8 << 10;      // of the rows that are fetched ahead of a product
 constexpr int64_t kSumChunks = 8;            // of one item of the sum of sums
 constexpr int64_t kStripeChunks = 8;         // most columns of a stripe of down: 512
 
@@ -35,7 +36,7 @@ class Inputs {
     QBlock* q = reserve(q_, padded_ / kBlock * count);
     int8_t* codes = reserve(codes_, count * padded_);
     float* scales = reserve(scales_, 6 * count * blocks_);
-    int32_t* fours = reserve(fours_, count * padded_ / 4);
+    int32_t* lows = reserve(lows_, count * padded_ / 4);
     reserve(inputs_, count);
     parallel(count, [&](int64_t i) {
       float* to = values + i * padded_;
@@ -44,7 +45,7 @@ class Inputs {
       std::fill(to + cols_, to + padded_, 0.0f);
       inputs_[i].x = to;
       if (quantise_)
-        quantise(i, to, q + i * (padded_ / kBlock), codes + i * padded_, scales + 6 * i * blocks_, fours + i * padded_ / 4);
+        quantise(i, to, q + i * (padded_ / kBlock), codes + i * padded_, scales + 6 * i * blocks_, lows + i * padded_ / 4);
     });
     pointers_.clear();
     for (int64_t i = 0; i < count; ++i) pointers_.push_back(&inputs_[i]);
@@ -54,7 +55,7 @@ class Inputs {
 
  private:
   // The dense kernels' blocks, their fields one after the other.
-  void quantise(int64_t i, float* x, QBlock* q, int8_t* codes, float* at, int32_t* fours) {
+  void quantise(int64_t i, float* x, QBlock* q, int8_t* codes, float* at, int32_t* lows) {
     const int64_t blocks = padded_ / kBlock;
     thread_local std::vector<float> copy;
     float* same = reserve(copy, padded_);
@@ -66,8 +67,9 @@ class Inputs {
       one[b] = two[2 * b] = two[2 * b + 1] = q[b].scale;
       sum[b] = q[b].shift, sums[2 * b] = q[b].shifts[0], sums[2 * b + 1] = q[b].shifts[1];
     }
-    for (int64_t c = 0; c < padded_; c += 4) fours[c / 4] = codes[c] + codes[c + 1] + codes[c + 2] + codes[c + 3];
-    inputs_[i].codes = codes, inputs_[i].fours = fours;
+    for (int64_t c = 0; c < padded_; c += 4)
+      lows[c / 4] = -kNibbleZero * (codes[c] + codes[c + 1] + codes[c + 2] + codes[c + 3]);
+    inputs_[i].codes = codes, inputs_[i].lows = lows;
     inputs_[i].scales[0] = one, inputs_[i].scales[1] = two;
     inputs_[i].sums[0] = sum, inputs_[i].sums[1] = sums;
   }
@@ -77,7 +79,7 @@ class Inputs {
   std::vector<float> x_, scales_;
   std::vector<QBlock> q_;
   std::vector<int8_t> codes_;
-  std::vector<int32_t> fours_;
+  std::vector<int32_t> lows_;
   std::vector<Input> inputs_;
   std::vector<const Input*> pointers_;
 };
@@ -219,19 +221,22 @@ class Call {
 
   // Neurons [first, last) of the union times the rows of their masks, neuron by neuron; how many products.
   int64_t products(const NeuronRows& w, int64_t first, int64_t last, const uint64_t* masks, float* out, float* scratch) {
+    thread_local std::vector<int64_t> wanted;
+    wanted.clear();
+    for (int64_t i = first; i < last; ++i)
+      if (masks[i - first]) wanted.push_back(i);
+    const int64_t count = wanted.size(), distance = std::max<int64_t>(1, kAheadBytes / w.row_bytes);
     int64_t done = 0;
-    for (int64_t i = first; i < last;) {
-      int64_t next = i + 1;
-      while (next < last && !masks[next - first]) ++next;
-      const uint8_t* ahead = w.row(union_.neurons[next < last ? next : i]);
+    for (int64_t k = 0; k < count; ++k) {
+      const int64_t i = wanted[k];
+      const uint8_t* ahead = w.row(union_.neurons[wanted[std::min(k + distance, count - 1)]]);
       for (uint64_t left = masks[i - first]; left;) {
         const Input* inputs[kRowTokens];
-        int count = 0;
-        for (; left && count < kRowTokens; left &= left - 1) inputs[count++] = inputs_[__builtin_ctzll(left)];
-        sparse_ops().dot(w, union_.neurons[i], ahead, inputs, count, out + done, scratch);
-        done += count;
+        int n = 0;
+        for (; left && n < kRowTokens; left &= left - 1) inputs[n++] = inputs_[__builtin_ctzll(left)];
+        sparse_ops().dot(w, union_.neurons[i], ahead, inputs, n, out + done, scratch);
+        done += n;
       }
-      i = next;
     }
     return done;
   }

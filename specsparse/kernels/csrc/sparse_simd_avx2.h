@@ -25,17 +25,13 @@ inline Bytes magnitude(Bytes x) { return {_mm256_abs_epi8(x.a), _mm256_abs_epi8(
 inline I dot4(Bytes m, Bytes w, const int8_t* x) {
   return {dot4_signed(m.a, w.a, load256(x)), dot4_signed(m.b, w.b, load256(x + 32))};
 }
-// The same for codes that have no sign.
-inline I dot4_unsigned(Bytes w, const int8_t* x) {
+// The same for codes that have no sign, added to sixteen sums or, where there are none, to 0.
+inline I dot4_unsigned(const int32_t* sums, Bytes w, const int8_t* x) {
   const __m256i ones = _mm256_set1_epi16(1);
-  return {_mm256_madd_epi16(_mm256_maddubs_epi16(w.a, load256(x)), ones),
-          _mm256_madd_epi16(_mm256_maddubs_epi16(w.b, load256(x + 32)), ones)};
-}
-// x - y * sums.
-inline I minus_times(I x, int32_t y, const int32_t* sums) {
-  const __m256i v = _mm256_set1_epi32(y);
-  return {_mm256_sub_epi32(x.a, _mm256_mullo_epi32(v, load256(sums))),
-          _mm256_sub_epi32(x.b, _mm256_mullo_epi32(v, load256(sums + 8)))};
+  const I found = {_mm256_madd_epi16(_mm256_maddubs_epi16(w.a, load256(x)), ones),
+                   _mm256_madd_epi16(_mm256_maddubs_epi16(w.b, load256(x + 32)), ones)};
+  if (!sums) return found;
+  return {_mm256_add_epi32(found.a, load256(sums)), _mm256_add_epi32(found.b, load256(sums + 8))};
 }
 // Column 4i + K of each lane.
 template <int K>

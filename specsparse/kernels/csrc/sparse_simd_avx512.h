@@ -27,13 +27,9 @@ inline I dot4(Bytes m, Bytes w, const int8_t* x) {
   const __m512i turned = _mm512_mask_sub_epi8(v, _mm512_movepi8_mask(w.v), _mm512_setzero_si512(), v);
   return {_mm512_dpbusd_epi32(_mm512_setzero_si512(), m.v, turned)};
 }
-// The same for codes that have no sign.
-inline I dot4_unsigned(Bytes w, const int8_t* x) {
-  return {_mm512_dpbusd_epi32(_mm512_setzero_si512(), w.v, load512(x))};
-}
-// x - y * sums.
-inline I minus_times(I x, int32_t y, const int32_t* sums) {
-  return {_mm512_sub_epi32(x.v, _mm512_mullo_epi32(_mm512_set1_epi32(y), load512(sums)))};
+// The same for codes that have no sign, added to sixteen sums or, where there are none, to 0.
+inline I dot4_unsigned(const int32_t* sums, Bytes w, const int8_t* x) {
+  return {_mm512_dpbusd_epi32(sums ? load512(sums) : _mm512_setzero_si512(), w.v, load512(x))};
 }
 // Column 4i + K of each lane.
 template <int K>

@@ -33,11 +33,11 @@ inline I dot4(const Bytes&, const Bytes& w, const int8_t* x) {
   for (int i = 0; i < 64; ++i) r.v[i / 4] += w.v[i] * x[i];
   return r;
 }
-inline I dot4_unsigned(const Bytes& w, const int8_t* x) { return dot4(w, w, x); }
-// x - y * sums.
-inline I minus_times(I x, int32_t y, const int32_t* sums) {
-  for (int i = 0; i < 16; ++i) x.v[i] -= y * sums[i];
-  return x;
+// The same added to sixteen sums or, where there are none, to 0.
+inline I dot4_unsigned(const int32_t* sums, const Bytes& w, const int8_t* x) {
+  I found = dot4(w, w, x);
+  for (int i = 0; sums && i < 16; ++i) found.v[i] += sums[i];
+  return found;
 }
 // Column 4i + K of each lane.
 template <int K>
