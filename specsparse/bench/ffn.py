@@ -29,6 +29,8 @@ from specsparse.testing import random_quantised
 VARIANTS = ("ffn", "ffn+mlp", "ffn+signbit")
 """Which neurons are kept is given; predicted by a two-layer MLP; predicted from sign bits."""
 _EPS = 1e-5
+_MOST_COPIES = 800
+"""One program goes through them all: small matrices would make it endless, and stay in a cache instead."""
 _STD = 0.02
 
 
@@ -43,7 +45,7 @@ class FfnPlan:
         types: GGUF types of the weights, the predictor's too.
         rank: of the MLP predictor.
         repeats: timings of each case.
-        cold_bytes: least bytes of all copies of the weights together.
+        cold_bytes: least bytes of all copies of the weights together, or `_MOST_COPIES` of them.
     """
 
     width: int
@@ -194,7 +196,7 @@ def measure(plan: FfnPlan, chosen: Kernels, done: Callable[[], None]) -> tuple[l
     for kind in plan.types:
         first = _make(plan, kind)
         each = 3 * first.gate.nbytes
-        copies = [first, *(_copied(first) for _ in range(-(-plan.cold_bytes // each) - 1))]
+        copies = [first, *(_copied(first) for _ in range(min(-(-plan.cold_bytes // each), _MOST_COPIES) - 1))]
         todo = list(cases(plan, kind))
         seconds: dict[Case, list[float]] = {case: [] for case in todo}
         neurons: dict[Case, list[float]] = {case: [] for case in todo}

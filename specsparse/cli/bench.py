@@ -8,6 +8,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from specsparse.atomic import atomically
 from specsparse.errors import UserError
 
 _ALONE = {
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--ffn-shape", type=_shape, metavar="DxF", help="instead: one FFN, sparse and dense: 4096x11008")
     add("--active", type=_shares, metavar="LIST", help="shares of neurons kept, with --ffn-shape (0.05,0.1,0.2,0.5,1)")
+    add("--plot", type=Path, metavar="FILE.png", help="draw time against active share, with --ffn-shape")
     add("--ablation", choices=("lut",), help="instead: look-up tables beside integer products, 4-bit weights")
     add("--shapes", type=_matrices, metavar="LIST", help="rows x columns, with --ablation (2048x2048,4096x11008)")
     add("--json", type=Path, metavar="FILE", help="write the report to FILE too")
@@ -61,6 +63,8 @@ def main(args: argparse.Namespace) -> int:
 
     if args.active and not args.ffn_shape:
         raise UserError("--active goes with --ffn-shape, for instance 4096x11008")
+    if args.plot and not args.ffn_shape:
+        raise UserError("--plot goes with --ffn-shape, for instance 4096x11008")
     if args.shapes and not args.ablation:
         raise UserError("--shapes goes with --ablation lut")
     _check_alone(args)
@@ -158,6 +162,7 @@ def _speculation(args: argparse.Namespace, out: Any) -> dict[str, Any]:
 def _ffn(args: argparse.Namespace, out: Any) -> dict[str, Any]:
     """One FFN of a given shape; prints the table and returns the report."""
     from specsparse.bench import ffn, ffn_table
+    from specsparse.report.figures.active_share import active_share
 
     width, neurons = args.ffn_shape
     chosen = {"ns": args.n} if args.n else {}
@@ -168,6 +173,10 @@ def _ffn(args: argparse.Namespace, out: Any) -> dict[str, Any]:
     found = ffn.run(plan, out, threads=args.threads, backend=args.kernels)
     out.print(ffn_table.table(found))
     out.print(ffn_table.summary_line(found), soft_wrap=True)
+    if args.plot is not None:
+        with atomically(args.plot) as file:
+            file.write(active_share(found).png())
+        out.print(f"figure: {args.plot}", soft_wrap=True)
     return found
 
 

@@ -171,8 +171,8 @@ void dot_tokens(const NeuronRows& w, int64_t j, const uint8_t* next, const Input
 
 void dot(const NeuronRows& w, int64_t j, const uint8_t* next, const Input* const* x, int count, float* out, float* scratch) {
   if (!next) next = w.row(j);
-  // Four rows of floats do not fit AVX2's registers; two passes over a row in the first cache cost little.
-  if (w.is_float() && count > 2) {
+  // Where more rows do not fit the registers, two passes over a neuron in the first cache cost little.
+  if (w.is_float() && count > kFloatTokens) {
     dot_tokens<2>(w, j, next, x, out, scratch);
     return count == 3 ? dot_tokens<1>(w, j, next, x + 2, out + 2, scratch) : dot_tokens<2>(w, j, next, x + 2, out + 2, scratch);
   }
