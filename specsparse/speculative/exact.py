@@ -94,16 +94,19 @@ def _sibling_ends(rule: SiblingRule, draft: Draft, p_nV: np.ndarray) -> list[End
 def _block_ends(rule: Block, draft: Draft, p_nV: np.ndarray) -> list[End]:
     """The largest passed coin decides: walk from the last node to the first."""
     count = int(draft.count)
+    q_KV = draft.q
+    if q_KV is None:
+        q_KV = np.stack([laws.one_hot(p_nV[i], draft.tokens[i]) for i in range(count)]) if count else p_nV[:0]
     weights, stops = [np.float64(1)], []
     for i in range(count):
         x = draft.tokens[i]
-        weights.append(rule.weight(weights[-1], p_nV[i, x], draft.q[i, x]))
+        weights.append(rule.weight(weights[-1], p_nV[i, x], q_KV[i, x]))
         end = i + 1 == count
-        stops.append(float(weights[-1] if end else rule.stop(weights[-1], p_nV[i + 1], draft.q[i + 1])))
+        stops.append(float(weights[-1] if end else rule.stop(weights[-1], p_nV[i + 1], q_KV[i + 1])))
     found, open_weight, coins = [], 1.0, ()
     for i in range(count, -1, -1):
         chance = stops[i - 1] if i else 1.0
-        law = p_nV[i] if i == count else rule.law(weights[i], p_nV[i], draft.q[i])
+        law = p_nV[i] if i == count else rule.law(weights[i], p_nV[i], q_KV[i])
         here = (*coins, Coin(i - 1, chance, True)) if i else coins
         found.append(End(open_weight * chance, tuple(range(i)), law, here))
         open_weight, coins = open_weight * (1 - chance), (*coins, Coin(i - 1, chance, False))

@@ -39,7 +39,7 @@ VERIFIERS: dict[str, Verifier] = {
         Verifier("delta", Rejection(), _ONE_HOT, paper="2401.15077"),
         Verifier("tree_delta", Rejection(), _ONE_HOT, tree=True, paper="2401.15077"),
         Verifier("kseq", KSeq(), _IID, tree=True, paper="2310.15141"),
-        Verifier("block", Block(), _SAMPLED, paper="2403.10444"),
+        Verifier("block", Block(), _ONE_HOT | _SAMPLED, paper="2403.10444"),
         Verifier("typical", Typical(), _ANY, tree=True, lossless=False, paper="2401.10774"),
         Verifier("threshold", Threshold(), _ANY, tree=True, lossless=False),
     )

@@ -96,7 +96,7 @@ def test_a_conversation(file, terminal, monkeypatch):
         (["--gamma", "0"], "--gamma 0"),
         (["--drafter", "oracle"], "drafter=oracle is unknown"),
         (["--drafter", "none", "--verifier", "greedy"], "--verifier needs a drafter"),
-        (["--verifier", "block"], "block"),
+        (["--verifier", "token"], "token"),
         (["--draft", "none.gguf", "--prompt", "x"], "none.gguf: no such file"),
         (["--temperature", "-1"], "temperature"),
     ],

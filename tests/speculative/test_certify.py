@@ -60,10 +60,19 @@ def test_llama_cpp_argmax_example():
 
 @pytest.mark.parametrize("corner", CORNERS)
 @pytest.mark.parametrize("seed", range(3))
-def test_block_accepts_at_least_as_much_as_token(corner, seed):
-    case = make_case(corner, DraftKind.SAMPLED, TreeTemplate.chain(3), vocab=4, seed=seed)
-    token, block = (expected_accepted(VERIFIERS[n].rule, case.outcomes()) for n in ("token", "block"))
+@pytest.mark.parametrize(("kind", "other"), [(DraftKind.SAMPLED, "token"), (DraftKind.ONE_HOT, "delta")])
+def test_block_accepts_at_least_as_much_one_by_one(corner, seed, kind, other):
+    case = make_case(corner, kind, TreeTemplate.chain(3), vocab=4, seed=seed)
+    token, block = (expected_accepted(VERIFIERS[n].rule, case.outcomes()) for n in (other, "block"))
     assert block >= token - 1e-12
+
+
+@pytest.mark.parametrize("corner", CORNERS)
+def test_no_lossless_rule_accepts_more_of_a_given_text(corner):
+    """A one-hot draft is a text, and plain decoding begins with its first i tokens as often as i may be accepted."""
+    case = make_case(corner, DraftKind.ONE_HOT, TreeTemplate.chain(3), vocab=4, seed=0)
+    delta, block = (expected_accepted(VERIFIERS[n].rule, case.outcomes()) for n in ("delta", "block"))
+    assert block == pytest.approx(delta, abs=1e-12)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("mss", DraftKind.IID), ("kseq", DraftKind.IID), ("wor", DraftKind.WOR)])

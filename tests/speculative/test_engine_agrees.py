@@ -22,6 +22,8 @@ POINTS = [
     ("token", DraftKind.SAMPLED, CHAIN, "truncated differently"),
     ("block", DraftKind.SAMPLED, CHAIN, "random"),
     ("block", DraftKind.SAMPLED, CHAIN, "q truncated"),
+    ("block", DraftKind.ONE_HOT, CHAIN, "random"),
+    ("block", DraftKind.ONE_HOT, CHAIN, "p truncated"),
     ("match", DraftKind.SAMPLED, CHAIN, "random"),
     ("delta", DraftKind.ONE_HOT, CHAIN, "random"),
     ("mss", DraftKind.IID, BUSH, "random"),

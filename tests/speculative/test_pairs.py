@@ -32,7 +32,7 @@ class Stub(Drafter):
 
 
 TABLE = [
-    (DraftKind.ONE_HOT, False, {"greedy", "match", "tree_greedy", "tree_match", "delta", "tree_delta"}),
+    (DraftKind.ONE_HOT, False, {"greedy", "match", "tree_greedy", "tree_match", "delta", "tree_delta", "block"}),
     (DraftKind.ONE_HOT, True, {"tree_greedy", "tree_match", "tree_delta"}),
     (DraftKind.SAMPLED, False, {"match", "token", "block"}),
     (DraftKind.IID, True, {"tree_match", "mss", "kseq"}),

@@ -16,7 +16,8 @@ class Block:
 
     p_0 = 1, p_i = min(1, p_{i-1} p(x_i)/q(x_i)); s_i = sum_x max(0, p_i p(x given x_1..i) - q(x given x_1..i));
     h_i = s_i / (s_i + 1 - p_i), h_gamma = p_gamma (2403.10444, Alg. 2, eq. 4). Accepts at least as many tokens in
-    expectation as `token`. Written for numpy and jax.numpy.
+    expectation as `token`; of one-hot drafts, where q is 1 at the token, just as many as `delta`, which no lossless rule
+    exceeds there. Written for numpy and jax.numpy.
     """
 
     def weight(self, before: Any, p_x: Any, q_x: Any) -> Any:
@@ -46,17 +47,21 @@ def judge(rule: Block, draft: Draft, p_BnV: jax.Array, coins_BK: jax.Array, b: j
     """Judges the chain of sequence b with one coin per position (uniforms in [0, 1))."""
     count = draft.count[b]
 
+    def q_V(i):
+        """What x_i was drawn from: all of it at x_i where the draft holds no laws."""
+        return laws.one_hot(p_BnV[b, i], draft.tokens[b, i]) if draft.q is None else draft.q[b, i]
+
     def step(i, carry):
         weight, accepted, kept = carry
         x = draft.tokens[b, i]
-        weight = rule.weight(weight, p_BnV[b, i, x], draft.q[b, i, x])
+        weight = rule.weight(weight, p_BnV[b, i, x], q_V(i)[x])
         end = i + 1 == count
-        h = jax.lax.cond(end, lambda: weight, lambda: rule.stop(weight, p_BnV[b, i + 1], draft.q[b, i + 1]))
+        h = jax.lax.cond(end, lambda: weight, lambda: rule.stop(weight, p_BnV[b, i + 1], q_V(i + 1)))
         ok = coins_BK[b, i] < h
         return weight, jnp.where(ok, i + 1, accepted), jnp.where(ok, weight, kept)
 
     one = jnp.ones((), p_BnV.dtype)
     _, accepted, weight = jax.lax.fori_loop(jnp.int32(0), count, step, (one, jnp.int32(0), one))
     row = p_BnV[b, accepted]
-    law_V = jax.lax.cond(accepted < count, lambda: rule.law(weight, row, draft.q[b, accepted]), lambda: row)
+    law_V = jax.lax.cond(accepted < count, lambda: rule.law(weight, row, q_V(accepted)), lambda: row)
     return BlockEnd(accepted, law_V)
