@@ -16,8 +16,8 @@ class Block:
 
     p_0 = 1, p_i = min(1, p_{i-1} p(x_i)/q(x_i)); s_i = sum_x max(0, p_i p(x given x_1..i) - q(x given x_1..i));
     h_i = s_i / (s_i + 1 - p_i), h_gamma = p_gamma (2403.10444, Alg. 2, eq. 4). Accepts at least as many tokens in
-    expectation as `token`; of one-hot drafts, where q is 1 at the token, just as many as `delta`, which no lossless rule
-    exceeds there. Written for numpy and jax.numpy.
+    expectation as `token`; of one-hot drafts, where q is 1 at the token, just as many as `delta`: no lossless rule can
+    accept more of those. Written for numpy and jax.numpy.
     """
 
     def weight(self, before: Any, p_x: Any, q_x: Any) -> Any:
