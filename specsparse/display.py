@@ -20,7 +20,7 @@ from rich.text import Text
 from specsparse.record import PLAIN, SPECULATIVE, Group, RunRecord, Side
 
 _MAX_TASK_COLUMNS = 8
-_MIN_WIDTH = 110  # of a file or a pipe, which has no width of its own
+_MIN_WIDTH = 140
 
 
 def console() -> Console:

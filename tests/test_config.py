@@ -1,6 +1,7 @@
 """From the command line to a RunConfig: golden composition, and one clear line for every mistake."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,14 @@ def test_composed_experiments_are_golden(name):
     if os.environ.get("UPDATE_GOLDEN") == "1":
         file.write_text(text)
     assert text == file.read_text()
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in (run.conf_dir() / "experiment").glob("sweep_*.yaml")))
+def test_every_cell_of_a_sweep_composes(name):
+    file = OmegaConf.load(run.conf_dir() / "experiment" / f"{name}.yaml")
+    for key, values in file.hydra.sweeper.params.items():
+        for value in re.findall(r"\[.*?\]|[^,\s]+", str(values)):
+            config.from_omegaconf(composed(f"+experiment={name}", f"{key}={value}"))
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in (run.conf_dir() / "experiment").glob("*.yaml")))

@@ -42,7 +42,7 @@ def sweep_table(records: Sequence[Mapping[str, Any]], keys: Mapping[str, Sequenc
 
 
 def _table(*keys: str) -> Table:
-    out = Table(box=SIMPLE_HEAD, pad_edge=False)
+    out = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for title in (*keys, *_TITLES):
         out.add_column(title, justify="right", no_wrap=True)
     return out

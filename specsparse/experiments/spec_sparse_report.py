@@ -34,7 +34,7 @@ def parts(found: "Joined") -> Iterator[Table | Text]:
 
 def _cells(found: "Joined") -> Table:
     """acc.: mean acceptance length; read: share of the neurons that a pass reads."""
-    out = Table(box=SIMPLE_HEAD, pad_edge=False)
+    out = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     titles = ("", "tok/s", "speed-up", "95 % interval", "by bytes", "tok/pass", "acc.", "read", "differing")
     for i, title in enumerate(titles):
         out.add_column(title, justify="right" if i else "left", no_wrap=True)
@@ -51,7 +51,7 @@ def _cells(found: "Joined") -> Table:
 
 def _unions(found: "Joined") -> Table:
     """Text: consecutive tokens, as if every draft were right; passes: those that the sparse cell made."""
-    out = Table(box=SIMPLE_HEAD, pad_edge=False)
+    out = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for title in ("sequences", "rows of a pass", "a row keeps", "union in text", "guess", "passes", "union", "guess"):
         out.add_column(title, justify="right", no_wrap=True)
     text = {(p.batch, p.rows): p for p in found.text}

@@ -78,7 +78,7 @@ def write_figure(path: Path, found: Sequence[Evaluation], *, title: str) -> None
 
 
 def _table(*columns: str) -> Table:
-    out = Table(box=SIMPLE_HEAD, pad_edge=False)
+    out = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for i, name in enumerate(columns):
         out.add_column(name, justify="right" if i else "left", no_wrap=True)
     return out
