@@ -45,7 +45,7 @@ class SpeculationPlan:
     drafter: str
     drafted: tuple[int, ...] = (2, 4)
     tg: int = 128
-    repeats: int = 2
+    repeats: int = 1
     limit_per_task: int = 1
 
 

@@ -18,6 +18,7 @@ _ALONE = {
     "batch": ("peer", "quantise", "rows", "depth"),
 }
 """What does not go with the options that measure something else instead."""
+_REPEATS = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--n", type=_lengths, metavar="LIST", help="v(n): 1..16, 1,4,8 or none (1..16; 1,2,4,8 with --ffn-shape)")
     add("--depth", type=_count, default=0, metavar="N", help="tokens in the cache before each test (%(default)s)")
     add("--rows", type=_positive, metavar="N", help="v(n) in a program of N rows, n of them valid; default n rows")
-    add("--repeats", type=_positive, default=5, metavar="N", help="timings of each test (%(default)s)")
+    add("--repeats", type=_positive, metavar="N", help="timings of each test (5; with --drafter 1)")
     add("--threads", type=_positive, metavar="N", help="of both engines (all cores)")
     add("--kv-dtype", metavar="TYPE", help="f16 (default), bf16 or f32 cache")
     add("--kernels", metavar="NAME", help="native, reference or xla (the best there is)")
@@ -113,7 +114,7 @@ def _single(args: argparse.Namespace, out: Any) -> dict[str, Any]:
         raise UserError("nothing to measure: give --pp, --tg or --n")
     if args.rows is not None and args.rows < max(ns, default=0):
         raise UserError(f"--rows {args.rows} is less than the largest --n, {max(ns)}")
-    plan = job.with_one(Plan(pp=args.pp, tg=args.tg, ns=ns, repeats=args.repeats))
+    plan = job.with_one(Plan(pp=args.pp, tg=args.tg, ns=ns, repeats=args.repeats or _REPEATS))
     found = job.run(
         job.Job(
             model=args.model, plan=plan, depth=args.depth, rows=args.rows, threads=args.threads, kv_dtype=args.kv_dtype,
@@ -136,7 +137,7 @@ def _batch(args: argparse.Namespace, out: Any) -> dict[str, Any]:
 
     if not args.tg:
         raise UserError("--batch decodes: give --tg")
-    plan = batch.BatchPlan(sizes=args.batch, pp=args.pp, tg=args.tg, repeats=args.repeats)
+    plan = batch.BatchPlan(sizes=args.batch, pp=args.pp, tg=args.tg, repeats=args.repeats or _REPEATS)
     found = batch.run(plan, out, model=args.model, threads=args.threads, kv_dtype=args.kv_dtype, backend=args.kernels)
     out.print(batch.table(found))
     return found
@@ -148,8 +149,8 @@ def _speculation(args: argparse.Namespace, out: Any) -> dict[str, Any]:
 
     if not args.tg:
         raise UserError("--drafter writes texts: give --tg")
-    chosen = {"drafted": args.n} if args.n else {}
-    plan = speculation.SpeculationPlan(args.drafter, tg=args.tg, repeats=args.repeats, **chosen)
+    chosen = {name: value for name, value in (("drafted", args.n), ("repeats", args.repeats)) if value}
+    plan = speculation.SpeculationPlan(args.drafter, tg=args.tg, **chosen)
     found = speculation.run(
         plan, out, model=args.model, peer=args.peer, threads=args.threads, kv_dtype=args.kv_dtype, backend=args.kernels
     )
@@ -169,7 +170,7 @@ def _ffn(args: argparse.Namespace, out: Any) -> dict[str, Any]:
     if args.quantise:
         chosen["types"] = (args.quantise,)
     active = args.active or _shares("0.05,0.1,0.2,0.5,1")
-    plan = ffn.FfnPlan(width, neurons, active, repeats=args.repeats, **chosen)
+    plan = ffn.FfnPlan(width, neurons, active, repeats=args.repeats or _REPEATS, **chosen)
     found = ffn.run(plan, out, threads=args.threads, backend=args.kernels)
     out.print(ffn_table.table(found))
     out.print(ffn_table.summary_line(found), soft_wrap=True)
@@ -185,7 +186,7 @@ def _lut(args: argparse.Namespace, out: Any) -> dict[str, Any]:
     from specsparse.bench import lut, lut_table
 
     chosen = {"ns": args.n, "shapes": args.shapes, "types": args.quantise and (args.quantise.upper(),)}
-    plan = lut.LutPlan(repeats=args.repeats, **{name: value for name, value in chosen.items() if value})
+    plan = lut.LutPlan(repeats=args.repeats or _REPEATS, **{name: value for name, value in chosen.items() if value})
     found = lut.run(plan, out, threads=args.threads)
     out.print(lut_table.table(found))
     out.print(lut_table.summary_line(found), soft_wrap=True)
