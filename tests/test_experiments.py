@@ -140,7 +140,7 @@ def test_compare_ranks_every_valid_pair(cfg, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
     assert [r["side"] for r in rows].count("plain") == 2
     sides, refused = compare.methods(dataclasses.replace(cfg, compare=CompareSpec(("suffix",))))
-    assert list(sides) == ["suffix x greedy", "suffix x delta", "suffix x block"] and not refused  # no alias of the three
+    assert list(sides) == ["suffix x greedy", "suffix x delta", "suffix x block"] and not refused  # no alias
     with pytest.raises(UserError, match="no drafter of the list goes with"):
         experiment.check(dataclasses.replace(cfg, kind="compare", compare=CompareSpec(("suffix",), ("token",))))
 
