@@ -197,7 +197,8 @@ def load(
         backend: "native", "reference" or "xla" kernels; default the best there is.
         progress: called with (bytes done, bytes in all) as tensors are packed.
         ffn: "powerinfer" computes the neurons that the file's predictors keep, "dense" all, "oracle" those whose
-            activation is not zero. By default a PowerInfer file runs as PowerInfer runs it, and any other one dense.
+            activation is not zero (for Q4_0 ReLU models with the bits of "dense"). By default a PowerInfer file runs as
+            PowerInfer runs it, and any other one dense.
         threshold: of the predictors' outputs, in place of the environment's (LLAMA_SPARSE_PRED_THRESHOLD) or the
             file's; -inf keeps all neurons, inf none.
         faithful_f16: round everything that PowerInfer rounds on a CPU, to compare logits with it. Slow.

@@ -11,7 +11,7 @@ from specsparse.engine.activation import activate, parse_activation
 from specsparse.engine.cache import KVCache
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.weights import Layer, Params
-from specsparse.kernels import Kernels
+from specsparse.kernels import Kernels, SkipWeights, SparseStats
 
 
 @dataclass(frozen=True)
@@ -158,15 +158,19 @@ def make_layers(config: ModelConfig, kernels: Kernels, ffn: Callable | None = No
         if not len(which):
             return x_RD, cache, None
         keys, values = list(cache.k), list(cache.v)
+        layers = [params.layers[i] for i in which]
+        skip = [layer.sparse for layer in layers]
+        skips = all(isinstance(w, SkipWeights) for w in skip)
         with jax.named_scope("layers"):
-            x_RD, new_k, new_v = kernels.layers(
-                x_RD, [params.layers[i] for i in which], [keys[i] for i in which], [values[i] for i in which],
+            x_RD, new_k, new_v, *seen = kernels.layers(
+                x_RD, layers, [keys[i] for i in which], [values[i] for i in which],
                 cos=params.cos, sin=params.sin, length=cache.length, n_valid=n_valid_B, parents=parents_Bn,
-                pairing=config.rope.pairing, eps=config.norm_eps, act=config.activation,
+                pairing=config.rope.pairing, eps=config.norm_eps, act=config.activation, skip=skip if skips else None,
             )  # fmt: skip
         for i, k, v in zip(which, new_k, new_v, strict=True):
             keys[i], values[i] = k, v
-        return x_RD, KVCache(tuple(keys), tuple(values), cache.length), None
+        stats = SparseStats(kept=seen[0][0], union=seen[0][1], nonzero=seen[0][0], active=seen[0][1]) if skips else None
+        return x_RD, KVCache(tuple(keys), tuple(values), cache.length), stats
 
     return together if one_call else one_by_one
 
@@ -176,7 +180,8 @@ def make_forward(config: ModelConfig, kernels: Kernels, ffn: Callable | None = N
 
     `ffn(layer, x_RD, n_valid_B) -> (x_RD, stats)` replaces the dense one; `stats` is a pytree of arrays or None, and
     `ForwardOut.stats` stacks it over the layers that ran. A dense model on kernels that have `layers` runs all of them
-    in one call.
+    in one call; where `layer.sparse` is `kernels.SkipWeights`, that call skips the zeros of a ReLU model: the same bits,
+    and `SparseStats`.
     """
     run, output = make_layers(config, kernels, ffn), make_output(config, kernels)
 

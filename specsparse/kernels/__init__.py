@@ -12,6 +12,7 @@ from specsparse.kernels.neurons import (
 )
 from specsparse.kernels.qtensor import Layout, QTensor
 from specsparse.kernels.signbits import SignRows, pack_signs
+from specsparse.kernels.stripes import SkipWeights, skip_weights, skippable
 
 __all__ = [
     "BACKENDS",
@@ -20,12 +21,15 @@ __all__ = [
     "NeuronRows",
     "QTensor",
     "SignRows",
+    "SkipWeights",
     "SparseStats",
     "get",
     "pack_neurons",
     "pack_signs",
     "regroup_neurons",
     "set_threads",
+    "skip_weights",
+    "skippable",
     "status",
     "take_neurons",
     "unpack_neurons",

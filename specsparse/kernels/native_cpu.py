@@ -185,8 +185,9 @@ _MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", 
 
 
 def layers(
-    x, weights, cache_k, cache_v, *, cos, sin, length, n_valid, parents=None, pairing="norm", eps=0.0, act="silu"
-):
+    x, weights, cache_k, cache_v, *,
+    cos, sin, length, n_valid, parents=None, pairing="norm", eps=0.0, act="silu", skip=None,
+):  # fmt: skip
     """All of `weights` applied to rows f32[R, D] in one call: what `linear` and `attend` compute, bit for bit.
 
     Args:
@@ -196,13 +197,16 @@ def layers(
         cos, sin, length, n_valid, parents, pairing: as `attend` takes them.
         eps: of both norms.
         act: of the gate.
+        skip: of each of the layers a `stripes.SkipWeights`: the same bits, and where one row counts, neurons that the
+            gate closes are not read. `act` is "relu" or "relu2".
 
     Returns:
-        Rows f32[R, D], the caches' keys, their values.
+        Rows f32[R, D], the caches' keys, their values; with `skip` also (int32[L, R], int32[L]): neurons of each row
+        that are not zero, neurons that are so in any row.
     """
     empty = jnp.zeros((0,), jnp.float32)
     operands, matrices, shapes, aliases = [], [], [jax.ShapeDtypeStruct(x.shape, jnp.float32)], {}
-    for layer, k, v in zip(weights, cache_k, cache_v, strict=True):
+    for i, (layer, k, v) in enumerate(zip(weights, cache_k, cache_v, strict=True)):
         own = [getattr(layer, name) for name in _MATRICES]
         matrices += own
         biases = [layer.biases.get(name, empty) for name in _MATRICES]
@@ -210,7 +214,11 @@ def layers(
         for back, cache in ((2, k), (1, v)):
             aliases[6 + len(operands) - back] = len(shapes)
             shapes.append(jax.ShapeDtypeStruct(cache.shape, cache.dtype))
-    out, *caches = _call("specsparse_layers", shapes, input_output_aliases=aliases)(
+        if skip is not None:
+            operands += [skip[i].up.data, skip[i].down]
+    if skip is not None:
+        shapes += [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((len(skip), x.shape[0]), (len(skip),))]
+    out, *rest = _call("specsparse_layers", shapes, input_output_aliases=aliases)(
         x,
         cos,
         sin,
@@ -222,8 +230,11 @@ def layers(
         act=np.int64(ACTS[act]),
         eps=np.float32(eps),
         neox=np.int64(pairing == "neox"),
+        skip=np.int64(skip is not None),
     )
-    return out, caches[::2], caches[1::2]
+    caches = rest[: 2 * len(cache_k)]
+    found = (out, caches[::2], caches[1::2])
+    return found if skip is None else (*found, tuple(rest[-2:]))
 
 
 def argmax(x):

@@ -6,11 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from specsparse.engine.llama import make_forward
+from specsparse.engine.llama import ForwardFn, make_forward
+from specsparse.engine.weights import Params
+from specsparse.kernels import SkipWeights
+from specsparse.powerinfer import zero_skip
 from specsparse.powerinfer.sparse_ffn import by_gate, make_ffn
 from specsparse.powerinfer.weights import SparseWeights, sparse_params
 from specsparse.predictors.base import Predictor
 from specsparse.predictors.ffn import gate_matrix
+from specsparse.predictors.oracle import Oracle
 from specsparse.predictors.union_cap import UnionCap
 
 if TYPE_CHECKING:
@@ -32,16 +36,26 @@ def gated(model: "Model", predictor: Predictor, weights: Sequence[Any], *, down_
             what they are and codes become Q8_0: their blocks do not survive the transposition, eight bits lose next to
             nothing, and floats are twice as long.
 
+    The oracle of a ReLU model whose matrices allow it skips the zeros of a dense pass (`powerinfer.zero_skip`).
+
     Returns:
         A model whose forward passes have `SparseStats`; its own programs and drafters.
     """
     model.check_whole(f"predictor={predictor.name}")
+    config, kernels = model.config, model.kernels
+    if down_type is None and isinstance(predictor, Oracle) and zero_skip.in_params(model.params, config, kernels):
+        return _replaced(model, zero_skip.skipping(model.params), make_forward(config, kernels), predictor)
     if down_type is None and not model.params.layers[0].ffn_down.layout.is_float:
         down_type = "Q8_0"
+    params = sparse_params(model.params, weights, down_type=down_type, keep_dense=True)
+    return _replaced(model, params, make_forward(config, kernels, make_ffn(config, kernels, predictor)), predictor)
+
+
+def _replaced(model: "Model", params: Params, forward: ForwardFn, predictor: Predictor) -> "Model":
     return dataclasses.replace(
         model,
-        params=sparse_params(model.params, weights, down_type=down_type, keep_dense=True),
-        forward=make_forward(model.config, model.kernels, make_ffn(model.config, model.kernels, predictor)),
+        params=params,
+        forward=forward,
         ffn=PREDICTED,
         rule=describe(predictor),
         programs={},
@@ -57,6 +71,10 @@ def bytes_read(model: "Model", predictor: Predictor) -> tuple[int, int]:
     capped = isinstance(predictor, UnionCap) and by_gate(predictor.inner)
     own = rest = 0
     for layer in model.params.layers:
+        if isinstance(layer.sparse, SkipWeights):
+            own += layer.ffn_gate.nbytes
+            rest += layer.sparse.up.nbytes + layer.sparse.down.nbytes
+            continue
         w: SparseWeights = layer.sparse
         decides = w.up if w.gate is None else w.gate
         whole = sum(m.nbytes for m in (w.gate, w.up, w.down_t) if m is not None)

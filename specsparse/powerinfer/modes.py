@@ -8,14 +8,14 @@ from specsparse.engine.gguf import GGUFFile
 from specsparse.engine.weights import PackFFN
 from specsparse.errors import UserError
 from specsparse.kernels import Kernels
-from specsparse.powerinfer import faithful, sparse_ffn
+from specsparse.powerinfer import faithful, sparse_ffn, zero_skip
 from specsparse.powerinfer.weights import dense_packer, rows_packer, threshold_of
 from specsparse.predictors.ffn import FFN
 from specsparse.predictors.mlp import Mlp
 from specsparse.predictors.oracle import Oracle
 
 MODES = ("dense", "powerinfer", "oracle")
-"""All neurons; those the file's predictors keep; those whose activation is not zero."""
+"""All neurons; those the file's predictors keep; those whose activation is not zero (`zero_skip` where it can)."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,10 @@ def plan(
             faithful.check_type(t.type.name, f"{f.path}: tensor '{t.name}'")
         kernels = faithful.faithful(kernels)
     limit = threshold_of(f, threshold) if sparse else 0.0
-    run, pack = _injected(config, kernels, mode, limit, floats=floats, faithful_f16=faithful_f16)
+    if mode == "oracle" and not floats and not faithful_f16 and zero_skip.in_file(f, config, kernels):
+        run, pack = None, zero_skip.pack
+    else:
+        run, pack = _injected(config, kernels, mode, limit, floats=floats, faithful_f16=faithful_f16)
     return FfnPlan(
         mode=mode,
         rule=", ".join([f"threshold={limit:g}"] * (mode == "powerinfer") + ["faithful_f16"] * faithful_f16),

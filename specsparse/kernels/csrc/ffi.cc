@@ -170,20 +170,36 @@ ffi::Error attend(ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<
   return ffi::Error::Success();
 }
 
-// Operands and results of one layer of `layers`.
+// Operands and results of one layer of `layers`; the last two only where zeros are skipped.
 enum { kAttnNorm, kFfnNorm, kFirstMatrix, kFirstBias = kFirstMatrix + kMatrices, kCacheK = kFirstBias + kMatrices, kCacheV,
-       kPerLayer };
+       kPerLayer, kUpRows = kPerLayer, kDownStripes, kPerSkippingLayer };
+
+// What zero skipping reads of a layer whose matrices are Q4_0; false if the data do not hold it.
+bool read_skip(const LayerWeights& l, const ffi::AnyBuffer& up, const ffi::AnyBuffer& down, SkipWeights* out) {
+  const Matrix &gate = l.matrices[kGate].matrix, &last = l.matrices[kDown].matrix;
+  for (int m : {kGate, kUp, kDown}) {
+    const Matrix& w = l.matrices[m].matrix;
+    if (w.codes != Codes::kNibble || w.scales != Scales::kD || w.zero != kNibbleZero || w.lut || l.matrices[m].bias) return false;
+  }
+  out->up = {static_cast<const uint8_t*>(up.untyped_data()), gate.rows, gate.cols, up.dimensions().back(), gate.codes,
+             gate.scales, gate.sub, gate.zero, nullptr};
+  out->down = static_cast<const uint8_t*>(down.untyped_data());
+  const int64_t stripes = (last.rows + kStripe - 1) / kStripe, blocks = last.cols / kBlock;
+  return gate.rows == last.cols && static_cast<int64_t>(up.size_bytes()) >= gate.rows * out->up.row_bytes &&
+         out->up.row_bytes >= out->up.chunks() * (kChunk / 2 + 4) &&
+         static_cast<int64_t>(down.size_bytes()) >= stripes * blocks * kStripeBytes;
+}
 
 ffi::Error layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
                   ffi::Buffer<ffi::S32> length, ffi::Buffer<ffi::S32> n_valid, ffi::Buffer<ffi::S32> parents,
                   ffi::RemainingArgs args, ffi::ResultBuffer<ffi::F32> out, ffi::RemainingRets rets, Ints description,
-                  int64_t act, float eps, int64_t neox) {
-  const size_t count = args.size() / kPerLayer;
-  if (!count || args.size() % kPerLayer || rets.size() != 2 * count)
+                  int64_t act, float eps, int64_t neox, int64_t skip) {
+  const size_t each = skip ? kPerSkippingLayer : kPerLayer, count = args.size() / each;
+  if (!count || args.size() % each || rets.size() != 2 * count + (skip ? 2 : 0))
     return ffi::Error::InvalidArgument("specsparse layers: operands do not make up whole layers");
   std::vector<LayerWeights> all(count);
   for (size_t i = 0; i < count; ++i) {
-    auto operand = [&](size_t at) { return *args.get<ffi::AnyBuffer>(i * kPerLayer + at); };
+    auto operand = [&](size_t at) { return *args.get<ffi::AnyBuffer>(i * each + at); };
     LayerWeights& l = all[i];
     l.attn_norm = floats(operand(kAttnNorm)), l.ffn_norm = floats(operand(kFfnNorm));
     for (int m = 0; m < kMatrices; ++m) {
@@ -193,6 +209,8 @@ ffi::Error layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffe
     }
     auto keys = *rets.get<ffi::AnyBuffer>(2 * i), values = *rets.get<ffi::AnyBuffer>(2 * i + 1);
     l.keys = updated(operand(kCacheK), keys), l.values = updated(operand(kCacheV), values);
+    if (skip && !read_skip(l, operand(kUpRows), operand(kDownStripes), &l.skip))
+      return ffi::Error::InvalidArgument("specsparse layers: the neurons of layer " + std::to_string(i) + " do not fit");
   }
   const int64_t rows = x.dimensions()[0], width = x.dimensions()[1];
   const AttendShape shape = attend_shape(*args.get<ffi::AnyBuffer>(kCacheV), rows, all[0].matrices[kQ].matrix.rows, cos,
@@ -203,7 +221,21 @@ ffi::Error layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffe
   const std::vector<int32_t>& valid = work.plan.rows();
   work.x.resize(std::max<size_t>(work.x.size(), rows * width));
   for (size_t r = 0; r < valid.size(); ++r) std::copy_n(x.typed_data() + valid[r] * width, width, &work.x[r * width]);
-  run_layers(all, work, Act(act), eps);
+  thread_local std::vector<int32_t> found;
+  std::vector<SkipCounts> counts;
+  if (skip) {
+    int32_t* active = (*rets.get<ffi::BufferR1<ffi::S32>>(2 * count + 1))->typed_data();
+    std::fill_n(active, count, 0);
+    found.assign(count * valid.size(), 0);
+    for (size_t i = 0; i < count; ++i) counts.push_back({found.data() + i * valid.size(), active + i});
+  }
+  run_layers(all, work, Act(act), eps, counts);
+  if (skip) {
+    int32_t* nonzero = (*rets.get<ffi::BufferR2<ffi::S32>>(2 * count))->typed_data();
+    std::fill_n(nonzero, count * rows, 0);
+    for (size_t i = 0; i < count; ++i)
+      for (size_t r = 0; r < valid.size(); ++r) nonzero[i * rows + valid[r]] = counts[i].nonzero[r];
+  }
   if (static_cast<int64_t>(valid.size()) < rows) std::fill_n(out->typed_data(), rows * width, 0.0f);
   for (size_t r = 0; r < valid.size(); ++r) std::copy_n(&work.x[r * width], width, out->typed_data() + valid[r] * width);
   return ffi::Error::Success();
@@ -266,7 +298,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_layers, layers,
                                   .Attr<Ints>("description")
                                   .Attr<int64_t>("act")
                                   .Attr<float>("eps")
-                                  .Attr<int64_t>("neox"));
+                                  .Attr<int64_t>("neox")
+                                  .Attr<int64_t>("skip"));
 
 #pragma GCC visibility pop
 

@@ -10,12 +10,14 @@ namespace specsparse {
 namespace {
 
 enum { kPrepareAttention, kProjectQkv, kRotate, kAttend, kPrepareOutput, kProjectOutput, kPrepareFfn, kGateUp,
-       kPrepareDown, kProjectDown, kStages };
+       kCount, kPrepareDown, kProjectDown, kStages };
 
 class Forward final : public Phases {
  public:
-  Forward(const std::vector<LayerWeights>& layers, Workspace& work, Act act, float eps)
-      : work_(work), act_(act), eps_(eps), total_(work.plan.rows().size()) {
+  Forward(const std::vector<LayerWeights>& layers, Workspace& work, Act act, float eps,
+          const std::vector<SkipCounts>& counts)
+      : work_(work), act_(act), eps_(eps), total_(work.plan.rows().size()), counted_(!counts.empty()),
+        skip_(counted_ && total_ == 1) {
     const int64_t rows = std::max<int64_t>(total_, 1);
     int64_t q = 0, kv = 0, inner = 0, cols = 0;
     for (const LayerWeights& l : layers) {
@@ -27,7 +29,7 @@ class Forward final : public Phases {
     grow(work.k, rows * kv), grow(work.v, rows * kv), grow(work.hidden, rows * inner);
     work.activations.reserve(rows, cols, true);
     stages_.reserve(layers.size());
-    for (const LayerWeights& l : layers) stages_.emplace_back(*this, l);
+    for (size_t i = 0; i < layers.size(); ++i) stages_.emplace_back(*this, layers[i], counted_ ? counts[i] : SkipCounts{});
   }
 
   int count() const override { return static_cast<int>(stages_.size()) * kStages; }
@@ -39,8 +41,9 @@ class Forward final : public Phases {
       case kRotate: return work_.plan.rotate_items();
       case kAttend: return work_.plan.tiles();
       case kProjectOutput: return l.output.items();
-      case kGateUp: return l.gate_up.items();
-      case kProjectDown: return l.down.items();
+      case kGateUp: return skip_ ? l.skip.hidden_items() : l.gate_up.items();
+      case kCount: return skip_ || !counted_ ? 0 : (l.width + kCounted - 1) / kCounted;
+      case kProjectDown: return skip_ ? l.skip.output_items() : l.down.items();
       default: return l.prepare_attention.items();
     }
   }
@@ -55,9 +58,10 @@ class Forward final : public Phases {
       case kPrepareOutput: return l.prepare_output.run(item);
       case kProjectOutput: return l.output.run(item);
       case kPrepareFfn: return l.prepare_ffn.run(item);
-      case kGateUp: return l.gate_up.run(item);
+      case kGateUp: return skip_ ? l.skip.hidden(item) : l.gate_up.run(item);
+      case kCount: return l.count(work_.hidden.data(), total_, item);
       case kPrepareDown: return l.prepare_down.run(item);
-      case kProjectDown: return l.down.run(item);
+      case kProjectDown: return skip_ ? l.skip.output(item) : l.down.run(item);
     }
   }
 
@@ -68,8 +72,10 @@ class Forward final : public Phases {
     switch (phase % kStages) {
       case kProjectQkv:
       case kAttend: return l.output.prefetch(kAhead, self, threads);
-      case kProjectOutput: return l.gate_up.prefetch(kAhead, self, threads);
-      case kGateUp: return l.down.prefetch(kAhead, self, threads);
+      case kProjectOutput: return skip_ ? l.skip.prefetch(kAhead, self, threads) : l.gate_up.prefetch(kAhead, self, threads);
+      case kGateUp:
+        if (!skip_) l.down.prefetch(kAhead, self, threads);
+        return;
       case kProjectDown:
         if (layer + 1 < stages_.size()) stages_[layer + 1].qkv.prefetch(kAhead, self, threads);
     }
@@ -77,6 +83,7 @@ class Forward final : public Phases {
 
  private:
   static constexpr int64_t kAhead = 16 << 10;
+  static constexpr int64_t kCounted = 256;  // neurons of an item
 
   static void grow(std::vector<float>& v, int64_t size) {
     if (static_cast<int64_t>(v.size()) < size) v.resize(size);
@@ -109,8 +116,15 @@ class Forward final : public Phases {
     Product gate_up;
     Preparation prepare_down;
     Product down;
+    ZeroSkip skip;
+    SkipCounts counts;
+    int64_t width;  // neurons
 
-    Layer(Forward& f, const LayerWeights& l)
+    void count(const float* hidden, int64_t rows, int64_t item) const {
+      count_neurons(hidden, width, rows, item * kCounted, std::min(width, (item + 1) * kCounted), counts);
+    }
+
+    Layer(Forward& f, const LayerWeights& l, const SkipCounts& counts)
         : prepare_attention(f.prepare(f.work_.x.data(), l.attn_norm, {&l.matrices[kQ], &l.matrices[kK], &l.matrices[kV]})),
           qkv(f.product({&l.matrices[kQ], &l.matrices[kK], &l.matrices[kV]},
                         {f.work_.q.data(), f.work_.k.data(), f.work_.v.data()}, prepare_attention)),
@@ -121,20 +135,25 @@ class Forward final : public Phases {
           prepare_ffn(f.prepare(f.work_.x.data(), l.ffn_norm, {&l.matrices[kGate], &l.matrices[kUp]})),
           gate_up(f.product({&l.matrices[kGate], &l.matrices[kUp]}, {f.work_.hidden.data()}, prepare_ffn, nullptr, f.act_)),
           prepare_down(f.prepare(f.work_.hidden.data(), nullptr, {&l.matrices[kDown]})),
-          down(f.product({&l.matrices[kDown]}, {f.work_.x.data()}, prepare_down, f.work_.x.data())) {}
+          down(f.product({&l.matrices[kDown]}, {f.work_.x.data()}, prepare_down, f.work_.x.data())),
+          skip(&l.matrices[kGate], &l.skip, prepare_ffn.to, f.work_.hidden.data(), prepare_down.to, f.work_.x.data(), f.act_,
+               counts),
+          counts(counts), width(l.matrices[kGate].matrix.rows) {}
   };
 
   Workspace& work_;
   Act act_;
   float eps_;
   int64_t total_;
+  bool counted_, skip_;  // neurons; zeros, in this call
   std::vector<Layer> stages_;
 };
 
 }  // namespace
 
-void run_layers(const std::vector<LayerWeights>& layers, Workspace& work, Act act, float eps) {
-  Forward forward(layers, work, act, eps);
+void run_layers(const std::vector<LayerWeights>& layers, Workspace& work, Act act, float eps,
+                const std::vector<SkipCounts>& counts) {
+  Forward forward(layers, work, act, eps, counts);
   run_phases(forward);
 }
 

@@ -5,6 +5,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "zero_skip.h"
 
 namespace specsparse {
 
@@ -15,6 +16,7 @@ struct LayerWeights {
   Description matrices[kMatrices];
   const float *attn_norm, *ffn_norm;
   void *keys, *values;  // the layer's cache
+  SkipWeights skip;     // of a ReLU model whose zeros are skipped
 };
 
 // Memory between the phases, kept from call to call. Rows are those that the plan says count, in order.
@@ -24,7 +26,9 @@ struct Workspace {
   AttendPlan plan;
 };
 
-// Runs the layers on the rows in `work.x`, in place.
-void run_layers(const std::vector<LayerWeights>& layers, Workspace& work, Act act, float eps);
+// Runs the layers on the rows in `work.x`, in place. Where there are `counts`, one of each layer, the layers have what
+// zero skipping reads.
+void run_layers(const std::vector<LayerWeights>& layers, Workspace& work, Act act, float eps,
+                const std::vector<SkipCounts>& counts);
 
 }  // namespace specsparse

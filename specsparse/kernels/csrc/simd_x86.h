@@ -11,6 +11,30 @@ inline namespace SPECSPARSE_ISA {
 inline __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 inline __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 
+// Bit i: byte i of 32 is not 0.
+inline uint32_t nonzero_bytes(const int8_t* p) {
+  return ~static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_cmpeq_epi8(load256(p), _mm256_setzero_si256())));
+}
+
+// Sixteen halves of each of sixteen rows at `offset`, turned: out[16 b + i] is half b of row i.
+inline void turn_halves(const uint8_t* const* rows, int64_t offset, float* out) {
+  __m256i r[16], t[16];
+  for (int i = 0; i < 16; ++i) r[i] = load256(rows[i] + offset);
+  // Each round turns the bits of (register, place in its half) by one; after four the rows are the places.
+  for (int round = 0; round < 4; ++round) {
+    for (int i = 0; i < 8; ++i) t[2 * i] = _mm256_unpacklo_epi16(r[i], r[i + 8]), t[2 * i + 1] = _mm256_unpackhi_epi16(r[i], r[i + 8]);
+    for (int i = 0; i < 16; ++i) r[i] = t[i];
+  }
+  const auto put = [](float* to, __m256i v) {
+    _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm256_castsi256_si128(v)));
+    _mm256_storeu_ps(to + 8, _mm256_cvtph_ps(_mm256_extracti128_si256(v, 1)));
+  };
+  for (int b = 0; b < 8; ++b) {
+    put(out + 16 * b, _mm256_permute2x128_si256(r[2 * b], r[2 * b + 1], 0x20));
+    put(out + 16 * (8 + b), _mm256_permute2x128_si256(r[2 * b], r[2 * b + 1], 0x31));
+  }
+}
+
 // Sum of sixteen signed bytes.
 inline int32_t sum16(const int8_t* p) {
   const __m128i biased = _mm_xor_si128(load128(p), _mm_set1_epi8(-128));

@@ -12,6 +12,13 @@ constexpr int kRowTokens = 4;   // rows of activations that one pass over a neur
 constexpr int kNibbleZero = 8;  // what Q4_0 takes off its codes; other codes of four bits have no zero
 constexpr int kRowGroup = 4;    // neurons that are added to the output at a time
 
+// A stripe of a down projection of Q4_0: for each block of 32 neurons f16 scales of its outputs, in order; then for each
+// neuron 64 bytes, where nibble k of lane l of 16 bits is the code of output 32 k + l. kernels/stripes.py packs them.
+constexpr int kStripe = 128;  // outputs
+constexpr int kStripeScales = 2 * kStripe;
+constexpr int kStripeCodes = 32 * kStripe / 2;  // bytes of a block, both
+constexpr int kStripeBytes = kStripeScales + kStripeCodes;
+
 // A matrix of neurons, one row each; specsparse/kernels/neurons.py gives the bytes.
 struct NeuronRows {
   const uint8_t* data;
@@ -49,6 +56,11 @@ struct SparseOps {
               float* scratch);
   // Different bits of two packed rows of `words` words.
   int64_t (*differing)(const uint64_t* a, const uint64_t* b, int64_t words);
+  // out[i] = what the dense kernels give for row js[i] of Q4_0, i < count <= 16; out has room for sixteen, scratch for
+  // 16 * (blocks rounded up to 16).
+  void (*dot_neurons)(const NeuronRows& w, const int32_t* js, int count, const QBlock* x, float* out, float* scratch);
+  // y[c] += what the dense kernels give for output c < 32 * parts of a stripe, read for the codes of x that are not 0.
+  void (*project_stripe)(const uint8_t* stripe, int64_t blocks, int parts, const QBlock* x, float* y);
 };
 
 // Where the value of column c stands in y: floats stay in order, bytes are spread to lanes four columns apart, and codes of

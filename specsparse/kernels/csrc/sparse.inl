@@ -27,52 +27,55 @@ inline void float_halves(const NeuronRows& w, uint16_t* halves) {
   }
 }
 
-// Sixteen items of a field that has `left` more of them; zeros past its end.
+// Sixteen items of a field that has `left` more of them before the row ends at `stop`. Past the field: whatever follows it in
+// the row, zeros after its last field.
 template <int SIZE, class Load>
-inline F load_part(const uint8_t* p, int64_t left, Load read) {
-  if (left >= 16) return read(p);
+inline F load_part(const uint8_t* p, int64_t left, const uint8_t* stop, Load read) {
+  if (p + 16 * SIZE <= stop) return read(p);
   alignas(64) uint8_t part[16 * SIZE] = {};
   std::memcpy(part, p, left * SIZE);
   return read(part);
 }
 
-inline F halves(const uint8_t* p, int64_t left) {
-  return load_part<2>(p, left, [](const uint8_t* q) { return load_f16(q); });
+inline F halves(const uint8_t* p, int64_t left, const uint8_t* stop) {
+  return load_part<2>(p, left, stop, [](const uint8_t* q) { return load_f16(q); });
 }
 
 // sub-block scales: f16 of super-blocks from `coarse`, times bytes from `fine`, for subs [begin, end).
 template <int SUBS, class Load>
-inline void super_scales(const uint8_t* coarse, const uint8_t* fine, int64_t begin, int64_t end, float sign, float* out,
-                         Load read) {
+inline void super_scales(const uint8_t* coarse, const uint8_t* fine, const uint8_t* stop, int64_t begin, int64_t end, float sign,
+                         float* out, Load read) {
   constexpr int kPer = 8 * SUBS;  // subs of a super-block
   for (int64_t i = begin; i < end; i += 16) {
     alignas(64) float d[16];
     const int64_t first = i / kPer, count = std::min<int64_t>((end - i + kPer - 1) / kPer, 16 / kPer);
-    store(d, halves(coarse + 2 * first, count));
+    store(d, halves(coarse + 2 * first, count, stop));
     const F scale = SUBS == 1 ? spread_scales<1>(d) : set1(d[0]);
-    store(out + i - begin, mul(mul(set1(sign), scale), load_part<1>(fine + i, end - i, read)));
+    store(out + i - begin, mul(mul(set1(sign), scale), load_part<1>(fine + i, end - i, stop, read)));
   }
 }
 
 // Scales d and mins m of subs [begin, end) of a row; whole super-blocks. Both arrays have room for 15 more.
 template <Scales SCALES, int SUBS>
 inline void expand_scales(const NeuronRows& w, const uint8_t* row, int64_t begin, int64_t end, float* d, float* m) {
-  const uint8_t* p = row + w.chunks() * w.code_bytes();
+  const uint8_t *p = row + w.chunks() * w.code_bytes(), *stop = row + w.row_bytes;
   const int64_t subs = w.subs();
   if constexpr (SCALES == Scales::kSuper || SCALES == Scales::kSuperMin) {
     constexpr bool kMins = SCALES == Scales::kSuperMin;
     const int64_t header = 2 * (w.cols / kSuper);
     const uint8_t* fine = p + header * (kMins ? 2 : 1);
-    super_scales<SUBS>(p, fine, begin, end, 1.0f, d, [](const uint8_t* q) { return load_i8(q); });
-    if (kMins) super_scales<SUBS>(p + header, fine + subs, begin, end, -1.0f, m, [](const uint8_t* q) { return load_u8(q); });
+    super_scales<SUBS>(p, fine, stop, begin, end, 1.0f, d, [](const uint8_t* q) { return load_i8(q); });
+    if (kMins)
+      super_scales<SUBS>(p + header, fine + subs, stop, begin, end, -1.0f, m, [](const uint8_t* q) { return load_u8(q); });
   } else {
     for (int64_t i = begin; i < end; i += 16) {
       const int64_t left = end - i;
       if constexpr (SCALES == Scales::kF32) {
-        store(d + i - begin, load_part<4>(p + 4 * i, left, [](const uint8_t* q) { return load(reinterpret_cast<const float*>(q)); }));
+        const auto read = [](const uint8_t* q) { return load(reinterpret_cast<const float*>(q)); };
+        store(d + i - begin, load_part<4>(p + 4 * i, left, stop, read));
       } else {
-        store(d + i - begin, halves(p + 2 * i, left));
-        if (SCALES == Scales::kDm) store(m + i - begin, halves(p + 2 * (subs + i), left));
+        store(d + i - begin, halves(p + 2 * i, left, stop));
+        if (SCALES == Scales::kDm) store(m + i - begin, halves(p + 2 * (subs + i), left, stop));
       }
     }
   }
@@ -294,7 +297,7 @@ int64_t differing(const uint64_t* a, const uint64_t* b, int64_t words) {
 
 }  // namespace
 
-#define SPECSPARSE_SPARSE_TABLE {dot, add_rows, differing}
+#define SPECSPARSE_SPARSE_TABLE {dot, add_rows, differing, dot_neurons, project_stripe}
 
 }  // namespace SPECSPARSE_ISA
 }  // namespace specsparse

@@ -76,5 +76,56 @@ inline F spread_scales(const float* s) {
           _mm256_set_m128(_mm_broadcast_ss(s + 3), _mm_broadcast_ss(s + 2))};
 }
 
+// Lane i: the codes of row i, without sign, at `offset`, times a in the low half of the bytes and times b in the high half.
+// Rows from 4 * quads on are not read.
+inline void chunk_sums(const uint8_t* const* rows, int64_t offset, const int8_t* a, const int8_t* b, int quads, I* sum_a,
+                       I* sum_b) {
+  const __m256i xa = load256(a), xb = load256(b), ones = _mm256_set1_epi16(1);
+  __m256i fours[2][4];
+  each<4>([&](auto g) SPECSPARSE_EACH {
+    fours[0][g] = fours[1][g] = _mm256_setzero_si256();
+    if (g >= quads) return;
+    __m256i va[4], vb[4];
+    each<4>([&](auto i) SPECSPARSE_EACH {
+      const Bytes w = load_nibbles(rows[4 * g + i] + offset);
+      va[i] = _mm256_madd_epi16(_mm256_maddubs_epi16(w.a, xa), ones);
+      vb[i] = _mm256_madd_epi16(_mm256_maddubs_epi16(w.b, xb), ones);
+    });
+    fours[0][g] = _mm256_hadd_epi32(_mm256_hadd_epi32(va[0], va[1]), _mm256_hadd_epi32(va[2], va[3]));
+    fours[1][g] = _mm256_hadd_epi32(_mm256_hadd_epi32(vb[0], vb[1]), _mm256_hadd_epi32(vb[2], vb[3]));
+  });
+  const auto pair = [](__m256i p, __m256i q) {
+    return _mm256_add_epi32(_mm256_permute2x128_si256(p, q, 0x20), _mm256_permute2x128_si256(p, q, 0x31));
+  };
+  *sum_a = {pair(fours[0][0], fours[0][1]), pair(fours[0][2], fours[0][3])};
+  *sum_b = {pair(fours[1][0], fours[1][1]), pair(fours[1][2], fours[1][3])};
+}
+
+// Thirty-two sums of 16 bits.
+struct Shorts {
+  __m256i a, b;
+};
+inline Shorts zero_shorts() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+// What a code is multiplied with.
+struct Multiples {
+  __m256i v;
+};
+inline Multiples multiples(int8_t q) { return {_mm256_set1_epi16(q)}; }
+// Adds q times (nibble k of each lane of 16 bits - 8) to sums[k].
+template <int PARTS>
+inline void add_multiples(const uint8_t* codes, Multiples q, Shorts* sums) {
+  const __m256i a = load256(codes), b = load256(codes + 32), mask = _mm256_set1_epi16(15), eight = _mm256_set1_epi16(8);
+  const auto times = [&](__m256i nibbles) { return _mm256_mullo_epi16(_mm256_sub_epi16(_mm256_and_si256(nibbles, mask), eight), q.v); };
+  each<PARTS>([&](auto k) SPECSPARSE_EACH {
+    sums[k].a = _mm256_add_epi16(sums[k].a, times(_mm256_srli_epi16(a, 4 * k)));
+    sums[k].b = _mm256_add_epi16(sums[k].b, times(_mm256_srli_epi16(b, 4 * k)));
+  });
+}
+inline I widen(__m256i x) {
+  return {_mm256_cvtepi16_epi32(_mm256_castsi256_si128(x)), _mm256_cvtepi16_epi32(_mm256_extracti128_si256(x, 1))};
+}
+inline I low_half(Shorts x) { return widen(x.a); }
+inline I high_half(Shorts x) { return widen(x.b); }
+
 }  // namespace SPECSPARSE_ISA
 }  // namespace specsparse

@@ -69,5 +69,53 @@ inline F spread_scales(const float* s) {
                                 _mm512_castps128_ps512(_mm_loadu_ps(s)))};
 }
 
+// Lane i: the codes of row i, without sign, at `offset`, times a in the low half of the bytes and times b in the high half.
+// Rows from 4 * quads on are not read.
+inline void chunk_sums(const uint8_t* const* rows, int64_t offset, const int8_t* a, const int8_t* b, int quads, I* sum_a,
+                       I* sum_b) {
+  const __m512i x = _mm512_inserti64x4(_mm512_castsi256_si512(load256(a)), load256(b), 1);
+  __m512i fours[4];
+  each<4>([&](auto g) SPECSPARSE_EACH {
+    fours[g] = _mm512_setzero_si512();
+    if (g >= quads) return;
+    __m512i v[4];
+    each<4>([&](auto i) SPECSPARSE_EACH {
+      v[i] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), load_nibbles(rows[4 * g + i] + offset).v, x);
+    });
+    const __m512i one = _mm512_add_epi32(_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[0], v[1]));
+    const __m512i two = _mm512_add_epi32(_mm512_unpacklo_epi32(v[2], v[3]), _mm512_unpackhi_epi32(v[2], v[3]));
+    fours[g] = _mm512_add_epi32(_mm512_unpacklo_epi64(one, two), _mm512_unpackhi_epi64(one, two));
+  });
+  const auto pair = [](__m512i p, __m512i q) {
+    return _mm512_add_epi32(_mm512_shuffle_i32x4(p, q, 0x88), _mm512_shuffle_i32x4(p, q, 0xdd));
+  };
+  const __m512i low = pair(fours[0], fours[1]), high = pair(fours[2], fours[3]);
+  sum_a->v = _mm512_shuffle_i32x4(low, high, 0x88), sum_b->v = _mm512_shuffle_i32x4(low, high, 0xdd);
+}
+
+// Thirty-two sums of 16 bits.
+struct Shorts {
+  __m512i v;
+};
+inline Shorts zero_shorts() { return {_mm512_setzero_si512()}; }
+// Sixteen multiples of q, by code, twice: an index has five bits.
+struct Multiples {
+  __m512i v;
+};
+inline Multiples multiples(int8_t q) {
+  const __m256i codes = _mm256_setr_epi16(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+  return {_mm512_mullo_epi16(_mm512_broadcast_i64x4(codes), _mm512_set1_epi16(q))};
+}
+// Adds the multiples that nibble k of each lane of 16 bits names to sums[k].
+template <int PARTS>
+inline void add_multiples(const uint8_t* codes, Multiples table, Shorts* sums) {
+  const __m512i v = load512(codes);
+  each<PARTS>([&](auto k) SPECSPARSE_EACH {
+    sums[k].v = _mm512_add_epi16(sums[k].v, _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 4 * k), table.v));
+  });
+}
+inline I low_half(Shorts x) { return {_mm512_cvtepi16_epi32(_mm512_castsi512_si256(x.v))}; }
+inline I high_half(Shorts x) { return {_mm512_cvtepi16_epi32(_mm512_extracti64x4_epi64(x.v, 1))}; }
+
 }  // namespace SPECSPARSE_ISA
 }  // namespace specsparse

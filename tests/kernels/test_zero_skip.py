@@ -1,0 +1,189 @@
+"""Skipping the zeros of a ReLU model gives the dense model's bits, reads no closed neuron, and counts what it saw."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specsparse
+from specsparse.engine import cache as kv
+from specsparse.engine import llama
+from specsparse.engine.config import ACTIVATION_KEY, ModelConfig
+from specsparse.engine.gguf import open_gguf
+from specsparse.errors import UserError
+from specsparse.kernels import SkipWeights, native_cpu, skippable
+from specsparse.kernels.dequant import dequantize
+from specsparse.kernels.packing import SUPPORTED, pack_qtensor
+from specsparse.kernels.qtensor import BLOCK
+from specsparse.kernels.stripes import STRIPE, stripes
+from specsparse.powerinfer import zero_skip
+from specsparse.powerinfer.gated import bytes_read, gated
+from specsparse.predictors import FFN, get_predictor
+from specsparse.testing import random_quantised, write_tiny_gguf
+from tests.contracts.rigs import Rig, tiny_rig
+from tests.kernels.test_kernels import ISAS, use
+
+pytestmark = pytest.mark.skipif(not native_cpu.available(), reason=str(native_cpu.why_missing()))
+
+SHAPES = {  # a width below, at and beyond a stripe; half a chunk at its end; neurons that fill no group of items
+    "small": {"d_model": 64, "d_ff": 96},
+    "odd": {"d_model": 160, "d_ff": 224, "n_heads": 5, "n_kv_heads": 5, "head_dim": 32},
+    "wide": {"d_model": 576, "d_ff": 1536, "n_heads": 9, "n_kv_heads": 3, "n_layers": 1},
+}
+IDS = [3, 1, 4, 15, 9, 2, 6]
+
+
+@pytest.fixture(scope="module", params=[(s, a) for s in SHAPES for a in zero_skip.ACTIVATIONS], ids="-".join)
+def pair(request, tmp_path_factory) -> tuple[Rig, Rig]:
+    """A ReLU model read whole, and with its zeros skipped."""
+    shape, act = request.param
+    rig = tiny_rig(tmp_path_factory.mktemp(shape), quant="Q4_0", **SHAPES[shape])
+    rig = dataclasses.replace(rig, config=dataclasses.replace(rig.config, activation=act))
+    forward = llama.make_forward(rig.config, specsparse.kernels.get("native"))
+    assert zero_skip.in_params(rig.params, rig.config, specsparse.kernels.get("native"))
+    dense = dataclasses.replace(rig, forward=forward, programs={})
+    return dense, dataclasses.replace(dense, params=zero_skip.skipping(rig.params), programs={})
+
+
+def logits_of(rig: Rig) -> np.ndarray:
+    """One token at a time, then three, then one more."""
+    cache, out = rig.cache(), []
+    for piece in [[i] for i in IDS] + [[5, 3, 5], [8]]:
+        logits, cache = rig.feed([piece], cache, width=len(piece))
+        out.append(logits[0])
+    return np.concatenate(out)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_bits_are_the_dense_ones(pair, isa, threads):
+    dense, skipping = pair
+    want = logits_of(dense)
+    assert np.isfinite(want).all()
+    use(isa, threads)
+    np.testing.assert_array_equal(logits_of(skipping), want)
+
+
+def counted(rig: Rig, tokens, counts):
+    n_valid = jnp.asarray(counts, jnp.int32)
+    cache = kv.init(
+        layers=rig.config.n_layers, batch=len(tokens), kv_heads=rig.config.n_kv_heads, capacity=64,
+        head_dim=rig.config.head_dim, dtype=jnp.float16,
+    )  # fmt: skip
+    out, _ = rig.forward(rig.params, jnp.asarray(tokens, jnp.int32), cache, n_valid_B=n_valid)
+    return jax.tree.map(np.asarray, out.stats)
+
+
+@pytest.mark.parametrize("counts", [[1, 0], [3, 2]])
+def test_counts(pair, counts):
+    """Against the neurons of the same rows one by one; a row that does not count has none."""
+    dense, skipping = pair
+    tokens = [[3, 1, 4], [1, 5, 9]]
+    stats = counted(skipping, tokens, counts)
+    assert dense.forward is skipping.forward and counted(dense, tokens, counts) is None
+    ffn = FFN.of(dense.config, specsparse.kernels.get("native"))
+    rows = first_residuals(dense, tokens, counts)
+    live = np.asarray(ffn.neurons(dense.params.layers[0], jnp.asarray(rows), jnp.asarray(counts, jnp.int32))) != 0
+    np.testing.assert_array_equal(stats.nonzero[0], live.sum(axis=1))
+    assert stats.active[0] == live.any(axis=0).sum() > 0
+    np.testing.assert_array_equal(stats.kept, stats.nonzero)
+
+
+def first_residuals(rig: Rig, tokens, counts) -> np.ndarray:
+    """What the first layer's FFN reads: the residual after its attention."""
+    attention = llama.make_attention(rig.config, specsparse.kernels.get("native"))
+    cache = kv.init(
+        layers=1, batch=len(tokens), kv_heads=rig.config.n_kv_heads, capacity=64, head_dim=rig.config.head_dim,
+        dtype=jnp.float16,
+    )  # fmt: skip
+    x = specsparse.kernels.get("native").embed(rig.params.embedding, jnp.asarray(tokens, jnp.int32).reshape(-1))
+    n_valid = jnp.asarray(counts, jnp.int32)
+    layer = rig.params.layers[0]
+    return np.asarray(attention(layer, rig.params, x, cache.k[0], cache.v[0], cache.length, n_valid, None)[0])
+
+
+def test_closed_neurons_are_not_read(pair):
+    """Their up and down may hold anything: here scales that are NaN."""
+    _, skipping = pair
+    token = [[7]]
+    want, _ = skipping.feed(token, skipping.cache(), width=1)
+    layer = skipping.params.layers[0]
+    ffn = FFN.of(skipping.config, specsparse.kernels.get("native"))
+    rows = jnp.asarray(first_residuals(skipping, token, [1]))
+    closed = np.asarray(ffn.gate(layer, rows, jnp.asarray([1], jnp.int32)))[0] <= 0
+    assert 0 < closed.sum() < len(closed)
+    up, down = np.array(layer.sparse.up.data), np.array(layer.sparse.down)
+    up[closed] = 0xFF
+    blocks = skipping.config.d_ff // BLOCK
+    codes = down[:, 2 * STRIPE * blocks :].reshape(len(down), skipping.config.d_ff, -1)
+    codes[:, closed] ^= 0xFF
+    broken = SkipWeights(dataclasses.replace(layer.sparse.up, data=jnp.asarray(up)), jnp.asarray(down))
+    layers = (layer._replace(sparse=broken), *skipping.params.layers[1:])
+    other = dataclasses.replace(skipping, params=skipping.params._replace(layers=layers))
+    np.testing.assert_array_equal(other.feed(token, other.cache(), width=1)[0], want)
+    codes[:, ~closed] ^= 0xFF
+    broken = broken._replace(down=jnp.asarray(down))
+    other = dataclasses.replace(
+        other, params=other.params._replace(layers=(layer._replace(sparse=broken), *layers[1:]))
+    )
+    assert (other.feed(token, other.cache(), width=1)[0] != want).any()
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (160, 224), (576, 64)])
+def test_stripes_hold_the_matrix(shape):
+    outputs, neurons = shape
+    raw = random_quantised("Q4_0", outputs, neurons, 3)
+    kind = next(t for t in SUPPORTED if t.name == "Q4_0")
+    packed = np.asarray(stripes(pack_qtensor(raw, kind, shape)))
+    blocks = neurons // BLOCK
+    scales = packed[:, : 2 * STRIPE * blocks].view("<f2").reshape(-1, blocks, STRIPE).astype(np.float32)
+    words = packed[:, 2 * STRIPE * blocks :].view("<u2").reshape(-1, blocks, BLOCK, 32)
+    codes = np.stack([words >> np.uint16(4 * k) & np.uint16(15) for k in range(4)], axis=3).astype(np.float32) - 8
+    values = scales[:, :, None] * codes.reshape(*codes.shape[:3], STRIPE)
+    found = values.transpose(0, 3, 1, 2).reshape(-1, neurons)
+    want = np.asarray(dequantize(pack_qtensor(raw, kind, shape)))
+    np.testing.assert_array_equal(found[:outputs], want)
+    assert (found[outputs:] == 0).all()
+
+
+def test_other_types_are_refused():
+    kind = next(t for t in SUPPORTED if t.name == "Q8_0")
+    matrix = pack_qtensor(random_quantised("Q8_0", 64, 64, 3), kind, (64, 64))
+    assert not skippable(matrix)
+    with pytest.raises(UserError, match="zeros are skipped in Q4_0 matrices, and down is Q8_0"):
+        stripes(matrix)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_tiny_gguf(
+        tmp_path_factory.mktemp("m") / "m.gguf", quant="Q4_0", d_model=64, d_ff=96, metadata={ACTIVATION_KEY: "relu"}
+    )
+
+
+def test_the_oracle_of_such_a_file(path):
+    """Loaded or gated, it is the dense model with fewer bytes, and says what it kept."""
+    dense, oracle = specsparse.load(path), specsparse.load(path, ffn="oracle")
+    assert all(isinstance(layer.sparse, SkipWeights) for layer in oracle.params.layers)
+    predictor = get_predictor("oracle", FFN.of(dense.config, dense.kernels))
+    other = gated(dense, predictor, [None] * dense.config.n_layers)
+    for model in (oracle, other):
+        assert specsparse.generate(model, [1, 5, 9], max_tokens=12).token_ids == (
+            specsparse.generate(dense, [1, 5, 9], max_tokens=12).token_ids
+        )
+    own, following = bytes_read(other, predictor)
+    gate = sum(layer.ffn_gate.nbytes for layer in dense.params.layers)
+    assert own == gate and following > 0
+
+
+def test_files_it_does_not_serve(path, tmp_path):
+    native, reference = (specsparse.kernels.get(name) for name in ("native", "reference"))
+    f = open_gguf(path)
+    config = ModelConfig.from_gguf(f)
+    assert zero_skip.in_file(f, config, native) and not zero_skip.in_file(f, config, reference)
+    silu = open_gguf(write_tiny_gguf(tmp_path / "silu.gguf", quant="Q4_0", d_ff=96))
+    assert not zero_skip.in_file(silu, ModelConfig.from_gguf(silu), native)
+    floats = write_tiny_gguf(tmp_path / "f16.gguf", quant="F16", d_ff=96, metadata={ACTIVATION_KEY: "relu"})
+    assert not zero_skip.in_file(open_gguf(floats), ModelConfig.from_gguf(open_gguf(floats)), native)
