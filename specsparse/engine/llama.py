@@ -180,8 +180,8 @@ def make_forward(config: ModelConfig, kernels: Kernels, ffn: Callable | None = N
 
     `ffn(layer, x_RD, n_valid_B) -> (x_RD, stats)` replaces the dense one; `stats` is a pytree of arrays or None, and
     `ForwardOut.stats` stacks it over the layers that ran. A dense model on kernels that have `layers` runs all of them
-    in one call; where `layer.sparse` is `kernels.SkipWeights`, that call skips the zeros of a ReLU model: the same bits,
-    and `SparseStats`.
+    in one call; where `layer.sparse` is `kernels.SkipWeights`, that call skips the zeros of a ReLU model: the same
+    bits, and `SparseStats`.
     """
     run, output = make_layers(config, kernels, ffn), make_output(config, kernels)
 
