@@ -1,8 +1,8 @@
 """A down projection cut into stripes of outputs: what skipping zero neurons reads of it.
 
 For each stripe of 128 outputs: for each block of 32 neurons f16 scales of the outputs, in order; then 64 bytes for each
-neuron, where nibble k of lane l of 16 bits is the code of output 32 k + l. Codes and scales are those of the Q4_0 matrix,
-whose blocks run along the neurons, so that nothing is rounded again. Outputs are filled up to whole stripes with zeros.
+neuron, where nibble k of lane l of 16 bits is the code of output 32 k + l. Codes and scales are those of the Q4_0
+matrix, whose blocks run along the neurons, so that nothing is rounded again. Outputs are filled up to whole stripes with zeros.
 """
 
 from typing import NamedTuple
