@@ -11,6 +11,7 @@ from specsparse import display, kernels, prompts
 from specsparse.config import RunConfig
 from specsparse.errors import UserError
 from specsparse.model import Model
+from specsparse.powerinfer import zero_skip
 from specsparse.powerinfer.gated import PREDICTED, gated
 from specsparse.predictors import FFN, Needs, Predictor, get_predictor
 from specsparse.predictors.base import check_share
@@ -121,6 +122,8 @@ def label(model: Any) -> dict[str, str]:
     if not isinstance(model, Model) or model.ffn == "dense":  # a scripted model in tests has no FFN
         return {}
     promise = "as the dense model" if model.ffn == "oracle" else "lossy against the dense model"
+    if zero_skip.skips(model.params):
+        promise = "bit for bit the dense model"
     return {"ffn": f"{model.ffn}: {model.rule}" if model.rule else model.ffn, "ffn_label": promise}
 
 

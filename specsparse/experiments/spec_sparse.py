@@ -5,6 +5,8 @@
 Bytes predict each cell: a pass reads what is dense, and of the FFNs the union of the neurons that its rows keep.
 """
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from specsparse.experiments.decoding import Engine, Job
 from specsparse.experiments.sparse_model import Sparse
 from specsparse.experiments.sparsity import judged_text
 from specsparse.metrics import Counters, Speedup
-from specsparse.powerinfer import union
+from specsparse.powerinfer import union, zero_skip
 from specsparse.powerinfer.chunked import quality_in_chunks
 from specsparse.powerinfer.gated import bytes_read, gated
 from specsparse.powerinfer.union import UnionPoint
@@ -76,6 +78,8 @@ class Joined:
         seen: unions of the passes that the sparse cell made, by size.
         quality: of the sparse model against the dense one, by cell.
         promised: whether the verifier promises plain decoding's tokens.
+        exact: whether the sparse model has the dense one's bits; then its cells are compared with plain dense decoding.
+        label: the sparse model's promise in words.
     """
 
     cells: dict[str, Cell]
@@ -83,6 +87,8 @@ class Joined:
     seen: tuple[UnionPoint, ...]
     quality: dict[str, ModelQuality]
     promised: bool
+    exact: bool
+    label: str
 
     @property
     def product(self) -> float:
@@ -98,7 +104,8 @@ class Joined:
     @property
     def as_promised(self) -> bool:
         """Speculation wrote plain decoding's tokens on both models; where the union is capped nothing is promised."""
-        return not self.promised or not any(self.cells[c].differing for c in (SPEC_DENSE, SPEC_SPARSE))
+        same = (*((SPEC_DENSE, SPEC_SPARSE) if self.promised else ()), *((PLAIN_SPARSE,) if self.exact else ()))
+        return not any(self.cells[c].differing for c in same)
 
     @property
     def objective(self) -> float:
@@ -136,14 +143,20 @@ def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) ->
     seen = {name: _watched(cfg, engine, *sides[name], jobs[0], console) for name in lossy}
     windows, rows = judged_text(cfg, dense), method["drafter"].max_nodes + 1
     text = _of_text(union.masks(sparse.model, sparse.predictor, windows), rows)
-    read = {PLAIN_SPARSE: text[0].kept, **{name: union.mean_union(points) for name, points in seen.items()}}
+    exact = zero_skip.skips(sparse.model.params)
+    read = {
+        PLAIN_SPARSE: text[0].kept,
+        **{name: union.mean_union(_read(points, exact)) for name, points in seen.items()},
+    }
     own = {name: bytes_read(sides[name][0], _predictor(cfg, name, sparse)) for name in read}
     found = Joined(
-        cells=_cells(passes, list(sides), read, dense, own),
+        cells=_cells(passes, list(sides), read, dense, own, plain_of_sparse=PLAIN_DENSE if exact else PLAIN_SPARSE),
         text=text,
         seen=tuple(seen[SPEC_SPARSE]),
         quality={name: quality_in_chunks(dense, sides[name][0], windows, rows=rows) for name in lossy},
         promised=method["verifier"].name in SAME_TEXT_VERIFIERS,
+        exact=exact,
+        label=sparse_model.label(sparse.model).get("ffn_label", ""),
     )
     _write(cfg, directory, dense, sparse.model, found, console)
     return found
@@ -204,10 +217,22 @@ def _watched(cfg: RunConfig, engine: Engine, model: Any, method: dict, job: Job,
     return watch.points()
 
 
+def _read(points: Sequence[UnionPoint], exact: bool) -> list[UnionPoint]:
+    """The unions as bytes: a model that skips zeros reads all neurons where several rows share a pass."""
+    return [dataclasses.replace(p, union=1.0) if exact and p.rows > 1 else p for p in points]
+
+
 def _cells(
-    passes: list[Pass], names: list[str], read: dict[str, float], dense: Any, own: dict[str, tuple[int, int]]
+    passes: list[Pass],
+    names: list[str],
+    read: dict[str, float],
+    dense: Any,
+    own: dict[str, tuple[int, int]],
+    *,
+    plain_of_sparse: str,
 ) -> dict[str, Cell]:
-    """`read`: share of the neurons that a pass of a sparse cell reads; `own`: what `gated.bytes_read` says of it."""
+    """`read`: share of the neurons that a pass of a sparse cell reads; `own`: what `gated.bytes_read` says of it;
+    `plain_of_sparse`: the cell whose tokens a sparse one should have."""
     by_side = {name: [p for p in passes if p.side == name] for name in names}
     plain = {(p.prompt_id, p.repeat): p.decode_s / len(p.token_ids) for p in by_side[PLAIN_DENSE]}
     whole = dense.footprint.packed
@@ -224,7 +249,7 @@ def _cells(
             speedup=metrics.speedup([plain[p.prompt_id, p.repeat] for p in some], seconds),
             by_bytes=counters.num_emitted_tokens / counters.num_rounds * whole / size,
             read=read.get(name, 1.0),
-            differing=_differing(some, by_side[PLAIN_SPARSE if name in read else PLAIN_DENSE]),
+            differing=_differing(some, by_side[plain_of_sparse if name in read else PLAIN_DENSE]),
         )
     return out
 

@@ -26,8 +26,8 @@ def parts(found: "Joined") -> Iterator[Table | Text]:
     for name, q in found.quality.items():
         same = f"most likely token the same {q.same_top:.1%} of the time"
         yield Text(
-            f"{name}: KL {q.kl:.4f} nats, perplexity {q.perplexity:.2f} for {q.perplexity_dense:.2f}, {same}; lossy "
-            "against the dense model"
+            f"{name}: KL {q.kl:.4f} nats, perplexity {q.perplexity:.2f} for {q.perplexity_dense:.2f}, {same}; "
+            f"{found.label}"
         )
     yield _unions(found)
 

@@ -2,7 +2,7 @@
 
 For each stripe of 128 outputs: for each block of 32 neurons f16 scales of the outputs, in order; then 64 bytes for each
 neuron, where nibble k of lane l of 16 bits is the code of output 32 k + l. Codes and scales are those of the Q4_0
-matrix, whose blocks run along the neurons, so that nothing is rounded again. Outputs are filled up to whole stripes with zeros.
+matrix, whose blocks run along the neurons, so that nothing is rounded again. Zeros fill outputs up to whole stripes.
 """
 
 from typing import NamedTuple

@@ -6,13 +6,15 @@ n rows that keep a share s each keep 1 - (1 - s)^n together if they choose indep
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsparse.engine.llama import Want, make_forward
+from specsparse.engine.llama import Want, dense_ffn, make_forward
+from specsparse.powerinfer import zero_skip
 from specsparse.powerinfer.sparse_ffn import make_ffn
 from specsparse.predictors.base import Predictor
 
@@ -52,11 +54,12 @@ def masks(
         windows_Wn: int32[W, n] token ids, n at most the context.
         progress: called with the windows done.
     """
-    ffn = make_ffn(model.config, model.kernels, predictor)
+    skips = zero_skip.skips(model.params)  # then the dense FFN has the same bits
+    ffn = (dense_ffn if skips else partial(make_ffn, predictor=predictor))(model.config, model.kernels)
 
     def masked(layer, x_RD, n_valid_B):
         y_RD, _ = ffn(layer, x_RD, n_valid_B)
-        return y_RD, predictor.keep(layer.sparse.predictor, layer, x_RD, n_valid_B)
+        return y_RD, predictor.keep(None if skips else layer.sparse.predictor, layer, x_RD, n_valid_B)
 
     forward = make_forward(model.config, model.kernels, masked)
 

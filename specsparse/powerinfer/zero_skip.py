@@ -11,7 +11,7 @@ from typing import Any
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf import GGUFFile, TensorInfo
 from specsparse.engine.weights import Params, pack_matrix
-from specsparse.kernels import Kernels, skip_weights, skippable
+from specsparse.kernels import Kernels, SkipWeights, skip_weights, skippable
 
 ACTIVATIONS = ("relu", "relu2")
 _MATRICES = ("ffn_gate", "ffn_up", "ffn_down")
@@ -34,6 +34,11 @@ def in_params(params: Params, config: ModelConfig, kernels: Kernels) -> bool:
     """Whether the zeros of a dense model's parameters can be skipped."""
     matrices = [getattr(layer, name) for layer in params.layers for name in _MATRICES]
     return serves(config, kernels) and all(m is not None and skippable(m) for m in matrices)
+
+
+def skips(params: Params) -> bool:
+    """Whether these parameters are such: the model's bits are those of the dense one."""
+    return all(isinstance(layer.sparse, SkipWeights) for layer in params.layers)
 
 
 def pack(own: dict[str, TensorInfo]) -> dict[str, Any]:

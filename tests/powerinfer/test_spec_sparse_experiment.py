@@ -20,7 +20,9 @@ from specsparse.config import (
     TrackerSpec,
     VerifierSpec,
 )
+from specsparse.engine.config import ACTIVATION_KEY
 from specsparse.errors import UserError
+from specsparse.kernels import native_cpu
 from specsparse.testing import write_tiny_gguf
 
 
@@ -61,6 +63,26 @@ def test_five_cells(cfg, tmp_path):
         assert part in out.getvalue()
     for name in ("union.csv", "union.png"):
         assert (tmp_path / name).is_file()
+
+
+@pytest.mark.skipif(not native_cpu.available(), reason="zeros are skipped by the native kernels")
+def test_a_model_that_skips_zeros_is_compared_with_the_dense_one(cfg, tmp_path):
+    """Its bits are the dense model's; a pass of several rows reads all neurons."""
+    path = write_tiny_gguf(
+        tmp_path / "relu.gguf", tokenizer="spm", vocab_size=300, quant="Q4_0", context_length=128, n_layers=2,
+        metadata={ACTIVATION_KEY: "relu"},
+    )  # fmt: skip
+    out = io.StringIO()
+    changes = {"model": ModelSpec(str(path)), "ffn": FfnSpec("predicted"), "predictor": PredictorSpec("oracle")}
+    found = experiment.run(dataclasses.replace(cfg, **changes), tmp_path / "run", console=Console(file=out, width=160))
+    assert found.exact and found.as_promised and not any(c.differing for c in found.cells.values())
+    sparse, spec_sparse = found.cells["plain sparse"], found.cells["spec sparse"]
+    assert 0.2 < sparse.read < 0.8 and sparse.by_bytes > 1
+    rounds = {p.rows: p.passes for p in found.seen}
+    union = {p.rows: p.union for p in found.seen}
+    wide = sum(n for rows, n in rounds.items() if rows > 1)
+    assert spec_sparse.read == pytest.approx((wide + rounds.get(1, 0) * union.get(1, 0)) / sum(rounds.values()))
+    assert found.quality["spec sparse"].kl == 0 and "bit for bit the dense model" in out.getvalue()
 
 
 MISTAKES = {
