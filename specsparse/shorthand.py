@@ -3,6 +3,7 @@
 import os
 import re
 
+from specsparse import models
 from specsparse.folders import conf_dir
 
 OPTION_NAMES = {
@@ -41,15 +42,16 @@ CHOICE_NAMES = {
 
 
 def shorthand(argv: list[str]) -> list[str]:
-    """Spells out `model=FILE.gguf`, `data=FILE.jsonl`, `experiment=NAME` without its plus sign, the lists of `compare`
-    (`drafter=a,b`), and the names of `OPTION_NAMES` and `CHOICE_NAMES`."""
+    """Spells out `model=FILE.gguf`, a model's name that no file of `conf/model` has, `data=FILE.jsonl`, `experiment=NAME`
+    without its plus sign, the lists of `compare` (`drafter=a,b`), and the names of `OPTION_NAMES` and `CHOICE_NAMES`."""
     compares = not {"-m", "--multirun"} & set(argv) and any(arg.lstrip("+") == "experiment=compare" for arg in argv)
     out = []
     for arg in argv:
         key, eq, value = arg.partition("=")
         is_path = bool(re.search(r"\.(gguf|jsonl|txt)$|^hf://|^[~./]", value))
         value = ",".join(CHOICE_NAMES.get(key, {}).get(name, name) for name in value.split(","))
-        if eq and key == "model" and is_path:
+        named = value in (*models.MODELS, *models.FILES) and not (conf_dir() / "model" / f"{value}.yaml").is_file()
+        if eq and key == "model" and (is_path or named):
             out += ["model=custom", f"model.path={_quote(os.path.expanduser(value))}"]
         elif eq and key == "data" and is_path:
             out += [f"data.source={_quote(os.path.expanduser(value))}"]

@@ -199,6 +199,8 @@ def test_short_forms():
     assert run.shorthand(["model=~/a b.gguf"])[0] == "model=custom"
     assert run.shorthand(["model=hf://o/r/f.gguf"]) == ["model=custom", "model.path=hf://o/r/f.gguf"]
     assert run.shorthand(["model=/x/it's.gguf"])[1] == r"model.path='/x/it\'s.gguf'"
+    assert run.shorthand(["model=smollm2-135m"]) == ["model=custom", "model.path=smollm2-135m"]
+    assert run.shorthand(["model=smollm2-135m-relu"]) == ["model=smollm2-135m-relu"]
     assert run.shorthand(["data=mine.txt", "model=smollm2"]) == ["data.source=mine.txt", "model=smollm2"]
     assert run.shorthand(["experiment=a", "+experiment=a", "-m"]) == ["+experiment=a", "+experiment=a", "-m"]
     lists = ["+experiment=compare", "drafter=ngram,suffix", "verifier=greedy,delta"]
