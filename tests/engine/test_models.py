@@ -71,3 +71,13 @@ def test_a_derived_model_is_made_once_and_anew_for_another_difference(tmp_path, 
     set_metadata(base, "general.name", "two", tmp_path / "two.gguf")
     make_delta(base, tmp_path / "two.gguf", tmp_path / "d.gguf")
     assert open_gguf(models.resolve("made")).metadata["general.name"] == "two"
+
+
+def test_what_travels_with_a_model(tmp_path, monkeypatch):
+    """Only for a name of ours: a file of the user's may be called the same."""
+    monkeypatch.setattr(models, "_DATA", tmp_path)
+    for name in ("smollm2-135m-relu", "mine"):
+        (tmp_path / f"{name}.predictors.safetensors").write_bytes(b"")
+    assert models.companion("smollm2-135m-relu", "predictors") == tmp_path / "smollm2-135m-relu.predictors.safetensors"
+    assert models.companion("smollm2-135m-relu", "activations") is None
+    assert models.companion("mine", "predictors") is None

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 import specsparse
-from specsparse import experiment, machine
+from specsparse import experiment, machine, models
 from specsparse.config import (
     DataSpec,
     DrafterSpec,
@@ -95,7 +95,7 @@ def test_the_share_of_a_fitted_predictor_is_kept(cfg, path):
     assert len({float(w.threshold) for w in weights}) == 2  # one a layer
 
 
-def test_trained_predictors_come_from_their_file(cfg, path, tmp_path):
+def test_trained_predictors_come_from_their_file_or_travel_with_the_model(cfg, path, tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     config = specsparse.load(path).config
     d, f = config.d_model, config.d_ff
@@ -108,6 +108,13 @@ def test_trained_predictors_come_from_their_file(cfg, path, tmp_path):
     experiment.check(cfg)
     model = sparse_model.load(cfg, specsparse.api, Console(file=io.StringIO()))
     assert model.params.layers[1].sparse.predictor.fc1.shape == (8, d)
+    monkeypatch.setattr(
+        models, "companion", lambda name, what: file if (name, what) == (str(path), "predictors") else None
+    )
+    travelling = dataclasses.replace(cfg, ffn=FfnSpec("predicted"))
+    experiment.check(travelling)
+    other = sparse_model.load(travelling, specsparse.api, Console(file=io.StringIO()))
+    assert np.array_equal(other.logits(IDS), model.logits(IDS))
     save_predictors(file, pairs[:1])
     with pytest.raises(UserError, match=r"is for 1 layers of .*, and .* has 2 layers of"):
         sparse_model.load(cfg, specsparse.api, Console(file=io.StringIO()))
