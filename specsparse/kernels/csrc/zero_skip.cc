@@ -8,7 +8,7 @@
 namespace specsparse {
 namespace {
 
-constexpr int64_t kMostGroups = 16;  // of an item
+constexpr int64_t kMostGroups = 32;  // of an item
 
 }  // namespace
 
@@ -34,8 +34,8 @@ ZeroSkip::ZeroSkip(const Description* gate, const SkipWeights* weights, const Ac
                    const Activations& h, float* x, Act act, const SkipCounts& counts)
     : gate_(gate), weights_(weights), z_(z), h_(h), hidden_(hidden), x_(x), groups_(gate->matrix.groups()), act_(act),
       counts_(counts) {
-  // More than sixteen active neurons in most items, so that few of a kernel's lanes are idle.
-  step_ = std::clamp<int64_t>(groups_ / (8 * threads()), 1, kMostGroups);
+  // Long items: what is fetched comes in time, and few of a kernel's sixteen lanes are idle.
+  step_ = std::clamp<int64_t>(groups_ / (4 * threads()), 1, kMostGroups);
 }
 
 void ZeroSkip::hidden(int64_t item) const {
@@ -54,7 +54,7 @@ void ZeroSkip::hidden(int64_t item) const {
       count += found[r] > 0;
     }
     for (int64_t i = before; i < count; ++i)
-      for (int64_t at = 0; at < up.row_bytes; at += 64) __builtin_prefetch(up.row(live[i]) + at);
+      for (int64_t at = 0; at < up.row_bytes; at += 64) __builtin_prefetch(up.row(live[i]) + at, 0, 2);
   }
   std::fill(hidden_ + first * kRows, hidden_ + std::min(gate.rows, last * kRows), 0.0f);
   thread_local std::vector<float> scratch;
