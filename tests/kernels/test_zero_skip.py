@@ -187,3 +187,16 @@ def test_files_it_does_not_serve(path, tmp_path):
     assert not zero_skip.in_file(silu, ModelConfig.from_gguf(silu), native)
     floats = write_tiny_gguf(tmp_path / "f16.gguf", quant="F16", d_ff=96, metadata={ACTIVATION_KEY: "relu"})
     assert not zero_skip.in_file(open_gguf(floats), ModelConfig.from_gguf(open_gguf(floats)), native)
+
+
+def test_the_real_model(smollm2):
+    """The shipped ReLU model: prompt, plain decoding and verification, all with the dense model's tokens."""
+    dense, oracle = (specsparse.load("smollm2-135m-relu", ffn=ffn) for ffn in ("dense", "oracle"))
+    prompt = "The river rises in the hills. The river"
+    for options in ({}, {"drafter": "prompt_lookup", "verifier": "greedy"}):
+        texts = [specsparse.generate(m, prompt, max_tokens=32, ignore_eos=True, **options) for m in (dense, oracle)]
+        assert texts[0].token_ids == texts[1].token_ids
+    cache = oracle.new_cache(1, oracle.capacity_for(4))
+    params = oracle.params_for(oracle.capacity_for(4))
+    stats = oracle.forward(params, jnp.asarray([[5]], jnp.int32), cache)[0].stats
+    assert 0.15 < np.mean(stats.nonzero) / oracle.config.d_ff < 0.45
