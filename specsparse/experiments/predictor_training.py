@@ -63,7 +63,7 @@ def trained(
             pairs.append((fc1, fc2))
             history.append(epochs)
             bar.advance(bar.task_ids[0])
-    save_predictors(folder / PREDICTORS_FILE, pairs)
+    save_predictors(folder / PREDICTORS_FILE, pairs, dtype=np.float16)  # what `mlp_weights` makes of them
     write_predictors(folder / EXPORT_FOLDER, [PredictorFile(fc1, fc2) for fc1, fc2 in pairs], threshold=0.0)
     line = f"predictors: {folder / PREDICTORS_FILE}; for PowerInfer's converter: {folder / EXPORT_FOLDER}"
     console.print(Text(line, style="dim"))

@@ -18,11 +18,13 @@ from specsparse.predictors.mlp import MlpWeights, mlp_weights
 _FORMAT = "specsparse.predictors.mlp"
 
 
-def save_predictors(path: Path, pairs: Sequence[tuple[np.ndarray, np.ndarray]], *, threshold: float = 0.0) -> None:
-    """Writes (fc1 f32[r, D], fc2 f32[F, r]) of every layer, in layer order."""
+def save_predictors(
+    path: Path, pairs: Sequence[tuple[np.ndarray, np.ndarray]], *, threshold: float = 0.0, dtype: type = np.float32
+) -> None:
+    """Writes (fc1 [r, D], fc2 [F, r]) of every layer, in layer order, as float32 or float16."""
     tensors = {}
     for i, (fc1, fc2) in enumerate(pairs):
-        tensors |= {f"layers.{i}.fc1.weight": fc1, f"layers.{i}.fc2.weight": fc2}
+        tensors |= {f"layers.{i}.fc1.weight": fc1.astype(dtype), f"layers.{i}.fc2.weight": fc2.astype(dtype)}
     write_tensors(path, tensors, {"format": _FORMAT, "layers": len(pairs), "threshold": threshold})
 
 

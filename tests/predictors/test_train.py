@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -136,6 +137,10 @@ def test_predictors_come_back_from_their_file(tmp_path):
     for got, wanted in zip(found, pairs, strict=True):
         np.testing.assert_array_equal(got[0], wanted[0])
         np.testing.assert_array_equal(got[1], wanted[1])
+    whole = load_predictors(path)
+    save_predictors(path, pairs, threshold=0.25, dtype=np.float16)
+    for one, other in zip(jax.tree.leaves(load_predictors(path)), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(one, other)
     layers = load_predictors(path)
     assert [w.fc1.shape for w in layers] == [(3, 8), (4, 8)] and float(layers[0].threshold) == 0.25
 
