@@ -22,7 +22,7 @@ class Layer(NamedTuple):
     """Weights of one layer. Matrices are [outputs, inputs], norms f32[D], biases f32[outputs] or None.
 
     `sparse` is what an injected sparse FFN reads: neuron-major rows and predictor weights; the dense matrices that it
-    replaces may then be None.
+    replaces may then be None. `SkipWeights` there stand beside them, for the dense pass that skips zeros.
     """
 
     attn_norm: jax.Array

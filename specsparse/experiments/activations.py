@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.text import Text
 
 from specsparse import display, kernels, models, prompts
 from specsparse.config import RunConfig
@@ -66,7 +67,9 @@ def of_run(cfg: RunConfig, f: GGUFFile, config: ModelConfig, engine: Engine, con
     """
     given: str | Path | None = cfg.placement.activations
     if given is None and cfg.predictor.name == "none" and cfg.placement.active_share is None:
-        given = models.companion(cfg.model.path, "activations")
+        given = None if cfg.model.overrides() else models.companion(cfg.model.path, "activations")
+        if given is not None:
+            console.print(Text(f"activation counts: {given}", style="dim"))
     if given is None:
         return _counted(cfg, f, engine, console)
     read = read_activations if Path(given).is_dir() else load_stats

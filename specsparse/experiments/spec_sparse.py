@@ -5,11 +5,10 @@
 Bytes predict each cell: a pass reads what is dense, and of the FFNs the union of the neurons that its rows keep.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -56,7 +55,8 @@ class Cell:
         speedup: over plain dense decoding.
         by_bytes: the speed-up that bytes would give.
         read: share of the FFNs' neurons that a pass reads.
-        differing: tokens that are not those of plain decoding with the same weights and FFN.
+        differing: tokens that are not those of plain decoding with the same FFN, or of plain dense decoding where the
+            sparse model has the dense one's bits.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Joined:
         quality: of the sparse model against the dense one, by cell.
         promised: whether the verifier promises plain decoding's tokens.
         exact: whether the sparse model has the dense one's bits; then its cells are compared with plain dense decoding.
-        label: the sparse model's promise in words.
+        labels: the promise in words of each cell in `quality`.
     """
 
     cells: dict[str, Cell]
@@ -88,7 +88,7 @@ class Joined:
     quality: dict[str, ModelQuality]
     promised: bool
     exact: bool
-    label: str
+    labels: dict[str, str]
 
     @property
     def product(self) -> float:
@@ -103,7 +103,8 @@ class Joined:
 
     @property
     def as_promised(self) -> bool:
-        """Speculation wrote plain decoding's tokens on both models; where the union is capped nothing is promised."""
+        """Speculation wrote plain decoding's tokens on both models, and an exact sparse model the dense one's; where
+        the union is capped nothing is promised."""
         same = (*((SPEC_DENSE, SPEC_SPARSE) if self.promised else ()), *((PLAIN_SPARSE,) if self.exact else ()))
         return not any(self.cells[c].differing for c in same)
 
@@ -143,20 +144,21 @@ def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) ->
     seen = {name: _watched(cfg, engine, *sides[name], jobs[0], console) for name in lossy}
     windows, rows = judged_text(cfg, dense), method["drafter"].max_nodes + 1
     text = _of_text(union.masks(sparse.model, sparse.predictor, windows), rows)
-    exact = zero_skip.skips(sparse.model.params)
+    exact = {name for name, (model, _) in sides.items() if zero_skip.skips(model.params)}
     read = {
-        PLAIN_SPARSE: text[0].kept,
-        **{name: union.mean_union(_read(points, exact)) for name, points in seen.items()},
+        name: _Read.of(
+            points, bytes_read(sides[name][0], _predictor(cfg, name, sparse)), _ffn_bytes(dense), wide=name in exact
+        )
+        for name, points in {PLAIN_SPARSE: text[:1], **seen}.items()
     }
-    own = {name: bytes_read(sides[name][0], _predictor(cfg, name, sparse)) for name in read}
     found = Joined(
-        cells=_cells(passes, list(sides), read, dense, own, plain_of_sparse=PLAIN_DENSE if exact else PLAIN_SPARSE),
+        cells=_cells(passes, list(sides), read, dense, exact),
         text=text,
         seen=tuple(seen[SPEC_SPARSE]),
         quality={name: quality_in_chunks(dense, sides[name][0], windows, rows=rows) for name in lossy},
         promised=method["verifier"].name in SAME_TEXT_VERIFIERS,
-        exact=exact,
-        label=sparse_model.label(sparse.model).get("ffn_label", ""),
+        exact=PLAIN_SPARSE in exact,
+        labels={name: sparse_model.label(sides[name][0]).get("ffn_label", "") for name in lossy},
     )
     _write(cfg, directory, dense, sparse.model, found, console)
     return found
@@ -217,39 +219,54 @@ def _watched(cfg: RunConfig, engine: Engine, model: Any, method: dict, job: Job,
     return watch.points()
 
 
-def _read(points: Sequence[UnionPoint], exact: bool) -> list[UnionPoint]:
-    """The unions as bytes: a model that skips zeros reads all neurons where several rows share a pass."""
-    return [dataclasses.replace(p, union=1.0) if exact and p.rows > 1 else p for p in points]
+class _Read(NamedTuple):
+    """Of the FFNs, mean over the passes of a cell.
+
+    Attributes:
+        share: of the neurons.
+        size: bytes.
+    """
+
+    share: float
+    size: float
+
+    @staticmethod
+    def of(points: Sequence[UnionPoint], own: tuple[int, int], dense: int, *, wide: bool) -> "_Read":
+        """`own`: what `gated.bytes_read` says; `wide`: passes of several rows run densely and read `dense` bytes."""
+        passes, share, size = sum(p.passes for p in points), 0.0, 0.0
+        for p in points:
+            whole = wide and p.rows > 1
+            share += p.passes * (1.0 if whole else p.union)
+            size += p.passes * (dense if whole else own[0] + p.union * own[1])
+        return _Read(share / passes, size / passes) if passes else _Read(0.0, 0.0)
+
+
+def _ffn_bytes(dense: Any) -> int:
+    return sum(m.nbytes for layer in dense.params.layers for m in matrices(layer))
 
 
 def _cells(
-    passes: list[Pass],
-    names: list[str],
-    read: dict[str, float],
-    dense: Any,
-    own: dict[str, tuple[int, int]],
-    *,
-    plain_of_sparse: str,
+    passes: list[Pass], names: list[str], read: dict[str, _Read], dense: Any, exact: set[str]
 ) -> dict[str, Cell]:
-    """`read`: share of the neurons that a pass of a sparse cell reads; `own`: what `gated.bytes_read` says of it;
-    `plain_of_sparse`: the cell whose tokens a sparse one should have."""
+    """`read`: of the sparse cells; `exact`: the cells whose tokens plain dense decoding should have."""
     by_side = {name: [p for p in passes if p.side == name] for name in names}
     plain = {(p.prompt_id, p.repeat): p.decode_s / len(p.token_ids) for p in by_side[PLAIN_DENSE]}
     whole = dense.footprint.packed
-    rest = whole - sum(m.nbytes for layer in dense.params.layers for m in matrices(layer))
+    ffns = _Read(1.0, _ffn_bytes(dense))
     out = {}
     for name, some in by_side.items():
         seconds = [p.decode_s / len(p.token_ids) for p in some]
         counters = sum((p.counters for p in some), Counters())
-        size = rest + own[name][0] + read[name] * own[name][1] if name in read else whole
+        own = read.get(name, ffns)
+        model = PLAIN_SPARSE if name in read and name not in exact else PLAIN_DENSE
         out[name] = Cell(
             name=name,
             counters=counters,
             seconds_per_token=float(np.mean(seconds)),
             speedup=metrics.speedup([plain[p.prompt_id, p.repeat] for p in some], seconds),
-            by_bytes=counters.num_emitted_tokens / counters.num_rounds * whole / size,
-            read=read.get(name, 1.0),
-            differing=_differing(some, by_side[plain_of_sparse if name in read else PLAIN_DENSE]),
+            by_bytes=counters.num_emitted_tokens / counters.num_rounds * whole / (whole - ffns.size + own.size),
+            read=own.share,
+            differing=_differing(some, by_side[model]),
         )
     return out
 

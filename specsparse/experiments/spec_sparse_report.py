@@ -27,7 +27,7 @@ def parts(found: "Joined") -> Iterator[Table | Text]:
         same = f"most likely token the same {q.same_top:.1%} of the time"
         yield Text(
             f"{name}: KL {q.kl:.4f} nats, perplexity {q.perplexity:.2f} for {q.perplexity_dense:.2f}, {same}; "
-            f"{found.label}"
+            f"{found.labels[name]}"
         )
     yield _unions(found)
 

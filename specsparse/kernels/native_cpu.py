@@ -206,7 +206,8 @@ def layers(
     """
     empty = jnp.zeros((0,), jnp.float32)
     operands, matrices, shapes, aliases = [], [], [jax.ShapeDtypeStruct(x.shape, jnp.float32)], {}
-    for i, (layer, k, v) in enumerate(zip(weights, cache_k, cache_v, strict=True)):
+    beside = [None] * len(weights) if skip is None else skip
+    for layer, k, v, more in zip(weights, cache_k, cache_v, beside, strict=True):
         own = [getattr(layer, name) for name in _MATRICES]
         matrices += own
         biases = [layer.biases.get(name, empty) for name in _MATRICES]
@@ -214,8 +215,8 @@ def layers(
         for back, cache in ((2, k), (1, v)):
             aliases[6 + len(operands) - back] = len(shapes)
             shapes.append(jax.ShapeDtypeStruct(cache.shape, cache.dtype))
-        if skip is not None:
-            operands += [skip[i].up.data, skip[i].down]
+        if more is not None:
+            operands += [more.up.data, more.down]
     if skip is not None:
         shapes += [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((len(skip), x.shape[0]), (len(skip),))]
     out, *rest = _call("specsparse_layers", shapes, input_output_aliases=aliases)(

@@ -56,7 +56,8 @@ class NeuronRows:
 
 
 class SparseStats(NamedTuple):
-    """What a sparse FFN did; "row" is a row of activations.
+    """What a sparse FFN did; "row" is a row of activations. Where the gate decides, it is read for all neurons, and
+    `kept` and `union` are `nonzero` and `active`.
 
     Attributes:
         kept: int32[R], neurons computed for each row.

@@ -26,7 +26,8 @@ PREDICTED = "predicted"
 def gated(model: "Model", predictor: Predictor, weights: Sequence[Any], *, down_type: str | None = None) -> "Model":
     """The model that computes the neurons which `predictor` keeps.
 
-    It shares all matrices with `model` and has the FFN's once more, as rows of neurons.
+    It shares all matrices with `model` and has the FFN's once more, as rows of neurons; the oracle of a ReLU model
+    whose matrices allow it skips the zeros of a dense pass instead (`powerinfer.zero_skip`).
 
     Args:
         model: with dense matrices.
@@ -35,8 +36,6 @@ def gated(model: "Model", predictor: Predictor, weights: Sequence[Any], *, down_
         down_type: of the transposed down projection, see `powerinfer.weights.sparse_params`. By default floats stay
             what they are and codes become Q8_0: their blocks do not survive the transposition, eight bits lose next to
             nothing, and floats are twice as long.
-
-    The oracle of a ReLU model whose matrices allow it skips the zeros of a dense pass (`powerinfer.zero_skip`).
 
     Returns:
         A model whose forward passes have `SparseStats`; its own programs and drafters.

@@ -184,9 +184,11 @@ bool read_skip(const LayerWeights& l, const ffi::AnyBuffer& up, const ffi::AnyBu
   out->up = {static_cast<const uint8_t*>(up.untyped_data()), gate.rows, gate.cols, up.dimensions().back(), gate.codes,
              gate.scales, gate.sub, gate.zero, nullptr};
   out->down = static_cast<const uint8_t*>(down.untyped_data());
-  const int64_t stripes = (last.rows + kStripe - 1) / kStripe, blocks = last.cols / kBlock;
-  return gate.rows == last.cols && static_cast<int64_t>(up.size_bytes()) >= gate.rows * out->up.row_bytes &&
-         out->up.row_bytes >= out->up.chunks() * (kChunk / 2 + 4) &&
+  const Matrix& middle = l.matrices[kUp].matrix;
+  const int64_t stripes = (last.rows + kStripe - 1) / kStripe, blocks = last.cols / kBlock, inputs = gate.cols / kBlock;
+  const int64_t row = out->up.chunks() * (kChunk / 2) + (inputs + 15) / 16 * 32;  // scales are read by sixteen
+  return gate.rows == last.cols && middle.rows == gate.rows && middle.cols == gate.cols && last.rows == gate.cols &&
+         out->up.row_bytes >= row && static_cast<int64_t>(up.size_bytes()) >= gate.rows * out->up.row_bytes &&
          static_cast<int64_t>(down.size_bytes()) >= stripes * blocks * kStripeBytes;
 }
 
@@ -195,6 +197,8 @@ ffi::Error layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffe
                   ffi::RemainingArgs args, ffi::ResultBuffer<ffi::F32> out, ffi::RemainingRets rets, Ints description,
                   int64_t act, float eps, int64_t neox, int64_t skip) {
   const size_t each = skip ? kPerSkippingLayer : kPerLayer, count = args.size() / each;
+  if (skip && Act(act) != Act::kRelu && Act(act) != Act::kRelu2)
+    return ffi::Error::InvalidArgument("specsparse layers: only ReLU and its square have zeros to skip");
   if (!count || args.size() % each || rets.size() != 2 * count + (skip ? 2 : 0))
     return ffi::Error::InvalidArgument("specsparse layers: operands do not make up whole layers");
   std::vector<LayerWeights> all(count);

@@ -33,7 +33,7 @@ template <int SIZE, class Load>
 inline F load_part(const uint8_t* p, int64_t left, const uint8_t* stop, Load read) {
   if (p + 16 * SIZE <= stop) return read(p);
   alignas(64) uint8_t part[16 * SIZE] = {};
-  std::memcpy(part, p, left * SIZE);
+  std::memcpy(part, p, std::min<int64_t>(left, 16) * SIZE);
   return read(part);
 }
 
@@ -49,7 +49,7 @@ inline void super_scales(const uint8_t* coarse, const uint8_t* fine, const uint8
   for (int64_t i = begin; i < end; i += 16) {
     alignas(64) float d[16];
     const int64_t first = i / kPer, count = std::min<int64_t>((end - i + kPer - 1) / kPer, 16 / kPer);
-    store(d, halves(coarse + 2 * first, count, stop));
+    store(d, halves(coarse + 2 * first, count, coarse + 2 * (first + count)));  // what follows is no f16
     const F scale = SUBS == 1 ? spread_scales<1>(d) : set1(d[0]);
     store(out + i - begin, mul(mul(set1(sign), scale), load_part<1>(fine + i, end - i, stop, read)));
   }
