@@ -182,13 +182,13 @@ def distilled(
         state = distiller.start(begin)
         curve = [_point(state, 0, [], distiller.judge(begin, held), 0.0)]
     seen, recent, begun = curve[-1]["tokens"], [], time.perf_counter()
-    steps, batches = chosen.distill.steps, distiller.batches(train, int(state.step) * chosen.distill.windows)
+    steps, batches = chosen.distill.steps, distiller.batches(train, int(state.step))
     with display.counting(console, "distilling", steps) as bar:
         bar.update(bar.task_ids[0], completed=int(state.step))
         while int(state.step) < steps:
-            windows = [next(batches) for _ in range(chosen.distill.windows)]
-            state, losses = distiller.step(state, windows)
-            seen += sum(int((passage.text >= 0).sum()) for passage, _ in windows)
+            passage, ids = next(batches)
+            state, losses = distiller.step(state, passage, ids)
+            seen += int((passage.text >= 0).sum())
             recent.append(losses)
             step = int(state.step)
             if step % chosen.own.judge_every == 0 or step == steps:

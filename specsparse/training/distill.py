@@ -1,15 +1,14 @@
 """The FFNs of a whole model, trained until it says what the original says: they alone change.
 
 The loss is KL(original, this model) over candidate ids, plus the squared distance of the two normalised last rows, plus
-a measure of how many neurons are active whose weight follows their share (ProSparse, Song et al., arXiv:2402.13516; the
-measure is `training.reconstruct.hoyer`). The original's last rows are stored with the texts: no pass of it is needed.
+a measure of how many neurons are active whose weight follows their share (ProSparse, Song et al., arXiv:2402.13516; see
+`MEASURES`). The original's last rows are stored with the texts: no pass of it is needed.
 The matrices are rounded to Q4_0 in every step, and the gradient passes straight through (Bengio et al.,
 arXiv:1308.3432): what is trained is what the file holds.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -22,7 +21,6 @@ from specsparse.kernels.dequant import dequantize, embed_rows
 from specsparse.training import trunk
 from specsparse.training.data import Text
 from specsparse.training.layer import rms_norm
-from specsparse.training.optimisers import check_optimiser, optimiser
 from specsparse.training.products import check_precision, halved, times
 from specsparse.training.reconstruct import hoyer, nearly_counted
 from specsparse.training.trunk import FFN, Passage
@@ -32,14 +30,20 @@ if TYPE_CHECKING:
     from specsparse.model import Model
 
 
-class _Measure(NamedTuple):
-    """Of active neurons, and the least and the most of its weight: beyond, it holds the divergence up."""
+class Measure(NamedTuple):
+    """Of how many neurons are active.
+
+    Attributes:
+        of: activations [n, F] >= 0 to [n].
+        weights: least and most of its weight in the loss: beyond, it holds the divergence up and the share stays where
+            it is. The first step's is a tenth of the most.
+    """
 
     of: Callable
     weights: tuple[float, float]
 
 
-MEASURES = {"hoyer": _Measure(hoyer, (1e-3, 0.1)), "count": _Measure(nearly_counted, (1e-3, 1.0))}
+MEASURES = {"hoyer": Measure(hoyer, (1e-3, 0.1)), "count": Measure(nearly_counted, (1e-3, 1.0))}
 
 
 @dataclass(frozen=True)
@@ -55,14 +59,10 @@ class DistillOptions:
         decay: share of the steps.
         clip: largest norm of a gradient.
         feature: weight of the distance of last rows.
-        inner: weight of the distance of the rows that the FFNs read, all layers'; above 0, a step passes the original
-            too.
-        prompts: weight of a prompt's rows; an answer's have 1.
-        optimiser: of `training.optimisers.OPTIMISERS`.
-        windows: of a step, whose gradient is the mean of theirs.
+        prompts: weight of a prompt's rows in the loss; an answer's have 1.
         share: of active neurons aimed at, over all layers.
         follow: how fast the weight of the sparsity term follows the share.
-        measure: of active neurons, of `MEASURES`: Hoyer's, or `training.reconstruct.nearly_counted`.
+        measure: of that term, of `MEASURES`.
         rounded: whether the matrices are rounded to Q4_0 in a step.
         precision: of a step's products, of `training.products.PRECISIONS`.
         seed: of the order of texts, and of the candidates.
@@ -76,10 +76,7 @@ class DistillOptions:
     decay: float = 0.8
     clip: float = 1.0
     feature: float = 0.2
-    inner: float = 0.0
     prompts: float = 1.0
-    optimiser: str = "adam"
-    windows: int = 1
     share: float = 0.3
     follow: float = 0.5
     measure: str = "hoyer"
@@ -88,7 +85,7 @@ class DistillOptions:
     seed: int = 0
 
     def __post_init__(self):
-        for name in ("steps", "rows", "candidates", "warmup", "windows"):
+        for name in ("steps", "rows", "candidates", "warmup"):
             if getattr(self, name) < 1:
                 raise UserError(f"train.{name}={getattr(self, name)} must be at least 1")
         for name in ("rate", "clip", "follow"):
@@ -98,10 +95,9 @@ class DistillOptions:
             if not 0 < getattr(self, name) <= 1:
                 raise UserError(f"train.{name}={getattr(self, name)} must lie above 0 and be at most 1")
         check_precision(self.precision)
-        check_optimiser(self.optimiser)
         if self.measure not in MEASURES:
             raise UserError(f"train.measure={self.measure} does not exist; choose one of {', '.join(MEASURES)}")
-        for name in ("feature", "inner", "prompts"):
+        for name in ("feature", "prompts"):
             if getattr(self, name) < 0:
                 raise UserError(f"train.{name}={getattr(self, name)} must not be below 0")
 
@@ -123,11 +119,10 @@ class State(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """Of a step: KL in nats, squared distance of the last rows and of the FFNs' inputs, share of active neurons."""
+    """Of a step: KL in nats, squared distance of the last rows, share of active neurons."""
 
     divergence: jax.Array
     feature: jax.Array
-    inner: jax.Array
     share: jax.Array
 
 
@@ -160,6 +155,11 @@ def rounded_q4_0(w: jax.Array) -> jax.Array:
     return (d.astype(jnp.float16).astype(jnp.float32) * (code - 8)).reshape(w.shape)
 
 
+def straight_through(w: jax.Array) -> jax.Array:
+    """The rounded matrix, with the gradient of the matrix itself."""
+    return w + jax.lax.stop_gradient(rounded_q4_0(w) - w)
+
+
 class Distiller:
     """Trains the FFNs of one model, step by step; a step depends on state and texts alone.
 
@@ -173,20 +173,14 @@ class Distiller:
         self.model, self.options, self.config, self._act = model, options, model.config, act
         self._trunk = trunk.trunk_of(model, options.rows)
         self._head = dequantize(model.params.output)
-        self._optimiser = optimiser(
-            options.optimiser, _rates(options), clip=options.clip, precision=options.precision
-        )
-        self._measure = MEASURES[options.measure]
-        self._original = trunk.ffns_of(model) if options.inner else None
-        self._rounded = jax.jit(self._round)
-        self._slope = jax.jit(self._gradient)
-        self._more = jax.jit(self._added, donate_argnums=(0,))
-        self._step = jax.jit(self._one_step, donate_argnums=(0, 1))
+        self._optimiser, self._measure = _optimiser(options), MEASURES[options.measure]
+        self._step = jax.jit(self._one_step, donate_argnums=(0,))
         self._judge = jax.jit(self._fidelity)
 
     def start(self, ffn: FFN) -> State:
         """The state before the first step; `ffn` has the leading axis L."""
-        return State(ffn, self._optimiser.init(ffn), jnp.float32(self._measure.weights[1] / 10), jnp.zeros((), jnp.int32))
+        pressure = jnp.float32(self._measure.weights[1] / 10)
+        return State(ffn, self._optimiser.init(ffn), pressure, jnp.zeros((), jnp.int32))
 
     def like(self) -> State:
         """A state of the right shapes, to read a checkpoint by."""
@@ -218,19 +212,15 @@ class Distiller:
             score = np.log(share) + rng.gumbel(size=len(share))
         return np.concatenate([wanted, np.argpartition(-score, more)[:more]]).astype(np.int32)
 
-    def step(self, state: State, windows: Sequence[tuple[Passage, np.ndarray]]) -> tuple[State, Losses]:
-        """One step of the optimiser, and the mean losses before it."""
-        ffn, total = self._rounded(state.ffn), None
-        for passage, ids in windows:
-            found = self._slope if total is None else partial(self._more, total)
-            total = found(ffn, self._original, state.pressure, jax.tree.map(jnp.asarray, passage), jnp.asarray(ids))
-        return self._step(state, total)
+    def step(self, state: State, passage: Passage, ids: np.ndarray) -> tuple[State, Losses]:
+        """One step of the optimiser, and the losses before it."""
+        return self._step(state, jax.tree.map(jnp.asarray, passage), jnp.asarray(ids))
 
     def judge(self, ffn: FFN, texts: Sequence[Text]) -> Fidelity:
         """How near the model is to the original on answers that it has not seen."""
         rows = self.options.rows
         groups = pack(texts, range(len(texts)), rows=rows, drafting=rows)
-        rounded, total = self._rounded(ffn), None
+        total = None
         for group in groups:
             chosen = [texts[i] for i in group]
             passage, counts = trunk.lay(chosen, rows), np.zeros(rows, np.float32)
@@ -238,7 +228,7 @@ class Distiller:
             for text in chosen:  # rows whose next token is the answer's, and is there
                 counts[at + text.prompt - 1 : min(at + len(text.tokens), rows) - 1] = 1
                 at += len(text.tokens)
-            found = self._judge(rounded, jax.tree.map(jnp.asarray, passage), jnp.asarray(counts))
+            found = self._judge(ffn, jax.tree.map(jnp.asarray, passage), jnp.asarray(counts))
             found = jax.tree.map(np.asarray, found)
             total = found if total is None else jax.tree.map(np.add, total, found)
         kl, ours, theirs, same, active_L, count, seen = total
@@ -247,59 +237,43 @@ class Distiller:
             tuple(float(x) for x in active_L / seen), int(count),
         )  # fmt: skip
 
-    def _round(self, ffn: FFN) -> FFN:
-        return FFN(*map(rounded_q4_0, ffn)) if self.options.rounded else ffn
-
-    def _rows(self, ffn: FFN, passage: Passage, precision: str, act: Callable | None = None):
-        """The last rows, normalised; by layer: sparsity measure, share of active neurons, rows that the FFN reads."""
+    def _rows(self, ffn: FFN, passage: Passage, precision: str):
+        """The model's last rows, normalised; mean sparsity measure; share of active neurons by layer."""
         valid = (passage.text >= 0).astype(jnp.float32)
         count = jnp.maximum(valid.sum(), 1.0)
 
         def watch(z, a):
             active = jnp.mean((a != 0).astype(jnp.float32), axis=1)
-            return jnp.sum(valid * self._measure.of(a)) / count, jnp.sum(valid * active) / count, z
+            return jnp.sum(valid * self._measure.of(a)) / count, jnp.sum(valid * active) / count
 
+        if self.options.rounded:
+            ffn = FFN(*map(straight_through, ffn))
         x_nD = embed_rows(self.model.params.embedding, passage.tokens)
-        y_nD, watched = trunk.run(
-            self.config, self._trunk, ffn, x_nD, passage, act or self._act, watch, precision=precision
+        y_nD, (dense_L, share_L) = trunk.run(
+            self.config, self._trunk, ffn, x_nD, passage, self._act, watch, precision=precision
         )
-        return self._normed(y_nD), *watched
+        return self._normed(y_nD), dense_L, share_L
 
     def _normed(self, y_nD: jax.Array) -> jax.Array:
         return rms_norm(y_nD, self.model.params.output_norm, self.config.norm_eps)
 
-    def _added(self, total, *args):
-        return jax.tree.map(jnp.add, total, self._gradient(*args))
-
-    def _gradient(self, rounded: FFN, original: FFN | None, pressure: jax.Array, passage: Passage, ids: jax.Array):
-        """(gradient, losses) of one window."""
+    def _one_step(self, state: State, passage: Passage, ids: jax.Array) -> tuple[State, Losses]:
         o = self.options
         valid = jnp.where(passage.text < 0, 0.0, jnp.where(passage.answer, 1.0, jnp.float32(o.prompts)))
         wanted = self._normed(passage.hidden.astype(jnp.float32))
         head = halved(self._head[ids], o.precision)
         log_p = jax.nn.log_softmax(times(wanted, head), axis=-1)
-        count = jnp.maximum(valid.sum(), 1.0)
-        read_LnD = None if original is None else self._rows(original, passage, o.precision, jax.nn.silu)[3]
-
-        def distance(found, wanted):
-            """Over the last two axes, relative."""
-            wrong, size = (jnp.sum(valid[:, None] * jnp.square(x), axis=(-1, -2)) for x in (found - wanted, wanted))
-            return jnp.mean(wrong / size)
+        count, size = jnp.maximum(valid.sum(), 1.0), jnp.sum(valid[:, None] * jnp.square(wanted))
 
         def loss(ffn: FFN):
-            found, dense_L, share_L, found_LnD = self._rows(ffn, passage, o.precision)
+            found, dense_L, share_L = self._rows(ffn, passage, o.precision)
             log_q = jax.nn.log_softmax(times(found, head), axis=-1)
             kl = jnp.sum(valid * jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)) / count
-            feature = distance(found, wanted)
-            inner = jnp.float32(0) if read_LnD is None else distance(found_LnD, read_LnD)
-            losses = Losses(kl, feature, inner, share_L.mean())
-            return kl + o.feature * feature + o.inner * inner + pressure * dense_L.mean(), losses
+            feature = jnp.sum(valid[:, None] * jnp.square(found - wanted)) / size
+            losses = Losses(kl, feature, share_L.mean())
+            return kl + o.feature * feature + state.pressure * dense_L.mean(), losses
 
-        return jax.grad(loss, has_aux=True)(rounded)
-
-    def _one_step(self, state: State, total: tuple[FFN, Losses]) -> tuple[State, Losses]:
-        o = self.options
-        grads, losses = jax.tree.map(lambda x: x / o.windows, total)
+        grads, losses = jax.grad(loss, has_aux=True)(state.ffn)
         with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counter with floats
             updates, opt = self._optimiser.update(grads, state.optimiser, state.ffn)
         pressure = jnp.clip(state.pressure * jnp.exp(o.follow * (losses.share / o.share - 1)), *self._measure.weights)
@@ -307,7 +281,7 @@ class Distiller:
 
     def _fidelity(self, ffn: FFN, passage: Passage, counts_n: jax.Array):
         wanted = self._normed(passage.hidden.astype(jnp.float32))
-        found, _, share_L, _ = self._rows(ffn, passage, "float32")
+        found, _, share_L = self._rows(ffn, passage, "float32")
         log_p, log_q = (jax.nn.log_softmax(x @ self._head.T, axis=-1) for x in (wanted, found))
         following = jnp.roll(passage.tokens, -1)[:, None]
         ours, theirs = (-jnp.take_along_axis(x, following, axis=1)[:, 0] for x in (log_q, log_p))
@@ -317,11 +291,11 @@ class Distiller:
         return (*(jnp.sum(counts_n * x) for x in (kl, ours, theirs, same)), share_L * rows, counts_n.sum(), rows)
 
 
-def _rates(options: DistillOptions) -> Callable:
-    """A trapezoid."""
+def _optimiser(options: DistillOptions) -> optax.GradientTransformation:
+    """Adam under a trapezoid of rates."""
     down = max(1, round(options.decay * options.steps))
     flat = max(options.steps - options.warmup - down, 0)
-    return optax.join_schedules(
+    rate = optax.join_schedules(
         (
             optax.linear_schedule(0.0, options.rate, options.warmup),
             optax.constant_schedule(options.rate),
@@ -329,3 +303,4 @@ def _rates(options: DistillOptions) -> Callable:
         ),
         [options.warmup, options.warmup + flat],
     )
+    return optax.chain(optax.clip_by_global_norm(options.clip), optax.adam(rate, b2=0.98))

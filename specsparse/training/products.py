@@ -44,29 +44,29 @@ def times(x_RI: jax.Array, w_OI: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _half(x_RI: jax.Array, w_OI: jax.Array) -> jax.Array:
-    return dot(x_RI.astype(jnp.bfloat16), w_OI, 1)
+    return _dot(x_RI.astype(jnp.bfloat16), w_OI, 1)
 
 
 def _forward(x_RI: jax.Array, w_OI: jax.Array) -> tuple[jax.Array, Any]:
     x = x_RI.astype(jnp.bfloat16)
-    return dot(x, w_OI, 1), (x, w_OI)
+    return _dot(x, w_OI, 1), (x, w_OI)
 
 
 def _backward(kept: Any, g_RO: jax.Array) -> tuple[jax.Array, jax.Array]:
     x_RI, w_OI = kept
     g = g_RO.astype(jnp.bfloat16)
-    return dot(g, w_OI, 0), dot(turned(g), x_RI, 0).astype(jnp.bfloat16)
+    return _dot(g, w_OI, 0), _dot(_turned(g), x_RI, 0).astype(jnp.bfloat16)
 
 
 _half.defvjp(_forward, _backward)
 
 
-def dot(x: jax.Array, w: jax.Array, axis: int) -> jax.Array:
+def _dot(x: jax.Array, w: jax.Array, axis: int) -> jax.Array:
     """Over the last axis of x and `axis` of w. XLA's CPU backend has a fast product for these two and float32 sums."""
     return jax.lax.dot_general(x, w, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def turned(x: jax.Array) -> jax.Array:
+def _turned(x: jax.Array) -> jax.Array:
     """x^T in memory. XLA would make the transposition part of the product, for which its CPU backend has no fast one;
     it cannot move it out of a loop whose one turn it does not know."""
     if jax.default_backend() != "cpu":

@@ -84,8 +84,10 @@ def hoyer(a_nF: jax.Array) -> jax.Array:
 
 
 def nearly_counted(a_nF: jax.Array, softness: float = 0.1) -> jax.Array:
-    """[n], mean of a / (a + t) for a >= 0, t that part of the active ones' root mean square: nearly their share. Its slope
-    is steep for those near 0, which a model misses least, and hardly moves the others."""
+    """[n], mean of a / (a + t) for a >= 0, t that part of the active ones' root mean square: nearly their share.
+
+    Its slope is steep near 0, where a model misses a neuron least, and hardly moves those that say much.
+    """
     active = jnp.sum((a_nF > 0).astype(jnp.float32), axis=1)
     t = softness * jnp.sqrt(jnp.sum(a_nF * a_nF, axis=1) / jnp.maximum(active, 1.0))
     t = jax.lax.stop_gradient(t)[:, None] + 1e-9

@@ -43,12 +43,15 @@ def pack(texts: Sequence[Text], order: Sequence[int], *, rows: int, drafting: in
 
 
 def fill_up(texts: Sequence[Text], order: Sequence[int], *, rows: int, least: int = 32) -> Iterator[list[int]]:
-    """Which texts go together into windows of `rows` rows that are full: the last text of one loses its end.
+    """Which texts go together into full windows of `rows` rows, in that order: the last text of one loses its end.
 
-    A text of whose answer less than `least` tokens would be left begins the next window instead.
+    A text of whose answer less than `least` tokens would be left begins the next window instead; one without an answer
+    is left out.
     """
     group, used = [], 0
     for index in order:
+        if len(texts[index].tokens) <= texts[index].prompt:
+            continue
         if group and used + texts[index].prompt + least > rows:
             yield group
             group, used = [], 0
