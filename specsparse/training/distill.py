@@ -62,6 +62,8 @@ class DistillOptions:
         prompts: weight of a prompt's rows in the loss; an answer's have 1.
         share: of active neurons aimed at, over all layers.
         follow: how fast the weight of the sparsity term follows the share.
+        react: how much that weight is raised, for one step, by the step's own share. Without it the share swings
+            around the one aimed at, since what follows comes too late.
         measure: of that term, of `MEASURES`.
         rounded: whether the matrices are rounded to Q4_0 in a step.
         precision: of a step's products, of `training.products.PRECISIONS`.
@@ -79,6 +81,7 @@ class DistillOptions:
     prompts: float = 1.0
     share: float = 0.3
     follow: float = 0.5
+    react: float = 0.0
     measure: str = "hoyer"
     rounded: bool = True
     precision: str = "auto"
@@ -97,7 +100,7 @@ class DistillOptions:
         check_precision(self.precision)
         if self.measure not in MEASURES:
             raise UserError(f"train.measure={self.measure} does not exist; choose one of {', '.join(MEASURES)}")
-        for name in ("feature", "prompts"):
+        for name in ("feature", "prompts", "react"):
             if getattr(self, name) < 0:
                 raise UserError(f"train.{name}={getattr(self, name)} must not be below 0")
 
@@ -271,7 +274,8 @@ class Distiller:
             kl = jnp.sum(valid * jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)) / count
             feature = jnp.sum(valid[:, None] * jnp.square(found - wanted)) / size
             losses = Losses(kl, feature, share_L.mean())
-            return kl + o.feature * feature + state.pressure * dense_L.mean(), losses
+            now = state.pressure * jnp.exp(o.react * (jax.lax.stop_gradient(losses.share) / o.share - 1))
+            return kl + o.feature * feature + now * dense_L.mean(), losses
 
         grads, losses = jax.grad(loss, has_aux=True)(state.ffn)
         with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counter with floats

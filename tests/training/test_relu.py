@@ -233,6 +233,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
         ({"steps": 0}, r"train\.steps=0 must be at least 1"),
         ({"quantise": "Q9"}, "type 'Q9': choose one of"),
         ({"measure": "hoyers"}, r"train\.measure=hoyers does not exist; choose one of hoyer, count"),
+        ({"react": -1.0}, r"train\.react=-1\.0 must not be below 0"),
         ({"prompts": -1.0}, r"train\.prompts=-1\.0 must not be below 0"),
         ({"precision": "half"}, r"train\.precision=half does not exist"),
         ({"rounded": "yes"}, r"train\.rounded='yes' must be of type bool"),
