@@ -131,16 +131,27 @@ def rebuilt(
 
 
 def _begin(model: Any, name: str) -> FFN:
-    """The FFNs of a ReLU model.
+    """The FFNs of a ReLU model, or those of another training's checkpoint, before they were rounded.
 
     Raises:
         UserError: it is none, or of another shape.
     """
+    if name.endswith(Path(_STATE).suffix):
+        return _checkpoint(model, Path(name))
     other = load(name, ffn="dense")
     shape = ("n_layers", "d_model", "d_ff", "gated", "vocab_size")
     if other.config.activation != "relu" or any(getattr(other.config, n) != getattr(model.config, n) for n in shape):
         raise UserError(f"train.begin={name}: not a ReLU model of the shape of {model.path}")
     return trunk.ffns_of(other)
+
+
+def _checkpoint(model: Any, path: Path) -> FFN:
+    tensors, c = read_tensors(path)[0], model.config
+    shapes = FFN(*((c.n_layers, c.d_ff, c.d_model),) * 2, (c.n_layers, c.d_model, c.d_ff))
+    found = [tensors.get(str(i)) for i in range(len(shapes))]
+    if any(w is None or w.shape != shape for w, shape in zip(found, shapes, strict=True)):
+        raise UserError(f"train.begin={path}: not a checkpoint of a training of {model.path}")
+    return FFN(*map(jnp.asarray, found))
 
 
 def _inputs(cfg: RunConfig, model: Any, folder: Path, found: list[Text], console: Console) -> list[Path]:

@@ -1,8 +1,8 @@
 """The FFNs of a whole model, trained until it says what the original says: they alone change.
 
 The loss is KL(original, this model) over candidate ids, plus the squared distance of the two normalised last rows, plus
-a measure of how many neurons are active whose weight follows their share (ProSparse, Song et al., arXiv:2402.13516; the
-measure is `training.reconstruct.hoyer`). The original's last rows are stored with the texts: no pass of it is needed.
+a measure of how many neurons are active whose weight follows their share (ProSparse, Song et al., arXiv:2402.13516; see
+`MEASURES`). The original's last rows are stored with the texts: no pass of it is needed.
 The matrices are rounded to Q4_0 in every step, and the gradient passes straight through (Bengio et al.,
 arXiv:1308.3432): what is trained is what the file holds.
 """
@@ -22,16 +22,28 @@ from specsparse.training import trunk
 from specsparse.training.data import Text
 from specsparse.training.layer import rms_norm
 from specsparse.training.products import check_precision, halved, times
-from specsparse.training.reconstruct import hoyer
+from specsparse.training.reconstruct import hoyer, nearly_counted
 from specsparse.training.trunk import FFN, Passage
-from specsparse.training.windows import pack
+from specsparse.training.windows import fill_up, pack
 
 if TYPE_CHECKING:
     from specsparse.model import Model
 
 
-_PRESSURE = (1e-3, 0.1)
-"""Least and most of the sparsity term's weight: beyond, it holds the divergence up and the share stays where it is."""
+class Measure(NamedTuple):
+    """Of how many neurons are active.
+
+    Attributes:
+        of: activations [n, F] >= 0 to [n].
+        weights: least and most of its weight in the loss: beyond, it holds the divergence up and the share stays where
+            it is. The first step's is a tenth of the most.
+    """
+
+    of: Callable
+    weights: tuple[float, float]
+
+
+MEASURES = {"hoyer": Measure(hoyer, (1e-3, 0.1)), "count": Measure(nearly_counted, (1e-3, 1.0))}
 
 
 @dataclass(frozen=True)
@@ -47,8 +59,12 @@ class DistillOptions:
         decay: share of the steps.
         clip: largest norm of a gradient.
         feature: weight of the distance of last rows.
+        prompts: weight of a prompt's rows in the loss; an answer's have 1.
         share: of active neurons aimed at, over all layers.
         follow: how fast the weight of the sparsity term follows the share.
+        react: how much that weight is raised, for one step, by the step's own share. Without it the share swings
+            around the one aimed at, since what follows comes too late.
+        measure: of that term, of `MEASURES`.
         rounded: whether the matrices are rounded to Q4_0 in a step.
         precision: of a step's products, of `training.products.PRECISIONS`.
         seed: of the order of texts, and of the candidates.
@@ -62,8 +78,11 @@ class DistillOptions:
     decay: float = 0.8
     clip: float = 1.0
     feature: float = 0.2
+    prompts: float = 1.0
     share: float = 0.3
     follow: float = 0.5
+    react: float = 0.0
+    measure: str = "hoyer"
     rounded: bool = True
     precision: str = "auto"
     seed: int = 0
@@ -79,8 +98,11 @@ class DistillOptions:
             if not 0 < getattr(self, name) <= 1:
                 raise UserError(f"train.{name}={getattr(self, name)} must lie above 0 and be at most 1")
         check_precision(self.precision)
-        if self.feature < 0:
-            raise UserError(f"train.feature={self.feature} must not be below 0")
+        if self.measure not in MEASURES:
+            raise UserError(f"train.measure={self.measure} does not exist; choose one of {', '.join(MEASURES)}")
+        for name in ("feature", "prompts", "react"):
+            if getattr(self, name) < 0:
+                raise UserError(f"train.{name}={getattr(self, name)} must not be below 0")
 
 
 class State(NamedTuple):
@@ -154,13 +176,14 @@ class Distiller:
         self.model, self.options, self.config, self._act = model, options, model.config, act
         self._trunk = trunk.trunk_of(model, options.rows)
         self._head = dequantize(model.params.output)
-        self._optimiser = _optimiser(options)
+        self._optimiser, self._measure = _optimiser(options), MEASURES[options.measure]
         self._step = jax.jit(self._one_step, donate_argnums=(0,))
         self._judge = jax.jit(self._fidelity)
 
     def start(self, ffn: FFN) -> State:
         """The state before the first step; `ffn` has the leading axis L."""
-        return State(ffn, self._optimiser.init(ffn), jnp.float32(1e-2), jnp.zeros((), jnp.int32))
+        pressure = jnp.float32(self._measure.weights[1] / 10)
+        return State(ffn, self._optimiser.init(ffn), pressure, jnp.zeros((), jnp.int32))
 
     def like(self) -> State:
         """A state of the right shapes, to read a checkpoint by."""
@@ -174,7 +197,7 @@ class Distiller:
         counts = sum(np.bincount(t.tokens, minlength=self.config.vocab_size) for t in texts) + 0.1
         while True:
             order = np.random.default_rng([self.options.seed, epoch]).permutation(len(texts))
-            for group in pack(texts, order, rows=rows, drafting=rows):
+            for group in fill_up(texts, order, rows=rows):
                 if done >= start:
                     passage = trunk.lay([texts[i] for i in group], rows)
                     yield passage, self._candidates(passage.tokens, counts, done)
@@ -224,7 +247,7 @@ class Distiller:
 
         def watch(z, a):
             active = jnp.mean((a != 0).astype(jnp.float32), axis=1)
-            return jnp.sum(valid * hoyer(a)) / count, jnp.sum(valid * active) / count
+            return jnp.sum(valid * self._measure.of(a)) / count, jnp.sum(valid * active) / count
 
         if self.options.rounded:
             ffn = FFN(*map(straight_through, ffn))
@@ -238,7 +261,8 @@ class Distiller:
         return rms_norm(y_nD, self.model.params.output_norm, self.config.norm_eps)
 
     def _one_step(self, state: State, passage: Passage, ids: jax.Array) -> tuple[State, Losses]:
-        o, valid = self.options, (passage.text >= 0).astype(jnp.float32)
+        o = self.options
+        valid = jnp.where(passage.text < 0, 0.0, jnp.where(passage.answer, 1.0, jnp.float32(o.prompts)))
         wanted = self._normed(passage.hidden.astype(jnp.float32))
         head = halved(self._head[ids], o.precision)
         log_p = jax.nn.log_softmax(times(wanted, head), axis=-1)
@@ -250,12 +274,13 @@ class Distiller:
             kl = jnp.sum(valid * jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)) / count
             feature = jnp.sum(valid[:, None] * jnp.square(found - wanted)) / size
             losses = Losses(kl, feature, share_L.mean())
-            return kl + o.feature * feature + state.pressure * dense_L.mean(), losses
+            now = state.pressure * jnp.exp(o.react * (jax.lax.stop_gradient(losses.share) / o.share - 1))
+            return kl + o.feature * feature + now * dense_L.mean(), losses
 
         grads, losses = jax.grad(loss, has_aux=True)(state.ffn)
         with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counter with floats
             updates, opt = self._optimiser.update(grads, state.optimiser, state.ffn)
-        pressure = jnp.clip(state.pressure * jnp.exp(o.follow * (losses.share / o.share - 1)), *_PRESSURE)
+        pressure = jnp.clip(state.pressure * jnp.exp(o.follow * (losses.share / o.share - 1)), *self._measure.weights)
         return State(optax.apply_updates(state.ffn, updates), opt, pressure, state.step + 1), losses
 
     def _fidelity(self, ffn: FFN, passage: Passage, counts_n: jax.Array):

@@ -83,6 +83,17 @@ def hoyer(a_nF: jax.Array) -> jax.Array:
     return jnp.square(a_nF.sum(axis=1)) / (a_nF.shape[1] * jnp.sum(a_nF * a_nF, axis=1) + 1e-12)
 
 
+def nearly_counted(a_nF: jax.Array, softness: float = 0.1) -> jax.Array:
+    """[n], mean of a / (a + t) for a >= 0, t that part of the active ones' root mean square: nearly their share.
+
+    Its slope is steep near 0, where a model misses a neuron least, and hardly moves those that say much.
+    """
+    active = jnp.sum((a_nF > 0).astype(jnp.float32), axis=1)
+    t = softness * jnp.sqrt(jnp.sum(a_nF * a_nF, axis=1) / jnp.maximum(active, 1.0))
+    t = jax.lax.stop_gradient(t)[:, None] + 1e-9
+    return jnp.mean(a_nF / (a_nF + t), axis=1)
+
+
 def constant_direction(z_nD: jax.Array) -> jax.Array:
     """[D], the v with the least sum of (v . z - 1)^2: what a multiple of it adds to a row is nearly a bias."""
     gram = z_nD.T @ z_nD

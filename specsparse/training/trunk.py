@@ -60,12 +60,14 @@ class Passage(NamedTuple):
         position: int32[n], in its text.
         text: int32[n], which text a row belongs to; -1 for none.
         hidden: float16[n, D], the original's rows before the output norm.
+        answer: bool[n], rows that the answer's tokens are said by: its own, and the prompt's last.
     """
 
     tokens: np.ndarray
     position: np.ndarray
     text: np.ndarray
     hidden: np.ndarray
+    answer: np.ndarray
 
 
 def check(config: ModelConfig) -> None:
@@ -114,6 +116,7 @@ def lay(texts: Sequence[Text], rows: int) -> Passage:
         np.zeros(rows, np.int32),
         np.full(rows, -1, np.int32),
         np.zeros((rows, width), np.float16),
+        np.zeros(rows, bool),
     )
     at = 0
     for index, text in enumerate(texts):
@@ -121,6 +124,7 @@ def lay(texts: Sequence[Text], rows: int) -> Passage:
         here = slice(at, at + count)
         out.tokens[here], out.position[here] = text.tokens[:count], np.arange(count)
         out.text[here], out.hidden[here] = index, text.hidden[:count]
+        out.answer[at + text.prompt - 1 : at + count] = True
         at += count
     return out
 

@@ -1,6 +1,6 @@
 """Texts packed side by side into windows of one shape, so that one program serves them all."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -40,6 +40,25 @@ def pack(texts: Sequence[Text], order: Sequence[int], *, rows: int, drafting: in
             waiting.sort(key=lambda w: w[0])
             full.append(waiting.pop()[2])
     return full + [w[2] for w in waiting]
+
+
+def fill_up(texts: Sequence[Text], order: Sequence[int], *, rows: int, least: int = 32) -> Iterator[list[int]]:
+    """Which texts go together into full windows of `rows` rows, in that order: the last text of one loses its end.
+
+    A text of whose answer less than `least` tokens would be left begins the next window instead; one without an answer
+    is left out.
+    """
+    group, used = [], 0
+    for index in order:
+        if len(texts[index].tokens) <= texts[index].prompt:
+            continue
+        if group and used + texts[index].prompt + least > rows:
+            yield group
+            group, used = [], 0
+        group.append(int(index))
+        used += len(texts[index].tokens)
+    if group:
+        yield group
 
 
 def cut(text: Text, *, rows: int, drafting: int) -> Text:

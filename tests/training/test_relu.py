@@ -30,6 +30,7 @@ from specsparse.engine.gguf import open_gguf
 from specsparse.errors import UserError
 from specsparse.experiments import drafter_training, relu_training
 from specsparse.kernels.dequant import embed_rows
+from specsparse.predictors.checkpoint import save_state
 from specsparse.testing import write_tiny_gguf
 from specsparse.training import data, distill, reconstruct, trunk
 
@@ -85,6 +86,16 @@ def test_what_is_nearly_constant_is_a_bias():
     assert float(jnp.mean((z @ reconstruct.constant_direction(z) - 1) ** 2)) < 5e-3
 
 
+def test_a_count_that_can_be_differentiated():
+    """Near the share, whatever the size of the activations, and steep for those near 0 alone."""
+    a = jnp.asarray(np.where(np.arange(200) % 4, 0.0, np.linspace(0.2, 2.0, 200)), jnp.float32)[None]
+    for size in (1e-3, 1.0, 1e3):
+        np.testing.assert_allclose(reconstruct.nearly_counted(a * size), 0.25, atol=0.04)
+    slope = jax.grad(lambda a: reconstruct.nearly_counted(a)[0])(a)[0, ::4]
+    assert (slope > 0).all() and slope[0] > 10 * slope[-1]
+    assert np.isfinite(jax.grad(lambda a: reconstruct.nearly_counted(a)[0])(jnp.zeros((1, 8)))).all()
+
+
 @pytest.mark.parametrize(("linear", "limit"), [(0.0, 0.15), (1 / 12, 0.07)])
 def test_a_layer_is_rebuilt(linear, limit):
     """Linear neurons take what ReLU leaves over; the share is what was asked for, on tokens not seen before."""
@@ -114,6 +125,21 @@ def test_the_original_is_at_no_distance_from_itself(model, texts):
         and found.perplexity == pytest.approx(found.original, rel=5e-2)
     )
     assert found.rows == sum(len(t.tokens) - t.prompt for t in texts[:2]) and found.share == (1.0, 1.0)
+
+
+@pytest.mark.slow
+def test_rows_of_prompts_can_be_left_out(model, texts):
+    passage = trunk.lay(texts[:1], 384)
+    assert passage.answer.sum() == len(texts[0].tokens) - texts[0].prompt + 1
+    other = passage._replace(hidden=np.where(passage.answer[:, None], passage.hidden, np.float16(1)))
+    for weight in (0.0, 1.0):
+        options = distill.DistillOptions(steps=4, rows=384, candidates=96, prompts=weight, measure="count")
+        distiller = distill.Distiller(model, options)
+        ids = next(distiller.batches(texts[:1], 0))[1]
+        mine, others = (
+            distiller.step(distiller.start(trunk.ffns_of(model)), p, ids)[1].divergence for p in (passage, other)
+        )
+        assert (float(mine) == float(others)) == (weight == 0)
 
 
 @pytest.mark.slow
@@ -206,6 +232,9 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
         ({"linear": 0.3}, r"train\.linear=0\.3 must lie from 0 to below train\.share=0\.3"),
         ({"steps": 0}, r"train\.steps=0 must be at least 1"),
         ({"quantise": "Q9"}, "type 'Q9': choose one of"),
+        ({"measure": "hoyers"}, r"train\.measure=hoyers does not exist; choose one of hoyer, count"),
+        ({"react": -1.0}, r"train\.react=-1\.0 must not be below 0"),
+        ({"prompts": -1.0}, r"train\.prompts=-1\.0 must not be below 0"),
         ({"precision": "half"}, r"train\.precision=half does not exist"),
         ({"rounded": "yes"}, r"train\.rounded='yes' must be of type bool"),
     ],
@@ -226,6 +255,17 @@ def test_the_options_of_the_shipped_files_are_taken(name):
 def test_only_a_relu_model_of_the_same_shape_is_gone_on_from(cfg, model):
     with pytest.raises(UserError, match=r"train\.begin=.*: not a ReLU model of the shape of"):
         relu_training._begin(model, str(model.path))
+
+
+def test_a_checkpoint_is_gone_on_from(model, distiller, tmp_path):
+    begin = trunk.ffns_of(model)
+    save_state(tmp_path / "state.safetensors", distiller.start(begin), {})
+    found = relu_training._begin(model, str(tmp_path / "state.safetensors"))
+    for w, wanted in zip(found, begin, strict=True):
+        np.testing.assert_array_equal(w, wanted)
+    save_state(tmp_path / "other.safetensors", trunk.FFN(*(w[:1] for w in begin)), {})
+    with pytest.raises(UserError, match=r"train\.begin=.*: not a checkpoint of a training of"):
+        relu_training._begin(model, str(tmp_path / "other.safetensors"))
 
 
 def test_a_relu_model_is_refused(model):

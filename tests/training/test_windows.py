@@ -1,10 +1,12 @@
 """Windows hold every row of every text once, and the rows that a draft needs beside each other."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
 from specsparse.training.data import Text
-from specsparse.training.windows import cut, fill, pack, spans
+from specsparse.training.windows import cut, fill, fill_up, pack, spans
 
 D = 4
 
@@ -31,6 +33,16 @@ def test_every_text_with_an_answer_is_packed_once(texts):
         assert sum(rows) <= 128 and sum(drafting) <= 48
     assert len(plan) < len(packed) / 2
     assert pack(texts, range(len(texts)), rows=128, drafting=48) == plan
+
+
+def test_windows_are_filled_to_the_last_row(texts):
+    """All texts with an answer, once and in order; a window is left unfilled only where the next text has no room."""
+    plan = list(fill_up(texts, range(len(texts)), rows=64, least=8))
+    assert [i for window in plan for i in window] == [i for i, t in enumerate(texts) if len(t.tokens) > t.prompt]
+    for window, after in pairwise(plan):
+        sizes = [len(texts[i].tokens) for i in window]
+        assert sum(sizes) + texts[after[0]].prompt + 8 > 64
+        assert len(window) == 1 or sum(sizes[:-1]) + texts[window[-1]].prompt + 8 <= 64
 
 
 def test_rows_stand_before_the_tokens_they_are_for(texts):
