@@ -1,6 +1,7 @@
 #include "zero_skip.h"
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "pool.h"
@@ -17,15 +18,18 @@ void count_neurons(const float* hidden, int64_t width, int64_t rows, int64_t beg
   constexpr int64_t kAtOnce = 256;
   for (int64_t first = begin; first < end; first += kAtOnce) {
     const int64_t count = std::min(kAtOnce, end - first);
-    uint8_t any[kAtOnce] = {};
+    int32_t any[kAtOnce] = {}, bits[kAtOnce] = {};  // all of one width, so that the compiler makes vectors of them
     for (int64_t t = 0; t < rows; ++t) {
-      const float* h = hidden + t * width + first;
+      std::memcpy(bits, hidden + t * width + first, count * sizeof(float));
       int32_t found = 0;
-      for (int64_t j = 0; j < count; ++j) found += h[j] != 0, any[j] |= h[j] != 0;
+      for (int64_t j = 0; j < kAtOnce; ++j) {
+        const int32_t live = (bits[j] & 0x7fffffff) != 0;
+        any[j] |= live, found += live;
+      }
       __atomic_fetch_add(counts.nonzero + t, found, __ATOMIC_RELAXED);
     }
     int32_t active = 0;
-    for (int64_t j = 0; j < count; ++j) active += any[j];
+    for (int64_t j = 0; j < kAtOnce; ++j) active += any[j];
     __atomic_fetch_add(counts.active, active, __ATOMIC_RELAXED);
   }
 }
