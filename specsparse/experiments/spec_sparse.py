@@ -146,7 +146,7 @@ def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) ->
     text = _of_text(union.masks(sparse.model, sparse.predictor, windows), rows)
     exact = {name for name, (model, _) in sides.items() if zero_skip.skips(model.params)}
     read = {
-        name: _Read.of(
+        name: Reading.of(
             points, bytes_read(sides[name][0], _predictor(cfg, name, sparse)), _ffn_bytes(dense), wide=name in exact
         )
         for name, points in {PLAIN_SPARSE: text[:1], **seen}.items()
@@ -219,7 +219,7 @@ def _watched(cfg: RunConfig, engine: Engine, model: Any, method: dict, job: Job,
     return watch.points()
 
 
-class _Read(NamedTuple):
+class Reading(NamedTuple):
     """Of the FFNs, mean over the passes of a cell.
 
     Attributes:
@@ -231,14 +231,14 @@ class _Read(NamedTuple):
     size: float
 
     @staticmethod
-    def of(points: Sequence[UnionPoint], own: tuple[int, int], dense: int, *, wide: bool) -> "_Read":
+    def of(points: Sequence[UnionPoint], own: tuple[int, int], dense: int, *, wide: bool) -> "Reading":
         """`own`: what `gated.bytes_read` says; `wide`: passes of several rows run densely and read `dense` bytes."""
         passes, share, size = sum(p.passes for p in points), 0.0, 0.0
         for p in points:
             whole = wide and p.rows > 1
             share += p.passes * (1.0 if whole else p.union)
             size += p.passes * (dense if whole else own[0] + p.union * own[1])
-        return _Read(share / passes, size / passes) if passes else _Read(0.0, 0.0)
+        return Reading(share / passes, size / passes) if passes else Reading(0.0, 0.0)
 
 
 def _ffn_bytes(dense: Any) -> int:
@@ -246,13 +246,13 @@ def _ffn_bytes(dense: Any) -> int:
 
 
 def _cells(
-    passes: list[Pass], names: list[str], read: dict[str, _Read], dense: Any, exact: set[str]
+    passes: list[Pass], names: list[str], read: dict[str, Reading], dense: Any, exact: set[str]
 ) -> dict[str, Cell]:
     """`read`: of the sparse cells; `exact`: the cells whose tokens plain dense decoding should have."""
     by_side = {name: [p for p in passes if p.side == name] for name in names}
     plain = {(p.prompt_id, p.repeat): p.decode_s / len(p.token_ids) for p in by_side[PLAIN_DENSE]}
     whole = dense.footprint.packed
-    ffns = _Read(1.0, _ffn_bytes(dense))
+    ffns = Reading(1.0, _ffn_bytes(dense))
     out = {}
     for name, some in by_side.items():
         seconds = [p.decode_s / len(p.token_ids) for p in some]

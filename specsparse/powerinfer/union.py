@@ -4,7 +4,7 @@ n rows that keep a share s each keep 1 - (1 - s)^n together if they choose indep
 (Mirzadeh et al. 2023, arXiv:2310.04564, "aggregated sparsity").
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -127,9 +127,3 @@ class UnionWatch:
             guess = float(np.mean(1 - (1 - kept_L) ** rows))
             out.append(UnionPoint(rows, 1, passes, float(kept_L.mean()), float(union_L.mean()), guess))
         return out
-
-
-def mean_union(points: Sequence[UnionPoint]) -> float:
-    """The union's mean over all passes; 0 where there are none."""
-    passes = sum(p.passes for p in points)
-    return sum(p.passes * p.union for p in points) / passes if passes else 0.0

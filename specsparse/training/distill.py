@@ -275,6 +275,7 @@ class Distiller:
             feature = jnp.sum(valid[:, None] * jnp.square(found - wanted)) / size
             losses = Losses(kl, feature, share_L.mean())
             now = state.pressure * jnp.exp(o.react * (jax.lax.stop_gradient(losses.share) / o.share - 1))
+            now = jnp.clip(now, *self._measure.weights)
             return kl + o.feature * feature + now * dense_L.mean(), losses
 
         grads, losses = jax.grad(loss, has_aux=True)(state.ffn)

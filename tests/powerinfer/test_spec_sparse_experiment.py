@@ -22,7 +22,9 @@ from specsparse.config import (
 )
 from specsparse.engine.config import ACTIVATION_KEY
 from specsparse.errors import UserError
+from specsparse.experiments.spec_sparse import Reading
 from specsparse.kernels import native_cpu
+from specsparse.powerinfer.union import UnionPoint
 from specsparse.testing import write_tiny_gguf
 
 
@@ -107,3 +109,13 @@ def test_mistakes_are_found_before_anything_is_loaded(cfg, what):
     changes, says = MISTAKES[what]
     with pytest.raises(UserError, match=says):
         experiment.check(dataclasses.replace(cfg, **changes))
+
+
+def test_what_passes_read():
+    """Wide passes of a model that skips zeros read everything, those of others their union."""
+    points = [UnionPoint(1, 1, 3, 0.2, 0.2, 0.2), UnionPoint(4, 1, 1, 0.2, 0.6, 0.6)]
+    gathers = Reading.of(points, (100, 1000), 2000, wide=False)
+    assert gathers == pytest.approx((0.3, 400.0))
+    skips = Reading.of(points, (100, 1000), 2000, wide=True)
+    assert skips == pytest.approx(((3 * 0.2 + 1) / 4, (3 * 300 + 2000) / 4))
+    assert Reading.of([], (100, 1000), 2000, wide=True) == (0.0, 0.0)

@@ -73,7 +73,6 @@ def test_a_watch_adds_up_passes_by_their_rows():
     assert (double.rows, double.passes) == (2, 2)
     assert double.kept == pytest.approx(0.25) and double.union == pytest.approx(0.4)
     assert double.guess == pytest.approx(1 - 0.75**2)
-    assert union.mean_union(watch.points()) == pytest.approx((0.1 + 2 * 0.4) / 3)
 
 
 class Fixed:
