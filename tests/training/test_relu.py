@@ -221,7 +221,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
     assert len(saves) == 2  # no step twice
     assert tensors_hash(open_gguf(found.path)) == tensors_hash(open_gguf(whole.path))
     with pytest.raises(UserError, match="holds a training with another layers: give train"):
-        play(changed(cfg, options={**OPTIONS, "share": 0.5}), model, tmp_path / "c")
+        play(changed(cfg, options={**OPTIONS, "layer_rate": 1e-3}), model, tmp_path / "c")
 
 
 @pytest.mark.parametrize(
