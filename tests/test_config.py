@@ -185,7 +185,7 @@ def test_an_invalid_combination_of_a_sweep_is_left_out(capsys, elsewhere, monkey
     assert len(left_out) == 1 and "left out verifier=token: verifier=token cannot verify one_hot chain" in left_out[0]
     assert "drafter=prompt_lookup" in left_out[0]
     with pytest.raises(SystemExit) as stop:
-        run.main(["-m", "verifier=token,wor"])
+        run.main(["-m", "verifier=token,wor", "name=second"])  # a folder is named by the second
     assert stop.value.code == 2 and len(done) == 2
     assert len(capsys.readouterr().err.splitlines()) == 3
 
