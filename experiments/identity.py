@@ -26,8 +26,8 @@ from specsparse import SamplingParams, prompts
 from specsparse.api import make_method
 from specsparse.display import console, counting
 from specsparse.engine.config import ModelConfig
+from specsparse.engine.model import Model
 from specsparse.errors import UserError
-from specsparse.model import Model
 from specsparse.session import Method, Sequence, Session
 from specsparse.speculative.base import Drafter
 from specsparse.speculative.drafters import DrafterPlan, get_drafter

@@ -23,10 +23,10 @@ import specsparse
 from specsparse import prompts
 from specsparse.api import make_method
 from specsparse.bench.peers import Peer
+from specsparse.engine.model import Model
 from specsparse.engine.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.kernels import status
-from specsparse.model import Model
 from specsparse.session import Method, Sequence, Session
 from specsparse.speculative.method import make_drafter
 from specsparse.speculative.policy import Fixed

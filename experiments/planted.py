@@ -22,7 +22,7 @@ import specsparse
 from specsparse import machine
 from specsparse.engine.gguf import open_gguf
 from specsparse.engine.llama import Want
-from specsparse.model import Model
+from specsparse.engine.model import Model
 from specsparse.run import main as run
 from specsparse.testing.planted import write_planted_powerinfer
 

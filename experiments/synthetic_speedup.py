@@ -21,9 +21,9 @@ from specsparse.bench.sides import Ours, token_ids
 from specsparse.costs import CostTable
 from specsparse.costs.fit import polish
 from specsparse.costs.measure import load_or_measure
+from specsparse.engine.model import Model
 from specsparse.engine.params import SamplingParams
 from specsparse.metrics import Counters
-from specsparse.model import Model
 from specsparse.session import Method, Sequence, Session
 from specsparse.speculative.drafters import Synthetic, SyntheticRates
 from specsparse.speculative.method import choose_verifier

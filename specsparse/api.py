@@ -10,14 +10,16 @@ import numpy as np
 
 from specsparse import hostloop
 from specsparse.engine.generate import Finish
+from specsparse.engine.model import Model
 from specsparse.engine.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.hostloop import Watch
 from specsparse.metrics import Counters
-from specsparse.model import Model, load
+from specsparse.powerinfer.twin import sparse_twin
+from specsparse.runtime.load import load
 from specsparse.session import ALL_ROUNDS, Method, Sequence, Session
 from specsparse.speculative.base import Drafter, Verifier
-from specsparse.speculative.drafters.plan import DrafterPlan
+from specsparse.speculative.drafters.plan import DrafterPlan, MakeModel
 from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.speculative.drafters.with_policy import PolicyReport
 from specsparse.speculative.method import choose_verifier
@@ -217,7 +219,7 @@ def make_method(
     if drafter not in model.drafters:
         if not drafter.on_mesh:
             model.check_whole("the drafter with these options")
-        model.drafters[drafter] = drafter.bind(model, partial(_load_draft, model))
+        model.drafters[drafter] = drafter.bind(model, MakeModel(partial(_load_draft, model), sparse_twin))
     bound = model.drafters[drafter]
     return Method(bound.drafter, verifier, bound.weights)
 

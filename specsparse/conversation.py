@@ -8,9 +8,9 @@ import numpy as np
 
 from specsparse import api
 from specsparse.api import Generation
+from specsparse.engine.model import Model
 from specsparse.engine.params import SamplingParams
 from specsparse.hostloop import RoundView
-from specsparse.model import Model
 
 Origin = Literal["accepted", "recovered", "bonus", "plain"]
 ORIGINS: dict[Origin, str] = {

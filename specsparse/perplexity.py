@@ -17,8 +17,8 @@ import numpy as np
 from specsparse.engine import cache as kv
 from specsparse.engine.generate import piece, prompt_pieces
 from specsparse.engine.llama import Want
+from specsparse.engine.model import Model
 from specsparse.errors import UserError
-from specsparse.model import Model
 
 
 @dataclass(frozen=True)

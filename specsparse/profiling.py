@@ -16,12 +16,12 @@ import numpy as np
 from specsparse import api
 from specsparse.bench.sides import Ours, token_ids
 from specsparse.engine import llama
+from specsparse.engine.model import Model
 from specsparse.engine.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.hostloop import RoundView
 from specsparse.kernels import QTensor
 from specsparse.metrics import Times
-from specsparse.model import Model
 
 STAGES = ("draft", "verify", "sample", "commit", "host")
 _LONG_ENOUGH = 0.03

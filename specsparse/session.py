@@ -12,11 +12,11 @@ import numpy as np
 
 from specsparse.engine import generate, sampling
 from specsparse.engine.generate import DecodeState, Finish, Job
+from specsparse.engine.model import Model
 from specsparse.engine.noise import seed_words
 from specsparse.engine.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.metrics import Counters, Times
-from specsparse.model import Model
 from specsparse.speculative import loop
 from specsparse.speculative.base import Drafter, Verifier
 from specsparse.speculative.drafters.model import ModelDrafter

@@ -16,7 +16,7 @@ from specsparse.cli.main import main
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf import open_gguf
 from specsparse.kernels import peaks
-from specsparse.model import load
+from specsparse.runtime.load import load
 from specsparse.testing import write_tiny_gguf
 
 HAS_LLAMA_CPP = peers.PYTHON_VARIABLE in os.environ or importlib.util.find_spec("llama_cpp") is not None

@@ -15,9 +15,10 @@ from specsparse import display, manifest, models, prompts
 from specsparse.api import make_method, prompt_ids
 from specsparse.bench.samples import paired_ratio, summary
 from specsparse.bench.sides import token_ids
+from specsparse.engine.model import Model
 from specsparse.engine.params import SamplingParams
 from specsparse.errors import UserError
-from specsparse.model import Model, load
+from specsparse.runtime.load import load
 from specsparse.session import Method, Session
 from specsparse.session import Sequence as Text
 

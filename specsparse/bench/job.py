@@ -15,8 +15,9 @@ from specsparse.bench.peers import Peer, below_expectation
 from specsparse.bench.sides import Ours, Side
 from specsparse.engine import requantise
 from specsparse.engine.gguf import open_gguf
+from specsparse.engine.model import Model
 from specsparse.errors import UserError
-from specsparse.model import Model, load
+from specsparse.runtime.load import load
 
 BUSY_DEVIATION = 0.05
 """Relative deviation of the read bandwidth from which the report warns of a busy machine."""

@@ -10,7 +10,7 @@ from specsparse.bench.samples import Samples, paired_ratio, summary
 from specsparse.bench.sides import OURS, Ours
 from specsparse.engine.config import PROJECTIONS
 from specsparse.engine.gguf import GGUFFile
-from specsparse.model import KV_DTYPES, Model
+from specsparse.engine.model import KV_DTYPES, Model
 
 FLOATS = ("F32", "F16", "BF16")
 

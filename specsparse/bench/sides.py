@@ -13,8 +13,8 @@ from specsparse.engine import cache as kv
 from specsparse.engine import generate
 from specsparse.engine.generate import Finish
 from specsparse.engine.llama import Want
+from specsparse.engine.model import Model
 from specsparse.engine.params import SamplingParams
-from specsparse.model import Model
 from specsparse.session import Method, Sequence, Session
 
 OURS = "specsparse"

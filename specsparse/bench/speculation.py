@@ -16,9 +16,10 @@ from rich.table import Table
 from specsparse import display, kernels, manifest, models, prompts
 from specsparse.api import make_method
 from specsparse.bench.peers import Peer, Written
+from specsparse.engine.model import Model
 from specsparse.engine.params import SamplingParams
 from specsparse.errors import UserError
-from specsparse.model import Model, load
+from specsparse.runtime.load import load
 from specsparse.session import Method, Session
 from specsparse.session import Sequence as Text
 from specsparse.speculative.drafters.registry import ALIASES, DRAFTERS

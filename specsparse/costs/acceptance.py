@@ -9,10 +9,10 @@ import numpy as np
 from specsparse import metrics
 from specsparse.api import make_method, prompt_ids
 from specsparse.engine.generate import Finish
+from specsparse.engine.model import Model
 from specsparse.engine.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.metrics import Counters
-from specsparse.model import Model
 from specsparse.session import Sequence as Text
 from specsparse.session import Session
 

@@ -15,8 +15,8 @@ from specsparse.costs.measure import load_or_measure
 from specsparse.costs.progress import Bar, silent
 from specsparse.costs.stamp import file_of, shipped_heads, stamp
 from specsparse.costs.table import CostTable, DraftCost
+from specsparse.engine.model import Model
 from specsparse.engine.params import SamplingParams
-from specsparse.model import Model
 from specsparse.session import Method
 from specsparse.speculative.drafters.registry import ALIASES, DRAFTERS
 from specsparse.speculative.method import make_drafter

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from specsparse.engine.generate import Finish
+from specsparse.engine.model import Model
 from specsparse.engine.params import SamplingParams
-from specsparse.model import Model
 from specsparse.session import Method, Sequence, Session
 
 

@@ -15,7 +15,7 @@ from specsparse.costs.fit import fit_kv, overhead, polish, rising
 from specsparse.costs.loops import Loop
 from specsparse.costs.progress import Bar, silent
 from specsparse.costs.table import CostTable
-from specsparse.model import Model
+from specsparse.engine.model import Model
 from specsparse.session import Method
 from specsparse.speculative.drafters.scripted import Scripted
 from specsparse.speculative.verify import get_verifier

@@ -15,8 +15,8 @@ from specsparse.costs.drafts import cost_key
 from specsparse.costs.measure import load_or_measure
 from specsparse.costs.progress import Bar, silent
 from specsparse.costs.table import CostTable
+from specsparse.engine.model import Model
 from specsparse.engine.params import SamplingParams
-from specsparse.model import Model
 from specsparse.session import Method, Session
 from specsparse.session import Sequence as Text
 from specsparse.speculative.tree import TreeTemplate

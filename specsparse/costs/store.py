@@ -8,9 +8,9 @@ from typing import Any
 
 from specsparse import kernels, manifest
 from specsparse.costs.table import CostTable
+from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.machine import cpu_info
-from specsparse.model import Model
 from specsparse.trackers import write_atomically
 
 VERSION = 2

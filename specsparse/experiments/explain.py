@@ -8,9 +8,9 @@ from specsparse import metrics, oracles
 from specsparse.costs import store
 from specsparse.costs.explain import explain_record
 from specsparse.costs.table import CostTable
+from specsparse.engine.model import Model
 from specsparse.experiments.decoding import Passes
 from specsparse.metrics import Times
-from specsparse.model import Model
 from specsparse.record import PLAIN, SPECULATIVE, Pass, RunRecord
 
 

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from specsparse import display, kernels, models, prompts
 from specsparse.config import RunConfig
+from specsparse.engine.model import Model
 from specsparse.errors import UserError
-from specsparse.model import Model
 from specsparse.powerinfer import zero_skip
 from specsparse.powerinfer.gated import PREDICTED, gated
 from specsparse.predictors import FFN, Needs, Predictor, get_predictor

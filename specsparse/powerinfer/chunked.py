@@ -1,6 +1,5 @@
 """How far a model's laws are from the dense model's when it reads a text a few tokens at a time."""
 
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +7,11 @@ import numpy as np
 
 from specsparse.engine import cache as kv
 from specsparse.engine.llama import Want
+from specsparse.engine.model import Model
 from specsparse.predictors.quality import ModelQuality, model_sums
 
-if TYPE_CHECKING:
-    from specsparse.model import Model
 
-
-def quality_in_chunks(dense: "Model", model: "Model", windows_Wn: np.ndarray, *, rows: int) -> ModelQuality:
+def quality_in_chunks(dense: Model, model: Model, windows_Wn: np.ndarray, *, rows: int) -> ModelQuality:
     """Both models on the second half of each window, after the dense one has read the first for both.
 
     By contract C1 `rows` changes nothing; where a rule looks at the rows of a pass together (`predictors.union_cap`) it
@@ -49,7 +46,7 @@ def quality_in_chunks(dense: "Model", model: "Model", windows_Wn: np.ndarray, *,
     return ModelQuality.of(total)
 
 
-def _reader(model: "Model"):
+def _reader(model: Model):
     """program(params, tokens_1n, cache, count) -> (logits f32[n, V], cache with `count` tokens more)."""
 
     @jax.jit

@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from specsparse.engine.llama import ForwardFn, make_forward
+from specsparse.engine.model import Model
 from specsparse.engine.weights import Params
 from specsparse.kernels import SkipWeights
 from specsparse.powerinfer import zero_skip
@@ -17,13 +18,10 @@ from specsparse.predictors.ffn import gate_matrix
 from specsparse.predictors.oracle import Oracle
 from specsparse.predictors.union_cap import UnionCap
 
-if TYPE_CHECKING:
-    from specsparse.model import Model
-
 PREDICTED = "predicted"
 
 
-def gated(model: "Model", predictor: Predictor, weights: Sequence[Any], *, down_type: str | None = None) -> "Model":
+def gated(model: Model, predictor: Predictor, weights: Sequence[Any], *, down_type: str | None = None) -> Model:
     """The model that computes the neurons which `predictor` keeps.
 
     It shares all matrices with `model` and has the FFN's once more, as rows of neurons; the oracle of a ReLU model
@@ -50,7 +48,7 @@ def gated(model: "Model", predictor: Predictor, weights: Sequence[Any], *, down_
     return _replaced(model, params, make_forward(config, kernels, make_ffn(config, kernels, predictor)), predictor)
 
 
-def _replaced(model: "Model", params: Params, forward: ForwardFn, predictor: Predictor) -> "Model":
+def _replaced(model: Model, params: Params, forward: ForwardFn, predictor: Predictor) -> Model:
     return dataclasses.replace(
         model,
         params=params,
@@ -63,7 +61,7 @@ def _replaced(model: "Model", params: Params, forward: ForwardFn, predictor: Pre
     )
 
 
-def bytes_read(model: "Model", predictor: Predictor) -> tuple[int, int]:
+def bytes_read(model: Model, predictor: Predictor) -> tuple[int, int]:
     """What the FFNs of a pass read of a model whose neurons lie in rows: (bytes whatever it keeps, bytes that follow
     the share of the neurons that its rows keep), all layers. A predictor that decides by the gate reads all of it; one
     that caps what such a predictor keeps has it read the dense gate first."""

@@ -1,7 +1,6 @@
 """How often each neuron is read over a text: what a placement goes by. PowerInfer's own profiler is not released."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +8,7 @@ import numpy as np
 
 from specsparse.engine.gguf import GGUFFile
 from specsparse.engine.llama import Want, dense_ffn, make_forward
+from specsparse.engine.model import Model
 from specsparse.engine.weights import Layer, Params, pack_matrix
 from specsparse.errors import UserError
 from specsparse.powerinfer.activation_stats import ActivationStats
@@ -17,9 +17,6 @@ from specsparse.predictors.base import Predictor, check_share
 from specsparse.predictors.ffn import FFN
 from specsparse.predictors.masked import with_weights
 from specsparse.predictors.mlp import Mlp, MlpWeights
-
-if TYPE_CHECKING:
-    from specsparse.model import Model
 
 Active = Callable[[Layer, jax.Array, jax.Array], jax.Array]
 """active(layer, x_RD, n_valid_B) -> bool or uint8 [R, F], true where a neuron is read for a row."""
@@ -54,7 +51,7 @@ def predicted(predictor: Predictor) -> Active:
     return lambda layer, x_RD, n_valid_B: predictor.keep(layer.sparse, layer, x_RD, n_valid_B)
 
 
-def of_file(f: GGUFFile, model: "Model", *, threshold: float | None = None) -> tuple[Active, Params]:
+def of_file(f: GGUFFile, model: Model, *, threshold: float | None = None) -> tuple[Active, Params]:
     """The rule of a PowerInfer file's own predictors, for a model loaded from it with ffn="dense".
 
     Returns:
@@ -67,7 +64,7 @@ def of_file(f: GGUFFile, model: "Model", *, threshold: float | None = None) -> t
     return predicted(Mlp(FFN.of(model.config, model.kernels))), with_weights(model.params, weights)
 
 
-def make_profiler(model: "Model", active: Active) -> Callable:
+def make_profiler(model: Model, active: Active) -> Callable:
     """program(params, tokens_1n, cache) -> int32[L, F], rows that read each neuron, on the dense model's residuals."""
     dense = dense_ffn(model.config, model.kernels)
 
@@ -80,7 +77,7 @@ def make_profiler(model: "Model", active: Active) -> Callable:
 
 
 def profile(
-    model: "Model",
+    model: Model,
     windows_Wn: np.ndarray,
     active: Active,
     *,

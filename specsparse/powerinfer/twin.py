@@ -9,7 +9,6 @@ What a twin drafts is verified by the model itself, so that nothing is lost but 
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from gguf import quants
 from gguf.constants import GGMLQuantizationType
 
 from specsparse.engine.llama import make_forward
+from specsparse.engine.model import Model
 from specsparse.engine.weights import Layer
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
@@ -32,21 +32,18 @@ from specsparse.predictors.ffn import FFN
 from specsparse.predictors.gate_threshold import GateThreshold
 from specsparse.predictors.written import written_by
 
-if TYPE_CHECKING:
-    from specsparse.model import Model
-
 RULES = ("hot", "gate", "own")
 _WINDOW = 128
 
 
 def sparse_twin(
-    model: "Model",
+    model: Model,
     *,
     rule: str = "hot",
     share: float = 0.5,
     threshold: float | None = None,
     text: Sequence[int] | None = None,
-) -> "Model":
+) -> Model:
     """A model that shares `model`'s attention and embeddings and computes fewer neurons.
 
     Args:
@@ -72,7 +69,7 @@ def sparse_twin(
     return gated(model, predictor, fit_layers(predictor, model.params.layers, rows_LND))
 
 
-def _cut(model: "Model", text: list[int]) -> np.ndarray:
+def _cut(model: Model, text: list[int]) -> np.ndarray:
     """int32[W, n]: the text in windows that the context holds."""
     last = model.config.vocab_size - 1
     outside = [i for i in text if not 0 <= i <= last]
@@ -81,7 +78,7 @@ def _cut(model: "Model", text: list[int]) -> np.ndarray:
     return windows([text], min(_WINDOW, len(text), model.config.context_length))
 
 
-def _with_threshold(model: "Model", threshold: float | None) -> "Model":
+def _with_threshold(model: Model, threshold: float | None) -> Model:
     if threshold is None:
         raise UserError("a draft by rule=own raises the threshold of the target's predictors: give drafter.threshold")
     try:
@@ -96,7 +93,7 @@ def _with_own(layer: Layer, threshold: float) -> Layer:
     return layer._replace(sparse=layer.sparse._replace(predictor=own))
 
 
-def _hot(model: "Model", share: float, rows_LND: np.ndarray) -> "Model":
+def _hot(model: Model, share: float, rows_LND: np.ndarray) -> Model:
     """A dense model of fewer neurons: gate and up keep their codes, down is packed again."""
     count = min(max(BLOCK, round(share * model.config.d_ff / BLOCK) * BLOCK), model.config.d_ff)
     ffn = FFN.of(model.config, model.kernels)
@@ -136,5 +133,5 @@ def _columns(w: QTensor, ids: np.ndarray) -> QTensor:
     return pack_qtensor(quants.quantize(np.ascontiguousarray(values), kind), kind, values.shape)
 
 
-def _replaced(model: "Model", **changes) -> "Model":
+def _replaced(model: Model, **changes) -> Model:
     return dataclasses.replace(model, **changes, programs={}, drafters={}, _tables={})

@@ -7,19 +7,17 @@ n rows that keep a share s each keep 1 - (1 - s)^n together if they choose indep
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine.llama import Want, dense_ffn, make_forward
+from specsparse.engine.model import Model
 from specsparse.powerinfer import zero_skip
 from specsparse.powerinfer.sparse_ffn import make_ffn
 from specsparse.predictors.base import Predictor
-
-if TYPE_CHECKING:
-    from specsparse.model import Model
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class UnionPoint:
 
 
 def masks(
-    model: "Model", predictor: Predictor, windows_Wn: np.ndarray, *, progress: Callable[[int], None] | None = None
+    model: Model, predictor: Predictor, windows_Wn: np.ndarray, *, progress: Callable[[int], None] | None = None
 ) -> np.ndarray:
     """bool[W, L, n, F]: the neurons that every token of every window keeps, each window on its own.
 

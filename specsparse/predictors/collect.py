@@ -1,7 +1,6 @@
 """Residuals before `ffn_norm` of every layer, from running a model over text: what predictors are fitted to."""
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +8,8 @@ import numpy as np
 
 from specsparse.engine import cache as kv
 from specsparse.engine.llama import Want, dense_ffn, make_forward
+from specsparse.engine.model import Model
 from specsparse.errors import UserError
-
-if TYPE_CHECKING:
-    from specsparse.model import Model
 
 
 def collecting(ffn: Callable) -> Callable:
@@ -25,7 +22,7 @@ def collecting(ffn: Callable) -> Callable:
     return collect_ffn
 
 
-def make_collector(model: "Model", *, logits: bool = False, ffn: Callable | None = None) -> Callable:
+def make_collector(model: Model, *, logits: bool = False, ffn: Callable | None = None) -> Callable:
     """program(params, tokens_1n, cache) -> (logits f32[n, V] or None, residuals f32[L, n, D], cache), compiled.
 
     Args:
@@ -60,7 +57,7 @@ def windows(texts: Iterable[list[int]], length: int) -> np.ndarray:
 
 
 def collect(
-    model: "Model",
+    model: Model,
     windows_Wn: np.ndarray,
     *,
     out: np.ndarray | None = None,

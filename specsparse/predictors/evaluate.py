@@ -3,22 +3,20 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine.llama import Want, make_forward
+from specsparse.engine.model import Model
 from specsparse.predictors.base import Needs, Predictor
 from specsparse.predictors.collect import make_collector
 from specsparse.predictors.cost import Cost, cost_of
 from specsparse.predictors.ffn import FFN
 from specsparse.predictors.masked import masked_ffn, with_weights
 from specsparse.predictors.quality import LayerQuality, ModelQuality, layer_sums, model_sums
-
-if TYPE_CHECKING:
-    from specsparse.model import Model
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Evaluator:
         windows_Wn: int32[W, n], n even.
     """
 
-    model: "Model"
+    model: Model
     windows_Wn: np.ndarray
     ffn: FFN = field(init=False)
 

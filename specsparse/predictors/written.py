@@ -1,18 +1,15 @@
 """Text that a model writes itself: what predictors are fitted to where nobody gives a text."""
 
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine import cache as kv
-
-if TYPE_CHECKING:
-    from specsparse.model import Model
+from specsparse.engine.model import Model
 
 
-def written_by(model: "Model", *, tokens: int = 128, texts: int = 4, seed: int = 0) -> np.ndarray:
+def written_by(model: Model, *, tokens: int = 128, texts: int = 4, seed: int = 0) -> np.ndarray:
     """int32[texts, tokens]: texts from the model's own law at temperature 1, each after its first token (BOS).
 
     Args:

@@ -14,11 +14,13 @@ from specsparse.engine import llama, weights
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf import open_gguf
 from specsparse.engine.llama import Want
+from specsparse.engine.model import Model
 from specsparse.engine.noise import seed_words
-from specsparse.model import Model
+from specsparse.powerinfer.twin import sparse_twin
 from specsparse.speculative.base import Draft, DraftContext, Drafter
 from specsparse.speculative.drafters import DrafterPlan, get_drafter, head_file
 from specsparse.speculative.drafters.head_file import write_head
+from specsparse.speculative.drafters.plan import MakeModel
 from specsparse.testing.tiny import write_tiny_gguf
 from specsparse.testing.vocab import DummyTokenizer
 
@@ -125,6 +127,6 @@ def model_case(
         given = {"head": random_head(folder, target)}
     plan = get_drafter(source, gamma=6, **given, **options)
     assert isinstance(plan, DrafterPlan)
-    bound = plan.bind(target, lambda spec: target)
+    bound = plan.bind(target, MakeModel(lambda spec: target, sparse_twin))
     prepare = (lambda ctx: ctx) if source == "model" else (lambda ctx: on_target(target, ctx))
     return bound.drafter, bound.weights(capacity), prepare

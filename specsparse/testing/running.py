@@ -7,8 +7,8 @@ from specsparse import api, kernels
 from specsparse.engine import llama, weights
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf import GGUFFile
+from specsparse.engine.model import Model
 from specsparse.engine.tokenizer import Tokenizer
-from specsparse.model import Model
 
 
 class Runner:

@@ -4,10 +4,10 @@ finds again."""
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specsparse.engine.model import Model
 from specsparse.engine.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.predictors.checkpoint import read_tensors, write_tensors
@@ -15,9 +15,6 @@ from specsparse.session import Method, Sequence, Session
 from specsparse.speculative.verify import VERIFIERS
 from specsparse.training.prompts import prompt
 from specsparse.training.recorder import Recorder
-
-if TYPE_CHECKING:
-    from specsparse.model import Model
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ class Text:
     prompt: int
 
 
-def answer(model: "Model", prompts: list[np.ndarray], params: list[SamplingParams], *, seed: int) -> list[Text]:
+def answer(model: Model, prompts: list[np.ndarray], params: list[SamplingParams], *, seed: int) -> list[Text]:
     """The model's answers to prompts of token ids, decoded together; plain decoding's tokens."""
     sequences = [Sequence(p, s, seed, i) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
     name = "greedy" if all(s.greedy for s in params) else "match"
@@ -77,7 +74,7 @@ def answer(model: "Model", prompts: list[np.ndarray], params: list[SamplingParam
     return texts
 
 
-def encode(model: "Model", text: str, *, chat: bool) -> np.ndarray:
+def encode(model: Model, text: str, *, chat: bool) -> np.ndarray:
     """Ids int32[n] of a prompt's text."""
     tokenizer = model.tokenizer
     if chat:
@@ -86,7 +83,7 @@ def encode(model: "Model", text: str, *, chat: bool) -> np.ndarray:
     return np.asarray(tokenizer.encode(text, add_special=True), np.int32)
 
 
-def make_shard(model: "Model", options: DataOptions, index: int) -> list[Text]:
+def make_shard(model: Model, options: DataOptions, index: int) -> list[Text]:
     """Answers number `index * batch` and so on: the same whenever and in whatever order they are made."""
     prompts, number = [], index * options.batch
     limit = min(options.prompt_tokens, model.config.context_length - 2)
@@ -146,7 +143,7 @@ def read_shard(path: Path) -> list[Text]:
 
 
 def generate(
-    model: "Model", options: DataOptions, folder: Path, *, tokens: int, progress: Callable[[int], None] | None = None
+    model: Model, options: DataOptions, folder: Path, *, tokens: int, progress: Callable[[int], None] | None = None
 ) -> list[Path]:
     """Makes shards in `folder` until their answers hold `tokens` tokens; those that are there are not made again.
 

@@ -9,13 +9,14 @@ arXiv:1308.3432): what is trained is what the file holds.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.kernels.dequant import dequantize, embed_rows
 from specsparse.training import trunk
@@ -25,9 +26,6 @@ from specsparse.training.products import check_precision, halved, times
 from specsparse.training.reconstruct import hoyer, nearly_counted
 from specsparse.training.trunk import FFN, Passage
 from specsparse.training.windows import fill_up, pack
-
-if TYPE_CHECKING:
-    from specsparse.model import Model
 
 
 class Measure(NamedTuple):
@@ -172,7 +170,7 @@ class Distiller:
         act: of the gate.
     """
 
-    def __init__(self, model: "Model", options: DistillOptions, *, act: Callable = jax.nn.relu):
+    def __init__(self, model: Model, options: DistillOptions, *, act: Callable = jax.nn.relu):
         self.model, self.options, self.config, self._act = model, options, model.config, act
         self._trunk = trunk.trunk_of(model, options.rows)
         self._head = dequantize(model.params.output)

@@ -2,28 +2,25 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.kernels.dequant import embed_rows
 from specsparse.predictors.checkpoint import write_tensors
 from specsparse.training import trunk
 from specsparse.training.data import Text
 
-if TYPE_CHECKING:
-    from specsparse.model import Model
-
 _PART = 8
 """Windows of a file."""
 
 
 def collect(
-    model: "Model",
+    model: Model,
     windows: Sequence[Sequence[Text]],
     folder: Path,
     *,
@@ -69,7 +66,7 @@ def layer_inputs(paths: Sequence[Path], layer: int) -> np.ndarray:
     return np.concatenate(found)
 
 
-def _program(model: "Model") -> Callable:
+def _program(model: Model) -> Callable:
     config = model.config
 
     def inputs(embedding, frozen: trunk.Trunk, ffn: trunk.FFN, passage: trunk.Passage):
@@ -79,7 +76,7 @@ def _program(model: "Model") -> Callable:
     return jax.jit(inputs)
 
 
-def _arguments(model: "Model", rows: int) -> tuple:
+def _arguments(model: Model, rows: int) -> tuple:
     return model.params.embedding, trunk.trunk_of(model, rows), trunk.ffns_of(model)
 
 

@@ -3,21 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specsparse.engine.model import Model
 from specsparse.kernels.dequant import dequantize, embed_rows
 from specsparse.speculative.drafters.head_file import write_head
 from specsparse.training import export, head
 from specsparse.training.data import Text
 from specsparse.training.form import Form
 from specsparse.training.head import Frozen, HeadWeights, Window
-
-if TYPE_CHECKING:
-    from specsparse.model import Model
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class HeadForm(Form):
     drafter: ClassVar[str] = "head"
     option: ClassVar[str] = "head"
 
-    model: "Model"
+    model: Model
 
     def first(self, texts: Sequence[Text]) -> HeadWeights:
         """See `first_weights`."""
@@ -57,7 +55,7 @@ class HeadForm(Form):
         return write_head(path, self.model, export.tensors(weights), ids, quant=quant)
 
 
-def first_weights(model: "Model", texts: Sequence[Text], *, rows: int = 60_000, ridge: float = 3e-3) -> HeadWeights:
+def first_weights(model: Model, texts: Sequence[Text], *, rows: int = 60_000, ridge: float = 3e-3) -> HeadWeights:
     """Where training begins: the best linear guess, in a layer that passes it on.
 
     `fc` is the ridge regression of the target's next row on both inputs. Queries, keys, values, gate and up are those

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +13,13 @@ import numpy as np
 from specsparse.convert.write import out_type, write_model
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf import open_gguf
+from specsparse.engine.model import Model
 from specsparse.kernels.dequant import dequantize
 from specsparse.training import small
 from specsparse.training.data import Text
 from specsparse.training.form import Form
 from specsparse.training.head import Frozen, Window
 from specsparse.training.small import SmallOptions, SmallWeights, small_config
-
-if TYPE_CHECKING:
-    from specsparse.model import Model
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class SmallForm(Form):
     drafter: ClassVar[str] = "model"
     option: ClassVar[str] = "model"
 
-    model: "Model"
+    model: Model
     options: SmallOptions = field(default_factory=SmallOptions)
     seed: int = 0
 

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.kernels.dequant import dequantize
 from specsparse.kernels.rows import take_rows
@@ -19,9 +20,6 @@ from specsparse.training.form import Form
 from specsparse.training.head import Frozen, Window
 from specsparse.training.products import check_precision, halved
 from specsparse.training.windows import fill, pack, spans
-
-if TYPE_CHECKING:
-    from specsparse.model import Model
 
 
 @dataclass(frozen=True)
@@ -153,7 +151,7 @@ class Trainer:
         config: the target's.
     """
 
-    def __init__(self, model: "Model", options: TrainOptions, form: Form):
+    def __init__(self, model: Model, options: TrainOptions, form: Form):
         self.model, self.options, self.form, self.config = model, options, form, model.config
         self._optimiser = optimiser(options)
         self._step = jax.jit(self._one_step, donate_argnums=(0, 1))

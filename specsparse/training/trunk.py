@@ -1,22 +1,20 @@
 """A model's layers as a function of its FFNs, to differentiate: attention and norms stay as they are."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine.config import ModelConfig
+from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.kernels.dequant import dequantize
 from specsparse.training.data import Text
 from specsparse.training.head import rotary
 from specsparse.training.layer import attend, keys, rms_norm
 from specsparse.training.products import halved, times
-
-if TYPE_CHECKING:
-    from specsparse.model import Model
 
 _ATTENTION = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm")
 
@@ -84,7 +82,7 @@ def check(config: ModelConfig) -> None:
         raise UserError(f"a model with biases ({config.biases[0]}) cannot be turned to ReLU here")
 
 
-def trunk_of(model: "Model", positions: int) -> Trunk:
+def trunk_of(model: Model, positions: int) -> Trunk:
     """The frozen part of a dense model, dequantised."""
     layers = model.params.layers
     stacked = {n: jnp.stack([_floats(getattr(layer, n)) for layer in layers]) for n in _ATTENTION}
@@ -93,13 +91,13 @@ def trunk_of(model: "Model", positions: int) -> Trunk:
     )
 
 
-def ffn_of(model: "Model", layer: int) -> FFN:
+def ffn_of(model: Model, layer: int) -> FFN:
     """The matrices of one layer, dequantised."""
     found = model.params.layers[layer]
     return FFN(*(dequantize(getattr(found, f"ffn_{n}")) for n in FFN._fields))
 
 
-def ffns_of(model: "Model") -> FFN:
+def ffns_of(model: Model) -> FFN:
     """The matrices of all layers, stacked."""
     return jax.tree.map(lambda *each: jnp.stack(each), *(ffn_of(model, i) for i in range(model.config.n_layers)))
 

@@ -12,7 +12,7 @@ from specsparse.engine import cache as kv
 from specsparse.engine import llama, rope, weights
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf import open_gguf
-from specsparse.model import KV_DTYPES
+from specsparse.engine.model import KV_DTYPES
 from specsparse.testing import write_tiny_gguf
 
 WIDTH = 16

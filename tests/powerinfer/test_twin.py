@@ -9,6 +9,7 @@ import specsparse
 from specsparse.errors import UserError
 from specsparse.kernels.dequant import dequantize
 from specsparse.powerinfer import twin
+from specsparse.powerinfer.twin import sparse_twin
 from specsparse.predictors.written import written_by
 from specsparse.speculative.drafters import get_drafter
 from specsparse.testing import write_tiny_gguf
@@ -29,7 +30,7 @@ def sparse(tmp_path_factory):
 
 
 def test_a_hot_twin_is_a_smaller_dense_model(dense):
-    twin = dense.sparse_twin(rule="hot", share=0.5, text=IDS)
+    twin = sparse_twin(dense, rule="hot", share=0.5, text=IDS)
     own, whole = twin.params.layers[0], dense.params.layers[0]
     assert twin.config.d_ff == 64 and own.ffn_gate.shape == (64, dense.config.d_model) and own.attn_q is whole.attn_q
     gate, rows = np.asarray(dequantize(whole.ffn_gate)), np.asarray(dequantize(own.ffn_gate))
@@ -37,7 +38,7 @@ def test_a_hot_twin_is_a_smaller_dense_model(dense):
     assert ids == sorted(ids)  # rows of the whole model, none twice
     down = np.asarray(dequantize(whole.ffn_down))[:, ids]
     assert np.abs(np.asarray(dequantize(own.ffn_down)) - down).max() <= np.abs(down).max() / 127
-    whole_twin = dense.sparse_twin(share=1.0, text=IDS)
+    whole_twin = sparse_twin(dense, share=1.0, text=IDS)
     gaps = [np.abs(one.logits(IDS) - dense.logits(IDS)).max() for one in (whole_twin, twin)]
     assert gaps[0] < 0.05 < gaps[1]  # of the whole one only down was packed once more
 
@@ -83,7 +84,7 @@ MISTAKES = {
 def test_a_rule_that_the_target_cannot_follow(dense, sparse, what):
     options, which, says = MISTAKES[what]
     with pytest.raises(UserError, match=says):
-        {"dense": dense, "sparse": sparse}[which].sparse_twin(**options)
+        sparse_twin({"dense": dense, "sparse": sparse}[which], **options)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,11 @@ import pytest
 import specsparse
 from specsparse.errors import UserError
 from specsparse.kernels.dequant import embed_rows
+from specsparse.powerinfer.twin import sparse_twin
 from specsparse.speculative.base import ROOT, DraftKind, Feedback
 from specsparse.speculative.drafters import get_drafter, head_file
 from specsparse.speculative.drafters.head_file import write_head
+from specsparse.speculative.drafters.plan import MakeModel
 from specsparse.speculative.trees import get_tree
 from specsparse.speculative.verify import match_verdict
 from specsparse.testing import write_tiny_gguf
@@ -38,7 +40,7 @@ def file(model, tmp_path_factory):
 
 def bound(model, file, **options):
     plan = get_drafter("head", gamma=K, head=str(file), **options)
-    made = plan.bind(model, lambda spec: model)
+    made = plan.bind(model, MakeModel(lambda spec: model, sparse_twin))
     return made.drafter, made.weights(C)
 
 
@@ -210,7 +212,7 @@ def test_mistakes_are_one_line(model, file, tmp_path):
 def test_lookup_drafts_where_it_can_and_the_head_elsewhere(model, file):
     texts = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [3, 9, 27, 81, 10, 30]]
     drafter, weights = (lambda b: (b.drafter, b.weights(C)))(
-        get_drafter("lookup_head", gamma=K, head=str(file)).bind(model, lambda spec: model)
+        get_drafter("lookup_head", gamma=K, head=str(file)).bind(model, MakeModel(lambda spec: model, sparse_twin))
     )
     head_drafter, head_weights = bound(model, file)
     lookup = get_drafter("prompt_lookup", gamma=K, ngram_min=2)
@@ -233,7 +235,8 @@ def test_lookup_beside_a_head_that_draws(model, file):
     """Copied tokens count as drawn from laws of one token; the head's laws stay as they are."""
     texts = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [3, 9, 27, 81, 10, 30]]
     plan = get_drafter("lookup_head", gamma=K, head=str(file), temperature=0.7)
-    drafter, weights = (lambda b: (b.drafter, b.weights(C)))(plan.bind(model, lambda spec: model))
+    joined = plan.bind(model, MakeModel(lambda spec: model, sparse_twin))
+    drafter, weights = joined.drafter, joined.weights(C)
     alone, head_weights = bound(model, file, temperature=0.7)
     ctx = on_target(model, draft_context(texts, capacity=C, budget=K))
     hidden = target_rows(model, ctx)

@@ -15,7 +15,7 @@ from gguf import GGUFReader
 import specsparse
 from specsparse import SamplingParams
 from specsparse.engine.llama import Want
-from specsparse.model import Model
+from specsparse.engine.model import Model
 from specsparse.testing import write_tiny_gguf
 
 VOCAB = 49_152

@@ -4,19 +4,16 @@ import abc
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from specsparse.engine.config import ModelConfig
-from specsparse.engine.llama import ForwardFn, make_layers
+from specsparse.engine.llama import make_layers
+from specsparse.engine.model import Model
 from specsparse.engine.params import SamplingParams
-from specsparse.engine.sampling import SamplingKernels
-from specsparse.engine.tokenizer import Tokenizer
 from specsparse.engine.weights import Params
 from specsparse.errors import UserError
-from specsparse.kernels import Kernels
 from specsparse.kernels.rows import take_rows
 from specsparse.speculative.base import Drafter, DraftKind
 from specsparse.speculative.draft_law import DraftLaw
@@ -32,31 +29,6 @@ from specsparse.speculative.trees.base import TreeShape
 from specsparse.speculative.vocab import check_compatible
 
 
-class LoadedModel(Protocol):
-    """What a plan needs of `specsparse.Model`."""
-
-    config: ModelConfig
-    tokenizer: Tokenizer
-    params: Params
-    forward: ForwardFn
-    kernels: Kernels
-    path: Path
-
-    @property
-    def sampling_kernels(self) -> SamplingKernels:
-        """Argmax, laws and draws of its backend."""
-
-    @property
-    def cache_dtype(self) -> Any:
-        """Of keys and values."""
-
-    def params_for(self, capacity: int) -> Params:
-        """The weights with a rotary table of that many positions."""
-
-    def sparse_twin(self, **options: Any) -> "LoadedModel":
-        """The same model with fewer neurons."""
-
-
 class Bound(NamedTuple):
     """A drafter ready to run.
 
@@ -69,8 +41,16 @@ class Bound(NamedTuple):
     weights: Callable[[int], Any]
 
 
-Load = Callable[[str], LoadedModel]
-"""Loads a draft model by name or path, on the target's backend."""
+class MakeModel(NamedTuple):
+    """How a plan gets the model that drafts; injected, since loading lies above this room.
+
+    Attributes:
+        load: name or path -> the draft model, on the target's backend.
+        fewer: (target, options of `powerinfer.twin.sparse_twin`) -> the target with fewer neurons.
+    """
+
+    load: Callable[[str], Model]
+    fewer: Callable[..., Model]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +83,7 @@ class Style:
         """How the tokens are drawn."""
         return self.draw if self.tree is None else self.tree.kind
 
-    def ids(self, target: LoadedModel, available: int) -> np.ndarray | None:
+    def ids(self, target: Model, available: int) -> np.ndarray | None:
         """The ids to score, ascending, of those below `available`; None for all."""
         if self.vocab is not None:
             wanted = set(self.vocab)
@@ -146,8 +126,8 @@ class DrafterPlan(abc.ABC):
         return False
 
     @abc.abstractmethod
-    def bind(self, target: LoadedModel, load: Load) -> Bound:
-        """The drafter for this target; `load` loads a draft model."""
+    def bind(self, target: Model, make: MakeModel) -> Bound:
+        """The drafter for this target; `make` makes the model that drafts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,11 +154,11 @@ class ModelPlan(DrafterPlan):
         """Its matrices are its own, whole on each device."""
         return True
 
-    def bind(self, target: LoadedModel, load: Load) -> Bound:
+    def bind(self, target: Model, make: MakeModel) -> Bound:
         """Loads the draft model where it is a path, and compares the vocabularies."""
         if self.model is None:
             raise UserError("drafter.model: a value is needed, the draft model's GGUF file")
-        model = load(str(self.model)) if isinstance(self.model, str | Path) else self.model
+        model = make.load(str(self.model)) if isinstance(self.model, str | Path) else self.model
         check_compatible(target.tokenizer, model.tokenizer, special_tokens=self.special_tokens, where=str(model.path))
         c = model.config
         columns = min(c.vocab_size, target.config.vocab_size)
@@ -218,7 +198,7 @@ class LayerSkipPlan(DrafterPlan):
         """Unless it cuts rows of its own out of the target's output matrix."""
         return self.how.vocab is None and self.how.first is None
 
-    def bind(self, target: LoadedModel, load: Load) -> Bound:
+    def bind(self, target: Model, make: MakeModel) -> Bound:
         """Checks the layers; no model is loaded."""
         c = target.config
         layers = default_layers(c.n_layers) if self.layers is None else self.layers
@@ -238,7 +218,7 @@ class SparseSelfPlan(DrafterPlan):
 
     Attributes:
         how: how it drafts.
-        rule, share, threshold, text: which neurons, see `LoadedModel.sparse_twin`; None leaves its defaults.
+        rule, share, threshold, text: which neurons, see `powerinfer.twin.sparse_twin`; None leaves its defaults.
     """
 
     how: Style
@@ -252,10 +232,10 @@ class SparseSelfPlan(DrafterPlan):
         """How it drafts."""
         return self.how
 
-    def bind(self, target: LoadedModel, load: Load) -> Bound:
+    def bind(self, target: Model, make: MakeModel) -> Bound:
         """Makes the twin; no model is loaded."""
         own = {"rule": self.rule, "share": self.share, "threshold": self.threshold, "text": self.text}
-        twin = target.sparse_twin(**{key: value for key, value in own.items() if value is not None})
+        twin = make.fewer(target, **{key: value for key, value in own.items() if value is not None})
         c = target.config
         weights, columns = _trim(self.how, target, target.params, c.vocab_size)
         source = TargetLayers(twin.forward, VocabMap(c.vocab_size, c.vocab_size, columns), c.context_length, None)
@@ -280,7 +260,7 @@ class HeadPlan(DrafterPlan):
         """How it drafts."""
         return self.how
 
-    def bind(self, target: LoadedModel, load: Load) -> Bound:
+    def bind(self, target: Model, make: MakeModel) -> Bound:
         """Reads the head's file; no model is loaded."""
         c = target.config
         found = read_head(find(self.head, target.params.output_norm), c, floats=target.kernels.name != "native")
@@ -326,9 +306,9 @@ class LookupHeadPlan(DrafterPlan):
         """K of the two."""
         return max(self.lookup.max_nodes, self.head.max_nodes)
 
-    def bind(self, target: LoadedModel, load: Load) -> Bound:
+    def bind(self, target: Model, make: MakeModel) -> Bound:
         """Reads the head's file."""
-        bound = self.head.bind(target, load)
+        bound = self.head.bind(target, make)
         return Bound(Either(self.lookup, bound.drafter), bound.weights)
 
 
@@ -368,7 +348,7 @@ def read_id_list(value: Any, option: str, wanted: str = "a list of ids or a file
         raise UserError(f"drafter.{option}={value!s:.60}: {wanted} is needed") from error
 
 
-def _trim(how: Style, target: LoadedModel, params: Params, columns: int) -> tuple[DraftWeights, int]:
+def _trim(how: Style, target: Model, params: Params, columns: int) -> tuple[DraftWeights, int]:
     """Weights with a trimmed head and its columns; without trimming none and `columns`."""
     ids = how.ids(target, columns)
     if ids is None:
@@ -379,7 +359,7 @@ def _trim(how: Style, target: LoadedModel, params: Params, columns: int) -> tupl
     return DraftWeights(head=head, ids=jnp.asarray(ids), place=jnp.asarray(place)), len(ids)
 
 
-def _drafter(how: Style, source: Source, target: LoadedModel) -> Drafter:
+def _drafter(how: Style, source: Source, target: Model) -> Drafter:
     law = DraftLaw(how.sampling, source.vocab.columns, target.sampling_kernels)
     if how.tree is not None:
         return with_policy(TreeDrafter(source, law, how.tree), how.policy)

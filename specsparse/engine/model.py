@@ -1,0 +1,156 @@
+"""A loaded model: configuration, tokenizer, packed weights and the forward function that belongs to them."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsparse.engine import cache as kv
+from specsparse.engine import rope, sampling
+from specsparse.engine.config import ModelConfig
+from specsparse.engine.generate import piece, prompt_pieces
+from specsparse.engine.llama import ForwardFn, Want
+from specsparse.engine.sampling import SamplingKernels
+from specsparse.engine.sharded import Sharding
+from specsparse.engine.tokenizer import Tokenizer
+from specsparse.engine.weights import Footprint, Params
+from specsparse.errors import UserError
+from specsparse.kernels import Kernels, native_cpu
+
+KV_DTYPES = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16}
+_CAPACITY_STEP = 256
+"""Caches come in few sizes, so that few programs are compiled."""
+
+
+@dataclass(eq=False)
+class Model:
+    """A model ready to run. Compared by identity; `forward` and `kernels` are static facts of every program.
+
+    Attributes:
+        config: shapes and constants.
+        tokenizer: from the file's metadata.
+        params: the packed weights; the rotary table is the one of `params_for`.
+        forward: the forward function (see `engine.llama.ForwardFn`).
+        kernels: what it runs on.
+        kv_dtype: "f32", "f16" or "bf16".
+        path: the file.
+        footprint: bytes of weights that one decoding step reads.
+        ffn: "dense", "powerinfer", "oracle" or "predicted".
+        rule: what tells this FFN from others of its kind, such as a threshold or a predictor; "" for a dense one.
+        stepped: whether the host steps through `forward` (two devices), so that no program may contain it.
+        sharding: where the parts of a model on a mesh lie, None on one device.
+        load_s: seconds that loading took.
+        rope_factors: f32[d/2] or None.
+        programs: compiled programs, by what they close over.
+        drafters: drafters bound to this model, by plan, so that a draft model is loaded once.
+    """
+
+    config: ModelConfig
+    tokenizer: Tokenizer
+    params: Params
+    forward: ForwardFn
+    kernels: Kernels
+    kv_dtype: str
+    path: Path
+    footprint: Footprint
+    ffn: str = "dense"
+    rule: str = ""
+    stepped: bool = False
+    sharding: Sharding | None = None
+    load_s: float = 0.0
+    rope_factors: np.ndarray | None = field(default=None, repr=False)
+    programs: dict = field(default_factory=dict, repr=False)
+    drafters: dict = field(default_factory=dict, repr=False)
+    _tables: dict = field(default_factory=dict, repr=False)
+
+    @property
+    def sampling_kernels(self) -> SamplingKernels:
+        """Argmax, laws and draws by the model's kernels."""
+        if self.kernels.name == "native":
+            return SamplingKernels(native_cpu.argmax, native_cpu.law, native_cpu.draw, native_cpu.check)
+        return sampling.REFERENCE
+
+    @property
+    def cache_dtype(self):
+        """Type of the cached keys and values."""
+        return KV_DTYPES[self.kv_dtype]
+
+    def capacity_for(self, tokens: int) -> int:
+        """Slots of a cache that holds `tokens` tokens, at most the context."""
+        rounded = -(-tokens // _CAPACITY_STEP) * _CAPACITY_STEP
+        context = -(-self.config.context_length // kv.LANES) * kv.LANES
+        return min(rounded, context)
+
+    def params_for(self, capacity: int) -> Params:
+        """The weights with a rotary table of `capacity` positions."""
+        if capacity not in self._tables:
+            cos, sin = rope.rope_tables(self.config.rope, capacity, self.rope_factors)
+            self._tables[capacity] = self.everywhere((jnp.asarray(cos), jnp.asarray(sin)))
+        cos, sin = self._tables[capacity]
+        return self.params._replace(cos=cos, sin=sin)
+
+    def everywhere(self, tree: Any) -> Any:
+        """`tree` as its programs take it: on a mesh, with a copy on every device."""
+        return tree if self.sharding is None else self.sharding.everywhere(tree)
+
+    def new_cache(self, batch: int, capacity: int) -> kv.KVCache:
+        """An empty cache for `batch` sequences."""
+        c = self.config
+        shape = {"layers": c.n_layers, "batch": batch, "capacity": capacity, "head_dim": c.head_dim}
+        if self.sharding is not None:
+            return self.sharding.new_cache(**shape, dtype=self.cache_dtype)
+        return kv.init(**shape, kv_heads=c.n_kv_heads, dtype=self.cache_dtype)
+
+    def check_whole(self, what: str) -> None:
+        """Refuses `what` reads matrices on its own, with a UserError, where they are divided among devices."""
+        if self.sharding is not None:
+            raise UserError(f"{self.path}: {what} needs the whole model on one device: load it without mesh")
+
+    def check_ids(self, ids: Sequence[int]) -> np.ndarray:
+        """Token ids as int32[n]; raises UserError where they are none of this vocabulary, none at all, or too many."""
+        try:
+            array = np.asarray(ids)
+        except (TypeError, ValueError) as e:
+            raise UserError(f"token ids must be a flat list of integers ({e})") from None
+        if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+            raise UserError("token ids must be a flat list of integers")
+        if array.size == 0:
+            raise UserError("the prompt is empty: at least one token is needed")
+        outside = array[(array < 0) | (array >= self.config.vocab_size)]
+        if outside.size:
+            raise UserError(f"token id {outside[0]} is outside the vocabulary (0 to {self.config.vocab_size - 1})")
+        if array.size > self.config.context_length:
+            raise UserError(
+                f"the prompt has {array.size} tokens and the context holds {self.config.context_length}: "
+                "shorten it, or give truncate_prompt_tokens or a larger context_length"
+            )
+        return array.astype(np.int32)
+
+    @functools.cached_property
+    def _logits_program(self) -> Callable:
+        def chunk(params, tokens, n_valid, cache):
+            out, cache = self.forward(params, tokens, cache, n_valid_B=n_valid, want=Want())
+            return out.logits[0], kv.commit(cache, n_valid)
+
+        return chunk if self.stepped else jax.jit(chunk, donate_argnums=3)
+
+    def logits(self, ids: Sequence[int]) -> np.ndarray:
+        """Teacher-forced logits: row i predicts the token after `ids[i]`. float32[n, V].
+
+        Raises:
+            UserError: no ids, ids outside the vocabulary, or more than the context holds.
+        """
+        array = self.check_ids(ids)
+        capacity = self.capacity_for(len(array))
+        params, cache = self.params_for(capacity), self.new_cache(1, capacity)
+        out = np.empty((len(array), self.config.vocab_size), np.float32)
+        for start, rows in prompt_pieces([len(array)]):
+            tokens, count = piece([array], start, rows)
+            logits, cache = self._logits_program(params, *self.everywhere((tokens, count)), cache)
+            out[start : start + count[0]] = np.asarray(logits)[: count[0]]
+        return out

