@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from specsparse import display
 from specsparse.config import FfnSpec, RunConfig
@@ -45,9 +46,10 @@ def run(cfg: RunConfig, directory: Path, *, engine: Engine | None = None, consol
     """
     check(cfg)
     job = module_of(cfg.kind)
-    found = job.run(cfg, directory, engine=engine or default_engine(), console=console or display.console())
+    out = console or display.console()
+    found = job.run(cfg, directory, engine=engine or default_engine(), console=out)
     if cfg.tracker.name == "wandb":
         from specsparse import wandb_run  # its client takes seconds
 
-        wandb_run.publish(directory, cfg.tracker.options)
+        out.print(Text(wandb_run.publish(directory, cfg.tracker.options)), soft_wrap=True)  # a command is not cut
     return found

@@ -3,7 +3,10 @@
 It starts when the record is there and reads it back, since a run's timings are not to be shared with a service process.
 """
 
+import csv
 import io
+import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,39 +22,73 @@ from specsparse.report.runs import Run
 
 _BINS = 12
 _COLUMNS = ("prompt_id", "task", "side", "repeat", "prompt", "text", "tokens", "tokens_per_second", "finish_reason")
+PASSES = "passes"
+"""Section of the charts over passes. The record's sums have the names without it."""
+_OF_THE_STEP = ("prompt_id", "task", "repeat")
 
 
-def publish(directory: Path, options: Mapping[str, Any]) -> None:
+def publish(directory: Path, options: Mapping[str, Any]) -> str:
     """Send (or, offline, write) what a run's directory holds.
 
-    Config; a step for each pass; histograms over rounds and over prompts; acceptance by position; tables of prompts,
-    texts and figures' numbers; the figures, and every PNG that the run wrote; the record's numbers as the summary.
-    Runs of a sweep share a group, the sweep's directory, unless `group` is given.
+    Config and manifest; a step for each prompt and repeat; histograms over rounds and over prompts; acceptance by
+    position; tables of prompts, texts and figures' numbers; the figures; every PNG and CSV that the run wrote; the
+    record's numbers as the summary. Runs of a sweep share a group, the sweep's directory, unless `group` is given.
 
     Args:
         directory: of the run, with its record.json.
         options: project, mode and group, as in conf/tracker/wandb.yaml.
+
+    Returns:
+        A line that says where the run is, and offline the command that sends it.
     """
     import wandb
 
     run = runs.read(directory)
+    mode = options.get("mode", "offline")
     group = options.get("group") or (directory.resolve().parent.name if directory.name.isdecimal() else None)
     client = wandb.init(
-        dir=str(directory), name=run.name, config=dict(run.config), job_type=run.kind, group=group, tags=_tags(run),
-        project=options.get("project", "specsparse"), mode=options.get("mode", "offline"),
+        dir=str(directory), name=run.name, config=_config(run), job_type=run.kind, group=group, tags=_tags(run),
+        project=options.get("project", "specsparse"), mode=mode,
         settings=wandb.Settings(silent=True, console="off"),
     )  # fmt: skip
+    client.define_metric(f"{PASSES}/*", summary="none")  # or the last prompt's numbers would stand for the run's
     found = methods.of([run])
     made, _ = figures.make([run], found)
-    for row in run.rows:
-        numbers = _flat({key: value for key, value in row.items() if key != "token_ids"})
-        client.log({k: v for k, v in numbers.items() if isinstance(v, int | float)})
-    for part in (_histograms(found), _prompts(run), _figures(made), _pictures(directory)):
+    for step in _steps(run.rows):
+        client.log(step)
+    for part in (_histograms(found), _prompts(run), _figures(made), _written(directory)):
         if part:
             client.log(part)
     numbers = {k: v for k, v in _flat(run.summary).items() if v is not None}
     client.summary.update(numbers | _acceptance(found))
     client.finish()
+    return _where(mode, client.url, Path(client.dir).parent)
+
+
+def _where(mode: str, url: str | None, directory: Path) -> str:
+    if mode == "disabled":
+        return "wandb: disabled, nothing was written"
+    if mode == "online":
+        return f"wandb: {url}"
+    shown = min(str(directory), os.path.relpath(directory), key=len)
+    return f"wandb: written offline; to send it: wandb sync {shlex.quote(shown)}"
+
+
+def _config(run: Run) -> dict[str, Any]:
+    """The composed config, and under `manifest` what it ran on: commit, model file, kernels, machine, packages."""
+    return {**run.config, "manifest": {k: v for k, v in run.manifest.items() if k != "config"}}
+
+
+def _steps(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A step for each prompt and repeat: its id, task and repeat, and each side's numbers under the side's name."""
+    steps: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows:
+        which = {key: row.get(key) for key in _OF_THE_STEP}
+        step = steps.setdefault(tuple(which.values()), {f"{PASSES}/{key}": value for key, value in which.items()})
+        rest = {key: value for key, value in row.items() if key not in (*_OF_THE_STEP, "side", "token_ids")}
+        numbers = {k: v for k, v in _flat(rest).items() if isinstance(v, int | float)}
+        step.update({f"{PASSES}/{row.get('side')}/{key}": value for key, value in numbers.items()})
+    return list(steps.values())
 
 
 def _tags(run: Run) -> list[str]:
@@ -131,12 +168,25 @@ def _figures(made: Sequence[Figure]) -> dict[str, Any]:
     return out
 
 
-def _pictures(directory: Path) -> dict[str, Any]:
-    """What the experiment drew itself."""
+def _written(directory: Path) -> dict[str, Any]:
+    """What the experiment drew itself, and its tables."""
     import wandb
 
-    files = sorted(directory.glob("*.png"))
-    return {f"figures/{file.stem}": wandb.Image(_picture(file.read_bytes())) for file in files}
+    pictures, tables = sorted(directory.glob("*.png")), sorted(directory.glob("*.csv"))
+    out = {f"figures/{file.stem}": wandb.Image(_picture(file.read_bytes())) for file in pictures}
+    for file in tables:
+        columns, *data = csv.reader(io.StringIO(file.read_text(encoding="utf-8")))
+        values = [[_number(cell) for cell in row] for row in data]
+        out[f"tables/{file.stem}"] = wandb.Table(columns=columns, data=values, allow_mixed_types=True)
+    return out
+
+
+def _number(cell: str) -> float | str | None:
+    """A cell of a CSV file as the number it may be; None where it is empty."""
+    try:
+        return float(cell) if cell else None
+    except ValueError:
+        return cell
 
 
 def _picture(png: bytes) -> Any:

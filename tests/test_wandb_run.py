@@ -56,15 +56,44 @@ def written_whole(file):
     return file
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    """One job of a sweep, published offline."""
-    directory = tmp_path_factory.mktemp("s") / "2026" / "3"
+def published(directory, options):
+    """The records of a run with two prompts, and the line that `publish` returns."""
     times = {("chat-1", "chat"): (2.0, 1.0), ("code-1", "code"): (4.0, 1.0)}
     making.speed_run(directory, making.passes(times))
-    wandb_run.publish(directory, {"mode": "offline", "project": "tests", "group": None})
-    (file,) = directory.glob("wandb/offline-run-*/*.wandb")
-    return file, list(records(written_whole(file)))
+    record = json.loads((directory / "record.json").read_text())
+    record["manifest"] |= {"git": {"commit": "c0ffee"}, "model": {"sha256": "ab12"}, "kernels": {"isa": "avx2"}}
+    (directory / "record.json").write_text(json.dumps(record))
+    (directory / "curve.csv").write_text("step,loss,note\n1,0.5,first\n2,,\n")
+    line = wandb_run.publish(directory, options)
+    return line, [list(records(written_whole(f))) for f in directory.glob("wandb/offline-run-*/*.wandb")]
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """One job of a sweep, published offline: its folder, its last line, its records."""
+    directory = tmp_path_factory.mktemp("s") / "2026" / "3"
+    line, (found,) = published(directory, {"mode": "offline", "project": "tests", "group": None})
+    return directory, line, found
+
+
+@pytest.fixture
+def written(sweep):
+    (file,) = sweep[0].glob("wandb/offline-run-*/*.wandb")
+    return file, sweep[2]
+
+
+@pytest.fixture
+def history(written):
+    """What was logged, step by step."""
+    return [items(r.history.item) for r in written[1] if r.WhichOneof("record_type") == "history"]
+
+
+def summary_of(found):
+    out = {}
+    for record in found:
+        if record.WhichOneof("record_type") == "summary":
+            out |= items(record.summary.update)
+    return out
 
 
 def test_config_name_and_group_of_the_sweep(written):
@@ -78,11 +107,29 @@ def test_config_name_and_group_of_the_sweep(written):
     config = items(client.config.update)
     assert config["policy"] == {"name": "fixed", "gamma": 2} and config["kind"] == "speed"
     assert {"speed", "prompt_lookup", "greedy"} <= set(client.tags)
+    assert config["manifest"]["git"]["commit"] == "c0ffee" and config["manifest"]["model"]["sha256"] == "ab12"
+    assert config["manifest"]["kernels"] == {"isa": "avx2"} and "config" not in config["manifest"]
 
 
-def test_passes_histograms_tables_and_figures(written):
-    history = [items(r.history.item) for r in written[1] if r.WhichOneof("record_type") == "history"]
-    assert [step["rates/tokens_per_second"] for step in history[:4]] == [10.0, 20.0, 5.0, 20.0]
+def test_a_step_is_a_prompt_and_each_side_has_metrics_of_its_own(history):
+    rates = ["passes/plain/rates/tokens_per_second", "passes/speculative/rates/tokens_per_second"]
+    names = ["passes/task", "passes/prompt_id", "passes/repeat", *rates]
+    steps = [[step.get(name) for name in names] for step in history[:2]]
+    assert steps == [["chat", "chat-1", 0, 10.0, 20.0], ["code", "code-1", 0, 5.0, 20.0]]
+    assert not [key for step in history for key in step if key.startswith(("rates/", "counters/"))]
+
+
+def test_the_last_line_names_the_folder_and_the_command(sweep, written):
+    says, folder = sweep[1].split(" wandb sync ")
+    assert says == "wandb: written offline; to send it:" and Path(folder).resolve() == written[0].parent.resolve()
+
+
+def test_disabled_writes_nothing_and_says_so(tmp_path):
+    line, found = published(tmp_path, {"mode": "disabled"})
+    assert line == "wandb: disabled, nothing was written" and not found
+
+
+def test_histograms_tables_and_figures(written, history):
     logged = {key: value for step in history for key, value in step.items()}
     rounds = logged["accepted_in_a_round/speculative"]
     assert rounds["_type"] == "histogram" and rounds["values"] == [8, 4, 8]
@@ -97,14 +144,14 @@ def test_passes_histograms_tables_and_figures(written):
     for name in figures:
         assert (written[0].parent / "files" / logged[name]["path"]).read_bytes()[:4] == b"\x89PNG"
         assert logged[name.replace("figures/", "tables/")]["_type"] == "table-file"
+    curve = json.loads((written[0].parent / "files" / logged["tables/curve"]["path"]).read_text())
+    assert curve["columns"] == ["step", "loss", "note"] and curve["data"] == [[1, 0.5, "first"], [2, None, None]]
 
 
-def test_the_summary_has_the_record_s_numbers_and_acceptance_by_position(written):
-    summary = {}
-    for record in written[1]:
-        if record.WhichOneof("record_type") == "summary":
-            summary |= items(record.summary.update)
+def test_the_summary_is_the_record_s_and_no_prompt_s(written):
+    summary = summary_of(written[1])
     flat = json.dumps(summary)
+    assert not [key for key in summary if key.startswith(("passes", "rates", "counters"))]
     assert "ratio_of_totals" in flat and "num_accepted_tokens_per_pos" in flat
     assert summary["acceptance_per_position/speculative/1"] == 0.6
     assert summary["acceptance_per_position/speculative/2"] == 0.4
