@@ -26,8 +26,8 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 
 import specsparse
-from specsparse.costs import speculative
 from specsparse.engine.llama import Want
+from specsparse.times import speculative
 
 MODEL = os.environ.get("SPECSPARSE_NOTEBOOK_MODEL", "smollm2-135m")
 TOKENS = int(os.environ.get("SPECSPARSE_NOTEBOOK_TOKENS", "96"))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from specsparse.costs import speculative, traffic
+from specsparse.costs import traffic
 from specsparse.costs.devices import Device
 from specsparse.costs.model import Roofline
 from specsparse.engine.config import ModelConfig
@@ -17,6 +17,7 @@ from specsparse.engine.gguf import GGUFFile
 from specsparse.engine.tokenizer import Tokenizer
 from specsparse.errors import UserError
 from specsparse.speculative import vocab
+from specsparse.times import speculative
 
 KV_LENGTH = 128
 """Tokens in the cache where a rate is given without another length."""

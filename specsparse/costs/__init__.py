@@ -7,9 +7,9 @@ from specsparse.costs.drafts import measure_draft, table_for, table_with_draft
 from specsparse.costs.explain import Explanation, explain_record
 from specsparse.costs.measure import load_or_measure
 from specsparse.costs.model import Roofline
-from specsparse.costs.speculative import best_gamma, expected_tokens, predicted_speedup
-from specsparse.costs.table import CostTable, DraftCost
 from specsparse.costs.traffic import Traffic
+from specsparse.times.speculative import best_gamma, expected_tokens, predicted_speedup
+from specsparse.times.table import CostTable, DraftCost
 
 __all__ = [
     "DEVICES",

@@ -8,39 +8,19 @@ import numpy as np
 
 from specsparse.api import make_method
 from specsparse.bench.sides import token_ids
-from specsparse.costs import store
 from specsparse.costs.fit import draft_line
 from specsparse.costs.loops import Loop
 from specsparse.costs.measure import load_or_measure
 from specsparse.costs.progress import Bar, silent
-from specsparse.costs.stamp import file_of, shipped_heads, stamp
-from specsparse.costs.table import CostTable, DraftCost
 from specsparse.engine.model import Model
 from specsparse.engine.params import SamplingParams
 from specsparse.session import Method
-from specsparse.speculative.drafters.registry import ALIASES, DRAFTERS
 from specsparse.speculative.method import make_drafter
 from specsparse.speculative.policy import Fixed
 from specsparse.speculative.tree import TreeTemplate
-
-
-def cost_key(name: str, options: Mapping[str, Any] | None = None) -> str:
-    """The name under which a drafter's cost is kept: its own, and the options that were given.
-
-    A file among them is told from what was there before by a stamp (`costs.stamp`).
-
-    Raises:
-        UserError: a draft model or a head that is not there.
-    """
-    given = {key: value for key, value in sorted((options or {}).items()) if value is not None}
-    words = []
-    for key, value in given.items():
-        file = file_of(key, value)
-        words.append(f"{key}={value}" + (f" #{stamp([file])}" if file else ""))
-    factory = DRAFTERS.get(ALIASES.get(name, name))
-    if factory is not None and "head" in factory.options.keys() - given:
-        words.append(f"head=shipped #{shipped_heads()}")
-    return f"{name} ({', '.join(words)})" if words else name
+from specsparse.times import store
+from specsparse.times.stamp import cost_key
+from specsparse.times.table import CostTable, DraftCost
 
 
 def table_for(model: Model, name: str, options: Mapping[str, Any], *, bar: Bar = silent) -> tuple[CostTable, str]:

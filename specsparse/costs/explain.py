@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from specsparse.costs import speculative
-from specsparse.costs.table import FREE, CostTable, DraftCost
 from specsparse.metrics import Counters
+from specsparse.times import speculative
+from specsparse.times.table import FREE, CostTable, DraftCost
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from specsparse.costs.table import DraftCost
+from specsparse.times.table import DraftCost
 
 
 def polish(seconds: Mapping[str, Sequence[float]]) -> tuple[dict[str, float], dict[str, float]]:

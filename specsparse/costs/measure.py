@@ -10,15 +10,16 @@ from functools import partial
 import numpy as np
 
 from specsparse.bench.sides import Ours, token_ids
-from specsparse.costs import devices, store
+from specsparse.costs import devices
 from specsparse.costs.fit import fit_kv, overhead, polish, rising
 from specsparse.costs.loops import Loop
 from specsparse.costs.progress import Bar, silent
-from specsparse.costs.table import CostTable
 from specsparse.engine.model import Model
 from specsparse.session import Method
 from specsparse.speculative.drafters.scripted import Scripted
 from specsparse.speculative.verify import get_verifier
+from specsparse.times import store
+from specsparse.times.table import CostTable
 
 _NEAR, _FAR = "near", "far"
 

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 
 from specsparse import hostloop
-from specsparse.costs import store
-from specsparse.costs.drafts import cost_key
 from specsparse.costs.measure import load_or_measure
 from specsparse.costs.progress import Bar, silent
-from specsparse.costs.table import CostTable
 from specsparse.engine.model import Model
 from specsparse.engine.params import SamplingParams
 from specsparse.session import Method, Session
 from specsparse.session import Sequence as Text
 from specsparse.speculative.tree import TreeTemplate
+from specsparse.times import store
+from specsparse.times.stamp import cost_key
+from specsparse.times.table import CostTable
 
 RANKS = 8
 """Children whose acceptance is measured."""

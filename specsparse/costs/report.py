@@ -3,12 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specsparse.costs import devices, speculative, traffic
+from specsparse.costs import devices, traffic
 from specsparse.costs.devices import Device
 from specsparse.costs.model import Roofline
-from specsparse.costs.table import CostTable
 from specsparse.costs.traffic import Traffic
 from specsparse.engine.config import ModelConfig
+from specsparse.times import speculative
+from specsparse.times.table import CostTable
 
 WEIGHT_TYPES = ("F32", "F16", "Q8_0", "Q6_K", "Q5_K", "Q5_0", "Q4_K", "Q4_1", "Q4_0", "IQ4_XS", "Q3_K", "Q2_K")
 KV_LENGTHS = (256, 1024, 4096, 16384, 32768)

@@ -13,13 +13,14 @@ from specsparse.config import (
     choice_options,
     sampling_params,
 )
-from specsparse.costs import CostTable, speculative
 from specsparse.costs.progress import Bar, silent
 from specsparse.experiments import measured
 from specsparse.folders import conf_dir
 from specsparse.speculative.method import choose_verifier, grows_trees, make_drafter
 from specsparse.speculative.policy import Fixed
 from specsparse.speculative.trees import get_tree
+from specsparse.times import speculative
+from specsparse.times.table import CostTable
 
 GROWER = "layer_skip"
 """What drafts the trees where the configured drafter grows none: it needs no second file."""

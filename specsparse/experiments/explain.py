@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specsparse import metrics, oracles
-from specsparse.costs import store
 from specsparse.costs.explain import explain_record
-from specsparse.costs.table import CostTable
 from specsparse.engine.model import Model
 from specsparse.experiments.decoding import Passes
 from specsparse.metrics import Times
 from specsparse.record import PLAIN, SPECULATIVE, Pass, RunRecord
+from specsparse.times import store
+from specsparse.times.table import CostTable
 
 
 def explain(

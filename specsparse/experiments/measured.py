@@ -6,7 +6,7 @@ from typing import Any
 
 from specsparse.api import make_method
 from specsparse.config import RunConfig, sampling_params
-from specsparse.costs import CostTable, DraftCost, drafts, ranks
+from specsparse.costs import drafts, ranks
 from specsparse.costs.progress import Bar, silent
 from specsparse.engine.params import SamplingParams
 from specsparse.session import Method
@@ -15,6 +15,8 @@ from specsparse.speculative.method import choose_verifier, make_drafter
 from specsparse.speculative.policy import Fixed
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees import get_tree, static_tree
+from specsparse.times.stamp import cost_key
+from specsparse.times.table import CostTable, DraftCost
 
 SEQUOIA = "sequoia"
 NO_DRAFTER = "none"
@@ -82,10 +84,10 @@ def draft_key(cfg: RunConfig) -> str:
     Chains have the drafter's, the tree that is made to measure one for every tree whose children are so drawn, and
     any other tree one of its own.
     """
-    key = drafts.cost_key(cfg.drafter.name, cfg.drafter.options)
+    key = cost_key(cfg.drafter.name, cfg.drafter.options)
     if cfg.tree.name == SEQUOIA:
         return f"{key}, {cfg.tree.options.get('draw') or 'top'} trees"
-    return key if cfg.tree.name == CHAIN else f"{key}, tree {drafts.cost_key(cfg.tree.name, cfg.tree.options)}"
+    return key if cfg.tree.name == CHAIN else f"{key}, tree {cost_key(cfg.tree.name, cfg.tree.options)}"
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ def _rates(
             drafter = _tree_drafter(cfg, ranks.FAN, draw)
         return make_method(model, drafter, _verifier(cfg, drafter), params)
 
-    name = drafts.cost_key(cfg.drafter.name, cfg.drafter.options)
+    name = cost_key(cfg.drafter.name, cfg.drafter.options)
     shape = "chain" if draw is None else f"{draw} siblings"
     key = _acceptance_key(cfg, name, shape)
     return ranks.table_with_acceptance(model, key, make, prompts, params, bar=bar).acceptance[key]

@@ -9,11 +9,12 @@ from rich.text import Text
 
 from specsparse import api, display, manifest, models, trackers
 from specsparse.config import RunConfig
-from specsparse.costs import devices, report, store, tables, traffic
+from specsparse.costs import devices, report, tables, traffic
 from specsparse.costs.measure import measure
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf import open_gguf
 from specsparse.experiments import check_name, decoding, drafting
+from specsparse.times import store
 
 
 @dataclass(frozen=True)

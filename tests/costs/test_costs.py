@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from specsparse.costs import CostTable, DraftCost, Roofline, devices, speculative, traffic
+from specsparse.costs import Roofline, devices, traffic
 from specsparse.costs.explain import explain
 from specsparse.costs.fit import draft_line, fit_kv, overhead, polish, rising
 from specsparse.engine.config import ModelConfig
@@ -16,6 +16,8 @@ from specsparse.errors import UserError
 from specsparse.metrics import Counters, Times
 from specsparse.speculative.drafters.synthetic import SyntheticRates
 from specsparse.testing import tiny_config, write_tiny_gguf
+from specsparse.times import speculative
+from specsparse.times.table import CostTable, DraftCost
 
 LLAMA_7B = tiny_config(
     n_layers=32, d_model=4096, n_heads=32, n_kv_heads=32, d_ff=11008, vocab_size=32000, context_length=4096

@@ -14,7 +14,7 @@ from specsparse import costs, kernels
 from specsparse.bench import batch
 from specsparse.cli.main import main
 from specsparse.config import from_omegaconf
-from specsparse.costs import drafts, ranks, store
+from specsparse.costs import drafts, ranks
 from specsparse.costs import measure as measuring
 from specsparse.engine.gguf import open_gguf
 from specsparse.errors import UserError
@@ -24,6 +24,7 @@ from specsparse.session import Method
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.verify import get_verifier
 from specsparse.testing import write_tiny_gguf
+from specsparse.times import store
 
 EFFORT = measuring.Effort(ns=(1, 2, 4), near=16, far=64, repeats=2, decode=4, forwards=1, gammas=(1, 3))
 ROOT = conf_dir().parent

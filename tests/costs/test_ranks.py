@@ -20,9 +20,7 @@ from specsparse.config import (
     VerifierSpec,
 )
 from specsparse.costs import measure as measuring
-from specsparse.costs import ranks, stamp, store
-from specsparse.costs.drafts import cost_key
-from specsparse.costs.table import FREE, CostTable, DraftCost
+from specsparse.costs import ranks
 from specsparse.engine.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.experiments import compare, decoding, measured
@@ -33,6 +31,9 @@ from specsparse.speculative.policy import Fixed
 from specsparse.speculative.trees import static_tree
 from specsparse.speculative.verify import get_verifier
 from specsparse.testing import write_tiny_gguf
+from specsparse.times import stamp, store
+from specsparse.times.stamp import cost_key
+from specsparse.times.table import FREE, CostTable, DraftCost
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from specsparse.costs import speculative
+from specsparse.times import speculative
 
 
 @dataclass(frozen=True)

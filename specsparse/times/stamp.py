@@ -1,13 +1,33 @@
-"""What tells a file from the one that was there before: a short digest of its size and its time."""
+"""Names under which the cost of a drafter is kept; a stamp tells a file from the one that was there before."""
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from specsparse import models
 from specsparse.speculative.drafters.head_file import SHIPPED, find
+from specsparse.speculative.drafters.registry import ALIASES, DRAFTERS
+
+
+def cost_key(name: str, options: Mapping[str, Any] | None = None) -> str:
+    """The name under which a drafter's cost is kept: its own, and the options that were given.
+
+    A file among them is told from what was there before by a stamp (size and time).
+
+    Raises:
+        UserError: a draft model or a head that is not there.
+    """
+    given = {key: value for key, value in sorted((options or {}).items()) if value is not None}
+    words = []
+    for key, value in given.items():
+        file = file_of(key, value)
+        words.append(f"{key}={value}" + (f" #{stamp([file])}" if file else ""))
+    factory = DRAFTERS.get(ALIASES.get(name, name))
+    if factory is not None and "head" in factory.options.keys() - given:
+        words.append(f"head=shipped #{shipped_heads()}")
+    return f"{name} ({', '.join(words)})" if words else name
 
 
 def stamp(paths: Iterable[Path]) -> str:

@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specsparse import kernels, manifest
-from specsparse.costs.table import CostTable
+from specsparse import kernels
+from specsparse.atomic import atomically
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.machine import cpu_info
-from specsparse.trackers import write_atomically
+from specsparse.places import cache_dir
+from specsparse.times.table import CostTable
 
 VERSION = 2
 """Of what is measured and how; tables of another version are measured again."""
@@ -42,7 +43,7 @@ def identity(model: Model) -> dict[str, Any]:
 def path_of(model: Model) -> Path:
     """Where this model's table is kept."""
     digest = hashlib.sha256(json.dumps(identity(model), sort_keys=True).encode()).hexdigest()[:16]
-    return manifest.cache_dir() / "costs" / f"{model.path.stem}-{digest}.json"
+    return cache_dir() / "costs" / f"{model.path.stem}-{digest}.json"
 
 
 def load(model: Model) -> CostTable | None:
@@ -56,6 +57,6 @@ def load(model: Model) -> CostTable | None:
 def save(model: Model, table: CostTable) -> Path:
     """Keeps a table; a cache that cannot be written costs time, nothing else."""
     path = path_of(model)
-    with contextlib.suppress(UserError):
-        write_atomically(path, json.dumps(table.to_dict(), indent=1) + "\n")
+    with contextlib.suppress(UserError), atomically(path) as file:
+        file.write(json.dumps(table.to_dict(), indent=1).encode())
     return path
