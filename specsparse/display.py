@@ -17,6 +17,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from specsparse.intervals import Interval
+from specsparse.metrics import Speedup
 from specsparse.record import PLAIN, SPECULATIVE, Group, RunRecord, Side
 
 _MAX_TASK_COLUMNS = 8
@@ -125,7 +127,7 @@ def _method_rows(groups: list[Group], method: list[Side | None]) -> list[tuple[s
     out = [
         ("speculative, tok/s", [_rate(s, "tokens_per_second", ".1f") for s in method]),
         ("speed-up", [f"{s.ratio_of_totals:.2f}" if s else "-" for s in faster]),
-        ("  95 % interval", [f"{s.low:.2f}-{s.high:.2f}" if s and s.prompts > 1 else "-" for s in faster]),
+        ("  95 % interval", [s.interval.ends() if s else "-" for s in faster]),
         ("tokens per target pass", [_rate(s, "tokens_per_target_pass", ".2f") for s in method]),
         ("mean acceptance length", [_rate(s, "mean_acceptance_length", ".2f") for s in method]),
     ]
@@ -170,15 +172,26 @@ def verdict_lines(record: RunRecord) -> list[Text]:
             lines.append(Text(f"{text}; {keeps}"))
     faster = record.groups["all"].speedup
     if faster is not None:
-        text = f"speed-up {faster.ratio_of_totals:.2f} (mean of ratios {faster.mean_of_ratios:.2f}"
-        if faster.prompts > 1:
-            text += f", 95 % interval {faster.low:.2f} to {faster.high:.2f} over {faster.prompts} pairs"
-        lines.append(Text(text + "): plain / speculative decode time, same prompts and tokens, interleaved"))
+        lines += [Text(line) for line in _speedup_lines(faster)]
         split = record.groups["all"].sides[SPECULATIVE].rates["share_draft"]
         if split is None:
             lines.append(Text("time in draft, verify, sample and commit: not measured in this run"))
     if record.read_bandwidth:
         lines.append(Text(f"read bandwidth of this machine: {record.read_bandwidth / 1e9:.1f} GB/s"))
+    return lines
+
+
+def _speedup_lines(faster: Speedup) -> list[str]:
+    """Each quantity beside its own interval."""
+    pairs = f", {faster.pairs} pairs" if faster.pairs > faster.prompts else ""
+    what = "plain / speculative decode time in total, same prompts and tokens, interleaved"
+    lines = [f"speed-up {faster.ratio_of_totals:.2f} ({faster.interval.sentence()}{pairs}): {what}"]
+    if faster.prompts > 1:
+        middle = Interval(faster.geometric_mean, faster.geometric_low, faster.geometric_high, faster.prompts)
+        lines.append(
+            f"geometric mean of the prompts' speed-ups {middle.value:.2f} ({middle.sentence()}); "
+            f"mean of the ratios {faster.mean_of_ratios:.2f}"
+        )
     return lines
 
 

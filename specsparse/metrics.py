@@ -5,11 +5,14 @@ p is the target's law, q the draft's. Mean acceptance length includes the bonus 
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from specsparse import intervals
+from specsparse.intervals import Interval
 
 
 @dataclass
@@ -105,7 +108,14 @@ DEFINITIONS: dict[str, str] = {
     "share_commit": "cache commit and bookkeeping time / decode time",
     "share_rest": "everything but draft and verify / decode time",
     "speedup_ratio_of_totals": "sum of plain seconds / sum of speculative seconds, scaled to as many tokens",
-    "speedup_mean_of_ratios": "mean over prompts and repeats of plain / speculative seconds per token",
+    "speedup_low": "lower end of the 95 % interval of speedup_ratio_of_totals over prompts, repeats of a prompt summed",
+    "speedup_high": "its upper end; none for one prompt",
+    "speedup_mean_of_ratios": "mean over prompts and repeats of plain / speculative seconds per token; has no interval",
+    "speedup_geometric_mean": "geometric mean over prompts of a prompt's plain / speculative seconds, repeats summed",
+    "speedup_geometric_low": "lower end of the 95 % interval of speedup_geometric_mean over prompts (t, of the logs)",
+    "speedup_geometric_high": "its upper end; none for one prompt",
+    "speedup_timing_low": "lower end of the 95 % interval of speedup_ratio_of_totals over repeats of the same prompts",
+    "speedup_timing_high": "its upper end: timing noise alone; none where a prompt has one repeat",
 }
 
 
@@ -193,41 +203,68 @@ def export(counters: Counters, style: str, *, tree: bool = False) -> dict[str, A
 
 
 class Speedup(NamedTuple):
-    """Plain time over speculative time; `low` and `high` bound the ratio of totals with 95 % confidence."""
+    """Plain time over the method's time, by three definitions of `DEFINITIONS`; 95 % intervals, None where none is.
+
+    Attributes:
+        ratio_of_totals: the speed-up that everything ranks by.
+        low, high: its interval over prompts, others of the same kind; None for one prompt.
+        prompts, pairs: how many; a pair is one repeat of one prompt.
+        mean_of_ratios: over pairs; it has no interval here.
+        geometric_mean, geometric_low, geometric_high: of the prompts' speed-ups, and the interval over prompts.
+        timing_low, timing_high: `ratio_of_totals` of these very prompts: timing noise between repeats alone; None
+            where a prompt has one repeat only.
+    """
 
     ratio_of_totals: float
-    mean_of_ratios: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     prompts: int
+    pairs: int
+    mean_of_ratios: float
+    geometric_mean: float
+    geometric_low: float | None
+    geometric_high: float | None
+    timing_low: float | None
+    timing_high: float | None
 
-    def to_dict(self) -> dict[str, float | int]:
-        """As plain values for a record."""
-        return self._asdict()
+    @property
+    def interval(self) -> Interval:
+        """Of `ratio_of_totals`, over prompts."""
+        return Interval(self.ratio_of_totals, self.low, self.high, self.prompts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values for a record; `interval_of` says whose `low` and `high` are."""
+        return {**self._asdict(), "interval_of": "ratio_of_totals"}
 
 
-def speedup(plain_s: Sequence[float], method_s: Sequence[float], *, resamples: int = 2000, seed: int = 0) -> Speedup:
+def speedup(plain_s: Sequence[float], method_s: Sequence[float], *, prompts: Sequence[Hashable]) -> Speedup:
     """How many times faster the method decodes the same prompts to the same token counts, prefill excluded.
 
     Args:
         plain_s: seconds of plain decoding, one entry per prompt and repeat.
         method_s: seconds of the method on the same entries.
-        resamples: bootstrap resamples; entries are drawn as pairs, so that what is slow for both cancels.
-        seed: of the bootstrap.
+        prompts: which prompt each entry is of. Repeats of a prompt are summed before prompts are compared.
 
     Raises:
         ValueError: the lengths differ, there is no entry, or a time is not positive.
     """
     plain, method = np.asarray(plain_s, np.float64), np.asarray(method_s, np.float64)
-    if plain.shape != method.shape or plain.ndim != 1 or plain.size == 0:
-        raise ValueError("a speed-up needs as many plain as method times, at least one")
+    if plain.shape != method.shape or plain.ndim != 1 or plain.size == 0 or len(prompts) != plain.size:
+        raise ValueError("a speed-up needs as many plain as method times and prompts, at least one")
     if not (np.all(plain > 0) and np.all(method > 0)):
         raise ValueError("a speed-up needs positive times")
-    drawn = np.random.default_rng(seed).integers(0, plain.size, size=(resamples, plain.size))
-    ratios = plain[drawn].sum(axis=1) / method[drawn].sum(axis=1)
-    low, high = np.quantile(ratios, [0.025, 0.975])
-    total = plain.sum() / method.sum()
-    return Speedup(float(total), float(np.mean(plain / method)), float(low), float(high), int(plain.size))
+    keys = {key: i for i, key in enumerate(dict.fromkeys(prompts))}
+    of_prompt = [keys[key] for key in prompts]
+    totals = [np.bincount(of_prompt, weights=seconds) for seconds in (plain, method)]
+    found = intervals.ratio(*totals)
+    assert found is not None  # positive times have a positive sum
+    middle, timing = intervals.geometric_mean(totals[0] / totals[1]), intervals.over_repeats(plain, method, of_prompt)
+    return Speedup(
+        ratio_of_totals=found.value, low=found.low, high=found.high, prompts=len(keys), pairs=plain.size,
+        mean_of_ratios=float(np.mean(plain / method)),
+        geometric_mean=middle.value, geometric_low=middle.low, geometric_high=middle.high,
+        timing_low=timing.low, timing_high=timing.high,
+    )  # fmt: skip
 
 
 def to_dict(counters: Counters) -> dict[str, Any]:

@@ -206,13 +206,14 @@ def speedup_of(passes: Sequence[Pass]) -> Speedup | None:
 
     Where the two wrote different numbers of tokens, the speculative time is scaled to the plain count.
     """
-    plain_s, method_s = [], []
+    plain_s, method_s, prompts = [], [], []
     for plain, method in _pairs(passes):
         counts = plain.counters.num_emitted_tokens, method.counters.num_emitted_tokens
         if all(counts) and plain.decode_s > 0 and method.decode_s > 0:
             plain_s.append(plain.decode_s)
             method_s.append(method.decode_s * counts[0] / counts[1])
-    return metrics.speedup(plain_s, method_s) if plain_s else None
+            prompts.append(plain.prompt_id)
+    return metrics.speedup(plain_s, method_s, prompts=prompts) if plain_s else None
 
 
 def identity_of(passes: Sequence[Pass], *, verifier: str) -> Identity:

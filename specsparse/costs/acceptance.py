@@ -4,9 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
-from specsparse import metrics
+from specsparse import intervals, metrics
 from specsparse.api import make_method, prompt_ids
 from specsparse.engine.generate import Finish
 from specsparse.engine.model import Model
@@ -19,20 +17,18 @@ from specsparse.session import Session
 
 @dataclass(frozen=True)
 class Interval:
-    """Mean over seeds, its 95 % interval (bootstrap over seeds), and the values by seed."""
+    """Mean over seeds, its 95 % interval (Student's t; None for one seed), and the values by seed."""
 
     mean: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     values: tuple[float, ...]
 
     @classmethod
-    def of(cls, values: Sequence[float], *, resamples: int = 2000) -> "Interval":
+    def of(cls, values: Sequence[float]) -> "Interval":
         """Of at least one value."""
-        array = np.asarray(values, np.float64)
-        drawn = np.random.default_rng(0).integers(0, array.size, (resamples, array.size))
-        low, high = np.quantile(array[drawn].mean(axis=1), [0.025, 0.975])
-        return cls(float(array.mean()), float(low), float(high), tuple(array.tolist()))
+        found = intervals.mean(values)
+        return cls(found.value, found.low, found.high, tuple(float(v) for v in values))
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,10 @@ class SeedAcceptance:
 
     def __str__(self) -> str:
         def show(interval: Interval | None) -> str:
-            return "-" if interval is None else f"{interval.mean:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
+            if interval is None:
+                return "-"
+            ends = "" if interval.low is None else f" [{interval.low:.3f}, {interval.high:.3f}]"
+            return f"{interval.mean:.3f}{ends}"
 
         return (
             f"{len(self.seeds)} seeds, 95 % intervals: tokens per target pass {show(self.tokens_per_target_pass)}, "

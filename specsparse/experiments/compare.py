@@ -181,7 +181,7 @@ def table(found: Comparison) -> Table:
     for rank, e in enumerate(found.entries, 1):
         side, faster = e.groups["all"].sides[SPECULATIVE], e.groups["all"].speedup
         numbers = [_cell(side.rates[k], spec) for k, spec in (("tokens_per_second", ".1f"),)]
-        numbers += ["-", "-"] if faster is None else [f"{e.speedup:.2f}", f"{faster.low:.2f}-{faster.high:.2f}"]
+        numbers += ["-", "-"] if faster is None else [f"{e.speedup:.2f}", faster.interval.ends()]
         numbers += [_cell(side.rates[k], ".2f") for k in ("tokens_per_target_pass", "mean_acceptance_length")]
         out.add_row(str(rank), e.name, *numbers, _same(e.identity), _short(e.label))
     plain = found.entries[0].groups["all"].sides[PLAIN]

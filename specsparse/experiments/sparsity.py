@@ -188,7 +188,7 @@ def _points(
         point = Point(value, quality, whole / (rest + own + quality.mean.kept * following))
         if seconds is not None:
             plain, own = seconds[0], seconds[i + 1]
-            faster = metrics.speedup(plain, own)
+            faster = metrics.speedup(plain, own, prompts=[0] * len(own))
             rates = 1 / float(own.mean()), 1 / float(plain.mean())
             point = dataclasses.replace(
                 point, tokens_per_second=rates[0], dense_tokens_per_second=rates[1], speedup=faster

@@ -263,7 +263,9 @@ def _cells(
             name=name,
             counters=counters,
             seconds_per_token=float(np.mean(seconds)),
-            speedup=metrics.speedup([plain[p.prompt_id, p.repeat] for p in some], seconds),
+            speedup=metrics.speedup(
+                [plain[p.prompt_id, p.repeat] for p in some], seconds, prompts=[p.prompt_id for p in some]
+            ),
             by_bytes=counters.num_emitted_tokens / counters.num_rounds * whole / (whole - ffns.size + own.size),
             read=own.share,
             differing=_differing(some, by_side[model]),

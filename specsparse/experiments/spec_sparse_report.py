@@ -43,7 +43,7 @@ def _cells(found: "Joined") -> Table:
         length = f"{1 + n.num_accepted_tokens / n.num_drafts:.2f}" if n.num_drafts else "-"
         out.add_row(
             c.name, f"{1 / c.seconds_per_token:.1f}", f"{faster.ratio_of_totals:.2f}",
-            f"{faster.low:.2f}-{faster.high:.2f}", f"{c.by_bytes:.2f}",
+            faster.interval.ends(), f"{c.by_bytes:.2f}",
             f"{n.num_emitted_tokens / n.num_rounds:.2f}", length, f"{c.read:.1%}", str(c.differing),
         )  # fmt: skip
     return out

@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from specsparse import intervals
 from specsparse.experiments import placement_sweep, sparsity_report
 from specsparse.record import PLAIN, SPECULATIVE
 from specsparse.trackers import RECORD_FILE
@@ -46,7 +47,7 @@ def table(found: list[dict[str, Any]]) -> Table:
         cells = [str(config.get(key)) for key in keys]
         cells += [_cell(plain, "tokens_per_second", ".1f"), _cell(method, "tokens_per_second", ".1f")]
         cells += [_cell(faster, "ratio_of_totals", ".2f")]
-        cells += [f"{faster['low']:.2f}-{faster['high']:.2f}" if faster else "-"]
+        cells += [_ends(faster)]
         cells += [_cell(method, key, ".2f") for key in ("tokens_per_target_pass", "mean_acceptance_length")]
         cells += [str(identity["differing"]) if identity else "-"]
         out.add_row(*cells, style="bold" if faster and faster["ratio_of_totals"] == best else None)
@@ -72,6 +73,13 @@ def show(directory: Path, out: Console) -> None:
 
 def _speedup(record: Mapping[str, Any]) -> dict[str, Any] | None:
     return record["summary"].get("speedup")
+
+
+def _ends(faster: Mapping[str, Any] | None) -> str:
+    """The interval; records from before intervals were over prompts hold two equal ends for one pair."""
+    if faster is None or faster.get("prompts") == 1:
+        return "-"
+    return intervals.shown(faster["low"], faster["high"])
 
 
 def _cell(values: Mapping[str, Any] | None, key: str, spec: str) -> str:

@@ -8,10 +8,11 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from specsparse import intervals
 from specsparse.errors import UserError
+from specsparse.intervals import Interval
 from specsparse.record import PLAIN
-from specsparse.report import intervals, methods, page
-from specsparse.report.intervals import Interval
+from specsparse.report import methods, page
 from specsparse.report.methods import Method, Sample
 from specsparse.report.runs import Run, disagreements
 from specsparse.trackers import write_atomically
@@ -83,11 +84,13 @@ _MEASURES: dict[str, tuple[Term, Term]] = {
     "draft acceptance rate": (lambda s: s.method.num_accepted_tokens, lambda s: s.method.num_draft_tokens),
     "drafted tokens a round": (lambda s: s.method.num_draft_tokens, lambda s: s.method.num_rounds),
 }
+_SHARES = frozenset({"draft acceptance rate"})
 
 
 def _line(name: str, a: Method, b: Method, pairs: Sequence[tuple[Sample, Sample]], top: Term, bottom: Term) -> Line:
     found = intervals.ratio_of_ratios([(top(y), bottom(y)) for _, y in pairs], [(top(x), bottom(x)) for x, _ in pairs])
-    return Line(name, a.ratio(top, bottom), b.ratio(top, bottom), found)
+    one, other = (m.share(top, bottom) if name in _SHARES else m.ratio(top, bottom) for m in (a, b))
+    return Line(name, one, other, found)
 
 
 def _only_method(run: Run) -> Method:
@@ -147,7 +150,7 @@ def tables(found: Difference) -> list[Table]:
 def verdict(line: Line) -> str:
     """Whether the interval of the ratio leaves room for no difference."""
     if line.ratio is None or line.ratio.low is None or line.ratio.high is None:
-        return "one prompt: no interval" if line.ratio else ""
+        return "" if line.ratio is None else "one prompt: no interval" if line.ratio.prompts == 1 else "no interval"
     if line.ratio.low > 1:
         return "higher"
     return "lower" if line.ratio.high < 1 else "no clear difference"
@@ -167,7 +170,7 @@ def _cell(found: Interval | None) -> str:
 
 
 def _range(found: Interval | None) -> str:
-    return "-" if found is None or found.low is None else f"{found.low:.2f}-{found.high:.2f}"
+    return "-" if found is None else found.ends()
 
 
 def write(found: Difference, directory: Path) -> Path:

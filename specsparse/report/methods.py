@@ -5,13 +5,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from specsparse import metrics
+from specsparse import intervals, metrics
 from specsparse.experiments import sweep
 from specsparse.experiments.speed import HOST
+from specsparse.intervals import Interval
 from specsparse.metrics import Counters
 from specsparse.record import PLAIN, SPECULATIVE
-from specsparse.report import intervals
-from specsparse.report.intervals import Interval
 from specsparse.report.runs import Run
 
 GAMMA, TEMPERATURE = "policy.gamma", "sampling.temperature"
@@ -81,13 +80,17 @@ class Method:
         """Of sums over the prompts, with its interval."""
         return intervals.ratio([numerator(s) for s in self.samples], [denominator(s) for s in self.samples])
 
+    def share(self, part: Callable[[Sample], float], whole: Callable[[Sample], float]) -> Interval | None:
+        """The same where the value lies between 0 and 1."""
+        return intervals.share([part(s) for s in self.samples], [whole(s) for s in self.samples])
+
     def speedup(self) -> Interval | None:
         """Plain over the method's seconds for the same tokens, prompts excluded."""
         return self.ratio(lambda s: s.plain_s, lambda s: s.method_s)
 
     def acceptance(self) -> Interval | None:
         """Accepted / drafted tokens."""
-        return self.ratio(lambda s: s.method.num_accepted_tokens, lambda s: s.method.num_draft_tokens)
+        return self.share(lambda s: s.method.num_accepted_tokens, lambda s: s.method.num_draft_tokens)
 
     def tokens_per_pass(self) -> Interval | None:
         """Emitted tokens / rounds."""
@@ -108,7 +111,7 @@ class Method:
             found = sample.method.num_accepted_tokens_per_pos
             return found[position] if position < len(found) else 0
 
-        return self.ratio(accepted, lambda s: s.method.num_drafts)
+        return self.share(accepted, lambda s: s.method.num_drafts)
 
 
 def of(runs: Sequence[Run]) -> list[Method]:

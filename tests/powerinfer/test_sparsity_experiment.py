@@ -79,7 +79,8 @@ def test_fewer_neurons_cost_quality_and_save_bytes(cfg, tmp_path):
         assert point.quality.mean.kept == pytest.approx(point.value, abs=0.12)
     assert 0 < half.quality.model.kl < fifth.quality.model.kl == -found.objective
     assert whole.by_bytes == pytest.approx(1, abs=1e-3) and whole.by_bytes < half.by_bytes < fifth.by_bytes < 1.5
-    assert all(p.speedup.prompts == 2 and p.tokens_per_second > 0 for p in found.points)
+    assert all((p.speedup.prompts, p.speedup.pairs) == (1, 2) and p.tokens_per_second > 0 for p in found.points)
+    assert all(p.speedup.low is None and p.speedup.timing_low < p.speedup.timing_high for p in found.points)
     assert "(lossy)" in text and record["summary"]["label"] == "lossy" and len(record["summary"]["points"]) == 3
     rows = list(csv.DictReader((tmp_path / "a" / "sparsity.csv").open()))
     assert [float(r["share"]) for r in rows] == [1.0, 0.5, 0.2] and (tmp_path / "a" / "sparsity.png").is_file()

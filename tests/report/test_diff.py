@@ -4,7 +4,7 @@ import pytest
 
 from specsparse.cli import main as cli
 from specsparse.errors import UserError
-from specsparse.report import diff, intervals, runs
+from specsparse.report import diff, runs
 from tests.report import making
 
 TIMES = {(f"p{i}", "chat" if i % 2 else "code"): (2.0, 1.0 + i / 10) for i in range(6)}
@@ -19,13 +19,6 @@ def pair(tmp_path):
     a = making.speed_run(tmp_path / "a", making.passes(TIMES), kernels={"isa": "avx2"})
     b = making.speed_run(tmp_path / "b", done, policy__gamma=4, verifier="match", kernels={"isa": "avx512"})
     return runs.read(a), runs.read(b)
-
-
-def test_ratios_of_ratios_are_over_the_same_prompts():
-    found = intervals.ratio_of_ratios([(4.0, 1.0), (8.0, 1.0)], [(2.0, 1.0), (4.0, 1.0)])
-    assert found == (2.0, 2.0, 2.0, 2)  # each prompt doubled: no doubt, however different the prompts
-    assert intervals.ratio_of_ratios([(4.0, 2.0)], [(1.0, 1.0)]) == (2.0, None, None, 1)
-    assert intervals.ratio_of_ratios([(1.0, 1.0)], [(0.0, 1.0)]) is None
 
 
 def test_what_differs(pair):

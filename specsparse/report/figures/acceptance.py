@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure as Canvas
 
-from specsparse import metrics
-from specsparse.report import intervals, plots
+from specsparse import intervals, metrics
+from specsparse.report import plots
 from specsparse.report.figure import MOST, Figure, Missing, Row
 from specsparse.report.figures.speedup import NO_METHOD
 from specsparse.report.methods import Method, fastest
@@ -62,7 +62,7 @@ def _histogram(method: Method) -> list[Row]:
     """Exactly k stayed: those accepted at position k less those accepted at the next one."""
     rows = []
     for k in range(method.positions() + 1):
-        found = method.ratio(
+        found = method.share(
             lambda s, k=k: _reached(s.method, k) - _reached(s.method, k + 1), lambda s: s.method.num_drafts
         )
         if found is not None:

@@ -25,7 +25,7 @@ def predicted_and_measured(runs: Sequence[Run], methods: Sequence[Method]) -> Fi
     caption = (
         "Predicted: expected tokens of a round at the run's acceptance and full draft length, over the cost of "
         "verifying, drafting and the round itself as measured on this machine. On the line the two agree; the factors "
-        "in the table lead from one to the other. Whiskers: 95 % bootstrap interval of the measured speed-up over "
+        "in the table lead from one to the other. Whiskers: 95 % interval of the measured speed-up over "
         "prompts."
     )
     return Figure(name, title, caption, tuple(rows), _points, size=(6.4, 5.2))

@@ -5,6 +5,7 @@ from typing import Any
 
 from matplotlib.figure import Figure as Canvas
 
+from specsparse.experiments import sparsity_report
 from specsparse.report import plots
 from specsparse.report.figure import COLOURS, FAINT, Figure, Missing, Row
 from specsparse.report.methods import Method
@@ -29,7 +30,7 @@ def quality_and_speed(runs: Sequence[Run], methods: Sequence[Method]) -> Figure 
     caption = (
         "Mean KL to the exact model's next-token law in nats (lower is closer) over speed (right is faster). A filled "
         "point is on the Pareto front: no other is at least as fast and as close, and better in one. Whiskers: 95 % "
-        "intervals, where the record has them: of a speed-up by bootstrap, of a KL from its standard error over tokens."
+        "intervals, where the record has them: of a speed-up over repeats on one prompt, of a KL over tokens."
     )
     panels = len(plots.distinct(rows, "unit"))
     return Figure(name, title, caption, tuple(rows), _points, size=(7.4 if panels == 1 else 4.6 * panels, 4.6))
@@ -68,7 +69,7 @@ def _settings(run: Run) -> Iterator[dict[str, Any]]:
         if model.get("kl") is None or not faster:
             continue
         label = ", ".join(str(part) for part in (quality.get("name"), point.get("value")) if part is not None)
-        bounds = {"speed_low": faster["low"], "speed_high": faster["high"]}
+        bounds = dict(zip(("speed_low", "speed_high"), sparsity_report.timing_ends(faster), strict=True))
         speed, perplexity = faster["ratio_of_totals"], model.get("perplexity")
         yield _row(label, "speed-up, sparse over dense", speed, model["kl"], perplexity, **bounds)
 

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure as Canvas
 
-from specsparse.report import intervals, plots
+from specsparse import intervals
+from specsparse.report import plots
 from specsparse.report.figure import COLOURS, INK, Figure, Missing, Row
 from specsparse.report.methods import Method
 from specsparse.report.runs import Run
@@ -23,8 +24,7 @@ def time_split(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missi
     cut = f" The first {_MOST_BARS} of {len(timed)} methods." if len(timed) > _MOST_BARS else ""
     caption = (
         "Shares of the decode time, stepped stage by stage from the host on the first prompt of each task, weighted by "
-        "the tasks' timed passes. Whiskers: 95 % bootstrap interval of each share over the tasks; none for one task."
-        + cut
+        "the tasks' timed passes. Whiskers: 95 % interval of each share over the tasks; none for one task." + cut
     )
     return Figure(name, title, caption, tuple(rows), _bars, size=(8.6, 1.5 + 0.42 * min(len(timed), _MOST_BARS)))
 
@@ -42,7 +42,7 @@ def _rows(method: Method) -> list[Row]:
     tasks, out = _tasks(method), []
     totals = [sum(t[s] for s in STAGES) for t in tasks]
     for stage in STAGES:
-        found = intervals.ratio([t[stage] for t in tasks], totals)
+        found = intervals.share([t[stage] for t in tasks], totals)
         if found is not None:
             cells = found.cells()
             cells["tasks"] = cells.pop("prompts")

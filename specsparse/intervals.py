@@ -1,0 +1,169 @@
+"""95 % intervals of ratios, shares and means: the one place that computes them.
+
+The sampling unit is the prompt: its repeats are summed first, because they are not independent. Standard errors leave
+out one prompt at a time (the jackknife of a ratio of sums, Efron and Tibshirani 1993, chapter 11), on a scale where the
+error is nearly symmetric, and Student's t with n - 1 degrees of freedom allows for few prompts. Percentiles of a
+bootstrap are too narrow there: at 6 prompts they hold the truth 85 % of the time (tests/test_intervals.py).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import stdtrit
+
+LEVEL = 0.95
+WHISKERS = (
+    "Whiskers: 95 % interval over prompts (Student's t, leaving out one prompt at a time); none for one prompt, nor "
+    "where one prompt holds all that is counted."
+)
+"""What a figure says of them."""
+
+
+class Interval(NamedTuple):
+    """A value and its 95 % interval over `prompts` prompts; `low` and `high` are None where there is none."""
+
+    value: float
+    low: float | None
+    high: float | None
+    prompts: int
+
+    def cells(self) -> dict[str, float | int | None]:
+        """As columns of a table."""
+        return self._asdict()
+
+    def ends(self) -> str:
+        """For a cell of a table."""
+        return shown(self.low, self.high)
+
+    def sentence(self) -> str:
+        """For a line of text: the ends and over what, or why there are none."""
+        if self.low is None or self.high is None:
+            return "one prompt: no interval" if self.prompts == 1 else "no interval"
+        return f"95 % interval {shown(self.low, self.high, joined=' to ')} over {self.prompts} prompts"
+
+
+def shown(low: float | None, high: float | None, *, joined: str = "-") -> str:
+    """The ends of an interval with two decimals, a dash where there is none."""
+    return "-" if low is None or high is None else f"{low:.2f}{joined}{high:.2f}"
+
+
+def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Interval | None:
+    """sum(numerators) / sum(denominators), one entry a prompt; the interval is symmetric in the logarithm.
+
+    Both sums lose the same prompt, so that what moves both sides of one prompt cancels.
+
+    Returns:
+        None where the denominators sum to zero; without an interval for one prompt, or where a sum without one of the
+        prompts is not positive.
+
+    Raises:
+        ValueError: the lengths differ.
+    """
+    top, bottom = _entries(numerators, denominators)
+    if not bottom.sum():
+        return None
+    return _without_each(float(top.sum() / bottom.sum()), [top], [bottom])
+
+
+def share(parts: Sequence[float], wholes: Sequence[float]) -> Interval | None:
+    """sum(parts) / sum(wholes) between 0 and 1, one entry a prompt; the interval is that of the odds.
+
+    Returns:
+        None where the wholes sum to zero; without an interval for one prompt, or where one prompt holds all the parts
+        or all that is beside them.
+
+    Raises:
+        ValueError: the lengths differ.
+    """
+    part, whole = _entries(parts, wholes)
+    if not whole.sum():
+        return None
+    value = float(part.sum() / whole.sum())
+    rest = whole - part
+    odds = _without_each(float(part.sum() / rest.sum()), [part], [rest]) if rest.sum() > 0 else None
+    if odds is None or odds.low is None or odds.high is None:
+        return Interval(value, None, None, len(part))
+    return Interval(value, odds.low / (1 + odds.low), odds.high / (1 + odds.high), len(part))
+
+
+def ratio_of_ratios(above: Sequence[tuple[float, float]], below: Sequence[tuple[float, float]]) -> Interval | None:
+    """One ratio of sums over another: (numerator, denominator) of each prompt, the same prompts in both.
+
+    None where either ratio has no denominator, or the one below is zero; the interval is as in `ratio`.
+    """
+    a, b = np.asarray(above, np.float64).reshape(-1, 2), np.asarray(below, np.float64).reshape(-1, 2)
+    bottom = a[:, 1].sum() * b[:, 0].sum()
+    if not bottom or not b[:, 1].sum():
+        return None
+    value = float(a[:, 0].sum() * b[:, 1].sum() / bottom)
+    return _without_each(value, [a[:, 0], b[:, 1]], [a[:, 1], b[:, 0]])
+
+
+def geometric_mean(values: Sequence[float]) -> Interval:
+    """Of positive values, one a prompt, with the t interval of their logarithms."""
+    logs = mean(np.log(np.asarray(values, np.float64)).tolist())
+    low, high = (None if end is None else float(np.exp(end)) for end in (logs.low, logs.high))
+    return Interval(float(np.exp(logs.value)), low, high, logs.prompts)
+
+
+def mean(values: Sequence[float]) -> Interval:
+    """Arithmetic mean of at least one independent value, with its t interval (a prompt or a seed each)."""
+    array = np.asarray(values, np.float64)
+    middle = float(array.mean())
+    if array.size < 2:
+        return Interval(middle, None, None, array.size)
+    half = _t(array.size - 1) * float(array.std(ddof=1)) / array.size**0.5
+    return Interval(middle, middle - half, middle + half, array.size)
+
+
+def over_repeats(numerators: Sequence[float], denominators: Sequence[float], prompts: Sequence[object]) -> Interval:
+    """The ratio of sums for these very prompts: how far timing noise alone moves it from repeat to repeat.
+
+    An entry is one repeat of one prompt. The relative error of the ratio is linear in the entries' errors; each prompt
+    gives a variance, and Welch and Satterthwaite's formula the degrees of freedom of their sum.
+
+    Returns:
+        Without an interval where a prompt has one repeat only.
+    """
+    top, bottom = _entries(numerators, denominators)
+    value = float(top.sum() / bottom.sum())
+    errors = top / top.sum() - bottom / bottom.sum()
+    keys = {key: i for i, key in enumerate(dict.fromkeys(prompts))}
+    of_prompt = np.array([keys[key] for key in prompts])
+    count = np.bincount(of_prompt)
+    if count.min() < 2:
+        return Interval(value, None, None, len(keys))
+    middle = np.bincount(of_prompt, errors) / count
+    variance = np.bincount(of_prompt, (errors - middle[of_prompt]) ** 2) * count / (count - 1)  # of a prompt's sum
+    spread = float(variance.sum())
+    freedom = spread**2 / float((variance**2 / (count - 1)).sum()) if spread else 1.0
+    return _around(value, _t(freedom) * spread**0.5, len(keys))
+
+
+def _entries(tops: Sequence[float], bottoms: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    top, bottom = np.asarray(tops, np.float64), np.asarray(bottoms, np.float64)
+    if top.shape != bottom.shape or top.ndim != 1:
+        raise ValueError("a ratio needs as many numerators as denominators")
+    return top, bottom
+
+
+def _without_each(value: float, tops: list[np.ndarray], bottoms: list[np.ndarray]) -> Interval:
+    """Of the product of the tops' sums over that of the bottoms': jackknife of its logarithm."""
+    count = len(tops[0])
+    left = [(sum_.sum() - sum_, sign) for sums, sign in ((tops, 1), (bottoms, -1)) for sum_ in sums]
+    if count < 2 or value <= 0 or any((rest <= 0).any() for rest, _ in left):
+        return Interval(value, None, None, count)
+    logs = sum(sign * np.log(rest) for rest, sign in left)
+    error = float(np.sqrt((count - 1) / count * ((logs - logs.mean()) ** 2).sum()))
+    return _around(value, _t(count - 1) * error, count)
+
+
+def _around(value: float, half: float, prompts: int) -> Interval:
+    """`half`: of the interval's length, in the logarithm."""
+    return Interval(value, float(value * np.exp(-half)), float(value * np.exp(half)), prompts)
+
+
+def _t(freedom: float) -> float:
+    """Student's t with so many degrees of freedom lies within plus and minus this with probability `LEVEL`."""
+    return float(stdtrit(freedom, (1 + LEVEL) / 2))
