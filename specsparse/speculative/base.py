@@ -65,8 +65,9 @@ class Verdict(NamedTuple):
         count: int32[B], emitted tokens, `accepted + 1`.
         nodes: int32[B, K], accepted nodes from the root down (ascending), padded with `PAD`.
         accepted: int32[B], accepted nodes.
-        tested: int32[B], tested positions: levels of the draft up to and including the first rejection. A level whose
-            siblings are all rejected counts once; `block` has no such order, there it is the drafted count.
+        tested: int32[B], tested positions: levels of the draft up to and including the first rejection, so that
+            accepted / tested estimates the acceptance of a token. A level whose siblings are all rejected counts once;
+            `block`, which judges a draft as a whole, rejects the level after the accepted ones.
         alpha: float32[B], sum over tested positions of the verifier's acceptance probability before the token is known
             (`token` sum_x min(p, q), one-hot p(x), `match` with a sampled draft sum_x p q). Chains only; 0 where it was
             not measured.

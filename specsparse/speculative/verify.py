@@ -141,7 +141,8 @@ def verify(
         end = jax.lax.map(lambda b: judge(verifier.rule, draft, p_BnV, coins_BK, b), sequences)
         steps_K = jnp.arange(draft.max_nodes, dtype=jnp.int32)[None]
         nodes_BK = jnp.where(steps_K < end.accepted[:, None], steps_K, PAD)
-        accepted_B, tested_B, law_BV = end.accepted, draft.count, end.law
+        accepted_B, law_BV = end.accepted, end.law
+        tested_B = jnp.minimum(accepted_B + 1, draft.count)
     elif isinstance(verifier.rule, SiblingRule):
 
         def one(b):

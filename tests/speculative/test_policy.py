@@ -1,6 +1,7 @@
 """Draft-length policies: each rule against plain Python, and what all of them promise."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +9,12 @@ import numpy as np
 import pytest
 
 from specsparse.errors import UserError
-from specsparse.speculative.base import DraftKind, Verdict
+from specsparse.speculative.base import Draft, DraftKind, Verdict
 from specsparse.speculative.policies import POLICIES, get_policy
 from specsparse.speculative.policy import Confidence, Entropy, Fixed, Heuristic, LawView, PMin, check_policy, view_law
 from specsparse.speculative.policy_cost import AutoOff, CostModel, CostOptimal
+from specsparse.speculative.tree import TreeTemplate
+from specsparse.speculative.verify import VERIFIERS, verify
 from specsparse.testing.drafting import draft_context
 
 V_TABLE = (1.0, 1.1, 1.2, 1.3, 1.45, 1.6, 1.7, 1.8, 2.0)
@@ -140,6 +143,23 @@ def test_cost_optimal_is_the_best_length(cost):
     state = policy.init(7)._replace(accepted=jnp.array(alphas * 1e6, jnp.float32), tested=jnp.full((7,), 1e6))
     assert policy.length(state).tolist() == [g for g, _ in expected]
     assert dataclasses.replace(policy, least=2).length(state).min() == 2
+
+
+@pytest.mark.parametrize("name", ["delta", "block"])
+def test_acceptance_counted_from_verdicts_gives_the_best_length(name):
+    """A token of a one-hot draft is accepted with chance p(x) = 0.7, by `block` as by `delta`."""
+    rounds, K, alpha = 4096, 8, 0.7
+    draft = Draft(jnp.zeros((rounds, K), jnp.int32), TreeTemplate.chain(K).parents_array(rounds), jnp.full((rounds,), K))
+    rng = np.random.default_rng(0)
+    coins_BK, u_B = (jnp.asarray(rng.random(shape), jnp.float32) for shape in ((rounds, K), rounds))
+    p_BnV = jnp.broadcast_to(jnp.array([alpha, 1 - alpha], jnp.float32), (rounds, K + 1, 2))
+    got = jax.jit(functools.partial(verify, VERIFIERS[name]))(draft, p_BnV, coins_BK=coins_BK, u_B=u_B)
+    tested, accepted = (float(jnp.sum(x)) for x in (got.tested, got.accepted))
+    assert accepted / tested == pytest.approx(alpha, abs=4 * np.sqrt(alpha * (1 - alpha) / tested))  # 4 sd = 0.016
+    cost = CostModel(V_TABLE, c=0.05, c0=0.3, weight=1e-3, memory=1.0)
+    sums = cost.update(cost.init(rounds), got)
+    total = jax.tree.map(lambda a: jnp.sum(a, keepdims=True), sums)
+    assert CostOptimal(8, cost=cost, least=0).length(total).tolist() == [best_length(alpha, cost, 8)[0]]
 
 
 def test_acceptance_estimate_fades_and_ignores_rounds_without_a_draft():
