@@ -7,6 +7,7 @@ import pytest
 
 from specsparse.errors import UserError
 from specsparse.speculative.base import ROOT, DraftKind
+from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees import DynamicTree, PSplit, StaticTree, get_tree, sequoia
 from specsparse.speculative.trees.sequoia import expected_tokens
@@ -103,6 +104,16 @@ def test_bad_trees_are_refused_in_one_line(make, words):
     with pytest.raises(UserError) as error:
         make()
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["sampled_iid", "sampled_wor"])
+def test_drawn_siblings_need_a_temperature(name):
+    """Refused before a model is there; a chain of such draws has no siblings."""
+    with pytest.raises(UserError, match=f"siblings drawn as by tree={name} .* at drafter.temperature=0: set it") as error:
+        get_drafter("layer_skip", tree=get_tree(name, widths=[2, 2]))
+    assert "\n" not in str(error.value)
+    assert get_drafter("layer_skip", tree=get_tree(name, widths=[2, 2]), temperature=0.5).kind.value in name
+    assert not get_drafter("layer_skip", tree=get_tree(name, widths=[1, 1])).tree
 
 
 def test_every_tree_is_counted():

@@ -77,11 +77,21 @@ class Style:
         check_policy(self.policy, self.kind)
         if self.tree is not None and self.policy.needs:
             raise UserError("p_min, confidence and entropy end chains; a tree has options of its own")
+        self._check_siblings()
 
     @property
     def kind(self) -> DraftKind:
         """How the tokens are drawn."""
         return self.draw if self.tree is None else self.tree.kind
+
+    def _check_siblings(self) -> None:
+        """Refuses drawn siblings at temperature 0, where one token has all the mass."""
+        outcome = {DraftKind.IID: "are all equal", DraftKind.WOR: "after the first have no mass"}.get(self.kind)
+        if outcome and self.tree is not None and self.tree.branches and self.sampling.greedy:
+            raise UserError(
+                f"siblings drawn as by tree=sampled_{self.kind.value} {outcome} at "
+                f"drafter.temperature={self.sampling.temperature:g}: set it above 0, or choose tree=static"
+            )
 
     def ids(self, target: Model, available: int) -> np.ndarray | None:
         """The ids to score, ascending, of those below `available`; None for all."""
