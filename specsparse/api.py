@@ -274,8 +274,19 @@ def prompt_ids(model: Model, prompt: Any, params: SamplingParams) -> np.ndarray:
         ids = prompt
     keep = params.truncate_prompt_tokens
     if keep is not None:
-        ids = ids[-(model.config.context_length if keep == -1 else keep) :]
+        ids = ids[-(_room_for_prompt(model, params) if keep == -1 else keep) :]
     return model.check_ids(ids)
+
+
+def _room_for_prompt(model: Model, params: SamplingParams) -> int:
+    """Tokens that the context has beside the `max_tokens` to come, or beside one where they are not limited."""
+    context = model.config.context_length
+    wanted = 1 if params.max_tokens is None else params.max_tokens
+    if wanted >= context:
+        raise UserError(
+            f"max_tokens={wanted} leaves truncate_prompt_tokens=-1 no prompt: the context holds {context} tokens"
+        )
+    return context - wanted
 
 
 def _decode(session: Session, advance: Callable[[int], None]) -> None:

@@ -128,7 +128,20 @@ def test_max_tokens_and_the_context_end_a_text(model):
     longer = [*range(3, 100), *range(3, 50)]
     cut = specsparse.generate(model, longer, truncate_prompt_tokens=4, max_tokens=3)
     assert cut.prompt_token_ids == tuple(longer[-4:])
-    assert specsparse.generate(model, longer, truncate_prompt_tokens=-1).prompt_token_ids == tuple(longer[-CONTEXT:])
+
+
+@pytest.mark.parametrize("tokens", [None, 1, 12, CONTEXT - 1])
+def test_a_prompt_cut_to_the_context_leaves_room_for_max_tokens(model, tokens):
+    longer, room = [*range(3, 100), *range(3, 50)], 1 if tokens is None else tokens
+    got = specsparse.generate(model, longer, truncate_prompt_tokens=-1, max_tokens=tokens, ignore_eos=True)
+    assert got.prompt_token_ids == tuple(longer[room - CONTEXT :]) and len(got.token_ids) == room
+    short = specsparse.generate(model, [5, 6, 7], truncate_prompt_tokens=-1, max_tokens=4, ignore_eos=True)
+    assert short.prompt_token_ids == (5, 6, 7)
+
+
+def test_max_tokens_that_leave_no_prompt_are_refused(model):
+    wrong = {"truncate_prompt_tokens": -1, "max_tokens": CONTEXT}
+    refused("max_tokens=96 leaves truncate_prompt_tokens=-1 no prompt", specsparse.generate, model, "a", **wrong)
 
 
 def test_stop_ids_and_eos(model, warm):

@@ -33,7 +33,8 @@ class Interval:
 
 @dataclass(frozen=True)
 class SeedAcceptance:
-    """What many seeds accepted. Rates are defined in `metrics.DEFINITIONS`; None where no seed drafted.
+    """What many seeds accepted. Rates are defined in `metrics.DEFINITIONS`; None where no seed drafted, or none ran a
+    round because the prompt fills the context.
 
     Attributes:
         seeds: one sequence each.
@@ -44,10 +45,10 @@ class SeedAcceptance:
     """
 
     seeds: tuple[int, ...]
-    tokens_per_target_pass: Interval
+    tokens_per_target_pass: Interval | None
     mean_acceptance_length: Interval | None
     realised_alpha: Interval | None
-    acceptance_per_position: tuple[float, ...]
+    acceptance_per_position: tuple[float | None, ...]
     counters: Counters
     programs: int
 
@@ -112,7 +113,7 @@ def acceptance_over_seeds(
     rates = [metrics.rates(c) for c in each]
     return SeedAcceptance(
         seeds=numbers,
-        tokens_per_target_pass=Interval.of([r["tokens_per_target_pass"] for r in rates if r["tokens_per_target_pass"]]),
+        tokens_per_target_pass=_interval([r["tokens_per_target_pass"] for r in rates]),
         mean_acceptance_length=_interval([r["mean_acceptance_length"] for r in rates]),
         realised_alpha=_interval([r["realised_alpha"] for r in rates]),
         acceptance_per_position=tuple(metrics.rates(total)["acceptance_per_position"]),

@@ -203,7 +203,8 @@ class SamplingParams:
         spaces_between_special_tokens: separates special tokens by spaces.
         logit_bias: token id -> number added to its logit; minus infinity bans the token.
         allowed_token_ids: None, or the only ids that may be generated.
-        truncate_prompt_tokens: None, or keep this many last tokens of the prompt; -1 is what the context holds.
+        truncate_prompt_tokens: None, or keep this many last tokens of the prompt; -1 keeps what the context holds
+            beside `max_tokens` (vLLM's rule), or beside one token where that is None.
         logits_processors: pure jax functions (ids int32[c], logits float32[V]) -> float32[V], see `engine.sampling`.
         guided_decoding: not supported.
         use_beam_search: not supported.

@@ -127,6 +127,14 @@ def test_acceptance_over_seeds_is_one_compile_and_the_same_as_one_by_one(model):
     json.dumps(found.to_dict())
 
 
+def test_acceptance_of_a_prompt_that_fills_the_context_is_none(model):
+    full = [5] * model.config.context_length
+    found = costs.acceptance_over_seeds(model, full, drafter="prompt_lookup", seeds=2, max_tokens=12)
+    assert (found.tokens_per_target_pass, found.mean_acceptance_length, found.realised_alpha) == (None, None, None)
+    assert found.counters.num_rounds == 0 and "tokens per target pass -," in str(found)
+    assert "NaN" not in json.dumps(found.to_dict())
+
+
 @pytest.mark.parametrize("wrong", [{"seeds": 0}, {"drafter": None}, {"drafter": "no_such"}])
 def test_acceptance_over_seeds_refuses(model, wrong):
     with pytest.raises(UserError):
