@@ -149,7 +149,8 @@ def test_cost_optimal_is_the_best_length(cost):
 def test_acceptance_counted_from_verdicts_gives_the_best_length(name):
     """A token of a one-hot draft is accepted with chance p(x) = 0.7, by `block` as by `delta`."""
     rounds, K, alpha = 4096, 8, 0.7
-    draft = Draft(jnp.zeros((rounds, K), jnp.int32), TreeTemplate.chain(K).parents_array(rounds), jnp.full((rounds,), K))
+    tokens_BK, count_B = jnp.zeros((rounds, K), jnp.int32), jnp.full((rounds,), K, jnp.int32)
+    draft = Draft(tokens_BK, TreeTemplate.chain(K).parents_array(rounds), count_B)
     rng = np.random.default_rng(0)
     coins_BK, u_B = (jnp.asarray(rng.random(shape), jnp.float32) for shape in ((rounds, K), rounds))
     p_BnV = jnp.broadcast_to(jnp.array([alpha, 1 - alpha], jnp.float32), (rounds, K + 1, 2))

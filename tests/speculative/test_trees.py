@@ -109,7 +109,7 @@ def test_bad_trees_are_refused_in_one_line(make, words):
 @pytest.mark.parametrize("name", ["sampled_iid", "sampled_wor"])
 def test_drawn_siblings_need_a_temperature(name):
     """Refused before a model is there; a chain of such draws has no siblings."""
-    with pytest.raises(UserError, match=f"siblings drawn as by tree={name} .* at drafter.temperature=0: set it") as error:
+    with pytest.raises(UserError, match=f"by tree={name} .* at drafter.temperature=0: set it") as error:
         get_drafter("layer_skip", tree=get_tree(name, widths=[2, 2]))
     assert "\n" not in str(error.value)
     assert get_drafter("layer_skip", tree=get_tree(name, widths=[2, 2]), temperature=0.5).kind.value in name
