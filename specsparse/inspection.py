@@ -119,7 +119,7 @@ def model_facts(config: ModelConfig) -> dict[str, str]:
         "architecture": f"{config.architecture}, {config.n_layers} layers, width {config.d_model}, FFN {config.d_ff}",
         "heads": heads,
         "context": f"{config.context_length} tokens, RoPE base {rope.base:g} ({rope.pairing}){scaling}"
-        + (", Llama 3 frequency factors" if rope.freq_factors else ""),
+        + (", frequency factors" if rope.freq_factors else ""),
         "FFN": config.activation + ("" if config.gated else " without a gate") + _sparse(config),
         "output": "the embedding" if config.tied_output else "a matrix of its own",
     }

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -74,7 +75,10 @@ def _hf(args: argparse.Namespace) -> int:
     from specsparse.convert.hf import convert_hf
 
     with display.loading(display.console(), f"converting {args.source}") as progress:
-        convert_hf(args.source, args.out, type_name=args.outtype, pre=args.pre, progress=progress)
+        notes: list[str] = []
+        convert_hf(args.source, args.out, type_name=args.outtype, pre=args.pre, progress=progress, note=notes.append)
+    for line in notes:
+        print(f"note: {line}", file=sys.stderr)
     return _wrote(args.out)
 
 

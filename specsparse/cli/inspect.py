@@ -7,6 +7,8 @@ import argparse
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from specsparse.errors import UserError
+
 MIB = 2**20
 
 
@@ -24,14 +26,13 @@ def main(args: argparse.Namespace) -> int:
     """Inspect and print."""
     from rich.text import Text
 
-    from specsparse import display, inspection, models
+    from specsparse import display, inspection
     from specsparse.costs import devices
-    from specsparse.engine.gguf import open_gguf
     from specsparse.trackers import to_json
 
     device = devices.get(args.device)
-    found = inspection.look_at(open_gguf(models.resolve(args.model)))
-    draft = args.draft and inspection.look_at(open_gguf(models.resolve(args.draft)))
+    found = _look_at(args.model)
+    draft = args.draft and _look_at(args.draft)
     report = inspection.report(found, device, draft=draft or None, each=args.tensors)
     if args.json:
         print(to_json(report))
@@ -40,6 +41,19 @@ def main(args: argparse.Namespace) -> int:
     for part in parts(report, device.title):
         out.print(Text(part) if isinstance(part, str) else part, soft_wrap=isinstance(part, str))
     return 0
+
+
+def _look_at(name: str) -> Any:
+    """A model file, inspected; a folder of transformers gets a line that says what it is."""
+    from specsparse import inspection, models
+    from specsparse.convert.draft_head import refuse_draft_head
+    from specsparse.engine.gguf import open_gguf
+
+    path = models.resolve(name)
+    if (path / "config.json").is_file():
+        refuse_draft_head(path)
+        raise UserError(f"{path}: is a folder of transformers; `specsparse convert hf {path} OUT.gguf` makes a GGUF")
+    return inspection.look_at(open_gguf(path))
 
 
 def parts(report: Mapping[str, Any], device: str) -> Iterator[Any]:

@@ -1,11 +1,13 @@
 """A Llama-family checkpoint of transformers -> a GGUF file."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from specsparse import hub
 from specsparse.convert.checkpoint import Checkpoint
-from specsparse.convert.hf_config import HfConfig, metadata
+from specsparse.convert.draft_head import refuse_draft_head
+from specsparse.convert.hf_config import HfConfig, metadata, notes
 from specsparse.convert.hf_tokenizer import tokenizer_keys
 from specsparse.convert.tensors import sources
 from specsparse.convert.write import Progress, out_type, write_model
@@ -20,6 +22,7 @@ def convert_hf(
     type_name: str = "f16",
     pre: str | None = None,
     progress: Progress = lambda done, total: None,
+    note: Callable[[str], None] = lambda line: None,
 ) -> ModelConfig:
     """Converts a folder, or a repository of the Hub.
 
@@ -29,11 +32,14 @@ def convert_hf(
         type_name: of `write.OUT_TYPES`.
         pre: pre-tokenizer of a byte-level BPE where it cannot be told.
         progress: called with (bytes written, bytes in all).
+        note: called, when the file is written, with each line that says where the file and the config, or another
+            program that reads it, part.
 
     Raises:
         UserError: whatever of it is missing, damaged or not supported.
     """
     kind, folder = out_type(type_name), folder_of(source)
+    refuse_draft_head(folder)
     checkpoint = Checkpoint(folder)
     config = HfConfig(folder / "config.json", checkpoint.config)
     name = checkpoint.config.get("_name_or_path") or _name(str(source), folder)
@@ -44,7 +50,11 @@ def convert_hf(
         raise UserError(f"{folder}: has no tensor model.embed_tokens.weight")
     keys |= tokenizer_keys(folder, checkpoint.config, vocab_size=rows, pre=pre)
     keys[f"{config.architecture}.vocab_size"] = rows
-    return write_model(path, keys, tensors, kind, progress=progress)
+    made = write_model(path, keys, tensors, kind, progress=progress)
+    tied = "the config says tied, and an lm_head that is not the embedding is stored: it is kept as the output matrix"
+    for line in notes(config) + ([tied] if config.tied and not made.tied_output else []):
+        note(line)
+    return made
 
 
 def folder_of(source: str | os.PathLike[str]) -> Path:

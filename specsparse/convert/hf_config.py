@@ -1,13 +1,11 @@
-"""config.json of a Llama-family checkpoint -> GGUF metadata, and the frequency factors of Llama 3."""
+"""config.json of a Llama-family checkpoint -> GGUF metadata."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from specsparse.convert.hf_rope import HfRope, said
 from specsparse.engine.config import ACTIVATION_KEY
 from specsparse.errors import UserError
 
@@ -77,16 +75,20 @@ class HfConfig:
         return self.get("tie_word_embeddings", bool, False)
 
     @property
-    def rope(self) -> Mapping[str, Any]:
-        """Scaling of the rotary embedding, in the old place or the new one; {} for none."""
+    def rope(self) -> HfRope:
+        """The rotary embedding, its scaling in the old place or the new one."""
         found = self.get("rope_parameters", dict, None) or self.get("rope_scaling", dict, {})
-        return {**found, "type": found.get("rope_type", found.get("type", "default"))}
-
-    @property
-    def rope_base(self) -> float:
-        """Theta."""
-        found = self.rope.get("rope_theta")
-        return float(found) if isinstance(found, int | float) else self.get("rope_theta", float, 10000.0)
+        partial = {"partial_rotary_factor": self.get("partial_rotary_factor", float, None)}
+        base = found.get("rope_theta")
+        return HfRope(
+            self.where,
+            self.architecture,
+            partial | found,
+            base=float(base) if isinstance(base, int | float) else self.get("rope_theta", float, 10000.0),
+            dim=self.head_dim,
+            context=self.get("max_position_embeddings", int),
+            pretrained=self.get("original_max_position_embeddings", int, None),
+        )
 
 
 def metadata(config: HfConfig, *, name: str) -> dict[str, Any]:
@@ -94,10 +96,10 @@ def metadata(config: HfConfig, *, name: str) -> dict[str, Any]:
 
     Raises:
         UserError: a key is missing or of another type, or asks for what is not supported: another architecture,
-            activation or scaling of the rotary embedding, or a sliding window.
+            activation or rotary embedding, or a sliding window.
     """
-    a, head_dim = config.architecture, config.head_dim
-    width, context = config.get("hidden_size", int), config.get("max_position_embeddings", int)
+    a, head_dim, rope = config.architecture, config.head_dim, config.rope
+    width, context = config.get("hidden_size", int), rope.context
     window = config.get("sliding_window", int, None)
     if window is not None and window < context and config.get("use_sliding_window", bool, a == "llama"):
         raise UserError(f"{config.where}: sliding_window={window} is not supported: attention here sees all tokens")
@@ -113,12 +115,22 @@ def metadata(config: HfConfig, *, name: str) -> dict[str, Any]:
         f"{a}.attention.head_count": config.n_heads,
         f"{a}.attention.head_count_kv": config.n_kv_heads,
         f"{a}.attention.layer_norm_rms_epsilon": config.get("rms_norm_eps", float),
-        f"{a}.rope.freq_base": config.rope_base,
+        f"{a}.rope.freq_base": rope.base,
         f"{a}.rope.dimension_count": head_dim,
     }
     if head_dim * config.n_heads != width:
         keys |= {f"{a}.attention.key_length": head_dim, f"{a}.attention.value_length": head_dim}
-    return keys | _scaling(config, a, context) | _activation(config)
+    return keys | {f"{a}.{key}": value for key, value in said(rope).keys.items()} | _activation(config)
+
+
+def notes(config: HfConfig) -> list[str]:
+    """What other programs will not run as the file says, a line each."""
+    activation, rope = _activation(config).get(ACTIVATION_KEY), said(config.rope).note
+    silu = (
+        f"hidden_act={activation} is in the file under our own key {ACTIVATION_KEY}: llama.cpp does not read it and "
+        "runs this file with SiLU, which gives other logits"
+    )
+    return ([silu] if activation else []) + ([rope] if rope else [])
 
 
 def _activation(config: HfConfig) -> dict[str, str]:
@@ -126,49 +138,3 @@ def _activation(config: HfConfig) -> dict[str, str]:
     if name not in _ACTIVATIONS:
         raise UserError(f"{config.where}: hidden_act={name} is not supported; there are {', '.join(_ACTIVATIONS)}")
     return {ACTIVATION_KEY: _ACTIVATIONS[name]} if _ACTIVATIONS[name] else {}
-
-
-def _scaling(config: HfConfig, a: str, context: int) -> dict[str, Any]:
-    kind = config.rope["type"]
-    if kind in ("default", "llama3"):  # Llama 3's is in a tensor
-        return {}
-    if kind not in ("linear", "yarn"):
-        raise UserError(
-            f"{config.where}: rope scaling {kind!r} is not supported; there are default, linear, llama3, yarn"
-        )
-    keys = {f"{a}.rope.scaling.type": kind, f"{a}.rope.scaling.factor": _number(config, "factor")}
-    if kind == "yarn":
-        original = int(_number(config, "original_max_position_embeddings", float(context)))
-        keys[f"{a}.rope.scaling.original_context_length"] = original
-    return keys
-
-
-def _number(config: HfConfig, key: str, default: float | None = None) -> float:
-    """A positive number of the rope scaling."""
-    value = config.rope.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise UserError(f"{config.where}: rope scaling has {key}={value!r:.40}, a positive number is needed")
-    return float(value)
-
-
-def frequency_factors(config: HfConfig) -> np.ndarray | None:
-    """What Llama 3.1 divides the angle of each pair by, float32[head_dim / 2]; None for another scaling.
-
-    Pairs that turn more than high_freq_factor times over the original context keep their angle, those that turn less
-    than low_freq_factor times are divided by the factor, and those between mix both (Llama 3 report, arXiv:2407.21783;
-    `rope_freqs.weight` of llama.cpp).
-
-    Raises:
-        UserError: one of the numbers is missing or not positive, or the two bounds are equal.
-    """
-    if config.rope["type"] != "llama3":
-        return None
-    factor = _number(config, "factor")
-    low, high = _number(config, "low_freq_factor"), _number(config, "high_freq_factor")
-    original = _number(config, "original_max_position_embeddings")
-    if low == high:
-        raise UserError(f"{config.where}: rope scaling has low_freq_factor = high_freq_factor = {low:g}")
-    half = config.head_dim // 2
-    turns = original * config.rope_base ** (-2.0 * np.arange(half) / config.head_dim) / (2 * np.pi)
-    smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return (1.0 / ((1.0 - smooth) / factor + smooth)).astype(np.float32)

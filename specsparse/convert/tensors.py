@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from specsparse.convert.checkpoint import Checkpoint
-from specsparse.convert.hf_config import HfConfig, frequency_factors
+from specsparse.convert.hf_config import HfConfig
+from specsparse.convert.hf_rope import said
 from specsparse.errors import UserError
 
 _LAYER = {
@@ -58,13 +59,22 @@ def sources(checkpoint: Checkpoint, config: HfConfig) -> Iterator[Source]:
             named[target] = name
         elif not name.endswith(_IGNORED):
             raise UserError(f"{checkpoint.folder}: tensor {name} is none of a Llama; this model cannot be converted")
-    if config.tied:
+    if config.tied and not own_output(checkpoint):
         named.pop("output.weight", None)
     for target in sorted(named, key=_place):
         yield target, checkpoint.shapes[named[target]], _loader(checkpoint, config, named[target], target)
-    factors = frequency_factors(config)
+    factors = said(config.rope).factors
     if factors is not None:
         yield "rope_freqs.weight", factors.shape, lambda: factors
+
+
+def own_output(checkpoint: Checkpoint) -> bool:
+    """Whether an output matrix is stored that is not the embedding, whatever the config says of tied weights."""
+    output, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    shapes = [checkpoint.shapes.get(name) for name in (output, embedding)]
+    return shapes[0] is not None and (
+        shapes[0] != shapes[1] or not np.array_equal(checkpoint.load(output), checkpoint.load(embedding))
+    )
 
 
 def _place(name: str) -> tuple[int, int, str]:

@@ -48,6 +48,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 _REFUSED = ("opt", "falcon")
 """PowerInfer's other architectures: LayerNorm with biases, and no gate."""
 
+DRAFT_HEADS = {"eagle3": "EAGLE-3", "dflash": "DFlash"}
+"""Architectures of GGUF files that hold a draft head and no model, and what they are called."""
+
 ACTIVATION_KEY = "specsparse.activation"
 """Our own metadata key: the activation of a file that its architecture does not tell."""
 
@@ -198,6 +201,8 @@ class _Reader:
                 f"{f.path}: architecture {show(self.arch)} (LayerNorm, no gate) is not supported: PowerInfer runs it; "
                 f"here are {', '.join(ARCHITECTURES)}"
             )
+        if self.arch in DRAFT_HEADS:
+            raise UserError(f"{f.path}: is a draft head ({DRAFT_HEADS[self.arch]}) of a target, not a model")
         if self.arch not in ARCHITECTURES:
             raise UserError(
                 f"{f.path}: architecture {show(self.arch)} is not supported; supported are {', '.join(ARCHITECTURES)}"
@@ -302,6 +307,8 @@ class _Reader:
         for key in ("rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor"):
             if (value := self.f.get(f"{self.arch}.{key}", "float", 1.0)) != 1.0:
                 raise self.fail(key, value, "only 1 is supported")
+        if multiplier := self.f.get(f"{self.arch}.rope.scaling.yarn_log_multiplier", "float", 0.0):
+            raise self.fail("rope.scaling.yarn_log_multiplier", multiplier, "only 0 is supported")
 
     def _vocab_size(self) -> int:
         """The tokenizer's token count; the key where there is no tokenizer; else the embedding's rows."""

@@ -6,8 +6,8 @@ from specsparse.engine.config import RopeConfig
 from specsparse.errors import UserError
 
 
-def _angles(cfg: RopeConfig, factors: np.ndarray | None) -> tuple[np.ndarray, float]:
-    """Radians per position of each pair, float64 [dim/2], and what multiplies cos and sin.
+def angles(cfg: RopeConfig, factors: np.ndarray | None = None) -> tuple[np.ndarray, float]:
+    """Radians per position of each pair, float64 [dim/2] (divided by `factors` first), and what multiplies cos and sin.
 
     YaRN as llama.cpp has it (`rope_yarn` in ggml): pairs that turn more than beta_fast times over the original context
     keep their angle, those that turn less than beta_slow times are divided by the factor, with a linear ramp over the
@@ -52,6 +52,6 @@ def rope_tables(
             raise UserError(f"rope_freqs.weight has shape {freq_factors.shape}, ({cfg.dim // 2},) is needed")
         if not (np.isfinite(freq_factors) & (freq_factors > 0)).all():
             raise UserError("rope_freqs.weight holds a factor that is not a positive number")
-    angles, magnitude = _angles(cfg, freq_factors)
-    turn = np.arange(capacity, dtype=np.float64)[:, None] * angles
+    radians, magnitude = angles(cfg, freq_factors)
+    turn = np.arange(capacity, dtype=np.float64)[:, None] * radians
     return (np.cos(turn) * magnitude).astype(np.float32), (np.sin(turn) * magnitude).astype(np.float32)

@@ -50,8 +50,10 @@ def weights(config: dict[str, Any], *, seed: int = 0, bias: bool = False) -> dic
     return {name: value.astype(np.float32) for name, value in out.items()}
 
 
-def logits(config: dict[str, Any], w: dict[str, np.ndarray], ids: list[int], inv_freq=None) -> np.ndarray:
-    """float64[n, V] of transformers' Llama: rotation of halves, causal attention, SwiGLU."""
+def logits(
+    config: dict[str, Any], w: dict[str, np.ndarray], ids: list[int], inv_freq=None, magnitude=1.0
+) -> np.ndarray:
+    """float64[n, V] of transformers' Llama: rotation of halves (times `magnitude`), causal attention, SwiGLU."""
     w = {name: value.astype(np.float64) for name, value in w.items()}
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
     head = config.get("head_dim", config["hidden_size"] // heads)
@@ -67,7 +69,7 @@ def logits(config: dict[str, Any], w: dict[str, np.ndarray], ids: list[int], inv
 
     def turned(x):
         low, high = np.split(x, 2, -1)
-        return x * np.cos(angle) + np.concatenate([-high, low], -1) * np.sin(angle)
+        return magnitude * (x * np.cos(angle) + np.concatenate([-high, low], -1) * np.sin(angle))
 
     x = w["model.embed_tokens.weight"][ids]
     for i in range(config["num_hidden_layers"]):

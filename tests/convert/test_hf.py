@@ -13,6 +13,7 @@ from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf import open_gguf
 from specsparse.engine.tokenizer import Tokenizer
 from specsparse.errors import UserError
+from specsparse.powerinfer.torch_zip import write_torch
 from tests.convert import checkpoints
 from tests.convert.checkpoints import CONFIG, LLAMA3_ROPE
 from tests.tolerances import FORWARD_NMSE, nmse
@@ -62,6 +63,69 @@ def test_the_logits_are_those_of_transformers(tmp_path, form):
     if form == "linear":
         inv_freq = config["rope_theta"] ** (-np.arange(0, 16, 2) / 16) / 2
     assert nmse(model.logits(IDS), checkpoints.logits(config, w, IDS, inv_freq)) <= FORWARD_NMSE["f32"]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_stored_output_matrix_is_kept_where_it_is_not_the_embedding(tmp_path, same):
+    config = {**CONFIG, "tie_word_embeddings": True}
+    w = checkpoints.weights({**CONFIG, "tie_word_embeddings": False})
+    if same:
+        w["lm_head.weight"] = w["model.embed_tokens.weight"]
+    folder, notes = checkpoints.save(tmp_path / "in", config, w), []
+    checkpoints.bpe_tokenizer(folder)
+    found = convert_hf(folder, tmp_path / "out.gguf", type_name="f32", note=notes.append)
+    assert found.tied_output == same and ["it is kept" in line for line in notes] == [True] * (not same)
+    model = specsparse.load(tmp_path / "out.gguf", kv_dtype="f32")
+    assert nmse(model.logits(IDS), checkpoints.logits(config, w, IDS)) <= FORWARD_NMSE["f32"]
+
+
+@pytest.mark.parametrize(("activation", "noted"), [("relu", True), ("silu", False)])
+def test_an_activation_that_llama_cpp_does_not_run_is_noted(tmp_path, capsys, activation, noted):
+    config = {**CONFIG, "hidden_act": activation}
+    folder = checkpoints.save(tmp_path / "in", config, checkpoints.weights(config))
+    checkpoints.bpe_tokenizer(folder)
+    assert cli.main(["convert", "hf", str(folder), str(tmp_path / "out.gguf")]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    assert len(lines) == noted and all("llama.cpp does not read it and runs this file with SiLU" in x for x in lines)
+
+
+HEADS = {
+    "EAGLE-3": {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 32000},
+    "DFlash": {"architectures": ["DFlashDraftModel"], "dflash_config": {"block_size": 16}},
+    "Medusa": {"medusa_num_heads": 4, "base_model_name_or_path": "someone/target"},
+    "peagle": {"speculators_model_type": "peagle", "architectures": ["LlamaForCausalLM"]},
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("command", ["inspect", "convert"])
+def test_a_draft_head_is_called_one(tmp_path, capsys, name, command):
+    (tmp_path / "config.json").write_text(json.dumps(HEADS[name]))
+    (tmp_path / "pytorch_model.bin").touch()
+    argv = {"inspect": ["inspect", str(tmp_path)], "convert": ["convert", "hf", str(tmp_path), "out.gguf"]}[command]
+    assert cli.main(argv) == 2
+    said = capsys.readouterr().err
+    assert f"is a draft head ({name}) " in said and "not a model" in said and said.count("\n") == 1
+    assert ("for someone/target" in said) == (name == "Medusa")
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+def test_an_eagle_of_the_first_kind_is_known_by_its_tensors(tmp_path, form):
+    """Its config is that of a Llama of one layer."""
+    w = {"layers.0.mlp.up_proj.weight": np.ones((96, 64), np.float32), "fc.weight": np.ones((64, 128), np.float32)}
+    if form == "safetensors":
+        checkpoints.save(tmp_path, CONFIG, w)
+    else:
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+        write_torch(tmp_path / "pytorch_model.bin", w)
+    with pytest.raises(UserError, match=r"is a draft head \(EAGLE\) of a target, not a model"):
+        convert_hf(tmp_path, tmp_path / "out.gguf")
+
+
+def test_inspect_says_what_a_folder_of_transformers_is(tmp_path, capsys):
+    checkpoints.save(tmp_path, CONFIG, checkpoints.weights(CONFIG))
+    assert cli.main(["inspect", str(tmp_path)]) == 2
+    assert "is a folder of transformers; `specsparse convert hf" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe"])
