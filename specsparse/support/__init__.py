@@ -1,0 +1,1 @@
+"""What every room uses and nothing of the subject: files, paths, options, the terminal, citations."""

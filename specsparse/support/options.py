@@ -1,0 +1,295 @@
+"""The one option schema: a dataclass and values by name -> a checked instance, or one line that says what is wrong.
+
+The fields of a frozen dataclass are its options. A type says what a value is; what a type cannot say is `Annotated`:
+
+    @dataclass(frozen=True)
+    class PromptLookup:
+        nodes: Annotated[int, Range(1, 512), Also("gamma", "num_speculative_tokens")] = 10
+        rule: Literal["hot", "gate"] = "hot"
+
+Nothing here imports jax, so that a mistyped option is answered at once.
+"""
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import math
+import numbers
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union
+
+from specsparse.errors import UserError
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Bounds of a number.
+
+    Attributes:
+        low, high: least and largest value.
+        above: whether `low` itself is outside.
+        besides: values that are allowed all the same, such as -1 for all.
+    """
+
+    low: float = -math.inf
+    high: float = math.inf
+    above: bool = False
+    besides: tuple[float, ...] = ()
+
+    def holds(self, value: float) -> bool:
+        """Whether the value is allowed; NaN is not."""
+        inside = self.low < value if self.above else self.low <= value
+        return (inside and value <= self.high) or value in self.besides
+
+    def __str__(self) -> str:
+        bounds = []
+        if self.low > -math.inf:
+            bounds.append(f"above {self.low:g}" if self.above else f"at least {self.low:g}")
+        if self.high < math.inf:
+            bounds.append(f"at most {self.high:g}")
+        text = " and ".join(bounds)
+        return " or ".join([text, *(f"{value:g}" for value in self.besides)])
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class Also:
+    """Other names of an option, those of other projects."""
+
+    names: tuple[str, ...]
+
+    def __init__(self, *names: str):
+        object.__setattr__(self, "names", names)
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """How a value without a plain type is read.
+
+    Attributes:
+        by: value -> value; raises ValueError, TypeError or OSError where it cannot be read.
+        text: what the value must be, for the message.
+    """
+
+    by: Callable[[Any], Any]
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Internal:
+    """A field that is no option: given by the program, never by the user."""
+
+
+class Option(NamedTuple):
+    """One option of a class.
+
+    Attributes:
+        name: of its field.
+        hint: its type, without what is annotated.
+        marks: what is annotated.
+        default: `dataclasses.MISSING` where a value is needed.
+        about: its line in the class's docstring, or "".
+    """
+
+    name: str
+    hint: Any
+    marks: tuple[Any, ...]
+    default: Any
+    about: str
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """Its other names."""
+        return tuple(name for mark in self.marks if isinstance(mark, Also) for name in mark.names)
+
+
+@functools.cache
+def options_of(owner: type) -> Mapping[str, Option]:
+    """The options of a dataclass by name, in order; fields marked `Internal` are none.
+
+    Raises:
+        TypeError: it is no dataclass.
+    """
+    if not dataclasses.is_dataclass(owner):
+        raise TypeError(f"{owner.__name__} is no dataclass: its fields are its options")
+    hints, about = typing.get_type_hints(owner, include_extras=True), _attributes(owner)
+    out = {}
+    for field in dataclasses.fields(owner):
+        if not field.init:
+            continue
+        hint, marks = _parts(hints[field.name])
+        if not any(isinstance(mark, Internal) for mark in marks):
+            out[field.name] = Option(field.name, hint, marks, _default(field), about.get(field.name, ""))
+    return types.MappingProxyType(out)
+
+
+def read(owner: type[T], given: Mapping[str, Any], *, group: str, name: str = "", internal: Mapping = {}) -> T:
+    """An instance of a dataclass from values by option name.
+
+    Args:
+        owner: the class.
+        given: values; None leaves an option at its default, unless its type has None.
+        group: what stands before the option in messages, such as "drafter"; "" for nothing.
+        name: of the choice in the group, for the message; by default none.
+        internal: values of fields that are no options.
+
+    Raises:
+        UserError: an unknown option (with the nearest), one given under two names, a missing one, or a bad value.
+    """
+    options, label = options_of(owner), f"{group}." if group else ""
+    names = {alias: key for key, option in options.items() for alias in option.aliases} | {key: key for key in options}
+    values: dict[str, Any] = {}
+    source: dict[str, str] = {}
+    for key, value in given.items():
+        if key not in names:
+            whose = f" of {name}" if name else ""
+            raise UserError(f"{label}{key} is no option{whose}{nearest(str(key), names)}")
+        option = options[names[key]]
+        if value is None and not _takes_none(option.hint):
+            continue
+        if option.name in values:
+            raise UserError(f"{label}{source[option.name]} and {label}{key} are one option: give one of them")
+        values[option.name], source[option.name] = checked(option, value, f"{label}{key}"), key
+    for option in options.values():
+        if option.default is dataclasses.MISSING and option.name not in values:
+            raise UserError(f"{label}{option.name}: a value is needed")
+    return owner(**values, **internal)
+
+
+def checked(option: Option, value: Any, label: str) -> Any:
+    """The value as the option's type; `label` names it in the message.
+
+    Raises:
+        UserError: a value of another type or out of range.
+    """
+    return _value(option.hint, option.marks, value, label)
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """A hint for a name that is not valid, beginning with "; ": the nearest one, or all where none is near."""
+    names = sorted(valid)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else f"; valid: {', '.join(names) or 'none'}"
+
+
+def _value(hint: Any, marks: Sequence[Any], value: Any, label: str) -> Any:
+    readers = [mark for mark in marks if isinstance(mark, Read)]
+    if readers and not (value is None and _takes_none(hint)):
+        return _read_by(readers[0], value, label)
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if origin is Annotated:
+        inner, more = _parts(hint)
+        return _value(inner, more, value, label)
+    if origin in (Union, types.UnionType):
+        return _union(args, marks, value, label)
+    if origin is Literal:
+        if value not in args:
+            raise _refuse(label, value, f"one of {', '.join(map(str, args))}")
+        return value
+    if origin in (tuple, Sequence) or hint is tuple:
+        return _items(args, value, label)
+    if origin in (dict, Mapping) or hint is dict:
+        if not isinstance(value, Mapping):
+            raise _refuse(label, value, "a group of values")
+        return dict(value)
+    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+        return read(hint, value, group=label)
+    return _plain(hint, [mark for mark in marks if isinstance(mark, Range)], value, label)
+
+
+def _union(hints: Sequence[Any], marks: Sequence[Any], value: Any, label: str) -> Any:
+    """The first of the types that takes the value; None is taken as it is."""
+    if value is None and type(None) in hints:
+        return None
+    kinds = [hint for hint in hints if hint is not type(None)]
+    for hint in kinds[:-1]:
+        try:
+            return _value(hint, marks, value, label)
+        except UserError:
+            continue
+    return _value(kinds[-1], marks, value, label)
+
+
+def _items(hints: Sequence[Any], value: Any, label: str) -> tuple:
+    """A list as a tuple; one text is a list of it, where texts are wanted."""
+    hint = hints[0] if hints else Any
+    value = (value,) if isinstance(value, str) and hint is str else value
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence | Set):
+        raise _refuse(label, value, "a list, such as [a,b]")
+    return tuple(_value(hint, (), item, label) for item in value)
+
+
+_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+def _plain(hint: Any, ranges: Sequence[Range], value: Any, label: str) -> Any:
+    given, real = value, isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if hint is float and real:
+        value = _float(value)
+    elif hint is int and real and isinstance(value, numbers.Integral):
+        value = int(value)
+    elif hint is str and real:
+        value = str(value)
+    wanted = _NAMES.get(hint) or f"a {getattr(hint, '__name__', hint)}"
+    fits = isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool)
+    if not fits or not all(bounds.holds(value) for bounds in ranges):
+        raise _refuse(label, given, " ".join([wanted, *_bounds(ranges)]))
+    return value
+
+
+def _float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a whole number too long for a float
+        return math.inf
+
+
+def _bounds(ranges: Sequence[Range]) -> list[str]:
+    return [f"of {bounds}" if str(bounds).startswith("at ") else str(bounds) for bounds in ranges]
+
+
+def _read_by(reader: Read, value: Any, label: str) -> Any:
+    try:
+        return reader.by(value)
+    except (ValueError, TypeError, OSError):
+        raise _refuse(label, value, reader.text) from None
+
+
+def _refuse(label: str, value: Any, wanted: str) -> UserError:
+    shown = "null" if value is None else " ".join((value if isinstance(value, str) else repr(value)).split())
+    return UserError(f"{label}={shown if len(shown) <= 60 else shown[:57] + '...'} must be {wanted}")
+
+
+def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A type and what is annotated."""
+    if typing.get_origin(hint) is not Annotated:
+        return hint, ()
+    inner, *marks = typing.get_args(hint)
+    return inner, tuple(marks)
+
+
+def _takes_none(hint: Any) -> bool:
+    return hint is Any or type(None) in typing.get_args(hint)
+
+
+def _default(field: dataclasses.Field) -> Any:
+    made = field.default_factory
+    return field.default if made is dataclasses.MISSING else made()
+
+
+def _attributes(owner: type) -> dict[str, str]:
+    """What the docstrings of a class and its bases say of each attribute."""
+    out: dict[str, str] = {}
+    for base in reversed(owner.__mro__):
+        text = inspect.cleandoc(base.__doc__ or "")
+        _, _, section = text.partition("Attributes:\n")
+        for found in re.finditer(r"^ +([\w, ]+): (.*(?:\n {8,}.*)*)", section.split("\n\n")[0], re.MULTILINE):
+            out |= dict.fromkeys(found[1].split(", "), " ".join(found[2].split()))
+    return out

@@ -1,0 +1,100 @@
+"""Choices by name: the built-in ones, a package's own by entry point, and anybody's as `module:Class`."""
+
+import importlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+from specsparse.errors import UserError
+from specsparse.support.options import nearest, read
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Classes of one group by name.
+
+    A class is named `module:Class` and imported when it is asked for, so that the names alone cost nothing.
+
+    Attributes:
+        group: of the config, such as "drafter"; packages bring their own under the entry points `specsparse.<group>s`.
+    """
+
+    def __init__(self, group: str, base: str, builtin: Mapping[str, str], aliases: Mapping[str, str] | None = None):
+        self.group, self._base = group, base
+        self._homes: dict[str, str | type] = dict(builtin)
+        self._aliases = dict(aliases or {})
+
+    def register(self, name: str, owner: type, *, aliases: tuple[str, ...] = ()) -> None:
+        """Makes a class known by name.
+
+        Raises:
+            ValueError: the name is taken.
+        """
+        if name in self._homes or name in self._aliases:
+            raise ValueError(f"{self.group} {name} is registered already")
+        self._homes[name] = owner
+        self._aliases |= dict.fromkeys(aliases, name)
+
+    def names(self) -> list[str]:
+        """All names, without aliases: the built-in and registered ones, then those of installed packages."""
+        return list(dict.fromkeys([*self._homes, *self._entry_points()]))
+
+    def canonical(self, name: str) -> str:
+        """The name that an alias stands for; any other as it is."""
+        return self._aliases.get(name, name)
+
+    def find(self, name: str) -> type[T]:
+        """The class of a name, an alias, or `module:Class`.
+
+        Raises:
+            UserError: an unknown name (with the nearest), a module that cannot be imported, or a class of another kind.
+        """
+        key = self.canonical(str(name))
+        home = self._homes.get(key)
+        if home is None and ":" not in key:
+            home = self._entry_points().get(key)
+            if home is None:
+                raise UserError(f"{self.group}={name} is unknown{nearest(key, [*self.names(), *self._aliases])}")
+        found = home if isinstance(home, type) else load(home or key, f"{self.group}={name}")
+        base = load(self._base, self.group)
+        if not (isinstance(found, type) and issubclass(found, base)):
+            raise UserError(f"{self.group}={name} is no {base.__name__}: derive it from {self._base.replace(':', '.')}")
+        return found
+
+    def make(self, name: str, options: Mapping[str, Any]) -> T:
+        """An instance with checked options; see `support.options.read`."""
+        return read(self.find(name), options, group=self.group, name=str(name))
+
+    def _entry_points(self) -> dict[str, str]:
+        found = importlib.metadata.entry_points(group=f"specsparse.{self.group}s")
+        return {point.name: point.value for point in found}
+
+
+def load(home: str, label: str) -> Any:
+    """What `module:name` names; the module may lie in the current folder.
+
+    Raises:
+        UserError: in one line, why it cannot be had.
+    """
+    module, _, name = home.partition(":")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.append(here)
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and module.split(".")[0] != error.name.split(".")[0]:
+            raise UserError(f"{label}: {module} needs {error.name}, which is not installed") from error
+        raise UserError(f"{label}: there is no module {module} in the current folder or on PYTHONPATH") from error
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{label}: importing {module} failed: {type(error).__name__}: {error}") from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise UserError(f"{label}: module {module} has no {name}")
+        found = getattr(found, part)
+    return found
