@@ -22,13 +22,14 @@ from specsparse.metrics import Speedup
 from specsparse.record import PLAIN, SPECULATIVE, Group, RunRecord, Side
 
 _MAX_TASK_COLUMNS = 8
-_MIN_WIDTH = 140
+_PIPE_WIDTH = 10_000
+_MOST_HEADING = 140
 
 
 def console() -> Console:
-    """The terminal, or a pipe wide enough for the table."""
+    """The terminal, or a pipe, which has no width: a row of a table is a line there, whatever its length."""
     found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=max(found.width, _MIN_WIDTH))
+    return found if found.is_terminal else Console(highlight=False, width=_PIPE_WIDTH)
 
 
 @contextmanager
@@ -65,7 +66,7 @@ def counting(out: Console, what: str, total: int) -> Iterator[Progress]:
 def show_prompt(out: Console, index: int, count: int, task: str, text: str) -> None:
     """The heading over a streamed text: the prompt's first line, cut to fit."""
     first = " ".join(text.split())
-    room = max(20, out.width - len(task) - 16)
+    room = max(20, min(out.width, _MOST_HEADING) - len(task) - 16)
     line = Text(f"[{index}/{count}] {task}  ", style="bold cyan")
     out.print(line.append(first if len(first) <= room else first[: room - 1] + "…", style="dim"))
 

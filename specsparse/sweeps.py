@@ -8,11 +8,11 @@ import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from specsparse import kernels, models
 from specsparse.config import RunConfig
@@ -58,8 +58,8 @@ class Cell:
         if sweep.parent.name == self.name:
             sweeps += sorted((d for d in sweep.parent.iterdir() if d.is_dir() and d != sweep), reverse=True)
         for mark in (file for directory in sweeps for file in sorted(directory.glob(f"*/{CELL_FILE}"))):
-            found = _read(mark)
-            if found.get("key") == self.key and found.get("record") == _record_hash(mark.parent):
+            found = measurement(mark.parent)
+            if found is not None and found.key == self.key:
                 return mark.parent
         return None
 
@@ -67,6 +67,28 @@ class Cell:
         """Say that it has finished; the last thing that is written."""
         mark = {"key": self.key, "objective": objective, "record": _record_hash(directory)}
         write_atomically(directory / CELL_FILE, to_json(mark) + "\n")
+
+
+class Measurement(NamedTuple):
+    """What a finished cell holds: the cell's key, and the sha256 of the record that its run wrote."""
+
+    key: str
+    record: str
+
+
+def measurement(directory: Path) -> Measurement | None:
+    """Of a finished cell, the same for one taken over as for the one it was taken from; None for other directories."""
+    mark = _read(directory / CELL_FILE)
+    key, record = mark.get("key"), mark.get("record")
+    return Measurement(key, record) if key and record and record == _record_hash(directory) else None
+
+
+def once(directories: Iterable[Path]) -> dict[Path, tuple[Path, ...]]:
+    """The directories, each measurement at its first place, with the later places that hold it too."""
+    places: dict[Measurement | Path, list[Path]] = {}
+    for directory in directories:
+        places.setdefault(measurement(directory) or directory, []).append(directory)
+    return {first: tuple(others) for first, *others in places.values()}
 
 
 def reuse(done: Path, directory: Path) -> float | None:

@@ -3,13 +3,14 @@
 import dataclasses
 import io
 import json
+import re
 
 import numpy as np
 import pytest
 from hydra import compose, initialize_config_dir
 from rich.console import Console
 
-from specsparse import experiment, machine, models
+from specsparse import display, experiment, machine, models
 from specsparse.config import (
     CertifySpec,
     CompareSpec,
@@ -180,23 +181,79 @@ def test_unknown_kinds_are_refused(cfg):
         experiment.check(dataclasses.replace(cfg, kind="sped"))
 
 
-def test_a_sweep_ends_with_its_table(tmp_path):
-    def record(gamma, ratio):
+DRAFTERS = {
+    "prompt_lookup": {"ngram_max": 3, "ngram_min": 2},
+    "suffix": {"longest": 64, "min_match": 1, "factor": 1.0, "offset": 0, "min_share": 0.1, "candidates": 8},
+}
+HEADINGS = ("speed-up", "95 % interval", "tok/s", "plain tok/s", "tokens/pass", "accept. length", "differing")
+
+
+def a_sweep(directory):
+    """Two drafters, each with options of its own, at two draft lengths; the values of the last row but its names."""
+
+    def record(drafter, gamma, ratio):
         faster = {"ratio_of_totals": ratio, "low": ratio - 0.1, "high": ratio + 0.1}
         rates = {"tokens_per_second": 100 * ratio, "tokens_per_target_pass": 2.0, "mean_acceptance_length": 2.5}
         side = {"rates": rates}
         summary = {"plain": side, "speculative": side, "speedup": faster, "identity": {"differing": 0}}
-        return {"name": "s", "summary": summary, "config": {"policy": {"name": "fixed", "gamma": gamma}, "seed": 0}}
+        config = {"drafter": {"name": drafter, **DRAFTERS[drafter]}, "policy": {"name": "fixed", "gamma": gamma}}
+        return {"name": "s", "summary": summary, "config": {**config, "seed": 0}}
 
-    for index, (gamma, ratio) in enumerate([(1, 1.1), (2, 1.4)]):
-        (tmp_path / str(index)).mkdir()
-        (tmp_path / str(index) / "record.json").write_text(json.dumps(record(gamma, ratio)))
-    (tmp_path / "2").mkdir()  # a job that failed
+    cells = [(drafter, gamma) for drafter in DRAFTERS for gamma in (1, 16)]
+    for index, (drafter, gamma) in enumerate(cells):
+        (directory / str(index)).mkdir()
+        text = json.dumps(record(drafter, gamma, 1.1 + 0.1 * index))
+        (directory / str(index) / "record.json").write_text(text)
+    (directory / "4").mkdir()  # a job that failed
+    return ("1.40", "1.30-1.50", "140.0", "140.0", "2.00", "2.50", "0")
+
+
+def shown(directory, width):
     out = io.StringIO()
-    sweep.show(tmp_path, Console(file=out, width=160))
-    assert sweep.varied(sweep.records(tmp_path)) == ["policy.gamma"]
-    for part in ("policy.gamma", "1.40", "1.30-1.50", "140.0"):
-        assert part in out.getvalue()
+    sweep.show(directory, Console(file=out, width=width))
+    return [line.rstrip() for line in out.getvalue().splitlines() if line.strip(" ─")]
+
+
+def columns(line):
+    return re.split(r"\s{2,}", line.strip())
+
+
+def test_a_sweep_ends_with_its_table(tmp_path):
+    last = a_sweep(tmp_path)
+    heading, *rows, where = shown(tmp_path, 160)
+    assert columns(heading) == ["drafter", "gamma", *HEADINGS]
+    assert [columns(row)[:2] for row in rows] == [[d, g] for d in DRAFTERS for g in ("1", "16")]
+    assert columns(rows[-1]) == ["suffix", "16", *last]
+    assert where == f"records: {tmp_path}"
+
+
+def test_the_table_of_a_sweep_is_whole_on_80_columns(tmp_path):
+    """What does not fit beside stands below, under the same names."""
+    last, names = a_sweep(tmp_path), ["drafter", "gamma"]
+    lines = shown(tmp_path, 80)
+    assert max(map(len, lines[:-1])) <= 80 and not any("…" in line for line in lines)
+    headings = [i for i, line in enumerate(lines) if columns(line)[:2] == names]
+    assert [title for i in headings for title in columns(lines[i])[2:]] == list(HEADINGS)
+    assert [value for i in headings for value in columns(lines[i + 4])[2:]] == list(last)
+    assert all(columns(lines[i + 4])[:2] == ["suffix", "16"] for i in headings)
+
+
+def test_the_table_of_a_sweep_is_whole_on_a_narrow_terminal(tmp_path):
+    """A line a value."""
+    last = a_sweep(tmp_path)
+    lines = shown(tmp_path, 34)
+    assert max(map(len, lines[:-1])) <= 34
+    assert [columns(line) for line in lines[-10:-1]] == [
+        ["drafter", "suffix"], ["gamma", "16"], *map(list, zip(HEADINGS, last, strict=True))
+    ]  # fmt: skip
+
+
+def test_a_row_of_a_sweep_is_one_line_in_a_pipe(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    last = a_sweep(tmp_path)
+    sweep.show(tmp_path, display.console())
+    rows = [columns(line) for line in capsys.readouterr().out.splitlines()]
+    assert ["drafter", "gamma", *HEADINGS] in rows and ["suffix", "16", *last] in rows
 
 
 def test_synthetic_acceptance_through_the_loop(cfg, tmp_path):

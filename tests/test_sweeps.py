@@ -89,6 +89,19 @@ def test_what_is_taken_over_is_whole(tmp_path):
     assert sweeps.reuse(here, here) == 2.5
 
 
+def test_what_is_taken_over_is_the_same_measurement(tmp_path):
+    cell, (there, here, anew) = sweeps.Cell("k", "s"), (tmp_path / n / "0" for n in "123")
+    finished(there, cell, '{"date": 1}')
+    finished(anew, cell, '{"date": 2}')
+    here.mkdir(parents=True)
+    sweeps.reuse(there, here)
+    assert sweeps.once([there, here, anew]) == {there: (here,), anew: ()}
+    (here / "record.json").write_text('{"date": 3}')  # no longer what the mark is of
+    assert list(sweeps.once([there, here, anew])) == [there, here, anew]
+    (there / "cell.json").unlink()
+    assert sweeps.measurement(there) is None and sweeps.measurement(anew).key == "k"
+
+
 class Done:
     as_promised, objective = True, 1.5
 

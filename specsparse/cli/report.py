@@ -43,7 +43,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _diff(args: argparse.Namespace) -> int:
     """Print what two runs differ in; with --out a page too."""
-    from specsparse import display
+    from specsparse import display, tables
     from specsparse.report import diff, runs
 
     if len(args.runs) != 3:
@@ -54,7 +54,7 @@ def _diff(args: argparse.Namespace) -> int:
             raise UserError(f"{path}: holds {len(found)} runs; diff takes one on each side, such as {path}/0")
     difference, out = diff.diff(both[0][0], both[1][0]), display.console()
     for table in diff.tables(difference):
-        out.print(table)
+        tables.show(out, table)
     for line in diff.lines(difference):
         out.print(line, soft_wrap=True)
     if args.out is not None:

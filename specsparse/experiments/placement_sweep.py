@@ -8,6 +8,9 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from specsparse import tables
 
 CSV_FILE, FIGURE_FILE = "vram_budget.csv", "vram_budget.png"
 _RULES = ("optimal", "powerinfer", "layers", "none")
@@ -55,13 +58,13 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
 def show(directory: Path, found: Sequence[dict[str, Any]], out: Console) -> None:
     """Print the table of a sweep and write CSV and figure into its directory."""
     made = rows(found)
-    out.print(table(found))
+    tables.show(out, table(found))
     with (directory / CSV_FILE).open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(made[0]))
         writer.writeheader()
         writer.writerows(made)
     write_figure(directory / FIGURE_FILE, made)
-    out.print(f"expected times; {directory}: {CSV_FILE}, {FIGURE_FILE}", style="dim", highlight=False)
+    out.print(Text(f"expected times; {directory}: {CSV_FILE}, {FIGURE_FILE}", style="dim"), soft_wrap=True)
 
 
 def write_figure(path: Path, made: Sequence[dict[str, Any]]) -> None:

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
 from specsparse import intervals
 from specsparse.errors import UserError
+from specsparse.experiments.varied import Setting
 
 if TYPE_CHECKING:
     from specsparse.experiments.sparsity import Point
@@ -34,12 +36,12 @@ def table(points: Sequence["Point"], *, vary: str) -> Table:
     return out
 
 
-def sweep_table(records: Sequence[Mapping[str, Any]], keys: Mapping[str, Sequence[Any]]) -> Table:
-    """A row a point of every record; `keys` are what differs between the configs, with the value of each record."""
-    out = _table(*keys)
+def sweep_table(records: Sequence[Mapping[str, Any]], swept: Sequence[Setting]) -> Table:
+    """A row a point of every record; `swept` is what differs between their configs."""
+    out = _table(*(setting.name for setting in swept))
     for number, record in enumerate(records):
         for point in record["summary"]["points"]:
-            out.add_row(*(str(values[number]) for values in keys.values()), *_cells(point))
+            out.add_row(*(Text(setting.values[number]) for setting in swept), *_cells(point))
     return out
 
 

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from specsparse import intervals
 from specsparse.errors import UserError
+from specsparse.experiments import varied
 from specsparse.intervals import Interval
 from specsparse.record import PLAIN
 from specsparse.report import methods, page
@@ -113,11 +114,11 @@ def _names(a: Run, b: Run) -> tuple[str, str]:
 
 def _settings(a: Run, b: Run) -> list[tuple[str, str, str]]:
     """The config's keys that differ, then commit, machine, kernels and packages."""
-    flat = [dict(methods.flat(run.config)) for run in (a, b)]
+    flat = [dict(varied.flat(run.config)) for run in (a, b)]
     keys = [key for key in dict.fromkeys([*flat[0], *flat[1]]) if key not in _NO_CONFIG]
     found = [(key, *(str(f.get(key, "-")) for f in flat)) for key in keys if flat[0].get(key) != flat[1].get(key)]
     for part in ("git", "cpu", "kernels", "model", "packages"):
-        sides = [dict(methods.flat(run.manifest.get(part) or {})) for run in (a, b)]
+        sides = [dict(varied.flat(run.manifest.get(part) or {})) for run in (a, b)]
         for key in dict.fromkeys([*sides[0], *sides[1]]):
             if sides[0].get(key) != sides[1].get(key):
                 found.append((f"{part} {key}", *(str(s.get(key, "-")) for s in sides)))

@@ -1,12 +1,12 @@
 """What was decoded how: the methods of all runs under names that tell them apart, prompt by prompt."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from specsparse import intervals, metrics
-from specsparse.experiments import sweep
+from specsparse.experiments import varied
 from specsparse.experiments.speed import HOST
 from specsparse.intervals import Interval
 from specsparse.metrics import Counters
@@ -117,8 +117,8 @@ class Method:
 def of(runs: Sequence[Run]) -> list[Method]:
     """The methods of all runs that decoded plainly beside them, in order; plain decoding alone is none."""
     found = [(run, side) for run in runs for side in _sides(run)]
-    records = [dict(r.record) for r in runs if _sides(r)]
-    keys = [key for key in sweep.varied(records) if not key.startswith(_NOT_A_METHOD)]
+    differing = varied.settings([run.config for run in runs if _sides(run)])
+    keys = [setting.key for setting in differing if not setting.key.startswith(_NOT_A_METHOD)]
     out = [Method(run, side, _pair(run, side), _names(run, side, keys), _samples(run, side)) for run, side in found]
     out = [m for m in out if m.samples]
     labels = Counter(m.label for m in out)
@@ -191,15 +191,6 @@ def _samples(run: Run, side: str) -> tuple[Sample, ...]:
         one = Sample(row["prompt_id"], row["task"], other["decode_s"], seconds, theirs, ours)
         sums[one.prompt] = _add(sums[one.prompt], one) if one.prompt in sums else one
     return tuple(sums.values())
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """A config by dotted keys."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _add(a: Sample, b: Sample) -> Sample:

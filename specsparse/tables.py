@@ -1,0 +1,63 @@
+"""Tables on a terminal of any width: columns that do not fit stand below, and nothing is cut."""
+
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Column, Table
+
+_ANY_WIDTH = 10_000
+
+
+def show(out: Console, table: Table, *, names: int = 1) -> None:
+    """Print a table whole; its first `names` columns say what a row is, and stand in every part."""
+    for part in parts(out, table, names=names):
+        out.print(part)
+
+
+def parts(out: Console, table: Table, *, names: int = 1) -> list[Table]:
+    """The table itself where it fits the console; else its columns in several tables, each with the names.
+
+    Where that would be a table for almost every column, a row becomes a block of lines, a line a column.
+    """
+    if _fits(out, table):
+        return [table]
+    head, rest = table.columns[:names], table.columns[names:]
+    groups: list[list[Column]] = [[]]
+    for column in rest:
+        if groups[-1] and not _fits(out, _of(table, [*head, *groups[-1], column])):
+            groups.append([])
+        groups[-1].append(column)
+    made = [_of(table, [*head, *group]) for group in groups]
+    whole = all(_fits(out, part) for part in made)
+    return made if whole and 2 * len(made) <= len(rest) else [_blocks(table)]
+
+
+def _fits(out: Console, table: Table) -> bool:
+    options = out.options.update(width=_ANY_WIDTH)
+    return Measurement.get(out, options, table).maximum <= out.width
+
+
+def _of(table: Table, columns: Sequence[Column]) -> Table:
+    """Some of its columns."""
+    made = Table(box=table.box, pad_edge=table.pad_edge, collapse_padding=table.collapse_padding)
+    for c in columns:
+        made.add_column(c.header, justify=c.justify, no_wrap=c.no_wrap, style=c.style)
+    cells = [list(column.cells) for column in columns]
+    for i, row in enumerate(table.rows):
+        made.add_row(*(of_column[i] for of_column in cells), style=row.style, end_section=row.end_section)
+    return made
+
+
+def _blocks(table: Table) -> Table:
+    """A row below another; a value longer than a line goes on in the next."""
+    made = Table(box=SIMPLE_HEAD, pad_edge=table.pad_edge, show_header=False)
+    made.add_column(overflow="fold")
+    made.add_column(overflow="fold")
+    cells = [list(column.cells) for column in table.columns]
+    for i, row in enumerate(table.rows):
+        for column, of_column in zip(table.columns, cells, strict=True):
+            last = column is table.columns[-1]
+            made.add_row(column.header, of_column[i], style=row.style, end_section=last)
+    return made
