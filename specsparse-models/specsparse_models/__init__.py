@@ -1,0 +1,1 @@
+"""Model files that `specsparse` finds by name; nothing here is code."""
