@@ -62,7 +62,7 @@ def test_a_derived_model_is_made_once_and_anew_for_another_difference(tmp_path, 
     monkeypatch.setitem(models.MODELS, "base", models.PackagedModel("carrier", "x.gguf", ""))
     monkeypatch.setitem(models.DERIVED, "made", models.DerivedModel("base", "d.gguf"))
     monkeypatch.setattr(models, "COMPANION", "carrier")
-    with pytest.raises(UserError, match="model 'made' is not installed; run: pip install ./specsparse-models"):
+    with pytest.raises(UserError, match=r"model 'made' is not installed; run: pip install \./specsparse-models"):
         models.resolve("made")
     set_metadata(base, "general.name", "one", tmp_path / "one.gguf")
     make_delta(base, tmp_path / "one.gguf", tmp_path / "carrier" / "d.gguf")
