@@ -17,6 +17,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from specsparse import metrics
 from specsparse.intervals import Interval
 from specsparse.metrics import Speedup
 from specsparse.record import PLAIN, SPECULATIVE, Group, RunRecord, Side
@@ -90,12 +91,13 @@ def title(record: RunRecord) -> str:
 
 
 def table(record: RunRecord) -> Table:
-    """Measures as rows, tasks as columns."""
+    """Measures as rows, tasks as columns; a footnote where two of them are easily taken for one."""
     names = [n for n in record.groups if n != "all"]
     if len(names) > _MAX_TASK_COLUMNS or len(names) == 1:
         names = []
     columns = [*names, "all"]
-    out = Table(box=SIMPLE_HEAD, pad_edge=False)
+    note = metrics.lengths_note() if SPECULATIVE in record.groups["all"].sides else None
+    out = Table(box=SIMPLE_HEAD, pad_edge=False, caption=note, caption_justify="left")
     out.add_column("", no_wrap=True)
     for name in columns:
         out.add_column(name, justify="right", no_wrap=True)
@@ -161,13 +163,15 @@ def verdict_lines(record: RunRecord) -> list[Text]:
     found = record.identity
     if found is not None:
         if found.differing == 0:
-            lines.append(Text(f"same text: all {found.tokens} tokens equal plain decoding", style="green"))
+            lines.append(
+                Text(f"same text: all {found.tokens} tokens equal plain decoding ({found.counted})", style="green")
+            )
         elif found.promised:
             where = ", ".join(found.prompts_differing)
             text = f"NOT the same text: {found.differing} of {found.tokens} tokens differ from plain decoding ({where})"
-            lines.append(Text(text, style="bold red"))
+            lines.append(Text(f"{text}, counted {found.counted}", style="bold red"))
         else:
-            text = f"{found.differing} of {found.tokens} tokens differ from plain decoding"
+            text = f"{found.differing} of {found.tokens} tokens differ from plain decoding ({found.counted})"
             label = record.method["label"]
             keeps = "this verifier keeps the law only" if "lossless" in label else label
             lines.append(Text(f"{text}; {keeps}"))

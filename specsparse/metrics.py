@@ -47,8 +47,9 @@ class Counters:
     num_accepted_tokens_per_pos: the same by position in the draft, 0 first
     num_emitted_tokens: tokens given to the user (all come from rounds: the prompt's last token is fed by the first)
     target_passes: forwards of the target, the prompt's chunks included
-    alpha: sum over tested positions of the verifier's acceptance probability before the token is known; 0: not measured
+    alpha: sum over tested positions of the verifier's acceptance probability before the token is known
     alpha_var: sum of alpha_i (1 - alpha_i) over the same positions
+    num_alpha_tested: the tested positions at which alpha was measured; 0 under verifiers that have none
     """
 
     num_rounds: int = 0
@@ -62,6 +63,7 @@ class Counters:
     times: Times = field(default_factory=Times)
     alpha: float = 0.0
     alpha_var: float = 0.0
+    num_alpha_tested: int = 0
 
     def __add__(self, other: "Counters") -> "Counters":
         """The counters of both runs together; the shorter list of positions is padded with zeros."""
@@ -83,6 +85,7 @@ class Counters:
         per_pos = self.num_accepted_tokens_per_pos
         checks = {
             "accepted <= tested <= drafted": self.num_accepted_tokens <= self.num_tested <= self.num_draft_tokens,
+            "alpha is of tested positions": self.num_alpha_tested <= self.num_tested,
             "drafts <= rounds": self.num_drafts <= self.num_rounds,
             "accepted per position sums to accepted": sum(per_pos) == self.num_accepted_tokens,
             "accepted per position does not rise": all(a >= b for a, b in itertools.pairwise(per_pos)),
@@ -119,6 +122,11 @@ DEFINITIONS: dict[str, str] = {
 }
 
 
+def lengths_note(*, per_pass: str = "tokens per target pass", length: str = "mean acceptance length") -> str:
+    """The footnote of a table with both, by the names that they have there."""
+    return f"{per_pass}: emitted tokens / all rounds; {length}: 1 + accepted tokens / rounds that drafted"
+
+
 def _ratio(numerator: float, denominator: float) -> float | None:
     return numerator / denominator if denominator else None
 
@@ -139,7 +147,7 @@ def rates(counters: Counters) -> dict[str, Any]:
         "draft_acceptance_rate": _ratio(c.num_accepted_tokens, c.num_draft_tokens),
         "acceptance_per_position": [_ratio(a, c.num_drafts) for a in per_pos],
         "conditional_acceptance_per_position": [_ratio(a, b) for a, b in zip(per_pos, reached, strict=False)],
-        "alpha": _ratio(c.alpha, c.num_tested) or None,
+        "alpha": _ratio(c.alpha, c.num_alpha_tested),
         "realised_alpha": _ratio(c.num_accepted_tokens, c.num_tested),
         "alpha_z": _ratio(c.num_accepted_tokens - c.alpha, c.alpha_var**0.5),
         "tokens_per_second": _ratio(c.num_emitted_tokens, t.total),
@@ -273,7 +281,8 @@ def to_dict(counters: Counters) -> dict[str, Any]:
 
 
 def from_dict(values: Mapping[str, Any]) -> Counters:
-    """The inverse of `to_dict`."""
+    """The inverse of `to_dict`; where it is not counted how often alpha was measured, an alpha of 0 was not."""
     per_pos = tuple(values.get("num_accepted_tokens_per_pos", ()))
     times = Times(**values.get("times", {}))
-    return Counters(**{**values, "num_accepted_tokens_per_pos": per_pos, "times": times})
+    measured = values.get("num_tested", 0) if values.get("alpha") else 0
+    return Counters(**{"num_alpha_tested": measured, **values, "num_accepted_tokens_per_pos": per_pos, "times": times})

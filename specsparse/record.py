@@ -64,12 +64,24 @@ class Pass:
 
 @dataclass(frozen=True)
 class Identity:
-    """Whether speculation wrote plain decoding's tokens; `promised` says whether its verifier must."""
+    """Whether speculation wrote plain decoding's tokens; `promised` says whether its verifier must.
+
+    Attributes:
+        tokens: of all the passes compared, so a multiple of what one pass over the prompts writes.
+        passes: each compared with the first plain one of its prompt: untimed ones and later plain ones too.
+        differing: tokens, over all the passes.
+    """
 
     promised: bool
     tokens: int
     differing: int
     prompts_differing: tuple[str, ...]
+    passes: int
+
+    @property
+    def counted(self) -> str:
+        """What `tokens` counts, in words."""
+        return f"over {self.passes} passes, untimed ones and repeats included, each beside its prompt's first plain one"
 
 
 @dataclass(frozen=True)
@@ -219,7 +231,7 @@ def speedup_of(passes: Sequence[Pass]) -> Speedup | None:
 def identity_of(passes: Sequence[Pass], *, verifier: str) -> Identity:
     """Compare every pass with the first plain one of its prompt; what one text has beyond the other differs."""
     plain = {p.prompt_id: p for p in reversed(passes) if p.side == PLAIN}
-    total = differing = 0
+    total = differing = compared = 0
     where = []
     for done in passes:
         expected = plain.get(done.prompt_id)
@@ -229,6 +241,7 @@ def identity_of(passes: Sequence[Pass], *, verifier: str) -> Identity:
         wrong = sum(a != b for a, b in zip(ours, theirs, strict=False)) + abs(len(ours) - len(theirs))
         total += max(len(ours), len(theirs))
         differing += wrong
+        compared += 1
         if wrong and done.prompt_id not in where:
             where.append(done.prompt_id)
-    return Identity(verifier in SAME_TEXT_VERIFIERS, total, differing, tuple(where))
+    return Identity(verifier in SAME_TEXT_VERIFIERS, total, differing, tuple(where), compared)

@@ -213,6 +213,8 @@ class Session:
     def counters(self, index: int) -> Counters:
         """The counters of one sequence."""
         c = jax.tree.map(lambda a: np.asarray(a)[index], self.state.counters)
+        verifier = self.method.verifier
+        measured = verifier is not None and loop.measures_alpha(self.law, verifier)
         pieces = len(generate.prompt_pieces([len(self.sequences[index].prompt) - 1]))
         return Counters(
             num_rounds=int(c.rounds),
@@ -225,6 +227,7 @@ class Session:
             target_passes=int(c.rounds) + pieces,
             alpha=float(c.alpha),
             alpha_var=float(c.alpha_var),
+            num_alpha_tested=int(c.tested) if measured else 0,
             times=self.times,
         )
 

@@ -19,7 +19,8 @@ def show(out: Console, table: Table, *, names: int = 1) -> None:
 def parts(out: Console, table: Table, *, names: int = 1) -> list[Table]:
     """The table itself where it fits the console; else its columns in several tables, each with the names.
 
-    Where that would be a table for almost every column, a row becomes a block of lines, a line a column.
+    Where that would be a table for almost every column, a row becomes a block of lines, a line a column. The last part
+    has the footnote.
     """
     if _fits(out, table):
         return [table]
@@ -31,7 +32,9 @@ def parts(out: Console, table: Table, *, names: int = 1) -> list[Table]:
         groups[-1].append(column)
     made = [_of(table, [*head, *group]) for group in groups]
     whole = all(_fits(out, part) for part in made)
-    return made if whole and 2 * len(made) <= len(rest) else [_blocks(table)]
+    made = made if whole and 2 * len(made) <= len(rest) else [_blocks(table)]
+    made[-1].caption, made[-1].caption_justify = table.caption, table.caption_justify
+    return made
 
 
 def _fits(out: Console, table: Table) -> bool:

@@ -153,11 +153,15 @@ def test_the_numbers(cfg, tmp_path):
     assert everything.sides[PLAIN].bandwidth_share == 0.25
     assert everything.sides[PLAIN].counters.times.prefill == 12 * 0.5
     assert found.identity.differing == 0 and found.identity.tokens == 21 * (12 * 2 - 4 + 4 + 2)
+    assert found.identity.passes == 12 * 2 - 4 + 4 + 2  # untimed ones and repeats, less what they stand beside
     assert found.as_promised and found.objective == 20.0
     assert found.compile_s == 0.25 * (24 + 4 + 2)
     for part in ("plain text", "speed-up", "2.00", "100 %", "all 546 tokens", "prompt eval time", "ms per token"):
         assert part in text
     assert "time in draft, verify, sample and commit: not measured" in text
+    said = " ".join(text.split())
+    assert "over 26 passes, untimed ones and repeats included, each beside its prompt's first plain one" in said
+    assert "emitted tokens / all rounds; mean acceptance length: 1 + accepted tokens / rounds that drafted" in said
 
 
 def test_the_time_split_is_shown_where_it_was_measured(cfg, tmp_path):

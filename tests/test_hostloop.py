@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import specsparse
-from specsparse import SamplingParams
+from specsparse import SamplingParams, metrics
 from specsparse.speculative.base import ROOT
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.tree import TreeTemplate
@@ -24,6 +24,24 @@ def drafter(name):
     if name == "tree":
         return get_drafter("scripted", template=TreeTemplate.kary((2, 1)), ends=(2, ROOT), vocab_size=VOCAB)
     return get_drafter(name, gamma=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "alpha"),
+    [({"drafter": "prompt_lookup", "verifier": "greedy"}, None),
+     ({"drafter": "prompt_lookup", "verifier": "block", "temperature": 0.8}, None),
+     ({"drafter": "prompt_lookup", "verifier": "match", "temperature": 0.8}, (0.0, 1.0)),
+     ({"drafter": "prompt_lookup", "verifier": "delta", "temperature": 0.8}, (0.0, 1.0)),
+     ({"drafter": "synthetic", "verifier": "synthetic", "temperature": 0.0}, (0.0, 0.0))],
+)  # fmt: skip
+def test_alpha_is_none_where_the_verifier_has_none_and_zero_where_it_is_zero(model, options, alpha):
+    more = {"rate": 0.0} if options["drafter"] == "synthetic" else {}
+    options = {**options, "drafter": get_drafter(options["drafter"], gamma=3, **more)}
+    counters = specsparse.generate(model, PROMPTS[1], max_tokens=16, ignore_eos=True, **options).stats.counters
+    counters.validate()
+    found = metrics.rates(counters)["alpha"]
+    assert counters.num_tested > 0
+    assert found is None if alpha is None else alpha[0] <= found <= alpha[1]
 
 
 @pytest.mark.parametrize(

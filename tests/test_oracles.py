@@ -13,6 +13,7 @@ RUN = Counters(
     num_rounds=10, num_drafts=8, num_draft_tokens=24, num_tested=20, num_accepted_tokens=12,
     num_accepted_tokens_per_pos=(6, 4, 2), num_emitted_tokens=22, target_passes=11,
     times=Times(prefill=1.0, draft=0.2, verify=0.7, sample=0.1, total=1.0), alpha=12.5, alpha_var=4.0,
+    num_alpha_tested=20,
 )  # fmt: skip
 
 
@@ -22,6 +23,17 @@ def test_alpha_stands_beside_the_realised_rate():
     assert metrics.rates(Counters(num_tested=3))["alpha"] is None
     both = RUN + RUN
     assert (both.alpha, both.alpha_var) == (25.0, 8.0)
+    assert metrics.rates(both + Counters(num_tested=60))["alpha"] == 12.5 / 20  # of the positions where it was measured
+
+
+def test_a_measured_alpha_of_zero_is_not_one_that_was_not_measured():
+    never = Counters(num_rounds=2, num_drafts=2, num_draft_tokens=6, num_tested=2, num_alpha_tested=2)
+    assert metrics.rates(never)["alpha"] == 0.0
+    again = metrics.from_dict(metrics.to_dict(never))
+    assert again == never
+    old = {k: v for k, v in metrics.to_dict(RUN).items() if k != "num_alpha_tested"}  # records from before
+    assert metrics.rates(metrics.from_dict(old))["alpha"] == 12.5 / 20
+    assert metrics.rates(metrics.from_dict({**old, "alpha": 0.0}))["alpha"] is None
 
 
 def test_other_projects_count_differently():

@@ -174,7 +174,8 @@ def entry(
 
 def table(found: Comparison) -> Table:
     """One row a method, the fastest first, plain decoding last."""
-    out = Table(box=SIMPLE_HEAD, pad_edge=False)
+    note = metrics.lengths_note(per_pass="tok/pass", length="acc. length")
+    out = Table(box=SIMPLE_HEAD, pad_edge=False, caption=note, caption_justify="left")
     titles = ("", "method", "tok/s", "speed-up", "95 % interval", "tok/pass", "acc. length", "text", "lossless")
     for title in titles:
         out.add_column(title, justify="left" if title in ("method", "text", "lossless") else "right", no_wrap=True)
@@ -190,13 +191,15 @@ def table(found: Comparison) -> Table:
 
 
 def lines(found: Comparison) -> list[str]:
-    """The best method of each task, and the pairs left out."""
+    """The best method of each task, what was compared, and the pairs left out."""
     out = []
     for task in (t for t in found.entries[0].groups if t != "all"):
         ranked = [(e.groups[task].speedup, e.name) for e in found.entries if e.groups[task].speedup]
         if ranked:
             best, name = max((s.ratio_of_totals, name) for s, name in ranked if s is not None)
             out.append(f"best for {task}: {name} ({best:.2f})")
+    counted = found.entries[0].identity.counted
+    out.append(f"text: a method's tokens beside plain decoding's, {counted}")
     return [*out, *(f"left out: {pair}" for pair in found.refused)]
 
 

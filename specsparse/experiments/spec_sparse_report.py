@@ -10,6 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from specsparse import metrics
 from specsparse.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ def parts(found: "Joined") -> Iterator[Table | Text]:
 
 def _cells(found: "Joined") -> Table:
     """acc.: mean acceptance length; read: share of the neurons that a pass reads."""
-    out = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    note = metrics.lengths_note(per_pass="tok/pass", length="acc.")
+    out = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption=note, caption_justify="left")
     titles = ("", "tok/s", "speed-up", "95 % interval", "by bytes", "tok/pass", "acc.", "read", "differing")
     for i, title in enumerate(titles):
         out.add_column(title, justify="right" if i else "left", no_wrap=True)

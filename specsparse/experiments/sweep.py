@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specsparse import intervals, sweeps, tables
+from specsparse import intervals, metrics, sweeps, tables
 from specsparse.experiments import placement_sweep, sparsity_report, varied
 from specsparse.record import PLAIN, SPECULATIVE
 from specsparse.trackers import RECORD_FILE
@@ -29,7 +29,8 @@ def records(directory: Path) -> list[dict[str, Any]]:
 def table(found: list[dict[str, Any]]) -> Table:
     """A row a run: what was swept, then what came of it; the speed-up's best is bold."""
     swept = varied.settings([r["config"] for r in found])
-    out = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    note = metrics.lengths_note(per_pass="tokens/pass", length="accept. length")
+    out = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption=note, caption_justify="left")
     for setting in swept:
         out.add_column(Text(setting.name), justify="right", no_wrap=True)
     for title in _RESULTS:

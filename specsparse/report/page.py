@@ -8,6 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from specsparse import metrics
 from specsparse.report import figures, methods
 from specsparse.report.figure import Figure, Missing
 from specsparse.report.methods import Method
@@ -44,7 +45,8 @@ def write(runs: Sequence[Run], directory: Path, *, title: str) -> Written:
     for figure in made:
         figure.write(directory / FIGURES)
     page = render("page.html", title=title, runs=[_run(r) for r in runs], methods=[_method(m) for m in found],
-                  figures=made, missing=missing, warnings=warnings(runs), facts=_facts(runs, found))  # fmt: skip
+                  figures=made, missing=missing, warnings=warnings(runs), facts=_facts(runs, found),
+                  lengths=metrics.lengths_note(per_pass="Tokens per pass"))  # fmt: skip
     write_atomically(directory / PAGE, page)
     return Written(directory / PAGE, tuple(made), tuple(missing))
 
@@ -123,6 +125,7 @@ def _method(method: Method) -> dict[str, Any]:
         "label": method.label,
         "promise": label,
         "differing": identity.get("differing"),
+        "compared": f"{identity['tokens']} tokens over {identity['passes']} passes" if identity.get("passes") else None,
         "broken": bool(identity.get("promised") and identity.get("differing")),
         "prompts": len(method.samples),
         "speedup": method.speedup(),

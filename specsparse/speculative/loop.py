@@ -25,7 +25,14 @@ from specsparse.engine.sampling import LawConfig, SamplingKernels, chain_rows, l
 from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, Feedback, Verdict, Verifier
 from specsparse.speculative.drafters.synthetic import SyntheticRates, synthetic_verdict
 from specsparse.speculative.tree import node_depths, path_rows, row_parents
-from specsparse.speculative.verify import match_verdict, measure_alpha, verify
+from specsparse.speculative.verify import has_alpha, match_verdict, measure_alpha, verify
+
+
+def measures_alpha(config: LawConfig, verifier: Verifier) -> bool:
+    """Whether the verdicts of a run hold alpha; `greedy` and `match` at temperature 0 make no law to read it off."""
+    if isinstance(verifier.rule, SyntheticRates):
+        return True
+    return has_alpha(verifier) and (verifier.needs_p or not config.greedy)
 
 
 def context(params, job: Job, state: DecodeState, *, max_nodes: int) -> DraftContext:

@@ -160,12 +160,17 @@ def verify(
     return measure_alpha(verifier, draft, p_BnV, verdict) if alpha else verdict
 
 
+def has_alpha(verifier: Verifier) -> bool:
+    """Whether the rule accepts position by position, with a probability each; `block` and trees do not."""
+    return isinstance(verifier.rule, Rejection | Match) and not verifier.tree
+
+
 def measure_alpha(verifier: Verifier, draft: Draft, p_BnV: jax.Array, verdict: Verdict) -> Verdict:
     """Fills `alpha` and `alpha_var` of a chain's verdict, p and q being the laws at each tested position.
 
-    Sampled drafts: `token` sum_x min(p, q), `match` sum_x p q; one-hot drafts: p(x). Other rules leave zeros.
+    Sampled drafts: `token` sum_x min(p, q), `match` sum_x p q; one-hot drafts: p(x). Where `has_alpha` is false, zeros.
     """
-    if not isinstance(verifier.rule, Rejection | Match) or verifier.tree:
+    if not has_alpha(verifier):
         return verdict
     join = jnp.multiply if isinstance(verifier.rule, Match) else jnp.minimum
 

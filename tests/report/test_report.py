@@ -251,11 +251,13 @@ def test_record_comparison_and_page_give_one_interval(tmp_path):
     named = [replace(p, side="lookup") if p.side == SPECULATIVE else p for p in done]
     entry = compare.entry("lookup", get_verifier("greedy"), named, named, bytes_per_pass=1, bandwidth=None)
     assert entry.groups["all"].speedup.interval == pytest.approx(method.speedup())
-    ends = f"{found['low']:.2f}-{found['high']:.2f}"
-    assert ends in terminal(compare.table(compare.Comparison((entry,), ())))
-    assert ends in terminal(sweep_table.table([dict(method.run.record)] * 2))
+    ends, note = f"{found['low']:.2f}-{found['high']:.2f}", "rounds that drafted"
+    comparison = compare.Comparison((entry,), ())
+    for table in (compare.table(comparison), sweep_table.table([dict(method.run.record)] * 2)):
+        assert ends in terminal(table) and note in " ".join(terminal(table).split())
+    assert any("over 9 passes" in line for line in compare.lines(comparison))  # 12 less 3 to stand beside
     page_text = page.write(runs.find([tmp_path / "run"]), tmp_path / "page", title="t").page.read_text()
-    assert ends.replace("-", " to ") in page_text
+    assert ends.replace("-", " to ") in page_text and note in page_text and "180 tokens over 9 passes" in page_text
 
 
 def test_one_pair_has_no_interval_anywhere(tmp_path):
