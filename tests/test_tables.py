@@ -14,7 +14,7 @@ TITLES = ("name", "value", "remark", "of thirty letters", "count")
 
 
 def shown(width):
-    table = Table(*TITLES)
+    table = Table(*TITLES, caption="a footnote")
     for i, row in enumerate(ROWS):
         table.add_row(*map(Text, row), style="bold" if i else None)
     out = io.StringIO()
@@ -26,6 +26,7 @@ def shown(width):
 def test_every_heading_and_value_is_there_whole(width):
     text = shown(width)
     assert max(map(len, text.splitlines())) <= width and "…" not in text
+    assert " ".join(text.split()).count("a footnote") == 1
     words = " ".join((*TITLES, *ROWS[0][:3], *ROWS[1][:3], "7", "8")).split()
     assert set(words) <= set(text.replace("│", " ").split())
     assert text.count("#") == text.count("@") == 30
