@@ -209,9 +209,14 @@ def a_sweep(directory):
 
 
 def shown(directory, width):
+    """The lines without the footnote, which is there and fits."""
     out = io.StringIO()
     sweep.show(directory, Console(file=out, width=width))
-    return [line.rstrip() for line in out.getvalue().splitlines() if line.strip(" ─")]
+    lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip(" ─")]
+    at = next(i for i, line in enumerate(lines) if line.startswith("tokens/pass: "))
+    assert " ".join(" ".join(lines[at:-1]).split()).endswith("1 + accepted tokens / rounds that drafted")
+    assert max(map(len, lines[at:-1])) <= width
+    return [*lines[:at], lines[-1]]
 
 
 def columns(line):
