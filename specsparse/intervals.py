@@ -3,7 +3,7 @@
 The sampling unit is the prompt: its repeats are summed first, because they are not independent. Standard errors leave
 out one prompt at a time (the jackknife of a ratio of sums, Efron and Tibshirani 1993, chapter 11), on a scale where the
 error is nearly symmetric, and Student's t with n - 1 degrees of freedom allows for few prompts. Percentiles of a
-bootstrap are too narrow there: at 6 prompts they hold the truth 85 % of the time (tests/test_intervals.py).
+bootstrap are too narrow there: at 6 prompts they hold the truth 85 % of the time (docs/LOG.md, 2026-11-22).
 """
 
 from collections.abc import Sequence
