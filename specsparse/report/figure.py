@@ -75,15 +75,19 @@ class Figure:
         writer.writerows(self.rows)
         return out.getvalue()
 
+    def canvas(self) -> Canvas:
+        """The drawing, not yet in a format."""
+        with matplotlib.rc_context(_STYLE):
+            canvas = Canvas(figsize=self.size, layout="constrained")
+            self.draw(canvas, self.rows)
+        return canvas
+
     def _image(self, kind: str) -> bytes:
         out = io.BytesIO()
         # The salt makes the file the same for the same numbers; text as outlines looks the same in every browser.
-        style = {**_STYLE, "svg.hashsalt": self.name, "svg.fonttype": "path"}
-        with matplotlib.rc_context(style):
-            canvas = Canvas(figsize=self.size, layout="constrained")
-            self.draw(canvas, self.rows)
+        with matplotlib.rc_context({**_STYLE, "svg.hashsalt": self.name, "svg.fonttype": "path"}):
             metadata = {"Date": None} if kind == "svg" else None
-            canvas.savefig(out, format=kind, dpi=150, metadata=metadata)
+            self.canvas().savefig(out, format=kind, dpi=150, metadata=metadata)
         return out.getvalue()
 
     def png(self) -> bytes:

@@ -1,9 +1,10 @@
 """What was decoded how: the methods of all runs under names that tell them apart, prompt by prompt."""
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from specsparse import intervals, metrics
 from specsparse.experiments import varied
@@ -14,15 +15,10 @@ from specsparse.record import PLAIN, SPECULATIVE
 from specsparse.report.runs import Run
 
 GAMMA, TEMPERATURE = "policy.gamma", "sampling.temperature"
+NEITHER = "others"
+"""The group of the methods that have no such setting."""
 _PAIR = ("drafter.name", "verifier.name")
-_WORDS = {
-    GAMMA: "gamma",
-    TEMPERATURE: "T",
-    "tree.name": "tree",
-    "policy.name": "policy",
-    "model.path": "model",
-    "max_tokens": "tokens",
-}
+_CONSTANTS = (GAMMA, TEMPERATURE, "max_tokens")
 _NOT_A_METHOD = (
     "tracker.", "data.", "compare.", "certify.", "roofline.", "train.", "kind", "stream", "warmup",
     "seed", "repeats", "time_split", "debug", "trace", "record_laws", "loop", "sampling.ignore_eos",
@@ -47,16 +43,21 @@ class Method:
     Attributes:
         run: where it was run.
         side: its name in the rows.
-        pair: drafter x verifier.
+        parts: drafter and verifier, or the one name of a side of a comparison.
         names: what tells it from the others: words by key of the config.
         samples: its prompts.
     """
 
     run: Run
     side: str
-    pair: str
+    parts: tuple[str, ...]
     names: dict[str, str]
     samples: tuple[Sample, ...]
+
+    @property
+    def pair(self) -> str:
+        """Drafter x verifier."""
+        return " x ".join(self.parts)
 
     @property
     def label(self) -> str:
@@ -117,18 +118,30 @@ class Method:
 def of(runs: Sequence[Run]) -> list[Method]:
     """The methods of all runs that decoded plainly beside them, in order; plain decoding alone is none."""
     found = [(run, side) for run in runs for side in _sides(run)]
-    differing = varied.settings([run.config for run in runs if _sides(run)])
-    keys = [setting.key for setting in differing if not setting.key.startswith(_NOT_A_METHOD)]
-    out = [Method(run, side, _pair(run, side), _names(run, side, keys), _samples(run, side)) for run, side in found]
-    out = [m for m in out if m.samples]
-    labels = Counter(m.label for m in out)
-    return _shortened([_told_apart(m) if labels[m.label] > 1 else m for m in out])
+    differing = [s for s in varied.settings([run.config for run, _ in found]) if _is_of_a_method(s.key)]
+    pairs = [_pair(run, side) for run, side in found]
+    words = _differing_parts(pairs)
+    out = []
+    for i, (run, side) in enumerate(found):
+        names = {"pair": words[i]} if words[i] else {}
+        names |= {s.key: f"{s.name} {s.values[i]}" for s in differing if s.values[i] != varied.NOTHING}
+        out.append(Method(run, side, pairs[i], names, _samples(run, side)))
+    return _told_apart([m for m in out if m.samples])
 
 
-def common_pair(methods: Sequence[Method]) -> str | None:
-    """The drafter and verifier that all methods share and their labels leave out; None where they differ."""
-    pairs = {m.pair for m in methods}
-    return pairs.pop() if len(pairs) == 1 else None
+def constants(methods: Sequence[Method]) -> list[str]:
+    """What all methods share, in the words of their labels, which leave it out."""
+    out = []
+    if len({len(m.parts) for m in methods}) == 1:
+        columns = [set(column) for column in zip(*(m.parts for m in methods), strict=True)]
+        same = [column.pop() if len(column) == 1 else None for column in columns]
+        words = [f"{what} {one}" for what, one in zip(("drafter", "verifier"), same, strict=False) if one]
+        out = words if len(words) < len(columns) else [" x ".join(map(str, same))]
+    for key in _CONSTANTS:
+        values = {varied.word(m.run.setting(key)) for m in methods} - {varied.NOTHING}
+        if len(values) == 1:
+            out.append(f"{varied.name(key, _CONSTANTS)} {values.pop()}")
+    return out
 
 
 def fastest(methods: Sequence[Method], most: int) -> list[Method]:
@@ -139,41 +152,59 @@ def fastest(methods: Sequence[Method], most: int) -> list[Method]:
     return [m for m in methods if m in ranked[:most]]
 
 
+def grouped(methods: Sequence[Method], most: int) -> list[str]:
+    """A group for each method, at most so many: its own label, or its part that makes the most groups."""
+    if len(methods) <= most:
+        return [m.label for m in methods]
+    keys = dict.fromkeys(key for m in methods for key in m.names)
+    columns = [[m.names.get(key, NEITHER) for m in methods] for key in keys]
+    few = [column for column in columns if len(set(column)) <= most]
+    return max(few, key=lambda column: len(set(column)), default=["all"] * len(methods))
+
+
 def _sides(run: Run) -> list[str]:
     return [s for s in dict.fromkeys(str(row["side"]) for row in run.passes) if s not in (PLAIN, HOST)]
 
 
-def _pair(run: Run, side: str) -> str:
+def _is_of_a_method(key: str) -> bool:
+    return key not in _PAIR and not key.startswith(_NOT_A_METHOD)
+
+
+def _pair(run: Run, side: str) -> tuple[str, ...]:
     """Sides of a comparison are named so."""
     if side != SPECULATIVE:
-        return side
+        return (side,)
     method = run.record.get("method") or {}
-    return f"{run.setting('drafter.name')} x {method.get('verifier') or run.setting('verifier.name')}"
+    return str(run.setting("drafter.name")), str(method.get("verifier") or run.setting("verifier.name"))
 
 
-def _names(run: Run, side: str, varied: Sequence[str]) -> dict[str, str]:
-    """The pair of drafter and verifier, then whatever else differs between the runs."""
-    values = [(key, run.setting(key)) for key in varied if key not in _PAIR]
-    return {"pair": _pair(run, side)} | {
-        key: f"{_WORDS.get(key, key.split('.')[-1])} {_short(v)}" for key, v in values if v is not None
-    }
+def _differing_parts(pairs: Sequence[tuple[str, ...]]) -> list[str]:
+    """Drafter x verifier without the one that all share; whole beside the sides of a comparison."""
+    if len({len(pair) for pair in pairs}) > 1:
+        return [" x ".join(pair) for pair in pairs]
+    kept = [i for i, column in enumerate(zip(*pairs, strict=True)) if len(set(column)) > 1]
+    return [" x ".join(pair[i] for i in kept) for pair in pairs]
 
 
-def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value).rsplit("/", 1)[-1]
-
-
-def _shortened(methods: list[Method]) -> list[Method]:
-    """Without the pair where it is the same everywhere and something else tells the methods apart."""
-    if common_pair(methods) is None or not all(len(m.names) > 1 for m in methods):
+def _told_apart(methods: list[Method]) -> list[Method]:
+    """Runs of one config, measured anew: by their sweep where that is enough, else by their directories."""
+    labels = Counter(m.label for m in methods)
+    twice = [i for i, m in enumerate(methods) if labels[m.label] > 1]
+    if not twice:
         return methods
-    return [replace(m, names={k: v for k, v in m.names.items() if k != "pair"}) for m in methods]
+    paths = [m.run.directory.resolve() for m in methods]
+    sweeps = [path.parent.name for path in paths]
 
+    def tell_apart(words: Sequence[Hashable]) -> bool:
+        return len({(methods[i].label, words[i]) for i in twice}) == len(twice)
 
-def _told_apart(method: Method) -> Method:
-    """Two runs of the same config: their directories tell them apart."""
-    where = "/".join(method.run.directory.resolve().parts[-2:])
-    return replace(method, names={**method.names, "directory": where})
+    if tell_apart(sweeps):
+        return [replace(m, names={**m.names, "sweep": sweep}) for m, sweep in zip(methods, sweeps, strict=True)]
+    length = next(n for n in itertools.count(2) if tell_apart([path.parts[-n:] for path in paths]))
+    out = list(methods)
+    for i in twice:
+        out[i] = replace(methods[i], names={**methods[i].names, "directory": "/".join(paths[i].parts[-length:])})
+    return out
 
 
 def _samples(run: Run, side: str) -> tuple[Sample, ...]:

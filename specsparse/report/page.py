@@ -1,6 +1,7 @@
 """The page: one HTML file that needs nothing beside it, no network and no script."""
 
 import datetime
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,8 +45,11 @@ def write(runs: Sequence[Run], directory: Path, *, title: str) -> Written:
     made, missing = figures.make(runs, found)
     for figure in made:
         figure.write(directory / FIGURES)
-    page = render("page.html", title=title, runs=[_run(r) for r in runs], methods=[_method(m) for m in found],
-                  figures=made, missing=missing, warnings=warnings(runs), facts=_facts(runs, found),
+    folder = _folder(runs)
+    rows, of_runs = [_method(m) for m in found], [_run(r, folder) for r in runs]
+    page = render("page.html", title=title, runs=of_runs, methods=rows, figures=made, missing=missing,
+                  warnings=warnings(runs), facts=_facts(runs, found, rows), same=_same(rows), same_runs=_same(of_runs),
+                  folder=folder, taken_over=sum(len(run.also) for run in runs),
                   lengths=metrics.lengths_note(per_pass="Tokens per pass"))  # fmt: skip
     write_atomically(directory / PAGE, page)
     return Written(directory / PAGE, tuple(made), tuple(missing))
@@ -89,30 +93,64 @@ def _reference(run: Run) -> bool:
     return (run.manifest.get("kernels") or {}).get("native") is False
 
 
-def _facts(runs: Sequence[Run], found: Sequence[Method]) -> list[tuple[str, str]]:
-    """Of the first run; what the others have otherwise is among the warnings."""
+def _facts(runs: Sequence[Run], found: Sequence[Method], rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Said once: what the runs share. Machine, kernels and model are the first run's; others are among the warnings."""
     m: Mapping[str, Any] = runs[0].manifest
     cpu, kernels, git = m.get("cpu") or {}, m.get("kernels") or {}, m.get("git") or {}
     facts = {
-        "method": methods.common_pair(found),
+        "in every run" if len(found) > 1 else "method": ", ".join([*methods.constants(found), *_constants(rows)]),
         "model": (m.get("model") or {}).get("file"),
         "machine": f"{cpu.get('model')}, cores used: {cpu.get('cores')}" if cpu else None,
         "kernels": " ".join(str(kernels[k]) for k in ("kernels", "isa") if kernels.get(k)) or None,
         "commit": f"{git['commit'][:10]}{' with changes' if git.get('dirty') else ''}" if git.get("commit") else None,
-        "date": m.get("date"),
+        "date": _dates([r.manifest.get("date") for r in runs]),
     }
     return [(key, str(value)) for key, value in facts.items() if value]
 
 
-def _run(run: Run) -> dict[str, Any]:
+def _same(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The cells that are the same in every row, which then need no column; none for a single row."""
+    if len(rows) < 2:
+        return {}
+    return {key: value for key, value in rows[0].items() if all(row[key] == value for row in rows)}
+
+
+def _constants(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Cells that have no column, in words."""
+    same = _same(rows)
+    out = [f"{same['prompts']} prompt{'s' if same['prompts'] != 1 else ''}"] if "prompts" in same else []
+    return out + ([f"text: {same['text']}"] if same.get("text") else [])
+
+
+def _date(given: Any) -> str | None:
+    """To the minute."""
+    return str(given).replace("T", " ")[:16] if given else None
+
+
+def _dates(given: Sequence[Any]) -> str | None:
+    days = sorted({day for one in given if (day := _date(one))})
+    return " to ".join(dict.fromkeys((days[0], days[-1]))) if days else None
+
+
+def _folder(runs: Sequence[Run]) -> Path | None:
+    """The one that all runs lie below; None for one run."""
+    directories = [path.resolve() for run in runs for path in (run.directory, *run.also)]
+    return Path(os.path.commonpath(directories)) if len(directories) > 1 else None
+
+
+def _run(run: Run, folder: Path | None) -> dict[str, Any]:
     return {
-        "directory": str(run.directory),
-        "name": run.name,
+        "directory": _below(folder, run.directory),
+        "also": ", ".join(_below(folder, directory) for directory in run.also),
         "kind": run.kind,
-        "date": run.manifest.get("date"),
+        "date": _date(run.manifest.get("date")),
         "command": " ".join(map(str, run.manifest.get("command") or ())),
         "prompts": len({row.get("prompt_id") for row in run.rows}),
     }
+
+
+def _below(folder: Path | None, directory: Path) -> str:
+    return str(directory) if folder is None else os.path.relpath(directory.resolve(), folder)
 
 
 def _method(method: Method) -> dict[str, Any]:
@@ -120,19 +158,29 @@ def _method(method: Method) -> dict[str, Any]:
     entries = {e["name"]: e for e in run_methods(method.run)}
     entry = entries.get(method.side, method.run.summary)
     identity = entry.get("identity") or {}
-    label = entry.get("label") or (method.run.record.get("method") or {}).get("label")
+    promise = entry.get("label") or (method.run.record.get("method") or {}).get("label")
+    differing = identity.get("differing")
     return {
         "label": method.label,
-        "promise": label,
-        "differing": identity.get("differing"),
-        "compared": f"{identity['tokens']} tokens over {identity['passes']} passes" if identity.get("passes") else None,
-        "broken": bool(identity.get("promised") and identity.get("differing")),
+        "text": _text(identity, promise or ""),
+        "verdict": "good" if differing == 0 else "bad" if identity.get("promised") and differing else "",
         "prompts": len(method.samples),
         "speedup": method.speedup(),
         "tokens_per_second": method.tokens_per_second(),
         "tokens_per_pass": method.tokens_per_pass(),
         "acceptance": method.acceptance(),
     }
+
+
+def _text(identity: Mapping[str, Any], promise: str) -> str:
+    """Whether the tokens are plain decoding's."""
+    differing = identity.get("differing")
+    if differing is None:
+        return promise
+    if differing:
+        return f"{differing} tokens differ{', against the promise' if identity['promised'] else f'; {promise}'}"
+    compared = f" ({identity['tokens']} tokens over {identity['passes']} passes)" if identity.get("passes") else ""
+    return f"same as plain{compared}"
 
 
 def run_methods(run: Run) -> list[Mapping[str, Any]]:

@@ -1,6 +1,7 @@
 """Bars, lines and points with their intervals, drawn from rows."""
 
 import itertools
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ from matplotlib.axes import Axes
 from specsparse.report.figure import COLOURS, INK, Row
 
 _CAP = 2.5
+_LETTERS_AN_INCH = 10
+"""Of a legend's text, so that a line of the widest letters and its key fit."""
 
 
 def distinct(rows: Sequence[Row], key: str) -> list[Any]:
@@ -58,13 +61,19 @@ def lines(axes: Axes, rows: Sequence[Row], *, x: str, series: str) -> None:
 
 
 def legend_below(axes: Axes, *, columns: int = 4) -> None:
-    """A legend under the axes, so that it hides nothing; none for one series."""
+    """A legend under the axes that hides nothing and is not cut, in a figure that grows by it; none for one series."""
     handles, labels = axes.get_legend_handles_labels()
-    if len(labels) > 1:
-        longest = max(map(len, labels))
-        room = max(1, int(axes.figure.get_figwidth() * 14 / (longest + 8)))  # about 14 letters an inch
-        per_row = min(room, columns, len(labels))
-        axes.figure.legend(handles, labels, loc="outside lower left", ncols=per_row)
+    if len(labels) < 2:
+        return
+    canvas = axes.get_figure(root=True)
+    labels = [textwrap.fill(label, int(canvas.get_figwidth() * _LETTERS_AN_INCH)) for label in labels]
+    for per_row in range(min(columns, len(labels)), 0, -1):
+        legend = canvas.legend(handles, labels, loc="outside lower left", ncols=per_row)
+        extent = legend.get_window_extent()
+        if extent.width <= canvas.bbox.width or per_row == 1:
+            canvas.set_figheight(canvas.get_figheight() + extent.height / canvas.dpi)
+            return
+        legend.remove()
 
 
 def share(axes: Axes, which: str = "y") -> None:

@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from specsparse import sweeps
 from specsparse.errors import UserError
 from specsparse.trackers import RECORD_FILE, ROWS_FILE
 
@@ -20,11 +21,13 @@ class Run:
         directory: where it lies.
         record: its record.json.
         rows: the lines of its prompts.jsonl, one a timed pass.
+        also: other directories that hold the same measurement, taken over by sweeps.
     """
 
     directory: Path
     record: Mapping[str, Any]
     rows: tuple[Mapping[str, Any], ...] = ()
+    also: tuple[Path, ...] = ()
 
     @property
     def name(self) -> str:
@@ -67,10 +70,12 @@ class Run:
 def find(paths: Iterable[Path]) -> list[Run]:
     """Every finished run at or below the paths, in the order of the paths, jobs of a sweep by their number.
 
+    A cell that a sweep took over from another is the same measurement, and no second run.
+
     Raises:
         UserError: a path that is not there, one without a finished run, or a record that cannot be read.
     """
-    found: dict[Path, Run] = {}
+    found: dict[Path, Path] = {}
     for path in paths:
         if not path.exists():
             raise UserError(f"{path}: no such run; runs are written to runs/<name>/<date>_<time>")
@@ -78,8 +83,8 @@ def find(paths: Iterable[Path]) -> list[Run]:
         if not files:
             raise UserError(f"{path}: no finished run there (no {RECORD_FILE} at or below it)")
         for file in files:
-            found.setdefault(file.parent.resolve(), read(file.parent))
-    return list(found.values())
+            found.setdefault(file.parent.resolve(), file.parent)
+    return [replace(read(first), also=others) for first, others in sweeps.once(found.values()).items()]
 
 
 def read(directory: Path) -> Run:

@@ -3,6 +3,7 @@
 import base64
 import csv
 import io
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from specsparse import record
+from specsparse import record, sweeps
 from specsparse.cli import main as cli
 from specsparse.errors import UserError
 from specsparse.experiments import compare, explain
@@ -19,6 +20,7 @@ from specsparse.experiments import sweep as sweep_table
 from specsparse.experiments.speed import HOST
 from specsparse.record import PLAIN, SPECULATIVE
 from specsparse.report import figures, methods, page, runs
+from specsparse.report.figure import MOST
 from specsparse.speculative.verify import get_verifier
 from tests.report import making
 
@@ -64,7 +66,7 @@ def test_repeats_of_a_prompt_are_one_sample(tmp_path):
 def test_a_sweep_names_its_methods_by_what_varied(sweep):
     found = methods.of(runs.find([sweep]))
     assert [m.label for m in found] == ["gamma 2, T 0", "gamma 2, T 0.8", "gamma 4, T 0", "gamma 4, T 0.8"]
-    assert methods.common_pair(found) == "prompt_lookup x greedy"
+    assert methods.constants(found) == ["prompt_lookup x greedy"]
     assert found[0].without(methods.GAMMA) == "T 0"
 
 
@@ -205,6 +207,157 @@ def test_the_command(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "verify_cost: v(n)" in out and "left out speedup_by_gamma: no run decoded" in out
     assert (tmp_path / "roofline" / "report" / "index.html").is_file()
+
+
+DRAFTERS, GAMMAS, HEATS = ("prompt_lookup", "a_drafter_with_a_name"), (1, 2, 3, 5, 8), (0, 0.3, 0.7, 1)
+FORTY = list(itertools.product(DRAFTERS, GAMMAS, HEATS))
+UNION = [{"rows": n, "batch": 1, "passes": 9, "kept": 0.3, "union": 0.4, "guess": 0.5} for n in (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def forty(tmp_path_factory):
+    """Forty runs with all that figures are made of, a point of quality and a model file each; with their methods."""
+    directory = tmp_path_factory.mktemp("forty")
+    split = {"draft": 0.1, "verify": 0.7, "sample": 0.1, "commit": 0.1}
+    for job, (drafter, gamma, heat) in enumerate(FORTY):
+        faster = 1 + 0.1 * gamma - 0.2 * heat
+        times = {key: (plain, plain / faster) for key, (plain, _) in TIMES.items()}
+        quality = {"name": f"rule {job}", "model": {"kl": 0.01 * (job % 7), "perplexity": 9.0}}
+        found = {
+            "explanation": {"predicted": faster, "factors": [{"name": "acceptance", "value": 0.5, "text": ""}]},
+            "text": UNION,
+            "points": [{"value": 0.5, "quality": quality, "by_bytes": 2.0,
+                        "speedup": {"ratio_of_totals": 1 + 0.01 * job, "low": 1.0, "high": 1.6}}],
+        }  # fmt: skip
+        done = making.passes(times, accepted=tuple(range(8, 8 - gamma, -1)))
+        making.speed_run(
+            directory / str(job), done, split=split, verifier="match", findings=found,
+            policy__gamma=gamma, sampling__temperature=heat, drafter__name=drafter,
+        )  # fmt: skip
+        forwards = [{"n": n, "predicted_v": 1.0, "bound": "memory", "measured_v": 1.0, "spread": 0.1} for n in (1, 4)]
+        manifest = {"model": {"file": f"model-{job}.gguf"}}
+        making.write(directory / f"r{job}", {"name": "r", "summary": {"forwards": forwards}, "manifest": manifest})
+    found = runs.find([directory])
+    return found, methods.of(found)
+
+
+@pytest.fixture(scope="module")
+def of_forty(forty):
+    """Its figures."""
+    drawn, missing = figures.make(*forty)
+    assert not missing
+    return {figure.name: figure for figure in drawn}
+
+
+def test_legends_of_forty_runs_can_be_read(of_forty):
+    """No more entries than colours, none of them twice, and no legend cut or over the axes."""
+    legends = 0
+    for figure in of_forty.values():
+        canvas = figure.canvas()
+        canvas.draw_without_rendering()
+        (axes, *_), room = canvas.axes, canvas.bbox
+        assert not any(a.get_legend() for a in canvas.axes)
+        for legend in canvas.legends:
+            legends += 1
+            words, box = [text.get_text() for text in legend.get_texts()], legend.get_window_extent()
+            assert len(set(words)) == len(words) <= MOST + 1, figure.name
+            assert min(box.x0, box.y0) >= 0 and box.x1 <= room.x1, figure.name
+            assert box.y1 <= axes.get_tightbbox().y0 + 1, figure.name
+        names = [t.get_text() for a in canvas.axes for t in a.texts if t.get_text()]
+        assert figure.name == "time_split" or len(names) <= 12, figure.name
+    assert legends >= 8
+
+
+def test_a_legend_takes_no_room_from_the_axes(of_forty):
+    """Whatever the length of its names."""
+    figure = of_forty["speedup_by_task"]
+    heights = []
+    for name in ("short", "long " * 40):
+        canvas = replace(figure, rows=tuple({**r, "method": f"{name}{r['method']}"} for r in figure.rows)).canvas()
+        canvas.draw_without_rendering()
+        heights.append(canvas.axes[0].get_window_extent().height)
+        assert canvas.legends[0].get_window_extent().x1 <= canvas.bbox.x1
+    assert heights[1] > 0.95 * heights[0]
+
+
+def test_forty_points_are_coloured_by_what_makes_the_most_groups(forty, of_forty):
+    rows = rows_of(of_forty["predicted_and_measured"])
+    assert len(rows) == 40 and {r["group"] for r in rows} == {f"gamma {g}" for g in GAMMAS}
+    found = forty[1]
+    assert methods.grouped(found[:8], 8) == [m.label for m in found[:8]]
+    assert set(methods.grouped(found, 4)) == {f"T {t}" for t in HEATS}
+    assert set(methods.grouped(found, 1)) == {"all"}
+
+
+def test_names_say_what_differs(forty):
+    found = forty[1]
+    assert [m.label for m in found] == [f"{d}, gamma {g}, T {t}" for d, g, t in FORTY]
+    assert methods.constants(found) == ["verifier match"]
+
+
+@pytest.fixture(scope="module")
+def page_of_forty(forty, tmp_path_factory):
+    """Its tables; the figures have tests of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "make", lambda *_: ([], []))
+        return page.write(forty[0], tmp_path_factory.mktemp("page"), title="forty").page.read_text()
+
+
+def test_the_page_says_once_what_all_runs_share(page_of_forty):
+    text = page_of_forty
+    same = "text: same as plain (80 tokens over 4 passes)"
+    assert f"<dt>in every run</dt><dd>verifier match, 4 prompts, {same}</dd>" in text
+    assert text.count("same as plain") == 1
+
+
+def test_options_that_come_with_a_drafter_are_no_names(tmp_path):
+    options = {"prompt_lookup": {"drafter__ngram_max": 3}, "suffix": {"drafter__longest": 64, "drafter__factor": 1.0}}
+    for name, own in options.items():
+        making.speed_run(tmp_path / name, making.passes(TIMES), drafter__name=name, **own)
+    found = methods.of(runs.find([tmp_path]))
+    assert [m.label for m in found] == ["prompt_lookup", "suffix"]
+    assert methods.constants(found) == ["verifier greedy", "gamma 2", "T 0"]
+
+
+def test_a_cell_taken_over_is_one_run(tmp_path):
+    """Measured once, in three folders; measured anew it is a second run, and the sweep is in every name."""
+    old, new, newest, anew = (tmp_path / name for name in ("1", "2", "3", "4"))
+    for job, gamma in enumerate((2, 4)):
+        done = making.speed_run(old / str(job), making.passes(TIMES), policy__gamma=gamma)
+        sweeps.Cell(f"key {gamma}", "made").mark(done, 2.0)
+        for sweep in (new, newest):
+            (sweep / str(job)).mkdir(parents=True)
+            sweeps.reuse(done, sweep / str(job))
+    found = runs.find([tmp_path])
+    assert [(r.directory, r.also) for r in found] == [
+        (old / n, (new / n, newest / n)) for n in ("0", "1")
+    ]  # fmt: skip
+    assert [m.label for m in methods.of(found)] == ["gamma 2", "gamma 4"]
+    text = page.write(found, tmp_path / "out", title="once").page.read_text()
+    assert "2 runs (4 more folders hold measurements that were taken over from them)" in text
+    assert main_tables(text)[1].count("<tr>") == 3 and "2/0, 3/0" in text
+    slower = making.speed_run(anew / "0", making.passes({CHAT: (2.0, 1.5)}), policy__gamma=2)
+    sweeps.Cell("key 2", "made").mark(slower, 2.0)
+    both = runs.find([tmp_path])
+    assert [m.label for m in methods.of(both)] == ["gamma 2, 1", "gamma 4, 1", "gamma 2, 4"]
+    lines = {f.name: f for f in figures.make(both, methods.of(both))[0]}["speedup_by_gamma"]
+    assert {r["method"] for r in rows_of(lines)} == {"1"}
+
+
+def main_tables(text):
+    """The two tables that a reader meets without opening anything."""
+    return re.findall(r"<table class=\"main\">.*?</table>", text, re.DOTALL)
+
+
+def test_the_main_tables_fit_a_laptop(page_of_forty):
+    """Seven narrow columns at most, text that may wrap, and no bar to scroll by."""
+    text = page_of_forty
+    outside = re.sub(r"<details>.*?</details>", "", text, flags=re.DOTALL)
+    assert 'class="scroll"' not in outside and len(main_tables(text)) == 2 == outside.count("<table")
+    first, second = main_tables(text)
+    assert len(re.findall("<th", first)) == 5 and len(re.findall("<tr", first)) == 41
+    assert len(re.findall("<th", second)) <= 7
+    assert re.search(r"table\.main td\.text.*white-space: normal", text)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from specsparse.report.methods import Method
 from specsparse.report.runs import Run
 
 _NORMAL_95 = 1.96
+_MOST_NAMES = 12
+"""Names beside the points of a panel; more would lie on each other."""
 
 
 def quality_and_speed(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
@@ -32,6 +34,8 @@ def quality_and_speed(runs: Sequence[Run], methods: Sequence[Method]) -> Figure 
         "point is on the Pareto front: no other is at least as fast and as close, and better in one. Whiskers: 95 % "
         "intervals, where the record has them: of a speed-up over repeats on one prompt, of a KL over tokens."
     )
+    if any(len([r for r in rows if r["unit"] == u]) > _MOST_NAMES for u in plots.distinct(rows, "unit")):
+        caption += f" Names stand beside points of the front only, {_MOST_NAMES} at most; the table has all."
     panels = len(plots.distinct(rows, "unit"))
     return Figure(name, title, caption, tuple(rows), _points, size=(7.4 if panels == 1 else 4.6 * panels, 4.6))
 
@@ -97,12 +101,21 @@ def _points(canvas: Canvas, rows: Sequence[Row]) -> None:
             spread = {"xerr": _spread(row, "speed"), "yerr": _spread(row, "kl")}
             axes.errorbar(row["speed"], row["kl"], **spread, fmt="o", markersize=7, color=colour, markerfacecolor=fill,
                           elinewidth=1, capsize=2.5)  # fmt: skip
+        for row in _labelled(own, best):
             axes.annotate(
                 row["method"], (row["speed"], row["kl"]), xytext=(6, 4), textcoords="offset points", fontsize=8
             )
         axes.set(xlabel=unit, ylabel="KL to the exact model, nats")
         axes.margins(x=0.2, y=0.12)
         axes.set_ylim(bottom=0)
+
+
+def _labelled(rows: Sequence[Row], best: Sequence[Row]) -> Sequence[Row]:
+    """All points where there is room for their names; else some of the front, from end to end."""
+    if len(rows) <= _MOST_NAMES:
+        return rows
+    step = -(-len(best) // _MOST_NAMES)
+    return best[::step]
 
 
 def _spread(row: Row, what: str) -> list[list[float]] | None:
