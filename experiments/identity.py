@@ -217,7 +217,7 @@ class Bench:
         sequences = self.sequences(unit.law, unit.batch)
         session = self.decode(sequences, self.method(unit, sequences, wanted))
         differing = sum(_differing(got, row) for got, row in zip(session.tokens(), wanted, strict=True))
-        counters = [session.counters(b) for b in range(ROWS)]
+        counters = session.counters()
         return {
             "tokens": wanted.size,
             "differing": differing,

@@ -63,7 +63,7 @@ def decode(model: Model, how: Method, ids: np.ndarray, tokens: int, seed: int) -
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     session = Session(model, [Sequence(ids, params, seed=seed)], how)
     session.advance()
-    return session.decode_s / tokens, session.counters(0)
+    return session.decode_s / tokens, session.counters()[0]
 
 
 def compare(

@@ -17,17 +17,16 @@ from specsparse.hostloop import Watch
 from specsparse.metrics import Counters
 from specsparse.powerinfer.twin import sparse_twin
 from specsparse.runtime.load import load
-from specsparse.session import ALL_ROUNDS, Method, Sequence, Session
+from specsparse.session import ALL_ROUNDS, NOTED_ROUNDS, Method, Sequence, Session
 from specsparse.speculative.base import Drafter, Verifier
 from specsparse.speculative.drafters.plan import DrafterPlan, MakeModel
 from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.speculative.drafters.with_policy import PolicyReport
 from specsparse.speculative.method import choose_verifier
-from specsparse.stopping import TextStop
+from specsparse.stopping import TokenText
 
 __all__ = ["Generation", "GenerationStats", "Model", "SamplingParams", "Stream", "generate", "load", "stream"]
 
-_ROUNDS_BETWEEN_STOP_CHECKS = 16
 _ROUNDS_PER_PIECE = 4
 LOOPS = ("jit", "host")
 
@@ -36,8 +35,11 @@ LOOPS = ("jit", "host")
 class GenerationStats:
     """Counters and seconds of one generation; the seconds of a batch are those of the whole batch.
 
+    Both end with the round that wrote the last token of the text (of a batch, of the last text), also where a stop
+    string was found some rounds later.
+
     Attributes:
-        counters: see `specsparse.metrics`.
+        counters: see `specsparse.metrics`; their times are this sequence's share of a batch's.
         load_s: loading the model.
         compile_s: compiling programs that this call was the first to need.
         prefill_s, prefill_tokens: the prompt, without its last token.
@@ -137,10 +139,12 @@ def generate(
     sequences = [Sequence(i, ranked, base, sample) for i in ids for sample in range(count)]
     if loop not in LOOPS:
         raise UserError(f"loop={loop!r} must be one of {', '.join(LOOPS)}")
-    session = Session(model, sequences, method)
-    stepped = loop == "host" or watch or model.stepped
-    _decode(session, partial(hostloop.run, session, watch=watch) if stepped else session.advance)
-    out = [_generation(session, b) for b in range(len(sequences))]
+    session = Session(model, sequences, method, noting=any(s.params.stop for s in sequences))
+    if loop == "host" or watch or model.stepped:
+        texts = decode(session, partial(hostloop.run, session, watch=watch), rounds=1)
+    else:
+        texts = decode(session, session.advance)
+    out = _generations(session, texts)
     out = [g for start in range(0, len(out), count) for g in _best(out[start : start + count], params)]
     return out if many or params.n > 1 else out[0]
 
@@ -158,21 +162,14 @@ class Stream(Iterator[str]):
 
     def _run(self) -> Iterator[str]:
         session, params = self._session, self._session.sequences[0].params
-        decoder, stop = session.model.tokenizer.stream(skip_special=params.skip_special_tokens), TextStop(params)
-        shown = 0
-        while not stop.found and session.finish[0] == Finish.RUNNING:
-            session.advance(_ROUNDS_PER_PIECE)
-            tokens = _text_tokens(session, 0)
-            piece = stop.push("".join(decoder.push(int(t)) for t in tokens[shown:]))
-            shown = len(tokens)
+        text = TokenText(session.model.tokenizer, params)
+        while not text.ended:
+            if session.finish[0] == Finish.RUNNING:
+                session.advance(_ROUNDS_PER_PIECE)
+            piece = _read(session, {0: text})[0]
             if piece and params.detokenize:
                 yield piece
-        rest = "" if stop.found else stop.push(decoder.flush()) + stop.flush()
-        if rest and params.detokenize:
-            yield rest
-        if stop.found:
-            session.end(0)
-        self.generation = _generation(session, 0)
+        self.generation = _generations(session, {0: text})[0]
 
 
 def stream(
@@ -193,7 +190,8 @@ def stream(
         raise UserError("stream takes one prompt and n=1; use generate for more")
     method = make_method(model, drafter, verifier, params)
     base = _seed(seed) if params.seed is None else params.seed
-    return Stream(Session(model, [Sequence(prompt_ids(model, prompts[0], params), params, base)], method))
+    sequence = Sequence(prompt_ids(model, prompts[0], params), params, base)
+    return Stream(Session(model, [sequence], method, noting=bool(params.stop)))
 
 
 def make_method(
@@ -289,99 +287,98 @@ def _room_for_prompt(model: Model, params: SamplingParams) -> int:
     return context - wanted
 
 
-def _decode(session: Session, advance: Callable[[int], None]) -> None:
-    """Runs a session to its end, looking for stop strings now and then where there are any."""
-    if not any(s.params.stop for s in session.sequences):
+def decode(session: Session, advance: Callable[[int], None], *, rounds: int = NOTED_ROUNDS) -> dict[int, TokenText]:
+    """Runs a session to its end.
+
+    Args:
+        session: one that is `noting` where there are stop strings.
+        advance: runs so many of its rounds.
+        rounds: between two looks for stop strings.
+
+    Returns:
+        The texts of the sequences with stop strings, by index.
+    """
+    texts = {b: TokenText(session.model.tokenizer, s.params) for b, s in enumerate(session.sequences) if s.params.stop}
+    if not texts:
         advance(ALL_ROUNDS)
-        return
     while Finish.RUNNING in session.finish:
-        advance(_ROUNDS_BETWEEN_STOP_CHECKS)
-        for b, (s, f) in enumerate(zip(session.sequences, session.finish, strict=True)):
-            if f == Finish.RUNNING and s.params.stop:
-                stop = TextStop(s.params)
-                stop.push(_text(session, b, session.tokens()[b]))
-                if stop.found:
-                    session.end(b)
+        advance(rounds)
+        _read(session, texts)
+    return texts
 
 
-def _text_tokens(session: Session, b: int) -> np.ndarray:
-    """Tokens that make text: a stop id at the end is left out, unless it is asked for."""
-    tokens, params = session.tokens()[b], session.sequences[b].params
-    ended = session.finish[b] == Finish.STOP and len(tokens)
-    by_id = ended and int(tokens[-1]) in set(np.asarray(session.job.stop_ids)[b].tolist())
-    return tokens[:-1] if by_id and not params.include_stop_str_in_output else tokens
+def _read(session: Session, texts: dict[int, TokenText]) -> dict[int, str]:
+    """Takes new tokens into the texts, and ends the sequences where a stop string was found; the new pieces of text."""
+    tokens, finish = _text_tokens(session), session.finish
+    new = {b: text for b, text in texts.items() if not text.ended}
+    pieces = {b: t.push(tokens[b][t.count :], last=finish[b] != Finish.RUNNING) for b, t in new.items()}
+    if session.noting:
+        session.end({b: text.count for b, text in new.items() if text.found})
+    return pieces
 
 
-def _text(session: Session, b: int, tokens: np.ndarray) -> str:
-    params = session.sequences[b].params
-    return session.model.tokenizer.decode(
-        (int(t) for t in tokens), skip_special=params.skip_special_tokens, continues=True
-    )
+def _text_tokens(session: Session) -> list[np.ndarray]:
+    """Tokens that make text, by sequence: a stop id at the end is left out, unless it is asked for."""
+    stop_ids, out = np.asarray(session.job.stop_ids), []
+    for tokens, finish, sequence, ids in zip(
+        session.tokens(), session.finish, session.sequences, stop_ids, strict=True
+    ):
+        by_id = finish == Finish.STOP and len(tokens) and tokens[-1] in ids
+        out.append(tokens[:-1] if by_id and not sequence.params.include_stop_str_in_output else tokens)
+    return out
 
 
-def _cut_at_stop(session: Session, b: int) -> tuple[np.ndarray, str, bool]:
-    """Tokens and text up to the first stop string, and whether there was one."""
-    params, tokens = session.sequences[b].params, session.tokens()[b]
-    if not params.detokenize:
-        return tokens, "", False
-    text = _text(session, b, _text_tokens(session, b))
-    stop = TextStop(params)
-    kept = stop.push(text)
-    if not stop.found:
-        return tokens, text, False
-    decoder, seen = session.model.tokenizer.stream(skip_special=params.skip_special_tokens), ""
-    for count, token in enumerate(tokens, 1):
-        seen += decoder.push(int(token))
-        if len(seen) >= stop.end:
-            tokens = tokens[:count]
-            break
-    return tokens, kept, True
-
-
-def _generation(session: Session, b: int) -> Generation:
-    sequence, finish = session.sequences[b], session.finish[b]
-    if finish == Finish.FAILED:
-        raise UserError(
-            f"{session.model.path}: the model's logits after {len(session.tokens()[b])} tokens hold NaN "
-            "or allow no token"
+def _generations(session: Session, texts: dict[int, TokenText]) -> list[Generation]:
+    """Results of all sequences. What is on the device is fetched once."""
+    finish, tokens, shown, counters = session.finish, session.tokens(), _text_tokens(session), session.counters()
+    policies = session.policies() or [None] * len(tokens)
+    scores = None if session.state.scores is None else tuple(np.asarray(a) for a in session.state.scores)
+    tokenizer, out = session.model.tokenizer, []
+    for b, sequence in enumerate(session.sequences):
+        params = sequence.params
+        if finish[b] == Finish.FAILED:
+            raise UserError(
+                f"{session.model.path}: the model's logits after {len(tokens[b])} tokens hold NaN or allow no token"
+            )
+        if b in texts:
+            text = texts[b].text
+        else:
+            text = tokenizer.decode(shown[b].tolist(), skip_special=params.skip_special_tokens, continues=True)
+        stats = GenerationStats(
+            counters=counters[b],
+            load_s=session.model.load_s,
+            compile_s=session.compile_s,
+            prefill_s=session.prefill_s,
+            prefill_tokens=len(sequence.prompt) - 1,
+            decode_s=session.decode_s,
+            decode_tokens=len(tokens[b]),
+            policy=policies[b],
         )
-    tokens, text, stopped = _cut_at_stop(session, b)
-    counters = dataclasses.replace(session.counters(b), num_emitted_tokens=len(tokens))
-    stats = GenerationStats(
-        counters=counters,
-        load_s=session.model.load_s,
-        compile_s=session.compile_s,
-        prefill_s=session.prefill_s,
-        prefill_tokens=len(sequence.prompt) - 1,
-        decode_s=session.decode_s,
-        decode_tokens=len(tokens),
-        policy=session.policy(b),
-    )
-    return Generation(
-        token_ids=tuple(int(t) for t in tokens),
-        text=text,
-        logprobs=_logprobs(session, b, tokens),
-        finish_reason="stop" if stopped or finish == Finish.STOP else "length",
-        stats=stats,
-        prompt_token_ids=tuple(int(t) for t in sequence.prompt),
-        prompt_logprobs=_prompt_logprobs(session, sequence),
-    )
+        generation = Generation(
+            token_ids=tuple(tokens[b].tolist()),
+            text=text if params.detokenize else "",
+            logprobs=None if scores is None else _logprobs(sequence, [a[b] for a in scores], tokens[b]),
+            finish_reason="stop" if finish[b] == Finish.STOP else "length",
+            stats=stats,
+            prompt_token_ids=tuple(sequence.prompt.tolist()),
+            prompt_logprobs=_prompt_logprobs(session, sequence),
+        )
+        out.append(generation)
+    return out
 
 
-def _logprobs(session: Session, b: int, tokens: np.ndarray) -> tuple[TokenLogprobs, ...] | None:
-    scores = session.state.scores
-    asked = session.sequences[b].params.logprobs
-    if scores is None or asked is None:
+def _logprobs(sequence: Sequence, scores: Seq[np.ndarray], tokens: np.ndarray) -> tuple[TokenLogprobs, ...] | None:
+    """From one sequence's rows of `DecodeState.scores`."""
+    asked, start = sequence.params.logprobs, len(sequence.prompt)
+    if asked is None:
         return None
-    start = len(session.sequences[b].prompt)
-    rows = range(start, start + len(tokens))
-    chosen, rank, top, ids = (np.asarray(a[b]) for a in scores)
+    chosen, rank, top, ids = scores
     keep = top.shape[1] if asked == -1 else asked
     return tuple(
         TokenLogprobs(
             int(t), float(chosen[i]), int(rank[i]), tuple(zip(ids[i, :keep].tolist(), top[i, :keep].tolist()))
         )
-        for t, i in zip(tokens, rows, strict=True)
+        for i, t in enumerate(tokens, start)
     )
 
 

@@ -134,8 +134,7 @@ def _step(session: Session) -> RoundView:
     args = (job, rest, cache, drafted.state, drafted.draft, verdict, out)
     session.state = timed("commit", commit_piece, *args, donate=(3, 4))
     total = time.perf_counter() - begun - (session.compile_s - compiled)
-    session.decode_s += total
-    session.times += Times(**spent, host=total - sum(spent.values()))
+    session.account(Times(**spent, host=total - sum(spent.values()), total=total))
     after = session.state._replace(cache=None, drafter=None)
     cache_after = np.asarray(session.state.cache.length)
     number = int(np.max(np.asarray(rest.counters.rounds)))

@@ -17,22 +17,35 @@ from specsparse.intervals import Interval
 
 @dataclass
 class Times:
-    """Wall seconds by stage. Zero means not measured: the one-jit loop knows only the total.
+    """Wall seconds. A stage is None where it was not measured: the loop in one program knows only the total.
 
     `prefill` is apart: `total` is the decoding time without it.
     """
 
     prefill: float = 0.0
-    draft: float = 0.0
-    verify: float = 0.0
-    sample: float = 0.0
-    commit: float = 0.0
-    host: float = 0.0
+    draft: float | None = None
+    verify: float | None = None
+    sample: float | None = None
+    commit: float | None = None
+    host: float | None = None
     total: float = 0.0
 
     def __add__(self, other: "Times") -> "Times":
-        """Stage by stage."""
-        return Times(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+        """Stage by stage; None where one side spent time and did not measure the stage."""
+        stages = {}
+        for name in STAGES:
+            known = [getattr(t, name) for t in (self, other) if t.total or getattr(t, name) is not None]
+            stages[name] = None if not known or None in known else sum(known)
+        return Times(prefill=self.prefill + other.prefill, total=self.total + other.total, **stages)
+
+    def share(self, decode: float, prefill: float) -> "Times":
+        """That share of the decoding, stage by stage, and of the prefill."""
+        stages = {name: None if (t := getattr(self, name)) is None else decode * t for name in STAGES}
+        return Times(prefill=prefill * self.prefill, total=decode * self.total, **stages)
+
+
+STAGES = ("draft", "verify", "sample", "commit", "host")
+"""Of a round, in order."""
 
 
 @dataclass
@@ -134,13 +147,18 @@ def _ratio(numerator: float, denominator: float) -> float | None:
 def rates(counters: Counters) -> dict[str, Any]:
     """Every rate that `counters` determine, by the names of `DEFINITIONS`; None where the denominator is zero.
 
-    Time shares are None where the stages were not measured.
+    Time shares are None where the stages were not measured. Of one sequence of a batch, whose times are its share of
+    the batch's, tokens a second are the batch's, were all its sequences like this one.
     """
     c, t = counters, counters.times
     per_pos = c.num_accepted_tokens_per_pos
     reached = (c.num_drafts, *per_pos)
     drafted = _ratio(c.num_accepted_tokens, c.num_drafts)
     split = bool(t.total) and bool(t.draft or t.verify)
+
+    def share(seconds: float | None) -> float | None:
+        return seconds / t.total if split and seconds is not None else None
+
     return {
         "mean_acceptance_length": None if drafted is None else 1 + drafted,
         "tokens_per_target_pass": _ratio(c.num_emitted_tokens, c.num_rounds),
@@ -151,11 +169,11 @@ def rates(counters: Counters) -> dict[str, Any]:
         "realised_alpha": _ratio(c.num_accepted_tokens, c.num_tested),
         "alpha_z": _ratio(c.num_accepted_tokens - c.alpha, c.alpha_var**0.5),
         "tokens_per_second": _ratio(c.num_emitted_tokens, t.total),
-        "share_draft": t.draft / t.total if split else None,
-        "share_verify": t.verify / t.total if split else None,
-        "share_sample": t.sample / t.total if split else None,
-        "share_commit": t.commit / t.total if split else None,
-        "share_rest": 1 - (t.draft + t.verify) / t.total if split else None,
+        "share_draft": share(t.draft),
+        "share_verify": share(t.verify),
+        "share_sample": share(t.sample),
+        "share_commit": share(t.commit),
+        "share_rest": share(t.total - (t.draft or 0.0) - (t.verify or 0.0)),
     }
 
 
@@ -283,6 +301,9 @@ def to_dict(counters: Counters) -> dict[str, Any]:
 def from_dict(values: Mapping[str, Any]) -> Counters:
     """The inverse of `to_dict`; where it is not counted how often alpha was measured, an alpha of 0 was not."""
     per_pos = tuple(values.get("num_accepted_tokens_per_pos", ()))
-    times = Times(**values.get("times", {}))
+    times = dict(values.get("times", {}))
+    if not any(times.get(name) for name in STAGES):
+        times |= dict.fromkeys(STAGES)  # older records wrote 0 for what was not measured
     measured = values.get("num_tested", 0) if values.get("alpha") else 0
-    return Counters(**{"num_alpha_tested": measured, **values, "num_accepted_tokens_per_pos": per_pos, "times": times})
+    given = {**values, "num_accepted_tokens_per_pos": per_pos, "times": Times(**times)}
+    return Counters(**{"num_alpha_tested": measured, **given})

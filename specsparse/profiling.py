@@ -21,9 +21,8 @@ from specsparse.engine.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.hostloop import RoundView
 from specsparse.kernels import QTensor
-from specsparse.metrics import Times
+from specsparse.metrics import STAGES
 
-STAGES = ("draft", "verify", "sample", "commit", "host")
 _LONG_ENOUGH = 0.03
 """Seconds that a timing should take."""
 
@@ -128,12 +127,12 @@ def profile(
 def _rounds(model: Model, prompt: Any, method: dict[str, Any], max_tokens: int) -> list[dict[str, float]]:
     """Seconds of each stage of each round; once unobserved first, which compiles."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    before, found = Times(), []
+    before, found = dict.fromkeys(STAGES, 0.0), []
 
     def watch(view: RoundView) -> None:
         nonlocal before
-        now = view.session.times
-        found.append({name: getattr(now, name) - getattr(before, name) for name in STAGES})
+        now = {name: getattr(view.session.times, name) for name in STAGES}
+        found.append({name: now[name] - before[name] for name in STAGES})
         before = now
 
     api.generate(model, prompt, sampling=params, loop="host", **method)

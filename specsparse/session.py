@@ -1,7 +1,7 @@
 """A batch of sequences being decoded: prompts in, rounds on the device, tokens out."""
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,10 +17,11 @@ from specsparse.engine.noise import seed_words
 from specsparse.engine.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.metrics import Counters, Times
+from specsparse.runtime.round_log import NOTED_ROUNDS, Note, RoundLog
 from specsparse.speculative import loop
 from specsparse.speculative.base import Drafter, Verifier
 from specsparse.speculative.drafters.model import ModelDrafter
-from specsparse.speculative.drafters.with_policy import PolicyReport, WithPolicy, policy_report
+from specsparse.speculative.drafters.with_policy import PolicyReport, WithPolicy, policy_reports
 
 ALL_ROUNDS = 2**30
 
@@ -54,14 +55,14 @@ class Session:
 
     Attributes:
         state: on the device; donated to each call.
-        compile_s, prefill_s, decode_s: seconds, each without the others.
-        times: of the stages of the rounds that the host stepped (`specsparse.hostloop`).
+        compile_s: seconds of compiling, which no other time holds.
+        noting: whether counters are noted after each round, so that `end` can end a text at any of its tokens.
     """
 
-    def __init__(self, model: Model, sequences: list[Sequence], method: Method):
-        self.model, self.sequences, self.method = model, sequences, method
-        self.compile_s = self.prefill_s = self.decode_s = 0.0
-        self.times = Times()
+    def __init__(self, model: Model, sequences: list[Sequence], method: Method, *, noting: bool = False):
+        self.model, self.sequences, self.method, self.noting = model, sequences, method, noting
+        self.compile_s = 0.0
+        self._log = RoundLog()
         context = model.config.context_length
         lengths = [len(s.prompt) for s in sequences]
         limits = [min(context, n + (context if s.params.max_tokens is None else s.params.max_tokens))
@@ -85,6 +86,21 @@ class Session:
         )
         self.job = model.everywhere(job)
         self.state = model.everywhere(self._prefill(lengths))
+
+    @property
+    def times(self) -> Times:
+        """Of the whole batch; its stages where the host stepped all rounds (`specsparse.hostloop`)."""
+        return self._log.times
+
+    @property
+    def prefill_s(self) -> float:
+        """Seconds of the prompts."""
+        return self.times.prefill
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds of the rounds, up to the one that ended the last text."""
+        return self.times.total
 
     def call(self, key: Hashable, function: Callable, *args, donate: tuple[int, ...] = (), target: bool = False):
         """Calls `function` compiled for these shapes; `key` names what it closes over. Compiling is timed apart.
@@ -129,7 +145,6 @@ class Session:
             cache.length.block_until_ready()
             spent += time.perf_counter() - begun - (self.compile_s - compiled)
             hidden.append(h)
-        self.prefill_s = spent
         state = DecodeState(
             tokens=jnp.asarray(tokens),
             length=jnp.asarray(lengths, jnp.int32),
@@ -142,6 +157,7 @@ class Session:
             else generate.empty_scores(batch, self.capacity, self.law.logprobs),
         )
         if drafter is None:
+            self._log.add(Times(prefill=spent))
             return state
         features = jnp.concatenate(hidden, axis=1) if wants_hidden and hidden else None
         ctx = loop.context(self.params, self.job, state, max_nodes=drafter.max_nodes)
@@ -151,7 +167,8 @@ class Session:
 
         compiled, begun = self.compile_s, time.perf_counter()
         init = jax.block_until_ready(self.call(("init", drafter), begin, self.draft_params, ctx, features))
-        self.prefill_s += time.perf_counter() - begun - (self.compile_s - compiled)
+        spent += time.perf_counter() - begun - (self.compile_s - compiled)
+        self._log.add(Times(prefill=spent))
         return state._replace(drafter=init)
 
     def _step(self) -> generate.Step:
@@ -162,20 +179,37 @@ class Session:
         return loop.make_step(forward, self.law, kernels, drafter=drafter, verifier=verifier)
 
     def advance(self, max_rounds: int = ALL_ROUNDS) -> None:
-        """Runs up to `max_rounds` rounds of every sequence that has not ended."""
+        """Runs up to `max_rounds` rounds of every sequence that has not ended; at most `NOTED_ROUNDS` if `noting`."""
+        if self.noting and max_rounds > NOTED_ROUNDS:
+            raise ValueError(f"{max_rounds} rounds at once, and {NOTED_ROUNDS} can be noted")
+        if self.model.stepped:
+            self._advance_stepped(max_rounds)
+            return
+        note, room = (self._note, NOTED_ROUNDS) if self.noting else (None, 0)
         weights = self.params if self.method.drafter is None else (self.params, self.draft_params)
 
         def program(weights, job, state, rounds):
-            return generate.run(self._step(), weights, job, state, rounds)
+            return generate.run(self._step(), weights, job, state, rounds, note=note, room=room)
 
-        key = ("decode", self.law, self.method.drafter, self.method.verifier)
+        key = ("decode", self.law, self.method.drafter, self.method.verifier, room)
         compiled, begun = self.compile_s, time.perf_counter()
-        if self.model.stepped:
-            self._advance_stepped(max_rounds)
-        else:
-            self.state = self.call(key, program, weights, self.job, self.state, jnp.int32(max_rounds), donate=(2,))
+        args = (weights, self.job, self.state, jnp.int32(max_rounds))
+        self.state, notes = self.call(key, program, *args, donate=(2,))
         self.state.length.block_until_ready()
-        self.decode_s += time.perf_counter() - begun - (self.compile_s - compiled)
+        self._log.add(Times(total=time.perf_counter() - begun - (self.compile_s - compiled)), notes)
+
+    def _note(self, state: DecodeState) -> Note:
+        """What is noted of a state."""
+        c, own = state.counters, state.drafter
+        if isinstance(self.method.drafter, WithPolicy):
+            return Note(c, own.policy, own.off)
+        if isinstance(self.method.drafter, ModelDrafter):
+            return Note(c, own.policy, c.rounds - c.drafts)
+        return Note(c)
+
+    def account(self, times: Times) -> None:
+        """Adds the time of a round that was stepped from the host."""
+        self._log.add(times, jax.tree.map(lambda a: a[None], self._note(self.state)) if self.noting else None)
 
     def _advance_stepped(self, max_rounds: int) -> None:
         """As `advance`, round by round: the forward pass from the host, the rest of a plain step in one program."""
@@ -189,57 +223,84 @@ class Session:
         for _ in range(max_rounds):
             if Finish.RUNNING not in self.finish:
                 return
+            compiled, begun = self.compile_s, time.perf_counter()
             state, live_B = self.state, generate.running(self.state).astype(jnp.int32)
             out, cache = self.model.forward(self.params, generate.last_token(state), state.cache, n_valid_B=live_B)
             # Keys and values stay outside: they may lie on two devices.
             args = (None, self.job, state._replace(cache=cache._replace(k=(), v=())), out._replace(stats=None))
             state = self.call(("after forward", law), rest, *args)
             self.state = state._replace(cache=cache._replace(length=state.cache.length))
+            self.state.length.block_until_ready()
+            self.account(Times(total=time.perf_counter() - begun - (self.compile_s - compiled)))
 
     @property
     def finish(self) -> list[Finish]:
         """Why each sequence ended, or RUNNING."""
         return [Finish(int(f)) for f in np.asarray(self.state.finish)]
 
-    def end(self, index: int) -> None:
-        """Ends a sequence from outside (a stop string was found)."""
-        self.state = self.state._replace(finish=self.state.finish.at[index].set(int(Finish.STOP)))
+    def end(self, kept: Mapping[int, int]) -> None:
+        """Says that the texts were looked at, and ends some after so many tokens (a stop string was found).
+
+        Tokens, counters and policies of those end there: with the round that wrote the last of these tokens, which came
+        since the call before. When all sequences have ended, so does the time, with the last round that a text needed.
+        """
+        self._log.end(kept)
+        if kept:
+            finish = np.array(self.state.finish)
+            finish[list(kept)] = Finish.STOP
+            self.state = self.state._replace(finish=self.model.everywhere(jnp.asarray(finish)))
+        ended = Finish.RUNNING not in self.finish
+        self._log.settle(int(self._ends().counters.rounds.max()) if ended else None)
 
     def tokens(self) -> list[np.ndarray]:
         """Tokens generated so far, one int32 array a sequence."""
         buffer, length = np.asarray(self.state.tokens), np.asarray(self.state.length)
-        return [buffer[b, len(s.prompt) : length[b]] for b, s in enumerate(self.sequences)]
+        new = [buffer[b, len(s.prompt) : length[b]] for b, s in enumerate(self.sequences)]
+        return [ids[: self._log.kept.get(b)] for b, ids in enumerate(new)]
 
-    def counters(self, index: int) -> Counters:
-        """The counters of one sequence."""
-        c = jax.tree.map(lambda a: np.asarray(a)[index], self.state.counters)
+    def _ends(self) -> Note:
+        """What was noted where each text ends, or now, in numpy."""
+        return self._log.at_ends(self._note(self.state))
+
+    def counters(self) -> list[Counters]:
+        """The counters of each sequence; of the times of a batch its share, by rounds and prompt tokens."""
+        every = self._ends().counters
+        fed = [len(s.prompt) - 1 for s in self.sequences]
+        shares = zip(_shares(every.rounds), _shares(fed), strict=True)
+        times = [self.times.share(decode, prefill) for decode, prefill in shares]
         verifier = self.method.verifier
         measured = verifier is not None and loop.measures_alpha(self.law, verifier)
-        pieces = len(generate.prompt_pieces([len(self.sequences[index].prompt) - 1]))
-        return Counters(
-            num_rounds=int(c.rounds),
-            num_drafts=int(c.drafts),
-            num_draft_tokens=int(c.drafted),
-            num_tested=int(c.tested),
-            num_accepted_tokens=int(c.accepted),
-            num_accepted_tokens_per_pos=tuple(int(x) for x in c.accepted_at),
-            num_emitted_tokens=int(c.emitted),
-            target_passes=int(c.rounds) + pieces,
-            alpha=float(c.alpha),
-            alpha_var=float(c.alpha_var),
-            num_alpha_tested=int(c.tested) if measured else 0,
-            times=self.times,
-        )
+        rows = (jax.tree.map(lambda a, b=b: a[b].tolist(), every) for b in range(len(fed)))
+        return [
+            Counters(
+                num_rounds=c.rounds,
+                num_drafts=c.drafts,
+                num_draft_tokens=c.drafted,
+                num_tested=c.tested,
+                num_accepted_tokens=c.accepted,
+                num_accepted_tokens_per_pos=tuple(c.accepted_at),
+                num_emitted_tokens=c.emitted,
+                target_passes=c.rounds + len(generate.prompt_pieces([prompt])),
+                alpha=c.alpha,
+                alpha_var=c.alpha_var,
+                num_alpha_tested=c.tested if measured else 0,
+                times=spent,
+            )
+            for c, prompt, spent in zip(rows, fed, times, strict=True)
+        ]
 
-    def policy(self, index: int) -> PolicyReport | None:
-        """What the draft-length policy did to one sequence; None where the drafter has none."""
-        drafter, state = self.method.drafter, self.state.drafter
-        if isinstance(drafter, WithPolicy):
-            return policy_report(drafter.policy, state.policy, index, int(state.off[index]))
-        if isinstance(drafter, ModelDrafter):
-            c = self.counters(index)
-            return policy_report(drafter.policy, state.policy, index, c.num_rounds - c.num_drafts)
-        return None
+    def policies(self) -> list[PolicyReport] | None:
+        """What the draft-length policy did to each sequence; None where the drafter has none."""
+        drafter, note = self.method.drafter, self._ends()
+        if not isinstance(drafter, WithPolicy | ModelDrafter):
+            return None
+        return policy_reports(drafter.policy, note.policy, note.rounds_off)
+
+
+def _shares(weights: Any) -> list[float]:
+    """Parts of one in these proportions; equal ones where all are 0."""
+    weights = np.asarray(weights, np.float64)
+    return (weights / weights.sum() if weights.any() else np.full(weights.shape, 1 / len(weights))).tolist()
 
 
 def _compiled(function: Callable, *args, donate: tuple[int, ...]) -> Callable:

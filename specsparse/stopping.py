@@ -1,6 +1,9 @@
 """Stop strings: where a text ends, and what of it may be shown before that is known."""
 
+from collections.abc import Iterable
+
 from specsparse.engine.params import SamplingParams
+from specsparse.engine.tokenizer import Tokenizer
 
 
 class TextStop:
@@ -8,33 +11,82 @@ class TextStop:
 
     Attributes:
         found: whether one was found; nothing is returned after it.
-        end: characters of the whole text up to and including the stop string.
     """
 
     def __init__(self, params: SamplingParams):
         self._stops = tuple(params.stop or ())
         self._include = params.include_stop_str_in_output
         self._held = ""
-        self._passed = 0
         self.found = False
-        self.end = 0
 
-    def push(self, piece: str) -> str:
-        """The text that may be shown now; what could be the start of a stop string is held back."""
+    def push(self, piece: str, *, may_end: bool = True) -> str:
+        """The text that may be shown now; what could be the start of a stop string is held back.
+
+        Only a stop string that a character of this piece completes is looked for, and none where not `may_end`.
+        """
         if self.found:
             return ""
-        text = self._held + piece
-        hits = [(at, -len(s), s) for s in self._stops if (at := text.find(s)) >= 0]
+        text, before = self._held + piece, len(self._held)
+        hits = [
+            (at, -len(s), s) for s in self._stops if may_end and (at := text.find(s, max(0, before + 1 - len(s)))) >= 0
+        ]
         if hits:
             at, _, s = min(hits)
-            self.found, self._held, self.end = True, "", self._passed + at + len(s)
+            self.found, self._held = True, ""
             return text[: at + len(s)] if self._include else text[:at]
         keep = max((n for s in self._stops for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
         shown = text[: len(text) - keep]
-        self._held, self._passed = text[len(shown) :], self._passed + len(shown)
+        self._held = text[len(shown) :]
         return shown
 
     def flush(self) -> str:
         """What is still held back when the text has ended."""
         held, self._held = self._held, ""
         return held
+
+
+class TokenText:
+    """The text of tokens that come one after the other, up to the first stop string that ends it.
+
+    A stop string that one of the first `min_tokens` tokens completes does not end it (vLLM's rule).
+
+    Attributes:
+        count: tokens taken, the one that completed the stop string included.
+        ended: whether nothing more comes.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams):
+        self._decoder = tokenizer.stream(skip_special=params.skip_special_tokens)
+        self._stop = TextStop(params)
+        self._least = params.min_tokens
+        self._pieces: list[str] = []
+        self.count = 0
+        self.ended = False
+
+    def push(self, tokens: Iterable[int], *, last: bool) -> str:
+        """Takes the next tokens, after which nothing comes if `last`; the text that may be shown now."""
+        shown = []
+        for token in tokens:
+            if self.found:
+                break
+            self.count += 1
+            shown.append(self._stop.push(self._decoder.push(int(token)), may_end=self._may_end))
+        if last and not self.found:
+            shown += [self._stop.push(self._decoder.flush(), may_end=self._may_end), self._stop.flush()]
+        self.ended = last or self.found
+        self._pieces.append("".join(shown))
+        return self._pieces[-1]
+
+    @property
+    def text(self) -> str:
+        """What may be shown of it so far."""
+        return "".join(self._pieces)
+
+    @property
+    def found(self) -> bool:
+        """Whether a stop string was found; tokens after it are not taken."""
+        return self._stop.found
+
+    @property
+    def _may_end(self) -> bool:
+        return self.count > self._least

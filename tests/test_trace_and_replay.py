@@ -141,7 +141,7 @@ def first_rounds(model, tree, verifier, seeds=range(12)):
         recorder.start(str(seed))
         session = Session(model, [Sequence(ids, WARM, seed)], method)
         hostloop.run(session, 1, watch=recorder.round)
-        accepted += session.counters(0).num_accepted_tokens
+        accepted += session.counters()[0].num_accepted_tokens
     return recorder.recording(), accepted
 
 

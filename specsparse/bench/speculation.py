@@ -67,10 +67,10 @@ def ours(model: Model, method: Method, ids: Sequence[int], tokens: int) -> Writt
     params = SamplingParams(temperature=0.0, max_tokens=tokens + 1, ignore_eos=True)
     session = Session(model, [Text(np.asarray(ids, np.int32), params, seed=0)], method)
     session.advance(1)
-    begun, done, rounds = session.decode_s, len(session.tokens()[0]), session.counters(0).num_rounds
+    begun, done, rounds = session.decode_s, len(session.tokens()[0]), session.counters()[0].num_rounds
     session.advance()
     share = tokens / (tokens + 1 - done)
-    passes = (session.counters(0).num_rounds - rounds) * share
+    passes = (session.counters()[0].num_rounds - rounds) * share
     return Written((session.decode_s - begun) * share, session.tokens()[0].tolist(), passes)
 
 

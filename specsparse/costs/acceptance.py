@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from specsparse import intervals, metrics
-from specsparse.api import make_method, prompt_ids
+from specsparse.api import decode, make_method, prompt_ids
 from specsparse.engine.generate import Finish
 from specsparse.engine.model import Model
 from specsparse.engine.params import SamplingParams
@@ -40,7 +40,7 @@ class SeedAcceptance:
         seeds: one sequence each.
         tokens_per_target_pass, mean_acceptance_length, realised_alpha: over seeds.
         acceptance_per_position: of all seeds together.
-        counters: of all seeds together, without times.
+        counters: of all seeds together.
         programs: decode loops compiled by the call, 0 or 1.
     """
 
@@ -104,11 +104,11 @@ def acceptance_over_seeds(
         raise UserError("acceptance needs a drafter: give drafter=prompt_lookup")
     ids = prompt_ids(model, prompt, params)
     known = _decode_programs(model)
-    session = Session(model, [Text(ids, params, seed) for seed in numbers], method)
-    session.advance()
+    session = Session(model, [Text(ids, params, seed) for seed in numbers], method, noting=bool(params.stop))
+    decode(session, session.advance)
     if Finish.FAILED in session.finish:
         raise UserError(f"{model.path}: the model's logits hold NaN or allow no token")
-    each = [session.counters(b) for b in range(len(numbers))]
+    each = session.counters()
     total = sum(each, Counters())
     rates = [metrics.rates(c) for c in each]
     return SeedAcceptance(

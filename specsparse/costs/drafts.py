@@ -156,9 +156,9 @@ def _stretch(model: Model, ids: np.ndarray, nodes: int, rounds: int) -> tuple[in
 
 def _draft_seconds(loop: Loop, plain: Loop, table: CostTable, rounds: int, gamma: int) -> tuple[float, float] | None:
     """Tokens drafted a round and seconds that takes, over some rounds; None where the text has ended."""
-    first, kv = loop.session.counters(0), float(loop.session.state.length[0])
+    first, kv = loop.session.counters()[0], float(loop.session.state.length[0])
     seconds = loop.run(rounds) - table.host_s
-    c = loop.session.counters(0)
+    c = loop.session.counters()[0]
     ran, drafts = c.num_rounds - first.num_rounds, c.num_drafts - first.num_drafts
     if not ran:
         return None

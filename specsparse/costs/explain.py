@@ -170,8 +170,8 @@ def _rest(drift: tuple[float, float], token_s: float, step: float, round_s: floa
 def _own_draft_cost(c: Counters, levels: int | None) -> DraftCost:
     """From the stages of the run: by the token where every round drafts a chain, else by the round."""
     if levels is None and c.num_drafts and c.num_drafts == c.num_rounds:
-        return DraftCost(token_s=c.times.draft / c.num_draft_tokens)
-    return DraftCost(fixed_s=c.times.draft / c.num_rounds if c.num_rounds else 0.0)
+        return DraftCost(token_s=(c.times.draft or 0.0) / c.num_draft_tokens)
+    return DraftCost(fixed_s=(c.times.draft or 0.0) / c.num_rounds if c.num_rounds else 0.0)
 
 
 def _stages(c: Counters, step: float, *, verify: float, draft: float, overhead: float) -> dict[str, dict[str, float]]:
@@ -179,7 +179,8 @@ def _stages(c: Counters, step: float, *, verify: float, draft: float, overhead: 
     t = c.times
     if not (t.draft or t.verify):
         return {}
-    measured = {"draft": t.draft, "verify": t.verify, "rest": t.sample + t.commit + t.host}
+    rest = sum(getattr(t, name) or 0.0 for name in ("sample", "commit", "host"))
+    measured = {"draft": t.draft or 0.0, "verify": t.verify or 0.0, "rest": rest}
     predicted = {"draft": draft, "verify": verify, "rest": overhead}
     return {
         name: {"measured_s": measured[name] / c.num_rounds, "predicted_s": predicted[name] * step} for name in measured

@@ -115,7 +115,7 @@ def of_chain(
     accepted = tested = 0
     for session in _sessions(model, method, prompts, params):
         session.advance(ROUNDS)
-        counters = session.counters(0)
+        counters = session.counters()[0]
         accepted, tested = accepted + counters.num_accepted_tokens, tested + counters.num_tested
         done()
     return (accepted / tested if tested else 0.0,)
@@ -133,7 +133,7 @@ def of_tree(
     emitted = drafted = rounds = 0
     for session in _sessions(model, method, prompts, params):
         session.advance(ROUNDS)
-        c = session.counters(0)
+        c = session.counters()[0]
         emitted, drafted, rounds = emitted + c.num_emitted_tokens, drafted + c.num_draft_tokens, rounds + c.num_rounds
         done()
     return emitted / max(rounds, 1), drafted / max(rounds, 1)

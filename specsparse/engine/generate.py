@@ -8,7 +8,7 @@ streams runs the same loop a few rounds at a time.
 
 import enum
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -196,18 +196,37 @@ def make_step(forward: ForwardFn, law: LawConfig, kernels: SamplingKernels) -> S
     return step
 
 
-def run(step: Step, params, job: Job, state: DecodeState, max_rounds) -> DecodeState:
-    """Repeats `step` until every sequence has ended, or `max_rounds` (int32) times."""
+def run(
+    step: Step, params, job: Job, state: DecodeState, max_rounds, *, note: Callable | None = None, room: int = 0
+) -> tuple[DecodeState, Any]:
+    """Repeats `step` until every sequence has ended, or `max_rounds` (int32) times.
+
+    Args:
+        step: one round.
+        params: its weights.
+        job: what stays the same.
+        state: where to begin.
+        max_rounds: at most so many rounds, and with `note` at most `room`.
+        note: what to remember of the state after each round, a pytree of arrays.
+        room: rounds there is room for.
+
+    Returns:
+        The state, and the notes by round, [room, ..] each; None without `note`.
+    """
 
     def more(carry):
-        i, s = carry
+        i, s, _ = carry
         return (i < max_rounds) & jnp.any(running(s))
 
     def body(carry):
-        i, s = carry
-        return i + 1, step(params, job, s)
+        i, s, notes = carry
+        s = step(params, job, s)
+        if note is not None:
+            notes = jax.tree.map(lambda a, x: a.at[i].set(x), notes, note(s))
+        return i + 1, s, notes
 
-    return jax.lax.while_loop(more, body, (jnp.int32(0), state))[1]
+    notes = None if note is None else jax.tree.map(lambda x: jnp.zeros((room, *x.shape), x.dtype), note(state))
+    return jax.lax.while_loop(more, body, (jnp.int32(0), state, notes))[1:]
 
 
 def prefill_chunk(forward: ForwardFn, params, tokens_Bn, n_valid_B, cache: KVCache, *, hidden: bool = False):

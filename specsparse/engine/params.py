@@ -189,13 +189,14 @@ class SamplingParams:
         top_k: keeps this many most likely tokens and what ties with the last of them; 0 or -1 keeps all.
         min_p: drops tokens less likely than this share of the most likely one's probability, in [0, 1].
         seed: 64-bit seed of the noise; None (or -1, as in vLLM) takes the seed of the run.
-        stop: strings that end the text.
+        stop: strings that end the text, where a token after the first `min_tokens` completes them.
         stop_token_ids: token ids that end it.
         bad_words: strings whose last token is not generated where it would complete them within the output.
         include_stop_str_in_output: whether the text keeps the stop string.
         ignore_eos: goes on after an end-of-sequence token.
         max_tokens: tokens generated at most; None means until the context is full.
-        min_tokens: before this many tokens no end-of-sequence or stop token is generated.
+        min_tokens: before this many tokens no end-of-sequence or stop token is generated, and no stop string ends the
+            text.
         logprobs: None, or how many most likely tokens to report with each generated one; -1 is all.
         prompt_logprobs: the same for the prompt.
         detokenize: whether to produce text (needed by `stop`).

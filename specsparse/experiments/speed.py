@@ -80,11 +80,12 @@ def with_split(done: Pass, stages: metrics.Times | None) -> Pass:
     """The pass with its decode time shared out as the stages were; the loop in one program has no host time."""
     if stages is None or done.side != SPECULATIVE:
         return done
-    total = stages.draft + stages.verify + stages.sample + stages.commit
+    spent = {name: getattr(stages, name) or 0.0 for name in ("draft", "verify", "sample", "commit")}
+    total = sum(spent.values())
     if not total:
         return done
-    shares = {name: getattr(stages, name) / total * done.decode_s for name in ("draft", "verify", "sample", "commit")}
-    times = dataclasses.replace(done.counters.times, **shares)
+    shares = {name: seconds / total * done.decode_s for name, seconds in spent.items()}
+    times = dataclasses.replace(done.counters.times, **shares, host=0.0)
     return dataclasses.replace(done, counters=dataclasses.replace(done.counters, times=times))
 
 

@@ -196,7 +196,7 @@ class Engine:
                 weights = DraftWeights(params=tables)
                 ctx = loop.context(tables, job, state, max_nodes=self.draft.max_nodes)
                 state, params = state._replace(drafter=self.draft.init(weights, ctx)), (tables, weights)
-            end = generate.run(self.step, params, job, state, jnp.int32(LENGTH))
+            end, _ = generate.run(self.step, params, job, state, jnp.int32(LENGTH))
         c = end.counters
         complete = c.accepted_at[0, self.draft.max_depth - 1] if self.draft else c.rounds[0]
         return end.tokens[0, 1 : LENGTH + 1], jnp.stack([c.rounds[0], complete])

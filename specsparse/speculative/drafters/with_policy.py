@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext, Drafted, Drafter, DraftKind, Feedback
@@ -93,11 +94,13 @@ class WithPolicy(Drafter):
         return state._replace(inner=inner, policy=self.policy.update(state.policy, feedback.verdict))
 
 
-def policy_report(policy: Policy, state: Any, b: int, rounds_off: int) -> PolicyReport:
-    """What a policy in that state did to sequence b."""
+def policy_reports(policy: Policy, state: Any, off_B: np.ndarray) -> list[PolicyReport]:
+    """What a policy in that state did to each sequence, of which it drafted nothing in `off_B` rounds."""
     if not isinstance(policy, AutoOff):
-        return PolicyReport(rounds_off)
-    return PolicyReport(rounds_off, not bool(policy.pays(state)[b]), float(policy.predicted(state)[b]))
+        return [PolicyReport(off) for off in off_B.tolist()]
+    pays_B, predicted_B = np.asarray(policy.pays(state)), np.asarray(policy.predicted(state))
+    rows = zip(off_B.tolist(), pays_B.tolist(), predicted_B.tolist(), strict=True)
+    return [PolicyReport(off, not pays, predicted) for off, pays, predicted in rows]
 
 
 def with_policy(drafter: Drafter, policy: Policy) -> Drafter:
