@@ -100,11 +100,19 @@ def test_counters_are_those_after_the_round_that_ended_the_text(model, free, way
 
 
 def test_the_policy_is_reported_where_the_text_ends(model, free):
-    options = {"sampling": LAW, "seed": 4, **fast(AUTO_OFF)}
-    whole = specsparse.generate(model, "abcabd", **options)
-    jit, host = (way(model, "abcabd", **options, stop=unique(whole.text, 21)) for way in WAYS[::2])
-    assert jit.stats.policy == host.stats.policy
-    assert 0 < jit.stats.policy.rounds_off < whole.stats.policy.rounds_off
+    options, after = {"sampling": LAW, "seed": 4, **fast(AUTO_OFF)}, []
+
+    def watch(view):
+        now = view.session.state
+        after.append((int(now.counters.emitted[0]), view.session.policies()[0]))
+
+    whole = specsparse.generate(model, "abcabd", **options, watch=watch)
+    emitted, reports = zip(*after, strict=True)
+    last = int(np.searchsorted(emitted, 21))
+    assert 0 < reports[last].rounds_off < reports[-1].rounds_off
+    for way in WAYS:
+        got = way(model, "abcabd", **options, stop=unique(whole.text, 21))
+        assert got.stats.policy == reports[last]
 
 
 def test_a_text_of_a_batch_ends_as_it_does_alone(model):
@@ -117,6 +125,7 @@ def test_a_text_of_a_batch_ends_as_it_does_alone(model):
         assert got.token_ids == alone.token_ids and got.finish_reason == alone.finish_reason
         a, b = (to_dict(g.stats.counters) for g in (got, alone))
         assert {**a, "times": None} == {**b, "times": None}
+        assert a["num_rounds"] <= a["num_emitted_tokens"]
     assert len(together[1].token_ids) == 9 and any(len(g.token_ids) > 32 for g in together)
 
 

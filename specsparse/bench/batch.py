@@ -111,7 +111,7 @@ def _once(
         plain.advance()
         fast.advance()
         plain_s, fast_s = plain_s + plain.decode_s, fast_s + fast.decode_s
-        each = [fast.counters(b) for b in range(len(batch))]
+        each = fast.counters()
         emitted, rounds = emitted + sum(c.num_emitted_tokens for c in each), rounds + sum(c.num_rounds for c in each)
     return Timed(prompt_s, [plain_s], [fast_s], emitted / rounds)
 
