@@ -20,7 +20,7 @@ from specsparse.engine.sharded import Sharding
 from specsparse.engine.tokenizer import Tokenizer
 from specsparse.engine.weights import Footprint, Params
 from specsparse.errors import UserError
-from specsparse.kernels import Kernels, native_cpu
+from specsparse.kernels import Kernels
 
 KV_DTYPES = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16}
 _CAPACITY_STEP = 256
@@ -71,9 +71,7 @@ class Model:
     @property
     def sampling_kernels(self) -> SamplingKernels:
         """Argmax, laws and draws by the model's kernels."""
-        if self.kernels.name == "native":
-            return SamplingKernels(native_cpu.argmax, native_cpu.law, native_cpu.draw, native_cpu.check)
-        return sampling.REFERENCE
+        return sampling.kernels_of(self.kernels)
 
     @property
     def cache_dtype(self):

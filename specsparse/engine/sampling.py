@@ -27,6 +27,7 @@ from specsparse.engine.history import (
 from specsparse.engine.law_params import LawConfig, LawParams, compile_params
 from specsparse.engine.row_laws import REFERENCE, LawRows, SamplingKernels, mass, one_hot
 from specsparse.errors import UserError
+from specsparse.kernels import Kernels, native_cpu
 
 __all__ = [
     "REFERENCE",
@@ -40,6 +41,7 @@ __all__ = [
     "compile_params",
     "draw",
     "init_history",
+    "kernels_of",
     "law",
     "logprobs",
     "observe",
@@ -51,6 +53,13 @@ __all__ = [
 ]
 
 _BANNED = np.float32(-np.inf)
+
+
+def kernels_of(kernels: Kernels) -> SamplingKernels:
+    """Argmax, laws and draws that belong to these kernels."""
+    if kernels.name == "native":
+        return SamplingKernels(native_cpu.argmax, native_cpu.law, native_cpu.draw, native_cpu.check)
+    return REFERENCE
 
 
 class Logprobs(NamedTuple):
