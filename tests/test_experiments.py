@@ -28,9 +28,12 @@ from specsparse.errors import UserError
 from specsparse.experiments import certify as certify_kind
 from specsparse.experiments import compare, sweep
 from specsparse.folders import conf_dir
+from specsparse.speculative import certify as certificate
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.with_policy import WithPolicy
+from specsparse.speculative.driver_mutants import DRIVER_MUTANTS
 from specsparse.speculative.method import choose_verifier, make_drafter
+from specsparse.speculative.mutants import MUTANTS
 from specsparse.speculative.policies import get_policy
 from specsparse.testing import write_tiny_gguf
 
@@ -149,19 +152,21 @@ def test_compare_ranks_every_valid_pair(cfg, tmp_path):
 def test_certify_prints_one_table_and_fails_where_the_promise_is_broken(cfg, tmp_path, monkeypatch):
     spec = CertifySpec(("token", "typical"), vocab=2, gamma=1)
     cfg = dataclasses.replace(cfg, kind="certify", certify=spec, model=ModelSpec("none.gguf"))
+    few = {name: DRIVER_MUTANTS[name] for name in ("no_coins_token", "count_ignored_token")}
+    monkeypatch.setattr(certificate, "DRIVER_MUTANTS", few)
     found, text, written = play(cfg, tmp_path / "a")
     assert found.as_promised and found.objective <= 1e-10
     promises = [row["promise"] for row in written["rows"]]
-    assert promises == ["lossless", "lossy", *["mutant"] * 15]
+    assert promises == ["lossless", "lossless", "lossy", *["mutant"] * (len(MUTANTS) + len(few))]
+    assert [row["part"] for row in written["rows"][:3]] == ["rule", "driver", "rule"]
+    assert [row["part"] for row in written["rows"][3:]] == ["rule"] * len(MUTANTS) + ["driver"] * len(few)
+    assert 1e-10 < written["summary"]["worst_lossless_driver"] <= written["rows"][1]["bound"]
+    assert "float64" in written["definitions"]["rule"] and "float32" in written["definitions"]["driver"]
     assert "LOSSY" in text and "argmax_as_sampled" in text and "as promised" in text
-    real = certify_kind.certify
-
-    def weakened(*args, **options):
-        report = real(*args, **options)
-        weak = dataclasses.replace(report.mutants[0], tv=1e-5)
-        return dataclasses.replace(report, mutants=(weak, *report.mutants[1:]))
-
-    monkeypatch.setattr(certify_kind, "certify", weakened)
+    assert "driver mutant" in text and "no_coins_token" in text and "rule: the verifier's rule in float64" in text
+    weak = dataclasses.replace(found.report.mutants[0], tv=1e-5)
+    weakened = dataclasses.replace(found.report, mutants=(weak, *found.report.mutants[1:]))
+    monkeypatch.setattr(certify_kind, "certify", lambda *_, **__: weakened)
     found, text, written = play(cfg, tmp_path / "b")
     assert not found.as_promised and "NOT as promised: mutant argmax_as_sampled" in text
     assert written["failures"] == ["mutant argmax_as_sampled"]

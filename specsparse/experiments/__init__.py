@@ -13,7 +13,7 @@ from specsparse.errors import UserError
 KINDS = {
     "speed": "plain decoding and one method, interleaved",
     "compare": "plain decoding and every valid method of a list, ranked",
-    "certify": "the exact output law of every verifier, and of the mutants; needs no model",
+    "certify": "the exact output law of every verifier, by its rule and as it runs, and of the mutants; needs no model",
     "roofline": "what the model file could do at best on a device, and what it was measured to do here",
     "train_drafter": "a head for a model, trained on text that the model writes, and judged",
     "relufy": "a model's FFNs turned to ReLU, layer by layer and then together, and what that cost",
