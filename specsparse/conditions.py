@@ -56,8 +56,8 @@ class Conditions:
         """The inverse of `to_dict`; keys of another version are left out."""
         return cls(**{f.name: values.get(f.name) for f in fields(cls)})
 
-    def line(self) -> str | None:
-        """For the terminal; None where nothing is known."""
+    def parts(self) -> list[str]:
+        """What is known, in words."""
         parts = []
         if self.read_bandwidth is not None:
             parts.append(f"read bandwidth {self.read_bandwidth / 1e9:.1f} GB/s")
@@ -65,6 +65,11 @@ class Conditions:
             parts.append(f"plain decoding {self.plain_tokens_per_second:.1f} tok/s")
         if self.other_load is not None:
             parts.append(f"other processes on {self.other_load:.1f} cores")
+        return parts
+
+    def line(self) -> str | None:
+        """For the terminal; None where nothing is known."""
+        parts = self.parts()
         return f"taken at: {', '.join(parts)}" if parts else None
 
 

@@ -9,7 +9,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, Literal, Union
 
 from specsparse.engine.params import SamplingParams
 from specsparse.errors import UserError
@@ -231,8 +231,11 @@ def _required(f: dataclasses.Field) -> bool:
     return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
 
 
-def _convert(hint: Any, value: Any, path: str) -> Any:
-    """`value` as the type `hint` asks for; an int is taken for a float, nothing else is converted."""
+def _convert(hint: Any, value: Any, path: str, *, instead: Iterable[str] = ()) -> Any:
+    """`value` as the type `hint` asks for; an int is taken for a float, nothing else is converted.
+
+    `instead`: words that would have been taken too, for the message.
+    """
     if dataclasses.is_dataclass(hint):
         return _build(hint, value, path)
     origin = typing.get_origin(hint)
@@ -240,7 +243,11 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         options = typing.get_args(hint)
         if value is None and type(None) in options:
             return None
-        return _convert(next(o for o in options if o is not type(None)), value, path)
+        words = [w for o in options if typing.get_origin(o) is Literal for w in typing.get_args(o)]
+        if value in words:
+            return value
+        kind = next(o for o in options if o is not type(None) and typing.get_origin(o) is not Literal)
+        return _convert(kind, value, path, instead=words)
     if origin is tuple:
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, list):
@@ -257,5 +264,5 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     if type(value) is not hint:
         names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
         shown = "null" if value is None else value
-        raise UserError(f"{path}={shown}: expected {names[hint]}")
+        raise UserError(f"{path}={shown}: expected {' or '.join([names[hint], *instead])}")
     return value

@@ -1,6 +1,6 @@
 """What a run shows in the terminal: progress, the text as it comes, one table, llama.cpp's timing lines."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.box import SIMPLE_HEAD
@@ -17,10 +17,12 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from specsparse import metrics
+from specsparse import conditions, metrics
+from specsparse.conditions import Conditions
 from specsparse.intervals import Interval
 from specsparse.metrics import Speedup
 from specsparse.record import PLAIN, SPECULATIVE, Group, RunRecord, Side
+from specsparse.repeats import Repeats
 
 _MAX_TASK_COLUMNS = 8
 _PIPE_WIDTH = 10_000
@@ -181,9 +183,21 @@ def verdict_lines(record: RunRecord) -> list[Text]:
         split = record.groups["all"].sides[SPECULATIVE].rates["share_draft"]
         if split is None:
             lines.append(Text("time in draft, verify, sample and commit: not measured in this run"))
-    if record.read_bandwidth:
-        lines.append(Text(f"read bandwidth of this machine: {record.read_bandwidth / 1e9:.1f} GB/s"))
-    return lines
+    return lines + condition_lines(record.conditions, record.repeats, record.warnings)
+
+
+def condition_lines(
+    taken: Conditions | None, repeats: Repeats | None = None, warnings: Sequence[str] | None = None
+) -> list[Text]:
+    """What a timing was taken at, why it was not repeated more often, and what makes it doubtful.
+
+    Without `warnings` they are what the conditions alone say; `taken` None: nothing was timed.
+    """
+    if taken is None:
+        return []
+    said = [taken.line(), repeats and repeats.line()]
+    doubts = conditions.doubts(taken, {}) if warnings is None else warnings
+    return [*(Text(line) for line in said if line), *(Text(line, style="yellow") for line in doubts)]
 
 
 def _speedup_lines(faster: Speedup) -> list[str]:

@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specsparse import metrics
+from specsparse import conditions, metrics
+from specsparse.conditions import UNKNOWN, Conditions
 from specsparse.metrics import Counters, Speedup
+from specsparse.repeats import Repeats
 
 PLAIN = "plain"
 SPECULATIVE = "speculative"
@@ -105,6 +107,14 @@ class Group:
     sides: dict[str, Side]
     speedup: Speedup | None
 
+    @property
+    def impossible(self) -> str | None:
+        """One line where the speed-up is above the tokens per target pass, else None."""
+        if self.speedup is None:
+            return None
+        rates = self.sides[SPECULATIVE].rates
+        return conditions.impossible(self.speedup.ratio_of_totals, rates["tokens_per_target_pass"])
+
 
 @dataclass(frozen=True)
 class RunRecord:
@@ -117,11 +127,13 @@ class RunRecord:
         identity: None for plain decoding alone.
         load_s, compile_s: seconds.
         first_text_s: from the start of the run to the first text; None where none was streamed.
-        read_bandwidth: bytes per second that this machine reads, measured.
+        read_bandwidth: bytes per second that this machine read while the passes were timed.
         bytes_per_pass: bytes of the model file that one target pass reads.
         manifest: see `specsparse.manifest`.
         findings: what else was measured, by name, as plain values.
         notes: the same in a sentence each, for the terminal.
+        conditions: what the passes were taken at.
+        repeats: how often they were repeated; None where that is not known.
     """
 
     name: str
@@ -136,11 +148,20 @@ class RunRecord:
     manifest: Mapping[str, Any]
     findings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    conditions: Conditions = UNKNOWN
+    repeats: Repeats | None = None
 
     @property
     def as_promised(self) -> bool:
         """False when the verifier promises plain decoding's tokens and the run found others."""
         return self.identity is None or not self.identity.promised or self.identity.differing == 0
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What makes the times doubtful: a busy machine, speed-ups that no method can have."""
+        tasks = self.groups if len(self.groups) > 2 else {"all": self.groups["all"]}
+        lines = {"" if task == "all" else task: group.impossible for task, group in tasks.items()}
+        return conditions.doubts(self.conditions, lines)
 
     @property
     def objective(self) -> float | None:
@@ -162,6 +183,8 @@ class RunRecord:
                 "compile_s": self.compile_s,
                 "read_bandwidth": self.read_bandwidth,
                 "bytes_per_pass": self.bytes_per_pass,
+                "conditions": self.conditions.to_dict(),
+                "repeats": None if self.repeats is None else self.repeats.to_dict(),
                 **self.findings,
             },
             "tasks": groups,
@@ -206,20 +229,20 @@ def _side(passes: Sequence[Pass], bytes_per_pass: int, read_bandwidth: float | N
     )
 
 
-def _pairs(passes: Sequence[Pass]) -> list[tuple[Pass, Pass]]:
+def _pairs(passes: Sequence[Pass], side: str, over: str) -> list[tuple[Pass, Pass]]:
     """Plain and speculative pass of the same prompt and repeat."""
-    plain = {(p.prompt_id, p.repeat): p for p in passes if p.side == PLAIN}
-    other = [p for p in passes if p.side == SPECULATIVE]
+    plain = {(p.prompt_id, p.repeat): p for p in passes if p.side == over}
+    other = [p for p in passes if p.side == side]
     return [(plain[key], p) for p in other if (key := (p.prompt_id, p.repeat)) in plain]
 
 
-def speedup_of(passes: Sequence[Pass]) -> Speedup | None:
+def speedup_of(passes: Sequence[Pass], side: str = SPECULATIVE, *, over: str = PLAIN) -> Speedup | None:
     """Plain over speculative time of the paired passes; None where nothing was decoded after the first token.
 
     Where the two wrote different numbers of tokens, the speculative time is scaled to the plain count.
     """
     plain_s, method_s, prompts = [], [], []
-    for plain, method in _pairs(passes):
+    for plain, method in _pairs(passes, side, over):
         counts = plain.counters.num_emitted_tokens, method.counters.num_emitted_tokens
         if all(counts) and plain.decode_s > 0 and method.decode_s > 0:
             plain_s.append(plain.decode_s)

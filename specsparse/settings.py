@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -260,6 +260,7 @@ class RunConfig:
 
     Attributes:
         kind: what is run, a name of `experiments.KINDS`.
+        repeats: of the timed passes; "auto": see `specsparse.repeats`.
         reuse: whether a sweep takes over cells that have finished before.
         loop: "jit", or "host" to decode with the host loop beside the loop in one program.
         time_split: tokens to decode round by round per task, for the time split; 0: none.
@@ -282,7 +283,7 @@ class RunConfig:
     name: str = "run"
     max_tokens: int = 128
     seed: int = 0
-    repeats: int = 1
+    repeats: int | Literal["auto"] = 1
     warmup: bool = True
     stream: bool = True
     debug: bool = False

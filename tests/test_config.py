@@ -114,6 +114,7 @@ def test_values_arrive():
     params = config.sampling_params(cfg)
     assert (params.temperature, params.top_p, params.max_tokens) == (0.0, 0.9, cfg.max_tokens)
     assert cfg.composed["policy"]["gamma"] == 3 and "composed" not in cfg.composed
+    assert [config.from_omegaconf(composed(f"repeats={n}")).repeats for n in (7, "auto")] == [7, "auto"]
 
 
 @pytest.mark.parametrize(
@@ -123,6 +124,10 @@ def test_values_arrive():
         ("max_tokens=many", "max_tokens=many: expected a whole number"),
         ("max_tokens=1.5", "max_tokens=1.5: expected a whole number"),
         ("max_tokens=true", "expected a whole number"),
+        ("repeats=0", "repeats=0: must be at least 1"),
+        ("repeats=often", "repeats=often: expected a whole number or auto"),
+        ("repeats=true", "repeats=True: expected a whole number or auto"),
+        ("repeats=null", "repeats=null: expected a whole number or auto"),
         ("seed=null", "seed=null: expected a whole number"),
         ("warmup=3", "expected true or false"),
         ("policy.gamma=0", "policy.gamma=0: must be at least 1"),

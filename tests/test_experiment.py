@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from specsparse import experiment, machine, record
+from specsparse import experiment, machine, record, repeats
 from specsparse.config import DataSpec, DrafterSpec, ModelSpec, PolicySpec, RunConfig, TrackerSpec, VerifierSpec
 from specsparse.errors import UserError
 from specsparse.metrics import Counters, Times
@@ -297,3 +297,68 @@ def test_a_later_turn_comes_after_the_model_s_own_answer(cfg, tmp_path):
     assert said == [["one"], ["one"], ["one", "plain text", "two"]]
     with pytest.raises(UserError, match=r"data\.chat=true"):
         experiment.check(replace(both, data=replace(both.data, chat=False)))
+
+
+@dataclass
+class Clocked(FakeEngine):
+    """Speculative decoding takes these seconds, call by call; then one second as before."""
+
+    took: list = field(default_factory=list)
+
+    def generate(self, model, prompt, **options):
+        made = super().generate(model, prompt, **options)
+        if options.get("drafter") and self.took:
+            made.stats.decode_s = self.took.pop(0)
+        return made
+
+
+def written(tmp_path):
+    return json.loads((tmp_path / "out" / "record.json").read_text())["summary"]
+
+
+def test_every_run_says_what_it_was_taken_at(cfg, tmp_path, monkeypatch):
+    read = iter([20e9, 30e9, 40e9, 34e9])  # before each of three repeats, and after the last
+    monkeypatch.setattr(machine, "read_bandwidth", lambda: next(read))
+    found, text = play(cfg, tmp_path, FakeEngine())
+    summary = written(tmp_path)
+    assert summary["conditions"]["read_bandwidth"] == summary["read_bandwidth"] == 32e9
+    assert summary["conditions"]["plain_tokens_per_second"] == 10.0 and summary["conditions"]["plain_deviation"] == 0
+    assert summary["repeats"] == {"asked": 3, "done": 3, "stopped": "given", "half_width": None}
+    assert "taken at: read bandwidth 32.0 GB/s, plain decoding 10.0 tok/s" in text
+    assert found.groups["all"].sides[PLAIN].bandwidth_share == 20 * 1000 / 2.0 / 32e9
+    assert "read bandwidth varied by 27% between repeats: the machine was busy" in text
+
+
+def test_a_machine_that_changed_between_the_sides_is_named(cfg, tmp_path):
+    """Twenty tokens in ten passes are two a pass, so that four times as fast is not the method's doing."""
+    one_task = replace(cfg, data=DataSpec(tasks=("chat",), limit_per_task=2), repeats=1)
+    found, text = play(one_task, tmp_path, Clocked(took=[0.5] * 3))
+    assert found.groups["all"].speedup.ratio_of_totals == 4.0
+    assert text.count("speed-up 4.00 is impossible with 2.00 tokens per target pass") == 1
+    found, text = play(cfg, tmp_path, Clocked(took=[1.0, 0.5, 0.5]))
+    assert [line[:21] for line in found.warnings] == ["chat: speed-up 2.40 i", "speed-up 2.18 is impo"]
+
+
+@pytest.mark.parametrize(
+    ("took", "prompts", "done", "stopped"),
+    [
+        ([1.0] * 20, 2, 1, "narrow"),
+        ([1.0] * 20, 1, 2, "narrow"),  # one repeat of one prompt tells nothing
+        ([1.0, 1.0, 2.0, 1.0, 2.0], 2, 2, "prompts"),  # twice and once as fast, the same both times
+        ([1.0, 1.3] * 20, 1, 4, "limit"),
+    ],
+)
+def test_auto_repeats_until_the_speedup_is_known(cfg, tmp_path, monkeypatch, took, prompts, done, stopped):
+    monkeypatch.setattr(repeats, "LIMIT", 4)
+    cfg = replace(cfg, repeats="auto", data=DataSpec(tasks=("chat",), limit_per_task=prompts))
+    _, text = play(cfg, tmp_path, Clocked(took=took))
+    summary = written(tmp_path)["repeats"]
+    assert (summary["done"], summary["stopped"]) == (done, stopped)
+    assert f"repeats=auto stopped after {done}: " in text
+    rows = [json.loads(line) for line in (tmp_path / "out" / "prompts.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 * prompts * done and max(row["repeat"] for row in rows) == done - 1
+
+
+def test_auto_repeats_plain_decoding_alone_until_its_time_is_known(cfg, tmp_path):
+    play(replace(cfg, drafter=DrafterSpec("none"), repeats="auto"), tmp_path, FakeEngine())
+    assert written(tmp_path)["repeats"]["done"] == 2

@@ -10,7 +10,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from rich.console import Console
 
-from specsparse import display, experiment, machine, models
+from specsparse import conditions, display, experiment, machine, metrics, models, record
+from specsparse.conditions import Conditions
 from specsparse.config import (
     CertifySpec,
     CompareSpec,
@@ -141,12 +142,37 @@ def test_compare_ranks_every_valid_pair(cfg, tmp_path):
     assert [e.speedup for e in found.entries] == sorted((e.speedup for e in found.entries), reverse=True)
     assert len(found.refused) == 2 and "left out: suffix x token" in text and "best for chat" in text
     assert found.as_promised and written["summary"]["best"] == found.entries[0].name
+    taken = written["summary"]["conditions"]
+    assert taken["read_bandwidth"] == 40e9 and taken["plain_tokens_per_second"] > 0
+    assert all(m["conditions"] == taken and m["rank"] for m in written["methods"]) and "taken at: read" in text
     rows = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
     assert [r["side"] for r in rows].count("plain") == 2
     sides, refused = compare.methods(dataclasses.replace(cfg, compare=CompareSpec(("suffix",))))
     assert list(sides) == ["suffix x greedy", "suffix x delta", "suffix x block"] and not refused  # no alias
     with pytest.raises(UserError, match="no drafter of the list goes with"):
         experiment.check(dataclasses.replace(cfg, kind="compare", compare=CompareSpec(("suffix",), ("token",))))
+
+
+def method(name, ratio, half, *, tokens_per_pass=9.0):
+    faster = metrics.speedup([ratio], [1.0], prompts=[0])._replace(low=ratio - half, high=ratio + half, prompts=6)
+    rates = {"tokens_per_second": 100.0, "tokens_per_target_pass": tokens_per_pass, "mean_acceptance_length": 3.0}
+    side = record.Side(metrics.Counters(), rates, 1, 0.0, 0, 1.0, None, None)
+    group = record.Group({"plain": side, "speculative": side}, faster)
+    return compare.Entry(name, "lossless", {"chat": group, "all": group}, record.identity_of([], verifier="greedy"))
+
+
+def test_a_comparison_marks_ties_and_what_no_method_can_do():
+    entries = (method("a", 1.5, 0.1), method("b", 1.4, 0.1), method("c", 1.1, 0.1, tokens_per_pass=1.05))
+    found = compare.Comparison(entries, (), Conditions(20e9, 0.2, 160.0))
+    out = io.StringIO()
+    Console(file=out, width=140).print(compare.table(found))
+    rows = [line.split()[:2] for line in out.getvalue().splitlines() if line.strip()]
+    assert [row for row in rows if row[1:] in (["a"], ["b"], ["c"])] == [["1=", "a"], ["1=", "b"], ["3", "c"]]
+    assert found.warnings[0].startswith("read bandwidth varied by 20%")
+    assert found.warnings[1].startswith("c: speed-up 1.10 is impossible with 1.05 tokens per target pass")
+    assert compare.lines(found)[:2] == [conditions.TIED, "best for chat: a (1.50; tied with b)"]
+    apart = compare.Comparison((method("a", 1.5, 0.1), method("b", 1.2, 0.1)), ())
+    assert compare.lines(apart)[0] == "best for chat: a (1.50)" and not apart.warnings
 
 
 def test_certify_prints_one_table_and_fails_where_the_promise_is_broken(cfg, tmp_path, monkeypatch):
@@ -190,7 +216,10 @@ DRAFTERS = {
     "prompt_lookup": {"ngram_max": 3, "ngram_min": 2},
     "suffix": {"longest": 64, "min_match": 1, "factor": 1.0, "offset": 0, "min_share": 0.1, "candidates": 8},
 }
-HEADINGS = ("speed-up", "95 % interval", "tok/s", "plain tok/s", "tokens/pass", "accept. length", "differing")
+HEADINGS = (
+    "rank", "speed-up", "95 % interval", "tok/s", "plain tok/s", "read GB/s", "tokens/pass", "accept. length",
+    "differing",
+)  # fmt: skip
 
 
 def a_sweep(directory):
@@ -198,19 +227,21 @@ def a_sweep(directory):
 
     def record(drafter, gamma, ratio):
         faster = {"ratio_of_totals": ratio, "low": ratio - 0.1, "high": ratio + 0.1}
+        taken = Conditions(20e9, plain_tokens_per_second=100.0).to_dict()
         rates = {"tokens_per_second": 100 * ratio, "tokens_per_target_pass": 2.0, "mean_acceptance_length": 2.5}
         side = {"rates": rates}
-        summary = {"plain": side, "speculative": side, "speedup": faster, "identity": {"differing": 0}}
+        summary = {"plain": side, "speculative": side, "speedup": faster, "identity": {"differing": 0},
+                   "conditions": taken}  # fmt: skip
         config = {"drafter": {"name": drafter, **DRAFTERS[drafter]}, "policy": {"name": "fixed", "gamma": gamma}}
         return {"name": "s", "summary": summary, "config": {**config, "seed": 0}}
 
     cells = [(drafter, gamma) for drafter in DRAFTERS for gamma in (1, 16)]
     for index, (drafter, gamma) in enumerate(cells):
         (directory / str(index)).mkdir()
-        text = json.dumps(record(drafter, gamma, 1.1 + 0.1 * index))
+        text = json.dumps(record(drafter, gamma, 0.5 + 0.3 * index))
         (directory / str(index) / "record.json").write_text(text)
     (directory / "4").mkdir()  # a job that failed
-    return ("1.40", "1.30-1.50", "140.0", "140.0", "2.00", "2.50", "0")
+    return ("1", "1.40", "1.30-1.50", "140.0", "140.0", "20.0", "2.00", "2.50", "0")
 
 
 def shown(directory, width):
@@ -253,7 +284,7 @@ def test_the_table_of_a_sweep_is_whole_on_a_narrow_terminal(tmp_path):
     last = a_sweep(tmp_path)
     lines = shown(tmp_path, 34)
     assert max(map(len, lines[:-1])) <= 34
-    assert [columns(line) for line in lines[-10:-1]] == [
+    assert [columns(line) for line in lines[-12:-1]] == [
         ["drafter", "suffix"], ["gamma", "16"], *map(list, zip(HEADINGS, last, strict=True))
     ]  # fmt: skip
 
@@ -264,6 +295,26 @@ def test_a_row_of_a_sweep_is_one_line_in_a_pipe(tmp_path, capsys, monkeypatch):
     sweep.show(tmp_path, display.console())
     rows = [columns(line) for line in capsys.readouterr().out.splitlines()]
     assert ["drafter", "gamma", *HEADINGS] in rows and ["suffix", "16", *last] in rows
+
+
+def test_a_sweep_says_which_of_its_cells_are_tied_or_impossible():
+    def cell(gamma, ratio, tokens):
+        faster = {"ratio_of_totals": ratio, "low": ratio - 0.1, "high": ratio + 0.1, "prompts": 6}
+        side = {"rates": {"tokens_per_second": 100.0, "tokens_per_target_pass": tokens}}
+        summary = {"plain": side, "speculative": side, "speedup": faster}
+        return {"name": "s", "summary": summary, "config": {"policy": {"gamma": gamma}}}
+
+    cells = [cell(1, 1.1, 2.0), cell(2, 1.4, 1.3), cell(4, 1.5, 2.0)]
+    assert [str(rank) for rank in sweep.ranks(cells)] == ["3", "1=", "1="]
+    tied, impossible = sweep.lines(cells)
+    assert tied == conditions.TIED
+    assert impossible.startswith("gamma 2: speed-up 1.40 is impossible with 1.30 tokens per target pass")
+    for each, plain in zip(cells, (160.0, 102.0, 150.0), strict=True):
+        each["summary"]["conditions"] = Conditions(20e9, plain_tokens_per_second=plain).to_dict()
+    assert sweep.lines(cells)[1].startswith("taken more than 10% apart: plain decoding 102.0 to 160.0 tok/s")
+    one = cell(1, 1.1, 2.0)
+    one["summary"]["speedup"] |= {"prompts": 1, "low": 1.1, "high": 1.1}  # as older records have it
+    assert [str(rank) for rank in sweep.ranks([one, cell(2, 1.5, 2.0)])] == ["1=", "1="]
 
 
 def test_synthetic_acceptance_through_the_loop(cfg, tmp_path):

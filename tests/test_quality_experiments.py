@@ -10,6 +10,7 @@ from rich.console import Console
 
 import specsparse
 from specsparse import experiment
+from specsparse.conditions import Conditions
 from specsparse.config import (
     DataSpec,
     DrafterSpec,
@@ -80,6 +81,10 @@ def test_without_a_base(cfg, tmp_path):
     assert found.summary["kl_mean"] is None and "KL" not in text and found.summary["window"] == 68
 
 
+def _read(row, rate, deviation):
+    return {**row, "conditions": Conditions(rate, deviation).to_dict()}
+
+
 def test_the_table_of_types(cfg, folder, tmp_path):
     spec = QuantTableSpec(types=("F32", "Q8_0", "Q4_0"), files=(str(folder / "m.gguf"),), pp=0, tg=4, timings=1)
     found, text, written = play(dataclasses.replace(cfg, kind="quant_table", quant_table=spec), tmp_path / "run")
@@ -89,6 +94,13 @@ def test_the_table_of_types(cfg, folder, tmp_path):
     assert 0 <= kl[0] < kl[1] < kl[2]
     assert rows["F32"]["bits_per_weight"] == 32 and rows["Q8_0"]["bytes"] > rows["Q4_0"]["bytes"]
     assert all(row["decode"]["median"] > 0 and row["prompt"] is None for row in found.rows)
+    for row in found.rows:
+        assert row["conditions"]["read_bandwidth"] > 0
+        assert row["conditions"]["plain_tokens_per_second"] == row["decode"]["median"]
+    assert written["summary"]["conditions"]["read_bandwidth"] > 0
+    busy = dataclasses.replace(found, rows=(_read(found.rows[0], 20e9, 0.2), _read(found.rows[1], 30e9, 0.0)))
+    apart, restless = busy.warnings
+    assert "read bandwidth 20.0 to 30.0 GB/s" in apart and restless.startswith(f"{found.rows[0]['file']}: read bandw")
     assert len(written["summary"]["rows"]) == 4 and "62 tokens scored; KL from the model's own weights" in text
 
 

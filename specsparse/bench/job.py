@@ -8,19 +8,17 @@ from typing import Any
 
 from rich.console import Console
 
-from specsparse import display, kernels, manifest, models
+from specsparse import conditions, display, kernels, manifest, models
 from specsparse.bench import measure, memory, report
 from specsparse.bench.measure import Plan
 from specsparse.bench.peers import Peer, below_expectation
 from specsparse.bench.sides import Ours, Side
+from specsparse.conditions import Conditions
 from specsparse.engine import requantise
 from specsparse.engine.gguf import open_gguf
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.runtime.load import load
-
-BUSY_DEVIATION = 0.05
-"""Relative deviation of the read bandwidth from which the report warns of a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -125,11 +123,9 @@ def requantised(path: Path, name: str, out: Console) -> Path:
 
 def _notes(found: dict[str, Any], model: Model) -> list[str]:
     """What a reader must know before believing the figures."""
-    notes = []
     read = found["machine"]["read_bytes_per_second"]
-    if read["sd"] > BUSY_DEVIATION * read["mean"]:
-        varied = f"read bandwidth varied by {read['sd'] / read['mean']:.0%}"
-        notes.append(f"{varied} between repeats: the machine was busy, take the figures with care")
+    restless = conditions.busy(Conditions(read["median"], read["sd"] / read["mean"]))
+    notes = [restless] if restless else []
     if model.kernels.name != "native":
         why = kernels.status()["why_not_native"] or "chosen"
         notes.append(f"these are the {model.kernels.name} kernels, not the native ones ({why})")

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specsparse import machine, manifest, metrics, record, trackers
+from specsparse import conditions, display, manifest, metrics, record, trackers
+from specsparse.conditions import UNKNOWN, Conditions, Rank
 from specsparse.config import RunConfig, TreeSpec, VerifierSpec, sampling_params
 from specsparse.errors import UserError
 from specsparse.experiments import decoding
@@ -21,9 +22,13 @@ from specsparse.experiments.decoding import Engine, Passes
 from specsparse.experiments.drafting import drafter_spec
 from specsparse.experiments.measured import Measured
 from specsparse.record import PLAIN, SPECULATIVE, Group, Identity, Pass
+from specsparse.repeats import Repeats
 from specsparse.speculative.base import Verifier
 from specsparse.speculative.method import grows_trees, make_drafter
 from specsparse.speculative.verify import VERIFIERS, get_verifier
+
+_FEW = 2
+"""Methods that a line names; more are counted."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +60,28 @@ def _group(group: Group) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All methods, the fastest first, and the pairs that were left out."""
+    """All methods, the fastest first, the pairs that were left out, and what all were taken at, in turn."""
 
     entries: tuple[Entry, ...]
     refused: tuple[str, ...]
+    conditions: Conditions = UNKNOWN
+    repeats: Repeats | None = None
 
     @property
     def as_promised(self) -> bool:
         """No method whose verifier promises plain decoding's tokens wrote others."""
         return not any(e.identity.promised and e.identity.differing for e in self.entries)
+
+    @property
+    def ranks(self) -> list[Rank | None]:
+        """Of the entries."""
+        found = [e.groups["all"].speedup for e in self.entries]
+        return conditions.ranks([None if f is None else f.interval for f in found])
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What makes the times doubtful."""
+        return conditions.doubts(self.conditions, {e.name: e.groups["all"].impossible for e in self.entries})
 
     @property
     def objective(self) -> float | None:
@@ -138,15 +156,18 @@ def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) ->
     for one in passes.timed(bench.jobs):
         done.append(one)
         tracker.log(one.row())
-    bandwidth, size = machine.read_bandwidth(), bench.model.footprint.file
+    taken, size = passes.conditions(), bench.model.footprint.file
+    bandwidth = taken.read_bandwidth
     entries = [
         entry(name, options["verifier"], [*passes.warm_up, *done], done, bytes_per_pass=size, bandwidth=bandwidth)
         for name, options in sides.items()
     ]
-    found = Comparison(tuple(sorted(entries, key=lambda e: -e.speedup)), refused)
+    found = Comparison(tuple(sorted(entries, key=lambda e: -e.speedup)), refused, taken, passes.repeats)
     tracker.finish(_record(cfg, found, passes, bench))
     console.print(Text(f"{cfg.name}: {len(sides)} methods on {len(bench.jobs)} prompts", style="bold"))
     console.print(table(found))
+    for line in display.condition_lines(taken, passes.repeats, found.warnings):
+        console.print(line, soft_wrap=True)
     for line in (*lines(found), f"record: {directory / trackers.RECORD_FILE}"):
         console.print(Text(line, style="dim"), soft_wrap=True)
     return found
@@ -179,25 +200,27 @@ def table(found: Comparison) -> Table:
     titles = ("", "method", "tok/s", "speed-up", "95 % interval", "tok/pass", "acc. length", "text", "lossless")
     for title in titles:
         out.add_column(title, justify="left" if title in ("method", "text", "lossless") else "right", no_wrap=True)
-    for rank, e in enumerate(found.entries, 1):
+    for rank, e in zip(found.ranks, found.entries, strict=True):
         side, faster = e.groups["all"].sides[SPECULATIVE], e.groups["all"].speedup
         numbers = [_cell(side.rates[k], spec) for k, spec in (("tokens_per_second", ".1f"),)]
         numbers += ["-", "-"] if faster is None else [f"{e.speedup:.2f}", faster.interval.ends()]
         numbers += [_cell(side.rates[k], ".2f") for k in ("tokens_per_target_pass", "mean_acceptance_length")]
-        out.add_row(str(rank), e.name, *numbers, _same(e.identity), _short(e.label))
+        out.add_row(str(rank or "-"), e.name, *numbers, _same(e.identity), _short(e.label))
     plain = found.entries[0].groups["all"].sides[PLAIN]
     out.add_row("", PLAIN, _cell(plain.rates["tokens_per_second"], ".1f"), "1.00", *[""] * 5)
     return out
 
 
 def lines(found: Comparison) -> list[str]:
-    """The best method of each task, what was compared, and the pairs left out."""
-    out = []
+    """What the mark of a tie means, the best methods of each task, what was compared, and the pairs left out."""
+    out = [conditions.TIED] if any(rank and rank.tied for rank in found.ranks) else []
     for task in (t for t in found.entries[0].groups if t != "all"):
-        ranked = [(e.groups[task].speedup, e.name) for e in found.entries if e.groups[task].speedup]
-        if ranked:
-            best, name = max((s.ratio_of_totals, name) for s, name in ranked if s is not None)
-            out.append(f"best for {task}: {name} ({best:.2f})")
+        timed = [(e.name, s.interval) for e in found.entries if (s := e.groups[task].speedup) is not None]
+        if timed:
+            best, *others = conditions.ties([interval for _, interval in timed])[0]
+            names = ", ".join(timed[i][0] for i in others) if len(others) <= _FEW else f"{len(others)} others"
+            tied = f"; tied with {names}" if others else ""
+            out.append(f"best for {task}: {timed[best][0]} ({timed[best][1].value:.2f}{tied})")
     counted = found.entries[0].identity.counted
     out.append(f"text: a method's tokens beside plain decoding's, {counted}")
     return [*out, *(f"left out: {pair}" for pair in found.refused)]
@@ -221,12 +244,21 @@ def _cell(value: float | None, spec: str) -> str:
 
 
 def _record(cfg: RunConfig, found: Comparison, passes: Passes, bench: decoding.Bench) -> dict[str, Any]:
-    made = manifest.build(cfg.composed, bench.model.path)
+    made, taken = manifest.build(cfg.composed, bench.model.path), found.conditions.to_dict()
     return {
         "name": cfg.name,
         "kind": cfg.kind,
-        "summary": {"best": found.entries[0].name, "speedup": found.objective, "as_promised": found.as_promised},
-        "methods": [e.to_dict() for e in found.entries],
+        "summary": {
+            "best": found.entries[0].name,
+            "speedup": found.objective,
+            "as_promised": found.as_promised,
+            "conditions": taken,
+            "repeats": None if found.repeats is None else found.repeats.to_dict(),
+        },
+        "methods": [
+            {**e.to_dict(), "rank": None if r is None else str(r), "conditions": taken}
+            for r, e in zip(found.ranks, found.entries, strict=True)
+        ],
         "refused": list(found.refused),
         "load_s": bench.load_s,
         "compile_s": passes.compile_s,

@@ -10,13 +10,15 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from specsparse import display, models, prompts, trackers
+from specsparse import display, machine, models, prompts, record, repeats, trackers
+from specsparse.conditions import Conditions
 from specsparse.config import RunConfig, sampling_params
 from specsparse.costs.progress import Bar
 from specsparse.errors import UserError
 from specsparse.experiments import check_name, measured, sparse_model, watching
 from specsparse.experiments.measured import NO_DRAFTER, Measured
 from specsparse.record import PLAIN, SAME_TEXT_VERIFIERS, Pass
+from specsparse.repeats import Repeats, Width
 from specsparse.speculative.base import Verifier
 from specsparse.speculative.drafters.synthetic import LABEL as SYNTHETIC
 from specsparse.speculative.method import choose_verifier, make_drafter
@@ -194,7 +196,7 @@ def _chat_ids(model: Any, messages: Sequence[dict[str, str]]) -> list[int]:
 
 
 Sides = Mapping[str, Mapping[str, Any]]
-"""Keyword arguments of generate by name of the side; `PLAIN` has none."""
+"""Keyword arguments of generate by name of the side; the first is plain decoding, what the others are compared with."""
 
 
 class Passes:
@@ -204,12 +206,26 @@ class Passes:
         compile_s: seconds of compilation so far.
         warm_up: the passes that were not timed.
         policies: what the draft-length policy did in each timed pass that has one.
+        repeats: how often everything was timed; None until `timed` is through.
     """
 
-    def __init__(self, cfg: RunConfig, engine: Engine, model: Any, sides: Sides, out: Console):
+    def __init__(
+        self,
+        cfg: RunConfig,
+        engine: Engine,
+        model: Any,
+        sides: Sides,
+        out: Console,
+        *,
+        other_models: Mapping[str, Any] | None = None,
+    ):
+        """`other_models`: of the sides that `model` does not decode."""
         self._cfg, self._engine, self.model, self._out = cfg, engine, model, out
         self._options = {"max_tokens": cfg.max_tokens, "sampling": sampling_params(cfg), "seed": cfg.seed}
         self.sides = sides
+        self._other_models = other_models or {}
+        self._meter, self._done = machine.Meter(), list[Pass]()
+        self.repeats: Repeats | None = None
         self.compile_s = 0.0
         self.warm_up: list[Pass] = []
         self.policies: list[Any] = []
@@ -253,14 +269,19 @@ class Passes:
         self.warm_up.append(done)
 
     def timed(self, jobs: list[Job]) -> Iterable[Pass]:
-        """Every job on every side, `repeats` times; neighbours in time are compared, and the order turns round."""
+        """Every job on every side, `repeats` times; neighbours in time are compared, and the order turns round.
+
+        The machine is looked at before each repeat and after the last.
+        """
         if self._cfg.warmup:
             with display.busy(self._out, "compiling the decode loops"):
                 for side in self.sides:
                     self._keep(jobs[0], side, WARM_UP, self.generate(jobs[0], side))
-        total = self._cfg.repeats * len(jobs) * len(self.sides)
+        total = repeats.most(self._cfg.repeats) * len(jobs) * len(self.sides)
+        self._meter = machine.Meter()  # what was compiled before is no load of others
         with display.counting(self._out, "timing", total) as progress:
-            for repeat in range(self._cfg.repeats):
+            for repeat in itertools.count():
+                self._meter.sample()
                 for index, job in enumerate(jobs):
                     order = list(self.sides)
                     for side in order if (repeat + index) % 2 == 0 else reversed(order):
@@ -270,8 +291,37 @@ class Passes:
                         if generation.stats.policy is not None:
                             self.policies.append(generation.stats.policy)
                         progress.advance(progress.task_ids[0])
+                        self._done.append(done)
                         yield done
+                self.repeats = repeats.decide(self._cfg.repeats, repeat + 1, self._widths())
+                if self.repeats is not None:
+                    break
+        self._meter.sample()
+
+    def _widths(self) -> list[Width]:
+        """How well the speed-up of each side is known; of plain decoding alone, its time."""
+        if self._cfg.repeats != repeats.AUTO:
+            return []
+        plain, *others = self.sides
+        found = [record.speedup_of(self._done, side, over=plain) for side in others]
+        return [Width.of(f) for f in found if f is not None] or [Width.of_plain(self._plain_s())]
+
+    def _plain_s(self) -> list[float]:
+        """Seconds of plain decoding, one entry a repeat."""
+        plain: dict[int, float] = {}
+        for done in self._done:
+            if done.side == next(iter(self.sides)):
+                plain[done.repeat] = plain.get(done.repeat, 0.0) + done.decode_s
+        return list(plain.values())
+
+    def conditions(self) -> Conditions:
+        """What the timed passes were taken at."""
+        plain = [d for d in self._done if d.side == next(iter(self.sides))]
+        seconds = sum(d.decode_s for d in plain)
+        rate = sum(d.counters.num_emitted_tokens for d in plain) / seconds if seconds else None
+        return self._meter.conditions(rate, self._plain_s())
 
     def generate(self, job: Job, side: str, **more: Any) -> Any:
         """One decoding."""
-        return self._engine.generate(self.model, job.ids, **{**self._options, **self.sides[side], **more})
+        model = self._other_models.get(side, self.model)
+        return self._engine.generate(model, job.ids, **{**self._options, **self.sides[side], **more})

@@ -9,7 +9,8 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from specsparse import manifest, models, prompts, trackers
+from specsparse import display, machine, manifest, models, prompts, trackers
+from specsparse.conditions import Conditions
 from specsparse.config import PlacementSpec, RunConfig
 from specsparse.costs import devices
 from specsparse.engine.config import ModelConfig
@@ -40,12 +41,14 @@ DEFINITIONS = {
 
 @dataclass(frozen=True)
 class Placed:
-    """What came out: a placement by every rule, the chosen one by name, and what a run would go by."""
+    """What came out: a placement by every rule, the chosen one by name, what a run would go by, and what was timed
+    under which conditions."""
 
     chosen: str
     found: dict[str, Placement]
     settled: Settled | None
     measured: dict[str, Any] | None = None
+    conditions: Conditions | None = None
 
     @property
     def as_promised(self) -> bool:
@@ -114,11 +117,14 @@ def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) ->
     if index is not None and not all(map(np.array_equal, index.index.hot, found[chosen].hot)):
         chosen = FILE
         found[FILE] = neurons_placed(FILE, problem, index.index.hot)
-    measured = None
+    measured = taken = None
     if cfg.placement.decode:
-        ids = activations.text_ids(cfg, f, config)
+        ids, meter = activations.text_ids(cfg, f, config), machine.Meter()
+        meter.sample()
         measured = placement_run.measured(cfg, found[chosen], ids, directory, engine=engine, console=console)
-    result = Placed(chosen, found, index, measured)
+        meter.sample()
+        taken = meter.conditions(1 / measured["one"])
+    result = Placed(chosen, found, index, measured, taken)
     save_stats(directory / STATS_FILE, stats)
     write_activations(directory / STATS_FOLDER, stats)
     _write(cfg, directory, result, problem, parts, console)
@@ -173,8 +179,8 @@ def _write(cfg: RunConfig, directory: Path, result: Placed, problem: Problem, pa
     summary = placement_report.summary(result.chosen, result.found, problem, parts)
     if result.settled is not None:
         summary["gpu_index"] = result.settled.note
-    if result.measured is not None:
-        summary["measured"] = result.measured
+    if result.measured is not None and result.conditions is not None:
+        summary |= {"measured": result.measured, "conditions": result.conditions.to_dict()}
     tracker.finish({
         "name": cfg.name, "kind": cfg.kind, "summary": summary, "definitions": DEFINITIONS,
         "manifest": made, "config": made["config"],
@@ -184,6 +190,8 @@ def _write(cfg: RunConfig, directory: Path, result: Placed, problem: Problem, pa
         console.print(part)
     if result.settled is not None:
         console.print(Text(result.settled.note))
+    for line in display.condition_lines(result.conditions):
+        console.print(line)
     files = ", ".join((trackers.RECORD_FILE, STATS_FILE, f"{STATS_FOLDER}/", placement_report.FIGURE_FILE))
     said = "expected times only, placement.decode=32 measures; " if result.measured is None else ""
     console.print(Text(f"{said}{directory}: {files}", style="dim"))

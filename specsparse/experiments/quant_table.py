@@ -1,5 +1,6 @@
 """`kind: quant_table`: one model in several types of weights, as a table: bytes, perplexity, KL to float32, speed."""
 
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specsparse import display, inspection, manifest, models, trackers
+from specsparse import conditions, display, inspection, manifest, models, trackers
 from specsparse.bench import job, measure
 from specsparse.bench.sides import Ours
+from specsparse.conditions import Conditions, Taken
 from specsparse.config import RunConfig
 from specsparse.engine import requantise
 from specsparse.engine.gguf import GGUFFile, open_gguf
@@ -41,6 +43,20 @@ class QuantTable:
     manifest: dict[str, Any]
 
     @property
+    def conditions(self) -> Conditions:
+        """Of all rows together, which were timed one after the other."""
+        read = [row["conditions"]["read_bandwidth"] for row in self.rows if row["conditions"]]
+        return Conditions(statistics.median(read), conditions.deviation(read)) if read else Conditions()
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What makes the times doubtful, row by row and between rows; every row's plain decoding is its own."""
+        taken = [(row["file"], Conditions.from_dict(row["conditions"] or {})) for row in self.rows]
+        apart = conditions.differ([Taken(found, work=name) for name, found in taken])
+        restless = [(name, conditions.busy(found)) for name, found in taken]
+        return (*([apart] if apart else []), *(f"{name}: {line}" for name, line in restless if line))
+
+    @property
     def as_promised(self) -> bool:
         """A measurement promises nothing."""
         return True
@@ -53,7 +69,8 @@ class QuantTable:
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
         return {
-            "name": self.name, "kind": "quant_table", "summary": {"rows": self.rows, "notes": self.notes},
+            "name": self.name, "kind": "quant_table",
+            "summary": {"rows": self.rows, "notes": self.notes, "conditions": self.conditions.to_dict()},
             "definitions": DEFINITIONS, "manifest": self.manifest, "config": self.manifest["config"],
         }  # fmt: skip
 
@@ -93,6 +110,8 @@ def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) ->
     console.print(table(rows))
     for line in (f"{text.scored} tokens scored; KL from {_base_name(cfg)}", *notes):
         console.print(Text(line))
+    for line in display.condition_lines(record.conditions, None, record.warnings):
+        console.print(line)
     console.print(Text(f"record: {directory / trackers.RECORD_FILE}", style="dim"))
     return record
 
@@ -129,17 +148,22 @@ def _row(
 
 
 def _speed(cfg: RunConfig, model: Any, name: str, console: Console) -> dict[str, Any]:
-    """Tokens per second of decoding and of a prompt; None for what is not timed."""
+    """Tokens per second of decoding and of a prompt, and what they were taken at; None for what is not timed."""
     spec = cfg.quant_table
     plan = measure.Plan(pp=spec.pp, tg=spec.tg, repeats=spec.timings)
     if not plan.tests():
-        return {"prompt": None, "decode": None}
+        return {"prompt": None, "decode": None, "conditions": None}
     side = Ours(model, room=max(spec.pp, spec.tg + 1))
     with display.busy(console, f"timing {name}"):
         measure.warm_up(plan, side)
-        samples = measure.run(plan, [side]).samples
-    rates = {test: found[side.name].to_dict()["tokens_per_second"] for test, found in samples.items()}
-    return {"prompt": rates.get(f"pp{spec.pp}"), "decode": rates.get(f"tg{spec.tg}")}
+        found = measure.run(plan, [side])
+    rates = {test: sides[side.name].to_dict()["tokens_per_second"] for test, sides in found.samples.items()}
+    decode, read = rates.get(f"tg{spec.tg}"), found.machine.read
+    taken = Conditions(
+        statistics.median(read), conditions.deviation(read),
+        plain_tokens_per_second=decode and decode["median"],
+    )  # fmt: skip
+    return {"prompt": rates.get(f"pp{spec.pp}"), "decode": decode, "conditions": taken.to_dict()}
 
 
 def _base_name(cfg: RunConfig) -> str:

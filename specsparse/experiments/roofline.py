@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specsparse import api, display, manifest, models, trackers
+from specsparse.conditions import Conditions
 from specsparse.config import RunConfig
 from specsparse.costs import devices, report, tables, traffic
 from specsparse.costs.measure import measure
@@ -81,10 +82,14 @@ def run(cfg: RunConfig, directory: Path, *, engine: Any = None, console: Console
     load = traffic.from_gguf(f, config, kv_dtype=cfg.model.kv_dtype or "f16")
     found = report.build(load, config, device, table=table, kv_length=cfg.roofline.kv_length)
     found["drafting"] = methods
+    taken = None if table is None else Conditions(table.bandwidth, plain_tokens_per_second=1 / table.plain_s)
+    found["conditions"] = taken and taken.to_dict()
     record = RooflineRecord(cfg.name, found, manifest.build(cfg.composed, path))
     trackers.write_atomically(directory / trackers.RECORD_FILE, trackers.to_json(record.to_dict(), indent=1) + "\n")
     for part in tables.tables(found):
         out.print(part)
+    for line in display.condition_lines(taken):
+        out.print(line)
     out.print(Text(f"record: {directory / trackers.RECORD_FILE}", style="dim"))
     return record
 

@@ -13,7 +13,8 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from specsparse import display, manifest, metrics, models, prompts, trackers
+from specsparse import display, machine, manifest, metrics, models, prompts, trackers
+from specsparse.conditions import Conditions
 from specsparse.config import PredictorSpec, RunConfig, choice_options
 from specsparse.errors import UserError
 from specsparse.experiments import check_name, sparse_model, sparsity_report
@@ -63,9 +64,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Sparsity:
-    """All points, in the order of the config."""
+    """All points, in the order of the config, and what they were taken at, in turn; None where nothing was timed."""
 
     points: tuple[Point, ...]
+    conditions: Conditions | None = None
 
     @property
     def as_promised(self) -> bool:
@@ -138,8 +140,9 @@ def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) ->
         for one in sparse:
             found.append(evaluator(one.predictor, one.weights))
             bar.advance(bar.task_ids[0])
-    seconds = _timed(cfg, engine, [dense, *(one.model for one in sparse)], text[0, :_PROMPT].tolist(), console)
-    result = Sparsity(tuple(_points(cfg, dense, sparse, found, seconds)))
+    sides, ids = [dense, *(one.model for one in sparse)], text[0, :_PROMPT].tolist()
+    seconds, taken = _timed(cfg, engine, sides, ids, console) if cfg.sparsity.tokens else (None, None)
+    result = Sparsity(tuple(_points(cfg, dense, sparse, found, seconds)), taken)
     _write(cfg, directory, dense, result, console)
     return result
 
@@ -162,19 +165,25 @@ def _sparse(cfg: RunConfig, engine: Engine, dense: Any, out: Console) -> list[Sp
     return found
 
 
-def _timed(cfg: RunConfig, engine: Engine, sides: list[Any], ids: list[int], out: Console) -> np.ndarray | None:
-    """float64[sides, repeats], seconds per token of each model in turn; the first round is not timed."""
-    if not cfg.sparsity.tokens:
-        return None
-    repeats = cfg.sparsity.repeats
+def _timed(
+    cfg: RunConfig, engine: Engine, sides: list[Any], ids: list[int], out: Console
+) -> tuple[np.ndarray, Conditions]:
+    """float64[sides, repeats], seconds per token of each model in turn, and what they were taken at.
+
+    The first side is plain decoding, the first round is not timed.
+    """
+    repeats, meter = cfg.sparsity.repeats, machine.Meter()
     seconds = np.zeros((len(sides), repeats + 1))
     with display.counting(out, "timing", len(sides) * (repeats + 1)) as bar:
         for repeat in range(repeats + 1):
+            meter.sample()
             for i in range(len(sides)) if repeat % 2 else reversed(range(len(sides))):
                 stats = engine.generate(sides[i], ids, max_tokens=cfg.sparsity.tokens, ignore_eos=True).stats
                 seconds[i, repeat] = stats.decode_s / stats.decode_tokens
                 bar.advance(bar.task_ids[0])
-    return seconds[:, 1:]
+    meter.sample()
+    timed = seconds[:, 1:]
+    return timed, meter.conditions(1 / float(timed[0].mean()), timed[0].tolist())
 
 
 def _points(
@@ -204,12 +213,19 @@ def _write(cfg: RunConfig, directory: Path, dense: Any, result: Sparsity, out: C
     title = f"{cfg.name}: {Path(dense.path).name}, {', '.join(dict.fromkeys(p.quality.name for p in result.points))}"
     sparsity_report.write_csv(directory / sparsity_report.CSV_FILE, result.points, vary=vary)
     sparsity_report.write_figure(directory / sparsity_report.FIGURE_FILE, result.points, title=title)
-    summary = {"label": "lossy", "vary": vary, "points": [p.to_dict() for p in result.points]}
+    summary = {
+        "label": "lossy",
+        "vary": vary,
+        "points": [p.to_dict() for p in result.points],
+        "conditions": result.conditions and result.conditions.to_dict(),
+    }
     trackers.make(cfg.tracker.name, cfg.tracker.options, directory).finish({
         "name": cfg.name, "kind": cfg.kind, "summary": summary, "definitions": DEFINITIONS, "manifest": made,
         "config": made["config"],
     })  # fmt: skip
     out.print(Text(f"{title} (lossy)", style="bold"))
     out.print(sparsity_report.table(result.points, vary=vary))
+    for line in display.condition_lines(result.conditions):
+        out.print(line)
     files = f"{directory / trackers.RECORD_FILE}, {sparsity_report.CSV_FILE}, {sparsity_report.FIGURE_FILE}"
     out.print(Text(f"record: {files}", style="dim"))

@@ -6,7 +6,7 @@ Bytes predict each cell: a pass reads what is dense, and of the FFNs the union o
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,11 +14,12 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from specsparse import display, manifest, metrics, models, trackers
+from specsparse import conditions, display, manifest, metrics, models, trackers
+from specsparse.conditions import UNKNOWN, Conditions
 from specsparse.config import RunConfig, sampling_params
 from specsparse.errors import UserError
 from specsparse.experiments import decoding, sparse_model, spec_sparse_report
-from specsparse.experiments.decoding import Engine, Job
+from specsparse.experiments.decoding import Engine, Job, Passes
 from specsparse.experiments.sparse_model import Sparse
 from specsparse.experiments.sparsity import judged_text
 from specsparse.metrics import Counters, Speedup
@@ -30,6 +31,7 @@ from specsparse.predictors.cost import matrices
 from specsparse.predictors.quality import ModelQuality
 from specsparse.predictors.union_cap import UnionCap
 from specsparse.record import SAME_TEXT_VERIFIERS, Pass
+from specsparse.repeats import Repeats
 
 PLAIN_DENSE, PLAIN_SPARSE = "plain dense", "plain sparse"
 SPEC_DENSE, SPEC_SPARSE, SPEC_CAPPED = "spec dense", "spec sparse", "spec sparse, capped"
@@ -67,6 +69,11 @@ class Cell:
     read: float
     differing: int
 
+    @property
+    def tokens_per_pass(self) -> float:
+        """Of the target."""
+        return self.counters.num_emitted_tokens / self.counters.num_rounds
+
 
 @dataclass(frozen=True)
 class Joined:
@@ -80,6 +87,8 @@ class Joined:
         promised: whether the verifier promises plain decoding's tokens.
         exact: whether the sparse model has the dense one's bits; then its cells are compared with plain dense decoding.
         labels: the promise in words of each cell in `quality`.
+        conditions: what the cells were taken at, in turn.
+        repeats: how often.
     """
 
     cells: dict[str, Cell]
@@ -89,6 +98,20 @@ class Joined:
     promised: bool
     exact: bool
     labels: dict[str, str]
+    conditions: Conditions = UNKNOWN
+    repeats: Repeats | None = None
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What makes the times doubtful; tokens per pass bound what speculation adds to plain decoding of one model."""
+        alone = {SPEC_DENSE: PLAIN_DENSE, SPEC_SPARSE: PLAIN_SPARSE}
+        return conditions.doubts(self.conditions, {
+            name: conditions.impossible(
+                self.cells[name].speedup.ratio_of_totals / self.cells[plain].speedup.ratio_of_totals,
+                self.cells[name].tokens_per_pass,
+            )
+            for name, plain in alone.items()
+        })  # fmt: skip
 
     @property
     def product(self) -> float:
@@ -139,7 +162,8 @@ def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) ->
     method = decoding.method(cfg, decoding.what_is_measured(cfg, dense, console))
     sides = _sides(cfg, dense, sparse, method)
     jobs = [Job(p, decoding.conversation_ids(cfg, engine, dense, p)) for p in decoding.prompts_of(cfg)]
-    passes = _decoded(cfg, engine, sides, jobs, console)
+    loop = _passes(cfg, engine, sides, console)
+    passes = list(loop.timed(jobs))
     lossy = [name for name in sides if name in (SPEC_SPARSE, SPEC_CAPPED)]
     seen = {name: _watched(cfg, engine, *sides[name], jobs[0], console) for name in lossy}
     windows, rows = judged_text(cfg, dense), method["drafter"].max_nodes + 1
@@ -159,6 +183,8 @@ def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) ->
         promised=method["verifier"].name in SAME_TEXT_VERIFIERS,
         exact=PLAIN_SPARSE in exact,
         labels={name: sparse_model.label(sides[name][0]).get("ffn_label", "") for name in lossy},
+        conditions=loop.conditions(),
+        repeats=loop.repeats,
     )
     _write(cfg, directory, dense, sparse.model, found, console)
     return found
@@ -189,23 +215,10 @@ def _predictor(cfg: RunConfig, name: str, sparse: Sparse) -> Any:
     return UnionCap(sparse.predictor, cfg.ffn.union_cap) if name == SPEC_CAPPED else sparse.predictor
 
 
-def _decoded(cfg: RunConfig, engine: Engine, sides: Sides, jobs: list[Job], out: Console) -> list[Pass]:
-    """Timed passes of every side in turn; the first decoding of each side compiles and is not timed."""
-    options = {"sampling": sampling_params(cfg), "seed": cfg.seed, "max_tokens": cfg.max_tokens}
-    with display.busy(out, "compiling the decode loops"):
-        for model, method in sides.values():
-            engine.generate(model, jobs[0].ids, **options, **method)
-    done = []
-    with display.counting(out, "timing", cfg.repeats * len(jobs) * len(sides)) as bar:
-        for repeat in range(cfg.repeats):
-            for index, job in enumerate(jobs):
-                order = list(sides) if (repeat + index) % 2 == 0 else list(reversed(sides))
-                for name in order:
-                    model, method = sides[name]
-                    made = engine.generate(model, job.ids, **options, **method)
-                    done.append(Pass.of(job.prompt.id, job.prompt.task, name, repeat, made))
-                    bar.advance(bar.task_ids[0])
-    return done
+def _passes(cfg: RunConfig, engine: Engine, sides: Sides, out: Console) -> Passes:
+    """Every side in turn; the first decoding of each compiles and is not timed."""
+    methods, of = ({name: side[i] for name, side in sides.items()} for i in (1, 0))
+    return Passes(replace(cfg, warmup=True), engine, of[PLAIN_DENSE], methods, out, other_models=of)
 
 
 def _watched(cfg: RunConfig, engine: Engine, model: Any, method: dict, job: Job, out: Console) -> list[UnionPoint]:
@@ -288,7 +301,7 @@ def _write(cfg: RunConfig, directory: Path, dense: Any, sparse: Any, found: Join
     spec_sparse_report.write_figure(directory / spec_sparse_report.FIGURE_FILE, found, title=f"{cfg.name}: {what}")
     cells = {name: {**asdict(c), "speedup": c.speedup.to_dict()} for name, c in found.cells.items()}
     summary = {**asdict(found), "cells": cells, "product": found.product, "over_better": found.over_better,
-               **sparse_model.label(sparse)}  # fmt: skip
+               "repeats": found.repeats and found.repeats.to_dict(), **sparse_model.label(sparse)}  # fmt: skip
     trackers.make(cfg.tracker.name, cfg.tracker.options, directory).finish({
         "name": cfg.name, "kind": cfg.kind, "summary": summary, "definitions": DEFINITIONS, "manifest": made,
         "config": made["config"],
@@ -296,5 +309,7 @@ def _write(cfg: RunConfig, directory: Path, dense: Any, sparse: Any, found: Join
     out.print(Text(f"{cfg.name}: {what}", style="bold"))
     for part in spec_sparse_report.parts(found):
         out.print(part)
+    for line in display.condition_lines(found.conditions, found.repeats, found.warnings):
+        out.print(line)
     files = f"{directory / trackers.RECORD_FILE}, {spec_sparse_report.CSV_FILE}, {spec_sparse_report.FIGURE_FILE}"
     out.print(Text(f"record: {files}", style="dim"))

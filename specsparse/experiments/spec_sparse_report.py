@@ -46,7 +46,7 @@ def _cells(found: "Joined") -> Table:
         out.add_row(
             c.name, f"{1 / c.seconds_per_token:.1f}", f"{faster.ratio_of_totals:.2f}",
             faster.interval.ends(), f"{c.by_bytes:.2f}",
-            f"{n.num_emitted_tokens / n.num_rounds:.2f}", length, f"{c.read:.1%}", str(c.differing),
+            f"{c.tokens_per_pass:.2f}", length, f"{c.read:.1%}", str(c.differing),
         )  # fmt: skip
     return out
 

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from specsparse import display, machine, manifest, metrics, record, trackers
+from specsparse import display, manifest, metrics, record, trackers
 from specsparse.config import RunConfig
 from specsparse.experiments import decoding, explain, measured, sparse_model
 from specsparse.experiments.decoding import Bench, Engine, Passes
@@ -102,7 +102,7 @@ def _record(
     cfg: RunConfig, loop: Passes, passes: list[Pass], bench: Bench, *, first_text_s: float | None, method: dict
 ) -> RunRecord:
     bytes_per_pass = bench.model.footprint.file
-    bandwidth = machine.read_bandwidth()
+    conditions = loop.conditions()
     verifier = method["verifier"].name if method else cfg.verifier.name
     return RunRecord(
         name=cfg.name,
@@ -114,12 +114,14 @@ def _record(
             "label": decoding.label(method["verifier"] if method else verifier),
             **sparse_model.label(bench.model),
         },
-        groups=record.groups(passes, bytes_per_pass=bytes_per_pass, read_bandwidth=bandwidth),
+        groups=record.groups(passes, bytes_per_pass=bytes_per_pass, read_bandwidth=conditions.read_bandwidth),
         identity=record.identity_of([*passes, *loop.warm_up], verifier=verifier) if method else None,
         load_s=bench.load_s,
         first_text_s=first_text_s,
         compile_s=loop.compile_s,
-        read_bandwidth=bandwidth,
+        read_bandwidth=conditions.read_bandwidth,
         bytes_per_pass=bytes_per_pass,
         manifest=manifest.build(cfg.composed, bench.model.path),
+        conditions=conditions,
+        repeats=loop.repeats,
     )

@@ -15,7 +15,7 @@ from specsparse.intervals import Interval
 from specsparse.record import PLAIN
 from specsparse.report import methods, page
 from specsparse.report.methods import Method, Sample
-from specsparse.report.runs import Run, disagreements
+from specsparse.report.runs import Run, conditions_apart, disagreements
 from specsparse.trackers import write_atomically
 
 _NO_CONFIG = ("name",)
@@ -71,8 +71,14 @@ def diff(a: Run, b: Run) -> Difference:
     texts = {"plain": _texts(a, b, PLAIN, PLAIN), "method": _texts(a, b, ours.side, theirs.side)}
     return Difference(
         names=_names(a, b), settings=tuple(_settings(a, b)), lines=tuple(lines), texts=texts, common=len(common),
-        warnings=tuple(disagreements([a, b])),
+        warnings=_warnings(a, b),
     )  # fmt: skip
+
+
+def _warnings(a: Run, b: Run) -> tuple[str, ...]:
+    apart = conditions_apart([a, b])
+    shared = [f"not one {line}: compare ratios, not seconds" for line in disagreements([a, b])]
+    return (*shared, *([apart] if apart else []))
 
 
 Term = Callable[[Sample], float]
@@ -163,7 +169,7 @@ def lines(found: Difference) -> list[str]:
     for side, (both, differing) in found.texts.items():
         where = f": {', '.join(differing[:8])}{' ..' if len(differing) > 8 else ''}" if differing else ""
         out.append(f"{side} text: {len(differing)} of {both} prompts have other tokens{where}")
-    return out + [f"beware: not one {warning}" for warning in found.warnings]
+    return out + [f"beware: {warning}" for warning in found.warnings]
 
 
 def _cell(found: Interval | None) -> str:

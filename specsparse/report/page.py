@@ -9,11 +9,11 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from specsparse import metrics
+from specsparse import conditions, metrics
 from specsparse.report import figures, methods
 from specsparse.report.figure import Figure, Missing
 from specsparse.report.methods import Method
-from specsparse.report.runs import Run, disagreements
+from specsparse.report.runs import Run, conditions_apart, disagreements
 from specsparse.trackers import write_atomically
 
 PAGE, FIGURES = "index.html", "figures"
@@ -45,11 +45,12 @@ def write(runs: Sequence[Run], directory: Path, *, title: str) -> Written:
     made, missing = figures.make(runs, found)
     for figure in made:
         figure.write(directory / FIGURES)
-    folder = _folder(runs)
-    rows, of_runs = [_method(m) for m in found], [_run(r, folder) for r in runs]
+    folder, ranks = _folder(runs), conditions.ranks([m.speedup() for m in found])
+    rows = [{**_method(m), "rank": rank} for m, rank in zip(found, ranks, strict=True)]
+    of_runs, said = [_run(r, folder) for r in runs], [*warnings(runs), *doubts(found)]
     page = render("page.html", title=title, runs=of_runs, methods=rows, figures=made, missing=missing,
-                  warnings=warnings(runs), facts=_facts(runs, found, rows), same=_same(rows), same_runs=_same(of_runs),
-                  folder=folder, taken_over=sum(len(run.also) for run in runs),
+                  warnings=said, facts=_facts(runs, found, rows), same=_same(rows), same_runs=_same(of_runs),
+                  folder=folder, taken_over=sum(len(run.also) for run in runs), tied=conditions.TIED,
                   lengths=metrics.lengths_note(per_pass="Tokens per pass"))  # fmt: skip
     write_atomically(directory / PAGE, page)
     return Written(directory / PAGE, tuple(made), tuple(missing))
@@ -85,8 +86,17 @@ def warnings(runs: Sequence[Run]) -> list[str]:
             out.append(f"{run.directory}: NOT as promised")
     if len({_reference(r) for r in runs}) > 1:
         out.append("some runs used the slow reference kernels and some the native ones")
-    differing = disagreements(runs)
+    differing, apart = disagreements(runs), conditions_apart(runs)
+    out += [f"{run.directory}: {line}" for run in runs if (line := conditions.busy(run.conditions))]
+    out += [apart] if apart else []
     return out + [f"these runs do not share one {line}: compare ratios, not seconds" for line in differing]
+
+
+def doubts(found: Sequence[Method]) -> list[str]:
+    """Speed-ups that no method can have."""
+    bounds = [(m, m.speedup(), m.tokens_per_pass()) for m in found]
+    lines = [(m.label, conditions.impossible(s and s.value, t and t.value)) for m, s, t in bounds]
+    return [f"{label}: {line}" for label, line in lines if line]
 
 
 def _reference(run: Run) -> bool:
@@ -146,6 +156,7 @@ def _run(run: Run, folder: Path | None) -> dict[str, Any]:
         "date": _date(run.manifest.get("date")),
         "command": " ".join(map(str, run.manifest.get("command") or ())),
         "prompts": len({row.get("prompt_id") for row in run.rows}),
+        "taken": ", ".join(run.conditions.parts()),
     }
 
 

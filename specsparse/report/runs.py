@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specsparse import sweeps
+from specsparse import conditions, sweeps
+from specsparse.conditions import Conditions
 from specsparse.errors import UserError
 from specsparse.trackers import RECORD_FILE, ROWS_FILE
 
@@ -48,6 +49,11 @@ class Run:
     def passes(self) -> list[Mapping[str, Any]]:
         """The rows that are timed passes; kinds of run may log others."""
         return [row for row in self.rows if row.keys() >= _PASS]
+
+    @property
+    def conditions(self) -> Conditions:
+        """What its timings were taken at."""
+        return conditions.of_record(self.record).conditions
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -136,6 +142,11 @@ def disagreements(runs: Sequence[Run]) -> list[str]:
         if len(values) > 1:
             out.append(f"{what}: {', '.join(values)}")
     return out
+
+
+def conditions_apart(runs: Sequence[Run]) -> str | None:
+    """One line where the runs were timed under conditions too far apart to be compared."""
+    return conditions.differ([conditions.of_record(run.record) for run in runs])
 
 
 def _kernels(status: Mapping[str, Any]) -> str | None:

@@ -180,6 +180,8 @@ def test_the_roofline_experiment(path, table, kept, monkeypatch, tmp_path):
     assert record.as_promised and record.objective > 0
     written = json.loads((tmp_path / "run" / "record.json").read_text())
     assert written["summary"]["measured"]["plain_s"] == table.plain_s
+    taken = written["summary"]["conditions"]
+    assert (taken["read_bandwidth"], taken["plain_tokens_per_second"]) == (table.bandwidth, 1 / table.plain_s)
     for heading in ("v(n)", "KV cache", "weights by quantisation", "a100", "rpi4", "best gamma"):
         assert heading in text.getvalue()
     monkeypatch.setattr(roofline, "measure", pytest.fail)  # kept

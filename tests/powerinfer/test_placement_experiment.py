@@ -170,6 +170,8 @@ def test_decoding_measures_and_labels_dense_hot_neurons(cfg, tmp_path):
     found, text, record = play(changed(cfg, decode=3, hot="dense"), tmp_path / "a")
     measured = record["summary"]["measured"]
     assert measured == found.measured and measured["one"] > 0 and measured["overlapped"] is None
+    taken = record["summary"]["conditions"]
+    assert taken["read_bandwidth"] == 40e9 and taken["plain_tokens_per_second"] == 1 / measured["one"]
     assert "lossy" in measured["ffn"] and measured["quality"]["kl"] > 0 and len(measured["tokens"]) == 3
     assert found.as_promised and "two devices, overlapped" in text and "expected times only" not in text
 

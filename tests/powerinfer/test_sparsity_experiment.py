@@ -82,6 +82,8 @@ def test_fewer_neurons_cost_quality_and_save_bytes(cfg, tmp_path):
     assert all((p.speedup.prompts, p.speedup.pairs) == (1, 2) and p.tokens_per_second > 0 for p in found.points)
     assert all(p.speedup.low is None and p.speedup.timing_low < p.speedup.timing_high for p in found.points)
     assert "(lossy)" in text and record["summary"]["label"] == "lossy" and len(record["summary"]["points"]) == 3
+    taken = record["summary"]["conditions"]
+    assert taken["read_bandwidth"] > 0 and taken["plain_tokens_per_second"] == found.points[0].dense_tokens_per_second
     rows = list(csv.DictReader((tmp_path / "a" / "sparsity.csv").open()))
     assert [float(r["share"]) for r in rows] == [1.0, 0.5, 0.2] and (tmp_path / "a" / "sparsity.png").is_file()
 

@@ -61,6 +61,13 @@ def test_five_cells(cfg, tmp_path):
     assert sum(p.passes for p in found.seen) > 1
     assert found.quality["spec sparse, capped"].kl > found.quality["spec sparse"].kl > 0
     assert record["product"] == pytest.approx(found.product) and "lossy" in record["ffn_label"]
+    assert record["conditions"]["plain_tokens_per_second"] > 0 and record["repeats"]["done"] == 1
+    faster = sparse.speedup.ratio_of_totals * spec_sparse.tokens_per_pass  # what plain sparse and the passes can give
+    for more, impossible in ((1.0, False), (1.1, True)):
+        cell = dataclasses.replace(spec_sparse, speedup=sparse.speedup._replace(ratio_of_totals=more * faster))
+        lines = dataclasses.replace(found, cells={**found.cells, cell.name: cell}).warnings
+        assert any(line.startswith("spec sparse: speed-up") for line in lines) == impossible
+    assert "taken at: read bandwidth" in out.getvalue()
     for part in ("rows of a pass", "product of the two", "lossy against the dense model", "by bytes"):
         assert part in out.getvalue()
     for name in ("union.csv", "union.png"):

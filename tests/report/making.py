@@ -1,6 +1,7 @@
 """Runs on disk as the package itself writes them, with numbers that a test chooses."""
 
 from specsparse import record, trackers
+from specsparse.conditions import UNKNOWN
 from specsparse.metrics import Counters, Times
 from specsparse.record import PLAIN, SPECULATIVE, Pass, RunRecord
 
@@ -29,7 +30,7 @@ def passes(times, **more):
     return out
 
 
-def speed_run(directory, done, *, findings=None, split=None, verifier="greedy", kernels=None, **config):
+def speed_run(directory, done, *, findings=None, split=None, verifier="greedy", kernels=None, taken=UNKNOWN, **config):
     """A run of kind `speed`; `split` gives every stage's seconds, `config` values by dotted key with __ for the dot."""
     done, logged = list(done), done
     if split:
@@ -53,6 +54,7 @@ def speed_run(directory, done, *, findings=None, split=None, verifier="greedy", 
         load_s=0.1, first_text_s=None, compile_s=0.1, read_bandwidth=1e9, bytes_per_pass=1000,
         manifest={"config": tree, "date": "2026-01-01", "command": ["specsparse.run"], "kernels": kernels or {}},
         findings=findings or {},
+        conditions=taken,
     )  # fmt: skip
     return write(directory, found.to_dict(), logged)
 

@@ -3,6 +3,7 @@
 import pytest
 
 from specsparse.cli import main as cli
+from specsparse.conditions import Conditions
 from specsparse.errors import UserError
 from specsparse.report import diff, runs
 from tests.report import making
@@ -34,7 +35,16 @@ def test_what_differs(pair):
     assert settings["policy.gamma"] == ["2", "4"] and settings["verifier.name"] == ["greedy", "match"]
     assert settings["kernels isa"] == ["avx2", "avx512"]
     assert found.texts == {"plain": (6, ()), "method": (6, ("p0",))}
-    assert any("kernels" in line for line in diff.lines(found))
+    assert any("beware: not one kernels" in line for line in diff.lines(found))
+    assert not any("apart" in line for line in diff.lines(found))
+
+
+def test_two_runs_of_a_busy_hour_are_told_apart(tmp_path):
+    for name, plain in (("a", 160.0), ("b", 102.0)):
+        taken = Conditions(20e9, plain_tokens_per_second=plain)
+        making.speed_run(tmp_path / name, making.passes(TIMES), taken=taken)
+    found = diff.diff(*(runs.read(tmp_path / name) for name in "ab"))
+    assert any("beware: taken more than 10% apart: plain decoding 102.0 to 160.0" in line for line in diff.lines(found))
 
 
 def test_the_other_way_round_it_is_lower(pair):

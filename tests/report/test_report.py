@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from specsparse import record, sweeps
+from specsparse import conditions, record, sweeps
 from specsparse.cli import main as cli
+from specsparse.conditions import Conditions
 from specsparse.errors import UserError
 from specsparse.experiments import compare, explain
 from specsparse.experiments import sweep as sweep_table
@@ -200,6 +201,39 @@ def test_a_broken_promise_and_different_machines_come_first(tmp_path):
     assert any("slow reference kernels" in line for line in lines)
 
 
+def test_runs_of_a_busy_hour_are_not_ranked_without_a_word(tmp_path):
+    """The same work at 102 and 160 plain tokens a second; a third run of another length is other work."""
+    for name, read, plain, gamma in (("a", 28.4e9, 160.0, 2), ("b", 18.1e9, 102.0, 4)):
+        taken = Conditions(read, plain_tokens_per_second=plain, other_load=0.7)
+        making.speed_run(tmp_path / name, making.passes(TIMES), taken=taken, policy__gamma=gamma)
+    found = runs.find([tmp_path])
+    line = "taken more than 10% apart: read bandwidth 18.1 to 28.4 GB/s, plain decoding 102.0 to 160.0 tok/s"
+    assert [said for said in page.warnings(found) if said.startswith(line)]
+    assert not [said for said in page.warnings(found[:1]) if "apart" in said]
+    text = page.write(found, tmp_path / "out", title="t").page.read_text()
+    assert line in text
+    for cell in ("28.4 GB/s, plain decoding 160.0 tok/s, other", "18.1 GB/s, plain decoding 102.0 tok/s, other"):
+        assert f'<td class="text">read bandwidth {cell}' in text
+    assert text.count("<td>1=</td>") == 2 and conditions.TIED in text  # the same times: nothing to choose between them
+
+
+def test_a_clear_winner_is_no_tie(tmp_path):
+    for gamma, slower in ((2, 1.0), (4, 9.0)):
+        times = {(f"p{i}", "chat"): (2.0, slower * (1 + i / 50)) for i in range(4)}
+        making.speed_run(tmp_path / str(gamma), making.passes(times), policy__gamma=gamma)
+    text = page.write(runs.find([tmp_path]), tmp_path / "out", title="t").page.read_text()
+    assert "<td>1</td>" in text and "<td>2</td>" in text and conditions.TIED not in text
+
+
+def test_a_machine_that_changed_between_the_sides_is_named(tmp_path):
+    """Twenty tokens in ten passes are two a pass; four times as fast is not the method's doing."""
+    making.speed_run(tmp_path / "run", making.passes({CHAT: (4.0, 1.0)}), taken=Conditions(20e9, 0.2))
+    found = runs.find([tmp_path])
+    assert page.doubts(methods.of(found))[0].endswith(conditions.impossible(4.0, 2.0))
+    assert any("the machine was busy" in line for line in page.warnings(found))
+    assert "is impossible with 2.00 tokens" in page.write(found, tmp_path / "out", title="t").page.read_text()
+
+
 def test_the_command(tmp_path, capsys):
     forwards = [{"n": 1, "predicted_v": 1.0, "bound": "memory"}]
     making.write(tmp_path / "roofline", {"name": "r", "summary": {"forwards": forwards}})
@@ -350,12 +384,12 @@ def main_tables(text):
 
 
 def test_the_main_tables_fit_a_laptop(page_of_forty):
-    """Seven narrow columns at most, text that may wrap, and no bar to scroll by."""
+    """Eight narrow columns at most, text that may wrap, and no bar to scroll by."""
     text = page_of_forty
     outside = re.sub(r"<details>.*?</details>", "", text, flags=re.DOTALL)
     assert 'class="scroll"' not in outside and len(main_tables(text)) == 2 == outside.count("<table")
     first, second = main_tables(text)
-    assert len(re.findall("<th", first)) == 5 and len(re.findall("<tr", first)) == 41
+    assert len(re.findall("<th", first)) == 6 and len(re.findall("<tr", first)) == 41
     assert len(re.findall("<th", second)) <= 7
     assert re.search(r"table\.main td\.text.*white-space: normal", text)
 
