@@ -25,6 +25,15 @@ NOISE = 0.02
 TIED = "=: the 95 % intervals overlap, or one prompt has none; the order among these is not certain"
 """What a table or page says of the mark of `Rank`."""
 
+DEFINITIONS = {
+    "conditions.read_bandwidth": "bytes read per second: median of samples before each repeat and at the end",
+    "conditions.read_deviation": "standard deviation of those samples / their mean",
+    "conditions.plain_tokens_per_second": "of plain decoding, timed in turn with the rest",
+    "conditions.plain_deviation": "standard deviation of plain decoding's time between repeats / its mean",
+    "conditions.other_load": "mean cores that other processes and other guests of the host kept busy meanwhile",
+}
+"""Of what a record holds, beside `metrics.DEFINITIONS`."""
+
 _WORK = ("model", "ffn", "predictor", "placement", "data", "max_tokens", "sampling", "seed")
 """Keys of a config that plain decoding's speed depends on."""
 

@@ -188,7 +188,7 @@ class RunRecord:
                 **self.findings,
             },
             "tasks": groups,
-            "definitions": metrics.DEFINITIONS,
+            "definitions": {**metrics.DEFINITIONS, **conditions.DEFINITIONS},
             "manifest": dict(self.manifest),
             "config": self.manifest.get("config"),
         }

@@ -55,6 +55,10 @@ def test_records_say_what_they_were_taken_at():
     assert conditions.differ([conditions.of_record(record(160.0, cpu=c)) for c in ("EPYC", "Xeon")]) is None
 
 
+def test_everything_in_a_record_is_defined():
+    assert {f"conditions.{key}" for key in conditions.UNKNOWN.to_dict()} == set(conditions.DEFINITIONS)
+
+
 def test_records_of_before_are_read_too():
     old = record(1.0, read=1.0)
     old["summary"] = {"read_bandwidth": 30e9, "plain": {"rates": {"tokens_per_second": 99.0}}}

@@ -262,7 +262,7 @@ def _record(cfg: RunConfig, found: Comparison, passes: Passes, bench: decoding.B
         "refused": list(found.refused),
         "load_s": bench.load_s,
         "compile_s": passes.compile_s,
-        "definitions": metrics.DEFINITIONS,
+        "definitions": {**metrics.DEFINITIONS, **conditions.DEFINITIONS},
         "manifest": made,
         "config": made["config"],
     }

@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from specsparse import display, machine, manifest, metrics, models, prompts, trackers
+from specsparse import conditions, display, machine, manifest, metrics, models, prompts, trackers
 from specsparse.conditions import Conditions
 from specsparse.config import PredictorSpec, RunConfig, choice_options
 from specsparse.errors import UserError
@@ -220,8 +220,8 @@ def _write(cfg: RunConfig, directory: Path, dense: Any, result: Sparsity, out: C
         "conditions": result.conditions and result.conditions.to_dict(),
     }
     trackers.make(cfg.tracker.name, cfg.tracker.options, directory).finish({
-        "name": cfg.name, "kind": cfg.kind, "summary": summary, "definitions": DEFINITIONS, "manifest": made,
-        "config": made["config"],
+        "name": cfg.name, "kind": cfg.kind, "summary": summary,
+        "definitions": {**DEFINITIONS, **conditions.DEFINITIONS}, "manifest": made, "config": made["config"],
     })  # fmt: skip
     out.print(Text(f"{title} (lossy)", style="bold"))
     out.print(sparsity_report.table(result.points, vary=vary))

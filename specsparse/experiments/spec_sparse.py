@@ -303,8 +303,8 @@ def _write(cfg: RunConfig, directory: Path, dense: Any, sparse: Any, found: Join
     summary = {**asdict(found), "cells": cells, "product": found.product, "over_better": found.over_better,
                "repeats": found.repeats and found.repeats.to_dict(), **sparse_model.label(sparse)}  # fmt: skip
     trackers.make(cfg.tracker.name, cfg.tracker.options, directory).finish({
-        "name": cfg.name, "kind": cfg.kind, "summary": summary, "definitions": DEFINITIONS, "manifest": made,
-        "config": made["config"],
+        "name": cfg.name, "kind": cfg.kind, "summary": summary,
+        "definitions": {**DEFINITIONS, **conditions.DEFINITIONS}, "manifest": made, "config": made["config"],
     })  # fmt: skip
     out.print(Text(f"{cfg.name}: {what}", style="bold"))
     for part in spec_sparse_report.parts(found):
