@@ -1,6 +1,7 @@
 """What notebooks use: load a model, generate, stream."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from functools import partial
@@ -23,11 +24,14 @@ from specsparse.speculative.drafters.plan import DrafterPlan, MakeModel
 from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.speculative.drafters.with_policy import PolicyReport
 from specsparse.speculative.method import choose_verifier
+from specsparse.speculative.origins import PLAIN, Origin, to_html
 from specsparse.stopping import TokenText
+from specsparse.support import notebook
 
 __all__ = ["Generation", "GenerationStats", "Model", "SamplingParams", "Stream", "generate", "load", "stream"]
 
-_ROUNDS_PER_PIECE = 4
+_SHOWN = 80
+"""Characters of a text in a repr."""
 LOOPS = ("jit", "host")
 
 
@@ -72,9 +76,9 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Generation:
-    """What was generated.
+    """What was generated. A notebook shows the text on colours that tell where each token came from.
 
     Attributes:
         token_ids: with the stop token, if one ended it.
@@ -84,6 +88,9 @@ class Generation:
         stats: counters and times.
         prompt_token_ids: the prompt as it was fed.
         prompt_logprobs: entries for the prompt's tokens (None for the first) if asked for, else None.
+        token_texts: what each token adds to `text`; () without `detokenize`. A token that ends inside a character adds
+            nothing, the one that completes the character adds it.
+        origins: where each token came from, None for plain decoding.
     """
 
     token_ids: tuple[int, ...]
@@ -91,8 +98,25 @@ class Generation:
     logprobs: tuple[TokenLogprobs, ...] | None
     finish_reason: str
     stats: GenerationStats
-    prompt_token_ids: tuple[int, ...] = dataclasses.field(default=(), repr=False)
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = dataclasses.field(default=None, repr=False)
+    prompt_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    token_texts: tuple[str, ...] = ()
+    origins: tuple[Origin, ...] | None = None
+
+    def __str__(self) -> str:
+        """The text."""
+        return self.text
+
+    def __repr__(self) -> str:
+        """The beginning of the text, then how many tokens it has and why it ended, in one line."""
+        text = self.text if len(self.text) <= _SHOWN else self.text[:_SHOWN] + "…"
+        return f"Generation({text!r}, {len(self.token_ids)} tokens, finish_reason={self.finish_reason!r})"
+
+    def _repr_html_(self) -> str:
+        """The text; each token on the colour of its origin, drafted ones the darker the later in their draft."""
+        if self.origins is None or not self.token_texts:
+            return notebook.block(notebook.span(self.text))
+        return to_html(zip(self.token_texts, self.origins, strict=True))
 
 
 def generate(
@@ -152,23 +176,32 @@ def generate(
 class Stream(Iterator[str]):
     """Text pieces as they come; `generation` is set when the text has ended."""
 
-    def __init__(self, session: Session):
-        self._session = session
+    def __init__(self, session: Session, rounds: int):
+        self._session, self._rounds = session, rounds
         self.generation: Generation | None = None
-        self._pieces = self._run()
+        self._groups = self._run()
 
     def __next__(self) -> str:
-        return next(self._pieces)
+        while True:
+            if text := "".join(piece for piece, _ in next(self._groups)):
+                return text
 
-    def _run(self) -> Iterator[str]:
+    def marked(self) -> Iterator[tuple[str, Origin]]:
+        """The same text token by token, each piece with where it came from."""
+        return itertools.chain.from_iterable(self._groups)
+
+    def _run(self) -> Iterator[list[tuple[str, Origin]]]:
+        """What may be shown after each few rounds."""
         session, params = self._session, self._session.sequences[0].params
         text = TokenText(session.model.tokenizer, params)
         while not text.ended:
             if session.finish[0] == Finish.RUNNING:
-                session.advance(_ROUNDS_PER_PIECE)
-            piece = _read(session, {0: text})[0]
-            if piece and params.detokenize:
-                yield piece
+                session.advance(self._rounds)
+            pieces = _read(session, {0: text})[0]
+            first = pieces[0][0] if pieces else text.count
+            origins = session.origins(first)
+            if params.detokenize:
+                yield [(piece, PLAIN if origins is None else origins[0][i - first]) for i, piece in pieces]
         self.generation = _generations(session, {0: text})[0]
 
 
@@ -181,9 +214,15 @@ def stream(
     drafter: str | Drafter | DrafterPlan | None = None,
     verifier: str | Verifier | None = None,
     seed: int = 0,
+    rounds: int = 4,
     **fields: Any,
 ) -> Stream:
-    """`generate` for one prompt, as an iterator over text pieces (never half a character). See `Stream`."""
+    """`generate` for one prompt, as an iterator over text pieces (never half a character). See `Stream`.
+
+    A piece is the text of `rounds` rounds: 1 gives text as soon as it is there, more cost less.
+    """
+    if not isinstance(rounds, int) or not 1 <= rounds <= NOTED_ROUNDS:
+        raise UserError(f"rounds={rounds!r} must be a whole number from 1 to {NOTED_ROUNDS}")
     params = _params(model, sampling, max_tokens, fields)
     prompts, many = _prompts(prompt)
     if many or params.num_sequences > 1:
@@ -191,7 +230,7 @@ def stream(
     method = make_method(model, drafter, verifier, params)
     base = _seed(seed) if params.seed is None else params.seed
     sequence = Sequence(prompt_ids(model, prompts[0], params), params, base)
-    return Stream(Session(model, [sequence], method, noting=bool(params.stop)))
+    return Stream(Session(model, [sequence], method, noting=bool(params.stop)), rounds)
 
 
 def make_method(
@@ -307,8 +346,8 @@ def decode(session: Session, advance: Callable[[int], None], *, rounds: int = NO
     return texts
 
 
-def _read(session: Session, texts: dict[int, TokenText]) -> dict[int, str]:
-    """Takes new tokens into the texts, and ends the sequences where a stop string was found; the new pieces of text."""
+def _read(session: Session, texts: dict[int, TokenText]) -> dict[int, list[tuple[int, str]]]:
+    """Takes new tokens into the texts, and ends the sequences where a stop string was found; new pieces by index."""
     tokens, finish = _text_tokens(session), session.finish
     new = {b: text for b, text in texts.items() if not text.ended}
     pieces = {b: t.push(tokens[b][t.count :], last=finish[b] != Finish.RUNNING) for b, t in new.items()}
@@ -333,17 +372,18 @@ def _generations(session: Session, texts: dict[int, TokenText]) -> list[Generati
     finish, tokens, shown, counters = session.finish, session.tokens(), _text_tokens(session), session.counters()
     policies = session.policies() or [None] * len(tokens)
     scores = None if session.state.scores is None else tuple(np.asarray(a) for a in session.state.scores)
-    tokenizer, out = session.model.tokenizer, []
+    origins = session.origins() or [None] * len(tokens)
+    out = []
     for b, sequence in enumerate(session.sequences):
         params = sequence.params
         if finish[b] == Finish.FAILED:
             raise UserError(
                 f"{session.model.path}: the model's logits after {len(tokens[b])} tokens hold NaN or allow no token"
             )
-        if b in texts:
-            text = texts[b].text
-        else:
-            text = tokenizer.decode(shown[b].tolist(), skip_special=params.skip_special_tokens, continues=True)
+        text = texts.get(b) or TokenText(session.model.tokenizer, params)
+        if not text.ended:
+            text.push(shown[b], last=True)
+        after = [""] * (len(tokens[b]) - text.count)  # a stop token
         stats = GenerationStats(
             counters=counters[b],
             load_s=session.model.load_s,
@@ -356,12 +396,14 @@ def _generations(session: Session, texts: dict[int, TokenText]) -> list[Generati
         )
         generation = Generation(
             token_ids=tuple(tokens[b].tolist()),
-            text=text if params.detokenize else "",
+            text=text.text if params.detokenize else "",
             logprobs=None if scores is None else _logprobs(sequence, [a[b] for a in scores], tokens[b]),
             finish_reason="stop" if finish[b] == Finish.STOP else "length",
             stats=stats,
             prompt_token_ids=tuple(sequence.prompt.tolist()),
             prompt_logprobs=_prompt_logprobs(session, sequence),
+            token_texts=(*text.texts, *after) if params.detokenize else (),
+            origins=origins[b],
         )
         out.append(generation)
     return out

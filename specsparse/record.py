@@ -9,6 +9,7 @@ from specsparse import conditions, metrics
 from specsparse.conditions import UNKNOWN, Conditions
 from specsparse.metrics import Counters, Speedup
 from specsparse.repeats import Repeats
+from specsparse.support import notebook
 
 PLAIN = "plain"
 SPECULATIVE = "speculative"
@@ -169,6 +170,22 @@ class RunRecord:
         sides = self.groups["all"].sides
         return sides.get(SPECULATIVE, sides[PLAIN]).rates["tokens_per_second"]
 
+    def _repr_html_(self) -> str:
+        """A small table for notebooks: each task and all of them, rates and speed-up."""
+        groups = list(self.groups.values())
+        sides = {name: [g.sides.get(name) for g in groups] for name in (PLAIN, SPECULATIVE)}
+        rows = [_html_row(f"{name}, tok/s", some, "tokens_per_second") for name, some in sides.items() if any(some)]
+        if any(faster := [g.speedup for g in groups]):
+            rows += [
+                ["speed-up", *(f"{s.ratio_of_totals:.2f}" if s else "-" for s in faster)],
+                ["95 % interval", *(s.interval.ends() if s else "-" for s in faster)],
+                _html_row("tokens per target pass", sides[SPECULATIVE], "tokens_per_target_pass"),
+            ]
+        if self.identity is not None:
+            rows.append(["tokens that differ from plain", f"{self.identity.differing} of {self.identity.tokens}"])
+        how = "" if SPECULATIVE not in self.groups["all"].sides else ": {drafter} x {verifier}".format(**self.method)
+        return notebook.table(rows, columns=["", *self.groups], title=self.name + how)
+
     def to_dict(self) -> dict[str, Any]:
         """As plain values, with the definitions of the rates."""
         groups = {name: _group_dict(group) for name, group in self.groups.items()}
@@ -192,6 +209,11 @@ class RunRecord:
             "manifest": dict(self.manifest),
             "config": self.manifest.get("config"),
         }
+
+
+def _html_row(label: str, sides: Sequence[Side | None], rate: str) -> list[str]:
+    values = [side.rates[rate] if side else None for side in sides]
+    return [label, *("-" if value is None else f"{value:.2f}" for value in values)]
 
 
 def _group_dict(group: Group) -> dict[str, Any]:

@@ -18,10 +18,11 @@ from specsparse.engine.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.metrics import Counters, Times
 from specsparse.runtime.round_log import NOTED_ROUNDS, Note, RoundLog
-from specsparse.speculative import loop
+from specsparse.speculative import loop, origins
 from specsparse.speculative.base import Drafter, Verifier
 from specsparse.speculative.drafters.model import ModelDrafter
 from specsparse.speculative.drafters.with_policy import PolicyReport, WithPolicy, policy_reports
+from specsparse.speculative.origins import Origin
 
 ALL_ROUNDS = 2**30
 
@@ -169,7 +170,7 @@ class Session:
         init = jax.block_until_ready(self.call(("init", drafter), begin, self.draft_params, ctx, features))
         spent += time.perf_counter() - begun - (self.compile_s - compiled)
         self._log.add(Times(prefill=spent))
-        return state._replace(drafter=init)
+        return state._replace(drafter=init, origins=jnp.zeros((batch, self.capacity), origins.DTYPE))
 
     def _step(self) -> generate.Step:
         forward, drafter, verifier = self.model.forward, self.method.drafter, self.method.verifier
@@ -254,9 +255,18 @@ class Session:
 
     def tokens(self) -> list[np.ndarray]:
         """Tokens generated so far, one int32 array a sequence."""
-        buffer, length = np.asarray(self.state.tokens), np.asarray(self.state.length)
+        return self._generated(self.state.tokens)
+
+    def origins(self, first: int = 0) -> list[tuple[Origin, ...]] | None:
+        """Where each of these tokens came from, from the `first` on; None for plain decoding."""
+        codes = self.state.origins
+        return None if codes is None else [origins.read(codes_n[first:]) for codes_n in self._generated(codes)]
+
+    def _generated(self, values_BC: jax.Array) -> list[np.ndarray]:
+        """The values at the positions of what was generated, one array a sequence."""
+        buffer, length = np.asarray(values_BC), np.asarray(self.state.length)
         new = [buffer[b, len(s.prompt) : length[b]] for b, s in enumerate(self.sequences)]
-        return [ids[: self._log.kept.get(b)] for b, ids in enumerate(new)]
+        return [values[: self._log.kept.get(b)] for b, values in enumerate(new)]
 
     def _ends(self) -> Note:
         """What was noted where each text ends, or now, in numpy."""

@@ -1,5 +1,6 @@
 """Stop strings: where a text ends, and what of it may be shown before that is known."""
 
+from collections import deque
 from collections.abc import Iterable
 
 from specsparse.engine.params import SamplingParams
@@ -51,7 +52,7 @@ class TokenText:
     A stop string that one of the first `min_tokens` tokens completes does not end it (vLLM's rule).
 
     Attributes:
-        count: tokens taken, the one that completed the stop string included.
+        texts: what each token taken adds to what may be shown so far, the one that completed the stop string included.
         ended: whether nothing more comes.
     """
 
@@ -59,34 +60,53 @@ class TokenText:
         self._decoder = tokenizer.stream(skip_special=params.skip_special_tokens)
         self._stop = TextStop(params)
         self._least = params.min_tokens
-        self._pieces: list[str] = []
-        self.count = 0
+        self._waiting: deque[tuple[int, str]] = deque()
+        self.texts: list[str] = []
         self.ended = False
 
-    def push(self, tokens: Iterable[int], *, last: bool) -> str:
-        """Takes the next tokens, after which nothing comes if `last`; the text that may be shown now."""
+    def push(self, tokens: Iterable[int], *, last: bool) -> list[tuple[int, str]]:
+        """Takes the next tokens, after which nothing comes if `last`.
+
+        Returns:
+            The text that may be shown now, in pieces with the index of the token that each is of.
+        """
         shown = []
         for token in tokens:
             if self.found:
                 break
-            self.count += 1
-            shown.append(self._stop.push(self._decoder.push(int(token)), may_end=self._may_end))
+            self.texts.append("")
+            shown += self._show(self._decoder.push(int(token)))
         if last and not self.found:
-            shown += [self._stop.push(self._decoder.flush(), may_end=self._may_end), self._stop.flush()]
+            shown += self._show(self._decoder.flush(), last=True)
         self.ended = last or self.found
-        self._pieces.append("".join(shown))
-        return self._pieces[-1]
+        return shown
+
+    def _show(self, piece: str, *, last: bool = False) -> list[tuple[int, str]]:
+        """Takes what the last token adds; the pieces of tokens that may be shown now."""
+        self._waiting.append((self.count - 1, piece))
+        shown = self._stop.push(piece, may_end=self.count > self._least)
+        left, pieces = len(shown + self._stop.flush() if last and not self.found else shown), []
+        while left:
+            index, text = self._waiting.popleft()
+            if len(text) > left:
+                self._waiting.appendleft((index, text[left:]))
+            if text := text[:left]:
+                pieces.append((index, text))
+                self.texts[index] += text
+            left -= len(text)
+        return pieces
+
+    @property
+    def count(self) -> int:
+        """Tokens taken, the one that completed the stop string included."""
+        return len(self.texts)
 
     @property
     def text(self) -> str:
         """What may be shown of it so far."""
-        return "".join(self._pieces)
+        return "".join(self.texts)
 
     @property
     def found(self) -> bool:
         """Whether a stop string was found; tokens after it are not taken."""
         return self._stop.found
-
-    @property
-    def _may_end(self) -> bool:
-        return self.count > self._least

@@ -56,12 +56,19 @@ def test_the_same_tokens_and_counters(model, name, verifier, temperature):
     seen = []
     host = specsparse.generate(model, PROMPTS, **options, watch=seen.append)
     assert [g.token_ids for g in host] == [g.token_ids for g in one]
+    assert [g.origins for g in host] == [g.origins for g in one]
     for a, b in zip(host, one, strict=True):
         times, c = a.stats.counters.times, b.stats.counters
         assert min(times.draft, times.verify, times.sample, times.commit, times.host) > 0
         assert (c.num_rounds, c.num_accepted_tokens, c.alpha) == (
             a.stats.counters.num_rounds, a.stats.counters.num_accepted_tokens, a.stats.counters.alpha,
         )  # fmt: skip
+        # The budget of a draft ends where the text does, so that every accepted token is in it.
+        positions = [origin.position for origin in b.origins if origin.kind == "accepted"]
+        assert [positions.count(k + 1) for k in range(len(c.num_accepted_tokens_per_pos))] == list(
+            c.num_accepted_tokens_per_pos
+        )
+        assert len(b.origins) - len(positions) == c.num_rounds  # each round ends in a token of the target's own
     assert [view.number for view in seen] == list(range(max(g.stats.counters.num_rounds for g in host)))
     for view in seen:
         grown = np.asarray(view.after.length) - np.asarray(view.before.length)

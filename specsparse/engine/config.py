@@ -150,6 +150,11 @@ class ModelConfig:
             "ffn_down_t": (self.d_ff, self.d_model),
         }[name]
 
+    @property
+    def n_parameters(self) -> int:
+        """Weights of all tensors; a matrix that serves as embedding and as output counts once."""
+        return sum(math.prod(shape) for _, shape in self.tensor_shapes())
+
     def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Name and shape (numpy order) of every tensor the model is made of, in the order they are used."""
         yield "token_embd.weight", (self.vocab_size, self.d_model)

@@ -84,6 +84,7 @@ class DecodeState(NamedTuple):
         history: what penalties and the like remember, or None.
         scores: log probabilities by position ([B, C] and [B, C, k]), or None.
         drafter: the drafter's state, or None.
+        origins: int16[B, C], where each token came from (`speculative.origins`), or None for plain decoding.
     """
 
     tokens: jax.Array
@@ -94,6 +95,7 @@ class DecodeState(NamedTuple):
     history: History | None = None
     scores: Logprobs | None = None
     drafter: object | None = None
+    origins: jax.Array | None = None
 
 
 Step = Callable[..., DecodeState]
@@ -142,15 +144,13 @@ def emit(state: DecodeState, job: Job, tokens_Bm, count_B, failed_B) -> tuple[De
     Returns:
         The state and int32[B], tokens appended.
     """
-    B, m = tokens_Bm.shape
-    place_m = jnp.arange(m, dtype=jnp.int32)[None]
+    place_m = jnp.arange(tokens_Bm.shape[1], dtype=jnp.int32)[None]
     count_B = jnp.where(failed_B, count_B - 1, count_B)
     count_B = jnp.where(running(state), jnp.minimum(count_B, job.limit - state.length), 0)
     stops_Bm = jnp.any(tokens_Bm[:, :, None] == job.stop_ids[:, None, :], axis=2) & (place_m < count_B[:, None])
     stopped_B = jnp.any(stops_Bm, axis=1)
     count_B = jnp.where(stopped_B, jnp.argmax(stops_Bm, axis=1).astype(jnp.int32) + 1, count_B)
-    column_Bm = jnp.where(place_m < count_B[:, None], state.length[:, None] + place_m, state.tokens.shape[1])
-    tokens = state.tokens.at[jnp.arange(B)[:, None], column_Bm].set(tokens_Bm, mode="drop")
+    tokens = put(state.tokens, tokens_Bm, count_B, state.length)
     length = state.length + count_B
     finish = jnp.where(length >= job.limit, jnp.int32(Finish.LENGTH), jnp.int32(Finish.RUNNING))
     finish = jnp.where(failed_B & ~stopped_B, jnp.int32(Finish.FAILED), finish)
@@ -161,18 +161,23 @@ def emit(state: DecodeState, job: Job, tokens_Bm, count_B, failed_B) -> tuple[De
     return state, count_B
 
 
+def put(old_BC, new_Bm, count_B, start_B) -> jax.Array:
+    """`old_BC` with the first `count_B` of `new_Bm` from position `start_B` on; both may have further axes."""
+    B, m = new_Bm.shape[:2]
+    place_m = jnp.arange(m, dtype=jnp.int32)[None]
+    column_Bm = jnp.where(place_m < count_B[:, None], start_B[:, None] + place_m, old_BC.shape[1])
+    return old_BC.at[jnp.arange(B)[:, None], column_Bm].set(new_Bm, mode="drop")
+
+
 def score(state: DecodeState, logits_BmV, tokens_Bm, count_B, start_B) -> DecodeState:
     """Stores the log probabilities of the first `count_B` tokens, which stand at `start_B` and after."""
     B, m, V = logits_BmV.shape
     new = logprobs(logits_BmV.reshape(B * m, V), tokens_Bm.reshape(-1), state.scores.top.shape[-1])
-    place_m = jnp.arange(m, dtype=jnp.int32)[None]
-    column_Bm = jnp.where(place_m < count_B[:, None], start_B[:, None] + place_m, state.tokens.shape[1])
-    row_B1 = jnp.arange(B)[:, None]
 
-    def put(old, rows):
-        return old.at[row_B1, column_Bm].set(rows.reshape(B, m, *rows.shape[1:]), mode="drop")
+    def store(old, rows):
+        return put(old, rows.reshape(B, m, *rows.shape[1:]), count_B, start_B)
 
-    return state._replace(scores=jax.tree.map(put, state.scores, new))
+    return state._replace(scores=jax.tree.map(store, state.scores, new))
 
 
 def make_step(forward: ForwardFn, law: LawConfig, kernels: SamplingKernels) -> Step:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine import cache as kv
-from specsparse.engine import rope, sampling
+from specsparse.engine import rope, sampling, weights
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.generate import piece, prompt_pieces
 from specsparse.engine.llama import ForwardFn, Want
@@ -20,14 +20,15 @@ from specsparse.engine.sharded import Sharding
 from specsparse.engine.tokenizer import Tokenizer
 from specsparse.engine.weights import Footprint, Params
 from specsparse.errors import UserError
-from specsparse.kernels import Kernels
+from specsparse.kernels import Kernels, status
+from specsparse.support import notebook
 
 KV_DTYPES = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16}
 _CAPACITY_STEP = 256
 """Caches come in few sizes, so that few programs are compiled."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Model:
     """A model ready to run. Compared by identity; `forward` and `kernels` are static facts of every program.
 
@@ -63,10 +64,34 @@ class Model:
     stepped: bool = False
     sharding: Sharding | None = None
     load_s: float = 0.0
-    rope_factors: np.ndarray | None = field(default=None, repr=False)
-    programs: dict = field(default_factory=dict, repr=False)
-    drafters: dict = field(default_factory=dict, repr=False)
-    _tables: dict = field(default_factory=dict, repr=False)
+    rope_factors: np.ndarray | None = None
+    programs: dict = field(default_factory=dict)
+    drafters: dict = field(default_factory=dict)
+    _tables: dict = field(default_factory=dict)
+
+    def facts(self) -> dict[str, str]:
+        """What tells this model from others, a few words each."""
+        isa = f" ({status()['isa']})" if self.kernels.name == "native" else ""
+        out = {
+            "architecture": self.config.architecture,
+            "parameters": f"{self.config.n_parameters / 1e6:,.4g}M",
+            "weights": " + ".join(weights.types(self.params)),
+            "context": str(self.config.context_length),
+            "kernels": self.kernels.name + isa,
+        }
+        if self.ffn != "dense":
+            out["ffn"] = f"{self.ffn} {self.rule}".strip()
+        if self.sharding is not None:
+            out["devices"] = str(self.sharding.mesh.size)
+        return out
+
+    def __repr__(self) -> str:
+        """File and facts in one line."""
+        return f"Model({self.path.name!r}, " + ", ".join(f"{k}={v!r}" for k, v in self.facts().items()) + ")"
+
+    def _repr_html_(self) -> str:
+        """File and facts as a table."""
+        return notebook.facts(self.path.name, {**self.facts(), "file": str(self.path)})
 
     @property
     def sampling_kernels(self) -> SamplingKernels:

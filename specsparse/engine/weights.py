@@ -1,5 +1,7 @@
 """The parameters of a model: a GGUF file's tensors, packed once for the kernels."""
 
+import math
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -193,6 +195,17 @@ def footprint(params: Params, f: GGUFFile) -> Footprint:
     packed = sum(w.nbytes for w in jax.tree.leaves(read, is_leaf=_is_matrix) if _is_matrix(w)) + params.output.nbytes
     skip = {"rope_freqs.weight"} | (set() if tied else {"token_embd.weight"})
     return Footprint(packed=packed, file=sum(t.nbytes for n, t in f.tensors.items() if n not in skip))
+
+
+def types(params: Params) -> list[str]:
+    """GGUF types of the matrices, the one with the most weights first; "Q8_0 as f32" where they were dequantised."""
+    sizes: Counter[str] = Counter()
+    once = params._replace(output=None) if params.output is params.embedding else params
+    for w in filter(_is_matrix, jax.tree.leaves(once, is_leaf=_is_matrix)):
+        stored, source = w.layout.codes, w.layout.source
+        as_floats = w.layout.is_float and source.lower() != stored
+        sizes[f"{source} as {stored}" if as_floats and source else source or stored] += math.prod(w.shape)
+    return [name for name, _ in sizes.most_common()]
 
 
 def _is_matrix(x) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from specsparse import conditions, sweeps
 from specsparse.conditions import Conditions
 from specsparse.errors import UserError
+from specsparse.support import notebook
 from specsparse.trackers import RECORD_FILE, ROWS_FILE
 
 _PASS = frozenset({"prompt_id", "task", "side", "repeat", "counters", "decode_s"})
@@ -64,6 +65,20 @@ class Run:
     def manifest(self) -> Mapping[str, Any]:
         """See `specsparse.manifest`."""
         return self.record.get("manifest") or {}
+
+    def _repr_html_(self) -> str:
+        """What it is and on what it ran, then the plain numbers of its summary."""
+        about = {
+            "kind": self.kind,
+            "date": self.manifest.get("date"),
+            "commit": ((self.manifest.get("git") or {}).get("commit") or "")[:10],
+            "model": (self.manifest.get("model") or {}).get("file"),
+            "kernels": _kernels(self.manifest.get("kernels") or {}),
+            "directory": str(self.directory),
+        }
+        found = {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in self.summary.items()}
+        values = {k: str(v) for k, v in (about | found).items() if v and isinstance(v, str | int)}
+        return notebook.facts(self.name, values)
 
     def setting(self, key: str) -> Any:
         """A value of the config by its dotted key; None where there is none."""

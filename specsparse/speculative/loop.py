@@ -15,6 +15,7 @@ from specsparse.engine.generate import (
     Step,
     emit,
     last_token,
+    put,
     running,
     score,
     target_uniform,
@@ -22,6 +23,7 @@ from specsparse.engine.generate import (
 from specsparse.engine.llama import ForwardFn, ForwardOut, Want
 from specsparse.engine.noise import Stream, uniform
 from specsparse.engine.sampling import LawConfig, SamplingKernels, chain_rows, law, sample, tree_rows
+from specsparse.speculative import origins
 from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, Feedback, Verdict, Verifier
 from specsparse.speculative.drafters.synthetic import SyntheticRates, synthetic_verdict
 from specsparse.speculative.tree import node_depths, path_rows, row_parents
@@ -150,6 +152,8 @@ class Round:
             rows_Bn = jnp.maximum(path_rows(verdict), 0)
             logits_BnV = jnp.take_along_axis(out.logits, rows_Bn[:, :, None], axis=1)
             state = score(state, logits_BnV, jnp.maximum(verdict.tokens, 0), count_B, start_B)
+        if state.origins is not None:
+            state = state._replace(origins=put(state.origins, origins.codes(draft, verdict), count_B, start_B))
         state = state._replace(cache=cache, counters=count(counters, draft, verdict, live_B, count_B))
         ctx = ctx._replace(tokens=state.tokens, length=state.length, cache=cache)
         feedback = Feedback(draft, verdict, out.hidden)
