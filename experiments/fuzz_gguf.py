@@ -19,7 +19,7 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from specsparse.engine.gguf import open_gguf
+from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
 from specsparse.testing import Runner, load_everything, mutate, write_tiny_gguf
 

@@ -22,19 +22,20 @@ import jax.numpy as jnp
 import numpy as np
 
 import specsparse
-from specsparse import SamplingParams, prompts
+from specsparse import SamplingParams
 from specsparse.api import make_method
-from specsparse.display import console, counting
+from specsparse.data import prompts
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
-from specsparse.session import Method, Sequence, Session
+from specsparse.runtime.session import Method, Sequence, Session
 from specsparse.speculative.base import Drafter
 from specsparse.speculative.drafters import DrafterPlan, get_drafter
 from specsparse.speculative.drafters.with_policy import with_policy
-from specsparse.speculative.policy import Policy
+from specsparse.speculative.policies.base import Policy
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees import get_tree
+from specsparse.support.terminal import console, counting
 
 ROWS = 8
 PROMPT, TEXT = 120, 112  # tokens: with a draft of 15 they fit a cache of 256

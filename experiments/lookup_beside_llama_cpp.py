@@ -20,16 +20,16 @@ from typing import Protocol
 import numpy as np
 
 import specsparse
-from specsparse import prompts
 from specsparse.api import make_method
-from specsparse.bench.peers import Peer
+from specsparse.data import prompts
 from specsparse.engine.model import Model
-from specsparse.engine.params import SamplingParams
+from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.kernels import status
-from specsparse.session import Method, Sequence, Session
+from specsparse.measure.bench.peers import Peer
+from specsparse.runtime.session import Method, Sequence, Session
 from specsparse.speculative.method import make_drafter
-from specsparse.speculative.policy import Fixed
+from specsparse.speculative.policies.base import Fixed
 
 GOAL = 3.0
 PLAIN, LOOKUP = "ours plain", "ours lookup"
@@ -44,7 +44,7 @@ class Looker(Protocol):
     """What is needed of a peer."""
 
     def lookup(self, ids: list[int], n: int, *, drafted: int) -> float:
-        """See `bench.peers.Peer`."""
+        """See `measure.bench.peers.Peer`."""
 
 
 def peers_name(drafted: int) -> str:

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import specsparse
-from specsparse import machine
-from specsparse.engine.gguf import open_gguf
+from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
+from specsparse.measure import machine
 from specsparse.run import main as run
 from specsparse.testing.planted import write_planted_powerinfer
 

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 import numpy as np
 
 import specsparse
-from specsparse.bench.sides import Ours, token_ids
-from specsparse.costs import CostTable
-from specsparse.costs.fit import polish
-from specsparse.costs.measure import load_or_measure
 from specsparse.engine.model import Model
-from specsparse.engine.params import SamplingParams
-from specsparse.metrics import Counters
-from specsparse.session import Method, Sequence, Session
+from specsparse.engine.sampling.params import SamplingParams
+from specsparse.measure.bench.sides import Ours, token_ids
+from specsparse.measure.costs import CostTable
+from specsparse.measure.costs.fit import polish
+from specsparse.measure.costs.measured import load_or_measure
+from specsparse.runtime.metrics import Counters
+from specsparse.runtime.session import Method, Sequence, Session
 from specsparse.speculative.drafters import Synthetic, SyntheticRates
 from specsparse.speculative.method import choose_verifier
 

@@ -20,7 +20,7 @@
 import os
 
 import specsparse
-from specsparse import metrics
+from specsparse.runtime import metrics
 
 MODEL = os.environ.get("SPECSPARSE_NOTEBOOK_MODEL", "smollm2-135m")  # or the path of any GGUF Llama
 TOKENS = int(os.environ.get("SPECSPARSE_NOTEBOOK_TOKENS", "96"))

@@ -27,7 +27,7 @@ import matplotlib.pyplot as plt
 
 import specsparse
 from specsparse.engine.llama import Want
-from specsparse.times import speculative
+from specsparse.runtime.times import expected
 
 MODEL = os.environ.get("SPECSPARSE_NOTEBOOK_MODEL", "smollm2-135m")
 TOKENS = int(os.environ.get("SPECSPARSE_NOTEBOOK_TOKENS", "96"))
@@ -96,12 +96,12 @@ left.set(xlabel="n", ylabel="v(n)", title="Cost of a pass")
 left.legend(frameon=False)
 for rate in (0.3, 0.5, 0.7, 0.9):
     right.plot(
-        gammas, [speculative.predicted_speedup(rate, g, cost) for g in gammas], marker="o", label=f"alpha {rate}"
+        gammas, [expected.predicted_speedup(rate, g, cost) for g in gammas], marker="o", label=f"alpha {rate}"
     )
 right.axhline(1, color="gray", linewidth=1)
 right.set(xlabel="gamma", ylabel="predicted speed-up", title="What it buys")
 _ = right.legend(frameon=False)
 
 # %%
-gamma, gain = speculative.best_gamma(alpha, cost, most=ROWS[-1] - 1)
+gamma, gain = expected.best_gamma(alpha, cost, most=ROWS[-1] - 1)
 print(f"this text, alpha {alpha:.2f}: draft {gamma} tokens for a speed-up of {gain:.2f} at best")

@@ -22,11 +22,11 @@ import os
 import matplotlib.pyplot as plt
 
 import specsparse
+from specsparse.runtime.times.expected import expected_tokens_tree
 from specsparse.speculative.method import make_drafter
-from specsparse.speculative.policy import Fixed
+from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees import get_tree
-from specsparse.times.speculative import expected_tokens_tree
 
 MODEL = os.environ.get("SPECSPARSE_NOTEBOOK_MODEL", "smollm2-135m")
 TOKENS = int(os.environ.get("SPECSPARSE_NOTEBOOK_TOKENS", "96"))

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specsparse.api import Generation, GenerationStats, Model, SamplingParams, Stream, generate, load, stream
-    from specsparse.citations import citation
-    from specsparse.speculative.certify import CertificateReport, certify
+    from specsparse.speculative.proof.certify import CertificateReport, certify
+    from specsparse.support.citations import citation
 
 __version__ = "0.1.0"
 __all__ = [
@@ -25,9 +25,9 @@ __all__ = [
 
 
 _HOMES = {
-    "certify": "specsparse.speculative.certify",
-    "CertificateReport": "specsparse.speculative.certify",
-    "citation": "specsparse.citations",
+    "certify": "specsparse.speculative.proof.certify",
+    "CertificateReport": "specsparse.speculative.proof.certify",
+    "citation": "specsparse.support.citations",
 }
 
 

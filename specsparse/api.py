@@ -9,23 +9,23 @@ from typing import Any
 
 import numpy as np
 
-from specsparse import hostloop
 from specsparse.engine.generate import Finish
 from specsparse.engine.model import Model
-from specsparse.engine.params import SamplingParams
+from specsparse.engine.sampling.params import SamplingParams
+from specsparse.engine.text.stopping import TokenText
 from specsparse.errors import UserError
-from specsparse.hostloop import Watch
-from specsparse.metrics import Counters
-from specsparse.powerinfer.twin import sparse_twin
+from specsparse.powerinfer.ffn.fewer import sparse_twin
+from specsparse.runtime import hostloop
+from specsparse.runtime.hostloop import Watch
 from specsparse.runtime.load import load
-from specsparse.session import ALL_ROUNDS, NOTED_ROUNDS, Method, Sequence, Session
+from specsparse.runtime.metrics import Counters
+from specsparse.runtime.session import ALL_ROUNDS, NOTED_ROUNDS, Method, Sequence, Session
 from specsparse.speculative.base import Drafter, Verifier
 from specsparse.speculative.drafters.plan import DrafterPlan, MakeModel
 from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.speculative.drafters.with_policy import PolicyReport
 from specsparse.speculative.method import choose_verifier
 from specsparse.speculative.origins import PLAIN, Origin, to_html
-from specsparse.stopping import TokenText
 from specsparse.support import notebook
 
 __all__ = ["Generation", "GenerationStats", "Model", "SamplingParams", "Stream", "generate", "load", "stream"]
@@ -43,7 +43,7 @@ class GenerationStats:
     string was found some rounds later.
 
     Attributes:
-        counters: see `specsparse.metrics`; their times are this sequence's share of a batch's.
+        counters: see `specsparse.runtime.metrics`; their times are this sequence's share of a batch's.
         load_s: loading the model.
         compile_s: compiling programs that this call was the first to need.
         prefill_s, prefill_tokens: the prompt, without its last token.
@@ -144,7 +144,7 @@ def generate(
         seed: of the noise, where `sampling.seed` is None.
         loop: "jit", the whole decode in one program; or "host", a program a stage: slower, the same tokens, and the
             counters have the time of each stage.
-        watch: called with every speculative round (`hostloop.RoundView`); the loop is the host's then.
+        watch: called with every speculative round (`runtime.hostloop.RoundView`); the loop is the host's then.
         fields: further fields of `SamplingParams`, which win over `sampling`.
 
     Returns:

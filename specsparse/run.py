@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from specsparse.errors import UserError
-from specsparse.folders import conf_dir
-from specsparse.shorthand import shorthand
+from specsparse.experiments.shorthand import shorthand
+from specsparse.support.paths import conf_dir
 
 EXIT_MISTAKE = 2
 
@@ -28,11 +28,11 @@ class CheckBeforeStart:
 
     def on_run_start(self, config: Any, **_: Any) -> None:
         """Exit with one line when the config is wrong (Hydra swallows exceptions of callbacks, not an exit)."""
-        from specsparse import experiment
-        from specsparse.config import from_omegaconf
+        from specsparse.experiments import runner
+        from specsparse.experiments.config import from_omegaconf
 
         try:
-            experiment.check(from_omegaconf(config))
+            runner.check(from_omegaconf(config))
         except UserError as error:
             if config.get("debug") is True:
                 return  # the run itself raises it again, with its traceback
@@ -40,13 +40,13 @@ class CheckBeforeStart:
 
     def on_multirun_end(self, config: Any, **_: Any) -> None:
         """One table over all runs of a sweep; exit code 2 where not one of them could run."""
-        from specsparse import display
-        from specsparse.experiments import sweep
+        from specsparse.experiments import sweep_table
+        from specsparse.support import terminal
 
         directory = Path(str(config.hydra.sweep.dir))
-        if not sweep.records(directory):
+        if not sweep_table.records(directory):
             raise SystemExit(fail("no combination of the sweep could run, see the lines above"))
-        sweep.show(directory, display.console())
+        sweep_table.show(directory, terminal.console())
 
     def __getattr__(self, name: str) -> Any:
         """Hydra calls every hook of a callback; the others do nothing."""
@@ -59,7 +59,7 @@ def _task(cfg: Any) -> Any:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    from specsparse.config import from_omegaconf
+    from specsparse.experiments.config import from_omegaconf
 
     hydra = HydraConfig.get()
     directory, is_cell = Path(hydra.runtime.output_dir), hydra.mode is RunMode.MULTIRUN
@@ -77,9 +77,9 @@ def _task(cfg: Any) -> Any:
 
 def _cell(cfg: Any, directory: Path) -> float | None:
     """One cell of a sweep: run, or taken over where it has finished before."""
-    from specsparse import experiment, sweeps
+    from specsparse.experiments import runner, sweeps
 
-    experiment.check(cfg)
+    runner.check(cfg)
     cell = sweeps.Cell.of(cfg)
     done = cell.finished(directory.parent) if cfg.reuse else None
     if done is not None:
@@ -92,12 +92,13 @@ def _cell(cfg: Any, directory: Path) -> float | None:
 
 def _run(cfg: Any, directory: Path) -> float | None:
     """Run, alone on this machine where time is measured; a broken promise ends the program with exit code 1."""
-    from specsparse import experiment, timing_lock
-    from specsparse.experiments import UNTIMED
+    from specsparse.experiments import runner
+    from specsparse.experiments.kind import UNTIMED
+    from specsparse.measure import lock
 
-    alone = contextlib.nullcontext() if cfg.kind in UNTIMED else timing_lock.turn(lambda line: print(line, flush=True))
+    alone = contextlib.nullcontext() if cfg.kind in UNTIMED else lock.turn(lambda line: print(line, flush=True))
     with alone:
-        record = experiment.run(cfg, directory)
+        record = runner.run(cfg, directory)
     if not record.as_promised:
         raise SystemExit(1)
     return record.objective
@@ -112,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from specsparse.hydra_errors import explain
+    from specsparse.experiments.hydra_errors import explain
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing, and the lines below say it better
     saved, sys.argv = sys.argv, ["specsparse.run", *argv]

@@ -8,7 +8,7 @@ import absl.logging
 import jax
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 REQUIRE_NATIVE = os.environ.get("SPECSPARSE_REQUIRE_NATIVE") == "1"
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -34,11 +34,11 @@ def _cache_of_the_tests(tmp_path_factory):
 def smollm2():
     """SmolLM2-135M-Instruct Q4_1, loaded once; skipped where it is not installed, an error in CI."""
     import specsparse
-    from specsparse import models
     from specsparse.errors import UserError
+    from specsparse.models import catalogue
 
     try:
-        models.resolve("smollm2-135m")
+        catalogue.resolve("smollm2-135m")
     except UserError as error:
         if REQUIRE_NATIVE:
             pytest.fail(f"the suite needs the real model: {error}")

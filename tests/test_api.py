@@ -9,7 +9,7 @@ import pytest
 
 import specsparse
 from specsparse import SamplingParams
-from specsparse.engine.gguf import open_gguf
+from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
 from specsparse.testing import write_tiny_gguf
 

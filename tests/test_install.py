@@ -10,7 +10,7 @@ import pytest
 
 import specsparse
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 REQUIRE_NATIVE = os.environ.get("SPECSPARSE_REQUIRE_NATIVE") == "1"
 
 
@@ -39,7 +39,7 @@ def test_the_library_needs_no_python():
 
 
 def test_configs_and_prompts_are_found():
-    from specsparse import prompts
+    from specsparse.data import prompts
     from specsparse.run import conf_dir
 
     assert (conf_dir() / "experiment" / "spec_smollm2.yaml").is_file()

@@ -8,8 +8,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from specsparse.atomic import atomically
 from specsparse.errors import UserError
+from specsparse.support.atomic import atomically
 
 _ALONE = {
     "drafter": ("ablation", "ffn_shape", "batch", "quantise", "rows", "depth"),
@@ -59,8 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Measure and print."""
-    from specsparse import display, timing_lock  # after the arguments: JAX takes a second
-    from specsparse.trackers import to_json, write_atomically
+    from specsparse.measure import lock  # after the arguments: JAX takes a second
+    from specsparse.support import terminal
+    from specsparse.support.json_files import to_json, write_atomically
 
     if args.active and not args.ffn_shape:
         raise UserError("--active goes with --ffn-shape, for instance 4096x11008")
@@ -80,8 +81,8 @@ def main(args: argparse.Namespace) -> int:
         if args.batch
         else _single
     )
-    out = display.console()
-    with timing_lock.turn(lambda line: out.print(line, soft_wrap=True)):
+    out = terminal.console()
+    with lock.turn(lambda line: out.print(line, soft_wrap=True)):
         found = measure(args, out)
     text = to_json(found)
     if args.json is not None:
@@ -106,8 +107,8 @@ def _check_alone(args: argparse.Namespace) -> None:
 
 def _single(args: argparse.Namespace, out: Any) -> dict[str, Any]:
     """One sequence, with v(n) and peers; prints the tables and returns the report."""
-    from specsparse.bench import job, table
-    from specsparse.bench.measure import Plan
+    from specsparse.measure.bench import job, tables
+    from specsparse.measure.bench.interleaved import Plan
 
     ns = _lengths("1..16") if args.n is None else args.n
     if not (args.pp or args.tg or ns):
@@ -123,17 +124,17 @@ def _single(args: argparse.Namespace, out: Any) -> dict[str, Any]:
         out,
     )  # fmt: skip
     if plan.pp or plan.tg:
-        out.print(table.results(found))
+        out.print(tables.results(found))
     if plan.ns:
-        out.print(table.verify(found))
-    for line in table.lines(found):
+        out.print(tables.verify(found))
+    for line in tables.lines(found):
         out.print(line, soft_wrap=True)
     return found
 
 
 def _batch(args: argparse.Namespace, out: Any) -> dict[str, Any]:
     """Several sequences at once; prints the table and returns the report."""
-    from specsparse.bench import batch
+    from specsparse.measure.bench import batch
 
     if not args.tg:
         raise UserError("--batch decodes: give --tg")
@@ -145,7 +146,7 @@ def _batch(args: argparse.Namespace, out: Any) -> dict[str, Any]:
 
 def _speculation(args: argparse.Namespace, out: Any) -> dict[str, Any]:
     """Texts with drafts, beside a peer's; prints the table and returns the report."""
-    from specsparse.bench import speculation
+    from specsparse.measure.bench import speculation
 
     if not args.tg:
         raise UserError("--drafter writes texts: give --tg")
@@ -162,7 +163,7 @@ def _speculation(args: argparse.Namespace, out: Any) -> dict[str, Any]:
 
 def _ffn(args: argparse.Namespace, out: Any) -> dict[str, Any]:
     """One FFN of a given shape; prints the table and returns the report."""
-    from specsparse.bench import ffn, ffn_table
+    from specsparse.measure.bench import ffn, ffn_table
     from specsparse.report.figures.active_share import active_share
 
     width, neurons = args.ffn_shape
@@ -183,7 +184,7 @@ def _ffn(args: argparse.Namespace, out: Any) -> dict[str, Any]:
 
 def _lut(args: argparse.Namespace, out: Any) -> dict[str, Any]:
     """Two kernels for four-bit weights side by side; prints the table and returns the report."""
-    from specsparse.bench import lut, lut_table
+    from specsparse.measure.bench import lut, lut_table
 
     chosen = {"ns": args.n, "shapes": args.shapes, "types": args.quantise and (args.quantise.upper(),)}
     plan = lut.LutPlan(repeats=args.repeats or _REPEATS, **{name: value for name, value in chosen.items() if value})

@@ -37,14 +37,15 @@ def main(args: argparse.Namespace) -> int:
     """Load, then answer until the input ends."""
     from rich.text import Text
 
-    from specsparse import api, display
-    from specsparse.conversation import ORIGINS, Conversation
-    from specsparse.engine.params import SamplingParams
+    from specsparse import api
+    from specsparse.cli.conversation import ORIGINS, Conversation
+    from specsparse.engine.sampling.params import SamplingParams
+    from specsparse.support import terminal
 
     sampling = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
     method = _method(args)
-    out = display.console()
-    with display.loading(out, f"loading {args.model}") as progress:
+    out = terminal.console()
+    with terminal.loading(out, f"loading {args.model}") as progress:
         model = api.load(args.model, progress=progress)
     first = [{"role": "system", "content": args.system}] if args.system else []
     chat = Conversation(model, sampling, method, args.seed, list(first))
@@ -79,7 +80,7 @@ def _answer(chat: Any, message: str, out: Any, *, alone: bool) -> None:
 def _method(args: argparse.Namespace) -> dict[str, Any]:
     """`drafter` and `verifier` for a generation; {} for plain decoding."""
     from specsparse.speculative.method import choose_verifier, make_drafter
-    from specsparse.speculative.policy import Fixed
+    from specsparse.speculative.policies.base import Fixed
 
     if args.gamma < 1 or args.max_tokens < 1:
         raise UserError(f"--gamma {args.gamma} and --max-tokens {args.max_tokens} must be at least 1")

@@ -71,10 +71,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _hf(args: argparse.Namespace) -> int:
-    from specsparse import display
-    from specsparse.convert.hf import convert_hf
+    from specsparse.models.convert.hf import convert_hf
+    from specsparse.support import terminal
 
-    with display.loading(display.console(), f"converting {args.source}") as progress:
+    with terminal.loading(terminal.console(), f"converting {args.source}") as progress:
         notes: list[str] = []
         convert_hf(args.source, args.out, type_name=args.outtype, pre=args.pre, progress=progress, note=notes.append)
     for line in notes:
@@ -83,37 +83,37 @@ def _hf(args: argparse.Namespace) -> int:
 
 
 def _quantize(args: argparse.Namespace) -> int:
-    from specsparse import display
-    from specsparse.engine import requantise
+    from specsparse.engine.gguf import requantise
+    from specsparse.support import terminal
 
     kind = requantise.kind_of(args.type)
     source = _source(args.source, args.out)
-    with display.loading(display.console(), f"quantising to {kind.name}") as progress:
+    with terminal.loading(terminal.console(), f"quantising to {kind.name}") as progress:
         requantise.requantise(source, args.out, kind, progress=progress)
     return _wrote(args.out)
 
 
 def _llama2c(args: argparse.Namespace) -> int:
-    from specsparse import display
-    from specsparse.convert.llama2c import convert_llama2c
+    from specsparse.models.convert.llama2c import convert_llama2c
+    from specsparse.support import terminal
 
-    with display.loading(display.console(), f"converting {args.model}") as progress:
+    with terminal.loading(terminal.console(), f"converting {args.model}") as progress:
         convert_llama2c(args.model, args.tokenizer, args.out, type_name=args.outtype, progress=progress)
     return _wrote(args.out)
 
 
 def _set_metadata(args: argparse.Namespace) -> int:
-    from specsparse import display
-    from specsparse.convert.set_metadata import set_metadata
+    from specsparse.models.convert.set_metadata import set_metadata
+    from specsparse.support import terminal
 
-    with display.loading(display.console(), f"writing {args.out or args.file}") as progress:
+    with terminal.loading(terminal.console(), f"writing {args.out or args.file}") as progress:
         old, new = set_metadata(args.file, args.key, args.value, args.out, type_name=args.type, progress=progress)
     print(f"{args.key}: {new} (was {old if len(old) <= 60 else old[:58] + '..'})")
     return 0
 
 
 def _make_delta(args: argparse.Namespace) -> int:
-    from specsparse.convert.delta import make_delta
+    from specsparse.models.convert.delta import make_delta
 
     base, model = (_source(name, args.out).path for name in (args.base, args.model))
     count = make_delta(base, model, args.out)
@@ -122,7 +122,7 @@ def _make_delta(args: argparse.Namespace) -> int:
 
 
 def _apply_delta(args: argparse.Namespace) -> int:
-    from specsparse.convert.delta import apply_delta
+    from specsparse.models.convert.delta import apply_delta
 
     base = _source(args.base, args.out).path
     if args.out.exists() and args.delta.exists() and args.out.samefile(args.delta):
@@ -131,7 +131,7 @@ def _apply_delta(args: argparse.Namespace) -> int:
 
 
 def _powerinfer(args: argparse.Namespace) -> int:
-    from specsparse.powerinfer.convert import from_powerinfer, to_powerinfer
+    from specsparse.powerinfer.files.convert import from_powerinfer, to_powerinfer
 
     with _dense(args.source, args.out) as source:
         if args.back:
@@ -149,7 +149,7 @@ def _powerinfer(args: argparse.Namespace) -> int:
 def _dense(name: str, out: Path) -> Iterator[Path]:
     """The GGUF of a model; of a folder of transformers one in F16, as PowerInfer's own converter makes, that goes
     again."""
-    from specsparse.convert.hf import convert_hf
+    from specsparse.models.convert.hf import convert_hf
 
     if not (Path(name).expanduser() / "config.json").is_file():
         yield _source(name, out).path
@@ -164,18 +164,18 @@ def _dense(name: str, out: Path) -> Iterator[Path]:
 
 def _source(name: str, out: Path) -> Any:
     """The open file of a model; refused where it is the one to write."""
-    from specsparse import models
-    from specsparse.engine.gguf import open_gguf
+    from specsparse.engine.gguf.reader import open_gguf
+    from specsparse.models import catalogue
 
-    path = models.resolve(name)
+    path = catalogue.resolve(name)
     if out.exists() and out.samefile(path):
         raise UserError(f"{out}: is the source; give another file to write")
     return open_gguf(path)
 
 
 def _wrote(path: Path) -> int:
-    from specsparse import inspection
-    from specsparse.engine.gguf import open_gguf
+    from specsparse.engine.gguf.reader import open_gguf
+    from specsparse.measure import inspection
 
     size = inspection.sizes(open_gguf(path))
     weights, mib = size["weights"] / 1e6, size["bytes"] / 2**20

@@ -26,9 +26,10 @@ def main(args: argparse.Namespace) -> int:
     """Inspect and print."""
     from rich.text import Text
 
-    from specsparse import display, inspection
-    from specsparse.costs import devices
-    from specsparse.trackers import to_json
+    from specsparse.measure import inspection
+    from specsparse.measure.costs import devices
+    from specsparse.support import terminal
+    from specsparse.support.json_files import to_json
 
     device = devices.get(args.device)
     found = _look_at(args.model)
@@ -37,7 +38,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print(to_json(report))
         return 0
-    out = display.console()
+    out = terminal.console()
     for part in parts(report, device.title):
         out.print(Text(part) if isinstance(part, str) else part, soft_wrap=isinstance(part, str))
     return 0
@@ -45,11 +46,12 @@ def main(args: argparse.Namespace) -> int:
 
 def _look_at(name: str) -> Any:
     """A model file, inspected; a folder of transformers gets a line that says what it is."""
-    from specsparse import inspection, models
-    from specsparse.convert.draft_head import refuse_draft_head
-    from specsparse.engine.gguf import open_gguf
+    from specsparse.engine.gguf.reader import open_gguf
+    from specsparse.measure import inspection
+    from specsparse.models import catalogue
+    from specsparse.models.convert.draft_head import refuse_draft_head
 
-    path = models.resolve(name)
+    path = catalogue.resolve(name)
     if (path / "config.json").is_file():
         refuse_draft_head(path)
         raise UserError(f"{path}: is a folder of transformers; `specsparse convert hf {path} OUT.gguf` makes a GGUF")
@@ -57,7 +59,7 @@ def _look_at(name: str) -> Any:
 
 
 def parts(report: Mapping[str, Any], device: str) -> Iterator[Any]:
-    """Lines and tables of a report of `inspection.report`."""
+    """Lines and tables of a report of `measure.inspection.report`."""
     size, form = report["sizes"], report["format"]
     yield f"{report['file']}: {form['magic']} version {form['version']}"
     yield _pairs("metadata", report["metadata"])

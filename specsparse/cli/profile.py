@@ -33,23 +33,25 @@ def main(args: argparse.Namespace) -> int:
     """Measure, print, write the trace."""
     from rich.console import Console
 
-    from specsparse import api, display, machine, profiling
-    from specsparse.trackers import to_json, write_atomically
+    from specsparse import api
+    from specsparse.measure import machine, profile
+    from specsparse.support import terminal
+    from specsparse.support.json_files import to_json, write_atomically
 
     if min(args.gamma, args.max_tokens) < 1 or args.depth < 0:
         raise UserError("--gamma and --max-tokens must be at least 1, --depth at least 0")
     if not args.out.parent.is_dir():
         raise UserError(f"{args.out}: cannot be written: there is no folder {args.out.parent}")
     method = _method(args)
-    out = display.console() if not args.json else Console(stderr=True)
-    with display.loading(out, f"loading {args.model}") as progress:
+    out = terminal.console() if not args.json else Console(stderr=True)
+    with terminal.loading(out, f"loading {args.model}") as progress:
         model = api.load(args.model, progress=progress)
-    with display.busy(out, "measuring"):
-        found = profiling.profile(
+    with terminal.busy(out, "measuring"):
+        found = profile.profile(
             model, prompt=args.prompt, method=method, rows=args.gamma + 1 if method else 1, depth=args.depth,
             max_tokens=args.max_tokens, read_bandwidth=machine.read_bandwidth(),
         )  # fmt: skip
-    write_atomically(args.out, to_json(profiling.chrome_trace(found, model=model.path.name)))
+    write_atomically(args.out, to_json(profile.chrome_trace(found, model=model.path.name)))
     if args.json:
         print(to_json(found.to_dict()))
         return 0
@@ -62,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
 def _method(args: argparse.Namespace) -> dict[str, Any]:
     """`drafter` for a generation; {} for plain decoding."""
     from specsparse.speculative.method import make_drafter
-    from specsparse.speculative.policy import Fixed
+    from specsparse.speculative.policies.base import Fixed
 
     name = "model" if args.draft else args.drafter
     if name == "none":

@@ -32,15 +32,16 @@ def main(args: argparse.Namespace) -> int:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from specsparse import display, replay
-    from specsparse.recording import Recording
-    from specsparse.trackers import to_json
+    from specsparse.measure.replay import verdicts
+    from specsparse.measure.replay.recording import Recording
+    from specsparse.support import terminal
+    from specsparse.support.json_files import to_json
 
     recording = Recording.load(args.run)
-    names = args.verifier or replay.verifiers_of(recording)
+    names = args.verifier or verdicts.verifiers_of(recording)
     cuts: list[dict[str, Any]] = [{"widths": widths} for widths in args.tree or ()]
     cuts = cuts or [{"gamma": g} for g in args.gamma or range(1, recording.about["depth"] + 1)]
-    found = [replay.replay(recording, v, **cut, temperature=args.temperature) for v in names for cut in cuts]
+    found = [verdicts.replay(recording, v, **cut, temperature=args.temperature) for v in names for cut in cuts]
     if args.json:
         for one in found:
             print(to_json(dataclasses.asdict(one)))
@@ -54,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
         cells = [f"{one.tokens_per_pass:.3f}", "-" if length is None else f"{length:.3f}"]
         cut = str(one.gamma) if one.widths is None else ",".join(map(str, one.widths))
         table.add_row(one.verifier, cut, *cells, f"{one.accepted:.1f} of {one.drafted}", str(one.realised))
-    out = display.console()
+    out = terminal.console()
     about = recording.about
     own = f"{about['verifier']}, gamma {about['depth']}, temperature {about['temperature']:g}"
     out.print(f"{len(recording)} rounds recorded with {own}: {int(recording.accepted.sum())} accepted")

@@ -43,8 +43,8 @@ def main(args: argparse.Namespace) -> int:
 
 def _diff(args: argparse.Namespace) -> int:
     """Print what two runs differ in; with --out a page too."""
-    from specsparse import display, tables
     from specsparse.report import diff, runs
+    from specsparse.support import tables, terminal
 
     if len(args.runs) != 3:
         raise UserError("report diff takes two runs: report diff A B")
@@ -52,7 +52,7 @@ def _diff(args: argparse.Namespace) -> int:
     for path, found in zip(args.runs[1:], both, strict=True):
         if len(found) != 1:
             raise UserError(f"{path}: holds {len(found)} runs; diff takes one on each side, such as {path}/0")
-    difference, out = diff.diff(both[0][0], both[1][0]), display.console()
+    difference, out = diff.diff(both[0][0], both[1][0]), terminal.console()
     for table in diff.tables(difference):
         tables.show(out, table)
     for line in diff.lines(difference):

@@ -3,8 +3,10 @@
 import argparse
 import json
 
-from specsparse import kernels, manifest
-from specsparse.machine import cpu_info, read_bandwidth
+from specsparse import kernels
+from specsparse.kernels.processor import cpu_info
+from specsparse.measure.machine import read_bandwidth
+from specsparse.runtime import manifest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

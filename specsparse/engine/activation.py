@@ -6,7 +6,7 @@ import re
 import jax.numpy as jnp
 
 from specsparse.errors import UserError
-from specsparse.kernels import reference
+from specsparse.kernels.reference import dense
 
 Act = str | tuple[str, float]
 """What the kernels call one: "silu", "relu", "relu2", ("fatrelu", t)."""
@@ -45,4 +45,4 @@ def activate(x, act: Act | None):
         return x
     if isinstance(act, tuple):
         return jnp.where(x > jnp.float32(act[1]), x, jnp.float32(0))
-    return reference.activate(x, act)
+    return dense.activate(x, act)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from specsparse.engine.activation import parse_activation
-from specsparse.engine.gguf import POWERINFER_MAGIC, GGUFFile, can_dequantise, show, supported_types
+from specsparse.engine.gguf.reader import POWERINFER_MAGIC, GGUFFile, can_dequantise, show, supported_types
 from specsparse.errors import UserError
 
 Pairing = Literal["norm", "neox"]

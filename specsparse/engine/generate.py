@@ -18,7 +18,7 @@ from specsparse.engine import cache as kv
 from specsparse.engine.cache import KVCache
 from specsparse.engine.llama import ForwardFn, Want
 from specsparse.engine.noise import Stream, uniform
-from specsparse.engine.sampling import (
+from specsparse.engine.sampling.pipeline import (
     History,
     LawConfig,
     LawParams,
@@ -59,7 +59,7 @@ class Job(NamedTuple):
 
 
 class Counters(NamedTuple):
-    """int32[B] each, per sequence; `accepted_at` is int32[B, K], the rest as in `specsparse.metrics.Counters`."""
+    """int32[B] each, per sequence; `accepted_at` is int32[B, K], the rest as in `runtime.metrics.Counters`."""
 
     rounds: jax.Array
     drafts: jax.Array

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine import cache as kv
-from specsparse.engine import rope, sampling, weights
+from specsparse.engine import rope, weights
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.generate import piece, prompt_pieces
 from specsparse.engine.llama import ForwardFn, Want
-from specsparse.engine.sampling import SamplingKernels
-from specsparse.engine.sharded import Sharding
-from specsparse.engine.tokenizer import Tokenizer
+from specsparse.engine.mesh.sharded import Sharding
+from specsparse.engine.sampling import pipeline
+from specsparse.engine.sampling.pipeline import SamplingKernels
+from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.engine.weights import Footprint, Params
 from specsparse.errors import UserError
 from specsparse.kernels import Kernels, status
@@ -96,7 +97,7 @@ class Model:
     @property
     def sampling_kernels(self) -> SamplingKernels:
         """Argmax, laws and draws by the model's kernels."""
-        return sampling.kernels_of(self.kernels)
+        return pipeline.kernels_of(self.kernels)
 
     @property
     def cache_dtype(self):

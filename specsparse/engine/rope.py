@@ -1,4 +1,4 @@
-"""Rotary position embedding: tables of cos and sin. `kernels.reference.rotate` applies them."""
+"""Rotary position embedding: tables of cos and sin. `kernels.reference.dense.rotate` applies them."""
 
 import numpy as np
 

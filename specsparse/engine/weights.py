@@ -13,11 +13,11 @@ import numpy as np
 from gguf import GGMLQuantizationType as GGML
 
 from specsparse.engine.config import ModelConfig
-from specsparse.engine.gguf import GGUFFile, TensorInfo
+from specsparse.engine.gguf.reader import GGUFFile, TensorInfo
 from specsparse.errors import UserError
 from specsparse.kernels import NeuronRows, QTensor, pack_neurons
-from specsparse.kernels.dequant import pack_float
-from specsparse.kernels.packing import pack_qtensor
+from specsparse.kernels.packing.dequant import pack_float
+from specsparse.kernels.packing.pack import pack_qtensor
 
 
 class Layer(NamedTuple):
@@ -116,7 +116,7 @@ def load_params(
         float_types: GGUF types that are dequantised in any case.
         progress: called with the bytes done after each tensor, or None.
         pack_ffn: packs the matrices of a layer's FFN in its own way; None makes the dense one.
-        place: called with name and packed tensor, returns what is kept of it (`engine.sharded`); two threads call it.
+        place: called with name and packed tensor, returns what is kept (`engine.mesh.sharded`); two threads call it.
 
     Raises:
         UserError: a tensor holds values that are not finite.

@@ -7,20 +7,23 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from specsparse import display, kernels, models, prompts
-from specsparse.config import RunConfig
+from specsparse import kernels
+from specsparse.data import prompts
 from specsparse.engine.config import ModelConfig
-from specsparse.engine.gguf import POWERINFER_MAGIC, GGUFFile, open_gguf
-from specsparse.engine.tokenizer import Tokenizer
+from specsparse.engine.gguf.reader import POWERINFER_MAGIC, GGUFFile, open_gguf
+from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
+from specsparse.experiments.config import RunConfig
 from specsparse.experiments.decoding import Engine
-from specsparse.powerinfer import profiler
-from specsparse.powerinfer.activation_stats import ActivationStats, load_stats, read_activations
+from specsparse.models import catalogue
+from specsparse.powerinfer.files.activation_stats import ActivationStats, load_stats, read_activations
+from specsparse.powerinfer.placement import profiler
 from specsparse.predictors import FFN, Needs, get_predictor
 from specsparse.predictors.base import check_share
-from specsparse.predictors.collect import collect, windows
-from specsparse.predictors.evaluate import fit_layers
+from specsparse.predictors.fit.collect import collect, windows
+from specsparse.predictors.fit.evaluate import fit_layers
 from specsparse.predictors.masked import with_weights
+from specsparse.support import terminal
 
 
 def check(cfg: RunConfig) -> None:
@@ -52,7 +55,7 @@ def _check_active_share(cfg: RunConfig) -> None:
         other = "placement.activations, which are counted already"
     elif cfg.predictor.name != "none":
         other = f"predictor={cfg.predictor.name}, which says what is read"
-    elif cfg.ffn.name != "oracle" and open_gguf(models.resolve(cfg.model.path)).magic == POWERINFER_MAGIC:
+    elif cfg.ffn.name != "oracle" and open_gguf(catalogue.resolve(cfg.model.path)).magic == POWERINFER_MAGIC:
         other = "the predictors of a PowerInfer file, which say what is read"
     else:
         return
@@ -67,7 +70,7 @@ def of_run(cfg: RunConfig, f: GGUFFile, config: ModelConfig, engine: Engine, con
     """
     given: str | Path | None = cfg.placement.activations
     if given is None and cfg.predictor.name == "none" and cfg.placement.active_share is None:
-        given = None if cfg.model.overrides() else models.companion(cfg.model.path, "activations")
+        given = None if cfg.model.overrides() else catalogue.companion(cfg.model.path, "activations")
         if given is not None:
             console.print(Text(f"activation counts: {given}", style="dim"))
     if given is None:
@@ -77,11 +80,11 @@ def of_run(cfg: RunConfig, f: GGUFFile, config: ModelConfig, engine: Engine, con
 
 
 def _counted(cfg: RunConfig, f: GGUFFile, engine: Engine, console: Console) -> ActivationStats:
-    with display.loading(console, f"loading {cfg.model.path}") as progress:
+    with terminal.loading(console, f"loading {cfg.model.path}") as progress:
         model = engine.load(cfg.model.path, progress=progress, ffn="dense", **cfg.model.overrides())
     text = text_windows(cfg, model)
     active, params = _rule(cfg, f, model, text)
-    with display.counting(console, "counting activations", len(text)) as bar:
+    with terminal.counting(console, "counting activations", len(text)) as bar:
         done = lambda count: bar.update(bar.task_ids[0], completed=count)  # noqa: E731 (a name for the line below)
         return profiler.profile(model, text, active, params=params, progress=done)
 

@@ -10,20 +10,25 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from specsparse import display, machine, models, prompts, record, repeats, trackers
-from specsparse.conditions import Conditions
-from specsparse.config import RunConfig, sampling_params
-from specsparse.costs.progress import Bar
+from specsparse.data import prompts
 from specsparse.errors import UserError
-from specsparse.experiments import check_name, measured, sparse_model, watching
+from specsparse.experiments import measured, sparse_model, trackers, watching
+from specsparse.experiments.config import RunConfig, sampling_params
+from specsparse.experiments.kind import check_name
 from specsparse.experiments.measured import NO_DRAFTER, Measured
-from specsparse.record import PLAIN, SAME_TEXT_VERIFIERS, Pass
-from specsparse.repeats import Repeats, Width
+from specsparse.measure import machine, repeats
+from specsparse.measure.conditions import Conditions
+from specsparse.measure.costs.progress import Bar
+from specsparse.measure.repeats import Repeats, Width
+from specsparse.models import catalogue
+from specsparse.report import display, record
+from specsparse.report.record import PLAIN, SAME_TEXT_VERIFIERS, Pass
 from specsparse.speculative.base import Verifier
 from specsparse.speculative.drafters.synthetic import LABEL as SYNTHETIC
 from specsparse.speculative.method import choose_verifier, make_drafter
-from specsparse.speculative.policies import get_policy
+from specsparse.speculative.policies.registry import get_policy
 from specsparse.speculative.trees import get_tree
+from specsparse.support import terminal
 
 WARM_UP = -1
 """The repeat of passes that are not timed."""
@@ -87,11 +92,11 @@ def _check_files(cfg: RunConfig) -> None:
     problems = {}
     for key, spec in wanted.items():
         try:
-            models.resolve(spec)
-        except models.NotHere as error:
+            catalogue.resolve(spec)
+        except catalogue.NotHere as error:
             problems[key] = error
     if problems:
-        raise UserError(models.not_here(problems))
+        raise UserError(catalogue.not_here(problems))
 
 
 def method(cfg: RunConfig, found: Measured | None = None) -> dict[str, Any]:
@@ -126,7 +131,7 @@ def bar(out: Console) -> Bar:
 
     @contextlib.contextmanager
     def shown(what: str, steps: int) -> Iterator[Callable[[], None]]:
-        with display.counting(out, what, steps) as progress:
+        with terminal.counting(out, what, steps) as progress:
             yield lambda: progress.advance(progress.task_ids[0])
 
     return shown
@@ -253,7 +258,7 @@ class Passes:
         stream = self._engine.stream(self.model, job.ids, **self._options, **self.sides[side])
         pieces = iter(stream)
         what = "compiling and reading the prompt" if is_first else "reading the prompt"
-        with display.busy(self._out, what):
+        with terminal.busy(self._out, what):
             piece = next(pieces, "")
         at = time.perf_counter()
         for text in itertools.chain([piece], pieces):
@@ -274,12 +279,12 @@ class Passes:
         The machine is looked at before each repeat and after the last.
         """
         if self._cfg.warmup:
-            with display.busy(self._out, "compiling the decode loops"):
+            with terminal.busy(self._out, "compiling the decode loops"):
                 for side in self.sides:
                     self._keep(jobs[0], side, WARM_UP, self.generate(jobs[0], side))
         total = repeats.most(self._cfg.repeats) * len(jobs) * len(self.sides)
         self._meter = machine.Meter()  # what was compiled before is no load of others
-        with display.counting(self._out, "timing", total) as progress:
+        with terminal.counting(self._out, "timing", total) as progress:
             for repeat in itertools.count():
                 self._meter.sample()
                 for index, job in enumerate(jobs):

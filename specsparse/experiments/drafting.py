@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from specsparse.config import (
+from specsparse.experiments import measured
+from specsparse.experiments.config import (
     DrafterSpec,
     PolicySpec,
     RunConfig,
@@ -13,14 +14,13 @@ from specsparse.config import (
     choice_options,
     sampling_params,
 )
-from specsparse.costs.progress import Bar, silent
-from specsparse.experiments import measured
-from specsparse.folders import conf_dir
+from specsparse.measure.costs.progress import Bar, silent
+from specsparse.runtime.times import expected
+from specsparse.runtime.times.kept import CostTable
 from specsparse.speculative.method import choose_verifier, grows_trees, make_drafter
-from specsparse.speculative.policy import Fixed
+from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.trees import get_tree
-from specsparse.times import speculative
-from specsparse.times.table import CostTable
+from specsparse.support.paths import conf_dir
 
 GROWER = "layer_skip"
 """What drafts the trees where the configured drafter grows none: it needs no second file."""
@@ -80,7 +80,7 @@ def rows(
 def _chain(found: measured.Chain) -> dict[str, Any]:
     """At the draft length that suits this acceptance; 0 where none pays."""
     gamma, gain = found.table.best_gamma(found.alpha, draft=found.draft)
-    tokens = speculative.expected_tokens(found.alpha, gamma)
+    tokens = expected.expected_tokens(found.alpha, gamma)
     return {**_common(found.key, found.table, found.draft), "alpha": found.alpha, "gamma": gamma, "tokens": tokens,
             "predicted_speedup": gain}  # fmt: skip
 

@@ -4,14 +4,16 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specsparse import metrics, oracles
-from specsparse.costs.explain import explain_record
 from specsparse.engine.model import Model
 from specsparse.experiments.decoding import Passes
-from specsparse.metrics import Times
-from specsparse.record import PLAIN, SPECULATIVE, Pass, RunRecord
-from specsparse.times import store
-from specsparse.times.table import CostTable
+from specsparse.measure import speedup
+from specsparse.measure.costs import oracles
+from specsparse.measure.costs.explain import explain_record
+from specsparse.report.record import PLAIN, SPECULATIVE, Pass, RunRecord
+from specsparse.runtime import metrics
+from specsparse.runtime.metrics import Times
+from specsparse.runtime.times import store
+from specsparse.runtime.times.kept import CostTable
 
 
 def explain(
@@ -59,7 +61,7 @@ def _host(passes: Sequence[Pass]) -> Part:
     if not timed:
         return {}, []
     host_s, jit_s, ids = zip(*timed, strict=True)
-    ratio = metrics.speedup(host_s, jit_s, prompts=ids)
+    ratio = speedup.speedup(host_s, jit_s, prompts=ids)
     note = (
         f"one program for the whole decode is {ratio.ratio_of_totals:.2f} times as fast as the host loop "
         f"({ratio.interval.sentence()}), same tokens"

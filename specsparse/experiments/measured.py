@@ -5,18 +5,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specsparse.api import make_method
-from specsparse.config import RunConfig, sampling_params
-from specsparse.costs import drafts, ranks
-from specsparse.costs.progress import Bar, silent
-from specsparse.engine.params import SamplingParams
-from specsparse.session import Method
+from specsparse.engine.sampling.params import SamplingParams
+from specsparse.experiments.config import RunConfig, sampling_params
+from specsparse.measure.costs import drafts, ranks
+from specsparse.measure.costs.progress import Bar, silent
+from specsparse.runtime.session import Method
+from specsparse.runtime.times.kept import CostTable, DraftCost
+from specsparse.runtime.times.stamp import cost_key
 from specsparse.speculative.base import Verifier
 from specsparse.speculative.method import choose_verifier, make_drafter
-from specsparse.speculative.policy import Fixed
+from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees import get_tree, static_tree
-from specsparse.times.stamp import cost_key
-from specsparse.times.table import CostTable, DraftCost
 
 SEQUOIA = "sequoia"
 NO_DRAFTER = "none"

@@ -7,18 +7,21 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.console import Console
 
-from specsparse import display, kernels, models, prompts
-from specsparse.config import RunConfig
+from specsparse import kernels
+from specsparse.data import prompts
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
-from specsparse.powerinfer import zero_skip
-from specsparse.powerinfer.gated import PREDICTED, gated
+from specsparse.experiments.config import RunConfig
+from specsparse.models import catalogue
+from specsparse.powerinfer.ffn import zero_skip
+from specsparse.powerinfer.ffn.gated import PREDICTED, gated
 from specsparse.predictors import FFN, Needs, Predictor, get_predictor
 from specsparse.predictors.base import check_share
-from specsparse.predictors.checkpoint import load_predictors
-from specsparse.predictors.collect import collect, windows
-from specsparse.predictors.evaluate import fit_layers
+from specsparse.predictors.fit.collect import collect, windows
+from specsparse.predictors.fit.evaluate import fit_layers
+from specsparse.predictors.fit.predictor_files import load_predictors
 from specsparse.predictors.mlp import Mlp
+from specsparse.support import terminal
 
 WINDOW = 128
 """Tokens of a piece of text that is read at once."""
@@ -86,7 +89,7 @@ def load(cfg: RunConfig, engine: Any, out: Console) -> Any:
 
 def read(cfg: RunConfig, engine: Any, out: Console, **options: Any) -> Any:
     """The model of the config with these options of `specsparse.load`, under a bar."""
-    with display.loading(out, f"loading {cfg.model.path}") as progress:
+    with terminal.loading(out, f"loading {cfg.model.path}") as progress:
         return engine.load(cfg.model.path, progress=progress, **cfg.model.overrides(), **options)
 
 
@@ -130,7 +133,7 @@ def label(model: Any) -> dict[str, str]:
 def residuals(cfg: RunConfig, model: Any, out: Console) -> np.ndarray:
     """f32[L, N, D] residuals before `ffn_norm` on calibration text."""
     text = calibration_text(cfg, model)
-    with display.counting(out, "reading calibration text", len(text)) as bar:
+    with terminal.counting(out, "reading calibration text", len(text)) as bar:
         return collect(model, text, progress=lambda done: bar.update(bar.task_ids[0], completed=done))
 
 
@@ -148,7 +151,7 @@ def calibration_text(cfg: RunConfig, model: Any) -> np.ndarray:
 
 def weights_file(cfg: RunConfig) -> Path | None:
     """The trained predictors: `ffn.weights`, or those that travel with the model."""
-    return models.companion(cfg.model.path, "predictors") if cfg.ffn.weights is None else Path(cfg.ffn.weights)
+    return catalogue.companion(cfg.model.path, "predictors") if cfg.ffn.weights is None else Path(cfg.ffn.weights)
 
 
 def _trained(cfg: RunConfig, model: Any) -> Sequence[Any]:

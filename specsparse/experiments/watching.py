@@ -5,10 +5,10 @@ from types import TracebackType
 
 from rich.console import Console
 
-from specsparse.config import RunConfig
-from specsparse.hostloop import RoundView, Watch
-from specsparse.recording import LAWS_FILE, Recorder
-from specsparse.trace import TRACE_FILE, Trace
+from specsparse.experiments.config import RunConfig
+from specsparse.measure.replay.recording import LAWS_FILE, Recorder
+from specsparse.measure.replay.trace import TRACE_FILE, Trace
+from specsparse.runtime.hostloop import RoundView, Watch
 
 
 class Watching:

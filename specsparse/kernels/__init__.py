@@ -1,7 +1,7 @@
 """Matrix products, attention and the rest of a forward pass on packed weights."""
 
 from specsparse.kernels.api import BACKENDS, Kernels, get, status
-from specsparse.kernels.native_cpu import set_threads
+from specsparse.kernels.native.cpu import set_threads
 from specsparse.kernels.neurons import (
     NeuronRows,
     SparseStats,
@@ -10,9 +10,9 @@ from specsparse.kernels.neurons import (
     take_neurons,
     unpack_neurons,
 )
+from specsparse.kernels.packing.signbits import SignRows, pack_signs
+from specsparse.kernels.packing.stripes import SkipWeights, skip_weights, skippable
 from specsparse.kernels.qtensor import Layout, QTensor
-from specsparse.kernels.signbits import SignRows, pack_signs
-from specsparse.kernels.stripes import SkipWeights, skip_weights, skippable
 
 __all__ = [
     "BACKENDS",

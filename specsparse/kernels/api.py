@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import jax
 
 from specsparse.errors import UserError
-from specsparse.kernels import native_cpu, native_neurons, reference, reference_neurons
+from specsparse.kernels.native import cpu, sparse
+from specsparse.kernels.reference import dense
+from specsparse.kernels.reference import sparse as reference_neurons
 
 
 @dataclass(frozen=True)
@@ -39,29 +41,29 @@ class Kernels:
 
 NATIVE = Kernels(
     "native",
-    native_cpu.linear,
-    native_cpu.embed,
-    native_cpu.attend,
-    native_cpu.argmax,
-    native_neurons.sparse_ffn,
-    native_neurons.signbit_keep,
-    native_cpu.layers,
+    cpu.linear,
+    cpu.embed,
+    cpu.attend,
+    cpu.argmax,
+    sparse.sparse_ffn,
+    sparse.signbit_keep,
+    cpu.layers,
 )
 REFERENCE = Kernels(
     "reference",
-    reference.linear,
-    reference.embed,
-    reference.attend,
-    reference.argmax,
+    dense.linear,
+    dense.embed,
+    dense.attend,
+    dense.argmax,
     reference_neurons.sparse_ffn,
     reference_neurons.signbit_keep,
 )
 XLA = Kernels(
     "xla",
-    reference.linear_batched,
-    reference.embed,
-    reference.attend_batched,
-    reference.argmax_batched,
+    dense.linear_batched,
+    dense.embed,
+    dense.attend_batched,
+    dense.argmax_batched,
     reference_neurons.sparse_ffn_batched,
     reference_neurons.signbit_keep,
 )
@@ -80,12 +82,12 @@ def get(name: str | None = None) -> Kernels:
     if name is None:
         if jax.default_backend() != "cpu":
             return XLA
-        name = "native" if native_cpu.available() else "reference"
+        name = "native" if cpu.available() else "reference"
     if name not in BACKENDS:
         raise UserError(f"kernels {name!r} do not exist; there are {', '.join(BACKENDS)}")
-    missing = not native_cpu.available()
+    missing = not cpu.available()
     if missing and (name == "native" or os.environ.get("SPECSPARSE_REQUIRE_NATIVE") == "1"):
-        raise UserError(f"the native kernels are not there ({native_cpu.why_missing()}); build them with `make native`")
+        raise UserError(f"the native kernels are not there ({cpu.why_missing()}); build them with `make native`")
     return BACKENDS[name]
 
 
@@ -94,9 +96,9 @@ def status() -> dict:
     chosen = get().name
     return {
         "kernels": chosen,
-        "native": native_cpu.available(),
-        "why_not_native": native_cpu.why_missing(),
-        "isa": native_cpu.isa(),
-        "threads": native_cpu.threads(),
+        "native": cpu.available(),
+        "why_not_native": cpu.why_missing(),
+        "isa": cpu.isa(),
+        "threads": cpu.threads(),
         "device": jax.default_backend(),
     }

@@ -21,9 +21,9 @@ import numpy as np
 from gguf import GGMLQuantizationType as GGML
 
 from specsparse.errors import UserError
-from specsparse.kernels import dequant, packing
 from specsparse.kernels.arena import aligned_empty
-from specsparse.kernels.packing_types import Parts
+from specsparse.kernels.packing import dequant, pack
+from specsparse.kernels.packing.block_types import Parts
 from specsparse.kernels.qtensor import BLOCK, ROWS, SUPER, Layout, QTensor
 
 CHUNK = 64
@@ -109,18 +109,18 @@ def pack_neurons(raw: np.ndarray, ggml_type: GGML, shape: tuple[int, int]) -> Ne
         UserError: the type has no layout, or the byte count or the columns do not fit it.
     """
     ggml_type = GGML(ggml_type)
-    layout, (rows, cols) = packing.layout_of(ggml_type), (int(n) for n in shape)
-    raw = packing.rows_of(raw, ggml_type, (rows, cols))
+    layout, (rows, cols) = pack.layout_of(ggml_type), (int(n) for n in shape)
+    raw = pack.rows_of(raw, ggml_type, (rows, cols))
     out = aligned_empty(rows, row_bytes(layout, cols))
     place = fields(layout, cols)
-    step = max(1, packing.CHUNK_BYTES // out.shape[1])
+    step = max(1, pack.CHUNK_BYTES // out.shape[1])
     for start in range(0, rows, step):
         part, to = raw[start : start + step], out[start : start + step]
         to[...] = 0
         if layout.is_float:
             to[:, : part.shape[1]] = part
         else:
-            kind = packing.KINDS[ggml_type]
+            kind = pack.KINDS[ggml_type]
             _write(to, kind.decode(part.view(kind.block)), layout, place)
     out.flags.writeable = False
     return NeuronRows(jax.device_put(out), layout, (rows, cols))
@@ -193,11 +193,11 @@ def _mins(field: dict[str, jax.Array], layout: Layout) -> jax.Array:
 def regroup_neurons(matrix: QTensor) -> NeuronRows:
     """A matrix packed in groups of 16 rows as rows of neurons: the same codes and scales. Runs on the host."""
     (rows, cols), layout = matrix.shape, matrix.layout
-    out = packing.aligned_empty(rows, row_bytes(layout, cols))
+    out = pack.aligned_empty(rows, row_bytes(layout, cols))
     out[...] = 0
     place = fields(layout, cols)
     data = np.asarray(matrix.data)
-    step = max(1, packing.CHUNK_BYTES // data.shape[1])
+    step = max(1, pack.CHUNK_BYTES // data.shape[1])
     for start in range(0, len(data), step):
         split = dequant._split(data[start : start + step], layout, cols)
         parts = Parts(*(None if f is None else f.transpose(0, 2, 1, 3).reshape(len(f) * ROWS, -1) for f in split))

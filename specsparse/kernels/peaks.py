@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 
-from specsparse.kernels import native_cpu
+from specsparse.kernels.native import cpu
 
 _MEBIBYTES = 256
 """Of the buffer that is read: more than any cache."""
@@ -17,9 +17,9 @@ _MATRIX = 768
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     """The library with the functions of peaks.cc typed, or None; an older build has none of them."""
-    if not native_cpu.available():
+    if not cpu.available():
         return None
-    library = ctypes.CDLL(str(native_cpu.LIBRARY))
+    library = ctypes.CDLL(str(cpu.LIBRARY))
     try:
         library.specsparse_read_rate.argtypes = [ctypes.c_void_p, ctypes.c_int64]
         functions = (library.specsparse_read_rate, library.specsparse_int8_rate, library.specsparse_f32_rate)

@@ -10,7 +10,7 @@ import numpy as np
 from specsparse.engine.weights import Layer
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
-from specsparse.kernels.dequant import pack_float
+from specsparse.kernels.packing.dequant import pack_float
 from specsparse.predictors.base import Needs, Scored
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from specsparse.engine.weights import Layer
 from specsparse.errors import UserError
 from specsparse.kernels import SignRows, pack_signs
-from specsparse.kernels.reference_neurons import signs_alike
+from specsparse.kernels.reference.sparse import signs_alike
 from specsparse.predictors.base import Scored
 from specsparse.predictors.svd import normed_gate
 

@@ -10,7 +10,7 @@ import numpy as np
 from specsparse.engine.weights import Layer
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
-from specsparse.kernels.dequant import dequantize, pack_float
+from specsparse.kernels.packing.dequant import dequantize, pack_float
 from specsparse.predictors.base import Scored
 from specsparse.predictors.ffn import gate_matrix
 

@@ -8,15 +8,14 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from specsparse import intervals
 from specsparse.errors import UserError
-from specsparse.experiments import varied
-from specsparse.intervals import Interval
-from specsparse.record import PLAIN
-from specsparse.report import methods, page
+from specsparse.measure import intervals
+from specsparse.measure.intervals import Interval
+from specsparse.report import methods, page, varied
 from specsparse.report.methods import Method, Sample
+from specsparse.report.record import PLAIN
 from specsparse.report.runs import Run, conditions_apart, disagreements
-from specsparse.trackers import write_atomically
+from specsparse.support.json_files import write_atomically
 
 _NO_CONFIG = ("name",)
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from specsparse import intervals, metrics
-from specsparse.experiments import varied
-from specsparse.experiments.speed import HOST
-from specsparse.intervals import Interval
-from specsparse.metrics import Counters
-from specsparse.record import PLAIN, SPECULATIVE
+from specsparse.measure import intervals
+from specsparse.measure.intervals import Interval
+from specsparse.report import varied
+from specsparse.report.record import HOST, PLAIN, SPECULATIVE
 from specsparse.report.runs import Run
+from specsparse.runtime import metrics
+from specsparse.runtime.metrics import Counters
 
 GAMMA, TEMPERATURE = "policy.gamma", "sampling.temperature"
 NEITHER = "others"

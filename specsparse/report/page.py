@@ -9,12 +9,13 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from specsparse import conditions, metrics
+from specsparse.measure import conditions
 from specsparse.report import figures, methods
 from specsparse.report.figure import Figure, Missing
 from specsparse.report.methods import Method
 from specsparse.report.runs import Run, conditions_apart, disagreements
-from specsparse.trackers import write_atomically
+from specsparse.runtime import metrics
+from specsparse.support.json_files import write_atomically
 
 PAGE, FIGURES = "index.html", "figures"
 _MOST_ROWS = 200

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specsparse import conditions, sweeps
-from specsparse.conditions import Conditions
 from specsparse.errors import UserError
+from specsparse.measure import conditions
+from specsparse.measure.conditions import Conditions
+from specsparse.report import measurements
+from specsparse.report.record import RECORD_FILE, ROWS_FILE
 from specsparse.support import notebook
-from specsparse.trackers import RECORD_FILE, ROWS_FILE
 
 _PASS = frozenset({"prompt_id", "task", "side", "repeat", "counters", "decode_s"})
 
@@ -38,7 +39,7 @@ class Run:
 
     @property
     def kind(self) -> str:
-        """A name of `experiments.KINDS`."""
+        """A name of `experiments.kind.KINDS`."""
         return str(self.record.get("kind") or self.config.get("kind") or "speed")
 
     @property
@@ -63,7 +64,7 @@ class Run:
 
     @property
     def manifest(self) -> Mapping[str, Any]:
-        """See `specsparse.manifest`."""
+        """See `specsparse.runtime.manifest`."""
         return self.record.get("manifest") or {}
 
     def _repr_html_(self) -> str:
@@ -105,7 +106,7 @@ def find(paths: Iterable[Path]) -> list[Run]:
             raise UserError(f"{path}: no finished run there (no {RECORD_FILE} at or below it)")
         for file in files:
             found.setdefault(file.parent.resolve(), file.parent)
-    return [replace(read(first), also=others) for first, others in sweeps.once(found.values()).items()]
+    return [replace(read(first), also=others) for first, others in measurements.once(found.values()).items()]
 
 
 def read(directory: Path) -> Run:

@@ -9,17 +9,20 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from specsparse import kernels, models
-from specsparse.engine import llama, sharded, weights
+from specsparse import kernels
+from specsparse.engine import llama, weights
 from specsparse.engine.config import OVERRIDES, ModelConfig
-from specsparse.engine.gguf import GGUFFile, open_gguf
+from specsparse.engine.gguf.reader import GGUFFile, open_gguf
 from specsparse.engine.llama import ForwardFn
+from specsparse.engine.mesh import sharded
+from specsparse.engine.mesh.sharded import Sharding
+from specsparse.engine.mesh.split import split
 from specsparse.engine.model import KV_DTYPES, Model
-from specsparse.engine.sharded import Sharding
-from specsparse.engine.split import split
-from specsparse.engine.tokenizer import Tokenizer
+from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
-from specsparse.powerinfer import modes, placed
+from specsparse.models import catalogue
+from specsparse.powerinfer.ffn import modes
+from specsparse.powerinfer.placement import placed
 
 
 def load(
@@ -83,7 +86,7 @@ def load(
     if threads is not None:
         kernels.set_threads(threads)
     chosen = kernels.get(backend)
-    path = models.resolve(spec)
+    path = catalogue.resolve(spec)
     f = open_gguf(path)
     config = ModelConfig.from_gguf(f, overrides=overrides)
     options = {"ffn": ffn, "threshold": threshold, "faithful_f16": faithful_f16}

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from specsparse.engine.generate import Counters
-from specsparse.metrics import Times
+from specsparse.runtime.metrics import Times
 
 NOTED_ROUNDS = 16
 """Rounds between two looks at the texts."""

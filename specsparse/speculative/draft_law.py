@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsparse.engine import sampling
 from specsparse.engine.noise import Stream, uniform
-from specsparse.engine.params import SamplingParams
-from specsparse.engine.sampling import LawConfig, LawParams, Rows, SamplingKernels
+from specsparse.engine.sampling import pipeline as sampling
+from specsparse.engine.sampling.params import SamplingParams
+from specsparse.engine.sampling.pipeline import LawConfig, LawParams, Rows, SamplingKernels
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext
 

@@ -22,7 +22,7 @@ from specsparse.engine.generate import (
 )
 from specsparse.engine.llama import ForwardFn, ForwardOut, Want
 from specsparse.engine.noise import Stream, uniform
-from specsparse.engine.sampling import LawConfig, SamplingKernels, chain_rows, law, sample, tree_rows
+from specsparse.engine.sampling.pipeline import LawConfig, SamplingKernels, chain_rows, law, sample, tree_rows
 from specsparse.speculative import origins
 from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, Feedback, Verdict, Verifier
 from specsparse.speculative.drafters.synthetic import SyntheticRates, synthetic_verdict

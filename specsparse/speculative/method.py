@@ -9,8 +9,8 @@ from specsparse.speculative.drafters.plan import DrafterPlan
 from specsparse.speculative.drafters.registry import ALIASES, DRAFTERS, get_drafter
 from specsparse.speculative.drafters.synthetic import LABEL, Synthetic, SyntheticRates, synthetic_verifier
 from specsparse.speculative.drafters.with_policy import WithPolicy, with_policy
-from specsparse.speculative.policies import name_of
-from specsparse.speculative.policy import Fixed, Policy
+from specsparse.speculative.policies.base import Fixed, Policy
+from specsparse.speculative.policies.registry import name_of
 from specsparse.speculative.trees import TreeShape
 from specsparse.speculative.verify import VERIFIERS, check_pair, get_verifier, valid_verifiers
 

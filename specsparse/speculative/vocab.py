@@ -17,7 +17,7 @@ _SHOWN = 8
 
 
 class Vocabulary(Protocol):
-    """What is compared: `engine.tokenizer.Tokenizer` has it."""
+    """What is compared: `engine.text.tokenizer.Tokenizer` has it."""
 
     type: str
     add_bos: bool

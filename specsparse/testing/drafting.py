@@ -12,11 +12,11 @@ from specsparse import kernels
 from specsparse.engine import cache as kv
 from specsparse.engine import llama, weights
 from specsparse.engine.config import ModelConfig
-from specsparse.engine.gguf import open_gguf
+from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
 from specsparse.engine.noise import seed_words
-from specsparse.powerinfer.twin import sparse_twin
+from specsparse.powerinfer.ffn.fewer import sparse_twin
 from specsparse.speculative.base import Draft, DraftContext, Drafter
 from specsparse.speculative.drafters import DrafterPlan, get_drafter, head_file
 from specsparse.speculative.drafters.head_file import write_head

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from specsparse.engine.config import ModelConfig
-from specsparse.engine.gguf import GGUFFile, open_gguf
+from specsparse.engine.gguf.reader import GGUFFile, open_gguf
 from specsparse.engine.rope import rope_tables
 
 _NASTY = (0, 1, 2, 7, 8, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**60, 2**63 - 1, 2**63, 2**64 - 1)

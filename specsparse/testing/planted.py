@@ -14,7 +14,7 @@ from gguf import quants
 from gguf.constants import GGMLQuantizationType
 
 from specsparse.engine.config import ModelConfig
-from specsparse.powerinfer.format import NewTensor, write_container
+from specsparse.powerinfer.files.container import NewTensor, write_container
 from specsparse.testing.quantised import random_quantised
 from specsparse.testing.tiny import metadata_of, tiny_config
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from specsparse.engine.config import ModelConfig
-from specsparse.engine.gguf import open_gguf
-from specsparse.powerinfer.convert import to_powerinfer
-from specsparse.powerinfer.predictor_files import PredictorFile, write_predictors
+from specsparse.engine.gguf.reader import open_gguf
+from specsparse.powerinfer.files.checkpoints import PredictorFile, write_predictors
+from specsparse.powerinfer.files.convert import to_powerinfer
 from specsparse.testing.tiny import write_tiny_gguf
 
 

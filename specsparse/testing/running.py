@@ -6,9 +6,9 @@ import numpy as np
 from specsparse import api, kernels
 from specsparse.engine import llama, weights
 from specsparse.engine.config import ModelConfig
-from specsparse.engine.gguf import GGUFFile
+from specsparse.engine.gguf.reader import GGUFFile
 from specsparse.engine.model import Model
-from specsparse.engine.tokenizer import Tokenizer
+from specsparse.engine.text.tokenizer import Tokenizer
 
 
 class Runner:

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from specsparse.engine.model import Model
-from specsparse.engine.params import SamplingParams
+from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
-from specsparse.predictors.checkpoint import read_tensors, write_tensors
-from specsparse.session import Method, Sequence, Session
+from specsparse.predictors.fit.predictor_files import read_tensors, write_tensors
+from specsparse.runtime.session import Method, Sequence, Session
 from specsparse.speculative.verify import VERIFIERS
 from specsparse.training.prompts import prompt
 from specsparse.training.recorder import Recorder

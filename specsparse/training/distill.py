@@ -18,7 +18,7 @@ import optax
 
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
-from specsparse.kernels.dequant import dequantize, embed_rows
+from specsparse.kernels.packing.dequant import dequantize, embed_rows
 from specsparse.training import trunk
 from specsparse.training.data import Text
 from specsparse.training.layer import rms_norm

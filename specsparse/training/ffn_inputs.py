@@ -10,8 +10,8 @@ from safetensors import SafetensorError, safe_open
 
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
-from specsparse.kernels.dequant import embed_rows
-from specsparse.predictors.checkpoint import write_tensors
+from specsparse.kernels.packing.dequant import embed_rows
+from specsparse.predictors.fit.predictor_files import write_tensors
 from specsparse.training import trunk
 from specsparse.training.data import Text
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine.model import Model
-from specsparse.kernels.dequant import dequantize, embed_rows
+from specsparse.kernels.packing.dequant import dequantize, embed_rows
 from specsparse.speculative.drafters.head_file import write_head
 from specsparse.training import export, head
 from specsparse.training.data import Text

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine.config import ModelConfig
-from specsparse.kernels.reference import rotate
+from specsparse.kernels.reference.dense import rotate
 from specsparse.training.products import times
 
 _NOT = -1e30

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from specsparse import machine
 from specsparse.errors import UserError
+from specsparse.kernels import processor
 
 PRECISIONS = ("auto", "float32", "bfloat16")
 """Of a training's products; `auto` is bfloat16 where the processor has units for it."""
@@ -21,7 +21,7 @@ _Tree = TypeVar("_Tree")
 
 def pays() -> bool:
     """Whether bfloat16 products are faster than float32 ones here."""
-    return jax.default_backend() != "cpu" or "amx_bf16" in machine.cpu_info()["flags"]
+    return jax.default_backend() != "cpu" or "amx_bf16" in processor.cpu_info()["flags"]
 
 
 def check_precision(name: str) -> None:

@@ -8,8 +8,8 @@ from gguf import GGMLQuantizationType as GGML
 from gguf import quants
 
 from specsparse.engine.config import ACTIVATION_KEY
-from specsparse.engine.gguf import MAGIC, GGUFFile, TensorInfo
-from specsparse.powerinfer.format import NewTensor, write_container
+from specsparse.engine.gguf.reader import MAGIC, GGUFFile, TensorInfo
+from specsparse.powerinfer.files.container import NewTensor, write_container
 from specsparse.training.trunk import FFN
 
 

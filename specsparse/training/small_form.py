@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsparse.convert.write import out_type, write_model
 from specsparse.engine.config import ModelConfig
-from specsparse.engine.gguf import open_gguf
+from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.model import Model
-from specsparse.kernels.dequant import dequantize
+from specsparse.kernels.packing.dequant import dequantize
+from specsparse.models.convert.write import out_type, write_model
 from specsparse.training import small
 from specsparse.training.data import Text
 from specsparse.training.form import Form

@@ -12,8 +12,8 @@ import optax
 
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
-from specsparse.kernels.dequant import dequantize
-from specsparse.kernels.rows import take_rows
+from specsparse.kernels.packing.dequant import dequantize
+from specsparse.kernels.packing.rows import take_rows
 from specsparse.training import head
 from specsparse.training.data import Text
 from specsparse.training.form import Form

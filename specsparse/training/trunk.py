@@ -10,7 +10,7 @@ import numpy as np
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
-from specsparse.kernels.dequant import dequantize
+from specsparse.kernels.packing.dequant import dequantize
 from specsparse.training.data import Text
 from specsparse.training.head import rotary
 from specsparse.training.layer import attend, keys, rms_norm

@@ -7,12 +7,12 @@ import pytest
 from rich.console import Console
 
 import specsparse
-from specsparse import display
 from specsparse.cli import main as cli
-from specsparse.conversation import Conversation, origins
-from specsparse.engine.params import SamplingParams
+from specsparse.cli.conversation import Conversation, origins
+from specsparse.engine.sampling.params import SamplingParams
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.scripted import Scripted
+from specsparse.support import terminal as terminals
 from specsparse.testing import write_tiny_gguf
 
 TURN = {"role": "user", "content": "abc abc abc abc"}
@@ -33,7 +33,7 @@ def terminal(monkeypatch):
     """What a terminal of 16 colours gets."""
     out = io.StringIO()
     made = Console(file=out, force_terminal=True, color_system="standard", width=200, highlight=False)
-    monkeypatch.setattr(display, "console", lambda: made)
+    monkeypatch.setattr(terminals, "console", lambda: made)
     return out
 
 

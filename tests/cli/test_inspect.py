@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from specsparse import inspection
 from specsparse.cli import main as cli
-from specsparse.costs import devices
-from specsparse.engine.gguf import open_gguf
+from specsparse.engine.gguf.reader import open_gguf
+from specsparse.measure import inspection
+from specsparse.measure.costs import devices
 from specsparse.testing import write_tiny_gguf
 
 

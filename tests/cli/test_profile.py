@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import specsparse
-from specsparse import machine, profiling
 from specsparse.cli import main as cli
+from specsparse.measure import machine, profile
 from specsparse.testing import write_tiny_gguf
 
 
@@ -21,7 +21,7 @@ def file(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(machine, "read_bandwidth", lambda: 40e9)
-    monkeypatch.setattr(profiling, "_LONG_ENOUGH", 1e-4)
+    monkeypatch.setattr(profile, "_LONG_ENOUGH", 1e-4)
 
 
 def test_the_tables_and_the_trace(file, tmp_path, capsys):
@@ -59,7 +59,7 @@ def _check_trace(trace, found):
 def test_the_recorded_calls_are_the_forward_pass(file):
     """The last product of the recorded calls gives the logits of the model itself."""
     model = specsparse.load(file)
-    calls = profiling.record(model, rows=2, depth=0)
+    calls = profile.record(model, rows=2, depth=0)
     ids = np.asarray(jax.device_get(calls[0].args[1])).tolist()
     np.testing.assert_array_equal(np.asarray(calls[-1].args[0]), model.logits(ids))
 

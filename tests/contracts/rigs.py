@@ -11,7 +11,7 @@ from specsparse import kernels
 from specsparse.engine import cache as kv
 from specsparse.engine import llama, rope, weights
 from specsparse.engine.config import ModelConfig
-from specsparse.engine.gguf import open_gguf
+from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.model import KV_DTYPES
 from specsparse.testing import write_tiny_gguf
 

@@ -14,7 +14,7 @@ import specsparse
 from specsparse import SamplingParams
 from specsparse.engine import cache as kv
 from specsparse.errors import UserError
-from specsparse.kernels import native_cpu
+from specsparse.kernels.native import cpu
 from specsparse.testing import write_tiny_gguf
 from tests.contracts.rigs import WIDTH, Rig, path_to, random_tree, tiny_rig
 
@@ -34,8 +34,8 @@ LENGTH = 37
 
 @pytest.fixture(scope="module", params=MODELS)
 def rig(request, tmp_path_factory) -> Rig:
-    if MODELS[request.param].get("backend") != "reference" and not native_cpu.available():
-        pytest.skip(f"no native kernels: {native_cpu.why_missing()}")
+    if MODELS[request.param].get("backend") != "reference" and not cpu.available():
+        pytest.skip(f"no native kernels: {cpu.why_missing()}")
     return tiny_rig(tmp_path_factory.mktemp("model"), **MODELS[request.param])
 
 
@@ -55,11 +55,11 @@ def wanted(rig, text) -> np.ndarray:
 @pytest.fixture
 def settings():
     """Gives the native kernels' settings back."""
-    isa, threads = native_cpu.isa(), native_cpu.threads()
+    isa, threads = cpu.isa(), cpu.threads()
     yield
     if isa:
-        native_cpu.set_isa(isa)
-        native_cpu.set_threads(threads)
+        cpu.set_isa(isa)
+        cpu.set_threads(threads)
 
 
 def equal(got, wanted, note: str = "") -> None:
@@ -115,14 +115,14 @@ def test_neighbours_in_a_batch(rig, text, wanted):
 
 @pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
 def test_threads_and_instruction_sets(rig, text, wanted, isa, settings):
-    if not native_cpu.available():
-        pytest.skip(f"no native kernels: {native_cpu.why_missing()}")
+    if not cpu.available():
+        pytest.skip(f"no native kernels: {cpu.why_missing()}")
     try:
-        native_cpu.set_isa(isa)
+        cpu.set_isa(isa)
     except UserError as error:
         pytest.skip(str(error))
     for threads in (1, 2):
-        native_cpu.set_threads(threads)
+        cpu.set_threads(threads)
         equal(rig.in_chunks(text, [16, 1, 3, 9, 8]), wanted, f"{isa}, {threads} threads")
     equal(rig.one_by_one(text[:6]), wanted[:6], isa)
 
@@ -180,16 +180,16 @@ def test_smollm2_rows_chunks_threads_and_isas(real, story, settings):
     wanted = real.one_by_one(story)
     for sizes in ([16, 16], [1, 2, 3, 4, 5, 6, 7, 4], [15, 9, 8], [13, 10, 9], [11, 12, 9], [14, 9, 9]):
         equal(real.in_chunks(story, sizes), wanted, f"pieces {sizes}")
-    native_cpu.set_threads(1)
+    cpu.set_threads(1)
     equal(real.in_chunks(story, [8, 16, 8]), wanted, "1 thread")
-    native_cpu.set_threads(2)
+    cpu.set_threads(2)
     for isa in ("avx2", "avx512"):
         try:
-            native_cpu.set_isa(isa)
+            cpu.set_isa(isa)
         except UserError:
             continue
         equal(real.in_chunks(story, [16, 16]), wanted, isa)
-    native_cpu.set_isa("portable")
+    cpu.set_isa("portable")
     equal(real.in_chunks(story[:4], [4]), wanted[:4], "portable")
 
 
@@ -218,8 +218,8 @@ def check_batch(model, prompts, n: int = 9) -> None:
 
 @pytest.mark.parametrize(("backend", "n"), [("native", 9), ("reference", 1)])
 def test_a_batch_draws_what_each_prompt_draws_alone(tmp_path, backend, n):
-    if backend == "native" and not native_cpu.available():
-        pytest.skip(f"no native kernels: {native_cpu.why_missing()}")
+    if backend == "native" and not cpu.available():
+        pytest.skip(f"no native kernels: {cpu.why_missing()}")
     path = write_tiny_gguf(tmp_path / "m.gguf", quant="Q4_0", d_model=64, d_ff=96, vocab_size=300, n_layers=1)
     check_batch(specsparse.load(path, backend=backend), ["hello world", "a", "the other one is longer than this"], n)
 

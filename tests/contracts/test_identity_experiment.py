@@ -7,7 +7,7 @@ import pytest
 
 from experiments import identity
 from specsparse.engine import generate
-from specsparse.kernels import native_cpu
+from specsparse.kernels.native import cpu
 from specsparse.testing import write_tiny_gguf
 
 METHODS = ["scripted tree", "layer_skip drawn"]
@@ -15,8 +15,8 @@ METHODS = ["scripted tree", "layer_skip drawn"]
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    if not native_cpu.available():
-        pytest.skip(f"no native kernels: {native_cpu.why_missing()}")
+    if not cpu.available():
+        pytest.skip(f"no native kernels: {cpu.why_missing()}")
     return write_tiny_gguf(
         tmp_path_factory.mktemp("model") / "m.gguf", quant="Q4_0", d_model=32, d_ff=32, n_heads=1, n_kv_heads=1,
         n_layers=2, vocab_size=300, context_length=256,

@@ -4,7 +4,7 @@ import pytest
 
 import specsparse
 from specsparse import SamplingParams
-from specsparse.kernels import native_cpu
+from specsparse.kernels.native import cpu
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.trees import get_tree
 from specsparse.testing import write_tiny_gguf
@@ -41,8 +41,8 @@ METHODS = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """Its context ends inside the longest text."""
-    if not native_cpu.available():
-        pytest.skip(f"no native kernels: {native_cpu.why_missing()}")
+    if not cpu.available():
+        pytest.skip(f"no native kernels: {cpu.why_missing()}")
     path = write_tiny_gguf(
         tmp_path_factory.mktemp("model") / "m.gguf", quant="Q4_0", d_model=64, d_ff=96, n_layers=2, vocab_size=300,
         context_length=64,

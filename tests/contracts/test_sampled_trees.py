@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 import specsparse
-from specsparse import SamplingParams, metrics
+from specsparse import SamplingParams
 from specsparse.errors import UserError
-from specsparse.kernels import native_cpu
+from specsparse.kernels.native import cpu
+from specsparse.runtime import metrics
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.trees import get_tree
 from specsparse.testing import write_tiny_gguf
@@ -19,8 +20,8 @@ TREES = {"kseq": ("sampled_iid", {"temperature": 0.8}), "tree_delta": ("static",
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    if not native_cpu.available():
-        pytest.skip(f"no native kernels: {native_cpu.why_missing()}")
+    if not cpu.available():
+        pytest.skip(f"no native kernels: {cpu.why_missing()}")
     return specsparse.load(write_tiny_gguf(tmp_path_factory.mktemp("model") / "m.gguf", **SHAPE))
 
 

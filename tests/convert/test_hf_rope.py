@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import specsparse
-from specsparse.convert.hf import convert_hf
-from specsparse.engine.gguf import open_gguf
+from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.rope import rope_tables
 from specsparse.errors import UserError
+from specsparse.models.convert.hf import convert_hf
 from specsparse.testing import write_tiny_gguf
-from tests.convert import checkpoints
+from tests.models.convert import checkpoints
 from tests.tolerances import FORWARD_NMSE, nmse
 
 THEIRS = {

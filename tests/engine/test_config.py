@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from gguf.constants import GGMLQuantizationType
 
-from specsparse import models
 from specsparse.engine.config import PROJECTIONS, ModelConfig
-from specsparse.engine.gguf import open_gguf
+from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
+from specsparse.models import catalogue
 from specsparse.testing import tiny_config, write_tiny_gguf
 
 
@@ -47,7 +47,7 @@ def test_reads_each_tokenizer_and_type(tmp_path):
 
 def test_the_real_model():
     try:
-        path = models.resolve("smollm2-135m")
+        path = catalogue.resolve("smollm2-135m")
     except UserError as error:
         pytest.skip(str(error))
     config = ModelConfig.from_gguf(open_gguf(path))

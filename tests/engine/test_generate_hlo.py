@@ -10,7 +10,7 @@ import pytest
 
 import specsparse
 from specsparse import SamplingParams
-from specsparse.kernels import native_cpu
+from specsparse.kernels.native import cpu
 from specsparse.testing import write_tiny_gguf
 
 HOST = re.compile(r"callback|outfeed|infeed|send\(|recv\(|host_compute", re.IGNORECASE)
@@ -19,8 +19,8 @@ HLO_TYPE = {"f16": "f16", "f32": "f32", "bf16": "bf16"}
 
 @pytest.fixture(scope="module", params=["f16", "f32"])
 def model(request, tmp_path_factory):
-    if not native_cpu.available():
-        pytest.skip(f"no native kernels: {native_cpu.why_missing()}")
+    if not cpu.available():
+        pytest.skip(f"no native kernels: {cpu.why_missing()}")
     path = write_tiny_gguf(tmp_path_factory.mktemp("model") / "m.gguf", quant="Q4_0", d_model=64, d_ff=96)
     return specsparse.load(path, kv_dtype=request.param)
 

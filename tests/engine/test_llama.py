@@ -14,8 +14,8 @@ import pytest
 import specsparse
 from specsparse.engine import llama
 from specsparse.engine.config import PROJECTIONS
-from specsparse.engine.gguf import GGUFFile, open_gguf
-from specsparse.kernels import native_cpu
+from specsparse.engine.gguf.reader import GGUFFile, open_gguf
+from specsparse.kernels.native import cpu
 from specsparse.testing import write_tiny_gguf
 from tests.tolerances import FORWARD_NMSE, nmse
 
@@ -134,8 +134,8 @@ def case(request, tmp_path_factory, ids):
 @pytest.mark.parametrize("backend", ["reference", "native"])
 def test_logits_equal_the_transcription(case, ids, backend):
     path, wanted = case
-    if backend == "native" and not native_cpu.available():
-        pytest.skip(f"no native kernels: {native_cpu.why_missing()}")
+    if backend == "native" and not cpu.available():
+        pytest.skip(f"no native kernels: {cpu.why_missing()}")
     got = specsparse.load(path, backend=backend, kv_dtype="f32").logits(ids)
     assert nmse(got, wanted) <= FORWARD_NMSE["f32"]
 

@@ -19,10 +19,10 @@ import pytest
 import specsparse
 from specsparse import kernels
 from specsparse.engine.llama import Want, make_forward
-from specsparse.kernels import native_cpu
+from specsparse.kernels.native import cpu
 from tests.tolerances import nmse
 
-DATA = Path(__file__).parent.parent / "data" / "oracle_llama"
+DATA = Path(__file__).parents[1] / "data" / "oracle_llama"
 PROMPTS = {p["id"]: p for p in json.loads((DATA / "prompts.json").read_text(encoding="utf-8"))}
 MARGIN = 0.1
 
@@ -40,7 +40,7 @@ def golden() -> dict[str, dict[str, np.ndarray]]:
 @pytest.fixture(scope="module")
 def native(smollm2, golden) -> dict[str, np.ndarray]:
     if smollm2.kernels.name != "native":
-        pytest.skip(f"no native kernels: {native_cpu.why_missing()}")
+        pytest.skip(f"no native kernels: {cpu.why_missing()}")
     return {name: smollm2.logits(forced(g)) for name, g in golden.items()}
 
 

@@ -10,7 +10,7 @@ import pytest
 from specsparse.engine.config import RopeConfig
 from specsparse.engine.rope import rope_tables
 from specsparse.errors import UserError
-from specsparse.kernels.reference import rotate as apply_rope
+from specsparse.kernels.reference.dense import rotate as apply_rope
 
 
 def llama_cpp_tables(cfg: RopeConfig, capacity: int) -> tuple[np.ndarray, np.ndarray]:

@@ -2,14 +2,14 @@
 
 import pytest
 
-from specsparse.kernels import native_cpu
+from specsparse.kernels.native import cpu
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _settings_come_back():
     """A module may switch instruction sets and threads; the next one finds them as they were."""
-    isa, threads = native_cpu.isa(), native_cpu.threads()
+    isa, threads = cpu.isa(), cpu.threads()
     yield
-    if native_cpu.available():
-        native_cpu.set_isa(isa)
-        native_cpu.set_threads(threads)
+    if cpu.available():
+        cpu.set_isa(isa)
+        cpu.set_threads(threads)

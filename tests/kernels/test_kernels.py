@@ -15,15 +15,16 @@ import pytest
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
-from specsparse.engine.row_laws import REFERENCE, LawRows
+from specsparse.engine.sampling.row_laws import REFERENCE, LawRows
 from specsparse.errors import UserError
-from specsparse.kernels import BACKENDS, QTensor, native_cpu
-from specsparse.kernels.packing import SUPPORTED, layout_of, pack_qtensor
+from specsparse.kernels import BACKENDS, QTensor
+from specsparse.kernels.native import cpu
+from specsparse.kernels.packing.pack import SUPPORTED, layout_of, pack_qtensor
 from specsparse.testing import random_quantised
 from tests.kernels import emulation
 from tests.tolerances import ATTEND_NMSE, LAW_RTOL, LINEAR_NMSE, nmse
 
-pytestmark = pytest.mark.skipif(not native_cpu.available(), reason=f"no native kernels: {native_cpu.why_missing()}")
+pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"no native kernels: {cpu.why_missing()}")
 
 ISAS = ("portable", "avx2", "avx512")
 ROWS = (1, 2, 3, 5, 8, 9, 17)
@@ -37,10 +38,10 @@ TYPES = {t.name: t for t in SUPPORTED}
 def use(isa: str, threads: int = 2) -> None:
     """Switches the instruction set; skips where the processor lacks it."""
     try:
-        native_cpu.set_isa(isa)
+        cpu.set_isa(isa)
     except UserError as error:
         pytest.skip(str(error))
-    native_cpu.set_threads(threads)
+    cpu.set_threads(threads)
 
 
 def same_bits(got, wanted, note: str = "") -> None:
@@ -170,7 +171,7 @@ def test_products_have_the_same_bits_for_every_isa_thread_and_number_of_rows(isa
 @pytest.mark.parametrize("name", ["Q4_1", "Q6_K", "F16"])
 def test_products_do_not_depend_on_the_shape_or_the_neighbours(name):
     """The same with R the true number of rows, in batches of ragged length, and beside a row of NaN."""
-    use(ISAS[1] if native_cpu.isa() != "portable" else "portable")
+    use(ISAS[1] if cpu.isa() != "portable" else "portable")
     w, a, wanted = weights(name), dict(rows_of(columns(name))), portable(name)
 
     def call(x, n_valid):
@@ -195,10 +196,10 @@ def test_matrices_of_two_types_in_one_call(pair):
     first, second = (pack_qtensor(raw, TYPES[name], (21, 768)) for raw, name in zip(raws, pair, strict=True))
     x = rows_of(768)["x"]
     options = {"n_valid": jnp.array([R], jnp.int32)}
-    both = native_cpu.linear(x, (first, second), **options)
-    same_bits(both, (*native_cpu.linear(x, (first,), **options), *native_cpu.linear(x, (second,), **options)))
+    both = cpu.linear(x, (first, second), **options)
+    same_bits(both, (*cpu.linear(x, (first,), **options), *cpu.linear(x, (second,), **options)))
     for act in ACTS:
-        (got,) = native_cpu.linear(x, (first, second), act=act, **options)
+        (got,) = cpu.linear(x, (first, second), act=act, **options)
         wanted = emulation.activate(np.asarray(both[0]), act) * np.asarray(both[1])
         same_bits(np.asarray(got) + 0.0, wanted + np.float32(0))
 
@@ -295,12 +296,12 @@ def test_laws_equal_the_reference(width):
     """The same tokens are kept, ties together; what is left differs by the last bits of exp."""
     use("portable", 1)
     logits, rows = law_case(width)
-    got, wanted = (np.asarray(jax.jit(law)(logits, rows)) for law in (native_cpu.law, REFERENCE.law))
+    got, wanted = (np.asarray(jax.jit(law)(logits, rows)) for law in (cpu.law, REFERENCE.law))
     np.testing.assert_array_equal(got > 0, wanted > 0)
     np.testing.assert_allclose(got, wanted, rtol=LAW_RTOL)
     for u in (0.0, 0.25, 0.6180339, 1 - 2.0**-24):
         u_R = np.full(len(logits), u, np.float32)
-        np.testing.assert_array_equal(jax.jit(native_cpu.draw)(got, u_R), jax.jit(REFERENCE.draw)(got, u_R))
+        np.testing.assert_array_equal(jax.jit(cpu.draw)(got, u_R), jax.jit(REFERENCE.draw)(got, u_R))
 
 
 @pytest.mark.parametrize("spread", [0.01, 0.5, 3.0, 20.0])
@@ -313,7 +314,7 @@ def test_top_p_of_flat_and_of_peaked_laws_equals_the_reference(spread):
     every = np.ones(6, np.float32)
     rows = LawRows(every, every * -np.inf, every.astype(np.int32) * 5000, shares)
     for logits in (fine, fine.round(1)):
-        got, wanted = (np.asarray(jax.jit(law)(logits, rows)) for law in (native_cpu.law, REFERENCE.law))
+        got, wanted = (np.asarray(jax.jit(law)(logits, rows)) for law in (cpu.law, REFERENCE.law))
         np.testing.assert_array_equal((got > 0).sum(axis=1), (wanted > 0).sum(axis=1))
         np.testing.assert_allclose(got, wanted, rtol=LAW_RTOL)
 
@@ -326,7 +327,7 @@ def test_only_rows_of_numbers_can_be_laws(isa):
         x = np.random.default_rng(width).normal(size=(6, width)).astype(np.float32)
         x[1, 0], x[2, -1], x[3, width // 2] = np.nan, np.nan, np.inf
         x[4], x[5, : width - 1] = -np.inf, -np.inf
-        got = np.asarray(jax.jit(native_cpu.check)(x))
+        got = np.asarray(jax.jit(cpu.check)(x))
         np.testing.assert_array_equal(got, [True, False, False, False, False, True], err_msg=str(width))
 
 
@@ -337,9 +338,9 @@ def test_rows_that_are_no_laws_stay_inside():
     for t, k, top_p, min_p in SHAPES.values():
         numbers = (t, np.log(min_p) if min_p else -np.inf, k or 1000, top_p)
         rows = LawRows(*(np.full(4, a, d) for a, d in zip(numbers, "ffif", strict=True)))
-        p = jax.jit(native_cpu.law)(x, rows)
+        p = jax.jit(cpu.law)(x, rows)
         assert p.shape == x.shape
-        token = np.asarray(jax.jit(native_cpu.draw)(p, np.full(4, 0.7, np.float32)))
+        token = np.asarray(jax.jit(cpu.draw)(p, np.full(4, 0.7, np.float32)))
         assert ((token >= 0) & (token < 1000)).all()
 
 
@@ -347,11 +348,11 @@ def test_rows_that_are_no_laws_stay_inside():
 def test_laws_have_the_same_bits_for_every_isa_thread_and_number_of_rows(isa):
     logits, rows = law_case(1000)
     use("portable", 1)
-    wanted = np.asarray(jax.jit(native_cpu.law)(logits, rows))
-    one = jax.jit(native_cpu.law)
+    wanted = np.asarray(jax.jit(cpu.law)(logits, rows))
+    one = jax.jit(cpu.law)
     for threads in (1, 2):
         use(isa, threads)
-        same_bits(jax.jit(native_cpu.law)(logits, rows), wanted)
+        same_bits(jax.jit(cpu.law)(logits, rows), wanted)
         for r in range(len(logits)):
             same_bits(one(logits[r : r + 1], jax.tree.map(lambda a, r=r: a[r : r + 1], rows))[0], wanted[r], f"row {r}")
 
@@ -459,7 +460,7 @@ def test_attention_has_the_same_bits_for_every_isa_and_thread(isa, threads):
 def test_a_row_of_a_tree_equals_the_end_of_its_chain(backend, dtype, pairing):
     """Contract C1 of attention: the same path gives the same bits, wherever its rows lie in the cache."""
     if backend == "native":
-        use(native_cpu.isa(), 2)
+        use(cpu.isa(), 2)
     length = (5, 33)
     parents = PARENTS["tree"]
     out, *_ = attend(backend, dtype, pairing, length, (N, N), parents)

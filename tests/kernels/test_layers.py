@@ -10,10 +10,10 @@ from specsparse import kernels
 from specsparse.engine import llama
 from specsparse.engine.llama import Want
 from specsparse.errors import UserError
-from specsparse.kernels import native_cpu
+from specsparse.kernels.native import cpu
 from tests.contracts.rigs import WIDTH, Rig, random_tree, tiny_rig
 
-pytestmark = pytest.mark.skipif(not native_cpu.available(), reason=str(native_cpu.why_missing()))
+pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.why_missing()))
 
 MODELS = {
     "q4_1": {"quant": "Q4_1", "d_model": 96, "d_ff": 160, "n_heads": 6, "n_kv_heads": 2, "n_layers": 3},
@@ -54,12 +54,12 @@ def test_rows(pair, n):
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_a_batch_with_rows_that_do_not_count(pair, threads):
-    before = native_cpu.threads()
-    native_cpu.set_threads(threads)
+    before = cpu.threads()
+    cpu.set_threads(threads)
     try:
         check(pair, [[1, 2, 3, 4], [5, 6], [9]], counts=[3, 2, 0], prefix=[7, 8])
     finally:
-        native_cpu.set_threads(before)
+        cpu.set_threads(before)
 
 
 def test_trees(pair):
@@ -69,15 +69,15 @@ def test_trees(pair):
 
 @pytest.mark.parametrize("isa", ["portable", "avx2"])
 def test_instruction_sets(pair, isa):
-    before = native_cpu.isa()
+    before = cpu.isa()
     try:
-        native_cpu.set_isa(isa)
+        cpu.set_isa(isa)
     except UserError:
         pytest.skip(f"no {isa} here")
     try:
         check(pair, [[4, 5, 6, 7, 8]], prefix=[1, 2])
     finally:
-        native_cpu.set_isa(before)
+        cpu.set_isa(before)
 
 
 @pytest.mark.parametrize("layers", [(), (1,), (1, 0)])

@@ -14,16 +14,17 @@ import pytest
 from gguf.quants import dequantize
 
 from specsparse.errors import UserError
-from specsparse.kernels import native_cpu, native_lut, reference_lut
-from specsparse.kernels.packing import pack_qtensor
-from specsparse.kernels.planes import pack_planes
-from specsparse.kernels.reference_lut import SUMS, error_bound
+from specsparse.kernels.native import cpu, lut
+from specsparse.kernels.packing.pack import pack_qtensor
+from specsparse.kernels.packing.planes import pack_planes
+from specsparse.kernels.reference import lut as reference_lut
+from specsparse.kernels.reference.lut import SUMS, error_bound
 from specsparse.testing import random_quantised
 from tests.kernels import emulation
 from tests.kernels.test_kernels import TYPES, same_bits, use
 from tests.tolerances import LINEAR_NMSE, nmse
 
-pytestmark = pytest.mark.skipif(not native_cpu.available(), reason=f"no native kernels: {native_cpu.why_missing()}")
+pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"no native kernels: {cpu.why_missing()}")
 
 KINDS = ("Q4_0", "Q4_1")
 SHAPE = (37, 96)
@@ -79,9 +80,9 @@ def test_exact_tables_give_the_bits_of_the_product(kind, isa, threads):
         x = activations(shape[1])
         wanted = emulation.product(x, np.asarray(w.data), w.layout, shape)
         for n in (1, 2, 3, 4, 5, 9):
-            got = native_lut.lut_linear(x[:n], planes, sums="int16")
+            got = lut.lut_linear(x[:n], planes, sums="int16")
             same_bits(got, wanted[:n], f"{shape}, {n} rows")
-    same_bits(got, native_cpu.linear(jnp.asarray(x), (w,), n_valid=jnp.array([9], jnp.int32))[0])
+    same_bits(got, cpu.linear(jnp.asarray(x), (w,), n_valid=jnp.array([9], jnp.int32))[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -91,10 +92,10 @@ def test_rounded_tables_give_the_same_bits_everywhere(kind):
             _, planes = matrix(kind, shape)
             x = activations(shape[1])
             use("portable", 1)
-            wanted = np.asarray(native_lut.lut_linear(x, planes, sums=sums))
+            wanted = np.asarray(lut.lut_linear(x, planes, sums=sums))
             use("avx2", 2)
             for n in (1, 2, 3, 4, 9):
-                same_bits(native_lut.lut_linear(x[:n], planes, sums=sums), wanted[:n], f"{sums}, {n} rows")
+                same_bits(lut.lut_linear(x[:n], planes, sums=sums), wanted[:n], f"{sums}, {n} rows")
 
 
 @pytest.mark.parametrize("sums", SUMS)
@@ -105,7 +106,7 @@ def test_reference_agrees(kind, sums):
     x = activations()
     residual = np.arange(len(x) * SHAPE[0], dtype=np.float32).reshape(len(x), -1)
     for more in (None, residual):
-        got = native_lut.lut_linear(x, planes, sums=sums, residual=more)
+        got = lut.lut_linear(x, planes, sums=sums, residual=more)
         wanted = reference(x, planes, sums=sums, residual=more)
         for a, b in zip(np.asarray(got), np.asarray(wanted)):  # rows differ in magnitude
             assert nmse(a, b) < LINEAR_NMSE["float"]
@@ -122,7 +123,7 @@ def test_rounded_tables_lie_within_the_bound(kind):
     worst = {}
     for sums in ("int8", "int6"):
         bound = np.asarray(error_bound(x, planes, sums))
-        error = np.abs(np.asarray(native_lut.lut_linear(x, planes, sums=sums)) - exact)
+        error = np.abs(np.asarray(lut.lut_linear(x, planes, sums=sums)) - exact)
         assert np.all(error <= bound + rounding)
         worst[sums] = np.max(error[0] / bound[0])
         assert worst[sums] > 0.05  # not an empty promise
@@ -141,7 +142,7 @@ def test_largest_sums_do_not_overflow(kind, sums):
         w = pack_qtensor(raw.reshape(SHAPE[0], -1), TYPES[kind], SHAPE)
         x = np.full((2, SHAPE[1]), sign, np.float32)
         wanted = emulation.product(x, np.asarray(w.data), w.layout, SHAPE)
-        got = np.asarray(native_lut.lut_linear(x, pack_planes(w), sums=sums))
+        got = np.asarray(lut.lut_linear(x, pack_planes(w), sums=sums))
         if sums == "int16":
             same_bits(got, wanted)
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)  # the largest sum is a whole number of steps
@@ -155,7 +156,7 @@ def test_what_does_not_fit_is_said():
     for other, name in ((q8, "Q8_0"), (iq4, "IQ4_NL")):
         with pytest.raises(UserError, match=f"{name} weights have no bit planes; use Q4_0 or Q4_1"):
             pack_planes(other)
-    for call in (native_lut.lut_linear, reference_lut.lut_linear):
+    for call in (lut.lut_linear, reference_lut.lut_linear):
         with pytest.raises(UserError, match="'int4' sums do not exist; there are int16, int8, int6"):
             call(x, planes, sums="int4")
         with pytest.raises(UserError, match="a matrix of 96 columns"):

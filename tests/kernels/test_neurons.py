@@ -9,7 +9,7 @@ from gguf.quants import dequantize
 from specsparse.errors import UserError
 from specsparse.kernels import pack_neurons, regroup_neurons, take_neurons, unpack_neurons
 from specsparse.kernels.neurons import LINE, row_bytes
-from specsparse.kernels.packing import SUPPORTED, pack_qtensor
+from specsparse.kernels.packing.pack import SUPPORTED, pack_qtensor
 from specsparse.testing import random_quantised
 
 TYPES = {t.name: t for t in SUPPORTED}

@@ -15,14 +15,15 @@ import pytest
 from gguf.quants import dequantize
 
 from specsparse.errors import UserError
-from specsparse.kernels import BACKENDS, native_cpu, pack_neurons, pack_signs, take_neurons
-from specsparse.kernels.packing import SUPPORTED, layout_of
+from specsparse.kernels import BACKENDS, pack_neurons, pack_signs, take_neurons
+from specsparse.kernels.native import cpu
+from specsparse.kernels.packing.pack import SUPPORTED, layout_of
 from specsparse.testing import random_quantised
 from tests.kernels import neuron_emulation
 from tests.kernels.test_kernels import ISAS, columns, same_bits, use
 from tests.tolerances import LINEAR_NMSE, SPARSE_NMSE, nmse
 
-pytestmark = pytest.mark.skipif(not native_cpu.available(), reason=f"no native kernels: {native_cpu.why_missing()}")
+pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"no native kernels: {cpu.why_missing()}")
 
 TYPES = {t.name: t for t in SUPPORTED}
 F, R, EPS = 150, 9, 1e-5
@@ -178,7 +179,7 @@ def test_counts(backend):
 
 def test_more_rows_than_share_one_reading():
     """Past 64 rows neurons are read again, and counted once."""
-    use("portable" if native_cpu.isa() == "portable" else "avx2")
+    use("portable" if cpu.isa() == "portable" else "avx2")
     a, copies = case(columns("Q4_0")), 9
     many = {k: np.concatenate([v] * copies) for k, v in a.items() if k != "norm"} | {"norm": a["norm"]}
     wanted, counted = run("Q4_0", "reglu")

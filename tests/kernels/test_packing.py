@@ -9,9 +9,9 @@ from gguf import GGMLQuantizationType as GGML
 from gguf.constants import GGML_QUANT_SIZES
 
 from specsparse.errors import UserError
-from specsparse.kernels import packing
-from specsparse.kernels.dequant import dequantize, dequantize_groups, embed_rows, pack_float
-from specsparse.kernels.packing import SUPPORTED, pack, pack_qtensor
+from specsparse.kernels.packing import pack as packing
+from specsparse.kernels.packing.dequant import dequantize, dequantize_groups, embed_rows, pack_float
+from specsparse.kernels.packing.pack import SUPPORTED, pack, pack_qtensor
 from specsparse.kernels.qtensor import BLOCK, ROWS, SUPER
 
 F16_SCALES_AT = {

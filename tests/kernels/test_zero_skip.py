@@ -11,21 +11,22 @@ import specsparse
 from specsparse.engine import cache as kv
 from specsparse.engine import llama
 from specsparse.engine.config import ACTIVATION_KEY, ModelConfig
-from specsparse.engine.gguf import open_gguf
+from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
-from specsparse.kernels import SkipWeights, native_cpu, skippable
-from specsparse.kernels.dequant import dequantize
-from specsparse.kernels.packing import SUPPORTED, pack_qtensor
+from specsparse.kernels import SkipWeights, skippable
+from specsparse.kernels.native import cpu
+from specsparse.kernels.packing.dequant import dequantize
+from specsparse.kernels.packing.pack import SUPPORTED, pack_qtensor
+from specsparse.kernels.packing.stripes import STRIPE, stripes
 from specsparse.kernels.qtensor import BLOCK
-from specsparse.kernels.stripes import STRIPE, stripes
-from specsparse.powerinfer import zero_skip
-from specsparse.powerinfer.gated import bytes_read, gated
+from specsparse.powerinfer.ffn import zero_skip
+from specsparse.powerinfer.ffn.gated import bytes_read, gated
 from specsparse.predictors import FFN, get_predictor
 from specsparse.testing import random_quantised, write_tiny_gguf
 from tests.contracts.rigs import Rig, tiny_rig
 from tests.kernels.test_kernels import ISAS, use
 
-pytestmark = pytest.mark.skipif(not native_cpu.available(), reason=str(native_cpu.why_missing()))
+pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.why_missing()))
 
 SHAPES = {  # a width below, at and beyond a stripe; half a chunk at its end; neurons that fill no group of items
     "small": {"d_model": 64, "d_ff": 96},

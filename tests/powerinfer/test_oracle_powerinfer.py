@@ -12,7 +12,7 @@ import pytest
 
 import specsparse
 from specsparse import kernels
-from specsparse.kernels import native_cpu
+from specsparse.kernels.native import cpu
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("SPECSPARSE_POWERINFER_ORACLE") or ROOT.parent / "shared" / "oracle" / "powerinfer")
@@ -79,9 +79,9 @@ def test_the_predictors_of_lossy_matter(load, wanted):
 
 
 def test_threads_do_not_change_a_bit(load, wanted):
-    if not native_cpu.available():
+    if not cpu.available():
         pytest.skip("no native kernels")
-    model, before, out = load("lossy.powerinfer.gguf"), native_cpu.threads(), []
+    model, before, out = load("lossy.powerinfer.gguf"), cpu.threads(), []
     try:
         for count in (1, 2, 4):
             kernels.set_threads(count)
@@ -92,7 +92,7 @@ def test_threads_do_not_change_a_bit(load, wanted):
 
 
 def test_gpuidx_of_powerinfers_own_solver():
-    from specsparse.powerinfer.gpuidx import read_gpuidx
+    from specsparse.powerinfer.files.gpuidx import read_gpuidx
 
     index = read_gpuidx(DATA / "example.generated.gpuidx")
     assert len(index.hot) == 12 and index.vram_capacity == 123456789

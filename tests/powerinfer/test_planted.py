@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import specsparse
-from specsparse.powerinfer import union
+from specsparse.powerinfer.ffn import union
 from specsparse.predictors import FFN
 from specsparse.predictors.mlp import Mlp
 from specsparse.testing.planted import power_law, write_planted_powerinfer

@@ -8,7 +8,7 @@ import numpy as np
 import specsparse
 from specsparse import kernels
 from specsparse.engine.weights import Layer
-from specsparse.kernels.dequant import dequantize, pack_float
+from specsparse.kernels.packing.dequant import dequantize, pack_float
 from specsparse.predictors import FFN
 from specsparse.testing import write_tiny_gguf
 

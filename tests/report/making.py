@@ -1,9 +1,10 @@
 """Runs on disk as the package itself writes them, with numbers that a test chooses."""
 
-from specsparse import record, trackers
-from specsparse.conditions import UNKNOWN
-from specsparse.metrics import Counters, Times
-from specsparse.record import PLAIN, SPECULATIVE, Pass, RunRecord
+from specsparse.experiments import trackers
+from specsparse.measure.conditions import UNKNOWN
+from specsparse.report import record
+from specsparse.report.record import PLAIN, SPECULATIVE, Pass, RunRecord
+from specsparse.runtime.metrics import Counters, Times
 
 TOKENS = 20
 

@@ -3,8 +3,8 @@
 import pytest
 
 from specsparse.cli import main as cli
-from specsparse.conditions import Conditions
 from specsparse.errors import UserError
+from specsparse.measure.conditions import Conditions
 from specsparse.report import diff, runs
 from tests.report import making
 

@@ -3,9 +3,8 @@
 import re
 from html import unescape
 
-from specsparse import record
-from specsparse.record import RunRecord
-from specsparse.report import runs
+from specsparse.report import record, runs
+from specsparse.report.record import RunRecord
 from tests.report import making
 
 TIMES = {("chat-1", "chat"): (2.0, 1.0), ("code-1", "code"): (4.0, 1.0)}

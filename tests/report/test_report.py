@@ -12,16 +12,15 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from specsparse import conditions, record, sweeps
 from specsparse.cli import main as cli
-from specsparse.conditions import Conditions
 from specsparse.errors import UserError
-from specsparse.experiments import compare, explain
-from specsparse.experiments import sweep as sweep_table
-from specsparse.experiments.speed import HOST
-from specsparse.record import PLAIN, SPECULATIVE
-from specsparse.report import figures, methods, page, runs
+from specsparse.experiments import explain, sweep_table, sweeps
+from specsparse.experiments.kinds import compare
+from specsparse.measure import conditions
+from specsparse.measure.conditions import Conditions
+from specsparse.report import figures, methods, page, record, runs
 from specsparse.report.figure import MOST
+from specsparse.report.record import HOST, PLAIN, SPECULATIVE
 from specsparse.speculative.verify import get_verifier
 from tests.report import making
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from specsparse.speculative.base import PAD, Draft, DraftKind
-from specsparse.speculative.cases import make_case
-from specsparse.speculative.exact import ends
+from specsparse.speculative.proof.cases import make_case
+from specsparse.speculative.proof.exact import ends
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verify import VERIFIERS, match_verdict, verify
 

@@ -7,8 +7,8 @@ import pytest
 
 import specsparse
 from specsparse.errors import UserError
-from specsparse.kernels.dequant import embed_rows
-from specsparse.powerinfer.twin import sparse_twin
+from specsparse.kernels.packing.dequant import embed_rows
+from specsparse.powerinfer.ffn.fewer import sparse_twin
 from specsparse.speculative.base import ROOT, DraftKind, Feedback
 from specsparse.speculative.drafters import get_drafter, head_file
 from specsparse.speculative.drafters.head_file import write_head
@@ -47,8 +47,8 @@ def bound(model, file, **options):
 def trainable(weights) -> HeadWeights:
     """The drafter's weights as the trained function takes them."""
     p = weights.params
-    dense = {n: specsparse.kernels.dequant.dequantize(getattr(p.layer, n)) for n in head_file.LAYER_MATRICES}
-    both = [specsparse.kernels.dequant.dequantize(w) for w in (p.fc_hidden, p.fc_token)]
+    dense = {n: specsparse.kernels.packing.dequant.dequantize(getattr(p.layer, n)) for n in head_file.LAYER_MATRICES}
+    both = [specsparse.kernels.packing.dequant.dequantize(w) for w in (p.fc_hidden, p.fc_token)]
     return HeadWeights(
         p.hidden_norm, p.token_norm, jnp.concatenate(both, axis=1), output_norm=p.output_norm,
         attn_norm=p.layer.attn_norm, ffn_norm=p.layer.ffn_norm, **dense,
@@ -68,7 +68,7 @@ def law_after(model, weights, text, path, temperature):
     )  # fmt: skip
     frozen = head.Frozen(
         model.params.output_norm,
-        specsparse.kernels.dequant.dequantize(weights.head),
+        specsparse.kernels.packing.dequant.dequantize(weights.head),
         weights.ids,
         *head.rotary(model.config, C),
     )

@@ -8,7 +8,7 @@ import pytest
 
 import specsparse
 from specsparse import SamplingParams
-from specsparse.engine.gguf import open_gguf
+from specsparse.engine.gguf.reader import open_gguf
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.scripted import Scripted
 from specsparse.speculative.origins import KINDS, Origin

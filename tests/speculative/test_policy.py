@@ -10,9 +10,18 @@ import pytest
 
 from specsparse.errors import UserError
 from specsparse.speculative.base import Draft, DraftKind, Verdict
-from specsparse.speculative.policies import POLICIES, get_policy
-from specsparse.speculative.policy import Confidence, Entropy, Fixed, Heuristic, LawView, PMin, check_policy, view_law
-from specsparse.speculative.policy_cost import AutoOff, CostModel, CostOptimal
+from specsparse.speculative.policies.base import (
+    Confidence,
+    Entropy,
+    Fixed,
+    Heuristic,
+    LawView,
+    PMin,
+    check_policy,
+    view_law,
+)
+from specsparse.speculative.policies.cost import AutoOff, CostModel, CostOptimal
+from specsparse.speculative.policies.registry import POLICIES, get_policy
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verify import VERIFIERS, verify
 from specsparse.testing.drafting import draft_context

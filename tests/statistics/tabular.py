@@ -17,17 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine import cache as kv
-from specsparse.engine import generate, sampling
+from specsparse.engine import generate
 from specsparse.engine.generate import DecodeState, Job
 from specsparse.engine.llama import ForwardOut, Want
 from specsparse.engine.noise import seed_words, uniform
-from specsparse.engine.params import SamplingParams
+from specsparse.engine.sampling import pipeline
+from specsparse.engine.sampling.params import SamplingParams
 from specsparse.speculative import draft_law, loop
 from specsparse.speculative.base import Drafter, DraftKind, Verifier
 from specsparse.speculative.drafters.model import ModelDrafter
 from specsparse.speculative.drafters.sources import DraftWeights, OwnModel, TargetLayers, VocabMap
 from specsparse.speculative.drafters.tree import TreeDrafter
-from specsparse.speculative.policy import Fixed
+from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.trees import TreeShape
 
 VOCAB = 4
@@ -167,11 +168,11 @@ class Engine:
 
     def __init__(self, draft: Drafter | None, verifier: Verifier | None, *, masked: bool = True):
         self.draft, self.masked = draft, masked
-        self.config, self.law = sampling.compile_params(SamplingParams(temperature=1.0), vocab_size=VOCAB)
+        self.config, self.law = pipeline.compile_params(SamplingParams(temperature=1.0), vocab_size=VOCAB)
         if draft is None:
-            self.step = generate.make_step(forward, self.config, sampling.REFERENCE)
+            self.step = generate.make_step(forward, self.config, pipeline.REFERENCE)
         else:
-            self.step = loop.make_step(forward, self.config, sampling.REFERENCE, drafter=draft, verifier=verifier)
+            self.step = loop.make_step(forward, self.config, pipeline.REFERENCE, drafter=draft, verifier=verifier)
         self._chunk = jax.jit(jax.vmap(self._one, in_axes=(None, None, 0, 0)))
 
     def __call__(self, tables: Tables, runs: int, key: Key = OWN) -> Decoded:

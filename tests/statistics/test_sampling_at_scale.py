@@ -14,7 +14,7 @@ from scipy import stats
 
 import specsparse
 from specsparse import SamplingParams
-from specsparse.kernels import native_cpu
+from specsparse.kernels.native import cpu
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.trees import get_tree
 from specsparse.speculative.verifiers import laws
@@ -53,8 +53,8 @@ def drafter(name: str):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    if not native_cpu.available():
-        pytest.skip(f"no native kernels: {native_cpu.why_missing()}")
+    if not cpu.available():
+        pytest.skip(f"no native kernels: {cpu.why_missing()}")
     return load_markov(tmp_path_factory.mktemp("model") / "markov.gguf")
 
 

@@ -14,8 +14,11 @@ from hydra import compose, initialize_config_dir
 from rich.console import Console
 
 import specsparse
-from specsparse import config, experiment, run
-from specsparse.config import (
+from specsparse import run
+from specsparse.engine.gguf.reader import open_gguf
+from specsparse.errors import UserError
+from specsparse.experiments import config, runner
+from specsparse.experiments.config import (
     DataSpec,
     DrafterSpec,
     ModelSpec,
@@ -25,12 +28,10 @@ from specsparse.config import (
     TrainSpec,
     VerifierSpec,
 )
-from specsparse.convert.delta import apply_delta, tensors_hash
-from specsparse.engine.gguf import open_gguf
-from specsparse.errors import UserError
-from specsparse.experiments import drafter_training, relu_training
-from specsparse.kernels.dequant import embed_rows
-from specsparse.predictors.checkpoint import save_state
+from specsparse.experiments.kinds import drafter_training, relu_training
+from specsparse.kernels.packing.dequant import embed_rows
+from specsparse.models.convert.delta import apply_delta, tensors_hash
+from specsparse.predictors.fit.predictor_files import save_state
 from specsparse.testing import write_tiny_gguf
 from specsparse.training import data, distill, reconstruct, trunk
 
@@ -189,7 +190,7 @@ def changed(cfg, **changes):
 
 def play(cfg, model, directory):
     out = io.StringIO()
-    found = experiment.run(cfg, directory, engine=Engine(model), console=Console(file=out, width=200))
+    found = runner.run(cfg, directory, engine=Engine(model), console=Console(file=out, width=200))
     return found, out.getvalue(), json.loads((directory / "record.json").read_text())
 
 
@@ -241,7 +242,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
 )
 def test_mistakes_are_found_before_anything_is_loaded(cfg, options, says):
     with pytest.raises(UserError, match=says):
-        experiment.check(changed(cfg, options=options))
+        runner.check(changed(cfg, options=options))
 
 
 @pytest.mark.parametrize("name", ["relufy", "train_drafter", "train_draft_model"])

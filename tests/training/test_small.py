@@ -8,7 +8,7 @@ import pytest
 import specsparse
 from specsparse.engine.llama import Want
 from specsparse.errors import UserError
-from specsparse.kernels.dequant import dequantize
+from specsparse.kernels.packing.dequant import dequantize
 from specsparse.testing import write_tiny_gguf
 from specsparse.training import small
 from specsparse.training.data import Text

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 import specsparse
-from specsparse import SamplingParams, prompts
+from specsparse import SamplingParams
+from specsparse.data import prompts
 from specsparse.engine.llama import Want
 from specsparse.errors import UserError
 from specsparse.testing import write_tiny_gguf

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure as Canvas
 
-from specsparse import intervals, metrics
+from specsparse.measure import intervals
 from specsparse.report import plots
 from specsparse.report.figure import MOST, Figure, Missing, Row
 from specsparse.report.figures.speedup import NO_METHOD
 from specsparse.report.methods import Method, fastest
 from specsparse.report.runs import Run
+from specsparse.runtime import metrics
 
 
 def by_position(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:

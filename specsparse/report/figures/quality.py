@@ -5,7 +5,7 @@ from typing import Any
 
 from matplotlib.figure import Figure as Canvas
 
-from specsparse.experiments import sparsity_report
+from specsparse.measure import speedup
 from specsparse.report import plots
 from specsparse.report.figure import COLOURS, FAINT, Figure, Missing, Row
 from specsparse.report.methods import Method
@@ -73,7 +73,7 @@ def _settings(run: Run) -> Iterator[dict[str, Any]]:
         if model.get("kl") is None or not faster:
             continue
         label = ", ".join(str(part) for part in (quality.get("name"), point.get("value")) if part is not None)
-        bounds = dict(zip(("speed_low", "speed_high"), sparsity_report.timing_ends(faster), strict=True))
+        bounds = dict(zip(("speed_low", "speed_high"), speedup.timing_ends(faster), strict=True))
         speed, perplexity = faster["ratio_of_totals"], model.get("perplexity")
         yield _row(label, "speed-up, sparse over dense", speed, model["kl"], perplexity, **bounds)
 

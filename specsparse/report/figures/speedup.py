@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure as Canvas
 
-from specsparse import intervals
+from specsparse.measure import intervals
 from specsparse.report import plots
 from specsparse.report.figure import MOST, Figure, Missing, Row
 from specsparse.report.methods import GAMMA, TEMPERATURE, Method, fastest

@@ -14,7 +14,7 @@ from gguf import GGUFWriter, quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from specsparse.engine.config import ModelConfig
-from specsparse.engine.gguf import GGUFFile, TensorInfo, open_gguf
+from specsparse.engine.gguf.reader import GGUFFile, TensorInfo, open_gguf
 from specsparse.engine.weights import Layer, pack_matrix
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor

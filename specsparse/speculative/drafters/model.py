@@ -12,7 +12,7 @@ from specsparse.errors import UserError
 from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback
 from specsparse.speculative.draft_law import DraftLaw, draft_uniform
 from specsparse.speculative.drafters.sources import DraftWeights, Source
-from specsparse.speculative.policy import Policy, check_policy, view_law
+from specsparse.speculative.policies.base import Policy, check_policy, view_law
 from specsparse.speculative.tree import TreeTemplate
 
 

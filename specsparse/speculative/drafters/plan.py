@@ -11,10 +11,10 @@ import numpy as np
 
 from specsparse.engine.llama import make_layers
 from specsparse.engine.model import Model
-from specsparse.engine.params import SamplingParams
+from specsparse.engine.sampling.params import SamplingParams
 from specsparse.engine.weights import Params
 from specsparse.errors import UserError
-from specsparse.kernels.rows import take_rows
+from specsparse.kernels.packing.rows import take_rows
 from specsparse.speculative.base import Drafter, DraftKind
 from specsparse.speculative.draft_law import DraftLaw
 from specsparse.speculative.drafters.either import Either
@@ -24,7 +24,7 @@ from specsparse.speculative.drafters.model import ModelDrafter
 from specsparse.speculative.drafters.sources import DraftWeights, OwnModel, Source, TargetLayers, VocabMap
 from specsparse.speculative.drafters.tree import TreeDrafter
 from specsparse.speculative.drafters.with_policy import with_policy
-from specsparse.speculative.policy import Policy, check_policy
+from specsparse.speculative.policies.base import Policy, check_policy
 from specsparse.speculative.trees.base import TreeShape
 from specsparse.speculative.vocab import check_compatible
 
@@ -46,7 +46,7 @@ class MakeModel(NamedTuple):
 
     Attributes:
         load: name or path -> the draft model, on the target's backend.
-        fewer: (target, options of `powerinfer.twin.sparse_twin`) -> the target with fewer neurons.
+        fewer: (target, options of `powerinfer.ffn.fewer.sparse_twin`) -> the target with fewer neurons.
     """
 
     load: Callable[[str], Model]
@@ -228,7 +228,7 @@ class SparseSelfPlan(DrafterPlan):
 
     Attributes:
         how: how it drafts.
-        rule, share, threshold, text: which neurons, see `powerinfer.twin.sparse_twin`; None leaves its defaults.
+        rule, share, threshold, text: which neurons, see `powerinfer.ffn.fewer.sparse_twin`; None leaves its defaults.
     """
 
     how: Style

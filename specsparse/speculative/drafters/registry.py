@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from specsparse.engine.params import SamplingParams
+from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.speculative.base import Drafter, DraftKind
 from specsparse.speculative.drafters.ngram import NGram
@@ -22,7 +22,7 @@ from specsparse.speculative.drafters.scripted import Scripted
 from specsparse.speculative.drafters.suffix import Suffix
 from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates
 from specsparse.speculative.options import MAX_GAMMA, Factory, Option, gamma_option, nearest
-from specsparse.speculative.policy import Fixed, PMin, Policy
+from specsparse.speculative.policies.base import Fixed, PMin, Policy
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees import TreeShape, get_tree
 

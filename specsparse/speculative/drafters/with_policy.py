@@ -9,8 +9,8 @@ import numpy as np
 
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext, Drafted, Drafter, DraftKind, Feedback
-from specsparse.speculative.policy import Fixed, Policy, check_policy
-from specsparse.speculative.policy_cost import AutoOff
+from specsparse.speculative.policies.base import Fixed, Policy, check_policy
+from specsparse.speculative.policies.cost import AutoOff
 
 
 class PolicyState(NamedTuple):

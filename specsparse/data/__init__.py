@@ -1,0 +1,1 @@
+"""Prompts that travel with the project, and readers of those that do not."""

@@ -1,0 +1,113 @@
+"""Prompts: the built-in ones, written for this project, Spec-Bench's, or a file of one's own."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from specsparse.data import spec_bench
+from specsparse.errors import UserError
+
+BUILTIN = "builtin"
+_BUILTIN_FILE = Path(__file__).parent / "prompts.jsonl"
+
+
+class Prompt(NamedTuple):
+    """One prompt: `id` is unique in its source, `task` is what reports are grouped by.
+
+    `before` holds the user's earlier turns of a conversation; what was answered to them is up to the model.
+    """
+
+    id: str
+    task: str
+    text: str
+    before: tuple[str, ...] = ()
+
+
+def load(
+    source: str = BUILTIN,
+    *,
+    tasks: Sequence[str] | None = None,
+    limit_per_task: int | None = None,
+    turns: str = "first",
+) -> list[Prompt]:
+    """Prompts of a source, in its order.
+
+    Args:
+        source: "builtin"; "spec_bench"; or a .jsonl file, one object per line with "text" (and "task", "id"), or with
+            "turns", "category" and "question_id" as Spec-Bench has them; or a .txt file, prompts between blank lines.
+        tasks: keep these only.
+        limit_per_task: keep this many of each task, the first ones.
+        turns: "first" turns of conversations only, or "both": later turns are prompts of their own.
+
+    Raises:
+        UserError: no such file, a malformed line, an unknown task, or nothing left.
+    """
+    if source == spec_bench.NAME:
+        path = spec_bench.questions()
+    else:
+        path = _BUILTIN_FILE if source == BUILTIN else Path(source).expanduser()
+    prompts = [p for p in _read(path) if turns == "both" or not p.before]
+    present = list(dict.fromkeys(p.task for p in prompts))
+    for task in tasks or ():
+        if task not in present:
+            raise UserError(f"no prompts of task {task!r} in {source}; tasks: {', '.join(present)}")
+    kept = [p for p in prompts if tasks is None or p.task in tasks]
+    if limit_per_task is not None:
+        kept = list(_first_of_each(kept, limit_per_task))
+    if not kept:
+        raise UserError(f"no prompts in {source}")
+    return kept
+
+
+def _first_of_each(prompts: Iterable[Prompt], limit: int) -> Iterable[Prompt]:
+    seen: Counter[str] = Counter()
+    for prompt in prompts:
+        seen[prompt.task] += 1
+        if seen[prompt.task] <= limit:
+            yield prompt
+
+
+def _read(path: Path) -> list[Prompt]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"no such file of prompts: {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read prompts from {path}: {error}") from error
+    if path.suffix == ".jsonl":
+        lines = [(i, line) for i, line in enumerate(text.splitlines(), 1) if line.strip()]
+        prompts = [prompt for i, line in lines for prompt in _parse(line, f"{path}:{i}")]
+    elif path.suffix == ".txt":
+        blocks = [block.strip("\n") for block in text.replace("\r\n", "\n").split("\n\n") if block.strip()]
+        prompts = [Prompt("", "text", block) for block in blocks]
+    else:
+        raise UserError(f"{path}: prompts come as .jsonl or .txt")
+    named = [p if p.id else p._replace(id=f"{p.task}-{i}") for i, p in enumerate(prompts, 1)]
+    twice = [name for name, count in Counter(p.id for p in named).items() if count > 1]
+    if twice:
+        raise UserError(f"{path}: the id {twice[0]!r} is there twice")
+    return named
+
+
+def _parse(line: str, where: str) -> list[Prompt]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where}: not JSON ({error})") from error
+    if isinstance(row, dict) and "turns" in row:
+        return _conversation(row, where)
+    if not isinstance(row, dict) or not isinstance(row.get("text"), str) or not row["text"]:
+        raise UserError(f'{where}: expected an object with a "text"')
+    return [Prompt(str(row.get("id") or ""), str(row.get("task") or "text"), row["text"])]
+
+
+def _conversation(row: dict[str, Any], where: str) -> list[Prompt]:
+    """Every turn of a Spec-Bench question; the later ones are numbered."""
+    turns = row["turns"]
+    if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t for t in turns):
+        raise UserError(f'{where}: "turns" must be a list of texts')
+    name, task = str(row.get("question_id") or row.get("id") or ""), str(row.get("category") or "text")
+    ids = [name if i == 0 or not name else f"{name}-{i + 1}" for i in range(len(turns))]
+    return [Prompt(ids[i], task, text, tuple(turns[:i])) for i, text in enumerate(turns)]

@@ -1,0 +1,1 @@
+"""A dense model divided among devices."""

@@ -1,0 +1,1 @@
+"""From logits to a law, from a law to a token."""

@@ -1,0 +1,233 @@
+"""Laws of single rows: argmax, truncated softmax and inverse-CDF draw, in plain jax with a fixed order of additions.
+
+The three functions of `SamplingKernels` may be replaced by other implementations of the same definitions. Contract C1
+asks that a row's result does not depend on the other rows. XLA may split a float reduction as it likes, so none is used
+here: sums are spelled out as elementwise additions (`block_sums`, `_pair_levels`), and all other reductions (maximum,
+counts, argmax) are exact in any order. The vocabulary is never sorted: top-k and top-p search a threshold bit by bit.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+BLOCK = 256
+"""Tokens of one block of a sum."""
+_LOWEST = np.float32(-np.inf)
+
+
+class SamplingKernels(NamedTuple):
+    """Implementations that `engine.sampling.pipeline` runs on.
+
+    Attributes:
+        argmax: (logits float32[R, V]) -> int32[R], the lowest index of the largest logit.
+        law: (logits float32[R, V], LawRows, **steps) -> float32[R, V], see `reference_law`; may ignore `steps`.
+        draw: (p float32[R, V], u float32[R]) -> int32[R], see `reference_draw`.
+        check: (logits float32[R, V]) -> bool[R], whether a row has neither NaN nor +inf and a token left; with it, raw
+            logits are not cleaned first: `argmax`, `law` and `draw` must then stay inside the vocabulary for any row.
+    """
+
+    argmax: Callable[[jax.Array], jax.Array]
+    law: Callable[..., jax.Array]
+    draw: Callable[[jax.Array, jax.Array], jax.Array]
+    check: Callable[[jax.Array], jax.Array] | None = None
+
+
+class LawRows(NamedTuple):
+    """Shape of the law of each row. Neutral values switch a step off, so an implementation needs no flags.
+
+    Attributes:
+        temperature: float32[R]; 0 is greedy.
+        log_min_p: float32[R], natural logarithm of min_p; -inf is off.
+        top_k: int32[R]; V (or more) is off.
+        top_p: float32[R]; 1 is off.
+    """
+
+    temperature: jax.Array
+    log_min_p: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+
+
+def block_sums(x_RV: jax.Array) -> jax.Array:
+    """Sums of `BLOCK` neighbours, float32[R, ceil(V / BLOCK)]: lane i adds lane i + 128, then i + 64, and so on."""
+    R, V = x_RV.shape
+    blocks = -(-V // BLOCK)
+    x = jnp.pad(x_RV, ((0, 0), (0, blocks * BLOCK - V))).reshape(R, blocks, BLOCK)
+    width = BLOCK
+    while width > 1:
+        width //= 2
+        x = x[..., :width] + x[..., width:]
+    return x[..., 0]
+
+
+def _pair_levels(x_Rm: jax.Array) -> list[jax.Array]:
+    """The tree of sums of neighbouring pairs, leaves (padded by zeros to a power of two) first, root [R, 1] last."""
+    m = x_Rm.shape[1]
+    levels = [jnp.pad(x_Rm, ((0, 0), (0, (1 << (m - 1).bit_length()) - m)))]
+    while levels[-1].shape[1] > 1:
+        levels.append(levels[-1][:, 0::2] + levels[-1][:, 1::2])
+    return levels
+
+
+def mass(x_RV: jax.Array) -> jax.Array:
+    """Row sums float32[R] in the one order of this module: inside blocks, then pairs of blocks.
+
+    Additions of non-negative numbers in a fixed tree are monotone, rounding included: a larger set never has less mass.
+    """
+    return _pair_levels(block_sums(x_RV))[-1][:, 0]
+
+
+def ordered_bits(x: jax.Array) -> jax.Array:
+    """uint32 image of float32 numbers in the same order (NaN excluded); both zeros have one image."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0.0, jnp.float32(0.0), x), jnp.uint32)
+    sign = np.uint32(0x80000000)
+    return jnp.where(bits >= sign, ~bits, bits | sign)
+
+
+def _highest_threshold(enough: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
+    """The largest uint32[R] t for which `enough(t)` holds; `enough` holds for 0 and is monotone."""
+
+    def set_bit(step, t_R):
+        candidate_R = t_R | (np.uint32(1) << (31 - step).astype(jnp.uint32))
+        return jnp.where(enough(candidate_R), candidate_R, t_R)
+
+    return jax.lax.fori_loop(0, 32, set_bit, jnp.zeros((rows,), jnp.uint32))
+
+
+def _top_k(keep_RV: jax.Array, key_RV: jax.Array, top_k_R: jax.Array) -> jax.Array:
+    """The part of `keep` that is not below its top_k-th largest key."""
+
+    def enough(t_R):
+        return jnp.sum((keep_RV & (key_RV >= t_R[:, None])).astype(jnp.int32), axis=1) >= top_k_R
+
+    return keep_RV & (key_RV >= _highest_threshold(enough, key_RV.shape[0])[:, None])
+
+
+def _top_p(keep_RV: jax.Array, key_RV: jax.Array, weight_RV: jax.Array, top_p_R: jax.Array) -> jax.Array:
+    """The smallest part of `keep` above a key threshold with at least the share top_p of its weight."""
+    V = key_RV.shape[1]
+    fill = ((0, 0), (0, -V % BLOCK))  # once here, or every step of the search would do it
+    padded_key_RV, weight_RV = jnp.pad(key_RV, fill), jnp.pad(weight_RV, fill)
+    # The largest weight is 1, so that it reaches the share also where the product underflows.
+    wanted_R = jnp.maximum(top_p_R * mass(weight_RV), jnp.float32(1e-30))
+
+    def enough(t_R):
+        return mass(jnp.where(padded_key_RV >= t_R[:, None], weight_RV, jnp.float32(0.0))) >= wanted_R
+
+    t_R = _highest_threshold(enough, key_RV.shape[0])
+    return keep_RV & ((key_RV >= t_R[:, None]) | (top_p_R >= 1.0)[:, None])
+
+
+def reference_argmax(logits_RV: jax.Array) -> jax.Array:
+    """int32[R], the lowest index of the largest logit; 0 where every logit is -inf. NaN is not allowed."""
+    return jnp.argmax(logits_RV, axis=1).astype(jnp.int32)
+
+
+def one_hot(token_R: jax.Array, vocab_size: int) -> jax.Array:
+    """float32[R, V], all mass on one token of each row."""
+    return (token_R[:, None] == jnp.arange(vocab_size, dtype=jnp.int32)[None]).astype(jnp.float32)
+
+
+def reference_law(
+    logits_RV: jax.Array,
+    rows: LawRows,
+    *,
+    greedy: bool = True,
+    min_p: bool = True,
+    top_k: bool = True,
+    top_p: bool = True,
+) -> jax.Array:
+    """Law of each row after temperature, min-p, top-k and top-p in this order, normalised: float32[R, V].
+
+    With z = (x - max x) / temperature and e = exp(z): min-p keeps z >= log min_p; top-k keeps what is not below the
+    top_k-th largest logit x among those; top-p keeps the smallest set of largest x whose weight e is at least top_p
+    times the weight that was left. Equal logits are kept or dropped together. p = e / mass(e) on what is kept, else 0.
+    A row of temperature 0 is the one-hot law of its argmax, and so is a row of nothing but -inf (token 0).
+
+    Args:
+        logits_RV: float32, finite or -inf.
+        rows: what to do with each row.
+        greedy, min_p, top_k, top_p: False where no row uses the step (it is then left out).
+    """
+    V = logits_RV.shape[1]
+    top_R = jnp.max(logits_RV, axis=1)
+    alive_R = top_R > _LOWEST
+    cold_R = rows.temperature <= 0.0
+    scale_R = jnp.where(cold_R, jnp.float32(1.0), rows.temperature)
+    z_RV = (logits_RV - jnp.where(alive_R, top_R, jnp.float32(0.0))[:, None]) / scale_R[:, None]
+    keep_RV = logits_RV > _LOWEST
+    if min_p:
+        keep_RV &= z_RV >= rows.log_min_p[:, None]
+    key_RV = ordered_bits(logits_RV)
+    if top_k:
+        keep_RV = _top_k(keep_RV, key_RV, rows.top_k)
+    # The select also keeps a compiler from fusing the last product of exp with the additions below.
+    e_RV = jnp.where(keep_RV, jnp.exp(z_RV), jnp.float32(0.0))
+    if top_p:
+        keep_RV = _top_p(keep_RV, key_RV, e_RV, rows.top_p)
+        e_RV = jnp.where(keep_RV, e_RV, jnp.float32(0.0))
+    total_R = jnp.where(alive_R, mass(e_RV), jnp.float32(1.0))
+    p_RV = e_RV / total_R[:, None]
+    point_R = ~alive_R | cold_R if greedy else ~alive_R
+    return jnp.where(point_R[:, None], one_hot(reference_argmax(logits_RV), V), p_RV)
+
+
+def _descend(levels: list[jax.Array], t_R: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Leaf that t falls into, and what is left of t there. A leaf of sum 0 is never reached unless all are 0."""
+    leaves = levels[0].shape[1]
+    # As a heap: node i has the children 2i and 2i + 1, the root is 1. A loop, since XLA takes seconds to compile the
+    # unrolled descent.
+    heap = jnp.concatenate([jnp.zeros_like(levels[-1]), *reversed(levels)], axis=1)
+
+    def step(_, state):
+        node_R, t_R = state
+        pair_R2 = jnp.take_along_axis(heap, 2 * node_R[:, None] + jnp.arange(2, dtype=jnp.int32)[None], axis=1)
+        left_R, right_R = pair_R2[:, 0], pair_R2[:, 1]
+        go_right_R = (t_R >= left_R) & (right_R > 0.0)  # rounding may leave t beyond the last token that counts
+        return 2 * node_R + go_right_R.astype(jnp.int32), jnp.where(go_right_R, t_R - left_R, t_R)
+
+    root_R = jnp.ones(t_R.shape, jnp.int32)
+    node_R, t_R = jax.lax.fori_loop(0, leaves.bit_length() - 1, step, (root_R, t_R))
+    return node_R - leaves, t_R
+
+
+def reference_draw(p_RV: jax.Array, u_R: jax.Array) -> jax.Array:
+    """Token of each row by inverse CDF in vocabulary order: int32[R], consumes the uniform u in [0, 1).
+
+    t = u * mass(p) goes down the tree of block sums, then down the pairs inside the block. A row need not be
+    normalised; what is not above 0 (NaN too) counts as 0 and is never drawn. A row of zeros gives token 0.
+    """
+    V = p_RV.shape[1]
+    p_RV = jnp.where(p_RV > 0.0, p_RV, jnp.float32(0.0))
+    levels = _pair_levels(block_sums(p_RV))
+    block_R, t_R = _descend(levels, u_R * levels[-1][:, 0])
+    column_RB = block_R[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)[None]
+    inside_RB = jnp.take_along_axis(p_RV, jnp.minimum(column_RB, V - 1), axis=1)
+    inside_RB = jnp.where(column_RB < V, inside_RB, jnp.float32(0.0))
+    column_R, _ = _descend(_pair_levels(inside_RB), t_R)
+    return block_R * BLOCK + column_R
+
+
+REFERENCE = SamplingKernels(reference_argmax, reference_law, reference_draw)
+"""Plain jax: the oracle and the fallback."""
+
+
+def one_row_at_a_time(kernels: SamplingKernels) -> SamplingKernels:
+    """The same functions under `lax.map` over rows, for a backend whose elementwise functions depend on R."""
+
+    def single(function, *rows, **steps):
+        return function(*jax.tree.map(lambda a: a[None], rows), **steps)[0]
+
+    def argmax(logits_RV):
+        return jax.lax.map(lambda x: single(kernels.argmax, x), logits_RV)
+
+    def law(logits_RV, rows, **steps):
+        return jax.lax.map(lambda row: single(kernels.law, *row, **steps), (logits_RV, rows))
+
+    def draw(p_RV, u_R):
+        return jax.lax.map(lambda row: single(kernels.draw, *row), (p_RV, u_R))
+
+    return SamplingKernels(argmax, law, draw)

@@ -1,0 +1,65 @@
+"""Hydra's composition errors in one line each, with the nearest valid name."""
+
+import re
+from pathlib import Path
+
+from specsparse.errors import UserError
+from specsparse.experiments.config import nearest, valid_keys
+
+
+def explain(error: Exception, conf: Path) -> UserError:
+    """The `UserError` that says in one line what `error` (of Hydra or OmegaConf) means; `conf` is the config folder."""
+    text = str(error)
+    if error.__cause__ is not None and "\n" not in text:
+        text = f"{text}: {error.__cause__}"
+    groups = _groups(conf)
+    override = getattr(error, "override", None)
+    if override is not None:
+        return UserError(f"cannot read {override!r}: write KEY=VALUE, and quote a value with special characters")
+    match = re.search(r"'hydra/(?:launcher|sweeper)/(\w+)'", text)
+    if match:
+        return UserError(f"{match.group(1)} is not installed: pip install 'specsparse[sweep]'")
+    match = re.search(r"Could not find '(\w+)/([^']*)'", text)
+    if match:
+        group, choice = match.groups()
+        return UserError(f"{group}={choice}: there is no such {group}{nearest(choice, groups.get(group, []))}")
+    match = re.search(r"Could not override '([^']+)'", text)
+    if match:
+        key = match.group(1).split("@")[0]
+        return UserError(f"no key {key}{_near_key(key, groups, conf)}")
+    match = re.search(r"Could not append to config\. An item is already at '([^']+)'", text)
+    if match:
+        return UserError(f"{match.group(1)} is there already: write it without the +")
+    match = re.search(r"You must specify '([^']+)'", text)
+    if match:
+        key = match.group(1)
+        return UserError(f"{key}: choose one, such as {key}={next(iter(groups.get(key, ['NAME'])))}")
+    match = re.search(r"Missing mandatory value: ([\w.]+)", text)
+    if match:
+        return UserError(f"{match.group(1)}: a value is needed")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return UserError("; ".join(lines[:2]) or type(error).__name__)
+
+
+def _groups(conf: Path) -> dict[str, list[str]]:
+    return {d.name: sorted(f.stem for f in d.glob("*.yaml")) for d in sorted(conf.iterdir()) if d.is_dir()}
+
+
+def _keys_of(conf: Path, group: str) -> set[str]:
+    """Keys in the files of a group: options that only a drafter or a tracker knows about."""
+    text = "\n".join(file.read_text(encoding="utf-8") for file in sorted((conf / group).glob("*.yaml")))
+    return {f"{group}.{key}" for key in re.findall(r"^(\w+):", text, re.MULTILINE)} - {f"{group}.defaults"}
+
+
+def _near_key(key: str, groups: dict[str, list[str]], conf: Path) -> str:
+    """Look among the keys of the same group first: `policy.gama` is nearer to `policy.gamma` than to anything else."""
+    if key == "experiment":
+        return "; write +experiment=NAME"
+    keys = {*valid_keys(), *groups}
+    head = key.partition(".")[0]
+    if head in groups:
+        keys |= _keys_of(conf, head)
+    if key in keys:
+        return f" in this config; to add it write +{key}=VALUE"
+    same = {k for k in keys if k.startswith(f"{head}.")}
+    return nearest(key, same if "." in key and same else keys)

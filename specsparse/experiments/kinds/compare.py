@@ -1,0 +1,270 @@
+"""Every valid method of a list on the same prompts, plain decoding once, all in turn; one ranked table."""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from specsparse.errors import UserError
+from specsparse.experiments import decoding, trackers
+from specsparse.experiments.config import RunConfig, TreeSpec, VerifierSpec, sampling_params
+from specsparse.experiments.decoding import Engine, Passes
+from specsparse.experiments.drafting import drafter_spec
+from specsparse.experiments.measured import Measured
+from specsparse.measure import conditions
+from specsparse.measure.conditions import UNKNOWN, Conditions, Rank
+from specsparse.measure.repeats import Repeats
+from specsparse.report import display, record
+from specsparse.report.record import PLAIN, RECORD_FILE, SPECULATIVE, Group, Identity, Pass
+from specsparse.runtime import manifest, metrics
+from specsparse.speculative.base import Verifier
+from specsparse.speculative.method import grows_trees, make_drafter
+from specsparse.speculative.verify import VERIFIERS, get_verifier
+
+_FEW = 2
+"""Methods that a line names; more are counted."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One method: what its verifier promises, both sides' numbers by task, and whether the text is the same."""
+
+    name: str
+    label: str
+    groups: dict[str, Group]
+    identity: Identity
+
+    @property
+    def speedup(self) -> float:
+        """Ratio of totals over all prompts; 0 where nothing was decoded."""
+        found = self.groups["all"].speedup
+        return 0.0 if found is None else found.ratio_of_totals
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        tasks = {task: _group(group) for task, group in self.groups.items()}
+        identity = dataclasses.asdict(self.identity)
+        return {"name": self.name, "label": self.label, "identity": identity, "tasks": tasks}
+
+
+def _group(group: Group) -> dict[str, Any]:
+    sides = {k: {"rates": s.rates, "counters": metrics.to_dict(s.counters)} for k, s in group.sides.items()}
+    return {**sides, "speedup": None if group.speedup is None else group.speedup.to_dict()}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All methods, the fastest first, the pairs that were left out, and what all were taken at, in turn."""
+
+    entries: tuple[Entry, ...]
+    refused: tuple[str, ...]
+    conditions: Conditions = UNKNOWN
+    repeats: Repeats | None = None
+
+    @property
+    def as_promised(self) -> bool:
+        """No method whose verifier promises plain decoding's tokens wrote others."""
+        return not any(e.identity.promised and e.identity.differing for e in self.entries)
+
+    @property
+    def ranks(self) -> list[Rank | None]:
+        """Of the entries."""
+        found = [e.groups["all"].speedup for e in self.entries]
+        return conditions.ranks([None if f is None else f.interval for f in found])
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What makes the times doubtful."""
+        return conditions.doubts(self.conditions, {e.name: e.groups["all"].impossible for e in self.entries})
+
+    @property
+    def objective(self) -> float | None:
+        """The best speed-up."""
+        return self.entries[0].speedup if self.entries else None
+
+
+def check(cfg: RunConfig) -> None:
+    """Names, options, and that at least one pair is valid.
+
+    Raises:
+        UserError: an unknown name, or no valid pair.
+    """
+    decoding.check(cfg)
+    methods(cfg)
+
+
+def methods(
+    cfg: RunConfig, measure: Callable[[RunConfig], Measured | None] = lambda pair: None
+) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
+    """Keyword arguments of generate for every valid pair by name, and one line for each pair that is not.
+
+    Without a list of verifiers: every lossless rule that fits, under its first name. The drafter and the verifier of
+    the config keep their options; others have their defaults. `measure` gives what the policy and the tree of one pair
+    are to read of this machine; without it they are only checked.
+
+    Raises:
+        UserError: an unknown name, a mistaken option, or no valid pair.
+    """
+    sides: dict[str, dict[str, Any]] = {}
+    refused: list[str] = []
+    seen: set[tuple[str, Any]] = set()
+    verifiers = cfg.compare.verifiers or tuple(name for name, v in VERIFIERS.items() if v.lossless)
+    temperature = sampling_params(cfg).temperature
+    for name, verifier in itertools.product(cfg.compare.drafters, verifiers):
+        pair = _pair(cfg, name, verifier)
+        made, found = _drafter(pair, None), get_verifier(verifier, **pair.verifier.options)
+        if not found.accepts(made.kind, tree=made.tree, temperature=temperature):
+            if cfg.compare.verifiers:
+                refused.append(f"{name} x {verifier}: {verifier} does not verify {made.kind.value} drafts here")
+        elif cfg.compare.verifiers or (name, found.rule) not in seen:  # aliases of one rule do the same
+            seen.add((name, found.rule))
+            sides[f"{name} x {verifier}"] = {"drafter": _drafter(pair, measure(pair)), "verifier": found}
+    if not sides:
+        raise UserError("compare: no drafter of the list goes with a verifier of the list: " + "; ".join(refused))
+    return sides, tuple(refused)
+
+
+def _pair(cfg: RunConfig, name: str, verifier: str) -> RunConfig:
+    """The config of one pair, as if it were run alone; a drafter that grows no trees drafts chains."""
+    drafter = drafter_spec(cfg, name)
+    chosen = cfg.verifier if cfg.verifier.name == verifier else VerifierSpec(verifier)
+    tree = cfg.tree if grows_trees(name) else TreeSpec()
+    return dataclasses.replace(cfg, drafter=drafter, verifier=chosen, tree=tree)
+
+
+def _drafter(pair: RunConfig, found: Measured | None) -> Any:
+    policy, tree = decoding.policy(pair, found), decoding.tree(pair, found)
+    return make_drafter(pair.drafter.name, pair.drafter.options, policy, tree=tree)
+
+
+def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) -> Comparison:
+    """Decode, rank, show, and write the record."""
+    started = time.perf_counter()
+    bench = decoding.prepare(cfg, engine, console)
+    sides, refused = methods(cfg, lambda pair: decoding.what_is_measured(pair, bench.model, console))
+    tracker = trackers.make(cfg.tracker.name, cfg.tracker.options, directory)
+    passes = Passes(cfg, engine, bench.model, {PLAIN: {}, **sides}, console)
+    if cfg.warmup:
+        passes.show(bench.jobs, PLAIN, started, directory)
+    done = []
+    for one in passes.timed(bench.jobs):
+        done.append(one)
+        tracker.log(one.row())
+    taken, size = passes.conditions(), bench.model.footprint.file
+    bandwidth = taken.read_bandwidth
+    entries = [
+        entry(name, options["verifier"], [*passes.warm_up, *done], done, bytes_per_pass=size, bandwidth=bandwidth)
+        for name, options in sides.items()
+    ]
+    found = Comparison(tuple(sorted(entries, key=lambda e: -e.speedup)), refused, taken, passes.repeats)
+    tracker.finish(_record(cfg, found, passes, bench))
+    console.print(Text(f"{cfg.name}: {len(sides)} methods on {len(bench.jobs)} prompts", style="bold"))
+    console.print(table(found))
+    for line in display.condition_lines(taken, passes.repeats, found.warnings):
+        console.print(line, soft_wrap=True)
+    for line in (*lines(found), f"record: {directory / RECORD_FILE}"):
+        console.print(Text(line, style="dim"), soft_wrap=True)
+    return found
+
+
+def entry(
+    name: str,
+    verifier: Verifier,
+    seen: Sequence[Pass],
+    timed: Sequence[Pass],
+    *,
+    bytes_per_pass: int,
+    bandwidth: float | None,
+) -> Entry:
+    """One method's numbers beside plain decoding's."""
+
+    def of(passes: Sequence[Pass]) -> list[Pass]:
+        own = [dataclasses.replace(p, side=SPECULATIVE) for p in passes if p.side == name]
+        return [*(p for p in passes if p.side == PLAIN), *own]
+
+    groups = record.groups(of(timed), bytes_per_pass=bytes_per_pass, read_bandwidth=bandwidth)
+    identity = record.identity_of(of(seen), verifier=verifier.name)
+    return Entry(name, decoding.label(verifier), groups, identity)
+
+
+def table(found: Comparison) -> Table:
+    """One row a method, the fastest first, plain decoding last."""
+    note = metrics.lengths_note(per_pass="tok/pass", length="acc. length")
+    out = Table(box=SIMPLE_HEAD, pad_edge=False, caption=note, caption_justify="left")
+    titles = ("", "method", "tok/s", "speed-up", "95 % interval", "tok/pass", "acc. length", "text", "lossless")
+    for title in titles:
+        out.add_column(title, justify="left" if title in ("method", "text", "lossless") else "right", no_wrap=True)
+    for rank, e in zip(found.ranks, found.entries, strict=True):
+        side, faster = e.groups["all"].sides[SPECULATIVE], e.groups["all"].speedup
+        numbers = [_cell(side.rates[k], spec) for k, spec in (("tokens_per_second", ".1f"),)]
+        numbers += ["-", "-"] if faster is None else [f"{e.speedup:.2f}", faster.interval.ends()]
+        numbers += [_cell(side.rates[k], ".2f") for k in ("tokens_per_target_pass", "mean_acceptance_length")]
+        out.add_row(str(rank or "-"), e.name, *numbers, _same(e.identity), _short(e.label))
+    plain = found.entries[0].groups["all"].sides[PLAIN]
+    out.add_row("", PLAIN, _cell(plain.rates["tokens_per_second"], ".1f"), "1.00", *[""] * 5)
+    return out
+
+
+def lines(found: Comparison) -> list[str]:
+    """What the mark of a tie means, the best methods of each task, what was compared, and the pairs left out."""
+    out = [conditions.TIED] if any(rank and rank.tied for rank in found.ranks) else []
+    for task in (t for t in found.entries[0].groups if t != "all"):
+        timed = [(e.name, s.interval) for e in found.entries if (s := e.groups[task].speedup) is not None]
+        if timed:
+            best, *others = conditions.ties([interval for _, interval in timed])[0]
+            names = ", ".join(timed[i][0] for i in others) if len(others) <= _FEW else f"{len(others)} others"
+            tied = f"; tied with {names}" if others else ""
+            out.append(f"best for {task}: {timed[best][0]} ({timed[best][1].value:.2f}{tied})")
+    counted = found.entries[0].identity.counted
+    out.append(f"text: a method's tokens beside plain decoding's, {counted}")
+    return [*out, *(f"left out: {pair}" for pair in found.refused)]
+
+
+def _same(identity: Identity) -> Text:
+    if not identity.differing:
+        return Text("same", style="green")
+    return Text("NOT THE SAME", style="bold red") if identity.promised else Text("another")
+
+
+def _short(label: str) -> str:
+    """ "tokens", "law" or "NO" under the heading lossless."""
+    if label.startswith("lossless"):
+        return "law" if label.endswith("law") else "tokens"
+    return "NO"
+
+
+def _cell(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def _record(cfg: RunConfig, found: Comparison, passes: Passes, bench: decoding.Bench) -> dict[str, Any]:
+    made, taken = manifest.build(cfg.composed, bench.model.path), found.conditions.to_dict()
+    return {
+        "name": cfg.name,
+        "kind": cfg.kind,
+        "summary": {
+            "best": found.entries[0].name,
+            "speedup": found.objective,
+            "as_promised": found.as_promised,
+            "conditions": taken,
+            "repeats": None if found.repeats is None else found.repeats.to_dict(),
+        },
+        "methods": [
+            {**e.to_dict(), "rank": None if r is None else str(r), "conditions": taken}
+            for r, e in zip(found.ranks, found.entries, strict=True)
+        ],
+        "refused": list(found.refused),
+        "load_s": bench.load_s,
+        "compile_s": passes.compile_s,
+        "definitions": {**metrics.DEFINITIONS, **conditions.DEFINITIONS},
+        "manifest": made,
+        "config": made["config"],
+    }

@@ -1,0 +1,176 @@
+"""`kind: perplexity`: how well a model predicts a text, and how far its law is from another's."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from specsparse.data import prompts
+from specsparse.engine.text.tokenizer import Tokenizer
+from specsparse.errors import UserError
+from specsparse.experiments.config import RunConfig
+from specsparse.experiments.decoding import Engine
+from specsparse.experiments.kind import check_name
+from specsparse.models import catalogue
+from specsparse.report.record import RECORD_FILE
+from specsparse.runtime import manifest
+from specsparse.runtime.perplexity import Scores, Windows, score, windows
+from specsparse.support import json_files, terminal
+
+F32 = "f32"
+"""The base that is the same file computed in float32."""
+IN_FLOAT32 = {"float_weights": True, "kv_dtype": "f32"}
+DEFINITIONS = {
+    "perplexity": "exp of the mean negative log-likelihood of the scored tokens, llama.cpp's windows",
+    "kl_mean": "mean KL(base, model) of the next token's law over the scored tokens, in nats",
+    "same_top": "share of the scored tokens at which both find the same token most likely",
+}
+
+
+@dataclass(frozen=True)
+class PerplexityRecord:
+    """What was found: `summary` as `Scores.summary`, with the text and the base."""
+
+    name: str
+    summary: dict[str, Any]
+    manifest: dict[str, Any]
+
+    @property
+    def as_promised(self) -> bool:
+        """A measurement promises nothing."""
+        return True
+
+    @property
+    def objective(self) -> float:
+        """The perplexity, negative: a sweeper maximises."""
+        return -self.summary["perplexity"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "name": self.name, "kind": "perplexity", "summary": self.summary, "definitions": DEFINITIONS,
+            "manifest": self.manifest, "config": self.manifest["config"],
+        }  # fmt: skip
+
+
+def check(cfg: RunConfig) -> None:
+    """What can be found wrong before anything is loaded.
+
+    Raises:
+        UserError: a model or a text that is not there, a stride that does not fit.
+    """
+    catalogue.resolve(cfg.model.path)
+    if cfg.perplexity.base not in (None, F32):
+        catalogue.resolve(cfg.perplexity.base)
+    if cfg.perplexity.stride > cfg.perplexity.context:
+        wanted = f"at most perplexity.context={cfg.perplexity.context}"
+        raise UserError(f"perplexity.stride={cfg.perplexity.stride}: must be {wanted}")
+    read_text(cfg)
+    check_name(cfg)
+
+
+def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) -> PerplexityRecord:
+    """Scores the text, after the base has; writes record.json and shows the figures.
+
+    Raises:
+        UserError: a mistake in the config, a text that is too short, a base of another vocabulary.
+    """
+    check(cfg)
+    options = cfg.model.overrides()
+    with terminal.loading(console, f"loading {cfg.model.path}") as progress:
+        model = engine.load(cfg.model.path, progress=progress, **options)
+    text = cut(cfg, model.tokenizer)
+    directory.mkdir(parents=True, exist_ok=True)
+    with base_law(cfg, engine, text, directory, console) as law:
+        found = scored(model, text, console, cfg.model.path, base=law)
+    facts = {"base": cfg.perplexity.base, "windows": text.tokens.shape[0], "window": text.tokens.shape[1]}
+    record = PerplexityRecord(cfg.name, {**found.summary(), **facts}, manifest.build(cfg.composed, model.path))
+    json_files.write_atomically(directory / RECORD_FILE, json_files.to_json(record.to_dict(), indent=1) + "\n")
+    for line in lines(record.summary):
+        console.print(Text(line), soft_wrap=True)
+    console.print(Text(f"record: {directory / RECORD_FILE}", style="dim"))
+    return record
+
+
+def read_text(cfg: RunConfig) -> str:
+    """The text to score: a file as it is, or the prompts of the data group with an empty line between them.
+
+    Raises:
+        UserError: a file that is not there or no UTF-8.
+    """
+    if cfg.perplexity.text is None:
+        found = prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
+        return "\n\n".join(prompt.text for prompt in found)
+    path = Path(cfg.perplexity.text).expanduser()
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "is no UTF-8 text"
+        raise UserError(f"perplexity.text={path}: cannot be read: {reason}") from None
+
+
+def cut(cfg: RunConfig, tokenizer: Tokenizer) -> Windows:
+    """The text as windows of this tokenizer."""
+    spec, ids = cfg.perplexity, tokenizer.encode(read_text(cfg), add_special=True)
+    bos = tokenizer.bos_id if tokenizer.add_bos else None
+    return windows(ids, context=spec.context, stride=spec.stride, chunks=spec.chunks, bos=bos)
+
+
+def scored(
+    model: Any, text: Windows, console: Console, name: str, *, base: np.ndarray | None = None, **options: Any
+) -> Scores:
+    """`score` with a bar.
+
+    Raises:
+        UserError: a base of another vocabulary.
+    """
+    if base is not None and base.shape[1] != model.config.vocab_size:
+        raise UserError(f"{name} has {model.config.vocab_size} tokens and perplexity.base has {base.shape[1]}")
+    with terminal.counting(console, f"reading the text: {name}", len(text.tokens)) as bar:
+        step = bar.task_ids[0]
+        return score(model, text, base=base, progress=lambda done: bar.update(step, completed=done), **options)
+
+
+@contextmanager
+def base_law(
+    cfg: RunConfig, engine: Engine, text: Windows, directory: Path, console: Console
+) -> Iterator[np.ndarray | None]:
+    """Log-probabilities float32[N, V] of the base on the text, in a file of `directory` that goes with the block."""
+    if cfg.perplexity.base is None:
+        yield None
+        return
+    base = cfg.perplexity.base
+    path, options = base, cfg.model.overrides()
+    if base == F32:
+        path, options = cfg.model.path, {**options, **IN_FLOAT32}
+    with terminal.loading(console, f"loading {path} as the base") as progress:
+        model = engine.load(path, progress=progress, **options)
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".base-") as folder:
+        shape = (text.scored, model.config.vocab_size)
+        law = np.lib.format.open_memmap(Path(folder) / "law.npy", mode="w+", dtype=np.float32, shape=shape)
+        scored(model, text, console, f"{path}, the base", keep=law)
+        del model  # its weights need not stay beside the next model's
+        yield law
+        del law
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """The figures for the terminal."""
+    out = [
+        f"{found['tokens']} tokens scored in {found['windows']} windows of {found['window']}",
+        f"perplexity {found['perplexity']:.4f} +- {found['perplexity_error']:.4f}",
+    ]
+    if found["kl_mean"] is not None:
+        base = "the same weights in float32" if found["base"] == F32 else found["base"]
+        out += [
+            f"KL from {base}: mean {found['kl_mean']:.6f} +- {found['kl_error']:.6f}, median {found['kl_median']:.6f}, "
+            f"99 % {found['kl_99']:.6f}, most {found['kl_max']:.6f} nats",
+            f"the same token most likely: {found['same_top']:.2%}",
+        ]
+    return out

@@ -1,0 +1,102 @@
+"""Placements as tables, a figure and plain values."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from specsparse.powerinfer.placement.of_model import Parts
+from specsparse.powerinfer.placement.problem import Placement, Problem
+
+FIGURE_FILE = "placement.png"
+_MIB = 1 << 20
+
+
+def summary(chosen: str, found: Mapping[str, Placement], problem: Problem, parts: Parts) -> dict[str, Any]:
+    """Plain values for the record."""
+    return {
+        "chosen": chosen,
+        "budget_bytes": problem.budget,
+        "neuron_budget_bytes": problem.neuron_budget,
+        "parts_bytes": parts.in_order(),
+        "placements": {name: _values(p, problem) for name, p in found.items()},
+    }
+
+
+def _values(p: Placement, problem: Problem) -> dict[str, Any]:
+    return {
+        "seconds": p.seconds,
+        "bound_seconds": p.bound_s,
+        "bytes_on_device": p.bytes_on_device,
+        "hot_neurons": [int(h.sum()) for h in p.hot],
+        "hot_share": p.hot_share(problem),
+        "host_layers": sorted(p.host_layers),
+    }
+
+
+def tables(chosen: str, found: Mapping[str, Placement], problem: Problem, parts: Parts) -> Iterator[Any]:
+    """What a run prints."""
+    yield Text("parts of the model, in the order in which they go to the accelerator", style="bold")
+    yield _parts(problem, parts)
+    yield Text("expected time of a token; the chosen rule is bold", style="bold")
+    yield by_rule(chosen, found, problem)
+
+
+def _parts(problem: Problem, parts: Parts) -> Table:
+    out, left = _table("part", "MiB", "fits"), problem.budget
+    for name, size in parts.in_order().items():
+        fits = "yes" if size <= left else f"{max(left, 0) / size:.0%}" if name == "neurons" else "no"
+        out.add_row(name, f"{size / _MIB:,.2f}", fits)
+        left -= size
+    out.add_row("budget", f"{problem.budget / _MIB:,.2f}", "")
+    return out
+
+
+def by_rule(chosen: str, found: Mapping[str, Placement], problem: Problem) -> Table:
+    """A row a rule."""
+    out = _table("rule", "ms", "tok/s", "over none", "over bound", "MiB on device", "hot neurons", "hot share")
+    slowest = found["none"].seconds
+    for name, p in found.items():
+        over = "-" if p.bound_s is None else f"+{p.seconds / p.bound_s - 1:.2%}"
+        out.add_row(
+            name, f"{1e3 * p.seconds:.4g}", f"{1 / p.seconds:,.1f}", f"{slowest / p.seconds:.2f}x", over,
+            f"{p.bytes_on_device / _MIB:,.2f}", f"{p.hot_neurons:,}", f"{p.hot_share(problem):.1%}",
+            style="bold" if name == chosen else None,
+        )  # fmt: skip
+    return out
+
+
+def write_figure(path: Path, problem: Problem, found: Mapping[str, Placement], *, title: str) -> None:
+    """Left: share of the neurons read against share of neurons held, a line a layer. Right: hot neurons by layer."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for i, read in enumerate(problem.read):
+        ranked = np.concatenate([[0.0], np.cumsum(np.sort(read)[::-1])])
+        shade = 0.25 + 0.6 * i / max(problem.layers - 1, 1)
+        left.plot(np.linspace(0, 1, len(ranked)), ranked / max(ranked[-1], 1e-12), color=str(1 - shade), lw=1)
+    left.set(xlabel="neurons of a layer, the hottest first", ylabel="share of reads", xlim=(0, 1), ylim=(0, 1.02))
+    left.set_title("how far few neurons go (darker: later layers)", fontsize=10)
+    for name in ("optimal", "powerinfer", "layers"):
+        share = [float(h.mean()) for h in found[name].hot]
+        right.plot(share, marker=".", label=f"{name}, {1e3 * found[name].seconds:.3g} ms")
+    right.set(xlabel="layer", ylabel="share of neurons on the accelerator", ylim=(-0.02, 1.02))
+    right.xaxis.get_major_locator().set_params(integer=True)
+    right.legend()
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.suptitle(title)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _table(*columns: str) -> Table:
+    out = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for i, name in enumerate(columns):
+        out.add_column(name, justify="right" if i else "left", no_wrap=True)
+    return out

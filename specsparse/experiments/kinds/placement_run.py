@@ -1,0 +1,164 @@
+"""A placement carried out: decoding on one device and on two, what ran when, and what hot=dense changes."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from specsparse import api
+from specsparse.engine.llama import Want
+from specsparse.experiments.config import RunConfig
+from specsparse.experiments.decoding import Engine
+from specsparse.powerinfer.placement.problem import Placement
+from specsparse.powerinfer.placement.two_devices import TwoDevices
+from specsparse.predictors.fit.quality import ModelQuality, ModelSums, model_sums
+from specsparse.support import json_files, terminal
+
+TRACE_FILE = "trace.json"
+_PARTS = ("attention", "cold", "hot")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of a decoding step, the median; `busy` by part of the model, each waited for."""
+
+    one: float
+    in_turn: float | None = None
+    overlapped: float | None = None
+    busy: dict[str, float] | None = None
+
+    @property
+    def over_halves(self) -> float | None:
+        """Overlapped time over the sum of both devices' own work."""
+        return None if self.busy is None else self.overlapped / sum(self.busy.values())
+
+
+def measured(
+    cfg: RunConfig, placement: Placement, ids: np.ndarray, directory: Path, *, engine: Engine, console: Console
+) -> dict[str, Any]:
+    """Times of `placement.decode` tokens after `ids`, a trace where there are two devices, and the KL of hot=dense.
+
+    Args:
+        cfg: the run.
+        placement: the chosen one.
+        ids: int32[n], a text.
+        directory: of the trace.
+        engine: loads the model.
+        console: for tables and progress.
+    """
+    load = _loader(cfg, placement, engine)
+    with terminal.busy(console, f"decoding {cfg.placement.decode} tokens"):
+        model = load(1)
+        one = _step_seconds(model, ids, cfg.placement.decode)
+        tokens = _greedy(model, ids, cfg.placement.decode)
+        found: dict[str, Any] = {"ffn": model.ffn, "tokens": tokens}
+        if cfg.placement.hot == "dense":
+            found["quality"] = asdict(_quality(load(1, hot="masked"), model, ids))
+        timing = Timing(one)
+        if _second_device():
+            model = load(2)
+            timing = _two(model, model.forward.__self__, ids, cfg.placement.decode, one, directory)
+            found["same_tokens"] = _greedy(model, ids, cfg.placement.decode) == tokens
+    console.print(_table(timing, found))
+    return {**found, **asdict(timing), "over_halves": timing.over_halves}
+
+
+def _loader(cfg: RunConfig, placement: Placement, engine: Engine) -> Callable[..., Any]:
+    def load(devices: int, *, hot: str = cfg.placement.hot) -> Any:
+        options = {"placement": placement, "hot": hot, "devices": devices, "threshold": cfg.ffn.threshold}
+        return engine.load(cfg.model.path, **options, **cfg.model.overrides())
+
+    return load
+
+
+def _second_device() -> bool:
+    return len(jax.devices("cpu")) > 1 or jax.devices()[0].platform != "cpu"
+
+
+def _two(model: Any, two: TwoDevices, ids: np.ndarray, count: int, one: float, directory: Path) -> Timing:
+    two.overlap = False
+    in_turn = _step_seconds(model, ids, count)
+    spans: list[tuple[str, int, float, float]] = []
+    two.watch = lambda *span: spans.append(span)
+    _step_seconds(model, ids, count, watched=spans.clear)
+    busy = {part: sum(end - begin for name, _, begin, end in spans if name == part) / count for part in _PARTS}
+    two.overlap = True
+    _step_seconds(model, ids, count, watched=spans.clear)
+    json_files.write_atomically(directory / TRACE_FILE, json_files.to_json(chrome_trace(spans)))
+    two.watch = None
+    return Timing(one, in_turn, _step_seconds(model, ids, count), busy)
+
+
+def chrome_trace(spans: list[tuple[str, int, float, float]]) -> dict[str, Any]:
+    """Spans (part, layer, begin, end) in the format that chrome://tracing and Perfetto open; a row a device."""
+    start = min((begin for _, _, begin, _ in spans), default=0.0)
+    events = [
+        {"name": f"{part} {layer}", "ph": "X", "pid": 0, "tid": int(part == "cold"),
+         "ts": 1e6 * (begin - start), "dur": 1e6 * (end - begin)}
+        for part, layer, begin, end in sorted(spans, key=lambda span: span[2])
+    ]  # fmt: skip
+    names = [{"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": n}}
+             for i, n in enumerate(("device 0: attention, hot neurons", "device 1: cold neurons"))]  # fmt: skip
+    return {"traceEvents": names + events, "displayTimeUnit": "ms"}
+
+
+def _step_seconds(model: Any, ids: np.ndarray, count: int, *, watched: Callable[[], None] | None = None) -> float:
+    """Median seconds of a forward pass of one token with logits, `ids` in the cache; `watched` is called once warm."""
+    capacity = model.capacity_for(len(ids) + 1)
+    params, cache = model.params_for(capacity), model.new_cache(1, capacity)
+    forward = model.forward if model.stepped else _compiled(model)
+    _, cache = forward(params, jnp.asarray(ids[None, :-1]), cache, want=Want("none"))
+    cache = cache._replace(length=cache.length + len(ids) - 1)
+    taken = []
+    for i in range(count + 2):
+        if i == 2 and watched is not None:
+            watched()
+        begin = time.perf_counter()
+        out, cache = forward(params, jnp.asarray(ids[None, -1:]), cache, want=Want())
+        out.logits.block_until_ready()
+        taken.append(time.perf_counter() - begin)
+    return median(taken[2:])
+
+
+def _compiled(model: Any) -> Callable:
+    def forward(params, tokens_Bn, cache, *, want):
+        return model.forward(params, tokens_Bn, cache, want=want)
+
+    return jax.jit(forward, donate_argnums=2, static_argnames="want")
+
+
+def _greedy(model: Any, ids: np.ndarray, count: int) -> list[int]:
+    made = api.generate(model, ids, max_tokens=count, ignore_eos=True)
+    return list(made.token_ids)
+
+
+def _quality(wanted: Any, found: Any, ids: np.ndarray) -> ModelQuality:
+    """Laws of the next token, with the predicted hot neurons against all hot neurons."""
+    sums = model_sums(jnp.asarray(wanted.logits(ids[:-1])), jnp.asarray(found.logits(ids[:-1])), jnp.asarray(ids[1:]))
+    return ModelQuality.of(ModelSums(*sums))
+
+
+def _table(timing: Timing, found: dict[str, Any]) -> Table:
+    out = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("measured", "ms a token"):
+        out.add_column(name, justify="right" if name != "measured" else "left", no_wrap=True)
+    rows = {"one device": timing.one, "two devices, one after the other": timing.in_turn}
+    rows |= {"two devices, overlapped": timing.overlapped}
+    rows |= {f"  {part}, waited for": seconds for part, seconds in (timing.busy or {}).items()}
+    for name, seconds in rows.items():
+        out.add_row(name, "-" if seconds is None else f"{1e3 * seconds:.3f}")
+    if timing.busy is not None:
+        out.add_row("overlapped / sum of the halves", f"{timing.over_halves:.2f}")
+        out.add_row("same tokens on one device and two", "yes" if found["same_tokens"] else "NO")
+    if "quality" in found:
+        out.add_row("hot=dense (lossy): KL to hot=masked, nats", f"{found['quality']['kl']:.4g}")
+    return out

@@ -1,0 +1,86 @@
+"""Placements of a sweep side by side: expected time by rule against the budget, as table, CSV and figure."""
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from specsparse.support import tables
+
+CSV_FILE, FIGURE_FILE = "vram_budget.csv", "vram_budget.png"
+_RULES = ("optimal", "powerinfer", "layers", "none")
+_MIB = 1 << 20
+
+
+def rows(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row a record, by budget: seconds by rule, bound, share of reads that are hot, measured seconds where run."""
+    out = []
+    for record in found:
+        summary = record["summary"]
+        placements, measured = summary["placements"], summary.get("measured") or {}
+        row = {"budget_mib": summary["budget_bytes"] / _MIB}
+        row |= {f"{rule}_s": placements[rule]["seconds"] for rule in _RULES}
+        row |= {"bound_s": placements["optimal"]["bound_seconds"], "hot_share": placements["optimal"]["hot_share"]}
+        row |= {"neurons_mib": summary["neuron_budget_bytes"] / _MIB}
+        row |= {f"measured_{name}_s": measured.get(name) for name in ("one", "overlapped")}
+        out.append(row)
+    return sorted(out, key=lambda row: row["budget_mib"])
+
+
+def table(found: Sequence[dict[str, Any]]) -> Table:
+    """A row a budget."""
+    out = Table(box=SIMPLE_HEAD, pad_edge=False)
+    titles = (
+        "budget, MiB",
+        "for neurons",
+        *(f"{rule}, ms" for rule in _RULES),
+        "bound, ms",
+        "hot share",
+        "over layers",
+    )
+    for title in titles:
+        out.add_column(title, justify="right", no_wrap=True)
+    for row in rows(found):
+        times = [f"{1e3 * row[f'{rule}_s']:.4g}" for rule in _RULES]
+        faster = row["layers_s"] / row["optimal_s"]
+        out.add_row(
+            f"{row['budget_mib']:,.1f}", f"{row['neurons_mib']:,.1f}", *times, f"{1e3 * row['bound_s']:.4g}",
+            f"{row['hot_share']:.1%}", f"{faster:.2f}x",
+        )  # fmt: skip
+    return out
+
+
+def show(directory: Path, found: Sequence[dict[str, Any]], out: Console) -> None:
+    """Print the table of a sweep and write CSV and figure into its directory."""
+    made = rows(found)
+    tables.show(out, table(found))
+    with (directory / CSV_FILE).open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(made[0]))
+        writer.writeheader()
+        writer.writerows(made)
+    write_figure(directory / FIGURE_FILE, made)
+    out.print(Text(f"expected times; {directory}: {CSV_FILE}, {FIGURE_FILE}", style="dim"), soft_wrap=True)
+
+
+def write_figure(path: Path, made: Sequence[dict[str, Any]]) -> None:
+    """Expected tokens per second against the budget, a line a rule; share of the reads that are hot below."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    budget = [row["budget_mib"] for row in made]
+    for rule in _RULES:
+        top.plot(budget, [1 / row[f"{rule}_s"] for row in made], marker=".", label=rule)
+    top.plot(budget, [1 / row["bound_s"] for row in made], ":", color="0.4", label="bound")
+    top.set(ylabel="expected tokens per second", ylim=(0, None))
+    top.legend()
+    bottom.plot(budget, [row["hot_share"] for row in made], marker=".", color="C0")
+    bottom.set(xlabel="vram_budget, MiB", ylabel="reads that are hot", ylim=(0, 1.02))
+    for axes in (top, bottom):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,195 @@
+"""`kind: quant_table`: one model in several types of weights, as a table: bytes, perplexity, KL to float32, speed."""
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from specsparse.engine.gguf import requantise
+from specsparse.engine.gguf.reader import GGUFFile, open_gguf
+from specsparse.engine.text.tokenizer import Tokenizer
+from specsparse.errors import UserError
+from specsparse.experiments.config import RunConfig
+from specsparse.experiments.decoding import Engine
+from specsparse.experiments.kinds import perplexity
+from specsparse.measure import conditions, inspection
+from specsparse.measure.bench import interleaved, job
+from specsparse.measure.bench.sides import Ours
+from specsparse.measure.conditions import Conditions, Taken
+from specsparse.models import catalogue
+from specsparse.report import display
+from specsparse.report.record import RECORD_FILE
+from specsparse.runtime import manifest
+from specsparse.runtime.perplexity import Windows
+from specsparse.support import json_files, terminal
+
+DEFINITIONS = {
+    **perplexity.DEFINITIONS,
+    "bits_per_weight": "8 x bytes of all tensors / weights",
+    "decode, prompt": "tokens per second, median of the timings, and the samples behind it",
+}
+BASE_IS_QUANTISED = "the model is quantised already: the types are made of its rounded weights, the KL is from those"
+
+
+@dataclass(frozen=True)
+class QuantTable:
+    """What was found: `rows` one a type, the base's perplexity, and notes for the reader."""
+
+    name: str
+    rows: tuple[dict[str, Any], ...]
+    notes: tuple[str, ...]
+    manifest: dict[str, Any]
+
+    @property
+    def conditions(self) -> Conditions:
+        """Of all rows together, which were timed one after the other."""
+        read = [row["conditions"]["read_bandwidth"] for row in self.rows if row["conditions"]]
+        return Conditions(statistics.median(read), conditions.deviation(read)) if read else Conditions()
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What makes the times doubtful, row by row and between rows; every row's plain decoding is its own."""
+        taken = [(row["file"], Conditions.from_dict(row["conditions"] or {})) for row in self.rows]
+        apart = conditions.differ([Taken(found, work=name) for name, found in taken])
+        restless = [(name, conditions.busy(found)) for name, found in taken]
+        return (*([apart] if apart else []), *(f"{name}: {line}" for name, line in restless if line))
+
+    @property
+    def as_promised(self) -> bool:
+        """A measurement promises nothing."""
+        return True
+
+    @property
+    def objective(self) -> float | None:
+        """The best decoding speed; None where none was timed."""
+        return max((row["decode"]["median"] for row in self.rows if row["decode"]), default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "name": self.name, "kind": "quant_table",
+            "summary": {"rows": self.rows, "notes": self.notes, "conditions": self.conditions.to_dict()},
+            "definitions": DEFINITIONS, "manifest": self.manifest, "config": self.manifest["config"],
+        }  # fmt: skip
+
+
+def check(cfg: RunConfig) -> None:
+    """What can be found wrong before anything is loaded or written.
+
+    Raises:
+        UserError: an unknown type, no row at all, whatever `kind: perplexity` finds wrong.
+    """
+    perplexity.check(cfg)
+    for name in cfg.quant_table.types:
+        requantise.kind_of(name)
+    for file in cfg.quant_table.files:
+        catalogue.resolve(file)
+    if not cfg.quant_table.types and not cfg.quant_table.files:
+        raise UserError("quant_table.types and quant_table.files are empty: there is nothing to compare")
+
+
+def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) -> QuantTable:
+    """Makes the files (kept in the cache), scores and times each; writes record.json and shows the table.
+
+    Raises:
+        UserError: as `check`; a text that is too short, a file of another vocabulary.
+    """
+    check(cfg)
+    directory.mkdir(parents=True, exist_ok=True)
+    source = Path(catalogue.resolve(cfg.model.path))
+    f = open_gguf(source)
+    notes = () if _main_type(f) in ("F32", "F16", "BF16") else (BASE_IS_QUANTISED,)
+    files = [*_made(cfg, source, console), *(Path(catalogue.resolve(file)) for file in cfg.quant_table.files)]
+    text = perplexity.cut(cfg, Tokenizer.from_metadata(f.metadata, where=str(source)))
+    with perplexity.base_law(cfg, engine, text, directory, console) as law:
+        rows = tuple(_row(cfg, engine, file, text, law, console) for file in files)
+    record = QuantTable(cfg.name, rows, notes, manifest.build(cfg.composed, source))
+    json_files.write_atomically(directory / RECORD_FILE, json_files.to_json(record.to_dict(), indent=1) + "\n")
+    console.print(table(rows))
+    for line in (f"{text.scored} tokens scored; KL from {_base_name(cfg)}", *notes):
+        console.print(Text(line))
+    for line in display.condition_lines(record.conditions, None, record.warnings):
+        console.print(line)
+    console.print(Text(f"record: {directory / RECORD_FILE}", style="dim"))
+    return record
+
+
+def _main_type(f: GGUFFile) -> str:
+    """The type that most bytes of the file's layers are in."""
+    return next(iter(inspection.sizes(f, layers_only=True)["bytes_by_type"]), "F32")
+
+
+def _made(cfg: RunConfig, source: Path, console: Console) -> Iterator[Path]:
+    """The file of each type."""
+    for name in cfg.quant_table.types:
+        yield job.requantised(source, name, console)
+
+
+def _row(
+    cfg: RunConfig, engine: Engine, path: Path, text: Windows, law: np.ndarray | None, console: Console
+) -> dict[str, Any]:
+    """One line of the table: the file's size, its scores and its timings."""
+    f = open_gguf(path)
+    name = _main_type(f)
+    with terminal.loading(console, f"loading {path.name}") as progress:
+        model = engine.load(path, progress=progress, **cfg.model.overrides())
+    size = inspection.sizes(f)
+    found = perplexity.scored(model, text, console, name, base=law).summary()
+    return {
+        "type": name,
+        "file": path.name,
+        "bytes": size["bytes"],
+        "bits_per_weight": size["bits_per_weight"],
+        **found,
+        **_speed(cfg, model, name, console),
+    }
+
+
+def _speed(cfg: RunConfig, model: Any, name: str, console: Console) -> dict[str, Any]:
+    """Tokens per second of decoding and of a prompt, and what they were taken at; None for what is not timed."""
+    spec = cfg.quant_table
+    plan = interleaved.Plan(pp=spec.pp, tg=spec.tg, repeats=spec.timings)
+    if not plan.tests():
+        return {"prompt": None, "decode": None, "conditions": None}
+    side = Ours(model, room=max(spec.pp, spec.tg + 1))
+    with terminal.busy(console, f"timing {name}"):
+        interleaved.warm_up(plan, side)
+        found = interleaved.run(plan, [side])
+    rates = {test: sides[side.name].to_dict()["tokens_per_second"] for test, sides in found.samples.items()}
+    decode, read = rates.get(f"tg{spec.tg}"), found.machine.read
+    taken = Conditions(
+        statistics.median(read), conditions.deviation(read),
+        plain_tokens_per_second=decode and decode["median"],
+    )  # fmt: skip
+    return {"prompt": rates.get(f"pp{spec.pp}"), "decode": decode, "conditions": taken.to_dict()}
+
+
+def _base_name(cfg: RunConfig) -> str:
+    base = cfg.perplexity.base
+    return "nothing" if base is None else "the model's own weights in float32" if base == perplexity.F32 else base
+
+
+def table(rows: tuple[dict[str, Any], ...]) -> Table:
+    """The rows as llama.cpp's users know them."""
+    out = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for title in ("type", "MiB", "bits/weight", "perplexity", "KL, nats", "same top", "decode, tok/s", "prompt, tok/s"):
+        out.add_column(title, justify="left" if title == "type" else "right", no_wrap=True)
+    for row in rows:
+        kl, same = row["kl_mean"], row["same_top"]
+        out.add_row(
+            row["type"],
+            f"{row['bytes'] / 2**20:.1f}",
+            f"{row['bits_per_weight']:.2f}",
+            f"{row['perplexity']:.3f} +- {row['perplexity_error']:.3f}",
+            "-" if kl is None else f"{kl:.5f} +- {row['kl_error']:.5f}",
+            "-" if same is None else f"{same:.1%}",
+            *("-" if row[key] is None else f"{row[key]['median']:.1f}" for key in ("decode", "prompt")),
+        )
+    return out

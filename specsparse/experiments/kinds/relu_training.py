@@ -1,0 +1,207 @@
+"""Texts, rebuilt layers and checkpoints of `kind: relufy`, in a directory that a later run goes on from."""
+
+import time
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from specsparse.api import load
+from specsparse.errors import UserError
+from specsparse.experiments.config import RunConfig
+from specsparse.experiments.kinds import train_options, training_folder
+from specsparse.predictors.fit.predictor_files import load_state, read_tensors, save_state, write_tensors
+from specsparse.support import terminal
+from specsparse.training import trunk
+from specsparse.training.data import DataOptions, Text, generate, read_shard
+from specsparse.training.distill import Distiller, DistillOptions, Fidelity, Losses, State
+from specsparse.training.ffn_inputs import collect, layer_inputs
+from specsparse.training.reconstruct import Judged, LayerOptions, Rebuilder, judge
+from specsparse.training.trunk import FFN
+from specsparse.training.windows import pack
+
+_TEXTS, _STATE = "texts", "state.safetensors"
+
+
+@dataclass(frozen=True)
+class OwnOptions:
+    """What is neither text nor training; see conf/experiment/relufy.yaml."""
+
+    layer_tokens: int = 40_000
+    held_out: int = 16
+    judge_every: int = 60
+    quantise: str = "Q4_0"
+    begin: str | None = None
+    texts: str | None = None
+
+    def __post_init__(self):
+        for name in ("layer_tokens", "held_out", "judge_every"):
+            if getattr(self, name) < 1:
+                raise UserError(f"train.{name}={getattr(self, name)} must be at least 1")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keys of `train`, by what they belong to; a key that two have goes to both."""
+
+    own: OwnOptions
+    data: DataOptions
+    layers: LayerOptions
+    distill: DistillOptions
+
+
+def options(cfg: RunConfig) -> Options:
+    """The options of `train`.
+
+    Raises:
+        UserError: an unknown one, or a value of the wrong type or out of range.
+    """
+    return Options(**train_options.split(cfg, get_type_hints(Options)))
+
+
+def folder_of(cfg: RunConfig, model: Any) -> Path:
+    """Where a training keeps its files."""
+    return Path(cfg.train.output or Path("relu") / Path(model.path).stem)
+
+
+def claim(folder: Path, cfg: RunConfig, model: Any) -> None:
+    """Makes the directory this training's, or finds that it is already.
+
+    Steps, their rates, their precision and the amount of text may change between two runs; nothing else may.
+
+    Raises:
+        UserError: it holds another training.
+    """
+    found = options(cfg)
+    rates = {"steps", "rate", "warmup", "decay", "precision"}
+    shape = {f.name: getattr(found.distill, f.name) for f in fields(found.distill) if f.name not in rates}
+    training_folder.claim(folder, {
+        "model": training_folder.identity(model, cfg.model.overrides()),
+        "text": {f.name: getattr(found.data, f.name) for f in fields(found.data)},
+        "layers": {f.name: getattr(found.layers, f.name) for f in fields(found.layers)}, "distillation": shape,
+    })  # fmt: skip
+
+
+def texts(cfg: RunConfig, model: Any, folder: Path, console: Console) -> tuple[list[Text], list[Text]]:
+    """Answers of `train.tokens` tokens, made where they are not there yet: to train on, and the first ones to judge on.
+
+    Raises:
+        UserError: no more texts than are held out.
+    """
+    chosen, wanted = options(cfg), cfg.train.tokens
+    with terminal.counting(console, "writing text", wanted) as bar:
+        paths = generate(
+            model, chosen.data, Path(chosen.own.texts or folder / _TEXTS), tokens=wanted,
+            progress=lambda done: bar.update(bar.task_ids[0], completed=min(done, wanted)),
+        )  # fmt: skip
+    found = [text for path in paths for text in read_shard(path)]
+    if len(found) <= chosen.own.held_out:
+        raise UserError(f"train.held_out={chosen.own.held_out}: there are {len(found)} texts; raise train.tokens")
+    return found[chosen.own.held_out :], found[: chosen.own.held_out]
+
+
+def rebuilt(
+    cfg: RunConfig, model: Any, folder: Path, train: list[Text], held: list[Text], console: Console
+) -> tuple[FFN, list[Judged]]:
+    """All layers rebuilt one by one, stacked, and how well; those that are there are not rebuilt again. `train.begin`
+    has them already."""
+    begin = options(cfg).own.begin
+    if begin is not None:
+        return _begin(model, begin), []
+    paths = [folder / "layers" / f"layer_{i:03d}.safetensors" for i in range(model.config.n_layers)]
+    if not all(path.exists() for path in paths):
+        inputs, judged = (_inputs(cfg, model, folder / name, found, console) for name, found in
+                          (("inputs", train), ("judged", held)))  # fmt: skip
+        rebuilder = Rebuilder(options(cfg).layers, len(layer_inputs(inputs, 0)))
+        with terminal.counting(console, "rebuilding layers", len(paths)) as bar:
+            for i, path in enumerate(paths):
+                if not path.exists():
+                    original = trunk.ffn_of(model, i)
+                    ffn = rebuilder.rebuild(original, layer_inputs(inputs, i))
+                    quality = judge(ffn, original, layer_inputs(judged, i))
+                    write_tensors(path, {n: np.asarray(x) for n, x in ffn._asdict().items()}, quality._asdict())
+                bar.update(bar.task_ids[0], completed=i + 1)
+    found = [read_tensors(path) for path in paths]
+    stacked = FFN(*(jnp.stack([jnp.asarray(tensors[n]) for tensors, _ in found]) for n in FFN._fields))
+    return stacked, [Judged(float(meta["error"]), float(meta["share"])) for _, meta in found]
+
+
+def _begin(model: Any, name: str) -> FFN:
+    """The FFNs of a ReLU model, or those of another training's checkpoint, before they were rounded.
+
+    Raises:
+        UserError: it is none, or of another shape.
+    """
+    if name.endswith(Path(_STATE).suffix):
+        return _checkpoint(model, Path(name))
+    other = load(name, ffn="dense")
+    shape = ("n_layers", "d_model", "d_ff", "gated", "vocab_size")
+    if other.config.activation != "relu" or any(getattr(other.config, n) != getattr(model.config, n) for n in shape):
+        raise UserError(f"train.begin={name}: not a ReLU model of the shape of {model.path}")
+    return trunk.ffns_of(other)
+
+
+def _checkpoint(model: Any, path: Path) -> FFN:
+    tensors, c = read_tensors(path)[0], model.config
+    shapes = FFN(*((c.n_layers, c.d_ff, c.d_model),) * 2, (c.n_layers, c.d_model, c.d_ff))
+    found = [tensors.get(str(i)) for i in range(len(shapes))]
+    if any(w is None or w.shape != shape for w, shape in zip(found, shapes, strict=True)):
+        raise UserError(f"train.begin={path}: not a checkpoint of a training of {model.path}")
+    return FFN(*map(jnp.asarray, found))
+
+
+def _inputs(cfg: RunConfig, model: Any, folder: Path, found: list[Text], console: Console) -> list[Path]:
+    """Files of what the FFNs read over `train.layer_tokens` tokens of these texts."""
+    chosen = options(cfg)
+    rows, groups, tokens = chosen.distill.rows, [], 0
+    for group in pack(found, range(len(found)), rows=rows, drafting=rows):
+        if tokens >= chosen.own.layer_tokens:
+            break
+        groups.append([found[i] for i in group])
+        tokens += sum(len(text.tokens) for text in groups[-1])
+    with terminal.counting(console, "reading text", len(groups)) as bar:
+        return collect(
+            model, groups, folder, rows=rows, progress=lambda done: bar.update(bar.task_ids[0], completed=done)
+        )
+
+
+def distilled(
+    cfg: RunConfig, model: Any, folder: Path, begin: FFN, train: list[Text], held: list[Text], console: Console
+) -> tuple[FFN, list[dict[str, Any]]]:
+    """The FFNs after the last step, and the curve: losses, tokens seen and fidelity at each checkpoint."""
+    chosen = options(cfg)
+    distiller, path = Distiller(model, chosen.distill), folder / _STATE
+    if path.exists():
+        state, meta = load_state(path, distiller.like())
+        curve = meta["curve"]
+    else:
+        state = distiller.start(begin)
+        curve = [_point(state, 0, [], distiller.judge(begin, held), 0.0)]
+    seen, recent, begun = curve[-1]["tokens"], [], time.perf_counter()
+    steps, batches = chosen.distill.steps, distiller.batches(train, int(state.step))
+    with terminal.counting(console, "distilling", steps) as bar:
+        bar.update(bar.task_ids[0], completed=int(state.step))
+        while int(state.step) < steps:
+            passage, ids = next(batches)
+            state, losses = distiller.step(state, passage, ids)
+            seen += int((passage.text >= 0).sum())
+            recent.append(losses)
+            step = int(state.step)
+            if step % chosen.own.judge_every == 0 or step == steps:
+                fidelity = distiller.judge(state.ffn, held)
+                curve.append(_point(state, seen, recent, fidelity, time.perf_counter() - begun))
+                save_state(path, state, {"curve": curve})
+                recent = []
+            bar.update(bar.task_ids[0], completed=step)
+    return state.ffn, curve
+
+
+def _point(state: State, tokens: int, recent: list[Losses], fidelity: Fidelity, seconds: float) -> dict[str, Any]:
+    """One point of the curve; the losses are means since the point before."""
+    host = jax.tree.map(np.asarray, recent)
+    means = {f"train_{n}": float(np.mean([getattr(x, n) for x in host])) for n in Losses._fields if host}
+    return {"step": int(state.step), "tokens": tokens, "seconds": seconds, **fidelity._asdict(), **means}

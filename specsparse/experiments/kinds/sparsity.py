@@ -1,0 +1,239 @@
+"""`kind: sparsity`: what leaving neurons out costs in quality, and what it gains in speed, at one or more points.
+
+Every point is a predictor with one of its options changed, or a PowerInfer file with another threshold; quality is
+judged against the dense model on the same text, speed against it in turn.
+"""
+
+import dataclasses
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from specsparse.data import prompts
+from specsparse.errors import UserError
+from specsparse.experiments import sparse_model, trackers
+from specsparse.experiments.config import PredictorSpec, RunConfig, choice_options
+from specsparse.experiments.decoding import Engine
+from specsparse.experiments.kind import check_name
+from specsparse.experiments.kinds import sparsity_report
+from specsparse.experiments.sparse_model import Sparse
+from specsparse.measure import conditions, machine, speedup
+from specsparse.measure.conditions import Conditions
+from specsparse.measure.speedup import Speedup
+from specsparse.models import catalogue
+from specsparse.powerinfer.ffn.gated import PREDICTED, bytes_read
+from specsparse.predictors import FFN, Needs, get_predictor
+from specsparse.predictors.fit.collect import windows
+from specsparse.predictors.fit.evaluate import Evaluation, Evaluator
+from specsparse.predictors.fit.price import matrices
+from specsparse.report import display
+from specsparse.report.record import RECORD_FILE
+from specsparse.runtime import manifest
+from specsparse.support import terminal
+from specsparse.support.paths import conf_dir
+
+DENSE = "dense"
+_PROMPT = 64
+"""Tokens of the prompt that is decoded after."""
+DEFINITIONS = {
+    "kept": "neurons computed / all, over the dense model's residuals on the judged rows",
+    "kl": "mean KL(dense, sparse) of the next token's law in nats; first half of each window read densely by both",
+    "by_bytes": "bytes that a dense step reads / bytes of a sparse one, prediction included; a bound on the speed-up",
+    "speedup": "dense seconds per token / sparse ones, decoded in turn after the same prompt",
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One setting.
+
+    Attributes:
+        value: what was varied: an option's value or a predictor's name; None where nothing was.
+        quality: against the dense model.
+        by_bytes: the speed-up that bytes would give.
+        tokens_per_second, dense_tokens_per_second, speedup: None where nothing was decoded.
+    """
+
+    value: float | str | None
+    quality: Evaluation
+    by_bytes: float
+    tokens_per_second: float | None = None
+    dense_tokens_per_second: float | None = None
+    speedup: Speedup | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return {**asdict(self), "speedup": None if self.speedup is None else self.speedup.to_dict()}
+
+
+@dataclass(frozen=True)
+class Sparsity:
+    """All points, in the order of the config, and what they were taken at, in turn; None where nothing was timed."""
+
+    points: tuple[Point, ...]
+    conditions: Conditions | None = None
+
+    @property
+    def as_promised(self) -> bool:
+        """A lossy rule promises nothing."""
+        return True
+
+    @property
+    def objective(self) -> float:
+        """The last point's KL, negative: a sweeper maximises."""
+        return -self.points[-1].quality.model.kl
+
+
+def check(cfg: RunConfig) -> None:
+    """Names, options, files and prompts, before anything is loaded.
+
+    Raises:
+        UserError: whatever is wrong.
+    """
+    catalogue.resolve(cfg.model.path)
+    if cfg.ffn.name not in (PREDICTED, "powerinfer"):
+        raise UserError("kind=sparsity judges ffn=predicted with a predictor, or ffn=powerinfer with a PowerInfer file")
+    if cfg.ffn.name == "powerinfer" and cfg.sparsity.values and cfg.sparsity.vary != "threshold":
+        raise UserError("ffn=powerinfer has a threshold and nothing else to vary: give sparsity.vary=threshold")
+    if cfg.sparsity.predictors and (cfg.sparsity.values or cfg.ffn.name != PREDICTED):
+        raise UserError("sparsity.predictors needs ffn=predicted and no sparsity.values")
+    for point in settings(cfg):
+        sparse_model.check(point)
+    prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
+    trackers.check(cfg.tracker.name, cfg.tracker.options)
+    check_name(cfg)
+
+
+def settings(cfg: RunConfig) -> list[RunConfig]:
+    """The config of each point."""
+    vary, values = cfg.sparsity.vary, cfg.sparsity.values
+    if cfg.sparsity.predictors:
+        return [_with_predictor(cfg, name) for name in cfg.sparsity.predictors]
+    if not values:
+        return [cfg]
+    if cfg.ffn.name == "powerinfer":
+        return [dataclasses.replace(cfg, ffn=dataclasses.replace(cfg.ffn, threshold=v)) for v in values]
+    options = cfg.predictor.options
+    each = [dataclasses.replace(cfg.predictor, options={**options, vary: v}) for v in values]
+    return [dataclasses.replace(cfg, predictor=predictor) for predictor in each]
+
+
+def _with_predictor(cfg: RunConfig, name: str) -> RunConfig:
+    """The config with that predictor, its options those of its choice in the config group."""
+    given = choice_options(conf_dir() / "predictor" / f"{name}.yaml")
+    if cfg.sparsity.recall is not None and "recall" in given:
+        given["recall"] = cfg.sparsity.recall
+    weights = cfg.ffn.weights if name == "mlp" else None
+    return dataclasses.replace(
+        cfg, predictor=PredictorSpec(name, given), ffn=dataclasses.replace(cfg.ffn, weights=weights)
+    )
+
+
+def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) -> Sparsity:
+    """Judges and times every point; writes a table, a figure and the record.
+
+    Raises:
+        UserError: a text that is too short, or a mistake in the model file.
+    """
+    check(cfg)
+    dense = sparse_model.read(cfg, engine, console, ffn=DENSE)
+    text = judged_text(cfg, dense)
+    evaluator, found = Evaluator(dense, text), []
+    sparse = _sparse(cfg, engine, dense, console)
+    with terminal.counting(console, "judging", len(sparse)) as bar:
+        for one in sparse:
+            found.append(evaluator(one.predictor, one.weights))
+            bar.advance(bar.task_ids[0])
+    sides, ids = [dense, *(one.model for one in sparse)], text[0, :_PROMPT].tolist()
+    seconds, taken = _timed(cfg, engine, sides, ids, console) if cfg.sparsity.tokens else (None, None)
+    result = Sparsity(tuple(_points(cfg, dense, sparse, found, seconds)), taken)
+    _write(cfg, directory, dense, result, console)
+    return result
+
+
+def judged_text(cfg: RunConfig, model: Any) -> np.ndarray:
+    """int32[W, n] of the run's prompts."""
+    found = prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
+    length = min(cfg.sparsity.window, model.config.context_length) // 2 * 2
+    return windows([model.tokenizer.encode(p.text, add_special=True) for p in found], length)[: cfg.sparsity.judged]
+
+
+def _sparse(cfg: RunConfig, engine: Engine, dense: Any, out: Console) -> list[Sparse]:
+    """The sparse model of every point; calibration text is read once."""
+    rows, found = None, []
+    for point in settings(cfg):
+        if point.ffn.name == PREDICTED and rows is None:
+            kind = get_predictor(point.predictor.name, FFN.of(dense.config, dense.kernels), **point.predictor.options)
+            rows = sparse_model.residuals(point, dense, out) if kind.needs is Needs.TEXT else None
+        found.append(sparse_model.sparse_of(point, engine, dense, out, rows=rows))
+    return found
+
+
+def _timed(
+    cfg: RunConfig, engine: Engine, sides: list[Any], ids: list[int], out: Console
+) -> tuple[np.ndarray, Conditions]:
+    """float64[sides, repeats], seconds per token of each model in turn, and what they were taken at.
+
+    The first side is plain decoding, the first round is not timed.
+    """
+    repeats, meter = cfg.sparsity.repeats, machine.Meter()
+    seconds = np.zeros((len(sides), repeats + 1))
+    with terminal.counting(out, "timing", len(sides) * (repeats + 1)) as bar:
+        for repeat in range(repeats + 1):
+            meter.sample()
+            for i in range(len(sides)) if repeat % 2 else reversed(range(len(sides))):
+                stats = engine.generate(sides[i], ids, max_tokens=cfg.sparsity.tokens, ignore_eos=True).stats
+                seconds[i, repeat] = stats.decode_s / stats.decode_tokens
+                bar.advance(bar.task_ids[0])
+    meter.sample()
+    timed = seconds[:, 1:]
+    return timed, meter.conditions(1 / float(timed[0].mean()), timed[0].tolist())
+
+
+def _points(
+    cfg: RunConfig, dense: Any, sparse: list[Sparse], found: list[Evaluation], seconds: np.ndarray | None
+) -> list[Point]:
+    values = cfg.sparsity.predictors or cfg.sparsity.values or (None,)
+    whole, out = dense.footprint.packed, []
+    rest = whole - sum(m.nbytes for layer in dense.params.layers for m in matrices(layer))
+    for i, (value, one, quality) in enumerate(zip(values, sparse, found, strict=True)):
+        own, following = bytes_read(one.model, one.predictor)
+        point = Point(value, quality, whole / (rest + own + quality.mean.kept * following))
+        if seconds is not None:
+            plain, own = seconds[0], seconds[i + 1]
+            faster = speedup.speedup(plain, own, prompts=[0] * len(own))
+            rates = 1 / float(own.mean()), 1 / float(plain.mean())
+            point = dataclasses.replace(
+                point, tokens_per_second=rates[0], dense_tokens_per_second=rates[1], speedup=faster
+            )
+        out.append(point)
+    return out
+
+
+def _write(cfg: RunConfig, directory: Path, dense: Any, result: Sparsity, out: Console) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    made = manifest.build(cfg.composed, Path(catalogue.resolve(cfg.model.path)))
+    vary = "predictor" if cfg.sparsity.predictors else cfg.sparsity.vary
+    title = f"{cfg.name}: {Path(dense.path).name}, {', '.join(dict.fromkeys(p.quality.name for p in result.points))}"
+    sparsity_report.write_csv(directory / sparsity_report.CSV_FILE, result.points, vary=vary)
+    sparsity_report.write_figure(directory / sparsity_report.FIGURE_FILE, result.points, title=title)
+    summary = {
+        "label": "lossy",
+        "vary": vary,
+        "points": [p.to_dict() for p in result.points],
+        "conditions": result.conditions and result.conditions.to_dict(),
+    }
+    trackers.make(cfg.tracker.name, cfg.tracker.options, directory).finish({
+        "name": cfg.name, "kind": cfg.kind, "summary": summary,
+        "definitions": {**DEFINITIONS, **conditions.DEFINITIONS}, "manifest": made, "config": made["config"],
+    })  # fmt: skip
+    out.print(Text(f"{title} (lossy)", style="bold"))
+    out.print(sparsity_report.table(result.points, vary=vary))
+    for line in display.condition_lines(result.conditions):
+        out.print(line)
+    files = f"{directory / RECORD_FILE}, {sparsity_report.CSV_FILE}, {sparsity_report.FIGURE_FILE}"
+    out.print(Text(f"record: {files}", style="dim"))

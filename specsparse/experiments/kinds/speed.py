@@ -1,0 +1,125 @@
+"""Decode the same prompts plainly and with a method, in turn, and say what came of it.
+
+RunConfig -> model, prompts -> shown pass -> timed passes (plain and speculative interleaved) -> RunRecord
+"""
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from specsparse.experiments import decoding, explain, measured, sparse_model, trackers
+from specsparse.experiments.config import RunConfig
+from specsparse.experiments.decoding import Bench, Engine, Passes
+from specsparse.report import display, record
+from specsparse.report.record import HOST, PLAIN, RECORD_FILE, SPECULATIVE, Pass, RunRecord
+from specsparse.runtime import manifest, metrics
+from specsparse.speculative.base import Drafter
+
+
+def check(cfg: RunConfig) -> None:
+    """What can be found wrong without loading the model.
+
+    Raises:
+        UserError: see `decoding.check`; a drafter, policy or verifier that is unknown or does not fit.
+    """
+    decoding.check(cfg)
+    decoding.method(cfg)
+
+
+def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) -> RunRecord:
+    """Run `cfg`, write prompts.jsonl and record.json into `directory`, and show the result."""
+    started = time.perf_counter()
+    bench = decoding.prepare(cfg, engine, console)
+    method = decoding.method(cfg, decoding.what_is_measured(cfg, bench.model, console))
+    tracker = trackers.make(cfg.tracker.name, cfg.tracker.options, directory)
+    passes = Passes(cfg, engine, bench.model, sides(cfg, method), console)
+    side = SPECULATIVE if method else PLAIN
+    first_text_s = passes.show(bench.jobs, side, started, directory) if cfg.warmup else None
+    done = []
+    for one in passes.timed(bench.jobs):
+        done.append(one)
+        tracker.log(one.row())
+    split = time_split(cfg, passes, bench) if method else {}
+    done = [with_split(p, split.get(p.task)) for p in done]
+    found = _record(cfg, passes, done, bench, first_text_s=first_text_s, method=method)
+    key = measured.draft_key(cfg)
+    found = explain.explain(found, done, passes, split=split, model=bench.model, drafter=key)
+    tracker.finish(found.to_dict())
+    display.report(console, found)
+    console.print(Text(f"record: {directory / RECORD_FILE}", style="dim"))
+    return found
+
+
+def sides(cfg: RunConfig, method: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What is decoded in turn."""
+    if not method:
+        return {PLAIN: {}}
+    out = {PLAIN: {}, SPECULATIVE: method}
+    return {**out, HOST: {**method, "loop": "host"}} if cfg.loop == "host" else out
+
+
+def time_split(cfg: RunConfig, passes: Passes, bench: Bench) -> dict[str, metrics.Times]:
+    """Seconds of each stage in a few rounds stepped from the host, by task; the first prompt of each speaks for it."""
+    if not cfg.time_split:
+        return {}
+    first: dict[str, Any] = {}
+    for job in bench.jobs:
+        first.setdefault(job.prompt.task, job)
+    more = {"loop": "host", "max_tokens": min(cfg.time_split, cfg.max_tokens)}
+    passes.generate(bench.jobs[0], SPECULATIVE, **more)  # compiles and warms up
+    return {task: passes.generate(job, SPECULATIVE, **more).stats.counters.times for task, job in first.items()}
+
+
+def with_split(done: Pass, stages: metrics.Times | None) -> Pass:
+    """The pass with its decode time shared out as the stages were; the loop in one program has no host time."""
+    if stages is None or done.side != SPECULATIVE:
+        return done
+    spent = {name: getattr(stages, name) or 0.0 for name in ("draft", "verify", "sample", "commit")}
+    total = sum(spent.values())
+    if not total:
+        return done
+    shares = {name: seconds / total * done.decode_s for name, seconds in spent.items()}
+    times = dataclasses.replace(done.counters.times, **shares, host=0.0)
+    return dataclasses.replace(done, counters=dataclasses.replace(done.counters, times=times))
+
+
+def size(cfg: RunConfig, method: dict[str, Any]) -> dict[str, int]:
+    """Tokens a draft has room for, and the levels of a tree."""
+    drafter = method.get("drafter")
+    if drafter is None or not drafter.tree:
+        return {"gamma": cfg.policy.gamma}
+    shape = drafter if isinstance(drafter, Drafter) else drafter.style.tree
+    return {"gamma": shape.max_nodes, "levels": shape.max_depth}
+
+
+def _record(
+    cfg: RunConfig, loop: Passes, passes: list[Pass], bench: Bench, *, first_text_s: float | None, method: dict
+) -> RunRecord:
+    bytes_per_pass = bench.model.footprint.file
+    conditions = loop.conditions()
+    verifier = method["verifier"].name if method else cfg.verifier.name
+    return RunRecord(
+        name=cfg.name,
+        method={
+            "drafter": cfg.drafter.name,
+            "verifier": verifier,
+            "policy": cfg.policy.name,
+            **size(cfg, method),
+            "label": decoding.label(method["verifier"] if method else verifier),
+            **sparse_model.label(bench.model),
+        },
+        groups=record.groups(passes, bytes_per_pass=bytes_per_pass, read_bandwidth=conditions.read_bandwidth),
+        identity=record.identity_of([*passes, *loop.warm_up], verifier=verifier) if method else None,
+        load_s=bench.load_s,
+        first_text_s=first_text_s,
+        compile_s=loop.compile_s,
+        read_bandwidth=conditions.read_bandwidth,
+        bytes_per_pass=bytes_per_pass,
+        manifest=manifest.build(cfg.composed, bench.model.path),
+        conditions=conditions,
+        repeats=loop.repeats,
+    )

@@ -1,0 +1,74 @@
+"""Short forms and other projects' names on the command line, spelled out before Hydra reads it."""
+
+import os
+import re
+
+from specsparse.models import catalogue
+from specsparse.support.paths import conf_dir
+
+OPTION_NAMES = {
+    "policy.draft_max": "policy.gamma",
+    "policy.n_draft": "policy.gamma",
+    "policy.num_speculative_tokens": "policy.gamma",
+    "policy.num_assistant_tokens": "policy.gamma",
+    "policy.prompt_lookup_num_tokens": "policy.gamma",
+    "policy.draft_min": "policy.n_min",
+    "policy.draft_p_min": "policy.p_min",
+    "policy.assistant_confidence_threshold": "policy.threshold",
+    "drafter.prompt_lookup_max": "drafter.ngram_max",
+    "drafter.max_matching_ngram_size": "drafter.ngram_max",
+    "drafter.prompt_lookup_min": "drafter.ngram_min",
+    "drafter.ngram_size_n": "drafter.size_n",
+    "drafter.ngram_size_m": "drafter.size_m",
+    "drafter.ngram_min_hits": "drafter.min_hits",
+    "drafter.draft_temperature": "drafter.temperature",
+    "drafter.draft_sample_method": "drafter.draw",
+    "drafter.draft_p_min": "drafter.p_min",
+    "drafter.draft_min": "drafter.n_min",
+}
+"""llama.cpp's, vLLM's and Hugging Face's names of options that have a key in conf/, and that key."""
+
+CHOICE_NAMES = {
+    "drafter": {
+        "ngram": "prompt_lookup", "ngram-simple": "ngram_simple", "ngram-map-k": "ngram_map", "draft_model": "model",
+        "layer-skip": "layer_skip", "eagle": "head",
+    },
+    "policy": {
+        "constant": "fixed", "hf_heuristic": "heuristic", "hf_confidence": "confidence", "cost_optimal": "cost",
+        "auto-off": "auto_off",
+    },
+}  # fmt: skip
+"""Other names of the files in conf/."""
+
+
+def shorthand(argv: list[str]) -> list[str]:
+    """Spells out `model=FILE.gguf`, a model's name that no file of `conf/model` has, `data=FILE.jsonl`,
+    `experiment=NAME` without its plus sign, the lists of `compare` (`drafter=a,b`), and the names of `OPTION_NAMES` and
+    `CHOICE_NAMES`."""
+    compares = not {"-m", "--multirun"} & set(argv) and any(arg.lstrip("+") == "experiment=compare" for arg in argv)
+    out = []
+    for arg in argv:
+        key, eq, value = arg.partition("=")
+        is_path = bool(re.search(r"\.(gguf|jsonl|txt)$|^hf://|^[~./]", value))
+        value = ",".join(CHOICE_NAMES.get(key, {}).get(name, name) for name in value.split(","))
+        named = (
+            value in (*catalogue.MODELS, *catalogue.DERIVED, *catalogue.FILES)
+            and not (conf_dir() / "model" / f"{value}.yaml").is_file()
+        )
+        if eq and key == "model" and (is_path or named):
+            out += ["model=custom", f"model.path={_quote(os.path.expanduser(value))}"]
+        elif eq and key == "data" and is_path:
+            out += [f"data.source={_quote(os.path.expanduser(value))}"]
+        elif eq and key == "experiment":
+            out.append(f"+{arg}")
+        elif compares and key in ("drafter", "verifier") and "," in value:
+            out.append(f"compare.{key}s=[{value}]")
+        elif eq and re.fullmatch(r"[\d.]+|true|false|null", value, re.IGNORECASE) and (conf_dir() / key).is_dir():
+            out.append(f"{key}='{value}'")  # Hydra has a traceback for a choice that is not a text
+        else:
+            out.append(f"{OPTION_NAMES.get(key, key)}{eq}{value}")
+    return out
+
+
+def _quote(value: str) -> str:
+    return value if re.fullmatch(r"[\w./:~-]+", value) else "'" + value.replace("'", "\\'") + "'"

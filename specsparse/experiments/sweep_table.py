@@ -1,0 +1,127 @@
+"""One table over the runs of a sweep: what varied, and what came of it."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from specsparse.experiments.kinds import placement_sweep, sparsity_report
+from specsparse.measure import conditions
+from specsparse.measure.conditions import Rank
+from specsparse.measure.intervals import Interval
+from specsparse.report import measurements, varied
+from specsparse.report.record import PLAIN, RECORD_FILE, SPECULATIVE
+from specsparse.runtime import metrics
+from specsparse.support import tables
+
+SPARSITY = "sparsity"
+_RESULTS = (
+    "rank", "speed-up", "95 % interval", "tok/s", "plain tok/s", "read GB/s", "tokens/pass", "accept. length",
+    "differing",
+)  # fmt: skip
+
+
+def records(directory: Path) -> list[dict[str, Any]]:
+    """The records of a sweep's jobs, in their order, a measurement once; a job that failed has none."""
+    jobs = sorted((d for d in directory.iterdir() if d.name.isdecimal()), key=lambda d: int(d.name))
+    once = measurements.once([d for d in jobs if (d / RECORD_FILE).is_file()])
+    return [json.loads((d / RECORD_FILE).read_text(encoding="utf-8")) for d in once]
+
+
+def table(found: list[dict[str, Any]]) -> Table:
+    """A row a run: what was swept, then what came of it; the speed-up's best, ties with it too, is bold."""
+    swept = varied.settings([r["config"] for r in found])
+    note = metrics.lengths_note(per_pass="tokens/pass", length="accept. length")
+    out = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption=note, caption_justify="left")
+    for setting in swept:
+        out.add_column(Text(setting.name), justify="right", no_wrap=True)
+    for title in _RESULTS:
+        out.add_column(title, justify="right", no_wrap=True)
+    for i, (r, rank) in enumerate(zip(found, ranks(found), strict=True)):
+        summary = r["summary"]
+        plain, method = ((summary.get(side) or {}).get("rates", {}) for side in (PLAIN, SPECULATIVE))
+        faster, identity = _speedup(r), summary.get("identity")
+        read, interval = conditions.of_record(r).conditions.read_bandwidth, _interval(faster)
+        cells = [str(rank or "-"), _cell(faster, "ratio_of_totals", ".2f"), interval.ends() if interval else "-"]
+        cells += [_cell(method, "tokens_per_second", ".1f"), _cell(plain, "tokens_per_second", ".1f")]
+        cells += [f"{read / 1e9:.1f}" if read else "-"]
+        cells += [_cell(method, key, ".2f") for key in ("tokens_per_target_pass", "mean_acceptance_length")]
+        cells += [str(identity["differing"]) if identity else "-"]
+        names = [Text(setting.values[i]) for setting in swept]
+        out.add_row(*names, *cells, style="bold" if rank and rank.place == 1 else None)
+    return out
+
+
+def ranks(found: list[dict[str, Any]]) -> list[Rank | None]:
+    """Of the records, by their speed-up."""
+    return conditions.ranks([_interval(_speedup(r)) for r in found])
+
+
+def lines(found: list[dict[str, Any]]) -> list[str]:
+    """What a reader must know of the table: what ties mean, and what makes the ranking doubtful."""
+    out = [conditions.TIED] if any(rank and rank.tied for rank in ranks(found)) else []
+    out += apart(found)
+    swept = varied.settings([r["config"] for r in found])
+    for i, r in enumerate(found):
+        rates = (r["summary"].get(SPECULATIVE) or {}).get("rates", {})
+        bound = conditions.impossible((_speedup(r) or {}).get("ratio_of_totals"), rates.get("tokens_per_target_pass"))
+        name = ", ".join(f"{setting.name} {setting.values[i]}" for setting in swept)
+        out += [f"{name}: {line}" for line in conditions.doubts(conditions.of_record(r).conditions, {"": bound})]
+    return out
+
+
+def apart(found: list[dict[str, Any]]) -> list[str]:
+    """One line where the records were taken under conditions too far apart, else none."""
+    line = conditions.differ([conditions.of_record(r) for r in found])
+    return [line] if line else []
+
+
+def show(directory: Path, out: Console) -> None:
+    """Print the table of a sweep's directory; nothing for fewer than two runs of a kind that has one."""
+    everything = records(directory)
+    points = [r for r in everything if r.get("kind") == SPARSITY]
+    if len(points) > 1:
+        swept = varied.settings([r["config"] for r in points])
+        tables.show(out, sparsity_report.sweep_table(points, swept), names=len(swept))
+        _say(apart(points), out)
+        _say_where(directory, out)
+    placed = [r for r in everything if r.get("kind") == "placement"]
+    if len(placed) > 1:
+        placement_sweep.show(directory, placed, out)
+        _say(apart(placed), out)
+    found = [r for r in everything if "summary" in r and PLAIN in r["summary"]]
+    if len(found) > 1:
+        tables.show(out, table(found), names=len(varied.settings([r["config"] for r in found])))
+        _say(lines(found), out)
+        _say_where(directory, out)
+
+
+def _say(lines: list[str], out: Console) -> None:
+    for line in lines:
+        out.print(Text(line, style="yellow"), soft_wrap=True)
+
+
+def _say_where(directory: Path, out: Console) -> None:
+    out.print(Text(f"records: {directory}", style="dim"), soft_wrap=True)
+
+
+def _speedup(record: Mapping[str, Any]) -> dict[str, Any] | None:
+    return record["summary"].get("speedup")
+
+
+def _interval(faster: Mapping[str, Any] | None) -> Interval | None:
+    """Of a record; those from before intervals were over prompts hold two equal ends for one pair."""
+    if faster is None:
+        return None
+    ends = (None, None) if faster.get("prompts") == 1 else (faster["low"], faster["high"])
+    return Interval(faster["ratio_of_totals"], *ends, faster.get("prompts", 0))
+
+
+def _cell(values: Mapping[str, Any] | None, key: str, spec: str) -> str:
+    value = (values or {}).get(key)
+    return "-" if value is None else format(value, spec)

@@ -1,0 +1,259 @@
+"""The C++ kernels behind `jax.ffi`: loading, registration, and calls with the reference's signatures."""
+
+import ctypes
+import functools
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsparse.errors import UserError
+from specsparse.kernels.qtensor import QTensor
+from specsparse.kernels.reference import dense
+
+LIBRARY = Path(__file__).parents[1] / "libspecsparse_kernels.so"
+OPERATIONS = ("linear", "embed", "attend", "layers", "argmax", "check", "law", "draw", "sparse_ffn", "signbit_keep")
+
+_CODES = ("nibble", "int8", "f32", "f16", "bf16")
+_SCALES = ("none", "d", "dm", "f32", "super", "super_min")
+ACTS = {None: 0, "silu": 1, "relu": 2, "relu2": 3}
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+    except OSError:
+        return None
+    library.specsparse_isa.restype = ctypes.c_char_p
+    library.specsparse_set_isa.argtypes = [ctypes.c_char_p]
+    for operation in OPERATIONS:
+        _register(library, f"specsparse_{operation}")
+    wanted = os.environ.get("SPECSPARSE_ISA")
+    if wanted and not library.specsparse_set_isa(wanted.encode()):
+        raise UserError(
+            f"SPECSPARSE_ISA={wanted}: this processor or build has no such kernels; use portable, avx2 or avx512"
+        )
+    count = os.environ.get("SPECSPARSE_THREADS")
+    if count:
+        _check_threads(count)
+        library.specsparse_set_threads(int(count))
+    return library
+
+
+def _register(library: ctypes.CDLL, target: str) -> None:
+    if not hasattr(library, target):
+        raise UserError(f"{LIBRARY.name} is older than this checkout: build it again with `make native`")
+    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
+
+
+@functools.cache
+def register(target: str) -> None:
+    """Makes a call known to JAX that is none of a forward pass's `OPERATIONS`.
+
+    Raises:
+        UserError: no native kernels, or a library without it.
+    """
+    _register(_needed(), target)
+
+
+def available() -> bool:
+    """Whether the compiled kernels are there."""
+    return _library() is not None
+
+
+def why_missing() -> str | None:
+    """One line on why `available()` is false, or None."""
+    if available():
+        return None
+    return f"{LIBRARY.name} cannot be loaded" if LIBRARY.exists() else f"{LIBRARY.name} was not built"
+
+
+def isa() -> str | None:
+    """The instruction set in use: portable, avx2 or avx512."""
+    library = _library()
+    return library.specsparse_isa().decode() if library else None
+
+
+def set_isa(name: str) -> None:
+    """Switches the instruction set of this process; raises UserError where the processor lacks it."""
+    library = _library()
+    if library is None or not library.specsparse_set_isa(name.encode()):
+        raise UserError(f"this processor or build has no {name!r} kernels; use portable, avx2 or avx512")
+
+
+def threads() -> int | None:
+    """Threads that share a kernel's work."""
+    library = _library()
+    return library.specsparse_threads() if library else None
+
+
+def _check_threads(count) -> None:
+    if not (isinstance(count, int) or str(count).isdigit()) or isinstance(count, bool) or not 1 <= int(count) <= 64:
+        raise UserError(f"threads={count!r}: an integer from 1 to 64 is needed")
+
+
+def set_threads(count: int) -> None:
+    """Sets the number of threads; results do not depend on it."""
+    _check_threads(count)
+    if library := _library():
+        library.specsparse_set_threads(count)
+
+
+def describe(weights: tuple[QTensor, ...]) -> np.ndarray:
+    """int64[23 * len(weights)]: what `Description::read` of csrc/linear.cc reads of each matrix (or its bit planes)."""
+    rows = []
+    for w in weights:
+        layout, (out, cols) = w.layout, w.shape
+        head = [_CODES.index(layout.codes), _SCALES.index(layout.scales), layout.sub, layout.zero]
+        rows += [*head, out, cols, layout.group_bytes(cols), *(layout.lut or (0,) * 16)]
+    return np.array(rows, np.int64)
+
+
+def _needed() -> ctypes.CDLL:
+    library = _library()
+    if library is None:
+        raise UserError(f"the native kernels are not there ({why_missing()}); build them with `make native`")
+    return library
+
+
+def _call(target: str, shapes, **options):
+    _needed()
+    return jax.ffi.ffi_call(target, shapes, **options)
+
+
+def linear(x, weights, *, n_valid, norm=None, eps=0.0, biases=None, residual=None, act=None):
+    """`reference.linear` by the C++ kernels."""
+    empty = jnp.zeros((0,), jnp.float32)
+    outs = weights[:1] if act else weights
+    shapes = tuple(jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32) for w in outs)
+    pairs = []
+    for i, w in enumerate(weights):
+        bias = biases[i] if biases is not None else None
+        pairs += [w.data, empty if bias is None else bias]
+    call = _call("specsparse_linear", shapes)
+    return tuple(
+        call(
+            x,
+            empty if norm is None else norm,
+            empty if residual is None else residual,
+            n_valid,
+            *pairs,
+            description=describe(weights),
+            act=np.int64(ACTS[act]),
+            eps=np.float32(eps),
+        )
+    )
+
+
+def embed(w, ids):
+    """`reference.embed` by the C++ kernels."""
+    call = _call("specsparse_embed", jax.ShapeDtypeStruct((ids.shape[0], w.shape[1]), jnp.float32))
+    return call(w.data, ids, description=describe((w,)))
+
+
+def attend(q, k, v, cache_k, cache_v, *, cos, sin, length, n_valid, parents=None, pairing="norm"):
+    """`reference.attend` by the C++ kernels; a head size that is no multiple of 16 takes the reference."""
+    if cache_v.shape[-1] % 16:
+        return dense.attend(
+            q,
+            k,
+            v,
+            cache_k,
+            cache_v,
+            cos=cos,
+            sin=sin,
+            length=length,
+            n_valid=n_valid,
+            parents=parents,
+            pairing=pairing,
+        )
+    shapes = (
+        jax.ShapeDtypeStruct(q.shape, jnp.float32),
+        jax.ShapeDtypeStruct(cache_k.shape, cache_k.dtype),
+        jax.ShapeDtypeStruct(cache_v.shape, cache_v.dtype),
+    )
+    call = _call("specsparse_attend", shapes, input_output_aliases={3: 1, 4: 2})
+    parents = jnp.zeros((0,), jnp.int32) if parents is None else parents
+    neox = np.int64(pairing == "neox")
+    return call(q, k, v, cache_k, cache_v, cos, sin, length, n_valid, parents, neox=neox)
+
+
+_MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+
+
+def layers(
+    x, weights, cache_k, cache_v, *,
+    cos, sin, length, n_valid, parents=None, pairing="norm", eps=0.0, act="silu", skip=None,
+):  # fmt: skip
+    """All of `weights` applied to rows f32[R, D] in one call: what `linear` and `attend` compute, bit for bit.
+
+    Args:
+        x: rows of all sequences, as `linear` takes them.
+        weights: the layers in order, objects with the fields of `engine.weights.Layer`; head size a multiple of 16.
+        cache_k, cache_v: of each of these layers; updated in place where the caller donates them.
+        cos, sin, length, n_valid, parents, pairing: as `attend` takes them.
+        eps: of both norms.
+        act: of the gate.
+        skip: of each of the layers a `stripes.SkipWeights`: the same bits, and where one row counts, neurons that the
+            gate closes are not read. `act` is "relu" or "relu2".
+
+    Returns:
+        Rows f32[R, D], the caches' keys, their values; with `skip` also (int32[L, R], int32[L]): neurons of each row
+        that are not zero, neurons that are so in any row.
+    """
+    empty = jnp.zeros((0,), jnp.float32)
+    operands, matrices, shapes, aliases = [], [], [jax.ShapeDtypeStruct(x.shape, jnp.float32)], {}
+    beside = [None] * len(weights) if skip is None else skip
+    for layer, k, v, more in zip(weights, cache_k, cache_v, beside, strict=True):
+        own = [getattr(layer, name) for name in _MATRICES]
+        matrices += own
+        biases = [layer.biases.get(name, empty) for name in _MATRICES]
+        operands += [layer.attn_norm, layer.ffn_norm, *(w.data for w in own), *biases, k, v]
+        for back, cache in ((2, k), (1, v)):
+            aliases[6 + len(operands) - back] = len(shapes)
+            shapes.append(jax.ShapeDtypeStruct(cache.shape, cache.dtype))
+        if more is not None:
+            operands += [more.up.data, more.down]
+    if skip is not None:
+        shapes += [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((len(skip), x.shape[0]), (len(skip),))]
+    out, *rest = _call("specsparse_layers", shapes, input_output_aliases=aliases)(
+        x,
+        cos,
+        sin,
+        length,
+        n_valid,
+        jnp.zeros((0,), jnp.int32) if parents is None else parents,
+        *operands,
+        description=describe(tuple(matrices)),
+        act=np.int64(ACTS[act]),
+        eps=np.float32(eps),
+        neox=np.int64(pairing == "neox"),
+        skip=np.int64(skip is not None),
+    )
+    caches = rest[: 2 * len(cache_k)]
+    found = (out, caches[::2], caches[1::2])
+    return found if skip is None else (*found, tuple(rest[-2:]))
+
+
+def argmax(x):
+    """`reference.argmax` by the C++ kernels."""
+    return _call("specsparse_argmax", jax.ShapeDtypeStruct(x.shape[:1], jnp.int32))(x)
+
+
+def check(logits_RV):
+    """`engine.sampling.row_laws.reference_check` by the C++ kernels."""
+    return _call("specsparse_check", jax.ShapeDtypeStruct(logits_RV.shape[:1], jnp.bool_))(logits_RV)
+
+
+def law(logits_RV, rows, **_):
+    """`engine.sampling.row_laws.reference_law` by the C++ kernels; `rows` are its LawRows."""
+    call = _call("specsparse_law", jax.ShapeDtypeStruct(logits_RV.shape, jnp.float32))
+    return call(logits_RV, rows.temperature, rows.log_min_p, rows.top_k, rows.top_p)
+
+
+def draw(p_RV, u_R):
+    """`engine.sampling.row_laws.reference_draw` by the C++ kernels: the same tree of sums, the same token."""
+    return _call("specsparse_draw", jax.ShapeDtypeStruct(p_RV.shape[:1], jnp.int32))(p_RV, u_R)

@@ -1,0 +1,1 @@
+"""GGUF bytes into the kernels' layouts, and back."""

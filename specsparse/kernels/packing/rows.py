@@ -1,0 +1,37 @@
+"""Rows of a packed matrix as a packed matrix of their own, without unpacking it: the lanes of a group are alike."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsparse.errors import UserError
+from specsparse.kernels.packing import dequant
+from specsparse.kernels.qtensor import ROWS, Layout, QTensor
+
+
+def lane_bytes(layout: Layout, cols: int) -> np.ndarray:
+    """int64[16, bytes of a row]: where the bytes of each row lie in a group of `cols` columns, in one order for all."""
+    place = jnp.arange(layout.group_bytes(cols), dtype=jnp.int32)[None]
+    fields = [f for f in dequant._split(place, layout, cols) if f is not None]
+    lanes = [np.asarray(f)[0].transpose(1, 0, 2).reshape(ROWS, -1) for f in fields]
+    return np.concatenate(lanes, axis=1).astype(np.int64)
+
+
+def take_rows(w: QTensor, ids: np.ndarray) -> QTensor:
+    """Rows `ids` int[N] of a matrix, in that order: shape (N, cols), same layout, same values.
+
+    Runs on the host, once, when a model is built.
+
+    Raises:
+        UserError: no ids, or one outside the matrix.
+    """
+    ids = np.asarray(ids, np.int64)
+    rows, cols = w.shape
+    if ids.size == 0 or ids.min() < 0 or ids.max() >= rows:
+        raise UserError(f"rows to take must be at least one and lie in 0..{rows - 1}")
+    data, place = np.asarray(w.data), lane_bytes(w.layout, cols)
+    taken = data[(ids // ROWS)[:, None], place[ids % ROWS]]
+    out = np.zeros((-(-len(ids) // ROWS), data.shape[1]), np.uint8)
+    new = np.arange(len(ids))
+    out[(new // ROWS)[:, None], place[new % ROWS]] = taken
+    return QTensor(jax.device_put(out), w.layout, (len(ids), cols))

@@ -1,0 +1,1 @@
+"""The kernels in jnp: definition, oracle and fallback."""

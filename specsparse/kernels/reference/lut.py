@@ -1,0 +1,133 @@
+"""A product by look-up tables in jnp: the definition and the oracle of `native_lut`.
+
+A four-bit code is the sum of 2^b times its bit b, so the product of a row with four activations is a weighted sum of
+four entries of one table: the sums of all subsets of the activations (T-MAC, Wei et al. 2024, arXiv:2407.00088).
+"""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsparse.errors import UserError
+from specsparse.kernels.packing.planes import BitPlanes
+from specsparse.kernels.qtensor import BLOCK, ROWS
+
+Sums = Literal["int16", "int8", "int6"]
+SUMS: tuple[str, ...] = ("int16", "int8", "int6")
+"""What a table holds: exact sums of int8 activations; sums of float activations in 127 steps; in 31, so that four of
+them can be added as bytes."""
+_STEPS = {"int8": 127.0, "int6": 31.0}
+_BITS = np.arange(16)[:, None] >> np.arange(4) & 1  # [entry, activation]
+
+
+class Tables(NamedTuple):
+    """The sums of rows of activations; a block's product is d * (scale * (sum - less) + centre) + m * shift.
+
+    Attributes:
+        entries: int32[R, blocks, 8, 16], one table for each four columns.
+        scale: f32[R, blocks], what a step is worth.
+        less: f32[R, blocks], of the sum of entries.
+        centre: f32[R, blocks], what bits that stand for -1 and 1 leave out.
+        shift: f32[R, blocks], sum of the activations.
+    """
+
+    entries: jax.Array
+    scale: jax.Array
+    less: jax.Array
+    centre: jax.Array
+    shift: jax.Array
+
+
+def check(x: jax.Array, w: BitPlanes, sums: str, residual: jax.Array | None) -> None:
+    """UserError where the arguments do not fit each other."""
+    if sums not in SUMS:
+        raise UserError(f"tables of {sums!r} sums do not exist; there are {', '.join(SUMS)}")
+    if x.ndim != 2 or x.shape[1] != w.shape[1]:
+        raise UserError(f"a matrix of {w.shape[1]} columns takes rows of as many activations, not {x.shape}")
+    if residual is not None and residual.shape != (x.shape[0], w.shape[0]):
+        raise UserError(f"the residual is {residual.shape}, the product {(x.shape[0], w.shape[0])}")
+
+
+def make_tables(x_RD: jax.Array, zero: int, sums: Sums) -> Tables:
+    """The tables of rows f32[R, D] for a matrix whose codes count from `zero`.
+
+    "int16" rounds activations to int8 as every product of quantised weights does, and adds them exactly. The others add
+    float activations, each with the sign + or -, and round the sums in steps of the block's largest.
+    """
+    x = x_RD.reshape(x_RD.shape[0], -1, BLOCK)
+    if sums == "int16":
+        largest = jnp.max(jnp.abs(x), axis=-1)
+        inverse = jnp.where(largest > 0, 127.0 / jnp.where(largest > 0, largest, 1.0), 0.0)
+        q = jnp.round(x * inverse[..., None])
+        scale, total = largest / 127.0, jnp.sum(q, axis=-1)
+        entries = jnp.einsum("rbqk,ik->rbqi", q.reshape(*x.shape[:2], -1, 4), jnp.asarray(_BITS, jnp.float32))
+        return Tables(entries.astype(jnp.int32), scale, zero * total, jnp.zeros_like(scale), scale * total)
+    steps, signs = _STEPS[sums], np.float32(2 * _BITS - 1)
+    quads = x.reshape(*x.shape[:2], -1, 4)
+    exact = sum(quads[..., k, None] * signs[None, None, None, :, k] for k in range(4))
+    largest = jnp.max(jnp.abs(exact), axis=(-1, -2))
+    inverse = jnp.where(largest > 0, steps / jnp.where(largest > 0, largest, 1.0), 0.0)
+    entries = jnp.round(exact * inverse[..., None, None]).astype(jnp.int32)
+    total = jnp.sum(x, axis=-1)
+    return Tables(entries, 0.5 * (largest / steps), jnp.zeros_like(total), (7.5 - zero) * total, total)
+
+
+def error_bound(x_RD: jax.Array, w: BitPlanes, sums: Literal["int8", "int6"]) -> jax.Array:
+    """How far f32[R, rows] a product by rounded tables can lie from the exact one, roundings of float32 aside.
+
+    An entry is off by half a step at most, a step counts half, and 8 tables times 15 make a block: 60 d * scale.
+    """
+    d, _ = _scales(w)
+    scale = make_tables(x_RD, w.layout.zero, sums).scale
+    return 60.0 * jnp.einsum("gbl,rb->rgl", jnp.abs(d), scale).reshape(len(x_RD), -1)[:, : w.shape[0]]
+
+
+def lut_linear(x_RD: jax.Array, w: BitPlanes, *, sums: Sums = "int16", residual: jax.Array | None = None) -> jax.Array:
+    """w times rows of activations by tables of their sums.
+
+    Args:
+        x_RD: f32[R, D].
+        w: [O, D].
+        sums: what a table entry is, one of `SUMS`.
+        residual: f32[R, O] added to the product, or None.
+
+    Returns:
+        f32[R, O].
+
+    Raises:
+        UserError: an unknown `sums`, or shapes that do not fit.
+    """
+    check(x_RD, w, sums, residual)
+    tables = make_tables(x_RD, w.layout.zero, sums)
+    d, m = _scales(w)
+
+    def group(one: tuple[jax.Array, ...]) -> jax.Array:
+        chosen, d, m = one  # [blocks, 16, 8, 4], [blocks, 16] twice
+        at = chosen.transpose(0, 2, 1, 3).reshape(*chosen.shape[::2], -1)[None]
+        found = jnp.take_along_axis(tables.entries, at, axis=-1).reshape(len(x_RD), *at.shape[1:3], ROWS, 4)
+        dot = jnp.einsum("rbqlp,p->rbl", found, jnp.array([1, 2, 4, 8], jnp.int32)).astype(jnp.float32)
+        dot = tables.scale[..., None] * (dot - tables.less[..., None]) + tables.centre[..., None]
+        return jnp.sum(d[None] * dot + m[None] * tables.shift[..., None], axis=1)
+
+    y_RO = jax.lax.map(group, (_indices(w), d, m)).transpose(1, 0, 2).reshape(len(x_RD), -1)[:, : w.shape[0]]
+    return y_RO if residual is None else residual + y_RO
+
+
+def _scales(w: BitPlanes) -> tuple[jax.Array, jax.Array]:
+    """d and m (zeros where there is none) f32[groups, blocks, 16]."""
+    blocks = w.data.reshape(len(w.data), w.shape[1] // BLOCK, -1)
+    d, m = (
+        jax.lax.bitcast_convert_type(blocks[..., at : at + 2 * ROWS].reshape(*blocks.shape[:2], ROWS, 2), jnp.float16)
+        for at in (0, 2 * ROWS)
+    )
+    d = d.astype(jnp.float32)
+    return d, m.astype(jnp.float32) if w.layout.scales == "dm" else jnp.zeros_like(d)
+
+
+def _indices(w: BitPlanes) -> jax.Array:
+    """Entries to look up, int32[groups, blocks, 16 rows, 8 quads, 4 bits]."""
+    blocks = w.data.reshape(len(w.data), w.shape[1] // BLOCK, -1)
+    codes = blocks[..., blocks.shape[-1] - ROWS * BLOCK // 2 :].reshape(*blocks.shape[:2], 4, ROWS, 4)
+    return jnp.concatenate([codes & 15, codes >> 4], axis=2).astype(jnp.int32).swapaxes(2, 3)

@@ -1,0 +1,1 @@
+"""Measuring: time, bandwidth, costs, recorded rounds, and on what machine."""

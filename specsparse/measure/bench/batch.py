@@ -1,0 +1,185 @@
+"""Throughput and speed-up of speculation against the number of sequences in a batch, as `bench --batch 1,2,4,8`."""
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from specsparse.api import make_method, prompt_ids
+from specsparse.data import prompts
+from specsparse.engine.model import Model
+from specsparse.engine.sampling.params import SamplingParams
+from specsparse.errors import UserError
+from specsparse.measure.bench.samples import paired_ratio, summary
+from specsparse.measure.bench.sides import token_ids
+from specsparse.models import catalogue
+from specsparse.runtime import manifest
+from specsparse.runtime.load import load
+from specsparse.runtime.session import Method, Session
+from specsparse.runtime.session import Sequence as Text
+from specsparse.support import terminal
+
+TASKS = ("summarise", "code-edit", "chat", "maths", "code", "retrieve")
+"""Of the built-in prompts, in the order in which sequences of a batch take them."""
+SPECULATIVE = "speculative"
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """What to measure.
+
+    Attributes:
+        sizes: sequences in a batch, each 1 or more.
+        pp: prompt tokens of each sequence; below 2 leaves prompts out.
+        tg: tokens each sequence writes, end or no end.
+        repeats: timings of each.
+        drafter: name of the drafter; greedy decoding, `match`.
+    """
+
+    sizes: tuple[int, ...]
+    pp: int = 512
+    tg: int = 128
+    repeats: int = 5
+    drafter: str = "prompt_lookup"
+
+
+@dataclass
+class Timed:
+    """Seconds of one batch size by repeat, and what speculation accepted in the first."""
+
+    prompt: list[float] = field(default_factory=list)
+    plain: list[float] = field(default_factory=list)
+    speculative: list[float] = field(default_factory=list)
+    tokens_per_pass: float = 0.0
+
+
+def measure(plan: BatchPlan, model: Model, done: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
+    """A row for each size: tokens per second in all and the speed-up, with their deviations.
+
+    Every size decodes the same texts, as many as the largest batch holds, in batches of its size: sizes differ in
+    nothing else. Plain and speculative decoding of one batch stand side by side in time. `done` is called after each
+    repeat of each size, the warm-up counted.
+    """
+    texts = list(itertools.islice(itertools.cycle(_texts(model, plan)), max(plan.sizes)))
+    params = SamplingParams(temperature=0.0, max_tokens=plan.tg, ignore_eos=True)
+    method = make_method(model, plan.drafter, None, params)
+    found = {size: Timed() for size in plan.sizes}
+    for size in plan.sizes:
+        batches = [list(itertools.islice(itertools.cycle(texts), i, i + size)) for i in range(0, len(texts), size)]
+        for repeat in range(plan.repeats + 1):  # the first compiles
+            row = _once(plan, model, method, batches, params)
+            if repeat:
+                found[size].prompt += row.prompt
+                found[size].plain += row.plain
+                found[size].speculative += row.speculative
+                found[size].tokens_per_pass = row.tokens_per_pass
+            done()
+    return [_row(plan, size, timed) for size, timed in found.items()]
+
+
+def _texts(model: Model, plan: BatchPlan) -> list[np.ndarray]:
+    """Built-in prompts, cut so that they and the output fit the context."""
+    room = model.config.context_length - plan.tg - 1
+    if room < 1 or plan.pp > model.config.context_length:
+        most = model.config.context_length
+        raise UserError(f"pp {plan.pp} and tg {plan.tg} do not fit the context of {most} tokens: choose smaller ones")
+    rows = [p for task in TASKS for p in prompts.load(tasks=[task], limit_per_task=1)]
+    plain = SamplingParams(temperature=0.0, truncate_prompt_tokens=min(room, 512))
+    return [prompt_ids(model, _chat(model, p.text), plain) for p in rows]
+
+
+def _chat(model: Model, text: str) -> Any:
+    try:
+        return model.tokenizer.apply_chat_template([{"role": "user", "content": text}])
+    except UserError:  # a base model has no template
+        return text
+
+
+def _once(
+    plan: BatchPlan, model: Model, method: Method, batches: list[list[np.ndarray]], params: SamplingParams
+) -> Timed:
+    """All batches once on both sides; the prompt test once for one batch."""
+    prompt_s, plain_s, fast_s, emitted, rounds = [], 0.0, 0.0, 0, 0
+    if plan.pp > 1:
+        ids, one = token_ids(plan.pp, model.config.vocab_size), params.merged(max_tokens=1)
+        prompt_s.append(Session(model, [Text(ids, one, seed=0) for _ in batches[0]], Method()).prefill_s)
+    for batch in batches:
+        plain, fast = (Session(model, [Text(ids, params, seed=0) for ids in batch], how) for how in (Method(), method))
+        plain.advance()
+        fast.advance()
+        plain_s, fast_s = plain_s + plain.decode_s, fast_s + fast.decode_s
+        each = fast.counters()
+        emitted, rounds = emitted + sum(c.num_emitted_tokens for c in each), rounds + sum(c.num_rounds for c in each)
+    return Timed(prompt_s, [plain_s], [fast_s], emitted / rounds)
+
+
+def _row(plan: BatchPlan, size: int, timed: Timed) -> dict[str, Any]:
+    sequences = -(-max(plan.sizes) // size) * size
+
+    def rate(seconds: Sequence[float]) -> dict[str, float]:
+        return summary([sequences * plan.tg / s for s in seconds])
+
+    return {
+        "batch": size,
+        "pp_tokens_per_second": summary([size * (plan.pp - 1) / s for s in timed.prompt]) if timed.prompt else None,
+        "plain_tokens_per_second": rate(timed.plain),
+        "speculative_tokens_per_second": rate(timed.speculative),
+        "speedup": paired_ratio(timed.plain, timed.speculative),
+        "tokens_per_target_pass": timed.tokens_per_pass,
+    }
+
+
+def run(
+    plan: BatchPlan,
+    out: Console,
+    *,
+    model: str,
+    threads: int | None = None,
+    kv_dtype: str | None = None,
+    backend: str | None = None,
+) -> dict[str, Any]:
+    """Loads the model, measures, and returns the report: `rows` of `measure`, the plan and the manifest.
+
+    Raises:
+        UserError: anything wrong with the model or the plan.
+    """
+    path = catalogue.resolve(model)
+    with terminal.busy(out, f"loading {model}"):
+        loaded = load(path, kv_dtype=kv_dtype, threads=threads, backend=backend)
+    started = time.perf_counter()
+    with terminal.counting(out, "timing batches", len(plan.sizes) * (plan.repeats + 1)) as progress:
+        rows = measure(plan, loaded, lambda: progress.advance(progress.task_ids[0]))
+    return {
+        "bench": "specsparse batch",
+        "plan": {"sizes": plan.sizes, "pp": plan.pp, "tg": plan.tg, "repeats": plan.repeats, "drafter": plan.drafter},
+        "rows": rows,
+        "seconds": time.perf_counter() - started,
+        "manifest": manifest.build({}, path),
+    }
+
+
+def table(report: dict[str, Any]) -> Table:
+    """One row a batch size; medians."""
+    plan, made = report["plan"], Table(box=SIMPLE_HEAD, pad_edge=False)
+    heads = ("batch", f"pp{plan['pp']}, tok/s", f"tg{plan['tg']}, tok/s", "per sequence")
+    for name in (*heads, f"{plan['drafter']}, tok/s", "tokens/pass", "speed-up", "±"):
+        made.add_column(name, justify="right", no_wrap=True)
+    for row in report["rows"]:
+        pp, plain, fast = (row[f"{side}_tokens_per_second"] for side in ("pp", "plain", SPECULATIVE))
+        made.add_row(
+            str(row["batch"]),
+            "-" if pp is None else f"{pp['median']:.0f}",
+            f"{plain['median']:.1f}",
+            f"{plain['median'] / row['batch']:.1f}",
+            f"{fast['median']:.1f}",
+            f"{row['tokens_per_target_pass']:.2f}",
+            f"{row['speedup']['median']:.2f}x",
+            f"{row['speedup']['sd']:.2f}",
+        )
+    return made

@@ -1,0 +1,150 @@
+"""One call of the benchmark from a model's name to its report."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from specsparse import kernels
+from specsparse.engine.gguf import requantise
+from specsparse.engine.gguf.reader import open_gguf
+from specsparse.engine.model import Model
+from specsparse.errors import UserError
+from specsparse.measure import conditions
+from specsparse.measure.bench import interleaved, memory, summary
+from specsparse.measure.bench.interleaved import Plan
+from specsparse.measure.bench.peers import Peer, below_expectation
+from specsparse.measure.bench.sides import Ours, Side
+from specsparse.measure.conditions import Conditions
+from specsparse.models import catalogue
+from specsparse.runtime import manifest
+from specsparse.runtime.load import load
+from specsparse.support import terminal
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to measure on what; see the arguments of `python -m specsparse bench`."""
+
+    model: str
+    plan: Plan
+    depth: int = 0
+    rows: int | None = None
+    threads: int | None = None
+    kv_dtype: str | None = None
+    backend: str | None = None
+    peer: str | None = None
+    quantise: str | None = None
+
+    @property
+    def room(self) -> int:
+        """Most tokens that a test adds to the cache."""
+        return max(self.plan.pp, self.plan.tg + 1, self.rows or 0, *self.plan.ns, 1)
+
+
+def run(job: Job, out: Console) -> dict[str, Any]:
+    """Measures, showing progress on `out`; returns the report (see `report.build`).
+
+    Raises:
+        UserError: anything wrong with the model, the options or the peer.
+    """
+    notes: list[str] = []
+    with ExitStack() as stack:
+        peer = stack.enter_context(Peer(job.peer)) if job.peer else None  # first: a missing package costs no time
+        path = catalogue.resolve(job.model)
+        if job.quantise:
+            path = requantised(path, job.quantise, out)
+            name = path.name.rpartition("-as-")[2].removesuffix(".gguf")
+            notes.append(f"re-quantised to {name} from the file's own weights, for speed only; kept as {path}")
+        memory.reset_peak()
+        before = memory.peak_bytes()
+        with terminal.busy(out, f"loading {job.model}"):
+            model = load(path, kv_dtype=job.kv_dtype, threads=job.threads, backend=job.backend)
+        load_peak = memory.peak_bytes()
+        _check_room(job, model)
+        threads = kernels.status()["threads"] or 1
+        ours = Ours(model, depth=job.depth, room=job.room, rows=job.rows)
+        tests = len(job.plan.tests())
+        with terminal.counting(out, "compiling and warming up", tests) as progress:
+            interleaved.warm_up(job.plan, ours, _advance(progress))
+        peaks = {"before_load": before, "load": load_peak, "load_and_warm_up": memory.peak_bytes()}
+        sides: list[Side] = [ours]
+        if peer is not None:
+            with terminal.busy(out, f"loading and warming up {peer.name}"):
+                peer.open(path, model.config, threads=threads, room=job.room, depth=job.depth)
+                interleaved.warm_up(job.plan, peer)
+            sides.append(peer)
+        with terminal.counting(out, "timing", job.plan.repeats * tests * len(sides)) as progress:
+            results = interleaved.run(job.plan, sides, _advance(progress))
+        f = open_gguf(path)
+        found = summary.build(
+            model=model,
+            f=f,
+            plan=job.plan,
+            results=results,
+            ours=ours,
+            peer=peer and {k: getattr(peer, k) for k in ("name", "version", "system_info", "load_s")},
+            threads=threads,
+            peak_memory=peaks,
+            manifest=manifest.build({}, path),
+        )
+    found["backend"] = model.kernels.name
+    found["notes"] = notes + _notes(found, model)
+    return found
+
+
+def _advance(progress: Any) -> Callable[[], None]:
+    return lambda: progress.advance(progress.task_ids[0])
+
+
+def _check_room(job: Job, model: Model) -> None:
+    needed, context = job.depth + job.room, model.config.context_length
+    if needed > context:
+        raise UserError(
+            f"the tests need {needed} tokens (depth {job.depth} and {job.room} more) and the context holds {context}: "
+            "choose a smaller --pp, --tg, --n or --depth"
+        )
+
+
+def requantised(path: Path, name: str, out: Console) -> Path:
+    """The file of the same model in another type, made once and kept in the user's cache."""
+    kind = requantise.kind_of(name)
+    source = open_gguf(path)
+    digest = manifest.sha256_of(path)[:12]
+    made = manifest.cache_dir() / "requantised" / f"{path.stem}-{digest}-as-{kind.name}.gguf"
+    if not made.exists():
+        with terminal.counting(out, f"re-quantising to {kind.name}", 100) as progress:
+
+            def advance(done: int, total: int) -> None:
+                progress.update(progress.task_ids[0], completed=100 * done // total)
+
+            requantise.requantise(source, made, kind, progress=advance)
+    return made
+
+
+def _notes(found: dict[str, Any], model: Model) -> list[str]:
+    """What a reader must know before believing the figures."""
+    read = found["machine"]["read_bytes_per_second"]
+    restless = conditions.busy(Conditions(read["median"], read["sd"] / read["mean"]))
+    notes = [restless] if restless else []
+    if model.kernels.name != "native":
+        why = kernels.status()["why_not_native"] or "chosen"
+        notes.append(f"these are the {model.kernels.name} kernels, not the native ones ({why})")
+    peer = found["peer"]
+    if peer and peer["name"] == "llama.cpp":
+        rates = [r for r in found["results"] if r["engine"] == peer["name"] and r["test"].startswith("tg")]
+        flags = found["manifest"]["cpu"]["flags"]
+        for row in rates:
+            rate = row["tokens_per_second"]["median"]
+            line = below_expectation(model.config, found["model"]["main_type"], rate, flags, found["threads"])
+            if line:
+                notes.append(f"{line} (ours: {found['manifest']['kernels']['isa']}; its: {peer['system_info']})")
+    return notes
+
+
+def with_one(plan: Plan) -> Plan:
+    """The plan with n = 1 in its verify test, to which v(n) is relative."""
+    return replace(plan, ns=tuple(sorted({1, *plan.ns}))) if plan.ns else plan

@@ -1,0 +1,212 @@
+"""What the machine was like while something was timed, and which timings may be compared.
+
+Each rule stands here once, for the terminal, the records and the pages:
+
+    differ      timings taken under conditions too far apart
+    busy        one timing whose machine changed under it
+    ties        speed-ups that their intervals do not tell apart
+    impossible  a speed-up that no method can have
+"""
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple
+
+from specsparse.measure.intervals import Interval
+
+TOLERANCE = 0.10
+"""Read bandwidths, or plain speeds, that differ by more than this share are not those of one machine."""
+BUSY_DEVIATION = 0.05
+"""Relative deviation between the repeats of one timing from which the machine counts as busy."""
+NOISE = 0.02
+"""Share by which a speed-up may exceed its bound: what timer and machine vary by even when nothing else runs."""
+TIED = "=: the 95 % intervals overlap, or one prompt has none; the order among these is not certain"
+"""What a table or page says of the mark of `Rank`."""
+
+DEFINITIONS = {
+    "conditions.read_bandwidth": "bytes read per second: median of samples before each repeat and at the end",
+    "conditions.read_deviation": "standard deviation of those samples / their mean",
+    "conditions.plain_tokens_per_second": "of plain decoding, timed in turn with the rest",
+    "conditions.plain_deviation": "standard deviation of plain decoding's time between repeats / its mean",
+    "conditions.other_load": "mean cores that other processes and other guests of the host kept busy meanwhile",
+}
+"""Of what a record holds, beside `runtime.metrics.DEFINITIONS`."""
+
+_WORK = ("model", "ffn", "predictor", "placement", "data", "max_tokens", "sampling", "seed")
+"""Keys of a config that plain decoding's speed depends on."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What a timing was taken at; None: not known.
+
+    Attributes:
+        read_bandwidth: bytes per second that this machine read from memory, median of samples between the timings.
+        read_deviation: relative standard deviation of those samples.
+        plain_tokens_per_second: of plain decoding, timed in turn with the rest.
+        plain_deviation: relative standard deviation of plain decoding's time between repeats.
+        other_load: cores that other processes (or other guests of the host) kept busy meanwhile, mean.
+    """
+
+    read_bandwidth: float | None = None
+    read_deviation: float | None = None
+    plain_tokens_per_second: float | None = None
+    plain_deviation: float | None = None
+    other_load: float | None = None
+
+    def to_dict(self) -> dict[str, float | None]:
+        """As plain values for a record."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Conditions":
+        """The inverse of `to_dict`; keys of another version are left out."""
+        return cls(**{f.name: values.get(f.name) for f in fields(cls)})
+
+    def parts(self) -> list[str]:
+        """What is known, in words."""
+        parts = []
+        if self.read_bandwidth is not None:
+            parts.append(f"read bandwidth {self.read_bandwidth / 1e9:.1f} GB/s")
+        if self.plain_tokens_per_second is not None:
+            parts.append(f"plain decoding {self.plain_tokens_per_second:.1f} tok/s")
+        if self.other_load is not None:
+            parts.append(f"other processes on {self.other_load:.1f} cores")
+        return parts
+
+    def line(self) -> str | None:
+        """For the terminal; None where nothing is known."""
+        parts = self.parts()
+        return f"taken at: {', '.join(parts)}" if parts else None
+
+
+UNKNOWN = Conditions()
+
+
+class Taken(NamedTuple):
+    """Conditions of one result; `machine` and `work` (what was decoded, on which kernels) say with which to compare."""
+
+    conditions: Conditions
+    machine: str = ""
+    work: str = ""
+
+
+def of_record(record: Mapping[str, Any]) -> Taken:
+    """Of a record.json; older ones have the bandwidth and the plain speed in other places, or not at all."""
+    summary, manifest = record.get("summary") or {}, record.get("manifest") or {}
+    cpu, config = manifest.get("cpu") or {}, record.get("config") or {}
+    found = Conditions.from_dict(summary.get("conditions") or {})
+    if "conditions" not in summary:
+        rates = (summary.get("plain") or {}).get("rates") or {}
+        found = Conditions(summary.get("read_bandwidth"), plain_tokens_per_second=rates.get("tokens_per_second"))
+    machine = _key(cpu.get("model"), cpu.get("cores"))
+    work = [config.get(key) for key in _WORK]
+    return Taken(found, machine, _key(machine, manifest.get("kernels"), manifest.get("model"), *work))
+
+
+def _key(*parts: Any) -> str:
+    return json.dumps(parts, sort_keys=True, default=str)
+
+
+def differ(taken: Sequence[Taken]) -> str | None:
+    """One line where results of the same work on the same machine were taken more than `TOLERANCE` apart, else None."""
+    read = _range([(t.machine, t.conditions.read_bandwidth) for t in taken])
+    plain = _range([(t.work, t.conditions.plain_tokens_per_second) for t in taken])
+    parts = [f"read bandwidth {read[0] / 1e9:.1f} to {read[1] / 1e9:.1f} GB/s"] if read else []
+    parts += [f"plain decoding {plain[0]:.1f} to {plain[1]:.1f} tok/s"] if plain else []
+    if not parts:
+        return None
+    return f"taken more than {TOLERANCE:.0%} apart: {', '.join(parts)}; compare no tok/s and no close speed-ups"
+
+
+def _range(values: Sequence[tuple[str, float | None]]) -> tuple[float, float] | None:
+    """Least and largest of the key whose values lie furthest apart; None where no key has values too far apart."""
+    by_key: dict[str, list[float]] = {}
+    for key, value in values:
+        if value:
+            by_key.setdefault(key, []).append(value)
+    least, most = max(((min(v), max(v)) for v in by_key.values()), key=lambda r: r[1] / r[0], default=(1.0, 1.0))
+    return (least, most) if most > least * (1 + TOLERANCE) else None
+
+
+def deviation(values: Sequence[float]) -> float | None:
+    """Relative sample standard deviation; None for fewer than two values."""
+    return statistics.stdev(values) / statistics.fmean(values) if len(values) > 1 else None
+
+
+def busy(conditions: Conditions) -> str | None:
+    """One line where the machine changed between the repeats of one timing, else None."""
+    deviations = {
+        "read bandwidth": conditions.read_deviation,
+        "plain decoding's time": conditions.plain_deviation,
+    }
+    varied = [f"{name} varied by {x:.0%}" for name, x in deviations.items() if x is not None and x > BUSY_DEVIATION]
+    if not varied:
+        return None
+    return f"{' and '.join(varied)} between repeats: the machine was busy, take the figures with care"
+
+
+def impossible(speedup: float | None, tokens_per_pass: float | None) -> str | None:
+    """One line where a measured speed-up is above the tokens that a pass of the same model gave, else None.
+
+    A speculative round costs one pass of the target at least, and a plain token costs one, so tokens per pass bound the
+    speed-up (Leviathan et al. 2023, theorem 3.8 with drafts that cost nothing); `NOISE` is allowed.
+    """
+    if speedup is None or tokens_per_pass is None or speedup <= tokens_per_pass * (1 + NOISE):
+        return None
+    return (
+        f"speed-up {speedup:.2f} is impossible with {tokens_per_pass:.2f} tokens per target pass: it cannot come from "
+        "the method, the machine changed between the sides"
+    )
+
+
+def doubts(conditions: Conditions, found: Mapping[str, str | None]) -> tuple[str, ...]:
+    """What makes one timing doubtful, a line each: a busy machine, and what is impossible by what it is said of."""
+    named = [f"{name}: {line}" if name else line for name, line in found.items() if line]
+    restless = busy(conditions)
+    return (restless, *named) if restless else tuple(named)
+
+
+class Rank(NamedTuple):
+    """A place, 1 the best; `tied` where another one shares it."""
+
+    place: int
+    tied: bool
+
+    def __str__(self) -> str:
+        """As in a table: "2", or "2=" for a tie."""
+        return f"{self.place}{'=' if self.tied else ''}"
+
+
+def ties(found: Sequence[Interval]) -> list[list[int]]:
+    """Groups of indices, the best first, that intervals do not tell apart.
+
+    A group is the best that is left and, going down, all whose interval overlaps with its own; the first whose interval
+    does not begins the next group. What has no interval overlaps with everything.
+    """
+    order = sorted(range(len(found)), key=lambda i: -found[i].value)
+    out: list[list[int]] = []
+    for i in order:
+        if out and _overlap(found[out[-1][0]], found[i]):
+            out[-1].append(i)
+        else:
+            out.append([i])
+    return out
+
+
+def _overlap(better: Interval, worse: Interval) -> bool:
+    return better.low is None or worse.high is None or worse.high >= better.low
+
+
+def ranks(found: Sequence[Interval | None]) -> list[Rank | None]:
+    """The rank of each, in the order given; None for what has no value."""
+    where = [i for i, interval in enumerate(found) if interval is not None]
+    out: list[Rank | None] = [None] * len(found)
+    place = 1
+    for group in ties([interval for interval in found if interval is not None]):
+        for i in group:
+            out[where[i]] = Rank(place, len(group) > 1)
+        place += len(group)
+    return out

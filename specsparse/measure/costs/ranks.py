@@ -1,0 +1,174 @@
+"""Measured acceptance: how often a chain's drafts are accepted, and how often the child of each rank is in a tree.
+
+Measured by decoding prompts with the drafter, so that it holds for this target, draft, verifier and temperature.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from specsparse.engine.model import Model
+from specsparse.engine.sampling.params import SamplingParams
+from specsparse.measure.costs.measured import load_or_measure
+from specsparse.measure.costs.progress import Bar, silent
+from specsparse.runtime import hostloop
+from specsparse.runtime.session import Method, Session
+from specsparse.runtime.session import Sequence as Text
+from specsparse.runtime.times import store
+from specsparse.runtime.times.kept import CostTable
+from specsparse.runtime.times.stamp import cost_key
+from specsparse.speculative.tree import TreeTemplate
+
+RANKS = 8
+"""Children whose acceptance is measured."""
+ROUNDS = 24
+"""Rounds a prompt."""
+
+_LONGEST = 40
+"""Characters of a value that stand in a key as they are."""
+
+FAN = TreeTemplate.kary((RANKS,))
+"""The tree that acceptance by rank is measured with: all children of the root."""
+
+_LAW = (
+    "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "min_tokens", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids", "logits_processors",
+)  # fmt: skip
+"""Sampling parameters that change the law of a token (`min_tokens` bans the tokens that stop)."""
+
+
+def acceptance_key(
+    drafter: str,
+    verifier: str | None,
+    params: SamplingParams,
+    shape: str,
+    *,
+    options: Mapping[str, Any] | None = None,
+) -> str:
+    """The name under which acceptance is kept: with everything that changes it.
+
+    Args:
+        drafter: name and options, as `drafts.cost_key` gives them.
+        verifier: its name, or None for the default.
+        params: of the target's law; those that are not its defaults count, functions by their names.
+        shape: "chain", or how the siblings of a tree are drawn.
+        options: of the verifier.
+    """
+    default = SamplingParams()
+    given = [k for k in _LAW if k == _LAW[0] or getattr(params, k) != getattr(default, k)]
+    law = [f"{k}={_shown(getattr(params, k))}" for k in given]
+    return ", ".join([drafter, cost_key(verifier or "default verifier", options), shape, *law])
+
+
+def _shown(value: Any) -> str:
+    """A number as it is written, anything longer by a digest."""
+    if isinstance(value, Mapping):
+        value = tuple(sorted(value.items()))
+    elif isinstance(value, tuple):
+        value = tuple(f"{v.__module__}.{v.__qualname__}" if callable(v) else v for v in value)
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"#{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def table_with_acceptance(
+    model: Model,
+    key: str,
+    method: Callable[[], Method],
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    *,
+    whole: bool = False,
+    bar: Bar = silent,
+) -> CostTable:
+    """The model's table with the acceptance of one method, measured where it is not known yet, and kept.
+
+    Args:
+        key: of `acceptance_key`.
+        method: a chain of drafts, or the tree `FAN`.
+        whole: whether it is another tree, measured as a whole (`of_tree`).
+        prompts: token ids to decode from; the longest part that leaves room in the context is used.
+        params: the target's law.
+    """
+    table = load_or_measure(model, bar=bar)
+    if key not in table.acceptance:
+        how = method()
+        assert how.drafter is not None
+        measured = of_chain if not how.drafter.tree else of_tree if whole else by_rank
+        with bar("measuring acceptance", len(prompts)) as done:
+            rates = measured(model, how, prompts, params, done=done)
+        table = table.with_acceptance(key, rates)
+        store.save(model, table)
+    return table
+
+
+def of_chain(
+    model: Model,
+    method: Method,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    *,
+    done: Callable[[], None] = lambda: None,
+) -> tuple[float]:
+    """(accepted / tested,) of chains; (0.0,) where nothing was drafted."""
+    accepted = tested = 0
+    for session in _sessions(model, method, prompts, params):
+        session.advance(ROUNDS)
+        counters = session.counters()[0]
+        accepted, tested = accepted + counters.num_accepted_tokens, tested + counters.num_tested
+        done()
+    return (accepted / tested if tested else 0.0,)
+
+
+def of_tree(
+    model: Model,
+    method: Method,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    *,
+    done: Callable[[], None] = lambda: None,
+) -> tuple[float, float]:
+    """(tokens emitted, nodes drafted) a round of trees, by counters."""
+    emitted = drafted = rounds = 0
+    for session in _sessions(model, method, prompts, params):
+        session.advance(ROUNDS)
+        c = session.counters()[0]
+        emitted, drafted, rounds = emitted + c.num_emitted_tokens, drafted + c.num_draft_tokens, rounds + c.num_rounds
+        done()
+    return emitted / max(rounds, 1), drafted / max(rounds, 1)
+
+
+def by_rank(
+    model: Model,
+    method: Method,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    *,
+    done: Callable[[], None] = lambda: None,
+) -> tuple[float, ...]:
+    """Sequoia's acceptance vector (Chen et al. 2402.12374, section 3.1): P(child of rank r is the accepted one).
+
+    The siblings are the children of the root of `FAN`, in draw order; rounds whose draft was cut short do not count.
+    """
+    hits, rounds = np.zeros(method.max_nodes), 0
+
+    def watch(view: hostloop.RoundView) -> None:
+        nonlocal rounds
+        if int(view.draft.count[0]) == method.max_nodes:
+            rounds += 1
+            if (node := int(view.verdict.nodes[0, 0])) >= 0:
+                hits[node] += 1
+
+    for session in _sessions(model, method, prompts, params):
+        hostloop.run(session, ROUNDS, watch=watch)
+        done()
+    return tuple((hits / max(rounds, 1)).tolist())
+
+
+def _sessions(model: Model, method: Method, prompts: Sequence[Sequence[int]], params: SamplingParams):
+    room = ROUNDS * (method.max_nodes + 1)
+    kept = max(2, model.config.context_length - room - method.max_nodes)
+    for seed, ids in enumerate(prompts):
+        tail = np.asarray(ids, np.int32)[-kept:]
+        yield Session(model, [Text(tail, params.merged(max_tokens=room, ignore_eos=True), seed)], method)

@@ -1,0 +1,225 @@
+"""What a model file is: its facts, tensors and traffic, what it could do here, and how two files fit as a pair."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from specsparse.engine.config import ModelConfig
+from specsparse.engine.gguf.reader import GGUFFile
+from specsparse.engine.text.tokenizer import Tokenizer
+from specsparse.errors import UserError
+from specsparse.measure.costs import traffic
+from specsparse.measure.costs.devices import Device
+from specsparse.measure.costs.roofline import Roofline
+from specsparse.runtime.times import expected
+from specsparse.speculative import vocab
+
+KV_LENGTH = 128
+"""Tokens in the cache where a rate is given without another length."""
+ALPHAS = (0.5, 0.7, 0.9)
+_LONGEST = 100  # characters of a value that are shown
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """A file and what could be made of it.
+
+    Attributes:
+        file: open.
+        config, tokenizer: None where the file does not run here.
+        problem: why not, in one line; None where it runs.
+    """
+
+    file: GGUFFile
+    config: ModelConfig | None
+    tokenizer: Tokenizer | None
+    problem: str | None = None
+
+
+def look_at(f: GGUFFile) -> Inspected:
+    """The config and the tokenizer of an open file, or why it has none that runs here."""
+    try:
+        config = ModelConfig.from_gguf(f)
+        return Inspected(f, config, Tokenizer.from_metadata(f.metadata, where=str(f.path)))
+    except UserError as error:
+        return Inspected(f, None, None, str(error).removeprefix(f"{f.path}: "))
+
+
+def metadata(f: GGUFFile) -> dict[str, str]:
+    """Every key with its value as one line; long arrays and texts are cut, and say how long they are."""
+    return {key: _shown(value) for key, value in f.metadata.items()}
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, np.ndarray | list):
+        first = [item.item() if isinstance(item, np.generic) else item for item in value[:8]]
+        text = "[" + ", ".join(_cut(repr(item), 24) for item in first)
+        return f"{text}, ..] ({len(value)})" if len(value) > len(first) else f"{text}]"
+    if isinstance(value, str):
+        return _cut(repr(value)[1:-1], _LONGEST) + (f" ({len(value)} characters)" if len(value) > _LONGEST else "")
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 2] + ".."
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """Tensors of one role (`blk.*.attn_q.weight`), type and shape.
+
+    Attributes:
+        name: with the layer's number as a star.
+        type: GGUF type.
+        shape: numpy order.
+        count: tensors.
+        nbytes: of all of them.
+    """
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    count: int
+    nbytes: int
+
+
+def tensor_groups(f: GGUFFile, *, each: bool = False) -> list[TensorGroup]:
+    """The tensors of a file in its order, those of all layers together unless `each`."""
+    found: dict[tuple, list[int]] = {}
+    for t in f.tensors.values():
+        name = t.name if each else re.sub(r"^blk\.\d+\.", "blk.*.", t.name)
+        found.setdefault((name, t.type.name, t.shape), []).append(t.nbytes)
+    return [TensorGroup(*key, count=len(sizes), nbytes=sum(sizes)) for key, sizes in found.items()]
+
+
+def sizes(f: GGUFFile, *, layers_only: bool = False) -> dict[str, Any]:
+    """Weights, bytes, bits per weight and bytes by type, the most first, of all tensors or of those of the layers."""
+    tensors = [t for t in f.tensors.values() if t.name.startswith("blk.") or not layers_only]
+    weights, nbytes = sum(prod(t.shape) for t in tensors), sum(t.nbytes for t in tensors)
+    by_type: Counter[str] = Counter()
+    for t in tensors:
+        by_type[t.type.name] += t.nbytes
+    bits = 8 * nbytes / weights if weights else 0.0
+    return {"weights": weights, "bytes": nbytes, "bits_per_weight": bits, "bytes_by_type": dict(by_type.most_common())}
+
+
+def model_facts(config: ModelConfig) -> dict[str, str]:
+    """The shape of the model, a line each."""
+    rope = config.rope
+    heads = f"{config.n_heads} of {config.head_dim}"
+    if config.n_kv_heads != config.n_heads:
+        heads += f", {config.n_kv_heads} for keys and values"
+    scaling = "" if rope.scaling == "none" else f", {rope.scaling} x{rope.factor:g} from {rope.original_context}"
+    return {
+        "architecture": f"{config.architecture}, {config.n_layers} layers, width {config.d_model}, FFN {config.d_ff}",
+        "heads": heads,
+        "context": f"{config.context_length} tokens, RoPE base {rope.base:g} ({rope.pairing}){scaling}"
+        + (", frequency factors" if rope.freq_factors else ""),
+        "FFN": config.activation + ("" if config.gated else " without a gate") + _sparse(config),
+        "output": "the embedding" if config.tied_output else "a matrix of its own",
+    }
+
+
+def _sparse(config: ModelConfig) -> str:
+    ranks = config.predictor_ranks
+    return f", predictors of rank {min(ranks)} to {max(ranks)}" if ranks else ""
+
+
+def tokenizer_facts(tokenizer: Tokenizer, *, template: bool) -> dict[str, str]:
+    """The tokenizer, a line each."""
+    ids = {name: getattr(tokenizer, f"{name}_id") for name in ("bos", "eos", "eot")}
+    shown = [f"{name} {i} {tokenizer.token_text(i)!r}" for name, i in ids.items() if i is not None]
+    adds = [name.upper() for name in ("bos", "eos") if getattr(tokenizer, f"add_{name}")]
+    return {
+        "tokenizer": f"{tokenizer.type}, {tokenizer.vocab_size} tokens, adds {' and '.join(adds) or 'nothing'}",
+        "special": ", ".join(shown) or "none",
+        "chat template": "yes" if template else "no",
+    }
+
+
+def rates(found: Inspected, device: Device, *, kv_dtype: str = "f16", kv_length: int = KV_LENGTH) -> dict[str, Any]:
+    """What a token costs in bytes, and how many a second `device` could do at best.
+
+    Returns:
+        weight_bytes and kv_bytes of one token after `kv_length` others, kv_bytes_per_position, tokens_per_second,
+        prompt_tokens_per_second (of 512) and v8, the time of an 8-row forward over that of one.
+
+    Raises:
+        UserError: the file does not run here.
+    """
+    load = _traffic(found, kv_dtype)
+    roofline = Roofline(device, load)
+    return {
+        "kv_length": kv_length,
+        "weight_bytes": load.weight_bytes,
+        "kv_bytes": load.read_bytes(1, kv_length) - load.weight_bytes,
+        "kv_bytes_per_position": load.kv_bytes_per_token,
+        "tokens_per_second": roofline.tokens_per_second(kv_length),
+        "prompt_tokens_per_second": roofline.prompt_tokens_per_second(512),
+        "v8": roofline.v(8, kv_length),
+    }
+
+
+def _traffic(found: Inspected, kv_dtype: str = "f16") -> traffic.Traffic:
+    if found.config is None:
+        raise UserError(f"{found.file.path}: does not run here: {found.problem}")
+    return traffic.from_gguf(found.file, found.config, kv_dtype=kv_dtype)
+
+
+def pair(target: Inspected, draft: Inspected, device: Device, *, kv_length: int = KV_LENGTH) -> dict[str, Any]:
+    """How `draft` would do as the draft model of `target`.
+
+    Returns:
+        differences (of the vocabularies, `vocab.Difference` each) and fits (none of them); only_special, whether
+        special_tokens=target would settle them; cost, a drafted token in plain steps of the target; and speedups, a
+        list of {alpha, gamma, speedup} by the roofline of `device` (Leviathan et al. 2211.17192, theorem 3.8).
+
+    Raises:
+        UserError: one of the files does not run here.
+    """
+    big, small = (Roofline(device, _traffic(found)) for found in (target, draft))
+    assert target.tokenizer is not None and draft.tokenizer is not None
+    differences = vocab.compare(target.tokenizer, draft.tokenizer)
+    cost = small.forward_s(1, kv_length) / big.forward_s(1, kv_length)
+    speedups = []
+    for alpha in ALPHAS:
+        gamma, speedup = expected.best_gamma(alpha, lambda n: big.v(n, kv_length), c=cost)
+        speedups.append({"alpha": alpha, "gamma": gamma, "speedup": speedup})
+    return {
+        "fits": not differences,
+        "only_special": bool(differences) and all(d.special for d in differences),
+        "differences": differences,
+        "cost": cost,
+        "speedups": speedups,
+    }
+
+
+def report(
+    found: Inspected, device: Device, *, draft: Inspected | None = None, each: bool = False
+) -> Mapping[str, Any]:
+    """Everything above as plain values; what needs a model that runs is None where it does not."""
+    f = found.file
+    out: dict[str, Any] = {
+        "file": str(f.path),
+        "format": {"magic": f.magic.decode(), "version": f.version, "alignment": f.alignment},
+        "runs_here": found.problem is None,
+        "problem": found.problem,
+        "metadata": metadata(f),
+        "tensors": [vars(group) for group in tensor_groups(f, each=each)],
+        "sizes": sizes(f),
+        "model": None if found.config is None else model_facts(found.config),
+        "tokenizer": None,
+        "rates": None if found.config is None else rates(found, device),
+        "pair": None,
+    }
+    if found.tokenizer is not None:
+        out["tokenizer"] = tokenizer_facts(found.tokenizer, template="tokenizer.chat_template" in f.metadata)
+    if draft is not None:
+        both = pair(found, draft, device)
+        out["pair"] = {"draft": str(draft.file.path), **both, "differences": [vars(d) for d in both["differences"]]}
+    return out

@@ -1,0 +1,1 @@
+"""Recorded rounds: traced, kept with their laws, and judged again."""

@@ -1,0 +1,198 @@
+"""The laws of a run's rounds as a file: the likeliest tokens of p and q at every drafted node, and the mass beyond.
+
+A row of a round is a position the target judged: row 0 follows the last committed token, row 1+i follows node i. Each
+row keeps `ids`: the likeliest tokens of p and of the law its children were drawn from, and the children themselves.
+Both laws are kept at those ids and as one number for the rest.
+"""
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specsparse.errors import UserError
+from specsparse.runtime.hostloop import RoundView
+
+LAWS_FILE = "laws.npz"
+VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Recording:
+    """R rounds of drafts of up to K nodes. W ids a row, -1 where fewer.
+
+    Attributes:
+        about: verifier, kind of draw, tree, temperature and the like of the run.
+        prompt: int32[R], index in `about["prompts"]`.
+        position: int32[R], length of the text before the round.
+        count, accepted, tested: int32[R], as in the draft and the verdict.
+        tokens, parents: int32[R, K].
+        targets: int32[R, K+1], the target's own draw at each row.
+        coins: float32[R, K], the run's acceptance coins.
+        ids: int32[R, K+1, W].
+        p: float32[R, K+1, W]; p_rest: float32[R, K+1].
+        q: float32[R, K, W], the law of node i at its parent row's ids; q_rest: float32[R, K]. None for one-hot drafts.
+    """
+
+    about: dict[str, Any]
+    prompt: np.ndarray
+    position: np.ndarray
+    count: np.ndarray
+    accepted: np.ndarray
+    tested: np.ndarray
+    tokens: np.ndarray
+    parents: np.ndarray
+    targets: np.ndarray
+    coins: np.ndarray
+    ids: np.ndarray
+    p: np.ndarray
+    p_rest: np.ndarray
+    q: np.ndarray | None = None
+    q_rest: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.count)
+
+    @property
+    def nodes(self) -> int:
+        """K."""
+        return self.tokens.shape[1]
+
+    def save(self, path: Path) -> None:
+        """Writes the file, whole."""
+        arrays = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "about"}
+        buffer = io.BytesIO()
+        np.savez_compressed(
+            buffer,
+            about=np.array(json.dumps({**self.about, "version": VERSION})),
+            **{name: array for name, array in arrays.items() if array is not None},
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(buffer.getvalue())
+
+    @classmethod
+    def load(cls, path: Path) -> "Recording":
+        """Reads a file, or the one in a run's directory.
+
+        Raises:
+            UserError: there is none, or it is no recording.
+        """
+        file = path / LAWS_FILE if path.is_dir() else path
+        if not file.is_file():
+            raise UserError(f"{file}: no such file; a run with record_laws=32 writes it")
+        try:
+            with np.load(file, allow_pickle=False) as arrays:
+                given = {name: arrays[name] for name in arrays.files if name != "about"}
+                about = json.loads(str(arrays["about"]))
+            if about.pop("version") != VERSION:
+                raise ValueError("another version")
+            return cls(about, **given)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{file}: not a recording of laws ({error})") from None
+
+
+class Recorder:
+    """Gathers the rounds of a run, of the first sequence of each prompt.
+
+    Attributes:
+        top: likeliest tokens to keep of each law.
+    """
+
+    def __init__(self, top: int):
+        self.top = top
+        self._prompts: list[str] = []
+        self._rows: list[dict[str, Any]] = []
+        self._about: dict[str, Any] = {}
+
+    def start(self, prompt_id: str) -> None:
+        """The next prompt."""
+        self._prompts.append(prompt_id)
+
+    def round(self, view: RoundView) -> None:
+        """One round."""
+        if not self._about:
+            self._about = _about(view, self.top)
+        draft, verdict, p_nV = view.draft, view.verdict, np.asarray(view.laws()[0])
+        tokens, parents = np.asarray(draft.tokens[0]), np.asarray(draft.parents[0])
+        q_KV = None if draft.q is None else np.asarray(draft.q[0])
+        count, K = int(draft.count[0]), draft.max_nodes
+        width = min(p_nV.shape[1], 2 * self.top + K)
+        row: dict[str, Any] = {
+            "prompt": len(self._prompts) - 1,
+            "position": int(view.before.length[0]),
+            "count": count,
+            "accepted": int(verdict.accepted[0]),
+            "tested": int(verdict.tested[0]),
+            "tokens": tokens,
+            "parents": parents,
+            "targets": np.asarray(view.targets()[0]),
+            "coins": view.coins()[0],
+            "ids": np.full((K + 1, width), -1, np.int32),
+            "p": np.zeros((K + 1, width), np.float32),
+            "p_rest": np.zeros(K + 1, np.float32),
+        }
+        if q_KV is not None:
+            row |= {"q": np.zeros((K, width), np.float32), "q_rest": np.zeros(K, np.float32)}
+        for at in range(count + 1):
+            children = [i for i in range(count) if parents[i] == at - 1]
+            q_V = q_KV[children[0]] if children and q_KV is not None else None
+            ids = _kept(p_nV[at], q_V, tokens[children], self.top, width)
+            row["ids"][at, : len(ids)] = ids
+            row["p"][at, : len(ids)], row["p_rest"][at] = _at(p_nV[at], ids)
+            for i in children if q_KV is not None else ():
+                row["q"][i, : len(ids)], row["q_rest"][i] = _at(q_KV[i], ids)
+        self._rows.append(row)
+
+    def recording(self) -> Recording:
+        """All rounds so far.
+
+        Raises:
+            UserError: there were none.
+        """
+        if not self._rows:
+            raise UserError("no speculative round was recorded")
+        stacked = {name: np.stack([row[name] for row in self._rows]) for name in self._rows[0]}
+        arrays = {k: v.astype(np.int32) if v.dtype.kind == "i" else v for k, v in stacked.items()}
+        return Recording({**self._about, "prompts": self._prompts}, **arrays)
+
+    def save(self, path: Path) -> None:
+        """Writes `recording`."""
+        self.recording().save(path)
+
+
+def _about(view: RoundView, top: int) -> dict[str, Any]:
+    session = view.session
+    drafter, verifier, law = session.method.drafter, session.method.verifier, session.sequences[0].params
+    assert drafter is not None and verifier is not None
+    return {
+        "kind": drafter.kind.value,
+        "tree": drafter.tree,
+        "depth": drafter.max_depth,
+        "verifier": verifier.name,
+        "vocab": session.law.vocab_size,
+        "top": top,
+        "temperature": 0.0 if law.greedy else law.temperature,
+        "truncated": bool(session.law.use_min_p or session.law.use_top_k or session.law.use_top_p),
+    }
+
+
+def _kept(p_V: np.ndarray, q_V: np.ndarray | None, children: np.ndarray, top: int, width: int) -> np.ndarray:
+    """Ids of a row, the children first: they must be there."""
+    parts = [children, *(_top(law, top) for law in (p_V, q_V) if law is not None)]
+    return np.array(list(dict.fromkeys(np.concatenate(parts).tolist()))[:width], np.int32)
+
+
+def _top(law_V: np.ndarray, top: int) -> np.ndarray:
+    if top >= law_V.shape[0]:
+        return np.arange(law_V.shape[0])
+    found = np.argpartition(-law_V, top)[:top]
+    return found[law_V[found] > 0]
+
+
+def _at(law_V: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, float]:
+    """The law at the ids, and its mass elsewhere."""
+    kept = law_V[ids]
+    return kept, max(0.0, float(law_V.sum(dtype=np.float64) - kept.sum(dtype=np.float64)))

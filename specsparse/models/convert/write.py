@@ -1,0 +1,99 @@
+"""Named tensors and metadata -> a GGUF file in one type, checked by the engine's own rules before a byte is written."""
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import quants
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.constants import GGMLQuantizationType as GGML
+
+from specsparse.engine.config import ModelConfig
+from specsparse.engine.gguf.reader import DEFAULT_ALIGNMENT, MAGIC, GGUFFile, TensorInfo
+from specsparse.engine.gguf.requantise import file_type, type_for
+from specsparse.errors import UserError
+from specsparse.powerinfer.files.container import VERSION, NewTensor, write_container
+
+OUT_TYPES = {name.lower(): GGML[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")}
+"""Types of a new file, by name."""
+Progress = Callable[[int, int], None]
+
+
+def out_type(name: str) -> GGML:
+    """The type of that name, in any case; UserError, with those there are, for another one."""
+    if name.lower() not in OUT_TYPES:
+        raise UserError(f"type {name!r}: choose one of {', '.join(OUT_TYPES)}")
+    return OUT_TYPES[name.lower()]
+
+
+def write_model(
+    path: str | os.PathLike[str],
+    metadata: Mapping[str, Any],
+    sources: Iterable[tuple[str, tuple[int, ...], Callable[[], np.ndarray]]],
+    kind: GGML,
+    *,
+    output: GGML | None = None,
+    progress: Progress = lambda done, total: None,
+) -> ModelConfig:
+    """Writes a model; one tensor at a time is in memory, and the file appears when it is whole.
+
+    Args:
+        path: of the new file; replaced if it is there.
+        metadata: keys of the model and its tokenizer.
+        sources: name, shape and float32 values of each tensor.
+        kind: of the matrices, by the rules of `engine.gguf.requantise.type_for`; vectors are float32.
+        output: of the output matrix, where it is not to go by those rules.
+        progress: called with (bytes written, bytes in all).
+
+    Returns:
+        The config of the model that was written.
+
+    Raises:
+        UserError: tensors and metadata do not make a model that runs here, or the file cannot be written.
+    """
+    sources = list(sources)
+    tied = all(name != "output.weight" for name, _, _ in sources)
+    done = 0
+
+    def coded(load: Callable[[], np.ndarray], to: GGML) -> np.ndarray:
+        nonlocal done
+        with np.errstate(all="ignore"):  # values beyond a half float become infinite, as in llama.cpp
+            raw = quants.quantize(np.ascontiguousarray(load(), np.float32), to)
+        done += raw.nbytes
+        progress(done, total)
+        return raw
+
+    tensors = []
+    for name, shape, load in sources:
+        to = type_for(TensorInfo(name, kind, shape, _NOTHING), kind, tied=tied)
+        if output is not None and name == ("token_embd.weight" if tied else "output.weight"):
+            to = output
+        tensors.append(NewTensor(name, to, shape, lambda load=load, to=to: coded(load, to)))
+    total = sum(t.nbytes for t in tensors)
+    keys = {
+        key: float(np.float32(v)) if isinstance(v, float) else v for key, v in metadata.items()
+    }  # as files have them
+    keys |= {"general.file_type": file_type(kind), "general.quantization_version": 2}
+    config = ModelConfig.from_gguf(_planned(Path(path), keys, tensors))
+    write_container(path, _typed(keys), tensors, magic=MAGIC)
+    return config
+
+
+_NOTHING = np.empty(0, np.uint8)
+
+
+def _planned(path: Path, keys: Mapping[str, Any], tensors: list[NewTensor]) -> GGUFFile:
+    """The file as it will be, without its data."""
+    infos = {t.name: TensorInfo(t.name, t.type, t.shape, _NOTHING, str(path)) for t in tensors}
+    for t in tensors:
+        if t.shape[-1] % GGML_QUANT_SIZES[t.type][0]:
+            raise UserError(f"{path}: tensor {t.name} has rows of {t.shape[-1]}, which {t.type.name} cannot hold")
+    return GGUFFile(path, MAGIC, VERSION, DEFAULT_ALIGNMENT, keys, infos)
+
+
+def _typed(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Lists of numbers as arrays of the type that GGUF files have."""
+    types = {"tokenizer.ggml.scores": np.float32, "tokenizer.ggml.token_type": np.int32}
+    return {key: np.asarray(value, types[key]) if key in types else value for key, value in keys.items()}

@@ -1,0 +1,1 @@
+"""FFNs that leave neurons out."""

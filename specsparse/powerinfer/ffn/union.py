@@ -1,0 +1,127 @@
+"""How many neurons several tokens need together: what a verification pass reads, beside a guess from one token.
+
+n rows that keep a share s each keep 1 - (1 - s)^n together if they choose independently; neighbours in a text do not
+(Mirzadeh et al. 2023, arXiv:2310.04564, "aggregated sparsity").
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsparse.engine.llama import Want, dense_ffn, make_forward
+from specsparse.engine.model import Model
+from specsparse.powerinfer.ffn import zero_skip
+from specsparse.powerinfer.ffn.sparse_ffn import make_ffn
+from specsparse.predictors.base import Predictor
+
+
+@dataclass(frozen=True)
+class UnionPoint:
+    """Passes of one size.
+
+    Attributes:
+        rows: of a pass, all sequences together.
+        batch: sequences among them.
+        passes: that were looked at.
+        kept: share of the neurons that one row keeps, mean over rows and layers.
+        union: share that some row of the pass keeps, mean over passes and layers.
+        guess: 1 - (1 - kept)^rows, layer by layer.
+    """
+
+    rows: int
+    batch: int
+    passes: int
+    kept: float
+    union: float
+    guess: float
+
+
+def masks(
+    model: Model, predictor: Predictor, windows_Wn: np.ndarray, *, progress: Callable[[int], None] | None = None
+) -> np.ndarray:
+    """bool[W, L, n, F]: the neurons that every token of every window keeps, each window on its own.
+
+    Args:
+        model: with `predictor`'s weights in its layers, such as `gated` makes.
+        predictor: what gates it.
+        windows_Wn: int32[W, n] token ids, n at most the context.
+        progress: called with the windows done.
+    """
+    skips = zero_skip.skips(model.params)  # then the dense FFN has the same bits
+    ffn = (dense_ffn if skips else partial(make_ffn, predictor=predictor))(model.config, model.kernels)
+
+    def masked(layer, x_RD, n_valid_B):
+        y_RD, _ = ffn(layer, x_RD, n_valid_B)
+        return y_RD, predictor.keep(None if skips else layer.sparse.predictor, layer, x_RD, n_valid_B)
+
+    forward = make_forward(model.config, model.kernels, masked)
+
+    @jax.jit
+    def program(params, tokens_1n, cache):
+        return forward(params, tokens_1n, cache, want=Want(logits="none"))[0].stats
+
+    count, n = windows_Wn.shape
+    capacity = model.capacity_for(n)
+    params, out = model.params_for(capacity), np.empty((count, model.config.n_layers, n, model.config.d_ff), bool)
+    for w in range(count):
+        out[w] = program(params, jnp.asarray(windows_Wn[w : w + 1]), model.new_cache(1, capacity))
+        if progress is not None:
+            progress(w + 1)
+    return out
+
+
+def of_text(masks_WLnF: np.ndarray, *, tokens: int, batch: int = 1) -> UnionPoint:
+    """Passes of `tokens` consecutive tokens of each of `batch` windows: what drafts that are all right would need.
+
+    Raises:
+        ValueError: fewer windows than `batch`, or shorter ones than `tokens`.
+    """
+    windows, layers, length, width = masks_WLnF.shape
+    if windows < batch or length < tokens:
+        raise ValueError(f"{windows} windows of {length} tokens hold no {batch} sequences of {tokens}")
+    cut = masks_WLnF[: windows // batch * batch, :, : length // tokens * tokens]
+    cut = cut.reshape(windows // batch, batch, layers, length // tokens, tokens, width)
+    together = cut.any(axis=(1, 4))
+    kept_L, rows = masks_WLnF.mean(axis=(0, 2, 3)), tokens * batch
+    return UnionPoint(
+        rows=rows,
+        batch=batch,
+        passes=together.shape[0] * together.shape[2],
+        kept=float(kept_L.mean()),
+        union=float(together.mean()),
+        guess=float(np.mean(1 - (1 - kept_L) ** rows)),
+    )
+
+
+@dataclass
+class UnionWatch:
+    """Adds up what the passes of a decoding kept; call it with the rows and the `SparseStats` of each pass.
+
+    Attributes:
+        width: F.
+        sums: by rows: passes, and sums over them of the kept shares and unions of each layer, f64[L].
+    """
+
+    width: int
+    sums: dict[int, tuple[int, np.ndarray, np.ndarray]] = field(default_factory=dict)
+
+    def __call__(self, rows: int, stats: Any) -> None:
+        """One pass of `rows` rows that count, one sequence."""
+        kept_L = np.asarray(stats.kept, np.float64).sum(axis=1) / rows / self.width
+        union_L = np.asarray(stats.union, np.float64) / self.width
+        passes, kept, union = self.sums.get(rows, (0, np.zeros_like(kept_L), np.zeros_like(union_L)))
+        self.sums[rows] = passes + 1, kept + kept_L, union + union_L
+
+    def points(self) -> list[UnionPoint]:
+        """One for each size of pass, ascending."""
+        out = []
+        for rows, (passes, kept, union) in sorted(self.sums.items()):
+            kept_L, union_L = kept / passes, union / passes
+            guess = float(np.mean(1 - (1 - kept_L) ** rows))
+            out.append(UnionPoint(rows, 1, passes, float(kept_L.mean()), float(union_L.mean()), guess))
+        return out

@@ -1,0 +1,1 @@
+"""PowerInfer's files, read and written."""

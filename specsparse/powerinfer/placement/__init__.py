@@ -1,0 +1,1 @@
+"""Which neurons lie on the accelerator, and a model carried out so."""

@@ -1,0 +1,247 @@
+"""A sparse model on two devices: attention, predictors and hot neurons on one, cold neurons on the other, overlapped.
+
+The host steps through the layers. For each it starts three programs: on the first device the attention and the
+predictor, then the hot neurons there while a thread runs the cold ones on the second. What is added up, and in which
+order, is that of `hot_cold`, so two CPU devices give the bits of one. The second device is the host's CPU where the
+first is an accelerator, and a second CPU device (`jax_num_cpu_devices=2`) where it is not.
+
+Three ways were measured (docs/ARCHITECTURE.md): programs with transfers between them, as here; a host callback inside
+one program; and `compute_on("device_host")`, which on a CPU runs one part after the other.
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsparse import kernels as kernel_api
+from specsparse.engine.cache import KVCache
+from specsparse.engine.config import ModelConfig
+from specsparse.engine.llama import ForwardOut, Want, make_attention, make_output
+from specsparse.engine.weights import Params
+from specsparse.errors import UserError
+from specsparse.kernels import Kernels, SparseStats
+from specsparse.kernels.native import cpu
+from specsparse.powerinfer.placement.hot_cold import HotCold, HotColdStats, combine, part_ffn, predict, stats_of
+
+Watch = Callable[[str, int, float, float], None]
+"""watch(part, layer, begin, end): what ran when, in seconds of `time.perf_counter`; called from two threads."""
+_ALL = Want()
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Where things run; both may be the same device."""
+
+    hot: jax.Device
+    cold: jax.Device
+
+
+def two_devices() -> Devices:
+    """The accelerator and the host's CPU, or two CPU devices.
+
+    Raises:
+        UserError: there is one device only.
+    """
+    first, cpus = jax.devices()[0], jax.devices("cpu")
+    if first.platform != "cpu":
+        return Devices(first, cpus[0])
+    if len(cpus) < 2:
+        raise UserError(
+            'one device only: set JAX_NUM_CPU_DEVICES=2, or jax.config.update("jax_num_cpu_devices", 2) first'
+        )
+    return Devices(cpus[0], cpus[1])
+
+
+def kernels_beside(hot: jax.Device, kernels: Kernels) -> Kernels:
+    """Of the second device: the same beside a CPU, the CPU's own beside an accelerator."""
+    if hot.platform == "cpu":
+        return kernels
+    return kernel_api.get("native" if cpu.available() else "reference")
+
+
+class _Tables(NamedTuple):
+    cos: jax.Array
+    sin: jax.Array
+
+
+class _Residual(NamedTuple):
+    """x, and what is still to be added to it."""
+
+    x_RD: jax.Array
+    cold_RD: jax.Array | None = None
+    hot_RD: jax.Array | None = None
+
+
+class _Programs:
+    """The compiled pieces of one device."""
+
+    def __init__(self, config: ModelConfig, kernels: Kernels):
+        attention, part = make_attention(config, kernels), part_ffn(config, kernels)
+        output = make_output(config, kernels)
+
+        def attend(layer, predictor, tables, residual: _Residual, k, v, length, n_valid_B, parents_Bn):
+            x_RD, k, v = attention(layer, tables, combine(*residual), k, v, length, n_valid_B, parents_Bn)
+            return x_RD, predict(kernels, predictor, x_RD, n_valid_B), k, v
+
+        def finish(params, residual: _Residual, n_valid_B, *, want: Want):
+            x_RD = combine(*residual)
+            x_BnD = x_RD.reshape(n_valid_B.shape[0], -1, x_RD.shape[-1])
+            return ForwardOut(output(params, x_BnD, n_valid_B, want), x_BnD if want.hidden else None)
+
+        self.embed = jax.jit(lambda matrix, tokens: kernels.embed(matrix, tokens))
+        self.attend = jax.jit(attend, donate_argnums=(4, 5))
+        self.part = jax.jit(part)
+        self.finish = jax.jit(finish, static_argnames="want")
+
+
+class TwoDevices:
+    """`forward` of a model with hot and cold neurons. It is stepped from the host: no program may contain it.
+
+    Attributes:
+        overlap: whether both parts of an FFN run at the same time; the bits are the same.
+        watch: told what ran when, or None. Watching waits for each piece.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        kernels: Kernels,
+        devices: Devices,
+        *,
+        host_layers: frozenset[int] = frozenset(),
+        output_on_host: bool = False,
+    ):
+        self.config, self.devices = config, devices
+        self.overlap, self.watch = True, None
+        self._home = [devices.cold if i in host_layers else devices.hot for i in range(config.n_layers)]
+        self._last = devices.cold if output_on_host else devices.hot
+        self._programs = {devices.cold: _Programs(config, kernels_beside(devices.hot, kernels))}
+        self._programs[devices.hot] = _Programs(config, kernels)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="cold")
+
+    def place(self, params: Params) -> Params:
+        """The weights, each on the device that reads it; cold neurons and the embedding on the second."""
+        layers = []
+        for home, layer in zip(self._home, params.layers, strict=True):
+            w: HotCold = layer.sparse
+            cold = jax.device_put(w.cold, self.devices.cold)
+            norm = jax.device_put(layer.ffn_norm, self.devices.cold)
+            rest = jax.device_put(layer._replace(sparse=w._replace(cold=None)), home)
+            layers.append(rest._replace(sparse=rest.sparse._replace(cold=cold, cold_norm=norm)))
+        return params._replace(
+            embedding=jax.device_put(params.embedding, self.devices.cold),
+            layers=tuple(layers),
+            output_norm=jax.device_put(params.output_norm, self._last),
+            output=jax.device_put(params.output, self._last),
+        )
+
+    def forward(
+        self, params: Params, tokens_Bn, cache: KVCache, *, n_valid_B=None, parents_Bn=None, want: Want = _ALL
+    ) -> tuple[ForwardOut, KVCache]:
+        """As `engine.llama.make_forward`'s; keys and values of `cache` are donated."""
+        batch, n = tokens_Bn.shape
+        if n_valid_B is None:
+            n_valid_B = np.full((batch,), n, np.int32)
+        call = _Call(self, params, cache.length, n_valid_B, parents_Bn)
+        tokens_R = _to(self.devices.cold, np.reshape(np.asarray(tokens_Bn), -1))
+        residual = _Residual(self._programs[self.devices.cold].embed(params.embedding, tokens_R))
+        keys, values, stats = list(cache.k), list(cache.v), []
+        for i in range(self.config.n_layers) if want.layers is None else want.layers:
+            residual, keys[i], values[i], stat = call.layer(i, residual, keys[i], values[i])
+            stats.append(stat)
+        last = params._replace(embedding=None, layers=(), cos=None, sin=None)
+        args = _for(self._last, (residual, n_valid_B))
+        out = _to(self.devices.hot, self._programs[self._last].finish(last, *args, want=want))
+        return out._replace(stats=self._stats(stats)), KVCache(tuple(keys), tuple(values), cache.length)
+
+    def _stats(self, stats: list[tuple[SparseStats | None, SparseStats | None]]) -> HotColdStats | None:
+        """Statistics of (cold, hot) parts of every layer, stacked over the layers."""
+        if not stats:
+            return None
+        stacked = [_stacked(part) if any(s is not None for s in part) else None for part in zip(*stats)]
+        return _both(*_for(self.devices.hot, stacked))
+
+
+@jax.jit
+def _stacked(stats: tuple[SparseStats | None, ...]) -> SparseStats:
+    """Of one device's part in each layer; a layer without it has done nothing there."""
+    nothing = jax.tree.map(jnp.zeros_like, next(s for s in stats if s is not None))
+    return jax.tree.map(lambda *each: jnp.stack(each), *(nothing if s is None else s for s in stats))
+
+
+_both = jax.jit(stats_of)
+
+
+def _to(device: jax.Device, tree: Any) -> Any:
+    """`tree` on a device; what is there already stays."""
+    return jax.tree.map(lambda leaf: leaf if _is_on(device, leaf) else jax.device_put(np.asarray(leaf), device), tree)
+
+
+def _for(device: jax.Device, tree: Any) -> Any:
+    """`tree` as arguments of a program of a device: what lies elsewhere becomes an array of the host.
+
+    The host waits for it. A copy from one CPU device to another would be queued behind what runs there.
+    """
+    return jax.tree.map(lambda leaf: leaf if _is_on(device, leaf) else np.asarray(leaf), tree)
+
+
+def _is_on(device: jax.Device, leaf: Any) -> bool:
+    return getattr(leaf, "device", None) == device
+
+
+class _Call:
+    """One forward pass."""
+
+    def __init__(self, owner: TwoDevices, params: Params, length_B, n_valid_B, parents_Bn):
+        self.owner, self.params = owner, params
+        self.n_valid = {d: _to(d, n_valid_B) for d in owner._programs}
+        shared = (_Tables(params.cos, params.sin), length_B, parents_Bn)
+        self.shared = {d: _to(d, shared) for d in {*owner._home}}
+
+    def layer(self, i: int, residual: _Residual, k, v) -> tuple[_Residual, Any, Any, tuple]:
+        """Attention and both parts of the FFN; what the parts give is added by the next program."""
+        owner, home, layer = self.owner, self.owner._home[i], self.params.layers[i]
+        w: HotCold = layer.sparse
+        tables, length_B, parents_Bn = self.shared[home]
+        residual, k, v = _for(home, (residual, k, v))
+        x_RD, keep, k, v = self._timed(
+            "attention", i, owner._programs[home].attend, layer._replace(sparse=None), w.predictor, tables, residual,
+            k, v, length_B, self.n_valid[home], parents_Bn,
+        )  # fmt: skip
+        cold_job = partial(self._part, "cold", i, w.cold, w.cold_norm, owner.devices.cold, x_RD, keep.cold)
+        pending = self._start(cold_job, w)
+        hot_RD, hot = self._part("hot", i, w.hot, layer.ffn_norm, owner.devices.hot, x_RD, keep.hot)
+        cold_RD, cold = pending.result()
+        return _Residual(x_RD, cold_RD, hot_RD), k, v, (cold, hot)
+
+    def _start(self, job: Callable, w: HotCold) -> Future:
+        """In the thread where there is something to overlap, else here and now."""
+        if self.owner.overlap and w.cold is not None and w.hot is not None:
+            return self.owner._worker.submit(job)
+        done: Future = Future()
+        done.set_result(job())
+        return done
+
+    def _part(self, name: str, i: int, rows, norm, device: jax.Device, x_RD, keep_RF):
+        """Partial sum where attention runs, and statistics, or (None, None) where there is no such neuron."""
+        if rows is None:
+            return None, None
+        x_RD, keep_RF = _for(device, (x_RD, keep_RF))
+        program = self.owner._programs[device].part
+        out_RD, stats = self._timed(name, i, program, rows, norm, x_RD, keep_RF, self.n_valid[device])
+        return _for(self.owner._home[i], out_RD), stats
+
+    def _timed(self, name: str, i: int, program: Callable, *args):
+        if self.owner.watch is None:
+            return program(*args)
+        begin = time.perf_counter()
+        out = jax.block_until_ready(program(*args))
+        self.owner.watch(name, i, begin, time.perf_counter())
+        return out

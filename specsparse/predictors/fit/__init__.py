@@ -1,0 +1,1 @@
+"""Fitting predictors to text, judging them, and keeping them."""

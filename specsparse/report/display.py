@@ -1,0 +1,199 @@
+"""What a run shows in the terminal: progress, the text as it comes, one table, llama.cpp's timing lines."""
+
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from specsparse.measure import conditions
+from specsparse.measure.conditions import Conditions
+from specsparse.measure.intervals import Interval
+from specsparse.measure.repeats import Repeats
+from specsparse.measure.speedup import Speedup
+from specsparse.report.record import PLAIN, SPECULATIVE, Group, RunRecord, Side
+from specsparse.runtime import metrics
+
+_MAX_TASK_COLUMNS = 8
+_MOST_HEADING = 140
+
+
+
+
+
+
+
+
+
+
+def show_prompt(out: Console, index: int, count: int, task: str, text: str) -> None:
+    """The heading over a streamed text: the prompt's first line, cut to fit."""
+    first = " ".join(text.split())
+    room = max(20, min(out.width, _MOST_HEADING) - len(task) - 16)
+    line = Text(f"[{index}/{count}] {task}  ", style="bold cyan")
+    out.print(line.append(first if len(first) <= room else first[: room - 1] + "…", style="dim"))
+
+
+def report(out: Console, record: RunRecord) -> None:
+    """The table, the verdict on the text, and the timing lines."""
+    out.print(Text(title(record), style="bold"))
+    if "ffn" in record.method:
+        out.print(Text(f"ffn {record.method['ffn']}; {record.method['ffn_label']}"))
+    out.print(table(record))
+    for line in (*verdict_lines(record), *map(Text, record.notes), *timing_lines(record)):
+        out.print(line)
+
+
+def title(record: RunRecord) -> str:
+    """The experiment, the method and what it promises, in one line."""
+    method = record.method
+    if SPECULATIVE not in record.groups["all"].sides:
+        return f"{record.name}: plain decoding"
+    return f"{record.name}: {method['drafter']} x {method['verifier']} ({method['label']}), gamma {method['gamma']}"
+
+
+def table(record: RunRecord) -> Table:
+    """Measures as rows, tasks as columns; a footnote where two of them are easily taken for one."""
+    names = [n for n in record.groups if n != "all"]
+    if len(names) > _MAX_TASK_COLUMNS or len(names) == 1:
+        names = []
+    columns = [*names, "all"]
+    note = metrics.lengths_note() if SPECULATIVE in record.groups["all"].sides else None
+    out = Table(box=SIMPLE_HEAD, pad_edge=False, caption=note, caption_justify="left")
+    out.add_column("", no_wrap=True)
+    for name in columns:
+        out.add_column(name, justify="right", no_wrap=True)
+    for label, cells in rows([record.groups[name] for name in columns]):
+        out.add_row(label, *cells)
+    return out
+
+
+def rows(groups: list[Group]) -> list[tuple[str, list[str]]]:
+    """The table's rows: (label, a cell per group)."""
+    plain = [g.sides.get(PLAIN) for g in groups]
+    method = [g.sides.get(SPECULATIVE) for g in groups]
+    out = [("plain, tok/s", [_rate(s, "tokens_per_second", ".1f") for s in plain])]
+    if any(method):
+        out += _method_rows(groups, method)
+    for name, sides in (("plain", plain), ("speculative", method)):
+        if any(sides):
+            out.append((f"{name}, GB/s", [_number(s and s.bytes_per_second, 1e-9, ".1f") for s in sides]))
+            out.append(("  of read bandwidth", [_number(s and s.bandwidth_share, 100, ".0f", " %") for s in sides]))
+    for name in ("draft", "verify", "sample", "commit"):
+        cells = [_rate(s, f"share_{name}", ".0%") for s in method]
+        if any(c != "-" for c in cells):
+            out.append((f"time in {name}", cells))
+    return out
+
+
+def _method_rows(groups: list[Group], method: list[Side | None]) -> list[tuple[str, list[str]]]:
+    faster = [g.speedup for g in groups]
+    per_pos = [s.rates["acceptance_per_position"] if s else [] for s in method]
+    out = [
+        ("speculative, tok/s", [_rate(s, "tokens_per_second", ".1f") for s in method]),
+        ("speed-up", [f"{s.ratio_of_totals:.2f}" if s else "-" for s in faster]),
+        ("  95 % interval", [s.interval.ends() if s else "-" for s in faster]),
+        ("tokens per target pass", [_rate(s, "tokens_per_target_pass", ".2f") for s in method]),
+        ("mean acceptance length", [_rate(s, "mean_acceptance_length", ".2f") for s in method]),
+    ]
+    if any(s and s.rates["alpha"] is not None for s in method):
+        out += [
+            ("alpha", [_rate(s, "alpha", ".3f") for s in method]),
+            ("  realised", [_rate(s, "realised_alpha", ".3f") for s in method]),
+            ("  z", [_rate(s, "alpha_z", "+.1f") for s in method]),
+        ]
+    # A tree has more nodes than levels: positions beyond the deepest accepted one are left out.
+    deepest = max((i + 1 for p in per_pos for i, share in enumerate(p) if share), default=0)
+    for i in range(deepest):
+        cells = [_number(p[i] if i < len(p) else None, 100, ".0f", " %") for p in per_pos]
+        out.append((f"  accepted at position {i + 1}", cells))
+    return out
+
+
+def _rate(side: Side | None, name: str, spec: str) -> str:
+    value = side.rates[name] if side else None
+    return "-" if value is None else format(value, spec)
+
+
+def _number(value: float | None, scale: float, spec: str, unit: str = "") -> str:
+    return "-" if value is None else f"{value * scale:{spec}}{unit}"
+
+
+def verdict_lines(record: RunRecord) -> list[Text]:
+    """Is it the same text, and is it faster: one line each."""
+    lines = []
+    found = record.identity
+    if found is not None:
+        if found.differing == 0:
+            lines.append(
+                Text(f"same text: all {found.tokens} tokens equal plain decoding ({found.counted})", style="green")
+            )
+        elif found.promised:
+            where = ", ".join(found.prompts_differing)
+            text = f"NOT the same text: {found.differing} of {found.tokens} tokens differ from plain decoding ({where})"
+            lines.append(Text(f"{text}, counted {found.counted}", style="bold red"))
+        else:
+            text = f"{found.differing} of {found.tokens} tokens differ from plain decoding ({found.counted})"
+            label = record.method["label"]
+            keeps = "this verifier keeps the law only" if "lossless" in label else label
+            lines.append(Text(f"{text}; {keeps}"))
+    faster = record.groups["all"].speedup
+    if faster is not None:
+        lines += [Text(line) for line in _speedup_lines(faster)]
+        split = record.groups["all"].sides[SPECULATIVE].rates["share_draft"]
+        if split is None:
+            lines.append(Text("time in draft, verify, sample and commit: not measured in this run"))
+    return lines + condition_lines(record.conditions, record.repeats, record.warnings)
+
+
+def condition_lines(
+    taken: Conditions | None, repeats: Repeats | None = None, warnings: Sequence[str] | None = None
+) -> list[Text]:
+    """What a timing was taken at, why it was not repeated more often, and what makes it doubtful.
+
+    Without `warnings` they are what the conditions alone say; `taken` None: nothing was timed.
+    """
+    if taken is None:
+        return []
+    said = [taken.line(), repeats and repeats.line()]
+    doubts = conditions.doubts(taken, {}) if warnings is None else warnings
+    return [*(Text(line) for line in said if line), *(Text(line, style="yellow") for line in doubts)]
+
+
+def _speedup_lines(faster: Speedup) -> list[str]:
+    """Each quantity beside its own interval."""
+    pairs = f", {faster.pairs} pairs" if faster.pairs > faster.prompts else ""
+    what = "plain / speculative decode time in total, same prompts and tokens, interleaved"
+    lines = [f"speed-up {faster.ratio_of_totals:.2f} ({faster.interval.sentence()}{pairs}): {what}"]
+    if faster.prompts > 1:
+        middle = Interval(faster.geometric_mean, faster.geometric_low, faster.geometric_high, faster.prompts)
+        lines.append(
+            f"geometric mean of the prompts' speed-ups {middle.value:.2f} ({middle.sentence()}); "
+            f"mean of the ratios {faster.mean_of_ratios:.2f}"
+        )
+    return lines
+
+
+def timing_lines(record: RunRecord) -> list[Text]:
+    """llama.cpp's timing lines, for each side."""
+    lines = [Text(_time_line("load time", record.load_s))]
+    if record.compile_s:
+        lines.append(Text(_time_line("compile time", record.compile_s)))
+    for name, side in record.groups["all"].sides.items():
+        c = side.counters
+        lines.append(Text(name, style="bold"))
+        lines.append(Text(_time_line("prompt eval time", side.prefill_s, side.prefill_tokens)))
+        lines.append(Text(_time_line("eval time", side.decode_s, c.num_emitted_tokens)))
+        if c.times.sample:
+            lines.append(Text(_time_line("sample time", c.times.sample, c.num_emitted_tokens)))
+        lines.append(Text(_time_line("total time", side.prefill_s + side.decode_s)))
+    return lines
+
+
+def _time_line(label: str, seconds: float, tokens: int | None = None) -> str:
+    line = f"{label:>18} = {1e3 * seconds:10.2f} ms"
+    if not tokens:
+        return line
+    rate = f"{tokens / seconds:9.2f}" if seconds else "        -"
+    return f"{line} / {tokens:6d} tokens ({1e3 * seconds / tokens:8.2f} ms per token, {rate} tokens per second)"

@@ -1,0 +1,304 @@
+"""From the passes of a run to its record: sums, rates, speed-up, identity of the texts, bandwidth."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specsparse.measure import conditions, speedup
+from specsparse.measure.conditions import UNKNOWN, Conditions
+from specsparse.measure.repeats import Repeats
+from specsparse.measure.speedup import Speedup
+from specsparse.runtime import metrics
+from specsparse.runtime.metrics import Counters
+from specsparse.support import notebook
+
+HOST = "host loop"
+"""The side that decodes with the method, stepped from the host."""
+
+
+ROWS_FILE = "prompts.jsonl"
+
+
+RECORD_FILE = "record.json"
+
+
+PLAIN = "plain"
+SPECULATIVE = "speculative"
+
+SAME_TEXT_VERIFIERS = frozenset({"greedy", "match", "tree_greedy", "tree_match"})
+"""Verifiers that promise plain decoding's tokens, bit for bit; others are lossless in law only, or lossy."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One decoding of one prompt: `side` is PLAIN or SPECULATIVE. Times in seconds, compilation excluded."""
+
+    prompt_id: str
+    task: str
+    side: str
+    repeat: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+    counters: Counters
+    prefill_s: float
+    prefill_tokens: int
+    decode_s: float
+    compile_s: float
+
+    @classmethod
+    def of(cls, prompt_id: str, task: str, side: str, repeat: int, generation: Any) -> "Pass":
+        """From what `specsparse.generate` returns."""
+        stats = generation.stats
+        times = dataclasses.replace(stats.counters.times, prefill=stats.prefill_s, total=stats.decode_s)
+        return cls(
+            prompt_id=prompt_id,
+            task=task,
+            side=side,
+            repeat=repeat,
+            token_ids=tuple(int(i) for i in generation.token_ids),
+            text=generation.text,
+            finish_reason=str(generation.finish_reason),
+            counters=dataclasses.replace(stats.counters, times=times),
+            prefill_s=float(stats.prefill_s),
+            prefill_tokens=int(stats.prefill_tokens),
+            decode_s=float(stats.decode_s),
+            compile_s=float(stats.compile_s),
+        )
+
+    def row(self) -> dict[str, Any]:
+        """As a line of prompts.jsonl."""
+        return {
+            **{f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "counters"},
+            "tokens": len(self.token_ids),
+            "counters": metrics.to_dict(self.counters),
+            "rates": metrics.rates(self.counters),
+        }
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Whether speculation wrote plain decoding's tokens; `promised` says whether its verifier must.
+
+    Attributes:
+        tokens: of all the passes compared, so a multiple of what one pass over the prompts writes.
+        passes: each compared with the first plain one of its prompt: untimed ones and later plain ones too.
+        differing: tokens, over all the passes.
+    """
+
+    promised: bool
+    tokens: int
+    differing: int
+    prompts_differing: tuple[str, ...]
+    passes: int
+
+    @property
+    def counted(self) -> str:
+        """What `tokens` counts, in words."""
+        return f"over {self.passes} passes, untimed ones and repeats included, each beside its prompt's first plain one"
+
+
+@dataclass(frozen=True)
+class Side:
+    """All passes of one side together."""
+
+    counters: Counters
+    rates: dict[str, Any]
+    passes: int
+    prefill_s: float
+    prefill_tokens: int
+    decode_s: float
+    bytes_per_second: float | None
+    bandwidth_share: float | None
+
+
+@dataclass(frozen=True)
+class Group:
+    """The passes of one task, or of all: both sides and what they say together."""
+
+    sides: dict[str, Side]
+    speedup: Speedup | None
+
+    @property
+    def impossible(self) -> str | None:
+        """One line where the speed-up is above the tokens per target pass, else None."""
+        if self.speedup is None:
+            return None
+        rates = self.sides[SPECULATIVE].rates
+        return conditions.impossible(self.speedup.ratio_of_totals, rates["tokens_per_target_pass"])
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run found.
+
+    Attributes:
+        name: of the experiment.
+        method: drafter, verifier, policy, gamma, and what the verifier promises.
+        groups: a `Group` per task, and "all".
+        identity: None for plain decoding alone.
+        load_s, compile_s: seconds.
+        first_text_s: from the start of the run to the first text; None where none was streamed.
+        read_bandwidth: bytes per second that this machine read while the passes were timed.
+        bytes_per_pass: bytes of the model file that one target pass reads.
+        manifest: see `specsparse.runtime.manifest`.
+        findings: what else was measured, by name, as plain values.
+        notes: the same in a sentence each, for the terminal.
+        conditions: what the passes were taken at.
+        repeats: how often they were repeated; None where that is not known.
+    """
+
+    name: str
+    method: dict[str, Any]
+    groups: dict[str, Group]
+    identity: Identity | None
+    load_s: float
+    first_text_s: float | None
+    compile_s: float
+    read_bandwidth: float | None
+    bytes_per_pass: int
+    manifest: Mapping[str, Any]
+    findings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    conditions: Conditions = UNKNOWN
+    repeats: Repeats | None = None
+
+    @property
+    def as_promised(self) -> bool:
+        """False when the verifier promises plain decoding's tokens and the run found others."""
+        return self.identity is None or not self.identity.promised or self.identity.differing == 0
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What makes the times doubtful: a busy machine, speed-ups that no method can have."""
+        tasks = self.groups if len(self.groups) > 2 else {"all": self.groups["all"]}
+        lines = {"" if task == "all" else task: group.impossible for task, group in tasks.items()}
+        return conditions.doubts(self.conditions, lines)
+
+    @property
+    def objective(self) -> float | None:
+        """Tokens per second of the method: what a sweeper maximises."""
+        sides = self.groups["all"].sides
+        return sides.get(SPECULATIVE, sides[PLAIN]).rates["tokens_per_second"]
+
+    def _repr_html_(self) -> str:
+        """A small table for notebooks: each task and all of them, rates and speed-up."""
+        groups = list(self.groups.values())
+        sides = {name: [g.sides.get(name) for g in groups] for name in (PLAIN, SPECULATIVE)}
+        rows = [_html_row(f"{name}, tok/s", some, "tokens_per_second") for name, some in sides.items() if any(some)]
+        if any(faster := [g.speedup for g in groups]):
+            rows += [
+                ["speed-up", *(f"{s.ratio_of_totals:.2f}" if s else "-" for s in faster)],
+                ["95 % interval", *(s.interval.ends() if s else "-" for s in faster)],
+                _html_row("tokens per target pass", sides[SPECULATIVE], "tokens_per_target_pass"),
+            ]
+        if self.identity is not None:
+            rows.append(["tokens that differ from plain", f"{self.identity.differing} of {self.identity.tokens}"])
+        how = "" if SPECULATIVE not in self.groups["all"].sides else ": {drafter} x {verifier}".format(**self.method)
+        return notebook.table(rows, columns=["", *self.groups], title=self.name + how)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, with the definitions of the rates."""
+        groups = {name: _group_dict(group) for name, group in self.groups.items()}
+        return {
+            "name": self.name,
+            "method": self.method,
+            "summary": {
+                **groups.pop("all"),
+                "identity": None if self.identity is None else dataclasses.asdict(self.identity),
+                "load_s": self.load_s,
+                "first_text_s": self.first_text_s,
+                "compile_s": self.compile_s,
+                "read_bandwidth": self.read_bandwidth,
+                "bytes_per_pass": self.bytes_per_pass,
+                "conditions": self.conditions.to_dict(),
+                "repeats": None if self.repeats is None else self.repeats.to_dict(),
+                **self.findings,
+            },
+            "tasks": groups,
+            "definitions": {**metrics.DEFINITIONS, **conditions.DEFINITIONS},
+            "manifest": dict(self.manifest),
+            "config": self.manifest.get("config"),
+        }
+
+
+def _html_row(label: str, sides: Sequence[Side | None], rate: str) -> list[str]:
+    values = [side.rates[rate] if side else None for side in sides]
+    return [label, *("-" if value is None else f"{value:.2f}" for value in values)]
+
+
+def _group_dict(group: Group) -> dict[str, Any]:
+    sides = {name: dataclasses.asdict(side) for name, side in group.sides.items()}
+    return {**sides, "speedup": None if group.speedup is None else group.speedup.to_dict()}
+
+
+def groups(passes: Sequence[Pass], *, bytes_per_pass: int, read_bandwidth: float | None) -> dict[str, Group]:
+    """A `Group` for each task in order of appearance, and "all" last."""
+    tasks = list(dict.fromkeys(p.task for p in passes))
+    out = {task: _group([p for p in passes if p.task == task], bytes_per_pass, read_bandwidth) for task in tasks}
+    return {**out, "all": _group(passes, bytes_per_pass, read_bandwidth)}
+
+
+def _group(passes: Sequence[Pass], bytes_per_pass: int, read_bandwidth: float | None) -> Group:
+    by_side = {side: [p for p in passes if p.side == side] for side in (PLAIN, SPECULATIVE)}
+    sides = {name: _side(some, bytes_per_pass, read_bandwidth) for name, some in by_side.items() if some}
+    return Group(sides, speedup_of(passes) if len(sides) == 2 else None)
+
+
+def _side(passes: Sequence[Pass], bytes_per_pass: int, read_bandwidth: float | None) -> Side:
+    counters = sum((p.counters for p in passes), Counters())
+    seconds = sum(p.decode_s for p in passes)
+    achieved = counters.num_rounds * bytes_per_pass / seconds if seconds else None
+    share = achieved / read_bandwidth if achieved and read_bandwidth else None
+    return Side(
+        counters=counters,
+        rates=metrics.rates(counters),
+        passes=len(passes),
+        prefill_s=sum(p.prefill_s for p in passes),
+        prefill_tokens=sum(p.prefill_tokens for p in passes),
+        decode_s=seconds,
+        bytes_per_second=achieved,
+        bandwidth_share=share,
+    )
+
+
+def _pairs(passes: Sequence[Pass], side: str, over: str) -> list[tuple[Pass, Pass]]:
+    """Plain and speculative pass of the same prompt and repeat."""
+    plain = {(p.prompt_id, p.repeat): p for p in passes if p.side == over}
+    other = [p for p in passes if p.side == side]
+    return [(plain[key], p) for p in other if (key := (p.prompt_id, p.repeat)) in plain]
+
+
+def speedup_of(passes: Sequence[Pass], side: str = SPECULATIVE, *, over: str = PLAIN) -> Speedup | None:
+    """Plain over speculative time of the paired passes; None where nothing was decoded after the first token.
+
+    Where the two wrote different numbers of tokens, the speculative time is scaled to the plain count.
+    """
+    plain_s, method_s, prompts = [], [], []
+    for plain, method in _pairs(passes, side, over):
+        counts = plain.counters.num_emitted_tokens, method.counters.num_emitted_tokens
+        if all(counts) and plain.decode_s > 0 and method.decode_s > 0:
+            plain_s.append(plain.decode_s)
+            method_s.append(method.decode_s * counts[0] / counts[1])
+            prompts.append(plain.prompt_id)
+    return speedup.speedup(plain_s, method_s, prompts=prompts) if plain_s else None
+
+
+def identity_of(passes: Sequence[Pass], *, verifier: str) -> Identity:
+    """Compare every pass with the first plain one of its prompt; what one text has beyond the other differs."""
+    plain = {p.prompt_id: p for p in reversed(passes) if p.side == PLAIN}
+    total = differing = compared = 0
+    where = []
+    for done in passes:
+        expected = plain.get(done.prompt_id)
+        if expected is None or expected is done:
+            continue
+        ours, theirs = expected.token_ids, done.token_ids
+        wrong = sum(a != b for a, b in zip(ours, theirs, strict=False)) + abs(len(ours) - len(theirs))
+        total += max(len(ours), len(theirs))
+        differing += wrong
+        compared += 1
+        if wrong and done.prompt_id not in where:
+            where.append(done.prompt_id)
+    return Identity(verifier in SAME_TEXT_VERIFIERS, total, differing, tuple(where), compared)

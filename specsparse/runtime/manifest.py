@@ -1,0 +1,92 @@
+"""Everything a record must carry so that its numbers can be traced: code, packages, machine, kernels, model file."""
+
+import contextlib
+import datetime
+import hashlib
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from specsparse import kernels
+from specsparse.errors import UserError
+from specsparse.kernels.processor import cpu_info
+from specsparse.support.json_files import write_atomically
+from specsparse.support.paths import cache_dir
+
+PACKAGES = ("specsparse", "jax", "jaxlib", "numpy", "gguf", "hydra-core", "tokenizers", "sentencepiece", "wandb")
+_CHUNK = 1 << 22
+
+
+def build(config: Mapping[str, Any], model_file: Path | None) -> dict[str, Any]:
+    """The manifest of a run: `config` is the whole composed config, `model_file` the GGUF that was decoded with."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "git": git_commit(),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "packages": package_versions(),
+        "cpu": cpu_info(),
+        "kernels": kernels.status(),
+        "model": None if model_file is None else model_identity(model_file),
+        "config": dict(config),
+    }
+
+
+def package_versions() -> dict[str, str]:
+    """Installed versions of `PACKAGES`; one that is missing says so."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions
+
+
+def git_commit() -> dict[str, Any]:
+    """Commit of the checkout that the package was imported from, and whether it had changes; empty elsewhere."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return {}
+    try:
+        commit = _git(root, "rev-parse", "HEAD")
+        return {"commit": commit, "dirty": bool(_git(root, "status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return {}
+
+
+def _git(root: Path, *args: str) -> str:
+    done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout.strip()
+
+
+def model_identity(path: Path) -> dict[str, Any]:
+    """Name, size and sha256 of a model file."""
+    return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
+
+
+def sha256_of(path: Path) -> str:
+    """sha256 of a file, remembered by path, size and modification time, so that a large file is read once."""
+    stat = path.stat()
+    key = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
+    store = cache_dir() / "sha256.json"
+    try:
+        known = json.loads(store.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        known = {}
+    if isinstance(known, dict) and isinstance(known.get(key), str):
+        return known[key]
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    known = {**(known if isinstance(known, dict) else {}), key: digest.hexdigest()}
+    with contextlib.suppress(UserError):  # a cache that cannot be written costs time, nothing else
+        write_atomically(store, json.dumps(known))
+    return known[key]

@@ -1,0 +1,57 @@
+"""Names under which the cost of a drafter is kept; a stamp tells a file from the one that was there before."""
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from specsparse.models import catalogue
+from specsparse.speculative.drafters.head_file import SHIPPED, find
+from specsparse.speculative.drafters.registry import ALIASES, DRAFTERS
+
+
+def cost_key(name: str, options: Mapping[str, Any] | None = None) -> str:
+    """The name under which a drafter's cost is kept: its own, and the options that were given.
+
+    A file among them is told from what was there before by a stamp (size and time).
+
+    Raises:
+        UserError: a draft model or a head that is not there.
+    """
+    given = {key: value for key, value in sorted((options or {}).items()) if value is not None}
+    words = []
+    for key, value in given.items():
+        file = file_of(key, value)
+        words.append(f"{key}={value}" + (f" #{stamp([file])}" if file else ""))
+    factory = DRAFTERS.get(ALIASES.get(name, name))
+    if factory is not None and "head" in factory.options.keys() - given:
+        words.append(f"head=shipped #{shipped_heads()}")
+    return f"{name} ({', '.join(words)})" if words else name
+
+
+def stamp(paths: Iterable[Path]) -> str:
+    """Eight hex digits of names, sizes in bytes and modification times in ns."""
+    stats = [(path.name, path.stat()) for path in sorted(paths)]
+    known = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    return hashlib.sha256(repr(known).encode()).hexdigest()[:8]
+
+
+def shipped_heads() -> str:
+    """Of the heads that come with the package, of which a target finds its own."""
+    return stamp(SHIPPED.glob("*.gguf"))
+
+
+def file_of(option: str, value: Any) -> Path | None:
+    """The file that a drafter's option names; None where it names none.
+
+    Raises:
+        UserError: a draft model or a head that is not there.
+    """
+    if not isinstance(value, str | Path):
+        return None
+    if option == "model":
+        return catalogue.resolve(value)
+    if option == "head":
+        return find(value, None)
+    return Path(value).expanduser() if os.path.isfile(os.path.expanduser(value)) else None

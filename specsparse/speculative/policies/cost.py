@@ -1,0 +1,238 @@
+"""Policies that weigh expected tokens against measured time.
+
+Times are in units of one plain decoding step: v(n) for a forward pass of n positions (v(1) = 1), c for drafting one
+token, c0 for a round's fixed overhead. With acceptance alpha a draft of g tokens yields
+
+    E(g) = (1 - alpha^(g+1)) / (1 - alpha)   tokens (Leviathan et al. 2211.17192, eq. 1)
+
+in time T(g) = v(g+1) + c g + c0 (T(0) = v(1)), so the predicted speed-up is E(g) / T(g).
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specsparse.errors import UserError
+from specsparse.speculative.base import Verdict
+from specsparse.speculative.policies.base import LawView, Policy
+
+
+class Acceptance(NamedTuple):
+    """Fading counts of a sequence: float32[B] accepted and tested tokens."""
+
+    accepted: jax.Array
+    tested: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class CostModel:
+    """Times in plain steps, and how acceptance is estimated.
+
+    Attributes:
+        v: v(1), v(2), ...; v(1) = 1.
+        c: time to draft a token.
+        c0: time a drafting round takes besides.
+        prior: acceptance expected before there is evidence, in [0, 1].
+        weight: tests that the prior is worth, above 0.
+        memory: factor by which evidence fades in each round with a draft, in (0, 1].
+    """
+
+    v: tuple[float, ...]
+    c: float = 0.0
+    c0: float = 0.0
+    prior: float = 0.6
+    weight: float = 4.0
+    memory: float = 0.9
+
+    def __post_init__(self):
+        if not self.v or any(not t > 0 for t in self.v):
+            raise UserError(f"policy.v={list(self.v)} must hold times above 0: v(1), v(2), ...")
+        if self.c < 0 or self.c0 < 0:
+            raise UserError(f"policy.c={self.c} and policy.c0={self.c0} must be at least 0")
+        if not 0 <= self.prior <= 1 or not self.weight > 0 or not 0 < self.memory <= 1:
+            raise UserError("policy.prior must lie in [0, 1], policy.weight above 0, policy.memory in (0, 1]")
+
+    @property
+    def max_gamma(self) -> int:
+        """Longest draft whose verification was measured."""
+        return len(self.v) - 1
+
+    def init(self, batch: int) -> Acceptance:
+        """No evidence."""
+        return Acceptance(jnp.zeros((batch,), jnp.float32), jnp.zeros((batch,), jnp.float32))
+
+    def update(self, state: Acceptance, verdict: Verdict) -> Acceptance:
+        """Counts after a round; one without a draft says nothing."""
+        memory_B = jnp.where(verdict.tested > 0, jnp.float32(self.memory), 1)
+        return Acceptance(
+            memory_B * state.accepted + verdict.accepted.astype(jnp.float32),
+            memory_B * state.tested + verdict.tested.astype(jnp.float32),
+        )
+
+    def alpha(self, state: Acceptance) -> jax.Array:
+        """float32[B], posterior mean of the acceptance of a tested token."""
+        return (state.accepted + self.prior * self.weight) / (state.tested + self.weight)
+
+    def speedups(self, alpha_B: jax.Array, gamma: int) -> jax.Array:
+        """float32[B, gamma+1]: E(g) / T(g) for g = 0..gamma, each divided by that of g = 0."""
+        tokens_B = reach_B = jnp.ones_like(alpha_B)
+        found = [tokens_B]
+        for g in range(1, gamma + 1):
+            reach_B = reach_B * alpha_B
+            tokens_B = tokens_B + reach_B
+            found.append(tokens_B * jnp.float32(self.v[0] / self.time(g)))
+        return jnp.stack(found, axis=1)
+
+    def time(self, g: int) -> float:
+        """T(g)."""
+        return self.v[g] + (self.c * g + self.c0 if g else 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class CostOptimal(Policy):
+    """The draft length of the highest predicted speed-up; 0 where none pays, but at least `least`.
+
+    Attributes:
+        cost: the measured times, at least v(1)..v(gamma+1).
+        least: shortest draft; 1 keeps the estimate of acceptance alive.
+    """
+
+    cost: CostModel
+    least: int = 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check_measured(self.cost, self.gamma)
+        if not 0 <= self.least <= self.gamma:
+            raise UserError(f"policy.least={self.least} must lie in 0..gamma={self.gamma}")
+
+    def init(self, batch: int) -> Acceptance:
+        """No evidence."""
+        return self.cost.init(batch)
+
+    def length(self, state: Acceptance) -> jax.Array:
+        """argmax of the predicted speed-up (the shortest of equals)."""
+        best_B = jnp.argmax(self.cost.speedups(self.cost.alpha(state), self.gamma), axis=1).astype(jnp.int32)
+        return jnp.maximum(best_B, self.least)
+
+    def update(self, state: Acceptance, verdict: Verdict) -> Acceptance:
+        """Counts after a round."""
+        return self.cost.update(state, verdict)
+
+
+class AutoOffState(NamedTuple):
+    """Attributes, of each sequence [B]:
+
+    inner: the inner policy's state.
+    accepted, drafts: float32, fading counts of accepted tokens and of drafts.
+    idle: int32, rounds since the last tested draft while off.
+    wait: int32, of those, after how many a probe comes.
+    """
+
+    inner: Any
+    accepted: jax.Array
+    drafts: jax.Array
+    idle: jax.Array
+    wait: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoOff(Policy):
+    """Drafts as `inner` says while that is predicted to pay, and nothing but a probe now and then while it is not.
+
+    Whether a draft pays is decided from the tokens that drafts brought, not from an acceptance: lookups are right in
+    bursts, and a geometric law promises too much for the same share of right tokens. A lookup that finds nothing costs
+    nothing and says nothing. While it is off, `probe` tokens are drafted once `every` rounds have gone by and until a
+    draft has been tested; each probe that brings less than its length doubles that wait, up to `most`. One that was
+    accepted whole counts as a whole draft, since nobody knows how much further it would have gone.
+
+    Attributes:
+        inner: the policy while it pays.
+        cost: the measured times, at least v(1)..v(gamma+1); its weight is in drafts here.
+        margin: predicted speed-up from which drafting pays.
+        probe: tokens of a probe, 1..gamma.
+        every, most: rounds before a probe: at first, and at most.
+        probe_memory: like `CostModel.memory`, after a probe.
+    """
+
+    inner: Policy
+    cost: CostModel
+    margin: float = 1.0
+    probe: int = 2
+    every: int = 4
+    most: int = 32
+    probe_memory: float = 0.7
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check_measured(self.cost, self.gamma)
+        if self.inner.gamma > self.gamma:
+            raise UserError(f"policy.gamma={self.gamma} must be at least the inner policy's {self.inner.gamma}")
+        if not 1 <= self.probe <= self.gamma:
+            raise UserError(f"policy.probe={self.probe} must lie in 1..gamma={self.gamma}")
+        if not 1 <= self.every <= self.most:
+            raise UserError(f"policy.every={self.every} must lie in 1..most={self.most}")
+        if not self.margin > 0 or not 0 < self.probe_memory <= 1:
+            raise UserError("policy.margin must be above 0 and policy.probe_memory lie in (0, 1]")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What `inner` reads."""
+        return self.inner.needs
+
+    @property
+    def one_hot_only(self) -> bool:
+        """As `inner`."""
+        return self.inner.one_hot_only
+
+    def init(self, batch: int) -> AutoOffState:
+        """The prior decides the first rounds, and fades like all evidence."""
+        inner, count = self.inner.init(batch), jnp.zeros((batch,), jnp.int32)
+        length_B, alpha = self.inner.length(inner), self.cost.prior
+        expected_G = jnp.array([sum(alpha**k for k in range(1, g + 1)) for g in range(self.gamma + 1)], jnp.float32)
+        drafts_B = jnp.full((batch,), self.cost.weight, jnp.float32)
+        return AutoOffState(inner, drafts_B * expected_G[length_B], drafts_B, count, count + self.every)
+
+    def pays(self, state: AutoOffState) -> jax.Array:
+        """bool[B]: whether drafts of `inner`'s length are predicted to be worth it. False is auto-off in reports."""
+        return self.predicted(state) >= self.margin
+
+    def predicted(self, state: AutoOffState) -> jax.Array:
+        """float32[B]: predicted speed-up of drafts of `inner`'s length g, (1 + accepted tokens a draft) / T(g)."""
+        time_G = jnp.array([self.cost.time(g) / self.cost.v[0] for g in range(self.gamma + 1)], jnp.float32)
+        return (1 + state.accepted / state.drafts) / time_G[self.inner.length(state.inner)]
+
+    def length(self, state: AutoOffState) -> jax.Array:
+        """`inner`'s where it pays; while off 0, or `probe`."""
+        probe_B = jnp.where(state.idle >= state.wait, jnp.int32(self.probe), 0)
+        return jnp.where(self.pays(state), self.inner.length(state.inner), probe_B)
+
+    def update(self, state: AutoOffState, verdict: Verdict) -> AutoOffState:
+        """Counts after a round; the idle rounds begin anew with every tested draft."""
+        on_B, tested_B = self.pays(state), verdict.tested > 0
+        whole_B = ~on_B & (verdict.accepted >= self.probe)
+        brought_B = jnp.where(whole_B, self.inner.length(state.inner), verdict.accepted).astype(jnp.float32)
+        fade_B = jnp.where(tested_B, jnp.where(on_B, self.cost.memory, self.probe_memory), jnp.float32(1))
+        longer_B = jnp.minimum(2 * state.wait, self.most)
+        return AutoOffState(
+            self.inner.update(state.inner, verdict),
+            fade_B * state.accepted + brought_B,
+            fade_B * state.drafts + tested_B.astype(jnp.float32),
+            jnp.where(on_B | tested_B, 0, state.idle + 1),
+            jnp.where(on_B | whole_B, self.every, jnp.where(tested_B, longer_B, state.wait)),
+        )
+
+    def stop(self, state: AutoOffState, view: LawView) -> jax.Array:
+        """As `inner`."""
+        return self.inner.stop(state.inner, view)
+
+    def keep(self, state: AutoOffState, count_B: jax.Array) -> jax.Array:
+        """As `inner` where it pays; a probe is verified however short it is."""
+        return jnp.where(self.pays(state), self.inner.keep(state.inner, count_B), count_B)
+
+
+def _check_measured(cost: CostModel, gamma: int) -> None:
+    if cost.max_gamma < gamma:
+        raise UserError(f"policy.gamma={gamma} needs v(1)..v({gamma + 1}), measured up to v({len(cost.v)})")

@@ -1,0 +1,1 @@
+"""Losslessness by enumeration: exact laws, cases, mutants, the certificate."""

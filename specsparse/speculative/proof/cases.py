@@ -1,0 +1,168 @@
+"""Random targets and drafters on a tiny vocabulary, and every draft they can make."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from specsparse.speculative.base import Draft, DraftKind
+from specsparse.speculative.proof.exact import Outcome
+from specsparse.speculative.tree import TreeTemplate
+from specsparse.speculative.verifiers import laws
+
+Tables = list[np.ndarray]
+"""Entry d, shape [V] * (d + 1): the law of the next token after each context of d tokens."""
+
+RowLaw = Callable[[int, tuple[int, ...], tuple[int, ...]], np.ndarray]
+"""(node, context tokens, tokens of its elder siblings) -> float64[V]."""
+
+
+def random_tables(rng: np.random.Generator, *, vocab: int, depth: int, concentration: float = 0.8) -> Tables:
+    """Independent Dirichlet laws after every context of 0..depth tokens."""
+    return [rng.dirichlet(np.full(vocab, concentration), size=(vocab,) * d) for d in range(depth + 1)]
+
+
+def map_tables(tables: Tables, change: Callable[[np.ndarray], np.ndarray]) -> Tables:
+    """Applies a change of one law to all of them."""
+    return [np.apply_along_axis(change, -1, table) for table in tables]
+
+
+def heat(temperature: float) -> Callable[[np.ndarray], np.ndarray]:
+    """p^(1/T), normalised."""
+
+    def change(law_V):
+        hot = law_V ** (1 / temperature)
+        return hot / hot.sum()
+
+    return change
+
+
+def keep_top(k: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Top-k truncation."""
+
+    def change(law_V):
+        kept = np.where(law_V >= np.sort(law_V)[-min(k, law_V.shape[0])], law_V, 0.0)
+        return kept / kept.sum()
+
+    return change
+
+
+def ranked(law_V: np.ndarray, rank: int) -> np.ndarray:
+    """One-hot law of the token of that rank (0 the likeliest)."""
+    return laws.one_hot(law_V, np.argsort(-law_V, kind="stable")[rank % law_V.shape[0]])
+
+
+def draw_law(kind: DraftKind, q: Tables) -> RowLaw:
+    """The law a node is drawn from when a draft of that kind is made with q."""
+
+    def law(node, context, elders):
+        row = q[len(context)][context]
+        if kind is DraftKind.ONE_HOT:
+            return ranked(row, len(elders))
+        if kind is DraftKind.WOR:
+            for token in elders:
+                row = laws.remove(row, token)
+        return row
+
+    return law
+
+
+def draws(template: TreeTemplate, draw: RowLaw, record: RowLaw) -> Iterator[tuple[float, tuple[int, ...], list]]:
+    """Every way the nodes can be drawn: (probability, tokens, recorded law of each node).
+
+    Where `draw` has no mass left (without replacement, more siblings than tokens) the node holds token 0.
+    """
+
+    def extend(node, weight, tokens, rows):
+        if node == template.size:
+            yield weight, tokens, rows
+            return
+        parent = template.parents[node]
+        context = tuple(tokens[i] for i in template.path(parent))
+        elders = tuple(tokens[i] for i in template.children[parent + 1] if i < node)
+        law_V, row_V = draw(node, context, elders), record(node, context, elders)
+        choices = np.flatnonzero(law_V) if law_V.any() else [0]
+        for x in choices:
+            chance = law_V[x] if law_V.any() else 1.0
+            yield from extend(node + 1, weight * chance, (*tokens, int(x)), [*rows, row_V])
+
+    yield from extend(0, 1.0, (), [])
+
+
+def outcomes(
+    template: TreeTemplate, p: Tables, *, draw: RowLaw, record: RowLaw | None = None, one_hot: bool = False
+) -> Iterator[Outcome]:
+    """Every draft with its probability and the verifier's view of p.
+
+    Args:
+        template: shape of the draft.
+        p: tables of the law the verifier uses.
+        draw: law a node is drawn from.
+        record: law written into the draft; `draw` if None.
+        one_hot: leave q out, as one-hot drafts do.
+    """
+    parents, count = np.array(template.parents, np.int32), np.int32(template.size)
+    for weight, tokens, rows in draws(template, draw, record or draw):
+        contexts = [tuple(tokens[i] for i in template.path(row - 1)) for row in range(template.size + 1)]
+        p_nV = np.stack([p[len(context)][context] for context in contexts])
+        q_KV = None if one_hot or not rows else np.stack(rows)
+        yield Outcome(weight, Draft(np.array(tokens, np.int32), parents, count, q_KV), p_nV)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A target, a drafter, and the shape and kind of its drafts.
+
+    Attributes:
+        name: which corner it covers.
+        kind: how drafts are drawn.
+        template: shape of the draft.
+        p: target tables, to depth `template.max_depth`.
+        q: draft tables.
+    """
+
+    name: str
+    kind: DraftKind
+    template: TreeTemplate
+    p: Tables
+    q: Tables
+
+    @property
+    def length(self) -> int:
+        """Tokens whose joint law is compared: the most a round can emit."""
+        return self.template.max_depth + 1
+
+    def outcomes(self) -> Iterator[Outcome]:
+        """Every draft the drafter can make."""
+        one_hot = self.kind is DraftKind.ONE_HOT
+        return outcomes(self.template, self.p, draw=draw_law(self.kind, self.q), one_hot=one_hot)
+
+
+def _disjoint(law_V: np.ndarray, *, even: bool) -> np.ndarray:
+    kept = np.where((np.arange(law_V.shape[0]) % 2 == 0) == even, law_V, 0.0)
+    return kept / kept.sum()
+
+
+CORNERS: dict[str, Callable[[Tables, Tables], tuple[Tables, Tables]]] = {
+    "random": lambda p, q: (p, q),
+    "p equals q": lambda p, q: (p, p),
+    "p equals q at the root": lambda p, q: (p, [p[0], *q[1:]]),
+    "p truncated": lambda p, q: (map_tables(p, keep_top(2)), q),
+    "q truncated": lambda p, q: (p, map_tables(q, keep_top(2))),
+    "truncated differently": lambda p, q: (map_tables(p, keep_top(3)), map_tables(q, keep_top(2))),
+    "q heated": lambda p, q: (p, map_tables(q, heat(2.0))),
+    "cold": lambda p, q: (map_tables(p, heat(0.1)), map_tables(q, heat(0.1))),
+    "disjoint supports": lambda p, q: (
+        map_tables(p, lambda law: _disjoint(law, even=True)),
+        map_tables(q, lambda law: _disjoint(law, even=False)),
+    ),
+    "one token each": lambda p, q: (map_tables(p, keep_top(1)), map_tables(q, keep_top(1))),
+}
+"""Corners of (p, q) by name: 0/0 residuals, zero tails of q, supports that differ or never meet."""
+
+
+def make_case(corner: str, kind: DraftKind, template: TreeTemplate, *, vocab: int, seed: int) -> Case:
+    """The case of that corner with random context-dependent laws; the same seed gives the same case."""
+    rng = np.random.default_rng([seed, vocab, template.size])
+    p, q = (random_tables(rng, vocab=vocab, depth=template.max_depth) for _ in range(2))
+    return Case(corner, kind, template, *CORNERS[corner](p, q))

@@ -1,0 +1,273 @@
+"""The law of what runs: the jitted verdict of the decode loop in float32, found by bisection of its uniforms.
+
+`exact` weighs the rules under a driver of its own. Here the driver itself is measured, and nothing is assumed of
+what it does with a rule. Jitted, `verify.verify` or `verify.match_verdict` is a function of K+1 uniforms, constant on
+boxes. Their edges are thresholds: a coin accepts below its threshold, a token is drawn between two. The cube of all
+uniforms is cut along the edges, each found by bisection on the grid that `engine.noise` draws from. So the volume of a
+box is the probability of its verdict, exactly. Which noise the loop hands over is tested in `tests/statistics`.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_batching import custom_vmap
+
+from specsparse import kernels
+from specsparse.engine.sampling import pipeline
+from specsparse.speculative.base import PAD, ROOT, Draft, Verdict, Verifier
+from specsparse.speculative.proof.cases import Case
+from specsparse.speculative.proof.exact import continuations
+from specsparse.speculative.verify import Draw, match_verdict, verify
+
+STEPS = 1 << 24
+"""Values of a uniform: multiples of 2^-24 in [0, 1)."""
+
+CHAIN_ROOM, TREE_ROOM, VOCAB_ROOM = 3, 8, 6
+"""Arrays of one size for all cases, so that a rule is compiled once: nodes of a chain, of a tree, and tokens.
+
+A smaller draft is followed by nodes that do not exist but look as if they did. Tokens beyond a smaller vocabulary have
+no mass.
+"""
+
+LANES = 1024
+"""Verdicts of one call, two sequences to a batch."""
+
+MOST_BOXES = 500
+"""Boxes a draft may be cut into, on average: a verdict that needs more is no function of thresholds."""
+
+Driver = Callable[[Draft, np.ndarray, np.ndarray], Verdict]
+"""(draft, p float32[L, B, K+1, V], uniforms float32[L, B, K+1]) -> verdict, all with the leading axes [L, B].
+
+Of a verifier that weighs p, the uniforms are the coins of the K nodes and that of the last token; of `match`, the
+target's noise at each row.
+"""
+
+
+class Drafts(NamedTuple):
+    """N drafts as a driver takes them: a draft with leading axis N, and p float32[N, K+1, V]."""
+
+    draft: Draft
+    p: np.ndarray
+
+
+class Boxes(NamedTuple):
+    """Boxes of uniforms.
+
+    Attributes:
+        draft: int[N], whose uniforms they are.
+        low: int64[N, K+1], least tick of each uniform.
+        high: int64[N, K+1], the tick beyond the largest.
+    """
+
+    draft: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+class Divided(NamedTuple):
+    """Boxes with more than one verdict: that of the lowest corner, one row each, and a point that has another."""
+
+    boxes: Boxes
+    at_low: np.ndarray
+    goal: np.ndarray
+
+
+class Settled(NamedTuple):
+    """Boxes of one verdict each: int[N] draft, float64[N] volume, and the verdict's tokens, count, nodes and failed."""
+
+    draft: np.ndarray
+    volume: np.ndarray
+    tokens: np.ndarray
+    count: np.ndarray
+    nodes: np.ndarray
+    failed: np.ndarray
+
+
+@functools.cache
+def jitted(verifier: Verifier) -> Driver:
+    """What the decode loop calls for this verifier, with the draw of this machine's kernels; `vmap` over batches."""
+    draw = _over_batches(pipeline.kernels_of(kernels.get()).draw)
+
+    def run(draft: Draft, p_BnV: jax.Array, uniforms_Bn: jax.Array) -> Verdict:
+        if verifier.needs_p:
+            K = draft.max_nodes
+            return verify(verifier, draft, p_BnV, coins_BK=uniforms_Bn[:, :K], u_B=uniforms_Bn[:, K], draw=draw)
+        B, n, V = p_BnV.shape
+        return match_verdict(draft, draw(p_BnV.reshape(B * n, V), uniforms_Bn.reshape(B * n)).reshape(B, n))
+
+    return jax.jit(jax.vmap(run))
+
+
+def _over_batches(draw: Draw) -> Draw:
+    """`draw` for `vmap`: the batches become rows of one call, since a native call knows no `vmap`."""
+
+    @custom_vmap
+    def rows(p_RV, u_R):
+        return draw(p_RV, u_R)
+
+    @rows.def_vmap
+    def _(size, batched, p, u):
+        p, u = (x if is_so else jnp.broadcast_to(x, (size, *x.shape)) for x, is_so in zip((p, u), batched))
+        return draw(p.reshape(-1, p.shape[-1]), u.reshape(-1)).reshape(u.shape), True
+
+    return rows
+
+
+def stack(cases: Sequence[Case], verifier: Verifier, *, seed: int) -> tuple[Drafts, np.ndarray, np.ndarray]:
+    """Every draft of the cases, filled up to the room there is; int[N] case and float64[N] probability of each.
+
+    All of the cases have a q, or none.
+    """
+    rng = np.random.default_rng([seed, 24])
+    made = [(c, outcome) for c, case in enumerate(cases) for outcome in case.outcomes()]
+    K, V, N = TREE_ROOM if verifier.tree else CHAIN_ROOM, VOCAB_ROOM, len(made)
+    tokens_NK = rng.integers(0, 2, (N, K), np.int32)
+    parents_NK = np.tile(np.arange(-1, K - 1, dtype=np.int32), (N, 1))
+    if verifier.tree:
+        parents_NK = rng.integers(ROOT, np.arange(K), (N, K), np.int32)
+    p_NnV, q_NKV = (rng.dirichlet(np.ones(V), (N, rows)).astype(np.float32) for rows in (K + 1, K))
+    count_N = np.array([outcome.draft.count for _, outcome in made], np.int32)
+    for i, (_, (_, draft, p_nV)) in enumerate(made):
+        size, vocab = draft.max_nodes, p_nV.shape[1]
+        tokens_NK[i, :size], parents_NK[i, :size] = draft.tokens, draft.parents
+        p_NnV[i, : size + 1] = np.pad(p_nV, ((0, 0), (0, V - vocab)))
+        if draft.q is not None:
+            q_NKV[i, :size] = np.pad(draft.q, ((0, 0), (0, V - vocab)))
+    with_q = verifier.needs_p and any(outcome.draft.q is not None for _, outcome in made)
+    drafts = Drafts(Draft(tokens_NK, parents_NK, count_N, q_NKV if with_q else None), p_NnV)
+    return drafts, np.array([c for c, _ in made]), np.array([outcome.weight for _, outcome in made])
+
+
+def settle(driver: Driver, drafts: Drafts, *, seed: int) -> Settled:
+    """The cube of uniforms of each draft, cut into boxes of one verdict.
+
+    A box is settled when its lowest corner, its highest and a point drawn inside have one verdict. Otherwise the way
+    from the lowest corner to the point that differs, one uniform after the other, is bisected, and the box is cut
+    there. What is not settled after `MOST_BOXES` a draft is left out; so is a point whose verdict changes by itself.
+    """
+    rng = np.random.default_rng([seed, 2])
+    N, n = drafts.p.shape[:2]
+    boxes = Boxes(np.arange(N), np.zeros((N, n), np.int64), np.full((N, n), STEPS))
+    divided, found, probed = None, [], 0
+    while probed < MOST_BOXES * N and (boxes.draft.size or divided):
+        if boxes.draft.size:
+            chunk, boxes = _last(boxes)
+            settled, more = _probe(driver, drafts, chunk, rng)
+            found.append(settled)
+            divided = more if divided is None else _join(divided, more)
+            probed += chunk.draft.size
+        if divided.goal.shape[0] >= LANES or not boxes.draft.size:
+            chunk, divided = _last(divided)
+            boxes = _join(boxes, *_cut(driver, drafts, chunk))
+            divided = divided if divided.goal.size else None
+    return _join(*found)
+
+
+def _last(several):
+    """The last `LANES` entries of a tuple of arrays, and the others."""
+    return jax.tree.map(lambda a: a[-LANES:], several), jax.tree.map(lambda a: a[:-LANES], several)
+
+
+def _join(*several):
+    """Tuples of arrays, one behind the other."""
+    return jax.tree.map(lambda *parts: np.concatenate(parts), *several)
+
+
+def _probe(driver: Driver, drafts: Drafts, boxes: Boxes, rng: np.random.Generator) -> tuple[Settled, Divided]:
+    """The boxes that are settled, and the others."""
+    n = boxes.low.shape[1]
+    verdicts = _verdicts(driver, drafts, boxes.draft)
+    at_low, high, inside = verdicts(boxes.low), boxes.high - 1, rng.integers(boxes.low, boxes.high)
+    same_high, same_inside = ((verdicts(point) == at_low).all(axis=1) for point in (high, inside))
+    done, goal = same_high & same_inside, np.where(same_high[:, None], inside, high)
+    volume = ((boxes.high - boxes.low) / STEPS).prod(axis=1)
+    rows = (at_low[:, :n], at_low[:, n], at_low[:, n + 1 : 2 * n], at_low[:, 2 * n])
+    settled = Settled(*(a[done] for a in (boxes.draft, volume, *rows)))
+    divided = ~done & (goal != boxes.low).any(axis=1)  # no cut helps a point with two verdicts
+    return settled, jax.tree.map(lambda a: a[divided], Divided(boxes, at_low, goal))
+
+
+def _cut(driver: Driver, drafts: Drafts, divided: Divided) -> tuple[Boxes, Boxes]:
+    """Both parts of each box, cut where the verdict of the lowest corner ends on the way to the goal."""
+    boxes, at_low, goal = divided
+    verdicts = _verdicts(driver, drafts, boxes.draft)
+    width_Nn = goal - boxes.low
+    before_Nn = width_Nn.cumsum(axis=1) - width_Nn
+
+    def point(step_N):
+        return boxes.low + np.clip(step_N[:, None] - before_Nn, 0, width_Nn)
+
+    same_N, other_N = np.zeros(len(goal), np.int64), width_Nn.sum(axis=1)
+    while (other_N - same_N > 1).any():
+        middle_N = (same_N + other_N) // 2
+        same = (verdicts(point(middle_N)) == at_low).all(axis=1) | (middle_N == same_N)
+        same_N, other_N = np.where(same, middle_N, same_N), np.where(same, other_N, middle_N)
+    edge_Nn = point(other_N)
+    cut_Nn = edge_Nn != point(same_N)  # the one uniform that was raised last
+    below = boxes._replace(high=np.where(cut_Nn, edge_Nn, boxes.high))
+    return below, boxes._replace(low=np.where(cut_Nn, edge_Nn, boxes.low))
+
+
+def _verdicts(driver: Driver, drafts: Drafts, index: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    """int[N, K+1] ticks -> int[N, ..], the verdict of each of the drafts `index` (at most `LANES`) in one row."""
+    shape = (LANES // 2, 2)
+    draft, p = jax.tree.map(lambda a: a[np.resize(index, LANES)].reshape(*shape, *a.shape[1:]), drafts)
+
+    def verdicts(ticks_Nn):
+        ticks_Ln = np.resize(ticks_Nn, (LANES, ticks_Nn.shape[1]))
+        uniforms = (ticks_Ln / STEPS).astype(np.float32).reshape(*shape, -1)
+        v = driver(draft, p, uniforms)
+        fields = (v.tokens, v.count, v.nodes, v.failed)
+        rows = [np.asarray(a, np.int32).reshape(LANES, -1) for a in fields]
+        return np.concatenate(rows, axis=1)[: index.size]
+
+    return verdicts
+
+
+def sound(drafts: Drafts, found: Settled) -> np.ndarray:
+    """bool[N]: verdicts that the loop can commit: nodes that are a path of the draft, their tokens and one more."""
+    draft = Draft(*(None if a is None else a[found.draft] for a in drafts.draft))
+    K, accepted_N1 = draft.max_nodes, found.count[:, None] - 1
+    on_path, emitted = np.arange(K) < accepted_N1, np.arange(K + 1) <= accepted_N1
+    parent = np.pad(found.nodes, ((0, 0), (1, 0)), constant_values=ROOT)[:, :K]
+    node = np.clip(found.nodes, 0, K - 1)
+    real = (found.nodes == node) & (node < draft.count[:, None])
+    real &= np.take_along_axis(draft.parents, node, axis=1) == parent
+    real &= np.take_along_axis(draft.tokens, node, axis=1) == found.tokens[:, :K]
+    right = np.where(on_path, real, found.nodes == PAD).all(axis=1)
+    right &= np.where(emitted, found.tokens >= 0, found.tokens == PAD).all(axis=1)
+    return right & (found.count >= 1) & (found.count <= K + 1) & (found.failed == 0)
+
+
+class DriverLaw(NamedTuple):
+    """What a driver makes of a case: the joint law [V] * length, and how many drafts were tried."""
+
+    law: np.ndarray
+    drafts: int
+
+
+def driver_laws(driver: Driver, verifier: Verifier, cases: Sequence[Case], *, seed: int) -> list[DriverLaw]:
+    """Joint law of the tokens of one round, continued by plain sampling from p, of each case.
+
+    A verdict that is not `sound`, and one that was not settled, adds nothing: the law lacks its mass.
+
+    Args:
+        driver: what to measure.
+        verifier: whose driver it is.
+        cases: all with a q, or none.
+        seed: of what fills the drafts up, and of the points inside the boxes.
+    """
+    drafts, case_N, weight_N = stack(cases, verifier, seed=seed)
+    found = settle(driver, drafts, seed=seed)
+    rest = [continuations(case.p, case.length) for case in cases]
+    laws = [np.zeros_like(rest_c[0]) for rest_c in rest]
+    usable = sound(drafts, found)
+    for i, volume, tokens_n, count in zip(*(field[usable] for field in found[:4])):
+        c, text = case_N[i], tuple(tokens_n[:count])
+        if max(text) < laws[c].shape[0]:
+            laws[c][text] += weight_N[i] * volume * rest[c][count][text]
+    return [DriverLaw(law, tried) for law, tried in zip(laws, np.bincount(case_N, minlength=len(cases)).tolist())]

@@ -1,0 +1,43 @@
+"""JSON that every reader takes, in files that appear whole or not at all."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specsparse.support.atomic import atomically
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that a reader (or a killed run) sees the old content or the new one, never half of it.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    with atomically(path) as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def to_json(value: Any, **options: Any) -> str:
+    """JSON that every reader takes: numpy values as plain ones, NaN and infinity as null."""
+    return json.dumps(_plain(value), allow_nan=False, ensure_ascii=False, **options)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | np.ndarray):
+        return [_plain(v) for v in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    return str(value)

@@ -1,0 +1,122 @@
+import hashlib
+import json
+from collections import Counter
+
+import pytest
+
+from specsparse.data import prompts, spec_bench
+from specsparse.errors import UserError
+
+TASKS = ["chat", "code", "code-edit", "maths", "summarise", "translate", "retrieve", "long"]
+
+
+def test_eight_prompts_of_each_task():
+    loaded = prompts.load()
+    assert Counter(p.task for p in loaded) == dict.fromkeys(TASKS, 8)
+    assert len({p.id for p in loaded}) == len({p.text for p in loaded}) == 64
+
+
+@pytest.mark.parametrize(
+    ("task", "low", "high"),
+    [("summarise", 150, 400), ("retrieve", 150, 400), ("code-edit", 100, 400), ("long", 600, 1000)],
+)
+def test_prompts_with_a_source_text_are_long_enough_to_look_things_up_in(task, low, high):
+    for prompt in prompts.load(tasks=[task]):
+        assert low <= len(prompt.text.split()) <= high, prompt.id
+
+
+def test_tasks_and_limit():
+    loaded = prompts.load(tasks=["code", "chat"], limit_per_task=2)
+    assert [p.id for p in loaded] == ["chat-1", "chat-2", "code-1", "code-2"]
+
+
+def test_own_jsonl(tmp_path):
+    file = tmp_path / "mine.jsonl"
+    rows = [{"text": "one"}, {"text": "two", "task": "b", "id": 7}]
+    file.write_text("\n".join(json.dumps(r) for r in rows) + "\n\n")
+    assert [p[:3] for p in prompts.load(str(file))] == [("text-1", "text", "one"), ("7", "b", "two")]
+
+
+def test_own_text_is_split_at_blank_lines(tmp_path):
+    file = tmp_path / "mine.txt"
+    file.write_text("one\nstill one\n\n\n  two\n")
+    assert [p.text for p in prompts.load(str(file))] == ["one\nstill one", "  two"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "x"}\n{"text"', "a.jsonl:2: not JSON"),
+        ("a.jsonl", b'{"txt": "x"}', 'expected an object with a "text"'),
+        ("a.jsonl", b'["x"]', "expected an object"),
+        ("a.jsonl", b'{"turns": []}', '"turns" must be a list of texts'),
+        ("a.jsonl", b'{"turns": ["a", 3]}', '"turns" must be a list of texts'),
+        ("a.jsonl", b'{"id": "a", "text": "x"}\n{"id": "a", "text": "y"}', "'a' is there twice"),
+        ("a.txt", b"\xff\xfe\xfa", "cannot read"),
+        ("a.txt", b"\n \n", "no prompts"),
+        ("a.csv", b"x", "come as .jsonl or .txt"),
+    ],
+)
+def test_a_bad_file_is_one_clear_line(tmp_path, name, content, message):
+    file = tmp_path / name
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=message) as caught:
+        prompts.load(str(file))
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_task_names_the_known_ones(tmp_path):
+    with pytest.raises(UserError, match="tasks: chat, code"):
+        prompts.load(tasks=["chats"])
+    with pytest.raises(UserError, match="no such file"):
+        prompts.load(str(tmp_path / "none.txt"))
+
+
+QUESTIONS = [
+    {"question_id": 1, "category": "writing", "turns": ["Write.", "Write it again."]},
+    {"question_id": 2, "category": "qa", "turns": ["Who?"], "reference": ["She."]},
+]
+
+
+@pytest.fixture
+def nowhere(tmp_path, monkeypatch):
+    """No file of questions beside the checkout; a folder to download from, and an empty cache."""
+    monkeypatch.setenv("SPECSPARSE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(spec_bench, "places", lambda: [tmp_path / "cache" / "spec_bench" / "question.jsonl"])
+    source = tmp_path / "question.jsonl"
+    source.write_text("\n".join(map(json.dumps, QUESTIONS)))
+    monkeypatch.setattr(spec_bench, "URL", source.as_uri())
+    monkeypatch.setattr(spec_bench, "SHA256", hashlib.sha256(source.read_bytes()).hexdigest())
+    return source
+
+
+def test_spec_bench_is_downloaded_once(nowhere):
+    assert [p.id for p in prompts.load("spec_bench")] == ["1", "2"]
+    nowhere.unlink()
+    both = prompts.load("spec_bench", turns="both")
+    assert [(p.id, p.task, p.text, p.before) for p in both] == [
+        ("1", "writing", "Write.", ()),
+        ("1-2", "writing", "Write it again.", ("Write.",)),
+        ("2", "qa", "Who?", ()),
+    ]
+
+
+def test_spec_bench_that_cannot_be_had_says_what_to_do(nowhere, monkeypatch, tmp_path):
+    monkeypatch.setattr(spec_bench, "SHA256", "0")
+    with pytest.raises(UserError, match="another sha256"):
+        prompts.load("spec_bench")
+    nowhere.unlink()
+    with pytest.raises(UserError, match=r"give data\.source=PATH/question\.jsonl"):
+        prompts.load("spec_bench")
+    assert not list((tmp_path / "cache").rglob("*.jsonl"))  # a bad file is not kept
+
+
+def test_all_of_spec_bench():
+    file = next((path for path in spec_bench.places() if path.is_file()), None)
+    if file is None:
+        pytest.skip("Spec-Bench's questions are not here")
+    first, both = (prompts.load(str(file), turns=turns) for turns in ("first", "both"))
+    assert (len(first), len(both)) == (480, 560)
+    by_category = Counter(p.task for p in first)
+    assert [by_category[task] for task in ("translation", "summarization", "qa", "math_reasoning", "rag")] == [80] * 5
+    assert hashlib.sha256(file.read_bytes()).hexdigest() == spec_bench.SHA256

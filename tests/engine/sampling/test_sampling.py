@@ -1,0 +1,316 @@
+"""Laws against a sort-based float64 oracle, and contract C1: a row's bits depend on nothing but the row."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specsparse.engine.sampling import pipeline
+from specsparse.engine.sampling.params import SamplingParams
+from specsparse.engine.sampling.row_laws import REFERENCE, LawRows, one_row_at_a_time
+
+SHAPES = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.01},
+    {"temperature": 0.7},
+    {"temperature": 5.0},
+    {"top_k": 1},
+    {"top_k": 3},
+    {"top_k": 40, "temperature": 0.8},
+    {"top_p": 1e-40},
+    {"top_p": 1e-6},
+    {"top_p": 0.5},
+    {"top_p": 0.9, "temperature": 1.5},
+    {"top_p": 0.999},
+    {"min_p": 1.0},
+    {"min_p": 0.3},
+    {"min_p": 1e-4, "temperature": 2.0},
+    {"top_k": 4, "top_p": 0.6},
+    {"top_k": 50, "top_p": 0.95, "min_p": 0.02, "temperature": 0.9},
+    {"top_k": 5, "min_p": 0.1},
+    {"top_p": 0.7, "min_p": 0.05, "temperature": 3.0},
+]
+
+law = jax.jit(pipeline.law, static_argnums=0, static_argnames="kernels")
+target_logits = jax.jit(pipeline.target_logits, static_argnums=0)
+draw = jax.jit(pipeline.draw)
+observe = jax.jit(pipeline.observe)
+sample = jax.jit(pipeline.sample, static_argnums=0)
+tree_rows = jax.jit(pipeline.tree_rows, static_argnames="depth")
+
+
+def oracle_law(x, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """The law of one row by sorting, in float64, and whether top-p decides by a margin float32 cannot see."""
+    x = np.asarray(x, np.float64)
+    if temperature == 0.0:
+        return (np.arange(len(x)) == np.argmax(x)).astype(np.float64), False
+    e = np.exp((x - x.max()) / temperature)
+    keep = (x > -np.inf) & (e >= min_p)
+    if 0 < top_k < keep.sum():
+        keep &= x >= np.sort(x[keep])[-top_k]
+    close = False
+    if top_p < 1.0:
+        values = np.unique(x[keep])[::-1]
+        weight = np.array([e[keep & (x == value)].sum() for value in values]) if len(values) < 200 else None
+        if weight is None:  # hardly any ties: group by sorting once
+            order = np.argsort(-x[keep], kind="stable")
+            weight = np.add.reduceat(e[keep][order], np.searchsorted(-x[keep][order], -values))
+        share = np.cumsum(weight) / weight.sum()
+        close = bool(np.any(np.abs(share - top_p) < 1e-6)) and top_p > 1e-3
+        keep &= x >= values[np.argmax(share >= top_p)]
+    p = np.where(keep, e, 0.0)
+    return p / p.sum(), close
+
+
+def random_logits(rng, rows, vocab):
+    """Smooth rows, rows full of ties, rows with banned tokens, and a flat row."""
+    x = rng.normal(size=(rows, vocab)).astype(np.float32) * 3
+    x[1::4] = np.round(x[1::4] * 2) / 2
+    x[2::4][rng.random((len(x[2::4]), vocab)) < 0.3] = -np.inf
+    x[2::4, vocab // 2] = 1.0
+    x[-1] = 0.25
+    return x
+
+
+@pytest.mark.parametrize(("vocab", "repeats"), [(5, 8), (100, 4), (8193, 1), (49152, 1)])
+def test_law_equals_the_sorting_oracle(vocab, repeats):
+    shapes = (SHAPES if vocab < 10_000 else SHAPES[1::3]) * repeats
+    rng = np.random.default_rng(vocab)
+    x = random_logits(rng, len(shapes), vocab)[rng.permutation(len(shapes))]
+    cfg, params = pipeline.compile_params([SamplingParams(**shape) for shape in shapes], vocab_size=vocab)
+    p, ok = law(cfg, params, x)
+    assert p.dtype == jnp.float32 and np.all(ok)
+    skipped = 0
+    for got, row, shape in zip(np.asarray(p), x, shapes, strict=True):
+        want, close = oracle_law(row, **shape)
+        skipped += close
+        if not close:
+            assert np.array_equal(got > 0, want > 1e-37), shape
+            np.testing.assert_allclose(got, want, rtol=5e-5, atol=1e-9, err_msg=str(shape))
+        assert abs(float(got.astype(np.float64).sum()) - 1.0) < 2e-6
+    assert skipped <= 0.2 * len(shapes)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.integers(-8, 8) | st.just(None), min_size=7, max_size=7).filter(any),
+    st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    st.integers(0, 8),
+    st.sampled_from([0.01, 0.35, 0.72, 0.93, 1.0]),
+    st.sampled_from([0.0, 0.017, 0.21, 0.83, 1.0]),
+)
+def test_any_combination_of_truncations(values, temperature, top_k, top_p, min_p):
+    x = np.array([-np.inf if value is None else value / 4 for value in values], np.float32)
+    want, close = oracle_law(x, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    with np.errstate(divide="ignore"):
+        numbers = [temperature, np.log(min_p), top_k or 7, top_p]
+    rows = LawRows(*(np.array([a], d) for a, d in zip(numbers, ("f4", "f4", "i4", "f4"), strict=True)))
+    got = np.asarray(jitted_reference_law(x[None], rows))[0]
+    if not close:
+        assert np.array_equal(got > 0, want > 0)
+        np.testing.assert_allclose(got, want, rtol=2e-5)
+
+
+jitted_reference_law = jax.jit(REFERENCE.law)
+
+
+def test_ties_at_the_threshold_are_kept_and_greedy_takes_the_first():
+    x = np.array([[0.0, 2.0, 2.0, -1.0, 2.0]], np.float32)
+    cfg, params = pipeline.compile_params(SamplingParams(top_k=1), vocab_size=5)
+    np.testing.assert_allclose(law(cfg, params, x)[0], [[0, 1 / 3, 1 / 3, 0, 1 / 3]], rtol=1e-6)
+    cfg, params = pipeline.compile_params(SamplingParams(temperature=0), vocab_size=5)
+    np.testing.assert_array_equal(law(cfg, params, x)[0], [[0, 1, 0, 0, 0]])
+    assert sample(cfg, params, x, u_R=None)[0].tolist() == [1]
+    zeros = np.array([[-0.0, 0.0, -1.0]], np.float32)
+    cfg, params = pipeline.compile_params(SamplingParams(top_k=1), vocab_size=3)
+    np.testing.assert_array_equal(law(cfg, params, zeros)[0], [[0.5, 0.5, 0]])
+
+
+def test_rows_without_a_law_are_flagged_and_harmless():
+    nan, inf = np.nan, np.inf
+    x = np.array([[1, 2, 3], [nan, 2, 1], [nan] * 3, [-inf] * 3, [1, inf, 0], [-inf, 0, -inf]], np.float32)
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, top_p=0.9, top_k=2)
+        cfg, arrays = pipeline.compile_params(params, vocab_size=3, batch=6)
+        p, ok = law(cfg, arrays, x)
+        assert ok.tolist() == [True, False, False, False, False, True]
+        assert np.isfinite(p).all() and np.allclose(p.sum(axis=1), 1.0)
+        token, ok = sample(cfg, arrays, x, u_R=np.full(6, 0.999, np.float32))
+        assert ok.tolist() == [True, False, False, False, False, True]
+        assert np.all(token >= 0) and np.all(token < 3) and token[2] == 0 and token[3] == 0 and token[5] == 1
+
+
+def oracle_penalties(x, prompt, output, presence, frequency, repetition):
+    x = np.array(x, np.float64)
+    for token in {*prompt, *output}:
+        x[token] = x[token] / repetition if x[token] > 0 else x[token] * repetition
+    for token in set(output):
+        x[token] -= presence + frequency * output.count(token)
+    return x
+
+
+def test_penalties_are_those_of_the_definitions():
+    rng = np.random.default_rng(3)
+    vocab, prompt, output = 30, [1, 2, 2, 7], [7, 9, 9, 9, 4]
+    x = rng.normal(size=(4, vocab)).astype(np.float32) * 3
+    x[:, 2] = -np.inf
+    numbers = [(0.0, 0.0, 1.3), (0.7, 0.0, 1.0), (0.0, -0.4, 1.0), (-1.1, 0.3, 0.8)]
+    each = [SamplingParams(presence_penalty=a, frequency_penalty=b, repetition_penalty=c) for a, b, c in numbers]
+    cfg, params = pipeline.compile_params(each, vocab_size=vocab)
+    history = pipeline.init_history(cfg, [prompt] * 4)
+    for token in output:
+        history = observe(history, jnp.full((4,), token, jnp.int32), jnp.ones((4,), bool))
+    got, ok = target_logits(cfg, params, x, history)
+    assert np.all(ok)
+    for row, logits, number in zip(np.asarray(got), x, numbers, strict=True):
+        np.testing.assert_allclose(row, oracle_penalties(logits, prompt, output, *number), rtol=2e-6, atol=1e-6)
+
+
+def everything(vocab, processor, **more):
+    """Parameters that use every step."""
+    return SamplingParams(
+        temperature=0.8, top_k=60, top_p=0.97, min_p=0.001, presence_penalty=0.2, frequency_penalty=0.15,
+        repetition_penalty=1.2, logit_bias={0: 1.0, 3: -2.0}, bad_words=["x"], min_tokens=4, max_tokens=8,
+        stop_token_ids=[5], logits_processors=[processor], **more,
+    )  # fmt: skip
+
+
+def ban_repeats(ids, logits):
+    """Lowers the newest output token."""
+    return jnp.where(jnp.arange(logits.shape[0], dtype=jnp.int32) == ids[-1], logits - jnp.float32(3.0), logits)
+
+
+def test_rows_of_a_draft_equal_plain_decoding_bit_for_bit():
+    """C1 with penalties, bad words, minimum length and processors: the draft prefix acts as if it had been emitted."""
+    vocab, batch, n = 100, 2, 6
+    rng = np.random.default_rng(4)
+    params = everything(vocab, ban_repeats)
+    cfg, arrays = pipeline.compile_params(params, vocab_size=vocab, batch=batch, encode=lambda text: [7, 8, 9])
+    assert cfg.bad_prefix == 2
+    token = jnp.asarray([[1, 7, 8, 9, 7, 8], [7, 8, 7, 8, 2, 2]], jnp.int32)
+    x = rng.normal(size=(batch, n, vocab)).astype(np.float32) * 3
+    u = rng.random((batch, n)).astype(np.float32)
+    start = pipeline.init_history(cfg, [[1, 2, 3], [4, 7]])
+    start = observe(start, token[:, 0], jnp.ones((batch,), bool))
+    parents = jnp.asarray([[-1, 0, 1, 2, 3, 4]] * batch, jnp.int32)
+    histories = [start]
+    for i in range(1, n):
+        histories.append(observe(histories[-1], token[:, i], jnp.ones((batch,), bool)))
+
+    @jax.jit
+    def run(x, history, rows, u):
+        processed, ok = pipeline.target_logits(cfg, arrays, x, history, rows)
+        p, _ = pipeline.law(cfg, arrays, x, history, rows)
+        return jnp.where(ok[:, None], processed, jnp.float32(np.nan)), p, pipeline.draw(p, u)
+
+    for rows in (pipeline.chain_rows(token), tree_rows(token, parents, depth=n - 1)):
+        together = [np.asarray(a) for a in run(x.reshape(-1, vocab), start, rows, u.reshape(-1))]
+        processed, p, tokens = (a.reshape(batch, n, *a.shape[1:]) for a in together)
+        for i, history in enumerate(histories):
+            for many, alone in zip((processed, p, tokens), run(x[:, i], history, None, u[:, i]), strict=True):
+                np.testing.assert_array_equal(many[:, i], alone)
+    assert p[0, 2, 9] == 0.0 and p[1, 1, 9] == 0.0 and p[1, 3, 9] == 0.0  # after 7, 8
+    assert np.isneginf(processed[:, :3, 5]).all() and np.isfinite(processed[:, 3:, 5]).all()  # min_tokens=4
+    assert np.isfinite(processed[0, 1, 9]) and np.isneginf(processed[0, 2, 9])
+
+
+@pytest.mark.parametrize("vocab", [8193, 49152])
+def test_rows_do_not_depend_on_their_number(vocab):
+    """C1: R = 1 and R = 9 give the same bits, also where a row does not fill whole vectors."""
+    rng = np.random.default_rng(vocab)
+    x = random_logits(rng, 9, vocab)
+    u = rng.random(9).astype(np.float32)
+    params = everything(vocab, ban_repeats, logprobs=3)
+    cfg, arrays = pipeline.compile_params(params, vocab_size=vocab, encode=lambda text: [7, 8])
+    history = pipeline.observe(pipeline.init_history(cfg, [[3, 4]]), jnp.asarray([7], jnp.int32), jnp.asarray([True]))
+    path = np.array([[3, -1], [7, -1], [-1, -1]] * 3, np.int32)
+
+    @jax.jit
+    def run(x, u, path):
+        rows = pipeline.Rows(jnp.zeros((x.shape[0],), jnp.int32), path)
+        p, _ = pipeline.law(cfg, arrays, x, history, rows)
+        token = pipeline.draw(p, u)
+        return p, token, pipeline.logprobs(x, token, 3)
+
+    together = run(x, u, path)
+    for i in range(9):
+        alone = run(x[i : i + 1], u[i : i + 1], path[i : i + 1])
+        jax.tree.map(lambda a, b, i=i: np.testing.assert_array_equal(a[i : i + 1], b), together, alone)
+
+
+def test_kernels_can_be_swapped():
+    rng = np.random.default_rng(5)
+    x = random_logits(rng, 6, 300)
+    u = rng.random(6).astype(np.float32)
+    mapped = one_row_at_a_time(REFERENCE)
+    cfg, params = pipeline.compile_params(SamplingParams(top_p=0.9, temperature=0.7), vocab_size=300, batch=6)
+    p, _ = law(cfg, params, x, kernels=REFERENCE)
+    np.testing.assert_array_equal(p, law(cfg, params, x, kernels=mapped)[0])
+    np.testing.assert_array_equal(draw(p, u), jax.jit(mapped.draw)(p, u))
+    np.testing.assert_array_equal(REFERENCE.argmax(x), mapped.argmax(x))
+
+
+def test_draw_has_exactly_the_law_on_a_dyadic_grid():
+    """Every u of a grid, probabilities that are multiples of its step: counts are exact, in order of the vocabulary."""
+    rng = np.random.default_rng(6)
+    share = rng.multinomial(1024, rng.dirichlet(np.full(300, 0.3)))
+    u = (np.arange(1024) / 1024).astype(np.float32)
+    for scale in (1 / 1024, 8.0):
+        p = np.broadcast_to((share * scale).astype(np.float32), (1024, 300))
+        np.testing.assert_array_equal(draw(p, u), np.repeat(np.arange(300), share))
+
+
+@pytest.mark.parametrize("vocab", [1, 100, 8193, 151936])
+def test_draw_inverts_the_cdf_and_never_takes_what_has_no_mass(vocab):
+    rng = np.random.default_rng(vocab)
+    p = rng.gamma(0.2, size=(16, vocab)).astype(np.float32)
+    p[::2][rng.random((8, vocab)) < 0.5] = 0.0
+    p[3] = 1.0
+    p[:, vocab // 2] = np.maximum(p[:, vocab // 2], 1e-3)
+    p[4] = 0.0
+    p[4, vocab // 3] = 1e-30
+    p /= p.sum(axis=1, keepdims=True)
+    last = np.float32(1 - 2**-24)
+    u = np.concatenate([np.zeros(3), [last] * 8, rng.random(5)]).astype(np.float32)
+    token = np.asarray(draw(p, u))
+    assert token.dtype == np.int32 and np.all((token >= 0) & (token < vocab))
+    chosen = p[np.arange(16), token]
+    assert np.all(chosen > 0.0)
+    cdf = np.cumsum(p.astype(np.float64), axis=1)
+    cdf /= cdf[:, -1:]
+    upper = cdf[np.arange(16), token]
+    lower = np.where(token > 0, cdf[np.arange(16), token - 1], 0.0)
+    assert np.all(lower - 1e-6 <= u) and np.all(u <= upper + 1e-6)
+
+
+def test_draw_treats_bad_numbers_as_no_mass():
+    p = np.array([[0, 0, 0], [np.nan, 0.5, 0], [-1, 0, 0.5]], np.float32)
+    for u in (0.0, 0.5, 0.9999):
+        assert draw(p, np.full(3, u, np.float32)).tolist() == [0, 1, 2]
+
+
+def test_logprobs_are_those_of_the_model():
+    rng = np.random.default_rng(8)
+    x = rng.normal(size=(3, 50)).astype(np.float32) * 4
+    x[0, 10:] = -np.inf
+    token = np.array([2, 7, 49], np.int32)
+    got = jax.jit(partial(pipeline.logprobs, k=4))(x, token)
+    with np.errstate(divide="ignore"):
+        want = x.astype(np.float64) - np.log(np.exp(x.astype(np.float64)).sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(got.chosen, want[np.arange(3), token], rtol=2e-6)
+    np.testing.assert_array_equal(got.top_ids, np.argsort(-want, axis=1, kind="stable")[:, :4])
+    np.testing.assert_allclose(got.top, -np.sort(-want, axis=1)[:, :4], rtol=2e-6, atol=1e-6)
+    assert got.rank.tolist() == [1 + int((want[i] > want[i, t]).sum()) for i, t in enumerate(token)]
+
+
+def test_misuse_is_an_error():
+    cfg, params = pipeline.compile_params(SamplingParams(repetition_penalty=1.1), vocab_size=5)
+    with pytest.raises(ValueError, match="history"):
+        pipeline.law(cfg, params, np.zeros((1, 5), np.float32))
+    with pytest.raises(ValueError, match="rows"):
+        pipeline.law(cfg, params, np.zeros((2, 5), np.float32))

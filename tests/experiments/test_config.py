@@ -1,0 +1,268 @@
+"""From the command line to a RunConfig: golden composition, and one clear line for every mistake."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from specsparse import run
+from specsparse.errors import UserError
+from specsparse.experiments import config, shorthand
+from specsparse.speculative.drafters import registry as drafters
+from specsparse.speculative.drafters.registry import DRAFTERS, get_drafter
+from specsparse.speculative.policies import registry
+from specsparse.speculative.policies.registry import POLICIES, get_policy
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests" / "golden"
+
+
+def composed(*overrides):
+    with initialize_config_dir(str(run.conf_dir()), version_base="1.3"):
+        return compose("config", list(overrides))
+
+
+def mistake(capsys, *argv):
+    """The one line that a mistaken command line gets."""
+    try:
+        code = run.main(list(argv))
+    except SystemExit as stop:
+        code = stop.code
+    captured = capsys.readouterr()
+    assert code == 2
+    assert captured.out == ""
+    assert captured.err.startswith("specsparse: ") and captured.err.count("\n") == 1, captured.err
+    return captured.err
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Runs write under the current directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # run.main sets it; undone after the test
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in (run.conf_dir() / "experiment").glob("*.yaml")))
+def test_composed_experiments_are_golden(name):
+    """A change of a config shows in review; UPDATE_GOLDEN=1 rewrites the text."""
+    text = OmegaConf.to_yaml(composed(f"+experiment={name}"))
+    file = GOLDEN / f"{name}.yaml"
+    if os.environ.get("UPDATE_GOLDEN") == "1":
+        file.write_text(text)
+    assert text == file.read_text()
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in (run.conf_dir() / "experiment").glob("sweep_*.yaml")))
+def test_every_cell_of_a_sweep_composes(name):
+    file = OmegaConf.load(run.conf_dir() / "experiment" / f"{name}.yaml")
+    for key, values in file.hydra.sweeper.params.items():
+        for value in re.findall(r"\[.*?\]|[^,\s]+", str(values)):
+            config.from_omegaconf(composed(f"+experiment={name}", f"{key}={value}"))
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in (run.conf_dir() / "experiment").glob("*.yaml")))
+def test_experiments_open_with_claim_numbers_time_and_command(name):
+    head = (run.conf_dir() / "experiment" / f"{name}.yaml").read_text().split("defaults:")[0]
+    for word in ("# Claim:", "# Expected:", "# Time:", f"# Command:  python -m specsparse.run +experiment={name}"):
+        assert word in head
+
+
+CHOICES = sorted(f"{f.parent.name}={f.stem}" for f in run.conf_dir().glob("*/*.yaml") if f.parent.name != "experiment")
+
+PLUGINS = {
+    "sweep=joblib": "hydra_plugins.hydra_joblib_launcher",
+    "sweep=local_jobs": "hydra_plugins.hydra_submitit_launcher",
+    "sweep=optuna": "hydra_plugins.hydra_optuna_sweeper",
+    "sweep=slurm": "hydra_plugins.hydra_submitit_launcher",
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_choice_of_every_group_is_valid(choice):
+    if choice in PLUGINS:
+        pytest.importorskip(PLUGINS[choice], reason="needs specsparse[sweep]")
+    needed = {"model=custom": ["model.path=x.gguf"], "drafter=model": ["drafter.model=x.gguf"]}
+    assert isinstance(config.from_omegaconf(composed(choice, *needed.get(choice, []))), config.RunConfig)
+
+
+DRAFTER_FILES = sorted(f.stem for f in (run.conf_dir() / "drafter").glob("*.yaml") if f.stem != "none")
+
+
+@pytest.mark.parametrize("experiment", ["spec_smollm2", "sweep_gamma", "sweep_temperature", "compare"])
+@pytest.mark.parametrize("drafter", DRAFTER_FILES)
+def test_an_experiment_takes_another_drafter(experiment, drafter):
+    """No experiment sets an option that only its own drafter has."""
+    cfg = composed(f"+experiment={experiment}", f"drafter={drafter}", "model.path=x.gguf")
+    options = OmegaConf.to_container(cfg.drafter)
+    get_drafter(options.pop("name"), **options | ({"model": "x.gguf"} if drafter == "model" else {}))
+
+
+def test_values_arrive():
+    cfg = config.from_omegaconf(
+        composed("policy.gamma=3", "model.rope_base=10000", "data.tasks=[code]", "sampling.top_p=0.9", "tracker=wandb")
+    )
+    assert cfg.policy == config.PolicySpec("fixed", 3)
+    assert cfg.model.overrides() == {"rope_base": 10000.0}
+    assert cfg.data.tasks == ("code",)
+    assert cfg.tracker.options == {"mode": "offline", "project": "specsparse", "group": None}
+    assert cfg.drafter.options == {"ngram_max": 3, "ngram_min": 2}
+    params = config.sampling_params(cfg)
+    assert (params.temperature, params.top_p, params.max_tokens) == (0.0, 0.9, cfg.max_tokens)
+    assert cfg.composed["policy"]["gamma"] == 3 and "composed" not in cfg.composed
+    assert [config.from_omegaconf(composed(f"repeats={n}")).repeats for n in (7, "auto")] == [7, "auto"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("max_tokens=0", "max_tokens=0: must be at least 1"),
+        ("max_tokens=many", "max_tokens=many: expected a whole number"),
+        ("max_tokens=1.5", "max_tokens=1.5: expected a whole number"),
+        ("max_tokens=true", "expected a whole number"),
+        ("repeats=0", "repeats=0: must be at least 1"),
+        ("repeats=often", "repeats=often: expected a whole number or auto"),
+        ("repeats=true", "repeats=True: expected a whole number or auto"),
+        ("repeats=null", "repeats=null: expected a whole number or auto"),
+        ("seed=null", "seed=null: expected a whole number"),
+        ("warmup=3", "expected true or false"),
+        ("policy.gamma=0", "policy.gamma=0: must be at least 1"),
+        ("model.kv_dtype=f8", "must be one of f32, f16, bf16"),
+        ("data.tasks=3", "expected a list"),
+        ("data=3", "data=3: there is no such data"),
+        ("sampling.temperature=-1", "temperature"),
+        ("sampling.top_p=2", "top_p=2 is not allowed"),
+        ("model.mesh=0", "model.mesh=0: must be at least 1"),
+        ("model.mesh=two", "model.mesh=two: expected a whole number"),
+        ("drafter=prompt_lokup", "did you mean prompt_lookup?"),
+        ("+experiment=spec_smolm2", "did you mean spec_smollm2?"),
+        ("policy.gama=3", "no key policy.gama; did you mean policy.gamma?"),
+        ("drafter.ngram_mx=3", "did you mean drafter.ngram_max?"),
+        ("sampling.temprature=1", "did you mean sampling.temperature?"),
+        ("sampling.n=2", "write +sampling.n=VALUE"),
+        ("drafer=none", "did you mean drafter?"),
+        ("+max_token=3", "unknown key max_token; did you mean max_tokens?"),
+        ("+sampling.top=3", "unknown sampling parameter 'top'"),
+        ("+max_tokens=3", "max_tokens"),
+        ("name=${foo}", "Interpolation key 'foo' not found"),
+        ("name=a/b", "name=a/b: a plain name"),
+        ("a=[", "cannot read 'a=['"),
+        ("model=custom", "model.path: a value is needed"),
+        ("model=missing.gguf", "missing.gguf: no such file"),
+        ("model.path=smollm3", "did you mean smollm2-135m"),
+        ("data=missing.jsonl", "no such file of prompts: missing.jsonl"),
+        ("data.tasks=[poetry]", "no prompts of task 'poetry'"),
+        ("+tracker.mod=x", "unknown key tracker.mod"),
+        ("--modle", "unrecognized arguments: --modle"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(capsys, elsewhere, monkeypatch, override, message):
+    if not override.startswith(("model", "data")):  # those are looked for; the others must not need the model
+        monkeypatch.setattr("specsparse.models.catalogue.resolve", lambda spec: elsewhere)
+    assert message in mistake(capsys, override)
+    assert not any(elsewhere.iterdir())
+
+
+def test_an_invalid_combination_of_a_sweep_is_left_out(capsys, elsewhere, monkeypatch):
+    """The others run; where none can, the exit code says so."""
+    from specsparse.experiments import runner as experiment
+
+    done = []
+
+    class Done:
+        as_promised, objective = True, 1.0
+
+    def run_it(cfg, directory, **_):
+        experiment.check(cfg)
+        done.append(cfg.verifier.name)
+        (directory / "record.json").write_text("{}")
+        return Done
+
+    monkeypatch.setattr(experiment, "run", run_it)
+    monkeypatch.setattr("specsparse.models.catalogue.resolve", lambda spec: elsewhere)
+    assert run.main(["-m", "verifier=greedy,token,delta"]) == 0
+    assert done == ["greedy", "delta"]
+    left_out = capsys.readouterr().err.splitlines()
+    assert len(left_out) == 1 and "left out verifier=token: verifier=token cannot verify one_hot chain" in left_out[0]
+    assert "drafter=prompt_lookup" in left_out[0]
+    with pytest.raises(SystemExit) as stop:
+        run.main(["-m", "verifier=token,wor", "name=second"])  # a folder is named by the second
+    assert stop.value.code == 2 and len(done) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 3
+
+
+def test_debug_shows_the_traceback(elsewhere):
+    with pytest.raises(UserError, match="max_tokens"):
+        run.main(["max_tokens=0", "debug=true"])
+
+
+def test_short_forms():
+    assert run.shorthand(["model=~/a b.gguf"])[0] == "model=custom"
+    assert run.shorthand(["model=hf://o/r/f.gguf"]) == ["model=custom", "model.path=hf://o/r/f.gguf"]
+    assert run.shorthand(["model=/x/it's.gguf"])[1] == r"model.path='/x/it\'s.gguf'"
+    assert run.shorthand(["model=smollm2-135m"]) == ["model=custom", "model.path=smollm2-135m"]
+    assert run.shorthand(["model=smollm2-135m-relu"]) == ["model=smollm2-135m-relu"]
+    assert run.shorthand(["data=mine.txt", "model=smollm2"]) == ["data.source=mine.txt", "model=smollm2"]
+    assert run.shorthand(["experiment=a", "+experiment=a", "-m"]) == ["+experiment=a", "+experiment=a", "-m"]
+    lists = ["+experiment=compare", "drafter=ngram,suffix", "verifier=greedy,delta"]
+    assert run.shorthand(lists)[1:] == ["compare.drafters=[prompt_lookup,suffix]", "compare.verifiers=[greedy,delta]"]
+    assert run.shorthand([*lists, "-m"])[1] == "drafter=prompt_lookup,suffix"
+
+
+def test_names_of_other_projects_are_those_of_the_factories():
+    """Each stands for the same option there, and for a key of some file in conf/."""
+    for name, target in shorthand.OPTION_NAMES.items():
+        group, key = target.split(".")
+        factories = (DRAFTERS if group == "drafter" else POLICIES).values()
+        options = [f.options[key] for f in factories if key in f.options]
+        assert any(name.split(".")[1] in option.aliases for option in options if option), name
+        assert any(key in OmegaConf.load(f) for f in (run.conf_dir() / group).glob("*.yaml")), target
+    assert shorthand.CHOICE_NAMES["drafter"] == drafters.ALIASES
+    assert shorthand.CHOICE_NAMES["policy"] == {k: v for k, v in registry.ALIASES.items() if k != "n_min"}
+
+
+def test_names_of_other_projects_arrive():
+    given = [
+        "policy=n_min",
+        "policy.draft_max=16",
+        "policy.draft_min=5",
+        "drafter=ngram",
+        "drafter.prompt_lookup_max=4",
+    ]
+    cfg = config.from_omegaconf(composed(*run.shorthand(given)))
+    assert (cfg.policy.gamma, cfg.policy.options["n_min"], cfg.drafter.name) == (16, 5, "prompt_lookup")
+    assert cfg.drafter.options["ngram_max"] == 4
+
+
+def test_a_head_draws_for_the_verifiers_that_weigh_draws():
+    def drawn_at(*overrides):
+        return config.from_omegaconf(composed("drafter=lookup_head", "sampling.temperature=0.8", *overrides))
+
+    for verifier, wanted in (("block", 0.8), ("token", 0.8), ("match", None)):
+        assert drawn_at(f"verifier={verifier}").drafter.options["temperature"] == wanted
+    assert drawn_at("verifier=block", "drafter.temperature=0.5").drafter.options["temperature"] == 0.5
+
+
+@pytest.mark.parametrize("policy", ["heuristic", "auto_off", "cost", "confidence"])
+def test_a_policy_takes_a_short_draft(policy):
+    """What its file says must not keep it from gamma 1."""
+    cfg = config.from_omegaconf(composed(f"policy={policy}", "policy.gamma=1"))
+    get_policy(policy, **{**cfg.policy.options, "gamma": 1} | ({"v": [1.0, 1.2]} if "v" in cfg.policy.options else {}))
+
+
+def test_help_is_a_page_for_a_person():
+    done = subprocess.run(
+        [sys.executable, "-m", "specsparse.run", "--help"], capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    for word in ("usage", "examples", "+experiment=spec_smollm2", "drafter: head, layer_skip", "max_tokens: 128"):
+        assert word in done.stdout
+    groups = {f"{d.name}: " for d in run.conf_dir().iterdir() if d.is_dir()}  # their lists of choices grow, and wrap
+    lines = [line for line in done.stdout.splitlines() if not line.startswith(tuple(groups))]
+    assert max(map(len, lines)) <= 110
+    assert "Hydra" not in done.stdout

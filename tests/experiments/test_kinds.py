@@ -1,0 +1,356 @@
+"""Every kind of experiment on tiny models or none: what it prints, writes and returns."""
+
+import dataclasses
+import io
+import json
+import re
+
+import numpy as np
+import pytest
+from hydra import compose, initialize_config_dir
+from rich.console import Console
+
+from specsparse.errors import UserError
+from specsparse.experiments import runner, sweep_table
+from specsparse.experiments.config import (
+    CertifySpec,
+    CompareSpec,
+    DataSpec,
+    DrafterSpec,
+    FfnSpec,
+    ModelSpec,
+    PolicySpec,
+    RunConfig,
+    TrackerSpec,
+    VerifierSpec,
+    from_omegaconf,
+)
+from specsparse.experiments.kinds import certify as certify_kind
+from specsparse.experiments.kinds import compare
+from specsparse.measure import conditions, machine, speedup
+from specsparse.measure.conditions import Conditions
+from specsparse.models import catalogue
+from specsparse.report import record
+from specsparse.runtime import metrics
+from specsparse.speculative.drafters import get_drafter
+from specsparse.speculative.drafters.with_policy import WithPolicy
+from specsparse.speculative.method import choose_verifier, make_drafter
+from specsparse.speculative.policies.registry import get_policy
+from specsparse.speculative.proof import certify as certificate
+from specsparse.speculative.proof.driver_mutants import DRIVER_MUTANTS
+from specsparse.speculative.proof.mutants import MUTANTS
+from specsparse.support import terminal
+from specsparse.support.paths import conf_dir
+from specsparse.testing import write_tiny_gguf
+
+CONTEXT = {"vocab_size": 300, "n_layers": 2, "context_length": 128}
+
+
+@pytest.fixture(autouse=True)
+def bandwidth(monkeypatch):
+    monkeypatch.setattr(machine, "read_bandwidth", lambda: 40e9)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A target and a draft model of one SPM vocabulary, and two prompts."""
+    folder = tmp_path_factory.mktemp("models")
+    write_tiny_gguf(folder / "target.gguf", tokenizer="spm", **CONTEXT)
+    write_tiny_gguf(folder / "draft.gguf", tokenizer="spm", quant="F16", seed=1, **CONTEXT)
+    rows = [{"id": f"{task}-1", "task": task, "text": "abc abc abc"} for task in ("chat", "code")]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+@pytest.fixture
+def cfg(files):
+    return RunConfig(
+        model=ModelSpec(str(files / "target.gguf")),
+        drafter=DrafterSpec("prompt_lookup"),
+        verifier=VerifierSpec("greedy"),
+        policy=PolicySpec("fixed", 3),
+        sampling={"temperature": 0.0, "ignore_eos": True},
+        data=DataSpec(source=str(files / "prompts.jsonl"), chat=False),
+        tracker=TrackerSpec("jsonl"),
+        name="test",
+        max_tokens=16,
+        stream=False,
+    )
+
+
+def play(cfg, directory):
+    out = io.StringIO()
+    found = runner.run(cfg, directory, console=Console(file=out, width=140))
+    return found, out.getvalue(), json.loads((directory / "record.json").read_text())
+
+
+def test_a_watched_run_with_a_policy_and_the_host_loop(cfg, tmp_path):
+    """One run with everything on: policy, trace, recording, time split, host loop."""
+    policy = PolicySpec("auto_off", 3, {"v": [1.0, 9.0, 9.0, 9.0], "every": 4})
+    cfg = dataclasses.replace(cfg, policy=policy, loop="host", time_split=8, trace=True, record_laws=8)
+    found, text, written = play(cfg, tmp_path)
+    assert found.as_promised
+    assert found.identity.tokens == 16 * 9  # watched 2, warm-up 3, timed 3 x 2, less 2 to compare with
+    for part in ("time in draft", "time split: measured", "times as fast as the host loop", "auto_off left", "round 0"):
+        assert part in text
+    summary = written["summary"]
+    assert summary["policy"]["rounds_off"] > 0 and summary["policy"]["predicted_speedup"] < 1
+    assert set(summary["exports"]) == {"llama.cpp", "sglang", "spec-bench"}
+    rates = summary["speculative"]["rates"]
+    assert sum(rates[f"share_{stage}"] for stage in ("draft", "verify", "sample", "commit")) == pytest.approx(1)
+    assert (tmp_path / "laws.npz").is_file() and (tmp_path / "trace.jsonl").is_file()
+    assert "oracles" in summary and summary["jit_over_host_loop"]["prompts"] == 2
+
+
+LLAMA160M = {
+    "spec_llama160m": ("model x match (lossless: plain decoding's tokens)", ["policy.p_min=0.01", "policy.n_min=2"]),
+    "spec_llama160m_pq": ("model x token (lossless in law)", ["policy.p_min=0.01"]),
+}
+
+
+@pytest.mark.parametrize("name", LLAMA160M)
+def test_llama160m_runs_on_tiny_models(cfg, files, tmp_path, name):
+    """The experiment files themselves. Drafts of a random model are unsure, so p_min and draft_min are lowered."""
+    label, lower = LLAMA160M[name]
+    own = [f"model.path={files / 'target.gguf'}", f"drafter.model={files / 'draft.gguf'}", "policy.gamma=4"]
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        of_file = from_omegaconf(compose("config", [f"+experiment={name}", *own, *lower]))
+    few = {key: getattr(cfg, key) for key in ("data", "max_tokens", "tracker", "warmup", "time_split", "stream")}
+    found, text, _ = play(dataclasses.replace(of_file, **few), tmp_path)
+    assert found.as_promised and label in text
+    assert found.groups["all"].sides["speculative"].counters.num_drafts > 0
+
+
+def test_where_the_files_are_not_there_one_line_says_which(cfg, monkeypatch, tmp_path):
+    for name in ("SPECSPARSE_MODELS", "XDG_CACHE_HOME", "HF_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    cfg = dataclasses.replace(
+        cfg, model=ModelSpec("llama-2-7b"), drafter=DrafterSpec("model", {"model": "llama-160m"}),
+        verifier=VerifierSpec("match"),
+    )  # fmt: skip
+    with pytest.raises(UserError) as error:
+        runner.check(cfg)
+    for part in ("3.8 GB", "325 MB", "model.path=/path/to/llama-2-7b.Q4_0.gguf", "drafter.model=/path/to/llama-160m"):
+        assert part in str(error.value)
+    (tmp_path / "llama-160m.F16.gguf").write_bytes(b"x")
+    assert catalogue.resolve("llama-160m") == tmp_path / "llama-160m.F16.gguf"
+    with pytest.raises(UserError, match=r"^llama-2-7b.Q4_0.gguf \(3.8 GB, .*\) is not on this machine"):
+        runner.check(cfg)
+
+
+def test_compare_ranks_every_valid_pair(cfg, tmp_path):
+    spec = CompareSpec(("prompt_lookup", "suffix"), ("greedy", "delta", "token"))
+    found, text, written = play(dataclasses.replace(cfg, kind="compare", compare=spec), tmp_path)
+    names = {e.name for e in found.entries}
+    assert names == {f"{d} x {v}" for d in spec.drafters for v in ("greedy", "delta")}
+    assert [e.speedup for e in found.entries] == sorted((e.speedup for e in found.entries), reverse=True)
+    assert len(found.refused) == 2 and "left out: suffix x token" in text and "best for chat" in text
+    assert found.as_promised and written["summary"]["best"] == found.entries[0].name
+    taken = written["summary"]["conditions"]
+    assert taken["read_bandwidth"] == 40e9 and taken["plain_tokens_per_second"] > 0
+    assert all(m["conditions"] == taken and m["rank"] for m in written["methods"]) and "taken at: read" in text
+    rows = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    assert [r["side"] for r in rows].count("plain") == 2
+    sides, refused = compare.methods(dataclasses.replace(cfg, compare=CompareSpec(("suffix",))))
+    assert list(sides) == ["suffix x greedy", "suffix x delta", "suffix x block"] and not refused  # no alias
+    with pytest.raises(UserError, match="no drafter of the list goes with"):
+        runner.check(dataclasses.replace(cfg, kind="compare", compare=CompareSpec(("suffix",), ("token",))))
+
+
+def method(name, ratio, half, *, tokens_per_pass=9.0):
+    faster = speedup.speedup([ratio], [1.0], prompts=[0])._replace(low=ratio - half, high=ratio + half, prompts=6)
+    rates = {"tokens_per_second": 100.0, "tokens_per_target_pass": tokens_per_pass, "mean_acceptance_length": 3.0}
+    side = record.Side(metrics.Counters(), rates, 1, 0.0, 0, 1.0, None, None)
+    group = record.Group({"plain": side, "speculative": side}, faster)
+    return compare.Entry(name, "lossless", {"chat": group, "all": group}, record.identity_of([], verifier="greedy"))
+
+
+def test_a_comparison_marks_ties_and_what_no_method_can_do():
+    entries = (method("a", 1.5, 0.1), method("b", 1.4, 0.1), method("c", 1.1, 0.1, tokens_per_pass=1.05))
+    found = compare.Comparison(entries, (), Conditions(20e9, 0.2, 160.0))
+    out = io.StringIO()
+    Console(file=out, width=140).print(compare.table(found))
+    rows = [line.split()[:2] for line in out.getvalue().splitlines() if line.strip()]
+    assert [row for row in rows if row[1:] in (["a"], ["b"], ["c"])] == [["1=", "a"], ["1=", "b"], ["3", "c"]]
+    assert found.warnings[0].startswith("read bandwidth varied by 20%")
+    assert found.warnings[1].startswith("c: speed-up 1.10 is impossible with 1.05 tokens per target pass")
+    assert compare.lines(found)[:2] == [conditions.TIED, "best for chat: a (1.50; tied with b)"]
+    apart = compare.Comparison((method("a", 1.5, 0.1), method("b", 1.2, 0.1)), ())
+    assert compare.lines(apart)[0] == "best for chat: a (1.50)" and not apart.warnings
+
+
+def test_certify_prints_one_table_and_fails_where_the_promise_is_broken(cfg, tmp_path, monkeypatch):
+    spec = CertifySpec(("token", "typical"), vocab=2, gamma=1)
+    cfg = dataclasses.replace(cfg, kind="certify", certify=spec, model=ModelSpec("none.gguf"))
+    few = {name: DRIVER_MUTANTS[name] for name in ("no_coins_token", "count_ignored_token")}
+    monkeypatch.setattr(certificate, "DRIVER_MUTANTS", few)
+    found, text, written = play(cfg, tmp_path / "a")
+    assert found.as_promised and found.objective <= 1e-10
+    promises = [row["promise"] for row in written["rows"]]
+    assert promises == ["lossless", "lossless", "lossy", *["mutant"] * (len(MUTANTS) + len(few))]
+    assert [row["part"] for row in written["rows"][:3]] == ["rule", "driver", "rule"]
+    assert [row["part"] for row in written["rows"][3:]] == ["rule"] * len(MUTANTS) + ["driver"] * len(few)
+    assert 1e-10 < written["summary"]["worst_lossless_driver"] <= written["rows"][1]["bound"]
+    assert "float64" in written["definitions"]["rule"] and "float32" in written["definitions"]["driver"]
+    assert "LOSSY" in text and "argmax_as_sampled" in text and "as promised" in text
+    assert "driver mutant" in text and "no_coins_token" in text and "rule: the verifier's rule in float64" in text
+    weak = dataclasses.replace(found.report.mutants[0], tv=1e-5)
+    weakened = dataclasses.replace(found.report, mutants=(weak, *found.report.mutants[1:]))
+    monkeypatch.setattr(certify_kind, "certify", lambda *_, **__: weakened)
+    found, text, written = play(cfg, tmp_path / "b")
+    assert not found.as_promised and "NOT as promised: mutant argmax_as_sampled" in text
+    assert written["failures"] == ["mutant argmax_as_sampled"]
+
+
+def test_a_mesh_is_refused_where_one_device_is_needed(cfg):
+    on_mesh = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, mesh=2))
+    runner.check(on_mesh)
+    with pytest.raises(UserError, match=r"kind=roofline .*leave model\.mesh out"):
+        runner.check(dataclasses.replace(on_mesh, kind="roofline"))
+    with pytest.raises(UserError, match="dense models: leave ffn out"):
+        runner.check(dataclasses.replace(on_mesh, ffn=FfnSpec("powerinfer")))
+
+
+def test_unknown_kinds_are_refused(cfg):
+    with pytest.raises(UserError, match="kind=sped: must be one of speed, compare, certify"):
+        runner.check(dataclasses.replace(cfg, kind="sped"))
+
+
+DRAFTERS = {
+    "prompt_lookup": {"ngram_max": 3, "ngram_min": 2},
+    "suffix": {"longest": 64, "min_match": 1, "factor": 1.0, "offset": 0, "min_share": 0.1, "candidates": 8},
+}
+HEADINGS = (
+    "rank", "speed-up", "95 % interval", "tok/s", "plain tok/s", "read GB/s", "tokens/pass", "accept. length",
+    "differing",
+)  # fmt: skip
+
+
+def a_sweep(directory):
+    """Two drafters, each with options of its own, at two draft lengths; the values of the last row but its names."""
+
+    def record(drafter, gamma, ratio):
+        faster = {"ratio_of_totals": ratio, "low": ratio - 0.1, "high": ratio + 0.1}
+        taken = Conditions(20e9, plain_tokens_per_second=100.0).to_dict()
+        rates = {"tokens_per_second": 100 * ratio, "tokens_per_target_pass": 2.0, "mean_acceptance_length": 2.5}
+        side = {"rates": rates}
+        summary = {"plain": side, "speculative": side, "speedup": faster, "identity": {"differing": 0},
+                   "conditions": taken}  # fmt: skip
+        config = {"drafter": {"name": drafter, **DRAFTERS[drafter]}, "policy": {"name": "fixed", "gamma": gamma}}
+        return {"name": "s", "summary": summary, "config": {**config, "seed": 0}}
+
+    cells = [(drafter, gamma) for drafter in DRAFTERS for gamma in (1, 16)]
+    for index, (drafter, gamma) in enumerate(cells):
+        (directory / str(index)).mkdir()
+        text = json.dumps(record(drafter, gamma, 0.5 + 0.3 * index))
+        (directory / str(index) / "record.json").write_text(text)
+    (directory / "4").mkdir()  # a job that failed
+    return ("1", "1.40", "1.30-1.50", "140.0", "140.0", "20.0", "2.00", "2.50", "0")
+
+
+def shown(directory, width):
+    """The lines without the footnote, which is there and fits."""
+    out = io.StringIO()
+    sweep_table.show(directory, Console(file=out, width=width))
+    lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip(" ─")]
+    at = next(i for i, line in enumerate(lines) if line.startswith("tokens/pass: "))
+    assert " ".join(" ".join(lines[at:-1]).split()).endswith("1 + accepted tokens / rounds that drafted")
+    assert max(map(len, lines[at:-1])) <= width
+    return [*lines[:at], lines[-1]]
+
+
+def columns(line):
+    return re.split(r"\s{2,}", line.strip())
+
+
+def test_a_sweep_ends_with_its_table(tmp_path):
+    last = a_sweep(tmp_path)
+    heading, *rows, where = shown(tmp_path, 160)
+    assert columns(heading) == ["drafter", "gamma", *HEADINGS]
+    assert [columns(row)[:2] for row in rows] == [[d, g] for d in DRAFTERS for g in ("1", "16")]
+    assert columns(rows[-1]) == ["suffix", "16", *last]
+    assert where == f"records: {tmp_path}"
+
+
+def test_the_table_of_a_sweep_is_whole_on_80_columns(tmp_path):
+    """What does not fit beside stands below, under the same names."""
+    last, names = a_sweep(tmp_path), ["drafter", "gamma"]
+    lines = shown(tmp_path, 80)
+    assert max(map(len, lines[:-1])) <= 80 and not any("…" in line for line in lines)
+    headings = [i for i, line in enumerate(lines) if columns(line)[:2] == names]
+    assert [title for i in headings for title in columns(lines[i])[2:]] == list(HEADINGS)
+    assert [value for i in headings for value in columns(lines[i + 4])[2:]] == list(last)
+    assert all(columns(lines[i + 4])[:2] == ["suffix", "16"] for i in headings)
+
+
+def test_the_table_of_a_sweep_is_whole_on_a_narrow_terminal(tmp_path):
+    """A line a value."""
+    last = a_sweep(tmp_path)
+    lines = shown(tmp_path, 34)
+    assert max(map(len, lines[:-1])) <= 34
+    assert [columns(line) for line in lines[-12:-1]] == [
+        ["drafter", "suffix"], ["gamma", "16"], *map(list, zip(HEADINGS, last, strict=True))
+    ]  # fmt: skip
+
+
+def test_a_row_of_a_sweep_is_one_line_in_a_pipe(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    last = a_sweep(tmp_path)
+    sweep_table.show(tmp_path, terminal.console())
+    rows = [columns(line) for line in capsys.readouterr().out.splitlines()]
+    assert ["drafter", "gamma", *HEADINGS] in rows and ["suffix", "16", *last] in rows
+
+
+def test_a_sweep_says_which_of_its_cells_are_tied_or_impossible():
+    def cell(gamma, ratio, tokens):
+        faster = {"ratio_of_totals": ratio, "low": ratio - 0.1, "high": ratio + 0.1, "prompts": 6}
+        side = {"rates": {"tokens_per_second": 100.0, "tokens_per_target_pass": tokens}}
+        summary = {"plain": side, "speculative": side, "speedup": faster}
+        return {"name": "s", "summary": summary, "config": {"policy": {"gamma": gamma}}}
+
+    cells = [cell(1, 1.1, 2.0), cell(2, 1.4, 1.3), cell(4, 1.5, 2.0)]
+    assert [str(rank) for rank in sweep_table.ranks(cells)] == ["3", "1=", "1="]
+    tied, impossible = sweep_table.lines(cells)
+    assert tied == conditions.TIED
+    assert impossible.startswith("gamma 2: speed-up 1.40 is impossible with 1.30 tokens per target pass")
+    for each, plain in zip(cells, (160.0, 102.0, 150.0), strict=True):
+        each["summary"]["conditions"] = Conditions(20e9, plain_tokens_per_second=plain).to_dict()
+    assert sweep_table.lines(cells)[1].startswith("taken more than 10% apart: plain decoding 102.0 to 160.0 tok/s")
+    one = cell(1, 1.1, 2.0)
+    one["summary"]["speedup"] |= {"prompts": 1, "low": 1.1, "high": 1.1}  # as older records have it
+    assert [str(rank) for rank in sweep_table.ranks([one, cell(2, 1.5, 2.0)])] == ["1=", "1="]
+
+
+def test_synthetic_acceptance_through_the_loop(cfg, tmp_path):
+    cfg = dataclasses.replace(
+        cfg, drafter=DrafterSpec("synthetic", {"rate": 0.5}), verifier=VerifierSpec("synthetic"), max_tokens=60
+    )
+    found, text, _ = play(cfg, tmp_path)
+    counters = found.groups["all"].sides["speculative"].counters
+    assert counters.alpha == pytest.approx(0.5 * counters.num_tested)
+    assert abs(counters.num_accepted_tokens - counters.alpha) < 5 * np.sqrt(counters.alpha_var)
+    assert found.as_promised and "synthetic acceptance: lossy, not text" in text
+
+
+def test_synthetic_goes_with_itself_and_with_chains():
+    made = get_drafter("synthetic", gamma=3, rate=0.25)
+    assert choose_verifier(made, None, temperature=0.0).rule.conditional == (0.25,) * 3
+    options = {"process": "geometric", "rate": None}
+    assert choose_verifier(made, "synthetic", options, temperature=0.0).rule == made.rates
+    lookup = get_drafter("prompt_lookup", gamma=2)
+    assert choose_verifier(lookup, "synthetic", {"rate": 0.9}, temperature=1.0).rule.conditional == (0.9, 0.9)
+    with pytest.raises(UserError, match="choose verifier=synthetic"):
+        choose_verifier(made, "greedy", temperature=0.0)
+    with pytest.raises(UserError, match=r"verifier.speed is no option of synthetic"):
+        choose_verifier(lookup, "synthetic", {"speed": 1}, temperature=0.0)
+
+
+def test_policies_go_with_drafters_that_can_follow_them():
+    lookup = make_drafter("prompt_lookup", {}, get_policy("heuristic", gamma=6))
+    assert isinstance(lookup, WithPolicy) and lookup.max_nodes == 6
+    assert make_drafter("prompt_lookup", {}, get_policy("fixed", gamma=6)) == get_drafter("prompt_lookup", gamma=6)
+    with pytest.raises(UserError, match=r"policy=p_min looks at .*, and drafter=prompt_lookup has none"):
+        make_drafter("prompt_lookup", {}, get_policy("p_min", p_min=0.5))
+    own = make_drafter("layer_skip", {}, get_policy("p_min", gamma=5, p_min=0.5))
+    assert own.style.policy.p_min == 0.5 and own.max_nodes == 5

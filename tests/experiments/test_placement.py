@@ -1,0 +1,195 @@
+"""`kind: placement` end to end on a tiny PowerInfer model: what it prints, writes and goes by."""
+
+import csv
+import dataclasses
+import io
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from specsparse.engine.config import ModelConfig
+from specsparse.engine.gguf.reader import open_gguf
+from specsparse.errors import UserError
+from specsparse.experiments import activations, runner, sweep_table
+from specsparse.experiments.config import (
+    DataSpec,
+    DrafterSpec,
+    ModelSpec,
+    PlacementSpec,
+    PolicySpec,
+    PredictorSpec,
+    RunConfig,
+    TrackerSpec,
+    VerifierSpec,
+)
+from specsparse.experiments.kinds import placement_run
+from specsparse.measure import machine
+from specsparse.measure.costs import devices
+from specsparse.powerinfer.files.activation_stats import ActivationStats, load_stats, read_activations, save_stats
+from specsparse.powerinfer.files.gpuidx import GpuIndex, path_for, read_gpuidx, write_gpuidx
+from specsparse.testing.powerinfer import write_tiny_powerinfer
+
+MIB = 1 / 1024
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch):
+    monkeypatch.setattr(machine, "read_bandwidth", lambda: 40e9)
+    monkeypatch.setattr(devices, "measure", lambda: devices.Device("this", "here", 40e9, 1e12))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("m")
+    return write_tiny_powerinfer(folder / "m.powerinfer.gguf", tokenizer="spm", vocab_size=300, d_ff=1024)
+
+
+@pytest.fixture
+def cfg(path, tmp_path):
+    rng = np.random.default_rng(0)
+    rows = [{"text": "".join(rng.choice(list("abcdefgh "), 120))} for _ in range(4)]
+    (tmp_path / "text.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return RunConfig(
+        model=ModelSpec(str(path)), drafter=DrafterSpec("none"), verifier=VerifierSpec("greedy"),
+        policy=PolicySpec("fixed", 1), sampling={}, data=DataSpec(source=str(tmp_path / "text.jsonl")),
+        tracker=TrackerSpec("jsonl"), name="test", kind="placement", vram_budget=0.7 * MIB,
+        placement=PlacementSpec(tokens=64, window=32, context=64),
+    )  # fmt: skip
+
+
+def play(cfg, directory):
+    out = io.StringIO()
+    found = runner.run(cfg, directory, console=Console(file=out, width=200))
+    return found, out.getvalue(), json.loads((directory / "record.json").read_text())
+
+
+def changed(cfg, *, rest=None, **placement):
+    return dataclasses.replace(cfg, placement=dataclasses.replace(cfg.placement, **placement), **(rest or {}))
+
+
+def test_a_run_places_by_every_rule_and_keeps_its_choice(cfg, path, tmp_path):
+    found, text, record = play(cfg, tmp_path / "a")
+    times = {name: p.seconds for name, p in found.found.items()}
+    assert times["optimal"] < times["none"] and times["optimal"] <= times["powerinfer"] <= times["none"]
+    assert found.objective == 1 / times["optimal"]
+    summary = record["summary"]
+    chosen = summary["placements"]["optimal"]
+    assert 0 < sum(chosen["hot_neurons"]) < 2048 and all(k % 256 == 0 for k in chosen["hot_neurons"])
+    assert chosen["bytes_on_device"] <= summary["budget_bytes"] and chosen["bound_seconds"] <= chosen["seconds"]
+    for part in ("attention", "predictors", "tok/s", "powerinfer", "layers", "over bound", "expected times only"):
+        assert part in text
+    index = read_gpuidx(path_for(path))
+    assert [int(h.sum()) for h in index.hot] == chosen["hot_neurons"]
+    assert index.vram_capacity == summary["neuron_budget_bytes"]
+    stats = load_stats(tmp_path / "a" / "activations.safetensors", layers=2, d_ff=1024)
+    exported = read_activations(tmp_path / "a" / "activation", layers=2, d_ff=1024)
+    assert stats.tokens == 64 and all(map(np.array_equal, stats.counts, exported.counts))
+    assert (tmp_path / "a" / "placement.png").is_file()
+
+    for given in ("activations.safetensors", "activation"):
+        again = changed(cfg, activations=str(tmp_path / "a" / given))
+        same, text, _ = play(again, tmp_path / "b")
+        assert all(map(np.array_equal, same.found["optimal"].hot, found.found["optimal"].hot))
+        if given == "activations.safetensors":  # the .pt files do not say how many tokens were read
+            assert "placement read from" in text
+    off, text, record = play(dataclasses.replace(again, disable_gpu_index=True), tmp_path / "c")
+    assert off.chosen == record["summary"]["chosen"] == "none" and "disable_gpu_index" in text
+
+
+def test_what_somebody_else_placed_is_reported_as_it_is(cfg, tmp_path):
+    """A file of PowerInfer's own says less about itself, and holds another placement than the rule makes."""
+    counts = tuple(np.arange(1024) for _ in range(2))
+    save_stats(tmp_path / "counts.safetensors", ActivationStats(counts, tokens=1023))
+    cold = np.arange(1024) < 256
+    write_gpuidx(tmp_path / "own.gpuidx", GpuIndex((cold, cold), 1 << 16))
+    given = changed(cfg, activations=str(tmp_path / "counts.safetensors"), gpu_index=str(tmp_path / "own.gpuidx"))
+    found, text, record = play(given, tmp_path / "a")
+    summary = record["summary"]
+    assert summary["chosen"] == found.chosen == "file" and "placement read from" in text
+    assert summary["placements"]["file"]["hot_neurons"] == [256, 256]
+    assert summary["placements"]["file"]["seconds"] > summary["placements"]["optimal"]["seconds"]
+    assert found.objective == 1 / summary["placements"]["file"]["seconds"]
+
+
+def test_the_text_to_decode_after_fits_the_context(cfg, path):
+    f = open_gguf(path)
+    config = dataclasses.replace(ModelConfig.from_gguf(f), context_length=16)
+    assert len(activations.text_ids(changed(cfg, decode=3), f, config)) == 13
+    assert len(activations.text_ids(changed(cfg, decode=3, window=4), f, config)) == 4
+    with pytest.raises(UserError, match=r"placement\.decode=15 leaves no room .* of 16 tokens"):
+        activations.text_ids(changed(cfg, decode=15), f, config)
+
+
+def test_layers_and_predictors(cfg, tmp_path):
+    found, _, _ = play(changed(cfg, rest={"n_gpu_layers": 1, "vram_budget": 1.0 * MIB}, rule="layers"), tmp_path / "a")
+    assert found.settled is None and found.found["layers"].host_layers == {0}
+    by_mask = changed(cfg, rest={"predictor": PredictorSpec("gate_threshold", {"share": 0.25})})
+    found, _, _ = play(by_mask, tmp_path / "b")
+    stats = load_stats(tmp_path / "b" / "activations.safetensors", layers=2, d_ff=1024)
+    assert 0.2 < sum(c.sum() for c in stats.counts) / (64 * 2048) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("rest", "placement", "message"),
+    [
+        ({"vram_budget": -1.0}, {}, r"vram_budget=-1\.0 must be at least 0"),
+        ({"n_gpu_layers": 3}, {}, "belongs to placement=layers"),
+        ({}, {"hot_device": "4091"}, "device 4091 is unknown"),
+        ({}, {"link_gbs": 0.0}, "link_bandwidth=0.0 must be above 0"),
+        ({}, {"activations": "missing"}, "placement.activations=missing: no such"),
+        ({}, {"active_share": 2.0}, "active_share=2.0"),
+        ({"predictor": PredictorSpec("mlp")}, {}, "predictor=mlp needs trained weights"),
+        ({"predictor": PredictorSpec("gate_threshold")}, {"active_share": 0.3}, "does nothing beside predictor=gate"),
+        ({}, {"active_share": 0.3}, "does nothing beside the predictors of a PowerInfer file"),
+        ({}, {"active_share": 0.3, "activations": "."}, "does nothing beside placement.activations"),
+        ({"disable_gpu_index": True}, {"rule": "layers"}, "disable_gpu_index=true does nothing with placement=layers"),
+        ({"reset_gpu_index": True}, {"rule": "none"}, "reset_gpu_index=true does nothing with placement=none"),
+        ({"reset_gpu_index": True, "disable_gpu_index": True}, {}, "give one of them"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_loaded(cfg, rest, placement, message):
+    with pytest.raises(UserError, match=message):
+        runner.check(changed(cfg, rest=rest, **placement))
+
+
+def test_a_sweep_ends_with_table_csv_and_figure(cfg, tmp_path):
+    counted, _, _ = play(dataclasses.replace(cfg, vram_budget=0.3 * MIB), tmp_path / "1")
+    given = changed(cfg, activations=str(tmp_path / "1" / "activations.safetensors"))
+    play(dataclasses.replace(given, vram_budget=0.6 * MIB), tmp_path / "0")
+    out = io.StringIO()
+    sweep_table.show(tmp_path, Console(file=out, width=200))
+    with (tmp_path / "vram_budget.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(r["budget_mib"]) for r in rows] == pytest.approx([0.3, 0.6], rel=1e-3)
+    assert float(rows[0]["optimal_s"]) == counted.found["optimal"].seconds >= float(rows[1]["optimal_s"])
+    assert (tmp_path / "vram_budget.png").is_file() and "over layers" in out.getvalue()
+
+
+def test_decoding_measures_and_labels_dense_hot_neurons(cfg, tmp_path):
+    found, text, record = play(changed(cfg, decode=3, hot="dense"), tmp_path / "a")
+    measured = record["summary"]["measured"]
+    assert measured == found.measured and measured["one"] > 0 and measured["overlapped"] is None
+    taken = record["summary"]["conditions"]
+    assert taken["read_bandwidth"] == 40e9 and taken["plain_tokens_per_second"] == 1 / measured["one"]
+    assert "lossy" in measured["ffn"] and measured["quality"]["kl"] > 0 and len(measured["tokens"]) == 3
+    assert found.as_promised and "two devices, overlapped" in text and "expected times only" not in text
+
+
+def test_other_experiments_take_a_solved_placement(cfg):
+    model = dataclasses.replace(cfg.model, placement="x.gpuidx", hot="dense", devices=2)
+    assert model.overrides() == {"placement": "x.gpuidx", "hot": "dense", "devices": 2}
+    with pytest.raises(UserError, match=r"are for other kinds: here placement\.\* says it"):
+        runner.check(dataclasses.replace(cfg, model=model))
+    with pytest.raises(UserError, match=r"does nothing with kind=speed: .* give \+model\.placement=FILE"):
+        runner.check(dataclasses.replace(cfg, kind="speed", composed={"placement": {}}))
+
+
+def test_a_trace_has_a_row_a_device():
+    spans = [("hot", 0, 2.0, 3.0), ("cold", 0, 1.5, 2.5), ("attention", 0, 1.0, 1.5)]
+    names, events = np.split(placement_run.chrome_trace(spans)["traceEvents"], [2])
+    assert [n["args"]["name"].split(":")[0] for n in names] == ["device 0", "device 1"]
+    assert [(e["name"], e["tid"], e["ts"], e["dur"]) for e in events] == [
+        ("attention 0", 0, 0, 5e5), ("cold 0", 1, 5e5, 1e6), ("hot 0", 0, 1e6, 1e6),
+    ]  # fmt: skip

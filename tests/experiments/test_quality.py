@@ -1,0 +1,126 @@
+"""`kind: perplexity` and `kind: quant_table` on a tiny model: what they write, print and refuse."""
+
+import dataclasses
+import io
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import specsparse
+from specsparse.errors import UserError
+from specsparse.experiments import runner
+from specsparse.experiments.config import (
+    DataSpec,
+    DrafterSpec,
+    ModelSpec,
+    PerplexitySpec,
+    PolicySpec,
+    QuantTableSpec,
+    RunConfig,
+    TrackerSpec,
+    VerifierSpec,
+)
+from specsparse.measure.conditions import Conditions
+from specsparse.runtime.perplexity import score, windows
+from specsparse.testing import write_tiny_gguf
+
+TEXT = "hello the world, and hello again: " * 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    write_tiny_gguf(folder / "m.gguf", tokenizer="spm", quant="F16", n_layers=1)
+    write_tiny_gguf(folder / "bpe.gguf", tokenizer="bpe", n_layers=1, vocab_size=320)
+    (folder / "text.txt").write_text(TEXT)
+    return folder
+
+
+@pytest.fixture
+def cfg(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECSPARSE_CACHE", str(tmp_path / "cache"))
+    return RunConfig(
+        model=ModelSpec(str(folder / "m.gguf")),
+        drafter=DrafterSpec("none"),
+        verifier=VerifierSpec("greedy"),
+        policy=PolicySpec("fixed", 3),
+        sampling={"temperature": 0.0},
+        data=DataSpec(),
+        tracker=TrackerSpec("jsonl"),
+        name="test",
+        kind="perplexity",
+        perplexity=PerplexitySpec(text=str(folder / "text.txt"), context=64, chunks=2),
+    )
+
+
+def play(cfg, directory):
+    out = io.StringIO()
+    found = runner.run(cfg, directory, console=Console(file=out, width=140))
+    assert [p.name for p in directory.iterdir()] == ["record.json"]  # the base's laws are gone
+    return found, out.getvalue(), json.loads((directory / "record.json").read_text())
+
+
+def test_perplexity_and_the_distance_to_float32(cfg, folder, tmp_path):
+    found, text, written = play(cfg, tmp_path / "run")
+    model = specsparse.load(folder / "m.gguf")
+    ids = model.tokenizer.encode(TEXT, add_special=True)
+    cut = windows(ids, context=64, chunks=2, bos=model.tokenizer.bos_id)
+    assert found.summary["perplexity"] == score(model, cut).summary()["perplexity"] == -found.objective
+    base = np.empty((cut.scored, 300), np.float32)
+    score(specsparse.load(folder / "m.gguf", float_weights=True, kv_dtype="f32"), cut, keep=base)
+    assert found.summary["kl_mean"] == score(model, cut, base=base).summary()["kl_mean"] > 0
+    assert written["summary"] == found.summary and written["summary"]["tokens"] == 62
+    assert "62 tokens scored in 2 windows of 64" in text and "KL from the same weights in float32" in text
+
+
+def test_without_a_base(cfg, tmp_path):
+    cfg = dataclasses.replace(cfg, perplexity=dataclasses.replace(cfg.perplexity, base=None, stride=8))
+    found, text, _ = play(cfg, tmp_path / "run")
+    assert found.summary["kl_mean"] is None and "KL" not in text and found.summary["window"] == 68
+
+
+def _read(row, rate, deviation):
+    return {**row, "conditions": Conditions(rate, deviation).to_dict()}
+
+
+def test_the_table_of_types(cfg, folder, tmp_path):
+    spec = QuantTableSpec(types=("F32", "Q8_0", "Q4_0"), files=(str(folder / "m.gguf"),), pp=0, tg=4, timings=1)
+    found, text, written = play(dataclasses.replace(cfg, kind="quant_table", quant_table=spec), tmp_path / "run")
+    rows = {row["type"]: row for row in found.rows}
+    assert list(rows) == ["F32", "Q8_0", "Q4_0", "F16"] and found.notes == ()
+    kl = [rows[name]["kl_mean"] for name in ("F32", "Q8_0", "Q4_0")]
+    assert 0 <= kl[0] < kl[1] < kl[2]
+    assert rows["F32"]["bits_per_weight"] == 32 and rows["Q8_0"]["bytes"] > rows["Q4_0"]["bytes"]
+    assert all(row["decode"]["median"] > 0 and row["prompt"] is None for row in found.rows)
+    for row in found.rows:
+        assert row["conditions"]["read_bandwidth"] > 0
+        assert row["conditions"]["plain_tokens_per_second"] == row["decode"]["median"]
+    assert written["summary"]["conditions"]["read_bandwidth"] > 0
+    busy = dataclasses.replace(found, rows=(_read(found.rows[0], 20e9, 0.2), _read(found.rows[1], 30e9, 0.0)))
+    apart, restless = busy.warnings
+    assert "read bandwidth 20.0 to 30.0 GB/s" in apart and restless.startswith(f"{found.rows[0]['file']}: read bandw")
+    assert len(written["summary"]["rows"]) == 4 and "62 tokens scored; KL from the model's own weights" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"text": "none.txt"}, "perplexity.text=none.txt: cannot be read: No such file"),
+        ({"context": 9999}, "a window takes 9999: give more text"),
+        ({"stride": 65}, "perplexity.stride=65: must be at most perplexity.context=64"),
+        ({"base": "none.gguf"}, "none.gguf: no such file"),
+        ({"base": "bpe.gguf"}, "has 300 tokens and perplexity.base has 320"),
+    ],
+)
+def test_mistakes(cfg, folder, tmp_path, monkeypatch, change, says):
+    monkeypatch.chdir(folder)
+    with pytest.raises(UserError, match=says.replace("(", "\\(")):
+        play(dataclasses.replace(cfg, perplexity=dataclasses.replace(cfg.perplexity, **change)), tmp_path / "run")
+
+
+def test_a_table_of_nothing(cfg, tmp_path):
+    for types, says in (((), "there is nothing to compare"), (("Q9",), "cannot quantise to 'Q9'")):
+        with pytest.raises(UserError, match=says):
+            play(dataclasses.replace(cfg, kind="quant_table", quant_table=QuantTableSpec(types=types)), tmp_path)

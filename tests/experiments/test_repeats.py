@@ -1,0 +1,76 @@
+"""When `repeats=auto` stops: exact values, no clock."""
+
+import json
+
+import pytest
+
+from specsparse.measure import repeats, speedup
+from specsparse.measure.repeats import LIMIT, Repeats, Stop, Width
+
+
+@pytest.mark.parametrize(
+    ("interval", "timing", "why"),
+    [
+        (0.05, None, Stop.NARROW),
+        (0.051, None, None),
+        (0.051, 0.0171, None),
+        (0.051, 0.0169, Stop.PROMPTS),  # a third: all that is left lies between the prompts
+        (0.30, 0.09, Stop.PROMPTS),
+        (None, None, None),
+        (None, 0.05, Stop.NARROW),  # one prompt: its timing decides
+        (None, 0.06, None),
+    ],
+)
+def test_enough(interval, timing, why):
+    assert Width(interval, timing).enough() is why
+
+
+def test_a_number_is_taken_as_it_is():
+    assert repeats.decide(3, 2, []) is None
+    found = repeats.decide(3, 3, [])
+    assert found == Repeats(3, 3, Stop.GIVEN) and found.line() is None
+    assert found.to_dict() == {"asked": 3, "done": 3, "stopped": "given", "half_width": None}
+
+
+def test_auto_goes_on_until_every_speedup_is_known():
+    narrow, wide, apart = Width(0.03, 0.01), Width(0.09, 0.06), Width(0.2, 0.02)
+    assert repeats.decide("auto", 4, [narrow, wide]) is None
+    assert repeats.decide("auto", 4, [narrow, narrow]) == Repeats("auto", 4, Stop.NARROW, narrow)
+    assert repeats.decide("auto", 4, [narrow, apart]) == Repeats("auto", 4, Stop.PROMPTS, apart)
+    assert repeats.decide("auto", LIMIT - 1, [narrow, wide]) is None
+    assert repeats.decide("auto", LIMIT, [narrow, wide]) == Repeats("auto", LIMIT, Stop.LIMIT, wide)
+    unknown = Width(None, None)
+    assert repeats.decide("auto", LIMIT, [narrow, unknown]) == Repeats("auto", LIMIT, Stop.LIMIT, unknown)
+
+
+def test_why_it_stopped_is_said():
+    lines = {why: Repeats("auto", 7, why, Width(0.123, 0.04)).line() for why in list(Stop)[1:]}
+    assert all(line.startswith("repeats=auto stopped after 7: ") for line in lines.values())
+    assert "known to ±12.3%" in lines[Stop.LIMIT] and "the limit" in lines[Stop.LIMIT]
+    assert "of these prompts to ±4.0%; more prompts would narrow it" in lines[Stop.PROMPTS]
+    assert "±5% asked for" in lines[Stop.NARROW]
+    assert "an unknown width" in Repeats("auto", LIMIT, Stop.LIMIT, Width(None, None)).line()
+
+
+def test_the_record_has_the_rule_and_what_came_of_it():
+    found = json.loads(json.dumps(Repeats("auto", 7, Stop.NARROW, Width(0.04, 0.01)).to_dict()))
+    assert found == {"asked": "auto", "done": 7, "stopped": "narrow", "wanted": 0.05, "limit": LIMIT,
+                     "half_width": {"interval": 0.04, "timing": 0.01}}  # fmt: skip
+    assert (repeats.most("auto"), repeats.most(3)) == (LIMIT, 3)
+
+
+def test_the_width_is_that_of_the_speedup():
+    """Two prompts that are alike have no width, one prompt has that of its repeats."""
+    found = speedup.speedup([2.0, 4.0, 2.0, 4.0], [1.0, 2.0, 1.0, 2.0], prompts=["a", "b", "a", "b"])
+    assert Width.of(found) == Width(pytest.approx(0.0, abs=1e-12), 0.0)
+    one = speedup.speedup([2.0], [1.0], prompts=["a"])
+    assert Width.of(one) == Width(None, None)
+    found = speedup.speedup([2.0, 2.2], [1.0, 1.0], prompts=["a", "a"])
+    half = (found.timing_high - found.timing_low) / 2 / 2.1
+    assert Width.of(found) == Width(None, pytest.approx(half)) and half > 0.05
+
+
+def test_plain_decoding_alone_is_known_by_its_time():
+    assert Width.of_plain([2.0]) == Width(None, None)
+    assert Width.of_plain([2.0, 2.0, 2.0]) == Width(None, 0.0)
+    assert Width.of_plain([1.0, 3.0]).timing == pytest.approx(12.706 / 2, rel=1e-3)  # t(1) / sqrt 2 * sd / mean

@@ -1,0 +1,122 @@
+"""`kind: sparsity` on tiny models: points, files, a sweep's table, and what is refused."""
+
+import csv
+import dataclasses
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from specsparse.errors import UserError
+from specsparse.experiments import runner, sweep_table
+from specsparse.experiments.config import (
+    DataSpec,
+    DrafterSpec,
+    FfnSpec,
+    ModelSpec,
+    PolicySpec,
+    PredictorSpec,
+    RunConfig,
+    SparsitySpec,
+    TrackerSpec,
+    VerifierSpec,
+)
+from specsparse.testing import write_tiny_gguf
+from specsparse.testing.powerinfer import write_tiny_powerinfer
+
+TINY = {"tokenizer": "spm", "vocab_size": 300, "n_layers": 1, "context_length": 128}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("m")
+    write_tiny_gguf(folder / "dense.gguf", **TINY)
+    write_tiny_powerinfer(folder / "m.powerinfer.gguf", **TINY)
+    (folder / "prompts.jsonl").write_text(json.dumps({"text": "abc def ghi " * 20}))
+    return folder
+
+
+@pytest.fixture
+def cfg(files):
+    return RunConfig(
+        model=ModelSpec(str(files / "dense.gguf")), drafter=DrafterSpec("none"), verifier=VerifierSpec("greedy"),
+        policy=PolicySpec("fixed", 1), sampling={}, data=DataSpec(source=str(files / "prompts.jsonl")),
+        tracker=TrackerSpec("jsonl"), name="test", kind="sparsity", ffn=FfnSpec("predicted", tokens=64),
+        predictor=PredictorSpec("gate_threshold"),
+        sparsity=SparsitySpec(values=(1.0, 0.5, 0.2), window=32, judged=2, tokens=4, repeats=2),
+    )  # fmt: skip
+
+
+def play(cfg, directory):
+    out = io.StringIO()
+    found = runner.run(cfg, directory, console=Console(file=out, width=200))
+    return found, out.getvalue(), json.loads((directory / "record.json").read_text())
+
+
+def test_predictors_beside_each_other(cfg, tmp_path):
+    relu = dataclasses.replace(cfg.model, activation="relu")
+    many = dataclasses.replace(cfg.sparsity, values=(), predictors=("oracle", "svd", "signbit"), recall=0.6)
+    found, text, record = play(dataclasses.replace(cfg, model=relu, sparsity=many), tmp_path / "a")
+    assert [p.value for p in found.points] == ["oracle", "svd", "signbit"] == [p.quality.name for p in found.points]
+    oracle, svd, signbit = (p.quality for p in found.points)
+    assert oracle.model.kl < 1e-6 and oracle.mean.recall == 1 and oracle.mean.kept < 0.7
+    assert svd.model.kl > 1e-6 and all(abs(q.mean.recall - 0.6) < 0.15 for q in (svd, signbit))
+    assert "oracle, svd, signbit" in text and record["summary"]["vary"] == "predictor"
+    rows = list(csv.DictReader((tmp_path / "a" / "sparsity.csv").open()))
+    assert [r["predictor"] for r in rows] == ["oracle", "svd", "signbit"]
+    assert (tmp_path / "a" / "sparsity.png").is_file()
+    with pytest.raises(UserError, match=r"sparsity\.predictors needs ffn=predicted and no sparsity\.values"):
+        runner.check(dataclasses.replace(cfg, sparsity=dataclasses.replace(many, values=(0.5,))))
+
+
+def test_fewer_neurons_cost_quality_and_save_bytes(cfg, tmp_path):
+    found, text, record = play(cfg, tmp_path / "a")
+    whole, half, fifth = found.points
+    assert whole.quality.mean.kept == 1.0 and whole.quality.model.kl < 1e-6
+    for point in (half, fifth):
+        assert point.quality.mean.kept == pytest.approx(point.value, abs=0.12)
+    assert 0 < half.quality.model.kl < fifth.quality.model.kl == -found.objective
+    assert whole.by_bytes == pytest.approx(1, abs=1e-3) and whole.by_bytes < half.by_bytes < fifth.by_bytes < 1.5
+    assert all((p.speedup.prompts, p.speedup.pairs) == (1, 2) and p.tokens_per_second > 0 for p in found.points)
+    assert all(p.speedup.low is None and p.speedup.timing_low < p.speedup.timing_high for p in found.points)
+    assert "(lossy)" in text and record["summary"]["label"] == "lossy" and len(record["summary"]["points"]) == 3
+    taken = record["summary"]["conditions"]
+    assert taken["read_bandwidth"] > 0 and taken["plain_tokens_per_second"] == found.points[0].dense_tokens_per_second
+    rows = list(csv.DictReader((tmp_path / "a" / "sparsity.csv").open()))
+    assert [float(r["share"]) for r in rows] == [1.0, 0.5, 0.2] and (tmp_path / "a" / "sparsity.png").is_file()
+
+
+def test_thresholds_of_a_powerinfer_file_and_the_table_of_a_sweep(cfg, files, tmp_path):
+    base = dataclasses.replace(
+        cfg, model=ModelSpec(str(files / "m.powerinfer.gguf")), ffn=FfnSpec("powerinfer"), predictor=PredictorSpec()
+    )
+    kept = []
+    for number, value in enumerate((-1e9, 0.0, 1e9)):
+        spec = SparsitySpec("threshold", (value,), window=32, judged=2, tokens=0)
+        composed = {"sparsity": {"values": [value]}}
+        found, _, _ = play(dataclasses.replace(base, sparsity=spec, composed=composed), tmp_path / str(number))
+        (point,) = found.points
+        kept.append(point.quality.mean.kept)
+        assert point.speedup is None and point.quality.name == "mlp"
+    assert kept[0] == 1.0 and 0.3 < kept[1] < 0.7 and kept[2] == 0.0
+    out = io.StringIO()
+    sweep_table.show(tmp_path, Console(file=out, width=200))
+    heading, first = out.getvalue().splitlines()[1].split(), out.getvalue().splitlines()[3].split()
+    assert heading[:2] == ["values", "kept"] and first[:2] == ["[-1000000000.0]", "100.0%"]
+    assert "[0.0]" in out.getvalue() and f"records: {tmp_path}" in out.getvalue()
+
+
+MISTAKES = {
+    "no ffn": ({"ffn": FfnSpec("oracle"), "predictor": PredictorSpec()}, "kind=sparsity judges ffn=predicted"),
+    "a share of a file": ({"ffn": FfnSpec("powerinfer"), "predictor": PredictorSpec()}, r"sparsity\.vary=threshold"),
+    "no option": ({"sparsity": SparsitySpec("shaer", (0.5,))}, r"predictor\.shaer is no option of gate_threshold"),
+    "no share": ({"sparsity": SparsitySpec("share", (1.5,))}, r"share=1\.5 must lie above 0"),
+}
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_mistakes_are_found_before_anything_is_loaded(cfg, what):
+    changes, says = MISTAKES[what]
+    with pytest.raises(UserError, match=says):
+        runner.check(dataclasses.replace(cfg, **changes))

@@ -1,0 +1,336 @@
+"""Sweeps: what has finished is not run twice, a killed run leaves nothing half, and timings take turns."""
+
+import dataclasses
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from specsparse import run
+from specsparse.errors import UserError
+from specsparse.experiments import runner, sweeps, trackers
+from specsparse.experiments.config import (
+    DataSpec,
+    DrafterSpec,
+    ModelSpec,
+    PolicySpec,
+    RunConfig,
+    TrackerSpec,
+    VerifierSpec,
+)
+from specsparse.measure import lock as timing_lock
+from specsparse.report import measurements
+from specsparse.support import json_files
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def config(tmp_path, **changes):
+    model = tmp_path / "model.gguf"
+    if not model.exists():
+        model.write_bytes(b"x" * 100)
+    composed = {"model": {"path": str(model)}, "seed": 0, "name": "s", **changes}
+    return RunConfig(
+        model=ModelSpec(str(model)), drafter=DrafterSpec("prompt_lookup"), verifier=VerifierSpec("greedy"),
+        policy=PolicySpec("fixed", 3), sampling={}, data=DataSpec(), tracker=TrackerSpec("jsonl"), name="s",
+        composed=composed,
+    )  # fmt: skip
+
+
+def test_the_key_is_of_what_a_result_depends_on(tmp_path, monkeypatch):
+    cfg = config(tmp_path)
+    key = sweeps.Cell.of(cfg).key
+    assert sweeps.Cell.of(config(tmp_path, name="other", stream=False, debug=True, reuse=False)).key == key
+    assert sweeps.Cell.of(config(tmp_path, seed=1)).key != key
+    monkeypatch.setattr(sweeps, "source_hash", lambda: "other code")
+    assert sweeps.Cell.of(cfg).key != key
+    monkeypatch.undo()
+    (tmp_path / "model.gguf").write_bytes(b"y" * 101)
+    assert sweeps.Cell.of(cfg).key != key
+
+
+def test_the_text_of_a_named_file_counts(tmp_path):
+    prompts = tmp_path / "mine.txt"
+    keys = set()
+    for text in ("one", "another"):
+        prompts.write_text(text)
+        keys.add(sweeps.Cell.of(config(tmp_path, data={"source": str(prompts)})).key)
+    assert len(keys) == 2
+
+
+def finished(directory, cell, text="{}"):
+    json_files.write_atomically(directory / "record.json", text)
+    (directory / "prompts.jsonl").write_text('{"row": 1}\n')
+    cell.mark(directory, 2.5)
+
+
+def test_a_finished_cell_is_found_in_its_sweep_and_in_one_beside_it(tmp_path):
+    cell, sweep = sweeps.Cell("k", "s"), tmp_path / "s" / "2"
+    assert cell.finished(sweep / "0") is None
+    finished(tmp_path / "s" / "1" / "0", cell)
+    assert cell.finished(sweep) == tmp_path / "s" / "1" / "0"
+    finished(sweep / "4", cell)
+    assert cell.finished(sweep) == sweep / "4"
+    assert dataclasses.replace(cell, key="other").finished(sweep) is None
+    assert dataclasses.replace(cell, name="t").finished(tmp_path / "s" / "3") is None  # not a folder of its sweeps
+
+
+def test_without_its_own_record_a_mark_is_none(tmp_path):
+    cell = sweeps.Cell("k", "s")
+    finished(tmp_path / "0", cell)
+    for spoil in ('{"another": 1}', None):
+        record = tmp_path / "0" / "record.json"
+        record.write_text(spoil) if spoil else record.unlink()
+        assert cell.finished(tmp_path) is None
+
+
+def test_what_is_taken_over_is_whole(tmp_path):
+    cell, there, here = sweeps.Cell("k", "s"), tmp_path / "1" / "0", tmp_path / "2" / "3"
+    finished(there, cell, '{"name": "s"}')
+    here.mkdir(parents=True)
+    assert sweeps.reuse(there, here) == 2.5
+    assert {f.name: f.read_text() for f in here.iterdir()} == {f.name: f.read_text() for f in there.iterdir()}
+    assert cell.finished(tmp_path / "2") == here
+    assert sweeps.reuse(here, here) == 2.5
+
+
+def test_what_is_taken_over_is_the_same_measurement(tmp_path):
+    cell, (there, here, anew) = sweeps.Cell("k", "s"), (tmp_path / n / "0" for n in "123")
+    finished(there, cell, '{"date": 1}')
+    finished(anew, cell, '{"date": 2}')
+    here.mkdir(parents=True)
+    sweeps.reuse(there, here)
+    assert measurements.once([there, here, anew]) == {there: (here,), anew: ()}
+    (here / "record.json").write_text('{"date": 3}')  # no longer what the mark is of
+    assert list(measurements.once([there, here, anew])) == [there, here, anew]
+    (there / "cell.json").unlink()
+    assert measurements.measurement(there) is None and measurements.measurement(anew).key == "k"
+
+
+class Done:
+    as_promised, objective = True, 1.5
+
+
+@pytest.fixture
+def cells(tmp_path, monkeypatch):
+    """The gammas of the cells that were really run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    (tmp_path / "model.gguf").write_bytes(b"x")
+    done = []
+
+    def run_it(cfg, directory, **_):
+        done.append(cfg.policy.gamma)
+        tracker = trackers.make("jsonl", {}, directory)
+        tracker.log({"gamma": cfg.policy.gamma})
+        tracker.finish({"name": cfg.name, "summary": {}, "config": cfg.composed})
+        return Done
+
+    monkeypatch.setattr(runner, "run", run_it)
+    return done
+
+
+SWEEP = ["-m", "model=./model.gguf", "name=s"]
+
+
+def test_a_sweep_started_again_runs_what_is_missing_only(tmp_path, cells, capsys):
+    def start(gammas, *more):
+        cells.clear()
+        directory = tmp_path / "runs" / "s" / str(len(list((tmp_path / "runs" / "s").glob("*"))))
+        assert run.main([*SWEEP, f"policy.gamma={gammas}", f"hydra.sweep.dir={directory}", *more]) == 0
+        found = [json.loads(f.read_text())["config"]["policy"]["gamma"] for f in directory.glob("*/record.json")]
+        return list(cells), sorted(found)
+
+    assert start("1") == ([1], [1])
+    capsys.readouterr()
+    assert start("2,1", "stream=false") == ([2], [1, 2])
+    assert capsys.readouterr().out.count("finished before, taken from") == 1
+    assert start("1", "reuse=false") == ([1], [1])
+
+
+def test_a_broken_promise_is_not_finished(tmp_path, cells, monkeypatch):
+    monkeypatch.setattr(Done, "as_promised", False)
+    with pytest.raises(SystemExit):
+        run.main([*SWEEP, "policy.gamma=1", "hydra.sweep.dir=runs/s/0"])
+    assert not list((tmp_path / "runs").rglob(measurements.CELL_FILE))
+
+
+KILLED = """
+import sys, time
+from specsparse import run
+from specsparse.experiments import runner, trackers
+class Done:
+    as_promised, objective = True, 1.5
+def slow(cfg, directory, **_):
+    tracker = trackers.make("jsonl", {}, directory)
+    tracker.log({"from": "the killed process"})
+    print("gamma", cfg.policy.gamma, flush=True)
+    time.sleep(0 if cfg.policy.gamma == 1 else 60)
+    tracker.finish({"summary": {}})
+    return Done
+runner.run = slow
+run.main(sys.argv[1:])
+"""
+
+
+def test_a_killed_sweep_leaves_nothing_half_and_goes_on(tmp_path, cells):
+    """kill -9 in the second cell of three: the same command then runs the second and the third."""
+    command = [*SWEEP, "policy.gamma=1,2,3", "hydra.sweep.dir=runs/s/0"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    child = subprocess.Popen([sys.executable, "-c", KILLED, *command], stdout=subprocess.PIPE, text=True,
+                             cwd=tmp_path, env=environment)  # fmt: skip
+    assert any("gamma 2" in line for line in child.stdout)  # its row is written
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    sweep = tmp_path / "runs" / "s" / "0"
+    assert [f.parent.name for f in sweep.rglob("record.json")] == ["0"]
+    assert (sweep / "1" / "prompts.jsonl").is_file()
+    assert run.main(command) == 0
+    assert cells == [2, 3]
+    assert (sweep / "1" / "prompts.jsonl").read_text() == '{"gamma": 2}\n'  # none of the killed run's rows
+    assert [f.parent.name for f in sorted(sweep.rglob("record.json"))] == ["0", "1", "2"]
+
+
+HAMMER = """
+import sys
+from pathlib import Path
+from specsparse.support.json_files import write_atomically
+for i in range(10**9):
+    write_atomically(Path(sys.argv[1]), str(i % 10) * 4_000_000)
+    if i == 0:
+        print("begun", flush=True)
+"""
+
+
+def test_a_record_is_whole_whenever_its_writer_is_killed(tmp_path):
+    for kill in range(4):
+        file = tmp_path / f"{kill}.json"
+        child = subprocess.Popen([sys.executable, "-c", HAMMER, str(file)], stdout=subprocess.PIPE, cwd=ROOT)
+        child.stdout.readline()
+        time.sleep(0.013 * kill)
+        child.kill()
+        child.communicate()
+        text = file.read_text()
+        assert len(text) == 4_000_000 and len(set(text)) == 1
+
+
+@pytest.fixture
+def lock(tmp_path, monkeypatch):
+    file = tmp_path / "timing.lock"
+    monkeypatch.setenv("SPECSPARSE_TIMING_LOCK", str(file))
+    return file
+
+
+def is_held(file):
+    with file.open() as other:
+        try:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+
+
+def test_timings_take_turns(lock):
+    order, lines, waits = [], [], threading.Event()
+
+    def second():
+        def announce(line):
+            lines.append(line)
+            waits.set()
+
+        with timing_lock.turn(announce):
+            order.append("second")
+
+    with timing_lock.turn(lines.append):
+        assert is_held(lock) and not lines
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert waits.wait(10)
+        order.append("first")
+    thread.join(10)
+    assert order == ["first", "second"] and not is_held(lock)
+    assert len(lines) == 1 and f"process {os.getpid()}" in lines[0]
+
+
+HOLDER = """
+import time
+from specsparse.measure import lock as timing_lock
+with timing_lock.turn(print):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_the_turn_of_a_killed_run_is_over(lock):
+    child = subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, cwd=ROOT, text=True)
+    assert child.stdout.readline() == "held\n" and is_held(lock)
+    child.kill()
+    child.communicate()
+    assert not is_held(lock)
+
+
+def test_a_lock_that_cannot_be_had_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECSPARSE_TIMING_LOCK", str(tmp_path / "no" / "such" / "folder"))
+    with pytest.raises(UserError, match="SPECSPARSE_TIMING_LOCK=FILE"), timing_lock.turn(print):
+        pass
+
+
+@pytest.mark.parametrize(("kind", "alone"), [("speed", True), ("certify", False)])
+def test_runs_that_measure_time_hold_the_machine(tmp_path, cells, lock, monkeypatch, kind, alone):
+    seen = []
+
+    def run_it(cfg, directory, **_):
+        seen.append(lock.exists() and is_held(lock))
+        return Done
+
+    monkeypatch.setattr(runner, "run", run_it)
+    assert run.main(["model=./model.gguf", f"kind={kind}"]) == 0
+    assert seen == [alone]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of Optuna's own
+def test_optuna_finds_the_best_and_lives_with_invalid_combinations(tmp_path, cells, monkeypatch):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+
+    def run_it(cfg, directory, **_):
+        cells.append(cfg.policy.gamma)
+        if cfg.policy.gamma == 1:
+            raise UserError("one is refused")
+        json_files.write_atomically(directory / "record.json", '{"summary": {}}')
+        return dataclasses.make_dataclass("Found", ["as_promised", "objective"])(True, -abs(cfg.policy.gamma - 4.0))
+
+    monkeypatch.setattr(runner, "run", run_it)
+    more = ["hydra.sweeper.n_trials=12", "hydra.sweeper.params=null", "policy.gamma=range(1,7)"]
+    assert run.main([*SWEEP, "sweep=optuna", "hydra.sweep.dir=runs/s/0", *more]) == 0
+    best = (tmp_path / "runs" / "s" / "0" / "optimization_results.yaml").read_text()
+    assert "policy.gamma: 4" in best and {1, 4} <= set(cells)
+    assert len(cells) == len(set(cells) - {1}) + cells.count(1)  # what has finished is not run twice
+
+
+def test_a_launcher_that_is_not_installed_says_how(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    assert run.main(["-m", "hydra/launcher=ray", "policy.gamma=1"]) == 2
+    assert "ray is not installed: pip install 'specsparse[sweep]'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("sweep", ["joblib", "local_jobs"])
+def test_the_launchers_run_real_cells(tmp_path, sweep):
+    pytest.importorskip(f"hydra_plugins.hydra_{'joblib' if sweep == 'joblib' else 'submitit'}_launcher")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    command = [sys.executable, "-m", "specsparse.run", "-m", "+experiment=certify", f"sweep={sweep}", "seed=1,2",
+               "certify.vocab=2", "certify.gamma=1", "hydra.sweep.dir=runs/s"]  # fmt: skip
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(f.read_text()) for f in sorted((tmp_path / "runs" / "s").glob("*/record.json"))]
+    assert [r["config"]["seed"] for r in records] == [1, 2]

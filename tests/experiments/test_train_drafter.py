@@ -1,0 +1,172 @@
+"""`+experiment=train_drafter` end to end on a tiny model: stopped, started again, judged, decoded with."""
+
+import dataclasses
+import io
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import specsparse
+from specsparse.errors import UserError
+from specsparse.experiments import runner
+from specsparse.experiments.config import (
+    DataSpec,
+    DrafterSpec,
+    ModelSpec,
+    PolicySpec,
+    RunConfig,
+    TrackerSpec,
+    TrainSpec,
+    VerifierSpec,
+)
+from specsparse.experiments.kinds import drafter_training
+from specsparse.speculative.drafters import get_drafter
+from specsparse.testing import write_tiny_gguf
+from specsparse.training import data, trainer
+from specsparse.training.evaluate import _reach
+from specsparse.training.head_form import HeadForm
+
+OPTIONS = {
+    "batch": 4, "answer": 24, "prompt_tokens": 300, "draft_vocab": 128, "steps": 6, "save_every": 2, "windows": 2,
+    "rows": 320, "drafting": 48, "streams": 2, "candidates": 64, "gamma": 3, "warmup": 1, "temperatures": [0.0, 0.9],
+}  # fmt: skip
+
+
+class Engine:
+    """Loads the one model there is."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def load(self, spec, **overrides):
+        return self.model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", quant="Q8_0", context_length=512, n_layers=1)
+    return specsparse.load(path)
+
+
+@pytest.fixture
+def cfg(model, tmp_path):
+    rng = np.random.default_rng(0)
+    rows = [{"text": "".join(rng.choice(list("abcdefgh "), 20)), "task": "t"} for _ in range(6)]
+    (tmp_path / "text.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return RunConfig(
+        model=ModelSpec(str(model.path)), drafter=DrafterSpec("none"), verifier=VerifierSpec("greedy"),
+        policy=PolicySpec("fixed", 1), sampling={}, data=DataSpec(source=str(tmp_path / "text.jsonl"), chat=False),
+        tracker=TrackerSpec("jsonl"), name="test", kind="train_drafter",
+        train=TrainSpec(tokens=250, judged=3, output=str(tmp_path / "out"), options=OPTIONS),
+    )  # fmt: skip
+
+
+def play(cfg, model, directory):
+    out = io.StringIO()
+    found = runner.run(cfg, directory, engine=Engine(model), console=Console(file=out, width=200))
+    return found, out.getvalue(), json.loads((directory / "record.json").read_text())
+
+
+def changed(cfg, **changes):
+    return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, **changes))
+
+
+MODEL = {**OPTIONS, "form": "model", "width": 32, "heads": 2, "ffn": 64, "layers": 1, "draft_vocab": 0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("drafter", "options", "file"), [("head", OPTIONS, "head"), ("model", MODEL, "draft")])
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, monkeypatch, drafter, options, file):
+    cfg = changed(cfg, options=options)
+    whole, shown, record = play(cfg, model, tmp_path / "a")
+    assert "agreement" in shown and whole.path.name == f"out-{file}.gguf"
+    curve = record["summary"]["curve"]
+    assert [p["step"] for p in curve] == [2, 4, 6] and curve[-1]["rows"] > curve[0]["rows"] > 0
+    assert len(curve[0]["loss"]) == 2
+    assert len((tmp_path / "a" / "curve.csv").read_text().splitlines()) == 4
+    drafting = record["summary"]["drafting"]
+    assert drafting["tokens"] > 0 and len(drafting["agreement"]) == 3 and drafting["acceptance"] >= 1
+
+    saves = []
+
+    def stop(*args):
+        real(*args)
+        saves.append(args)
+        if len(saves) == 2:
+            raise KeyboardInterrupt
+
+    real = drafter_training.save_state
+    monkeypatch.setattr(drafter_training, "save_state", stop)
+    again = changed(cfg, output=str(tmp_path / "again" / "out"))
+    with pytest.raises(KeyboardInterrupt):
+        play(again, model, tmp_path / "b")
+    found, _, _ = play(again, model, tmp_path / "b")
+    assert len(saves) == 3  # no step twice
+    assert found.path.read_bytes() == whole.path.read_bytes() and found.drafting == whole.drafting
+    with pytest.raises(UserError, match="holds a training with another text: give train"):
+        play(changed(cfg, options={**options, "answer": 20}), model, tmp_path / "c")
+
+    plain = specsparse.generate(model, "abc abc", max_tokens=40, ignore_eos=True)
+    drafter = get_drafter(drafter, gamma=3, **{drafter: whole.path})
+    got = specsparse.generate(model, "abc abc", max_tokens=40, ignore_eos=True, drafter=drafter)
+    assert got.token_ids == plain.token_ids and got.stats.counters.num_draft_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [OPTIONS, MODEL], ids=["head", "model"])
+def test_training_learns(cfg, model, tmp_path, given):
+    """On a handful of texts, again and again, the divergence falls far below where it began."""
+    cfg = changed(cfg, options={**given, "steps": 60, "learning_rate": 3e-3})
+    options = drafter_training.options(cfg)
+    paths = data.generate(model, options.data, tmp_path / "texts", tokens=100)
+    texts = [t for p in paths for t in data.read_shard(p)]
+    made = trainer.Trainer(model, options.train, drafter_training.form_of(cfg, model))
+    losses = []
+    state = trainer.run(made, made.start(texts), texts, on_step=lambda _, found, __: losses.append(found))
+    assert int(state.step) == 60
+    first, last = (np.mean([x.loss for x in part], axis=0) for part in (losses[:5], losses[-5:]))
+    assert (last < 0.5 * first).all() and (last > 0).all()
+    assert (losses[-1].agreement > losses[0].agreement).all()
+
+
+def test_candidates_hold_what_follows(cfg, model, tmp_path):
+    options = drafter_training.options(cfg)
+    paths = data.generate(model, options.data, tmp_path / "texts", tokens=100)
+    texts = [t for p in paths for t in data.read_shard(p)]
+    made = trainer.Trainer(model, options.train, HeadForm(model))
+    ids = trainer.frequent_ids(texts, 128, model.config.vocab_size)
+    answers = np.concatenate([t.tokens[t.prompt :] for t in texts])
+    assert set(answers) <= set(ids) or len(set(answers)) > 128
+    batches = made.batches(texts, ids, 0)
+    seen = [next(batches).columns for _ in range(5)]
+    assert all(len(c) == 64 and (np.diff(c) > 0).all() for c in seen) and len({tuple(c) for c in seen}) > 1
+    later = made.batches(texts, ids, 3)
+    np.testing.assert_array_equal(next(later).columns, seen[3])
+
+
+def test_reach_counts_drafts_by_the_place_of_their_first_error():
+    right = np.array([[1, 1, 0, 1, 1, 0, 1], [0, 1, 1, 0, 1, 1, 0]], bool)
+    depth = np.array([0, 1, 2, 3, 0, 1, -1])
+    # Begun at rows 0 and 1 (row 2 ends with its text): right at 0 then 1; right at 1 then 2.
+    np.testing.assert_array_equal(_reach(right, depth), [2, 2, 2])
+    right[1, 1] = False
+    np.testing.assert_array_equal(_reach(right, depth), [2, 2, 1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"options": {"stepps": 3}}, "unknown key train.stepps; did you mean steps"),
+        ({"options": {"steps": 2.5}}, r"train.steps=2.5 must be of type int"),
+        ({"options": {"gamma": 0}}, "train.gamma=0 must be at least 1"),
+        ({"options": {"decay": 2.0}}, "train.decay=2.0"),
+        ({"options": {"form": "tree"}}, "train.form=tree: choose head or model"),
+        ({"options": {"heads": 3}}, "train.width=128 must be a multiple of 2 train.heads, 6"),
+        ({"options": {"temperatures": 1.0}}, "train.temperatures=1.0: expected a list"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_loaded(cfg, changes, message):
+    with pytest.raises(UserError, match=message):
+        runner.check(changed(cfg, **changes))

@@ -1,0 +1,182 @@
+"""`+experiment=train_predictors` end to end on a tiny planted model: stopped, started again, judged, exported."""
+
+import dataclasses
+import io
+import json
+from functools import partial
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from specsparse.errors import UserError
+from specsparse.experiments import runner
+from specsparse.experiments.config import (
+    DataSpec,
+    DrafterSpec,
+    ModelSpec,
+    PolicySpec,
+    PredictorSpec,
+    RunConfig,
+    TrackerSpec,
+    TrainSpec,
+    VerifierSpec,
+)
+from specsparse.experiments.kinds import predictor_training
+from specsparse.powerinfer.files.checkpoints import read_predictor, read_threshold
+from specsparse.predictors import FFN, get_predictor
+from specsparse.predictors.fit.predictor_files import load_pairs
+from specsparse.predictors.masked import with_weights
+from specsparse.predictors.mlp import mlp_weights
+from specsparse.predictors.svd import as_mlp, factorise, normed_gate
+from specsparse.testing import write_tiny_gguf
+from tests.predictors.planted import planted_model
+
+OPTIONS = {"rank": 16, "epochs": 3, "batch": 64}
+
+
+class Engine:
+    """Loads the one model there is."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def load(self, spec, **overrides):
+        return self.model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return planted_model(tmp_path_factory.mktemp("model"), d_ff=192)
+
+
+@pytest.fixture
+def cfg(model, tmp_path):
+    rng = np.random.default_rng(0)
+    rows = [{"text": "".join(rng.choice(list("abcdefgh "), 120))} for _ in range(20)]
+    (tmp_path / "text.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return RunConfig(
+        model=ModelSpec(str(model.path)), drafter=DrafterSpec("none"), verifier=VerifierSpec("greedy"),
+        policy=PolicySpec("fixed", 1), sampling={}, data=DataSpec(source=str(tmp_path / "text.jsonl")),
+        tracker=TrackerSpec("jsonl"), name="test", kind="train_predictors", predictor=PredictorSpec("mlp"),
+        train=TrainSpec(tokens=640, window=32, judged=2, output=str(tmp_path / "out"), options=OPTIONS),
+    )  # fmt: skip
+
+
+def play(cfg, model, directory):
+    out = io.StringIO()
+    found = runner.run(cfg, directory, engine=Engine(model), console=Console(file=out, width=200))
+    return found, out.getvalue(), json.loads((directory / "record.json").read_text())
+
+
+def changed(cfg, **changes):
+    return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, **changes))
+
+
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, monkeypatch):
+    whole, text, record = play(changed(cfg, compare=("svd", "signbit", "random", "mlp")), model, tmp_path / "a")
+    assert [e.name for e in whole.found] == ["mlp", "svd", "signbit", "random"]
+    mlp, svd, signbit, random = whole.found
+    assert mlp.mean.recall > 0.9 and mlp.mean.precision > 0.5 and mlp.mean.kept < 0.6
+    for rival in (svd, signbit):
+        assert rival.mean.recall == pytest.approx(mlp.mean.recall, abs=0.05)
+    assert signbit.mean.kept > mlp.mean.kept and random.model.kl > mlp.model.kl
+    for part in (
+        "mlp, layer by layer",
+        "error",
+        "dense perplexity",
+        "predictors.png",
+        "for PowerInfer's converter",
+    ):
+        assert part in text
+    assert len(record["summary"]["epochs"]) == 2 and len(record["summary"]["epochs"][0]) == 3
+    for name in ("predictors.csv", "predictors.png"):
+        assert (tmp_path / "a" / name).is_file()
+
+    saves = []
+
+    def stop(*args):
+        saves.append(args)
+        real(*args)
+        if len(saves) in (2, 4):  # in the first layer, and in the second
+            raise KeyboardInterrupt
+
+    real = predictor_training.save_state
+    monkeypatch.setattr(predictor_training, "save_state", stop)
+    again = changed(cfg, output=str(tmp_path / "again"))
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            play(again, model, tmp_path / "b")
+    found, _, _ = play(again, model, tmp_path / "b")
+    assert len(saves) == 6  # no epoch twice
+    for name in ("predictors.safetensors", "layer_0.safetensors", "layer_1.safetensors"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+    assert found.found[0].layers == whole.found[0].layers and found.found[0].model == whole.found[0].model
+
+    pairs, threshold = load_pairs(tmp_path / "out" / "predictors.safetensors")
+    folder = tmp_path / "out" / "powerinfer"
+    assert threshold == 0.0 == read_threshold(folder)
+    for i, (fc1, fc2) in enumerate(pairs):
+        exported = read_predictor(folder, i, d_model=model.config.d_model, d_ff=model.config.d_ff)
+        np.testing.assert_array_equal(exported.fc1.astype(np.float16), fc1)
+        np.testing.assert_array_equal(exported.fc2.astype(np.float16), fc2)
+    with pytest.raises(UserError, match=r"holds a training with another options: give train.output"):
+        play(changed(cfg, options={**OPTIONS, "rank": 8}), model, tmp_path / "c")
+
+
+def test_a_retrained_model_does_not_take_the_residuals_of_the_old_one(cfg, model, tmp_path):
+    shape = {"tokenizer": "spm", "n_layers": 2, "context_length": 64, "d_ff": 192}
+    other = write_tiny_gguf(tmp_path / model.path.name, seed=1, **shape)
+    assert other.stat().st_size == model.path.stat().st_size
+    text = np.zeros((2, 8), np.int32)
+    claim = partial(predictor_training._claim, tmp_path / "out")
+    claim(cfg, model, text)
+    claim(cfg, model, text)
+    coarse = dataclasses.replace(cfg, model=ModelSpec(str(model.path), kv_dtype="f16"))
+    for changes in ((cfg, dataclasses.replace(model, path=other)), (coarse, model)):
+        with pytest.raises(UserError, match="holds a training with another model"):
+            claim(*changes, text)
+
+
+def test_the_predictors_of_a_powerinfer_file_are_judged_as_they_are(cfg, model, tmp_path):
+    svd = get_predictor("svd", FFN.of(model.config, model.kernels), rank=8)
+    pairs = [as_mlp(*factorise(normed_gate(layer), svd.rank)) for layer in model.params.layers]
+    own = dataclasses.replace(
+        model,
+        config=dataclasses.replace(model.config, predictor_ranks=(16, 16)),
+        params=with_weights(model.params, [mlp_weights(*pair) for pair in pairs]),
+    )
+    found, text, _ = play(cfg, own, tmp_path / "a")
+    assert found.found[0].name == "mlp" and found.found[0].mean.recall > 0.95
+    assert "predictors of its own" in text and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["gate_threshold", "sequence"])
+def test_what_needs_no_training_is_only_judged(cfg, model, tmp_path, name):
+    cfg = dataclasses.replace(cfg, predictor=PredictorSpec(name, {"share": 0.3}))
+    found, _, record = play(cfg, model, tmp_path / "a")
+    (only,) = found.found
+    assert only.name == name and found.objective == -only.model.kl and record["summary"]["label"] == "lossy"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"options": {"rnak": 3}}, "unknown key train.rnak; did you mean rank"),
+        ({"options": {"rank": 2.5}}, r"train.rank=2.5 must be of type int"),
+        ({"options": {"epochs": 0}}, "train.epochs=0 must be at least 1"),
+        ({"active_share": 1.5}, "train.active_share=1.5"),
+        ({"compare": ("svds",)}, "did you mean svd"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_loaded(cfg, changes, message):
+    with pytest.raises(UserError, match=message):
+        runner.check(changed(cfg, **changes))
+
+
+def test_a_predictor_and_enough_text_are_needed(cfg, model, tmp_path):
+    with pytest.raises(UserError, match="give predictor=mlp"):
+        runner.check(dataclasses.replace(cfg, predictor=PredictorSpec()))
+    with pytest.raises(UserError, match=r"fewer train\.judged"):
+        play(changed(cfg, judged=500), model, tmp_path / "a")

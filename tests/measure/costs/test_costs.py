@@ -1,0 +1,240 @@
+"""The cost model's arithmetic: devices, traffic, rooflines, expected tokens, tables, and the terms of a run."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+
+from specsparse.engine.config import ModelConfig
+from specsparse.engine.gguf.reader import open_gguf
+from specsparse.errors import UserError
+from specsparse.measure.costs import Roofline, devices, traffic
+from specsparse.measure.costs.explain import explain
+from specsparse.measure.costs.fit import draft_line, fit_kv, overhead, polish, rising
+from specsparse.runtime.metrics import Counters, Times
+from specsparse.runtime.times import expected
+from specsparse.runtime.times.kept import CostTable, DraftCost
+from specsparse.speculative.drafters.synthetic import SyntheticRates
+from specsparse.testing import tiny_config, write_tiny_gguf
+
+LLAMA_7B = tiny_config(
+    n_layers=32, d_model=4096, n_heads=32, n_kv_heads=32, d_ff=11008, vocab_size=32000, context_length=4096
+)
+
+
+def table(**changes) -> CostTable:
+    fields = dict(
+        ns=(1, 2, 4, 8), kv_base=100, forward_s=(0.010, 0.011, 0.013, 0.020), kv_s=1e-6, kv_row_s=1e-7, plain_s=0.011,
+        round_s=0.0005, round_token_s=0.0001, host_s=0.002, bandwidth=30e9, int8=300e9, f32=50e9,
+    )  # fmt: skip
+    return CostTable(**{**fields, **changes})
+
+
+def test_a_7b_model_at_one_byte_a_weight_on_an_a100():
+    roofline = Roofline(devices.get("a100"), traffic.from_parameters(7e9, 1.0))
+    assert roofline.tokens_per_second() == pytest.approx(277, rel=0.005)
+    assert roofline.v(8) == 1.0  # memory bound far beyond
+
+
+def test_a_tree_of_one_branch_is_predicted_as_a_chain_and_costs_what_its_nodes_cost():
+    t, chain = table(), DraftCost(token_s=0.0011)
+    tokens = expected.expected_tokens(0.6, 3)
+    as_tree = t.predict_tree(tokens, 3, room=3, draft=DraftCost(fixed_s=3 * 0.0011))
+    assert as_tree == pytest.approx(t.predict(0.6, 3, draft=chain))
+    step, bush = 0.011, t.predict_tree(2.0, 7, room=7, draft=DraftCost(fixed_s=0.0022))
+    assert bush == pytest.approx(2.0 / (1 + 0.010 / step + 0.0022 / step + (0.0005 + 7 * 0.0001) / step))
+
+
+@pytest.mark.parametrize("name", devices.DEVICES)
+def test_named_devices_have_sane_peaks(name):
+    device = devices.get(name)
+    assert device.bandwidth > 1e9
+    assert device.peak("int8") >= device.peak("f16") >= device.peak("f32") > 0
+
+
+def test_an_unknown_device_is_refused():
+    with pytest.raises(UserError, match="a100"):
+        devices.get("v100")
+
+
+def test_traffic_of_a_file_counts_each_tensor_in_its_own_type(tmp_path):
+    path = write_tiny_gguf(tmp_path / "m.gguf", quant="Q4_0", embedding_quant="F16", tied=False)
+    f = open_gguf(path)
+    config = ModelConfig.from_gguf(f)
+    load = traffic.from_gguf(f, config)
+    wanted = sum(t.nbytes for name, t in f.tensors.items() if name != "token_embd.weight")
+    assert load.weight_bytes == wanted
+    assert set(load.by_type()) == {"Q4_0", "F16", "F32"}
+    macs = load.macs(1, 0)
+    assert macs["f16"] == config.vocab_size * config.d_model + load.attention_macs  # one position: itself
+    assert load.macs(3, 10)["int8"] == 3 * macs["int8"]
+    kv = 2 * config.n_layers * config.n_kv_heads * config.head_dim * 2
+    assert load.read_bytes(3, 10) == wanted + 13 * kv
+    assert load.read_bytes(3, 10, batch=2) == wanted + 26 * kv
+
+
+def test_traffic_of_a_shape_is_that_of_its_file(tmp_path):
+    path = write_tiny_gguf(tmp_path / "m.gguf", quant="Q8_0", tied=True)
+    f = open_gguf(path)
+    config = ModelConfig.from_gguf(f)
+    from_file, shape = traffic.from_gguf(f, config), traffic.from_config(config, "Q8_0")
+    assert from_file.weight_bytes == shape.weight_bytes
+    assert from_file.macs(2, 5) == shape.macs(2, 5)
+    assert from_file.requantised("Q4_0").weight_bytes < from_file.weight_bytes
+
+
+def test_sizes_of_llama_2_7b():
+    sizes = {kind: traffic.from_config(LLAMA_7B, kind).weight_bytes / 1e9 for kind in ("F16", "Q8_0", "Q4_0")}
+    assert sizes == pytest.approx({"F16": 13.2, "Q8_0": 7.02, "Q4_0": 3.72}, rel=0.01)  # without the embedding
+    assert traffic.kv_bytes(LLAMA_7B, 4096, "f16") == 2 * 2**30
+
+
+def test_the_roofline_turns_from_memory_to_compute():
+    device = devices.Device("d", "d", bandwidth=1e9, f32=1e9, int8=4e9)
+    roofline = Roofline(device, traffic.from_parameters(1e9, 1.0))
+    assert roofline.balance() == 4
+    assert roofline.v(4) == 1.0
+    assert roofline.v(8) == pytest.approx(2.0)
+    assert roofline.forward_s(1) == pytest.approx(1.0)
+    assert roofline.tokens_per_second(batch=4) == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.9, 1.0])
+@pytest.mark.parametrize("gamma", [0, 1, 5])
+def test_expected_tokens_is_leviathans_equation(alpha, gamma):
+    closed = gamma + 1 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
+    assert expected.expected_tokens(alpha, gamma) == pytest.approx(closed)
+    rates = SyntheticRates.geometric(gamma, rate=alpha) if gamma else None
+    if rates:
+        assert expected.expected_tokens_at(rates.unconditional()) == pytest.approx(closed)
+        assert expected.realised_alpha(closed, gamma) == pytest.approx(alpha, abs=1e-9)
+        chain = expected.expected_tokens_tree(range(-1, gamma - 1), rates.conditional)
+        assert chain == pytest.approx(closed)
+
+
+def test_expected_tokens_of_a_tree():
+    # Two first tokens (0.6, 0.3), one child of the first (0.5).
+    assert expected.expected_tokens_tree([-1, -1, 0], [0.6, 0.3, 0.5]) == pytest.approx(1 + 0.6 + 0.3 + 0.3)
+
+
+def test_best_gamma_weighs_time_against_tokens():
+    assert expected.best_gamma(0.9, lambda n: 1.0, most=16)[0] == 16  # verifying is free
+    assert expected.best_gamma(0.3, lambda n: float(n))[0] == 0  # nothing gained
+    gamma, gain = expected.best_gamma(0.7, lambda n: 1 + 0.1 * (n - 1), c=0.05)
+    assert 1 < gamma < 16
+    assert gain == pytest.approx(expected.predicted_speedup(0.7, gamma, lambda n: 1 + 0.1 * (n - 1), c=0.05))
+
+
+def test_a_table_interpolates_and_knows_the_cache():
+    t = table()
+    assert t.forward(3) == pytest.approx(0.012)
+    assert t.forward(16) == pytest.approx(0.034)  # by the last slope
+    assert t.forward(4, 1100) == pytest.approx(0.013 + 1000 * (1e-6 + 4e-7))
+    assert t.v(1) == t.v(1, 5000) == 1.0
+    assert t.v(8) == pytest.approx(1 + 0.010 / 0.011)
+    assert t.round(8, 7) == pytest.approx(0.021 + 0.0012)
+    by_hand = expected.expected_tokens(0.6, 7) / (t.v(8) + 0.0012 / 0.011)
+    assert t.predict(0.6, 7) == pytest.approx(by_hand)
+    assert t.best_gamma(0.0) == (0, 1.0)
+
+
+def test_a_table_gives_the_policies_their_options():
+    from specsparse.speculative.policies.registry import get_policy
+
+    t = table().with_draft("model", DraftCost(token_s=0.0022, fixed_s=0.0011))
+    options = t.policy_options(7, "model")
+    assert options["v"][0] == 1.0 and len(options["v"]) == 8
+    assert options["c"] == pytest.approx(0.2)
+    assert options["c0"] == pytest.approx((0.0012 + 0.0011) / 0.011)
+    cost = get_policy("cost", gamma=7, **options).cost
+    assert cost.time(7) == pytest.approx(t.v(8) + 7 * 0.2 + options["c0"])
+    assert t.policy_options(7, "unknown")["c"] == 0
+
+
+def test_a_table_survives_json():
+    t = table().with_draft("ngram", DraftCost(1e-5, 2e-5))
+    assert CostTable.from_dict(json.loads(json.dumps(t.to_dict()))) == t
+
+
+@pytest.mark.parametrize("change", [{"ns": (2, 4, 8, 16)}, {"ns": (1, 2)}, {"plain_s": 0.0}, {"ns": (1, 4, 2, 8)}])
+def test_a_broken_table_is_refused(change):
+    with pytest.raises(ValueError, match="cost table"):
+        table(**change)
+
+
+def test_polish_tells_slow_repeats_from_slow_things():
+    rng = np.random.default_rng(0)
+    true = {"a": 1.0, "b": 3.0, "c": 0.5}
+    speed = np.where(np.arange(11) % 3 == 0, 2.5, 1.0)  # a neighbour comes and goes
+    times, spread = polish({k: (t * speed * np.exp(rng.normal(0, 0.01, 11))).tolist() for k, t in true.items()})
+    for name, t in true.items():
+        assert times[name] == pytest.approx(t, rel=0.03)
+        assert spread[name] < 0.03
+
+
+def test_rising_pools_what_falls():
+    assert rising([1.0, 3.0, 2.0, 4.0]) == [1.0, 2.5, 2.5, 4.0]
+    assert rising([3.0, 2.0, 1.0]) == [2.0, 2.0, 2.0]
+
+
+def test_fit_kv_finds_the_slopes():
+    ns, near = (1, 4, 16), [0.01, 0.02, 0.05]
+    far = [t + 900 * (2e-6 + 3e-7 * n) for n, t in zip(ns, near, strict=True)]
+    a, b, errors = fit_kv(ns, near, far, 900)
+    assert (a, b) == (pytest.approx(2e-6), pytest.approx(3e-7))
+    assert max(map(abs, errors)) < 1e-9
+    assert min(fit_kv(ns, near, [t * 0.9 for t in near], 900)[:2]) >= 0  # noise never makes a cache pay
+
+
+def test_overhead_and_draft_lines_are_never_negative():
+    assert overhead((2, 7), [0.003, 0.008]) == (pytest.approx(0.001), pytest.approx(0.001))
+    assert min(overhead((2, 7), [-0.003, 0.001])) >= 0
+    assert draft_line([(2.0, 0.03), (7.0, 0.08)]) == DraftCost(pytest.approx(0.01), pytest.approx(0.01))
+    assert draft_line([(1.0, 0.02), (1.2, 0.04)]) == DraftCost(0.0, pytest.approx(0.03))
+    assert draft_line([]) == DraftCost()
+
+
+def sides(accepted=60, drafts=20, rounds=25, drafted=100, tested=75, plain_s=1.2, method_s=0.7):
+    plain = Counters(num_rounds=85, num_emitted_tokens=85, times=Times(total=plain_s))
+    method = Counters(
+        num_rounds=rounds, num_drafts=drafts, num_draft_tokens=drafted, num_tested=tested, num_accepted_tokens=accepted,
+        num_emitted_tokens=rounds + accepted, times=Times(total=method_s),
+    )  # fmt: skip
+    return plain, method
+
+
+def test_the_terms_multiply_to_the_measured_speedup():
+    found = explain(*sides(), table(), gamma=7, draft=DraftCost(1e-4, 1e-4), calls=(2, 2), kv_length=300)
+    assert found.alpha == pytest.approx(0.8)
+    assert found.predicted == pytest.approx(table().predict(0.8, 7, draft=DraftCost(1e-4, 1e-4), kv_length=300))
+    assert found.measured == pytest.approx(1.2 / 0.7)
+    assert found.predicted * math.prod(f.value for f in found.factors) == pytest.approx(found.measured)
+    assert len(list(found.lines())) == len(found.factors) + 2
+    json.dumps(found.to_dict())
+
+
+def test_a_run_just_as_the_table_says_needs_no_factors():
+    t, gamma, rounds = table(host_s=0.0), 4, 100
+    seconds = rounds * t.round(gamma + 1, gamma)
+    plain, method = sides(
+        accepted=gamma * rounds, drafts=rounds, rounds=rounds, drafted=gamma * rounds, tested=gamma * rounds,
+        plain_s=85 * t.step(), method_s=seconds,
+    )  # fmt: skip
+    found = explain(plain, method, t, gamma=gamma)
+    assert [f.value for f in found.factors] == pytest.approx([1.0] * 4)
+    assert found.measured == pytest.approx(found.predicted)
+
+
+def test_a_run_without_drafts_has_no_terms():
+    plain, method = sides(accepted=0, drafts=0, drafted=0, tested=0)
+    assert explain(plain, method, table(), gamma=7) is None
+
+
+def test_measured_stages_stand_beside_the_predicted_ones():
+    plain, method = sides()
+    method = dataclasses.replace(method, times=Times(total=0.7, draft=0.05, verify=0.5, sample=0.1))
+    stages = explain(plain, method, table(), gamma=7).stages
+    assert stages["verify"]["measured_s"] == pytest.approx(0.02)
+    assert stages["rest"]["predicted_s"] == pytest.approx(0.0012)

@@ -1,0 +1,261 @@
+"""Measuring a tiny model: the table, what is kept of it, drafts, batches, seeds, and the roofline experiment."""
+
+import dataclasses
+import importlib.util
+import io
+import json
+import sys
+
+import pytest
+from rich.console import Console
+
+import specsparse
+from specsparse import kernels
+from specsparse.cli.main import main
+from specsparse.engine.gguf.reader import open_gguf
+from specsparse.errors import UserError
+from specsparse.experiments import measured
+from specsparse.experiments.config import from_omegaconf
+from specsparse.experiments.kinds import roofline
+from specsparse.measure import costs
+from specsparse.measure.bench import batch
+from specsparse.measure.costs import drafts, ranks
+from specsparse.measure.costs import measured as measuring
+from specsparse.run import conf_dir
+from specsparse.runtime.session import Method
+from specsparse.runtime.times import store
+from specsparse.speculative.drafters import get_drafter
+from specsparse.speculative.verify import get_verifier
+from specsparse.testing import write_tiny_gguf
+
+EFFORT = measuring.Effort(ns=(1, 2, 4), near=16, far=64, repeats=2, decode=4, forwards=1, gammas=(1, 3))
+ROOT = conf_dir().parent
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_tiny_gguf(tmp_path_factory.mktemp("costs") / "tiny.gguf", quant="Q4_0", context_length=512)
+
+
+@pytest.fixture(scope="module")
+def model(path):
+    return specsparse.load(path)
+
+
+@pytest.fixture(scope="module")
+def table(model):
+    return measuring.measure(model, effort=EFFORT)
+
+
+@pytest.fixture
+def kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECSPARSE_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def make_ngram(gamma):
+    return Method(get_drafter("prompt_lookup", gamma=gamma), get_verifier("match"))
+
+
+def test_what_is_measured(table):
+    assert table.ns == (1, 2, 4)
+    assert list(table.forward_s) == sorted(table.forward_s)
+    assert table.plain_s > 0 and table.bandwidth > 1e8 and table.host_s > 0
+    assert min(table.kv_s, table.kv_row_s, table.round_s, table.round_token_s) >= 0
+    assert set(table.residuals) == {"spread", "kv", "kv_far", "rising"}
+    assert table.identity["file"] == "tiny.gguf"
+
+
+def test_a_table_is_measured_once(model, table, kept, monkeypatch):
+    calls = []
+
+    def fake(model, effort=None, done=None):
+        calls.append(effort)
+        return table
+
+    monkeypatch.setattr(measuring, "measure", fake)
+    assert measuring.load_or_measure(model) == table
+    assert measuring.load_or_measure(model) == table
+    assert len(calls) == 1
+    assert measuring.load_or_measure(model, refresh=True) == table
+    assert len(calls) == 2
+    store.path_of(model).write_text("{ damaged")
+    assert measuring.load_or_measure(model) == table
+    assert len(calls) == 3
+
+
+def test_a_table_belongs_to_one_file_and_machine_and_to_how_the_model_runs(model, monkeypatch):
+    where, status = store.path_of(model), kernels.status()
+    for other in ({"kv_dtype": "f32"}, {"ffn": "oracle"}, {"kernels": kernels.get("reference")}):
+        assert store.path_of(dataclasses.replace(model, **other)) != where, other
+    for changed in ({"threads": 77}, {"isa": "portable"}):
+        monkeypatch.setattr(store.kernels, "status", lambda new=changed: {**status, **new})
+        assert store.path_of(model) != where, changed
+    monkeypatch.undo()
+    monkeypatch.setitem(store.cpu_info(), "model", "another CPU")
+    assert store.path_of(model) != where
+
+
+def test_a_drafter_is_measured_once(model, table, kept, monkeypatch):
+    monkeypatch.setattr(drafts, "load_or_measure", lambda model, bar: store.load(model) or table)
+    found = costs.table_with_draft(model, "prompt_lookup", make_ngram)
+    cost = found.drafts["prompt_lookup"]
+    assert cost.token_s >= 0 and cost.fixed_s >= 0
+    assert costs.table_with_draft(model, "prompt_lookup", pytest.fail).drafts["prompt_lookup"] == cost
+
+
+@pytest.mark.parametrize("context", [32, 64, 512, 8192])
+@pytest.mark.parametrize("step_s", [1e-4, 0.2])
+def test_effort_fits_any_context(context, step_s):
+    effort = measuring.Effort().for_model(context, step_s)
+    assert effort.far > effort.near >= 1
+    assert effort.ns[0] == 1
+    assert effort.near + 1 + effort.decode <= context
+
+
+def test_acceptance_over_seeds_is_one_compile_and_the_same_as_one_by_one(model):
+    prompt = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
+    found = costs.acceptance_over_seeds(model, prompt, drafter="prompt_lookup", seeds=4, max_tokens=12)
+    assert found.programs == 1
+    assert found.seeds == (0, 1, 2, 3)
+    interval = found.tokens_per_target_pass
+    assert interval.low <= interval.mean <= interval.high and len(interval.values) == 4
+    for seed, value in zip(found.seeds, interval.values, strict=True):
+        one = specsparse.generate(model, prompt, drafter="prompt_lookup", seed=seed, temperature=1.0, max_tokens=12)
+        assert value == one.stats.counters.num_emitted_tokens / one.stats.counters.num_rounds
+    again = costs.acceptance_over_seeds(model, prompt, drafter="prompt_lookup", seeds=range(4, 8), max_tokens=12)
+    assert again.programs == 0
+    assert "4 seeds" in str(found)
+    json.dumps(found.to_dict())
+
+
+def test_acceptance_of_a_prompt_that_fills_the_context_is_none(model):
+    full = [5] * model.config.context_length
+    found = costs.acceptance_over_seeds(model, full, drafter="prompt_lookup", seeds=2, max_tokens=12)
+    assert (found.tokens_per_target_pass, found.mean_acceptance_length, found.realised_alpha) == (None, None, None)
+    assert found.counters.num_rounds == 0 and "tokens per target pass -," in str(found)
+    assert "NaN" not in json.dumps(found.to_dict())
+
+
+@pytest.mark.parametrize("wrong", [{"seeds": 0}, {"drafter": None}, {"drafter": "no_such"}])
+def test_acceptance_over_seeds_refuses(model, wrong):
+    with pytest.raises(UserError):
+        costs.acceptance_over_seeds(model, [5, 6, 7], max_tokens=4, **wrong)
+
+
+def test_batches(model):
+    plan = batch.BatchPlan(sizes=(1, 2), pp=16, tg=6, repeats=1)
+    rows = batch.measure(plan, model)
+    assert [row["batch"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row["speedup"]["median"] > 0 and row["tokens_per_target_pass"] >= 1
+        assert row["pp_tokens_per_second"]["median"] > 0
+    assert rows[0]["tokens_per_target_pass"] == rows[1]["tokens_per_target_pass"]  # the same texts
+
+
+def test_the_bench_command_takes_batches(path, capsys):
+    argv = ["bench", "--model", str(path), "--batch", "1,2", "--pp", "8", "--tg", "4", "--repeats", "1"]
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert "speed-up" in out
+    assert [row["batch"] for row in json.loads(out.splitlines()[-1])["rows"]] == [1, 2]
+    assert main([*argv, "--rows", "4"]) == 2
+    assert "--rows" in capsys.readouterr().err
+    assert main([*argv[:-6], "--pp", "8", "--tg", "600"]) == 2
+
+
+def config(path, **given):
+    """Without drafters and trees unless they are given."""
+    from hydra import compose, initialize_config_dir
+
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        roof = [f"roofline.{k}={v}" for k, v in {"drafters": "[]", "trees": "[]", **given}.items()]
+        overrides = ["+experiment=roofline", "model=custom", f"model.path={path}", "data.chat=false"]
+        return from_omegaconf(compose("config", [*overrides, *roof]))
+
+
+def test_the_roofline_experiment(path, table, kept, monkeypatch, tmp_path):
+    monkeypatch.setattr(roofline, "measure", lambda model: table)
+    text = io.StringIO()
+    cfg = config(path)
+    record = roofline.run(cfg, tmp_path / "run", console=Console(file=text, width=120))
+    assert record.as_promised and record.objective > 0
+    written = json.loads((tmp_path / "run" / "record.json").read_text())
+    assert written["summary"]["measured"]["plain_s"] == table.plain_s
+    taken = written["summary"]["conditions"]
+    assert (taken["read_bandwidth"], taken["plain_tokens_per_second"]) == (table.bandwidth, 1 / table.plain_s)
+    for heading in ("v(n)", "KV cache", "weights by quantisation", "a100", "rpi4", "best gamma"):
+        assert heading in text.getvalue()
+    monkeypatch.setattr(roofline, "measure", pytest.fail)  # kept
+    roofline.run(cfg, tmp_path / "again", console=Console(file=text, width=120))
+
+
+def test_the_roofline_of_another_device_measures_nothing(path, monkeypatch, tmp_path):
+    monkeypatch.setattr(roofline, "measure", pytest.fail)
+    cfg = config(path, device="a100", kv_length=64)
+    record = roofline.run(cfg, tmp_path, console=Console(file=io.StringIO()))
+    assert record.report["measured"] is None
+    assert record.report["device"]["title"].startswith("NVIDIA A100")
+    with pytest.raises(UserError, match="v100"):
+        roofline.check(config(path, device="v100"))
+
+
+def test_the_roofline_measures_drafters_and_trees(path, table, kept, monkeypatch, tmp_path):
+    monkeypatch.setattr(measuring, "measure", lambda *_, **__: table)
+    monkeypatch.setattr(roofline, "measure", lambda model: table)
+    monkeypatch.setattr(ranks, "ROUNDS", 2)
+    text = io.StringIO()
+    cfg = config(path, drafters="[prompt_lookup]", trees="[static]")
+    record = roofline.run(cfg, tmp_path / "run", console=Console(file=text, width=120))
+    chain, tree = record.report["drafting"]
+    assert chain["method"] == measured.draft_key(cfg)  # a run with this drafter finds it
+    assert tree["method"].startswith("layer_skip (")
+    assert tree["method"].endswith("tree static (draw=top, widths=[3, 2, 1])")
+    assert 0 <= chain["alpha"] <= 1 and chain["predicted_speedup"] >= 1
+    assert tree["round_s"] >= 0 and tree["token_s"] == 0
+    assert 1 <= tree["tokens"] <= 4 and tree["gamma"] == 15  # three levels and a token; every round is given its nodes
+    assert "tok/round" in text.getvalue()
+    known = record.report["measured"]
+    assert set(known["drafts"]) == {chain["method"], tree["method"]} and len(known["acceptance"]) == 2
+    assert known["drafts"][tree["method"]] == {"token_s": 0.0, "fixed_s": tree["round_s"]}
+    with pytest.raises(UserError, match="no_such"):
+        roofline.check(config(path, drafters="[no_such]"))
+
+
+@pytest.fixture
+def script():
+    def load(name):
+        spec = importlib.util.spec_from_file_location(name, ROOT / "experiments" / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.mark.skipif(not (ROOT / "experiments").is_dir(), reason="a checkout is needed")
+def test_made_shapes_load_and_run(script, tmp_path):
+    shapes = script("make_shapes")
+    sizes = set()
+    for shape in shapes.SHAPES.values():
+        small = shape.scaled(16)
+        path = tmp_path / f"{small.name}.gguf"
+        assert shapes.write(small, path) == path.stat().st_size
+        f = open_gguf(path)
+        assert {t.type.name for t in f.tensors.values()} == {"F32", shape.kind, shape.output}
+        model = specsparse.load(path)
+        sizes.add(model.config.vocab_size)
+        assert len(specsparse.generate(model, "hello world", max_tokens=3, ignore_eos=True).token_ids) == 3
+    assert len(sizes) == 1  # target and draft share a vocabulary
+    full = shapes.SHAPES["7b"].config()
+    assert (full.n_layers, full.d_model, full.d_ff, full.vocab_size) == (32, 4096, 11008, 32000)
+
+
+@pytest.mark.skipif(not (ROOT / "experiments").is_dir(), reason="a checkout is needed")
+def test_the_synthetic_check_runs(script, model, table):
+    synthetic = script("synthetic_speedup")
+    results = synthetic.compare(model, table, [0.3, 0.9], 3, tokens=40, repeats=3)
+    assert [r.rate for r in results] == [0.3, 0.9]
+    assert results[1].tokens == pytest.approx(3.44, abs=0.8)
+    assert all(r.predicted > 0 and r.measured > 0 for r in results)

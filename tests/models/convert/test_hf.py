@@ -1,0 +1,244 @@
+"""Checkpoints of transformers: the converted file has their logits, ids and template; mistakes are one line."""
+
+import json
+
+import numpy as np
+import pytest
+
+import specsparse
+from specsparse.cli import main as cli
+from specsparse.engine.config import ModelConfig
+from specsparse.engine.gguf.reader import open_gguf
+from specsparse.engine.text.tokenizer import Tokenizer
+from specsparse.errors import UserError
+from specsparse.models.convert.hf import convert_hf
+from specsparse.models.convert.hf_tokenizer import PROBE
+from specsparse.powerinfer.files.torch_zip import write_torch
+from tests.models.convert import checkpoints
+from tests.models.convert.checkpoints import CONFIG, LLAMA3_ROPE
+from tests.tolerances import FORWARD_NMSE, nmse
+
+IDS = [1, 40, 41, 250, 7, 7, 90, 12, 33, 200, 201, 5, 77, 78, 150, 3] * 3
+
+
+def llama3_inv_freq(config):
+    """What transformers computes for rope_type "llama3": by wavelength."""
+    rope, head = config["rope_scaling"], config["hidden_size"] // config["num_attention_heads"]
+    out = []
+    for freq in config["rope_theta"] ** (-np.arange(0, head, 2) / head):
+        wave, old = 2 * np.pi / freq, rope["original_max_position_embeddings"]
+        if wave < old / rope["high_freq_factor"]:
+            out.append(freq)
+        elif wave > old / rope["low_freq_factor"]:
+            out.append(freq / rope["factor"])
+        else:
+            mix = (old / wave - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])
+            out.append((1 - mix) * freq / rope["factor"] + mix * freq)
+    return np.array(out)
+
+
+FORMS = {
+    "llama-160m": {"num_key_value_heads": 4},
+    "llama-3": {"rope_scaling": LLAMA3_ROPE, "rope_theta": 500.0},
+    "smollm2": {"tie_word_embeddings": True},
+    "linear": {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    "own head size": {"head_dim": 32},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False, "sliding_window": 64},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_logits_are_those_of_transformers(tmp_path, form):
+    config = {**CONFIG, **FORMS[form]}
+    w = checkpoints.weights(config, bias=form == "qwen2")
+    folder = checkpoints.save(tmp_path / "in", config, w, parts=2 if form == "llama-3" else 1)
+    checkpoints.bpe_tokenizer(folder)
+    found = convert_hf(folder, tmp_path / "out.gguf", type_name="f32")
+    model = specsparse.load(tmp_path / "out.gguf", kv_dtype="f32")
+    assert found == model.config and model.config.tied_output == config["tie_word_embeddings"]
+    inv_freq = None
+    if form == "llama-3":
+        inv_freq = llama3_inv_freq(config)
+        assert len(set(inv_freq / config["rope_theta"] ** (-np.arange(0, 16, 2) / 16))) >= 3  # all three kinds of pairs
+    if form == "linear":
+        inv_freq = config["rope_theta"] ** (-np.arange(0, 16, 2) / 16) / 2
+    assert nmse(model.logits(IDS), checkpoints.logits(config, w, IDS, inv_freq)) <= FORWARD_NMSE["f32"]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_stored_output_matrix_is_kept_where_it_is_not_the_embedding(tmp_path, same):
+    config = {**CONFIG, "tie_word_embeddings": True}
+    w = checkpoints.weights({**CONFIG, "tie_word_embeddings": False})
+    if same:
+        w["lm_head.weight"] = w["model.embed_tokens.weight"]
+    folder, notes = checkpoints.save(tmp_path / "in", config, w), []
+    checkpoints.bpe_tokenizer(folder)
+    found = convert_hf(folder, tmp_path / "out.gguf", type_name="f32", note=notes.append)
+    assert found.tied_output == same and ["it is kept" in line for line in notes] == [True] * (not same)
+    model = specsparse.load(tmp_path / "out.gguf", kv_dtype="f32")
+    assert nmse(model.logits(IDS), checkpoints.logits(config, w, IDS)) <= FORWARD_NMSE["f32"]
+
+
+@pytest.mark.parametrize(("activation", "noted"), [("relu", True), ("silu", False)])
+def test_an_activation_that_llama_cpp_does_not_run_is_noted(tmp_path, capsys, activation, noted):
+    config = {**CONFIG, "hidden_act": activation}
+    folder = checkpoints.save(tmp_path / "in", config, checkpoints.weights(config))
+    checkpoints.bpe_tokenizer(folder)
+    assert cli.main(["convert", "hf", str(folder), str(tmp_path / "out.gguf")]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    assert len(lines) == noted and all("llama.cpp does not read it and runs this file with SiLU" in x for x in lines)
+
+
+HEADS = {
+    "EAGLE-3": {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 32000},
+    "DFlash": {"architectures": ["DFlashDraftModel"], "dflash_config": {"block_size": 16}},
+    "Medusa": {"medusa_num_heads": 4, "base_model_name_or_path": "someone/target"},
+    "peagle": {"speculators_model_type": "peagle", "architectures": ["LlamaForCausalLM"]},
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("command", ["inspect", "convert"])
+def test_a_draft_head_is_called_one(tmp_path, capsys, name, command):
+    (tmp_path / "config.json").write_text(json.dumps(HEADS[name]))
+    (tmp_path / "pytorch_model.bin").touch()
+    argv = {"inspect": ["inspect", str(tmp_path)], "convert": ["convert", "hf", str(tmp_path), "out.gguf"]}[command]
+    assert cli.main(argv) == 2
+    said = capsys.readouterr().err
+    assert f"is a draft head ({name}) " in said and "not a model" in said and said.count("\n") == 1
+    assert ("for someone/target" in said) == (name == "Medusa")
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+def test_an_eagle_of_the_first_kind_is_known_by_its_tensors(tmp_path, form):
+    """Its config is that of a Llama of one layer."""
+    w = {"layers.0.mlp.up_proj.weight": np.ones((96, 64), np.float32), "fc.weight": np.ones((64, 128), np.float32)}
+    if form == "safetensors":
+        checkpoints.save(tmp_path, CONFIG, w)
+    else:
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+        write_torch(tmp_path / "pytorch_model.bin", w)
+    with pytest.raises(UserError, match=r"is a draft head \(EAGLE\) of a target, not a model"):
+        convert_hf(tmp_path, tmp_path / "out.gguf")
+
+
+def test_inspect_says_what_a_folder_of_transformers_is(tmp_path, capsys):
+    checkpoints.save(tmp_path, CONFIG, checkpoints.weights(CONFIG))
+    assert cli.main(["inspect", str(tmp_path)]) == 2
+    assert "is a folder of transformers; `specsparse convert hf" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe"])
+def test_a_byte_level_tokenizer(tmp_path, pre):
+    folder = checkpoints.save(tmp_path / "in", CONFIG, checkpoints.weights(CONFIG), bf16=True)
+    theirs = checkpoints.bpe_tokenizer(folder, pre)
+    convert_hf(folder, tmp_path / "out.gguf", type_name="q8_0")
+    f = open_gguf(tmp_path / "out.gguf")
+    ours = Tokenizer.from_metadata(f.metadata, where="out")
+    assert f.metadata["tokenizer.ggml.pre"] == pre and ours.vocab_size == 300
+    for text in (PROBE, "hello world", "<|im_start|>x"):
+        wanted = theirs.encode(text, add_special_tokens=True).ids
+        assert ours.encode(text, add_special=True, parse_special=True) == wanted
+    assert (ours.bos_id, ours.eos_id, ours.add_bos) == (296, 2, pre == "llama-bpe")
+    assert ours.token_text(299) == "[PAD299]" and 296 in ours.special_ids
+    assert ours.apply_chat_template([{"role": "user", "content": "hi"}]).startswith("<|im_start|>user\nhi<|im_end|>")
+    assert f.tensors["blk.0.attn_q.weight"].type.name == "Q8_0" and f.metadata["general.file_type"] == 7
+
+
+@pytest.mark.parametrize("form", ["tokenizer.model", "tokenizer.json"])
+def test_a_sentencepiece_tokenizer(tmp_path, form):
+    folder = checkpoints.save(tmp_path / "in", CONFIG, checkpoints.weights(CONFIG))
+    sp = checkpoints.spm_tokenizer(folder)
+    (folder / "added_tokens.json").write_text(json.dumps({"<pad>": sp.get_piece_size()}))
+    if form == "tokenizer.json":
+        checkpoints.spm_as_json(folder, sp)
+    convert_hf(folder, tmp_path / "out.gguf", type_name="f16")
+    ours = Tokenizer.from_metadata(open_gguf(tmp_path / "out.gguf").metadata, where="out")
+    assert ours.type == "spm" and ours.add_bos and ours.add_space_prefix and (ours.bos_id, ours.eos_id) == (1, 2)
+    for text in (PROBE, "hello the world", "  two spaces", "\u00fc"):
+        assert ours.encode(text) == sp.encode(text)
+    assert ours.token_text(sp.get_piece_size()) == "<pad>"
+
+
+@pytest.mark.parametrize(("name", "kind"), [("bf16", "BF16"), ("q4_0", "Q4_0"), ("q4_1", "Q4_1")])
+def test_types(tmp_path, name, kind):
+    folder = checkpoints.save(tmp_path / "in", CONFIG, checkpoints.weights(CONFIG))
+    checkpoints.bpe_tokenizer(folder)
+    seen = []
+    convert_hf(folder, tmp_path / "out.gguf", type_name=name, progress=lambda *done: seen.append(done))
+    f = open_gguf(tmp_path / "out.gguf")
+    assert (
+        f.tensors["blk.1.ffn_down.weight"].type.name == kind and f.tensors["blk.1.ffn_norm.weight"].type.name == "F32"
+    )
+    assert f.tensors["output.weight"].type.name == ("Q8_0" if name.startswith("q4") else kind)
+    assert seen[-1][0] == seen[-1][1] == sum(t.nbytes for t in f.tensors.values())
+    ModelConfig.from_gguf(f)
+
+
+def test_from_the_command_line(tmp_path, capsys):
+    folder = checkpoints.save(tmp_path / "in", CONFIG, checkpoints.weights(CONFIG))
+    checkpoints.bpe_tokenizer(folder)
+    argv = ["convert", "hf", str(folder), str(tmp_path / "out.gguf"), "--outtype", "q8_0"]
+    assert cli.main(argv) == 0
+    assert "out.gguf: 0.1 M weights" in capsys.readouterr().out
+    argv = ["convert", "quantize", str(tmp_path / "out.gguf"), str(tmp_path / "q4.gguf"), "q4_0"]
+    assert cli.main(argv) == 0
+    assert open_gguf(tmp_path / "q4.gguf").tensors["blk.0.attn_q.weight"].type.name == "Q4_0"
+
+
+def refused(tmp_path, folder, **options):
+    with pytest.raises(UserError) as caught:
+        convert_hf(folder, tmp_path / "out.gguf", **options)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.glob("*out.gguf*"))  # nor half a file
+    return str(caught.value)
+
+
+CHANGES = {
+    "architecture GPT2LMHeadModel is not supported": {"architectures": ["GPT2LMHeadModel"]},
+    "has no hidden_size": {"hidden_size": None},
+    "rms_norm_eps is 'small', not of type float": {"rms_norm_eps": "small"},
+    "hidden_act=gelu is not supported": {"hidden_act": "gelu"},
+    "sliding_window=32 is not supported": {"architectures": ["MistralForCausalLM"], "sliding_window": 32},
+    "rope scaling 'longrope' is not supported": {"rope_scaling": {"type": "longrope"}},
+    "factor='x', a positive number is needed": {"rope_scaling": {"type": "linear", "factor": "x"}},
+    "low_freq_factor = high_freq_factor": {"rope_scaling": {**LLAMA3_ROPE, "high_freq_factor": 1.0}},
+    "tensor 'blk.0.ffn_gate.weight' has shape (96, 64), its metadata asks for (95, 64)": {"intermediate_size": 95},
+    "tensor 'blk.2.attn_norm.weight' of shape (64,) is missing": {"num_hidden_layers": 3},
+    "for 48 heads": {"num_attention_heads": 48},
+}
+
+
+@pytest.mark.parametrize("says", CHANGES)
+def test_configs_that_are_refused(tmp_path, says):
+    folder = checkpoints.save(tmp_path / "in", CONFIG, checkpoints.weights(CONFIG))
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **CHANGES[says]}))
+    checkpoints.bpe_tokenizer(folder)
+    assert says in refused(tmp_path, folder)
+
+
+def test_folders_that_are_refused(tmp_path):
+    w = checkpoints.weights(CONFIG)
+    assert "no such folder" in refused(tmp_path, tmp_path / "none")
+    folder = checkpoints.save(tmp_path / "in", CONFIG, w)
+    assert "has no tokenizer.model and no tokenizer.json" in refused(tmp_path, folder)
+    checkpoints.bpe_tokenizer(folder, "unknown")
+    assert "its pre-tokenizer is none that is known; name one with --pre" in refused(tmp_path, folder)
+    assert "works in a way that GGUF cannot say" in refused(tmp_path, folder, pre="smollm")
+    checkpoints.bpe_tokenizer(folder)
+    assert "type 'q9': choose one of f32, f16" in refused(tmp_path, folder, type_name="q9")
+    checkpoints.save(folder, CONFIG, {**w, "model.layers.0.self_attn.sinks": np.ones(4, np.float32)})
+    assert "model.layers.0.self_attn.sinks is none of a Llama" in refused(tmp_path, folder)
+    checkpoints.save(folder, CONFIG, {**w, "model.norm.weight": np.full(64, np.nan, np.float32)})
+    assert "model.norm.weight holds values that are not finite" in refused(tmp_path, folder)
+    checkpoints.save(folder, CONFIG, {**w, "model.embed_tokens.weight": w["model.embed_tokens.weight"][:290]})
+    assert "the tokenizer has 297 tokens and the embedding 290 rows" in refused(tmp_path, folder)
+    checkpoints.save(folder, CONFIG, {**w, "model.norm.weight": np.ones(64, np.int8)})
+    assert "model.norm.weight is of type I8" in refused(tmp_path, folder)
+    (folder / "model.safetensors").write_bytes(b"not safetensors")
+    assert "is no safetensors file" in refused(tmp_path, folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").touch()
+    assert "pytorch_model.bin is of PyTorch" in refused(tmp_path, folder)
+    (folder / "config.json").write_text("[1]")
+    assert "config.json: holds no JSON object" in refused(tmp_path, folder)

@@ -1,0 +1,160 @@
+"""Downloads by huggingface_hub from a mirror on loopback: the cache, resuming, revisions, shards, and every refusal."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from specsparse.engine.gguf.reader import open_gguf
+from specsparse.errors import UserError
+from specsparse.models import catalogue, hub
+from specsparse.models.convert.hf import convert_hf
+from specsparse.testing import write_tiny_gguf
+from tests.models.convert import checkpoints
+from tests.models.hub_mirror import OLD_COMMIT, mirror_of
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hub")
+    (folder / "gated/model").mkdir(parents=True)
+    (folder / "tiny/empty").mkdir(parents=True)
+    for repo in ("tiny/model/sub", "tiny/model@old", "private/model"):
+        (folder / repo).mkdir(parents=True)
+    write_tiny_gguf(folder / "tiny/model/t.gguf", tokenizer="spm", n_layers=1)
+    write_tiny_gguf(folder / "tiny/model@old/t.gguf", tokenizer="spm", n_layers=1, seed=7)
+    shutil.copy(folder / "tiny/model/t.gguf", folder / "private/model/t.gguf")
+    shutil.copy(folder / "tiny/model/t.gguf", folder / "tiny/model/sub/t.gguf")
+    with mirror_of(folder) as mirror:
+        yield mirror
+
+
+@pytest.fixture(autouse=True)
+def cache(server, tmp_path, monkeypatch):
+    """An empty cache, no token, the mirror as endpoint, and no waiting before a broken download goes on."""
+    from huggingface_hub import constants, file_download
+
+    server.requests.clear()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)
+    monkeypatch.setattr(file_download.time, "sleep", lambda _: None)
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def refusal(text):
+    with pytest.raises(UserError) as caught:
+        catalogue.resolve(text)
+    assert str(caught.value).startswith(text) and "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_file_is_downloaded_once(server):
+    path = catalogue.resolve("hf://tiny/model/t.gguf")
+    assert path.read_bytes() == (server.folder / "tiny/model/t.gguf").read_bytes()
+    assert catalogue.resolve("hf://tiny/model/t.gguf") == path
+    assert len(server.sent("t.gguf")) == 1
+    assert catalogue.resolve("hf://tiny/model/sub/t.gguf").parent.name == "sub"
+
+
+def test_a_revision_is_pinned(server):
+    old = (server.folder / "tiny/model@old/t.gguf").read_bytes()
+    assert catalogue.resolve("hf://tiny/model/t.gguf").read_bytes() != old
+    assert catalogue.resolve("hf://tiny/model/t.gguf@old").read_bytes() == old
+    assert OLD_COMMIT in str(catalogue.resolve(f"hf://tiny/model/t.gguf@{OLD_COMMIT}"))
+
+
+def test_a_broken_download_goes_on_where_it_was(server):
+    server.breaks = [5000]
+    written = (server.folder / "tiny/model/t.gguf").read_bytes()
+    assert catalogue.resolve("hf://tiny/model/t.gguf").read_bytes() == written
+    assert server.sent("t.gguf") == [None, "bytes=5000-"]
+
+
+def test_one_that_makes_no_progress_is_given_up_and_leaves_nothing(server, tmp_path):
+    server.breaks = [5000] + [0] * 5
+    assert "the download failed" in refusal("hf://tiny/model/t.gguf")
+    assert not [p for p in (tmp_path / "hub").rglob("*") if p.is_file() and p.stat().st_size > 1000]
+    assert catalogue.resolve("hf://tiny/model/t.gguf").is_file()
+
+
+def test_offline_takes_the_cache_only(server, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "not in the cache, and HF_HUB_OFFLINE forbids" in refusal("hf://tiny/model/t.gguf")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    path = catalogue.resolve("hf://tiny/model/t.gguf")
+    seen = len(server.requests)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert catalogue.resolve("hf://tiny/model/t.gguf") == path and len(server.requests) == seen
+
+
+def test_a_token_opens_what_is_private(server, monkeypatch):
+    assert "no repository private/model, or no access to it" in refusal("hf://private/model/t.gguf")
+    monkeypatch.setenv("HF_TOKEN", server.token)
+    assert catalogue.resolve("hf://private/model/t.gguf").is_file()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("hf://tiny/model", "names no file; tiny/model has sub/t.gguf, t.gguf"),
+        ("hf://tiny/model/x.gguf", "no such file; tiny/model has sub/t.gguf, t.gguf"),
+        ("hf://tiny/empty/x.gguf", "`specsparse convert hf tiny/empty OUT.gguf`"),
+        ("hf://tiny/nothing/x.gguf", "no repository tiny/nothing"),
+        ("hf://tiny/model/t.gguf@v9", "has no revision v9"),
+        ("hf://gated/model/t.gguf", "asks for consent: accept its terms at http://127.0.0.1"),
+        ("hf://", "is no reference to the Hub"),
+        ("hf://a/b/c.gguf@x@y", "is no reference to the Hub"),
+        ("hf://a/../b.gguf", "hf://a/../b.gguf"),
+    ],
+)
+def test_refusals(text, says):
+    assert says in refusal(text)
+
+
+def test_no_connection(monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert "cannot be reached" in refusal("hf://tiny/model/t.gguf")
+
+
+def test_all_shards_come(server, tmp_path):
+    from tests.engine.mesh.devices import split
+
+    names = split(server.folder / "tiny/model/t.gguf", server.folder / "tiny/model", count=3)
+    first = catalogue.resolve(f"hf://tiny/model/{names[0]}")
+    assert len(open_gguf(first).tensors) == len(open_gguf(server.folder / "tiny/model/t.gguf").tensors)
+    for name in names:
+        (server.folder / "tiny/model" / name).unlink()
+
+
+def test_a_checkpoint_is_downloaded_and_converted(server, tmp_path):
+    folder = checkpoints.save(
+        server.folder / "tiny/checkpoint", checkpoints.CONFIG, checkpoints.weights(checkpoints.CONFIG)
+    )
+    checkpoints.bpe_tokenizer(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"twice the size for nothing")
+    convert_hf(folder, tmp_path / "local.gguf")
+    convert_hf("tiny/checkpoint", tmp_path / "repo.gguf")
+    assert (tmp_path / "repo.gguf").read_bytes() == (tmp_path / "local.gguf").read_bytes()
+    assert server.sent("model.safetensors") and not server.sent("pytorch_model.bin")
+    for text, says in (("tiny/nothing", "no repository tiny/nothing"), ("hf://a/b/c.gguf", "a repository is needed")):
+        with pytest.raises(UserError, match=says):
+            convert_hf(text, tmp_path / "out.gguf")
+
+
+def test_from_the_command_line(server, tmp_path):
+    """The environment alone, in a process of its own: cache, mirror, token."""
+    env = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": server.url, "HF_TOKEN": server.token}
+    argv = [sys.executable, "-m", "specsparse", "inspect", "hf://private/model/t.gguf", "--device", "a100"]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and "1 layers, width 64" in done.stdout, done.stderr
+    assert (tmp_path / "home/hub/models--private--model").is_dir()
+
+
+def test_a_reference_reads_back():
+    for text in ("hf://a/b/c/d.gguf", "hf://a/b/c.gguf@main", "hf://a/b@v1", "hf://a/b"):
+        assert str(hub.Reference.parse(text)) == text

@@ -1,0 +1,173 @@
+"""From a model file to a placement: counts over text, bytes by part, and the gpuidx file a run goes by."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import specsparse
+from specsparse.engine.gguf.reader import open_gguf
+from specsparse.errors import UserError
+from specsparse.powerinfer.files.activation_stats import ActivationStats
+from specsparse.powerinfer.files.gpuidx import GpuIndex, path_for, read_gpuidx, write_gpuidx
+from specsparse.powerinfer.placement import profiler
+from specsparse.powerinfer.placement.kept import settle
+from specsparse.powerinfer.placement.of_model import Parts, problem_of
+from specsparse.powerinfer.placement.problem import Hardware
+from specsparse.powerinfer.placement.rules import optimal
+from specsparse.predictors.ffn import FFN
+from specsparse.testing import write_tiny_gguf
+from specsparse.testing.powerinfer import write_tiny_powerinfer
+
+TEXT = np.random.default_rng(0).integers(3, 250, (3, 16)).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = write_tiny_powerinfer(tmp_path_factory.mktemp("m") / "m.powerinfer.gguf", d_ff=128)
+    return specsparse.load(path, ffn="dense")
+
+
+@pytest.fixture(scope="module")
+def stats(model):
+    active, params = profiler.of_file(open_gguf(model.path), model)
+    done = []
+    found = profiler.profile(model, TEXT, active, params=params, progress=done.append)
+    assert done == [1, 2, 3]
+    return found
+
+
+@pytest.fixture
+def problem(model, stats, tmp_path):
+    parts = Parts.of(open_gguf(model.path), model.config, context=64)
+    hardware = Hardware(1e12, 1e11, 1e10)
+    whole = sum(parts.in_order().values())
+    return problem_of(
+        parts, model.config, profiler.probabilities(stats),
+        budget=whole - sum(parts.neurons) // 2, hardware=hardware, granularity=32,
+    )  # fmt: skip
+
+
+def test_counts_are_those_of_the_models_own_masks(model, stats):
+    """The sparse model of the same file says how many neurons each row of the first layer kept."""
+    sparse = specsparse.load(model.path)
+    kept = 0
+    for ids in TEXT:
+        cache = sparse.new_cache(1, sparse.capacity_for(16))
+        out, _ = sparse.forward(sparse.params_for(sparse.capacity_for(16)), ids[None], cache)
+        kept += int(np.asarray(out.stats.kept[0]).sum())
+    assert stats.tokens == TEXT.size and int(stats.counts[0].sum()) == kept
+    assert max(c.max() for c in stats.counts) <= TEXT.size
+
+
+def test_oracle_and_largest(model):
+    ffn = FFN.of(model.config, model.kernels)
+    found = profiler.profile(model, TEXT, profiler.nonzero(ffn))
+    assert 0 < sum(c.sum() for c in found.counts) < TEXT.size * 2 * 128
+    largest = profiler.profile(model, TEXT, profiler.largest(ffn, 0.25))
+    assert all(c.sum() == TEXT.size * 32 for c in largest.counts)
+    with pytest.raises(UserError, match=r"give placement\.active_share"):
+        profiler.nonzero(dataclasses.replace(ffn, act="silu"))
+    with pytest.raises(UserError, match="active_share=0"):
+        profiler.largest(ffn, 0)
+
+
+def test_probabilities():
+    counts = (np.array([0, 2, 8]),)
+    assert np.array_equal(profiler.probabilities(ActivationStats(counts, 8))[0], [0, 0.25, 1])
+    assert np.allclose(profiler.probabilities(ActivationStats(counts, 8), rows=2)[0], [0, 0.4375, 1])
+    assert np.array_equal(profiler.probabilities(ActivationStats(counts))[0], [0, 0.25, 1])
+    shares = (np.array([0.0, 0.5]),)
+    assert np.array_equal(profiler.probabilities(ActivationStats(shares))[0], [0, 0.5])
+    with pytest.raises(UserError, match="go up to 8 over 4 tokens"):
+        profiler.probabilities(ActivationStats(counts, 4))
+
+
+def test_parts_are_the_whole_file(model):
+    f = open_gguf(model.path)
+    parts = Parts.of(f, model.config, context=64)
+    without_embedding = sum(t.nbytes for n, t in f.tensors.items() if n != "token_embd.weight")
+    assert sum(parts.in_order().values()) - parts.cache * 2 == without_embedding
+    assert parts.neurons == (3 * 128 * 64 * 2,) * 2 and parts.predictors[1] == 2 * parts.predictors[0]
+    assert list(parts.in_order()) == ["attention", "predictors", "FFN norms", "output", "cache", "neurons"]
+
+
+def test_a_placement_is_solved_once_and_then_read(model, problem, tmp_path):
+    f, path = open_gguf(model.path), tmp_path / "m.gpuidx"
+    calls = []
+
+    def solve(p):
+        calls.append(p)
+        return optimal(p)
+
+    def settled(p=problem, **options):
+        return settle(f, p, solve, rule="optimal", path=path, **options)
+
+    first = settled()
+    assert first.fresh and "there was none" in first.note and len(calls) == 1
+    assert 0 < sum(h.sum() for h in first.index.hot) < 256
+    again = settled()
+    assert not again.fresh and "read from" in again.note and len(calls) == 1
+    assert all(np.array_equal(a, b) for a, b in zip(first.index.hot, again.index.hot, strict=True))
+    assert read_gpuidx(path).vram_capacity == problem.neuron_budget
+    assert "reset_gpu_index" in settled(reset=True).note and len(calls) == 2
+    off = settled(disable=True)
+    assert not any(h.any() for h in off.index.hot) and len(calls) == 2
+    for changes, why in (
+        ({"budget": problem.budget - 20000}, "are left for neurons"),
+        ({"budget": problem.budget + 20000}, "other settings"),
+        ({"granularity": 64}, "other settings"),
+        ({"read": tuple(p[::-1] for p in problem.read)}, "other settings or activations"),
+    ):
+        settled()
+        before = len(calls)
+        found = settled(dataclasses.replace(problem, **changes))
+        assert found.fresh and why in found.note and "\n" not in found.note and len(calls) == before + 1
+        settled(reset=True)
+
+
+def test_a_stale_or_foreign_file_leads_to_a_fresh_placement(model, problem, tmp_path):
+    f, path = open_gguf(model.path), tmp_path / "m.gpuidx"
+    right = GpuIndex(optimal(problem).hot, problem.neuron_budget)
+    other_rank = write_tiny_powerinfer(tmp_path / "o.powerinfer.gguf", d_ff=128, rank=64)
+    other_weights = write_tiny_powerinfer(tmp_path / "w.powerinfer.gguf", d_ff=128, seed=1)
+    for other in (other_rank, other_weights):
+        settle(open_gguf(other), problem, optimal, rule="optimal", path=path)
+        assert "another model file" in settle(f, problem, optimal, rule="optimal", path=path).note
+    for wrong, why in (
+        (GpuIndex(right.hot + right.hot[:1], 0), "places 3 layers, the model has 2"),
+        (GpuIndex(tuple(h[:64] for h in right.hot), 0), "places 64 neurons"),
+    ):
+        write_gpuidx(path, wrong)
+        found = settle(f, problem, optimal, rule="optimal", path=path)
+        assert found.fresh and why in found.note
+    for blob in (b"", b"PWRI", np.random.default_rng(0).bytes(4000), path.read_bytes()[:300]):
+        path.write_bytes(blob)
+        assert settle(f, problem, optimal, rule="optimal", path=path).fresh
+    write_gpuidx(path, right)  # PowerInfer's own, which says less about itself
+    assert not settle(f, problem, optimal, rule="optimal", path=path).fresh
+
+
+@pytest.mark.parametrize("options", [{}, {"reset": True}])
+def test_a_model_is_never_overwritten(model, problem, tmp_path, options):
+    f = open_gguf(write_tiny_powerinfer(tmp_path / "m.gguf", d_ff=128))
+    (tmp_path / "same.gpuidx").hardlink_to(f.path)
+    sparse = write_tiny_powerinfer(tmp_path / "other.gguf", d_ff=128, seed=1)
+    dense = write_tiny_gguf(tmp_path / "dense.gguf")
+    torn = tmp_path / "torn.gguf"
+    torn.write_bytes(dense.read_bytes()[:5000])
+    for path, why in (
+        (f.path, "is the model itself"), (tmp_path / "same.gpuidx", "is the model itself"),
+        (sparse, "no placement"), (dense, "no placement"), (torn, "no placement"),
+    ):  # fmt: skip
+        before = path.read_bytes()
+        with pytest.raises(UserError, match=why):
+            settle(f, problem, optimal, rule="optimal", path=path, **options)
+        assert path.read_bytes() == before
+
+
+def test_a_place_that_cannot_be_written_does_not_end_the_run(model, problem, tmp_path):
+    (tmp_path / "file").write_text("")
+    found = settle(open_gguf(model.path), problem, optimal, rule="optimal", path=tmp_path / "file" / "m.gpuidx")
+    assert found.fresh and "not kept" in found.note
+    assert str(path_for(model.path)).endswith("m.powerinfer.gguf.generated.gpuidx")

@@ -1,0 +1,115 @@
+"""Two CPU devices against one, bit for bit. JAX must know of them before it starts, so they have their own process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import specsparse
+from specsparse import SamplingParams
+from specsparse.kernels.native import cpu
+from specsparse.powerinfer.files.gpuidx import GpuIndex, write_gpuidx
+from specsparse.testing.powerinfer import write_tiny_powerinfer
+from tests.powerinfer.placement.test_hot_cold import D_FF, IDS, LAYERS, index
+
+if not cpu.available():
+    pytest.skip("only the native kernels promise equal bits from program to program", allow_module_level=True)
+
+OTHER = """
+import sys
+import numpy as np
+import specsparse
+from specsparse import SamplingParams
+from specsparse.powerinfer.files.gpuidx import read_gpuidx
+from specsparse.powerinfer.placement.problem import Placement
+
+path, file, out, ids = sys.argv[1], sys.argv[2], sys.argv[3], [int(i) for i in sys.argv[4].split(",")]
+model = specsparse.load(path, placement=file, devices=2)
+two = model.forward.__self__
+assert two.devices.hot != two.devices.cold and model.stepped
+where = {layer.sparse.cold.up.data.device for layer in model.params.layers if layer.sparse.cold}
+assert where == {two.devices.cold}, where
+found = {"logits": model.logits(ids)}
+two.overlap = False
+found["in turn"] = model.logits(ids)
+two.overlap, seen = True, []
+two.watch = lambda *span: seen.append(span)
+found["watched"] = model.logits(ids)
+two.watch = None
+found["parts"] = np.array([f"{part} {layer}" for part, layer, begin, end in sorted(seen, key=lambda s: (s[1], s[0]))])
+spans = {(part, layer): (begin, end) for part, layer, begin, end in seen}
+found["begins"] = np.array([[spans[part, 0][0] for part in ("attention", "cold", "hot")]])
+found["greedy"] = specsparse.generate(model, ids, max_tokens=10, ignore_eos=True).token_ids
+law = SamplingParams(temperature=0.9, max_tokens=10, ignore_eos=True)
+found["sampled"] = specsparse.generate(model, ids, sampling=law, seed=3).token_ids
+spec = specsparse.generate(model, ids, max_tokens=10, ignore_eos=True, drafter="prompt_lookup", verifier="greedy")
+found["speculative"] = spec.token_ids
+hot = [np.full(len(h), i > 1) for i, h in enumerate(read_gpuidx(file).hot)]
+layers = Placement("layers", tuple(hot), 0.0, 0, host_layers=frozenset({0, 1}), output_on_host=True)
+model = specsparse.load(path, placement=layers, devices=2)
+found["layers"] = model.logits(ids)
+found["layers greedy"] = specsparse.generate(model, ids, max_tokens=4, ignore_eos=True).token_ids
+try:
+    specsparse.generate(model, ids, max_tokens=4, drafter="prompt_lookup", verifier="greedy")
+except specsparse.errors.UserError as error:
+    found["refused"] = str(error)
+np.savez(out, **found)
+"""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("m")
+    return write_tiny_powerinfer(folder / "m.powerinfer.gguf", n_layers=LAYERS, d_ff=D_FF)
+
+
+@pytest.fixture(scope="module")
+def two(path, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    file = write_gpuidx(folder / "x.gpuidx", index())
+    args = [path, file, folder / "out.npz", ",".join(map(str, IDS))]
+    env = {**os.environ, "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", OTHER, *map(str, args)],
+        env=env, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[3],
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    with np.load(folder / "out.npz") as found:
+        return dict(found)
+
+
+@pytest.fixture(scope="module")
+def one(path):
+    return specsparse.load(path, placement=index())
+
+
+def test_the_same_bits(one, two):
+    wanted = one.logits(IDS)
+    for name in ("logits", "in turn", "watched"):
+        assert np.array_equal(two[name], wanted), name
+
+
+def test_the_same_tokens(one, two):
+    greedy = specsparse.generate(one, IDS, max_tokens=10, ignore_eos=True).token_ids
+    law = SamplingParams(temperature=0.9, max_tokens=10, ignore_eos=True)
+    assert tuple(two["greedy"]) == tuple(two["speculative"]) == greedy
+    assert tuple(two["sampled"]) == specsparse.generate(one, IDS, sampling=law, seed=3).token_ids
+
+
+def test_every_layer_has_the_parts_it_should(two):
+    """Layer 1 is all hot and layer 2 has none hot; cold neurons begin after the attention they need."""
+    want = [f"{part} {i}" for i in range(LAYERS) for part in ("attention", "cold", "hot")]
+    assert list(two["parts"]) == [name for name in want if name not in ("cold 1", "hot 2")]
+    attention, cold, hot = two["begins"][0]
+    assert attention < cold and attention < hot
+
+
+def test_whole_layers_on_the_host_are_the_same_model(path, two):
+    hot = [np.full(D_FF, i > 1) for i in range(LAYERS)]
+    one = specsparse.load(path, placement=GpuIndex(tuple(hot), 0))
+    assert np.array_equal(two["layers"], one.logits(IDS))
+    assert "place neurons, not layers" in str(two["refused"])  # its cache lies on both
+    assert tuple(two["layers greedy"]) == specsparse.generate(one, IDS, max_tokens=4, ignore_eos=True).token_ids

@@ -1,0 +1,52 @@
+"""Files appear whole or not at all, and one line says why not, whatever writes them."""
+
+import os
+
+import numpy as np
+import pytest
+
+from specsparse.errors import UserError
+from specsparse.experiments.kinds import predictor_training
+from specsparse.powerinfer.files.activation_stats import ActivationStats, save_stats
+from specsparse.predictors.fit.predictor_files import write_tensors
+from specsparse.support.atomic import atomically, replacing
+from specsparse.support.json_files import write_atomically
+
+WRITERS = {
+    "text": lambda path: write_atomically(path, "x"),
+    "tensors": lambda path: write_tensors(path, {"a": np.ones(3)}, {}),
+    "counts": lambda path: save_stats(path, ActivationStats((np.ones(3),))),
+}
+
+
+@pytest.mark.parametrize("what", WRITERS)
+def test_a_place_that_cannot_be_written_is_named_in_one_line(tmp_path, what):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file/x: cannot be written: [^\n]+$"):
+        WRITERS[what](tmp_path / "file" / "x")
+    WRITERS[what](tmp_path / "new" / "x")
+    assert os.listdir(tmp_path / "new") == ["x"]
+
+
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "x"
+    path.write_text("old")
+    with pytest.raises(UserError, match="x: cannot be written: No space left"), atomically(path) as file:
+        file.write(b"ne")
+        raise OSError(28, "No space left on device")
+    with pytest.raises(KeyboardInterrupt), replacing(path):
+        raise KeyboardInterrupt
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["x"]
+
+
+def test_a_new_file_has_the_users_permissions(tmp_path):
+    (tmp_path / "plain").write_text("")
+    with atomically(tmp_path / "x") as file:
+        file.write(b"new")
+    assert (tmp_path / "x").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_residuals_that_the_disk_cannot_hold_are_not_begun(tmp_path):
+    predictor_training._check_room(tmp_path, 1)
+    with pytest.raises(UserError, match=r"residuals take \d+ MiB, \d+ are free; give fewer train\.tokens"):
+        predictor_training._check_room(tmp_path, 1 << 62)
