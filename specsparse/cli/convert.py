@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from specsparse.errors import UserError
+from specsparse.support.atomic import need_folder
 
-OUT_TYPES = "f32, f16, bf16, q8_0, q4_0 or q4_1"
+OUT_TYPES = "f32, f16, bf16, q8_0, q6_k, q5_k, q4_k, q4_0 or q4_1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     def add(name: str, run: Callable[[argparse.Namespace], int], what: str) -> Callable[..., Any]:
         sub = kinds.add_parser(name, help=what, description=what, allow_abbrev=False)
         sub.set_defaults(run=run)
+        sub.add_argument("--overwrite", "--yes", action="store_true", help="replace the file to write, unasked")
         return sub.add_argument
 
     arg = add("hf", _hf, "a Llama-family checkpoint of transformers (safetensors) into a GGUF file")
@@ -31,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arg = add("quantize", _quantize, "a GGUF file into another type of weights")
     arg("source", metavar="IN.gguf", help="a path, a known name or hf://owner/repo/file.gguf")
     arg("out", type=Path, metavar="OUT.gguf")
-    arg("type", metavar="TYPE", help="Q8_0, Q5_1, Q5_0, Q4_1, Q4_0, F16, BF16, F32 ..")
+    arg("type", metavar="TYPE", help="Q8_0, Q6_K, Q5_K, Q4_K, Q5_1, Q5_0, Q4_1, Q4_0, F16, BF16, F32 ..")
 
     arg = add("llama2c", _llama2c, "a model of llama2.c into a GGUF file")
     arg("model", type=Path, metavar="model.bin")
@@ -67,7 +69,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Convert, and say what was written."""
+    if args.out is not None:
+        _may_write(args)
     return args.run(args)
+
+
+def _may_write(args: argparse.Namespace) -> None:
+    """Before anything is read: the file to write has a folder, is no source, and replaces nothing unasked.
+
+    Raises:
+        UserError: one of these is not so.
+    """
+    out = args.out
+    need_folder(out)
+    if not out.exists():
+        return
+    for name in ("file", "source", "base", "model", "delta", "tokenizer"):
+        source = getattr(args, name, None)
+        if source is not None and Path(source).exists() and out.samefile(source):
+            raise UserError(f"{out}: is the source; give another file to write")
+    if args.overwrite:
+        return
+    if not sys.stdin.isatty():
+        raise UserError(f"{out}: is there already; --overwrite replaces it")
+    question = f"{out} is there already ({out.stat().st_size / 2**20:.1f} MiB). Replace it? [y/N] "
+    print(question, end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise UserError(f"{out}: left as it is")
 
 
 def _hf(args: argparse.Namespace) -> int:
@@ -84,10 +112,15 @@ def _hf(args: argparse.Namespace) -> int:
 
 def _quantize(args: argparse.Namespace) -> int:
     from specsparse.engine.gguf import requantise
+    from specsparse.measure import inspection
     from specsparse.support import terminal
 
     kind = requantise.kind_of(args.type)
     source = _source(args.source, args.out)
+    of, lossy = inspection.main_type(source), kind.name not in inspection.FLOAT_TYPES
+    if lossy and of not in (*inspection.FLOAT_TYPES, kind.name):
+        what = f"{args.source} is quantised already ({of}): what two roundings lose adds up"
+        print(f"warning: {what}; a file in F16 or F32 makes a better {kind.name}", file=sys.stderr)
     with terminal.loading(terminal.console(), f"quantising to {kind.name}") as progress:
         requantise.requantise(source, args.out, kind, progress=progress)
     return _wrote(args.out)
@@ -125,8 +158,6 @@ def _apply_delta(args: argparse.Namespace) -> int:
     from specsparse.models.convert.delta import apply_delta
 
     base = _source(args.base, args.out).path
-    if args.out.exists() and args.delta.exists() and args.out.samefile(args.delta):
-        raise UserError(f"{args.out}: is the difference; give another file to write")
     return _wrote(apply_delta(base, args.delta, args.out))
 
 
@@ -154,8 +185,6 @@ def _dense(name: str, out: Path) -> Iterator[Path]:
     if not (Path(name).expanduser() / "config.json").is_file():
         yield _source(name, out).path
         return
-    if not out.parent.is_dir():
-        raise UserError(f"{out.parent}: no such folder to write in")
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as beside:
         file = Path(beside) / "dense.gguf"
         convert_hf(name, file, type_name="f16")

@@ -19,6 +19,7 @@ from specsparse.measure.costs.roofline import Roofline
 from specsparse.runtime.times import expected
 from specsparse.speculative import vocab
 
+FLOAT_TYPES = ("F32", "F16", "BF16")
 KV_LENGTH = 128
 """Tokens in the cache where a rate is given without another length."""
 ALPHAS = (0.5, 0.7, 0.9)
@@ -106,6 +107,11 @@ def sizes(f: GGUFFile, *, layers_only: bool = False) -> dict[str, Any]:
         by_type[t.type.name] += t.nbytes
     bits = 8 * nbytes / weights if weights else 0.0
     return {"weights": weights, "bytes": nbytes, "bits_per_weight": bits, "bytes_by_type": dict(by_type.most_common())}
+
+
+def main_type(f: GGUFFile) -> str:
+    """The type that most bytes of the file's layers are in."""
+    return next(iter(sizes(f, layers_only=True)["bytes_by_type"]), "F32")
 
 
 def model_facts(config: ModelConfig) -> dict[str, str]:

@@ -10,6 +10,17 @@ from typing import BinaryIO
 from specsparse.errors import UserError
 
 
+def need_folder(path: str | os.PathLike[str]) -> None:
+    """For files that a user names: a mistyped folder is not made.
+
+    Raises:
+        UserError: the folder of `path` is not there.
+    """
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise UserError(f"{path}: there is no folder {folder} to write it in")
+
+
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """An empty file that becomes `path` when the block ends without an error, and leaves nothing behind otherwise.

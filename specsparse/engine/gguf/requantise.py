@@ -4,8 +4,7 @@ What is lost by quantising twice is lost: a file made here is for measuring spee
 """
 
 import os
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,22 +12,41 @@ import numpy as np
 from gguf import GGUFValueType, GGUFWriter, quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 
+from specsparse.engine import k_quants
 from specsparse.engine.gguf.reader import GGUFFile
 from specsparse.errors import UserError
+from specsparse.support.atomic import need_folder, replacing
 
 _T = GGMLQuantizationType
 
 
+_FALLBACK: Mapping[GGMLQuantizationType, GGMLQuantizationType] = {_T.Q4_K: _T.Q5_0, _T.Q5_K: _T.Q5_1, _T.Q6_K: _T.Q8_0}
+"""What llama.cpp takes where a row is no multiple of 256 (`tensor_type_fallback` of llama-quant.cpp)."""
+
+
 def targets() -> tuple[str, ...]:
-    """Types the gguf library can quantise to, by name."""
+    """Types that can be quantised to, by name: those of the gguf library, and our K-quants."""
     out = []
     for kind in sorted(GGML_QUANT_SIZES):
         try:
-            quants.quantize(np.zeros((1, GGML_QUANT_SIZES[kind][0]), np.float32), kind)
+            encode(np.zeros((1, GGML_QUANT_SIZES[kind][0]), np.float32), kind)
         except NotImplementedError:
             continue
         out.append(kind.name)
     return tuple(out)
+
+
+def encode(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    """The bytes of float32[..., n] in `kind`, n a multiple of its block.
+
+    Raises:
+        NotImplementedError: nothing here writes that type.
+    """
+    values = np.ascontiguousarray(values, np.float32)
+    if kind in k_quants.KINDS:
+        return k_quants.quantize(values, kind)
+    with np.errstate(all="ignore"):  # values beyond a half float become infinite, as in llama.cpp
+        return quants.quantize(values, kind)
 
 
 def kind_of(name: str) -> GGMLQuantizationType:
@@ -54,15 +72,18 @@ class Named(Protocol):
 def type_for(tensor: Named, kind: GGMLQuantizationType, *, tied: bool) -> GGMLQuantizationType:
     """The type that `tensor` gets in a file of `kind`, by the rules of llama.cpp's quantiser where gguf can.
 
-    Vectors stay float32. The output matrix is never under eight bits (Q8_0, where llama.cpp takes Q6_K or, for widths
-    that are no multiple of 256, Q8_0). Rows that are no multiple of the block become F16.
+    Vectors stay float32. The output matrix is Q6_K beside K-quants, and Q8_0 beside other types under eight bits (where
+    llama.cpp takes Q6_K). Rows that are no multiple of 256 get llama.cpp's fallback for the K-quant, and those that are
+    no multiple of the block at all F16.
     """
     if len(tensor.shape) < 2:
         return _T.F32
     block, size = GGML_QUANT_SIZES[kind]
     is_output = tensor.name == ("token_embd.weight" if tied else "output.weight")
     if is_output and 8 * size / block < 8:
-        kind = _T.Q8_0
+        kind = _T.Q6_K if kind in _FALLBACK else _T.Q8_0
+    if tensor.shape[-1] % GGML_QUANT_SIZES[kind][0]:
+        kind = _FALLBACK.get(kind, kind)
     return kind if tensor.shape[-1] % GGML_QUANT_SIZES[kind][0] == 0 else _T.F16
 
 
@@ -82,26 +103,12 @@ def requantise(
         progress: called with (bytes of the source done, bytes in all) after each tensor.
 
     Raises:
-        UserError: the file cannot be written, or a tensor holds no weights.
+        UserError: the file cannot be written (its folder must be there), or a tensor holds no weights.
     """
-    path = Path(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        os.close(handle)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)  # mkstemp's file is the owner's alone
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
-    try:
-        _write(f, Path(temporary), kind, progress)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-    return path
+    need_folder(path)
+    with replacing(path) as temporary:
+        _write(f, temporary, kind, progress)
+    return Path(path)
 
 
 def _write(f: GGUFFile, path: Path, kind: GGMLQuantizationType, progress) -> None:
@@ -122,8 +129,7 @@ def _write(f: GGUFFile, path: Path, kind: GGMLQuantizationType, progress) -> Non
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for tensor, to in plan:
-        with np.errstate(all="ignore"):  # values beyond a half float become infinite, as in llama.cpp
-            raw = tensor.raw if to == tensor.type else quants.quantize(tensor.dequantize(), to)
+        raw = tensor.raw if to == tensor.type else encode(tensor.dequantize(), to)
         writer.write_tensor_data(np.ascontiguousarray(raw))
         done += tensor.nbytes
         if progress is not None:
@@ -133,7 +139,8 @@ def _write(f: GGUFFile, path: Path, kind: GGMLQuantizationType, progress) -> Non
 
 def file_type(kind: GGMLQuantizationType) -> int:
     """`general.file_type` of a file whose matrices are of `kind`."""
-    name = "ALL_F32" if kind == _T.F32 else f"MOSTLY_{kind.name}"
+    small = "_S" if kind in (_T.Q4_K, _T.Q5_K) else ""  # llama.cpp has no name for a file of one K-quant
+    name = "ALL_F32" if kind == _T.F32 else f"MOSTLY_{kind.name}{small}"
     return int(LlamaFileType[name]) if name in LlamaFileType.__members__ else int(LlamaFileType.GUESSED)
 
 

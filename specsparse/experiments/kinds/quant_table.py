@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specsparse.engine.gguf import requantise
-from specsparse.engine.gguf.reader import GGUFFile, open_gguf
+from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
 from specsparse.experiments.config import RunConfig
@@ -105,7 +105,7 @@ def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) ->
     directory.mkdir(parents=True, exist_ok=True)
     source = Path(catalogue.resolve(cfg.model.path))
     f = open_gguf(source)
-    notes = () if _main_type(f) in ("F32", "F16", "BF16") else (BASE_IS_QUANTISED,)
+    notes = () if inspection.main_type(f) in inspection.FLOAT_TYPES else (BASE_IS_QUANTISED,)
     files = [*_made(cfg, source, console), *(Path(catalogue.resolve(file)) for file in cfg.quant_table.files)]
     text = perplexity.cut(cfg, Tokenizer.from_metadata(f.metadata, where=str(source)))
     with perplexity.base_law(cfg, engine, text, directory, console) as law:
@@ -121,11 +121,6 @@ def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) ->
     return record
 
 
-def _main_type(f: GGUFFile) -> str:
-    """The type that most bytes of the file's layers are in."""
-    return next(iter(inspection.sizes(f, layers_only=True)["bytes_by_type"]), "F32")
-
-
 def _made(cfg: RunConfig, source: Path, console: Console) -> Iterator[Path]:
     """The file of each type."""
     for name in cfg.quant_table.types:
@@ -137,7 +132,7 @@ def _row(
 ) -> dict[str, Any]:
     """One line of the table: the file's size, its scores and its timings."""
     f = open_gguf(path)
-    name = _main_type(f)
+    name = inspection.main_type(f)
     with terminal.loading(console, f"loading {path.name}") as progress:
         model = engine.load(path, progress=progress, **cfg.model.overrides())
     size = inspection.sizes(f)

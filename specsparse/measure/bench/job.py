@@ -116,6 +116,7 @@ def requantised(path: Path, name: str, out: Console) -> Path:
     digest = manifest.sha256_of(path)[:12]
     made = manifest.cache_dir() / "requantised" / f"{path.stem}-{digest}-as-{kind.name}.gguf"
     if not made.exists():
+        made.parent.mkdir(parents=True, exist_ok=True)
         with terminal.counting(out, f"re-quantising to {kind.name}", 100) as progress:
 
             def advance(done: int, total: int) -> None:

@@ -6,17 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as GGML
 
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import DEFAULT_ALIGNMENT, MAGIC, GGUFFile, TensorInfo
-from specsparse.engine.gguf.requantise import file_type, type_for
+from specsparse.engine.gguf.requantise import encode, file_type, type_for
 from specsparse.errors import UserError
 from specsparse.powerinfer.files.container import VERSION, NewTensor, write_container
+from specsparse.support.atomic import need_folder
 
-OUT_TYPES = {name.lower(): GGML[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")}
+OUT_TYPES = {
+    name.lower(): GGML[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", "Q4_1")
+}
 """Types of a new file, by name."""
 Progress = Callable[[int, int], None]
 
@@ -53,14 +55,14 @@ def write_model(
     Raises:
         UserError: tensors and metadata do not make a model that runs here, or the file cannot be written.
     """
+    need_folder(path)
     sources = list(sources)
     tied = all(name != "output.weight" for name, _, _ in sources)
     done = 0
 
     def coded(load: Callable[[], np.ndarray], to: GGML) -> np.ndarray:
         nonlocal done
-        with np.errstate(all="ignore"):  # values beyond a half float become infinite, as in llama.cpp
-            raw = quants.quantize(np.ascontiguousarray(load(), np.float32), to)
+        raw = encode(load(), to)
         done += raw.nbytes
         progress(done, total)
         return raw

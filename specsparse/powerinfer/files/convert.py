@@ -5,15 +5,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as GGML
 
 from specsparse.engine.config import ACTIVATION_KEY, ModelConfig
 from specsparse.engine.gguf.reader import MAGIC, POWERINFER_MAGIC, GGUFFile, TensorInfo, open_gguf
+from specsparse.engine.gguf.requantise import encode
 from specsparse.errors import UserError
 from specsparse.powerinfer.ffn.sparse_weights import THRESHOLD_KEY, number, threshold_of
-from specsparse.powerinfer.files import q6_k
 from specsparse.powerinfer.files.checkpoints import PredictorFile, read_predictor, read_threshold, write_predictors
 from specsparse.powerinfer.files.container import NewTensor, write_container
 
@@ -112,7 +111,7 @@ def _sparse_tensors(f: GGUFFile, config: ModelConfig, kind: GGML, load: Callable
         rank = load(i).fc1.shape[0]
         for name, shape in (("fc1", (rank, config.d_model)), ("fc2", (config.d_ff, rank))):
             yield NewTensor(
-                f"blk.{i}.{name}.weight", kind, shape, lambda i=i, name=name: _quantised(getattr(load(i), name), kind)
+                f"blk.{i}.{name}.weight", kind, shape, lambda i=i, name=name: encode(getattr(load(i), name), kind)
             )
     yield _recoded(f.tensors["output_norm.weight"], kind)
     output = f.tensors["token_embd.weight" if config.tied_output else "output.weight"]
@@ -123,14 +122,7 @@ def _output_type(config: ModelConfig, kind: GGML) -> GGML:
     """As PowerInfer's quantiser chooses it."""
     if kind != GGML.Q4_0:
         return kind
-    return GGML.Q8_0 if config.d_model % q6_k.BLOCK else GGML.Q6_K
-
-
-def _quantised(values: np.ndarray, kind: GGML) -> np.ndarray:
-    if kind == GGML.Q6_K:
-        return q6_k.quantize_q6_k(values)
-    with np.errstate(all="ignore"):  # values beyond a half float become infinite, as in llama.cpp
-        return quants.quantize(np.ascontiguousarray(values, np.float32), kind)
+    return GGML.Q8_0 if config.d_model % GGML_QUANT_SIZES[GGML.Q6_K][0] else GGML.Q6_K
 
 
 def _recoded(t: TensorInfo, kind: GGML, *, name: str | None = None) -> NewTensor:
@@ -140,13 +132,11 @@ def _recoded(t: TensorInfo, kind: GGML, *, name: str | None = None) -> NewTensor
         raise UserError(
             f"{t.source}: tensor '{t.name}' has rows of {t.shape[-1]}, which {kind.name} cannot hold; use f16"
         )
-    return NewTensor(
-        name or t.name, kind, t.shape, lambda: t.raw if t.type == kind else _quantised(t.dequantize(), kind)
-    )
+    return NewTensor(name or t.name, kind, t.shape, lambda: t.raw if t.type == kind else encode(t.dequantize(), kind))
 
 
 def _transposed(t: TensorInfo, name: str, kind: GGML) -> NewTensor:
-    return NewTensor(name, kind, t.shape[::-1], lambda: _quantised(t.dequantize().T, kind))
+    return NewTensor(name, kind, t.shape[::-1], lambda: encode(t.dequantize().T, kind))
 
 
 def from_powerinfer(

@@ -74,7 +74,9 @@ def test_unknown_types_are_named(name):
 
 
 def test_a_place_that_cannot_be_written(source, tmp_path):
-    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
     with pytest.raises(UserError, match="cannot be written"):
-        requantise.requantise(source, tmp_path / "file" / "made.gguf", GGMLQuantizationType.F16)
-    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+        requantise.requantise(source, tmp_path / "folder", GGMLQuantizationType.F16)
+    with pytest.raises(UserError, match=r"there is no folder .*missing to write it in"):
+        requantise.requantise(source, tmp_path / "missing" / "made.gguf", GGMLQuantizationType.F16)
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"]

@@ -237,7 +237,7 @@ def test_a_folder_of_transformers_is_a_source(tmp_path, capsys):
     made = {}
     for source in (folder, tmp_path / "dense.gguf"):
         argv = ["convert", "powerinfer", str(source), str(tmp_path / "p"), "--out", str(out / "s.gguf")]
-        assert main([*argv, "--type", "q4_0"]) == 0
+        assert main([*argv, "--type", "q4_0", "--overwrite"]) == 0
         made[source] = (out / "s.gguf").read_bytes()
     assert len(set(made.values())) == 1 and [f.name for f in out.iterdir()] == ["s.gguf"]
     assert open_gguf(out / "s.gguf").tensors["output.weight"].type.name == "Q6_K"
