@@ -4,12 +4,9 @@ Every mistake becomes a `UserError` that names the key and, for an unknown one, 
 """
 
 import dataclasses
-import difflib
-import types
-import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, Union
+from typing import Any
 
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
@@ -34,6 +31,7 @@ from specsparse.experiments.settings import (
     TreeSpec,
     VerifierSpec,
 )
+from specsparse.support.options import options_of, read
 
 __all__ = [
     "CertifySpec",
@@ -57,70 +55,12 @@ __all__ = [
     "VerifierSpec",
     "choice_options",
     "from_omegaconf",
-    "nearest",
     "sampling_params",
     "valid_keys",
 ]
 
-# Key, lower bound: what a type cannot say.
-_AT_LEAST = {
-    "max_tokens": 1,
-    "repeats": 1,
-    "seed": 0,
-    "policy.gamma": 1,
-    "model.context_length": 1,
-    "model.threads": 1,
-    "model.mesh": 1,
-    "data.limit_per_task": 1,
-    "time_split": 0,
-    "record_laws": 0,
-    "certify.vocab": 2,
-    "certify.gamma": 1,
-    "roofline.kv_length": 0,
-    "ffn.tokens": 1,
-    "sparsity.window": 4,
-    "sparsity.judged": 1,
-    "sparsity.tokens": 0,
-    "sparsity.repeats": 1,
-    "train.tokens": 1,
-    "train.window": 4,
-    "train.judged": 1,
-    "placement.granularity": 1,
-    "placement.rows": 1,
-    "placement.context": 1,
-    "placement.tokens": 1,
-    "placement.window": 1,
-    "placement.decode": 0,
-    "n_gpu_layers": 0,
-    "perplexity.context": 4,
-    "perplexity.stride": 0,
-    "perplexity.chunks": 1,
-    "quant_table.pp": 0,
-    "quant_table.tg": 0,
-    "quant_table.timings": 1,
-}
 WEIGHS_DRAWS = ("token", "block")
 """Verifiers of chains that weigh p against the law that drafts were drawn from."""
-
-_CHOICES = {
-    "model.kv_dtype": ("f32", "f16", "bf16"),
-    "model.rope_scaling": ("none", "linear", "yarn"),
-    "model.backend": ("native", "reference", "xla"),
-    "ffn.name": ("dense", "powerinfer", "oracle", "predicted"),
-    "loop": ("jit", "host"),
-    "data.turns": ("first", "both"),
-    "placement.rule": ("optimal", "powerinfer", "layers", "none"),
-    "placement.hot": ("masked", "dense"),
-    "certify.vocab": (2, 3, 4, 5, 6),
-    "certify.gamma": (1, 2, 3),
-}
-
-
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """A hint for a name that is not valid, beginning with "; ": the nearest one, or all where none is near."""
-    names = sorted(valid)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else f"; valid: {', '.join(names)}"
 
 
 def from_omegaconf(cfg: Any) -> RunConfig:
@@ -140,15 +80,7 @@ def from_omegaconf(cfg: Any) -> RunConfig:
         missing = isinstance(error, MissingMandatoryValue)
         raise UserError(f"{key}: {'a value is needed' if missing else str(error).splitlines()[0]}") from error
     assert isinstance(plain, dict)
-    for key, low in _AT_LEAST.items():
-        value = _look_up(plain, key)
-        if isinstance(value, int) and value < low:
-            raise UserError(f"{key}={value}: must be at least {low}")
-    for key, choices in _CHOICES.items():
-        value = _look_up(plain, key)
-        if value is not None and value not in choices:
-            raise UserError(f"{key}={value}: must be one of {', '.join(map(str, choices))}")
-    run = _build(RunConfig, {**plain, "composed": plain}, "")
+    run = read(RunConfig, plain, group="", internal={"composed": plain}, null=True)
     return _drawn(run, sampling_params(run))  # fails here, not after the model is loaded
 
 
@@ -181,88 +113,14 @@ def sampling_params(cfg: RunConfig) -> SamplingParams:
 
 def valid_keys() -> list[str]:
     """Every dotted key of the schema (options of drafters and the like are checked by their owners)."""
-    keys = []
-    for f in dataclasses.fields(RunConfig):
-        keys.append(f.name)
-        if dataclasses.is_dataclass(f.type):
-            keys += [f"{f.name}.{sub.name}" for sub in dataclasses.fields(f.type)]
-    keys += [f"sampling.{f.name}" for f in dataclasses.fields(SamplingParams)]
-    return [key for key in keys if not key.endswith(("composed", ".options"))]
+    keys = [f"sampling.{name}" for name in options_of(SamplingParams)]
+    for name, option in options_of(RunConfig).items():
+        inner = options_of(option.hint) if dataclasses.is_dataclass(option.hint) else ()
+        keys += [name, *(f"{name}.{sub}" for sub in inner)]
+    return keys
 
 
 def _items(cfg: Any) -> Iterable[tuple[str, Any]]:
     from omegaconf import DictConfig
 
     return cfg.items_ex(resolve=False) if isinstance(cfg, DictConfig) else cfg.items()
-
-
-def _look_up(plain: Mapping[str, Any], key: str) -> Any:
-    for part in key.split("."):
-        if not isinstance(plain, Mapping) or part not in plain:
-            return None
-        plain = plain[part]
-    return plain
-
-
-def _build(cls: type, values: Any, path: str) -> Any:
-    """An instance of dataclass `cls` from a mapping; unknown keys go to its `options` where it has one."""
-    if not isinstance(values, Mapping):
-        raise UserError(f"{path}: expected a group of values, got {values!r}")
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    prefix = f"{path}." if path else ""
-    known, rest = {}, {}
-    for key, value in values.items():
-        if key in fields and key != "options":
-            known[key] = _convert(fields[key].type, value, f"{prefix}{key}")
-        else:
-            rest[str(key)] = value
-    if rest and "options" in fields:
-        known["options"] = rest
-    elif rest:
-        key = next(iter(rest))
-        raise UserError(f"unknown key {prefix}{key}{nearest(key, [n for n in fields if n != 'composed'])}")
-    missing = [n for n, f in fields.items() if n not in known and _required(f)]
-    if missing:
-        raise UserError(f"{prefix}{missing[0]}: a value is needed")
-    return cls(**known)
-
-
-def _required(f: dataclasses.Field) -> bool:
-    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-
-
-def _convert(hint: Any, value: Any, path: str, *, instead: Iterable[str] = ()) -> Any:
-    """`value` as the type `hint` asks for; an int is taken for a float, nothing else is converted.
-
-    `instead`: words that would have been taken too, for the message.
-    """
-    if dataclasses.is_dataclass(hint):
-        return _build(hint, value, path)
-    origin = typing.get_origin(hint)
-    if origin in (Union, types.UnionType):
-        options = typing.get_args(hint)
-        if value is None and type(None) in options:
-            return None
-        words = [w for o in options if typing.get_origin(o) is Literal for w in typing.get_args(o)]
-        if value in words:
-            return value
-        kind = next(o for o in options if o is not type(None) and typing.get_origin(o) is not Literal)
-        return _convert(kind, value, path, instead=words)
-    if origin is tuple:
-        items = [value] if isinstance(value, str) else value
-        if not isinstance(items, list):
-            raise UserError(f"{path}={value}: expected a list, such as [a,b]")
-        return tuple(_convert(typing.get_args(hint)[0], item, path) for item in items)
-    if origin is dict:
-        if not isinstance(value, Mapping):
-            raise UserError(f"{path}={value}: expected a group of values")
-        return dict(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if hint is str and isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
-    if type(value) is not hint:
-        names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-        shown = "null" if value is None else value
-        raise UserError(f"{path}={shown}: expected {' or '.join([names[hint], *instead])}")
-    return value

@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 from specsparse.errors import UserError
-from specsparse.experiments.config import nearest, valid_keys
+from specsparse.experiments.config import valid_keys
+from specsparse.support.options import nearest
 
 
 def explain(error: Exception, conf: Path) -> UserError:

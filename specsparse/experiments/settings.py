@@ -2,7 +2,16 @@
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from specsparse.support.options import Internal, Range, Rest
+
+Count = Annotated[int, Range(1)]
+"""A whole number of at least 1."""
+Size = Annotated[int, Range(0)]
+"""A whole number of at least 0."""
+OfChoice = Annotated[dict[str, Any], Rest()]
+"""Options of a choice, which checks them when it is made."""
 
 
 @dataclass(frozen=True)
@@ -14,18 +23,18 @@ class ModelSpec:
     """
 
     path: str
-    context_length: int | None = None
-    kv_dtype: str | None = None
+    context_length: Count | None = None
+    kv_dtype: Literal["f32", "f16", "bf16"] | None = None
     rope_base: float | None = None
     rope_scale: float | None = None
-    rope_scaling: str | None = None
-    threads: int | None = None
-    backend: str | None = None
+    rope_scaling: Literal["none", "linear", "yarn"] | None = None
+    threads: Count | None = None
+    backend: Literal["native", "reference", "xla"] | None = None
     activation: str | None = None
     placement: str | None = None
     hot: str | None = None
     devices: int | None = None
-    mesh: int | None = None
+    mesh: Count | None = None
 
     def overrides(self) -> dict[str, Any]:
         """Keyword arguments of `specsparse.load`: what is not None."""
@@ -37,7 +46,7 @@ class DrafterSpec:
     """A registered drafter and its own options; the name "none" is plain decoding."""
 
     name: str
-    options: dict[str, Any] = field(default_factory=dict)
+    options: OfChoice = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,7 @@ class VerifierSpec:
     """A registered verifier and its own options."""
 
     name: str
-    options: dict[str, Any] = field(default_factory=dict)
+    options: OfChoice = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,7 @@ class TreeSpec:
     """The shape of the drafts of a drafter with a model and its own options; the name "chain" is no tree."""
 
     name: str = "chain"
-    options: dict[str, Any] = field(default_factory=dict)
+    options: OfChoice = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -61,8 +70,8 @@ class PolicySpec:
     """How many tokens to propose in a round; gamma >= 1."""
 
     name: str
-    gamma: int
-    options: dict[str, Any] = field(default_factory=dict)
+    gamma: Count
+    options: OfChoice = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,9 +80,9 @@ class DataSpec:
 
     source: str = "builtin"
     tasks: tuple[str, ...] | None = None
-    limit_per_task: int | None = None
+    limit_per_task: Count | None = None
     chat: bool = True
-    turns: str = "first"
+    turns: Literal["first", "both"] = "first"
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,7 @@ class TrackerSpec:
     """Where the numbers go: "jsonl", or "wandb" with its options; JSONL is always written."""
 
     name: str
-    options: dict[str, Any] = field(default_factory=dict)
+    options: OfChoice = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -89,7 +98,7 @@ class PredictorSpec:
     """A registered predictor of active neurons and its own options; the name "none" is no predictor."""
 
     name: str = "none"
-    options: dict[str, Any] = field(default_factory=dict)
+    options: OfChoice = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -105,11 +114,11 @@ class FfnSpec:
         union_cap: share of the neurons that a verification pass may read; None: no cap. For kind=spec_sparse.
     """
 
-    name: str | None = None
+    name: Literal["dense", "powerinfer", "oracle", "predicted"] | None = None
     threshold: float | None = None
     faithful_f16: bool = False
     weights: str | None = None
-    tokens: int = 1024
+    tokens: Count = 1024
     union_cap: float | None = None
 
     def overrides(self) -> dict[str, Any]:
@@ -144,46 +153,46 @@ class SparsitySpec:
     values: tuple[float, ...] = ()
     predictors: tuple[str, ...] = ()
     recall: float | None = None
-    window: int = 128
-    judged: int = 6
-    tokens: int = 64
-    repeats: int = 3
+    window: Annotated[int, Range(4)] = 128
+    judged: Count = 6
+    tokens: Size = 64
+    repeats: Count = 3
 
 
 @dataclass(frozen=True)
 class TrainSpec:
     """What `kind: train_predictors` reads, compares and keeps; the others are `predictors.fit.train.TrainOptions`."""
 
-    tokens: int = 4096
-    window: int = 128
-    judged: int = 8
+    tokens: Count = 4096
+    window: Annotated[int, Range(4)] = 128
+    judged: Count = 8
     active_share: float | None = None
     compare: tuple[str, ...] = ()
     output: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    options: OfChoice = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class PlacementSpec:
     """Which neurons lie on the accelerator, and what is counted and assumed for it; see `conf/placement`."""
 
-    rule: str = "optimal"
-    hot: str = "masked"
-    granularity: int = 256
+    rule: Literal["optimal", "powerinfer", "layers", "none"] = "optimal"
+    hot: Literal["masked", "dense"] = "masked"
+    granularity: Count = 256
     hot_device: str = "4090"
     cold_device: str = "this"
     link_gbs: float = 25.0
     latency_us: float = 10.0
     call_us: float = 5.0
     overlap: bool = True
-    rows: int = 1
-    context: int = 512
+    rows: Count = 1
+    context: Count = 512
     activations: str | None = None
     active_share: float | None = None
-    tokens: int = 2048
-    window: int = 128
+    tokens: Count = 2048
+    window: Count = 128
     gpu_index: str | None = None
-    decode: int = 0
+    decode: Size = 0
 
 
 @dataclass(frozen=True)
@@ -199,8 +208,8 @@ class CertifySpec:
     """What `kind: certify` enumerates; see `speculative.proof.certify.certify`."""
 
     verifiers: tuple[str, ...] | None = None
-    vocab: int = 4
-    gamma: int = 3
+    vocab: Annotated[int, Range(2, 6)] = 4
+    gamma: Annotated[int, Range(1, 3)] = 3
     mutants: bool = True
 
 
@@ -212,7 +221,7 @@ class RooflineSpec:
     """
 
     device: str = "this"
-    kv_length: int | None = None
+    kv_length: Size | None = None
     refresh: bool = False
     drafters: tuple[str, ...] = ()
     trees: tuple[str, ...] = ()
@@ -230,9 +239,9 @@ class PerplexitySpec:
     """
 
     text: str | None = None
-    context: int = 512
-    stride: int = 0
-    chunks: int | None = None
+    context: Annotated[int, Range(4)] = 512
+    stride: Size = 0
+    chunks: Count | None = None
     base: str | None = "f32"
 
 
@@ -249,9 +258,9 @@ class QuantTableSpec:
 
     types: tuple[str, ...] = ("F16", "Q8_0", "Q4_1", "Q4_0")
     files: tuple[str, ...] = ()
-    pp: int = 512
-    tg: int = 64
-    timings: int = 3
+    pp: Size = 512
+    tg: Size = 64
+    timings: Count = 3
 
 
 @dataclass(frozen=True)
@@ -281,18 +290,18 @@ class RunConfig:
     predictor: PredictorSpec = PredictorSpec()
     ffn: FfnSpec = FfnSpec()
     name: str = "run"
-    max_tokens: int = 128
-    seed: int = 0
-    repeats: int | Literal["auto"] = 1
+    max_tokens: Count = 128
+    seed: Size = 0
+    repeats: Count | Literal["auto"] = 1
     warmup: bool = True
     stream: bool = True
     debug: bool = False
     reuse: bool = True
     kind: str = "speed"
-    loop: str = "jit"
-    time_split: int = 0
+    loop: Literal["jit", "host"] = "jit"
+    time_split: Size = 0
     trace: bool = False
-    record_laws: int = 0
+    record_laws: Size = 0
     compare: CompareSpec = CompareSpec()
     certify: CertifySpec = CertifySpec()
     roofline: RooflineSpec = RooflineSpec()
@@ -301,9 +310,9 @@ class RunConfig:
     sparsity: SparsitySpec = SparsitySpec()
     placement: PlacementSpec = PlacementSpec()
     vram_budget: float | None = None
-    n_gpu_layers: int | None = None
+    n_gpu_layers: Size | None = None
     reset_gpu_index: bool = False
     disable_gpu_index: bool = False
     perplexity: PerplexitySpec = PerplexitySpec()
     quant_table: QuantTableSpec = QuantTableSpec()
-    composed: dict[str, Any] = field(default_factory=dict, repr=False)
+    composed: Annotated[dict[str, Any], Internal()] = field(default_factory=dict, repr=False)

@@ -43,9 +43,9 @@ class Range:
     besides: tuple[float, ...] = ()
 
     def holds(self, value: float) -> bool:
-        """Whether the value is allowed; NaN is not."""
+        """Whether the value is allowed; NaN and infinities are not, but for those of `besides`."""
         inside = self.low < value if self.above else self.low <= value
-        return (inside and value <= self.high) or value in self.besides
+        return (inside and value <= self.high and -math.inf < value < math.inf) or value in self.besides
 
     def __str__(self) -> str:
         bounds = []
@@ -85,6 +85,20 @@ class Internal:
     """A field that is no option: given by the program, never by the user."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Rest:
+    """A field that takes all values whose names are no option, unchecked: those of a choice that is made later."""
+
+
+class _RefusedError(UserError):
+    """A value that is not what is `wanted`."""
+
+    def __init__(self, label: str, value: Any, wanted: str):
+        shown = "null" if value is None else " ".join((value if isinstance(value, str) else repr(value)).split())
+        super().__init__(f"{label}={shown if len(shown) <= 60 else shown[:57] + '...'} must be {wanted}")
+        self.wanted = wanted
+
+
 class Option(NamedTuple):
     """One option of a class.
 
@@ -110,25 +124,23 @@ class Option(NamedTuple):
 
 @functools.cache
 def options_of(owner: type) -> Mapping[str, Option]:
-    """The options of a dataclass by name, in order; fields marked `Internal` are none.
+    """The options of a dataclass by name, in order; fields marked `Internal` or `Rest` are none.
 
     Raises:
         TypeError: it is no dataclass.
     """
     if not dataclasses.is_dataclass(owner):
         raise TypeError(f"{owner.__name__} is no dataclass: its fields are its options")
-    hints, about = typing.get_type_hints(owner, include_extras=True), _attributes(owner)
-    out = {}
-    for field in dataclasses.fields(owner):
-        if not field.init:
-            continue
-        hint, marks = _parts(hints[field.name])
-        if not any(isinstance(mark, Internal) for mark in marks):
+    about, out = _attributes(owner), {}
+    for field, hint, marks in _fields(owner):
+        if not any(isinstance(mark, Internal | Rest) for mark in marks):
             out[field.name] = Option(field.name, hint, marks, _default(field), about.get(field.name, ""))
     return types.MappingProxyType(out)
 
 
-def read(owner: type[T], given: Mapping[str, Any], *, group: str, name: str = "", internal: Mapping = {}) -> T:
+def read(
+    owner: type[T], given: Mapping[str, Any], *, group: str, name: str = "", internal: Mapping = {}, null: bool = False
+) -> T:
     """An instance of a dataclass from values by option name.
 
     Args:
@@ -137,23 +149,30 @@ def read(owner: type[T], given: Mapping[str, Any], *, group: str, name: str = ""
         group: what stands before the option in messages, such as "drafter"; "" for nothing.
         name: of the choice in the group, for the message; by default none.
         internal: values of fields that are no options.
+        null: None is a value like any other, and refused where the type does not have it.
 
     Raises:
         UserError: an unknown option (with the nearest), one given under two names, a missing one, or a bad value.
     """
     options, label = options_of(owner), f"{group}." if group else ""
+    rest = next((field.name for field, _, marks in _fields(owner) if any(isinstance(m, Rest) for m in marks)), None)
     names = {alias: key for key, option in options.items() for alias in option.aliases} | {key: key for key in options}
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {rest: {}} if rest else {}
     source: dict[str, str] = {}
     for key, value in given.items():
+        if key not in names and rest:
+            values[rest][str(key)] = value
+            continue
         if key not in names:
             whose = f" of {name}" if name else ""
             raise UserError(f"{label}{key} is no option{whose}{nearest(str(key), names)}")
         option = options[names[key]]
-        if value is None and not _takes_none(option.hint):
+        if value is None and not null and not _takes_none(option.hint):
             continue
         if option.name in values:
             raise UserError(f"{label}{source[option.name]} and {label}{key} are one option: give one of them")
+        if null and dataclasses.is_dataclass(option.hint) and isinstance(value, Mapping):
+            value = read(option.hint, value, group=f"{label}{key}", null=True)
         values[option.name], source[option.name] = checked(option, value, f"{label}{key}"), key
     for option in options.values():
         if option.default is dataclasses.MISSING and option.name not in values:
@@ -190,16 +209,18 @@ def _value(hint: Any, marks: Sequence[Any], value: Any, label: str) -> Any:
     if origin in (Union, types.UnionType):
         return _union(args, marks, value, label)
     if origin is Literal:
-        if value not in args:
-            raise _refuse(label, value, f"one of {', '.join(map(str, args))}")
+        if not any(value is arg or (type(value) is type(arg) and value == arg) for arg in args):
+            raise _RefusedError(label, value, f"{'one of ' if len(args) > 1 else ''}{', '.join(map(str, args))}")
         return value
     if origin in (tuple, Sequence) or hint is tuple:
         return _items(args, value, label)
     if origin in (dict, Mapping) or hint is dict:
         if not isinstance(value, Mapping):
-            raise _refuse(label, value, "a group of values")
+            raise _RefusedError(label, value, "a group of values")
         return dict(value)
-    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+    if dataclasses.is_dataclass(hint) and not isinstance(value, hint):
+        if not isinstance(value, Mapping):
+            raise _RefusedError(label, value, "a group of values")
         return read(hint, value, group=label)
     return _plain(hint, [mark for mark in marks if isinstance(mark, Range)], value, label)
 
@@ -208,13 +229,14 @@ def _union(hints: Sequence[Any], marks: Sequence[Any], value: Any, label: str) -
     """The first of the types that takes the value; None is taken as it is."""
     if value is None and type(None) in hints:
         return None
-    kinds = [hint for hint in hints if hint is not type(None)]
-    for hint in kinds[:-1]:
+    wanted = []
+    for hint in hints:
         try:
-            return _value(hint, marks, value, label)
-        except UserError:
-            continue
-    return _value(kinds[-1], marks, value, label)
+            if hint is not type(None):
+                return _value(hint, marks, value, label)
+        except _RefusedError as error:
+            wanted.append(error.wanted)
+    raise _RefusedError(label, value, " or ".join(wanted))
 
 
 def _items(hints: Sequence[Any], value: Any, label: str) -> tuple:
@@ -222,7 +244,7 @@ def _items(hints: Sequence[Any], value: Any, label: str) -> tuple:
     hint = hints[0] if hints else Any
     value = (value,) if isinstance(value, str) and hint is str else value
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence | Set):
-        raise _refuse(label, value, "a list, such as [a,b]")
+        raise _RefusedError(label, value, "a list, such as [a,b]")
     return tuple(_value(hint, (), item, label) for item in value)
 
 
@@ -240,7 +262,7 @@ def _plain(hint: Any, ranges: Sequence[Range], value: Any, label: str) -> Any:
     wanted = _NAMES.get(hint) or f"a {getattr(hint, '__name__', hint)}"
     fits = isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool)
     if not fits or not all(bounds.holds(value) for bounds in ranges):
-        raise _refuse(label, given, " ".join([wanted, *_bounds(ranges)]))
+        raise _RefusedError(label, given, " ".join([wanted, *_bounds(ranges)]))
     return value
 
 
@@ -259,12 +281,13 @@ def _read_by(reader: Read, value: Any, label: str) -> Any:
     try:
         return reader.by(value)
     except (ValueError, TypeError, OSError):
-        raise _refuse(label, value, reader.text) from None
+        raise _RefusedError(label, value, reader.text) from None
 
 
-def _refuse(label: str, value: Any, wanted: str) -> UserError:
-    shown = "null" if value is None else " ".join((value if isinstance(value, str) else repr(value)).split())
-    return UserError(f"{label}={shown if len(shown) <= 60 else shown[:57] + '...'} must be {wanted}")
+def _fields(owner: type) -> list[tuple[dataclasses.Field, Any, tuple[Any, ...]]]:
+    """The fields that are given when an instance is made, with their types and what is annotated."""
+    hints = typing.get_type_hints(owner, include_extras=True)
+    return [(field, *_parts(hints[field.name])) for field in dataclasses.fields(owner) if field.init]
 
 
 def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from specsparse.errors import UserError
-from specsparse.support.options import Also, Internal, Range, Read, options_of, read
+from specsparse.support.options import Also, Internal, Range, Read, Rest, options_of, read
 from specsparse.support.registry import Registry
 
 
@@ -106,6 +106,44 @@ def test_a_value_without_default_is_needed():
 
     with pytest.raises(UserError, match=r"model\.path: a value is needed"):
         read(Needs, {}, group="model")
+
+
+@dataclass(frozen=True)
+class Choice:
+    name: str = "none"
+    at: Annotated[int, Range(1)] | Literal["auto"] = "auto"
+    options: Annotated[dict[str, Any], Rest()] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Groups:
+    choice: Choice = field(default_factory=Choice)
+    steps: int = 1
+    limit: Annotated[float | None, Range(0)] = None
+
+
+def test_what_is_no_option_is_kept_for_the_choice():
+    given = {"choice": {"name": "a", "at": 3, "rank": None, "options": 2}}
+    assert read(Groups, given, group="").choice == Choice("a", 3, {"rank": None, "options": 2})
+    assert list(options_of(Choice)) == ["name", "at"]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"steps": None}, "steps=null must be a whole number"),
+        ({"choice": {"name": None}}, "choice.name=null must be a text"),
+        ({"choice": {"at": "often"}}, "choice.at=often must be a whole number of at least 1 or auto"),
+        ({"choice": 3}, "choice=3 must be a group of values"),
+        ({"limit": math.inf}, "limit=inf must be a number of at least 0"),
+        ({"step": 2}, "step is no option; did you mean steps?"),
+    ],
+)
+def test_where_null_is_a_value_it_is_one_in_the_groups_too(given, says):
+    with pytest.raises(UserError) as error:
+        read(Groups, given, group="", null=True)
+    assert str(error.value) == says
+    assert read(Groups, {"limit": None}, group="", null=True) == read(Groups, {"steps": None}, group="") == Groups()
 
 
 def test_the_docstring_tells_what_an_option_is():

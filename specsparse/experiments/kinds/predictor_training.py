@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specsparse.errors import UserError
-from specsparse.experiments.config import RunConfig, nearest
+from specsparse.experiments.config import RunConfig
 from specsparse.experiments.kinds import training_folder
 from specsparse.powerinfer.files.checkpoints import PredictorFile, write_predictors
 from specsparse.predictors import FFN
@@ -29,6 +29,7 @@ from specsparse.predictors.mlp import MlpWeights, mlp_weights
 from specsparse.predictors.registry import checked
 from specsparse.support import terminal
 from specsparse.support.atomic import replacing
+from specsparse.support.options import nearest
 
 PREDICTORS_FILE = "predictors.safetensors"
 EXPORT_FOLDER = "powerinfer"

@@ -5,8 +5,9 @@ from dataclasses import fields
 from typing import Any, get_type_hints
 
 from specsparse.errors import UserError
-from specsparse.experiments.config import RunConfig, nearest
+from specsparse.experiments.config import RunConfig
 from specsparse.predictors.registry import checked
+from specsparse.support.options import nearest
 
 _OF_THE_RUN = ("seed", "chat")
 
