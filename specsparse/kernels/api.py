@@ -22,7 +22,7 @@ class Kernels:
         embed: rows of a packed matrix by index.
         attend: rotary embedding, cache append and attention.
         argmax: index of the largest value of each row.
-        sparse_ffn: an FFN of which each row computes its own neurons only; see `reference_neurons`.
+        sparse_ffn: an FFN of which each row computes its own neurons only; see `reference.sparse`.
         signbit_keep: neurons predicted from sign bits.
         layers: all layers of a dense model in one call, equal to their composition from `linear` and `attend` bit for
             bit, the zeros of a ReLU model skipped where it is given `SkipWeights`; None where the backend has no such

@@ -101,7 +101,7 @@ def pack_neurons(raw: np.ndarray, ggml_type: GGML, shape: tuple[int, int]) -> Ne
     """Packs a matrix [F, D] from a file's bytes, any GGUF type without loss.
 
     Args:
-        raw: the tensor's bytes as `packing.pack_qtensor` takes them.
+        raw: the tensor's bytes as `packing.pack.pack_qtensor` takes them.
         ggml_type: their GGUF type.
         shape: (F, D); for the down projection its transpose, one row a neuron.
 

@@ -2,7 +2,7 @@
 
 A matrix is cut into groups of 16 rows; within a group the columns follow each other in tiles, scales before codes, so
 that one
-thread reads one stream of memory. `docs/ARCHITECTURE.md` gives the byte layout.
+thread reads one stream of memory. `docs/layouts.md` gives the byte layout.
 """
 
 from dataclasses import dataclass

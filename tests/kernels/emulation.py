@@ -1,4 +1,4 @@
-"""The definition of the native kernels (docs/ARCHITECTURE.md) in plain numpy, written from the text, not from the C++.
+"""The definition of the native kernels (docs/layouts.md) in plain numpy, written from the text, not from the C++.
 
 Fused multiply-adds are emulated in float64, where the product of two float32 is exact; the sum is then rounded twice,
 which in about one of 2^29 cases gives another float32.

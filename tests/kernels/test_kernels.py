@@ -1,6 +1,6 @@
 """One suite for all implementations of the kernels: native on every instruction set, reference and xla.
 
-Promised: the native kernels compute the definition of docs/ARCHITECTURE.md, emulated in numpy, bit for bit, on every
+Promised: the native kernels compute the definition of docs/layouts.md, emulated in numpy, bit for bit, on every
 instruction set, for every number of threads, and for every number of rows (contract C1). All implementations agree with
 float64 within `tests/tolerances.py`, and the reference keeps C1 as well. Rows past `n_valid` are zeros and leave the
 cache alone, whatever it holds there.

@@ -14,7 +14,7 @@ constexpr int kRows = 16;    // rows of a group
 constexpr int kBlock = 32;   // columns that share an activation scale
 constexpr int kSuper = 256;  // columns under one super-block header
 
-// A packed matrix; docs/ARCHITECTURE.md gives the bytes.
+// A packed matrix; docs/layouts.md gives the bytes.
 struct Matrix {
   const uint8_t* data;
   int64_t rows, cols, group_bytes;

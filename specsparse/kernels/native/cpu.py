@@ -125,7 +125,7 @@ def _call(target: str, shapes, **options):
 
 
 def linear(x, weights, *, n_valid, norm=None, eps=0.0, biases=None, residual=None, act=None):
-    """`reference.linear` by the C++ kernels."""
+    """`reference.dense.linear` by the C++ kernels."""
     empty = jnp.zeros((0,), jnp.float32)
     outs = weights[:1] if act else weights
     shapes = tuple(jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32) for w in outs)
@@ -149,13 +149,13 @@ def linear(x, weights, *, n_valid, norm=None, eps=0.0, biases=None, residual=Non
 
 
 def embed(w, ids):
-    """`reference.embed` by the C++ kernels."""
+    """`reference.dense.embed` by the C++ kernels."""
     call = _call("specsparse_embed", jax.ShapeDtypeStruct((ids.shape[0], w.shape[1]), jnp.float32))
     return call(w.data, ids, description=describe((w,)))
 
 
 def attend(q, k, v, cache_k, cache_v, *, cos, sin, length, n_valid, parents=None, pairing="norm"):
-    """`reference.attend` by the C++ kernels; a head size that is no multiple of 16 takes the reference."""
+    """`reference.dense.attend` by the C++ kernels; a head size that is no multiple of 16 takes the reference."""
     if cache_v.shape[-1] % 16:
         return dense.attend(
             q,
@@ -239,12 +239,12 @@ def layers(
 
 
 def argmax(x):
-    """`reference.argmax` by the C++ kernels."""
+    """`reference.dense.argmax` by the C++ kernels."""
     return _call("specsparse_argmax", jax.ShapeDtypeStruct(x.shape[:1], jnp.int32))(x)
 
 
 def check(logits_RV):
-    """`engine.sampling.row_laws.reference_check` by the C++ kernels."""
+    """`SamplingKernels.check` (see `engine.sampling.row_laws`) by the C++ kernels."""
     return _call("specsparse_check", jax.ShapeDtypeStruct(logits_RV.shape[:1], jnp.bool_))(logits_RV)
 
 

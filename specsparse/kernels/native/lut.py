@@ -1,4 +1,4 @@
-"""The look-up kernels by C++ behind `jax.ffi`, with the signature of `reference_lut`. No model runs on them."""
+"""The look-up kernels by C++ behind `jax.ffi`, with the signature of `reference.lut`. No model runs on them."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ _TARGET = "specsparse_lut_linear"
 
 
 def lut_linear(x_RD: jax.Array, w: BitPlanes, *, sums: Sums = "int16", residual: jax.Array | None = None) -> jax.Array:
-    """`reference_lut.lut_linear` by the C++ kernels; with "int16" sums `native_cpu.linear`, bit for bit.
+    """`reference.lut.lut_linear` by the C++ kernels; with "int16" sums `native.cpu.linear`, bit for bit.
 
     Raises:
         UserError: an unknown `sums`, shapes that do not fit, or kernels that were not built.

@@ -1,4 +1,4 @@
-"""The sparse kernels by C++ behind `jax.ffi`, with the signatures of `reference_neurons`."""
+"""The sparse kernels by C++ behind `jax.ffi`, with the signatures of `reference.sparse`."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def sparse_ffn(
     x_RD, keep_RF, gate, up, down_t, *,
     n_valid, norm=None, eps=0.0, act=None, up_act=None, residual=None, least=None,
 ):  # fmt: skip
-    """`reference_neurons.sparse_ffn` by the C++ kernels."""
+    """`reference.sparse.sparse_ffn` by the C++ kernels."""
     sparse.check(x_RD, keep_RF, gate, up, down_t, act, up_act)
     rows = x_RD.shape[0]
     empty = jnp.zeros((0,), jnp.float32)
@@ -59,7 +59,7 @@ def sparse_ffn(
 
 
 def signbit_keep(x_RD, signs, *, threshold, n_valid):
-    """`reference_neurons.signbit_keep` by the C++ kernels; the same neurons."""
+    """`reference.sparse.signbit_keep` by the C++ kernels; the same neurons."""
     sparse.check_signs(x_RD, signs)
     shape = jax.ShapeDtypeStruct((x_RD.shape[0], signs.shape[0]), jnp.uint8)
     call = cpu._call("specsparse_signbit_keep", shape)

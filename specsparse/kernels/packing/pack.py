@@ -1,4 +1,4 @@
-"""GGUF bytes to the packed layouts of `docs/ARCHITECTURE.md`.
+"""GGUF bytes to the packed layouts of `docs/layouts.md`.
 
 A decoder (`packing_types`, `packing_codebooks`) turns the blocks of some rows into `Parts`: codes in column order, and
 scales, as views of the file where it already stores them so. This module lays the parts out in groups of 16 rows by

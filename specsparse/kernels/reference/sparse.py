@@ -16,7 +16,7 @@ ACTS = (None, "relu", "silu", "relu2")
 
 
 def apply(x, act):
-    """act(x): x itself for None, ("fatrelu", t) is x where x > t, else 0; the others as in `reference.activate`."""
+    """act(x): x itself for None, ("fatrelu", t) is x where x > t, else 0; the others as `dense.activate`."""
     if act is None:
         return x
     if isinstance(act, tuple):

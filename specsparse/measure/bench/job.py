@@ -46,7 +46,7 @@ class Job:
 
 
 def run(job: Job, out: Console) -> dict[str, Any]:
-    """Measures, showing progress on `out`; returns the report (see `report.build`).
+    """Measures, showing progress on `out`; returns the report (see `summary.build`).
 
     Raises:
         UserError: anything wrong with the model, the options or the peer.

@@ -79,7 +79,7 @@ def explain(
     """The terms of a run; None where one side decoded or drafted nothing, or was not timed.
 
     Args:
-        plain, method: counters of both sides with `runtime.times.total`, compilation and prompts excluded.
+        plain, method: counters of both sides with `times.total`, compilation and prompts excluded.
         table: measured costs.
         gamma: tokens a draft has room for.
         levels: of a tree, None for chains; alpha is then of a level, and `draft.token_s` too.

@@ -5,8 +5,8 @@ predictor, then the hot neurons there while a thread runs the cold ones on the s
 order, is that of `hot_cold`, so two CPU devices give the bits of one. The second device is the host's CPU where the
 first is an accelerator, and a second CPU device (`jax_num_cpu_devices=2`) where it is not.
 
-Three ways were measured (docs/ARCHITECTURE.md): programs with transfers between them, as here; a host callback inside
-one program; and `compute_on("device_host")`, which on a CPU runs one part after the other.
+Three ways were measured (docs/decisions/0008-two-devices-by-threads.md): programs with transfers between them, as here;
+a host callback inside one program; and `compute_on("device_host")`, which on a CPU runs one part after the other.
 """
 
 import time

@@ -1,0 +1,89 @@
+"""What the texts point to exists: links, paths, and names of modules, in the documents and in the docstrings."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "specsparse"
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("specsparse-models/*.md")])
+HISTORY = ("LOG.md", "CHANGELOG.md")  # name files as they were called on their day
+SOURCES = sorted([*PACKAGE.rglob("*.py"), *ROOT.glob("conf/**/*.yaml"), *ROOT.glob("experiments/*.py"),
+                  *ROOT.glob("notebooks/*.py"), *PACKAGE.glob("kernels/csrc/*")])  # fmt: skip
+ROOMS = [p.name for p in sorted(PACKAGE.iterdir()) if (p / "__init__.py").is_file()]
+
+LINK = re.compile(r"\]\(([^)\s]+)\)|<img[^>]* src=\"([^\"]+)\"")
+FILE = re.compile(r"(?<![\w/.-])((?:specsparse|conf|tests|experiments|notebooks|docs)/[\w./-]*\w)")
+MODULE = re.compile(r"(?<![\w./-])specsparse\.([a-z_][\w.]*\w)")
+WITHIN = re.compile(rf"`({'|'.join(set(ROOMS) - {'data', 'support'})})\.([a-z_][\w.]*\w)")
+# Begin with the package's name and are no modules: keys and formats of files, groups of entry points.
+KEYS = re.compile(r"delta\.|model$|problem$|training\.(texts|inputs)$|(drafter|verifier|tree|policie|kind)s$")
+MADE = ("specsparse/conf", "docs/site")  # folders of a wheel or of `make docs`
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def exists(path: str) -> bool:
+    """From the root, or from the package: `engine/cache.py`, `kernels/csrc/layers.{h,cc}`."""
+    return any((place / path).exists() or list(place.glob(f"{path}.*")) for place in (ROOT, PACKAGE))
+
+
+def current(paths) -> list:
+    return [pytest.param(p, id=relative(p)) for p in paths if p.name not in HISTORY]
+
+
+@cache
+def text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def names(dotted: str, *, within: Path = PACKAGE) -> bool:
+    """Whether a dotted name is a module, or a word of the module that it begins with."""
+    place = within
+    parts = dotted.split(".")
+    while parts and (place / parts[0]).is_dir():
+        place /= parts.pop(0)
+    if not parts:
+        return True
+    module = place / f"{parts[0]}.py"
+    if module.is_file():
+        parts.pop(0)
+    else:
+        module = place / "__init__.py"
+    return not parts or re.search(rf"\b{parts[0]}\b", text(module)) is not None
+
+
+@pytest.mark.parametrize("page", [pytest.param(p, id=relative(p)) for p in PAGES])
+def test_relative_links_exist(page):
+    targets = [a or b for a, b in LINK.findall(text(page))]
+    local = [t.split("#")[0] for t in targets if not re.match(r"[a-z]+:|#", t)]
+    assert [t for t in local if not (page.parent / t).exists()] == []
+
+
+@pytest.mark.parametrize("page", current(PAGES))
+def test_paths_in_pages_exist(page):
+    assert {p for p in FILE.findall(text(page)) if not exists(p) and not p.startswith(MADE)} == set()
+
+
+@pytest.mark.parametrize("page", current(PAGES))
+def test_modules_in_pages_exist(page):
+    said = [*MODULE.findall(text(page)), *(f"{room}.{name}" for room, name in WITHIN.findall(text(page)))]
+    assert [name for name in said if not names(name)] == []
+
+
+def test_paths_and_modules_in_sources_exist():
+    missing = set()
+    for source in SOURCES:
+        modules = {name for name in MODULE.findall(text(source)) if not KEYS.match(name) and not names(name)}
+        files = {p for p in FILE.findall(text(source)) if not exists(p) and not p.startswith(MADE)}
+        missing |= {(relative(source), name) for name in modules | files}
+    assert missing == set()
+
+
+def test_a_name_that_is_gone_is_found():
+    assert names("engine.llama.make_forward") and names("kernels.QTensor") and names("runtime.session")
+    assert not names("hostloop") and not names("engine.llama.no_such_name")
