@@ -91,6 +91,7 @@ class Generation:
         token_texts: what each token adds to `text`; () without `detokenize`. A token that ends inside a character adds
             nothing, the one that completes the character adds it.
         origins: where each token came from, None for plain decoding.
+        seed: of the noise that drew it.
     """
 
     token_ids: tuple[int, ...]
@@ -102,6 +103,7 @@ class Generation:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     token_texts: tuple[str, ...] = ()
     origins: tuple[Origin, ...] | None = None
+    seed: int = 0
 
     def __str__(self) -> str:
         """The text."""
@@ -404,6 +406,7 @@ def _generations(session: Session, texts: dict[int, TokenText]) -> list[Generati
             prompt_logprobs=_prompt_logprobs(session, sequence),
             token_texts=(*text.texts, *after) if params.detokenize else (),
             origins=origins[b],
+            seed=sequence.seed,
         )
         out.append(generation)
     return out

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specsparse.errors import UserError
-from specsparse.experiments.shorthand import shorthand
+from specsparse.experiments.shorthand import refuse, shorthand
 from specsparse.support.paths import conf_dir
 
 EXIT_MISTAKE = 2
@@ -118,6 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing, and the lines below say it better
     saved, sys.argv = sys.argv, ["specsparse.run", *argv]
     try:
+        refuse(argv)
         parser = get_args_parser()
         parser.error = _raise_user_error  # type: ignore[method-assign]
         parser.parse_args(argv)

@@ -15,6 +15,7 @@ COMMANDS = {
     "bench": "measure prompt processing, decoding, v(n) and memory bandwidth, beside the peers",
     "chat": "talk with a model by any method, its tokens coloured by where they came from",
     "convert": "make GGUF files of checkpoints, of llama2.c and for PowerInfer, quantise them, set metadata",
+    "generate": "continue a prompt by any method; text as it comes, or JSON",
     "inspect": "what a model file is, what it costs, and how two files fit as target and draft",
     "profile": "time per stage and per kernel, and a trace for Perfetto",
     "replay": "the acceptance of other verifiers, lengths and temperatures on a recorded run",

@@ -19,6 +19,10 @@ ONE_TEXT = (
     "logit_bias", "allowed_token_ids", "skip_special_tokens",
 )  # fmt: skip
 """Fields that one text on a terminal has a use for; `seed` is the command's own."""
+NO_OPTION = ("logits_processors", "guided_decoding", "use_beam_search")
+"""Fields that a command line cannot give: functions, and what is not supported."""
+EVERY = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name not in NO_OPTION)
+"""All others."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, names: Iterable[str] = ONE_TEXT, **defaults: Any) -> None:

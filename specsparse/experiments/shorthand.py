@@ -3,6 +3,7 @@
 import os
 import re
 
+from specsparse.errors import UserError
 from specsparse.models import catalogue
 from specsparse.support.paths import conf_dir
 
@@ -68,6 +69,20 @@ def shorthand(argv: list[str]) -> list[str]:
         else:
             out.append(f"{OPTION_NAMES.get(key, key)}{eq}{value}")
     return out
+
+
+def refuse(argv: list[str]) -> None:
+    """Words that mean something else than Hydra would make of them.
+
+    Raises:
+        UserError: what to write instead.
+    """
+    for arg in argv:
+        if arg.lstrip("+").startswith("prompt="):
+            raise UserError(
+                "a run decodes the prompts of data.source=FILE (.txt or .jsonl); for one prompt there is "
+                'python -m specsparse generate MODEL "PROMPT"'
+            )
 
 
 def _quote(value: str) -> str:
