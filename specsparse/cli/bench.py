@@ -1,6 +1,7 @@
 """Measure prompt processing (pp), decoding (tg) and v(n), the cost of n tokens in one pass over that of one.
 
-Prints tables, then one JSON line. Shares are of the read bandwidth and of the multiply-add peak measured in between.
+Prints tables; --json adds the report as a last line of JSON, --json FILE writes it there. Shares are of the read
+bandwidth and of the multiply-add peak measured in between.
 --peer runs another engine on the same file and threads, in turn with ours.
 """
 
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specsparse.errors import UserError
-from specsparse.support.atomic import atomically
+from specsparse.support.atomic import atomically, need_folder
 
 _ALONE = {
     "drafter": ("ablation", "ffn_shape", "batch", "quantise", "rows", "depth"),
@@ -19,6 +20,8 @@ _ALONE = {
 }
 """What does not go with the options that measure something else instead."""
 _REPEATS = 5
+STDOUT = "-"
+"""The file of --json without one."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--peer", metavar="NAME", help=peer)
     add(
         "--batch",
-        type=_lengths,
+        type=_sizes,
         default=(),
         metavar="LIST",
         help="instead: pp, tg and speculation by batch size: 1,2,4,8",
@@ -54,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=Path, metavar="FILE.png", help="draw time against active share, with --ffn-shape")
     add("--ablation", choices=("lut",), help="instead: look-up tables beside integer products, 4-bit weights")
     add("--shapes", type=_matrices, metavar="LIST", help="rows x columns, with --ablation (2048x2048,4096x11008)")
-    add("--json", type=Path, metavar="FILE", help="write the report to FILE too")
+    add("--json", nargs="?", const=STDOUT, metavar="FILE", help="the report as one JSON line, last or in FILE")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -69,6 +72,9 @@ def main(args: argparse.Namespace) -> int:
         raise UserError("--plot goes with --ffn-shape, for instance 4096x11008")
     if args.shapes and not args.ablation:
         raise UserError("--shapes goes with --ablation lut")
+    for path in (args.json, args.plot):
+        if path not in (None, STDOUT):
+            need_folder(path)  # before the measurement, not after it
     _check_alone(args)
     measure = (
         _speculation
@@ -84,10 +90,11 @@ def main(args: argparse.Namespace) -> int:
     out = terminal.console()
     with lock.turn(lambda line: out.print(line, soft_wrap=True)):
         found = measure(args, out)
-    text = to_json(found)
-    if args.json is not None:
-        write_atomically(args.json, text + "\n")
-    print(text, flush=True)
+    if args.json == STDOUT:
+        print(to_json(found), flush=True)
+    elif args.json is not None:
+        write_atomically(Path(args.json), to_json(found) + "\n")
+        out.print(f"report: {args.json}", soft_wrap=True)
     return 0
 
 
@@ -233,8 +240,16 @@ def _positive(text: str) -> int:
 
 def _lengths(text: str) -> tuple[int, ...]:
     """The n of v(n): `1..16`, `1,4,8`, or `none`."""
-    if text in ("none", "0"):
+    if text == "none":
         return ()
+    try:
+        return _sizes(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}; none leaves v(n) out") from None
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """Whole numbers from 1 to 64: `1..16`, `1,4,8`."""
     found: set[int] = set()
     for part in text.split(","):
         first, dots, last = part.partition("..")

@@ -40,8 +40,8 @@ def test_end_to_end(tiny, tmp_path, capsys):
         capsys, "--model", tiny, "--pp", 40, "--tg", 4, "--n", "2,3", "--depth", 5, "--repeats", 1, "--json", saved
     )
     assert (code, err) == (0, "")
-    found = json.loads(out.splitlines()[-1])
-    assert found == json.loads(saved.read_text())
+    assert f"report: {saved}" in out and "{" not in out  # the report is in the file alone
+    found = json.loads(saved.read_text())
     rows = {r["test"]: r for r in found["results"]}
     assert list(rows) == ["pp40", "tg4", "v1", "v2", "v3"]
     for row in rows.values():
@@ -63,8 +63,18 @@ def test_end_to_end(tiny, tmp_path, capsys):
     assert "v(n)" in out
 
 
+def test_no_report_unless_it_is_asked_for(tiny, capsys):
+    args = ("--model", tiny, "--pp", 0, "--tg", 2, "--n", "none", "--repeats", 1)
+    code, out, _ = bench(capsys, *args)
+    assert code == 0 and "tg2" in out and "{" not in out
+    code, out, _ = bench(capsys, "--json", *args)
+    *tables, last = out.splitlines()
+    assert code == 0 and json.loads(last)["results"] and not any("{" in line for line in tables)
+
+
 def test_verify_in_a_program_of_more_rows(tiny, capsys):
-    code, out, _ = bench(capsys, "--model", tiny, "--pp", 0, "--tg", 0, "--n", "1..3", "--rows", 4, "--repeats", 2)
+    args = ("--pp", 0, "--tg", 0, "--n", "1..3", "--rows", 4, "--repeats", 2, "--json")
+    code, out, _ = bench(capsys, "--model", tiny, *args)
     found = json.loads(out.splitlines()[-1])
     assert code == 0
     assert [c["program"] for c in found["compiled"]] == ["verify of 4 rows"]
@@ -73,7 +83,7 @@ def test_verify_in_a_program_of_more_rows(tiny, capsys):
 
 def test_another_type_of_the_same_model(tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("SPECSPARSE_CACHE", str(tmp_path))
-    args = ("--model", tiny, "--pp", 0, "--tg", 2, "--n", "none", "--repeats", 1, "--quantise", "q4_0")
+    args = ("--model", tiny, "--pp", 0, "--tg", 2, "--n", "none", "--repeats", 1, "--quantise", "q4_0", "--json")
     code, out, _ = bench(capsys, *args)
     found = json.loads(out.splitlines()[-1])
     assert code == 0
@@ -93,6 +103,10 @@ def test_another_type_of_the_same_model(tiny, tmp_path, capsys, monkeypatch):
         (("--n", "x"), "not a whole number"),
         (("--pp", "-1"), "not a whole number"),
         (("--repeats", "0"), "1 is the least"),
+        (("--n", "0"), "0 is too small, 1 is the least; none leaves v(n) out"),
+        (("--n", "2,0"), "0 is too small"),
+        (("--batch", "0"), "0 is too small, 1 is the least"),
+        (("--json", "missing/report.json"), "there is no folder missing to write it in"),
         (("--pp", "0", "--tg", "0", "--n", "none"), "nothing to measure"),
         (("--n", "8", "--rows", "4"), "--rows 4 is less"),
         (("--peer", "vllm"), "llama.cpp, transformers"),
@@ -153,7 +167,7 @@ def test_ratios_against_a_peer(tiny, capsys, monkeypatch, tmp_path):
     python.chmod(0o755)
     monkeypatch.setenv(peers.PYTHON_VARIABLE, str(python))
     code, out, _ = bench(
-        capsys, "--model", tiny, "--peer", "llama.cpp", "--pp", 8, "--tg", 2, "--n", "2", "--repeats", 2
+        capsys, "--model", tiny, "--peer", "llama.cpp", "--pp", 8, "--tg", 2, "--n", "2", "--repeats", 2, "--json"
     )
     found = json.loads(out.splitlines()[-1])
     assert code == 0
@@ -169,7 +183,7 @@ def test_ratios_against_a_peer(tiny, capsys, monkeypatch, tmp_path):
 @pytest.mark.skipif(not HAS_LLAMA_CPP, reason="no llama-cpp-python here, and SPECSPARSE_PEER_PYTHON is not set")
 def test_llama_cpp_on_the_same_file(tmp_path, capsys):
     tiny = write_tiny_gguf(tmp_path / "tiny.gguf", quant="Q8_0", head_dim=16)
-    args = ("--pp", 16, "--tg", 4, "--n", "1,2", "--depth", 3, "--repeats", 1)
+    args = ("--pp", 16, "--tg", 4, "--n", "1,2", "--depth", 3, "--repeats", 1, "--json")
     code, out, err = bench(capsys, "--model", tiny, "--peer", "llama.cpp", *args)
     assert code == 0, err
     assert all(r["median"] > 0 for r in json.loads(out.splitlines()[-1])["ratios"].values())

@@ -23,7 +23,7 @@ def bench(capsys, *args):
 
 def test_end_to_end(capsys, monkeypatch):
     monkeypatch.setattr(lut, "LutPlan", partial(lut.LutPlan, cold_bytes=1 << 15))
-    args = ("--shapes", "80x256", "--n", "1,3", "--quantise", "q4_0", "--repeats", 2)
+    args = ("--shapes", "80x256", "--n", "1,3", "--quantise", "q4_0", "--repeats", 2, "--json")
     code, out, err = bench(capsys, "--ablation", "lut", *args)
     assert (code, err) == (0, "")
     found = json.loads(out.splitlines()[-1])
