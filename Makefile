@@ -1,5 +1,6 @@
 # make demo     fresh machine: .venv, install, native kernels, SmolLM2-135M, one speculative run
 # make test     fresh machine: .venv, install, whole test suite
+# make docs     the pages and the reference of the API into build/docs; a warning is an error
 # make native   rebuild the kernels in place      make lint | wheel | clean
 # Needs python3 (3.11 or newer, with venv), a C++17 compiler and make. PYTHON=python3.12 picks another interpreter.
 
@@ -16,7 +17,7 @@ PYTEST_ARGS ?= -m "not slow"
 # One process a core up to four; files stay whole, so that their models are loaded once.
 PYTEST_WORKERS ?= -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: demo test native native-or-warn lint wheel clean
+.PHONY: demo test native native-or-warn lint docs wheel clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed native-or-warn
@@ -28,6 +29,10 @@ test: $(VENV)/.installed-test native-or-warn
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
+
+docs: $(VENV)/.installed-docs
+	$(BIN)/python -m mkdocs build --strict
+	@echo "build/docs/index.html"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -46,6 +51,10 @@ $(VENV)/.installed: pyproject.toml specsparse-models/pyproject.toml | $(BIN)/pyt
 
 $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed
 	$(INSTALL) -e ".[test]"
+	@touch $@
+
+$(VENV)/.installed-docs: pyproject.toml $(VENV)/.installed
+	$(INSTALL) -e ".[docs]"
 	@touch $@
 
 native: $(LIB)

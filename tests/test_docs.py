@@ -15,7 +15,7 @@ SOURCES = sorted([*PACKAGE.rglob("*.py"), *ROOT.glob("conf/**/*.yaml"), *ROOT.gl
 ROOMS = [p.name for p in sorted(PACKAGE.iterdir()) if (p / "__init__.py").is_file()]
 
 LINK = re.compile(r"\]\(([^)\s]+)\)|<img[^>]* src=\"([^\"]+)\"")
-FILE = re.compile(r"(?<![\w/.-])((?:specsparse|conf|tests|experiments|notebooks|docs)/[\w./-]*\w)")
+FILE = re.compile(r"(?<![\w/.-])(?<!\]\()((?:specsparse|conf|tests|experiments|notebooks|docs)/[\w./-]*\w)")
 MODULE = re.compile(r"(?<![\w./-])specsparse\.([a-z_][\w.]*\w)")
 WITHIN = re.compile(rf"`({'|'.join(set(ROOMS) - {'data', 'support'})})\.([a-z_][\w.]*\w)")
 # Begin with the package's name and are no modules: keys and formats of files, groups of entry points.
