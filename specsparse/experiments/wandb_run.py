@@ -62,14 +62,16 @@ def publish(directory: Path, options: Mapping[str, Any]) -> str:
     numbers = {k: v for k, v in _flat(run.summary).items() if v is not None}
     client.summary.update(numbers | _acceptance(found))
     client.finish()
-    return _where(mode, client.url, Path(client.dir).parent)
+    return _where(client, mode)
 
 
-def _where(mode: str, url: str | None, directory: Path) -> str:
+def _where(client: Any, mode: str) -> str:
+    """Asks for the address online only: without one the client warns."""
+    directory = Path(client.dir).parent
     if mode == "disabled":
         return "wandb: disabled, nothing was written"
     if mode == "online":
-        return f"wandb: {url}"
+        return f"wandb: {client.url}"
     shown = min(str(directory), os.path.relpath(directory), key=len)
     return f"wandb: written offline; to send it: wandb sync {shlex.quote(shown)}"
 

@@ -1,5 +1,7 @@
 """The real client in offline mode; what it wrote is read back from its file."""
 
+import contextlib
+import io
 import json
 import struct
 import time
@@ -65,7 +67,9 @@ def published(directory, options):
     record["manifest"] |= {"git": {"commit": "c0ffee"}, "model": {"sha256": "ab12"}, "kernels": {"isa": "avx2"}}
     (directory / "record.json").write_text(json.dumps(record))
     (directory / "curve.csv").write_text("step,loss,note\n1,0.5,first\n2,,\n")
-    line = wandb_run.publish(directory, options)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        line = wandb_run.publish(directory, options)
+    assert "WARNING" not in said.getvalue()
     return line, [list(records(written_whole(f))) for f in directory.glob("wandb/offline-run-*/*.wandb")]
 
 
