@@ -15,8 +15,8 @@ import numpy as np
 
 from specsparse.engine.generate import DecodeState, Finish
 from specsparse.errors import UserError
-from specsparse.runtime.lean import Lean
 from specsparse.runtime.metrics import Times
+from specsparse.runtime.pruned import Pruned
 from specsparse.runtime.session import Session
 from specsparse.speculative.base import Draft, Drafted, Verdict
 from specsparse.speculative.loop import Round, coins
@@ -109,7 +109,7 @@ def _step(session: Session) -> RoundView:
             out = jax.block_until_ready(function(weights, *args))
             spent[stage] = time.perf_counter() - start
             return out
-        program = session.program(key, function, weights, *args, donate=donate, compiled=Lean.compile)
+        program = session.program(key, function, weights, *args, donate=donate, compiled=Pruned.compile)
         out, spent[stage] = program.timed(weights, *args)
         return out
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from specsparse.errors import UserError
+from specsparse.measure.replay.at_temperature import at_temperature
 from specsparse.measure.replay.recording import Recording
-from specsparse.measure.replay.reheat import reheat
 from specsparse.speculative.base import ROOT, Draft, DraftKind, Verifier
 from specsparse.speculative.proof.exact import End, ends
 from specsparse.speculative.verifiers.match import Match
@@ -104,7 +104,7 @@ def replay(
         names = ", ".join(valid_verifiers(DraftKind(about["kind"]), tree=about["tree"], temperature=heat))
         raise UserError(f"verifier={verifier.name} cannot verify the {about['kind']} drafts recorded: one of {names}")
     if temperature is not None and temperature != about["temperature"]:
-        recording = reheat(recording, temperature)
+        recording = at_temperature(recording, temperature)
     total, drafts, drafted, realised = np.zeros(gamma), 0, 0, 0
     for r in range(len(recording)):
         one = _round(recording, r, shape)

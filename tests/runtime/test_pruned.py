@@ -1,10 +1,10 @@
-"""A lean program gives what the function gives, and is handed no more than it reads."""
+"""A pruned program gives what the function gives, and is handed no more than it reads."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsparse.runtime.lean import Lean
+from specsparse.runtime.pruned import Pruned
 
 
 def swap(weights, state, extra):
@@ -19,7 +19,7 @@ def arguments():
 
 def test_the_result_is_the_functions():
     args = arguments()
-    wanted, found = swap(*args), Lean.compile(swap, *args)(*args)
+    wanted, found = swap(*args), Pruned.compile(swap, *args)(*args)
     assert jax.tree.structure(wanted) == jax.tree.structure(found)
     for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -27,9 +27,9 @@ def test_the_result_is_the_functions():
 
 def test_only_what_is_read_enters_and_what_is_passed_on_stays():
     args = arguments()
-    lean = Lean.compile(swap, *args)
-    assert lean.read == (0, 2)  # a and state[0]
-    out, seconds = lean.timed(*args)
+    pruned = Pruned.compile(swap, *args)
+    assert pruned.read == (0, 2)  # a and state[0]
+    out, seconds = pruned.timed(*args)
     assert out[0]["kept"] is args[1][1] and out[0]["again"] is args[1][1] and out[1] is args[2]
     assert seconds > 0
 
@@ -39,8 +39,8 @@ def test_a_given_up_argument_is_used_up_where_it_is_read_and_kept_where_it_is_pa
         return state[0] + 1.0, state[1], other * 2.0
 
     args = (jnp.zeros(8), jnp.ones(8)), jnp.ones(8)
-    lean = Lean.compile(grow, *args, donate=(0,))
-    out = lean(*args)
+    pruned = Pruned.compile(grow, *args, donate=(0,))
+    out = pruned(*args)
     assert args[0][0].is_deleted()
     assert not args[0][1].is_deleted() and out[1] is args[0][1] and not args[1].is_deleted()
     np.testing.assert_array_equal(out[0], np.ones(8))

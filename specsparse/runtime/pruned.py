@@ -14,7 +14,7 @@ from jax.extend.core import Literal, jaxpr_as_fun
 
 
 @dataclass(frozen=True)
-class Lean:
+class Pruned:
     """A compiled function of trees of arrays. Arguments that it only passes on never enter the program.
 
     Attributes:
@@ -30,7 +30,7 @@ class Lean:
     structure: Any
 
     @classmethod
-    def compile(cls, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) -> "Lean":
+    def compile(cls, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) -> "Pruned":
         """For arguments of these shapes; those at the places `donate` are given up, as far as they are read."""
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
         inputs = {var: place for place, var in enumerate(closed.jaxpr.invars)}

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from specsparse.errors import UserError
+from specsparse.measure.replay.at_temperature import MOST_REST, at_temperature
 from specsparse.measure.replay.recording import Recording
-from specsparse.measure.replay.reheat import MOST_REST, reheat
 
 VOCAB = 200
 
@@ -31,7 +31,7 @@ def steep(slope):
 def test_a_record_of_few_tokens_gives_the_law_of_all(temperature):
     law_V = steep(2.0)
     exact_V = law_V ** (1 / temperature) / (law_V ** (1 / temperature)).sum()
-    found = reheat(record(law_V, 8), temperature)
+    found = at_temperature(record(law_V, 8), temperature)
     assert np.abs(found.p[0, 0] - exact_V[:8]).sum() + abs(found.p_rest[0, 0] - exact_V[8:].sum()) < 2 * MOST_REST
 
 
@@ -41,14 +41,14 @@ def test_how_much_the_rest_may_come_to_depends_on_how_many_tokens_share_it():
     law_V[0], law_V[1:8] = 1 - 3e-4 - 7e-9, 1e-9
     few = record(law_V, 8)
     with pytest.raises(UserError, match=r"^temperature=1.11111 .*: up to 0.1% of p may lie beyond the recorded"):
-        reheat(few, 1 / 0.9)
-    assert reheat(record(law_V, 8, vocab=20), 1 / 0.9).p_rest[0, 0] < MOST_REST
-    assert reheat(few, 0.9).p_rest[0, 0] < 3e-4
+        at_temperature(few, 1 / 0.9)
+    assert at_temperature(record(law_V, 8, vocab=20), 1 / 0.9).p_rest[0, 0] < MOST_REST
+    assert at_temperature(few, 0.9).p_rest[0, 0] < 3e-4
 
 
 def test_rounding_is_no_tail_where_the_whole_law_is_kept():
     law_V = steep(0.01)
-    found = reheat(record(law_V, VOCAB, rest=1e-9), 20.0)
+    found = at_temperature(record(law_V, VOCAB, rest=1e-9), 20.0)
     assert found.p_rest[0, 0] == 0 and found.p.sum() == pytest.approx(1)
     np.testing.assert_allclose(found.p[0, 0], law_V**0.05 / (law_V**0.05).sum(), rtol=1e-5)
 
@@ -56,10 +56,10 @@ def test_rounding_is_no_tail_where_the_whole_law_is_kept():
 @pytest.mark.parametrize(
     ("change", "why"), [({"temperature": 0.0}, "it was greedy"), ({"truncated": True}, "p was truncated")]
 )
-def test_what_cannot_be_reheated(change, why):
+def test_what_has_no_other_temperature(change, why):
     few = record(steep(2.0), 8)
     few.about.update(change)
     with pytest.raises(UserError, match=why):
-        reheat(few, 0.5)
+        at_temperature(few, 0.5)
     with pytest.raises(UserError, match="it must be above 0"):
-        reheat(record(steep(2.0), 8), 0.0)
+        at_temperature(record(steep(2.0), 8), 0.0)

@@ -10,10 +10,10 @@ from specsparse.errors import UserError
 from specsparse.measure.replay.recording import Recording
 
 MOST_REST = 1e-3
-"""Most mass that may lie beyond the recorded tokens of a law that is reheated, before and after."""
+"""Most mass that may lie beyond the recorded tokens of a law at either temperature."""
 
 
-def reheat(recording: Recording, temperature: float) -> Recording:
+def at_temperature(recording: Recording, temperature: float) -> Recording:
     """p at another temperature: p^(T / T') at the recorded tokens; what lies beyond them must hardly count.
 
     Their mass counts as one token's, the most it can come to where the law gets colder and the least where it gets
