@@ -93,15 +93,16 @@ def _cell(cfg: Any, directory: Path) -> float | None:
 def _run(cfg: Any, directory: Path) -> float | None:
     """Run, alone on this machine where time is measured; a broken promise ends the program with exit code 1."""
     from specsparse.experiments import runner
-    from specsparse.experiments.kind import UNTIMED
+    from specsparse.experiments.kind import KINDS
     from specsparse.measure import lock
 
-    alone = contextlib.nullcontext() if cfg.kind in UNTIMED else lock.turn(lambda line: print(line, flush=True))
+    timed = KINDS.find(cfg.kind).timed
+    alone = lock.turn(lambda line: print(line, flush=True)) if timed else contextlib.nullcontext()
     with alone:
-        record = runner.run(cfg, directory)
-    if not record.as_promised:
+        found = runner.run(cfg, directory)
+    if not found.as_promised:
         raise SystemExit(1)
-    return record.objective
+    return found.objective
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,9 +1,12 @@
 """The package as it is installed: native library, configs, data, console script, import rules."""
 
+import ast
+import graphlib
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -52,6 +55,38 @@ def test_imports_go_one_way():
         pytest.skip("import-linter is not installed")
     done = subprocess.run([str(lint)], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its dotted name; a package by the name of its folder."""
+    files = (ROOT / "specsparse").rglob("*.py")
+    return {".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f for f in files}
+
+
+def imported(tree: ast.Module, known: Mapping[str, Path]) -> Iterator[str]:
+    """What a module imports when it is imported itself, and under TYPE_CHECKING."""
+    todo: list[ast.AST] = [*tree.body]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name if name in known else node.module for name in names)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            todo += ast.iter_child_nodes(node)
+
+
+def test_no_module_imports_itself_through_others():
+    known = modules()
+    parsed = {name: ast.parse(file.read_text()) for name, file in known.items()}
+    graph = {name: {*imported(tree, known)} & known.keys() - {name} for name, tree in parsed.items()}
+    assert sum(map(len, graph.values())) > 500  # the walk sees imports
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
+
+
+def test_the_root_of_the_package_is_small():
+    assert len(list((ROOT / "specsparse").glob("*.py"))) <= 6
 
 
 def test_no_source_file_is_long():

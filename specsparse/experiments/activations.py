@@ -14,7 +14,7 @@ from specsparse.engine.gguf.reader import POWERINFER_MAGIC, GGUFFile, open_gguf
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
 from specsparse.experiments.config import RunConfig
-from specsparse.experiments.decoding import Engine
+from specsparse.experiments.kind import Engine
 from specsparse.models import catalogue
 from specsparse.powerinfer.files.activation_stats import ActivationStats, load_stats, read_activations
 from specsparse.powerinfer.placement import profiler

@@ -6,15 +6,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 
 from specsparse.data import prompts
 from specsparse.errors import UserError
-from specsparse.experiments import measured, sparse_model, trackers, watching
+from specsparse.experiments import measured, sparse_model, watching
 from specsparse.experiments.config import RunConfig, sampling_params
-from specsparse.experiments.kind import check_name
+from specsparse.experiments.kind import Engine
 from specsparse.experiments.measured import NO_DRAFTER, Measured
 from specsparse.measure import machine, repeats
 from specsparse.measure.conditions import Conditions
@@ -34,19 +34,6 @@ WARM_UP = -1
 """The repeat of passes that are not timed."""
 
 
-class Engine(Protocol):
-    """What a run needs of `specsparse.api`; tests give a scripted one."""
-
-    def load(self, spec: str, **overrides: Any) -> Any:
-        """A model."""
-
-    def generate(self, model: Any, prompt: Any, **options: Any) -> Any:
-        """A `Generation`."""
-
-    def stream(self, model: Any, prompt: Any, **options: Any) -> Any:
-        """An iterator of text pieces with `.generation` at its end."""
-
-
 @dataclass(frozen=True)
 class Job:
     """A prompt ready to decode."""
@@ -64,24 +51,15 @@ class Bench:
     load_s: float
 
 
-def default_engine() -> Engine:
-    """`specsparse.api`."""
-    from specsparse import api
-
-    return api  # type: ignore[return-value]
-
-
 def check(cfg: RunConfig) -> None:
     """What can be found wrong without loading the model, so that a mistake costs no time and leaves no directory.
 
     Raises:
-        UserError: no such model file, prompts, tracker, or a prompt's file that does not parse.
+        UserError: no such model file or prompts, or a prompt's file that does not parse.
     """
     _check_files(cfg)
     sparse_model.check(cfg)
     prompts_of(cfg)
-    trackers.check(cfg.tracker.name, cfg.tracker.options)
-    check_name(cfg)
 
 
 def _check_files(cfg: RunConfig) -> None:

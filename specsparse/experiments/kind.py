@@ -1,64 +1,158 @@
-"""Kinds of experiment: each a module with `check(cfg)` and `run(cfg, directory, engine=, console=)`.
+"""A kind of experiment: it checks a config, runs it, and hands back what it found; `runner` writes that down.
 
-`run` writes record.json into the directory, shows what it found, and returns an `Outcome`.
+Each built-in kind is a module of `experiments.kinds`. One's own is named `kind=my_package.mine:MyKind`, or comes with
+a package that has entry points `specsparse.kinds`.
 """
 
-import importlib
-from types import ModuleType
-from typing import Protocol
+import abc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
-from specsparse.errors import UserError
+from rich.console import Console, RenderableType
+
+from specsparse.experiments import trackers
 from specsparse.experiments.config import RunConfig
-
-KINDS = {
-    "speed": "plain decoding and one method, interleaved",
-    "compare": "plain decoding and every valid method of a list, ranked",
-    "certify": "the exact output law of every verifier, by its rule and as it runs, and of the mutants; needs no model",
-    "roofline": "what the model file could do at best on a device, and what it was measured to do here",
-    "train_drafter": "a head for a model, trained on text that the model writes, and judged",
-    "relufy": "a model's FFNs turned to ReLU, layer by layer and then together, and what that cost",
-    "placement": "which neurons belong on the accelerator, and the time a token that is expected of it",
-    "perplexity": "how well a model predicts a text, and how far its law is from the float32 one",
-    "quant_table": "bytes, quality and speed of a model in several types of weights",
-    "train_predictors": "a predictor of active neurons trained or fitted on text, and judged",
-    "powerinfer_oracle": "a PowerInfer model's logits and greedy tokens against those PowerInfer itself wrote",
-    "sparsity": "what leaving neurons out costs in quality and gains in speed, point by point",
-    "spec_sparse": "speculation and sparsity, each alone and both together, and what a verification pass reads",
-}
-"""Names of modules of `experiments.kinds`, and what each does."""
-WITHOUT_FFN = ("certify", "roofline", "train_drafter", "train_predictors", "relufy")
-"""Kinds that need no model, or a dense one."""
-WITH_MESH = ("speed", "compare", "perplexity")
-"""Kinds whose model may be divided among devices: they ask nothing of it but its forward function."""
-
-UNTIMED = frozenset({"certify", "perplexity", "powerinfer_oracle", "relufy", "train_drafter", "train_predictors"})
-"""Kinds whose numbers do not depend on what else the machine does; runs of all others take turns."""
+from specsparse.experiments.trackers import Tracker
+from specsparse.support import terminal
+from specsparse.support.registry import Registry
 
 
-class Outcome(Protocol):
-    """What a run returns."""
+class Engine(Protocol):
+    """What a run needs of `specsparse.api`; tests give a scripted one."""
 
-    @property
-    def as_promised(self) -> bool:
-        """False makes the command exit with code 1."""
+    def load(self, spec: str, **overrides: Any) -> Any:
+        """A model."""
 
-    @property
-    def objective(self) -> float | None:
-        """What a sweeper maximises."""
+    def generate(self, model: Any, prompt: Any, **options: Any) -> Any:
+        """A `Generation`."""
 
-
-def check_name(cfg: RunConfig) -> None:
-    """Raises UserError unless the run's name can be that of a directory."""
-    if cfg.name in ("", ".", "..") or "/" in cfg.name:
-        raise UserError(f"name={cfg.name}: a plain name is needed, it becomes a directory")
+    def stream(self, model: Any, prompt: Any, **options: Any) -> Any:
+        """An iterator of text pieces with `.generation` at its end."""
 
 
-def module_of(kind: str) -> ModuleType:
-    """The module of a kind, imported now.
+@dataclass(frozen=True)
+class Lab:
+    """Where a kind runs.
 
-    Raises:
-        UserError: an unknown kind.
+    Attributes:
+        cfg: the run, checked.
+        directory: of the run's files; it is there from the first use of `tracker` on.
+        engine: loads models and decodes.
+        console: for progress; what a kind found is printed by the runner.
     """
-    if kind not in KINDS:
-        raise UserError(f"kind={kind}: must be one of {', '.join(KINDS)}")
-    return importlib.import_module(f"specsparse.experiments.kinds.{kind}")
+
+    cfg: RunConfig
+    directory: Path
+    engine: Engine
+    console: Console
+
+    @cached_property
+    def tracker(self) -> Tracker:
+        """Takes rows while the run goes on; what an earlier run left in the directory is removed."""
+        return trackers.make(self.cfg.tracker.name, self.cfg.tracker.options, self.directory)
+
+    def load(self, **more: Any) -> Any:
+        """The model of the config, with a bar; `more` beside what the config overrides."""
+        with terminal.loading(self.console, f"loading {self.cfg.model.path}") as progress:
+            return self.engine.load(self.cfg.model.path, progress=progress, **more, **self.cfg.model.overrides())
+
+
+class Written(Protocol):
+    """A `report.figure.Figure` or `report.rows.Rows`: numbers that become files."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the files."""
+
+    def write(self, directory: Path) -> None:
+        """Write them."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a run found.
+
+    Attributes:
+        summary: the numbers, for the record.
+        result: the same as an object of the kind's own, for callers in Python.
+        shown: what is printed, in this order.
+        figures: what becomes CSV, and PNG where it is drawn.
+        files: names of what the kind itself wrote into the directory.
+        definitions: of the numbers, for the record.
+        more: further keys of the record.
+        manifest: on what it ran; None: the runner builds it.
+        as_promised: False makes the command exit with code 1.
+        objective: what a sweeper maximises.
+    """
+
+    summary: Mapping[str, Any]
+    result: Any = None
+    shown: Sequence[RenderableType] = ()
+    figures: Sequence[Written] = ()
+    files: Sequence[str] = ()
+    definitions: Mapping[str, str] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict)
+    manifest: Mapping[str, Any] | None = None
+    as_promised: bool = True
+    objective: float | None = None
+
+    def _repr_html_(self) -> str | None:
+        """For notebooks: the result's own table, where it has one."""
+        shown = getattr(self.result, "_repr_html_", None)
+        return None if shown is None else shown()
+
+
+class Kind(abc.ABC):
+    """One kind of experiment.
+
+    Attributes:
+        timed: whether its numbers depend on what else the machine does; such runs take turns.
+        takes_model: False: it needs no model, and the manifest names none.
+        takes_ffn: False: it needs no model, or a dense one.
+        on_mesh: whether its model may be divided among devices; it then asks nothing of it but its forward function.
+    """
+
+    timed: ClassVar[bool] = True
+    takes_model: ClassVar[bool] = True
+    takes_ffn: ClassVar[bool] = True
+    on_mesh: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def check(self, cfg: RunConfig) -> None:
+        """What can be found wrong before anything is loaded or written; name and tracker are checked by the runner.
+
+        Raises:
+            UserError: whatever is wrong.
+        """
+
+    @abc.abstractmethod
+    def run(self, lab: Lab) -> Found:
+        """Runs a config that has been checked.
+
+        Raises:
+            UserError: what could not be seen before: a text too short, a mistake in the model file.
+        """
+
+
+_HOMES = {
+    "speed": "speed:Speed",  # plain decoding and one method, interleaved
+    "compare": "compare:Compare",  # plain decoding and every valid method of a list, ranked
+    "certify": "certify:Certify",  # the exact output law of every verifier; needs no model
+    "roofline": "roofline:Roofline",  # what a model file could do at best on a device, and what it does here
+    "train_drafter": "train_drafter:TrainDrafter",  # a head or a draft model, trained and judged
+    "relufy": "relufy:Relufy",  # FFNs turned to ReLU, and what that cost
+    "placement": "placement:Place",  # which neurons belong on the accelerator
+    "perplexity": "perplexity:Perplexity",  # how well a model predicts a text, and how far it is from float32
+    "quant_table": "quant_table:Quantisations",  # bytes, quality and speed in several types of weights
+    "train_predictors": "train_predictors:TrainPredictors",  # a predictor of active neurons, fitted and judged
+    "powerinfer_oracle": "powerinfer_oracle:PowerInferOracle",  # logits and tokens against PowerInfer's
+    "sparsity": "sparsity:Sparse",  # what leaving neurons out costs and gains, point by point
+    "spec_sparse": "spec_sparse:SpecSparse",  # speculation and sparsity, each alone and both together
+}
+KINDS: Registry[Kind] = Registry(
+    "kind", "specsparse.experiments.kind:Kind",
+    {name: f"specsparse.experiments.kinds.{home}" for name, home in _HOMES.items()},
+)  # fmt: skip

@@ -1,14 +1,19 @@
-"""A run: its config is checked, its kind is looked up, and the module of that kind does it."""
+"""A run: its config is checked, its kind does it, and what it found is written down and shown here, for every kind."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from specsparse.errors import UserError
+from specsparse.experiments import trackers
 from specsparse.experiments.config import FfnSpec, RunConfig
-from specsparse.experiments.decoding import Engine, default_engine
-from specsparse.experiments.kind import WITH_MESH, WITHOUT_FFN, Outcome, module_of
+from specsparse.experiments.kind import KINDS, Engine, Found, Kind, Lab
+from specsparse.models import catalogue
+from specsparse.report.record import RECORD_FILE
+from specsparse.runtime import manifest
 from specsparse.support import terminal
 
 
@@ -16,24 +21,28 @@ def check(cfg: RunConfig) -> None:
     """What can be found wrong before anything is loaded or written.
 
     Raises:
-        UserError: an unknown kind, or whatever that kind finds wrong.
+        UserError: an unknown kind or tracker, a name that is none, or whatever that kind finds wrong.
     """
     if "placement" in cfg.composed and cfg.kind != "placement":
         raise UserError(
             f"placement=... does nothing with kind={cfg.kind}: solve it with +experiment=placement, then give "
             "+model.placement=FILE.gpuidx"
         )
-    module_of(cfg.kind).check(cfg)
-    if cfg.ffn != FfnSpec() and cfg.kind in WITHOUT_FFN:
+    kind = KINDS.find(cfg.kind)
+    kind().check(cfg)
+    trackers.check(cfg.tracker.name, cfg.tracker.options)
+    if cfg.name in ("", ".", "..") or "/" in cfg.name:
+        raise UserError(f"name={cfg.name}: a plain name is needed, it becomes a directory")
+    if cfg.ffn != FfnSpec() and not kind.takes_ffn:
         raise UserError(f"kind={cfg.kind} takes no ffn: leave it out")
-    if cfg.model.mesh is not None and cfg.kind not in WITH_MESH:
+    if cfg.model.mesh is not None and not kind.on_mesh:
         raise UserError(f"kind={cfg.kind} needs the whole model on one device: leave model.mesh out")
     if cfg.model.mesh is not None and cfg.ffn != FfnSpec():
         raise UserError("model.mesh is for dense models: leave ffn out")
 
 
-def run(cfg: RunConfig, directory: Path, *, engine: Engine | None = None, console: Console | None = None) -> Outcome:
-    """Run `cfg`, write its record into `directory`, and show the result.
+def run(cfg: RunConfig, directory: Path, *, engine: Engine | None = None, console: Console | None = None) -> Found:
+    """Run `cfg`, write its record, tables and figures into `directory`, and show the result.
 
     Args:
         cfg: the run.
@@ -45,11 +54,35 @@ def run(cfg: RunConfig, directory: Path, *, engine: Engine | None = None, consol
         UserError: a mistake in the config, the model file or the prompts.
     """
     check(cfg)
-    job = module_of(cfg.kind)
-    out = console or terminal.console()
-    found = job.run(cfg, directory, engine=engine or default_engine(), console=out)
+    kind = KINDS.find(cfg.kind)()
+    lab = Lab(cfg, directory, engine or _api(), console or terminal.console())
+    found = kind.run(lab)
+    lab.tracker.finish(_record(cfg, kind, found))
+    for figure in found.figures:
+        figure.write(directory)
+    for part in found.shown:
+        lab.console.print(part)
+    files = [str(directory / RECORD_FILE), *found.files, *(name for figure in found.figures for name in figure.files)]
+    lab.console.print(Text(f"record: {', '.join(files)}", style="dim"), soft_wrap=True)
     if cfg.tracker.name == "wandb":
         from specsparse.experiments import wandb_run  # its client takes seconds
 
-        out.print(Text(wandb_run.publish(directory, cfg.tracker.options)), soft_wrap=True)  # a command is not cut
+        lab.console.print(Text(wandb_run.publish(directory, cfg.tracker.options)), soft_wrap=True)  # not cut
     return found
+
+
+def _record(cfg: RunConfig, kind: Kind, found: Found) -> Mapping[str, Any]:
+    made = found.manifest or manifest.build(
+        cfg.composed, Path(catalogue.resolve(cfg.model.path)) if kind.takes_model else None
+    )
+    definitions = {"definitions": found.definitions} if found.definitions else {}
+    return {
+        "name": cfg.name, "kind": cfg.kind, "summary": found.summary, **found.more, **definitions, "manifest": made,
+        "config": made["config"],
+    }  # fmt: skip
+
+
+def _api() -> Engine:
+    from specsparse import api
+
+    return api  # type: ignore[return-value]

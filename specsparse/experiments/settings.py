@@ -268,7 +268,7 @@ class RunConfig:
     """One run, validated. `composed` is the whole config as plain containers, for the record.
 
     Attributes:
-        kind: what is run, a name of `experiments.kind.KINDS`.
+        kind: what is run, a name of `experiments.kind.KINDS` or `module:Class`.
         repeats: of the timed passes; "auto": see `specsparse.measure.repeats`.
         reuse: whether a sweep takes over cells that have finished before.
         loop: "jit", or "host" to decode with the host loop beside the loop in one program.

@@ -2,20 +2,14 @@
 
 Its own settings hold: HF_HOME, HF_TOKEN or the token of `hf auth login`, HF_ENDPOINT for a mirror, HF_HUB_OFFLINE=1 for
 what is in the cache only. Files are kept in its cache. A connection that breaks is taken up where it was, a few times.
-Where there is no network at all, the cache answers at once: its own retries would take half a minute.
 """
 
 import os
 import re
-import socket
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
-from urllib import request
-from urllib.parse import urlsplit
 
 from specsparse.engine.gguf.reader import shard_names
 from specsparse.errors import UserError
@@ -25,8 +19,6 @@ FORM = "hf://owner/repo/file.gguf, perhaps with @revision behind it"
 CHECKPOINT_FILES = ("*.safetensors", "*.json", "tokenizer.model", "*.jinja")
 """What `convert hf` reads of a repository."""
 _REFERENCE = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<file>[^@]+?))?(?:@(?P<revision>[^@\s]+))?/?")
-_PATIENCE_S = 3.0
-"""How long the Hub may take to answer a first connection before it counts as out of reach."""
 _T = TypeVar("_T")
 
 
@@ -75,13 +67,9 @@ def download(text: str) -> Path:
         raise UserError(f"{text}: names no file; {_choices(wanted)}")
     from huggingface_hub import hf_hub_download
 
-    cut_off = why_offline()
-
     def get(file: str) -> Path:
-        options = {"revision": wanted.revision, "local_files_only": cut_off is not None, "endpoint": endpoint()}
-        where = f"{_site()}/{wanted.repo}/resolve/{wanted.revision or 'main'}/{file}"
-        todo = f"fetch {where} where there is a network, and give the path of the file in place of {SCHEME}.."
-        return Path(_explained(wanted, lambda: hf_hub_download(wanted.repo, file, **options), cut_off, todo))
+        options = {"revision": wanted.revision, "local_files_only": offline(), "endpoint": endpoint()}
+        return Path(_explained(wanted, lambda: hf_hub_download(wanted.repo, file, **options)))
 
     folder, _, name = wanted.file.rpartition("/")
     names = [f"{folder}/{shard}" if folder else shard for shard in shard_names(name)] or [wanted.file]
@@ -103,12 +91,9 @@ def download_checkpoint(text: str) -> Path:
         raise UserError(f"{text}: a repository is needed, hf://owner/repo, not a file of it")
     from huggingface_hub import snapshot_download
 
-    cut_off = why_offline()
-    options = {"revision": wanted.revision, "local_files_only": cut_off is not None, "endpoint": endpoint()}
+    options = {"revision": wanted.revision, "local_files_only": offline(), "endpoint": endpoint()}
     patterns = list(CHECKPOINT_FILES)
-    todo = f"fetch {', '.join(patterns)} of {_site()}/{wanted.repo} where there is a network, and give their folder"
-    get = partial(snapshot_download, wanted.repo, allow_patterns=patterns, **options)
-    return Path(_explained(wanted, get, cut_off, todo))
+    return Path(_explained(wanted, lambda: snapshot_download(wanted.repo, allow_patterns=patterns, **options)))
 
 
 def offline() -> bool:
@@ -121,47 +106,15 @@ def endpoint() -> str | None:
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
 
 
-def why_offline() -> str | None:
-    """Why nothing can be downloaded; None where the Hub (or the proxy before it) takes a connection."""
-    if offline():
-        return "HF_HUB_OFFLINE forbids to download it"
-    site = urlsplit(_site())
-    proxy = None if request.proxy_bypass(site.netloc) else request.getproxies().get(site.scheme)
-    door = urlsplit(proxy if "//" in proxy else f"//{proxy}") if proxy else site
-    refused = _refusal(door.hostname or "", door.port or (443 if door.scheme == "https" else 80))
-    return refused and f"{door.hostname} cannot be reached ({refused})"
-
-
-def _refusal(host: str, port: int) -> str | None:
-    """Why a first connection fails; None where it is taken. In a thread, since a name server has no time limit."""
-    found: list[str | None] = []
-
-    def connect() -> None:
-        try:
-            socket.create_connection((host, port), timeout=_PATIENCE_S).close()
-            found.append(None)
-        except OSError as error:
-            found.append(error.strerror or str(error))
-
-    attempt = threading.Thread(target=connect, daemon=True)
-    attempt.start()
-    attempt.join(_PATIENCE_S)
-    return found[0] if found else f"no answer in {_PATIENCE_S:g} seconds"
-
-
-def _site() -> str:
-    return endpoint() or "https://huggingface.co"
-
-
-def _explained(wanted: Reference, get: Callable[[], _T], cut_off: str | None, todo: str) -> _T:
-    """`get()`, its errors as one line that says what to do: `todo` where `cut_off` says why nothing can be had."""
+def _explained(wanted: Reference, get: Callable[[], _T]) -> _T:
+    """`get()`, its errors as one line that says what to do."""
     from huggingface_hub import errors
 
     network = (OSError, ValueError, *errors.HfHubHTTPError.__bases__)  # the last: of whatever HTTP library it uses
     try:
         return get()
     except errors.GatedRepoError:
-        where = f"{_site()}/{wanted.repo}"
+        where = f"{endpoint() or 'https://huggingface.co'}/{wanted.repo}"
         raise UserError(f"{wanted}: asks for consent: accept its terms at {where}, then `hf auth login`") from None
     except errors.RepositoryNotFoundError:
         advice = "check the name; a private one needs `hf auth login` or HF_TOKEN"
@@ -169,8 +122,8 @@ def _explained(wanted: Reference, get: Callable[[], _T], cut_off: str | None, to
     except errors.RevisionNotFoundError:
         raise UserError(f"{wanted}: the repository has no revision {wanted.revision}") from None
     except errors.LocalEntryNotFoundError as error:
-        if cut_off is not None:
-            raise UserError(f"{wanted}: is not in the cache, and {cut_off}: {todo}") from None
+        if offline():
+            raise UserError(f"{wanted}: is not in the cache, and HF_HUB_OFFLINE forbids to download it") from None
         reason = error.__cause__ or error
         raise UserError(f"{wanted}: cannot be reached: {_first_line(reason)}") from None
     except errors.EntryNotFoundError:
@@ -184,7 +137,7 @@ def _choices(wanted: Reference) -> str:
     from huggingface_hub import HfApi, errors
 
     try:
-        if why_offline() is not None:
+        if offline():
             return f"the form is {FORM}"
         names = HfApi(endpoint=endpoint()).list_repo_files(wanted.repo, revision=wanted.revision)
     except (OSError, ValueError, *errors.HfHubHTTPError.__bases__):

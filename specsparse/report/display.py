@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -35,14 +35,12 @@ def show_prompt(out: Console, index: int, count: int, task: str, text: str) -> N
     out.print(line.append(first if len(first) <= room else first[: room - 1] + "…", style="dim"))
 
 
-def report(out: Console, record: RunRecord) -> None:
+def report(record: RunRecord) -> list[RenderableType]:
     """The table, the verdict on the text, and the timing lines."""
-    out.print(Text(title(record), style="bold"))
-    if "ffn" in record.method:
-        out.print(Text(f"ffn {record.method['ffn']}; {record.method['ffn_label']}"))
-    out.print(table(record))
-    for line in (*verdict_lines(record), *map(Text, record.notes), *timing_lines(record)):
-        out.print(line)
+    method = record.method
+    ffn = [Text(f"ffn {method['ffn']}; {method['ffn_label']}")] if "ffn" in method else []
+    lines = (*verdict_lines(record), *map(Text, record.notes), *timing_lines(record))
+    return [Text(title(record), style="bold"), *ffn, table(record), *lines]
 
 
 def title(record: RunRecord) -> str:

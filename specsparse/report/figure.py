@@ -1,17 +1,16 @@
 """A figure is rows and a way to draw them; the same rows are its CSV."""
 
 import base64
-import csv
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure as Canvas
 
-Row = Mapping[str, Any]
+from specsparse.report import rows as rows_of
+from specsparse.report.rows import Row
 
 # Okabe and Ito's colours, told apart by colour-blind readers too; yellow is left out, it vanishes on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#4D4D4D", "#8C510A")
@@ -65,15 +64,16 @@ class Figure:
 
     def columns(self) -> list[str]:
         """Of the CSV."""
-        return list(dict.fromkeys(key for row in self.rows for key in row))
+        return rows_of.columns(self.rows)
 
     def csv(self) -> str:
         """The rows, with a heading; what is missing is empty."""
-        out = io.StringIO()
-        writer = csv.DictWriter(out, self.columns(), restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self.rows)
-        return out.getvalue()
+        return rows_of.csv_text(self.rows)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Its files."""
+        return f"{self.name}.csv", f"{self.name}.png"
 
     def canvas(self) -> Canvas:
         """The drawing, not yet in a format."""

@@ -90,7 +90,7 @@ def test_a_watched_run_with_a_policy_and_the_host_loop(cfg, tmp_path):
     cfg = dataclasses.replace(cfg, policy=policy, loop="host", time_split=8, trace=True, record_laws=8)
     found, text, written = play(cfg, tmp_path)
     assert found.as_promised
-    assert found.identity.tokens == 16 * 9  # watched 2, warm-up 3, timed 3 x 2, less 2 to compare with
+    assert found.result.identity.tokens == 16 * 9  # watched 2, warm-up 3, timed 3 x 2, less 2 to compare with
     for part in ("time in draft", "time split: measured", "times as fast as the host loop", "auto_off left", "round 0"):
         assert part in text
     summary = written["summary"]
@@ -118,7 +118,7 @@ def test_llama160m_runs_on_tiny_models(cfg, files, tmp_path, name):
     few = {key: getattr(cfg, key) for key in ("data", "max_tokens", "tracker", "warmup", "time_split", "stream")}
     found, text, _ = play(dataclasses.replace(of_file, **few), tmp_path)
     assert found.as_promised and label in text
-    assert found.groups["all"].sides["speculative"].counters.num_drafts > 0
+    assert found.result.groups["all"].sides["speculative"].counters.num_drafts > 0
 
 
 def test_where_the_files_are_not_there_one_line_says_which(cfg, monkeypatch, tmp_path):
@@ -142,11 +142,11 @@ def test_where_the_files_are_not_there_one_line_says_which(cfg, monkeypatch, tmp
 def test_compare_ranks_every_valid_pair(cfg, tmp_path):
     spec = CompareSpec(("prompt_lookup", "suffix"), ("greedy", "delta", "token"))
     found, text, written = play(dataclasses.replace(cfg, kind="compare", compare=spec), tmp_path)
-    names = {e.name for e in found.entries}
+    names = {e.name for e in found.result.entries}
     assert names == {f"{d} x {v}" for d in spec.drafters for v in ("greedy", "delta")}
-    assert [e.speedup for e in found.entries] == sorted((e.speedup for e in found.entries), reverse=True)
-    assert len(found.refused) == 2 and "left out: suffix x token" in text and "best for chat" in text
-    assert found.as_promised and written["summary"]["best"] == found.entries[0].name
+    assert [e.speedup for e in found.result.entries] == sorted((e.speedup for e in found.result.entries), reverse=True)
+    assert len(found.result.refused) == 2 and "left out: suffix x token" in text and "best for chat" in text
+    assert found.as_promised and written["summary"]["best"] == found.result.entries[0].name
     taken = written["summary"]["conditions"]
     assert taken["read_bandwidth"] == 40e9 and taken["plain_tokens_per_second"] > 0
     assert all(m["conditions"] == taken and m["rank"] for m in written["methods"]) and "taken at: read" in text
@@ -195,8 +195,8 @@ def test_certify_prints_one_table_and_fails_where_the_promise_is_broken(cfg, tmp
     assert "float64" in written["definitions"]["rule"] and "float32" in written["definitions"]["driver"]
     assert "LOSSY" in text and "argmax_as_sampled" in text and "as promised" in text
     assert "driver mutant" in text and "no_coins_token" in text and "rule: the verifier's rule in float64" in text
-    weak = dataclasses.replace(found.report.mutants[0], tv=1e-5)
-    weakened = dataclasses.replace(found.report, mutants=(weak, *found.report.mutants[1:]))
+    weak = dataclasses.replace(found.result.mutants[0], tv=1e-5)
+    weakened = dataclasses.replace(found.result, mutants=(weak, *found.result.mutants[1:]))
     monkeypatch.setattr(certify_kind, "certify", lambda *_, **__: weakened)
     found, text, written = play(cfg, tmp_path / "b")
     assert not found.as_promised and "NOT as promised: mutant argmax_as_sampled" in text
@@ -213,7 +213,7 @@ def test_a_mesh_is_refused_where_one_device_is_needed(cfg):
 
 
 def test_unknown_kinds_are_refused(cfg):
-    with pytest.raises(UserError, match="kind=sped: must be one of speed, compare, certify"):
+    with pytest.raises(UserError, match=r"kind=sped is unknown; did you mean speed\?"):
         runner.check(dataclasses.replace(cfg, kind="sped"))
 
 
@@ -327,7 +327,7 @@ def test_synthetic_acceptance_through_the_loop(cfg, tmp_path):
         cfg, drafter=DrafterSpec("synthetic", {"rate": 0.5}), verifier=VerifierSpec("synthetic"), max_tokens=60
     )
     found, text, _ = play(cfg, tmp_path)
-    counters = found.groups["all"].sides["speculative"].counters
+    counters = found.result.groups["all"].sides["speculative"].counters
     assert counters.alpha == pytest.approx(0.5 * counters.num_tested)
     assert abs(counters.num_accepted_tokens - counters.alpha) < 5 * np.sqrt(counters.alpha_var)
     assert found.as_promised and "synthetic acceptance: lossy, not text" in text

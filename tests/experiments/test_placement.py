@@ -71,7 +71,7 @@ def changed(cfg, *, rest=None, **placement):
 
 def test_a_run_places_by_every_rule_and_keeps_its_choice(cfg, path, tmp_path):
     found, text, record = play(cfg, tmp_path / "a")
-    times = {name: p.seconds for name, p in found.found.items()}
+    times = {name: p.seconds for name, p in found.result.found.items()}
     assert times["optimal"] < times["none"] and times["optimal"] <= times["powerinfer"] <= times["none"]
     assert found.objective == 1 / times["optimal"]
     summary = record["summary"]
@@ -91,11 +91,11 @@ def test_a_run_places_by_every_rule_and_keeps_its_choice(cfg, path, tmp_path):
     for given in ("activations.safetensors", "activation"):
         again = changed(cfg, activations=str(tmp_path / "a" / given))
         same, text, _ = play(again, tmp_path / "b")
-        assert all(map(np.array_equal, same.found["optimal"].hot, found.found["optimal"].hot))
+        assert all(map(np.array_equal, same.result.found["optimal"].hot, found.result.found["optimal"].hot))
         if given == "activations.safetensors":  # the .pt files do not say how many tokens were read
             assert "placement read from" in text
     off, text, record = play(dataclasses.replace(again, disable_gpu_index=True), tmp_path / "c")
-    assert off.chosen == record["summary"]["chosen"] == "none" and "disable_gpu_index" in text
+    assert off.result.chosen == record["summary"]["chosen"] == "none" and "disable_gpu_index" in text
 
 
 def test_what_somebody_else_placed_is_reported_as_it_is(cfg, tmp_path):
@@ -107,7 +107,7 @@ def test_what_somebody_else_placed_is_reported_as_it_is(cfg, tmp_path):
     given = changed(cfg, activations=str(tmp_path / "counts.safetensors"), gpu_index=str(tmp_path / "own.gpuidx"))
     found, text, record = play(given, tmp_path / "a")
     summary = record["summary"]
-    assert summary["chosen"] == found.chosen == "file" and "placement read from" in text
+    assert summary["chosen"] == found.result.chosen == "file" and "placement read from" in text
     assert summary["placements"]["file"]["hot_neurons"] == [256, 256]
     assert summary["placements"]["file"]["seconds"] > summary["placements"]["optimal"]["seconds"]
     assert found.objective == 1 / summary["placements"]["file"]["seconds"]
@@ -124,7 +124,7 @@ def test_the_text_to_decode_after_fits_the_context(cfg, path):
 
 def test_layers_and_predictors(cfg, tmp_path):
     found, _, _ = play(changed(cfg, rest={"n_gpu_layers": 1, "vram_budget": 1.0 * MIB}, rule="layers"), tmp_path / "a")
-    assert found.settled is None and found.found["layers"].host_layers == {0}
+    assert found.result.settled is None and found.result.found["layers"].host_layers == {0}
     by_mask = changed(cfg, rest={"predictor": PredictorSpec("gate_threshold", {"share": 0.25})})
     found, _, _ = play(by_mask, tmp_path / "b")
     stats = load_stats(tmp_path / "b" / "activations.safetensors", layers=2, d_ff=1024)
@@ -163,14 +163,14 @@ def test_a_sweep_ends_with_table_csv_and_figure(cfg, tmp_path):
     with (tmp_path / "vram_budget.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [float(r["budget_mib"]) for r in rows] == pytest.approx([0.3, 0.6], rel=1e-3)
-    assert float(rows[0]["optimal_s"]) == counted.found["optimal"].seconds >= float(rows[1]["optimal_s"])
+    assert float(rows[0]["optimal_s"]) == counted.result.found["optimal"].seconds >= float(rows[1]["optimal_s"])
     assert (tmp_path / "vram_budget.png").is_file() and "over layers" in out.getvalue()
 
 
 def test_decoding_measures_and_labels_dense_hot_neurons(cfg, tmp_path):
     found, text, record = play(changed(cfg, decode=3, hot="dense"), tmp_path / "a")
     measured = record["summary"]["measured"]
-    assert measured == found.measured and measured["one"] > 0 and measured["overlapped"] is None
+    assert measured == found.result.measured and measured["one"] > 0 and measured["overlapped"] is None
     taken = record["summary"]["conditions"]
     assert taken["read_bandwidth"] == 40e9 and taken["plain_tokens_per_second"] == 1 / measured["one"]
     assert "lossy" in measured["ffn"] and measured["quality"]["kl"] > 0 and len(measured["tokens"]) == 3

@@ -88,6 +88,7 @@ def _read(row, rate, deviation):
 def test_the_table_of_types(cfg, folder, tmp_path):
     spec = QuantTableSpec(types=("F32", "Q8_0", "Q4_0"), files=(str(folder / "m.gguf"),), pp=0, tg=4, timings=1)
     found, text, written = play(dataclasses.replace(cfg, kind="quant_table", quant_table=spec), tmp_path / "run")
+    found = found.result
     rows = {row["type"]: row for row in found.rows}
     assert list(rows) == ["F32", "Q8_0", "Q4_0", "F16"] and found.notes == ()
     kl = [rows[name]["kl_mean"] for name in ("F32", "Q8_0", "Q4_0")]

@@ -51,7 +51,8 @@ def cfg(files):
 def play(cfg, directory):
     out = io.StringIO()
     found = runner.run(cfg, directory, console=Console(file=out, width=200))
-    return found, out.getvalue(), json.loads((directory / "record.json").read_text())
+    assert found.objective == -found.result.points[-1].quality.model.kl
+    return found.result, out.getvalue(), json.loads((directory / "record.json").read_text())
 
 
 def test_predictors_beside_each_other(cfg, tmp_path):
@@ -76,7 +77,7 @@ def test_fewer_neurons_cost_quality_and_save_bytes(cfg, tmp_path):
     assert whole.quality.mean.kept == 1.0 and whole.quality.model.kl < 1e-6
     for point in (half, fifth):
         assert point.quality.mean.kept == pytest.approx(point.value, abs=0.12)
-    assert 0 < half.quality.model.kl < fifth.quality.model.kl == -found.objective
+    assert 0 < half.quality.model.kl < fifth.quality.model.kl
     assert whole.by_bytes == pytest.approx(1, abs=1e-3) and whole.by_bytes < half.by_bytes < fifth.by_bytes < 1.5
     assert all((p.speedup.prompts, p.speedup.pairs) == (1, 2) and p.tokens_per_second > 0 for p in found.points)
     assert all(p.speedup.low is None and p.speedup.timing_low < p.speedup.timing_high for p in found.points)

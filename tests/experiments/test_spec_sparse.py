@@ -22,9 +22,13 @@ from specsparse.experiments.config import (
     TrackerSpec,
     VerifierSpec,
 )
+from specsparse.experiments.kinds import spec_sparse_report
 from specsparse.experiments.kinds.spec_sparse import Reading
+from specsparse.experiments.kinds.spec_sparse_report import Cell, Joined
 from specsparse.kernels.native import cpu
+from specsparse.measure import speedup
 from specsparse.powerinfer.ffn.union import UnionPoint
+from specsparse.runtime.metrics import Counters
 from specsparse.testing import write_tiny_gguf
 
 
@@ -49,7 +53,7 @@ def cfg(files):
 
 def test_five_cells(cfg, tmp_path):
     out = io.StringIO()
-    found = runner.run(cfg, tmp_path, console=Console(file=out, width=160))
+    found = runner.run(cfg, tmp_path, console=Console(file=out, width=160)).result
     record = json.loads((tmp_path / "record.json").read_text())["summary"]
     assert list(found.cells) == ["plain dense", "plain sparse", "spec dense", "spec sparse", "spec sparse, capped"]
     dense, sparse, spec_dense, spec_sparse, capped = found.cells.values()
@@ -70,8 +74,26 @@ def test_five_cells(cfg, tmp_path):
     assert "taken at: read bandwidth" in out.getvalue()
     for part in ("rows of a pass", "product of the two", "lossy against the dense model", "by bytes"):
         assert part in out.getvalue()
-    for name in ("union.csv", "union.png"):
+    for name in ("union.csv", "union.png", "cells.csv", "cells.png"):
         assert (tmp_path / name).is_file()
+
+
+def test_a_figure_names_each_series_once():
+    """Also where drafts of several sequences are verified together; each point is drawn once."""
+    sizes = [(1, 1), (1, 4), (2, 8), (4, 16)]
+    text = tuple(UnionPoint(rows, batch, 3, 0.2, 0.2 + rows / 50, 0.2 + rows / 40) for batch, rows in sizes)
+    none = Counters()
+    cells = {n: Cell(n, none, 1.0, speedup.speedup([1.0], [1.0], prompts=[0]), 1.1, 0.5, 0) for n in ("a", "b, c")}
+    found = Joined(cells, text, text[:2], {}, promised=True, exact=False, labels={})
+    for figure in (spec_sparse_report.unions(found, "t"), spec_sparse_report.speedups(found, "t")):
+        (axes,) = figure.canvas().axes
+        names = axes.get_legend_handles_labels()[1]
+        assert len(names) >= 2 and len(names) == len(set(names))
+        assert axes.get_title(loc="left") == "t"
+    (union,) = spec_sparse_report.unions(found, "t").canvas().axes
+    solid = [line for line in union.lines if line.get_linestyle() == "-"]
+    drawn = [point for line in solid for point in zip(*line.get_data(), strict=True)]
+    assert sorted(drawn) == [(p.rows, p.union) for p in text]
 
 
 @pytest.mark.skipif(not cpu.available(), reason="zeros are skipped by the native kernels")
@@ -88,7 +110,8 @@ def test_a_model_that_skips_zeros_is_compared_with_the_dense_one(cfg, tmp_path):
         "predictor": PredictorSpec("oracle"),
         "drafter": DrafterSpec("prompt_lookup", {"ngram_min": 1}),
     }
-    found = runner.run(dataclasses.replace(cfg, **changes), tmp_path / "run", console=Console(file=out, width=160))
+    relu = dataclasses.replace(cfg, **changes)
+    found = runner.run(relu, tmp_path / "run", console=Console(file=out, width=160)).result
     assert found.exact and found.as_promised
     assert not any(cell.differing for name, cell in found.cells.items() if "capped" not in name)
     sparse, spec_sparse = found.cells["plain sparse"], found.cells["spec sparse"]

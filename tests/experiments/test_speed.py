@@ -154,8 +154,8 @@ def test_sides_are_interleaved_and_the_order_alternates(cfg, tmp_path):
 
 def test_the_numbers(cfg, tmp_path):
     found, text = play(cfg, tmp_path, FakeEngine())
-    everything = found.groups["all"]
-    assert list(found.groups) == ["chat", "code", "all"]
+    everything = found.result.groups["all"]
+    assert list(found.result.groups) == ["chat", "code", "all"]
     faster = everything.speedup
     assert (faster.ratio_of_totals, faster.prompts, faster.pairs) == (2.0, 4, 12)
     assert everything.sides[PLAIN].rates["tokens_per_second"] == 10.0
@@ -163,10 +163,10 @@ def test_the_numbers(cfg, tmp_path):
     assert everything.sides[PLAIN].bytes_per_second == 20 * 1000 / 2.0
     assert everything.sides[PLAIN].bandwidth_share == 0.25
     assert everything.sides[PLAIN].counters.times.prefill == 12 * 0.5
-    assert found.identity.differing == 0 and found.identity.tokens == 21 * (12 * 2 - 4 + 4 + 2)
-    assert found.identity.passes == 12 * 2 - 4 + 4 + 2  # untimed ones and repeats, less what they stand beside
+    assert found.result.identity.differing == 0 and found.result.identity.tokens == 21 * (12 * 2 - 4 + 4 + 2)
+    assert found.result.identity.passes == 12 * 2 - 4 + 4 + 2  # untimed ones and repeats, less what they stand beside
     assert found.as_promised and found.objective == 20.0
-    assert found.compile_s == 0.25 * (24 + 4 + 2)
+    assert found.result.compile_s == 0.25 * (24 + 4 + 2)
     for part in ("plain text", "speed-up", "2.00", "100 %", "all 546 tokens", "prompt eval time", "ms per token"):
         assert part in text
     assert "time in draft, verify, sample and commit: not measured" in text
@@ -202,14 +202,14 @@ def test_the_record_is_whole(cfg, tmp_path):
 def test_a_broken_promise_is_said_and_fails_the_run(cfg, tmp_path):
     found, text = play(cfg, tmp_path, FakeEngine(wrong=True))
     assert not found.as_promised
-    assert found.identity.differing == 12 + 4 + 1
+    assert found.result.identity.differing == 12 + 4 + 1
     assert "NOT the same text" in text and "chat-1" in text
 
 
 def test_a_verifier_that_keeps_the_law_only_may_differ(cfg, tmp_path):
     cfg = replace(cfg, verifier=VerifierSpec("delta"), sampling={"temperature": 1.0})
     found, text = play(cfg, tmp_path, FakeEngine(wrong=True, verifier="delta"))
-    assert found.as_promised and found.method["label"] == "lossless in law"
+    assert found.as_promised and found.result.method["label"] == "lossless in law"
     assert "keeps the law only" in text
 
 
@@ -217,7 +217,7 @@ def test_plain_decoding_alone(cfg, tmp_path):
     engine = FakeEngine()
     found, text = play(replace(cfg, drafter=DrafterSpec("none"), repeats=1), tmp_path, engine)
     assert {c[1] for c in engine.calls if c[0] in ("generate", "stream")} == {PLAIN}
-    assert found.identity is None and found.groups["all"].speedup is None and found.as_promised
+    assert found.result.identity is None and found.result.groups["all"].speedup is None and found.as_promised
     assert found.objective == 10.0
     assert "plain decoding" in text and "speed-up" not in text
 
@@ -226,7 +226,7 @@ def test_without_warm_up_or_text(cfg, tmp_path):
     engine = FakeEngine()
     found, text = play(replace(cfg, warmup=False, stream=False), tmp_path, engine)
     assert not [c for c in engine.calls if c[0] == "stream"]
-    assert found.first_text_s is None and "plain text" not in text
+    assert found.result.first_text_s is None and "plain text" not in text
 
 
 def test_prompts_go_through_the_chat_template_or_not(cfg, tmp_path):
@@ -336,7 +336,7 @@ def test_every_run_says_what_it_was_taken_at(cfg, tmp_path, monkeypatch):
     assert summary["conditions"]["plain_tokens_per_second"] == 10.0 and summary["conditions"]["plain_deviation"] == 0
     assert summary["repeats"] == {"asked": 3, "done": 3, "stopped": "given", "half_width": None}
     assert "taken at: read bandwidth 32.0 GB/s, plain decoding 10.0 tok/s" in text
-    assert found.groups["all"].sides[PLAIN].bandwidth_share == 20 * 1000 / 2.0 / 32e9
+    assert found.result.groups["all"].sides[PLAIN].bandwidth_share == 20 * 1000 / 2.0 / 32e9
     assert "read bandwidth varied by 27% between repeats: the machine was busy" in text
 
 
@@ -344,10 +344,10 @@ def test_a_machine_that_changed_between_the_sides_is_named(cfg, tmp_path):
     """Twenty tokens in ten passes are two a pass, so that four times as fast is not the method's doing."""
     one_task = replace(cfg, data=DataSpec(tasks=("chat",), limit_per_task=2), repeats=1)
     found, text = play(one_task, tmp_path, Clocked(took=[0.5] * 3))
-    assert found.groups["all"].speedup.ratio_of_totals == 4.0
+    assert found.result.groups["all"].speedup.ratio_of_totals == 4.0
     assert text.count("speed-up 4.00 is impossible with 2.00 tokens per target pass") == 1
     found, text = play(cfg, tmp_path, Clocked(took=[1.0, 0.5, 0.5]))
-    assert [line[:21] for line in found.warnings] == ["chat: speed-up 2.40 i", "speed-up 2.18 is impo"]
+    assert [line[:21] for line in found.result.warnings] == ["chat: speed-up 2.40 i", "speed-up 2.18 is impo"]
 
 
 @pytest.mark.parametrize(

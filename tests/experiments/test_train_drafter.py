@@ -66,7 +66,7 @@ def cfg(model, tmp_path):
 def play(cfg, model, directory):
     out = io.StringIO()
     found = runner.run(cfg, directory, engine=Engine(model), console=Console(file=out, width=200))
-    return found, out.getvalue(), json.loads((directory / "record.json").read_text())
+    return found.result, out.getvalue(), json.loads((directory / "record.json").read_text())
 
 
 def changed(cfg, **changes):

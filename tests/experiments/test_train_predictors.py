@@ -75,8 +75,8 @@ def changed(cfg, **changes):
 
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, monkeypatch):
     whole, text, record = play(changed(cfg, compare=("svd", "signbit", "random", "mlp")), model, tmp_path / "a")
-    assert [e.name for e in whole.found] == ["mlp", "svd", "signbit", "random"]
-    mlp, svd, signbit, random = whole.found
+    assert [e.name for e in whole.result] == ["mlp", "svd", "signbit", "random"]
+    mlp, svd, signbit, random = whole.result
     assert mlp.mean.recall > 0.9 and mlp.mean.precision > 0.5 and mlp.mean.kept < 0.6
     for rival in (svd, signbit):
         assert rival.mean.recall == pytest.approx(mlp.mean.recall, abs=0.05)
@@ -111,7 +111,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
     assert len(saves) == 6  # no epoch twice
     for name in ("predictors.safetensors", "layer_0.safetensors", "layer_1.safetensors"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
-    assert found.found[0].layers == whole.found[0].layers and found.found[0].model == whole.found[0].model
+    assert found.result[0].layers == whole.result[0].layers and found.result[0].model == whole.result[0].model
 
     pairs, threshold = load_pairs(tmp_path / "out" / "predictors.safetensors")
     folder = tmp_path / "out" / "powerinfer"
@@ -147,7 +147,7 @@ def test_the_predictors_of_a_powerinfer_file_are_judged_as_they_are(cfg, model, 
         params=with_weights(model.params, [mlp_weights(*pair) for pair in pairs]),
     )
     found, text, _ = play(cfg, own, tmp_path / "a")
-    assert found.found[0].name == "mlp" and found.found[0].mean.recall > 0.95
+    assert found.result[0].name == "mlp" and found.result[0].mean.recall > 0.95
     assert "predictors of its own" in text and not (tmp_path / "out").exists()
 
 
@@ -155,7 +155,7 @@ def test_the_predictors_of_a_powerinfer_file_are_judged_as_they_are(cfg, model, 
 def test_what_needs_no_training_is_only_judged(cfg, model, tmp_path, name):
     cfg = dataclasses.replace(cfg, predictor=PredictorSpec(name, {"share": 0.3}))
     found, _, record = play(cfg, model, tmp_path / "a")
-    (only,) = found.found
+    (only,) = found.result
     assert only.name == name and found.objective == -only.model.kl and record["summary"]["label"] == "lossy"
     assert not (tmp_path / "out").exists()
 

@@ -191,7 +191,7 @@ def changed(cfg, **changes):
 def play(cfg, model, directory):
     out = io.StringIO()
     found = runner.run(cfg, directory, engine=Engine(model), console=Console(file=out, width=200))
-    return found, out.getvalue(), json.loads((directory / "record.json").read_text())
+    return found.result, out.getvalue(), json.loads((directory / "record.json").read_text())
 
 
 @pytest.mark.slow

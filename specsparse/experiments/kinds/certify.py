@@ -1,19 +1,13 @@
 """The certificate as an experiment: exact total variation of every verifier and mutant, in one table."""
 
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specsparse.experiments import trackers
 from specsparse.experiments.config import RunConfig
-from specsparse.experiments.decoding import Engine
-from specsparse.report.record import RECORD_FILE
-from specsparse.runtime import manifest
+from specsparse.experiments.kind import Found, Kind, Lab
 from specsparse.speculative.proof.certify import DRIVER, LEGEND, MUTANT_TV, RULE, CertificateReport, certify, worst_on
 from specsparse.speculative.verify import get_verifier
 from specsparse.support import terminal
@@ -24,55 +18,51 @@ DEFINITION = (
 )
 
 
-@dataclass(frozen=True)
-class Certified:
-    """What came out."""
+class Certify(Kind):
+    """The exact output law of every verifier, by its rule and as it runs, and of the mutants."""
 
-    report: CertificateReport
+    timed = False
+    takes_model = False
+    takes_ffn = False
 
-    @property
-    def as_promised(self) -> bool:
-        """Every lossless verifier within the bound, every mutant beyond its own."""
-        return self.report.passed
+    def check(self, cfg: RunConfig) -> None:
+        """Names of verifiers.
 
-    @property
-    def objective(self) -> float | None:
-        """The worst total variation of a lossless verifier's rule."""
-        return self.worst(RULE)
+        Raises:
+            UserError: an unknown one.
+        """
+        for name in cfg.certify.verifiers or ():
+            get_verifier(name)
 
-    def worst(self, part: str) -> float | None:
-        """The worst total variation of a lossless rule or driver."""
-        return max((r.tv for r in self.report.results if r.lossless and r.part == part), default=None)
+    def run(self, lab: Lab) -> Found:
+        """Enumerates. No model is loaded."""
+        cfg, spec = lab.cfg, lab.cfg.certify
+        chosen = None if spec.verifiers is None else [get_verifier(name) for name in spec.verifiers]
+        with terminal.busy(lab.console, "enumerating every draft and every coin, bisecting the driver's"):
+            report = certify(chosen, vocab=spec.vocab, gamma=spec.gamma, seed=cfg.seed, mutants=spec.mutants)
+        kept = "as promised: rule and driver of every lossless verifier keep the law of p, every mutant is caught"
+        broken = "NOT as promised: " + "; ".join(report.failures)
+        legend = Text("\n".join(f"{part}: {meaning}" for part, meaning in LEGEND.items()), style="dim")
+        verdict = Text(kept, style="green") if report.passed else Text(broken, style="bold red")
+        worst = _worst(report, RULE)
+        return Found(
+            {
+                "as_promised": report.passed,
+                "worst_lossless": worst,
+                "worst_lossless_driver": _worst(report, DRIVER),
+            },
+            report,
+            shown=[table(report), legend, verdict],
+            definitions={"tv": DEFINITION, **LEGEND},
+            more={"failures": report.failures, "rows": rows(report)},
+            as_promised=report.passed,
+            objective=worst,
+        )
 
 
-def check(cfg: RunConfig) -> None:
-    """Names of verifiers and the tracker.
-
-    Raises:
-        UserError: an unknown one.
-    """
-    for name in cfg.certify.verifiers or ():
-        get_verifier(name)
-    trackers.check(cfg.tracker.name, cfg.tracker.options)
-
-
-def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) -> Certified:
-    """Enumerate, print one table, write the record. No model is loaded."""
-    spec = cfg.certify
-    chosen = None if spec.verifiers is None else [get_verifier(name) for name in spec.verifiers]
-    with terminal.busy(console, "enumerating every draft and every coin, bisecting the driver's"):
-        report = certify(chosen, vocab=spec.vocab, gamma=spec.gamma, seed=cfg.seed, mutants=spec.mutants)
-    tracker = trackers.make(cfg.tracker.name, cfg.tracker.options, directory)
-    found = Certified(report)
-    tracker.finish(_record(cfg, found))
-    console.print(table(report))
-    console.print(Text("\n".join(f"{part}: {meaning}" for part, meaning in LEGEND.items()), style="dim"))
-    kept = "as promised: rule and driver of every lossless verifier keep the law of p, every mutant is caught"
-    ok = Text(kept, style="green")
-    broken = Text("NOT as promised: " + "; ".join(report.failures), style="bold red")
-    console.print(ok if report.passed else broken)
-    console.print(Text(f"record: {directory / RECORD_FILE}", style="dim"))
-    return found
+def _worst(report: CertificateReport, part: str) -> float | None:
+    """The worst total variation of a lossless rule or driver."""
+    return max((r.tv for r in report.results if r.lossless and r.part == part), default=None)
 
 
 def rows(report: CertificateReport) -> list[dict[str, Any]]:
@@ -123,21 +113,3 @@ def table(report: CertificateReport) -> Table:
         tv = Text(f"{row['tv']:.1e}" + ("" if row["holds"] else " FAILS"), style="" if row["holds"] else "bold red")
         out.add_row(Text(row["name"], no_wrap=True), what, bound, tv, str(row.get("cases", "")), row["on"])
     return out
-
-
-def _record(cfg: RunConfig, found: Certified) -> dict[str, Any]:
-    made = manifest.build(cfg.composed, None)
-    return {
-        "name": cfg.name,
-        "kind": cfg.kind,
-        "summary": {
-            "as_promised": found.as_promised,
-            "worst_lossless": found.objective,
-            "worst_lossless_driver": found.worst(DRIVER),
-        },
-        "failures": found.report.failures,
-        "rows": rows(found.report),
-        "definitions": {"tv": DEFINITION, **LEGEND},
-        "manifest": made,
-        "config": made["config"],
-    }

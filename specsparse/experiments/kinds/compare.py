@@ -5,26 +5,25 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from specsparse.errors import UserError
-from specsparse.experiments import decoding, trackers
+from specsparse.experiments import decoding
 from specsparse.experiments.config import RunConfig, TreeSpec, VerifierSpec, sampling_params
-from specsparse.experiments.decoding import Engine, Passes
+from specsparse.experiments.decoding import Passes
 from specsparse.experiments.drafting import drafter_spec
+from specsparse.experiments.kind import Found, Kind, Lab
 from specsparse.experiments.measured import Measured
 from specsparse.measure import conditions
 from specsparse.measure.conditions import UNKNOWN, Conditions, Rank
 from specsparse.measure.repeats import Repeats
 from specsparse.report import display, record
-from specsparse.report.record import PLAIN, RECORD_FILE, SPECULATIVE, Group, Identity, Pass
-from specsparse.runtime import manifest, metrics
+from specsparse.report.record import PLAIN, SPECULATIVE, Group, Identity, Pass
+from specsparse.runtime import metrics
 from specsparse.speculative.base import Verifier
 from specsparse.speculative.method import grows_trees, make_drafter
 from specsparse.speculative.verify import VERIFIERS, get_verifier
@@ -91,14 +90,67 @@ class Comparison:
         return self.entries[0].speedup if self.entries else None
 
 
-def check(cfg: RunConfig) -> None:
-    """Names, options, and that at least one pair is valid.
+class Compare(Kind):
+    """Plain decoding and every valid method of a list, in turn, ranked."""
 
-    Raises:
-        UserError: an unknown name, or no valid pair.
-    """
-    decoding.check(cfg)
-    methods(cfg)
+    on_mesh = True
+
+    def check(self, cfg: RunConfig) -> None:
+        """Names, options, and that at least one pair is valid.
+
+        Raises:
+            UserError: an unknown name, or no valid pair.
+        """
+        decoding.check(cfg)
+        methods(cfg)
+
+    def run(self, lab: Lab) -> Found:
+        """Decodes and ranks, with a line of prompts.jsonl for each pass."""
+        started, cfg, engine, console = time.perf_counter(), lab.cfg, lab.engine, lab.console
+        bench = decoding.prepare(cfg, engine, console)
+        sides, refused = methods(cfg, lambda pair: decoding.what_is_measured(pair, bench.model, console))
+        tracker = lab.tracker
+        passes = Passes(cfg, engine, bench.model, {PLAIN: {}, **sides}, console)
+        if cfg.warmup:
+            passes.show(bench.jobs, PLAIN, started, lab.directory)
+        done = []
+        for one in passes.timed(bench.jobs):
+            done.append(one)
+            tracker.log(one.row())
+        taken, size = passes.conditions(), bench.model.footprint.file
+        bandwidth = taken.read_bandwidth
+        entries = [
+            entry(name, options["verifier"], [*passes.warm_up, *done], done, bytes_per_pass=size, bandwidth=bandwidth)
+            for name, options in sides.items()
+        ]
+        found = Comparison(tuple(sorted(entries, key=lambda e: -e.speedup)), refused, taken, passes.repeats)
+        title = Text(f"{cfg.name}: {len(sides)} methods on {len(bench.jobs)} prompts", style="bold")
+        said = [Text(line, style="dim") for line in lines(found)]
+        return Found(
+            _summary(found),
+            found,
+            shown=[title, table(found), *display.condition_lines(taken, passes.repeats, found.warnings), *said],
+            definitions={**metrics.DEFINITIONS, **conditions.DEFINITIONS},
+            more={**_methods(found), "load_s": bench.load_s, "compile_s": passes.compile_s},
+            as_promised=found.as_promised,
+            objective=found.objective,
+        )
+
+
+def _summary(found: Comparison) -> dict[str, Any]:
+    return {
+        "best": found.entries[0].name,
+        "speedup": found.objective,
+        "as_promised": found.as_promised,
+        "conditions": found.conditions.to_dict(),
+        "repeats": None if found.repeats is None else found.repeats.to_dict(),
+    }
+
+
+def _methods(found: Comparison) -> dict[str, Any]:
+    taken, ranked = found.conditions.to_dict(), zip(found.ranks, found.entries, strict=True)
+    rows = [{**e.to_dict(), "rank": None if r is None else str(r), "conditions": taken} for r, e in ranked]
+    return {"methods": rows, "refused": list(found.refused)}
 
 
 def methods(
@@ -143,36 +195,6 @@ def _pair(cfg: RunConfig, name: str, verifier: str) -> RunConfig:
 def _drafter(pair: RunConfig, found: Measured | None) -> Any:
     policy, tree = decoding.policy(pair, found), decoding.tree(pair, found)
     return make_drafter(pair.drafter.name, pair.drafter.options, policy, tree=tree)
-
-
-def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) -> Comparison:
-    """Decode, rank, show, and write the record."""
-    started = time.perf_counter()
-    bench = decoding.prepare(cfg, engine, console)
-    sides, refused = methods(cfg, lambda pair: decoding.what_is_measured(pair, bench.model, console))
-    tracker = trackers.make(cfg.tracker.name, cfg.tracker.options, directory)
-    passes = Passes(cfg, engine, bench.model, {PLAIN: {}, **sides}, console)
-    if cfg.warmup:
-        passes.show(bench.jobs, PLAIN, started, directory)
-    done = []
-    for one in passes.timed(bench.jobs):
-        done.append(one)
-        tracker.log(one.row())
-    taken, size = passes.conditions(), bench.model.footprint.file
-    bandwidth = taken.read_bandwidth
-    entries = [
-        entry(name, options["verifier"], [*passes.warm_up, *done], done, bytes_per_pass=size, bandwidth=bandwidth)
-        for name, options in sides.items()
-    ]
-    found = Comparison(tuple(sorted(entries, key=lambda e: -e.speedup)), refused, taken, passes.repeats)
-    tracker.finish(_record(cfg, found, passes, bench))
-    console.print(Text(f"{cfg.name}: {len(sides)} methods on {len(bench.jobs)} prompts", style="bold"))
-    console.print(table(found))
-    for line in display.condition_lines(taken, passes.repeats, found.warnings):
-        console.print(line, soft_wrap=True)
-    for line in (*lines(found), f"record: {directory / RECORD_FILE}"):
-        console.print(Text(line, style="dim"), soft_wrap=True)
-    return found
 
 
 def entry(
@@ -243,28 +265,3 @@ def _short(label: str) -> str:
 
 def _cell(value: float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
-
-
-def _record(cfg: RunConfig, found: Comparison, passes: Passes, bench: decoding.Bench) -> dict[str, Any]:
-    made, taken = manifest.build(cfg.composed, bench.model.path), found.conditions.to_dict()
-    return {
-        "name": cfg.name,
-        "kind": cfg.kind,
-        "summary": {
-            "best": found.entries[0].name,
-            "speedup": found.objective,
-            "as_promised": found.as_promised,
-            "conditions": taken,
-            "repeats": None if found.repeats is None else found.repeats.to_dict(),
-        },
-        "methods": [
-            {**e.to_dict(), "rank": None if r is None else str(r), "conditions": taken}
-            for r, e in zip(found.ranks, found.entries, strict=True)
-        ],
-        "refused": list(found.refused),
-        "load_s": bench.load_s,
-        "compile_s": passes.compile_s,
-        "definitions": {**metrics.DEFINITIONS, **conditions.DEFINITIONS},
-        "manifest": made,
-        "config": made["config"],
-    }

@@ -3,7 +3,6 @@
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,10 @@ from specsparse.data import prompts
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
 from specsparse.experiments.config import RunConfig
-from specsparse.experiments.decoding import Engine
-from specsparse.experiments.kind import check_name
+from specsparse.experiments.kind import Found, Kind, Lab
 from specsparse.models import catalogue
-from specsparse.report.record import RECORD_FILE
-from specsparse.runtime import manifest
 from specsparse.runtime.perplexity import Scores, Windows, score, windows
-from specsparse.support import json_files, terminal
+from specsparse.support import terminal
 
 F32 = "f32"
 """The base that is the same file computed in float32."""
@@ -33,69 +29,40 @@ DEFINITIONS = {
 }
 
 
-@dataclass(frozen=True)
-class PerplexityRecord:
-    """What was found: `summary` as `Scores.summary`, with the text and the base."""
+class Perplexity(Kind):
+    """How well a model predicts a text, after the base has, and how far its law is from the base's."""
 
-    name: str
-    summary: dict[str, Any]
-    manifest: dict[str, Any]
+    timed = False
+    on_mesh = True
 
-    @property
-    def as_promised(self) -> bool:
-        """A measurement promises nothing."""
-        return True
+    def check(self, cfg: RunConfig) -> None:
+        """What can be found wrong before anything is loaded.
 
-    @property
-    def objective(self) -> float:
-        """The perplexity, negative: a sweeper maximises."""
-        return -self.summary["perplexity"]
+        Raises:
+            UserError: a model or a text that is not there, a stride that does not fit.
+        """
+        catalogue.resolve(cfg.model.path)
+        if cfg.perplexity.base not in (None, F32):
+            catalogue.resolve(cfg.perplexity.base)
+        if cfg.perplexity.stride > cfg.perplexity.context:
+            wanted = f"at most perplexity.context={cfg.perplexity.context}"
+            raise UserError(f"perplexity.stride={cfg.perplexity.stride}: must be {wanted}")
+        read_text(cfg)
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
-        return {
-            "name": self.name, "kind": "perplexity", "summary": self.summary, "definitions": DEFINITIONS,
-            "manifest": self.manifest, "config": self.manifest["config"],
-        }  # fmt: skip
+    def run(self, lab: Lab) -> Found:
+        """Scores the text.
 
-
-def check(cfg: RunConfig) -> None:
-    """What can be found wrong before anything is loaded.
-
-    Raises:
-        UserError: a model or a text that is not there, a stride that does not fit.
-    """
-    catalogue.resolve(cfg.model.path)
-    if cfg.perplexity.base not in (None, F32):
-        catalogue.resolve(cfg.perplexity.base)
-    if cfg.perplexity.stride > cfg.perplexity.context:
-        wanted = f"at most perplexity.context={cfg.perplexity.context}"
-        raise UserError(f"perplexity.stride={cfg.perplexity.stride}: must be {wanted}")
-    read_text(cfg)
-    check_name(cfg)
-
-
-def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) -> PerplexityRecord:
-    """Scores the text, after the base has; writes record.json and shows the figures.
-
-    Raises:
-        UserError: a mistake in the config, a text that is too short, a base of another vocabulary.
-    """
-    check(cfg)
-    options = cfg.model.overrides()
-    with terminal.loading(console, f"loading {cfg.model.path}") as progress:
-        model = engine.load(cfg.model.path, progress=progress, **options)
-    text = cut(cfg, model.tokenizer)
-    directory.mkdir(parents=True, exist_ok=True)
-    with base_law(cfg, engine, text, directory, console) as law:
-        found = scored(model, text, console, cfg.model.path, base=law)
-    facts = {"base": cfg.perplexity.base, "windows": text.tokens.shape[0], "window": text.tokens.shape[1]}
-    record = PerplexityRecord(cfg.name, {**found.summary(), **facts}, manifest.build(cfg.composed, model.path))
-    json_files.write_atomically(directory / RECORD_FILE, json_files.to_json(record.to_dict(), indent=1) + "\n")
-    for line in lines(record.summary):
-        console.print(Text(line), soft_wrap=True)
-    console.print(Text(f"record: {directory / RECORD_FILE}", style="dim"))
-    return record
+        Raises:
+            UserError: a text that is too short, a base of another vocabulary.
+        """
+        cfg, model = lab.cfg, lab.load()
+        text = cut(cfg, model.tokenizer)
+        with base_law(lab, text) as law:
+            found = scored(model, text, lab.console, cfg.model.path, base=law)
+        facts = {"base": cfg.perplexity.base, "windows": text.tokens.shape[0], "window": text.tokens.shape[1]}
+        summary = {**found.summary(), **facts}
+        shown = [Text(line) for line in lines(summary)]
+        return Found(summary, shown=shown, definitions=DEFINITIONS, objective=-summary["perplexity"])
 
 
 def read_text(cfg: RunConfig) -> str:
@@ -138,10 +105,9 @@ def scored(
 
 
 @contextmanager
-def base_law(
-    cfg: RunConfig, engine: Engine, text: Windows, directory: Path, console: Console
-) -> Iterator[np.ndarray | None]:
-    """Log-probabilities float32[N, V] of the base on the text, in a file of `directory` that goes with the block."""
+def base_law(lab: Lab, text: Windows) -> Iterator[np.ndarray | None]:
+    """Log-probabilities float32[N, V] of the base on the text, in a file that goes with the block."""
+    cfg, console = lab.cfg, lab.console
     if cfg.perplexity.base is None:
         yield None
         return
@@ -150,8 +116,9 @@ def base_law(
     if base == F32:
         path, options = cfg.model.path, {**options, **IN_FLOAT32}
     with terminal.loading(console, f"loading {path} as the base") as progress:
-        model = engine.load(path, progress=progress, **options)
-    with tempfile.TemporaryDirectory(dir=directory, prefix=".base-") as folder:
+        model = lab.engine.load(path, progress=progress, **options)
+    lab.directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=lab.directory, prefix=".base-") as folder:
         shape = (text.scored, model.config.vocab_size)
         law = np.lib.format.open_memmap(Path(folder) / "law.npy", mode="w+", dtype=np.float32, shape=shape)
         scored(model, text, console, f"{path}, the base", keep=law)

@@ -6,17 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.text import Text
 
 from specsparse.data import prompts
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile, open_gguf
 from specsparse.errors import UserError
-from specsparse.experiments import activations, trackers
+from specsparse.experiments import activations
 from specsparse.experiments.config import PlacementSpec, RunConfig
-from specsparse.experiments.decoding import Engine
-from specsparse.experiments.kind import check_name
+from specsparse.experiments.kind import Found, Kind, Lab
 from specsparse.experiments.kinds import placement_report, placement_run
 from specsparse.measure import machine
 from specsparse.measure.conditions import Conditions
@@ -30,8 +28,6 @@ from specsparse.powerinfer.placement.of_model import Parts, problem_of
 from specsparse.powerinfer.placement.problem import Hardware, Placement, Problem, neurons_placed
 from specsparse.powerinfer.placement.profiler import probabilities
 from specsparse.report import display
-from specsparse.report.record import RECORD_FILE
-from specsparse.runtime import manifest
 
 STATS_FILE, STATS_FOLDER = "activations.safetensors", "activation"
 WITH_FILE = ("optimal", "powerinfer")
@@ -62,35 +58,89 @@ class Placed:
         """False if two devices wrote other tokens than one."""
         return self.measured is None or self.measured.get("same_tokens", True)
 
-    @property
-    def objective(self) -> float:
-        """Expected tokens per second of what the run goes by."""
-        return 1 / self.found[self.chosen].seconds
+
+class Place(Kind):
+    """Which neurons belong on the accelerator, and the time a token that is expected of it."""
+
+    def check(self, cfg: RunConfig) -> None:
+        """Names, numbers, files and prompts.
+
+        Raises:
+            UserError: whatever is wrong.
+        """
+        catalogue.resolve(cfg.model.path)
+        spec = cfg.placement
+        for name in (spec.hot_device, spec.cold_device):
+            if name not in (devices.THIS, *devices.DEVICES):
+                devices.get(name)
+        hardware(spec, 1.0, 1.0)
+        if cfg.vram_budget is not None and not 0 <= cfg.vram_budget < np.inf:
+            raise UserError(f"vram_budget={cfg.vram_budget} must be at least 0 GiB")
+        if cfg.n_gpu_layers is not None and spec.rule != "layers":
+            raise UserError(
+                f"n_gpu_layers={cfg.n_gpu_layers} belongs to placement=layers, not to placement={spec.rule}"
+            )
+        _check_gpu_index(cfg)
+        if cfg.model.placement or cfg.model.hot or cfg.model.devices:
+            raise UserError(
+                "model.placement, model.hot and model.devices are for other kinds: here placement.* says it"
+            )
+        activations.check(cfg)
+        prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
+
+    def run(self, lab: Lab) -> Found:
+        """Counts activations, places by every rule, and settles the gpuidx file of the chosen one.
+
+        Raises:
+            UserError: a mistake in the model file or the activations.
+        """
+        cfg, directory, engine, console = lab.cfg, lab.directory, lab.engine, lab.console
+        f = open_gguf(catalogue.resolve(cfg.model.path))
+        overrides = {k: v for k, v in cfg.model.overrides().items() if k not in ("kv_dtype", "threads", "backend")}
+        config = ModelConfig.from_gguf(f, overrides=overrides)
+        stats = activations.of_run(cfg, f, config, engine, console)
+        parts = Parts.of(f, config, context=cfg.placement.context, kv_dtype=cfg.model.kv_dtype or "f16")
+        problem = problem_for(cfg, parts, config, probabilities(stats, rows=cfg.placement.rows))
+        chosen = "none" if cfg.disable_gpu_index else cfg.placement.rule
+        solve = {**rules.RULES, "layers": partial(rules.layers, n_gpu_layers=cfg.n_gpu_layers)}
+        found = {name: rule(problem) for name, rule in solve.items()}
+        beside = path_for(f.path) if config.predictor_ranks else path_for(directory / f.path.name)
+        index = settled(cfg, f, problem, beside)
+        if index is not None and not all(map(np.array_equal, index.index.hot, found[chosen].hot)):
+            chosen = FILE
+            found[FILE] = neurons_placed(FILE, problem, index.index.hot)
+        measured = taken = None
+        if cfg.placement.decode:
+            ids, meter = activations.text_ids(cfg, f, config), machine.Meter()
+            meter.sample()
+            measured = placement_run.measured(cfg, found[chosen], ids, directory, engine=engine, console=console)
+            meter.sample()
+            taken = meter.conditions(1 / measured["one"])
+        save_stats(directory / STATS_FILE, stats)
+        write_activations(directory / STATS_FOLDER, stats)
+        return _found(cfg, Placed(chosen, found, index, measured, taken), problem, parts)
 
 
-def check(cfg: RunConfig) -> None:
-    """Names, numbers, files and prompts, before anything is loaded.
-
-    Raises:
-        UserError: whatever is wrong.
-    """
-    catalogue.resolve(cfg.model.path)
-    spec = cfg.placement
-    for name in (spec.hot_device, spec.cold_device):
-        if name not in (devices.THIS, *devices.DEVICES):
-            devices.get(name)
-    hardware(spec, 1.0, 1.0)
-    if cfg.vram_budget is not None and not 0 <= cfg.vram_budget < np.inf:
-        raise UserError(f"vram_budget={cfg.vram_budget} must be at least 0 GiB")
-    if cfg.n_gpu_layers is not None and spec.rule != "layers":
-        raise UserError(f"n_gpu_layers={cfg.n_gpu_layers} belongs to placement=layers, not to placement={spec.rule}")
-    _check_gpu_index(cfg)
-    if cfg.model.placement or cfg.model.hot or cfg.model.devices:
-        raise UserError("model.placement, model.hot and model.devices are for other kinds: here placement.* says it")
-    activations.check(cfg)
-    prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
-    trackers.check(cfg.tracker.name, cfg.tracker.options)
-    check_name(cfg)
+def _found(cfg: RunConfig, result: Placed, problem: Problem, parts: Parts) -> Found:
+    summary = placement_report.summary(result.chosen, result.found, problem, parts)
+    shown = [*placement_report.tables(result.chosen, result.found, problem, parts)]
+    if result.settled is not None:
+        summary["gpu_index"] = result.settled.note
+        shown.append(Text(result.settled.note))
+    if result.measured is None:
+        shown.append(Text("expected times only, placement.decode=32 measures"))
+    elif result.conditions is not None:
+        summary |= {"measured": result.measured, "conditions": result.conditions.to_dict()}
+    return Found(
+        summary,
+        result,
+        shown=[*shown, *display.condition_lines(result.conditions)],
+        figures=[placement_report.figure(problem, result.found, title=cfg.name)],
+        files=(STATS_FILE, f"{STATS_FOLDER}/"),
+        definitions=DEFINITIONS,
+        as_promised=result.as_promised,
+        objective=1 / result.found[result.chosen].seconds,
+    )
 
 
 def _check_gpu_index(cfg: RunConfig) -> None:
@@ -101,41 +151,6 @@ def _check_gpu_index(cfg: RunConfig) -> None:
         )
     if len(given) > 1:
         raise UserError("disable_gpu_index=true reads no file, and reset_gpu_index=true writes one: give one of them")
-
-
-def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) -> Placed:
-    """Counts activations, places by every rule, settles the gpuidx file of the chosen one, and writes what it found.
-
-    Raises:
-        UserError: a mistake in the config, the model file or the activations.
-    """
-    check(cfg)
-    f = open_gguf(catalogue.resolve(cfg.model.path))
-    overrides = {k: v for k, v in cfg.model.overrides().items() if k not in ("kv_dtype", "threads", "backend")}
-    config = ModelConfig.from_gguf(f, overrides=overrides)
-    stats = activations.of_run(cfg, f, config, engine, console)
-    parts = Parts.of(f, config, context=cfg.placement.context, kv_dtype=cfg.model.kv_dtype or "f16")
-    problem = problem_for(cfg, parts, config, probabilities(stats, rows=cfg.placement.rows))
-    chosen = "none" if cfg.disable_gpu_index else cfg.placement.rule
-    solve = {**rules.RULES, "layers": partial(rules.layers, n_gpu_layers=cfg.n_gpu_layers)}
-    found = {name: rule(problem) for name, rule in solve.items()}
-    beside = path_for(f.path) if config.predictor_ranks else path_for(directory / f.path.name)
-    index = settled(cfg, f, problem, beside)
-    if index is not None and not all(map(np.array_equal, index.index.hot, found[chosen].hot)):
-        chosen = FILE
-        found[FILE] = neurons_placed(FILE, problem, index.index.hot)
-    measured = taken = None
-    if cfg.placement.decode:
-        ids, meter = activations.text_ids(cfg, f, config), machine.Meter()
-        meter.sample()
-        measured = placement_run.measured(cfg, found[chosen], ids, directory, engine=engine, console=console)
-        meter.sample()
-        taken = meter.conditions(1 / measured["one"])
-    result = Placed(chosen, found, index, measured, taken)
-    save_stats(directory / STATS_FILE, stats)
-    write_activations(directory / STATS_FOLDER, stats)
-    _write(cfg, directory, result, problem, parts, console)
-    return result
 
 
 def hardware(spec: PlacementSpec, hot_bandwidth: float, cold_bandwidth: float) -> Hardware:
@@ -178,27 +193,3 @@ def settled(cfg: RunConfig, f: GGUFFile, problem: Problem, default: Path) -> Set
         f, problem, rules.RULES[rule], rule=rule, path=cfg.placement.gpu_index or default,
         reset=cfg.reset_gpu_index, disable=cfg.disable_gpu_index,
     )  # fmt: skip
-
-
-def _write(cfg: RunConfig, directory: Path, result: Placed, problem: Problem, parts: Parts, console: Console) -> None:
-    tracker = trackers.make(cfg.tracker.name, cfg.tracker.options, directory)
-    made = manifest.build(cfg.composed, Path(catalogue.resolve(cfg.model.path)))
-    summary = placement_report.summary(result.chosen, result.found, problem, parts)
-    if result.settled is not None:
-        summary["gpu_index"] = result.settled.note
-    if result.measured is not None and result.conditions is not None:
-        summary |= {"measured": result.measured, "conditions": result.conditions.to_dict()}
-    tracker.finish({
-        "name": cfg.name, "kind": cfg.kind, "summary": summary, "definitions": DEFINITIONS,
-        "manifest": made, "config": made["config"],
-    })  # fmt: skip
-    placement_report.write_figure(directory / placement_report.FIGURE_FILE, problem, result.found, title=cfg.name)
-    for part in placement_report.tables(result.chosen, result.found, problem, parts):
-        console.print(part)
-    if result.settled is not None:
-        console.print(Text(result.settled.note))
-    for line in display.condition_lines(result.conditions):
-        console.print(line)
-    files = ", ".join((RECORD_FILE, STATS_FILE, f"{STATS_FOLDER}/", placement_report.FIGURE_FILE))
-    said = "expected times only, placement.decode=32 measures; " if result.measured is None else ""
-    console.print(Text(f"{said}{directory}: {files}", style="dim"))

@@ -1,18 +1,21 @@
 """Placements as tables, a figure and plain values."""
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure as Canvas
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
 from specsparse.powerinfer.placement.of_model import Parts
 from specsparse.powerinfer.placement.problem import Placement, Problem
+from specsparse.report.figure import Figure, Row
 
-FIGURE_FILE = "placement.png"
+_DRAWN = ("optimal", "powerinfer", "layers")
+_STEPS = 100
 _MIB = 1 << 20
 
 
@@ -70,29 +73,38 @@ def by_rule(chosen: str, found: Mapping[str, Placement], problem: Problem) -> Ta
     return out
 
 
-def write_figure(path: Path, problem: Problem, found: Mapping[str, Placement], *, title: str) -> None:
-    """Left: share of the neurons read against share of neurons held, a line a layer. Right: hot neurons by layer."""
-    from matplotlib.figure import Figure
+def figure(problem: Problem, found: Mapping[str, Placement], *, title: str) -> Figure:
+    """How far few neurons go, and which each rule places.
 
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for i, read in enumerate(problem.read):
+    Rows: the share of a layer's reads that its hottest neurons get, in a hundred steps; its share of neurons, by rule.
+    """
+    rows: list[Row] = []
+    for layer, read in enumerate(problem.read):
         ranked = np.concatenate([[0.0], np.cumsum(np.sort(read)[::-1])])
-        shade = 0.25 + 0.6 * i / max(problem.layers - 1, 1)
-        left.plot(np.linspace(0, 1, len(ranked)), ranked / max(ranked[-1], 1e-12), color=str(1 - shade), lw=1)
+        held = np.linspace(0, 1, _STEPS + 1)
+        reads = np.interp(held, np.linspace(0, 1, len(ranked)), ranked / max(ranked[-1], 1e-12))
+        rows += [{"layer": layer, "held": float(x), "reads": float(y)} for x, y in zip(held, reads, strict=True)]
+    for name in _DRAWN:
+        label = f"{name}, {1e3 * found[name].seconds:.3g} ms"
+        rows += [{"layer": i, "rule": label, "placed": float(hot.mean())} for i, hot in enumerate(found[name].hot)]
+    caption = "Left: how far few neurons go (darker: later layers). Right: the neurons that each rule places."
+    return Figure("placement", title, caption, tuple(rows), partial(_draw, title=title), (11.0, 4.5))
+
+
+def _draw(canvas: Canvas, rows: Sequence[Row], *, title: str) -> None:
+    left, right = canvas.subplots(1, 2)
+    last = max(row["layer"] for row in rows)
+    for layer in range(last + 1):
+        own, shade = [r for r in rows if "held" in r and r["layer"] == layer], 0.25 + 0.6 * layer / max(last, 1)
+        left.plot([row["held"] for row in own], [row["reads"] for row in own], color=str(1 - shade), lw=1)
     left.set(xlabel="neurons of a layer, the hottest first", ylabel="share of reads", xlim=(0, 1), ylim=(0, 1.02))
     left.set_title("how far few neurons go (darker: later layers)", fontsize=10)
-    for name in ("optimal", "powerinfer", "layers"):
-        share = [float(h.mean()) for h in found[name].hot]
-        right.plot(share, marker=".", label=f"{name}, {1e3 * found[name].seconds:.3g} ms")
+    for name in dict.fromkeys(row["rule"] for row in rows if "rule" in row):
+        right.plot([row["placed"] for row in rows if row.get("rule") == name], marker=".", label=name)
     right.set(xlabel="layer", ylabel="share of neurons on the accelerator", ylim=(-0.02, 1.02))
     right.xaxis.get_major_locator().set_params(integer=True)
     right.legend()
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-    figure.suptitle(title)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    canvas.suptitle(title)
 
 
 def _table(*columns: str) -> Table:

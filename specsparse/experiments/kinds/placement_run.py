@@ -17,7 +17,7 @@ from rich.table import Table
 from specsparse import api
 from specsparse.engine.llama import Want
 from specsparse.experiments.config import RunConfig
-from specsparse.experiments.decoding import Engine
+from specsparse.experiments.kind import Engine
 from specsparse.powerinfer.placement.problem import Placement
 from specsparse.powerinfer.placement.two_devices import TwoDevices
 from specsparse.predictors.fit.quality import ModelQuality, ModelSums, model_sums

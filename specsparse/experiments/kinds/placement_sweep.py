@@ -1,18 +1,18 @@
 """Placements of a sweep side by side: expected time by rule against the budget, as table, CSV and figure."""
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure as Canvas
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from specsparse.report.figure import FAINT, Figure, Row
 from specsparse.support import tables
 
-CSV_FILE, FIGURE_FILE = "vram_budget.csv", "vram_budget.png"
 _RULES = ("optimal", "powerinfer", "layers", "none")
 _MIB = 1 << 20
 
@@ -57,30 +57,20 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
 
 def show(directory: Path, found: Sequence[dict[str, Any]], out: Console) -> None:
     """Print the table of a sweep and write CSV and figure into its directory."""
-    made = rows(found)
     tables.show(out, table(found))
-    with (directory / CSV_FILE).open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(made[0]))
-        writer.writeheader()
-        writer.writerows(made)
-    write_figure(directory / FIGURE_FILE, made)
-    out.print(Text(f"expected times; {directory}: {CSV_FILE}, {FIGURE_FILE}", style="dim"), soft_wrap=True)
+    caption = "Expected tokens per second, a line a rule; below: share of the reads that are hot."
+    figure = Figure("vram_budget", "expected time by budget", caption, tuple(rows(found)), _draw, (7.0, 6.0))
+    figure.write(directory)
+    out.print(Text(f"expected times; {directory}: {', '.join(figure.files)}", style="dim"), soft_wrap=True)
 
 
-def write_figure(path: Path, made: Sequence[dict[str, Any]]) -> None:
-    """Expected tokens per second against the budget, a line a rule; share of the reads that are hot below."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 6), layout="constrained")
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    budget = [row["budget_mib"] for row in made]
+def _draw(canvas: Canvas, rows: Sequence[Row]) -> None:
+    top, bottom = canvas.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    budget = [row["budget_mib"] for row in rows]
     for rule in _RULES:
-        top.plot(budget, [1 / row[f"{rule}_s"] for row in made], marker=".", label=rule)
-    top.plot(budget, [1 / row["bound_s"] for row in made], ":", color="0.4", label="bound")
+        top.plot(budget, [1 / row[f"{rule}_s"] for row in rows], marker=".", label=rule)
+    top.plot(budget, [1 / row["bound_s"] for row in rows], ":", color=FAINT, label="bound")
     top.set(ylabel="expected tokens per second", ylim=(0, None))
     top.legend()
-    bottom.plot(budget, [row["hot_share"] for row in made], marker=".", color="C0")
+    bottom.plot(budget, [row["hot_share"] for row in rows], marker=".")
     bottom.set(xlabel="vram_budget, MiB", ylabel="reads that are hot", ylim=(0, 1.02))
-    for axes in (top, bottom):
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)

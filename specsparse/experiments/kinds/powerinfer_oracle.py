@@ -13,20 +13,15 @@ from zipfile import BadZipFile
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from specsparse import kernels
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
-from specsparse.experiments import trackers
 from specsparse.experiments.config import RunConfig
-from specsparse.experiments.decoding import Engine
-from specsparse.experiments.kind import check_name
+from specsparse.experiments.kind import Engine, Found, Kind, Lab
 from specsparse.models import catalogue
-from specsparse.report.record import RECORD_FILE
-from specsparse.runtime import manifest
 from specsparse.support import terminal
 
 LOGITS_FILE = "logits.npz"
@@ -83,51 +78,52 @@ class Agreement:
         same = self.greedy is None or self.greedy[0] == self.greedy[1]
         return self.identical and (not self.faithful or (same and all(c.within for c in self.logits)))
 
-    @property
-    def objective(self) -> float:
-        """The largest error, negative: a sweeper maximises."""
-        return -max(c.max for c in self.logits)
 
+class PowerInferOracle(Kind):
+    """A PowerInfer model's logits and greedy tokens against those that PowerInfer itself wrote."""
 
-def check(cfg: RunConfig) -> None:
-    """Files, thread counts and the name.
+    timed = False
 
-    Raises:
-        UserError: no such model or results, or none for this model.
-    """
-    path = Path(catalogue.resolve(cfg.model.path))
-    with _results(cfg, path) as found:
-        _variants(found.files, path)
-    if not cfg.powerinfer.threads or any(t < 1 for t in cfg.powerinfer.threads):
-        raise UserError("powerinfer.threads must be counts of at least 1, such as [1,2,4]")
-    trackers.check(cfg.tracker.name, cfg.tracker.options)
-    check_name(cfg)
+    def check(self, cfg: RunConfig) -> None:
+        """Files and thread counts.
 
+        Raises:
+            UserError: no such model or results, or none for this model.
+        """
+        path = Path(catalogue.resolve(cfg.model.path))
+        with _results(cfg, path) as found:
+            _variants(found.files, path)
+        if not cfg.powerinfer.threads or any(t < 1 for t in cfg.powerinfer.threads):
+            raise UserError("powerinfer.threads must be counts of at least 1, such as [1,2,4]")
 
-def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) -> Agreement:
-    """Compares, shows a table and writes record.json.
+    def run(self, lab: Lab) -> Found:
+        """Compares.
 
-    Raises:
-        UserError: a mistake in the config, or results that do not fit the model.
-    """
-    check(cfg)
-    path = Path(catalogue.resolve(cfg.model.path))
-    with _results(cfg, path) as arrays:
-        wanted = dict(arrays)
-    faithful = cfg.ffn.faithful_f16
-    limits = LIMITS.get(_weights_type(path), {}) if faithful else {}
-    found, first = [], None
-    for variant in _variants(wanted, path):
-        options = {**cfg.model.overrides(), **VARIANTS[variant], "faithful_f16": faithful}
-        with terminal.loading(console, f"loading {path.name} for {variant}") as progress:
-            model = engine.load(str(path), progress=progress, **options)
-        first = first or model
-        found.append(_compared(variant, model.logits(wanted["tokens"]), wanted[f"{_stem(path)}/{variant}"], limits))
-    tried, identical = _over_threads(first, wanted["tokens"], cfg.powerinfer.threads)
-    greedy = _greedy(engine, first, wanted.get(f"{_stem(path)}/greedy_ids"), prompt=len(wanted["tokens"]))
-    result = Agreement(tuple(found), greedy, tried, identical, faithful)
-    _write(cfg, directory, path, result, console)
-    return result
+        Raises:
+            UserError: results that do not fit the model.
+        """
+        cfg, engine = lab.cfg, lab.engine
+        path = Path(catalogue.resolve(cfg.model.path))
+        with _results(cfg, path) as arrays:
+            wanted = dict(arrays)
+        faithful = cfg.ffn.faithful_f16
+        limits = LIMITS.get(_weights_type(path), {}) if faithful else {}
+        found, first = [], None
+        for variant in _variants(wanted, path):
+            options = {**cfg.model.overrides(), **VARIANTS[variant], "faithful_f16": faithful}
+            with terminal.loading(lab.console, f"loading {path.name} for {variant}") as progress:
+                model = engine.load(str(path), progress=progress, **options)
+            first = first or model
+            found.append(_compared(variant, model.logits(wanted["tokens"]), wanted[f"{_stem(path)}/{variant}"], limits))
+        tried, identical = _over_threads(first, wanted["tokens"], cfg.powerinfer.threads)
+        greedy = _greedy(engine, first, wanted.get(f"{_stem(path)}/greedy_ids"), prompt=len(wanted["tokens"]))
+        result = Agreement(tuple(found), greedy, tried, identical, faithful)
+        title = Text(f"{cfg.name}: {path.name} against PowerInfer's logits", style="bold")
+        said = [Text(line, style="green" if good else "bold red") for line, good in _lines(result)]
+        return Found(
+            {**asdict(result), "as_promised": result.as_promised}, result, shown=[title, _table(result), *said],
+            as_promised=result.as_promised, objective=-max(c.max for c in result.logits),
+        )  # fmt: skip
 
 
 def _results(cfg: RunConfig, path: Path) -> Any:
@@ -187,18 +183,6 @@ def _greedy(engine: Engine, model: Any, ids: np.ndarray | None, *, prompt: int) 
     theirs = ids[prompt:].tolist()
     ours = engine.generate(model, ids[:prompt].tolist(), max_tokens=len(theirs), ignore_eos=True).token_ids
     return sum(a == b for a, b in zip(ours, theirs, strict=True)), len(theirs)
-
-
-def _write(cfg: RunConfig, directory: Path, path: Path, found: Agreement, out: Console) -> None:
-    made = manifest.build(cfg.composed, path)
-    summary = {**asdict(found), "as_promised": found.as_promised}
-    record = {"name": cfg.name, "kind": cfg.kind, "summary": summary, "manifest": made, "config": made["config"]}
-    trackers.make(cfg.tracker.name, cfg.tracker.options, directory).finish(record)
-    out.print(Text(f"{cfg.name}: {path.name} against PowerInfer's logits", style="bold"))
-    out.print(_table(found))
-    for line, good in _lines(found):
-        out.print(Text(line, style="green" if good else "bold red"))
-    out.print(Text(f"record: {directory / RECORD_FILE}", style="dim"))
 
 
 def _table(found: Agreement) -> Table:

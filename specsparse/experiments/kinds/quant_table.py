@@ -17,7 +17,7 @@ from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
 from specsparse.experiments.config import RunConfig
-from specsparse.experiments.decoding import Engine
+from specsparse.experiments.kind import Engine, Found, Kind, Lab
 from specsparse.experiments.kinds import perplexity
 from specsparse.measure import conditions, inspection
 from specsparse.measure.bench import interleaved, job
@@ -25,10 +25,8 @@ from specsparse.measure.bench.sides import Ours
 from specsparse.measure.conditions import Conditions, Taken
 from specsparse.models import catalogue
 from specsparse.report import display
-from specsparse.report.record import RECORD_FILE
-from specsparse.runtime import manifest
 from specsparse.runtime.perplexity import Windows
-from specsparse.support import json_files, terminal
+from specsparse.support import terminal
 
 DEFINITIONS = {
     **perplexity.DEFINITIONS,
@@ -40,12 +38,10 @@ BASE_IS_QUANTISED = "the model is quantised already: the types are made of its r
 
 @dataclass(frozen=True)
 class QuantTable:
-    """What was found: `rows` one a type, the base's perplexity, and notes for the reader."""
+    """What was found: `rows` one a type, and notes for the reader."""
 
-    name: str
     rows: tuple[dict[str, Any], ...]
     notes: tuple[str, ...]
-    manifest: dict[str, Any]
 
     @property
     def conditions(self) -> Conditions:
@@ -62,63 +58,48 @@ class QuantTable:
         return (*([apart] if apart else []), *(f"{name}: {line}" for name, line in restless if line))
 
     @property
-    def as_promised(self) -> bool:
-        """A measurement promises nothing."""
-        return True
-
-    @property
     def objective(self) -> float | None:
         """The best decoding speed; None where none was timed."""
         return max((row["decode"]["median"] for row in self.rows if row["decode"]), default=None)
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
-        return {
-            "name": self.name, "kind": "quant_table",
-            "summary": {"rows": self.rows, "notes": self.notes, "conditions": self.conditions.to_dict()},
-            "definitions": DEFINITIONS, "manifest": self.manifest, "config": self.manifest["config"],
-        }  # fmt: skip
 
+class Quantisations(Kind):
+    """One model in several types of weights: bytes, perplexity, KL to float32, speed."""
 
-def check(cfg: RunConfig) -> None:
-    """What can be found wrong before anything is loaded or written.
+    def check(self, cfg: RunConfig) -> None:
+        """What can be found wrong before anything is loaded or written.
 
-    Raises:
-        UserError: an unknown type, no row at all, whatever `kind: perplexity` finds wrong.
-    """
-    perplexity.check(cfg)
-    for name in cfg.quant_table.types:
-        requantise.kind_of(name)
-    for file in cfg.quant_table.files:
-        catalogue.resolve(file)
-    if not cfg.quant_table.types and not cfg.quant_table.files:
-        raise UserError("quant_table.types and quant_table.files are empty: there is nothing to compare")
+        Raises:
+            UserError: an unknown type, no row at all, whatever `kind: perplexity` finds wrong.
+        """
+        perplexity.Perplexity().check(cfg)
+        for name in cfg.quant_table.types:
+            requantise.kind_of(name)
+        for file in cfg.quant_table.files:
+            catalogue.resolve(file)
+        if not cfg.quant_table.types and not cfg.quant_table.files:
+            raise UserError("quant_table.types and quant_table.files are empty: there is nothing to compare")
 
+    def run(self, lab: Lab) -> Found:
+        """Makes the files (kept in the cache), scores and times each.
 
-def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) -> QuantTable:
-    """Makes the files (kept in the cache), scores and times each; writes record.json and shows the table.
-
-    Raises:
-        UserError: as `check`; a text that is too short, a file of another vocabulary.
-    """
-    check(cfg)
-    directory.mkdir(parents=True, exist_ok=True)
-    source = Path(catalogue.resolve(cfg.model.path))
-    f = open_gguf(source)
-    notes = () if inspection.main_type(f) in inspection.FLOAT_TYPES else (BASE_IS_QUANTISED,)
-    files = [*_made(cfg, source, console), *(Path(catalogue.resolve(file)) for file in cfg.quant_table.files)]
-    text = perplexity.cut(cfg, Tokenizer.from_metadata(f.metadata, where=str(source)))
-    with perplexity.base_law(cfg, engine, text, directory, console) as law:
-        rows = tuple(_row(cfg, engine, file, text, law, console) for file in files)
-    record = QuantTable(cfg.name, rows, notes, manifest.build(cfg.composed, source))
-    json_files.write_atomically(directory / RECORD_FILE, json_files.to_json(record.to_dict(), indent=1) + "\n")
-    console.print(table(rows))
-    for line in (f"{text.scored} tokens scored; KL from {_base_name(cfg)}", *notes):
-        console.print(Text(line))
-    for line in display.condition_lines(record.conditions, None, record.warnings):
-        console.print(line)
-    console.print(Text(f"record: {directory / RECORD_FILE}", style="dim"))
-    return record
+        Raises:
+            UserError: a text that is too short, a file of another vocabulary.
+        """
+        cfg = lab.cfg
+        source = Path(catalogue.resolve(cfg.model.path))
+        f = open_gguf(source)
+        notes = () if inspection.main_type(f) in inspection.FLOAT_TYPES else (BASE_IS_QUANTISED,)
+        files = [*_made(cfg, source, lab.console), *(Path(catalogue.resolve(file)) for file in cfg.quant_table.files)]
+        text = perplexity.cut(cfg, Tokenizer.from_metadata(f.metadata, where=str(source)))
+        with perplexity.base_law(lab, text) as law:
+            found = QuantTable(tuple(_row(cfg, lab.engine, file, text, law, lab.console) for file in files), notes)
+        said = (f"{text.scored} tokens scored; KL from {_base_name(cfg)}", *notes)
+        taken = display.condition_lines(found.conditions, None, found.warnings)
+        return Found(
+            {"rows": found.rows, "notes": notes, "conditions": found.conditions.to_dict()}, found,
+            shown=[table(found.rows), *map(Text, said), *taken], definitions=DEFINITIONS, objective=found.objective,
+        )  # fmt: skip
 
 
 def _made(cfg: RunConfig, source: Path, console: Console) -> Iterator[Path]:

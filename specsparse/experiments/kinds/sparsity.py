@@ -5,7 +5,6 @@ judged against the dense model on the same text, speed against it in turn.
 """
 
 import dataclasses
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,13 @@ from rich.text import Text
 
 from specsparse.data import prompts
 from specsparse.errors import UserError
-from specsparse.experiments import sparse_model, trackers
+from specsparse.experiments import sparse_model
 from specsparse.experiments.config import PredictorSpec, RunConfig, choice_options
-from specsparse.experiments.decoding import Engine
-from specsparse.experiments.kind import check_name
+from specsparse.experiments.kind import Engine, Found, Kind, Lab
 from specsparse.experiments.kinds import sparsity_report
-from specsparse.experiments.sparse_model import Sparse
+from specsparse.experiments.kinds.sparsity_report import Point, Sparsity
 from specsparse.measure import conditions, machine, speedup
 from specsparse.measure.conditions import Conditions
-from specsparse.measure.speedup import Speedup
 from specsparse.models import catalogue
 from specsparse.powerinfer.ffn.gated import PREDICTED, bytes_read
 from specsparse.predictors import FFN, Needs, get_predictor
@@ -31,8 +28,6 @@ from specsparse.predictors.fit.collect import windows
 from specsparse.predictors.fit.evaluate import Evaluation, Evaluator
 from specsparse.predictors.fit.price import matrices
 from specsparse.report import display
-from specsparse.report.record import RECORD_FILE
-from specsparse.runtime import manifest
 from specsparse.support import terminal
 from specsparse.support.paths import conf_dir
 
@@ -47,65 +42,66 @@ DEFINITIONS = {
 }
 
 
-@dataclass(frozen=True)
-class Point:
-    """One setting.
+class Sparse(Kind):
+    """What leaving neurons out costs in quality and gains in speed, point by point."""
 
-    Attributes:
-        value: what was varied: an option's value or a predictor's name; None where nothing was.
-        quality: against the dense model.
-        by_bytes: the speed-up that bytes would give.
-        tokens_per_second, dense_tokens_per_second, speedup: None where nothing was decoded.
-    """
+    def check(self, cfg: RunConfig) -> None:
+        """Names, options, files and prompts.
 
-    value: float | str | None
-    quality: Evaluation
-    by_bytes: float
-    tokens_per_second: float | None = None
-    dense_tokens_per_second: float | None = None
-    speedup: Speedup | None = None
+        Raises:
+            UserError: whatever is wrong.
+        """
+        catalogue.resolve(cfg.model.path)
+        if cfg.ffn.name not in (PREDICTED, "powerinfer"):
+            raise UserError(
+                "kind=sparsity judges ffn=predicted with a predictor, or ffn=powerinfer with a PowerInfer file"
+            )
+        if cfg.ffn.name == "powerinfer" and cfg.sparsity.values and cfg.sparsity.vary != "threshold":
+            raise UserError("ffn=powerinfer has a threshold and nothing else to vary: give sparsity.vary=threshold")
+        if cfg.sparsity.predictors and (cfg.sparsity.values or cfg.ffn.name != PREDICTED):
+            raise UserError("sparsity.predictors needs ffn=predicted and no sparsity.values")
+        for point in settings(cfg):
+            sparse_model.check(point)
+        prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
-        return {**asdict(self), "speedup": None if self.speedup is None else self.speedup.to_dict()}
+    def run(self, lab: Lab) -> Found:
+        """Judges and times every point.
+
+        Raises:
+            UserError: a text that is too short, or a mistake in the model file.
+        """
+        cfg, engine, console = lab.cfg, lab.engine, lab.console
+        dense = sparse_model.read(cfg, engine, console, ffn=DENSE)
+        text = judged_text(cfg, dense)
+        evaluator, judged = Evaluator(dense, text), []
+        sparse = _sparse(cfg, engine, dense, console)
+        with terminal.counting(console, "judging", len(sparse)) as bar:
+            for one in sparse:
+                judged.append(evaluator(one.predictor, one.weights))
+                bar.advance(bar.task_ids[0])
+        sides, ids = [dense, *(one.model for one in sparse)], text[0, :_PROMPT].tolist()
+        seconds, taken = _timed(cfg, engine, sides, ids, console) if cfg.sparsity.tokens else (None, None)
+        return _found(cfg, dense, Sparsity(tuple(_points(cfg, dense, sparse, judged, seconds)), taken))
 
 
-@dataclass(frozen=True)
-class Sparsity:
-    """All points, in the order of the config, and what they were taken at, in turn; None where nothing was timed."""
-
-    points: tuple[Point, ...]
-    conditions: Conditions | None = None
-
-    @property
-    def as_promised(self) -> bool:
-        """A lossy rule promises nothing."""
-        return True
-
-    @property
-    def objective(self) -> float:
-        """The last point's KL, negative: a sweeper maximises."""
-        return -self.points[-1].quality.model.kl
-
-
-def check(cfg: RunConfig) -> None:
-    """Names, options, files and prompts, before anything is loaded.
-
-    Raises:
-        UserError: whatever is wrong.
-    """
-    catalogue.resolve(cfg.model.path)
-    if cfg.ffn.name not in (PREDICTED, "powerinfer"):
-        raise UserError("kind=sparsity judges ffn=predicted with a predictor, or ffn=powerinfer with a PowerInfer file")
-    if cfg.ffn.name == "powerinfer" and cfg.sparsity.values and cfg.sparsity.vary != "threshold":
-        raise UserError("ffn=powerinfer has a threshold and nothing else to vary: give sparsity.vary=threshold")
-    if cfg.sparsity.predictors and (cfg.sparsity.values or cfg.ffn.name != PREDICTED):
-        raise UserError("sparsity.predictors needs ffn=predicted and no sparsity.values")
-    for point in settings(cfg):
-        sparse_model.check(point)
-    prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
-    trackers.check(cfg.tracker.name, cfg.tracker.options)
-    check_name(cfg)
+def _found(cfg: RunConfig, dense: Any, result: Sparsity) -> Found:
+    points, vary = result.points, "predictor" if cfg.sparsity.predictors else cfg.sparsity.vary
+    title = f"{cfg.name}: {Path(dense.path).name}, {', '.join(dict.fromkeys(p.quality.name for p in points))} (lossy)"
+    summary = {
+        "label": "lossy",
+        "vary": vary,
+        "points": [p.to_dict() for p in points],
+        "conditions": result.conditions and result.conditions.to_dict(),
+    }
+    table = sparsity_report.table(points, vary=vary)
+    return Found(
+        summary,
+        result,
+        shown=[Text(title, style="bold"), table, *display.condition_lines(result.conditions)],
+        figures=[sparsity_report.figure(points, vary=vary, title=title)],
+        definitions={**DEFINITIONS, **conditions.DEFINITIONS},
+        objective=-points[-1].quality.model.kl,
+    )
 
 
 def settings(cfg: RunConfig) -> list[RunConfig]:
@@ -133,28 +129,6 @@ def _with_predictor(cfg: RunConfig, name: str) -> RunConfig:
     )
 
 
-def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) -> Sparsity:
-    """Judges and times every point; writes a table, a figure and the record.
-
-    Raises:
-        UserError: a text that is too short, or a mistake in the model file.
-    """
-    check(cfg)
-    dense = sparse_model.read(cfg, engine, console, ffn=DENSE)
-    text = judged_text(cfg, dense)
-    evaluator, found = Evaluator(dense, text), []
-    sparse = _sparse(cfg, engine, dense, console)
-    with terminal.counting(console, "judging", len(sparse)) as bar:
-        for one in sparse:
-            found.append(evaluator(one.predictor, one.weights))
-            bar.advance(bar.task_ids[0])
-    sides, ids = [dense, *(one.model for one in sparse)], text[0, :_PROMPT].tolist()
-    seconds, taken = _timed(cfg, engine, sides, ids, console) if cfg.sparsity.tokens else (None, None)
-    result = Sparsity(tuple(_points(cfg, dense, sparse, found, seconds)), taken)
-    _write(cfg, directory, dense, result, console)
-    return result
-
-
 def judged_text(cfg: RunConfig, model: Any) -> np.ndarray:
     """int32[W, n] of the run's prompts."""
     found = prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
@@ -162,7 +136,7 @@ def judged_text(cfg: RunConfig, model: Any) -> np.ndarray:
     return windows([model.tokenizer.encode(p.text, add_special=True) for p in found], length)[: cfg.sparsity.judged]
 
 
-def _sparse(cfg: RunConfig, engine: Engine, dense: Any, out: Console) -> list[Sparse]:
+def _sparse(cfg: RunConfig, engine: Engine, dense: Any, out: Console) -> list[sparse_model.Sparse]:
     """The sparse model of every point; calibration text is read once."""
     rows, found = None, []
     for point in settings(cfg):
@@ -195,7 +169,7 @@ def _timed(
 
 
 def _points(
-    cfg: RunConfig, dense: Any, sparse: list[Sparse], found: list[Evaluation], seconds: np.ndarray | None
+    cfg: RunConfig, dense: Any, sparse: list[sparse_model.Sparse], found: list[Evaluation], seconds: np.ndarray | None
 ) -> list[Point]:
     values = cfg.sparsity.predictors or cfg.sparsity.values or (None,)
     whole, out = dense.footprint.packed, []
@@ -212,28 +186,3 @@ def _points(
             )
         out.append(point)
     return out
-
-
-def _write(cfg: RunConfig, directory: Path, dense: Any, result: Sparsity, out: Console) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    made = manifest.build(cfg.composed, Path(catalogue.resolve(cfg.model.path)))
-    vary = "predictor" if cfg.sparsity.predictors else cfg.sparsity.vary
-    title = f"{cfg.name}: {Path(dense.path).name}, {', '.join(dict.fromkeys(p.quality.name for p in result.points))}"
-    sparsity_report.write_csv(directory / sparsity_report.CSV_FILE, result.points, vary=vary)
-    sparsity_report.write_figure(directory / sparsity_report.FIGURE_FILE, result.points, title=title)
-    summary = {
-        "label": "lossy",
-        "vary": vary,
-        "points": [p.to_dict() for p in result.points],
-        "conditions": result.conditions and result.conditions.to_dict(),
-    }
-    trackers.make(cfg.tracker.name, cfg.tracker.options, directory).finish({
-        "name": cfg.name, "kind": cfg.kind, "summary": summary,
-        "definitions": {**DEFINITIONS, **conditions.DEFINITIONS}, "manifest": made, "config": made["config"],
-    })  # fmt: skip
-    out.print(Text(f"{title} (lossy)", style="bold"))
-    out.print(sparsity_report.table(result.points, vary=vary))
-    for line in display.condition_lines(result.conditions):
-        out.print(line)
-    files = f"{directory / RECORD_FILE}, {sparsity_report.CSV_FILE}, {sparsity_report.FIGURE_FILE}"
-    out.print(Text(f"record: {files}", style="dim"))

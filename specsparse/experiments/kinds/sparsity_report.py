@@ -1,31 +1,60 @@
-"""Points of `kind: sparsity` as a table, as CSV, as a figure, and over a sweep."""
+"""Points of `kind: sparsity`: what they are, as a table, as a figure, and over a sweep."""
 
-import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
 
+from matplotlib.figure import Figure as Canvas
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from specsparse.errors import UserError
 from specsparse.measure import intervals
-from specsparse.measure.speedup import timing_ends
+from specsparse.measure.conditions import Conditions
+from specsparse.measure.speedup import Speedup, timing_ends
+from specsparse.predictors.fit.evaluate import Evaluation
+from specsparse.report.figure import FAINT, Figure, Row
 from specsparse.report.varied import Setting
 
-if TYPE_CHECKING:
-    from specsparse.experiments.kinds.sparsity import Point
-
-CSV_FILE, FIGURE_FILE = "sparsity.csv", "sparsity.png"
 _TITLES = (
     "kept", "energy", "error", "KL, nats", "ppl", "top-1", "bytes", "by bytes", "tok/s", "speed-up",
     "95 % over repeats",
 )  # fmt: skip
 
 
-def table(points: Sequence["Point"], *, vary: str) -> Table:
+@dataclass(frozen=True)
+class Point:
+    """One setting.
+
+    Attributes:
+        value: what was varied: an option's value or a predictor's name; None where nothing was.
+        quality: against the dense model.
+        by_bytes: the speed-up that bytes would give.
+        tokens_per_second, dense_tokens_per_second, speedup: None where nothing was decoded.
+    """
+
+    value: float | str | None
+    quality: Evaluation
+    by_bytes: float
+    tokens_per_second: float | None = None
+    dense_tokens_per_second: float | None = None
+    speedup: Speedup | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return {**asdict(self), "speedup": None if self.speedup is None else self.speedup.to_dict()}
+
+
+@dataclass(frozen=True)
+class Sparsity:
+    """All points, in the order of the config, and what they were taken at, in turn; None where nothing was timed."""
+
+    points: tuple[Point, ...]
+    conditions: Conditions | None = None
+
+
+def table(points: Sequence[Point], *, vary: str) -> Table:
     """A row a point under a row of the dense model. Bytes are shares of the dense FFN's, prediction included."""
     out = _table(vary)
     first = points[0]
@@ -66,57 +95,42 @@ def _cells(point: Mapping[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
-
-
 def _number(value: float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
 
 
-def write_csv(path: Path, points: Sequence["Point"], *, vary: str) -> None:
-    """A line a point, with every number of its quality, cost and speed."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        parts = [{vary: p.value, **asdict(p.quality.mean), **asdict(p.quality.model), **asdict(p.quality.cost),
-                  "by_bytes": p.by_bytes, "tokens_per_second": p.tokens_per_second,
-                  "dense_tokens_per_second": p.dense_tokens_per_second,
-                  "speedup": p.speedup and p.speedup.ratio_of_totals} for p in points]  # fmt: skip
-        writer.writerow(parts[0])
-        writer.writerows(part.values() for part in parts)
+def figure(points: Sequence[Point], *, vary: str, title: str) -> Figure:
+    """KL, perplexity and speed-up against the share of neurons kept; a row a point, with every number of it."""
+    rows = tuple(
+        {vary: p.value, **asdict(p.quality.mean), **asdict(p.quality.model), **asdict(p.quality.cost),
+         "by_bytes": p.by_bytes, "tokens_per_second": p.tokens_per_second,
+         "dense_tokens_per_second": p.dense_tokens_per_second, "speedup": p.speedup and p.speedup.ratio_of_totals}
+        for p in points
+    )  # fmt: skip
+    caption = "Against the dense model; by bytes: the speed-up that the bytes read would give."
+    return Figure("sparsity", title, caption, rows, partial(_draw, vary=vary, title=title), (12.0, 4.0))
 
 
-def write_figure(path: Path, points: Sequence["Point"], *, title: str) -> None:
-    """KL, perplexity and speed-up against the share of neurons kept, as PNG.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("a figure needs matplotlib: pip install matplotlib") from None
-    ordered = sorted(points, key=lambda p: p.quality.mean.kept)
-    kept = [p.quality.mean.kept for p in ordered]
-    by_name = isinstance(ordered[0].value, str)
+def _draw(canvas: Canvas, rows: Sequence[Row], *, vary: str, title: str) -> None:
+    rows = sorted(rows, key=lambda row: row["kept"])
+    kept, by_name = [row["kept"] for row in rows], isinstance(rows[0][vary], str)
     line = "" if by_name else "-"  # predictors are no steps of one thing
-    figure = Figure(figsize=(12, 4), layout="constrained")
-    kl, perplexity, speed = figure.subplots(1, 3)
-    kl.plot(kept, [p.quality.model.kl for p in ordered], marker="o", linestyle=line)
+    kl, perplexity, speed = canvas.subplots(1, 3)
+    kl.plot(kept, [row["kl"] for row in rows], marker="o", linestyle=line)
     kl.set(ylabel="KL(dense, sparse), nats", ylim=(0, None))
-    perplexity.plot(kept, [p.quality.model.perplexity for p in ordered], marker="o", linestyle=line, label="sparse")
-    perplexity.axhline(ordered[0].quality.model.perplexity_dense, color="grey", linestyle="--", label="dense")
+    perplexity.plot(kept, [row["perplexity"] for row in rows], marker="o", linestyle=line, label="sparse")
+    perplexity.axhline(rows[0]["perplexity_dense"], color=FAINT, linestyle="--", label="dense")
     perplexity.set(ylabel="perplexity")
-    speed.plot(kept, [p.by_bytes for p in ordered], marker=".", linestyle="" if by_name else "--", label="by bytes")
-    if all(p.speedup for p in ordered):
-        speed.plot(kept, [p.speedup.ratio_of_totals for p in ordered], marker="o", linestyle=line, label="measured")
-    speed.axhline(1.0, color="grey", linewidth=0.8)
+    speed.plot(kept, [row["by_bytes"] for row in rows], marker=".", linestyle="" if by_name else "--", label="by bytes")
+    if all(row["speedup"] is not None for row in rows):
+        speed.plot(kept, [row["speedup"] for row in rows], marker="o", linestyle=line, label="measured")
+    speed.axhline(1.0, color=FAINT, linewidth=0.8)
     speed.set(ylabel="speed-up over dense decoding", ylim=(0, None))
     for axes in (kl, perplexity, speed):
         axes.set(xlabel="neurons kept", xlim=(0, 1.02))
-        axes.grid(alpha=0.3)
     if by_name:
-        for p in ordered:
-            kl.annotate(str(p.value), (p.quality.mean.kept, p.quality.model.kl), (4, 4), textcoords="offset points")
+        for row in rows:
+            kl.annotate(row[vary], (row["kept"], row["kl"]), (4, 4), textcoords="offset points")
     perplexity.legend()
     speed.legend()
-    figure.suptitle(f"{title} (lossy)")
-    figure.savefig(path, dpi=120)
+    canvas.suptitle(title)

@@ -5,53 +5,55 @@ RunConfig -> model, prompts -> shown pass -> timed passes (plain and speculative
 
 import dataclasses
 import time
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
-
-from specsparse.experiments import decoding, explain, measured, sparse_model, trackers
+from specsparse.experiments import decoding, explain, measured, sparse_model
 from specsparse.experiments.config import RunConfig
-from specsparse.experiments.decoding import Bench, Engine, Passes
+from specsparse.experiments.decoding import Bench, Passes
+from specsparse.experiments.kind import Found, Kind, Lab
 from specsparse.report import display, record
-from specsparse.report.record import HOST, PLAIN, RECORD_FILE, SPECULATIVE, Pass, RunRecord
+from specsparse.report.record import HOST, PLAIN, SPECULATIVE, Pass, RunRecord
 from specsparse.runtime import manifest, metrics
 from specsparse.speculative.base import Drafter
 
 
-def check(cfg: RunConfig) -> None:
-    """What can be found wrong without loading the model.
+class Speed(Kind):
+    """Plain decoding and one method, interleaved."""
 
-    Raises:
-        UserError: see `decoding.check`; a drafter, policy or verifier that is unknown or does not fit.
-    """
-    decoding.check(cfg)
-    decoding.method(cfg)
+    on_mesh = True
 
+    def check(self, cfg: RunConfig) -> None:
+        """What can be found wrong without loading the model.
 
-def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) -> RunRecord:
-    """Run `cfg`, write prompts.jsonl and record.json into `directory`, and show the result."""
-    started = time.perf_counter()
-    bench = decoding.prepare(cfg, engine, console)
-    method = decoding.method(cfg, decoding.what_is_measured(cfg, bench.model, console))
-    tracker = trackers.make(cfg.tracker.name, cfg.tracker.options, directory)
-    passes = Passes(cfg, engine, bench.model, sides(cfg, method), console)
-    side = SPECULATIVE if method else PLAIN
-    first_text_s = passes.show(bench.jobs, side, started, directory) if cfg.warmup else None
-    done = []
-    for one in passes.timed(bench.jobs):
-        done.append(one)
-        tracker.log(one.row())
-    split = time_split(cfg, passes, bench) if method else {}
-    done = [with_split(p, split.get(p.task)) for p in done]
-    found = _record(cfg, passes, done, bench, first_text_s=first_text_s, method=method)
-    key = measured.draft_key(cfg)
-    found = explain.explain(found, done, passes, split=split, model=bench.model, drafter=key)
-    tracker.finish(found.to_dict())
-    display.report(console, found)
-    console.print(Text(f"record: {directory / RECORD_FILE}", style="dim"))
-    return found
+        Raises:
+            UserError: see `decoding.check`; a drafter, policy or verifier that is unknown or does not fit.
+        """
+        decoding.check(cfg)
+        decoding.method(cfg)
+
+    def run(self, lab: Lab) -> Found:
+        """Decodes, with a line of prompts.jsonl for each pass."""
+        started, cfg, engine, console = time.perf_counter(), lab.cfg, lab.engine, lab.console
+        bench = decoding.prepare(cfg, engine, console)
+        method = decoding.method(cfg, decoding.what_is_measured(cfg, bench.model, console))
+        tracker = lab.tracker
+        passes = Passes(cfg, engine, bench.model, sides(cfg, method), console)
+        side = SPECULATIVE if method else PLAIN
+        first_text_s = passes.show(bench.jobs, side, started, lab.directory) if cfg.warmup else None
+        done = []
+        for one in passes.timed(bench.jobs):
+            done.append(one)
+            tracker.log(one.row())
+        split = time_split(cfg, passes, bench) if method else {}
+        done = [with_split(p, split.get(p.task)) for p in done]
+        found = _record(cfg, passes, done, bench, first_text_s=first_text_s, method=method)
+        found = explain.explain(found, done, passes, split=split, model=bench.model, drafter=measured.draft_key(cfg))
+        record = found.to_dict()
+        return Found(
+            record["summary"], found, shown=display.report(found), definitions=record["definitions"],
+            more={"method": record["method"], "tasks": record["tasks"]}, manifest=found.manifest,
+            as_promised=found.as_promised, objective=found.objective,
+        )  # fmt: skip
 
 
 def sides(cfg: RunConfig, method: dict[str, Any]) -> dict[str, dict[str, Any]]:

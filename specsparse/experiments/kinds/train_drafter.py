@@ -1,6 +1,6 @@
 """`kind: train_drafter`: a head or a draft model, trained on text that the target writes, and how well it drafts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,20 +13,16 @@ from rich.text import Text
 from specsparse.data import prompts
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
-from specsparse.experiments import trackers
 from specsparse.experiments.config import RunConfig
-from specsparse.experiments.decoding import Engine
-from specsparse.experiments.kind import check_name
+from specsparse.experiments.kind import Found, Kind, Lab
 from specsparse.experiments.kinds import drafter_training as training
 from specsparse.models import catalogue
-from specsparse.report.record import RECORD_FILE
-from specsparse.runtime import manifest
+from specsparse.report.rows import Rows
 from specsparse.support import terminal
 from specsparse.training import data
 from specsparse.training.evaluate import Drafting, evaluate
 from specsparse.training.form import Form
 
-CSV_FILE = "curve.csv"
 DEFINITIONS = {
     "agreement": "held-out greedy answers: drafts whose token at a place is the answer's, of those right so far",
     "acceptance": "1 + tokens right before the first wrong one, over drafts begun at every position of those answers",
@@ -42,51 +38,58 @@ class Trained:
     drafting: Drafting
     form: Form
 
-    @property
-    def as_promised(self) -> bool:
-        """A drafter promises nothing: whatever it drafts is verified."""
-        return True
 
-    @property
-    def objective(self) -> float | None:
-        """Mean acceptance length."""
-        return self.drafting.acceptance
+class TrainDrafter(Kind):
+    """A head or a draft model for a model, trained on text that the model writes, and judged."""
+
+    timed = False
+    takes_ffn = False
+
+    def check(self, cfg: RunConfig) -> None:
+        """Options, files and prompts.
+
+        Raises:
+            UserError: whatever is wrong.
+        """
+        catalogue.resolve(cfg.model.path)
+        training.options(cfg)
+        prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
+
+    def run(self, lab: Lab) -> Found:
+        """Writes text, trains, exports, judges; each of these goes on where an earlier run of the same output stopped.
+
+        Raises:
+            UserError: another training's output directory, or text without answers.
+        """
+        cfg, console, model = lab.cfg, lab.console, lab.load()
+        chosen, folder = training.options(cfg), training.folder_of(cfg, model)
+        training.claim(folder, cfg, model)
+        found = training.texts(cfg, model, folder, console)
+        state, trainer, curve = training.trained(cfg, model, folder, found, console)
+        ids, form = np.asarray(state.ids), trainer.form
+        path = form.write(folder / f"{_stem(folder, form)}.gguf", state.weights, ids, quant=chosen.own.quantise)
+        shape, gamma = (chosen.train.rows, chosen.train.drafting), chosen.own.gamma
+        answers = held_out(cfg, model, console)
+        drafting = evaluate(model, form, state.weights, trainer.frozen(ids), answers, gamma=gamma, shape=shape)
+        return Found(
+            {form.name: str(path), "drafting": asdict(drafting), "curve": list(curve)},
+            Trained(path, drafting, form),
+            shown=[
+                Text("held-out greedy answers: how often each token of a draft is right", style="bold"),
+                _table(drafting),
+                Text(f"{form.name}: {path}; drafter={form.drafter} drafter.{form.option}={path}"),
+            ],
+            figures=[Rows("curve", [_row(point) for point in curve])],
+            definitions=DEFINITIONS,
+            objective=drafting.acceptance,
+        )
 
 
-def check(cfg: RunConfig) -> None:
-    """Names, options, files and prompts, before anything is loaded.
-
-    Raises:
-        UserError: whatever is wrong.
-    """
-    catalogue.resolve(cfg.model.path)
-    training.options(cfg)
-    prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
-    trackers.check(cfg.tracker.name, cfg.tracker.options)
-    check_name(cfg)
-
-
-def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) -> Trained:
-    """Writes text, trains, exports, judges; each of these goes on where an earlier run of the same output stopped.
-
-    Raises:
-        UserError: another training's output directory, or text without answers.
-    """
-    check(cfg)
-    with terminal.loading(console, f"loading {cfg.model.path}") as progress:
-        model = engine.load(cfg.model.path, progress=progress, **cfg.model.overrides())
-    chosen, folder = training.options(cfg), training.folder_of(cfg, model)
-    training.claim(folder, cfg, model)
-    found = training.texts(cfg, model, folder, console)
-    state, trainer, curve = training.trained(cfg, model, folder, found, console)
-    ids, form = np.asarray(state.ids), trainer.form
-    path = form.write(folder / f"{_stem(folder, form)}.gguf", state.weights, ids, quant=chosen.own.quantise)
-    shape = (chosen.train.rows, chosen.train.drafting)
-    answers = held_out(cfg, model, console)
-    drafting = evaluate(model, form, state.weights, trainer.frozen(ids), answers, gamma=chosen.own.gamma, shape=shape)
-    result = Trained(path, drafting, form)
-    _write(cfg, directory, result, curve, console)
-    return result
+def _row(point: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint of the curve, a pair of columns a place in the draft."""
+    pairs = zip(point["loss"], point["agreement"], strict=True)
+    places = {f"{key}_{i}": x for i, pair in enumerate(pairs, 1) for key, x in zip(("loss", "agreement"), pair)}
+    return {**{key: point[key] for key in ("step", "rows", "seconds")}, **places}
 
 
 def _stem(folder: Path, form: Form) -> str:
@@ -112,35 +115,6 @@ def held_out(cfg: RunConfig, model: Any, console: Console) -> list[data.Text]:
             answers += data.answer(model, part, [params] * len(part), seed=cfg.seed)
             bar.advance(bar.task_ids[0], len(part))
     return answers
-
-
-def _write(cfg: RunConfig, directory: Path, result: Trained, curve: Sequence[dict[str, Any]], console: Console) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    tracker = trackers.make(cfg.tracker.name, cfg.tracker.options, directory)
-    made = manifest.build(cfg.composed, Path(catalogue.resolve(cfg.model.path)))
-    (directory / CSV_FILE).write_text(_csv(curve), encoding="utf-8")
-    summary = {result.form.name: str(result.path), "drafting": asdict(result.drafting), "curve": list(curve)}
-    tracker.finish({
-        "name": cfg.name, "kind": cfg.kind, "summary": summary, "definitions": DEFINITIONS,
-        "manifest": made, "config": made["config"],
-    })  # fmt: skip
-    console.print(Text("held-out greedy answers: how often each token of a draft is right", style="bold"))
-    console.print(_table(result.drafting))
-    form = result.form
-    console.print(Text(f"{form.name}: {result.path}; drafter={form.drafter} drafter.{form.option}={result.path}"))
-    console.print(Text(f"record: {directory / RECORD_FILE}, {CSV_FILE}", style="dim"))
-
-
-def _csv(curve: Sequence[dict[str, Any]]) -> str:
-    """The curve: a line a checkpoint, a pair of columns a stream."""
-    streams = range(len(curve[-1]["loss"])) if curve else ()
-    head = ["step", "rows", "seconds", *(f"{name}_{s + 1}" for s in streams for name in ("loss", "agreement"))]
-    lines = [",".join(head)]
-    for point in curve:
-        values = [point["step"], point["rows"], f"{point['seconds']:.1f}"]
-        values += [f"{point[name][s]:.4f}" for s in streams for name in ("loss", "agreement")]
-        lines.append(",".join(map(str, values)))
-    return "\n".join(lines) + "\n"
 
 
 def _table(drafting: Drafting) -> Table:

@@ -1,7 +1,7 @@
 """`kind: train_predictors`: predictors of active neurons from a model and a text, and how good they are."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +12,16 @@ from rich.text import Text
 from specsparse import kernels
 from specsparse.data import prompts
 from specsparse.errors import UserError
-from specsparse.experiments import trackers
 from specsparse.experiments.config import RunConfig
-from specsparse.experiments.decoding import Engine
-from specsparse.experiments.kind import check_name
+from specsparse.experiments.kind import Found, Kind, Lab
 from specsparse.experiments.kinds import predictor_training as training
+from specsparse.experiments.kinds.train_predictors_report import by_layer, comparison, figure
 from specsparse.models import catalogue
 from specsparse.predictors import FFN, Needs, get_predictor
 from specsparse.predictors.fit.collect import collect, windows
 from specsparse.predictors.fit.evaluate import Evaluation, Evaluator, fit_layers
-from specsparse.predictors.fit.evaluation_table import by_layer, comparison, write_csv, write_figure
-from specsparse.report.record import RECORD_FILE
-from specsparse.runtime import manifest
 from specsparse.support import terminal
 
-CSV_FILE, FIGURE_FILE = "predictors.csv", "predictors.png"
 DEFINITIONS = {
     "recall": "active neurons that are kept / active neurons, on the dense model's residuals, over all rows",
     "error": "|sparse - dense| / |dense| of the FFN's output without the residual, over all rows",
@@ -34,77 +29,79 @@ DEFINITIONS = {
 }
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What came out: the predictor first, those it is compared with after it."""
+class TrainPredictors(Kind):
+    """A predictor of active neurons trained or fitted on text, and judged."""
 
-    found: tuple[Evaluation, ...]
+    timed = False
+    takes_ffn = False
 
-    @property
-    def as_promised(self) -> bool:
-        """A predictor promises nothing."""
-        return True
+    def check(self, cfg: RunConfig) -> None:
+        """Names, options, files and prompts.
 
-    @property
-    def objective(self) -> float | None:
-        """The KL, negative: a sweeper maximises."""
-        return -self.found[0].model.kl
+        Raises:
+            UserError: whatever is wrong.
+        """
+        catalogue.resolve(cfg.model.path)
+        any_ffn = FFN(kernels.get(), 1e-5)
+        if cfg.predictor.name == "none":
+            raise UserError("kind=train_predictors needs a predictor: give predictor=mlp")
+        get_predictor(cfg.predictor.name, any_ffn, **cfg.predictor.options)
+        for name in cfg.train.compare:
+            get_predictor(name, any_ffn)
+        training.options(cfg)
+        share = cfg.train.active_share
+        if share is not None and not 0 < share < 1:
+            raise UserError(f"train.active_share={share} must lie between 0 and 1")
+        prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
+
+    def run(self, lab: Lab) -> Found:
+        """Collects, trains or fits, judges. Training goes on where it was stopped.
+
+        The predictors of a PowerInfer file are judged as they are.
+
+        Raises:
+            UserError: a text that is too short, a model without dense matrices, another run's output directory.
+        """
+        cfg, console = lab.cfg, lab.console
+        model = lab.load(ffn="dense")
+        text, judged = split(cfg, model)
+        evaluator = Evaluator(model, judged)
+        predictor = get_predictor(cfg.predictor.name, evaluator.ffn, **cfg.predictor.options)
+        notes: dict[str, Any] = {}
+        if predictor.needs is Needs.TRAINING and model.config.predictor_ranks:
+            weights, rows = tuple(layer.sparse for layer in model.params.layers), None
+            console.print(Text("the file has predictors of its own: they are judged, nothing is trained", style="dim"))
+        elif predictor.needs is Needs.TRAINING:
+            weights, rows, notes = training.trained(cfg, model, evaluator.ffn, text, console)
+        else:
+            rows = None if predictor.needs is not Needs.TEXT else _collected(model, text, console)
+            weights = None if predictor.needs is Needs.PROMPT else fit_layers(predictor, model.params.layers, rows)
+        found = [_judged(evaluator, predictor, weights, console)]
+        for other in rivals(cfg, evaluator.ffn, found[0]):
+            if other.needs is Needs.TEXT and rows is None:
+                rows = _collected(model, text, console)
+            own = None if other.needs is Needs.PROMPT else fit_layers(other, model.params.layers, rows)
+            found.append(_judged(evaluator, other, own, console))
+        return _found(cfg, found, notes)
 
 
-def check(cfg: RunConfig) -> None:
-    """Names, options, files and prompts, before anything is loaded.
-
-    Raises:
-        UserError: whatever is wrong.
-    """
-    catalogue.resolve(cfg.model.path)
-    any_ffn = FFN(kernels.get(), 1e-5)
-    if cfg.predictor.name == "none":
-        raise UserError("kind=train_predictors needs a predictor: give predictor=mlp")
-    get_predictor(cfg.predictor.name, any_ffn, **cfg.predictor.options)
-    for name in cfg.train.compare:
-        get_predictor(name, any_ffn)
-    training.options(cfg)
-    share = cfg.train.active_share
-    if share is not None and not 0 < share < 1:
-        raise UserError(f"train.active_share={share} must lie between 0 and 1")
-    prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
-    trackers.check(cfg.tracker.name, cfg.tracker.options)
-    check_name(cfg)
-
-
-def run(cfg: RunConfig, directory: Path, *, engine: Engine, console: Console) -> Trained:
-    """Collects, trains or fits, judges; writes tables, a figure and the record. Training goes on where it was stopped.
-
-    The predictors of a PowerInfer file are judged as they are.
-
-    Raises:
-        UserError: a text that is too short, a model without dense matrices, another run's output directory.
-    """
-    check(cfg)
-    with terminal.loading(console, f"loading {cfg.model.path}") as progress:
-        model = engine.load(cfg.model.path, progress=progress, ffn="dense", **cfg.model.overrides())
-    text, judged = split(cfg, model)
-    evaluator = Evaluator(model, judged)
-    predictor = get_predictor(cfg.predictor.name, evaluator.ffn, **cfg.predictor.options)
-    notes: dict[str, Any] = {}
-    if predictor.needs is Needs.TRAINING and model.config.predictor_ranks:
-        weights, rows = tuple(layer.sparse for layer in model.params.layers), None
-        console.print(Text("the file has predictors of its own: they are judged, nothing is trained", style="dim"))
-    elif predictor.needs is Needs.TRAINING:
-        weights, rows, notes = training.trained(cfg, model, evaluator.ffn, text, console)
-    else:
-        rows = None if predictor.needs is not Needs.TEXT else _collected(model, text, console)
-        weights = None if predictor.needs is Needs.PROMPT else fit_layers(predictor, model.params.layers, rows)
-    found = [_judged(evaluator, predictor, weights, console)]
-    for other in rivals(cfg, evaluator.ffn, found[0]):
-        if other.needs is Needs.TEXT and rows is None:
-            rows = _collected(model, text, console)
-        own = None if other.needs is Needs.PROMPT else fit_layers(other, model.params.layers, rows)
-        found.append(_judged(evaluator, other, own, console))
-    result = Trained(tuple(found))
-    _write(cfg, directory, result, notes, console)
-    return result
+def _found(cfg: RunConfig, found: list[Evaluation], notes: dict[str, Any]) -> Found:
+    first = found[0]
+    shares = "bytes and time of one token as shares of the dense FFN's (own: the prediction alone)"
+    return Found(
+        {"evaluations": [asdict(e) for e in found], "label": "lossy", **notes},
+        tuple(found),
+        shown=[
+            Text(f"{first.name}, layer by layer", style="bold"),
+            by_layer(first),
+            Text(f"all layers; {shares}", style="bold"),
+            comparison(found),
+            Text(f"dense perplexity {first.model.perplexity_dense:.2f} on {first.model.tokens} tokens; lossy"),
+        ],
+        figures=[figure(found, title=f"{cfg.name}: {Path(cfg.model.path).name}")],
+        definitions=DEFINITIONS,
+        objective=-first.model.kl,
+    )
 
 
 def split(cfg: RunConfig, model: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -154,28 +151,3 @@ def _collected(model: Any, text: np.ndarray, console: Console) -> np.ndarray:
 def _judged(evaluator: Evaluator, predictor: Any, weights: Sequence[Any] | None, console: Console) -> Evaluation:
     with terminal.counting(console, f"judging {predictor.name}", len(evaluator.windows_Wn)) as bar:
         return evaluator(predictor, weights, progress=lambda done: bar.update(bar.task_ids[0], completed=done))
-
-
-def _write(cfg: RunConfig, directory: Path, result: Trained, notes: dict[str, Any], console: Console) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    tracker = trackers.make(cfg.tracker.name, cfg.tracker.options, directory)
-    made = manifest.build(cfg.composed, Path(catalogue.resolve(cfg.model.path)))
-    write_csv(directory / CSV_FILE, result.found)
-    write_figure(directory / FIGURE_FILE, result.found, title=f"{cfg.name}: {Path(cfg.model.path).name}")
-    summary = {"evaluations": [asdict(e) for e in result.found], "label": "lossy", **notes}
-    tracker.finish({
-        "name": cfg.name, "kind": cfg.kind, "summary": summary, "definitions": DEFINITIONS,
-        "manifest": made, "config": made["config"],
-    })  # fmt: skip
-    first = result.found[0]
-    console.print(Text(f"{first.name}, layer by layer", style="bold"))
-    console.print(by_layer(first))
-    console.print(
-        Text(
-            "all layers; bytes and time of one token as shares of the dense FFN's (own: the prediction alone)",
-            style="bold",
-        )
-    )
-    console.print(comparison(result.found))
-    console.print(Text(f"dense perplexity {first.model.perplexity_dense:.2f} on {first.model.tokens} tokens; lossy"))
-    console.print(Text(f"record: {directory / RECORD_FILE}, {CSV_FILE}, {FIGURE_FILE}", style="dim"))

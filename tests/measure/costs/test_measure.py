@@ -14,7 +14,7 @@ from specsparse import kernels
 from specsparse.cli.main import main
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
-from specsparse.experiments import measured
+from specsparse.experiments import measured, runner
 from specsparse.experiments.config import from_omegaconf
 from specsparse.experiments.kinds import roofline
 from specsparse.measure import costs
@@ -178,7 +178,7 @@ def test_the_roofline_experiment(path, table, kept, monkeypatch, tmp_path):
     monkeypatch.setattr(roofline, "measure", lambda model: table)
     text = io.StringIO()
     cfg = config(path)
-    record = roofline.run(cfg, tmp_path / "run", console=Console(file=text, width=120))
+    record = runner.run(cfg, tmp_path / "run", console=Console(file=text, width=120))
     assert record.as_promised and record.objective > 0
     written = json.loads((tmp_path / "run" / "record.json").read_text())
     assert written["summary"]["measured"]["plain_s"] == table.plain_s
@@ -187,17 +187,17 @@ def test_the_roofline_experiment(path, table, kept, monkeypatch, tmp_path):
     for heading in ("v(n)", "KV cache", "weights by quantisation", "a100", "rpi4", "best gamma"):
         assert heading in text.getvalue()
     monkeypatch.setattr(roofline, "measure", pytest.fail)  # kept
-    roofline.run(cfg, tmp_path / "again", console=Console(file=text, width=120))
+    runner.run(cfg, tmp_path / "again", console=Console(file=text, width=120))
 
 
 def test_the_roofline_of_another_device_measures_nothing(path, monkeypatch, tmp_path):
     monkeypatch.setattr(roofline, "measure", pytest.fail)
     cfg = config(path, device="a100", kv_length=64)
-    record = roofline.run(cfg, tmp_path, console=Console(file=io.StringIO()))
-    assert record.report["measured"] is None
-    assert record.report["device"]["title"].startswith("NVIDIA A100")
+    record = runner.run(cfg, tmp_path, console=Console(file=io.StringIO()))
+    assert record.summary["measured"] is None
+    assert record.summary["device"]["title"].startswith("NVIDIA A100")
     with pytest.raises(UserError, match="v100"):
-        roofline.check(config(path, device="v100"))
+        runner.check(config(path, device="v100"))
 
 
 def test_the_roofline_measures_drafters_and_trees(path, table, kept, monkeypatch, tmp_path):
@@ -206,8 +206,8 @@ def test_the_roofline_measures_drafters_and_trees(path, table, kept, monkeypatch
     monkeypatch.setattr(ranks, "ROUNDS", 2)
     text = io.StringIO()
     cfg = config(path, drafters="[prompt_lookup]", trees="[static]")
-    record = roofline.run(cfg, tmp_path / "run", console=Console(file=text, width=120))
-    chain, tree = record.report["drafting"]
+    record = runner.run(cfg, tmp_path / "run", console=Console(file=text, width=120))
+    chain, tree = record.summary["drafting"]
     assert chain["method"] == measured.draft_key(cfg)  # a run with this drafter finds it
     assert tree["method"].startswith("layer_skip (")
     assert tree["method"].endswith("tree static (draw=top, widths=[3, 2, 1])")
@@ -215,11 +215,11 @@ def test_the_roofline_measures_drafters_and_trees(path, table, kept, monkeypatch
     assert tree["round_s"] >= 0 and tree["token_s"] == 0
     assert 1 <= tree["tokens"] <= 4 and tree["gamma"] == 15  # three levels and a token; every round is given its nodes
     assert "tok/round" in text.getvalue()
-    known = record.report["measured"]
+    known = record.summary["measured"]
     assert set(known["drafts"]) == {chain["method"], tree["method"]} and len(known["acceptance"]) == 2
     assert known["drafts"][tree["method"]] == {"token_s": 0.0, "fixed_s": tree["round_s"]}
     with pytest.raises(UserError, match="no_such"):
-        roofline.check(config(path, drafters="[no_such]"))
+        runner.check(config(path, drafters="[no_such]"))
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ def test_an_experiment_runs_on_a_gated_model(cfg, tmp_path):
     out = io.StringIO()
     found = runner.run(cfg, tmp_path / "run", console=Console(file=out, width=140))
     written = json.loads((tmp_path / "run" / "record.json").read_text())
-    assert found.as_promised and found.identity.differing == 0
+    assert found.as_promised and found.result.identity.differing == 0
     assert written["method"]["ffn"] == "predicted: gate_threshold(share=0.4)"
     assert "lossy against the dense model" in out.getvalue()
 

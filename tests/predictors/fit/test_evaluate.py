@@ -10,10 +10,10 @@ import pytest
 
 from specsparse.engine.llama import Want, make_forward
 from specsparse.errors import UserError
+from specsparse.experiments.kinds.train_predictors_report import by_layer, comparison, figure
 from specsparse.predictors import get_predictor
 from specsparse.predictors.fit.collect import collect, windows
 from specsparse.predictors.fit.evaluate import Evaluator, fit_layers
-from specsparse.predictors.fit.evaluation_table import by_layer, comparison, write_csv, write_figure
 from specsparse.predictors.fit.price import cost_of
 from specsparse.predictors.fit.quality import LayerQuality, LayerSums, layer_sums, model_sums
 from specsparse.predictors.signbit import SignBitWeights
@@ -165,14 +165,14 @@ def test_bytes_are_those_a_token_reads():
 def test_tables_csv_and_figure(found, tmp_path):
     evaluations = list(found.values())
     assert comparison(evaluations).row_count == 5 and by_layer(evaluations[2]).row_count == 3
-    write_csv(tmp_path / "a.csv", evaluations)
-    lines = list(csv.DictReader((tmp_path / "a.csv").open()))
+    figure(evaluations, title="test").write(tmp_path)
+    lines = list(csv.DictReader((tmp_path / "predictors.csv").open()))
     assert len(lines) == 5 * 3
     (whole,) = [row for row in lines if row["predictor"] == "svd" and row["layer"] == "all"]
     assert float(whole["kl"]) == found["svd"].model.kl and float(whole["recall"]) == found["svd"].mean.recall
     assert lines[0]["kl"] == "" and float(lines[1]["kept"]) == found["oracle"].layers[1].kept
-    write_figure(tmp_path / "a.png", evaluations, title="test")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG") and (tmp_path / "a.png").stat().st_size > 10_000
+    drawn = (tmp_path / "predictors.png").read_bytes()
+    assert drawn.startswith(b"\x89PNG") and len(drawn) > 10_000
 
 
 @pytest.mark.slow

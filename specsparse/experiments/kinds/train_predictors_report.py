@@ -1,18 +1,16 @@
-"""Evaluations as a table, as CSV and as a figure."""
+"""Evaluations of predictors as tables and as a figure."""
 
-import csv
 from collections.abc import Sequence
-from dataclasses import asdict, fields
-from pathlib import Path
+from dataclasses import asdict
+from functools import partial
 
+from matplotlib.figure import Figure as Canvas
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from specsparse.errors import UserError
 from specsparse.predictors.fit.evaluate import Evaluation
 from specsparse.predictors.fit.quality import LayerQuality
-
-_RATES = tuple(f.name for f in fields(LayerQuality))
+from specsparse.report.figure import Figure, Row
 
 
 def comparison(found: Sequence[Evaluation]) -> Table:
@@ -41,40 +39,28 @@ def by_layer(found: Evaluation) -> Table:
     return out
 
 
-def write_csv(path: Path, found: Sequence[Evaluation]) -> None:
-    """A line a predictor and layer, "all" for the whole; columns as in `LayerQuality`, `ModelQuality` and `Cost`."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        first = found[0]
-        extra = [*asdict(first.model), *asdict(first.cost)]
-        writer.writerow(["predictor", "layer", *_RATES, *extra])
-        for e in found:
-            for i, quality in enumerate(e.layers):
-                writer.writerow([e.name, i, *(getattr(quality, n) for n in _RATES), *[""] * len(extra)])
-            whole = [*asdict(e.model).values(), *asdict(e.cost).values()]
-            writer.writerow([e.name, "all", *(getattr(e.mean, n) for n in _RATES), *whole])
+def figure(found: Sequence[Evaluation], *, title: str) -> Figure:
+    """Recall, precision, kept share and output error by layer, a line a predictor.
 
-
-def write_figure(path: Path, found: Sequence[Evaluation], *, title: str) -> None:
-    """Recall, precision, kept share and output error by layer, a line a predictor, as PNG.
-
-    Raises:
-        UserError: matplotlib is not installed.
+    A row a predictor and layer, "all" for the whole; columns as in `LayerQuality`, `ModelQuality` and `Cost`.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("a figure needs matplotlib: pip install matplotlib") from None
-    figure = Figure(figsize=(11, 7), layout="constrained")
+    rows = []
+    for e in found:
+        rows += [{"predictor": e.name, "layer": i, **asdict(quality)} for i, quality in enumerate(e.layers)]
+        rows.append({"predictor": e.name, "layer": "all", **asdict(e.mean), **asdict(e.model), **asdict(e.cost)})
+    caption = "On the dense model's residuals, layer by layer."
+    return Figure("predictors", title, caption, tuple(rows), partial(_draw, title=title), (11.0, 7.0))
+
+
+def _draw(canvas: Canvas, rows: Sequence[Row], *, title: str) -> None:
     panels = {"recall": "recall", "precision": "precision", "kept": "kept share", "error": "FFN output error"}
-    for axes, (name, label) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
-        for e in found:
-            axes.plot([getattr(q, name) for q in e.layers], marker=".", label=e.name)
-        axes.set(xlabel="layer", ylabel=label, ylim=(0, None if name == "error" else 1.02))
-        axes.grid(alpha=0.3)
-    figure.axes[0].legend()
-    figure.suptitle(title)
-    figure.savefig(path, dpi=120)
+    for axes, (key, label) in zip(canvas.subplots(2, 2).flat, panels.items(), strict=True):
+        for name in dict.fromkeys(row["predictor"] for row in rows):
+            own = [row for row in rows if row["predictor"] == name and row["layer"] != "all"]
+            axes.plot([row["layer"] for row in own], [row[key] for row in own], marker=".", label=name)
+        axes.set(xlabel="layer", ylabel=label, ylim=(0, None if key == "error" else 1.02))
+    canvas.axes[0].legend()
+    canvas.suptitle(title)
 
 
 def _table(*columns: str) -> Table:

@@ -1,0 +1,101 @@
+"""A kind of experiment of one's own, and what the runner makes of what it found."""
+
+import dataclasses
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from specsparse.errors import UserError
+from specsparse.experiments import runner
+from specsparse.experiments.config import (
+    DataSpec,
+    DrafterSpec,
+    ModelSpec,
+    PolicySpec,
+    RunConfig,
+    TrackerSpec,
+    VerifierSpec,
+)
+from specsparse.experiments.kind import KINDS
+
+MINE = '''
+from specsparse.errors import UserError
+from specsparse.experiments.kind import Found, Kind
+from specsparse.report.figure import Figure
+from specsparse.report.rows import Rows
+
+
+class Dice(Kind):
+    """Counts of a die."""
+
+    takes_model = False
+
+    def check(self, cfg):
+        if cfg.seed == 6:
+            raise UserError("seed=6 is no seed for dice")
+
+    def run(self, lab):
+        lab.tracker.log({"thrown": 1})
+        rows = ({"face": 1, "count": 3}, {"face": 2, "count": 5})
+        bars = Figure("faces", "faces", "", rows, lambda canvas, rows: canvas.subplots().bar(1, rows[0]["count"]))
+        return Found({"mean": 3.5}, shown=["a mean of 3.5"], figures=[bars, Rows("raw", rows)],
+                     definitions={"mean": "m"}, more={"throws": 8}, as_promised=False, objective=3.5)
+
+
+class NoKind:
+    pass
+'''
+
+
+@pytest.fixture
+def cfg(tmp_path, monkeypatch):
+    (tmp_path / "dice_kind.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return RunConfig(
+        model=ModelSpec("none.gguf"), drafter=DrafterSpec("none"), verifier=VerifierSpec("greedy"),
+        policy=PolicySpec("fixed", 1), sampling={}, data=DataSpec(), tracker=TrackerSpec("jsonl"), name="test",
+        kind="dice_kind:Dice", composed={"name": "test"},
+    )  # fmt: skip
+
+
+def test_a_kind_of_ones_own_runs_and_is_written_down_by_the_runner(cfg, tmp_path):
+    out = io.StringIO()
+    found = runner.run(cfg, tmp_path / "run", console=Console(file=out, width=40))
+    assert not found.as_promised and found.objective == 3.5
+    written = json.loads((tmp_path / "run" / "record.json").read_text())
+    assert list(written) == ["name", "kind", "summary", "throws", "definitions", "manifest", "config"]
+    assert written["kind"] == "dice_kind:Dice" and written["manifest"]["model"] is None
+    files = sorted(file.name for file in (tmp_path / "run").iterdir())
+    assert files == ["faces.csv", "faces.png", "prompts.jsonl", "raw.csv", "record.json"]
+    assert (tmp_path / "run" / "raw.csv").read_text() == "face,count\n1,3\n2,5\n"
+    first, last = out.getvalue().splitlines()
+    assert first == "a mean of 3.5"
+    assert last == f"record: {tmp_path / 'run' / 'record.json'}, faces.csv, faces.png, raw.csv"  # whole, however long
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"seed": 6}, "seed=6 is no seed for dice"),
+        ({"kind": "dice_kind:NoKind"}, "kind=dice_kind:NoKind is no Kind: derive it from"),
+        ({"kind": "no_such_module:Dice"}, "there is no module no_such_module"),
+        ({"name": "a/b"}, "name=a/b: a plain name is needed"),
+        ({"tracker": TrackerSpec("w")}, "unknown tracker 'w'"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_written(cfg, tmp_path, changes, says):
+    with pytest.raises(UserError, match=says):
+        runner.run(dataclasses.replace(cfg, **changes), tmp_path / "run", console=Console(file=io.StringIO()))
+    assert not (tmp_path / "run").exists()
+
+
+def test_every_kind_of_its_name_is_one():
+    found = {name: KINDS.find(name) for name in KINDS.names()}
+    assert len(found) >= 13 and all(kind.__doc__ for kind in found.values())
+    untimed = {name for name, kind in found.items() if not kind.timed}
+    assert untimed == {"certify", "perplexity", "powerinfer_oracle", "relufy", "train_drafter", "train_predictors"}
+    assert {name for name, kind in found.items() if kind.on_mesh} == {"speed", "compare", "perplexity"}
+    dense = {name for name, kind in found.items() if not kind.takes_ffn}
+    assert dense == {"certify", "roofline", "train_drafter", "train_predictors", "relufy"}
