@@ -76,7 +76,7 @@ class Divided(NamedTuple):
     goal: np.ndarray
 
 
-class Settled(NamedTuple):
+class Decided(NamedTuple):
     """Boxes of one verdict each: int[N] draft, float64[N] volume, and the verdict's tokens, count, nodes and failed."""
 
     draft: np.ndarray
@@ -142,7 +142,7 @@ def stack(cases: Sequence[Case], verifier: Verifier, *, seed: int) -> tuple[Draf
     return drafts, np.array([c for c, _ in made]), np.array([outcome.weight for _, outcome in made])
 
 
-def settle(driver: Driver, drafts: Drafts, *, seed: int) -> Settled:
+def settle(driver: Driver, drafts: Drafts, *, seed: int) -> Decided:
     """The cube of uniforms of each draft, cut into boxes of one verdict.
 
     A box is settled when its lowest corner, its highest and a point drawn inside have one verdict. Otherwise the way
@@ -177,7 +177,7 @@ def _join(*several):
     return jax.tree.map(lambda *parts: np.concatenate(parts), *several)
 
 
-def _probe(driver: Driver, drafts: Drafts, boxes: Boxes, rng: np.random.Generator) -> tuple[Settled, Divided]:
+def _probe(driver: Driver, drafts: Drafts, boxes: Boxes, rng: np.random.Generator) -> tuple[Decided, Divided]:
     """The boxes that are settled, and the others."""
     n = boxes.low.shape[1]
     verdicts = _verdicts(driver, drafts, boxes.draft)
@@ -186,7 +186,7 @@ def _probe(driver: Driver, drafts: Drafts, boxes: Boxes, rng: np.random.Generato
     done, goal = same_high & same_inside, np.where(same_high[:, None], inside, high)
     volume = ((boxes.high - boxes.low) / STEPS).prod(axis=1)
     rows = (at_low[:, :n], at_low[:, n], at_low[:, n + 1 : 2 * n], at_low[:, 2 * n])
-    settled = Settled(*(a[done] for a in (boxes.draft, volume, *rows)))
+    settled = Decided(*(a[done] for a in (boxes.draft, volume, *rows)))
     divided = ~done & (goal != boxes.low).any(axis=1)  # no cut helps a point with two verdicts
     return settled, jax.tree.map(lambda a: a[divided], Divided(boxes, at_low, goal))
 
@@ -228,7 +228,7 @@ def _verdicts(driver: Driver, drafts: Drafts, index: np.ndarray) -> Callable[[np
     return verdicts
 
 
-def sound(drafts: Drafts, found: Settled) -> np.ndarray:
+def sound(drafts: Drafts, found: Decided) -> np.ndarray:
     """bool[N]: verdicts that the loop can commit: nodes that are a path of the draft, their tokens and one more."""
     draft = Draft(*(None if a is None else a[found.draft] for a in drafts.draft))
     K, accepted_N1 = draft.max_nodes, found.count[:, None] - 1
