@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specsparse.api import Generation, GenerationStats, Model, SamplingParams, Stream, generate, load, stream
+    from specsparse.speculative.drafters.registry import get_drafter, register
     from specsparse.speculative.proof.certify import CertificateReport, certify
     from specsparse.support.citations import citation
 
@@ -19,7 +20,9 @@ __all__ = [
     "certify",
     "citation",
     "generate",
+    "get_drafter",
     "load",
+    "register",
     "stream",
 ]
 
@@ -28,6 +31,8 @@ _HOMES = {
     "certify": "specsparse.speculative.proof.certify",
     "CertificateReport": "specsparse.speculative.proof.certify",
     "citation": "specsparse.support.citations",
+    "get_drafter": "specsparse.speculative.drafters.registry",
+    "register": "specsparse.speculative.drafters.registry",
 }
 
 

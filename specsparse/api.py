@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import secrets
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from functools import partial
@@ -85,6 +86,7 @@ class Generation:
         text: without the stop token or stop string, unless `include_stop_str_in_output`.
         logprobs: one entry a token if `SamplingParams.logprobs` is set, else None.
         finish_reason: "stop" or "length".
+        stop_reason: the stop string or the id of `stop_token_ids` that ended it; else None (vLLM's rule).
         stats: counters and times.
         prompt_token_ids: the prompt as it was fed.
         prompt_logprobs: entries for the prompt's tokens (None for the first) if asked for, else None.
@@ -104,6 +106,15 @@ class Generation:
     token_texts: tuple[str, ...] = ()
     origins: tuple[Origin, ...] | None = None
     seed: int = 0
+    stop_reason: str | int | None = None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Generated tokens over the seconds of decoding them, prompt and compiling excluded; None without time.
+
+        Of a batch, those seconds are of the whole batch.
+        """
+        return self.stats.decode_tokens / self.stats.decode_s if self.stats.decode_s else None
 
     def __str__(self) -> str:
         """The text."""
@@ -126,10 +137,10 @@ def generate(
     prompt: Any,
     *,
     max_tokens: int | None = None,
-    sampling: SamplingParams | None = None,
+    sampling: SamplingParams | Seq[SamplingParams] | None = None,
     drafter: str | Drafter | DrafterPlan | None = None,
     verifier: str | Verifier | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     loop: str = "jit",
     watch: Watch | None = None,
     **fields: Any,
@@ -140,10 +151,10 @@ def generate(
         model: from `load`.
         prompt: text, token ids, or a chat (a list of {"role", "content"}); a list of texts or of id lists is a batch.
         max_tokens: most tokens to generate; wins over the field of `sampling`.
-        sampling: default greedy.
+        sampling: default greedy; for a list of prompts it may be a list with an entry for each.
         drafter: a registered name, a `Drafter`, a plan of one (`get_drafter`), or None for plain decoding.
         verifier: a registered name or a `Verifier`; by default the first lossless one that fits the drafter.
-        seed: of the noise, where `sampling.seed` is None.
+        seed: of the noise, where `sampling.seed` is None; None draws a new one. The result says which it was.
         loop: "jit", the whole decode in one program; or "host", a program a stage: slower, the same tokens, and the
             counters have the time of each stage.
         watch: called with every speculative round (`runtime.hostloop.RoundView`); the loop is the host's then.
@@ -155,14 +166,12 @@ def generate(
     Raises:
         UserError: a mistake in any of these, in one line.
     """
-    params = _params(model, sampling, max_tokens, fields)
     prompts, many = _prompts(prompt)
-    method = make_method(model, drafter, verifier, params)
-    ids = [prompt_ids(model, p, params) for p in prompts]
-    count = params.num_sequences
-    base = _seed(seed) if params.seed is None else params.seed
-    ranked = params.merged(logprobs=0) if count > params.n and params.logprobs is None else params
-    sequences = [Sequence(i, ranked, base, sample) for i in ids for sample in range(count)]
+    every = _every_params(model, sampling, max_tokens, fields, len(prompts), many)
+    method = make_method(model, drafter, verifier, max(every, key=lambda p: 0.0 if p.greedy else p.temperature))
+    drawn = _seed(seed)
+    groups = [_sequences(prompt_ids(model, p, params), params, drawn) for p, params in zip(prompts, every, strict=True)]
+    sequences = [sequence for group in groups for sequence in group]
     if loop not in LOOPS:
         raise UserError(f"loop={loop!r} must be one of {', '.join(LOOPS)}")
     session = Session(model, sequences, method, noting=any(s.params.stop for s in sequences))
@@ -170,9 +179,17 @@ def generate(
         texts = decode(session, partial(hostloop.run, session, watch=watch), rounds=1)
     else:
         texts = decode(session, session.advance)
-    out = _generations(session, texts)
-    out = [g for start in range(0, len(out), count) for g in _best(out[start : start + count], params)]
-    return out if many or params.n > 1 else out[0]
+    found = iter(_generations(session, texts))
+    grouped = zip(groups, every, strict=True)
+    out = [g for group, params in grouped for g in _best(list(itertools.islice(found, len(group))), params)]
+    return out if many or len(out) > 1 else out[0]
+
+
+def _sequences(ids: np.ndarray, params: SamplingParams, seed: int) -> list[Sequence]:
+    """The completions to draw for a prompt. Log probabilities are kept where the best of them are to be chosen."""
+    ranked = params.merged(logprobs=0) if params.num_sequences > params.n and params.logprobs is None else params
+    own = seed if params.seed is None else params.seed
+    return [Sequence(ids, ranked, own, sample) for sample in range(params.num_sequences)]
 
 
 class Stream(Iterator[str]):
@@ -191,6 +208,10 @@ class Stream(Iterator[str]):
     def marked(self) -> Iterator[tuple[str, Origin]]:
         """The same text token by token, each piece with where it came from."""
         return itertools.chain.from_iterable(self._groups)
+
+    def tokens(self) -> Iterator[str]:
+        """The same text token by token: one piece for each token that adds to it, also of an accepted draft."""
+        return (piece for piece, _ in self.marked())
 
     def _run(self) -> Iterator[list[tuple[str, Origin]]]:
         """What may be shown after each few rounds."""
@@ -215,13 +236,14 @@ def stream(
     sampling: SamplingParams | None = None,
     drafter: str | Drafter | DrafterPlan | None = None,
     verifier: str | Verifier | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     rounds: int = 4,
     **fields: Any,
 ) -> Stream:
     """`generate` for one prompt, as an iterator over text pieces (never half a character). See `Stream`.
 
-    A piece is the text of `rounds` rounds: 1 gives text as soon as it is there, more cost less.
+    A piece is the text of `rounds` rounds: 1 gives text as soon as it is there, more cost less. `.tokens()` of the
+    result gives it token by token.
     """
     if not isinstance(rounds, int) or not 1 <= rounds <= NOTED_ROUNDS:
         raise UserError(f"rounds={rounds!r} must be a whole number from 1 to {NOTED_ROUNDS}")
@@ -230,8 +252,7 @@ def stream(
     if many or params.num_sequences > 1:
         raise UserError("stream takes one prompt and n=1; use generate for more")
     method = make_method(model, drafter, verifier, params)
-    base = _seed(seed) if params.seed is None else params.seed
-    sequence = Sequence(prompt_ids(model, prompts[0], params), params, base)
+    [sequence] = _sequences(prompt_ids(model, prompts[0], params), params, _seed(seed))
     return Stream(Session(model, [sequence], method, noting=bool(params.stop)), rounds)
 
 
@@ -281,9 +302,24 @@ def _params(model: Model, sampling: SamplingParams | None, max_tokens: int | Non
     return params.merged(**fields) if fields else params
 
 
+def _every_params(
+    model: Model, sampling: Any, max_tokens: int | None, fields: dict, count: int, many: bool
+) -> list[SamplingParams]:
+    """The parameters of each prompt: the same for all, or one of a list each."""
+    if not isinstance(sampling, list | tuple):
+        return [_params(model, sampling, max_tokens, fields)] * count
+    if not many or len(sampling) != count:
+        prompts = f"{count} prompts" if many else "one prompt that is in no list"
+        raise UserError(f"sampling is a list of {len(sampling)} for {prompts}: give one for each, or one for all")
+    return [_params(model, one, max_tokens, fields) for one in sampling]
+
+
 def _seed(seed: Any) -> int:
+    """The seed, or a new one for None."""
+    if seed is None:
+        return secrets.randbits(32)
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
-        raise UserError(f"seed={seed!r} must be a whole number")
+        raise UserError(f"seed={seed!r} must be a whole number, or None for a new one")
     return int(seed)
 
 
@@ -407,9 +443,16 @@ def _generations(session: Session, texts: dict[int, TokenText]) -> list[Generati
             token_texts=(*text.texts, *after) if params.detokenize else (),
             origins=origins[b],
             seed=sequence.seed,
+            stop_reason=text.found or _stop_id(finish[b], tokens[b], params),
         )
         out.append(generation)
     return out
+
+
+def _stop_id(finish: Finish, tokens: np.ndarray, params: SamplingParams) -> int | None:
+    """The id of `stop_token_ids` that ended the tokens."""
+    last = int(tokens[-1]) if finish == Finish.STOP and len(tokens) else None
+    return last if last in params.stop_token_ids else None
 
 
 def _logprobs(sequence: Sequence, scores: Seq[np.ndarray], tokens: np.ndarray) -> tuple[TokenLogprobs, ...] | None:

@@ -59,8 +59,8 @@ def test_ids_text_array_and_chat_are_prompts(model, warm):
     for prompt in (ids, tuple(ids), np.array(ids)):
         assert specsparse.generate(model, prompt, sampling=WARM, seed=1).token_ids == warm.token_ids
     chat = [{"role": "user", "content": "hi"}]
-    rendered = specsparse.generate(model, model.tokenizer.apply_chat_template(chat), sampling=WARM)
-    assert specsparse.generate(model, chat, sampling=WARM).token_ids == rendered.token_ids
+    rendered = specsparse.generate(model, model.tokenizer.apply_chat_template(chat), sampling=WARM, seed=1)
+    assert specsparse.generate(model, chat, sampling=WARM, seed=1).token_ids == rendered.token_ids
     assert 1 in rendered.prompt_token_ids  # <|im_start|> is read as a token
 
 
@@ -105,11 +105,11 @@ def test_n_and_seeds(model, warm):
 
 
 def test_best_of_keeps_the_likeliest(model):
-    every = specsparse.generate(model, "a", sampling=WARM, n=4, logprobs=0, max_tokens=8)
+    every = specsparse.generate(model, "a", sampling=WARM, seed=0, n=4, logprobs=0, max_tokens=8)
     order = sorted(every, key=lambda g: -sum(t.logprob for t in g.logprobs))
-    best = specsparse.generate(model, "a", sampling=WARM, n=2, best_of=4, max_tokens=8)
+    best = specsparse.generate(model, "a", sampling=WARM, seed=0, n=2, best_of=4, max_tokens=8)
     assert [g.token_ids for g in best] == [g.token_ids for g in order[:2]] and best[0].logprobs is None
-    one = specsparse.generate(model, "a", sampling=WARM, best_of=4, max_tokens=8, logprobs=1)
+    one = specsparse.generate(model, "a", sampling=WARM, seed=0, best_of=4, max_tokens=8, logprobs=1)
     assert one.token_ids == order[0].token_ids and len(one.logprobs) == 8
 
 
@@ -209,7 +209,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 def test_logprobs_are_those_of_the_models_logits(model):
     law = WARM.merged(logprobs=3, prompt_logprobs=2, temperature=0.5, max_tokens=12)
-    got = specsparse.generate(model, "abc", sampling=law)
+    got = specsparse.generate(model, "abc", sampling=law, seed=0)
     ids = (*got.prompt_token_ids, *got.token_ids)
     wanted = log_softmax(model.logits(ids))
     start = len(got.prompt_token_ids)
@@ -230,7 +230,9 @@ def check_entry(entry, token: int, row: np.ndarray, k: int) -> None:
 
 
 def test_all_or_no_top_logprobs(model):
-    got = specsparse.generate(model, ["abc", "de"], sampling=WARM, logprobs=-1, prompt_logprobs=-1, max_tokens=2)
+    got = specsparse.generate(
+        model, ["abc", "de"], sampling=WARM, seed=0, logprobs=-1, prompt_logprobs=-1, max_tokens=2
+    )
     assert all(len(t.top) == 300 for g in got for t in (*g.logprobs, *g.prompt_logprobs[1:]))
     assert np.exp([p for _, p in got[0].logprobs[0].top]).sum() == pytest.approx(1, abs=1e-5)
     none = specsparse.generate(model, "abc", sampling=WARM, logprobs=0, max_tokens=2)
@@ -300,7 +302,7 @@ def test_bad_prompts(model, prompt, says):
         ({"drafter": "prompt_lookup", "verifier": "token"}, "cannot verify"),
         ({"drafter": "prompt_lookup", "verifier": "greedy", "temperature": 1.0}, "choose one of match"),
         ({"seed": "x"}, "seed='x'"),
-        ({"seed": None}, "seed=None"),
+        ({"seed": 1.5}, "seed=1.5"),
         ({"sampling": {"temperature": 1}}, "sampling must be SamplingParams, not dict"),
         ({"stop_token_ids": [300]}, "token id 300 is outside the vocabulary"),
         ({"logits_processors": [lambda ids, x: x[:3]]}, "returned shape \\(3,\\)"),

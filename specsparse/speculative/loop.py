@@ -23,8 +23,18 @@ from specsparse.engine.generate import (
 from specsparse.engine.llama import ForwardFn, ForwardOut, Want
 from specsparse.engine.noise import Stream, uniform
 from specsparse.engine.sampling.pipeline import LawConfig, SamplingKernels, chain_rows, law, sample, tree_rows
+from specsparse.errors import UserError
 from specsparse.speculative import origins
-from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, Feedback, Verdict, Verifier
+from specsparse.speculative.base import (
+    Draft,
+    DraftContext,
+    Drafted,
+    Drafter,
+    DraftKind,
+    Feedback,
+    Verdict,
+    Verifier,
+)
 from specsparse.speculative.drafters.synthetic import SyntheticRates, synthetic_verdict
 from specsparse.speculative.tree import node_depths, path_rows, row_parents
 from specsparse.speculative.verify import has_alpha, match_verdict, measure_alpha, verify
@@ -82,7 +92,9 @@ class Round:
         """The drafter's proposal."""
         target, own = params
         ctx = context(target, job, state, max_nodes=self.drafter.max_nodes)
-        return self.drafter.draft(own, state.drafter, ctx)
+        drafted = self.drafter.draft(own, state.drafter, ctx)
+        _check_drafted(self.drafter, drafted, batch=ctx.length.shape[0])
+        return drafted
 
     def verify(self, params, state: DecodeState, draft: Draft, cache: KVCache) -> tuple[ForwardOut, KVCache]:
         """One forward of the target over the last token and the draft."""
@@ -175,6 +187,54 @@ class Round:
         return state.length[:, None] + jnp.pad(depth_BK, ((0, 0), (1, 0)))
 
 
+DRAFTED = (
+    "a drafter returns Drafted(draft, state, cache), where draft is Draft(tokens int32[B, K], parents int32[B, K], "
+    "count int32[B], q) with K = max_nodes, and q is float32[B, K, V], or None for one-hot drafts"
+)
+"""What `Drafter.draft` returns, for messages."""
+
+
+def _check_drafted(drafter: Drafter, found: Any, *, batch: int) -> None:
+    """Refuses what is no draft, while the program is traced.
+
+    Raises:
+        UserError: what was returned, and what a drafter returns.
+    """
+    name, B, K = f"{type(drafter).__name__}.draft", batch, drafter.max_nodes
+    if not isinstance(found, Drafted):
+        raise UserError(f"{name} returned {type(found).__name__}: {DRAFTED}")
+    if not isinstance(found.draft, Draft):
+        raise UserError(f"{name} returned {type(found.draft).__name__} for the draft: {DRAFTED}")
+    for field, shape in {"tokens": (B, K), "parents": (B, K), "count": (B,)}.items():
+        value = getattr(found.draft, field)
+        if not hasattr(value, "dtype") or value.dtype != jnp.int32 or value.shape != shape:
+            raise UserError(f"{name} returned {field} {_shown(value)} where int32{list(shape)} is needed: {DRAFTED}")
+    q = found.draft.q
+    if drafter.kind is not DraftKind.ONE_HOT and (getattr(q, "ndim", 0) != 3 or q.shape[:2] != (B, K)):  # type: ignore[union-attr]
+        raise UserError(f"{name} returned q {_shown(q)} where float32[{B}, {K}, V] is needed: {DRAFTED}")
+
+
+def _check_state(drafter: Drafter, after: Any, before: Any) -> None:
+    """Refuses a state that is none of the kind that `init` made.
+
+    Raises:
+        UserError: both.
+    """
+    kinds = [jax.tree.map(_shown, state) for state in (before, after)]
+    if kinds[0] != kinds[1]:
+        raise UserError(
+            f"{type(drafter).__name__}.commit returned the state {kinds[1]} where init made {kinds[0]}: "
+            "structure, shapes and types stay the same"
+        )
+
+
+def _shown(value: Any) -> str:
+    """Type and shape of an array, or the type."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{value.dtype}{list(value.shape)}"
+    return type(value).__name__
+
+
 def _rows(state: DecodeState, draft: Draft) -> jax.Array:
     """int32[B, K+1], the tokens that the target is fed."""
     return jnp.concatenate([last_token(state), draft.tokens], axis=1)
@@ -207,7 +267,9 @@ def make_step(
         with jax.named_scope("accept"):
             verdict = pieces.accept(job, state, drafted.draft, out.logits)
         with jax.named_scope("commit"):
-            return pieces.commit(params, job, state, cache, drafted, verdict, out)
+            after = pieces.commit(params, job, state, cache, drafted, verdict, out)
+        _check_state(drafter, after.drafter, state.drafter)
+        return after
 
     return step
 

@@ -127,7 +127,7 @@ def test_the_target_accepts_its_own_draft(model, name, verifier, temperature, op
     own = {"model": model} if name == "model" else {}
     drafter = get_drafter(name, gamma=4, **own, **options)
     law = SamplingParams(temperature=temperature, top_k=20, max_tokens=40, ignore_eos=True)
-    out = specsparse.generate(model, PROMPTS, sampling=law, drafter=drafter, verifier=verifier)
+    out = specsparse.generate(model, PROMPTS, sampling=law, seed=0, drafter=drafter, verifier=verifier)
     for g in out:
         c = g.stats.counters
         assert c.num_rounds == -(-40 // (depth + 1)) and c.num_accepted_tokens == 40 - c.num_rounds

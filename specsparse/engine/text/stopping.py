@@ -11,14 +11,14 @@ class TextStop:
     """Looks for the earliest stop string in a text that comes in pieces.
 
     Attributes:
-        found: whether one was found; nothing is returned after it.
+        found: the one that was found, or None; nothing is returned after it.
     """
 
     def __init__(self, params: SamplingParams):
         self._stops = tuple(params.stop or ())
         self._include = params.include_stop_str_in_output
         self._held = ""
-        self.found = False
+        self.found: str | None = None
 
     def push(self, piece: str, *, may_end: bool = True) -> str:
         """The text that may be shown now; what could be the start of a stop string is held back.
@@ -33,7 +33,7 @@ class TextStop:
         ]
         if hits:
             at, _, s = min(hits)
-            self.found, self._held = True, ""
+            self.found, self._held = s, ""
             return text[: at + len(s)] if self._include else text[:at]
         keep = max((n for s in self._stops for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
         shown = text[: len(text) - keep]
@@ -78,7 +78,7 @@ class TokenText:
             shown += self._show(self._decoder.push(int(token)))
         if last and not self.found:
             shown += self._show(self._decoder.flush(), last=True)
-        self.ended = last or self.found
+        self.ended = last or self.found is not None
         return shown
 
     def _show(self, piece: str, *, last: bool = False) -> list[tuple[int, str]]:
@@ -107,6 +107,6 @@ class TokenText:
         return "".join(self.texts)
 
     @property
-    def found(self) -> bool:
-        """Whether a stop string was found; tokens after it are not taken."""
+    def found(self) -> str | None:
+        """The stop string that was found, or None; tokens after it are not taken."""
         return self._stop.found

@@ -1,0 +1,126 @@
+"""Results, seeds and lists of parameters of the public API, and what it says of a drafter that is none.
+
+Promised: a seed that is not given is a new one, and the result says which; a batch under several laws writes what each
+prompt writes alone; a result says what ended it and how fast it came.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+import specsparse
+from specsparse import SamplingParams
+from specsparse.errors import UserError
+from specsparse.speculative.base import Drafter, DraftKind
+from specsparse.speculative.drafters import lookup
+from specsparse.testing import write_tiny_gguf
+
+WARM = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "m.gguf"
+    return specsparse.load(write_tiny_gguf(path, n_layers=1, vocab_size=300, context_length=96))
+
+
+def test_a_seed_that_is_not_given_is_a_new_one_and_the_result_has_it(model):
+    texts = [specsparse.generate(model, "ab", sampling=WARM) for _ in range(3)]
+    assert len({g.seed for g in texts}) == len({g.token_ids for g in texts}) == 3
+    again = specsparse.generate(model, "ab", sampling=WARM, seed=texts[0].seed)
+    assert (again.token_ids, again.seed) == (texts[0].token_ids, texts[0].seed)
+    stream = specsparse.stream(model, "ab", sampling=WARM)
+    list(stream)
+    again = specsparse.generate(model, "ab", sampling=WARM.merged(seed=stream.generation.seed), seed=5)
+    assert again.token_ids == stream.generation.token_ids
+
+
+@pytest.mark.parametrize("drafter", [None, "prompt_lookup"])
+def test_each_prompt_has_its_parameters(model, drafter):
+    laws = [WARM.merged(temperature=0.0), WARM.merged(n=2, seed=9), WARM.merged(max_tokens=5, top_k=3)]
+    prompts = ["abab", "cd", "efef"]
+    found = specsparse.generate(model, prompts, sampling=laws, seed=4, drafter=drafter)
+    alone = [specsparse.generate(model, [p], sampling=law, seed=4) for p, law in zip(prompts, laws, strict=True)]
+    assert [g.token_ids for g in found] == [g.token_ids for group in alone for g in group]
+    assert [g.seed for g in found] == [4, 9, 9, 4] and len(found[3].token_ids) == 5
+
+
+@pytest.mark.parametrize(("prompt", "count", "says"), [
+    (["a", "b"], 3, "a list of 3 for 2 prompts"), ("a", 1, "one prompt that is in no list"), (["a"], 0, "a list of 0"),
+])  # fmt: skip
+def test_a_list_of_parameters_that_does_not_fit_is_refused(model, prompt, count, says):
+    with pytest.raises(UserError, match=says):
+        specsparse.generate(model, prompt, sampling=[WARM] * count)
+
+
+def test_a_result_says_what_ended_it_and_how_fast_it_came(model):
+    law = WARM.merged(allowed_token_ids=[3 + b for b in b"ab"], max_tokens=60, seed=2)
+    free = specsparse.generate(model, "x", sampling=law)
+    assert free.stop_reason is None
+    assert free.tokens_per_second == pytest.approx(60 / free.stats.decode_s)
+    by_text = specsparse.generate(model, "x", sampling=law, stop=["zz", free.text[20:32]])
+    assert (by_text.finish_reason, by_text.stop_reason) == ("stop", free.text[20:32])
+    stop = next(token for token in (3 + ord("a"), 3 + ord("b")) if token in free.token_ids)
+    by_id = specsparse.generate(model, "x", sampling=law, stop_token_ids=[stop])
+    assert (by_id.stop_reason, by_id.token_ids[-1]) == (stop, stop)
+    eos = model.tokenizer.eos_id
+    ended = specsparse.generate(model, "x", max_tokens=4, allowed_token_ids=[eos])
+    assert (ended.finish_reason, ended.stop_reason) == ("stop", None)
+
+
+def test_a_stream_gives_each_token_where_asked(model):
+    drafter = specsparse.get_drafter("prompt_lookup", gamma=4)
+    law = WARM.merged(allowed_token_ids=[3 + b for b in b"ab"], seed=2)
+    stream = specsparse.stream(model, "abababab", sampling=law, drafter=drafter, rounds=1)
+    pieces = list(stream.tokens())
+    assert pieces == list(stream.generation.token_texts) and len(pieces) == 12
+    assert stream.generation.stats.counters.num_accepted_tokens > 0
+
+
+# A drafter that is none.
+
+
+@dataclasses.dataclass(frozen=True)
+class Echo(Drafter):
+    """Proposes the last token again; `wrong` says in what it breaks the contract."""
+
+    wrong: str = ""
+    max_nodes: int = 2
+    kind = DraftKind.ONE_HOT
+    max_depth = property(lambda self: self.max_nodes)
+    tree = False
+
+    def init(self, params, ctx, *, hidden=None):
+        return ctx.length
+
+    def draft(self, params, state, ctx):
+        count = jnp.minimum(ctx.budget, self.max_nodes)
+        drafted = lookup.drafted(lookup.copy_chain(ctx, ctx.length - 1, count, max_nodes=self.max_nodes), state, ctx)
+        tokens = drafted.draft.tokens
+        changed = {"short": tokens[:, :1], "float": tokens.astype(jnp.float32), "number": 3}.get(self.wrong, tokens)
+        found = drafted._replace(draft=drafted.draft._replace(tokens=changed))
+        return {"draft": found.draft, "tuple": tuple(found)}.get(self.wrong, found)
+
+    def commit(self, params, state, ctx, feedback):
+        return {"state": None, "shape": state[:, None]}.get(self.wrong, state)
+
+
+@pytest.mark.parametrize(("wrong", "says"), [
+    ("draft", "Echo.draft returned Draft: a drafter returns Drafted"),
+    ("tuple", "Echo.draft returned tuple: a drafter returns Drafted"),
+    ("short", r"tokens int32\[1, 1\] where int32\[1, 2\] is needed"),
+    ("float", r"tokens float32\[1, 2\] where"),
+    ("number", "tokens int where"),
+    ("state", r"Echo.commit returned the state None where init made int32\[1\]"),
+    ("shape", r"Echo.commit returned the state int32\[1, 1\]"),
+])  # fmt: skip
+def test_a_drafter_that_returns_the_wrong_thing_is_told_what_it_returns(model, wrong, says):
+    with pytest.raises(UserError, match=says) as caught:
+        specsparse.generate(model, "ab", max_tokens=4, drafter=Echo(wrong))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_drafter_that_is_right_is_taken(model):
+    plain = specsparse.generate(model, "ab", max_tokens=4)
+    assert specsparse.generate(model, "ab", max_tokens=4, drafter=Echo()).token_ids == plain.token_ids
