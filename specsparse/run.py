@@ -13,6 +13,7 @@ from typing import Any
 from specsparse.errors import UserError
 from specsparse.experiments.shorthand import refuse, shorthand
 from specsparse.support.paths import conf_dir
+from specsparse.support.pipes import until_the_reader_leaves
 
 EXIT_MISTAKE = 2
 
@@ -107,6 +108,13 @@ def _run(cfg: Any, directory: Path) -> float | None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run Hydra on `argv` (default: the command line); returns the exit code."""
+    code = 0
+    with until_the_reader_leaves():
+        code = _main(argv)
+    return code
+
+
+def _main(argv: list[str] | None) -> int:
     argv = shorthand(sys.argv[1:] if argv is None else list(argv))
     debug = any(re.fullmatch(r"\+*debug=[Tt]rue", arg) for arg in argv)
     import hydra
@@ -122,6 +130,7 @@ def main(argv: list[str] | None = None) -> int:
         refuse(argv)
         parser = get_args_parser()
         parser.error = _raise_user_error  # type: ignore[method-assign]
+        parser.allow_abbrev = False  # --experiment would be --experimental-rerun
         parser.parse_args(argv)
         conf = conf_dir()
         hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(_task)()
@@ -146,6 +155,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _raise_user_error(message: str) -> None:
+    word = message.removeprefix("unrecognized arguments: ").split()[0]
+    if word.startswith("--"):
+        name = word.lstrip("-").partition("=")[0]
+        setting = "+experiment=NAME" if name == "experiment" else f"{name}=VALUE"
+        raise UserError(f"{message}; settings have no dashes, such as {setting}")
     raise UserError(f"{message}; --help shows a page of usage")
 
 

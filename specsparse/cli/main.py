@@ -3,12 +3,12 @@
 import argparse
 import difflib
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from specsparse.errors import UserError
+from specsparse.support.pipes import until_the_reader_leaves
 
 # Name -> what the list of commands says. The module specsparse.cli.<name> is imported only when its command is called.
 COMMANDS = {
@@ -43,17 +43,16 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code: 0, 2 after a mistake in the input, or what the command says."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in argv
+    debug, code = "--debug" in argv, 0
     try:
-        return _dispatch([a for a in argv if a != "--debug"])
+        with until_the_reader_leaves():
+            code = _dispatch([a for a in argv if a != "--debug"])
+        return code
     except UserError as error:
         if debug:
             raise
         print(f"specsparse: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_MISTAKE
-    except BrokenPipeError:  # the reader of our output went away: `specsparse status | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except KeyboardInterrupt:
         print("specsparse: stopped", file=sys.stderr)
         return 130

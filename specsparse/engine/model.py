@@ -149,9 +149,10 @@ class Model:
         if outside.size:
             raise UserError(f"token id {outside[0]} is outside the vocabulary (0 to {self.config.vocab_size - 1})")
         if array.size > self.config.context_length:
+            holds = self.config.context_length
             raise UserError(
-                f"the prompt has {array.size} tokens and the context holds {self.config.context_length}: "
-                "shorten it, or give truncate_prompt_tokens or a larger context_length"
+                f"the prompt has {array.size} tokens and the context holds {holds}: shorten it, give "
+                f"truncate_prompt_tokens=-1 with max_tokens under {holds}, or load it with a larger context_length"
             )
         return array.astype(np.int32)
 

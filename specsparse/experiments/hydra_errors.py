@@ -5,6 +5,7 @@ from pathlib import Path
 
 from specsparse.errors import UserError
 from specsparse.experiments.config import valid_keys
+from specsparse.models import catalogue
 from specsparse.support.options import nearest
 
 
@@ -17,13 +18,17 @@ def explain(error: Exception, conf: Path) -> UserError:
     override = getattr(error, "override", None)
     if override is not None:
         return UserError(f"cannot read {override!r}: write KEY=VALUE, and quote a value with special characters")
+    match = re.search(r"Ambiguous value for argument '([^']+)'", text)
+    if match:
+        return UserError(f"{match.group(1)}: several values are a sweep, add -m; a list is written KEY=[a,b]")
     match = re.search(r"'hydra/(?:launcher|sweeper)/(\w+)'", text)
     if match:
         return UserError(f"{match.group(1)} is not installed: pip install 'specsparse[sweep]'")
     match = re.search(r"Could not find '(\w+)/([^']*)'", text)
     if match:
         group, choice = match.groups()
-        return UserError(f"{group}={choice}: there is no such {group}{nearest(choice, groups.get(group, []))}")
+        names = [*groups.get(group, []), *(catalogue.names() if group == "model" else ())]
+        return UserError(f"{group}={choice}: there is no such {group}{nearest(choice, names)}")
     match = re.search(r"Could not override '([^']+)'", text)
     if match:
         key = match.group(1).split("@")[0]

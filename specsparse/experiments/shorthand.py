@@ -53,7 +53,7 @@ def shorthand(argv: list[str]) -> list[str]:
         is_path = bool(re.search(r"\.(gguf|jsonl|txt)$|^hf://|^[~./]", value))
         value = ",".join(CHOICE_NAMES.get(key, {}).get(name, name) for name in value.split(","))
         named = (
-            value in (*catalogue.MODELS, *catalogue.DERIVED, *catalogue.FILES)
+            value in catalogue.names()
             and not (conf_dir() / "model" / f"{value}.yaml").is_file()
         )
         if eq and key == "model" and (is_path or named):

@@ -99,6 +99,11 @@ class NotHere(UserError):
         super().__init__(not_here({"model.path": self}))
 
 
+def names() -> list[str]:
+    """Every name that stands for a model."""
+    return [*MODELS, *DERIVED, *FILES]
+
+
 def not_here(problems: Mapping[str, NotHere]) -> str:
     """One line that says which files are missing, how large they are, and which overrides name them (the keys)."""
     which = " and ".join(f"{e.wanted.files[0]} ({e.wanted.size}, {e.wanted.source})" for e in problems.values())
@@ -134,7 +139,7 @@ def resolve(spec: str | Path) -> Path:
         return path
     if "/" in text or "\\" in text or text.lower().endswith(".gguf"):
         raise UserError(f"{text}: no such file")
-    near = difflib.get_close_matches(text.lower(), [*MODELS, *DERIVED, *FILES], n=3, cutoff=0.5) or list(MODELS)
+    near = difflib.get_close_matches(text.lower(), names(), n=3, cutoff=0.5) or list(MODELS)
     raise UserError(f"unknown model {text!r}: did you mean {' or '.join(near)}? The path of a GGUF file is fine too")
 
 

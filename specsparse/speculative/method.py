@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specsparse.errors import UserError
-from specsparse.speculative.base import Drafter, Verifier
+from specsparse.speculative.base import Drafter, DraftKind, Verifier
 from specsparse.speculative.drafters.plan import DrafterPlan
 from specsparse.speculative.drafters.registry import ALIASES, DRAFTERS, get_drafter
 from specsparse.speculative.drafters.synthetic import LABEL, Synthetic, SyntheticRates, synthetic_verifier
@@ -78,8 +78,19 @@ def choose_verifier(
     verifier = get_verifier(name, **given) if isinstance(name, str) else name
     if not isinstance(verifier, Verifier):
         raise UserError(f"verifier must be a registered name or a Verifier, not {type(verifier).__name__}")
-    check_pair(drafter, verifier, temperature=temperature, drafted_by=drafted_by)  # type: ignore[arg-type]  # a plan knows as much
+    try:
+        check_pair(drafter, verifier, temperature=temperature, drafted_by=drafted_by)  # type: ignore[arg-type]  # a plan knows as much
+    except UserError as error:
+        raise UserError(f"{error}{_if_drawn(drafter, verifier, temperature)}") from None
     return verifier
+
+
+def _if_drawn(drafter: Drafter | DrafterPlan, verifier: Verifier, temperature: float) -> str:
+    """The way out where a drafter with a model takes the likeliest tokens and the verifier wants drawn ones."""
+    argmax = isinstance(drafter, DrafterPlan) and drafter.kind is DraftKind.ONE_HOT and not drafter.tree
+    if argmax and verifier.accepts(DraftKind.SAMPLED, tree=False, temperature=temperature):
+        return f"; or set drafter.temperature above 0, which draws the drafts that {verifier.name} verifies"
+    return ""
 
 
 def _synthetic(drafter: Drafter | DrafterPlan, rates: SyntheticRates | None, options: dict[str, Any]) -> Verifier:

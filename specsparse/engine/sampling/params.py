@@ -15,6 +15,20 @@ GREEDY_TEMPERATURE = 1e-5
 """A temperature below this is greedy decoding (vLLM's constant)."""
 MAX_SEQUENCES = 16384
 
+_DRAFT = "it belongs to the drafter: drafter=specsparse.get_drafter(NAME, gamma=N)"
+_GUIDED = "guided decoding is not supported; use allowed_token_ids or logits_processors"
+ELSEWHERE = {
+    **dict.fromkeys(("gamma", "num_speculative_tokens", "num_assistant_tokens", "draft_max", "n_draft"), _DRAFT),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar"), _GUIDED),
+    **dict.fromkeys(("n_predict", "max_new_tokens", "num_predict"), "here it is max_tokens"),
+    "do_sample": "temperature=0 is greedy decoding, any other temperature samples",
+    "num_return_sequences": "here it is n",
+    "repeat_penalty": "here it is repetition_penalty",
+    "num_beams": "beam search is not supported; use best_of to keep the most likely of several samples",
+    "context_length": "it belongs to the model: specsparse.load(FILE, context_length=N)",
+}
+"""Names that other projects give to such things, and what to write here."""
+
 
 def _show(value: Any) -> str:
     text = " ".join(repr(value).split())
@@ -286,6 +300,8 @@ class SamplingParams:
         """
         names = [field.name for field in dataclasses.fields(cls)]
         for key in mapping:
+            if key in ELSEWHERE:
+                raise UserError(f"{key} is no sampling parameter: {ELSEWHERE[key]}")
             if key not in names:
                 near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.0)[0]
                 raise UserError(f"unknown sampling parameter {_show(key)}; did you mean {near!r}?")

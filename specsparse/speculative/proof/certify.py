@@ -264,7 +264,7 @@ def measure_driver_mutant(name: str, *, seed: int) -> MutantResult:
 
 
 def certify(
-    verifiers: Sequence[Verifier | str] | None = None,
+    verifiers: Sequence[Verifier | str] | Verifier | str | None = None,
     *,
     vocab: int = 4,
     gamma: int = 3,
@@ -275,7 +275,7 @@ def certify(
     """Measures verifiers (all of `VERIFIERS` if None) and the mutants; most of a minute for all.
 
     Args:
-        verifiers: what to certify, or their names.
+        verifiers: what to certify, or their names; one may stand alone.
         vocab: vocabulary of most cases, 2..6.
         gamma: longest chain, 1..3.
         seed: of the random laws; the same seed gives the same report.
@@ -287,6 +287,7 @@ def certify(
     """
     if not 2 <= vocab <= 6 or not 1 <= gamma <= 3:
         raise UserError(f"certify enumerates everything: vocab={vocab} must lie in 2..6 and gamma={gamma} in 1..3")
+    verifiers = [verifiers] if isinstance(verifiers, str | Verifier) else verifiers
     chosen = [get_verifier(v) if isinstance(v, str) else v for v in verifiers or VERIFIERS.values()]
     results = []
     for verifier in chosen:

@@ -1,0 +1,92 @@
+"""Mistakes that newcomers made: each is answered by what to write instead, in one line, and what it says works."""
+
+import io
+import subprocess
+import sys
+
+import pytest
+
+import specsparse
+from specsparse import run
+from specsparse.engine.sampling.params import SamplingParams
+from specsparse.errors import UserError
+from specsparse.speculative.drafters import get_drafter
+from specsparse.speculative.method import choose_verifier
+from specsparse.support.pipes import until_the_reader_leaves
+from specsparse.testing import write_tiny_gguf
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("gamma", r"get_drafter\(NAME, gamma=N\)"),
+        ("num_speculative_tokens", r"get_drafter\(NAME, gamma=N\)"),
+        ("do_sample", "temperature=0 is greedy"),
+        ("n_predict", "it is max_tokens"),
+        ("guided_json", "not supported; use allowed_token_ids"),
+        ("context_length", r"specsparse.load\(FILE, context_length=N\)"),
+    ],
+)
+def test_other_projects_names_are_told_what_it_is_called_here(option, says):
+    with pytest.raises(UserError, match=says):
+        SamplingParams().merged(**{option: 3})
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--experiment", "x"], "+experiment=NAME"),
+        (["--max-tokens=3"], "settings have no dashes"),
+        (["drafter=suffix,prompt_lookup"], "several values are a sweep, add -m"),
+        (["model=smollm2-13m"], "did you mean smollm2-135m?"),
+    ],
+)
+def test_a_mistyped_run_is_one_line(capsys, argv, says):
+    assert run.main(argv) == 2
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1
+
+
+def test_token_on_argmax_drafts_names_the_temperature_that_draws_them():
+    with pytest.raises(UserError, match=r"set drafter\.temperature above 0"):
+        choose_verifier(get_drafter("layer_skip"), "token", temperature=0.8)
+    assert choose_verifier(get_drafter("layer_skip", temperature=0.8), "token", temperature=0.8).name == "token"
+    with pytest.raises(UserError) as caught:  # nothing draws these
+        choose_verifier(get_drafter("prompt_lookup"), "token", temperature=0.8)
+    assert "drafter.temperature" not in str(caught.value)
+
+
+def test_each_way_out_for_a_long_prompt_works(tmp_path):
+    path = write_tiny_gguf(tmp_path / "m.gguf", n_layers=1, context_length=32)
+    model = specsparse.load(path)
+    with pytest.raises(UserError, match=r"truncate_prompt_tokens=-1 with max_tokens under 32, or load"):
+        specsparse.generate(model, [5] * 40, max_tokens=31)
+    cut = specsparse.generate(model, [5] * 40, max_tokens=31, truncate_prompt_tokens=-1, ignore_eos=True)
+    assert len(cut.token_ids) == 31
+    assert len(specsparse.load(path, context_length=64).check_ids([5] * 40)) == 40
+
+
+def test_one_verifier_may_stand_alone():
+    report = specsparse.certify("greedy", vocab=2, gamma=1, mutants=False, driver=False)
+    assert {result.verifier for result in report.results} == {"greedy"}
+
+
+def test_nothing_is_said_where_the_reader_has_left(monkeypatch):
+    class Closed(io.StringIO):
+        def flush(self):
+            raise BrokenPipeError
+
+        def fileno(self):
+            return spare.fileno()
+
+    with open("/dev/null", "w") as spare:
+        monkeypatch.setattr(sys, "stdout", Closed())
+        with until_the_reader_leaves():
+            print("unread")
+
+
+@pytest.mark.parametrize("command", ["specsparse.run --help", "specsparse --help"])
+def test_a_pipe_that_closes_early_ends_the_program_quietly(command):
+    line = f"{sys.executable} -m {command} | true"
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
