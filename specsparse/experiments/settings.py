@@ -4,12 +4,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from specsparse.support.options import Internal, Range, Rest
+from specsparse.support.options import Count, Internal, Range, Rest, Share, Size
 
-Count = Annotated[int, Range(1)]
-"""A whole number of at least 1."""
-Size = Annotated[int, Range(0)]
-"""A whole number of at least 0."""
 OfChoice = Annotated[dict[str, Any], Rest()]
 """Options of a choice, which checks them when it is made."""
 
@@ -119,7 +115,7 @@ class FfnSpec:
     faithful_f16: bool = False
     weights: str | None = None
     tokens: Count = 1024
-    union_cap: float | None = None
+    union_cap: Share | None = None
 
     def overrides(self) -> dict[str, Any]:
         """Keyword arguments of `specsparse.load`: what differs from its defaults."""
@@ -166,7 +162,7 @@ class TrainSpec:
     tokens: Count = 4096
     window: Annotated[int, Range(4)] = 128
     judged: Count = 8
-    active_share: float | None = None
+    active_share: Share | None = None
     compare: tuple[str, ...] = ()
     output: str | None = None
     options: OfChoice = field(default_factory=dict)
@@ -188,7 +184,7 @@ class PlacementSpec:
     rows: Count = 1
     context: Count = 512
     activations: str | None = None
-    active_share: float | None = None
+    active_share: Share | None = None
     tokens: Count = 2048
     window: Count = 128
     gpu_index: str | None = None

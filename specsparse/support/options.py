@@ -33,7 +33,7 @@ class Range:
 
     Attributes:
         low, high: least and largest value.
-        above: whether `low` itself is outside.
+        above, below: whether `low`, or `high`, itself is outside.
         besides: values that are allowed all the same, such as -1 for all.
     """
 
@@ -41,18 +41,20 @@ class Range:
     high: float = math.inf
     above: bool = False
     besides: tuple[float, ...] = ()
+    below: bool = False
 
     def holds(self, value: float) -> bool:
         """Whether the value is allowed; NaN and infinities are not, but for those of `besides`."""
         inside = self.low < value if self.above else self.low <= value
-        return (inside and value <= self.high and -math.inf < value < math.inf) or value in self.besides
+        inside = inside and (value < self.high if self.below else value <= self.high)
+        return (inside and -math.inf < value < math.inf) or value in self.besides
 
     def __str__(self) -> str:
         bounds = []
         if self.low > -math.inf:
             bounds.append(f"above {self.low:g}" if self.above else f"at least {self.low:g}")
         if self.high < math.inf:
-            bounds.append(f"at most {self.high:g}")
+            bounds.append(f"below {self.high:g}" if self.below else f"at most {self.high:g}")
         text = " and ".join(bounds)
         return " or ".join([text, *(f"{value:g}" for value in self.besides)])
 
@@ -97,6 +99,16 @@ class _RefusedError(UserError):
         shown = "null" if value is None else " ".join((value if isinstance(value, str) else repr(value)).split())
         super().__init__(f"{label}={shown if len(shown) <= 60 else shown[:57] + '...'} must be {wanted}")
         self.wanted = wanted
+
+
+Count = Annotated[int, Range(1)]
+"""A whole number of at least 1."""
+Size = Annotated[int, Range(0)]
+"""A whole number of at least 0."""
+Positive = Annotated[float, Range(0, above=True)]
+"""A number above 0."""
+Share = Annotated[float, Range(0, 1, above=True)]
+"""A number above 0 and at most 1."""
 
 
 class Option(NamedTuple):

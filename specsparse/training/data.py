@@ -4,6 +4,7 @@ finds again."""
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from specsparse.errors import UserError
 from specsparse.predictors.fit.predictor_files import read_tensors, write_tensors
 from specsparse.runtime.session import Method, Sequence, Session
 from specsparse.speculative.verify import VERIFIERS
+from specsparse.support.options import Count, Internal, Range
 from specsparse.training.prompts import prompt
 from specsparse.training.recorder import Recorder
 
@@ -30,19 +32,16 @@ class DataOptions:
         seed: of prompts and answers.
     """
 
-    batch: int = 24
-    answer: int = 224
-    prompt_tokens: int = 256
-    temperatures: tuple[float, ...] = (0.0, 0.7, 0.0, 1.0)
-    chat: bool = True
-    seed: int = 0
+    batch: Count = 24
+    answer: Count = 224
+    prompt_tokens: Count = 256
+    temperatures: tuple[Annotated[float, Range(0)], ...] = (0.0, 0.7, 0.0, 1.0)
+    chat: Annotated[bool, Internal()] = True
+    seed: Annotated[int, Internal()] = 0
 
     def __post_init__(self):
-        for name in ("batch", "answer", "prompt_tokens"):
-            if getattr(self, name) < 1:
-                raise UserError(f"train.{name}={getattr(self, name)} must be at least 1")
-        if not self.temperatures or min(self.temperatures) < 0:
-            raise UserError(f"train.temperatures={list(self.temperatures)}: numbers from 0 are needed")
+        if not self.temperatures:
+            raise UserError("train.temperatures=[]: at least one is needed")
 
 
 @dataclass(frozen=True)

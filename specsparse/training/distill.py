@@ -9,7 +9,7 @@ arXiv:1308.3432): what is trained is what the file holds.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,12 @@ import numpy as np
 import optax
 
 from specsparse.engine.model import Model
-from specsparse.errors import UserError
 from specsparse.kernels.packing.dequant import dequantize, embed_rows
+from specsparse.support.options import Count, Internal, Positive, Range, Share
 from specsparse.training import trunk
 from specsparse.training.data import Text
 from specsparse.training.layer import rms_norm
-from specsparse.training.products import check_precision, halved, times
+from specsparse.training.products import Precision, halved, times
 from specsparse.training.reconstruct import hoyer, nearly_counted
 from specsparse.training.trunk import FFN, Passage
 from specsparse.training.windows import fill_up, pack
@@ -64,43 +64,27 @@ class DistillOptions:
             around the one aimed at, since what follows comes too late.
         measure: of that term, of `MEASURES`.
         rounded: whether the matrices are rounded to Q4_0 in a step.
-        precision: of a step's products, of `training.products.PRECISIONS`.
+        precision: of a step's products, of `training.products.Precision`.
         seed: of the order of texts, and of the candidates.
     """
 
-    steps: int = 400
-    rows: int = 512
-    candidates: int = 4096
-    rate: float = 4e-4
-    warmup: int = 10
-    decay: float = 0.8
-    clip: float = 1.0
-    feature: float = 0.2
-    prompts: float = 1.0
-    share: float = 0.3
-    follow: float = 0.5
-    react: float = 0.0
-    measure: str = "hoyer"
+    steps: Count = 400
+    rows: Count = 512
+    candidates: Count = 4096
+    rate: Positive = 4e-4
+    warmup: Count = 10
+    decay: Share = 0.8
+    clip: Positive = 1.0
+    feature: Annotated[float, Range(0)] = 0.2
+    prompts: Annotated[float, Range(0)] = 1.0
+    share: Share = 0.3
+    follow: Positive = 0.5
+    react: Annotated[float, Range(0)] = 0.0
+    measure: Literal["hoyer", "count"] = "hoyer"
     rounded: bool = True
-    precision: str = "auto"
-    seed: int = 0
+    precision: Precision = "auto"
+    seed: Annotated[int, Internal()] = 0
 
-    def __post_init__(self):
-        for name in ("steps", "rows", "candidates", "warmup"):
-            if getattr(self, name) < 1:
-                raise UserError(f"train.{name}={getattr(self, name)} must be at least 1")
-        for name in ("rate", "clip", "follow"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"train.{name}={getattr(self, name)} must be above 0")
-        for name in ("decay", "share"):
-            if not 0 < getattr(self, name) <= 1:
-                raise UserError(f"train.{name}={getattr(self, name)} must lie above 0 and be at most 1")
-        check_precision(self.precision)
-        if self.measure not in MEASURES:
-            raise UserError(f"train.measure={self.measure} does not exist; choose one of {', '.join(MEASURES)}")
-        for name in ("feature", "prompts", "react"):
-            if getattr(self, name) < 0:
-                raise UserError(f"train.{name}={getattr(self, name)} must not be below 0")
 
 
 class State(NamedTuple):

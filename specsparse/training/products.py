@@ -5,15 +5,14 @@ A training keeps float32 weights and differentiates through `halved` ones. Proce
 (AMX, GPUs) train several times faster so; others are slower, which is what `pays` is for.
 """
 
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from specsparse.errors import UserError
 from specsparse.kernels import processor
 
-PRECISIONS = ("auto", "float32", "bfloat16")
+Precision = Literal["auto", "float32", "bfloat16"]
 """Of a training's products; `auto` is bfloat16 where the processor has units for it."""
 
 _Tree = TypeVar("_Tree")
@@ -24,14 +23,8 @@ def pays() -> bool:
     return jax.default_backend() != "cpu" or "amx_bf16" in processor.cpu_info()["flags"]
 
 
-def check_precision(name: str) -> None:
-    """UserError where `name` is none of `PRECISIONS`."""
-    if name not in PRECISIONS:
-        raise UserError(f"train.precision={name} does not exist; choose one of {', '.join(PRECISIONS)}")
-
-
 def halved(weights: _Tree, precision: str) -> _Tree:
-    """The weights with their matrices as bfloat16 where `precision`, of `PRECISIONS`, says so."""
+    """The weights with their matrices as bfloat16 where `precision`, a `Precision`, says so."""
     if precision == "float32" or (precision == "auto" and not pays()):
         return weights
     return jax.tree.map(lambda w: w.astype(jnp.bfloat16) if w.ndim > 1 else w, weights)

@@ -8,7 +8,7 @@ which does not change with the size of the activations).
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from specsparse.errors import UserError
+from specsparse.support.options import Count, Internal, Positive, Range, Share
 from specsparse.training.trunk import FFN
 
 _SEARCHED = 20480
@@ -36,22 +37,17 @@ class LayerOptions:
         seed: of the order of tokens.
     """
 
-    share: float = 0.3
-    linear: float = 0.125
-    passes: float = 1.0
-    layer_batch: int = 256
-    layer_rate: float = 2e-4
-    pressure: float = 0.5
-    seed: int = 0
+    share: Share = 0.3
+    linear: Annotated[float, Range(0)] = 0.125
+    passes: Positive = 1.0
+    layer_batch: Count = 256
+    layer_rate: Positive = 2e-4
+    pressure: Positive = 0.5
+    seed: Annotated[int, Internal()] = 0
 
     def __post_init__(self):
-        if not 0 < self.share <= 1:
-            raise UserError(f"train.share={self.share} must lie above 0 and be at most 1")
-        if not 0 <= self.linear < self.share:
-            raise UserError(f"train.linear={self.linear} must lie from 0 to below train.share={self.share}")
-        for name in ("passes", "layer_batch", "layer_rate", "pressure"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"train.{name}={getattr(self, name)} must be above 0")
+        if self.linear >= self.share:
+            raise UserError(f"train.linear={self.linear} must be below train.share={self.share}")
 
 
 class Judged(NamedTuple):

@@ -10,6 +10,7 @@ import numpy as np
 from specsparse.engine.config import ModelConfig, RopeConfig
 from specsparse.engine.rope import rope_tables
 from specsparse.errors import UserError
+from specsparse.support.options import Count
 from specsparse.training.head import Window
 from specsparse.training.layer import attend, feed_forward, keys, rms_norm
 from specsparse.training.products import times
@@ -23,15 +24,12 @@ class SmallOptions:
         width, heads, ffn, layers: D, H, F and L of docs/notation.md; every query head has keys of its own.
     """
 
-    width: int = 128
-    heads: int = 4
-    ffn: int = 512
-    layers: int = 3
+    width: Count = 128
+    heads: Count = 4
+    ffn: Count = 512
+    layers: Count = 3
 
     def __post_init__(self):
-        for name in ("width", "heads", "ffn", "layers"):
-            if getattr(self, name) < 1:
-                raise UserError(f"train.{name}={getattr(self, name)} must be at least 1")
         if self.width % (2 * self.heads):
             raise UserError(f"train.width={self.width} must be a multiple of 2 train.heads, {2 * self.heads}")
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,12 @@ from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.kernels.packing.rows import take_rows
+from specsparse.support.options import Count, Internal, Positive, Range, Size
 from specsparse.training import head
 from specsparse.training.data import Text
 from specsparse.training.form import Form
 from specsparse.training.head import Frozen, Window
-from specsparse.training.products import check_precision, halved
+from specsparse.training.products import Precision, halved
 from specsparse.training.windows import fill, pack, spans
 
 
@@ -39,38 +40,26 @@ class TrainOptions:
         clip: largest norm of a gradient.
         warmup: steps in which the rates rise from 0.
         decay: share of the steps, the last ones, in which they fall to 0, linearly.
-        precision: of a step's products, of `training.products.PRECISIONS`.
+        precision: of a step's products, of `training.products.Precision`.
         seed: of the order of texts.
     """
 
-    draft_vocab: int = 8192
-    steps: int = 1000
-    windows: int = 4
-    rows: int = 512
-    drafting: int = 224
-    streams: int = 2
-    stream_weight: float = 0.8
-    candidates: int = 2048
-    learning_rate: float = 6e-4
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    warmup: int = 20
-    decay: float = 0.5
-    precision: str = "auto"
-    seed: int = 0
+    draft_vocab: Size = 8192
+    steps: Count = 1000
+    windows: Count = 4
+    rows: Count = 512
+    drafting: Count = 224
+    streams: Count = 2
+    stream_weight: Positive = 0.8
+    candidates: Size = 2048
+    learning_rate: Positive = 6e-4
+    weight_decay: Annotated[float, Range(0)] = 0.01
+    clip: Positive = 1.0
+    warmup: Count = 20
+    decay: Annotated[float, Range(0, 1)] = 0.5
+    precision: Precision = "auto"
+    seed: Annotated[int, Internal()] = 0
 
-    def __post_init__(self):
-        for name in ("steps", "windows", "rows", "drafting", "streams", "warmup"):
-            if getattr(self, name) < 1:
-                raise UserError(f"train.{name}={getattr(self, name)} must be at least 1")
-        if min(self.candidates, self.weight_decay, self.draft_vocab) < 0:
-            raise UserError("train.candidates, train.weight_decay and train.draft_vocab must not be below 0")
-        for name in ("learning_rate", "stream_weight", "clip"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"train.{name}={getattr(self, name)} must be above 0")
-        check_precision(self.precision)
-        if not 0 <= self.decay <= 1:
-            raise UserError(f"train.decay={self.decay} must lie in 0..1")
 
 
 class TrainState(NamedTuple):

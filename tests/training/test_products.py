@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsparse.errors import UserError
 from specsparse.training import products
 
 
@@ -51,8 +50,3 @@ def test_only_matrices_are_halved(factors):
     assert halved["norm"].dtype == jnp.float32
     assert halved["matrix"].dtype == jnp.bfloat16
     assert products.halved(w, "auto").dtype == (jnp.bfloat16 if products.pays() else jnp.float32)
-
-
-def test_unknown_precision():
-    with pytest.raises(UserError, match=r"train.precision=half does not exist; choose one of auto, float32, bfloat16"):
-        products.check_precision("half")

@@ -8,6 +8,7 @@ from specsparse import SamplingParams
 from specsparse.data import prompts
 from specsparse.engine.llama import Want
 from specsparse.errors import UserError
+from specsparse.support.options import read
 from specsparse.testing import write_tiny_gguf
 from specsparse.training import data
 from specsparse.training.prompts import grammar, prompt
@@ -82,9 +83,9 @@ def test_shards_are_made_once_and_made_alike(model, tmp_path):
 
 def test_mistakes_are_one_line(model, tmp_path):
     with pytest.raises(UserError, match=r"train\.batch=0"):
-        data.DataOptions(batch=0)
+        read(data.DataOptions, {"batch": 0}, group="train")
     with pytest.raises(UserError, match=r"train\.temperatures"):
-        data.DataOptions(temperatures=())
+        read(data.DataOptions, {"temperatures": []}, group="train")
     with pytest.raises(UserError, match=r"raise train\.prompt_tokens"):
         data.make_shard(model, data.DataOptions(batch=1, prompt_tokens=1, chat=False), 0)
     data.write_tensors(tmp_path / "x.safetensors", {"a": np.zeros(1)}, {})

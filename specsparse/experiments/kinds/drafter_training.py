@@ -3,16 +3,16 @@
 import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import numpy as np
 from rich.console import Console
 
-from specsparse.errors import UserError
 from specsparse.experiments.config import RunConfig
 from specsparse.experiments.kinds import train_options, training_folder
 from specsparse.predictors.fit.predictor_files import load_state, save_state
 from specsparse.support import terminal
+from specsparse.support.options import Count
 from specsparse.training.data import DataOptions, Text, generate, read_shard
 from specsparse.training.form import Form
 from specsparse.training.head_form import HeadForm
@@ -20,7 +20,6 @@ from specsparse.training.small import SmallOptions
 from specsparse.training.small_form import SmallForm
 from specsparse.training.trainer import Losses, Trainer, TrainOptions, TrainState, run
 
-FORMS = ("head", "model")
 _TEXTS, _STATE = "texts", "state.safetensors"
 
 
@@ -28,18 +27,12 @@ _TEXTS, _STATE = "texts", "state.safetensors"
 class OwnOptions:
     """What is neither text nor training; see conf/experiment/train_drafter.yaml."""
 
-    form: str = "head"
+    form: Literal["head", "model"] = "head"
     texts: str | None = None
-    gamma: int = 4
-    save_every: int = 25
+    gamma: Count = 4
+    save_every: Count = 25
     quantise: str = "Q8_0"
 
-    def __post_init__(self):
-        for name in ("gamma", "save_every"):
-            if getattr(self, name) < 1:
-                raise UserError(f"train.{name}={getattr(self, name)} must be at least 1")
-        if self.form not in FORMS:
-            raise UserError(f"train.form={self.form}: choose {' or '.join(FORMS)}")
 
 
 @dataclass(frozen=True)

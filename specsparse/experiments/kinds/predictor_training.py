@@ -4,7 +4,7 @@ import math
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from specsparse.errors import UserError
 from specsparse.experiments.config import RunConfig
-from specsparse.experiments.kinds import training_folder
+from specsparse.experiments.kinds import train_options, training_folder
 from specsparse.powerinfer.files.checkpoints import PredictorFile, write_predictors
 from specsparse.predictors import FFN
 from specsparse.predictors.fit.collect import collect
@@ -26,10 +26,8 @@ from specsparse.predictors.fit.predictor_files import (
 )
 from specsparse.predictors.fit.train import LayerTrainer, TrainOptions
 from specsparse.predictors.mlp import MlpWeights, mlp_weights
-from specsparse.predictors.registry import checked
 from specsparse.support import terminal
 from specsparse.support.atomic import replacing
-from specsparse.support.options import nearest
 
 PREDICTORS_FILE = "predictors.safetensors"
 EXPORT_FOLDER = "powerinfer"
@@ -42,14 +40,7 @@ def options(cfg: RunConfig) -> TrainOptions:
     Raises:
         UserError: an unknown one, or a value of the wrong type or out of range.
     """
-    kinds = get_type_hints(TrainOptions)
-    given = {}
-    for name, value in cfg.train.options.items():
-        if name not in kinds or name == "seed":
-            raise UserError(f"unknown key train.{name}{nearest(name, set(kinds) - {'seed'})}")
-        if value is not None:
-            given[name] = checked(f"train.{name}", kinds[name], value)
-    return TrainOptions(**given, seed=cfg.seed)
+    return train_options.split(cfg, {"own": TrainOptions})["own"]
 
 
 def trained(

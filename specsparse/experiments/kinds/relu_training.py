@@ -16,6 +16,7 @@ from specsparse.experiments.config import RunConfig
 from specsparse.experiments.kinds import train_options, training_folder
 from specsparse.predictors.fit.predictor_files import load_state, read_tensors, save_state, write_tensors
 from specsparse.support import terminal
+from specsparse.support.options import Count
 from specsparse.training import trunk
 from specsparse.training.data import DataOptions, Text, generate, read_shard
 from specsparse.training.distill import Distiller, DistillOptions, Fidelity, Losses, State
@@ -31,17 +32,13 @@ _TEXTS, _STATE = "texts", "state.safetensors"
 class OwnOptions:
     """What is neither text nor training; see conf/experiment/relufy.yaml."""
 
-    layer_tokens: int = 40_000
-    held_out: int = 16
-    judge_every: int = 60
+    layer_tokens: Count = 40_000
+    held_out: Count = 16
+    judge_every: Count = 60
     quantise: str = "Q4_0"
     begin: str | None = None
     texts: str | None = None
 
-    def __post_init__(self):
-        for name in ("layer_tokens", "held_out", "judge_every"):
-            if getattr(self, name) < 1:
-                raise UserError(f"train.{name}={getattr(self, name)} must be at least 1")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from specsparse.engine.weights import Layer
 from specsparse.errors import UserError
 from specsparse.predictors.fit.labels import Labels
 from specsparse.predictors.svd import as_mlp, factorise, normed_gate
+from specsparse.support.options import Count, Internal, Positive, Range
 
 DENSITY_OFFSET = 0.005
 """Added to the density for the weight of an inactive neuron, as the scripts of Deja Vu do."""
@@ -36,28 +37,17 @@ class TrainOptions:
         seed: of the order of rows and of random weights.
     """
 
-    rank: int = 128
-    epochs: int = 20
-    batch: int = 128
-    learning_rate: float = 1e-3
+    rank: Count = 128
+    epochs: Count = 20
+    batch: Count = 128
+    learning_rate: Positive = 1e-3
     weight_decay: float = 0.01
-    patience: int = 5
-    held_out: float = 0.1
-    negative_weight: float | None = None
-    init: str = "svd"
-    seed: int = 0
+    patience: Count = 5
+    held_out: Annotated[float, Range(0, 1, above=True, below=True)] = 0.1
+    negative_weight: Positive | None = None
+    init: Literal["svd", "random"] = "svd"
+    seed: Annotated[int, Internal()] = 0
 
-    def __post_init__(self):
-        for name in ("rank", "epochs", "batch", "patience"):
-            if getattr(self, name) < 1:
-                raise UserError(f"train.{name}={getattr(self, name)} must be at least 1")
-        if not 0 < self.held_out < 1:
-            raise UserError(f"train.held_out={self.held_out} must lie between 0 and 1")
-        for name in ("learning_rate", "negative_weight"):
-            if (value := getattr(self, name)) is not None and not value > 0:
-                raise UserError(f"train.{name}={value} must be above 0")
-        if self.init not in ("svd", "random"):
-            raise UserError(f"train.init={self.init} must be svd or random")
 
 
 class Matrices(NamedTuple):

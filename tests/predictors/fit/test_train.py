@@ -19,6 +19,7 @@ from specsparse.predictors.fit.predictor_files import (
 )
 from specsparse.predictors.fit.train import LayerTrainer, TrainOptions, train_layer
 from specsparse.predictors.mlp import mlp_weights
+from specsparse.support.options import read
 from tests.predictors.planted import D, F, plant, scores, true_neurons
 
 OPTIONS = TrainOptions(rank=32, epochs=8, batch=64)
@@ -177,4 +178,4 @@ def test_files_that_hold_no_predictors_are_refused(tmp_path):
 )
 def test_options_out_of_range_are_named(change, message):
     with pytest.raises(UserError, match=message):
-        TrainOptions(**change)
+        read(TrainOptions, change, group="train")
