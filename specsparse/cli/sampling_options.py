@@ -2,16 +2,13 @@
 
 import argparse
 import collections.abc
-import dataclasses
-import inspect
-import re
-import types
 import typing
 from collections.abc import Iterable
 from typing import Any
 
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
+from specsparse.support.options import options_of
 
 ONE_TEXT = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -21,24 +18,24 @@ ONE_TEXT = (
 """Fields that one text on a terminal has a use for; `seed` is the command's own."""
 NO_OPTION = ("logits_processors", "guided_decoding", "use_beam_search")
 """Fields that a command line cannot give: functions, and what is not supported."""
-EVERY = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name not in NO_OPTION)
+EVERY = tuple(name for name in options_of(SamplingParams) if name not in NO_OPTION)
 """All others."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, names: Iterable[str] = ONE_TEXT, **defaults: Any) -> None:
     """An option for each named field; what is not given is left to `defaults`, then to the class."""
-    said, fields = _descriptions(), {f.name: f for f in dataclasses.fields(SamplingParams)}
+    options, types = options_of(SamplingParams), typing.get_type_hints(SamplingParams)
     group = parser.add_argument_group("sampling")
     for name in names:
-        default = defaults.get(name, fields[name].default)
+        default = defaults.get(name, options[name].default)
         is_number = isinstance(default, int | float) and not isinstance(default, bool)
         shown = f" ({default})" if is_number else ""
         group.add_argument(
             "--" + name.replace("_", "-"),
             dest=name,
             default=argparse.SUPPRESS,
-            help=(said[name] + shown).replace("%", "%%"),
-            **_form(fields[name].type),
+            help=(options[name].about.removesuffix(".") + shown).replace("%", "%%"),
+            **_form(types[name]),
         )
     parser.set_defaults(sampling_names=tuple(names), sampling_defaults=defaults)
 
@@ -58,17 +55,10 @@ def params(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams.from_dict({**args.sampling_defaults, **given})
 
 
-def _descriptions() -> dict[str, str]:
-    """The sentence of each field in the docstring of the class."""
-    text = inspect.getdoc(SamplingParams) or ""
-    found = re.findall(r"^    (\w+): (.+(?:\n        .+)*)", text, re.MULTILINE)
-    return {name: " ".join(said.split()).removesuffix(".") for name, said in found}
-
-
 def _form(annotation: Any) -> dict[str, Any]:
     """How argparse reads a value of this type; lists are given in parts or with commas."""
     kinds = [k for k in typing.get_args(annotation) if k is not type(None)]
-    kind = kinds[0] if isinstance(annotation, types.UnionType) else annotation
+    kind = kinds[0] if type(None) in typing.get_args(annotation) else annotation
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if kind in (int, float):

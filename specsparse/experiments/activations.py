@@ -19,7 +19,6 @@ from specsparse.models import catalogue
 from specsparse.powerinfer.files.activation_stats import ActivationStats, load_stats, read_activations
 from specsparse.powerinfer.placement import profiler
 from specsparse.predictors import FFN, Needs, get_predictor
-from specsparse.predictors.base import check_share
 from specsparse.predictors.fit.collect import collect, windows
 from specsparse.predictors.fit.evaluate import fit_layers
 from specsparse.predictors.masked import with_weights
@@ -50,7 +49,6 @@ def check(cfg: RunConfig) -> None:
 def _check_active_share(cfg: RunConfig) -> None:
     """It counts where nothing else says what is read; beside something else it would be ignored."""
     spec = cfg.placement
-    check_share("placement.active_share", spec.active_share)
     if spec.activations is not None:
         other = "placement.activations, which are counted already"
     elif cfg.predictor.name != "none":

@@ -162,7 +162,7 @@ class TrainSpec:
     tokens: Count = 4096
     window: Annotated[int, Range(4)] = 128
     judged: Count = 8
-    active_share: Share | None = None
+    active_share: Annotated[float | None, Range(0, 1, above=True, below=True)] = None
     compare: tuple[str, ...] = ()
     output: str | None = None
     options: OfChoice = field(default_factory=dict)

@@ -16,7 +16,6 @@ from specsparse.models import catalogue
 from specsparse.powerinfer.ffn import zero_skip
 from specsparse.powerinfer.ffn.gated import PREDICTED, gated
 from specsparse.predictors import FFN, Needs, Predictor, get_predictor
-from specsparse.predictors.base import check_share
 from specsparse.predictors.fit.collect import collect, windows
 from specsparse.predictors.fit.evaluate import fit_layers
 from specsparse.predictors.fit.predictor_files import load_predictors
@@ -38,10 +37,8 @@ def check(cfg: RunConfig) -> None:
         UserError: options that contradict each other, or a predictor that cannot gate an FFN.
     """
     name, given = cfg.ffn.name, cfg.predictor.name
-    if cfg.ffn.union_cap is not None:
-        check_share("ffn.union_cap", cfg.ffn.union_cap)
-        if cfg.kind != "spec_sparse":
-            raise UserError("ffn.union_cap is judged beside the uncapped run: give +experiment=spec_sparse")
+    if cfg.ffn.union_cap is not None and cfg.kind != "spec_sparse":
+        raise UserError("ffn.union_cap is judged beside the uncapped run: give +experiment=spec_sparse")
     if name != PREDICTED:
         if given != "none":
             raise UserError(f"predictor={given} does nothing with ffn={name or 'null'}: give ffn=predicted")

@@ -4,7 +4,7 @@ import abc
 import enum
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from specsparse.engine.weights import Layer
 from specsparse.errors import UserError
 from specsparse.predictors.ffn import FFN
+from specsparse.support.options import Internal, Share
 
 
 class Needs(enum.Enum):
@@ -23,21 +24,27 @@ class Needs(enum.Enum):
     TRAINING = "trained weights"
 
 
-class Predictor(Protocol):
-    """A rule for which neurons to compute. Final classes are frozen dataclasses: static under jit.
+class Predictor(abc.ABC):
+    """A rule for which neurons to compute. Final classes are frozen dataclasses, static under jit; their fields are the
+    options, but for `ffn: Annotated[FFN, Internal()]`, which every one has.
 
     Contract C1 holds: a row's mask depends on that row alone (and, where `needs` is PROMPT, on its sequence's prompt).
 
     Attributes:
-        name: in the registry and in `conf/predictor`.
+        name: in the registry and in `conf/predictor`; by default that of the class.
     """
 
     name: ClassVar[str]
 
+    def __init_subclass__(cls) -> None:
+        cls.name = vars(cls).get("name", cls.__name__)
+
     @property
+    @abc.abstractmethod
     def needs(self) -> Needs:
         """What `fit` reads."""
 
+    @abc.abstractmethod
     def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> Any:
         """The predictor's weights for a layer: a pytree of arrays, made once on the host.
 
@@ -50,6 +57,7 @@ class Predictor(Protocol):
             UserError: what `needs` asks for is not there.
         """
 
+    @abc.abstractmethod
     def keep(self, weights: Any, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
         """Which neurons to compute: uint8[R, F], 1 = compute; all 0 in rows i >= n_valid[b] of sequence b.
 
@@ -62,7 +70,7 @@ class Predictor(Protocol):
 
 
 @dataclass(frozen=True)
-class Scored(abc.ABC):
+class Scored(Predictor):
     """A predictor that keeps the neurons whose score reaches `weights.threshold` (equality keeps).
 
     Attributes:
@@ -71,13 +79,8 @@ class Scored(abc.ABC):
             the method's own threshold.
     """
 
-    name: ClassVar[str]
-    ffn: FFN
-    recall: float | None = None
-
-    def __post_init__(self):
-        if self.recall is not None:
-            check_share(f"{self.name}: recall", self.recall)
+    ffn: Annotated[FFN, Internal()]
+    recall: Share | None = None
 
     @property
     def needs(self) -> Needs:
@@ -138,9 +141,3 @@ def require_rows(predictor: Predictor, rows_ND: jax.Array | None) -> jax.Array:
     if rows_ND is None or rows_ND.shape[0] == 0:
         raise UserError(f"predictor {predictor.name} needs {predictor.needs.value}: give residuals")
     return rows_ND
-
-
-def check_share(label: str, value: float) -> None:
-    """Raises UserError unless 0 < value <= 1."""
-    if not 0 < value <= 1:
-        raise UserError(f"{label}={value} must lie above 0 and up to 1")

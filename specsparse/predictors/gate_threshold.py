@@ -1,15 +1,16 @@
 """CATS: the gate is computed in full, and neurons with a small activation are left out of up and down."""
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from specsparse.engine.activation import activate
 from specsparse.engine.weights import Layer
-from specsparse.predictors.base import Needs, as_mask, check_share, require_rows
+from specsparse.predictors.base import Needs, Predictor, as_mask, require_rows
 from specsparse.predictors.ffn import FFN
+from specsparse.support.options import Internal, Share
 
 
 class GateWeights(NamedTuple):
@@ -23,7 +24,7 @@ class GateWeights(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GateThreshold:
+class GateThreshold(Predictor):
     """keep_j where |act(gate_j z)| >= threshold, a quantile over a text (CATS, arXiv:2404.08763, eq. 3).
 
     Attributes:
@@ -32,11 +33,8 @@ class GateThreshold:
     """
 
     name: ClassVar[str] = "gate_threshold"
-    ffn: FFN
-    share: float = 0.5
-
-    def __post_init__(self):
-        check_share("gate_threshold: share", self.share)
+    ffn: Annotated[FFN, Internal()]
+    share: Share = 0.5
 
     @property
     def needs(self) -> Needs:

@@ -1,23 +1,23 @@
 """Bounds for every predictor: the true set, and a set drawn at random."""
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from specsparse.engine.weights import Layer
-from specsparse.errors import UserError
-from specsparse.predictors.base import Needs, as_mask, check_share
+from specsparse.predictors.base import Needs, Predictor, as_mask
 from specsparse.predictors.ffn import FFN
+from specsparse.support.options import Internal, Range, Share
 
 
 @dataclass(frozen=True)
-class Oracle:
+class Oracle(Predictor):
     """keep_j where the neuron is not zero: recall and precision are 1, the output is the dense one."""
 
     name: ClassVar[str] = "oracle"
-    ffn: FFN
+    ffn: Annotated[FFN, Internal()]
 
     @property
     def needs(self) -> Needs:
@@ -43,7 +43,7 @@ class RandomWeights(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Random:
+class Random(Predictor):
     """keep_j for a random share of the neurons, drawn anew for each row; recall and kept share are the share.
 
     The draw hashes the row's own bits, so that it does not depend on where in a batch the row stands (contract C1).
@@ -55,14 +55,9 @@ class Random:
     """
 
     name: ClassVar[str] = "random"
-    ffn: FFN
-    share: float = 0.5
-    seed: int = 0
-
-    def __post_init__(self):
-        check_share("random: share", self.share)
-        if not 0 <= self.seed < 1 << 32:
-            raise UserError(f"random: seed={self.seed} must lie in 0..{(1 << 32) - 1}")
+    ffn: Annotated[FFN, Internal()]
+    share: Share = 0.5
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 0
 
     @property
     def needs(self) -> Needs:

@@ -1,17 +1,15 @@
 """One set of neurons for a whole sequence, chosen from its prompt: the cheapest mask there is for verification."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from specsparse.engine.weights import Layer
-from specsparse.errors import UserError
-from specsparse.predictors.base import Needs, as_mask, check_share, require_rows
+from specsparse.predictors.base import Needs, Predictor, as_mask, require_rows
 from specsparse.predictors.ffn import FFN
-
-RULES = ("griffin", "coreinfer")
+from specsparse.support.options import Internal, Share
 
 
 class SequenceWeights(NamedTuple):
@@ -25,7 +23,7 @@ class SequenceWeights(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sequence:
+class Sequence(Predictor):
     """The neurons that matter most for the prompt, and no others after it.
 
     Attributes:
@@ -37,16 +35,10 @@ class Sequence:
     """
 
     name: ClassVar[str] = "sequence"
-    ffn: FFN
-    share: float = 0.5
+    ffn: Annotated[FFN, Internal()]
+    share: Share = 0.5
     rule: Literal["griffin", "coreinfer"] = "griffin"
-    token_share: float = 0.4
-
-    def __post_init__(self):
-        check_share("sequence: share", self.share)
-        check_share("sequence: token_share", self.token_share)
-        if self.rule not in RULES:
-            raise UserError(f"sequence: rule={self.rule} must be one of {', '.join(RULES)}")
+    token_share: Share = 0.4
 
     @property
     def needs(self) -> Needs:

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from specsparse.engine.weights import Layer
-from specsparse.errors import UserError
 from specsparse.kernels import SignRows, pack_signs
 from specsparse.kernels.reference.sparse import signs_alike
 from specsparse.predictors.base import Scored
 from specsparse.predictors.svd import normed_gate
+from specsparse.support.options import Positive
 
 
 class SignBitWeights(NamedTuple):
@@ -37,12 +37,7 @@ class SignBit(Scored):
     """
 
     name: ClassVar[str] = "signbit"
-    alpha: float = 1.0
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not self.alpha > 0:
-            raise UserError(f"signbit: alpha={self.alpha} must be above 0")
+    alpha: Positive = 1.0
 
     def own_weights(self, layer: Layer) -> SignBitWeights:
         """alpha p >= D - p is p >= D / (1 + alpha)."""

@@ -1,18 +1,18 @@
 """A predictor without training: the gate matrix itself, cut to its largest singular values."""
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine.weights import Layer
-from specsparse.errors import UserError
 from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import dequantize, pack_float
 from specsparse.predictors.base import Scored
 from specsparse.predictors.ffn import gate_matrix
+from specsparse.support.options import Count
 
 
 class SvdWeights(NamedTuple):
@@ -42,16 +42,9 @@ class Svd(Scored):
     """
 
     name: ClassVar[str] = "svd"
-    rank: int = 64
+    rank: Count = 64
     threshold: float = 0.0
-    codes: str = "f16"
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.rank < 1:
-            raise UserError(f"svd: rank={self.rank} must be at least 1")
-        if self.codes not in ("f32", "f16", "bf16"):
-            raise UserError(f"svd: codes={self.codes} must be one of f32, f16, bf16")
+    codes: Literal["f32", "f16", "bf16"] = "f16"
 
     def own_weights(self, layer: Layer) -> SvdWeights:
         """The factors, each with half of the singular values."""

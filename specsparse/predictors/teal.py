@@ -1,16 +1,17 @@
 """TEAL: small inputs of a matrix count as zero. For quality only: no kernel here skips columns."""
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from specsparse.engine.activation import activate
 from specsparse.engine.weights import Layer
-from specsparse.predictors.base import Needs, as_mask, check_share, require_rows
+from specsparse.predictors.base import Needs, Predictor, as_mask, require_rows
 from specsparse.predictors.ffn import FFN, gate_matrix
 from specsparse.predictors.gate_threshold import above_zero
+from specsparse.support.options import Internal, Share
 
 
 class TealWeights(NamedTuple):
@@ -26,7 +27,7 @@ class TealWeights(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Teal:
+class Teal(Predictor):
     """Inputs under a quantile of their size are zero (TEAL, arXiv:2408.14690, eq. 2), in the FFN's three matrices.
 
     Attention keeps all its inputs. `keep` is the mask of down's inputs; `neurons` is what the FFN computes with.
@@ -37,11 +38,8 @@ class Teal:
     """
 
     name: ClassVar[str] = "teal"
-    ffn: FFN
-    share: float = 0.5
-
-    def __post_init__(self):
-        check_share("teal: share", self.share)
+    ffn: Annotated[FFN, Internal()]
+    share: Share = 0.5
 
     @property
     def needs(self) -> Needs:

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from specsparse.engine.weights import Layer
-from specsparse.errors import UserError
-from specsparse.predictors.base import Needs, Predictor, check_share
+from specsparse.predictors.base import Needs, Predictor
+from specsparse.support.options import Share
 
 
 @dataclass(frozen=True)
-class UnionCap:
+class UnionCap(Predictor):
     """Of the neurons that some row keeps, those that are most likely to be of use: round(share * F) at most.
 
     Row i of a draft counts only if all before it are accepted, so a neuron is worth the sum of decay^i over the rows i
@@ -29,14 +29,9 @@ class UnionCap:
 
     name: ClassVar[str] = "union_cap"
     inner: Predictor
-    share: float
-    decay: float = 0.7
+    share: Share
+    decay: Share = 0.7
     rows: int = 16
-
-    def __post_init__(self):
-        check_share("ffn.union_cap", self.share)
-        if not 0 < self.decay <= 1:
-            raise UserError(f"union_cap: decay={self.decay} must lie above 0 and up to 1")
 
     @property
     def needs(self) -> Needs:

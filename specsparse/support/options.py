@@ -52,11 +52,15 @@ class Range:
     def __str__(self) -> str:
         bounds = []
         if self.low > -math.inf:
-            bounds.append(f"above {self.low:g}" if self.above else f"at least {self.low:g}")
+            bounds.append(f"{'above' if self.above else 'at least'} {_number(self.low)}")
         if self.high < math.inf:
-            bounds.append(f"below {self.high:g}" if self.below else f"at most {self.high:g}")
+            bounds.append(f"{'below' if self.below else 'at most'} {_number(self.high)}")
         text = " and ".join(bounds)
-        return " or ".join([text, *(f"{value:g}" for value in self.besides)])
+        return " or ".join([text, *map(_number, self.besides)])
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 @dataclasses.dataclass(frozen=True, init=False)

@@ -86,7 +86,6 @@ class DistillOptions:
     seed: Annotated[int, Internal()] = 0
 
 
-
 class State(NamedTuple):
     """What a restart needs.
 

@@ -61,7 +61,6 @@ class TrainOptions:
     seed: Annotated[int, Internal()] = 0
 
 
-
 class TrainState(NamedTuple):
     """What a restart needs: a pytree of arrays.
 

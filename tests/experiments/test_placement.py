@@ -139,7 +139,6 @@ def test_layers_and_predictors(cfg, tmp_path):
         ({}, {"hot_device": "4091"}, "device 4091 is unknown"),
         ({}, {"link_gbs": 0.0}, "link_bandwidth=0.0 must be above 0"),
         ({}, {"activations": "missing"}, "placement.activations=missing: no such"),
-        ({}, {"active_share": 2.0}, "active_share=2.0"),
         ({"predictor": PredictorSpec("mlp")}, {}, "predictor=mlp needs trained weights"),
         ({"predictor": PredictorSpec("gate_threshold")}, {"active_share": 0.3}, "does nothing beside predictor=gate"),
         ({}, {"active_share": 0.3}, "does nothing beside the predictors of a PowerInfer file"),

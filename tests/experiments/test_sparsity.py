@@ -112,7 +112,7 @@ MISTAKES = {
     "no ffn": ({"ffn": FfnSpec("oracle"), "predictor": PredictorSpec()}, "kind=sparsity judges ffn=predicted"),
     "a share of a file": ({"ffn": FfnSpec("powerinfer"), "predictor": PredictorSpec()}, r"sparsity\.vary=threshold"),
     "no option": ({"sparsity": SparsitySpec("shaer", (0.5,))}, r"predictor\.shaer is no option of gate_threshold"),
-    "no share": ({"sparsity": SparsitySpec("share", (1.5,))}, r"share=1\.5 must lie above 0"),
+    "no share": ({"sparsity": SparsitySpec("share", (1.5,))}, r"share=1\.5 must be a number above 0"),
 }
 
 

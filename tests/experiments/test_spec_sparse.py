@@ -130,7 +130,6 @@ MISTAKES = {
     "no drafter": ({"drafter": DrafterSpec("none")}, "give drafter=prompt_lookup"),
     "no ffn": ({"ffn": FfnSpec("dense"), "predictor": PredictorSpec()}, "give ffn=predicted and a predictor"),
     "a cap elsewhere": ({"kind": "speed"}, r"give \+experiment=spec_sparse"),
-    "a cap of nothing": ({"ffn": FfnSpec("predicted", union_cap=0.0)}, r"ffn\.union_cap=0\.0 must lie above 0"),
 }
 
 

@@ -166,7 +166,6 @@ def test_what_needs_no_training_is_only_judged(cfg, model, tmp_path, name):
         ({"options": {"rnak": 3}}, "train.rnak is no option of kind=train_predictors; did you mean rank"),
         ({"options": {"rank": 2.5}}, r"train.rank=2.5 must be a whole number"),
         ({"options": {"epochs": 0}}, "train.epochs=0 must be a whole number of at least 1"),
-        ({"active_share": 1.5}, "train.active_share=1.5"),
         ({"compare": ("svds",)}, "did you mean svd"),
     ],
 )

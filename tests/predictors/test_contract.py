@@ -1,5 +1,7 @@
 """The contract every predictor keeps."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,11 +92,11 @@ def test_the_reference_kernels_keep_the_contract_too(name):
 
 def test_predictors_are_static_and_their_weights_are_arrays(case):
     predictor, weights, _ = case
-    assert hash(predictor) == hash(predictor) and predictor.name in PREDICTORS
+    assert hash(predictor) == hash(predictor) and predictor.name in PREDICTORS.names()
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(weights))
 
 
-@pytest.mark.parametrize("name", sorted(PREDICTORS))
+@pytest.mark.parametrize("name", sorted(PREDICTORS.names()))
 def test_every_predictor_has_a_config_with_its_defaults(name, planted):
     options = OmegaConf.to_container(OmegaConf.load(conf_dir() / "predictor" / f"{name}.yaml"))
     assert options.pop("name") == name
@@ -102,7 +104,7 @@ def test_every_predictor_has_a_config_with_its_defaults(name, planted):
 
 
 def test_there_is_no_config_without_a_predictor():
-    assert {p.stem for p in (conf_dir() / "predictor").glob("*.yaml")} == {*PREDICTORS, "none"}
+    assert {p.stem for p in (conf_dir() / "predictor").glob("*.yaml")} == {*PREDICTORS.names(), "none"}
 
 
 @pytest.mark.parametrize(
@@ -110,11 +112,11 @@ def test_there_is_no_config_without_a_predictor():
     [
         ("signbits", {}, "did you mean signbit"),
         ("svd", {"rnak": 3}, r"predictor.rnak is no option of svd; did you mean rank"),
-        ("svd", {"rank": 0}, "rank=0 must be at least 1"),
-        ("svd", {"rank": 2.5}, "predictor.rank=2.5 must be of type int"),
-        ("svd", {"recall": 1.5}, "recall=1.5 must lie above 0"),
+        ("svd", {"rank": 0}, "rank=0 must be a whole number of at least 1"),
+        ("svd", {"rank": 2.5}, "predictor.rank=2.5 must be a whole number"),
+        ("svd", {"recall": 1.5}, "recall=1.5 must be a number above 0 and at most 1"),
         ("svd", {"codes": "q4"}, "must be one of f32, f16, bf16"),
-        ("signbit", {"alpha": 0}, "alpha=0.0 must be above 0"),
+        ("signbit", {"alpha": 0}, "alpha=0 must be a number above 0"),
         ("random", {"share": float("nan")}, "share=nan"),
         ("random", {"seed": -1}, "seed=-1"),
         ("sequence", {"rule": "core"}, "must be one of griffin, coreinfer"),
@@ -137,3 +139,43 @@ def test_what_is_missing_for_a_fit_is_named(planted, name):
     if name != "mlp":
         with pytest.raises(UserError, match='load it with ffn="dense"'):
             predictor.fit(planted.layer._replace(ffn_down=None), jnp.asarray(planted.rows))
+
+
+OWN = """
+from dataclasses import dataclass
+from typing import Annotated
+
+from specsparse.predictors import FFN, Needs, Predictor
+from specsparse.predictors.base import as_mask
+from specsparse.support.options import Internal, Share
+
+@dataclass(frozen=True)
+class First(Predictor):
+    ffn: Annotated[FFN, Internal()]
+    share: Share = 0.5
+    needs = Needs.NOTHING
+
+    def fit(self, layer, rows_ND=None, *, index=0):
+        return None
+
+    def keep(self, weights, layer, x_RD, n_valid_B):
+        import jax.numpy as jnp
+        width = layer.ffn_gate.shape[0]
+        first_F = jnp.arange(width) < round(self.share * width)
+        return as_mask(jnp.broadcast_to(first_F, (x_RD.shape[0], width)), n_valid_B)
+"""
+
+
+def test_a_predictor_of_one_s_own(planted, tmp_path, monkeypatch):
+    (tmp_path / "own_predictor_of_the_test.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    name = "own_predictor_of_the_test:First"
+    predictor = get_predictor(name, planted.ffn, share=0.25)
+    assert predictor.name == "First" and predictor.share == 0.25
+    got = mask((predictor, None, jax.jit(predictor.keep)), planted, planted.held_out[:3], [3])
+    np.testing.assert_array_equal(got, np.broadcast_to(np.arange(F) < round(0.25 * F), (3, F)))
+    with pytest.raises(UserError, match=r"predictor\.share=2 must be a number above 0 and at most 1"):
+        get_predictor(name, planted.ffn, share=2)
+    with pytest.raises(UserError, match=f"predictor.shape is no option of {name}; did you mean share"):
+        get_predictor(name, planted.ffn, shape=1)

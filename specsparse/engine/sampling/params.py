@@ -4,12 +4,13 @@ import dataclasses
 import difflib
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Annotated, Any, TypeGuard
 
 import numpy as np
 
 from specsparse.errors import UserError
+from specsparse.support.options import Count, Internal, Positive, Range, Read, Share, Size, checked, options_of
 
 GREEDY_TEMPERATURE = 1e-5
 """A temperature below this is greedy decoding (vLLM's constant)."""
@@ -30,159 +31,67 @@ ELSEWHERE = {
 """Names that other projects give to such things, and what to write here."""
 
 
-def _show(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _refuse(name: str, value: Any, allowed: str) -> UserError:
-    return UserError(f"{name}={_show(value)} is not allowed: {name} must be {allowed}")
-
-
 def _is_int(value: Any) -> TypeGuard[int]:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def _is_real(value: Any) -> TypeGuard[float]:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+def _items(value: Any) -> tuple:
+    """A list, set or vector without repetitions; None is an empty one."""
+    value = () if value is None else value.tolist() if isinstance(value, np.ndarray) else value
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence | Set):
+        raise TypeError
+    return tuple(dict.fromkeys(value))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Int:
-    """An integer between `low` and `high`, or one of `extra`, or None where `optional`."""
-
-    text: str
-    low: int
-    high: int | None = None
-    extra: tuple[int, ...] = ()
-    optional: bool = False
-
-    def __call__(self, name: str, value: Any) -> int | None:
-        if value is None and self.optional:
-            return None
-        if _is_int(value):
-            inside = value >= self.low and (self.high is None or value <= self.high)
-            if inside or value in self.extra:
-                return int(value)
-        raise _refuse(name, value, self.text)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Real:
-    """A finite real number for which `test` holds."""
-
-    text: str
-    test: Callable[[float], bool]
-
-    def __call__(self, name: str, value: Any) -> float:
-        if _is_real(value):
-            try:
-                number = float(value)
-            except OverflowError:  # a whole number too long for a float
-                number = math.inf
-            if math.isfinite(number) and self.test(number):
-                return number
-        raise _refuse(name, value, self.text)
-
-
-def _boolean(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise _refuse(name, value, "true or false")
-    return value
-
-
-def _items(name: str, value: Any, text: str) -> tuple:
-    if value is None:
-        return ()
-    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, (Sequence, set, frozenset)):
-        if not (isinstance(value, np.ndarray) and value.ndim == 1):
-            raise _refuse(name, value, text)
-        value = value.tolist()
-    return tuple(dict.fromkeys(value)) if all(_hashable(item) for item in value) else tuple(value)
-
-
-def _hashable(item: Any) -> bool:
-    return type(item).__hash__ is not None
-
-
-def _strings(name: str, value: Any) -> tuple[str, ...]:
-    text = "a string or a list of non-empty strings"
-    items = (value,) if isinstance(value, str) else _items(name, value, text)
+def _strings(value: Any) -> tuple[str, ...]:
+    items = (value,) if isinstance(value, str) else _items(value)
     if not all(isinstance(item, str) and item for item in items):
-        raise _refuse(name, value, text)
+        raise ValueError
     return items
 
 
-def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    text = "a list of token ids (integers from 0 on)"
-    items = _items(name, value, text)
+def _ids(value: Any) -> tuple[int, ...]:
+    items = _items(value)
     if not all(_is_int(item) and item >= 0 for item in items):
-        raise _refuse(name, value, text)
+        raise ValueError
     return tuple(int(item) for item in items)
 
 
-def _allowed_ids(name: str, value: Any) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    ids = _token_ids(name, value)
-    if not ids:
-        raise _refuse(name, value, "None or a list with at least one token id")
+def _some_ids(value: Any) -> tuple[int, ...]:
+    if not (ids := _ids(value)):
+        raise ValueError
     return ids
 
 
-def _bias(name: str, value: Any) -> dict[int, float]:
-    text = "a mapping from token ids to numbers from -1e30 to 1e30, or minus infinity"
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise _refuse(name, value, text)
+def _bias(value: Any) -> dict[int, float]:
     bias: dict[int, float] = {}
-    for key, number in value.items():
+    if not isinstance(value, Mapping | None):
+        raise TypeError
+    for key, number in (value or {}).items():
         # Keys of JSON objects are strings.
         token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
-        if not (_is_int(token) and token >= 0 and _is_real(number) and (abs(number) <= 1e30 or number == -math.inf)):
-            raise _refuse(name, value, text)
+        real = isinstance(number, numbers.Real) and not isinstance(number, bool)
+        if not (_is_int(token) and token >= 0 and real and (abs(number) <= 1e30 or number == -math.inf)):
+            raise ValueError
         bias[int(token)] = float(number)
     return bias
 
 
-def _processors(name: str, value: Any) -> tuple[Callable, ...]:
-    items = (value,) if callable(value) else _items(name, value, "a list of functions (ids, logits) -> logits")
+def _functions(value: Any) -> tuple[Callable, ...]:
+    items = (value,) if callable(value) else _items(value)
     if not all(callable(item) for item in items):
-        raise _refuse(name, value, "a list of functions (ids, logits) -> logits")
+        raise TypeError
     return items
 
 
-_COUNT = "a whole number of at least {}"
-_PENALTY = _Real("a number from -2 to 2", lambda x: -2.0 <= x <= 2.0)
-_CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "n": _Int(f"a whole number from 1 to {MAX_SEQUENCES}", 1, MAX_SEQUENCES),
-    "best_of": _Int(f"None or a whole number from 1 to {MAX_SEQUENCES}", 1, MAX_SEQUENCES, optional=True),
-    "presence_penalty": _PENALTY,
-    "frequency_penalty": _PENALTY,
-    "repetition_penalty": _Real("a finite number above 0", lambda x: x > 0.0),
-    "temperature": _Real("a finite number of at least 0 (0 = greedy)", lambda x: x >= 0.0),
-    "top_p": _Real("a number above 0 and up to 1", lambda x: 0.0 < x <= 1.0),
-    "top_k": _Int("a whole number of at least 1, or 0 or -1 for all tokens", 1, extra=(0, -1)),
-    "min_p": _Real("a number from 0 to 1", lambda x: 0.0 <= x <= 1.0),
-    "seed": _Int("None or a whole number of at most 64 bits", -(2**63), 2**64 - 1, optional=True),
-    "stop": _strings,
-    "stop_token_ids": _token_ids,
-    "bad_words": _strings,
-    "include_stop_str_in_output": _boolean,
-    "ignore_eos": _boolean,
-    "max_tokens": _Int("None or " + _COUNT.format(1), 1, optional=True),
-    "min_tokens": _Int(_COUNT.format(0), 0),
-    "logprobs": _Int("None, -1 for all, or " + _COUNT.format(0), 0, extra=(-1,), optional=True),
-    "prompt_logprobs": _Int("None, -1 for all, or " + _COUNT.format(0), 0, extra=(-1,), optional=True),
-    "detokenize": _boolean,
-    "skip_special_tokens": _boolean,
-    "spaces_between_special_tokens": _boolean,
-    "logit_bias": _bias,
-    "allowed_token_ids": _allowed_ids,
-    "truncate_prompt_tokens": _Int("None, -1, or " + _COUNT.format(1), 1, extra=(-1,), optional=True),
-    "logits_processors": _processors,
-}
+_Strings = Annotated[Sequence[str] | str, Read(_strings, "a string or a list of non-empty strings")]
+_Ids = Annotated[Sequence[int], Read(_ids, "a list of token ids, whole numbers from 0 on")]
+_Processors = Annotated[Sequence[Callable], Read(_functions, "a list of functions (ids, logits) -> logits")]
+_Penalty = Annotated[float, Range(-2, 2)]
+_Reported = Annotated[int | None, Range(0, besides=(-1,))]
+_Bias = Annotated[
+    Mapping[int, float], Read(_bias, "a mapping from token ids to numbers from -1e30 to 1e30, or minus infinity")
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,39 +137,39 @@ class SamplingParams:
         UserError: a value of a wrong type or out of range.
     """
 
-    n: int = 1
-    best_of: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: Sequence[str] | str = ()
-    stop_token_ids: Sequence[int] = ()
-    bad_words: Sequence[str] | str = ()
+    n: Annotated[int, Range(1, MAX_SEQUENCES)] = 1
+    best_of: Annotated[int | None, Range(1, MAX_SEQUENCES)] = None
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
+    repetition_penalty: Positive = 1.0
+    temperature: Annotated[float, Range(0)] = 1.0
+    top_p: Share = 1.0
+    top_k: Annotated[int, Range(1, besides=(0, -1))] = -1
+    min_p: Annotated[float, Range(0, 1)] = 0.0
+    seed: Annotated[int | None, Range(-(2**63), 2**64 - 1)] = None
+    stop: _Strings = ()
+    stop_token_ids: _Ids = ()
+    bad_words: _Strings = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    max_tokens: Count | None = 16
+    min_tokens: Size = 0
+    logprobs: _Reported = None
+    prompt_logprobs: _Reported = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
-    allowed_token_ids: Sequence[int] | None = None
-    truncate_prompt_tokens: int | None = None
-    logits_processors: Sequence[Callable] = ()
-    guided_decoding: Any = None
-    use_beam_search: bool = False
+    logit_bias: _Bias = dataclasses.field(default_factory=dict, hash=False)
+    allowed_token_ids: Annotated[Sequence[int] | None, Read(_some_ids, "a list of token ids, one at least")] = None
+    truncate_prompt_tokens: Annotated[int | None, Range(1, besides=(-1,))] = None
+    logits_processors: _Processors = ()
+    guided_decoding: Annotated[Any, Internal()] = None
+    use_beam_search: Annotated[bool, Internal()] = False
 
     def __post_init__(self) -> None:
         """Checks every field and brings it into its normal form."""
-        for name, check in _CHECKS.items():
-            object.__setattr__(self, name, check(name, getattr(self, name)))
+        for name, option in options_of(SamplingParams).items():
+            object.__setattr__(self, name, checked(option, getattr(self, name), name))
         if self.seed == -1:
             object.__setattr__(self, "seed", None)
         if self.guided_decoding is not None:
@@ -272,14 +181,16 @@ class SamplingParams:
     def _check_pairs(self) -> None:
         """Rules that join two fields."""
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
+            raise UserError(f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}")
         if self.best_of is not None and self.best_of < self.n:
-            raise _refuse("best_of", self.best_of, f"at least n={self.n}")
+            raise UserError(f"best_of={self.best_of} must be at least n={self.n}")
         if self.greedy and self.num_sequences > 1:
             name = "best_of" if self.best_of is not None else "n"
-            raise _refuse(name, self.num_sequences, "1 where temperature=0: greedy completions are all equal")
+            raise UserError(
+                f"{name}={self.num_sequences} must be 1 where temperature=0: greedy completions are all equal"
+            )
         if self.stop and not self.detokenize:
-            raise _refuse("detokenize", False, "true where stop strings are given")
+            raise UserError("detokenize=False must be true where stop strings are given")
 
     @property
     def greedy(self) -> bool:
@@ -304,7 +215,7 @@ class SamplingParams:
                 raise UserError(f"{key} is no sampling parameter: {ELSEWHERE[key]}")
             if key not in names:
                 near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.0)[0]
-                raise UserError(f"unknown sampling parameter {_show(key)}; did you mean {near!r}?")
+                raise UserError(f"unknown sampling parameter {str(key)[:60]!r}; did you mean {near!r}?")
         return cls(**mapping)
 
     def merged(self, **keywords: Any) -> "SamplingParams":

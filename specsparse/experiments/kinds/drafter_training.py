@@ -34,7 +34,6 @@ class OwnOptions:
     quantise: str = "Q8_0"
 
 
-
 @dataclass(frozen=True)
 class Options:
     """The keys of `train`, by what they belong to."""

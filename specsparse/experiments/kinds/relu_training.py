@@ -40,7 +40,6 @@ class OwnOptions:
     texts: str | None = None
 
 
-
 @dataclass(frozen=True)
 class Options:
     """The keys of `train`, by what they belong to; a key that two have goes to both."""

@@ -49,9 +49,6 @@ class TrainPredictors(Kind):
         for name in cfg.train.compare:
             get_predictor(name, any_ffn)
         training.options(cfg)
-        share = cfg.train.active_share
-        if share is not None and not 0 < share < 1:
-            raise UserError(f"train.active_share={share} must lie between 0 and 1")
         prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
 
     def run(self, lab: Lab) -> Found:

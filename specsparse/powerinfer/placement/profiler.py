@@ -13,7 +13,7 @@ from specsparse.engine.weights import Layer, Params, pack_matrix
 from specsparse.errors import UserError
 from specsparse.powerinfer.ffn.sparse_weights import threshold_of
 from specsparse.powerinfer.files.activation_stats import ActivationStats
-from specsparse.predictors.base import Predictor, check_share
+from specsparse.predictors.base import Predictor
 from specsparse.predictors.ffn import FFN
 from specsparse.predictors.masked import with_weights
 from specsparse.predictors.mlp import Mlp, MlpWeights
@@ -35,7 +35,8 @@ def nonzero(ffn: FFN) -> Active:
 
 def largest(ffn: FFN, share: float) -> Active:
     """The share of neurons, the largest of each row by |a|; rows of padding count none."""
-    check_share("placement.active_share", share)
+    if not 0 < share <= 1:
+        raise UserError(f"placement.active_share={share} must be a number above 0 and at most 1")
 
     def active(layer: Layer, x_RD, n_valid_B):
         size_RF = jnp.abs(ffn.neurons(layer, x_RD, n_valid_B))

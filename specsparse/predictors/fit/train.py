@@ -49,7 +49,6 @@ class TrainOptions:
     seed: Annotated[int, Internal()] = 0
 
 
-
 class Matrices(NamedTuple):
     """fc1 f32[r, D] on scaled rows, fc2 f32[F, r]."""
 
