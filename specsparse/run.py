@@ -93,13 +93,13 @@ def _cell(cfg: Any, directory: Path) -> float | None:
 
 def _run(cfg: Any, directory: Path) -> float | None:
     """Run, alone on this machine where time is measured; a broken promise ends the program with exit code 1."""
-    from specsparse.experiments import runner
+    from specsparse.experiments import runner, stopped
     from specsparse.experiments.kind import KINDS
     from specsparse.measure import lock
 
     timed = KINDS.find(cfg.kind).timed
     alone = lock.turn(lambda line: print(line, flush=True)) if timed else contextlib.nullcontext()
-    with alone:
+    with stopped.recorded(cfg, directory), alone:
         found = runner.run(cfg, directory)
     if not found.as_promised:
         raise SystemExit(1)
@@ -146,8 +146,8 @@ def _main(argv: list[str] | None) -> int:
         if debug or "No trials are completed" not in str(error):  # of Optuna, when all were refused
             raise
         return fail("every trial was refused, see above: leave those choices out or raise hydra.sweeper.n_trials")
-    except KeyboardInterrupt:
-        print("specsparse: stopped", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(f"specsparse: {str(error) or 'stopped'}", file=sys.stderr)
         return 130
     finally:
         sys.argv = saved

@@ -36,6 +36,8 @@ def main(args: argparse.Namespace) -> int:
         print(f"{figure.name}: {figure.title}, {len(figure.rows)} rows")
     for left_out in written.missing:
         print(f"left out {left_out.name}: {left_out.why}")
+    for run in runs.stopped(paths):
+        print(f"left out {run.directory}: stopped after {run.record.get('passes') or 0} passes")
     print(f"page: {written.page}")
     print(f"figures and CSV: {written.page.parent / page.FIGURES}")
     return 0

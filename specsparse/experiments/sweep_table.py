@@ -15,7 +15,7 @@ from specsparse.measure import conditions
 from specsparse.measure.conditions import Rank
 from specsparse.measure.intervals import Interval
 from specsparse.report import measurements, varied
-from specsparse.report.record import PLAIN, RECORD_FILE, SPECULATIVE
+from specsparse.report.record import PLAIN, RECORD_FILE, SPECULATIVE, STOPPED
 from specsparse.runtime import metrics
 from specsparse.support import tables
 
@@ -27,10 +27,11 @@ _RESULTS = (
 
 
 def records(directory: Path) -> list[dict[str, Any]]:
-    """The records of a sweep's jobs, in their order, a measurement once; a job that failed has none."""
+    """The records of a sweep's finished jobs, in their order, a measurement once."""
     jobs = sorted((d for d in directory.iterdir() if d.name.isdecimal()), key=lambda d: int(d.name))
     once = measurements.once([d for d in jobs if (d / RECORD_FILE).is_file()])
-    return [json.loads((d / RECORD_FILE).read_text(encoding="utf-8")) for d in once]
+    found = [json.loads((d / RECORD_FILE).read_text(encoding="utf-8")) for d in once]
+    return [record for record in found if record.get("state") != STOPPED]
 
 
 def table(found: list[dict[str, Any]]) -> Table:

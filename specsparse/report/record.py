@@ -22,6 +22,8 @@ ROWS_FILE = "prompts.jsonl"
 
 RECORD_FILE = "record.json"
 
+STOPPED = "stopped"
+"""The "state" of a record whose run was ended by a signal; other records have none."""
 
 PLAIN = "plain"
 SPECULATIVE = "speculative"

@@ -10,7 +10,7 @@ from specsparse.errors import UserError
 from specsparse.measure import conditions
 from specsparse.measure.conditions import Conditions
 from specsparse.report import measurements
-from specsparse.report.record import RECORD_FILE, ROWS_FILE
+from specsparse.report.record import RECORD_FILE, ROWS_FILE, STOPPED
 from specsparse.support import notebook
 
 _PASS = frozenset({"prompt_id", "task", "side", "repeat", "counters", "decode_s"})
@@ -81,6 +81,11 @@ class Run:
         values = {k: str(v) for k, v in (about | found).items() if v and isinstance(v, str | int)}
         return notebook.facts(self.name, values)
 
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal ended it before it had a result."""
+        return self.record.get("state") == STOPPED
+
     def setting(self, key: str) -> Any:
         """A value of the config by its dotted key; None where there is none."""
         value: Any = self.config
@@ -92,11 +97,31 @@ class Run:
 def find(paths: Iterable[Path]) -> list[Run]:
     """Every finished run at or below the paths, in the order of the paths, jobs of a sweep by their number.
 
-    A cell that a sweep took over from another is the same measurement, and no second run.
+    A cell that a sweep took over from another is the same measurement, and no second run. Runs that were stopped are
+    left out, see `stopped`.
 
     Raises:
         UserError: a path that is not there, one without a finished run, or a record that cannot be read.
     """
+    everything = _all(paths)
+    found = {run.directory: run for run in everything if not run.stopped}
+    if not found:
+        directories = ", ".join(str(run.directory) for run in everything)
+        raise UserError(f"{directories}: stopped before it had a result; there is no finished run")
+    return [replace(found[first], also=others) for first, others in measurements.once(found).items()]
+
+
+def stopped(paths: Iterable[Path]) -> list[Run]:
+    """Every run at or below the paths that a signal ended, in their order.
+
+    Raises:
+        UserError: as `find`.
+    """
+    return [run for run in _all(paths) if run.stopped]
+
+
+def _all(paths: Iterable[Path]) -> list[Run]:
+    """Every run at or below the paths."""
     found: dict[Path, Path] = {}
     for path in paths:
         if not path.exists():
@@ -106,7 +131,7 @@ def find(paths: Iterable[Path]) -> list[Run]:
             raise UserError(f"{path}: no finished run there (no {RECORD_FILE} at or below it)")
         for file in files:
             found.setdefault(file.parent.resolve(), file.parent)
-    return [replace(read(first), also=others) for first, others in measurements.once(found.values()).items()]
+    return [read(directory) for directory in found.values()]
 
 
 def read(directory: Path) -> Run:

@@ -15,7 +15,7 @@ import pytest
 
 from specsparse import run
 from specsparse.errors import UserError
-from specsparse.experiments import runner, sweeps, trackers
+from specsparse.experiments import runner, sweep_table, sweeps, trackers
 from specsparse.experiments.config import (
     DataSpec,
     DrafterSpec,
@@ -26,7 +26,7 @@ from specsparse.experiments.config import (
     VerifierSpec,
 )
 from specsparse.measure import lock as timing_lock
-from specsparse.report import measurements
+from specsparse.report import measurements, runs
 from specsparse.support import json_files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,6 +160,66 @@ def test_a_broken_promise_is_not_finished(tmp_path, cells, monkeypatch):
     with pytest.raises(SystemExit):
         run.main([*SWEEP, "policy.gamma=1", "hydra.sweep.dir=runs/s/0"])
     assert not list((tmp_path / "runs").rglob(measurements.CELL_FILE))
+
+
+@pytest.fixture
+def stopped(cells, monkeypatch):
+    """The cell of gamma 2 gets the signal that was put in here, after a pass or, with `rows` 0, before the first."""
+    asked = {"signal": signal.SIGINT, "rows": 1}
+
+    def run_it(cfg, directory, **_):
+        cells.append(cfg.policy.gamma)
+        if cfg.policy.gamma == 2 and not asked["rows"]:
+            os.kill(os.getpid(), asked["signal"])
+        tracker = trackers.make("jsonl", {}, directory)
+        tracker.log({"gamma": cfg.policy.gamma})
+        if cfg.policy.gamma == 2 and asked["signal"]:
+            os.kill(os.getpid(), asked["signal"])
+        tracker.finish({"name": cfg.name, "summary": {}, "config": cfg.composed})
+        return Done
+
+    monkeypatch.setattr(runner, "run", run_it)
+    return asked
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_says_so_and_is_not_finished(tmp_path, cells, stopped, capsys, number):
+    command = [*SWEEP, "policy.gamma=1,2,3", "hydra.sweep.dir=runs/s/0"]
+    stopped["signal"], before = number, signal.getsignal(signal.SIGTERM)
+    assert run.main(command) == 130 and cells == [1, 2]
+    assert signal.getsignal(signal.SIGTERM) is before
+    said, cell = capsys.readouterr().err, tmp_path / "runs" / "s" / "0" / "1"
+    assert said.count("\n") == 1 and said.startswith("specsparse: stopped; 1 pass kept in ")
+    record = json.loads((cell / "record.json").read_text())
+    assert record["state"] == "stopped" and record["passes"] == 1 and record["config"]["policy"]["gamma"] == 2
+    assert (cell / "prompts.jsonl").read_text() == '{"gamma": 2}\n'
+    assert len(sweep_table.records(cell.parent)) == 1
+    assert [r.directory.name for r in runs.find([cell.parent])] == ["0"]
+    stopped["signal"] = None
+    cells.clear()
+    assert run.main(command) == 0 and cells == [2, 3]  # the stopped cell is not taken over
+    assert "state" not in json.loads((cell / "record.json").read_text())
+
+
+def test_passes_of_an_earlier_run_are_not_the_stopped_ones(tmp_path, cells, stopped, capsys):
+    cell = tmp_path / "runs" / "s" / "0" / "0"
+    cell.mkdir(parents=True)
+    (cell / "prompts.jsonl").write_text('{"from": "an earlier run"}\n')
+    stopped["rows"] = 0
+    assert run.main([*SWEEP, "policy.gamma=2", "hydra.sweep.dir=runs/s/0"]) == 130
+    assert json.loads((cell / "record.json").read_text())["passes"] == 0
+    assert "stopped; no pass was done, and " in capsys.readouterr().err
+
+
+def test_a_record_that_was_written_is_not_a_stopped_one(tmp_path, cells, monkeypatch, capsys):
+    def run_it(cfg, directory, **_):
+        trackers.make("jsonl", {}, directory).finish({"summary": {"whole": 1}})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "run", run_it)
+    assert run.main(["model=./model.gguf", "name=s", "hydra.run.dir=runs/s/0"]) == 130
+    assert json.loads((tmp_path / "runs/s/0/record.json").read_text()) == {"summary": {"whole": 1}}
+    assert "stopped after the record was written" in capsys.readouterr().err
 
 
 KILLED = """

@@ -411,6 +411,16 @@ def test_what_cannot_be_read_is_one_line(tmp_path, files, message):
         runs.find([tmp_path / "nowhere"])
 
 
+def test_stopped_runs_are_left_out_and_named(tmp_path, capsys):
+    making.speed_run(tmp_path / "0", making.passes(TIMES))
+    making.write(tmp_path / "1", {"name": "x", "state": record.STOPPED, "passes": 3, "summary": {}})
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert f"left out {tmp_path / '1'}: stopped after 3 passes\n" in capsys.readouterr().out
+    assert [r.directory.name for r in runs.stopped([tmp_path])] == ["1"]
+    with pytest.raises(UserError, match="1: stopped before it had a result"):
+        runs.find([tmp_path / "1"])
+
+
 def test_jobs_come_in_the_order_of_their_numbers(tmp_path):
     for job in (0, 2, 10):
         making.write(tmp_path / str(job), {"name": str(job), "summary": {}})
