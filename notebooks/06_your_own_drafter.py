@@ -17,14 +17,12 @@
 # little code, and what it is worth is measured by the same run as everything else.
 
 # %%
-import dataclasses
 import os
-
-import jax.numpy as jnp
+from pathlib import Path
 
 import specsparse
-from specsparse.speculative.base import Drafter, DraftKind
-from specsparse.speculative.drafters import lookup
+from specsparse.speculative.drafters import get_drafter
+from specsparse.testing import check_drafter
 
 MODEL = os.environ.get("SPECSPARSE_NOTEBOOK_MODEL", "smollm2-135m")
 TOKENS = int(os.environ.get("SPECSPARSE_NOTEBOOK_TOKENS", "96"))
@@ -35,37 +33,28 @@ TOKENS = int(os.environ.get("SPECSPARSE_NOTEBOOK_TOKENS", "96"))
 # What followed this token the last time it was written will follow again. No weights and no state; everything is an
 # array operation over the batch, since it runs inside the compiled decode loop.
 #
+# * the fields are the options, with their defaults and bounds; `max_nodes` is the length of a draft;
 # * `kind` says how tokens were chosen, which decides the verifiers that are allowed;
 # * `draft` sees the text so far (`ctx.tokens[:, :ctx.length]`) and proposes at most `ctx.budget` tokens;
-# * `commit` would update a state after the verdict.
+# * `init` and `commit`, left out here, would make a state and update it after the verdict.
+#
+# The class lies in a file of its own, which specsparse knows nothing of:
 
 # %%
+print(Path("last_seen.py").read_text())
 
+# %% [markdown]
+# `module:Class` names it everywhere, from the current folder or from PYTHONPATH. Here in Python, on the command line as
+#
+#     python -m specsparse.run drafter=last_seen:LastSeen drafter.max_nodes=4 model=smollm2-135m
+#
+# ## Does it keep the contract?
+#
+# One line, which belongs in your own tests: shapes and budgets, nothing read beyond the text, rows of a batch that do
+# not depend on each other, one compilation for every text.
 
-@dataclasses.dataclass(frozen=True)
-class LastSeen(Drafter):
-    """Copies what followed the newest earlier occurrence of the last token."""
-
-    max_nodes: int = 4
-    kind = DraftKind.ONE_HOT
-    max_depth = property(lambda self: self.max_nodes)
-    tree = False
-
-    def init(self, params, ctx, *, hidden=None):
-        return None
-
-    def draft(self, params, state, ctx):
-        position = jnp.arange(ctx.tokens.shape[1], dtype=jnp.int32)[None]
-        last = jnp.take_along_axis(ctx.tokens, ctx.length[:, None] - 1, axis=1)
-        seen = (ctx.tokens == last) & (position < ctx.length[:, None] - 1)
-        start = jnp.max(jnp.where(seen, position, -1), axis=1) + 1
-        follow = jnp.where(start > 0, ctx.length - start, 0)
-        count = lookup.allowed(ctx, follow, max_nodes=self.max_nodes)
-        return lookup.drafted(lookup.copy_chain(ctx, start, count, max_nodes=self.max_nodes), state, ctx)
-
-    def commit(self, params, state, ctx, feedback):
-        return None
-
+# %%
+check_drafter(get_drafter("last_seen:LastSeen", max_nodes=4))
 
 # %% [markdown]
 # ## Is it right?
@@ -77,7 +66,7 @@ model = specsparse.load(MODEL)
 question = "Repeat this list, then add two more: apples, pears, plums, apples, pears, plums, apples, pears, plums."
 chat = [{"role": "user", "content": question}]
 plain = specsparse.generate(model, chat, max_tokens=TOKENS)
-mine = specsparse.generate(model, chat, max_tokens=TOKENS, drafter=LastSeen(), verifier="greedy")
+mine = specsparse.generate(model, chat, max_tokens=TOKENS, drafter="last_seen:LastSeen", verifier="greedy")
 assert mine.token_ids == plain.token_ids
 print(mine.text)
 
@@ -94,5 +83,10 @@ for name, run in {"last seen": mine, "prompt lookup": theirs}.items():
     print(f"{name:<14} {c.num_emitted_tokens / c.num_rounds:.2f} tokens a pass, {share:.0%} of the drafted ones stayed")
 
 # %% [markdown]
-# To make it a choice of the configs, register it: one file under `specsparse/speculative/drafters/` and one YAML file
-# under `conf/drafter/`; the contract suite of all drafters then tests it too (CONTRIBUTING.md).
+# A package makes it a name for everybody who installs it, with an entry point in its `pyproject.toml`:
+#
+#     [project.entry-points."specsparse.drafters"]
+#     last_seen = "last_seen:LastSeen"
+#
+# Trees and policies are classes by the same rule (`tree=`, `policy=`); a verifier is a `Verifier` made of a rule
+# (`verifier=mine:VERIFIER`).

@@ -30,6 +30,8 @@ def test_there_are_six():
 def test_it_runs(path, tiny, monkeypatch, capsys):
     monkeypatch.setenv("SPECSPARSE_NOTEBOOK_MODEL", str(tiny))
     monkeypatch.setenv("SPECSPARSE_NOTEBOOK_TOKENS", "16")
+    monkeypatch.chdir(path.parent)
+    monkeypatch.syspath_prepend(path.parent)
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

@@ -66,7 +66,7 @@ class PolicySpec:
     """How many tokens to propose in a round; gamma >= 1."""
 
     name: str
-    gamma: Count
+    gamma: Count = 7
     options: OfChoice = field(default_factory=dict)
 
 

@@ -6,6 +6,7 @@ import re
 from specsparse.errors import UserError
 from specsparse.models import catalogue
 from specsparse.support.paths import conf_dir
+from specsparse.support.registry import Registry
 
 OPTION_NAMES = {
     "policy.draft_max": "policy.gamma",
@@ -42,11 +43,16 @@ CHOICE_NAMES = {
 """Other names of the files in conf/."""
 
 
+OPEN_GROUPS = ("drafter", "verifier", "tree", "policy", "predictor")
+"""Groups of the config that take a user's own part."""
+
+
 def shorthand(argv: list[str]) -> list[str]:
     """Spells out `model=FILE.gguf`, a model's name that no file of `conf/model` has, `data=FILE.jsonl`,
-    `experiment=NAME` without its plus sign, the lists of `compare` (`drafter=a,b`), and the names of `OPTION_NAMES` and
-    `CHOICE_NAMES`."""
+    `experiment=NAME` without its plus sign, the lists of `compare` (`drafter=a,b`), the names of `OPTION_NAMES` and
+    `CHOICE_NAMES`, and a part from elsewhere: `drafter=module:Class`, or the name of another package's."""
     compares = not {"-m", "--multirun"} & set(argv) and any(arg.lstrip("+") == "experiment=compare" for arg in argv)
+    outside = {group for group, _, name in (arg.partition("=") for arg in argv) if _is_outside(group, name)}
     out = []
     for arg in argv:
         key, eq, value = arg.partition("=")
@@ -60,6 +66,10 @@ def shorthand(argv: list[str]) -> list[str]:
             out += ["model=custom", f"model.path={_quote(os.path.expanduser(value))}"]
         elif eq and key == "data" and is_path:
             out += [f"data.source={_quote(os.path.expanduser(value))}"]
+        elif key in outside:  # the choice of the config goes, and all it brought; there is no schema for the options
+            out += [f"~{key}", f"++{key}.name={_quote(value)}"]
+        elif eq and key.partition(".")[0] in outside:
+            out.append(f"++{OPTION_NAMES.get(key, key) if key.startswith('policy.') else key}={value}")
         elif eq and key == "experiment":
             out.append(f"+{arg}")
         elif compares and key in ("drafter", "verifier") and "," in value:
@@ -83,6 +93,13 @@ def refuse(argv: list[str]) -> None:
                 "a run decodes the prompts of data.source=FILE (.txt or .jsonl); for one prompt there is "
                 'python -m specsparse generate MODEL "PROMPT"'
             )
+
+
+def _is_outside(group: str, name: str) -> bool:
+    """Whether the choice is somebody's own part: a `module:Class`, or an installed package's entry point."""
+    if group not in OPEN_GROUPS or "," in name or (conf_dir() / group / f"{name}.yaml").is_file():
+        return False
+    return bool(re.fullmatch(r"[\w.]+:[\w.]+", name)) or name in Registry(group, "").names()
 
 
 def _quote(value: str) -> str:

@@ -22,6 +22,7 @@ from specsparse.report.measurements import CELL_FILE, measurement, read_mark, re
 from specsparse.report.record import RECORD_FILE
 from specsparse.runtime.manifest import sha256_of
 from specsparse.support.json_files import to_json, write_atomically
+from specsparse.support.registry import source_of
 
 # Keys that change no result: what a run is called, and what is shown while it runs.
 _NO_MATTER = frozenset({"name", "stream", "debug", "reuse"})
@@ -69,12 +70,6 @@ class Cell:
         write_atomically(directory / CELL_FILE, to_json(mark) + "\n")
 
 
-
-
-
-
-
-
 def reuse(done: Path, directory: Path) -> float | None:
     """Make `directory` hold what `done` holds, the mark last; returns the objective."""
     if done.resolve() != directory.resolve():
@@ -103,6 +98,8 @@ def _files(cfg: RunConfig) -> Iterator[str]:
     for spec in (cfg.model.path, draft):
         with contextlib.suppress(UserError):  # a kind that needs no model; the others have been checked
             named += [Path(catalogue.resolve(spec))] if isinstance(spec, str) else []
+    for part in (cfg.drafter, cfg.verifier, cfg.tree, cfg.policy, cfg.predictor):
+        named += source_of(part.name)
     yield from (sha256_of(path) for path in named if path.is_file())
 
 
@@ -111,7 +108,3 @@ def _texts(value: Any) -> Iterator[str]:
         yield value
     for item in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
         yield from _texts(item)
-
-
-
-

@@ -160,34 +160,34 @@ class Drafter(abc.ABC):
         """K: nodes a draft has room for."""
 
     @property
-    @abc.abstractmethod
     def max_depth(self) -> int:
         """Longest path a draft may have; K for a chain."""
+        return self.max_nodes
 
     @property
-    @abc.abstractmethod
     def tree(self) -> bool:
         """Whether a node may have more than one child."""
+        return False
 
     @property
     def wants_hidden(self) -> bool:
         """Whether `init` and `commit` need the target's hidden states."""
         return False
 
-    @abc.abstractmethod
     def init(self, params: Any, ctx: DraftContext, *, hidden: jax.Array | None = None) -> Any:
         """State after the prompt: `ctx.tokens[:, :length]` is the prompt and the first emitted token, if there is one.
 
-        `hidden` is float[B, n, D], the target's features of the prompt (row i is position i).
+        `hidden` is float[B, n, D], the target's features of the prompt (row i is position i). By default no state.
         """
+        return None
 
     @abc.abstractmethod
     def draft(self, params: Any, state: Any, ctx: DraftContext) -> Drafted:
         """Proposes continuations of `ctx.tokens[:, :length]`, `count <= budget`; consumes noise stream `draft`."""
 
-    @abc.abstractmethod
     def commit(self, params: Any, state: Any, ctx: DraftContext, feedback: Feedback) -> Any:
-        """State after the verdict; `ctx` already holds the emitted tokens."""
+        """State after the verdict; `ctx` already holds the emitted tokens. By default as it was."""
+        return state
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,19 +6,18 @@ from typing import Any
 from specsparse.errors import UserError
 from specsparse.speculative.base import Drafter, DraftKind, Verifier
 from specsparse.speculative.drafters.plan import DrafterPlan
-from specsparse.speculative.drafters.registry import ALIASES, DRAFTERS, get_drafter
+from specsparse.speculative.drafters.registry import DRAFTERS, get_drafter, is_drafter, takes
 from specsparse.speculative.drafters.synthetic import LABEL, Synthetic, SyntheticRates, synthetic_verifier
 from specsparse.speculative.drafters.with_policy import WithPolicy, with_policy
 from specsparse.speculative.policies.base import Fixed, Policy
 from specsparse.speculative.policies.registry import name_of
 from specsparse.speculative.trees import TreeShape
-from specsparse.speculative.verify import VERIFIERS, check_pair, get_verifier, valid_verifiers
+from specsparse.speculative.verify import OUTSIDE, VERIFIERS, check_pair, get_verifier, valid_verifiers
 
 
 def grows_trees(name: str) -> bool:
     """Whether the drafter of that name takes the shape of a tree."""
-    factory = DRAFTERS.get(ALIASES.get(name, name))
-    return factory is not None and "tree" in factory.options
+    return "tree" in takes(name)
 
 
 def make_drafter(
@@ -30,15 +29,16 @@ def make_drafter(
         UserError: an unknown name or option, or a policy or tree that does not go with the drafter.
     """
     plain = type(policy) is Fixed and policy.n_min <= 1
-    factory = DRAFTERS.get(ALIASES.get(name, name))
+    known = takes(name)
     if tree is not None:
-        if factory is not None and not grows_trees(name):
+        if is_drafter(name) and "tree" not in known:
             growers = ", ".join(filter(grows_trees, DRAFTERS))
             raise UserError(f"drafter={name} drafts chains: trees are for drafter={growers}")
         options = {**options, "tree": tree}
-    if factory is not None and "policy" in factory.options:
+    if "policy" in known:
         return get_drafter(name, **options, **({"gamma": policy.gamma} if plain else {"policy": policy}))
-    drafter = get_drafter(name, gamma=policy.gamma, **options)
+    gamma = {"gamma": policy.gamma} if "gamma" in known and options.get("max_nodes") is None else {}
+    drafter = get_drafter(name, **options, **gamma)
     if policy.needs and not isinstance(drafter, DrafterPlan):
         raise UserError(
             f"policy={name_of(policy)} looks at the laws of the draft, and drafter={name} has none: "
@@ -73,7 +73,7 @@ def choose_verifier(
         raise UserError("drafter=synthetic drafts no text, its acceptance is made up: choose verifier=synthetic")
     if name is None:
         name = valid_verifiers(drafter.kind, tree=drafter.tree, temperature=temperature)[0]
-    if isinstance(name, str) and name not in VERIFIERS:
+    if isinstance(name, str) and name not in VERIFIERS and not OUTSIDE.holds(name):
         raise UserError(f"verifier={name} is unknown: choose one of {', '.join([*VERIFIERS, LABEL])}")
     verifier = get_verifier(name, **given) if isinstance(name, str) else name
     if not isinstance(verifier, Verifier):

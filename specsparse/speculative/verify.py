@@ -19,6 +19,7 @@ from specsparse.speculative.verifiers.lossy import Threshold, Typical
 from specsparse.speculative.verifiers.match import Match, follow
 from specsparse.speculative.verifiers.rejection import Rejection
 from specsparse.speculative.verifiers.siblings import SiblingRule, walk
+from specsparse.support.registry import Registry
 
 Draw = Callable[[jax.Array, jax.Array], jax.Array]
 """(p float[R, V], u float[R] in [0, 1)) -> int32[R]."""
@@ -47,17 +48,23 @@ VERIFIERS: dict[str, Verifier] = {
 """All verifiers by name, with default options."""
 
 
+OUTSIDE: Registry[Verifier] = Registry("verifier", "specsparse.speculative.base:Verifier")
+"""Verifiers of other packages, and anybody's as `module:NAME`: `Verifier`s themselves, not classes."""
+
+
 def get_verifier(name: str, **options: float) -> Verifier:
-    """The verifier of that name; `options` replace fields of its rule.
+    """The verifier of that name, or of that `module:NAME`; `options` replace fields of its rule.
 
     `typical` has epsilon and delta, `threshold` has single and total.
 
     Raises:
         UserError: unknown name or option, or an option outside (0, 1].
     """
-    if name not in VERIFIERS:
-        raise UserError(f"verifier={name} is unknown: choose one of {', '.join(VERIFIERS)}")
-    verifier = VERIFIERS[name]
+    if name not in VERIFIERS and not OUTSIDE.holds(name):
+        raise UserError(f"verifier={name} is unknown: choose one of {', '.join([*VERIFIERS, *OUTSIDE.names()])}")
+    verifier = VERIFIERS.get(name) or OUTSIDE.look(name)
+    if not isinstance(verifier, Verifier):
+        raise UserError(f"verifier={name} is no specsparse.speculative.base.Verifier: make one of a rule")
     known = [f.name for f in dataclasses.fields(verifier.rule)]
     for key, value in options.items():
         if key not in known:

@@ -1,10 +1,13 @@
 """Choices by name: the built-in ones, a package's own by entry point, and anybody's as `module:Class`."""
 
+import dataclasses
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from specsparse.errors import UserError
@@ -19,12 +22,15 @@ class Registry(Generic[T]):
     A class is named `module:Class` and imported when it is asked for, so that the names alone cost nothing.
 
     Attributes:
-        group: of the config, such as "drafter"; packages bring their own under the entry points `specsparse.<group>s`.
+        group: of the config, such as "drafter"; packages bring their own under the entry points `specsparse.drafters`,
+            `specsparse.policies` and so on.
     """
 
-    def __init__(self, group: str, base: str, builtin: Mapping[str, str], aliases: Mapping[str, str] | None = None):
+    def __init__(
+        self, group: str, base: str, builtin: Mapping[str, str] | None = None, aliases: Mapping[str, str] | None = None
+    ):
         self.group, self._base = group, base
-        self._homes: dict[str, str | type] = dict(builtin)
+        self._homes: dict[str, str | type] = dict(builtin or {})
         self._aliases = dict(aliases or {})
 
     def register(self, name: str, owner: type, *, aliases: tuple[str, ...] = ()) -> None:
@@ -46,11 +52,16 @@ class Registry(Generic[T]):
         """The name that an alias stands for; any other as it is."""
         return self._aliases.get(name, name)
 
-    def find(self, name: str) -> type[T]:
-        """The class of a name, an alias, or `module:Class`.
+    def holds(self, name: str) -> bool:
+        """Whether the name is known, or is a `module:Class` that may be."""
+        key = self.canonical(str(name))
+        return key in self._homes or ":" in key or key in self._entry_points()
+
+    def look(self, name: str) -> Any:
+        """What a name, an alias or `module:Class` stands for, whatever it is.
 
         Raises:
-            UserError: an unknown name (with the nearest), a module that cannot be imported, or a class of another kind.
+            UserError: an unknown name (with the nearest), or a module that cannot be imported.
         """
         key = self.canonical(str(name))
         home = self._homes.get(key)
@@ -58,10 +69,22 @@ class Registry(Generic[T]):
             home = self._entry_points().get(key)
             if home is None:
                 raise UserError(f"{self.group}={name} is unknown{nearest(key, [*self.names(), *self._aliases])}")
-        found = home if isinstance(home, type) else load(home or key, f"{self.group}={name}")
-        base = load(self._base, self.group)
+        return home if isinstance(home, type) else load(home or key, f"{self.group}={name}")
+
+    def find(self, name: str) -> type[T]:
+        """The class of a name, an alias, or `module:Class`.
+
+        Raises:
+            UserError: an unknown name (with the nearest), a module that cannot be imported, a class of another kind, or
+                one that is not finished.
+        """
+        found, base = self.look(name), load(self._base, self.group)
         if not (isinstance(found, type) and issubclass(found, base)):
             raise UserError(f"{self.group}={name} is no {base.__name__}: derive it from {self._base.replace(':', '.')}")
+        if missing := sorted(getattr(found, "__abstractmethods__", ())):
+            raise UserError(f"{self.group}={name} has no {', '.join(missing)}: see {self._base.replace(':', '.')}")
+        if not dataclasses.is_dataclass(found) or not found.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+            raise UserError(f"{self.group}={name} must be a dataclass: put @dataclass(frozen=True) above the class")
         return found
 
     def make(self, name: str, options: Mapping[str, Any]) -> T:
@@ -69,7 +92,8 @@ class Registry(Generic[T]):
         return read(self.find(name), options, group=self.group, name=str(name))
 
     def _entry_points(self) -> dict[str, str]:
-        found = importlib.metadata.entry_points(group=f"specsparse.{self.group}s")
+        plural = f"{self.group[:-1]}ies" if self.group.endswith("y") else f"{self.group}s"
+        found = importlib.metadata.entry_points(group=f"specsparse.{plural}")
         return {point.name: point.value for point in found}
 
 
@@ -98,3 +122,9 @@ def load(home: str, label: str) -> Any:
             raise UserError(f"{label}: module {module} has no {name}")
         found = getattr(found, part)
     return found
+
+
+def source_of(home: str) -> list[Path]:
+    """The file of a `module:name`'s module, if it has one; results that it brought are told from those of another."""
+    module = importlib.util.find_spec(home.partition(":")[0]) if ":" in home else None
+    return [Path(module.origin)] if module and module.has_location and module.origin else []

@@ -1,6 +1,7 @@
 """The test kit, public: tiny models, a GGUF writer, random quantised weights, damaged files, a dummy tokenizer."""
 
 from specsparse.speculative.drafters.scripted import Scripted
+from specsparse.testing.contract import check_drafter
 from specsparse.testing.drafting import draft_context, drafted_ids
 from specsparse.testing.mutants import load_everything, mutate
 from specsparse.testing.quantised import random_quantised
@@ -15,6 +16,7 @@ __all__ = [
     "Scripted",
     "bpe_vocabulary",
     "byte_characters",
+    "check_drafter",
     "draft_context",
     "drafted_ids",
     "load_everything",

@@ -24,6 +24,9 @@ from specsparse.speculative.drafters.plan import MakeModel
 from specsparse.testing.tiny import write_tiny_gguf
 from specsparse.testing.vocab import DummyTokenizer
 
+Case = tuple[Drafter, Any, Callable[[DraftContext], DraftContext]]
+"""A drafter, its weights, and what puts the target into a context."""
+
 
 def draft_context(
     texts: Sequence[Sequence[int]],
@@ -107,9 +110,7 @@ def random_head(folder: Path, target: Model, *, seed: int = 0, ids: Sequence[int
     return write_head(path, target, tensors, np.arange(c.vocab_size) if ids is None else np.asarray(ids))
 
 
-def model_case(
-    folder: Path, source: str, *, vocab: int, capacity: int, **options: Any
-) -> tuple[Drafter, Any, Callable[[DraftContext], DraftContext]]:
+def model_case(folder: Path, source: str, *, vocab: int, capacity: int, **options: Any) -> Case:
     """A drafter on tiny models, its weights, and what puts the target into a context.
 
     Args:
@@ -127,6 +128,17 @@ def model_case(
         given = {"head": random_head(folder, target)}
     plan = get_drafter(source, gamma=6, **given, **options)
     assert isinstance(plan, DrafterPlan)
+    drafter, weights, prepare = _bound(plan, target, capacity)
+    return drafter, weights, (lambda ctx: ctx) if source == "model" else prepare
+
+
+def on_plan(folder: Path, plan: DrafterPlan, *, vocab: int, capacity: int) -> Case:
+    """`model_case` of anybody's plan, on a tiny target."""
+    target = tiny_model(folder, vocab=vocab, capacity=capacity)
+    target.params_for(capacity)
+    return _bound(plan, target, capacity)
+
+
+def _bound(plan: DrafterPlan, target: Model, capacity: int) -> Case:
     bound = plan.bind(target, MakeModel(lambda spec: target, sparse_twin))
-    prepare = (lambda ctx: ctx) if source == "model" else (lambda ctx: on_target(target, ctx))
-    return bound.drafter, bound.weights(capacity), prepare
+    return bound.drafter, bound.weights(capacity), lambda ctx: on_target(target, ctx)

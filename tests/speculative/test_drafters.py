@@ -1,20 +1,24 @@
 """The contract every drafter keeps, and what a round trip through the verifiers does to each."""
 
+import dataclasses
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from specsparse.errors import UserError
-from specsparse.speculative.base import ROOT, DraftKind, Feedback
+from specsparse.speculative.base import ROOT, Draft, Drafted, Drafter, DraftKind
 from specsparse.speculative.drafters import Scripted, get_drafter
 from specsparse.speculative.drafters.registry import DRAFTERS, Factory, register
-from specsparse.speculative.tree import TreeTemplate, check_parents, node_depths
+from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees import get_tree
-from specsparse.speculative.verify import match_verdict, valid_verifiers
+from specsparse.speculative.verify import match_verdict
+from specsparse.testing.contract import CAPACITY, DRAFTER_CHECKS, GAMMA, VOCAB, DrafterCase, check_drafter
 from specsparse.testing.drafting import draft_context, drafted_ids, model_case
 
-V, C, K = 5, 48, 6
+V, C, K = VOCAB, CAPACITY, GAMMA
 TRUTH = tuple(int(t) for t in np.random.default_rng(7).integers(0, V, C))
 TREE = TreeTemplate.kary((2, 2))
 
@@ -47,147 +51,56 @@ MODEL_CASES = {
 judge = jax.jit(match_verdict)
 
 
-def texts(seed, batch=3):
-    """Texts over five ids, so that they repeat themselves; different lengths."""
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, V, n).tolist() for n in rng.integers(1, C - K - 1, batch)]
-
-
-def row(tree, b):
-    return jax.tree.map(lambda x: x[b : b + 1], tree)
-
-
-def fed(case, ctx):
-    """A draft after a prompt, of which the last two tokens arrive through `commit`."""
-    drafter, weights, prepare = case
-    before = prepare(ctx._replace(length=jnp.maximum(ctx.length - 2, 1)))
-    rows = features(drafter, before)
-    state = drafter.init(weights, before, hidden=rows)
-    drafted = drafter.draft(weights, state, before)
-    nothing = jnp.full((len(ctx.length), drafter.max_nodes + 1), V, jnp.int32)  # no drafted token is accepted
-    verdict = match_verdict(drafted.draft, nothing)
-    after = prepare(ctx)
-    hidden = None if rows is None else rows[:, : drafter.max_nodes + 1]
-    state = drafter.commit(weights, drafted.state, after, Feedback(drafted.draft, verdict, hidden))
-    return drafter.draft(weights, state, after).draft
-
-
-def features(drafter, ctx, width=64):
-    """Some rows for each text, a function of its ids alone; None for drafters that want none."""
-    if not drafter.wants_hidden:
-        return None
-    held = jnp.arange(C)[None] < ctx.length[:, None]
-    tokens = jnp.where(held, ctx.tokens, 0).astype(jnp.float32)
-    return jnp.sin(tokens[:, :, None] * jnp.arange(1, width + 1, dtype=jnp.float32)[None, None])
-
-
-def assert_same(a, b):
-    """Equal as far as a draft says something: laws of nodes that do not exist may hold anything."""
-    jax.tree.map(np.testing.assert_array_equal, a._replace(q=None), b._replace(q=None))
-    if a.q is not None:
-        exists = np.arange(a.max_nodes)[None] < np.asarray(a.count)[:, None]
-        np.testing.assert_array_equal(np.asarray(a.q)[exists], np.asarray(b.q)[exists])
-
-
 @pytest.fixture(params=[*CASES, *MODEL_CASES], scope="module")
 def case(request, tmp_path_factory):
-    """Drafter, its weights, and what puts the target into a context."""
     if request.param in CASES:
-        return CASES[request.param](), None, lambda ctx: ctx
+        return DrafterCase(CASES[request.param]())
     source, options = MODEL_CASES[request.param]
-    return model_case(tmp_path_factory.mktemp("model"), source, vocab=V, capacity=C, **options)
+    return DrafterCase(*model_case(tmp_path_factory.mktemp("model"), source, vocab=V, capacity=C, **options))
 
 
-@pytest.fixture(scope="module")
-def drafter(case):
-    return case[0]
+@pytest.mark.parametrize("check", DRAFTER_CHECKS, ids=lambda check: check.__name__)
+def test_contract(case, check):
+    check(case)
 
 
-@pytest.fixture(scope="module")
-def traced(case):
-    """The compiled `fed` and the batch sizes it was traced for."""
-    sizes = []
+@dataclasses.dataclass(frozen=True)
+class Bad(Drafter):
+    """A chain of ones that breaks one rule."""
 
-    def step(ctx):
-        sizes.append(ctx.length.shape[0])
-        return fed(case, ctx)
+    wrong: str
+    kind = DraftKind.ONE_HOT
+    max_nodes = K
 
-    return jax.jit(step), sizes
-
-
-@pytest.fixture(scope="module")
-def compiled(traced):
-    return traced[0]
-
-
-def test_drafters_are_static_and_name_their_draw(drafter):
-    assert hash(drafter) == hash(drafter) and isinstance(drafter.kind, DraftKind)
-    assert 1 <= drafter.max_depth <= drafter.max_nodes
-    assert valid_verifiers(drafter.kind, tree=drafter.tree)
+    def draft(self, params, state, ctx):
+        batch, room = len(ctx.length), self.max_nodes + (self.wrong == "shape")
+        last = jnp.take_along_axis(ctx.tokens, ctx.length[:, None] - 1, axis=1)
+        beyond = jnp.take_along_axis(ctx.tokens, jnp.minimum(ctx.length, C - 1)[:, None], axis=1)
+        token = {"beyond": jnp.clip(beyond, 0, 1), "batch": last[:1], "id": last + V}.get(self.wrong, last)
+        count = jnp.minimum(ctx.budget, K) if self.wrong != "budget" else jnp.full((batch,), K, jnp.int32)
+        parents = TreeTemplate.chain(room).parents_array(batch) - int(self.wrong == "parents")
+        draft = Draft(jnp.broadcast_to(token, (batch, room)), parents, count)
+        return Drafted(draft, state, None if self.wrong == "cache" else ctx.cache)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_shapes_budget_and_parents(drafter, compiled, seed):
-    budget = [0, 2, 100] if seed else [K, 1, 3]
-    ctx = draft_context(texts(seed), capacity=C, budget=budget, round=seed)
-    draft = compiled(ctx)
-    assert draft.tokens.shape == draft.parents.shape == (3, drafter.max_nodes)
-    assert {x.dtype for x in (draft.tokens, draft.parents, draft.count)} == {jnp.dtype("int32")}
-    assert (draft.q is None) == (drafter.kind is DraftKind.ONE_HOT)
-    depths = np.asarray(node_depths(draft.parents, max_depth=drafter.max_depth))
-    for b in range(3):
-        count = int(draft.count[b])
-        assert 0 <= count <= min(budget[b], drafter.max_nodes)
-        check_parents(np.asarray(draft.parents[b]).tolist(), count)
-        assert depths[b, :count].max(initial=0) <= min(budget[b], drafter.max_depth)
-        assert all(0 <= token < V for token in drafted_ids(draft, b))
-        if not drafter.tree:
-            assert np.asarray(draft.parents[b]).tolist() == list(range(-1, drafter.max_nodes - 1))
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("shape", "not (3, 6)"), ("budget", "budget of"), ("id", "ids lie in"), ("parents", "parent"),
+        ("beyond", "beyond the length"), ("batch", "depends on its batch"), ("cache", "ctx.cache"),
+    ],
+)  # fmt: skip
+def test_the_contract_refuses(wrong, words):
+    with pytest.raises(AssertionError, match=re.escape(words)):
+        check_drafter(Bad(wrong))
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_nothing_beyond_the_text_is_read(compiled, seed):
-    """Poison that is a likely token, and poison that is none."""
-    drafts = [compiled(draft_context(texts(seed), capacity=C, budget=K, poison=p)) for p in (-7, 0, 1, 2**31 - 1)]
-    for draft in drafts[1:]:
-        assert_same(drafts[0], draft)
+def test_the_contract_takes_a_chain_of_ones():
+    check_drafter(Bad("nothing"))
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_rows_of_a_batch_are_independent(compiled, seed):
-    ctx = draft_context(texts(seed), capacity=C, budget=[K, 2, 4], round=1)
-    together = compiled(ctx)
-    for b in range(3):
-        assert_same(row(together, b), compiled(row(ctx, b)))
-
-
-def test_one_compilation_serves_every_text(traced):
-    step, sizes = traced
-    for seed in range(3):
-        step(draft_context(texts(seed), capacity=C, budget=seed, round=seed))
-    assert sizes.count(3) == 1
-
-
-def test_a_full_buffer_and_a_single_token(compiled):
-    ids = list(TRUTH)
-    draft = compiled(draft_context([ids, ids[:1], ids[: C - 1]], capacity=C, budget=K))
-    assert ((draft.count >= 0) & (draft.count <= K)).all()
-
-
-def test_the_cache_passes_through(case):
-    drafter, weights, prepare = case
-    ctx = draft_context(texts(0), capacity=C, budget=K)
-
-    def check(cache):
-        whole = prepare(ctx._replace(cache=cache))
-        drafted = drafter.draft(weights, drafter.init(weights, whole, hidden=features(drafter, whole)), whole)
-        if whole.cache is cache:
-            assert drafted.cache is cache
-        else:  # a self-draft writes beyond the length
-            assert jax.tree.structure(drafted.cache) == jax.tree.structure(whole.cache)
-        return drafted.draft
-
-    jax.eval_shape(check, jnp.ones((3, 2)))
+def test_a_plan_is_checked_on_a_tiny_model():
+    check_drafter(get_drafter("layer_skip", gamma=3, layers=[0]))
 
 
 # Scripted

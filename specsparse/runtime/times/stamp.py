@@ -8,7 +8,8 @@ from typing import Any
 
 from specsparse.models import catalogue
 from specsparse.speculative.drafters.head_file import SHIPPED, find
-from specsparse.speculative.drafters.registry import ALIASES, DRAFTERS
+from specsparse.speculative.drafters.registry import takes
+from specsparse.support.registry import source_of
 
 
 def cost_key(name: str, options: Mapping[str, Any] | None = None) -> str:
@@ -24,8 +25,9 @@ def cost_key(name: str, options: Mapping[str, Any] | None = None) -> str:
     for key, value in given.items():
         file = file_of(key, value)
         words.append(f"{key}={value}" + (f" #{stamp([file])}" if file else ""))
-    factory = DRAFTERS.get(ALIASES.get(name, name))
-    if factory is not None and "head" in factory.options.keys() - given:
+    if ":" in name:
+        words.append(f"#{stamp(source_of(name))}")
+    elif "head" in takes(name) - given.keys():
         words.append(f"head=shipped #{shipped_heads()}")
     return f"{name} ({', '.join(words)})" if words else name
 

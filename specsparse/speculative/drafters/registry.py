@@ -25,6 +25,8 @@ from specsparse.speculative.options import MAX_GAMMA, Factory, Option, gamma_opt
 from specsparse.speculative.policies.base import Fixed, PMin, Policy
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees import TreeShape, get_tree
+from specsparse.support.options import options_of
+from specsparse.support.registry import Registry
 
 GAMMA = gamma_option()
 
@@ -232,6 +234,10 @@ ALIASES = {
 """Names that other projects give to the same drafters."""
 
 
+OUTSIDE: Registry[Drafter] = Registry("drafter", "specsparse.speculative.base:Drafter")
+"""Drafters of other packages, and anybody's as `module:Class`. A `max_nodes` among the options is gamma, too."""
+
+
 def register(name: str, factory: Factory, *, aliases: tuple[str, ...] = ()) -> None:
     """Makes a drafter known to `get_drafter`. A name can be given once."""
     if name in DRAFTERS:
@@ -241,7 +247,7 @@ def register(name: str, factory: Factory, *, aliases: tuple[str, ...] = ()) -> N
 
 
 def get_drafter(name: str, **options: Any) -> Drafter | DrafterPlan:
-    """The drafter of that name, with its options under their own or other projects' names.
+    """The drafter of that name or `module:Class`, with its options under their own or other projects' names.
 
     A drafter that needs a model comes as a plan, to be bound to a target; `specsparse.generate` does that.
 
@@ -249,6 +255,35 @@ def get_drafter(name: str, **options: Any) -> Drafter | DrafterPlan:
         UserError: unknown name or option (with the nearest valid one), or a value out of range.
     """
     key = ALIASES.get(name, name)
-    if key not in DRAFTERS:
-        raise UserError(f"drafter={name} is unknown; {nearest(name, [*DRAFTERS, *ALIASES])}")
-    return DRAFTERS[key].make("drafter", name, options)
+    if key in DRAFTERS:
+        return DRAFTERS[key].make("drafter", name, options)
+    if not is_drafter(name):
+        raise UserError(f"drafter={name} is unknown; {nearest(name, [*DRAFTERS, *ALIASES, *OUTSIDE.names()])}")
+    known = _own_options(name)
+    if "gamma" in options and "gamma" not in known and "max_nodes" in known:
+        options["max_nodes"] = options.pop("gamma")
+    return OUTSIDE.make(name, options)
+
+
+def is_drafter(name: str) -> bool:
+    """Whether the name is a drafter's, or has the form of one's `module:Class`."""
+    return name in DRAFTERS or name in ALIASES or OUTSIDE.holds(name)
+
+
+def takes(name: str) -> frozenset[str]:
+    """Names of a drafter's options; empty for an unknown drafter.
+
+    Raises:
+        UserError: a `module:Class` that cannot be had.
+    """
+    factory = DRAFTERS.get(ALIASES.get(name, name))
+    if factory is not None:
+        return frozenset({*factory.options, "gamma"})
+    known = _own_options(name) if OUTSIDE.holds(name) else frozenset()
+    return known | {"gamma"} if "max_nodes" in known else known
+
+
+def _own_options(name: str) -> frozenset[str]:
+    """Of a class from elsewhere: its fields and their other names."""
+    options = options_of(OUTSIDE.find(name)).values()
+    return frozenset(word for option in options for word in (option.name, *option.aliases))

@@ -7,6 +7,7 @@ from specsparse.errors import UserError
 from specsparse.speculative.options import Factory, Option, gamma_option, nearest
 from specsparse.speculative.policies.base import Confidence, Entropy, Fixed, Heuristic, PMin, Policy
 from specsparse.speculative.policies.cost import AutoOff, CostModel, CostOptimal
+from specsparse.support.registry import Registry
 
 DEFAULT_GAMMA = 7
 """8 positions a forward pass."""
@@ -107,6 +108,10 @@ ALIASES = {
 """Other names of the same policies."""
 
 
+OUTSIDE: Registry[Policy] = Registry("policy", "specsparse.speculative.policies.base:Policy")
+"""Policies of other packages, and anybody's as `module:Class`."""
+
+
 def name_of(policy: Policy) -> str:
     """The name under which configs know a policy; that of the inner one where `auto_off` stands around it."""
     if isinstance(policy, AutoOff):
@@ -121,12 +126,14 @@ _NAMES = {
 
 
 def get_policy(name: str, **options: Any) -> Policy:
-    """The policy of that name, with its options under their own or other projects' names.
+    """The policy of that name or `module:Class`, with its options under their own or other projects' names.
 
     Raises:
         UserError: unknown name or option (with the nearest valid one), or a value out of range.
     """
     key = ALIASES.get(name, name)
     if key not in POLICIES:
-        raise UserError(f"policy={name} is unknown; {nearest(str(name), [*POLICIES, *ALIASES])}")
+        if OUTSIDE.holds(name):
+            return OUTSIDE.make(name, {"gamma": DEFAULT_GAMMA, **options})
+        raise UserError(f"policy={name} is unknown; {nearest(str(name), [*POLICIES, *ALIASES, *OUTSIDE.names()])}")
     return POLICIES[key].make("policy", name, options)

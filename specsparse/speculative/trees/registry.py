@@ -12,6 +12,7 @@ from specsparse.speculative.trees.dynamic import DynamicTree
 from specsparse.speculative.trees.p_split import PSplit
 from specsparse.speculative.trees.sequoia import sequoia
 from specsparse.speculative.trees.static import StaticTree
+from specsparse.support.registry import Registry
 
 CHAIN = "chain"
 """The name that stands for no tree."""
@@ -97,8 +98,12 @@ TREES: dict[str, Factory] = {
 """Factories by name."""
 
 
+OUTSIDE: Registry[TreeShape] = Registry("tree", "specsparse.speculative.trees.base:TreeShape")
+"""Trees of other packages, and anybody's as `module:Class`."""
+
+
 def get_tree(name: str, **options: Any) -> TreeShape | None:
-    """The tree of that name; None for `chain`.
+    """The tree of that name or `module:Class`; None for `chain`.
 
     Raises:
         UserError: unknown name or option (with the nearest valid one), a value out of range, or too many nodes.
@@ -107,9 +112,9 @@ def get_tree(name: str, **options: Any) -> TreeShape | None:
         if given := [key for key, value in options.items() if value is not None]:
             raise UserError(f"tree.{given[0]} is no option of chain; its length is policy.gamma")
         return None
-    if name not in TREES:
-        raise UserError(f"tree={name} is unknown; {nearest(str(name), [CHAIN, *TREES])}")
-    tree = TREES[name].make("tree", name, options)
+    if name not in TREES and not OUTSIDE.holds(name):
+        raise UserError(f"tree={name} is unknown; {nearest(str(name), [CHAIN, *TREES, *OUTSIDE.names()])}")
+    tree = TREES[name].make("tree", name, options) if name in TREES else OUTSIDE.make(name, options)
     if tree.max_nodes > MAX_NODES:
         raise UserError(f"tree={name} has {tree.max_nodes} nodes; at most {MAX_NODES} are verified at once")
     return tree
