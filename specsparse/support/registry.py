@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from specsparse.errors import UserError
-from specsparse.support.options import nearest, read
+from specsparse.support.options import Option, nearest, options_of, read
 
 T = TypeVar("T")
 
@@ -83,12 +83,22 @@ class Registry(Generic[T]):
             raise UserError(f"{self.group}={name} is no {base.__name__}: derive it from {self._base.replace(':', '.')}")
         if missing := sorted(getattr(found, "__abstractmethods__", ())):
             raise UserError(f"{self.group}={name} has no {', '.join(missing)}: see {self._base.replace(':', '.')}")
-        if not dataclasses.is_dataclass(found) or not found.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-            raise UserError(f"{self.group}={name} must be a dataclass: put @dataclass(frozen=True) above the class")
         return found
 
+    def options(self, name: str) -> Mapping[str, Option]:
+        """The options of a class by name; see `find`, and `support.options.options_of`.
+
+        Raises:
+            UserError: it is no frozen dataclass, too.
+        """
+        found = self.find(name)
+        if not dataclasses.is_dataclass(found) or not found.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+            raise UserError(f"{self.group}={name} must be a dataclass: put @dataclass(frozen=True) above the class")
+        return options_of(found)
+
     def make(self, name: str, options: Mapping[str, Any]) -> T:
-        """An instance with checked options; see `support.options.read`."""
+        """An instance with checked options; see `options` and `support.options.read`."""
+        self.options(name)
         return read(self.find(name), options, group=self.group, name=str(name))
 
     def _entry_points(self) -> dict[str, str]:

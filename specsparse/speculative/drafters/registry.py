@@ -25,7 +25,6 @@ from specsparse.speculative.options import MAX_GAMMA, Factory, Option, gamma_opt
 from specsparse.speculative.policies.base import Fixed, PMin, Policy
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees import TreeShape, get_tree
-from specsparse.support.options import options_of
 from specsparse.support.registry import Registry
 
 GAMMA = gamma_option()
@@ -285,5 +284,5 @@ def takes(name: str) -> frozenset[str]:
 
 def _own_options(name: str) -> frozenset[str]:
     """Of a class from elsewhere: its fields and their other names."""
-    options = options_of(OUTSIDE.find(name)).values()
+    options = OUTSIDE.options(name).values()
     return frozenset(word for option in options for word in (option.name, *option.aliases))
