@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specsparse import api
-from specsparse.api import Generation
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
+from specsparse.runtime.results import Generation
 from specsparse.speculative.origins import Origin
 
 

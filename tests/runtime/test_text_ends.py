@@ -14,7 +14,7 @@ import specsparse
 from specsparse import SamplingParams, api
 from specsparse.engine.generate import Counters as Device
 from specsparse.measure import costs
-from specsparse.runtime import session
+from specsparse.runtime import results, session
 from specsparse.runtime.metrics import STAGES, Counters, Times, from_dict, rates, to_dict
 from specsparse.runtime.round_log import Note, RoundLog
 from specsparse.runtime.session import Sequence, Session
@@ -279,6 +279,6 @@ def test_results_of_a_batch_take_linear_work(model):
     for times in (50, 100, 200):
         many = jax.tree.map(lambda a, times=times: np.concatenate([np.asarray(a)] * times), (two, stop_ids))
         done.sequences, done.state, done.job = sequences * times, many[0], done.job._replace(stop_ids=many[1])
-        api._generations(done, {})
-        work[times] = calls_of(api._generations, done, {})
+        results.generations(done, {})
+        work[times] = calls_of(results.generations, done, {})
     assert work[200] - work[100] < 2.2 * (work[100] - work[50])

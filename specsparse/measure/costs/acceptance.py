@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from specsparse.api import decode, make_method, prompt_ids
+from specsparse.api import make_method, prompt_ids
 from specsparse.engine.generate import Finish
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
@@ -12,6 +12,7 @@ from specsparse.errors import UserError
 from specsparse.measure import intervals
 from specsparse.runtime import metrics
 from specsparse.runtime.metrics import Counters
+from specsparse.runtime.results import decode
 from specsparse.runtime.session import Sequence as Text
 from specsparse.runtime.session import Session
 

@@ -1,0 +1,246 @@
+"""A session run to its end, and what came of it: texts, tokens, log probabilities, counters and times."""
+
+import dataclasses
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from specsparse.engine.generate import Finish
+from specsparse.engine.sampling.params import SamplingParams
+from specsparse.engine.text.stopping import TokenText
+from specsparse.errors import UserError
+from specsparse.runtime.metrics import Counters
+from specsparse.runtime.session import ALL_ROUNDS, NOTED_ROUNDS, Sequence, Session
+from specsparse.speculative.drafters.with_policy import PolicyReport
+from specsparse.speculative.origins import Origin, to_html
+from specsparse.support import notebook
+
+_SHOWN = 80
+"""Characters of a text in a repr."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationStats:
+    """Counters and seconds of one generation; the seconds of a batch are those of the whole batch.
+
+    Both end with the round that wrote the last token of the text (of a batch, of the last text), also where a stop
+    string was found some rounds later.
+
+    Attributes:
+        counters: see `specsparse.runtime.metrics`; their times are this sequence's share of a batch's.
+        load_s: loading the model.
+        compile_s: compiling programs that this call was the first to need.
+        prefill_s, prefill_tokens: the prompt, without its last token.
+        decode_s, decode_tokens: everything after it.
+        policy: what the draft-length policy did, or None.
+    """
+
+    counters: Counters
+    load_s: float
+    compile_s: float
+    prefill_s: float
+    prefill_tokens: int
+    decode_s: float
+    decode_tokens: int
+    policy: PolicyReport | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprobs:
+    """Log probabilities of one token under the model itself.
+
+    Attributes:
+        token_id, logprob, rank: of the token; rank 1 is the most likely.
+        top: (token id, log probability) of the most likely tokens.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Generation:
+    """What was generated. A notebook shows the text on colours that tell where each token came from.
+
+    Attributes:
+        token_ids: with the stop token, if one ended it.
+        text: without the stop token or stop string, unless `include_stop_str_in_output`.
+        logprobs: one entry a token if `SamplingParams.logprobs` is set, else None.
+        finish_reason: "stop" or "length".
+        stop_reason: the stop string or the id of `stop_token_ids` that ended it; else None (vLLM's rule).
+        stats: counters and times.
+        prompt_token_ids: the prompt as it was fed.
+        prompt_logprobs: entries for the prompt's tokens (None for the first) if asked for, else None.
+        token_texts: what each token adds to `text`; () without `detokenize`. A token that ends inside a character adds
+            nothing, the one that completes the character adds it.
+        origins: where each token came from, None for plain decoding.
+        seed: of the noise that drew it.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprobs, ...] | None
+    finish_reason: str
+    stats: GenerationStats
+    prompt_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    token_texts: tuple[str, ...] = ()
+    origins: tuple[Origin, ...] | None = None
+    seed: int = 0
+    stop_reason: str | int | None = None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Generated tokens over the seconds of decoding them, prompt and compiling excluded; None without time.
+
+        Of a batch, those seconds are of the whole batch.
+        """
+        return self.stats.decode_tokens / self.stats.decode_s if self.stats.decode_s else None
+
+    def __str__(self) -> str:
+        """The text."""
+        return self.text
+
+    def __repr__(self) -> str:
+        """The beginning of the text, then how many tokens it has and why it ended, in one line."""
+        text = self.text if len(self.text) <= _SHOWN else self.text[:_SHOWN] + "…"
+        return f"Generation({text!r}, {len(self.token_ids)} tokens, finish_reason={self.finish_reason!r})"
+
+    def _repr_html_(self) -> str:
+        """The text; each token on the colour of its origin, drafted ones the darker the later in their draft."""
+        if self.origins is None or not self.token_texts:
+            return notebook.block(notebook.span(self.text))
+        return to_html(zip(self.token_texts, self.origins, strict=True))
+
+
+def decode(session: Session, advance: Callable[[int], None], *, rounds: int = NOTED_ROUNDS) -> dict[int, TokenText]:
+    """Runs a session to its end.
+
+    Args:
+        session: one that is `noting` where there are stop strings.
+        advance: runs so many of its rounds.
+        rounds: between two looks for stop strings.
+
+    Returns:
+        The texts of the sequences with stop strings, by index.
+    """
+    texts = {b: TokenText(session.model.tokenizer, s.params) for b, s in enumerate(session.sequences) if s.params.stop}
+    if not texts:
+        advance(ALL_ROUNDS)
+    while Finish.RUNNING in session.finish:
+        advance(rounds)
+        read_texts(session, texts)
+    return texts
+
+
+def read_texts(session: Session, texts: dict[int, TokenText]) -> dict[int, list[tuple[int, str]]]:
+    """Takes new tokens into the texts, and ends the sequences where a stop string was found; new pieces by index."""
+    tokens, finish = _text_tokens(session), session.finish
+    new = {b: text for b, text in texts.items() if not text.ended}
+    pieces = {b: t.push(tokens[b][t.count :], last=finish[b] != Finish.RUNNING) for b, t in new.items()}
+    if session.noting:
+        session.end({b: text.count for b, text in new.items() if text.found})
+    return pieces
+
+
+def _text_tokens(session: Session) -> list[np.ndarray]:
+    """Tokens that make text, by sequence: a stop id at the end is left out, unless it is asked for."""
+    stop_ids, out = np.asarray(session.job.stop_ids), []
+    for tokens, finish, sequence, ids in zip(
+        session.tokens(), session.finish, session.sequences, stop_ids, strict=True
+    ):
+        by_id = finish == Finish.STOP and len(tokens) and tokens[-1] in ids
+        out.append(tokens[:-1] if by_id and not sequence.params.include_stop_str_in_output else tokens)
+    return out
+
+
+def generations(session: Session, texts: dict[int, TokenText]) -> list[Generation]:
+    """Results of all sequences. What is on the device is fetched once."""
+    finish, tokens, shown, counters = session.finish, session.tokens(), _text_tokens(session), session.counters()
+    policies = session.policies() or [None] * len(tokens)
+    scores = None if session.state.scores is None else tuple(np.asarray(a) for a in session.state.scores)
+    origins = session.origins() or [None] * len(tokens)
+    out = []
+    for b, sequence in enumerate(session.sequences):
+        params = sequence.params
+        if finish[b] == Finish.FAILED:
+            raise UserError(
+                f"{session.model.path}: the model's logits after {len(tokens[b])} tokens hold NaN or allow no token"
+            )
+        text = texts.get(b) or TokenText(session.model.tokenizer, params)
+        if not text.ended:
+            text.push(shown[b], last=True)
+        after = [""] * (len(tokens[b]) - text.count)  # a stop token
+        stats = GenerationStats(
+            counters=counters[b],
+            load_s=session.model.load_s,
+            compile_s=session.compile_s,
+            prefill_s=session.prefill_s,
+            prefill_tokens=len(sequence.prompt) - 1,
+            decode_s=session.decode_s,
+            decode_tokens=len(tokens[b]),
+            policy=policies[b],
+        )
+        generation = Generation(
+            token_ids=tuple(tokens[b].tolist()),
+            text=text.text if params.detokenize else "",
+            logprobs=None if scores is None else _logprobs(sequence, [a[b] for a in scores], tokens[b]),
+            finish_reason="stop" if finish[b] == Finish.STOP else "length",
+            stats=stats,
+            prompt_token_ids=tuple(sequence.prompt.tolist()),
+            prompt_logprobs=_prompt_logprobs(session, sequence),
+            token_texts=(*text.texts, *after) if params.detokenize else (),
+            origins=origins[b],
+            seed=sequence.seed,
+            stop_reason=text.found or _stop_id(finish[b], tokens[b], params),
+        )
+        out.append(generation)
+    return out
+
+
+def _stop_id(finish: Finish, tokens: np.ndarray, params: SamplingParams) -> int | None:
+    """The id of `stop_token_ids` that ended the tokens."""
+    last = int(tokens[-1]) if finish == Finish.STOP and len(tokens) else None
+    return last if last in params.stop_token_ids else None
+
+
+def _logprobs(sequence: Sequence, scores: Seq[np.ndarray], tokens: np.ndarray) -> tuple[TokenLogprobs, ...] | None:
+    """From one sequence's rows of `DecodeState.scores`."""
+    asked, start = sequence.params.logprobs, len(sequence.prompt)
+    if asked is None:
+        return None
+    chosen, rank, top, ids = scores
+    keep = top.shape[1] if asked == -1 else asked
+    return tuple(
+        TokenLogprobs(
+            int(t), float(chosen[i]), int(rank[i]), tuple(zip(ids[i, :keep].tolist(), top[i, :keep].tolist()))
+        )
+        for i, t in enumerate(tokens, start)
+    )
+
+
+def _prompt_logprobs(session: Session, sequence: Sequence) -> tuple[TokenLogprobs | None, ...] | None:
+    asked = sequence.params.prompt_logprobs
+    if asked is None:
+        return None
+    logits = session.model.logits(sequence.prompt)[:-1].astype(np.float64)
+    logits -= np.logaddexp.reduce(logits, axis=1, keepdims=True)
+    out: list[TokenLogprobs | None] = [None]
+    for row, token in zip(logits, sequence.prompt[1:], strict=True):
+        best = np.argsort(-row, kind="stable")[: len(row) if asked == -1 else asked]
+        rank = 1 + int((row > row[token]).sum())
+        out.append(TokenLogprobs(int(token), float(row[token]), rank, tuple((int(i), float(row[i])) for i in best)))
+    return tuple(out)
+
+
+def best_of(group: list[Generation], params: SamplingParams) -> list[Generation]:
+    """The n most likely of best_of completions, the likeliest first."""
+    if len(group) <= params.n:
+        return group
+    total = [sum(t.logprob for t in g.logprobs) for g in group]
+    order = sorted(range(len(group)), key=lambda i: -total[i])
+    best = [group[i] for i in order[: params.n]]
+    return [dataclasses.replace(g, logprobs=None) for g in best] if params.logprobs is None else best
