@@ -290,7 +290,7 @@ def test_bad_prompts(model, prompt, says):
     ("options", "says"),
     [
         ({"max_tokens": 0}, "max_tokens=0"),
-        ({"max_tokens": "x"}, "max_tokens='x'"),
+        ({"max_tokens": "x"}, "max_tokens=x must be a whole number"),
         ({"temprature": 1}, "did you mean 'temperature'"),
         ({"temperature": -1}, "temperature=-1"),
         ({"n": 2}, "greedy"),
