@@ -12,7 +12,7 @@ import numpy as np
 from gguf import GGUFValueType, GGUFWriter, quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 
-from specsparse.engine import k_quants
+from specsparse.engine.gguf import k_quants
 from specsparse.engine.gguf.reader import GGUFFile
 from specsparse.errors import UserError
 from specsparse.support.atomic import need_folder, replacing

@@ -7,8 +7,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as GGML
 
 import specsparse
-from specsparse.engine import k_quants
-from specsparse.engine.gguf import requantise
+from specsparse.engine.gguf import k_quants, requantise
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
 from specsparse.models import catalogue
