@@ -1,6 +1,7 @@
 """One speculative round as a step of `engine.generate.run`: draft, one forward of the target, verdict, commit."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from specsparse.engine.sampling.pipeline import LawConfig, SamplingKernels, chai
 from specsparse.errors import UserError
 from specsparse.speculative import origins
 from specsparse.speculative.base import (
+    PAD,
     Draft,
     DraftContext,
     Drafted,
@@ -104,6 +106,27 @@ class Round:
         return self.forward(
             params[0], _rows(state, draft), cache, n_valid_B=n_valid_B, parents_Bn=parents_Bn, want=want
         )
+
+    def judge(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> Verdict:
+        """`accept`. Where nobody drafted anything only the root's row goes through it.
+
+        Laws and draws take time for each row there is room for, also for those that hold nothing.
+        """
+        K = draft.max_nodes
+
+        def rows(width: int) -> Verdict:
+            part = draft._replace(
+                tokens=draft.tokens[:, :width],
+                parents=draft.parents[:, :width],
+                q=None if draft.q is None else draft.q[:, :width],
+            )
+            verdict = self.accept(job, state, part, logits_BnV[:, : width + 1])
+            more = [(0, 0), (0, K - width)]
+            tokens, nodes = (jnp.pad(x, more, constant_values=PAD) for x in (verdict.tokens, verdict.nodes))
+            return verdict._replace(tokens=tokens, nodes=nodes)
+
+        needs_node = self.verifier.needs_p or isinstance(self.verifier.rule, SyntheticRates)
+        return jax.lax.cond(jnp.any(draft.count > 0), partial(rows, K), partial(rows, min(K, int(needs_node))))
 
     def targets(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> jax.Array:
         """int32[B, K+1], the target's own token at each row; -1 where its law is none."""
@@ -265,7 +288,7 @@ def make_step(
         with jax.named_scope("verify"):
             out, cache = pieces.verify(params, state, drafted.draft, drafted.cache)
         with jax.named_scope("accept"):
-            verdict = pieces.accept(job, state, drafted.draft, out.logits)
+            verdict = pieces.judge(job, state, drafted.draft, out.logits)
         with jax.named_scope("commit"):
             after = pieces.commit(params, job, state, cache, drafted, verdict, out)
         _check_state(drafter, after.drafter, state.drafter)

@@ -177,7 +177,7 @@ def measure_alpha(verifier: Verifier, draft: Draft, p_BnV: jax.Array, verdict: V
 
     Sampled drafts: `token` sum_x min(p, q), `match` sum_x p q; one-hot drafts: p(x). Where `has_alpha` is false, zeros.
     """
-    if not has_alpha(verifier):
+    if not has_alpha(verifier) or not draft.max_nodes:
         return verdict
     join = jnp.multiply if isinstance(verifier.rule, Match) else jnp.minimum
 

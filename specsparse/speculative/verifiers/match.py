@@ -46,5 +46,7 @@ def follow(rule: Match, draft: Draft, target_Bn: jax.Array, b: jax.Array) -> Mat
         return next_node(node + 1), MatchEnd(node + 1, nodes_K, end.accepted + 1)
 
     start = MatchEnd(jnp.int32(0), jnp.full((K,), PAD, jnp.int32), jnp.int32(0))
+    if not K:
+        return start
     _, end = jax.lax.while_loop(lambda c: c[0] < K, step, (next_node(start.at), start))
     return end
