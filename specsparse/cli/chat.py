@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--draft", metavar="FILE", help="a draft model: the drafter is then model")
     add("--verifier", metavar="NAME", help="the first lossless one that fits the draft")
-    add("--gamma", type=int, default=4, metavar="N", help="tokens drafted in a round (%(default)s)")
+    add("--gamma", type=int, metavar="N", help="tokens drafted in a round; by default as many as pay, up to 4")
     add("--system", metavar="TEXT", help="a system message")
     add("--prompt", metavar="TEXT", help="answer this one message and end; - reads it from the standard input")
     add("--seed", type=int, default=0, help="of the noise; each answer adds one (%(default)s)")

@@ -12,6 +12,7 @@ from specsparse import api
 from specsparse.cli.conversation import Conversation
 from specsparse.errors import UserError
 from specsparse.runtime.metrics import Counters
+from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.speculative.method import choose_verifier, make_drafter
 from specsparse.speculative.origins import KINDS, PLAIN, Origin
 from specsparse.speculative.policies.base import Fixed
@@ -32,12 +33,12 @@ _END = ("/exit", "/quit")
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """A method as the user says it; the names are those of the options."""
+    """A method as the user says it; the names are those of the options. Without a gamma drafts are as long as pays."""
 
     drafter: str
     draft: str | None = None
     verifier: str | None = None
-    gamma: int = 4
+    gamma: int | None = None
 
     @property
     def name(self) -> str:
@@ -61,7 +62,9 @@ class How:
             given[key] = value
         if not str(given.get("gamma", 1)).isdecimal():
             raise UserError(f"gamma={given['gamma']} must be a whole number of at least 1")
-        return dataclasses.replace(self, **{**given, "gamma": int(given.get("gamma", self.gamma))})
+        if "gamma" in given:
+            given["gamma"] = int(given["gamma"])
+        return dataclasses.replace(self, **given)
 
     def method(self, temperature: float) -> dict[str, Any]:
         """`drafter` and `verifier` for a generation; {} for plain decoding.
@@ -69,15 +72,20 @@ class How:
         Raises:
             UserError: unknown names, or a pair that does not fit.
         """
-        if self.gamma < 1:
+        if self.gamma is not None and self.gamma < 1:
             raise UserError(f"--gamma {self.gamma} must be at least 1")
         if self.name == "none":
             if self.verifier:
                 raise UserError("--verifier needs a drafter")
             return {}
-        drafter = make_drafter(self.name, {"model": self.draft} if self.draft else {}, Fixed(self.gamma))
+        options = {"model": self.draft} if self.draft else {}
+        if self.gamma is None:
+            drafter = get_drafter(self.name, **options)
+        else:
+            drafter = make_drafter(self.name, options, Fixed(self.gamma))
         verifier = choose_verifier(drafter, self.verifier, temperature=temperature, drafted_by=self.name)
-        return {"drafter": drafter, "verifier": verifier}
+        by_name = self.gamma is None and not options
+        return {"drafter": self.name if by_name else drafter, "verifier": verifier}
 
 
 class Chat:
@@ -198,7 +206,8 @@ class Chat:
             self._note("plain decoding")
             return
         draft = f" {self._how.draft}" if self._how.draft else ""
-        self._note(f"drafter {self._how.name}{draft}, verifier {method['verifier'].name}, gamma {self._how.gamma}")
+        gamma = "as pays" if self._how.gamma is None else self._how.gamma
+        self._note(f"drafter {self._how.name}{draft}, verifier {method['verifier'].name}, gamma {gamma}")
 
     def _use(self, how: How) -> None:
         """Answers by this method from now on; a draft model is loaded here."""

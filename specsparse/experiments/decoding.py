@@ -23,6 +23,7 @@ from specsparse.measure.repeats import Repeats, Width
 from specsparse.models import catalogue
 from specsparse.report import display, record
 from specsparse.report.record import PLAIN, SAME_TEXT_VERIFIERS, Pass
+from specsparse.runtime.times.defaults import KEPT
 from specsparse.speculative.base import Verifier
 from specsparse.speculative.drafters.synthetic import LABEL as SYNTHETIC
 from specsparse.speculative.method import choose_verifier, make_drafter
@@ -117,8 +118,11 @@ def bar(out: Console) -> Bar:
 
 def policy(cfg: RunConfig, found: Measured | None = None) -> Any:
     """The draft-length policy; one that reads times is made with placeholders where none are given."""
-    options = {**cfg.policy.options, **(found or measured.for_checking(cfg)).policy}
-    return get_policy(cfg.policy.name, gamma=cfg.policy.gamma, **options)
+    given = {key: value for key, value in cfg.policy.options.items() if value not in (None, KEPT)}
+    options = {**(found or measured.for_checking(cfg)).policy, **given}
+    if cfg.policy.name == measured.AUTO_OFF and cfg.tree.name != measured.CHAIN and "inner" not in options:
+        options["inner"] = "fixed"
+    return get_policy(cfg.policy.name, gamma=measured.gamma_of(cfg), **options)
 
 
 def tree(cfg: RunConfig, found: Measured | None = None) -> Any:

@@ -4,23 +4,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specsparse.api import make_method
+from specsparse.api import bind, make_method
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.experiments.config import RunConfig, sampling_params
 from specsparse.measure.costs import drafts, ranks
 from specsparse.measure.costs.progress import Bar, silent
 from specsparse.runtime.session import Method
+from specsparse.runtime.times.defaults import KEPT, draft_share, policy_times
 from specsparse.runtime.times.kept import CostTable, DraftCost
 from specsparse.runtime.times.stamp import cost_key
 from specsparse.speculative.base import Verifier
+from specsparse.speculative.drafters.plan import DrafterPlan
 from specsparse.speculative.method import choose_verifier, make_drafter
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.tree import TreeTemplate
-from specsparse.speculative.trees import get_tree, static_tree
+from specsparse.speculative.trees import TreeShape, get_tree, static_tree
 
 SEQUOIA = "sequoia"
 NO_DRAFTER = "none"
 CHAIN = "chain"
+AUTO_OFF = "auto_off"
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ def left_out(options: Mapping[str, Any], *names: str) -> list[str]:
 def needed(cfg: RunConfig) -> bool:
     """Whether the policy or the tree reads what the config leaves out."""
     tree = left_out(cfg.tree.options, "acceptance", "cost", "level_cost") if cfg.tree.name == SEQUOIA else []
-    return cfg.drafter.name != NO_DRAFTER and bool(left_out(cfg.policy.options, "v", "prior") or tree)
+    policy = left_out(cfg.policy.options, "v", "prior") or cfg.policy.options.get("v") == KEPT
+    return cfg.drafter.name != NO_DRAFTER and bool(policy or tree)
 
 
 def measure(cfg: RunConfig, model: Any, prompts: Callable[[], Sequence[Sequence[int]]], bar: Bar = silent) -> Measured:
@@ -59,6 +63,8 @@ def measure(cfg: RunConfig, model: Any, prompts: Callable[[], Sequence[Sequence[
     policy, tree = {}, {}
     if left_out(cfg.policy.options, "v"):
         policy |= _times(cfg, model, bar)
+    elif cfg.policy.options.get("v") == KEPT:
+        policy |= _kept_times(cfg, model)
     if left_out(cfg.policy.options, "prior"):
         policy["prior"] = round(_rates(cfg, model, None, prompts(), bar)[0], 2)
     if cfg.tree.name == SEQUOIA:
@@ -74,8 +80,28 @@ def measure(cfg: RunConfig, model: Any, prompts: Callable[[], Sequence[Sequence[
 def _times(cfg: RunConfig, model: Any, bar: Bar) -> dict[str, Any]:
     """v, c and c0 of chains."""
     table, key = drafts.table_for(model, cfg.drafter.name, cfg.drafter.options, bar=bar)
-    found = table.policy_options(cfg.policy.gamma, key)
+    found = table.policy_options(gamma_of(cfg), key)
     return {"v": [round(t, 2) for t in found["v"]], "c": round(found["c"], 2), "c0": round(found["c0"], 2)}
+
+
+def _kept_times(cfg: RunConfig, model: Any) -> dict[str, Any]:
+    """The same without measuring: what was kept, or a guess."""
+    drafter = make_drafter(cfg.drafter.name, cfg.drafter.options, Fixed(gamma_of(cfg)))
+    share = draft_share(model, bind(model, drafter)) if isinstance(drafter, DrafterPlan) else 0.0
+    shape = shape_of(cfg)
+    levels = None if shape is None else shape.max_depth
+    return policy_times(model, gamma_of(cfg), cfg.drafter.name, cfg.drafter.options, share=share, levels=levels)
+
+
+def shape_of(cfg: RunConfig) -> TreeShape | None:
+    """The shape of the drafts as far as it is known before anything is measured, None for chains."""
+    return get_tree(cfg.tree.name, **cfg.tree.options)
+
+
+def gamma_of(cfg: RunConfig) -> int:
+    """Most nodes that the policy may allow. Of a tree, where nodes are no draft lengths, `auto_off` allows all."""
+    shape = shape_of(cfg)
+    return shape.max_nodes if shape is not None and cfg.policy.name == AUTO_OFF else cfg.policy.gamma
 
 
 def draft_key(cfg: RunConfig) -> str:
@@ -182,4 +208,5 @@ def _tree_drafter(cfg: RunConfig, template: TreeTemplate, draw: str) -> Any:
 
 def for_checking(cfg: RunConfig) -> Measured:
     """Placeholders with which a config is checked before anything is measured."""
-    return Measured(policy={"v": [1.0] * (cfg.policy.gamma + 1)} if left_out(cfg.policy.options, "v") else {})
+    unknown = left_out(cfg.policy.options, "v") or cfg.policy.options.get("v") == KEPT
+    return Measured(policy={"v": [1.0] * (gamma_of(cfg) + 1)} if unknown else {})

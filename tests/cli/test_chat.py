@@ -134,7 +134,7 @@ def test_method_shows_and_changes_the_method(chat):
         talk.take(line)
         return out.getvalue().strip()
 
-    assert said("/method") == "drafter prompt_lookup, verifier greedy, gamma 4"
+    assert said("/method") == "drafter prompt_lookup, verifier greedy, gamma as pays"
     assert said("/method suffix gamma=2") == "drafter suffix, verifier greedy, gamma 2"
     assert said("/method verifier=match") == "drafter suffix, verifier match, gamma 2"
     assert said("/method gamma=3") == "drafter suffix, verifier greedy, gamma 3"

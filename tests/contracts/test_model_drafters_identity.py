@@ -32,7 +32,7 @@ METHODS = {
     "p_split": ("warm", "layer_skip", {"layers": [0, 1], "tree": get_tree("p_split", nodes=8, p_split=0.02)}),
     "p_min": ("warm", "model", {"p_min": 0.2}),
     "head": ("greedy", "head", {}),
-    "lookup_head": ("sharp", "lookup_head", {"ngram_min": 3}),
+    "lookup_head": ("sharp", "lookup_head", {"ngram_min": 3, "p_min": 0.0}),
     "head_drawn": ("greedy", "head", {"temperature": 0.4}),
     "head_tree": ("warm", "head", {"tree": get_tree("dynamic", total=9, depth=4, top_k=3)}),
 }

@@ -107,7 +107,7 @@ def test_values_arrive():
     cfg = config.from_omegaconf(
         composed("policy.gamma=3", "model.rope_base=10000", "data.tasks=[code]", "sampling.top_p=0.9", "tracker=wandb")
     )
-    assert cfg.policy == config.PolicySpec("fixed", 3)
+    assert (cfg.policy.name, cfg.policy.gamma) == ("auto_off", 3)
     assert cfg.model.overrides() == {"rope_base": 10000.0}
     assert cfg.data.tasks == ("code",)
     assert cfg.tracker.options == {"mode": "offline", "project": "specsparse", "group": None}

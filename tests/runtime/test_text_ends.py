@@ -25,7 +25,7 @@ from specsparse.testing import write_tiny_gguf
 
 LETTERS = [3 + b for b in b"abcd"]
 LAW = SamplingParams(temperature=1.0, max_tokens=60, ignore_eos=True, allowed_token_ids=LETTERS)
-AUTO_OFF = get_policy("auto_off", v=(1.0, 1.3, 1.6, 1.9, 2.2), gamma=4, every=2, probe=1)
+AUTO_OFF = get_policy("auto_off", v=(1.0, 1.3, 1.6, 1.9, 2.2), gamma=4, inner="fixed", every=2, probe_share=1.0)
 
 
 @pytest.fixture(scope="module")

@@ -212,7 +212,9 @@ def test_mistakes_are_one_line(model, file, tmp_path):
 def test_lookup_drafts_where_it_can_and_the_head_elsewhere(model, file):
     texts = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [3, 9, 27, 81, 10, 30]]
     drafter, weights = (lambda b: (b.drafter, b.weights(C)))(
-        get_drafter("lookup_head", gamma=K, head=str(file)).bind(model, MakeModel(lambda spec: model, sparse_twin))
+        get_drafter("lookup_head", gamma=K, head=str(file), p_min=0.0).bind(
+            model, MakeModel(lambda spec: model, sparse_twin)
+        )
     )
     head_drafter, head_weights = bound(model, file)
     lookup = get_drafter("prompt_lookup", gamma=K, ngram_min=2)
@@ -234,7 +236,7 @@ def test_lookup_drafts_where_it_can_and_the_head_elsewhere(model, file):
 def test_lookup_beside_a_head_that_draws(model, file):
     """Copied tokens count as drawn from laws of one token; the head's laws stay as they are."""
     texts = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [3, 9, 27, 81, 10, 30]]
-    plan = get_drafter("lookup_head", gamma=K, head=str(file), temperature=0.7)
+    plan = get_drafter("lookup_head", gamma=K, head=str(file), temperature=0.7, p_min=0.0)
     joined = plan.bind(model, MakeModel(lambda spec: model, sparse_twin))
     drafter, weights = joined.drafter, joined.weights(C)
     alone, head_weights = bound(model, file, temperature=0.7)

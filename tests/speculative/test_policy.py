@@ -47,11 +47,15 @@ def view(**fields):
 
 
 def lengths(policy, rounds):
-    """Lengths asked for before, between and after rounds of (accepted, tested), for one sequence."""
+    """Lengths asked for before, between and after rounds of (accepted, tested), for one sequence.
+
+    A third number is the tokens drafted where they are fewer than were asked for.
+    """
     state, update = policy.init(1), jax.jit(policy.update)
     found = [int(policy.length(state)[0])]
-    for accepted, tested in rounds:
-        state = update(state, verdict([accepted], [tested]))
+    for accepted, tested, *drafted in rounds:
+        count = drafted[0] if drafted else found[-1] if tested else 0
+        state = update(state, verdict([accepted], [tested]), jnp.array([count], jnp.int32))
         found.append(int(policy.length(state)[0]))
     return found
 
@@ -62,13 +66,13 @@ def test_every_policy_keeps_the_contract(name):
     policy, traces = policy_of(name), []
     assert hash(policy) == hash(policy_of(name))
 
-    def step(state, ctx, verdict):
+    def step(state, ctx, verdict, count):
         traces.append(1)
         budget = policy.budget(state, ctx)
         look = view(top=[0.5] * 3, top10=[0.6] * 3, entropy=[1.0] * 3, last=[0.3] * 3)
         if ctx.length.shape[0] == 1:
             look = jax.tree.map(lambda x: x[:1], look)
-        return budget, policy.stop(state, look), policy.keep(state, budget), policy.update(state, verdict)
+        return budget, policy.stop(state, look), policy.keep(state, budget), policy.update(state, verdict, count)
 
     compiled = jax.jit(step)
     ctx = draft_context([[1], [2], [3]], capacity=4, budget=[0, 3, 100])
@@ -77,12 +81,14 @@ def test_every_policy_keeps_the_contract(name):
     for _ in range(4):
         tested = rng.integers(0, 5, 3)
         accepted = np.maximum(tested - rng.integers(0, 2, 3), 0)
-        budget, stop, keep, state = compiled(state, ctx, verdict(accepted, tested))
+        count = jnp.array(np.where(tested > 0, 4, 0), jnp.int32)
+        budget, stop, keep, state = compiled(state, ctx, verdict(accepted, tested), count)
         assert budget.dtype == keep.dtype == jnp.int32 and stop.dtype == bool
         assert ((budget >= 0) & (budget <= jnp.minimum(ctx.budget, policy.gamma)) & (keep <= budget)).all()
         for b in range(3):
             single = jax.tree.map(lambda x, b=b: x[b : b + 1], ctx)
-            *got, alone[b] = compiled(alone[b], single, verdict(accepted[b : b + 1], tested[b : b + 1]))
+            own = verdict(accepted[b : b + 1], tested[b : b + 1])
+            *got, alone[b] = compiled(alone[b], single, own, count[b : b + 1])
             for x, y in zip(got, (budget, stop, keep)):
                 assert x[0] == y[b]
     assert len(traces) == 2  # B = 3 and B = 1
@@ -167,7 +173,7 @@ def test_acceptance_counted_from_verdicts_gives_the_best_length(name):
     tested, accepted = (float(jnp.sum(x)) for x in (got.tested, got.accepted))
     assert accepted / tested == pytest.approx(alpha, abs=4 * np.sqrt(alpha * (1 - alpha) / tested))  # 4 sd = 0.016
     cost = CostModel(V_TABLE, c=0.05, c0=0.3, weight=1e-3, memory=1.0)
-    sums = cost.update(cost.init(rounds), got)
+    sums = cost.update(cost.init(rounds), got, count_B)
     total = jax.tree.map(lambda a: jnp.sum(a, keepdims=True), sums)
     assert CostOptimal(8, cost=cost, least=0).length(total).tolist() == [best_length(alpha, cost, 8)[0]]
 
@@ -176,9 +182,10 @@ def test_acceptance_estimate_fades_and_ignores_rounds_without_a_draft():
     cost = CostModel(V_TABLE, prior=0.5, weight=2.0, memory=0.5)
     state = cost.init(1)
     assert float(cost.alpha(state)[0]) == 0.5
-    state = cost.update(cost.update(state, verdict([4], [4])), verdict([0], [0]))
+    some, none = jnp.array([4], jnp.int32), jnp.array([0], jnp.int32)
+    state = cost.update(cost.update(state, verdict([4], [4]), some), verdict([0], [0]), none)
     assert float(cost.alpha(state)[0]) == pytest.approx((4 + 1) / (4 + 2))
-    state = cost.update(state, verdict([1], [2]))
+    state = cost.update(state, verdict([1], [2]), some)
     assert float(cost.alpha(state)[0]) == pytest.approx((2 + 1 + 1) / (2 + 2 + 2))
 
 
@@ -192,7 +199,7 @@ def simulate(policy, cost, alphas, seed=0):
         g = int(length(state)[0])
         misses = np.flatnonzero(rng.random(g) >= alpha)
         accepted = int(misses[0]) if len(misses) else g
-        state = update(state, verdict([accepted], [min(accepted + 1, g)]))
+        state = update(state, verdict([accepted], [min(accepted + 1, g)]), jnp.array([g], jnp.int32))
         tokens, time = tokens + accepted + 1, time + cost.time(g)
         asked.append(g)
     return tokens / time, asked
@@ -217,7 +224,7 @@ def test_auto_off_stays_on_when_drafts_are_good_and_comes_back():
 
 def test_auto_off_probes_until_a_draft_is_tested():
     """A lookup that finds nothing costs nothing, and says nothing; a failed probe doubles the wait."""
-    policy = AutoOff(4, inner=Fixed(4), cost=CostModel(V_TABLE, weight=0.01), every=3)
+    policy = AutoOff(4, inner=Fixed(4), cost=CostModel(V_TABLE, weight=0.01), probe=2, every=3, probe_share=1.0)
     asked = lengths(policy, [(0, 1), *[(0, 0)] * 5, (0, 1), *[(0, 0)] * 6, (0, 1), (0, 0)])
     assert asked == [4, 0, 0, 0, 2, 2, 2, *[0] * 6, 2, 0, 0]
     rounds = [(0, 1), *[(0, 0)] * 3, (0, 1), *[(0, 0)] * 6, (0, 1), *[(0, 0)] * 7]
@@ -225,7 +232,7 @@ def test_auto_off_probes_until_a_draft_is_tested():
 
 
 def test_auto_off_takes_a_whole_probe_for_a_whole_draft():
-    policy = AutoOff(4, inner=Fixed(4), cost=CostModel(V_TABLE, weight=0.01), every=3)
+    policy = AutoOff(4, inner=Fixed(4), cost=CostModel(V_TABLE, weight=0.01), probe=2, every=3, probe_share=1.0)
     assert lengths(policy, [(0, 1), *[(0, 0)] * 3, (2, 2)]) == [4, 0, 0, 0, 2, 4]
 
 
@@ -234,7 +241,7 @@ def test_auto_off_predicts_from_the_tokens_that_drafts_brought():
     policy = AutoOff(4, inner=Fixed(4), cost=CostModel(V_TABLE, weight=1e-6, memory=1.0), margin=0.01)
     state = policy.init(1)
     for accepted, tested in [(4, 4), (0, 1), (0, 0), (0, 1), (0, 1)]:
-        state = policy.update(state, verdict([accepted], [tested]))
+        state = policy.update(state, verdict([accepted], [tested]), jnp.array([4 if tested else 0], jnp.int32))
     assert float(policy.predicted(state)[0]) == pytest.approx(2 / V_TABLE[4], rel=1e-5)
 
 
@@ -255,7 +262,7 @@ def test_names_of_the_field():
     assert get_policy("hf_heuristic", num_assistant_tokens=6) == Heuristic(16, start=6)
     assert get_policy("confidence", num_assistant_tokens=6) == Confidence(6, threshold=0.4)
     inner = get_policy("auto_off", gamma=4, v=list(V_TABLE), inner="cost", c=0.1).inner
-    assert inner == CostOptimal(4, cost=CostModel(V_TABLE, c=0.1))
+    assert inner == CostOptimal(4, cost=CostModel(V_TABLE, c=0.1, weight=6.0, memory=0.95))
     assert get_policy("fixed", n_min=None) == Fixed(7)
 
 

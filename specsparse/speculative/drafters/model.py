@@ -138,7 +138,7 @@ class ModelDrafter(Drafter):
         fed_B = jnp.maximum(feedback.draft.count - 1, 0)
         kept_B = jnp.minimum(feedback.verdict.accepted, fed_B)
         source = self.source.keep(params, state.source, ctx, feedback, rows_Bm=None, count_B=kept_B)
-        return ModelState(source, self.policy.update(state.policy, feedback.verdict))
+        return ModelState(source, self.policy.update(state.policy, feedback.verdict, feedback.draft.count))
 
     def _add(self, params, state, ctx, chain: _Chain, logits_BN, i, budget_B) -> _Chain:
         """Node i of the sequences that are live, from the logits before it, unless the policy stops there."""

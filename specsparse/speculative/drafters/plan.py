@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -35,10 +36,16 @@ class Bound(NamedTuple):
     Attributes:
         drafter: static.
         weights: cache capacity of the target -> the drafter's weights.
+        bytes_per_token: of weights that drafting a token reads.
     """
 
     drafter: Drafter
     weights: Callable[[int], Any]
+    bytes_per_token: int = 0
+
+    def under(self, policy: Policy) -> "Bound":
+        """The same drafter under that policy."""
+        return self._replace(drafter=with_policy(self.drafter, policy))
 
 
 class MakeModel(NamedTuple):
@@ -64,6 +71,7 @@ class Style:
         tree: shape of the drafts, None for a chain. It draws as it says, and the policy is then a budget.
         vocab: ids to score (FR-Spec's trimming), None for all.
         first: score the ids below it (and those that end a text) instead, None for all.
+        free: nobody said how long drafts are: `policy` may be replaced by one that suits the target and the machine.
     """
 
     policy: Policy
@@ -72,6 +80,7 @@ class Style:
     tree: TreeShape | None = None
     vocab: tuple[int, ...] | None = None
     first: int | None = None
+    free: bool = False
 
     def __post_init__(self):
         check_policy(self.policy, self.kind)
@@ -92,6 +101,10 @@ class Style:
                 f"siblings drawn as by tree=sampled_{self.kind.value} {outcome} at "
                 f"drafter.temperature={self.sampling.temperature:g}: set it above 0, or choose tree=static"
             )
+
+    def under(self, policy: Policy) -> "Style":
+        """The same with that policy, which somebody asked for."""
+        return dataclasses.replace(self, policy=policy, free=False)
 
     def ids(self, target: Model, available: int) -> np.ndarray | None:
         """The ids to score, ascending, of those below `available`; None for all."""
@@ -136,7 +149,15 @@ class DrafterPlan(abc.ABC):
         return False
 
     @abc.abstractmethod
+    def under(self, policy: Policy) -> "DrafterPlan":
+        """The same with that policy."""
+
     def bind(self, target: Model, make: MakeModel) -> Bound:
+        """The drafter for this target, under the policy of its style."""
+        return self.prepare(target, make).under(self.style.policy)
+
+    @abc.abstractmethod
+    def prepare(self, target: Model, make: MakeModel) -> Bound:
         """The drafter for this target; `make` makes the model that drafts."""
 
 
@@ -164,7 +185,11 @@ class ModelPlan(DrafterPlan):
         """Its matrices are its own, whole on each device."""
         return True
 
-    def bind(self, target: Model, make: MakeModel) -> Bound:
+    def under(self, policy: Policy) -> DrafterPlan:
+        """The same with that policy."""
+        return dataclasses.replace(self, how=self.how.under(policy))
+
+    def prepare(self, target: Model, make: MakeModel) -> Bound:
         """Loads the draft model where it is a path, and compares the vocabularies."""
         if self.model is None:
             raise UserError("drafter.model: a value is needed, the draft model's GGUF file")
@@ -183,7 +208,8 @@ class ModelPlan(DrafterPlan):
             params = model.params_for(source.capacity(capacity))
             return weights._replace(params=params if weights.head is None else params._replace(output=weights.head))
 
-        return Bound(_drafter(self.how, source, target), weights_for)
+        reads = _bytes(model.params.layers, model.params.output if weights.head is None else weights.head)
+        return Bound(_drafter(self.how, source, target), weights_for, reads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +234,11 @@ class LayerSkipPlan(DrafterPlan):
         """Unless it cuts rows of its own out of the target's output matrix."""
         return self.how.vocab is None and self.how.first is None
 
-    def bind(self, target: Model, make: MakeModel) -> Bound:
+    def under(self, policy: Policy) -> DrafterPlan:
+        """The same with that policy."""
+        return dataclasses.replace(self, how=self.how.under(policy))
+
+    def prepare(self, target: Model, make: MakeModel) -> Bound:
         """Checks the layers; no model is loaded."""
         c = target.config
         layers = default_layers(c.n_layers) if self.layers is None else self.layers
@@ -219,7 +249,9 @@ class LayerSkipPlan(DrafterPlan):
         weights, columns = _trim(self.how, target, target.params, c.vocab_size)
         vocab = VocabMap(c.vocab_size, c.vocab_size, columns)
         source = TargetLayers(target.forward, vocab, c.context_length, layers)
-        return Bound(_drafter(self.how, source, target), lambda capacity: weights)
+        own = [target.params.layers[layer] for layer in layers]
+        reads = _bytes(own, target.params.output if weights.head is None else weights.head)
+        return Bound(_drafter(self.how, source, target), lambda capacity: weights, reads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,7 +274,11 @@ class SparseSelfPlan(DrafterPlan):
         """How it drafts."""
         return self.how
 
-    def bind(self, target: Model, make: MakeModel) -> Bound:
+    def under(self, policy: Policy) -> DrafterPlan:
+        """The same with that policy."""
+        return dataclasses.replace(self, how=self.how.under(policy))
+
+    def prepare(self, target: Model, make: MakeModel) -> Bound:
         """Makes the twin; no model is loaded."""
         own = {"rule": self.rule, "share": self.share, "threshold": self.threshold, "text": self.text}
         twin = make.fewer(target, **{key: value for key, value in own.items() if value is not None})
@@ -250,7 +286,8 @@ class SparseSelfPlan(DrafterPlan):
         weights, columns = _trim(self.how, target, target.params, c.vocab_size)
         source = TargetLayers(twin.forward, VocabMap(c.vocab_size, c.vocab_size, columns), c.context_length, None)
         drafter = _drafter(self.how, source, target)
-        return Bound(drafter, lambda capacity: weights._replace(params=twin.params_for(capacity)))
+        reads = _bytes(twin.params.layers, target.params.output if weights.head is None else weights.head)
+        return Bound(drafter, lambda capacity: weights._replace(params=twin.params_for(capacity)), reads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,7 +307,11 @@ class HeadPlan(DrafterPlan):
         """How it drafts."""
         return self.how
 
-    def bind(self, target: Model, make: MakeModel) -> Bound:
+    def under(self, policy: Policy) -> DrafterPlan:
+        """The same with that policy."""
+        return dataclasses.replace(self, how=self.how.under(policy))
+
+    def prepare(self, target: Model, make: MakeModel) -> Bound:
         """Reads the head's file; no model is loaded."""
         c = target.config
         found = read_head(find(self.head, target.params.output_norm), c, floats=target.kernels.name != "native")
@@ -291,7 +332,8 @@ class HeadPlan(DrafterPlan):
             tree_rows=0 if how.tree is None else how.tree.max_rows,
         )
         weights = weights._replace(params=found.params)
-        return Bound(_drafter(how, source, target), lambda capacity: weights)
+        reads = _bytes(found.params.layer, found.params.fc_token, found.params.fc_hidden, weights.head)
+        return Bound(_drafter(how, source, target), lambda capacity: weights, reads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,10 +358,14 @@ class LookupHeadPlan(DrafterPlan):
         """K of the two."""
         return max(self.lookup.max_nodes, self.head.max_nodes)
 
-    def bind(self, target: Model, make: MakeModel) -> Bound:
+    def under(self, policy: Policy) -> DrafterPlan:
+        """The same with that policy."""
+        return dataclasses.replace(self, head=self.head.under(policy))
+
+    def prepare(self, target: Model, make: MakeModel) -> Bound:
         """Reads the head's file."""
-        bound = self.head.bind(target, make)
-        return Bound(Either(self.lookup, bound.drafter), bound.weights)
+        bound = self.head.prepare(target, make)
+        return bound._replace(drafter=Either(self.lookup, bound.drafter))
 
 
 def default_layers(count: int) -> tuple[int, ...]:
@@ -369,8 +415,12 @@ def _trim(how: Style, target: Model, params: Params, columns: int) -> tuple[Draf
     return DraftWeights(head=head, ids=jnp.asarray(ids), place=jnp.asarray(place)), len(ids)
 
 
+def _bytes(*weights: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+
+
 def _drafter(how: Style, source: Source, target: Model) -> Drafter:
     law = DraftLaw(how.sampling, source.vocab.columns, target.sampling_kernels)
     if how.tree is not None:
-        return with_policy(TreeDrafter(source, law, how.tree), how.policy)
+        return TreeDrafter(source, law, how.tree)
     return ModelDrafter(source, law, how.policy, how.draw)

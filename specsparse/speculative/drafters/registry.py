@@ -1,6 +1,7 @@
 """Drafters by name, with the option names of llama.cpp, vLLM and Hugging Face."""
 
 import math
+from functools import partial
 from typing import Any
 
 from specsparse.engine.sampling.params import SamplingParams
@@ -22,7 +23,7 @@ from specsparse.speculative.drafters.scripted import Scripted
 from specsparse.speculative.drafters.suffix import Suffix
 from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates
 from specsparse.speculative.options import MAX_GAMMA, Factory, Option, gamma_option, nearest
-from specsparse.speculative.policies.base import Fixed, PMin, Policy
+from specsparse.speculative.policies.base import SHORT_GAMMA, Fixed, PMin, Policy
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees import TreeShape, get_tree
 from specsparse.support.registry import Registry
@@ -30,9 +31,10 @@ from specsparse.support.registry import Registry
 GAMMA = gamma_option()
 
 
-def _prompt_lookup(nodes: int = 10, ngram_max: int | None = None, ngram_min: int | None = None) -> NGram:
-    """A bound that is not given adapts to the one that is; 1..3 where neither is."""
-    low = ngram_min if ngram_min is not None else 1
+def _prompt_lookup(nodes: int = SHORT_GAMMA, ngram_max: int | None = None, ngram_min: int | None = None) -> NGram:
+    """A bound that is not given adapts to the one that is; 2..3 where neither is (1..3 in the original: one-token
+    matches draft more than they win)."""
+    low = ngram_min if ngram_min is not None else min(2, ngram_max or 2)
     high = ngram_max if ngram_max is not None else max(3, low)
     return NGram.prompt_lookup(nodes, high, low)
 
@@ -57,7 +59,7 @@ def _scripted(
 
 
 def _style(
-    nodes: int = 4,
+    nodes: int | None = None,
     temperature: float = 0.0,
     draw: str | None = None,
     p_min: float = 0.0,
@@ -67,7 +69,12 @@ def _style(
     tree: TreeShape | str | None = None,
     **truncation: Any,
 ) -> Style:
-    """Argmax drafts at temperature 0, drawn ones above, unless `draw` says otherwise; `policy` excludes its parts."""
+    """Argmax drafts at temperature 0, drawn ones above, unless `draw` says otherwise; `policy` excludes its parts.
+
+    Where nothing says how long drafts are, the length is free.
+    """
+    free = nodes is None and policy is None and tree is None and p_min == n_min == 0
+    nodes = SHORT_GAMMA if nodes is None else nodes
     shape = get_tree(tree) if isinstance(tree, str) else tree
     if not isinstance(shape, TreeShape | None):
         raise UserError(f"drafter.tree is a tree or the name of one, not {type(shape).__name__}")
@@ -80,7 +87,7 @@ def _style(
     sampling = SamplingParams(temperature=temperature, **truncation)
     draw = draw or ("argmax" if sampling.greedy else "sampled")
     first, ids = read_ids(draft_vocab)
-    return Style(policy, sampling, _DRAWS[draw], shape, ids, first)
+    return Style(policy, sampling, _DRAWS[draw], shape, ids, first, free)
 
 
 def _model(model: Any = None, special_tokens: str | None = None, **style: Any) -> ModelPlan:
@@ -111,12 +118,19 @@ def _head(head: Any = None, **style: Any) -> HeadPlan:
 
 
 def _lookup_head(
-    head: Any = None, nodes: int = 4, ngram_max: int | None = None, ngram_min: int = 2, **style: Any
+    head: Any = None,
+    nodes: int | None = None,
+    ngram_max: int | None = None,
+    ngram_min: int | None = None,
+    p_min: float | None = None,
+    **style: Any,
 ) -> LookupHeadPlan:
-    """The policy rules the head's drafts; its gamma is that of both."""
+    """Each of the two is under the policy; its gamma is that of both. `p_min` is the head's, by default 0.6 where the
+    length of a draft is fixed and 0 under a policy."""
     policy = style.get("policy")
-    nodes = policy.gamma if isinstance(policy, Policy) else nodes
-    return LookupHeadPlan(_prompt_lookup(nodes, ngram_max, ngram_min), _head(head, nodes=nodes, **style))
+    fixed = policy is None and nodes is not None
+    plan = _head(head, nodes=nodes, p_min=p_min if p_min is not None else 0.6 if fixed else 0.0, **style)
+    return LookupHeadPlan(_prompt_lookup(plan.max_nodes, ngram_max, ngram_min), plan)
 
 
 _DRAWS = {
@@ -158,9 +172,11 @@ DRAFTERS: dict[str, Factory] = {
             "ngram_min": _NGRAM_MIN,
         },
     ),
-    "ngram_simple": Factory(NGram.ngram_simple, {"nodes": GAMMA, "size_n": _SIZE_N, "size_m": _SIZE_M}),
+    "ngram_simple": Factory(
+        partial(NGram.ngram_simple, nodes=SHORT_GAMMA), {"nodes": GAMMA, "size_n": _SIZE_N, "size_m": _SIZE_M}
+    ),
     "ngram_map": Factory(
-        NGram.ngram_map,
+        partial(NGram.ngram_map, nodes=SHORT_GAMMA),
         {
             "nodes": GAMMA,
             "size_n": _SIZE_N,
@@ -169,7 +185,7 @@ DRAFTERS: dict[str, Factory] = {
         },
     ),
     "suffix": Factory(
-        Suffix,
+        partial(Suffix, nodes=SHORT_GAMMA),
         {
             "nodes": GAMMA,
             "longest": Option(high=4096, aliases=("suffix_decoding_max_tree_depth",)),

@@ -9,8 +9,10 @@ import numpy as np
 
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext, Drafted, Drafter, DraftKind, Feedback
+from specsparse.speculative.drafters.either import Either
+from specsparse.speculative.drafters.model import ModelDrafter
 from specsparse.speculative.policies.base import Fixed, Policy, check_policy
-from specsparse.speculative.policies.cost import AutoOff
+from specsparse.speculative.policies.cost import AutoOff, CostOptimal
 
 
 class PolicyState(NamedTuple):
@@ -91,7 +93,8 @@ class WithPolicy(Drafter):
     def commit(self, params: Any, state: PolicyState, ctx: DraftContext, feedback: Feedback) -> PolicyState:
         """Both learn the verdict."""
         inner = self.drafter.commit(params, state.inner, ctx, feedback)
-        return state._replace(inner=inner, policy=self.policy.update(state.policy, feedback.verdict))
+        policy = self.policy.update(state.policy, feedback.verdict, feedback.draft.count)
+        return state._replace(inner=inner, policy=policy)
 
 
 def policy_reports(policy: Policy, state: Any, off_B: np.ndarray) -> list[PolicyReport]:
@@ -106,10 +109,16 @@ def policy_reports(policy: Policy, state: Any, off_B: np.ndarray) -> list[Policy
 def with_policy(drafter: Drafter, policy: Policy) -> Drafter:
     """The drafter under that policy; the drafter itself where the policy is to draft all it can.
 
+    A model drafter asks its own policy, which this one replaces; of two drafters each is under the policy by itself.
+
     Raises:
         UserError: the policy looks at draft laws, which this drafter has none of, or drops drawn tokens.
     """
     check_policy(policy, drafter.kind)
+    if isinstance(drafter, ModelDrafter):
+        return dataclasses.replace(drafter, policy=policy)
+    if isinstance(drafter, Either):
+        return Either(lookup_under(drafter.first, policy), with_policy(drafter.second, policy))
     if policy.needs:
         raise UserError(
             f"policy {type(policy).__name__} looks at the laws of the draft, and {type(drafter).__name__} has none: "
@@ -117,3 +126,17 @@ def with_policy(drafter: Drafter, policy: Policy) -> Drafter:
         )
     plain = isinstance(policy, Fixed) and policy.n_min <= 1 and policy.gamma >= drafter.max_nodes
     return drafter if plain else WithPolicy(drafter, policy)
+
+
+def lookup_under(lookup: Drafter, policy: Policy) -> Drafter:
+    """A lookup beside a model drafter under that one's policy, with drafts that cost nothing; a policy that looks at
+    draft laws leaves it alone."""
+    return lookup if policy.needs else with_policy(lookup, _free(policy))
+
+
+def _free(policy: Policy) -> Policy:
+    if isinstance(policy, AutoOff):
+        policy = dataclasses.replace(policy, inner=_free(policy.inner))
+    if not isinstance(policy, AutoOff | CostOptimal):
+        return policy
+    return dataclasses.replace(policy, cost=dataclasses.replace(policy.cost, c=0.0, c0=0.0))

@@ -14,6 +14,9 @@ import jax.numpy as jnp
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext, DraftKind, Verdict
 
+SHORT_GAMMA = 4
+"""Most tokens that a round drafts where nobody says how many: more of them cost more than they bring on most texts."""
+
 
 class LawView(NamedTuple):
     """What a model drafter shows before it draws node i from q_i; fields a policy does not name in `needs` are None.
@@ -80,8 +83,11 @@ class Policy:
         """int32[B]: nodes to draft this round, at most `ctx.budget` (the room that is left)."""
         return jnp.minimum(ctx.budget, self.length(state))
 
-    def update(self, state: Any, verdict: Verdict) -> Any:
-        """State after a round."""
+    def update(self, state: Any, verdict: Verdict, count_B: jax.Array) -> Any:
+        """State after a round in which this policy's drafter drafted int32[B] `count` of the verified nodes.
+
+        A verdict on tokens that another drafter proposed comes with a count of 0.
+        """
         return state
 
     def stop(self, state: Any, view: LawView) -> jax.Array:
@@ -229,11 +235,11 @@ class Heuristic(Policy):
         """int32[B], the length of the next draft."""
         return jnp.full((batch,), self.start, jnp.int32)
 
-    def update(self, state: jax.Array, verdict: Verdict) -> jax.Array:
+    def update(self, state: jax.Array, verdict: Verdict, count_B: jax.Array) -> jax.Array:
         """+2, -1 or, without a draft, as it was; at most gamma."""
         whole_B = verdict.accepted == verdict.tested  # a test that failed is counted in `tested` alone
         next_B = jnp.clip(jnp.where(whole_B, state + 2, state - 1), 1, self.gamma)
-        return jnp.where(verdict.tested > 0, next_B, state)
+        return jnp.where(count_B > 0, next_B, state)
 
 
 def _check_unit(name: str, value: float) -> None:

@@ -9,6 +9,7 @@ in time T(g) = v(g+1) + c g + c0 (T(0) = v(1)), so the predicted speed-up is E(g
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -63,12 +64,13 @@ class CostModel:
         """No evidence."""
         return Acceptance(jnp.zeros((batch,), jnp.float32), jnp.zeros((batch,), jnp.float32))
 
-    def update(self, state: Acceptance, verdict: Verdict) -> Acceptance:
+    def update(self, state: Acceptance, verdict: Verdict, count_B: jax.Array) -> Acceptance:
         """Counts after a round; one without a draft says nothing."""
-        memory_B = jnp.where(verdict.tested > 0, jnp.float32(self.memory), 1)
+        drafted_B = count_B > 0
+        memory_B = jnp.where(drafted_B, jnp.float32(self.memory), 1)
         return Acceptance(
-            memory_B * state.accepted + verdict.accepted.astype(jnp.float32),
-            memory_B * state.tested + verdict.tested.astype(jnp.float32),
+            memory_B * state.accepted + jnp.where(drafted_B, verdict.accepted, 0).astype(jnp.float32),
+            memory_B * state.tested + jnp.where(drafted_B, verdict.tested, 0).astype(jnp.float32),
         )
 
     def alpha(self, state: Acceptance) -> jax.Array:
@@ -117,23 +119,23 @@ class CostOptimal(Policy):
         best_B = jnp.argmax(self.cost.speedups(self.cost.alpha(state), self.gamma), axis=1).astype(jnp.int32)
         return jnp.maximum(best_B, self.least)
 
-    def update(self, state: Acceptance, verdict: Verdict) -> Acceptance:
+    def update(self, state: Acceptance, verdict: Verdict, count_B: jax.Array) -> Acceptance:
         """Counts after a round."""
-        return self.cost.update(state, verdict)
+        return self.cost.update(state, verdict, count_B)
 
 
 class AutoOffState(NamedTuple):
     """Attributes, of each sequence [B]:
 
     inner: the inner policy's state.
-    accepted, drafts: float32, fading counts of accepted tokens and of drafts.
-    idle: int32, rounds since the last tested draft while off.
+    tokens, time: float32, fading sums over rounds with a draft: tokens emitted, and what the rounds took.
+    idle: int32, rounds since the last draft while off.
     wait: int32, of those, after how many a probe comes.
     """
 
     inner: Any
-    accepted: jax.Array
-    drafts: jax.Array
+    tokens: jax.Array
+    time: jax.Array
     idle: jax.Array
     wait: jax.Array
 
@@ -142,11 +144,11 @@ class AutoOffState(NamedTuple):
 class AutoOff(Policy):
     """Drafts as `inner` says while that is predicted to pay, and nothing but a probe now and then while it is not.
 
-    Whether a draft pays is decided from the tokens that drafts brought, not from an acceptance: lookups are right in
-    bursts, and a geometric law promises too much for the same share of right tokens. A lookup that finds nothing costs
-    nothing and says nothing. While it is off, `probe` tokens are drafted once `every` rounds have gone by and until a
-    draft has been tested; each probe that brings less than its length doubles that wait, up to `most`. One that was
-    accepted whole counts as a whole draft, since nobody knows how much further it would have gone.
+    The prediction is tokens over time of the rounds that had a draft, each at the rows it really verified: lookups are
+    right in bursts, and many of their drafts are shorter than asked for. A lookup that finds nothing costs nothing and
+    says nothing. While it is off, `probe` tokens are drafted once enough rounds have gone by, and until something has
+    been drafted: `every` rounds, or so many that probes take at most `probe_share` of the time. A probe that is not
+    accepted whole doubles that wait, up to `most`.
 
     Attributes:
         inner: the policy while it pays.
@@ -154,15 +156,17 @@ class AutoOff(Policy):
         margin: predicted speed-up from which drafting pays.
         probe: tokens of a probe, 1..gamma.
         every, most: rounds before a probe: at first, and at most.
+        probe_share: most time of probes that bring nothing, in plain steps for each round without a draft.
         probe_memory: like `CostModel.memory`, after a probe.
     """
 
     inner: Policy
     cost: CostModel
     margin: float = 1.0
-    probe: int = 2
+    probe: int = 1
     every: int = 4
     most: int = 32
+    probe_share: float = 0.03
     probe_memory: float = 0.7
 
     def __post_init__(self):
@@ -174,8 +178,8 @@ class AutoOff(Policy):
             raise UserError(f"policy.probe={self.probe} must lie in 1..gamma={self.gamma}")
         if not 1 <= self.every <= self.most:
             raise UserError(f"policy.every={self.every} must lie in 1..most={self.most}")
-        if not self.margin > 0 or not 0 < self.probe_memory <= 1:
-            raise UserError("policy.margin must be above 0 and policy.probe_memory lie in (0, 1]")
+        if not self.margin > 0 or not 0 < self.probe_memory <= 1 or not self.probe_share > 0:
+            raise UserError("policy.margin and policy.probe_share must be above 0, policy.probe_memory lie in (0, 1]")
 
     @property
     def needs(self) -> frozenset[str]:
@@ -187,41 +191,54 @@ class AutoOff(Policy):
         """As `inner`."""
         return self.inner.one_hot_only
 
+    @property
+    def waits(self) -> tuple[int, int]:
+        """Rounds before a probe, at first and at most, with what a probe costs taken into account."""
+        loss = self.cost.time(self.probe) / self.cost.v[0] - 1
+        least = min(math.ceil(loss / self.probe_share), 2**30)
+        return max(self.every, least), max(self.most, least)
+
     def init(self, batch: int) -> AutoOffState:
         """The prior decides the first rounds, and fades like all evidence."""
         inner, count = self.inner.init(batch), jnp.zeros((batch,), jnp.int32)
-        length_B, alpha = self.inner.length(inner), self.cost.prior
-        expected_G = jnp.array([sum(alpha**k for k in range(1, g + 1)) for g in range(self.gamma + 1)], jnp.float32)
-        drafts_B = jnp.full((batch,), self.cost.weight, jnp.float32)
-        return AutoOffState(inner, drafts_B * expected_G[length_B], drafts_B, count, count + self.every)
+        length_B, alpha, weight = self.inner.length(inner), self.cost.prior, self.cost.weight
+        tokens_G = jnp.array([weight * sum(alpha**k for k in range(g + 1)) for g in range(self.gamma + 1)], jnp.float32)
+        time_B = jnp.float32(weight) * self._times()[length_B]
+        return AutoOffState(inner, tokens_G[length_B], time_B, count, count + self.waits[0])
 
     def pays(self, state: AutoOffState) -> jax.Array:
         """bool[B]: whether drafts of `inner`'s length are predicted to be worth it. False is auto-off in reports."""
         return self.predicted(state) >= self.margin
 
     def predicted(self, state: AutoOffState) -> jax.Array:
-        """float32[B]: predicted speed-up of drafts of `inner`'s length g, (1 + accepted tokens a draft) / T(g)."""
-        time_G = jnp.array([self.cost.time(g) / self.cost.v[0] for g in range(self.gamma + 1)], jnp.float32)
-        return (1 + state.accepted / state.drafts) / time_G[self.inner.length(state.inner)]
+        """float32[B]: predicted speed-up of rounds with a draft, their tokens over their time in plain steps."""
+        return state.tokens / state.time
 
     def length(self, state: AutoOffState) -> jax.Array:
         """`inner`'s where it pays; while off 0, or `probe`."""
         probe_B = jnp.where(state.idle >= state.wait, jnp.int32(self.probe), 0)
         return jnp.where(self.pays(state), self.inner.length(state.inner), probe_B)
 
-    def update(self, state: AutoOffState, verdict: Verdict) -> AutoOffState:
-        """Counts after a round; the idle rounds begin anew with every tested draft."""
-        on_B, tested_B = self.pays(state), verdict.tested > 0
-        whole_B = ~on_B & (verdict.accepted >= self.probe)
-        brought_B = jnp.where(whole_B, self.inner.length(state.inner), verdict.accepted).astype(jnp.float32)
-        fade_B = jnp.where(tested_B, jnp.where(on_B, self.cost.memory, self.probe_memory), jnp.float32(1))
-        longer_B = jnp.minimum(2 * state.wait, self.most)
+    def update(self, state: AutoOffState, verdict: Verdict, count_B: jax.Array) -> AutoOffState:
+        """Sums after a round; the idle rounds begin anew with every draft."""
+        on_B, asked_B, drafted_B = self.pays(state), self.length(state), count_B > 0
+        cost_B = self._times()[count_B]
+        if self.needs:  # a law that was looked at and not drawn from took the time of a token
+            drafted_B = drafted_B | ((asked_B > 0) & (verdict.tested == 0))
+            refused_B = (count_B < asked_B).astype(jnp.float32)
+            cost_B = cost_B + refused_B * jnp.float32(self.cost.c / self.cost.v[0])
+        accepted_B = jnp.where(count_B > 0, verdict.accepted, 0)
+        whole_B = drafted_B & ~on_B & (accepted_B >= self.probe)
+        fade_B = jnp.where(drafted_B, jnp.where(on_B, self.cost.memory, self.probe_memory), jnp.float32(1))
+        brought_B = drafted_B.astype(jnp.float32) * (1 + accepted_B.astype(jnp.float32))
+        every, most = self.waits
+        longer_B = jnp.minimum(2 * state.wait, most)
         return AutoOffState(
-            self.inner.update(state.inner, verdict),
-            fade_B * state.accepted + brought_B,
-            fade_B * state.drafts + tested_B.astype(jnp.float32),
-            jnp.where(on_B | tested_B, 0, state.idle + 1),
-            jnp.where(on_B | whole_B, self.every, jnp.where(tested_B, longer_B, state.wait)),
+            self.inner.update(state.inner, verdict, count_B),
+            fade_B * state.tokens + brought_B,
+            fade_B * state.time + drafted_B.astype(jnp.float32) * cost_B,
+            jnp.where(on_B | drafted_B, 0, state.idle + 1),
+            jnp.where(on_B | whole_B, every, jnp.where(drafted_B, longer_B, state.wait)),
         )
 
     def stop(self, state: AutoOffState, view: LawView) -> jax.Array:
@@ -231,6 +248,10 @@ class AutoOff(Policy):
     def keep(self, state: AutoOffState, count_B: jax.Array) -> jax.Array:
         """As `inner` where it pays; a probe is verified however short it is."""
         return jnp.where(self.pays(state), self.inner.keep(state.inner, count_B), count_B)
+
+    def _times(self) -> jax.Array:
+        """float32[gamma+1]: T(g) in plain steps."""
+        return jnp.array([self.cost.time(g) / self.cost.v[0] for g in range(self.gamma + 1)], jnp.float32)
 
 
 def _check_measured(cost: CostModel, gamma: int) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from specsparse.errors import UserError
 from specsparse.speculative.options import Factory, Option, gamma_option, nearest
-from specsparse.speculative.policies.base import Confidence, Entropy, Fixed, Heuristic, PMin, Policy
+from specsparse.speculative.policies.base import SHORT_GAMMA, Confidence, Entropy, Fixed, Heuristic, PMin, Policy
 from specsparse.speculative.policies.cost import AutoOff, CostModel, CostOptimal
 from specsparse.support.registry import Registry
 
@@ -35,15 +35,16 @@ def _optimal(gamma: int = DEFAULT_GAMMA, **options: Any) -> Policy:
     return _cost(CostOptimal, gamma, options)
 
 
-def _auto_off(gamma: int = DEFAULT_GAMMA, inner: Any = "fixed", inner_options: Any = None, **options: Any) -> Policy:
+def _auto_off(gamma: int = SHORT_GAMMA, inner: Any = "cost", inner_options: Any = None, **options: Any) -> Policy:
     """`inner` is a policy, or the name of one: made with `inner_options` over this gamma and cost model."""
+    options = {"weight": 6.0, "memory": 0.95, **options}
     if not isinstance(inner, Policy):
         given = {"gamma": gamma, **(inner_options or {})}
         if ALIASES.get(inner, inner) == "cost":
             given = {key: options[key] for key in _COST if key in options} | given
         inner = get_policy(inner, **given)
-    often = {"probe": min(2, gamma), "most": max(AutoOff.most, options.get("every", AutoOff.every))}
-    return _cost(AutoOff, gamma, {"inner": inner, **often, **options})
+    most = max(AutoOff.most, options.get("every", AutoOff.every))
+    return _cost(AutoOff, gamma, {"inner": inner, "most": most, **options})
 
 
 _UNIT = Option(float, 0, 1)
@@ -90,6 +91,7 @@ POLICIES: dict[str, Factory] = {
             "probe": Option(),
             "every": Option(high=2**30),
             "most": Option(high=2**30),
+            "probe_share": Option(float, 1e-6, 1e6),
             "probe_memory": Option(float, 1e-3, 1),
             **_COST_OPTIONS,
         },
@@ -137,3 +139,14 @@ def get_policy(name: str, **options: Any) -> Policy:
             return OUTSIDE.make(name, {"gamma": DEFAULT_GAMMA, **options})
         raise UserError(f"policy={name} is unknown; {nearest(str(name), [*POLICIES, *ALIASES, *OUTSIDE.names()])}")
     return POLICIES[key].make("policy", name, options)
+
+
+def default_policy(times: Mapping[str, Any], *, gamma: int = SHORT_GAMMA, tree: bool = False) -> Policy:
+    """What nobody chose: short drafts of the length that pays best, and none where none pays; a tree whole or not.
+
+    Args:
+        times: `v`, `c` and `c0` of the cost model.
+        gamma: most tokens, or the nodes of the tree.
+        tree: whether drafts are trees, whose nodes are no draft lengths.
+    """
+    return get_policy("auto_off", gamma=gamma, inner="fixed" if tree else "cost", **times)

@@ -1,0 +1,184 @@
+"""What nobody chose pays on every task: the default policy replayed on texts that SmolLM2-135M wrote.
+
+The target is a table of the recorded texts, so that rounds, drafts and verdicts are those of the real loop and only
+time is reckoned, with tables of v(n). `data/rounds_smollm2.json` holds two built-in prompts of each task at two
+temperatures: ids, and for drafters with a model how many of the first four tokens drafted at each place are right.
+"""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsparse.api import make_method
+from specsparse.engine.cache import KVCache
+from specsparse.engine.generate import Finish
+from specsparse.engine.llama import ForwardOut
+from specsparse.engine.sampling.params import SamplingParams
+from specsparse.runtime.session import Method, Sequence, Session
+from specsparse.runtime.times.defaults import policy_times
+from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback
+from specsparse.speculative.drafters.either import Either
+from specsparse.speculative.drafters.registry import get_drafter
+from specsparse.speculative.drafters.with_policy import with_policy
+from specsparse.speculative.policies.registry import default_policy
+from specsparse.speculative.tree import TreeTemplate
+from specsparse.speculative.verify import get_verifier
+from specsparse.testing.drafting import tiny_model
+
+TEXTS = json.loads((Path(__file__).parents[1] / "data" / "rounds_smollm2.json").read_text())
+TASKS = tuple(dict.fromkeys(t["task"] for t in TEXTS))
+WRITTEN, CAPACITY = 128, 1088
+
+MACHINES = {
+    "avx2": (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.35, 2.7, 3.05, 3.4, 3.75),
+    "avx512": (1.0, 1.08, 1.2, 1.37, 1.58, 1.82, 2.0, 2.2, 2.4, 2.6, 2.8),
+}
+"""v(1)..v(11) of SmolLM2-135M Q4_1, two cores (docs/LOG.md); beyond v(8) by the last slope."""
+ROUND = 0.02
+"""What a round of the speculative loop takes besides, in plain steps, with a draft or without."""
+COSTS = {"head": (0.06, 0.03), "smollm2-draft": (0.2, 0.0), "layer_skip": (0.8, 0.0)}
+"""Drafters with a model: time of a drafted token, and of keeping up with the text each round, in plain steps."""
+WITHOUT_MODEL = ("prompt_lookup", "ngram_simple", "ngram_map", "suffix")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded(Drafter):
+    """Drafts as a drafter with a model did: `params` is (text int32[B, C], right tokens int32[B, C] by length)."""
+
+    nodes: int = 4
+    kind = DraftKind.ONE_HOT
+    tree = False
+    max_nodes = max_depth = property(lambda self: self.nodes)
+
+    def init(self, params: Any, ctx: DraftContext, *, hidden: jax.Array | None = None) -> None:
+        return None
+
+    def draft(self, params: Any, state: None, ctx: DraftContext) -> Drafted:
+        text_BC, right_BC = params
+        at_B1, node_K = ctx.length[:, None], jnp.arange(self.nodes, dtype=jnp.int32)[None]
+        tokens_BK = jnp.take_along_axis(text_BC, jnp.minimum(at_B1 + node_K, CAPACITY - 1), axis=1)
+        wrong_BK = node_K >= jnp.take_along_axis(right_BC, at_B1, axis=1)
+        tokens_BK = jnp.where(wrong_BK, (tokens_BK + 1) % jnp.max(text_BC), tokens_BK)
+        parents_BK = TreeTemplate.chain(self.nodes).parents_array(len(text_BC))
+        return Drafted(Draft(tokens_BK, parents_BK, jnp.minimum(ctx.budget, self.nodes)), state, ctx.cache)
+
+    def commit(self, params: Any, state: None, ctx: DraftContext, feedback: Feedback) -> None:
+        return None
+
+
+class Replay:
+    """All texts as one batch on a target that writes them."""
+
+    def __init__(self, folder: Path):
+        ids = sorted({i for t in TEXTS for i in (*t["prompt_ids"], *t["text_ids"])})
+        small = {i: n for n, i in enumerate(ids)}
+        self.text = np.zeros((len(TEXTS), CAPACITY), np.int32)
+        self.right = {name: np.zeros((len(TEXTS), CAPACITY), np.int32) for name in COSTS}
+        self.prompts = []
+        for b, t in enumerate(TEXTS):
+            self.prompts.append(np.array([small[i] for i in t["prompt_ids"]], np.int32))
+            whole = [small[i] for i in (*t["prompt_ids"], *t["text_ids"])]
+            self.text[b, : len(whole)] = whole
+            start = len(t["prompt_ids"])
+            for name in COSTS:
+                self.right[name][b, start : start + WRITTEN] = [int(n) for n in t[name]]
+        model = tiny_model(folder, vocab=len(ids), capacity=CAPACITY, layers=1)
+        self.model = dataclasses.replace(model, forward=functools.partial(write, text_BC=jnp.asarray(self.text)))
+        self.by_default = functools.cache(lambda name: self.rounds(self.method(name)))
+
+    def method(self, name: str) -> Method:
+        """What `generate` decodes with under that name; the real draft models are not there, their drafts are."""
+        greedy = SamplingParams(temperature=0.0)
+        if name in WITHOUT_MODEL:
+            return make_method(self.model, name, None, greedy)
+        source = name.removeprefix("lookup_")
+        policy = default_policy(policy_times(self.model, 4, None, share=COSTS[source][0]))
+        drafter = with_policy(Recorded(), policy)
+        if name != source:
+            lookup = make_method(self.model, "prompt_lookup", None, greedy).drafter
+            assert lookup is not None
+            drafter = Either(lookup, drafter)
+        weights = (jnp.asarray(self.text), jnp.asarray(self.right[source]))
+        return Method(drafter, get_verifier("greedy"), lambda capacity: weights)
+
+    def rounds(self, method: Method) -> np.ndarray:
+        """int32[rounds, B]: tokens drafted in each round of each text, -1 after its end."""
+        params = SamplingParams(temperature=0.0, max_tokens=WRITTEN, ignore_eos=True)
+        session = Session(self.model, [Sequence(ids, params, seed=0) for ids in self.prompts], method)
+        seen = [np.zeros((2, len(TEXTS)), np.int32)]
+        while Finish.RUNNING in session.finish:
+            session.advance(1)
+            counters = session.state.counters
+            seen.append(np.stack([np.asarray(counters.rounds), np.asarray(counters.drafted)]))
+        for written, text, ids in zip(session.tokens(), self.text, self.prompts, strict=True):
+            assert np.array_equal(written, text[len(ids) : len(ids) + WRITTEN])
+        ran, drafted = np.moveaxis(np.diff(np.stack(seen), axis=0), 1, 0)
+        return np.where(ran > 0, drafted, -1)
+
+    def speeds(self, rounds: np.ndarray, v: tuple[float, ...], *, c: float = 0.0, keep: float = 0.0) -> np.ndarray:
+        """Speed over plain decoding of each text: its tokens over the time of its rounds in plain steps."""
+        time = np.asarray(v)[np.maximum(rounds, 0)] + ROUND + keep + c * rounds
+        return WRITTEN / np.where(rounds >= 0, time, 0.0).sum(axis=0)
+
+
+def write(params, tokens_Bn, cache: KVCache, *, n_valid_B=None, parents_Bn=None, want=None, text_BC):
+    """A forward function whose most likely token is always the text's next one."""
+    B, n = tokens_Bn.shape
+    after_Bn = cache.length[:, None] + 1 + jnp.arange(n, dtype=jnp.int32)[None]
+    next_Bn = jnp.take_along_axis(text_BC[:B], jnp.minimum(after_Bn, CAPACITY - 1), axis=1)
+    return ForwardOut(jax.nn.one_hot(next_Bn, params.embedding.shape[0], dtype=jnp.float32)), cache
+
+
+@pytest.fixture(scope="module")
+def replay(tmp_path_factory):
+    """Nothing was measured before, so the policy guesses."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECSPARSE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield Replay(tmp_path_factory.mktemp("files"))
+
+
+def of_tasks(speeds: np.ndarray, temperature: float) -> dict[str, float]:
+    """Speed of each task: the mean of its texts."""
+    return {
+        task: float(np.mean([s for s, t in zip(speeds, TEXTS) if (t["task"], t["temperature"]) == (task, temperature)]))
+        for task in TASKS
+    }
+
+
+@pytest.mark.parametrize("name", WITHOUT_MODEL)
+def test_a_lookup_by_its_name_is_never_much_slower_than_plain_decoding(replay, name):
+    rounds = replay.by_default(name)
+    for machine, v in MACHINES.items():
+        greedy, warm = (of_tasks(replay.speeds(rounds, v), t) for t in (0.0, 0.8))
+        assert min(greedy.values()) >= 0.97 and min(warm.values()) >= 0.93, (machine, greedy, warm)
+
+
+def test_what_repeats_itself_still_gains(replay):
+    """The policy is not merely off."""
+    for name, least in (("prompt_lookup", 1.2), ("suffix", 1.25)):
+        found = of_tasks(replay.speeds(replay.by_default(name), MACHINES["avx2"]), 0.0)
+        assert np.mean(list(found.values())) > least and found["summarise"] > 1.5, found
+
+
+@pytest.mark.parametrize("name", [*COSTS, "lookup_head"])
+def test_a_drafter_with_a_model_is_never_much_slower_than_plain_decoding(replay, name):
+    c, keep = COSTS[name.removeprefix("lookup_")]
+    rounds = replay.by_default(name)
+    for machine, v in MACHINES.items():
+        for temperature in (0.0, 0.8):
+            found = of_tasks(replay.speeds(rounds, v, c=c, keep=keep), temperature)
+            assert min(found.values()) >= 0.93, (machine, temperature, found)
+
+
+def test_what_generate_drafted_before_is_told_from_what_pays(replay):
+    """Ten tokens a round after a match of one, as in the original: slower than plain decoding on most tasks."""
+    method = Method(get_drafter("prompt_lookup", gamma=10, ngram_min=1), get_verifier("greedy"))
+    found = of_tasks(replay.speeds(replay.rounds(method), MACHINES["avx512"]), 0.0)
+    assert found["chat"] < 0.8 and sum(speed < 0.97 for speed in found.values()) > 4, found
