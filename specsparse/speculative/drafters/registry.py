@@ -82,8 +82,10 @@ def _style(
         nodes = shape.max_nodes
     if policy is None:
         policy = PMin(nodes, n_min, p_min) if p_min > 0 else Fixed(nodes, n_min)
-    elif not isinstance(policy, Policy) or p_min > 0 or n_min > 0:
-        raise UserError("drafter.policy is a Policy, and excludes drafter.p_min and drafter.n_min")
+    elif not isinstance(policy, Policy):
+        raise UserError(f"drafter.policy is a Policy, not {type(policy).__name__}")
+    elif p_min > 0 or n_min > 0:
+        raise UserError("drafter.p_min and drafter.n_min are for drafts of a fixed length: choose policy=fixed too")
     sampling = SamplingParams(temperature=temperature, **truncation)
     draw = draw or ("argmax" if sampling.greedy else "sampled")
     first, ids = read_ids(draft_vocab)
