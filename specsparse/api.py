@@ -14,7 +14,7 @@ from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.engine.text.stopping import TokenText
 from specsparse.errors import UserError
-from specsparse.powerinfer.ffn.fewer import sparse_twin
+from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
 from specsparse.runtime import hostloop
 from specsparse.runtime.hostloop import Watch
 from specsparse.runtime.load import load
@@ -194,7 +194,7 @@ def bind(model: Model, plan: DrafterPlan) -> Bound:
     if key not in model.drafters:
         if not plan.on_mesh:
             model.check_whole("the drafter with these options")
-        model.drafters[key] = plan.prepare(model, MakeModel(partial(_load_draft, model), sparse_twin))
+        model.drafters[key] = plan.prepare(model, MakeModel(partial(_load_draft, model), with_fewer_neurons))
     return model.drafters[key].under(plan.style.policy)
 
 
@@ -283,5 +283,3 @@ def _room_for_prompt(model: Model, params: SamplingParams) -> int:
             f"max_tokens={wanted} leaves truncate_prompt_tokens=-1 no prompt: the context holds {context} tokens"
         )
     return context - wanted
-
-

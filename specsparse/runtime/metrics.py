@@ -223,10 +223,6 @@ def export(counters: Counters, style: str, *, tree: bool = False) -> dict[str, A
     return STYLES[style](counters, tree)
 
 
-
-
-
-
 def to_dict(counters: Counters) -> dict[str, Any]:
     """Counters as plain values for a record."""
     return dataclasses.asdict(counters)

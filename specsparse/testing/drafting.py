@@ -16,7 +16,7 @@ from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
 from specsparse.engine.noise import seed_words
-from specsparse.powerinfer.ffn.fewer import sparse_twin
+from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
 from specsparse.speculative.base import Draft, DraftContext, Drafter
 from specsparse.speculative.drafters import DrafterPlan, get_drafter, head_file
 from specsparse.speculative.drafters.head_file import write_head
@@ -140,5 +140,5 @@ def on_plan(folder: Path, plan: DrafterPlan, *, vocab: int, capacity: int) -> Ca
 
 
 def _bound(plan: DrafterPlan, target: Model, capacity: int) -> Case:
-    bound = plan.bind(target, MakeModel(lambda spec: target, sparse_twin))
+    bound = plan.bind(target, MakeModel(lambda spec: target, with_fewer_neurons))
     return bound.drafter, bound.weights(capacity), lambda ctx: on_target(target, ctx)

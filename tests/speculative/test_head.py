@@ -8,7 +8,7 @@ import pytest
 import specsparse
 from specsparse.errors import UserError
 from specsparse.kernels.packing.dequant import embed_rows
-from specsparse.powerinfer.ffn.fewer import sparse_twin
+from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
 from specsparse.speculative.base import ROOT, DraftKind, Feedback
 from specsparse.speculative.drafters import get_drafter, head_file
 from specsparse.speculative.drafters.head_file import write_head
@@ -40,7 +40,7 @@ def file(model, tmp_path_factory):
 
 def bound(model, file, **options):
     plan = get_drafter("head", gamma=K, head=str(file), **options)
-    made = plan.bind(model, MakeModel(lambda spec: model, sparse_twin))
+    made = plan.bind(model, MakeModel(lambda spec: model, with_fewer_neurons))
     return made.drafter, made.weights(C)
 
 
@@ -213,7 +213,7 @@ def test_lookup_drafts_where_it_can_and_the_head_elsewhere(model, file):
     texts = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [3, 9, 27, 81, 10, 30]]
     drafter, weights = (lambda b: (b.drafter, b.weights(C)))(
         get_drafter("lookup_head", gamma=K, head=str(file), p_min=0.0).bind(
-            model, MakeModel(lambda spec: model, sparse_twin)
+            model, MakeModel(lambda spec: model, with_fewer_neurons)
         )
     )
     head_drafter, head_weights = bound(model, file)
@@ -237,7 +237,7 @@ def test_lookup_beside_a_head_that_draws(model, file):
     """Copied tokens count as drawn from laws of one token; the head's laws stay as they are."""
     texts = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [3, 9, 27, 81, 10, 30]]
     plan = get_drafter("lookup_head", gamma=K, head=str(file), temperature=0.7, p_min=0.0)
-    joined = plan.bind(model, MakeModel(lambda spec: model, sparse_twin))
+    joined = plan.bind(model, MakeModel(lambda spec: model, with_fewer_neurons))
     drafter, weights = joined.drafter, joined.weights(C)
     alone, head_weights = bound(model, file, temperature=0.7)
     ctx = on_target(model, draft_context(texts, capacity=C, budget=K))

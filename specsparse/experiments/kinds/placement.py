@@ -23,7 +23,7 @@ from specsparse.models import catalogue
 from specsparse.powerinfer.files.activation_stats import save_stats, write_activations
 from specsparse.powerinfer.files.gpuidx import path_for
 from specsparse.powerinfer.placement import rules
-from specsparse.powerinfer.placement.kept import Settled, settle
+from specsparse.powerinfer.placement.kept import RunPlacement, kept_or_solved
 from specsparse.powerinfer.placement.of_model import Parts, problem_of
 from specsparse.powerinfer.placement.problem import Hardware, Placement, Problem, neurons_placed
 from specsparse.powerinfer.placement.profiler import probabilities
@@ -49,7 +49,7 @@ class Placed:
 
     chosen: str
     found: dict[str, Placement]
-    settled: Settled | None
+    settled: RunPlacement | None
     measured: dict[str, Any] | None = None
     conditions: Conditions | None = None
 
@@ -184,12 +184,12 @@ def budget_bytes(cfg: RunConfig, parts: Parts) -> int:
     return sum(parts.in_order().values())
 
 
-def settled(cfg: RunConfig, f: GGUFFile, problem: Problem, default: Path) -> Settled | None:
+def settled(cfg: RunConfig, f: GGUFFile, problem: Problem, default: Path) -> RunPlacement | None:
     """The gpuidx file of a run, read or solved and written; None for rules that have none."""
     rule = cfg.placement.rule
     if rule not in WITH_FILE:
         return None
-    return settle(
+    return kept_or_solved(
         f, problem, rules.RULES[rule], rule=rule, path=cfg.placement.gpu_index or default,
         reset=cfg.reset_gpu_index, disable=cfg.disable_gpu_index,
     )  # fmt: skip

@@ -1,6 +1,5 @@
 """How far a model's laws are from the dense model's when it reads a text a few tokens at a time."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np

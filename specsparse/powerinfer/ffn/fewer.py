@@ -1,10 +1,10 @@
-"""A twin of a model: the same weights with fewer neurons, to draft for the model on the model's own cache.
+"""A model with fewer neurons and otherwise the same weights, to draft for the model on the model's own cache.
 
     hot    one set of neurons for all tokens, those with the most energy on a text, packed as a smaller dense FFN
     gate   for each token the neurons whose |act(gate)| is largest (CATS, arXiv:2404.08763); a dense model's
     own    the model's own predictors with a higher threshold; a sparse model's
 
-What a twin drafts is verified by the model itself, so that nothing is lost but time.
+What it drafts is verified by the model itself, so that nothing is lost but time.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ RULES = ("hot", "gate", "own")
 _WINDOW = 128
 
 
-def sparse_twin(
+def with_fewer_neurons(
     model: Model,
     *,
     rule: str = "hot",

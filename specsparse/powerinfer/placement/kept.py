@@ -21,7 +21,7 @@ from specsparse.powerinfer.placement.problem import Placement, Problem
 
 
 @dataclass(frozen=True, eq=False)
-class Settled:
+class RunPlacement:
     """What a run goes by.
 
     Attributes:
@@ -45,7 +45,7 @@ def problem_digest(problem: Problem, rule: str) -> str:
     return seen.hexdigest()[:32]
 
 
-def settle(
+def kept_or_solved(
     f: GGUFFile,
     problem: Problem,
     solve: Callable[[Problem], Placement],
@@ -54,7 +54,7 @@ def settle(
     path: str | os.PathLike[str] | None = None,
     reset: bool = False,
     disable: bool = False,
-) -> Settled:
+) -> RunPlacement:
     """The placement to run with.
 
     Args:
@@ -73,7 +73,7 @@ def settle(
     _refuse_model(path, f)
     if disable:
         none = tuple(np.zeros(len(p), bool) for p in problem.read)
-        return Settled(GpuIndex(none, problem.neuron_budget), False, "no hot neurons: disable_gpu_index")
+        return RunPlacement(GpuIndex(none, problem.neuron_budget), False, "no hot neurons: disable_gpu_index")
     digest, asked = model_digest(f), problem_digest(problem, rule)
     if reset:
         why = "solved: reset_gpu_index"
@@ -82,7 +82,7 @@ def settle(
     else:
         found = _fitting(path, problem, digest, asked)
         if isinstance(found, GpuIndex):
-            return Settled(found, False, f"placement read from {path}")
+            return RunPlacement(found, False, f"placement read from {path}")
         why = f"solved again: {found}"
     index = GpuIndex(solve(problem).hot, problem.neuron_budget, digest, asked)
     try:
@@ -90,7 +90,7 @@ def settle(
         why += f"; written to {path}"
     except UserError as error:
         why += f"; not kept ({error})"
-    return Settled(index, True, f"placement {why}")
+    return RunPlacement(index, True, f"placement {why}")
 
 
 def _refuse_model(path: Path, f: GGUFFile) -> None:

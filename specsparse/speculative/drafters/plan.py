@@ -53,7 +53,7 @@ class MakeModel(NamedTuple):
 
     Attributes:
         load: name or path -> the draft model, on the target's backend.
-        fewer: (target, options of `powerinfer.ffn.fewer.sparse_twin`) -> the target with fewer neurons.
+        fewer: (target, options of `powerinfer.ffn.fewer.with_fewer_neurons`) -> the target with fewer neurons.
     """
 
     load: Callable[[str], Model]
@@ -260,7 +260,8 @@ class SparseSelfPlan(DrafterPlan):
 
     Attributes:
         how: how it drafts.
-        rule, share, threshold, text: which neurons, see `powerinfer.ffn.fewer.sparse_twin`; None leaves its defaults.
+        rule, share, threshold, text: which neurons, see `powerinfer.ffn.fewer.with_fewer_neurons`; None leaves its
+            defaults.
     """
 
     how: Style
@@ -279,15 +280,15 @@ class SparseSelfPlan(DrafterPlan):
         return dataclasses.replace(self, how=self.how.under(policy))
 
     def prepare(self, target: Model, make: MakeModel) -> Bound:
-        """Makes the twin; no model is loaded."""
+        """Makes the target with fewer neurons; no model is loaded."""
         own = {"rule": self.rule, "share": self.share, "threshold": self.threshold, "text": self.text}
-        twin = make.fewer(target, **{key: value for key, value in own.items() if value is not None})
+        fewer = make.fewer(target, **{key: value for key, value in own.items() if value is not None})
         c = target.config
         weights, columns = _trim(self.how, target, target.params, c.vocab_size)
-        source = TargetLayers(twin.forward, VocabMap(c.vocab_size, c.vocab_size, columns), c.context_length, None)
+        source = TargetLayers(fewer.forward, VocabMap(c.vocab_size, c.vocab_size, columns), c.context_length, None)
         drafter = _drafter(self.how, source, target)
-        reads = _bytes(twin.params.layers, target.params.output if weights.head is None else weights.head)
-        return Bound(drafter, lambda capacity: weights._replace(params=twin.params_for(capacity)), reads)
+        reads = _bytes(fewer.params.layers, target.params.output if weights.head is None else weights.head)
+        return Bound(drafter, lambda capacity: weights._replace(params=fewer.params_for(capacity)), reads)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,8 @@ class DraftWeights(NamedTuple):
     """Weights of a model drafter, an argument of every jitted function.
 
     Attributes:
-        params: `engine.weights.Params` of the draft model or the target's twin, None where the target's are used.
+        params: `engine.weights.Params` of the draft model, or of the target with fewer neurons; None where the target's
+            are used.
         head: QTensor [N, D], the trimmed output matrix, or None.
         ids: int32[N], target id of each column of a trimmed head, ascending, or None.
         place: int32[V], column of each target id, N where it has none, or None.
@@ -300,6 +301,6 @@ class TargetLayers(ModelSource):
         return None
 
     def params(self, weights: DraftWeights, ctx: DraftContext) -> Any:
-        """The target's or those of its twin, with the trimmed head if there is one."""
+        """The target's, all or with fewer neurons, with the trimmed head if there is one."""
         params = ctx.params if weights.params is None else weights.params
         return params if weights.head is None else params._replace(output=weights.head)

@@ -11,7 +11,7 @@ from specsparse.errors import UserError
 from specsparse.powerinfer.files.activation_stats import ActivationStats
 from specsparse.powerinfer.files.gpuidx import GpuIndex, path_for, read_gpuidx, write_gpuidx
 from specsparse.powerinfer.placement import profiler
-from specsparse.powerinfer.placement.kept import settle
+from specsparse.powerinfer.placement.kept import kept_or_solved
 from specsparse.powerinfer.placement.of_model import Parts, problem_of
 from specsparse.powerinfer.placement.problem import Hardware
 from specsparse.powerinfer.placement.rules import optimal
@@ -101,7 +101,7 @@ def test_a_placement_is_solved_once_and_then_read(model, problem, tmp_path):
         return optimal(p)
 
     def settled(p=problem, **options):
-        return settle(f, p, solve, rule="optimal", path=path, **options)
+        return kept_or_solved(f, p, solve, rule="optimal", path=path, **options)
 
     first = settled()
     assert first.fresh and "there was none" in first.note and len(calls) == 1
@@ -132,20 +132,20 @@ def test_a_stale_or_foreign_file_leads_to_a_fresh_placement(model, problem, tmp_
     other_rank = write_tiny_powerinfer(tmp_path / "o.powerinfer.gguf", d_ff=128, rank=64)
     other_weights = write_tiny_powerinfer(tmp_path / "w.powerinfer.gguf", d_ff=128, seed=1)
     for other in (other_rank, other_weights):
-        settle(open_gguf(other), problem, optimal, rule="optimal", path=path)
-        assert "another model file" in settle(f, problem, optimal, rule="optimal", path=path).note
+        kept_or_solved(open_gguf(other), problem, optimal, rule="optimal", path=path)
+        assert "another model file" in kept_or_solved(f, problem, optimal, rule="optimal", path=path).note
     for wrong, why in (
         (GpuIndex(right.hot + right.hot[:1], 0), "places 3 layers, the model has 2"),
         (GpuIndex(tuple(h[:64] for h in right.hot), 0), "places 64 neurons"),
     ):
         write_gpuidx(path, wrong)
-        found = settle(f, problem, optimal, rule="optimal", path=path)
+        found = kept_or_solved(f, problem, optimal, rule="optimal", path=path)
         assert found.fresh and why in found.note
     for blob in (b"", b"PWRI", np.random.default_rng(0).bytes(4000), path.read_bytes()[:300]):
         path.write_bytes(blob)
-        assert settle(f, problem, optimal, rule="optimal", path=path).fresh
+        assert kept_or_solved(f, problem, optimal, rule="optimal", path=path).fresh
     write_gpuidx(path, right)  # PowerInfer's own, which says less about itself
-    assert not settle(f, problem, optimal, rule="optimal", path=path).fresh
+    assert not kept_or_solved(f, problem, optimal, rule="optimal", path=path).fresh
 
 
 @pytest.mark.parametrize("options", [{}, {"reset": True}])
@@ -162,12 +162,12 @@ def test_a_model_is_never_overwritten(model, problem, tmp_path, options):
     ):  # fmt: skip
         before = path.read_bytes()
         with pytest.raises(UserError, match=why):
-            settle(f, problem, optimal, rule="optimal", path=path, **options)
+            kept_or_solved(f, problem, optimal, rule="optimal", path=path, **options)
         assert path.read_bytes() == before
 
 
 def test_a_place_that_cannot_be_written_does_not_end_the_run(model, problem, tmp_path):
     (tmp_path / "file").write_text("")
-    found = settle(open_gguf(model.path), problem, optimal, rule="optimal", path=tmp_path / "file" / "m.gpuidx")
+    found = kept_or_solved(open_gguf(model.path), problem, optimal, rule="optimal", path=tmp_path / "file" / "m.gpuidx")
     assert found.fresh and "not kept" in found.note
     assert str(path_for(model.path)).endswith("m.powerinfer.gguf.generated.gpuidx")

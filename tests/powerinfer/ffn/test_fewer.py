@@ -1,4 +1,4 @@
-"""Twins that draft: fewer neurons on the same weights; what they keep, and what is refused."""
+"""Drafts by fewer neurons of the same weights: what they keep, and what is refused."""
 
 import dataclasses
 
@@ -8,8 +8,8 @@ import pytest
 import specsparse
 from specsparse.errors import UserError
 from specsparse.kernels.packing.dequant import dequantize
-from specsparse.powerinfer.ffn import fewer as twin
-from specsparse.powerinfer.ffn.fewer import sparse_twin
+from specsparse.powerinfer.ffn import fewer
+from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
 from specsparse.predictors.fit.written import written_by
 from specsparse.speculative.drafters import get_drafter
 from specsparse.testing import write_tiny_gguf
@@ -29,21 +29,21 @@ def sparse(tmp_path_factory):
     return specsparse.load(write_tiny_powerinfer(tmp_path_factory.mktemp("m") / "m.powerinfer.gguf", **TINY))
 
 
-def test_a_hot_twin_is_a_smaller_dense_model(dense):
-    twin = sparse_twin(dense, rule="hot", share=0.5, text=IDS)
-    own, whole = twin.params.layers[0], dense.params.layers[0]
-    assert twin.config.d_ff == 64 and own.ffn_gate.shape == (64, dense.config.d_model) and own.attn_q is whole.attn_q
+def test_a_hot_one_is_a_smaller_dense_model(dense):
+    small = with_fewer_neurons(dense, rule="hot", share=0.5, text=IDS)
+    own, whole = small.params.layers[0], dense.params.layers[0]
+    assert small.config.d_ff == 64 and own.ffn_gate.shape == (64, dense.config.d_model) and own.attn_q is whole.attn_q
     gate, rows = np.asarray(dequantize(whole.ffn_gate)), np.asarray(dequantize(own.ffn_gate))
     ids = [int(np.flatnonzero((gate == row).all(axis=1))[0]) for row in rows]
     assert ids == sorted(ids)  # rows of the whole model, none twice
     down = np.asarray(dequantize(whole.ffn_down))[:, ids]
     assert np.abs(np.asarray(dequantize(own.ffn_down)) - down).max() <= np.abs(down).max() / 127
-    whole_twin = sparse_twin(dense, share=1.0, text=IDS)
-    gaps = [np.abs(one.logits(IDS) - dense.logits(IDS)).max() for one in (whole_twin, twin)]
+    as_many = with_fewer_neurons(dense, share=1.0, text=IDS)
+    gaps = [np.abs(one.logits(IDS) - dense.logits(IDS)).max() for one in (as_many, small)]
     assert gaps[0] < 0.05 < gaps[1]  # of the whole one only down was packed once more
 
 
-def test_a_twin_with_the_targets_own_threshold_is_accepted_whole(sparse):
+def test_one_with_the_targets_own_threshold_is_accepted_whole(sparse):
     """Nothing is lost and nothing refused: draft and target are one model."""
     plain = specsparse.generate(sparse, IDS, max_tokens=16, ignore_eos=True)
     for threshold in (0.0, 0.5):
@@ -57,8 +57,8 @@ def test_a_twin_with_the_targets_own_threshold_is_accepted_whole(sparse):
 
 def test_a_text_is_cut_to_the_context(dense):
     short = dataclasses.replace(dense, config=dataclasses.replace(dense.config, context_length=5))
-    cut = twin._cut(short, IDS)
-    assert cut.tolist() == [IDS[:5]] and twin._cut(dense, IDS).tolist() == [IDS]
+    cut = fewer._cut(short, IDS)
+    assert cut.tolist() == [IDS[:5]] and fewer._cut(dense, IDS).tolist() == [IDS]
 
 
 def test_text_that_the_model_writes(dense):
@@ -84,7 +84,7 @@ MISTAKES = {
 def test_a_rule_that_the_target_cannot_follow(dense, sparse, what):
     options, which, says = MISTAKES[what]
     with pytest.raises(UserError, match=says):
-        sparse_twin({"dense": dense, "sparse": sparse}[which], **options)
+        with_fewer_neurons({"dense": dense, "sparse": sparse}[which], **options)
 
 
 @pytest.mark.parametrize(
