@@ -8,7 +8,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 LIB := specsparse/kernels/libspecsparse_kernels.so
-CSRC := $(wildcard specsparse/kernels/csrc/*)
+CSRC := $(wildcard specsparse/kernels/csrc/*/*)
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 # The project is installed without compiling; the kernels are built by `native`, so that a changed kernel is one quick step.
 INSTALL := $(PIP) install --no-build-isolation -C wheel.cmake=false -C editable.mode=inplace

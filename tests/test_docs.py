@@ -11,7 +11,7 @@ PACKAGE = ROOT / "specsparse"
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("specsparse-models/*.md")])
 HISTORY = ("LOG.md", "CHANGELOG.md")  # name files as they were called on their day
 SOURCES = sorted([*PACKAGE.rglob("*.py"), *ROOT.glob("conf/**/*.yaml"), *ROOT.glob("experiments/*.py"),
-                  *ROOT.glob("notebooks/*.py"), *PACKAGE.glob("kernels/csrc/*")])  # fmt: skip
+                  *ROOT.glob("notebooks/*.py"), *PACKAGE.glob("kernels/csrc/*/*")])  # fmt: skip
 ROOMS = [p.name for p in sorted(PACKAGE.iterdir()) if (p / "__init__.py").is_file()]
 
 LINK = re.compile(r"\]\(([^)\s]+)\)|<img[^>]* src=\"([^\"]+)\"")

@@ -1,4 +1,4 @@
-"""The definition of the native sparse kernels (the text of csrc/sparse.inl) in plain numpy."""
+"""The definition of the native sparse kernels (the text of csrc/sparse/sparse.inl) in plain numpy."""
 
 import numpy as np
 

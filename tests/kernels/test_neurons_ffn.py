@@ -1,6 +1,6 @@
 """One suite for all implementations of the sparse FFN and the sign-bit predictor.
 
-Promised: the native kernels compute the definition of csrc/sparse.inl, emulated in numpy, bit for bit, on every
+Promised: the native kernels compute the definition of csrc/sparse/sparse.inl, emulated in numpy, bit for bit, on every
 instruction set, for every number of threads, and whatever other rows keep (contract C1). All implementations agree with
 float64 within `tests/tolerances.py`, the reference keeps C1 too, and predicted neurons are the same everywhere.
 """

@@ -103,7 +103,7 @@ def set_threads(count: int) -> None:
 
 
 def describe(weights: tuple[QTensor, ...]) -> np.ndarray:
-    """int64[23 * len(weights)]: what `Description::read` of csrc/linear.cc reads of each matrix (or its bit planes)."""
+    """int64[23 * len(weights)]: what `Description::read` (dense/linear.cc) reads of each matrix (or its bit planes)."""
     rows = []
     for w in weights:
         layout, (out, cols) = w.layout, w.shape

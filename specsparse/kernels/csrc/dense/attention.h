@@ -1,0 +1,65 @@
+// Rotary embedding, cache append and attention of new rows, as work that is shared out item by item.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "simd/ops.h"
+
+namespace specsparse {
+
+// What all layers of one forward pass share.
+struct AttendShape {
+  int64_t batch, n, heads, kv_heads, d, capacity, rope;  // n: new rows of a sequence; rope: rotated pairs of a head
+  KvType type;
+  bool neox;
+  const float* cos;  // [capacity, rope]
+  const float* sin;
+  const int32_t* length;   // [batch] committed tokens
+  const int32_t* n_valid;  // [batch] new rows that count
+  const int32_t* parents;  // [batch, n], or null for chains
+
+  bool fits() const { return d % 16 == 0 && capacity % 16 == 0 && kv_heads > 0 && heads % kv_heads == 0; }
+  int64_t head_bytes() const { return capacity * d * (type == KvType::kF32 ? 4 : 2); }
+};
+
+// Which rows there are, what each sees and how the work is cut. Reused from call to call.
+class AttendPlan {
+ public:
+  void make(const AttendShape& shape);
+
+  // The rows that count, as b * n + i.
+  const std::vector<int32_t>& rows() const { return rows_; }
+  int64_t rotate_items() const;
+  int64_t tiles() const { return static_cast<int64_t>(tiles_.size()); }
+
+ private:
+  friend class Attention;
+  struct Tile {
+    int64_t b, g, first, count;  // `count` (row, head) pairs of one key/value head
+  };
+  AttendShape shape_;
+  std::vector<int32_t> rows_;
+  std::vector<int64_t> counts_;
+  std::vector<std::vector<std::vector<int32_t>>> seen_;  // of trees: for each sequence and row the new slots it sees
+  std::vector<Tile> tiles_;
+};
+
+// One layer's attention. Row r of the plan reads row `at[r]` of q, k and v and writes that row of `out`.
+struct Attention {
+  const AttendPlan* plan;
+  const float *q, *k, *v;  // [., heads * d], [., kv_heads * d] twice
+  float* rotated;          // as q
+  float* out;              // as q
+  void *keys, *values;     // the layer's cache
+  const int32_t* at;       // null: row r of the plan is row r
+
+  // Rotates queries and keys and appends keys and values to the cache; before any tile.
+  void rotate(int64_t item) const;
+  void tile(int64_t item) const;
+
+ private:
+  int64_t index(int64_t r) const { return at ? at[r] : r; }
+};
+
+}  // namespace specsparse

@@ -1,0 +1,7 @@
+#define SPECSPARSE_ISA avx512
+#include "simd/simd_avx512.h"
+#include "dense/kernels.inl"
+
+namespace specsparse {
+const Ops kAvx512Ops = SPECSPARSE_TABLE("avx512");
+}

@@ -1,0 +1,160 @@
+// Every phase of every layer is shared out by the pool, with nothing between.
+#include "dense/layers.h"
+
+#include <algorithm>
+#include <initializer_list>
+
+#include "pool/pool.h"
+
+namespace specsparse {
+namespace {
+
+enum { kPrepareAttention, kProjectQkv, kRotate, kAttend, kPrepareOutput, kProjectOutput, kPrepareFfn, kGateUp,
+       kCount, kPrepareDown, kProjectDown, kStages };
+
+class Forward final : public Phases {
+ public:
+  Forward(const std::vector<LayerWeights>& layers, Workspace& work, Act act, float eps,
+          const std::vector<SkipCounts>& counts)
+      : work_(work), act_(act), eps_(eps), total_(work.plan.rows().size()), counted_(!counts.empty()),
+        skip_(counted_ && total_ == 1) {
+    const int64_t rows = std::max<int64_t>(total_, 1);
+    int64_t q = 0, kv = 0, inner = 0, cols = 0;
+    for (const LayerWeights& l : layers) {
+      q = std::max(q, l.matrices[kQ].matrix.rows), kv = std::max(kv, l.matrices[kK].matrix.rows);
+      inner = std::max(inner, l.matrices[kGate].matrix.rows);
+      for (const Description& m : l.matrices) cols = std::max(cols, m.matrix.cols);
+    }
+    grow(work.q, rows * q), grow(work.rotated, rows * q), grow(work.attended, rows * q);
+    grow(work.k, rows * kv), grow(work.v, rows * kv), grow(work.hidden, rows * inner);
+    work.activations.reserve(rows, cols, true);
+    stages_.reserve(layers.size());
+    for (size_t i = 0; i < layers.size(); ++i) stages_.emplace_back(*this, layers[i], counted_ ? counts[i] : SkipCounts{});
+  }
+
+  int count() const override { return static_cast<int>(stages_.size()) * kStages; }
+
+  int64_t items(int phase) const override {
+    const Layer& l = stages_[phase / kStages];
+    switch (phase % kStages) {
+      case kProjectQkv: return l.qkv.items();
+      case kRotate: return work_.plan.rotate_items();
+      case kAttend: return work_.plan.tiles();
+      case kProjectOutput: return l.output.items();
+      case kGateUp: return skip_ ? l.skip.hidden_items() : l.gate_up.items();
+      case kCount: return skip_ || !counted_ ? 0 : (l.width + kCounted - 1) / kCounted;
+      case kProjectDown: return skip_ ? l.skip.output_items() : l.down.items();
+      default: return l.prepare_attention.items();
+    }
+  }
+
+  void run(int phase, int64_t item) override {
+    const Layer& l = stages_[phase / kStages];
+    switch (phase % kStages) {
+      case kPrepareAttention: return l.prepare_attention.run(item);
+      case kProjectQkv: return l.qkv.run(item);
+      case kRotate: return l.attention.rotate(item);
+      case kAttend: return l.attention.tile(item);
+      case kPrepareOutput: return l.prepare_output.run(item);
+      case kProjectOutput: return l.output.run(item);
+      case kPrepareFfn: return l.prepare_ffn.run(item);
+      case kGateUp: return skip_ ? l.skip.hidden(item) : l.gate_up.run(item);
+      case kCount: return l.count(work_.hidden.data(), total_, item);
+      case kPrepareDown: return l.prepare_down.run(item);
+      case kProjectDown: return skip_ ? l.skip.output(item) : l.down.run(item);
+    }
+  }
+
+  // While other threads finish, the beginning of this thread's share of the next matrices comes from memory.
+  void idle(int phase, int self, int threads) override {
+    const size_t layer = phase / kStages;
+    const Layer& l = stages_[layer];
+    switch (phase % kStages) {
+      case kProjectQkv:
+      case kAttend: return l.output.prefetch(kAhead, self, threads);
+      case kProjectOutput: return skip_ ? l.skip.prefetch(kAhead, self, threads) : l.gate_up.prefetch(kAhead, self, threads);
+      case kGateUp:
+        if (!skip_) l.down.prefetch(kAhead, self, threads);
+        return;
+      case kProjectDown:
+        if (layer + 1 < stages_.size()) stages_[layer + 1].qkv.prefetch(kAhead, self, threads);
+    }
+  }
+
+ private:
+  static constexpr int64_t kAhead = 16 << 10;
+  static constexpr int64_t kCounted = 256;  // neurons of an item
+
+  static void grow(std::vector<float>& v, int64_t size) {
+    if (static_cast<int64_t>(v.size()) < size) v.resize(size);
+  }
+
+  Preparation prepare(const float* from, const float* norm, std::initializer_list<const Description*> readers) {
+    bool quantise = false;
+    for (const Description* d : readers) quantise |= !d->matrix.is_float();
+    return {from, norm, eps_, quantise, total_, nullptr,
+            work_.activations.reserve(1, (*readers.begin())->matrix.cols, quantise)};
+  }
+
+  Product product(std::initializer_list<const Description*> weights, std::initializer_list<float*> to, const Preparation& from,
+                  const float* residual = nullptr, Act act = Act::kNone) {
+    Output outs[3];
+    for (size_t m = 0; m < to.size(); ++m) {
+      const Description& w = *weights.begin()[m];
+      outs[m] = {to.begin()[m], act == Act::kNone ? w.bias : nullptr, residual, w.matrix.rows};
+    }
+    return Product(weights.begin(), static_cast<int>(weights.size()), outs, from.to, total_, nullptr, act);
+  }
+
+  struct Layer {
+    Preparation prepare_attention;
+    Product qkv;
+    Attention attention;
+    Preparation prepare_output;
+    Product output;
+    Preparation prepare_ffn;
+    Product gate_up;
+    Preparation prepare_down;
+    Product down;
+    ZeroSkip skip;
+    SkipCounts counts;
+    int64_t width;  // neurons
+
+    void count(const float* hidden, int64_t rows, int64_t item) const {
+      count_neurons(hidden, width, rows, item * kCounted, std::min(width, (item + 1) * kCounted), counts);
+    }
+
+    Layer(Forward& f, const LayerWeights& l, const SkipCounts& counts)
+        : prepare_attention(f.prepare(f.work_.x.data(), l.attn_norm, {&l.matrices[kQ], &l.matrices[kK], &l.matrices[kV]})),
+          qkv(f.product({&l.matrices[kQ], &l.matrices[kK], &l.matrices[kV]},
+                        {f.work_.q.data(), f.work_.k.data(), f.work_.v.data()}, prepare_attention)),
+          attention{&f.work_.plan,        f.work_.q.data(),        f.work_.k.data(), f.work_.v.data(),
+                    f.work_.rotated.data(), f.work_.attended.data(), l.keys,           l.values,       nullptr},
+          prepare_output(f.prepare(f.work_.attended.data(), nullptr, {&l.matrices[kO]})),
+          output(f.product({&l.matrices[kO]}, {f.work_.x.data()}, prepare_output, f.work_.x.data())),
+          prepare_ffn(f.prepare(f.work_.x.data(), l.ffn_norm, {&l.matrices[kGate], &l.matrices[kUp]})),
+          gate_up(f.product({&l.matrices[kGate], &l.matrices[kUp]}, {f.work_.hidden.data()}, prepare_ffn, nullptr, f.act_)),
+          prepare_down(f.prepare(f.work_.hidden.data(), nullptr, {&l.matrices[kDown]})),
+          down(f.product({&l.matrices[kDown]}, {f.work_.x.data()}, prepare_down, f.work_.x.data())),
+          skip(&l.matrices[kGate], &l.skip, prepare_ffn.to, f.work_.hidden.data(), prepare_down.to, f.work_.x.data(), f.act_,
+               counts),
+          counts(counts), width(l.matrices[kGate].matrix.rows) {}
+  };
+
+  Workspace& work_;
+  Act act_;
+  float eps_;
+  int64_t total_;
+  bool counted_, skip_;  // neurons; zeros, in this call
+  std::vector<Layer> stages_;
+};
+
+}  // namespace
+
+void run_layers(const std::vector<LayerWeights>& layers, Workspace& work, Act act, float eps,
+                const std::vector<SkipCounts>& counts) {
+  Forward forward(layers, work, act, eps, counts);
+  run_phases(forward);
+}
+
+}  // namespace specsparse

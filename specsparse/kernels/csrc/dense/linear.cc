@@ -1,0 +1,142 @@
+#include "dense/linear.h"
+
+#include <algorithm>
+
+#include "pool/pool.h"
+
+namespace specsparse {
+namespace {
+
+constexpr int64_t kTokenChunk = 64;       // rows of activations that stay in a core's cache
+constexpr int kTile = 8;                  // rows written at a time
+constexpr int64_t kRowsPerItem = 8;       // of a preparation, at most
+
+// Gate and up take their biases before the activation, not when the tile is written.
+void add_bias(const Description& w, int64_t group, int tokens, float* y) {
+  if (!w.bias) return;
+  const int64_t first = group * kRows, count = std::min<int64_t>(kRows, w.matrix.rows - first);
+  for (int t = 0; t < tokens; ++t)
+    for (int64_t r = 0; r < count; ++r) y[kRows * t + r] += w.bias[first + r];
+}
+
+// to = residual + (y + bias); COUNT, where it is not 0, tells the compiler `count`.
+template <int COUNT>
+void write_row(const float* y, const float* bias, const float* residual, int64_t count, float* to) {
+  if (COUNT) count = COUNT;
+  float v[kRows];
+  for (int64_t r = 0; r < count; ++r) v[r] = bias ? y[r] + bias[r] : y[r];
+  if (residual)
+    for (int64_t r = 0; r < count; ++r) v[r] = residual[r] + v[r];
+  for (int64_t r = 0; r < count; ++r) to[r] = v[r];
+}
+
+}  // namespace
+
+int64_t groups_per_item(int64_t groups, int64_t group_bytes) {
+  constexpr int64_t kItemBytes = 64 << 10;
+  const int64_t even = std::max<int64_t>(1, groups / (16 * threads()));
+  return std::clamp<int64_t>(kItemBytes / std::max<int64_t>(group_bytes, 1), 1, even);
+}
+
+bool Description::read(const int64_t* d, const void* data, int64_t bytes) {
+  matrix = {static_cast<const uint8_t*>(data), d[4], d[5], d[6], Codes(d[0]), Scales(d[1]), d[2],
+            static_cast<int32_t>(d[3]), nullptr};
+  bool has_lut = false;
+  for (int i = 0; i < 16; ++i) lut[i] = static_cast<int8_t>(d[7 + i]), has_lut |= d[7 + i] != 0;
+  if (has_lut) matrix.lut = lut;
+  return bytes >= matrix.groups() * matrix.group_bytes;
+}
+
+Activations ActivationBuffer::reserve(int64_t rows, int64_t cols, bool quantise) {
+  const int64_t blocks = quantise ? cols / kBlock : 0;
+  if (static_cast<int64_t>(x.size()) < rows * cols) x.resize(rows * cols);
+  if (static_cast<int64_t>(q.size()) < rows * blocks) q.resize(rows * blocks);
+  return {cols, blocks, x.data(), q.data()};
+}
+
+// Two rows take less time than a second thread needs to hear of them.
+int64_t preparation_step(int64_t total) {
+  const int64_t count = threads();
+  return std::clamp<int64_t>((total + count - 1) / count, 2, kRowsPerItem);
+}
+
+int64_t Preparation::items() const { return (total + step - 1) / step; }
+
+void Preparation::run(int64_t item) const {
+  for (int64_t i = item * step; i < std::min(total, (item + 1) * step); ++i)
+    ops().prepare(from + (rows ? rows[i] : i) * to.cols, norm, eps, to, i, quantise);
+}
+
+Product::Product(const Description* const* weights, int count, const Output* outs, const Activations& x, int64_t total,
+                 const int32_t* rows, Act act)
+    : x_(x), total_(total), rows_(rows), act_(act) {
+  const bool glu = act != Act::kNone;
+  int64_t largest = 1;
+  first_[0] = 0;
+  for (int m = 0; m < count; ++m) weights_[m] = weights[m];
+  for (int m = 0; m < (glu ? 1 : count); ++m) {
+    outs_[m] = outs[m];
+    first_[m + 1] = first_[m] + weights[m]->matrix.groups();
+    largest = std::max(largest, weights[m]->matrix.group_bytes * (glu ? 2 : 1));
+    step_ = first_[m + 1];
+  }
+  const int64_t groups = step_;
+  step_ = groups_per_item(groups, largest);
+  parts_ = (groups + step_ - 1) / step_;
+  chunks_ = (total + kTokenChunk - 1) / kTokenChunk;
+  for (int m = glu ? 1 : count; m < kMost; ++m) first_[m + 1] = first_[m];
+}
+
+void Product::run(int64_t item) const {
+  const Ops& op = ops();
+  const bool glu = act_ != Act::kNone;
+  const int64_t groups = first_[kMost];
+  const int64_t row0 = item / parts_ * kTokenChunk, row1 = std::min(total_, row0 + kTokenChunk);
+  const int64_t g0 = item % parts_ * step_, g1 = std::min(groups, g0 + step_);
+  alignas(64) float y[kTile * kRows], up[kTile * kRows];
+  int m = 0;
+  for (int64_t g = g0; g < g1; ++g) {
+    while (g >= first_[m + 1]) ++m;
+    const Matrix& w = weights_[m]->matrix;
+    for (int64_t row = row0; row < row1; row += kTile) {
+      const int tokens = static_cast<int>(std::min<int64_t>(kTile, row1 - row));
+      op.dot(w, g - first_[m], x_, row, tokens, y);
+      if (glu) {
+        op.dot(weights_[1]->matrix, g, x_, row, tokens, up);
+        add_bias(*weights_[0], g, tokens, y);
+        add_bias(*weights_[1], g, tokens, up);
+        op.glu(y, up, tokens * kRows, act_);
+      }
+      write(outs_[m], y, row, tokens, g - first_[m]);
+    }
+  }
+}
+
+void Product::write(const Output& out, const float* y, int64_t row, int tokens, int64_t group) const {
+  const int64_t first = group * kRows, count = std::min<int64_t>(kRows, out.width - first);
+  for (int t = 0; t < tokens; ++t) {
+    const int64_t at = (rows_ ? rows_[row + t] : row + t) * out.width + first;
+    float* to = out.data + at;
+    const float* from = y + kRows * t;
+    const float* bias = out.bias ? out.bias + first : nullptr;
+    const float* residual = out.residual ? out.residual + at : nullptr;
+    if (count == kRows && !bias)
+      write_row<kRows>(from, nullptr, residual, kRows, to);
+    else
+      write_row<0>(from, bias, residual, count, to);
+  }
+}
+
+void Product::prefetch(int64_t bytes, int self, int threads) const {
+  const int64_t group = share_begin(items(), self, threads) % parts_ * step_;
+  int m = 0;
+  while (group >= first_[m + 1]) ++m;
+  const int pair = act_ == Act::kNone ? 1 : 2;
+  for (int i = m; i < m + pair; ++i) {
+    const Matrix& w = weights_[i]->matrix;
+    const int64_t from = (group - first_[m]) * w.group_bytes, to = std::min(from + bytes / pair, w.groups() * w.group_bytes);
+    for (int64_t at = from; at < to; at += 64) __builtin_prefetch(w.data + at, 0, 2);
+  }
+}
+
+}  // namespace specsparse

@@ -1,0 +1,317 @@
+// The XLA FFI handlers: they read buffers and attributes, share the work out and call the kernels.
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "dense/attention.h"
+#include "dense/layers.h"
+#include "dense/linear.h"
+#include "pool/pool.h"
+#include "dense/unpack.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace specsparse {
+namespace {
+
+using Ints = ffi::Span<const int64_t>;
+
+// The rows that count: i < n_valid[b] of each sequence.
+std::vector<int32_t> valid_rows(const ffi::Buffer<ffi::S32>& n_valid, int64_t rows) {
+  const int64_t batch = n_valid.element_count(), n = batch ? rows / batch : 0;
+  std::vector<int32_t> out;
+  out.reserve(rows);
+  for (int64_t b = 0; b < batch; ++b) {
+    const int64_t count = std::min<int64_t>(std::max(n_valid.typed_data()[b], 0), n);
+    for (int64_t i = 0; i < count; ++i) out.push_back(static_cast<int32_t>(b * n + i));
+  }
+  return out;
+}
+
+bool read(Description* out, Ints all, int64_t index, const ffi::AnyBuffer& data) {
+  if (static_cast<int64_t>(all.size()) < (index + 1) * kDescription) return false;
+  return out->read(all.begin() + index * kDescription, data.untyped_data(), data.size_bytes());
+}
+
+const float* floats(const ffi::AnyBuffer& x) {
+  return x.element_count() ? static_cast<const float*>(x.untyped_data()) : nullptr;
+}
+
+ffi::Error linear(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> norm, ffi::Buffer<ffi::F32> residual,
+                  ffi::Buffer<ffi::S32> n_valid, ffi::RemainingArgs args, ffi::RemainingRets rets, Ints description,
+                  int64_t act, float eps) {
+  const int64_t cols = x.dimensions().back(), total = x.element_count() / std::max<int64_t>(cols, 1);
+  const bool glu = act != 0;
+  constexpr size_t kMost = 3;
+  const size_t count = args.size() / 2;
+  if (count > kMost || (glu && count != 2) || rets.size() != (glu ? 1 : count))
+    return ffi::Error::InvalidArgument("specsparse linear: one to three matrices, or two with an activation");
+  Description weights[kMost];
+  const Description* pointers[kMost];
+  Output outs[kMost];
+  bool quantise = false;
+  for (size_t m = 0; m < count; ++m) {
+    auto data = args.get<ffi::AnyBuffer>(2 * m);
+    auto bias = args.get<ffi::AnyBuffer>(2 * m + 1);
+    if (!data || !bias || !read(&weights[m], description, m, *data) || weights[m].matrix.cols != cols)
+      return ffi::Error::InvalidArgument("specsparse linear: matrix " + std::to_string(m) + " does not fit");
+    pointers[m] = &weights[m];
+    weights[m].bias = floats(*bias);
+    quantise |= !weights[m].matrix.is_float();
+    if (glu && m) continue;
+    auto out = rets.get<ffi::AnyBuffer>(m);
+    if (!out) return ffi::Error::InvalidArgument("specsparse linear: an output is missing");
+    outs[m] = {static_cast<float*>((*out)->untyped_data()), glu ? nullptr : weights[m].bias,
+               residual.element_count() ? residual.typed_data() : nullptr, weights[m].matrix.rows};
+  }
+  const std::vector<int32_t> rows = valid_rows(n_valid, total);
+  if (static_cast<int64_t>(rows.size()) < total)
+    for (size_t m = 0; m < rets.size(); ++m) std::fill_n(outs[m].data, total * outs[m].width, 0.0f);
+  thread_local ActivationBuffer buffer;
+  const Preparation prepare{x.typed_data(), norm.element_count() ? norm.typed_data() : nullptr, eps, quantise,
+                            static_cast<int64_t>(rows.size()), rows.data(),
+                            buffer.reserve(std::max<int64_t>(rows.size(), 1), cols, quantise)};
+  const Product product(pointers, static_cast<int>(count), outs, prepare.to, rows.size(), rows.data(), Act(act));
+  struct Job final : Phases {
+    const Preparation& prepare;
+    const Product& product;
+    Job(const Preparation& prepare, const Product& product) : prepare(prepare), product(product) {}
+    int count() const override { return 2; }
+    int64_t items(int phase) const override { return phase ? product.items() : prepare.items(); }
+    void run(int phase, int64_t item) override { phase ? product.run(item) : prepare.run(item); }
+  } job(prepare, product);
+  run_phases(job);
+  return ffi::Error::Success();
+}
+
+ffi::Error embed(ffi::AnyBuffer data, ffi::Buffer<ffi::S32> ids, ffi::ResultBuffer<ffi::F32> out, Ints description) {
+  Description w;
+  if (!read(&w, description, 0, data)) return ffi::Error::InvalidArgument("specsparse embed: matrix does not fit");
+  for (size_t i = 0; i < ids.element_count(); ++i) {
+    const int64_t row = std::clamp<int64_t>(ids.typed_data()[i], 0, w.matrix.rows - 1);
+    unpack_row(w.matrix, row, out->typed_data() + i * w.matrix.cols);
+  }
+  return ffi::Error::Success();
+}
+
+// Lowest index of the largest value; NaN never wins.
+ffi::Error argmax(ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::S32> out) {
+  const int64_t width = x.dimensions().back(), rows = out->element_count();
+  parallel(rows, [&](int64_t row) {
+    const float* p = x.typed_data() + row * width;
+    constexpr int kChunk = 1024;
+    float best = -INFINITY;
+    int64_t at = 0;
+    for (int64_t start = 0; start < width; start += kChunk) {
+      const int64_t stop = std::min<int64_t>(width, start + kChunk);
+      bool wild;
+      const float top = ops().peak(p + start, stop - start, &wild);
+      if (!(top > best)) continue;
+      best = top;
+      for (at = start; p[at] != best;) ++at;
+    }
+    out->typed_data()[row] = static_cast<int32_t>(at);
+  });
+  return ffi::Error::Success();
+}
+
+KvType kv_type(ffi::DataType type) {
+  return type == ffi::F32 ? KvType::kF32 : type == ffi::F16 ? KvType::kF16 : KvType::kBf16;
+}
+
+// The cache is updated in place where XLA gives one buffer for both, and copied first where it does not.
+char* updated(const ffi::AnyBuffer& from, ffi::Result<ffi::AnyBuffer>& to) {
+  char* out = static_cast<char*>(to->untyped_data());
+  if (out != from.untyped_data()) std::copy_n(static_cast<const char*>(from.untyped_data()), from.size_bytes(), out);
+  return out;
+}
+
+// `values` is the cache of one layer's values, [batch, kv heads, capacity, d].
+AttendShape attend_shape(const ffi::AnyBuffer& values, int64_t rows, int64_t width, const ffi::Buffer<ffi::F32>& cos,
+                         const ffi::Buffer<ffi::F32>& sin, const ffi::Buffer<ffi::S32>& length,
+                         const ffi::Buffer<ffi::S32>& n_valid, const ffi::Buffer<ffi::S32>& parents, bool neox) {
+  const auto dims = values.dimensions();
+  AttendShape s;
+  s.batch = dims[0], s.kv_heads = dims[1], s.capacity = dims[2], s.d = dims[3];
+  s.n = rows / std::max<int64_t>(s.batch, 1), s.heads = width / std::max<int64_t>(s.d, 1);
+  s.rope = cos.dimensions()[1], s.neox = neox, s.type = kv_type(values.element_type());
+  s.cos = cos.typed_data(), s.sin = sin.typed_data(), s.length = length.typed_data(), s.n_valid = n_valid.typed_data();
+  s.parents = parents.element_count() ? parents.typed_data() : nullptr;
+  if (cos.dimensions()[0] < s.capacity) s.capacity = -1;  // does not fit
+  return s;
+}
+
+ffi::Error attend(ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v, ffi::AnyBuffer cache_k,
+                  ffi::AnyBuffer cache_v, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
+                  ffi::Buffer<ffi::S32> length, ffi::Buffer<ffi::S32> n_valid, ffi::Buffer<ffi::S32> parents,
+                  ffi::ResultBuffer<ffi::F32> out, ffi::Result<ffi::AnyBuffer> new_k, ffi::Result<ffi::AnyBuffer> new_v,
+                  int64_t neox) {
+  const int64_t rows = q.dimensions()[0], width = q.dimensions()[1];
+  const AttendShape shape = attend_shape(cache_v, rows, width, cos, sin, length, n_valid, parents, neox != 0);
+  if (!shape.fits()) return ffi::Error::InvalidArgument("specsparse attend: head size and capacity must be multiples of 16");
+  thread_local AttendPlan plan;
+  thread_local std::vector<float> rotated;
+  plan.make(shape);
+  rotated.resize(std::max<size_t>(rotated.size(), rows * width));
+  if (static_cast<int64_t>(plan.rows().size()) < rows) std::fill_n(out->typed_data(), rows * width, 0.0f);
+  const Attention layer{&plan, q.typed_data(), k.typed_data(), v.typed_data(), rotated.data(), out->typed_data(),
+                        updated(cache_k, new_k), updated(cache_v, new_v), plan.rows().data()};
+  struct Job final : Phases {
+    const AttendPlan& plan;
+    const Attention& layer;
+    Job(const AttendPlan& plan, const Attention& layer) : plan(plan), layer(layer) {}
+    int count() const override { return 2; }
+    int64_t items(int phase) const override { return phase ? plan.tiles() : plan.rotate_items(); }
+    void run(int phase, int64_t item) override { phase ? layer.tile(item) : layer.rotate(item); }
+  } job(plan, layer);
+  run_phases(job);
+  return ffi::Error::Success();
+}
+
+// Operands and results of one layer of `layers`; the last two only where zeros are skipped.
+enum { kAttnNorm, kFfnNorm, kFirstMatrix, kFirstBias = kFirstMatrix + kMatrices, kCacheK = kFirstBias + kMatrices, kCacheV,
+       kPerLayer, kUpRows = kPerLayer, kDownStripes, kPerSkippingLayer };
+
+// What zero skipping reads of a layer whose matrices are Q4_0; false if the data do not hold it.
+bool read_skip(const LayerWeights& l, const ffi::AnyBuffer& up, const ffi::AnyBuffer& down, SkipWeights* out) {
+  const Matrix &gate = l.matrices[kGate].matrix, &last = l.matrices[kDown].matrix;
+  for (int m : {kGate, kUp, kDown}) {
+    const Matrix& w = l.matrices[m].matrix;
+    if (w.codes != Codes::kNibble || w.scales != Scales::kD || w.zero != kNibbleZero || w.lut || l.matrices[m].bias) return false;
+  }
+  out->up = {static_cast<const uint8_t*>(up.untyped_data()), gate.rows, gate.cols, up.dimensions().back(), gate.codes,
+             gate.scales, gate.sub, gate.zero, nullptr};
+  out->down = static_cast<const uint8_t*>(down.untyped_data());
+  const Matrix& middle = l.matrices[kUp].matrix;
+  const int64_t stripes = (last.rows + kStripe - 1) / kStripe, blocks = last.cols / kBlock, inputs = gate.cols / kBlock;
+  const int64_t row = out->up.chunks() * (kChunk / 2) + (inputs + 15) / 16 * 32;  // scales are read by sixteen
+  return gate.rows == last.cols && middle.rows == gate.rows && middle.cols == gate.cols && last.rows == gate.cols &&
+         out->up.row_bytes >= row && static_cast<int64_t>(up.size_bytes()) >= gate.rows * out->up.row_bytes &&
+         static_cast<int64_t>(down.size_bytes()) >= stripes * blocks * kStripeBytes;
+}
+
+ffi::Error layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
+                  ffi::Buffer<ffi::S32> length, ffi::Buffer<ffi::S32> n_valid, ffi::Buffer<ffi::S32> parents,
+                  ffi::RemainingArgs args, ffi::ResultBuffer<ffi::F32> out, ffi::RemainingRets rets, Ints description,
+                  int64_t act, float eps, int64_t neox, int64_t skip) {
+  const size_t each = skip ? kPerSkippingLayer : kPerLayer, count = args.size() / each;
+  if (skip && Act(act) != Act::kRelu && Act(act) != Act::kRelu2)
+    return ffi::Error::InvalidArgument("specsparse layers: only ReLU and its square have zeros to skip");
+  if (!count || args.size() % each || rets.size() != 2 * count + (skip ? 2 : 0))
+    return ffi::Error::InvalidArgument("specsparse layers: operands do not make up whole layers");
+  std::vector<LayerWeights> all(count);
+  for (size_t i = 0; i < count; ++i) {
+    auto operand = [&](size_t at) { return *args.get<ffi::AnyBuffer>(i * each + at); };
+    LayerWeights& l = all[i];
+    l.attn_norm = floats(operand(kAttnNorm)), l.ffn_norm = floats(operand(kFfnNorm));
+    for (int m = 0; m < kMatrices; ++m) {
+      if (!read(&l.matrices[m], description, i * kMatrices + m, operand(kFirstMatrix + m)))
+        return ffi::Error::InvalidArgument("specsparse layers: a matrix of layer " + std::to_string(i) + " does not fit");
+      l.matrices[m].bias = floats(operand(kFirstBias + m));
+    }
+    auto keys = *rets.get<ffi::AnyBuffer>(2 * i), values = *rets.get<ffi::AnyBuffer>(2 * i + 1);
+    l.keys = updated(operand(kCacheK), keys), l.values = updated(operand(kCacheV), values);
+    if (skip && !read_skip(l, operand(kUpRows), operand(kDownStripes), &l.skip))
+      return ffi::Error::InvalidArgument("specsparse layers: the neurons of layer " + std::to_string(i) + " do not fit");
+  }
+  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1];
+  const AttendShape shape = attend_shape(*args.get<ffi::AnyBuffer>(kCacheV), rows, all[0].matrices[kQ].matrix.rows, cos,
+                                         sin, length, n_valid, parents, neox != 0);
+  if (!shape.fits()) return ffi::Error::InvalidArgument("specsparse layers: head size and capacity must be multiples of 16");
+  thread_local Workspace work;
+  work.plan.make(shape);
+  const std::vector<int32_t>& valid = work.plan.rows();
+  work.x.resize(std::max<size_t>(work.x.size(), rows * width));
+  for (size_t r = 0; r < valid.size(); ++r) std::copy_n(x.typed_data() + valid[r] * width, width, &work.x[r * width]);
+  thread_local std::vector<int32_t> found;
+  std::vector<SkipCounts> counts;
+  if (skip) {
+    int32_t* active = (*rets.get<ffi::BufferR1<ffi::S32>>(2 * count + 1))->typed_data();
+    std::fill_n(active, count, 0);
+    found.assign(count * valid.size(), 0);
+    for (size_t i = 0; i < count; ++i) counts.push_back({found.data() + i * valid.size(), active + i});
+  }
+  run_layers(all, work, Act(act), eps, counts);
+  if (skip) {
+    int32_t* nonzero = (*rets.get<ffi::BufferR2<ffi::S32>>(2 * count))->typed_data();
+    std::fill_n(nonzero, count * rows, 0);
+    for (size_t i = 0; i < count; ++i)
+      for (size_t r = 0; r < valid.size(); ++r) nonzero[i * rows + valid[r]] = counts[i].nonzero[r];
+  }
+  if (static_cast<int64_t>(valid.size()) < rows) std::fill_n(out->typed_data(), rows * width, 0.0f);
+  for (size_t r = 0; r < valid.size(); ++r) std::copy_n(&work.x[r * width], width, out->typed_data() + valid[r] * width);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_linear, linear,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<Ints>("description")
+                                  .Attr<int64_t>("act")
+                                  .Attr<float>("eps"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_embed, embed,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<Ints>("description"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_argmax, argmax,
+                              ffi::Ffi::Bind().Arg<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::S32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_attend, attend,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("neox"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_layers, layers,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .RemainingRets()
+                                  .Attr<Ints>("description")
+                                  .Attr<int64_t>("act")
+                                  .Attr<float>("eps")
+                                  .Attr<int64_t>("neox")
+                                  .Attr<int64_t>("skip"));
+
+#pragma GCC visibility pop
+
+}  // namespace specsparse
+
+#define SPECSPARSE_EXPORT extern "C" __attribute__((visibility("default")))
+
+SPECSPARSE_EXPORT void specsparse_set_threads(int count) { specsparse::set_threads(count); }
+SPECSPARSE_EXPORT int specsparse_threads() { return specsparse::threads(); }
+SPECSPARSE_EXPORT int specsparse_set_isa(const char* name) { return specsparse::set_ops(name); }
+SPECSPARSE_EXPORT const char* specsparse_isa() { return specsparse::ops().name; }

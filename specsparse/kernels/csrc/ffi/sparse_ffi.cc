@@ -1,0 +1,151 @@
+// The XLA FFI handlers of the sparse FFN and of the sign-bit predictor.
+#include <algorithm>
+#include <vector>
+
+#include "pool/pool.h"
+#include "sparse/sparse_ffn.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace specsparse {
+namespace {
+
+using Ints = ffi::Span<const int64_t>;
+
+constexpr int64_t kDescription = 23;  // integers that describe a matrix, its table of 16 included
+
+struct Description {
+  NeuronRows rows;
+  int8_t lut[16];
+};
+
+// Reads matrix `index` of a description; false if the buffer does not hold it.
+bool describe(Ints all, int64_t index, const ffi::AnyBuffer& data, Description* out) {
+  if (static_cast<int64_t>(all.size()) < (index + 1) * kDescription) return false;
+  const int64_t* d = all.begin() + index * kDescription;
+  NeuronRows& w = out->rows;
+  w = {static_cast<const uint8_t*>(data.untyped_data()), d[4], d[5], d[6], Codes(d[0]), Scales(d[1]), d[2],
+       static_cast<int32_t>(d[3]), nullptr};
+  bool has_lut = false;
+  for (int i = 0; i < 16; ++i) out->lut[i] = static_cast<int8_t>(d[7 + i]), has_lut |= d[7 + i] != 0;
+  if (has_lut) w.lut = out->lut;
+  return static_cast<int64_t>(data.size_bytes()) >= w.rows * w.row_bytes;
+}
+
+// The rows that count: i < n_valid[b] of each sequence.
+std::vector<int32_t> valid_rows(const ffi::Buffer<ffi::S32>& n_valid, int64_t rows) {
+  const int64_t batch = n_valid.element_count(), n = batch ? rows / batch : 0;
+  std::vector<int32_t> out;
+  out.reserve(rows);
+  for (int64_t b = 0; b < batch; ++b) {
+    const int64_t count = std::clamp<int64_t>(n_valid.typed_data()[b], 0, n);
+    for (int64_t i = 0; i < count; ++i) out.push_back(static_cast<int32_t>(b * n + i));
+  }
+  return out;
+}
+
+const float* optional(const ffi::Buffer<ffi::F32>& b) { return b.element_count() ? b.typed_data() : nullptr; }
+
+ffi::Error sparse_ffn_call(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> keep, ffi::AnyBuffer gate, ffi::AnyBuffer up,
+                           ffi::AnyBuffer down, ffi::Buffer<ffi::F32> norm, ffi::Buffer<ffi::F32> residual,
+                           ffi::Buffer<ffi::S32> n_valid, ffi::Buffer<ffi::F32> least, ffi::ResultBuffer<ffi::F32> y,
+                           ffi::ResultBuffer<ffi::S32> kept, ffi::ResultBuffer<ffi::S32> read,
+                           ffi::ResultBuffer<ffi::S32> nonzero, ffi::ResultBuffer<ffi::S32> active, Ints description,
+                           int64_t act, float threshold, int64_t up_act, float up_threshold, float eps) {
+  Description u, d, g;
+  const bool gated = gate.element_count() != 0;
+  const int64_t rows = x.dimensions()[0];
+  if (!describe(description, 0, up, &u) || !describe(description, 1, down, &d) ||
+      (gated && !describe(description, 2, gate, &g)) || u.rows.cols != x.dimensions()[1] || d.rows.rows != u.rows.rows ||
+      static_cast<int64_t>(keep.element_count()) != rows * u.rows.rows)
+    return ffi::Error::InvalidArgument("specsparse sparse_ffn: the matrices do not fit");
+  const SparseFfn ffn{gated ? &g.rows : nullptr,
+                      u.rows,
+                      d.rows,
+                      optional(norm),
+                      eps,
+                      {Activation::Kind(act), threshold},
+                      {Activation::Kind(up_act), up_threshold},
+                      least.typed_data()[0]};
+  const std::vector<int32_t> valid = valid_rows(n_valid, rows);
+  if (static_cast<int64_t>(valid.size()) < rows) {
+    std::fill_n(y->typed_data(), y->element_count(), 0.0f);
+    std::fill_n(kept->typed_data(), rows, 0);
+    std::fill_n(nonzero->typed_data(), rows, 0);
+  }
+  SparseCounts counts{kept->typed_data(), nonzero->typed_data()};
+  sparse_ffn(ffn, x.typed_data(), keep.typed_data(), optional(residual), valid, y->typed_data(), &counts);
+  read->typed_data()[0] = counts.read, active->typed_data()[0] = counts.active;
+  return ffi::Error::Success();
+}
+
+constexpr int64_t kSignNeurons = 256;  // of one item
+
+// keep[r, j] = (columns in which x_r and neuron j have the same sign) >= threshold.
+ffi::Error signbit_keep(ffi::Buffer<ffi::F32> x, ffi::AnyBuffer signs, ffi::Buffer<ffi::S32> n_valid,
+                        ffi::Buffer<ffi::F32> threshold, ffi::ResultBuffer<ffi::U8> keep) {
+  const int64_t rows = x.dimensions()[0], cols = x.dimensions()[1], words = (cols + 63) / 64;
+  const int64_t neurons = keep->dimensions()[1];
+  if (static_cast<int64_t>(signs.size_bytes()) != neurons * words * 8)
+    return ffi::Error::InvalidArgument("specsparse signbit_keep: the sign bits do not fit");
+  const std::vector<int32_t> valid = valid_rows(n_valid, rows);
+  const int64_t count = valid.size();
+  thread_local std::vector<uint64_t> packed;
+  packed.assign(count * words, 0);
+  for (int64_t t = 0; t < count; ++t)
+    for (int64_t c = 0; c < cols; ++c)
+      packed[t * words + c / 64] |= static_cast<uint64_t>(x.typed_data()[valid[t] * cols + c] < 0) << (c % 64);
+  uint8_t* out = keep->typed_data();
+  if (count < rows) std::fill_n(out, rows * neurons, uint8_t{0});
+  const uint64_t* mine = packed.data();
+  const uint64_t* all = static_cast<const uint64_t*>(signs.untyped_data());
+  const float least = threshold.typed_data()[0];
+  parallel((neurons + kSignNeurons - 1) / kSignNeurons, [&](int64_t item) {
+    const auto differing = sparse_ops().differing;
+    for (int64_t j = item * kSignNeurons; j < std::min(neurons, (item + 1) * kSignNeurons); ++j)
+      for (int64_t t = 0; t < count; ++t)
+        out[valid[t] * neurons + j] =
+            static_cast<float>(cols - differing(mine + t * words, all + j * words, words)) >= least;
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_sparse_ffn, sparse_ffn_call,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::U8>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Attr<Ints>("description")
+                                  .Attr<int64_t>("act")
+                                  .Attr<float>("threshold")
+                                  .Attr<int64_t>("up_act")
+                                  .Attr<float>("up_threshold")
+                                  .Attr<float>("eps"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_signbit_keep, signbit_keep,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::U8>>());
+
+#pragma GCC visibility pop
+
+}  // namespace specsparse

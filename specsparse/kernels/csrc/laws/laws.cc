@@ -1,0 +1,247 @@
+// Laws of single rows and draws from them, with the definitions of engine/row_laws.py.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "simd/ops.h"
+#include "pool/pool.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace specsparse {
+namespace {
+
+constexpr int64_t kSumBlock = 256, kMaxBlock = 64;
+constexpr float kLowest = -std::numeric_limits<float>::infinity();
+
+// A row's logits padded with -inf, its weights e, and the maxima of its blocks.
+struct Row {
+  std::vector<float> x, e, maxima, sums, picked;
+  int64_t width = 0;
+
+  void load(const float* logits, int64_t count) {
+    width = (count + kSumBlock - 1) / kSumBlock * kSumBlock;
+    x.resize(width), e.resize(width), maxima.resize(width / kMaxBlock), sums.resize(width / kSumBlock);
+    std::copy_n(logits, count, x.begin());
+    std::fill(x.begin() + count, x.end(), kLowest);
+    ops().block_maxima(x.data(), width, maxima.data());
+  }
+
+  // Calls f(i) for every logit x[i] >= from, passing over blocks that have none.
+  template <class F>
+  void visit(float from, F f) const {
+    for (int64_t b = 0; b < width / kMaxBlock; ++b)
+      if (maxima[b] >= from)
+        for (int64_t i = b * kMaxBlock; i < (b + 1) * kMaxBlock; ++i)
+          if (x[i] >= from) f(i);
+  }
+};
+
+// The tree of sums of neighbouring pairs as a heap: node i has the children 2i and 2i + 1, the root is 1.
+void pair_tree(const float* leaves, int64_t count, std::vector<float>* heap) {
+  int64_t size = 1;
+  while (size < count) size *= 2;
+  heap->assign(2 * size, 0.0f);
+  std::copy_n(leaves, count, heap->begin() + size);
+  for (int64_t i = size - 1; i; --i) (*heap)[i] = (*heap)[2 * i] + (*heap)[2 * i + 1];
+}
+
+float mass(Row* row, std::vector<float>* heap) {
+  ops().block_sums(row->e.data(), row->width, row->sums.data());
+  pair_tree(row->sums.data(), row->sums.size(), heap);
+  return (*heap)[1];
+}
+
+// The k-th largest logit among those >= floor, or `floor` if there are fewer.
+float kth_largest(Row* row, int64_t k, float floor) {
+  float from = floor;
+  if (k <= static_cast<int64_t>(row->maxima.size())) {  // k block maxima are k logits: a bound from below
+    std::vector<float> m = row->maxima;
+    std::nth_element(m.begin(), m.begin() + (k - 1), m.end(), std::greater<float>());
+    from = std::max(floor, m[k - 1]);
+  }
+  row->picked.clear();
+  row->visit(from, [&](int64_t i) { row->picked.push_back(row->x[i]); });
+  if (k > static_cast<int64_t>(row->picked.size())) return floor;
+  std::nth_element(row->picked.begin(), row->picked.begin() + (k - 1), row->picked.end(), std::greater<float>());
+  return row->picked[k - 1];
+}
+
+// The largest x above which the weights of the logits x >= from that `counts` reach `wanted`, or the lowest such x.
+template <class F>
+float select(Row* row, float from, F counts, double wanted) {
+  struct Candidate {
+    float x, e;
+  };
+  thread_local std::vector<Candidate> c;
+  c.clear();
+  row->visit(from, [&](int64_t i) {
+    if (counts(i)) c.push_back({row->x[i], row->e[i]});
+  });
+  double above = 0;
+  int64_t low = 0, high = c.size();
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    std::nth_element(c.begin() + low, c.begin() + middle, c.begin() + high,
+                     [](const Candidate& a, const Candidate& b) { return a.x > b.x; });
+    double part = 0;
+    for (int64_t i = low; i < middle; ++i) part += c[i].e;
+    if (above + part >= wanted) {
+      high = middle;
+    } else {
+      above += part, low = middle;
+    }
+  }
+  return c[low].x;
+}
+
+// The largest logit threshold above which the weights reach `wanted`: in which of many narrow ranges of logits it lies, by
+// one pass, and then a selection inside that range, halving the candidates.
+float mass_threshold(Row* row, double wanted, double total, float top, float temperature, float floor) {
+  constexpr int kRanges = 512;
+  double weight[kRanges];
+  // Most laws are over after the first few nats; what is left below the second depth is surely too little to matter.
+  const float second = std::log(row->width / std::max(total - wanted, 1e-30));
+  for (float depth = 4.0f;; depth = depth < second ? second : 2.0f * depth) {
+    const float from = std::max(floor, top - depth * temperature), scale = kRanges / (depth * temperature);
+    const auto range = [&](float x) {
+      const float r = (top - x) * scale;  // monotone; NaN where a logit is none, which must stay inside too
+      return r > 0 ? r < kRanges ? static_cast<int>(r) : kRanges - 1 : 0;
+    };
+    std::fill_n(weight, kRanges, 0.0);
+    row->visit(from, [&](int64_t i) { weight[range(row->x[i])] += row->e[i]; });
+    double above = 0;  // weight of what is surely kept
+    int last = -1;
+    for (int r = 0; r < kRanges && above < wanted; ++r)
+      if (weight[r] > 0) last = r, above += weight[r];
+    if (above < wanted && from > floor) continue;
+    if (last < 0) return floor;
+    const float near = std::max(from, top - (last + 2) / scale);
+    return select(row, near, [&](int64_t i) { return range(row->x[i]) == last; }, wanted - (above - weight[last]));
+  }
+}
+
+struct Shape {
+  float temperature, log_min_p, top_p;
+  int64_t top_k;
+};
+
+void law_row(const float* logits, int64_t count, const Shape& shape, float* p) {
+  thread_local Row row;
+  thread_local std::vector<float> heap;
+  bool wild;
+  const float top = ops().peak(logits, count, &wild);
+  if (!(top > kLowest) || shape.temperature <= 0.0f) {
+    std::fill_n(p, count, 0.0f);
+    p[top > kLowest ? std::find(logits, logits + count, top) - logits : 0] = 1.0f;
+    return;
+  }
+  row.load(logits, count);
+  const float t = shape.temperature;
+  float floor = std::numeric_limits<float>::lowest();
+  if (shape.log_min_p > kLowest) {  // the lowest logit that min-p keeps; the division decides, beyond any rounding of it
+    float lowest = top;
+    const float about = top + t * shape.log_min_p, slack = 1e-5f * (std::fabs(top) + std::fabs(t * shape.log_min_p));
+    row.visit(about - slack, [&](int64_t i) {
+      if ((row.x[i] - top) / t >= shape.log_min_p) lowest = std::min(lowest, row.x[i]);
+    });
+    floor = std::max(floor, lowest);
+  }
+  if (shape.top_k < count) floor = std::max(floor, kth_largest(&row, std::max<int64_t>(shape.top_k, 1), floor));
+  auto weigh = [&](float from) {
+    ops().exp_shifted(row.x.data(), row.width, top, t, row.e.data());
+    for (int64_t i = 0; i < row.width; ++i) row.e[i] = row.x[i] >= from ? row.e[i] : 0.0f;
+    return mass(&row, &heap);
+  };
+  float total = weigh(floor);
+  if (shape.top_p < 1.0f) {
+    const float threshold = mass_threshold(&row, std::max(shape.top_p * total, 1e-30f), total, top, t, floor);
+    for (int64_t i = 0; i < row.width; ++i) row.e[i] = row.x[i] >= threshold ? row.e[i] : 0.0f;
+    total = mass(&row, &heap);
+  }
+  for (int64_t i = 0; i < count; ++i) p[i] = row.e[i] / total;
+}
+
+// Leaf that t falls into; what is left of t there stays in *t. A leaf of sum 0 is never reached unless all are 0.
+int64_t descend(const std::vector<float>& heap, float* t) {
+  const int64_t leaves = heap.size() / 2;
+  int64_t node = 1;
+  while (node < leaves) {
+    const float left = heap[2 * node], right = heap[2 * node + 1];
+    const bool go_right = *t >= left && right > 0.0f;  // rounding may leave t beyond the last token that counts
+    if (go_right) *t -= left;
+    node = 2 * node + go_right;
+  }
+  return node - leaves;
+}
+
+int32_t draw_row(const float* p, int64_t count, float u) {
+  thread_local Row row;
+  thread_local std::vector<float> heap;
+  row.width = (count + kSumBlock - 1) / kSumBlock * kSumBlock;
+  row.e.resize(row.width), row.sums.resize(row.width / kSumBlock);
+  for (int64_t i = 0; i < count; ++i) row.e[i] = p[i] > 0.0f ? p[i] : 0.0f;
+  std::fill(row.e.begin() + count, row.e.end(), 0.0f);
+  float t = u * mass(&row, &heap);
+  const int64_t block = descend(heap, &t);
+  pair_tree(row.e.data() + block * kSumBlock, kSumBlock, &heap);
+  return static_cast<int32_t>(block * kSumBlock + descend(heap, &t));
+}
+
+// Whether each row can be a law: no NaN, no +inf, and something above -inf.
+ffi::Error check(ffi::Buffer<ffi::F32> logits, ffi::ResultBuffer<ffi::PRED> out) {
+  const int64_t rows = logits.dimensions()[0], width = logits.dimensions()[1];
+  parallel(rows, [&](int64_t r) {
+    bool wild;
+    const float top = ops().peak(logits.typed_data() + r * width, width, &wild);
+    out->typed_data()[r] = !wild && top > kLowest;
+  });
+  return ffi::Error::Success();
+}
+
+ffi::Error law(ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::F32> temperature, ffi::Buffer<ffi::F32> log_min_p,
+               ffi::Buffer<ffi::S32> top_k, ffi::Buffer<ffi::F32> top_p, ffi::ResultBuffer<ffi::F32> out) {
+  const int64_t rows = logits.dimensions()[0], width = logits.dimensions()[1];
+  parallel(rows, [&](int64_t r) {
+    const Shape shape{temperature.typed_data()[r], log_min_p.typed_data()[r], top_p.typed_data()[r],
+                      top_k.typed_data()[r]};
+    law_row(logits.typed_data() + r * width, width, shape, out->typed_data() + r * width);
+  });
+  return ffi::Error::Success();
+}
+
+ffi::Error draw(ffi::Buffer<ffi::F32> p, ffi::Buffer<ffi::F32> u, ffi::ResultBuffer<ffi::S32> out) {
+  const int64_t rows = p.dimensions()[0], width = p.dimensions()[1];
+  parallel(rows, [&](int64_t r) {
+    out->typed_data()[r] = draw_row(p.typed_data() + r * width, width, u.typed_data()[r]);
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_check, check,
+                              ffi::Ffi::Bind().Arg<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::PRED>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_law, law,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_draw, draw,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>());
+
+#pragma GCC visibility pop
+
+}  // namespace specsparse

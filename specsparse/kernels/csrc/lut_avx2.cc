@@ -1,7 +1,0 @@
-#define SPECSPARSE_ISA avx2
-#include "lut_simd_avx2.h"
-#include "lut.inl"
-
-namespace specsparse {
-const LutOps kAvx2LutOps = SPECSPARSE_LUT_TABLE;
-}

@@ -1,0 +1,88 @@
+// Kernels that read the rows of single neurons. Every table computes the same bits; `sparse.inl` is the definition.
+#pragma once
+
+#include <cstdint>
+
+#include "simd/ops.h"
+
+namespace specsparse {
+
+constexpr int kChunk = 64;      // columns read at a time: two blocks
+constexpr int kRowTokens = 4;   // rows of activations that one pass over a neuron serves
+constexpr int kNibbleZero = 8;  // what Q4_0 takes off its codes; other codes of four bits have no zero
+constexpr int kRowGroup = 4;    // neurons that are added to the output at a time
+
+// A stripe of a down projection of Q4_0: for each block of 32 neurons f16 scales of its outputs, in order; then for each
+// neuron 64 bytes, where nibble k of lane l of 16 bits is the code of output 32 k + l. kernels/stripes.py packs them.
+constexpr int kStripe = 128;  // outputs
+constexpr int kStripeScales = 2 * kStripe;
+constexpr int kStripeCodes = 32 * kStripe / 2;  // bytes of a block, both
+constexpr int kStripeBytes = kStripeScales + kStripeCodes;
+
+// A matrix of neurons, one row each; specsparse/kernels/neurons.py gives the bytes.
+struct NeuronRows {
+  const uint8_t* data;
+  int64_t rows, cols, row_bytes;
+  Codes codes;
+  Scales scales;
+  int64_t sub;
+  int32_t zero;
+  const int8_t* lut;  // 16 values, or null
+  bool is_float() const { return codes >= Codes::kF32; }
+  int64_t chunks() const { return (cols + kChunk - 1) / kChunk; }
+  int64_t subs() const { return chunks() * kChunk / sub; }
+  int64_t code_bytes() const {  // of a chunk
+    return codes == Codes::kNibble ? kChunk / 2 : codes == Codes::kInt8 ? kChunk : codes == Codes::kF32 ? 4 * kChunk : 2 * kChunk;
+  }
+  const uint8_t* row(int64_t j) const { return data + j * row_bytes; }
+};
+
+// One row of activations, filled up with zeros to whole chunks (its scales to a multiple of 16).
+struct Input {
+  const float* x;          // normalised
+  const int8_t* codes;     // x in blocks of 32, as int8
+  const float* scales[2];  // of each sub-block of 32 columns; of 16
+  const float* sums[2];    // scale * sum of the codes of each sub-block of 32 columns; of 16
+  const int32_t* lows;     // -kNibbleZero times the sum of the codes of each four columns
+};
+
+struct SparseOps {
+  // out[t] = neuron j times inputs[t], 1 <= count <= kRowTokens. Meanwhile row `next` is fetched (or null).
+  void (*dot)(const NeuronRows& w, int64_t j, const uint8_t* next, const Input* const* inputs, int count, float* out,
+              float* scratch);
+  // y += a[i] * neuron js[i] for i in order, columns of chunks [begin, end). y is in lane order: `column_of`.
+  // `begin` is a multiple of 4.
+  void (*add)(const NeuronRows& w, const int32_t* js, const float* a, int64_t count, int64_t begin, int64_t end, float* y,
+              float* scratch);
+  // Different bits of two packed rows of `words` words.
+  int64_t (*differing)(const uint64_t* a, const uint64_t* b, int64_t words);
+  // out[i] = what the dense kernels give for row js[i] of Q4_0, i < count <= 16; out has room for sixteen, scratch for
+  // 16 * (blocks rounded up to 16).
+  void (*dot_neurons)(const NeuronRows& w, const int32_t* js, int count, const QBlock* x, float* out, float* scratch);
+  // y[c] += what the dense kernels give for output c < 32 * parts of a stripe, read for the codes of x that are not 0.
+  void (*project_stripe)(const uint8_t* stripe, int64_t blocks, int parts, const QBlock* x, float* y);
+};
+
+// Where the value of column c stands in y: floats stay in order, bytes are spread to lanes four columns apart, and codes of
+// four bits to even and odd columns of each eight.
+inline int64_t lane_of(const NeuronRows& w, int64_t c) {
+  if (w.is_float()) return c;
+  if (w.codes == Codes::kInt8) return c / kChunk * kChunk + c % 4 * 16 + c % kChunk / 4;
+  return c / kChunk * kChunk + (c % 16 / 8 * 2 + c % 2) * 16 + c % kChunk / 16 * 4 + c % 8 / 2;
+}
+
+// Floats of scratch that `dot` and `add` need.
+inline int64_t scratch_floats(const NeuronRows& w) {
+  return (2 * kRowTokens + 2) * (w.chunks() * kChunk / 16 + 32);
+}
+
+extern const SparseOps kPortableSparseOps;
+#if defined(__x86_64__)
+extern const SparseOps kAvx2SparseOps;
+extern const SparseOps kAvx512SparseOps;
+#endif
+
+// The table that goes with ops().
+const SparseOps& sparse_ops();
+
+}  // namespace specsparse

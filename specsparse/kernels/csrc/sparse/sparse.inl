@@ -1,0 +1,303 @@
+// Products with single rows, written once over the vectors of the sparse_simd_*.h that was included before.
+//
+// One neuron times one row of activations: sixteen accumulators for codes, lane i of a chunk of 64 columns taking columns
+// 4i .. 4i + 3 as one exact integer sum, acc = fma(fl(dw * dx), sum, acc), chunk after chunk; then for mins, sixteen
+// sub-blocks at a time, acc = fma(m, fl(dx * sum of x's codes), acc). Thirty-two accumulators for floats, lane i taking
+// columns i, 32 + i, ..; the upper sixteen are added to the lower. Lanes are summed by `reduce_add`.
+//
+// The output: y = fma(fl(a * d), code, y), then for mins y = fma(m, a, y); for floats y = fma(a, w, y); neuron after neuron.
+#include <algorithm>
+#include <cstring>
+
+#include "sparse/sparse.h"
+
+namespace specsparse {
+inline namespace SPECSPARSE_ISA {
+namespace {
+
+enum class Read { kCodes, kTable, kInt8 };
+
+// The upper halves of the floats of the sixteen codes.
+inline void float_halves(const NeuronRows& w, uint16_t* halves) {
+  for (int i = 0; i < 16; ++i) {
+    const float value = static_cast<float>(w.lut ? w.lut[i] : i - w.zero);
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    halves[i] = static_cast<uint16_t>(bits >> 16);
+  }
+}
+
+// Sixteen items of a field that has `left` more of them before the row ends at `stop`. Past the field: whatever follows it in
+// the row, zeros after its last field.
+template <int SIZE, class Load>
+inline F load_part(const uint8_t* p, int64_t left, const uint8_t* stop, Load read) {
+  if (p + 16 * SIZE <= stop) return read(p);
+  alignas(64) uint8_t part[16 * SIZE] = {};
+  std::memcpy(part, p, std::min<int64_t>(left, 16) * SIZE);
+  return read(part);
+}
+
+inline F halves(const uint8_t* p, int64_t left, const uint8_t* stop) {
+  return load_part<2>(p, left, stop, [](const uint8_t* q) { return load_f16(q); });
+}
+
+// sub-block scales: f16 of super-blocks from `coarse`, times bytes from `fine`, for subs [begin, end).
+template <int SUBS, class Load>
+inline void super_scales(const uint8_t* coarse, const uint8_t* fine, const uint8_t* stop, int64_t begin, int64_t end, float sign,
+                         float* out, Load read) {
+  constexpr int kPer = 8 * SUBS;  // subs of a super-block
+  for (int64_t i = begin; i < end; i += 16) {
+    alignas(64) float d[16];
+    const int64_t first = i / kPer, count = std::min<int64_t>((end - i + kPer - 1) / kPer, 16 / kPer);
+    store(d, halves(coarse + 2 * first, count, coarse + 2 * (first + count)));  // what follows is no f16
+    const F scale = SUBS == 1 ? spread_scales<1>(d) : set1(d[0]);
+    store(out + i - begin, mul(mul(set1(sign), scale), load_part<1>(fine + i, end - i, stop, read)));
+  }
+}
+
+// Scales d and mins m of subs [begin, end) of a row; whole super-blocks. Both arrays have room for 15 more.
+template <Scales SCALES, int SUBS>
+inline void expand_scales(const NeuronRows& w, const uint8_t* row, int64_t begin, int64_t end, float* d, float* m) {
+  const uint8_t *p = row + w.chunks() * w.code_bytes(), *stop = row + w.row_bytes;
+  const int64_t subs = w.subs();
+  if constexpr (SCALES == Scales::kSuper || SCALES == Scales::kSuperMin) {
+    constexpr bool kMins = SCALES == Scales::kSuperMin;
+    const int64_t header = 2 * (w.cols / kSuper);
+    const uint8_t* fine = p + header * (kMins ? 2 : 1);
+    super_scales<SUBS>(p, fine, stop, begin, end, 1.0f, d, [](const uint8_t* q) { return load_i8(q); });
+    if (kMins)
+      super_scales<SUBS>(p + header, fine + subs, stop, begin, end, -1.0f, m, [](const uint8_t* q) { return load_u8(q); });
+  } else {
+    for (int64_t i = begin; i < end; i += 16) {
+      const int64_t left = end - i;
+      if constexpr (SCALES == Scales::kF32) {
+        const auto read = [](const uint8_t* q) { return load(reinterpret_cast<const float*>(q)); };
+        store(d + i - begin, load_part<4>(p + 4 * i, left, stop, read));
+      } else {
+        store(d + i - begin, halves(p + 2 * i, left, stop));
+        if (SCALES == Scales::kDm) store(m + i - begin, halves(p + 2 * (subs + i), left, stop));
+      }
+    }
+  }
+}
+
+inline int64_t round16(int64_t n) { return (n + 15) / 16 * 16; }
+
+template <Read READ, Scales SCALES, int SUBS, int NT>
+__attribute__((flatten)) void dot_codes_row(const NeuronRows& w, int64_t j, const uint8_t* next, const Input* const* inputs,
+                                            float* out, float* scratch) {
+  constexpr bool kMins = SCALES == Scales::kDm || SCALES == Scales::kSuperMin;
+  const uint8_t* row = w.row(j);
+  const int64_t chunks = w.chunks(), subs = w.subs(), size = round16(subs), step = w.code_bytes();
+  float *d = scratch, *m = scratch + size, *scales = m + size;
+  expand_scales<SCALES, SUBS>(w, row, 0, subs, d, m);
+  const int8_t* x[NT];
+  F acc[NT];
+  each<NT>([&](auto t) SPECSPARSE_EACH {
+    x[t] = inputs[t]->codes;
+    acc[t] = zero();
+    const float* dx = inputs[t]->scales[SUBS - 1];
+    for (int64_t i = 0; i < size; i += 16) store(scales + t * size + i, mul(load(d + i), load(dx + i)));
+  });
+  for (int64_t c = 0; c < chunks; ++c) {
+    __builtin_prefetch(next + c * step, 0, 2);
+    if constexpr (READ == Read::kCodes) {  // the zero is taken off the sums: signed bytes would cost half as much again
+      const Bytes codes = load_nibbles(row + c * step);
+      each<NT>([&](auto t) SPECSPARSE_EACH {
+        const I sum = dot4_unsigned(w.zero ? inputs[t]->lows + kChunk / 4 * c : nullptr, codes, x[t] + kChunk * c);
+        acc[t] = fma(spread_scales<SUBS>(scales + t * size + 2 * SUBS * c), to_float(sum), acc[t]);
+      });
+    } else {
+      const uint8_t* p = row + c * step;
+      const Bytes codes = READ == Read::kInt8 ? load_bytes(p) : lookup(load_nibbles(p), w.lut), m4 = magnitude(codes);
+      each<NT>([&](auto t) SPECSPARSE_EACH {
+        const F scale = spread_scales<SUBS>(scales + t * size + 2 * SUBS * c);
+        acc[t] = fma(scale, to_float(dot4(m4, codes, x[t] + kChunk * c)), acc[t]);
+      });
+    }
+  }
+  for (int64_t at = chunks * step; at < w.row_bytes; at += 64) __builtin_prefetch(next + at, 0, 2);
+  each<NT>([&](auto t) SPECSPARSE_EACH {
+    if (kMins)
+      for (int64_t i = 0; i < size; i += 16) acc[t] = fma(load(m + i), load(inputs[t]->sums[SUBS - 1] + i), acc[t]);
+    out[t] = reduce_add(acc[t]);
+  });
+}
+
+template <int NT, int SIZE, class Load>
+__attribute__((flatten)) void dot_floats_row(const NeuronRows& w, int64_t j, const uint8_t* next, const Input* const* inputs,
+                                             float* out, Load read) {
+  const uint8_t* row = w.row(j);
+  const float* x[NT];
+  F low[NT], high[NT];
+  each<NT>([&](auto t) SPECSPARSE_EACH { x[t] = inputs[t]->x, low[t] = zero(), high[t] = zero(); });
+  for (int64_t c = 0, end = w.chunks() * kChunk; c < end; c += 32) {
+    const uint8_t* p = row + c * SIZE;
+    for (int line = 0; line < 32 * SIZE; line += 64) __builtin_prefetch(next + c * SIZE + line, 0, 2);
+    const F a = read(p), b = read(p + 16 * SIZE);
+    each<NT>([&](auto t) SPECSPARSE_EACH {
+      low[t] = fma(a, load(x[t] + c), low[t]);
+      high[t] = fma(b, load(x[t] + c + 16), high[t]);
+    });
+  }
+  each<NT>([&](auto t) SPECSPARSE_EACH { out[t] = reduce_add(add(low[t], high[t])); });
+}
+
+template <Scales SCALES, int NT>
+void dot_codes_of(const NeuronRows& w, int64_t j, const uint8_t* next, const Input* const* x, float* out, float* scratch) {
+  if (w.codes == Codes::kInt8) {
+    if (w.sub == 32) return dot_codes_row<Read::kInt8, SCALES, 1, NT>(w, j, next, x, out, scratch);
+    return dot_codes_row<Read::kInt8, SCALES, 2, NT>(w, j, next, x, out, scratch);
+  }
+  if (w.lut) return dot_codes_row<Read::kTable, SCALES, 1, NT>(w, j, next, x, out, scratch);
+  dot_codes_row<Read::kCodes, SCALES, 1, NT>(w, j, next, x, out, scratch);
+}
+
+template <int NT>
+void dot_floats_of(const NeuronRows& w, int64_t j, const uint8_t* next, const Input* const* x, float* out) {
+  if (w.codes == Codes::kF16) return dot_floats_row<NT, 2>(w, j, next, x, out, [](const uint8_t* p) { return load_f16(p); });
+  if (w.codes == Codes::kBf16) return dot_floats_row<NT, 2>(w, j, next, x, out, [](const uint8_t* p) { return load_bf16(p); });
+  dot_floats_row<NT, 4>(w, j, next, x, out, [](const uint8_t* p) { return load(reinterpret_cast<const float*>(p)); });
+}
+
+template <int NT>
+void dot_tokens(const NeuronRows& w, int64_t j, const uint8_t* next, const Input* const* x, float* out, float* scratch) {
+  switch (w.scales) {
+    case Scales::kNone: return dot_floats_of<NT>(w, j, next, x, out);
+    case Scales::kD: return dot_codes_of<Scales::kD, NT>(w, j, next, x, out, scratch);
+    case Scales::kDm: return dot_codes_of<Scales::kDm, NT>(w, j, next, x, out, scratch);
+    case Scales::kF32: return dot_codes_of<Scales::kF32, NT>(w, j, next, x, out, scratch);
+    case Scales::kSuper: return dot_codes_of<Scales::kSuper, NT>(w, j, next, x, out, scratch);
+    case Scales::kSuperMin: return dot_codes_of<Scales::kSuperMin, NT>(w, j, next, x, out, scratch);
+  }
+}
+
+void dot(const NeuronRows& w, int64_t j, const uint8_t* next, const Input* const* x, int count, float* out, float* scratch) {
+  if (!next) next = w.row(j);
+  // Where more rows do not fit the registers, two passes over a neuron in the first cache cost little.
+  if (w.is_float() && count > kFloatTokens) {
+    dot_tokens<2>(w, j, next, x, out, scratch);
+    return count == 3 ? dot_tokens<1>(w, j, next, x + 2, out + 2, scratch) : dot_tokens<2>(w, j, next, x + 2, out + 2, scratch);
+  }
+  switch (count) {
+    case 1: return dot_tokens<1>(w, j, next, x, out, scratch);
+    case 2: return dot_tokens<2>(w, j, next, x, out, scratch);
+    case 3: return dot_tokens<3>(w, j, next, x, out, scratch);
+    default: return dot_tokens<4>(w, j, next, x, out, scratch);
+  }
+}
+
+// Adds NR neurons to a stripe of the output.
+template <Read READ, Scales SCALES, int SUBS, int NR>
+__attribute__((flatten)) void add_codes(const NeuronRows& w, const int32_t* js, const float* a, const int32_t* next,
+                                        int64_t begin, int64_t end, float* y, float* scratch) {
+  constexpr bool kMins = SCALES == Scales::kDm || SCALES == Scales::kSuperMin;
+  const int64_t first = begin * 2 * SUBS, subs = (end - begin) * 2 * SUBS, size = round16(subs), step = w.code_bytes();
+  float *d = scratch, *m = scratch + NR * size;
+  alignas(16) uint16_t halves[16] = {};
+  if (READ != Read::kInt8) float_halves(w, halves);
+  const NibbleTable table(halves);
+  const uint8_t *rows[NR], *ahead[NR];
+  each<NR>([&](auto r) SPECSPARSE_EACH {
+    rows[r] = w.row(js[r]), ahead[r] = w.row(next[r]);
+    expand_scales<SCALES, SUBS>(w, rows[r], first, first + subs, d + r * size, m + r * size);
+    for (int64_t i = 0; i < size; i += 16) {
+      store(d + r * size + i, mul(set1(a[r]), load(d + r * size + i)));
+    }
+    __builtin_prefetch(ahead[r] + w.chunks() * step + 2 * first, 0, 2);
+  });
+  for (int64_t c = begin; c < end; ++c) {
+    float* to = y + (c - begin) * kChunk;
+    F sum[4];
+    each<4>([&](auto k) SPECSPARSE_EACH { sum[k] = load(to + 16 * k); });
+    each<NR>([&](auto r) SPECSPARSE_EACH {
+      __builtin_prefetch(ahead[r] + c * step, 0, 2);
+      const uint8_t* p = rows[r] + c * step;
+      const F scale = spread_scales<SUBS>(d + r * size + (c - begin) * 2 * SUBS);
+      if constexpr (READ == Read::kInt8) {
+        const Bytes codes = load_bytes(p);
+        each<4>([&](auto k) SPECSPARSE_EACH { sum[k] = fma(scale, column<k>(codes), sum[k]); });
+      } else {
+        const Halves codes = to_halves(load_nibbles(p), table);
+        each<4>([&](auto k) SPECSPARSE_EACH { sum[k] = fma(scale, column<k>(codes), sum[k]); });
+      }
+      if (kMins) {
+        const F low = spread_scales<SUBS>(m + r * size + (c - begin) * 2 * SUBS), factor = set1(a[r]);
+        each<4>([&](auto k) SPECSPARSE_EACH { sum[k] = fma(low, factor, sum[k]); });
+      }
+    });
+    each<4>([&](auto k) SPECSPARSE_EACH { store(to + 16 * k, sum[k]); });
+  }
+}
+
+template <int SIZE, int NR, class Load>
+__attribute__((flatten)) void add_floats(const NeuronRows& w, const int32_t* js, const float* a, const int32_t* next,
+                                         int64_t begin, int64_t end, float* y, Load read) {
+  const uint8_t *rows[NR], *ahead[NR];
+  F factor[NR];
+  each<NR>([&](auto r) SPECSPARSE_EACH { rows[r] = w.row(js[r]), ahead[r] = w.row(next[r]), factor[r] = set1(a[r]); });
+  for (int64_t c = begin * kChunk; c < end * kChunk; c += 32) {
+    float* to = y + c - begin * kChunk;
+    F low = load(to), high = load(to + 16);
+    each<NR>([&](auto r) SPECSPARSE_EACH {
+      const uint8_t* p = rows[r] + c * SIZE;
+      for (int line = 0; line < 32 * SIZE; line += 64) __builtin_prefetch(ahead[r] + c * SIZE + line, 0, 2);
+      low = fma(factor[r], read(p), low);
+      high = fma(factor[r], read(p + 16 * SIZE), high);
+    });
+    store(to, low), store(to + 16, high);
+  }
+}
+
+template <Scales SCALES, int NR>
+void add_codes_of(const NeuronRows& w, const int32_t* js, const float* a, const int32_t* next, int64_t begin, int64_t end,
+                  float* y, float* scratch) {
+  if (w.codes == Codes::kInt8) {
+    if (w.sub == 32) return add_codes<Read::kInt8, SCALES, 1, NR>(w, js, a, next, begin, end, y, scratch);
+    return add_codes<Read::kInt8, SCALES, 2, NR>(w, js, a, next, begin, end, y, scratch);
+  }
+  if (w.lut) return add_codes<Read::kTable, SCALES, 1, NR>(w, js, a, next, begin, end, y, scratch);
+  add_codes<Read::kCodes, SCALES, 1, NR>(w, js, a, next, begin, end, y, scratch);
+}
+
+template <int NR>
+void add_neurons(const NeuronRows& w, const int32_t* js, const float* a, const int32_t* next, int64_t begin, int64_t end,
+                 float* y, float* s) {
+  switch (w.scales) {
+    case Scales::kNone: break;
+    case Scales::kD: return add_codes_of<Scales::kD, NR>(w, js, a, next, begin, end, y, s);
+    case Scales::kDm: return add_codes_of<Scales::kDm, NR>(w, js, a, next, begin, end, y, s);
+    case Scales::kF32: return add_codes_of<Scales::kF32, NR>(w, js, a, next, begin, end, y, s);
+    case Scales::kSuper: return add_codes_of<Scales::kSuper, NR>(w, js, a, next, begin, end, y, s);
+    case Scales::kSuperMin: return add_codes_of<Scales::kSuperMin, NR>(w, js, a, next, begin, end, y, s);
+  }
+  if (w.codes == Codes::kF16)
+    return add_floats<2, NR>(w, js, a, next, begin, end, y, [](const uint8_t* p) { return load_f16(p); });
+  if (w.codes == Codes::kBf16)
+    return add_floats<2, NR>(w, js, a, next, begin, end, y, [](const uint8_t* p) { return load_bf16(p); });
+  add_floats<4, NR>(w, js, a, next, begin, end, y, [](const uint8_t* p) { return load(reinterpret_cast<const float*>(p)); });
+}
+
+void add_rows(const NeuronRows& w, const int32_t* js, const float* a, int64_t count, int64_t begin, int64_t end, float* y,
+              float* scratch) {
+  int64_t i = 0;
+  for (; i + kRowGroup <= count; i += kRowGroup) {
+    const int64_t ahead = i + 2 * kRowGroup <= count ? i + kRowGroup : i;  // the group to fetch meanwhile
+    add_neurons<kRowGroup>(w, js + i, a + i, js + ahead, begin, end, y, scratch);
+  }
+  for (; i < count; ++i) add_neurons<1>(w, js + i, a + i, js + std::min(i + 1, count - 1), begin, end, y, scratch);
+}
+
+int64_t differing(const uint64_t* a, const uint64_t* b, int64_t words) {
+  int64_t i = 0, found = 0;
+  for (; i + kWordsAtOnce <= words; i += kWordsAtOnce) found += count_differing(a + i, b + i);
+  for (; i < words; ++i) found += __builtin_popcountll(a[i] ^ b[i]);
+  return found;
+}
+
+}  // namespace
+
+#define SPECSPARSE_SPARSE_TABLE {dot, add_rows, differing, dot_neurons, project_stripe}
+
+}  // namespace SPECSPARSE_ISA
+}  // namespace specsparse

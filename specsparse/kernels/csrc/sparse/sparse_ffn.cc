@@ -1,0 +1,333 @@
+#include "sparse/sparse_ffn.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "pool/pool.h"
+
+namespace specsparse {
+namespace {
+
+constexpr int64_t kTokens = 64;              // rows that share one reading of the neurons: bits of a mask
+constexpr int64_t kItemNeurons = 64;         // of one item, at most
+constexpr int64_t kSegments = 16;            // of the neurons, by id: the sum of a row is a sum of sums. Part of the definition
+constexpr int64_t kTileBytes = 256 << 10;    // of down rows that several rows of activations read: half a core's L2
+constexpr int64_t kSumBytes = 128 << 10;     // of the sums that they are added to
+constexpr int64_t kAheadBytes = 8 << 10;      // of the rows that are fetched ahead of a product
+constexpr int64_t kSumChunks = 8;            // of one item of the sum of sums
+constexpr int64_t kStripeChunks = 8;         // most columns of a stripe of down: 512
+
+// Memory that a calling thread keeps from call to call.
+template <class T>
+T* reserve(std::vector<T>& v, int64_t count) {
+  if (static_cast<int64_t>(v.size()) < count) v.resize(count);
+  return v.data();
+}
+
+// Rows of activations as `Input`s.
+class Inputs {
+ public:
+  void prepare(const float* x, const SparseFfn& ffn, const int32_t* rows, int64_t count) {
+    cols_ = ffn.up.cols, padded_ = ffn.up.chunks() * kChunk, blocks_ = (padded_ / kBlock + 15) / 16 * 16;
+    quantise_ = !ffn.up.is_float() || (ffn.gate && !ffn.gate->is_float());
+    // prepare() of the dense kernels wants whole blocks: columns are filled up before, not after.
+    float* values = reserve(x_, count * padded_);
+    QBlock* q = reserve(q_, padded_ / kBlock * count);
+    int8_t* codes = reserve(codes_, count * padded_);
+    float* scales = reserve(scales_, 6 * count * blocks_);
+    int32_t* lows = reserve(lows_, count * padded_ / 4);
+    reserve(inputs_, count);
+    parallel(count, [&](int64_t i) {
+      float* to = values + i * padded_;
+      const Activations one{cols_, 0, to, nullptr};
+      ops().prepare(x + rows[i] * cols_, ffn.norm, ffn.eps, one, 0, false);
+      std::fill(to + cols_, to + padded_, 0.0f);
+      inputs_[i].x = to;
+      if (quantise_)
+        quantise(i, to, q + i * (padded_ / kBlock), codes + i * padded_, scales + 6 * i * blocks_, lows + i * padded_ / 4);
+    });
+    pointers_.clear();
+    for (int64_t i = 0; i < count; ++i) pointers_.push_back(&inputs_[i]);
+  }
+
+  const Input* operator[](int64_t i) const { return pointers_[i]; }
+
+ private:
+  // The dense kernels' blocks, their fields one after the other.
+  void quantise(int64_t i, float* x, QBlock* q, int8_t* codes, float* at, int32_t* lows) {
+    const int64_t blocks = padded_ / kBlock;
+    thread_local std::vector<float> copy;
+    float* same = reserve(copy, padded_);
+    ops().prepare(x, nullptr, 0.0f, Activations{padded_, blocks, same, q}, 0, true);
+    std::fill(at, at + 6 * blocks_, 0.0f);
+    float *one = at, *two = at + blocks_, *sum = at + 3 * blocks_, *sums = at + 4 * blocks_;
+    for (int64_t b = 0; b < blocks; ++b) {
+      std::memcpy(codes + b * kBlock, q[b].q, kBlock);
+      one[b] = two[2 * b] = two[2 * b + 1] = q[b].scale;
+      sum[b] = q[b].shift, sums[2 * b] = q[b].shifts[0], sums[2 * b + 1] = q[b].shifts[1];
+    }
+    for (int64_t c = 0; c < padded_; c += 4)
+      lows[c / 4] = -kNibbleZero * (codes[c] + codes[c + 1] + codes[c + 2] + codes[c + 3]);
+    inputs_[i].codes = codes, inputs_[i].lows = lows;
+    inputs_[i].scales[0] = one, inputs_[i].scales[1] = two;
+    inputs_[i].sums[0] = sum, inputs_[i].sums[1] = sums;
+  }
+
+  int64_t cols_, padded_, blocks_;
+  bool quantise_;
+  std::vector<float> x_, scales_;
+  std::vector<QBlock> q_;
+  std::vector<int8_t> codes_;
+  std::vector<int32_t> lows_;
+  std::vector<Input> inputs_;
+  std::vector<const Input*> pointers_;
+};
+
+// The neurons that any of some rows keeps, ascending, and which of the rows do.
+struct Union {
+  std::vector<int32_t> neurons;
+  std::vector<uint64_t> rows;  // of each neuron
+  std::vector<uint64_t> all;   // scratch: by neuron id
+
+  void collect(const uint8_t* keep, int64_t width, const int32_t* ids, int64_t count, int32_t* kept) {
+    neurons.clear(), rows.clear();
+    if (count == 1) {
+      scan(keep + ids[0] * width, width, [&](int64_t j) { neurons.push_back(static_cast<int32_t>(j)); });
+      rows.assign(neurons.size(), 1);
+      kept[ids[0]] = static_cast<int32_t>(neurons.size());
+      return;
+    }
+    all.assign(width, 0);
+    for (int64_t t = 0; t < count; ++t) {
+      int32_t found = 0;
+      scan(keep + ids[t] * width, width, [&](int64_t j) { all[j] |= 1ull << t, ++found; });
+      kept[ids[t]] = found;
+    }
+    for (int64_t j = 0; j < width; ++j)
+      if (all[j]) neurons.push_back(static_cast<int32_t>(j)), rows.push_back(all[j]);
+  }
+
+ private:
+  // found(j) for every byte that is not zero.
+  template <class Found>
+  static void scan(const uint8_t* keep, int64_t width, Found found) {
+    int64_t j = 0;
+    for (; j + 8 <= width; j += 8) {
+      uint64_t eight;
+      std::memcpy(&eight, keep + j, 8);
+      if (!eight) continue;
+      for (int64_t i = j; i < j + 8; ++i)
+        if (keep[i]) found(i);
+    }
+    for (; j < width; ++j)
+      if (keep[j]) found(j);
+  }
+};
+
+// The neurons of one item that have something to add to a row, ascending.
+struct Tile {
+  int64_t count;
+  int32_t* neurons;
+  float* values;
+};
+
+// Room for whole vectors is there after x. A NaN stays one, or a closed gate would hide it.
+void activate(float* x, int64_t count, Activation act, const float* ones) {
+  static_assert(int64_t(Act::kSilu) == Activation::kSilu && int64_t(Act::kRelu2) == Activation::kRelu2);
+  if (act.kind == Activation::kFatRelu) {
+    for (int64_t i = 0; i < count; ++i) x[i] = x[i] > act.threshold ? x[i] : 0.0f;
+  } else if (act.kind == Activation::kRelu || act.kind == Activation::kRelu2) {
+    for (int64_t i = 0; i < count; ++i) x[i] = x[i] < 0 ? 0.0f : x[i];
+    if (act.kind == Activation::kRelu2)
+      for (int64_t i = 0; i < count; ++i) x[i] *= x[i];
+  } else if (act.kind == Activation::kSilu) {
+    const int64_t whole = (count + 15) / 16 * 16;
+    std::fill(x + count, x + whole, 0.0f);
+    ops().glu(x, ones, whole, Act::kSilu);
+  }
+}
+
+// One call: rows of activations, their neurons, and what each item of neurons gives to each row.
+class Call {
+ public:
+  void run(const SparseFfn& ffn, const float* x, const uint8_t* keep, const float* residual, const int32_t* rows,
+           int64_t count, float* y, SparseCounts* counts) {
+    ffn_ = &ffn, count_ = count;
+    union_.collect(keep, ffn.up.rows, rows, count, counts->kept);
+    inputs_.prepare(x, ffn, rows, count);
+    const int64_t total = union_.neurons.size();
+    per_item_ = std::clamp<int64_t>(total / (16 * threads()), 1, kItemNeurons);
+    items_ = (total + per_item_ - 1) / per_item_;
+    reserve_tiles();
+    parallel(items_, [&](int64_t item) { hidden(item); });
+    parallel(count, [&](int64_t t) { counts->nonzero[rows[t]] = join_tiles(t); });
+    parallel(kSegments, [&](int64_t segment) { project(segment); });
+    const int64_t blocks = (ffn.down.chunks() + kSumChunks - 1) / kSumChunks;
+    parallel(count * blocks, [&](int64_t i) { sum_segments(i / blocks, i % blocks * kSumChunks, residual, rows[i / blocks], y); });
+  }
+
+  const std::vector<int32_t>& neurons() const { return union_.neurons; }
+  // Whether neuron i of the union is not zero in some row.
+  bool active(int64_t i) const { return active_[i]; }
+
+ private:
+  void reserve_tiles() {
+    const int64_t slots = items_ * count_ * per_item_;  // and as many again for the lists
+    int32_t* ids = reserve(neurons_, 2 * slots);
+    float* values = reserve(values_, 2 * slots);
+    Tile* tiles = reserve(tiles_, items_ * count_);
+    for (int64_t i = 0; i < items_ * count_; ++i) tiles[i] = {0, ids + i * per_item_, values + i * per_item_};
+    Tile* lists = reserve(lists_, count_);
+    for (int64_t t = 0; t < count_; ++t)
+      lists[t] = {0, ids + slots + t * items_ * per_item_, values + slots + t * items_ * per_item_};
+    reserve(active_, union_.neurons.size());
+    reserve(parts_, kSegments * count_ * width());
+  }
+
+  int64_t width() const { return ffn_->down.chunks() * kChunk; }
+
+  // Gate, up and activation of one item's neurons, each for the rows that keep it. Where the gate gives 0 up is not read.
+  void hidden(int64_t item) {
+    const int64_t first = item * per_item_, last = std::min<int64_t>(union_.neurons.size(), first + per_item_);
+    thread_local std::vector<float> memory;
+    thread_local std::vector<uint64_t> masks;
+    const int64_t pairs = (per_item_ * count_ + 15) / 16 * 16;
+    float* gate = reserve(memory, 3 * pairs + scratch_floats(ffn_->up));
+    float *up = gate + pairs, *ones = up + pairs, *scratch = ones + pairs;
+    uint64_t* live = reserve(masks, per_item_);
+    std::fill(ones, ones + pairs, 1.0f);
+    const uint64_t* kept = union_.rows.data() + first;
+    activate(gate, products(ffn_->gate ? *ffn_->gate : ffn_->up, first, last, kept, gate, scratch), ffn_->act, ones);
+    const float* a = gate;
+    for (int64_t i = 0; i < last - first; ++i) {
+      live[i] = 0;
+      for (uint64_t left = kept[i]; left; left &= left - 1, ++a)
+        if (*a != 0 && !(std::abs(*a) < ffn_->least)) live[i] |= left & -left;
+    }
+    if (ffn_->gate) activate(up, products(ffn_->up, first, last, live, up, scratch), ffn_->up_act, ones);
+    Tile* tiles = tiles_.data() + item * count_;
+    for (int64_t i = first; i < last; ++i) {
+      active_[i] = 0;
+      for (uint64_t left = union_.rows[i]; left; left &= left - 1, ++gate) {
+        if (!(live[i - first] & left & -left)) continue;
+        const float value = ffn_->gate ? *gate * *up++ : *gate;
+        if (value == 0) continue;
+        Tile& tile = tiles[__builtin_ctzll(left)];
+        tile.neurons[tile.count] = union_.neurons[i], tile.values[tile.count++] = value, active_[i] = 1;
+      }
+    }
+  }
+
+  // Neurons [first, last) of the union times the rows of their masks, neuron by neuron; how many products.
+  int64_t products(const NeuronRows& w, int64_t first, int64_t last, const uint64_t* masks, float* out, float* scratch) {
+    thread_local std::vector<int64_t> wanted;
+    wanted.clear();
+    for (int64_t i = first; i < last; ++i)
+      if (masks[i - first]) wanted.push_back(i);
+    const int64_t count = wanted.size(), distance = std::max<int64_t>(1, kAheadBytes / w.row_bytes);
+    int64_t done = 0;
+    for (int64_t k = 0; k < count; ++k) {
+      const int64_t i = wanted[k];
+      const uint8_t* ahead = w.row(union_.neurons[wanted[std::min(k + distance, count - 1)]]);
+      for (uint64_t left = masks[i - first]; left;) {
+        const Input* inputs[kRowTokens];
+        int n = 0;
+        for (; left && n < kRowTokens; left &= left - 1) inputs[n++] = inputs_[__builtin_ctzll(left)];
+        sparse_ops().dot(w, union_.neurons[i], ahead, inputs, n, out + done, scratch);
+        done += n;
+      }
+    }
+    return done;
+  }
+
+  // The tiles of a row as one list; its length.
+  int32_t join_tiles(int64_t t) {
+    Tile& list = lists_[t];
+    for (int64_t item = 0; item < items_; ++item) {
+      const Tile& tile = tiles_[item * count_ + t];
+      std::copy_n(tile.neurons, tile.count, list.neurons + list.count);
+      std::copy_n(tile.values, tile.count, list.values + list.count);
+      list.count += tile.count;
+    }
+    return static_cast<int32_t>(list.count);
+  }
+
+  // Down rows of one segment's neurons, for all rows of activations: they take turns every few neurons, so that the second
+  // finds them in the cache, and every few columns, so that the sums stay there too.
+  void project(int64_t segment) {
+    const NeuronRows& down = ffn_->down;
+    const auto begin = union_.neurons.begin(), end = begin + union_.neurons.size();
+    const auto bound = [&](int64_t s) { return static_cast<int32_t>(s * down.rows / kSegments); };
+    const int64_t last = std::lower_bound(begin, end, bound(segment + 1)) - begin;
+    const int64_t chunks = down.chunks(), unit = kSuper / kChunk;
+    const int64_t stripe = std::min(chunks, std::max(unit, kSumBytes / (count_ * kChunk * 4) / unit * unit));
+    const int64_t step = count_ == 1 ? last : std::max<int64_t>(kRowGroup, kTileBytes / down.row_bytes);
+    thread_local std::vector<float> memory;
+    float* scratch = reserve(memory, scratch_floats(down));
+    float* parts = parts_.data() + segment * count_ * width();
+    for (int64_t i = std::lower_bound(begin, end, bound(segment)) - begin, from = 0; i < last; i += step, from = 1)
+      for (int64_t c = 0; c < chunks; c += stripe)
+        for (int64_t t = 0; t < count_; ++t) {
+          const Tile& list = lists_[t];
+          const auto at = [&](int64_t k) { return std::lower_bound(list.neurons, list.neurons + list.count, k) - list.neurons; };
+          const int64_t some = at(union_.neurons[i]), stop = i + step < last ? at(union_.neurons[i + step]) : at(bound(segment + 1));
+          float* to = parts + t * width() + c * kChunk;
+          const int64_t until = std::min(chunks, c + stripe);
+          if (!from) std::fill(to, to + (until - c) * kChunk, 0.0f);
+          sparse_ops().add(down, list.neurons + some, list.values + some, stop - some, c, until, to, scratch);
+        }
+  }
+
+  // Columns of chunks [begin, begin + kSumChunks) of row t of y: the segments one after the other.
+  void sum_segments(int64_t t, int64_t begin, const float* residual, int64_t row, float* y) {
+    const NeuronRows& down = ffn_->down;
+    const int64_t size = (std::min(down.chunks(), begin + kSumChunks) - begin) * kChunk, first = begin * kChunk;
+    float sums[kSumChunks * kChunk] = {};
+    const Tile& list = lists_[t];
+    for (int64_t segment = 0, i = 0; segment < kSegments; ++segment) {
+      const int32_t bound = static_cast<int32_t>((segment + 1) * down.rows / kSegments);
+      if (i == list.count || list.neurons[i] >= bound) continue;  // nothing in this one
+      const float* part = parts_.data() + (segment * count_ + t) * width() + first;
+      for (int64_t c = 0; c < size; ++c) sums[c] += part[c];
+      i = std::lower_bound(list.neurons + i, list.neurons + list.count, bound) - list.neurons;
+    }
+    const int64_t at = row * down.cols + first;
+    for (int64_t c = 0; c < std::min(size, down.cols - first); ++c) {
+      const float sum = sums[lane_of(down, c)];
+      y[at + c] = residual ? residual[at + c] + sum : sum;
+    }
+  }
+
+  const SparseFfn* ffn_;
+  int64_t count_, per_item_, items_;
+  Inputs inputs_;
+  Union union_;
+  std::vector<Tile> tiles_;  // by item, then row
+  std::vector<Tile> lists_;  // by row: its tiles one after the other
+  std::vector<int32_t> neurons_;
+  std::vector<float> values_;
+  std::vector<uint8_t> active_;  // by neuron of the union
+  std::vector<float> parts_;     // by segment, then row
+};
+
+}  // namespace
+
+void sparse_ffn(const SparseFfn& ffn, const float* x, const uint8_t* keep, const float* residual,
+                const std::vector<int32_t>& rows, float* y, SparseCounts* counts) {
+  thread_local Call call;
+  thread_local std::vector<uint8_t> seen;
+  const int64_t total = rows.size();
+  if (total > kTokens) seen.assign(ffn.up.rows, 0);
+  for (int64_t first = 0; first < total; first += kTokens) {
+    call.run(ffn, x, keep, residual, rows.data() + first, std::min(kTokens, total - first), y, counts);
+    const std::vector<int32_t>& neurons = call.neurons();
+    for (size_t i = 0; i < neurons.size(); ++i) {
+      uint8_t before = 0;
+      if (total > kTokens) before = seen[neurons[i]], seen[neurons[i]] |= 1 | call.active(i) << 1;
+      counts->read += !(before & 1), counts->active += call.active(i) && !(before & 2);
+    }
+  }
+}
+
+}  // namespace specsparse

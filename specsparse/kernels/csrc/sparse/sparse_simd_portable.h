@@ -1,0 +1,138 @@
+// Sixty-four codes in plain C++: what the neuron kernels need beyond simd_portable.h.
+#pragma once
+
+#include "simd/simd_portable.h"
+
+namespace specsparse {
+inline namespace SPECSPARSE_ISA {
+
+constexpr int kFloatTokens = 2;  // rows of activations whose sums of floats fit the registers
+
+// Lane i of sixteen holds columns 4i .. 4i + 3.
+struct Bytes {
+  int8_t v[64];
+};
+
+inline Bytes load_bytes(const void* p) {
+  Bytes r;
+  std::memcpy(r.v, p, 64);
+  return r;
+}
+inline Bytes load_nibbles(const void* p) {
+  const uint8_t* b = static_cast<const uint8_t*>(p);
+  Bytes r;
+  for (int i = 0; i < 32; ++i) r.v[i] = b[i] & 15, r.v[32 + i] = b[i] >> 4;
+  return r;
+}
+inline Bytes lookup(Bytes x, const int8_t* lut) {
+  for (int8_t& v : x.v) v = lut[v];
+  return x;
+}
+inline const Bytes& magnitude(const Bytes& x) { return x; }  // only the others want it
+// Sums of four products each.
+inline I dot4(const Bytes&, const Bytes& w, const int8_t* x) {
+  I r{};
+  for (int i = 0; i < 64; ++i) r.v[i / 4] += w.v[i] * x[i];
+  return r;
+}
+// The same added to sixteen sums or, where there are none, to 0.
+inline I dot4_unsigned(const int32_t* sums, const Bytes& w, const int8_t* x) {
+  I found = dot4(w, w, x);
+  for (int i = 0; sums && i < 16; ++i) found.v[i] += sums[i];
+  return found;
+}
+// Column 4i + K of each lane.
+template <int K>
+inline F column(const Bytes& x) {
+  F r;
+  for (int i = 0; i < 16; ++i) r.v[i] = static_cast<float>(x.v[4 * i + K]);
+  return r;
+}
+// Codes of four bits as floats, whose upper halves `halves` are; vector K of sixteen columns has K % 2 + 0, 2, 4, 6 from
+// column 8 * (K / 2) on.
+struct NibbleTable {
+  const uint16_t* halves;
+  explicit NibbleTable(const uint16_t* halves) : halves(halves) {}
+};
+struct Halves {
+  float v[64];
+};
+inline Halves to_halves(const Bytes& x, const NibbleTable& t) {
+  Halves r;
+  for (int i = 0; i < 64; ++i) {
+    const uint32_t bits = static_cast<uint32_t>(t.halves[x.v[i]]) << 16;
+    std::memcpy(&r.v[i], &bits, 4);
+  }
+  return r;
+}
+template <int K>
+inline F column(const Halves& x) {
+  F r;
+  for (int i = 0; i < 16; ++i) r.v[i] = x.v[i / 4 * 16 + K / 2 * 8 + i % 4 * 2 + K % 2];
+  return r;
+}
+// The scales of a chunk's 2 * SUBS sub-blocks, each in the lanes of its columns.
+template <int SUBS>
+inline F spread_scales(const float* s) {
+  F r;
+  for (int i = 0; i < 16; ++i) r.v[i] = s[i * SUBS / 8];
+  return r;
+}
+
+// Bits of kWordsAtOnce words that differ.
+constexpr int64_t kWordsAtOnce = 1;
+inline int64_t count_differing(const uint64_t* a, const uint64_t* b) { return __builtin_popcountll(*a ^ *b); }
+
+// Lane i: the codes of row i, without sign, at `offset`, times a in the low half of the bytes and times b in the high half.
+// Rows from 4 * quads on are not read.
+inline void chunk_sums(const uint8_t* const* rows, int64_t offset, const int8_t* a, const int8_t* b, int quads, I* sum_a,
+                       I* sum_b) {
+  *sum_a = *sum_b = zero_i();
+  for (int i = 0; i < 4 * quads; ++i)
+    for (int k = 0; k < 32; ++k) {
+      const uint8_t both = rows[i][offset + k];
+      sum_a->v[i] += (both & 15) * a[k], sum_b->v[i] += (both >> 4) * b[k];
+    }
+}
+
+// Sixteen halves of each of sixteen rows at `offset`, turned: out[16 b + i] is half b of row i.
+inline void turn_halves(const uint8_t* const* rows, int64_t offset, float* out) {
+  for (int b = 0; b < 16; ++b) {
+    uint16_t column[16];
+    for (int i = 0; i < 16; ++i) std::memcpy(column + i, rows[i] + offset + 2 * b, 2);
+    store(out + 16 * b, load_f16(column));
+  }
+}
+
+// Thirty-two sums of 16 bits.
+struct Shorts {
+  int16_t v[32];
+};
+inline Shorts zero_shorts() { return Shorts{}; }
+// What a code is multiplied with.
+using Multiples = int8_t;
+inline Multiples multiples(int8_t q) { return q; }
+// Adds q times (nibble k of each lane of 16 bits - 8) to sums[k].
+template <int PARTS>
+inline void add_multiples(const uint8_t* codes, Multiples q, Shorts* sums) {
+  for (int i = 0; i < 32; ++i) {
+    const int both = codes[2 * i] | codes[2 * i + 1] << 8;
+    for (int k = 0; k < PARTS; ++k) sums[k].v[i] = static_cast<int16_t>(sums[k].v[i] + ((both >> 4 * k & 15) - 8) * q);
+  }
+}
+inline I widen(const int16_t* x) {
+  I r;
+  for (int i = 0; i < 16; ++i) r.v[i] = x[i];
+  return r;
+}
+inline I low_half(const Shorts& x) { return widen(x.v); }
+inline I high_half(const Shorts& x) { return widen(x.v + 16); }
+// Bit i: byte i of 32 is not 0.
+inline uint32_t nonzero_bytes(const int8_t* p) {
+  uint32_t bits = 0;
+  for (int i = 0; i < 32; ++i) bits |= static_cast<uint32_t>(p[i] != 0) << i;
+  return bits;
+}
+
+}  // namespace SPECSPARSE_ISA
+}  // namespace specsparse

@@ -1,0 +1,94 @@
+#include "sparse/zero_skip.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "pool/pool.h"
+
+namespace specsparse {
+namespace {
+
+constexpr int64_t kMostGroups = 32;  // of an item
+
+}  // namespace
+
+void count_neurons(const float* hidden, int64_t width, int64_t rows, int64_t begin, int64_t end,
+                   const SkipCounts& counts) {
+  constexpr int64_t kAtOnce = 256;
+  for (int64_t first = begin; first < end; first += kAtOnce) {
+    const int64_t count = std::min(kAtOnce, end - first);
+    int32_t any[kAtOnce] = {}, bits[kAtOnce] = {};  // all of one width, so that the compiler makes vectors of them
+    for (int64_t t = 0; t < rows; ++t) {
+      std::memcpy(bits, hidden + t * width + first, count * sizeof(float));
+      int32_t found = 0;
+      for (int64_t j = 0; j < kAtOnce; ++j) {
+        const int32_t live = (bits[j] & 0x7fffffff) != 0;
+        any[j] |= live, found += live;
+      }
+      __atomic_fetch_add(counts.nonzero + t, found, __ATOMIC_RELAXED);
+    }
+    int32_t active = 0;
+    for (int64_t j = 0; j < kAtOnce; ++j) active += any[j];
+    __atomic_fetch_add(counts.active, active, __ATOMIC_RELAXED);
+  }
+}
+
+ZeroSkip::ZeroSkip(const Description* gate, const SkipWeights* weights, const Activations& z, float* hidden,
+                   const Activations& h, float* x, Act act, const SkipCounts& counts)
+    : gate_(gate), weights_(weights), z_(z), h_(h), hidden_(hidden), x_(x), groups_(gate->matrix.groups()), act_(act),
+      counts_(counts) {
+  // Long items: what is fetched comes in time, and few of a kernel's sixteen lanes are idle.
+  step_ = std::clamp<int64_t>(groups_ / (4 * threads()), 1, kMostGroups);
+}
+
+void ZeroSkip::hidden(int64_t item) const {
+  const Matrix& gate = gate_->matrix;
+  const NeuronRows& up = weights_->up;
+  const int64_t first = item * step_, last = std::min(groups_, first + step_);
+  int32_t live[kMostGroups * kRows + 1];  // one past the end is written too
+  alignas(64) float gates[kMostGroups * kRows + kRows];
+  int64_t count = 0;
+  for (int64_t g = first; g < last; ++g) {
+    alignas(64) float found[kRows];
+    ops().dot(gate, g, z_, 0, 1, found);
+    const int64_t before = count, some = std::min<int64_t>(kRows, gate.rows - g * kRows);
+    for (int64_t r = 0; r < some; ++r) {  // no branch: which neurons are active cannot be guessed
+      live[count] = static_cast<int32_t>(g * kRows + r), gates[count] = found[r];
+      count += found[r] > 0;
+    }
+    for (int64_t i = before; i < count; ++i)
+      for (int64_t at = 0; at < up.row_bytes; at += 64) __builtin_prefetch(up.row(live[i]) + at, 0, 2);
+  }
+  std::fill(hidden_ + first * kRows, hidden_ + std::min(gate.rows, last * kRows), 0.0f);
+  thread_local std::vector<float> scratch;
+  const int64_t wanted = (up.cols / kBlock + 15) / 16 * 16 * kRows;
+  if (static_cast<int64_t>(scratch.size()) < wanted) scratch.resize(wanted);
+  int32_t nonzero = 0;
+  for (int64_t i = 0; i < count; i += kRows) {
+    const int some = static_cast<int>(std::min<int64_t>(kRows, count - i));
+    alignas(64) float ups[kRows];
+    sparse_ops().dot_neurons(up, live + i, some, z_.q, ups, scratch.data());
+    ops().glu(gates + i, ups, kRows, act_);
+    for (int k = 0; k < some; ++k) hidden_[live[i + k]] = gates[i + k], nonzero += gates[i + k] != 0;
+  }
+  __atomic_fetch_add(counts_.nonzero, nonzero, __ATOMIC_RELAXED);
+  __atomic_fetch_add(counts_.active, nonzero, __ATOMIC_RELAXED);
+}
+
+void ZeroSkip::output(int64_t stripe) const {
+  const int64_t begin = stripe * kStripe, count = std::min<int64_t>(kStripe, z_.cols - begin);
+  for (int64_t b = 0; b < h_.blocks; ++b) __builtin_prefetch(h_.q + b);  // another core may hold them
+  alignas(64) float y[kStripe] = {};
+  sparse_ops().project_stripe(weights_->down + stripe * h_.blocks * kStripeBytes, h_.blocks,
+                              static_cast<int>((count + 31) / 32), h_.q, y);
+  for (int64_t c = 0; c < count; ++c) x_[begin + c] = x_[begin + c] + y[c];
+}
+
+void ZeroSkip::prefetch(int64_t bytes, int self, int threads) const {
+  const Matrix& w = gate_->matrix;
+  const int64_t from = share_begin(hidden_items(), self, threads) * step_ * w.group_bytes;
+  for (int64_t at = from; at < std::min(from + bytes, groups_ * w.group_bytes); at += 64) __builtin_prefetch(w.data + at, 0, 2);
+}
+
+}  // namespace specsparse

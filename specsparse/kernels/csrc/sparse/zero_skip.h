@@ -1,0 +1,51 @@
+// The FFN of a ReLU model without its zeros: the dense one's bits from fewer bytes, for one row of activations. Rows that share
+// a pass keep more neurons together and read them one by one; for them the dense kernels are faster.
+#pragma once
+
+#include <cstdint>
+
+#include "dense/linear.h"
+#include "sparse/sparse.h"
+
+namespace specsparse {
+
+// Up by neuron and down by stripe, both Q4_0; no data: the layer has none.
+struct SkipWeights {
+  NeuronRows up{};
+  const uint8_t* down = nullptr;
+};
+
+// What a forward pass sees of a layer's neurons; the caller sets all to 0.
+struct SkipCounts {
+  int32_t* nonzero;  // neurons of each row of activations that are not zero
+  int32_t* active;   // neurons that are so in any row
+};
+
+// Counts the neurons [begin, end) of `rows` rows of `width`.
+void count_neurons(const float* hidden, int64_t width, int64_t rows, int64_t begin, int64_t end, const SkipCounts& counts);
+
+// Hidden neurons from the gate, then the output from the hidden neurons. In between the caller quantises them.
+class ZeroSkip {
+ public:
+  // gate: of Q4_0, [F, D]. z: the input, normalised and quantised; hidden: f32[F], h: the same quantised; x: f32[D], to which
+  // the output is added. All must outlive this.
+  ZeroSkip(const Description* gate, const SkipWeights* weights, const Activations& z, float* hidden, const Activations& h,
+           float* x, Act act, const SkipCounts& counts);
+
+  int64_t hidden_items() const { return (groups_ + step_ - 1) / step_; }
+  void hidden(int64_t item) const;
+  int64_t output_items() const { return (z_.cols + kStripe - 1) / kStripe; }
+  void output(int64_t stripe) const;
+  void prefetch(int64_t bytes, int self, int threads) const;
+
+ private:
+  const Description* gate_;
+  const SkipWeights* weights_;
+  Activations z_, h_;
+  float *hidden_, *x_;
+  int64_t groups_, step_;
+  Act act_;
+  SkipCounts counts_;
+};
+
+}  // namespace specsparse

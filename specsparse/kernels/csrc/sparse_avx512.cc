@@ -1,8 +1,0 @@
-#define SPECSPARSE_ISA avx512
-#include "sparse_simd_avx512.h"
-#include "sparse.inl"
-#include "zero_skip.inl"
-
-namespace specsparse {
-const SparseOps kAvx512SparseOps = SPECSPARSE_SPARSE_TABLE;
-}
