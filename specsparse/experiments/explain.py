@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specsparse.engine.model import Model
 from specsparse.experiments.decoding import Passes
 from specsparse.measure import speedup
 from specsparse.measure.costs import oracles
@@ -12,7 +11,6 @@ from specsparse.measure.costs.explain import explain_record
 from specsparse.report.record import PLAIN, SPECULATIVE, Pass, RunRecord
 from specsparse.runtime import metrics
 from specsparse.runtime.metrics import Times
-from specsparse.runtime.times import store
 from specsparse.runtime.times.kept import CostTable
 
 
@@ -22,13 +20,12 @@ def explain(
     loop: Passes,
     *,
     split: Mapping[str, Times],
-    model: Any,
+    table: CostTable | None,
     drafter: str,
 ) -> RunRecord:
-    """The record with its findings and notes."""
+    """The record with its findings and notes; `table` is what is known of the model's costs on this machine."""
     if SPECULATIVE not in found.groups["all"].sides:
         return found
-    table = store.load(model) if isinstance(model, Model) else None  # a scripted model in tests has no costs
     parts = [
         _split(split),
         _host(passes),

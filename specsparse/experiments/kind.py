@@ -83,7 +83,6 @@ class Found:
         files: names of what the kind itself wrote into the directory.
         definitions: of the numbers, for the record.
         more: further keys of the record.
-        manifest: on what it ran; None: the runner builds it.
         as_promised: False makes the command exit with code 1.
         objective: what a sweeper maximises.
     """
@@ -95,7 +94,6 @@ class Found:
     files: Sequence[str] = ()
     definitions: Mapping[str, str] = field(default_factory=dict)
     more: Mapping[str, Any] = field(default_factory=dict)
-    manifest: Mapping[str, Any] | None = None
     as_promised: bool = True
     objective: float | None = None
 
@@ -142,15 +140,15 @@ _HOMES = {
     "compare": "compare:Compare",  # plain decoding and every valid method of a list, ranked
     "certify": "certify:Certify",  # the exact output law of every verifier; needs no model
     "roofline": "roofline:Roofline",  # what a model file could do at best on a device, and what it does here
-    "train_drafter": "train_drafter:TrainDrafter",  # a head or a draft model, trained and judged
-    "relufy": "relufy:Relufy",  # FFNs turned to ReLU, and what that cost
-    "placement": "placement:Place",  # which neurons belong on the accelerator
+    "train_drafter": "training.drafter:TrainDrafter",  # a head or a draft model, trained and judged
+    "relufy": "training.relufy:Relufy",  # FFNs turned to ReLU, and what that cost
+    "placement": "placement.place:Place",  # which neurons belong on the accelerator
     "perplexity": "perplexity:Perplexity",  # how well a model predicts a text, and how far it is from float32
     "quant_table": "quant_table:Quantisations",  # bytes, quality and speed in several types of weights
-    "train_predictors": "train_predictors:TrainPredictors",  # a predictor of active neurons, fitted and judged
+    "train_predictors": "training.predictors:TrainPredictors",  # a predictor of active neurons, fitted and judged
     "powerinfer_oracle": "powerinfer_oracle:PowerInferOracle",  # logits and tokens against PowerInfer's
-    "sparsity": "sparsity:Sparse",  # what leaving neurons out costs and gains, point by point
-    "spec_sparse": "spec_sparse:SpecSparse",  # speculation and sparsity, each alone and both together
+    "sparsity": "sparse.sparsity:Sparse",  # what leaving neurons out costs and gains, point by point
+    "spec_sparse": "sparse.spec_sparse:SpecSparse",  # speculation and sparsity, each alone and both together
 }
 KINDS: Registry[Kind] = Registry(
     "kind", "specsparse.experiments.kind:Kind",

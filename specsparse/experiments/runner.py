@@ -72,9 +72,8 @@ def run(cfg: RunConfig, directory: Path, *, engine: Engine | None = None, consol
 
 
 def _record(cfg: RunConfig, kind: Kind, found: Found) -> Mapping[str, Any]:
-    made = found.manifest or manifest.build(
-        cfg.composed, Path(catalogue.resolve(cfg.model.path)) if kind.takes_model else None
-    )
+    file = Path(catalogue.resolve(cfg.model.path)) if kind.takes_model else None
+    made = manifest.build(cfg.composed, file)
     definitions = {"definitions": found.definitions} if found.definitions else {}
     return {
         "name": cfg.name, "kind": cfg.kind, "summary": found.summary, **found.more, **definitions, "manifest": made,

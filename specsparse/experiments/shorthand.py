@@ -58,10 +58,7 @@ def shorthand(argv: list[str]) -> list[str]:
         key, eq, value = arg.partition("=")
         is_path = bool(re.search(r"\.(gguf|jsonl|txt)$|^hf://|^[~./]", value))
         value = ",".join(CHOICE_NAMES.get(key, {}).get(name, name) for name in value.split(","))
-        named = (
-            value in catalogue.names()
-            and not (conf_dir() / "model" / f"{value}.yaml").is_file()
-        )
+        named = value in catalogue.names() and not (conf_dir() / "model" / f"{value}.yaml").is_file()
         if eq and key == "model" and (is_path or named):
             out += ["model=custom", f"model.path={_quote(os.path.expanduser(value))}"]
         elif eq and key == "data" and is_path:

@@ -117,9 +117,9 @@ def sparse_of(cfg: RunConfig, engine: Any, dense: Any, out: Console, *, rows: np
     return Sparse(gated(dense, predictor, weights), predictor, weights)
 
 
-def label(model: Any) -> dict[str, str]:
+def label(model: Model) -> dict[str, str]:
     """What a record says of the FFN and of its promise against the dense model; nothing for a dense one."""
-    if not isinstance(model, Model) or model.ffn == "dense":  # a scripted model in tests has no FFN
+    if model.ffn == "dense":
         return {}
     promise = "as the dense model" if model.ffn == "oracle" else "lossy against the dense model"
     if zero_skip.skips(model.params):

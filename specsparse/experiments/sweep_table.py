@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specsparse.experiments.kinds import placement_sweep, sparsity_report
+from specsparse.experiments.kinds.placement import sweep as placement_sweep
+from specsparse.experiments.kinds.sparse import sparsity_report
 from specsparse.measure import conditions
 from specsparse.measure.conditions import Rank
 from specsparse.measure.intervals import Interval

@@ -16,12 +16,6 @@ WANDB_MODES = ("offline", "online", "disabled")
 _OPTIONS = {"jsonl": (), "wandb": ("group", "mode", "project")}
 
 
-
-
-
-
-
-
 class Tracker(abc.ABC):
     """Takes rows, then one record."""
 

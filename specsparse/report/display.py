@@ -19,14 +19,6 @@ _MAX_TASK_COLUMNS = 8
 _MOST_HEADING = 140
 
 
-
-
-
-
-
-
-
-
 def show_prompt(out: Console, index: int, count: int, task: str, text: str) -> None:
     """The heading over a streamed text: the prompt's first line, cut to fit."""
     first = " ".join(text.split())

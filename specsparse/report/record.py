@@ -16,10 +16,7 @@ from specsparse.support import notebook
 HOST = "host loop"
 """The side that decodes with the method, stepped from the host."""
 
-
 ROWS_FILE = "prompts.jsonl"
-
-
 RECORD_FILE = "record.json"
 
 STOPPED = "stopped"
@@ -30,6 +27,10 @@ SPECULATIVE = "speculative"
 
 SAME_TEXT_VERIFIERS = frozenset({"greedy", "match", "tree_greedy", "tree_match"})
 """Verifiers that promise plain decoding's tokens, bit for bit; others are lossless in law only, or lossy."""
+
+
+DEFINITIONS = {**metrics.DEFINITIONS, **conditions.DEFINITIONS}
+"""Of the numbers of runs that time passes."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,6 @@ class RunRecord:
         first_text_s: from the start of the run to the first text; None where none was streamed.
         read_bandwidth: bytes per second that this machine read while the passes were timed.
         bytes_per_pass: bytes of the model file that one target pass reads.
-        manifest: see `specsparse.runtime.manifest`.
         findings: what else was measured, by name, as plain values.
         notes: the same in a sentence each, for the terminal.
         conditions: what the passes were taken at.
@@ -160,7 +160,6 @@ class RunRecord:
     compile_s: float
     read_bandwidth: float | None
     bytes_per_pass: int
-    manifest: Mapping[str, Any]
     findings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     conditions: Conditions = UNKNOWN
@@ -201,10 +200,9 @@ class RunRecord:
         return notebook.table(rows, columns=["", *self.groups], title=self.name + how)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values, with the definitions of the rates."""
+        """As plain values: method, summary and tasks of its record."""
         groups = {name: _group_dict(group) for name, group in self.groups.items()}
         return {
-            "name": self.name,
             "method": self.method,
             "summary": {
                 **groups.pop("all"),
@@ -219,9 +217,6 @@ class RunRecord:
                 **self.findings,
             },
             "tasks": groups,
-            "definitions": {**metrics.DEFINITIONS, **conditions.DEFINITIONS},
-            "manifest": dict(self.manifest),
-            "config": self.manifest.get("config"),
         }
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
-from specsparse.experiments import activations, runner, sweep_table
+from specsparse.experiments import runner, sweep_table
 from specsparse.experiments.config import (
     DataSpec,
     DrafterSpec,
@@ -24,7 +24,7 @@ from specsparse.experiments.config import (
     TrackerSpec,
     VerifierSpec,
 )
-from specsparse.experiments.kinds import placement_run
+from specsparse.experiments.kinds.placement import activations, decoded
 from specsparse.measure import machine
 from specsparse.measure.costs import devices
 from specsparse.powerinfer.files.activation_stats import ActivationStats, load_stats, read_activations, save_stats
@@ -124,7 +124,7 @@ def test_the_text_to_decode_after_fits_the_context(cfg, path):
 
 def test_layers_and_predictors(cfg, tmp_path):
     found, _, _ = play(changed(cfg, rest={"n_gpu_layers": 1, "vram_budget": 1.0 * MIB}, rule="layers"), tmp_path / "a")
-    assert found.result.settled is None and found.result.found["layers"].host_layers == {0}
+    assert found.result.gpu_index is None and found.result.found["layers"].host_layers == {0}
     by_mask = changed(cfg, rest={"predictor": PredictorSpec("gate_threshold", {"share": 0.25})})
     found, _, _ = play(by_mask, tmp_path / "b")
     stats = load_stats(tmp_path / "b" / "activations.safetensors", layers=2, d_ff=1024)
@@ -187,7 +187,7 @@ def test_other_experiments_take_a_solved_placement(cfg):
 
 def test_a_trace_has_a_row_a_device():
     spans = [("hot", 0, 2.0, 3.0), ("cold", 0, 1.5, 2.5), ("attention", 0, 1.0, 1.5)]
-    names, events = np.split(placement_run.chrome_trace(spans)["traceEvents"], [2])
+    names, events = np.split(decoded.chrome_trace(spans)["traceEvents"], [2])
     assert [n["args"]["name"].split(":")[0] for n in names] == ["device 0", "device 1"]
     assert [(e["name"], e["tid"], e["ts"], e["dur"]) for e in events] == [
         ("attention 0", 0, 0, 5e5), ("cold 0", 1, 5e5, 1e6), ("hot 0", 0, 1e6, 1e6),

@@ -22,9 +22,9 @@ from specsparse.experiments.config import (
     TrackerSpec,
     VerifierSpec,
 )
-from specsparse.experiments.kinds import spec_sparse_report
-from specsparse.experiments.kinds.spec_sparse import Reading
-from specsparse.experiments.kinds.spec_sparse_report import Cell, Joined
+from specsparse.experiments.kinds.sparse import spec_sparse_report
+from specsparse.experiments.kinds.sparse.spec_sparse import Reading
+from specsparse.experiments.kinds.sparse.spec_sparse_report import Cell, Joined
 from specsparse.kernels.native import cpu
 from specsparse.measure import speedup
 from specsparse.powerinfer.ffn.union import UnionPoint

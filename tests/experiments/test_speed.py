@@ -24,6 +24,7 @@ from specsparse.measure import machine, repeats
 from specsparse.report import record
 from specsparse.report.record import PLAIN, SPECULATIVE
 from specsparse.runtime.metrics import Counters, Times
+from specsparse.runtime.times import store
 
 
 @dataclass
@@ -65,6 +66,7 @@ class Model:
     path: Path
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
     footprint: Footprint = field(default_factory=Footprint)
+    ffn: str = "dense"
 
 
 class Stream:
@@ -130,8 +132,9 @@ def cfg(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def bandwidth(monkeypatch):
+def machine_of_the_day(monkeypatch):
     monkeypatch.setattr(machine, "read_bandwidth", lambda: 40_000.0)
+    monkeypatch.setattr(store, "load", lambda model: None)
 
 
 def play(cfg, tmp_path, engine):

@@ -21,7 +21,7 @@ from specsparse.experiments.config import (
     TrainSpec,
     VerifierSpec,
 )
-from specsparse.experiments.kinds import drafter_training
+from specsparse.experiments.kinds.training import drafter_fit
 from specsparse.speculative.drafters import get_drafter
 from specsparse.testing import write_tiny_gguf
 from specsparse.training import data, trainer
@@ -97,8 +97,8 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
         if len(saves) == 2:
             raise KeyboardInterrupt
 
-    real = drafter_training.save_state
-    monkeypatch.setattr(drafter_training, "save_state", stop)
+    real = drafter_fit.save_state
+    monkeypatch.setattr(drafter_fit, "save_state", stop)
     again = changed(cfg, output=str(tmp_path / "again" / "out"))
     with pytest.raises(KeyboardInterrupt):
         play(again, model, tmp_path / "b")
@@ -119,10 +119,10 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
 def test_training_learns(cfg, model, tmp_path, given):
     """On a handful of texts, again and again, the divergence falls far below where it began."""
     cfg = changed(cfg, options={**given, "steps": 60, "learning_rate": 3e-3})
-    options = drafter_training.options(cfg)
+    options = drafter_fit.options(cfg)
     paths = data.generate(model, options.data, tmp_path / "texts", tokens=100)
     texts = [t for p in paths for t in data.read_shard(p)]
-    made = trainer.Trainer(model, options.train, drafter_training.form_of(cfg, model))
+    made = trainer.Trainer(model, options.train, drafter_fit.form_of(cfg, model))
     losses = []
     state = trainer.run(made, made.start(texts), texts, on_step=lambda _, found, __: losses.append(found))
     assert int(state.step) == 60
@@ -132,7 +132,7 @@ def test_training_learns(cfg, model, tmp_path, given):
 
 
 def test_candidates_hold_what_follows(cfg, model, tmp_path):
-    options = drafter_training.options(cfg)
+    options = drafter_fit.options(cfg)
     paths = data.generate(model, options.data, tmp_path / "texts", tokens=100)
     texts = [t for p in paths for t in data.read_shard(p)]
     made = trainer.Trainer(model, options.train, HeadForm(model))

@@ -22,7 +22,7 @@ from specsparse.experiments.config import (
     TrainSpec,
     VerifierSpec,
 )
-from specsparse.experiments.kinds import predictor_training
+from specsparse.experiments.kinds.training import predictors_fit
 from specsparse.powerinfer.files.checkpoints import read_predictor, read_threshold
 from specsparse.predictors import FFN, get_predictor
 from specsparse.predictors.fit.predictor_files import load_pairs
@@ -101,8 +101,8 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
         if len(saves) in (2, 4):  # in the first layer, and in the second
             raise KeyboardInterrupt
 
-    real = predictor_training.save_state
-    monkeypatch.setattr(predictor_training, "save_state", stop)
+    real = predictors_fit.save_state
+    monkeypatch.setattr(predictors_fit, "save_state", stop)
     again = changed(cfg, output=str(tmp_path / "again"))
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
@@ -129,7 +129,7 @@ def test_a_retrained_model_does_not_take_the_residuals_of_the_old_one(cfg, model
     other = write_tiny_gguf(tmp_path / model.path.name, seed=1, **shape)
     assert other.stat().st_size == model.path.stat().st_size
     text = np.zeros((2, 8), np.int32)
-    claim = partial(predictor_training._claim, tmp_path / "out")
+    claim = partial(predictors_fit._claim, tmp_path / "out")
     claim(cfg, model, text)
     claim(cfg, model, text)
     coarse = dataclasses.replace(cfg, model=ModelSpec(str(model.path), kv_dtype="f16"))

@@ -53,11 +53,12 @@ def speed_run(directory, done, *, findings=None, split=None, verifier="greedy", 
         groups=record.groups(done, bytes_per_pass=1000, read_bandwidth=1e9),
         identity=record.identity_of(done, verifier=verifier),
         load_s=0.1, first_text_s=None, compile_s=0.1, read_bandwidth=1e9, bytes_per_pass=1000,
-        manifest={"config": tree, "date": "2026-01-01", "command": ["specsparse.run"], "kernels": kernels or {}},
         findings=findings or {},
         conditions=taken,
     )  # fmt: skip
-    return write(directory, found.to_dict(), logged)
+    ran = {"config": tree, "date": "2026-01-01", "command": ["specsparse.run"], "kernels": kernels or {}}
+    whole = {"name": "made", **found.to_dict(), "definitions": record.DEFINITIONS, "manifest": ran, "config": tree}
+    return write(directory, whole, logged)
 
 
 def write(directory, record_, rows=()):

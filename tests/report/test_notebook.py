@@ -22,7 +22,7 @@ def made(passes, name="made"):
         method={"drafter": "prompt_lookup", "verifier": "greedy", "label": "lossless"},
         groups=record.groups(passes, bytes_per_pass=1000, read_bandwidth=1e9),
         identity=record.identity_of(passes, verifier="greedy"),
-        load_s=0.1, first_text_s=None, compile_s=0.1, read_bandwidth=1e9, bytes_per_pass=1000, manifest={},
+        load_s=0.1, first_text_s=None, compile_s=0.1, read_bandwidth=1e9, bytes_per_pass=1000,
     )  # fmt: skip
 
 

@@ -322,6 +322,15 @@ def test_forty_points_are_coloured_by_what_makes_the_most_groups(forty, of_forty
     assert set(methods.grouped(found, 1)) == {"all"}
 
 
+def test_what_is_left_out_is_slower(forty, of_forty):
+    """Of forty methods sixteen have a bar of stages, and the caption says which."""
+    split = of_forty["time_split"]
+    shown = {row["method"] for row in split.rows}
+    assert len(shown) == 16 and "The 16 fastest of 40 methods, by speed-up." in split.caption
+    values = {m.label: m.speedup().value for m in forty[1]}
+    assert min(values[name] for name in shown) >= max(v for name, v in values.items() if name not in shown) - 1e-9
+
+
 def test_names_say_what_differs(forty):
     found = forty[1]
     assert [m.label for m in found] == [f"{d}, gamma {g}, T {t}" for d, g, t in FORTY]
@@ -469,9 +478,9 @@ def test_one_pair_has_no_interval_anywhere(tmp_path):
                                                                "prompts": 1}}}  # fmt: skip
     assert "2.00-2.00" not in terminal(sweep_table.table([old, old]))
     groups = record.groups(sides, bytes_per_pass=1, read_bandwidth=None)
-    found = record.RunRecord("s", {}, groups, None, 0.0, None, 0.0, None, 1, {})
+    found = record.RunRecord("s", {}, groups, None, 0.0, None, 0.0, None, 1)
     nothing = SimpleNamespace(policies=())
-    notes = explain.explain(found, sides, nothing, split={}, model=None, drafter="prompt_lookup").notes
+    notes = explain.explain(found, sides, nothing, split={}, table=None, drafter="prompt_lookup").notes
     (note,) = [n for n in notes if "host loop" in n]
     assert "3.00 times" in note and "one prompt: no interval" in note
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specsparse.errors import UserError
-from specsparse.experiments.kinds import predictor_training
+from specsparse.experiments.kinds.training import predictors_fit
 from specsparse.powerinfer.files.activation_stats import ActivationStats, save_stats
 from specsparse.predictors.fit.predictor_files import write_tensors
 from specsparse.support.atomic import atomically, replacing
@@ -47,6 +47,6 @@ def test_a_new_file_has_the_users_permissions(tmp_path):
 
 
 def test_residuals_that_the_disk_cannot_hold_are_not_begun(tmp_path):
-    predictor_training._check_room(tmp_path, 1)
+    predictors_fit._check_room(tmp_path, 1)
     with pytest.raises(UserError, match=r"residuals take \d+ MiB, \d+ are free; give fewer train\.tokens"):
-        predictor_training._check_room(tmp_path, 1 << 62)
+        predictors_fit._check_room(tmp_path, 1 << 62)

@@ -28,7 +28,7 @@ from specsparse.experiments.config import (
     TrainSpec,
     VerifierSpec,
 )
-from specsparse.experiments.kinds import drafter_training, relu_training
+from specsparse.experiments.kinds.training import drafter_fit, relufy_fit
 from specsparse.kernels.packing.dequant import embed_rows
 from specsparse.models.convert.delta import apply_delta, tensors_hash
 from specsparse.predictors.fit.predictor_files import save_state
@@ -213,8 +213,8 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
         if len(saves) == 1:
             raise KeyboardInterrupt
 
-    real = relu_training.save_state
-    monkeypatch.setattr(relu_training, "save_state", stop)
+    real = relufy_fit.save_state
+    monkeypatch.setattr(relufy_fit, "save_state", stop)
     other = changed(cfg, output=str(tmp_path / "other" / "out"))
     with pytest.raises(KeyboardInterrupt):
         play(other, model, tmp_path / "b")
@@ -249,24 +249,24 @@ def test_mistakes_are_found_before_anything_is_loaded(cfg, options, says):
 def test_the_options_of_the_shipped_files_are_taken(name):
     with initialize_config_dir(str(run.conf_dir()), version_base="1.3"):
         cfg = config.from_omegaconf(compose("config", [f"+experiment={name}"]))
-    found = (relu_training if name == "relufy" else drafter_training).options(cfg)
+    found = (relufy_fit if name == "relufy" else drafter_fit).options(cfg)
     assert found.data.answer == cfg.train.options["answer"]
 
 
 def test_only_a_relu_model_of_the_same_shape_is_gone_on_from(cfg, model):
     with pytest.raises(UserError, match=r"train\.begin=.*: not a ReLU model of the shape of"):
-        relu_training._begin(model, str(model.path))
+        relufy_fit._begin(model, str(model.path))
 
 
 def test_a_checkpoint_is_gone_on_from(model, distiller, tmp_path):
     begin = trunk.ffns_of(model)
     save_state(tmp_path / "state.safetensors", distiller.start(begin), {})
-    found = relu_training._begin(model, str(tmp_path / "state.safetensors"))
+    found = relufy_fit._begin(model, str(tmp_path / "state.safetensors"))
     for w, wanted in zip(found, begin, strict=True):
         np.testing.assert_array_equal(w, wanted)
     save_state(tmp_path / "other.safetensors", trunk.FFN(*(w[:1] for w in begin)), {})
     with pytest.raises(UserError, match=r"train\.begin=.*: not a checkpoint of a training of"):
-        relu_training._begin(model, str(tmp_path / "other.safetensors"))
+        relufy_fit._begin(model, str(tmp_path / "other.safetensors"))
 
 
 def test_a_relu_model_is_refused(model):

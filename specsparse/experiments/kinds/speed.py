@@ -12,8 +12,9 @@ from specsparse.experiments.config import RunConfig
 from specsparse.experiments.decoding import Bench, Passes
 from specsparse.experiments.kind import Found, Kind, Lab
 from specsparse.report import display, record
-from specsparse.report.record import HOST, PLAIN, SPECULATIVE, Pass, RunRecord
-from specsparse.runtime import manifest, metrics
+from specsparse.report.record import DEFINITIONS, HOST, PLAIN, SPECULATIVE, Pass, RunRecord
+from specsparse.runtime import metrics
+from specsparse.runtime.times import store
 from specsparse.speculative.base import Drafter
 
 
@@ -47,11 +48,12 @@ class Speed(Kind):
         split = time_split(cfg, passes, bench) if method else {}
         done = [with_split(p, split.get(p.task)) for p in done]
         found = _record(cfg, passes, done, bench, first_text_s=first_text_s, method=method)
-        found = explain.explain(found, done, passes, split=split, model=bench.model, drafter=measured.draft_key(cfg))
-        record = found.to_dict()
+        table, key = store.load(bench.model), measured.draft_key(cfg)
+        found = explain.explain(found, done, passes, split=split, table=table, drafter=key)
+        parts = found.to_dict()
         return Found(
-            record["summary"], found, shown=display.report(found), definitions=record["definitions"],
-            more={"method": record["method"], "tasks": record["tasks"]}, manifest=found.manifest,
+            parts["summary"], found, shown=display.report(found), definitions=DEFINITIONS,
+            more={"method": parts["method"], "tasks": parts["tasks"]},
             as_promised=found.as_promised, objective=found.objective,
         )  # fmt: skip
 
@@ -121,7 +123,6 @@ def _record(
         compile_s=loop.compile_s,
         read_bandwidth=conditions.read_bandwidth,
         bytes_per_pass=bytes_per_pass,
-        manifest=manifest.build(cfg.composed, bench.model.path),
         conditions=conditions,
         repeats=loop.repeats,
     )

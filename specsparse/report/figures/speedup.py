@@ -7,7 +7,7 @@ from matplotlib.figure import Figure as Canvas
 from specsparse.measure import intervals
 from specsparse.report import plots
 from specsparse.report.figure import MOST, Figure, Missing, Row
-from specsparse.report.methods import GAMMA, TEMPERATURE, Method, fastest
+from specsparse.report.methods import GAMMA, TEMPERATURE, Method, fastest, ranked
 from specsparse.report.runs import Run
 
 DEFINITION = (
@@ -56,14 +56,14 @@ def _against(name: str, title: str, key: str, words: str, methods: Sequence[Meth
     on_a_line = [m for m in methods if m.without(key) in several]
     if not on_a_line:
         return Missing(name, title, f"no two runs differ in {key} alone; sweep it: -m {key}=A,B,C")
-    lines = list(dict.fromkeys(m.without(key) for m in fastest(on_a_line, len(on_a_line))))
+    lines = list(dict.fromkeys(m.without(key) for m in ranked(on_a_line)))
     kept = lines[:MOST]
     rows = []
     for method in on_a_line:
         found = method.speedup()
         if found is not None and method.without(key) in kept:
             rows.append({"method": method.without(key), words: method.run.setting(key), **found.cells()})
-    cut = f" {len(lines) - len(kept)} more lines are left out." if len(kept) < len(lines) else ""
+    cut = f" {len(lines) - len(kept)} slower lines are left out." if len(kept) < len(lines) else ""
 
     def draw(canvas: Canvas, rows: Sequence[Row]) -> None:
         axes = canvas.subplots()

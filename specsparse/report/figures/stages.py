@@ -7,7 +7,7 @@ from matplotlib.figure import Figure as Canvas
 from specsparse.measure import intervals
 from specsparse.report import plots
 from specsparse.report.figure import COLOURS, INK, Figure, Missing, Row
-from specsparse.report.methods import Method
+from specsparse.report.methods import Method, fastest
 from specsparse.report.runs import Run
 
 STAGES = ("draft", "verify", "sample", "commit")
@@ -20,13 +20,14 @@ def time_split(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missi
     timed = [m for m in methods if _tasks(m)]
     if not timed:
         return Missing(name, title, "no record holds stage times; run with time_split=32 or more")
-    rows = [row for method in timed[:_MOST_BARS] for row in _rows(method)]
-    cut = f" The first {_MOST_BARS} of {len(timed)} methods." if len(timed) > _MOST_BARS else ""
+    shown = fastest(timed, _MOST_BARS)
+    rows = [row for method in shown for row in _rows(method)]
+    cut = f" The {len(shown)} fastest of {len(timed)} methods, by speed-up." if len(shown) < len(timed) else ""
     caption = (
         "Shares of the decode time, stepped stage by stage from the host on the first prompt of each task, weighted by "
         "the tasks' timed passes. Whiskers: 95 % interval of each share over the tasks; none for one task." + cut
     )
-    return Figure(name, title, caption, tuple(rows), _bars, size=(8.6, 1.5 + 0.42 * min(len(timed), _MOST_BARS)))
+    return Figure(name, title, caption, tuple(rows), _bars, size=(8.6, 1.5 + 0.42 * len(shown)))
 
 
 def _tasks(method: Method) -> list[dict[str, float]]:

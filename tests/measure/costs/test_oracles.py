@@ -73,8 +73,8 @@ def test_a_record_says_whether_its_drafts_were_trees(levels):
     found = RunRecord(
         name="made", method={"drafter": "model", "gamma": 3, **({"levels": levels} if levels else {})},
         groups=record.groups(done, bytes_per_pass=1, read_bandwidth=None), identity=None, load_s=0.0,
-        first_text_s=None, compile_s=0.0, read_bandwidth=None, bytes_per_pass=1, manifest={},
+        first_text_s=None, compile_s=0.0, read_bandwidth=None, bytes_per_pass=1,
     )  # fmt: skip
-    findings = explain(found, done, SimpleNamespace(policies=[]), split={}, model=None, drafter="model").findings
+    findings = explain(found, done, SimpleNamespace(policies=[]), split={}, table=None, drafter="model").findings
     assert findings["oracles"]["perfect_draft"] == pytest.approx((10 + 8 * (levels or 3)) / 22)
     assert findings["exports"]["llama.cpp"]["n_drafted"] == (None if levels else 24)

@@ -12,7 +12,7 @@ from rich.text import Text
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.experiments.config import RunConfig
 from specsparse.experiments.kind import Found, Kind, Lab
-from specsparse.experiments.kinds import relu_training as training
+from specsparse.experiments.kinds.training import relufy_fit as training
 from specsparse.models import catalogue
 from specsparse.models.convert.delta import make_delta
 from specsparse.models.convert.write import out_type

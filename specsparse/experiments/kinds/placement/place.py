@@ -12,10 +12,9 @@ from specsparse.data import prompts
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile, open_gguf
 from specsparse.errors import UserError
-from specsparse.experiments import activations
 from specsparse.experiments.config import PlacementSpec, RunConfig
 from specsparse.experiments.kind import Found, Kind, Lab
-from specsparse.experiments.kinds import placement_report, placement_run
+from specsparse.experiments.kinds.placement import activations, decoded, report
 from specsparse.measure import machine
 from specsparse.measure.conditions import Conditions
 from specsparse.measure.costs import devices
@@ -49,7 +48,7 @@ class Placed:
 
     chosen: str
     found: dict[str, Placement]
-    settled: RunPlacement | None
+    gpu_index: RunPlacement | None
     measured: dict[str, Any] | None = None
     conditions: Conditions | None = None
 
@@ -89,7 +88,7 @@ class Place(Kind):
         prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
 
     def run(self, lab: Lab) -> Found:
-        """Counts activations, places by every rule, and settles the gpuidx file of the chosen one.
+        """Counts activations, places by every rule, and reads or writes the gpuidx file of the chosen one.
 
         Raises:
             UserError: a mistake in the model file or the activations.
@@ -105,7 +104,7 @@ class Place(Kind):
         solve = {**rules.RULES, "layers": partial(rules.layers, n_gpu_layers=cfg.n_gpu_layers)}
         found = {name: rule(problem) for name, rule in solve.items()}
         beside = path_for(f.path) if config.predictor_ranks else path_for(directory / f.path.name)
-        index = settled(cfg, f, problem, beside)
+        index = run_placement(cfg, f, problem, beside)
         if index is not None and not all(map(np.array_equal, index.index.hot, found[chosen].hot)):
             chosen = FILE
             found[FILE] = neurons_placed(FILE, problem, index.index.hot)
@@ -113,7 +112,7 @@ class Place(Kind):
         if cfg.placement.decode:
             ids, meter = activations.text_ids(cfg, f, config), machine.Meter()
             meter.sample()
-            measured = placement_run.measured(cfg, found[chosen], ids, directory, engine=engine, console=console)
+            measured = decoded.measured(cfg, found[chosen], ids, directory, engine=engine, console=console)
             meter.sample()
             taken = meter.conditions(1 / measured["one"])
         save_stats(directory / STATS_FILE, stats)
@@ -122,11 +121,11 @@ class Place(Kind):
 
 
 def _found(cfg: RunConfig, result: Placed, problem: Problem, parts: Parts) -> Found:
-    summary = placement_report.summary(result.chosen, result.found, problem, parts)
-    shown = [*placement_report.tables(result.chosen, result.found, problem, parts)]
-    if result.settled is not None:
-        summary["gpu_index"] = result.settled.note
-        shown.append(Text(result.settled.note))
+    summary = report.summary(result.chosen, result.found, problem, parts)
+    shown = [*report.tables(result.chosen, result.found, problem, parts)]
+    if result.gpu_index is not None:
+        summary["gpu_index"] = result.gpu_index.note
+        shown.append(Text(result.gpu_index.note))
     if result.measured is None:
         shown.append(Text("expected times only, placement.decode=32 measures"))
     elif result.conditions is not None:
@@ -135,7 +134,7 @@ def _found(cfg: RunConfig, result: Placed, problem: Problem, parts: Parts) -> Fo
         summary,
         result,
         shown=[*shown, *display.condition_lines(result.conditions)],
-        figures=[placement_report.figure(problem, result.found, title=cfg.name)],
+        figures=[report.figure(problem, result.found, title=cfg.name)],
         files=(STATS_FILE, f"{STATS_FOLDER}/"),
         definitions=DEFINITIONS,
         as_promised=result.as_promised,
@@ -184,7 +183,7 @@ def budget_bytes(cfg: RunConfig, parts: Parts) -> int:
     return sum(parts.in_order().values())
 
 
-def settled(cfg: RunConfig, f: GGUFFile, problem: Problem, default: Path) -> RunPlacement | None:
+def run_placement(cfg: RunConfig, f: GGUFFile, problem: Problem, default: Path) -> RunPlacement | None:
     """The gpuidx file of a run, read or solved and written; None for rules that have none."""
     rule = cfg.placement.rule
     if rule not in WITH_FILE:

@@ -13,7 +13,8 @@ from rich.console import Console
 from specsparse.api import load
 from specsparse.errors import UserError
 from specsparse.experiments.config import RunConfig
-from specsparse.experiments.kinds import train_options, training_folder
+from specsparse.experiments.kinds.training import folder as folders
+from specsparse.experiments.kinds.training import options as train_options
 from specsparse.predictors.fit.predictor_files import load_state, read_tensors, save_state, write_tensors
 from specsparse.support import terminal
 from specsparse.support.options import Count
@@ -75,8 +76,8 @@ def claim(folder: Path, cfg: RunConfig, model: Any) -> None:
     found = options(cfg)
     rates = {"steps", "rate", "warmup", "decay", "precision"}
     shape = {f.name: getattr(found.distill, f.name) for f in fields(found.distill) if f.name not in rates}
-    training_folder.claim(folder, {
-        "model": training_folder.identity(model, cfg.model.overrides()),
+    folders.claim(folder, {
+        "model": folders.identity(model, cfg.model.overrides()),
         "text": {f.name: getattr(found.data, f.name) for f in fields(found.data)},
         "layers": {f.name: getattr(found.layers, f.name) for f in fields(found.layers)}, "distillation": shape,
     })  # fmt: skip

@@ -19,9 +19,9 @@ from specsparse.experiments import decoding, sparse_model
 from specsparse.experiments.config import RunConfig, sampling_params
 from specsparse.experiments.decoding import Job, Passes
 from specsparse.experiments.kind import Engine, Found, Kind, Lab
-from specsparse.experiments.kinds import spec_sparse_report
-from specsparse.experiments.kinds.sparsity import judged_text
-from specsparse.experiments.kinds.spec_sparse_report import (
+from specsparse.experiments.kinds.sparse import spec_sparse_report
+from specsparse.experiments.kinds.sparse.sparsity import judged_text
+from specsparse.experiments.kinds.sparse.spec_sparse_report import (
     PLAIN_DENSE,
     PLAIN_SPARSE,
     SPEC_CAPPED,

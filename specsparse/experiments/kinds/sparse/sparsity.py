@@ -17,8 +17,8 @@ from specsparse.errors import UserError
 from specsparse.experiments import sparse_model
 from specsparse.experiments.config import PredictorSpec, RunConfig, choice_options
 from specsparse.experiments.kind import Engine, Found, Kind, Lab
-from specsparse.experiments.kinds import sparsity_report
-from specsparse.experiments.kinds.sparsity_report import Point, Sparsity
+from specsparse.experiments.kinds.sparse import sparsity_report
+from specsparse.experiments.kinds.sparse.sparsity_report import Point, Sparsity
 from specsparse.measure import conditions, machine, speedup
 from specsparse.measure.conditions import Conditions
 from specsparse.models import catalogue

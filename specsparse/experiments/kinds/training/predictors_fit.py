@@ -12,7 +12,8 @@ from rich.text import Text
 
 from specsparse.errors import UserError
 from specsparse.experiments.config import RunConfig
-from specsparse.experiments.kinds import train_options, training_folder
+from specsparse.experiments.kinds.training import folder as folders
+from specsparse.experiments.kinds.training import options as train_options
 from specsparse.powerinfer.files.checkpoints import PredictorFile, write_predictors
 from specsparse.predictors import FFN
 from specsparse.predictors.fit.collect import collect
@@ -72,8 +73,8 @@ def trained(
 def _claim(folder: Path, cfg: RunConfig, model: Any, text: np.ndarray) -> None:
     """Makes the directory this run's, or finds that it is already."""
     windows = {"windows": list(text.shape), "sum": int(np.sum(text * (1 + np.arange(text.size).reshape(text.shape))))}
-    training_folder.claim(folder, {
-        "model": training_folder.identity(model, cfg.model.overrides()),
+    folders.claim(folder, {
+        "model": folders.identity(model, cfg.model.overrides()),
         "activation": model.config.activation,
         "options": asdict(options(cfg)),
         "active_share": cfg.train.active_share,

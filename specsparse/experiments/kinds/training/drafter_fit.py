@@ -9,7 +9,8 @@ import numpy as np
 from rich.console import Console
 
 from specsparse.experiments.config import RunConfig
-from specsparse.experiments.kinds import train_options, training_folder
+from specsparse.experiments.kinds.training import folder as folders
+from specsparse.experiments.kinds.training import options as train_options
 from specsparse.predictors.fit.predictor_files import load_state, save_state
 from specsparse.support import terminal
 from specsparse.support.options import Count
@@ -78,8 +79,8 @@ def claim(folder: Path, cfg: RunConfig, model: Any) -> None:
     text = {f.name: getattr(found.data, f.name) for f in fields(found.data)}
     if found.own.form != "head":
         shape |= asdict(found.small)
-    training_folder.claim(folder, {
-        "model": training_folder.identity(model, cfg.model.overrides()), "text": text, found.own.form: shape,
+    folders.claim(folder, {
+        "model": folders.identity(model, cfg.model.overrides()), "text": text, found.own.form: shape,
     })  # fmt: skip
 
 

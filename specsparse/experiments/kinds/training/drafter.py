@@ -15,7 +15,7 @@ from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.experiments.config import RunConfig
 from specsparse.experiments.kind import Found, Kind, Lab
-from specsparse.experiments.kinds import drafter_training as training
+from specsparse.experiments.kinds.training import drafter_fit as training
 from specsparse.models import catalogue
 from specsparse.report.rows import Rows
 from specsparse.support import terminal

@@ -14,8 +14,8 @@ from specsparse.data import prompts
 from specsparse.errors import UserError
 from specsparse.experiments.config import RunConfig
 from specsparse.experiments.kind import Found, Kind, Lab
-from specsparse.experiments.kinds import predictor_training as training
-from specsparse.experiments.kinds.train_predictors_report import by_layer, comparison, figure
+from specsparse.experiments.kinds.training import predictors_fit as training
+from specsparse.experiments.kinds.training.predictors_report import by_layer, comparison, figure
 from specsparse.models import catalogue
 from specsparse.predictors import FFN, Needs, get_predictor
 from specsparse.predictors.fit.collect import collect, windows

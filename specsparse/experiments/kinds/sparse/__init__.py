@@ -1,0 +1,1 @@
+"""Sparse FFNs: what leaving neurons out costs and gains, alone and under speculation."""
