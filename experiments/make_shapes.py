@@ -12,18 +12,18 @@ Command: python experiments/make_shapes.py --folder shapes                 both 
 
 import argparse
 import math
-import os
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from gguf import GGUFWriter
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGMLQuantizationType as GGML
 
 from specsparse.engine.config import ModelConfig
-from specsparse.testing import random_quantised, spm_vocabulary, tiny_config
+from specsparse.engine.gguf.writer import NewTensor, write_gguf
+from specsparse.testing import random_quantised, tiny_config
+from specsparse.testing.tiny import metadata_of
 
 CHUNK = 1 << 24
 """Weights made at a time."""
@@ -87,71 +87,27 @@ SHAPES = {
 
 def write(shape: Shape, path: Path, *, seed: int = 0) -> int:
     """Writes the model and returns its bytes; the file appears when it is complete."""
-    config = shape.config()
-    partial = path.with_name(f"{path.name}.part")
-    writer = GGUFWriter(partial, config.architecture)
-    _metadata(writer, shape)
-    kinds = {}
-    for name, dims in config.tensor_shapes():
+    config, tensors = shape.config(), []
+    for index, (name, dims) in enumerate(config.tensor_shapes()):
         matrix = shape.output if name == "output.weight" else shape.kind
-        kind = GGMLQuantizationType[matrix if len(dims) == 2 else "F32"]
-        kinds[name] = kind
-        block, size = GGML_QUANT_SIZES[kind]
-        stored = (*dims[:-1], dims[-1] // block * size) if len(dims) == 2 else dims
-        dtype = np.dtype(np.uint8 if len(dims) == 2 else np.float32)
-        nbytes = math.prod(dims) // block * size
-        writer.add_tensor_info(name, stored, dtype, nbytes, raw_dtype=kind if len(dims) == 2 else None)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    writer.close()
-    with partial.open("ab") as out:  # the header is padded to the alignment, and so is each tensor
-        for index, (name, dims) in enumerate(config.tensor_shapes()):
-            _align(out)
-            _tensor(out, dims, kinds[name], seed=seed * 100_003 + index)
-        _align(out)
-    os.replace(partial, path)
-    return path.stat().st_size
+        kind = GGML[matrix if len(dims) == 2 else "F32"]
+        tensors.append(NewTensor(name, kind, dims, partial(_values, dims, kind, seed=seed * 100_003 + index)))
+    keys = metadata_of(config) | {"general.name": f"{shape.name} (random weights)"}
+    return write_gguf(path, keys, tensors).stat().st_size
 
 
-def _align(out: Any) -> None:
-    out.write(b"\0" * (-out.tell() % 32))
-
-
-def _tensor(out: Any, dims: tuple[int, ...], kind: GGMLQuantizationType, *, seed: int) -> None:
+def _values(dims: tuple[int, ...], kind: GGML, *, seed: int) -> np.ndarray:
     """Rows of deviation 1/sqrt(inputs), so that activations stay near one; norms are one."""
     if len(dims) == 1:
-        out.write(np.ones(dims, np.float32).tobytes())
-        return
+        return np.ones(dims, np.float32)
     rows, cols = dims
     each = max(1, CHUNK // cols)
-    for start in range(0, rows, each):
-        count = min(each, rows - start)
-        made = random_quantised(kind, count, cols, seed * 1009 + start, std=1 / math.sqrt(cols), edges=False)
-        out.write(np.ascontiguousarray(made).data)
-
-
-def _metadata(writer: GGUFWriter, shape: Shape) -> None:
-    tokens, types, scores = spm_vocabulary(shape.vocab)
-    writer.add_name(f"{shape.name} (random weights)")
-    writer.add_context_length(shape.context)
-    writer.add_embedding_length(shape.width)
-    writer.add_block_count(shape.layers)
-    writer.add_feed_forward_length(shape.ff)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.heads)
-    writer.add_layer_norm_rms_eps(shape.norm_eps)
-    writer.add_rope_dimension_count(shape.width // shape.heads)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(shape.vocab)
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(tokens)
-    writer.add_token_scores(scores)
-    writer.add_token_types(types)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    writer.add_add_bos_token(True)
+    return np.concatenate([
+        random_quantised(
+            kind, min(each, rows - start), cols, seed * 1009 + start, std=1 / math.sqrt(cols), edges=False
+        )
+        for start in range(0, rows, each)
+    ])  # fmt: skip
 
 
 def main() -> int:

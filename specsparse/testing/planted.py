@@ -7,14 +7,14 @@ reads is what such a model would read.
 import math
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from gguf import quants
 from gguf.constants import GGMLQuantizationType
 
 from specsparse.engine.config import ModelConfig
-from specsparse.powerinfer.files.container import NewTensor, write_container
+from specsparse.engine.gguf.reader import POWERINFER_MAGIC
+from specsparse.engine.gguf.writer import NewTensor, write_gguf
 from specsparse.testing.quantised import random_quantised
 from specsparse.testing.tiny import metadata_of, tiny_config
 
@@ -75,28 +75,14 @@ def write_planted_powerinfer(
     rng = np.random.default_rng(seed)
     embedding = rng.normal(0, 1, (vocab_size, d_model)).astype(np.float32)
     embedding[:, 0] = _LEVEL
-    tensors = [_tensor("token_embd.weight", embedding, kind)]
+    tensors = [NewTensor.of("token_embd.weight", embedding, kind)]
     for i in range(n_layers):
         tensors += _layer(config, i, kind, seed=seed + 1 + 100 * i)
         tensors += _predictor(embedding, i, kind, d_ff=d_ff, rank=rank, active=active, seed=seed + 50 + 100 * i)
-    tensors.append(_tensor("output_norm.weight", np.ones(d_model, np.float32), GGMLQuantizationType.F32))
+    tensors.append(NewTensor.of("output_norm.weight", np.ones(d_model, np.float32), GGMLQuantizationType.F32))
     output = GGMLQuantizationType.Q8_0 if kind == GGMLQuantizationType.Q4_0 else kind
-    tensors.append(_tensor("output.weight", rng.normal(0, d_model**-0.5, (vocab_size, d_model)), output))
-    metadata = {key: _as_array(value) for key, value in metadata_of(config, tokenizer="spm").items()}
-    return write_container(path, metadata, tensors)
-
-
-def _as_array(value: Any) -> Any:
-    """Lists of numbers as the arrays that `write_container` takes."""
-    if not isinstance(value, list) or isinstance(value[0], str):
-        return value
-    return np.asarray(value, np.float32 if isinstance(value[0], float) else np.int32)
-
-
-def _tensor(name: str, values: np.ndarray, kind: GGMLQuantizationType) -> NewTensor:
-    values = values.astype(np.float32)
-    data = (lambda: values) if kind == GGMLQuantizationType.F32 else (lambda: quants.quantize(values, kind))
-    return NewTensor(name, kind, values.shape, data)
+    tensors.append(NewTensor.of("output.weight", rng.normal(0, d_model**-0.5, (vocab_size, d_model)), output))
+    return write_gguf(path, metadata_of(config, tokenizer="spm"), tensors, magic=POWERINFER_MAGIC)
 
 
 def _layer(config: ModelConfig, i: int, kind: GGMLQuantizationType, *, seed: int) -> list[NewTensor]:
@@ -104,7 +90,7 @@ def _layer(config: ModelConfig, i: int, kind: GGMLQuantizationType, *, seed: int
     D, F = config.d_model, config.d_ff
     shapes = {name: (D, D) for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
     shapes |= {name: (F, D) for name in ("ffn_gate", "ffn_up", "ffn_down_t")}
-    out = [_tensor(f"blk.{i}.{n}.weight", np.ones(D), GGMLQuantizationType.F32) for n in ("attn_norm", "ffn_norm")]
+    out = [NewTensor.of(f"blk.{i}.{n}.weight", np.ones(D), GGMLQuantizationType.F32) for n in ("attn_norm", "ffn_norm")]
     for number, (name, (rows, cols)) in enumerate(shapes.items()):
         std = {"attn_output": 0.1 / math.sqrt(D), "ffn_down_t": 0.1 / math.sqrt(F)}.get(name, 1 / math.sqrt(D))
 
@@ -131,4 +117,4 @@ def _predictor(
     scores = np.sort(np.maximum(stored[0] @ stored[1].T, 0) @ stored[2].T, axis=0)
     rest = np.clip(((1 - power_law(d_ff, active, seed=seed)) * vocab).astype(int), 0, vocab - 1)
     fc2[:, :_BIAS] = -scores[rest, np.arange(d_ff)][:, None] / _BIAS
-    return [_tensor(f"blk.{i}.fc1.weight", fc1, kind), _tensor(f"blk.{i}.fc2.weight", fc2, kind)]
+    return [NewTensor.of(f"blk.{i}.fc1.weight", fc1, kind), NewTensor.of(f"blk.{i}.fc2.weight", fc2, kind)]

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from gguf import GGUFWriter, quants
+from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from specsparse.engine.config import ARCHITECTURES, PROJECTIONS, ModelConfig, RopeConfig, Scaling
+from specsparse.engine.gguf.writer import NewTensor, write_gguf
 from specsparse.testing.quantised import random_quantised
 from specsparse.testing.vocab import bpe_vocabulary, spm_vocabulary
 
@@ -123,25 +124,19 @@ def write_tiny_gguf(
     for name, default in (("d_model", 64), ("d_ff", 96)):
         config.setdefault(name, -(-default // block) * block)
     cfg = tiny_config(**config)
-    writer = GGUFWriter(path, cfg.architecture)
-    keys = {**_model_keys(cfg), **_tokenizer_keys(cfg, tokenizer, pre, chat_template), **(metadata or {})}
-    for key, value in keys.items():
-        _add(writer, key, value)
-    rng = np.random.default_rng(seed)
+    rng, tensors = np.random.default_rng(seed), []
     for name, shape in cfg.tensor_shapes():
+        of_kind = GGMLQuantizationType.F32
         if name == "rope_freqs.weight":
-            writer.add_tensor(name, np.linspace(1.0, 8.0, shape[0], dtype=np.float32))
+            values = np.linspace(1.0, 8.0, shape[0], dtype=np.float32)
         elif len(shape) == 1:
-            mean = 1.0 if name.endswith("norm.weight") else 0.0
-            writer.add_tensor(name, rng.normal(mean, 0.1, shape).astype(np.float32))
+            values = rng.normal(1.0 if name.endswith("norm.weight") else 0.0, 0.1, shape).astype(np.float32)
         else:
             of_kind = kind_embedding if name in ("token_embd.weight", "output.weight") else kind
-            writer.add_tensor(name, _matrix(rng, shape, of_kind, 1.0 if "embd" in name else None), raw_dtype=of_kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return Path(path)
+            values = _matrix(rng, shape, of_kind, 1.0 if "embd" in name else None)
+        tensors.append(NewTensor(name, of_kind, shape, lambda values=values: values))
+    keys = metadata_of(cfg, tokenizer=tokenizer, pre=pre, chat_template=chat_template)
+    return write_gguf(path, {**keys, **(metadata or {})}, tensors)
 
 
 def _kind(quant: _Quant) -> GGMLQuantizationType:
@@ -163,12 +158,14 @@ def _matrix(
         return random_quantised(kind, rows, cols, int(rng.integers(1 << 31)), std=deviation)
 
 
-def metadata_of(cfg: ModelConfig, *, tokenizer: str = "spm") -> dict[str, Any]:
-    """The metadata of a model file with a made-up vocabulary of that family."""
+def metadata_of(
+    cfg: ModelConfig, *, tokenizer: str = "spm", pre: str = "gpt-2", chat_template: str | None = None
+) -> dict[str, Any]:
+    """The metadata of a model file with a made-up vocabulary of that family; keywords as in `write_tiny_gguf`."""
     return {
         "general.architecture": cfg.architecture,
         **_model_keys(cfg),
-        **_tokenizer_keys(cfg, tokenizer, "gpt-2", None),
+        **_tokenizer_keys(cfg, tokenizer, pre, chat_template),
     }
 
 
@@ -217,17 +214,3 @@ def _tokenizer_keys(cfg: ModelConfig, tokenizer: str, pre: str, chat_template: s
         raise ValueError(f"tokenizer {tokenizer!r} is not one of bpe, spm, none")
     keys |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
     return keys | {f"tokenizer.ggml.{name}_token_id": token for name, token in special.items()}
-
-
-def _add(writer: GGUFWriter, key: str, value: Any) -> None:
-    """Adds a key in the width that files have: uint32, float32."""
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value) if 0 <= value < 1 << 32 else writer.add_int64(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, value)

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import numpy as np
 from gguf import GGMLQuantizationType as GGML
-from gguf import quants
 
 from specsparse.engine.config import ACTIVATION_KEY
-from specsparse.engine.gguf.reader import MAGIC, GGUFFile, TensorInfo
-from specsparse.powerinfer.files.container import NewTensor, write_container
+from specsparse.engine.gguf.reader import GGUFFile, TensorInfo
+from specsparse.engine.gguf.writer import NewTensor, write_gguf
 from specsparse.training.trunk import FFN
 
 
@@ -22,9 +21,7 @@ def write_relu(f: GGUFFile, ffn: FFN, path: str | os.PathLike[str], kind: GGML) 
     new = {f"blk.{i}.ffn_{name}.weight": layer for name in FFN._fields for i, layer in enumerate(getattr(ffn, name))}
 
     def made(t: TensorInfo) -> NewTensor:
-        if t.name not in new:
-            return NewTensor(t.name, t.type, t.shape, lambda: t.raw)
-        return NewTensor(t.name, kind, t.shape, lambda: quants.quantize(np.asarray(new[t.name], np.float32), kind))
+        return NewTensor.of(t.name, np.asarray(new[t.name]), kind) if t.name in new else NewTensor.copy(t)
 
     keys = {**f.metadata, ACTIVATION_KEY: "relu", "general.name": f"{f.get('general.name', 'str', f.path.stem)} ReLU"}
-    return write_container(path, keys, [made(t) for t in f.tensors.values()], magic=MAGIC)
+    return write_gguf(path, keys, [made(t) for t in f.tensors.values()])

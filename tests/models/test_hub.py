@@ -122,7 +122,7 @@ def test_no_connection(monkeypatch):
 
 
 def test_all_shards_come(server, tmp_path):
-    from tests.engine.mesh.devices import split
+    from tests.engine.gguf.shards import split
 
     names = split(server.folder / "tiny/model/t.gguf", server.folder / "tiny/model", count=3)
     first = catalogue.resolve(f"hf://tiny/model/{names[0]}")

@@ -43,7 +43,7 @@ TYPE_CODES: dict[bytes, dict[int, GGMLQuantizationType]] = {
 }
 """Type code -> type, by magic."""
 
-_SCALARS = {
+SCALARS = {
     GGUFValueType.UINT8: "B",
     GGUFValueType.INT8: "b",
     GGUFValueType.UINT16: "H",
@@ -203,13 +203,13 @@ def _read_value(cur: Cursor, what: str) -> Any:
     if kind == GGUFValueType.STRING:
         return cur.string(what)
     if kind != GGUFValueType.ARRAY:
-        return cur.scalar(_SCALARS[kind], what)
+        return cur.scalar(SCALARS[kind], what)
     kind = _value_type(cur, f"the items of {what}")
     if kind == GGUFValueType.ARRAY:
         cur.fail(f"{what} is an array of arrays, which is not supported")
     if kind == GGUFValueType.STRING:
         return cur.strings(cur.count(8, f"the length of {what}"), what)
-    dtype = np.dtype("<" + _SCALARS[kind])
+    dtype = np.dtype("<" + SCALARS[kind])
     n = cur.count(dtype.itemsize, f"the length of {what}")
     start = cur.take(n * dtype.itemsize, what)
     return np.frombuffer(cur.buffer, dtype, n, start).copy()

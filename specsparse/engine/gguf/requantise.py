@@ -5,17 +5,17 @@ What is lost by quantising twice is lost: a file made here is for measuring spee
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-from gguf import GGUFValueType, GGUFWriter, quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 
-from specsparse.engine.gguf import k_quants
-from specsparse.engine.gguf.reader import GGUFFile
+from specsparse.engine.gguf.reader import GGUFFile, TensorInfo
+from specsparse.engine.gguf.writer import NewTensor, encode, write_gguf
 from specsparse.errors import UserError
-from specsparse.support.atomic import need_folder, replacing
+from specsparse.support.atomic import need_folder
 
 _T = GGMLQuantizationType
 
@@ -34,19 +34,6 @@ def targets() -> tuple[str, ...]:
             continue
         out.append(kind.name)
     return tuple(out)
-
-
-def encode(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    """The bytes of float32[..., n] in `kind`, n a multiple of its block.
-
-    Raises:
-        NotImplementedError: nothing here writes that type.
-    """
-    values = np.ascontiguousarray(values, np.float32)
-    if kind in k_quants.KINDS:
-        return k_quants.quantize(values, kind)
-    with np.errstate(all="ignore"):  # values beyond a half float become infinite, as in llama.cpp
-        return quants.quantize(values, kind)
 
 
 def kind_of(name: str) -> GGMLQuantizationType:
@@ -92,7 +79,7 @@ def requantise(
     path: str | os.PathLike[str],
     kind: GGMLQuantizationType,
     *,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
     """Writes `f` with its matrices in `kind` to `path`, which appears only when it is whole.
 
@@ -106,35 +93,22 @@ def requantise(
         UserError: the file cannot be written (its folder must be there), or a tensor holds no weights.
     """
     need_folder(path)
-    with replacing(path) as temporary:
-        _write(f, temporary, kind, progress)
-    return Path(path)
+    total, done = sum(t.nbytes for t in f.tensors.values()), 0
 
-
-def _write(f: GGUFFile, path: Path, kind: GGMLQuantizationType, progress) -> None:
-    writer = GGUFWriter(path, f.get("general.architecture", "str"), use_temp_file=False)
-    keys = {**f.metadata, "general.file_type": file_type(kind), "general.quantization_version": 2}
-    for key, value in keys.items():
-        if key == "general.alignment":
-            writer.add_custom_alignment(int(value))
-        elif key != "general.architecture":  # the writer's own
-            add_key(writer, key, value)
-    tied, total, done = "output.weight" not in f.tensors, sum(t.nbytes for t in f.tensors.values()), 0
-    plan = [(t, type_for(t, kind, tied=tied)) for t in f.tensors.values()]
-    for tensor, to in plan:  # the header first, so that one tensor at a time is in memory
-        rows_bytes = tensor.shape[-1] // GGML_QUANT_SIZES[to][0] * GGML_QUANT_SIZES[to][1]
-        nbytes = int(np.prod(tensor.shape[:-1], dtype=np.int64)) * rows_bytes
-        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), nbytes, raw_dtype=to)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for tensor, to in plan:
+    def data(tensor: TensorInfo, to: GGMLQuantizationType) -> np.ndarray:
+        nonlocal done
         raw = tensor.raw if to == tensor.type else encode(tensor.dequantize(), to)
-        writer.write_tensor_data(np.ascontiguousarray(raw))
         done += tensor.nbytes
-        if progress is not None:
-            progress(done, total)
-    writer.close()
+        progress(done, total)
+        return raw
+
+    tied, tensors = "output.weight" not in f.tensors, []
+    for t in f.tensors.values():
+        to = type_for(t, kind, tied=tied)
+        tensors.append(NewTensor(t.name, to, t.shape, partial(data, t, to)))
+    f.get("general.architecture", "str")
+    keys = {**f.metadata, "general.file_type": file_type(kind), "general.quantization_version": 2}
+    return write_gguf(path, keys, tensors)
 
 
 def file_type(kind: GGMLQuantizationType) -> int:
@@ -142,30 +116,3 @@ def file_type(kind: GGMLQuantizationType) -> int:
     small = "_S" if kind in (_T.Q4_K, _T.Q5_K) else ""  # llama.cpp has no name for a file of one K-quant
     name = "ALL_F32" if kind == _T.F32 else f"MOSTLY_{kind.name}{small}"
     return int(LlamaFileType[name]) if name in LlamaFileType.__members__ else int(LlamaFileType.GUESSED)
-
-
-_NUMPY = {
-    "u1": GGUFValueType.UINT8, "i1": GGUFValueType.INT8, "u2": GGUFValueType.UINT16, "i2": GGUFValueType.INT16,
-    "u4": GGUFValueType.UINT32, "i4": GGUFValueType.INT32, "u8": GGUFValueType.UINT64, "i8": GGUFValueType.INT64,
-    "f4": GGUFValueType.FLOAT32, "f8": GGUFValueType.FLOAT64, "b1": GGUFValueType.BOOL,
-}  # fmt: skip
-
-
-def add_key(writer: GGUFWriter, key: str, value: Any) -> None:
-    """One key: scalars in the width that files have (uint32, float32), arrays in their own."""
-    if isinstance(value, np.ndarray):
-        of = _NUMPY[value.dtype.str[1:]]
-        if value.size:
-            writer.add_key_value(key, value.tolist(), GGUFValueType.ARRAY, sub_type=of)
-    elif isinstance(value, list):
-        if value:  # the writer has no empty arrays
-            writer.add_key_value(key, value, GGUFValueType.ARRAY, sub_type=GGUFValueType.STRING)
-    elif isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        small = GGUFValueType.UINT32 if value < 1 << 32 else GGUFValueType.UINT64
-        writer.add_key_value(key, value, small if value >= 0 else GGUFValueType.INT64)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    else:
-        writer.add_string(key, value)

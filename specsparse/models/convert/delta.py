@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from specsparse.engine.gguf.reader import MAGIC, GGUFFile, TensorInfo, open_gguf
+from specsparse.engine.gguf.reader import GGUFFile, TensorInfo, open_gguf
+from specsparse.engine.gguf.writer import NewTensor, write_gguf
 from specsparse.errors import UserError
-from specsparse.powerinfer.files.container import NewTensor, write_container
 
 ARCHITECTURE = "specsparse-delta"
 BASE_KEY, BASE_NAME_KEY = "specsparse.delta.base_sha256", "specsparse.delta.base_name"
@@ -45,7 +45,7 @@ def make_delta(base: str | os.PathLike[str], model: str | os.PathLike[str], path
     """
     old, new = open_gguf(base), open_gguf(model)
     _check_alike(old, new)
-    tensors = [_as_is(t) for name, t in new.tensors.items() if not _same(old.tensors[name], t)]
+    tensors = [NewTensor.copy(t) for name, t in new.tensors.items() if not _same(old.tensors[name], t)]
     keys = {key: value for key, value in new.metadata.items() if not _equal(old.metadata.get(key), value)}
     if not tensors and not keys:
         raise UserError(f"{new.path}: is the same model as {old.path}; there is no difference to write")
@@ -55,7 +55,7 @@ def make_delta(base: str | os.PathLike[str], model: str | os.PathLike[str], path
         BASE_NAME_KEY: _name(old),
         BASE_KEY: tensors_hash(old),
     }
-    write_container(path, about | {_SET + key: value for key, value in keys.items()}, tensors, magic=MAGIC)
+    write_gguf(path, about | {_SET + key: value for key, value in keys.items()}, tensors)
     return len(tensors)
 
 
@@ -80,8 +80,8 @@ def apply_delta(base: str | os.PathLike[str], delta: str | os.PathLike[str], pat
     if foreign:
         raise UserError(f"{change.path}: tensor {foreign[0]} has no place in {old.path}; the file is damaged")
     given = {key.removeprefix(_SET): v for key, v in change.metadata.items() if key.startswith(_SET)}
-    tensors = [_as_is(change.tensors.get(name, t)) for name, t in old.tensors.items()]
-    return write_container(path, {**old.metadata, **given}, tensors, magic=MAGIC)
+    tensors = [NewTensor.copy(change.tensors.get(name, t)) for name, t in old.tensors.items()]
+    return write_gguf(path, {**old.metadata, **given}, tensors)
 
 
 def _check_alike(old: GGUFFile, new: GGUFFile) -> None:
@@ -104,7 +104,3 @@ def _same(a: TensorInfo, b: TensorInfo) -> bool:
 
 def _equal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and (np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b)
-
-
-def _as_is(t: TensorInfo) -> NewTensor:
-    return NewTensor(t.name, t.type, t.shape, lambda: t.raw)

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as GGML
 
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import DEFAULT_ALIGNMENT, MAGIC, GGUFFile, TensorInfo
-from specsparse.engine.gguf.requantise import encode, file_type, type_for
+from specsparse.engine.gguf.requantise import file_type, type_for
+from specsparse.engine.gguf.writer import VERSION, NewTensor, encode, write_gguf
 from specsparse.errors import UserError
-from specsparse.powerinfer.files.container import VERSION, NewTensor, write_container
 from specsparse.support.atomic import need_folder
 
 OUT_TYPES = {
@@ -79,7 +78,7 @@ def write_model(
     }  # as files have them
     keys |= {"general.file_type": file_type(kind), "general.quantization_version": 2}
     config = ModelConfig.from_gguf(_planned(Path(path), keys, tensors))
-    write_container(path, _typed(keys), tensors, magic=MAGIC)
+    write_gguf(path, keys, tensors)
     return config
 
 
@@ -89,13 +88,4 @@ _NOTHING = np.empty(0, np.uint8)
 def _planned(path: Path, keys: Mapping[str, Any], tensors: list[NewTensor]) -> GGUFFile:
     """The file as it will be, without its data."""
     infos = {t.name: TensorInfo(t.name, t.type, t.shape, _NOTHING, str(path)) for t in tensors}
-    for t in tensors:
-        if t.shape[-1] % GGML_QUANT_SIZES[t.type][0]:
-            raise UserError(f"{path}: tensor {t.name} has rows of {t.shape[-1]}, which {t.type.name} cannot hold")
     return GGUFFile(path, MAGIC, VERSION, DEFAULT_ALIGNMENT, keys, infos)
-
-
-def _typed(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Lists of numbers as arrays of the type that GGUF files have."""
-    types = {"tokenizer.ggml.scores": np.float32, "tokenizer.ggml.token_type": np.int32}
-    return {key: np.asarray(value, types[key]) if key in types else value for key, value in keys.items()}

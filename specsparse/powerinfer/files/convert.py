@@ -10,11 +10,10 @@ from gguf.constants import GGMLQuantizationType as GGML
 
 from specsparse.engine.config import ACTIVATION_KEY, ModelConfig
 from specsparse.engine.gguf.reader import MAGIC, POWERINFER_MAGIC, GGUFFile, TensorInfo, open_gguf
-from specsparse.engine.gguf.requantise import encode
+from specsparse.engine.gguf.writer import NewTensor, encode, write_gguf
 from specsparse.errors import UserError
 from specsparse.powerinfer.ffn.sparse_weights import THRESHOLD_KEY, number, threshold_of
 from specsparse.powerinfer.files.checkpoints import PredictorFile, read_predictor, read_threshold, write_predictors
-from specsparse.powerinfer.files.container import NewTensor, write_container
 
 OUT_TYPES = {"f16": GGML.F16, "q4_0": GGML.Q4_0}
 """What PowerInfer's down projection computes rightly; every other type gives NaN or garbage there."""
@@ -66,7 +65,7 @@ def to_powerinfer(
     def load(i: int) -> PredictorFile:
         return read_predictor(predictors, i, **shape)
 
-    write_container(path, keys, list(_sparse_tensors(f, config, kind, load)), magic=POWERINFER_MAGIC)
+    write_gguf(path, keys, list(_sparse_tensors(f, config, kind, load)), magic=POWERINFER_MAGIC)
     return _notes(config)
 
 
@@ -164,7 +163,7 @@ def from_powerinfer(
     keys = {k: v for k, v in f.metadata.items() if k != THRESHOLD_KEY}
     layers = [PredictorFile(*(_predictor(f, i, name) for name in ("fc1", "fc2"))) for i in range(config.n_layers)]
     write_predictors(predictors, layers, threshold=_file_threshold(f))
-    return write_container(path, {**keys, ACTIVATION_KEY: config.activation}, tensors, magic=MAGIC)
+    return write_gguf(path, {**keys, ACTIVATION_KEY: config.activation}, tensors)
 
 
 def _predictor(f: GGUFFile, i: int, name: str) -> np.ndarray:

@@ -8,8 +8,8 @@ import numpy as np
 from gguf.constants import GGMLQuantizationType
 
 from specsparse.engine.gguf.reader import POWERINFER_MAGIC, GGUFFile, open_gguf
+from specsparse.engine.gguf.writer import NewTensor, write_gguf
 from specsparse.errors import UserError
-from specsparse.powerinfer.files.container import NewTensor, write_container
 
 ARCHITECTURE = "generic.gpu_index"
 _BLOCKS = f"{ARCHITECTURE}.block_count"
@@ -104,11 +104,9 @@ def write_gpuidx(path: str | os.PathLike[str], index: GpuIndex) -> Path:
     tensors = []
     for i, hot in enumerate(index.hot):
         for name, values in (("gpu_idx", np.asarray(hot).astype("<i4")), ("gpu_bucket", index.bucket(i))):
-            tensors.append(_vector(f"blk.{i}.{name}", values))
+            tensors.append(
+                NewTensor(f"blk.{i}.{name}", GGMLQuantizationType.I32, values.shape, lambda values=values: values)
+            )
     keys = {"general.architecture": ARCHITECTURE, _BLOCKS: len(index.hot), _CAPACITY: np.uint64(index.vram_capacity)}
     keys |= {key: value for key, value in ((_MODEL, index.model), (_PROBLEM, index.problem)) if value is not None}
-    return write_container(path, keys, tensors)
-
-
-def _vector(name: str, values: np.ndarray) -> NewTensor:
-    return NewTensor(name, GGMLQuantizationType.I32, values.shape, lambda: values)
+    return write_gguf(path, keys, tensors, magic=POWERINFER_MAGIC)

@@ -2,7 +2,6 @@
 names."""
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +9,11 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from gguf import GGUFWriter, quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile, TensorInfo, open_gguf
+from specsparse.engine.gguf.writer import NewTensor, encode, write_gguf
 from specsparse.engine.weights import Layer, pack_matrix
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
@@ -156,34 +155,24 @@ def write_head(
         UserError: a type that cannot be written, or that does not fit the width.
     """
     kind = _kind(quant, target.config)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    writer = GGUFWriter(temporary, ARCHITECTURE)
-    writer.add_name(name or path.stem)
-    writer.add_string(TARGET, fingerprint(target.params.output_norm))
-    writer.add_uint32(VOCAB_SIZE, target.config.vocab_size)
-    writer.add_array(DRAFT_IDS, [int(i) for i in ids])
-    for key, value in tensors.items():
-        if value.ndim == 1:
-            writer.add_tensor(key, value)
-        else:
-            writer.add_tensor(key, quants.quantize(value, kind), raw_dtype=kind)
-    try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path
+    keys = {
+        "general.architecture": ARCHITECTURE,
+        "general.name": name or path.stem,
+        TARGET: fingerprint(target.params.output_norm),
+        VOCAB_SIZE: target.config.vocab_size,
+        DRAFT_IDS: np.asarray(ids, np.int32),
+    }
+    vector = GGMLQuantizationType.F32
+    return write_gguf(
+        path, keys, [NewTensor.of(key, value, vector if value.ndim == 1 else kind) for key, value in tensors.items()]
+    )
 
 
 def _kind(quant: str, config: ModelConfig) -> GGMLQuantizationType:
     try:
         kind = GGMLQuantizationType[quant]
         block = GGML_QUANT_SIZES[kind][0]
-        quants.quantize(np.zeros((1, block), np.float32), kind)
+        encode(np.zeros((1, block), np.float32), kind)
     except (KeyError, NotImplementedError) as error:
         raise UserError(f"train.quantise={quant}: choose F32, F16, Q8_0, Q4_0 or Q4_1") from error
     if any(columns % block for _, columns in matrix_shapes(config).values()):

@@ -9,7 +9,7 @@ from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import open_gguf, open_one, shard_names
 from specsparse.errors import UserError
 from specsparse.testing import write_tiny_gguf
-from tests.engine.mesh.devices import split
+from tests.engine.gguf.shards import split
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,12 @@ from gguf import quants
 
 from specsparse.cli import main as cli
 from specsparse.engine.config import ModelConfig
-from specsparse.engine.gguf.reader import MAGIC, open_gguf
+from specsparse.engine.gguf.reader import open_gguf
+from specsparse.engine.gguf.writer import NewTensor, write_gguf
 from specsparse.errors import UserError
 from specsparse.models import catalogue
 from specsparse.models.convert.delta import apply_delta, make_delta, tensors_hash
 from specsparse.models.convert.set_metadata import set_metadata
-from specsparse.powerinfer.files.container import NewTensor, write_container
 from specsparse.testing import write_tiny_gguf
 
 CHANGED = "blk.0.ffn_gate.weight"
@@ -34,7 +34,7 @@ def model(base, tmp_path):
         for n, t in f.tensors.items()
     ]
     keys = {**f.metadata, "specsparse.activation": "relu", "general.name": "another"}
-    return write_container(tmp_path / "model.gguf", keys, tensors, magic=MAGIC)
+    return write_gguf(tmp_path / "model.gguf", keys, tensors)
 
 
 def test_there_and_back(base, model, tmp_path):
