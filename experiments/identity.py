@@ -23,11 +23,11 @@ import numpy as np
 
 import specsparse
 from specsparse import SamplingParams
-from specsparse.api import make_method
 from specsparse.data import prompts
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
+from specsparse.runtime.binding import make_method
 from specsparse.runtime.session import Method, Sequence, Session
 from specsparse.speculative.base import Drafter
 from specsparse.speculative.drafters import DrafterPlan, get_drafter

@@ -20,13 +20,13 @@ from typing import Protocol
 import numpy as np
 
 import specsparse
-from specsparse.api import make_method
 from specsparse.data import prompts
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.kernels import status
 from specsparse.measure.bench.peers import Peer
+from specsparse.runtime.binding import make_method
 from specsparse.runtime.session import Method, Sequence, Session
 from specsparse.speculative.method import make_drafter
 from specsparse.speculative.policies.base import Fixed

@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from specsparse import api
 from specsparse.cli.conversation import Conversation
 from specsparse.errors import UserError
+from specsparse.runtime.binding import make_method
 from specsparse.runtime.metrics import Counters
 from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.speculative.method import choose_verifier, make_drafter
@@ -212,7 +212,7 @@ class Chat:
     def _use(self, how: How) -> None:
         """Answers by this method from now on; a draft model is loaded here."""
         method = how.method(self._talk.sampling.temperature)
-        api.make_method(self._talk.model, method.get("drafter"), method.get("verifier"), self._talk.sampling)
+        make_method(self._talk.model, method.get("drafter"), method.get("verifier"), self._talk.sampling)
         self._how, self._talk.method = how, method
 
     def _stats(self) -> None:

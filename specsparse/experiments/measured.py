@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specsparse.api import bind, make_method
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.experiments.config import RunConfig, sampling_params
 from specsparse.measure.costs import drafts, ranks
 from specsparse.measure.costs.progress import Bar, silent
+from specsparse.runtime.binding import bind, make_method
 from specsparse.runtime.session import Method
 from specsparse.runtime.times.defaults import KEPT, draft_share, policy_times
 from specsparse.runtime.times.kept import CostTable, DraftCost

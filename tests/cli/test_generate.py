@@ -10,10 +10,10 @@ import sys
 import pytest
 
 import specsparse
-from specsparse.api import prompt_ids
 from specsparse.cli import generate, sampling_options
 from specsparse.cli import main as cli
 from specsparse.engine.sampling.params import SamplingParams
+from specsparse.runtime.requests import prompt_ids
 from specsparse.testing import write_tiny_gguf
 
 PROMPT = "abc abc abc"

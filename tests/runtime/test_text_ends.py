@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import specsparse
-from specsparse import SamplingParams, api
+from specsparse import SamplingParams
 from specsparse.engine.generate import Counters as Device
 from specsparse.measure import costs
 from specsparse.runtime import results, session
+from specsparse.runtime.binding import make_method
 from specsparse.runtime.metrics import STAGES, Counters, Times, from_dict, rates, to_dict
 from specsparse.runtime.round_log import Note, RoundLog
 from specsparse.runtime.session import Sequence, Session
@@ -271,7 +272,7 @@ def calls_of(function, *args) -> int:
 def test_results_of_a_batch_take_linear_work(model):
     """A decoded batch of two, its rows repeated: the work is counted in calls, which for a square grow fourfold."""
     law = LAW.merged(logprobs=0)
-    method = api.make_method(model, **fast(), params=law)
+    method = make_method(model, **fast(), params=law)
     done = Session(model, [Sequence(np.array([5, 6], np.int32), law, seed) for seed in (0, 1)], method)
     done.advance()
     two, stop_ids, sequences = done.state._replace(cache=None, drafter=None), done.job.stop_ids, done.sequences

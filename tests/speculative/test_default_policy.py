@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsparse.api import make_method
 from specsparse.engine.cache import KVCache
 from specsparse.engine.generate import Finish
 from specsparse.engine.llama import ForwardOut
 from specsparse.engine.sampling.params import SamplingParams
+from specsparse.runtime.binding import make_method
 from specsparse.runtime.session import Method, Sequence, Session
 from specsparse.runtime.times.defaults import policy_times
 from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback

@@ -11,7 +11,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from specsparse.api import make_method, prompt_ids
 from specsparse.data import prompts
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
@@ -20,7 +19,9 @@ from specsparse.measure.bench.samples import paired_ratio, summary
 from specsparse.measure.bench.sides import token_ids
 from specsparse.models import catalogue
 from specsparse.runtime import manifest
+from specsparse.runtime.binding import make_method
 from specsparse.runtime.load import load
+from specsparse.runtime.requests import prompt_ids
 from specsparse.runtime.session import Method, Session
 from specsparse.runtime.session import Sequence as Text
 from specsparse.support import terminal

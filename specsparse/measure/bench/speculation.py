@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 
 from specsparse import kernels
-from specsparse.api import make_method
 from specsparse.data import prompts
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
@@ -22,6 +21,7 @@ from specsparse.errors import UserError
 from specsparse.measure.bench.peers import Peer, Written
 from specsparse.models import catalogue
 from specsparse.runtime import manifest
+from specsparse.runtime.binding import make_method
 from specsparse.runtime.load import load
 from specsparse.runtime.session import Method, Session
 from specsparse.runtime.session import Sequence as Text

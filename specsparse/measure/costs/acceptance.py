@@ -4,14 +4,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from specsparse.api import make_method, prompt_ids
 from specsparse.engine.generate import Finish
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.measure import intervals
 from specsparse.runtime import metrics
+from specsparse.runtime.binding import make_method
 from specsparse.runtime.metrics import Counters
+from specsparse.runtime.requests import prompt_ids
 from specsparse.runtime.results import decode
 from specsparse.runtime.session import Sequence as Text
 from specsparse.runtime.session import Session

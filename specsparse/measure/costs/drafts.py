@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from specsparse.api import make_method
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.measure.bench.sides import token_ids
@@ -14,6 +13,7 @@ from specsparse.measure.costs.fit import draft_line
 from specsparse.measure.costs.loops import Loop
 from specsparse.measure.costs.measured import load_or_measure
 from specsparse.measure.costs.progress import Bar, silent
+from specsparse.runtime.binding import make_method
 from specsparse.runtime.session import Method
 from specsparse.runtime.times import store
 from specsparse.runtime.times.kept import CostTable, DraftCost

@@ -8,7 +8,6 @@ import pytest
 from rich.console import Console
 
 import specsparse
-from specsparse.api import make_method
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.experiments import decoding, measured
@@ -26,6 +25,7 @@ from specsparse.experiments.drafting import drafter_spec
 from specsparse.experiments.kinds import compare
 from specsparse.measure.costs import measured as measuring
 from specsparse.measure.costs import ranks
+from specsparse.runtime.binding import make_method
 from specsparse.runtime.times import stamp, store
 from specsparse.runtime.times.kept import FREE, CostTable, DraftCost
 from specsparse.runtime.times.stamp import cost_key

@@ -9,13 +9,13 @@ from rich.console import Console
 
 import specsparse
 from specsparse import SamplingParams
-from specsparse.api import make_method
 from specsparse.cli.main import main as cli
 from specsparse.errors import UserError
 from specsparse.measure.replay.recording import Recorder, Recording
 from specsparse.measure.replay.trace import Trace
 from specsparse.measure.replay.verdicts import replay, verifiers_of
 from specsparse.runtime import hostloop
+from specsparse.runtime.binding import make_method
 from specsparse.runtime.session import Sequence, Session
 from specsparse.speculative.base import ROOT
 from specsparse.speculative.drafters import get_drafter

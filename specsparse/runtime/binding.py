@@ -1,0 +1,71 @@
+"""From a model, a drafter and a verifier to a `Method`; what a drafter needs is loaded once."""
+
+from functools import partial
+
+from specsparse.engine.model import Model
+from specsparse.engine.sampling.params import SamplingParams
+from specsparse.errors import UserError
+from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
+from specsparse.runtime.load import load
+from specsparse.runtime.session import Method
+from specsparse.runtime.times.defaults import draft_share, policy_times
+from specsparse.speculative.base import Drafter, Verifier
+from specsparse.speculative.drafters.plan import Bound, DrafterPlan, MakeModel
+from specsparse.speculative.drafters.registry import get_drafter
+from specsparse.speculative.drafters.with_policy import with_policy
+from specsparse.speculative.method import choose_verifier
+from specsparse.speculative.policies.base import SHORT_GAMMA, Fixed
+from specsparse.speculative.policies.registry import default_policy
+
+
+def make_method(
+    model: Model, drafter: str | Drafter | DrafterPlan | None, verifier: str | Verifier | None, params: SamplingParams
+) -> Method:
+    """The method of a drafter and a verifier, refused where the pair does not keep its promise.
+
+    A drafter that needs a model is bound to `model` here; its draft model is loaded the first time. A name, or a plan
+    that says nothing of how long drafts are, drafts no more than pays (`policies.default_policy`).
+    """
+    if isinstance(drafter, str) and drafter == "none":
+        drafter = None
+    if drafter is None:
+        if verifier is not None:
+            raise UserError("a verifier needs a drafter: give drafter=prompt_lookup, or leave the verifier out")
+        return Method()
+    name = drafter if isinstance(drafter, str) else None
+    drafter = drafter if name is None else get_drafter(name)
+    if not isinstance(drafter, Drafter | DrafterPlan):
+        raise UserError(f"drafter must be a registered name or a Drafter, not {type(drafter).__name__}")
+    temperature = 0.0 if params.greedy else params.temperature
+    verifier = choose_verifier(drafter, verifier, temperature=temperature)
+    if isinstance(drafter, Drafter):
+        own = drafter if name is None else _that_pays(model, drafter, name, 0.0)
+        return Method(own, verifier)
+    bound = bind(model, drafter)
+    free = name is not None or drafter.style.free
+    own = _that_pays(model, bound.drafter, name, draft_share(model, bound)) if free else bound.drafter
+    return Method(own, verifier, bound.weights)
+
+
+def bind(model: Model, plan: DrafterPlan) -> Bound:
+    """The drafter of a plan for this target; what it needs is loaded once, whatever the policy."""
+    key = plan.under(Fixed(1))
+    if key not in model.drafters:
+        if not plan.on_mesh:
+            model.check_whole("the drafter with these options")
+        model.drafters[key] = plan.prepare(model, MakeModel(partial(_load_draft, model), with_fewer_neurons))
+    return model.drafters[key].under(plan.style.policy)
+
+
+def _that_pays(model: Model, drafter: Drafter, name: str | None, share: float) -> Drafter:
+    """The drafter under the default policy. `share`: time to draft a token in plain steps, where none was kept."""
+    gamma = drafter.max_nodes if drafter.tree else SHORT_GAMMA
+    times = policy_times(model, gamma, name, share=share, levels=drafter.max_depth if drafter.tree else None)
+    return with_policy(drafter, default_policy(times, gamma=gamma, tree=drafter.tree))
+
+
+def _load_draft(target: Model, spec: str) -> Model:
+    """A draft model beside its target: on the same kernels and, of a mesh, on every device."""
+    draft = load(spec, backend=target.kernels.name, kv_dtype=target.kv_dtype)
+    draft.params = target.everywhere(draft.params)
+    return draft

@@ -1,0 +1,125 @@
+"""What a caller asks for, checked: prompts, sampling parameters and seeds become the sequences of a session."""
+
+import secrets
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from specsparse.engine.model import Model
+from specsparse.engine.sampling.params import SamplingParams
+from specsparse.errors import UserError
+from specsparse.runtime.session import Sequence
+
+PromptLike = str | np.ndarray | Seq[int] | Seq[Mapping[str, str]]
+"""A text, token ids, or a chat: a list of {"role", "content"}."""
+
+
+def params_of(
+    model: Model, sampling: SamplingParams | None, max_tokens: int | None, fields: Mapping[str, object]
+) -> SamplingParams:
+    """`sampling`, or greedy for None, with `max_tokens` and `fields` in place of its own.
+
+    Raises:
+        UserError: no model, no `SamplingParams`, or a field that it does not have.
+    """
+    if not isinstance(model, Model):
+        raise UserError(f"the first argument is a Model, from specsparse.load(...), not {type(model).__name__}")
+    if not isinstance(sampling, SamplingParams | None):
+        raise UserError(f"sampling must be SamplingParams, not {type(sampling).__name__}")
+    params = SamplingParams(temperature=0.0, max_tokens=None) if sampling is None else sampling
+    if max_tokens is not None:
+        fields = {**fields, "max_tokens": max_tokens}
+    return params.merged(**fields) if fields else params
+
+
+def every_params(
+    model: Model,
+    sampling: SamplingParams | Seq[SamplingParams] | None,
+    max_tokens: int | None,
+    fields: Mapping[str, object],
+    *,
+    count: int,
+    many: bool,
+) -> list[SamplingParams]:
+    """`params_of` for each of `count` prompts: the same for all, or one of a list each.
+
+    Raises:
+        UserError: as `params_of`; or a list of another length than the prompts.
+    """
+    if not isinstance(sampling, list | tuple):
+        return [params_of(model, sampling, max_tokens, fields)] * count
+    if not many or len(sampling) != count:
+        prompts = f"{count} prompts" if many else "one prompt that is in no list"
+        raise UserError(f"sampling is a list of {len(sampling)} for {prompts}: give one for each, or one for all")
+    return [params_of(model, one, max_tokens, fields) for one in sampling]
+
+
+def prompts_of(prompt: PromptLike | Seq[PromptLike]) -> tuple[list[PromptLike], bool]:
+    """The prompts, and whether a list of them was given. A list of integers or of chat messages is one prompt.
+
+    Raises:
+        UserError: neither, or nothing.
+    """
+    if isinstance(prompt, str | np.ndarray):
+        return [prompt], False
+    if not isinstance(prompt, Seq):
+        raise UserError(f"a prompt is a text, token ids or a chat, not {type(prompt).__name__}")
+    if not prompt:
+        raise UserError("the prompt is empty: at least one token is needed")
+    if isinstance(prompt[0], str | Seq | np.ndarray):
+        return list(prompt), True
+    return [prompt], False
+
+
+def prompt_ids(model: Model, prompt: PromptLike, params: SamplingParams) -> np.ndarray:
+    """Checked ids int32[n] of a text, a chat or ids. Texts may name special tokens; BOS is added as the file says.
+
+    Raises:
+        UserError: ids that the model does not have, none at all, or more than its context holds.
+    """
+    tokenizer = model.tokenizer
+    if isinstance(prompt, Seq) and not isinstance(prompt, str) and prompt and isinstance(prompt[0], dict):
+        prompt = tokenizer.apply_chat_template(prompt)
+    if isinstance(prompt, str):
+        ids = tokenizer.encode(prompt, add_special=True, parse_special=True)
+        if len(ids) > 1 and tokenizer.add_bos and ids[0] == ids[1] == tokenizer.bos_id:
+            ids = ids[1:]  # a chat template has written BOS already
+    else:
+        ids = prompt
+    keep = params.truncate_prompt_tokens
+    if keep is not None:
+        ids = ids[-(_room_for_prompt(model, params) if keep == -1 else keep) :]
+    return model.check_ids(ids)
+
+
+def _room_for_prompt(model: Model, params: SamplingParams) -> int:
+    """Tokens that the context has beside the `max_tokens` to come, or beside one where they are not limited."""
+    context = model.config.context_length
+    wanted = 1 if params.max_tokens is None else params.max_tokens
+    if wanted >= context:
+        raise UserError(
+            f"max_tokens={wanted} leaves truncate_prompt_tokens=-1 no prompt: the context holds {context} tokens"
+        )
+    return context - wanted
+
+
+def seed_of(seed: object) -> int:
+    """The seed, or a new one for None.
+
+    Raises:
+        UserError: no whole number.
+    """
+    if seed is None:
+        return secrets.randbits(32)
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+        raise UserError(f"seed={seed!r} must be a whole number, or None for a new one")
+    return int(seed)
+
+
+def sequences_of(model: Model, prompt: PromptLike, params: SamplingParams, seed: int) -> list[Sequence]:
+    """The completions to draw for a prompt. Log probabilities are kept where the best of them are to be chosen."""
+    ids = prompt_ids(model, prompt, params)
+    ranked = params.merged(logprobs=0) if params.num_sequences > params.n and params.logprobs is None else params
+    own = seed if params.seed is None else params.seed
+    return [Sequence(ids, ranked, own, sample) for sample in range(params.num_sequences)]
