@@ -29,11 +29,13 @@ class CheckBeforeStart:
 
     def on_run_start(self, config: Any, **_: Any) -> None:
         """Exit with one line when the config is wrong (Hydra swallows exceptions of callbacks, not an exit)."""
-        from specsparse.experiments import runner
         from specsparse.experiments.config import from_omegaconf
 
         try:
-            runner.check(from_omegaconf(config))
+            run = from_omegaconf(config)  # without jax: what it finds wrong is said at once
+            from specsparse.experiments import runner
+
+            runner.check(run)
         except UserError as error:
             if config.get("debug") is True:
                 return  # the run itself raises it again, with its traceback
@@ -71,7 +73,8 @@ def _task(cfg: Any) -> Any:
         if cfg.get("debug") is True:
             raise
         if is_cell:  # the other combinations go on
-            fail(f"left out {','.join(hydra.overrides.task)}: {error}")
+            choices = (override.lstrip("+") for override in hydra.overrides.task)
+            fail(f"left out {','.join(choices)}: {error}")
             return None
         raise SystemExit(fail(str(error))) from None
 

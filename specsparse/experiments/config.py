@@ -10,6 +10,7 @@ from typing import Any
 
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
+from specsparse.experiments.parts import PARTS, completed
 from specsparse.experiments.settings import (
     CertifySpec,
     CompareSpec,
@@ -80,6 +81,7 @@ def from_omegaconf(cfg: Any) -> RunConfig:
         missing = isinstance(error, MissingMandatoryValue)
         raise UserError(f"{key}: {'a value is needed' if missing else str(error).splitlines()[0]}") from error
     assert isinstance(plain, dict)
+    plain |= {group: completed(group, plain[group]) for group in PARTS if isinstance(plain.get(group), dict)}
     run = read(RunConfig, plain, group="", internal={"composed": plain}, null=True)
     return _drawn(run, sampling_params(run))  # fails here, not after the model is loaded
 
@@ -94,11 +96,12 @@ def _drawn(run: RunConfig, target: SamplingParams) -> RunConfig:
 
 
 def choice_options(path: Path) -> dict[str, Any]:
-    """The options that a choice of a config group (its YAML file) gives, without its name; empty where it is none."""
+    """The options of a choice by its YAML file and its class, without its name; empty where it has none."""
     from omegaconf import OmegaConf
 
-    given = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
-    return {str(key): value for key, value in given.items() if key != "name"}  # type: ignore[union-attr]
+    given: Any = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
+    given = completed(path.parent.name, given) if path.parent.name in PARTS else given
+    return {str(key): value for key, value in given.items() if key != "name"}
 
 
 def sampling_params(cfg: RunConfig) -> SamplingParams:

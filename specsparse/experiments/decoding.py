@@ -25,10 +25,10 @@ from specsparse.report import display, record
 from specsparse.report.record import PLAIN, SAME_TEXT_VERIFIERS, Pass
 from specsparse.runtime.times.defaults import KEPT
 from specsparse.speculative.base import Verifier
-from specsparse.speculative.drafters.synthetic import LABEL as SYNTHETIC
 from specsparse.speculative.method import choose_verifier, make_drafter
 from specsparse.speculative.policies.registry import get_policy
 from specsparse.speculative.trees import get_tree
+from specsparse.speculative.verifiers.registry import SYNTHETIC
 from specsparse.support import terminal
 
 WARM_UP = -1

@@ -4,6 +4,7 @@ import os
 import re
 
 from specsparse.errors import UserError
+from specsparse.experiments.parts import PARTS, option_name
 from specsparse.models import catalogue
 from specsparse.support.paths import conf_dir
 from specsparse.support.registry import Registry
@@ -65,6 +66,9 @@ def shorthand(argv: list[str]) -> list[str]:
             out += [f"data.source={_quote(os.path.expanduser(value))}"]
         elif key in outside:  # the choice of the config goes, and all it brought; there is no schema for the options
             out += [f"~{key}", f"++{key}.name={_quote(value)}"]
+        elif eq and _is_option(key):  # Hydra knows those in the file of conf/, not all that the class has
+            group, _, option = key.partition(".")
+            out.append(f"++{group}.{option_name(group, option)}={value}")
         elif eq and key.partition(".")[0] in outside:
             out.append(f"++{OPTION_NAMES.get(key, key) if key.startswith('policy.') else key}={value}")
         elif eq and key == "experiment":
@@ -90,6 +94,12 @@ def refuse(argv: list[str]) -> None:
                 "a run decodes the prompts of data.source=FILE (.txt or .jsonl); for one prompt there is "
                 'python -m specsparse generate MODEL "PROMPT"'
             )
+
+
+def _is_option(key: str) -> bool:
+    """Whether the key is one of a part whose class says what options there are."""
+    group, dot, option = key.partition(".")
+    return bool(dot) and group in PARTS and option != "name"
 
 
 def _is_outside(group: str, name: str) -> bool:

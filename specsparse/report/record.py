@@ -11,6 +11,7 @@ from specsparse.measure.repeats import Repeats
 from specsparse.measure.speedup import Speedup
 from specsparse.runtime import metrics
 from specsparse.runtime.metrics import Counters
+from specsparse.speculative.verifiers.registry import FACTS, same_text
 from specsparse.support import notebook
 
 HOST = "host loop"
@@ -25,7 +26,7 @@ STOPPED = "stopped"
 PLAIN = "plain"
 SPECULATIVE = "speculative"
 
-SAME_TEXT_VERIFIERS = frozenset({"greedy", "match", "tree_greedy", "tree_match"})
+SAME_TEXT_VERIFIERS = frozenset(filter(same_text, FACTS))
 """Verifiers that promise plain decoding's tokens, bit for bit; others are lossless in law only, or lossy."""
 
 

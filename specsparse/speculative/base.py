@@ -7,9 +7,10 @@ root), row 1+i is node i of the draft. `-1` is the root where a node index stand
 import abc
 import dataclasses
 import enum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
+if TYPE_CHECKING:  # for the types alone: kinds of draws are known without it
+    import jax
 
 ROOT = -1
 """Parent of the nodes that follow the last committed token."""
@@ -46,10 +47,10 @@ class Draft(NamedTuple):
             node whose row has no mass at its own token is never accepted and leaves p alone.
     """
 
-    tokens: jax.Array
-    parents: jax.Array
-    count: jax.Array
-    q: jax.Array | None = None
+    tokens: "jax.Array"
+    parents: "jax.Array"
+    count: "jax.Array"
+    q: "jax.Array | None" = None
 
     @property
     def max_nodes(self) -> int:
@@ -76,14 +77,14 @@ class Verdict(NamedTuple):
             sequence must stop with an error.
     """
 
-    tokens: jax.Array
-    count: jax.Array
-    nodes: jax.Array
-    accepted: jax.Array
-    tested: jax.Array
-    alpha: jax.Array
-    alpha_var: jax.Array
-    failed: jax.Array
+    tokens: "jax.Array"
+    count: "jax.Array"
+    nodes: "jax.Array"
+    accepted: "jax.Array"
+    tested: "jax.Array"
+    alpha: "jax.Array"
+    alpha_var: "jax.Array"
+    failed: "jax.Array"
 
 
 class DraftContext(NamedTuple):
@@ -104,12 +105,12 @@ class DraftContext(NamedTuple):
             verification overwrites them.
     """
 
-    tokens: jax.Array
-    length: jax.Array
-    budget: jax.Array
+    tokens: "jax.Array"
+    length: "jax.Array"
+    budget: "jax.Array"
     seed: Any
     sample: Any
-    round: jax.Array
+    round: "jax.Array"
     params: Any = None
     cache: Any = None
 
@@ -139,7 +140,7 @@ class Feedback(NamedTuple):
 
     draft: Draft
     verdict: Verdict
-    hidden: jax.Array | None = None
+    hidden: "jax.Array | None" = None
 
 
 class Drafter(abc.ABC):
@@ -174,7 +175,7 @@ class Drafter(abc.ABC):
         """Whether `init` and `commit` need the target's hidden states."""
         return False
 
-    def init(self, params: Any, ctx: DraftContext, *, hidden: jax.Array | None = None) -> Any:
+    def init(self, params: Any, ctx: DraftContext, *, hidden: "jax.Array | None" = None) -> Any:
         """State after the prompt: `ctx.tokens[:, :length]` is the prompt and the first emitted token, if there is one.
 
         `hidden` is float[B, n, D], the target's features of the prompt (row i is position i). By default no state.

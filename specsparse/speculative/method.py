@@ -7,12 +7,13 @@ from specsparse.errors import UserError
 from specsparse.speculative.base import Drafter, DraftKind, Verifier
 from specsparse.speculative.drafters.plan import DrafterPlan
 from specsparse.speculative.drafters.registry import DRAFTERS, get_drafter, is_drafter, takes
-from specsparse.speculative.drafters.synthetic import LABEL, Synthetic, SyntheticRates, synthetic_verifier
+from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates, synthetic_verifier
 from specsparse.speculative.drafters.with_policy import WithPolicy, with_policy
 from specsparse.speculative.policies.base import Fixed, Policy
 from specsparse.speculative.policies.registry import name_of
 from specsparse.speculative.trees import TreeShape
-from specsparse.speculative.verify import OUTSIDE, VERIFIERS, check_pair, get_verifier, valid_verifiers
+from specsparse.speculative.verifiers.registry import RULES, SYNTHETIC
+from specsparse.speculative.verify import check_pair, get_verifier, valid_verifiers
 
 
 def grows_trees(name: str) -> bool:
@@ -67,14 +68,12 @@ def choose_verifier(
     given = {key: value for key, value in (options or {}).items() if value is not None}
     source = drafter.drafter if isinstance(drafter, WithPolicy) else drafter
     made_up = isinstance(source, Synthetic)
-    if name == LABEL or (made_up and name is None):
+    if name == SYNTHETIC or (made_up and name is None):
         return _synthetic(drafter, source.rates if made_up and not given.keys() - {"process"} else None, given)
-    if made_up and not (isinstance(name, Verifier) and name.name == LABEL):
+    if made_up and not (isinstance(name, Verifier) and name.name == SYNTHETIC):
         raise UserError("drafter=synthetic drafts no text, its acceptance is made up: choose verifier=synthetic")
     if name is None:
         name = valid_verifiers(drafter.kind, tree=drafter.tree, temperature=temperature)[0]
-    if isinstance(name, str) and name not in VERIFIERS and not OUTSIDE.holds(name):
-        raise UserError(f"verifier={name} is unknown: choose one of {', '.join([*VERIFIERS, LABEL])}")
     verifier = get_verifier(name, **given) if isinstance(name, str) else name
     if not isinstance(verifier, Verifier):
         raise UserError(f"verifier must be a registered name or a Verifier, not {type(verifier).__name__}")
@@ -93,10 +92,8 @@ def _if_drawn(drafter: Drafter | DrafterPlan, verifier: Verifier, temperature: f
     return ""
 
 
-def _synthetic(drafter: Drafter | DrafterPlan, rates: SyntheticRates | None, options: dict[str, Any]) -> Verifier:
+def _synthetic(drafter: Drafter | DrafterPlan, rates: SyntheticRates | None, options: dict[str, object]) -> Verifier:
     if drafter.tree:
         raise UserError("verifier=synthetic makes up the acceptance of chains, not of trees")
-    unknown = sorted(options.keys() - {"process", "rate", "length", "rates"})
-    if unknown:
-        raise UserError(f"verifier.{unknown[0]} is no option of synthetic: it has process, rate, length, rates")
-    return synthetic_verifier(rates or SyntheticRates.of(drafter.max_nodes, **options))
+    given = vars(RULES.read(SYNTHETIC, options))
+    return synthetic_verifier(rates or SyntheticRates.of(drafter.max_nodes, **given))

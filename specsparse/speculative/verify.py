@@ -1,8 +1,4 @@
-"""Verifiers by name, and the one entry that runs them in the engine.
-
-Four functions do all the lossless work (match, sibling rejection, kseq, block); the names of the literature are aliases
-with the draws they are sound for.
-"""
+"""Verifiers by name, and the one entry that runs them in the engine."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,64 +10,42 @@ from specsparse.errors import UserError
 from specsparse.speculative.base import PAD, Draft, Drafter, DraftKind, Verdict, Verifier
 from specsparse.speculative.verifiers import laws
 from specsparse.speculative.verifiers.block import Block, judge
-from specsparse.speculative.verifiers.kseq import KSeq
-from specsparse.speculative.verifiers.lossy import Threshold, Typical
 from specsparse.speculative.verifiers.match import Match, follow
+from specsparse.speculative.verifiers.registry import FACTS, RULES, SYNTHETIC, verifier_of
 from specsparse.speculative.verifiers.rejection import Rejection
 from specsparse.speculative.verifiers.siblings import SiblingRule, walk
-from specsparse.support.registry import Registry
+from specsparse.support.options import read
 
 Draw = Callable[[jax.Array, jax.Array], jax.Array]
 """(p float[R, V], u float[R] in [0, 1)) -> int32[R]."""
 
-_ONE_HOT, _SAMPLED, _IID, _WOR = (frozenset({k}) for k in DraftKind)
-_ANY = frozenset(DraftKind)
+def get_verifier(name: str, **options: object) -> Verifier:
+    """The verifier of that name, of that `module:Class` (a `SiblingRule`), or that `module:NAME` (a `Verifier`).
 
-VERIFIERS: dict[str, Verifier] = {
-    v.name: v
-    for v in (
-        Verifier("greedy", Match(), _ONE_HOT, needs_p=False, greedy_only=True),
-        Verifier("match", Match(), _ONE_HOT | _SAMPLED, needs_p=False),
-        Verifier("tree_greedy", Match(), _ONE_HOT, tree=True, needs_p=False, greedy_only=True, paper="2305.09781"),
-        Verifier("tree_match", Match(), _ONE_HOT | _IID | _WOR, tree=True, needs_p=False, paper="2305.09781"),
-        Verifier("token", Rejection(), _SAMPLED, paper="2211.17192"),
-        Verifier("mss", Rejection(), _IID, tree=True, paper="2305.09781"),
-        Verifier("wor", Rejection(), _WOR, tree=True, paper="2402.12374"),
-        Verifier("delta", Rejection(), _ONE_HOT, paper="2401.15077"),
-        Verifier("tree_delta", Rejection(), _ONE_HOT, tree=True, paper="2401.15077"),
-        Verifier("kseq", KSeq(), _IID, tree=True, paper="2310.15141"),
-        Verifier("block", Block(), _ONE_HOT | _SAMPLED, paper="2403.10444"),
-        Verifier("typical", Typical(), _ANY, tree=True, lossless=False, paper="2401.10774"),
-        Verifier("threshold", Threshold(), _ANY, tree=True, lossless=False),
-    )
-}
-"""All verifiers by name, with default options."""
-
-
-OUTSIDE: Registry[Verifier] = Registry("verifier", "specsparse.speculative.base:Verifier")
-"""Verifiers of other packages, and anybody's as `module:NAME`: `Verifier`s themselves, not classes."""
-
-
-def get_verifier(name: str, **options: float) -> Verifier:
-    """The verifier of that name, or of that `module:NAME`; `options` replace fields of its rule.
-
-    `typical` has epsilon and delta, `threshold` has single and total.
+    `options` are those of its rule; None is an option that was not given.
 
     Raises:
-        UserError: unknown name or option, or an option outside (0, 1].
+        UserError: an unknown name or option (with the nearest valid one), a value of the wrong type or out of range.
     """
-    if name not in VERIFIERS and not OUTSIDE.holds(name):
-        raise UserError(f"verifier={name} is unknown: choose one of {', '.join([*VERIFIERS, *OUTSIDE.names()])}")
-    verifier = VERIFIERS.get(name) or OUTSIDE.look(name)
-    if not isinstance(verifier, Verifier):
+    if name == SYNTHETIC:
+        raise UserError(f"verifier={name} makes up the acceptance of a drafter's chains: it is made with a drafter")
+    if name in FACTS:
+        verifier = verifier_of(name, RULES.make(name, options), FACTS[name])
+        return next((known for known in VERIFIERS.values() if known == verifier), verifier)
+    found = RULES.look(name)
+    if isinstance(found, Verifier):
+        rule = read(type(found.rule), {**vars(found.rule), **options}, group="verifier", name=name)
+        return dataclasses.replace(found, rule=rule) if options else found
+    if not isinstance(found, type):
         raise UserError(f"verifier={name} is no specsparse.speculative.base.Verifier: make one of a rule")
-    known = [f.name for f in dataclasses.fields(verifier.rule)]
-    for key, value in options.items():
-        if key not in known:
-            raise UserError(f"verifier.{key} is no option of {name}: it has {', '.join(known) or 'none'}")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-            raise UserError(f"verifier.{key}={value} must lie in (0, 1]")
-    return dataclasses.replace(verifier, rule=dataclasses.replace(verifier.rule, **options)) if options else verifier
+    own = RULES.make(name, options)
+    if not found.kinds:
+        raise UserError(f"verifier={name} says no `kinds`: the draws that its rule is sound for")
+    return Verifier(name, own, found.kinds, tree=found.tree, lossless=found.lossless, paper=found.paper)
+
+
+VERIFIERS: dict[str, Verifier] = {name: verifier_of(name, RULES.make(name, {}), facts) for name, facts in FACTS.items()}
+"""All verifiers by name, with default options."""
 
 
 def valid_verifiers(kind: DraftKind, *, tree: bool, temperature: float | None = None) -> list[str]:

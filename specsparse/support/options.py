@@ -92,6 +92,11 @@ class Internal:
 
 
 @dataclasses.dataclass(frozen=True)
+class Inline:
+    """A field that is a dataclass of options of its own, which are given beside the others."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Rest:
     """A field that takes all values whose names are no option, unchecked: those of a choice that is made later."""
 
@@ -140,7 +145,7 @@ class Option(NamedTuple):
 
 @functools.cache
 def options_of(owner: type) -> Mapping[str, Option]:
-    """The options of a dataclass by name, in order; fields marked `Internal` or `Rest` are none.
+    """The options of a dataclass by name, in order; fields marked `Internal` or `Rest` are none, `Inline` ones several.
 
     Raises:
         TypeError: it is no dataclass.
@@ -149,7 +154,9 @@ def options_of(owner: type) -> Mapping[str, Option]:
         raise TypeError(f"{owner.__name__} is no dataclass: its fields are its options")
     about, out = _attributes(owner), {}
     for field, hint, marks in _fields(owner):
-        if not any(isinstance(mark, Internal | Rest) for mark in marks):
+        if _marked(marks, Inline):
+            out |= options_of(hint)
+        elif not _marked(marks, Internal | Rest):
             out[field.name] = Option(field.name, hint, marks, _default(field), about.get(field.name, ""))
     return types.MappingProxyType(out)
 
@@ -171,7 +178,7 @@ def read(
         UserError: an unknown option (with the nearest), one given under two names, a missing one, or a bad value.
     """
     options, label = options_of(owner), f"{group}." if group else ""
-    rest = next((field.name for field, _, marks in _fields(owner) if any(isinstance(m, Rest) for m in marks)), None)
+    rest = next((field.name for field, _, marks in _fields(owner) if _marked(marks, Rest)), None)
     names = {alias: key for key, option in options.items() for alias in option.aliases} | {key: key for key in options}
     values: dict[str, Any] = {rest: {}} if rest else {}
     source: dict[str, str] = {}
@@ -193,6 +200,9 @@ def read(
     for option in options.values():
         if option.default is dataclasses.MISSING and option.name not in values:
             raise UserError(f"{label}{option.name}: a value is needed")
+    for field, hint, marks in _fields(owner):
+        if _marked(marks, Inline):
+            values[field.name] = hint(**{key: values.pop(key) for key in options_of(hint) if key in values})
     return owner(**values, **internal)
 
 
@@ -312,6 +322,10 @@ def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
         return hint, ()
     inner, *marks = typing.get_args(hint)
     return inner, tuple(marks)
+
+
+def _marked(marks: Sequence[object], kind: type | types.UnionType) -> bool:
+    return any(isinstance(mark, kind) for mark in marks)
 
 
 def _takes_none(hint: Any) -> bool:

@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -19,7 +20,9 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """Classes of one group by name.
 
-    A class is named `module:Class` and imported when it is asked for, so that the names alone cost nothing.
+    A class is named `module:Class` and imported when it is asked for, so that the names alone cost nothing. The fields
+    of a class are its options. A built-in choice whose module imports jax has a dataclass for its options, which are
+    then read without it; `module:Class` is called with them.
 
     Attributes:
         group: of the config, such as "drafter"; packages bring their own under the entry points `specsparse.drafters`,
@@ -27,11 +30,17 @@ class Registry(Generic[T]):
     """
 
     def __init__(
-        self, group: str, base: str, builtin: Mapping[str, str] | None = None, aliases: Mapping[str, str] | None = None
+        self,
+        group: str,
+        base: str | tuple[str, ...],
+        builtin: Mapping[str, str] | None = None,
+        aliases: Mapping[str, str] | None = None,
+        options: Mapping[str, type] | None = None,
     ):
-        self.group, self._base = group, base
+        self.group, self._bases = group, (base,) if isinstance(base, str) else base
         self._homes: dict[str, str | type] = dict(builtin or {})
         self._aliases = dict(aliases or {})
+        self._options = dict(options or {})
 
     def register(self, name: str, owner: type, *, aliases: tuple[str, ...] = ()) -> None:
         """Makes a class known by name.
@@ -51,6 +60,15 @@ class Registry(Generic[T]):
     def canonical(self, name: str) -> str:
         """The name that an alias stands for; any other as it is."""
         return self._aliases.get(name, name)
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Other names, and the name each stands for."""
+        return types.MappingProxyType(self._aliases)
+
+    def is_builtin(self, name: str) -> bool:
+        """Whether the name, or alias, is known without looking for installed packages."""
+        return self.canonical(name) in self._homes
 
     def holds(self, name: str) -> bool:
         """Whether the name is known, or is a `module:Class` that may be."""
@@ -78,28 +96,58 @@ class Registry(Generic[T]):
             UserError: an unknown name (with the nearest), a module that cannot be imported, a class of another kind, or
                 one that is not finished.
         """
-        found, base = self.look(name), load(self._base, self.group)
-        if not (isinstance(found, type) and issubclass(found, base)):
-            raise UserError(f"{self.group}={name} is no {base.__name__}: derive it from {self._base.replace(':', '.')}")
+        found = self.look(name)
+        bases = [load(base, self.group) for base in self._bases]
+        fitting = [base for base in bases if isinstance(found, type) and issubclass(found, base)]
+        homes = " or ".join(base.replace(":", ".") for base in self._bases)
+        if not fitting:
+            raise UserError(f"{self.group}={name} is no {bases[0].__name__}: derive it from {homes}")
         if missing := sorted(getattr(found, "__abstractmethods__", ())):
-            raise UserError(f"{self.group}={name} has no {', '.join(missing)}: see {self._base.replace(':', '.')}")
+            home = self._bases[bases.index(fitting[0])].replace(":", ".")
+            raise UserError(f"{self.group}={name} has no {', '.join(missing)}: see {home}")
         return found
 
     def options(self, name: str) -> Mapping[str, Option]:
-        """The options of a class by name; see `find`, and `support.options.options_of`.
+        """The options of a choice by name; see `find`, and `support.options.options_of`.
 
         Raises:
             UserError: it is no frozen dataclass, too.
         """
+        return options_of(self._owner(name))
+
+    def read(self, name: str, options: Mapping[str, Any]) -> Any:
+        """The checked options: an instance of the choice itself, or of the dataclass that stands for its options.
+
+        Raises:
+            UserError: as `options` and `support.options.read`.
+        """
+        return read(self._owner(name), options, group=self.group, name=str(name))
+
+    def make(self, name: str, options: Mapping[str, Any]) -> T:
+        """An instance with checked options; see `read`."""
+        values = self.read(name, options)
+        if self.canonical(str(name)) not in self._options:
+            return values
+        given = {field.name: getattr(values, field.name) for field in dataclasses.fields(values)}
+        return self.look(name)(**given)
+
+    def option_names(self) -> dict[str, str]:
+        """Other names of the options of the built-in choices, and the option that each stands for.
+
+        A name that is an option's own somewhere stands for nothing else; of two meanings the first one counts.
+        """
+        every = [option for name in self._homes for option in self.options(name).values()]
+        own = {option.name for option in every}
+        return {word: option.name for option in reversed(every) for word in option.aliases if word not in own}
+
+    def _owner(self, name: str) -> type:
+        """The dataclass whose fields are the options of that name."""
+        if own := self._options.get(self.canonical(str(name))):
+            return own
         found = self.find(name)
         if not dataclasses.is_dataclass(found) or not found.__dataclass_params__.frozen:  # type: ignore[attr-defined]
             raise UserError(f"{self.group}={name} must be a dataclass: put @dataclass(frozen=True) above the class")
-        return options_of(found)
-
-    def make(self, name: str, options: Mapping[str, Any]) -> T:
-        """An instance with checked options; see `options` and `support.options.read`."""
-        self.options(name)
-        return read(self.find(name), options, group=self.group, name=str(name))
+        return found
 
     def _entry_points(self) -> dict[str, str]:
         plural = f"{self.group[:-1]}ies" if self.group.endswith("y") else f"{self.group}s"

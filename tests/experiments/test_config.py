@@ -24,7 +24,7 @@ GOLDEN = ROOT / "tests" / "golden"
 
 def composed(*overrides):
     with initialize_config_dir(str(run.conf_dir()), version_base="1.3"):
-        return compose("config", list(overrides))
+        return compose("config", shorthand.shorthand(list(overrides)))
 
 
 def mistake(capsys, *argv):
@@ -51,7 +51,8 @@ def elsewhere(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", sorted(p.stem for p in (run.conf_dir() / "experiment").glob("*.yaml")))
 def test_composed_experiments_are_golden(name):
     """A change of a config shows in review; UPDATE_GOLDEN=1 rewrites the text."""
-    text = OmegaConf.to_yaml(composed(f"+experiment={name}"))
+    cfg = config.from_omegaconf(composed(f"+experiment={name}"))
+    text = OmegaConf.to_yaml(OmegaConf.create(cfg.composed))
     file = GOLDEN / f"{name}.yaml"
     if os.environ.get("UPDATE_GOLDEN") == "1":
         file.write_text(text)
@@ -168,6 +169,33 @@ def test_a_mistake_is_one_line_and_leaves_nothing(capsys, elsewhere, monkeypatch
     if not override.startswith(("model", "data")):  # those are looked for; the others must not need the model
         monkeypatch.setattr("specsparse.models.catalogue.resolve", lambda spec: elsewhere)
     assert message in mistake(capsys, override)
+    assert not any(elsewhere.iterdir())
+
+
+WITHOUT_JAX = """
+import sys
+from specsparse import run
+try:
+    run.main(sys.argv[1:])
+except SystemExit as stop:
+    assert stop.code == 2
+print('jax' in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["verifier.xyz=1"], "verifier.xyz is no option of greedy; valid: none"),
+        (["verifier=typical", "verifier.epsilo=1"], "verifier.epsilo is no option of typical; did you mean epsilon?"),
+        (["verifier=threshold", "verifier.total=2"], "verifier.total=2 must be a number above 0 and at most 1"),
+    ],
+)
+def test_a_mistyped_option_is_answered_without_jax(argv, line, elsewhere):
+    """The import of jax alone takes longer than the whole answer."""
+    argv = [sys.executable, "-c", WITHOUT_JAX, "+experiment=spec_smollm2", *argv]
+    done = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    assert done.stdout == "False\n" and done.stderr == f"specsparse: {line}\n"
     assert not any(elsewhere.iterdir())
 
 

@@ -45,15 +45,35 @@ class Echo(Drafter):
 
 OTHERS = '''
 import dataclasses
+from typing import Annotated
 
 from specsparse.speculative.base import Drafter, DraftKind, Verifier
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.trees import StaticTree
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verifiers.match import Match
+from specsparse.speculative.verifiers.siblings import SiblingRule
+from specsparse.support.options import Range
 
 SAME = Verifier("same", Match(), frozenset({DraftKind.ONE_HOT}), needs_p=False)
 NUMBER = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Top(SiblingRule):
+    """Keep what is likely enough; else sample p."""
+
+    kinds = frozenset({DraftKind.ONE_HOT})
+    least: Annotated[float, Range(0, 1)] = 0.5
+
+    def enter(self, p_V, q_V, siblings):
+        return ()
+
+    def accept(self, law_x, q_x, memo):
+        return (law_x >= self.least).astype(law_x.dtype)
+
+    def reject(self, law_V, q_V, child, memo, last):
+        return law_V, memo
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +159,12 @@ def test_the_run_command(here, model, capsys):
         (["drafter=other_parts:Untyped"], "put @dataclass(frozen=True) above the class"),
         (["drafter=echo_part:Echo", "tree=static"], "drafter=echo_part:Echo drafts chains"),
         (["drafter=echo_part:Echo", "verifier=other_parts:NUMBER"], "is no specsparse.speculative.base.Verifier"),
+        (
+            ["drafter=echo_part:Echo", "verifier=other_parts:Top", "verifier.last=1"],
+            "verifier.last is no option of other_parts:Top; did you mean least?",
+        ),
+        (["drafter=echo_part:Echo", "verifier=other_parts:SAME", "verifier.x=1"], "verifier.x is no option of"),
+        (["drafter=echo_part:Echo", "verifier=other_parts:Half"], "is no SiblingRule: derive it from"),
         (["policy=other_parts:Half", "policy.share=x"], "policy.share=x must be a number"),
     ],
 )
@@ -151,11 +177,14 @@ def test_mistakes_are_one_line(here, model, capsys, argv, line):
 
 def test_the_other_parts(here, model):
     assert get_verifier("other_parts:SAME").name == "same"
+    top = get_verifier("other_parts:Top", least=0.2)
+    assert top.rule.least == 0.2 and not top.lossless and top.needs_p
     assert get_policy("other_parts:Half", gamma=6).gamma == 6
     assert get_tree("other_parts:Fan").max_nodes == 3
     plain = specsparse.generate(model, PROMPT, max_tokens=16)
     mine = specsparse.generate(model, PROMPT, max_tokens=16, drafter="echo_part:Echo", verifier="other_parts:SAME")
     assert mine.token_ids == plain.token_ids
+    specsparse.generate(model, PROMPT, max_tokens=16, temperature=0.8, drafter="echo_part:Echo", verifier=top)
 
 
 def test_a_package_brings_its_own(here, model):

@@ -84,11 +84,11 @@ def test_options():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("tokens", {}, "unknown: choose one of greedy"),
-        ("token", {"epsilon": 0.1}, "no option of token: it has none"),
-        ("typical", {"total": 0.1}, "no option of typical: it has epsilon, delta"),
-        ("typical", {"epsilon": 0.0}, r"must lie in \(0, 1\]"),
-        ("threshold", {"total": float("nan")}, r"must lie in \(0, 1\]"),
+        ("tokens", {}, r"unknown; did you mean token\?"),
+        ("token", {"epsilon": 0.1}, "no option of token; valid: none"),
+        ("typical", {"total": 0.1}, "no option of typical; valid: delta, epsilon"),
+        ("typical", {"epsilon": 0.0}, "must be a number above 0 and at most 1"),
+        ("threshold", {"total": float("nan")}, "must be a number above 0 and at most 1"),
     ],
 )
 def test_bad_options(name, options, message):

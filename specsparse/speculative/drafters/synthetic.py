@@ -15,12 +15,10 @@ from specsparse.errors import UserError
 from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback, Verdict, Verifier
 from specsparse.speculative.drafters import lookup
 from specsparse.speculative.tree import TreeTemplate
+from specsparse.speculative.verifiers.registry import SYNTHETIC
 from specsparse.speculative.verify import match_verdict
 
 PROCESSES = ("geometric", "minimum_variance")
-
-LABEL = "synthetic"
-"""Label of runs whose acceptance is made up."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +176,7 @@ def synthetic_verdict(draft: Draft, target_Bn: jax.Array, *, rates: SyntheticRat
 def synthetic_verifier(rates: SyntheticRates) -> Verifier:
     """`synthetic_verdict` as a verifier of any chain. Not among `verify.VERIFIERS`: there is no law to certify."""
     kinds = frozenset({DraftKind.ONE_HOT, DraftKind.SAMPLED})
-    return Verifier(LABEL, rates, kinds, lossless=False, needs_p=False)
+    return Verifier(SYNTHETIC, rates, kinds, lossless=False, needs_p=False)
 
 
 @dataclasses.dataclass(frozen=True)

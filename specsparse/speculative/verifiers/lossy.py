@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from specsparse.speculative.verifiers import laws
+from specsparse.speculative.verifiers.options import ThresholdOptions, TypicalOptions
 from specsparse.speculative.verifiers.siblings import Child, SiblingRule
 
 
@@ -19,8 +20,8 @@ class Typical(SiblingRule):
         delta: factor of the entropy-dependent threshold, in (0, 1].
     """
 
-    epsilon: float = 0.09
-    delta: float = 0.3
+    epsilon: float = TypicalOptions.epsilon
+    delta: float = TypicalOptions.delta
 
     def enter(self, p_V: Any, q_V: Any, siblings: Any) -> tuple:
         """Memo: the threshold at this parent."""
@@ -52,8 +53,8 @@ class Threshold(SiblingRule):
         total: summed p at which acceptance is certain, in (0, 1].
     """
 
-    single: float = 1.0
-    total: float = 0.8
+    single: float = ThresholdOptions.single
+    total: float = ThresholdOptions.total
 
     def enter(self, p_V: Any, q_V: Any, siblings: Any) -> tuple:
         """Memo: p already tried at this parent."""

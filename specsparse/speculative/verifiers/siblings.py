@@ -5,12 +5,12 @@ coins; `exact._sibling_ends` turns the same rule into exact weights.
 """
 
 import abc
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from specsparse.speculative.base import PAD, Draft
+from specsparse.speculative.base import PAD, Draft, DraftKind
 from specsparse.speculative.verifiers import laws
 
 
@@ -27,7 +27,20 @@ class SiblingRule(abc.ABC):
     Rules are final frozen dataclasses, written for numpy and jax.numpy. `law` is the law still owed at the current
     parent: p there, less what rejected siblings have taken. `memo` is a tuple of scalars that lives as long as the walk
     stays at one parent.
+
+    One's own rule is a verifier by itself, `verifier=module:Class`; its fields are the options, and it says:
+
+    Attributes:
+        kinds: draws it is sound for.
+        tree: whether it takes drafts with several children per node.
+        lossless: whether the output law is p exactly; `specsparse.certify` finds out.
+        paper: arXiv id of the paper.
     """
+
+    kinds: ClassVar[frozenset[DraftKind]] = frozenset()
+    tree: ClassVar[bool] = False
+    lossless: ClassVar[bool] = False
+    paper: ClassVar[str] = ""
 
     @abc.abstractmethod
     def enter(self, p_V: Any, q_V: Any, siblings: Any) -> tuple:
