@@ -12,7 +12,6 @@ A weight's value is that of `kernels.qtensor`.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -24,7 +23,7 @@ from specsparse.errors import UserError
 from specsparse.kernels.arena import aligned_empty
 from specsparse.kernels.packing import dequant, pack
 from specsparse.kernels.packing.block_types import Parts
-from specsparse.kernels.qtensor import BLOCK, ROWS, SUPER, Layout, QTensor
+from specsparse.kernels.qtensor import BLOCK, ROWS, SUPER, Layout, Packed, QTensor, packed_pytree
 
 CHUNK = 64
 """Columns that a kernel reads at a time: two blocks."""
@@ -34,25 +33,13 @@ LINE = 64
 _FLOATS = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16}
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["layout", "shape"])
+@packed_pytree
 @dataclass(frozen=True)
-class NeuronRows:
-    """A matrix of neurons. Invariant: data is uint8[F, row_bytes(layout, D)].
+class NeuronRows(Packed):
+    """A matrix of neurons of shape (F, D).
 
-    Attributes:
-        data: the packed rows.
-        layout: what codes and scales are; `group_bytes` is not meant for these rows.
-        shape: (neurons, columns) = (F, D).
+    Invariant: data is uint8[F, row_bytes(layout, D)]; `layout.group_bytes` is not meant for these rows.
     """
-
-    data: jax.Array
-    layout: Layout
-    shape: tuple[int, int]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes read by one use of every row."""
-        return int(self.data.size)
 
 
 class SparseStats(NamedTuple):

@@ -5,7 +5,7 @@ import platform
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 _FLAGS = (
     "f16c", "avx", "avx2", "fma", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni",
@@ -18,9 +18,18 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+class CpuInfo(TypedDict):
+    """Model name, architecture, instruction sets of interest, and cores that this process may use."""
+
+    model: str
+    architecture: str
+    flags: list[str]
+    cores: int
+
+
 @cache
-def cpu_info() -> dict[str, Any]:
-    """Model name, instruction sets of interest and cores; parts that the system does not tell are left empty."""
+def cpu_info() -> CpuInfo:
+    """Of this machine; parts that the system does not tell are left empty."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -67,14 +67,13 @@ class Layout:
         return cols // BLOCK * per_block + (cols // SUPER * header if header else 0)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["layout", "shape"])
 @dataclass(frozen=True)
-class QTensor:
-    """A packed weight matrix. Invariant: data is uint8[ceil(rows/16), layout.group_bytes(cols)].
+class Packed:
+    """Base of packed matrices; `packed_pytree` makes a subclass a pytree with static layout and shape.
 
     Attributes:
-        data: the packed bytes; padding rows are zero.
-        layout: how to read them.
+        data: uint8 bytes.
+        layout: what codes and scales are.
         shape: (rows, cols) = (outputs, inputs).
     """
 
@@ -86,3 +85,15 @@ class QTensor:
     def nbytes(self) -> int:
         """Bytes read by one use of the whole matrix."""
         return int(self.data.size)
+
+
+packed_pytree = partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["layout", "shape"])
+
+
+@packed_pytree
+@dataclass(frozen=True)
+class QTensor(Packed):
+    """A packed weight matrix.
+
+    Invariant: data is uint8[ceil(rows/16), layout.group_bytes(cols)]; padding rows are zero.
+    """

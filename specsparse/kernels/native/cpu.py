@@ -158,18 +158,9 @@ def attend(q, k, v, cache_k, cache_v, *, cos, sin, length, n_valid, parents=None
     """`reference.dense.attend` by the C++ kernels; a head size that is no multiple of 16 takes the reference."""
     if cache_v.shape[-1] % 16:
         return dense.attend(
-            q,
-            k,
-            v,
-            cache_k,
-            cache_v,
-            cos=cos,
-            sin=sin,
-            length=length,
-            n_valid=n_valid,
-            parents=parents,
+            q, k, v, cache_k, cache_v, cos=cos, sin=sin, length=length, n_valid=n_valid, parents=parents,
             pairing=pairing,
-        )
+        )  # fmt: skip
     shapes = (
         jax.ShapeDtypeStruct(q.shape, jnp.float32),
         jax.ShapeDtypeStruct(cache_k.shape, cache_k.dtype),

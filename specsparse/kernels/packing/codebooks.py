@@ -98,24 +98,22 @@ def _iq2_xs(blocks: np.ndarray) -> Parts:
     return _parts(codes, _scale(blocks["d"], _nibbles(blocks["s"]), 0.125))
 
 
-def _iq2_s(blocks: np.ndarray) -> Parts:
-    high = _fields(blocks["h"], 4, 2).reshape(*blocks.shape, 32)
-    grid = _entries(gq.IQ2_S, blocks["q"] | (high << np.uint16(8)))
-    codes = _signed(grid, _SIGN_MASKS.take(blocks["g"]))
-    return _parts(codes, _scale(blocks["d"], _nibbles(blocks["s"]), 0.125))
+def _byte_indices(grid: type, width: int, factor: float) -> Callable[[np.ndarray], Parts]:
+    """IQ2_S and IQ3_S: indices of a byte each, `width` more bits of each in `h`, a byte of signs for 8 columns."""
+
+    def decode(blocks: np.ndarray) -> Parts:
+        high = _fields(blocks["h"], 8 // width, width).reshape(blocks["q"].shape)
+        entries = _entries(grid, blocks["q"] | (high << np.uint16(8)))
+        codes = _signed(entries, _SIGN_MASKS.take(blocks["g"]))
+        return _parts(codes, _scale(blocks["d"], _nibbles(blocks["s"]), factor))
+
+    return decode
 
 
 def _iq3_xxs(blocks: np.ndarray) -> Parts:
     grid = _entries(gq.IQ3_XXS, blocks["q"])
     codes = _signed(grid, _SEVEN_MASKS.take(_fields(blocks["s"], 4, 7, np.uint8)).reshape(*blocks.shape, 32))
     return _parts(codes, _scale(blocks["d"], blocks["s"] >> np.uint32(28), 0.25))
-
-
-def _iq3_s(blocks: np.ndarray) -> Parts:
-    high = _fields(blocks["h"], 8, 1).reshape(*blocks.shape, 64)
-    grid = _entries(gq.IQ3_S, blocks["q"] | (high << np.uint16(8)))
-    codes = _signed(grid, _SIGN_MASKS.take(blocks["g"]))
-    return _parts(codes, _scale(blocks["d"], _nibbles(blocks["s"]), 1.0))
 
 
 def _iq1_s(blocks: np.ndarray) -> Parts:
@@ -144,9 +142,9 @@ def _row(name: GGML, sub: int, fields: str, decode: Callable[[np.ndarray], Parts
 CODEBOOK_KINDS: dict[GGML, Kind] = kind_table(
     _row(GGML.IQ2_XXS, 32, "d:<u2 q:<u4x8,2", _iq2_xxs),
     _row(GGML.IQ2_XS, 16, "d:<u2 q:<u2x32 s:u1x8", _iq2_xs),
-    _row(GGML.IQ2_S, 16, "d:<u2 q:u1x32 g:u1x32 h:u1x8 s:u1x8", _iq2_s),
+    _row(GGML.IQ2_S, 16, "d:<u2 q:u1x32 g:u1x32 h:u1x8 s:u1x8", _byte_indices(gq.IQ2_S, 2, 0.125)),
     _row(GGML.IQ3_XXS, 32, "d:<u2 q:u1x64 s:<u4x8", _iq3_xxs),
-    _row(GGML.IQ3_S, 32, "d:<u2 q:u1x64 h:u1x8 g:u1x32 s:u1x4", _iq3_s),
+    _row(GGML.IQ3_S, 32, "d:<u2 q:u1x64 h:u1x8 g:u1x32 s:u1x4", _byte_indices(gq.IQ3_S, 1, 1.0)),
     _row(GGML.IQ1_S, 32, "d:<u2 q:u1x32 h:<u2x8", _iq1_s),
     _row(GGML.IQ1_M, 16, "q:u1x32 h:u1x16 s:<u2x4", _iq1_m),
 )

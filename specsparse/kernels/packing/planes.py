@@ -1,42 +1,27 @@
 """Four-bit codes as bit planes: the matrices of the look-up kernels (T-MAC, Wei et al. 2024, arXiv:2407.00088)."""
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import numpy as np
 
 from specsparse.errors import UserError
 from specsparse.kernels.arena import aligned_empty
-from specsparse.kernels.qtensor import BLOCK, ROWS, Layout, QTensor
+from specsparse.kernels.qtensor import BLOCK, ROWS, Packed, QTensor, packed_pytree
 
 _SWAPS = ((7, 0x00AA00AA), (14, 0x0000CCCC))
 """Which bits of a word change places, and how far apart: bit k of byte b with bit b of byte k, in either half."""
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["layout", "shape"])
+@packed_pytree
 @dataclass(frozen=True)
-class BitPlanes:
+class BitPlanes(Packed):
     """A packed matrix of nibble codes, cut into bits.
 
     Invariant: data is that of the `QTensor` it was made of, uint8[ceil(rows/16), layout.group_bytes(cols)], but for the
     codes: byte 4 r + b of chunk c holds bit b of row r's codes, of columns 4c .. 4c + 3 in its low and of columns
     16 + 4c .. 16 + 4c + 3 in its high four bits, the first column lowest.
-
-    Attributes:
-        data: the packed bytes; padding rows are zero.
-        layout: of the `QTensor`.
-        shape: (rows, cols) = (outputs, inputs).
     """
-
-    data: jax.Array
-    layout: Layout
-    shape: tuple[int, int]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes read by one use of the whole matrix: as many as before."""
-        return int(self.data.size)
 
 
 def pack_planes(w: QTensor) -> BitPlanes:

@@ -7,9 +7,9 @@
 #include "dense/attention.h"
 #include "dense/layers.h"
 #include "dense/linear.h"
-#include "pool/pool.h"
 #include "dense/unpack.h"
-#include "xla/ffi/api/ffi.h"
+#include "ffi/bind.h"
+#include "pool/pool.h"
 
 namespace ffi = xla::ffi;
 
@@ -250,60 +250,24 @@ ffi::Error layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffe
 #pragma GCC visibility push(default)
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_linear, linear,
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<Ints>("description")
-                                  .Attr<int64_t>("act")
-                                  .Attr<float>("eps"));
+                              (args<Floats, Floats, Floats, Ints32>().RemainingArgs().RemainingRets()
+                                   .Attr<Ints>("description").Attr<int64_t>("act").Attr<float>("eps")));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_embed, embed,
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<Ints>("description"));
+                              (results<Floats>(args<AnyBuffer, Ints32>()).Attr<Ints>("description")));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_argmax, argmax,
-                              ffi::Ffi::Bind().Arg<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::S32>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_argmax, argmax, (results<Ints32>(args<Floats>())));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_attend, attend,
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("neox"));
+                              (results<Floats, AnyBuffer, AnyBuffer>(
+                                   args<Floats, Floats, Floats, AnyBuffer, AnyBuffer, Floats, Floats, Ints32, Ints32, Ints32>())
+                                   .Attr<int64_t>("neox")));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_layers, layers,
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .RemainingRets()
-                                  .Attr<Ints>("description")
-                                  .Attr<int64_t>("act")
-                                  .Attr<float>("eps")
-                                  .Attr<int64_t>("neox")
-                                  .Attr<int64_t>("skip"));
+                              (results<Floats>(args<Floats, Floats, Floats, Ints32, Ints32, Ints32>().RemainingArgs())
+                                   .RemainingRets()
+                                   .Attr<Ints>("description").Attr<int64_t>("act").Attr<float>("eps")
+                                   .Attr<int64_t>("neox").Attr<int64_t>("skip")));
 
 #pragma GCC visibility pop
 

@@ -3,9 +3,9 @@
 #include <vector>
 
 #include "dense/linear.h"
+#include "ffi/bind.h"
 #include "lut/lut.h"
 #include "pool/pool.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
@@ -101,13 +101,8 @@ ffi::Error lut_linear(ffi::Buffer<ffi::F32> x, ffi::AnyBuffer data, ffi::Buffer<
 #pragma GCC visibility push(default)
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_lut_linear, lut_linear,
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<Ints>("description")
-                                  .Attr<int64_t>("sums"));
+                              (results<Floats>(args<Floats, AnyBuffer, Floats>())
+                                   .Attr<Ints>("description").Attr<int64_t>("sums")));
 
 #pragma GCC visibility pop
 

@@ -2,9 +2,9 @@
 #include <algorithm>
 #include <vector>
 
+#include "ffi/bind.h"
 #include "pool/pool.h"
 #include "sparse/sparse_ffn.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
@@ -116,35 +116,13 @@ ffi::Error signbit_keep(ffi::Buffer<ffi::F32> x, ffi::AnyBuffer signs, ffi::Buff
 #pragma GCC visibility push(default)
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_sparse_ffn, sparse_ffn_call,
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::U8>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::S32>>()
-                                  .Attr<Ints>("description")
-                                  .Attr<int64_t>("act")
-                                  .Attr<float>("threshold")
-                                  .Attr<int64_t>("up_act")
-                                  .Attr<float>("up_threshold")
-                                  .Attr<float>("eps"));
+                              (results<Floats, Ints32, Ints32, Ints32, Ints32>(
+                                   args<Floats, Bytes8, AnyBuffer, AnyBuffer, AnyBuffer, Floats, Floats, Ints32, Floats>())
+                                   .Attr<Ints>("description").Attr<int64_t>("act").Attr<float>("threshold")
+                                   .Attr<int64_t>("up_act").Attr<float>("up_threshold").Attr<float>("eps")));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_signbit_keep, signbit_keep,
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::U8>>());
+                              (results<Bytes8>(args<Floats, AnyBuffer, Ints32, Floats>())));
 
 #pragma GCC visibility pop
 

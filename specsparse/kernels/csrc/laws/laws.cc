@@ -4,9 +4,9 @@
 #include <limits>
 #include <vector>
 
-#include "simd/ops.h"
+#include "ffi/bind.h"
 #include "pool/pool.h"
-#include "xla/ffi/api/ffi.h"
+#include "simd/ops.h"
 
 namespace ffi = xla::ffi;
 
@@ -224,23 +224,12 @@ ffi::Error draw(ffi::Buffer<ffi::F32> p, ffi::Buffer<ffi::F32> u, ffi::ResultBuf
 
 #pragma GCC visibility push(default)
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_check, check,
-                              ffi::Ffi::Bind().Arg<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::PRED>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_check, check, (results<ffi::Buffer<ffi::PRED>>(args<Floats>())));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_law, law,
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>());
+                              (results<Floats>(args<Floats, Floats, Floats, Ints32, Floats>())));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_draw, draw,
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::S32>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_draw, draw, (results<Ints32>(args<Floats, Floats>())));
 
 #pragma GCC visibility pop
 

@@ -79,6 +79,16 @@ int64_t f32_portable(int64_t steps) {
 }
 
 #if defined(__x86_64__)
+// `sum`, the total of COUNT accumulators that begin at START, with STEP done to each in every step; both may read `c`. A macro,
+// since a function of another target is not inlined.
+#define SPECSPARSE_CHAINS(VECTOR, COUNT, START, STEP, ADD)                               \
+  VECTOR acc[COUNT];                                                                     \
+  _Pragma("GCC unroll 16") for (int c = 0; c < COUNT; ++c) acc[c] = START;               \
+  for (int64_t s = 0; s < steps; ++s)                                                    \
+    _Pragma("GCC unroll 16") for (int c = 0; c < COUNT; ++c) acc[c] = STEP;              \
+  _Pragma("GCC unroll 16") for (int c = 1; c < COUNT; ++c) acc[0] = ADD(acc[0], acc[c]); \
+  const VECTOR sum = acc[0]
+
 SPECSPARSE_TARGET("avx2") int64_t read_avx2(const uint8_t* p, int64_t lines) {
   __m256i acc[4] = {};
   for (int64_t i = 0; i < lines; ++i, p += kLine) {
@@ -93,30 +103,18 @@ SPECSPARSE_TARGET("avx2") int64_t read_avx2(const uint8_t* p, int64_t lines) {
 
 SPECSPARSE_TARGET("avx2") int64_t int8_avx2(int64_t steps) {
   constexpr int kPairs = 8;  // a product and a sum each, with one temporary
-  __m256i acc[kPairs];
   const __m256i x = _mm256_set1_epi8(static_cast<char>(sink));
-#pragma GCC unroll 16
-  for (int c = 0; c < kPairs; ++c) acc[c] = _mm256_set1_epi8(static_cast<char>(c));
-  for (int64_t s = 0; s < steps; ++s)
-#pragma GCC unroll 16
-  for (int c = 0; c < kPairs; ++c) acc[c] = _mm256_add_epi16(acc[c], _mm256_maddubs_epi16(acc[c], x));
-#pragma GCC unroll 16
-  for (int c = 1; c < kPairs; ++c) acc[0] = _mm256_add_epi16(acc[0], acc[c]);
-  sink = _mm256_extract_epi16(acc[0], 0);
+  SPECSPARSE_CHAINS(__m256i, kPairs, _mm256_set1_epi8(static_cast<char>(c)),
+                    _mm256_add_epi16(acc[c], _mm256_maddubs_epi16(acc[c], x)), _mm256_add_epi16);
+  sink = _mm256_extract_epi16(sum, 0);
   return 32 * kPairs * steps;
 }
 
 SPECSPARSE_TARGET("avx2,fma") int64_t f32_avx2(int64_t steps) {
-  __m256 acc[kChains];
   const __m256 half = _mm256_set1_ps(0.5f), one = _mm256_set1_ps(1.0f);
-#pragma GCC unroll 16
-  for (int c = 0; c < kChains; ++c) acc[c] = _mm256_set1_ps(static_cast<float>(c + sink));
-  for (int64_t s = 0; s < steps; ++s)
-#pragma GCC unroll 16
-  for (int c = 0; c < kChains; ++c) acc[c] = _mm256_fmadd_ps(acc[c], half, one);
-#pragma GCC unroll 16
-  for (int c = 1; c < kChains; ++c) acc[0] = _mm256_add_ps(acc[0], acc[c]);
-  sink = static_cast<int64_t>(_mm256_cvtss_f32(acc[0]));
+  SPECSPARSE_CHAINS(__m256, kChains, _mm256_set1_ps(static_cast<float>(c + sink)), _mm256_fmadd_ps(acc[c], half, one),
+                    _mm256_add_ps);
+  sink = static_cast<int64_t>(_mm256_cvtss_f32(sum));
   return 8 * kChains * steps;
 }
 
@@ -134,30 +132,17 @@ SPECSPARSE_TARGET("avx512f") int64_t read_avx512(const uint8_t* p, int64_t lines
 }
 
 SPECSPARSE_TARGET("avx512f,avx512vnni") int64_t int8_avx512(int64_t steps) {
-  __m512i acc[kChains];
   const __m512i w = _mm512_set1_epi32(static_cast<int>(sink)), x = _mm512_set1_epi32(0x01020304);
-#pragma GCC unroll 16
-  for (int c = 0; c < kChains; ++c) acc[c] = _mm512_set1_epi32(c);
-  for (int64_t s = 0; s < steps; ++s)
-#pragma GCC unroll 16
-  for (int c = 0; c < kChains; ++c) acc[c] = _mm512_dpbusd_epi32(acc[c], w, x);
-#pragma GCC unroll 16
-  for (int c = 1; c < kChains; ++c) acc[0] = _mm512_add_epi32(acc[0], acc[c]);
-  sink = _mm512_reduce_add_epi32(acc[0]);
+  SPECSPARSE_CHAINS(__m512i, kChains, _mm512_set1_epi32(c), _mm512_dpbusd_epi32(acc[c], w, x), _mm512_add_epi32);
+  sink = _mm512_reduce_add_epi32(sum);
   return 64 * kChains * steps;
 }
 
 SPECSPARSE_TARGET("avx512f") int64_t f32_avx512(int64_t steps) {
-  __m512 acc[kChains];
   const __m512 half = _mm512_set1_ps(0.5f), one = _mm512_set1_ps(1.0f);
-#pragma GCC unroll 16
-  for (int c = 0; c < kChains; ++c) acc[c] = _mm512_set1_ps(static_cast<float>(c + sink));
-  for (int64_t s = 0; s < steps; ++s)
-#pragma GCC unroll 16
-  for (int c = 0; c < kChains; ++c) acc[c] = _mm512_fmadd_ps(acc[c], half, one);
-#pragma GCC unroll 16
-  for (int c = 1; c < kChains; ++c) acc[0] = _mm512_add_ps(acc[0], acc[c]);
-  sink = static_cast<int64_t>(_mm512_reduce_add_ps(acc[0]));
+  SPECSPARSE_CHAINS(__m512, kChains, _mm512_set1_ps(static_cast<float>(c + sink)), _mm512_fmadd_ps(acc[c], half, one),
+                    _mm512_add_ps);
+  sink = static_cast<int64_t>(_mm512_reduce_add_ps(sum));
   return 16 * kChains * steps;
 }
 #endif
