@@ -16,9 +16,9 @@ from specsparse.models import catalogue
 from specsparse.powerinfer.ffn import zero_skip
 from specsparse.powerinfer.ffn.gated import PREDICTED, gated
 from specsparse.predictors import FFN, Needs, Predictor, get_predictor
+from specsparse.predictors.fit.checkpoint import load_predictors
 from specsparse.predictors.fit.collect import collect, windows
 from specsparse.predictors.fit.evaluate import fit_layers
-from specsparse.predictors.fit.predictor_files import load_predictors
 from specsparse.predictors.mlp import Mlp
 from specsparse.support import terminal
 

@@ -4,11 +4,12 @@ import abc
 import enum
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Layer
 from specsparse.errors import UserError
 from specsparse.predictors.ffn import FFN
@@ -45,7 +46,7 @@ class Predictor(abc.ABC):
         """What `fit` reads."""
 
     @abc.abstractmethod
-    def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> Any:
+    def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> Pytree:
         """The predictor's weights for a layer: a pytree of arrays, made once on the host.
 
         Args:
@@ -58,7 +59,7 @@ class Predictor(abc.ABC):
         """
 
     @abc.abstractmethod
-    def keep(self, weights: Any, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
+    def keep(self, weights: Pytree, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
         """Which neurons to compute: uint8[R, F], 1 = compute; all 0 in rows i >= n_valid[b] of sequence b.
 
         Args:
@@ -87,7 +88,7 @@ class Scored(Predictor):
         """Rows of a text where the threshold is calibrated."""
         return Needs.NOTHING if self.recall is None else Needs.TEXT
 
-    def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> Any:
+    def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> Pytree:
         """The method's own weights, the threshold calibrated where `recall` asks for it."""
         weights = self.own_weights(layer)
         if self.recall is None:
@@ -95,19 +96,19 @@ class Scored(Predictor):
         return at_recall(self, weights, layer, require_rows(self, rows_ND), recall=self.recall)
 
     @abc.abstractmethod
-    def own_weights(self, layer: Layer) -> Any:
+    def own_weights(self, layer: Layer) -> Pytree:
         """Weights with the method's own `threshold` f32[]."""
 
     @abc.abstractmethod
-    def score(self, weights: Any, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
+    def score(self, weights: Pytree, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
         """f32[R, F]; the larger, the surer that the neuron is active."""
 
-    def keep(self, weights: Any, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
+    def keep(self, weights: Pytree, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
         """uint8[R, F]: score >= threshold."""
         return as_mask(self.score(weights, layer, x_RD, n_valid_B) >= weights.threshold, n_valid_B)
 
 
-def at_recall(predictor: Scored, weights: Any, layer: Layer, rows_ND: jax.Array, *, recall: float) -> Any:
+def at_recall(predictor: Scored, weights: Pytree, layer: Layer, rows_ND: jax.Array, *, recall: float) -> Pytree:
     """`weights` with the highest threshold that keeps a share `recall` of the true activations of `rows_ND`.
 
     Raises:

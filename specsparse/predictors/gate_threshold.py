@@ -33,13 +33,9 @@ class GateThreshold(Predictor):
     """
 
     name: ClassVar[str] = "gate_threshold"
+    needs: ClassVar[Needs] = Needs.TEXT
     ffn: Annotated[FFN, Internal()]
     share: Share = 0.5
-
-    @property
-    def needs(self) -> Needs:
-        """Rows of a text."""
-        return Needs.TEXT
 
     def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> GateWeights:
         """The quantile of |act(gate)| over `rows_ND`."""

@@ -1,11 +1,11 @@
 """The FFN with a predictor's mask, computed densely and masked: what quality is judged by."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Layer, Params
 from specsparse.predictors.base import Predictor
 from specsparse.predictors.ffn import FFN
@@ -13,7 +13,7 @@ from specsparse.predictors.teal import Teal
 
 
 def kept_neurons(
-    predictor: Predictor, ffn: FFN, weights: Any, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array
+    predictor: Predictor, ffn: FFN, weights: Pytree, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """(neurons f32[R, F] with those left out at zero, mask uint8[R, F])."""
     keep_RF = predictor.keep(weights, layer, x_RD, n_valid_B)
@@ -33,7 +33,7 @@ def masked_ffn(predictor: Predictor, ffn: FFN) -> Callable:
     return sparse
 
 
-def with_weights(params: Params, weights: Sequence[Any]) -> Params:
+def with_weights(params: Params, weights: Sequence[Pytree]) -> Params:
     """`params` with a predictor's weights in each layer's `sparse`."""
     pairs = zip(params.layers, weights, strict=True)
     return params._replace(layers=tuple(layer._replace(sparse=w) for layer, w in pairs))

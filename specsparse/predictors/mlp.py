@@ -1,7 +1,7 @@
 """PowerInfer's predictor: two matrices with a ReLU between them, on the residual before `ffn_norm`."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -36,13 +36,9 @@ class Mlp(Scored):
     """
 
     name: ClassVar[str] = "mlp"
+    needs: ClassVar[Needs] = Needs.TRAINING
 
-    @property
-    def needs(self) -> Needs:
-        """Training, or a file."""
-        return Needs.TRAINING
-
-    def own_weights(self, layer: Layer) -> Any:
+    def own_weights(self, layer: Layer) -> NoReturn:
         """Raises UserError: there is nothing to derive them from."""
         raise UserError("predictor mlp is trained or read from a file: run +experiment=train_predictors")
 

@@ -17,12 +17,8 @@ class Oracle(Predictor):
     """keep_j where the neuron is not zero: recall and precision are 1, the output is the dense one."""
 
     name: ClassVar[str] = "oracle"
+    needs: ClassVar[Needs] = Needs.NOTHING
     ffn: Annotated[FFN, Internal()]
-
-    @property
-    def needs(self) -> Needs:
-        """Nothing."""
-        return Needs.NOTHING
 
     def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> None:
         """There are no weights but the layer's."""
@@ -55,14 +51,10 @@ class Random(Predictor):
     """
 
     name: ClassVar[str] = "random"
+    needs: ClassVar[Needs] = Needs.NOTHING
     ffn: Annotated[FFN, Internal()]
     share: Share = 0.5
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0
-
-    @property
-    def needs(self) -> Needs:
-        """Nothing."""
-        return Needs.NOTHING
 
     def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> RandomWeights:
         """The salt of a layer."""

@@ -1,7 +1,5 @@
 """Predictors by name."""
 
-from typing import Any
-
 from specsparse.predictors.base import Predictor
 from specsparse.predictors.ffn import FFN
 from specsparse.support.options import read
@@ -32,7 +30,7 @@ PREDICTORS: Registry[Predictor] = Registry(
 """Names of papers stand for the same predictors; coreinfer sets the rule, too."""
 
 
-def get_predictor(name: str, ffn: FFN, **options: Any) -> Predictor:
+def get_predictor(name: str, ffn: FFN, **options: object) -> Predictor:
     """The predictor of that name, or `module:Class`, for an FFN; None is an option that was not given.
 
     Raises:

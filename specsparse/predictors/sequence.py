@@ -35,15 +35,11 @@ class Sequence(Predictor):
     """
 
     name: ClassVar[str] = "sequence"
+    needs: ClassVar[Needs] = Needs.PROMPT
     ffn: Annotated[FFN, Internal()]
     share: Share = 0.5
     rule: Literal["griffin", "coreinfer"] = "griffin"
     token_share: Share = 0.4
-
-    @property
-    def needs(self) -> Needs:
-        """The prompt's rows."""
-        return Needs.PROMPT
 
     def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> SequenceWeights:
         """The set of one prompt; `stack` joins those of a batch."""

@@ -38,13 +38,9 @@ class Teal(Predictor):
     """
 
     name: ClassVar[str] = "teal"
+    needs: ClassVar[Needs] = Needs.TEXT
     ffn: Annotated[FFN, Internal()]
     share: Share = 0.5
-
-    @property
-    def needs(self) -> Needs:
-        """Rows of a text."""
-        return Needs.TEXT
 
     def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> TealWeights:
         """Quantiles over `rows_ND`, those of down with the inputs of gate and up thresholded already."""

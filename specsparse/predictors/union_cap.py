@@ -1,11 +1,12 @@
 """A bound on the neurons that the rows of one pass may read together."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Layer
 from specsparse.predictors.base import Needs, Predictor
 from specsparse.support.options import Share
@@ -38,11 +39,11 @@ class UnionCap(Predictor):
         """What the capped one needs."""
         return self.inner.needs
 
-    def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> Any:
+    def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> Pytree:
         """The weights of the capped one."""
         return self.inner.fit(layer, rows_ND, index=index)
 
-    def keep(self, weights: Any, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
+    def keep(self, weights: Pytree, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
         """uint8[R, F]."""
         keep_RF = self.inner.keep(weights, layer, x_RD, n_valid_B)
         n, width = x_RD.shape[0] // n_valid_B.shape[0], keep_RF.shape[1]

@@ -11,10 +11,10 @@ import numpy as np
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
-from specsparse.predictors.fit.predictor_files import read_tensors, write_tensors
 from specsparse.runtime.session import Method, Sequence, Session
 from specsparse.speculative.verify import VERIFIERS
 from specsparse.support.options import Count, Internal, Range
+from specsparse.support.tensor_files import read_tensors, write_tensors
 from specsparse.training.prompts import prompt
 from specsparse.training.recorder import Recorder
 

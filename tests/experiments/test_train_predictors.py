@@ -25,7 +25,7 @@ from specsparse.experiments.config import (
 from specsparse.experiments.kinds.training import predictors_fit
 from specsparse.powerinfer.files.checkpoints import read_predictor, read_threshold
 from specsparse.predictors import FFN, get_predictor
-from specsparse.predictors.fit.predictor_files import load_pairs
+from specsparse.predictors.fit.checkpoint import load_pairs
 from specsparse.predictors.masked import with_weights
 from specsparse.predictors.mlp import mlp_weights
 from specsparse.predictors.svd import as_mlp, factorise, normed_gate

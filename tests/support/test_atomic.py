@@ -8,9 +8,9 @@ import pytest
 from specsparse.errors import UserError
 from specsparse.experiments.kinds.training import predictors_fit
 from specsparse.powerinfer.files.activation_stats import ActivationStats, save_stats
-from specsparse.predictors.fit.predictor_files import write_tensors
 from specsparse.support.atomic import atomically, replacing
 from specsparse.support.json_files import write_atomically
+from specsparse.support.tensor_files import write_tensors
 
 WRITERS = {
     "text": lambda path: write_atomically(path, "x"),

@@ -31,7 +31,7 @@ from specsparse.experiments.config import (
 from specsparse.experiments.kinds.training import drafter_fit, relufy_fit
 from specsparse.kernels.packing.dequant import embed_rows
 from specsparse.models.convert.delta import apply_delta, tensors_hash
-from specsparse.predictors.fit.predictor_files import save_state
+from specsparse.support.tensor_files import save_state
 from specsparse.testing import write_tiny_gguf
 from specsparse.training import data, distill, reconstruct, trunk
 

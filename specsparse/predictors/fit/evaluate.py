@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +10,12 @@ import numpy as np
 
 from specsparse.engine.llama import Want, make_forward
 from specsparse.engine.model import Model
+from specsparse.engine.pytree import Pytree
+from specsparse.engine.weights import Layer
 from specsparse.predictors.base import Needs, Predictor
 from specsparse.predictors.ffn import FFN
 from specsparse.predictors.fit.collect import make_collector
-from specsparse.predictors.fit.price import Cost, cost_of
+from specsparse.predictors.fit.cost import Cost, cost_of
 from specsparse.predictors.fit.quality import LayerQuality, ModelQuality, layer_sums, model_sums
 from specsparse.predictors.masked import masked_ffn, with_weights
 
@@ -64,7 +65,7 @@ class Evaluator:
     def __call__(
         self,
         predictor: Predictor,
-        weights: Sequence[Any] | None = None,
+        weights: Sequence[Pytree] | None = None,
         *,
         progress: Callable[[int], None] | None = None,
     ) -> Evaluation:
@@ -101,7 +102,7 @@ class Evaluator:
 
         return program
 
-    def _result(self, predictor: Predictor, weights: Sequence[Any], by_layer, whole) -> Evaluation:
+    def _result(self, predictor: Predictor, weights: Sequence[Pytree], by_layer, whole) -> Evaluation:
         layers = tuple(LayerQuality.of(sums) for sums in by_layer)
         mean = LayerQuality.of(jax.tree.map(lambda *each: sum(each), *by_layer))
         middle = len(layers) // 2
@@ -117,7 +118,9 @@ class Evaluator:
         )  # fmt: skip
 
 
-def fit_layers(predictor: Predictor, layers: Sequence[Any], rows_LND: Any | None) -> tuple[Any, ...]:
+def fit_layers(
+    predictor: Predictor, layers: Sequence[Layer], rows_LND: np.ndarray | jax.Array | None
+) -> tuple[Pytree, ...]:
     """A predictor's weights of every layer, from residuals f32[L, N, D] where it needs some."""
     return tuple(
         predictor.fit(layer, None if rows_LND is None else jnp.asarray(rows_LND[i]), index=i)
@@ -125,7 +128,7 @@ def fit_layers(predictor: Predictor, layers: Sequence[Any], rows_LND: Any | None
     )
 
 
-def _added(total: Any, more: Any) -> Any:
+def _added(total: Pytree | None, more: Pytree) -> Pytree:
     """Sums in float64 on the host."""
     more = jax.tree.map(lambda x: np.float64(x), more)
     return more if total is None else jax.tree.map(np.add, total, more)

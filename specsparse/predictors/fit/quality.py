@@ -1,20 +1,24 @@
 """How good a mask is: counts and sums over rows first, then rates."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Layer
 from specsparse.predictors.base import Predictor
 from specsparse.predictors.ffn import FFN
 from specsparse.predictors.masked import kept_neurons
 
+Sum = jax.Array | np.floating
+"""f32[] of one window, on the device, or the float64 of several, on the host."""
+
 
 class LayerSums(NamedTuple):
-    """Sums over the rows and neurons of one layer, f32[] each.
+    """Sums over the rows and neurons of one layer.
 
     Attributes:
         neurons: rows times F.
@@ -23,14 +27,14 @@ class LayerSums(NamedTuple):
         output, error: squares of the dense output, and of its difference to the sparse one.
     """
 
-    neurons: Any
-    active: Any
-    kept: Any
-    both: Any
-    energy: Any
-    kept_energy: Any
-    output: Any
-    error: Any
+    neurons: Sum
+    active: Sum
+    kept: Sum
+    both: Sum
+    energy: Sum
+    kept_energy: Sum
+    output: Sum
+    error: Sum
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class LayerQuality:
 
 
 class ModelSums(NamedTuple):
-    """Sums over the tokens of a model, f32[] each.
+    """Sums over the tokens of a model.
 
     Attributes:
         tokens: rows with a next token.
@@ -77,11 +81,11 @@ class ModelSums(NamedTuple):
         same: rows whose most likely token is the same.
     """
 
-    tokens: Any
-    kl: Any
-    dense: Any
-    sparse: Any
-    same: Any
+    tokens: Sum
+    kl: Sum
+    dense: Sum
+    sparse: Sum
+    same: Sum
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ class ModelQuality:
         )
 
 
-def layer_sums(predictor: Predictor, ffn: FFN, weights: Any, layer: Layer, x_RD: jax.Array) -> LayerSums:
+def layer_sums(predictor: Predictor, ffn: FFN, weights: Pytree, layer: Layer, x_RD: jax.Array) -> LayerSums:
     """Sums over rows f32[R, D], all of which count."""
     n = jnp.asarray([x_RD.shape[0]], jnp.int32)
     dense_RF = ffn.neurons(layer, x_RD, n)

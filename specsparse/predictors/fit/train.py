@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,7 @@ class TrainState(NamedTuple):
     """
 
     matrices: Matrices
-    optimiser: Any
+    optimiser: optax.OptState
     best: Matrices
     best_loss: jax.Array
     epoch: jax.Array

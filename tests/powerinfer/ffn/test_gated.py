@@ -26,8 +26,8 @@ from specsparse.measure import machine
 from specsparse.models import catalogue
 from specsparse.powerinfer.ffn.gated import gated
 from specsparse.predictors import FFN, get_predictor
+from specsparse.predictors.fit.checkpoint import save_predictors
 from specsparse.predictors.fit.evaluate import fit_layers
-from specsparse.predictors.fit.predictor_files import save_predictors
 from specsparse.testing import write_tiny_gguf
 from tests.tolerances import nmse
 

@@ -13,8 +13,8 @@ from specsparse.errors import UserError
 from specsparse.experiments.kinds.training.predictors_report import by_layer, comparison, figure
 from specsparse.predictors import get_predictor
 from specsparse.predictors.fit.collect import collect, windows
+from specsparse.predictors.fit.cost import cost_of
 from specsparse.predictors.fit.evaluate import Evaluator, fit_layers
-from specsparse.predictors.fit.price import cost_of
 from specsparse.predictors.fit.quality import LayerQuality, LayerSums, layer_sums, model_sums
 from specsparse.predictors.signbit import SignBitWeights
 from tests.predictors.planted import F, plant, planted_model, true_neurons

@@ -9,17 +9,12 @@ import pytest
 
 from specsparse.errors import UserError
 from specsparse.predictors import get_predictor
+from specsparse.predictors.fit.checkpoint import load_pairs, load_predictors, save_predictors
 from specsparse.predictors.fit.labels import label
-from specsparse.predictors.fit.predictor_files import (
-    load_pairs,
-    load_predictors,
-    load_state,
-    save_predictors,
-    save_state,
-)
 from specsparse.predictors.fit.train import LayerTrainer, TrainOptions, train_layer
 from specsparse.predictors.mlp import mlp_weights
 from specsparse.support.options import read
+from specsparse.support.tensor_files import load_state, save_state
 from tests.predictors.planted import D, F, plant, scores, true_neurons
 
 OPTIONS = TrainOptions(rank=32, epochs=8, batch=64)

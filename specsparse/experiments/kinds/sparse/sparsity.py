@@ -25,8 +25,8 @@ from specsparse.models import catalogue
 from specsparse.powerinfer.ffn.gated import PREDICTED, bytes_read
 from specsparse.predictors import FFN, Needs, get_predictor
 from specsparse.predictors.fit.collect import windows
+from specsparse.predictors.fit.cost import matrices
 from specsparse.predictors.fit.evaluate import Evaluation, Evaluator
-from specsparse.predictors.fit.price import matrices
 from specsparse.report import display
 from specsparse.support import terminal
 from specsparse.support.paths import conf_dir

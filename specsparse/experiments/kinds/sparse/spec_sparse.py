@@ -36,7 +36,7 @@ from specsparse.powerinfer.ffn import union, zero_skip
 from specsparse.powerinfer.ffn.chunked import quality_in_chunks
 from specsparse.powerinfer.ffn.gated import bytes_read, gated
 from specsparse.powerinfer.ffn.union import UnionPoint
-from specsparse.predictors.fit.price import matrices
+from specsparse.predictors.fit.cost import matrices
 from specsparse.predictors.union_cap import UnionCap
 from specsparse.report import display
 from specsparse.report.record import SAME_TEXT_VERIFIERS, Pass

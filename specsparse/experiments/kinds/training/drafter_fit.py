@@ -11,9 +11,9 @@ from rich.console import Console
 from specsparse.experiments.config import RunConfig
 from specsparse.experiments.kinds.training import folder as folders
 from specsparse.experiments.kinds.training import options as train_options
-from specsparse.predictors.fit.predictor_files import load_state, save_state
 from specsparse.support import terminal
 from specsparse.support.options import Count
+from specsparse.support.tensor_files import load_state, save_state
 from specsparse.training.data import DataOptions, Text, generate, read_shard
 from specsparse.training.form import Form
 from specsparse.training.head_form import HeadForm

@@ -16,19 +16,14 @@ from specsparse.experiments.kinds.training import folder as folders
 from specsparse.experiments.kinds.training import options as train_options
 from specsparse.powerinfer.files.checkpoints import PredictorFile, write_predictors
 from specsparse.predictors import FFN
+from specsparse.predictors.fit.checkpoint import save_predictors
 from specsparse.predictors.fit.collect import collect
 from specsparse.predictors.fit.labels import label
-from specsparse.predictors.fit.predictor_files import (
-    load_state,
-    read_tensors,
-    save_predictors,
-    save_state,
-    write_tensors,
-)
 from specsparse.predictors.fit.train import LayerTrainer, TrainOptions
 from specsparse.predictors.mlp import MlpWeights, mlp_weights
 from specsparse.support import terminal
 from specsparse.support.atomic import replacing
+from specsparse.support.tensor_files import load_state, read_tensors, save_state, write_tensors
 
 PREDICTORS_FILE = "predictors.safetensors"
 EXPORT_FOLDER = "powerinfer"

@@ -15,9 +15,9 @@ from specsparse.errors import UserError
 from specsparse.experiments.config import RunConfig
 from specsparse.experiments.kinds.training import folder as folders
 from specsparse.experiments.kinds.training import options as train_options
-from specsparse.predictors.fit.predictor_files import load_state, read_tensors, save_state, write_tensors
 from specsparse.support import terminal
 from specsparse.support.options import Count
+from specsparse.support.tensor_files import load_state, read_tensors, save_state, write_tensors
 from specsparse.training import trunk
 from specsparse.training.data import DataOptions, Text, generate, read_shard
 from specsparse.training.distill import Distiller, DistillOptions, Fidelity, Losses, State

@@ -4,12 +4,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Layer
+from specsparse.kernels import QTensor
 from specsparse.predictors.base import Predictor
 from specsparse.predictors.ffn import FFN, gate_matrix
 from specsparse.predictors.gate_threshold import GateThreshold
@@ -41,7 +42,7 @@ class Cost:
         return (self.predictor_bytes + self.sparse_bytes) / self.dense_bytes
 
 
-def cost_of(predictor: Predictor, ffn: FFN, weights: Any, layer: Layer, *, kept: float, width: int) -> Cost:
+def cost_of(predictor: Predictor, ffn: FFN, weights: Pytree, layer: Layer, *, kept: float, width: int) -> Cost:
     """Counts and measures; `kept` is the share of neurons kept, `width` is D."""
     own, rest = bytes_of(predictor, weights, layer)
 
@@ -61,7 +62,7 @@ def cost_of(predictor: Predictor, ffn: FFN, weights: Any, layer: Layer, *, kept:
     )
 
 
-def bytes_of(predictor: Predictor, weights: Any, layer: Layer) -> tuple[int, int]:
+def bytes_of(predictor: Predictor, weights: Pytree, layer: Layer) -> tuple[int, int]:
     """(bytes that the prediction reads, bytes of the FFN's matrices that follow the kept neurons) of a layer."""
     own, rest = sum(leaf.nbytes for leaf in jax.tree.leaves(weights)), sum(m.nbytes for m in matrices(layer))
     if isinstance(predictor, GateThreshold):  # its gate is read in full, and not again
@@ -69,12 +70,12 @@ def bytes_of(predictor: Predictor, weights: Any, layer: Layer) -> tuple[int, int
     return (0 if isinstance(predictor, Oracle) else own), rest
 
 
-def matrices(layer: Layer) -> list[Any]:
+def matrices(layer: Layer) -> list[QTensor]:
     """The dense matrices of the layer's FFN."""
     return [m for m in (layer.ffn_gate, layer.ffn_up, layer.ffn_down) if m is not None]
 
 
-def _seconds(function: Callable, weights: Any, layer: Layer, width: int) -> float:
+def _seconds(function: Callable, weights: Pytree, layer: Layer, width: int) -> float:
     """Median seconds of function(weights, layer, x f32[1, D]), many times in one program, each after the last."""
 
     @jax.jit
