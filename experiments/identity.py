@@ -30,7 +30,8 @@ from specsparse.errors import UserError
 from specsparse.runtime.binding import make_method
 from specsparse.runtime.session import Method, Sequence, Session
 from specsparse.speculative.base import Drafter
-from specsparse.speculative.drafters import DrafterPlan, get_drafter
+from specsparse.speculative.drafters import get_drafter
+from specsparse.speculative.drafters.plan import DrafterPlan
 from specsparse.speculative.drafters.with_policy import with_policy
 from specsparse.speculative.policies.base import Policy
 from specsparse.speculative.tree import TreeTemplate

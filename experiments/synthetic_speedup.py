@@ -25,7 +25,7 @@ from specsparse.measure.costs.fit import polish
 from specsparse.measure.costs.measured import load_or_measure
 from specsparse.runtime.metrics import Counters
 from specsparse.runtime.session import Method, Sequence, Session
-from specsparse.speculative.drafters import Synthetic, SyntheticRates
+from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates
 from specsparse.speculative.method import choose_verifier
 
 TOLERANCE = 0.10

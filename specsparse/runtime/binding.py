@@ -13,8 +13,9 @@ from specsparse.speculative.base import Drafter, Verifier
 from specsparse.speculative.drafters.plan import Bound, DrafterPlan, MakeModel
 from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.speculative.drafters.with_policy import with_policy
+from specsparse.speculative.gamma import SHORT_GAMMA
 from specsparse.speculative.method import choose_verifier
-from specsparse.speculative.policies.base import SHORT_GAMMA, Fixed
+from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.policies.registry import default_policy
 
 

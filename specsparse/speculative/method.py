@@ -6,9 +6,10 @@ from typing import Any
 from specsparse.errors import UserError
 from specsparse.speculative.base import Drafter, DraftKind, Verifier
 from specsparse.speculative.drafters.plan import DrafterPlan
-from specsparse.speculative.drafters.registry import DRAFTERS, get_drafter, is_drafter, takes
+from specsparse.speculative.drafters.registry import DRAFTERS, get_drafter, takes
 from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates, synthetic_verifier
 from specsparse.speculative.drafters.with_policy import WithPolicy, with_policy
+from specsparse.speculative.gamma import GAMMA_NAMES
 from specsparse.speculative.policies.base import Fixed, Policy
 from specsparse.speculative.policies.registry import name_of
 from specsparse.speculative.trees import TreeShape
@@ -29,17 +30,20 @@ def make_drafter(
     Raises:
         UserError: an unknown name or option, or a policy or tree that does not go with the drafter.
     """
-    plain = type(policy) is Fixed and policy.n_min <= 1
     known = takes(name)
     if tree is not None:
-        if is_drafter(name) and "tree" not in known:
-            growers = ", ".join(filter(grows_trees, DRAFTERS))
+        if known and "tree" not in known:
+            growers = ", ".join(filter(grows_trees, DRAFTERS.names()))
             raise UserError(f"drafter={name} drafts chains: trees are for drafter={growers}")
         options = {**options, "tree": tree}
+    said = [key for key in options if key in ("max_nodes", *GAMMA_NAMES) and options[key] is not None]
     if "policy" in known:
-        return get_drafter(name, **options, **({"gamma": policy.gamma} if plain else {"policy": policy}))
-    gamma = {"gamma": policy.gamma} if "gamma" in known and options.get("max_nodes") is None else {}
-    drafter = get_drafter(name, **options, **gamma)
+        if said:
+            raise UserError(f"drafter.{said[0]}: how long drafts are is said by the policy, as policy.gamma")
+        plain = type(policy) is Fixed and policy.n_min <= 1
+        return get_drafter(name, **options, **({"max_nodes": policy.gamma} if plain else {"policy": policy}))
+    room = {"max_nodes": policy.gamma} if "max_nodes" in known and not said else {}
+    drafter = get_drafter(name, **options, **room)
     if policy.needs and not isinstance(drafter, DrafterPlan):
         raise UserError(
             f"policy={name_of(policy)} looks at the laws of the draft, and drafter={name} has none: "

@@ -13,7 +13,7 @@ import numpy as np
 
 from specsparse.errors import UserError
 from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback
-from specsparse.speculative.drafters import DrafterPlan
+from specsparse.speculative.drafters.plan import DrafterPlan
 from specsparse.speculative.tree import check_parents, node_depths
 from specsparse.speculative.verify import match_verdict, valid_verifiers
 from specsparse.testing.drafting import draft_context, drafted_ids, on_plan

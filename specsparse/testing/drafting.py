@@ -18,9 +18,9 @@ from specsparse.engine.model import Model
 from specsparse.engine.noise import seed_words
 from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
 from specsparse.speculative.base import Draft, DraftContext, Drafter
-from specsparse.speculative.drafters import DrafterPlan, get_drafter, head_file
+from specsparse.speculative.drafters import get_drafter, head_file
 from specsparse.speculative.drafters.head_file import write_head
-from specsparse.speculative.drafters.plan import MakeModel
+from specsparse.speculative.drafters.plan import DrafterPlan, MakeModel
 from specsparse.testing.tiny import write_tiny_gguf
 from specsparse.testing.vocab import DummyTokenizer
 

@@ -13,7 +13,6 @@ from omegaconf import OmegaConf
 from specsparse import run
 from specsparse.errors import UserError
 from specsparse.experiments import config, shorthand
-from specsparse.speculative.drafters import registry as drafters
 from specsparse.speculative.drafters.registry import DRAFTERS, get_drafter
 from specsparse.speculative.policies import registry
 from specsparse.speculative.policies.registry import POLICIES, get_policy
@@ -249,11 +248,14 @@ def test_names_of_other_projects_are_those_of_the_factories():
     """Each stands for the same option there, and for a key of some file in conf/."""
     for name, target in shorthand.OPTION_NAMES.items():
         group, key = target.split(".")
-        factories = (DRAFTERS if group == "drafter" else POLICIES).values()
-        options = [f.options[key] for f in factories if key in f.options]
+        if group == "drafter":
+            tables = [DRAFTERS.options(drafter) for drafter in DRAFTERS.names()]
+        else:
+            tables = [factory.options for factory in POLICIES.values()]
+        options = [table[key] for table in tables if key in table]
         assert any(name.split(".")[1] in option.aliases for option in options if option), name
         assert any(key in OmegaConf.load(f) for f in (run.conf_dir() / group).glob("*.yaml")), target
-    assert shorthand.CHOICE_NAMES["drafter"] == drafters.ALIASES
+    assert shorthand.CHOICE_NAMES["drafter"] == DRAFTERS.aliases
     assert shorthand.CHOICE_NAMES["policy"] == {k: v for k, v in registry.ALIASES.items() if k != "n_min"}
 
 

@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import specsparse
 from specsparse.errors import UserError
 from specsparse.speculative.base import ROOT, Draft, Drafted, Drafter, DraftKind
-from specsparse.speculative.drafters import Scripted, get_drafter
-from specsparse.speculative.drafters.registry import DRAFTERS, Factory, register
+from specsparse.speculative.drafters import get_drafter
+from specsparse.speculative.drafters.registry import DRAFTERS
+from specsparse.speculative.drafters.scripted import Scripted
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees import get_tree
 from specsparse.speculative.verify import match_verdict
@@ -144,7 +146,7 @@ def test_scripted_is_wrong_beyond_the_truth():
 
 def test_every_name_makes_a_drafter():
     options = {"scripted": {"accept": (1,)}}
-    for name in DRAFTERS:
+    for name in DRAFTERS.names():
         assert get_drafter(name, **options.get(name, {})).max_nodes >= 1
 
 
@@ -152,7 +154,7 @@ def test_every_name_makes_a_drafter():
     "alias", ["gamma", "num_speculative_tokens", "draft_max", "num_assistant_tokens", "prompt_lookup_num_tokens"]
 )
 def test_aliases_of_gamma(alias):
-    assert {get_drafter(name, **{alias: 9}).max_nodes for name in DRAFTERS} == {9}
+    assert {get_drafter(name, **{alias: 9}).max_nodes for name in DRAFTERS.names()} == {9}
 
 
 def test_prompt_lookup_names():
@@ -167,10 +169,10 @@ def test_prompt_lookup_names():
         ("promt_lookup", {}, ["drafter=promt_lookup", "did you mean prompt_lookup?"]),
         ("zzz", {}, ["drafter=zzz", "suffix", "scripted"]),
         ("prompt_lookup", {"ngram_maks": 3}, ["drafter.ngram_maks", "did you mean ngram_max?"]),
-        ("prompt_lookup", {"gamma": 0}, ["drafter.gamma=0", "1..512"]),
-        ("prompt_lookup", {"gamma": 4.0}, ["drafter.gamma=4.0", "int"]),
-        ("prompt_lookup", {"gamma": True}, ["drafter.gamma=True", "int"]),
-        ("prompt_lookup", {"gamma": "4"}, ["drafter.gamma='4'", "int"]),
+        ("prompt_lookup", {"gamma": 0}, ["drafter.gamma=0", "at least 1 and at most 512"]),
+        ("prompt_lookup", {"gamma": 4.0}, ["drafter.gamma=4.0", "a whole number"]),
+        ("prompt_lookup", {"gamma": True}, ["drafter.gamma=True", "a whole number"]),
+        ("prompt_lookup", {"gamma": "4"}, ["drafter.gamma=4 must be a whole number"]),
         ("prompt_lookup", {"gamma": 4, "draft_max": 5}, ["drafter.gamma", "drafter.draft_max", "one"]),
         ("prompt_lookup", {"ngram_max": 2, "ngram_min": 3}, ["ngram_max=2", "ngram_min=3"]),
         ("suffix", {"factor": 0}, ["drafter.factor"]),
@@ -180,7 +182,7 @@ def test_prompt_lookup_names():
         ("synthetic", {"rate": 0.5, "length": 2}, ["either"]),
         ("synthetic", {"gamma": 3, "length": 5}, ["5", "1..4"]),
         ("synthetic", {"rates": (0.5, 0.6)}, ["not increase"]),
-        ("synthetic", {"rates": "ab"}, ["rates 'ab'", "list of numbers"]),
+        ("synthetic", {"rates": "ab"}, ["drafter.rates=ab", "must be a list"]),
         ("scripted", {"gamma": 3, "accept": (4,)}, ["scripted"]),
         ("scripted", {"template": TREE, "ends": (0,), "vocab_size": 2}, ["vocab_size=2"]),
     ],
@@ -192,11 +194,11 @@ def test_bad_options_are_refused_in_one_line(name, options, words):
 
 
 def test_registering(monkeypatch):
-    monkeypatch.setattr("specsparse.speculative.drafters.registry.DRAFTERS", dict(DRAFTERS))
-    factory = Factory(lambda: Scripted.chain(1, (1,), vocab_size=V), {})
-    register("mine", factory)
-    assert get_drafter("mine").max_nodes == 1
+    monkeypatch.setattr(DRAFTERS, "_homes", dict(DRAFTERS._homes))
+    monkeypatch.setattr(DRAFTERS, "_aliases", dict(DRAFTERS._aliases))
+    specsparse.register("mine", Bad, aliases=("my-own",))
+    assert specsparse.get_drafter("my-own", wrong="nothing") == Bad("nothing")
     with pytest.raises(ValueError, match="mine"):
-        register("mine", factory)
-    with pytest.raises(UserError, match="valid: none"):
-        get_drafter("mine", gamma=1)
+        specsparse.register("mine", Bad)
+    with pytest.raises(UserError, match=r"drafter\.rwong is no option of mine; did you mean wrong\?"):
+        get_drafter("mine", rwong="nothing")

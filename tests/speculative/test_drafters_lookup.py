@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specsparse.speculative.drafters import NGram, Suffix
+from specsparse.speculative.drafters.ngram import NGram
+from specsparse.speculative.drafters.suffix import Suffix
 from specsparse.testing.drafting import draft_context, drafted_ids
 
 C = 40
@@ -67,14 +68,14 @@ def test_ngram_equals_the_plain_definition(ngram, ids):
 def test_the_first_or_the_most_recent_match():
     ids = [7, 8, 1, 2, 9, 7, 8, 3, 4, 6, 7, 8]
     ctx = draft_context([ids], capacity=C, budget=2)
-    assert proposed(NGram.prompt_lookup(2), ctx) == [1, 2]
+    assert proposed(NGram.prompt_lookup(2, 3, 1), ctx) == [1, 2]
     assert proposed(NGram.ngram_simple(2, 2, 4), ctx) == [3, 4]
 
 
 def test_a_longer_ngram_beats_an_earlier_match():
     ids = [8, 1, 1, 7, 8, 2, 2, 5, 7, 8]
     ctx = draft_context([ids], capacity=C, budget=2)
-    assert proposed(NGram.prompt_lookup(2), ctx) == [2, 2]
+    assert proposed(NGram.prompt_lookup(2, 3, 1), ctx) == [2, 2]
 
 
 # Suffix
@@ -98,7 +99,7 @@ def naive_suffix(ids, s, budget):
     if best < s.min_match:
         return []
     ends = [j for j in range(len(ids)) if match[j] == best][::-1][: s.candidates]
-    wanted = max(0, min(s.nodes, budget, int(np.float32(best) * np.float32(s.factor)) + s.offset))
+    wanted = max(0, min(s.max_nodes, budget, int(np.float32(best) * np.float32(s.factor)) + s.offset))
     least = np.float32(len(ends)) * np.float32(s.min_share)
     scored = []
     for end in ends:
@@ -113,10 +114,10 @@ def naive_suffix(ids, s, budget):
 
 
 SUFFIXES = {
-    "default": Suffix(nodes=6),
-    "short": Suffix(nodes=5, longest=2, factor=2.5, candidates=3),
-    "choosy": Suffix(nodes=6, longest=3, min_match=2, factor=1.5, offset=1, min_share=0.5, candidates=4),
-    "shy": Suffix(nodes=4, factor=0.5, offset=-1, min_share=1.0),
+    "default": Suffix(max_nodes=6),
+    "short": Suffix(max_nodes=5, longest=2, factor=2.5, candidates=3),
+    "choosy": Suffix(max_nodes=6, longest=3, min_match=2, factor=1.5, offset=1, min_share=0.5, candidates=4),
+    "shy": Suffix(max_nodes=4, factor=0.5, offset=-1, min_share=1.0),
 }
 
 
@@ -145,6 +146,6 @@ def test_suffix_equals_the_plain_definition(suffix, ids, prompt, budget):
 
 def test_the_continuation_most_matches_agree_on_wins():
     ids = [1, 2, 3, 9, 1, 2, 3, 9, 1, 2, 5, 9, 1, 2]
-    drafter = Suffix(nodes=3, longest=2)
+    drafter = Suffix(max_nodes=3, longest=2)
     ctx = draft_context([ids], capacity=C, budget=3)
     assert proposed(drafter, ctx) == [3, 9]

@@ -10,7 +10,7 @@ import specsparse
 from specsparse import SamplingParams
 from specsparse.errors import UserError
 from specsparse.speculative.base import ROOT, Feedback
-from specsparse.speculative.drafters import ModelDrafter, get_drafter
+from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.trees import get_tree
 from specsparse.speculative.verify import match_verdict
@@ -137,7 +137,7 @@ def test_the_target_accepts_its_own_draft(model, name, verifier, temperature, op
 @pytest.mark.parametrize("size", [290, 320])
 def test_draft_models_of_other_sizes(model, files, size):
     plain = specsparse.generate(model, PROMPTS, max_tokens=50, ignore_eos=True)
-    drafter = ModelDrafter.of(str(files[size]), gamma=3, temperature=1.5)
+    drafter = get_drafter("model", model=str(files[size]), gamma=3, temperature=1.5)
     out = specsparse.generate(model, PROMPTS, max_tokens=50, ignore_eos=True, drafter=drafter, verifier="match")
     assert [g.token_ids for g in out] == [g.token_ids for g in plain]
     assert len([k for k in model.drafters if k == drafter.under(Fixed(1))]) == 1  # loaded once, whatever the policy

@@ -9,7 +9,8 @@ import pytest
 
 from specsparse.engine.noise import Stream, seed_words, uniform
 from specsparse.speculative.base import PAD
-from specsparse.speculative.drafters import Synthetic, SyntheticRates, get_drafter, synthetic_verdict
+from specsparse.speculative.drafters import get_drafter
+from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates, synthetic_verdict
 from specsparse.testing.drafting import draft_context
 
 RATES = [

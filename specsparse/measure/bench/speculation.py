@@ -25,7 +25,7 @@ from specsparse.runtime.binding import make_method
 from specsparse.runtime.load import load
 from specsparse.runtime.session import Method, Session
 from specsparse.runtime.session import Sequence as Text
-from specsparse.speculative.drafters.registry import is_drafter
+from specsparse.speculative.drafters.registry import DRAFTERS
 from specsparse.speculative.method import make_drafter
 from specsparse.speculative.policies.base import Fixed
 from specsparse.support import terminal
@@ -63,7 +63,7 @@ class Speculator(Protocol):
 
 def draft_file(drafter: str) -> Path | None:
     """The file of a draft model; None for the name of a drafter."""
-    return None if is_drafter(drafter) else catalogue.resolve(drafter)
+    return None if DRAFTERS.holds(drafter) else catalogue.resolve(drafter)
 
 
 def ours(model: Model, method: Method, ids: Sequence[int], tokens: int) -> Written:

@@ -52,16 +52,6 @@ class Either(Drafter):
         return max(self.first.max_nodes, self.second.max_nodes)
 
     @property
-    def max_depth(self) -> int:
-        """K."""
-        return self.max_nodes
-
-    @property
-    def tree(self) -> bool:
-        """A chain."""
-        return False
-
-    @property
     def wants_hidden(self) -> bool:
         """If one of them does."""
         return self.first.wants_hidden or self.second.wants_hidden

@@ -66,13 +66,6 @@ class ModelDrafter(Drafter):
             raise UserError(f"a chain is argmax or sampled, not {self.draw.value}")
         check_policy(self.policy, self.draw)
 
-    @staticmethod
-    def of(model: Any, **options: Any) -> Any:
-        """The plan of a drafter with that draft model (loaded, or its path): `get_drafter("model", model=..., ...)`."""
-        from specsparse.speculative.drafters.registry import get_drafter  # which imports this module
-
-        return get_drafter("model", model=model, **options)
-
     @property
     def kind(self) -> DraftKind:
         """As it was asked for."""
@@ -82,16 +75,6 @@ class ModelDrafter(Drafter):
     def max_nodes(self) -> int:
         """K, the policy's gamma."""
         return self.policy.gamma
-
-    @property
-    def max_depth(self) -> int:
-        """K."""
-        return self.policy.gamma
-
-    @property
-    def tree(self) -> bool:
-        """A chain."""
-        return False
 
     @property
     def wants_hidden(self) -> bool:

@@ -1,14 +1,15 @@
 """N-gram lookup: what followed the last n tokens earlier in the text follows again. No weights."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from specsparse.errors import UserError
-from specsparse.speculative.base import DraftContext, Drafted, Drafter, DraftKind, Feedback
+from specsparse.speculative.base import DraftContext, Drafted, Drafter, DraftKind
 from specsparse.speculative.drafters import lookup
+from specsparse.speculative.gamma import SHORT_GAMMA
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,7 @@ class NGram(Drafter):
     n + m + 2 tokens, and count as hits the rounds in which the key was looked up; here a hit is a match in the text.
 
     Attributes:
-        nodes: K, tokens drafted at most.
+        max_nodes: K, tokens drafted at most.
         ngram_max: longest n-gram to look up.
         ngram_min: shortest n-gram to look up, 1..ngram_max.
         newest: whether the most recent match wins, or the first one in the text.
@@ -40,60 +41,35 @@ class NGram(Drafter):
         min_copy: tokens that must follow the winner, else the draft is empty.
     """
 
-    nodes: int = 10
+    max_nodes: int = SHORT_GAMMA
     ngram_max: int = 3
-    ngram_min: int = 1
+    ngram_min: int = 2
     newest: bool = False
     min_hits: int = 1
     min_follow: int = 1
     copy_max: int | None = None
     min_copy: int = 0
+    kind: ClassVar[DraftKind] = DraftKind.ONE_HOT
 
     def __post_init__(self):
-        for name in ("nodes", "ngram_min", "min_hits", "min_follow"):
-            if getattr(self, name) < 1:
-                raise UserError(f"drafter.{name}={getattr(self, name)} must be at least 1")
         if self.ngram_max < self.ngram_min:
             raise UserError(f"drafter.ngram_max={self.ngram_max} must be at least ngram_min={self.ngram_min}")
 
     @classmethod
-    def prompt_lookup(cls, nodes: int = 10, ngram_max: int = 3, ngram_min: int = 1) -> "NGram":
-        """Prompt lookup with the defaults of its author: up to 3-grams, 10 tokens."""
-        return cls(nodes=nodes, ngram_max=ngram_max, ngram_min=ngram_min)
+    def prompt_lookup(cls, max_nodes: int, ngram_max: int | None = None, ngram_min: int | None = None) -> "NGram":
+        """Prompt lookup; a bound that is not given is 3 or 2, or as near as the other one allows."""
+        low = ngram_min if ngram_min is not None else min(2, ngram_max or 2)
+        return cls(max_nodes, ngram_max if ngram_max is not None else max(3, low), low)
 
     @classmethod
-    def ngram_simple(cls, nodes: int = 48, size_n: int = 12, size_m: int = 48) -> "NGram":
+    def ngram_simple(cls, max_nodes: int, size_n: int, size_m: int) -> "NGram":
         """llama.cpp's `ngram-simple`."""
-        return cls(nodes, size_n, size_n, newest=True, copy_max=size_m, min_copy=size_n)
+        return cls(max_nodes, size_n, size_n, newest=True, copy_max=size_m, min_copy=size_n)
 
     @classmethod
-    def ngram_map(cls, nodes: int = 48, size_n: int = 12, size_m: int = 48, min_hits: int = 1) -> "NGram":
+    def ngram_map(cls, max_nodes: int, size_n: int, size_m: int, min_hits: int = 1) -> "NGram":
         """llama.cpp's `ngram-map-k`."""
-        return cls(nodes, size_n, size_n, newest=True, min_hits=min_hits, min_follow=size_m, copy_max=size_m)
-
-    @property
-    def kind(self) -> DraftKind:
-        """Chosen, not drawn."""
-        return DraftKind.ONE_HOT
-
-    @property
-    def max_nodes(self) -> int:
-        """K."""
-        return self.nodes
-
-    @property
-    def max_depth(self) -> int:
-        """K."""
-        return self.nodes
-
-    @property
-    def tree(self) -> bool:
-        """A chain."""
-        return False
-
-    def init(self, params: Any, ctx: DraftContext, *, hidden: jax.Array | None = None) -> None:
-        """No state."""
-        return None
+        return cls(max_nodes, size_n, size_n, newest=True, min_hits=min_hits, min_follow=size_m, copy_max=size_m)
 
     def draft(self, params: Any, state: Any, ctx: DraftContext) -> Drafted:
         """What followed the match; consumes no noise."""
@@ -102,12 +78,8 @@ class NGram(Drafter):
         if self.copy_max is not None:
             follow_B = jnp.minimum(follow_B, self.copy_max)
         follow_B = jnp.where(follow_B >= self.min_copy, follow_B, 0)
-        count_B = lookup.allowed(ctx, follow_B, max_nodes=self.nodes)
-        return lookup.drafted(lookup.copy_chain(ctx, start_B, count_B, max_nodes=self.nodes), state, ctx)
-
-    def commit(self, params: Any, state: Any, ctx: DraftContext, feedback: Feedback) -> None:
-        """No state."""
-        return None
+        count_B = lookup.allowed(ctx, follow_B, max_nodes=self.max_nodes)
+        return lookup.drafted(lookup.copy_chain(ctx, start_B, count_B, max_nodes=self.max_nodes), state, ctx)
 
     def find(self, tokens_BC: jax.Array, length_B: jax.Array) -> tuple[jax.Array, jax.Array]:
         """int32[B] position after the winning match, bool[B] whether there is one."""

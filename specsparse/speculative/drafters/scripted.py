@@ -1,14 +1,14 @@
 """A drafter that is right and wrong where it is told to be: every acceptance pattern, for tests."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specsparse.errors import UserError
-from specsparse.speculative.base import ROOT, Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback
+from specsparse.speculative.base import ROOT, Draft, DraftContext, Drafted, Drafter, DraftKind
 from specsparse.speculative.drafters import lookup
 from specsparse.speculative.tree import TreeTemplate
 
@@ -34,6 +34,7 @@ class Scripted(Drafter):
     ends: tuple[int, ...]
     vocab_size: int
     truth: tuple[int, ...] = ()
+    kind: ClassVar[DraftKind] = DraftKind.ONE_HOT
 
     def __post_init__(self):
         if not self.ends or any(not ROOT <= end < self.template.size for end in self.ends):
@@ -46,10 +47,21 @@ class Scripted(Drafter):
         """Drafts of `gamma` tokens of which `accept[r]` are right in round r."""
         return cls(TreeTemplate.chain(gamma), tuple(a - 1 for a in accept), vocab_size, truth)
 
-    @property
-    def kind(self) -> DraftKind:
-        """Chosen, not drawn."""
-        return DraftKind.ONE_HOT
+    @classmethod
+    def of(
+        cls,
+        max_nodes: int,
+        *,
+        accept: tuple[int, ...] | None,
+        vocab_size: int,
+        truth: tuple[int, ...],
+        template: TreeTemplate | None,
+        ends: tuple[int, ...],
+    ) -> "Scripted":
+        """Of options: a chain with `accept` right tokens a round (by default all), or a tree with `ends`."""
+        if template is not None:
+            return cls(template, ends, vocab_size, truth)
+        return cls.chain(max_nodes, (max_nodes,) if accept is None else accept, vocab_size=vocab_size, truth=truth)
 
     @property
     def max_nodes(self) -> int:
@@ -66,10 +78,6 @@ class Scripted(Drafter):
         """Whether the template branches."""
         return self.template.width > 1
 
-    def init(self, params: Any, ctx: DraftContext, *, hidden: jax.Array | None = None) -> None:
-        """No state: the script goes by `ctx.round`."""
-        return None
-
     def draft(self, params: Any, state: Any, ctx: DraftContext) -> Drafted:
         """The round's script, cut to the first `budget` nodes; consumes no noise."""
         batch, K = ctx.tokens.shape[0], self.max_nodes
@@ -81,10 +89,6 @@ class Scripted(Drafter):
         tokens_BK = jnp.where(right_BK, truth_BK, wrong_BK)
         tokens_BK = jnp.where(jnp.arange(K, dtype=jnp.int32)[None] < count_B[:, None], tokens_BK, 0)
         return lookup.drafted(Draft(tokens_BK, self.template.parents_array(batch), count_B), state, ctx)
-
-    def commit(self, params: Any, state: Any, ctx: DraftContext, feedback: Feedback) -> None:
-        """No state."""
-        return None
 
     def _truth(self, params: Any, ctx: DraftContext) -> jax.Array:
         """int32[B, K]: the true id at each node's position, -1 beyond the end of the truth."""

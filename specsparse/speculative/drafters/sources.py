@@ -1,5 +1,6 @@
-"""Where a model drafter's logits come from: a model of its own with its own cache, or a part of the target's layers
-(`head_source`: a head on the target's features).
+"""Where a model drafter's logits come from.
+
+A model of its own (`draft_model`), a part of the target (`self_draft`), or a head on its features (`head_source`).
 
 A source feeds tokens and keeps caches; it knows nothing of laws, trees or policies. Logits come as [.., N], N columns
 of the draft's vocabulary; `widen` and `token_ids` lead from columns to the target's ids.
@@ -12,16 +13,13 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specsparse.engine import cache as kv
-from specsparse.engine.cache import LANES, KVCache
+from specsparse.engine.cache import KVCache
 from specsparse.engine.llama import ForwardFn, Want
 from specsparse.kernels import QTensor
 from specsparse.speculative.base import DraftContext, Feedback
 
 PREFILL_ROWS = 128
 """Rows of a prompt piece fed at `init`."""
-CATCH_UP_ROWS = 8
-"""Rows fed at once at the start of a draft; one or two tokens are new unless rounds went by without a draft."""
 
 
 class DraftWeights(NamedTuple):
@@ -172,135 +170,3 @@ class ModelSource(Source):
         tokens_Bn = self.vocab.to_draft(tokens_Bn)
         out, cache = self.forward(params, tokens_Bn, cache, n_valid_B=n_valid_B, parents_Bn=parents_Bn, want=want)
         return None if out.logits is None else out.logits[..., : self.vocab.columns], cache
-
-
-@dataclasses.dataclass(frozen=True)
-class OwnModel(ModelSource):
-    """Another model. Its cache (the state) holds what it has been fed; rolling back is a shorter length."""
-
-    layers_total: int
-    kv_heads: int
-    head_dim: int
-    kv_dtype: Any
-
-    def capacity(self, tokens: int) -> int:
-        """Slots of its cache beside a target's of `tokens` slots."""
-        return min(-(-tokens // LANES), -(-self.context // LANES)) * LANES
-
-    def init(self, weights: DraftWeights, ctx: DraftContext, hidden_BnD: jax.Array | None = None) -> KVCache:
-        """Feeds all but the last token of the prompt."""
-        capacity = self.capacity(ctx.tokens.shape[1])
-        cache = kv.init(
-            layers=self.layers_total,
-            batch=ctx.tokens.shape[0],
-            kv_heads=self.kv_heads,
-            capacity=capacity,
-            head_dim=self.head_dim,
-            dtype=self.kv_dtype,
-        )
-        until_B = jnp.minimum(ctx.length - 1, self.context)
-        rows = min(PREFILL_ROWS, capacity)
-
-        def more(cache):
-            return (cache.length < until_B).any()
-
-        def step(cache):
-            return self._next(weights, cache, ctx, until_B, rows, "none")[1]
-
-        return jax.lax.while_loop(more, step, cache)
-
-    def room(self, state: KVCache, ctx: DraftContext) -> jax.Array:
-        """Up to the end of the model's context and of its cache: the last node drafted is not fed."""
-        return min(self.context, state.capacity) - ctx.length + 1
-
-    def open(
-        self, weights: DraftWeights, state: KVCache, ctx: DraftContext, live_B: jax.Array
-    ) -> tuple[KVCache, jax.Array]:
-        """Feeds what was emitted since the last draft."""
-        until_B = jnp.where(live_B, ctx.length, state.length)
-
-        def step(carry):
-            cache, logits_BN = carry
-            fed_B = (cache.length < until_B)[:, None]
-            new_B1N, cache = self._next(weights, cache, ctx, until_B, CATCH_UP_ROWS, "last")
-            return cache, jnp.where(fed_B, new_B1N[:, 0], logits_BN)
-
-        logits_BN = jnp.zeros((ctx.length.shape[0], self.vocab.columns), jnp.float32)
-        return jax.lax.while_loop(lambda c: (c[0].length < until_B).any(), step, (state, logits_BN))
-
-    def close(self, state: KVCache, cache: KVCache, ctx: DraftContext) -> tuple[KVCache, Any]:
-        """Its own cache, rolled back to the committed tokens; the target's as it was."""
-        return kv.rollback(cache, ctx.length), ctx.cache
-
-    def keep(
-        self,
-        weights: DraftWeights,
-        state: KVCache,
-        ctx: DraftContext,
-        feedback: Feedback,
-        *,
-        rows_Bm: jax.Array | None,
-        count_B: jax.Array,
-    ) -> KVCache:
-        """A longer length; the rows of a path are moved together."""
-        return kv.commit(state, count_B) if rows_Bm is None else kv.commit_path(state, rows_Bm, count_B)
-
-    def params(self, weights: DraftWeights, ctx: DraftContext) -> Any:
-        """Its own."""
-        return weights.params
-
-    def _next(self, weights, cache, ctx, until_B, rows, logits):
-        """Feeds up to `rows` tokens that the cache does not hold yet."""
-        count_B = jnp.clip(until_B - cache.length, 0, rows)
-        at_Bn = cache.length[:, None] + jnp.arange(rows, dtype=jnp.int32)[None]
-        tokens_Bn = jnp.take_along_axis(ctx.tokens, jnp.clip(at_Bn, 0, ctx.tokens.shape[1] - 1), axis=1)
-        out, cache = self.feed(weights, ctx, cache, tokens_Bn, n_valid_B=count_B, logits=logits)
-        return out, kv.commit(cache, count_B)
-
-
-@dataclasses.dataclass(frozen=True)
-class TargetLayers(ModelSource):
-    """The target with some of its layers or neurons left out, on the target's cache: no second model and no state.
-
-    Rows are written at and beyond the cache's length, where the verification overwrites them (Draft & Verify, Zhang et
-    al., arXiv:2309.08168).
-    """
-
-    def init(self, weights: DraftWeights, ctx: DraftContext, hidden_BnD: jax.Array | None = None) -> None:
-        """No state."""
-        return None
-
-    def room(self, state: None, ctx: DraftContext) -> jax.Array:
-        """Up to the end of the target's cache."""
-        return min(self.context, ctx.cache.capacity) - ctx.length + 1
-
-    def open(
-        self, weights: DraftWeights, state: None, ctx: DraftContext, live_B: jax.Array
-    ) -> tuple[KVCache, jax.Array]:
-        """Feeds the last emitted token, the only one that the target has not seen."""
-        last_B1 = jnp.take_along_axis(ctx.tokens, jnp.maximum(ctx.length - 1, 0)[:, None], axis=1)
-        live_B = live_B.astype(jnp.int32)
-        logits_B1N, cache = self.feed(weights, ctx, ctx.cache, last_B1, n_valid_B=live_B)
-        return kv.commit(cache, live_B), logits_B1N[:, 0]
-
-    def close(self, state: None, cache: KVCache, ctx: DraftContext) -> tuple[None, KVCache]:
-        """The target's cache at the length it had."""
-        return None, cache._replace(length=ctx.cache.length)
-
-    def keep(
-        self,
-        weights: DraftWeights,
-        state: None,
-        ctx: DraftContext,
-        feedback: Feedback,
-        *,
-        rows_Bm: jax.Array | None,
-        count_B: jax.Array,
-    ) -> None:
-        """Nothing: the target's own pass decides what its cache holds."""
-        return None
-
-    def params(self, weights: DraftWeights, ctx: DraftContext) -> Any:
-        """The target's, all or with fewer neurons, with the trimmed head if there is one."""
-        params = ctx.params if weights.params is None else weights.params
-        return params if weights.head is None else params._replace(output=weights.head)

@@ -1,14 +1,14 @@
 """Suffix decoding: the longest earlier match of the text's end, weighed by what followed each occurrence."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext, Drafted, Drafter, DraftKind, Feedback
 from specsparse.speculative.drafters import lookup
+from specsparse.speculative.drafters.options import SuffixOptions
 
 
 class SuffixState(NamedTuple):
@@ -25,7 +25,7 @@ class SuffixState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Suffix(Drafter):
+class Suffix(SuffixOptions, Drafter):
     """Copies what followed the longest suffix of prompt and output that occurs earlier in them (SuffixDecoding).
 
     After Oliaro et al., SuffixDecoding (arXiv:2411.04975), with the request's own text for a corpus and a chain for a
@@ -37,53 +37,9 @@ class Suffix(Drafter):
     expected number of accepted tokens if the past repeats itself (their SCORE); ties go to the most recent. The draft
     is as long as `factor` times the match, plus `offset`, and ends where f falls under `min_share`. All of it is a
     function of the text before the draft. `params` is unused.
-
-    Attributes:
-        nodes: K, tokens drafted at most.
-        longest: match lengths are counted up to this (the depth of the suffix tree).
-        min_match: shortest match that is drafted from.
-        factor: draft tokens per matched token, above 0.
-        offset: draft tokens more.
-        min_share: share of the candidates that must agree with the draft up to each token, in [0, 1].
-        candidates: matches that vote at most.
     """
 
-    nodes: int = 16
-    longest: int = 64
-    min_match: int = 1
-    factor: float = 1.0
-    offset: int = 0
-    min_share: float = 0.1
-    candidates: int = 8
-
-    def __post_init__(self):
-        for name in ("nodes", "longest", "min_match", "candidates"):
-            if getattr(self, name) < 1:
-                raise UserError(f"drafter.{name}={getattr(self, name)} must be at least 1")
-        if self.min_match > self.longest:
-            raise UserError(f"drafter.min_match={self.min_match} must be at most longest={self.longest}")
-        if not self.factor > 0 or not 0 <= self.min_share <= 1:
-            raise UserError(f"drafter.factor={self.factor} must be above 0, min_share={self.min_share} in [0, 1]")
-
-    @property
-    def kind(self) -> DraftKind:
-        """Chosen, not drawn."""
-        return DraftKind.ONE_HOT
-
-    @property
-    def max_nodes(self) -> int:
-        """K."""
-        return self.nodes
-
-    @property
-    def max_depth(self) -> int:
-        """K."""
-        return self.nodes
-
-    @property
-    def tree(self) -> bool:
-        """A chain."""
-        return False
+    kind: ClassVar[DraftKind] = DraftKind.ONE_HOT
 
     def init(self, params: Any, ctx: DraftContext, *, hidden: jax.Array | None = None) -> SuffixState:
         """Matches of the prompt's end, by as many passes over C as its longest match is long."""
@@ -107,14 +63,14 @@ class Suffix(Drafter):
         follow_BWK, known_BWK = self._continuations(ctx, ends_BW)
         share_BWK = self._shares(follow_BWK, known_BWK)
         wanted_B = jnp.floor(best_B.astype(jnp.float32) * jnp.float32(self.factor)).astype(jnp.int32) + self.offset
-        wanted_B = jnp.where(best_B >= self.min_match, lookup.allowed(ctx, wanted_B, max_nodes=self.nodes), 0)
-        keep_BWK = jnp.arange(self.nodes, dtype=jnp.int32)[None, None] < wanted_B[:, None, None]
+        wanted_B = jnp.where(best_B >= self.min_match, lookup.allowed(ctx, wanted_B, max_nodes=self.max_nodes), 0)
+        keep_BWK = jnp.arange(self.max_nodes, dtype=jnp.int32)[None, None] < wanted_B[:, None, None]
         keep_BWK = keep_BWK & known_BWK & (share_BWK.astype(jnp.float32) >= self._least(ends_BW))
         score_BW = jnp.sum(jnp.where(keep_BWK, share_BWK, 0), axis=2, dtype=jnp.int32)
         winner_B1 = jnp.argmax(score_BW, axis=1, keepdims=True).astype(jnp.int32)
         count_B = jnp.take_along_axis(jnp.sum(keep_BWK, axis=2, dtype=jnp.int32), winner_B1, axis=1)[:, 0]
         start_B = jnp.take_along_axis(ends_BW, winner_B1, axis=1)[:, 0] + 1
-        return lookup.drafted(lookup.copy_chain(ctx, start_B, count_B, max_nodes=self.nodes), state, ctx)
+        return lookup.drafted(lookup.copy_chain(ctx, start_B, count_B, max_nodes=self.max_nodes), state, ctx)
 
     def commit(self, params: Any, state: SuffixState, ctx: DraftContext, feedback: Feedback) -> SuffixState:
         """One pass over C for each token emitted: a match grows by one where the text repeats that token."""
@@ -151,7 +107,7 @@ class Suffix(Drafter):
     def _continuations(self, ctx: DraftContext, ends_BW: jax.Array) -> tuple[jax.Array, jax.Array]:
         """int32[B, W, K] tokens after each match and bool[B, W, K] whether they are there."""
         batch, C = ctx.tokens.shape
-        at_BWK = ends_BW[:, :, None] + 1 + jnp.arange(self.nodes, dtype=jnp.int32)[None, None]
+        at_BWK = ends_BW[:, :, None] + 1 + jnp.arange(self.max_nodes, dtype=jnp.int32)[None, None]
         flat = jnp.take_along_axis(ctx.tokens, jnp.clip(at_BWK, 0, C - 1).reshape(batch, -1), axis=1)
         known_BWK = (ends_BW[:, :, None] >= 0) & (at_BWK < ctx.length[:, None, None])
         return flat.reshape(at_BWK.shape), known_BWK
@@ -161,7 +117,7 @@ class Suffix(Drafter):
         same_BWWK = follow_BWK[:, :, None] == follow_BWK[:, None]
         same_BWWK = same_BWWK & known_BWK[:, :, None] & known_BWK[:, None]
         agree = [same_BWWK[..., 0]]
-        for i in range(1, self.nodes):
+        for i in range(1, self.max_nodes):
             agree.append(agree[-1] & same_BWWK[..., i])
         return jnp.stack([jnp.sum(a, axis=2, dtype=jnp.int32) for a in agree], axis=2)
 

@@ -6,19 +6,17 @@ The verdict ignores what the tokens are, so the output is *not text* and the law
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from specsparse.errors import UserError
-from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback, Verdict, Verifier
+from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Verdict, Verifier
 from specsparse.speculative.drafters import lookup
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verifiers.registry import SYNTHETIC
 from specsparse.speculative.verify import match_verdict
-
-PROCESSES = ("geometric", "minimum_variance")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,15 +91,7 @@ class SyntheticRates:
         if rates is not None:
             if rate is not None or length is not None:
                 raise UserError("synthetic acceptance takes rates, or a rate, or a mean length")
-            try:
-                return cls.from_unconditional(tuple(float(r) for r in rates))
-            except (TypeError, ValueError) as error:
-                raise UserError(f"synthetic acceptance rates {rates!r} must be a list of numbers") from error
-        if process not in PROCESSES:
-            raise UserError(f"synthetic process {process!r} must be one of {', '.join(PROCESSES)}")
-        for name, value in (("rate", rate), ("length", length)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-                raise UserError(f"synthetic acceptance {name}={value!r} must be a number")
+            return cls.from_unconditional(tuple(rates))
         if rate is None and length is None:
             rate = 0.7
         return getattr(cls, process)(gamma, rate=rate, length=length)
@@ -190,30 +180,17 @@ class Synthetic(Drafter):
     """
 
     rates: SyntheticRates
+    kind: ClassVar[DraftKind] = DraftKind.ONE_HOT
 
-    @property
-    def kind(self) -> DraftKind:
-        """Chosen, not drawn."""
-        return DraftKind.ONE_HOT
+    @classmethod
+    def of(cls, max_nodes: int, **options: Any) -> "Synthetic":
+        """Of options; see `SyntheticRates.of`."""
+        return cls(SyntheticRates.of(max_nodes, **options))
 
     @property
     def max_nodes(self) -> int:
         """K."""
         return len(self.rates.conditional)
-
-    @property
-    def max_depth(self) -> int:
-        """K."""
-        return self.max_nodes
-
-    @property
-    def tree(self) -> bool:
-        """A chain."""
-        return False
-
-    def init(self, params: Any, ctx: DraftContext, *, hidden: jax.Array | None = None) -> None:
-        """No state."""
-        return None
 
     def draft(self, params: Any, state: Any, ctx: DraftContext) -> Drafted:
         """The K tokens before the last one, of them `budget`; consumes no noise."""
@@ -223,7 +200,3 @@ class Synthetic(Drafter):
         before_BK = jnp.maximum(ctx.length[:, None] - 1 - K + place_K, 0)
         tokens_BK = jnp.where(place_K < count_B[:, None], jnp.take_along_axis(ctx.tokens, before_BK, axis=1), 0)
         return lookup.drafted(Draft(tokens_BK, TreeTemplate.chain(K).parents_array(batch), count_B), state, ctx)
-
-    def commit(self, params: Any, state: Any, ctx: DraftContext, feedback: Feedback) -> None:
-        """No state."""
-        return None

@@ -14,9 +14,6 @@ import jax.numpy as jnp
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext, DraftKind, Verdict
 
-SHORT_GAMMA = 4
-"""Most tokens that a round drafts where nobody says how many: more of them cost more than they bring on most texts."""
-
 
 class LawView(NamedTuple):
     """What a model drafter shows before it draws node i from q_i; fields a policy does not name in `needs` are None.

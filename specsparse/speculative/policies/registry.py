@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from specsparse.errors import UserError
+from specsparse.speculative.gamma import SHORT_GAMMA
 from specsparse.speculative.options import Factory, Option, gamma_option, nearest
-from specsparse.speculative.policies.base import SHORT_GAMMA, Confidence, Entropy, Fixed, Heuristic, PMin, Policy
+from specsparse.speculative.policies.base import Confidence, Entropy, Fixed, Heuristic, PMin, Policy
 from specsparse.speculative.policies.cost import AutoOff, CostModel, CostOptimal
 from specsparse.support.registry import Registry
 

@@ -1,0 +1,92 @@
+"""A head on the target's features, alone or after a lookup."""
+
+import dataclasses
+import functools
+from typing import Self
+
+from specsparse.engine.llama import make_layers
+from specsparse.engine.model import Model
+from specsparse.speculative.drafters.either import Either
+from specsparse.speculative.drafters.head_file import find, read_head
+from specsparse.speculative.drafters.head_source import HeadSource
+from specsparse.speculative.drafters.ngram import NGram
+from specsparse.speculative.drafters.options import Drafting, HeadOptions, LookupHeadOptions
+from specsparse.speculative.drafters.plan import Bound, DrafterPlan, MakeModel, bytes_of
+from specsparse.speculative.drafters.sources import VocabMap
+from specsparse.speculative.drafters.style import Style
+from specsparse.speculative.policies.base import Policy
+
+HEAD_P_MIN = 0.6
+"""Top probability under which a head beside a lookup stops, where the length of a draft is fixed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadPlan(DrafterPlan, HeadOptions):
+    """A head on the target's features, with the target's embedding and output matrix.
+
+    Without ids of its own it scores those of the head's file.
+    """
+
+    def prepare(self, target: Model, make: MakeModel) -> Bound:
+        """Reads the head's file; no model is loaded."""
+        c, style = target.config, self.style
+        found = read_head(find(self.head, target.params.output_norm), c, floats=target.kernels.name != "native")
+        if style.vocab is None:
+            style = dataclasses.replace(style, vocab=tuple(found.ids.tolist()))
+        weights, columns = style.trim(target, target.params.output, c.vocab_size)
+        source = HeadSource(
+            vocab=VocabMap(c.vocab_size, c.vocab_size, columns),
+            kernels=target.kernels,
+            layers=make_layers(c, target.kernels),
+            eps=c.norm_eps,
+            context=c.context_length,
+            width=c.d_model,
+            kv_heads=c.n_kv_heads,
+            head_dim=c.head_dim,
+            kv_dtype=target.cache_dtype,
+            tree_rows=0 if style.tree is None else style.tree.max_rows,
+        )
+        weights = weights._replace(params=found.params)
+        reads = bytes_of(found.params.layer, found.params.fc_token, found.params.fc_hidden, weights.head)
+        return Bound(style.drafter(source, target), lambda capacity: weights, reads)
+
+
+@dataclasses.dataclass(frozen=True)
+class LookupHeadPlan(DrafterPlan, LookupHeadOptions):
+    """Prompt lookup where the text repeats itself, else a head. Each is under the policy; its gamma is that of both."""
+
+    @functools.cached_property
+    def second(self) -> HeadPlan:
+        """The head, which stops early by default where the length of a draft is fixed."""
+        how = self.drafting
+        fixed = how.policy is None and how.max_nodes is not None
+        ends = how.p_min if how.p_min is not None else HEAD_P_MIN if fixed else 0.0
+        given = {field.name: getattr(how, field.name) for field in dataclasses.fields(how)}
+        full = Drafting(**given | {"p_min": ends, "temperature": how.temperature or 0.0})
+        return HeadPlan(head=self.head, drafting=full)
+
+    @functools.cached_property
+    def first(self) -> NGram:
+        """The lookup; a policy that is put upon the plan later leaves it the room it had."""
+        gamma = self.drafting.max_nodes or self.second.max_nodes
+        return NGram.prompt_lookup(gamma, self.ngram_max, self.ngram_min)
+
+    @property
+    def style(self) -> Style:
+        """The head's."""
+        return self.second.style
+
+    @property
+    def max_nodes(self) -> int:
+        """K of the two."""
+        return max(self.first.max_nodes, self.second.max_nodes)
+
+    def under(self, policy: Policy) -> Self:
+        """The same with that policy."""
+        how = dataclasses.replace(self.drafting.under(policy), max_nodes=self.first.max_nodes)
+        return dataclasses.replace(self, drafting=how)
+
+    def prepare(self, target: Model, make: MakeModel) -> Bound:
+        """Reads the head's file."""
+        bound = self.second.prepare(target, make)
+        return bound._replace(drafter=Either(self.first, bound.drafter))

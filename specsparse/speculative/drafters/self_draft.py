@@ -1,0 +1,115 @@
+"""The target drafts for itself, with fewer layers or neurons and on its own cache."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specsparse.engine import cache as kv
+from specsparse.engine.cache import KVCache
+from specsparse.engine.llama import ForwardFn
+from specsparse.engine.model import Model
+from specsparse.errors import UserError
+from specsparse.speculative.base import DraftContext, Feedback
+from specsparse.speculative.drafters.options import LayerSkipOptions, SparseSelfOptions
+from specsparse.speculative.drafters.plan import Bound, DrafterPlan, MakeModel, bytes_of
+from specsparse.speculative.drafters.sources import DraftWeights, ModelSource, VocabMap
+from specsparse.speculative.drafters.style import Style
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetLayers(ModelSource):
+    """The target with some of its layers or neurons left out, on the target's cache: no second model and no state.
+
+    Rows are written at and beyond the cache's length, where the verification overwrites them (Draft & Verify, Zhang et
+    al., arXiv:2309.08168).
+    """
+
+    def init(self, weights: DraftWeights, ctx: DraftContext, hidden_BnD: jax.Array | None = None) -> None:
+        """No state."""
+        return None
+
+    def room(self, state: None, ctx: DraftContext) -> jax.Array:
+        """Up to the end of the target's cache."""
+        return min(self.context, ctx.cache.capacity) - ctx.length + 1
+
+    def open(
+        self, weights: DraftWeights, state: None, ctx: DraftContext, live_B: jax.Array
+    ) -> tuple[KVCache, jax.Array]:
+        """Feeds the last emitted token, the only one that the target has not seen."""
+        last_B1 = jnp.take_along_axis(ctx.tokens, jnp.maximum(ctx.length - 1, 0)[:, None], axis=1)
+        live_B = live_B.astype(jnp.int32)
+        logits_B1N, cache = self.feed(weights, ctx, ctx.cache, last_B1, n_valid_B=live_B)
+        return kv.commit(cache, live_B), logits_B1N[:, 0]
+
+    def close(self, state: None, cache: KVCache, ctx: DraftContext) -> tuple[None, KVCache]:
+        """The target's cache at the length it had."""
+        return None, cache._replace(length=ctx.cache.length)
+
+    def keep(
+        self,
+        weights: DraftWeights,
+        state: None,
+        ctx: DraftContext,
+        feedback: Feedback,
+        *,
+        rows_Bm: jax.Array | None,
+        count_B: jax.Array,
+    ) -> None:
+        """Nothing: the target's own pass decides what its cache holds."""
+        return None
+
+    def params(self, weights: DraftWeights, ctx: DraftContext) -> Any:
+        """The target's, all or with fewer neurons, with the trimmed head if there is one."""
+        params = ctx.params if weights.params is None else weights.params
+        return params if weights.head is None else params._replace(output=weights.head)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSkipPlan(DrafterPlan, LayerSkipOptions):
+    """Some of the target's layers, on its own cache."""
+
+    @property
+    def on_mesh(self) -> bool:
+        """Unless it cuts rows of its own out of the target's output matrix."""
+        return self.style.vocab is None
+
+    def prepare(self, target: Model, make: MakeModel) -> Bound:
+        """Checks the layers; no model is loaded."""
+        c = target.config
+        layers = default_layers(c.n_layers) if self.layers is None else self.layers
+        if not layers or sorted(set(layers)) != list(layers) or layers[0] < 0 or layers[-1] >= c.n_layers:
+            raise UserError(
+                f"drafter.layers={list(layers)} must be at least one layer, ascending, in 0..{c.n_layers - 1}"
+            )
+        own = [target.params.layers[layer] for layer in layers]
+        return _on_target(self.style, target, target.forward, layers, own)
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseSelfPlan(DrafterPlan, SparseSelfOptions):
+    """The target with few of its neurons, on its own cache."""
+
+    def prepare(self, target: Model, make: MakeModel) -> Bound:
+        """Makes the target with fewer neurons; no model is loaded."""
+        own = {"rule": self.rule, "share": self.share, "threshold": self.threshold, "text": self.text}
+        fewer = make.fewer(target, **{key: value for key, value in own.items() if value is not None})
+        bound = _on_target(self.style, target, fewer.forward, None, fewer.params.layers)
+        weights = bound.weights(0)
+        return bound._replace(weights=lambda capacity: weights._replace(params=fewer.params_for(capacity)))
+
+
+def default_layers(count: int) -> tuple[int, ...]:
+    """The first and the last quarter, and every other layer between them."""
+    edge = max(1, count // 4)
+    return tuple(i for i in range(count) if i < edge or i >= count - edge or (i - edge) % 2)
+
+
+def _on_target(style: Style, target: Model, forward: ForwardFn, layers: tuple[int, ...] | None, read: Any) -> Bound:
+    """A part of the target on its own cache; `read` are the weights of that part."""
+    c = target.config
+    weights, columns = style.trim(target, target.params.output, c.vocab_size)
+    source = TargetLayers(forward, VocabMap(c.vocab_size, c.vocab_size, columns), c.context_length, layers)
+    reads = bytes_of(read, target.params.output if weights.head is None else weights.head)
+    return Bound(style.drafter(source, target), lambda capacity: weights, reads)
