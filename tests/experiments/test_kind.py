@@ -1,24 +1,13 @@
 """A kind of experiment of one's own, and what the runner makes of what it found."""
 
 import dataclasses
-import io
-import json
 
 import pytest
-from rich.console import Console
 
 from specsparse.errors import UserError
-from specsparse.experiments import runner
-from specsparse.experiments.config import (
-    DataSpec,
-    DrafterSpec,
-    ModelSpec,
-    PolicySpec,
-    RunConfig,
-    TrackerSpec,
-    VerifierSpec,
-)
+from specsparse.experiments.config import TrackerSpec
 from specsparse.experiments.kind import KINDS
+from tests.experiments.playing import play, run_config
 
 MINE = '''
 from specsparse.errors import UserError
@@ -53,24 +42,18 @@ class NoKind:
 def cfg(tmp_path, monkeypatch):
     (tmp_path / "dice_kind.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
-    return RunConfig(
-        model=ModelSpec("none.gguf"), drafter=DrafterSpec("none"), verifier=VerifierSpec("greedy"),
-        policy=PolicySpec("fixed", 1), sampling={}, data=DataSpec(), tracker=TrackerSpec("jsonl"), name="test",
-        kind="dice_kind:Dice", composed={"name": "test"},
-    )  # fmt: skip
+    return run_config("none.gguf", kind="dice_kind:Dice", composed={"name": "test"})
 
 
 def test_a_kind_of_ones_own_runs_and_is_written_down_by_the_runner(cfg, tmp_path):
-    out = io.StringIO()
-    found = runner.run(cfg, tmp_path / "run", console=Console(file=out, width=40))
+    found, text, written = play(cfg, tmp_path / "run", width=40)
     assert not found.as_promised and found.objective == 3.5
-    written = json.loads((tmp_path / "run" / "record.json").read_text())
     assert list(written) == ["name", "kind", "summary", "throws", "definitions", "manifest", "config"]
     assert written["kind"] == "dice_kind:Dice" and written["manifest"]["model"] is None
     files = sorted(file.name for file in (tmp_path / "run").iterdir())
     assert files == ["faces.csv", "faces.png", "prompts.jsonl", "raw.csv", "record.json"]
     assert (tmp_path / "run" / "raw.csv").read_text() == "face,count\n1,3\n2,5\n"
-    first, last = out.getvalue().splitlines()
+    first, last = text.splitlines()
     assert first == "a mean of 3.5"
     assert last == f"record: {tmp_path / 'run' / 'record.json'}, faces.csv, faces.png, raw.csv"  # whole, however long
 
@@ -87,7 +70,7 @@ def test_a_kind_of_ones_own_runs_and_is_written_down_by_the_runner(cfg, tmp_path
 )
 def test_mistakes_are_found_before_anything_is_written(cfg, tmp_path, changes, says):
     with pytest.raises(UserError, match=says):
-        runner.run(dataclasses.replace(cfg, **changes), tmp_path / "run", console=Console(file=io.StringIO()))
+        play(dataclasses.replace(cfg, **changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

@@ -15,13 +15,10 @@ from specsparse.experiments import runner, sweep_table
 from specsparse.experiments.config import (
     CertifySpec,
     CompareSpec,
-    DataSpec,
     DrafterSpec,
     FfnSpec,
     ModelSpec,
     PolicySpec,
-    RunConfig,
-    TrackerSpec,
     VerifierSpec,
     from_omegaconf,
 )
@@ -42,6 +39,8 @@ from specsparse.speculative.proof.mutants import MUTANTS
 from specsparse.support import terminal
 from specsparse.support.paths import conf_dir
 from specsparse.testing import write_tiny_gguf
+from tests.experiments import playing
+from tests.experiments.playing import GREEDY, run_config
 
 CONTEXT = {"vocab_size": 300, "n_layers": 2, "context_length": 128}
 
@@ -64,24 +63,13 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def cfg(files):
-    return RunConfig(
-        model=ModelSpec(str(files / "target.gguf")),
-        drafter=DrafterSpec("prompt_lookup"),
-        verifier=VerifierSpec("greedy"),
-        policy=PolicySpec("fixed", 3),
-        sampling={"temperature": 0.0, "ignore_eos": True},
-        data=DataSpec(source=str(files / "prompts.jsonl"), chat=False),
-        tracker=TrackerSpec("jsonl"),
-        name="test",
-        max_tokens=16,
-        stream=False,
-    )
+    method = {"drafter": "prompt_lookup", "gamma": 3}
+    text = {"text": files / "prompts.jsonl", "chat": False}
+    return run_config(files / "target.gguf", **method, **text, sampling=GREEDY, max_tokens=16, stream=False)
 
 
 def play(cfg, directory):
-    out = io.StringIO()
-    found = runner.run(cfg, directory, console=Console(file=out, width=140))
-    return found, out.getvalue(), json.loads((directory / "record.json").read_text())
+    return playing.play(cfg, directory, width=140)
 
 
 def test_a_watched_run_with_a_policy_and_the_host_loop(cfg, tmp_path):

@@ -3,7 +3,6 @@
 import csv
 import dataclasses
 import io
-import json
 
 import numpy as np
 import pytest
@@ -13,23 +12,14 @@ from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
 from specsparse.experiments import runner, sweep_table
-from specsparse.experiments.config import (
-    DataSpec,
-    DrafterSpec,
-    ModelSpec,
-    PlacementSpec,
-    PolicySpec,
-    PredictorSpec,
-    RunConfig,
-    TrackerSpec,
-    VerifierSpec,
-)
+from specsparse.experiments.config import PlacementSpec, PredictorSpec
 from specsparse.experiments.kinds.placement import activations, decoded
 from specsparse.measure import machine
 from specsparse.measure.costs import devices
 from specsparse.powerinfer.files.activation_stats import ActivationStats, load_stats, read_activations, save_stats
 from specsparse.powerinfer.files.gpuidx import GpuIndex, path_for, read_gpuidx, write_gpuidx
 from specsparse.testing.powerinfer import write_tiny_powerinfer
+from tests.experiments.playing import changed, play, random_texts, run_config
 
 MIB = 1 / 1024
 
@@ -48,25 +38,9 @@ def path(tmp_path_factory):
 
 @pytest.fixture
 def cfg(path, tmp_path):
-    rng = np.random.default_rng(0)
-    rows = [{"text": "".join(rng.choice(list("abcdefgh "), 120))} for _ in range(4)]
-    (tmp_path / "text.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return RunConfig(
-        model=ModelSpec(str(path)), drafter=DrafterSpec("none"), verifier=VerifierSpec("greedy"),
-        policy=PolicySpec("fixed", 1), sampling={}, data=DataSpec(source=str(tmp_path / "text.jsonl")),
-        tracker=TrackerSpec("jsonl"), name="test", kind="placement", vram_budget=0.7 * MIB,
-        placement=PlacementSpec(tokens=64, window=32, context=64),
-    )  # fmt: skip
-
-
-def play(cfg, directory):
-    out = io.StringIO()
-    found = runner.run(cfg, directory, console=Console(file=out, width=200))
-    return found, out.getvalue(), json.loads((directory / "record.json").read_text())
-
-
-def changed(cfg, *, rest=None, **placement):
-    return dataclasses.replace(cfg, placement=dataclasses.replace(cfg.placement, **placement), **(rest or {}))
+    text = random_texts(tmp_path / "text.jsonl", 4, 120)
+    placement = PlacementSpec(tokens=64, window=32, context=64)
+    return run_config(path, text=text, kind="placement", vram_budget=0.7 * MIB, placement=placement)
 
 
 def test_a_run_places_by_every_rule_and_keeps_its_choice(cfg, path, tmp_path):
@@ -89,7 +63,7 @@ def test_a_run_places_by_every_rule_and_keeps_its_choice(cfg, path, tmp_path):
     assert (tmp_path / "a" / "placement.png").is_file()
 
     for given in ("activations.safetensors", "activation"):
-        again = changed(cfg, activations=str(tmp_path / "a" / given))
+        again = changed(cfg, "placement", activations=str(tmp_path / "a" / given))
         same, text, _ = play(again, tmp_path / "b")
         assert all(map(np.array_equal, same.result.found["optimal"].hot, found.result.found["optimal"].hot))
         if given == "activations.safetensors":  # the .pt files do not say how many tokens were read
@@ -104,7 +78,9 @@ def test_what_somebody_else_placed_is_reported_as_it_is(cfg, tmp_path):
     save_stats(tmp_path / "counts.safetensors", ActivationStats(counts, tokens=1023))
     cold = np.arange(1024) < 256
     write_gpuidx(tmp_path / "own.gpuidx", GpuIndex((cold, cold), 1 << 16))
-    given = changed(cfg, activations=str(tmp_path / "counts.safetensors"), gpu_index=str(tmp_path / "own.gpuidx"))
+    given = changed(
+        cfg, "placement", activations=str(tmp_path / "counts.safetensors"), gpu_index=str(tmp_path / "own.gpuidx")
+    )
     found, text, record = play(given, tmp_path / "a")
     summary = record["summary"]
     assert summary["chosen"] == found.result.chosen == "file" and "placement read from" in text
@@ -116,16 +92,17 @@ def test_what_somebody_else_placed_is_reported_as_it_is(cfg, tmp_path):
 def test_the_text_to_decode_after_fits_the_context(cfg, path):
     f = open_gguf(path)
     config = dataclasses.replace(ModelConfig.from_gguf(f), context_length=16)
-    assert len(activations.text_ids(changed(cfg, decode=3), f, config)) == 13
-    assert len(activations.text_ids(changed(cfg, decode=3, window=4), f, config)) == 4
+    assert len(activations.text_ids(changed(cfg, "placement", decode=3), f, config)) == 13
+    assert len(activations.text_ids(changed(cfg, "placement", decode=3, window=4), f, config)) == 4
     with pytest.raises(UserError, match=r"placement\.decode=15 leaves no room .* of 16 tokens"):
-        activations.text_ids(changed(cfg, decode=15), f, config)
+        activations.text_ids(changed(cfg, "placement", decode=15), f, config)
 
 
 def test_layers_and_predictors(cfg, tmp_path):
-    found, _, _ = play(changed(cfg, rest={"n_gpu_layers": 1, "vram_budget": 1.0 * MIB}, rule="layers"), tmp_path / "a")
+    by_layers = dataclasses.replace(cfg, n_gpu_layers=1, vram_budget=1.0 * MIB)
+    found, _, _ = play(changed(by_layers, "placement", rule="layers"), tmp_path / "a")
     assert found.result.gpu_index is None and found.result.found["layers"].host_layers == {0}
-    by_mask = changed(cfg, rest={"predictor": PredictorSpec("gate_threshold", {"share": 0.25})})
+    by_mask = dataclasses.replace(cfg, predictor=PredictorSpec("gate_threshold", {"share": 0.25}))
     found, _, _ = play(by_mask, tmp_path / "b")
     stats = load_stats(tmp_path / "b" / "activations.safetensors", layers=2, d_ff=1024)
     assert 0.2 < sum(c.sum() for c in stats.counts) / (64 * 2048) < 0.3
@@ -150,12 +127,12 @@ def test_layers_and_predictors(cfg, tmp_path):
 )
 def test_mistakes_are_found_before_anything_is_loaded(cfg, rest, placement, message):
     with pytest.raises(UserError, match=message):
-        runner.check(changed(cfg, rest=rest, **placement))
+        runner.check(dataclasses.replace(changed(cfg, "placement", **placement), **rest))
 
 
 def test_a_sweep_ends_with_table_csv_and_figure(cfg, tmp_path):
     counted, _, _ = play(dataclasses.replace(cfg, vram_budget=0.3 * MIB), tmp_path / "1")
-    given = changed(cfg, activations=str(tmp_path / "1" / "activations.safetensors"))
+    given = changed(cfg, "placement", activations=str(tmp_path / "1" / "activations.safetensors"))
     play(dataclasses.replace(given, vram_budget=0.6 * MIB), tmp_path / "0")
     out = io.StringIO()
     sweep_table.show(tmp_path, Console(file=out, width=200))
@@ -167,7 +144,7 @@ def test_a_sweep_ends_with_table_csv_and_figure(cfg, tmp_path):
 
 
 def test_decoding_measures_and_labels_dense_hot_neurons(cfg, tmp_path):
-    found, text, record = play(changed(cfg, decode=3, hot="dense"), tmp_path / "a")
+    found, text, record = play(changed(cfg, "placement", decode=3, hot="dense"), tmp_path / "a")
     measured = record["summary"]["measured"]
     assert measured == found.result.measured and measured["one"] > 0 and measured["overlapped"] is None
     taken = record["summary"]["conditions"]

@@ -1,28 +1,17 @@
 """`+experiment=powerinfer_oracle` on results written here: what agrees, what breaks a limit, what is refused."""
 
 import dataclasses
-import io
-import json
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 import specsparse
 from specsparse.errors import UserError
 from specsparse.experiments import runner
-from specsparse.experiments.config import (
-    DataSpec,
-    DrafterSpec,
-    FfnSpec,
-    ModelSpec,
-    PolicySpec,
-    PowerInferSpec,
-    RunConfig,
-    TrackerSpec,
-    VerifierSpec,
-)
+from specsparse.experiments.config import FfnSpec, PowerInferSpec
 from specsparse.testing.powerinfer import write_tiny_powerinfer
+from tests.experiments import playing
+from tests.experiments.playing import run_config
 
 IDS = np.array([1, 5, 9, 200, 17, 42], np.int32)
 
@@ -40,18 +29,15 @@ def results(tmp_path_factory):
 
 @pytest.fixture
 def cfg(results, tmp_path):
-    return RunConfig(
-        model=ModelSpec(str(results[0])), drafter=DrafterSpec("none"), verifier=VerifierSpec("greedy"),
-        policy=PolicySpec("fixed", 1), sampling={}, data=DataSpec(), tracker=TrackerSpec("jsonl"), name="test",
-        kind="powerinfer_oracle", ffn=FfnSpec(faithful_f16=True),
+    return run_config(
+        results[0], kind="powerinfer_oracle", ffn=FfnSpec(faithful_f16=True),
         powerinfer=PowerInferSpec(str(tmp_path / "logits.npz"), threads=(1, 2)),
     )  # fmt: skip
 
 
 def play(cfg, directory):
-    out = io.StringIO()
-    found = runner.run(cfg, directory, console=Console(file=out, width=140))
-    return found, out.getvalue(), json.loads((directory / "record.json").read_text())["summary"]
+    found, text, record = playing.play(cfg, directory, width=140)
+    return found, text, record["summary"]
 
 
 def test_equal_logits_are_as_promised(cfg, results, tmp_path):

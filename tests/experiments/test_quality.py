@@ -1,30 +1,18 @@
 """`kind: perplexity` and `kind: quant_table` on a tiny model: what they write, print and refuse."""
 
 import dataclasses
-import io
-import json
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 import specsparse
 from specsparse.errors import UserError
-from specsparse.experiments import runner
-from specsparse.experiments.config import (
-    DataSpec,
-    DrafterSpec,
-    ModelSpec,
-    PerplexitySpec,
-    PolicySpec,
-    QuantTableSpec,
-    RunConfig,
-    TrackerSpec,
-    VerifierSpec,
-)
+from specsparse.experiments.config import PerplexitySpec, QuantTableSpec
 from specsparse.measure.conditions import Conditions
 from specsparse.runtime.perplexity import score, windows
 from specsparse.testing import write_tiny_gguf
+from tests.experiments import playing
+from tests.experiments.playing import run_config
 
 TEXT = "hello the world, and hello again: " * 20
 
@@ -41,25 +29,16 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def cfg(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECSPARSE_CACHE", str(tmp_path / "cache"))
-    return RunConfig(
-        model=ModelSpec(str(folder / "m.gguf")),
-        drafter=DrafterSpec("none"),
-        verifier=VerifierSpec("greedy"),
-        policy=PolicySpec("fixed", 3),
-        sampling={"temperature": 0.0},
-        data=DataSpec(),
-        tracker=TrackerSpec("jsonl"),
-        name="test",
-        kind="perplexity",
-        perplexity=PerplexitySpec(text=str(folder / "text.txt"), context=64, chunks=2),
+    perplexity = PerplexitySpec(text=str(folder / "text.txt"), context=64, chunks=2)
+    return run_config(
+        folder / "m.gguf", gamma=3, sampling={"temperature": 0.0}, kind="perplexity", perplexity=perplexity
     )
 
 
 def play(cfg, directory):
-    out = io.StringIO()
-    found = runner.run(cfg, directory, console=Console(file=out, width=140))
+    played = playing.play(cfg, directory, width=140)
     assert [p.name for p in directory.iterdir()] == ["record.json"]  # the base's laws are gone
-    return found, out.getvalue(), json.loads((directory / "record.json").read_text())
+    return played
 
 
 def test_perplexity_and_the_distance_to_float32(cfg, folder, tmp_path):

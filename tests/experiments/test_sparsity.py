@@ -10,20 +10,11 @@ from rich.console import Console
 
 from specsparse.errors import UserError
 from specsparse.experiments import runner, sweep_table
-from specsparse.experiments.config import (
-    DataSpec,
-    DrafterSpec,
-    FfnSpec,
-    ModelSpec,
-    PolicySpec,
-    PredictorSpec,
-    RunConfig,
-    SparsitySpec,
-    TrackerSpec,
-    VerifierSpec,
-)
+from specsparse.experiments.config import FfnSpec, ModelSpec, PredictorSpec, SparsitySpec
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.powerinfer import write_tiny_powerinfer
+from tests.experiments import playing
+from tests.experiments.playing import run_config
 
 TINY = {"tokenizer": "spm", "vocab_size": 300, "n_layers": 1, "context_length": 128}
 
@@ -39,20 +30,17 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def cfg(files):
-    return RunConfig(
-        model=ModelSpec(str(files / "dense.gguf")), drafter=DrafterSpec("none"), verifier=VerifierSpec("greedy"),
-        policy=PolicySpec("fixed", 1), sampling={}, data=DataSpec(source=str(files / "prompts.jsonl")),
-        tracker=TrackerSpec("jsonl"), name="test", kind="sparsity", ffn=FfnSpec("predicted", tokens=64),
+    return run_config(
+        files / "dense.gguf", text=files / "prompts.jsonl", kind="sparsity", ffn=FfnSpec("predicted", tokens=64),
         predictor=PredictorSpec("gate_threshold"),
         sparsity=SparsitySpec(values=(1.0, 0.5, 0.2), window=32, judged=2, tokens=4, repeats=2),
     )  # fmt: skip
 
 
 def play(cfg, directory):
-    out = io.StringIO()
-    found = runner.run(cfg, directory, console=Console(file=out, width=200))
+    found, text, record = playing.play(cfg, directory)
     assert found.objective == -found.result.points[-1].quality.model.kl
-    return found.result, out.getvalue(), json.loads((directory / "record.json").read_text())
+    return found.result, text, record
 
 
 def test_predictors_beside_each_other(cfg, tmp_path):

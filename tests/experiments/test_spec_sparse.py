@@ -1,27 +1,14 @@
 """`kind: spec_sparse` on a tiny model: four cells, five with a cap, unions, files, and what is refused."""
 
 import dataclasses
-import io
 import json
 
 import pytest
-from rich.console import Console
 
 from specsparse.engine.config import ACTIVATION_KEY
 from specsparse.errors import UserError
 from specsparse.experiments import runner
-from specsparse.experiments.config import (
-    DataSpec,
-    DrafterSpec,
-    FfnSpec,
-    ModelSpec,
-    PolicySpec,
-    PredictorSpec,
-    RunConfig,
-    SparsitySpec,
-    TrackerSpec,
-    VerifierSpec,
-)
+from specsparse.experiments.config import DrafterSpec, FfnSpec, ModelSpec, PredictorSpec, SparsitySpec
 from specsparse.experiments.kinds.sparse import spec_sparse_report
 from specsparse.experiments.kinds.sparse.spec_sparse import Reading
 from specsparse.experiments.kinds.sparse.spec_sparse_report import Cell, Joined
@@ -30,6 +17,7 @@ from specsparse.measure import speedup
 from specsparse.powerinfer.ffn.union import UnionPoint
 from specsparse.runtime.metrics import Counters
 from specsparse.testing import write_tiny_gguf
+from tests.experiments.playing import GREEDY, play, run_config
 
 
 @pytest.fixture(scope="module")
@@ -42,19 +30,16 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def cfg(files):
-    return RunConfig(
-        model=ModelSpec(str(files / "m.gguf")), drafter=DrafterSpec("prompt_lookup"), verifier=VerifierSpec("greedy"),
-        policy=PolicySpec("fixed", 3), sampling={"temperature": 0.0, "ignore_eos": True},
-        data=DataSpec(source=str(files / "prompts.jsonl"), chat=False), tracker=TrackerSpec("jsonl"), name="test",
+    return run_config(
+        files / "m.gguf", drafter="prompt_lookup", gamma=3, sampling=GREEDY, text=files / "prompts.jsonl", chat=False,
         max_tokens=12, repeats=1, kind="spec_sparse", ffn=FfnSpec("predicted", tokens=64, union_cap=0.3),
         predictor=PredictorSpec("gate_threshold", {"share": 0.3}), sparsity=SparsitySpec(window=16, judged=2),
     )  # fmt: skip
 
 
 def test_five_cells(cfg, tmp_path):
-    out = io.StringIO()
-    found = runner.run(cfg, tmp_path, console=Console(file=out, width=160)).result
-    record = json.loads((tmp_path / "record.json").read_text())["summary"]
+    run, shown, written = play(cfg, tmp_path, width=160)
+    found, record = run.result, written["summary"]
     assert list(found.cells) == ["plain dense", "plain sparse", "spec dense", "spec sparse", "spec sparse, capped"]
     dense, sparse, spec_dense, spec_sparse, capped = found.cells.values()
     assert found.as_promised and spec_dense.differing == spec_sparse.differing == 0
@@ -71,9 +56,9 @@ def test_five_cells(cfg, tmp_path):
         cell = dataclasses.replace(spec_sparse, speedup=sparse.speedup._replace(ratio_of_totals=more * faster))
         lines = dataclasses.replace(found, cells={**found.cells, cell.name: cell}).warnings
         assert any(line.startswith("spec sparse: speed-up") for line in lines) == impossible
-    assert "taken at: read bandwidth" in out.getvalue()
+    assert "taken at: read bandwidth" in shown
     for part in ("rows of a pass", "product of the two", "lossy against the dense model", "by bytes"):
-        assert part in out.getvalue()
+        assert part in shown
     for name in ("union.csv", "union.png", "cells.csv", "cells.png"):
         assert (tmp_path / name).is_file()
 
@@ -103,7 +88,6 @@ def test_a_model_that_skips_zeros_is_compared_with_the_dense_one(cfg, tmp_path):
         tmp_path / "relu.gguf", tokenizer="spm", vocab_size=300, quant="Q4_0", context_length=128, n_layers=2,
         metadata={ACTIVATION_KEY: "relu"}, seed=1,
     )  # fmt: skip
-    out = io.StringIO()
     changes = {
         "model": ModelSpec(str(path)),
         "ffn": FfnSpec("predicted", union_cap=0.3),
@@ -111,7 +95,8 @@ def test_a_model_that_skips_zeros_is_compared_with_the_dense_one(cfg, tmp_path):
         "drafter": DrafterSpec("prompt_lookup", {"ngram_min": 1}),
     }
     relu = dataclasses.replace(cfg, **changes)
-    found = runner.run(relu, tmp_path / "run", console=Console(file=out, width=160)).result
+    run, shown, _ = play(relu, tmp_path / "run", width=160)
+    found = run.result
     assert found.exact and found.as_promised
     assert not any(cell.differing for name, cell in found.cells.items() if "capped" not in name)
     sparse, spec_sparse = found.cells["plain sparse"], found.cells["spec sparse"]
@@ -122,8 +107,8 @@ def test_a_model_that_skips_zeros_is_compared_with_the_dense_one(cfg, tmp_path):
     assert spec_sparse.read == pytest.approx((wide + narrow.passes * narrow.union) / (wide + narrow.passes))
     capped = found.cells["spec sparse, capped"]
     assert capped.read <= 0.31 and capped.differing
-    assert "spec sparse, capped: KL" in out.getvalue() and "lossy against the dense model" in out.getvalue()
-    assert found.quality["spec sparse"].kl == 0 and "bit for bit the dense model" in out.getvalue()
+    assert "spec sparse, capped: KL" in shown and "lossy against the dense model" in shown
+    assert found.quality["spec sparse"].kl == 0 and "bit for bit the dense model" in shown
 
 
 MISTAKES = {

@@ -1,30 +1,22 @@
 """The main job around a scripted engine: what is run, compared, shown and written."""
 
-import io
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from specsparse.errors import UserError
 from specsparse.experiments import runner
-from specsparse.experiments.config import (
-    DataSpec,
-    DrafterSpec,
-    ModelSpec,
-    PolicySpec,
-    RunConfig,
-    TrackerSpec,
-    VerifierSpec,
-)
+from specsparse.experiments.config import DataSpec, DrafterSpec, ModelSpec, TrackerSpec, VerifierSpec
 from specsparse.kernels import processor
 from specsparse.measure import machine, repeats
 from specsparse.report import record
 from specsparse.report.record import PLAIN, SPECULATIVE
 from specsparse.runtime.metrics import Counters, Times
 from specsparse.runtime.times import store
+from tests.experiments import playing
+from tests.experiments.playing import run_config
 
 
 @dataclass
@@ -117,15 +109,13 @@ class FakeEngine:
 def cfg(tmp_path):
     model = tmp_path / "model.gguf"
     model.write_bytes(b"x" * 1000)
-    return RunConfig(
-        model=ModelSpec(str(model), threads=2),
-        drafter=DrafterSpec("prompt_lookup", {"ngram_max": 3}),
-        verifier=VerifierSpec("greedy"),
-        policy=PolicySpec("fixed", 3),
+    return run_config(
+        ModelSpec(str(model), threads=2),
+        drafter="prompt_lookup",
+        options={"ngram_max": 3},
+        gamma=3,
         sampling={"temperature": 0.0},
         data=DataSpec(tasks=("chat", "code"), limit_per_task=2),
-        tracker=TrackerSpec("jsonl"),
-        name="test",
         repeats=3,
         composed={"seed": 0},
     )
@@ -138,9 +128,7 @@ def machine_of_the_day(monkeypatch):
 
 
 def play(cfg, tmp_path, engine):
-    out = io.StringIO()
-    found = runner.run(cfg, tmp_path / "out", engine=engine, console=Console(file=out, width=120))
-    return found, out.getvalue()
+    return playing.play(cfg, tmp_path / "out", engine=engine, width=120)[:2]
 
 
 def test_sides_are_interleaved_and_the_order_alternates(cfg, tmp_path):
@@ -307,7 +295,7 @@ def test_a_later_turn_comes_after_the_model_s_own_answer(cfg, tmp_path):
     model = Model(tmp_path / "model.gguf")
     model.tokenizer.apply_chat_template = lambda messages: said.append([m["content"] for m in messages]) or "text"
     engine.load = lambda spec, progress, **_: model
-    runner.run(both, tmp_path / "run", engine=engine, console=Console(file=io.StringIO()))
+    play(both, tmp_path, engine)
     assert said == [["one"], ["one"], ["one", "plain text", "two"]]
     with pytest.raises(UserError, match=r"data\.chat=true"):
         runner.check(replace(both, data=replace(both.data, chat=False)))

@@ -16,18 +16,10 @@ import pytest
 from specsparse import run
 from specsparse.errors import UserError
 from specsparse.experiments import runner, sweep_table, sweeps, trackers
-from specsparse.experiments.config import (
-    DataSpec,
-    DrafterSpec,
-    ModelSpec,
-    PolicySpec,
-    RunConfig,
-    TrackerSpec,
-    VerifierSpec,
-)
 from specsparse.measure import lock as timing_lock
 from specsparse.report import measurements, runs
 from specsparse.support import json_files
+from tests.experiments.playing import run_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,11 +29,7 @@ def config(tmp_path, **changes):
     if not model.exists():
         model.write_bytes(b"x" * 100)
     composed = {"model": {"path": str(model)}, "seed": 0, "name": "s", **changes}
-    return RunConfig(
-        model=ModelSpec(str(model)), drafter=DrafterSpec("prompt_lookup"), verifier=VerifierSpec("greedy"),
-        policy=PolicySpec("fixed", 3), sampling={}, data=DataSpec(), tracker=TrackerSpec("jsonl"), name="s",
-        composed=composed,
-    )  # fmt: skip
+    return run_config(model, drafter="prompt_lookup", gamma=3, name="s", composed=composed)
 
 
 def test_the_key_is_of_what_a_result_depends_on(tmp_path, monkeypatch):

@@ -1,47 +1,25 @@
 """`+experiment=train_drafter` end to end on a tiny model: stopped, started again, judged, decoded with."""
 
-import dataclasses
-import io
-import json
-
 import numpy as np
 import pytest
-from rich.console import Console
 
 import specsparse
 from specsparse.errors import UserError
 from specsparse.experiments import runner
-from specsparse.experiments.config import (
-    DataSpec,
-    DrafterSpec,
-    ModelSpec,
-    PolicySpec,
-    RunConfig,
-    TrackerSpec,
-    TrainSpec,
-    VerifierSpec,
-)
+from specsparse.experiments.config import TrainSpec
 from specsparse.experiments.kinds.training import drafter_fit
 from specsparse.speculative.drafters import get_drafter
 from specsparse.testing import write_tiny_gguf
 from specsparse.training import data, trainer
 from specsparse.training.evaluate import _reach
 from specsparse.training.head_form import HeadForm
+from tests.experiments import playing
+from tests.experiments.playing import changed, random_texts, run_config
 
 OPTIONS = {
     "batch": 4, "answer": 24, "prompt_tokens": 300, "draft_vocab": 128, "steps": 6, "save_every": 2, "windows": 2,
     "rows": 320, "drafting": 48, "streams": 2, "candidates": 64, "gamma": 3, "warmup": 1, "temperatures": [0.0, 0.9],
 }  # fmt: skip
-
-
-class Engine:
-    """Loads the one model there is."""
-
-    def __init__(self, model):
-        self.model = model
-
-    def load(self, spec, **overrides):
-        return self.model
 
 
 @pytest.fixture(scope="module")
@@ -52,25 +30,14 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def cfg(model, tmp_path):
-    rng = np.random.default_rng(0)
-    rows = [{"text": "".join(rng.choice(list("abcdefgh "), 20)), "task": "t"} for _ in range(6)]
-    (tmp_path / "text.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return RunConfig(
-        model=ModelSpec(str(model.path)), drafter=DrafterSpec("none"), verifier=VerifierSpec("greedy"),
-        policy=PolicySpec("fixed", 1), sampling={}, data=DataSpec(source=str(tmp_path / "text.jsonl"), chat=False),
-        tracker=TrackerSpec("jsonl"), name="test", kind="train_drafter",
-        train=TrainSpec(tokens=250, judged=3, output=str(tmp_path / "out"), options=OPTIONS),
-    )  # fmt: skip
+    train = TrainSpec(tokens=250, judged=3, output=str(tmp_path / "out"), options=OPTIONS)
+    text = random_texts(tmp_path / "text.jsonl", 6, 20, task="t")
+    return run_config(model.path, text=text, chat=False, kind="train_drafter", train=train)
 
 
 def play(cfg, model, directory):
-    out = io.StringIO()
-    found = runner.run(cfg, directory, engine=Engine(model), console=Console(file=out, width=200))
-    return found.result, out.getvalue(), json.loads((directory / "record.json").read_text())
-
-
-def changed(cfg, **changes):
-    return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, **changes))
+    found, text, record = playing.play(cfg, directory, model=model)
+    return found.result, text, record
 
 
 MODEL = {**OPTIONS, "form": "model", "width": 32, "heads": 2, "ffn": 64, "layers": 1, "draft_vocab": 0}
@@ -79,7 +46,7 @@ MODEL = {**OPTIONS, "form": "model", "width": 32, "heads": 2, "ffn": 64, "layers
 @pytest.mark.slow
 @pytest.mark.parametrize(("drafter", "options", "file"), [("head", OPTIONS, "head"), ("model", MODEL, "draft")])
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, monkeypatch, drafter, options, file):
-    cfg = changed(cfg, options=options)
+    cfg = changed(cfg, "train", options=options)
     whole, shown, record = play(cfg, model, tmp_path / "a")
     assert "agreement" in shown and whole.path.name == f"out-{file}.gguf"
     curve = record["summary"]["curve"]
@@ -99,14 +66,14 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
 
     real = drafter_fit.save_state
     monkeypatch.setattr(drafter_fit, "save_state", stop)
-    again = changed(cfg, output=str(tmp_path / "again" / "out"))
+    again = changed(cfg, "train", output=str(tmp_path / "again" / "out"))
     with pytest.raises(KeyboardInterrupt):
         play(again, model, tmp_path / "b")
     found, _, _ = play(again, model, tmp_path / "b")
     assert len(saves) == 3  # no step twice
     assert found.path.read_bytes() == whole.path.read_bytes() and found.drafting == whole.drafting
     with pytest.raises(UserError, match="holds a training with another text: give train"):
-        play(changed(cfg, options={**options, "answer": 20}), model, tmp_path / "c")
+        play(changed(cfg, "train", options={**options, "answer": 20}), model, tmp_path / "c")
 
     plain = specsparse.generate(model, "abc abc", max_tokens=40, ignore_eos=True)
     drafter = get_drafter(drafter, gamma=3, **{drafter: whole.path})
@@ -118,7 +85,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
 @pytest.mark.parametrize("given", [OPTIONS, MODEL], ids=["head", "model"])
 def test_training_learns(cfg, model, tmp_path, given):
     """On a handful of texts, again and again, the divergence falls far below where it began."""
-    cfg = changed(cfg, options={**given, "steps": 60, "learning_rate": 3e-3})
+    cfg = changed(cfg, "train", options={**given, "steps": 60, "learning_rate": 3e-3})
     options = drafter_fit.options(cfg)
     paths = data.generate(model, options.data, tmp_path / "texts", tokens=100)
     texts = [t for p in paths for t in data.read_shard(p)]
@@ -169,4 +136,4 @@ def test_reach_counts_drafts_by_the_place_of_their_first_error():
 )
 def test_mistakes_are_found_before_anything_is_loaded(cfg, changes, message):
     with pytest.raises(UserError, match=message):
-        runner.check(changed(cfg, **changes))
+        runner.check(changed(cfg, "train", **changes))

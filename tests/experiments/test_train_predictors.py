@@ -1,27 +1,14 @@
 """`+experiment=train_predictors` end to end on a tiny planted model: stopped, started again, judged, exported."""
 
 import dataclasses
-import io
-import json
 from functools import partial
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from specsparse.errors import UserError
 from specsparse.experiments import runner
-from specsparse.experiments.config import (
-    DataSpec,
-    DrafterSpec,
-    ModelSpec,
-    PolicySpec,
-    PredictorSpec,
-    RunConfig,
-    TrackerSpec,
-    TrainSpec,
-    VerifierSpec,
-)
+from specsparse.experiments.config import ModelSpec, PredictorSpec, TrainSpec
 from specsparse.experiments.kinds.training import predictors_fit
 from specsparse.powerinfer.files.checkpoints import read_predictor, read_threshold
 from specsparse.predictors import FFN, get_predictor
@@ -30,19 +17,10 @@ from specsparse.predictors.masked import with_weights
 from specsparse.predictors.mlp import mlp_weights
 from specsparse.predictors.svd import as_mlp, factorise, normed_gate
 from specsparse.testing import write_tiny_gguf
+from tests.experiments.playing import changed, play, random_texts, run_config
 from tests.predictors.planted import planted_model
 
 OPTIONS = {"rank": 16, "epochs": 3, "batch": 64}
-
-
-class Engine:
-    """Loads the one model there is."""
-
-    def __init__(self, model):
-        self.model = model
-
-    def load(self, spec, **overrides):
-        return self.model
 
 
 @pytest.fixture(scope="module")
@@ -52,29 +30,16 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def cfg(model, tmp_path):
-    rng = np.random.default_rng(0)
-    rows = [{"text": "".join(rng.choice(list("abcdefgh "), 120))} for _ in range(20)]
-    (tmp_path / "text.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return RunConfig(
-        model=ModelSpec(str(model.path)), drafter=DrafterSpec("none"), verifier=VerifierSpec("greedy"),
-        policy=PolicySpec("fixed", 1), sampling={}, data=DataSpec(source=str(tmp_path / "text.jsonl")),
-        tracker=TrackerSpec("jsonl"), name="test", kind="train_predictors", predictor=PredictorSpec("mlp"),
-        train=TrainSpec(tokens=640, window=32, judged=2, output=str(tmp_path / "out"), options=OPTIONS),
-    )  # fmt: skip
-
-
-def play(cfg, model, directory):
-    out = io.StringIO()
-    found = runner.run(cfg, directory, engine=Engine(model), console=Console(file=out, width=200))
-    return found, out.getvalue(), json.loads((directory / "record.json").read_text())
-
-
-def changed(cfg, **changes):
-    return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, **changes))
+    train = TrainSpec(tokens=640, window=32, judged=2, output=str(tmp_path / "out"), options=OPTIONS)
+    text = random_texts(tmp_path / "text.jsonl", 20, 120)
+    predictor = PredictorSpec("mlp")
+    return run_config(model.path, text=text, kind="train_predictors", predictor=predictor, train=train)
 
 
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, monkeypatch):
-    whole, text, record = play(changed(cfg, compare=("svd", "signbit", "random", "mlp")), model, tmp_path / "a")
+    whole, text, record = play(
+        changed(cfg, "train", compare=("svd", "signbit", "random", "mlp")), tmp_path / "a", model=model
+    )
     assert [e.name for e in whole.result] == ["mlp", "svd", "signbit", "random"]
     mlp, svd, signbit, random = whole.result
     assert mlp.mean.recall > 0.9 and mlp.mean.precision > 0.5 and mlp.mean.kept < 0.6
@@ -103,11 +68,11 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
 
     real = predictors_fit.save_state
     monkeypatch.setattr(predictors_fit, "save_state", stop)
-    again = changed(cfg, output=str(tmp_path / "again"))
+    again = changed(cfg, "train", output=str(tmp_path / "again"))
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            play(again, model, tmp_path / "b")
-    found, _, _ = play(again, model, tmp_path / "b")
+            play(again, tmp_path / "b", model=model)
+    found, _, _ = play(again, tmp_path / "b", model=model)
     assert len(saves) == 6  # no epoch twice
     for name in ("predictors.safetensors", "layer_0.safetensors", "layer_1.safetensors"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
@@ -121,7 +86,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
         np.testing.assert_array_equal(exported.fc1.astype(np.float16), fc1)
         np.testing.assert_array_equal(exported.fc2.astype(np.float16), fc2)
     with pytest.raises(UserError, match=r"holds a training with another options: give train.output"):
-        play(changed(cfg, options={**OPTIONS, "rank": 8}), model, tmp_path / "c")
+        play(changed(cfg, "train", options={**OPTIONS, "rank": 8}), tmp_path / "c", model=model)
 
 
 def test_a_retrained_model_does_not_take_the_residuals_of_the_old_one(cfg, model, tmp_path):
@@ -146,7 +111,7 @@ def test_the_predictors_of_a_powerinfer_file_are_judged_as_they_are(cfg, model, 
         config=dataclasses.replace(model.config, predictor_ranks=(16, 16)),
         params=with_weights(model.params, [mlp_weights(*pair) for pair in pairs]),
     )
-    found, text, _ = play(cfg, own, tmp_path / "a")
+    found, text, _ = play(cfg, tmp_path / "a", model=own)
     assert found.result[0].name == "mlp" and found.result[0].mean.recall > 0.95
     assert "predictors of its own" in text and not (tmp_path / "out").exists()
 
@@ -154,7 +119,7 @@ def test_the_predictors_of_a_powerinfer_file_are_judged_as_they_are(cfg, model, 
 @pytest.mark.parametrize("name", ["gate_threshold", "sequence"])
 def test_what_needs_no_training_is_only_judged(cfg, model, tmp_path, name):
     cfg = dataclasses.replace(cfg, predictor=PredictorSpec(name, {"share": 0.3}))
-    found, _, record = play(cfg, model, tmp_path / "a")
+    found, _, record = play(cfg, tmp_path / "a", model=model)
     (only,) = found.result
     assert only.name == name and found.objective == -only.model.kl and record["summary"]["label"] == "lossy"
     assert not (tmp_path / "out").exists()
@@ -171,11 +136,11 @@ def test_what_needs_no_training_is_only_judged(cfg, model, tmp_path, name):
 )
 def test_mistakes_are_found_before_anything_is_loaded(cfg, changes, message):
     with pytest.raises(UserError, match=message):
-        runner.check(changed(cfg, **changes))
+        runner.check(changed(cfg, "train", **changes))
 
 
 def test_a_predictor_and_enough_text_are_needed(cfg, model, tmp_path):
     with pytest.raises(UserError, match="give predictor=mlp"):
         runner.check(dataclasses.replace(cfg, predictor=PredictorSpec()))
     with pytest.raises(UserError, match=r"fewer train\.judged"):
-        play(changed(cfg, judged=500), model, tmp_path / "a")
+        play(changed(cfg, "train", judged=500), tmp_path / "a", model=model)

@@ -1,8 +1,6 @@
 """SiLU to ReLU: the function that is trained, layers rebuilt, a model distilled, `+experiment=relufy` end to end."""
 
 import dataclasses
-import io
-import json
 
 import jax
 import jax.numpy as jnp
@@ -11,29 +9,21 @@ import pytest
 from gguf import GGMLQuantizationType as GGML
 from gguf import quants
 from hydra import compose, initialize_config_dir
-from rich.console import Console
 
 import specsparse
 from specsparse import run
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
 from specsparse.experiments import config, runner
-from specsparse.experiments.config import (
-    DataSpec,
-    DrafterSpec,
-    ModelSpec,
-    PolicySpec,
-    RunConfig,
-    TrackerSpec,
-    TrainSpec,
-    VerifierSpec,
-)
+from specsparse.experiments.config import TrainSpec
 from specsparse.experiments.kinds.training import drafter_fit, relufy_fit
 from specsparse.kernels.packing.dequant import embed_rows
 from specsparse.models.convert.delta import apply_delta, tensors_hash
 from specsparse.support.tensor_files import save_state
 from specsparse.testing import write_tiny_gguf
 from specsparse.training import data, distill, reconstruct, trunk
+from tests.experiments import playing
+from tests.experiments.playing import changed, run_config
 
 OPTIONS = {
     "batch": 4, "answer": 24, "prompt_tokens": 300, "temperatures": [0.0, 0.9], "held_out": 2, "judge_every": 2,
@@ -165,33 +155,15 @@ def test_batches_begin_anywhere(texts, distiller):
     assert len(set(ids.tolist())) == len(ids) >= 96 and set(passage.tokens.tolist()) <= set(ids.tolist())
 
 
-class Engine:
-    """Loads the one model there is."""
-
-    def __init__(self, model):
-        self.model = model
-
-    def load(self, spec, **overrides):
-        return self.model
-
-
 @pytest.fixture
 def cfg(model, tmp_path):
-    return RunConfig(
-        model=ModelSpec(str(model.path)), drafter=DrafterSpec("none"), verifier=VerifierSpec("greedy"),
-        policy=PolicySpec("fixed", 1), sampling={}, data=DataSpec(chat=False), tracker=TrackerSpec("jsonl"),
-        name="test", kind="relufy", train=TrainSpec(tokens=150, output=str(tmp_path / "out"), options=OPTIONS),
-    )  # fmt: skip
-
-
-def changed(cfg, **changes):
-    return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, **changes))
+    train = TrainSpec(tokens=150, output=str(tmp_path / "out"), options=OPTIONS)
+    return run_config(model.path, chat=False, kind="relufy", train=train)
 
 
 def play(cfg, model, directory):
-    out = io.StringIO()
-    found = runner.run(cfg, directory, engine=Engine(model), console=Console(file=out, width=200))
-    return found.result, out.getvalue(), json.loads((directory / "record.json").read_text())
+    found, text, record = playing.play(cfg, directory, model=model)
+    return found.result, text, record
 
 
 @pytest.mark.slow
@@ -215,14 +187,14 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
 
     real = relufy_fit.save_state
     monkeypatch.setattr(relufy_fit, "save_state", stop)
-    other = changed(cfg, output=str(tmp_path / "other" / "out"))
+    other = changed(cfg, "train", output=str(tmp_path / "other" / "out"))
     with pytest.raises(KeyboardInterrupt):
         play(other, model, tmp_path / "b")
     found, _, _ = play(other, model, tmp_path / "b")
     assert len(saves) == 2  # no step twice
     assert tensors_hash(open_gguf(found.path)) == tensors_hash(open_gguf(whole.path))
     with pytest.raises(UserError, match="holds a training with another layers: give train"):
-        play(changed(cfg, options={**OPTIONS, "layer_rate": 1e-3}), model, tmp_path / "c")
+        play(changed(cfg, "train", options={**OPTIONS, "layer_rate": 1e-3}), model, tmp_path / "c")
 
 
 @pytest.mark.parametrize(
@@ -242,7 +214,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
 )
 def test_mistakes_are_found_before_anything_is_loaded(cfg, options, says):
     with pytest.raises(UserError, match=says):
-        runner.check(changed(cfg, options=options))
+        runner.check(changed(cfg, "train", options=options))
 
 
 @pytest.mark.parametrize("name", ["relufy", "train_drafter", "train_draft_model"])

@@ -2,12 +2,10 @@
 
 import dataclasses
 import importlib.util
-import io
 import json
 import sys
 
 import pytest
-from rich.console import Console
 
 import specsparse
 from specsparse import kernels
@@ -27,6 +25,7 @@ from specsparse.runtime.times import store
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.verify import get_verifier
 from specsparse.testing import write_tiny_gguf
+from tests.experiments.playing import play
 
 EFFORT = measuring.Effort(ns=(1, 2, 4), near=16, far=64, repeats=2, decode=4, forwards=1, gammas=(1, 3))
 ROOT = conf_dir().parent
@@ -176,24 +175,22 @@ def config(path, **given):
 
 def test_the_roofline_experiment(path, table, kept, monkeypatch, tmp_path):
     monkeypatch.setattr(roofline, "measure", lambda model: table)
-    text = io.StringIO()
     cfg = config(path)
-    record = runner.run(cfg, tmp_path / "run", console=Console(file=text, width=120))
-    assert record.as_promised and record.objective > 0
-    written = json.loads((tmp_path / "run" / "record.json").read_text())
+    found, text, written = play(cfg, tmp_path / "run", width=120)
+    assert found.as_promised and found.objective > 0
     assert written["summary"]["measured"]["plain_s"] == table.plain_s
     taken = written["summary"]["conditions"]
     assert (taken["read_bandwidth"], taken["plain_tokens_per_second"]) == (table.bandwidth, 1 / table.plain_s)
     for heading in ("v(n)", "KV cache", "weights by quantisation", "a100", "rpi4", "best gamma"):
-        assert heading in text.getvalue()
+        assert heading in text
     monkeypatch.setattr(roofline, "measure", pytest.fail)  # kept
-    runner.run(cfg, tmp_path / "again", console=Console(file=text, width=120))
+    play(cfg, tmp_path / "again")
 
 
 def test_the_roofline_of_another_device_measures_nothing(path, monkeypatch, tmp_path):
     monkeypatch.setattr(roofline, "measure", pytest.fail)
     cfg = config(path, device="a100", kv_length=64)
-    record = runner.run(cfg, tmp_path, console=Console(file=io.StringIO()))
+    record = play(cfg, tmp_path).found
     assert record.summary["measured"] is None
     assert record.summary["device"]["title"].startswith("NVIDIA A100")
     with pytest.raises(UserError, match="v100"):
@@ -204,9 +201,8 @@ def test_the_roofline_measures_drafters_and_trees(path, table, kept, monkeypatch
     monkeypatch.setattr(measuring, "measure", lambda *_, **__: table)
     monkeypatch.setattr(roofline, "measure", lambda model: table)
     monkeypatch.setattr(ranks, "ROUNDS", 2)
-    text = io.StringIO()
     cfg = config(path, drafters="[prompt_lookup]", trees="[static]")
-    record = runner.run(cfg, tmp_path / "run", console=Console(file=text, width=120))
+    record, text, _ = play(cfg, tmp_path / "run", width=120)
     chain, tree = record.summary["drafting"]
     assert chain["method"] == measured.draft_key(cfg)  # a run with this drafter finds it
     assert tree["method"].startswith("layer_skip (")
@@ -214,7 +210,7 @@ def test_the_roofline_measures_drafters_and_trees(path, table, kept, monkeypatch
     assert 0 <= chain["alpha"] <= 1 and chain["predicted_speedup"] >= 1
     assert tree["round_s"] >= 0 and tree["token_s"] == 0
     assert 1 <= tree["tokens"] <= 4 and tree["gamma"] == 15  # three levels and a token; every round is given its nodes
-    assert "tok/round" in text.getvalue()
+    assert "tok/round" in text
     known = record.summary["measured"]
     assert set(known["drafts"]) == {chain["method"], tree["method"]} and len(known["acceptance"]) == 2
     assert known["drafts"][tree["method"]] == {"token_s": 0.0, "fixed_s": tree["round_s"]}

@@ -11,16 +11,7 @@ import specsparse
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.experiments import decoding, measured
-from specsparse.experiments.config import (
-    DataSpec,
-    DrafterSpec,
-    ModelSpec,
-    PolicySpec,
-    RunConfig,
-    TrackerSpec,
-    TreeSpec,
-    VerifierSpec,
-)
+from specsparse.experiments.config import DrafterSpec, PolicySpec, TreeSpec, VerifierSpec
 from specsparse.experiments.drafting import drafter_spec
 from specsparse.experiments.kinds import compare
 from specsparse.measure.costs import measured as measuring
@@ -35,6 +26,7 @@ from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.trees import static_tree
 from specsparse.speculative.verify import get_verifier
 from specsparse.testing import write_tiny_gguf
+from tests.experiments.playing import run_config
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
@@ -137,16 +129,9 @@ def test_another_file_of_the_same_name_is_another_drafter(tmp_path, monkeypatch)
 
 @pytest.fixture
 def cfg(model):
-    return RunConfig(
-        model=ModelSpec(str(model.path)),
-        drafter=DrafterSpec("layer_skip", {"layers": [0]}),
-        verifier=VerifierSpec("tree_greedy"),
-        policy=PolicySpec("fixed", 15),
-        sampling={"temperature": 0.0},
-        data=DataSpec(chat=False),
-        tracker=TrackerSpec("jsonl"),
-        tree=TreeSpec("sequoia", {"acceptance": None, "cost": None, "level_cost": None, "nodes": 6, "depth": 6}),
-    )
+    tree = TreeSpec("sequoia", {"acceptance": None, "cost": None, "level_cost": None, "nodes": 6, "depth": 6})
+    method = {"drafter": "layer_skip", "options": {"layers": [0]}, "verifier": "tree_greedy", "gamma": 15}
+    return run_config(model.path, **method, sampling={"temperature": 0.0}, chat=False, tree=tree)
 
 
 def found(cfg, model):

@@ -11,17 +11,7 @@ from rich.console import Console
 import specsparse
 from specsparse.errors import UserError
 from specsparse.experiments import runner, sparse_model
-from specsparse.experiments.config import (
-    DataSpec,
-    DrafterSpec,
-    FfnSpec,
-    ModelSpec,
-    PolicySpec,
-    PredictorSpec,
-    RunConfig,
-    TrackerSpec,
-    VerifierSpec,
-)
+from specsparse.experiments.config import DrafterSpec, FfnSpec, PredictorSpec
 from specsparse.measure import machine
 from specsparse.models import catalogue
 from specsparse.powerinfer.ffn.gated import gated
@@ -29,6 +19,7 @@ from specsparse.predictors import FFN, get_predictor
 from specsparse.predictors.fit.checkpoint import save_predictors
 from specsparse.predictors.fit.evaluate import fit_layers
 from specsparse.testing import write_tiny_gguf
+from tests.experiments.playing import GREEDY, play, run_config
 from tests.tolerances import nmse
 
 IDS = [1, 5, 9, 200, 17, 42, 42, 8]
@@ -68,23 +59,19 @@ def test_rows_do_not_depend_on_their_batch(relu):
 @pytest.fixture
 def cfg(path, tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "read_bandwidth", lambda: 40e9)
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"id": "chat-1", "task": "chat", "text": "abc abc abc"}))
-    return RunConfig(
-        model=ModelSpec(str(path)), drafter=DrafterSpec("prompt_lookup"), verifier=VerifierSpec("greedy"),
-        policy=PolicySpec("fixed", 3), sampling={"temperature": 0.0, "ignore_eos": True},
-        data=DataSpec(source=str(tmp_path / "prompts.jsonl"), chat=False), tracker=TrackerSpec("jsonl"), name="test",
-        max_tokens=12, stream=False, time_split=0, predictor=PredictorSpec("gate_threshold", {"share": 0.4}),
-        ffn=FfnSpec("predicted", tokens=64),
+    text = tmp_path / "prompts.jsonl"
+    text.write_text(json.dumps({"id": "chat-1", "task": "chat", "text": "abc abc abc"}))
+    return run_config(
+        path, drafter="prompt_lookup", gamma=3, sampling=GREEDY, text=text, chat=False, max_tokens=12, stream=False,
+        time_split=0, predictor=PredictorSpec("gate_threshold", {"share": 0.4}), ffn=FfnSpec("predicted", tokens=64),
     )  # fmt: skip
 
 
 def test_an_experiment_runs_on_a_gated_model(cfg, tmp_path):
-    out = io.StringIO()
-    found = runner.run(cfg, tmp_path / "run", console=Console(file=out, width=140))
-    written = json.loads((tmp_path / "run" / "record.json").read_text())
+    found, text, written = play(cfg, tmp_path / "run")
     assert found.as_promised and found.result.identity.differing == 0
     assert written["method"]["ffn"] == "predicted: gate_threshold(share=0.4)"
-    assert "lossy against the dense model" in out.getvalue()
+    assert "lossy against the dense model" in text
 
 
 def test_the_share_of_a_fitted_predictor_is_kept(cfg, path):

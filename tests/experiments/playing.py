@@ -1,0 +1,81 @@
+"""A run of an experiment in a test: its config in few words, its texts, and what it found, printed and wrote."""
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+
+from specsparse.experiments import runner
+from specsparse.experiments.config import (
+    DataSpec,
+    DrafterSpec,
+    ModelSpec,
+    PolicySpec,
+    RunConfig,
+    TrackerSpec,
+    VerifierSpec,
+)
+from specsparse.experiments.kind import Found
+
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+"""A `sampling` group: greedy, to the last token that is asked for."""
+
+
+class Played(NamedTuple):
+    """What a run handed back, what it printed, and its record.json."""
+
+    found: Found
+    text: str
+    record: dict[str, Any]
+
+
+class OneModel:
+    """An engine that hands out the one model there is, whatever is asked for."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def load(self, spec, **overrides):
+        return self.model
+
+
+def run_config(
+    model, *, drafter="none", options=None, gamma=1, verifier="greedy", text=None, chat=True, **changes
+) -> RunConfig:
+    """A config in few words: model and text by their files, the method by its names; `changes` are whole fields."""
+    fields: dict[str, Any] = {
+        "model": model if isinstance(model, ModelSpec) else ModelSpec(str(model)),
+        "drafter": DrafterSpec(drafter, options or {}),
+        "verifier": VerifierSpec(verifier),
+        "policy": PolicySpec("fixed", gamma),
+        "sampling": {},
+        "data": DataSpec(chat=chat) if text is None else DataSpec(source=str(text), chat=chat),
+        "tracker": TrackerSpec("jsonl"),
+        "name": "test",
+    }
+    return RunConfig(**{**fields, **changes})
+
+
+def random_texts(path: Path, count: int, length: int, **fields) -> Path:
+    """A file of `count` texts of `length` letters drawn from eight and a space."""
+    rng = np.random.default_rng(0)
+    rows = [{"text": "".join(rng.choice(list("abcdefgh "), length)), **fields} for _ in range(count)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def play(cfg: RunConfig, directory: Path, *, model=None, engine=None, width=200) -> Played:
+    """Runs a config; `model` is handed out instead of loading one."""
+    out = io.StringIO()
+    engine = engine if model is None else OneModel(model)
+    found = runner.run(cfg, directory, engine=engine, console=Console(file=out, width=width))
+    return Played(found, out.getvalue(), json.loads((directory / "record.json").read_text()))
+
+
+def changed(cfg: RunConfig, group: str, **changes) -> RunConfig:
+    """The config with other values in one of its groups."""
+    return dataclasses.replace(cfg, **{group: dataclasses.replace(getattr(cfg, group), **changes)})
