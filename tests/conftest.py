@@ -1,6 +1,7 @@
 """What every test runs under: strict promotion, a persistent compilation cache, the real model where there is one."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -20,6 +21,8 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 # Hydra's logging setup closes all handlers, and absl's (imported by optax) closes its stream unless it is the present
 # sys.stderr or the process's: under `capsys` that stream is pytest's own capture, and every later report would be lost.
 absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
+# A shell starts `make test &` with Ctrl-C ignored, and every program that a test starts and stops would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -83,6 +83,9 @@ def test_nothing_is_said_where_the_reader_has_left(monkeypatch):
         monkeypatch.setattr(sys, "stdout", Closed())
         with until_the_reader_leaves():
             print("unread")
+        with pytest.raises(SystemExit) as ended, until_the_reader_leaves():
+            sys.exit(3)
+        assert ended.value.code == 3
 
 
 @pytest.mark.parametrize("command", ["specsparse.run --help", "specsparse --help"])
