@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from specsparse.engine import cache as kv
 from specsparse.engine.cache import KVCache
@@ -235,31 +234,7 @@ def run(
 
 
 def prefill_chunk(forward: ForwardFn, params, tokens_Bn, n_valid_B, cache: KVCache, *, hidden: bool = False):
-    """Feeds a piece of the prompts; returns the cache and f32[B, n, D] hidden states or None."""
+    """Feeds a piece of the prompts; returns f32[B, n, D] hidden states or None, and the cache."""
     want = Want(logits="none", hidden=hidden)
     out, cache = forward(params, tokens_Bn, cache, n_valid_B=n_valid_B, want=want)
-    return kv.commit(cache, n_valid_B), out.hidden
-
-
-CHUNKS = (32, 128, 512)
-"""Rows of a prompt piece: few sizes, so that few programs are compiled."""
-
-
-def prompt_pieces(lengths: list[int]) -> list[tuple[int, int]]:
-    """(start, rows) of the pieces that cover the longest prompt: large ones first, then the smallest that fits."""
-    longest, start, pieces = max(lengths, default=0), 0, []
-    while start < longest:
-        rows = next((c for c in CHUNKS if c >= longest - start), CHUNKS[-1])
-        pieces.append((start, rows))
-        start += rows
-    return pieces
-
-
-def piece(prompts: list[np.ndarray], start: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens int32[B, rows] and their number int32[B] of one piece of every prompt."""
-    tokens = np.zeros((len(prompts), rows), np.int32)
-    count = np.zeros((len(prompts),), np.int32)
-    for b, ids in enumerate(prompts):
-        part = ids[start : start + rows]
-        tokens[b, : len(part)], count[b] = part, len(part)
-    return tokens, count
+    return out.hidden, kv.commit(cache, n_valid_B)

@@ -13,7 +13,7 @@ import numpy as np
 from specsparse.engine import cache as kv
 from specsparse.engine import rope, weights
 from specsparse.engine.config import ModelConfig
-from specsparse.engine.generate import piece, prompt_pieces
+from specsparse.engine.feed import feed
 from specsparse.engine.llama import ForwardFn, Want
 from specsparse.engine.mesh.sharded import Sharding
 from specsparse.engine.sampling import pipeline
@@ -174,8 +174,7 @@ class Model:
         capacity = self.capacity_for(len(array))
         params, cache = self.params_for(capacity), self.new_cache(1, capacity)
         out = np.empty((len(array), self.config.vocab_size), np.float32)
-        for start, rows in prompt_pieces([len(array)]):
-            tokens, count = piece([array], start, rows)
-            logits, cache = self._logits_program(params, *self.everywhere((tokens, count)), cache)
-            out[start : start + count[0]] = np.asarray(logits)[: count[0]]
+        for fed in feed(lambda p, c: self._logits_program(params, *self.everywhere(p.arrays), c), [array], cache):
+            start, count = fed.piece.start, fed.piece.count[0]
+            out[start : start + count] = np.asarray(fed.out)[:count]
         return out

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine import cache as kv
-from specsparse.engine.generate import piece, prompt_pieces
+from specsparse.engine.feed import feed
 from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
@@ -155,13 +155,11 @@ def score(
 def _rows(model: Model, params: Any, window: np.ndarray, first: int, cache: kv.KVCache):
     """(row numbers, their logits f32[n, V]) of the scored rows, piece by piece; those before `first` are only fed."""
     for begin, end, want in ((0, first, Want("none")), (first, len(window) - 1, Want())):
-        ids = window[begin:end]
-        for start, size in prompt_pieces([len(ids)]):
-            tokens, valid = piece([ids], start, size)
-            out, cache = _program(model, want)(params, jnp.asarray(tokens), jnp.asarray(valid), cache)
-            if out is not None:
-                n = int(valid[0])
-                yield begin + start + np.arange(n), out[:n]
+        program = _program(model, want)
+        for fed in feed(lambda p, c, run=program: run(params, *p.arrays, c), [window[begin:end]], cache):
+            cache, n = fed.cache, int(fed.piece.count[0])
+            if fed.out is not None:
+                yield begin + fed.piece.start + np.arange(n), fed.out[:n]
 
 
 def _program(model: Model, want: Want) -> Callable:

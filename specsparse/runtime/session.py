@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine import generate
+from specsparse.engine.cache import KVCache
+from specsparse.engine.feed import Piece, feed, piece_rows
 from specsparse.engine.generate import DecodeState, Finish, Job
 from specsparse.engine.model import Model
 from specsparse.engine.noise import seed_words
@@ -139,14 +141,19 @@ class Session:
         wants_hidden = drafter is not None and drafter.wants_hidden
         chunk = partial(generate.prefill_chunk, self.model.forward, hidden=wants_hidden)
         hidden, spent = [], 0.0
-        for start, rows in generate.prompt_pieces([n - 1 for n in lengths]):
-            ids, count = generate.piece([p[:-1] for p in prompts], start, rows)
-            args = (self.params, jnp.asarray(ids), jnp.asarray(count), cache)
+
+        def program(piece: Piece, cache: KVCache):
+            nonlocal spent
+            args = (self.params, *piece.arrays, cache)
             compiled, begun = self.compile_s, time.perf_counter()
-            cache, h = self.call(("prefill", wants_hidden), chunk, *args, donate=(3,), target=True)
+            out, cache = self.call(("prefill", wants_hidden), chunk, *args, donate=(3,), target=True)
             cache.length.block_until_ready()
             spent += time.perf_counter() - begun - (self.compile_s - compiled)
-            hidden.append(h)
+            return out, cache
+
+        for fed in feed(program, [p[:-1] for p in prompts], cache):
+            cache = fed.cache
+            hidden.append(fed.out)
         state = DecodeState(
             tokens=jnp.asarray(tokens),
             length=jnp.asarray(lengths, jnp.int32),
@@ -291,7 +298,7 @@ class Session:
                 num_accepted_tokens=c.accepted,
                 num_accepted_tokens_per_pos=tuple(c.accepted_at),
                 num_emitted_tokens=c.emitted,
-                target_passes=c.rounds + len(generate.prompt_pieces([prompt])),
+                target_passes=c.rounds + len(piece_rows(prompt)),
                 alpha=c.alpha,
                 alpha_var=c.alpha_var,
                 num_alpha_tested=c.tested if measured else 0,

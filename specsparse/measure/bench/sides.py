@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine import cache as kv
-from specsparse.engine import generate
+from specsparse.engine.feed import Piece, feed
 from specsparse.engine.generate import Finish
 from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
@@ -119,20 +119,18 @@ class Ours:
         """Appends `ids` to the cache in the engine's pieces; waits for the last one's logits."""
         forward, logits = self.model.forward, None
 
-        def program(params, tokens, count, cache, want):
-            out, cache = forward(params, tokens, cache, n_valid_B=count, want=Want(logits=want))
-            return out.logits, kv.commit(cache, count)
+        def program(piece: Piece, cache: kv.KVCache):
+            want = "last" if piece.last else "none"
 
-        pieces = generate.prompt_pieces([len(ids)])
-        for start, rows in pieces:
-            want = "last" if (start, rows) == pieces[-1] else "none"
-            tokens, count = generate.piece([ids], start, rows)
-            args = (self._params, jnp.asarray(tokens), jnp.asarray(count), self._cache)
+            def run(params, tokens, count, cache):
+                out, cache = forward(params, tokens, cache, n_valid_B=count, want=Want(logits=want))
+                return out.logits, kv.commit(cache, count)
 
-            def piece(params, tokens, count, cache, want=want):
-                return program(params, tokens, count, cache, want)
+            args = (self._params, *piece.arrays, cache)
+            return self._run(f"prompt of {piece.rows} rows, {want} logits", run, *args, donate=3)
 
-            logits, self._cache = self._run(f"prompt of {rows} rows, {want} logits", piece, *args, donate=3)
+        for fed in feed(program, [ids], self._cache):
+            logits, self._cache = fed.out, fed.cache
         jax.block_until_ready(logits)
 
     def _rewind(self) -> None:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine import cache as kv
+from specsparse.engine.feed import feed
 from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
 from specsparse.predictors.fit.quality import ModelQuality, model_sums
@@ -28,15 +29,13 @@ def quality_in_chunks(dense: Model, model: Model, windows_Wn: np.ndarray, *, row
     params, own = dense.params_for(capacity), model.params_for(capacity)
     total = None
     for tokens in windows_Wn:
-        _, cache = whole(params, jnp.asarray(tokens[None, :half]), dense.new_cache(1, capacity), half)
-        wanted, _ = whole(params, jnp.asarray(tokens[None, half : 2 * half]), cache, half)
-        found = []
-        for start in range(half, 2 * half, rows):
-            piece = np.zeros((1, rows), np.int32)
-            part = tokens[start : min(start + rows, 2 * half)]
-            piece[0, : len(part)] = part
-            logits_RV, cache = pieces(own, jnp.asarray(piece), cache, len(part))
-            found.append(np.asarray(logits_RV)[: len(part)])
+        count_B = jnp.full((1,), half, jnp.int32)
+        _, cache = whole(params, jnp.asarray(tokens[None, :half]), count_B, dense.new_cache(1, capacity))
+        wanted, _ = whole(params, jnp.asarray(tokens[None, half : 2 * half]), count_B, cache)
+        found = [
+            np.asarray(fed.out)[: fed.piece.count[0]]
+            for fed in feed(lambda p, c: pieces(own, *p.arrays, c), [tokens[half : 2 * half]], cache, rows=rows)
+        ]
         sums = model_sums(
             wanted[:-1], jnp.asarray(np.concatenate(found))[:-1], jnp.asarray(tokens[half + 1 : 2 * half])
         )
@@ -46,12 +45,11 @@ def quality_in_chunks(dense: Model, model: Model, windows_Wn: np.ndarray, *, row
 
 
 def _reader(model: Model):
-    """program(params, tokens_1n, cache, count) -> (logits f32[n, V], cache with `count` tokens more)."""
+    """program(params, tokens_1n, count_B, cache) -> (logits f32[n, V], cache with `count` tokens more)."""
 
     @jax.jit
-    def program(params, tokens_1n, cache, count):
-        n_valid_B = jnp.full((1,), count, jnp.int32)
-        out, cache = model.forward(params, tokens_1n, cache, n_valid_B=n_valid_B, want=Want())
-        return out.logits[0], kv.commit(cache, n_valid_B)
+    def program(params, tokens_1n, count_B, cache):
+        out, cache = model.forward(params, tokens_1n, cache, n_valid_B=count_B, want=Want())
+        return out.logits[0], kv.commit(cache, count_B)
 
     return program
