@@ -14,28 +14,24 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import numpy as np
-
 import specsparse
-from specsparse.data import prompts
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.kernels import status
+from specsparse.measure.bench import speculation
 from specsparse.measure.bench.peers import Peer
+from specsparse.measure.bench.speculation import SpeculationPlan, ours
 from specsparse.runtime.binding import make_method
-from specsparse.runtime.session import Method, Sequence, Session
+from specsparse.runtime.session import Method
 from specsparse.speculative.method import make_drafter
 from specsparse.speculative.policies.base import Fixed
 
 GOAL = 3.0
 PLAIN, LOOKUP = "ours plain", "ours lookup"
-PROMPT = 900
-"""Tokens of a prompt at most, the last ones."""
-
 Seconds = dict[str, dict[str, list[float]]]
 """Of all repeats and prompts, by task and engine."""
 
@@ -51,33 +47,15 @@ def peers_name(drafted: int) -> str:
     return f"llama.cpp lookup {drafted}" if drafted else "llama.cpp plain"
 
 
-def ours(model: Model, method: Method, ids: list[int], tokens: int) -> float:
-    """Seconds of `tokens` greedy tokens after a prompt and a first token."""
-    params = SamplingParams(temperature=0.0, max_tokens=tokens + 1, ignore_eos=True)
-    session = Session(model, [Sequence(np.asarray(ids, np.int32), params, seed=0)], method)
-    session.advance(1)  # the first round, as the peer's first token is not timed; it may write more tokens than one
-    begun, done = session.decode_s, len(session.tokens()[0])
-    session.advance()
-    return (session.decode_s - begun) * tokens / (tokens + 1 - done)
-
-
 def measure(
-    model: Model, peer: Looker, jobs: Iterable[tuple[str, list[int]]], *, tokens: int, drafted: list[int], repeats: int
+    model: Model, peer: Looker, jobs: Sequence[tuple[str, list[int]]], *, tokens: int, drafted: list[int], repeats: int
 ) -> Seconds:
     """Every prompt on every engine in turn, the order turned round each time; the first time is not counted."""
     lookup = make_drafter("prompt_lookup", {"ngram_min": 2}, Fixed(4))
     methods = {PLAIN: Method(), LOOKUP: make_method(model, lookup, None, SamplingParams(temperature=0.0))}
-    sides = {name: (lambda ids, how=how: ours(model, how, ids, tokens)) for name, how in methods.items()}
+    sides = {name: (lambda ids, how=how: ours(model, how, ids, tokens).seconds) for name, how in methods.items()}
     sides |= {peers_name(k): (lambda ids, k=k: peer.lookup(ids, tokens, drafted=k)) for k in (0, *drafted)}
-    found: Seconds = {}
-    for task, ids in jobs:
-        by_side = found.setdefault(task, {name: [] for name in sides})
-        for repeat in range(repeats + 1):
-            for name in sides if repeat % 2 else reversed(sides):
-                took = sides[name](ids)
-                if repeat:
-                    by_side[name].append(took)
-    return found
+    return speculation.measure(sides, jobs, repeats=repeats)
 
 
 def rates(found: Seconds, tokens: int) -> dict[str, dict[str, float]]:
@@ -94,15 +72,6 @@ def ratios(row: Mapping[str, float]) -> tuple[float, float]:
     return row[LOOKUP] / max(lookups), row[LOOKUP] / max(peer.values())
 
 
-def jobs_of(model: Model, tasks: list[str] | None, limit: int) -> list[tuple[str, list[int]]]:
-    """The built-in prompts as a chat's first turn."""
-    out = []
-    for p in prompts.load(tasks=tasks, limit_per_task=limit):
-        text = model.tokenizer.apply_chat_template([{"role": "user", "content": p.text}])
-        out.append((p.task, model.tokenizer.encode(text, parse_special=True)[-PROMPT:]))
-    return out
-
-
 def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="prompt lookup beside llama-cpp-python's")
     parser.add_argument("--model", default="smollm2-135m")
@@ -115,9 +84,10 @@ def main(given: list[str] | None = None) -> int:
     try:
         model = specsparse.load(args.model)
         with Peer("llama.cpp") as peer:
-            room = PROMPT + args.tokens + max(args.drafted) + 2
+            room = speculation.PROMPT + args.tokens + max(args.drafted) + 2
             peer.open(model.path, model.config, threads=status()["threads"], room=room, depth=0)
-            jobs = jobs_of(model, args.tasks, args.limit)
+            plan = SpeculationPlan("prompt_lookup", tuple(args.drafted), args.tokens, limit_per_task=args.limit)
+            jobs = speculation.jobs_of(model, plan, tasks=args.tasks)
             found = measure(model, peer, jobs, tokens=args.tokens, drafted=args.drafted, repeats=args.repeats)
             version = peer.version
     except UserError as error:

@@ -7,11 +7,13 @@ forwards of n rows beside the union of their neurons, then runs `kind: spec_spar
 Expected: both together >= 1.3; n rows within 10 % of (dense + union(n)) bytes / bandwidth while memory is the limit.
 With q4_0 the dense model keeps its transposed down matrix in float32, since other blocks would change its values: the
 dense times are too long by that, and only the two sparse ones may be compared.
+Run time: four minutes for f16, two of them to write the model.
 Command: python experiments/planted.py --folder planted --type f16
 """
 
 import argparse
 import time
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -24,6 +26,7 @@ from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
 from specsparse.measure import machine
 from specsparse.run import main as run
+from specsparse.support.in_turn import in_turn
 from specsparse.testing.planted import write_planted_powerinfer
 
 ROWS = (1, 2, 4, 5, 8)
@@ -32,22 +35,21 @@ ROWS = (1, 2, 4, 5, 8)
 def forwards(model: Model, repeats: int) -> list[tuple[int, float, float]]:
     """(rows, median seconds of a forward, union of their neurons as a share) for each of ROWS; new tokens each time."""
     width, capacity = model.config.d_ff, model.capacity_for(256)
-    params, out = model.params_for(capacity), []
+    params = model.params_for(capacity)
     rng = np.random.default_rng(0)
     program = jax.jit(lambda params, tokens, cache: model.forward(params, tokens, cache, want=Want()), donate_argnums=2)
     cache = model.new_cache(1, capacity)
-    for rows in ROWS:
-        taken, unions = [], []
-        for repeat in range(repeats + 1):
-            tokens = jnp.asarray(rng.integers(3, model.config.vocab_size, (1, rows)), jnp.int32)
-            cache = jax.block_until_ready(cache._replace(length=jnp.full((1,), 64, jnp.int32)))
-            start = time.perf_counter()
-            done, cache = jax.block_until_ready(program(params, tokens, cache))
-            if repeat:
-                taken.append(time.perf_counter() - start)
-                unions.append(1.0 if done.stats is None else float(np.mean(done.stats.union)) / width)
-        out.append((rows, float(np.median(taken)), float(np.mean(unions))))
-    return out
+
+    def once(rows: int) -> tuple[float, float]:
+        nonlocal cache
+        tokens = jnp.asarray(rng.integers(3, model.config.vocab_size, (1, rows)), jnp.int32)
+        cache = jax.block_until_ready(cache._replace(length=jnp.full((1,), 64, jnp.int32)))
+        start = time.perf_counter()
+        done, cache = jax.block_until_ready(program(params, tokens, cache))
+        return time.perf_counter() - start, 1.0 if done.stats is None else float(np.mean(done.stats.union)) / width
+
+    found = in_turn({rows: partial(once, rows) for rows in ROWS}, repeats=repeats)
+    return [(rows, float(np.median(each, 0)[0]), float(np.mean(each, 0)[1])) for rows, each in found.items()]
 
 
 def table(path: Path, repeats: int) -> None:

@@ -11,8 +11,11 @@ Command: python experiments/synthetic_speedup.py
 
 import argparse
 import dataclasses
+import itertools
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -27,6 +30,7 @@ from specsparse.runtime.metrics import Counters
 from specsparse.runtime.session import Method, Sequence, Session
 from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates
 from specsparse.speculative.method import choose_verifier
+from specsparse.support.in_turn import in_turn
 
 TOLERANCE = 0.10
 PLAIN, ONE, MANY = "plain", "one row", "gamma+1 rows"
@@ -58,10 +62,10 @@ def method(rate: float, gamma: int) -> Method:
     return Method(drafter, choose_verifier(drafter, None, temperature=0.0))
 
 
-def decode(model: Model, how: Method, ids: np.ndarray, tokens: int, seed: int) -> tuple[float, Counters]:
+def decode(model: Model, how: Method, ids: np.ndarray, tokens: int, seeds: Iterator[int]) -> tuple[float, Counters]:
     """Seconds a token, compilation and prompt apart, and what happened."""
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    session = Session(model, [Sequence(ids, params, seed=seed)], how)
+    session = Session(model, [Sequence(ids, params, seed=next(seeds))], how)
     session.advance()
     return session.decode_s / tokens, session.counters()[0]
 
@@ -73,17 +77,18 @@ def compare(
     ids = token_ids(table.kv_base, model.config.vocab_size)
     side = Ours(model, depth=table.kv_base, room=gamma + 1)
     methods = {rate: method(rate, gamma) for rate in rates}
-    seconds: dict[str, list[float]] = {}
-    totals = dict.fromkeys(rates, Counters())
-    for repeat in range(repeats + 1):
-        took = {ONE: side.verify(1), PLAIN: decode(model, Method(), ids, tokens, 0)[0], MANY: side.verify(gamma + 1)}
-        for rate, how in methods.items():
-            took[str(rate)], counters = decode(model, how, ids, tokens, repeat)
-            totals[rate] += counters if repeat else Counters()
-        for name, value in took.items():
-            seconds.setdefault(name, [])
-            seconds[name] += [value] if repeat else []  # the first compiles
-    at, _ = polish(seconds)
+    none = Counters()
+    found = in_turn(
+        {
+            ONE: lambda: (side.verify(1), none),
+            PLAIN: lambda: (decode(model, Method(), ids, tokens, itertools.count())[0], none),
+            MANY: lambda: (side.verify(gamma + 1), none),
+            **{str(r): partial(decode, model, how, ids, tokens, itertools.count()) for r, how in methods.items()},
+        },
+        repeats=repeats,
+    )
+    at, _ = polish({name: [seconds for seconds, _ in each] for name, each in found.items()})
+    totals = {rate: sum((counters for _, counters in found[str(rate)]), none) for rate in rates}
     kv = table.kv_base + tokens / 2
     local = dataclasses.replace(
         table, ns=(1, gamma + 1), forward_s=(at[ONE], max(at[MANY], at[ONE])), plain_s=at[PLAIN]

@@ -5,11 +5,11 @@ One sparse FFN, its neurons in two halves, each on a device of its own: two CPU 
 (they share cores and memory, so no way can beat one device there; what differs is what each way costs).
 
 Expected: equal bits in every way; times within the noise on two CPU devices, see docs/LOG.md.
+Run time: under a minute.
 Command: python experiments/two_ways.py --shape 4096x11008 --active 0.1
 """
 
 import argparse
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ from specsparse import kernels as kernel_api  # noqa: E402
 from specsparse.kernels import Kernels, pack_neurons  # noqa: E402
 from specsparse.powerinfer.placement.hot_cold import Part, combine  # noqa: E402
 from specsparse.powerinfer.placement.two_devices import kernels_beside, two_devices  # noqa: E402
+from specsparse.support.in_turn import in_turn, seconds  # noqa: E402
 
 ACT = "relu"
 
@@ -117,14 +118,9 @@ def main() -> int:
     outputs = {name: np.asarray(way()) for name, way in found.items()}
     wanted = outputs["two programs, in turn"]
     same = {name: bool(np.array_equal(out, wanted)) for name, out in outputs.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in found}
-    for _ in range(args.repeats):
-        for name, way in found.items():
-            start = time.perf_counter()
-            way()
-            seconds[name].append(time.perf_counter() - start)
+    calls = {name: partial(seconds, way) for name, way in found.items()}
     print(f"{args.shape} {args.type}, {args.active:.0%} active, half on {devices.hot}, half on {devices.cold}")
-    for name, taken in seconds.items():
+    for name, taken in in_turn(calls, repeats=args.repeats, warm_up=0).items():
         low, mid, high = (1e3 * float(np.quantile(taken, q)) for q in (0.25, 0.5, 0.75))
         print(f"{name:26s} {mid:7.3f} ms ({low:.3f} to {high:.3f}), bits {'equal' if same[name] else 'DIFFER'}")
     return 0 if all(same.values()) else 1

@@ -30,6 +30,7 @@ from specsparse.speculative.policies.registry import get_policy
 from specsparse.speculative.trees import get_tree
 from specsparse.speculative.verifiers.registry import SYNTHETIC
 from specsparse.support import terminal
+from specsparse.support.in_turn import turned, turns
 
 WARM_UP = -1
 """The repeat of passes that are not timed."""
@@ -267,23 +268,27 @@ class Passes:
         total = repeats.most(self._cfg.repeats) * len(jobs) * len(self.sides)
         self._meter = machine.Meter()  # what was compiled before is no load of others
         with terminal.counting(self._out, "timing", total) as progress:
-            for repeat in itertools.count():
-                self._meter.sample()
-                for index, job in enumerate(jobs):
-                    order = list(self.sides)
-                    for side in order if (repeat + index) % 2 == 0 else reversed(order):
-                        generation = self.generate(job, side)
-                        done = Pass.of(job.prompt.id, job.prompt.task, side, repeat, generation)
-                        self.compile_s += done.compile_s
-                        if generation.stats.policy is not None:
-                            self.policies.append(generation.stats.policy)
-                        progress.advance(progress.task_ids[0])
-                        self._done.append(done)
-                        yield done
-                self.repeats = repeats.decide(self._cfg.repeats, repeat + 1, self._widths())
-                if self.repeats is not None:
-                    break
+            names = [(job, side) for job in jobs for side in self.sides]
+            for repeat, (job, side) in turns(names, repeats=self._enough, order=self._order, before=self._meter.sample):
+                generation = self.generate(job, side)
+                done = Pass.of(job.prompt.id, job.prompt.task, side, repeat, generation)
+                self.compile_s += done.compile_s
+                if generation.stats.policy is not None:
+                    self.policies.append(generation.stats.policy)
+                progress.advance(progress.task_ids[0])
+                self._done.append(done)
+                yield done
         self._meter.sample()
+
+    def _order(self, names: Sequence[tuple[Job, str]], repeat: int) -> Iterator[tuple[Job, str]]:
+        """Job after job, the sides of every other one turned round."""
+        sides = len(self.sides)
+        for index, start in enumerate(range(0, len(names), sides)):
+            yield from turned(names[start : start + sides], repeat + index)
+
+    def _enough(self, done: int) -> bool:
+        self.repeats = repeats.decide(self._cfg.repeats, done, self._widths())
+        return self.repeats is not None
 
     def _widths(self) -> list[Width]:
         """How well the speed-up of each side is known; of plain decoding alone, its time."""

@@ -4,7 +4,6 @@ A dense forward is one native call. Here it is taken apart again into the calls 
 the device over the weights of all layers, so that no layer is read from a cache.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +21,7 @@ from specsparse.kernels import QTensor
 from specsparse.measure.bench.sides import Ours, token_ids
 from specsparse.runtime.hostloop import RoundView
 from specsparse.runtime.metrics import STAGES
+from specsparse.support.in_turn import seconds
 
 _LONG_ENOUGH = 0.03
 """Seconds that a timing should take."""
@@ -214,9 +214,7 @@ def _seconds(calls: Sequence[Call]) -> float:
     caches = [tuple(call.args[3:5]) if call.name == "attend" else () for call in calls]
 
     def timed(times: int) -> float:
-        start = time.perf_counter()
-        loop(values, caches, jnp.int32(times)).block_until_ready()
-        return time.perf_counter() - start
+        return seconds(lambda: loop(values, caches, jnp.int32(times)).block_until_ready())
 
     timed(1)
     times = max(2, int(np.ceil(_LONG_ENOUGH / max(timed(2) / 2, 1e-6))))

@@ -3,8 +3,9 @@
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
@@ -25,6 +26,7 @@ from specsparse.runtime.requests import prompt_ids
 from specsparse.runtime.session import Method, Session
 from specsparse.runtime.session import Sequence as Text
 from specsparse.support import terminal
+from specsparse.support.in_turn import in_turn
 
 TASKS = ("summarise", "code-edit", "chat", "maths", "code", "retrieve")
 """Of the built-in prompts, in the order in which sequences of a batch take them."""
@@ -50,37 +52,33 @@ class BatchPlan:
     drafter: str = "prompt_lookup"
 
 
-@dataclass
-class Timed:
-    """Seconds of one batch size by repeat, and what speculation accepted in the first."""
+class Timed(NamedTuple):
+    """Seconds of all texts once in batches of one size (of the prompts None where left out), and what was accepted."""
 
-    prompt: list[float] = field(default_factory=list)
-    plain: list[float] = field(default_factory=list)
-    speculative: list[float] = field(default_factory=list)
-    tokens_per_pass: float = 0.0
+    prompt: float | None
+    plain: float
+    speculative: float
+    tokens_per_pass: float
 
 
 def measure(plan: BatchPlan, model: Model, done: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
     """A row for each size: tokens per second in all and the speed-up, with their deviations.
 
     Every size decodes the same texts, as many as the largest batch holds, in batches of its size: sizes differ in
-    nothing else. Plain and speculative decoding of one batch stand side by side in time. `done` is called after each
-    repeat of each size, the warm-up counted.
+    nothing else, and take turns. Plain and speculative decoding of one batch stand side by side in time. `done` is
+    called after each repeat of each size, the warm-up counted.
     """
     texts = list(itertools.islice(itertools.cycle(_texts(model, plan)), max(plan.sizes)))
     params = SamplingParams(temperature=0.0, max_tokens=plan.tg, ignore_eos=True)
     method = make_method(model, plan.drafter, None, params)
-    found = {size: Timed() for size in plan.sizes}
-    for size in plan.sizes:
-        batches = [list(itertools.islice(itertools.cycle(texts), i, i + size)) for i in range(0, len(texts), size)]
-        for repeat in range(plan.repeats + 1):  # the first compiles
-            row = _once(plan, model, method, batches, params)
-            if repeat:
-                found[size].prompt += row.prompt
-                found[size].plain += row.plain
-                found[size].speculative += row.speculative
-                found[size].tokens_per_pass = row.tokens_per_pass
-            done()
+
+    def batches(size: int) -> list[list[np.ndarray]]:
+        return [list(itertools.islice(itertools.cycle(texts), i, i + size)) for i in range(0, len(texts), size)]
+
+    found = in_turn(
+        {size: partial(_once, plan, model, method, batches(size), params) for size in plan.sizes},
+        repeats=plan.repeats, done=done,
+    )  # fmt: skip
     return [_row(plan, size, timed) for size, timed in found.items()]
 
 
@@ -106,10 +104,10 @@ def _once(
     plan: BatchPlan, model: Model, method: Method, batches: list[list[np.ndarray]], params: SamplingParams
 ) -> Timed:
     """All batches once on both sides; the prompt test once for one batch."""
-    prompt_s, plain_s, fast_s, emitted, rounds = [], 0.0, 0.0, 0, 0
+    prompt_s, plain_s, fast_s, emitted, rounds = None, 0.0, 0.0, 0, 0
     if plan.pp > 1:
         ids, one = token_ids(plan.pp, model.config.vocab_size), params.merged(max_tokens=1)
-        prompt_s.append(Session(model, [Text(ids, one, seed=0) for _ in batches[0]], Method()).prefill_s)
+        prompt_s = Session(model, [Text(ids, one, seed=0) for _ in batches[0]], Method()).prefill_s
     for batch in batches:
         plain, fast = (Session(model, [Text(ids, params, seed=0) for ids in batch], how) for how in (Method(), method))
         plain.advance()
@@ -117,22 +115,24 @@ def _once(
         plain_s, fast_s = plain_s + plain.decode_s, fast_s + fast.decode_s
         each = fast.counters()
         emitted, rounds = emitted + sum(c.num_emitted_tokens for c in each), rounds + sum(c.num_rounds for c in each)
-    return Timed(prompt_s, [plain_s], [fast_s], emitted / rounds)
+    return Timed(prompt_s, plain_s, fast_s, emitted / rounds)
 
 
-def _row(plan: BatchPlan, size: int, timed: Timed) -> dict[str, Any]:
+def _row(plan: BatchPlan, size: int, timed: Sequence[Timed]) -> dict[str, Any]:
     sequences = -(-max(plan.sizes) // size) * size
+    plain, fast = [t.plain for t in timed], [t.speculative for t in timed]
+    prompt = [t.prompt for t in timed if t.prompt is not None]
 
     def rate(seconds: Sequence[float]) -> dict[str, float]:
         return summary([sequences * plan.tg / s for s in seconds])
 
     return {
         "batch": size,
-        "pp_tokens_per_second": summary([size * (plan.pp - 1) / s for s in timed.prompt]) if timed.prompt else None,
-        "plain_tokens_per_second": rate(timed.plain),
-        "speculative_tokens_per_second": rate(timed.speculative),
-        "speedup": paired_ratio(timed.plain, timed.speculative),
-        "tokens_per_target_pass": timed.tokens_per_pass,
+        "pp_tokens_per_second": summary([size * (plan.pp - 1) / s for s in prompt]) if prompt else None,
+        "plain_tokens_per_second": rate(plain),
+        "speculative_tokens_per_second": rate(fast),
+        "speedup": paired_ratio(plain, fast),
+        "tokens_per_target_pass": timed[-1].tokens_per_pass,
     }
 
 

@@ -4,9 +4,11 @@ Several copies of the weights are gone through in turn, so that none is in a cac
 keeps a random set of neurons of its own. Predictors are paid for and their verdict is not used: the share stays exact.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,6 +28,7 @@ from specsparse.kernels.qtensor import QTensor
 from specsparse.measure.bench.samples import paired_ratio, summary
 from specsparse.runtime import manifest
 from specsparse.support import terminal
+from specsparse.support.in_turn import in_turn
 from specsparse.testing import random_quantised
 
 VARIANTS = ("ffn", "ffn+mlp", "ffn+signbit")
@@ -199,27 +202,23 @@ def measure(plan: FfnPlan, chosen: Kernels, done: Callable[[], None]) -> tuple[l
         first = _make(plan, kind)
         each = 3 * first.gate.nbytes
         copies = [first, *(_copied(first) for _ in range(min(-(-plan.cold_bytes // each), _MOST_COPIES) - 1))]
-        todo = list(cases(plan, kind))
-        seconds: dict[Case, list[float]] = {case: [] for case in todo}
-        neurons: dict[Case, list[float]] = {case: [] for case in todo}
-        for repeat in range(plan.repeats + 1):  # the first compiles
-            if repeat:
-                reads.append(buffer.rate())
-            for case in todo:
-                spent, read = _once(plan, case, programs[case.program], copies, repeat)
-                if repeat:
-                    seconds[case].append(spent / len(copies))
-                    neurons[case].append(read)
-                done()
-        for case in todo:
-            read = float(np.mean(neurons[case]))
-            found.append(Timed(case, tuple(seconds[case]), read, _bytes(case, first, read)))
+        calls = {
+            case: partial(_once, plan, case, programs[case.program], copies, itertools.count())
+            for case in cases(plan, kind)
+        }
+        taken = in_turn(calls, repeats=plan.repeats, before=lambda: reads.append(buffer.rate()), done=done)
+        for case, timed in taken.items():
+            read = float(np.mean([neurons for _, neurons in timed]))
+            seconds = tuple(spent / len(copies) for spent, _ in timed)
+            found.append(Timed(case, seconds, read, _bytes(case, first, read)))
     return found, reads
 
 
-def _once(plan: FfnPlan, case: Case, program: Callable, copies: Sequence[_Weights], seed: int) -> tuple[float, float]:
+def _once(
+    plan: FfnPlan, case: Case, program: Callable, copies: Sequence[_Weights], seeds: Iterator[int]
+) -> tuple[float, float]:
     """Seconds of one pass over the copies, and the neurons that a copy read on average."""
-    rng = np.random.default_rng([seed, case.n])
+    rng = np.random.default_rng([next(seeds), case.n])
     x = jnp.asarray(rng.normal(size=(case.n, plan.width)).astype(np.float32))
     keep = jnp.asarray((rng.random((len(copies), case.n, plan.neurons)) < case.share).astype(np.uint8))
     n_valid = jnp.full((1,), case.n, jnp.int32)

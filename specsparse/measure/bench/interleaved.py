@@ -1,11 +1,13 @@
 """The measurement: every test on every side, in turn, the machine's own figures between them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from specsparse.kernels import peaks
 from specsparse.measure.bench.samples import Samples
 from specsparse.measure.bench.sides import Side
+from specsparse.support.in_turn import in_turn, turned
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,13 @@ def run(plan: Plan, sides: Sequence[Side], done: Callable[[], None] = lambda: No
     the machine hits all alike. `done` is called after each timing.
     """
     tests, machine, buffer = plan.tests(), Machine(), peaks.ReadBuffer()
-    seconds: dict[str, dict[str, list[float]]] = {t.name: {s.name: [] for s in sides} for t in tests}
-    for repeat in range(plan.repeats):
-        machine.measure(buffer)
-        for test in tests if repeat % 2 == 0 else reversed(tests):
-            for side in sides:
-                seconds[test.name][side.name].append(test.run(side))
-                done()
-    samples = {t.name: {s: Samples(tuple(v), t.n) for s, v in seconds[t.name].items()} for t in tests}
+
+    def order(_, repeat: int) -> Iterator[tuple[Case, str]]:
+        return ((test, side.name) for test in turned(tests, repeat) for side in sides)
+
+    found = in_turn(
+        {(test, side.name): partial(test.run, side) for test in tests for side in sides},
+        repeats=plan.repeats, warm_up=0, order=order, before=lambda: machine.measure(buffer), done=done,
+    )  # fmt: skip
+    samples = {t.name: {s.name: Samples(tuple(found[t, s.name]), t.n) for s in sides} for t in tests}
     return Results(samples, machine)

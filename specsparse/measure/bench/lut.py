@@ -4,9 +4,9 @@ A matrix is cold where several copies are gone through in turn, and warm where o
 cache if it fits. The calls of a case are one program; each adds to the result of the one before it, which keeps order.
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from specsparse.kernels.reference.lut import SUMS
 from specsparse.measure.bench.samples import paired_ratio, summary
 from specsparse.runtime import manifest
 from specsparse.support import terminal
+from specsparse.support.in_turn import in_turn, seconds
 from specsparse.testing import random_quantised
 
 TYPES = ("Q4_0", "Q4_1")
@@ -84,7 +85,7 @@ def cases(plan: LutPlan, kind: str, shape: tuple[int, int]) -> list[Case]:
     return [Case(kind, shape, n, state, name) for n in plan.ns for state in STATES for name in KERNELS]
 
 
-def _turned(todo: list[Case], repeat: int) -> Iterator[Case]:
+def _turned(todo: Sequence[Case], repeat: int) -> Iterator[Case]:
     """The same with another kernel in front: who comes first finds other things in the cache."""
     count = len(KERNELS)
     for start in range(0, len(todo), count):
@@ -147,9 +148,7 @@ def _once(case: Case, program: Callable, matrices: list[Any]) -> float:
     """Seconds of one product."""
     x, n_valid = jnp.asarray(_rows(case)), jnp.full((1,), case.n, jnp.int32)
     jax.block_until_ready((x, n_valid))
-    start = time.perf_counter()
-    jax.block_until_ready(program(matrices, x, n_valid))
-    return (time.perf_counter() - start) / len(matrices)
+    return seconds(lambda: jax.block_until_ready(program(matrices, x, n_valid))) / len(matrices)
 
 
 def _error(case: Case, program: Callable, matrix: _Matrix) -> float:
@@ -168,17 +167,14 @@ def measure(plan: LutPlan, done: Callable[[], None]) -> tuple[list[dict[str, Any
     for kind in plan.types:
         for shape in plan.shapes:
             matrix, todo = _make(plan, kind, shape), cases(plan, kind, shape)
-            seconds: dict[Case, list[float]] = {case: [] for case in todo}
-            for repeat in range(plan.repeats + 1):  # the first compiles
-                reads += [buffer.rate()] if repeat else []
-                for case in _turned(todo, repeat):
-                    spent = _once(case, programs[case.kernel], matrix.of(case))
-                    seconds[case] += [spent] if repeat else []
-                    done()
+            taken = in_turn(
+                {case: partial(_once, case, programs[case.kernel], matrix.of(case)) for case in todo},
+                repeats=plan.repeats, order=_turned, before=lambda: reads.append(buffer.rate()), done=done,
+            )  # fmt: skip
             for case in todo:
-                base = seconds[Case(case.kind, case.shape, case.n, case.state, PRODUCT)]
+                base = taken[Case(case.kind, case.shape, case.n, case.state, PRODUCT)]
                 error = _error(case, programs[case.kernel], matrix)
-                rows.append(_row(case, seconds[case], base, matrix.codes[0].nbytes, error))
+                rows.append(_row(case, taken[case], base, matrix.codes[0].nbytes, error))
     return rows, reads
 
 

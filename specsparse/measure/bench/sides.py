@@ -16,6 +16,7 @@ from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.runtime.session import Method, Sequence, Session
+from specsparse.support.in_turn import seconds
 
 OURS = "specsparse"
 
@@ -64,9 +65,9 @@ class CompileLog:
             spent = compile_it()
         finally:
             jax.monitoring.unregister_event_listener(listen)
-        seconds = time.perf_counter() - start if spent is None else spent
-        if seconds:
-            self.entries.append(Compiled(program, seconds, hits > 0))
+        taken = time.perf_counter() - start if spent is None else spent
+        if taken:
+            self.entries.append(Compiled(program, taken, hits > 0))
 
 
 def token_ids(count: int, vocab_size: int, seed: int = 0) -> np.ndarray:
@@ -140,9 +141,7 @@ class Ours:
     def prompt(self, n: int) -> float:
         """See `Side`."""
         self._rewind()
-        start = time.perf_counter()
-        self._feed(self._ids[self.depth : self.depth + n])
-        return time.perf_counter() - start
+        return seconds(lambda: self._feed(self._ids[self.depth : self.depth + n]))
 
     def decode(self, n: int) -> float:
         """See `Side`: greedy, in the one-jit loop, the argmax included; no token ends it."""

@@ -5,8 +5,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
@@ -29,6 +30,7 @@ from specsparse.speculative.drafters.registry import DRAFTERS
 from specsparse.speculative.method import make_drafter
 from specsparse.speculative.policies.base import Fixed
 from specsparse.support import terminal
+from specsparse.support.in_turn import in_turn
 
 PLAIN, PEER_PLAIN = "ours plain", "peer plain"
 PROMPT = 900
@@ -95,20 +97,20 @@ def sides(model: Model, peer: Speculator | None, plan: SpeculationPlan) -> dict[
     return found
 
 
+Found = TypeVar("Found")
+
+
 def measure(
-    writers: Mapping[str, Callable[[list[int]], Written]], jobs: Sequence[tuple[str, list[int]]], *, repeats: int,
+    writers: Mapping[str, Callable[[list[int]], Found]], jobs: Sequence[tuple[str, list[int]]], *, repeats: int,
     done: Callable[[], None] = lambda: None,
-) -> dict[str, dict[str, list[Written]]]:  # fmt: skip
-    """By task and side, repeat by repeat; the order turns round each time, and the first time is not kept."""
-    found: dict[str, dict[str, list[Written]]] = {}
+) -> dict[str, dict[str, list[Found]]]:  # fmt: skip
+    """By task and side, repeat by repeat; `done` is called after each text, those of the warm-up too."""
+    found: dict[str, dict[str, list[Found]]] = {}
     for task, ids in jobs:
         kept = found.setdefault(task, {name: [] for name in writers})
-        for repeat in range(repeats + 1):
-            for name in writers if repeat % 2 else reversed(writers):
-                text = writers[name](ids)
-                if repeat:
-                    kept[name].append(text)
-            done()
+        texts = in_turn({n: partial(write, ids) for n, write in writers.items()}, repeats=repeats, done=done)
+        for name, written in texts.items():
+            kept[name] += written
     return found
 
 
@@ -144,13 +146,19 @@ def _ratios(row: Mapping[str, float]) -> dict[str, float]:
     return out | ({"over_peer_best": best / max(peer.values())} if peer else {})
 
 
-def jobs_of(model: Model, plan: SpeculationPlan) -> list[tuple[str, list[int]]]:
-    """The built-in prompts as a chat's first turn."""
+def jobs_of(
+    model: Model, plan: SpeculationPlan, *, tasks: Sequence[str] | None = None
+) -> list[tuple[str, list[int]]]:
+    """The built-in prompts, or those of some tasks, as a chat's first turn.
+
+    Raises:
+        UserError: an unknown task, or a context that holds no prompt beside what is written.
+    """
     room = min(PROMPT, model.config.context_length - plan.tg - max(plan.drafted) - 2)
     if room < 1:
         raise UserError(f"tg {plan.tg} does not fit the context of {model.config.context_length} tokens: choose less")
     out = []
-    for p in prompts.load(limit_per_task=plan.limit_per_task):
+    for p in prompts.load(tasks=tasks, limit_per_task=plan.limit_per_task):
         text = model.tokenizer.apply_chat_template([{"role": "user", "content": p.text}])
         out.append((p.task, model.tokenizer.encode(text, parse_special=True)[-room:]))
     return out
@@ -178,8 +186,8 @@ def run(
             threads = kernels.status()["threads"] or 1
             other.open(loaded.path, loaded.config, threads=threads, room=room, depth=0)
         started = time.perf_counter()
-        with terminal.counting(out, "timing texts", len(jobs) * (plan.repeats + 1)) as bar:
-            writers = sides(loaded, other, plan)
+        writers = sides(loaded, other, plan)
+        with terminal.counting(out, "timing texts", len(jobs) * len(writers) * (plan.repeats + 1)) as bar:
             found = measure(writers, jobs, repeats=plan.repeats, done=lambda: bar.advance(bar.task_ids[0]))
     return {
         "bench": "specsparse speculation", "plan": asdict(plan), **summary(found, plan.tg),

@@ -2,6 +2,8 @@
 
 import statistics
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from specsparse.measure.costs.loops import Loop
 from specsparse.measure.costs.measured import load_or_measure
 from specsparse.measure.costs.progress import Bar, silent
 from specsparse.runtime.binding import make_method
+from specsparse.runtime.metrics import Counters
 from specsparse.runtime.session import Method
 from specsparse.runtime.times import store
 from specsparse.runtime.times.kept import CostTable, DraftCost
@@ -21,6 +24,7 @@ from specsparse.runtime.times.stamp import cost_key
 from specsparse.speculative.method import make_drafter
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.tree import TreeTemplate
+from specsparse.support.in_turn import in_turn
 
 
 def table_for(model: Model, name: str, options: Mapping[str, Any], *, bar: Bar = silent) -> tuple[CostTable, str]:
@@ -45,35 +49,28 @@ def table_with_draft(model: Model, drafter: str, make: Callable[[int], Method], 
         model: the target.
         drafter: name under which the cost is kept; with everything that changes it in the name.
         make: the method for a draft length.
+        bar: shows progress.
     """
-    table = load_or_measure(model, bar=bar)
-    if drafter not in table.drafts:
-        with bar("measuring the cost of drafting", 1) as done:
-            table = table.with_draft(drafter, measure_draft(model, table, make))
-            done()
-        store.save(model, table)
-    return table
+    return _table_with(model, drafter, lambda table: measure_draft(model, table, make), bar)
 
 
 def table_with_tree(
     model: Model, drafter: str, make: Callable[[TreeTemplate], Method], *, bar: Bar = silent
 ) -> CostTable:
     """The same for a drafter of trees; `make` gives the method for a template, `token_s` is of a level."""
-    table = load_or_measure(model, bar=bar)
-    if drafter not in table.drafts:
-        with bar("measuring the cost of drafting trees", 1) as done:
-            table = table.with_draft(drafter, measure_tree(model, table, make))
-            done()
-        store.save(model, table)
-    return table
+    return _table_with(model, drafter, lambda table: measure_tree(model, table, make), bar)
 
 
 def table_with_whole(model: Model, drafter: str, make: Callable[[], Method], *, bar: Bar = silent) -> CostTable:
     """The same for one tree; `make` gives the method, the cost is of a round."""
+    return _table_with(model, drafter, lambda table: measure_whole(model, table, make()), bar)
+
+
+def _table_with(model: Model, drafter: str, measured: Callable[[CostTable], DraftCost], bar: Bar) -> CostTable:
     table = load_or_measure(model, bar=bar)
     if drafter not in table.drafts:
-        with bar("measuring the cost of drafting a tree", 1) as done:
-            table = table.with_draft(drafter, measure_whole(model, table, make()))
+        with bar("measuring the cost of drafting", 1) as done:
+            table = table.with_draft(drafter, measured(table))
             done()
         store.save(model, table)
     return table
@@ -84,22 +81,20 @@ def measure_draft(
 ) -> DraftCost:
     """What drafting costs in real rounds: their time less what the table says of the forward and the round.
 
-    The text is a repeated passage, so that lookups find something. Plain steps are timed beside each stretch of
+    The text is a repeated passage, so that lookups find something. Plain steps are timed in turn with stretches of
     rounds, and the table's times are scaled by them.
 
     Args:
+        model: the target.
+        table: its measured times.
         make: the method for a draft length; called with both of `gammas`, from which the cost of a token and of a
             round are told apart (all goes to the round where the drafts come out equally long).
+        gammas: the two draft lengths.
+        rounds: of all stretches together.
     """
-    ids = _passage(model)
-    stretch, plain = _stretch(model, ids, max(gammas), rounds)
-    points = []
+    beside, points = _Beside.of(model, table, max(gammas), rounds), []
     for gamma in gammas:
-        loop = Loop(model, make(gamma), ids, room=(4 * stretch + 1) * (gamma + 1))
-        loop.run(1)  # compiles
-        found = [_draft_seconds(loop, plain, table, stretch, gamma) for _ in range(4)]
-        found = [pair for pair in found if pair is not None]
-        if found:
+        if found := beside.stretches(make(gamma), nodes=gamma, depth=gamma):
             points.append((statistics.fmean(m for m, _ in found), statistics.median(s for _, s in found)))
     return draft_line(points)
 
@@ -110,29 +105,22 @@ def measure_tree(
     """What drafting trees costs, as `measure_draft` does for chains: `token_s` a level, `fixed_s` a round besides.
 
     Args:
+        model, table, rounds: as there.
         make: the method for a template; called with a shallow one and a deep one.
     """
-    ids = _passage(model)
-    stretch, plain = _stretch(model, ids, DEEP.size, rounds)
-    points = []
+    beside, points = _Beside.of(model, table, DEEP.size, rounds), []
     for template in (SHALLOW, DEEP):
-        loop = Loop(model, make(template), ids, room=(4 * stretch + 1) * (template.max_depth + 1))
-        loop.run(1)  # compiles
-        found = [_draft_seconds(loop, plain, table, stretch, template.size) for _ in range(4)]
-        if took := [pair[1] for pair in found if pair is not None]:
-            points.append((float(template.max_depth), statistics.median(took)))
+        if found := beside.stretches(make(template), nodes=template.size, depth=template.max_depth):
+            points.append((float(template.max_depth), statistics.median(s for _, s in found)))
     return draft_line(points)
 
 
 def measure_whole(model: Model, table: CostTable, method: Method, *, rounds: int = 32) -> DraftCost:
     """What drafting a tree costs that is grown in the same way every round: all of it by the round."""
     assert method.drafter is not None
-    ids, nodes, depth = _passage(model), method.max_nodes, method.drafter.max_depth
-    stretch, plain = _stretch(model, ids, nodes, rounds)
-    loop = Loop(model, method, ids, room=(4 * stretch + 1) * (depth + 1))
-    loop.run(1)  # compiles
-    found = [_draft_seconds(loop, plain, table, stretch, nodes) for _ in range(4)]
-    return DraftCost(fixed_s=statistics.median([seconds for _, seconds in filter(None, found)] or [0.0]))
+    beside = _Beside.of(model, table, method.max_nodes, rounds)
+    found = beside.stretches(method, nodes=method.max_nodes, depth=method.drafter.max_depth)
+    return DraftCost(fixed_s=statistics.median([seconds for _, seconds in found] or [0.0]))
 
 
 SHALLOW, DEEP = TreeTemplate.kary((3,)), TreeTemplate.kary((3, 1, 1))
@@ -145,26 +133,64 @@ def _passage(model: Model) -> np.ndarray:
     return np.asarray([*once, *once, *once, *once[:8]], np.int32)[: model.config.context_length // 2]
 
 
-def _stretch(model: Model, ids: np.ndarray, nodes: int, rounds: int) -> tuple[int, Loop]:
-    """Rounds of a timing, a quarter of `rounds` or what the context holds, and the plain loop beside them, compiled."""
-    left = (model.config.context_length - len(ids)) // (nodes + 1)
-    stretch = max(1, min(rounds, left - 1) // 4)
-    plain = Loop(model, Method(), ids, room=stretch)
-    plain.run(stretch)
-    return stretch, plain
+_STRETCHES = 4
+"""Timings of one method; together they are as many rounds as are asked for, where the context holds so many."""
 
 
-def _draft_seconds(loop: Loop, plain: Loop, table: CostTable, rounds: int, gamma: int) -> tuple[float, float] | None:
-    """Tokens drafted a round and seconds that takes, over some rounds; None where the text has ended."""
-    first, kv = loop.session.counters()[0], float(loop.session.state.length[0])
-    seconds = loop.run(rounds) - table.host_s
-    c = loop.session.counters()[0]
-    ran, drafts = c.num_rounds - first.num_rounds, c.num_drafts - first.num_drafts
-    if not ran:
-        return None
-    drafted = c.num_draft_tokens - first.num_draft_tokens
-    kv += (c.num_emitted_tokens - first.num_emitted_tokens) / 2
-    rows = 1 + (drafted / drafts if drafts else 0)
-    rest = drafts * table.round(rows, gamma, kv) + (ran - drafts) * table.round(1, gamma, kv)
-    speed = (plain.again(rounds) - table.host_s) / (rounds * table.step(float(plain.session.state.length[0])))
-    return drafted / ran, max(seconds / speed - rest, 0.0) / ran
+@dataclass(frozen=True)
+class _Beside:
+    """The plain loop that stretches of `rounds` rounds of a method on the same text are timed in turn with."""
+
+    model: Model
+    table: CostTable
+    ids: np.ndarray
+    rounds: int
+    plain: Loop
+
+    @classmethod
+    def of(cls, model: Model, table: CostTable, nodes: int, rounds: int) -> "_Beside":
+        """For drafts of up to `nodes` nodes; fewer rounds where the context holds no more."""
+        ids = _passage(model)
+        left = (model.config.context_length - len(ids)) // (nodes + 1)
+        stretch = max(1, min(rounds, left - 1) // _STRETCHES)
+        plain = Loop(model, Method(), ids, room=stretch)
+        plain.run(stretch)  # compiles
+        return cls(model, table, ids, stretch, plain)
+
+    def stretches(self, method: Method, *, nodes: int, depth: int) -> list[tuple[float, float]]:
+        """(tokens drafted, seconds that takes) a round, for each stretch until the text ends.
+
+        Args:
+            method: with its drafter.
+            nodes: that a draft has room for.
+            depth: most tokens that a draft adds to the text.
+        """
+        table = self.table
+        loop = Loop(self.model, method, self.ids, room=(_STRETCHES * self.rounds + 1) * (depth + 1))
+        loop.run(1)  # compiles
+        places = [_place(loop)]
+
+        def ahead() -> float:
+            took = loop.run(self.rounds)
+            places.append(_place(loop))
+            return took
+
+        calls = {"method": ahead, "plain": partial(self.plain.again, self.rounds)}
+        taken = in_turn(calls, repeats=_STRETCHES, warm_up=0)
+        plain_kv = float(self.plain.session.state.length[0])
+        found = []
+        for (first, start), (c, end), took, plain_s in zip(places, places[1:], taken["method"], taken["plain"]):
+            ran, drafts = c.num_rounds - first.num_rounds, c.num_drafts - first.num_drafts
+            if not ran:
+                break
+            drafted, kv = c.num_draft_tokens - first.num_draft_tokens, (start + end) / 2
+            rows = 1 + (drafted / drafts if drafts else 0)
+            rest = drafts * table.round(rows, nodes, kv) + (ran - drafts) * table.round(1, nodes, kv)
+            speed = (plain_s - table.host_s) / (self.rounds * table.step(plain_kv))
+            found.append((drafted / ran, max((took - table.host_s) / speed - rest, 0.0) / ran))
+        return found
+
+
+def _place(loop: Loop) -> tuple[Counters, float]:
+    """Counters and tokens of the text so far."""
+    return loop.session.counters()[0], float(loop.session.state.length[0])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import datetime
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from specsparse.runtime.times import store
 from specsparse.runtime.times.kept import CostTable
 from specsparse.speculative.drafters.scripted import Scripted
 from specsparse.speculative.verify import get_verifier
+from specsparse.support.in_turn import in_turn
 
 _NEAR, _FAR = "near", "far"
 
@@ -81,30 +81,22 @@ def load_or_measure(
     if known is not None:
         return known
     effort = effort or Effort()
-    with bar("measuring forwards and rounds of this machine", effort.repeats + 1) as done:
+    with bar("measuring forwards and rounds of this machine", effort.repeats) as done:
         table = measure(model, effort=effort, done=done)
     store.save(model, table)
     return table
 
 
 def measure(model: Model, *, effort: Effort | None = None, done: Callable[[], None] = lambda: None) -> CostTable:
-    """Measures everything but drafters. `done` is called after each repeat.
+    """Measures everything but drafters. `done` is called before each repeat.
 
     Every repeat times everything once, so that the repeats' own speeds can be told apart from the things timed (see
     `polish`). `residuals` of the result: `spread`, the relative deviation of each time between repeats; `kv`, the
     relative error of the fit over the cache's length by n; `rising`, how far a v(n) had to be moved so that they rise.
     """
     effort = (effort or Effort()).for_model(model.config.context_length, _rough_step(model))
-    things = _things(model, effort)
     device = devices.measure()
-    seconds: dict[str, list[float]] = {name: [] for name in things}
-    for repeat in range(effort.repeats + 1):
-        for name in things if repeat % 2 else reversed(things):
-            took = things[name]()
-            if repeat:  # the first compiles and warms up
-                seconds[name].append(took)
-        done()
-    at, spread = polish(seconds)
+    at, spread = polish(in_turn(_things(model, effort), repeats=effort.repeats, before=done))
     raw = [at[f"{_NEAR} {n}"] for n in effort.ns]
     forward = rising(raw)
     far_ns = effort.far_ns
@@ -166,6 +158,4 @@ def _rough_step(model: Model) -> float:
     """Seconds of a one-row forward, roughly."""
     side = Ours(model, depth=0, room=16, forwards=1)
     side.verify(1)
-    start = time.perf_counter()
-    side.verify(1)
-    return time.perf_counter() - start
+    return side.verify(1)

@@ -1,6 +1,5 @@
 """What a predictor costs for one token and layer, in bytes read and in seconds, beside the dense FFN."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
@@ -15,6 +14,7 @@ from specsparse.predictors.base import Predictor
 from specsparse.predictors.ffn import FFN, gate_matrix
 from specsparse.predictors.gate_threshold import GateThreshold
 from specsparse.predictors.oracle import Oracle
+from specsparse.support.in_turn import in_turn, seconds
 
 _REPEATS, _CALLS = 7, 20
 
@@ -53,12 +53,14 @@ def cost_of(predictor: Predictor, ffn: FFN, weights: Pytree, layer: Layer, *, ke
         return ffn.down(layer, ffn.neurons(layer, x_RD, one), one)
 
     one = jnp.ones((1,), jnp.int32)
+    calls = {f: _timing(f, weights, layer, width) for f in (keep, dense)}
+    taken = in_turn(calls, repeats=_REPEATS)
     return Cost(
         predictor_bytes=own,
         sparse_bytes=round(kept * rest),
         dense_bytes=sum(m.nbytes for m in matrices(layer)),
-        predictor_s=_seconds(keep, weights, layer, width),
-        dense_s=_seconds(dense, weights, layer, width),
+        predictor_s=median(taken[keep]),
+        dense_s=median(taken[dense]),
     )
 
 
@@ -75,8 +77,8 @@ def matrices(layer: Layer) -> list[QTensor]:
     return [m for m in (layer.ffn_gate, layer.ffn_up, layer.ffn_down) if m is not None]
 
 
-def _seconds(function: Callable, weights: Pytree, layer: Layer, width: int) -> float:
-    """Median seconds of function(weights, layer, x f32[1, D]), many times in one program, each after the last."""
+def _timing(function: Callable, weights: Pytree, layer: Layer, width: int) -> Callable[[], float]:
+    """Seconds of function(weights, layer, x f32[1, D]), many times in one program, each after the last."""
 
     @jax.jit
     def program(weights, layer, x_RD):
@@ -87,10 +89,4 @@ def _seconds(function: Callable, weights: Pytree, layer: Layer, width: int) -> f
         return jax.lax.fori_loop(0, _CALLS, again, x_RD)
 
     x_RD = jnp.ones((1, width), jnp.float32)
-    program(weights, layer, x_RD).block_until_ready()
-    taken = []
-    for _ in range(_REPEATS):
-        start = time.perf_counter()
-        program(weights, layer, x_RD).block_until_ready()
-        taken.append(time.perf_counter() - start)
-    return median(taken) / _CALLS
+    return lambda: seconds(lambda: program(weights, layer, x_RD).block_until_ready()) / _CALLS

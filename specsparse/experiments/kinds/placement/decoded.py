@@ -22,6 +22,7 @@ from specsparse.powerinfer.placement.problem import Placement
 from specsparse.powerinfer.placement.two_devices import TwoDevices
 from specsparse.predictors.fit.quality import ModelQuality, ModelSums, model_sums
 from specsparse.support import json_files, terminal
+from specsparse.support.in_turn import in_turn
 
 TRACE_FILE = "trace.json"
 _PARTS = ("attention", "cold", "hot")
@@ -111,22 +112,25 @@ def chrome_trace(spans: list[tuple[str, int, float, float]]) -> dict[str, Any]:
     return {"traceEvents": names + events, "displayTimeUnit": "ms"}
 
 
-def _step_seconds(model: Any, ids: np.ndarray, count: int, *, watched: Callable[[], None] | None = None) -> float:
+def _step_seconds(model: Any, ids: np.ndarray, count: int, *, watched: Callable[[], None] = lambda: None) -> float:
     """Median seconds of a forward pass of one token with logits, `ids` in the cache; `watched` is called once warm."""
     capacity = model.capacity_for(len(ids) + 1)
     params, cache = model.params_for(capacity), model.new_cache(1, capacity)
     forward = model.forward if model.stepped else _compiled(model)
     _, cache = forward(params, jnp.asarray(ids[None, :-1]), cache, want=Want("none"))
     cache = cache._replace(length=cache.length + len(ids) - 1)
-    taken = []
-    for i in range(count + 2):
-        if i == 2 and watched is not None:
-            watched()
+
+    def step() -> float:
+        nonlocal cache
         begin = time.perf_counter()
         out, cache = forward(params, jnp.asarray(ids[None, -1:]), cache, want=Want())
         out.logits.block_until_ready()
-        taken.append(time.perf_counter() - begin)
-    return median(taken[2:])
+        return time.perf_counter() - begin
+
+    for _ in range(2):
+        step()
+    watched()
+    return median(in_turn({"step": step}, repeats=count, warm_up=0)["step"])
 
 
 def _compiled(model: Any) -> Callable:

@@ -1,0 +1,36 @@
+"""What is compared is timed beside each other, and the order turns round."""
+
+import itertools
+import time
+
+from specsparse.support.in_turn import in_turn, seconds, turned, turns
+
+
+def test_order_turns_and_the_warm_up_is_not_kept():
+    called, looks, done, count = [], [], [], itertools.count()
+
+    def thing(name):
+        called.append(name)
+        return next(count)
+
+    found = in_turn(
+        {name: lambda name=name: thing(name) for name in "ab"}, repeats=3, before=lambda: looks.append(len(called)),
+        done=lambda: done.append(len(called)),
+    )  # fmt: skip
+    assert called == ["b", "a", "a", "b", "b", "a", "a", "b"]
+    assert found == {"a": [2, 5, 6], "b": [3, 4, 7]}
+    assert looks == [2, 4, 6] and done == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_repeats_may_be_decided_on_the_way():
+    asked = []
+    assert list(turns("ab", repeats=lambda n: asked.append(n) or n == 2, order=lambda names, repeat: iter(names))) == [
+        (0, "a"), (0, "b"), (1, "a"), (1, "b"),
+    ]  # fmt: skip
+    assert asked == [1, 2]
+    assert list(turned("ab", 1)) == ["b", "a"]
+    assert in_turn({"a": lambda: 1}, repeats=2, warm_up=0) == {"a": [1, 1]}
+
+
+def test_seconds_are_of_the_call():
+    assert 0.009 < seconds(lambda: time.sleep(0.01)) < 1
