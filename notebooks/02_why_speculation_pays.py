@@ -27,7 +27,7 @@ import matplotlib.pyplot as plt
 
 import specsparse
 from specsparse.engine.llama import Want
-from specsparse.runtime.times import expected
+from specsparse.speculative import expected
 
 MODEL = os.environ.get("SPECSPARSE_NOTEBOOK_MODEL", "smollm2-135m")
 TOKENS = int(os.environ.get("SPECSPARSE_NOTEBOOK_TOKENS", "96"))

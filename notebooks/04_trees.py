@@ -22,7 +22,7 @@ import os
 import matplotlib.pyplot as plt
 
 import specsparse
-from specsparse.runtime.times.expected import expected_tokens_tree
+from specsparse.speculative.expected import expected_tokens_tree
 from specsparse.speculative.method import make_drafter
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.tree import TreeTemplate

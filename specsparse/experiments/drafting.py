@@ -15,8 +15,8 @@ from specsparse.experiments.config import (
     sampling_params,
 )
 from specsparse.measure.costs.progress import Bar, silent
-from specsparse.runtime.times import expected
 from specsparse.runtime.times.kept import CostTable
+from specsparse.speculative import expected
 from specsparse.speculative.method import choose_verifier, grows_trees, make_drafter
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.trees import get_tree

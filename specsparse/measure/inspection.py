@@ -16,8 +16,7 @@ from specsparse.errors import UserError
 from specsparse.measure.costs import traffic
 from specsparse.measure.costs.devices import Device
 from specsparse.measure.costs.roofline import Roofline
-from specsparse.runtime.times import expected
-from specsparse.speculative import vocab
+from specsparse.speculative import expected, vocab
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
 KV_LENGTH = 128

@@ -8,8 +8,8 @@ from specsparse.measure.costs.explain import Explanation, explain_record
 from specsparse.measure.costs.measured import load_or_measure
 from specsparse.measure.costs.roofline import Roofline
 from specsparse.measure.costs.traffic import Traffic
-from specsparse.runtime.times.expected import best_gamma, expected_tokens, predicted_speedup
 from specsparse.runtime.times.kept import CostTable, DraftCost
+from specsparse.speculative.expected import best_gamma, expected_tokens, predicted_speedup
 
 __all__ = [
     "DEVICES",

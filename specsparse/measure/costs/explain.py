@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from specsparse.runtime.metrics import Counters
-from specsparse.runtime.times import expected as speculative
 from specsparse.runtime.times.kept import FREE, CostTable, DraftCost
+from specsparse.speculative import expected
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def explain(
         return None
     step = table.step(kv_length)
     alpha = c.num_accepted_tokens / c.num_tested
-    expected = speculative.expected_tokens(alpha, levels or gamma)
+    whole = expected.expected_tokens(alpha, levels or gamma)
     overhead = table.overhead(gamma, kv_length)
     drafting = (draft.fixed_s + (levels or gamma) * draft.token_s) / step
     v = table.v(gamma + 1, kv_length)
@@ -110,7 +110,7 @@ def explain(
     plain_each, method_each = plain_s / plain.num_emitted_tokens, method_s / c.num_emitted_tokens
     empty = f"{1 - share:.0%} of the rounds had no draft, the others {rows - 1:.1f} tokens"
     factors = (
-        Factor("acceptance", tokens / expected, f"{tokens:.2f} tokens a round, short drafts and ends included"),
+        Factor("acceptance", tokens / whole, f"{tokens:.2f} tokens a round, short drafts and ends included"),
         Factor("draft length", full / real, f"{empty}: {real:.2f} plain steps a round"),
         Factor("host", (1 + hosts[0]) / (1 + hosts[1]), f"{1e3 * table.host_s:.2f} ms a call of the loop"),
         Factor("rest", drift[0] / drift[1], _rest(drift, plain_each, step, method_s / c.num_rounds, real * step)),
@@ -122,11 +122,11 @@ def explain(
         alpha=alpha,
         gamma=gamma,
         levels=levels,
-        expected_tokens=expected,
+        expected_tokens=whole,
         v=v,
         draft=drafting,
         overhead=overhead,
-        predicted=expected / full,
+        predicted=whole / full,
         measured=plain_each / method_each,
         best_gamma=best[0],
         best_predicted=best[1],

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from specsparse.runtime.metrics import Counters
+from specsparse.speculative import expected
 
 
 class Costs(NamedTuple):
@@ -49,7 +50,7 @@ def _best_gamma(c: Counters, costs: Costs | None) -> dict[str, Any] | None:
     found = []
     for g in range(len(c.num_accepted_tokens_per_pos) + 1):
         tokens = c.num_rounds + sum(c.num_accepted_tokens_per_pos[:g])
-        drafted = c.num_drafts * (costs.v(g + 1) + costs.c * g + costs.c0) if g else c.num_drafts
+        drafted = c.num_drafts * expected.round_cost(costs.v, g, c=costs.c, c0=costs.c0)
         found.append((tokens / (plain + drafted), g))
     best, gamma = max(found)
     return {"gamma": gamma, "speedup": best}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from specsparse.runtime.times import expected
+from specsparse.speculative import expected
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,8 @@ class CostTable:
             kv_length: tokens in the cache.
         """
         step = self.step(kv_length)
-        drafting = (draft.fixed_s + draft.token_s * nodes) / step
-        return tokens / (self.v(1 + nodes, kv_length) + drafting + self.overhead(room, kv_length))
+        c0 = draft.fixed_s / step + self.overhead(room, kv_length)
+        return tokens / expected.round_cost(lambda n: self.v(n, kv_length), nodes, c=draft.token_s / step, c0=c0)
 
     def best_gamma(
         self, alpha: float, *, draft: DraftCost = FREE, kv_length: float | None = None, most: int = 16

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from specsparse.errors import UserError
+from specsparse.speculative import expected
 from specsparse.speculative.base import Verdict
 from specsparse.speculative.policies.base import LawView, Policy
 
@@ -89,7 +90,7 @@ class CostModel:
 
     def time(self, g: int) -> float:
         """T(g)."""
-        return self.v[g] + (self.c * g + self.c0 if g else 0.0)
+        return expected.round_cost(lambda n: self.v[n - 1], g, c=self.c, c0=self.c0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +203,7 @@ class AutoOff(Policy):
         """The prior decides the first rounds, and fades like all evidence."""
         inner, count = self.inner.init(batch), jnp.zeros((batch,), jnp.int32)
         length_B, alpha, weight = self.inner.length(inner), self.cost.prior, self.cost.weight
-        tokens_G = jnp.array([weight * sum(alpha**k for k in range(g + 1)) for g in range(self.gamma + 1)], jnp.float32)
+        tokens_G = jnp.array([weight * expected.expected_tokens(alpha, g) for g in range(self.gamma + 1)], jnp.float32)
         time_B = jnp.float32(weight) * self._times()[length_B]
         return AutoOffState(inner, tokens_G[length_B], time_B, count, count + self.waits[0])
 

@@ -14,8 +14,8 @@ from specsparse.measure.costs import Roofline, devices, traffic
 from specsparse.measure.costs.explain import explain
 from specsparse.measure.costs.fit import draft_line, fit_kv, overhead, polish, rising
 from specsparse.runtime.metrics import Counters, Times
-from specsparse.runtime.times import expected
 from specsparse.runtime.times.kept import CostTable, DraftCost
+from specsparse.speculative import expected
 from specsparse.speculative.drafters.synthetic import SyntheticRates
 from specsparse.testing import tiny_config, write_tiny_gguf
 

@@ -1,4 +1,4 @@
-"""Expected tokens of a round and the speed-up that follows, in plain numbers (`policy_cost` has the jit-able form).
+"""Expected tokens of a round, the time it takes, and the speed-up that follows: E[tokens] / T.
 
 Times are in plain decoding steps: v(n) of a forward of n rows (v(1) = 1), c to draft a token, c0 a round's overhead.
 """
@@ -50,13 +50,13 @@ def realised_alpha(expected: float, gamma: int) -> float:
     return low
 
 
-def round_cost(v: Callable[[int], float], gamma: int, *, c: float = 0.0, c0: float = 0.0) -> float:
-    """Time of a round in plain steps: v(gamma+1) + gamma c + c0; a round without a draft is a plain step."""
-    return v(gamma + 1) + gamma * c + c0 if gamma else v(1)
+def round_cost(v: Callable[[float], float], gamma: float, *, c: float = 0.0, c0: float = 0.0) -> float:
+    """T in plain steps, v(gamma+1) + (gamma c + c0); a round without a draft is a plain step."""
+    return v(gamma + 1) + (gamma * c + c0) if gamma else v(1)
 
 
 def predicted_speedup(alpha: float, gamma: int, v: Callable[[int], float], *, c: float = 0.0, c0: float = 0.0) -> float:
-    """E[tokens] / (v(gamma+1) + gamma c + c0)."""
+    """E[tokens] / T of chains of gamma tokens."""
     return expected_tokens(alpha, gamma) / round_cost(v, gamma, c=c, c0=c0)
 
 
