@@ -9,7 +9,7 @@ arXiv:1308.3432): what is trained is what the file holds.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,13 @@ import optax
 from specsparse.engine.model import Model
 from specsparse.kernels.packing.dequant import dequantize, embed_rows
 from specsparse.support.options import Count, Internal, Positive, Range, Share
-from specsparse.training import trunk
+from specsparse.training import ffn_model
 from specsparse.training.data import Text
+from specsparse.training.ffn_model import FFN, PackedTexts
 from specsparse.training.layer import rms_norm
+from specsparse.training.loop import OnStep, train, trapezoid, updated
 from specsparse.training.products import Precision, halved, times
 from specsparse.training.reconstruct import hoyer, nearly_counted
-from specsparse.training.trunk import FFN, Passage
 from specsparse.training.windows import fill_up, pack
 
 
@@ -97,9 +98,16 @@ class State(NamedTuple):
     """
 
     ffn: FFN
-    optimiser: Any
+    optimiser: optax.OptState
     pressure: jax.Array
     step: jax.Array
+
+
+class Batch(NamedTuple):
+    """What a step reads: texts, and int32[c], different ids that the softmax runs over."""
+
+    texts: PackedTexts
+    ids: np.ndarray
 
 
 class Losses(NamedTuple):
@@ -155,7 +163,7 @@ class Distiller:
 
     def __init__(self, model: Model, options: DistillOptions, *, act: Callable = jax.nn.relu):
         self.model, self.options, self.config, self._act = model, options, model.config, act
-        self._trunk = trunk.trunk_of(model, options.rows)
+        self._frozen = ffn_model.frozen_layers(model, options.rows)
         self._head = dequantize(model.params.output)
         self._optimiser, self._measure = _optimiser(options), MEASURES[options.measure]
         self._step = jax.jit(self._one_step, donate_argnums=(0,))
@@ -172,16 +180,16 @@ class Distiller:
         shapes = ((c.n_layers, c.d_ff, c.d_model),) * 2 + ((c.n_layers, c.d_model, c.d_ff),)
         return jax.eval_shape(self.start, FFN(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)))
 
-    def batches(self, texts: Sequence[Text], start: int) -> Iterator[tuple[Passage, np.ndarray]]:
-        """(window, candidate ids) from step `start` on without end; the texts come in another order each time."""
+    def batches(self, texts: Sequence[Text], start: int) -> Iterator[Batch]:
+        """Windows and candidate ids from step `start` on without end; the texts come in another order each time."""
         rows, epoch, done = self.options.rows, 0, 0
         counts = sum(np.bincount(t.tokens, minlength=self.config.vocab_size) for t in texts) + 0.1
         while True:
             order = np.random.default_rng([self.options.seed, epoch]).permutation(len(texts))
             for group in fill_up(texts, order, rows=rows):
                 if done >= start:
-                    passage = trunk.lay([texts[i] for i in group], rows)
-                    yield passage, self._candidates(passage.tokens, counts, done)
+                    packed = ffn_model.pack_texts([texts[i] for i in group], rows)
+                    yield Batch(packed, self._candidates(packed.tokens, counts, done))
                 done += 1
             epoch += 1
 
@@ -196,9 +204,14 @@ class Distiller:
             score = np.log(share) + rng.gumbel(size=len(share))
         return np.concatenate([wanted, np.argpartition(-score, more)[:more]]).astype(np.int32)
 
-    def step(self, state: State, passage: Passage, ids: np.ndarray) -> tuple[State, Losses]:
+    def run(self, state: State, texts: Sequence[Text], *, on_step: OnStep | None = None) -> State:
+        """The state after the last step; see `training.loop.train`."""
+        batches = self.batches(texts, int(state.step))
+        return train(state, batches, self.step, steps=self.options.steps, on_step=on_step)
+
+    def step(self, state: State, batch: Batch) -> tuple[State, Losses]:
         """One step of the optimiser, and the losses before it."""
-        return self._step(state, jax.tree.map(jnp.asarray, passage), jnp.asarray(ids))
+        return self._step(state, *jax.tree.map(jnp.asarray, batch))
 
     def judge(self, ffn: FFN, texts: Sequence[Text]) -> Fidelity:
         """How near the model is to the original on answers that it has not seen."""
@@ -207,12 +220,12 @@ class Distiller:
         total = None
         for group in groups:
             chosen = [texts[i] for i in group]
-            passage, counts = trunk.lay(chosen, rows), np.zeros(rows, np.float32)
+            packed, counts = ffn_model.pack_texts(chosen, rows), np.zeros(rows, np.float32)
             at = 0
             for text in chosen:  # rows whose next token is the answer's, and is there
                 counts[at + text.prompt - 1 : min(at + len(text.tokens), rows) - 1] = 1
                 at += len(text.tokens)
-            found = self._judge(ffn, jax.tree.map(jnp.asarray, passage), jnp.asarray(counts))
+            found = self._judge(ffn, jax.tree.map(jnp.asarray, packed), jnp.asarray(counts))
             found = jax.tree.map(np.asarray, found)
             total = found if total is None else jax.tree.map(np.add, total, found)
         kl, ours, theirs, same, active_L, count, seen = total
@@ -221,9 +234,9 @@ class Distiller:
             tuple(float(x) for x in active_L / seen), int(count),
         )  # fmt: skip
 
-    def _rows(self, ffn: FFN, passage: Passage, precision: str):
+    def _rows(self, ffn: FFN, texts: PackedTexts, precision: Precision):
         """The model's last rows, normalised; mean sparsity measure; share of active neurons by layer."""
-        valid = (passage.text >= 0).astype(jnp.float32)
+        valid = (texts.text >= 0).astype(jnp.float32)
         count = jnp.maximum(valid.sum(), 1.0)
 
         def watch(z, a):
@@ -232,25 +245,25 @@ class Distiller:
 
         if self.options.rounded:
             ffn = FFN(*map(straight_through, ffn))
-        x_nD = embed_rows(self.model.params.embedding, passage.tokens)
-        y_nD, (dense_L, share_L) = trunk.run(
-            self.config, self._trunk, ffn, x_nD, passage, self._act, watch, precision=precision
+        x_nD = embed_rows(self.model.params.embedding, texts.tokens)
+        y_nD, (dense_L, share_L) = ffn_model.forward(
+            self.config, self._frozen, ffn, x_nD, texts, self._act, watch, precision=precision
         )
         return self._normed(y_nD), dense_L, share_L
 
     def _normed(self, y_nD: jax.Array) -> jax.Array:
         return rms_norm(y_nD, self.model.params.output_norm, self.config.norm_eps)
 
-    def _one_step(self, state: State, passage: Passage, ids: jax.Array) -> tuple[State, Losses]:
+    def _one_step(self, state: State, texts: PackedTexts, ids: jax.Array) -> tuple[State, Losses]:
         o = self.options
-        valid = jnp.where(passage.text < 0, 0.0, jnp.where(passage.answer, 1.0, jnp.float32(o.prompts)))
-        wanted = self._normed(passage.hidden.astype(jnp.float32))
+        valid = jnp.where(texts.text < 0, 0.0, jnp.where(texts.answer, 1.0, jnp.float32(o.prompts)))
+        wanted = self._normed(texts.hidden.astype(jnp.float32))
         head = halved(self._head[ids], o.precision)
         log_p = jax.nn.log_softmax(times(wanted, head), axis=-1)
         count, size = jnp.maximum(valid.sum(), 1.0), jnp.sum(valid[:, None] * jnp.square(wanted))
 
         def loss(ffn: FFN):
-            found, dense_L, share_L = self._rows(ffn, passage, o.precision)
+            found, dense_L, share_L = self._rows(ffn, texts, o.precision)
             log_q = jax.nn.log_softmax(times(found, head), axis=-1)
             kl = jnp.sum(valid * jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)) / count
             feature = jnp.sum(valid[:, None] * jnp.square(found - wanted)) / size
@@ -260,33 +273,24 @@ class Distiller:
             return kl + o.feature * feature + now * dense_L.mean(), losses
 
         grads, losses = jax.grad(loss, has_aux=True)(state.ffn)
-        with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counter with floats
-            updates, opt = self._optimiser.update(grads, state.optimiser, state.ffn)
+        ffn, optimiser = updated(self._optimiser, grads, state.optimiser, state.ffn)
         pressure = jnp.clip(state.pressure * jnp.exp(o.follow * (losses.share / o.share - 1)), *self._measure.weights)
-        return State(optax.apply_updates(state.ffn, updates), opt, pressure, state.step + 1), losses
+        return State(ffn, optimiser, pressure, state.step + 1), losses
 
-    def _fidelity(self, ffn: FFN, passage: Passage, counts_n: jax.Array):
-        wanted = self._normed(passage.hidden.astype(jnp.float32))
-        found, _, share_L = self._rows(ffn, passage, "float32")
+    def _fidelity(self, ffn: FFN, texts: PackedTexts, counts_n: jax.Array):
+        wanted = self._normed(texts.hidden.astype(jnp.float32))
+        found, _, share_L = self._rows(ffn, texts, "float32")
         log_p, log_q = (jax.nn.log_softmax(x @ self._head.T, axis=-1) for x in (wanted, found))
-        following = jnp.roll(passage.tokens, -1)[:, None]
+        following = jnp.roll(texts.tokens, -1)[:, None]
         ours, theirs = (-jnp.take_along_axis(x, following, axis=1)[:, 0] for x in (log_q, log_p))
         kl = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
         same = (jnp.argmax(log_p, axis=-1) == jnp.argmax(log_q, axis=-1)).astype(jnp.float32)
-        rows = jnp.sum((passage.text >= 0).astype(jnp.float32))
+        rows = jnp.sum((texts.text >= 0).astype(jnp.float32))
         return (*(jnp.sum(counts_n * x) for x in (kl, ours, theirs, same)), share_L * rows, counts_n.sum(), rows)
 
 
 def _optimiser(options: DistillOptions) -> optax.GradientTransformation:
     """Adam under a trapezoid of rates."""
     down = max(1, round(options.decay * options.steps))
-    flat = max(options.steps - options.warmup - down, 0)
-    rate = optax.join_schedules(
-        (
-            optax.linear_schedule(0.0, options.rate, options.warmup),
-            optax.constant_schedule(options.rate),
-            optax.linear_schedule(options.rate, 0.0, down),
-        ),
-        [options.warmup, options.warmup + flat],
-    )
+    rate = trapezoid(options.rate, options.steps, up=options.warmup, down=down)
     return optax.chain(optax.clip_by_global_norm(options.clip), optax.adam(rate, b2=0.98))

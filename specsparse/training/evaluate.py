@@ -4,13 +4,15 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specsparse.engine.model import Model
+from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
+from specsparse.kernels import QTensor
 from specsparse.training.data import Text
 from specsparse.training.form import Form
 from specsparse.training.head import Frozen, Window
@@ -33,8 +35,9 @@ class Drafting:
 
 
 def evaluate(
-    model: Any, form: Form, weights: Any, frozen: Frozen, texts: Sequence[Text], *, gamma: int, shape: tuple[int, int]
-) -> Drafting:
+    model: Model, form: Form, weights: Pytree, frozen: Frozen, texts: Sequence[Text], *,
+    gamma: int, shape: tuple[int, int],
+) -> Drafting:  # fmt: skip
     """Judges drafts of `gamma` tokens on greedy answers; `shape` is (rows, drafting rows) of a window.
 
     Raises:
@@ -53,7 +56,7 @@ def evaluate(
     return Drafting(int(reach[0]), agreement, float(1 + reach[1:].sum() / reach[0]))
 
 
-def _right(form: Form, weights: Any, frozen: Frozen, embedding: Any, window: Window, *, gamma: int) -> jax.Array:
+def _right(form: Form, weights: Pytree, frozen: Frozen, embedding: QTensor, window: Window, *, gamma: int) -> jax.Array:
     """bool[gamma, m]: whether each stream's argmax at a drafting row is the token of the text."""
     window = window._replace(hidden=window.hidden.astype(jnp.float32))
     following = jnp.roll(window.tokens, -1)[window.rows]

@@ -12,8 +12,9 @@ from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.kernels.packing.dequant import embed_rows
 from specsparse.support.tensor_files import write_tensors
-from specsparse.training import trunk
+from specsparse.training import ffn_model
 from specsparse.training.data import Text
+from specsparse.training.ffn_model import FFN, FrozenLayers, PackedTexts
 
 _PART = 8
 """Windows of a file."""
@@ -43,7 +44,7 @@ def collect(
         if not path.exists():
             if program is None:
                 program, arguments = _program(model), _arguments(model, rows)
-            found = [_kept(program(*arguments, p), p) for p in (trunk.lay(texts, rows) for texts in part)]
+            found = [_kept(program(*arguments, p), p) for p in (ffn_model.pack_texts(texts, rows) for texts in part)]
             write_tensors(path, {"z": np.concatenate(found, axis=1)}, {"format": "specsparse.training.inputs"})
         if progress is not None:
             progress(i * _PART + len(part))
@@ -69,16 +70,16 @@ def layer_inputs(paths: Sequence[Path], layer: int) -> np.ndarray:
 def _program(model: Model) -> Callable:
     config = model.config
 
-    def inputs(embedding, frozen: trunk.Trunk, ffn: trunk.FFN, passage: trunk.Passage):
-        x_nD = embed_rows(embedding, passage.tokens)
-        return trunk.run(config, frozen, ffn, x_nD, passage, jax.nn.silu, lambda z, a: z.astype(jnp.float16))[1]
+    def inputs(embedding, frozen: FrozenLayers, ffn: FFN, texts: PackedTexts):
+        x_nD = embed_rows(embedding, texts.tokens)
+        return ffn_model.forward(config, frozen, ffn, x_nD, texts, jax.nn.silu, lambda z, a: z.astype(jnp.float16))[1]
 
     return jax.jit(inputs)
 
 
 def _arguments(model: Model, rows: int) -> tuple:
-    return model.params.embedding, trunk.trunk_of(model, rows), trunk.ffns_of(model)
+    return model.params.embedding, ffn_model.frozen_layers(model, rows), ffn_model.ffns_of(model)
 
 
-def _kept(z_LnD: jax.Array, passage: trunk.Passage) -> np.ndarray:
-    return np.asarray(z_LnD)[:, passage.text >= 0]
+def _kept(z_LnD: jax.Array, texts: PackedTexts) -> np.ndarray:
+    return np.asarray(z_LnD)[:, texts.text >= 0]

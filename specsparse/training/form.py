@@ -3,11 +3,13 @@
 import abc
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import numpy as np
 
+from specsparse.engine.pytree import Pytree
+from specsparse.kernels import QTensor
 from specsparse.training.data import Text
 from specsparse.training.head import Frozen, Window
 
@@ -26,15 +28,17 @@ class Form(abc.ABC):
     option: ClassVar[str]
 
     @abc.abstractmethod
-    def first(self, texts: Sequence[Text]) -> Any:
+    def first(self, texts: Sequence[Text]) -> Pytree:
         """The weights that training begins with."""
 
     @abc.abstractmethod
-    def zeros(self) -> Any:
+    def zeros(self) -> Pytree:
         """Weights of the same shapes, to read a checkpoint by."""
 
     @abc.abstractmethod
-    def logits(self, weights: Any, frozen: Frozen, embedding: Any, window: Window, count: int) -> list[jax.Array]:
+    def logits(
+        self, weights: Pytree, frozen: Frozen, embedding: QTensor, window: Window, count: int
+    ) -> list[jax.Array]:
         """float32[m, N] for the s-th token of a draft, s up to `count`, at every drafting row of a window.
 
         Args:
@@ -46,7 +50,7 @@ class Form(abc.ABC):
         """
 
     @abc.abstractmethod
-    def write(self, path: Path, weights: Any, ids: np.ndarray, *, quant: str) -> Path:
+    def write(self, path: Path, weights: Pytree, ids: np.ndarray, *, quant: str) -> Path:
         """Writes the file; `ids` int32[N] is the draft vocabulary, `quant` the type of the matrices.
 
         Raises:

@@ -14,7 +14,7 @@ import numpy as np
 
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.rope import rope_tables
-from specsparse.training.layer import Keys, attend, feed_forward, keys, rms_norm
+from specsparse.training.layer import Keys, LayerWeights, attend, feed_forward, keys, rms_norm
 from specsparse.training.products import times
 
 
@@ -24,23 +24,14 @@ class HeadWeights(NamedTuple):
     Attributes:
         hidden_norm, token_norm: [D], RMS norms of the two inputs.
         fc: [D, 2 D], of the two normalised inputs side by side, hidden first.
-        attn_norm, attn_q, attn_k, attn_v, attn_output, ffn_norm, ffn_gate, ffn_up, ffn_down: one layer of the target's
-            shape.
+        layer: of the target's shape.
         output_norm: [D], before the output matrix, which is the target's.
     """
 
     hidden_norm: jax.Array
     token_norm: jax.Array
     fc: jax.Array
-    attn_norm: jax.Array
-    attn_q: jax.Array
-    attn_k: jax.Array
-    attn_v: jax.Array
-    attn_output: jax.Array
-    ffn_norm: jax.Array
-    ffn_gate: jax.Array
-    ffn_up: jax.Array
-    ffn_down: jax.Array
+    layer: LayerWeights
     output_norm: jax.Array
 
 
@@ -99,7 +90,7 @@ def streams(
     rows = window.rows
     cos, sin = frozen.cos[window.position], frozen.sin[window.position]
     x_nD = _enter(config, weights, window.hidden, embedded_nD)
-    base = keys(config, weights, x_nD, cos, sin)
+    base = keys(config, weights.layer, x_nD, cos, sin)
     gone = jnp.where(window.depth >= 0, window.text[rows], -2)
     place = jnp.arange(len(window.text))
     own: list[Keys] = []
@@ -108,11 +99,11 @@ def streams(
     for s in range(count):
         if s:
             x_mD = _enter(config, weights, _down(found[-1], 1), token_mD)
-            own.append(keys(config, weights, x_mD, cos[rows], sin[rows]))
+            own.append(keys(config, weights.layer, x_mD, cos[rows], sin[rows]))
         seen_mn = (window.text[None] == gone[:, None]) & (place[None] <= rows[:, None] - s)
         drafted = [Keys(*(_down(a, s - 1 - j, axis=1) for a in key)) for j, key in enumerate(own)]
-        x_mD = attend(config, weights, x_mD, cos[rows], sin[rows], base, seen_mn, drafted)
-        found.append(feed_forward(config, weights, x_mD))
+        x_mD = attend(config, weights.layer, x_mD, cos[rows], sin[rows], base, seen_mn, drafted)
+        found.append(feed_forward(config, weights.layer, x_mD))
     return found
 
 

@@ -3,19 +3,21 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine.model import Model
+from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import dequantize, embed_rows
 from specsparse.speculative.drafters.head_file import write_head
 from specsparse.training import export, head
 from specsparse.training.data import Text
 from specsparse.training.form import Form
 from specsparse.training.head import Frozen, HeadWeights, Window
+from specsparse.training.layer import LayerWeights, layer_shapes
 
 
 @dataclass(frozen=True)
@@ -34,16 +36,13 @@ class HeadForm(Form):
 
     def zeros(self) -> HeadWeights:
         """Of one layer of the target's shape."""
-        c = self.model.config
-        D, q, kv = c.d_model, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
-        shapes = HeadWeights(
-            (D,), (D,), (D, 2 * D), (D,), (q, D), (kv, D), (kv, D), (D, q), (D,), (c.d_ff, D), (c.d_ff, D),
-            (D, c.d_ff), (D,),
-        )  # fmt: skip
-        return HeadWeights(*(jnp.zeros(shape, jnp.float32) for shape in shapes))
+        D = self.model.config.d_model
+        layer = {name: jnp.zeros(shape, jnp.float32) for name, shape in layer_shapes(self.model.config).items()}
+        norm = jnp.zeros((D,), jnp.float32)
+        return HeadWeights(norm, norm, jnp.zeros((D, 2 * D), jnp.float32), LayerWeights(**layer), norm)
 
     def logits(
-        self, weights: HeadWeights, frozen: Frozen, embedding: Any, window: Window, count: int
+        self, weights: HeadWeights, frozen: Frozen, embedding: QTensor, window: Window, count: int
     ) -> list[jax.Array]:
         """Stream s is what the head finds after s - 1 rows of its own."""
         embedded = embed_rows(embedding, window.tokens)
@@ -81,12 +80,14 @@ def first_weights(model: Model, texts: Sequence[Text], *, rows: int = 60_000, ri
         hidden_norm=params.output_norm,
         token_norm=jnp.ones((width,), jnp.float32),
         fc=jnp.asarray(np.linalg.solve(gram, cross).T, jnp.float32),
-        attn_norm=last.attn_norm,
-        attn_output=jnp.zeros(last.attn_output.shape, jnp.float32),
-        ffn_norm=last.ffn_norm,
-        ffn_down=jnp.zeros(last.ffn_down.shape, jnp.float32),
+        layer=LayerWeights(
+            attn_norm=last.attn_norm,
+            attn_output=jnp.zeros(last.attn_output.shape, jnp.float32),
+            ffn_norm=last.ffn_norm,
+            ffn_down=jnp.zeros(last.ffn_down.shape, jnp.float32),
+            **matrix,
+        ),
         output_norm=params.output_norm,
-        **matrix,
     )
     return jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), weights)  # a step donates them
 

@@ -1,13 +1,11 @@
 """One Llama layer as a function to differentiate, over texts that lie side by side.
 
-The weights are anything with the fields attn_norm [D], attn_q, attn_k, attn_v, attn_output, ffn_norm [D], ffn_gate,
-ffn_up and ffn_down; matrices are [outputs, inputs],
-and their type is that of the products, see `training.products`; all else is float32.
+The type of the matrices is that of the products, see `training.products`; all else is float32.
 """
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +16,27 @@ from specsparse.kernels.reference.dense import rotate
 from specsparse.training.products import times
 
 _NOT = -1e30
+
+
+class LayerWeights(NamedTuple):
+    """Norms [D] and matrices [outputs, inputs] of a layer; no `ffn_` matrix where something else computes the FFN."""
+
+    attn_norm: jax.Array
+    attn_q: jax.Array
+    attn_k: jax.Array
+    attn_v: jax.Array
+    attn_output: jax.Array
+    ffn_norm: jax.Array
+    ffn_gate: jax.Array | None = None
+    ffn_up: jax.Array | None = None
+    ffn_down: jax.Array | None = None
+
+
+def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of a layer's weights by name, in the order of `LayerWeights`."""
+    D, F, q, kv = config.d_model, config.d_ff, config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    shapes = ((D,), (q, D), (kv, D), (kv, D), (D, q), (D,), (F, D), (F, D), (D, F))
+    return dict(zip(LayerWeights._fields, shapes, strict=True))
 
 
 class Keys(NamedTuple):
@@ -41,7 +60,7 @@ def _heads(config: ModelConfig, x_RO: jax.Array, cos: jax.Array, sin: jax.Array)
     return rotate(x, cos[:, None], sin[:, None], config.rope.pairing)
 
 
-def keys(config: ModelConfig, w: Any, x_RD: jax.Array, cos: jax.Array, sin: jax.Array) -> Keys:
+def keys(config: ModelConfig, w: LayerWeights, x_RD: jax.Array, cos: jax.Array, sin: jax.Array) -> Keys:
     """Keys, rotated, and values of rows before the layer's norm."""
     z = rms_norm(x_RD, w.attn_norm, config.norm_eps)
     k = _heads(config, times(z, w.attn_k), cos, sin)
@@ -50,7 +69,7 @@ def keys(config: ModelConfig, w: Any, x_RD: jax.Array, cos: jax.Array, sin: jax.
 
 
 def attend(
-    config: ModelConfig, w: Any, x_mD: jax.Array, cos: jax.Array, sin: jax.Array,
+    config: ModelConfig, w: LayerWeights, x_mD: jax.Array, cos: jax.Array, sin: jax.Array,
     base: Keys, seen_mn: jax.Array, drafted: Sequence[Keys] = (),
 ) -> jax.Array:  # fmt: skip
     """x and its attention: each row over the rows of `base` that it sees, and over its own row of each of `drafted`."""
@@ -79,7 +98,7 @@ def _one_head(q_md, k_nd, v_nd, bias_mn, drafted: list[Keys]) -> jax.Array:
     return out / total[:, None]  # divided last: d divisions a row, not n
 
 
-def feed_forward(config: ModelConfig, w: Any, x_mD: jax.Array) -> jax.Array:
+def feed_forward(config: ModelConfig, w: LayerWeights, x_mD: jax.Array) -> jax.Array:
     """x and its feed-forward part."""
     z = rms_norm(x_mD, w.ffn_norm, config.norm_eps)
     return x_mD + times(jax.nn.silu(times(z, w.ffn_gate)) * times(z, w.ffn_up), w.ffn_down)

@@ -5,7 +5,7 @@ A training keeps float32 weights and differentiates through `halved` ones. Proce
 (AMX, GPUs) train several times faster so; others are slower, which is what `pays` is for.
 """
 
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,8 @@ def pays() -> bool:
     return jax.default_backend() != "cpu" or "amx_bf16" in processor.cpu_info()["flags"]
 
 
-def halved(weights: _Tree, precision: str) -> _Tree:
-    """The weights with their matrices as bfloat16 where `precision`, a `Precision`, says so."""
+def halved(weights: _Tree, precision: Precision) -> _Tree:
+    """The weights with their matrices as bfloat16 where `precision` says so."""
     if precision == "float32" or (precision == "auto" and not pays()):
         return weights
     return jax.tree.map(lambda w: w.astype(jnp.bfloat16) if w.ndim > 1 else w, weights)
@@ -40,12 +40,12 @@ def _half(x_RI: jax.Array, w_OI: jax.Array) -> jax.Array:
     return _dot(x_RI.astype(jnp.bfloat16), w_OI, 1)
 
 
-def _forward(x_RI: jax.Array, w_OI: jax.Array) -> tuple[jax.Array, Any]:
+def _forward(x_RI: jax.Array, w_OI: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     x = x_RI.astype(jnp.bfloat16)
     return _dot(x, w_OI, 1), (x, w_OI)
 
 
-def _backward(kept: Any, g_RO: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _backward(kept: tuple[jax.Array, jax.Array], g_RO: jax.Array) -> tuple[jax.Array, jax.Array]:
     x_RI, w_OI = kept
     g = g_RO.astype(jnp.bfloat16)
     return _dot(g, w_OI, 0), _dot(_turned(g), x_RI, 0).astype(jnp.bfloat16)

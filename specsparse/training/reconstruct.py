@@ -17,7 +17,8 @@ import optax
 
 from specsparse.errors import UserError
 from specsparse.support.options import Count, Internal, Positive, Range, Share
-from specsparse.training.trunk import FFN
+from specsparse.training.ffn_model import FFN
+from specsparse.training.loop import train, trapezoid, updated
 
 _SEARCHED = 20480
 """Tokens that the place to begin is fitted on."""
@@ -59,8 +60,9 @@ class Judged(NamedTuple):
 
 class _State(NamedTuple):
     ffn: FFN
-    optimiser: object
+    optimiser: optax.OptState
     pressure: jax.Array
+    step: jax.Array
 
 
 def output(ffn: FFN, z_nD: jax.Array, act=jax.nn.silu) -> jax.Array:
@@ -177,15 +179,8 @@ class Rebuilder:
 
     def __init__(self, options: LayerOptions, tokens: int):
         self.options, self.steps = options, max(1, round(options.passes * tokens / min(options.layer_batch, tokens)))
-        steps = self.steps
-        up = max(1, steps // 20)
-        rate = optax.join_schedules(
-            (
-                optax.linear_schedule(0.0, options.layer_rate, up),
-                optax.linear_schedule(options.layer_rate, 0.0, max(steps - up, 1)),
-            ),
-            [up],
-        )
+        up = max(1, self.steps // 20)
+        rate = trapezoid(options.layer_rate, self.steps, up=up, down=max(self.steps - up, 1))
         self._optimiser = optax.adam(rate, b2=0.98)
         self._step = jax.jit(self._one_step, donate_argnums=(0,))
 
@@ -194,14 +189,14 @@ class Rebuilder:
         z = jnp.asarray(z_nD, jnp.float32)
         y = _outputs(original, z)
         ffn = begin(original, z, y, self.options)
-        state = _State(ffn, self._optimiser.init(ffn), jnp.float32(1e-2))
+        state = _State(ffn, self._optimiser.init(ffn), jnp.float32(1e-2), jnp.int32(0))
         rng, n, batch = np.random.default_rng(self.options.seed), len(z), min(self.options.layer_batch, len(z))
         order = np.concatenate([rng.permutation(n) for _ in range(-(-self.steps * batch // n))])
-        for s in range(self.steps):
-            state = self._step(state, z, y, jnp.asarray(order[s * batch : (s + 1) * batch]))
+        batches = (jnp.asarray(order[s * batch : (s + 1) * batch]) for s in range(self.steps))
+        state = train(state, batches, lambda state, rows: self._step(state, z, y, rows), steps=self.steps)
         return _fitted(state.ffn, z, y)
 
-    def _one_step(self, state: _State, z_nD, y_nD, rows) -> _State:
+    def _one_step(self, state: _State, z_nD, y_nD, rows) -> tuple[_State, jax.Array]:
         z, y = z_nD[rows], y_nD[rows]
         weight = weights_of(y)
 
@@ -212,11 +207,10 @@ class Rebuilder:
             return error + state.pressure * jnp.mean(hoyer(a)), share
 
         grads, share = jax.grad(loss, has_aux=True)(state.ffn)
-        with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counter with floats
-            updates, opt = self._optimiser.update(grads, state.optimiser, state.ffn)
+        ffn, optimiser = updated(self._optimiser, grads, state.optimiser, state.ffn)
         follow = jnp.exp(self.options.pressure * (share / self.options.share - 1))
         pressure = jnp.clip(state.pressure * follow, 1e-4, 3.0)
-        return _State(optax.apply_updates(state.ffn, updates), opt, pressure)
+        return _State(ffn, optimiser, pressure, state.step + 1), share
 
 
 _outputs = jax.jit(partial(output, act=jax.nn.silu))

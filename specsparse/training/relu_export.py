@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType as GGML
 from specsparse.engine.config import ACTIVATION_KEY
 from specsparse.engine.gguf.reader import GGUFFile, TensorInfo
 from specsparse.engine.gguf.writer import NewTensor, write_gguf
-from specsparse.training.trunk import FFN
+from specsparse.training.ffn_model import FFN
 
 
 def write_relu(f: GGUFFile, ffn: FFN, path: str | os.PathLike[str], kind: GGML) -> Path:

@@ -12,7 +12,7 @@ from specsparse.engine.rope import rope_tables
 from specsparse.errors import UserError
 from specsparse.support.options import Count
 from specsparse.training.head import Window
-from specsparse.training.layer import attend, feed_forward, keys, rms_norm
+from specsparse.training.layer import LayerWeights, attend, feed_forward, keys, layer_shapes, rms_norm
 from specsparse.training.products import times
 
 
@@ -34,20 +34,6 @@ class SmallOptions:
             raise UserError(f"train.width={self.width} must be a multiple of 2 train.heads, {2 * self.heads}")
 
 
-class SmallLayer(NamedTuple):
-    """Matrices are [outputs, inputs], as `training.layer` takes them."""
-
-    attn_norm: jax.Array
-    attn_q: jax.Array
-    attn_k: jax.Array
-    attn_v: jax.Array
-    attn_output: jax.Array
-    ffn_norm: jax.Array
-    ffn_gate: jax.Array
-    ffn_up: jax.Array
-    ffn_down: jax.Array
-
-
 class SmallWeights(NamedTuple):
     """Weights of a small Llama.
 
@@ -58,7 +44,7 @@ class SmallWeights(NamedTuple):
     """
 
     embedding: jax.Array
-    layers: tuple[SmallLayer, ...]
+    layers: tuple[LayerWeights, ...]
     output_norm: jax.Array
 
 
@@ -81,12 +67,6 @@ def small_config(target: ModelConfig, options: SmallOptions) -> ModelConfig:
     )
 
 
-def layer_shapes(config: ModelConfig) -> SmallLayer:
-    """Shapes of a layer's arrays."""
-    D, F, q, kv = config.d_model, config.d_ff, config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    return SmallLayer((D,), (q, D), (kv, D), (kv, D), (D, q), (D,), (F, D), (F, D), (D, F))  # type: ignore[arg-type]
-
-
 def logits(config: ModelConfig, weights: SmallWeights, ids: jax.Array, window: Window) -> jax.Array:
     """float32[m, N] over `ids` for the token after each drafting row and its own.
 
@@ -104,7 +84,7 @@ def logits(config: ModelConfig, weights: SmallWeights, ids: jax.Array, window: W
     return times(y_mD, weights.embedding[ids])
 
 
-def first_layers(config: ModelConfig, seed: int) -> tuple[SmallLayer, ...]:
+def first_layers(config: ModelConfig, seed: int) -> tuple[LayerWeights, ...]:
     """Random layers that add nothing yet: their two output matrices are 0."""
     rng = np.random.default_rng(seed)
 
@@ -116,4 +96,4 @@ def first_layers(config: ModelConfig, seed: int) -> tuple[SmallLayer, ...]:
         return jnp.asarray(rng.normal(0, shape[1] ** -0.5, shape), jnp.float32)
 
     shapes = layer_shapes(config)
-    return tuple(SmallLayer(*map(array, shapes._fields, shapes)) for _ in range(config.n_layers))
+    return tuple(LayerWeights(**{name: array(name, shapes[name]) for name in shapes}) for _ in range(config.n_layers))

@@ -1,10 +1,10 @@
 """A small model as what is trained: where it begins, its function, its file."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,14 @@ import numpy as np
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.model import Model
+from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.models.convert.write import out_type, write_model
 from specsparse.training import small
 from specsparse.training.data import Text
 from specsparse.training.form import Form
 from specsparse.training.head import Frozen, Window
+from specsparse.training.layer import LayerWeights, layer_shapes
 from specsparse.training.small import SmallOptions, SmallWeights, small_config
 
 
@@ -58,11 +60,11 @@ class SmallForm(Form):
     def zeros(self) -> SmallWeights:
         """Of the shapes of `config`."""
         c = self.config
-        layer = jax.tree.map(jnp.zeros, small.layer_shapes(c), is_leaf=lambda x: isinstance(x[0], int))
+        layer = LayerWeights(**{name: jnp.zeros(shape) for name, shape in layer_shapes(c).items()})
         return SmallWeights(jnp.zeros((c.vocab_size, c.d_model)), (layer,) * c.n_layers, jnp.zeros((c.d_model,)))
 
     def logits(
-        self, weights: SmallWeights, frozen: Frozen, embedding: Any, window: Window, count: int
+        self, weights: SmallWeights, frozen: Frozen, embedding: QTensor, window: Window, count: int
     ) -> list[jax.Array]:
         """The same for every stream, whose earlier tokens are the text's."""
         return [small.logits(self.config, weights, frozen.ids, window)] * count
@@ -74,7 +76,7 @@ class SmallForm(Form):
         write_model(path, self._metadata(path.stem), self._tensors(weights), kind, output=kind)
         return path
 
-    def _metadata(self, name: str) -> dict[str, Any]:
+    def _metadata(self, name: str) -> dict[str, object]:
         c = self.config
         keys = {
             "general.architecture": "llama",
@@ -93,7 +95,7 @@ class SmallForm(Form):
         target = open_gguf(self.model.path).metadata
         return keys | {key: value for key, value in target.items() if key.startswith("tokenizer.")}
 
-    def _tensors(self, weights: SmallWeights) -> Iterator[tuple[str, tuple[int, ...], Any]]:
+    def _tensors(self, weights: SmallWeights) -> Iterator[tuple[str, tuple[int, ...], Callable[[], np.ndarray]]]:
         arrays = {"token_embd": weights.embedding, "output_norm": weights.output_norm}
         for i, layer in enumerate(weights.layers):
             arrays |= {f"blk.{i}.{name}": array for name, array in layer._asdict().items()}

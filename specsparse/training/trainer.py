@@ -1,9 +1,9 @@
 """Training a drafter: the divergence from the target's law on every stream of a draft."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,9 @@ import numpy as np
 import optax
 
 from specsparse.engine.model import Model
+from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
+from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.kernels.packing.rows import take_rows
 from specsparse.support.options import Count, Internal, Positive, Range, Size
@@ -19,6 +21,7 @@ from specsparse.training import head
 from specsparse.training.data import Text
 from specsparse.training.form import Form
 from specsparse.training.head import Frozen, Window
+from specsparse.training.loop import OnStep, train, trapezoid, updated
 from specsparse.training.products import Precision, halved
 from specsparse.training.windows import fill, pack, spans
 
@@ -70,8 +73,8 @@ class TrainState(NamedTuple):
         step: int32[], steps done.
     """
 
-    weights: Any
-    optimiser: Any
+    weights: Pytree
+    optimiser: optax.OptState
     ids: jax.Array
     step: jax.Array
 
@@ -112,17 +115,8 @@ def _shares(texts: Sequence[Text], ids: np.ndarray, vocab_size: int) -> np.ndarr
 
 def optimiser(options: TrainOptions) -> optax.GradientTransformation:
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) under a trapezoid of rates."""
-    up = max(1, options.warmup)
     down = max(1, round(options.decay * options.steps))
-    peak, flat = options.learning_rate, max(options.steps - up - down, 0)
-    rate = optax.join_schedules(
-        (
-            optax.linear_schedule(0.0, peak, up),
-            optax.constant_schedule(peak),
-            optax.linear_schedule(peak, 0.0, down),
-        ),
-        [up, up + flat],
-    )
+    rate = trapezoid(options.learning_rate, options.steps, up=options.warmup, down=down)
     matrices = partial(jax.tree.map, lambda x: x.ndim > 1)
     return optax.chain(
         optax.clip_by_global_norm(options.clip),
@@ -149,13 +143,13 @@ class Trainer:
         """The state before the first step."""
         weights = self.form.first(texts)
         ids = frequent_ids(texts, self._columns_in_all, self.config.vocab_size)
-        return TrainState(weights, self._init(weights), jnp.asarray(ids), jnp.zeros((), jnp.int32))
+        return TrainState(weights, self._optimiser.init(weights), jnp.asarray(ids), jnp.zeros((), jnp.int32))
 
     def like(self) -> TrainState:
         """A state of the right shapes, to read a checkpoint by."""
         weights = self.form.zeros()
         ids = jnp.zeros((self._columns_in_all,), jnp.int32)
-        return TrainState(weights, self._init(weights), ids, jnp.zeros((), jnp.int32))
+        return TrainState(weights, self._optimiser.init(weights), ids, jnp.zeros((), jnp.int32))
 
     @property
     def _columns_in_all(self) -> int:
@@ -201,6 +195,13 @@ class Trainer:
         more = rng.choice(len(ids), count - len(wanted), replace=False, p=rest / rest.sum())
         return np.sort(np.concatenate([wanted, more])).astype(np.int32)
 
+    def run(self, state: TrainState, texts: Sequence[Text], *, on_step: OnStep | None = None) -> TrainState:
+        """The state after the last step; see `training.loop.train`."""
+        ids = np.asarray(state.ids)
+        batches, frozen = self.batches(texts, ids, int(state.step)), self.frozen(ids)
+        step = lambda state, batch: self.step(state, frozen, batch)  # noqa: E731
+        return train(state, batches, step, steps=self.options.steps, on_step=on_step)
+
     def step(self, state: TrainState, frozen: Frozen, batch: Batch) -> tuple[TrainState, Losses]:
         """One step of the optimiser, and the losses before it."""
         weights, opt, losses = self._step(
@@ -213,10 +214,7 @@ class Trainer:
         batch = jax.tree.map(jnp.asarray, batch)
         return self._judge(state.weights, frozen, self.model.params.embedding, batch)[1]
 
-    def _init(self, weights: Any) -> Any:
-        return self._optimiser.init(weights)
-
-    def _losses(self, weights: Any, frozen: Frozen, embedding: Any, batch: Batch):
+    def _losses(self, weights: Pytree, frozen: Frozen, embedding: QTensor, batch: Batch):
         o, windows = self.options, batch.windows
         head_cD = halved(frozen.head[batch.columns], o.precision)
         frozen = frozen._replace(head=head_cD, ids=frozen.ids[batch.columns])
@@ -244,24 +242,4 @@ class Trainer:
 
     def _one_step(self, weights, opt, frozen, embedding, batch):
         (_, losses), grads = jax.value_and_grad(self._losses, has_aux=True)(weights, frozen, embedding, batch)
-        with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counter with floats
-            updates, opt = self._optimiser.update(grads, opt, weights)
-        return optax.apply_updates(weights, updates), opt, losses
-
-
-def run(
-    trainer: Trainer,
-    state: TrainState,
-    texts: Sequence[Text],
-    *,
-    on_step: Callable[[TrainState, Losses, int], None],
-) -> TrainState:
-    """Steps to the end from wherever `state` is; `on_step` sees each state, the losses before it, and its rows."""
-    ids = np.asarray(state.ids)
-    batches = trainer.batches(texts, ids, int(state.step))
-    frozen = trainer.frozen(ids)
-    while int(state.step) < trainer.options.steps:
-        batch = next(batches)
-        state, losses = trainer.step(state, frozen, batch)
-        on_step(state, losses, int((batch.windows.depth >= 0).sum()))
-    return state
+        return *updated(self._optimiser, grads, opt, weights), losses

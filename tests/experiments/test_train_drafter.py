@@ -10,7 +10,7 @@ from specsparse.experiments.config import TrainSpec
 from specsparse.experiments.kinds.training import drafter_fit
 from specsparse.speculative.drafters import get_drafter
 from specsparse.testing import write_tiny_gguf
-from specsparse.training import data, trainer
+from specsparse.training import data, loop, trainer
 from specsparse.training.evaluate import _reach
 from specsparse.training.head_form import HeadForm
 from tests.experiments import playing
@@ -64,8 +64,8 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
         if len(saves) == 2:
             raise KeyboardInterrupt
 
-    real = drafter_fit.save_state
-    monkeypatch.setattr(drafter_fit, "save_state", stop)
+    real = loop.save_state
+    monkeypatch.setattr(loop, "save_state", stop)
     again = changed(cfg, "train", output=str(tmp_path / "again" / "out"))
     with pytest.raises(KeyboardInterrupt):
         play(again, model, tmp_path / "b")
@@ -91,7 +91,7 @@ def test_training_learns(cfg, model, tmp_path, given):
     texts = [t for p in paths for t in data.read_shard(p)]
     made = trainer.Trainer(model, options.train, drafter_fit.form_of(cfg, model))
     losses = []
-    state = trainer.run(made, made.start(texts), texts, on_step=lambda _, found, __: losses.append(found))
+    state = made.run(made.start(texts), texts, on_step=lambda _, __, found, ___: losses.append(found))
     assert int(state.step) == 60
     first, last = (np.mean([x.loss for x in part], axis=0) for part in (losses[:5], losses[-5:]))
     assert (last < 0.5 * first).all() and (last > 0).all()

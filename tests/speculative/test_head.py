@@ -19,6 +19,7 @@ from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import draft_context, on_target, random_head, target_rows
 from specsparse.training import head
 from specsparse.training.head import HeadWeights, Window
+from specsparse.training.layer import LayerWeights
 
 V, C, K = 300, 64, 4
 TEXTS = [list(range(3, 20)), [5, 6, 7], [9] * 30]
@@ -49,10 +50,8 @@ def trainable(weights) -> HeadWeights:
     p = weights.params
     dense = {n: specsparse.kernels.packing.dequant.dequantize(getattr(p.layer, n)) for n in head_file.LAYER_MATRICES}
     both = [specsparse.kernels.packing.dequant.dequantize(w) for w in (p.fc_hidden, p.fc_token)]
-    return HeadWeights(
-        p.hidden_norm, p.token_norm, jnp.concatenate(both, axis=1), output_norm=p.output_norm,
-        attn_norm=p.layer.attn_norm, ffn_norm=p.layer.ffn_norm, **dense,
-    )  # fmt: skip
+    layer = LayerWeights(attn_norm=p.layer.attn_norm, ffn_norm=p.layer.ffn_norm, **dense)
+    return HeadWeights(p.hidden_norm, p.token_norm, jnp.concatenate(both, axis=1), layer, p.output_norm)
 
 
 def law_after(model, weights, text, path, temperature):

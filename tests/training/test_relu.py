@@ -21,7 +21,7 @@ from specsparse.kernels.packing.dequant import embed_rows
 from specsparse.models.convert.delta import apply_delta, tensors_hash
 from specsparse.support.tensor_files import save_state
 from specsparse.testing import write_tiny_gguf
-from specsparse.training import data, distill, reconstruct, trunk
+from specsparse.training import data, distill, ffn_model, loop, reconstruct
 from tests.experiments import playing
 from tests.experiments.playing import changed, run_config
 
@@ -51,14 +51,20 @@ def distiller(model):
 def test_rows_are_the_engines(model, texts):
     """Several texts in one window give the rows that each gives alone, as the engine computes them."""
     assert len(texts[0].tokens) + len(texts[1].tokens) <= 384
-    passage = trunk.lay(texts[:2], 384)
-    x = embed_rows(model.params.embedding, jnp.asarray(passage.tokens))
-    found, shares = trunk.run(
-        model.config, trunk.trunk_of(model, 384), trunk.ffns_of(model), x, passage, jax.nn.silu, lambda z, a: a.shape[1]
+    packed = ffn_model.pack_texts(texts[:2], 384)
+    x = embed_rows(model.params.embedding, jnp.asarray(packed.tokens))
+    found, shares = ffn_model.forward(
+        model.config,
+        ffn_model.frozen_layers(model, 384),
+        ffn_model.ffns_of(model),
+        x,
+        packed,
+        jax.nn.silu,
+        lambda z, a: a.shape[1],
     )
-    used = passage.text >= 0
+    used = packed.text >= 0
     assert used.sum() == len(texts[0].tokens) + len(texts[1].tokens)
-    np.testing.assert_allclose(np.asarray(found)[used], passage.hidden[used].astype(np.float32), rtol=0, atol=2e-2)
+    np.testing.assert_allclose(np.asarray(found)[used], packed.hidden[used].astype(np.float32), rtol=0, atol=2e-2)
     assert list(np.asarray(shares)) == [model.config.d_ff] * 2
 
 
@@ -69,7 +75,7 @@ def planted(n=3000, D=16, F=192):
     gate[:, 0], gate[:, 1:] = -0.125, gate[:, 1:] / 2
     z = rng.normal(size=(n, D))
     z[:, 0] = z[:, 0] / 20 + 4
-    return trunk.FFN(*(jnp.asarray(w, jnp.float32) for w in (gate, up, down))), z.astype(np.float16)
+    return ffn_model.FFN(*(jnp.asarray(w, jnp.float32) for w in (gate, up, down))), z.astype(np.float16)
 
 
 def test_what_is_nearly_constant_is_a_bias():
@@ -109,7 +115,7 @@ def test_rounding_is_the_quantisers(distiller):
 
 def test_the_original_is_at_no_distance_from_itself(model, texts):
     exact = distill.Distiller(model, distill.DistillOptions(rows=384, rounded=False), act=jax.nn.silu)
-    found = exact.judge(trunk.ffns_of(model), texts[:2])
+    found = exact.judge(ffn_model.ffns_of(model), texts[:2])
     assert (
         found.divergence < 1e-3
         and found.agreement > 0.95
@@ -120,25 +126,26 @@ def test_the_original_is_at_no_distance_from_itself(model, texts):
 
 @pytest.mark.slow
 def test_rows_of_prompts_can_be_left_out(model, texts):
-    passage = trunk.lay(texts[:1], 384)
-    assert passage.answer.sum() == len(texts[0].tokens) - texts[0].prompt + 1
-    other = passage._replace(hidden=np.where(passage.answer[:, None], passage.hidden, np.float16(1)))
+    packed = ffn_model.pack_texts(texts[:1], 384)
+    assert packed.answer.sum() == len(texts[0].tokens) - texts[0].prompt + 1
+    other = packed._replace(hidden=np.where(packed.answer[:, None], packed.hidden, np.float16(1)))
     for weight in (0.0, 1.0):
         options = distill.DistillOptions(steps=4, rows=384, candidates=96, prompts=weight, measure="count")
         distiller = distill.Distiller(model, options)
         ids = next(distiller.batches(texts[:1], 0))[1]
         mine, others = (
-            distiller.step(distiller.start(trunk.ffns_of(model)), p, ids)[1].divergence for p in (passage, other)
+            distiller.step(distiller.start(ffn_model.ffns_of(model)), distill.Batch(p, ids))[1].divergence
+            for p in (packed, other)
         )
         assert (float(mine) == float(others)) == (weight == 0)
 
 
 @pytest.mark.slow
 def test_distillation_learns(model, texts, distiller):
-    state, losses = distiller.start(trunk.ffns_of(model)), []
+    state, losses = distiller.start(ffn_model.ffns_of(model)), []
     batches = distiller.batches(texts, 0)
     for _ in range(40):
-        state, found = distiller.step(state, *next(batches))
+        state, found = distiller.step(state, next(batches))
         losses.append(found)
     first, last = (np.mean([[float(x) for x in step] for step in part], axis=0) for part in (losses[:3], losses[-3:]))
     assert last[0] < 0.7 * first[0] and last[1] < 0.7 * first[1]
@@ -149,10 +156,10 @@ def test_batches_begin_anywhere(texts, distiller):
     """A step's window and candidates depend on its number alone; candidates are different ids that hold its tokens."""
     batches = distiller.batches(texts, 0)
     found = [next(batches) for _ in range(6)]
-    passage, ids = next(distiller.batches(texts, 5))
-    np.testing.assert_array_equal(passage.tokens, found[5][0].tokens)
+    packed, ids = next(distiller.batches(texts, 5))
+    np.testing.assert_array_equal(packed.tokens, found[5][0].tokens)
     np.testing.assert_array_equal(ids, found[5][1])
-    assert len(set(ids.tolist())) == len(ids) >= 96 and set(passage.tokens.tolist()) <= set(ids.tolist())
+    assert len(set(ids.tolist())) == len(ids) >= 96 and set(packed.tokens.tolist()) <= set(ids.tolist())
 
 
 @pytest.fixture
@@ -185,8 +192,8 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
         if len(saves) == 1:
             raise KeyboardInterrupt
 
-    real = relufy_fit.save_state
-    monkeypatch.setattr(relufy_fit, "save_state", stop)
+    real = loop.save_state
+    monkeypatch.setattr(loop, "save_state", stop)
     other = changed(cfg, "train", output=str(tmp_path / "other" / "out"))
     with pytest.raises(KeyboardInterrupt):
         play(other, model, tmp_path / "b")
@@ -231,16 +238,16 @@ def test_only_a_relu_model_of_the_same_shape_is_gone_on_from(cfg, model):
 
 
 def test_a_checkpoint_is_gone_on_from(model, distiller, tmp_path):
-    begin = trunk.ffns_of(model)
+    begin = ffn_model.ffns_of(model)
     save_state(tmp_path / "state.safetensors", distiller.start(begin), {})
     found = relufy_fit._begin(model, str(tmp_path / "state.safetensors"))
     for w, wanted in zip(found, begin, strict=True):
         np.testing.assert_array_equal(w, wanted)
-    save_state(tmp_path / "other.safetensors", trunk.FFN(*(w[:1] for w in begin)), {})
+    save_state(tmp_path / "other.safetensors", ffn_model.FFN(*(w[:1] for w in begin)), {})
     with pytest.raises(UserError, match=r"train\.begin=.*: not a checkpoint of a training of"):
         relufy_fit._begin(model, str(tmp_path / "other.safetensors"))
 
 
 def test_a_relu_model_is_refused(model):
     with pytest.raises(UserError, match="only SiLU is turned to ReLU here"):
-        trunk.check(dataclasses.replace(model.config, activation="relu"))
+        ffn_model.check(dataclasses.replace(model.config, activation="relu"))

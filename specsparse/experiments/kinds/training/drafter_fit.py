@@ -1,6 +1,6 @@
 """Text, drafter and checkpoints in a directory that a later run goes on from."""
 
-import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
@@ -13,13 +13,13 @@ from specsparse.experiments.kinds.training import folder as folders
 from specsparse.experiments.kinds.training import options as train_options
 from specsparse.support import terminal
 from specsparse.support.options import Count
-from specsparse.support.tensor_files import load_state, save_state
 from specsparse.training.data import DataOptions, Text, generate, read_shard
 from specsparse.training.form import Form
 from specsparse.training.head_form import HeadForm
+from specsparse.training.loop import Log
 from specsparse.training.small import SmallOptions
 from specsparse.training.small_form import SmallForm
-from specsparse.training.trainer import Losses, Trainer, TrainOptions, TrainState, run
+from specsparse.training.trainer import Losses, Trainer, TrainOptions, TrainState
 
 _TEXTS, _STATE = "texts", "state.safetensors"
 
@@ -101,33 +101,19 @@ def trained(
     """The state after the last step, its trainer, and the curve: losses and tokens seen at each checkpoint."""
     chosen = options(cfg)
     trainer = Trainer(model, chosen.train, form_of(cfg, model))
-    path = folder / _STATE
-    if path.exists():
-        state, meta = load_state(path, trainer.like())
-        curve = meta["curve"]
-    else:
-        state, curve = trainer.start(found), []
-    seen = [curve[-1]["rows"] if curve else 0]
-    recent: list[Losses] = []
-    begun = time.perf_counter()
-    with terminal.counting(console, "training", chosen.train.steps) as bar:
-        bar.update(bar.task_ids[0], completed=int(state.step))
-
-        def on_step(state: TrainState, losses: Losses, rows: int) -> None:
-            seen[0] += rows
-            recent.append(losses)
-            step = int(state.step)
-            if step % chosen.own.save_every == 0 or step == chosen.train.steps:
-                curve.append(_point(step, seen[0], recent, time.perf_counter() - begun))
-                save_state(path, state, {"curve": curve})
-                recent.clear()
-            bar.update(bar.task_ids[0], completed=step)
-
-        state = run(trainer, state, found, on_step=on_step)
-    return state, trainer, curve
+    log = Log(
+        folder / _STATE, chosen.train.steps, chosen.own.save_every, "rows",
+        count=lambda batch: int((batch.windows.depth >= 0).sum()), point=_point,
+    )  # fmt: skip
+    state = log.resume(trainer.like())
+    if state is None:
+        state = trainer.start(found)
+    with log.shown(console, "training", state) as on_step:
+        state = trainer.run(state, found, on_step=on_step)
+    return state, trainer, log.curve
 
 
-def _point(step: int, rows: int, recent: list[Losses], seconds: float) -> dict[str, Any]:
-    """One point of the curve."""
+def _point(_: TrainState, recent: Sequence[Losses]) -> dict[str, Any]:
+    """Mean losses since the point before."""
     loss, agreement = (np.mean([np.asarray(x) for x in each], axis=0).tolist() for each in zip(*recent, strict=True))
-    return {"step": step, "rows": rows, "loss": loss, "agreement": agreement, "seconds": seconds}
+    return {"loss": loss, "agreement": agreement}

@@ -17,7 +17,7 @@ from specsparse.models import catalogue
 from specsparse.models.convert.delta import make_delta
 from specsparse.models.convert.write import out_type
 from specsparse.report.rows import Rows
-from specsparse.training import trunk
+from specsparse.training import ffn_model
 from specsparse.training.reconstruct import Judged
 from specsparse.training.relu_export import write_relu
 
@@ -69,7 +69,7 @@ class Relufy(Kind):
             UserError: a model without a gate or with ReLU already, or another training's output directory.
         """
         cfg, console, model = lab.cfg, lab.console, lab.load()
-        trunk.check(model.config)
+        ffn_model.check(model.config)
         folder = training.folder_of(cfg, model)
         training.claim(folder, cfg, model)
         train, held = training.texts(cfg, model, folder, console)

@@ -1,6 +1,6 @@
 """Texts, rebuilt layers and checkpoints of `kind: relufy`, in a directory that a later run goes on from."""
 
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -17,13 +17,14 @@ from specsparse.experiments.kinds.training import folder as folders
 from specsparse.experiments.kinds.training import options as train_options
 from specsparse.support import terminal
 from specsparse.support.options import Count
-from specsparse.support.tensor_files import load_state, read_tensors, save_state, write_tensors
-from specsparse.training import trunk
+from specsparse.support.tensor_files import read_tensors, write_tensors
+from specsparse.training import ffn_model
 from specsparse.training.data import DataOptions, Text, generate, read_shard
-from specsparse.training.distill import Distiller, DistillOptions, Fidelity, Losses, State
+from specsparse.training.distill import Distiller, DistillOptions, Fidelity, Losses
 from specsparse.training.ffn_inputs import collect, layer_inputs
+from specsparse.training.ffn_model import FFN
+from specsparse.training.loop import Log
 from specsparse.training.reconstruct import Judged, LayerOptions, Rebuilder, judge
-from specsparse.training.trunk import FFN
 from specsparse.training.windows import pack
 
 _TEXTS, _STATE = "texts", "state.safetensors"
@@ -117,7 +118,7 @@ def rebuilt(
         with terminal.counting(console, "rebuilding layers", len(paths)) as bar:
             for i, path in enumerate(paths):
                 if not path.exists():
-                    original = trunk.ffn_of(model, i)
+                    original = ffn_model.ffn_of(model, i)
                     ffn = rebuilder.rebuild(original, layer_inputs(inputs, i))
                     quality = judge(ffn, original, layer_inputs(judged, i))
                     write_tensors(path, {n: np.asarray(x) for n, x in ffn._asdict().items()}, quality._asdict())
@@ -139,7 +140,7 @@ def _begin(model: Any, name: str) -> FFN:
     shape = ("n_layers", "d_model", "d_ff", "gated", "vocab_size")
     if other.config.activation != "relu" or any(getattr(other.config, n) != getattr(model.config, n) for n in shape):
         raise UserError(f"train.begin={name}: not a ReLU model of the shape of {model.path}")
-    return trunk.ffns_of(other)
+    return ffn_model.ffns_of(other)
 
 
 def _checkpoint(model: Any, path: Path) -> FFN:
@@ -171,34 +172,23 @@ def distilled(
 ) -> tuple[FFN, list[dict[str, Any]]]:
     """The FFNs after the last step, and the curve: losses, tokens seen and fidelity at each checkpoint."""
     chosen = options(cfg)
-    distiller, path = Distiller(model, chosen.distill), folder / _STATE
-    if path.exists():
-        state, meta = load_state(path, distiller.like())
-        curve = meta["curve"]
-    else:
+    distiller = Distiller(model, chosen.distill)
+    log = Log(
+        folder / _STATE, chosen.distill.steps, chosen.own.judge_every, "tokens",
+        count=lambda batch: int((batch.texts.text >= 0).sum()),
+        point=lambda state, recent: _point(distiller.judge(state.ffn, held), recent),
+    )  # fmt: skip
+    state = log.resume(distiller.like())
+    if state is None:
         state = distiller.start(begin)
-        curve = [_point(state, 0, [], distiller.judge(begin, held), 0.0)]
-    seen, recent, begun = curve[-1]["tokens"], [], time.perf_counter()
-    steps, batches = chosen.distill.steps, distiller.batches(train, int(state.step))
-    with terminal.counting(console, "distilling", steps) as bar:
-        bar.update(bar.task_ids[0], completed=int(state.step))
-        while int(state.step) < steps:
-            passage, ids = next(batches)
-            state, losses = distiller.step(state, passage, ids)
-            seen += int((passage.text >= 0).sum())
-            recent.append(losses)
-            step = int(state.step)
-            if step % chosen.own.judge_every == 0 or step == steps:
-                fidelity = distiller.judge(state.ffn, held)
-                curve.append(_point(state, seen, recent, fidelity, time.perf_counter() - begun))
-                save_state(path, state, {"curve": curve})
-                recent = []
-            bar.update(bar.task_ids[0], completed=step)
-    return state.ffn, curve
+        log.add(0, state)
+    with log.shown(console, "distilling", state) as on_step:
+        state = distiller.run(state, train, on_step=on_step)
+    return state.ffn, log.curve
 
 
-def _point(state: State, tokens: int, recent: list[Losses], fidelity: Fidelity, seconds: float) -> dict[str, Any]:
-    """One point of the curve; the losses are means since the point before."""
+def _point(fidelity: Fidelity, recent: Sequence[Losses]) -> dict[str, Any]:
+    """Fidelity, and mean losses since the point before."""
     host = jax.tree.map(np.asarray, recent)
     means = {f"train_{n}": float(np.mean([getattr(x, n) for x in host])) for n in Losses._fields if host}
-    return {"step": int(state.step), "tokens": tokens, "seconds": seconds, **fidelity._asdict(), **means}
+    return {**fidelity._asdict(), **means}

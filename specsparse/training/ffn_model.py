@@ -1,7 +1,7 @@
 """A model's layers as a function of its FFNs, to differentiate: attention and norms stay as they are."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +9,14 @@ import numpy as np
 
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.model import Model
+from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
+from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.training.data import Text
 from specsparse.training.head import rotary
-from specsparse.training.layer import attend, keys, rms_norm
-from specsparse.training.products import halved, times
+from specsparse.training.layer import LayerWeights, attend, keys, rms_norm
+from specsparse.training.products import Precision, halved, times
 
 _ATTENTION = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm")
 
@@ -32,25 +34,20 @@ class FFN(NamedTuple):
     down: jax.Array
 
 
-class Trunk(NamedTuple):
-    """What stays as it is: norms and attention, each with a leading axis L, and the rotary table.
+class FrozenLayers(NamedTuple):
+    """What stays as it is.
 
     Attributes:
-        attn_norm, attn_q, attn_k, attn_v, attn_output, ffn_norm: of the layers.
+        layers: norms and attention, with a leading axis L; their FFNs are left out.
         cos, sin: float32[positions, d / 2].
     """
 
-    attn_norm: jax.Array
-    attn_q: jax.Array
-    attn_k: jax.Array
-    attn_v: jax.Array
-    attn_output: jax.Array
-    ffn_norm: jax.Array
+    layers: LayerWeights
     cos: jax.Array
     sin: jax.Array
 
 
-class Passage(NamedTuple):
+class PackedTexts(NamedTuple):
     """Texts side by side in n rows.
 
     Attributes:
@@ -82,13 +79,11 @@ def check(config: ModelConfig) -> None:
         raise UserError(f"a model with biases ({config.biases[0]}) cannot be turned to ReLU here")
 
 
-def trunk_of(model: Model, positions: int) -> Trunk:
-    """The frozen part of a dense model, dequantised."""
+def frozen_layers(model: Model, positions: int) -> FrozenLayers:
+    """The norms and the attention of a dense model, dequantised."""
     layers = model.params.layers
     stacked = {n: jnp.stack([_floats(getattr(layer, n)) for layer in layers]) for n in _ATTENTION}
-    return Trunk(
-        **stacked, **dict(zip(("cos", "sin"), rotary(model.config, positions, model.rope_factors), strict=True))
-    )
+    return FrozenLayers(LayerWeights(**stacked), *rotary(model.config, positions, model.rope_factors))
 
 
 def ffn_of(model: Model, layer: int) -> FFN:
@@ -102,14 +97,14 @@ def ffns_of(model: Model) -> FFN:
     return jax.tree.map(lambda *each: jnp.stack(each), *(ffn_of(model, i) for i in range(model.config.n_layers)))
 
 
-def _floats(weight: Any) -> jax.Array:
+def _floats(weight: jax.Array | QTensor) -> jax.Array:
     return jnp.asarray(weight if isinstance(weight, jax.Array) else dequantize(weight), jnp.float32)
 
 
-def lay(texts: Sequence[Text], rows: int) -> Passage:
+def pack_texts(texts: Sequence[Text], rows: int) -> PackedTexts:
     """Texts one after the other in `rows` rows; what does not fit is cut off."""
     width = texts[0].hidden.shape[1]
-    out = Passage(
+    out = PackedTexts(
         np.zeros(rows, np.int32),
         np.zeros(rows, np.int32),
         np.full(rows, -1, np.int32),
@@ -127,25 +122,25 @@ def lay(texts: Sequence[Text], rows: int) -> Passage:
     return out
 
 
-def run(
+def forward(
     config: ModelConfig,
-    trunk: Trunk,
+    frozen: FrozenLayers,
     ffn: FFN,
     x_nD: jax.Array,
-    passage: Passage,
-    act: Callable,
-    watch: Callable,
+    texts: PackedTexts,
+    act: Callable[[jax.Array], jax.Array],
+    watch: Callable[[jax.Array, jax.Array], Pytree],
     *,
-    precision: str = "float32",
-) -> tuple[jax.Array, Any]:
+    precision: Precision = "float32",
+) -> tuple[jax.Array, Pytree]:
     """All layers on embedded rows [n, D].
 
     Args:
         config: the model's.
-        trunk: the frozen part.
+        frozen: its norms and attention.
         ffn: with the leading axis L.
         x_nD: embedded tokens.
-        passage: which rows see which.
+        texts: which rows see which.
         act: of the gate.
         precision: of the products, see `training.products`.
         watch: called with the FFN's normalised inputs z [n, D] and act(gate z) [n, F]; what it returns is stacked.
@@ -153,9 +148,9 @@ def run(
     Returns:
         Rows before the output norm [n, D], and what `watch` returned with a leading axis L.
     """
-    cos, sin = trunk.cos[passage.position], trunk.sin[passage.position]
-    place = jnp.arange(len(passage.text))
-    sees_nn = (passage.text[None] == passage.text[:, None]) & (place[None] <= place[:, None])
+    cos, sin = frozen.cos[texts.position], frozen.sin[texts.position]
+    place = jnp.arange(len(texts.text))
+    sees_nn = (texts.text[None] == texts.text[:, None]) & (place[None] <= place[:, None])
 
     def layer(x, weights):
         w, f = halved(weights, precision)
@@ -164,6 +159,5 @@ def run(
         a = act(times(z, f.gate))
         return x + times(a * times(z, f.up), f.down), watch(z, a)
 
-    layers = trunk._replace(cos=None, sin=None)
     # A layer is run again for its gradient: keeping what it made, 30 MB and its halved weights, takes longer.
-    return jax.lax.scan(jax.checkpoint(layer), x_nD, (layers, ffn))
+    return jax.lax.scan(jax.checkpoint(layer), x_nD, (frozen.layers, ffn))

@@ -1,0 +1,139 @@
+"""The one training loop: an optimiser's steps from wherever a state stands, and the file and curve they leave."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import jax
+import optax
+from rich.console import Console
+
+from specsparse.support import terminal
+from specsparse.support.tensor_files import load_state, save_state
+
+
+class Stepped(Protocol):
+    """A state that counts its steps: a pytree of arrays that holds all that a restart needs."""
+
+    @property
+    def step(self) -> jax.Array:
+        """int32[], steps done."""
+        ...
+
+
+State = TypeVar("State", bound=Stepped)
+Weights = TypeVar("Weights")
+Batch = TypeVar("Batch")
+Losses = TypeVar("Losses")
+OnStep = Callable[[int, State, Losses, Batch], None]
+
+
+def trapezoid(peak: float, steps: int, *, up: int, down: int) -> optax.Schedule:
+    """Rates that rise from 0 over `up` steps, stay at `peak`, and fall to 0 over the last `down` of `steps`."""
+    flat = max(steps - up - down, 0)
+    parts = (
+        optax.linear_schedule(0.0, peak, up),
+        optax.constant_schedule(peak),
+        optax.linear_schedule(peak, 0.0, down),
+    )
+    return optax.join_schedules(parts, [up, up + flat])
+
+
+def updated(
+    optimiser: optax.GradientTransformation, grads: Weights, state: optax.OptState, weights: Weights
+) -> tuple[Weights, optax.OptState]:
+    """Weights and state of the optimiser after a step along `grads`."""
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counter with floats
+        updates, state = optimiser.update(grads, state, weights)
+    return optax.apply_updates(weights, updates), state
+
+
+def train(
+    state: State,
+    batches: Iterator[Batch],
+    step: Callable[[State, Batch], tuple[State, Losses]],
+    *,
+    steps: int,
+    on_step: OnStep | None = None,
+) -> State:
+    """The state after `steps` steps, those that it has done already included.
+
+    Args:
+        state: from where.
+        batches: of the steps to come.
+        step: gives the next state and the losses before it.
+        steps: in all.
+        on_step: called after each with the steps done, the state, the losses and the batch.
+    """
+    for done in range(int(state.step) + 1, steps + 1):
+        batch = next(batches)
+        state, losses = step(state, batch)
+        if on_step is not None:
+            on_step(done, state, losses, batch)
+    return state
+
+
+@dataclass(eq=False)
+class Log(Generic[State, Losses, Batch]):
+    """The curve of a training, and the file that a stopped one goes on from; the file appears whole or not at all.
+
+    Attributes:
+        path: of the file.
+        steps: of the training.
+        every: steps from one point of the curve to the next; the last step is one.
+        unit: what is counted of a batch, the name of its column.
+        count: of a batch.
+        point: what a point holds beside step, `unit` and seconds, from the state and the losses since the last point.
+        curve: the points.
+    """
+
+    path: Path
+    steps: int
+    every: int
+    unit: str
+    count: Callable[[Batch], int]
+    point: Callable[[State, Sequence[Losses]], dict[str, Any]]
+    curve: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self):
+        self._recent: list[Losses] = []
+        self._seen, self._begun = 0, time.perf_counter()
+
+    def resume(self, like: State) -> State | None:
+        """The state in the file, of the shapes of `like`, and its curve; None where there is no file.
+
+        Raises:
+            UserError: a damaged file, or that of another training.
+        """
+        if not self.path.exists():
+            return None
+        state, meta = load_state(self.path, like)
+        self.curve = meta["curve"]
+        self._seen = self.curve[-1][self.unit]
+        return state
+
+    def add(self, step: int, state: State) -> None:
+        """A point of the curve."""
+        seconds = time.perf_counter() - self._begun
+        self.curve.append({"step": step, self.unit: self._seen, "seconds": seconds, **self.point(state, self._recent)})
+        self._recent = []
+
+    @contextmanager
+    def shown(self, console: Console, what: str, state: State) -> Iterator[OnStep]:
+        """A bar; yields what `train` is to call after each step."""
+        self._begun = time.perf_counter()
+        with terminal.counting(console, what, self.steps) as bar:
+            bar.update(bar.task_ids[0], completed=int(state.step))
+
+            def on_step(done: int, state: State, losses: Losses, batch: Batch) -> None:
+                self._seen += self.count(batch)
+                self._recent.append(losses)
+                if done % self.every == 0 or done == self.steps:
+                    self.add(done, state)
+                    save_state(self.path, state, {"curve": self.curve})
+                bar.update(bar.task_ids[0], completed=done)
+
+            yield on_step
