@@ -4,10 +4,11 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from specsparse.data import spec_bench
 from specsparse.errors import UserError
+from specsparse.support.json_files import Json
 
 BUILTIN = "builtin"
 _BUILTIN_FILE = Path(__file__).parent / "prompts.jsonl"
@@ -103,7 +104,7 @@ def _parse(line: str, where: str) -> list[Prompt]:
     return [Prompt(str(row.get("id") or ""), str(row.get("task") or "text"), row["text"])]
 
 
-def _conversation(row: dict[str, Any], where: str) -> list[Prompt]:
+def _conversation(row: Json, where: str) -> list[Prompt]:
     """Every turn of a Spec-Bench question; the later ones are numbered."""
     turns = row["turns"]
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t for t in turns):

@@ -12,9 +12,10 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from specsparse.measure.intervals import Interval
+from specsparse.support.json_files import Json
 
 TOLERANCE = 0.10
 """Read bandwidths, or plain speeds, that differ by more than this share are not those of one machine."""
@@ -61,7 +62,7 @@ class Conditions:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Conditions":
+    def from_dict(cls, values: Json) -> "Conditions":
         """The inverse of `to_dict`; keys of another version are left out."""
         return cls(**{f.name: values.get(f.name) for f in fields(cls)})
 
@@ -93,7 +94,7 @@ class Taken(NamedTuple):
     work: str = ""
 
 
-def of_record(record: Mapping[str, Any]) -> Taken:
+def of_record(record: Json) -> Taken:
     """Of a record.json; older ones have the bandwidth and the plain speed in other places, or not at all."""
     summary, manifest = record.get("summary") or {}, record.get("manifest") or {}
     cpu, config = manifest.get("cpu") or {}, record.get("config") or {}
@@ -106,7 +107,7 @@ def of_record(record: Mapping[str, Any]) -> Taken:
     return Taken(found, machine, _key(machine, manifest.get("kernels"), manifest.get("model"), *work))
 
 
-def _key(*parts: Any) -> str:
+def _key(*parts: object) -> str:
     return json.dumps(parts, sort_keys=True, default=str)
 
 

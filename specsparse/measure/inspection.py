@@ -2,10 +2,8 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -17,6 +15,7 @@ from specsparse.measure.costs import traffic
 from specsparse.measure.costs.devices import Device
 from specsparse.measure.costs.roofline import Roofline
 from specsparse.speculative import expected, vocab
+from specsparse.support.json_files import Json
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
 KV_LENGTH = 128
@@ -55,7 +54,7 @@ def metadata(f: GGUFFile) -> dict[str, str]:
     return {key: _shown(value) for key, value in f.metadata.items()}
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, np.ndarray | list):
         first = [item.item() if isinstance(item, np.generic) else item for item in value[:8]]
         text = "[" + ", ".join(_cut(repr(item), 24) for item in first)
@@ -97,7 +96,7 @@ def tensor_groups(f: GGUFFile, *, each: bool = False) -> list[TensorGroup]:
     return [TensorGroup(*key, count=len(sizes), nbytes=sum(sizes)) for key, sizes in found.items()]
 
 
-def sizes(f: GGUFFile, *, layers_only: bool = False) -> dict[str, Any]:
+def sizes(f: GGUFFile, *, layers_only: bool = False) -> Json:
     """Weights, bytes, bits per weight and bytes by type, the most first, of all tensors or of those of the layers."""
     tensors = [t for t in f.tensors.values() if t.name.startswith("blk.") or not layers_only]
     weights, nbytes = sum(prod(t.shape) for t in tensors), sum(t.nbytes for t in tensors)
@@ -147,7 +146,7 @@ def tokenizer_facts(tokenizer: Tokenizer, *, template: bool) -> dict[str, str]:
     }
 
 
-def rates(found: Inspected, device: Device, *, kv_dtype: str = "f16", kv_length: int = KV_LENGTH) -> dict[str, Any]:
+def rates(found: Inspected, device: Device, *, kv_dtype: str = "f16", kv_length: int = KV_LENGTH) -> Json:
     """What a token costs in bytes, and how many a second `device` could do at best.
 
     Returns:
@@ -176,7 +175,7 @@ def _traffic(found: Inspected, kv_dtype: str = "f16") -> traffic.Traffic:
     return traffic.from_gguf(found.file, found.config, kv_dtype=kv_dtype)
 
 
-def pair(target: Inspected, draft: Inspected, device: Device, *, kv_length: int = KV_LENGTH) -> dict[str, Any]:
+def pair(target: Inspected, draft: Inspected, device: Device, *, kv_length: int = KV_LENGTH) -> Json:
     """How `draft` would do as the draft model of `target`.
 
     Returns:
@@ -204,12 +203,10 @@ def pair(target: Inspected, draft: Inspected, device: Device, *, kv_length: int 
     }
 
 
-def report(
-    found: Inspected, device: Device, *, draft: Inspected | None = None, each: bool = False
-) -> Mapping[str, Any]:
+def report(found: Inspected, device: Device, *, draft: Inspected | None = None, each: bool = False) -> Json:
     """Everything above as plain values; what needs a model that runs is None where it does not."""
     f = found.file
-    out: dict[str, Any] = {
+    out: Json = {
         "file": str(f.path),
         "format": {"magic": f.magic.decode(), "version": f.version, "alignment": f.alignment},
         "runs_here": found.problem is None,

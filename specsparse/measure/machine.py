@@ -9,12 +9,6 @@ from pathlib import Path
 from specsparse.kernels.peaks import ReadBuffer
 from specsparse.measure.conditions import Conditions, deviation
 
-# What the kernels can make use of; a full list would be a hundred names that nobody reads.
-
-
-
-
-
 
 def read_bandwidth(*, mebibytes: int = 256, passes: int = 8) -> float:
     """Bytes per second at which the kernels' threads read memory that no cache holds; the best of `passes`.

@@ -4,9 +4,8 @@ A dense forward is one native call. Here it is taken apart again into the calls 
 the device over the weights of all layers, so that no layer is read from a cache.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +14,16 @@ import numpy as np
 from specsparse import api
 from specsparse.engine import llama
 from specsparse.engine.model import Model
+from specsparse.engine.pytree import Pytree
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
 from specsparse.measure.bench.sides import Ours, token_ids
 from specsparse.runtime.hostloop import RoundView
 from specsparse.runtime.metrics import STAGES
+from specsparse.runtime.requests import PromptLike
 from specsparse.support.in_turn import seconds
+from specsparse.support.json_files import Json
 
 _LONG_ENOUGH = 0.03
 """Seconds that a timing should take."""
@@ -73,7 +75,7 @@ class Profile:
         """Seconds of each stage, all rounds together."""
         return {name: sum(one[name] for one in self.rounds) for name in STAGES} if self.rounds else {}
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """As plain values."""
         kernels = [{**vars(k), "bytes_per_second": k.bandwidth} for k in self.kernels]
         return {**vars(self), "kernels": kernels, "rounds": len(self.rounds), "stages": self.stages()}
@@ -82,8 +84,8 @@ class Profile:
 def profile(
     model: Model,
     *,
-    prompt: Any,
-    method: dict[str, Any],
+    prompt: PromptLike,
+    method: Mapping[str, object],
     rows: int,
     depth: int,
     max_tokens: int,
@@ -124,7 +126,7 @@ def profile(
     return Profile(rows, depth, forward_s, tuple(kernels), tuple(rounds), read_bandwidth)
 
 
-def _rounds(model: Model, prompt: Any, method: dict[str, Any], max_tokens: int) -> list[dict[str, float]]:
+def _rounds(model: Model, prompt: PromptLike, method: Mapping[str, object], max_tokens: int) -> list[dict[str, float]]:
     """Seconds of each stage of each round; once unobserved first, which compiles."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     before, found = dict.fromkeys(STAGES, 0.0), []
@@ -147,7 +149,7 @@ class Call:
     name: str
     function: Callable
     args: tuple
-    options: dict[str, Any]
+    options: dict[str, object]
 
 
 def record(model: Model, *, rows: int, depth: int) -> list[Call]:
@@ -186,7 +188,7 @@ def _seconds(calls: Sequence[Call]) -> float:
     leaves, tree = jax.tree.flatten([(call.args, call.options) for call in calls])
     arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
 
-    def once(values: list[Any], caches: Any, link: jax.Array):
+    def once(values: list[jax.Array], caches: Pytree, link: jax.Array):
         """All calls; each waits for the one before, since its input is made to depend on that one's output."""
         whole = list(leaves)
         for i, value in zip(arrays, values, strict=True):
@@ -235,23 +237,23 @@ def _capacity(cache: jax.Array) -> int:
     return cache.shape[2] * (cache.shape[4] if cache.ndim == 5 else 1)
 
 
-def _is_matrix(x: Any) -> bool:
+def _is_matrix(x: object) -> bool:
     return isinstance(x, QTensor)
 
 
-def chrome_trace(found: Profile, *, model: str) -> dict[str, Any]:
+def chrome_trace(found: Profile, *, model: str) -> Json:
     """The profile as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
     One track has the stages of every round as they were measured, laid one after the other; another the kernels of one
     forward pass, each call as long as its kernel's mean.
     """
-    events: list[dict[str, Any]] = [
+    events: list[Json] = [
         {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": f"specsparse: {model}"}},
         {"ph": "M", "name": "thread_name", "pid": 1, "tid": 1, "args": {"name": "rounds"}},
         {"ph": "M", "name": "thread_name", "pid": 1, "tid": 2, "args": {"name": f"a forward of {found.rows} rows"}},
     ]
 
-    def add(tid: int, start: float, name: str, seconds: float, **args: Any) -> float:
+    def add(tid: int, start: float, name: str, seconds: float, **args: object) -> float:
         event = {"ph": "X", "pid": 1, "tid": tid, "name": name, "ts": 1e6 * start, "dur": 1e6 * seconds, "args": args}
         events.append(event)
         return start + seconds

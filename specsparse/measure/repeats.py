@@ -3,11 +3,11 @@
 import enum
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from specsparse.measure import intervals
 from specsparse.measure.intervals import Interval
 from specsparse.measure.speedup import Speedup
+from specsparse.support.json_files import Json
 
 AUTO = "auto"
 WANTED = 0.05
@@ -88,7 +88,7 @@ class Repeats:
     stopped: Stop
     width: Width | None = None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """As plain values for a record."""
         auto = {"wanted": WANTED, "limit": LIMIT} if self.asked == AUTO else {}
         return {"asked": self.asked, "done": self.done, "stopped": str(self.stopped), **auto,

@@ -1,19 +1,19 @@
 """How many times faster: plain over speculative time, with its interval."""
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from specsparse.measure import intervals
 from specsparse.measure.intervals import Interval
+from specsparse.support.json_files import Json
 
 
-def timing_ends(faster: Mapping[str, Any]) -> tuple[float | None, float | None]:
+def timing_ends(faster: Json) -> tuple[float | None, float | None]:
     """A point is timed on one prompt: the interval is that of timing noise, which older records call low and high."""
     prefix = "timing_" if "timing_low" in faster else ""
     return faster[f"{prefix}low"], faster[f"{prefix}high"]
-
 
 
 class Speedup(NamedTuple):
@@ -46,7 +46,7 @@ class Speedup(NamedTuple):
         """Of `ratio_of_totals`, over prompts."""
         return Interval(self.ratio_of_totals, self.low, self.high, self.prompts)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """As plain values for a record; `interval_of` says whose `low` and `high` are."""
         return {**self._asdict(), "interval_of": "ratio_of_totals"}
 

@@ -5,11 +5,14 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from specsparse.support.atomic import atomically
+
+Json: TypeAlias = dict[str, Any]
+"""An object as JSON has it: reports, records, a config.json. Its maker's docstring says what is in it."""
 
 
 def write_atomically(path: Path, text: str) -> None:

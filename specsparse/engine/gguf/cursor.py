@@ -3,7 +3,7 @@
 import mmap
 import struct
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from specsparse.errors import UserError
 
@@ -28,7 +28,7 @@ class Cursor:
         start, self.at = self.at, self.at + n
         return start
 
-    def scalar(self, code: str, what: str) -> Any:
+    def scalar(self, code: str, what: str) -> int | float | bool:
         """The next little-endian value of a `struct` code."""
         form = "<" + code
         return struct.unpack_from(form, self.buffer, self.take(struct.calcsize(form), what))[0]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from gguf import quants
@@ -133,6 +133,8 @@ class Layout:
     data: int
 
 
+Value: TypeAlias = int | float | bool | str | list[str] | np.ndarray
+"""Of a metadata key."""
 Kind = Literal["int", "float", "str", "bool"]
 _REQUIRED: Any = object()
 
@@ -155,7 +157,7 @@ class GGUFFile:
     magic: bytes
     version: int
     alignment: int
-    metadata: Mapping[str, Any] = field(repr=False)
+    metadata: Mapping[str, Value] = field(repr=False)
     tensors: Mapping[str, TensorInfo] = field(repr=False)
     layout: Layout | None = field(default=None, repr=False)
 
@@ -197,7 +199,7 @@ class GGUFFile:
 _ARTICLE = {"int": "an integer", "float": "a number", "str": "a string", "bool": "true or false"}
 
 
-def _read_value(cur: Cursor, what: str) -> Any:
+def _read_value(cur: Cursor, what: str) -> Value:
     """One metadata value, its type code first."""
     kind = _value_type(cur, what)
     if kind == GGUFValueType.STRING:
@@ -223,9 +225,9 @@ def _value_type(cur: Cursor, what: str) -> GGUFValueType:
         cur.fail(f"{what} has unknown value type {code}")
 
 
-def _read_metadata(cur: Cursor, n: int) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
+def _read_metadata(cur: Cursor, n: int) -> tuple[dict[str, Value], dict[str, tuple[int, int]]]:
     """Values by key, and where they lie."""
-    metadata: dict[str, Any] = {}
+    metadata: dict[str, Value] = {}
     places = {}
     for i in range(n):
         key = cur.name(f"metadata key {i}")
@@ -286,7 +288,7 @@ def _check_places(cur: Cursor, entries: list[_Entry], data: int, alignment: int)
         last = entry
 
 
-def _read_tensors(cur: Cursor, n: int, metadata: dict[str, Any], codes: dict[int, GGMLQuantizationType]):
+def _read_tensors(cur: Cursor, n: int, metadata: dict[str, Value], codes: dict[int, GGMLQuantizationType]):
     """The tensors over the mapped bytes, the alignment, and where their data begins."""
     entries = [_read_entry(cur, i, codes) for i in range(n)]
     seen: set[str] = set()

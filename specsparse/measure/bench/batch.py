@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
@@ -27,6 +27,7 @@ from specsparse.runtime.session import Method, Session
 from specsparse.runtime.session import Sequence as Text
 from specsparse.support import terminal
 from specsparse.support.in_turn import in_turn
+from specsparse.support.json_files import Json
 
 TASKS = ("summarise", "code-edit", "chat", "maths", "code", "retrieve")
 """Of the built-in prompts, in the order in which sequences of a batch take them."""
@@ -61,7 +62,7 @@ class Timed(NamedTuple):
     tokens_per_pass: float
 
 
-def measure(plan: BatchPlan, model: Model, done: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
+def measure(plan: BatchPlan, model: Model, done: Callable[[], None] = lambda: None) -> list[Json]:
     """A row for each size: tokens per second in all and the speed-up, with their deviations.
 
     Every size decodes the same texts, as many as the largest batch holds, in batches of its size: sizes differ in
@@ -93,7 +94,7 @@ def _texts(model: Model, plan: BatchPlan) -> list[np.ndarray]:
     return [prompt_ids(model, _chat(model, p.text), plain) for p in rows]
 
 
-def _chat(model: Model, text: str) -> Any:
+def _chat(model: Model, text: str) -> str:
     try:
         return model.tokenizer.apply_chat_template([{"role": "user", "content": text}])
     except UserError:  # a base model has no template
@@ -118,7 +119,7 @@ def _once(
     return Timed(prompt_s, plain_s, fast_s, emitted / rounds)
 
 
-def _row(plan: BatchPlan, size: int, timed: Sequence[Timed]) -> dict[str, Any]:
+def _row(plan: BatchPlan, size: int, timed: Sequence[Timed]) -> Json:
     sequences = -(-max(plan.sizes) // size) * size
     plain, fast = [t.plain for t in timed], [t.speculative for t in timed]
     prompt = [t.prompt for t in timed if t.prompt is not None]
@@ -144,7 +145,7 @@ def run(
     threads: int | None = None,
     kv_dtype: str | None = None,
     backend: str | None = None,
-) -> dict[str, Any]:
+) -> Json:
     """Loads the model, measures, and returns the report: `rows` of `measure`, the plan and the manifest.
 
     Raises:
@@ -165,7 +166,7 @@ def run(
     }
 
 
-def table(report: dict[str, Any]) -> Table:
+def table(report: Json) -> Table:
     """One row a batch size; medians."""
     plan, made = report["plan"], Table(box=SIMPLE_HEAD, pad_edge=False)
     heads = ("batch", f"pp{plan['pp']}, tok/s", f"tg{plan['tg']}, tok/s", "per sequence")

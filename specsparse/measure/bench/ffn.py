@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from specsparse.measure.bench.samples import paired_ratio, summary
 from specsparse.runtime import manifest
 from specsparse.support import terminal
 from specsparse.support.in_turn import in_turn
+from specsparse.support.json_files import Json
 from specsparse.testing import random_quantised
 
 VARIANTS = ("ffn", "ffn+mlp", "ffn+signbit")
@@ -117,7 +118,10 @@ def _make(plan: FfnPlan, kind: str) -> _Weights:
     )
 
 
-def _copied(weights: Any) -> Any:
+Weights = TypeVar("Weights")
+
+
+def _copied(weights: Weights) -> Weights:
     """The same values in memory of their own, so that reading one leaves nothing of the other in a cache."""
 
     def move(a: jax.Array) -> jax.Array:
@@ -237,7 +241,7 @@ def _bytes(case: Case, w: _Weights, neurons: float) -> float:
     return neurons * 3 * w.gate.data.shape[1] + extra
 
 
-def run(plan: FfnPlan, out: Console, *, threads: int | None = None, backend: str | None = None) -> dict[str, Any]:
+def run(plan: FfnPlan, out: Console, *, threads: int | None = None, backend: str | None = None) -> Json:
     """Measures and returns the report: the plan, `rows`, the read bandwidth and the manifest.
 
     Raises:
@@ -262,7 +266,7 @@ def run(plan: FfnPlan, out: Console, *, threads: int | None = None, backend: str
     }
 
 
-def _row(timed: Timed, dense: Timed, bandwidth: float) -> dict[str, Any]:
+def _row(timed: Timed, dense: Timed, bandwidth: float) -> Json:
     case, ms = timed.case, summary([1e3 * s for s in timed.seconds])
     return {
         "type": case.kind,

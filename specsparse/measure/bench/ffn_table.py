@@ -1,17 +1,15 @@
 """The report of `measure.bench.ffn` for the terminal."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from specsparse.measure.bench.ffn import VARIANTS
+from specsparse.support.json_files import Json
 
 _COLUMNS = ("type", "tokens", "active", "rows read", "ms", "GB/s", "of bandwidth", "x dense", "+mlp", "+signbit")
 
 
-def table(report: Mapping[str, Any]) -> Table:
+def table(report: Json) -> Table:
     """One row for each type, number of tokens and active share; medians.
 
     "of bandwidth" is the share of the measured read bandwidth that the sparse FFN alone reaches; the last three columns
@@ -33,7 +31,7 @@ def table(report: Mapping[str, Any]) -> Table:
     return made
 
 
-def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+def _cells(row: Json) -> tuple[str, ...]:
     return (
         f"{row['neurons_read']:.0f}",
         f"{row['ms']['median']:.3f}",
@@ -42,7 +40,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def summary_line(report: Mapping[str, Any]) -> str:
+def summary_line(report: Json) -> str:
     """What the table was measured on."""
     plan, found, read = report["plan"], report["manifest"], report["read_bytes_per_second"]
     kernels, cpu = found["kernels"], found["cpu"]

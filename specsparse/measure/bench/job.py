@@ -4,9 +4,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
+from rich.progress import Progress
 
 from specsparse import kernels
 from specsparse.engine.gguf import requantise
@@ -23,6 +23,7 @@ from specsparse.models import catalogue
 from specsparse.runtime import manifest
 from specsparse.runtime.load import load
 from specsparse.support import terminal
+from specsparse.support.json_files import Json
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Job:
         return max(self.plan.pp, self.plan.tg + 1, self.rows or 0, *self.plan.ns, 1)
 
 
-def run(job: Job, out: Console) -> dict[str, Any]:
+def run(job: Job, out: Console) -> Json:
     """Measures, showing progress on `out`; returns the report (see `summary.build`).
 
     Raises:
@@ -96,7 +97,7 @@ def run(job: Job, out: Console) -> dict[str, Any]:
     return found
 
 
-def _advance(progress: Any) -> Callable[[], None]:
+def _advance(progress: Progress) -> Callable[[], None]:
     return lambda: progress.advance(progress.task_ids[0])
 
 
@@ -126,7 +127,7 @@ def requantised(path: Path, name: str, out: Console) -> Path:
     return made
 
 
-def _notes(found: dict[str, Any], model: Model) -> list[str]:
+def _notes(found: Json, model: Model) -> list[str]:
     """What a reader must know before believing the figures."""
     read = found["machine"]["read_bytes_per_second"]
     restless = conditions.busy(Conditions(read["median"], read["sd"] / read["mean"]))

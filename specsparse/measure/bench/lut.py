@@ -7,7 +7,6 @@ cache if it fits. The calls of a case are one program; each adds to the result o
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +28,7 @@ from specsparse.measure.bench.samples import paired_ratio, summary
 from specsparse.runtime import manifest
 from specsparse.support import terminal
 from specsparse.support.in_turn import in_turn, seconds
+from specsparse.support.json_files import Json
 from specsparse.testing import random_quantised
 
 TYPES = ("Q4_0", "Q4_1")
@@ -123,7 +123,7 @@ class _Matrix:
     planes: Sequence[BitPlanes]
     dense: np.ndarray
 
-    def of(self, case: Case) -> list[Any]:
+    def of(self, case: Case) -> list[QTensor | BitPlanes]:
         """What the calls of a case read, one after the other."""
         found = self.codes if case.kernel == PRODUCT else self.planes
         return list(found) if case.state == "cold" else [found[0]] * len(found)
@@ -144,7 +144,7 @@ def _rows(case: Case) -> np.ndarray:
     return np.random.default_rng(case.n).normal(size=(case.n, case.shape[1])).astype(np.float32)
 
 
-def _once(case: Case, program: Callable, matrices: list[Any]) -> float:
+def _once(case: Case, program: Callable, matrices: Sequence[QTensor | BitPlanes]) -> float:
     """Seconds of one product."""
     x, n_valid = jnp.asarray(_rows(case)), jnp.full((1,), case.n, jnp.int32)
     jax.block_until_ready((x, n_valid))
@@ -160,7 +160,7 @@ def _error(case: Case, program: Callable, matrix: _Matrix) -> float:
     return float(np.sqrt(np.mean((got[:, : len(matrix.dense)] - exact) ** 2) / np.mean(exact**2)))
 
 
-def measure(plan: LutPlan, done: Callable[[], None]) -> tuple[list[dict[str, Any]], list[float]]:
+def measure(plan: LutPlan, done: Callable[[], None]) -> tuple[list[Json], list[float]]:
     """A row for each case; also the read bandwidth of each repeat, bytes per second. `done` follows each timing."""
     buffer, reads, rows = peaks.ReadBuffer(), [], []
     programs = {name: _program(name) for name in KERNELS}
@@ -178,7 +178,7 @@ def measure(plan: LutPlan, done: Callable[[], None]) -> tuple[list[dict[str, Any
     return rows, reads
 
 
-def _row(case: Case, seconds: list[float], product: list[float], nbytes: int, error: float) -> dict[str, Any]:
+def _row(case: Case, seconds: list[float], product: list[float], nbytes: int, error: float) -> Json:
     ms = summary([1e3 * s for s in seconds])
     return {
         "type": case.kind,
@@ -195,7 +195,7 @@ def _row(case: Case, seconds: list[float], product: list[float], nbytes: int, er
     }
 
 
-def run(plan: LutPlan, out: Console, *, threads: int | None = None) -> dict[str, Any]:
+def run(plan: LutPlan, out: Console, *, threads: int | None = None) -> Json:
     """Measures and returns the report: the plan, `rows`, the read bandwidth and the manifest.
 
     Raises:

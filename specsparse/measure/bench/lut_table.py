@@ -1,15 +1,14 @@
 """The report of `measure.bench.lut` for the terminal."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+
+from specsparse.support.json_files import Json
 
 _COLUMNS = ("type", "matrix", "tokens", "weights", "kernel", "ms", "GB/s", "x product", "±", "error")
 
 
-def table(report: Mapping[str, Any]) -> Table:
+def table(report: Json) -> Table:
     """One row for each case; medians.
 
     "x product" is time over that of the product kernel, so above 1 is slower; "error" is relative to the product of the
@@ -35,7 +34,7 @@ def table(report: Mapping[str, Any]) -> Table:
     return made
 
 
-def summary_line(report: Mapping[str, Any]) -> str:
+def summary_line(report: Json) -> str:
     """What the table was measured on."""
     found, read = report["manifest"], report["read_bytes_per_second"]
     kernels, cpu = found["kernels"], found["cpu"]

@@ -11,11 +11,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from specsparse.engine.config import ModelConfig
 from specsparse.errors import UserError
 from specsparse.measure.bench.sides import token_ids
+from specsparse.support.json_files import Json
 
 PYTHON_VARIABLE = "SPECSPARSE_PEER_PYTHON"
 _LONGEST_S = 900.0
@@ -35,7 +35,7 @@ class PeerKind:
 
     script: str
     needs: str
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Json = field(default_factory=dict)
 
 
 PEERS = {
@@ -145,7 +145,7 @@ class Peer:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def _ask(self, **request: Any) -> dict[str, Any]:
+    def _ask(self, **request: object) -> Json:
         watchdog = threading.Timer(_LONGEST_S, self._child.kill)
         watchdog.start()
         try:

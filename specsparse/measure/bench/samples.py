@@ -3,7 +3,8 @@
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from specsparse.support.json_files import Json
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Samples:
         """Median seconds of a repeat."""
         return statistics.median(self.seconds)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """The timings and their summary; `sd` is the sample deviation, 0 for one repeat."""
         return {
             "tokens": self.tokens,

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
@@ -31,6 +31,7 @@ from specsparse.speculative.method import make_drafter
 from specsparse.speculative.policies.base import Fixed
 from specsparse.support import terminal
 from specsparse.support.in_turn import in_turn
+from specsparse.support.json_files import Json
 
 PLAIN, PEER_PLAIN = "ours plain", "peer plain"
 PROMPT = 900
@@ -114,7 +115,7 @@ def measure(
     return found
 
 
-def summary(found: Mapping[str, Mapping[str, list[Written]]], tg: int) -> dict[str, Any]:
+def summary(found: Mapping[str, Mapping[str, list[Written]]], tg: int) -> Json:
     """Tokens a second and a target pass by task and side ("all": of the mean time), and tasks whose text differs.
 
     Our texts are compared with our plain decoding, the peer's with its own.
@@ -146,9 +147,7 @@ def _ratios(row: Mapping[str, float]) -> dict[str, float]:
     return out | ({"over_peer_best": best / max(peer.values())} if peer else {})
 
 
-def jobs_of(
-    model: Model, plan: SpeculationPlan, *, tasks: Sequence[str] | None = None
-) -> list[tuple[str, list[int]]]:
+def jobs_of(model: Model, plan: SpeculationPlan, *, tasks: Sequence[str] | None = None) -> list[tuple[str, list[int]]]:
     """The built-in prompts, or those of some tasks, as a chat's first turn.
 
     Raises:
@@ -167,7 +166,7 @@ def jobs_of(
 def run(
     plan: SpeculationPlan, out: Console, *, model: str, peer: str | None = None, threads: int | None = None,
     kv_dtype: str | None = None, backend: str | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> Json:  # fmt: skip
     """Loads, measures, and returns `summary` with the plan and the manifest.
 
     Raises:
@@ -196,7 +195,7 @@ def run(
     }  # fmt: skip
 
 
-def table(report: Mapping[str, Any]) -> Table:
+def table(report: Json) -> Table:
     """Tokens a second by task and side, under them the tokens of a target pass."""
     rows, made = report["tok_s"], Table(box=SIMPLE_HEAD, pad_edge=False)
     made.add_column("tok/s")
@@ -208,7 +207,7 @@ def table(report: Mapping[str, Any]) -> Table:
     return made
 
 
-def lines(report: Mapping[str, Any]) -> list[str]:
+def lines(report: Json) -> list[str]:
     """The ratios, and whose texts are not plain decoding's."""
     names = {
         "over_plain": "plain decoding",

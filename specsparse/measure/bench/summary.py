@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from specsparse.engine.config import PROJECTIONS
 from specsparse.engine.gguf.reader import GGUFFile
@@ -11,6 +10,7 @@ from specsparse.engine.model import KV_DTYPES, Model
 from specsparse.measure.bench.interleaved import Plan, Results
 from specsparse.measure.bench.samples import Samples, paired_ratio, summary
 from specsparse.measure.bench.sides import OURS, Ours
+from specsparse.support.json_files import Json
 
 FLOATS = ("F32", "F16", "BF16")
 
@@ -74,11 +74,11 @@ def build(
     plan: Plan,
     results: Results,
     ours: Ours,
-    peer: Mapping[str, Any] | None,
+    peer: Json | None,
     threads: int,
     peak_memory: Mapping[str, int],
-    manifest: Mapping[str, Any],
-) -> dict[str, Any]:
+    manifest: Json,
+) -> Json:
     """The whole report.
 
     Args:
@@ -140,7 +140,7 @@ def _count(shape: tuple[int, ...]) -> int:
     return out
 
 
-def _rates(work: Work, samples: Samples, *, read: list[float], peak: list[float]) -> dict[str, Any]:
+def _rates(work: Work, samples: Samples, *, read: list[float], peak: list[float]) -> Json:
     """Bytes and multiply-adds a second, as shares of what the machine could do in the same repeat (medians)."""
     s, each = samples.median_s, samples.seconds
     return {

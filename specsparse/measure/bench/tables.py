@@ -1,18 +1,18 @@
 """A report as tables and lines for the terminal."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
 from specsparse.measure.bench.sides import OURS
+from specsparse.support.json_files import Json
 
 MIB = 2**20
 
 
-def results(report: Mapping[str, Any]) -> Table:
+def results(report: Json) -> Table:
     """One row a test and engine, as llama-bench has them; prompt and decode tests only."""
     table = _table("engine", "test", "tok/s (mean ± sd)", "ms/token", "GB/s", "of read", _peak_column(report), "ratio")
     ratios = report["ratios"] or {}
@@ -35,7 +35,7 @@ def results(report: Mapping[str, Any]) -> Table:
     return table
 
 
-def verify(report: Mapping[str, Any]) -> Table:
+def verify(report: Json) -> Table:
     """v(n) of every engine."""
     sides, ratios = report["v"], report["ratios"] or {}
     columns = [c for side in sides for c in (f"{side}, ms", "v(n)", "±")]
@@ -57,11 +57,11 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _peak_column(report: Mapping[str, Any]) -> str:
+def _peak_column(report: Json) -> str:
     return f"of {report['machine']['compute_peak']}"
 
 
-def _test_name(row: Mapping[str, Any]) -> str:
+def _test_name(row: Json) -> str:
     return f"{row['test']} @ d{row['depth']}" if row["depth"] else row["test"]
 
 
@@ -69,7 +69,7 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.0%}"
 
 
-def lines(report: Mapping[str, Any]) -> Iterator[Text]:
+def lines(report: Json) -> Iterator[Text]:
     """What the tables stand on: model, machine, code, load and compile times, memory, the peer."""
     model, machine, manifest = report["model"], report["machine"], report["manifest"]
     kernels, cpu, git = manifest["kernels"], manifest["cpu"], manifest["git"]
@@ -93,14 +93,14 @@ def lines(report: Mapping[str, Any]) -> Iterator[Text]:
         yield Text(f"note      {note}", style="yellow")
 
 
-def _machine_line(machine: Mapping[str, Any]) -> str:
+def _machine_line(machine: Json) -> str:
     read, int8, f32 = (machine[k] for k in ("read_bytes_per_second", "int8_macs_per_second", "f32_macs_per_second"))
     parts = [f"reads {read['median'] / 1e9:.1f} GB/s (best {read['max'] / 1e9:.1f})"]
     parts += [f"int8 {int8['median'] / 1e9:.0f} GMAC/s (best {int8['max'] / 1e9:.0f})"] if int8 else []
     return ", ".join([*parts, f"f32 {f32['median'] / 1e9:.0f} GMAC/s (best {f32['max'] / 1e9:.0f})"])
 
 
-def _compile_line(compiled: list[Mapping[str, Any]]) -> str:
+def _compile_line(compiled: list[Json]) -> str:
     if not compiled:
         return "nothing"
     cold = [c["seconds"] for c in compiled if not c["cached"]]

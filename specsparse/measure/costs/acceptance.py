@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from specsparse.engine.generate import Finish
 from specsparse.engine.model import Model
@@ -12,10 +11,13 @@ from specsparse.measure import intervals
 from specsparse.runtime import metrics
 from specsparse.runtime.binding import make_method
 from specsparse.runtime.metrics import Counters
-from specsparse.runtime.requests import prompt_ids
+from specsparse.runtime.requests import PromptLike, prompt_ids
 from specsparse.runtime.results import decode
 from specsparse.runtime.session import Sequence as Text
 from specsparse.runtime.session import Session
+from specsparse.speculative.base import Drafter, Verifier
+from specsparse.speculative.drafters.plan import DrafterPlan
+from specsparse.support.json_files import Json
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class SeedAcceptance:
     counters: Counters
     programs: int
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """As plain values for a record."""
         return asdict(self)
 
@@ -74,10 +76,10 @@ class SeedAcceptance:
 
 def acceptance_over_seeds(
     model: Model,
-    prompt: Any,
+    prompt: PromptLike,
     *,
-    drafter: Any = "prompt_lookup",
-    verifier: Any = None,
+    drafter: str | Drafter | DrafterPlan = "prompt_lookup",
+    verifier: str | Verifier | None = None,
     sampling: SamplingParams | None = None,
     max_tokens: int | None = None,
     seeds: int | Sequence[int] = 32,

@@ -4,7 +4,6 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from specsparse.speculative.tree import TreeTemplate
 from specsparse.support.in_turn import in_turn
 
 
-def table_for(model: Model, name: str, options: Mapping[str, Any], *, bar: Bar = silent) -> tuple[CostTable, str]:
+def table_for(model: Model, name: str, options: Mapping[str, object], *, bar: Bar = silent) -> tuple[CostTable, str]:
     """The model's table with the cost of a configured drafter, measured where it is not known yet, and its key.
 
     Raises:

@@ -7,6 +7,7 @@ from typing import Any
 from specsparse.runtime.metrics import Counters
 from specsparse.runtime.times.kept import FREE, CostTable, DraftCost
 from specsparse.speculative import expected
+from specsparse.support.json_files import Json
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Explanation:
     factors: tuple[Factor, ...]
     stages: dict[str, dict[str, float]]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """As plain values for a record."""
         return asdict(self)
 

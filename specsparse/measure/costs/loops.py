@@ -1,9 +1,8 @@
 """Decode loops that are timed a few rounds at a time."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specsparse.engine.generate import Finish
 from specsparse.engine.model import Model
@@ -18,7 +17,7 @@ class Loop:
         session: its cache holds `depth` tokens at the start of each timing.
     """
 
-    def __init__(self, model: Model, method: Method, ids: Any, *, room: int):
+    def __init__(self, model: Model, method: Method, ids: np.ndarray, *, room: int):
         self._length = jnp.asarray([len(ids)], jnp.int32)
         params = SamplingParams(temperature=0.0, max_tokens=room, ignore_eos=True)
         self.session = Session(model, [Sequence(ids, params, seed=0)], method)

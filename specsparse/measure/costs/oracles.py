@@ -1,10 +1,11 @@
 """What a run would have been with a free draft, a perfect draft, or the best draft length known beforehand."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from specsparse.runtime.metrics import Counters
 from specsparse.speculative import expected
+from specsparse.support.json_files import Json
 
 
 class Costs(NamedTuple):
@@ -15,9 +16,7 @@ class Costs(NamedTuple):
     c0: float = 0.0
 
 
-def oracles(
-    counters: Counters, speedup: float, costs: Costs | None = None, *, levels: int | None = None
-) -> dict[str, Any]:
+def oracles(counters: Counters, speedup: float, costs: Costs | None = None, *, levels: int | None = None) -> Json:
     """Speed-ups of three oracles, None where the run does not say.
 
     Args:
@@ -42,7 +41,7 @@ def oracles(
     return {"free_draft": free, "perfect_draft": perfect, "best_gamma": best}
 
 
-def _best_gamma(c: Counters, costs: Costs | None) -> dict[str, Any] | None:
+def _best_gamma(c: Counters, costs: Costs | None) -> Json | None:
     """Rounds without a draft stay plain steps; those with one draft g tokens and keep the first min(accepted, g)."""
     if costs is None or not c.num_drafts:
         return None

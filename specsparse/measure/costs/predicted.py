@@ -1,7 +1,6 @@
 """What the roofline says of one file, beside what was measured, as plain values."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from specsparse.engine.config import ModelConfig
 from specsparse.measure.costs import devices, traffic
@@ -10,6 +9,7 @@ from specsparse.measure.costs.roofline import Roofline
 from specsparse.measure.costs.traffic import Traffic
 from specsparse.runtime.times.kept import CostTable
 from specsparse.speculative import expected
+from specsparse.support.json_files import Json
 
 WEIGHT_TYPES = ("F32", "F16", "Q8_0", "Q6_K", "Q5_K", "Q5_0", "Q4_K", "Q4_1", "Q4_0", "IQ4_XS", "Q3_K", "Q2_K")
 KV_LENGTHS = (256, 1024, 4096, 16384, 32768)
@@ -25,7 +25,7 @@ def this_machine(table: CostTable) -> Device:
 
 def build(
     load: Traffic, config: ModelConfig, device: Device, *, table: CostTable | None = None, kv_length: int | None = None
-) -> dict[str, Any]:
+) -> Json:
     """The whole report.
 
     Args:
@@ -53,11 +53,11 @@ def build(
     }
 
 
-def forwards(roofline: Roofline, table: CostTable | None, kv_length: int) -> list[dict[str, Any]]:
+def forwards(roofline: Roofline, table: CostTable | None, kv_length: int) -> list[Json]:
     """v(n) predicted and measured, with the deviation between repeats."""
     out = []
     for n in table.ns if table else _ROWS:
-        row: dict[str, Any] = {
+        row: Json = {
             "n": n,
             "predicted_s": roofline.forward_s(n, kv_length),
             "predicted_v": roofline.v(n, kv_length),
@@ -73,7 +73,7 @@ def forwards(roofline: Roofline, table: CostTable | None, kv_length: int) -> lis
     return out
 
 
-def decode(roofline: Roofline, table: CostTable | None, context: int) -> list[dict[str, Any]]:
+def decode(roofline: Roofline, table: CostTable | None, context: int) -> list[Json]:
     """Tokens per second of plain decoding by tokens in the cache; the measured ones beyond the fit are predictions."""
     out = []
     for kv in (length for length in (128, 512, *KV_LENGTHS[1:]) if length <= context):
@@ -96,7 +96,7 @@ def speculation(roofline: Roofline, table: CostTable | None, kv_length: int) -> 
     return out
 
 
-def _device(device: Device) -> dict[str, Any]:
+def _device(device: Device) -> Json:
     return {
         "name": device.name,
         "title": device.title,
@@ -106,7 +106,7 @@ def _device(device: Device) -> dict[str, Any]:
     }
 
 
-def _weight_type(load: Traffic, name: str, device: Device, kv_length: int) -> dict[str, Any]:
+def _weight_type(load: Traffic, name: str, device: Device, kv_length: int) -> Json:
     as_type = load.requantised(name)
     return {
         "type": name,
@@ -117,13 +117,13 @@ def _weight_type(load: Traffic, name: str, device: Device, kv_length: int) -> di
     }
 
 
-def _kv_cache(config: ModelConfig) -> list[dict[str, Any]]:
+def _kv_cache(config: ModelConfig) -> list[Json]:
     return [
         {"kv_length": n, **{kind: traffic.kv_bytes(config, n, kind) for kind in ("f32", "f16")}} for n in KV_LENGTHS
     ]
 
 
-def _other(roofline: Roofline, kv_length: int) -> dict[str, Any]:
+def _other(roofline: Roofline, kv_length: int) -> Json:
     return {
         **_device(roofline.device),
         "tokens_per_second": roofline.tokens_per_second(kv_length),
@@ -132,7 +132,7 @@ def _other(roofline: Roofline, kv_length: int) -> dict[str, Any]:
     }
 
 
-def worst_fit(residuals: Mapping[str, Any]) -> float | None:
+def worst_fit(residuals: Json) -> float | None:
     """Largest relative error of the fit over the cache's length; None where there is none."""
     errors: Sequence[float] = list((residuals.get("kv") or {}).values())
     return max(map(abs, errors)) if errors else None

@@ -5,7 +5,6 @@ Measured by decoding prompts with the drafter, so that it holds for this target,
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -45,7 +44,7 @@ def acceptance_key(
     params: SamplingParams,
     shape: str,
     *,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
 ) -> str:
     """The name under which acceptance is kept: with everything that changes it.
 
@@ -62,7 +61,7 @@ def acceptance_key(
     return ", ".join([drafter, cost_key(verifier or "default verifier", options), shape, *law])
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """A number as it is written, anything longer by a digest."""
     if isinstance(value, Mapping):
         value = tuple(sorted(value.items()))

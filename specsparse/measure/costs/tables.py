@@ -1,18 +1,18 @@
 """The roofline's report in the terminal."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
 from specsparse.measure.costs.predicted import worst_fit
+from specsparse.support.json_files import Json
 
 MIB = 2**20
 
 
-def tables(report: Mapping[str, Any]) -> Iterator[Table | Text]:
+def tables(report: Json) -> Iterator[Table | Text]:
     """All tables with a heading each."""
     device, measured = report["device"], report["measured"]
     yield Text(_device_line(device))
@@ -35,14 +35,14 @@ def tables(report: Mapping[str, Any]) -> Iterator[Table | Text]:
         yield _drafting(report["drafting"])
 
 
-def _device_line(device: Mapping[str, Any]) -> str:
+def _device_line(device: Json) -> str:
     macs = device["macs_per_second"]
     source = "measured" if device["measured"] else "by its data sheet"
     rates = ", ".join(f"{kind} {_significant(macs[kind] / 1e9)}" for kind in ("int8", "f16", "f32"))
     return f"{device['title']}: reads {device['bytes_per_second'] / 1e9:.1f} GB/s, GMAC/s: {rates} ({source})"
 
 
-def _fit_line(measured: Mapping[str, Any]) -> str:
+def _fit_line(measured: Json) -> str:
     residuals, error = measured["residuals"], worst_fit(measured["residuals"])
     fit = f"fit over the cache's length off by at most {error:.1%}, " if error is not None else ""
     spread = residuals.get("spread") or {"": 0.0}
@@ -58,7 +58,7 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _forwards(rows: list[Mapping[str, Any]]) -> Table:
+def _forwards(rows: list[Json]) -> Table:
     measured = "measured_s" in rows[0]
     extra = ("measured, ms", "v(n)", "±", "of roofline") if measured else ()
     table = _table("n", "predicted, ms", "v(n)", "bound", *extra)
@@ -72,7 +72,7 @@ def _forwards(rows: list[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _decode(rows: list[Mapping[str, Any]]) -> Table:
+def _decode(rows: list[Json]) -> Table:
     measured = bool(rows) and "measured" in rows[0]
     table = _table("tokens in cache", "predicted", *(("measured", "of roofline") if measured else ()))
     for row in rows:
@@ -81,7 +81,7 @@ def _decode(rows: list[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _weights(rows: list[Mapping[str, Any]]) -> Table:
+def _weights(rows: list[Json]) -> Table:
     table = _table("type", "bits/weight", "MiB read", "tok/s", "in the file")
     for row in rows:
         size, rate = f"{row['bytes_read'] / MIB:.1f}", _significant(row["tokens_per_second"])
@@ -89,14 +89,14 @@ def _weights(rows: list[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _kv(rows: list[Mapping[str, Any]]) -> Table:
+def _kv(rows: list[Json]) -> Table:
     table = _table("tokens", "f32", "f16, bf16")
     for row in rows:
         table.add_row(str(row["kv_length"]), f"{row['f32'] / MIB:.1f}", f"{row['f16'] / MIB:.1f}")
     return table
 
 
-def _devices(rows: list[Mapping[str, Any]]) -> Table:
+def _devices(rows: list[Json]) -> Table:
     table = _table("device", "GB/s", "tok/s", "v(8)", "rows until compute-bound")
     for row in rows:
         rate = _significant(row["tokens_per_second"])
@@ -105,7 +105,7 @@ def _devices(rows: list[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _speculation(rows: list[Mapping[str, Any]]) -> Table:
+def _speculation(rows: list[Json]) -> Table:
     measured = "measured_gamma" in rows[0]
     extra = ("gamma, measured v(n)", "speed-up") if measured else ()
     table = _table("alpha", "gamma, roofline", "speed-up", *extra)
@@ -115,7 +115,7 @@ def _speculation(rows: list[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _drafting(rows: list[Mapping[str, Any]]) -> Table:
+def _drafting(rows: list[Json]) -> Table:
     """Chains at the length that suits them; of a tree `gamma` is its nodes a round, and all its cost is the round's."""
     table = _table("method", "a round, ms", "a token, ms", "in plain steps", "alpha", "gamma", "tok/round", "speed-up")
     table.columns[0].justify, table.columns[0].no_wrap = "left", False

@@ -1,13 +1,13 @@
 """The target's laws of a recording at another temperature."""
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
 from specsparse.engine.sampling.params import GREEDY_TEMPERATURE
 from specsparse.errors import UserError
 from specsparse.measure.replay.recording import Recording
+from specsparse.support.json_files import Json
 
 MOST_REST = 1e-3
 """Most mass that may lie beyond the recorded tokens of a law at either temperature."""
@@ -22,7 +22,7 @@ def at_temperature(recording: Recording, temperature: float) -> Recording:
     Raises:
         UserError: a greedy or truncated record, a temperature of 0, or too much mass beyond the recorded tokens.
     """
-    about: dict[str, Any] = recording.about
+    about: Json = recording.about
     why, power = None, about["temperature"] / max(temperature, GREEDY_TEMPERATURE)
     if about["temperature"] == 0:
         why = "it was greedy"

@@ -9,12 +9,12 @@ import dataclasses
 import io
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from specsparse.errors import UserError
 from specsparse.runtime.hostloop import RoundView
+from specsparse.support.json_files import Json
 
 LAWS_FILE = "laws.npz"
 VERSION = 1
@@ -37,7 +37,7 @@ class Recording:
         q: float32[R, K, W], the law of node i at its parent row's ids; q_rest: float32[R, K]. None for one-hot drafts.
     """
 
-    about: dict[str, Any]
+    about: Json
     prompt: np.ndarray
     position: np.ndarray
     count: np.ndarray
@@ -104,8 +104,8 @@ class Recorder:
     def __init__(self, top: int):
         self.top = top
         self._prompts: list[str] = []
-        self._rows: list[dict[str, Any]] = []
-        self._about: dict[str, Any] = {}
+        self._rows: list[dict[str, int | np.ndarray]] = []
+        self._about: Json = {}
 
     def start(self, prompt_id: str) -> None:
         """The next prompt."""
@@ -120,7 +120,7 @@ class Recorder:
         q_KV = None if draft.q is None else np.asarray(draft.q[0])
         count, K = int(draft.count[0]), draft.max_nodes
         width = min(p_nV.shape[1], 2 * self.top + K)
-        row: dict[str, Any] = {
+        row: dict[str, int | np.ndarray] = {
             "prompt": len(self._prompts) - 1,
             "position": int(view.before.length[0]),
             "count": count,
@@ -163,7 +163,7 @@ class Recorder:
         self.recording().save(path)
 
 
-def _about(view: RoundView, top: int) -> dict[str, Any]:
+def _about(view: RoundView, top: int) -> Json:
     session = view.session
     drafter, verifier, law = session.method.drafter, session.method.verifier, session.sequences[0].params
     assert drafter is not None and verifier is not None

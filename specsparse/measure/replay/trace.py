@@ -2,21 +2,20 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.text import Text
 
 from specsparse.runtime.hostloop import RoundView
-from specsparse.support.json_files import to_json
+from specsparse.support.json_files import Json, to_json
 
 TRACE_FILE = "trace.jsonl"
 _SHOWN = 48
 """Prompt ids shown in the terminal; the file has all."""
 
 
-def explain_round(view: RoundView, b: int = 0) -> dict[str, Any]:
+def explain_round(view: RoundView, b: int = 0) -> Json:
     """What happened to sequence b, as plain values. Placeholders are -1.
 
     `target_ids` is what the target itself draws at each row with the noise of its position (what plain decoding would
@@ -98,6 +97,6 @@ class Trace:
     def _line(self, name: str, text: str) -> None:
         self._out.print(Text(f"  {name:<10} ", style="dim").append(text, style="not dim"), soft_wrap=True)
 
-    def _write(self, row: dict[str, Any]) -> None:
+    def _write(self, row: Json) -> None:
         with self._file.open("a", encoding="utf-8") as file:
             file.write(to_json(row) + "\n")

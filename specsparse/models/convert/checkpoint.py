@@ -1,14 +1,13 @@
 """A Hugging Face checkpoint: config.json and tensors in safetensors, one file or several."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from specsparse.errors import UserError
+from specsparse.support.json_files import Json
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -32,7 +31,7 @@ class Checkpoint:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise UserError(f"{self.folder}: no such folder; a checkpoint has config.json and model.safetensors")
-        self.config: Mapping[str, Any] = read_json(self.folder / "config.json")
+        self.config: Json = read_json(self.folder / "config.json")
         self._files = {name: self._open(name) for name in self._file_names()}
         self._home = {tensor: file for file in self._files.values() for tensor in file.keys()}  # noqa: SIM118
         self.shapes = {name: tuple(f.get_slice(name).get_shape()) for name, f in self._home.items()}
@@ -49,7 +48,7 @@ class Checkpoint:
         also = f" ({others[0]} is of PyTorch: save the model again with safe_serialization=True)" if others else ""
         raise UserError(f"{self.folder}: has no {_SINGLE} and no {_INDEX}{also}")
 
-    def _open(self, name: str) -> Any:
+    def _open(self, name: str) -> safe_open:
         path = self.folder / name
         if not path.is_file():
             raise UserError(f"{path}: is missing, and {_INDEX} names it")
@@ -74,7 +73,7 @@ class Checkpoint:
         return values
 
 
-def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
+def read_json(path: Path, *, optional: bool = False) -> Json:
     """A JSON object; {} for a file that is not there and need not be.
 
     Raises:

@@ -6,7 +6,6 @@ The file names its base by a hash of all of its tensors, and is applied to no ot
 import hashlib
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -102,5 +101,5 @@ def _same(a: TensorInfo, b: TensorInfo) -> bool:
     return a.type == b.type and np.array_equal(a.raw, b.raw)
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _equal(a: object, b: object) -> bool:
     return type(a) is type(b) and (np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b)

@@ -3,13 +3,13 @@
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from specsparse.engine.config import DRAFT_HEADS
 from specsparse.errors import UserError
 from specsparse.models.convert.checkpoint import read_json
+from specsparse.support.json_files import Json
 
 _ALGORITHMS = {**DRAFT_HEADS, "eagle": "EAGLE", "medusa": "Medusa", "mlp_speculator": "MLP speculator"}
 
@@ -32,7 +32,7 @@ def refuse_draft_head(folder: Path) -> None:
         )
 
 
-def kind(config: Mapping[str, Any]) -> str | None:
+def kind(config: Json) -> str | None:
     """What kind of draft head a config.json describes; None where it says of none."""
     algorithm = config.get("speculators_model_type") or config.get("model_type")
     if config.get("speculators_model_type") or algorithm in _ALGORITHMS:
@@ -69,7 +69,7 @@ def _tensor_names(folder: Path) -> set[str]:
         return set()
 
 
-def _at(values: Any, *keys: str) -> str | None:
+def _at(values: object, *keys: str) -> str | None:
     for key in keys:
         values = values.get(key) if isinstance(values, Mapping) else None
     return values if isinstance(values, str) else None

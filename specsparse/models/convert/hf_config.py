@@ -1,6 +1,5 @@
 """config.json of a Llama-family checkpoint -> GGUF metadata."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from specsparse.engine.config import ACTIVATION_KEY
 from specsparse.errors import UserError
 from specsparse.models.convert.hf_rope import HfRope, said
+from specsparse.support.json_files import Json
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"}
 """Classes of transformers, and the architecture that GGUF files call them."""
@@ -25,7 +25,7 @@ class HfConfig:
     """
 
     where: Path
-    values: Mapping[str, Any]
+    values: Json
 
     def get(self, key: str, kind: type, default: Any = _MISSING) -> Any:
         """A value of that type (an int counts as a float); null counts as missing.
@@ -91,7 +91,7 @@ class HfConfig:
         )
 
 
-def metadata(config: HfConfig, *, name: str) -> dict[str, Any]:
+def metadata(config: HfConfig, *, name: str) -> Json:
     """GGUF keys of the model, without those of its tokenizer.
 
     Raises:
@@ -103,7 +103,7 @@ def metadata(config: HfConfig, *, name: str) -> dict[str, Any]:
     window = config.get("sliding_window", int, None)
     if window is not None and window < context and config.get("use_sliding_window", bool, a == "llama"):
         raise UserError(f"{config.where}: sliding_window={window} is not supported: attention here sees all tokens")
-    keys: dict[str, Any] = {
+    keys: Json = {
         "general.architecture": a,
         "general.type": "model",
         "general.name": name,

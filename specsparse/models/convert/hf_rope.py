@@ -1,16 +1,15 @@
 """The rotary embedding of a transformers config -> GGUF keys, and the frequency factors that say what no key says."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from specsparse.engine.config import RopeConfig
 from specsparse.engine.rope import angles
 from specsparse.errors import UserError
+from specsparse.support.json_files import Json
 
 KINDS = ("default", "linear", "llama3", "yarn")
 _READ = {
@@ -39,7 +38,7 @@ class HfRope:
 
     where: Path
     architecture: str
-    values: Mapping[str, Any]
+    values: Json
     base: float
     dim: int
     context: int
@@ -95,7 +94,7 @@ class Said:
         note: what another program does not read of it, in one line; None where all read the same.
     """
 
-    keys: Mapping[str, Any] = field(default_factory=dict)
+    keys: Json = field(default_factory=dict)
     factors: np.ndarray | None = None
     note: str | None = None
 

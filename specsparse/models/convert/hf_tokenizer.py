@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import sentencepiece
 import tokenizers
@@ -13,6 +12,7 @@ from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.engine.text.vocabulary import TokenType
 from specsparse.errors import UserError
 from specsparse.models.convert.checkpoint import read_json
+from specsparse.support.json_files import Json
 
 PROBE = (
     "Hello world, it's 1234567 o'clock; WE'LL see!\n\n\tdef f(x):\r\n        return {'a': x**2}  # \u00e9t\u00e9\n"
@@ -25,7 +25,7 @@ _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _SPACE = "\u2581"
 
 
-def tokenizer_keys(folder: Path, config: Mapping[str, Any], *, vocab_size: int, pre: str | None = None) -> dict:
+def tokenizer_keys(folder: Path, config: Json, *, vocab_size: int, pre: str | None = None) -> dict:
     """`tokenizer.*` keys.
 
     Args:
@@ -66,7 +66,7 @@ def _fast(folder: Path) -> tokenizers.Tokenizer | None:
         raise UserError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from None
 
 
-def _sentencepiece(folder: Path) -> tuple[dict[str, Any], list[int]]:
+def _sentencepiece(folder: Path) -> tuple[Json, list[int]]:
     """Keys of tokenizer.model, and its ids of the probe."""
     path = folder / "tokenizer.model"
     try:
@@ -90,7 +90,7 @@ def _sentencepiece(folder: Path) -> tuple[dict[str, Any], list[int]]:
     return keys, sp.encode(PROBE)
 
 
-def _from_json(folder: Path, fast: tokenizers.Tokenizer, pre: str | None) -> tuple[dict[str, Any], list[int]]:
+def _from_json(folder: Path, fast: tokenizers.Tokenizer, pre: str | None) -> tuple[Json, list[int]]:
     """Keys of tokenizer.json, and its ids of the probe."""
     model = read_json(folder / "tokenizer.json").get("model", {})
     if model.get("type") != "BPE":
@@ -99,7 +99,7 @@ def _from_json(folder: Path, fast: tokenizers.Tokenizer, pre: str | None) -> tup
     tokens = [by_id.get(i, f"[PAD{i}]") for i in range(max(by_id) + 1)]
     plain = set(model["vocab"].values())
     types = [int(TokenType.NORMAL if i in plain else TokenType.UNUSED) for i in range(len(tokens))]
-    keys: dict[str, Any] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    keys: Json = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
     reference = fast.encode(PROBE, add_special_tokens=False).ids
     if model.get("byte_fallback"):  # a sentencepiece model written as BPE: ids are in the order of the merges
         for i, token in enumerate(tokens):
@@ -132,12 +132,12 @@ def _pre_tokenizer(folder: Path, fast: tokenizers.Tokenizer, *, ignore_merges: b
 
 def _pieces(pre: PreTokenizer) -> list[str]:
     """The probe, cut."""
-    steps: list[Any] = [pre_tokenizers.Split(tokenizers.Regex(regex), "isolated") for regex in pre.regexes]
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    splits = [pre_tokenizers.Split(tokenizers.Regex(regex), "isolated") for regex in pre.regexes]
+    steps = [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     return [piece for piece, _ in pre_tokenizers.Sequence(steps).pre_tokenize_str(PROBE)]
 
 
-def _added(settings: Mapping[str, Any], folder: Path, fast: tokenizers.Tokenizer | None) -> dict[int, tuple[str, bool]]:
+def _added(settings: Json, folder: Path, fast: tokenizers.Tokenizer | None) -> dict[int, tuple[str, bool]]:
     """Id -> (text, special) of the tokens that were added to the vocabulary."""
     found = {int(i): (text, False) for text, i in read_json(folder / "added_tokens.json", optional=True).items()}
     decoder = settings.get("added_tokens_decoder", {})
@@ -147,9 +147,7 @@ def _added(settings: Mapping[str, Any], folder: Path, fast: tokenizers.Tokenizer
     return found
 
 
-def _add_tokens(
-    keys: dict[str, Any], folder: Path, settings: Mapping[str, Any], fast: tokenizers.Tokenizer | None
-) -> None:
+def _add_tokens(keys: Json, folder: Path, settings: Json, fast: tokenizers.Tokenizer | None) -> None:
     """Puts added tokens into the vocabulary, special ones as control tokens."""
     tokens, types = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.token_type"]
     for i, (text, special) in sorted(_added(settings, folder, fast).items()):
@@ -159,7 +157,7 @@ def _add_tokens(
             types[i] = int(TokenType.CONTROL if special else TokenType.USER_DEFINED)
 
 
-def _extend(keys: dict[str, Any], size: int) -> None:
+def _extend(keys: Json, size: int) -> None:
     """Unused tokens up to `size`."""
     tokens = keys["tokenizer.ggml.tokens"]
     missing = range(len(tokens), size)
@@ -169,14 +167,14 @@ def _extend(keys: dict[str, Any], size: int) -> None:
         keys["tokenizer.ggml.scores"] += [-10000.0] * len(missing)
 
 
-def _fill(keys: dict[str, Any], folder: Path, vocab_size: int) -> None:
+def _fill(keys: Json, folder: Path, vocab_size: int) -> None:
     count = len(keys["tokenizer.ggml.tokens"])
     if count > vocab_size:
         raise UserError(f"{folder}: the tokenizer has {count} tokens and the embedding {vocab_size} rows")
     _extend(keys, vocab_size)
 
 
-def _special_ids(keys: dict[str, Any], settings: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, int]:
+def _special_ids(keys: Json, settings: Json, config: Json) -> dict[str, int]:
     """bos, eos, unknown and padding: by text in tokenizer_config.json, else by id in config.json."""
     tokens = keys["tokenizer.ggml.tokens"]
     ids = {token: i for i, token in enumerate(tokens)}
@@ -192,9 +190,7 @@ def _special_ids(keys: dict[str, Any], settings: Mapping[str, Any], config: Mapp
     return out
 
 
-def _adds(
-    settings: Mapping[str, Any], fast: tokenizers.Tokenizer | None, ids: Mapping[str, int], *, spm: bool
-) -> dict[str, bool]:
+def _adds(settings: Json, fast: tokenizers.Tokenizer | None, ids: Mapping[str, int], *, spm: bool) -> dict[str, bool]:
     """Whether BOS and EOS are put around a text: what tokenizer.json does, else what the settings say."""
     out = {"bos": settings.get("add_bos_token", spm), "eos": settings.get("add_eos_token", False)}
     if fast is not None:
@@ -203,7 +199,7 @@ def _adds(
     return {f"tokenizer.ggml.add_{name}_token": bool(value) and name in ids for name, value in out.items()}
 
 
-def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+def _template(folder: Path, settings: Json) -> str | None:
     """The chat template: a file of its own, or in the settings, where several may have names."""
     path = folder / "chat_template.jinja"
     if path.is_file():
@@ -215,7 +211,7 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _check(keys: dict[str, Any], folder: Path, reference: list[int]) -> None:
+def _check(keys: Json, folder: Path, reference: list[int]) -> None:
     """The tokenizer that was written gives the ids of the one that was read."""
     ours = Tokenizer.from_metadata(keys, where=str(folder)).encode(PROBE)
     if ours != reference:

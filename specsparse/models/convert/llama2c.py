@@ -9,7 +9,6 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from specsparse.engine.text.vocabulary import TokenType
 from specsparse.errors import UserError
 from specsparse.models.convert.tensors import Source
 from specsparse.models.convert.write import Progress, out_type, write_model
+from specsparse.support.json_files import Json
 
 _HEADER = struct.Struct("<7i")
 _NEW_MAGIC = 0x616B3432
@@ -126,7 +126,7 @@ def _sources(path: Path, h: Header) -> Iterator[Source]:
         raise UserError(f"{path}: has {size} bytes, and its header asks for {at}")
 
 
-def _metadata(h: Header, name: str) -> dict[str, Any]:
+def _metadata(h: Header, name: str) -> Json:
     return {
         "general.architecture": "llama",
         "general.name": name,
@@ -143,7 +143,7 @@ def _metadata(h: Header, name: str) -> dict[str, Any]:
     }
 
 
-def _tokenizer(path: Path, size: int) -> dict[str, Any]:
+def _tokenizer(path: Path, size: int) -> Json:
     """Keys of tokenizer.bin: for each token a float32 score, an int32 length and its bytes, spaces as they are.
 
     Raises:

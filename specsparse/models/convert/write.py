@@ -1,9 +1,8 @@
 """Named tensors and metadata -> a GGUF file in one type, checked by the engine's own rules before a byte is written."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from gguf.constants import GGMLQuantizationType as GGML
@@ -14,6 +13,7 @@ from specsparse.engine.gguf.requantise import file_type, type_for
 from specsparse.engine.gguf.writer import VERSION, NewTensor, encode, write_gguf
 from specsparse.errors import UserError
 from specsparse.support.atomic import need_folder
+from specsparse.support.json_files import Json
 
 OUT_TYPES = {
     name.lower(): GGML[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", "Q4_1")
@@ -31,7 +31,7 @@ def out_type(name: str) -> GGML:
 
 def write_model(
     path: str | os.PathLike[str],
-    metadata: Mapping[str, Any],
+    metadata: Json,
     sources: Iterable[tuple[str, tuple[int, ...], Callable[[], np.ndarray]]],
     kind: GGML,
     *,
@@ -85,7 +85,7 @@ def write_model(
 _NOTHING = np.empty(0, np.uint8)
 
 
-def _planned(path: Path, keys: Mapping[str, Any], tensors: list[NewTensor]) -> GGUFFile:
+def _planned(path: Path, keys: Json, tensors: list[NewTensor]) -> GGUFFile:
     """The file as it will be, without its data."""
     infos = {t.name: TensorInfo(t.name, t.type, t.shape, _NOTHING, str(path)) for t in tensors}
     return GGUFFile(path, MAGIC, VERSION, DEFAULT_ALIGNMENT, keys, infos)

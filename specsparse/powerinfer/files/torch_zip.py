@@ -9,7 +9,7 @@ import pickle
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from typing import Any
 
@@ -65,7 +65,7 @@ class _Reader(pickle.Unpickler):
             raise UserError("was saved on a big-endian machine; only little-endian files are supported")
         super().__init__(archive.open(pickles[0]))
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> Callable | np.dtype:
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
@@ -76,7 +76,7 @@ class _Reader(pickle.Unpickler):
             return _STORAGES[name]
         raise UserError(f"asks for {module}.{name!s:.60}, which is no part of a tensor; only tensors are read")
 
-    def persistent_load(self, pid: Any) -> np.ndarray:
+    def persistent_load(self, pid: tuple) -> np.ndarray:
         kind, dtype, key, _, count = pid
         if kind != "storage" or not isinstance(dtype, np.dtype) or not isinstance(key, str):
             raise UserError("refers to something that is no storage")
@@ -86,7 +86,9 @@ class _Reader(pickle.Unpickler):
         return np.frombuffer(data, dtype)
 
 
-def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> np.ndarray:
+def _tensor(
+    storage: np.ndarray, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: object
+) -> np.ndarray:
     """A view of a storage as an array of its own, checked to lie inside it."""
     numbers = (offset, *shape, *stride)
     if not isinstance(storage, np.ndarray) or len(shape) != len(stride):
@@ -100,7 +102,7 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> np.n
     return np.lib.stride_tricks.as_strided(storage[offset:], tuple(shape), steps).copy()
 
 
-def _parameter(data: np.ndarray, *_: Any) -> np.ndarray:
+def _parameter(data: np.ndarray, *_: object) -> np.ndarray:
     return data
 
 
@@ -164,6 +166,6 @@ class _Pickle:
         data = text.encode()
         self.parts.append(b"X" + struct.pack("<I", len(data)) + data)
 
-    def _ints(self, numbers: Any) -> None:
+    def _ints(self, numbers: Iterable[int]) -> None:
         for n in numbers:
             self.parts.append(b"\x8a\x08" + struct.pack("<q", n))
