@@ -15,7 +15,6 @@ import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import specsparse
 from specsparse.engine.model import Model
@@ -24,7 +23,7 @@ from specsparse.errors import UserError
 from specsparse.kernels import status
 from specsparse.measure.bench import speculation
 from specsparse.measure.bench.peers import Peer
-from specsparse.measure.bench.speculation import SpeculationPlan, ours
+from specsparse.measure.bench.speculation import SpeculationPlan, Speculator, ours
 from specsparse.runtime.binding import make_method
 from specsparse.runtime.session import Method
 from specsparse.speculative.method import make_drafter
@@ -36,25 +35,19 @@ Seconds = dict[str, dict[str, list[float]]]
 """Of all repeats and prompts, by task and engine."""
 
 
-class Looker(Protocol):
-    """What is needed of a peer."""
-
-    def lookup(self, ids: list[int], n: int, *, drafted: int) -> float:
-        """See `measure.bench.peers.Peer`."""
-
-
 def peers_name(drafted: int) -> str:
     return f"llama.cpp lookup {drafted}" if drafted else "llama.cpp plain"
 
 
 def measure(
-    model: Model, peer: Looker, jobs: Sequence[tuple[str, list[int]]], *, tokens: int, drafted: list[int], repeats: int
-) -> Seconds:
+    model: Model, peer: Speculator, jobs: Sequence[tuple[str, list[int]]], *, tokens: int, drafted: list[int],
+    repeats: int,
+) -> Seconds:  # fmt: skip
     """Every prompt on every engine in turn, the order turned round each time; the first time is not counted."""
     lookup = make_drafter("prompt_lookup", {"ngram_min": 2}, Fixed(4))
     methods = {PLAIN: Method(), LOOKUP: make_method(model, lookup, None, SamplingParams(temperature=0.0))}
     sides = {name: (lambda ids, how=how: ours(model, how, ids, tokens).seconds) for name, how in methods.items()}
-    sides |= {peers_name(k): (lambda ids, k=k: peer.lookup(ids, tokens, drafted=k)) for k in (0, *drafted)}
+    sides |= {peers_name(k): (lambda ids, k=k: peer.speculate(ids, tokens, drafted=k).seconds) for k in (0, *drafted)}
     return speculation.measure(sides, jobs, repeats=repeats)
 
 

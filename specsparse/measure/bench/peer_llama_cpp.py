@@ -5,48 +5,21 @@ Run by `peers.Peer` with any interpreter that has llama-cpp-python; imports noth
     {"do": "hello"}                                -> {"version": ..., "system_info": ...}
     {"do": "open", "model": path, "threads": t, "room": r, "depth": d, "tokens": [...]} -> {"seconds": load time}
     {"do": "prompt" | "decode" | "verify", "n": n} -> {"seconds": ...}
-    {"do": "lookup", "ids": [...], "n": n, "drafted": k} -> {"seconds": ...}
     {"do": "speculate", "ids": [...], "n": n, "drafted": k, "draft": path or null}
         -> {"seconds": ..., "tokens": [...], "passes": of the target}
 
 `prompt` is one batch with the logits of its last token (n_batch 2048, n_ubatch 512, as llama-bench), `decode` one token
 a call with its logits, `verify` one batch with all logits. Nothing is sampled: the tokens are given. `depth` tokens are
-in the cache before each test. `lookup` writes n tokens greedily after a prompt, with the package's own prompt lookup of
-k tokens (0: plainly); its time begins at the first token. `speculate` is the same with a second model that drafts k
-tokens greedily, one a call, and keeps what it has read; without one it is the package's prompt lookup.
+in the cache before each test. `speculate` writes n tokens greedily after a prompt, with the package's own prompt lookup
+of k tokens (0: plainly), or with a second model that drafts k tokens greedily, one a call, and keeps what it has read;
+its time begins at the first token.
 """
 
-import json
 import os
 import sys
 import time
 
 _FORWARDS = 8  # verify passes of one timing; the first of them is timed too
-
-
-def main() -> None:
-    """Answers until the input ends."""
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the library prints is no reply
-    engine = None
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            do = request.pop("do")
-            if do == "hello":
-                reply = hello()
-            elif do == "open":
-                start = time.perf_counter()
-                engine = Engine(**request)
-                reply = {"seconds": time.perf_counter() - start}
-            else:
-                reply = getattr(engine, do)(**request)
-                reply = reply if isinstance(reply, dict) else {"seconds": reply}
-        except ImportError as error:
-            reply = {"missing": str(error)}
-        except Exception as error:  # the parent says it
-            reply = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(reply), file=replies, flush=True)
 
 
 def hello() -> dict:
@@ -176,10 +149,6 @@ class Engine:
             self.writers[drafted, draft] = made, counted
         return self.writers[drafted, draft]
 
-    def lookup(self, ids: list, n: int, drafted: int) -> float:
-        """Seconds of n greedy tokens after a first one, end tokens ignored."""
-        return self.speculate(ids, n, drafted)["seconds"]
-
     def speculate(self, ids: list, n: int, drafted: int, draft: str | None = None) -> dict:
         """Seconds of n greedy tokens after a first one, end tokens ignored; all n + 1, and the passes of the n."""
         (writer, counted), start, tokens = self.writer(drafted, draft), 0.0, []
@@ -231,4 +200,7 @@ class Engine:
 
 
 if __name__ == "__main__":
-    main()
+    sys.path.insert(0, os.path.dirname(__file__))  # where an isolated interpreter (-I) does not look
+    from peer_child import serve
+
+    serve(hello, Engine)

@@ -4,36 +4,11 @@ transformers dequantises the GGUF file to float32 or bfloat16. `decode` is greed
 its users pay; `prompt` and `verify` call the model. "open" takes `dtype` beside the rest.
 """
 
-import json
 import os
 import sys
 import time
 
 _FORWARDS = 2
-
-
-def main() -> None:
-    """Answers until the input ends."""
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    engine = None
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            do = request.pop("do")
-            if do == "hello":
-                reply = hello()
-            elif do == "open":
-                start = time.perf_counter()
-                engine = Engine(**request)
-                reply = {"seconds": time.perf_counter() - start}
-            else:
-                reply = {"seconds": getattr(engine, do)(request["n"])}
-        except ImportError as error:
-            reply = {"missing": str(error)}
-        except Exception as error:  # the parent says it
-            reply = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(reply), file=replies, flush=True)
 
 
 def hello() -> dict:
@@ -99,4 +74,7 @@ class Engine:
 
 
 if __name__ == "__main__":
-    main()
+    sys.path.insert(0, os.path.dirname(__file__))  # where an isolated interpreter (-I) does not look
+    from peer_child import serve
+
+    serve(hello, Engine)

@@ -112,13 +112,6 @@ class Peer:
         """See `Side`."""
         return self._ask(do="verify", n=n)["seconds"]
 
-    def lookup(self, ids: list[int], n: int, *, drafted: int) -> float:
-        """Seconds of n greedy tokens after a prompt and a first token, by its own prompt lookup of `drafted` tokens.
-
-        0 is plain decoding. llama.cpp only.
-        """
-        return self._ask(do="lookup", ids=ids, n=n, drafted=drafted)["seconds"]
-
     def speculate(self, ids: list[int], n: int, *, drafted: int, draft: Path | None = None) -> "Written":
         """n greedy tokens after a prompt and a first token, with drafts of a second model, else by prompt lookup.
 
