@@ -4,7 +4,8 @@ Writes Llama-2-7B-shaped Q4_0 (3.8 GB, output matrix Q6_K as in the files people
 (0.32 GB) models: random codes under sane scales, tensor by tensor, and one SentencePiece vocabulary of 32,000 tokens.
 The text they write means nothing.
 
-Expected: a few hundred MB of memory at most; half a minute for the 7B file.
+Expected: a few hundred MB of memory at most.
+Run time: half a minute for the 7B file.
 Command: python experiments/make_shapes.py --folder shapes                 both files
          python experiments/make_shapes.py --folder shapes --only 160m
          python experiments/make_shapes.py --folder shapes --scale 16      1/16 of every width and depth, for tests
