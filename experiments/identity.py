@@ -28,7 +28,8 @@ from specsparse.engine.config import ModelConfig
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.runtime.binding import make_method
-from specsparse.runtime.session import Method, Sequence, Session
+from specsparse.runtime.device_batch import Method, Sequence
+from specsparse.runtime.session import Session
 from specsparse.speculative.base import Drafter
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.plan import DrafterPlan

@@ -25,7 +25,7 @@ from specsparse.measure.bench import speculation
 from specsparse.measure.bench.peers import Peer
 from specsparse.measure.bench.speculation import SpeculationPlan, Speculator, ours
 from specsparse.runtime.binding import make_method
-from specsparse.runtime.session import Method
+from specsparse.runtime.device_batch import Method
 from specsparse.speculative.method import make_drafter
 from specsparse.speculative.policies.base import Fixed
 

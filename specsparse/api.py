@@ -2,15 +2,12 @@
 
 import itertools
 from collections.abc import Sequence as Seq
-from functools import partial
 from typing import Any
 
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
-from specsparse.runtime import hostloop
 from specsparse.runtime.binding import make_method
-from specsparse.runtime.hostloop import Watch
 from specsparse.runtime.load import load
 from specsparse.runtime.requests import (
     PromptLike,
@@ -21,14 +18,14 @@ from specsparse.runtime.requests import (
     sequences_of,
 )
 from specsparse.runtime.results import Generation, GenerationStats, best_of, decode, generations
-from specsparse.runtime.session import NOTED_ROUNDS, Session
+from specsparse.runtime.round_log import NOTED_ROUNDS
+from specsparse.runtime.session import Session
+from specsparse.runtime.stepped import Watch
 from specsparse.runtime.stream import Stream
 from specsparse.speculative.base import Drafter, Verifier
 from specsparse.speculative.drafters.plan import DrafterPlan
 
 __all__ = ["Generation", "GenerationStats", "Model", "SamplingParams", "Stream", "generate", "load", "stream"]
-
-LOOPS = ("jit", "host")
 
 
 def generate(
@@ -56,7 +53,7 @@ def generate(
         seed: of the noise, where `sampling.seed` is None; None draws a new one. The result says which it was.
         loop: "jit", the whole decode in one program; or "host", a program a stage: slower, the same tokens, and the
             counters have the time of each stage.
-        watch: called with every speculative round (`runtime.hostloop.RoundView`); the loop is the host's then.
+        watch: called with every speculative round (`runtime.stepped.RoundView`); the loop is the host's then.
         fields: further fields of `SamplingParams`, which win over `sampling`.
 
     Returns:
@@ -71,14 +68,9 @@ def generate(
     drawn = seed_of(seed)
     groups = [sequences_of(model, p, params, drawn) for p, params in zip(prompts, every, strict=True)]
     sequences = [sequence for group in groups for sequence in group]
-    if loop not in LOOPS:
-        raise UserError(f"loop={loop!r} must be one of {', '.join(LOOPS)}")
-    session = Session(model, sequences, method, noting=any(s.params.stop for s in sequences))
-    if loop == "host" or watch or model.stepped:
-        texts = decode(session, partial(hostloop.run, session, watch=watch), rounds=1)
-    else:
-        texts = decode(session, session.advance)
-    found = iter(generations(session, texts))
+    noting = any(s.params.stop for s in sequences)
+    session = Session(model, sequences, method, noting=noting, loop=loop, watch=watch)
+    found = iter(generations(session, decode(session)))
     grouped = zip(groups, every, strict=True)
     out = [g for group, params in grouped for g in best_of(list(itertools.islice(found, len(group))), params)]
     return out if many or len(out) > 1 else out[0]

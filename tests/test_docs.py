@@ -87,4 +87,4 @@ def test_paths_and_modules_in_sources_exist():
 
 def test_a_name_that_is_gone_is_found():
     assert names("engine.llama.make_forward") and names("kernels.QTensor") and names("runtime.session")
-    assert not names("hostloop") and not names("engine.llama.no_such_name")
+    assert not names("stepped") and not names("engine.llama.no_such_name")

@@ -4,18 +4,17 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine import cache as kv
 from specsparse.engine import rope, weights
 from specsparse.engine.config import ModelConfig
+from specsparse.engine.devices import Devices, OneDevice
 from specsparse.engine.feed import feed
 from specsparse.engine.llama import ForwardFn, Want
-from specsparse.engine.mesh.sharded import Sharding
+from specsparse.engine.pytree import Pytree
 from specsparse.engine.sampling import pipeline
 from specsparse.engine.sampling.pipeline import SamplingKernels
 from specsparse.engine.text.tokenizer import Tokenizer
@@ -44,8 +43,7 @@ class Model:
         footprint: bytes of weights that one decoding step reads.
         ffn: "dense", "powerinfer", "oracle" or "predicted".
         rule: what tells this FFN from others of its kind, such as a threshold or a predictor; "" for a dense one.
-        stepped: whether the host steps through `forward` (two devices), so that no program may contain it.
-        sharding: where the parts of a model on a mesh lie, None on one device.
+        devices: where it lies.
         load_s: seconds that loading took.
         rope_factors: f32[d/2] or None.
         programs: compiled programs, by what they close over.
@@ -62,8 +60,7 @@ class Model:
     footprint: Footprint
     ffn: str = "dense"
     rule: str = ""
-    stepped: bool = False
-    sharding: Sharding | None = None
+    devices: Devices = field(default_factory=OneDevice)
     load_s: float = 0.0
     rope_factors: np.ndarray | None = None
     programs: dict = field(default_factory=dict)
@@ -82,8 +79,8 @@ class Model:
         }
         if self.ffn != "dense":
             out["ffn"] = f"{self.ffn} {self.rule}".strip()
-        if self.sharding is not None:
-            out["devices"] = str(self.sharding.mesh.size)
+        if self.devices.ways is not None:
+            out["devices"] = str(self.devices.ways)
         return out
 
     def __repr__(self) -> str:
@@ -118,21 +115,21 @@ class Model:
         cos, sin = self._tables[capacity]
         return self.params._replace(cos=cos, sin=sin)
 
-    def everywhere(self, tree: Any) -> Any:
+    def everywhere(self, tree: Pytree) -> Pytree:
         """`tree` as its programs take it: on a mesh, with a copy on every device."""
-        return tree if self.sharding is None else self.sharding.everywhere(tree)
+        return self.devices.everywhere(tree)
 
     def new_cache(self, batch: int, capacity: int) -> kv.KVCache:
         """An empty cache for `batch` sequences."""
         c = self.config
-        shape = {"layers": c.n_layers, "batch": batch, "capacity": capacity, "head_dim": c.head_dim}
-        if self.sharding is not None:
-            return self.sharding.new_cache(**shape, dtype=self.cache_dtype)
-        return kv.init(**shape, kv_heads=c.n_kv_heads, dtype=self.cache_dtype)
+        return self.devices.new_cache(
+            layers=c.n_layers, batch=batch, capacity=capacity, kv_heads=c.n_kv_heads, head_dim=c.head_dim,
+            dtype=self.cache_dtype,
+        )  # fmt: skip
 
     def check_whole(self, what: str) -> None:
         """Refuses `what` reads matrices on its own, with a UserError, where they are divided among devices."""
-        if self.sharding is not None:
+        if self.devices.ways is not None:
             raise UserError(f"{self.path}: {what} needs the whole model on one device: load it without mesh")
 
     def check_ids(self, ids: Sequence[int]) -> np.ndarray:
@@ -162,7 +159,7 @@ class Model:
             out, cache = self.forward(params, tokens, cache, n_valid_B=n_valid, want=Want())
             return out.logits[0], kv.commit(cache, n_valid)
 
-        return chunk if self.stepped else jax.jit(chunk, donate_argnums=3)
+        return self.devices.jit(chunk, donate_argnums=3)
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
         """Teacher-forced logits: row i predicts the token after `ids[i]`. float32[n, V].

@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType as GGML
 
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile, TensorInfo
+from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
 from specsparse.kernels import NeuronRows, QTensor, pack_neurons
 from specsparse.kernels.packing.dequant import pack_float
@@ -37,7 +38,7 @@ class Layer(NamedTuple):
     ffn_up: QTensor | None
     ffn_down: QTensor | None
     biases: dict[str, jax.Array]
-    sparse: Any = None
+    sparse: Pytree = None
 
     def bias(self, *names: str) -> tuple[jax.Array | None, ...] | None:
         """Biases of the named projections, None where there is none at all."""
@@ -105,7 +106,7 @@ def load_params(
     float_types: tuple[str, ...] = (),
     progress=None,
     pack_ffn: PackFFN | None = None,
-    place: Callable[[str, Any], Any] | None = None,
+    place: Callable[[str, Pytree], Pytree] | None = None,
 ) -> Params:
     """Packs every tensor of `f`.
 
@@ -116,7 +117,7 @@ def load_params(
         float_types: GGUF types that are dequantised in any case.
         progress: called with the bytes done after each tensor, or None.
         pack_ffn: packs the matrices of a layer's FFN in its own way; None makes the dense one.
-        place: called with name and packed tensor, returns what is kept (`engine.mesh.sharded`); two threads call it.
+        place: called with name and packed tensor, returns what is kept (`Devices.place_tensor`); two threads call it.
 
     Raises:
         UserError: a tensor holds values that are not finite.

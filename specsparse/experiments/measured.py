@@ -9,7 +9,7 @@ from specsparse.experiments.config import RunConfig, sampling_params
 from specsparse.measure.costs import drafts, ranks
 from specsparse.measure.costs.progress import Bar, silent
 from specsparse.runtime.binding import bind, make_method
-from specsparse.runtime.session import Method
+from specsparse.runtime.device_batch import Method
 from specsparse.runtime.times.defaults import KEPT, draft_share, policy_times
 from specsparse.runtime.times.kept import CostTable, DraftCost
 from specsparse.runtime.times.stamp import cost_key

@@ -8,7 +8,7 @@ from rich.console import Console
 from specsparse.experiments.config import RunConfig
 from specsparse.measure.replay.recording import LAWS_FILE, Recorder
 from specsparse.measure.replay.trace import TRACE_FILE, Trace
-from specsparse.runtime.hostloop import RoundView, Watch
+from specsparse.runtime.stepped import RoundView, Watch
 
 
 class Watching:

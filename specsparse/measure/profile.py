@@ -19,9 +19,9 @@ from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
 from specsparse.measure.bench.sides import Ours, token_ids
-from specsparse.runtime.hostloop import RoundView
 from specsparse.runtime.metrics import STAGES
 from specsparse.runtime.requests import PromptLike
+from specsparse.runtime.stepped import RoundView
 from specsparse.support.in_turn import seconds
 from specsparse.support.json_files import Json
 

@@ -6,8 +6,8 @@ from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
+from specsparse.runtime.device_batch import Method
 from specsparse.runtime.load import load
-from specsparse.runtime.session import Method
 from specsparse.runtime.times.defaults import draft_share, policy_times
 from specsparse.speculative.base import Drafter, Verifier
 from specsparse.speculative.drafters.plan import Bound, DrafterPlan, MakeModel

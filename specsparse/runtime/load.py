@@ -3,19 +3,17 @@
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from specsparse import kernels
-from specsparse.engine import llama, weights
+from specsparse.engine import weights
 from specsparse.engine.config import OVERRIDES, ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile, open_gguf
-from specsparse.engine.llama import ForwardFn
-from specsparse.engine.mesh import sharded
-from specsparse.engine.mesh.sharded import Sharding
+from specsparse.engine.mesh.sharded import MeshDevices, mesh_of
 from specsparse.engine.mesh.split import split
 from specsparse.engine.model import KV_DTYPES, Model
 from specsparse.engine.text.tokenizer import Tokenizer
@@ -23,6 +21,7 @@ from specsparse.errors import UserError
 from specsparse.models import catalogue
 from specsparse.powerinfer.ffn import modes
 from specsparse.powerinfer.placement import placed
+from specsparse.powerinfer.placement.placed import GivenPlacement
 
 
 def load(
@@ -35,7 +34,7 @@ def load(
     ffn: str | None = None,
     threshold: float | None = None,
     faithful_f16: bool = False,
-    placement: Any = None,
+    placement: GivenPlacement | None = None,
     hot: str = "masked",
     devices: int = 1,
     mesh: int | Mesh | None = None,
@@ -90,8 +89,8 @@ def load(
     f = open_gguf(path)
     config = ModelConfig.from_gguf(f, overrides=overrides)
     options = {"ffn": ffn, "threshold": threshold, "faithful_f16": faithful_f16}
-    apart = placed.plan(f, config, chosen, placement=placement, hot=hot, devices=devices, **options)
-    plan = apart or modes.plan(f, config, chosen, **options)
+    plan = placed.plan(f, config, chosen, placement=placement, hot=hot, devices=devices, **options)
+    plan = plan or modes.plan(f, config, chosen, **options)
     if float_weights and plan.pack is not None:
         raise UserError(f"{path}: float_weights is for dense files; this one's FFN is packed for its predictors")
     tokenizer = Tokenizer.from_metadata(f.metadata, where=str(path))
@@ -105,20 +104,19 @@ def load(
             progress(done, total)
 
     floats = plan.floats or float_weights
-    sharding = None if mesh is None else _sharding(f, config, plan, mesh, floats=floats)
+    if mesh is not None:
+        plan = replace(plan, devices=_on_mesh(f, config, plan, mesh, floats=floats))
     params = weights.load_params(
         f, config, floats=floats, float_types=plan.float_types, progress=advance, pack_ffn=plan.pack,
-        place=None if sharding is None else sharding.place,
+        place=plan.devices.place_tensor,
     )  # fmt: skip
     read = weights.footprint(params, f)
-    two = None if apart is None else apart.two_devices
     return Model(
         config=config,
         tokenizer=tokenizer,
-        params=params if two is None else two.place(params),
-        forward=_forward(config, plan, sharding) if two is None else two.forward,
-        stepped=two is not None,
-        sharding=sharding,
+        params=plan.devices.place(params),
+        forward=plan.devices.make_forward(config, plan.kernels, plan.ffn),
+        devices=plan.devices,
         kernels=plan.kernels,
         kv_dtype=kv_dtype,
         path=Path(path),
@@ -130,18 +128,12 @@ def load(
     )
 
 
-def _sharding(f: GGUFFile, config: ModelConfig, plan: modes.FfnPlan, mesh: int | Mesh, *, floats: bool) -> Sharding:
-    """The parts of a dense model."""
+def _on_mesh(f: GGUFFile, config: ModelConfig, plan: modes.LoadPlan, mesh: int | Mesh, *, floats: bool) -> MeshDevices:
+    """The devices of a dense model."""
     if plan.ffn is not None or plan.pack is not None:
         raise UserError(f"{f.path}: mesh is for dense models; this one's FFN is computed neuron by neuron")
-    devices = sharded.mesh_of(mesh)
-    return Sharding(devices, split(f, config, devices.size, floats=floats))
-
-
-def _forward(config: ModelConfig, plan: modes.FfnPlan, sharding: Sharding | None) -> ForwardFn:
-    if sharding is None:
-        return llama.make_forward(config, plan.kernels, plan.ffn)
-    return sharded.make_forward(config, plan.kernels, sharding)
+    devices = mesh_of(mesh)
+    return MeshDevices(devices, split(f, config, devices.size, floats=floats))
 
 
 def _use_compilation_cache() -> None:

@@ -7,10 +7,11 @@ is given all weights and the whole cache, as the step inside a larger program is
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from jax.extend.core import Literal, jaxpr_as_fun
+
+from specsparse.engine.pytree import Pytree
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,13 @@ class Pruned:
         structure: of the result.
     """
 
-    program: Callable[..., Any]
+    program: Callable[..., list[jax.Array]]
     read: tuple[int, ...]
     passed: tuple[int | None, ...]
-    structure: Any
+    structure: jax.tree_util.PyTreeDef
 
     @classmethod
-    def compile(cls, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) -> "Pruned":
+    def compile(cls, function: Callable[..., Pytree], *args: Pytree, donate: tuple[int, ...] = ()) -> "Pruned":
         """For arguments of these shapes; those at the places `donate` are given up, as far as they are read."""
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
         inputs = {var: place for place, var in enumerate(closed.jaxpr.invars)}
@@ -41,7 +42,7 @@ class Pruned:
         given_up = [place for place, n in enumerate(_argument_of_leaf(args)) if n in donate and place not in passed]
 
         def computed(*leaves):
-            known: list[Any] = [None] * len(inputs)
+            known: list[jax.Array | None] = [None] * len(inputs)
             for place, leaf in zip(read, leaves, strict=True):
                 known[place] = leaf
             out = jaxpr_as_fun(closed)(*known)
@@ -52,7 +53,7 @@ class Pruned:
         program = jitted.lower(*(leaves[place] for place in read)).compile()
         return cls(program, read, passed, jax.tree.structure(shape))
 
-    def timed(self, *args: Any) -> tuple[Any, float]:
+    def timed(self, *args: Pytree) -> tuple[Pytree, float]:
         """The result, ready, and the seconds of the program."""
         leaves = jax.tree.leaves(args)
         given = [leaves[place] for place in self.read]
@@ -63,10 +64,22 @@ class Pruned:
         out = [next(computed) if place is None else leaves[place] for place in self.passed]
         return jax.tree.unflatten(self.structure, out), seconds
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Pytree) -> Pytree:
         """The result."""
         return self.timed(*args)[0]
 
 
-def _argument_of_leaf(args: tuple[Any, ...]) -> list[int]:
+class Unpruned:
+    """A function that the host steps through (two devices), timed as `Pruned` is; nothing is compiled around it."""
+
+    def __init__(self, function: Callable[..., Pytree], *args: Pytree, donate: tuple[int, ...] = ()):
+        self._function = function
+
+    def timed(self, *args: Pytree) -> tuple[Pytree, float]:
+        """The result, ready, and the seconds it took."""
+        start = time.perf_counter()
+        return jax.block_until_ready(self._function(*args)), time.perf_counter() - start
+
+
+def _argument_of_leaf(args: tuple[Pytree, ...]) -> list[int]:
     return [n for n, arg in enumerate(args) for _ in jax.tree.leaves(arg)]

@@ -9,7 +9,7 @@ import numpy as np
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
-from specsparse.runtime.session import Sequence
+from specsparse.runtime.device_batch import Sequence
 
 PromptLike = str | np.ndarray | Seq[int] | Seq[Mapping[str, str]]
 """A text, token ids, or a chat: a list of {"role", "content"}."""

@@ -1,7 +1,6 @@
 """A session run to its end, and what came of it: texts, tokens, log probabilities, counters and times."""
 
 import dataclasses
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -10,8 +9,9 @@ from specsparse.engine.generate import Finish
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.engine.text.stopping import TokenText
 from specsparse.errors import UserError
+from specsparse.runtime.device_batch import Sequence
 from specsparse.runtime.metrics import Counters
-from specsparse.runtime.session import ALL_ROUNDS, NOTED_ROUNDS, Sequence, Session
+from specsparse.runtime.session import Session
 from specsparse.speculative.drafters.with_policy import PolicyReport
 from specsparse.speculative.origins import Origin, to_html
 from specsparse.support import notebook
@@ -116,22 +116,20 @@ class Generation:
         return to_html(zip(self.token_texts, self.origins, strict=True))
 
 
-def decode(session: Session, advance: Callable[[int], None], *, rounds: int = NOTED_ROUNDS) -> dict[int, TokenText]:
+def decode(session: Session) -> dict[int, TokenText]:
     """Runs a session to its end.
 
     Args:
         session: one that is `noting` where there are stop strings.
-        advance: runs so many of its rounds.
-        rounds: between two looks for stop strings.
 
     Returns:
         The texts of the sequences with stop strings, by index.
     """
     texts = {b: TokenText(session.model.tokenizer, s.params) for b, s in enumerate(session.sequences) if s.params.stop}
     if not texts:
-        advance(ALL_ROUNDS)
+        session.advance()
     while Finish.RUNNING in session.finish:
-        advance(rounds)
+        session.advance(session.runner.rounds)
         read_texts(session, texts)
     return texts
 

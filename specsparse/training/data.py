@@ -11,7 +11,8 @@ import numpy as np
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
-from specsparse.runtime.session import Method, Sequence, Session
+from specsparse.runtime.device_batch import Method, Sequence
+from specsparse.runtime.session import Session
 from specsparse.speculative.verify import VERIFIERS
 from specsparse.support.options import Count, Internal, Range
 from specsparse.support.tensor_files import read_tensors, write_tensors

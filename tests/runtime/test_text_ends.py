@@ -14,11 +14,12 @@ import specsparse
 from specsparse import SamplingParams
 from specsparse.engine.generate import Counters as Device
 from specsparse.measure import costs
-from specsparse.runtime import results, session
+from specsparse.runtime import device_batch, results
 from specsparse.runtime.binding import make_method
+from specsparse.runtime.device_batch import Sequence
 from specsparse.runtime.metrics import STAGES, Counters, Times, from_dict, rates, to_dict
 from specsparse.runtime.round_log import Note, RoundLog
-from specsparse.runtime.session import Sequence, Session
+from specsparse.runtime.session import Session
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.with_policy import with_policy
 from specsparse.speculative.policies.registry import get_policy
@@ -149,7 +150,7 @@ def test_the_time_ends_with_the_text(model, free, monkeypatch):
         options = {"sampling": LAW, "seed": 4, "stop": unique(free[0].text, 21)}
         way(model, "abcabd", **options)
         with monkeypatch.context() as patch:
-            patch.setattr(session, "time", Clock())
+            patch.setattr(device_batch, "time", Clock())
             assert way(model, "abcabd", **options).stats.decode_s == pytest.approx(seconds)
 
 

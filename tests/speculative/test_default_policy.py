@@ -21,7 +21,8 @@ from specsparse.engine.generate import Finish
 from specsparse.engine.llama import ForwardOut
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.runtime.binding import make_method
-from specsparse.runtime.session import Method, Sequence, Session
+from specsparse.runtime.device_batch import Method, Sequence
+from specsparse.runtime.session import Session
 from specsparse.runtime.times.defaults import policy_times
 from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback
 from specsparse.speculative.drafters.either import Either

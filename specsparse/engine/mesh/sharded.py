@@ -8,7 +8,6 @@ bits depend on their number but not on other rows (contract C1); the `xla` kerne
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +19,10 @@ from specsparse.engine import cache as kv
 from specsparse.engine import llama
 from specsparse.engine.cache import KVCache
 from specsparse.engine.config import PROJECTIONS, ModelConfig
+from specsparse.engine.devices import Devices
 from specsparse.engine.llama import ForwardFn, Want
 from specsparse.engine.mesh.split import BY_COLUMNS, BY_ROWS, Split
+from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Layer, Params
 from specsparse.errors import UserError
 from specsparse.kernels import Kernels, QTensor
@@ -52,8 +53,8 @@ def mesh_of(wanted: int | Mesh) -> Mesh:
 
 
 @dataclass(frozen=True)
-class Sharding:
-    """Where the parts of a model lie.
+class MeshDevices(Devices):
+    """The devices of a mesh, each with its part of every matrix.
 
     Attributes:
         mesh: of one axis, `AXIS`.
@@ -63,7 +64,16 @@ class Sharding:
     mesh: Mesh
     split: Split
 
-    def place(self, name: str, value: Any) -> Any:
+    @property
+    def ways(self) -> int:
+        """Devices of the mesh."""
+        return self.mesh.size
+
+    def make_forward(self, config: ModelConfig, kernels: Kernels, ffn: Callable | None) -> ForwardFn:
+        """The forward function of a dense model over the mesh."""
+        return make_forward(config, kernels, self.mesh)
+
+    def place_tensor(self, name: str, value: Pytree) -> Pytree:
         """A tensor of the file, filled up and divided; `name` is the file's. Each process sends only its own parts."""
         short = name.split(".")[-2]
         if isinstance(value, QTensor):
@@ -73,7 +83,7 @@ class Sharding:
         size = (self.split.rows(short) or value.shape[0],) if name.endswith(".bias") else value.shape
         return self._put(np.asarray(value), size, _bias(short) if name.endswith(".bias") else P())
 
-    def everywhere(self, tree: Any) -> Any:
+    def everywhere(self, tree: Pytree) -> Pytree:
         """`tree` with a copy on every device of what is not on the mesh yet."""
         whole = NamedSharding(self.mesh, P())
 
@@ -83,9 +93,9 @@ class Sharding:
 
         return jax.tree.map(put, tree)
 
-    def new_cache(self, **shape: Any) -> KVCache:
-        """`engine.cache.init` of the same keywords but `kv_heads`; no device ever holds all of it."""
-        return _cache_program(self.mesh, self.split.kv_heads, **shape)()
+    def new_cache(self, **shape) -> KVCache:
+        """`engine.cache.init` with the heads of the split in place of `kv_heads`; no device ever holds all of it."""
+        return _cache_program(self.mesh, **{**shape, "kv_heads": self.split.kv_heads})()
 
     def _put(self, array: np.ndarray, shape: tuple[int, ...], spec: P) -> jax.Array:
         """`array` filled up with zeros, on the mesh."""
@@ -98,10 +108,10 @@ class Sharding:
 
 
 @functools.cache
-def _cache_program(mesh: Mesh, kv_heads: int, **shape: Any) -> Callable[[], KVCache]:
+def _cache_program(mesh: Mesh, **shape) -> Callable[[], KVCache]:
     """One program for all caches of a shape: a new function would be compiled again for every sequence."""
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), _CACHE)
-    return jax.jit(lambda: kv.init(kv_heads=kv_heads, **shape), out_shardings=shardings)
+    return jax.jit(lambda: kv.init(**shape), out_shardings=shardings)
 
 
 def _matrix(name: str) -> P:
@@ -125,8 +135,8 @@ def _specs(config: ModelConfig) -> Params:
     return Params(_matrix("token_embd"), (layer,) * config.n_layers, P(), out, P(), P())  # type: ignore[arg-type]
 
 
-def make_forward(config: ModelConfig, kernels: Kernels, sharding: Sharding) -> ForwardFn:
-    """`engine.llama.make_forward` of a dense model over a mesh; parameters and cache are those of `sharding`."""
+def make_forward(config: ModelConfig, kernels: Kernels, mesh: Mesh) -> ForwardFn:
+    """`engine.llama.make_forward` of a dense model over a mesh; parameters and cache are those of `MeshDevices`."""
     inner = llama.make_forward(config, across(kernels, config.vocab_size))
 
     def forward(params: Params, tokens_Bn, cache: KVCache, *, n_valid_B=None, parents_Bn=None, want: Want = _ALL):
@@ -141,7 +151,7 @@ def make_forward(config: ModelConfig, kernels: Kernels, sharding: Sharding) -> F
             return out, cache
 
         run = jax.shard_map(
-            part, mesh=sharding.mesh, in_specs=(_specs(config), P(), _CACHE, P(), P()), out_specs=(P(), _CACHE),
+            part, mesh=mesh, in_specs=(_specs(config), P(), _CACHE, P(), P()), out_specs=(P(), _CACHE),
             check_vma=False,  # what comes out of a kernel call is equal everywhere by our word only
         )  # fmt: skip
         return run(params, tokens_Bn, cache, n_valid_B, parents_Bn)

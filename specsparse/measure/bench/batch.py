@@ -21,10 +21,11 @@ from specsparse.measure.bench.sides import token_ids
 from specsparse.models import catalogue
 from specsparse.runtime import manifest
 from specsparse.runtime.binding import make_method
+from specsparse.runtime.device_batch import Method
+from specsparse.runtime.device_batch import Sequence as Text
 from specsparse.runtime.load import load
 from specsparse.runtime.requests import prompt_ids
-from specsparse.runtime.session import Method, Session
-from specsparse.runtime.session import Sequence as Text
+from specsparse.runtime.session import Session
 from specsparse.support import terminal
 from specsparse.support.in_turn import in_turn
 from specsparse.support.json_files import Json

@@ -15,7 +15,8 @@ from specsparse.engine.generate import Finish
 from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
-from specsparse.runtime.session import Method, Sequence, Session
+from specsparse.runtime.device_batch import Method, Sequence
+from specsparse.runtime.session import Session
 from specsparse.support.in_turn import seconds
 
 OURS = "specsparse"

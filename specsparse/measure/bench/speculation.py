@@ -23,9 +23,10 @@ from specsparse.measure.bench.peers import Peer, Written
 from specsparse.models import catalogue
 from specsparse.runtime import manifest
 from specsparse.runtime.binding import make_method
+from specsparse.runtime.device_batch import Method
+from specsparse.runtime.device_batch import Sequence as Text
 from specsparse.runtime.load import load
-from specsparse.runtime.session import Method, Session
-from specsparse.runtime.session import Sequence as Text
+from specsparse.runtime.session import Session
 from specsparse.speculative.drafters.registry import DRAFTERS
 from specsparse.speculative.method import make_drafter
 from specsparse.speculative.policies.base import Fixed

@@ -10,10 +10,10 @@ from specsparse.errors import UserError
 from specsparse.measure import intervals
 from specsparse.runtime import metrics
 from specsparse.runtime.binding import make_method
+from specsparse.runtime.device_batch import Sequence as Text
 from specsparse.runtime.metrics import Counters
 from specsparse.runtime.requests import PromptLike, prompt_ids
 from specsparse.runtime.results import decode
-from specsparse.runtime.session import Sequence as Text
 from specsparse.runtime.session import Session
 from specsparse.speculative.base import Drafter, Verifier
 from specsparse.speculative.drafters.plan import DrafterPlan
@@ -110,7 +110,7 @@ def acceptance_over_seeds(
     ids = prompt_ids(model, prompt, params)
     known = _decode_programs(model)
     session = Session(model, [Text(ids, params, seed) for seed in numbers], method, noting=bool(params.stop))
-    decode(session, session.advance)
+    decode(session)
     if Finish.FAILED in session.finish:
         raise UserError(f"{model.path}: the model's logits hold NaN or allow no token")
     each = session.counters()

@@ -15,8 +15,8 @@ from specsparse.measure.costs.loops import Loop
 from specsparse.measure.costs.measured import load_or_measure
 from specsparse.measure.costs.progress import Bar, silent
 from specsparse.runtime.binding import make_method
+from specsparse.runtime.device_batch import Method
 from specsparse.runtime.metrics import Counters
-from specsparse.runtime.session import Method
 from specsparse.runtime.times import store
 from specsparse.runtime.times.kept import CostTable, DraftCost
 from specsparse.runtime.times.stamp import cost_key

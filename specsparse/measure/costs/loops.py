@@ -7,7 +7,8 @@ import numpy as np
 from specsparse.engine.generate import Finish
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
-from specsparse.runtime.session import Method, Sequence, Session
+from specsparse.runtime.device_batch import Method, Sequence
+from specsparse.runtime.session import Session
 
 
 class Loop:

@@ -4,7 +4,7 @@ Measured by decoding prompts with the drafter, so that it holds for this target,
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -12,9 +12,10 @@ from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.measure.costs.measured import load_or_measure
 from specsparse.measure.costs.progress import Bar, silent
-from specsparse.runtime import hostloop
-from specsparse.runtime.session import Method, Session
-from specsparse.runtime.session import Sequence as Text
+from specsparse.runtime.device_batch import Method
+from specsparse.runtime.device_batch import Sequence as Text
+from specsparse.runtime.session import Session
+from specsparse.runtime.stepped import RoundView, Watch
 from specsparse.runtime.times import store
 from specsparse.runtime.times.kept import CostTable
 from specsparse.runtime.times.stamp import cost_key
@@ -152,22 +153,30 @@ def by_rank(
     """
     hits, rounds = np.zeros(method.max_nodes), 0
 
-    def watch(view: hostloop.RoundView) -> None:
+    def watch(view: RoundView) -> None:
         nonlocal rounds
         if int(view.draft.count[0]) == method.max_nodes:
             rounds += 1
             if (node := int(view.verdict.nodes[0, 0])) >= 0:
                 hits[node] += 1
 
-    for session in _sessions(model, method, prompts, params):
-        hostloop.run(session, ROUNDS, watch=watch)
+    for session in _sessions(model, method, prompts, params, watch=watch):
+        session.advance(ROUNDS)
         done()
     return tuple((hits / max(rounds, 1)).tolist())
 
 
-def _sessions(model: Model, method: Method, prompts: Sequence[Sequence[int]], params: SamplingParams):
+def _sessions(
+    model: Model,
+    method: Method,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    *,
+    watch: Watch | None = None,
+) -> Iterator[Session]:
     room = ROUNDS * (method.max_nodes + 1)
     kept = max(2, model.config.context_length - room - method.max_nodes)
     for seed, ids in enumerate(prompts):
         tail = np.asarray(ids, np.int32)[-kept:]
-        yield Session(model, [Text(tail, params.merged(max_tokens=room, ignore_eos=True), seed)], method)
+        text = Text(tail, params.merged(max_tokens=room, ignore_eos=True), seed)
+        yield Session(model, [text], method, watch=watch)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from specsparse.errors import UserError
-from specsparse.runtime.hostloop import RoundView
+from specsparse.runtime.stepped import RoundView
 from specsparse.support.json_files import Json
 
 LAWS_FILE = "laws.npz"

@@ -7,7 +7,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from specsparse.runtime.hostloop import RoundView
+from specsparse.runtime.stepped import RoundView
 from specsparse.support.json_files import Json, to_json
 
 TRACE_FILE = "trace.jsonl"

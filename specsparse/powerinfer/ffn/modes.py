@@ -1,9 +1,10 @@
 """Which FFN a model runs with: the choice of `specsparse.load(ffn=, threshold=, faithful_f16=)`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from specsparse.engine.config import ModelConfig
+from specsparse.engine.devices import Devices, OneDevice
 from specsparse.engine.gguf.reader import GGUFFile
 from specsparse.engine.weights import PackFFN
 from specsparse.errors import UserError
@@ -19,8 +20,8 @@ MODES = ("dense", "powerinfer", "oracle")
 
 
 @dataclass(frozen=True)
-class FfnPlan:
-    """How the FFN is packed and run.
+class LoadPlan:
+    """How a model is packed and run.
 
     Attributes:
         mode: of `MODES`.
@@ -30,6 +31,7 @@ class FfnPlan:
         pack: for `load_params`; None packs a dense file.
         floats: whether the weights are kept as float32.
         float_types: GGUF types that are so in any case.
+        devices: where it lies.
     """
 
     mode: str
@@ -39,6 +41,7 @@ class FfnPlan:
     pack: PackFFN | None
     floats: bool
     float_types: tuple[str, ...]
+    devices: Devices = field(default_factory=OneDevice)
 
 
 def plan(
@@ -49,7 +52,7 @@ def plan(
     ffn: str | None = None,
     threshold: float | None = None,
     faithful_f16: bool = False,
-) -> FfnPlan:
+) -> LoadPlan:
     """The plan for an open file; by default PowerInfer's for its files and dense for others.
 
     Raises:
@@ -74,7 +77,7 @@ def plan(
         run, pack = None, zero_skip.pack
     else:
         run, pack = _injected(config, kernels, mode, limit, floats=floats, faithful_f16=faithful_f16)
-    return FfnPlan(
+    return LoadPlan(
         mode=mode,
         rule=", ".join([f"threshold={limit:g}"] * (mode == "powerinfer") + ["faithful_f16"] * faithful_f16),
         kernels=kernels,

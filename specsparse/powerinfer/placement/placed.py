@@ -2,28 +2,23 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from specsparse.engine.config import ModelConfig
+from specsparse.engine.devices import OneDevice
 from specsparse.engine.gguf.reader import GGUFFile
 from specsparse.errors import UserError
 from specsparse.kernels import Kernels
-from specsparse.powerinfer.ffn.modes import FfnPlan
+from specsparse.powerinfer.ffn.modes import LoadPlan
 from specsparse.powerinfer.ffn.sparse_weights import threshold_of
 from specsparse.powerinfer.files.gpuidx import GpuIndex, read_gpuidx
 from specsparse.powerinfer.placement.hot_cold import HOT, hot_cold_ffn, packer
 from specsparse.powerinfer.placement.problem import Placement
 from specsparse.powerinfer.placement.two_devices import TwoDevices, two_devices
 
-
-@dataclass(frozen=True)
-class PlacedPlan(FfnPlan):
-    """An `FfnPlan`, and the two devices it runs on, None for one."""
-
-    two_devices: TwoDevices | None = None
+GivenPlacement = str | os.PathLike[str] | GpuIndex | Placement
+"""A gpuidx file or its path, or what a rule found."""
 
 
 def plan(
@@ -31,13 +26,13 @@ def plan(
     config: ModelConfig,
     kernels: Kernels,
     *,
-    placement: Any = None,
+    placement: GivenPlacement | None = None,
     hot: str = "masked",
     devices: int = 1,
     ffn: str | None = None,
     threshold: float | None = None,
     faithful_f16: bool = False,
-) -> PlacedPlan | None:
+) -> LoadPlan | None:
     """The plan for an open file; None where there is no placement.
 
     Raises:
@@ -61,27 +56,27 @@ def plan(
     masks = masks_of(placement, config)
     floats = kernels.name != "native"
     whole = isinstance(placement, Placement)
-    two = None
+    where = OneDevice()
     if devices == 2:
-        two = TwoDevices(
+        where = TwoDevices(
             config, kernels, two_devices(),
             host_layers=placement.host_layers if whole else frozenset(),
             output_on_host=whole and placement.output_on_host,
         )  # fmt: skip
     limit = threshold_of(f, threshold)
-    return PlacedPlan(
+    return LoadPlan(
         mode="powerinfer" if hot == "masked" else "powerinfer, hot=dense (lossy)",
-        rule=f"threshold={limit:g}, {'two devices' if two else 'one device'}",
+        rule=f"threshold={limit:g}, {'two devices' if devices == 2 else 'one device'}",
         kernels=kernels,
         ffn=hot_cold_ffn(config, kernels),
         pack=packer(masks, limit, floats=floats, dense_hot=hot == "dense"),
         floats=floats,
         float_types=(),
-        two_devices=two,
+        devices=where,
     )
 
 
-def masks_of(placement: Any, config: ModelConfig) -> Sequence[np.ndarray]:
+def masks_of(placement: GivenPlacement, config: ModelConfig) -> Sequence[np.ndarray]:
     """L masks bool[F], true for hot neurons.
 
     Raises:

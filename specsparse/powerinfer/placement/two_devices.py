@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,9 @@ import numpy as np
 from specsparse import kernels as kernel_api
 from specsparse.engine.cache import KVCache
 from specsparse.engine.config import ModelConfig
-from specsparse.engine.llama import ForwardOut, Want, make_attention, make_output
+from specsparse.engine.devices import Devices
+from specsparse.engine.llama import ForwardFn, ForwardOut, Want, make_attention, make_output
+from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Params
 from specsparse.errors import UserError
 from specsparse.kernels import Kernels, SparseStats
@@ -36,14 +38,14 @@ _ALL = Want()
 
 
 @dataclass(frozen=True)
-class Devices:
+class DevicePair:
     """Where things run; both may be the same device."""
 
     hot: jax.Device
     cold: jax.Device
 
 
-def two_devices() -> Devices:
+def two_devices() -> DevicePair:
     """The accelerator and the host's CPU, or two CPU devices.
 
     Raises:
@@ -51,12 +53,12 @@ def two_devices() -> Devices:
     """
     first, cpus = jax.devices()[0], jax.devices("cpu")
     if first.platform != "cpu":
-        return Devices(first, cpus[0])
+        return DevicePair(first, cpus[0])
     if len(cpus) < 2:
         raise UserError(
             'one device only: set JAX_NUM_CPU_DEVICES=2, or jax.config.update("jax_num_cpu_devices", 2) first'
         )
-    return Devices(cpus[0], cpus[1])
+    return DevicePair(cpus[0], cpus[1])
 
 
 def kernels_beside(hot: jax.Device, kernels: Kernels) -> Kernels:
@@ -101,10 +103,11 @@ class _Programs:
         self.finish = jax.jit(finish, static_argnames="want")
 
 
-class TwoDevices:
-    """`forward` of a model with hot and cold neurons. It is stepped from the host: no program may contain it.
+class TwoDevices(Devices):
+    """Two devices of a model with hot and cold neurons. The host steps through `forward`: no program may contain it.
 
     Attributes:
+        devices: the two.
         overlap: whether both parts of an FFN run at the same time; the bits are the same.
         watch: told what ran when, or None. Watching waits for each piece.
     """
@@ -113,7 +116,7 @@ class TwoDevices:
         self,
         config: ModelConfig,
         kernels: Kernels,
-        devices: Devices,
+        devices: DevicePair,
         *,
         host_layers: frozenset[int] = frozenset(),
         output_on_host: bool = False,
@@ -125,6 +128,23 @@ class TwoDevices:
         self._programs = {devices.cold: _Programs(config, kernels_beside(devices.hot, kernels))}
         self._programs[devices.hot] = _Programs(config, kernels)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="cold")
+
+    @property
+    def one_program(self) -> bool:
+        """Never."""
+        return False
+
+    def make_forward(self, config: ModelConfig, kernels: Kernels, ffn: Callable | None) -> ForwardFn:
+        """`forward`; config and kernels are those it was made with, and the FFN is that of hot and cold neurons."""
+        return self.forward
+
+    def jit(self, function: Callable, **options) -> Callable:
+        """The function itself, which starts compiled pieces."""
+        return function
+
+    def compile(self, function: Callable, *args: Pytree, donate: tuple[int, ...] = ()) -> Callable:
+        """The function itself, which starts compiled pieces."""
+        return function
 
     def place(self, params: Params) -> Params:
         """The weights, each on the device that reads it; cold neurons and the embedding on the second."""
@@ -179,12 +199,12 @@ def _stacked(stats: tuple[SparseStats | None, ...]) -> SparseStats:
 _both = jax.jit(stats_of)
 
 
-def _to(device: jax.Device, tree: Any) -> Any:
+def _to(device: jax.Device, tree: Pytree) -> Pytree:
     """`tree` on a device; what is there already stays."""
     return jax.tree.map(lambda leaf: leaf if _is_on(device, leaf) else jax.device_put(np.asarray(leaf), device), tree)
 
 
-def _for(device: jax.Device, tree: Any) -> Any:
+def _for(device: jax.Device, tree: Pytree) -> Pytree:
     """`tree` as arguments of a program of a device: what lies elsewhere becomes an array of the host.
 
     The host waits for it. A copy from one CPU device to another would be queued behind what runs there.
@@ -192,7 +212,7 @@ def _for(device: jax.Device, tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf if _is_on(device, leaf) else np.asarray(leaf), tree)
 
 
-def _is_on(device: jax.Device, leaf: Any) -> bool:
+def _is_on(device: jax.Device, leaf: object) -> bool:
     return getattr(leaf, "device", None) == device
 
 
@@ -205,7 +225,7 @@ class _Call:
         shared = (_Tables(params.cos, params.sin), length_B, parents_Bn)
         self.shared = {d: _to(d, shared) for d in {*owner._home}}
 
-    def layer(self, i: int, residual: _Residual, k, v) -> tuple[_Residual, Any, Any, tuple]:
+    def layer(self, i: int, residual: _Residual, k, v) -> tuple[_Residual, jax.Array, jax.Array, tuple]:
         """Attention and both parts of the FFN; what the parts give is added by the next program."""
         owner, home, layer = self.owner, self.owner._home[i], self.params.layers[i]
         w: HotCold = layer.sparse

@@ -22,7 +22,7 @@ def identity(model: Model) -> dict[str, Any]:
     """What a table is valid for: file (name, size, time), CPU, threads, kernels, instruction set, cache, FFN, mesh."""
     stat, status = model.path.stat(), kernels.status()
     sparse = {} if model.ffn == "dense" else {"ffn": model.ffn, "rule": model.rule}
-    mesh = {} if model.sharding is None else {"mesh": model.sharding.mesh.size}
+    mesh = {} if model.devices.ways is None else {"mesh": model.devices.ways}
     return {
         "version": VERSION,
         "file": model.path.name,

@@ -20,7 +20,7 @@ from specsparse.measure.bench import batch
 from specsparse.measure.costs import drafts, ranks
 from specsparse.measure.costs import measured as measuring
 from specsparse.run import conf_dir
-from specsparse.runtime.session import Method
+from specsparse.runtime.device_batch import Method
 from specsparse.runtime.times import store
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.verify import get_verifier

@@ -28,8 +28,8 @@ from specsparse.powerinfer.placement.problem import Placement
 
 path, file, out, ids = sys.argv[1], sys.argv[2], sys.argv[3], [int(i) for i in sys.argv[4].split(",")]
 model = specsparse.load(path, placement=file, devices=2)
-two = model.forward.__self__
-assert two.devices.hot != two.devices.cold and model.stepped
+two = model.devices
+assert two.devices.hot != two.devices.cold and not two.one_program
 where = {layer.sparse.cold.up.data.device for layer in model.params.layers if layer.sparse.cold}
 assert where == {two.devices.cold}, where
 found = {"logits": model.logits(ids)}

@@ -67,7 +67,7 @@ def measured(
         timing = Timing(one)
         if _second_device():
             model = load(2)
-            timing = _two(model, model.forward.__self__, ids, cfg.placement.decode, one, directory)
+            timing = _two(model, model.devices, ids, cfg.placement.decode, one, directory)
             found["same_tokens"] = _greedy(model, ids, cfg.placement.decode) == tokens
     console.print(_table(timing, found))
     return {**found, **asdict(timing), "over_halves": timing.over_halves}
@@ -116,7 +116,7 @@ def _step_seconds(model: Any, ids: np.ndarray, count: int, *, watched: Callable[
     """Median seconds of a forward pass of one token with logits, `ids` in the cache; `watched` is called once warm."""
     capacity = model.capacity_for(len(ids) + 1)
     params, cache = model.params_for(capacity), model.new_cache(1, capacity)
-    forward = model.forward if model.stepped else _compiled(model)
+    forward = _compiled(model)
     _, cache = forward(params, jnp.asarray(ids[None, :-1]), cache, want=Want("none"))
     cache = cache._replace(length=cache.length + len(ids) - 1)
 
@@ -137,7 +137,7 @@ def _compiled(model: Any) -> Callable:
     def forward(params, tokens_Bn, cache, *, want):
         return model.forward(params, tokens_Bn, cache, want=want)
 
-    return jax.jit(forward, donate_argnums=2, static_argnames="want")
+    return model.devices.jit(forward, donate_argnums=2, static_argnames="want")
 
 
 def _greedy(model: Any, ids: np.ndarray, count: int) -> list[int]:

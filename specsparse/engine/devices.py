@@ -1,0 +1,73 @@
+"""Where a model lies: who makes its arrays and its forward function, and compiles what calls it."""
+
+import abc
+from collections.abc import Callable
+
+import jax
+
+from specsparse.engine import cache as kv
+from specsparse.engine import llama
+from specsparse.engine.cache import KVCache
+from specsparse.engine.config import ModelConfig
+from specsparse.engine.llama import ForwardFn
+from specsparse.engine.pytree import Pytree
+from specsparse.engine.weights import Params
+from specsparse.kernels import Kernels
+
+
+class Devices(abc.ABC):
+    """Base of `OneDevice`, `engine.mesh.sharded.MeshDevices` and `powerinfer.placement.two_devices.TwoDevices`.
+
+    What is not abstract is as on one device.
+    """
+
+    @property
+    def ways(self) -> int | None:
+        """Devices that each matrix is divided among; None where matrices are whole."""
+        return None
+
+    @property
+    def one_program(self) -> bool:
+        """Whether a program may contain the forward function; if not, the host steps through it."""
+        return True
+
+    @abc.abstractmethod
+    def make_forward(self, config: ModelConfig, kernels: Kernels, ffn: Callable | None) -> ForwardFn:
+        """The forward function for weights and caches that were made here; `ffn` as `engine.llama.make_forward`'s."""
+
+    def place_tensor(self, name: str, value: Pytree) -> Pytree:
+        """What is kept of a packed tensor; `name` is the file's."""
+        return value
+
+    def place(self, params: Params) -> Params:
+        """All weights where the forward function reads them."""
+        return params
+
+    def everywhere(self, tree: Pytree) -> Pytree:
+        """`tree` as programs take it."""
+        return tree
+
+    def new_cache(self, **shape) -> KVCache:
+        """An empty cache; `shape` as for `engine.cache.init`."""
+        return kv.init(**shape)
+
+    def jit(self, function: Callable, **options) -> Callable:
+        """`jax.jit` for a function that calls the forward function."""
+        return jax.jit(function, **options)
+
+    def compile(self, function: Callable, *args: Pytree, donate: tuple[int, ...] = ()) -> Callable:
+        """`compiled` for a function that calls the forward function."""
+        return compiled(function, *args, donate=donate)
+
+
+class OneDevice(Devices):
+    """All of a model on the default device."""
+
+    def make_forward(self, config: ModelConfig, kernels: Kernels, ffn: Callable | None) -> ForwardFn:
+        """`engine.llama.make_forward`."""
+        return llama.make_forward(config, kernels, ffn)
+
+
+def compiled(function: Callable, *args: Pytree, donate: tuple[int, ...] = ()) -> Callable:
+    """`function` compiled for arguments of these shapes, of which those at the places `donate` are given up."""
+    return jax.jit(function, donate_argnums=donate).lower(*args).compile()

@@ -1,0 +1,57 @@
+"""How the rounds of a batch are run: here many in one program; `specsparse.runtime.stepped` has the host's ways."""
+
+import abc
+from typing import ClassVar
+
+import jax.numpy as jnp
+
+from specsparse.engine import generate
+from specsparse.runtime.device_batch import DeviceBatch
+from specsparse.runtime.metrics import Times
+from specsparse.runtime.round_log import NOTED_ROUNDS
+from specsparse.speculative import loop
+
+
+class Runner(abc.ABC):
+    """Base of the ways to run rounds. Tokens do not depend on the way.
+
+    Attributes:
+        rounds: to run between two looks at the texts, where a text may end in a stop string.
+    """
+
+    rounds: ClassVar[int]
+
+    @abc.abstractmethod
+    def advance(self, batch: DeviceBatch, rounds: int) -> None:
+        """Runs up to `rounds` rounds of every sequence that has not ended, and adds them to the batch's log."""
+
+
+class InOneProgram(Runner):
+    """All rounds in one `lax.while_loop`."""
+
+    rounds = NOTED_ROUNDS
+
+    def advance(self, batch: DeviceBatch, rounds: int) -> None:
+        """One call; at most `NOTED_ROUNDS` rounds of a batch that is `noting`."""
+        if batch.noting and rounds > NOTED_ROUNDS:
+            raise ValueError(f"{rounds} rounds at once, and {NOTED_ROUNDS} can be noted")
+        note, room = (batch.note, NOTED_ROUNDS) if batch.noting else (None, 0)
+        method = batch.method
+        weights = batch.params if method.drafter is None else (batch.params, batch.draft_params)
+
+        def program(weights, job, state, rounds):
+            return generate.run(_step(batch), weights, job, state, rounds, note=note, room=room)
+
+        key = ("decode", batch.law, method.drafter, method.verifier, room)
+        begun = batch.clock()
+        batch.state, notes = batch.call(key, program, weights, batch.job, batch.state, jnp.int32(rounds), donate=(2,))
+        batch.state.length.block_until_ready()
+        batch.log.add(Times(total=batch.clock() - begun), notes)
+
+
+def _step(batch: DeviceBatch) -> generate.Step:
+    forward, kernels = batch.model.forward, batch.model.sampling_kernels
+    drafter, verifier = batch.method.drafter, batch.method.verifier
+    if drafter is None:
+        return generate.make_step(forward, batch.law, kernels)
+    return loop.make_step(forward, batch.law, kernels, drafter=drafter, verifier=verifier)
