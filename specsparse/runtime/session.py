@@ -14,10 +14,11 @@ from specsparse.runtime.device_batch import DeviceBatch, Method, Sequence
 from specsparse.runtime.metrics import Counters
 from specsparse.runtime.round_log import Note
 from specsparse.runtime.stepped import Watch, runner_for
-from specsparse.speculative import loop, origins
+from specsparse.speculative import origins
 from specsparse.speculative.drafters.model import ModelDrafter
 from specsparse.speculative.drafters.with_policy import PolicyReport, WithPolicy, policy_reports
 from specsparse.speculative.origins import Origin
+from specsparse.speculative.verify import measures_alpha
 
 ALL_ROUNDS = 2**30
 
@@ -104,7 +105,7 @@ class Session(DeviceBatch):
         shares = zip(_shares(every.rounds), _shares(fed), strict=True)
         times = [self.times.share(decode, prefill) for decode, prefill in shares]
         verifier = self.method.verifier
-        measured = verifier is not None and loop.measures_alpha(self.law, verifier)
+        measured = verifier is not None and measures_alpha(verifier, greedy=self.law.greedy)
         rows = (jax.tree.map(lambda a, b=b: a[b].tolist(), every) for b in range(len(fed)))
         return [
             Counters(

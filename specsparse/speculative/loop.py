@@ -37,16 +37,8 @@ from specsparse.speculative.base import (
     Verdict,
     Verifier,
 )
-from specsparse.speculative.drafters.synthetic import SyntheticRates, synthetic_verdict
 from specsparse.speculative.tree import node_depths, path_rows, row_parents
-from specsparse.speculative.verify import has_alpha, match_verdict, measure_alpha, verify
-
-
-def measures_alpha(config: LawConfig, verifier: Verifier) -> bool:
-    """Whether the verdicts of a run hold alpha; `greedy` and `match` at temperature 0 make no law to read it off."""
-    if isinstance(verifier.rule, SyntheticRates):
-        return True
-    return has_alpha(verifier) and (verifier.needs_p or not config.greedy)
+from specsparse.speculative.verify import has_alpha, measure_alpha, verify, verify_targets
 
 
 def context(params, job: Job, state: DecodeState, *, max_nodes: int) -> DraftContext:
@@ -125,8 +117,8 @@ class Round:
             tokens, nodes = (jnp.pad(x, more, constant_values=PAD) for x in (verdict.tokens, verdict.nodes))
             return verdict._replace(tokens=tokens, nodes=nodes)
 
-        needs_node = self.verifier.needs_p or isinstance(self.verifier.rule, SyntheticRates)
-        return jax.lax.cond(jnp.any(draft.count > 0), partial(rows, K), partial(rows, min(K, int(needs_node))))
+        least = min(K, int(self.verifier.needs_p))  # verifiers that weigh laws want a node
+        return jax.lax.cond(jnp.any(draft.count > 0), partial(rows, K), partial(rows, least))
 
     def targets(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> jax.Array:
         """int32[B, K+1], the target's own token at each row; -1 where its law is none."""
@@ -152,22 +144,17 @@ class Round:
     def accept(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> Verdict:
         """The verifier's verdict."""
         coins_BK, u_B = coins(job, state, max_nodes=draft.max_nodes)
-        if isinstance(self.verifier.rule, SyntheticRates):
+        if self.verifier.needs_p:
+            p_BnV = self.laws(job, state, draft, logits_BnV)
+            return verify(self.verifier, draft, p_BnV, coins_BK=coins_BK, u_B=u_B, draw=self.kernels.draw, alpha=True)
+        if self.config.greedy or not has_alpha(self.verifier):
             target_Bn = self.targets(job, state, draft, logits_BnV)
-            return synthetic_verdict(draft, target_Bn, rates=self.verifier.rule, coins_BK=coins_BK)
-        if not self.verifier.needs_p:
-            return self._match(job, state, draft, logits_BnV)
-        p_BnV = self.laws(job, state, draft, logits_BnV)
-        return verify(self.verifier, draft, p_BnV, coins_BK=coins_BK, u_B=u_B, draw=self.kernels.draw, alpha=True)
-
-    def _match(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> Verdict:
-        """The verdict of `greedy` and `match`; a chain's alpha is read off the law that its tokens are drawn from."""
-        if self.config.greedy or self.drafter.tree:
-            return match_verdict(draft, self.targets(job, state, draft, logits_BnV))
+            return verify_targets(self.verifier, draft, target_Bn, coins_BK=coins_BK)
+        # Alpha is read off the laws that the target's tokens are drawn from.
         p_RV, ok_R = self._laws(job, state, draft, logits_BnV)
         u_R = target_uniform(job, self._positions(draft, state)).reshape(-1)
         target_Bn = jnp.where(ok_R, self.kernels.draw(p_RV, u_R), -1).reshape(logits_BnV.shape[:2])
-        verdict = match_verdict(draft, target_Bn)
+        verdict = verify_targets(self.verifier, draft, target_Bn, coins_BK=coins_BK)
         return measure_alpha(self.verifier, draft, p_RV.reshape(logits_BnV.shape), verdict)
 
     def commit(

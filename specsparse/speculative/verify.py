@@ -14,6 +14,7 @@ from specsparse.speculative.verifiers.match import Match, follow
 from specsparse.speculative.verifiers.registry import FACTS, RULES, SYNTHETIC, verifier_of
 from specsparse.speculative.verifiers.rejection import Rejection
 from specsparse.speculative.verifiers.siblings import SiblingRule, walk
+from specsparse.speculative.verifiers.targets import TargetRule
 from specsparse.support.options import read
 
 Draw = Callable[[jax.Array, jax.Array], jax.Array]
@@ -94,6 +95,20 @@ def match_verdict(draft: Draft, target_Bn: jax.Array) -> Verdict:
     return _verdict(draft, end.nodes, end.accepted, tested_B, last_B, last_B < 0)
 
 
+def verify_targets(verifier: Verifier, draft: Draft, target_Bn: jax.Array, *, coins_BK: jax.Array) -> Verdict:
+    """Verdict of a verifier without `needs_p`.
+
+    Args:
+        verifier: of `Match` or of a `TargetRule`.
+        draft: of a kind it accepts.
+        target_Bn: as `match_verdict`'s.
+        coins_BK: as `verify`'s.
+    """
+    if isinstance(verifier.rule, TargetRule):
+        return verifier.rule.verdict(draft, target_Bn, coins_BK=coins_BK)
+    return match_verdict(draft, target_Bn)
+
+
 def verify(
     verifier: Verifier,
     draft: Draft,
@@ -142,8 +157,16 @@ def verify(
 
 
 def has_alpha(verifier: Verifier) -> bool:
-    """Whether the rule accepts position by position, with a probability each; `block` and trees do not."""
+    """Whether alpha can be read off the laws: the rule accepts position by position, with a probability each.
+
+    `block` and trees do not.
+    """
     return isinstance(verifier.rule, Rejection | Match) and not verifier.tree
+
+
+def measures_alpha(verifier: Verifier, *, greedy: bool) -> bool:
+    """Whether verdicts hold alpha. `greedy` and `match` at temperature 0 make no law to read it off."""
+    return isinstance(verifier.rule, TargetRule) or (has_alpha(verifier) and (verifier.needs_p or not greedy))
 
 
 def measure_alpha(verifier: Verifier, draft: Draft, p_BnV: jax.Array, verdict: Verdict) -> Verdict:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from specsparse.engine.noise import Stream, seed_words, uniform
-from specsparse.speculative.base import PAD
+from specsparse.speculative.base import PAD, Draft
 from specsparse.speculative.drafters import get_drafter
-from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates, synthetic_verdict
+from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates
 from specsparse.testing.drafting import draft_context
 
 RATES = [
@@ -73,7 +73,7 @@ def test_the_verdict_follows_the_rates(rates):
         node=jnp.arange(gamma, dtype=jnp.int32)[None],
     )
     target = jnp.full((batch, gamma + 1), 3, jnp.int32)  # equal to the draft everywhere: still rejected
-    step = jax.jit(lambda x, t, c: synthetic_verdict(drafter.draft(None, None, x).draft, t, rates=rates, coins_BK=c))
+    step = jax.jit(lambda x, t, c: rates.verdict(drafter.draft(None, None, x).draft, t, coins_BK=c))
     verdict = step(ctx, target, coins)
     expected = enumerated(rates)
     seen = np.bincount(np.asarray(verdict.accepted), minlength=gamma + 1) / batch
@@ -91,7 +91,7 @@ def test_emitted_tokens_and_short_drafts():
     assert draft.tokens.tolist() == [[5, 5, 5], [6, 6, 0], [0, 0, 0]]
     target = jnp.array([[10, 11, 12, 13]] * 3, jnp.int32)
     coins = jnp.array([[0.1, 0.9, 0.1], [0.1, 0.1, 0.1], [0.1, 0.1, 0.1]], jnp.float32)
-    verdict = jax.jit(lambda d, t, c: synthetic_verdict(d, t, rates=rates, coins_BK=c))(draft, target, coins)
+    verdict = jax.jit(lambda d, t, c: rates.verdict(d, t, coins_BK=c))(draft, target, coins)
     assert verdict.tokens.tolist() == [[5, 11, PAD, PAD], [6, 6, 12, PAD], [10, PAD, PAD, PAD]]
     assert verdict.accepted.tolist() == [1, 2, 0] and verdict.tested.tolist() == [2, 2, 0]
     assert verdict.nodes.tolist() == [[0, PAD, PAD], [0, 1, PAD], [PAD, PAD, PAD]]
@@ -108,10 +108,16 @@ def test_a_target_that_is_no_law_fails_the_sequence():
     rates = SyntheticRates.geometric(2, rate=0.0)
     ctx = draft_context([[5]], capacity=4, budget=2)
     no_law, coins = jnp.full((1, 3), -1, jnp.int32), jnp.zeros((1, 2), jnp.float32)
-    step = jax.jit(
-        lambda x: synthetic_verdict(Synthetic(rates).draft(None, None, x).draft, no_law, rates=rates, coins_BK=coins)
-    )
+    step = jax.jit(lambda x: rates.verdict(Synthetic(rates).draft(None, None, x).draft, no_law, coins_BK=coins))
     assert bool(step(ctx).failed[0])
+
+
+def test_a_round_without_a_draft_is_the_targets_token():
+    none = Draft(jnp.zeros((1, 0), jnp.int32), jnp.zeros((1, 0), jnp.int32), jnp.zeros((1,), jnp.int32))
+    rates = SyntheticRates.geometric(2, rate=0.5)
+    verdict = rates.verdict(none, jnp.full((1, 1), 7, jnp.int32), coins_BK=jnp.zeros((1, 0), jnp.float32))
+    assert verdict.tokens.tolist() == [[7]] and verdict.tested.tolist() == verdict.accepted.tolist() == [0]
+    assert verdict.alpha.tolist() == [0.0]
 
 
 def test_by_name():

@@ -16,11 +16,12 @@ from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, D
 from specsparse.speculative.drafters import lookup
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verifiers.registry import SYNTHETIC
+from specsparse.speculative.verifiers.targets import TargetRule
 from specsparse.speculative.verify import match_verdict
 
 
 @dataclasses.dataclass(frozen=True)
-class SyntheticRates:
+class SyntheticRates(TargetRule):
     """The law of the accepted length of a chain.
 
     Attributes:
@@ -113,6 +114,34 @@ class SyntheticRates:
         reach = self.unconditional(drafted)
         return sum((2 * i + 1) * r for i, r in enumerate(reach)) - sum(reach) ** 2
 
+    def verdict(self, draft: Draft, target_Bn: jax.Array, *, coins_BK: jax.Array) -> Verdict:
+        """Accepts the first a tokens of a chain, a drawn from these rates whatever the tokens are: lossy, and not text.
+
+        The accepted tokens are emitted as drafted, then the target's own token at the row it ends on. `alpha` holds the
+        rates of the tested positions. Positions beyond them are rejected.
+
+        Args:
+            draft: a chain.
+            target_Bn: int32[B, K+1], the target's token at each row, as `match_verdict` takes it.
+            coins_BK: float32[B, K] in [0, 1), noise stream `accept`, one coin a node.
+        """
+        K = draft.max_nodes
+        rate_K = jnp.array((*self.conditional[:K], *(0.0,) * (K - len(self.conditional))), jnp.float32)[None]
+        node_K = jnp.arange(K, dtype=jnp.int32)[None]
+        heads_BK = (coins_BK < rate_K) & (node_K < draft.count[:, None])
+        accepted_B = jnp.sum(jnp.cumprod(heads_BK.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+        # The verdict of `match` on the accepted part alone, with a target that agrees with it.
+        taken_Bn = jnp.arange(K + 1, dtype=jnp.int32)[None] < accepted_B[:, None]
+        forced_Bn = jnp.where(taken_Bn, jnp.pad(draft.tokens, ((0, 0), (0, 1))), target_Bn)
+        verdict = match_verdict(draft._replace(count=accepted_B), forced_Bn)
+        tested_B = jnp.minimum(accepted_B + 1, draft.count)
+        tested_BK = node_K < tested_B[:, None]
+        return verdict._replace(
+            tested=tested_B,
+            alpha=jnp.sum(jnp.where(tested_BK, rate_K, 0.0), axis=1),
+            alpha_var=jnp.sum(jnp.where(tested_BK, rate_K * (1 - rate_K), 0.0), axis=1),
+        )
+
 
 def _checked_length(gamma: int, length: float) -> float:
     if not 1 <= length <= gamma + 1:
@@ -133,45 +162,15 @@ def _solve_geometric(gamma: int, length: float) -> float:
     return low
 
 
-def synthetic_verdict(draft: Draft, target_Bn: jax.Array, *, rates: SyntheticRates, coins_BK: jax.Array) -> Verdict:
-    """Accepts the first a tokens of a chain, a drawn from `rates` whatever the tokens are. Not lossless, not text.
-
-    The accepted tokens are emitted as drafted, then the target's own token at the row it ends on. `alpha` holds the
-    rates of the tested positions. Positions beyond `rates` are rejected.
-
-    Args:
-        draft: a chain.
-        target_Bn: int32[B, K+1], the target's token at each row, as `match_verdict` takes it.
-        rates: per-position conditional acceptance.
-        coins_BK: float32[B, K] in [0, 1), noise stream `accept`, one coin a node.
-    """
-    K = draft.max_nodes
-    rate_K = jnp.array((*rates.conditional[:K], *(0.0,) * (K - len(rates.conditional))), jnp.float32)[None]
-    node_K = jnp.arange(K, dtype=jnp.int32)[None]
-    heads_BK = (coins_BK < rate_K) & (node_K < draft.count[:, None])
-    accepted_B = jnp.sum(jnp.cumprod(heads_BK.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
-    # The verdict of `match` on the accepted part alone, with a target that agrees with it.
-    taken_Bn = jnp.arange(K + 1, dtype=jnp.int32)[None] < accepted_B[:, None]
-    forced_Bn = jnp.where(taken_Bn, jnp.pad(draft.tokens, ((0, 0), (0, 1))), target_Bn)
-    verdict = match_verdict(draft._replace(count=accepted_B), forced_Bn)
-    tested_B = jnp.minimum(accepted_B + 1, draft.count)
-    tested_BK = node_K < tested_B[:, None]
-    return verdict._replace(
-        tested=tested_B,
-        alpha=jnp.sum(jnp.where(tested_BK, rate_K, 0.0), axis=1),
-        alpha_var=jnp.sum(jnp.where(tested_BK, rate_K * (1 - rate_K), 0.0), axis=1),
-    )
-
-
 def synthetic_verifier(rates: SyntheticRates) -> Verifier:
-    """`synthetic_verdict` as a verifier of any chain. Not among `verify.VERIFIERS`: there is no law to certify."""
+    """`SyntheticRates.verdict` as a verifier of any chain. Not among `verify.VERIFIERS`: there is no law to certify."""
     kinds = frozenset({DraftKind.ONE_HOT, DraftKind.SAMPLED})
     return Verifier(SYNTHETIC, rates, kinds, lossless=False, needs_p=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Synthetic(Drafter):
-    """Drafts the tokens that stand before the last one; `synthetic_verdict` with its `rates` decides how many stay.
+    """Drafts the tokens that stand before the last one; the verdict of its `rates` decides how many stay.
 
     Different tokens, so that a sparse target's pass reads for each of them what it would read for a real draft.
 
