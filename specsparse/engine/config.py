@@ -6,7 +6,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -177,7 +177,7 @@ class ModelConfig:
             yield "rope_freqs.weight", (self.rope.dim // 2,)
 
     @staticmethod
-    def from_gguf(f: GGUFFile, *, overrides: Mapping[str, Any] | None = None) -> "ModelConfig":
+    def from_gguf(f: GGUFFile, *, overrides: Mapping[str, object] | None = None) -> "ModelConfig":
         """The config of an open file, its tensors checked.
 
         Args:
@@ -213,7 +213,7 @@ class _Reader:
                 f"{f.path}: architecture {show(self.arch)} is not supported; supported are {', '.join(ARCHITECTURES)}"
             )
 
-    def fail(self, key: str, value: Any, wanted: str) -> UserError:
+    def fail(self, key: str, value: object, wanted: str) -> UserError:
         return UserError(f"{self.f.path}: metadata key '{self.arch}.{key}' is {show(value)}, {wanted}")
 
     def size(self, key: str, default: int | None = None, most: int = _MAX_SIZE) -> int:
@@ -353,7 +353,7 @@ OVERRIDES = ("rope_base", "rope_scale", "rope_scaling", "context_length", "activ
 """Keywords of `specsparse.load` that change the config."""
 
 
-def apply_overrides(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
+def apply_overrides(config: ModelConfig, overrides: Mapping[str, object]) -> ModelConfig:
     """`config` with the user's wishes.
 
     Args:
@@ -393,7 +393,7 @@ def apply_overrides(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelC
     return replace(config, rope=rope, context_length=int(context), activation=activation)
 
 
-def _number(name: str, value: Any, low: float) -> float:
+def _number(name: str, value: object, low: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise UserError(f"{name} is {show(value)}; it must be a number")
     if not math.isfinite(value) or not low < value <= 1e12:

@@ -8,7 +8,7 @@ streams runs the same loop a few rounds at a time.
 
 import enum
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from specsparse.engine import cache as kv
 from specsparse.engine.cache import KVCache
 from specsparse.engine.llama import ForwardFn, Want
 from specsparse.engine.noise import Stream, uniform
+from specsparse.engine.pytree import Pytree
 from specsparse.engine.sampling.pipeline import (
     History,
     LawConfig,
@@ -202,7 +203,7 @@ def make_step(forward: ForwardFn, law: LawConfig, kernels: SamplingKernels) -> S
 
 def run(
     step: Step, params, job: Job, state: DecodeState, max_rounds, *, note: Callable | None = None, room: int = 0
-) -> tuple[DecodeState, Any]:
+) -> tuple[DecodeState, Pytree]:
     """Repeats `step` until every sequence has ended, or `max_rounds` (int32) times.
 
     Args:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +91,7 @@ def pack_rows(tensor: TensorInfo, *, floats: bool) -> NeuronRows:
     return pack_neurons(tensor.raw, tensor.type, tensor.shape)
 
 
-PackFFN = Callable[[dict[str, TensorInfo]], dict[str, Any]]
+PackFFN = Callable[[dict[str, TensorInfo]], dict[str, Pytree]]
 """Tensors of a layer's FFN by short name ("ffn_up") -> fields of its `Layer`."""
 
 FFN_NAMES = ("ffn_gate", "ffn_up", "ffn_down", "ffn_down_t", "fc1", "fc2")
@@ -135,7 +135,7 @@ def load_params(
             progress(t.nbytes)
         return out if place is None else place(name, out)
 
-    def ffn(i: int) -> dict[str, Any]:
+    def ffn(i: int) -> dict[str, Pytree]:
         """What `pack_ffn` makes of layer i."""
         own = {n: tensor(f"blk.{i}.{n}.weight") for n in FFN_NAMES if f"blk.{i}.{n}.weight" in names}
         out = pack_ffn(own)
@@ -159,7 +159,7 @@ def load_params(
     )
 
 
-def _layer(loaded: dict, config: ModelConfig, i: int, packed: dict[str, Any]) -> Layer:
+def _layer(loaded: dict, config: ModelConfig, i: int, packed: dict[str, Pytree]) -> Layer:
     prefix = f"blk.{i}."
     names = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
     fields = {name: loaded.get(f"{prefix}{name}.weight") for name in names}

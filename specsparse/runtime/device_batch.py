@@ -52,7 +52,7 @@ class Method:
 
 
 class DeviceBatch:
-    """What runners work on (`specsparse.runtime.runner`).
+    """What runners work on (`specsparse.runtime.rounds`).
 
     Attributes:
         model, sequences, method: what is decoded, and how.

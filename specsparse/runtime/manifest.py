@@ -10,7 +10,6 @@ import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from specsparse import kernels
 from specsparse.errors import UserError
@@ -22,7 +21,7 @@ PACKAGES = ("specsparse", "jax", "jaxlib", "numpy", "gguf", "hydra-core", "token
 _CHUNK = 1 << 22
 
 
-def build(config: Mapping[str, Any], model_file: Path | None) -> dict[str, Any]:
+def build(config: Mapping[str, object], model_file: Path | None) -> dict[str, object]:
     """The manifest of a run: `config` is the whole composed config, `model_file` the GGUF that was decoded with."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -49,7 +48,7 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
-def git_commit() -> dict[str, Any]:
+def git_commit() -> dict[str, object]:
     """Commit of the checkout that the package was imported from, and whether it had changes; empty elsewhere."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
@@ -66,7 +65,7 @@ def _git(root: Path, *args: str) -> str:
     return done.stdout.strip()
 
 
-def model_identity(path: Path) -> dict[str, Any]:
+def model_identity(path: Path) -> dict[str, object]:
     """Name, size and sha256 of a model file."""
     return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
 

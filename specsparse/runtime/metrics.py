@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 
 @dataclass
@@ -139,7 +138,7 @@ def _ratio(numerator: float, denominator: float) -> float | None:
     return numerator / denominator if denominator else None
 
 
-def rates(counters: Counters) -> dict[str, Any]:
+def rates(counters: Counters) -> dict[str, object]:
     """Every rate that `counters` determine, by the names of `DEFINITIONS`; None where the denominator is zero.
 
     Time shares are None where the stages were not measured. Of one sequence of a batch, whose times are its share of
@@ -172,7 +171,7 @@ def rates(counters: Counters) -> dict[str, Any]:
     }
 
 
-def _llama_cpp(c: Counters, tree: bool) -> dict[str, Any]:
+def _llama_cpp(c: Counters, tree: bool) -> dict[str, object]:
     """`examples/speculative` counts the levels a tree came to, which nodes do not tell: drafted is None for trees."""
     drafted = None if tree else c.num_draft_tokens
     return {
@@ -183,7 +182,7 @@ def _llama_cpp(c: Counters, tree: bool) -> dict[str, Any]:
     }
 
 
-def _sglang(c: Counters, tree: bool) -> dict[str, Any]:
+def _sglang(c: Counters, tree: bool) -> dict[str, object]:
     """The bonus token stands in the numerator of both."""
     return {
         "spec_verify_ct": c.num_rounds,
@@ -192,7 +191,7 @@ def _sglang(c: Counters, tree: bool) -> dict[str, Any]:
     }
 
 
-def _spec_bench(c: Counters, tree: bool) -> dict[str, Any]:
+def _spec_bench(c: Counters, tree: bool) -> dict[str, object]:
     """The prompt's time counts."""
     return {
         "mean_accepted_tokens": _ratio(c.num_emitted_tokens, c.num_rounds),
@@ -204,7 +203,7 @@ STYLES = {"llama.cpp": _llama_cpp, "sglang": _sglang, "spec-bench": _spec_bench}
 """Other projects' definitions by name."""
 
 
-def export(counters: Counters, style: str, *, tree: bool = False) -> dict[str, Any]:
+def export(counters: Counters, style: str, *, tree: bool = False) -> dict[str, object]:
     """The counters as another project of `STYLES` defines and names them.
 
     Args:
@@ -223,12 +222,12 @@ def export(counters: Counters, style: str, *, tree: bool = False) -> dict[str, A
     return STYLES[style](counters, tree)
 
 
-def to_dict(counters: Counters) -> dict[str, Any]:
+def to_dict(counters: Counters) -> dict[str, object]:
     """Counters as plain values for a record."""
     return dataclasses.asdict(counters)
 
 
-def from_dict(values: Mapping[str, Any]) -> Counters:
+def from_dict(values: Mapping[str, object]) -> Counters:
     """The inverse of `to_dict`; where it is not counted how often alpha was measured, an alpha of 0 was not."""
     per_pos = tuple(values.get("num_accepted_tokens_per_pos", ()))
     times = dict(values.get("times", {}))

@@ -8,7 +8,6 @@ apart, and the last s of each are scored (llama.cpp, tools/perplexity).
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from specsparse.engine import cache as kv
 from specsparse.engine.feed import feed
 from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
+from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
 
 
@@ -91,7 +91,7 @@ class Scores:
             percentile), kl_max; same_top, a share. The last six are None without a base.
         """
         n, perplexity = len(self.nll), float(np.exp(self.nll.mean()))
-        out: dict[str, Any] = {"tokens": n, "perplexity": perplexity}
+        out: dict[str, object] = {"tokens": n, "perplexity": perplexity}
         out["perplexity_error"] = perplexity * _standard_error(self.nll)
         kl = self.kl
         out |= {
@@ -152,7 +152,7 @@ def score(
     return Scores(np.concatenate(nll), np.concatenate(kl), np.concatenate(same))
 
 
-def _rows(model: Model, params: Any, window: np.ndarray, first: int, cache: kv.KVCache):
+def _rows(model: Model, params: Pytree, window: np.ndarray, first: int, cache: kv.KVCache):
     """(row numbers, their logits f32[n, V]) of the scored rows, piece by piece; those before `first` are only fed."""
     for begin, end, want in ((0, first, Want("none")), (first, len(window) - 1, Want())):
         program = _program(model, want)

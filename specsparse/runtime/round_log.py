@@ -6,12 +6,13 @@ that no text needed took no time.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from specsparse.engine.generate import Counters
+from specsparse.engine.pytree import Pytree
 from specsparse.runtime.metrics import Times
 
 NOTED_ROUNDS = 16
@@ -28,8 +29,8 @@ class Note(NamedTuple):
     """
 
     counters: Counters
-    policy: Any = None
-    rounds_off: Any = None
+    policy: Pytree = None
+    rounds_off: Pytree = None
 
 
 class _Call(NamedTuple):

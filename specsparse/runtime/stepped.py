@@ -21,7 +21,7 @@ from specsparse.errors import UserError
 from specsparse.runtime.device_batch import DeviceBatch, Method
 from specsparse.runtime.metrics import Times
 from specsparse.runtime.pruned import Pruned, Unpruned
-from specsparse.runtime.runner import InOneProgram, Runner
+from specsparse.runtime.rounds import InOneProgram, RoundRunner
 from specsparse.speculative.base import Draft, Drafted, Verdict
 from specsparse.speculative.loop import Round, coins
 
@@ -78,7 +78,7 @@ Watch = Callable[[RoundView], None]
 LOOPS = ("jit", "host")
 
 
-def runner_for(model: Model, method: Method, *, loop: str = "jit", watch: Watch | None = None) -> Runner:
+def runner_for(model: Model, method: Method, *, loop: str = "jit", watch: Watch | None = None) -> RoundRunner:
     """How to run the rounds of a method: in one program, unless the host is asked for or the model needs it.
 
     Args:
@@ -100,7 +100,7 @@ def runner_for(model: Model, method: Method, *, loop: str = "jit", watch: Watch 
     return Pieces(Pruned.compile if whole else Unpruned, watch)
 
 
-class Stepped(Runner):
+class Stepped(RoundRunner):
     """Base of the host's loops."""
 
     rounds = 1

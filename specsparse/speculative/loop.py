@@ -2,7 +2,6 @@
 
 import dataclasses
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,7 @@ from specsparse.engine.generate import (
 )
 from specsparse.engine.llama import ForwardFn, ForwardOut, Want
 from specsparse.engine.noise import Stream, uniform
+from specsparse.engine.pytree import Pytree
 from specsparse.engine.sampling.pipeline import LawConfig, SamplingKernels, chain_rows, law, sample, tree_rows
 from specsparse.errors import UserError
 from specsparse.speculative import origins
@@ -204,7 +204,7 @@ DRAFTED = (
 """What `Drafter.draft` returns, for messages."""
 
 
-def _check_drafted(drafter: Drafter, found: Any, *, batch: int) -> None:
+def _check_drafted(drafter: Drafter, found: object, *, batch: int) -> None:
     """Refuses what is no draft, while the program is traced.
 
     Raises:
@@ -224,7 +224,7 @@ def _check_drafted(drafter: Drafter, found: Any, *, batch: int) -> None:
         raise UserError(f"{name} returned q {_shown(q)} where float32[{B}, {K}, V] is needed: {DRAFTED}")
 
 
-def _check_state(drafter: Drafter, after: Any, before: Any) -> None:
+def _check_state(drafter: Drafter, after: object, before: object) -> None:
     """Refuses a state that is none of the kind that `init` made.
 
     Raises:
@@ -238,7 +238,7 @@ def _check_state(drafter: Drafter, after: Any, before: Any) -> None:
         )
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """Type and shape of an array, or the type."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{value.dtype}{list(value.shape)}"
@@ -269,7 +269,7 @@ def make_step(
     """
     pieces = Round(forward, config, kernels, drafter, verifier)
 
-    def step(params: Any, job: Job, state: DecodeState) -> DecodeState:
+    def step(params: Pytree, job: Job, state: DecodeState) -> DecodeState:
         with jax.named_scope("draft"):
             drafted = pieces.draft(params, job, state)
         with jax.named_scope("verify"):

@@ -31,7 +31,7 @@ ELSEWHERE = {
 """Names that other projects give to such things, and what to write here."""
 
 
-def _is_int(value: Any) -> TypeGuard[int]:
+def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
@@ -43,27 +43,27 @@ def _items(value: Any) -> tuple:
     return tuple(dict.fromkeys(value))
 
 
-def _strings(value: Any) -> tuple[str, ...]:
+def _strings(value: object) -> tuple[str, ...]:
     items = (value,) if isinstance(value, str) else _items(value)
     if not all(isinstance(item, str) and item for item in items):
         raise ValueError
     return items
 
 
-def _ids(value: Any) -> tuple[int, ...]:
+def _ids(value: object) -> tuple[int, ...]:
     items = _items(value)
     if not all(_is_int(item) and item >= 0 for item in items):
         raise ValueError
     return tuple(int(item) for item in items)
 
 
-def _some_ids(value: Any) -> tuple[int, ...]:
+def _some_ids(value: object) -> tuple[int, ...]:
     if not (ids := _ids(value)):
         raise ValueError
     return ids
 
 
-def _bias(value: Any) -> dict[int, float]:
+def _bias(value: object) -> dict[int, float]:
     bias: dict[int, float] = {}
     if not isinstance(value, Mapping | None):
         raise TypeError
@@ -77,7 +77,7 @@ def _bias(value: Any) -> dict[int, float]:
     return bias
 
 
-def _functions(value: Any) -> tuple[Callable, ...]:
+def _functions(value: object) -> tuple[Callable, ...]:
     items = (value,) if callable(value) else _items(value)
     if not all(callable(item) for item in items):
         raise TypeError
@@ -203,7 +203,7 @@ class SamplingParams:
         return self.n if self.best_of is None else self.best_of
 
     @classmethod
-    def from_dict(cls, mapping: Mapping[str, Any]) -> "SamplingParams":
+    def from_dict(cls, mapping: Mapping[str, object]) -> "SamplingParams":
         """Builds the parameters from names and values, as they come from a file or a command line.
 
         Raises:
@@ -218,7 +218,7 @@ class SamplingParams:
                 raise UserError(f"unknown sampling parameter {str(key)[:60]!r}; did you mean {near!r}?")
         return cls(**mapping)
 
-    def merged(self, **keywords: Any) -> "SamplingParams":
+    def merged(self, **keywords: object) -> "SamplingParams":
         """These parameters with some replaced; raises UserError as `from_dict` does."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return self.from_dict({**fields, **keywords})

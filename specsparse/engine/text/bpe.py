@@ -4,7 +4,6 @@ import logging
 import re
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
 
 import tokenizers
 from tokenizers import models, pre_tokenizers
@@ -37,7 +36,7 @@ class BpeCodec:
         UserError: merges are missing or name what the vocabulary lacks, or the pre-tokenizer is not known.
     """
 
-    def __init__(self, vocab: Vocab, metadata: Mapping[str, Any]):
+    def __init__(self, vocab: Vocab, metadata: Mapping[str, object]):
         self._vocab = vocab
         self.pre = _pre_tokenizer(metadata, vocab.where)
         self._merges = _merges(metadata, vocab)
@@ -47,7 +46,7 @@ class BpeCodec:
         # Built at the first text: loading a model does not wait for it.
         model = models.BPE(self._vocab.ids, self._merges, ignore_merges=self.pre.ignore_merges)
         tokenizer = tokenizers.Tokenizer(model)
-        steps: list[Any] = [pre_tokenizers.Split(tokenizers.Regex(regex), "isolated") for regex in self.pre.regexes]
+        steps: list[object] = [pre_tokenizers.Split(tokenizers.Regex(regex), "isolated") for regex in self.pre.regexes]
         steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
         missing = [c for c in BYTE_CHARACTERS if c not in self._vocab.ids]
         if missing:
@@ -73,7 +72,7 @@ class BpeCodec:
         return text.encode()
 
 
-def _pre_tokenizer(metadata: Mapping[str, Any], where: str) -> PreTokenizer:
+def _pre_tokenizer(metadata: Mapping[str, object], where: str) -> PreTokenizer:
     name = metadata.get("tokenizer.ggml.pre")
     if not name:
         log.warning("%s: no pre-tokenizer is named (tokenizer.ggml.pre); 'default' is used, ids may be wrong", where)
@@ -84,7 +83,7 @@ def _pre_tokenizer(metadata: Mapping[str, Any], where: str) -> PreTokenizer:
     return PRE_TOKENIZERS[name]
 
 
-def _merges(metadata: Mapping[str, Any], vocab: Vocab) -> list[tuple[str, str]]:
+def _merges(metadata: Mapping[str, object], vocab: Vocab) -> list[tuple[str, str]]:
     merges = metadata.get("tokenizer.ggml.merges")
     if not isinstance(merges, list | tuple):
         raise UserError(f"{vocab.where}: a vocabulary without merges (tokenizer.ggml.merges is missing)")

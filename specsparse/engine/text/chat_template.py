@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jinja2
 
@@ -15,7 +15,7 @@ MAX_TEMPLATE = 1 << 20
 MAX_OUTPUT = 1 << 24
 """Characters of a rendered chat."""
 
-Messages = Sequence[Mapping[str, Any]]
+Messages = Sequence[Mapping[str, object]]
 """`{"role": ..., "content": ...}`, in order; both are texts."""
 
 
@@ -31,7 +31,7 @@ class ChatTemplate:
         UserError: there is no template, or it is not valid.
     """
 
-    def __init__(self, template: Any, variables: Mapping[str, str], *, where: str):
+    def __init__(self, template: object, variables: Mapping[str, str], *, where: str):
         if template is None:
             raise UserError(f"{where}: no chat template in this file; give a plain prompt instead of messages")
         if not isinstance(template, str) or len(template) > MAX_TEMPLATE:
@@ -79,7 +79,7 @@ class _Refusal(jinja2.TemplateError):
     """Raised on behalf of the template."""
 
 
-def _checked(messages: Messages) -> list[dict[str, Any]]:
+def _checked(messages: Messages) -> list[dict[str, object]]:
     form = 'a message is {"role": "user", "content": "..."}'
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise UserError(f"messages must be a list, not {type(messages).__name__}; {form}")
@@ -103,7 +103,7 @@ def _strftime_now(form: str) -> str:
 
 
 def _tojson(
-    value: Any,
+    value: object,
     indent: int | None = None,
     ensure_ascii: bool = False,
     separators: tuple[str, str] | None = None,

@@ -72,7 +72,9 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         _check_arguments(chain(args, kwargs.values()))
         return self._checked(super().call(context, function, *args, **kwargs))
 
-    def _check_method(self, name: str, text: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    def _check_method(
+        self, name: str, text: str, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[object, ...]:
         if name == "join" and args:
             items = list(args[0])  # it may be a generator, which is looked at only once
             _check_growth(name, items, (text,))
@@ -101,7 +103,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         _check_concatenations(tree)
         return tree
 
-    def _turns(self, items: Iterable[Any]) -> Iterator[Any]:
+    def _turns(self, items: Iterable[object]) -> Iterator[object]:
         for item in items:
             self._step()
             yield item
@@ -111,7 +113,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         if self._steps > MAX_STEPS:
             raise SecurityError(f"it takes more than {MAX_STEPS:,} steps")
 
-    def _checked(self, value: Any) -> Any:
+    def _checked(self, value: object) -> object:
         if isinstance(value, str | list | tuple | dict):
             self._count(len(value))
         return value
@@ -168,7 +170,7 @@ def _wrapped(node: nodes.Concat) -> nodes.Filter:
     return nodes.Filter(node, "_checked", [], [], None, None, lineno=node.lineno)
 
 
-def _printable(value: Any) -> Any:
+def _printable(value: object) -> object:
     """The value, unless its text is huge: a list that holds a list twice, forty levels deep, is small until printed."""
     if not isinstance(value, list | tuple | dict):
         return value
@@ -185,13 +187,13 @@ def _printable(value: Any) -> Any:
     return value
 
 
-def _check_arguments(values: Iterable[Any]) -> None:
+def _check_arguments(values: Iterable[object]) -> None:
     for value in values:
         if isinstance(value, int) and abs(value) > MAX_SIZE:
             raise SecurityError(f"it passes the number {value:.3g} to a function")
 
 
-def _check_product(left: Any, right: Any) -> None:
+def _check_product(left: object, right: object) -> None:
     for value, times in ((left, right), (right, left)):
         if isinstance(value, str | list | tuple) and isinstance(times, int) and len(value) * times > MAX_SIZE:
             raise SecurityError("it repeats a value too often")
@@ -199,7 +201,7 @@ def _check_product(left: Any, right: Any) -> None:
         raise SecurityError("a number is too large")
 
 
-def _check_growth(name: str, value: Any, args: tuple[Any, ...]) -> None:
+def _check_growth(name: str, value: object, args: tuple[object, ...]) -> None:
     """Refuses the string operations that would make much out of little."""
     size = 0
     if name == "replace" and len(args) >= 2:

@@ -4,7 +4,7 @@ import codecs
 import operator
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 from specsparse.engine.text.bpe import BpeCodec
 from specsparse.engine.text.chat_template import ChatTemplate, Messages
@@ -24,7 +24,7 @@ class Tokenizer:
     """
 
     def __init__(
-        self, vocab: Vocab, codec: SpmCodec | BpeCodec, metadata: Mapping[str, Any], *, add_bos: bool, prefix: bool
+        self, vocab: Vocab, codec: SpmCodec | BpeCodec, metadata: Mapping[str, object], *, add_bos: bool, prefix: bool
     ):
         self._vocab = vocab
         self._codec = codec
@@ -36,7 +36,7 @@ class Tokenizer:
         self.add_space_prefix = prefix and vocab.kind == "spm"
 
     @classmethod
-    def from_metadata(cls, metadata: Mapping[str, Any], *, where: str) -> "Tokenizer":
+    def from_metadata(cls, metadata: Mapping[str, object], *, where: str) -> "Tokenizer":
         """Reads a tokenizer.
 
         Args:
@@ -179,7 +179,7 @@ class Tokenizer:
         variables = {f"{short}_token": tokens.get(name, "") for short, name in names.items()}
         return ChatTemplate(self._template, variables, where=self._vocab.where)
 
-    def _adds(self, name: str, value: bool, metadata: Mapping[str, Any]) -> bool:
+    def _adds(self, name: str, value: bool, metadata: Mapping[str, object]) -> bool:
         if not value or name in self._vocab.special:
             return value
         if f"tokenizer.ggml.add_{name}_token" in metadata:

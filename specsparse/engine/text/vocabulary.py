@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -115,7 +114,7 @@ class Vocab:
         return sorted(found, key=lambda item: -len(item[0].encode()))
 
 
-def read_vocab(metadata: Mapping[str, Any], *, where: str) -> Vocab:
+def read_vocab(metadata: Mapping[str, object], *, where: str) -> Vocab:
     """Reads and checks `tokenizer.ggml.*`.
 
     Args:
@@ -138,7 +137,7 @@ def read_vocab(metadata: Mapping[str, Any], *, where: str) -> Vocab:
     return Vocab(kind, tokens, types, ids, scores, special, where)
 
 
-def flag(metadata: Mapping[str, Any], name: str, default: bool, *, where: str) -> bool:
+def flag(metadata: Mapping[str, object], name: str, default: bool, *, where: str) -> bool:
     """The boolean `tokenizer.ggml.<name>`, or `default` where the file has none."""
     value = metadata.get(f"tokenizer.ggml.{name}")
     if value is None:
@@ -148,7 +147,7 @@ def flag(metadata: Mapping[str, Any], name: str, default: bool, *, where: str) -
     return bool(value)
 
 
-def _kind(metadata: Mapping[str, Any], where: str) -> str:
+def _kind(metadata: Mapping[str, object], where: str) -> str:
     model = metadata.get("tokenizer.ggml.model")
     supported = ", ".join(MODELS)
     if model is None:
@@ -158,7 +157,7 @@ def _kind(metadata: Mapping[str, Any], where: str) -> str:
     return MODELS[model]
 
 
-def _array(metadata: Mapping[str, Any], name: str, where: str) -> list[Any] | None:
+def _array(metadata: Mapping[str, object], name: str, where: str) -> list[object] | None:
     value = metadata.get(f"tokenizer.ggml.{name}")
     if value is None:
         return None
@@ -169,7 +168,7 @@ def _array(metadata: Mapping[str, Any], name: str, where: str) -> list[Any] | No
     return list(value)
 
 
-def _tokens(metadata: Mapping[str, Any], where: str) -> tuple[list[str], dict[str, int]]:
+def _tokens(metadata: Mapping[str, object], where: str) -> tuple[list[str], dict[str, int]]:
     tokens = _array(metadata, "tokens", where)
     if not tokens:
         raise UserError(f"{where}: no vocabulary (tokenizer.ggml.tokens is missing or empty)")
@@ -182,7 +181,7 @@ def _tokens(metadata: Mapping[str, Any], where: str) -> tuple[list[str], dict[st
     return tokens, ids
 
 
-def strings(values: list[Any], name: str, where: str) -> None:
+def strings(values: list[object], name: str, where: str) -> None:
     """Checks that an array holds nothing but valid Unicode strings."""
     for i, value in enumerate(values):
         if not isinstance(value, str):
@@ -194,7 +193,7 @@ def strings(values: list[Any], name: str, where: str) -> None:
         raise UserError(f"{where}: tokenizer.ggml.{name}[{i}] is not valid UTF-8: {values[i]!r:.40}") from None
 
 
-def _types(metadata: Mapping[str, Any], n: int, where: str) -> list[int]:
+def _types(metadata: Mapping[str, object], n: int, where: str) -> list[int]:
     types = _array(metadata, "token_type", where)
     if types is None:
         return [int(TokenType.NORMAL)] * n
@@ -209,7 +208,7 @@ def _check_bytes(tokens: list[str], types: list[int], where: str) -> None:
             raise UserError(f"{where}: token {i} is a byte, but its text is {tokens[i]!r:.40} and not <0x00> to <0xFF>")
 
 
-def _scores(metadata: Mapping[str, Any], n: int, where: str) -> list[float]:
+def _scores(metadata: Mapping[str, object], n: int, where: str) -> list[float]:
     scores = _array(metadata, "scores", where)
     if scores is None:
         raise UserError(f"{where}: a vocabulary without scores (tokenizer.ggml.scores is missing)")
@@ -220,12 +219,12 @@ def _scores(metadata: Mapping[str, Any], n: int, where: str) -> list[float]:
     return scores
 
 
-def _same_length(values: list[Any], name: str, n: int, where: str) -> None:
+def _same_length(values: list[object], name: str, n: int, where: str) -> None:
     if len(values) != n:
         raise UserError(f"{where}: tokenizer.ggml.{name} has {len(values)} entries for {n} tokens")
 
 
-def _special(metadata: Mapping[str, Any], kind: str, n: int, where: str) -> dict[str, int]:
+def _special(metadata: Mapping[str, object], kind: str, n: int, where: str) -> dict[str, int]:
     special = {"bos": 1, "eos": 2, "unknown": 0} if kind == "spm" else {}
     special = {name: i for name, i in special.items() if i < n}
     for name in ("bos", "unknown", "padding", *_END_IDS):

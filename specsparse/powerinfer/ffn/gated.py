@@ -2,12 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
 from specsparse.engine.llama import ForwardFn, make_forward
 from specsparse.engine.model import Model
+from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Params
 from specsparse.kernels import SkipWeights
 from specsparse.powerinfer.ffn import zero_skip
@@ -21,7 +21,7 @@ from specsparse.predictors.union_cap import UnionCap
 PREDICTED = "predicted"
 
 
-def gated(model: Model, predictor: Predictor, weights: Sequence[Any], *, down_type: str | None = None) -> Model:
+def gated(model: Model, predictor: Predictor, weights: Sequence[Pytree], *, down_type: str | None = None) -> Model:
     """The model that computes the neurons which `predictor` keeps.
 
     It shares all matrices with `model` and has the FFN's once more, as rows of neurons; the oracle of a ReLU model

@@ -9,7 +9,6 @@ reading of their neurons.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -128,5 +127,5 @@ def _stats(keep_RF, a_RF) -> SparseStats:
     )
 
 
-def _in_any_row(mask_RF) -> Any:
+def _in_any_row(mask_RF: jax.Array) -> jax.Array:
     return jnp.sum(jnp.any(mask_RF, axis=0), dtype=jnp.int32)

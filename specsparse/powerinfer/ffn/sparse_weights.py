@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType as GGML
 from gguf import quants
 
 from specsparse.engine.gguf.reader import GGUFFile, TensorInfo
+from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Layer, Params, pack_matrix, pack_rows
 from specsparse.errors import UserError
 from specsparse.kernels import NeuronRows, QTensor, pack_neurons, regroup_neurons
@@ -34,7 +35,7 @@ class SparseWeights(NamedTuple):
     gate: NeuronRows | None
     up: NeuronRows
     down_t: NeuronRows
-    predictor: Any = None
+    predictor: Pytree = None
 
 
 def threshold_of(f: GGUFFile, given: float | None = None) -> float:
@@ -51,7 +52,7 @@ def threshold_of(f: GGUFFile, given: float | None = None) -> float:
     return number(f.get(THRESHOLD_KEY, "float", 0.0), f"{f.path}: metadata key '{THRESHOLD_KEY}'")
 
 
-def number(value: Any, what: str) -> float:
+def number(value: object, what: str) -> float:
     """A threshold as a float; `what` begins the line of the error.
 
     Raises:
@@ -66,7 +67,7 @@ def number(value: Any, what: str) -> float:
     return found
 
 
-PackOne = Callable[[dict[str, TensorInfo]], dict[str, Any]]
+PackOne = Callable[[dict[str, TensorInfo]], dict[str, Pytree]]
 """A `pack_ffn` for `engine.weights.load_params`."""
 
 
@@ -79,7 +80,7 @@ def rows_packer(threshold: float, *, floats: bool, predictor: bool) -> PackOne:
         predictor: whether fc1 and fc2 are wanted.
     """
 
-    def pack(own: dict[str, TensorInfo]) -> dict[str, Any]:
+    def pack(own: dict[str, TensorInfo]) -> dict[str, Pytree]:
         gate, up = (pack_rows(own[n], floats=floats) if n in own else None for n in ("ffn_gate", "ffn_up"))
         if "ffn_down_t" in own:
             down_t = pack_rows(own["ffn_down_t"], floats=floats)
@@ -95,8 +96,8 @@ def rows_packer(threshold: float, *, floats: bool, predictor: bool) -> PackOne:
 def dense_packer(threshold: float, *, floats: bool) -> PackOne:
     """Packs the dense matrices of a PowerInfer file, and its predictor as `Layer.sparse`, to judge or to mask by it."""
 
-    def pack(own: dict[str, TensorInfo]) -> dict[str, Any]:
-        fields: dict[str, Any] = {n: pack_matrix(own[n], floats=floats) for n in ("ffn_gate", "ffn_up") if n in own}
+    def pack(own: dict[str, TensorInfo]) -> dict[str, Pytree]:
+        fields: dict[str, Pytree] = {n: pack_matrix(own[n], floats=floats) for n in ("ffn_gate", "ffn_up") if n in own}
         fields["ffn_down"] = transposed(own["ffn_down_t"], floats=floats)
         return {**fields, "sparse": _mlp(own, threshold, floats)}
 
@@ -116,7 +117,7 @@ def transposed(tensor: TensorInfo, *, floats: bool) -> QTensor:
 
 
 def sparse_params(
-    params: Params, weights: Sequence[Any], *, down_type: str | None = None, keep_dense: bool = False
+    params: Params, weights: Sequence[Pytree], *, down_type: str | None = None, keep_dense: bool = False
 ) -> Params:
     """A dense model's parameters for `make_ffn`.
 
@@ -139,7 +140,7 @@ def sparse_params(
     return params._replace(layers=tuple(layers))
 
 
-def _sparse_layer(layer: Layer, predictor: Any, down_type: str | None) -> Layer:
+def _sparse_layer(layer: Layer, predictor: Pytree, down_type: str | None) -> Layer:
     down = layer.ffn_down
     if layer.ffn_up is None or down is None:
         raise UserError("neurons are packed from dense matrices, and this model keeps none: load it with ffn='dense'")

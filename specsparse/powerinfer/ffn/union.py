@@ -7,7 +7,6 @@ n rows that keep a share s each keep 1 - (1 - s)^n together if they choose indep
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ import numpy as np
 
 from specsparse.engine.llama import Want, dense_ffn, make_forward
 from specsparse.engine.model import Model
+from specsparse.engine.pytree import Pytree
 from specsparse.powerinfer.ffn import zero_skip
 from specsparse.powerinfer.ffn.sparse_ffn import make_ffn
 from specsparse.predictors.base import Predictor
@@ -110,7 +110,7 @@ class UnionWatch:
     width: int
     sums: dict[int, tuple[int, np.ndarray, np.ndarray]] = field(default_factory=dict)
 
-    def __call__(self, rows: int, stats: Any) -> None:
+    def __call__(self, rows: int, stats: Pytree) -> None:
         """One pass of `rows` rows that count, one sequence."""
         kept_L = np.asarray(stats.kept, np.float64).sum(axis=1) / rows / self.width
         union_L = np.asarray(stats.union, np.float64) / self.width

@@ -6,10 +6,9 @@ This needs Q4_0 matrices whose blocks run along the neurons, as `+experiment=rel
 oracle of `powerinfer.ffn.sparse_ffn`. Passes of several rows run the dense kernels, which read a weight once for all.
 """
 
-from typing import Any
-
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile, TensorInfo
+from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Params, pack_matrix
 from specsparse.kernels import Kernels, SkipWeights, skip_weights, skippable
 
@@ -41,7 +40,7 @@ def skips(params: Params) -> bool:
     return all(isinstance(layer.sparse, SkipWeights) for layer in params.layers)
 
 
-def pack(own: dict[str, TensorInfo]) -> dict[str, Any]:
+def pack(own: dict[str, TensorInfo]) -> dict[str, Pytree]:
     """A `pack_ffn` for `engine.weights.load_params`: the dense matrices, and what is read of them by neuron."""
     gate, up, down = (pack_matrix(own[name], floats=False) for name in _MATRICES)
     return {"ffn_gate": gate, "ffn_up": up, "ffn_down": down, "sparse": skip_weights(up, down)}

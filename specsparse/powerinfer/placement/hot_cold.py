@@ -6,7 +6,7 @@ so that one device and two give equal bits for one placement. Inside a part neur
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import numpy as np
 from specsparse.engine.activation import activate, parse_activation
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import TensorInfo
+from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Layer
 from specsparse.errors import UserError
 from specsparse.kernels import Kernels, NeuronRows, QTensor, SparseStats, pack_neurons
@@ -87,7 +88,7 @@ def packer(hot: Sequence[np.ndarray], threshold: float, *, floats: bool, dense_h
         dense_hot: hot neurons are not predicted.
     """
 
-    def pack(own: dict[str, TensorInfo]) -> dict[str, Any]:
+    def pack(own: dict[str, TensorInfo]) -> dict[str, Pytree]:
         mask = hot[int(own["ffn_up"].name.split(".")[1])]
 
         def part(ids: np.ndarray) -> Part | None:

@@ -1,7 +1,6 @@
 """What forwards and drafts take where nobody gave times: as measured and kept on this machine, else a safe guess."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from specsparse.engine.model import Model
 from specsparse.runtime.times import store
@@ -40,11 +39,11 @@ def policy_times(
     model: Model,
     gamma: int,
     name: str | None,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
     *,
     share: float = 0.0,
     levels: int | None = None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The options `v`, `c`, `c0` of the policies `cost` and `auto_off`, rounded so that programs are not compiled anew.
 
     Args:

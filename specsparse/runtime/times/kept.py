@@ -4,7 +4,6 @@ import bisect
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from specsparse.speculative import expected
 
@@ -57,8 +56,8 @@ class CostTable:
     f32: float
     drafts: dict[str, DraftCost] = field(default_factory=dict)
     acceptance: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    residuals: dict[str, Any] = field(default_factory=dict)
-    identity: dict[str, Any] = field(default_factory=dict)
+    residuals: dict[str, object] = field(default_factory=dict)
+    identity: dict[str, object] = field(default_factory=dict)
 
     def __post_init__(self):
         times = (*self.forward_s, self.plain_s, self.bandwidth, self.f32)
@@ -135,7 +134,7 @@ class CostTable:
 
     def policy_options(
         self, gamma: int, drafter: str | None = None, *, kv_length: float | None = None
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """The options `v`, `c`, `c0` of the policies `cost` and `auto_off`, for drafts of up to gamma tokens."""
         draft, step = self.draft_cost(drafter), self.step(kv_length)
         return {
@@ -152,19 +151,21 @@ class CostTable:
         """The table with one acceptance more."""
         return dataclasses.replace(self, acceptance={**self.acceptance, name: rates})
 
-    def tree_options(self, nodes: int, drafter: str | None = None, *, kv_length: float | None = None) -> dict[str, Any]:
+    def tree_options(
+        self, nodes: int, drafter: str | None = None, *, kv_length: float | None = None
+    ) -> dict[str, object]:
         """The options `cost`, `level_cost` of the tree `sequoia`, for trees of up to `nodes` nodes, in plain steps."""
         draft, step = self.draft_cost(drafter), self.step(kv_length)
         fixed = draft.fixed_s / step
         rounds = [self.v(n + 1, kv_length) + self.overhead(n, kv_length) + fixed for n in range(nodes + 1)]
         return {"cost": [max(t, 1e-3) for t in rounds], "level_cost": draft.token_s / step}
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """As plain values for JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "CostTable":
+    def from_dict(cls, values: Mapping[str, object]) -> "CostTable":
         """The inverse of `to_dict`.
 
         Raises:

@@ -4,7 +4,6 @@ import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from specsparse.models import catalogue
 from specsparse.speculative.drafters.head_file import SHIPPED, find
@@ -12,7 +11,7 @@ from specsparse.speculative.drafters.registry import takes
 from specsparse.support.registry import source_of
 
 
-def cost_key(name: str, options: Mapping[str, Any] | None = None) -> str:
+def cost_key(name: str, options: Mapping[str, object] | None = None) -> str:
     """The name under which a drafter's cost is kept: its own, and the options that were given.
 
     A file among them is told from what was there before by a stamp (size and time).
@@ -44,7 +43,7 @@ def shipped_heads() -> str:
     return stamp(SHIPPED.glob("*.gguf"))
 
 
-def file_of(option: str, value: Any) -> Path | None:
+def file_of(option: str, value: object) -> Path | None:
     """The file that a drafter's option names; None where it names none.
 
     Raises:

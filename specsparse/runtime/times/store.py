@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 from specsparse import kernels
 from specsparse.engine.model import Model
@@ -18,7 +17,7 @@ VERSION = 3
 """Of what is measured and how; tables of another version are measured again."""
 
 
-def identity(model: Model) -> dict[str, Any]:
+def identity(model: Model) -> dict[str, object]:
     """What a table is valid for: file (name, size, time), CPU, threads, kernels, instruction set, cache, FFN, mesh."""
     stat, status = model.path.stat(), kernels.status()
     sparse = {} if model.ffn == "dense" else {"ffn": model.ffn, "rule": model.rule}

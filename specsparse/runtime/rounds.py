@@ -12,7 +12,7 @@ from specsparse.runtime.round_log import NOTED_ROUNDS
 from specsparse.speculative import loop
 
 
-class Runner(abc.ABC):
+class RoundRunner(abc.ABC):
     """Base of the ways to run rounds. Tokens do not depend on the way.
 
     Attributes:
@@ -26,7 +26,7 @@ class Runner(abc.ABC):
         """Runs up to `rounds` rounds of every sequence that has not ended, and adds them to the batch's log."""
 
 
-class InOneProgram(Runner):
+class InOneProgram(RoundRunner):
     """All rounds in one `lax.while_loop`."""
 
     rounds = NOTED_ROUNDS
