@@ -28,7 +28,7 @@ from specsparse.engine.config import ModelConfig
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.runtime.binding import make_method
-from specsparse.runtime.device_batch import Method, Sequence
+from specsparse.runtime.device_batch import Method, Request
 from specsparse.runtime.session import Session
 from specsparse.speculative.base import Drafter
 from specsparse.speculative.drafters import get_drafter
@@ -199,14 +199,14 @@ class Bench:
         order = np.random.default_rng(0).permutation(len(every))
         return cls(model, [every[i] for i in order])
 
-    def sequences(self, law: str, batch: int) -> list[Sequence]:
+    def sequences(self, law: str, batch: int) -> list[Request]:
         """Row b has prompt 8 batch + b, and the parameters shifted by the batch, so that all meet all draft lengths."""
         rows = range(ROWS)
         laws = LAWS[law]
         ids = [self.ids[(ROWS * batch + b) % len(self.ids)] for b in rows]
-        return [Sequence(ids[b], laws[(b + batch) % len(laws)], seed=1000 + batch, sample=b) for b in rows]
+        return [Request(ids[b], laws[(b + batch) % len(laws)], seed=1000 + batch, sample=b) for b in rows]
 
-    def decode(self, sequences: list[Sequence], method: Method) -> Session:
+    def decode(self, sequences: list[Request], method: Method) -> Session:
         session = Session(self.model, sequences, method)
         session.advance()
         return session
@@ -229,7 +229,7 @@ class Bench:
             "accepted": sum(c.num_accepted_tokens for c in counters),
         }
 
-    def method(self, unit: Unit, sequences: list[Sequence], wanted: np.ndarray) -> Method:
+    def method(self, unit: Unit, sequences: list[Request], wanted: np.ndarray) -> Method:
         drafter = METHODS[unit.method](self.model.config)
         verifier = ("tree_" if drafter.tree else "") + ("greedy" if self.greedy(unit, drafter) else "match")
         method = make_method(self.model, drafter, verifier, LAWS[unit.law][0])

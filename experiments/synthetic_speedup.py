@@ -26,7 +26,7 @@ from specsparse.measure.bench.sides import Ours, token_ids
 from specsparse.measure.costs import CostTable
 from specsparse.measure.costs.fit import polish
 from specsparse.measure.costs.measured import load_or_measure
-from specsparse.runtime.device_batch import Method, Sequence
+from specsparse.runtime.device_batch import Method, Request
 from specsparse.runtime.metrics import Counters
 from specsparse.runtime.session import Session
 from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates
@@ -66,7 +66,7 @@ def method(rate: float, gamma: int) -> Method:
 def decode(model: Model, how: Method, ids: np.ndarray, tokens: int, seeds: Iterator[int]) -> tuple[float, Counters]:
     """Seconds a token, compilation and prompt apart, and what happened."""
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    session = Session(model, [Sequence(ids, params, seed=next(seeds))], how)
+    session = Session(model, [Request(ids, params, seed=next(seeds))], how)
     session.advance()
     return session.decode_s / tokens, session.counters()[0]
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from specsparse.engine import cache as kv
 from specsparse.engine.cache import KVCache
 from specsparse.engine.llama import ForwardFn, Want
-from specsparse.engine.noise import Stream, uniform
+from specsparse.engine.noise import NoiseStream, uniform
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.sampling.pipeline import (
     History,
@@ -58,7 +58,7 @@ class Job(NamedTuple):
     sample: jax.Array
 
 
-class Counters(NamedTuple):
+class LoopCounters(NamedTuple):
     """int32[B] each, per sequence; `accepted_at` is int32[B, K], the rest as in `runtime.metrics.Counters`."""
 
     rounds: jax.Array
@@ -91,7 +91,7 @@ class DecodeState(NamedTuple):
     length: jax.Array
     finish: jax.Array
     cache: KVCache
-    counters: Counters
+    counters: LoopCounters
     history: History | None = None
     scores: Logprobs | None = None
     drafter: object | None = None
@@ -101,11 +101,11 @@ class DecodeState(NamedTuple):
 Step = Callable[..., DecodeState]
 
 
-def zero_counters(batch: int, max_nodes: int) -> Counters:
+def zero_counters(batch: int, max_nodes: int) -> LoopCounters:
     """Counters of B sequences and drafts of up to K nodes (K = 0 for plain decoding)."""
     zero = [jnp.zeros((batch,), jnp.int32) for _ in range(6)]
     floats = [jnp.zeros((batch,), jnp.float32) for _ in range(2)]
-    return Counters(*zero, jnp.zeros((batch, max_nodes), jnp.int32), *floats)
+    return LoopCounters(*zero, jnp.zeros((batch, max_nodes), jnp.int32), *floats)
 
 
 def empty_scores(batch: int, capacity: int, k: int) -> Logprobs:
@@ -130,7 +130,7 @@ def running(state: DecodeState) -> jax.Array:
 
 def target_uniform(job: Job, position_Bn: jax.Array) -> jax.Array:
     """float32[B, n], the target's noise: a function of seed, sample and absolute position alone (contract C1)."""
-    return uniform(job.seed[:, None], sample=job.sample[:, None], stream=Stream.TARGET, position=position_Bn)
+    return uniform(job.seed[:, None], sample=job.sample[:, None], stream=NoiseStream.TARGET, position=position_Bn)
 
 
 def emit(state: DecodeState, job: Job, tokens_Bm, count_B, failed_B) -> tuple[DecodeState, jax.Array]:

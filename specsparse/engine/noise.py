@@ -23,7 +23,7 @@ MAX_SAMPLE = 2**30 - 1
 """The largest sample index: two bits of its counter word name the stream."""
 
 
-class Stream(enum.IntEnum):
+class NoiseStream(enum.IntEnum):
     """What a uniform is for. TARGET noise belongs to a position alone: pass round 0 and node 0 (contract C1)."""
 
     TARGET = 0
@@ -61,7 +61,7 @@ def philox4x32(counter: tuple[jax.Array, ...], key: tuple[jax.Array, ...]) -> tu
     return c0, c1, c2, c3
 
 
-def uniform(seed, *, sample=0, stream: Stream | jax.Array, position, round=0, node=0) -> jax.Array:
+def uniform(seed, *, sample=0, stream: NoiseStream | jax.Array, position, round=0, node=0) -> jax.Array:
     """One uniform for each use, a multiple of 2^-24 in [0, 1).
 
     Args:

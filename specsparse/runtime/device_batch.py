@@ -28,7 +28,7 @@ from specsparse.speculative.drafters.with_policy import WithPolicy
 
 
 @dataclass(frozen=True)
-class Sequence:
+class Request:
     """One sequence of a batch: a checked prompt int32[n], what to do with it, and where its noise comes from."""
 
     prompt: np.ndarray
@@ -65,7 +65,7 @@ class DeviceBatch:
         compile_s: seconds of compiling, which no other time holds.
     """
 
-    def __init__(self, model: Model, sequences: list[Sequence], method: Method, *, noting: bool = False):
+    def __init__(self, model: Model, sequences: list[Request], method: Method, *, noting: bool = False):
         self.model, self.sequences, self.method, self.noting = model, sequences, method, noting
         self.compile_s = 0.0
         self.log = RoundLog()
@@ -206,7 +206,7 @@ class DeviceBatch:
         return self.log.times
 
 
-def _stop_ids(model: Model, sequences: list[Sequence]) -> np.ndarray:
+def _stop_ids(model: Model, sequences: list[Request]) -> np.ndarray:
     """int32[B, s], padded with -1."""
     each = [
         sorted({*s.params.stop_token_ids, *(() if s.params.ignore_eos else model.tokenizer.stop_ids)})

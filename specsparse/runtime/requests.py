@@ -9,7 +9,7 @@ import numpy as np
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
-from specsparse.runtime.device_batch import Sequence
+from specsparse.runtime.device_batch import Request
 
 PromptLike = str | np.ndarray | Seq[int] | Seq[Mapping[str, str]]
 """A text, token ids, or a chat: a list of {"role", "content"}."""
@@ -117,9 +117,9 @@ def seed_of(seed: object) -> int:
     return int(seed)
 
 
-def sequences_of(model: Model, prompt: PromptLike, params: SamplingParams, seed: int) -> list[Sequence]:
+def sequences_of(model: Model, prompt: PromptLike, params: SamplingParams, seed: int) -> list[Request]:
     """The completions to draw for a prompt. Log probabilities are kept where the best of them are to be chosen."""
     ids = prompt_ids(model, prompt, params)
     ranked = params.merged(logprobs=0) if params.num_sequences > params.n and params.logprobs is None else params
     own = seed if params.seed is None else params.seed
-    return [Sequence(ids, ranked, own, sample) for sample in range(params.num_sequences)]
+    return [Request(ids, ranked, own, sample) for sample in range(params.num_sequences)]

@@ -9,7 +9,7 @@ from specsparse.engine.generate import Finish
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.engine.text.stopping import TokenText
 from specsparse.errors import UserError
-from specsparse.runtime.device_batch import Sequence
+from specsparse.runtime.device_batch import Request
 from specsparse.runtime.metrics import Counters
 from specsparse.runtime.session import Session
 from specsparse.speculative.drafters.with_policy import PolicyReport
@@ -205,7 +205,7 @@ def _stop_id(finish: Finish, tokens: np.ndarray, params: SamplingParams) -> int 
     return last if last in params.stop_token_ids else None
 
 
-def _logprobs(sequence: Sequence, scores: Seq[np.ndarray], tokens: np.ndarray) -> tuple[TokenLogprobs, ...] | None:
+def _logprobs(sequence: Request, scores: Seq[np.ndarray], tokens: np.ndarray) -> tuple[TokenLogprobs, ...] | None:
     """From one sequence's rows of `DecodeState.scores`."""
     asked, start = sequence.params.logprobs, len(sequence.prompt)
     if asked is None:
@@ -220,7 +220,7 @@ def _logprobs(sequence: Sequence, scores: Seq[np.ndarray], tokens: np.ndarray) -
     )
 
 
-def _prompt_logprobs(session: Session, sequence: Sequence) -> tuple[TokenLogprobs | None, ...] | None:
+def _prompt_logprobs(session: Session, sequence: Request) -> tuple[TokenLogprobs | None, ...] | None:
     asked = sequence.params.prompt_logprobs
     if asked is None:
         return None

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from specsparse.engine.generate import Counters
+from specsparse.engine.generate import LoopCounters
 from specsparse.engine.pytree import Pytree
 from specsparse.runtime.metrics import Times
 
@@ -28,7 +28,7 @@ class Note(NamedTuple):
         rounds_off: int32[B], rounds in which it drafted nothing, or None.
     """
 
-    counters: Counters
+    counters: LoopCounters
     policy: Pytree = None
     rounds_off: Pytree = None
 

@@ -10,7 +10,7 @@ import numpy as np
 from specsparse.engine.feed import piece_rows
 from specsparse.engine.generate import Finish
 from specsparse.engine.model import Model
-from specsparse.runtime.device_batch import DeviceBatch, Method, Sequence
+from specsparse.runtime.device_batch import DeviceBatch, Method, Request
 from specsparse.runtime.metrics import Counters
 from specsparse.runtime.round_log import Note
 from specsparse.runtime.stepped import Watch, runner_for
@@ -41,7 +41,7 @@ class Session(DeviceBatch):
     def __init__(
         self,
         model: Model,
-        sequences: list[Sequence],
+        sequences: list[Request],
         method: Method,
         *,
         noting: bool = False,

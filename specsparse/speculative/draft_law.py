@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsparse.engine.noise import Stream, uniform
+from specsparse.engine.noise import NoiseStream, uniform
 from specsparse.engine.sampling import pipeline as sampling
 from specsparse.engine.sampling.params import SamplingParams
-from specsparse.engine.sampling.pipeline import LawConfig, LawParams, Rows, SamplingKernels
+from specsparse.engine.sampling.pipeline import LawConfig, LawParams, RowPaths, SamplingKernels
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext
 
@@ -69,7 +69,7 @@ class DraftLaw:
     def _law(self, params: SamplingParams, logits_RN: jax.Array) -> tuple[jax.Array, jax.Array]:
         config, numbers = self._compiled(params)
         R = logits_RN.shape[0]
-        rows = Rows(jnp.zeros((R,), jnp.int32), jnp.zeros((R, 0), jnp.int32))
+        rows = RowPaths(jnp.zeros((R,), jnp.int32), jnp.zeros((R, 0), jnp.int32))
         return sampling.law(config, numbers, logits_RN, None, rows, kernels=self.kernels)
 
     def _compiled(self, params: SamplingParams) -> tuple[LawConfig, LawParams]:
@@ -87,7 +87,7 @@ def draft_uniform(ctx: DraftContext, *, depth, node) -> jax.Array:
     return uniform(
         ctx.seed[:, None],
         sample=ctx.sample[:, None],
-        stream=Stream.DRAFT,
+        stream=NoiseStream.DRAFT,
         position=ctx.length[:, None] - 1 + depth,
         round=ctx.round[:, None],
         node=node,

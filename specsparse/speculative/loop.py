@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from specsparse.engine import cache as kv
 from specsparse.engine.cache import KVCache
 from specsparse.engine.generate import (
-    Counters,
     DecodeState,
     Job,
+    LoopCounters,
     Step,
     emit,
     last_token,
@@ -21,7 +21,7 @@ from specsparse.engine.generate import (
     target_uniform,
 )
 from specsparse.engine.llama import ForwardFn, ForwardOut, Want
-from specsparse.engine.noise import Stream, uniform
+from specsparse.engine.noise import NoiseStream, uniform
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.sampling.pipeline import LawConfig, SamplingKernels, chain_rows, law, sample, tree_rows
 from specsparse.errors import UserError
@@ -65,8 +65,8 @@ def coins(job: Job, state: DecodeState, *, max_nodes: int) -> tuple[jax.Array, j
         "round": state.counters.rounds[:, None],
     }
     node_K = jnp.arange(max_nodes, dtype=jnp.int32)[None]
-    coins_BK = uniform(job.seed[:, None], stream=Stream.ACCEPT, node=node_K, **use)
-    return coins_BK, uniform(job.seed[:, None], stream=Stream.RESIDUAL, **use)[:, 0]
+    coins_BK = uniform(job.seed[:, None], stream=NoiseStream.ACCEPT, node=node_K, **use)
+    return coins_BK, uniform(job.seed[:, None], stream=NoiseStream.RESIDUAL, **use)[:, 0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,11 +284,11 @@ def make_step(
     return step
 
 
-def count(c: Counters, draft: Draft, verdict: Verdict, live_B, emitted_B) -> Counters:
+def count(c: LoopCounters, draft: Draft, verdict: Verdict, live_B, emitted_B) -> LoopCounters:
     """The counters after a round. Accepted tokens that a stop or the limit cut off still count as accepted."""
     one_B = live_B.astype(jnp.int32)
     depth_K = jnp.arange(c.accepted_at.shape[1], dtype=jnp.int32)[None]
-    return Counters(
+    return LoopCounters(
         rounds=c.rounds + one_B,
         drafts=c.drafts + one_B * (draft.count > 0).astype(jnp.int32),
         drafted=c.drafted + one_B * draft.count,

@@ -11,7 +11,7 @@ import numpy as np
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
-from specsparse.runtime.device_batch import Method, Sequence
+from specsparse.runtime.device_batch import Method, Request
 from specsparse.runtime.session import Session
 from specsparse.speculative.verify import VERIFIERS
 from specsparse.support.options import Count, Internal, Range
@@ -62,7 +62,7 @@ class Text:
 
 def answer(model: Model, prompts: list[np.ndarray], params: list[SamplingParams], *, seed: int) -> list[Text]:
     """The model's answers to prompts of token ids, decoded together; plain decoding's tokens."""
-    sequences = [Sequence(p, s, seed, i) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
+    sequences = [Request(p, s, seed, i) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
     name = "greedy" if all(s.greedy for s in params) else "match"
     session = Session(model, sequences, Method(Recorder(model.config.d_model), VERIFIERS[name]))
     session.advance()

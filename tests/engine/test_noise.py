@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from specsparse.engine import noise
-from specsparse.engine.noise import MAX_SAMPLE, Stream, seed_words
+from specsparse.engine.noise import MAX_SAMPLE, NoiseStream, seed_words
 
 philox4x32, uniform = jax.jit(noise.philox4x32), jax.jit(noise.uniform)
 
@@ -44,7 +44,7 @@ def test_uniform_is_the_documented_function():
     position, round, node = rng.integers(0, 2**31, (3, 50)).astype(np.int32)
     sample = rng.integers(0, MAX_SAMPLE, 50, endpoint=True).astype(np.int32)
     seed = 0x0123456789ABCDEF
-    for stream in Stream:
+    for stream in NoiseStream:
         u = uniform(seed_words(seed), sample=sample, stream=int(stream), position=position, round=round, node=node)
         assert u.dtype == jnp.float32
         for i in range(50):
@@ -55,11 +55,12 @@ def test_uniform_is_the_documented_function():
 def test_arguments_broadcast_and_trace():
     seed = jnp.asarray(np.stack([seed_words(1), seed_words(2)]))  # [2, 2]
     position = jnp.arange(3, dtype=jnp.int32)[None]
-    u = uniform(seed[:, None], stream=int(Stream.DRAFT), position=position, node=7)
+    u = uniform(seed[:, None], stream=int(NoiseStream.DRAFT), position=position, node=7)
     assert u.shape == (2, 3)
-    direct = noise.uniform(seed_words(1), stream=Stream.DRAFT, position=2, node=7)  # scalars, not traced
+    direct = noise.uniform(seed_words(1), stream=NoiseStream.DRAFT, position=2, node=7)  # scalars, not traced
     assert direct.shape == () and direct == u[0, 2]
-    np.testing.assert_array_equal(u[1], uniform(seed_words(2), stream=int(Stream.DRAFT), position=position[0], node=7))
+    other = uniform(seed_words(2), stream=int(NoiseStream.DRAFT), position=position[0], node=7)
+    np.testing.assert_array_equal(u[1], other)
 
 
 def test_uses_do_not_collide():
@@ -74,7 +75,7 @@ def test_uses_do_not_collide():
 
 
 def test_uniforms_are_uniform():
-    u = np.asarray(uniform(seed_words(9), stream=int(Stream.TARGET), position=np.arange(100_000, dtype=np.int32)))
+    u = np.asarray(uniform(seed_words(9), stream=int(NoiseStream.TARGET), position=np.arange(100_000, dtype=np.int32)))
     assert u.min() >= 0.0 and u.max() < 1.0
     assert stats.kstest(u, "uniform").pvalue > 1e-4
     np.testing.assert_array_equal(u * 2**24, np.floor(u * 2**24))

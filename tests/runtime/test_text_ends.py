@@ -12,11 +12,11 @@ import pytest
 
 import specsparse
 from specsparse import SamplingParams
-from specsparse.engine.generate import Counters as Device
+from specsparse.engine.generate import LoopCounters
 from specsparse.measure import costs
 from specsparse.runtime import device_batch, results
 from specsparse.runtime.binding import make_method
-from specsparse.runtime.device_batch import Sequence
+from specsparse.runtime.device_batch import Request
 from specsparse.runtime.metrics import STAGES, Counters, Times, from_dict, rates, to_dict
 from specsparse.runtime.round_log import Note, RoundLog
 from specsparse.runtime.session import Session
@@ -161,7 +161,7 @@ def test_rounds_of_a_call_share_its_time():
     for first, used in ((1, 3), (4, 3)):
         rounds = np.zeros((16, 2), np.int32)
         rounds[:used] = np.arange(first, first + used)[:, None]
-        counters = Device(*[rounds] * 5, 2 * rounds, rounds[..., None], rounds.astype(np.float32), rounds)
+        counters = LoopCounters(*[rounds] * 5, 2 * rounds, rounds[..., None], rounds.astype(np.float32), rounds)
         log.add(Times(total=6.0, draft=3.0, verify=1.0, sample=1.0, commit=0.5, host=0.5), Note(counters))
     log.end({0: 4, 1: 9})
     now = log.at_ends(Note(jax.tree.map(lambda a: a[used - 1], counters)))
@@ -274,7 +274,7 @@ def test_results_of_a_batch_take_linear_work(model):
     """A decoded batch of two, its rows repeated: the work is counted in calls, which for a square grow fourfold."""
     law = LAW.merged(logprobs=0)
     method = make_method(model, **fast(), params=law)
-    done = Session(model, [Sequence(np.array([5, 6], np.int32), law, seed) for seed in (0, 1)], method)
+    done = Session(model, [Request(np.array([5, 6], np.int32), law, seed) for seed in (0, 1)], method)
     done.advance()
     two, stop_ids, sequences = done.state._replace(cache=None, drafter=None), done.job.stop_ids, done.sequences
     work = {}

@@ -21,7 +21,7 @@ from specsparse.engine.generate import Finish
 from specsparse.engine.llama import ForwardOut
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.runtime.binding import make_method
-from specsparse.runtime.device_batch import Method, Sequence
+from specsparse.runtime.device_batch import Method, Request
 from specsparse.runtime.session import Session
 from specsparse.runtime.times.defaults import policy_times
 from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback
@@ -112,7 +112,7 @@ class Replay:
     def rounds(self, method: Method) -> np.ndarray:
         """int32[rounds, B]: tokens drafted in each round of each text, -1 after its end."""
         params = SamplingParams(temperature=0.0, max_tokens=WRITTEN, ignore_eos=True)
-        session = Session(self.model, [Sequence(ids, params, seed=0) for ids in self.prompts], method)
+        session = Session(self.model, [Request(ids, params, seed=0) for ids in self.prompts], method)
         seen = [np.zeros((2, len(TEXTS)), np.int32)]
         while Finish.RUNNING in session.finish:
             session.advance(1)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsparse.engine.noise import Stream, seed_words, uniform
+from specsparse.engine.noise import NoiseStream, seed_words, uniform
 from specsparse.speculative.base import PAD, Draft
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates
@@ -68,7 +68,7 @@ def test_the_verdict_follows_the_rates(rates):
     coins = uniform(
         seed_words(1),
         sample=jnp.arange(batch, dtype=jnp.int32)[:, None],
-        stream=Stream.ACCEPT,
+        stream=NoiseStream.ACCEPT,
         position=1,
         node=jnp.arange(gamma, dtype=jnp.int32)[None],
     )

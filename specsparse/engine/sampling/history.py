@@ -26,7 +26,7 @@ class History(NamedTuple):
     recent: jax.Array | None = None
 
 
-class Rows(NamedTuple):
+class RowPaths(NamedTuple):
     """Where each of R rows of logits stands.
 
     Attributes:
@@ -78,12 +78,12 @@ def _window(recent_Rc: jax.Array, token_Rm: jax.Array, count_R: jax.Array) -> ja
     return jnp.take_along_axis(joined, count_R[:, None] + jnp.arange(c, dtype=jnp.int32)[None], axis=1)
 
 
-def plain_rows(batch: int) -> Rows:
+def plain_rows(batch: int) -> RowPaths:
     """One row a sequence, directly after its history (plain decoding)."""
-    return Rows(jnp.arange(batch, dtype=jnp.int32), jnp.zeros((batch, 0), jnp.int32))
+    return RowPaths(jnp.arange(batch, dtype=jnp.int32), jnp.zeros((batch, 0), jnp.int32))
 
 
-def chain_rows(token_Bn: jax.Array) -> Rows:
+def chain_rows(token_Bn: jax.Array) -> RowPaths:
     """Rows b * n + i of a verification pass over a chain; row i follows the draft tokens 1 to i.
 
     Token 0 is the last one emitted, which the history has already observed.
@@ -91,10 +91,10 @@ def chain_rows(token_Bn: jax.Array) -> Rows:
     B, n = token_Bn.shape
     step = jnp.arange(n, dtype=jnp.int32)
     path_Bnm = jnp.where(step[None, None, : n - 1] < step[None, :, None], token_Bn[:, None, 1:], -1)
-    return Rows(jnp.repeat(jnp.arange(B, dtype=jnp.int32), n), path_Bnm.reshape(B * n, n - 1))
+    return RowPaths(jnp.repeat(jnp.arange(B, dtype=jnp.int32), n), path_Bnm.reshape(B * n, n - 1))
 
 
-def tree_rows(token_Bn: jax.Array, parent_Bn: jax.Array, *, depth: int) -> Rows:
+def tree_rows(token_Bn: jax.Array, parent_Bn: jax.Array, *, depth: int) -> RowPaths:
     """Rows b * n + i of a verification pass over a tree; row i follows its ancestors and itself, the root left out.
 
     Args:
@@ -111,14 +111,14 @@ def tree_rows(token_Bn: jax.Array, parent_Bn: jax.Array, *, depth: int) -> Rows:
         upward.append(jnp.where(inside_Bn, jnp.take_along_axis(token_Bn, safe_Bn, axis=1), -1))
         node_Bn = jnp.where(inside_Bn, jnp.take_along_axis(parent_Bn, safe_Bn, axis=1), node_Bn)
     if not upward:
-        return Rows(jnp.repeat(jnp.arange(B, dtype=jnp.int32), n), jnp.zeros((B * n, 0), jnp.int32))
+        return RowPaths(jnp.repeat(jnp.arange(B, dtype=jnp.int32), n), jnp.zeros((B * n, 0), jnp.int32))
     up_Rm = jnp.stack(upward[::-1], axis=-1).reshape(B * n, depth)
     length_R = path_length(up_Rm)
     # Oldest first and right-aligned; moved to the left, so that padding comes last.
     column_Rm = jnp.arange(depth, dtype=jnp.int32)[None] + (depth - length_R)[:, None]
     path_Rm = jnp.take_along_axis(up_Rm, jnp.minimum(column_Rm, depth - 1), axis=1)
     path_Rm = jnp.where(column_Rm < depth, path_Rm, -1)
-    return Rows(jnp.repeat(jnp.arange(B, dtype=jnp.int32), n), path_Rm)
+    return RowPaths(jnp.repeat(jnp.arange(B, dtype=jnp.int32), n), path_Rm)
 
 
 def path_length(path_Rm: jax.Array) -> jax.Array:
@@ -126,7 +126,7 @@ def path_length(path_Rm: jax.Array) -> jax.Array:
     return jnp.sum((path_Rm >= 0).astype(jnp.int32), axis=1)
 
 
-def path_counts(history: History, rows: Rows) -> jax.Array:
+def path_counts(history: History, rows: RowPaths) -> jax.Array:
     """int32[R, V], how often each token occurs in the output that ends at the row: history and draft path."""
     assert history.counts is not None
     counts_RV = history.counts[rows.sequence]
@@ -135,7 +135,7 @@ def path_counts(history: History, rows: Rows) -> jax.Array:
     return counts_RV.at[jnp.arange(R, dtype=jnp.int32)[:, None], column_Rm].add(1, mode="drop")
 
 
-def recent_tokens(history: History, rows: Rows) -> jax.Array:
+def recent_tokens(history: History, rows: RowPaths) -> jax.Array:
     """int32[R, context], the last output tokens before the row, newest last, -1 before the first one."""
     assert history.recent is not None
     return _window(history.recent[rows.sequence], rows.path, path_length(rows.path))

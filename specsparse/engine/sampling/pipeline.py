@@ -13,7 +13,7 @@ import numpy as np
 
 from specsparse.engine.sampling.history import (
     History,
-    Rows,
+    RowPaths,
     chain_rows,
     init_history,
     observe,
@@ -36,7 +36,7 @@ __all__ = [
     "LawConfig",
     "LawParams",
     "Logprobs",
-    "Rows",
+    "RowPaths",
     "SamplingKernels",
     "chain_rows",
     "compile_params",
@@ -90,7 +90,7 @@ def target_logits(
     params: LawParams,
     logits_RV: jax.Array,
     history: History | None = None,
-    rows: Rows | None = None,
+    rows: RowPaths | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Logits after bias, allowed and bad words, minimum length, processors and penalties.
 
@@ -130,7 +130,7 @@ def _ban(x_RV: jax.Array, token_Rs: jax.Array) -> jax.Array:
     return x_RV.at[row_R1, token_Rs].set(_BANNED, mode="drop")
 
 
-def _ban_words(params: LawParams, x_RV: jax.Array, recent_Rm: jax.Array, rows: Rows) -> jax.Array:
+def _ban_words(params: LawParams, x_RV: jax.Array, recent_Rm: jax.Array, rows: RowPaths) -> jax.Array:
     """Bans the last token of each bad word whose other tokens are the newest ones of the output."""
     prefix_RWm = jnp.asarray(params.bad_prefix)[rows.sequence]
     match_RW = jnp.all((prefix_RWm < 0) | (prefix_RWm == recent_Rm[:, None, :]), axis=2)
@@ -138,7 +138,7 @@ def _ban_words(params: LawParams, x_RV: jax.Array, recent_Rm: jax.Array, rows: R
     return _ban(x_RV, jnp.where(match_RW, last_RW, x_RV.shape[1]))
 
 
-def _ban_stops(params: LawParams, x_RV: jax.Array, history: History, rows: Rows) -> jax.Array:
+def _ban_stops(params: LawParams, x_RV: jax.Array, history: History, rows: RowPaths) -> jax.Array:
     """Bans stop tokens where fewer than `min_tokens` are generated."""
     length_R = history.generated[rows.sequence] + path_length(rows.path)
     early_R = length_R < jnp.asarray(params.min_tokens)[rows.sequence]
@@ -161,7 +161,7 @@ def _process(cfg: LawConfig, x_RV: jax.Array, recent_Rc: jax.Array) -> tuple[jax
     return _sane(jax.lax.map(one, (recent_Rc, x_RV)))
 
 
-def _penalise(params: LawParams, x_RV: jax.Array, history: History, rows: Rows) -> jax.Array:
+def _penalise(params: LawParams, x_RV: jax.Array, history: History, rows: RowPaths) -> jax.Array:
     """Repetition (Keskar et al., CTRL, arXiv:1909.05858; prompt and output), then frequency and presence (output).
 
     The selects around the two products are there so that no compiler fuses them with the subtraction in one program and
@@ -185,7 +185,7 @@ def _processed(
     params: LawParams,
     logits_RV: jax.Array,
     history: History | None,
-    rows: Rows | None,
+    rows: RowPaths | None,
     kernels: SamplingKernels,
 ) -> tuple[jax.Array, jax.Array]:
     """`target_logits`, or one pass of `kernels.check` where the logits are used as they are."""
@@ -195,7 +195,7 @@ def _processed(
     return target_logits(cfg, params, logits_RV, history, rows)
 
 
-def _law_rows(params: LawParams, rows: Rows | None, needed_R: jax.Array | None) -> LawRows:
+def _law_rows(params: LawParams, rows: RowPaths | None, needed_R: jax.Array | None) -> LawRows:
     numbers = (params.temperature, params.log_min_p, params.top_k, params.top_p)
     found = LawRows(*(jnp.asarray(a) if rows is None else jnp.asarray(a)[rows.sequence] for a in numbers))
     if needed_R is None:
@@ -207,7 +207,7 @@ def _law_of(
     cfg: LawConfig,
     params: LawParams,
     x_RV: jax.Array,
-    rows: Rows | None,
+    rows: RowPaths | None,
     kernels: SamplingKernels,
     needed_R: jax.Array | None,
 ) -> jax.Array:
@@ -223,7 +223,7 @@ def law(
     params: LawParams,
     logits_RV: jax.Array,
     history: History | None = None,
-    rows: Rows | None = None,
+    rows: RowPaths | None = None,
     *,
     kernels: SamplingKernels = REFERENCE,
     needed_R: jax.Array | None = None,
@@ -250,7 +250,7 @@ def sample(
     params: LawParams,
     logits_RV: jax.Array,
     history: History | None = None,
-    rows: Rows | None = None,
+    rows: RowPaths | None = None,
     *,
     u_R: jax.Array | None,
     kernels: SamplingKernels = REFERENCE,

@@ -21,8 +21,7 @@ from specsparse.measure.bench.sides import token_ids
 from specsparse.models import catalogue
 from specsparse.runtime import manifest
 from specsparse.runtime.binding import make_method
-from specsparse.runtime.device_batch import Method
-from specsparse.runtime.device_batch import Sequence as Text
+from specsparse.runtime.device_batch import Method, Request
 from specsparse.runtime.load import load
 from specsparse.runtime.requests import prompt_ids
 from specsparse.runtime.session import Session
@@ -109,9 +108,10 @@ def _once(
     prompt_s, plain_s, fast_s, emitted, rounds = None, 0.0, 0.0, 0, 0
     if plan.pp > 1:
         ids, one = token_ids(plan.pp, model.config.vocab_size), params.merged(max_tokens=1)
-        prompt_s = Session(model, [Text(ids, one, seed=0) for _ in batches[0]], Method()).prefill_s
+        prompt_s = Session(model, [Request(ids, one, seed=0) for _ in batches[0]], Method()).prefill_s
     for batch in batches:
-        plain, fast = (Session(model, [Text(ids, params, seed=0) for ids in batch], how) for how in (Method(), method))
+        requests = [Request(ids, params, seed=0) for ids in batch]
+        plain, fast = (Session(model, requests, how) for how in (Method(), method))
         plain.advance()
         fast.advance()
         plain_s, fast_s = plain_s + plain.decode_s, fast_s + fast.decode_s

@@ -15,7 +15,7 @@ from specsparse.engine.generate import Finish
 from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
-from specsparse.runtime.device_batch import Method, Sequence
+from specsparse.runtime.device_batch import Method, Request
 from specsparse.runtime.session import Session
 from specsparse.support.in_turn import seconds
 
@@ -166,7 +166,7 @@ class Ours:
         opened: list[Session] = []
 
         def prefill() -> float:
-            opened.append(Session(self.model, [Sequence(prompt, params, seed=0)], Method()))
+            opened.append(Session(self.model, [Request(prompt, params, seed=0)], Method()))
             return opened[0].compile_s
 
         self.log.timed("prompt of the decode loop", prefill)

@@ -23,8 +23,7 @@ from specsparse.measure.bench.peers import Peer, Written
 from specsparse.models import catalogue
 from specsparse.runtime import manifest
 from specsparse.runtime.binding import make_method
-from specsparse.runtime.device_batch import Method
-from specsparse.runtime.device_batch import Sequence as Text
+from specsparse.runtime.device_batch import Method, Request
 from specsparse.runtime.load import load
 from specsparse.runtime.session import Session
 from specsparse.speculative.drafters.registry import DRAFTERS
@@ -73,7 +72,7 @@ def draft_file(drafter: str) -> Path | None:
 def ours(model: Model, method: Method, ids: Sequence[int], tokens: int) -> Written:
     """Greedy tokens after a prompt and a first round, whose tokens are not timed; as if it had written one."""
     params = SamplingParams(temperature=0.0, max_tokens=tokens + 1, ignore_eos=True)
-    session = Session(model, [Text(np.asarray(ids, np.int32), params, seed=0)], method)
+    session = Session(model, [Request(np.asarray(ids, np.int32), params, seed=0)], method)
     session.advance(1)
     begun, done, rounds = session.decode_s, len(session.tokens()[0]), session.counters()[0].num_rounds
     session.advance()

@@ -10,7 +10,7 @@ from specsparse.errors import UserError
 from specsparse.measure import intervals
 from specsparse.runtime import metrics
 from specsparse.runtime.binding import make_method
-from specsparse.runtime.device_batch import Sequence as Text
+from specsparse.runtime.device_batch import Request
 from specsparse.runtime.metrics import Counters
 from specsparse.runtime.requests import PromptLike, prompt_ids
 from specsparse.runtime.results import decode
@@ -109,7 +109,7 @@ def acceptance_over_seeds(
         raise UserError("acceptance needs a drafter: give drafter=prompt_lookup")
     ids = prompt_ids(model, prompt, params)
     known = _decode_programs(model)
-    session = Session(model, [Text(ids, params, seed) for seed in numbers], method, noting=bool(params.stop))
+    session = Session(model, [Request(ids, params, seed) for seed in numbers], method, noting=bool(params.stop))
     decode(session)
     if Finish.FAILED in session.finish:
         raise UserError(f"{model.path}: the model's logits hold NaN or allow no token")

@@ -7,7 +7,7 @@ import numpy as np
 from specsparse.engine.generate import Finish
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
-from specsparse.runtime.device_batch import Method, Sequence
+from specsparse.runtime.device_batch import Method, Request
 from specsparse.runtime.session import Session
 
 
@@ -21,7 +21,7 @@ class Loop:
     def __init__(self, model: Model, method: Method, ids: np.ndarray, *, room: int):
         self._length = jnp.asarray([len(ids)], jnp.int32)
         params = SamplingParams(temperature=0.0, max_tokens=room, ignore_eos=True)
-        self.session = Session(model, [Sequence(ids, params, seed=0)], method)
+        self.session = Session(model, [Request(ids, params, seed=0)], method)
 
     def rewind(self) -> None:
         """Back to the place; what the drafter remembers goes on, so only drafters without a state may be rewound."""

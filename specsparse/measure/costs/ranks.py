@@ -12,8 +12,7 @@ from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.measure.costs.measured import load_or_measure
 from specsparse.measure.costs.progress import Bar, silent
-from specsparse.runtime.device_batch import Method
-from specsparse.runtime.device_batch import Sequence as Text
+from specsparse.runtime.device_batch import Method, Request
 from specsparse.runtime.session import Session
 from specsparse.runtime.stepped import RoundView, Watch
 from specsparse.runtime.times import store
@@ -178,5 +177,5 @@ def _sessions(
     kept = max(2, model.config.context_length - room - method.max_nodes)
     for seed, ids in enumerate(prompts):
         tail = np.asarray(ids, np.int32)[-kept:]
-        text = Text(tail, params.merged(max_tokens=room, ignore_eos=True), seed)
+        text = Request(tail, params.merged(max_tokens=room, ignore_eos=True), seed)
         yield Session(model, [text], method, watch=watch)

@@ -15,7 +15,7 @@ _KV_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 
 
 @dataclass(frozen=True)
-class Parts:
+class ModelParts:
     """Bytes of a model's parts, L of each but the last two.
 
     Attributes:
@@ -35,7 +35,7 @@ class Parts:
     cache: int
 
     @staticmethod
-    def of(f: GGUFFile, config: ModelConfig, *, context: int, kv_dtype: str = "f16") -> "Parts":
+    def of(f: GGUFFile, config: ModelConfig, *, context: int, kv_dtype: str = "f16") -> "ModelParts":
         """Of an open file, with a cache of `context` positions."""
 
         def of_layer(i: int, wanted) -> int:
@@ -47,7 +47,7 @@ class Parts:
 
         tied = "output.weight" not in f.tensors
         output = ("output_norm.weight", "token_embd.weight" if tied else "output.weight")
-        return Parts(
+        return ModelParts(
             attention=each(lambda n: n.startswith("attn")),
             predictors=each(_PREDICTOR.__contains__),
             norms=each("ffn_norm".__eq__),
@@ -69,7 +69,7 @@ class Parts:
 
 
 def problem_of(
-    parts: Parts,
+    parts: ModelParts,
     config: ModelConfig,
     read: Sequence[np.ndarray],
     *,

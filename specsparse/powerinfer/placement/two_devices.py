@@ -68,7 +68,7 @@ def kernels_beside(hot: jax.Device, kernels: Kernels) -> Kernels:
     return kernel_api.get("native" if cpu.available() else "reference")
 
 
-class _Tables(NamedTuple):
+class _RopeTables(NamedTuple):
     cos: jax.Array
     sin: jax.Array
 
@@ -169,7 +169,7 @@ class TwoDevices(Devices):
         batch, n = tokens_Bn.shape
         if n_valid_B is None:
             n_valid_B = np.full((batch,), n, np.int32)
-        call = _Call(self, params, cache.length, n_valid_B, parents_Bn)
+        call = _ForwardPass(self, params, cache.length, n_valid_B, parents_Bn)
         tokens_R = _to(self.devices.cold, np.reshape(np.asarray(tokens_Bn), -1))
         residual = _Residual(self._programs[self.devices.cold].embed(params.embedding, tokens_R))
         keys, values, stats = list(cache.k), list(cache.v), []
@@ -216,13 +216,13 @@ def _is_on(device: jax.Device, leaf: object) -> bool:
     return getattr(leaf, "device", None) == device
 
 
-class _Call:
+class _ForwardPass:
     """One forward pass."""
 
     def __init__(self, owner: TwoDevices, params: Params, length_B, n_valid_B, parents_Bn):
         self.owner, self.params = owner, params
         self.n_valid = {d: _to(d, n_valid_B) for d in owner._programs}
-        shared = (_Tables(params.cos, params.sin), length_B, parents_Bn)
+        shared = (_RopeTables(params.cos, params.sin), length_B, parents_Bn)
         self.shared = {d: _to(d, shared) for d in {*owner._home}}
 
     def layer(self, i: int, residual: _Residual, k, v) -> tuple[_Residual, jax.Array, jax.Array, tuple]:

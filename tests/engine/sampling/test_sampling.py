@@ -232,7 +232,7 @@ def test_rows_do_not_depend_on_their_number(vocab):
 
     @jax.jit
     def run(x, u, path):
-        rows = pipeline.Rows(jnp.zeros((x.shape[0],), jnp.int32), path)
+        rows = pipeline.RowPaths(jnp.zeros((x.shape[0],), jnp.int32), path)
         p, _ = pipeline.law(cfg, arrays, x, history, rows)
         token = pipeline.draw(p, u)
         return p, token, pipeline.logprobs(x, token, 3)

@@ -15,7 +15,7 @@ from specsparse.measure.replay.recording import Recorder, Recording
 from specsparse.measure.replay.trace import Trace
 from specsparse.measure.replay.verdicts import replay, verifiers_of
 from specsparse.runtime.binding import make_method
-from specsparse.runtime.device_batch import Sequence
+from specsparse.runtime.device_batch import Request
 from specsparse.runtime.session import Session
 from specsparse.speculative.base import ROOT
 from specsparse.speculative.drafters import get_drafter
@@ -140,7 +140,7 @@ def first_rounds(model, tree, verifier, seeds=range(12)):
     ids = model.tokenizer.encode(PROMPT)
     for seed in seeds:
         recorder.start(str(seed))
-        session = Session(model, [Sequence(ids, WARM, seed)], method, watch=recorder.round)
+        session = Session(model, [Request(ids, WARM, seed)], method, watch=recorder.round)
         session.advance(1)
         accepted += session.counters()[0].num_accepted_tokens
     return recorder.recording(), accepted

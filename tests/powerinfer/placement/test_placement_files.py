@@ -12,7 +12,7 @@ from specsparse.powerinfer.files.activation_stats import ActivationStats
 from specsparse.powerinfer.files.gpuidx import GpuIndex, path_for, read_gpuidx, write_gpuidx
 from specsparse.powerinfer.placement import profiler
 from specsparse.powerinfer.placement.kept import kept_or_solved
-from specsparse.powerinfer.placement.of_model import Parts, problem_of
+from specsparse.powerinfer.placement.of_model import ModelParts, problem_of
 from specsparse.powerinfer.placement.problem import Hardware
 from specsparse.powerinfer.placement.rules import optimal
 from specsparse.predictors.ffn import FFN
@@ -39,7 +39,7 @@ def stats(model):
 
 @pytest.fixture
 def problem(model, stats, tmp_path):
-    parts = Parts.of(open_gguf(model.path), model.config, context=64)
+    parts = ModelParts.of(open_gguf(model.path), model.config, context=64)
     hardware = Hardware(1e12, 1e11, 1e10)
     whole = sum(parts.in_order().values())
     return problem_of(
@@ -85,7 +85,7 @@ def test_probabilities():
 
 def test_parts_are_the_whole_file(model):
     f = open_gguf(model.path)
-    parts = Parts.of(f, model.config, context=64)
+    parts = ModelParts.of(f, model.config, context=64)
     without_embedding = sum(t.nbytes for n, t in f.tensors.items() if n != "token_embd.weight")
     assert sum(parts.in_order().values()) - parts.cache * 2 == without_embedding
     assert parts.neurons == (3 * 128 * 64 * 2,) * 2 and parts.predictors[1] == 2 * parts.predictors[0]

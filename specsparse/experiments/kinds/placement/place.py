@@ -23,7 +23,7 @@ from specsparse.powerinfer.files.activation_stats import save_stats, write_activ
 from specsparse.powerinfer.files.gpuidx import path_for
 from specsparse.powerinfer.placement import rules
 from specsparse.powerinfer.placement.kept import RunPlacement, kept_or_solved
-from specsparse.powerinfer.placement.of_model import Parts, problem_of
+from specsparse.powerinfer.placement.of_model import ModelParts, problem_of
 from specsparse.powerinfer.placement.problem import Hardware, Placement, Problem, neurons_placed
 from specsparse.powerinfer.placement.profiler import probabilities
 from specsparse.report import display
@@ -98,7 +98,7 @@ class Place(Kind):
         overrides = {k: v for k, v in cfg.model.overrides().items() if k not in ("kv_dtype", "threads", "backend")}
         config = ModelConfig.from_gguf(f, overrides=overrides)
         stats = activations.of_run(cfg, f, config, engine, console)
-        parts = Parts.of(f, config, context=cfg.placement.context, kv_dtype=cfg.model.kv_dtype or "f16")
+        parts = ModelParts.of(f, config, context=cfg.placement.context, kv_dtype=cfg.model.kv_dtype or "f16")
         problem = problem_for(cfg, parts, config, probabilities(stats, rows=cfg.placement.rows))
         chosen = "none" if cfg.disable_gpu_index else cfg.placement.rule
         solve = {**rules.RULES, "layers": partial(rules.layers, n_gpu_layers=cfg.n_gpu_layers)}
@@ -120,7 +120,7 @@ class Place(Kind):
         return _found(cfg, Placed(chosen, found, index, measured, taken), problem, parts)
 
 
-def _found(cfg: RunConfig, result: Placed, problem: Problem, parts: Parts) -> Found:
+def _found(cfg: RunConfig, result: Placed, problem: Problem, parts: ModelParts) -> Found:
     summary = report.summary(result.chosen, result.found, problem, parts)
     shown = [*report.tables(result.chosen, result.found, problem, parts)]
     if result.gpu_index is not None:
@@ -161,7 +161,7 @@ def hardware(spec: PlacementSpec, hot_bandwidth: float, cold_bandwidth: float) -
     )  # fmt: skip
 
 
-def problem_for(cfg: RunConfig, parts: Parts, config: ModelConfig, read: tuple[np.ndarray, ...]) -> Problem:
+def problem_for(cfg: RunConfig, parts: ModelParts, config: ModelConfig, read: tuple[np.ndarray, ...]) -> Problem:
     """The placement problem of a config; the devices named "this" are measured now."""
     spec = cfg.placement
     rates = {name: devices.get(name).bandwidth for name in {spec.hot_device, spec.cold_device}}
@@ -171,7 +171,7 @@ def problem_for(cfg: RunConfig, parts: Parts, config: ModelConfig, read: tuple[n
     )  # fmt: skip
 
 
-def budget_bytes(cfg: RunConfig, parts: Parts) -> int:
+def budget_bytes(cfg: RunConfig, parts: ModelParts) -> int:
     """`vram_budget`, or what an accelerator has free less 256 MiB (PowerInfer's default), or the whole model."""
     if cfg.vram_budget is not None:
         return int(cfg.vram_budget * GIB)

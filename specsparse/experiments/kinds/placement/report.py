@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from specsparse.powerinfer.placement.of_model import Parts
+from specsparse.powerinfer.placement.of_model import ModelParts
 from specsparse.powerinfer.placement.problem import Placement, Problem
 from specsparse.report.figure import Figure, Row
 
@@ -19,7 +19,7 @@ _STEPS = 100
 _MIB = 1 << 20
 
 
-def summary(chosen: str, found: Mapping[str, Placement], problem: Problem, parts: Parts) -> dict[str, Any]:
+def summary(chosen: str, found: Mapping[str, Placement], problem: Problem, parts: ModelParts) -> dict[str, Any]:
     """Plain values for the record."""
     return {
         "chosen": chosen,
@@ -41,7 +41,7 @@ def _values(p: Placement, problem: Problem) -> dict[str, Any]:
     }
 
 
-def tables(chosen: str, found: Mapping[str, Placement], problem: Problem, parts: Parts) -> Iterator[Any]:
+def tables(chosen: str, found: Mapping[str, Placement], problem: Problem, parts: ModelParts) -> Iterator[Any]:
     """What a run prints."""
     yield Text("parts of the model, in the order in which they go to the accelerator", style="bold")
     yield _parts(problem, parts)
@@ -49,7 +49,7 @@ def tables(chosen: str, found: Mapping[str, Placement], problem: Problem, parts:
     yield by_rule(chosen, found, problem)
 
 
-def _parts(problem: Problem, parts: Parts) -> Table:
+def _parts(problem: Problem, parts: ModelParts) -> Table:
     out, left = _table("part", "MiB", "fits"), problem.budget
     for name, size in parts.in_order().items():
         fits = "yes" if size <= left else f"{max(left, 0) / size:.0%}" if name == "neurons" else "no"
