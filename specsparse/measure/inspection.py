@@ -179,7 +179,7 @@ def pair(target: Inspected, draft: Inspected, device: Device, *, kv_length: int 
     """How `draft` would do as the draft model of `target`.
 
     Returns:
-        differences (of the vocabularies, `vocab.Difference` each) and fits (none of them); only_special, whether
+        differences (of the vocabularies, `vocab.VocabDifference` each) and fits (none of them); only_special, whether
         special_tokens=target would settle them; cost, a drafted token in plain steps of the target; and speedups, a
         list of {alpha, gamma, speedup} by the roofline of `device` (Leviathan et al. 2211.17192, theorem 3.8).
 

@@ -12,7 +12,7 @@ from specsparse.measure.conditions import Conditions
 from specsparse.measure.intervals import Interval
 from specsparse.measure.repeats import Repeats
 from specsparse.measure.speedup import Speedup
-from specsparse.report.record import PLAIN, SPECULATIVE, Group, RunRecord, Side
+from specsparse.report.record import PLAIN, SPECULATIVE, Group, RunRecord, SidePasses
 from specsparse.runtime import metrics
 
 _MAX_TASK_COLUMNS = 8
@@ -77,7 +77,7 @@ def rows(groups: list[Group]) -> list[tuple[str, list[str]]]:
     return out
 
 
-def _method_rows(groups: list[Group], method: list[Side | None]) -> list[tuple[str, list[str]]]:
+def _method_rows(groups: list[Group], method: list[SidePasses | None]) -> list[tuple[str, list[str]]]:
     faster = [g.speedup for g in groups]
     per_pos = [s.rates["acceptance_per_position"] if s else [] for s in method]
     out = [
@@ -101,7 +101,7 @@ def _method_rows(groups: list[Group], method: list[Side | None]) -> list[tuple[s
     return out
 
 
-def _rate(side: Side | None, name: str, spec: str) -> str:
+def _rate(side: SidePasses | None, name: str, spec: str) -> str:
     value = side.rates[name] if side else None
     return "-" if value is None else format(value, spec)
 

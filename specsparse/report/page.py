@@ -22,7 +22,7 @@ _MOST_ROWS = 200
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenReport:
     """What a report came to.
 
     Attributes:
@@ -36,7 +36,7 @@ class Written:
     missing: tuple[Missing, ...]
 
 
-def write(runs: Sequence[Run], directory: Path, *, title: str) -> Written:
+def write(runs: Sequence[Run], directory: Path, *, title: str) -> WrittenReport:
     """The report of these runs, into `directory`.
 
     Raises:
@@ -54,7 +54,7 @@ def write(runs: Sequence[Run], directory: Path, *, title: str) -> Written:
                   folder=folder, taken_over=sum(len(run.also) for run in runs), tied=conditions.TIED,
                   lengths=metrics.lengths_note(per_pass="Tokens per pass"))  # fmt: skip
     write_atomically(directory / PAGE, page)
-    return Written(directory / PAGE, tuple(made), tuple(missing))
+    return WrittenReport(directory / PAGE, tuple(made), tuple(missing))
 
 
 def render(template: str, **values: Any) -> str:

@@ -104,7 +104,7 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Side:
+class SidePasses:
     """All passes of one side together."""
 
     counters: Counters
@@ -121,7 +121,7 @@ class Side:
 class Group:
     """The passes of one task, or of all: both sides and what they say together."""
 
-    sides: dict[str, Side]
+    sides: dict[str, SidePasses]
     speedup: Speedup | None
 
     @property
@@ -221,7 +221,7 @@ class RunRecord:
         }
 
 
-def _html_row(label: str, sides: Sequence[Side | None], rate: str) -> list[str]:
+def _html_row(label: str, sides: Sequence[SidePasses | None], rate: str) -> list[str]:
     values = [side.rates[rate] if side else None for side in sides]
     return [label, *("-" if value is None else f"{value:.2f}" for value in values)]
 
@@ -244,12 +244,12 @@ def _group(passes: Sequence[Pass], bytes_per_pass: int, read_bandwidth: float | 
     return Group(sides, speedup_of(passes) if len(sides) == 2 else None)
 
 
-def _side(passes: Sequence[Pass], bytes_per_pass: int, read_bandwidth: float | None) -> Side:
+def _side(passes: Sequence[Pass], bytes_per_pass: int, read_bandwidth: float | None) -> SidePasses:
     counters = sum((p.counters for p in passes), Counters())
     seconds = sum(p.decode_s for p in passes)
     achieved = counters.num_rounds * bytes_per_pass / seconds if seconds else None
     share = achieved / read_bandwidth if achieved and read_bandwidth else None
-    return Side(
+    return SidePasses(
         counters=counters,
         rates=metrics.rates(counters),
         passes=len(passes),

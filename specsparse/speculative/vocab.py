@@ -40,7 +40,7 @@ class Vocabulary(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
+class VocabDifference:
     """One line of the table.
 
     Attributes:
@@ -55,13 +55,13 @@ class Difference:
     special: bool = False
 
 
-def compare(target: Vocabulary, draft: Vocabulary) -> list[Difference]:
+def compare(target: Vocabulary, draft: Vocabulary) -> list[VocabDifference]:
     """All differences that break a rule; empty if the two fit."""
     found = []
 
     def check(what, a, b, *, special=False):
         if a != b:
-            found.append(Difference(what, str(a), str(b), special))
+            found.append(VocabDifference(what, str(a), str(b), special))
 
     check("tokenizer", target.type, draft.type)
     check("adds BOS", target.add_bos, draft.add_bos, special=True)
@@ -71,13 +71,13 @@ def compare(target: Vocabulary, draft: Vocabulary) -> list[Difference]:
     if target.add_eos or draft.add_eos or None in (target.eos_id, draft.eos_id):
         check("EOS id", target.eos_id, draft.eos_id, special=True)
     if abs(target.vocab_size - draft.vocab_size) > MAX_SIZE_DIFFERENCE:
-        found.append(Difference("size", str(target.vocab_size), str(draft.vocab_size)))
+        found.append(VocabDifference("size", str(target.vocab_size), str(draft.vocab_size)))
     for token in range(FIRST_CHECKED, min(target.vocab_size, draft.vocab_size)):
         check(f"token {token}", repr(target.token_text(token)), repr(draft.token_text(token)))
     return found
 
 
-def table(differences: list[Difference]) -> str:
+def table(differences: list[VocabDifference]) -> str:
     """The differences as aligned text, one a line, long lists cut."""
     rows = [("", "target", "draft"), *((d.what, d.target, d.draft) for d in differences[:_SHOWN])]
     widths = [max(len(row[i]) for row in rows) for i in range(2)]
@@ -88,7 +88,7 @@ def table(differences: list[Difference]) -> str:
 
 def check_compatible(
     target: Vocabulary, draft: Vocabulary, *, special_tokens: str | None = None, where: str = "the draft model"
-) -> list[Difference]:
+) -> list[VocabDifference]:
     """Refuses a draft model whose vocabulary is another one.
 
     Args:

@@ -17,7 +17,7 @@ from specsparse.speculative.verify import VERIFIERS
 from specsparse.support.options import Count, Internal, Range
 from specsparse.support.tensor_files import read_tensors, write_tensors
 from specsparse.training.prompts import prompt
-from specsparse.training.recorder import Recorder
+from specsparse.training.recorder import HiddenRecorder
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def answer(model: Model, prompts: list[np.ndarray], params: list[SamplingParams]
     """The model's answers to prompts of token ids, decoded together; plain decoding's tokens."""
     sequences = [Request(p, s, seed, i) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
     name = "greedy" if all(s.greedy for s in params) else "match"
-    session = Session(model, sequences, Method(Recorder(model.config.d_model), VERIFIERS[name]))
+    session = Session(model, sequences, Method(HiddenRecorder(model.config.d_model), VERIFIERS[name]))
     session.advance()
     hidden = np.asarray(session.state.drafter.rows)
     texts = []

@@ -14,7 +14,7 @@ _SLOT = re.compile(r"\{([a-z_-]+|\d+\.\.\d+)\}")
 _DEEPEST = 12
 
 
-class Prompt(NamedTuple):
+class TaskPrompt(NamedTuple):
     """A prompt and its task, one of the built-in prompts' tasks."""
 
     task: str
@@ -27,7 +27,7 @@ def grammar() -> Mapping[str, Sequence[str]]:
     return json.loads(_GRAMMAR_FILE.read_text(encoding="utf-8"))
 
 
-def prompt(index: int, *, seed: int = 0, rules: Mapping[str, Sequence[str]] | None = None) -> Prompt:
+def prompt(index: int, *, seed: int = 0, rules: Mapping[str, Sequence[str]] | None = None) -> TaskPrompt:
     """Prompt number `index` of the endless list that belongs to `seed`.
 
     A rule's text holds slots: `{name}` is a text of that rule, `{2..9}` a whole number in that range. A rule that the
@@ -38,7 +38,7 @@ def prompt(index: int, *, seed: int = 0, rules: Mapping[str, Sequence[str]] | No
     tasks = rules["tasks"]
     share = np.array([tasks[name] for name in tasks], np.float64)
     task = str(rng.choice(list(tasks), p=share / share.sum()))
-    return Prompt(task, _expand(rules, "{" + task + "}", rng, {}, 0))
+    return TaskPrompt(task, _expand(rules, "{" + task + "}", rng, {}, 0))
 
 
 def _expand(rules: Mapping[str, Sequence[str]], text: str, rng: np.random.Generator, fixed: dict, depth: int) -> str:

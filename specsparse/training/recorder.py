@@ -17,7 +17,7 @@ class Recorded(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Recorder(Drafter):
+class HiddenRecorder(Drafter):
     """Its state is what was recorded; its drafts have room for one node and hold none.
 
     Attributes:

@@ -149,7 +149,7 @@ def test_compare_ranks_every_valid_pair(cfg, tmp_path):
 def method(name, ratio, half, *, tokens_per_pass=9.0):
     faster = speedup.speedup([ratio], [1.0], prompts=[0])._replace(low=ratio - half, high=ratio + half, prompts=6)
     rates = {"tokens_per_second": 100.0, "tokens_per_target_pass": tokens_per_pass, "mean_acceptance_length": 3.0}
-    side = record.Side(metrics.Counters(), rates, 1, 0.0, 0, 1.0, None, None)
+    side = record.SidePasses(metrics.Counters(), rates, 1, 0.0, 0, 1.0, None, None)
     group = record.Group({"plain": side, "speculative": side}, faster)
     return compare.Entry(name, "lossless", {"chat": group, "all": group}, record.identity_of([], verifier="greedy"))
 

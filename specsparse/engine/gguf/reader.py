@@ -119,7 +119,7 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """Where in the file things are, for those who copy it.
 
     Attributes:
@@ -159,7 +159,7 @@ class GGUFFile:
     alignment: int
     metadata: Mapping[str, Value] = field(repr=False)
     tensors: Mapping[str, TensorInfo] = field(repr=False)
-    layout: Layout | None = field(default=None, repr=False)
+    layout: FileLayout | None = field(default=None, repr=False)
 
     def get(self, key: str, kind: Kind, default: Any = _REQUIRED) -> Any:
         """The value of `key` as a plain int, float, str or bool; `default` where it is missing.
@@ -368,7 +368,7 @@ def open_one(path: str | os.PathLike[str]) -> GGUFFile:
     cur.check_count(n_tensors, _MIN_TENSOR, "the number of tensors")
     start = cur.at
     tensors, alignment, data = _read_tensors(cur, n_tensors, metadata, TYPE_CODES[magic])
-    return GGUFFile(path, magic, version, alignment, metadata, tensors, Layout(places, (start, cur.at), data))
+    return GGUFFile(path, magic, version, alignment, metadata, tensors, FileLayout(places, (start, cur.at), data))
 
 
 _SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)

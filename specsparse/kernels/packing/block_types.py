@@ -32,7 +32,7 @@ class Parts(NamedTuple):
     mn: np.ndarray | None = None
 
 
-class Kind(NamedTuple):
+class BlockKind(NamedTuple):
     """How a GGUF type is packed: its layout, the fields of a block, and the decoder of an array of blocks."""
 
     layout: Layout
@@ -210,17 +210,17 @@ _UE4M3_HALF = gq.NVFP4.ue4m3_to_fp32(np.arange(256, dtype=np.uint8)).astype(np.f
 _IQ4_VALUES = tuple(int(v) for v in gq.IQ4_NL.kvalues)
 
 
-def _kind(layout: Layout, fields: str, decode: Callable[[np.ndarray], Parts]) -> Kind:
+def _kind(layout: Layout, fields: str, decode: Callable[[np.ndarray], Parts]) -> BlockKind:
     """`fields` is "name:type[xshape]" in file order, for instance "d:<u2 q:<u4x4" or "q:<u4x2,8"."""
     block = []
     for field in fields.split():
         name, _, rest = field.partition(":")
         item, _, dims = rest.partition("x")
         block.append((name, item, tuple(int(n) for n in dims.split(",")) if dims else ()))
-    return Kind(layout, np.dtype(block), decode)
+    return BlockKind(layout, np.dtype(block), decode)
 
 
-def kind_table(*rows: tuple[GGML, dict, str, Callable[[np.ndarray], Parts]]) -> dict[GGML, Kind]:
+def kind_table(*rows: tuple[GGML, dict, str, Callable[[np.ndarray], Parts]]) -> dict[GGML, BlockKind]:
     """Rows of (type, layout arguments, fields of a block, decoder) as a table by type."""
     return {t: _kind(Layout(**spec, source=t.name), fields, decode) for t, spec, fields, decode in rows}
 
@@ -229,7 +229,7 @@ _NIBBLE = {"codes": "nibble", "scales": "d"}
 _INT8 = {"codes": "int8", "scales": "d"}
 _LUT = {"codes": "nibble", "lut": _IQ4_VALUES}
 
-PLAIN_KINDS: dict[GGML, Kind] = kind_table(
+PLAIN_KINDS: dict[GGML, BlockKind] = kind_table(
     (GGML.Q4_0, {**_NIBBLE, "zero": 8}, "d:<u2 q:<u4x4", _plain),
     (GGML.Q4_1, {"codes": "nibble", "scales": "dm"}, "d:<u2 m:<u2 q:<u4x4", _plain),
     (GGML.Q5_0, _INT8, "d:<u2 h:u1x2,2 q:<u4x4", lambda b: _five_bits(b, offset=16)),

@@ -10,7 +10,7 @@ import gguf.quants as gq
 import numpy as np
 from gguf import GGMLQuantizationType as GGML
 
-from specsparse.kernels.packing.block_types import Kind, Parts, kind_table
+from specsparse.kernels.packing.block_types import BlockKind, Parts, kind_table
 
 EIGHT = np.arange(8, dtype=np.uint8)
 
@@ -139,7 +139,7 @@ def _row(name: GGML, sub: int, fields: str, decode: Callable[[np.ndarray], Parts
     return name, {"codes": "int8", "scales": "f32", "sub": sub}, fields, decode
 
 
-CODEBOOK_KINDS: dict[GGML, Kind] = kind_table(
+CODEBOOK_KINDS: dict[GGML, BlockKind] = kind_table(
     _row(GGML.IQ2_XXS, 32, "d:<u2 q:<u4x8,2", _iq2_xxs),
     _row(GGML.IQ2_XS, 16, "d:<u2 q:<u2x32 s:u1x8", _iq2_xs),
     _row(GGML.IQ2_S, 16, "d:<u2 q:u1x32 g:u1x32 h:u1x8 s:u1x8", _byte_indices(gq.IQ2_S, 2, 0.125)),

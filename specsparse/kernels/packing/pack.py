@@ -14,14 +14,14 @@ from gguf.constants import GGML_QUANT_SIZES
 
 from specsparse.errors import UserError
 from specsparse.kernels.arena import aligned_empty
-from specsparse.kernels.packing.block_types import PLAIN_KINDS, Kind, Parts
+from specsparse.kernels.packing.block_types import PLAIN_KINDS, BlockKind, Parts
 from specsparse.kernels.packing.codebooks import CODEBOOK_KINDS
 from specsparse.kernels.qtensor import BLOCK, ROWS, SUPER, Layout, QTensor
 
 CHUNK_BYTES = 512 << 10
 """Packed bytes written between two looks at the file: the decoder's temporaries stay in the L2 cache."""
 
-KINDS: dict[GGML, Kind] = {**PLAIN_KINDS, **CODEBOOK_KINDS}
+KINDS: dict[GGML, BlockKind] = {**PLAIN_KINDS, **CODEBOOK_KINDS}
 FLOATS: dict[GGML, Layout] = {
     GGML.F32: Layout("f32", source="F32"),
     GGML.F16: Layout("f16", source="F16"),

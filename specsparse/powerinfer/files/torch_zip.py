@@ -36,7 +36,7 @@ def read_torch(path: str | os.PathLike[str]) -> Any:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            return _Reader(archive).load()
+            return _TensorReader(archive).load()
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     except FileNotFoundError:
@@ -48,7 +48,7 @@ def read_torch(path: str | os.PathLike[str]) -> Any:
         raise UserError(f"{path}: is not a readable torch file: {type(error).__name__} {error!s:.80}{hint}") from None
 
 
-class _Reader(pickle.Unpickler):
+class _TensorReader(pickle.Unpickler):
     """Rebuilds tensors as numpy arrays. Every name that is not in the tables below ends the reading."""
 
     def __init__(self, archive: zipfile.ZipFile):

@@ -33,7 +33,7 @@ VOCAB = 4
 PAIR, CHAIN = TreeTemplate.kary((2,)), TreeTemplate.chain(2)
 
 
-class Round(NamedTuple):
+class MutantRound(NamedTuple):
     """One round: the rule, its drafts, the true law p, and how many tokens to compare."""
 
     rule: Any
@@ -48,20 +48,20 @@ class Mutant:
 
     name: str
     mistake: str
-    build: Callable[[Tables, Tables], Round]
+    build: Callable[[Tables, Tables], MutantRound]
 
-    def round(self, seed: int) -> Round:
+    def round(self, seed: int) -> MutantRound:
         """The mutant's round on random laws."""
         rng = np.random.default_rng([seed, 7])
         p, q = (random_tables(rng, vocab=VOCAB, depth=3, concentration=1.0) for _ in range(2))
         return self.build(p, q)
 
 
-def _round(rule, template, p, *, seen=None, draw, record=None, edit=None) -> Round:
+def _round(rule, template, p, *, seen=None, draw, record=None, edit=None) -> MutantRound:
     """A round whose verifier sees `seen` for p; `edit` changes the draft after it was drawn."""
     found = outcomes(template, seen or p, draw=draw, record=record)
     edited = (o._replace(draft=edit(o.draft)) for o in found) if edit else found
-    return Round(rule, edited, p, template.max_depth + 1)
+    return MutantRound(rule, edited, p, template.max_depth + 1)
 
 
 def _iid(q: Tables):
