@@ -131,11 +131,6 @@ class ModelConfig:
         names = tuple(n for n in PROJECTIONS if self.gated or n != "ffn_gate")
         return (*names[:-1], "ffn_down_t") if self.predictor_ranks else names
 
-    @property
-    def qkv_bias(self) -> bool:
-        """Whether queries, keys and values all have a bias."""
-        return {"attn_q", "attn_k", "attn_v"} <= set(self.biases)
-
     def projection_shape(self, name: str) -> tuple[int, int]:
         """(outputs, inputs) of one of `PROJECTIONS`."""
         q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim

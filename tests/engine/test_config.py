@@ -58,7 +58,7 @@ def test_the_real_model():
 
 def test_qwen2_is_a_llama_with_biases(tmp_path):
     config = written(tmp_path, architecture="qwen2")
-    assert config.qkv_bias and config.rope.pairing == "neox" and config.biases == ("attn_q", "attn_k", "attn_v")
+    assert config.rope.pairing == "neox" and config.biases == ("attn_q", "attn_k", "attn_v")
 
 
 def test_projection_shapes(tmp_path):

@@ -1,8 +1,6 @@
 """A model over two and four CPU devices against one. JAX must know of them before it starts: a process of its own."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -12,6 +10,7 @@ import pytest
 import specsparse
 from specsparse import SamplingParams
 from specsparse.testing import write_tiny_gguf
+from tests.other_process import found_by
 from tests.tolerances import MESH_NMSE, nmse
 
 IDS = [(17 * i + 5) % 300 for i in range(28)]  # from all over the vocabulary
@@ -97,19 +96,12 @@ np.savez(sys.argv[2], **out)
 def run(code: str, folder: Path, *, devices: int) -> dict[str, np.ndarray]:
     """What `code` finds in a process that has so many CPU devices."""
     env = {
-        **os.environ,
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "SPECSPARSE_THREADS": "1",  # of each device
         "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
     }
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", COMMON + code, str(folder), str(folder / "out.npz")],
-        env=env, capture_output=True, text=True, timeout=170, cwd=Path(__file__).parents[3],
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    with np.load(folder / "out.npz") as found:
-        return dict(found)
+    out = folder / "out.npz"
+    return found_by(COMMON + code, folder, out, out=out, env=env)
 
 
 @pytest.fixture(scope="module")

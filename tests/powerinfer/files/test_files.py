@@ -97,19 +97,25 @@ def test_a_pickle_runs_no_code(tmp_path):
     assert not (tmp_path / "touched").exists()
 
 
+def refused_mutants(valid, read, *, count, header):
+    """How many damaged copies of a file are refused, each in one line."""
+    blob, path, refused = valid.read_bytes(), valid.with_name("mutant"), 0
+    for seed in range(count):
+        path.write_bytes(mutate(blob, seed, header=header))
+        try:
+            read(path)
+        except UserError as error:
+            refused += 1
+            assert "\n" not in str(error)
+    return refused
+
+
 def test_damaged_torch_files_end_in_one_line_or_a_result(tmp_path):
     write_torch(
         tmp_path / "a.pt", {"fc1.weight": np.ones((4, 8), np.float16), "fc2.weight": np.ones((9, 4), np.float16)}
     )
-    blob, path, refused = (tmp_path / "a.pt").read_bytes(), tmp_path / "m.pt", 0
-    for seed in range(300):
-        path.write_bytes(mutate(blob, seed, header=len(blob)))
-        try:
-            read_torch(path)
-        except UserError as error:
-            refused += 1
-            assert "\n" not in str(error)
-    assert refused > 100
+    whole = (tmp_path / "a.pt").stat().st_size
+    assert refused_mutants(tmp_path / "a.pt", read_torch, count=300, header=whole) > 100
 
 
 def test_damaged_powerinfer_files_end_in_one_line_or_a_result(tmp_path):
@@ -121,15 +127,7 @@ def test_damaged_powerinfer_files_end_in_one_line_or_a_result(tmp_path):
         "gpuidx": (write_gpuidx(tmp_path / "m.gpuidx", index()), read_gpuidx),
     }
     for valid, read in kinds.values():
-        blob, path, refused = valid.read_bytes(), tmp_path / "mutant", 0
-        for seed in range(150):
-            path.write_bytes(mutate(blob, seed, header=min(len(blob), 2500)))
-            try:
-                read(path)
-            except UserError as error:
-                refused += 1
-                assert "\n" not in str(error)
-        assert refused > 50
+        assert refused_mutants(valid, read, count=150, header=min(valid.stat().st_size, 2500)) > 50
 
 
 def test_activations_come_back_by_number(tmp_path):

@@ -1,9 +1,5 @@
 """Two CPU devices against one, bit for bit. JAX must know of them before it starts, so they have their own process."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +9,7 @@ from specsparse import SamplingParams
 from specsparse.kernels.native import cpu
 from specsparse.powerinfer.files.gpuidx import GpuIndex, write_gpuidx
 from specsparse.testing.powerinfer import write_tiny_powerinfer
+from tests.other_process import found_by
 from tests.powerinfer.placement.test_hot_cold import D_FF, IDS, LAYERS, index
 
 if not cpu.available():
@@ -70,15 +67,8 @@ def path(tmp_path_factory):
 def two(path, tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     file = write_gpuidx(folder / "x.gpuidx", index())
-    args = [path, file, folder / "out.npz", ",".join(map(str, IDS))]
-    env = {**os.environ, "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", OTHER, *map(str, args)],
-        env=env, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[3],
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    with np.load(folder / "out.npz") as found:
-        return dict(found)
+    out, ids = folder / "out.npz", ",".join(map(str, IDS))
+    return found_by(OTHER, path, file, out, ids, out=out, env={"JAX_NUM_CPU_DEVICES": "2"})
 
 
 @pytest.fixture(scope="module")
