@@ -3,15 +3,24 @@
 The file of a choice in `conf/` says the name and what differs from the defaults, which are those of the choice's class.
 """
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from specsparse.errors import UserError
+from specsparse.speculative.drafters.registry import DRAFTERS
 from specsparse.speculative.verifiers.registry import RULES
 from specsparse.support.options import options_of
 from specsparse.support.registry import Registry
 
-PARTS: Mapping[str, Registry[Any]] = {"verifier": RULES}
+PARTS: Mapping[str, Registry[Any]] = {"drafter": DRAFTERS, "verifier": RULES}
 """Registries by group."""
+
+
+ELSEWHERE = {"max_nodes": "policy.gamma", "policy": "policy=NAME", "tree": "tree=NAME"}
+"""Options of drafters that have a group of their own in the config."""
+NONE = "none"
 
 
 def completed(group: str, given: Mapping[str, object]) -> dict[str, object]:
@@ -20,11 +29,15 @@ def completed(group: str, given: Mapping[str, object]) -> dict[str, object]:
     Raises:
         UserError: an option that the choice does not have (with the nearest), or a bad value.
     """
-    name = given.get("name")
+    name, own = given.get("name"), {key: value for key, value in given.items() if key != "name"}
+    if name == NONE and own:
+        raise UserError(f"{group}.{next(iter(own))} is no option of {group}=none")
     if not isinstance(name, str) or not PARTS[group].is_builtin(name):
         return dict(given)
-    found = PARTS[group].read(name, {key: value for key, value in given.items() if key != "name"})
-    return {"name": name} | {option: _plain(getattr(found, option)) for option in options_of(type(found))}
+    for key, value in own.items():
+        if instead := ELSEWHERE.get(option_name(group, key)) if value is not None else None:
+            raise UserError(f"write {instead} instead of {group}.{key}")
+    return {"name": name} | {key: value for key, value in _every(PARTS[group].read(name, own)) if key not in ELSEWHERE}
 
 
 def option_name(group: str, key: str) -> str:
@@ -32,6 +45,18 @@ def option_name(group: str, key: str) -> str:
     return PARTS[group].option_names().get(key, key)
 
 
+def _every(options: object) -> Iterator[tuple[str, object]]:
+    """Name and plain value of each option of an instance, those of its parts among them."""
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if dataclasses.is_dataclass(value) and field.name not in options_of(type(options)):
+            yield from _every(value)
+        else:
+            yield field.name, _plain(value)
+
+
 def _plain(value: object) -> object:
     """As YAML and JSON have it."""
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

@@ -6,6 +6,7 @@ import re
 from specsparse.errors import UserError
 from specsparse.experiments.parts import PARTS, option_name
 from specsparse.models import catalogue
+from specsparse.speculative.drafters.registry import DRAFTERS
 from specsparse.support.paths import conf_dir
 from specsparse.support.registry import Registry
 
@@ -18,24 +19,11 @@ OPTION_NAMES = {
     "policy.draft_min": "policy.n_min",
     "policy.draft_p_min": "policy.p_min",
     "policy.assistant_confidence_threshold": "policy.threshold",
-    "drafter.prompt_lookup_max": "drafter.ngram_max",
-    "drafter.max_matching_ngram_size": "drafter.ngram_max",
-    "drafter.prompt_lookup_min": "drafter.ngram_min",
-    "drafter.ngram_size_n": "drafter.size_n",
-    "drafter.ngram_size_m": "drafter.size_m",
-    "drafter.ngram_min_hits": "drafter.min_hits",
-    "drafter.draft_temperature": "drafter.temperature",
-    "drafter.draft_sample_method": "drafter.draw",
-    "drafter.draft_p_min": "drafter.p_min",
-    "drafter.draft_min": "drafter.n_min",
 }
 """llama.cpp's, vLLM's and Hugging Face's names of options that have a key in conf/, and that key."""
 
 CHOICE_NAMES = {
-    "drafter": {
-        "ngram": "prompt_lookup", "ngram-simple": "ngram_simple", "ngram-map-k": "ngram_map", "draft_model": "model",
-        "layer-skip": "layer_skip", "eagle": "head",
-    },
+    "drafter": DRAFTERS.aliases,
     "policy": {
         "constant": "fixed", "hf_heuristic": "heuristic", "hf_confidence": "confidence", "cost_optimal": "cost",
         "auto-off": "auto_off",
@@ -51,9 +39,12 @@ OPEN_GROUPS = ("drafter", "verifier", "tree", "policy", "predictor")
 def shorthand(argv: list[str]) -> list[str]:
     """Spells out `model=FILE.gguf`, a model's name that no file of `conf/model` has, `data=FILE.jsonl`,
     `experiment=NAME` without its plus sign, the lists of `compare` (`drafter=a,b`), the names of `OPTION_NAMES` and
-    `CHOICE_NAMES`, and a part from elsewhere: `drafter=module:Class`, or the name of another package's."""
-    compares = not {"-m", "--multirun"} & set(argv) and any(arg.lstrip("+") == "experiment=compare" for arg in argv)
-    outside = {group for group, _, name in (arg.partition("=") for arg in argv) if _is_outside(group, name)}
+    `CHOICE_NAMES`, and a part from elsewhere: `drafter=module:Class`, or the name of another package's; with -m a list
+    of such names, too."""
+    sweeps = bool({"-m", "--multirun"} & set(argv))
+    compares = not sweeps and any(arg.lstrip("+") == "experiment=compare" for arg in argv)
+    given = [(group, names.split(",") if sweeps else [names]) for group, _, names in (a.partition("=") for a in argv)]
+    outside = {group for group, names in given if any(_is_outside(group, name) for name in names)}
     out = []
     for arg in argv:
         key, eq, value = arg.partition("=")
@@ -65,7 +56,7 @@ def shorthand(argv: list[str]) -> list[str]:
         elif eq and key == "data" and is_path:
             out += [f"data.source={_quote(os.path.expanduser(value))}"]
         elif key in outside:  # the choice of the config goes, and all it brought; there is no schema for the options
-            out += [f"~{key}", f"++{key}.name={_quote(value)}"]
+            out += [f"~{key}", f"++{key}.name={','.join(map(_quote, value.split(',')))}"]
         elif eq and _is_option(key):  # Hydra knows those in the file of conf/, not all that the class has
             group, _, option = key.partition(".")
             out.append(f"++{group}.{option_name(group, option)}={value}")

@@ -20,6 +20,7 @@ from specsparse.support.options import read
 Draw = Callable[[jax.Array, jax.Array], jax.Array]
 """(p float[R, V], u float[R] in [0, 1)) -> int32[R]."""
 
+
 def get_verifier(name: str, **options: object) -> Verifier:
     """The verifier of that name, of that `module:Class` (a `SiblingRule`), or that `module:NAME` (a `Verifier`).
 

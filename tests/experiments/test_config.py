@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from specsparse import run
 from specsparse.errors import UserError
 from specsparse.experiments import config, shorthand
-from specsparse.speculative.drafters.registry import DRAFTERS, get_drafter
+from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.speculative.policies import registry
 from specsparse.speculative.policies.registry import POLICIES, get_policy
 
@@ -145,7 +145,7 @@ def test_values_arrive():
         ("drafter=prompt_lokup", "did you mean prompt_lookup?"),
         ("+experiment=spec_smolm2", "did you mean spec_smollm2?"),
         ("policy.gama=3", "no key policy.gama; did you mean policy.gamma?"),
-        ("drafter.ngram_mx=3", "did you mean drafter.ngram_max?"),
+        ("drafter.ngram_mx=3", "drafter.ngram_mx is no option of prompt_lookup; did you mean ngram_max?"),
         ("sampling.temprature=1", "did you mean sampling.temperature?"),
         ("sampling.n=2", "write +sampling.n=VALUE"),
         ("drafer=none", "did you mean drafter?"),
@@ -186,6 +186,17 @@ print('jax' in sys.modules)
     ("argv", "line"),
     [
         (["verifier.xyz=1"], "verifier.xyz is no option of greedy; valid: none"),
+        (["drafter.ngram_mx=3"], "drafter.ngram_mx is no option of prompt_lookup; did you mean ngram_max?"),
+        (
+            ["drafter=head", "drafter.temprature=1"],
+            "drafter.temprature is no option of head; did you mean temperature?",
+        ),
+        (
+            ["drafter=suffix", "drafter.longest=0"],
+            "drafter.longest=0 must be a whole number of at least 1 and at most 4096",
+        ),
+        (["drafter.gamma=3"], "write policy.gamma instead of drafter.max_nodes"),
+        (["drafter=none", "drafter.gamma=3"], "drafter.max_nodes is no option of drafter=none"),
         (["verifier=typical", "verifier.epsilo=1"], "verifier.epsilo is no option of typical; did you mean epsilon?"),
         (["verifier=threshold", "verifier.total=2"], "verifier.total=2 must be a number above 0 and at most 1"),
     ],
@@ -248,14 +259,9 @@ def test_names_of_other_projects_are_those_of_the_factories():
     """Each stands for the same option there, and for a key of some file in conf/."""
     for name, target in shorthand.OPTION_NAMES.items():
         group, key = target.split(".")
-        if group == "drafter":
-            tables = [DRAFTERS.options(drafter) for drafter in DRAFTERS.names()]
-        else:
-            tables = [factory.options for factory in POLICIES.values()]
-        options = [table[key] for table in tables if key in table]
+        options = [f.options[key] for f in POLICIES.values() if key in f.options]
         assert any(name.split(".")[1] in option.aliases for option in options if option), name
         assert any(key in OmegaConf.load(f) for f in (run.conf_dir() / group).glob("*.yaml")), target
-    assert shorthand.CHOICE_NAMES["drafter"] == DRAFTERS.aliases
     assert shorthand.CHOICE_NAMES["policy"] == {k: v for k, v in registry.ALIASES.items() if k != "n_min"}
 
 

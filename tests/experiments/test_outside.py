@@ -10,7 +10,10 @@ import specsparse
 from specsparse import run
 from specsparse.errors import UserError
 from specsparse.experiments.shorthand import shorthand
+from specsparse.speculative.base import DraftKind
 from specsparse.speculative.drafters import get_drafter
+from specsparse.speculative.method import make_drafter
+from specsparse.speculative.policies.base import Fixed, PMin
 from specsparse.speculative.policies.registry import get_policy
 from specsparse.speculative.trees import get_tree
 from specsparse.speculative.verify import get_verifier
@@ -97,6 +100,29 @@ class Untyped(Drafter):
     kind, max_nodes, draft = DraftKind.ONE_HOT, 3, None
 '''
 
+PLAN = '''
+"""A drafter that needs the target's model."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from specsparse.speculative.drafters.plan import DrafterPlan
+from specsparse.speculative.drafters.self_draft import on_target
+from specsparse.support.options import Range
+
+
+@dataclass(frozen=True)
+class EverySecond(DrafterPlan):
+    """Every second layer of the target drafts."""
+
+    start: Annotated[int, Range(0, 1)] = 0
+
+    def prepare(self, target, make):
+        layers = tuple(range(self.start, target.config.n_layers, 2))
+        return on_target(self.style, target, target.forward, layers, target.params.layers[self.start :: 2])
+'''
+
+SHORT = ["max_tokens=8", "data.tasks=[code]", "data.chat=false", "time_split=0", "stream=false"]
 PROMPT = [1, 2, 3, 1, 2, 3, 1, 2]
 
 
@@ -105,11 +131,12 @@ def here(tmp_path, monkeypatch):
     """A folder with the user's files, which is the current one."""
     (tmp_path / "echo_part.py").write_text(ECHO)
     (tmp_path / "other_parts.py").write_text(OTHERS)
+    (tmp_path / "plan_part.py").write_text(PLAN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     importlib.invalidate_caches()
     yield tmp_path
-    for name in ("echo_part", "other_parts"):
+    for name in ("echo_part", "other_parts", "plan_part"):
         sys.modules.pop(name, None)
 
 
@@ -129,19 +156,61 @@ def test_generate_and_the_contract(here, model):
 
 
 def test_the_run_command(here, model, capsys):
-    common = [
+    argv = [
         f"model={model.path}",
-        "max_tokens=8",
-        "data.tasks=[code]",
-        "data.chat=false",
-        "time_split=0",
-        "stream=false",
+        *SHORT,
+        "drafter=echo_part:Echo",
+        "drafter.back=2",
+        "policy.gamma=3",
+        "hydra.run.dir=out",
     ]
-    argv = [*common, "drafter=echo_part:Echo", "drafter.back=2", "policy.gamma=3", "hydra.run.dir=out"]
     assert run.main(argv) == 0, capsys.readouterr().err
     record = json.loads((here / "out" / "record.json").read_text())
     assert record["config"]["drafter"] == {"name": "echo_part:Echo", "back": 2}
     assert "same text: all" in capsys.readouterr().out
+
+
+def test_one_file_of_python_and_one_of_yaml(here, model, capsys):
+    """A new drafter has its own choice in a folder of configs."""
+    (here / "conf" / "drafter").mkdir(parents=True)
+    (here / "conf" / "drafter" / "echo.yaml").write_text(
+        "# The last tokens once more.\nname: echo_part:Echo\nback: 2\n"
+    )
+    for options, back in (([], 2), (["drafter.back=5"], 5)):
+        argv = [
+            f"model={model.path}",
+            *SHORT,
+            "drafter=echo",
+            *options,
+            f"hydra.run.dir=out{back}",
+            "--config-dir=conf",
+        ]
+        assert run.main(argv) == 0, capsys.readouterr().err
+        record = json.loads((here / f"out{back}" / "record.json").read_text())
+        assert record["config"]["drafter"] == {"name": "echo_part:Echo", "back": back}
+
+
+def test_a_sweep_over_one_s_own_and_a_built_in_one(here, model, capsys):
+    assert (
+        run.main(["-m", f"model={model.path}", *SHORT, "drafter=echo_part:Echo,suffix", "hydra.sweep.dir=cells"]) == 0
+    )
+    found = [json.loads((here / "cells" / cell / "record.json").read_text())["config"]["drafter"] for cell in "01"]
+    assert [drafter["name"] for drafter in found] == ["echo_part:Echo", "suffix"] and found[1]["longest"] == 64
+    assert "left out" not in capsys.readouterr().err
+
+
+def test_a_plan_of_one_s_own_takes_what_drafters_with_a_model_take(here, model):
+    """It has the options of `Drafting` beside its own, and drafts with the target's model."""
+    plain = specsparse.generate(model, PROMPT, max_tokens=16)
+    for options in ({"gamma": 3}, {"start": 1, "policy": PMin(2, 0, 0.1)}, {"tree": "static"}):
+        plan = get_drafter("plan_part:EverySecond", **options)
+        check_drafter(plan)
+        assert specsparse.generate(model, PROMPT, max_tokens=16, drafter=plan).token_ids == plain.token_ids
+    with pytest.raises(UserError, match=r"drafter\.strat is no option of plan_part:EverySecond; did you mean start\?"):
+        get_drafter("plan_part:EverySecond", strat=1)
+    drawn = get_drafter("plan_part:EverySecond", temperature=0.5)
+    assert (drawn.kind, drawn.start, drawn.style.free) == (DraftKind.SAMPLED, 0, True)
+    assert make_drafter("plan_part:EverySecond", {}, Fixed(5)).max_nodes == 5
 
 
 @pytest.mark.parametrize(
@@ -208,5 +277,6 @@ def test_only_open_groups_and_unknown_names_are_spelled_out():
         "~drafter", "++drafter.name=a.b:C", "++drafter.x=1", "policy.gamma=3",
     ]  # fmt: skip
     assert shorthand(["policy=a:B", "policy.draft_max=3"])[2] == "++policy.gamma=3"
-    same = ["drafter=suffix", "drafter.longest=3", "data.source=a:b", "name=a:b", "drafter=a:B,suffix"]
+    same = ["drafter=suffix", "data.source=a:b", "name=a:b", "drafter=a:B,suffix"]
     assert shorthand(same) == same
+    assert shorthand(["-m", "drafter=a:B,suffix"]) == ["-m", "~drafter", "++drafter.name=a:B,suffix"]

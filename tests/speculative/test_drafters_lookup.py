@@ -32,10 +32,10 @@ def looked_up(ids, nodes, n_max, n_min, *, newest, hits=1, follow=1, copy=None, 
 
 NGRAMS = {
     "prompt_lookup": (
-        NGram.prompt_lookup(5, 3, 1),
+        NGram(5, 3, 1),
         lambda ids: looked_up(ids, 5, 3, 1, newest=False),
     ),
-    "prompt_lookup_2_4": (NGram.prompt_lookup(3, 4, 2), lambda ids: looked_up(ids, 3, 4, 2, newest=False)),
+    "prompt_lookup_2_4": (NGram(3, 4, 2), lambda ids: looked_up(ids, 3, 4, 2, newest=False)),
     "ngram_simple": (
         NGram.ngram_simple(4, 2, 3),
         lambda ids: looked_up(ids, 4, 2, 2, newest=True, copy=3, least=2),
@@ -68,14 +68,14 @@ def test_ngram_equals_the_plain_definition(ngram, ids):
 def test_the_first_or_the_most_recent_match():
     ids = [7, 8, 1, 2, 9, 7, 8, 3, 4, 6, 7, 8]
     ctx = draft_context([ids], capacity=C, budget=2)
-    assert proposed(NGram.prompt_lookup(2, 3, 1), ctx) == [1, 2]
+    assert proposed(NGram(2, 3, 1), ctx) == [1, 2]
     assert proposed(NGram.ngram_simple(2, 2, 4), ctx) == [3, 4]
 
 
 def test_a_longer_ngram_beats_an_earlier_match():
     ids = [8, 1, 1, 7, 8, 2, 2, 5, 7, 8]
     ctx = draft_context([ids], capacity=C, budget=2)
-    assert proposed(NGram.prompt_lookup(2, 3, 1), ctx) == [2, 2]
+    assert proposed(NGram(2, 3, 1), ctx) == [2, 2]
 
 
 # Suffix

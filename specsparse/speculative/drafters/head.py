@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Self
+from typing import Annotated, Self
 
 from specsparse.engine.llama import make_layers
 from specsparse.engine.model import Model
@@ -10,11 +10,12 @@ from specsparse.speculative.drafters.either import Either
 from specsparse.speculative.drafters.head_file import find, read_head
 from specsparse.speculative.drafters.head_source import HeadSource
 from specsparse.speculative.drafters.ngram import NGram
-from specsparse.speculative.drafters.options import Drafting, HeadOptions, LookupHeadOptions
+from specsparse.speculative.drafters.options import ChainDrafting, Drafting, HeadOptions, LookupHeadOptions, under
 from specsparse.speculative.drafters.plan import Bound, DrafterPlan, MakeModel, bytes_of
 from specsparse.speculative.drafters.sources import VocabMap
 from specsparse.speculative.drafters.style import Style
 from specsparse.speculative.policies.base import Policy
+from specsparse.support.options import Inline
 
 HEAD_P_MIN = 0.6
 """Top probability under which a head beside a lookup stops, where the length of a draft is fixed."""
@@ -55,6 +56,8 @@ class HeadPlan(DrafterPlan, HeadOptions):
 class LookupHeadPlan(DrafterPlan, LookupHeadOptions):
     """Prompt lookup where the text repeats itself, else a head. Each is under the policy; its gamma is that of both."""
 
+    drafting: Annotated[ChainDrafting, Inline()] = LookupHeadOptions.drafting
+
     @functools.cached_property
     def second(self) -> HeadPlan:
         """The head, which stops early by default where the length of a draft is fixed."""
@@ -69,7 +72,7 @@ class LookupHeadPlan(DrafterPlan, LookupHeadOptions):
     def first(self) -> NGram:
         """The lookup; a policy that is put upon the plan later leaves it the room it had."""
         gamma = self.drafting.max_nodes or self.second.max_nodes
-        return NGram.prompt_lookup(gamma, self.ngram_max, self.ngram_min)
+        return NGram(gamma, self.ngram_max, self.ngram_min)
 
     @property
     def style(self) -> Style:
@@ -83,7 +86,7 @@ class LookupHeadPlan(DrafterPlan, LookupHeadOptions):
 
     def under(self, policy: Policy) -> Self:
         """The same with that policy."""
-        how = dataclasses.replace(self.drafting.under(policy), max_nodes=self.first.max_nodes)
+        how = dataclasses.replace(under(self.drafting, policy), max_nodes=self.first.max_nodes)
         return dataclasses.replace(self, drafting=how)
 
     def prepare(self, target: Model, make: MakeModel) -> Bound:

@@ -56,12 +56,6 @@ class NGram(Drafter):
             raise UserError(f"drafter.ngram_max={self.ngram_max} must be at least ngram_min={self.ngram_min}")
 
     @classmethod
-    def prompt_lookup(cls, max_nodes: int, ngram_max: int | None = None, ngram_min: int | None = None) -> "NGram":
-        """Prompt lookup; a bound that is not given is 3 or 2, or as near as the other one allows."""
-        low = ngram_min if ngram_min is not None else min(2, ngram_max or 2)
-        return cls(max_nodes, ngram_max if ngram_max is not None else max(3, low), low)
-
-    @classmethod
     def ngram_simple(cls, max_nodes: int, size_n: int, size_m: int) -> "NGram":
         """llama.cpp's `ngram-simple`."""
         return cls(max_nodes, size_n, size_n, newest=True, copy_max=size_m, min_copy=size_n)

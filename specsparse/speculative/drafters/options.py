@@ -6,7 +6,7 @@ A drafter of one's own needs no class here: the fields of its own dataclass are 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, TypeVar
 
 from specsparse.errors import UserError
 from specsparse.speculative.gamma import MAX_GAMMA, SHORT_GAMMA, MaxNodes
@@ -50,6 +50,14 @@ class Ngrams:
 
     ngram_max: Annotated[NgramSize | None, Also("prompt_lookup_max", "max_matching_ngram_size")] = None
     ngram_min: Annotated[NgramSize | None, Also("prompt_lookup_min")] = None
+
+    def __post_init__(self):
+        low = self.ngram_min if self.ngram_min is not None else min(2, self.ngram_max or 2)
+        high = self.ngram_max if self.ngram_max is not None else max(3, low)
+        if high < low:
+            raise UserError(f"drafter.ngram_max={high} must be at least ngram_min={low}")
+        object.__setattr__(self, "ngram_min", low)
+        object.__setattr__(self, "ngram_max", high)
 
 
 @dataclass(frozen=True)
@@ -150,6 +158,37 @@ class ScriptedOptions:
 
 
 @dataclass(frozen=True)
+class Drafting:
+    """How a model drafts, whatever model it is.
+
+    Attributes:
+        max_nodes: tokens drafted at most; by default a few, or what the policy that pays allows.
+        temperature: of the draft: 0 for argmax drafts, for greedy, match and delta; above, drawn from q, for match,
+            token and block.
+        top_k, top_p, min_p: truncation of the draft's law, as in `SamplingParams`.
+        draw: by default as the temperature says.
+        p_min: stop before a law whose top probability (over its top ten) is under it.
+        n_min: drop drafts that are shorter; argmax drafts only.
+        draft_vocab: score these ids only: a number N (the first N), a list, or a file of ids; by default all, or those
+            of the head's file.
+        policy: a `Policy`, instead of `max_nodes`, `p_min` and `n_min`.
+        tree: a `TreeShape` or the name of one, for drafts that branch.
+    """
+
+    max_nodes: MaxNodes | None = None
+    temperature: Temperature = 0.0
+    top_k: Annotated[int, Range(-1, 2**31 - 1)] = -1
+    top_p: Probability = 1.0
+    min_p: Probability = 0.0
+    draw: Annotated[Literal["argmax", "greedy", "sampled", "probabilistic"] | None, Also("draft_sample_method")] = None
+    p_min: PMin = 0.0
+    n_min: Annotated[int, Range(0, MAX_GAMMA), Also("draft_min")] = 0
+    draft_vocab: Vocab = None
+    policy: object | None = None
+    tree: object | None = None
+
+
+@dataclass(frozen=True)
 class ChainDrafting:
     """How a model beside a lookup drafts.
 
@@ -158,84 +197,56 @@ class ChainDrafting:
         temperature: of the draft: 0 for argmax; by default 0, or the target's under verifier=token and block.
         p_min: stop before a law whose top probability (over its top ten) is under it; by default 0.6 where the length
             is fixed, else 0.
+        draft_vocab: score these ids only; by default those of the head's file.
         policy: a `Policy`, instead of `max_nodes` and `p_min`.
-        draft_vocab: score these ids only: a number N (the first N), a list, or a file of ids; by default all, or those
-            of the head's file.
     """
 
     max_nodes: MaxNodes | None = None
     temperature: Temperature | None = None
     p_min: PMin | None = None
-    policy: object | None = None
     draft_vocab: Vocab = None
-
-    def under(self, policy: object) -> Self:
-        """The same under a policy, which says how long drafts are."""
-        lengths = ("max_nodes", "p_min", "n_min")
-        return replace(self, policy=policy, **{f.name: f.default for f in fields(self) if f.name in lengths})
+    policy: object | None = None
 
 
-@dataclass(frozen=True)
-class Drafting(ChainDrafting):
-    """How a model drafts, whatever model it is.
-
-    Attributes:
-        temperature: of the draft: 0 for argmax drafts, for greedy, match and delta; above, drawn from q, for match,
-            token and block.
-        p_min: stop before a law whose top probability (over its top ten) is under it.
-        top_k, top_p, min_p: truncation of the draft's law, as in `SamplingParams`.
-        draw: by default as the temperature says.
-        n_min: drop drafts that are shorter; argmax drafts only.
-        tree: a `TreeShape` or the name of one, for drafts that branch.
-    """
-
-    temperature: Temperature = 0.0
-    p_min: PMin = 0.0
-    top_k: Annotated[int, Range(-1, 2**31 - 1)] = -1
-    top_p: Probability = 1.0
-    min_p: Probability = 0.0
-    draw: Annotated[Literal["argmax", "greedy", "sampled", "probabilistic"] | None, Also("draft_sample_method")] = None
-    n_min: Annotated[int, Range(0, MAX_GAMMA), Also("draft_min")] = 0
-    tree: object | None = None
+How = TypeVar("How", Drafting, ChainDrafting)
 
 
-@dataclass(frozen=True, kw_only=True)
-class WithDrafting:
-    """Base of all that drafts with a model.
-
-    Attributes:
-        drafting: how.
-    """
-
-    drafting: Annotated[Drafting, Inline()] = Drafting()
+def under(how: How, policy: object) -> How:
+    """The same under a policy, which says how long drafts are."""
+    lengths = ("max_nodes", "p_min", "n_min")
+    return replace(how, policy=policy, **{f.name: f.default for f in fields(how) if f.name in lengths})
 
 
 @dataclass(frozen=True)
-class ModelOptions(WithDrafting):
+class ModelOptions:
     """A smaller model of the same family, with a cache of its own.
 
     Attributes:
         model: its GGUF file, a name as in model.path, or a loaded model.
+        drafting: how it drafts.
         special_tokens: target goes on with the target's ids where BOS or EOS differ.
     """
 
     model: object | None = None
+    drafting: Annotated[Drafting, Inline()] = Drafting()
     special_tokens: Literal["target"] | None = None
 
 
 @dataclass(frozen=True)
-class LayerSkipOptions(WithDrafting):
+class LayerSkipOptions:
     """Some of the target's own layers, on the target's cache (Draft & Verify, arXiv:2309.08168).
 
     Attributes:
         layers: those that run; by default the first and the last quarter, and every other one between.
+        drafting: how they draft.
     """
 
     layers: tuple[int, ...] | None = None
+    drafting: Annotated[Drafting, Inline()] = Drafting()
 
 
 @dataclass(frozen=True)
-class SparseSelfOptions(WithDrafting):
+class SparseSelfOptions:
     """The target with few of its neurons, on the target's cache.
 
     Attributes:
@@ -244,12 +255,14 @@ class SparseSelfOptions(WithDrafting):
         share: of the neurons, for hot and gate; by default 0.5.
         threshold: for own.
         text: token ids (a list or a file) to choose by; by default a text that the target writes itself.
+        drafting: how it drafts.
     """
 
     rule: Literal["hot", "gate", "own"] = "hot"
     share: Annotated[float, Range(1e-3, 1)] | None = None
     threshold: float | None = None
     text: Annotated[tuple[int, ...] | None, Read(_ids, "a list of ids or a file of ids")] = None
+    drafting: Annotated[Drafting, Inline()] = Drafting()
 
     def __post_init__(self):
         own = self.rule == "own"
@@ -262,14 +275,16 @@ class SparseSelfOptions(WithDrafting):
 
 
 @dataclass(frozen=True)
-class HeadOptions(WithDrafting):
+class HeadOptions:
     """One layer on the target's features, before the target's output matrix (EAGLE, arXiv:2401.15077).
 
     Attributes:
         head: its file, or a name; by default the one that was trained for the target.
+        drafting: how it drafts.
     """
 
     head: str | Path | None = None
+    drafting: Annotated[Drafting, Inline()] = Drafting()
 
 
 @dataclass(frozen=True)

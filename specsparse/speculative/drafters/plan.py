@@ -4,16 +4,17 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 import jax
 
 from specsparse.engine.model import Model
 from specsparse.speculative.base import Drafter, DraftKind
-from specsparse.speculative.drafters.options import WithDrafting
+from specsparse.speculative.drafters.options import Drafting, under
 from specsparse.speculative.drafters.style import Style
 from specsparse.speculative.drafters.with_policy import with_policy
 from specsparse.speculative.policies.base import Policy
+from specsparse.support.options import Inline
 
 
 class Bound(NamedTuple):
@@ -47,19 +48,24 @@ class MakeModel(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class DrafterPlan(WithDrafting, abc.ABC):
+class DrafterPlan(abc.ABC):
     """A drafter whose model is not there yet: what is known of it beforehand, and how to make it.
 
     Derive from it what drafts with the target's model: the fields of a frozen dataclass are its options, beside those
     of `options.Drafting`, and `prepare` makes the drafter.
 
     Attributes:
+        drafting: how it drafts, as far as that is the same for all.
         on_mesh: whether the target's matrices may be divided among devices: only its forward function reads them.
     """
 
+    drafting: Annotated[Drafting, Inline()] = dataclasses.field(default=Drafting(), kw_only=True)
     on_mesh: ClassVar[bool] = False
 
     def __post_init__(self):
+        checked = getattr(super(), "__post_init__", None)  # of the options, where they have one
+        if checked is not None:
+            checked()
         assert self.style  # options that exclude each other are found before a model is loaded
 
     @functools.cached_property
@@ -84,7 +90,7 @@ class DrafterPlan(WithDrafting, abc.ABC):
 
     def under(self, policy: Policy) -> Self:
         """The same with that policy, which somebody asked for."""
-        return dataclasses.replace(self, drafting=self.drafting.under(policy))
+        return dataclasses.replace(self, drafting=under(self.drafting, policy))
 
     def bind(self, target: Model, make: MakeModel) -> Bound:
         """The drafter for this target, under the policy of its style."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from specsparse.speculative.drafters.plan import DrafterPlan
 
 _BUILTIN = {
-    "prompt_lookup": ("ngram:NGram.prompt_lookup", own.PromptLookupOptions),
+    "prompt_lookup": ("ngram:NGram", own.PromptLookupOptions),
     "ngram_simple": ("ngram:NGram.ngram_simple", own.NgramSimpleOptions),
     "ngram_map": ("ngram:NGram.ngram_map", own.NgramMapOptions),
     "suffix": ("suffix:Suffix", own.SuffixOptions),

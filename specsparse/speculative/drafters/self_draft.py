@@ -84,7 +84,7 @@ class LayerSkipPlan(DrafterPlan, LayerSkipOptions):
                 f"drafter.layers={list(layers)} must be at least one layer, ascending, in 0..{c.n_layers - 1}"
             )
         own = [target.params.layers[layer] for layer in layers]
-        return _on_target(self.style, target, target.forward, layers, own)
+        return on_target(self.style, target, target.forward, layers, own)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ class SparseSelfPlan(DrafterPlan, SparseSelfOptions):
         """Makes the target with fewer neurons; no model is loaded."""
         own = {"rule": self.rule, "share": self.share, "threshold": self.threshold, "text": self.text}
         fewer = make.fewer(target, **{key: value for key, value in own.items() if value is not None})
-        bound = _on_target(self.style, target, fewer.forward, None, fewer.params.layers)
+        bound = on_target(self.style, target, fewer.forward, None, fewer.params.layers)
         weights = bound.weights(0)
         return bound._replace(weights=lambda capacity: weights._replace(params=fewer.params_for(capacity)))
 
@@ -106,8 +106,16 @@ def default_layers(count: int) -> tuple[int, ...]:
     return tuple(i for i in range(count) if i < edge or i >= count - edge or (i - edge) % 2)
 
 
-def _on_target(style: Style, target: Model, forward: ForwardFn, layers: tuple[int, ...] | None, read: Any) -> Bound:
-    """A part of the target on its own cache; `read` are the weights of that part."""
+def on_target(style: Style, target: Model, forward: ForwardFn, layers: tuple[int, ...] | None, read: Any) -> Bound:
+    """The drafter that a part of the target makes, on the target's cache.
+
+    Args:
+        style: how it drafts.
+        target: the model.
+        forward: of the part.
+        layers: those that run, None for all.
+        read: the weights of the part, which drafting a token reads.
+    """
     c = target.config
     weights, columns = style.trim(target, target.params.output, c.vocab_size)
     source = TargetLayers(forward, VocabMap(c.vocab_size, c.vocab_size, columns), c.context_length, layers)
