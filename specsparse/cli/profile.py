@@ -95,12 +95,9 @@ def _parts(found: Any) -> list[Any]:
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+    from specsparse.support import tables
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for i, title in enumerate(titles):
-        table.add_column(title, justify="right" if i else "left", no_wrap=True)
+    table = tables.new(*titles)
     for row in rows:
         table.add_row(*row)
     return table

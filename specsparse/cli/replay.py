@@ -29,12 +29,9 @@ def main(args: argparse.Namespace) -> int:
     """Replay and print."""
     import dataclasses
 
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     from specsparse.measure.replay import verdicts
     from specsparse.measure.replay.recording import Recording
-    from specsparse.support import terminal
+    from specsparse.support import tables, terminal
     from specsparse.support.json_files import to_json
 
     recording = Recording.load(args.run)
@@ -46,10 +43,9 @@ def main(args: argparse.Namespace) -> int:
         for one in found:
             print(to_json(dataclasses.asdict(one)))
         return 0
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
     size = "tree" if args.tree else "gamma"
-    for title in ("verifier", size, "tokens per pass", "mean acceptance length", "accepted", "with the run's coins"):
-        table.add_column(title, justify="left" if title == "verifier" else "right")
+    rates = ("tokens per pass", "mean acceptance length", "accepted", "with the run's coins")
+    table = tables.new("verifier", size, *rates)
     for one in found:
         length = one.mean_acceptance_length
         cells = [f"{one.tokens_per_pass:.3f}", "-" if length is None else f"{length:.3f}"]

@@ -16,6 +16,7 @@ from specsparse.report.methods import Method, Sample
 from specsparse.report.record import PLAIN
 from specsparse.report.runs import Run, conditions_apart, disagreements
 from specsparse.support.json_files import write_atomically
+from specsparse.support.tables import new
 
 _NO_CONFIG = ("name",)
 
@@ -145,9 +146,7 @@ def tables(found: Difference) -> list[Table]:
     settings = Table("set otherwise", a, b, box=SIMPLE_HEAD, pad_edge=False)
     for row in found.settings:
         settings.add_row(*(cell if len(cell) < 60 else f"{cell[:56]} ..." for cell in row))
-    out = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for title in ("", f"A: {a}", f"B: {b}", "B / A", "95 % interval", ""):
-        out.add_column(title, justify="right" if title else "left", no_wrap=True)
+    out = new("", f"A: {a}", f"B: {b}", "B / A", "95 % interval", "", left=(0, 5))
     for line in found.lines:
         out.add_row(line.name, _cell(line.a), _cell(line.b), _cell(line.ratio), _range(line.ratio), verdict(line))
     return [settings, out] if found.settings else [out]

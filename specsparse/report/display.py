@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -14,6 +13,7 @@ from specsparse.measure.repeats import Repeats
 from specsparse.measure.speedup import Speedup
 from specsparse.report.record import PLAIN, SPECULATIVE, Group, RunRecord, SidePasses
 from specsparse.runtime import metrics
+from specsparse.support import tables
 
 _MAX_TASK_COLUMNS = 8
 _MOST_HEADING = 140
@@ -50,10 +50,7 @@ def table(record: RunRecord) -> Table:
         names = []
     columns = [*names, "all"]
     note = metrics.lengths_note() if SPECULATIVE in record.groups["all"].sides else None
-    out = Table(box=SIMPLE_HEAD, pad_edge=False, caption=note, caption_justify="left")
-    out.add_column("", no_wrap=True)
-    for name in columns:
-        out.add_column(name, justify="right", no_wrap=True)
+    out = tables.new("", *columns, note=note)
     for label, cells in rows([record.groups[name] for name in columns]):
         out.add_row(label, *cells)
     return out

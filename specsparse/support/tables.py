@@ -1,6 +1,6 @@
-"""Tables on a terminal of any width: columns that do not fit stand below, and nothing is cut."""
+"""Tables on a terminal of any width: one look, columns that do not fit stand below, and nothing is cut."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -8,6 +8,21 @@ from rich.measure import Measurement
 from rich.table import Column, Table
 
 _ANY_WIDTH = 10_000
+
+
+def new(*columns: str, left: Collection[int] = (0,), close: bool = False, note: str | None = None) -> Table:
+    """A table without rows as all of the package look: numbers to the right, no cell on two lines.
+
+    Args:
+        columns: headings.
+        left: numbers of the columns of text, which begin at the left.
+        close: less room between the columns.
+        note: a footnote.
+    """
+    made = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=close, caption=note, caption_justify="left")
+    for i, name in enumerate(columns):
+        made.add_column(name, justify="left" if i in left else "right", no_wrap=True)
+    return made
 
 
 def show(out: Console, table: Table, *, names: int = 1) -> None:

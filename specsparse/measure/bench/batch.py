@@ -8,7 +8,6 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -25,7 +24,7 @@ from specsparse.runtime.device_batch import Method, Request
 from specsparse.runtime.load import load
 from specsparse.runtime.requests import prompt_ids
 from specsparse.runtime.session import Session
-from specsparse.support import terminal
+from specsparse.support import tables, terminal
 from specsparse.support.in_turn import in_turn
 from specsparse.support.json_files import Json
 
@@ -169,10 +168,9 @@ def run(
 
 def table(report: Json) -> Table:
     """One row a batch size; medians."""
-    plan, made = report["plan"], Table(box=SIMPLE_HEAD, pad_edge=False)
-    heads = ("batch", f"pp{plan['pp']}, tok/s", f"tg{plan['tg']}, tok/s", "per sequence")
-    for name in (*heads, f"{plan['drafter']}, tok/s", "tokens/pass", "speed-up", "±"):
-        made.add_column(name, justify="right", no_wrap=True)
+    plan = report["plan"]
+    sides = (f"pp{plan['pp']}, tok/s", f"tg{plan['tg']}, tok/s", "per sequence", f"{plan['drafter']}, tok/s")
+    made = tables.new("batch", *sides, "tokens/pass", "speed-up", "±", left=())
     for row in report["rows"]:
         pp, plain, fast = (row[f"{side}_tokens_per_second"] for side in ("pp", "plain", SPECULATIVE))
         made.add_row(

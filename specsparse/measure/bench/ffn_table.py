@@ -1,9 +1,9 @@
 """The report of `measure.bench.ffn` for the terminal."""
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from specsparse.measure.bench.ffn import VARIANTS
+from specsparse.support import tables
 from specsparse.support.json_files import Json
 
 _COLUMNS = ("type", "tokens", "active", "rows read", "ms", "GB/s", "of bandwidth", "x dense", "+mlp", "+signbit")
@@ -15,9 +15,7 @@ def table(report: Json) -> Table:
     "of bandwidth" is the share of the measured read bandwidth that the sparse FFN alone reaches; the last three columns
     are times over the dense FFN of as many tokens: without a predictor, with the MLP, with sign bits.
     """
-    made = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for i, name in enumerate(_COLUMNS):
-        made.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
+    made = tables.new(*_COLUMNS, close=True)
     rows = {(r["type"], r["n"], r["active"], r["what"]): r for r in report["rows"]}
     plan = report["plan"]
     for kind in plan["types"]:

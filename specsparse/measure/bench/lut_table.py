@@ -1,8 +1,8 @@
 """The report of `measure.bench.lut` for the terminal."""
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from specsparse.support import tables
 from specsparse.support.json_files import Json
 
 _COLUMNS = ("type", "matrix", "tokens", "weights", "kernel", "ms", "GB/s", "x product", "±", "error")
@@ -14,9 +14,7 @@ def table(report: Json) -> Table:
     "x product" is time over that of the product kernel, so above 1 is slower; "error" is relative to the product of the
     same weights with activations that nobody rounded.
     """
-    made = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for i, name in enumerate(_COLUMNS):
-        made.add_column(name, justify="left" if i in (0, 1, 3, 4) else "right", no_wrap=True)
+    made = tables.new(*_COLUMNS, left=(0, 1, 3, 4), close=True)
     for row in report["rows"]:
         ratio = row["over_product"]
         made.add_row(

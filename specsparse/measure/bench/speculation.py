@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -29,7 +28,7 @@ from specsparse.runtime.session import Session
 from specsparse.speculative.drafters.registry import DRAFTERS
 from specsparse.speculative.method import make_drafter
 from specsparse.speculative.policies.base import Fixed
-from specsparse.support import terminal
+from specsparse.support import tables, terminal
 from specsparse.support.in_turn import in_turn
 from specsparse.support.json_files import Json
 
@@ -197,10 +196,8 @@ def run(
 
 def table(report: Json) -> Table:
     """Tokens a second by task and side, under them the tokens of a target pass."""
-    rows, made = report["tok_s"], Table(box=SIMPLE_HEAD, pad_edge=False)
-    made.add_column("tok/s")
-    for name in rows["all"]:
-        made.add_column(name, justify="right", no_wrap=True)
+    rows = report["tok_s"]
+    made = tables.new("tok/s", *rows["all"])
     for task, row in rows.items():
         made.add_row(task, *(f"{rate:.1f}" for rate in row.values()))
     made.add_row("tokens a pass", *(f"{x:.2f}" for x in report["tokens_per_pass"]["all"].values()))

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
 from specsparse.measure.bench.sides import OURS
+from specsparse.support import tables
 from specsparse.support.json_files import Json
 
 MIB = 2**20
@@ -14,7 +14,9 @@ MIB = 2**20
 
 def results(report: Json) -> Table:
     """One row a test and engine, as llama-bench has them; prompt and decode tests only."""
-    table = _table("engine", "test", "tok/s (mean ± sd)", "ms/token", "GB/s", "of read", _peak_column(report), "ratio")
+    peak = f"of {report['machine']['compute_peak']}"
+    columns = ("engine", "test", "tok/s (mean ± sd)", "ms/token", "GB/s", "of read", peak, "ratio")
+    table = tables.new(*columns, close=True)
     ratios = report["ratios"] or {}
     for row in report["results"]:
         if row["test"].startswith("v"):
@@ -24,7 +26,7 @@ def results(report: Json) -> Table:
         ratio = ratios.get(row["test"]) if ours else None
         table.add_row(
             row["engine"],
-            _test_name(row),
+            f"{row['test']} @ d{row['depth']}" if row["depth"] else row["test"],
             f"{rate['median']:.1f} ({rate['mean']:.1f} ± {rate['sd']:.1f})",
             f"{row['ms_per_token']:.3f}",
             f"{row['bytes_per_second'] / 1e9:.1f}" if decoding else "-",
@@ -39,7 +41,7 @@ def verify(report: Json) -> Table:
     """v(n) of every engine."""
     sides, ratios = report["v"], report["ratios"] or {}
     columns = [c for side in sides for c in (f"{side}, ms", "v(n)", "±")]
-    table = _table("n", *columns, *(["ratio"] if ratios else []))
+    table = tables.new("n", *columns, *(["ratio"] if ratios else []), close=True)
     by_key = {(row["test"], row["engine"]): row for row in report["results"]}
     for n in sides[OURS]:
         cells = []
@@ -48,21 +50,6 @@ def verify(report: Json) -> Table:
             cells += [f"{by_key[f'v{n}', side]['ms_per_token'] * int(n):.2f}", f"{v['median']:.2f}", f"{v['sd']:.2f}"]
         table.add_row(n, *cells, *([f"{ratios[f'v{n}']['median']:.2f}x"] if ratios else []))
     return table
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for i, name in enumerate(columns):
-        table.add_column(name, justify="left" if i < 1 else "right", no_wrap=True)
-    return table
-
-
-def _peak_column(report: Json) -> str:
-    return f"of {report['machine']['compute_peak']}"
-
-
-def _test_name(row: Json) -> str:
-    return f"{row['test']} @ d{row['depth']}" if row["depth"] else row["test"]
 
 
 def _percent(share: float | None) -> str:

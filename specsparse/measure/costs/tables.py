@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
 from specsparse.measure.costs.predicted import worst_fit
 from specsparse.support.json_files import Json
+from specsparse.support.tables import new
 
 MIB = 2**20
 
@@ -51,17 +51,10 @@ def _fit_line(measured: Json) -> str:
     return f"plain step {step:.2f} ms, {call}; {fit}deviation of timings at most {max(spread.values()):.1%}"
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
 def _forwards(rows: list[Json]) -> Table:
     measured = "measured_s" in rows[0]
     extra = ("measured, ms", "v(n)", "±", "of roofline") if measured else ()
-    table = _table("n", "predicted, ms", "v(n)", "bound", *extra)
+    table = new("n", "predicted, ms", "v(n)", "bound", *extra, left=())
     for row in rows:
         cells = [str(row["n"]), f"{1e3 * row['predicted_s']:.3f}", f"{row['predicted_v']:.2f}", row["bound"]]
         if measured:
@@ -74,7 +67,8 @@ def _forwards(rows: list[Json]) -> Table:
 
 def _decode(rows: list[Json]) -> Table:
     measured = bool(rows) and "measured" in rows[0]
-    table = _table("tokens in cache", "predicted", *(("measured", "of roofline") if measured else ()))
+    extra = ("measured", "of roofline") if measured else ()
+    table = new("tokens in cache", "predicted", *extra, left=())
     for row in rows:
         more = (_significant(row["measured"]), f"{row['share']:.0%}") if measured else ()
         table.add_row(str(row["kv_length"]), _significant(row["predicted"]), *more)
@@ -82,7 +76,7 @@ def _decode(rows: list[Json]) -> Table:
 
 
 def _weights(rows: list[Json]) -> Table:
-    table = _table("type", "bits/weight", "MiB read", "tok/s", "in the file")
+    table = new("type", "bits/weight", "MiB read", "tok/s", "in the file", left=())
     for row in rows:
         size, rate = f"{row['bytes_read'] / MIB:.1f}", _significant(row["tokens_per_second"])
         table.add_row(row["type"], f"{row['bits_per_weight']:.2f}", size, rate, "yes" if row["in_file"] else "")
@@ -90,14 +84,14 @@ def _weights(rows: list[Json]) -> Table:
 
 
 def _kv(rows: list[Json]) -> Table:
-    table = _table("tokens", "f32", "f16, bf16")
+    table = new("tokens", "f32", "f16, bf16", left=())
     for row in rows:
         table.add_row(str(row["kv_length"]), f"{row['f32'] / MIB:.1f}", f"{row['f16'] / MIB:.1f}")
     return table
 
 
 def _devices(rows: list[Json]) -> Table:
-    table = _table("device", "GB/s", "tok/s", "v(8)", "rows until compute-bound")
+    table = new("device", "GB/s", "tok/s", "v(8)", "rows until compute-bound", left=())
     for row in rows:
         rate = _significant(row["tokens_per_second"])
         gigabytes = f"{row['bytes_per_second'] / 1e9:.1f}"
@@ -108,7 +102,7 @@ def _devices(rows: list[Json]) -> Table:
 def _speculation(rows: list[Json]) -> Table:
     measured = "measured_gamma" in rows[0]
     extra = ("gamma, measured v(n)", "speed-up") if measured else ()
-    table = _table("alpha", "gamma, roofline", "speed-up", *extra)
+    table = new("alpha", "gamma, roofline", "speed-up", *extra, left=())
     for row in rows:
         more = (str(row["measured_gamma"]), f"{row['measured_speedup']:.2f}") if measured else ()
         table.add_row(f"{row['alpha']:.1f}", str(row["predicted_gamma"]), f"{row['predicted_speedup']:.2f}", *more)
@@ -117,8 +111,9 @@ def _speculation(rows: list[Json]) -> Table:
 
 def _drafting(rows: list[Json]) -> Table:
     """Chains at the length that suits them; of a tree `gamma` is its nodes a round, and all its cost is the round's."""
-    table = _table("method", "a round, ms", "a token, ms", "in plain steps", "alpha", "gamma", "tok/round", "speed-up")
-    table.columns[0].justify, table.columns[0].no_wrap = "left", False
+    price = ("a round, ms", "a token, ms", "in plain steps")
+    table = new("method", *price, "alpha", "gamma", "tok/round", "speed-up")
+    table.columns[0].no_wrap = False
     for row in rows:
         steps = (row["round_s"] + row["token_s"] * row["gamma"]) / row["step_s"]
         alpha = "-" if row["alpha"] is None else f"{row['alpha']:.2f}"
