@@ -19,11 +19,6 @@ def expected_tokens(alpha: float, gamma: int) -> float:
     return float(sum(alpha**i for i in range(gamma + 1)))
 
 
-def expected_tokens_at(per_position: Sequence[float], gamma: int | None = None) -> float:
-    """The same from measured unconditional acceptance: 1 + sum over positions of P(accepted >= i)."""
-    return 1.0 + sum(per_position[:gamma])
-
-
 def expected_tokens_tree(parents: Sequence[int], node_rates: Sequence[float]) -> float:
     """E[tokens] of a tree of nodes in order, each with its parent (-1: the root) before it.
 

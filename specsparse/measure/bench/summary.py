@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from math import prod
 
 from specsparse.engine.config import PROJECTIONS
 from specsparse.engine.gguf.reader import GGUFFile
@@ -109,7 +110,7 @@ def build(
             "name": f.metadata.get("general.name"),
             "type": type_name(f),
             "main_type": main_type(f),
-            "parameters": sum(_count(t.shape) for t in f.tensors.values()),
+            "parameters": sum(prod(t.shape) for t in f.tensors.values()),
             "bytes_read_per_token": model.footprint.file,
             "bytes_packed_per_token": model.footprint.packed,
         },
@@ -131,13 +132,6 @@ def build(
         "ratios": _ratios(results, peer["name"]) if peer else None,
         "manifest": {k: v for k, v in manifest.items() if k != "model"},
     }
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    out = 1
-    for n in shape:
-        out *= n
-    return out
 
 
 def _rates(work: Work, samples: Samples, *, read: list[float], peak: list[float]) -> Json:

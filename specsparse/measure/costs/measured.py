@@ -2,7 +2,7 @@
 
 import dataclasses
 import datetime
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -105,7 +105,7 @@ def measure(model: Model, *, effort: Effort | None = None, done: Callable[[], No
     host_s = at["host"]
     # Half at least: where a step takes less than its share of the call, noise could make it nothing.
     step = {g: max(at[f"loop {g}"] - host_s / effort.decode, at[f"loop {g}"] / 2) for g in (0, *effort.gammas)}
-    more = [step[g] - step[0] - _between(effort.ns, forward, g + 1) + forward[0] for g in effort.gammas]
+    more = [step[g] - step[0] - float(np.interp(g + 1, effort.ns, forward)) + forward[0] for g in effort.gammas]
     fixed_s, token_s = overhead(effort.gammas, more)
     return CostTable(
         ns=effort.ns,
@@ -142,16 +142,8 @@ def _things(model: Model, effort: Effort) -> dict[str, Callable[[], float]]:
     for gamma in effort.gammas:  # a drafter that costs nothing and is always wrong
         drafter = Scripted.chain(gamma, (0,), vocab_size=model.config.vocab_size)
         loops[gamma] = Loop(model, Method(drafter, get_verifier("match")), ids, room=effort.decode * (gamma + 1))
-    things |= {f"loop {g}": partial(_per_round, loop, effort.decode) for g, loop in loops.items()}
+    things |= {f"loop {g}": (lambda loop=loop: loop.again(effort.decode) / effort.decode) for g, loop in loops.items()}
     return things | {"host": partial(plain.run, 0)}
-
-
-def _per_round(loop: Loop, rounds: int) -> float:
-    return loop.again(rounds) / rounds
-
-
-def _between(ns: Sequence[int], values: Sequence[float], n: int) -> float:
-    return float(np.interp(n, ns, values))
 
 
 def _rough_step(model: Model) -> float:

@@ -100,28 +100,12 @@ def kv_bytes(config: ModelConfig, tokens: float, kv_dtype: str) -> float:
 
 def from_gguf(f: GGUFFile, config: ModelConfig, *, kv_dtype: str = "f16") -> Traffic:
     """The traffic of an open file: each tensor in its own type."""
-    return _traffic(config, ((name, t.type.name, t.nbytes) for name, t in f.tensors.items()), kv_dtype)
+    tensors = ((name, t.type.name, t.nbytes) for name, t in f.tensors.items())
+    return of_tensors(config, tensors, kv_dtype=kv_dtype)
 
 
-def from_config(config: ModelConfig, type_name: str, *, kv_dtype: str = "f16") -> Traffic:
-    """The traffic of a model that is only a shape: matrices in one type, vectors in F32."""
-
-    def tensors() -> Iterable[tuple[str, str, float]]:
-        for name, shape in config.tensor_shapes():
-            kind = type_name if len(shape) == 2 else "F32"
-            elements = shape[0] * (shape[1] if len(shape) == 2 else 1)
-            yield name, kind, elements * bits_per_weight(kind) / 8
-
-    return _traffic(config, tensors(), kv_dtype)
-
-
-def from_parameters(parameters: float, bytes_per_weight: float) -> Traffic:
-    """The traffic of so many weights at so many bytes each, without a cache: the back of an envelope."""
-    kind = {1.0: "Q8_0", 2.0: "F16", 4.0: "F32"}.get(float(bytes_per_weight), "Q4_0")
-    return Traffic((Matrix(kind, parameters * bytes_per_weight, parameters),), 0.0, 0.0)
-
-
-def _traffic(config: ModelConfig, tensors: Iterable[tuple[str, str, float]], kv_dtype: str) -> Traffic:
+def of_tensors(config: ModelConfig, tensors: Iterable[tuple[str, str, float]], *, kv_dtype: str = "f16") -> Traffic:
+    """The traffic of tensors given as (name, GGUF type, bytes); those that a forward does not read are left out."""
     shapes = dict(config.tensor_shapes())
     matrices = []
     for name, kind, nbytes in tensors:
