@@ -124,7 +124,7 @@ def _single(args: argparse.Namespace, out: Any) -> dict[str, Any]:
         raise UserError(f"--rows {args.rows} is less than the largest --n, {max(ns)}")
     plan = job.with_one(Plan(pp=args.pp, tg=args.tg, ns=ns, repeats=args.repeats or _REPEATS))
     found = job.run(
-        job.Job(
+        job.BenchJob(
             model=args.model, plan=plan, depth=args.depth, rows=args.rows, threads=args.threads, kv_dtype=args.kv_dtype,
             backend=args.kernels, peer=args.peer, quantise=args.quantise,
         ),

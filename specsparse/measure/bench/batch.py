@@ -52,7 +52,7 @@ class BatchPlan:
     drafter: str = "prompt_lookup"
 
 
-class Timed(NamedTuple):
+class TimedBatch(NamedTuple):
     """Seconds of all texts once in batches of one size (of the prompts None where left out), and what was accepted."""
 
     prompt: float | None
@@ -102,7 +102,7 @@ def _chat(model: Model, text: str) -> str:
 
 def _once(
     plan: BatchPlan, model: Model, method: Method, batches: list[list[np.ndarray]], params: SamplingParams
-) -> Timed:
+) -> TimedBatch:
     """All batches once on both sides; the prompt test once for one batch."""
     prompt_s, plain_s, fast_s, emitted, rounds = None, 0.0, 0.0, 0, 0
     if plan.pp > 1:
@@ -116,10 +116,10 @@ def _once(
         plain_s, fast_s = plain_s + plain.decode_s, fast_s + fast.decode_s
         each = fast.counters()
         emitted, rounds = emitted + sum(c.num_emitted_tokens for c in each), rounds + sum(c.num_rounds for c in each)
-    return Timed(prompt_s, plain_s, fast_s, emitted / rounds)
+    return TimedBatch(prompt_s, plain_s, fast_s, emitted / rounds)
 
 
-def _row(plan: BatchPlan, size: int, timed: Sequence[Timed]) -> Json:
+def _row(plan: BatchPlan, size: int, timed: Sequence[TimedBatch]) -> Json:
     sequences = -(-max(plan.sizes) // size) * size
     plain, fast = [t.plain for t in timed], [t.speculative for t in timed]
     prompt = [t.prompt for t in timed if t.prompt is not None]

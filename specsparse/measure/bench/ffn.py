@@ -170,7 +170,7 @@ def _programs(kernels_: Kernels) -> dict[str, Callable]:
 
 
 @dataclass(frozen=True)
-class Case:
+class FfnCase:
     """One timing: a type, a number of tokens, a share (1.0 for dense) and a program's name."""
 
     kind: str
@@ -179,26 +179,26 @@ class Case:
     program: str
 
 
-def cases(plan: FfnPlan, kind: str) -> Iterator[Case]:
+def cases(plan: FfnPlan, kind: str) -> Iterator[FfnCase]:
     """All of a type; what is compared stands together."""
     for n in plan.ns:
-        yield Case(kind, n, 1.0, "dense")
+        yield FfnCase(kind, n, 1.0, "dense")
         for share in plan.active:
             for program in VARIANTS:
-                yield Case(kind, n, share, program)
+                yield FfnCase(kind, n, share, program)
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedFfn:
     """Timings of a case: seconds of one FFN in each repeat, neurons and bytes that one reads."""
 
-    case: Case
+    case: FfnCase
     seconds: tuple[float, ...]
     neurons_read: float
     bytes_read: float
 
 
-def measure(plan: FfnPlan, chosen: Kernels, done: Callable[[], None]) -> tuple[list[Timed], list[float]]:
+def measure(plan: FfnPlan, chosen: Kernels, done: Callable[[], None]) -> tuple[list[TimedFfn], list[float]]:
     """Times every case in turn, `repeats` times; also the read bandwidth of each repeat, bytes per second."""
     buffer, reads, found = peaks.ReadBuffer(), [], []
     programs = _programs(chosen)
@@ -214,12 +214,12 @@ def measure(plan: FfnPlan, chosen: Kernels, done: Callable[[], None]) -> tuple[l
         for case, timed in taken.items():
             read = float(np.mean([neurons for _, neurons in timed]))
             seconds = tuple(spent / len(copies) for spent, _ in timed)
-            found.append(Timed(case, seconds, read, _bytes(case, first, read)))
+            found.append(TimedFfn(case, seconds, read, _bytes(case, first, read)))
     return found, reads
 
 
 def _once(
-    plan: FfnPlan, case: Case, program: Callable, copies: Sequence[_Weights], seeds: Iterator[int]
+    plan: FfnPlan, case: FfnCase, program: Callable, copies: Sequence[_Weights], seeds: Iterator[int]
 ) -> tuple[float, float]:
     """Seconds of one pass over the copies, and the neurons that a copy read on average."""
     rng = np.random.default_rng([next(seeds), case.n])
@@ -233,7 +233,7 @@ def _once(
     return spent, plan.neurons if case.program == "dense" else float(np.mean(read))
 
 
-def _bytes(case: Case, w: _Weights, neurons: float) -> float:
+def _bytes(case: FfnCase, w: _Weights, neurons: float) -> float:
     """Weight bytes that one FFN reads, those of its predictor too."""
     if case.program == "dense":
         return sum(m.nbytes for m in (w.dense_gate, w.dense_up, w.dense_down))
@@ -266,7 +266,7 @@ def run(plan: FfnPlan, out: Console, *, threads: int | None = None, backend: str
     }
 
 
-def _row(timed: Timed, dense: Timed, bandwidth: float) -> Json:
+def _row(timed: TimedFfn, dense: TimedFfn, bandwidth: float) -> Json:
     case, ms = timed.case, summary([1e3 * s for s in timed.seconds])
     return {
         "type": case.kind,

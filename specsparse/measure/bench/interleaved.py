@@ -26,15 +26,15 @@ class Plan:
     ns: tuple[int, ...] = ()
     repeats: int = 5
 
-    def tests(self) -> tuple["Case", ...]:
+    def tests(self) -> tuple["Trial", ...]:
         """Every test, in the order of the first repeat."""
-        out = [Case(f"pp{self.pp}", "prompt", self.pp)] if self.pp else []
-        out += [Case(f"tg{self.tg}", "decode", self.tg)] if self.tg else []
-        return (*out, *(Case(f"v{n}", "verify", n) for n in self.ns))
+        out = [Trial(f"pp{self.pp}", "prompt", self.pp)] if self.pp else []
+        out += [Trial(f"tg{self.tg}", "decode", self.tg)] if self.tg else []
+        return (*out, *(Trial(f"v{n}", "verify", n) for n in self.ns))
 
 
 @dataclass(frozen=True)
-class Case:
+class Trial:
     """One test: a method of `Side` and its number of tokens."""
 
     name: str
@@ -86,7 +86,7 @@ def run(plan: Plan, sides: Sequence[Side], done: Callable[[], None] = lambda: No
     """
     tests, machine, buffer = plan.tests(), Machine(), peaks.ReadBuffer()
 
-    def order(_, repeat: int) -> Iterator[tuple[Case, str]]:
+    def order(_, repeat: int) -> Iterator[tuple[Trial, str]]:
         return ((test, side.name) for test in turned(tests, repeat) for side in sides)
 
     found = in_turn(

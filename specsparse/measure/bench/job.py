@@ -27,7 +27,7 @@ from specsparse.support.json_files import Json
 
 
 @dataclass(frozen=True)
-class Job:
+class BenchJob:
     """What to measure on what; see the arguments of `python -m specsparse bench`."""
 
     model: str
@@ -46,7 +46,7 @@ class Job:
         return max(self.plan.pp, self.plan.tg + 1, self.rows or 0, *self.plan.ns, 1)
 
 
-def run(job: Job, out: Console) -> Json:
+def run(job: BenchJob, out: Console) -> Json:
     """Measures, showing progress on `out`; returns the report (see `summary.build`).
 
     Raises:
@@ -101,7 +101,7 @@ def _advance(progress: Progress) -> Callable[[], None]:
     return lambda: progress.advance(progress.task_ids[0])
 
 
-def _check_room(job: Job, model: Model) -> None:
+def _check_room(job: BenchJob, model: Model) -> None:
     needed, context = job.depth + job.room, model.config.context_length
     if needed > context:
         raise UserError(

@@ -70,7 +70,7 @@ class LutPlan:
 
 
 @dataclass(frozen=True)
-class Case:
+class LutCase:
     """One timing; `kernel` is "product" or the kind of sums in the tables."""
 
     kind: str
@@ -80,12 +80,12 @@ class Case:
     kernel: str
 
 
-def cases(plan: LutPlan, kind: str, shape: tuple[int, int]) -> list[Case]:
+def cases(plan: LutPlan, kind: str, shape: tuple[int, int]) -> list[LutCase]:
     """All of a matrix; what is compared stands together."""
-    return [Case(kind, shape, n, state, name) for n in plan.ns for state in STATES for name in KERNELS]
+    return [LutCase(kind, shape, n, state, name) for n in plan.ns for state in STATES for name in KERNELS]
 
 
-def _turned(todo: Sequence[Case], repeat: int) -> Iterator[Case]:
+def _turned(todo: Sequence[LutCase], repeat: int) -> Iterator[LutCase]:
     """The same with another kernel in front: who comes first finds other things in the cache."""
     count = len(KERNELS)
     for start in range(0, len(todo), count):
@@ -123,7 +123,7 @@ class _Matrix:
     planes: Sequence[BitPlanes]
     dense: np.ndarray
 
-    def of(self, case: Case) -> list[QTensor | BitPlanes]:
+    def of(self, case: LutCase) -> list[QTensor | BitPlanes]:
         """What the calls of a case read, one after the other."""
         found = self.codes if case.kernel == PRODUCT else self.planes
         return list(found) if case.state == "cold" else [found[0]] * len(found)
@@ -139,19 +139,19 @@ def _make(plan: LutPlan, kind: str, shape: tuple[int, int]) -> _Matrix:
     )
 
 
-def _rows(case: Case) -> np.ndarray:
+def _rows(case: LutCase) -> np.ndarray:
     """Activations float32[n, cols]."""
     return np.random.default_rng(case.n).normal(size=(case.n, case.shape[1])).astype(np.float32)
 
 
-def _once(case: Case, program: Callable, matrices: Sequence[QTensor | BitPlanes]) -> float:
+def _once(case: LutCase, program: Callable, matrices: Sequence[QTensor | BitPlanes]) -> float:
     """Seconds of one product."""
     x, n_valid = jnp.asarray(_rows(case)), jnp.full((1,), case.n, jnp.int32)
     jax.block_until_ready((x, n_valid))
     return seconds(lambda: jax.block_until_ready(program(matrices, x, n_valid))) / len(matrices)
 
 
-def _error(case: Case, program: Callable, matrix: _Matrix) -> float:
+def _error(case: LutCase, program: Callable, matrix: _Matrix) -> float:
     """Root of the mean square error over that of the exact product."""
     x = _rows(case)
     n_valid = jnp.full((1,), case.n, jnp.int32)
@@ -172,13 +172,13 @@ def measure(plan: LutPlan, done: Callable[[], None]) -> tuple[list[Json], list[f
                 repeats=plan.repeats, order=_turned, before=lambda: reads.append(buffer.rate()), done=done,
             )  # fmt: skip
             for case in todo:
-                base = taken[Case(case.kind, case.shape, case.n, case.state, PRODUCT)]
+                base = taken[LutCase(case.kind, case.shape, case.n, case.state, PRODUCT)]
                 error = _error(case, programs[case.kernel], matrix)
                 rows.append(_row(case, taken[case], base, matrix.codes[0].nbytes, error))
     return rows, reads
 
 
-def _row(case: Case, seconds: list[float], product: list[float], nbytes: int, error: float) -> Json:
+def _row(case: LutCase, seconds: list[float], product: list[float], nbytes: int, error: float) -> Json:
     ms = summary([1e3 * s for s in seconds])
     return {
         "type": case.kind,

@@ -50,7 +50,7 @@ _EXPECTED_SHAPE = (30, 576, 49152)
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenText:
     """A text after its first token.
 
     Attributes:
@@ -112,13 +112,13 @@ class Peer:
         """See `Side`."""
         return self._ask(do="verify", n=n)["seconds"]
 
-    def speculate(self, ids: list[int], n: int, *, drafted: int, draft: Path | None = None) -> "Written":
+    def speculate(self, ids: list[int], n: int, *, drafted: int, draft: Path | None = None) -> "WrittenText":
         """n greedy tokens after a prompt and a first token, with drafts of a second model, else by prompt lookup.
 
         `drafted` 0 is plain decoding. llama.cpp only.
         """
         path = None if draft is None else str(draft.resolve())
-        return Written(**self._ask(do="speculate", ids=ids, n=n, drafted=drafted, draft=path))
+        return WrittenText(**self._ask(do="speculate", ids=ids, n=n, drafted=drafted, draft=path))
 
     def close(self) -> None:
         """Ends the child."""

@@ -18,7 +18,7 @@ from specsparse.data import prompts
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
-from specsparse.measure.bench.peers import Peer, Written
+from specsparse.measure.bench.peers import Peer, WrittenText
 from specsparse.models import catalogue
 from specsparse.runtime import manifest
 from specsparse.runtime.binding import make_method
@@ -59,7 +59,7 @@ class SpeculationPlan:
 class Speculator(Protocol):
     """What is needed of a peer."""
 
-    def speculate(self, ids: list[int], n: int, *, drafted: int, draft: Path | None = None) -> Written:
+    def speculate(self, ids: list[int], n: int, *, drafted: int, draft: Path | None = None) -> WrittenText:
         """See `measure.bench.peers.Peer`."""
 
 
@@ -68,7 +68,7 @@ def draft_file(drafter: str) -> Path | None:
     return None if DRAFTERS.holds(drafter) else catalogue.resolve(drafter)
 
 
-def ours(model: Model, method: Method, ids: Sequence[int], tokens: int) -> Written:
+def ours(model: Model, method: Method, ids: Sequence[int], tokens: int) -> WrittenText:
     """Greedy tokens after a prompt and a first round, whose tokens are not timed; as if it had written one."""
     params = SamplingParams(temperature=0.0, max_tokens=tokens + 1, ignore_eos=True)
     session = Session(model, [Request(np.asarray(ids, np.int32), params, seed=0)], method)
@@ -77,10 +77,12 @@ def ours(model: Model, method: Method, ids: Sequence[int], tokens: int) -> Writt
     session.advance()
     share = tokens / (tokens + 1 - done)
     passes = (session.counters()[0].num_rounds - rounds) * share
-    return Written((session.decode_s - begun) * share, session.tokens()[0].tolist(), passes)
+    return WrittenText((session.decode_s - begun) * share, session.tokens()[0].tolist(), passes)
 
 
-def sides(model: Model, peer: Speculator | None, plan: SpeculationPlan) -> dict[str, Callable[[list[int]], Written]]:
+def sides(
+    model: Model, peer: Speculator | None, plan: SpeculationPlan
+) -> dict[str, Callable[[list[int]], WrittenText]]:
     """What writes a text, by name."""
     greedy, draft = SamplingParams(temperature=0.0), draft_file(plan.drafter)
     methods = {PLAIN: Method()}
@@ -114,7 +116,7 @@ def measure(
     return found
 
 
-def summary(found: Mapping[str, Mapping[str, list[Written]]], tg: int) -> Json:
+def summary(found: Mapping[str, Mapping[str, list[WrittenText]]], tg: int) -> Json:
     """Tokens a second and a target pass by task and side ("all": of the mean time), and tasks whose text differs.
 
     Our texts are compared with our plain decoding, the peer's with its own.
@@ -131,7 +133,7 @@ def summary(found: Mapping[str, Mapping[str, list[Written]]], tg: int) -> Json:
     return {"tok_s": rates[0], "tokens_per_pass": rates[1], "differing": differing, "ratios": _ratios(rates[0]["all"])}
 
 
-def _plain_of(by_side: Mapping[str, list[Written]], name: str) -> Written:
+def _plain_of(by_side: Mapping[str, list[WrittenText]], name: str) -> WrittenText:
     return by_side[PLAIN if name.startswith("ours") else PEER_PLAIN][0]
 
 

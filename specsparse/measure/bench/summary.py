@@ -17,7 +17,7 @@ FLOATS = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
-class Work:
+class PassWork:
     """What one test moves and computes.
 
     Attributes:
@@ -53,7 +53,7 @@ def kv_bytes(model: Model, tokens: float) -> float:
     return 2.0 * c.n_layers * c.n_kv_heads * c.head_dim * tokens * KV_DTYPES[model.kv_dtype].dtype.itemsize
 
 
-def work_of(model: Model, method: str, n: int, depth: int, forwards: int = 1) -> Work:
+def work_of(model: Model, method: str, n: int, depth: int, forwards: int = 1) -> PassWork:
     """The work of a test over n tokens after `depth`, in `forwards` passes of n / forwards rows."""
     c = model.config
     layers = sum(out * cols for out, cols in (c.projection_shape(p) for p in PROJECTIONS)) * c.n_layers
@@ -61,7 +61,7 @@ def work_of(model: Model, method: str, n: int, depth: int, forwards: int = 1) ->
     logits = 1 if method == "prompt" else n
     attention = 2 * c.n_layers * c.n_heads * c.head_dim * mean_context * n
     cache = kv_bytes(model, mean_context if method == "decode" else depth + n) * forwards
-    return Work(
+    return PassWork(
         file_bytes=model.footprint.file * forwards + cache,
         moved_bytes=model.footprint.packed * forwards + cache,
         macs=layers * n + c.vocab_size * c.d_model * logits + attention,
@@ -134,7 +134,7 @@ def build(
     }
 
 
-def _rates(work: Work, samples: Samples, *, read: list[float], peak: list[float]) -> Json:
+def _rates(work: PassWork, samples: Samples, *, read: list[float], peak: list[float]) -> Json:
     """Bytes and multiply-adds a second, as shares of what the machine could do in the same repeat (medians)."""
     s, each = samples.median_s, samples.seconds
     return {

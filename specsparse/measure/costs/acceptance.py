@@ -21,7 +21,7 @@ from specsparse.support.json_files import Json
 
 
 @dataclass(frozen=True)
-class Interval:
+class OverSeeds:
     """Mean over seeds, its 95 % interval (Student's t; None for one seed), and the values by seed."""
 
     mean: float
@@ -30,7 +30,7 @@ class Interval:
     values: tuple[float, ...]
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Interval":
+    def of(cls, values: Sequence[float]) -> "OverSeeds":
         """Of at least one value."""
         found = intervals.mean(values)
         return cls(found.value, found.low, found.high, tuple(float(v) for v in values))
@@ -50,9 +50,9 @@ class SeedAcceptance:
     """
 
     seeds: tuple[int, ...]
-    tokens_per_target_pass: Interval | None
-    mean_acceptance_length: Interval | None
-    realised_alpha: Interval | None
+    tokens_per_target_pass: OverSeeds | None
+    mean_acceptance_length: OverSeeds | None
+    realised_alpha: OverSeeds | None
     acceptance_per_position: tuple[float | None, ...]
     counters: Counters
     programs: int
@@ -62,7 +62,7 @@ class SeedAcceptance:
         return asdict(self)
 
     def __str__(self) -> str:
-        def show(interval: Interval | None) -> str:
+        def show(interval: OverSeeds | None) -> str:
             if interval is None:
                 return "-"
             ends = "" if interval.low is None else f" [{interval.low:.3f}, {interval.high:.3f}]"
@@ -127,9 +127,9 @@ def acceptance_over_seeds(
     )
 
 
-def _interval(values: Sequence[float | None]) -> Interval | None:
+def _interval(values: Sequence[float | None]) -> OverSeeds | None:
     found = [v for v in values if v is not None]
-    return Interval.of(found) if found else None
+    return OverSeeds.of(found) if found else None
 
 
 def _decode_programs(model: Model) -> int:

@@ -9,7 +9,7 @@ import pytest
 import specsparse
 from experiments import lookup_beside_llama_cpp as beside
 from specsparse.measure.bench import peers
-from specsparse.measure.bench.peers import Written
+from specsparse.measure.bench.peers import WrittenText
 from specsparse.testing import write_tiny_gguf
 
 HAS_LLAMA_CPP = peers.PYTHON_VARIABLE in os.environ or importlib.util.find_spec("llama_cpp") is not None
@@ -30,7 +30,7 @@ class Scripted:
     def speculate(self, ids, n, *, drafted, draft=None):
         assert draft is None
         self.calls.append(drafted)
-        return Written(n / (4.0 if drafted == 10 else 1.0), [1] * n, n)
+        return WrittenText(n / (4.0 if drafted == 10 else 1.0), [1] * n, n)
 
 
 def test_every_side_is_timed_in_turn_and_compared_with_the_peers_best(model):

@@ -10,7 +10,7 @@ import specsparse
 from specsparse.cli.main import main
 from specsparse.errors import UserError
 from specsparse.measure.bench import peers, speculation
-from specsparse.measure.bench.peers import Written
+from specsparse.measure.bench.peers import WrittenText
 from specsparse.measure.bench.speculation import SpeculationPlan
 from specsparse.testing import write_tiny_gguf
 
@@ -40,7 +40,7 @@ class Scripted:
     def speculate(self, ids, n, *, drafted, draft=None):
         self.asked.append((drafted, draft and draft.name))
         faster = 1.0 if not drafted else 2.0 if draft is None else 4.0
-        return Written(n / faster, [1] * n + [2 if draft else 1], n / faster)
+        return WrittenText(n / faster, [1] * n + [2 if draft else 1], n / faster)
 
 
 def test_every_side_writes_every_text_in_turn_and_is_compared_with_its_own_plain_one(model, files):
