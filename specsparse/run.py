@@ -125,8 +125,6 @@ def _main(argv: list[str] | None) -> int:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from specsparse.experiments.hydra_errors import explain
-
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing, and the lines below say it better
     saved, sys.argv = sys.argv, ["specsparse.run", *argv]
     try:
@@ -140,6 +138,8 @@ def _main(argv: list[str] | None) -> int:
     except (HydraException, OmegaConfBaseException) as error:
         if debug:
             raise
+        from specsparse.experiments.hydra_errors import explain
+
         return fail(str(explain(error, conf)))
     except UserError as error:
         if debug:

@@ -4,75 +4,31 @@ Every mistake becomes a `UserError` that names the key and, for an unknown one, 
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.experiments.parts import PARTS, completed
-from specsparse.experiments.settings import (
-    CertifySpec,
-    CompareSpec,
-    DataSpec,
-    DrafterSpec,
-    FfnSpec,
-    ModelSpec,
-    PerplexitySpec,
-    PlacementSpec,
-    PolicySpec,
-    PowerInferSpec,
-    PredictorSpec,
-    QuantTableSpec,
-    RooflineSpec,
-    RunConfig,
-    SparsitySpec,
-    TrackerSpec,
-    TrainSpec,
-    TreeSpec,
-    VerifierSpec,
-)
+from specsparse.experiments.settings import RunConfig
 from specsparse.support.options import options_of, read
 
-__all__ = [
-    "CertifySpec",
-    "CompareSpec",
-    "DataSpec",
-    "DrafterSpec",
-    "FfnSpec",
-    "ModelSpec",
-    "PerplexitySpec",
-    "PlacementSpec",
-    "PolicySpec",
-    "PowerInferSpec",
-    "PredictorSpec",
-    "QuantTableSpec",
-    "RooflineSpec",
-    "RunConfig",
-    "SparsitySpec",
-    "TrackerSpec",
-    "TrainSpec",
-    "TreeSpec",
-    "VerifierSpec",
-    "choice_options",
-    "from_omegaconf",
-    "sampling_params",
-    "valid_keys",
-]
+S = TypeVar("S")
 
 WEIGHS_DRAWS = ("token", "block")
 """Verifiers of chains that weigh p against the law that drafts were drawn from."""
 
 
-def from_omegaconf(cfg: Any) -> RunConfig:
-    """A validated `RunConfig` from Hydra's composed config (a DictConfig, or a plain mapping).
+def from_omegaconf(cfg: DictConfig | Mapping[str, object]) -> RunConfig:
+    """A validated `RunConfig` from Hydra's composed config, but for the keys of its kind; `of_kind` reads those.
 
     Raises:
-        UserError: an unknown key, a missing or mistyped value, a value out of range, a broken interpolation.
+        UserError: a missing or mistyped value, a value out of range, a broken interpolation.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-
     tree = OmegaConf.create({key: value for key, value in _items(cfg) if key != "hydra"})
     try:
         plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
@@ -83,7 +39,18 @@ def from_omegaconf(cfg: Any) -> RunConfig:
     assert isinstance(plain, dict)
     plain |= {group: completed(group, plain[group]) for group in PARTS if isinstance(plain.get(group), dict)}
     run = read(RunConfig, plain, group="", internal={"composed": plain}, null=True)
-    return _drawn(run, sampling_params(run))  # fails here, not after the model is loaded
+    return _drawn(run, run.params)  # fails here, not after the model is loaded
+
+
+def of_kind(run: RunConfig, owner: type[S]) -> S:
+    """What a kind reads of a run: the groups that its class of settings names.
+
+    Raises:
+        UserError: a key of the run that is nobody's, or a value that is not the kind's.
+    """
+    wanted, common = options_of(owner), options_of(RunConfig)
+    given = {**{key: getattr(run, key) for key in wanted if key in common}, **run.own}
+    return read(owner, given, group="", name=f"kind={run.kind}", null=True)
 
 
 def _drawn(run: RunConfig, target: SamplingParams) -> RunConfig:
@@ -95,27 +62,16 @@ def _drawn(run: RunConfig, target: SamplingParams) -> RunConfig:
     return dataclasses.replace(run, drafter=own)
 
 
-def choice_options(path: Path) -> dict[str, Any]:
+def choice_options(path: Path) -> dict[str, object]:
     """The options of a choice by its YAML file and its class, without its name; empty where it has none."""
-    from omegaconf import OmegaConf
-
-    given: Any = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
+    given = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
+    assert isinstance(given, dict)
     given = completed(path.parent.name, given) if path.parent.name in PARTS else given
     return {str(key): value for key, value in given.items() if key != "name"}
 
 
-def sampling_params(cfg: RunConfig) -> SamplingParams:
-    """The `sampling` group with `max_tokens`, without the keys that are null.
-
-    Raises:
-        UserError: an unknown name or a value out of range.
-    """
-    given = {k: v for k, v in cfg.sampling.items() if v is not None}
-    return SamplingParams.from_dict({"max_tokens": cfg.max_tokens, **given})
-
-
 def valid_keys() -> list[str]:
-    """Every dotted key of the schema (options of drafters and the like are checked by their owners)."""
+    """Every dotted key that all runs have (options of drafters and the like are checked by their owners)."""
     keys = [f"sampling.{name}" for name in options_of(SamplingParams)]
     for name, option in options_of(RunConfig).items():
         inner = options_of(option.hint) if dataclasses.is_dataclass(option.hint) else ()
@@ -123,7 +79,5 @@ def valid_keys() -> list[str]:
     return keys
 
 
-def _items(cfg: Any) -> Iterable[tuple[str, Any]]:
-    from omegaconf import DictConfig
-
+def _items(cfg: DictConfig | Mapping[str, object]) -> Iterable[tuple[str, object]]:
     return cfg.items_ex(resolve=False) if isinstance(cfg, DictConfig) else cfg.items()

@@ -5,7 +5,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -13,9 +12,9 @@ from rich.console import Console
 from specsparse.data import prompts
 from specsparse.errors import UserError
 from specsparse.experiments import measured, sparse_model, watching
-from specsparse.experiments.config import RunConfig, sampling_params
-from specsparse.experiments.kind import Engine
+from specsparse.experiments.kind import Engine, Lab
 from specsparse.experiments.measured import NO_DRAFTER, Measured
+from specsparse.experiments.settings import DecodingSettings, MethodSettings
 from specsparse.measure import machine, repeats
 from specsparse.measure.conditions import Conditions
 from specsparse.measure.costs.progress import Bar
@@ -25,7 +24,7 @@ from specsparse.report import display, record
 from specsparse.report.record import PLAIN, SAME_TEXT_VERIFIERS, Pass
 from specsparse.runtime.times.defaults import KEPT
 from specsparse.speculative.base import Verifier
-from specsparse.speculative.method import choose_verifier, make_drafter
+from specsparse.speculative.method import make_drafter
 from specsparse.speculative.policies.registry import get_policy
 from specsparse.speculative.trees import get_tree
 from specsparse.speculative.verifiers.registry import SYNTHETIC
@@ -53,18 +52,20 @@ class Bench:
     load_s: float
 
 
-def check(cfg: RunConfig) -> None:
+def check(cfg: DecodingSettings, *, union_cap: bool = False) -> None:
     """What can be found wrong without loading the model, so that a mistake costs no time and leaves no directory.
+
+    `union_cap`: whether the kind can decode with one.
 
     Raises:
         UserError: no such model file or prompts, or a prompt's file that does not parse.
     """
     _check_files(cfg)
-    sparse_model.check(cfg)
+    sparse_model.check(cfg, union_cap=union_cap)
     prompts_of(cfg)
 
 
-def _check_files(cfg: RunConfig) -> None:
+def _check_files(cfg: DecodingSettings) -> None:
     """The model and the draft model. Where both are missing, one line says so."""
     wanted = {"model.path": cfg.model.path}
     if cfg.drafter.name == "model" and isinstance(cfg.drafter.options.get("model"), str):
@@ -79,7 +80,7 @@ def _check_files(cfg: RunConfig) -> None:
         raise UserError(catalogue.not_here(problems))
 
 
-def method(cfg: RunConfig, found: Measured | None = None) -> dict[str, Any]:
+def method(cfg: MethodSettings, found: Measured | None = None) -> dict[str, Any]:
     """Keyword arguments of generate for the speculative side; empty for plain decoding only.
 
     `found` holds what the policy and the tree are to read of this machine; without it they are only checked.
@@ -87,21 +88,17 @@ def method(cfg: RunConfig, found: Measured | None = None) -> dict[str, Any]:
     if cfg.drafter.name == NO_DRAFTER:
         return {}
     drafter = make_drafter(cfg.drafter.name, cfg.drafter.options, policy(cfg, found), tree=tree(cfg, found))
-    temperature = sampling_params(cfg).temperature
-    verifier = choose_verifier(
-        drafter, cfg.verifier.name, cfg.verifier.options, temperature=temperature, drafted_by=cfg.drafter.name
-    )
-    return {"drafter": drafter, "verifier": verifier}
+    return {"drafter": drafter, "verifier": measured.verifier(cfg, drafter)}
 
 
-def what_is_measured(cfg: RunConfig, model: Any, out: Console) -> Measured | None:
+def what_is_measured(cfg: DecodingSettings, model: Any, out: Console) -> Measured | None:
     """What the config leaves to this machine, measured with a bar where it is not known yet; None where nothing is."""
     if not measured.needed(cfg):
         return None
     return measured.measure(cfg, model, lambda: calibration(cfg, model), bar(out))
 
 
-def calibration(cfg: RunConfig, model: Any) -> list[list[int]]:
+def calibration(cfg: DecodingSettings, model: Any) -> list[list[int]]:
     """What acceptance is measured on: the first built-in prompt of each task."""
     return [ids_of(model, p, chat=cfg.data.chat) for p in prompts.load(limit_per_task=1)]
 
@@ -117,7 +114,7 @@ def bar(out: Console) -> Bar:
     return shown
 
 
-def policy(cfg: RunConfig, found: Measured | None = None) -> Any:
+def policy(cfg: MethodSettings, found: Measured | None = None) -> Any:
     """The draft-length policy; one that reads times is made with placeholders where none are given."""
     given = {key: value for key, value in cfg.policy.options.items() if value not in (None, KEPT)}
     options = {**(found or measured.for_checking(cfg)).policy, **given}
@@ -126,7 +123,7 @@ def policy(cfg: RunConfig, found: Measured | None = None) -> Any:
     return get_policy(cfg.policy.name, gamma=measured.gamma_of(cfg), **options)
 
 
-def tree(cfg: RunConfig, found: Measured | None = None) -> Any:
+def tree(cfg: MethodSettings, found: Measured | None = None) -> Any:
     """The shape of the drafts, None for chains."""
     return get_tree(cfg.tree.name, **{**cfg.tree.options, **(found.tree if found else {})})
 
@@ -141,15 +138,15 @@ def label(verifier: Verifier | str) -> str:
     return "lossless in law" if isinstance(verifier, str) or verifier.lossless else "lossy"
 
 
-def prepare(cfg: RunConfig, engine: Engine, out: Console) -> Bench:
+def prepare(cfg: DecodingSettings, lab: Lab) -> Bench:
     """Loads the model and encodes the prompts."""
     started = time.perf_counter()
-    model = sparse_model.load(cfg, engine, out)
+    model = sparse_model.load(cfg, lab)
     load_s = time.perf_counter() - started
-    return Bench(model, [Job(p, conversation_ids(cfg, engine, model, p)) for p in prompts_of(cfg)], load_s)
+    return Bench(model, [Job(p, conversation_ids(cfg, lab.engine, model, p)) for p in prompts_of(cfg)], load_s)
 
 
-def prompts_of(cfg: RunConfig) -> list[prompts.Prompt]:
+def prompts_of(cfg: DecodingSettings) -> list[prompts.Prompt]:
     """The prompts of the run.
 
     Raises:
@@ -161,12 +158,12 @@ def prompts_of(cfg: RunConfig) -> list[prompts.Prompt]:
     return prompts.load(data.source, tasks=data.tasks, limit_per_task=data.limit_per_task, turns=data.turns)
 
 
-def conversation_ids(cfg: RunConfig, engine: Engine, model: Any, prompt: prompts.Prompt) -> list[int]:
+def conversation_ids(cfg: DecodingSettings, engine: Engine, model: Any, prompt: prompts.Prompt) -> list[int]:
     """Ids of a prompt; what a later turn refers to is decoded plainly first, the same for every method."""
     said: list[dict[str, str]] = []
     for turn in prompt.before:
         said.append({"role": "user", "content": turn})
-        ids, options = _chat_ids(model, said), {"sampling": sampling_params(cfg), "seed": cfg.seed}
+        ids, options = _chat_ids(model, said), {"sampling": cfg.params, "seed": cfg.seed}
         answer = engine.generate(model, ids, max_tokens=cfg.max_tokens, **options)
         said.append({"role": "assistant", "content": answer.text})
     return ids_of(model, prompt, chat=cfg.data.chat, said=said)
@@ -199,17 +196,16 @@ class Passes:
 
     def __init__(
         self,
-        cfg: RunConfig,
-        engine: Engine,
+        cfg: DecodingSettings,
+        lab: Lab,
         model: Any,
         sides: Sides,
-        out: Console,
         *,
         other_models: Mapping[str, Any] | None = None,
     ):
         """`other_models`: of the sides that `model` does not decode."""
-        self._cfg, self._engine, self.model, self._out = cfg, engine, model, out
-        self._options = {"max_tokens": cfg.max_tokens, "sampling": sampling_params(cfg), "seed": cfg.seed}
+        self._cfg, self._lab, self.model = cfg, lab, model
+        self._options = {"max_tokens": cfg.max_tokens, "sampling": cfg.params, "seed": cfg.seed}
         self.sides = sides
         self._other_models = other_models or {}
         self._meter, self._done = machine.Meter(), list[Pass]()
@@ -218,37 +214,37 @@ class Passes:
         self.warm_up: list[Pass] = []
         self.policies: list[Any] = []
 
-    def show(self, jobs: list[Job], side: str, started: float, directory: Path) -> float | None:
+    def show(self, jobs: list[Job], side: str, started: float) -> float | None:
         """Show every prompt's text once, untimed; returns the seconds from `started` to the first text."""
         first = None
-        watched = watching.watching(self._cfg, directory, self._out) if side != PLAIN else None
+        watched = watching.watching(self._cfg, self._lab.directory, self._lab.console) if side != PLAIN else None
         with watched or contextlib.nullcontext():
             for index, job in enumerate(jobs, 1):
                 if self._cfg.stream:
-                    display.show_prompt(self._out, index, len(jobs), job.prompt.task, job.prompt.text)
+                    display.show_prompt(self._lab.console, index, len(jobs), job.prompt.task, job.prompt.text)
                 if watched is None:
                     generation, at = self._stream(job, side, first is None)
                 else:
                     generation = self.generate(job, side, watch=watched.start(job.prompt.id))
                     at = time.perf_counter()
                     if self._cfg.stream:
-                        self._out.out(generation.text, highlight=False)
+                        self._lab.console.out(generation.text, highlight=False)
                 first = first or at - started
                 self._keep(job, side, WARM_UP, generation)
         return first
 
     def _stream(self, job: Job, side: str, is_first: bool) -> tuple[Any, float]:
-        stream = self._engine.stream(self.model, job.ids, **self._options, **self.sides[side])
+        stream = self._lab.engine.stream(self.model, job.ids, **self._options, **self.sides[side])
         pieces = iter(stream)
         what = "compiling and reading the prompt" if is_first else "reading the prompt"
-        with terminal.busy(self._out, what):
+        with terminal.busy(self._lab.console, what):
             piece = next(pieces, "")
         at = time.perf_counter()
         for text in itertools.chain([piece], pieces):
             if self._cfg.stream:
-                self._out.out(text, end="", highlight=False)
+                self._lab.console.out(text, end="", highlight=False)
         if self._cfg.stream:
-            self._out.out("\n")
+            self._lab.console.out("\n")
         return stream.generation, at
 
     def _keep(self, job: Job, side: str, repeat: int, generation: Any) -> None:
@@ -262,12 +258,12 @@ class Passes:
         The machine is looked at before each repeat and after the last.
         """
         if self._cfg.warmup:
-            with terminal.busy(self._out, "compiling the decode loops"):
+            with terminal.busy(self._lab.console, "compiling the decode loops"):
                 for side in self.sides:
                     self._keep(jobs[0], side, WARM_UP, self.generate(jobs[0], side))
         total = repeats.most(self._cfg.repeats) * len(jobs) * len(self.sides)
         self._meter = machine.Meter()  # what was compiled before is no load of others
-        with terminal.counting(self._out, "timing", total) as progress:
+        with terminal.counting(self._lab.console, "timing", total) as progress:
             names = [(job, side) for job in jobs for side in self.sides]
             for repeat, (job, side) in turns(names, repeats=self._enough, order=self._order, before=self._meter.sample):
                 generation = self.generate(job, side)
@@ -316,4 +312,4 @@ class Passes:
     def generate(self, job: Job, side: str, **more: Any) -> Any:
         """One decoding."""
         model = self._other_models.get(side, self.model)
-        return self._engine.generate(model, job.ids, **{**self._options, **self.sides[side], **more})
+        return self._lab.engine.generate(model, job.ids, **{**self._options, **self.sides[side], **more})

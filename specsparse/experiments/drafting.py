@@ -1,19 +1,12 @@
 """What drafting costs on this machine and brings on the built-in prompts, method by method: a part of the roofline."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from specsparse.experiments import measured
-from specsparse.experiments.config import (
-    DrafterSpec,
-    PolicySpec,
-    RunConfig,
-    TreeSpec,
-    VerifierSpec,
-    choice_options,
-    sampling_params,
-)
+from specsparse.experiments.config import choice_options
+from specsparse.experiments.settings import DrafterSpec, MethodSettings, PolicySpec, TreeSpec, VerifierSpec
 from specsparse.measure.costs.progress import Bar, silent
 from specsparse.runtime.times.kept import CostTable
 from specsparse.speculative import expected
@@ -22,55 +15,57 @@ from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.trees import get_tree
 from specsparse.support.paths import conf_dir
 
+M = TypeVar("M", bound=MethodSettings)
+
 GROWER = "layer_skip"
 """What drafts the trees where the configured drafter grows none: it needs no second file."""
 
 
-def methods(cfg: RunConfig) -> list[RunConfig]:
-    """One config for each drafter with chains, then one for each tree.
+def methods(cfg: M, drafters: Sequence[str], trees: Sequence[str]) -> list[M]:
+    """The settings for each drafter with chains, then for each tree.
 
     Raises:
         UserError: an unknown drafter, tree or option.
     """
-    chains = [drafter_spec(cfg, name) for name in cfg.roofline.drafters]
+    chains = [drafter_spec(cfg, name) for name in drafters]
     grower = drafter_spec(cfg, cfg.drafter.name if grows_trees(cfg.drafter.name) else GROWER)
-    trees = [
+    shapes = [
         cfg.tree if cfg.tree.name == name else TreeSpec(name, choice_options(conf_dir() / "tree" / f"{name}.yaml"))
-        for name in cfg.roofline.trees
+        for name in trees
     ]
     found = [dataclasses.replace(cfg, drafter=drafter, tree=TreeSpec()) for drafter in chains]
-    found += [dataclasses.replace(cfg, drafter=grower, tree=tree) for tree in trees]
+    found += [dataclasses.replace(cfg, drafter=grower, tree=tree) for tree in shapes]
     return [_verified(one) for one in found]
 
 
-def drafter_spec(cfg: RunConfig, name: str) -> DrafterSpec:
+def drafter_spec(cfg: MethodSettings, name: str) -> DrafterSpec:
     """With the options that a run of it would have, so that the run finds what is measured here."""
     if cfg.drafter.name == name:
         return cfg.drafter
     return DrafterSpec(name, choice_options(conf_dir() / "drafter" / f"{name}.yaml"))
 
 
-def _verified(cfg: RunConfig) -> RunConfig:
-    """The config under drafts of fixed length and the first lossless verifier that fits."""
+def _verified(cfg: M) -> M:
+    """The settings under drafts of fixed length and the first lossless verifier that fits."""
     cfg = dataclasses.replace(cfg, policy=PolicySpec("fixed", cfg.policy.gamma))
     tree = get_tree(cfg.tree.name, **cfg.tree.options)
     drafter = make_drafter(cfg.drafter.name, cfg.drafter.options, Fixed(cfg.policy.gamma), tree=tree)
-    verifier = choose_verifier(drafter, None, temperature=sampling_params(cfg).temperature)
+    verifier = choose_verifier(drafter, None, temperature=cfg.params.temperature)
     return dataclasses.replace(cfg, verifier=VerifierSpec(verifier.name))
 
 
 def rows(
-    cfg: RunConfig, model: Any, prompts: Sequence[Sequence[int]], *, bar: Bar = silent
+    chosen: Iterable[MethodSettings], model: Any, prompts: Sequence[Sequence[int]], *, bar: Bar = silent
 ) -> Iterator[dict[str, Any]]:
     """For each method: cost of drafting, acceptance, and the speed-up that the table predicts from both.
 
     Args:
-        cfg: of the roofline.
+        chosen: see `methods`.
         model: the target.
         prompts: token ids that acceptance is measured on.
         bar: shows progress.
     """
-    for one in methods(cfg):
+    for one in chosen:
         if one.tree.name == measured.CHAIN:
             yield _chain(measured.chain(one, model, prompts, bar))
         else:

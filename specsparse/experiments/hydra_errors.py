@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 from specsparse.errors import UserError
-from specsparse.experiments.config import valid_keys
 from specsparse.models import catalogue
 from specsparse.support.options import nearest
 
@@ -53,15 +52,34 @@ def _groups(conf: Path) -> dict[str, list[str]]:
 
 def _keys_of(conf: Path, group: str) -> set[str]:
     """Keys in the files of a group: options that only a drafter or a tracker knows about."""
-    text = "\n".join(file.read_text(encoding="utf-8") for file in sorted((conf / group).glob("*.yaml")))
-    return {f"{group}.{key}" for key in re.findall(r"^(\w+):", text, re.MULTILINE)} - {f"{group}.defaults"}
+    keys = re.findall(r"^(\w+):", _text(conf / group), re.MULTILINE)
+    return {f"{group}.{key}" for key in keys if key != "defaults"}
+
+
+def _keys_of_kinds(conf: Path) -> set[str]:
+    """Keys in the files of experiments and of placements, such as `roofline.device`."""
+    out, head = set(), ""
+    for line in f"{_text(conf / 'experiment')}\n{_text(conf / 'placement')}".splitlines():
+        found = re.match(r"(  )?(\w+):", line)
+        if found and found[1]:
+            out.add(f"{head}.{found[2]}")
+        elif found:
+            head = found[2]
+            out.add(head)
+    return {key for key in out if key.partition(".")[0] not in ("defaults", "hydra")}
+
+
+def _text(folder: Path) -> str:
+    return "\n".join(file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.yaml")))
 
 
 def _near_key(key: str, groups: dict[str, list[str]], conf: Path) -> str:
     """Look among the keys of the same group first: `policy.gama` is nearer to `policy.gamma` than to anything else."""
+    from specsparse.experiments.config import valid_keys  # numpy, which the page of usage needs not
+
     if key == "experiment":
         return "; write +experiment=NAME"
-    keys = {*valid_keys(), *groups}
+    keys = {*valid_keys(), *groups, *_keys_of_kinds(conf)}
     head = key.partition(".")[0]
     if head in groups:
         keys |= _keys_of(conf, head)

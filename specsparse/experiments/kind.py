@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from rich.console import Console, RenderableType
 
 from specsparse.experiments import trackers
-from specsparse.experiments.config import RunConfig
+from specsparse.experiments.settings import DecodingSettings, ModelSpec, TrackerSpec
 from specsparse.experiments.trackers import Tracker
 from specsparse.support import terminal
 from specsparse.support.registry import Registry
@@ -38,13 +38,13 @@ class Lab:
     """Where a kind runs.
 
     Attributes:
-        cfg: the run, checked.
+        tracking: where rows go.
         directory: of the run's files; it is there from the first use of `tracker` on.
         engine: loads models and decodes.
         console: for progress; what a kind found is printed by the runner.
     """
 
-    cfg: RunConfig
+    tracking: TrackerSpec
     directory: Path
     engine: Engine
     console: Console
@@ -52,12 +52,12 @@ class Lab:
     @cached_property
     def tracker(self) -> Tracker:
         """Takes rows while the run goes on; what an earlier run left in the directory is removed."""
-        return trackers.make(self.cfg.tracker.name, self.cfg.tracker.options, self.directory)
+        return trackers.make(self.tracking.name, self.tracking.options, self.directory)
 
-    def load(self, **more: Any) -> Any:
-        """The model of the config, with a bar; `more` beside what the config overrides."""
-        with terminal.loading(self.console, f"loading {self.cfg.model.path}") as progress:
-            return self.engine.load(self.cfg.model.path, progress=progress, **more, **self.cfg.model.overrides())
+    def load(self, model: ModelSpec, **more: Any) -> Any:
+        """A model, with a bar; `more` beside what its group of the config overrides."""
+        with terminal.loading(self.console, f"loading {model.path}") as progress:
+            return self.engine.load(model.path, progress=progress, **more, **model.overrides())
 
 
 class Written(Protocol):
@@ -103,23 +103,28 @@ class Found:
         return None if shown is None else shown()
 
 
-class Kind(abc.ABC):
+S = TypeVar("S")
+
+
+class Kind(abc.ABC, Generic[S]):
     """One kind of experiment.
 
     Attributes:
+        settings: a frozen dataclass, what it reads of a config: groups of its own beside those that every run has.
         timed: whether its numbers depend on what else the machine does; such runs take turns.
         takes_model: False: it needs no model, and the manifest names none.
         takes_ffn: False: it needs no model, or a dense one.
         on_mesh: whether its model may be divided among devices; it then asks nothing of it but its forward function.
     """
 
+    settings: ClassVar[type] = DecodingSettings
     timed: ClassVar[bool] = True
     takes_model: ClassVar[bool] = True
     takes_ffn: ClassVar[bool] = True
     on_mesh: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def check(self, cfg: RunConfig) -> None:
+    def check(self, cfg: S) -> None:
         """What can be found wrong before anything is loaded or written; name and tracker are checked by the runner.
 
         Raises:
@@ -127,8 +132,8 @@ class Kind(abc.ABC):
         """
 
     @abc.abstractmethod
-    def run(self, lab: Lab) -> Found:
-        """Runs a config that has been checked.
+    def run(self, cfg: S, lab: Lab) -> Found:
+        """Runs with settings that have been checked.
 
         Raises:
             UserError: what could not be seen before: a text too short, a mistake in the model file.

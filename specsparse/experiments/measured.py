@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specsparse.engine.sampling.params import SamplingParams
-from specsparse.experiments.config import RunConfig, sampling_params
+from specsparse.experiments.settings import MethodSettings
 from specsparse.measure.costs import drafts, ranks
 from specsparse.measure.costs.progress import Bar, silent
 from specsparse.runtime.binding import bind, make_method
@@ -44,14 +44,16 @@ def left_out(options: Mapping[str, Any], *names: str) -> list[str]:
     return [name for name in names if name in options and options[name] is None]
 
 
-def needed(cfg: RunConfig) -> bool:
+def needed(cfg: MethodSettings) -> bool:
     """Whether the policy or the tree reads what the config leaves out."""
     tree = left_out(cfg.tree.options, "acceptance", "cost", "level_cost") if cfg.tree.name == SEQUOIA else []
     policy = left_out(cfg.policy.options, "v", "prior") or cfg.policy.options.get("v") == KEPT
     return cfg.drafter.name != NO_DRAFTER and bool(policy or tree)
 
 
-def measure(cfg: RunConfig, model: Any, prompts: Callable[[], Sequence[Sequence[int]]], bar: Bar = silent) -> Measured:
+def measure(
+    cfg: MethodSettings, model: Any, prompts: Callable[[], Sequence[Sequence[int]]], bar: Bar = silent
+) -> Measured:
     """What the config leaves out, from the kept table; measured first where it is not known.
 
     Args:
@@ -77,14 +79,14 @@ def measure(cfg: RunConfig, model: Any, prompts: Callable[[], Sequence[Sequence[
     return Measured(policy, tree)
 
 
-def _times(cfg: RunConfig, model: Any, bar: Bar) -> dict[str, Any]:
+def _times(cfg: MethodSettings, model: Any, bar: Bar) -> dict[str, Any]:
     """v, c and c0 of chains."""
     table, key = drafts.table_for(model, cfg.drafter.name, cfg.drafter.options, bar=bar)
     found = table.policy_options(gamma_of(cfg), key)
     return {"v": [round(t, 2) for t in found["v"]], "c": round(found["c"], 2), "c0": round(found["c0"], 2)}
 
 
-def _kept_times(cfg: RunConfig, model: Any) -> dict[str, Any]:
+def _kept_times(cfg: MethodSettings, model: Any) -> dict[str, Any]:
     """The same without measuring: what was kept, or a guess."""
     drafter = make_drafter(cfg.drafter.name, cfg.drafter.options, Fixed(gamma_of(cfg)))
     share = draft_share(model, bind(model, drafter)) if isinstance(drafter, DrafterPlan) else 0.0
@@ -93,18 +95,18 @@ def _kept_times(cfg: RunConfig, model: Any) -> dict[str, Any]:
     return policy_times(model, gamma_of(cfg), cfg.drafter.name, cfg.drafter.options, share=share, levels=levels)
 
 
-def shape_of(cfg: RunConfig) -> TreeShape | None:
+def shape_of(cfg: MethodSettings) -> TreeShape | None:
     """The shape of the drafts as far as it is known before anything is measured, None for chains."""
     return get_tree(cfg.tree.name, **cfg.tree.options)
 
 
-def gamma_of(cfg: RunConfig) -> int:
+def gamma_of(cfg: MethodSettings) -> int:
     """Most nodes that the policy may allow. Of a tree, where nodes are no draft lengths, `auto_off` allows all."""
     shape = shape_of(cfg)
     return shape.max_nodes if shape is not None and cfg.policy.name == AUTO_OFF else cfg.policy.gamma
 
 
-def draft_key(cfg: RunConfig) -> str:
+def draft_key(cfg: MethodSettings) -> str:
     """The name under which the cost of the config's drafts is kept.
 
     Chains have the drafter's, the tree that is made to measure one for every tree whose children are so drawn, and
@@ -138,21 +140,21 @@ class Tree:
     room: int
 
 
-def chain(cfg: RunConfig, model: Any, prompts: Sequence[Sequence[int]], bar: Bar = silent) -> Chain:
+def chain(cfg: MethodSettings, model: Any, prompts: Sequence[Sequence[int]], bar: Bar = silent) -> Chain:
     """Of the config's drafter, measured where it is not known yet."""
     alpha = _rates(cfg, model, None, prompts, bar)[0]
     table, key = drafts.table_for(model, cfg.drafter.name, cfg.drafter.options, bar=bar)
     return Chain(key, table, table.draft_cost(key), alpha)
 
 
-def tree(cfg: RunConfig, model: Any, prompts: Sequence[Sequence[int]], bar: Bar = silent) -> Tree:
+def tree(cfg: MethodSettings, model: Any, prompts: Sequence[Sequence[int]], bar: Bar = silent) -> Tree:
     """Of the config's drafter and tree, measured where they are not known yet."""
-    params, key, shape = sampling_params(cfg), draft_key(cfg), get_tree(cfg.tree.name, **cfg.tree.options)
+    params, key, shape = cfg.params, draft_key(cfg), get_tree(cfg.tree.name, **cfg.tree.options)
     assert shape is not None
     drafter = make_drafter(cfg.drafter.name, cfg.drafter.options, Fixed(shape.max_nodes), tree=shape)
 
     def make() -> Method:
-        return make_method(model, drafter, _verifier(cfg, drafter), params)
+        return make_method(model, drafter, verifier(cfg, drafter), params)
 
     table = drafts.table_with_whole(model, key, make, bar=bar)
     known = _acceptance_key(cfg, key, "whole tree")
@@ -161,7 +163,7 @@ def tree(cfg: RunConfig, model: Any, prompts: Sequence[Sequence[int]], bar: Bar 
     return Tree(key, table, table.draft_cost(key), tokens, nodes, shape.max_nodes)
 
 
-def _tree_times(cfg: RunConfig, model: Any, draw: str, bar: Bar) -> dict[str, Any]:
+def _tree_times(cfg: MethodSettings, model: Any, draw: str, bar: Bar) -> dict[str, Any]:
     """cost and level_cost of trees."""
     greedy = SamplingParams(temperature=0.0)
 
@@ -175,17 +177,17 @@ def _tree_times(cfg: RunConfig, model: Any, draw: str, bar: Bar) -> dict[str, An
 
 
 def _rates(
-    cfg: RunConfig, model: Any, draw: str | None, prompts: Sequence[Sequence[int]], bar: Bar
+    cfg: MethodSettings, model: Any, draw: str | None, prompts: Sequence[Sequence[int]], bar: Bar
 ) -> tuple[float, ...]:
     """Acceptance of chains (one rate), or by rank of siblings drawn in that way."""
-    params = sampling_params(cfg)
+    params = cfg.params
 
     def make() -> Method:
         if draw is None:
             drafter = make_drafter(cfg.drafter.name, cfg.drafter.options, Fixed(min(cfg.policy.gamma, 4)))
         else:
             drafter = _tree_drafter(cfg, ranks.FAN, draw)
-        return make_method(model, drafter, _verifier(cfg, drafter), params)
+        return make_method(model, drafter, verifier(cfg, drafter), params)
 
     name = cost_key(cfg.drafter.name, cfg.drafter.options)
     shape = "chain" if draw is None else f"{draw} siblings"
@@ -193,20 +195,25 @@ def _rates(
     return ranks.table_with_acceptance(model, key, make, prompts, params, bar=bar).acceptance[key]
 
 
-def _verifier(cfg: RunConfig, drafter: Any) -> Verifier:
-    heat, whose = sampling_params(cfg).temperature, cfg.drafter.name
+def verifier(cfg: MethodSettings, drafter: Any) -> Verifier:
+    """The config's, which must fit the drafter.
+
+    Raises:
+        UserError: it does not.
+    """
+    heat, whose = cfg.params.temperature, cfg.drafter.name
     return choose_verifier(drafter, cfg.verifier.name, cfg.verifier.options, temperature=heat, drafted_by=whose)
 
 
-def _acceptance_key(cfg: RunConfig, drafter: str, shape: str) -> str:
-    return ranks.acceptance_key(drafter, cfg.verifier.name, sampling_params(cfg), shape, options=cfg.verifier.options)
+def _acceptance_key(cfg: MethodSettings, drafter: str, shape: str) -> str:
+    return ranks.acceptance_key(drafter, cfg.verifier.name, cfg.params, shape, options=cfg.verifier.options)
 
 
-def _tree_drafter(cfg: RunConfig, template: TreeTemplate, draw: str) -> Any:
+def _tree_drafter(cfg: MethodSettings, template: TreeTemplate, draw: str) -> Any:
     return make_drafter(cfg.drafter.name, cfg.drafter.options, Fixed(template.size), tree=static_tree(template, draw))
 
 
-def for_checking(cfg: RunConfig) -> Measured:
+def for_checking(cfg: MethodSettings) -> Measured:
     """Placeholders with which a config is checked before anything is measured."""
     unknown = left_out(cfg.policy.options, "v") or cfg.policy.options.get("v") == KEPT
     return Measured(policy={"v": [1.0] * (gamma_of(cfg) + 1)} if unknown else {})

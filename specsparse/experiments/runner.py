@@ -9,8 +9,9 @@ from rich.text import Text
 
 from specsparse.errors import UserError
 from specsparse.experiments import trackers
-from specsparse.experiments.config import FfnSpec, RunConfig
+from specsparse.experiments.config import of_kind
 from specsparse.experiments.kind import KINDS, Engine, Found, Kind, Lab
+from specsparse.experiments.settings import FfnSpec, RunConfig
 from specsparse.models import catalogue
 from specsparse.report.record import RECORD_FILE
 from specsparse.runtime import manifest
@@ -23,13 +24,13 @@ def check(cfg: RunConfig) -> None:
     Raises:
         UserError: an unknown kind or tracker, a name that is none, or whatever that kind finds wrong.
     """
-    if "placement" in cfg.composed and cfg.kind != "placement":
+    if "placement" in cfg.own and cfg.kind != "placement":
         raise UserError(
             f"placement=... does nothing with kind={cfg.kind}: solve it with +experiment=placement, then give "
             "+model.placement=FILE.gpuidx"
         )
     kind = KINDS.find(cfg.kind)
-    kind().check(cfg)
+    kind().check(of_kind(cfg, kind.settings))
     trackers.check(cfg.tracker.name, cfg.tracker.options)
     if cfg.name in ("", ".", "..") or "/" in cfg.name:
         raise UserError(f"name={cfg.name}: a plain name is needed, it becomes a directory")
@@ -55,8 +56,8 @@ def run(cfg: RunConfig, directory: Path, *, engine: Engine | None = None, consol
     """
     check(cfg)
     kind = KINDS.find(cfg.kind)()
-    lab = Lab(cfg, directory, engine or _api(), console or terminal.console())
-    found = kind.run(lab)
+    lab = Lab(cfg.tracker, directory, engine or _api(), console or terminal.console())
+    found = kind.run(of_kind(cfg, kind.settings), lab)
     lab.tracker.finish(_record(cfg, kind, found))
     for figure in found.figures:
         figure.write(directory)

@@ -11,7 +11,8 @@ from specsparse import kernels
 from specsparse.data import prompts
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
-from specsparse.experiments.config import RunConfig
+from specsparse.experiments.kind import Lab
+from specsparse.experiments.settings import ModelSettings
 from specsparse.models import catalogue
 from specsparse.powerinfer.ffn import zero_skip
 from specsparse.powerinfer.ffn.gated import PREDICTED, gated
@@ -30,14 +31,14 @@ _NOT_MASKS = {
 }
 
 
-def check(cfg: RunConfig) -> None:
-    """The `ffn` and `predictor` groups, before anything is loaded.
+def check(cfg: ModelSettings, *, union_cap: bool = False) -> None:
+    """The `ffn` and `predictor` groups, before anything is loaded; `union_cap`: whether the kind can use one.
 
     Raises:
         UserError: options that contradict each other, or a predictor that cannot gate an FFN.
     """
     name, given = cfg.ffn.name, cfg.predictor.name
-    if cfg.ffn.union_cap is not None and cfg.kind != "spec_sparse":
+    if cfg.ffn.union_cap is not None and not union_cap:
         raise UserError("ffn.union_cap is judged beside the uncapped run: give +experiment=spec_sparse")
     if name != PREDICTED:
         if given != "none":
@@ -74,35 +75,28 @@ class Sparse(NamedTuple):
     weights: Sequence[Any]
 
 
-def load(cfg: RunConfig, engine: Any, out: Console) -> Any:
+def load(cfg: ModelSettings, lab: Lab) -> Any:
     """The model, its predictor fitted where the config asks for one.
 
     Raises:
         UserError: a mistake in the model file, or predictors that do not fit it.
     """
-    model = read(cfg, engine, out, **cfg.ffn.overrides())
-    return sparse_of(cfg, engine, model, out).model if cfg.ffn.name == PREDICTED else model
+    model = lab.load(cfg.model, **cfg.ffn.overrides())
+    return sparse_of(cfg, lab, model).model if cfg.ffn.name == PREDICTED else model
 
 
-def read(cfg: RunConfig, engine: Any, out: Console, **options: Any) -> Any:
-    """The model of the config with these options of `specsparse.load`, under a bar."""
-    with terminal.loading(out, f"loading {cfg.model.path}") as progress:
-        return engine.load(cfg.model.path, progress=progress, **cfg.model.overrides(), **options)
-
-
-def sparse_of(cfg: RunConfig, engine: Any, dense: Any, out: Console, *, rows: np.ndarray | None = None) -> Sparse:
+def sparse_of(cfg: ModelSettings, lab: Lab, dense: Any, *, rows: np.ndarray | None = None) -> Sparse:
     """The config's sparse model beside a dense one of the same file.
 
     Args:
         cfg: with an `ffn` that is not dense.
-        engine: reads a PowerInfer file once more, with its predictors.
+        lab: loads a PowerInfer file once more, with its predictors.
         dense: the model with its dense matrices.
-        out: the terminal.
         rows: `residuals` where they have been read before.
     """
     ffn = FFN.of(dense.config, dense.kernels)
     if cfg.ffn.name == "powerinfer":
-        own = read(cfg, engine, out, **cfg.ffn.overrides())
+        own = lab.load(cfg.model, **cfg.ffn.overrides())
         return Sparse(own, Mlp(ffn), [layer.sparse.predictor for layer in own.params.layers])
     if cfg.ffn.name == "oracle":
         predictor = get_predictor("oracle", ffn)
@@ -112,7 +106,7 @@ def sparse_of(cfg: RunConfig, engine: Any, dense: Any, out: Console, *, rows: np
         weights = _trained(cfg, dense)
     else:
         needed = predictor.needs is Needs.TEXT
-        rows = residuals(cfg, dense, out) if needed and rows is None else rows
+        rows = residuals(cfg, dense, lab.console) if needed and rows is None else rows
         weights = fit_layers(predictor, dense.params.layers, rows if needed else None)
     return Sparse(gated(dense, predictor, weights), predictor, weights)
 
@@ -127,18 +121,16 @@ def label(model: Model) -> dict[str, str]:
     return {"ffn": f"{model.ffn}: {model.rule}" if model.rule else model.ffn, "ffn_label": promise}
 
 
-def residuals(cfg: RunConfig, model: Any, out: Console) -> np.ndarray:
+def residuals(cfg: ModelSettings, model: Any, out: Console) -> np.ndarray:
     """f32[L, N, D] residuals before `ffn_norm` on calibration text."""
     text = calibration_text(cfg, model)
     with terminal.counting(out, "reading calibration text", len(text)) as bar:
         return collect(model, text, progress=lambda done: bar.update(bar.task_ids[0], completed=done))
 
 
-def calibration_text(cfg: RunConfig, model: Any) -> np.ndarray:
+def calibration_text(cfg: ModelSettings, model: Any) -> np.ndarray:
     """int32[W, n]: about `ffn.tokens` tokens of built-in prompts that the run does not decode, a few of each task."""
-    decoded = {
-        p.text for p in prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
-    }
+    decoded = {p.text for p in cfg.data.prompts()}
     free = [p.text for p in prompts.load() if p.text not in decoded] or [p.text for p in prompts.load()]
     order = np.random.default_rng(cfg.seed).permutation(len(free))
     ids = (model.tokenizer.encode(free[i], add_special=True) for i in order)
@@ -146,12 +138,12 @@ def calibration_text(cfg: RunConfig, model: Any) -> np.ndarray:
     return windows(ids, length)[: max(1, cfg.ffn.tokens // length)]
 
 
-def weights_file(cfg: RunConfig) -> Path | None:
+def weights_file(cfg: ModelSettings) -> Path | None:
     """The trained predictors: `ffn.weights`, or those that travel with the model."""
     return catalogue.companion(cfg.model.path, "predictors") if cfg.ffn.weights is None else Path(cfg.ffn.weights)
 
 
-def _trained(cfg: RunConfig, model: Any) -> Sequence[Any]:
+def _trained(cfg: ModelSettings, model: Any) -> Sequence[Any]:
     path = weights_file(cfg)
     assert path is not None  # check()
     found = load_predictors(path)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from specsparse.experiments.config import RunConfig
+from specsparse.experiments.settings import RunConfig
 from specsparse.report.record import RECORD_FILE, ROWS_FILE, STOPPED
 from specsparse.runtime import manifest
 from specsparse.support.json_files import to_json, write_atomically

@@ -15,7 +15,7 @@ from typing import Any
 
 from specsparse import kernels
 from specsparse.errors import UserError
-from specsparse.experiments.config import RunConfig
+from specsparse.experiments.settings import RunConfig
 from specsparse.kernels.processor import cpu_info
 from specsparse.models import catalogue
 from specsparse.report.measurements import CELL_FILE, measurement, read_mark, record_hash

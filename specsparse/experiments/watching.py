@@ -5,7 +5,7 @@ from types import TracebackType
 
 from rich.console import Console
 
-from specsparse.experiments.config import RunConfig
+from specsparse.experiments.settings import DecodingSettings
 from specsparse.measure.replay.recording import LAWS_FILE, Recorder
 from specsparse.measure.replay.trace import TRACE_FILE, Trace
 from specsparse.runtime.stepped import RoundView, Watch
@@ -40,7 +40,7 @@ class Watching:
         return watch
 
 
-def watching(cfg: RunConfig, directory: Path, out: Console) -> Watching | None:
+def watching(cfg: DecodingSettings, directory: Path, out: Console) -> Watching | None:
     """The watching that the config asks for; None for none."""
     trace = Trace(directory / TRACE_FILE, out) if cfg.trace else None
     recorder = Recorder(cfg.record_laws) if cfg.record_laws else None

@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.console import Console
 
+from specsparse import api
 from specsparse.experiments import runner
-from specsparse.experiments.config import (
+from specsparse.experiments.config import of_kind
+from specsparse.experiments.kind import KINDS, Found, Lab
+from specsparse.experiments.settings import (
     DataSpec,
     DrafterSpec,
     ModelSpec,
@@ -19,10 +22,10 @@ from specsparse.experiments.config import (
     TrackerSpec,
     VerifierSpec,
 )
-from specsparse.experiments.kind import Found
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 """A `sampling` group: greedy, to the last token that is asked for."""
+_COMMON = {field.name for field in dataclasses.fields(RunConfig)}
 
 
 class Played(NamedTuple):
@@ -46,7 +49,7 @@ class OneModel:
 def run_config(
     model, *, drafter="none", options=None, gamma=1, verifier="greedy", text=None, chat=True, **changes
 ) -> RunConfig:
-    """A config in few words: model and text by their files, the method by its names; `changes` are whole fields."""
+    """A config in few words: model and text by their files, the method by its names; `changes` are whole groups."""
     fields: dict[str, Any] = {
         "model": model if isinstance(model, ModelSpec) else ModelSpec(str(model)),
         "drafter": DrafterSpec(drafter, options or {}),
@@ -57,7 +60,14 @@ def run_config(
         "tracker": TrackerSpec("jsonl"),
         "name": "test",
     }
-    return RunConfig(**{**fields, **changes})
+    return replaced(RunConfig(**fields), **changes)
+
+
+def replaced(cfg: RunConfig, **groups) -> RunConfig:
+    """The config with other groups; those of its kind alone, such as `sparsity`, too."""
+    common = {name: group for name, group in groups.items() if name in _COMMON}
+    own = {name: group for name, group in groups.items() if name not in _COMMON}
+    return dataclasses.replace(cfg, **{"own": {**cfg.own, **own}, **common})
 
 
 def random_texts(path: Path, count: int, length: int, **fields) -> Path:
@@ -78,4 +88,15 @@ def play(cfg: RunConfig, directory: Path, *, model=None, engine=None, width=200)
 
 def changed(cfg: RunConfig, group: str, **changes) -> RunConfig:
     """The config with other values in one of its groups."""
-    return dataclasses.replace(cfg, **{group: dataclasses.replace(getattr(cfg, group), **changes)})
+    old = cfg.own[group] if group in cfg.own else getattr(cfg, group)
+    return replaced(cfg, **{group: dataclasses.replace(old, **changes)})
+
+
+def settings(cfg: RunConfig) -> Any:
+    """What its kind reads."""
+    return of_kind(cfg, KINDS.find(cfg.kind).settings)
+
+
+def quiet_lab(directory: Path = Path()) -> Lab:
+    """One that shows nothing, with the library itself as its engine."""
+    return Lab(TrackerSpec("jsonl"), directory, api, Console(file=io.StringIO()))

@@ -13,9 +13,11 @@ from omegaconf import OmegaConf
 from specsparse import run
 from specsparse.errors import UserError
 from specsparse.experiments import config, shorthand
+from specsparse.experiments.settings import RunConfig
 from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.speculative.policies import registry
 from specsparse.speculative.policies.registry import POLICIES, get_policy
+from tests.experiments import playing
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden"
@@ -63,7 +65,8 @@ def test_every_cell_of_a_sweep_composes(name):
     file = OmegaConf.load(run.conf_dir() / "experiment" / f"{name}.yaml")
     for key, values in file.hydra.sweeper.params.items():
         for value in re.findall(r"\[.*?\]|[^,\s]+", str(values)):
-            config.from_omegaconf(composed(f"+experiment={name}", f"{key}={value}"))
+            cfg = config.from_omegaconf(composed(f"+experiment={name}", f"{key}={value}"))
+            playing.settings(cfg)
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in (run.conf_dir() / "experiment").glob("*.yaml")))
@@ -88,7 +91,7 @@ def test_every_choice_of_every_group_is_valid(choice):
     if choice in PLUGINS:
         pytest.importorskip(PLUGINS[choice], reason="needs specsparse[sweep]")
     needed = {"model=custom": ["model.path=x.gguf"], "drafter=model": ["drafter.model=x.gguf"]}
-    assert isinstance(config.from_omegaconf(composed(choice, *needed.get(choice, []))), config.RunConfig)
+    assert isinstance(config.from_omegaconf(composed(choice, *needed.get(choice, []))), RunConfig)
 
 
 DRAFTER_FILES = sorted(f.stem for f in (run.conf_dir() / "drafter").glob("*.yaml") if f.stem != "none")
@@ -112,7 +115,7 @@ def test_values_arrive():
     assert cfg.data.tasks == ("code",)
     assert cfg.tracker.options == {"mode": "offline", "project": "specsparse", "group": None}
     assert cfg.drafter.options == {"ngram_max": 3, "ngram_min": 2}
-    params = config.sampling_params(cfg)
+    params = cfg.params
     assert (params.temperature, params.top_p, params.max_tokens) == (0.0, 0.9, cfg.max_tokens)
     assert cfg.composed["policy"]["gamma"] == 3 and "composed" not in cfg.composed
     assert [config.from_omegaconf(composed(f"repeats={n}")).repeats for n in (7, "auto")] == [7, "auto"]
@@ -140,8 +143,14 @@ def test_values_arrive():
         ("model.mesh=0", "model.mesh=0 must be a whole number of at least 1"),
         ("model.mesh=two", "model.mesh=two must be a whole number"),
         ("++ffn.union_cap=0.0", "ffn.union_cap=0.0 must be a number above 0 and at most 1"),
-        ("++placement.active_share=2.0", "placement.active_share=2.0 must be a number above 0 and at most 1"),
-        ("++train.active_share=1.0", "train.active_share=1.0 must be a number above 0 and below 1"),
+        (
+            "+experiment=placement ++placement.active_share=2.0",
+            "placement.active_share=2.0 must be a number above 0 and at most 1",
+        ),
+        (
+            "+experiment=train_predictors ++train.active_share=1.0",
+            "train.active_share=1.0 must be a number above 0 and below 1",
+        ),
         ("drafter=prompt_lokup", "did you mean prompt_lookup?"),
         ("+experiment=spec_smolm2", "did you mean spec_smollm2?"),
         ("policy.gama=3", "no key policy.gama; did you mean policy.gamma?"),
@@ -149,8 +158,11 @@ def test_values_arrive():
         ("sampling.temprature=1", "did you mean sampling.temperature?"),
         ("sampling.n=2", "write +sampling.n=VALUE"),
         ("drafer=none", "did you mean drafter?"),
-        ("+max_token=3", "max_token is no option; did you mean max_tokens?"),
+        ("+max_token=3", "max_token is no option of kind=speed; did you mean max_tokens?"),
         ("+sampling.top=3", "unknown sampling parameter 'top'"),
+        ("++roofline.device=a100", "roofline is no option of kind=speed"),
+        ("+experiment=roofline ++roofline.devic=a100", "roofline.devic is no option; did you mean device?"),
+        ("+experiment=roofline roofline.devic=a100", "no key roofline.devic; did you mean roofline.device?"),
         ("+max_tokens=3", "max_tokens"),
         ("name=${foo}", "Interpolation key 'foo' not found"),
         ("name=a/b", "name=a/b: a plain name"),
@@ -167,7 +179,7 @@ def test_values_arrive():
 def test_a_mistake_is_one_line_and_leaves_nothing(capsys, elsewhere, monkeypatch, override, message):
     if not override.startswith(("model", "data")):  # those are looked for; the others must not need the model
         monkeypatch.setattr("specsparse.models.catalogue.resolve", lambda spec: elsewhere)
-    assert message in mistake(capsys, override)
+    assert message in mistake(capsys, *override.split())
     assert not any(elsewhere.iterdir())
 
 

@@ -1,13 +1,12 @@
 """A kind of experiment of one's own, and what the runner makes of what it found."""
 
-import dataclasses
 
 import pytest
 
 from specsparse.errors import UserError
-from specsparse.experiments.config import TrackerSpec
 from specsparse.experiments.kind import KINDS
-from tests.experiments.playing import play, run_config
+from specsparse.experiments.settings import TrackerSpec
+from tests.experiments.playing import play, replaced, run_config
 
 MINE = '''
 from specsparse.errors import UserError
@@ -25,7 +24,7 @@ class Dice(Kind):
         if cfg.seed == 6:
             raise UserError("seed=6 is no seed for dice")
 
-    def run(self, lab):
+    def run(self, cfg, lab):
         lab.tracker.log({"thrown": 1})
         rows = ({"face": 1, "count": 3}, {"face": 2, "count": 5})
         bars = Figure("faces", "faces", "", rows, lambda canvas, rows: canvas.subplots().bar(1, rows[0]["count"]))
@@ -70,7 +69,7 @@ def test_a_kind_of_ones_own_runs_and_is_written_down_by_the_runner(cfg, tmp_path
 )
 def test_mistakes_are_found_before_anything_is_written(cfg, tmp_path, changes, says):
     with pytest.raises(UserError, match=says):
-        play(dataclasses.replace(cfg, **changes), tmp_path / "run")
+        play(replaced(cfg, **changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

@@ -12,18 +12,12 @@ from rich.console import Console
 
 from specsparse.errors import UserError
 from specsparse.experiments import runner, sweep_table
-from specsparse.experiments.config import (
-    CertifySpec,
-    CompareSpec,
-    DrafterSpec,
-    FfnSpec,
-    ModelSpec,
-    PolicySpec,
-    VerifierSpec,
-    from_omegaconf,
-)
+from specsparse.experiments.config import from_omegaconf
 from specsparse.experiments.kinds import certify as certify_kind
 from specsparse.experiments.kinds import compare
+from specsparse.experiments.kinds.certify import CertifySpec
+from specsparse.experiments.kinds.compare import CompareSpec
+from specsparse.experiments.settings import DrafterSpec, FfnSpec, ModelSpec, PolicySpec, VerifierSpec
 from specsparse.measure import conditions, machine, speedup
 from specsparse.measure.conditions import Conditions
 from specsparse.models import catalogue
@@ -40,7 +34,7 @@ from specsparse.support import terminal
 from specsparse.support.paths import conf_dir
 from specsparse.testing import write_tiny_gguf
 from tests.experiments import playing
-from tests.experiments.playing import GREEDY, run_config
+from tests.experiments.playing import GREEDY, replaced, run_config, settings
 
 CONTEXT = {"vocab_size": 300, "n_layers": 2, "context_length": 128}
 
@@ -75,7 +69,7 @@ def play(cfg, directory):
 def test_a_watched_run_with_a_policy_and_the_host_loop(cfg, tmp_path):
     """One run with everything on: policy, trace, recording, time split, host loop."""
     policy = PolicySpec("auto_off", 3, {"v": [1.0, 9.0, 9.0, 9.0], "every": 4})
-    cfg = dataclasses.replace(cfg, policy=policy, loop="host", time_split=8, trace=True, record_laws=8)
+    cfg = replaced(cfg, policy=policy, loop="host", time_split=8, trace=True, record_laws=8)
     found, text, written = play(cfg, tmp_path)
     assert found.as_promised
     assert found.result.identity.tokens == 16 * 9  # watched 2, warm-up 3, timed 3 x 2, less 2 to compare with
@@ -104,7 +98,7 @@ def test_llama160m_runs_on_tiny_models(cfg, files, tmp_path, name):
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         of_file = from_omegaconf(compose("config", [f"+experiment={name}", *own, *lower]))
     few = {key: getattr(cfg, key) for key in ("data", "max_tokens", "tracker", "warmup", "time_split", "stream")}
-    found, text, _ = play(dataclasses.replace(of_file, **few), tmp_path)
+    found, text, _ = play(replaced(of_file, **few), tmp_path)
     assert found.as_promised and label in text
     assert found.result.groups["all"].sides["speculative"].counters.num_drafts > 0
 
@@ -113,7 +107,7 @@ def test_where_the_files_are_not_there_one_line_says_which(cfg, monkeypatch, tmp
     for name in ("SPECSPARSE_MODELS", "XDG_CACHE_HOME", "HF_HOME"):
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    cfg = dataclasses.replace(
+    cfg = replaced(
         cfg, model=ModelSpec("llama-2-7b"), drafter=DrafterSpec("model", {"model": "llama-160m"}),
         verifier=VerifierSpec("match"),
     )  # fmt: skip
@@ -129,7 +123,7 @@ def test_where_the_files_are_not_there_one_line_says_which(cfg, monkeypatch, tmp
 
 def test_compare_ranks_every_valid_pair(cfg, tmp_path):
     spec = CompareSpec(("prompt_lookup", "suffix"), ("greedy", "delta", "token"))
-    found, text, written = play(dataclasses.replace(cfg, kind="compare", compare=spec), tmp_path)
+    found, text, written = play(replaced(cfg, kind="compare", compare=spec), tmp_path)
     names = {e.name for e in found.result.entries}
     assert names == {f"{d} x {v}" for d in spec.drafters for v in ("greedy", "delta")}
     assert [e.speedup for e in found.result.entries] == sorted((e.speedup for e in found.result.entries), reverse=True)
@@ -140,10 +134,10 @@ def test_compare_ranks_every_valid_pair(cfg, tmp_path):
     assert all(m["conditions"] == taken and m["rank"] for m in written["methods"]) and "taken at: read" in text
     rows = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
     assert [r["side"] for r in rows].count("plain") == 2
-    sides, refused = compare.methods(dataclasses.replace(cfg, compare=CompareSpec(("suffix",))))
+    sides, refused = compare.methods(settings(replaced(cfg, kind="compare", compare=CompareSpec(("suffix",)))))
     assert list(sides) == ["suffix x greedy", "suffix x delta", "suffix x block"] and not refused  # no alias
     with pytest.raises(UserError, match="no drafter of the list goes with"):
-        runner.check(dataclasses.replace(cfg, kind="compare", compare=CompareSpec(("suffix",), ("token",))))
+        runner.check(replaced(cfg, kind="compare", compare=CompareSpec(("suffix",), ("token",))))
 
 
 def method(name, ratio, half, *, tokens_per_pass=9.0):
@@ -170,7 +164,7 @@ def test_a_comparison_marks_ties_and_what_no_method_can_do():
 
 def test_certify_prints_one_table_and_fails_where_the_promise_is_broken(cfg, tmp_path, monkeypatch):
     spec = CertifySpec(("token", "typical"), vocab=2, gamma=1)
-    cfg = dataclasses.replace(cfg, kind="certify", certify=spec, model=ModelSpec("none.gguf"))
+    cfg = replaced(cfg, kind="certify", certify=spec, model=ModelSpec("none.gguf"))
     few = {name: DRIVER_MUTANTS[name] for name in ("no_coins_token", "count_ignored_token")}
     monkeypatch.setattr(certificate, "DRIVER_MUTANTS", few)
     found, text, written = play(cfg, tmp_path / "a")
@@ -192,17 +186,17 @@ def test_certify_prints_one_table_and_fails_where_the_promise_is_broken(cfg, tmp
 
 
 def test_a_mesh_is_refused_where_one_device_is_needed(cfg):
-    on_mesh = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, mesh=2))
+    on_mesh = replaced(cfg, model=dataclasses.replace(cfg.model, mesh=2))
     runner.check(on_mesh)
     with pytest.raises(UserError, match=r"kind=roofline .*leave model\.mesh out"):
-        runner.check(dataclasses.replace(on_mesh, kind="roofline"))
+        runner.check(replaced(on_mesh, kind="roofline"))
     with pytest.raises(UserError, match="dense models: leave ffn out"):
-        runner.check(dataclasses.replace(on_mesh, ffn=FfnSpec("powerinfer")))
+        runner.check(replaced(on_mesh, ffn=FfnSpec("powerinfer")))
 
 
 def test_unknown_kinds_are_refused(cfg):
     with pytest.raises(UserError, match=r"kind=sped is unknown; did you mean speed\?"):
-        runner.check(dataclasses.replace(cfg, kind="sped"))
+        runner.check(replaced(cfg, kind="sped"))
 
 
 DRAFTERS = {
@@ -311,7 +305,7 @@ def test_a_sweep_says_which_of_its_cells_are_tied_or_impossible():
 
 
 def test_synthetic_acceptance_through_the_loop(cfg, tmp_path):
-    cfg = dataclasses.replace(
+    cfg = replaced(
         cfg, drafter=DrafterSpec("synthetic", {"rate": 0.5}), verifier=VerifierSpec("synthetic"), max_tokens=60
     )
     found, text, _ = play(cfg, tmp_path)

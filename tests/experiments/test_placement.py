@@ -12,14 +12,15 @@ from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
 from specsparse.experiments import runner, sweep_table
-from specsparse.experiments.config import PlacementSpec, PredictorSpec
 from specsparse.experiments.kinds.placement import activations, decoded
+from specsparse.experiments.kinds.placement.settings import PlacementSpec
+from specsparse.experiments.settings import PredictorSpec
 from specsparse.measure import machine
 from specsparse.measure.costs import devices
 from specsparse.powerinfer.files.activation_stats import ActivationStats, load_stats, read_activations, save_stats
 from specsparse.powerinfer.files.gpuidx import GpuIndex, path_for, read_gpuidx, write_gpuidx
 from specsparse.testing.powerinfer import write_tiny_powerinfer
-from tests.experiments.playing import changed, play, random_texts, run_config
+from tests.experiments.playing import changed, play, random_texts, replaced, run_config, settings
 
 MIB = 1 / 1024
 
@@ -68,7 +69,7 @@ def test_a_run_places_by_every_rule_and_keeps_its_choice(cfg, path, tmp_path):
         assert all(map(np.array_equal, same.result.found["optimal"].hot, found.result.found["optimal"].hot))
         if given == "activations.safetensors":  # the .pt files do not say how many tokens were read
             assert "placement read from" in text
-    off, text, record = play(dataclasses.replace(again, disable_gpu_index=True), tmp_path / "c")
+    off, text, record = play(replaced(again, disable_gpu_index=True), tmp_path / "c")
     assert off.result.chosen == record["summary"]["chosen"] == "none" and "disable_gpu_index" in text
 
 
@@ -92,17 +93,17 @@ def test_what_somebody_else_placed_is_reported_as_it_is(cfg, tmp_path):
 def test_the_text_to_decode_after_fits_the_context(cfg, path):
     f = open_gguf(path)
     config = dataclasses.replace(ModelConfig.from_gguf(f), context_length=16)
-    assert len(activations.text_ids(changed(cfg, "placement", decode=3), f, config)) == 13
-    assert len(activations.text_ids(changed(cfg, "placement", decode=3, window=4), f, config)) == 4
+    assert len(activations.text_ids(settings(changed(cfg, "placement", decode=3)), f, config)) == 13
+    assert len(activations.text_ids(settings(changed(cfg, "placement", decode=3, window=4)), f, config)) == 4
     with pytest.raises(UserError, match=r"placement\.decode=15 leaves no room .* of 16 tokens"):
-        activations.text_ids(changed(cfg, "placement", decode=15), f, config)
+        activations.text_ids(settings(changed(cfg, "placement", decode=15)), f, config)
 
 
 def test_layers_and_predictors(cfg, tmp_path):
-    by_layers = dataclasses.replace(cfg, n_gpu_layers=1, vram_budget=1.0 * MIB)
+    by_layers = replaced(cfg, n_gpu_layers=1, vram_budget=1.0 * MIB)
     found, _, _ = play(changed(by_layers, "placement", rule="layers"), tmp_path / "a")
     assert found.result.gpu_index is None and found.result.found["layers"].host_layers == {0}
-    by_mask = dataclasses.replace(cfg, predictor=PredictorSpec("gate_threshold", {"share": 0.25}))
+    by_mask = replaced(cfg, predictor=PredictorSpec("gate_threshold", {"share": 0.25}))
     found, _, _ = play(by_mask, tmp_path / "b")
     stats = load_stats(tmp_path / "b" / "activations.safetensors", layers=2, d_ff=1024)
     assert 0.2 < sum(c.sum() for c in stats.counts) / (64 * 2048) < 0.3
@@ -127,13 +128,13 @@ def test_layers_and_predictors(cfg, tmp_path):
 )
 def test_mistakes_are_found_before_anything_is_loaded(cfg, rest, placement, message):
     with pytest.raises(UserError, match=message):
-        runner.check(dataclasses.replace(changed(cfg, "placement", **placement), **rest))
+        runner.check(replaced(changed(cfg, "placement", **placement), **rest))
 
 
 def test_a_sweep_ends_with_table_csv_and_figure(cfg, tmp_path):
-    counted, _, _ = play(dataclasses.replace(cfg, vram_budget=0.3 * MIB), tmp_path / "1")
+    counted, _, _ = play(replaced(cfg, vram_budget=0.3 * MIB), tmp_path / "1")
     given = changed(cfg, "placement", activations=str(tmp_path / "1" / "activations.safetensors"))
-    play(dataclasses.replace(given, vram_budget=0.6 * MIB), tmp_path / "0")
+    play(replaced(given, vram_budget=0.6 * MIB), tmp_path / "0")
     out = io.StringIO()
     sweep_table.show(tmp_path, Console(file=out, width=200))
     with (tmp_path / "vram_budget.csv").open() as file:
@@ -157,9 +158,9 @@ def test_other_experiments_take_a_solved_placement(cfg):
     model = dataclasses.replace(cfg.model, placement="x.gpuidx", hot="dense", devices=2)
     assert model.overrides() == {"placement": "x.gpuidx", "hot": "dense", "devices": 2}
     with pytest.raises(UserError, match=r"are for other kinds: here placement\.\* says it"):
-        runner.check(dataclasses.replace(cfg, model=model))
+        runner.check(replaced(cfg, model=model))
     with pytest.raises(UserError, match=r"does nothing with kind=speed: .* give \+model\.placement=FILE"):
-        runner.check(dataclasses.replace(cfg, kind="speed", composed={"placement": {}}))
+        runner.check(replaced(cfg, kind="speed", own={"placement": {}}))
 
 
 def test_a_trace_has_a_row_a_device():

@@ -1,6 +1,5 @@
 """`+experiment=powerinfer_oracle` on results written here: what agrees, what breaks a limit, what is refused."""
 
-import dataclasses
 
 import numpy as np
 import pytest
@@ -8,10 +7,11 @@ import pytest
 import specsparse
 from specsparse.errors import UserError
 from specsparse.experiments import runner
-from specsparse.experiments.config import FfnSpec, PowerInferSpec
+from specsparse.experiments.kinds.powerinfer_oracle import PowerInferSpec
+from specsparse.experiments.settings import FfnSpec
 from specsparse.testing.powerinfer import write_tiny_powerinfer
 from tests.experiments import playing
-from tests.experiments.playing import run_config
+from tests.experiments.playing import replaced, run_config
 
 IDS = np.array([1, 5, 9, 200, 17, 42], np.int32)
 
@@ -59,7 +59,7 @@ def test_what_differs_breaks_the_promise(cfg, results, tmp_path):
     np.savez(tmp_path / "logits.npz", **{**results[1], "m/greedy_ids": greedy})
     found, text, _ = play(cfg, tmp_path / "b")
     assert not found.as_promised and "3 of 4 equal PowerInfer's" in text
-    plain = dataclasses.replace(cfg, ffn=FfnSpec())
+    plain = replaced(cfg, ffn=FfnSpec())
     assert play(plain, tmp_path / "c")[0].as_promised  # without its roundings nothing is promised
 
 
@@ -74,4 +74,4 @@ def test_mistakes_are_found_before_anything_is_loaded(cfg, results, tmp_path):
         runner.check(cfg)
     np.savez(tmp_path / "logits.npz", **results[1])
     with pytest.raises(UserError, match=r"powerinfer\.threads"):
-        runner.check(dataclasses.replace(cfg, powerinfer=PowerInferSpec(cfg.powerinfer.logits, threads=(0,))))
+        runner.check(replaced(cfg, powerinfer=PowerInferSpec(cfg.own["powerinfer"].logits, threads=(0,))))

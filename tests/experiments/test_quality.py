@@ -7,12 +7,13 @@ import pytest
 
 import specsparse
 from specsparse.errors import UserError
-from specsparse.experiments.config import PerplexitySpec, QuantTableSpec
+from specsparse.experiments.kinds.perplexity import PerplexitySpec
+from specsparse.experiments.kinds.quant_table import QuantTableSpec
 from specsparse.measure.conditions import Conditions
 from specsparse.runtime.perplexity import score, windows
 from specsparse.testing import write_tiny_gguf
 from tests.experiments import playing
-from tests.experiments.playing import run_config
+from tests.experiments.playing import replaced, run_config
 
 TEXT = "hello the world, and hello again: " * 20
 
@@ -55,7 +56,7 @@ def test_perplexity_and_the_distance_to_float32(cfg, folder, tmp_path):
 
 
 def test_without_a_base(cfg, tmp_path):
-    cfg = dataclasses.replace(cfg, perplexity=dataclasses.replace(cfg.perplexity, base=None, stride=8))
+    cfg = replaced(cfg, perplexity=dataclasses.replace(cfg.own["perplexity"], base=None, stride=8))
     found, text, _ = play(cfg, tmp_path / "run")
     assert found.summary["kl_mean"] is None and "KL" not in text and found.summary["window"] == 68
 
@@ -66,7 +67,7 @@ def _read(row, rate, deviation):
 
 def test_the_table_of_types(cfg, folder, tmp_path):
     spec = QuantTableSpec(types=("F32", "Q8_0", "Q4_0"), files=(str(folder / "m.gguf"),), pp=0, tg=4, timings=1)
-    found, text, written = play(dataclasses.replace(cfg, kind="quant_table", quant_table=spec), tmp_path / "run")
+    found, text, written = play(replaced(cfg, kind="quant_table", quant_table=spec), tmp_path / "run")
     found = found.result
     rows = {row["type"]: row for row in found.rows}
     assert list(rows) == ["F32", "Q8_0", "Q4_0", "F16"] and found.notes == ()
@@ -97,10 +98,10 @@ def test_the_table_of_types(cfg, folder, tmp_path):
 def test_mistakes(cfg, folder, tmp_path, monkeypatch, change, says):
     monkeypatch.chdir(folder)
     with pytest.raises(UserError, match=says.replace("(", "\\(")):
-        play(dataclasses.replace(cfg, perplexity=dataclasses.replace(cfg.perplexity, **change)), tmp_path / "run")
+        play(replaced(cfg, perplexity=dataclasses.replace(cfg.own["perplexity"], **change)), tmp_path / "run")
 
 
 def test_a_table_of_nothing(cfg, tmp_path):
     for types, says in (((), "there is nothing to compare"), (("Q9",), "cannot quantise to 'Q9'")):
         with pytest.raises(UserError, match=says):
-            play(dataclasses.replace(cfg, kind="quant_table", quant_table=QuantTableSpec(types=types)), tmp_path)
+            play(replaced(cfg, kind="quant_table", quant_table=QuantTableSpec(types=types)), tmp_path)

@@ -10,11 +10,12 @@ from rich.console import Console
 
 from specsparse.errors import UserError
 from specsparse.experiments import runner, sweep_table
-from specsparse.experiments.config import FfnSpec, ModelSpec, PredictorSpec, SparsitySpec
+from specsparse.experiments.kinds.sparse.sparsity import SparsitySpec
+from specsparse.experiments.settings import FfnSpec, ModelSpec, PredictorSpec
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.powerinfer import write_tiny_powerinfer
 from tests.experiments import playing
-from tests.experiments.playing import run_config
+from tests.experiments.playing import replaced, run_config
 
 TINY = {"tokenizer": "spm", "vocab_size": 300, "n_layers": 1, "context_length": 128}
 
@@ -45,8 +46,8 @@ def play(cfg, directory):
 
 def test_predictors_beside_each_other(cfg, tmp_path):
     relu = dataclasses.replace(cfg.model, activation="relu")
-    many = dataclasses.replace(cfg.sparsity, values=(), predictors=("oracle", "svd", "signbit"), recall=0.6)
-    found, text, record = play(dataclasses.replace(cfg, model=relu, sparsity=many), tmp_path / "a")
+    many = dataclasses.replace(cfg.own["sparsity"], values=(), predictors=("oracle", "svd", "signbit"), recall=0.6)
+    found, text, record = play(replaced(cfg, model=relu, sparsity=many), tmp_path / "a")
     assert [p.value for p in found.points] == ["oracle", "svd", "signbit"] == [p.quality.name for p in found.points]
     oracle, svd, signbit = (p.quality for p in found.points)
     assert oracle.model.kl < 1e-6 and oracle.mean.recall == 1 and oracle.mean.kept < 0.7
@@ -56,7 +57,7 @@ def test_predictors_beside_each_other(cfg, tmp_path):
     assert [r["predictor"] for r in rows] == ["oracle", "svd", "signbit"]
     assert (tmp_path / "a" / "sparsity.png").is_file()
     with pytest.raises(UserError, match=r"sparsity\.predictors needs ffn=predicted and no sparsity\.values"):
-        runner.check(dataclasses.replace(cfg, sparsity=dataclasses.replace(many, values=(0.5,))))
+        runner.check(replaced(cfg, sparsity=dataclasses.replace(many, values=(0.5,))))
 
 
 def test_fewer_neurons_cost_quality_and_save_bytes(cfg, tmp_path):
@@ -77,14 +78,14 @@ def test_fewer_neurons_cost_quality_and_save_bytes(cfg, tmp_path):
 
 
 def test_thresholds_of_a_powerinfer_file_and_the_table_of_a_sweep(cfg, files, tmp_path):
-    base = dataclasses.replace(
+    base = replaced(
         cfg, model=ModelSpec(str(files / "m.powerinfer.gguf")), ffn=FfnSpec("powerinfer"), predictor=PredictorSpec()
     )
     kept = []
     for number, value in enumerate((-1e9, 0.0, 1e9)):
         spec = SparsitySpec("threshold", (value,), window=32, judged=2, tokens=0)
         composed = {"sparsity": {"values": [value]}}
-        found, _, _ = play(dataclasses.replace(base, sparsity=spec, composed=composed), tmp_path / str(number))
+        found, _, _ = play(replaced(base, sparsity=spec, composed=composed), tmp_path / str(number))
         (point,) = found.points
         kept.append(point.quality.mean.kept)
         assert point.speedup is None and point.quality.name == "mlp"
@@ -108,4 +109,4 @@ MISTAKES = {
 def test_mistakes_are_found_before_anything_is_loaded(cfg, what):
     changes, says = MISTAKES[what]
     with pytest.raises(UserError, match=says):
-        runner.check(dataclasses.replace(cfg, **changes))
+        runner.check(replaced(cfg, **changes))

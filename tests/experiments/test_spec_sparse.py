@@ -8,16 +8,17 @@ import pytest
 from specsparse.engine.config import ACTIVATION_KEY
 from specsparse.errors import UserError
 from specsparse.experiments import runner
-from specsparse.experiments.config import DrafterSpec, FfnSpec, ModelSpec, PredictorSpec, SparsitySpec
 from specsparse.experiments.kinds.sparse import spec_sparse_report
+from specsparse.experiments.kinds.sparse.sparsity import SparsitySpec
 from specsparse.experiments.kinds.sparse.spec_sparse import Reading
 from specsparse.experiments.kinds.sparse.spec_sparse_report import Cell, Joined
+from specsparse.experiments.settings import DrafterSpec, FfnSpec, ModelSpec, PredictorSpec
 from specsparse.kernels.native import cpu
 from specsparse.measure import speedup
 from specsparse.powerinfer.ffn.union import UnionPoint
 from specsparse.runtime.metrics import Counters
 from specsparse.testing import write_tiny_gguf
-from tests.experiments.playing import GREEDY, play, run_config
+from tests.experiments.playing import GREEDY, play, replaced, run_config
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +95,7 @@ def test_a_model_that_skips_zeros_is_compared_with_the_dense_one(cfg, tmp_path):
         "predictor": PredictorSpec("oracle"),
         "drafter": DrafterSpec("prompt_lookup", {"ngram_min": 1}),
     }
-    relu = dataclasses.replace(cfg, **changes)
+    relu = replaced(cfg, **changes)
     run, shown, _ = play(relu, tmp_path / "run", width=160)
     found = run.result
     assert found.exact and found.as_promised
@@ -114,7 +115,7 @@ def test_a_model_that_skips_zeros_is_compared_with_the_dense_one(cfg, tmp_path):
 MISTAKES = {
     "no drafter": ({"drafter": DrafterSpec("none")}, "give drafter=prompt_lookup"),
     "no ffn": ({"ffn": FfnSpec("dense"), "predictor": PredictorSpec()}, "give ffn=predicted and a predictor"),
-    "a cap elsewhere": ({"kind": "speed"}, r"give \+experiment=spec_sparse"),
+    "a cap elsewhere": ({"kind": "speed", "own": {}}, r"give \+experiment=spec_sparse"),
 }
 
 
@@ -122,7 +123,7 @@ MISTAKES = {
 def test_mistakes_are_found_before_anything_is_loaded(cfg, what):
     changes, says = MISTAKES[what]
     with pytest.raises(UserError, match=says):
-        runner.check(dataclasses.replace(cfg, **changes))
+        runner.check(replaced(cfg, **changes))
 
 
 def test_what_passes_read():

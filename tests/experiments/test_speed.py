@@ -8,7 +8,7 @@ import pytest
 
 from specsparse.errors import UserError
 from specsparse.experiments import runner
-from specsparse.experiments.config import DataSpec, DrafterSpec, ModelSpec, TrackerSpec, VerifierSpec
+from specsparse.experiments.settings import DataSpec, DrafterSpec, ModelSpec, TrackerSpec, VerifierSpec
 from specsparse.kernels import processor
 from specsparse.measure import machine, repeats
 from specsparse.report import record

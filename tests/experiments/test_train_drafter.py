@@ -6,15 +6,15 @@ import pytest
 import specsparse
 from specsparse.errors import UserError
 from specsparse.experiments import runner
-from specsparse.experiments.config import TrainSpec
 from specsparse.experiments.kinds.training import drafter_fit
+from specsparse.experiments.kinds.training.options import TrainSpec
 from specsparse.speculative.drafters import get_drafter
 from specsparse.testing import write_tiny_gguf
 from specsparse.training import data, loop, trainer
 from specsparse.training.evaluate import _reach
 from specsparse.training.head_form import HeadForm
 from tests.experiments import playing
-from tests.experiments.playing import changed, random_texts, run_config
+from tests.experiments.playing import changed, random_texts, run_config, settings
 
 OPTIONS = {
     "batch": 4, "answer": 24, "prompt_tokens": 300, "draft_vocab": 128, "steps": 6, "save_every": 2, "windows": 2,
@@ -86,6 +86,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
 def test_training_learns(cfg, model, tmp_path, given):
     """On a handful of texts, again and again, the divergence falls far below where it began."""
     cfg = changed(cfg, "train", options={**given, "steps": 60, "learning_rate": 3e-3})
+    cfg = settings(cfg)
     options = drafter_fit.options(cfg)
     paths = data.generate(model, options.data, tmp_path / "texts", tokens=100)
     texts = [t for p in paths for t in data.read_shard(p)]
@@ -99,6 +100,7 @@ def test_training_learns(cfg, model, tmp_path, given):
 
 
 def test_candidates_hold_what_follows(cfg, model, tmp_path):
+    cfg = settings(cfg)
     options = drafter_fit.options(cfg)
     paths = data.generate(model, options.data, tmp_path / "texts", tokens=100)
     texts = [t for p in paths for t in data.read_shard(p)]

@@ -8,8 +8,9 @@ import pytest
 
 from specsparse.errors import UserError
 from specsparse.experiments import runner
-from specsparse.experiments.config import ModelSpec, PredictorSpec, TrainSpec
 from specsparse.experiments.kinds.training import predictors_fit
+from specsparse.experiments.kinds.training.options import TrainSpec
+from specsparse.experiments.settings import ModelSpec, PredictorSpec
 from specsparse.powerinfer.files.checkpoints import read_predictor, read_threshold
 from specsparse.predictors import FFN, get_predictor
 from specsparse.predictors.fit.checkpoint import load_pairs
@@ -17,7 +18,7 @@ from specsparse.predictors.masked import with_weights
 from specsparse.predictors.mlp import mlp_weights
 from specsparse.predictors.svd import as_mlp, factorise, normed_gate
 from specsparse.testing import write_tiny_gguf
-from tests.experiments.playing import changed, play, random_texts, run_config
+from tests.experiments.playing import changed, play, random_texts, replaced, run_config, settings
 from tests.predictors.planted import planted_model
 
 OPTIONS = {"rank": 16, "epochs": 3, "batch": 64}
@@ -95,9 +96,10 @@ def test_a_retrained_model_does_not_take_the_residuals_of_the_old_one(cfg, model
     assert other.stat().st_size == model.path.stat().st_size
     text = np.zeros((2, 8), np.int32)
     claim = partial(predictors_fit._claim, tmp_path / "out")
+    coarse = settings(replaced(cfg, model=ModelSpec(str(model.path), kv_dtype="f16")))
+    cfg = settings(cfg)
     claim(cfg, model, text)
     claim(cfg, model, text)
-    coarse = dataclasses.replace(cfg, model=ModelSpec(str(model.path), kv_dtype="f16"))
     for changes in ((cfg, dataclasses.replace(model, path=other)), (coarse, model)):
         with pytest.raises(UserError, match="holds a training with another model"):
             claim(*changes, text)
@@ -118,7 +120,7 @@ def test_the_predictors_of_a_powerinfer_file_are_judged_as_they_are(cfg, model, 
 
 @pytest.mark.parametrize("name", ["gate_threshold", "sequence"])
 def test_what_needs_no_training_is_only_judged(cfg, model, tmp_path, name):
-    cfg = dataclasses.replace(cfg, predictor=PredictorSpec(name, {"share": 0.3}))
+    cfg = replaced(cfg, predictor=PredictorSpec(name, {"share": 0.3}))
     found, _, record = play(cfg, tmp_path / "a", model=model)
     (only,) = found.result
     assert only.name == name and found.objective == -only.model.kl and record["summary"]["label"] == "lossy"
@@ -141,6 +143,6 @@ def test_mistakes_are_found_before_anything_is_loaded(cfg, changes, message):
 
 def test_a_predictor_and_enough_text_are_needed(cfg, model, tmp_path):
     with pytest.raises(UserError, match="give predictor=mlp"):
-        runner.check(dataclasses.replace(cfg, predictor=PredictorSpec()))
+        runner.check(replaced(cfg, predictor=PredictorSpec()))
     with pytest.raises(UserError, match=r"fewer train\.judged"):
         play(changed(cfg, "train", judged=500), tmp_path / "a", model=model)

@@ -15,15 +15,15 @@ from specsparse import run
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
 from specsparse.experiments import config, runner
-from specsparse.experiments.config import TrainSpec
 from specsparse.experiments.kinds.training import drafter_fit, relufy_fit
+from specsparse.experiments.kinds.training.options import TrainSpec
 from specsparse.kernels.packing.dequant import embed_rows
 from specsparse.models.convert.delta import apply_delta, tensors_hash
 from specsparse.support.tensor_files import save_state
 from specsparse.testing import write_tiny_gguf
 from specsparse.training import data, distill, ffn_model, loop, reconstruct
 from tests.experiments import playing
-from tests.experiments.playing import changed, run_config
+from tests.experiments.playing import changed, run_config, settings
 
 OPTIONS = {
     "batch": 4, "answer": 24, "prompt_tokens": 300, "temperatures": [0.0, 0.9], "held_out": 2, "judge_every": 2,
@@ -228,8 +228,8 @@ def test_mistakes_are_found_before_anything_is_loaded(cfg, options, says):
 def test_the_options_of_the_shipped_files_are_taken(name):
     with initialize_config_dir(str(run.conf_dir()), version_base="1.3"):
         cfg = config.from_omegaconf(compose("config", [f"+experiment={name}"]))
-    found = (relufy_fit if name == "relufy" else drafter_fit).options(cfg)
-    assert found.data.answer == cfg.train.options["answer"]
+    found = (relufy_fit if name == "relufy" else drafter_fit).options(settings(cfg))
+    assert found.data.answer == cfg.own["train"]["answer"]
 
 
 def test_only_a_relu_model_of_the_same_shape_is_gone_on_from(cfg, model):

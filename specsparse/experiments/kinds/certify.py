@@ -1,16 +1,17 @@
 """The certificate as an experiment: exact total variation of every verifier and mutant, in one table."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from specsparse.experiments.config import RunConfig
 from specsparse.experiments.kind import Found, Kind, Lab
 from specsparse.speculative.proof.certify import DRIVER, LEGEND, MUTANT_TV, RULE, CertificateReport, certify, worst_on
 from specsparse.speculative.verify import get_verifier
 from specsparse.support import terminal
+from specsparse.support.options import Range, Size
 
 DEFINITION = (
     "total variation between the joint law of the tokens of one round, continued by plain sampling, and plain "
@@ -18,14 +19,33 @@ DEFINITION = (
 )
 
 
-class Certify(Kind):
+@dataclass(frozen=True)
+class CertifySpec:
+    """What `kind: certify` enumerates; see `speculative.proof.certify.certify`."""
+
+    verifiers: tuple[str, ...] | None = None
+    vocab: Annotated[int, Range(2, 6)] = 4
+    gamma: Annotated[int, Range(1, 3)] = 3
+    mutants: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertifySettings:
+    """What `kind: certify` reads of a config."""
+
+    certify: CertifySpec = CertifySpec()
+    seed: Size = 0
+
+
+class Certify(Kind[CertifySettings]):
     """The exact output law of every verifier, by its rule and as it runs, and of the mutants."""
 
+    settings = CertifySettings
     timed = False
     takes_model = False
     takes_ffn = False
 
-    def check(self, cfg: RunConfig) -> None:
+    def check(self, cfg: CertifySettings) -> None:
         """Names of verifiers.
 
         Raises:
@@ -34,9 +54,9 @@ class Certify(Kind):
         for name in cfg.certify.verifiers or ():
             get_verifier(name)
 
-    def run(self, lab: Lab) -> Found:
+    def run(self, cfg: CertifySettings, lab: Lab) -> Found:
         """Enumerates. No model is loaded."""
-        cfg, spec = lab.cfg, lab.cfg.certify
+        spec = cfg.certify
         chosen = None if spec.verifiers is None else [get_verifier(name) for name in spec.verifiers]
         with terminal.busy(lab.console, "enumerating every draft and every coin, bisecting the driver's"):
             report = certify(chosen, vocab=spec.vocab, gamma=spec.gamma, seed=cfg.seed, mutants=spec.mutants)

@@ -13,11 +13,11 @@ from rich.text import Text
 
 from specsparse.errors import UserError
 from specsparse.experiments import decoding
-from specsparse.experiments.config import RunConfig, TreeSpec, VerifierSpec, sampling_params
 from specsparse.experiments.decoding import Passes
 from specsparse.experiments.drafting import drafter_spec
 from specsparse.experiments.kind import Found, Kind, Lab
 from specsparse.experiments.measured import Measured
+from specsparse.experiments.settings import DecodingSettings, MethodSettings, TreeSpec, VerifierSpec
 from specsparse.measure import conditions
 from specsparse.measure.conditions import UNKNOWN, Conditions, Rank
 from specsparse.measure.repeats import Repeats
@@ -90,12 +90,28 @@ class Comparison:
         return self.entries[0].speedup if self.entries else None
 
 
-class Compare(Kind):
+@dataclass(frozen=True)
+class CompareSpec:
+    """Which methods `kind: compare` tries: every valid pair; `verifiers` None is all lossless ones."""
+
+    drafters: tuple[str, ...] = ("prompt_lookup",)
+    verifiers: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareSettings(DecodingSettings):
+    """What `kind: compare` reads of a config."""
+
+    compare: CompareSpec = CompareSpec()
+
+
+class Compare(Kind[CompareSettings]):
     """Plain decoding and every valid method of a list, in turn, ranked."""
 
+    settings = CompareSettings
     on_mesh = True
 
-    def check(self, cfg: RunConfig) -> None:
+    def check(self, cfg: CompareSettings) -> None:
         """Names, options, and that at least one pair is valid.
 
         Raises:
@@ -104,15 +120,15 @@ class Compare(Kind):
         decoding.check(cfg)
         methods(cfg)
 
-    def run(self, lab: Lab) -> Found:
+    def run(self, cfg: CompareSettings, lab: Lab) -> Found:
         """Decodes and ranks, with a line of prompts.jsonl for each pass."""
-        started, cfg, engine, console = time.perf_counter(), lab.cfg, lab.engine, lab.console
-        bench = decoding.prepare(cfg, engine, console)
+        started, console = time.perf_counter(), lab.console
+        bench = decoding.prepare(cfg, lab)
         sides, refused = methods(cfg, lambda pair: decoding.what_is_measured(pair, bench.model, console))
         tracker = lab.tracker
-        passes = Passes(cfg, engine, bench.model, {PLAIN: {}, **sides}, console)
+        passes = Passes(cfg, lab, bench.model, {PLAIN: {}, **sides})
         if cfg.warmup:
-            passes.show(bench.jobs, PLAIN, started, lab.directory)
+            passes.show(bench.jobs, PLAIN, started)
         done = []
         for one in passes.timed(bench.jobs):
             done.append(one)
@@ -154,7 +170,7 @@ def _methods(found: Comparison) -> dict[str, Any]:
 
 
 def methods(
-    cfg: RunConfig, measure: Callable[[RunConfig], Measured | None] = lambda pair: None
+    cfg: CompareSettings, measure: Callable[[CompareSettings], Measured | None] = lambda pair: None
 ) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
     """Keyword arguments of generate for every valid pair by name, and one line for each pair that is not.
 
@@ -169,7 +185,7 @@ def methods(
     refused: list[str] = []
     seen: set[tuple[str, Any]] = set()
     verifiers = cfg.compare.verifiers or tuple(name for name, v in VERIFIERS.items() if v.lossless)
-    temperature = sampling_params(cfg).temperature
+    temperature = cfg.params.temperature
     for name, verifier in itertools.product(cfg.compare.drafters, verifiers):
         pair = _pair(cfg, name, verifier)
         made, found = _drafter(pair, None), get_verifier(verifier, **pair.verifier.options)
@@ -184,7 +200,7 @@ def methods(
     return sides, tuple(refused)
 
 
-def _pair(cfg: RunConfig, name: str, verifier: str) -> RunConfig:
+def _pair(cfg: CompareSettings, name: str, verifier: str) -> CompareSettings:
     """The config of one pair, as if it were run alone; a drafter that grows no trees drafts chains."""
     drafter = drafter_spec(cfg, name)
     chosen = cfg.verifier if cfg.verifier.name == verifier else VerifierSpec(verifier)
@@ -192,7 +208,7 @@ def _pair(cfg: RunConfig, name: str, verifier: str) -> RunConfig:
     return dataclasses.replace(cfg, drafter=drafter, verifier=chosen, tree=tree)
 
 
-def _drafter(pair: RunConfig, found: Measured | None) -> Any:
+def _drafter(pair: MethodSettings, found: Measured | None) -> Any:
     policy, tree = decoding.policy(pair, found), decoding.tree(pair, found)
     return make_drafter(pair.drafter.name, pair.drafter.options, policy, tree=tree)
 

@@ -3,21 +3,22 @@
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from specsparse.data import prompts
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
-from specsparse.experiments.config import RunConfig
 from specsparse.experiments.kind import Found, Kind, Lab
+from specsparse.experiments.settings import ModelSettings
 from specsparse.models import catalogue
 from specsparse.runtime.perplexity import Scores, Windows, score, windows
 from specsparse.support import terminal
+from specsparse.support.options import Count, Range, Size
 
 F32 = "f32"
 """The base that is the same file computed in float32."""
@@ -29,13 +30,39 @@ DEFINITIONS = {
 }
 
 
-class Perplexity(Kind):
+@dataclass(frozen=True)
+class PerplexitySpec:
+    """What `kind: perplexity` reads and how; see `specsparse.runtime.perplexity.windows`.
+
+    Attributes:
+        text: a text file, read as it is; None is the prompts of the data group, one after the other.
+        context, stride: of the windows.
+        chunks: at most so many windows; None for all.
+        base: whose law the KL is from: "f32", the same weights computed in float32; a model; None for no KL.
+    """
+
+    text: str | None = None
+    context: Annotated[int, Range(4)] = 512
+    stride: Size = 0
+    chunks: Count | None = None
+    base: str | None = "f32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerplexitySettings(ModelSettings):
+    """What `kind: perplexity` reads of a config."""
+
+    perplexity: PerplexitySpec = PerplexitySpec()
+
+
+class Perplexity(Kind[PerplexitySettings]):
     """How well a model predicts a text, after the base has, and how far its law is from the base's."""
 
+    settings = PerplexitySettings
     timed = False
     on_mesh = True
 
-    def check(self, cfg: RunConfig) -> None:
+    def check(self, cfg: PerplexitySettings) -> None:
         """What can be found wrong before anything is loaded.
 
         Raises:
@@ -49,15 +76,15 @@ class Perplexity(Kind):
             raise UserError(f"perplexity.stride={cfg.perplexity.stride}: must be {wanted}")
         read_text(cfg)
 
-    def run(self, lab: Lab) -> Found:
+    def run(self, cfg: PerplexitySettings, lab: Lab) -> Found:
         """Scores the text.
 
         Raises:
             UserError: a text that is too short, a base of another vocabulary.
         """
-        cfg, model = lab.cfg, lab.load()
+        model = lab.load(cfg.model)
         text = cut(cfg, model.tokenizer)
-        with base_law(lab, text) as law:
+        with base_law(cfg, lab, text) as law:
             found = scored(model, text, lab.console, cfg.model.path, base=law)
         facts = {"base": cfg.perplexity.base, "windows": text.tokens.shape[0], "window": text.tokens.shape[1]}
         summary = {**found.summary(), **facts}
@@ -65,15 +92,14 @@ class Perplexity(Kind):
         return Found(summary, shown=shown, definitions=DEFINITIONS, objective=-summary["perplexity"])
 
 
-def read_text(cfg: RunConfig) -> str:
+def read_text(cfg: PerplexitySettings) -> str:
     """The text to score: a file as it is, or the prompts of the data group with an empty line between them.
 
     Raises:
         UserError: a file that is not there or no UTF-8.
     """
     if cfg.perplexity.text is None:
-        found = prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
-        return "\n\n".join(prompt.text for prompt in found)
+        return "\n\n".join(prompt.text for prompt in cfg.data.prompts())
     path = Path(cfg.perplexity.text).expanduser()
     try:
         return path.read_text(encoding="utf-8")
@@ -82,7 +108,7 @@ def read_text(cfg: RunConfig) -> str:
         raise UserError(f"perplexity.text={path}: cannot be read: {reason}") from None
 
 
-def cut(cfg: RunConfig, tokenizer: Tokenizer) -> Windows:
+def cut(cfg: PerplexitySettings, tokenizer: Tokenizer) -> Windows:
     """The text as windows of this tokenizer."""
     spec, ids = cfg.perplexity, tokenizer.encode(read_text(cfg), add_special=True)
     bos = tokenizer.bos_id if tokenizer.add_bos else None
@@ -105,9 +131,9 @@ def scored(
 
 
 @contextmanager
-def base_law(lab: Lab, text: Windows) -> Iterator[np.ndarray | None]:
+def base_law(cfg: PerplexitySettings, lab: Lab, text: Windows) -> Iterator[np.ndarray | None]:
     """Log-probabilities float32[N, V] of the base on the text, in a file that goes with the block."""
-    cfg, console = lab.cfg, lab.console
+    console = lab.console
     if cfg.perplexity.base is None:
         yield None
         return

@@ -19,8 +19,8 @@ from rich.text import Text
 from specsparse import kernels
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
-from specsparse.experiments.config import RunConfig
 from specsparse.experiments.kind import Engine, Found, Kind, Lab
+from specsparse.experiments.settings import ModelSettings
 from specsparse.models import catalogue
 from specsparse.support import terminal
 
@@ -79,12 +79,28 @@ class Agreement:
         return self.identical and (not self.faithful or (same and all(c.within for c in self.logits)))
 
 
-class PowerInferOracle(Kind):
+@dataclass(frozen=True)
+class PowerInferSpec:
+    """What `kind: powerinfer_oracle` compares: PowerInfer's logits (None: logits.npz beside the model), threads."""
+
+    logits: str | None = None
+    threads: tuple[int, ...] = (1, 2, 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerInferSettings(ModelSettings):
+    """What `kind: powerinfer_oracle` reads of a config."""
+
+    powerinfer: PowerInferSpec = PowerInferSpec()
+
+
+class PowerInferOracle(Kind[PowerInferSettings]):
     """A PowerInfer model's logits and greedy tokens against those that PowerInfer itself wrote."""
 
+    settings = PowerInferSettings
     timed = False
 
-    def check(self, cfg: RunConfig) -> None:
+    def check(self, cfg: PowerInferSettings) -> None:
         """Files and thread counts.
 
         Raises:
@@ -96,13 +112,13 @@ class PowerInferOracle(Kind):
         if not cfg.powerinfer.threads or any(t < 1 for t in cfg.powerinfer.threads):
             raise UserError("powerinfer.threads must be counts of at least 1, such as [1,2,4]")
 
-    def run(self, lab: Lab) -> Found:
+    def run(self, cfg: PowerInferSettings, lab: Lab) -> Found:
         """Compares.
 
         Raises:
             UserError: results that do not fit the model.
         """
-        cfg, engine = lab.cfg, lab.engine
+        engine = lab.engine
         path = Path(catalogue.resolve(cfg.model.path))
         with _results(cfg, path) as arrays:
             wanted = dict(arrays)
@@ -126,7 +142,7 @@ class PowerInferOracle(Kind):
         )  # fmt: skip
 
 
-def _results(cfg: RunConfig, path: Path) -> Any:
+def _results(cfg: PowerInferSettings, path: Path) -> Any:
     file = Path(cfg.powerinfer.logits).expanduser() if cfg.powerinfer.logits else path.parent / LOGITS_FILE
     try:
         return np.load(file)

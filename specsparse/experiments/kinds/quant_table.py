@@ -16,9 +16,9 @@ from specsparse.engine.gguf import requantise
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
-from specsparse.experiments.config import RunConfig
 from specsparse.experiments.kind import Engine, Found, Kind, Lab
 from specsparse.experiments.kinds import perplexity
+from specsparse.experiments.kinds.perplexity import PerplexitySettings
 from specsparse.measure import conditions, inspection
 from specsparse.measure.bench import interleaved, job
 from specsparse.measure.bench.sides import Ours
@@ -27,6 +27,7 @@ from specsparse.models import catalogue
 from specsparse.report import display
 from specsparse.runtime.perplexity import Windows
 from specsparse.support import terminal
+from specsparse.support.options import Count, Size
 
 DEFINITIONS = {
     **perplexity.DEFINITIONS,
@@ -63,10 +64,37 @@ class QuantTable:
         return max((row["decode"]["median"] for row in self.rows if row["decode"]), default=None)
 
 
-class Quantisations(Kind):
+@dataclass(frozen=True)
+class QuantTableSpec:
+    """The rows and the timings of `kind: quant_table`; its text is that of `perplexity`.
+
+    Attributes:
+        types: to quantise the model to, where its own type is no row of its own.
+        files: further GGUF files of the same model.
+        pp, tg: tokens of prompt and of decoding to time; 0 for none.
+        timings: of each.
+    """
+
+    types: tuple[str, ...] = ("F16", "Q8_0", "Q4_1", "Q4_0")
+    files: tuple[str, ...] = ()
+    pp: Size = 512
+    tg: Size = 64
+    timings: Count = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantTableSettings(PerplexitySettings):
+    """What `kind: quant_table` reads of a config."""
+
+    quant_table: QuantTableSpec = QuantTableSpec()
+
+
+class Quantisations(Kind[QuantTableSettings]):
     """One model in several types of weights: bytes, perplexity, KL to float32, speed."""
 
-    def check(self, cfg: RunConfig) -> None:
+    settings = QuantTableSettings
+
+    def check(self, cfg: QuantTableSettings) -> None:
         """What can be found wrong before anything is loaded or written.
 
         Raises:
@@ -80,19 +108,18 @@ class Quantisations(Kind):
         if not cfg.quant_table.types and not cfg.quant_table.files:
             raise UserError("quant_table.types and quant_table.files are empty: there is nothing to compare")
 
-    def run(self, lab: Lab) -> Found:
+    def run(self, cfg: QuantTableSettings, lab: Lab) -> Found:
         """Makes the files (kept in the cache), scores and times each.
 
         Raises:
             UserError: a text that is too short, a file of another vocabulary.
         """
-        cfg = lab.cfg
         source = Path(catalogue.resolve(cfg.model.path))
         f = open_gguf(source)
         notes = () if inspection.main_type(f) in inspection.FLOAT_TYPES else (BASE_IS_QUANTISED,)
         files = [*_made(cfg, source, lab.console), *(Path(catalogue.resolve(file)) for file in cfg.quant_table.files)]
         text = perplexity.cut(cfg, Tokenizer.from_metadata(f.metadata, where=str(source)))
-        with perplexity.base_law(lab, text) as law:
+        with perplexity.base_law(cfg, lab, text) as law:
             found = QuantTable(tuple(_row(cfg, lab.engine, file, text, law, lab.console) for file in files), notes)
         said = (f"{text.scored} tokens scored; KL from {_base_name(cfg)}", *notes)
         taken = display.condition_lines(found.conditions, None, found.warnings)
@@ -102,14 +129,14 @@ class Quantisations(Kind):
         )  # fmt: skip
 
 
-def _made(cfg: RunConfig, source: Path, console: Console) -> Iterator[Path]:
+def _made(cfg: QuantTableSettings, source: Path, console: Console) -> Iterator[Path]:
     """The file of each type."""
     for name in cfg.quant_table.types:
         yield job.requantised(source, name, console)
 
 
 def _row(
-    cfg: RunConfig, engine: Engine, path: Path, text: Windows, law: np.ndarray | None, console: Console
+    cfg: QuantTableSettings, engine: Engine, path: Path, text: Windows, law: np.ndarray | None, console: Console
 ) -> dict[str, Any]:
     """One line of the table: the file's size, its scores and its timings."""
     f = open_gguf(path)
@@ -128,7 +155,7 @@ def _row(
     }
 
 
-def _speed(cfg: RunConfig, model: Any, name: str, console: Console) -> dict[str, Any]:
+def _speed(cfg: QuantTableSettings, model: Any, name: str, console: Console) -> dict[str, Any]:
     """Tokens per second of decoding and of a prompt, and what they were taken at; None for what is not timed."""
     spec = cfg.quant_table
     plan = interleaved.Plan(pp=spec.pp, tg=spec.tg, repeats=spec.timings)
@@ -147,7 +174,7 @@ def _speed(cfg: RunConfig, model: Any, name: str, console: Console) -> dict[str,
     return {"prompt": rates.get(f"pp{spec.pp}"), "decode": decode, "conditions": taken.to_dict()}
 
 
-def _base_name(cfg: RunConfig) -> str:
+def _base_name(cfg: QuantTableSettings) -> str:
     base = cfg.perplexity.base
     return "nothing" if base is None else "the model's own weights in float32" if base == perplexity.F32 else base
 

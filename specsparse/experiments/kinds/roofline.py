@@ -1,5 +1,6 @@
 """`kind: roofline`: what a model file could do at best on a device, and what it was measured to do on this one."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -8,8 +9,8 @@ from rich.text import Text
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.experiments import decoding, drafting
-from specsparse.experiments.config import RunConfig
 from specsparse.experiments.kind import Found, Kind, Lab
+from specsparse.experiments.settings import DecodingSettings
 from specsparse.measure.conditions import Conditions
 from specsparse.measure.costs import devices, tables, traffic
 from specsparse.measure.costs import predicted as report
@@ -18,14 +19,37 @@ from specsparse.models import catalogue
 from specsparse.report import display
 from specsparse.runtime.times import store
 from specsparse.support import terminal
+from specsparse.support.options import Size
 
 
-class Roofline(Kind):
+@dataclass(frozen=True)
+class RooflineSpec:
+    """What `kind: roofline` predicts for: a device by name, tokens in the cache; `refresh` measures this one again.
+
+    On this machine drafting is measured too: chains of `drafters`, and `trees`.
+    """
+
+    device: str = "this"
+    kv_length: Size | None = None
+    refresh: bool = False
+    drafters: tuple[str, ...] = ()
+    trees: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RooflineSettings(DecodingSettings):
+    """What `kind: roofline` reads of a config."""
+
+    roofline: RooflineSpec = RooflineSpec()
+
+
+class Roofline(Kind[RooflineSettings]):
     """What a model file could do at best on a device, and what it was measured to do on this one."""
 
+    settings = RooflineSettings
     takes_ffn = False
 
-    def check(self, cfg: RunConfig) -> None:
+    def check(self, cfg: RooflineSettings) -> None:
         """What can be found wrong without measuring.
 
         Raises:
@@ -34,26 +58,27 @@ class Roofline(Kind):
         catalogue.resolve(cfg.model.path)
         if cfg.roofline.device not in (devices.THIS, *devices.DEVICES):
             devices.get(cfg.roofline.device)
-        drafting.methods(cfg)
+        drafting.methods(cfg, cfg.roofline.drafters, cfg.roofline.trees)
 
-    def run(self, lab: Lab) -> Found:
+    def run(self, cfg: RooflineSettings, lab: Lab) -> Found:
         """Predicts for a device; `roofline.device=this` alone loads the weights, and measures once per file.
 
         Raises:
             UserError: a mistake in the model file.
         """
-        cfg, out, table = lab.cfg, lab.console, None
+        out, table = lab.console, None
         f = open_gguf(catalogue.resolve(cfg.model.path))
         overrides = {k: v for k, v in cfg.model.overrides().items() if k not in ("kv_dtype", "threads", "backend")}
         config = ModelConfig.from_gguf(f, overrides=overrides)
         methods: list[dict[str, Any]] = []
         if cfg.roofline.device == devices.THIS:
-            model = lab.load()
+            model = lab.load(cfg.model)
             table = _measured(cfg, model, out)
             device = report.this_machine(table)
             if cfg.roofline.drafters or cfg.roofline.trees:
                 prompts, bar = decoding.calibration(cfg, model), decoding.bar(out)
-                methods = list(drafting.rows(cfg, model, prompts, bar=bar))
+                chosen = drafting.methods(cfg, cfg.roofline.drafters, cfg.roofline.trees)
+                methods = list(drafting.rows(chosen, model, prompts, bar=bar))
                 table = store.load(model) or table
         else:
             device = devices.get(cfg.roofline.device)
@@ -66,7 +91,7 @@ class Roofline(Kind):
         return Found(found, shown=shown, objective=found["devices"][0]["tokens_per_second"])
 
 
-def _measured(cfg: RunConfig, model: Any, out: Console) -> Any:
+def _measured(cfg: RooflineSettings, model: Any, out: Console) -> Any:
     table = None if cfg.roofline.refresh else store.load(model)
     if table is not None:
         out.print(Text(f"measured {table.identity.get('date')}, kept in {store.path_of(model)}", style="dim"))

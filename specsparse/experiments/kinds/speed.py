@@ -1,6 +1,6 @@
 """Decode the same prompts plainly and with a method, in turn, and say what came of it.
 
-RunConfig -> model, prompts -> shown pass -> timed passes (plain and speculative interleaved) -> RunRecord
+DecodingSettings -> model, prompts -> shown pass -> timed passes (plain and speculative interleaved) -> RunRecord
 """
 
 import dataclasses
@@ -8,9 +8,9 @@ import time
 from typing import Any
 
 from specsparse.experiments import decoding, explain, measured, sparse_model
-from specsparse.experiments.config import RunConfig
 from specsparse.experiments.decoding import Bench, Passes
 from specsparse.experiments.kind import Found, Kind, Lab
+from specsparse.experiments.settings import DecodingSettings
 from specsparse.report import display, record
 from specsparse.report.record import DEFINITIONS, HOST, PLAIN, SPECULATIVE, Pass, RunRecord
 from specsparse.runtime import metrics
@@ -18,12 +18,13 @@ from specsparse.runtime.times import store
 from specsparse.speculative.base import Drafter
 
 
-class Speed(Kind):
+class Speed(Kind[DecodingSettings]):
     """Plain decoding and one method, interleaved."""
 
+    settings = DecodingSettings
     on_mesh = True
 
-    def check(self, cfg: RunConfig) -> None:
+    def check(self, cfg: DecodingSettings) -> None:
         """What can be found wrong without loading the model.
 
         Raises:
@@ -32,15 +33,15 @@ class Speed(Kind):
         decoding.check(cfg)
         decoding.method(cfg)
 
-    def run(self, lab: Lab) -> Found:
+    def run(self, cfg: DecodingSettings, lab: Lab) -> Found:
         """Decodes, with a line of prompts.jsonl for each pass."""
-        started, cfg, engine, console = time.perf_counter(), lab.cfg, lab.engine, lab.console
-        bench = decoding.prepare(cfg, engine, console)
-        method = decoding.method(cfg, decoding.what_is_measured(cfg, bench.model, console))
+        started = time.perf_counter()
+        bench = decoding.prepare(cfg, lab)
+        method = decoding.method(cfg, decoding.what_is_measured(cfg, bench.model, lab.console))
         tracker = lab.tracker
-        passes = Passes(cfg, engine, bench.model, sides(cfg, method), console)
+        passes = Passes(cfg, lab, bench.model, sides(cfg, method))
         side = SPECULATIVE if method else PLAIN
-        first_text_s = passes.show(bench.jobs, side, started, lab.directory) if cfg.warmup else None
+        first_text_s = passes.show(bench.jobs, side, started) if cfg.warmup else None
         done = []
         for one in passes.timed(bench.jobs):
             done.append(one)
@@ -58,7 +59,7 @@ class Speed(Kind):
         )  # fmt: skip
 
 
-def sides(cfg: RunConfig, method: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def sides(cfg: DecodingSettings, method: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """What is decoded in turn."""
     if not method:
         return {PLAIN: {}}
@@ -66,7 +67,7 @@ def sides(cfg: RunConfig, method: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {**out, HOST: {**method, "loop": "host"}} if cfg.loop == "host" else out
 
 
-def time_split(cfg: RunConfig, passes: Passes, bench: Bench) -> dict[str, metrics.Times]:
+def time_split(cfg: DecodingSettings, passes: Passes, bench: Bench) -> dict[str, metrics.Times]:
     """Seconds of each stage in a few rounds stepped from the host, by task; the first prompt of each speaks for it."""
     if not cfg.time_split:
         return {}
@@ -91,7 +92,7 @@ def with_split(done: Pass, stages: metrics.Times | None) -> Pass:
     return dataclasses.replace(done, counters=dataclasses.replace(done.counters, times=times))
 
 
-def size(cfg: RunConfig, method: dict[str, Any]) -> dict[str, int]:
+def size(cfg: DecodingSettings, method: dict[str, Any]) -> dict[str, int]:
     """Tokens a draft has room for, and the levels of a tree."""
     drafter = method.get("drafter")
     if drafter is None or not drafter.tree:
@@ -101,7 +102,7 @@ def size(cfg: RunConfig, method: dict[str, Any]) -> dict[str, int]:
 
 
 def _record(
-    cfg: RunConfig, loop: Passes, passes: list[Pass], bench: Bench, *, first_text_s: float | None, method: dict
+    cfg: DecodingSettings, loop: Passes, passes: list[Pass], bench: Bench, *, first_text_s: float | None, method: dict
 ) -> RunRecord:
     bytes_per_pass = bench.model.footprint.file
     conditions = loop.conditions()

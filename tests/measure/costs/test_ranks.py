@@ -11,9 +11,10 @@ import specsparse
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.experiments import decoding, measured
-from specsparse.experiments.config import DrafterSpec, PolicySpec, TreeSpec, VerifierSpec
 from specsparse.experiments.drafting import drafter_spec
 from specsparse.experiments.kinds import compare
+from specsparse.experiments.kinds.compare import CompareSpec
+from specsparse.experiments.settings import DrafterSpec, PolicySpec, TreeSpec, VerifierSpec
 from specsparse.measure.costs import measured as measuring
 from specsparse.measure.costs import ranks
 from specsparse.runtime.binding import make_method
@@ -26,7 +27,7 @@ from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.trees import static_tree
 from specsparse.speculative.verify import get_verifier
 from specsparse.testing import write_tiny_gguf
-from tests.experiments.playing import run_config
+from tests.experiments.playing import replaced, run_config, settings
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
@@ -165,20 +166,19 @@ def test_sequoia_measures_what_is_not_kept(model, table, cfg):
 def test_policies_read_the_measured_acceptance(model, table, cfg):
     policy = PolicySpec("cost", 3, {"v": None, "prior": None})
     method = {"drafter": DrafterSpec("prompt_lookup"), "verifier": VerifierSpec("greedy"), "policy": policy}
-    cfg = dataclasses.replace(cfg, **method, tree=TreeSpec())
+    cfg = replaced(cfg, **method, tree=TreeSpec())
     key = ranks.acceptance_key("prompt_lookup", "greedy", GREEDY, "chain")
     kept = dataclasses.replace(table, acceptance={key: (0.37,)})
     store.save(model, kept.with_draft("prompt_lookup", DraftCost(token_s=table.plain_s / 2)))
     policy = decoding.policy(cfg, found(cfg, model))
     assert policy.cost.prior == 0.37 and policy.cost.c == 0.5 and policy.cost.v == (1.0,) * 4
-    assert decoding.what_is_measured(dataclasses.replace(cfg, policy=PolicySpec("fixed", 3)), model, None) is None
+    assert decoding.what_is_measured(replaced(cfg, policy=PolicySpec("fixed", 3)), model, None) is None
 
 
 def test_compare_reads_the_cost_of_each_drafter(model, table, cfg):
-    spec = dataclasses.replace(cfg.compare, drafters=("prompt_lookup", "suffix"), verifiers=("greedy",))
-    cfg = dataclasses.replace(
-        cfg, compare=spec, tree=TreeSpec(), policy=PolicySpec("cost", 3, {"v": None, "prior": 0.5})
-    )
+    pairs = CompareSpec(("prompt_lookup", "suffix"), ("greedy",))
+    policy = PolicySpec("cost", 3, {"v": None, "prior": 0.5})
+    cfg = settings(replaced(cfg, kind="compare", compare=pairs, tree=TreeSpec(), policy=policy))
     for name, cost in (("prompt_lookup", 0.25), ("suffix", 0.75)):
         key = cost_key(name, drafter_spec(cfg, name).options)  # as `roofline` keeps it
         table = table.with_draft(key, DraftCost(token_s=cost * table.plain_s))

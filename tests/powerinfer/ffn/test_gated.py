@@ -1,17 +1,14 @@
 """A predictor's mask in every FFN: the config that asks for it, the model it makes, and what it refuses."""
 
-import dataclasses
-import io
 import json
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 import specsparse
 from specsparse.errors import UserError
 from specsparse.experiments import runner, sparse_model
-from specsparse.experiments.config import DrafterSpec, FfnSpec, PredictorSpec
+from specsparse.experiments.settings import DrafterSpec, FfnSpec, PredictorSpec
 from specsparse.measure import machine
 from specsparse.models import catalogue
 from specsparse.powerinfer.ffn.gated import gated
@@ -19,7 +16,7 @@ from specsparse.predictors import FFN, get_predictor
 from specsparse.predictors.fit.checkpoint import save_predictors
 from specsparse.predictors.fit.evaluate import fit_layers
 from specsparse.testing import write_tiny_gguf
-from tests.experiments.playing import GREEDY, play, run_config
+from tests.experiments.playing import GREEDY, play, quiet_lab, replaced, run_config
 from tests.tolerances import nmse
 
 IDS = [1, 5, 9, 200, 17, 42, 42, 8]
@@ -75,7 +72,7 @@ def test_an_experiment_runs_on_a_gated_model(cfg, tmp_path):
 
 
 def test_the_share_of_a_fitted_predictor_is_kept(cfg, path):
-    model = sparse_model.load(cfg, specsparse.api, Console(file=io.StringIO()))
+    model = sparse_model.load(cfg, quiet_lab())
     assert model.ffn == "predicted" and model.rule == "gate_threshold(share=0.4)"
     text = sparse_model.calibration_text(cfg, model)
     assert text.shape == (1, 64) and cfg.ffn.tokens == text.size
@@ -90,22 +87,22 @@ def test_trained_predictors_come_from_their_file_or_travel_with_the_model(cfg, p
     pairs = [(rng.normal(size=(8, d)).astype(np.float32), rng.normal(size=(f, 8)).astype(np.float32)) for _ in range(2)]
     file = tmp_path / "p.safetensors"
     save_predictors(file, pairs)
-    cfg = dataclasses.replace(
+    cfg = replaced(
         cfg, predictor=PredictorSpec("mlp"), ffn=FfnSpec("predicted", weights=str(file)), drafter=DrafterSpec("none")
     )
     runner.check(cfg)
-    model = sparse_model.load(cfg, specsparse.api, Console(file=io.StringIO()))
+    model = sparse_model.load(cfg, quiet_lab())
     assert model.params.layers[1].sparse.predictor.fc1.shape == (8, d)
     monkeypatch.setattr(
         catalogue, "companion", lambda name, what: file if (name, what) == (str(path), "predictors") else None
     )
-    travelling = dataclasses.replace(cfg, ffn=FfnSpec("predicted"))
+    travelling = replaced(cfg, ffn=FfnSpec("predicted"))
     runner.check(travelling)
-    other = sparse_model.load(travelling, specsparse.api, Console(file=io.StringIO()))
+    other = sparse_model.load(travelling, quiet_lab())
     assert np.array_equal(other.logits(IDS), model.logits(IDS))
     save_predictors(file, pairs[:1])
     with pytest.raises(UserError, match=r"is for 1 layers of .*, and .* has 2 layers of"):
-        sparse_model.load(cfg, specsparse.api, Console(file=io.StringIO()))
+        sparse_model.load(cfg, quiet_lab())
 
 
 MISTAKES = {
@@ -126,4 +123,4 @@ MISTAKES = {
 def test_mistakes_are_found_before_anything_is_loaded(cfg, what):
     changes, says = MISTAKES[what]
     with pytest.raises(UserError, match=says):
-        runner.check(dataclasses.replace(cfg, **changes))
+        runner.check(replaced(cfg, **changes))

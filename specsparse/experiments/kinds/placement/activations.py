@@ -4,17 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.text import Text
 
 from specsparse import kernels
-from specsparse.data import prompts
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import POWERINFER_MAGIC, GGUFFile, open_gguf
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
-from specsparse.experiments.config import RunConfig
-from specsparse.experiments.kind import Engine
+from specsparse.experiments.kind import Lab
+from specsparse.experiments.kinds.placement.settings import PlacementSettings
 from specsparse.models import catalogue
 from specsparse.powerinfer.files.activation_stats import ActivationStats, load_stats, read_activations
 from specsparse.powerinfer.placement import profiler
@@ -25,7 +23,7 @@ from specsparse.predictors.masked import with_weights
 from specsparse.support import terminal
 
 
-def check(cfg: RunConfig) -> None:
+def check(cfg: PlacementSettings) -> None:
     """What can be found wrong before anything is loaded.
 
     Raises:
@@ -46,7 +44,7 @@ def check(cfg: RunConfig) -> None:
             )
 
 
-def _check_active_share(cfg: RunConfig) -> None:
+def _check_active_share(cfg: PlacementSettings) -> None:
     """It counts where nothing else says what is read; beside something else it would be ignored."""
     spec = cfg.placement
     if spec.activations is not None:
@@ -60,7 +58,7 @@ def _check_active_share(cfg: RunConfig) -> None:
     raise UserError(f"placement.active_share={spec.active_share} does nothing beside {other}: leave one of them out")
 
 
-def of_run(cfg: RunConfig, f: GGUFFile, config: ModelConfig, engine: Engine, console: Console) -> ActivationStats:
+def of_run(cfg: PlacementSettings, f: GGUFFile, config: ModelConfig, lab: Lab) -> ActivationStats:
     """Counts of `placement.activations`, those that travel with the model, or of the run's text.
 
     Raises:
@@ -70,24 +68,23 @@ def of_run(cfg: RunConfig, f: GGUFFile, config: ModelConfig, engine: Engine, con
     if given is None and cfg.predictor.name == "none" and cfg.placement.active_share is None:
         given = None if cfg.model.overrides() else catalogue.companion(cfg.model.path, "activations")
         if given is not None:
-            console.print(Text(f"activation counts: {given}", style="dim"))
+            lab.console.print(Text(f"activation counts: {given}", style="dim"))
     if given is None:
-        return _counted(cfg, f, engine, console)
+        return _counted(cfg, f, lab)
     read = read_activations if Path(given).is_dir() else load_stats
     return read(given, layers=config.n_layers, d_ff=config.d_ff)
 
 
-def _counted(cfg: RunConfig, f: GGUFFile, engine: Engine, console: Console) -> ActivationStats:
-    with terminal.loading(console, f"loading {cfg.model.path}") as progress:
-        model = engine.load(cfg.model.path, progress=progress, ffn="dense", **cfg.model.overrides())
+def _counted(cfg: PlacementSettings, f: GGUFFile, lab: Lab) -> ActivationStats:
+    model = lab.load(cfg.model, ffn="dense")
     text = text_windows(cfg, model)
     active, params = _rule(cfg, f, model, text)
-    with terminal.counting(console, "counting activations", len(text)) as bar:
+    with terminal.counting(lab.console, "counting activations", len(text)) as bar:
         done = lambda count: bar.update(bar.task_ids[0], completed=count)  # noqa: E731 (a name for the line below)
         return profiler.profile(model, text, active, params=params, progress=done)
 
 
-def _rule(cfg: RunConfig, f: GGUFFile, model: Any, text: np.ndarray) -> tuple[profiler.Active, Any]:
+def _rule(cfg: PlacementSettings, f: GGUFFile, model: Any, text: np.ndarray) -> tuple[profiler.Active, Any]:
     """What counts as read, and parameters to count with: a predictor's choice before what is not zero."""
     ffn = FFN.of(model.config, model.kernels)
     if cfg.predictor.name != "none":
@@ -101,13 +98,13 @@ def _rule(cfg: RunConfig, f: GGUFFile, model: Any, text: np.ndarray) -> tuple[pr
     return (profiler.nonzero(ffn) if share is None else profiler.largest(ffn, share)), None
 
 
-def text_windows(cfg: RunConfig, model: Any) -> np.ndarray:
+def text_windows(cfg: PlacementSettings, model: Any) -> np.ndarray:
     """int32[W, n]: the run's prompts in an order drawn once, cut into windows."""
     length = min(cfg.placement.window, model.config.context_length)
     return windows(_texts(cfg, model.tokenizer), length)[: max(cfg.placement.tokens // length, 1)]
 
 
-def text_ids(cfg: RunConfig, f: GGUFFile, config: ModelConfig) -> np.ndarray:
+def text_ids(cfg: PlacementSettings, f: GGUFFile, config: ModelConfig) -> np.ndarray:
     """int32[n]: the last window of the run's text, or all of a shorter one; what is decoded fits the context after it.
 
     Raises:
@@ -124,7 +121,7 @@ def text_ids(cfg: RunConfig, f: GGUFFile, config: ModelConfig) -> np.ndarray:
     return stream[-min(cfg.placement.window, room) :]
 
 
-def _texts(cfg: RunConfig, tokenizer: Tokenizer) -> list[list[int]]:
-    source = prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
+def _texts(cfg: PlacementSettings, tokenizer: Tokenizer) -> list[list[int]]:
+    source = cfg.data.prompts()
     order = np.random.default_rng(cfg.seed).permutation(len(source))
     return [tokenizer.encode(source[i].text, add_special=True) for i in order]

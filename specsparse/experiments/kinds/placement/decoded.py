@@ -11,13 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from specsparse import api
 from specsparse.engine.llama import Want
-from specsparse.experiments.config import RunConfig
-from specsparse.experiments.kind import Engine
+from specsparse.experiments.kind import Engine, Lab
+from specsparse.experiments.kinds.placement.settings import PlacementSettings
 from specsparse.powerinfer.placement.problem import Placement
 from specsparse.powerinfer.placement.two_devices import TwoDevices
 from specsparse.predictors.fit.quality import ModelQuality, ModelSums, model_sums
@@ -43,21 +42,17 @@ class Timing:
         return None if self.busy is None else self.overlapped / sum(self.busy.values())
 
 
-def measured(
-    cfg: RunConfig, placement: Placement, ids: np.ndarray, directory: Path, *, engine: Engine, console: Console
-) -> dict[str, Any]:
+def measured(cfg: PlacementSettings, placement: Placement, ids: np.ndarray, lab: Lab) -> dict[str, Any]:
     """Times of `placement.decode` tokens after `ids`, a trace where there are two devices, and the KL of hot=dense.
 
     Args:
         cfg: the run.
         placement: the chosen one.
         ids: int32[n], a text.
-        directory: of the trace.
-        engine: loads the model.
-        console: for tables and progress.
+        lab: where it runs.
     """
-    load = _loader(cfg, placement, engine)
-    with terminal.busy(console, f"decoding {cfg.placement.decode} tokens"):
+    load = _loader(cfg, placement, lab.engine)
+    with terminal.busy(lab.console, f"decoding {cfg.placement.decode} tokens"):
         model = load(1)
         one = _step_seconds(model, ids, cfg.placement.decode)
         tokens = _greedy(model, ids, cfg.placement.decode)
@@ -67,13 +62,13 @@ def measured(
         timing = Timing(one)
         if _second_device():
             model = load(2)
-            timing = _two(model, model.devices, ids, cfg.placement.decode, one, directory)
+            timing = _two(model, model.devices, ids, cfg.placement.decode, one, lab.directory)
             found["same_tokens"] = _greedy(model, ids, cfg.placement.decode) == tokens
-    console.print(_table(timing, found))
+    lab.console.print(_table(timing, found))
     return {**found, **asdict(timing), "over_halves": timing.over_halves}
 
 
-def _loader(cfg: RunConfig, placement: Placement, engine: Engine) -> Callable[..., Any]:
+def _loader(cfg: PlacementSettings, placement: Placement, engine: Engine) -> Callable[..., Any]:
     def load(devices: int, *, hot: str = cfg.placement.hot) -> Any:
         options = {"placement": placement, "hot": hot, "devices": devices, "threshold": cfg.ffn.threshold}
         return engine.load(cfg.model.path, **options, **cfg.model.overrides())

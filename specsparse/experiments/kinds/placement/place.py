@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from specsparse.data import prompts
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile, open_gguf
 from specsparse.errors import UserError
-from specsparse.experiments.config import PlacementSpec, RunConfig
 from specsparse.experiments.kind import Found, Kind, Lab
 from specsparse.experiments.kinds.placement import activations, decoded, report
+from specsparse.experiments.kinds.placement.settings import PlacementSettings, PlacementSpec
 from specsparse.measure import machine
 from specsparse.measure.conditions import Conditions
 from specsparse.measure.costs import devices
@@ -58,10 +57,12 @@ class Placed:
         return self.measured is None or self.measured.get("same_tokens", True)
 
 
-class Place(Kind):
+class Place(Kind[PlacementSettings]):
     """Which neurons belong on the accelerator, and the time a token that is expected of it."""
 
-    def check(self, cfg: RunConfig) -> None:
+    settings = PlacementSettings
+
+    def check(self, cfg: PlacementSettings) -> None:
         """Names, numbers, files and prompts.
 
         Raises:
@@ -85,19 +86,19 @@ class Place(Kind):
                 "model.placement, model.hot and model.devices are for other kinds: here placement.* says it"
             )
         activations.check(cfg)
-        prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
+        cfg.data.prompts()
 
-    def run(self, lab: Lab) -> Found:
+    def run(self, cfg: PlacementSettings, lab: Lab) -> Found:
         """Counts activations, places by every rule, and reads or writes the gpuidx file of the chosen one.
 
         Raises:
             UserError: a mistake in the model file or the activations.
         """
-        cfg, directory, engine, console = lab.cfg, lab.directory, lab.engine, lab.console
+        directory = lab.directory
         f = open_gguf(catalogue.resolve(cfg.model.path))
         overrides = {k: v for k, v in cfg.model.overrides().items() if k not in ("kv_dtype", "threads", "backend")}
         config = ModelConfig.from_gguf(f, overrides=overrides)
-        stats = activations.of_run(cfg, f, config, engine, console)
+        stats = activations.of_run(cfg, f, config, lab)
         parts = ModelParts.of(f, config, context=cfg.placement.context, kv_dtype=cfg.model.kv_dtype or "f16")
         problem = problem_for(cfg, parts, config, probabilities(stats, rows=cfg.placement.rows))
         chosen = "none" if cfg.disable_gpu_index else cfg.placement.rule
@@ -112,7 +113,7 @@ class Place(Kind):
         if cfg.placement.decode:
             ids, meter = activations.text_ids(cfg, f, config), machine.Meter()
             meter.sample()
-            measured = decoded.measured(cfg, found[chosen], ids, directory, engine=engine, console=console)
+            measured = decoded.measured(cfg, found[chosen], ids, lab)
             meter.sample()
             taken = meter.conditions(1 / measured["one"])
         save_stats(directory / STATS_FILE, stats)
@@ -120,7 +121,7 @@ class Place(Kind):
         return _found(cfg, Placed(chosen, found, index, measured, taken), problem, parts)
 
 
-def _found(cfg: RunConfig, result: Placed, problem: Problem, parts: ModelParts) -> Found:
+def _found(cfg: PlacementSettings, result: Placed, problem: Problem, parts: ModelParts) -> Found:
     summary = report.summary(result.chosen, result.found, problem, parts)
     shown = [*report.tables(result.chosen, result.found, problem, parts)]
     if result.gpu_index is not None:
@@ -142,7 +143,7 @@ def _found(cfg: RunConfig, result: Placed, problem: Problem, parts: ModelParts) 
     )
 
 
-def _check_gpu_index(cfg: RunConfig) -> None:
+def _check_gpu_index(cfg: PlacementSettings) -> None:
     given = [name for name in ("disable_gpu_index", "reset_gpu_index") if getattr(cfg, name)]
     if given and cfg.placement.rule not in WITH_FILE:
         raise UserError(
@@ -161,7 +162,9 @@ def hardware(spec: PlacementSpec, hot_bandwidth: float, cold_bandwidth: float) -
     )  # fmt: skip
 
 
-def problem_for(cfg: RunConfig, parts: ModelParts, config: ModelConfig, read: tuple[np.ndarray, ...]) -> Problem:
+def problem_for(
+    cfg: PlacementSettings, parts: ModelParts, config: ModelConfig, read: tuple[np.ndarray, ...]
+) -> Problem:
     """The placement problem of a config; the devices named "this" are measured now."""
     spec = cfg.placement
     rates = {name: devices.get(name).bandwidth for name in {spec.hot_device, spec.cold_device}}
@@ -171,7 +174,7 @@ def problem_for(cfg: RunConfig, parts: ModelParts, config: ModelConfig, read: tu
     )  # fmt: skip
 
 
-def budget_bytes(cfg: RunConfig, parts: ModelParts) -> int:
+def budget_bytes(cfg: PlacementSettings, parts: ModelParts) -> int:
     """`vram_budget`, or what an accelerator has free less 256 MiB (PowerInfer's default), or the whole model."""
     if cfg.vram_budget is not None:
         return int(cfg.vram_budget * GIB)
@@ -183,7 +186,7 @@ def budget_bytes(cfg: RunConfig, parts: ModelParts) -> int:
     return sum(parts.in_order().values())
 
 
-def run_placement(cfg: RunConfig, f: GGUFFile, problem: Problem, default: Path) -> RunPlacement | None:
+def run_placement(cfg: PlacementSettings, f: GGUFFile, problem: Problem, default: Path) -> RunPlacement | None:
     """The gpuidx file of a run, read or solved and written; None for rules that have none."""
     rule = cfg.placement.rule
     if rule not in WITH_FILE:

@@ -5,20 +5,20 @@ judged against the dense model on the same text, speed against it in turn.
 """
 
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-from rich.console import Console
 from rich.text import Text
 
-from specsparse.data import prompts
 from specsparse.errors import UserError
 from specsparse.experiments import sparse_model
-from specsparse.experiments.config import PredictorSpec, RunConfig, choice_options
-from specsparse.experiments.kind import Engine, Found, Kind, Lab
+from specsparse.experiments.config import choice_options
+from specsparse.experiments.kind import Found, Kind, Lab
 from specsparse.experiments.kinds.sparse import sparsity_report
 from specsparse.experiments.kinds.sparse.sparsity_report import Point, Sparsity
+from specsparse.experiments.settings import DataSpec, ModelSettings, PredictorSpec
 from specsparse.measure import conditions, machine, speedup
 from specsparse.measure.conditions import Conditions
 from specsparse.models import catalogue
@@ -29,6 +29,7 @@ from specsparse.predictors.fit.cost import matrices
 from specsparse.predictors.fit.evaluate import Evaluation, Evaluator
 from specsparse.report import display
 from specsparse.support import terminal
+from specsparse.support.options import Count, Range, Size
 from specsparse.support.paths import conf_dir
 
 DENSE = "dense"
@@ -42,10 +43,42 @@ DEFINITIONS = {
 }
 
 
-class Sparse(Kind):
+@dataclass(frozen=True)
+class SparsitySpec:
+    """What `kind: sparsity` judges and times.
+
+    Attributes:
+        vary: option of the predictor, or "threshold" with ffn=powerinfer, that takes each of `values`; without values
+            the config itself is the only point.
+        predictors: instead of values: these predictors beside each other, each with the options of its config file.
+        recall: of those that can be set to one (svd, signbit), in place of their threshold.
+        window, judged: tokens of a piece of text, and pieces that quality is judged on.
+        tokens, repeats: to decode for the speed, with each point in turn; 0: quality only.
+    """
+
+    vary: str = "share"
+    values: tuple[float, ...] = ()
+    predictors: tuple[str, ...] = ()
+    recall: float | None = None
+    window: Annotated[int, Range(4)] = 128
+    judged: Count = 6
+    tokens: Size = 64
+    repeats: Count = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparsitySettings(ModelSettings):
+    """What `kind: sparsity` reads of a config."""
+
+    sparsity: SparsitySpec = SparsitySpec()
+
+
+class Sparse(Kind[SparsitySettings]):
     """What leaving neurons out costs in quality and gains in speed, point by point."""
 
-    def check(self, cfg: RunConfig) -> None:
+    settings = SparsitySettings
+
+    def check(self, cfg: SparsitySettings) -> None:
         """Names, options, files and prompts.
 
         Raises:
@@ -62,29 +95,28 @@ class Sparse(Kind):
             raise UserError("sparsity.predictors needs ffn=predicted and no sparsity.values")
         for point in settings(cfg):
             sparse_model.check(point)
-        prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
+        cfg.data.prompts()
 
-    def run(self, lab: Lab) -> Found:
+    def run(self, cfg: SparsitySettings, lab: Lab) -> Found:
         """Judges and times every point.
 
         Raises:
             UserError: a text that is too short, or a mistake in the model file.
         """
-        cfg, engine, console = lab.cfg, lab.engine, lab.console
-        dense = sparse_model.read(cfg, engine, console, ffn=DENSE)
-        text = judged_text(cfg, dense)
+        dense = lab.load(cfg.model, ffn=DENSE)
+        text = judged_text(cfg.data, cfg.sparsity, dense)
         evaluator, judged = Evaluator(dense, text), []
-        sparse = _sparse(cfg, engine, dense, console)
-        with terminal.counting(console, "judging", len(sparse)) as bar:
+        sparse = _sparse(cfg, lab, dense)
+        with terminal.counting(lab.console, "judging", len(sparse)) as bar:
             for one in sparse:
                 judged.append(evaluator(one.predictor, one.weights))
                 bar.advance(bar.task_ids[0])
         sides, ids = [dense, *(one.model for one in sparse)], text[0, :_PROMPT].tolist()
-        seconds, taken = _timed(cfg, engine, sides, ids, console) if cfg.sparsity.tokens else (None, None)
+        seconds, taken = _timed(cfg, lab, sides, ids) if cfg.sparsity.tokens else (None, None)
         return _found(cfg, dense, Sparsity(tuple(_points(cfg, dense, sparse, judged, seconds)), taken))
 
 
-def _found(cfg: RunConfig, dense: Any, result: Sparsity) -> Found:
+def _found(cfg: SparsitySettings, dense: Any, result: Sparsity) -> Found:
     points, vary = result.points, "predictor" if cfg.sparsity.predictors else cfg.sparsity.vary
     title = f"{cfg.name}: {Path(dense.path).name}, {', '.join(dict.fromkeys(p.quality.name for p in points))} (lossy)"
     summary = {
@@ -104,7 +136,7 @@ def _found(cfg: RunConfig, dense: Any, result: Sparsity) -> Found:
     )
 
 
-def settings(cfg: RunConfig) -> list[RunConfig]:
+def settings(cfg: SparsitySettings) -> list[SparsitySettings]:
     """The config of each point."""
     vary, values = cfg.sparsity.vary, cfg.sparsity.values
     if cfg.sparsity.predictors:
@@ -118,7 +150,7 @@ def settings(cfg: RunConfig) -> list[RunConfig]:
     return [dataclasses.replace(cfg, predictor=predictor) for predictor in each]
 
 
-def _with_predictor(cfg: RunConfig, name: str) -> RunConfig:
+def _with_predictor(cfg: SparsitySettings, name: str) -> SparsitySettings:
     """The config with that predictor, its options those of its choice in the config group."""
     given = choice_options(conf_dir() / "predictor" / f"{name}.yaml")
     if cfg.sparsity.recall is not None and "recall" in given:
@@ -129,38 +161,36 @@ def _with_predictor(cfg: RunConfig, name: str) -> RunConfig:
     )
 
 
-def judged_text(cfg: RunConfig, model: Any) -> np.ndarray:
+def judged_text(data: DataSpec, spec: SparsitySpec, model: Any) -> np.ndarray:
     """int32[W, n] of the run's prompts."""
-    found = prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
-    length = min(cfg.sparsity.window, model.config.context_length) // 2 * 2
-    return windows([model.tokenizer.encode(p.text, add_special=True) for p in found], length)[: cfg.sparsity.judged]
+    found = data.prompts()
+    length = min(spec.window, model.config.context_length) // 2 * 2
+    return windows([model.tokenizer.encode(p.text, add_special=True) for p in found], length)[: spec.judged]
 
 
-def _sparse(cfg: RunConfig, engine: Engine, dense: Any, out: Console) -> list[sparse_model.Sparse]:
+def _sparse(cfg: SparsitySettings, lab: Lab, dense: Any) -> list[sparse_model.Sparse]:
     """The sparse model of every point; calibration text is read once."""
     rows, found = None, []
     for point in settings(cfg):
         if point.ffn.name == PREDICTED and rows is None:
             kind = get_predictor(point.predictor.name, FFN.of(dense.config, dense.kernels), **point.predictor.options)
-            rows = sparse_model.residuals(point, dense, out) if kind.needs is Needs.TEXT else None
-        found.append(sparse_model.sparse_of(point, engine, dense, out, rows=rows))
+            rows = sparse_model.residuals(point, dense, lab.console) if kind.needs is Needs.TEXT else None
+        found.append(sparse_model.sparse_of(point, lab, dense, rows=rows))
     return found
 
 
-def _timed(
-    cfg: RunConfig, engine: Engine, sides: list[Any], ids: list[int], out: Console
-) -> tuple[np.ndarray, Conditions]:
+def _timed(cfg: SparsitySettings, lab: Lab, sides: list[Any], ids: list[int]) -> tuple[np.ndarray, Conditions]:
     """float64[sides, repeats], seconds per token of each model in turn, and what they were taken at.
 
     The first side is plain decoding, the first round is not timed.
     """
     repeats, meter = cfg.sparsity.repeats, machine.Meter()
     seconds = np.zeros((len(sides), repeats + 1))
-    with terminal.counting(out, "timing", len(sides) * (repeats + 1)) as bar:
+    with terminal.counting(lab.console, "timing", len(sides) * (repeats + 1)) as bar:
         for repeat in range(repeats + 1):
             meter.sample()
             for i in range(len(sides)) if repeat % 2 else reversed(range(len(sides))):
-                stats = engine.generate(sides[i], ids, max_tokens=cfg.sparsity.tokens, ignore_eos=True).stats
+                stats = lab.engine.generate(sides[i], ids, max_tokens=cfg.sparsity.tokens, ignore_eos=True).stats
                 seconds[i, repeat] = stats.decode_s / stats.decode_tokens
                 bar.advance(bar.task_ids[0])
     meter.sample()
@@ -169,7 +199,11 @@ def _timed(
 
 
 def _points(
-    cfg: RunConfig, dense: Any, sparse: list[sparse_model.Sparse], found: list[Evaluation], seconds: np.ndarray | None
+    cfg: SparsitySettings,
+    dense: Any,
+    sparse: list[sparse_model.Sparse],
+    found: list[Evaluation],
+    seconds: np.ndarray | None,
 ) -> list[Point]:
     values = cfg.sparsity.predictors or cfg.sparsity.values or (None,)
     whole, out = dense.footprint.packed, []

@@ -6,21 +6,19 @@ Bytes predict each cell: a pass reads what is dense, and of the FFNs the union o
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
 from rich.text import Text
 
 from specsparse.errors import UserError
 from specsparse.experiments import decoding, sparse_model
-from specsparse.experiments.config import RunConfig, sampling_params
 from specsparse.experiments.decoding import Job, Passes
-from specsparse.experiments.kind import Engine, Found, Kind, Lab
+from specsparse.experiments.kind import Found, Kind, Lab
 from specsparse.experiments.kinds.sparse import spec_sparse_report
-from specsparse.experiments.kinds.sparse.sparsity import judged_text
+from specsparse.experiments.kinds.sparse.sparsity import SparsitySpec, judged_text
 from specsparse.experiments.kinds.sparse.spec_sparse_report import (
     PLAIN_DENSE,
     PLAIN_SPARSE,
@@ -30,6 +28,7 @@ from specsparse.experiments.kinds.sparse.spec_sparse_report import (
     Cell,
     Joined,
 )
+from specsparse.experiments.settings import DecodingSettings
 from specsparse.experiments.sparse_model import Sparse
 from specsparse.measure import conditions, speedup
 from specsparse.powerinfer.ffn import union, zero_skip
@@ -54,16 +53,25 @@ DEFINITIONS = {
 }
 
 
-class SpecSparse(Kind):
+@dataclass(frozen=True, kw_only=True)
+class SpecSparseSettings(DecodingSettings):
+    """What `kind: spec_sparse` reads of a config."""
+
+    sparsity: SparsitySpec = field(default_factory=SparsitySpec)
+
+
+class SpecSparse(Kind[SpecSparseSettings]):
     """Speculation and sparsity, each alone and both together, and what a verification pass reads."""
 
-    def check(self, cfg: RunConfig) -> None:
+    settings = SpecSparseSettings
+
+    def check(self, cfg: SpecSparseSettings) -> None:
         """What can be found wrong before anything is loaded.
 
         Raises:
             UserError: no sparse FFN, no drafter, or what `decoding.check` finds.
         """
-        decoding.check(cfg)
+        decoding.check(cfg, union_cap=True)
         if cfg.ffn.name in (None, "dense"):
             raise UserError(
                 "kind=spec_sparse compares a sparse FFN with the dense one: give ffn=predicted and a predictor"
@@ -71,23 +79,22 @@ class SpecSparse(Kind):
         if not decoding.method(cfg):
             raise UserError("kind=spec_sparse compares speculation with plain decoding: give drafter=prompt_lookup")
 
-    def run(self, lab: Lab) -> Found:
+    def run(self, cfg: SpecSparseSettings, lab: Lab) -> Found:
         """Decodes every cell in turn, watches what the passes read, judges the quality.
 
         Raises:
             UserError: a mistake in the model file or the prompts.
         """
-        cfg, engine, console = lab.cfg, lab.engine, lab.console
-        dense = sparse_model.read(cfg, engine, console, ffn="dense")
-        sparse = sparse_model.sparse_of(cfg, engine, dense, console)
-        method = decoding.method(cfg, decoding.what_is_measured(cfg, dense, console))
+        dense = lab.load(cfg.model, ffn="dense")
+        sparse = sparse_model.sparse_of(cfg, lab, dense)
+        method = decoding.method(cfg, decoding.what_is_measured(cfg, dense, lab.console))
         sides = _sides(cfg, dense, sparse, method)
-        jobs = [Job(p, decoding.conversation_ids(cfg, engine, dense, p)) for p in decoding.prompts_of(cfg)]
-        loop = _passes(cfg, engine, sides, console)
+        jobs = [Job(p, decoding.conversation_ids(cfg, lab.engine, dense, p)) for p in decoding.prompts_of(cfg)]
+        loop = _passes(cfg, lab, sides)
         passes = list(loop.timed(jobs))
         lossy = [name for name in sides if name in (SPEC_SPARSE, SPEC_CAPPED)]
-        seen = {name: _watched(cfg, engine, *sides[name], jobs[0], console) for name in lossy}
-        windows, rows = judged_text(cfg, dense), method["drafter"].max_nodes + 1
+        seen = {name: _watched(cfg, lab, *sides[name], jobs[0]) for name in lossy}
+        windows, rows = judged_text(cfg.data, cfg.sparsity, dense), method["drafter"].max_nodes + 1
         text = _of_text(union.masks(sparse.model, sparse.predictor, windows), rows)
         exact = {name for name, (model, _) in sides.items() if zero_skip.skips(model.params)}
         read = {
@@ -110,7 +117,7 @@ class SpecSparse(Kind):
         return _found(cfg, dense, sparse.model, found)
 
 
-def _found(cfg: RunConfig, dense: Any, sparse: Any, found: Joined) -> Found:
+def _found(cfg: SpecSparseSettings, dense: Any, sparse: Any, found: Joined) -> Found:
     title = f"{cfg.name}: {Path(dense.path).name}, {cfg.drafter.name} x {cfg.verifier.name}, ffn {sparse.rule}"
     cells = {name: {**asdict(c), "speedup": c.speedup.to_dict()} for name, c in found.cells.items()}
     taken = display.condition_lines(found.conditions, found.repeats, found.warnings)
@@ -138,7 +145,7 @@ Sides = dict[str, tuple[Any, dict[str, Any]]]
 """Model and keyword arguments of generate by the name of the cell."""
 
 
-def _sides(cfg: RunConfig, dense: Any, sparse: Sparse, method: dict[str, Any]) -> Sides:
+def _sides(cfg: SpecSparseSettings, dense: Any, sparse: Sparse, method: dict[str, Any]) -> Sides:
     sides: Sides = {PLAIN_DENSE: (dense, {}), PLAIN_SPARSE: (sparse.model, {})}
     sides |= {SPEC_DENSE: (dense, method), SPEC_SPARSE: (sparse.model, method)}
     if cfg.ffn.union_cap is not None:
@@ -147,22 +154,22 @@ def _sides(cfg: RunConfig, dense: Any, sparse: Sparse, method: dict[str, Any]) -
     return sides
 
 
-def _predictor(cfg: RunConfig, name: str, sparse: Sparse) -> Any:
+def _predictor(cfg: SpecSparseSettings, name: str, sparse: Sparse) -> Any:
     return UnionCap(sparse.predictor, cfg.ffn.union_cap) if name == SPEC_CAPPED else sparse.predictor
 
 
-def _passes(cfg: RunConfig, engine: Engine, sides: Sides, out: Console) -> Passes:
+def _passes(cfg: SpecSparseSettings, lab: Lab, sides: Sides) -> Passes:
     """Every side in turn; the first decoding of each compiles and is not timed."""
     methods, of = ({name: side[i] for name, side in sides.items()} for i in (1, 0))
-    return Passes(replace(cfg, warmup=True), engine, of[PLAIN_DENSE], methods, out, other_models=of)
+    return Passes(replace(cfg, warmup=True), lab, of[PLAIN_DENSE], methods, other_models=of)
 
 
-def _watched(cfg: RunConfig, engine: Engine, model: Any, method: dict, job: Job, out: Console) -> list[UnionPoint]:
+def _watched(cfg: SpecSparseSettings, lab: Lab, model: Any, method: dict, job: Job) -> list[UnionPoint]:
     """What the verification passes of one decoding kept, stepped from the host."""
     watch = union.UnionWatch(model.config.d_ff)
-    options = {"sampling": sampling_params(cfg), "seed": cfg.seed, "max_tokens": cfg.max_tokens}
-    with terminal.busy(out, "watching what the passes read"):
-        engine.generate(
+    options = {"sampling": cfg.params, "seed": cfg.seed, "max_tokens": cfg.max_tokens}
+    with terminal.busy(lab.console, "watching what the passes read"):
+        lab.engine.generate(
             model, job.ids, **options, **method, watch=lambda r: watch(1 + int(np.asarray(r.draft.count)[0]), r.stats)
         )
     return watch.points()

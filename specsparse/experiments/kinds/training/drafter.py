@@ -10,12 +10,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specsparse.data import prompts
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
-from specsparse.experiments.config import RunConfig
 from specsparse.experiments.kind import Found, Kind, Lab
 from specsparse.experiments.kinds.training import drafter_fit as training
+from specsparse.experiments.kinds.training.options import TrainSettings
 from specsparse.models import catalogue
 from specsparse.report.rows import Rows
 from specsparse.support import terminal
@@ -39,13 +38,14 @@ class Trained:
     form: Form
 
 
-class TrainDrafter(Kind):
+class TrainDrafter(Kind[TrainSettings]):
     """A head or a draft model for a model, trained on text that the model writes, and judged."""
 
+    settings = TrainSettings
     timed = False
     takes_ffn = False
 
-    def check(self, cfg: RunConfig) -> None:
+    def check(self, cfg: TrainSettings) -> None:
         """Options, files and prompts.
 
         Raises:
@@ -53,15 +53,15 @@ class TrainDrafter(Kind):
         """
         catalogue.resolve(cfg.model.path)
         training.options(cfg)
-        prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
+        cfg.data.prompts()
 
-    def run(self, lab: Lab) -> Found:
+    def run(self, cfg: TrainSettings, lab: Lab) -> Found:
         """Writes text, trains, exports, judges; each of these goes on where an earlier run of the same output stopped.
 
         Raises:
             UserError: another training's output directory, or text without answers.
         """
-        cfg, console, model = lab.cfg, lab.console, lab.load()
+        console, model = lab.console, lab.load(cfg.model)
         chosen, folder = training.options(cfg), training.folder_of(cfg, model)
         training.claim(folder, cfg, model)
         found = training.texts(cfg, model, folder, console)
@@ -97,10 +97,10 @@ def _stem(folder: Path, form: Form) -> str:
     return folder.name if folder.name.endswith(f"-{form.name}") else f"{folder.name}-{form.name}"
 
 
-def held_out(cfg: RunConfig, model: Any, console: Console) -> list[data.Text]:
+def held_out(cfg: TrainSettings, model: Any, console: Console) -> list[data.Text]:
     """Greedy answers to the last `train.judged` prompts of each task of `data` that are short enough."""
     chosen = training.options(cfg).data
-    source = prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
+    source = cfg.data.prompts()
     encoded = [(p.task, data.encode(model, p.text, chat=chosen.chat)) for p in source]
     short = [(task, ids) for task, ids in encoded if len(ids) <= chosen.prompt_tokens]
     tasks = dict.fromkeys(task for task, _ in short)

@@ -8,9 +8,9 @@ from typing import Any, Literal, get_type_hints
 import numpy as np
 from rich.console import Console
 
-from specsparse.experiments.config import RunConfig
 from specsparse.experiments.kinds.training import folder as folders
 from specsparse.experiments.kinds.training import options as train_options
+from specsparse.experiments.kinds.training.options import TrainSettings
 from specsparse.support import terminal
 from specsparse.support.options import Count
 from specsparse.training.data import DataOptions, Text, generate, read_shard
@@ -45,7 +45,7 @@ class Options:
     small: SmallOptions
 
 
-def options(cfg: RunConfig) -> Options:
+def options(cfg: TrainSettings) -> Options:
     """The options of `train`.
 
     Raises:
@@ -54,19 +54,19 @@ def options(cfg: RunConfig) -> Options:
     return Options(**train_options.split(cfg, get_type_hints(Options)))
 
 
-def folder_of(cfg: RunConfig, model: Any) -> Path:
+def folder_of(cfg: TrainSettings, model: Any) -> Path:
     """Where a training keeps its files."""
     end = "" if options(cfg).own.form == "head" else "-draft"
     return Path(cfg.train.output or Path("heads") / f"{Path(model.path).stem}{end}")
 
 
-def form_of(cfg: RunConfig, model: Any) -> Form:
+def form_of(cfg: TrainSettings, model: Any) -> Form:
     """What is trained."""
     chosen = options(cfg)
     return HeadForm(model) if chosen.own.form == "head" else SmallForm(model, chosen.small, cfg.seed)
 
 
-def claim(folder: Path, cfg: RunConfig, model: Any) -> None:
+def claim(folder: Path, cfg: TrainSettings, model: Any) -> None:
     """Makes the directory this training's, or finds that it is already.
 
     The number of steps, their rates and the amount of text may change between two runs; nothing else may.
@@ -84,7 +84,7 @@ def claim(folder: Path, cfg: RunConfig, model: Any) -> None:
     })  # fmt: skip
 
 
-def texts(cfg: RunConfig, model: Any, folder: Path, console: Console) -> list[Text]:
+def texts(cfg: TrainSettings, model: Any, folder: Path, console: Console) -> list[Text]:
     """Answers of `train.tokens` tokens, made where they are not there yet."""
     wanted, chosen = cfg.train.tokens, options(cfg)
     with terminal.counting(console, "writing text", wanted) as bar:
@@ -96,7 +96,7 @@ def texts(cfg: RunConfig, model: Any, folder: Path, console: Console) -> list[Te
 
 
 def trained(
-    cfg: RunConfig, model: Any, folder: Path, found: list[Text], console: Console
+    cfg: TrainSettings, model: Any, folder: Path, found: list[Text], console: Console
 ) -> tuple[TrainState, Trainer, list[dict[str, Any]]]:
     """The state after the last step, its trainer, and the curve: losses and tokens seen at each checkpoint."""
     chosen = options(cfg)

@@ -1,14 +1,36 @@
-"""The keys of `train`, given to the options that they belong to."""
+"""The `train` group of a config, and its keys, given to the options that they belong to."""
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 from specsparse.errors import UserError
-from specsparse.experiments.config import RunConfig, TrainSpec
-from specsparse.support.options import nearest, options_of, read
+from specsparse.experiments.settings import ModelSettings, OfChoice
+from specsparse.support.options import Count, Range, nearest, options_of, read
 
 
-def split(cfg: RunConfig, owners: Mapping[str, type]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class TrainSpec:
+    """What `kind: train_predictors` reads, compares and keeps; the others are `predictors.fit.train.TrainOptions`."""
+
+    tokens: Count = 4096
+    window: Annotated[int, Range(4)] = 128
+    judged: Count = 8
+    active_share: Annotated[float | None, Range(0, 1, above=True, below=True)] = None
+    compare: tuple[str, ...] = ()
+    output: str | None = None
+    options: OfChoice = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings(ModelSettings):
+    """What a training reads of a config."""
+
+    train: TrainSpec = TrainSpec()
+    kind: str = ""
+
+
+def split(cfg: TrainSettings, owners: Mapping[str, type]) -> dict[str, Any]:
     """The owners (dataclasses), made of the keys that are their options; a key that two have goes to both.
 
     `seed` and `chat` are the run's. A key that is null stays at its default.

@@ -10,11 +10,10 @@ from rich.console import Console
 from rich.text import Text
 
 from specsparse import kernels
-from specsparse.data import prompts
 from specsparse.errors import UserError
-from specsparse.experiments.config import RunConfig
 from specsparse.experiments.kind import Found, Kind, Lab
 from specsparse.experiments.kinds.training import predictors_fit as training
+from specsparse.experiments.kinds.training.options import TrainSettings
 from specsparse.experiments.kinds.training.predictors_report import by_layer, comparison, figure
 from specsparse.models import catalogue
 from specsparse.predictors import FFN, Needs, get_predictor
@@ -29,13 +28,14 @@ DEFINITIONS = {
 }
 
 
-class TrainPredictors(Kind):
+class TrainPredictors(Kind[TrainSettings]):
     """A predictor of active neurons trained or fitted on text, and judged."""
 
+    settings = TrainSettings
     timed = False
     takes_ffn = False
 
-    def check(self, cfg: RunConfig) -> None:
+    def check(self, cfg: TrainSettings) -> None:
         """Names, options, files and prompts.
 
         Raises:
@@ -49,9 +49,9 @@ class TrainPredictors(Kind):
         for name in cfg.train.compare:
             get_predictor(name, any_ffn)
         training.options(cfg)
-        prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
+        cfg.data.prompts()
 
-    def run(self, lab: Lab) -> Found:
+    def run(self, cfg: TrainSettings, lab: Lab) -> Found:
         """Collects, trains or fits, judges. Training goes on where it was stopped.
 
         The predictors of a PowerInfer file are judged as they are.
@@ -59,8 +59,8 @@ class TrainPredictors(Kind):
         Raises:
             UserError: a text that is too short, a model without dense matrices, another run's output directory.
         """
-        cfg, console = lab.cfg, lab.console
-        model = lab.load(ffn="dense")
+        console = lab.console
+        model = lab.load(cfg.model, ffn="dense")
         text, judged = split(cfg, model)
         evaluator = Evaluator(model, judged)
         predictor = get_predictor(cfg.predictor.name, evaluator.ffn, **cfg.predictor.options)
@@ -82,7 +82,7 @@ class TrainPredictors(Kind):
         return _found(cfg, found, notes)
 
 
-def _found(cfg: RunConfig, found: list[Evaluation], notes: dict[str, Any]) -> Found:
+def _found(cfg: TrainSettings, found: list[Evaluation], notes: dict[str, Any]) -> Found:
     first = found[0]
     shares = "bytes and time of one token as shares of the dense FFN's (own: the prediction alone)"
     return Found(
@@ -101,13 +101,13 @@ def _found(cfg: RunConfig, found: list[Evaluation], notes: dict[str, Any]) -> Fo
     )
 
 
-def split(cfg: RunConfig, model: Any) -> tuple[np.ndarray, np.ndarray]:
+def split(cfg: TrainSettings, model: Any) -> tuple[np.ndarray, np.ndarray]:
     """Windows int32[W, n] to fit on and windows to judge on, from prompts in an order drawn once.
 
     Raises:
         UserError: too little text for both.
     """
-    source = prompts.load(cfg.data.source, tasks=cfg.data.tasks, limit_per_task=cfg.data.limit_per_task)
+    source = cfg.data.prompts()
     order = np.random.default_rng(cfg.seed).permutation(len(source))
     texts = [model.tokenizer.encode(source[i].text, add_special=True) for i in order]
     window = min(cfg.train.window, model.config.context_length) // 2 * 2
@@ -121,7 +121,7 @@ def split(cfg: RunConfig, model: Any) -> tuple[np.ndarray, np.ndarray]:
     return cut[:fit], cut[len(cut) - cfg.train.judged :]
 
 
-def rivals(cfg: RunConfig, ffn: FFN, first: Evaluation) -> list[Any]:
+def rivals(cfg: TrainSettings, ffn: FFN, first: Evaluation) -> list[Any]:
     """`train.compare` without the predictor itself: at its recall where zeros define one, else at its kept share."""
     out = []
     for name in cfg.train.compare:

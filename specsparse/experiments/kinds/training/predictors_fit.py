@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.text import Text
 
 from specsparse.errors import UserError
-from specsparse.experiments.config import RunConfig
 from specsparse.experiments.kinds.training import folder as folders
 from specsparse.experiments.kinds.training import options as train_options
+from specsparse.experiments.kinds.training.options import TrainSettings
 from specsparse.powerinfer.files.checkpoints import PredictorFile, write_predictors
 from specsparse.predictors import FFN
 from specsparse.predictors.fit.checkpoint import save_predictors
@@ -30,7 +30,7 @@ EXPORT_FOLDER = "powerinfer"
 _RESIDUALS, _RUNNING = "residuals.npy", "running.safetensors"
 
 
-def options(cfg: RunConfig) -> TrainOptions:
+def options(cfg: TrainSettings) -> TrainOptions:
     """The training's own options.
 
     Raises:
@@ -40,7 +40,7 @@ def options(cfg: RunConfig) -> TrainOptions:
 
 
 def trained(
-    cfg: RunConfig, model: Any, ffn: FFN, text: np.ndarray, console: Console
+    cfg: TrainSettings, model: Any, ffn: FFN, text: np.ndarray, console: Console
 ) -> tuple[tuple[MlpWeights, ...], np.ndarray, dict[str, Any]]:
     """Weights of every layer, the residuals f32[L, N, D] they were trained on, and notes for the record.
 
@@ -65,7 +65,7 @@ def trained(
     return weights, rows, {"output": str(folder), "epochs": history}
 
 
-def _claim(folder: Path, cfg: RunConfig, model: Any, text: np.ndarray) -> None:
+def _claim(folder: Path, cfg: TrainSettings, model: Any, text: np.ndarray) -> None:
     """Makes the directory this run's, or finds that it is already."""
     windows = {"windows": list(text.shape), "sum": int(np.sum(text * (1 + np.arange(text.size).reshape(text.shape))))}
     folders.claim(folder, {
@@ -101,7 +101,7 @@ def _check_room(folder: Path, size: int) -> None:
 
 
 def _layer(
-    folder: Path, cfg: RunConfig, ffn: FFN, layer: Any, rows_ND: np.ndarray, index: int
+    folder: Path, cfg: TrainSettings, ffn: FFN, layer: Any, rows_ND: np.ndarray, index: int
 ) -> tuple[np.ndarray, np.ndarray, list[dict[str, Any]]]:
     """fc1, fc2 and the epochs of one layer, from its file where it is finished."""
     path, running = folder / f"layer_{index}.safetensors", folder / _RUNNING

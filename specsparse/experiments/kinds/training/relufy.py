@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from specsparse.engine.gguf.reader import open_gguf
-from specsparse.experiments.config import RunConfig
 from specsparse.experiments.kind import Found, Kind, Lab
 from specsparse.experiments.kinds.training import relufy_fit as training
+from specsparse.experiments.kinds.training.options import TrainSettings
 from specsparse.models import catalogue
 from specsparse.models.convert.delta import make_delta
 from specsparse.models.convert.write import out_type
@@ -47,13 +47,14 @@ class Relufied:
     curve: tuple[dict[str, Any], ...]
 
 
-class Relufy(Kind):
+class Relufy(Kind[TrainSettings]):
     """A model's FFNs turned to ReLU, layer by layer and then together, and what that cost."""
 
+    settings = TrainSettings
     timed = False
     takes_ffn = False
 
-    def check(self, cfg: RunConfig) -> None:
+    def check(self, cfg: TrainSettings) -> None:
         """Names and options.
 
         Raises:
@@ -62,13 +63,13 @@ class Relufy(Kind):
         catalogue.resolve(cfg.model.path)
         out_type(training.options(cfg).own.quantise)
 
-    def run(self, lab: Lab) -> Found:
+    def run(self, cfg: TrainSettings, lab: Lab) -> Found:
         """Writes text, rebuilds, distils, exports; each goes on where an earlier run of the same output stopped.
 
         Raises:
             UserError: a model without a gate or with ReLU already, or another training's output directory.
         """
-        cfg, console, model = lab.cfg, lab.console, lab.load()
+        console, model = lab.console, lab.load(cfg.model)
         ffn_model.check(model.config)
         folder = training.folder_of(cfg, model)
         training.claim(folder, cfg, model)

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from specsparse.api import load
 from specsparse.errors import UserError
-from specsparse.experiments.config import RunConfig
 from specsparse.experiments.kinds.training import folder as folders
 from specsparse.experiments.kinds.training import options as train_options
+from specsparse.experiments.kinds.training.options import TrainSettings
 from specsparse.support import terminal
 from specsparse.support.options import Count
 from specsparse.support.tensor_files import read_tensors, write_tensors
@@ -52,7 +52,7 @@ class Options:
     distill: DistillOptions
 
 
-def options(cfg: RunConfig) -> Options:
+def options(cfg: TrainSettings) -> Options:
     """The options of `train`.
 
     Raises:
@@ -61,12 +61,12 @@ def options(cfg: RunConfig) -> Options:
     return Options(**train_options.split(cfg, get_type_hints(Options)))
 
 
-def folder_of(cfg: RunConfig, model: Any) -> Path:
+def folder_of(cfg: TrainSettings, model: Any) -> Path:
     """Where a training keeps its files."""
     return Path(cfg.train.output or Path("relu") / Path(model.path).stem)
 
 
-def claim(folder: Path, cfg: RunConfig, model: Any) -> None:
+def claim(folder: Path, cfg: TrainSettings, model: Any) -> None:
     """Makes the directory this training's, or finds that it is already.
 
     Steps, their rates, their precision and the amount of text may change between two runs; nothing else may.
@@ -84,7 +84,7 @@ def claim(folder: Path, cfg: RunConfig, model: Any) -> None:
     })  # fmt: skip
 
 
-def texts(cfg: RunConfig, model: Any, folder: Path, console: Console) -> tuple[list[Text], list[Text]]:
+def texts(cfg: TrainSettings, model: Any, folder: Path, console: Console) -> tuple[list[Text], list[Text]]:
     """Answers of `train.tokens` tokens, made where they are not there yet: to train on, and the first ones to judge on.
 
     Raises:
@@ -103,7 +103,7 @@ def texts(cfg: RunConfig, model: Any, folder: Path, console: Console) -> tuple[l
 
 
 def rebuilt(
-    cfg: RunConfig, model: Any, folder: Path, train: list[Text], held: list[Text], console: Console
+    cfg: TrainSettings, model: Any, folder: Path, train: list[Text], held: list[Text], console: Console
 ) -> tuple[FFN, list[Judged]]:
     """All layers rebuilt one by one, stacked, and how well; those that are there are not rebuilt again. `train.begin`
     has them already."""
@@ -152,7 +152,7 @@ def _checkpoint(model: Any, path: Path) -> FFN:
     return FFN(*map(jnp.asarray, found))
 
 
-def _inputs(cfg: RunConfig, model: Any, folder: Path, found: list[Text], console: Console) -> list[Path]:
+def _inputs(cfg: TrainSettings, model: Any, folder: Path, found: list[Text], console: Console) -> list[Path]:
     """Files of what the FFNs read over `train.layer_tokens` tokens of these texts."""
     chosen = options(cfg)
     rows, groups, tokens = chosen.distill.rows, [], 0
@@ -168,7 +168,7 @@ def _inputs(cfg: RunConfig, model: Any, folder: Path, found: list[Text], console
 
 
 def distilled(
-    cfg: RunConfig, model: Any, folder: Path, begin: FFN, train: list[Text], held: list[Text], console: Console
+    cfg: TrainSettings, model: Any, folder: Path, begin: FFN, train: list[Text], held: list[Text], console: Console
 ) -> tuple[FFN, list[dict[str, Any]]]:
     """The FFNs after the last step, and the curve: losses, tokens seen and fidelity at each checkpoint."""
     chosen = options(cfg)
