@@ -13,6 +13,7 @@ from specsparse.engine.sampling.params import SamplingParams
 from specsparse.measure.costs.measured import load_or_measure
 from specsparse.measure.costs.progress import Bar, silent
 from specsparse.runtime.device_batch import Method, Request
+from specsparse.runtime.metrics import Counters
 from specsparse.runtime.session import Session
 from specsparse.runtime.stepped import RoundView, Watch
 from specsparse.runtime.times import store
@@ -111,13 +112,8 @@ def of_chain(
     done: Callable[[], None] = lambda: None,
 ) -> tuple[float]:
     """(accepted / tested,) of chains; (0.0,) where nothing was drafted."""
-    accepted = tested = 0
-    for session in _sessions(model, method, prompts, params):
-        session.advance(ROUNDS)
-        counters = session.counters()[0]
-        accepted, tested = accepted + counters.num_accepted_tokens, tested + counters.num_tested
-        done()
-    return (accepted / tested if tested else 0.0,)
+    c = _counters(model, method, prompts, params, done)
+    return (c.num_accepted_tokens / c.num_tested if c.num_tested else 0.0,)
 
 
 def of_tree(
@@ -129,13 +125,9 @@ def of_tree(
     done: Callable[[], None] = lambda: None,
 ) -> tuple[float, float]:
     """(tokens emitted, nodes drafted) a round of trees, by counters."""
-    emitted = drafted = rounds = 0
-    for session in _sessions(model, method, prompts, params):
-        session.advance(ROUNDS)
-        c = session.counters()[0]
-        emitted, drafted, rounds = emitted + c.num_emitted_tokens, drafted + c.num_draft_tokens, rounds + c.num_rounds
-        done()
-    return emitted / max(rounds, 1), drafted / max(rounds, 1)
+    c = _counters(model, method, prompts, params, done)
+    rounds = max(c.num_rounds, 1)
+    return c.num_emitted_tokens / rounds, c.num_draft_tokens / rounds
 
 
 def by_rank(
@@ -163,6 +155,18 @@ def by_rank(
         session.advance(ROUNDS)
         done()
     return tuple((hits / max(rounds, 1)).tolist())
+
+
+def _counters(
+    model: Model, method: Method, prompts: Sequence[Sequence[int]], params: SamplingParams, done: Callable[[], None]
+) -> Counters:
+    """Of all prompts together."""
+    total = Counters()
+    for session in _sessions(model, method, prompts, params):
+        session.advance(ROUNDS)
+        total += session.counters()[0]
+        done()
+    return total
 
 
 def _sessions(
