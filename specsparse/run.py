@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specsparse.errors import UserError
+from specsparse.experiments.parts import help_text
 from specsparse.experiments.shorthand import refuse, shorthand
 from specsparse.support.paths import conf_dir
 from specsparse.support.pipes import until_the_reader_leaves
@@ -123,8 +124,10 @@ def _main(argv: list[str] | None) -> int:
     import hydra
     from hydra._internal.utils import get_args_parser
     from hydra.errors import HydraException
+    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    OmegaConf.register_new_resolver("options_of", help_text, replace=True)  # in the template of --help
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing, and the lines below say it better
     saved, sys.argv = sys.argv, ["specsparse.run", *argv]
     try:

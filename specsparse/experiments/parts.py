@@ -6,7 +6,7 @@ The file of a choice in `conf/` says the name and what differs from the defaults
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from specsparse.errors import UserError
 from specsparse.speculative.drafters.registry import DRAFTERS
@@ -43,6 +43,38 @@ def completed(group: str, given: Mapping[str, object]) -> dict[str, object]:
 def option_name(group: str, key: str) -> str:
     """The name of an option that other projects call `key`."""
     return PARTS[group].option_names().get(key, key)
+
+
+class Described(NamedTuple):
+    """An option as a reader needs it: its name, its default, other projects' names of it, and what it means."""
+
+    name: str
+    default: object
+    also: tuple[str, ...]
+    about: str
+
+
+def described(group: str, name: str) -> list[Described]:
+    """The options of a choice that the config has no group of its own for.
+
+    Raises:
+        UserError: an unknown name.
+    """
+    if name == NONE:
+        return []
+    defaults, options = dict(_every(PARTS[group].read(name, {}))), PARTS[group].options(name).values()
+    return [Described(o.name, defaults[o.name], o.aliases, o.about) for o in options if o.name not in ELSEWHERE]
+
+
+def help_text(group: str, name: str) -> str:
+    """The options of a choice, a line each; "" where it has none."""
+    rows = [(f"{group}.{o.name}={_written(o.default)}", o.about) for o in described(group, name)]
+    width = max((len(left) for left, _ in rows), default=0)
+    return "\n".join(f"{left:<{width}}  {about}" for left, about in rows)
+
+
+def _written(value: object) -> str:
+    return "null" if value is None else str(value)
 
 
 def _every(options: object) -> Iterator[tuple[str, object]]:

@@ -139,8 +139,9 @@ class Option(NamedTuple):
 
     @property
     def aliases(self) -> tuple[str, ...]:
-        """Its other names."""
-        return tuple(name for mark in self.marks if isinstance(mark, Also) for name in mark.names)
+        """Its other names, those of a type that may be None among them."""
+        marks = [*self.marks, *(mark for part in typing.get_args(self.hint) for mark in _parts(part)[1])]
+        return tuple(name for mark in marks if isinstance(mark, Also) for name in mark.names)
 
 
 @functools.cache

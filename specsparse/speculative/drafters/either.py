@@ -1,6 +1,7 @@
 """Two drafters, one round at a time: the first where it has something to say, else the second."""
 
 import dataclasses
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -41,10 +42,7 @@ class Either(Drafter):
         if self.first.kind is not DraftKind.ONE_HOT or self.first.tree or self.second.tree:
             raise UserError("lookup_head drafts chains: leave tree out")
 
-    @property
-    def kind(self) -> DraftKind:
-        """The second one's."""
-        return self.second.kind
+    kind = property(attrgetter("second.kind"))
 
     @property
     def max_nodes(self) -> int:

@@ -1,6 +1,7 @@
 """The model drafter: a model, or a part of the target, writes a chain token by token."""
 
 import dataclasses
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -66,20 +67,9 @@ class ModelDrafter(Drafter):
             raise UserError(f"a chain is argmax or sampled, not {self.draw.value}")
         check_policy(self.policy, self.draw)
 
-    @property
-    def kind(self) -> DraftKind:
-        """As it was asked for."""
-        return self.draw
-
-    @property
-    def max_nodes(self) -> int:
-        """K, the policy's gamma."""
-        return self.policy.gamma
-
-    @property
-    def wants_hidden(self) -> bool:
-        """As the source."""
-        return self.source.wants_hidden
+    kind = property(attrgetter("draw"))
+    max_nodes = property(attrgetter("policy.gamma"))
+    wants_hidden = property(attrgetter("source.wants_hidden"))
 
     def init(self, params: DraftWeights, ctx: DraftContext, *, hidden: jax.Array | None = None) -> ModelState:
         """Feeds the prompt to the source."""

@@ -166,7 +166,7 @@ class Drafting:
         temperature: of the draft: 0 for argmax drafts, for greedy, match and delta; above, drawn from q, for match,
             token and block.
         top_k, top_p, min_p: truncation of the draft's law, as in `SamplingParams`.
-        draw: by default as the temperature says.
+        draw: argmax (also greedy) or sampled (also probabilistic); by default as the temperature says.
         p_min: stop before a law whose top probability (over its top ten) is under it.
         n_min: drop drafts that are shorter; argmax drafts only.
         draft_vocab: score these ids only: a number N (the first N), a list, or a file of ids; by default all, or those

@@ -1,6 +1,7 @@
 """A drafter that is right and wrong where it is told to be: every acceptance pattern, for tests."""
 
 import dataclasses
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import jax
@@ -63,15 +64,8 @@ class Scripted(Drafter):
             return cls(template, ends, vocab_size, truth)
         return cls.chain(max_nodes, (max_nodes,) if accept is None else accept, vocab_size=vocab_size, truth=truth)
 
-    @property
-    def max_nodes(self) -> int:
-        """K."""
-        return self.template.size
-
-    @property
-    def max_depth(self) -> int:
-        """Depth of the template."""
-        return self.template.max_depth
+    max_nodes = property(attrgetter("template.size"))
+    max_depth = property(attrgetter("template.max_depth"))
 
     @property
     def tree(self) -> bool:

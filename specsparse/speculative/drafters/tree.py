@@ -1,12 +1,13 @@
 """The tree drafter: a model, or a part of the target, grows a tree level by level."""
 
 import dataclasses
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from specsparse.speculative.base import DraftContext, Drafted, Drafter, DraftKind, Feedback
+from specsparse.speculative.base import DraftContext, Drafted, Drafter, Feedback
 from specsparse.speculative.draft_law import DraftLaw
 from specsparse.speculative.drafters.sources import DraftWeights, Source
 from specsparse.speculative.trees.base import Ground, TreeShape
@@ -33,30 +34,11 @@ class TreeDrafter(Drafter):
     law: DraftLaw
     shape: TreeShape
 
-    @property
-    def kind(self) -> DraftKind:
-        """The shape's."""
-        return self.shape.kind
-
-    @property
-    def max_nodes(self) -> int:
-        """K."""
-        return self.shape.max_nodes
-
-    @property
-    def max_depth(self) -> int:
-        """The shape's."""
-        return self.shape.max_depth
-
-    @property
-    def tree(self) -> bool:
-        """The shape's."""
-        return self.shape.branches
-
-    @property
-    def wants_hidden(self) -> bool:
-        """As the source."""
-        return self.source.wants_hidden
+    kind = property(attrgetter("shape.kind"))
+    max_nodes = property(attrgetter("shape.max_nodes"))
+    max_depth = property(attrgetter("shape.max_depth"))
+    tree = property(attrgetter("shape.branches"))
+    wants_hidden = property(attrgetter("source.wants_hidden"))
 
     def init(self, params: DraftWeights, ctx: DraftContext, *, hidden: jax.Array | None = None) -> TreeState:
         """Feeds the prompt to the source."""

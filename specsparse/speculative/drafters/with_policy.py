@@ -1,6 +1,7 @@
 """A drafter under a draft-length policy: the policy sets each round's budget and learns from each verdict."""
 
 import dataclasses
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsparse.errors import UserError
-from specsparse.speculative.base import DraftContext, Drafted, Drafter, DraftKind, Feedback
+from specsparse.speculative.base import DraftContext, Drafted, Drafter, Feedback
 from specsparse.speculative.drafters.either import Either
 from specsparse.speculative.drafters.model import ModelDrafter
 from specsparse.speculative.policies.base import Fixed, Policy, check_policy
@@ -49,30 +50,11 @@ class WithPolicy(Drafter):
     drafter: Drafter
     policy: Policy
 
-    @property
-    def kind(self) -> DraftKind:
-        """As the drafter."""
-        return self.drafter.kind
-
-    @property
-    def max_nodes(self) -> int:
-        """As the drafter."""
-        return self.drafter.max_nodes
-
-    @property
-    def max_depth(self) -> int:
-        """As the drafter."""
-        return self.drafter.max_depth
-
-    @property
-    def tree(self) -> bool:
-        """As the drafter."""
-        return self.drafter.tree
-
-    @property
-    def wants_hidden(self) -> bool:
-        """As the drafter."""
-        return self.drafter.wants_hidden
+    kind = property(attrgetter("drafter.kind"))
+    max_nodes = property(attrgetter("drafter.max_nodes"))
+    max_depth = property(attrgetter("drafter.max_depth"))
+    tree = property(attrgetter("drafter.tree"))
+    wants_hidden = property(attrgetter("drafter.wants_hidden"))
 
     def init(self, params: Any, ctx: DraftContext, *, hidden: jax.Array | None = None) -> PolicyState:
         """Both begin."""
