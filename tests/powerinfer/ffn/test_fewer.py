@@ -96,10 +96,10 @@ def test_a_rule_that_the_target_cannot_follow(dense, sparse, what):
         ({"rule": "cold"}, "must be one of hot, gate, own"),
         ({"share": 1.5}, r"drafter\.share=1\.5"),
         ({"text": []}, r"drafter\.text holds no ids"),
-        ({"text": 5}, r"drafter\.text=5: a list of ids or a file of ids is needed"),
-        ({"text": "no/such/file"}, r"drafter\.text=no/such/file: a list of ids or a file"),
+        ({"text": 5}, r"drafter\.text=5 must be a list of ids or a file of ids"),
+        ({"text": "no/such/file"}, r"drafter\.text=no/such/file must be a list of ids or a file"),
         ({"rule": "own", "threshold": 0.5, "text": [1]}, r"drafter\.text goes with rule=hot"),
-        ({"draft_vocab": "no/such/file"}, r"drafter\.draft_vocab=no/such/file: a number, a list"),
+        ({"draft_vocab": "no/such/file"}, r"drafter\.draft_vocab=no/such/file must be a number, a list"),
     ],
 )
 def test_options_that_do_not_go_together(options, says):
