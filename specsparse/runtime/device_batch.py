@@ -97,17 +97,10 @@ class DeviceBatch:
         """Seconds on a clock that stands still while programs are compiled."""
         return time.perf_counter() - self.compile_s
 
-    def call(
-        self,
-        key: Hashable,
-        function: Callable,
-        *args: Pytree,
-        donate: tuple[int, ...] = (),
-        compiled: Callable[..., Callable] = compiled,
-    ) -> Pytree:
-        """Calls `program` of these arguments."""
+    def call(self, key: Hashable, function: Callable, *args: Pytree, **how) -> Pytree:
+        """Calls `program` of these arguments, with its keywords."""
         args = self.model.everywhere(args)
-        return self.program(key, function, *args, donate=donate, compiled=compiled)(*args)
+        return self.program(key, function, *args, **how)(*args)
 
     def program(
         self,

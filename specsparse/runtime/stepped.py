@@ -100,7 +100,7 @@ def runner_for(model: Model, method: Method, *, loop: str = "jit", watch: Watch 
     return Pieces(Pruned.compile if whole else Unpruned, watch)
 
 
-class Stepped(RoundRunner):
+class RoundByRound(RoundRunner):
     """Base of the host's loops."""
 
     rounds = 1
@@ -122,7 +122,7 @@ def _account(batch: DeviceBatch, times: Times) -> None:
     batch.log.add(times, jax.tree.map(lambda a: a[None], batch.note(batch.state)) if batch.noting else None)
 
 
-class OneRound(Stepped):
+class OneRound(RoundByRound):
     """Plain decoding: a round has one piece, and no time split."""
 
     def step(self, batch: DeviceBatch) -> None:
@@ -130,7 +130,7 @@ class OneRound(Stepped):
         InOneProgram().advance(batch, 1)
 
 
-class ForwardApart(Stepped):
+class ForwardApart(RoundByRound):
     """Plain decoding where no program may contain the forward pass: the rest of a step is one."""
 
     def step(self, batch: DeviceBatch) -> None:
@@ -152,7 +152,7 @@ class ForwardApart(Stepped):
 
 
 @dataclasses.dataclass(frozen=True)
-class Pieces(Stepped):
+class Pieces(RoundByRound):
     """Speculative rounds, their pieces timed; what is not in a piece is the host's time.
 
     Attributes:

@@ -21,7 +21,7 @@ from specsparse.kernels.packing.dequant import dequantize, embed_rows
 from specsparse.support.options import Count, Internal, Positive, Range, Share
 from specsparse.training import ffn_model
 from specsparse.training.data import Text
-from specsparse.training.ffn_model import FFN, PackedTexts
+from specsparse.training.ffn_model import FfnMatrices, PackedTexts
 from specsparse.training.layer import rms_norm
 from specsparse.training.loop import OnStep, train, trapezoid, updated
 from specsparse.training.products import Precision, halved, times
@@ -97,20 +97,20 @@ class State(NamedTuple):
         step: int32[], steps done.
     """
 
-    ffn: FFN
+    ffn: FfnMatrices
     optimiser: optax.OptState
     pressure: jax.Array
     step: jax.Array
 
 
-class Batch(NamedTuple):
+class DistillBatch(NamedTuple):
     """What a step reads: texts, and int32[c], different ids that the softmax runs over."""
 
     texts: PackedTexts
     ids: np.ndarray
 
 
-class Losses(NamedTuple):
+class DistillLosses(NamedTuple):
     """Of a step: KL in nats, squared distance of the last rows, share of active neurons."""
 
     divergence: jax.Array
@@ -169,7 +169,7 @@ class Distiller:
         self._step = jax.jit(self._one_step, donate_argnums=(0,))
         self._judge = jax.jit(self._fidelity)
 
-    def start(self, ffn: FFN) -> State:
+    def start(self, ffn: FfnMatrices) -> State:
         """The state before the first step; `ffn` has the leading axis L."""
         pressure = jnp.float32(self._measure.weights[1] / 10)
         return State(ffn, self._optimiser.init(ffn), pressure, jnp.zeros((), jnp.int32))
@@ -178,9 +178,9 @@ class Distiller:
         """A state of the right shapes, to read a checkpoint by."""
         c = self.config
         shapes = ((c.n_layers, c.d_ff, c.d_model),) * 2 + ((c.n_layers, c.d_model, c.d_ff),)
-        return jax.eval_shape(self.start, FFN(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)))
+        return jax.eval_shape(self.start, FfnMatrices(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)))
 
-    def batches(self, texts: Sequence[Text], start: int) -> Iterator[Batch]:
+    def batches(self, texts: Sequence[Text], start: int) -> Iterator[DistillBatch]:
         """Windows and candidate ids from step `start` on without end; the texts come in another order each time."""
         rows, epoch, done = self.options.rows, 0, 0
         counts = sum(np.bincount(t.tokens, minlength=self.config.vocab_size) for t in texts) + 0.1
@@ -189,7 +189,7 @@ class Distiller:
             for group in fill_up(texts, order, rows=rows):
                 if done >= start:
                     packed = ffn_model.pack_texts([texts[i] for i in group], rows)
-                    yield Batch(packed, self._candidates(packed.tokens, counts, done))
+                    yield DistillBatch(packed, self._candidates(packed.tokens, counts, done))
                 done += 1
             epoch += 1
 
@@ -209,11 +209,11 @@ class Distiller:
         batches = self.batches(texts, int(state.step))
         return train(state, batches, self.step, steps=self.options.steps, on_step=on_step)
 
-    def step(self, state: State, batch: Batch) -> tuple[State, Losses]:
+    def step(self, state: State, batch: DistillBatch) -> tuple[State, DistillLosses]:
         """One step of the optimiser, and the losses before it."""
         return self._step(state, *jax.tree.map(jnp.asarray, batch))
 
-    def judge(self, ffn: FFN, texts: Sequence[Text]) -> Fidelity:
+    def judge(self, ffn: FfnMatrices, texts: Sequence[Text]) -> Fidelity:
         """How near the model is to the original on answers that it has not seen."""
         rows = self.options.rows
         groups = pack(texts, range(len(texts)), rows=rows, drafting=rows)
@@ -234,7 +234,7 @@ class Distiller:
             tuple(float(x) for x in active_L / seen), int(count),
         )  # fmt: skip
 
-    def _rows(self, ffn: FFN, texts: PackedTexts, precision: Precision):
+    def _rows(self, ffn: FfnMatrices, texts: PackedTexts, precision: Precision):
         """The model's last rows, normalised; mean sparsity measure; share of active neurons by layer."""
         valid = (texts.text >= 0).astype(jnp.float32)
         count = jnp.maximum(valid.sum(), 1.0)
@@ -244,7 +244,7 @@ class Distiller:
             return jnp.sum(valid * self._measure.of(a)) / count, jnp.sum(valid * active) / count
 
         if self.options.rounded:
-            ffn = FFN(*map(straight_through, ffn))
+            ffn = FfnMatrices(*map(straight_through, ffn))
         x_nD = embed_rows(self.model.params.embedding, texts.tokens)
         y_nD, (dense_L, share_L) = ffn_model.forward(
             self.config, self._frozen, ffn, x_nD, texts, self._act, watch, precision=precision
@@ -254,7 +254,7 @@ class Distiller:
     def _normed(self, y_nD: jax.Array) -> jax.Array:
         return rms_norm(y_nD, self.model.params.output_norm, self.config.norm_eps)
 
-    def _one_step(self, state: State, texts: PackedTexts, ids: jax.Array) -> tuple[State, Losses]:
+    def _one_step(self, state: State, texts: PackedTexts, ids: jax.Array) -> tuple[State, DistillLosses]:
         o = self.options
         valid = jnp.where(texts.text < 0, 0.0, jnp.where(texts.answer, 1.0, jnp.float32(o.prompts)))
         wanted = self._normed(texts.hidden.astype(jnp.float32))
@@ -262,12 +262,12 @@ class Distiller:
         log_p = jax.nn.log_softmax(times(wanted, head), axis=-1)
         count, size = jnp.maximum(valid.sum(), 1.0), jnp.sum(valid[:, None] * jnp.square(wanted))
 
-        def loss(ffn: FFN):
+        def loss(ffn: FfnMatrices):
             found, dense_L, share_L = self._rows(ffn, texts, o.precision)
             log_q = jax.nn.log_softmax(times(found, head), axis=-1)
             kl = jnp.sum(valid * jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)) / count
             feature = jnp.sum(valid[:, None] * jnp.square(found - wanted)) / size
-            losses = Losses(kl, feature, share_L.mean())
+            losses = DistillLosses(kl, feature, share_L.mean())
             now = state.pressure * jnp.exp(o.react * (jax.lax.stop_gradient(losses.share) / o.share - 1))
             now = jnp.clip(now, *self._measure.weights)
             return kl + o.feature * feature + now * dense_L.mean(), losses
@@ -277,7 +277,7 @@ class Distiller:
         pressure = jnp.clip(state.pressure * jnp.exp(o.follow * (losses.share / o.share - 1)), *self._measure.weights)
         return State(ffn, optimiser, pressure, state.step + 1), losses
 
-    def _fidelity(self, ffn: FFN, texts: PackedTexts, counts_n: jax.Array):
+    def _fidelity(self, ffn: FfnMatrices, texts: PackedTexts, counts_n: jax.Array):
         wanted = self._normed(texts.hidden.astype(jnp.float32))
         found, _, share_L = self._rows(ffn, texts, "float32")
         log_p, log_q = (jax.nn.log_softmax(x @ self._head.T, axis=-1) for x in (wanted, found))

@@ -20,7 +20,7 @@ from specsparse.training.windows import fill, pack
 
 
 @dataclass(frozen=True)
-class Drafting:
+class DraftQuality:
     """Drafts of gamma argmax tokens begun at every position of some greedy answers.
 
     Attributes:
@@ -37,7 +37,7 @@ class Drafting:
 def evaluate(
     model: Model, form: Form, weights: Pytree, frozen: Frozen, texts: Sequence[Text], *,
     gamma: int, shape: tuple[int, int],
-) -> Drafting:  # fmt: skip
+) -> DraftQuality:  # fmt: skip
     """Judges drafts of `gamma` tokens on greedy answers; `shape` is (rows, drafting rows) of a window.
 
     Raises:
@@ -53,7 +53,7 @@ def evaluate(
     if not reach[0]:
         raise UserError(f"no held-out answer is longer than gamma={gamma} tokens: raise train.answer")
     agreement = tuple(float(b / a) if a else 0.0 for a, b in itertools.pairwise(reach))
-    return Drafting(int(reach[0]), agreement, float(1 + reach[1:].sum() / reach[0]))
+    return DraftQuality(int(reach[0]), agreement, float(1 + reach[1:].sum() / reach[0]))
 
 
 def _right(form: Form, weights: Pytree, frozen: Frozen, embedding: QTensor, window: Window, *, gamma: int) -> jax.Array:

@@ -14,7 +14,7 @@ from specsparse.kernels.packing.dequant import embed_rows
 from specsparse.support.tensor_files import write_tensors
 from specsparse.training import ffn_model
 from specsparse.training.data import Text
-from specsparse.training.ffn_model import FFN, FrozenLayers, PackedTexts
+from specsparse.training.ffn_model import FfnMatrices, FrozenLayers, PackedTexts
 
 _PART = 8
 """Windows of a file."""
@@ -70,7 +70,7 @@ def layer_inputs(paths: Sequence[Path], layer: int) -> np.ndarray:
 def _program(model: Model) -> Callable:
     config = model.config
 
-    def inputs(embedding, frozen: FrozenLayers, ffn: FFN, texts: PackedTexts):
+    def inputs(embedding, frozen: FrozenLayers, ffn: FfnMatrices, texts: PackedTexts):
         x_nD = embed_rows(embedding, texts.tokens)
         return ffn_model.forward(config, frozen, ffn, x_nD, texts, jax.nn.silu, lambda z, a: z.astype(jnp.float16))[1]
 

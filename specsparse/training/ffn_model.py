@@ -21,7 +21,7 @@ from specsparse.training.products import Precision, halved, times
 _ATTENTION = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm")
 
 
-class FFN(NamedTuple):
+class FfnMatrices(NamedTuple):
     """float32 matrices [outputs, inputs] of one layer, or of all with a leading axis L.
 
     Attributes:
@@ -86,13 +86,13 @@ def frozen_layers(model: Model, positions: int) -> FrozenLayers:
     return FrozenLayers(LayerWeights(**stacked), *rotary(model.config, positions, model.rope_factors))
 
 
-def ffn_of(model: Model, layer: int) -> FFN:
+def ffn_of(model: Model, layer: int) -> FfnMatrices:
     """The matrices of one layer, dequantised."""
     found = model.params.layers[layer]
-    return FFN(*(dequantize(getattr(found, f"ffn_{n}")) for n in FFN._fields))
+    return FfnMatrices(*(dequantize(getattr(found, f"ffn_{n}")) for n in FfnMatrices._fields))
 
 
-def ffns_of(model: Model) -> FFN:
+def ffns_of(model: Model) -> FfnMatrices:
     """The matrices of all layers, stacked."""
     return jax.tree.map(lambda *each: jnp.stack(each), *(ffn_of(model, i) for i in range(model.config.n_layers)))
 
@@ -125,7 +125,7 @@ def pack_texts(texts: Sequence[Text], rows: int) -> PackedTexts:
 def forward(
     config: ModelConfig,
     frozen: FrozenLayers,
-    ffn: FFN,
+    ffn: FfnMatrices,
     x_nD: jax.Array,
     texts: PackedTexts,
     act: Callable[[jax.Array], jax.Array],

@@ -17,7 +17,7 @@ import optax
 
 from specsparse.errors import UserError
 from specsparse.support.options import Count, Internal, Positive, Range, Share
-from specsparse.training.ffn_model import FFN
+from specsparse.training.ffn_model import FfnMatrices
 from specsparse.training.loop import train, trapezoid, updated
 
 _SEARCHED = 20480
@@ -59,13 +59,13 @@ class Judged(NamedTuple):
 
 
 class _State(NamedTuple):
-    ffn: FFN
+    ffn: FfnMatrices
     optimiser: optax.OptState
     pressure: jax.Array
     step: jax.Array
 
 
-def output(ffn: FFN, z_nD: jax.Array, act=jax.nn.silu) -> jax.Array:
+def output(ffn: FfnMatrices, z_nD: jax.Array, act=jax.nn.silu) -> jax.Array:
     """down(act(gate z) * up z), [n, D]."""
     return (act(z_nD @ ffn.gate.T) * (z_nD @ ffn.up.T)) @ ffn.down.T
 
@@ -108,7 +108,7 @@ def fit_down(h_nF: jax.Array, y_nD: jax.Array, weight_n: jax.Array, towards: jax
     return towards + jax.scipy.linalg.solve(gram + ridge * jnp.eye(len(gram)), scaled.T @ rest, assume_a="pos").T
 
 
-def begin(ffn: FFN, z_nD: jax.Array, y_nD: jax.Array, options: LayerOptions) -> FFN:
+def begin(ffn: FfnMatrices, z_nD: jax.Array, y_nD: jax.Array, options: LayerOptions) -> FfnMatrices:
     """Where training begins, without a step of the optimiser.
 
     SiLU's negative lobe, summed over all neurons, is nearly a linear map of the inputs. So the neurons that matter
@@ -124,7 +124,7 @@ def begin(ffn: FFN, z_nD: jax.Array, y_nD: jax.Array, options: LayerOptions) -> 
 
 
 @partial(jax.jit, static_argnums=4)
-def _begin(ffn: FFN, z_nD: jax.Array, y_nD: jax.Array, share: jax.Array, count: int) -> FFN:
+def _begin(ffn: FfnMatrices, z_nD: jax.Array, y_nD: jax.Array, share: jax.Array, count: int) -> FfnMatrices:
     weight, constant = weights_of(y_nD), constant_direction(z_nD)
     gate = ffn.gate - jnp.quantile(z_nD[:1024] @ ffn.gate.T, 1 - share) * constant[None]
     up, down = ffn.up, ffn.down
@@ -136,7 +136,7 @@ def _begin(ffn: FFN, z_nD: jax.Array, y_nD: jax.Array, share: jax.Array, count: 
         gate = gate.at[least].set(constant[None])
         up, down = up.at[least].set(inwards), down.at[:, least].set(outwards)
     h_nF = jax.nn.relu(z_nD @ gate.T) * (z_nD @ up.T)
-    return FFN(gate, up, fit_down(h_nF, y_nD, weight, down))
+    return FfnMatrices(gate, up, fit_down(h_nF, y_nD, weight, down))
 
 
 def _linear_map(z_nD: jax.Array, y_nD: jax.Array, weight_n: jax.Array, rank: int) -> tuple[jax.Array, jax.Array]:
@@ -157,13 +157,13 @@ def _error(found, y_nD, weight_n) -> jax.Array:
 
 
 @jax.jit
-def _judge(ffn: FFN, z_nD, y_nD) -> tuple[jax.Array, jax.Array]:
+def _judge(ffn: FfnMatrices, z_nD, y_nD) -> tuple[jax.Array, jax.Array]:
     a_nF = jax.nn.relu(z_nD @ ffn.gate.T)
     found = (a_nF * (z_nD @ ffn.up.T)) @ ffn.down.T
     return _error(found, y_nD, weights_of(y_nD)), jnp.mean((a_nF > 0).astype(jnp.float32))
 
 
-def judge(ffn: FFN, original: FFN, z_nD: np.ndarray) -> Judged:
+def judge(ffn: FfnMatrices, original: FfnMatrices, z_nD: np.ndarray) -> Judged:
     """A rebuilt layer against its original."""
     z = jnp.asarray(z_nD, jnp.float32)
     return Judged(*map(float, _judge(ffn, z, output(original, z))))
@@ -184,7 +184,7 @@ class Rebuilder:
         self._optimiser = optax.adam(rate, b2=0.98)
         self._step = jax.jit(self._one_step, donate_argnums=(0,))
 
-    def rebuild(self, original: FFN, z_nD: np.ndarray) -> FFN:
+    def rebuild(self, original: FfnMatrices, z_nD: np.ndarray) -> FfnMatrices:
         """The layer that gives what `original` gives on inputs [n, D]."""
         z = jnp.asarray(z_nD, jnp.float32)
         y = _outputs(original, z)
@@ -200,7 +200,7 @@ class Rebuilder:
         z, y = z_nD[rows], y_nD[rows]
         weight = weights_of(y)
 
-        def loss(ffn: FFN):
+        def loss(ffn: FfnMatrices):
             a = jax.nn.relu(z @ ffn.gate.T)
             error = _error((a * (z @ ffn.up.T)) @ ffn.down.T, y, weight)
             share = jnp.mean((a > 0).astype(jnp.float32))
@@ -217,7 +217,7 @@ _outputs = jax.jit(partial(output, act=jax.nn.silu))
 
 
 @jax.jit
-def _fitted(ffn: FFN, z_nD: jax.Array, y_nD: jax.Array) -> FFN:
+def _fitted(ffn: FfnMatrices, z_nD: jax.Array, y_nD: jax.Array) -> FfnMatrices:
     """The layer with `down` fitted anew to all tokens at once."""
     h_nF = jax.nn.relu(z_nD @ ffn.gate.T) * (z_nD @ ffn.up.T)
     return ffn._replace(down=fit_down(h_nF, y_nD, weights_of(y_nD), ffn.down))

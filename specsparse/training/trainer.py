@@ -79,14 +79,14 @@ class TrainState(NamedTuple):
     step: jax.Array
 
 
-class Batch(NamedTuple):
+class HeadBatch(NamedTuple):
     """Windows [W, ...], and int32[c], ascending, the columns of the draft vocabulary that the softmax runs over."""
 
     windows: Window
     columns: np.ndarray
 
 
-class Losses(NamedTuple):
+class HeadLosses(NamedTuple):
     """Of a batch, by stream: KL(target, head) in nats, and the share of rows whose argmax is the target's."""
 
     loss: jax.Array
@@ -164,7 +164,7 @@ class Trainer:
         cos, sin = head.rotary(self.config, self.options.rows, self.model.rope_factors)
         return Frozen(params.output_norm, rows, jnp.asarray(ids), cos, sin)
 
-    def batches(self, texts: Sequence[Text], ids: np.ndarray, start: int) -> Iterator[Batch]:
+    def batches(self, texts: Sequence[Text], ids: np.ndarray, start: int) -> Iterator[HeadBatch]:
         """The batches from step `start` on without end; the texts come in another order each time."""
         o, epoch, done = self.options, 0, 0
         if not any(spans(text)[1] > 0 for text in texts):
@@ -179,7 +179,7 @@ class Trainer:
                     part = [fill([texts[i] for i in w], rows=o.rows, drafting=o.drafting)
                             for w in plan[at : at + o.windows]]  # fmt: skip
                     windows = jax.tree.map(lambda *each: np.stack(each), *part)
-                    yield Batch(windows, self._columns(windows, ids, share, done))
+                    yield HeadBatch(windows, self._columns(windows, ids, share, done))
                 done += 1
             epoch += 1
 
@@ -202,19 +202,19 @@ class Trainer:
         step = lambda state, batch: self.step(state, frozen, batch)  # noqa: E731
         return train(state, batches, step, steps=self.options.steps, on_step=on_step)
 
-    def step(self, state: TrainState, frozen: Frozen, batch: Batch) -> tuple[TrainState, Losses]:
+    def step(self, state: TrainState, frozen: Frozen, batch: HeadBatch) -> tuple[TrainState, HeadLosses]:
         """One step of the optimiser, and the losses before it."""
         weights, opt, losses = self._step(
             state.weights, state.optimiser, frozen, self.model.params.embedding, jax.tree.map(jnp.asarray, batch)
         )
         return TrainState(weights, opt, state.ids, state.step + 1), losses
 
-    def judge(self, state: TrainState, frozen: Frozen, batch: Batch) -> Losses:
+    def judge(self, state: TrainState, frozen: Frozen, batch: HeadBatch) -> HeadLosses:
         """The losses of a batch."""
         batch = jax.tree.map(jnp.asarray, batch)
         return self._judge(state.weights, frozen, self.model.params.embedding, batch)[1]
 
-    def _losses(self, weights: Pytree, frozen: Frozen, embedding: QTensor, batch: Batch):
+    def _losses(self, weights: Pytree, frozen: Frozen, embedding: QTensor, batch: HeadBatch):
         o, windows = self.options, batch.windows
         head_cD = halved(frozen.head[batch.columns], o.precision)
         frozen = frozen._replace(head=head_cD, ids=frozen.ids[batch.columns])
@@ -237,7 +237,7 @@ class Trainer:
         loss, same, counts = jax.tree.map(lambda x: x.sum(axis=0), jax.lax.map(jax.checkpoint(one), windows))
         counts = jnp.maximum(counts, 1.0)
         weight = jnp.asarray(o.stream_weight ** np.arange(o.streams), jnp.float32)
-        losses = Losses(loss / counts, same / counts)
+        losses = HeadLosses(loss / counts, same / counts)
         return jnp.sum(weight * losses.loss) / jnp.sum(weight), losses
 
     def _one_step(self, weights, opt, frozen, embedding, batch):

@@ -75,7 +75,7 @@ def planted(n=3000, D=16, F=192):
     gate[:, 0], gate[:, 1:] = -0.125, gate[:, 1:] / 2
     z = rng.normal(size=(n, D))
     z[:, 0] = z[:, 0] / 20 + 4
-    return ffn_model.FFN(*(jnp.asarray(w, jnp.float32) for w in (gate, up, down))), z.astype(np.float16)
+    return ffn_model.FfnMatrices(*(jnp.asarray(w, jnp.float32) for w in (gate, up, down))), z.astype(np.float16)
 
 
 def test_what_is_nearly_constant_is_a_bias():
@@ -134,7 +134,7 @@ def test_rows_of_prompts_can_be_left_out(model, texts):
         distiller = distill.Distiller(model, options)
         ids = next(distiller.batches(texts[:1], 0))[1]
         mine, others = (
-            distiller.step(distiller.start(ffn_model.ffns_of(model)), distill.Batch(p, ids))[1].divergence
+            distiller.step(distiller.start(ffn_model.ffns_of(model)), distill.DistillBatch(p, ids))[1].divergence
             for p in (packed, other)
         )
         assert (float(mine) == float(others)) == (weight == 0)
@@ -243,7 +243,7 @@ def test_a_checkpoint_is_gone_on_from(model, distiller, tmp_path):
     found = relufy_fit._begin(model, str(tmp_path / "state.safetensors"))
     for w, wanted in zip(found, begin, strict=True):
         np.testing.assert_array_equal(w, wanted)
-    save_state(tmp_path / "other.safetensors", ffn_model.FFN(*(w[:1] for w in begin)), {})
+    save_state(tmp_path / "other.safetensors", ffn_model.FfnMatrices(*(w[:1] for w in begin)), {})
     with pytest.raises(UserError, match=r"train\.begin=.*: not a checkpoint of a training of"):
         relufy_fit._begin(model, str(tmp_path / "other.safetensors"))
 

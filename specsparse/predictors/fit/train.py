@@ -21,7 +21,7 @@ DENSITY_OFFSET = 0.005
 
 
 @dataclass(frozen=True)
-class TrainOptions:
+class FitOptions:
     """How to train.
 
     Attributes:
@@ -56,7 +56,7 @@ class Matrices(NamedTuple):
     fc2: jax.Array
 
 
-class TrainState(NamedTuple):
+class FitState(NamedTuple):
     """What a restart needs: a pytree of arrays.
 
     Attributes:
@@ -102,7 +102,7 @@ class LayerTrainer:
         index: of the layer.
     """
 
-    options: TrainOptions
+    options: FitOptions
     layer: Layer
     rows_ND: np.ndarray
     labels: Labels
@@ -123,13 +123,13 @@ class LayerTrainer:
         self._weight = jnp.float32(self.labels.density + DENSITY_OFFSET if weight is None else weight)
         self.batch = min(self.options.batch, len(x) - held)
 
-    def start(self) -> TrainState:
+    def start(self) -> FitState:
         """The state before the first epoch; the start itself counts as the best so far."""
         matrices = self._first()
         optimiser = _optimiser(self.options).init(matrices)
         loss = _judge(matrices, *self._held, self._weight)[0]
         zero = jnp.zeros((), jnp.int32)
-        return TrainState(matrices, optimiser, matrices, loss, zero, zero)
+        return FitState(matrices, optimiser, matrices, loss, zero, zero)
 
     def _first(self) -> Matrices:
         rng = np.random.default_rng([self.options.seed, self.index, 1 << 20])
@@ -143,7 +143,7 @@ class LayerTrainer:
             fc2[:, second.shape[1] :] *= 0.01  # a rank beyond the gate's own says nothing yet
         return Matrices(jnp.asarray(fc1, jnp.float32), jnp.asarray(fc2, jnp.float32))
 
-    def step(self, state: TrainState) -> tuple[TrainState, Epoch]:
+    def step(self, state: FitState) -> tuple[FitState, Epoch]:
         """One epoch, and what it left on the held-out rows."""
         epoch = int(state.epoch)
         order = np.random.default_rng([self.options.seed, self.index, epoch]).permutation(len(self._train[0]))
@@ -154,7 +154,7 @@ class LayerTrainer:
         )
         loss, recall, precision, kept = (x for x in _judge(matrices, *self._held, self._weight))
         better = bool(loss < state.best_loss)
-        state = TrainState(
+        state = FitState(
             matrices,
             optimiser,
             matrices if better else state.best,
@@ -164,11 +164,11 @@ class LayerTrainer:
         )
         return state, Epoch(epoch + 1, float(loss), float(recall), float(precision), float(kept))
 
-    def done(self, state: TrainState) -> bool:
+    def done(self, state: FitState) -> bool:
         """Whether all epochs are over, or the held-out loss has stopped falling."""
         return int(state.epoch) >= self.options.epochs or int(state.stale) >= self.options.patience
 
-    def result(self, state: TrainState) -> tuple[np.ndarray, np.ndarray]:
+    def result(self, state: FitState) -> tuple[np.ndarray, np.ndarray]:
         """(fc1 f32[r, D], fc2 f32[F, r]) for residuals as they are; the largest entry of each is 1."""
         fc1, fc2 = np.asarray(state.best.fc1) / self.scale, np.asarray(state.best.fc2)
         return fc1 / np.abs(fc1).max(), fc2 / np.abs(fc2).max()
@@ -186,7 +186,7 @@ def train_layer(
     return trainer.result(state)
 
 
-def _optimiser(options: TrainOptions) -> optax.GradientTransformation:
+def _optimiser(options: FitOptions) -> optax.GradientTransformation:
     return optax.adamw(options.learning_rate, weight_decay=options.weight_decay)
 
 
@@ -207,7 +207,7 @@ def _loss(matrices: Matrices, x_RD: jax.Array, bits: jax.Array, weight: jax.Arra
 
 
 @partial(jax.jit, static_argnums=0)
-def _epoch(options: TrainOptions, matrices, optimiser, x_ND, bits, order, weight):
+def _epoch(options: FitOptions, matrices, optimiser, x_ND, bits, order, weight):
     update = _optimiser(options).update
 
     def step(carry, ids):

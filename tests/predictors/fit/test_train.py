@@ -11,13 +11,13 @@ from specsparse.errors import UserError
 from specsparse.predictors import get_predictor
 from specsparse.predictors.fit.checkpoint import load_pairs, load_predictors, save_predictors
 from specsparse.predictors.fit.labels import label
-from specsparse.predictors.fit.train import LayerTrainer, TrainOptions, train_layer
+from specsparse.predictors.fit.train import FitOptions, LayerTrainer, train_layer
 from specsparse.predictors.mlp import mlp_weights
 from specsparse.support.options import read
 from specsparse.support.tensor_files import load_state, save_state
 from tests.predictors.planted import D, F, plant, scores, true_neurons
 
-OPTIONS = TrainOptions(rank=32, epochs=8, batch=64)
+OPTIONS = FitOptions(rank=32, epochs=8, batch=64)
 
 
 @pytest.fixture(scope="module")
@@ -173,4 +173,4 @@ def test_files_that_hold_no_predictors_are_refused(tmp_path):
 )
 def test_options_out_of_range_are_named(change, message):
     with pytest.raises(UserError, match=message):
-        read(TrainOptions, change, group="train")
+        read(FitOptions, change, group="train")

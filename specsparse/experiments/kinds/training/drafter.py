@@ -19,7 +19,7 @@ from specsparse.models import catalogue
 from specsparse.report.rows import Rows
 from specsparse.support import terminal
 from specsparse.training import data
-from specsparse.training.evaluate import Drafting, evaluate
+from specsparse.training.evaluate import DraftQuality, evaluate
 from specsparse.training.form import Form
 
 DEFINITIONS = {
@@ -34,7 +34,7 @@ class Trained:
     """What came out."""
 
     path: Path
-    drafting: Drafting
+    drafting: DraftQuality
     form: Form
 
 
@@ -117,7 +117,7 @@ def held_out(cfg: TrainSettings, model: Any, console: Console) -> list[data.Text
     return answers
 
 
-def _table(drafting: Drafting) -> Table:
+def _table(drafting: DraftQuality) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("place", *(str(i + 1) for i in range(len(drafting.agreement))), "acceptance length", "drafts"):
         table.add_column(name, justify="right" if name != "place" else "left")

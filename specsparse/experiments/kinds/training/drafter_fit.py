@@ -19,7 +19,7 @@ from specsparse.training.head_form import HeadForm
 from specsparse.training.loop import Log
 from specsparse.training.small import SmallOptions
 from specsparse.training.small_form import SmallForm
-from specsparse.training.trainer import Losses, Trainer, TrainOptions, TrainState
+from specsparse.training.trainer import HeadLosses, Trainer, TrainOptions, TrainState
 
 _TEXTS, _STATE = "texts", "state.safetensors"
 
@@ -113,7 +113,7 @@ def trained(
     return state, trainer, log.curve
 
 
-def _point(_: TrainState, recent: Sequence[Losses]) -> dict[str, Any]:
+def _point(_: TrainState, recent: Sequence[HeadLosses]) -> dict[str, Any]:
     """Mean losses since the point before."""
     loss, agreement = (np.mean([np.asarray(x) for x in each], axis=0).tolist() for each in zip(*recent, strict=True))
     return {"loss": loss, "agreement": agreement}

@@ -19,7 +19,7 @@ from specsparse.predictors import FFN
 from specsparse.predictors.fit.checkpoint import save_predictors
 from specsparse.predictors.fit.collect import collect
 from specsparse.predictors.fit.labels import label
-from specsparse.predictors.fit.train import LayerTrainer, TrainOptions
+from specsparse.predictors.fit.train import FitOptions, LayerTrainer
 from specsparse.predictors.mlp import MlpWeights, mlp_weights
 from specsparse.support import terminal
 from specsparse.support.atomic import replacing
@@ -30,13 +30,13 @@ EXPORT_FOLDER = "powerinfer"
 _RESIDUALS, _RUNNING = "residuals.npy", "running.safetensors"
 
 
-def options(cfg: TrainSettings) -> TrainOptions:
+def options(cfg: TrainSettings) -> FitOptions:
     """The training's own options.
 
     Raises:
         UserError: an unknown one, or a value of the wrong type or out of range.
     """
-    return train_options.split(cfg, {"own": TrainOptions})["own"]
+    return train_options.split(cfg, {"own": FitOptions})["own"]
 
 
 def trained(

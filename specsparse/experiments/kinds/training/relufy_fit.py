@@ -20,9 +20,9 @@ from specsparse.support.options import Count
 from specsparse.support.tensor_files import read_tensors, write_tensors
 from specsparse.training import ffn_model
 from specsparse.training.data import DataOptions, Text, generate, read_shard
-from specsparse.training.distill import Distiller, DistillOptions, Fidelity, Losses
+from specsparse.training.distill import Distiller, DistillLosses, DistillOptions, Fidelity
 from specsparse.training.ffn_inputs import collect, layer_inputs
-from specsparse.training.ffn_model import FFN
+from specsparse.training.ffn_model import FfnMatrices
 from specsparse.training.loop import Log
 from specsparse.training.reconstruct import Judged, LayerOptions, Rebuilder, judge
 from specsparse.training.windows import pack
@@ -104,7 +104,7 @@ def texts(cfg: TrainSettings, model: Any, folder: Path, console: Console) -> tup
 
 def rebuilt(
     cfg: TrainSettings, model: Any, folder: Path, train: list[Text], held: list[Text], console: Console
-) -> tuple[FFN, list[Judged]]:
+) -> tuple[FfnMatrices, list[Judged]]:
     """All layers rebuilt one by one, stacked, and how well; those that are there are not rebuilt again. `train.begin`
     has them already."""
     begin = options(cfg).own.begin
@@ -124,11 +124,11 @@ def rebuilt(
                     write_tensors(path, {n: np.asarray(x) for n, x in ffn._asdict().items()}, quality._asdict())
                 bar.update(bar.task_ids[0], completed=i + 1)
     found = [read_tensors(path) for path in paths]
-    stacked = FFN(*(jnp.stack([jnp.asarray(tensors[n]) for tensors, _ in found]) for n in FFN._fields))
+    stacked = FfnMatrices(*(jnp.stack([jnp.asarray(tensors[n]) for tensors, _ in found]) for n in FfnMatrices._fields))
     return stacked, [Judged(float(meta["error"]), float(meta["share"])) for _, meta in found]
 
 
-def _begin(model: Any, name: str) -> FFN:
+def _begin(model: Any, name: str) -> FfnMatrices:
     """The FFNs of a ReLU model, or those of another training's checkpoint, before they were rounded.
 
     Raises:
@@ -143,13 +143,13 @@ def _begin(model: Any, name: str) -> FFN:
     return ffn_model.ffns_of(other)
 
 
-def _checkpoint(model: Any, path: Path) -> FFN:
+def _checkpoint(model: Any, path: Path) -> FfnMatrices:
     tensors, c = read_tensors(path)[0], model.config
-    shapes = FFN(*((c.n_layers, c.d_ff, c.d_model),) * 2, (c.n_layers, c.d_model, c.d_ff))
+    shapes = FfnMatrices(*((c.n_layers, c.d_ff, c.d_model),) * 2, (c.n_layers, c.d_model, c.d_ff))
     found = [tensors.get(str(i)) for i in range(len(shapes))]
     if any(w is None or w.shape != shape for w, shape in zip(found, shapes, strict=True)):
         raise UserError(f"train.begin={path}: not a checkpoint of a training of {model.path}")
-    return FFN(*map(jnp.asarray, found))
+    return FfnMatrices(*map(jnp.asarray, found))
 
 
 def _inputs(cfg: TrainSettings, model: Any, folder: Path, found: list[Text], console: Console) -> list[Path]:
@@ -168,8 +168,9 @@ def _inputs(cfg: TrainSettings, model: Any, folder: Path, found: list[Text], con
 
 
 def distilled(
-    cfg: TrainSettings, model: Any, folder: Path, begin: FFN, train: list[Text], held: list[Text], console: Console
-) -> tuple[FFN, list[dict[str, Any]]]:
+    cfg: TrainSettings, model: Any, folder: Path, begin: FfnMatrices, train: list[Text], held: list[Text],
+    console: Console,
+) -> tuple[FfnMatrices, list[dict[str, Any]]]:  # fmt: skip
     """The FFNs after the last step, and the curve: losses, tokens seen and fidelity at each checkpoint."""
     chosen = options(cfg)
     distiller = Distiller(model, chosen.distill)
@@ -187,8 +188,8 @@ def distilled(
     return state.ffn, log.curve
 
 
-def _point(fidelity: Fidelity, recent: Sequence[Losses]) -> dict[str, Any]:
+def _point(fidelity: Fidelity, recent: Sequence[DistillLosses]) -> dict[str, Any]:
     """Fidelity, and mean losses since the point before."""
     host = jax.tree.map(np.asarray, recent)
-    means = {f"train_{n}": float(np.mean([getattr(x, n) for x in host])) for n in Losses._fields if host}
+    means = {f"train_{n}": float(np.mean([getattr(x, n) for x in host])) for n in DistillLosses._fields if host}
     return {**fidelity._asdict(), **means}
