@@ -11,10 +11,10 @@ from specsparse.errors import UserError
 from specsparse.powerinfer.files.activation_stats import ActivationStats
 from specsparse.powerinfer.files.gpuidx import GpuIndex, path_for, read_gpuidx, write_gpuidx
 from specsparse.powerinfer.placement import profiler
-from specsparse.powerinfer.placement.kept import kept_or_solved
 from specsparse.powerinfer.placement.of_model import ModelParts, problem_of
 from specsparse.powerinfer.placement.problem import Hardware
 from specsparse.powerinfer.placement.rules import optimal
+from specsparse.powerinfer.placement.run_placement import kept_or_solved
 from specsparse.predictors.ffn import FFN
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.powerinfer import write_tiny_powerinfer

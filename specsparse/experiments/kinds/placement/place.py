@@ -21,10 +21,10 @@ from specsparse.models import catalogue
 from specsparse.powerinfer.files.activation_stats import save_stats, write_activations
 from specsparse.powerinfer.files.gpuidx import path_for
 from specsparse.powerinfer.placement import rules
-from specsparse.powerinfer.placement.kept import RunPlacement, kept_or_solved
 from specsparse.powerinfer.placement.of_model import ModelParts, problem_of
 from specsparse.powerinfer.placement.problem import Hardware, Placement, Problem, neurons_placed
 from specsparse.powerinfer.placement.profiler import probabilities
+from specsparse.powerinfer.placement.run_placement import RunPlacement, kept_or_solved
 from specsparse.report import display
 
 STATS_FILE, STATS_FOLDER = "activations.safetensors", "activation"
