@@ -10,20 +10,15 @@ PACKAGE = Path(specsparse.__file__).parent
 
 TWICE = {
     "Acceptance": "counts of a policy's sequence; options of the verifier `synthetic`: neither leaves its module",
-    "Case": "one timing of a benchmark, each of its own table; a case of a proof",
     "Cell": "of a sweep's table, of a figure's table",
     "Engine": "what an experiment runs on; one a peer's module, which are called alike on purpose",
-    "Interval": "over prompts; over seeds, with their values",
-    "Job": "what stays the same while a batch is decoded; what a benchmark or an experiment has to do",
+    "Job": "what stays the same while a batch is decoded; a prompt of an experiment that is ready to decode",
     "Method": "how to decode; what a report shows of it",
     "Option": "of a class's schema; of a factory of trees or policies",
     "Options": "of one kind of training, the same word in each kind's module",
     "OwnOptions": "of one kind of training, the same word in each kind's module",
     "Roofline": "the measured numbers; the kind of experiment that measures them",
     "Sparse": "a sparse model of a run; the kind of experiment about one",
-    "Timed": "timings of one case, each benchmark's own",
-    "Work": "what one test moves; a work that is cited",
-    "Written": "what a kind hands to be written; a text that a peer wrote",
     "_Growth": "state of a loop, private to its tree",
 }
 """Class names that stand in several modules, and what they are in each."""

@@ -44,6 +44,9 @@ law = SamplingParams(temperature=0.9, max_tokens=10, ignore_eos=True)
 found["sampled"] = specsparse.generate(model, ids, sampling=law, seed=3).token_ids
 spec = specsparse.generate(model, ids, max_tokens=10, ignore_eos=True, drafter="prompt_lookup", verifier="greedy")
 found["speculative"] = spec.token_ids
+text = specsparse.stream(model, ids, max_tokens=10, ignore_eos=True, drafter="prompt_lookup", verifier="greedy")
+assert "".join(text) == spec.text
+found["streamed"] = text.generation.token_ids
 hot = [np.full(len(h), i > 1) for i, h in enumerate(read_gpuidx(file).hot)]
 layers = Placement("layers", tuple(hot), 0.0, 0, host_layers=frozenset({0, 1}), output_on_host=True)
 model = specsparse.load(path, placement=layers, devices=2)
@@ -85,7 +88,7 @@ def test_the_same_bits(one, two):
 def test_the_same_tokens(one, two):
     greedy = specsparse.generate(one, IDS, max_tokens=10, ignore_eos=True).token_ids
     law = SamplingParams(temperature=0.9, max_tokens=10, ignore_eos=True)
-    assert tuple(two["greedy"]) == tuple(two["speculative"]) == greedy
+    assert tuple(two["greedy"]) == tuple(two["speculative"]) == tuple(two["streamed"]) == greedy
     assert tuple(two["sampled"]) == specsparse.generate(one, IDS, sampling=law, seed=3).token_ids
 
 
