@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -39,11 +38,7 @@ def table(found: list[dict[str, Any]]) -> Table:
     """A row a run: what was swept, then what came of it; the speed-up's best, ties with it too, is bold."""
     swept = varied.settings([r["config"] for r in found])
     note = metrics.lengths_note(per_pass="tokens/pass", length="accept. length")
-    out = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption=note, caption_justify="left")
-    for setting in swept:
-        out.add_column(Text(setting.name), justify="right", no_wrap=True)
-    for title in _RESULTS:
-        out.add_column(title, justify="right", no_wrap=True)
+    out = tables.new(*(Text(setting.name) for setting in swept), *_RESULTS, left=(), close=True, note=note)
     for i, (r, rank) in enumerate(zip(found, ranks(found), strict=True)):
         summary = r["summary"]
         plain, method = ((summary.get(side) or {}).get("rates", {}) for side in (PLAIN, SPECULATIVE))

@@ -3,14 +3,13 @@
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
 from specsparse.experiments.kind import Found, Kind, Lab
 from specsparse.speculative.proof.certify import DRIVER, LEGEND, MUTANT_TV, RULE, CertificateReport, certify, worst_on
 from specsparse.speculative.verify import get_verifier
-from specsparse.support import terminal
+from specsparse.support import tables, terminal
 from specsparse.support.options import Range, Size
 
 DEFINITION = (
@@ -124,9 +123,8 @@ def rows(report: CertificateReport) -> list[dict[str, Any]]:
 
 def table(report: CertificateReport) -> Table:
     """The rows as one table; TV is total variation."""
-    out = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("", "what", "promise", "TV", "cases", ""):
-        out.add_column(name, justify="right" if name in ("TV", "cases") else "left", no_wrap=bool(name))
+    out = tables.new("", "what", "promise", "TV", "cases", "", left=(0, 1, 2, 5))
+    out.columns[0].no_wrap = out.columns[-1].no_wrap = False
     for row in rows(report):
         bound = {"lossless": "<= {:.0e}", "lossy": "LOSSY", "mutant": "> {:.0e}"}[row["promise"]].format(row["bound"])
         what = f"{row['part']} mutant" if row["promise"] == "mutant" else row["part"]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -27,6 +26,7 @@ from specsparse.runtime import metrics
 from specsparse.speculative.base import Verifier
 from specsparse.speculative.method import grows_trees, make_drafter
 from specsparse.speculative.verify import VERIFIERS, get_verifier
+from specsparse.support import tables
 
 _FEW = 2
 """Methods that a line names; more are counted."""
@@ -236,10 +236,8 @@ def entry(
 def table(found: Comparison) -> Table:
     """One row a method, the fastest first, plain decoding last."""
     note = metrics.lengths_note(per_pass="tok/pass", length="acc. length")
-    out = Table(box=SIMPLE_HEAD, pad_edge=False, caption=note, caption_justify="left")
-    titles = ("", "method", "tok/s", "speed-up", "95 % interval", "tok/pass", "acc. length", "text", "lossless")
-    for title in titles:
-        out.add_column(title, justify="left" if title in ("method", "text", "lossless") else "right", no_wrap=True)
+    rates = ("tok/s", "speed-up", "95 % interval", "tok/pass", "acc. length")
+    out = tables.new("", "method", *rates, "text", "lossless", left=(1, 7, 8), note=note)
     for rank, e in zip(found.ranks, found.entries, strict=True):
         side, faster = e.groups["all"].sides[SPECULATIVE], e.groups["all"].speedup
         numbers = [_cell(side.rates[k], spec) for k, spec in (("tokens_per_second", ".1f"),)]

@@ -12,7 +12,6 @@ from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -22,7 +21,7 @@ from specsparse.errors import UserError
 from specsparse.experiments.kind import Engine, Found, Kind, Lab
 from specsparse.experiments.settings import ModelSettings
 from specsparse.models import catalogue
-from specsparse.support import terminal
+from specsparse.support import tables, terminal
 
 LOGITS_FILE = "logits.npz"
 VARIANTS: dict[str, dict[str, float]] = {
@@ -202,9 +201,7 @@ def _greedy(engine: Engine, model: Any, ids: np.ndarray | None, *, prompt: int) 
 
 
 def _table(found: Agreement) -> Table:
-    out = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for i, title in enumerate(("logits", "rows", "max error", "mean error", "99 % within", "limits")):
-        out.add_column(title, justify="right" if i else "left", no_wrap=True)
+    out = tables.new("logits", "rows", "max error", "mean error", "99 % within", "limits")
     for c in found.logits:
         limits = ", ".join(f"{name} {limit:.0e}" for name, limit in c.limits.items())
         verdict = f"{limits}: {'kept' if c.within else 'BROKEN'}" if limits else "none outside the faithful mode"

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -26,7 +25,7 @@ from specsparse.measure.conditions import Conditions, Taken
 from specsparse.models import catalogue
 from specsparse.report import display
 from specsparse.runtime.perplexity import Windows
-from specsparse.support import terminal
+from specsparse.support import tables, terminal
 from specsparse.support.options import Count, Size
 
 DEFINITIONS = {
@@ -181,9 +180,8 @@ def _base_name(cfg: QuantTableSettings) -> str:
 
 def table(rows: tuple[dict[str, Any], ...]) -> Table:
     """The rows as llama.cpp's users know them."""
-    out = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for title in ("type", "MiB", "bits/weight", "perplexity", "KL, nats", "same top", "decode, tok/s", "prompt, tok/s"):
-        out.add_column(title, justify="left" if title == "type" else "right", no_wrap=True)
+    quality = ("bits/weight", "perplexity", "KL, nats", "same top")
+    out = tables.new("type", "MiB", *quality, "decode, tok/s", "prompt, tok/s")
     for row in rows:
         kl, same = row["kl_mean"], row["same_top"]
         out.add_row(

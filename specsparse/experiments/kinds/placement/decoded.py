@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from specsparse import api
@@ -20,7 +19,7 @@ from specsparse.experiments.kinds.placement.settings import PlacementSettings
 from specsparse.powerinfer.placement.problem import Placement
 from specsparse.powerinfer.placement.two_devices import TwoDevices
 from specsparse.predictors.fit.quality import ModelQuality, ModelSums, model_sums
-from specsparse.support import json_files, terminal
+from specsparse.support import json_files, tables, terminal
 from specsparse.support.in_turn import in_turn
 
 TRACE_FILE = "trace.json"
@@ -147,9 +146,7 @@ def _quality(wanted: Any, found: Any, ids: np.ndarray) -> ModelQuality:
 
 
 def _table(timing: Timing, found: dict[str, Any]) -> Table:
-    out = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("measured", "ms a token"):
-        out.add_column(name, justify="right" if name != "measured" else "left", no_wrap=True)
+    out = tables.new("measured", "ms a token")
     rows = {"one device": timing.one, "two devices, one after the other": timing.in_turn}
     rows |= {"two devices, overlapped": timing.overlapped}
     rows |= {f"  {part}, waited for": seconds for part, seconds in (timing.busy or {}).items()}

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure as Canvas
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
 from specsparse.powerinfer.placement.of_model import ModelParts
 from specsparse.powerinfer.placement.problem import Placement, Problem
 from specsparse.report.figure import Figure, Row
+from specsparse.support.tables import new
 
 _DRAWN = ("optimal", "powerinfer", "layers")
 _STEPS = 100
@@ -50,7 +50,7 @@ def tables(chosen: str, found: Mapping[str, Placement], problem: Problem, parts:
 
 
 def _parts(problem: Problem, parts: ModelParts) -> Table:
-    out, left = _table("part", "MiB", "fits"), problem.budget
+    out, left = new("part", "MiB", "fits"), problem.budget
     for name, size in parts.in_order().items():
         fits = "yes" if size <= left else f"{max(left, 0) / size:.0%}" if name == "neurons" else "no"
         out.add_row(name, f"{size / _MIB:,.2f}", fits)
@@ -61,7 +61,7 @@ def _parts(problem: Problem, parts: ModelParts) -> Table:
 
 def by_rule(chosen: str, found: Mapping[str, Placement], problem: Problem) -> Table:
     """A row a rule."""
-    out = _table("rule", "ms", "tok/s", "over none", "over bound", "MiB on device", "hot neurons", "hot share")
+    out = new("rule", "ms", "tok/s", "over none", "over bound", "MiB on device", "hot neurons", "hot share")
     slowest = found["none"].seconds
     for name, p in found.items():
         over = "-" if p.bound_s is None else f"+{p.seconds / p.bound_s - 1:.2%}"
@@ -105,10 +105,3 @@ def _draw(canvas: Canvas, rows: Sequence[Row], *, title: str) -> None:
     right.xaxis.get_major_locator().set_params(integer=True)
     right.legend()
     canvas.suptitle(title)
-
-
-def _table(*columns: str) -> Table:
-    out = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for i, name in enumerate(columns):
-        out.add_column(name, justify="right" if i else "left", no_wrap=True)
-    return out

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure as Canvas
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -34,17 +33,8 @@ def rows(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def table(found: Sequence[dict[str, Any]]) -> Table:
     """A row a budget."""
-    out = Table(box=SIMPLE_HEAD, pad_edge=False)
-    titles = (
-        "budget, MiB",
-        "for neurons",
-        *(f"{rule}, ms" for rule in _RULES),
-        "bound, ms",
-        "hot share",
-        "over layers",
-    )
-    for title in titles:
-        out.add_column(title, justify="right", no_wrap=True)
+    times = (f"{rule}, ms" for rule in _RULES)
+    out = tables.new("budget, MiB", "for neurons", *times, "bound, ms", "hot share", "over layers", left=())
     for row in rows(found):
         times = [f"{1e3 * row[f'{rule}_s']:.4g}" for rule in _RULES]
         faster = row["layers_s"] / row["optimal_s"]

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 from matplotlib.figure import Figure as Canvas
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -16,6 +15,7 @@ from specsparse.measure.speedup import Speedup, timing_ends
 from specsparse.predictors.fit.evaluate import Evaluation
 from specsparse.report.figure import FAINT, Figure, Row
 from specsparse.report.varied import Setting
+from specsparse.support import tables
 
 _TITLES = (
     "kept", "energy", "error", "KL, nats", "ppl", "top-1", "bytes", "by bytes", "tok/s", "speed-up",
@@ -56,7 +56,7 @@ class Sparsity:
 
 def table(points: Sequence[Point], *, vary: str) -> Table:
     """A row a point under a row of the dense model. Bytes are shares of the dense FFN's, prediction included."""
-    out = _table(vary)
+    out = tables.new(vary, *_TITLES, left=(), close=True)
     first = points[0]
     dense = ["dense", "100.0%", "100.0%", "0.000", "0.0000", f"{first.quality.model.perplexity_dense:.2f}", "100.0%"]
     out.add_row(*dense, "100.0%", "1.00", _number(first.dense_tokens_per_second, ".1f"), "1.00", "")
@@ -68,17 +68,10 @@ def table(points: Sequence[Point], *, vary: str) -> Table:
 
 def sweep_table(records: Sequence[Mapping[str, Any]], swept: Sequence[Setting]) -> Table:
     """A row a point of every record; `swept` is what differs between their configs."""
-    out = _table(*(setting.name for setting in swept))
+    out = tables.new(*(setting.name for setting in swept), *_TITLES, left=(), close=True)
     for number, record in enumerate(records):
         for point in record["summary"]["points"]:
             out.add_row(*(Text(setting.values[number]) for setting in swept), *_cells(point))
-    return out
-
-
-def _table(*keys: str) -> Table:
-    out = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for title in (*keys, *_TITLES):
-        out.add_column(title, justify="right", no_wrap=True)
     return out
 
 

@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 from matplotlib.figure import Figure as Canvas
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -18,6 +17,7 @@ from specsparse.predictors.fit.quality import ModelQuality
 from specsparse.report.figure import FAINT, Figure, Row
 from specsparse.runtime import metrics
 from specsparse.runtime.metrics import Counters
+from specsparse.support import tables
 
 PLAIN_DENSE, PLAIN_SPARSE = "plain dense", "plain sparse"
 SPEC_DENSE, SPEC_SPARSE, SPEC_CAPPED = "spec dense", "spec sparse", "spec sparse, capped"
@@ -127,10 +127,8 @@ def parts(found: Joined) -> Iterator[Table | Text]:
 def _cells(found: Joined) -> Table:
     """acc.: mean acceptance length; read: share of the neurons that a pass reads."""
     note = metrics.lengths_note(per_pass="tok/pass", length="acc.")
-    out = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption=note, caption_justify="left")
     titles = ("", "tok/s", "speed-up", "95 % interval", "by bytes", "tok/pass", "acc.", "read", "differing")
-    for i, title in enumerate(titles):
-        out.add_column(title, justify="right" if i else "left", no_wrap=True)
+    out = tables.new(*titles, close=True, note=note)
     for c in found.cells.values():
         n, faster = c.counters, c.speedup
         length = f"{1 + n.num_accepted_tokens / n.num_drafts:.2f}" if n.num_drafts else "-"
@@ -144,9 +142,8 @@ def _cells(found: Joined) -> Table:
 
 def _unions(found: Joined) -> Table:
     """Text: consecutive tokens, as if every draft were right; passes: those that the sparse cell made."""
-    out = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for title in ("sequences", "rows of a pass", "a row keeps", "union in text", "guess", "passes", "union", "guess"):
-        out.add_column(title, justify="right", no_wrap=True)
+    titles = ("sequences", "rows of a pass", "a row keeps", "union in text", "guess", "passes", "union", "guess")
+    out = tables.new(*titles, left=(), close=True)
     text = {(p.batch, p.rows): p for p in found.text}
     seen = {(1, p.rows): p for p in found.seen}
     for key in sorted({*text, *seen}):

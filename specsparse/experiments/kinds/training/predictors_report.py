@@ -5,12 +5,12 @@ from dataclasses import asdict
 from functools import partial
 
 from matplotlib.figure import Figure as Canvas
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from specsparse.predictors.fit.evaluate import Evaluation
 from specsparse.predictors.fit.quality import LayerQuality
 from specsparse.report.figure import Figure, Row
+from specsparse.support import tables
 
 
 def comparison(found: Sequence[Evaluation]) -> Table:
@@ -20,7 +20,7 @@ def comparison(found: Sequence[Evaluation]) -> Table:
     """
     columns = ("predictor", "kept", "recall", "precision", "energy", "error", "KL, nats", "ppl", "top-1", "own bytes",
                "bytes", "own time")  # fmt: skip
-    out = _table(*columns)
+    out = tables.new(*columns, close=True)
     for e in found:
         time = f"{e.cost.predictor_s / e.cost.dense_s:.0%}" if e.cost.dense_s else "-"
         out.add_row(
@@ -32,7 +32,7 @@ def comparison(found: Sequence[Evaluation]) -> Table:
 
 def by_layer(found: Evaluation) -> Table:
     """A row a layer of one predictor."""
-    out = _table("layer", "active", "kept", "recall", "precision", "energy", "error")
+    out = tables.new("layer", "active", "kept", "recall", "precision", "energy", "error", close=True)
     for i, quality in enumerate(found.layers):
         out.add_row(str(i), *_cells(quality))
     out.add_row("all", *_cells(found.mean))
@@ -61,13 +61,6 @@ def _draw(canvas: Canvas, rows: Sequence[Row], *, title: str) -> None:
         axes.set(xlabel="layer", ylabel=label, ylim=(0, None if key == "error" else 1.02))
     canvas.axes[0].legend()
     canvas.suptitle(title)
-
-
-def _table(*columns: str) -> Table:
-    out = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for i, name in enumerate(columns):
-        out.add_column(name, justify="right" if i else "left", no_wrap=True)
-    return out
 
 
 def _cells(q: LayerQuality) -> list[str]:
