@@ -31,7 +31,10 @@ def render(path: Path) -> Path:
     for name, data in resources["outputs"].items():
         (OUT / f"{path.stem}_{name}").write_bytes(data)
         text = text.replace(f"({name})", f"({path.stem}_{name})")
-    text = re.sub(r"\s*\n\s*(!\[png\]\([^)]*\))\s*\n", r"\n\n\1\n\n", re.sub(r"\n{3,}", "\n\n", text))
+    code = re.compile(r"(^```python\n.*?^```$)", re.MULTILINE | re.DOTALL)  # its blank lines stay
+    text = "".join(p if i % 2 else re.sub(r"\n{3,}", "\n\n", p) for i, p in enumerate(code.split(text)))
+    text = re.sub(r"\s*\n\s*(!\[png\]\([^)]*\))\s*\n", r"\n\n\1\n\n", text)
+    text = re.sub(r"[ \t]+$", "", text.replace("```python\n\n\n", "```python\n"), flags=re.MULTILINE)
     head = f"<!-- notebooks/{path.name}, run by notebooks/render.py -->\n\n"
     page = OUT / f"{path.stem}.md"
     page.write_text(head + text.strip() + "\n", encoding="utf-8")
