@@ -6,7 +6,7 @@ float64 within `tests/tolerances.py`, the reference keeps C1 too, and predicted 
 """
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -281,6 +281,12 @@ def test_mistakes_are_one_line(backend, changed, says):
 # Sign bits.
 
 
+@cache
+def sign_program(backend: str):
+    """The predictor, compiled once for each width: weights and threshold are data."""
+    return jax.jit(BACKENDS[backend].signbit_keep)
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("width", [50, 64, 576, 4160])
 @pytest.mark.parametrize("alpha", [0.0, 0.9, 1.0, 1.5])
@@ -293,12 +299,11 @@ def test_sign_bits_predict_by_counting(isa, width, alpha):
     norm = rng.normal(size=width).astype(np.float32)
     different = ((x[:, None] < 0) != ((w < 0) ^ (norm < 0))[None]).sum(axis=2)
     wanted = np.float32(alpha) * (width - different).astype(np.float32) >= different
-    threshold = np.float32(width / (1 + alpha))
-    for kernels in BACKENDS.values():
-        keep = partial(kernels.signbit_keep, signs=pack_signs(w, norm), threshold=threshold)
-        got = np.asarray(jax.jit(keep)(x, n_valid=jnp.array([5, 1, 2], jnp.int32)))
+    threshold, n_valid = np.float32(width / (1 + alpha)), jnp.array([5, 1, 2], jnp.int32)
+    for name in BACKENDS:
+        got = np.asarray(sign_program(name)(x, pack_signs(w, norm), threshold=threshold, n_valid=n_valid))
         live = np.arange(R) % 3 < np.repeat([5, 1, 2], 3)
-        np.testing.assert_array_equal(got, (wanted & live[:, None]).astype(np.uint8), err_msg=kernels.name)
+        np.testing.assert_array_equal(got, (wanted & live[:, None]).astype(np.uint8), err_msg=name)
 
 
 def test_sign_bits_find_a_gate_that_follows_its_signs():
