@@ -14,10 +14,14 @@ REQUIRE_NATIVE = os.environ.get("SPECSPARSE_REQUIRE_NATIVE") == "1"
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Compiled programs are kept between runs of the suite; only a changed program is compiled again.
-jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax-tests"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+# Compiled programs are kept between runs of the suite, and for the processes that tests start.
+for option, value in {
+    "jax_compilation_cache_dir": str(ROOT / ".cache" / "jax-tests"),
+    "jax_persistent_cache_min_compile_time_secs": 0.2,
+    "jax_persistent_cache_min_entry_size_bytes": 0,
+}.items():
+    jax.config.update(option, value)
+    os.environ[option.upper()] = str(value)
 # Hydra's logging setup closes all handlers, and absl's (imported by optax) closes its stream unless it is the present
 # sys.stderr or the process's: under `capsys` that stream is pytest's own capture, and every later report would be lost.
 absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__

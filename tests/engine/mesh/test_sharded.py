@@ -3,7 +3,6 @@
 import os
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -98,7 +97,6 @@ def run(code: str, folder: Path, *, devices: int) -> dict[str, np.ndarray]:
     env = {
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}",
         "SPECSPARSE_THREADS": "1",  # of each device
-        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
     }
     out = folder / "out.npz"
     return found_by(COMMON + code, folder, out, out=out, env=env)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 import specsparse
@@ -39,7 +38,6 @@ def test_two_processes_write_what_one_device_writes(tmp_path):
     env = {
         **os.environ, "COORDINATOR": coordinator, "PROCESSES": "2", "JAX_NUM_CPU_DEVICES": "2",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "SPECSPARSE_THREADS": "1",
-        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
     }  # fmt: skip
     both = [
         subprocess.Popen(
