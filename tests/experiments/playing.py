@@ -86,6 +86,21 @@ def play(cfg: RunConfig, directory: Path, *, model=None, engine=None, width=200)
     return Played(found, out.getvalue(), json.loads((directory / "record.json").read_text()))
 
 
+def stop_at(monkeypatch, module, name: str, *calls: int) -> list[tuple[Any, ...]]:
+    """Presses Ctrl-C after these calls of a module's function, the first of which is 1; the list is of all calls."""
+    seen: list[tuple[Any, ...]] = []
+
+    def stop(*args):
+        real(*args)
+        seen.append(args)
+        if len(seen) in calls:
+            raise KeyboardInterrupt
+
+    real = getattr(module, name)
+    monkeypatch.setattr(module, name, stop)
+    return seen
+
+
 def changed(cfg: RunConfig, group: str, **changes) -> RunConfig:
     """The config with other values in one of its groups."""
     old = cfg.own[group] if group in cfg.own else getattr(cfg, group)

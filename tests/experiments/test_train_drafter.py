@@ -14,7 +14,7 @@ from specsparse.training import data, loop, trainer
 from specsparse.training.evaluate import _reach
 from specsparse.training.head_form import HeadForm
 from tests.experiments import playing
-from tests.experiments.playing import changed, random_texts, run_config, settings
+from tests.experiments.playing import changed, random_texts, run_config, settings, stop_at
 
 OPTIONS = {
     "batch": 4, "answer": 24, "prompt_tokens": 300, "draft_vocab": 128, "steps": 6, "save_every": 2, "windows": 2,
@@ -56,16 +56,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
     drafting = record["summary"]["drafting"]
     assert drafting["tokens"] > 0 and len(drafting["agreement"]) == 3 and drafting["acceptance"] >= 1
 
-    saves = []
-
-    def stop(*args):
-        real(*args)
-        saves.append(args)
-        if len(saves) == 2:
-            raise KeyboardInterrupt
-
-    real = loop.save_state
-    monkeypatch.setattr(loop, "save_state", stop)
+    saves = stop_at(monkeypatch, loop, "save_state", 2)
     again = changed(cfg, "train", output=str(tmp_path / "again" / "out"))
     with pytest.raises(KeyboardInterrupt):
         play(again, model, tmp_path / "b")

@@ -18,7 +18,7 @@ from specsparse.predictors.masked import with_weights
 from specsparse.predictors.mlp import mlp_weights
 from specsparse.predictors.svd import as_mlp, factorise, normed_gate
 from specsparse.testing import write_tiny_gguf
-from tests.experiments.playing import changed, play, random_texts, replaced, run_config, settings
+from tests.experiments.playing import changed, play, random_texts, replaced, run_config, settings, stop_at
 from tests.predictors.planted import planted_model
 
 OPTIONS = {"rank": 16, "epochs": 3, "batch": 64}
@@ -59,16 +59,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
     for name in ("predictors.csv", "predictors.png"):
         assert (tmp_path / "a" / name).is_file()
 
-    saves = []
-
-    def stop(*args):
-        saves.append(args)
-        real(*args)
-        if len(saves) in (2, 4):  # in the first layer, and in the second
-            raise KeyboardInterrupt
-
-    real = predictors_fit.save_state
-    monkeypatch.setattr(predictors_fit, "save_state", stop)
+    saves = stop_at(monkeypatch, predictors_fit, "save_state", 2, 4)  # in the first layer, and in the second
     again = changed(cfg, "train", output=str(tmp_path / "again"))
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):

@@ -23,7 +23,7 @@ from specsparse.support.tensor_files import save_state
 from specsparse.testing import write_tiny_gguf
 from specsparse.training import data, distill, ffn_model, loop, reconstruct
 from tests.experiments import playing
-from tests.experiments.playing import changed, run_config, settings
+from tests.experiments.playing import changed, run_config, settings, stop_at
 
 OPTIONS = {
     "batch": 4, "answer": 24, "prompt_tokens": 300, "temperatures": [0.0, 0.9], "held_out": 2, "judge_every": 2,
@@ -184,16 +184,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
     again = apply_delta(model.path, whole.delta, tmp_path / "again.gguf")
     assert tensors_hash(open_gguf(again)) == tensors_hash(open_gguf(whole.path))
 
-    saves = []
-
-    def stop(*args):
-        real(*args)
-        saves.append(args)
-        if len(saves) == 1:
-            raise KeyboardInterrupt
-
-    real = loop.save_state
-    monkeypatch.setattr(loop, "save_state", stop)
+    saves = stop_at(monkeypatch, loop, "save_state", 1)
     other = changed(cfg, "train", output=str(tmp_path / "other" / "out"))
     with pytest.raises(KeyboardInterrupt):
         play(other, model, tmp_path / "b")
