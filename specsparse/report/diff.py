@@ -1,9 +1,8 @@
 """Two runs side by side: what was set otherwise, what came out otherwise, and how sure that is."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -15,7 +14,7 @@ from specsparse.report import methods, page, varied
 from specsparse.report.methods import Method, Sample
 from specsparse.report.record import PLAIN
 from specsparse.report.runs import Run, conditions_apart, disagreements
-from specsparse.support.json_files import write_atomically
+from specsparse.support.json_files import Json, write_atomically
 from specsparse.support.tables import new
 
 _NO_CONFIG = ("name",)
@@ -184,7 +183,7 @@ def write(found: Difference, directory: Path) -> Path:
     Raises:
         UserError: the directory cannot be written.
     """
-    rows: list[Mapping[str, Any]] = [
+    rows: list[Json] = [
         {"name": n.name, "a": n.a, "b": n.b, "ratio": n.ratio, "verdict": verdict(n)} for n in found.lines
     ]
     title = f"{found.names[0]} against {found.names[1]}"

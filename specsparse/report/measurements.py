@@ -4,9 +4,10 @@ import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from specsparse.report.record import RECORD_FILE
+from specsparse.support.json_files import Json
 
 CELL_FILE = "cell.json"
 
@@ -41,7 +42,7 @@ def record_hash(directory: Path) -> str:
         return ""
 
 
-def read_mark(file: Path) -> dict[str, Any]:
+def read_mark(file: Path) -> Json:
     """A mark; one that cannot be read is none."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))

@@ -5,7 +5,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -15,7 +14,7 @@ from specsparse.report.figure import Figure, Missing
 from specsparse.report.methods import Method
 from specsparse.report.runs import Run, conditions_apart, disagreements
 from specsparse.runtime import metrics
-from specsparse.support.json_files import write_atomically
+from specsparse.support.json_files import Json, write_atomically
 
 PAGE, FIGURES = "index.html", "figures"
 _MOST_ROWS = 200
@@ -57,7 +56,7 @@ def write(runs: Sequence[Run], directory: Path, *, title: str) -> WrittenReport:
     return WrittenReport(directory / PAGE, tuple(made), tuple(missing))
 
 
-def render(template: str, **values: Any) -> str:
+def render(template: str, **values: object) -> str:
     """A template of this folder; every value is escaped."""
     place = FileSystemLoader(Path(__file__).parent / "templates")
     environment = Environment(loader=place, autoescape=True, undefined=StrictUndefined, trim_blocks=True,
@@ -67,7 +66,7 @@ def render(template: str, **values: Any) -> str:
     return environment.get_template(template).render(made=made, most_rows=_MOST_ROWS, **values)
 
 
-def number(value: Any) -> str:
+def number(value: object) -> str:
     """For a cell: four significant digits, a dash for what is missing."""
     if value is None or value == "":
         return "–"
@@ -104,9 +103,9 @@ def _reference(run: Run) -> bool:
     return (run.manifest.get("kernels") or {}).get("native") is False
 
 
-def _facts(runs: Sequence[Run], found: Sequence[Method], rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+def _facts(runs: Sequence[Run], found: Sequence[Method], rows: Sequence[Json]) -> list[tuple[str, str]]:
     """Said once: what the runs share. Machine, kernels and model are the first run's; others are among the warnings."""
-    m: Mapping[str, Any] = runs[0].manifest
+    m: Json = runs[0].manifest
     cpu, kernels, git = m.get("cpu") or {}, m.get("kernels") or {}, m.get("git") or {}
     facts = {
         "in every run" if len(found) > 1 else "method": ", ".join([*methods.constants(found), *_constants(rows)]),
@@ -119,26 +118,26 @@ def _facts(runs: Sequence[Run], found: Sequence[Method], rows: Sequence[Mapping[
     return [(key, str(value)) for key, value in facts.items() if value]
 
 
-def _same(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _same(rows: Sequence[Json]) -> Json:
     """The cells that are the same in every row, which then need no column; none for a single row."""
     if len(rows) < 2:
         return {}
     return {key: value for key, value in rows[0].items() if all(row[key] == value for row in rows)}
 
 
-def _constants(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _constants(rows: Sequence[Json]) -> list[str]:
     """Cells that have no column, in words."""
     same = _same(rows)
     out = [f"{same['prompts']} prompt{'s' if same['prompts'] != 1 else ''}"] if "prompts" in same else []
     return out + ([f"text: {same['text']}"] if same.get("text") else [])
 
 
-def _date(given: Any) -> str | None:
+def _date(given: object) -> str | None:
     """To the minute."""
     return str(given).replace("T", " ")[:16] if given else None
 
 
-def _dates(given: Sequence[Any]) -> str | None:
+def _dates(given: Sequence[object]) -> str | None:
     days = sorted({day for one in given if (day := _date(one))})
     return " to ".join(dict.fromkeys((days[0], days[-1]))) if days else None
 
@@ -149,7 +148,7 @@ def _folder(runs: Sequence[Run]) -> Path | None:
     return Path(os.path.commonpath(directories)) if len(directories) > 1 else None
 
 
-def _run(run: Run, folder: Path | None) -> dict[str, Any]:
+def _run(run: Run, folder: Path | None) -> Json:
     return {
         "directory": _below(folder, run.directory),
         "also": ", ".join(_below(folder, directory) for directory in run.also),
@@ -165,7 +164,7 @@ def _below(folder: Path | None, directory: Path) -> str:
     return str(directory) if folder is None else os.path.relpath(directory.resolve(), folder)
 
 
-def _method(method: Method) -> dict[str, Any]:
+def _method(method: Method) -> Json:
     """A row of the first table."""
     entries = {e["name"]: e for e in run_methods(method.run)}
     entry = entries.get(method.side, method.run.summary)
@@ -184,7 +183,7 @@ def _method(method: Method) -> dict[str, Any]:
     }
 
 
-def _text(identity: Mapping[str, Any], promise: str) -> str:
+def _text(identity: Json, promise: str) -> str:
     """Whether the tokens are plain decoding's."""
     differing = identity.get("differing")
     if differing is None:
@@ -195,7 +194,7 @@ def _text(identity: Mapping[str, Any], promise: str) -> str:
     return f"same as plain{compared}"
 
 
-def run_methods(run: Run) -> list[Mapping[str, Any]]:
+def run_methods(run: Run) -> list[Json]:
     """The methods of a comparison; empty for other kinds."""
     found = run.record.get("methods")
     return [e for e in found if isinstance(e, Mapping)] if isinstance(found, list) else []

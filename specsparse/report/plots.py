@@ -3,7 +3,6 @@
 import itertools
 import textwrap
 from collections.abc import Sequence
-from typing import Any
 
 from matplotlib.axes import Axes
 
@@ -14,7 +13,7 @@ _LETTERS_AN_INCH = 10
 """Of a legend's text, so that a line of the widest letters and its key fit."""
 
 
-def distinct(rows: Sequence[Row], key: str) -> list[Any]:
+def distinct(rows: Sequence[Row], key: str) -> list[object]:
     """The values of a column in order of appearance."""
     return list(dict.fromkeys(row[key] for row in rows))
 

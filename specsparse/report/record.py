@@ -1,7 +1,7 @@
 """From the passes of a run to its record: sums, rates, speed-up, identity of the texts, bandwidth."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from specsparse.runtime import metrics
 from specsparse.runtime.metrics import Counters
 from specsparse.speculative.verifiers.registry import FACTS, same_text
 from specsparse.support import notebook
+from specsparse.support.json_files import Json
 
 HOST = "host loop"
 """The side that decodes with the method, stepped from the host."""
@@ -71,7 +72,7 @@ class Pass:
             compile_s=float(stats.compile_s),
         )
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> Json:
         """As a line of prompts.jsonl."""
         return {
             **{f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "counters"},
@@ -108,7 +109,7 @@ class SidePasses:
     """All passes of one side together."""
 
     counters: Counters
-    rates: dict[str, Any]
+    rates: Json
     passes: int
     prefill_s: float
     prefill_tokens: int
@@ -153,7 +154,7 @@ class RunRecord:
     """
 
     name: str
-    method: dict[str, Any]
+    method: Json
     groups: dict[str, Group]
     identity: Identity | None
     load_s: float
@@ -161,7 +162,7 @@ class RunRecord:
     compile_s: float
     read_bandwidth: float | None
     bytes_per_pass: int
-    findings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    findings: Json = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     conditions: Conditions = UNKNOWN
     repeats: Repeats | None = None
@@ -200,7 +201,7 @@ class RunRecord:
         how = "" if SPECULATIVE not in self.groups["all"].sides else ": {drafter} x {verifier}".format(**self.method)
         return notebook.table(rows, columns=["", *self.groups], title=self.name + how)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """As plain values: method, summary and tasks of its record."""
         groups = {name: _group_dict(group) for name, group in self.groups.items()}
         return {
@@ -226,7 +227,7 @@ def _html_row(label: str, sides: Sequence[SidePasses | None], rate: str) -> list
     return [label, *("-" if value is None else f"{value:.2f}" for value in values)]
 
 
-def _group_dict(group: Group) -> dict[str, Any]:
+def _group_dict(group: Group) -> Json:
     sides = {name: dataclasses.asdict(side) for name, side in group.sides.items()}
     return {**sides, "speedup": None if group.speedup is None else group.speedup.to_dict()}
 

@@ -2,12 +2,14 @@
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-Row = Mapping[str, Any]
+from specsparse.support.json_files import Json
+
+Row = Json
+"""A column by its name, and its value."""
 
 
 def columns(rows: Sequence[Row]) -> list[str]:

@@ -12,6 +12,7 @@ from specsparse.measure.conditions import Conditions
 from specsparse.report import measurements
 from specsparse.report.record import RECORD_FILE, ROWS_FILE, STOPPED
 from specsparse.support import notebook
+from specsparse.support.json_files import Json
 
 _PASS = frozenset({"prompt_id", "task", "side", "repeat", "counters", "decode_s"})
 
@@ -28,8 +29,8 @@ class Run:
     """
 
     directory: Path
-    record: Mapping[str, Any]
-    rows: tuple[Mapping[str, Any], ...] = ()
+    record: Json
+    rows: tuple[Json, ...] = ()
     also: tuple[Path, ...] = ()
 
     @property
@@ -43,12 +44,12 @@ class Run:
         return str(self.record.get("kind") or self.config.get("kind") or "speed")
 
     @property
-    def summary(self) -> Mapping[str, Any]:
+    def summary(self) -> Json:
         """What the run found."""
         return self.record.get("summary") or {}
 
     @property
-    def passes(self) -> list[Mapping[str, Any]]:
+    def passes(self) -> list[Json]:
         """The rows that are timed passes; kinds of run may log others."""
         return [row for row in self.rows if row.keys() >= _PASS]
 
@@ -58,12 +59,12 @@ class Run:
         return conditions.of_record(self.record).conditions
 
     @property
-    def config(self) -> Mapping[str, Any]:
+    def config(self) -> Json:
         """The whole composed config, nested."""
         return self.record.get("config") or {}
 
     @property
-    def manifest(self) -> Mapping[str, Any]:
+    def manifest(self) -> Json:
         """See `specsparse.runtime.manifest`."""
         return self.record.get("manifest") or {}
 
@@ -86,9 +87,9 @@ class Run:
         """Whether a signal ended it before it had a result."""
         return self.record.get("state") == STOPPED
 
-    def setting(self, key: str) -> Any:
+    def setting(self, key: str) -> object:
         """A value of the config by its dotted key; None where there is none."""
-        value: Any = self.config
+        value: object = self.config
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         return value
@@ -190,6 +191,6 @@ def conditions_apart(runs: Sequence[Run]) -> str | None:
     return conditions.differ([conditions.of_record(run.record) for run in runs])
 
 
-def _kernels(status: Mapping[str, Any]) -> str | None:
+def _kernels(status: Json) -> str | None:
     parts = [str(status[key]) for key in ("kernels", "isa") if status.get(key)]
     return " ".join(parts) or None

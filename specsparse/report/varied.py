@@ -2,7 +2,9 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from specsparse.support.json_files import Json
 
 NOTHING = "-"
 """For a run whose config does not have the setting."""
@@ -27,7 +29,7 @@ class Setting(NamedTuple):
     values: tuple[str, ...]
 
 
-def settings(configs: Sequence[Mapping[str, Any]]) -> list[Setting]:
+def settings(configs: Sequence[Json]) -> list[Setting]:
     """The settings that differ between the configs.
 
     A choice brings the other settings of its group along: they are left out where the choice alone decides them.
@@ -51,7 +53,7 @@ def name(key: str, keys: Iterable[str]) -> str:
     return last if ends[last] <= 1 and last not in groups else key
 
 
-def word(value: Any) -> str:
+def word(value: object) -> str:
     """A value as it is set, and of a path the last part."""
     if value is None:
         return NOTHING
@@ -64,7 +66,7 @@ def word(value: Any) -> str:
     return str(value).rstrip("/").rsplit("/", 1)[-1]
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: Json, prefix: str = "") -> Iterator[tuple[str, object]]:
     """A config by dotted keys."""
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -77,7 +79,7 @@ def _choice(group: str) -> str:
     return _CHOICES.get(group, f"{group}.name")
 
 
-def _brought_along(key: str, differing: Sequence[str], flats: Sequence[Mapping[str, Any]]) -> bool:
+def _brought_along(key: str, differing: Sequence[str], flats: Sequence[Json]) -> bool:
     group, dot, _ = key.partition(".")
     choice = _choice(group)
     if not dot or key == choice or choice not in differing:
@@ -86,12 +88,12 @@ def _brought_along(key: str, differing: Sequence[str], flats: Sequence[Mapping[s
     return len(decided) == len({chosen for chosen, _ in decided})
 
 
-def _same(value: Any) -> str:
+def _same(value: object) -> str:
     """0 and 0.0 are one setting, 1 and true are two."""
     return repr(float(value)) if isinstance(value, int) and not isinstance(value, bool) else repr(value)
 
 
-def _words(values: Sequence[Any]) -> tuple[str, ...]:
+def _words(values: Sequence[object]) -> tuple[str, ...]:
     """Short, but for values that would then look the same."""
     short = tuple(map(word, values))
     whole = tuple(NOTHING if v is None else str(v) for v in values)

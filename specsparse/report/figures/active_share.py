@@ -1,15 +1,15 @@
 """Time of a sparse FFN against the share of active neurons, from `bench --ffn-shape`."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from matplotlib.figure import Figure as Canvas
 
 from specsparse.report import plots
 from specsparse.report.figure import COLOURS, FAINT, Figure, Row
+from specsparse.support.json_files import Json
 
 
-def active_share(report: Mapping[str, Any]) -> Figure:
+def active_share(report: Json) -> Figure:
     """A panel a type, a line for each number of tokens, over the dense FFN of as many; dashed: the neurons read."""
     plan = report["plan"]
     rows = tuple(

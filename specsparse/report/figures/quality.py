@@ -1,7 +1,6 @@
 """What a lossy choice costs in quality and gains in speed."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from matplotlib.figure import Figure as Canvas
 
@@ -10,6 +9,7 @@ from specsparse.report import plots
 from specsparse.report.figure import COLOURS, FAINT, Figure, Missing, Row
 from specsparse.report.methods import Method
 from specsparse.report.runs import Run
+from specsparse.support.json_files import Json
 
 _NORMAL_95 = 1.96
 _MOST_NAMES = 12
@@ -49,13 +49,13 @@ def front(points: Sequence[tuple[float, float]]) -> set[int]:
     return {i for i, point in enumerate(points) if not beaten(*point)}
 
 
-def _row(method: str, unit: str, speed: float, kl: float, perplexity: Any, **bounds: float | None) -> dict[str, Any]:
+def _row(method: str, unit: str, speed: float, kl: float, perplexity: float | None, **bounds: float | None) -> Json:
     """All rows have the same columns."""
     spread = {key: bounds.get(key) for key in ("speed_low", "speed_high", "kl_low", "kl_high")}
     return {"method": method, "unit": unit, "speed": speed, "kl": kl, "perplexity": perplexity, **spread}
 
 
-def _predictors(run: Run) -> Iterator[dict[str, Any]]:
+def _predictors(run: Run) -> Iterator[Json]:
     """Predictors of active neurons: bytes of an FFN that are not read are the speed that could be."""
     for found in run.summary.get("evaluations") or ():
         model, cost = found.get("model") or {}, found.get("cost") or {}
@@ -65,7 +65,7 @@ def _predictors(run: Run) -> Iterator[dict[str, Any]]:
             yield _row(found["name"], "FFN bytes, dense over read", speed, model["kl"], model.get("perplexity"))
 
 
-def _settings(run: Run) -> Iterator[dict[str, Any]]:
+def _settings(run: Run) -> Iterator[Json]:
     """Sparse models decoded beside the dense one, a point for each setting."""
     for point in run.summary.get("points") or ():
         quality, faster = point.get("quality") or {}, point.get("speedup")
@@ -78,7 +78,7 @@ def _settings(run: Run) -> Iterator[dict[str, Any]]:
         yield _row(label, "speed-up, sparse over dense", speed, model["kl"], perplexity, **bounds)
 
 
-def _types(run: Run) -> Iterator[dict[str, Any]]:
+def _types(run: Run) -> Iterator[Json]:
     """Types of weights, as `quant_table` compares them."""
     for row in run.summary.get("rows") or ():
         kl, speed = row.get("kl_mean"), (row.get("decode") or {}).get("median")
