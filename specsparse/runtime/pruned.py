@@ -39,7 +39,8 @@ class Pruned:
         passed = tuple(None if isinstance(var, Literal) else inputs.get(var) for var in results)
         used = {var for eqn in closed.jaxpr.eqns for var in eqn.invars if not isinstance(var, Literal)}
         read = tuple(place for var, place in inputs.items() if var in used)
-        given_up = [place for place, n in enumerate(_argument_of_leaf(args)) if n in donate and place not in passed]
+        argument_of_leaf = [n for n, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+        given_up = [place for place, n in enumerate(argument_of_leaf) if n in donate and place not in passed]
 
         def computed(*leaves):
             known: list[jax.Array | None] = [None] * len(inputs)
@@ -79,7 +80,3 @@ class Unpruned:
         """The result, ready, and the seconds it took."""
         start = time.perf_counter()
         return jax.block_until_ready(self._function(*args)), time.perf_counter() - start
-
-
-def _argument_of_leaf(args: tuple[Pytree, ...]) -> list[int]:
-    return [n for n, arg in enumerate(args) for _ in jax.tree.leaves(arg)]

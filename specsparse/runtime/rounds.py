@@ -36,22 +36,19 @@ class InOneProgram(RoundRunner):
         if batch.noting and rounds > NOTED_ROUNDS:
             raise ValueError(f"{rounds} rounds at once, and {NOTED_ROUNDS} can be noted")
         note, room = (batch.note, NOTED_ROUNDS) if batch.noting else (None, 0)
-        method = batch.method
-        weights = batch.params if method.drafter is None else (batch.params, batch.draft_params)
+        method, model = batch.method, batch.model
+        if method.drafter is None:
+            weights, pair, make_step = batch.params, {}, generate.make_step
+        else:
+            weights, make_step = (batch.params, batch.draft_params), loop.make_step
+            pair = {"drafter": method.drafter, "verifier": method.verifier}
+        step = make_step(model.forward, batch.law, model.sampling_kernels, **pair)
 
         def program(weights, job, state, rounds):
-            return generate.run(_step(batch), weights, job, state, rounds, note=note, room=room)
+            return generate.run(step, weights, job, state, rounds, note=note, room=room)
 
         key = ("decode", batch.law, method.drafter, method.verifier, room)
         begun = batch.clock()
         batch.state, notes = batch.call(key, program, weights, batch.job, batch.state, jnp.int32(rounds), donate=(2,))
         batch.state.length.block_until_ready()
         batch.log.add(Times(total=batch.clock() - begun), notes)
-
-
-def _step(batch: DeviceBatch) -> generate.Step:
-    forward, kernels = batch.model.forward, batch.model.sampling_kernels
-    drafter, verifier = batch.method.drafter, batch.method.verifier
-    if drafter is None:
-        return generate.make_step(forward, batch.law, kernels)
-    return loop.make_step(forward, batch.law, kernels, drafter=drafter, verifier=verifier)

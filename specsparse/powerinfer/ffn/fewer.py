@@ -81,16 +81,16 @@ def _cut(model: Model, text: list[int]) -> np.ndarray:
 def _with_threshold(model: Model, threshold: float | None) -> Model:
     if threshold is None:
         raise UserError("a draft by rule=own raises the threshold of the target's predictors: give drafter.threshold")
+
+    def raised(layer: Layer) -> Layer:
+        own = layer.sparse.predictor._replace(threshold=jnp.float32(threshold))
+        return layer._replace(sparse=layer.sparse._replace(predictor=own))
+
     try:
-        layers = tuple(_with_own(layer, threshold) for layer in model.params.layers)
+        layers = tuple(map(raised, model.params.layers))
     except (AttributeError, TypeError, ValueError):
         raise UserError(f"the target (ffn={model.ffn}) has no predictors with a threshold: give rule=hot") from None
     return _replaced(model, params=model.params._replace(layers=layers), rule=f"threshold={threshold:g}")
-
-
-def _with_own(layer: Layer, threshold: float) -> Layer:
-    own = layer.sparse.predictor._replace(threshold=jnp.float32(threshold))
-    return layer._replace(sparse=layer.sparse._replace(predictor=own))
 
 
 def _hot(model: Model, share: float, rows_LND: np.ndarray) -> Model:
