@@ -127,6 +127,8 @@ def _main(argv: list[str] | None) -> int:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    from specsparse.experiments.config import offer_models
+
     OmegaConf.register_new_resolver("options_of", help_text, replace=True)  # in the template of --help
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing, and the lines below say it better
     saved, sys.argv = sys.argv, ["specsparse.run", *argv]
@@ -137,6 +139,7 @@ def _main(argv: list[str] | None) -> int:
         parser.allow_abbrev = False  # --experiment would be --experimental-rerun
         parser.parse_args(argv)
         conf = conf_dir()
+        offer_models()
         hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(_task)()
     except (HydraException, OmegaConfBaseException) as error:
         if debug:

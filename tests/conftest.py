@@ -37,6 +37,14 @@ def _cache_of_the_tests(tmp_path_factory):
     os.environ.setdefault("SPECSPARSE_TIMING_LOCK", str(directory / "timing.lock"))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _names_of_models():
+    """What `specsparse.run` does before it composes a config."""
+    from specsparse.experiments.config import offer_models
+
+    offer_models()
+
+
 @pytest.fixture(scope="session")
 def smollm2():
     """SmolLM2-135M-Instruct Q4_1, loaded once; skipped where it is not installed, an error in CI."""

@@ -60,9 +60,9 @@ def check(cfg: DecodingSettings, *, union_cap: bool = False) -> None:
     Raises:
         UserError: no such model file or prompts, or a prompt's file that does not parse.
     """
-    _check_files(cfg)
     sparse_model.check(cfg, union_cap=union_cap)
     prompts_of(cfg)
+    _check_files(cfg)
 
 
 def _check_files(cfg: DecodingSettings) -> None:
@@ -70,14 +70,14 @@ def _check_files(cfg: DecodingSettings) -> None:
     wanted = {"model.path": cfg.model.path}
     if cfg.drafter.name == "model" and isinstance(cfg.drafter.options.get("model"), str):
         wanted["drafter.model"] = cfg.drafter.options["model"]
-    problems = {}
+    missing = {}
     for key, spec in wanted.items():
         try:
             catalogue.resolve(spec)
         except catalogue.NotHere as error:
-            problems[key] = error
-    if problems:
-        raise UserError(catalogue.not_here(problems))
+            missing[key] = next(iter(error.wanted.values()))
+    if missing:
+        raise catalogue.NotHere(missing)
 
 
 def method(cfg: MethodSettings, found: Measured | None = None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from specsparse.errors import UserError
-from specsparse.models import catalogue
+from specsparse.models import entries
 from specsparse.support.options import nearest
 
 
@@ -26,7 +26,7 @@ def explain(error: Exception, conf: Path) -> UserError:
     match = re.search(r"Could not find '(\w+)/([^']*)'", text)
     if match:
         group, choice = match.groups()
-        names = [*groups.get(group, []), *(catalogue.names() if group == "model" else ())]
+        names = [*groups.get(group, []), *(entries.names() if group == "model" else ())]
         return UserError(f"{group}={choice}: there is no such {group}{nearest(choice, names)}")
     match = re.search(r"Could not override '([^']+)'", text)
     if match:

@@ -12,7 +12,7 @@ from specsparse.experiments import trackers
 from specsparse.experiments.config import of_kind
 from specsparse.experiments.kind import KINDS, Engine, Found, Kind, Lab
 from specsparse.experiments.settings import FfnSpec, RunConfig
-from specsparse.models import catalogue
+from specsparse.models import catalogue, obtain
 from specsparse.report.record import RECORD_FILE
 from specsparse.runtime import manifest
 from specsparse.support import terminal
@@ -30,7 +30,12 @@ def check(cfg: RunConfig) -> None:
             "+model.placement=FILE.gpuidx"
         )
     kind = KINDS.find(cfg.kind)
-    kind().check(of_kind(cfg, kind.settings))
+    settings = of_kind(cfg, kind.settings)
+    try:
+        kind().check(settings)
+    except catalogue.NotHere as missing:
+        obtain.obtain(missing.wanted, cfg.download)
+        kind().check(settings)
     trackers.check(cfg.tracker.name, cfg.tracker.options)
     if cfg.name in ("", ".", "..") or "/" in cfg.name:
         raise UserError(f"name={cfg.name}: a plain name is needed, it becomes a directory")

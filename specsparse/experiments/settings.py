@@ -2,11 +2,21 @@
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from specsparse.data.prompts import Prompt, load
 from specsparse.engine.sampling.params import SamplingParams
-from specsparse.support.options import Count, Internal, Rest, Share, Size
+from specsparse.models.obtain import Download
+from specsparse.support.options import Count, Internal, Read, Rest, Share, Size
+
+
+def _download(value: object) -> Download:
+    """YAML takes a bare yes and no for booleans."""
+    spelled = ("yes" if value else "no") if isinstance(value, bool) else value
+    if spelled not in get_args(Download):
+        raise ValueError(value)
+    return spelled  # type: ignore[return-value]
+
 
 OfChoice = Annotated[dict[str, Any], Rest()]
 """Options of a choice, which checks them when it is made."""
@@ -205,6 +215,8 @@ class RunConfig(DecodingSettings):
         tracker: where the numbers go.
         debug: mistakes with their traceback.
         reuse: whether a sweep takes over cells that have finished before.
+        download: whether models of the catalogue that are not on this machine are downloaded; "ask": see
+            `models.obtain.obtain`.
         own: the keys that are not everybody's; the kind's class of settings reads them.
         composed: the whole config as plain containers, for the record.
     """
@@ -213,5 +225,6 @@ class RunConfig(DecodingSettings):
     kind: str = "speed"
     debug: bool = False
     reuse: bool = True
+    download: Annotated[Download, Read(_download, "yes, no or ask")] = "ask"
     own: Annotated[dict[str, Any], Rest()] = field(default_factory=dict)
     composed: Annotated[dict[str, Any], Internal()] = field(default_factory=dict, repr=False)

@@ -5,7 +5,6 @@ import re
 
 from specsparse.errors import UserError
 from specsparse.experiments.parts import PARTS, option_name
-from specsparse.models import catalogue
 from specsparse.speculative.drafters.registry import DRAFTERS
 from specsparse.support.paths import conf_dir
 from specsparse.support.registry import Registry
@@ -37,10 +36,9 @@ OPEN_GROUPS = ("drafter", "verifier", "tree", "policy", "predictor")
 
 
 def shorthand(argv: list[str]) -> list[str]:
-    """Spells out `model=FILE.gguf`, a model's name that no file of `conf/model` has, `data=FILE.jsonl`,
-    `experiment=NAME` without its plus sign, the lists of `compare` (`drafter=a,b`), the names of `OPTION_NAMES` and
-    `CHOICE_NAMES`, and a part from elsewhere: `drafter=module:Class`, or the name of another package's; with -m a list
-    of such names, too."""
+    """Spells out `model=FILE.gguf`, `data=FILE.jsonl`, `experiment=NAME` without its plus sign, the lists of `compare`
+    (`drafter=a,b`), the names of `OPTION_NAMES` and `CHOICE_NAMES`, and a part from elsewhere:
+    `drafter=module:Class`, or the name of another package's; with -m a list of such names, too."""
     sweeps = bool({"-m", "--multirun"} & set(argv))
     compares = not sweeps and any(arg.lstrip("+") == "experiment=compare" for arg in argv)
     given = [(group, names.split(",") if sweeps else [names]) for group, _, names in (a.partition("=") for a in argv)]
@@ -50,8 +48,7 @@ def shorthand(argv: list[str]) -> list[str]:
         key, eq, value = arg.partition("=")
         is_path = bool(re.search(r"\.(gguf|jsonl|txt)$|^hf://|^[~./]", value))
         value = ",".join(CHOICE_NAMES.get(key, {}).get(name, name) for name in value.split(","))
-        named = value in catalogue.names() and not (conf_dir() / "model" / f"{value}.yaml").is_file()
-        if eq and key == "model" and (is_path or named):
+        if eq and key == "model" and is_path:
             out += ["model=custom", f"model.path={_quote(os.path.expanduser(value))}"]
         elif eq and key == "data" and is_path:
             out += [f"data.source={_quote(os.path.expanduser(value))}"]

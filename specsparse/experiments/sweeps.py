@@ -25,7 +25,7 @@ from specsparse.support.json_files import to_json, write_atomically
 from specsparse.support.registry import source_of
 
 # Keys that change no result: what a run is called, and what is shown while it runs.
-_NO_MATTER = frozenset({"name", "stream", "debug", "reuse"})
+_NO_MATTER = frozenset({"name", "stream", "debug", "reuse", "download"})
 
 
 @dataclass(frozen=True)

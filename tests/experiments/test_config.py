@@ -14,6 +14,7 @@ from specsparse import run
 from specsparse.errors import UserError
 from specsparse.experiments import config, shorthand
 from specsparse.experiments.settings import RunConfig
+from specsparse.models import entries
 from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.speculative.policies import registry
 from specsparse.speculative.policies.registry import POLICIES, get_policy
@@ -94,6 +95,17 @@ def test_every_choice_of_every_group_is_valid(choice):
     assert isinstance(config.from_omegaconf(composed(choice, *needed.get(choice, []))), RunConfig)
 
 
+@pytest.mark.parametrize("name", entries.names())
+def test_every_name_of_the_catalogue_is_a_choice(name):
+    cfg = config.from_omegaconf(composed(f"model={name}", "model.context_length=64"))
+    assert cfg.model.path == entries.find(name).name and cfg.model.overrides() == {"context_length": 64}
+
+
+@pytest.mark.parametrize(("given", "means"), [("yes", "yes"), ("no", "no"), ("true", "yes"), ("false", "no")])
+def test_a_bare_yes_of_yaml_is_one_too(given, means):
+    assert config.from_omegaconf(composed(f"download={given}")).download == means
+
+
 DRAFTER_FILES = sorted(f.stem for f in (run.conf_dir() / "drafter").glob("*.yaml") if f.stem != "none")
 
 
@@ -169,7 +181,9 @@ def test_values_arrive():
         ("a=[", "cannot read 'a=['"),
         ("model=custom", "model.path: a value is needed"),
         ("model=missing.gguf", "missing.gguf: no such file"),
-        ("model.path=smollm3", "did you mean smollm2-135m"),
+        ("model.path=smollm3", "did you mean smollm2"),
+        ("model=llama-3-8b", "model=llama-3-8b: there is no such model; did you mean llama-3.1-8b?"),
+        ("download=perhaps", "download=perhaps must be yes, no or ask"),
         ("data=missing.jsonl", "no such file of prompts: missing.jsonl"),
         ("data.tasks=[poetry]", "no prompts of task 'poetry'"),
         ("+tracker.mod=x", "unknown key tracker.mod"),
@@ -258,8 +272,7 @@ def test_short_forms():
     assert run.shorthand(["model=~/a b.gguf"])[0] == "model=custom"
     assert run.shorthand(["model=hf://o/r/f.gguf"]) == ["model=custom", "model.path=hf://o/r/f.gguf"]
     assert run.shorthand(["model=/x/it's.gguf"])[1] == r"model.path='/x/it\'s.gguf'"
-    assert run.shorthand(["model=smollm2-135m"]) == ["model=custom", "model.path=smollm2-135m"]
-    assert run.shorthand(["model=smollm2-135m-relu"]) == ["model=smollm2-135m-relu"]
+    assert run.shorthand(["model=llama-2-7b"]) == ["model=llama-2-7b"]
     assert run.shorthand(["data=mine.txt", "model=smollm2"]) == ["data.source=mine.txt", "model=smollm2"]
     assert run.shorthand(["experiment=a", "+experiment=a", "-m"]) == ["+experiment=a", "+experiment=a", "-m"]
     lists = ["+experiment=compare", "drafter=ngram,suffix", "verifier=greedy,delta"]

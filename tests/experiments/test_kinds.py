@@ -106,6 +106,7 @@ def test_llama160m_runs_on_tiny_models(cfg, files, tmp_path, name):
 def test_where_the_files_are_not_there_one_line_says_which(cfg, monkeypatch, tmp_path):
     for name in ("SPECSPARSE_MODELS", "XDG_CACHE_HOME", "HF_HOME"):
         monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     cfg = replaced(
         cfg, model=ModelSpec("llama-2-7b"), drafter=DrafterSpec("model", {"model": "llama-160m"}),

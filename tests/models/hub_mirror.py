@@ -21,13 +21,17 @@ class Mirror:
     Attributes:
         folder: holds `owner/repo/..` and, for OLD_COMMIT, `owner/repo@old/..`.
         token: needed for repositories of the owner "private".
-        breaks: bytes after which each of the next GETs of a GGUF loses its connection.
+        gated: repositories that ask for consent, beside those of the owner "gated".
+        damaged: names of files whose first byte is sent changed.
+        breaks: bytes after which each of the next GETs of weights loses its connection.
         requests: (method, path, Range header or None), in order.
         url: of the server.
     """
 
     folder: Path
     token: str = "hf_secret"
+    gated: set[str] = field(default_factory=set)
+    damaged: set[str] = field(default_factory=set)
     breaks: list[int] = field(default_factory=list)
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
     url: str = ""
@@ -60,6 +64,23 @@ def mirror_of(folder: Path) -> Iterator[Mirror]:
         thread.join()
 
 
+_LARGE = (".gguf", ".bin", ".safetensors")
+
+
+def _etag(path: Path) -> str:
+    """sha256 of a large file, the id of git's blob of a small one."""
+    data = path.read_bytes()
+    if path.name.endswith(_LARGE):
+        return hashlib.sha256(data).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def _size(path: Path) -> dict:
+    size = path.stat().st_size
+    lfs = {"lfs": {"size": size, "sha256": _etag(path), "pointerSize": 134}} if path.name.endswith(_LARGE) else {}
+    return {"size": size, "blobId": "0" * 40, **lfs}
+
+
 class _Handler(http.server.BaseHTTPRequestHandler):
     mirror: Mirror
     protocol_version = "HTTP/1.1"
@@ -83,11 +104,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         else:
             self._refuse(404, "EntryNotFound")
 
-    def _repository(self, repo: str, revision: str) -> Path | None:
-        """Its folder, or None after an error was sent."""
-        allowed = not repo.startswith("private/") or self.headers.get("Authorization") == f"Bearer {self.mirror.token}"
-        if repo.startswith("gated/"):
-            self._refuse(403, "GatedRepo")
+    def _repository(self, repo: str, revision: str, *, listed: bool = False) -> Path | None:
+        """Its folder, or None after an error was sent; a gated one is listed for everybody."""
+        known = self.headers.get("Authorization") == f"Bearer {self.mirror.token}"
+        allowed = not repo.startswith("private/") or known
+        if not listed and self._gated(repo) and not known:
+            self._refuse(401, "GatedRepo")
         elif not (self.mirror.folder / repo).is_dir() or not allowed:
             self._refuse(404 if allowed else 401, "RepoNotFound")
         elif (files := self.mirror.files(repo, revision)) is None:
@@ -95,6 +117,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         else:
             return files
         return None
+
+    def _gated(self, repo: str) -> bool:
+        return repo.startswith("gated/") or repo in self.mirror.gated
 
     def _file(self, repo: str, revision: str, name: str):
         files = self._repository(repo, revision)
@@ -104,11 +129,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if not path.is_file():
             self._refuse(404, "EntryNotFound")
             return
-        data = path.read_bytes()
+        data, etag = path.read_bytes(), _etag(path)
+        if path.name in self.mirror.damaged:
+            data = bytes([data[0] ^ 1]) + data[1:]
         asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")
         start = int(asked[1]) if asked else 0
         self.send_response(206 if asked else 200)
-        self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
+        self.send_header("ETag", f'"{etag}"')
         self.send_header("X-Repo-Commit", COMMIT if files.name == repo.split("/")[1] else OLD_COMMIT)
         self.send_header("Accept-Ranges", "bytes")
         self.send_header("Content-Length", str(len(data) - start))
@@ -119,7 +146,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._send(data[start:], name)
 
     def _send(self, data: bytes, name: str):
-        if not name.endswith(".gguf") or not self.mirror.breaks:
+        if not name.endswith(_LARGE) or not self.mirror.breaks:
             self.wfile.write(data)
             return
         self.wfile.write(data[: self.mirror.breaks.pop(0)])
@@ -128,7 +155,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.connection.shutdown(2)
 
     def _listing(self, repo: str, what: str | None, revision: str):
-        files = self._repository(repo, revision)
+        files = self._repository(repo, revision, listed=True)
         if files is None:
             return
         names = sorted(p.relative_to(files).as_posix() for p in files.rglob("*") if p.is_file())
@@ -137,7 +164,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             rows = [{"type": "file", "path": n, "size": (files / n).stat().st_size, "oid": "0" * 40} for n in names]
             self._json(rows)
         else:
-            self._json({"id": repo, "sha": commit, "siblings": [{"rfilename": n} for n in names]})
+            siblings = [{"rfilename": n, **_size(files / n)} for n in names]
+            gated, tags = "manual" if self._gated(repo) else False, ["license:apache-2.0"]
+            self._json({"id": repo, "sha": commit, "siblings": siblings, "gated": gated, "tags": tags})
 
     def _json(self, value):
         body = json.dumps(value).encode()

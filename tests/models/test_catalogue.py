@@ -4,10 +4,39 @@ import pytest
 
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
-from specsparse.models import catalogue
+from specsparse.models import catalogue, entries
 from specsparse.models.convert.delta import make_delta
 from specsparse.models.convert.set_metadata import set_metadata
 from specsparse.testing import write_tiny_gguf
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Writes entries into the user's folder."""
+    folder = tmp_path / "own"
+    folder.mkdir()
+    monkeypatch.setenv(entries.OWN, str(folder))
+
+    def write(name, text):
+        (folder / f"{name}.yaml").write_text(text)
+        entries.forget()
+
+    entries.forget()
+    yield write
+    entries.forget()
+
+
+@pytest.fixture
+def carrier(tmp_path, monkeypatch):
+    """A package that carries models, and must not be imported for that."""
+    package = tmp_path / "carrier"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('its requirements are missing')")
+    monkeypatch.syspath_prepend(tmp_path)
+    return package
+
+
+MINE = "{what: a model, good_for: tests, package: carrier, file: x.gguf, install: pip install x}"
 
 
 def test_a_path_is_itself(tmp_path):
@@ -20,7 +49,7 @@ def test_a_path_is_itself(tmp_path):
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("smollm2", "unknown model 'smollm2': did you mean smollm2-135m"),
+        ("smollm", "unknown model 'smollm': did you mean smollm2"),
         ("SmolLM2-135M", "did you mean smollm2-135m"),
         ("zzz", "smollm2-135m"),
         ("hf://a", "hf://a: is no reference to the Hub; the form is hf://owner/repo/file.gguf"),
@@ -37,54 +66,92 @@ def test_what_is_not_there(spec, says):
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_package_gives_the_command(monkeypatch):
-    missing = catalogue.PackagedModel("no_such_package", "x.gguf", "pip install x")
-    monkeypatch.setitem(catalogue.MODELS, "other", missing)
+@pytest.mark.parametrize("name", sorted(entries.entries()))
+def test_an_entry_of_ours_claims_nothing_without_a_source(name):
+    entry = entries.entries()[name]
+    assert entry.source or not (entry.size or entry.sha256 or entry.revision or entry.licence)
+    assert all(entries.find(draft).role in ("draft", "head", "target") for draft in entry.drafts)
+    assert entry.what and entry.good_for and entries.find(name) is entry
+    assert all(entries.find(alias) is entry for alias in entry.aliases)
+
+
+def test_an_entry_of_the_user_adds_to_ours_and_stands_before_them(own, carrier):
+    own("mine", MINE)
+    own("llama-160m", MINE.replace("a model", "another"))
+    (carrier / "x.gguf").touch()
+    assert {"mine", "llama-2-7b"} <= set(entries.names())
+    assert catalogue.resolve("mine") == catalogue.resolve("llama-160m") == carrier / "x.gguf"
+    assert entries.find("llama-160m").what == "another"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[a]", "is no entry of the catalogue"),
+        ("{what: x", "cannot be read"),
+        ("what: x", "good_for: a value is needed"),
+        ("{what: x, good_for: y}", "one of package, base and repo is needed, not none"),
+        ("{what: x, good_for: y, repo: a/b, base: c, delta: d}", "not base and repo"),
+        ("{what: x, good_for: y, repo: a/b, fiel: c}", "mine.yaml.fiel is no option; did you mean file?"),
+        ("{what: x, good_for: y, repo: a/b, size: big}", "mine.yaml.size=big must be a whole number"),
+        ("{what: x, good_for: y, repo: a/b, file: c, convert: f16}", "convert is for a checkpoint"),
+        ("{what: x, good_for: y, repo: a/b, convert: q9}", "must be one of f16"),
+        ("{what: x, good_for: y, package: a}", "package needs file and install"),
+        ("{what: x, good_for: y, base: a}", "base needs delta"),
+    ],
+)
+def test_a_bad_entry_is_one_line_with_its_file(own, text, says):
+    own("mine", text)
+    with pytest.raises(UserError, match=says) as caught:
+        entries.entries()
+    assert "mine.yaml" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_missing_package_gives_the_command(own):
+    own("other", MINE.replace("carrier", "no_such_package"))
     with pytest.raises(UserError, match="'other' is not installed; run: pip install x"):
         catalogue.resolve("other")
 
 
-def test_the_file_is_found_without_importing_its_package(tmp_path, monkeypatch):
-    package = tmp_path / "carrier"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise ImportError('its requirements are missing')")
-    (package / "x.gguf").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(catalogue.MODELS, "other", catalogue.PackagedModel("carrier", "x.gguf", ""))
-    assert catalogue.resolve("other") == package / "x.gguf"
-
-
-def test_a_derived_model_is_made_once_and_anew_for_another_difference(tmp_path, monkeypatch, capsys):
-    (tmp_path / "carrier").mkdir()
-    base = write_tiny_gguf(tmp_path / "carrier" / "x.gguf", quant="Q8_0", n_layers=1)
-    (tmp_path / "carrier" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
+def test_a_derived_model_is_made_once_and_anew_for_another_difference(own, carrier, tmp_path, monkeypatch, capsys):
+    base = write_tiny_gguf(carrier / "x.gguf", quant="Q8_0", n_layers=1)
     monkeypatch.setenv("SPECSPARSE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setitem(catalogue.MODELS, "base", catalogue.PackagedModel("carrier", "x.gguf", ""))
-    monkeypatch.setitem(catalogue.DERIVED, "made", catalogue.DerivedModel("base", "d.gguf"))
+    own("base", MINE)
+    own("made", "{what: a model, good_for: tests, base: base, delta: d.gguf}")
     monkeypatch.setattr(catalogue, "COMPANION", "carrier")
     with pytest.raises(UserError, match=r"model 'made' is not installed; run: pip install \./specsparse-models"):
         catalogue.resolve("made")
     set_metadata(base, "general.name", "one", tmp_path / "one.gguf")
-    make_delta(base, tmp_path / "one.gguf", tmp_path / "carrier" / "d.gguf")
+    make_delta(base, tmp_path / "one.gguf", carrier / "d.gguf")
     first = catalogue.resolve("made")
     assert open_gguf(first).metadata["general.name"] == "one" and "making made of base" in capsys.readouterr().err
     assert catalogue.resolve("made") == first and not capsys.readouterr().err
     set_metadata(base, "general.name", "two", tmp_path / "two.gguf")
-    make_delta(base, tmp_path / "two.gguf", tmp_path / "carrier" / "d.gguf")
+    make_delta(base, tmp_path / "two.gguf", carrier / "d.gguf")
     assert open_gguf(catalogue.resolve("made")).metadata["general.name"] == "two"
 
 
-def test_what_travels_with_a_model(tmp_path, monkeypatch):
+def test_what_travels_with_a_model(carrier, monkeypatch):
     """Only for a name of ours: a file of the user's may be called the same."""
-    package = tmp_path / "carrier"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(catalogue, "COMPANION", "carrier")
     for name in ("smollm2-135m-relu", "mine"):
-        (package / f"{name}.predictors.safetensors").write_bytes(b"")
+        (carrier / f"{name}.predictors.safetensors").write_bytes(b"")
     found = catalogue.companion("smollm2-135m-relu", "predictors")
-    assert found == package / "smollm2-135m-relu.predictors.safetensors"
+    assert found == carrier / "smollm2-135m-relu.predictors.safetensors"
     assert catalogue.companion("smollm2-135m-relu", "activations") is None
     assert catalogue.companion("mine", "predictors") is None
+
+
+def test_a_split_model_is_here_when_all_its_parts_are(own, tmp_path, monkeypatch):
+    own("parts", "{what: a model, good_for: tests, repo: a/b, file: p-00001-of-00002.gguf}")
+    monkeypatch.setenv("SPECSPARSE_MODELS", str(tmp_path))
+    (tmp_path / "p-00001-of-00002.gguf").touch()
+    with pytest.raises(catalogue.NotHere, match=r"p-00001-of-00002.gguf \(huggingface.co/a/b\) is not on this machine"):
+        catalogue.resolve("parts")
+    (tmp_path / "p-00002-of-00002.gguf").touch()
+    assert catalogue.resolve("parts") == tmp_path / "p-00001-of-00002.gguf"
+
+
+@pytest.mark.parametrize(("size", "text"), [(3.825e9, "3.8 GB"), (325e6, "325 MB"), (16.2e9, "16 GB"), (1200, "1 kB")])
+def test_sizes_as_people_say_them(size, text):
+    assert catalogue.size_text(size) == text

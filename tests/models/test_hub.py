@@ -1,5 +1,6 @@
 """Downloads by huggingface_hub from a mirror on loopback: the cache, resuming, revisions, shards, and every refusal."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
 from specsparse.models import catalogue, hub
 from specsparse.models.convert.hf import convert_hf
+from specsparse.powerinfer.files.torch_zip import write_torch
 from specsparse.testing import write_tiny_gguf
 from tests.models.convert import checkpoints
 from tests.models.hub_mirror import OLD_COMMIT, mirror_of
@@ -75,10 +77,35 @@ def test_a_broken_download_goes_on_where_it_was(server):
     assert server.sent("t.gguf") == [None, "bytes=5000-"]
 
 
-def test_one_that_makes_no_progress_is_given_up_and_leaves_nothing(server, tmp_path):
+def test_one_that_makes_no_progress_is_given_up_and_goes_on_at_the_next_call(server, tmp_path):
     server.breaks = [5000] + [0] * 5
     assert "the download failed" in refusal("hf://tiny/model/t.gguf")
+    assert [p.stat().st_size for p in (tmp_path / "hub").rglob("*.partial")] == [5000]
+    server.requests.clear()
+    written = (server.folder / "tiny/model/t.gguf").read_bytes()
+    assert catalogue.resolve("hf://tiny/model/t.gguf").read_bytes() == written
+    assert server.sent("t.gguf") == ["bytes=5000-"]
+    assert not list((tmp_path / "hub").rglob("*.partial"))
+
+
+def test_a_file_of_another_sha256_is_removed(server, tmp_path):
+    server.damaged = {"t.gguf"}
+    said = refusal("hf://tiny/model/t.gguf")
+    server.damaged = set()
+    assert "t.gguf came with another sha256" in said and "run the command again" in said
     assert not [p for p in (tmp_path / "hub").rglob("*") if p.is_file() and p.stat().st_size > 1000]
+    assert catalogue.resolve("hf://tiny/model/t.gguf").is_file()
+
+
+def test_a_disk_that_runs_full(server, monkeypatch):
+    from huggingface_hub import file_download
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(file_download, "http_get", full)
+        assert "the download failed: [Errno 28] No space left on device" in refusal("hf://tiny/model/t.gguf")
     assert catalogue.resolve("hf://tiny/model/t.gguf").is_file()
 
 
@@ -141,6 +168,10 @@ def test_a_checkpoint_is_downloaded_and_converted(server, tmp_path):
     convert_hf("tiny/checkpoint", tmp_path / "repo.gguf")
     assert (tmp_path / "repo.gguf").read_bytes() == (tmp_path / "local.gguf").read_bytes()
     assert server.sent("model.safetensors") and not server.sent("pytorch_model.bin")
+    write_torch(folder / "pytorch_model.bin", checkpoints.weights(checkpoints.CONFIG))
+    (folder / "model.safetensors").unlink()
+    convert_hf("tiny/checkpoint@main", tmp_path / "torch.gguf")
+    assert open_gguf(tmp_path / "torch.gguf").tensors.keys() == open_gguf(tmp_path / "local.gguf").tensors.keys()
     for text, says in (("tiny/nothing", "no repository tiny/nothing"), ("hf://a/b/c.gguf", "a repository is needed")):
         with pytest.raises(UserError, match=says):
             convert_hf(text, tmp_path / "out.gguf")

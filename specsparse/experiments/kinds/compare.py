@@ -117,8 +117,8 @@ class Compare(Kind[CompareSettings]):
         Raises:
             UserError: an unknown name, or no valid pair.
         """
-        decoding.check(cfg)
         methods(cfg)
+        decoding.check(cfg)
 
     def run(self, cfg: CompareSettings, lab: Lab) -> Found:
         """Decodes and ranks, with a line of prompts.jsonl for each pass."""

@@ -30,8 +30,8 @@ class Speed(Kind[DecodingSettings]):
         Raises:
             UserError: see `decoding.check`; a drafter, policy or verifier that is unknown or does not fit.
         """
-        decoding.check(cfg)
         decoding.method(cfg)
+        decoding.check(cfg)
 
     def run(self, cfg: DecodingSettings, lab: Lab) -> Found:
         """Decodes, with a line of prompts.jsonl for each pass."""

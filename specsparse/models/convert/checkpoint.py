@@ -1,15 +1,19 @@
-"""A Hugging Face checkpoint: config.json and tensors in safetensors, one file or several."""
+"""A Hugging Face checkpoint: config.json and tensors in safetensors or PyTorch's form, one file or several."""
 
 import json
 from pathlib import Path
+from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from specsparse.errors import UserError
+from specsparse.powerinfer.files.torch_zip import read_torch
 from specsparse.support.json_files import Json
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_FORMS = (("model.safetensors.index.json", "model.safetensors"), ("pytorch_model.bin.index.json", "pytorch_model.bin"))
+"""Index of several files, and the name of a single one; safetensors are taken where there are both."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -26,7 +30,7 @@ class Checkpoint:
         """Opens a folder.
 
         Raises:
-            UserError: no folder, no config, no safetensors, a file missing or damaged.
+            UserError: no folder, no config, no tensors, a file missing or damaged.
         """
         self.folder = Path(folder)
         if not self.folder.is_dir():
@@ -37,21 +41,25 @@ class Checkpoint:
         self.shapes = {name: tuple(f.get_slice(name).get_shape()) for name, f in self._home.items()}
 
     def _file_names(self) -> list[str]:
-        if (self.folder / _INDEX).is_file():
-            parts = read_json(self.folder / _INDEX).get("weight_map")
-            if not isinstance(parts, dict) or not parts:
-                raise UserError(f"{self.folder / _INDEX}: has no weight_map")
-            return sorted(set(map(str, parts.values())))
-        if (self.folder / _SINGLE).is_file():
-            return [_SINGLE]
+        for index, single in _FORMS:
+            if (self.folder / index).is_file():
+                parts = read_json(self.folder / index).get("weight_map")
+                if not isinstance(parts, dict) or not parts:
+                    raise UserError(f"{self.folder / index}: has no weight_map")
+                return sorted(set(map(str, parts.values())))
+            if (self.folder / single).is_file():
+                return [single]
         others = sorted(p.name for p in self.folder.glob("*.bin")) + sorted(p.name for p in self.folder.glob("*.pth"))
         also = f" ({others[0]} is of PyTorch: save the model again with safe_serialization=True)" if others else ""
-        raise UserError(f"{self.folder}: has no {_SINGLE} and no {_INDEX}{also}")
+        names = " and no ".join(name for form in _FORMS for name in reversed(form))
+        raise UserError(f"{self.folder}: has no {names}{also}")
 
-    def _open(self, name: str) -> safe_open:
+    def _open(self, name: str) -> "safe_open | _TorchFile":
         path = self.folder / name
         if not path.is_file():
-            raise UserError(f"{path}: is missing, and {_INDEX} names it")
+            raise UserError(f"{path}: is missing, and the index names it")
+        if not name.endswith(".safetensors"):
+            return _TorchFile(path)
         try:
             return safe_open(path, "np")
         except (SafetensorError, OSError) as error:
@@ -71,6 +79,41 @@ class Checkpoint:
         if not np.isfinite(values).all():
             raise UserError(f"{self.folder}: tensor {name} holds values that are not finite; the file is damaged")
         return values
+
+
+_KINDS = {
+    np.dtype(np.float64): "F64", np.dtype(np.float32): "F32", np.dtype(np.float16): "F16",
+    np.dtype(ml_dtypes.bfloat16): "BF16",
+}  # fmt: skip
+
+
+class _TorchSlice(NamedTuple):
+    array: np.ndarray
+
+    def get_shape(self) -> list[int]:
+        return list(self.array.shape)
+
+    def get_dtype(self) -> str:
+        return _KINDS.get(self.array.dtype, str(self.array.dtype))
+
+
+class _TorchFile:
+    """A file of `torch.save` that answers as an open safetensors file does; all of it is in memory."""
+
+    def __init__(self, path: Path):
+        found = read_torch(path)
+        if not isinstance(found, dict) or not all(isinstance(v, np.ndarray) for v in found.values()):
+            raise UserError(f"{path}: holds no tensors by name")
+        self._arrays = {str(name): array for name, array in found.items()}
+
+    def keys(self) -> list[str]:
+        return list(self._arrays)
+
+    def get_slice(self, name: str) -> _TorchSlice:
+        return _TorchSlice(self._arrays[name])
+
+    def get_tensor(self, name: str) -> np.ndarray:
+        return self._arrays[name]
 
 
 def read_json(path: Path, *, optional: bool = False) -> Json:
