@@ -27,12 +27,12 @@ def write_atomically(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def to_json(value: Any, **options: Any) -> str:
+def to_json(value: object, **options: Any) -> str:
     """JSON that every reader takes: numpy values as plain ones, NaN and infinity as null."""
     return json.dumps(_plain(value), allow_nan=False, ensure_ascii=False, **options)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple | np.ndarray):

@@ -82,7 +82,7 @@ class Read:
         text: what the value must be, for the message.
     """
 
-    by: Callable[[Any], Any]
+    by: Callable[[Any], object]
     text: str
 
 
@@ -104,7 +104,7 @@ class Rest:
 class _RefusedError(UserError):
     """A value that is not what is `wanted`."""
 
-    def __init__(self, label: str, value: Any, wanted: str):
+    def __init__(self, label: str, value: object, wanted: str):
         shown = "null" if value is None else " ".join((value if isinstance(value, str) else repr(value)).split())
         super().__init__(f"{label}={shown if len(shown) <= 60 else shown[:57] + '...'} must be {wanted}")
         self.wanted = wanted
@@ -132,9 +132,9 @@ class Option(NamedTuple):
     """
 
     name: str
-    hint: Any
-    marks: tuple[Any, ...]
-    default: Any
+    hint: object
+    marks: tuple[object, ...]
+    default: object
     about: str
 
     @property
@@ -163,8 +163,9 @@ def options_of(owner: type) -> Mapping[str, Option]:
 
 
 def read(
-    owner: type[T], given: Mapping[str, Any], *, group: str, name: str = "", internal: Mapping = {}, null: bool = False
-) -> T:
+    owner: type[T], given: Mapping[str, object], *,
+    group: str, name: str = "", internal: Mapping = {}, null: bool = False,
+) -> T:  # fmt: skip
     """An instance of a dataclass from values by option name.
 
     Args:
@@ -207,7 +208,7 @@ def read(
     return owner(**values, **internal)
 
 
-def checked(option: Option, value: Any, label: str) -> Any:
+def checked(option: Option, value: object, label: str) -> Any:
     """The value as the option's type; `label` names it in the message.
 
     Raises:
@@ -223,7 +224,7 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else f"; valid: {', '.join(names) or 'none'}"
 
 
-def _value(hint: Any, marks: Sequence[Any], value: Any, label: str) -> Any:
+def _value(hint: Any, marks: Sequence[object], value: object, label: str) -> object:
     readers = [mark for mark in marks if isinstance(mark, Read)]
     if readers and not (value is None and _takes_none(hint)):
         return _read_by(readers[0], value, label)
@@ -252,7 +253,7 @@ def _value(hint: Any, marks: Sequence[Any], value: Any, label: str) -> Any:
     return _plain(hint, [mark for mark in marks if isinstance(mark, Range)], value, label)
 
 
-def _union(hints: Sequence[Any], marks: Sequence[Any], value: Any, label: str) -> Any:
+def _union(hints: Sequence[object], marks: Sequence[object], value: object, label: str) -> object:
     """The first of the types that takes the value; None is taken as it is."""
     if value is None and type(None) in hints:
         return None
@@ -266,7 +267,7 @@ def _union(hints: Sequence[Any], marks: Sequence[Any], value: Any, label: str) -
     raise _RefusedError(label, value, " or ".join(wanted))
 
 
-def _items(hints: Sequence[Any], value: Any, label: str) -> tuple:
+def _items(hints: Sequence[object], value: object, label: str) -> tuple:
     """A list as a tuple; one text is a list of it, where texts are wanted."""
     hint = hints[0] if hints else Any
     value = (value,) if isinstance(value, str) and hint is str else value
@@ -278,7 +279,7 @@ def _items(hints: Sequence[Any], value: Any, label: str) -> tuple:
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
-def _plain(hint: Any, ranges: Sequence[Range], value: Any, label: str) -> Any:
+def _plain(hint: type, ranges: Sequence[Range], value: object, label: str) -> object:
     given, real = value, isinstance(value, numbers.Real) and not isinstance(value, bool)
     if hint is float and real:
         value = _float(value)
@@ -293,7 +294,7 @@ def _plain(hint: Any, ranges: Sequence[Range], value: Any, label: str) -> Any:
     return value
 
 
-def _float(value: Any) -> float:
+def _float(value: numbers.Real) -> float:
     try:
         return float(value)
     except OverflowError:  # a whole number too long for a float
@@ -304,20 +305,20 @@ def _bounds(ranges: Sequence[Range]) -> list[str]:
     return [f"of {bounds}" if str(bounds).startswith("at ") else str(bounds) for bounds in ranges]
 
 
-def _read_by(reader: Read, value: Any, label: str) -> Any:
+def _read_by(reader: Read, value: object, label: str) -> object:
     try:
         return reader.by(value)
     except (ValueError, TypeError, OSError):
         raise _RefusedError(label, value, reader.text) from None
 
 
-def _fields(owner: type) -> list[tuple[dataclasses.Field, Any, tuple[Any, ...]]]:
+def _fields(owner: type) -> list[tuple[dataclasses.Field, object, tuple[object, ...]]]:
     """The fields that are given when an instance is made, with their types and what is annotated."""
     hints = typing.get_type_hints(owner, include_extras=True)
     return [(field, *_parts(hints[field.name])) for field in dataclasses.fields(owner) if field.init]
 
 
-def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+def _parts(hint: object) -> tuple[object, tuple[object, ...]]:
     """A type and what is annotated."""
     if typing.get_origin(hint) is not Annotated:
         return hint, ()
@@ -329,11 +330,11 @@ def _marked(marks: Sequence[object], kind: type | types.UnionType) -> bool:
     return any(isinstance(mark, kind) for mark in marks)
 
 
-def _takes_none(hint: Any) -> bool:
+def _takes_none(hint: object) -> bool:
     return hint is Any or type(None) in typing.get_args(hint)
 
 
-def _default(field: dataclasses.Field) -> Any:
+def _default(field: dataclasses.Field) -> object:
     made = field.default_factory
     return field.default if made is dataclasses.MISSING else made()
 

@@ -115,7 +115,7 @@ class Registry(Generic[T]):
         """
         return options_of(self._owner(name))
 
-    def read(self, name: str, options: Mapping[str, Any]) -> Any:
+    def read(self, name: str, options: Mapping[str, object]) -> Any:
         """The checked options: an instance of the choice itself, or of the dataclass that stands for its options.
 
         Raises:
@@ -123,7 +123,7 @@ class Registry(Generic[T]):
         """
         return read(self._owner(name), options, group=self.group, name=str(name))
 
-    def make(self, name: str, options: Mapping[str, Any]) -> T:
+    def make(self, name: str, options: Mapping[str, object]) -> T:
         """An instance with checked options; see `read`."""
         values = self.read(name, options)
         if self.canonical(str(name)) not in self._options:

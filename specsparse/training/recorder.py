@@ -1,11 +1,12 @@
 """A drafter that proposes nothing and keeps the target's features: decoding with it is plain decoding, recorded."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from specsparse.engine.pytree import Pytree
 from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback
 
 
@@ -24,34 +25,12 @@ class HiddenRecorder(Drafter):
         width: D.
     """
 
+    kind: ClassVar[DraftKind] = DraftKind.ONE_HOT
+    max_nodes: ClassVar[int] = 1
+    wants_hidden: ClassVar[bool] = True
     width: int
 
-    @property
-    def kind(self) -> DraftKind:
-        """There is nothing to draw."""
-        return DraftKind.ONE_HOT
-
-    @property
-    def max_nodes(self) -> int:
-        """Room for one."""
-        return 1
-
-    @property
-    def max_depth(self) -> int:
-        """Room for one."""
-        return 1
-
-    @property
-    def tree(self) -> bool:
-        """No."""
-        return False
-
-    @property
-    def wants_hidden(self) -> bool:
-        """That is all it wants."""
-        return True
-
-    def init(self, params: Any, ctx: DraftContext, *, hidden: jax.Array | None = None) -> Recorded:
+    def init(self, params: Pytree, ctx: DraftContext, *, hidden: jax.Array | None = None) -> Recorded:
         """The prompt's features."""
         batch, capacity = ctx.tokens.shape
         rows = jnp.zeros((batch, capacity, self.width), jnp.float16)
@@ -60,12 +39,12 @@ class HiddenRecorder(Drafter):
             rows = rows.at[:, :n].set(hidden[:, :n].astype(jnp.float16))
         return Recorded(rows, ctx.length)
 
-    def draft(self, params: Any, state: Recorded, ctx: DraftContext) -> Drafted:
+    def draft(self, params: Pytree, state: Recorded, ctx: DraftContext) -> Drafted:
         """An empty draft."""
         zero_B = jnp.zeros((ctx.length.shape[0],), jnp.int32)
         return Drafted(Draft(zero_B[:, None], zero_B[:, None] - 1, zero_B), state, ctx.cache)
 
-    def commit(self, params: Any, state: Recorded, ctx: DraftContext, feedback: Feedback) -> Recorded:
+    def commit(self, params: Pytree, state: Recorded, ctx: DraftContext, feedback: Feedback) -> Recorded:
         """Adds the row of the token that was fed, if there was one: an ended sequence is fed nothing."""
         assert feedback.hidden is not None
         fed_B = jnp.where(ctx.length > state.length, state.length - 1, state.rows.shape[1])

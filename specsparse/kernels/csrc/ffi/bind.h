@@ -12,30 +12,31 @@ using Ints32 = xla::ffi::Buffer<xla::ffi::S32>;
 using Bytes8 = xla::ffi::Buffer<xla::ffi::U8>;
 using AnyBuffer = xla::ffi::AnyBuffer;
 
-// `binding` and further operands of these types, in order.
-template <class First, class... Rest, class Binding>
-auto more_args(Binding&& binding) {
-  if constexpr (sizeof...(Rest) == 0) {
-    return std::move(binding).template Arg<First>();
-  } else {
-    return more_args<Rest...>(std::move(binding).template Arg<First>());
-  }
+// `binding` and further operands, or results, of these types, in order.
+template <bool RESULTS, class First, class... Rest, class Binding>
+auto with(Binding&& binding) {
+  auto add = [&] {
+    if constexpr (RESULTS)
+      return std::move(binding).template Ret<First>();
+    else
+      return std::move(binding).template Arg<First>();
+  };
+  if constexpr (sizeof...(Rest) == 0)
+    return add();
+  else
+    return with<RESULTS, Rest...>(add());
 }
 
-// A binding whose first operands have these types, in order.
+// A binding whose first operands have these types.
 template <class... Types>
 auto args() {
-  return more_args<Types...>(xla::ffi::Ffi::Bind());
+  return with<false, Types...>(xla::ffi::Ffi::Bind());
 }
 
-// `binding` and results of these types, in order.
-template <class First, class... Rest, class Binding>
+// `binding` and results of these types.
+template <class... Types, class Binding>
 auto results(Binding&& binding) {
-  if constexpr (sizeof...(Rest) == 0) {
-    return std::move(binding).template Ret<First>();
-  } else {
-    return results<Rest...>(std::move(binding).template Ret<First>());
-  }
+  return with<true, Types...>(std::move(binding));
 }
 
 }  // namespace specsparse

@@ -74,15 +74,7 @@ ffi::Error linear(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> norm, ffi::Buff
                             static_cast<int64_t>(rows.size()), rows.data(),
                             buffer.reserve(std::max<int64_t>(rows.size(), 1), cols, quantise)};
   const Product product(pointers, static_cast<int>(count), outs, prepare.to, rows.size(), rows.data(), Act(act));
-  struct Job final : Phases {
-    const Preparation& prepare;
-    const Product& product;
-    Job(const Preparation& prepare, const Product& product) : prepare(prepare), product(product) {}
-    int count() const override { return 2; }
-    int64_t items(int phase) const override { return phase ? product.items() : prepare.items(); }
-    void run(int phase, int64_t item) override { phase ? product.run(item) : prepare.run(item); }
-  } job(prepare, product);
-  run_phases(job);
+  parallel(prepare.items(), [&](int64_t item) { prepare.run(item); }, product.items(), [&](int64_t item) { product.run(item); });
   return ffi::Error::Success();
 }
 
@@ -158,15 +150,7 @@ ffi::Error attend(ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<
   if (static_cast<int64_t>(plan.rows().size()) < rows) std::fill_n(out->typed_data(), rows * width, 0.0f);
   const Attention layer{&plan, q.typed_data(), k.typed_data(), v.typed_data(), rotated.data(), out->typed_data(),
                         updated(cache_k, new_k), updated(cache_v, new_v), plan.rows().data()};
-  struct Job final : Phases {
-    const AttendPlan& plan;
-    const Attention& layer;
-    Job(const AttendPlan& plan, const Attention& layer) : plan(plan), layer(layer) {}
-    int count() const override { return 2; }
-    int64_t items(int phase) const override { return phase ? plan.tiles() : plan.rotate_items(); }
-    void run(int phase, int64_t item) override { phase ? layer.tile(item) : layer.rotate(item); }
-  } job(plan, layer);
-  run_phases(job);
+  parallel(plan.rotate_items(), [&](int64_t item) { layer.rotate(item); }, plan.tiles(), [&](int64_t item) { layer.tile(item); });
   return ffi::Error::Success();
 }
 

@@ -44,6 +44,21 @@ void parallel(int64_t items, F&& body) {
   run_phases(job);
 }
 
+// Runs first(item) for every item in [0, firsts), and then second(item) for every item in [0, seconds).
+template <class F, class G>
+void parallel(int64_t firsts, F&& first, int64_t seconds, G&& second) {
+  struct Job final : Phases {
+    int64_t firsts, seconds;
+    F& first;
+    G& second;
+    Job(int64_t firsts, F& first, int64_t seconds, G& second) : firsts(firsts), seconds(seconds), first(first), second(second) {}
+    int count() const override { return 2; }
+    int64_t items(int phase) const override { return phase ? seconds : firsts; }
+    void run(int phase, int64_t item) override { phase ? second(item) : first(item); }
+  } job(firsts, first, seconds, second);
+  run_phases(job);
+}
+
 int threads();
 void set_threads(int count);  // 1 .. kMaxThreads
 
