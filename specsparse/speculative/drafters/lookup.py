@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from specsparse.speculative.base import Draft, DraftContext, Drafted
+from specsparse.speculative.base import PAD, Draft, DraftContext, Drafted
 from specsparse.speculative.tree import TreeTemplate
 
 
@@ -12,16 +12,18 @@ def suffix_matches(tokens_BC: jax.Array, length_B: jax.Array, *, longest: int) -
 
     0 at the text's own last position and beyond it. `longest` passes over C, which XLA fuses into one.
     """
-    C = tokens_BC.shape[1]
-    position_C = jnp.arange(C, dtype=jnp.int32)[None]
-    alive_BC = position_C < length_B[:, None] - 1
+    alive_BC = jnp.arange(tokens_BC.shape[1], dtype=jnp.int32)[None] < length_B[:, None] - 1
     match_BC = jnp.zeros_like(tokens_BC)
     for k in range(longest):
         last_B1 = jnp.take_along_axis(tokens_BC, jnp.maximum(length_B - 1 - k, 0)[:, None], axis=1)
-        alive_BC = alive_BC & (jnp.roll(tokens_BC, k, axis=1) == last_B1)
+        alive_BC = alive_BC & (later(tokens_BC, k, fill=PAD) == last_B1)
         match_BC = match_BC + alive_BC.astype(jnp.int32)
-    # A roll brings the far end of the buffer to the front: a match cannot be longer than the text before it.
-    return jnp.minimum(match_BC, position_C + 1)
+    return match_BC
+
+
+def later(values_BC: jax.Array, k: int, *, fill: int) -> jax.Array:
+    """`values_BC` moved k places to the right, `fill` before it. A roll would be three operations that no pass fuses."""
+    return jnp.pad(values_BC, ((0, 0), (k, 0)), constant_values=fill)[:, : values_BC.shape[1]]
 
 
 def copy_chain(ctx: DraftContext, start_B: jax.Array, count_B: jax.Array, *, max_nodes: int) -> Draft:

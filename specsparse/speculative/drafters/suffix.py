@@ -80,7 +80,7 @@ class Suffix(SuffixOptions, Drafter):
         def add(state):
             seen_B1 = state.seen[:, None]
             token_B1 = jnp.take_along_axis(ctx.tokens, jnp.minimum(seen_B1, C - 1), axis=1)
-            longer_BC = jnp.where(position_C == 0, 0, jnp.roll(state.match, 1, axis=1)) + 1
+            longer_BC = lookup.later(state.match, 1, fill=0) + 1
             same_BC = (ctx.tokens == token_B1) & (position_C < seen_B1)
             grown_BC = jnp.where(same_BC, jnp.minimum(longer_BC, self.longest), 0)
             more_B = state.seen < ctx.length
