@@ -58,18 +58,39 @@ class Job(NamedTuple):
     sample: jax.Array
 
 
-class LoopCounters(NamedTuple):
-    """int32[B] each, per sequence; `accepted_at` is int32[B, K], the rest as in `runtime.metrics.Counters`."""
+_TOTALS = ("rounds", "drafts", "drafted", "tested", "accepted", "emitted")
 
-    rounds: jax.Array
-    drafts: jax.Array
-    drafted: jax.Array
-    tested: jax.Array
-    accepted: jax.Array
-    emitted: jax.Array
-    accepted_at: jax.Array
-    alpha: jax.Array
-    alpha_var: jax.Array
+
+class LoopCounters(NamedTuple):
+    """What a run counts, in two arrays: a round adds to each in one operation.
+
+    The columns are attributes: `rounds`, `drafts`, `drafted`, `tested`, `accepted`, `emitted`, `accepted_at`, `alpha`
+    and `alpha_var`, as in `runtime.metrics.Counters`. Axes before [B], such as rounds, stay.
+
+    Attributes:
+        totals: int32[B, 6 + K]; `accepted_at` are the last K.
+        alphas: float32[B, 2].
+    """
+
+    totals: jax.Array
+    alphas: jax.Array
+
+    def __getattr__(self, name: str) -> jax.Array:
+        if name in _TOTALS:
+            return self.totals[..., _TOTALS.index(name)]
+        if name == "accepted_at":
+            return self.totals[..., len(_TOTALS) :]
+        if name in ("alpha", "alpha_var"):
+            return self.alphas[..., int(name == "alpha_var")]
+        raise AttributeError(name)
+
+    def plus(self, **columns: jax.Array) -> "LoopCounters":
+        """The counters after so much more of some columns, [B] each and [B, K] for `accepted_at`."""
+        more = {name: jnp.zeros_like(getattr(self, name)) for name in (*_TOTALS, "accepted_at", "alpha", "alpha_var")}
+        more |= columns
+        totals = jnp.concatenate([*(more[n][..., None] for n in _TOTALS), more["accepted_at"]], axis=-1)
+        alphas = jnp.stack([more["alpha"], more["alpha_var"]], axis=-1)
+        return LoopCounters(self.totals + totals, self.alphas + alphas)
 
 
 class DecodeState(NamedTuple):
@@ -103,9 +124,8 @@ Step = Callable[..., DecodeState]
 
 def zero_counters(batch: int, max_nodes: int) -> LoopCounters:
     """Counters of B sequences and drafts of up to K nodes (K = 0 for plain decoding)."""
-    zero = [jnp.zeros((batch,), jnp.int32) for _ in range(6)]
-    floats = [jnp.zeros((batch,), jnp.float32) for _ in range(2)]
-    return LoopCounters(*zero, jnp.zeros((batch, max_nodes), jnp.int32), *floats)
+    totals = jnp.zeros((batch, len(_TOTALS) + max_nodes), jnp.int32)
+    return LoopCounters(totals, jnp.zeros((batch, 2), jnp.float32))
 
 
 def empty_scores(batch: int, capacity: int, k: int) -> Logprobs:
@@ -194,8 +214,7 @@ def make_step(forward: ForwardFn, law: LawConfig, kernels: SamplingKernels) -> S
         state, count_B = emit(state._replace(cache=cache), job, token_B[:, None], live_B, ~ok_B & (live_B > 0))
         if law.logprobs is not None:
             state = score(state, logits_BV[:, None], token_B[:, None], count_B, start_B)
-        c = state.counters
-        counters = c._replace(rounds=c.rounds + live_B, emitted=c.emitted + count_B)
+        counters = state.counters.plus(rounds=live_B, emitted=count_B)
         return state._replace(cache=kv.commit(state.cache, count_B), counters=counters)
 
     return step

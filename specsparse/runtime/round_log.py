@@ -80,8 +80,8 @@ class RoundLog:
     def end(self, kept: Mapping[int, int]) -> None:
         """Ends the texts of some sequences after so many tokens, which were written since the last `settle`."""
         for b, tokens in kept.items():
-            end = self._after(b, tokens)
-            self._ends[b] = end._replace(counters=end.counters._replace(emitted=tokens))
+            self._ends[b] = self._after(b, tokens)
+            self._ends[b].counters.emitted[...] = tokens
             self.kept[b] = tokens
 
     def _after(self, b: int, tokens: int) -> Note:
@@ -89,7 +89,7 @@ class RoundLog:
         for call in self._calls:
             row = int(np.searchsorted(call.notes.counters.emitted[:, b], tokens))
             if row < call.rounds:
-                return jax.tree.map(lambda a, row=row: a[row, b], call.notes)
+                return jax.tree.map(lambda a, row=row: np.array(a[row, b]), call.notes)
         raise ValueError(f"sequence {b} has not written {tokens} tokens since its text was looked at")
 
     def settle(self, last_round: int | None = None) -> None:

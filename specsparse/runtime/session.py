@@ -106,20 +106,20 @@ class Session(DeviceBatch):
         times = [self.times.share(decode, prefill) for decode, prefill in shares]
         verifier = self.method.verifier
         measured = verifier is not None and measures_alpha(verifier, greedy=self.law.greedy)
-        rows = (jax.tree.map(lambda a, b=b: a[b].tolist(), every) for b in range(len(fed)))
+        rows = (jax.tree.map(lambda a, b=b: a[b], every) for b in range(len(fed)))
         return [
             Counters(
-                num_rounds=c.rounds,
-                num_drafts=c.drafts,
-                num_draft_tokens=c.drafted,
-                num_tested=c.tested,
-                num_accepted_tokens=c.accepted,
-                num_accepted_tokens_per_pos=tuple(c.accepted_at),
-                num_emitted_tokens=c.emitted,
-                target_passes=c.rounds + len(piece_rows(prompt)),
-                alpha=c.alpha,
-                alpha_var=c.alpha_var,
-                num_alpha_tested=c.tested if measured else 0,
+                num_rounds=int(c.rounds),
+                num_drafts=int(c.drafts),
+                num_draft_tokens=int(c.drafted),
+                num_tested=int(c.tested),
+                num_accepted_tokens=int(c.accepted),
+                num_accepted_tokens_per_pos=tuple(c.accepted_at.tolist()),
+                num_emitted_tokens=int(c.emitted),
+                target_passes=int(c.rounds) + len(piece_rows(prompt)),
+                alpha=float(c.alpha),
+                alpha_var=float(c.alpha_var),
+                num_alpha_tested=int(c.tested) if measured else 0,
                 times=spent,
             )
             for c, prompt, spent in zip(rows, fed, times, strict=True)

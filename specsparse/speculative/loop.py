@@ -286,16 +286,16 @@ def make_step(
 
 def count(c: LoopCounters, draft: Draft, verdict: Verdict, live_B, emitted_B) -> LoopCounters:
     """The counters after a round. Accepted tokens that a stop or the limit cut off still count as accepted."""
-    one_B = live_B.astype(jnp.int32)
-    depth_K = jnp.arange(c.accepted_at.shape[1], dtype=jnp.int32)[None]
-    return LoopCounters(
-        rounds=c.rounds + one_B,
-        drafts=c.drafts + one_B * (draft.count > 0).astype(jnp.int32),
-        drafted=c.drafted + one_B * draft.count,
-        tested=c.tested + one_B * verdict.tested,
-        accepted=c.accepted + one_B * verdict.accepted,
-        emitted=c.emitted + emitted_B,
-        accepted_at=c.accepted_at + one_B[:, None] * (depth_K < verdict.accepted[:, None]).astype(jnp.int32),
-        alpha=c.alpha + live_B.astype(jnp.float32) * verdict.alpha,
-        alpha_var=c.alpha_var + live_B.astype(jnp.float32) * verdict.alpha_var,
+    one_B, share_B = live_B.astype(jnp.int32), live_B.astype(jnp.float32)
+    depth_K = jnp.arange(draft.max_nodes, dtype=jnp.int32)[None]
+    return c.plus(
+        rounds=one_B,
+        drafts=one_B * (draft.count > 0).astype(jnp.int32),
+        drafted=one_B * draft.count,
+        tested=one_B * verdict.tested,
+        accepted=one_B * verdict.accepted,
+        emitted=emitted_B,
+        accepted_at=one_B[:, None] * (depth_K < verdict.accepted[:, None]).astype(jnp.int32),
+        alpha=share_B * verdict.alpha,
+        alpha_var=share_B * verdict.alpha_var,
     )

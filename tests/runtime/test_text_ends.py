@@ -161,7 +161,8 @@ def test_rounds_of_a_call_share_its_time():
     for first, used in ((1, 3), (4, 3)):
         rounds = np.zeros((16, 2), np.int32)
         rounds[:used] = np.arange(first, first + used)[:, None]
-        counters = LoopCounters(*[rounds] * 5, 2 * rounds, rounds[..., None], rounds.astype(np.float32), rounds)
+        totals = np.stack([*[rounds] * 5, 2 * rounds, rounds], axis=-1)
+        counters = LoopCounters(totals, np.stack([rounds, rounds], axis=-1).astype(np.float32))
         log.add(Times(total=6.0, draft=3.0, verify=1.0, sample=1.0, commit=0.5, host=0.5), Note(counters))
     log.end({0: 4, 1: 9})
     now = log.at_ends(Note(jax.tree.map(lambda a: a[used - 1], counters)))
