@@ -22,7 +22,7 @@ def suffix_matches(tokens_BC: jax.Array, length_B: jax.Array, *, longest: int) -
 
 
 def later(values_BC: jax.Array, k: int, *, fill: int) -> jax.Array:
-    """`values_BC` moved k places to the right, `fill` before it. A roll would be three operations that no pass fuses."""
+    """`values_BC` moved k places to the right, `fill` before it; a roll is three operations that no pass fuses."""
     return jnp.pad(values_BC, ((0, 0), (k, 0)), constant_values=fill)[:, : values_BC.shape[1]]
 
 
