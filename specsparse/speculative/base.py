@@ -7,7 +7,9 @@ root), row 1+i is node i of the draft. `-1` is the root where a node index stand
 import abc
 import dataclasses
 import enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from specsparse.engine.pytree import Pytree
 
 if TYPE_CHECKING:  # for the types alone: kinds of draws are known without it
     import jax
@@ -108,11 +110,11 @@ class DraftContext(NamedTuple):
     tokens: "jax.Array"
     length: "jax.Array"
     budget: "jax.Array"
-    seed: Any
-    sample: Any
+    seed: "jax.Array"
+    sample: "jax.Array"
     round: "jax.Array"
-    params: Any = None
-    cache: Any = None
+    params: Pytree = None
+    cache: Pytree = None
 
 
 class Drafted(NamedTuple):
@@ -125,8 +127,8 @@ class Drafted(NamedTuple):
     """
 
     draft: Draft
-    state: Any
-    cache: Any
+    state: Pytree
+    cache: Pytree
 
 
 class Feedback(NamedTuple):
@@ -175,7 +177,7 @@ class Drafter(abc.ABC):
         """Whether `init` and `commit` need the target's hidden states."""
         return False
 
-    def init(self, params: Any, ctx: DraftContext, *, hidden: "jax.Array | None" = None) -> Any:
+    def init(self, params: Pytree, ctx: DraftContext, *, hidden: "jax.Array | None" = None) -> Pytree:
         """State after the prompt: `ctx.tokens[:, :length]` is the prompt and the first emitted token, if there is one.
 
         `hidden` is float[B, n, D], the target's features of the prompt (row i is position i). By default no state.
@@ -183,10 +185,10 @@ class Drafter(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def draft(self, params: Any, state: Any, ctx: DraftContext) -> Drafted:
+    def draft(self, params: Pytree, state: Pytree, ctx: DraftContext) -> Drafted:
         """Proposes continuations of `ctx.tokens[:, :length]`, `count <= budget`; consumes noise stream `draft`."""
 
-    def commit(self, params: Any, state: Any, ctx: DraftContext, feedback: Feedback) -> Any:
+    def commit(self, params: Pytree, state: Pytree, ctx: DraftContext, feedback: Feedback) -> Pytree:
         """State after the verdict; `ctx` already holds the emitted tokens. By default as it was."""
         return state
 
@@ -207,7 +209,7 @@ class Verifier:
     """
 
     name: str
-    rule: Any
+    rule: object
     kinds: frozenset[DraftKind]
     tree: bool = False
     lossless: bool = True

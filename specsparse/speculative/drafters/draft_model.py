@@ -2,14 +2,15 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from specsparse.engine import cache as kv
 from specsparse.engine.cache import LANES, KVCache
 from specsparse.engine.model import Model
+from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext, Feedback
 from specsparse.speculative.drafters.options import ModelOptions
@@ -28,7 +29,7 @@ class OwnModel(ModelSource):
     layers_total: int
     kv_heads: int
     head_dim: int
-    kv_dtype: Any
+    kv_dtype: DTypeLike
 
     def capacity(self, tokens: int) -> int:
         """Slots of its cache beside a target's of `tokens` slots."""
@@ -75,7 +76,7 @@ class OwnModel(ModelSource):
         logits_BN = jnp.zeros((ctx.length.shape[0], self.vocab.columns), jnp.float32)
         return jax.lax.while_loop(lambda c: (c[0].length < until_B).any(), step, (state, logits_BN))
 
-    def close(self, state: KVCache, cache: KVCache, ctx: DraftContext) -> tuple[KVCache, Any]:
+    def close(self, state: KVCache, cache: KVCache, ctx: DraftContext) -> tuple[KVCache, Pytree]:
         """Its own cache, rolled back to the committed tokens; the target's as it was."""
         return kv.rollback(cache, ctx.length), ctx.cache
 
@@ -92,7 +93,7 @@ class OwnModel(ModelSource):
         """A longer length; the rows of a path are moved together."""
         return kv.commit(state, count_B) if rows_Bm is None else kv.commit_path(state, rows_Bm, count_B)
 
-    def params(self, weights: DraftWeights, ctx: DraftContext) -> Any:
+    def params(self, weights: DraftWeights, ctx: DraftContext) -> Pytree:
         """Its own."""
         return weights.params
 

@@ -2,11 +2,12 @@
 
 import dataclasses
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext, Drafted, Drafter, DraftKind, Feedback
 from specsparse.speculative.tree import TreeTemplate
@@ -15,8 +16,8 @@ from specsparse.speculative.tree import TreeTemplate
 class EitherState(NamedTuple):
     """The states of the two, and bool[B], whether the last draft was the first one's."""
 
-    first: Any
-    second: Any
+    first: Pytree
+    second: Pytree
     took: jax.Array
 
 
@@ -54,13 +55,13 @@ class Either(Drafter):
         """If one of them does."""
         return self.first.wants_hidden or self.second.wants_hidden
 
-    def init(self, params: Any, ctx: DraftContext, *, hidden: jax.Array | None = None) -> EitherState:
+    def init(self, params: Pytree, ctx: DraftContext, *, hidden: jax.Array | None = None) -> EitherState:
         """Both begin."""
         first = self.first.init(None, ctx, hidden=hidden)
         second = self.second.init(params, ctx, hidden=hidden)
         return EitherState(first, second, jnp.zeros((ctx.length.shape[0],), bool))
 
-    def draft(self, params: Any, state: EitherState, ctx: DraftContext) -> Drafted:
+    def draft(self, params: Pytree, state: EitherState, ctx: DraftContext) -> Drafted:
         """The first one's draft, or the second one's."""
         a = self.first.draft(None, state.first, ctx)
         took_B = a.draft.count > 0
@@ -75,7 +76,7 @@ class Either(Drafter):
         )
         return Drafted(draft, EitherState(a.state, b.state, took_B), b.cache)
 
-    def commit(self, params: Any, state: EitherState, ctx: DraftContext, feedback: Feedback) -> EitherState:
+    def commit(self, params: Pytree, state: EitherState, ctx: DraftContext, feedback: Feedback) -> EitherState:
         """Both learn the verdict; the one that did not draft sees an empty draft."""
         draft, zero_B = feedback.draft, jnp.zeros_like(feedback.draft.count)
         mine = feedback._replace(draft=draft._replace(count=jnp.where(state.took, draft.count, zero_B)))

@@ -5,15 +5,16 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from jax.typing import ArrayLike
 
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile, TensorInfo, open_gguf
 from specsparse.engine.gguf.writer import NewTensor, encode, write_gguf
+from specsparse.engine.model import Model
 from specsparse.engine.weights import Layer, pack_matrix
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
@@ -44,12 +45,12 @@ class HeadFile:
     path: Path
 
 
-def fingerprint(output_norm: Any) -> str:
+def fingerprint(output_norm: ArrayLike) -> str:
     """What a target is known by, however its matrices are quantised: a hash of its output norm f32[D]."""
     return hashlib.sha256(np.asarray(output_norm, np.float32).tobytes()).hexdigest()[:16]
 
 
-def find(spec: str | Path | None, output_norm: Any) -> Path:
+def find(spec: str | Path | None, output_norm: ArrayLike | None) -> Path:
     """The file of a head: a path, the name of a shipped one, or None for the shipped one that fits the target.
 
     Raises:
@@ -139,7 +140,7 @@ def _ids(f: GGUFFile, config: ModelConfig) -> np.ndarray:
 
 
 def write_head(
-    path: Path, target: Any, tensors: Mapping[str, np.ndarray], ids: np.ndarray, *, quant: str = "F32", name: str = ""
+    path: Path, target: Model, tensors: Mapping[str, np.ndarray], ids: np.ndarray, *, quant: str = "F32", name: str = ""
 ) -> Path:
     """Writes a head; the file appears whole or not at all.
 

@@ -7,13 +7,15 @@ h. Its row i stands in slot i of a cache of its own, so that this cache holds on
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from specsparse.engine import cache as kv
 from specsparse.engine.cache import KVCache
+from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Layer, Params
 from specsparse.kernels import Kernels, QTensor
 from specsparse.speculative.base import DraftContext, Feedback
@@ -78,7 +80,7 @@ class HeadSource(Source):
     width: int
     kv_heads: int
     head_dim: int
-    kv_dtype: Any
+    kv_dtype: DTypeLike
     tree_rows: int = 0
     wants_hidden: ClassVar[bool] = True
 
@@ -141,7 +143,7 @@ class HeadSource(Source):
             cache = cache._replace(rows=cache.rows.at[:, :n].set(jnp.where(fed_Bn1, y_BnD, cache.rows[:, :n])))
         return self._logits(weights, y_BnD, n_valid_B), cache
 
-    def close(self, state: HeadState, cache: HeadState, ctx: DraftContext) -> tuple[HeadState, Any]:
+    def close(self, state: HeadState, cache: HeadState, ctx: DraftContext) -> tuple[HeadState, Pytree]:
         """What was drafted is forgotten: the verdict brings the target's own rows."""
         return cache._replace(length=state.length, root=state.root), ctx.cache
 

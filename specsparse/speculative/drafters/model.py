@@ -2,13 +2,14 @@
 
 import dataclasses
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from specsparse.engine import cache as kv
 from specsparse.engine.cache import KVCache
+from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
 from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback
 from specsparse.speculative.draft_law import DraftLaw, draft_uniform
@@ -20,8 +21,8 @@ from specsparse.speculative.tree import TreeTemplate
 class ModelState(NamedTuple):
     """What a model drafter carries from round to round: its source's and its policy's state."""
 
-    source: Any
-    policy: Any
+    source: Pytree
+    policy: Pytree
 
 
 class _Chain(NamedTuple):

@@ -1,11 +1,12 @@
 """N-gram lookup: what followed the last n tokens earlier in the text follows again. No weights."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext, Drafted, Drafter, DraftKind
 from specsparse.speculative.drafters import lookup
@@ -65,7 +66,7 @@ class NGram(Drafter):
         """llama.cpp's `ngram-map-k`."""
         return cls(max_nodes, size_n, size_n, newest=True, min_hits=min_hits, min_follow=size_m, copy_max=size_m)
 
-    def draft(self, params: Any, state: Any, ctx: DraftContext) -> Drafted:
+    def draft(self, params: Pytree, state: Pytree, ctx: DraftContext) -> Drafted:
         """What followed the match; consumes no noise."""
         start_B, found_B = self.find(ctx.tokens, ctx.length)
         follow_B = jnp.where(found_B, ctx.length - start_B, 0)

@@ -4,11 +4,12 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, NamedTuple, Self
+from typing import Annotated, ClassVar, NamedTuple, Self
 
 import jax
 
 from specsparse.engine.model import Model
+from specsparse.engine.pytree import Pytree
 from specsparse.speculative.base import Drafter, DraftKind
 from specsparse.speculative.drafters.options import Drafting, under
 from specsparse.speculative.drafters.style import Style
@@ -27,7 +28,7 @@ class Bound(NamedTuple):
     """
 
     drafter: Drafter
-    weights: Callable[[int], Any]
+    weights: Callable[[int], Pytree]
     bytes_per_token: int = 0
 
     def under(self, policy: Policy) -> "Bound":

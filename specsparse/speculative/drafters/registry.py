@@ -1,7 +1,7 @@
 """Drafters by name, with the option names of llama.cpp, vLLM and Hugging Face. jax is imported when one is made."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specsparse.speculative.drafters import options as own
 from specsparse.speculative.gamma import GAMMA_NAMES
@@ -44,7 +44,7 @@ register = DRAFTERS.register
 """Makes a class known by name: `register("mine", MyDrafter, aliases=("my-own",))`. A name can be given once."""
 
 
-def get_drafter(name: str, **options: Any) -> "Drafter | DrafterPlan":
+def get_drafter(name: str, **options: object) -> "Drafter | DrafterPlan":
     """The drafter of that name or `module:Class`, with its options under their own or other projects' names.
 
     A drafter that needs a model comes as a plan, to be bound to a target; `specsparse.generate` does that.
@@ -55,7 +55,7 @@ def get_drafter(name: str, **options: Any) -> "Drafter | DrafterPlan":
     return DRAFTERS.make(name, _with_gamma(name, options))
 
 
-def check_options(name: str, options: Mapping[str, Any]) -> None:
+def check_options(name: str, options: Mapping[str, object]) -> None:
     """Refuses what `get_drafter` refuses, without making a built-in drafter.
 
     Raises:
@@ -75,7 +75,7 @@ def takes(name: str) -> frozenset[str]:
     return words | set(GAMMA_NAMES) if "max_nodes" in words else words
 
 
-def _with_gamma(name: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_gamma(name: str, options: Mapping[str, object]) -> Mapping[str, object]:
     """Everybody's names of `max_nodes` for a class that does not list them."""
     known = DRAFTERS.options(name)
     listed = {word for option in known.values() for word in (option.name, *option.aliases)}

@@ -2,12 +2,13 @@
 
 import dataclasses
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
 from specsparse.speculative.base import ROOT, Draft, DraftContext, Drafted, Drafter, DraftKind
 from specsparse.speculative.drafters import lookup
@@ -72,7 +73,7 @@ class Scripted(Drafter):
         """Whether the template branches."""
         return self.template.width > 1
 
-    def draft(self, params: Any, state: Any, ctx: DraftContext) -> Drafted:
+    def draft(self, params: Pytree, state: Pytree, ctx: DraftContext) -> Drafted:
         """The round's script, cut to the first `budget` nodes; consumes no noise."""
         batch, K = ctx.tokens.shape[0], self.max_nodes
         truth_BK = self._truth(params, ctx)
@@ -84,7 +85,7 @@ class Scripted(Drafter):
         tokens_BK = jnp.where(jnp.arange(K, dtype=jnp.int32)[None] < count_B[:, None], tokens_BK, 0)
         return lookup.drafted(Draft(tokens_BK, self.template.parents_array(batch), count_B), state, ctx)
 
-    def _truth(self, params: Any, ctx: DraftContext) -> jax.Array:
+    def _truth(self, params: Pytree, ctx: DraftContext) -> jax.Array:
         """int32[B, K]: the true id at each node's position, -1 beyond the end of the truth."""
         given = jnp.array(self.truth, jnp.int32) if params is None else jnp.asarray(params, jnp.int32)
         batch, n = ctx.tokens.shape[0], given.shape[-1]

@@ -1,7 +1,6 @@
 """The target drafts for itself, with fewer layers or neurons and on its own cache."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ from specsparse.engine import cache as kv
 from specsparse.engine.cache import KVCache
 from specsparse.engine.llama import ForwardFn
 from specsparse.engine.model import Model
+from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext, Feedback
 from specsparse.speculative.drafters.options import LayerSkipOptions, SparseSelfOptions
@@ -60,7 +60,7 @@ class TargetLayers(ModelSource):
         """Nothing: the target's own pass decides what its cache holds."""
         return None
 
-    def params(self, weights: DraftWeights, ctx: DraftContext) -> Any:
+    def params(self, weights: DraftWeights, ctx: DraftContext) -> Pytree:
         """The target's, all or with fewer neurons, with the trimmed head if there is one."""
         params = ctx.params if weights.params is None else weights.params
         return params if weights.head is None else params._replace(output=weights.head)
@@ -106,7 +106,7 @@ def default_layers(count: int) -> tuple[int, ...]:
     return tuple(i for i in range(count) if i < edge or i >= count - edge or (i - edge) % 2)
 
 
-def on_target(style: Style, target: Model, forward: ForwardFn, layers: tuple[int, ...] | None, read: Any) -> Bound:
+def on_target(style: Style, target: Model, forward: ForwardFn, layers: tuple[int, ...] | None, read: Pytree) -> Bound:
     """The drafter that a part of the target makes, on the target's cache.
 
     Args:

@@ -8,13 +8,14 @@ of the draft's vocabulary; `widen` and `token_ids` lead from columns to the targ
 
 import abc
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from specsparse.engine.cache import KVCache
 from specsparse.engine.llama import ForwardFn, Want
+from specsparse.engine.pytree import Pytree
 from specsparse.kernels import QTensor
 from specsparse.speculative.base import DraftContext, Feedback
 
@@ -33,7 +34,7 @@ class DraftWeights(NamedTuple):
         place: int32[V], column of each target id, N where it has none, or None.
     """
 
-    params: Any = None
+    params: Pytree = None
     head: QTensor | None = None
     ids: jax.Array | None = None
     place: jax.Array | None = None
@@ -85,15 +86,17 @@ class Source(abc.ABC):
     wants_hidden: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def init(self, weights: DraftWeights, ctx: DraftContext, hidden_BnD: jax.Array | None = None) -> Any:
+    def init(self, weights: DraftWeights, ctx: DraftContext, hidden_BnD: jax.Array | None = None) -> Pytree:
         """State after the prompt; `hidden` are its rows."""
 
     @abc.abstractmethod
-    def room(self, state: Any, ctx: DraftContext) -> jax.Array:
+    def room(self, state: Pytree, ctx: DraftContext) -> jax.Array:
         """int32[B]: nodes that may be fed or drafted behind the committed tokens; below 1 there is no draft."""
 
     @abc.abstractmethod
-    def open(self, weights: DraftWeights, state: Any, ctx: DraftContext, live_B: jax.Array) -> tuple[Any, jax.Array]:
+    def open(
+        self, weights: DraftWeights, state: Pytree, ctx: DraftContext, live_B: jax.Array
+    ) -> tuple[Pytree, jax.Array]:
         """The cache with all committed tokens of the sequences in `live`, and float32[B, N] logits after the last."""
 
     @abc.abstractmethod
@@ -101,12 +104,12 @@ class Source(abc.ABC):
         self,
         weights: DraftWeights,
         ctx: DraftContext,
-        cache: Any,
+        cache: Pytree,
         tokens_Bn: jax.Array,
         *,
         n_valid_B: jax.Array,
         parents_Bn: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[jax.Array, Pytree]:
         """float32[B, n, N] logits and the cache, its length unchanged.
 
         Without `parents` a chain is fed one token at a time, each committed before the next. With them all rows of a
@@ -114,20 +117,20 @@ class Source(abc.ABC):
         """
 
     @abc.abstractmethod
-    def close(self, state: Any, cache: Any, ctx: DraftContext) -> tuple[Any, Any]:
+    def close(self, state: Pytree, cache: Pytree, ctx: DraftContext) -> tuple[Pytree, Pytree]:
         """The state, and the target's cache, after a draft."""
 
     @abc.abstractmethod
     def keep(
         self,
         weights: DraftWeights,
-        state: Any,
+        state: Pytree,
         ctx: DraftContext,
         feedback: Feedback,
         *,
         rows_Bm: jax.Array | None,
         count_B: jax.Array,
-    ) -> Any:
+    ) -> Pytree:
         """State after the verdict: it may keep the first `count` rows fed in the last draft, or of the path `rows`."""
 
 
@@ -150,7 +153,7 @@ class ModelSource(Source):
     layers: tuple[int, ...] | None
 
     @abc.abstractmethod
-    def params(self, weights: DraftWeights, ctx: DraftContext) -> Any:
+    def params(self, weights: DraftWeights, ctx: DraftContext) -> Pytree:
         """The parameters the forward function takes."""
 
     def feed(
@@ -163,7 +166,7 @@ class ModelSource(Source):
         n_valid_B: jax.Array,
         parents_Bn: jax.Array | None = None,
         logits: str = "all",
-    ) -> tuple[Any, KVCache]:
+    ) -> tuple[Pytree, KVCache]:
         """float32[B, n, N] logits ([B, 1, N] of the last row, or None), and the cache, its length unchanged."""
         want = Want(logits=logits, layers=self.layers)  # type: ignore[arg-type]
         params = self.params(weights, ctx)

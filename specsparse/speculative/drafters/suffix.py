@@ -1,11 +1,12 @@
 """Suffix decoding: the longest earlier match of the text's end, weighed by what followed each occurrence."""
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from specsparse.engine.pytree import Pytree
 from specsparse.speculative.base import DraftContext, Drafted, Drafter, DraftKind, Feedback
 from specsparse.speculative.drafters import lookup
 from specsparse.speculative.drafters.options import SuffixOptions
@@ -41,7 +42,7 @@ class Suffix(SuffixOptions, Drafter):
 
     kind: ClassVar[DraftKind] = DraftKind.ONE_HOT
 
-    def init(self, params: Any, ctx: DraftContext, *, hidden: jax.Array | None = None) -> SuffixState:
+    def init(self, params: Pytree, ctx: DraftContext, *, hidden: jax.Array | None = None) -> SuffixState:
         """Matches of the prompt's end, by as many passes over C as its longest match is long."""
         C = ctx.tokens.shape[1]
         position_C = jnp.arange(C, dtype=jnp.int32)[None]
@@ -57,7 +58,7 @@ class Suffix(SuffixOptions, Drafter):
         match_BC = jax.lax.while_loop(lambda c: (c[0] < self.longest) & c[1].any(), step, start)[2]
         return SuffixState(match_BC, ctx.length)
 
-    def draft(self, params: Any, state: SuffixState, ctx: DraftContext) -> Drafted:
+    def draft(self, params: Pytree, state: SuffixState, ctx: DraftContext) -> Drafted:
         """The winning continuation; consumes no noise."""
         ends_BW, best_B = self._latest(state.match, ctx.length)
         follow_BWK, known_BWK = self._continuations(ctx, ends_BW)
@@ -72,7 +73,7 @@ class Suffix(SuffixOptions, Drafter):
         start_B = jnp.take_along_axis(ends_BW, winner_B1, axis=1)[:, 0] + 1
         return lookup.drafted(lookup.copy_chain(ctx, start_B, count_B, max_nodes=self.max_nodes), state, ctx)
 
-    def commit(self, params: Any, state: SuffixState, ctx: DraftContext, feedback: Feedback) -> SuffixState:
+    def commit(self, params: Pytree, state: SuffixState, ctx: DraftContext, feedback: Feedback) -> SuffixState:
         """One pass over C for each token emitted: a match grows by one where the text repeats that token."""
         C = ctx.tokens.shape[1]
         position_C = jnp.arange(C, dtype=jnp.int32)[None]

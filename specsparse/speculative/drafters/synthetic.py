@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
 from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Verdict, Verifier
 from specsparse.speculative.drafters import lookup
@@ -191,7 +192,7 @@ class Synthetic(Drafter):
         """K."""
         return len(self.rates.conditional)
 
-    def draft(self, params: Any, state: Any, ctx: DraftContext) -> Drafted:
+    def draft(self, params: Pytree, state: Pytree, ctx: DraftContext) -> Drafted:
         """The K tokens before the last one, of them `budget`; consumes no noise."""
         batch, K = ctx.tokens.shape[0], self.max_nodes
         count_B = lookup.allowed(ctx, jnp.full((batch,), K, jnp.int32), max_nodes=K)

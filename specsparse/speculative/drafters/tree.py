@@ -2,11 +2,12 @@
 
 import dataclasses
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from specsparse.engine.pytree import Pytree
 from specsparse.speculative.base import DraftContext, Drafted, Drafter, Feedback
 from specsparse.speculative.draft_law import DraftLaw
 from specsparse.speculative.drafters.sources import DraftWeights, Source
@@ -16,7 +17,7 @@ from specsparse.speculative.trees.base import Ground, TreeShape
 class TreeState(NamedTuple):
     """The source's state, and int32[B, K], the row each node of the last draft was fed under (-1: it was not)."""
 
-    source: Any
+    source: Pytree
     rows: jax.Array
 
 

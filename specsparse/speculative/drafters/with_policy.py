@@ -2,12 +2,13 @@
 
 import dataclasses
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext, Drafted, Drafter, Feedback
 from specsparse.speculative.drafters.either import Either
@@ -19,8 +20,8 @@ from specsparse.speculative.policies.cost import AutoOff, CostOptimal
 class PolicyState(NamedTuple):
     """The drafter's state, the policy's, and int32[B], rounds in which the policy drafted nothing."""
 
-    inner: Any
-    policy: Any
+    inner: Pytree
+    policy: Pytree
     off: jax.Array
 
 
@@ -56,13 +57,13 @@ class WithPolicy(Drafter):
     tree = property(attrgetter("drafter.tree"))
     wants_hidden = property(attrgetter("drafter.wants_hidden"))
 
-    def init(self, params: Any, ctx: DraftContext, *, hidden: jax.Array | None = None) -> PolicyState:
+    def init(self, params: Pytree, ctx: DraftContext, *, hidden: jax.Array | None = None) -> PolicyState:
         """Both begin."""
         batch = ctx.length.shape[0]
         inner = self.drafter.init(params, ctx, hidden=hidden)
         return PolicyState(inner, self.policy.init(batch), jnp.zeros((batch,), jnp.int32))
 
-    def draft(self, params: Any, state: PolicyState, ctx: DraftContext) -> Drafted:
+    def draft(self, params: Pytree, state: PolicyState, ctx: DraftContext) -> Drafted:
         """The drafter's draft on the policy's budget; one that is too short is dropped (one-hot drafts only)."""
         budget_B = self.policy.budget(state.policy, ctx)
         drafted = self.drafter.draft(params, state.inner, ctx._replace(budget=budget_B))
@@ -72,14 +73,14 @@ class WithPolicy(Drafter):
             draft=drafted.draft._replace(count=kept_B), state=PolicyState(drafted.state, state.policy, off_B)
         )
 
-    def commit(self, params: Any, state: PolicyState, ctx: DraftContext, feedback: Feedback) -> PolicyState:
+    def commit(self, params: Pytree, state: PolicyState, ctx: DraftContext, feedback: Feedback) -> PolicyState:
         """Both learn the verdict."""
         inner = self.drafter.commit(params, state.inner, ctx, feedback)
         policy = self.policy.update(state.policy, feedback.verdict, feedback.draft.count)
         return state._replace(inner=inner, policy=policy)
 
 
-def policy_reports(policy: Policy, state: Any, off_B: np.ndarray) -> list[PolicyReport]:
+def policy_reports(policy: Policy, state: Pytree, off_B: np.ndarray) -> list[PolicyReport]:
     """What a policy in that state did to each sequence, of which it drafted nothing in `off_B` rounds."""
     if not isinstance(policy, AutoOff):
         return [PolicyReport(off) for off in off_B.tolist()]
