@@ -1,6 +1,5 @@
 """Training of PowerInfer's predictor for one layer: weighted cross-entropy on the form that inference runs."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Literal, NamedTuple
@@ -172,18 +171,6 @@ class LayerTrainer:
         """(fc1 f32[r, D], fc2 f32[F, r]) for residuals as they are; the largest entry of each is 1."""
         fc1, fc2 = np.asarray(state.best.fc1) / self.scale, np.asarray(state.best.fc2)
         return fc1 / np.abs(fc1).max(), fc2 / np.abs(fc2).max()
-
-
-def train_layer(
-    trainer: LayerTrainer, on_epoch: Callable[[Epoch], None] | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Trains to the end: (fc1, fc2)."""
-    state = trainer.start()
-    while not trainer.done(state):
-        state, found = trainer.step(state)
-        if on_epoch is not None:
-            on_epoch(found)
-    return trainer.result(state)
 
 
 def _optimiser(options: FitOptions) -> optax.GradientTransformation:

@@ -11,7 +11,7 @@ from specsparse.errors import UserError
 from specsparse.predictors import get_predictor
 from specsparse.predictors.fit.checkpoint import load_pairs, load_predictors, save_predictors
 from specsparse.predictors.fit.labels import label
-from specsparse.predictors.fit.train import FitOptions, LayerTrainer, train_layer
+from specsparse.predictors.fit.train import FitOptions, LayerTrainer
 from specsparse.predictors.mlp import mlp_weights
 from specsparse.support.options import read
 from specsparse.support.tensor_files import load_state, save_state
@@ -32,6 +32,16 @@ def labels(planted):
 
 def trainer(planted, labels, **changes):
     return LayerTrainer(dataclasses.replace(OPTIONS, **changes), planted.layer, planted.rows, labels)
+
+
+def trained(made, epochs=None):
+    """(fc1, fc2) of a training to its end; what each epoch left is added to `epochs`."""
+    state = made.start()
+    while not made.done(state):
+        state, epoch = made.step(state)
+        if epochs is not None:
+            epochs.append(epoch)
+    return made.result(state)
 
 
 def kept(planted, fc1, fc2, rows):
@@ -67,7 +77,7 @@ def test_a_layer_without_two_kinds_of_neurons_teaches_nothing(planted):
 def test_training_finds_the_active_neurons_and_reads_the_residual_as_it_is(planted, labels):
     """From random weights, in the form that is exported: f16, and rows of any size."""
     epochs = []
-    fc1, fc2 = train_layer(trainer(planted, labels, init="random", epochs=20, learning_rate=0.01), epochs.append)
+    fc1, fc2 = trained(trainer(planted, labels, init="random", epochs=20, learning_rate=0.01), epochs)
     losses = [e.loss for e in epochs]
     assert losses[-1] < 0.5 * losses[0] and len(epochs) <= 20
     active = true_neurons(planted, planted.held_out) != 0
@@ -92,7 +102,7 @@ def test_it_starts_from_the_training_free_predictor_and_never_ends_worse(planted
 
 def test_it_stops_when_the_held_out_loss_stops_falling(planted, labels):
     epochs = []
-    train_layer(trainer(planted, labels, learning_rate=10.0, patience=2), epochs.append)
+    trained(trainer(planted, labels, learning_rate=10.0, patience=2), epochs)
     assert len(epochs) == 2
 
 
