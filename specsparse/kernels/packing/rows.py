@@ -1,7 +1,6 @@
 """Rows of a packed matrix as a packed matrix of their own, without unpacking it: the lanes of a group are alike."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specsparse.errors import UserError
@@ -11,10 +10,9 @@ from specsparse.kernels.qtensor import ROWS, Layout, QTensor
 
 def lane_bytes(layout: Layout, cols: int) -> np.ndarray:
     """int64[16, bytes of a row]: where the bytes of each row lie in a group of `cols` columns, in one order for all."""
-    place = jnp.arange(layout.group_bytes(cols), dtype=jnp.int32)[None]
+    place = np.arange(layout.group_bytes(cols))[None]
     fields = [f for f in dequant._split(place, layout, cols) if f is not None]
-    lanes = [np.asarray(f)[0].transpose(1, 0, 2).reshape(ROWS, -1) for f in fields]
-    return np.concatenate(lanes, axis=1).astype(np.int64)
+    return np.concatenate([f[0].transpose(1, 0, 2).reshape(ROWS, -1) for f in fields], axis=1)
 
 
 def take_rows(w: QTensor, ids: np.ndarray) -> QTensor:
