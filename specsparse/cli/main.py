@@ -17,6 +17,7 @@ COMMANDS = {
     "convert": "make GGUF files of checkpoints, of llama2.c and for PowerInfer, quantise them, set metadata",
     "generate": "continue a prompt by any method; text as it comes, or JSON",
     "inspect": "what a model file is, what it costs, and how two files fit as target and draft",
+    "models": "the models that have a name: whether they are here, their size, what they could do here",
     "profile": "time per stage and per kernel, and a trace for Perfetto",
     "replay": "the acceptance of other verifiers, lengths and temperatures on a recorded run",
     "report": "one HTML page about finished runs, with figures and CSV; or two runs side by side",

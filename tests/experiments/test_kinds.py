@@ -10,6 +10,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from rich.console import Console
 
+from specsparse import run
 from specsparse.errors import UserError
 from specsparse.experiments import runner, sweep_table
 from specsparse.experiments.config import from_omegaconf
@@ -21,7 +22,7 @@ from specsparse.experiments.settings import DrafterSpec, FfnSpec, ModelSpec, Pol
 from specsparse.measure import conditions, machine, speedup
 from specsparse.measure.conditions import Conditions
 from specsparse.models import catalogue
-from specsparse.report import record
+from specsparse.report import figures, methods, record, runs
 from specsparse.runtime import metrics
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.with_policy import WithPolicy
@@ -84,16 +85,18 @@ def test_a_watched_run_with_a_policy_and_the_host_loop(cfg, tmp_path):
     assert "oracles" in summary and summary["jit_over_host_loop"]["prompts"] == 2
 
 
-LLAMA160M = {
-    "spec_llama160m": ("model x match (lossless: plain decoding's tokens)", ["policy.p_min=0.01", "policy.n_min=2"]),
+SAME_TEXT = "model x match (lossless: plain decoding's tokens)"
+PAIRS = {
+    "spec_llama160m": (SAME_TEXT, ["policy.p_min=0.01", "policy.n_min=2"]),
     "spec_llama160m_pq": ("model x token (lossless in law)", ["policy.p_min=0.01"]),
+    **{name: (SAME_TEXT, []) for name in ("spec_llama31_8b", "spec_smollm2_1.7b", "spec_tinyllama")},
 }
 
 
-@pytest.mark.parametrize("name", LLAMA160M)
-def test_llama160m_runs_on_tiny_models(cfg, files, tmp_path, name):
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_pair_runs_on_tiny_models(cfg, files, tmp_path, name):
     """The experiment files themselves. Drafts of a random model are unsure, so p_min and draft_min are lowered."""
-    label, lower = LLAMA160M[name]
+    label, lower = PAIRS[name]
     own = [f"model.path={files / 'target.gguf'}", f"drafter.model={files / 'draft.gguf'}", "policy.gamma=4"]
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         of_file = from_omegaconf(compose("config", [f"+experiment={name}", *own, *lower]))
@@ -101,6 +104,21 @@ def test_llama160m_runs_on_tiny_models(cfg, files, tmp_path, name):
     found, text, _ = play(replaced(of_file, **few), tmp_path)
     assert found.as_promised and label in text
     assert found.result.groups["all"].sides["speculative"].counters.num_drafts > 0
+
+
+def test_a_sweep_of_a_pair_draws_acceptance_and_speed_up(files, tmp_path, monkeypatch):
+    """The experiment file by its command, on a few cells of stand-ins."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    few = ["policy.gamma=1,2", "sampling.temperature=0.0,0.7", "max_tokens=8", "warmup=false", "tracker.mode=disabled"]
+    pair = [f"model.path={files / 'target.gguf'}", f"drafter.model={files / 'draft.gguf'}"]
+    data = [f"data.source={files / 'prompts.jsonl'}", "data.tasks=[chat]", "data.chat=false"]
+    assert run.main(["-m", "+experiment=sweep_pairs", *few, *pair, *data]) == 0
+    found = runs.find([tmp_path / "runs"])
+    assert {r.config["tracker"]["group"] for r in found} == {"sweep_pairs"} and len(found) == 4
+    made = {figure.name for figure in figures.make(found, methods.of(found))[0]}
+    ways = {f"{what}_by_{over}" for what in ("acceptance", "speedup") for over in ("gamma", "temperature")}
+    assert ways <= made
 
 
 def test_where_the_files_are_not_there_one_line_says_which(cfg, monkeypatch, tmp_path):

@@ -6,12 +6,15 @@ import io
 import json
 
 import pytest
+from hydra import compose, initialize_config_dir
 from rich.console import Console
 
 from specsparse.errors import UserError
 from specsparse.experiments import runner, sweep_table
+from specsparse.experiments.config import from_omegaconf
 from specsparse.experiments.kinds.sparse.sparsity import SparsitySpec
 from specsparse.experiments.settings import FfnSpec, ModelSpec, PredictorSpec
+from specsparse.support.paths import conf_dir
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.powerinfer import write_tiny_powerinfer
 from tests.experiments import playing
@@ -42,6 +45,15 @@ def play(cfg, directory):
     found, text, record = playing.play(cfg, directory)
     assert found.objective == -found.result.points[-1].quality.model.kl
     return found.result, text, record
+
+
+def test_the_experiment_of_relullama_runs_on_a_tiny_file(files, tmp_path):
+    own = [f"model.path={files / 'm.powerinfer.gguf'}", f"data.source={files / 'prompts.jsonl'}", "data.tasks=null"]
+    few = ["sparsity.window=32", "sparsity.judged=1", "sparsity.tokens=0"]
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        cfg = from_omegaconf(compose("config", ["+experiment=powerinfer_relullama_7b", *own, *few]))
+    found, _, record = play(cfg, tmp_path)
+    assert [point.value for point in found.points] == [0.0, 0.5] and record["summary"]["vary"] == "threshold"
 
 
 def test_predictors_beside_each_other(cfg, tmp_path):

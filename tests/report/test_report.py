@@ -91,6 +91,8 @@ def test_speedups_of_the_figures_are_those_of_the_passes(sweep):
     assert lines == pytest.approx({("T 0", "2"): 2, ("T 0", "4"): 1, ("T 0.8", "2"): 2 / 1.8, ("T 0.8", "4"): 1 / 1.8})
     heats = {r["method"] for r in rows_of(found["speedup_by_temperature"])}
     assert heats == {"gamma 2", "gamma 4"}
+    for name, lines in (("acceptance_by_gamma", {"T 0", "T 0.8"}), ("acceptance_by_temperature", heats)):
+        assert {(r["method"], r["value"]) for r in rows_of(found[name])} == {(line, "0.5") for line in lines}
 
 
 def test_acceptance_and_rounds(sweep):

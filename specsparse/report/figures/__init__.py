@@ -11,6 +11,8 @@ MAKERS = (
     speedup.by_task,
     speedup.against_gamma,
     speedup.against_temperature,
+    acceptance.against_gamma,
+    acceptance.against_temperature,
     acceptance.by_position,
     acceptance.by_task,
     acceptance.accepted_in_a_round,

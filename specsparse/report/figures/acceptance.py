@@ -7,8 +7,8 @@ from matplotlib.figure import Figure as Canvas
 from specsparse.measure import intervals
 from specsparse.report import plots
 from specsparse.report.figure import MOST, Figure, Missing, Row
-from specsparse.report.figures.speedup import NO_METHOD
-from specsparse.report.methods import Method, fastest
+from specsparse.report.figures.speedup import NO_METHOD, Measure, against
+from specsparse.report.methods import GAMMA, TEMPERATURE, Method, fastest
 from specsparse.report.runs import Run
 from specsparse.runtime import metrics
 
@@ -40,10 +40,21 @@ def by_task(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
     ]
     if not rows:
         return Missing(name, title, "no run drafted a token" if methods else NO_METHOD)
-    caption = (
-        f"Draft acceptance rate: {metrics.DEFINITIONS['draft_acceptance_rate']}. {intervals.WHISKERS}{_cut(methods)}"
-    )
-    return Figure(name, title, caption, tuple(rows), _bars, size=(8.6, 4.4))
+    return Figure(name, title, _RATE + _cut(methods), tuple(rows), _bars, size=(8.6, 4.4))
+
+
+_RATE = f"Draft acceptance rate: {metrics.DEFINITIONS['draft_acceptance_rate']}. {intervals.WHISKERS}"
+_ACCEPTANCE = Measure(Method.acceptance, "accepted / drafted", _RATE, plots.share)
+
+
+def against_gamma(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
+    """Lines over the draft length."""
+    return against("acceptance_by_gamma", "Acceptance against draft length", GAMMA, methods, _ACCEPTANCE)
+
+
+def against_temperature(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
+    """Lines over the target's temperature."""
+    return against("acceptance_by_temperature", "Acceptance against temperature", TEMPERATURE, methods, _ACCEPTANCE)
 
 
 def accepted_in_a_round(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:

@@ -1,10 +1,13 @@
 """Speed-up over plain decoding: by task, and against what a sweep varied."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
 from specsparse.measure import intervals
+from specsparse.measure.intervals import Interval
 from specsparse.report import plots
 from specsparse.report.figure import MOST, Figure, Missing, Row
 from specsparse.report.methods import GAMMA, TEMPERATURE, Method, fastest, ranked
@@ -14,6 +17,7 @@ DEFINITION = (
     "Speed-up: sum of plain decode times over sum of the method's, same prompts and token counts, interleaved, prompt "
     f"processing excluded. {intervals.WHISKERS}"
 )
+_WORDS = {GAMMA: "tokens drafted in a round", TEMPERATURE: "temperature of the target"}
 NO_METHOD = "no run decoded plainly and with a method, prompt by prompt"
 
 
@@ -36,16 +40,35 @@ def by_task(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
 
 def against_gamma(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
     """Lines over the draft length."""
-    return _against("speedup_by_gamma", "Speed-up against draft length", GAMMA, "tokens drafted in a round", methods)
+    return against("speedup_by_gamma", "Speed-up against draft length", GAMMA, methods, SPEEDUP)
 
 
 def against_temperature(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
     """Lines over the target's temperature."""
     title = "Speed-up against temperature"
-    return _against("speedup_by_temperature", title, TEMPERATURE, "temperature of the target", methods)
+    return against("speedup_by_temperature", title, TEMPERATURE, methods, SPEEDUP)
 
 
-def _against(name: str, title: str, key: str, words: str, methods: Sequence[Method]) -> Figure | Missing:
+class Measure(NamedTuple):
+    """What a line shows.
+
+    Attributes:
+        of: its value for a method; None where there is none.
+        label: of the axis.
+        definition: for the caption.
+        axes: what the plot's axes get beside the lines.
+    """
+
+    of: Callable[[Method], Interval | None]
+    label: str
+    definition: str
+    axes: Callable[[Axes], None]
+
+
+SPEEDUP = Measure(Method.speedup, "speed-up", DEFINITION, plots.par)
+
+
+def against(name: str, title: str, key: str, methods: Sequence[Method], measure: Measure) -> Figure | Missing:
     """A line a method over one key of the config; methods with one value of it are no line."""
     if not methods:
         return Missing(name, title, NO_METHOD)
@@ -56,24 +79,26 @@ def _against(name: str, title: str, key: str, words: str, methods: Sequence[Meth
     on_a_line = [m for m in methods if m.without(key) in several]
     if not on_a_line:
         return Missing(name, title, f"no two runs differ in {key} alone; sweep it: -m {key}=A,B,C")
-    lines = list(dict.fromkeys(m.without(key) for m in ranked(on_a_line)))
+    lines, words = list(dict.fromkeys(m.without(key) for m in ranked(on_a_line))), _WORDS[key]
     kept = lines[:MOST]
     rows = []
     for method in on_a_line:
-        found = method.speedup()
+        found = measure.of(method)
         if found is not None and method.without(key) in kept:
             rows.append({"method": method.without(key), words: method.run.setting(key), **found.cells()})
+    if not rows:
+        return Missing(name, title, "no run drafted a token")
     cut = f" {len(lines) - len(kept)} slower lines are left out." if len(kept) < len(lines) else ""
 
     def draw(canvas: Canvas, rows: Sequence[Row]) -> None:
         axes = canvas.subplots()
         plots.lines(axes, rows, x=words, series="method")
-        axes.set(xlabel=words, ylabel="speed-up")
+        axes.set(xlabel=words, ylabel=measure.label)
         axes.set_ylim(bottom=0)
-        plots.par(axes)
+        measure.axes(axes)
         plots.legend_below(axes)
 
-    return Figure(name, title, DEFINITION + cut, tuple(rows), draw)
+    return Figure(name, title, measure.definition + cut, tuple(rows), draw)
 
 
 def _bars(canvas: Canvas, rows: Sequence[Row]) -> None:

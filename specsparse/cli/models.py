@@ -1,0 +1,112 @@
+"""List the models that have a name: whether they are here, how large they are, how fast they could be here."""
+
+import argparse
+from dataclasses import asdict
+from typing import Any
+
+KV_LENGTH = 4096
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Names, --download, --json."""
+    add = parser.add_argument
+    add("names", nargs="*", metavar="NAME", help="these only")
+    about = "bring the named ones here; alone it asks on a terminal"
+    add("--download", nargs="?", const="ask", choices=("yes", "no", "ask"), help=about)
+    add("--json", action="store_true", help="one JSON object a line instead of a table")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the list."""
+    from specsparse.errors import UserError
+    from specsparse.models import entries, obtain
+    from specsparse.support import terminal
+    from specsparse.support.json_files import to_json
+    from specsparse.support.options import nearest
+
+    unknown = [name for name in args.names if entries.find(name) is None]
+    if unknown:
+        raise UserError(f"{unknown[0]} is no model of the catalogue{nearest(unknown[0], entries.names())}")
+    if args.download and not args.names:
+        raise UserError("--download needs the names of the models to bring here")
+    for name in args.names if args.download else ():
+        obtain.path_of(name, args.download)
+    named = {entry.name for name in args.names if (entry := entries.find(name)) is not None}
+    rows = [_row(entry) for name, entry in entries.entries().items() if not named or name in named]
+    if args.json:
+        for row in rows:
+            print(to_json(row))
+        return 0
+    out = terminal.console()
+    out.print(_table(rows))
+    bring = "`python -m specsparse models NAME --download` brings one here"
+    out.print(f"your own entries: {entries.own_folder()}; {bring}")
+    return 0
+
+
+def _row(entry: Any) -> dict[str, Any]:
+    """An entry with what this machine says of it; None is what is not known."""
+    from specsparse.errors import UserError
+    from specsparse.models import catalogue, obtain
+
+    try:
+        path = catalogue.locate(entry)
+        path = path if path is not None and path.exists() else None
+        here = "yes" if path else "made on first use" if entry.base else "no"
+    except UserError:
+        path, here = None, "not installed"
+    known = obtain.known(entry)
+    size = path.stat().st_size if path is not None and path.is_file() else known.size
+    memory = None if size is None else size + (_cache_bytes(path) if path is not None and path.is_file() else 0)
+    speed = None if size is None or entry.role == "head" else _bandwidth() / size
+    facts = {**asdict(known), "size": size, "here": here, "path": None if path is None else str(path)}
+    return {**facts, "memory": memory, "tokens_per_second": speed}
+
+
+_measured: list[float] = []
+
+
+def _bandwidth() -> float:
+    """Bytes a second that this machine reads, measured once."""
+    from specsparse.measure.machine import read_bandwidth
+
+    if not _measured:
+        _measured.append(read_bandwidth())
+    return _measured[0]
+
+
+def _cache_bytes(path: Any) -> int:
+    """Of keys and values in f16 of `KV_LENGTH` tokens, or of the longest text; 0 for a file that does not run here."""
+    from specsparse.engine.config import ModelConfig
+    from specsparse.engine.gguf.reader import open_gguf
+    from specsparse.errors import UserError
+
+    try:
+        config = ModelConfig.from_gguf(open_gguf(path))
+    except UserError:
+        return 0
+    return 4 * config.n_layers * config.n_kv_heads * config.head_dim * min(config.context_length, KV_LENGTH)
+
+
+def _table(rows: list[dict[str, Any]]) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    from specsparse.models.catalogue import size_text
+
+    caption = (
+        f"?: unknown until downloaded; memory: weights, and of those that are here keys and values of {KV_LENGTH} "
+        "tokens; tok/s: at best on this machine, by the memory bandwidth measured now"
+    )
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
+    for title in ("name", "here", "size", "memory", "tok/s", "licence", "drafts", "model", "good for"):
+        table.add_column(title, justify="right" if title in ("size", "memory", "tok/s") else "left", overflow="fold")
+    for row in rows:
+        size, memory, speed = row["size"], row["memory"], row["tokens_per_second"]
+        cells = [row["name"], row["here"], size_text(size) if size else "?", size_text(memory) if memory else "?"]
+        cells += [f"{speed:.0f}" if speed and speed >= 10 else f"{speed:.1f}" if speed else "?"]
+        consent = " (consent and HF_TOKEN)" if row["gated"] else ""
+        cells += [(row["licence"] or "?") + consent, ", ".join(row["drafts"]) or row["role"], row["what"]]
+        table.add_row(*map(Text, (*cells, row["good_for"])))
+    return table
