@@ -1,8 +1,11 @@
 """What is compared is timed beside each other, and the order turns round."""
 
+import ast
 import itertools
 import time
+from pathlib import Path
 
+import specsparse
 from specsparse.support.in_turn import in_turn, seconds, turned, turns
 
 
@@ -34,3 +37,13 @@ def test_repeats_may_be_decided_on_the_way():
 
 def test_seconds_are_of_the_call():
     assert 0.009 < seconds(lambda: time.sleep(0.01)) < 1
+
+
+def test_no_other_loop_repeats_a_timing():
+    root = Path(specsparse.__file__).parent
+    for path in (*root.rglob("*.py"), *(root.parent / "experiments").glob("*.py")):
+        if path.name != "in_turn.py":
+            loops = [n for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.For)]
+            own = [ast.unparse(loop.iter) for loop in loops if "repeats" in ast.unparse(loop.iter)]
+            own = [text for text in own if not text.startswith(("turns(", "in_turn("))]
+            assert not [text for text in own if "range" in text or "count" in text], f"{path}: {own}"

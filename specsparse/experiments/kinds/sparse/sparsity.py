@@ -6,6 +6,7 @@ judged against the dense model on the same text, speed against it in turn.
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +30,7 @@ from specsparse.predictors.fit.cost import matrices
 from specsparse.predictors.fit.evaluate import Evaluation, Evaluator
 from specsparse.report import display
 from specsparse.support import terminal
+from specsparse.support.in_turn import in_turn
 from specsparse.support.options import Count, Range, Size
 from specsparse.support.paths import conf_dir
 
@@ -185,16 +187,18 @@ def _timed(cfg: SparsitySettings, lab: Lab, sides: list[Any], ids: list[int]) ->
     The first side is plain decoding, the first round is not timed.
     """
     repeats, meter = cfg.sparsity.repeats, machine.Meter()
-    seconds = np.zeros((len(sides), repeats + 1))
+
+    def once(model: Any) -> float:
+        stats = lab.engine.generate(model, ids, max_tokens=cfg.sparsity.tokens, ignore_eos=True).stats
+        return stats.decode_s / stats.decode_tokens
+
     with terminal.counting(lab.console, "timing", len(sides) * (repeats + 1)) as bar:
-        for repeat in range(repeats + 1):
-            meter.sample()
-            for i in range(len(sides)) if repeat % 2 else reversed(range(len(sides))):
-                stats = lab.engine.generate(sides[i], ids, max_tokens=cfg.sparsity.tokens, ignore_eos=True).stats
-                seconds[i, repeat] = stats.decode_s / stats.decode_tokens
-                bar.advance(bar.task_ids[0])
+        taken = in_turn(
+            {i: partial(once, model) for i, model in enumerate(sides)},
+            repeats=repeats, before=meter.sample, done=lambda: bar.advance(bar.task_ids[0]),
+        )  # fmt: skip
     meter.sample()
-    timed = seconds[:, 1:]
+    timed = np.array(list(taken.values()))
     return timed, meter.conditions(1 / float(timed[0].mean()), timed[0].tolist())
 
 
