@@ -18,8 +18,8 @@ def tiny(tmp_path_factory):
     return write_tiny_gguf(path, quant="Q8_0", context_length=1024, n_layers=4)
 
 
-def test_there_are_six():
-    assert len(NOTEBOOKS) == 6
+def test_there_are_seven():
+    assert len(NOTEBOOKS) == 7
 
 
 @pytest.mark.parametrize(
