@@ -22,9 +22,10 @@ from specsparse.measure.repeats import Repeats, Width
 from specsparse.models import catalogue
 from specsparse.report import display, record
 from specsparse.report.record import PLAIN, SAME_TEXT_VERIFIERS, Pass
-from specsparse.runtime.times.defaults import KEPT
 from specsparse.speculative.base import Verifier
 from specsparse.speculative.method import make_drafter
+from specsparse.speculative.policies.base import Policy
+from specsparse.speculative.policies.options import KEPT
 from specsparse.speculative.policies.registry import get_policy
 from specsparse.speculative.trees import get_tree
 from specsparse.speculative.verifiers.registry import SYNTHETIC
@@ -114,13 +115,10 @@ def bar(out: Console) -> Bar:
     return shown
 
 
-def policy(cfg: MethodSettings, found: Measured | None = None) -> Any:
+def policy(cfg: MethodSettings, found: Measured | None = None) -> Policy:
     """The draft-length policy; one that reads times is made with placeholders where none are given."""
-    given = {key: value for key, value in cfg.policy.options.items() if value not in (None, KEPT)}
-    options = {**(found or measured.for_checking(cfg)).policy, **given}
-    if cfg.policy.name == measured.AUTO_OFF and cfg.tree.name != measured.CHAIN and "inner" not in options:
-        options["inner"] = "fixed"
-    return get_policy(cfg.policy.name, gamma=measured.gamma_of(cfg), **options)
+    given = {key: value for key, value in measured.policy_options(cfg).items() if value not in (None, KEPT)}
+    return get_policy(cfg.policy.name, **{**(found or measured.for_checking(cfg)).policy, **given})
 
 
 def tree(cfg: MethodSettings, found: Measured | None = None) -> Any:

@@ -13,6 +13,7 @@ from specsparse.speculative import expected
 from specsparse.speculative.method import choose_verifier, grows_trees, make_drafter
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.trees import get_tree
+from specsparse.speculative.trees.registry import CHAIN
 from specsparse.support.paths import conf_dir
 
 M = TypeVar("M", bound=MethodSettings)
@@ -66,7 +67,7 @@ def rows(
         bar: shows progress.
     """
     for one in chosen:
-        if one.tree.name == measured.CHAIN:
+        if one.tree.name == CHAIN:
             yield _chain(measured.chain(one, model, prompts, bar))
         else:
             yield _tree(measured.tree(one, model, prompts, bar))

@@ -10,20 +10,24 @@ from specsparse.measure.costs import drafts, ranks
 from specsparse.measure.costs.progress import Bar, silent
 from specsparse.runtime.binding import bind, make_method
 from specsparse.runtime.device_batch import Method
-from specsparse.runtime.times.defaults import KEPT, draft_share, policy_times
+from specsparse.runtime.times.defaults import draft_share, policy_times
 from specsparse.runtime.times.kept import CostTable, DraftCost
 from specsparse.runtime.times.stamp import cost_key
 from specsparse.speculative.base import Verifier
 from specsparse.speculative.drafters.plan import DrafterPlan
 from specsparse.speculative.method import choose_verifier, make_drafter
 from specsparse.speculative.policies.base import Fixed
+from specsparse.speculative.policies.options import KEPT
+from specsparse.speculative.policies.registry import over_tree
 from specsparse.speculative.tree import TreeTemplate
-from specsparse.speculative.trees import TreeShape, get_tree, static_tree
+from specsparse.speculative.trees import get_tree
+from specsparse.speculative.trees.base import TreeShape
+from specsparse.speculative.trees.options import SequoiaOptions
+from specsparse.speculative.trees.registry import CHAIN
+from specsparse.speculative.trees.static import static_tree
 
 SEQUOIA = "sequoia"
 NO_DRAFTER = "none"
-CHAIN = "chain"
-AUTO_OFF = "auto_off"
 
 
 @dataclass(frozen=True)
@@ -100,10 +104,15 @@ def shape_of(cfg: MethodSettings) -> TreeShape | None:
     return get_tree(cfg.tree.name, **cfg.tree.options)
 
 
+def policy_options(cfg: MethodSettings) -> dict[str, Any]:
+    """The policy's options for the drafts of this config; of a tree, nodes are no draft lengths."""
+    shape, options = shape_of(cfg), {"gamma": cfg.policy.gamma, **cfg.policy.options}
+    return options if shape is None else over_tree(cfg.policy.name, options, shape.max_nodes)
+
+
 def gamma_of(cfg: MethodSettings) -> int:
-    """Most nodes that the policy may allow. Of a tree, where nodes are no draft lengths, `auto_off` allows all."""
-    shape = shape_of(cfg)
-    return shape.max_nodes if shape is not None and cfg.policy.name == AUTO_OFF else cfg.policy.gamma
+    """Most nodes that the policy may allow."""
+    return policy_options(cfg)["gamma"]
 
 
 def draft_key(cfg: MethodSettings) -> str:
@@ -172,7 +181,7 @@ def _tree_times(cfg: MethodSettings, model: Any, draw: str, bar: Bar) -> dict[st
 
     key = draft_key(cfg)
     table = drafts.table_with_tree(model, key, make, bar=bar)
-    found = table.tree_options(cfg.tree.options.get("nodes") or 15, key)
+    found = table.tree_options(cfg.tree.options.get("nodes") or SequoiaOptions.nodes, key)
     return {"cost": [round(t, 2) for t in found["cost"]], "level_cost": round(found["level_cost"], 2)}
 
 

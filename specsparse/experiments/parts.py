@@ -4,17 +4,20 @@ The file of a choice in `conf/` says the name and what differs from the defaults
 """
 
 import dataclasses
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from specsparse.errors import UserError
 from specsparse.speculative.drafters.registry import DRAFTERS
+from specsparse.speculative.policies.registry import POLICIES
+from specsparse.speculative.trees.registry import TREES
 from specsparse.speculative.verifiers.registry import RULES
 from specsparse.support.options import options_of
 from specsparse.support.registry import Registry
 
-PARTS: Mapping[str, Registry[Any]] = {"drafter": DRAFTERS, "verifier": RULES}
+PARTS: Mapping[str, Registry[Any]] = {"drafter": DRAFTERS, "policy": POLICIES, "tree": TREES, "verifier": RULES}
 """Registries by group."""
 
 
@@ -67,10 +70,13 @@ def described(group: str, name: str) -> list[Described]:
 
 
 def help_text(group: str, name: str) -> str:
-    """The options of a choice, a line each; "" where it has none."""
+    """The options of a choice, one below the other; "" where it has none."""
     rows = [(f"{group}.{o.name}={_written(o.default)}", o.about) for o in described(group, name)]
-    width = max((len(left) for left, _ in rows), default=0)
-    return "\n".join(f"{left:<{width}}  {about}" for left, about in rows)
+    width = max((len(left) for left, _ in rows), default=0) + 2
+    return "\n".join(
+        textwrap.fill(about, 110, initial_indent=left.ljust(width), subsequent_indent=" " * width)
+        for left, about in rows
+    )
 
 
 def _written(value: object) -> str:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 from specsparse.data.prompts import Prompt, load
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.models.obtain import Download
+from specsparse.speculative.policies.options import DEFAULT_GAMMA
 from specsparse.support.options import Count, Internal, Read, Rest, Share, Size
 
 
@@ -78,7 +79,7 @@ class PolicySpec:
     """How many tokens to propose in a round; gamma >= 1."""
 
     name: str
-    gamma: Count = 7
+    gamma: Count = DEFAULT_GAMMA
     options: OfChoice = field(default_factory=dict)
 
 

@@ -5,31 +5,8 @@ import re
 
 from specsparse.errors import UserError
 from specsparse.experiments.parts import PARTS, option_name
-from specsparse.speculative.drafters.registry import DRAFTERS
 from specsparse.support.paths import conf_dir
 from specsparse.support.registry import Registry
-
-OPTION_NAMES = {
-    "policy.draft_max": "policy.gamma",
-    "policy.n_draft": "policy.gamma",
-    "policy.num_speculative_tokens": "policy.gamma",
-    "policy.num_assistant_tokens": "policy.gamma",
-    "policy.prompt_lookup_num_tokens": "policy.gamma",
-    "policy.draft_min": "policy.n_min",
-    "policy.draft_p_min": "policy.p_min",
-    "policy.assistant_confidence_threshold": "policy.threshold",
-}
-"""llama.cpp's, vLLM's and Hugging Face's names of options that have a key in conf/, and that key."""
-
-CHOICE_NAMES = {
-    "drafter": DRAFTERS.aliases,
-    "policy": {
-        "constant": "fixed", "hf_heuristic": "heuristic", "hf_confidence": "confidence", "cost_optimal": "cost",
-        "auto-off": "auto_off",
-    },
-}  # fmt: skip
-"""Other names of the files in conf/."""
-
 
 OPEN_GROUPS = ("drafter", "verifier", "tree", "policy", "predictor")
 """Groups of the config that take a user's own part."""
@@ -37,8 +14,8 @@ OPEN_GROUPS = ("drafter", "verifier", "tree", "policy", "predictor")
 
 def shorthand(argv: list[str]) -> list[str]:
     """Spells out `model=FILE.gguf`, `data=FILE.jsonl`, `experiment=NAME` without its plus sign, the lists of `compare`
-    (`drafter=a,b`), the names of `OPTION_NAMES` and `CHOICE_NAMES`, and a part from elsewhere:
-    `drafter=module:Class`, or the name of another package's; with -m a list of such names, too."""
+    (`drafter=a,b`), other projects' names of choices and options, and a part from elsewhere: `drafter=module:Class`,
+    or the name of another package's; with -m a list of such names, too."""
     sweeps = bool({"-m", "--multirun"} & set(argv))
     compares = not sweeps and any(arg.lstrip("+") == "experiment=compare" for arg in argv)
     given = [(group, names.split(",") if sweeps else [names]) for group, _, names in (a.partition("=") for a in argv)]
@@ -47,7 +24,7 @@ def shorthand(argv: list[str]) -> list[str]:
     for arg in argv:
         key, eq, value = arg.partition("=")
         is_path = bool(re.search(r"\.(gguf|jsonl|txt)$|^hf://|^[~./]", value))
-        value = ",".join(CHOICE_NAMES.get(key, {}).get(name, name) for name in value.split(","))
+        value = ",".join(PARTS[key].canonical(name) for name in value.split(",")) if key in PARTS else value
         if eq and key == "model" and is_path:
             out += ["model=custom", f"model.path={_quote(os.path.expanduser(value))}"]
         elif eq and key == "data" and is_path:
@@ -58,7 +35,7 @@ def shorthand(argv: list[str]) -> list[str]:
             group, _, option = key.partition(".")
             out.append(f"++{group}.{option_name(group, option)}={value}")
         elif eq and key.partition(".")[0] in outside:
-            out.append(f"++{OPTION_NAMES.get(key, key) if key.startswith('policy.') else key}={value}")
+            out.append(f"++{key}={value}")
         elif eq and key == "experiment":
             out.append(f"+{arg}")
         elif compares and key in ("drafter", "verifier") and "," in value:
@@ -66,7 +43,7 @@ def shorthand(argv: list[str]) -> list[str]:
         elif eq and re.fullmatch(r"[\d.]+|true|false|null", value, re.IGNORECASE) and (conf_dir() / key).is_dir():
             out.append(f"{key}='{value}'")  # Hydra has a traceback for a choice that is not a text
         else:
-            out.append(f"{OPTION_NAMES.get(key, key)}{eq}{value}")
+            out.append(f"{key}{eq}{value}")
     return out
 
 

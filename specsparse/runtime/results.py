@@ -12,8 +12,8 @@ from specsparse.errors import UserError
 from specsparse.runtime.device_batch import Request
 from specsparse.runtime.metrics import Counters
 from specsparse.runtime.session import Session
-from specsparse.speculative.drafters.with_policy import PolicyReport
 from specsparse.speculative.origins import Origin, to_html
+from specsparse.speculative.policies.base import PolicyReport
 from specsparse.support import notebook
 
 _SHOWN = 80

@@ -16,8 +16,9 @@ from specsparse.runtime.round_log import Note
 from specsparse.runtime.stepped import Watch, runner_for
 from specsparse.speculative import origins
 from specsparse.speculative.drafters.model import ModelDrafter
-from specsparse.speculative.drafters.with_policy import PolicyReport, WithPolicy, policy_reports
+from specsparse.speculative.drafters.with_policy import WithPolicy
 from specsparse.speculative.origins import Origin
+from specsparse.speculative.policies.base import PolicyReport
 from specsparse.speculative.verify import measures_alpha
 
 ALL_ROUNDS = 2**30
@@ -130,7 +131,7 @@ class Session(DeviceBatch):
         drafter, note = self.method.drafter, self._ends()
         if not isinstance(drafter, WithPolicy | ModelDrafter):
             return None
-        return policy_reports(drafter.policy, note.policy, note.rounds_off)
+        return drafter.policy.reports(note.policy, note.rounds_off)
 
 
 def _shares(weights: Seq[int]) -> list[float]:

@@ -10,9 +10,8 @@ from specsparse.speculative.drafters.registry import DRAFTERS, get_drafter, take
 from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates, synthetic_verifier
 from specsparse.speculative.drafters.with_policy import WithPolicy, with_policy
 from specsparse.speculative.gamma import GAMMA_NAMES
-from specsparse.speculative.policies.base import Fixed, Policy
-from specsparse.speculative.policies.registry import name_of
-from specsparse.speculative.trees import TreeShape
+from specsparse.speculative.policies.base import Policy
+from specsparse.speculative.trees.base import TreeShape
 from specsparse.speculative.verifiers.registry import RULES, SYNTHETIC
 from specsparse.speculative.verify import check_pair, get_verifier, valid_verifiers
 
@@ -40,13 +39,12 @@ def make_drafter(
     if "policy" in known:
         if said:
             raise UserError(f"drafter.{said[0]}: how long drafts are is said by the policy, as policy.gamma")
-        plain = type(policy) is Fixed and policy.n_min <= 1
-        return get_drafter(name, **options, **({"max_nodes": policy.gamma} if plain else {"policy": policy}))
+        return get_drafter(name, **options, **({"max_nodes": policy.gamma} if policy.always else {"policy": policy}))
     room = {"max_nodes": policy.gamma} if "max_nodes" in known and not said else {}
     drafter = get_drafter(name, **options, **room)
     if policy.needs and not isinstance(drafter, DrafterPlan):
         raise UserError(
-            f"policy={name_of(policy)} looks at the laws of the draft, and drafter={name} has none: "
+            f"policy={policy.name} looks at the laws of the draft, and drafter={name} has none: "
             "choose policy=fixed, heuristic, cost or auto_off"
         )
     return drafter if isinstance(drafter, DrafterPlan) else with_policy(drafter, policy)

@@ -19,6 +19,7 @@ from specsparse.experiments.kinds import compare
 from specsparse.experiments.kinds.certify import CertifySpec
 from specsparse.experiments.kinds.compare import CompareSpec
 from specsparse.experiments.settings import DrafterSpec, FfnSpec, ModelSpec, PolicySpec, VerifierSpec
+from specsparse.experiments.shorthand import shorthand
 from specsparse.measure import conditions, machine, speedup
 from specsparse.measure.conditions import Conditions
 from specsparse.models import catalogue
@@ -99,7 +100,7 @@ def test_a_pair_runs_on_tiny_models(cfg, files, tmp_path, name):
     label, lower = PAIRS[name]
     own = [f"model.path={files / 'target.gguf'}", f"drafter.model={files / 'draft.gguf'}", "policy.gamma=4"]
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        of_file = from_omegaconf(compose("config", [f"+experiment={name}", *own, *lower]))
+        of_file = from_omegaconf(compose("config", shorthand([f"+experiment={name}", *own, *lower])))
     few = {key: getattr(cfg, key) for key in ("data", "max_tokens", "tracker", "warmup", "time_split", "stream")}
     found, text, _ = play(replaced(of_file, **few), tmp_path)
     assert found.as_promised and label in text

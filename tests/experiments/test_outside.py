@@ -52,7 +52,7 @@ from typing import Annotated
 
 from specsparse.speculative.base import Drafter, DraftKind, Verifier
 from specsparse.speculative.policies.base import Fixed
-from specsparse.speculative.trees import StaticTree
+from specsparse.speculative.trees.static import StaticTree
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verifiers.match import Match
 from specsparse.speculative.verifiers.siblings import SiblingRule
@@ -274,7 +274,7 @@ def test_a_package_brings_its_own(here, model):
 
 def test_only_open_groups_and_unknown_names_are_spelled_out():
     assert shorthand(["drafter=a.b:C", "drafter.x=1", "policy.draft_max=3"]) == [
-        "~drafter", "++drafter.name=a.b:C", "++drafter.x=1", "policy.gamma=3",
+        "~drafter", "++drafter.name=a.b:C", "++drafter.x=1", "++policy.gamma=3",
     ]  # fmt: skip
     assert shorthand(["policy=a:B", "policy.draft_max=3"])[2] == "++policy.gamma=3"
     same = ["drafter=suffix", "data.source=a:b", "name=a:b", "drafter=a:B,suffix"]

@@ -60,7 +60,7 @@ def lengths(policy, rounds):
     return found
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", POLICIES.names())
 def test_every_policy_keeps_the_contract(name):
     """Budgets fit, rows are independent, the state keeps its structure, and one trace serves all."""
     policy, traces = policy_of(name), []
@@ -129,7 +129,7 @@ def test_laws_in_view():
 
 def test_stopping_rules():
     assert PMin(4, p_min=0.75).stop(None, view(top10=[0.74, 0.75, 1.0])).tolist() == [True, False, False]
-    assert PMin(4).stop(None, view(top=[0.1])).tolist() == [False]
+    assert PMin(4, p_min=0.0).stop(None, view(top=[0.1])).tolist() == [False]
     assert Confidence(4).stop(None, view(last=[0.39, 0.41, 1.0])).tolist() == [True, False, False]
     entropy = Entropy(4, threshold=0.5, scale=0.25)  # stops over 1 nat
     assert entropy.stop(None, view(entropy=[0.0, 0.99, 1.01])).tolist() == [False, False, True]
@@ -263,7 +263,7 @@ def test_names_of_the_field():
     assert get_policy("confidence", num_assistant_tokens=6) == Confidence(6, threshold=0.4)
     inner = get_policy("auto_off", gamma=4, v=list(V_TABLE), inner="cost", c=0.1).inner
     assert inner == CostOptimal(4, cost=CostModel(V_TABLE, c=0.1, weight=6.0, memory=0.95))
-    assert get_policy("fixed", n_min=None) == Fixed(7)
+    assert get_policy("fixed", n_min=None) == Fixed(7) and get_policy("n_min") == Fixed(7, n_min=2)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_names_of_the_field():
         ("cost", {}, ["policy.v is needed"]),
         ("cost", {"v": [1.0, 1.2], "gamma": 4}, ["policy.gamma=4", "v(2)"]),
         ("cost", {"v": [1.0, -1.0], "gamma": 1}, ["above 0"]),
-        ("cost", {"v": "abc"}, ["list of numbers"]),
+        ("cost", {"v": "abc"}, ["policy.v=abc must be a list"]),
         ("auto_off", {"v": V_TABLE, "inner": "fixt"}, ["policy=fixt"]),
         ("auto_off", {"v": V_TABLE, "probe": 9}, ["probe=9"]),
         ("auto_off", {"v": V_TABLE, "every": 9, "most": 8}, ["every=9", "most=8"]),

@@ -9,8 +9,11 @@ from specsparse.errors import UserError
 from specsparse.speculative.base import ROOT, DraftKind
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.tree import TreeTemplate
-from specsparse.speculative.trees import DynamicTree, PSplit, StaticTree, get_tree, sequoia
-from specsparse.speculative.trees.sequoia import expected_tokens
+from specsparse.speculative.trees import get_tree
+from specsparse.speculative.trees.dynamic import DynamicTree
+from specsparse.speculative.trees.p_split import PSplit
+from specsparse.speculative.trees.sequoia import expected_tokens, sequoia
+from specsparse.speculative.trees.static import StaticTree
 
 
 def every_tree(nodes: int, depth: int, ranks: int) -> set[tuple[tuple[int, ...], ...]]:
@@ -95,7 +98,7 @@ def test_trees_by_name(name, options, kind, nodes):
         (lambda: get_tree("static", widths=[2], paths=[[0]]), "one of them"),
         (lambda: get_tree("static", widths="ab"), "tree.widths"),
         (lambda: get_tree("static", widths=[]), "at least one node"),
-        (lambda: get_tree("chain", nodes=3), "policy.gamma"),
+        (lambda: get_tree("chain", nodes=3), "no option of chain"),
         (lambda: DynamicTree(total=9, depth=2, top_k=2), "total=9"),
         (lambda: PSplit(nodes=4, depth=5), "depth=5"),
     ],

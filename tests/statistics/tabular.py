@@ -31,7 +31,7 @@ from specsparse.speculative.drafters.self_draft import TargetLayers
 from specsparse.speculative.drafters.sources import DraftWeights, VocabMap
 from specsparse.speculative.drafters.tree import TreeDrafter
 from specsparse.speculative.policies.base import Fixed
-from specsparse.speculative.trees import TreeShape
+from specsparse.speculative.trees.base import TreeShape
 
 VOCAB = 4
 LENGTH = 4

@@ -7,9 +7,6 @@ from specsparse.runtime.times import store
 from specsparse.runtime.times.stamp import cost_key
 from specsparse.speculative.drafters.plan import Bound
 
-KEPT = "kept"
-"""Value of `policy.v` that asks for these times."""
-
 V_NATIVE = (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.35, 2.7)
 """v(1).. of a small model on the slower of the machines measured (SmolLM2-135M Q4_1, AVX2, two cores; docs/LOG.md)."""
 V_BATCHED = (1.0, 1.1)

@@ -18,7 +18,8 @@ from specsparse.speculative.drafters.sources import DraftWeights, Source
 from specsparse.speculative.drafters.tree import TreeDrafter
 from specsparse.speculative.gamma import SHORT_GAMMA
 from specsparse.speculative.policies.base import Fixed, PMin, Policy, check_policy
-from specsparse.speculative.trees import TreeShape, get_tree
+from specsparse.speculative.trees import get_tree
+from specsparse.speculative.trees.base import TreeShape
 
 
 @dataclasses.dataclass(frozen=True)

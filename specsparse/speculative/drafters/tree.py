@@ -1,4 +1,4 @@
-"""The tree drafter: a model, or a part of the target, grows a tree level by level."""
+"""The tree drafter: a model, or a part of the target, expands a tree level by level."""
 
 import dataclasses
 from operator import attrgetter
@@ -11,7 +11,7 @@ from specsparse.engine.pytree import Pytree
 from specsparse.speculative.base import DraftContext, Drafted, Drafter, Feedback
 from specsparse.speculative.draft_law import DraftLaw
 from specsparse.speculative.drafters.sources import DraftWeights, Source
-from specsparse.speculative.trees.base import Ground, TreeShape
+from specsparse.speculative.trees.base import Expander, TreeShape
 
 
 class TreeState(NamedTuple):
@@ -56,7 +56,7 @@ class TreeDrafter(Drafter):
             return self.source.feed(params, ctx, cache, tokens_BR, n_valid_B=n_valid_B, parents_Bn=parents_BR)
 
         vocab = self.source.vocab
-        ground = Ground(
+        expander = Expander(
             feed=feed,
             law=self.law,
             token_ids=lambda column: vocab.token_ids(params, column),
@@ -64,9 +64,9 @@ class TreeDrafter(Drafter):
             vocab_size=vocab.target,
             ctx=ctx,
         )
-        grown = self.shape.grow(ground, cache, logits_BN, budget_B=budget_B, room_B=room_B)
-        source, cache = self.source.close(state.source, grown.cache, ctx)
-        return Drafted(grown.draft, TreeState(source, grown.rows), cache)
+        tree = self.shape.expand(expander, cache, logits_BN, budget_B=budget_B, room_B=room_B)
+        source, cache = self.source.close(state.source, tree.cache, ctx)
+        return Drafted(tree.draft, TreeState(source, tree.rows), cache)
 
     def commit(self, params: DraftWeights, state: TreeState, ctx: DraftContext, feedback: Feedback) -> TreeState:
         """Keeps the rows of the accepted path in the source's cache, as far as they were fed."""

@@ -6,15 +6,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext, Drafted, Drafter, Feedback
 from specsparse.speculative.drafters.either import Either
 from specsparse.speculative.drafters.model import ModelDrafter
-from specsparse.speculative.policies.base import Fixed, Policy, check_policy
-from specsparse.speculative.policies.cost import AutoOff, CostOptimal
+from specsparse.speculative.policies.base import Policy, check_policy
 
 
 class PolicyState(NamedTuple):
@@ -23,20 +21,6 @@ class PolicyState(NamedTuple):
     inner: Pytree
     policy: Pytree
     off: jax.Array
-
-
-class PolicyReport(NamedTuple):
-    """What a policy did to one sequence.
-
-    Attributes:
-        rounds_off: rounds without a draft because the policy said so.
-        off: whether drafting was off at the end (auto-off only).
-        predicted: speed-up predicted at the end (auto-off only), or None.
-    """
-
-    rounds_off: int
-    off: bool = False
-    predicted: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,15 +64,6 @@ class WithPolicy(Drafter):
         return state._replace(inner=inner, policy=policy)
 
 
-def policy_reports(policy: Policy, state: Pytree, off_B: np.ndarray) -> list[PolicyReport]:
-    """What a policy in that state did to each sequence, of which it drafted nothing in `off_B` rounds."""
-    if not isinstance(policy, AutoOff):
-        return [PolicyReport(off) for off in off_B.tolist()]
-    pays_B, predicted_B = np.asarray(policy.pays(state)), np.asarray(policy.predicted(state))
-    rows = zip(off_B.tolist(), pays_B.tolist(), predicted_B.tolist(), strict=True)
-    return [PolicyReport(off, not pays, predicted) for off, pays, predicted in rows]
-
-
 def with_policy(drafter: Drafter, policy: Policy) -> Drafter:
     """The drafter under that policy; the drafter itself where the policy is to draft all it can.
 
@@ -107,19 +82,10 @@ def with_policy(drafter: Drafter, policy: Policy) -> Drafter:
             f"policy {type(policy).__name__} looks at the laws of the draft, and {type(drafter).__name__} has none: "
             "choose policy=fixed, heuristic, cost or auto_off"
         )
-    plain = isinstance(policy, Fixed) and policy.n_min <= 1 and policy.gamma >= drafter.max_nodes
-    return drafter if plain else WithPolicy(drafter, policy)
+    return drafter if policy.always and policy.gamma >= drafter.max_nodes else WithPolicy(drafter, policy)
 
 
 def lookup_under(lookup: Drafter, policy: Policy) -> Drafter:
     """A lookup beside a model drafter under that one's policy, with drafts that cost nothing; a policy that looks at
     draft laws leaves it alone."""
-    return lookup if policy.needs else with_policy(lookup, _free(policy))
-
-
-def _free(policy: Policy) -> Policy:
-    if isinstance(policy, AutoOff):
-        policy = dataclasses.replace(policy, inner=_free(policy.inner))
-    if not isinstance(policy, AutoOff | CostOptimal):
-        return policy
-    return dataclasses.replace(policy, cost=dataclasses.replace(policy.cost, c=0.0, c0=0.0))
+    return lookup if policy.needs else with_policy(lookup, policy.free())

@@ -6,13 +6,35 @@ token is verified, or the output no longer follows p. Hence `stop` is asked *bef
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext, DraftKind, Verdict
+from specsparse.speculative.policies.options import (
+    ConfidenceOptions,
+    EntropyOptions,
+    FixedOptions,
+    Gamma,
+    PMinOptions,
+)
+
+
+class PolicyReport(NamedTuple):
+    """What a policy did to one sequence.
+
+    Attributes:
+        rounds_off: rounds without a draft because the policy said so.
+        off: whether drafting was off at the end (auto-off only).
+        predicted: speed-up predicted at the end (auto-off only), or None.
+    """
+
+    rounds_off: int
+    off: bool = False
+    predicted: float | None = None
 
 
 class LawView(NamedTuple):
@@ -49,10 +71,15 @@ class Policy:
     """Base of all policies: frozen and pure; state is a pytree with a leading axis B, so rows stay independent.
 
     Attributes:
+        name: for messages; by default that of the class.
         gamma: most tokens a round drafts, at least 1; a drafter needs room for as many.
     """
 
-    gamma: int
+    name: ClassVar[str]
+    gamma: Gamma
+
+    def __init_subclass__(cls) -> None:
+        cls.name = vars(cls).get("name", cls.__name__)
 
     def __post_init__(self):
         if self.gamma < 1:
@@ -67,6 +94,15 @@ class Policy:
     def one_hot_only(self) -> bool:
         """Whether `keep` drops tokens, which only one-hot drafts survive without loss."""
         return False
+
+    @property
+    def always(self) -> bool:
+        """Whether every round drafts `gamma` tokens if it can, and all are verified: as without a policy."""
+        return False
+
+    def free(self) -> "Policy":
+        """The same for drafts that cost nothing."""
+        return self
 
     def init(self, batch: int) -> Any:
         """State before the first round; by default int32[B], the length of every draft."""
@@ -95,6 +131,10 @@ class Policy:
         """int32[B]: how many of the nodes drafted to verify."""
         return count_B
 
+    def reports(self, state: Any, off_B: np.ndarray) -> list[PolicyReport]:
+        """What it did to each sequence, of which it drafted nothing in `off_B` rounds."""
+        return [PolicyReport(off) for off in off_B.tolist()]
+
 
 def check_policy(policy: Policy, kind: DraftKind) -> None:
     """Refuses a policy that would drop drawn tokens.
@@ -114,12 +154,18 @@ class Fixed(Policy):
         n_min: shortest draft worth verifying; above 0 for one-hot drafts only.
     """
 
-    n_min: int = 0
+    name: ClassVar[str] = "fixed"
+    n_min: int = FixedOptions.n_min
 
     def __post_init__(self):
         super().__post_init__()
         if not 0 <= self.n_min <= self.gamma:
             raise UserError(f"policy.n_min={self.n_min} must lie in 0..gamma={self.gamma}")
+
+    @property
+    def always(self) -> bool:
+        """Where no draft is too short; a class derived from this one may do otherwise."""
+        return type(self) is Fixed and not self.one_hot_only
 
     @property
     def one_hot_only(self) -> bool:
@@ -139,11 +185,8 @@ class PMin(Fixed):
         p_min: least top probability, in [0, 1]; 0 never stops.
     """
 
-    p_min: float = 0.0
-
-    def __post_init__(self):
-        super().__post_init__()
-        _check_unit("p_min", self.p_min)
+    name: ClassVar[str] = "p_min"
+    p_min: float = PMinOptions.p_min
 
     @property
     def needs(self) -> frozenset[str]:
@@ -165,11 +208,8 @@ class Confidence(Policy):
         threshold: in [0, 1].
     """
 
-    threshold: float = 0.4
-
-    def __post_init__(self):
-        super().__post_init__()
-        _check_unit("threshold", self.threshold)
+    name: ClassVar[str] = "confidence"
+    threshold: float = ConfidenceOptions.threshold
 
     @property
     def needs(self) -> frozenset[str]:
@@ -192,14 +232,9 @@ class Entropy(Policy):
         scale: of the entropy in nats, above 0.
     """
 
-    threshold: float = 0.4
-    scale: float = 0.2
-
-    def __post_init__(self):
-        super().__post_init__()
-        _check_unit("threshold", self.threshold)
-        if not self.scale > 0:
-            raise UserError(f"policy.scale={self.scale} must be above 0")
+    name: ClassVar[str] = "entropy"
+    threshold: float = EntropyOptions.threshold
+    scale: float = EntropyOptions.scale
 
     @property
     def needs(self) -> frozenset[str]:
@@ -221,7 +256,13 @@ class Heuristic(Policy):
         start: first length; HF's `num_assistant_tokens`.
     """
 
+    name: ClassVar[str] = "heuristic"
     start: int = 5
+
+    @classmethod
+    def starting(cls, gamma: int, start: int | None) -> "Heuristic":
+        """From its options."""
+        return cls(gamma, min(cls.start, gamma) if start is None else start)
 
     def __post_init__(self):
         super().__post_init__()
@@ -237,8 +278,3 @@ class Heuristic(Policy):
         whole_B = verdict.accepted == verdict.tested  # a test that failed is counted in `tested` alone
         next_B = jnp.clip(jnp.where(whole_B, state + 2, state - 1), 1, self.gamma)
         return jnp.where(count_B > 0, next_B, state)
-
-
-def _check_unit(name: str, value: float) -> None:
-    if not 0 <= value <= 1:
-        raise UserError(f"policy.{name}={value} must lie in [0, 1]")

@@ -10,15 +10,20 @@ in time T(g) = v(g+1) + c g + c0 (T(0) = v(1)), so the predicted speed-up is E(g
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specsparse.errors import UserError
 from specsparse.speculative import expected
 from specsparse.speculative.base import Verdict
-from specsparse.speculative.policies.base import LawView, Policy
+from specsparse.speculative.policies.base import LawView, Policy, PolicyReport
+from specsparse.speculative.policies.options import AutoOffOptions, CostOptimalOptions, CostOptions
+from specsparse.speculative.policies.registry import POLICIES, get_policy
+from specsparse.support.options import options_of
 
 
 class Acceptance(NamedTuple):
@@ -45,16 +50,19 @@ class CostModel:
     c: float = 0.0
     c0: float = 0.0
     prior: float = 0.6
-    weight: float = 4.0
-    memory: float = 0.9
+    weight: float = CostOptions.weight
+    memory: float = CostOptions.memory
 
-    def __post_init__(self):
-        if not self.v or any(not t > 0 for t in self.v):
-            raise UserError(f"policy.v={list(self.v)} must hold times above 0: v(1), v(2), ...")
-        if self.c < 0 or self.c0 < 0:
-            raise UserError(f"policy.c={self.c} and policy.c0={self.c0} must be at least 0")
-        if not 0 <= self.prior <= 1 or not self.weight > 0 or not 0 < self.memory <= 1:
-            raise UserError("policy.prior must lie in [0, 1], policy.weight above 0, policy.memory in (0, 1]")
+    @classmethod
+    def of(cls, v: object, **more: float | None) -> "CostModel":
+        """From options, of which None is one that was not given.
+
+        Raises:
+            UserError: there are no times.
+        """
+        if not isinstance(v, tuple):
+            raise UserError("policy.v is needed: measured times v(1)..v(gamma+1) of a forward of n positions, v(1) = 1")
+        return cls(v, **{name: value for name, value in more.items() if value is not None})
 
     @property
     def max_gamma(self) -> int:
@@ -88,6 +96,10 @@ class CostModel:
             found.append(tokens_B * jnp.float32(self.v[0] / self.time(g)))
         return jnp.stack(found, axis=1)
 
+    def without_drafting(self) -> "CostModel":
+        """The same for drafts that cost nothing."""
+        return dataclasses.replace(self, c=0.0, c0=0.0)
+
     def time(self, g: int) -> float:
         """T(g)."""
         return expected.round_cost(lambda n: self.v[n - 1], g, c=self.c, c0=self.c0)
@@ -102,14 +114,19 @@ class CostOptimal(Policy):
         least: shortest draft; 1 keeps the estimate of acceptance alive.
     """
 
+    name: ClassVar[str] = "cost"
     cost: CostModel
-    least: int = 1
+    least: int = CostOptimalOptions.least
 
     def __post_init__(self):
         super().__post_init__()
         _check_measured(self.cost, self.gamma)
         if not 0 <= self.least <= self.gamma:
             raise UserError(f"policy.least={self.least} must lie in 0..gamma={self.gamma}")
+
+    def free(self) -> "CostOptimal":
+        """Without the time to draft."""
+        return dataclasses.replace(self, cost=self.cost.without_drafting())
 
     def init(self, batch: int) -> Acceptance:
         """No evidence."""
@@ -161,14 +178,15 @@ class AutoOff(Policy):
         probe_memory: like `CostModel.memory`, after a probe.
     """
 
+    name: ClassVar[str] = "auto_off"
     inner: Policy
     cost: CostModel
-    margin: float = 1.0
-    probe: int = 1
-    every: int = 4
+    margin: float = AutoOffOptions.margin
+    probe: int = AutoOffOptions.probe
+    every: int = AutoOffOptions.every
     most: int = 32
-    probe_share: float = 0.03
-    probe_memory: float = 0.7
+    probe_share: float = AutoOffOptions.probe_share
+    probe_memory: float = AutoOffOptions.probe_memory
 
     def __post_init__(self):
         super().__post_init__()
@@ -179,8 +197,10 @@ class AutoOff(Policy):
             raise UserError(f"policy.probe={self.probe} must lie in 1..gamma={self.gamma}")
         if not 1 <= self.every <= self.most:
             raise UserError(f"policy.every={self.every} must lie in 1..most={self.most}")
-        if not self.margin > 0 or not 0 < self.probe_memory <= 1 or not self.probe_share > 0:
-            raise UserError("policy.margin and policy.probe_share must be above 0, policy.probe_memory lie in (0, 1]")
+
+    def free(self) -> "AutoOff":
+        """Itself and `inner` without the time to draft."""
+        return dataclasses.replace(self, inner=self.inner.free(), cost=self.cost.without_drafting())
 
     @property
     def needs(self) -> frozenset[str]:
@@ -250,9 +270,39 @@ class AutoOff(Policy):
         """As `inner` where it pays; a probe is verified however short it is."""
         return jnp.where(self.pays(state), self.inner.keep(state.inner, count_B), count_B)
 
+    def reports(self, state: AutoOffState, off_B: np.ndarray) -> list[PolicyReport]:
+        """Whether it was off at the end, too, and what it predicted."""
+        pays_B, predicted_B = np.asarray(self.pays(state)), np.asarray(self.predicted(state))
+        rows = zip(off_B.tolist(), pays_B.tolist(), predicted_B.tolist(), strict=True)
+        return [PolicyReport(off, not pays, predicted) for off, pays, predicted in rows]
+
     def _times(self) -> jax.Array:
         """float32[gamma+1]: T(g) in plain steps."""
         return jnp.array([self.cost.time(g) / self.cost.v[0] for g in range(self.gamma + 1)], jnp.float32)
+
+
+def cost_optimal(gamma: int, least: int, **times: Any) -> CostOptimal:
+    """The policy `cost` of its options; `times` are those of the cost model."""
+    return CostOptimal(gamma, CostModel.of(**times), least)
+
+
+def auto_off(
+    gamma: int, inner: object, inner_options: Mapping[str, object] | None, most: int | None, every: int, **options: Any
+) -> AutoOff:
+    """The policy `auto_off` of its options. A named `inner` has this gamma, and `cost` this cost model.
+
+    Raises:
+        UserError: `inner` is no policy, or no name of one.
+    """
+    times = {key: options.pop(key) for key in options_of(CostOptions)}
+    if inner is None or isinstance(inner, str):
+        name = inner or CostOptimal.name
+        given = times if POLICIES.canonical(name) == CostOptimal.name else {}
+        inner = get_policy(name, **{"gamma": gamma, **given, **(inner_options or {})})
+    if not isinstance(inner, Policy):
+        raise UserError(f"policy.inner={inner!r} is no policy, and no name of one")
+    most = max(AutoOff.most, every) if most is None else most
+    return AutoOff(gamma, inner, CostModel.of(**times), every=every, most=most, **options)
 
 
 def _check_measured(cost: CostModel, gamma: int) -> None:

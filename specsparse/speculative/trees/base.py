@@ -1,4 +1,4 @@
-"""What all tree shapes share: the ground they grow on, and what comes of it."""
+"""What all tree shapes share: the draft model that expands them, and the finished tree."""
 
 import abc
 import dataclasses
@@ -13,8 +13,8 @@ from specsparse.speculative.draft_law import DraftLaw
 
 
 @dataclasses.dataclass(frozen=True)
-class Ground:
-    """What a tree grows on, for the length of one trace.
+class Expander:
+    """How a tree is expanded, for the length of one trace: the draft model's forward, and its law.
 
     Attributes:
         feed: (cache, tokens_BR, parents_BR, n_valid_B) -> (float32[B, R, N] logits, cache). The rows hang on the
@@ -34,7 +34,7 @@ class Ground:
     ctx: DraftContext
 
 
-class Grown(NamedTuple):
+class Expanded(NamedTuple):
     """A finished tree.
 
     Attributes:
@@ -49,35 +49,29 @@ class Grown(NamedTuple):
 
 
 class TreeShape(abc.ABC):
-    """Base of the shapes: final frozen dataclasses that grow a tree level by level, one forward a level."""
+    """Base of the shapes: final frozen dataclasses that expand a tree level by level, one forward a level.
+
+    Static facts are class attributes, fields or properties.
+
+    Attributes:
+        kind: how the tokens are drawn.
+        max_nodes: K.
+        max_depth: longest path.
+        branches: whether a node may have more than one child.
+    """
+
+    kind: DraftKind = DraftKind.ONE_HOT
+    max_nodes: int
+    max_depth: int
+    branches: bool = True
 
     @property
-    @abc.abstractmethod
-    def kind(self) -> DraftKind:
-        """How the tokens are drawn."""
-
-    @property
-    @abc.abstractmethod
-    def max_nodes(self) -> int:
-        """K."""
-
-    @property
-    @abc.abstractmethod
-    def max_depth(self) -> int:
-        """Longest path."""
-
-    @property
-    @abc.abstractmethod
     def max_rows(self) -> int:
-        """Rows that `grow` feeds at once, at most."""
-
-    @property
-    @abc.abstractmethod
-    def branches(self) -> bool:
-        """Whether a node may have more than one child."""
+        """Rows that `expand` feeds at once, at most; by default all nodes."""
+        return self.max_nodes
 
     @abc.abstractmethod
-    def grow(
-        self, ground: Ground, cache: KVCache, logits_BN: jax.Array, *, budget_B: jax.Array, room_B: jax.Array
-    ) -> Grown:
+    def expand(
+        self, by: Expander, cache: KVCache, logits_BN: jax.Array, *, budget_B: jax.Array, room_B: jax.Array
+    ) -> Expanded:
         """A tree of at most `budget` nodes that feeds at most `room` rows, from the logits after the root."""

@@ -1,4 +1,4 @@
-"""Dynamic trees: grow where the draft is confident, then keep the most confident nodes of all that were seen."""
+"""Dynamic trees: expand where the draft is confident, then keep the most confident nodes of all that were seen."""
 
 import dataclasses
 from typing import NamedTuple
@@ -9,8 +9,9 @@ import numpy as np
 
 from specsparse.engine.cache import KVCache
 from specsparse.errors import UserError
-from specsparse.speculative.base import ROOT, Draft, DraftKind
-from specsparse.speculative.trees.base import Ground, Grown, TreeShape
+from specsparse.speculative.base import ROOT, Draft
+from specsparse.speculative.trees.base import Expanded, Expander, TreeShape
+from specsparse.speculative.trees.options import DynamicOptions
 
 _NEVER = np.float32(-np.inf)
 _LEAST = np.float32(1e-30)
@@ -26,7 +27,7 @@ class _Candidates(NamedTuple):
     score: jax.Array
 
 
-class _Growth(NamedTuple):
+class _Partial(NamedTuple):
     """The candidates, and what is fed: int32[B, R] tokens, parents (row) and candidate of each row."""
 
     cache: KVCache
@@ -50,14 +51,11 @@ class DynamicTree(TreeShape):
         top_k: nodes expanded a level, and children of each (EAGLE-2: 10).
     """
 
-    total: int = 15
-    depth: int = 5
-    top_k: int = 4
+    total: int = DynamicOptions.total
+    depth: int = DynamicOptions.depth
+    top_k: int = DynamicOptions.top_k
 
     def __post_init__(self):
-        for name in ("total", "depth", "top_k"):
-            if getattr(self, name) < 1:
-                raise UserError(f"tree.{name}={getattr(self, name)} must be at least 1")
         if self.total > self.candidates:
             raise UserError(f"tree.total={self.total} exceeds the {self.candidates} nodes of this depth and top_k")
 
@@ -65,11 +63,6 @@ class DynamicTree(TreeShape):
     def candidates(self) -> int:
         """T, nodes seen."""
         return self.top_k + (self.depth - 1) * self.top_k**2
-
-    @property
-    def kind(self) -> DraftKind:
-        """Chosen, not drawn."""
-        return DraftKind.ONE_HOT
 
     @property
     def max_nodes(self) -> int:
@@ -86,14 +79,9 @@ class DynamicTree(TreeShape):
         """The nodes that are expanded."""
         return self.top_k * max(self.depth - 1, 1)
 
-    @property
-    def branches(self) -> bool:
-        """They may."""
-        return True
-
-    def grow(
-        self, ground: Ground, cache: KVCache, logits_BN: jax.Array, *, budget_B: jax.Array, room_B: jax.Array
-    ) -> Grown:
+    def expand(
+        self, by: Expander, cache: KVCache, logits_BN: jax.Array, *, budget_B: jax.Array, room_B: jax.Array
+    ) -> Expanded:
         """Consumes no noise. Levels that need more than `room` rows, or are deeper than the budget, are left out."""
         batch, k = budget_B.shape[0], self.top_k
         rows = k * max(self.depth - 1, 1)
@@ -101,11 +89,11 @@ class DynamicTree(TreeShape):
         ints_BR = jnp.zeros((batch, rows), jnp.int32)
         seen = _Candidates(ints_BT, ints_BT - 1, ints_BT - 1, jnp.full((batch, self.candidates), _NEVER))
         zeros_B = jnp.zeros((batch,), jnp.int32)
-        growth = _Growth(cache, seen, ints_BR, ints_BR, ints_BR, zeros_B)
+        partial = _Partial(cache, seen, ints_BR, ints_BR, ints_BR, zeros_B)
         root = jnp.full((batch, 1), ROOT, jnp.int32)
         live_B = budget_B > 0
-        growth = self._expand(
-            ground, growth, logits_BN[:, None], root, root, jnp.zeros((batch, 1), jnp.float32), jnp.int32(0), live_B
+        partial = self._expand(
+            by, partial, logits_BN[:, None], root, root, jnp.zeros((batch, 1), jnp.float32), jnp.int32(0), live_B
         )
 
         def live(d):
@@ -115,45 +103,45 @@ class DynamicTree(TreeShape):
             d, g = carry
             live_B = live(d)
             n_valid_B = jnp.where(live_B, k * d, 0)
-            logits_BRN, cache = ground.feed(g.cache, g.tokens, g.parents, n_valid_B)
+            logits_BRN, cache = by.feed(g.cache, g.tokens, g.parents, n_valid_B)
             first = k * (d - 1)
             level_BkN = jax.lax.dynamic_slice_in_dim(logits_BRN, first, k, axis=1)
             origin_Bk = jax.lax.dynamic_slice_in_dim(g.origin, first, k, axis=1)
             score_Bk = jnp.take_along_axis(g.seen.score, origin_Bk, axis=1)
             row_Bk = jnp.broadcast_to(first + jnp.arange(k, dtype=jnp.int32)[None], (batch, k))
             g = g._replace(cache=cache, fed=jnp.maximum(g.fed, n_valid_B))
-            return d + 1, self._expand(ground, g, level_BkN, origin_Bk, row_Bk, score_Bk, d, live_B)
+            return d + 1, self._expand(by, g, level_BkN, origin_Bk, row_Bk, score_Bk, d, live_B)
 
-        _, growth = jax.lax.while_loop(lambda c: (c[0] < self.depth) & live(c[0]).any(), step, (jnp.int32(1), growth))
-        return self._best(growth, budget_B)
+        _, partial = jax.lax.while_loop(lambda c: (c[0] < self.depth) & live(c[0]).any(), step, (jnp.int32(1), partial))
+        return self._best(partial, budget_B)
 
-    def _expand(self, ground, growth: _Growth, logits_BPN, parent_BP, row_BP, score_BP, d, live_B) -> _Growth:
+    def _expand(self, by, partial: _Partial, logits_BPN, parent_BP, row_BP, score_BP, d, live_B) -> _Partial:
         """The children of level d's parents as candidates, and the best of those as the next rows to feed."""
         batch, P, N = logits_BPN.shape
         k = min(self.top_k, N)
         if k < self.top_k:
             raise UserError(f"tree.top_k={self.top_k} exceeds the draft's vocabulary of {N}")
         logits_RN = logits_BPN.reshape(batch * P, N)
-        column_Rk = ground.law.ranked(logits_RN, k)
-        p_Rk = jnp.take_along_axis(ground.law.confidence(logits_RN), column_Rk, axis=1)
+        column_Rk = by.law.ranked(logits_RN, k)
+        p_Rk = jnp.take_along_axis(by.law.confidence(logits_RN), column_Rk, axis=1)
         log_BPk = jnp.log(jnp.maximum(p_Rk, _LEAST)).reshape(batch, P, k)
         # A child never above its parent, so that the most confident nodes are a tree.
         score_BPk = score_BP[:, :, None] + jnp.minimum(log_BPk, 0)
         score_Bm = jnp.where(live_B[:, None], score_BPk.reshape(batch, P * k), _NEVER)
-        token_Bm = ground.token_ids(column_Rk).reshape(batch, P * k)
+        token_Bm = by.token_ids(column_Rk).reshape(batch, P * k)
         parent_Bm = jnp.repeat(parent_BP, k, axis=1)
         begin = jnp.where(d == 0, 0, k + (d - 1) * k * k)
         put = jax.lax.dynamic_update_slice_in_dim
-        seen = growth.seen._replace(
-            tokens=put(growth.seen.tokens, token_Bm, begin, axis=1),
-            parents=put(growth.seen.parents, parent_Bm, begin, axis=1),
-            score=put(growth.seen.score, score_Bm, begin, axis=1),
+        seen = partial.seen._replace(
+            tokens=put(partial.seen.tokens, token_Bm, begin, axis=1),
+            parents=put(partial.seen.parents, parent_Bm, begin, axis=1),
+            score=put(partial.seen.score, score_Bm, begin, axis=1),
         )
         if self.depth == 1:
-            return growth._replace(seen=seen)
+            return partial._replace(seen=seen)
         best_Bk = jnp.sort(jax.lax.top_k(score_Bm, k)[1].astype(jnp.int32), axis=1)
         row = k * d  # of the last level: not fed, the rows of the level before are overwritten
-        last = jnp.minimum(row, growth.tokens.shape[1] - k)
+        last = jnp.minimum(row, partial.tokens.shape[1] - k)
         goes = d < self.depth - 1
         chosen_Bk = begin + best_Bk
         sequence_B1 = jnp.arange(batch, dtype=jnp.int32)[:, None]
@@ -166,16 +154,16 @@ class DynamicTree(TreeShape):
         def take(x_Bm):
             return jnp.take_along_axis(x_Bm, best_Bk, axis=1)
 
-        return growth._replace(
+        return partial._replace(
             seen=seen,
-            tokens=next_rows(growth.tokens, take(token_Bm)),
-            parents=next_rows(growth.parents, take(jnp.repeat(row_BP, k, axis=1))),
-            origin=next_rows(growth.origin, chosen_Bk),
+            tokens=next_rows(partial.tokens, take(token_Bm)),
+            parents=next_rows(partial.parents, take(jnp.repeat(row_BP, k, axis=1))),
+            origin=next_rows(partial.origin, chosen_Bk),
         )
 
-    def _best(self, growth: _Growth, budget_B: jax.Array) -> Grown:
+    def _best(self, partial: _Partial, budget_B: jax.Array) -> Expanded:
         """The most confident candidates in level order; equal ones by index, so that a parent is in with its child."""
-        seen, K = growth.seen, self.total
+        seen, K = partial.seen, self.total
         score_BK, order_BK = jax.lax.top_k(seen.score, K)
         place_K = jnp.arange(K, dtype=jnp.int32)[None]
         kept_BK = (place_K < budget_B[:, None]) & (score_BK > _NEVER)
@@ -187,6 +175,6 @@ class DynamicTree(TreeShape):
         node_BK = jnp.sum(index_BK[:, None, :] < parent_BK[:, :, None], axis=2, dtype=jnp.int32)
         parents_BK = jnp.where((parent_BK == ROOT) | (place_K >= count_B[:, None]), ROOT, node_BK)
         row_BK = jnp.take_along_axis(seen.rows, safe_BK, axis=1)
-        rows_BK = jnp.where(row_BK < growth.fed[:, None], row_BK, -1)
+        rows_BK = jnp.where(row_BK < partial.fed[:, None], row_BK, -1)
         tokens_BK = jnp.where(place_K < count_B[:, None], jnp.take_along_axis(seen.tokens, safe_BK, axis=1), 0)
-        return Grown(Draft(tokens_BK, parents_BK, count_B), growth.cache, rows_BK)
+        return Expanded(Draft(tokens_BK, parents_BK, count_B), partial.cache, rows_BK)

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 
 from specsparse.engine.cache import KVCache
 from specsparse.errors import UserError
-from specsparse.speculative.base import ROOT, Draft, DraftKind
-from specsparse.speculative.trees.base import Ground, Grown, TreeShape
+from specsparse.speculative.base import ROOT, Draft
+from specsparse.speculative.trees.base import Expanded, Expander, TreeShape
+from specsparse.speculative.trees.options import PSplitOptions
 
 RANKS = 8
 """Tokens looked at after each branch."""
@@ -17,7 +18,7 @@ RANKS = 8
 
 class _Branches(NamedTuple):
     """A tree in the making: int32[B, K] tokens and parents, int32[B] count; int32[B, S] last node of each branch and
-    bool[B, S] whether it grows; int32[B] branches begun; int32[B] nodes fed."""
+    bool[B, S] whether it goes on; int32[B] branches begun; int32[B] nodes fed."""
 
     cache: KVCache
     tokens: jax.Array
@@ -43,25 +44,15 @@ class PSplit(TreeShape):
         p_min: a branch ends where its top probability is under it.
     """
 
-    nodes: int = 16
-    n_parallel: int = 4
-    p_split: float = 0.1
-    p_min: float = 0.0
+    nodes: int = PSplitOptions.nodes
+    n_parallel: int = PSplitOptions.n_parallel
+    p_split: float = PSplitOptions.p_split
+    p_min: float = PSplitOptions.p_min
     depth: int | None = None
 
     def __post_init__(self):
-        for name in ("nodes", "n_parallel"):
-            if getattr(self, name) < 1:
-                raise UserError(f"tree.{name}={getattr(self, name)} must be at least 1")
-        if self.depth is not None and not 1 <= self.depth <= self.nodes:
+        if self.depth is not None and self.depth > self.nodes:
             raise UserError(f"tree.depth={self.depth} must lie in 1..nodes={self.nodes}")
-        if not 0 <= self.p_split <= 1 or not 0 <= self.p_min <= 1:
-            raise UserError(f"tree.p_split={self.p_split} and tree.p_min={self.p_min} must lie in [0, 1]")
-
-    @property
-    def kind(self) -> DraftKind:
-        """Chosen, not drawn."""
-        return DraftKind.ONE_HOT
 
     @property
     def max_nodes(self) -> int:
@@ -73,19 +64,9 @@ class PSplit(TreeShape):
         """Longest branch."""
         return self.nodes if self.depth is None else self.depth
 
-    @property
-    def max_rows(self) -> int:
-        """All nodes."""
-        return self.nodes
-
-    @property
-    def branches(self) -> bool:
-        """They may."""
-        return True
-
-    def grow(
-        self, ground: Ground, cache: KVCache, logits_BN: jax.Array, *, budget_B: jax.Array, room_B: jax.Array
-    ) -> Grown:
+    def expand(
+        self, by: Expander, cache: KVCache, logits_BN: jax.Array, *, budget_B: jax.Array, room_B: jax.Array
+    ) -> Expanded:
         """Consumes no noise."""
         batch, K, S = budget_B.shape[0], self.nodes, self.n_parallel
         zeros_B, zeros_BK = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, K), jnp.int32)
@@ -94,46 +75,46 @@ class PSplit(TreeShape):
             cache, zeros_BK, zeros_BK, zeros_B, jnp.full((batch, S), ROOT, jnp.int32), first_BS, zeros_B + 1, zeros_B
         )
         logits_BSN = jnp.broadcast_to(logits_BN[:, None], (batch, S, logits_BN.shape[1]))
-        tree = self._split(ground, tree, logits_BSN, budget_B)
+        tree = self._split(by, tree, logits_BSN, budget_B)
 
         def step(carry):
             d, t = carry
             n_valid_B = jnp.where(t.live.any(axis=1), t.count, 0)
-            logits_BKN, cache = ground.feed(t.cache, t.tokens, t.parents, n_valid_B)
+            logits_BKN, cache = by.feed(t.cache, t.tokens, t.parents, n_valid_B)
             leaf_BS = jnp.maximum(t.leaf, 0)
             logits_BSN = jnp.take_along_axis(logits_BKN, leaf_BS[:, :, None], axis=1)
             t = t._replace(cache=cache, fed=jnp.maximum(t.fed, n_valid_B))
-            return d + 1, self._split(ground, t, logits_BSN, budget_B)
+            return d + 1, self._split(by, t, logits_BSN, budget_B)
 
         _, tree = jax.lax.while_loop(lambda c: (c[0] < self.max_depth) & c[1].live.any(), step, (jnp.int32(1), tree))
         node_K = jnp.arange(K, dtype=jnp.int32)[None]
         rows_BK = jnp.where(node_K < tree.fed[:, None], node_K, -1)
-        return Grown(Draft(tree.tokens, tree.parents, tree.count), tree.cache, rows_BK)
+        return Expanded(Draft(tree.tokens, tree.parents, tree.count), tree.cache, rows_BK)
 
-    def _split(self, ground: Ground, tree: _Branches, logits_BSN: jax.Array, budget_B: jax.Array) -> _Branches:
+    def _split(self, by: Expander, tree: _Branches, logits_BSN: jax.Array, budget_B: jax.Array) -> _Branches:
         """One more node on each live branch, and the branches that begin there."""
         batch, S, N = logits_BSN.shape
         ranks = min(RANKS, N) if S > 1 else 1
         logits_RN = logits_BSN.reshape(batch * S, N)
-        column_Rr = ground.law.ranked(logits_RN, ranks)
-        p_Rr = jnp.take_along_axis(ground.law.confidence(logits_RN), column_Rr, axis=1)
+        column_Rr = by.law.ranked(logits_RN, ranks)
+        p_Rr = jnp.take_along_axis(by.law.confidence(logits_RN), column_Rr, axis=1)
         p_BSr = p_Rr.reshape(batch, S, ranks)
-        token_BSr = ground.token_ids(column_Rr).reshape(batch, S, ranks)
+        token_BSr = by.token_ids(column_Rr).reshape(batch, S, ranks)
         sequence_B = jnp.arange(batch, dtype=jnp.int32)
-        grew = tree.live  # branches that begin on this level wait for the next one
+        open_BS = tree.live  # branches that begin on this level wait for the next one
 
         def take(j, carry):
             t, above_B = carry
             s, f = j // ranks, j % ranks
             p_B, token_B = p_BSr[:, s, f], token_BSr[:, s, f]
             likely_B = jnp.where(f == 0, p_B >= self.p_min, above_B & (p_B > self.p_split) & (t.begun < S))
-            ok_B = grew[:, s] & likely_B & (t.count < budget_B)
+            ok_B = open_BS[:, s] & likely_B & (t.count < budget_B)
             node_B = jnp.where(ok_B, t.count, self.nodes)  # beyond the end: dropped
             branch_B = jnp.where(f == 0, s, jnp.minimum(t.begun, S - 1))
             parent_B = tree.leaf[:, s]
             slot_B = jnp.where(ok_B, branch_B, S)
             # A branch that cannot go on ends; one begun on this level keeps what it was begun with.
-            mark_B = jnp.where(f == 0, jnp.where(grew[:, s], s, S), slot_B)
+            mark_B = jnp.where(f == 0, jnp.where(open_BS[:, s], s, S), slot_B)
             t = t._replace(
                 tokens=t.tokens.at[sequence_B, node_B].set(token_B, mode="drop"),
                 parents=t.parents.at[sequence_B, node_B].set(parent_B, mode="drop"),
@@ -145,5 +126,5 @@ class PSplit(TreeShape):
             return t, ok_B
 
         start = (tree, jnp.zeros((batch,), bool))
-        grown = jax.lax.fori_loop(0, S * ranks, take, start)[0]
-        return grown._replace(live=grown.live & (grown.count < budget_B)[:, None])
+        longer = jax.lax.fori_loop(0, S * ranks, take, start)[0]
+        return longer._replace(live=longer.live & (longer.count < budget_B)[:, None])

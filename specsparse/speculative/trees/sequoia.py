@@ -7,6 +7,10 @@ import numpy as np
 
 from specsparse.errors import UserError
 from specsparse.speculative.tree import TreeTemplate
+from specsparse.speculative.trees.static import StaticTree, static_tree
+
+GUESSED_ACCEPTANCE = (0.6, 0.15, 0.07, 0.03)
+"""By rank, where nothing was measured."""
 
 
 class _Tables(NamedTuple):
@@ -54,6 +58,20 @@ def sequoia(
         ((1 + tables.gain[d, 0, n]) / (cost[n] + level_cost * d), -d, -n) for d in depths for n in sizes
     )
     return TreeTemplate.from_paths(_paths(tables, -depth, 0, -size))
+
+
+def sequoia_tree(
+    acceptance: Sequence[float] | None,
+    cost: Sequence[float] | None,
+    level_cost: float | None,
+    nodes: int,
+    depth: int,
+    draw: str,
+) -> StaticTree:
+    """From options; without measured ones a guess of the acceptance, every node costs the same, and levels nothing."""
+    rates = GUESSED_ACCEPTANCE if acceptance is None else acceptance
+    times = [1 + n / 16 for n in range(nodes + 1)] if cost is None else cost
+    return static_tree(sequoia(rates, times, nodes, depth, level_cost=level_cost or 0.0), draw)
 
 
 def expected_tokens(template: TreeTemplate, acceptance_by_rank: Sequence[float]) -> float:

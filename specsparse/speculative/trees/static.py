@@ -14,7 +14,8 @@ from specsparse.errors import UserError
 from specsparse.speculative.base import ROOT, Draft, DraftKind
 from specsparse.speculative.draft_law import draft_uniform
 from specsparse.speculative.tree import TreeTemplate
-from specsparse.speculative.trees.base import Ground, Grown, TreeShape
+from specsparse.speculative.trees.base import Expanded, Expander, TreeShape
+from specsparse.speculative.trees.options import TemplateOptions
 
 
 class Levels(NamedTuple):
@@ -33,7 +34,7 @@ class Levels(NamedTuple):
     starts: np.ndarray
 
 
-class _Growth(NamedTuple):
+class _Partial(NamedTuple):
     cache: KVCache
     tokens: jax.Array
     q: jax.Array | None
@@ -78,11 +79,6 @@ class StaticTree(TreeShape):
         return self.template.max_depth
 
     @property
-    def max_rows(self) -> int:
-        """All nodes."""
-        return self.template.size
-
-    @property
     def branches(self) -> bool:
         """Whether the template does."""
         return self.template.width > 1
@@ -103,64 +99,64 @@ class StaticTree(TreeShape):
         widths = np.array([max(len(t.children[p + 1]) for p in level) for level in parents])
         return Levels(table, nodes, widths, np.array([np.argmax(depths == d + 1) for d in range(t.max_depth)]))
 
-    def grow(
-        self, ground: Ground, cache: KVCache, logits_BN: jax.Array, *, budget_B: jax.Array, room_B: jax.Array
-    ) -> Grown:
+    def expand(
+        self, by: Expander, cache: KVCache, logits_BN: jax.Array, *, budget_B: jax.Array, room_B: jax.Array
+    ) -> Expanded:
         """Consumes one uniform of stream `draft` a drawn node, keyed by position, round and node."""
         batch, K = budget_B.shape[0], self.max_nodes
         levels = jax.tree.map(lambda a: jnp.asarray(a, jnp.int32), self.levels)
         parents_BK = self.template.parents_array(batch)
         q = None
         if self.draw is not DraftKind.ONE_HOT:
-            q = jnp.zeros((batch, K, ground.vocab_size), jnp.float32)
-        growth = _Growth(cache, jnp.zeros((batch, K), jnp.int32), q, jnp.zeros((batch,), jnp.int32))
+            q = jnp.zeros((batch, K, by.vocab_size), jnp.float32)
+        partial = _Partial(cache, jnp.zeros((batch, K), jnp.int32), q, jnp.zeros((batch,), jnp.int32))
         first = jnp.broadcast_to(logits_BN[:, None], (batch, levels.parents.shape[1], logits_BN.shape[1]))
-        growth = self._fill(ground, levels, growth, first, jnp.int32(0))
+        partial = self._fill(by, levels, partial, first, jnp.int32(0))
 
         def step(carry):
             d, g = carry
             start = levels.starts[d]  # every node above this level is fed
             n_valid_B = jnp.where(budget_B > start, start, 0)
-            logits_BKN, cache = ground.feed(g.cache, g.tokens, parents_BK, n_valid_B)
+            logits_BKN, cache = by.feed(g.cache, g.tokens, parents_BK, n_valid_B)
             above_BPN = jnp.take(logits_BKN, jnp.clip(levels.parents[d], 0, K - 1), axis=1)
             g = g._replace(cache=cache, fed=jnp.maximum(g.fed, n_valid_B))
-            return d + 1, self._fill(ground, levels, g, above_BPN, d)
+            return d + 1, self._fill(by, levels, g, above_BPN, d)
 
         def more(carry):
             start = levels.starts[jnp.minimum(carry[0], self.max_depth - 1)]
             return (carry[0] < self.max_depth) & (budget_B > start).any()
 
-        _, growth = jax.lax.while_loop(more, step, (jnp.int32(1), growth))
+        _, partial = jax.lax.while_loop(more, step, (jnp.int32(1), partial))
         count_B = jnp.clip(budget_B, 0, K)
         node_K = jnp.arange(K, dtype=jnp.int32)[None]
-        tokens_BK = jnp.where(node_K < count_B[:, None], growth.tokens, 0)
-        rows_BK = jnp.where(node_K < growth.fed[:, None], node_K, -1)
-        return Grown(Draft(tokens_BK, parents_BK, count_B, growth.q), growth.cache, rows_BK)
+        tokens_BK = jnp.where(node_K < count_B[:, None], partial.tokens, 0)
+        rows_BK = jnp.where(node_K < partial.fed[:, None], node_K, -1)
+        return Expanded(Draft(tokens_BK, parents_BK, count_B, partial.q), partial.cache, rows_BK)
 
-    def _fill(self, ground: Ground, levels: Levels, growth: _Growth, logits_BPN: jax.Array, d: jax.Array) -> _Growth:
+    def _fill(self, by: Expander, levels: Levels, partial: _Partial, logits_BPN: jax.Array, d: jax.Array) -> _Partial:
         """The nodes of level d, rank by rank, from the logits after their parents."""
         batch, P, N = logits_BPN.shape
         x_RN = logits_BPN.reshape(batch * P, N)
         if self.draw is not DraftKind.ONE_HOT:
-            x_RN, ok_R = ground.law.law(x_RN)
+            x_RN, ok_R = by.law.law(x_RN)
             x_RN = jnp.where(ok_R[:, None], x_RN, jnp.float32(0))
 
         def rank(r, carry):
             tokens_BK, q_BKV, x_RN = carry
             node_P = jax.lax.dynamic_index_in_dim(levels.nodes[d], r, axis=1, keepdims=False)
             if self.draw is DraftKind.ONE_HOT:
-                column_R = ground.law.top(x_RN)
+                column_R = by.law.top(x_RN)
             else:
-                u_BP = draft_uniform(ground.ctx, depth=d + 1, node=node_P[None])
-                column_R = ground.law.draw(x_RN, u_BP.reshape(-1))
-                wide_BPV = ground.widen(x_RN).reshape(batch, P, -1)
+                u_BP = draft_uniform(by.ctx, depth=d + 1, node=node_P[None])
+                column_R = by.law.draw(x_RN, u_BP.reshape(-1))
+                wide_BPV = by.widen(x_RN).reshape(batch, P, -1)
                 q_BKV = q_BKV.at[:, node_P].set(wide_BPV, mode="drop")
-            tokens_BK = tokens_BK.at[:, node_P].set(ground.token_ids(column_R).reshape(batch, P), mode="drop")
+            tokens_BK = tokens_BK.at[:, node_P].set(by.token_ids(column_R).reshape(batch, P), mode="drop")
             return tokens_BK, q_BKV, self._without(x_RN, column_R)
 
-        start = (growth.tokens, growth.q, x_RN)
+        start = (partial.tokens, partial.q, x_RN)
         tokens_BK, q_BKV, _ = jax.lax.fori_loop(0, levels.widths[d], rank, start)
-        return growth._replace(tokens=tokens_BK, q=q_BKV)
+        return partial._replace(tokens=tokens_BK, q=q_BKV)
 
     def _without(self, x_RN: jax.Array, column_R: jax.Array) -> jax.Array:
         """What the next sibling is taken from: logits or q without the column just used."""
@@ -173,6 +169,31 @@ class StaticTree(TreeShape):
         mass_R1 = jnp.sum(x_RN, axis=1, keepdims=True)
         # A law whose mass is spent stays zero: a node without mass at its token is never accepted.
         return jnp.where(mass_R1 > 0, x_RN / mass_R1, jnp.float32(0))
+
+
+_DRAWS = {"top": DraftKind.ONE_HOT, "iid": DraftKind.IID, "wor": DraftKind.WOR}
+
+
+def static_tree(template: TreeTemplate, draw: str) -> StaticTree:
+    """A template with its way of drawing by name: top, iid or wor."""
+    return StaticTree(template, _DRAWS[draw])
+
+
+def templated(widths: tuple[int, ...], paths: tuple[tuple[int, ...], ...] | None, draw: str) -> StaticTree:
+    """From options: `widths` of the levels, or `paths`.
+
+    Raises:
+        UserError: both were given, or they are no tree.
+    """
+    if paths is None:
+        return static_tree(TreeTemplate.kary(widths), draw)
+    if widths != TemplateOptions.widths:
+        raise UserError("tree.widths and tree.paths are two ways to say it: give one of them")
+    return static_tree(TreeTemplate.from_paths(paths), draw)
+
+
+sampled_iid = functools.partial(templated, draw="iid")
+sampled_wor = functools.partial(templated, draw="wor")
 
 
 def by_level(template: TreeTemplate) -> TreeTemplate:

@@ -24,7 +24,7 @@ from specsparse.runtime.times.stamp import cost_key
 from specsparse.speculative.drafters.scripted import Scripted
 from specsparse.speculative.method import make_drafter
 from specsparse.speculative.policies.base import Fixed
-from specsparse.speculative.trees import static_tree
+from specsparse.speculative.trees.static import static_tree
 from specsparse.speculative.verify import get_verifier
 from specsparse.testing import write_tiny_gguf
 from tests.experiments.playing import replaced, run_config, settings
