@@ -127,7 +127,7 @@ def _main(argv: list[str] | None) -> int:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from specsparse.experiments.config import offer_models
+    from specsparse.experiments.offered import offer_models
 
     OmegaConf.register_new_resolver("options_of", help_text, replace=True)  # in the template of --help
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing, and the lines below say it better

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
@@ -16,25 +15,12 @@ from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.experiments.parts import PARTS, completed
 from specsparse.experiments.settings import RunConfig
-from specsparse.models import entries
 from specsparse.support.options import options_of, read
 
 S = TypeVar("S")
 
 WEIGHS_DRAWS = ("token", "block")
 """Verifiers of chains that weigh p against the law that drafts were drawn from."""
-
-
-def offer_models() -> None:
-    """Makes every name of the catalogue a choice of the `model` group, for Hydra's composition from here on.
-
-    Raises:
-        UserError: a file of the user's folder that is no entry.
-    """
-    store = ConfigStore.instance()
-    for entry in entries.entries().values():
-        for name in (entry.name, *entry.aliases):
-            store.store(group="model", name=name, node={"defaults": ["custom", "_self_"], "path": entry.name})
 
 
 def from_omegaconf(cfg: DictConfig | Mapping[str, object]) -> RunConfig:

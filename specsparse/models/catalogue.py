@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from specsparse.engine.gguf.reader import shard_names
+from specsparse.engine.gguf.shards import shard_names
 from specsparse.errors import UserError
 from specsparse.models import entries, hub
 from specsparse.models.entries import Entry

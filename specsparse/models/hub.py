@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from specsparse.engine.gguf.reader import shard_names
+from specsparse.engine.gguf.shards import shard_names
 from specsparse.errors import UserError
 
 SCHEME = "hf://"

@@ -8,7 +8,6 @@ sizes and dequantisation. The format: https://github.com/ggml-org/ggml/blob/mast
 
 import mmap
 import os
-import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from specsparse.engine.gguf.cursor import Cursor
+from specsparse.engine.gguf.shards import shard_names
 from specsparse.errors import UserError
 
 MAGIC = b"GGUF"
@@ -369,17 +369,6 @@ def open_one(path: str | os.PathLike[str]) -> GGUFFile:
     start = cur.at
     tensors, alignment, data = _read_tensors(cur, n_tensors, metadata, TYPE_CODES[magic])
     return GGUFFile(path, magic, version, alignment, metadata, tensors, FileLayout(places, (start, cur.at), data))
-
-
-_SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
-"""The names that llama.cpp gives to the files of a split model: `stem-00001-of-00003.gguf`."""
-
-
-def shard_names(name: str) -> list[str]:
-    """The names of all files of a split model, of the name of one of them; empty for any other name."""
-    found = _SHARD.fullmatch(name)
-    count = int(found["count"]) if found else 0
-    return [f"{found['stem']}-{i:05d}-of-{count:05d}.gguf" for i in range(1, count + 1)] if found else []
 
 
 def _join_shards(first: GGUFFile) -> GGUFFile:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from specsparse.engine.gguf.reader import open_gguf, shard_names
+from specsparse.engine.gguf.reader import open_gguf
+from specsparse.engine.gguf.shards import shard_names
 from specsparse.engine.gguf.writer import NewTensor, write_gguf
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from specsparse.engine.config import ModelConfig
-from specsparse.engine.gguf.reader import open_gguf, open_one, shard_names
+from specsparse.engine.gguf.reader import open_gguf, open_one
+from specsparse.engine.gguf.shards import shard_names
 from specsparse.errors import UserError
 from specsparse.testing import write_tiny_gguf
 from tests.engine.gguf.shards import split
