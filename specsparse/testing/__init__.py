@@ -4,9 +4,13 @@ from specsparse.speculative.drafters.scripted import Scripted
 from specsparse.testing.contract import check_drafter
 from specsparse.testing.drafting import draft_context, drafted_ids
 from specsparse.testing.mutants import load_everything, mutate
+from specsparse.testing.policies import check_policy
+from specsparse.testing.predictors import check_predictor
 from specsparse.testing.quantised import random_quantised
 from specsparse.testing.running import Runner
 from specsparse.testing.tiny import CHATML, tiny_config, write_tiny_gguf
+from specsparse.testing.trees import check_tree
+from specsparse.testing.verifiers import check_verifier
 from specsparse.testing.vocab import DummyTokenizer, bpe_vocabulary, byte_characters, spm_vocabulary
 
 __all__ = [
@@ -17,6 +21,10 @@ __all__ = [
     "bpe_vocabulary",
     "byte_characters",
     "check_drafter",
+    "check_policy",
+    "check_predictor",
+    "check_tree",
+    "check_verifier",
     "draft_context",
     "drafted_ids",
     "load_everything",

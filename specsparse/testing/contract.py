@@ -14,7 +14,7 @@ import numpy as np
 from specsparse.errors import UserError
 from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback
 from specsparse.speculative.drafters.plan import DrafterPlan
-from specsparse.speculative.tree import check_parents, node_depths
+from specsparse.speculative.tree import check_parents
 from specsparse.speculative.verify import match_verdict, valid_verifiers
 from specsparse.testing.drafting import draft_context, drafted_ids, on_plan
 
@@ -114,12 +114,11 @@ def _check_draft(drafter: Drafter, draft: Draft, budget: list[int]) -> None:
     kinds = {str(x.dtype) for x in (draft.tokens, draft.parents, draft.count)}
     assert kinds == {"int32"}, f"tokens, parents and count are {kinds}, not int32"
     assert (draft.q is None) == (drafter.kind is DraftKind.ONE_HOT), "q is given by drawn drafts, and by no others"
-    depths = np.asarray(node_depths(draft.parents, max_depth=drafter.max_depth))
     for b, most in enumerate(budget):
         count, parents = int(draft.count[b]), np.asarray(draft.parents[b]).tolist()
         assert 0 <= count <= min(most, drafter.max_nodes), f"{count} nodes on a budget of {most}"
         _check_tree(parents, count)
-        depth = depths[b, :count].max(initial=0)
+        depth = _depth(parents[:count])
         assert depth <= min(most, drafter.max_depth), f"depth {depth} on a budget of {most}"
         ids = drafted_ids(draft, b)
         assert all(0 <= token < VOCAB for token in ids), f"{ids}: ids lie in 0..{VOCAB - 1}"
@@ -132,6 +131,14 @@ def _check_tree(parents: list[int], count: int) -> None:
         check_parents(parents, count)
     except UserError as error:
         raise AssertionError(str(error)) from error
+
+
+def _depth(parents: list[int]) -> int:
+    """Longest path of a tree whose nodes stand behind their parents."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 + (depths[parent] if parent >= 0 else 0))
+    return max(depths, default=0)
 
 
 def nothing_beyond_the_text_is_read(case: DrafterCase) -> None:

@@ -50,13 +50,17 @@ OTHERS = '''
 import dataclasses
 from typing import Annotated
 
+import jax.numpy as jnp
+
+from specsparse.predictors import FFN, Needs, Predictor
+from specsparse.predictors.base import as_mask
 from specsparse.speculative.base import Drafter, DraftKind, Verifier
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.trees.static import StaticTree
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verifiers.match import Match
 from specsparse.speculative.verifiers.siblings import SiblingRule
-from specsparse.support.options import Range
+from specsparse.support.options import Internal, Range, Share
 
 SAME = Verifier("same", Match(), frozenset({DraftKind.ONE_HOT}), needs_p=False)
 NUMBER = 3
@@ -90,6 +94,22 @@ class Half(Fixed):
 @dataclasses.dataclass(frozen=True)
 class Fan(StaticTree):
     template: TreeTemplate = TreeTemplate.kary((3,))
+
+
+@dataclasses.dataclass(frozen=True)
+class First(Predictor):
+    """Keeps the first neurons."""
+
+    ffn: Annotated[FFN, Internal()]
+    share: Share = 0.5
+    needs = Needs.NOTHING
+
+    def fit(self, layer, rows_ND=None, *, index=0):
+        return None
+
+    def keep(self, weights, layer, x_RD, n_valid_B):
+        first_F = jnp.arange(layer.ffn_gate.shape[0]) < self.share * layer.ffn_gate.shape[0]
+        return as_mask(jnp.broadcast_to(first_F, (x_RD.shape[0], first_F.shape[0])), n_valid_B)
 
 
 class Loose(Drafter):
@@ -213,6 +233,14 @@ def test_a_plan_of_one_s_own_takes_what_drafters_with_a_model_take(here, model):
     assert make_drafter("plan_part:EverySecond", {}, Fixed(5)).max_nodes == 5
 
 
+def test_a_predictor_of_the_command_line(here, model, capsys):
+    few = ["max_tokens=8", "data.tasks=[code]", "data.chat=false", "time_split=0", "stream=false", "drafter=none"]
+    own = ["ffn=predicted", "predictor=other_parts:First", "predictor.share=0.3"]
+    assert run.main([f"model={model.path}", *few, *own, "hydra.run.dir=out"]) == 0, capsys.readouterr().err
+    record = json.loads((here / "out" / "record.json").read_text())
+    assert record["config"]["predictor"] == {"name": "other_parts:First", "share": 0.3}
+
+
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
@@ -234,6 +262,10 @@ def test_a_plan_of_one_s_own_takes_what_drafters_with_a_model_take(here, model):
         ),
         (["drafter=echo_part:Echo", "verifier=other_parts:SAME", "verifier.x=1"], "verifier.x is no option of"),
         (["drafter=echo_part:Echo", "verifier=other_parts:Half"], "is no SiblingRule: derive it from"),
+        (
+            ["drafter=none", "ffn=predicted", "predictor=other_parts:First", "predictor.shre=1"],
+            "predictor.shre is no option of other_parts:First; did you mean share?",
+        ),
         (["policy=other_parts:Half", "policy.share=x"], "policy.share=x must be a number"),
     ],
 )

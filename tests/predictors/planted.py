@@ -1,45 +1,14 @@
 """FFN layers with planted sparsity: a gate of low rank, pushed below zero by a channel that every residual shares."""
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 import numpy as np
 
 import specsparse
-from specsparse import kernels
-from specsparse.engine.weights import Layer
 from specsparse.kernels.packing.dequant import dequantize, pack_float
-from specsparse.predictors import FFN
 from specsparse.testing import write_tiny_gguf
+from specsparse.testing.predictors import EPS, RANK, D, F, Planted, plant
 
-D, F, RANK, EPS = 64, 192, 6, 1e-5
-
-
-class Planted(NamedTuple):
-    """A layer, what to predict for, and residuals f32[N, D] of two texts."""
-
-    ffn: FFN
-    layer: Layer
-    rows: np.ndarray
-    held_out: np.ndarray
-
-
-def plant(*, seed: int = 0, act="relu", up_act=None, rows: int = 400, noise: float = 0.05, kernel=None) -> Planted:
-    """About one neuron in six is active in a row; the rows differ in size by a factor of ten."""
-    rng = np.random.default_rng(seed)
-    basis = rng.normal(0, 1, (RANK, D)) / np.sqrt(D)
-    gate = rng.normal(0, 1, (F, RANK)) @ basis + rng.normal(0, noise / np.sqrt(D), (F, D))
-    gate[:, 0] = -rng.uniform(0.2, 0.6, F)
-    up, down = (rng.normal(0, 1 / np.sqrt(D), shape) for shape in ((F, D), (D, F)))
-    norm = rng.uniform(0.5, 1.5, D) * rng.choice([-1.0, 1.0], D)
-    pack = [pack_float(jnp.asarray(m, jnp.float32)) for m in (gate / norm, up, down)]  # the file's gate is before norm
-    layer = Layer(*[None] * 5, jnp.asarray(norm, jnp.float32), *pack, {})
-    x = rng.normal(0, 1, (rows, D))
-    x[:, 0] = 6.0
-    x *= 10 ** rng.uniform(-0.5, 0.5, (rows, 1))
-    x = x.astype(np.float32)
-    return Planted(FFN(kernels.get(kernel), EPS, act, up_act), layer, x[: rows // 2], x[rows // 2 :])
-
+__all__ = ["EPS", "D", "F", "Planted", "plant", "planted_model", "scores", "true_neurons"]
 
 def true_neurons(planted: Planted, rows: np.ndarray) -> np.ndarray:
     """float64[N, F]: the neurons' values by numpy."""

@@ -2,7 +2,6 @@
 
 import sys
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,11 +9,16 @@ from omegaconf import OmegaConf
 
 from specsparse.errors import UserError
 from specsparse.predictors import Needs, get_predictor
-from specsparse.predictors.mlp import mlp_weights
 from specsparse.predictors.registry import PREDICTORS
-from specsparse.predictors.svd import as_mlp, factorise, normed_gate
 from specsparse.run import conf_dir
-from tests.predictors.planted import D, F, plant
+from specsparse.testing.predictors import (
+    PREDICTOR_CHECKS,
+    F,
+    PredictorCase,
+    a_row_does_not_depend_on_its_neighbours,
+    check_predictor,
+    plant,
+)
 
 CASES = {
     "mlp": {},
@@ -28,7 +32,6 @@ CASES = {
     "random": {"share": 0.3},
     "teal": {"share": 0.3},
 }
-B, N = 3, 5
 
 
 @pytest.fixture(scope="module")
@@ -38,62 +41,21 @@ def planted():
 
 @pytest.fixture(params=CASES, scope="module")
 def case(request, planted):
-    """Predictor, its weights, and `keep` compiled."""
-    name = request.param.removesuffix("_recall")
-    predictor = get_predictor(name, planted.ffn, **CASES[request.param])
-    if predictor.needs is Needs.TRAINING:
-        weights = mlp_weights(*as_mlp(*factorise(normed_gate(planted.layer), 8)))
-    else:
-        weights = predictor.fit(planted.layer, jnp.asarray(planted.rows), index=1)
-    return predictor, weights, jax.jit(predictor.keep)
+    return PredictorCase.of(planted, request.param.removesuffix("_recall"), **CASES[request.param])
 
 
-def mask(case, planted, rows, n_valid):
-    _, weights, keep = case
-    return np.asarray(keep(weights, planted.layer, jnp.asarray(rows), jnp.asarray(n_valid, jnp.int32)))
+@pytest.mark.parametrize("check", PREDICTOR_CHECKS, ids=lambda check: check.__name__)
+def test_contract(case, check):
+    check(case)
 
 
-def test_a_mask_is_uint8_of_zeros_and_ones(case, planted):
-    got = mask(case, planted, planted.held_out[: B * N], [N] * B)
-    assert got.shape == (B * N, F) and got.dtype == np.uint8
-    assert set(np.unique(got)) == {0, 1}
-
-
-def test_rows_that_do_not_count_keep_nothing_and_change_nothing(case, planted):
-    rows = planted.held_out[: B * N].reshape(B, N, D)
-    whole = mask(case, planted, rows.reshape(-1, D), [N] * B).reshape(B, N, F)
-    dirty = rows.copy()
-    dirty[0, 2:], dirty[1] = np.nan, 1e30
-    got = mask(case, planted, dirty.reshape(-1, D), [2, 0, N]).reshape(B, N, F)
-    assert not got[0, 2:].any() and not got[1].any()
-    np.testing.assert_array_equal(got[0, :2], whole[0, :2])
-    np.testing.assert_array_equal(got[2], whole[2])
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (5, 1), (3, 5)])
-def test_a_row_does_not_depend_on_its_neighbours(case, planted, shape):
-    """Contract C1, by equality: the same rows at every place of every batch."""
-    batch, n = shape
-    rows = planted.held_out[: batch * n]
-    alone = np.concatenate([mask(case, planted, row[None], [1]) for row in rows])
-    np.testing.assert_array_equal(mask(case, planted, rows, [n] * batch), alone)
-    np.testing.assert_array_equal(mask(case, planted, rows[::-1].copy(), [n] * batch), alone[::-1])
+def test_a_mask_keeps_some_and_leaves_some(case):
+    assert set(np.unique(case.mask(case.planted.held_out[:15], [5, 5, 5]))) == {0, 1}
 
 
 @pytest.mark.parametrize("name", ["svd", "gate_threshold", "oracle", "teal"])
 def test_the_reference_kernels_keep_the_contract_too(name):
-    planted = plant(rows=60, kernel="reference")
-    predictor = get_predictor(name, planted.ffn)
-    weights, keep = predictor.fit(planted.layer, jnp.asarray(planted.rows)), jax.jit(predictor.keep)
-    case, rows = (predictor, weights, keep), planted.held_out[:15]
-    alone = np.concatenate([mask(case, planted, row[None], [1]) for row in rows])
-    np.testing.assert_array_equal(mask(case, planted, rows, [5, 5, 5]), alone)
-
-
-def test_predictors_are_static_and_their_weights_are_arrays(case):
-    predictor, weights, _ = case
-    assert hash(predictor) == hash(predictor) and predictor.name in PREDICTORS.names()
-    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(weights))
+    a_row_does_not_depend_on_its_neighbours(PredictorCase.of(plant(rows=60, kernel="reference"), name))
 
 
 @pytest.mark.parametrize("name", sorted(PREDICTORS.names()))
@@ -153,6 +115,7 @@ from specsparse.support.options import Internal, Share
 class First(Predictor):
     ffn: Annotated[FFN, Internal()]
     share: Share = 0.5
+    wrong: str = ""
     needs = Needs.NOTHING
 
     def fit(self, layer, rows_ND=None, *, index=0):
@@ -162,7 +125,10 @@ class First(Predictor):
         import jax.numpy as jnp
         width = layer.ffn_gate.shape[0]
         first_F = jnp.arange(width) < round(self.share * width)
-        return as_mask(jnp.broadcast_to(first_F, (x_RD.shape[0], width)), n_valid_B)
+        if self.wrong == "neighbours":
+            first_F = jnp.arange(width) < x_RD.shape[0]
+        keep_RF = jnp.broadcast_to(first_F, (x_RD.shape[0], width))
+        return keep_RF.astype(jnp.uint8) if self.wrong == "rows" else as_mask(keep_RF, n_valid_B)
 """
 
 
@@ -173,8 +139,12 @@ def test_a_predictor_of_one_s_own(planted, tmp_path, monkeypatch):
     name = "own_predictor_of_the_test:First"
     predictor = get_predictor(name, planted.ffn, share=0.25)
     assert predictor.name == "First" and predictor.share == 0.25
-    got = mask((predictor, None, jax.jit(predictor.keep)), planted, planted.held_out[:3], [3])
+    check_predictor(name, share=0.25)
+    got = PredictorCase.of(planted, name, share=0.25).mask(planted.held_out[:3], [3])
     np.testing.assert_array_equal(got, np.broadcast_to(np.arange(F) < round(0.25 * F), (3, F)))
+    for wrong, words in {"neighbours": "depends on its neighbours", "rows": "beyond n_valid"}.items():
+        with pytest.raises(AssertionError, match=words):
+            check_predictor(name, wrong=wrong)
     with pytest.raises(UserError, match=r"predictor\.share=2 must be a number above 0 and at most 1"):
         get_predictor(name, planted.ffn, share=2)
     with pytest.raises(UserError, match=f"predictor.shape is no option of {name}; did you mean share"):

@@ -24,7 +24,7 @@ from specsparse.speculative.policies.cost import AutoOff, CostModel, CostOptimal
 from specsparse.speculative.policies.registry import POLICIES, get_policy
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verify import VERIFIERS, verify
-from specsparse.testing.drafting import draft_context
+from specsparse.testing import policies as contract
 
 V_TABLE = (1.0, 1.1, 1.2, 1.3, 1.45, 1.6, 1.7, 1.8, 2.0)
 NEEDED = {"cost": {"v": V_TABLE, "c": 0.05}, "auto_off": {"v": V_TABLE}}
@@ -62,36 +62,40 @@ def lengths(policy, rounds):
 
 @pytest.mark.parametrize("name", POLICIES.names())
 def test_every_policy_keeps_the_contract(name):
-    """Budgets fit, rows are independent, the state keeps its structure, and one trace serves all."""
-    policy, traces = policy_of(name), []
-    assert hash(policy) == hash(policy_of(name))
+    contract.check_policy(policy_of(name))
+    assert hash(policy_of(name)) == hash(policy_of(name))
 
-    def step(state, ctx, verdict, count):
-        traces.append(1)
-        budget = policy.budget(state, ctx)
-        look = view(top=[0.5] * 3, top10=[0.6] * 3, entropy=[1.0] * 3, last=[0.3] * 3)
-        if ctx.length.shape[0] == 1:
-            look = jax.tree.map(lambda x: x[:1], look)
-        return budget, policy.stop(state, look), policy.keep(state, budget), policy.update(state, verdict, count)
 
-    compiled = jax.jit(step)
-    ctx = draft_context([[1], [2], [3]], capacity=4, budget=[0, 3, 100])
-    state, alone = policy.init(3), [policy.init(1)] * 3
-    rng = np.random.default_rng(1)
-    for _ in range(4):
-        tested = rng.integers(0, 5, 3)
-        accepted = np.maximum(tested - rng.integers(0, 2, 3), 0)
-        count = jnp.array(np.where(tested > 0, 4, 0), jnp.int32)
-        budget, stop, keep, state = compiled(state, ctx, verdict(accepted, tested), count)
-        assert budget.dtype == keep.dtype == jnp.int32 and stop.dtype == bool
-        assert ((budget >= 0) & (budget <= jnp.minimum(ctx.budget, policy.gamma)) & (keep <= budget)).all()
-        for b in range(3):
-            single = jax.tree.map(lambda x, b=b: x[b : b + 1], ctx)
-            own = verdict(accepted[b : b + 1], tested[b : b + 1])
-            *got, alone[b] = compiled(alone[b], single, own, count[b : b + 1])
-            for x, y in zip(got, (budget, stop, keep)):
-                assert x[0] == y[b]
-    assert len(traces) == 2  # B = 3 and B = 1
+@dataclasses.dataclass(frozen=True)
+class Bad(Fixed):
+    """Breaks one rule."""
+
+    wrong: str = ""
+
+    def length(self, state):
+        return {"budget": -state, "batch": state - state.shape[0]}.get(self.wrong, state)
+
+    def keep(self, state, count_B):
+        return count_B + jnp.int32(self.wrong == "keep")
+
+    def update(self, state, verdict, count_B):
+        return state[:, None] if self.wrong == "state" else state
+
+    def stop(self, state, view):
+        return super().stop(state, view).astype(jnp.int32 if self.wrong == "stop" else bool)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("budget", "beyond 0.."), ("batch", "depends on the batch"), ("keep", "it keeps"), ("state", "its form"),
+        ("stop", "not bool"),
+    ],
+)  # fmt: skip
+def test_the_contract_refuses(wrong, words):
+    with pytest.raises(AssertionError, match=words):
+        contract.check_policy(Bad(4, wrong=wrong))
+    contract.check_policy(Bad(4))
 
 
 def test_fixed_and_n_min():

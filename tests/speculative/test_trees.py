@@ -1,5 +1,6 @@
 """Tree shapes: Sequoia's optimum against every tree there is, level order, and options by name."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -14,6 +15,7 @@ from specsparse.speculative.trees.dynamic import DynamicTree
 from specsparse.speculative.trees.p_split import PSplit
 from specsparse.speculative.trees.sequoia import expected_tokens, sequoia
 from specsparse.speculative.trees.static import StaticTree
+from specsparse.testing.trees import check_tree
 
 
 def every_tree(nodes: int, depth: int, ranks: int) -> set[tuple[tuple[int, ...], ...]]:
@@ -124,3 +126,39 @@ def test_every_tree_is_counted():
     sizes = [len(tree) for tree in every_tree(5, 9, 9)]
     assert [sizes.count(n) for n in range(1, 6)] == [1, 2, 5, 14, 42]
     assert all(TreeTemplate.from_paths(t).size == len(t) for t in itertools.islice(every_tree(4, 4, 4), 20))
+
+
+SHAPES = {"static": {"widths": (2, 2)}, "p_split": {"nodes": 6, "n_parallel": 3, "p_split": 0.15}}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_keep_the_contract(name):
+    """The others by the drafters that use them."""
+    check_tree(get_tree(name, **SHAPES[name]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Bad(StaticTree):
+    """Breaks one rule."""
+
+    wrong: str = ""
+
+    @property
+    def max_depth(self):
+        return 1 if self.wrong == "depth" else self.template.max_depth
+
+    @property
+    def branches(self):
+        return self.wrong != "branches"
+
+    @property
+    def kind(self):
+        return DraftKind.IID if self.wrong == "kind" else self.draw
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"), [("branches", "without branches it is a chain"), ("kind", "q is given"), ("depth", "depth")]
+)
+def test_the_contract_refuses(wrong, words):
+    with pytest.raises(AssertionError, match=words):
+        check_tree(Bad(TreeTemplate.kary((2, 2)), wrong=wrong))

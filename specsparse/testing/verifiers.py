@@ -1,0 +1,102 @@
+"""The contract of a verifier, for anybody's own: `check_verifier(get_verifier("mine:Rule"))` is one line in a test."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsparse.speculative.base import Draft, DraftKind, Verdict, Verifier
+from specsparse.speculative.proof import certify
+from specsparse.speculative.proof.driver import Decided, Drafts, sound
+from specsparse.speculative.proof.exact import ends
+from specsparse.speculative.tree import TreeTemplate
+from specsparse.speculative.verify import match_verdict, verify
+
+VOCAB, GAMMA, BATCH = 3, 2, 4
+
+
+def check_verifier(verifier: Verifier) -> None:
+    """Refuses a verifier that breaks the contract of `speculative.base`, or its promise.
+
+    Args:
+        verifier: yours.
+
+    Raises:
+        AssertionError: says what is broken.
+    """
+    for check in VERIFIER_CHECKS:
+        check(verifier)
+
+
+def static_and_named(verifier: Verifier) -> None:
+    """It is hashable, has a name, and says for what drafts it is."""
+    assert hash(verifier) == hash(verifier), "its hash changes"
+    assert verifier.name and isinstance(verifier.name, str), f"its name is {verifier.name!r}"
+    kinds = verifier.kinds
+    assert kinds and all(isinstance(kind, DraftKind) for kind in kinds), f"kinds are {kinds!r}: some DraftKinds"
+
+
+def every_round_ends_somewhere(verifier: Verifier) -> None:
+    """The ways a round can end have the probability 1 in all, and each ends in a law."""
+    for case in certify.cases(verifier, vocab=VOCAB, gamma=GAMMA, seed=0):
+        for outcome in case.outcomes():
+            found = ends(verifier.rule, outcome.draft, outcome.p)
+            total = sum(end.weight for end in found)
+            assert abs(total - 1) < 1e-9, f"on {case.name} drafts the ends of a round have the probability {total:g}"
+            laws = [float(end.law.sum()) for end in found if end.weight > 1e-12]
+            assert np.allclose(laws, 1, atol=1e-9), f"on {case.name} drafts a round ends in a law of mass {laws}"
+
+
+def verdicts_are_paths(verifier: Verifier) -> None:
+    """A verdict names a path of the draft, its tokens and one more, and no row depends on the batch around it."""
+    run = jax.jit(functools.partial(_verdict, verifier))
+    for kind in verifier.kinds:
+        for template in _templates(verifier, kind):
+            for seed in range(4):
+                drafts, uniforms = _random(template, kind, seed)
+                verdict = run(drafts.draft, jnp.asarray(drafts.p), jnp.asarray(uniforms))
+                rows = (np.asarray(getattr(verdict, name)) for name in ("tokens", "count", "nodes", "failed"))
+                index = np.arange(BATCH)
+                assert sound(drafts, Decided(index, np.ones(BATCH), *rows)).all(), f"{verdict}: no path and its tokens"
+                for b in range(BATCH):
+                    one = jax.tree.map(lambda x, b=b: x[b : b + 1], (drafts.draft, drafts.p, uniforms))
+                    same = jax.tree.map(lambda x, y, b=b: np.array_equal(x[b : b + 1], y), verdict, run(*one))
+                    assert all(jax.tree.leaves(same)), "a verdict depends on the batch around it"
+
+
+def the_promise_is_kept(verifier: Verifier) -> None:
+    """A lossless one gives the target's law, by enumeration of its rule and of the driver."""
+    if verifier.lossless:
+        report = certify.certify(verifier, vocab=VOCAB, gamma=GAMMA, mutants=False)
+        assert report.passed, f"it is not lossless: {'; '.join(report.failures[:3])}"
+
+
+VERIFIER_CHECKS = (static_and_named, every_round_ends_somewhere, verdicts_are_paths, the_promise_is_kept)
+"""The parts of the contract, each a function of a `Verifier`."""
+
+
+def _verdict(verifier: Verifier, draft: Draft, p_BnV: jax.Array, uniforms_Bn: jax.Array) -> Verdict:
+    K = draft.max_nodes
+    if verifier.needs_p:
+        return verify(verifier, draft, p_BnV, coins_BK=uniforms_Bn[:, :K], u_B=uniforms_Bn[:, K])
+    below_BnV = jnp.cumsum(p_BnV, axis=2) <= uniforms_Bn[:, :, None]
+    return match_verdict(draft, jnp.minimum(below_BnV.sum(axis=2), VOCAB - 1).astype(jnp.int32))
+
+
+def _templates(verifier: Verifier, kind: DraftKind) -> list[TreeTemplate]:
+    several = verifier.tree and kind is not DraftKind.SAMPLED
+    return [TreeTemplate.chain(GAMMA), *([TreeTemplate.kary((2, 1))] if several else ())]
+
+
+def _random(template: TreeTemplate, kind: DraftKind, seed: int) -> tuple[Drafts, np.ndarray]:
+    """Drafts of random laws, some with fewer nodes than there is room for, and uniforms."""
+    rng, K = np.random.default_rng(seed), template.size
+    p_BnV, q_BKV = (rng.dirichlet(np.ones(VOCAB), (BATCH, rows)).astype(np.float32) for rows in (K + 1, K))
+    draft = Draft(
+        rng.integers(0, VOCAB, (BATCH, K), np.int32),
+        np.tile(np.array(template.parents, np.int32), (BATCH, 1)),
+        rng.integers(0, K + 1, BATCH).astype(np.int32),
+        None if kind is DraftKind.ONE_HOT else q_BKV,
+    )
+    return Drafts(draft, p_BnV), rng.uniform(0, 1, (BATCH, K + 1)).astype(np.float32)
