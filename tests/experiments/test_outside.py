@@ -108,7 +108,7 @@ class First(Predictor):
         return None
 
     def keep(self, weights, layer, x_RD, n_valid_B):
-        first_F = jnp.arange(layer.ffn_gate.shape[0]) < self.share * layer.ffn_gate.shape[0]
+        first_F = jnp.arange(layer.ffn_gate.shape[0]) < round(self.share * layer.ffn_gate.shape[0])
         return as_mask(jnp.broadcast_to(first_F, (x_RD.shape[0], first_F.shape[0])), n_valid_B)
 
 
