@@ -17,6 +17,9 @@ import yaml
 from specsparse.errors import UserError
 from specsparse.support.options import Internal, read
 
+Download = Literal["yes", "no", "ask"]
+"""Whether models are downloaded; "ask": asked on a terminal, refused elsewhere."""
+
 OWN = "SPECSPARSE_CATALOGUE"
 """Environment variable that names the folder of the user's own entries."""
 _SHIPPED = Path(__file__).resolve().parents[1] / "data" / "models"

@@ -13,20 +13,17 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Console
 
 from specsparse.errors import UserError
 from specsparse.models import catalogue, entries, hub
 from specsparse.models.catalogue import NotHere, size_text
-from specsparse.models.entries import Entry
+from specsparse.models.entries import Download, Entry
 from specsparse.models.hub import RepoFile, Repository
 from specsparse.support import terminal
 from specsparse.support.json_files import to_json, write_atomically
 
-Download = Literal["yes", "no", "ask"]
-"""Whether models are downloaded; "ask": asked on a terminal, refused elsewhere."""
 _SPARE = 0.05  # of the disk that is needed
 _KEPT = ("revision", "size", "sha256", "licence")
 
