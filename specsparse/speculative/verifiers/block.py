@@ -1,13 +1,14 @@
 """Block verification of a chain: the whole draft is judged together (Sun et al. 2403.10444)."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from specsparse.speculative.base import Draft
 from specsparse.speculative.verifiers import laws
+from specsparse.speculative.verifiers.laws import Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,18 +21,18 @@ class Block:
     accept more of those. Written for numpy and jax.numpy.
     """
 
-    def weight(self, before: Any, p_x: Any, q_x: Any) -> Any:
+    def weight(self, before: Array, p_x: Array, q_x: Array) -> Array:
         """p_i from p_{i-1} and both laws at x_i."""
         return laws.cap(before * laws.ratio(p_x, q_x))
 
-    def stop(self, weight: Any, p_V: Any, q_V: Any) -> Any:
+    def stop(self, weight: Array, p_V: Array, q_V: Array) -> Array:
         """h_i inside the draft, from p_i and the laws of position i+1. 0/0 (p_i = 1 and p = q) never stops there."""
         xp = laws.namespace(p_V)
         gap = weight * p_V - q_V
         s = laws.total(xp.maximum(gap, xp.zeros_like(gap)))
         return laws.ratio(s, s + (1 - weight))
 
-    def law(self, weight: Any, p_V: Any, q_V: Any) -> Any:
+    def law(self, weight: Array, p_V: Array, q_V: Array) -> Array:
         """Law of the token after i accepted ones, i < gamma."""
         return laws.residual(weight * p_V, q_V)
 

@@ -1,22 +1,22 @@
 """K-sequential selection: every sibling meets the same threshold, p is settled once at the end (SpecTr, 2310.15141)."""
 
 import dataclasses
-from typing import Any
 
 from specsparse.speculative.verifiers import laws
+from specsparse.speculative.verifiers.laws import Array
 from specsparse.speculative.verifiers.siblings import Child, SiblingRule
 
 TOLERANCE = 1e-4
 """Width of the bracket around rho at which the solver stops."""
 
 
-def overlap(p_V: Any, q_V: Any, rho: Any) -> Any:
+def overlap(p_V: Array, q_V: Array, rho: Array) -> Array:
     """b(rho) = sum_x min(q, p/rho), the chance that one sibling passes."""
     xp = laws.namespace(p_V)
     return laws.total(xp.minimum(rho * q_V, p_V)) / rho
 
 
-def uses(b: Any, siblings: Any) -> Any:
+def uses(b: Array, siblings: Array) -> Array:
     """c = (1 - (1-b)^k) / b = sum_{j<k} (1-b)^j, expected siblings tested per sibling's share; k at b = 0."""
     xp = laws.namespace(b)
     one = xp.ones_like(b)
@@ -25,7 +25,7 @@ def uses(b: Any, siblings: Any) -> Any:
     return xp.where(siblings > 1, xp.clip(c, one, xp.maximum(siblings, one)), one)
 
 
-def solve_rho(p_V: Any, q_V: Any, siblings: Any) -> tuple[Any, Any]:
+def solve_rho(p_V: Array, q_V: Array, siblings: Array) -> tuple[Array, Array]:
     """(rho, c): rho at most `TOLERANCE` above the root of c(b(rho)) = rho in [1, k], and c there.
 
     c(b(.)) increases, so c at a point below the root is itself a lower bound, and above it an upper bound: every step
@@ -59,16 +59,16 @@ class KSeq(SiblingRule):
     and exact for every larger rho too, so that the tolerance of the solver costs acceptance and never the law.
     """
 
-    def enter(self, p_V: Any, q_V: Any, siblings: Any) -> tuple:
+    def enter(self, p_V: Array, q_V: Array, siblings: Array) -> tuple:
         """Memo: (rho, c)."""
         return solve_rho(p_V, q_V, siblings)
 
-    def accept(self, law_x: Any, q_x: Any, memo: tuple) -> Any:
+    def accept(self, law_x: Array, q_x: Array, memo: tuple) -> Array:
         """min(1, p / (rho q))."""
         rho, _ = memo
         return laws.cap(laws.ratio(law_x, rho * q_x))
 
-    def reject(self, law_V: Any, q_V: Any, child: Child, memo: tuple, last: Any) -> tuple[Any, tuple]:
+    def reject(self, law_V: Array, q_V: Array, child: Child, memo: tuple, last: Array) -> tuple[Array, tuple]:
         """p until the last sibling, then what the k siblings leave of it."""
         xp = laws.namespace(law_V)
         rho, c = memo

@@ -2,17 +2,20 @@
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+Array: TypeAlias = jax.Array | np.ndarray | np.generic | float
+"""What rules compute with: traced by jax, or numpy's in float64 where a law is enumerated; or a plain number."""
+
 LANES = 512
 """Partial sums that `total` keeps apart."""
 
 
-def namespace(x: Any) -> ModuleType:
+def namespace(x: Array) -> ModuleType:
     """numpy for numpy values, jax.numpy for everything else (tracers included)."""
     return np if isinstance(x, np.ndarray | np.generic) else jnp
 
@@ -26,7 +29,7 @@ def repeat_while(condition: Callable, step: Callable, state: tuple) -> tuple:
     return state
 
 
-def total(x_V: Any) -> Any:
+def total(x_V: Array) -> Array:
     """Sum over the vocabulary.
 
     A reduction to one scalar is a serial chain of additions on a CPU. A product with ones keeps `LANES` partial sums
@@ -41,26 +44,26 @@ def total(x_V: Any) -> Any:
     return partial.sum() + rest.sum() if rest.shape[0] else partial.sum()
 
 
-def one_hot(like_V: Any, token: Any) -> Any:
+def one_hot(like_V: Array, token: Array) -> Array:
     """The law that is 1 at `token`, in the shape and dtype of `like_V`."""
     xp = namespace(like_V)
     return (xp.arange(like_V.shape[0]) == token).astype(like_V.dtype)
 
 
-def ratio(p_x: Any, q_x: Any) -> Any:
+def ratio(p_x: Array, q_x: Array) -> Array:
     """p/q where q is positive, else 0 (also where q is NaN): a token that q could not have drawn is never accepted."""
     xp = namespace(p_x)
     drawn = q_x > 0
     return xp.where(drawn, p_x / xp.where(drawn, q_x, xp.ones_like(q_x)), xp.zeros_like(p_x))
 
 
-def cap(a: Any) -> Any:
+def cap(a: Array) -> Array:
     """min(1, a); NaN stays NaN, and no coin is under NaN."""
     xp = namespace(a)
     return xp.minimum(a, xp.ones_like(a))
 
 
-def normalise(weights_V: Any, fallback_V: Any, usable: Any = True) -> Any:
+def normalise(weights_V: Array, fallback_V: Array, usable: Array = True) -> Array:
     """`weights / sum`, or `fallback` where not `usable` or where the sum is not positive (0/0 residuals, NaN)."""
     xp = namespace(weights_V)
     mass = total(weights_V)
@@ -69,7 +72,7 @@ def normalise(weights_V: Any, fallback_V: Any, usable: Any = True) -> Any:
     return xp.where(good, weights_V / safe, fallback_V)
 
 
-def residual(law_V: Any, q_V: Any, usable: Any = True) -> Any:
+def residual(law_V: Array, q_V: Array, usable: Array = True) -> Array:
     """norm(max(0, law - q)), the law after a rejection (Leviathan et al. 2211.17192, Alg. 1).
 
     `law` itself when the residual is 0/0 or not `usable`.
@@ -79,7 +82,7 @@ def residual(law_V: Any, q_V: Any, usable: Any = True) -> Any:
     return normalise(xp.maximum(gap, xp.zeros_like(gap)), law_V, usable)
 
 
-def remove(law_V: Any, token: Any) -> Any:
+def remove(law_V: Array, token: Array) -> Array:
     """`law` without one token, renormalised: what the next sibling is drawn from without replacement.
 
     All zeros when nothing is left; a node drawn from that is never accepted.
@@ -89,7 +92,7 @@ def remove(law_V: Any, token: Any) -> Any:
     return normalise(rest, xp.zeros_like(law_V))
 
 
-def inverse_cdf(p_RV: Any, u_R: Any) -> Any:
+def inverse_cdf(p_RV: Array, u_R: Array) -> Array:
     """Draws one token a row by inverse CDF in vocabulary order: the first id whose cumulative mass exceeds u * total.
 
     The plain definition; the engine injects its own. A token of zero mass is never drawn.

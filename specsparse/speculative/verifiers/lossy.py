@@ -1,9 +1,9 @@
 """Lossy rules: they trade the target's law for acceptance, and are labelled and measured wherever they appear."""
 
 import dataclasses
-from typing import Any
 
 from specsparse.speculative.verifiers import laws
+from specsparse.speculative.verifiers.laws import Array
 from specsparse.speculative.verifiers.options import ThresholdOptions, TypicalOptions
 from specsparse.speculative.verifiers.siblings import Child, SiblingRule
 
@@ -23,7 +23,7 @@ class Typical(SiblingRule):
     epsilon: float = TypicalOptions.epsilon
     delta: float = TypicalOptions.delta
 
-    def enter(self, p_V: Any, q_V: Any, siblings: Any) -> tuple:
+    def enter(self, p_V: Array, q_V: Array, siblings: Array) -> tuple:
         """Memo: the threshold at this parent."""
         xp = laws.namespace(p_V)
         some = p_V > 0
@@ -31,11 +31,11 @@ class Typical(SiblingRule):
         entropy = -laws.total(p_V * log_p)
         return (xp.minimum(xp.full_like(entropy, self.epsilon), self.delta * xp.exp(-entropy)),)
 
-    def accept(self, law_x: Any, q_x: Any, memo: tuple) -> Any:
+    def accept(self, law_x: Array, q_x: Array, memo: tuple) -> Array:
         """1 over the threshold, else 0."""
         return (law_x > memo[0]).astype(law_x.dtype)
 
-    def reject(self, law_V: Any, q_V: Any, child: Child, memo: tuple, last: Any) -> tuple[Any, tuple]:
+    def reject(self, law_V: Array, q_V: Array, child: Child, memo: tuple, last: Array) -> tuple[Array, tuple]:
         """p as it was."""
         return law_V, memo
 
@@ -56,11 +56,11 @@ class Threshold(SiblingRule):
     single: float = ThresholdOptions.single
     total: float = ThresholdOptions.total
 
-    def enter(self, p_V: Any, q_V: Any, siblings: Any) -> tuple:
+    def enter(self, p_V: Array, q_V: Array, siblings: Array) -> tuple:
         """Memo: p already tried at this parent."""
         return (laws.namespace(p_V).zeros_like(p_V[0]),)
 
-    def accept(self, law_x: Any, q_x: Any, memo: tuple) -> Any:
+    def accept(self, law_x: Array, q_x: Array, memo: tuple) -> Array:
         """Chance that the parent's coin, not met by the elder siblings, is met by this one."""
         xp = laws.namespace(law_x)
         (tried,) = memo
@@ -69,7 +69,7 @@ class Threshold(SiblingRule):
         chance = xp.where(before < 1, laws.ratio(after - before, 1 - before), xp.ones_like(p_x))
         return xp.where(p_x >= self.single, xp.ones_like(p_x), chance)
 
-    def reject(self, law_V: Any, q_V: Any, child: Child, memo: tuple, last: Any) -> tuple[Any, tuple]:
+    def reject(self, law_V: Array, q_V: Array, child: Child, memo: tuple, last: Array) -> tuple[Array, tuple]:
         """p without the token."""
         (tried,) = memo
         rest_V = laws.residual(law_V, laws.one_hot(law_V, child.token))

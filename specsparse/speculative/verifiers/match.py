@@ -1,13 +1,13 @@
 """Match: sample the target's own token at each position and follow the child that equals it."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from specsparse.speculative.base import PAD, Draft
-from specsparse.speculative.verifiers.laws import namespace
+from specsparse.speculative.verifiers.laws import Array, namespace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Match:
     Lossless for every draft that was made without that noise, and token-for-token equal to plain decoding.
     """
 
-    def child(self, tokens_K: Any, parents_K: Any, count: Any, at: Any, token: Any) -> Any:
+    def child(self, tokens_K: Array, parents_K: Array, count: Array, at: Array, token: Array) -> Array:
         """First existing child of row `at` that holds `token`; K if there is none."""
         xp = namespace(tokens_K)
         K = tokens_K.shape[0]

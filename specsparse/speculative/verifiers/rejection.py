@@ -1,9 +1,9 @@
 """Sibling rejection: `token`, `mss`, `wor`, `delta`, `tree_delta` are this one rule on different drafts."""
 
 import dataclasses
-from typing import Any
 
 from specsparse.speculative.verifiers import laws
+from specsparse.speculative.verifiers.laws import Array
 from specsparse.speculative.verifiers.siblings import Child, SiblingRule
 
 
@@ -16,15 +16,15 @@ class Rejection(SiblingRule):
     replacement: Sequoia (2402.12374, Alg. 2). One-hot q: accept with p(x), else strike x out of p (EAGLE 2401.15077).
     """
 
-    def enter(self, p_V: Any, q_V: Any, siblings: Any) -> tuple:
+    def enter(self, p_V: Array, q_V: Array, siblings: Array) -> tuple:
         """Nothing to remember."""
         return ()
 
-    def accept(self, law_x: Any, q_x: Any, memo: tuple) -> Any:
+    def accept(self, law_x: Array, q_x: Array, memo: tuple) -> Array:
         """min(1, p/q)."""
         return laws.cap(laws.ratio(law_x, q_x))
 
-    def reject(self, law_V: Any, q_V: Any, child: Child, memo: tuple, last: Any) -> tuple[Any, tuple]:
+    def reject(self, law_V: Array, q_V: Array, child: Child, memo: tuple, last: Array) -> tuple[Array, tuple]:
         """norm(max(0, p - q))."""
         # A row that could not have drawn its own token is no law: refusing the token leaves p owed in full.
         return laws.residual(law_V, q_V, usable=child.q > 0), ()

@@ -5,20 +5,21 @@ coins; `exact._sibling_ends` turns the same rule into exact weights.
 """
 
 import abc
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from specsparse.speculative.base import PAD, Draft, DraftKind
 from specsparse.speculative.verifiers import laws
+from specsparse.speculative.verifiers.laws import Array
 
 
 class Child(NamedTuple):
     """A child under test: its token, and its draft law at that token (1 for one-hot drafts)."""
 
-    token: Any
-    q: Any
+    token: Array
+    q: Array
 
 
 class SiblingRule(abc.ABC):
@@ -43,15 +44,15 @@ class SiblingRule(abc.ABC):
     paper: ClassVar[str] = ""
 
     @abc.abstractmethod
-    def enter(self, p_V: Any, q_V: Any, siblings: Any) -> tuple:
+    def enter(self, p_V: Array, q_V: Array, siblings: Array) -> tuple:
         """Memo at a parent with law `p_V` and `siblings` children, the first of them drawn from `q_V`."""
 
     @abc.abstractmethod
-    def accept(self, law_x: Any, q_x: Any, memo: tuple) -> Any:
+    def accept(self, law_x: Array, q_x: Array, memo: tuple) -> Array:
         """Acceptance probability of a child x, from the law still owed and its draft law, both at x."""
 
     @abc.abstractmethod
-    def reject(self, law_V: Any, q_V: Any, child: Child, memo: tuple, last: Any) -> tuple[Any, tuple]:
+    def reject(self, law_V: Array, q_V: Array, child: Child, memo: tuple, last: Array) -> tuple[Array, tuple]:
         """Law and memo after a child drawn from `q_V` is rejected; `last`: it has no younger sibling."""
 
 
@@ -77,7 +78,7 @@ class Walk(NamedTuple):
     accepted: jax.Array
 
 
-def next_child(parents_K: Any, count: Any, at: Any, after: Any) -> Any:
+def next_child(parents_K: Array, count: Array, at: Array, after: Array) -> Array:
     """The first existing node beyond `after` whose parent is row `at`; K if there is none."""
     xp = laws.namespace(parents_K)
     K = parents_K.shape[0]
@@ -86,7 +87,7 @@ def next_child(parents_K: Any, count: Any, at: Any, after: Any) -> Any:
     return xp.where(live_K.any(), live_K.argmax(), K).astype(xp.int32)
 
 
-def children(parents_K: Any, count: Any, at: Any) -> Any:
+def children(parents_K: Array, count: Array, at: Array) -> Array:
     """How many existing nodes have row `at` as parent."""
     xp = laws.namespace(parents_K)
     return ((parents_K == at - 1) & (xp.arange(parents_K.shape[0]) < count)).sum()
