@@ -12,14 +12,17 @@ TWICE = {
     "Acceptance": "counts of a policy's sequence; options of the verifier `synthetic`: neither leaves its module",
     "Cell": "of a sweep's table, of a figure's table",
     "Engine": "what an experiment runs on; one a peer's module, which are called alike on purpose",
+    "Entry": "of a comparison; of the catalogue of models",
     "Job": "what stays the same while a batch is decoded; a prompt of an experiment that is ready to decode",
+    "Measure": "a figure's axis; what a distillation compares",
     "Method": "how to decode; what a report shows of it",
     "Option": "of a class's schema; of a factory of trees or policies",
     "Options": "of one kind of training, the same word in each kind's module",
     "OwnOptions": "of one kind of training, the same word in each kind's module",
+    "Plan": "what a benchmark measures; how a model is obtained",
     "Roofline": "the measured numbers; the kind of experiment that measures them",
     "Sparse": "a sparse model of a run; the kind of experiment about one",
-    "_Growth": "state of a loop, private to its tree",
+    "_Partial": "a tree that is being grown, private to its module",
 }
 """Class names that stand in several modules, and what they are in each."""
 
