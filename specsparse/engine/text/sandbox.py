@@ -62,7 +62,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         self._count(sum(map(len, pieces)))
         return "".join(pieces)
 
-    def call(self, context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self, context: Context, function: Callable, *args: object, **kwargs: object) -> object:
         """Calls `function` for the template."""
         self._step(5)  # about what a macro costs beside a loop turn
         method = getattr(function, "__wrapped__", function)  # Jinja wraps str.format
@@ -84,7 +84,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         _check_growth(name, text, (*args, *kwargs.values()))
         return args
 
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> object:
         """Computes `left operator right` for the template."""
         self._step()
         if operator == "**" and not (abs(left) < 1 << 32 and abs(right) < 64):
@@ -123,9 +123,9 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         if size > MAX_SIZE or self._built > MAX_BUILT:
             raise SecurityError(f"it builds values of more than {MAX_SIZE:,} characters or items")
 
-    def _guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _guarded(self, name: str, function: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(function)
-        def guarded(*args: Any, **kwargs: Any) -> Any:
+        def guarded(*args: object, **kwargs: object) -> object:
             self._step()
             # Jinja passes its environment or context first to the filters that ask for it.
             values = [value for value in args if not isinstance(value, _PASSED)]
