@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from specsparse.data import prompts
+from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.experiments import measured, sparse_model, watching
 from specsparse.experiments.kind import Engine, Lab
@@ -22,12 +23,14 @@ from specsparse.measure.repeats import Repeats, Width
 from specsparse.models import catalogue
 from specsparse.report import display, record
 from specsparse.report.record import PLAIN, SAME_TEXT_VERIFIERS, Pass
+from specsparse.runtime.results import Generation
 from specsparse.speculative.base import Verifier
 from specsparse.speculative.method import make_drafter
 from specsparse.speculative.policies.base import Policy
 from specsparse.speculative.policies.options import KEPT
 from specsparse.speculative.policies.registry import get_policy
 from specsparse.speculative.trees import get_tree
+from specsparse.speculative.trees.base import TreeShape
 from specsparse.speculative.verifiers.registry import SYNTHETIC
 from specsparse.support import terminal
 from specsparse.support.in_turn import turned, turns
@@ -48,7 +51,7 @@ class Job:
 class Bench:
     """A loaded model with its jobs, and how long loading took."""
 
-    model: Any
+    model: Model
     jobs: list[Job]
     load_s: float
 
@@ -92,14 +95,14 @@ def method(cfg: MethodSettings, found: Measured | None = None) -> dict[str, Any]
     return {"drafter": drafter, "verifier": measured.verifier(cfg, drafter)}
 
 
-def what_is_measured(cfg: DecodingSettings, model: Any, out: Console) -> Measured | None:
+def what_is_measured(cfg: DecodingSettings, model: Model, out: Console) -> Measured | None:
     """What the config leaves to this machine, measured with a bar where it is not known yet; None where nothing is."""
     if not measured.needed(cfg):
         return None
     return measured.measure(cfg, model, lambda: calibration(cfg, model), bar(out))
 
 
-def calibration(cfg: DecodingSettings, model: Any) -> list[list[int]]:
+def calibration(cfg: DecodingSettings, model: Model) -> list[list[int]]:
     """What acceptance is measured on: the first built-in prompt of each task."""
     return [ids_of(model, p, chat=cfg.data.chat) for p in prompts.load(limit_per_task=1)]
 
@@ -121,7 +124,7 @@ def policy(cfg: MethodSettings, found: Measured | None = None) -> Policy:
     return get_policy(cfg.policy.name, **{**(found or measured.for_checking(cfg)).policy, **given})
 
 
-def tree(cfg: MethodSettings, found: Measured | None = None) -> Any:
+def tree(cfg: MethodSettings, found: Measured | None = None) -> TreeShape | None:
     """The shape of the drafts, None for chains."""
     return get_tree(cfg.tree.name, **{**cfg.tree.options, **(found.tree if found else {})})
 
@@ -156,7 +159,7 @@ def prompts_of(cfg: DecodingSettings) -> list[prompts.Prompt]:
     return prompts.load(data.source, tasks=data.tasks, limit_per_task=data.limit_per_task, turns=data.turns)
 
 
-def conversation_ids(cfg: DecodingSettings, engine: Engine, model: Any, prompt: prompts.Prompt) -> list[int]:
+def conversation_ids(cfg: DecodingSettings, engine: Engine, model: Model, prompt: prompts.Prompt) -> list[int]:
     """Ids of a prompt; what a later turn refers to is decoded plainly first, the same for every method."""
     said: list[dict[str, str]] = []
     for turn in prompt.before:
@@ -167,14 +170,14 @@ def conversation_ids(cfg: DecodingSettings, engine: Engine, model: Any, prompt: 
     return ids_of(model, prompt, chat=cfg.data.chat, said=said)
 
 
-def ids_of(model: Any, prompt: prompts.Prompt, *, chat: bool, said: Sequence[dict[str, str]] = ()) -> list[int]:
+def ids_of(model: Model, prompt: prompts.Prompt, *, chat: bool, said: Sequence[dict[str, str]] = ()) -> list[int]:
     """Token ids of a prompt, as a user's turn of a chat after what was `said`, or as it is."""
     if not chat:
         return model.tokenizer.encode(prompt.text, add_special=True)
     return _chat_ids(model, [*said, {"role": "user", "content": prompt.text}])
 
 
-def _chat_ids(model: Any, messages: Sequence[dict[str, str]]) -> list[int]:
+def _chat_ids(model: Model, messages: Sequence[dict[str, str]]) -> list[int]:
     return model.tokenizer.encode(model.tokenizer.apply_chat_template(list(messages)), parse_special=True)
 
 
@@ -196,10 +199,10 @@ class Passes:
         self,
         cfg: DecodingSettings,
         lab: Lab,
-        model: Any,
+        model: Model,
         sides: Sides,
         *,
-        other_models: Mapping[str, Any] | None = None,
+        other_models: Mapping[str, Model] | None = None,
     ):
         """`other_models`: of the sides that `model` does not decode."""
         self._cfg, self._lab, self.model = cfg, lab, model
@@ -231,7 +234,7 @@ class Passes:
                 self._keep(job, side, WARM_UP, generation)
         return first
 
-    def _stream(self, job: Job, side: str, is_first: bool) -> tuple[Any, float]:
+    def _stream(self, job: Job, side: str, is_first: bool) -> tuple[Generation, float]:
         stream = self._lab.engine.stream(self.model, job.ids, **self._options, **self.sides[side])
         pieces = iter(stream)
         what = "compiling and reading the prompt" if is_first else "reading the prompt"
@@ -245,7 +248,7 @@ class Passes:
             self._lab.console.out("\n")
         return stream.generation, at
 
-    def _keep(self, job: Job, side: str, repeat: int, generation: Any) -> None:
+    def _keep(self, job: Job, side: str, repeat: int, generation: Generation) -> None:
         done = Pass.of(job.prompt.id, job.prompt.task, side, repeat, generation)
         self.compile_s += done.compile_s
         self.warm_up.append(done)
@@ -307,7 +310,7 @@ class Passes:
         rate = sum(d.counters.num_emitted_tokens for d in plain) / seconds if seconds else None
         return self._meter.conditions(rate, self._plain_s())
 
-    def generate(self, job: Job, side: str, **more: Any) -> Any:
+    def generate(self, job: Job, side: str, **more: Any) -> Generation:
         """One decoding."""
         model = self._other_models.get(side, self.model)
         return self._lab.engine.generate(model, job.ids, **{**self._options, **self.sides[side], **more})

@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from specsparse.engine.model import Model
 from specsparse.experiments import measured
 from specsparse.experiments.config import choice_options
 from specsparse.experiments.settings import DrafterSpec, MethodSettings, PolicySpec, TreeSpec, VerifierSpec
 from specsparse.measure.costs.progress import Bar, silent
-from specsparse.runtime.times.kept import CostTable
+from specsparse.runtime.times.kept import CostTable, DraftCost
 from specsparse.speculative import expected
 from specsparse.speculative.method import choose_verifier, grows_trees, make_drafter
 from specsparse.speculative.policies.base import Fixed
@@ -56,8 +57,8 @@ def _verified(cfg: M) -> M:
 
 
 def rows(
-    chosen: Iterable[MethodSettings], model: Any, prompts: Sequence[Sequence[int]], *, bar: Bar = silent
-) -> Iterator[dict[str, Any]]:
+    chosen: Iterable[MethodSettings], model: Model, prompts: Sequence[Sequence[int]], *, bar: Bar = silent
+) -> Iterator[dict[str, object]]:
     """For each method: cost of drafting, acceptance, and the speed-up that the table predicts from both.
 
     Args:
@@ -73,7 +74,7 @@ def rows(
             yield _tree(measured.tree(one, model, prompts, bar))
 
 
-def _chain(found: measured.Chain) -> dict[str, Any]:
+def _chain(found: measured.Chain) -> dict[str, object]:
     """At the draft length that suits this acceptance; 0 where none pays."""
     gamma, gain = found.table.best_gamma(found.alpha, draft=found.draft)
     tokens = expected.expected_tokens(found.alpha, gamma)
@@ -81,11 +82,11 @@ def _chain(found: measured.Chain) -> dict[str, Any]:
             "predicted_speedup": gain}  # fmt: skip
 
 
-def _tree(found: measured.Tree) -> dict[str, Any]:
+def _tree(found: measured.Tree) -> dict[str, object]:
     gain = found.table.predict_tree(found.tokens, found.nodes, room=found.room, draft=found.draft)
     return {**_common(found.key, found.table, found.draft), "alpha": None, "gamma": found.nodes, "tokens": found.tokens,
             "predicted_speedup": gain}  # fmt: skip
 
 
-def _common(key: str, table: CostTable, draft: Any) -> dict[str, Any]:
+def _common(key: str, table: CostTable, draft: DraftCost) -> dict[str, object]:
     return {"method": key, "token_s": draft.token_s, "round_s": draft.fixed_s, "step_s": table.step()}

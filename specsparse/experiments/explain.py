@@ -38,7 +38,7 @@ def explain(
     return dataclasses.replace(found, findings=findings, notes=tuple(note for _, notes in parts for note in notes))
 
 
-Part = tuple[dict[str, Any], list[str]]
+Part = tuple[dict[str, object], list[str]]
 """Findings, and notes on them."""
 
 
@@ -71,7 +71,7 @@ def _policy(reports: Sequence[Any]) -> Part:
         return {}, []
     rounds, off = sum(r.rounds_off for r in reports), sum(r.off for r in reports)
     predicted = [r.predicted for r in reports if r.predicted is not None]
-    out: dict[str, Any] = {"rounds_off": rounds, "passes": len(reports)}
+    out: dict[str, object] = {"rounds_off": rounds, "passes": len(reports)}
     if not predicted:
         return {"policy": out}, []
     mean = sum(predicted) / len(predicted)

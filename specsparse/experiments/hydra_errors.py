@@ -7,6 +7,14 @@ from specsparse.errors import UserError
 from specsparse.models import entries
 from specsparse.support.options import nearest
 
+_SAID = {
+    r"Ambiguous value for argument '([^']+)'": "{}: several values are a sweep, add -m; a list is written KEY=[a,b]",
+    r"'hydra/(?:launcher|sweeper)/(\w+)'": "{} is not installed: pip install 'specsparse[sweep]'",
+    r"Could not append to config\. An item is already at '([^']+)'": "{} is there already: write it without the +",
+    r"Missing mandatory value: ([\w.]+)": "{}: a value is needed",
+}
+"""What Hydra says, and what to say instead of it."""
+
 
 def explain(error: Exception, conf: Path) -> UserError:
     """The `UserError` that says in one line what `error` (of Hydra or OmegaConf) means; `conf` is the config folder."""
@@ -17,12 +25,10 @@ def explain(error: Exception, conf: Path) -> UserError:
     override = getattr(error, "override", None)
     if override is not None:
         return UserError(f"cannot read {override!r}: write KEY=VALUE, and quote a value with special characters")
-    match = re.search(r"Ambiguous value for argument '([^']+)'", text)
-    if match:
-        return UserError(f"{match.group(1)}: several values are a sweep, add -m; a list is written KEY=[a,b]")
-    match = re.search(r"'hydra/(?:launcher|sweeper)/(\w+)'", text)
-    if match:
-        return UserError(f"{match.group(1)} is not installed: pip install 'specsparse[sweep]'")
+    for pattern, message in _SAID.items():
+        match = re.search(pattern, text)
+        if match:
+            return UserError(message.format(match.group(1)))
     match = re.search(r"Could not find '(\w+)/([^']*)'", text)
     if match:
         group, choice = match.groups()
@@ -32,16 +38,10 @@ def explain(error: Exception, conf: Path) -> UserError:
     if match:
         key = match.group(1).split("@")[0]
         return UserError(f"no key {key}{_near_key(key, groups, conf)}")
-    match = re.search(r"Could not append to config\. An item is already at '([^']+)'", text)
-    if match:
-        return UserError(f"{match.group(1)} is there already: write it without the +")
     match = re.search(r"You must specify '([^']+)'", text)
     if match:
         key = match.group(1)
         return UserError(f"{key}: choose one, such as {key}={next(iter(groups.get(key, ['NAME'])))}")
-    match = re.search(r"Missing mandatory value: ([\w.]+)", text)
-    if match:
-        return UserError(f"{match.group(1)}: a value is needed")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return UserError("; ".join(lines[:2]) or type(error).__name__)
 

@@ -13,9 +13,11 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from rich.console import Console, RenderableType
 
+from specsparse.engine.model import Model
 from specsparse.experiments import trackers
 from specsparse.experiments.settings import DecodingSettings, ModelSpec, TrackerSpec
 from specsparse.experiments.trackers import Tracker
+from specsparse.runtime.results import Generation
 from specsparse.support import terminal
 from specsparse.support.registry import Registry
 
@@ -23,13 +25,13 @@ from specsparse.support.registry import Registry
 class Engine(Protocol):
     """What a run needs of `specsparse.api`; tests give a scripted one."""
 
-    def load(self, spec: str, **overrides: Any) -> Any:
+    def load(self, spec: str, **overrides: Any) -> Model:
         """A model."""
 
-    def generate(self, model: Any, prompt: Any, **options: Any) -> Any:
+    def generate(self, model: Model, prompt: Any, **options: Any) -> Generation:
         """A `Generation`."""
 
-    def stream(self, model: Any, prompt: Any, **options: Any) -> Any:
+    def stream(self, model: Model, prompt: Any, **options: Any) -> Any:
         """An iterator of text pieces with `.generation` at its end."""
 
 
@@ -54,7 +56,7 @@ class Lab:
         """Takes rows while the run goes on; what an earlier run left in the directory is removed."""
         return trackers.make(self.tracking.name, self.tracking.options, self.directory)
 
-    def load(self, model: ModelSpec, **more: Any) -> Any:
+    def load(self, model: ModelSpec, **more: Any) -> Model:
         """A model, with a bar; `more` beside what its group of the config overrides."""
         with terminal.loading(self.console, f"loading {model.path}") as progress:
             return self.engine.load(model.path, progress=progress, **more, **model.overrides())
@@ -87,13 +89,13 @@ class Found:
         objective: what a sweeper maximises.
     """
 
-    summary: Mapping[str, Any]
+    summary: Mapping[str, object]
     result: Any = None
     shown: Sequence[RenderableType] = ()
     figures: Sequence[Written] = ()
     files: Sequence[str] = ()
     definitions: Mapping[str, str] = field(default_factory=dict)
-    more: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, object] = field(default_factory=dict)
     as_promised: bool = True
     objective: float | None = None
 

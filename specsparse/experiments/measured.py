@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.experiments.settings import MethodSettings
 from specsparse.measure.costs import drafts, ranks
@@ -39,11 +40,11 @@ class Measured:
         tree: acceptance, cost and level_cost of a tree that does.
     """
 
-    policy: Mapping[str, Any] = field(default_factory=dict)
-    tree: Mapping[str, Any] = field(default_factory=dict)
+    policy: Mapping[str, object] = field(default_factory=dict)
+    tree: Mapping[str, object] = field(default_factory=dict)
 
 
-def left_out(options: Mapping[str, Any], *names: str) -> list[str]:
+def left_out(options: Mapping[str, object], *names: str) -> list[str]:
     """Those of the options that are there and null."""
     return [name for name in names if name in options and options[name] is None]
 
@@ -56,7 +57,7 @@ def needed(cfg: MethodSettings) -> bool:
 
 
 def measure(
-    cfg: MethodSettings, model: Any, prompts: Callable[[], Sequence[Sequence[int]]], bar: Bar = silent
+    cfg: MethodSettings, model: Model, prompts: Callable[[], Sequence[Sequence[int]]], bar: Bar = silent
 ) -> Measured:
     """What the config leaves out, from the kept table; measured first where it is not known.
 
@@ -83,14 +84,14 @@ def measure(
     return Measured(policy, tree)
 
 
-def _times(cfg: MethodSettings, model: Any, bar: Bar) -> dict[str, Any]:
+def _times(cfg: MethodSettings, model: Model, bar: Bar) -> dict[str, object]:
     """v, c and c0 of chains."""
     table, key = drafts.table_for(model, cfg.drafter.name, cfg.drafter.options, bar=bar)
     found = table.policy_options(gamma_of(cfg), key)
     return {"v": [round(t, 2) for t in found["v"]], "c": round(found["c"], 2), "c0": round(found["c0"], 2)}
 
 
-def _kept_times(cfg: MethodSettings, model: Any) -> dict[str, Any]:
+def _kept_times(cfg: MethodSettings, model: Model) -> dict[str, object]:
     """The same without measuring: what was kept, or a guess."""
     drafter = make_drafter(cfg.drafter.name, cfg.drafter.options, Fixed(gamma_of(cfg)))
     share = draft_share(model, bind(model, drafter)) if isinstance(drafter, DrafterPlan) else 0.0
@@ -149,14 +150,14 @@ class Tree:
     room: int
 
 
-def chain(cfg: MethodSettings, model: Any, prompts: Sequence[Sequence[int]], bar: Bar = silent) -> Chain:
+def chain(cfg: MethodSettings, model: Model, prompts: Sequence[Sequence[int]], bar: Bar = silent) -> Chain:
     """Of the config's drafter, measured where it is not known yet."""
     alpha = _rates(cfg, model, None, prompts, bar)[0]
     table, key = drafts.table_for(model, cfg.drafter.name, cfg.drafter.options, bar=bar)
     return Chain(key, table, table.draft_cost(key), alpha)
 
 
-def tree(cfg: MethodSettings, model: Any, prompts: Sequence[Sequence[int]], bar: Bar = silent) -> Tree:
+def tree(cfg: MethodSettings, model: Model, prompts: Sequence[Sequence[int]], bar: Bar = silent) -> Tree:
     """Of the config's drafter and tree, measured where they are not known yet."""
     params, key, shape = cfg.params, draft_key(cfg), get_tree(cfg.tree.name, **cfg.tree.options)
     assert shape is not None
@@ -172,7 +173,7 @@ def tree(cfg: MethodSettings, model: Any, prompts: Sequence[Sequence[int]], bar:
     return Tree(key, table, table.draft_cost(key), tokens, nodes, shape.max_nodes)
 
 
-def _tree_times(cfg: MethodSettings, model: Any, draw: str, bar: Bar) -> dict[str, Any]:
+def _tree_times(cfg: MethodSettings, model: Model, draw: str, bar: Bar) -> dict[str, object]:
     """cost and level_cost of trees."""
     greedy = SamplingParams(temperature=0.0)
 
@@ -186,7 +187,7 @@ def _tree_times(cfg: MethodSettings, model: Any, draw: str, bar: Bar) -> dict[st
 
 
 def _rates(
-    cfg: MethodSettings, model: Any, draw: str | None, prompts: Sequence[Sequence[int]], bar: Bar
+    cfg: MethodSettings, model: Model, draw: str | None, prompts: Sequence[Sequence[int]], bar: Bar
 ) -> tuple[float, ...]:
     """Acceptance of chains (one rate), or by rank of siblings drawn in that way."""
     params = cfg.params

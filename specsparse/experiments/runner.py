@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -77,7 +76,7 @@ def run(cfg: RunConfig, directory: Path, *, engine: Engine | None = None, consol
     return found
 
 
-def _record(cfg: RunConfig, kind: Kind, found: Found) -> Mapping[str, Any]:
+def _record(cfg: RunConfig, kind: Kind, found: Found) -> Mapping[str, object]:
     file = Path(catalogue.resolve(cfg.model.path)) if kind.takes_model else None
     made = manifest.build(cfg.composed, file)
     definitions = {"definitions": found.definitions} if found.definitions else {}

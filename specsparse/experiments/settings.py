@@ -24,6 +24,14 @@ OfChoice = Annotated[dict[str, Any], Rest()]
 
 
 @dataclass(frozen=True)
+class Choice:
+    """One of a group by name, and its own options."""
+
+    name: str
+    options: OfChoice = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """Which GGUF file, and what of it to override; None leaves the file's (or the engine's) own value.
 
@@ -45,33 +53,24 @@ class ModelSpec:
     devices: int | None = None
     mesh: Count | None = None
 
-    def overrides(self) -> dict[str, Any]:
+    def overrides(self) -> dict[str, object]:
         """Keyword arguments of `specsparse.load`: what is not None."""
         return {k: v for k, v in dataclasses.asdict(self).items() if k != "path" and v is not None}
 
 
-@dataclass(frozen=True)
-class DrafterSpec:
+class DrafterSpec(Choice):
     """A registered drafter and its own options; the name "none" is plain decoding."""
 
-    name: str
-    options: OfChoice = field(default_factory=dict)
 
-
-@dataclass(frozen=True)
-class VerifierSpec:
+class VerifierSpec(Choice):
     """A registered verifier and its own options."""
 
-    name: str
-    options: OfChoice = field(default_factory=dict)
-
 
 @dataclass(frozen=True)
-class TreeSpec:
+class TreeSpec(Choice):
     """The shape of the drafts of a drafter with a model and its own options; the name "chain" is no tree."""
 
     name: str = "chain"
-    options: OfChoice = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,20 +101,15 @@ class DataSpec:
         return load(self.source, tasks=self.tasks, limit_per_task=self.limit_per_task)
 
 
-@dataclass(frozen=True)
-class TrackerSpec:
+class TrackerSpec(Choice):
     """Where the numbers go: "jsonl", or "wandb" with its options; JSONL is always written."""
 
-    name: str
-    options: OfChoice = field(default_factory=dict)
-
 
 @dataclass(frozen=True)
-class PredictorSpec:
+class PredictorSpec(Choice):
     """A registered predictor of active neurons and its own options; the name "none" is no predictor."""
 
     name: str = "none"
-    options: OfChoice = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -138,7 +132,7 @@ class FfnSpec:
     tokens: Count = 1024
     union_cap: Share | None = None
 
-    def overrides(self) -> dict[str, Any]:
+    def overrides(self) -> dict[str, object]:
         """Keyword arguments of `specsparse.load`: what differs from its defaults."""
         mode = "dense" if self.name == "predicted" else self.name
         given = {"ffn": mode, "threshold": self.threshold, "faithful_f16": self.faithful_f16 or None}

@@ -70,12 +70,12 @@ class Sparse(NamedTuple):
         weights: of the rule, by layer.
     """
 
-    model: Any
+    model: Model
     predictor: Predictor
     weights: Sequence[Any]
 
 
-def load(cfg: ModelSettings, lab: Lab) -> Any:
+def load(cfg: ModelSettings, lab: Lab) -> Model:
     """The model, its predictor fitted where the config asks for one.
 
     Raises:
@@ -85,7 +85,7 @@ def load(cfg: ModelSettings, lab: Lab) -> Any:
     return sparse_of(cfg, lab, model).model if cfg.ffn.name == PREDICTED else model
 
 
-def sparse_of(cfg: ModelSettings, lab: Lab, dense: Any, *, rows: np.ndarray | None = None) -> Sparse:
+def sparse_of(cfg: ModelSettings, lab: Lab, dense: Model, *, rows: np.ndarray | None = None) -> Sparse:
     """The config's sparse model beside a dense one of the same file.
 
     Args:
@@ -121,14 +121,14 @@ def label(model: Model) -> dict[str, str]:
     return {"ffn": f"{model.ffn}: {model.rule}" if model.rule else model.ffn, "ffn_label": promise}
 
 
-def residuals(cfg: ModelSettings, model: Any, out: Console) -> np.ndarray:
+def residuals(cfg: ModelSettings, model: Model, out: Console) -> np.ndarray:
     """f32[L, N, D] residuals before `ffn_norm` on calibration text."""
     text = calibration_text(cfg, model)
     with terminal.counting(out, "reading calibration text", len(text)) as bar:
         return collect(model, text, progress=lambda done: bar.update(bar.task_ids[0], completed=done))
 
 
-def calibration_text(cfg: ModelSettings, model: Any) -> np.ndarray:
+def calibration_text(cfg: ModelSettings, model: Model) -> np.ndarray:
     """int32[W, n]: about `ffn.tokens` tokens of built-in prompts that the run does not decode, a few of each task."""
     decoded = {p.text for p in cfg.data.prompts()}
     free = [p.text for p in prompts.load() if p.text not in decoded] or [p.text for p in prompts.load()]
@@ -143,7 +143,7 @@ def weights_file(cfg: ModelSettings) -> Path | None:
     return catalogue.companion(cfg.model.path, "predictors") if cfg.ffn.weights is None else Path(cfg.ffn.weights)
 
 
-def _trained(cfg: ModelSettings, model: Any) -> Sequence[Any]:
+def _trained(cfg: ModelSettings, model: Model) -> Sequence[Any]:
     path = weights_file(cfg)
     assert path is not None  # check()
     found = load_predictors(path)

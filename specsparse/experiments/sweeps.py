@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from specsparse import kernels
 from specsparse.errors import UserError
@@ -103,7 +102,7 @@ def _files(cfg: RunConfig) -> Iterator[str]:
     yield from (sha256_of(path) for path in named if path.is_file())
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     for item in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():

@@ -6,7 +6,6 @@ A tracker gets rows while the run goes on and one record at its end. The record 
 import abc
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from specsparse.errors import UserError
 from specsparse.report.record import RECORD_FILE, ROWS_FILE
@@ -20,11 +19,11 @@ class Tracker(abc.ABC):
     """Takes rows, then one record."""
 
     @abc.abstractmethod
-    def log(self, row: Mapping[str, Any]) -> None:
+    def log(self, row: Mapping[str, object]) -> None:
         """One row: a decoded prompt."""
 
     @abc.abstractmethod
-    def finish(self, record: Mapping[str, Any]) -> None:
+    def finish(self, record: Mapping[str, object]) -> None:
         """The record of the whole run; nothing is logged after it."""
 
 
@@ -40,17 +39,17 @@ class Jsonl(Tracker):
             (directory / name).unlink(missing_ok=True)
         self._directory = directory
 
-    def log(self, row: Mapping[str, Any]) -> None:
+    def log(self, row: Mapping[str, object]) -> None:
         """Append one line."""
         with (self._directory / ROWS_FILE).open("a", encoding="utf-8") as file:
             file.write(to_json(row) + "\n")
 
-    def finish(self, record: Mapping[str, Any]) -> None:
+    def finish(self, record: Mapping[str, object]) -> None:
         """Write the record, whole."""
         write_atomically(self._directory / RECORD_FILE, to_json(record, indent=1) + "\n")
 
 
-def check(name: str, options: Mapping[str, Any]) -> None:
+def check(name: str, options: Mapping[str, object]) -> None:
     """Refuse an unknown tracker or option, before anything is written.
 
     Raises:
@@ -65,7 +64,7 @@ def check(name: str, options: Mapping[str, Any]) -> None:
         raise UserError(f"tracker.mode={options['mode']}: must be one of {', '.join(WANDB_MODES)}")
 
 
-def make(name: str, options: Mapping[str, Any], directory: Path) -> Tracker:
+def make(name: str, options: Mapping[str, object], directory: Path) -> Tracker:
     """The tracker called `name`, writing under `directory`; raises what `check` does.
 
     For "wandb" too it writes the files: `wandb_run` publishes them when the run is over.

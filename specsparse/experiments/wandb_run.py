@@ -27,7 +27,7 @@ PASSES = "passes"
 _OF_THE_STEP = ("prompt_id", "task", "repeat")
 
 
-def publish(directory: Path, options: Mapping[str, Any]) -> str:
+def publish(directory: Path, options: Mapping[str, object]) -> str:
     """Send (or, offline, write) what a run's directory holds.
 
     Config and manifest; a step for each prompt and repeat; histograms over rounds and over prompts; acceptance by
@@ -76,7 +76,7 @@ def _where(client: Any, mode: str) -> str:
     return f"wandb: written offline; to send it: wandb sync {shlex.quote(shown)}"
 
 
-def _config(run: Run) -> dict[str, Any]:
+def _config(run: Run) -> dict[str, object]:
     """The composed config, and under `manifest` what it ran on: commit, model file, kernels, machine, packages."""
     return {**run.config, "manifest": {k: v for k, v in run.manifest.items() if k != "config"}}
 
@@ -98,11 +98,11 @@ def _tags(run: Run) -> list[str]:
     return [value for value in dict.fromkeys(values) if isinstance(value, str)]
 
 
-def _histograms(found: Sequence[Method]) -> dict[str, Any]:
+def _histograms(found: Sequence[Method]) -> dict[str, object]:
     """Drafted tokens that stayed, over rounds; speed-up and tokens per second, over prompts."""
     import wandb
 
-    out: dict[str, Any] = {}
+    out: dict[str, object] = {}
     for method in found:
         reached = [sum(s.method.num_drafts for s in method.samples), *_per_position(method)]
         if reached[0]:
@@ -134,7 +134,7 @@ def _acceptance(found: Sequence[Method]) -> dict[str, float]:
     }
 
 
-def _prompts(run: Run) -> dict[str, Any]:
+def _prompts(run: Run) -> dict[str, object]:
     """One table: each prompt with what every side wrote."""
     import wandb
 
@@ -157,11 +157,11 @@ def _texts(run: Run) -> dict[str, str]:
         return {}
 
 
-def _figures(made: Sequence[Figure]) -> dict[str, Any]:
+def _figures(made: Sequence[Figure]) -> dict[str, object]:
     """Each figure as a picture, and its numbers as a table."""
     import wandb
 
-    out: dict[str, Any] = {}
+    out: dict[str, object] = {}
     for figure in made:
         columns = figure.columns()
         data = [[row.get(column) for column in columns] for row in figure.rows]
@@ -170,7 +170,7 @@ def _figures(made: Sequence[Figure]) -> dict[str, Any]:
     return out
 
 
-def _written(directory: Path) -> dict[str, Any]:
+def _written(directory: Path) -> dict[str, object]:
     """What the experiment drew itself, and its tables."""
     import wandb
 
@@ -197,7 +197,7 @@ def _picture(png: bytes) -> Any:
     return Image.open(io.BytesIO(png))
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+def _flat(value: object, prefix: str = "") -> dict[str, object]:
     """Nested keys joined by slashes, as wandb groups its charts; items of a list by their index."""
     if isinstance(value, list):
         value = {str(i): item for i, item in enumerate(value)}

@@ -45,11 +45,7 @@ class Certify(Kind[CertifySettings]):
     takes_ffn = False
 
     def check(self, cfg: CertifySettings) -> None:
-        """Names of verifiers.
-
-        Raises:
-            UserError: an unknown one.
-        """
+        """Unknown verifiers are refused."""
         for name in cfg.certify.verifiers or ():
             get_verifier(name)
 

@@ -47,14 +47,14 @@ class Entry:
         found = self.groups["all"].speedup
         return 0.0 if found is None else found.ratio_of_totals
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """As plain values."""
         tasks = {task: _group(group) for task, group in self.groups.items()}
         identity = dataclasses.asdict(self.identity)
         return {"name": self.name, "label": self.label, "identity": identity, "tasks": tasks}
 
 
-def _group(group: Group) -> dict[str, Any]:
+def _group(group: Group) -> dict[str, object]:
     sides = {k: {"rates": s.rates, "counters": metrics.to_dict(s.counters)} for k, s in group.sides.items()}
     return {**sides, "speedup": None if group.speedup is None else group.speedup.to_dict()}
 
@@ -112,11 +112,7 @@ class Compare(Kind[CompareSettings]):
     on_mesh = True
 
     def check(self, cfg: CompareSettings) -> None:
-        """Names, options, and that at least one pair is valid.
-
-        Raises:
-            UserError: an unknown name, or no valid pair.
-        """
+        """Unknown names, and lists without a valid pair are refused."""
         methods(cfg)
         decoding.check(cfg)
 
@@ -153,7 +149,7 @@ class Compare(Kind[CompareSettings]):
         )
 
 
-def _summary(found: Comparison) -> dict[str, Any]:
+def _summary(found: Comparison) -> dict[str, object]:
     return {
         "best": found.entries[0].name,
         "speedup": found.objective,
@@ -163,7 +159,7 @@ def _summary(found: Comparison) -> dict[str, Any]:
     }
 
 
-def _methods(found: Comparison) -> dict[str, Any]:
+def _methods(found: Comparison) -> dict[str, object]:
     taken, ranked = found.conditions.to_dict(), zip(found.ranks, found.entries, strict=True)
     rows = [{**e.to_dict(), "rank": None if r is None else str(r), "conditions": taken} for r, e in ranked]
     return {"methods": rows, "refused": list(found.refused)}

@@ -11,6 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from specsparse.engine.model import Model
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
 from specsparse.experiments.kind import Found, Kind, Lab
@@ -63,11 +64,7 @@ class Perplexity(Kind[PerplexitySettings]):
     on_mesh = True
 
     def check(self, cfg: PerplexitySettings) -> None:
-        """What can be found wrong before anything is loaded.
-
-        Raises:
-            UserError: a model or a text that is not there, a stride that does not fit.
-        """
+        """A model or a text that is not there, and a stride that does not fit are refused."""
         catalogue.resolve(cfg.model.path)
         if cfg.perplexity.base not in (None, F32):
             catalogue.resolve(cfg.perplexity.base)
@@ -116,7 +113,7 @@ def cut(cfg: PerplexitySettings, tokenizer: Tokenizer) -> Windows:
 
 
 def scored(
-    model: Any, text: Windows, console: Console, name: str, *, base: np.ndarray | None = None, **options: Any
+    model: Model, text: Windows, console: Console, name: str, *, base: np.ndarray | None = None, **options: Any
 ) -> Scores:
     """`score` with a bar.
 

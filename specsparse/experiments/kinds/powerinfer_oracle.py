@@ -17,6 +17,7 @@ from rich.text import Text
 
 from specsparse import kernels
 from specsparse.engine.gguf.reader import open_gguf
+from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.experiments.kind import Engine, Found, Kind, Lab
 from specsparse.experiments.settings import ModelSettings
@@ -100,11 +101,7 @@ class PowerInferOracle(Kind[PowerInferSettings]):
     timed = False
 
     def check(self, cfg: PowerInferSettings) -> None:
-        """Files and thread counts.
-
-        Raises:
-            UserError: no such model or results, or none for this model.
-        """
+        """Files that are not there or not of this model, and thread counts below one are refused."""
         path = Path(catalogue.resolve(cfg.model.path))
         with _results(cfg, path) as found:
             _variants(found.files, path)
@@ -179,7 +176,7 @@ def _compared(variant: str, ours: np.ndarray, theirs: np.ndarray, limits: Mappin
     return Compared(variant, len(error), float(error.max()), float(error.mean()), q99, limits)
 
 
-def _over_threads(model: Any, tokens: np.ndarray, counts: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
+def _over_threads(model: Model, tokens: np.ndarray, counts: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
     if model.kernels.name != "native":
         return (1,), True
     before, out = kernels.status()["threads"], []
@@ -192,7 +189,7 @@ def _over_threads(model: Any, tokens: np.ndarray, counts: tuple[int, ...]) -> tu
     return counts, all(np.array_equal(out[0], other) for other in out)
 
 
-def _greedy(engine: Engine, model: Any, ids: np.ndarray | None, *, prompt: int) -> tuple[int, int] | None:
+def _greedy(engine: Engine, model: Model, ids: np.ndarray | None, *, prompt: int) -> tuple[int, int] | None:
     if ids is None:
         return None
     theirs = ids[prompt:].tolist()

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from specsparse.engine.gguf import requantise
 from specsparse.engine.gguf.reader import open_gguf
+from specsparse.engine.model import Model
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
 from specsparse.experiments.kind import Engine, Found, Kind, Lab
@@ -94,11 +95,7 @@ class Quantisations(Kind[QuantTableSettings]):
     settings = QuantTableSettings
 
     def check(self, cfg: QuantTableSettings) -> None:
-        """What can be found wrong before anything is loaded or written.
-
-        Raises:
-            UserError: an unknown type, no row at all, whatever `kind: perplexity` finds wrong.
-        """
+        """An unknown type, no row at all, and whatever `kind: perplexity` finds wrong are refused."""
         perplexity.Perplexity().check(cfg)
         for name in cfg.quant_table.types:
             requantise.kind_of(name)
@@ -154,7 +151,7 @@ def _row(
     }
 
 
-def _speed(cfg: QuantTableSettings, model: Any, name: str, console: Console) -> dict[str, Any]:
+def _speed(cfg: QuantTableSettings, model: Model, name: str, console: Console) -> dict[str, Any]:
     """Tokens per second of decoding and of a prompt, and what they were taken at; None for what is not timed."""
     spec = cfg.quant_table
     plan = interleaved.Plan(pp=spec.pp, tg=spec.tg, repeats=spec.timings)

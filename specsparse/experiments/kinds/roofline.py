@@ -1,13 +1,13 @@
 """`kind: roofline`: what a model file could do at best on a device, and what it was measured to do on this one."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
+from specsparse.engine.model import Model
 from specsparse.experiments import decoding, drafting
 from specsparse.experiments.kind import Found, Kind, Lab
 from specsparse.experiments.settings import DecodingSettings
@@ -18,6 +18,7 @@ from specsparse.measure.costs.measured import measure
 from specsparse.models import catalogue
 from specsparse.report import display
 from specsparse.runtime.times import store
+from specsparse.runtime.times.kept import CostTable
 from specsparse.support import terminal
 from specsparse.support.options import Size
 
@@ -50,11 +51,7 @@ class Roofline(Kind[RooflineSettings]):
     takes_ffn = False
 
     def check(self, cfg: RooflineSettings) -> None:
-        """What can be found wrong without measuring.
-
-        Raises:
-            UserError: no such model, an unknown device, drafter or tree.
-        """
+        """A model file that is not there, an unknown device, drafter or tree are refused."""
         catalogue.resolve(cfg.model.path)
         if cfg.roofline.device not in (devices.THIS, *devices.DEVICES):
             devices.get(cfg.roofline.device)
@@ -70,7 +67,7 @@ class Roofline(Kind[RooflineSettings]):
         f = open_gguf(catalogue.resolve(cfg.model.path))
         overrides = {k: v for k, v in cfg.model.overrides().items() if k not in ("kv_dtype", "threads", "backend")}
         config = ModelConfig.from_gguf(f, overrides=overrides)
-        methods: list[dict[str, Any]] = []
+        methods: list[dict[str, object]] = []
         if cfg.roofline.device == devices.THIS:
             model = lab.load(cfg.model)
             table = _measured(cfg, model, out)
@@ -91,7 +88,7 @@ class Roofline(Kind[RooflineSettings]):
         return Found(found, shown=shown, objective=found["devices"][0]["tokens_per_second"])
 
 
-def _measured(cfg: RooflineSettings, model: Any, out: Console) -> Any:
+def _measured(cfg: RooflineSettings, model: Model, out: Console) -> CostTable:
     table = None if cfg.roofline.refresh else store.load(model)
     if table is not None:
         out.print(Text(f"measured {table.identity.get('date')}, kept in {store.path_of(model)}", style="dim"))

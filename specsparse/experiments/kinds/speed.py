@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from specsparse.experiments import decoding, explain, measured, sparse_model
-from specsparse.experiments.decoding import Bench, Passes
+from specsparse.experiments.decoding import Bench, Job, Passes
 from specsparse.experiments.kind import Found, Kind, Lab
 from specsparse.experiments.settings import DecodingSettings
 from specsparse.report import display, record
@@ -25,11 +25,7 @@ class Speed(Kind[DecodingSettings]):
     on_mesh = True
 
     def check(self, cfg: DecodingSettings) -> None:
-        """What can be found wrong without loading the model.
-
-        Raises:
-            UserError: see `decoding.check`; a drafter, policy or verifier that is unknown or does not fit.
-        """
+        """What `decoding.check` finds wrong, and a drafter, policy or verifier that does not fit are refused."""
         decoding.method(cfg)
         decoding.check(cfg)
 
@@ -71,7 +67,7 @@ def time_split(cfg: DecodingSettings, passes: Passes, bench: Bench) -> dict[str,
     """Seconds of each stage in a few rounds stepped from the host, by task; the first prompt of each speaks for it."""
     if not cfg.time_split:
         return {}
-    first: dict[str, Any] = {}
+    first: dict[str, Job] = {}
     for job in bench.jobs:
         first.setdefault(job.prompt.task, job)
     more = {"loop": "host", "max_tokens": min(cfg.time_split, cfg.max_tokens)}

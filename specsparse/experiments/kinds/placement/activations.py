@@ -9,6 +9,7 @@ from rich.text import Text
 from specsparse import kernels
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import POWERINFER_MAGIC, GGUFFile, open_gguf
+from specsparse.engine.model import Model
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
 from specsparse.experiments.kind import Lab
@@ -84,7 +85,7 @@ def _counted(cfg: PlacementSettings, f: GGUFFile, lab: Lab) -> ActivationStats:
         return profiler.profile(model, text, active, params=params, progress=done)
 
 
-def _rule(cfg: PlacementSettings, f: GGUFFile, model: Any, text: np.ndarray) -> tuple[profiler.Active, Any]:
+def _rule(cfg: PlacementSettings, f: GGUFFile, model: Model, text: np.ndarray) -> tuple[profiler.Active, Any]:
     """What counts as read, and parameters to count with: a predictor's choice before what is not zero."""
     ffn = FFN.of(model.config, model.kernels)
     if cfg.predictor.name != "none":
@@ -98,7 +99,7 @@ def _rule(cfg: PlacementSettings, f: GGUFFile, model: Any, text: np.ndarray) -> 
     return (profiler.nonzero(ffn) if share is None else profiler.largest(ffn, share)), None
 
 
-def text_windows(cfg: PlacementSettings, model: Any) -> np.ndarray:
+def text_windows(cfg: PlacementSettings, model: Model) -> np.ndarray:
     """int32[W, n]: the run's prompts in an order drawn once, cut into windows."""
     length = min(cfg.placement.window, model.config.context_length)
     return windows(_texts(cfg, model.tokenizer), length)[: max(cfg.placement.tokens // length, 1)]

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from specsparse import api
 from specsparse.engine.llama import Want
+from specsparse.engine.model import Model
 from specsparse.experiments.kind import Engine, Lab
 from specsparse.experiments.kinds.placement.settings import PlacementSettings
 from specsparse.powerinfer.placement.problem import Placement
@@ -67,8 +68,8 @@ def measured(cfg: PlacementSettings, placement: Placement, ids: np.ndarray, lab:
     return {**found, **asdict(timing), "over_halves": timing.over_halves}
 
 
-def _loader(cfg: PlacementSettings, placement: Placement, engine: Engine) -> Callable[..., Any]:
-    def load(devices: int, *, hot: str = cfg.placement.hot) -> Any:
+def _loader(cfg: PlacementSettings, placement: Placement, engine: Engine) -> Callable[..., Model]:
+    def load(devices: int, *, hot: str = cfg.placement.hot) -> Model:
         options = {"placement": placement, "hot": hot, "devices": devices, "threshold": cfg.ffn.threshold}
         return engine.load(cfg.model.path, **options, **cfg.model.overrides())
 
@@ -79,7 +80,7 @@ def _second_device() -> bool:
     return len(jax.devices("cpu")) > 1 or jax.devices()[0].platform != "cpu"
 
 
-def _two(model: Any, two: TwoDevices, ids: np.ndarray, count: int, one: float, directory: Path) -> Timing:
+def _two(model: Model, two: TwoDevices, ids: np.ndarray, count: int, one: float, directory: Path) -> Timing:
     two.overlap = False
     in_turn = _step_seconds(model, ids, count)
     spans: list[tuple[str, int, float, float]] = []
@@ -93,7 +94,7 @@ def _two(model: Any, two: TwoDevices, ids: np.ndarray, count: int, one: float, d
     return Timing(one, in_turn, _step_seconds(model, ids, count), busy)
 
 
-def chrome_trace(spans: list[tuple[str, int, float, float]]) -> dict[str, Any]:
+def chrome_trace(spans: list[tuple[str, int, float, float]]) -> dict[str, object]:
     """Spans (part, layer, begin, end) in the format that chrome://tracing and Perfetto open; a row a device."""
     start = min((begin for _, _, begin, _ in spans), default=0.0)
     events = [
@@ -106,7 +107,7 @@ def chrome_trace(spans: list[tuple[str, int, float, float]]) -> dict[str, Any]:
     return {"traceEvents": names + events, "displayTimeUnit": "ms"}
 
 
-def _step_seconds(model: Any, ids: np.ndarray, count: int, *, watched: Callable[[], None] = lambda: None) -> float:
+def _step_seconds(model: Model, ids: np.ndarray, count: int, *, watched: Callable[[], None] = lambda: None) -> float:
     """Median seconds of a forward pass of one token with logits, `ids` in the cache; `watched` is called once warm."""
     capacity = model.capacity_for(len(ids) + 1)
     params, cache = model.params_for(capacity), model.new_cache(1, capacity)
@@ -127,19 +128,19 @@ def _step_seconds(model: Any, ids: np.ndarray, count: int, *, watched: Callable[
     return median(in_turn({"step": step}, repeats=count, warm_up=0)["step"])
 
 
-def _compiled(model: Any) -> Callable:
+def _compiled(model: Model) -> Callable:
     def forward(params, tokens_Bn, cache, *, want):
         return model.forward(params, tokens_Bn, cache, want=want)
 
     return model.devices.jit(forward, donate_argnums=2, static_argnames="want")
 
 
-def _greedy(model: Any, ids: np.ndarray, count: int) -> list[int]:
+def _greedy(model: Model, ids: np.ndarray, count: int) -> list[int]:
     made = api.generate(model, ids, max_tokens=count, ignore_eos=True)
     return list(made.token_ids)
 
 
-def _quality(wanted: Any, found: Any, ids: np.ndarray) -> ModelQuality:
+def _quality(wanted: Model, found: Model, ids: np.ndarray) -> ModelQuality:
     """Laws of the next token, with the predicted hot neurons against all hot neurons."""
     sums = model_sums(jnp.asarray(wanted.logits(ids[:-1])), jnp.asarray(found.logits(ids[:-1])), jnp.asarray(ids[1:]))
     return ModelQuality.of(ModelSums(*sums))

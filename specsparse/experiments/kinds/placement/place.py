@@ -63,11 +63,7 @@ class Place(Kind[PlacementSettings]):
     settings = PlacementSettings
 
     def check(self, cfg: PlacementSettings) -> None:
-        """Names, numbers, files and prompts.
-
-        Raises:
-            UserError: whatever is wrong.
-        """
+        """Names, numbers, files and prompts."""
         catalogue.resolve(cfg.model.path)
         spec = cfg.placement
         for name in (spec.hot_device, spec.cold_device):

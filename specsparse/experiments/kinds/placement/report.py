@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure as Canvas
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -30,7 +31,7 @@ def summary(chosen: str, found: Mapping[str, Placement], problem: Problem, parts
     }
 
 
-def _values(p: Placement, problem: Problem) -> dict[str, Any]:
+def _values(p: Placement, problem: Problem) -> dict[str, object]:
     return {
         "seconds": p.seconds,
         "bound_seconds": p.bound_s,
@@ -41,7 +42,9 @@ def _values(p: Placement, problem: Problem) -> dict[str, Any]:
     }
 
 
-def tables(chosen: str, found: Mapping[str, Placement], problem: Problem, parts: ModelParts) -> Iterator[Any]:
+def tables(
+    chosen: str, found: Mapping[str, Placement], problem: Problem, parts: ModelParts
+) -> Iterator[RenderableType]:
     """What a run prints."""
     yield Text("parts of the model, in the order in which they go to the accelerator", style="bold")
     yield _parts(problem, parts)

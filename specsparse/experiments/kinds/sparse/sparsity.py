@@ -8,11 +8,12 @@ import dataclasses
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from rich.text import Text
 
+from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.experiments import sparse_model
 from specsparse.experiments.config import choice_options
@@ -81,11 +82,7 @@ class Sparse(Kind[SparsitySettings]):
     settings = SparsitySettings
 
     def check(self, cfg: SparsitySettings) -> None:
-        """Names, options, files and prompts.
-
-        Raises:
-            UserError: whatever is wrong.
-        """
+        """Names, options, files and prompts."""
         catalogue.resolve(cfg.model.path)
         if cfg.ffn.name not in (PREDICTED, "powerinfer"):
             raise UserError(
@@ -118,7 +115,7 @@ class Sparse(Kind[SparsitySettings]):
         return _found(cfg, dense, Sparsity(tuple(_points(cfg, dense, sparse, judged, seconds)), taken))
 
 
-def _found(cfg: SparsitySettings, dense: Any, result: Sparsity) -> Found:
+def _found(cfg: SparsitySettings, dense: Model, result: Sparsity) -> Found:
     points, vary = result.points, "predictor" if cfg.sparsity.predictors else cfg.sparsity.vary
     title = f"{cfg.name}: {Path(dense.path).name}, {', '.join(dict.fromkeys(p.quality.name for p in points))} (lossy)"
     summary = {
@@ -163,14 +160,14 @@ def _with_predictor(cfg: SparsitySettings, name: str) -> SparsitySettings:
     )
 
 
-def judged_text(data: DataSpec, spec: SparsitySpec, model: Any) -> np.ndarray:
+def judged_text(data: DataSpec, spec: SparsitySpec, model: Model) -> np.ndarray:
     """int32[W, n] of the run's prompts."""
     found = data.prompts()
     length = min(spec.window, model.config.context_length) // 2 * 2
     return windows([model.tokenizer.encode(p.text, add_special=True) for p in found], length)[: spec.judged]
 
 
-def _sparse(cfg: SparsitySettings, lab: Lab, dense: Any) -> list[sparse_model.Sparse]:
+def _sparse(cfg: SparsitySettings, lab: Lab, dense: Model) -> list[sparse_model.Sparse]:
     """The sparse model of every point; calibration text is read once."""
     rows, found = None, []
     for point in settings(cfg):
@@ -181,14 +178,14 @@ def _sparse(cfg: SparsitySettings, lab: Lab, dense: Any) -> list[sparse_model.Sp
     return found
 
 
-def _timed(cfg: SparsitySettings, lab: Lab, sides: list[Any], ids: list[int]) -> tuple[np.ndarray, Conditions]:
+def _timed(cfg: SparsitySettings, lab: Lab, sides: list[Model], ids: list[int]) -> tuple[np.ndarray, Conditions]:
     """float64[sides, repeats], seconds per token of each model in turn, and what they were taken at.
 
     The first side is plain decoding, the first round is not timed.
     """
     repeats, meter = cfg.sparsity.repeats, machine.Meter()
 
-    def once(model: Any) -> float:
+    def once(model: Model) -> float:
         stats = lab.engine.generate(model, ids, max_tokens=cfg.sparsity.tokens, ignore_eos=True).stats
         return stats.decode_s / stats.decode_tokens
 
@@ -204,7 +201,7 @@ def _timed(cfg: SparsitySettings, lab: Lab, sides: list[Any], ids: list[int]) ->
 
 def _points(
     cfg: SparsitySettings,
-    dense: Any,
+    dense: Model,
     sparse: list[sparse_model.Sparse],
     found: list[Evaluation],
     seconds: np.ndarray | None,

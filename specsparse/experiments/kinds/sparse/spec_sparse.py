@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.text import Text
 
+from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.experiments import decoding, sparse_model
 from specsparse.experiments.decoding import Job, Passes
@@ -35,6 +36,7 @@ from specsparse.powerinfer.ffn import union, zero_skip
 from specsparse.powerinfer.ffn.chunked import quality_in_chunks
 from specsparse.powerinfer.ffn.gated import bytes_read, gated
 from specsparse.powerinfer.ffn.union import UnionPoint
+from specsparse.predictors.base import Predictor
 from specsparse.predictors.fit.cost import matrices
 from specsparse.predictors.union_cap import UnionCap
 from specsparse.report import display
@@ -66,11 +68,7 @@ class SpecSparse(Kind[SpecSparseSettings]):
     settings = SpecSparseSettings
 
     def check(self, cfg: SpecSparseSettings) -> None:
-        """What can be found wrong before anything is loaded.
-
-        Raises:
-            UserError: no sparse FFN, no drafter, or what `decoding.check` finds.
-        """
+        """A dense FFN, plain decoding, and what `decoding.check` finds wrong are refused."""
         decoding.check(cfg, union_cap=True)
         if cfg.ffn.name in (None, "dense"):
             raise UserError(
@@ -117,7 +115,7 @@ class SpecSparse(Kind[SpecSparseSettings]):
         return _found(cfg, dense, sparse.model, found)
 
 
-def _found(cfg: SpecSparseSettings, dense: Any, sparse: Any, found: Joined) -> Found:
+def _found(cfg: SpecSparseSettings, dense: Model, sparse: Model, found: Joined) -> Found:
     title = f"{cfg.name}: {Path(dense.path).name}, {cfg.drafter.name} x {cfg.verifier.name}, ffn {sparse.rule}"
     cells = {name: {**asdict(c), "speedup": c.speedup.to_dict()} for name, c in found.cells.items()}
     taken = display.condition_lines(found.conditions, found.repeats, found.warnings)
@@ -141,11 +139,11 @@ def _of_text(masks_WLnF: np.ndarray, rows: int) -> tuple[UnionPoint, ...]:
     return (*alone, *together)
 
 
-Sides = dict[str, tuple[Any, dict[str, Any]]]
+Sides = dict[str, tuple[Model, dict[str, Any]]]
 """Model and keyword arguments of generate by the name of the cell."""
 
 
-def _sides(cfg: SpecSparseSettings, dense: Any, sparse: Sparse, method: dict[str, Any]) -> Sides:
+def _sides(cfg: SpecSparseSettings, dense: Model, sparse: Sparse, method: dict[str, Any]) -> Sides:
     sides: Sides = {PLAIN_DENSE: (dense, {}), PLAIN_SPARSE: (sparse.model, {})}
     sides |= {SPEC_DENSE: (dense, method), SPEC_SPARSE: (sparse.model, method)}
     if cfg.ffn.union_cap is not None:
@@ -154,7 +152,7 @@ def _sides(cfg: SpecSparseSettings, dense: Any, sparse: Sparse, method: dict[str
     return sides
 
 
-def _predictor(cfg: SpecSparseSettings, name: str, sparse: Sparse) -> Any:
+def _predictor(cfg: SpecSparseSettings, name: str, sparse: Sparse) -> Predictor:
     return UnionCap(sparse.predictor, cfg.ffn.union_cap) if name == SPEC_CAPPED else sparse.predictor
 
 
@@ -164,7 +162,7 @@ def _passes(cfg: SpecSparseSettings, lab: Lab, sides: Sides) -> Passes:
     return Passes(replace(cfg, warmup=True), lab, of[PLAIN_DENSE], methods, other_models=of)
 
 
-def _watched(cfg: SpecSparseSettings, lab: Lab, model: Any, method: dict, job: Job) -> list[UnionPoint]:
+def _watched(cfg: SpecSparseSettings, lab: Lab, model: Model, method: dict, job: Job) -> list[UnionPoint]:
     """What the verification passes of one decoding kept, stepped from the host."""
     watch = union.UnionWatch(model.config.d_ff)
     options = {"sampling": cfg.params, "seed": cfg.seed, "max_tokens": cfg.max_tokens}
@@ -197,12 +195,12 @@ class Reading(NamedTuple):
         return Reading(share / passes, size / passes) if passes else Reading(0.0, 0.0)
 
 
-def _ffn_bytes(dense: Any) -> int:
+def _ffn_bytes(dense: Model) -> int:
     return sum(m.nbytes for layer in dense.params.layers for m in matrices(layer))
 
 
 def _cells(
-    passes: list[Pass], names: list[str], read: dict[str, Reading], dense: Any, exact: set[str]
+    passes: list[Pass], names: list[str], read: dict[str, Reading], dense: Model, exact: set[str]
 ) -> dict[str, Cell]:
     """`read`: of the sparse cells; `exact`: the cells whose tokens plain dense decoding should have."""
     by_side = {name: [p for p in passes if p.side == name] for name in names}

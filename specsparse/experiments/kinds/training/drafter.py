@@ -10,11 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
-from specsparse.experiments.kind import Found, Kind, Lab
+from specsparse.experiments.kind import Found, Lab
 from specsparse.experiments.kinds.training import drafter_fit as training
-from specsparse.experiments.kinds.training.options import TrainSettings
+from specsparse.experiments.kinds.training.options import Training, TrainSettings
 from specsparse.models import catalogue
 from specsparse.report.rows import Rows
 from specsparse.support import terminal
@@ -38,19 +39,11 @@ class Trained:
     form: Form
 
 
-class TrainDrafter(Kind[TrainSettings]):
+class TrainDrafter(Training):
     """A head or a draft model for a model, trained on text that the model writes, and judged."""
 
-    settings = TrainSettings
-    timed = False
-    takes_ffn = False
-
     def check(self, cfg: TrainSettings) -> None:
-        """Options, files and prompts.
-
-        Raises:
-            UserError: whatever is wrong.
-        """
+        """Options, files and prompts."""
         catalogue.resolve(cfg.model.path)
         training.options(cfg)
         cfg.data.prompts()
@@ -85,7 +78,7 @@ class TrainDrafter(Kind[TrainSettings]):
         )
 
 
-def _row(point: Mapping[str, Any]) -> dict[str, Any]:
+def _row(point: Mapping[str, Any]) -> dict[str, object]:
     """A checkpoint of the curve, a pair of columns a place in the draft."""
     pairs = zip(point["loss"], point["agreement"], strict=True)
     places = {f"{key}_{i}": x for i, pair in enumerate(pairs, 1) for key, x in zip(("loss", "agreement"), pair)}
@@ -97,7 +90,7 @@ def _stem(folder: Path, form: Form) -> str:
     return folder.name if folder.name.endswith(f"-{form.name}") else f"{folder.name}-{form.name}"
 
 
-def held_out(cfg: TrainSettings, model: Any, console: Console) -> list[data.Text]:
+def held_out(cfg: TrainSettings, model: Model, console: Console) -> list[data.Text]:
     """Greedy answers to the last `train.judged` prompts of each task of `data` that are short enough."""
     chosen = training.options(cfg).data
     source = cfg.data.prompts()

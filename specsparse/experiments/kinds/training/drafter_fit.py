@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
 import numpy as np
 from rich.console import Console
 
+from specsparse.engine.model import Model
 from specsparse.experiments.kinds.training import folder as folders
 from specsparse.experiments.kinds.training import options as train_options
 from specsparse.experiments.kinds.training.options import TrainSettings
@@ -46,27 +47,23 @@ class Options:
 
 
 def options(cfg: TrainSettings) -> Options:
-    """The options of `train`.
-
-    Raises:
-        UserError: an unknown one, or a value of the wrong type or out of range.
-    """
-    return Options(**train_options.split(cfg, get_type_hints(Options)))
+    """The options of `train`."""
+    return train_options.chosen(cfg, Options)
 
 
-def folder_of(cfg: TrainSettings, model: Any) -> Path:
+def folder_of(cfg: TrainSettings, model: Model) -> Path:
     """Where a training keeps its files."""
     end = "" if options(cfg).own.form == "head" else "-draft"
     return Path(cfg.train.output or Path("heads") / f"{Path(model.path).stem}{end}")
 
 
-def form_of(cfg: TrainSettings, model: Any) -> Form:
+def form_of(cfg: TrainSettings, model: Model) -> Form:
     """What is trained."""
     chosen = options(cfg)
     return HeadForm(model) if chosen.own.form == "head" else SmallForm(model, chosen.small, cfg.seed)
 
 
-def claim(folder: Path, cfg: TrainSettings, model: Any) -> None:
+def claim(folder: Path, cfg: TrainSettings, model: Model) -> None:
     """Makes the directory this training's, or finds that it is already.
 
     The number of steps, their rates and the amount of text may change between two runs; nothing else may.
@@ -84,7 +81,7 @@ def claim(folder: Path, cfg: TrainSettings, model: Any) -> None:
     })  # fmt: skip
 
 
-def texts(cfg: TrainSettings, model: Any, folder: Path, console: Console) -> list[Text]:
+def texts(cfg: TrainSettings, model: Model, folder: Path, console: Console) -> list[Text]:
     """Answers of `train.tokens` tokens, made where they are not there yet."""
     wanted, chosen = cfg.train.tokens, options(cfg)
     with terminal.counting(console, "writing text", wanted) as bar:
@@ -96,7 +93,7 @@ def texts(cfg: TrainSettings, model: Any, folder: Path, console: Console) -> lis
 
 
 def trained(
-    cfg: TrainSettings, model: Any, folder: Path, found: list[Text], console: Console
+    cfg: TrainSettings, model: Model, folder: Path, found: list[Text], console: Console
 ) -> tuple[TrainState, Trainer, list[dict[str, Any]]]:
     """The state after the last step, its trainer, and the curve: losses and tokens seen at each checkpoint."""
     chosen = options(cfg)
@@ -113,7 +110,7 @@ def trained(
     return state, trainer, log.curve
 
 
-def _point(_: TrainState, recent: Sequence[HeadLosses]) -> dict[str, Any]:
+def _point(_: TrainState, recent: Sequence[HeadLosses]) -> dict[str, object]:
     """Mean losses since the point before."""
     loss, agreement = (np.mean([np.asarray(x) for x in each], axis=0).tolist() for each in zip(*recent, strict=True))
     return {"loss": loss, "agreement": agreement}

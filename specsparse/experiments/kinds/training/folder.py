@@ -3,23 +3,23 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from specsparse.engine.gguf.digest import model_digest
 from specsparse.engine.gguf.reader import open_gguf
+from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.support import json_files
 
 _SETTINGS = "settings.json"
 
 
-def identity(model: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
+def identity(model: Model, overrides: Mapping[str, object]) -> dict[str, object]:
     """What tells a model from a retrained one of the same name and size."""
     kept = {name: value for name, value in overrides.items() if name != "threads"}
     return {"digest": model_digest(open_gguf(model.path)), "overrides": kept}
 
 
-def claim(folder: Path, settings: Mapping[str, Any]) -> None:
+def claim(folder: Path, settings: Mapping[str, object]) -> None:
     """Makes the directory that of a training with these settings, or finds that it is already.
 
     Raises:

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 from specsparse.errors import UserError
+from specsparse.experiments.kind import Kind
 from specsparse.experiments.settings import ModelSettings, OfChoice
 from specsparse.support.options import Count, Range, nearest, options_of, read
 
@@ -28,6 +29,22 @@ class TrainSettings(ModelSettings):
 
     train: TrainSpec = TrainSpec()
     kind: str = ""
+
+
+class Training(Kind[TrainSettings]):
+    """A kind that trains on text: its times are no result, and its model is dense."""
+
+    settings = TrainSettings
+    timed = False
+    takes_ffn = False
+
+
+T = TypeVar("T")
+
+
+def chosen(cfg: TrainSettings, owner: type[T]) -> T:
+    """A dataclass of dataclasses, made of the keys of `train`; see `split`."""
+    return owner(**split(cfg, get_type_hints(owner)))
 
 
 def split(cfg: TrainSettings, owners: Mapping[str, type]) -> dict[str, Any]:

@@ -10,13 +10,15 @@ from rich.console import Console
 from rich.text import Text
 
 from specsparse import kernels
+from specsparse.engine.model import Model
 from specsparse.errors import UserError
-from specsparse.experiments.kind import Found, Kind, Lab
+from specsparse.experiments.kind import Found, Lab
 from specsparse.experiments.kinds.training import predictors_fit as training
-from specsparse.experiments.kinds.training.options import TrainSettings
+from specsparse.experiments.kinds.training.options import Training, TrainSettings
 from specsparse.experiments.kinds.training.predictors_report import by_layer, comparison, figure
 from specsparse.models import catalogue
 from specsparse.predictors import FFN, Needs, get_predictor
+from specsparse.predictors.base import Predictor
 from specsparse.predictors.fit.collect import collect, windows
 from specsparse.predictors.fit.evaluate import Evaluation, Evaluator, fit_layers
 from specsparse.support import terminal
@@ -28,19 +30,11 @@ DEFINITIONS = {
 }
 
 
-class TrainPredictors(Kind[TrainSettings]):
+class TrainPredictors(Training):
     """A predictor of active neurons trained or fitted on text, and judged."""
 
-    settings = TrainSettings
-    timed = False
-    takes_ffn = False
-
     def check(self, cfg: TrainSettings) -> None:
-        """Names, options, files and prompts.
-
-        Raises:
-            UserError: whatever is wrong.
-        """
+        """Names, options, files and prompts."""
         catalogue.resolve(cfg.model.path)
         any_ffn = FFN(kernels.get(), 1e-5)
         if cfg.predictor.name == "none":
@@ -64,7 +58,7 @@ class TrainPredictors(Kind[TrainSettings]):
         text, judged = split(cfg, model)
         evaluator = Evaluator(model, judged)
         predictor = get_predictor(cfg.predictor.name, evaluator.ffn, **cfg.predictor.options)
-        notes: dict[str, Any] = {}
+        notes: dict[str, object] = {}
         if predictor.needs is Needs.TRAINING and model.config.predictor_ranks:
             weights, rows = tuple(layer.sparse for layer in model.params.layers), None
             console.print(Text("the file has predictors of its own: they are judged, nothing is trained", style="dim"))
@@ -82,7 +76,7 @@ class TrainPredictors(Kind[TrainSettings]):
         return _found(cfg, found, notes)
 
 
-def _found(cfg: TrainSettings, found: list[Evaluation], notes: dict[str, Any]) -> Found:
+def _found(cfg: TrainSettings, found: list[Evaluation], notes: dict[str, object]) -> Found:
     first = found[0]
     shares = "bytes and time of one token as shares of the dense FFN's (own: the prediction alone)"
     return Found(
@@ -101,7 +95,7 @@ def _found(cfg: TrainSettings, found: list[Evaluation], notes: dict[str, Any]) -
     )
 
 
-def split(cfg: TrainSettings, model: Any) -> tuple[np.ndarray, np.ndarray]:
+def split(cfg: TrainSettings, model: Model) -> tuple[np.ndarray, np.ndarray]:
     """Windows int32[W, n] to fit on and windows to judge on, from prompts in an order drawn once.
 
     Raises:
@@ -121,11 +115,11 @@ def split(cfg: TrainSettings, model: Any) -> tuple[np.ndarray, np.ndarray]:
     return cut[:fit], cut[len(cut) - cfg.train.judged :]
 
 
-def rivals(cfg: TrainSettings, ffn: FFN, first: Evaluation) -> list[Any]:
+def rivals(cfg: TrainSettings, ffn: FFN, first: Evaluation) -> list[Predictor]:
     """`train.compare` without the predictor itself: at its recall where zeros define one, else at its kept share."""
     out = []
     for name in cfg.train.compare:
-        given: dict[str, Any] = {}
+        given: dict[str, object] = {}
         if name in ("svd", "signbit"):
             if not ffn.has_zeros:
                 continue  # they guess the sign of the gate, which says little where no neuron is zero
@@ -140,11 +134,11 @@ def rivals(cfg: TrainSettings, ffn: FFN, first: Evaluation) -> list[Any]:
     return out
 
 
-def _collected(model: Any, text: np.ndarray, console: Console) -> np.ndarray:
+def _collected(model: Model, text: np.ndarray, console: Console) -> np.ndarray:
     with terminal.counting(console, "reading text", len(text)) as bar:
         return collect(model, text, progress=lambda done: bar.update(bar.task_ids[0], completed=done))
 
 
-def _judged(evaluator: Evaluator, predictor: Any, weights: Sequence[Any] | None, console: Console) -> Evaluation:
+def _judged(evaluator: Evaluator, predictor: Predictor, weights: Sequence[Any] | None, console: Console) -> Evaluation:
     with terminal.counting(console, f"judging {predictor.name}", len(evaluator.windows_Wn)) as bar:
         return evaluator(predictor, weights, progress=lambda done: bar.update(bar.task_ids[0], completed=done))

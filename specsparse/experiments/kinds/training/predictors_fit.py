@@ -10,6 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.experiments.kinds.training import folder as folders
 from specsparse.experiments.kinds.training import options as train_options
@@ -40,8 +41,8 @@ def options(cfg: TrainSettings) -> FitOptions:
 
 
 def trained(
-    cfg: TrainSettings, model: Any, ffn: FFN, text: np.ndarray, console: Console
-) -> tuple[tuple[MlpWeights, ...], np.ndarray, dict[str, Any]]:
+    cfg: TrainSettings, model: Model, ffn: FFN, text: np.ndarray, console: Console
+) -> tuple[tuple[MlpWeights, ...], np.ndarray, dict[str, object]]:
     """Weights of every layer, the residuals f32[L, N, D] they were trained on, and notes for the record.
 
     Every file appears whole: collected residuals, each finished layer, and the state after each epoch of the layer
@@ -65,7 +66,7 @@ def trained(
     return weights, rows, {"output": str(folder), "epochs": history}
 
 
-def _claim(folder: Path, cfg: TrainSettings, model: Any, text: np.ndarray) -> None:
+def _claim(folder: Path, cfg: TrainSettings, model: Model, text: np.ndarray) -> None:
     """Makes the directory this run's, or finds that it is already."""
     windows = {"windows": list(text.shape), "sum": int(np.sum(text * (1 + np.arange(text.size).reshape(text.shape))))}
     folders.claim(folder, {
@@ -77,7 +78,7 @@ def _claim(folder: Path, cfg: TrainSettings, model: Any, text: np.ndarray) -> No
     })  # fmt: skip
 
 
-def _residuals(folder: Path, model: Any, text: np.ndarray, console: Console) -> np.ndarray:
+def _residuals(folder: Path, model: Model, text: np.ndarray, console: Console) -> np.ndarray:
     path = folder / _RESIDUALS
     if not path.exists():
         shape = (model.config.n_layers, text.size, model.config.d_model)

@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from specsparse.engine.gguf.reader import open_gguf
-from specsparse.experiments.kind import Found, Kind, Lab
+from specsparse.experiments.kind import Found, Lab
 from specsparse.experiments.kinds.training import relufy_fit as training
-from specsparse.experiments.kinds.training.options import TrainSettings
+from specsparse.experiments.kinds.training.options import Training, TrainSettings
 from specsparse.models import catalogue
 from specsparse.models.convert.delta import make_delta
 from specsparse.models.convert.write import out_type
@@ -47,19 +47,11 @@ class Relufied:
     curve: tuple[dict[str, Any], ...]
 
 
-class Relufy(Kind[TrainSettings]):
+class Relufy(Training):
     """A model's FFNs turned to ReLU, layer by layer and then together, and what that cost."""
 
-    settings = TrainSettings
-    timed = False
-    takes_ffn = False
-
     def check(self, cfg: TrainSettings) -> None:
-        """Names and options.
-
-        Raises:
-            UserError: whatever is wrong.
-        """
+        """Names and options."""
         catalogue.resolve(cfg.model.path)
         out_type(training.options(cfg).own.quantise)
 
@@ -94,7 +86,7 @@ class Relufy(Kind[TrainSettings]):
         )
 
 
-def _layers(layers: Sequence[Judged], shares: Sequence[float]) -> list[dict[str, Any]]:
+def _layers(layers: Sequence[Judged], shares: Sequence[float]) -> list[dict[str, object]]:
     """A row a layer: as it was rebuilt, where it was, and its share of active neurons after the distillation."""
     found = layers or [None] * len(shares)
     return [{"layer": i, **(judged._asdict() if judged else {}), "distilled_share": share}

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import numpy as np
 from rich.console import Console
 
 from specsparse.api import load
+from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.experiments.kinds.training import folder as folders
 from specsparse.experiments.kinds.training import options as train_options
@@ -53,20 +54,16 @@ class Options:
 
 
 def options(cfg: TrainSettings) -> Options:
-    """The options of `train`.
-
-    Raises:
-        UserError: an unknown one, or a value of the wrong type or out of range.
-    """
-    return Options(**train_options.split(cfg, get_type_hints(Options)))
+    """The options of `train`."""
+    return train_options.chosen(cfg, Options)
 
 
-def folder_of(cfg: TrainSettings, model: Any) -> Path:
+def folder_of(cfg: TrainSettings, model: Model) -> Path:
     """Where a training keeps its files."""
     return Path(cfg.train.output or Path("relu") / Path(model.path).stem)
 
 
-def claim(folder: Path, cfg: TrainSettings, model: Any) -> None:
+def claim(folder: Path, cfg: TrainSettings, model: Model) -> None:
     """Makes the directory this training's, or finds that it is already.
 
     Steps, their rates, their precision and the amount of text may change between two runs; nothing else may.
@@ -84,7 +81,7 @@ def claim(folder: Path, cfg: TrainSettings, model: Any) -> None:
     })  # fmt: skip
 
 
-def texts(cfg: TrainSettings, model: Any, folder: Path, console: Console) -> tuple[list[Text], list[Text]]:
+def texts(cfg: TrainSettings, model: Model, folder: Path, console: Console) -> tuple[list[Text], list[Text]]:
     """Answers of `train.tokens` tokens, made where they are not there yet: to train on, and the first ones to judge on.
 
     Raises:
@@ -103,7 +100,7 @@ def texts(cfg: TrainSettings, model: Any, folder: Path, console: Console) -> tup
 
 
 def rebuilt(
-    cfg: TrainSettings, model: Any, folder: Path, train: list[Text], held: list[Text], console: Console
+    cfg: TrainSettings, model: Model, folder: Path, train: list[Text], held: list[Text], console: Console
 ) -> tuple[FfnMatrices, list[Judged]]:
     """All layers rebuilt one by one, stacked, and how well; those that are there are not rebuilt again. `train.begin`
     has them already."""
@@ -128,7 +125,7 @@ def rebuilt(
     return stacked, [Judged(float(meta["error"]), float(meta["share"])) for _, meta in found]
 
 
-def _begin(model: Any, name: str) -> FfnMatrices:
+def _begin(model: Model, name: str) -> FfnMatrices:
     """The FFNs of a ReLU model, or those of another training's checkpoint, before they were rounded.
 
     Raises:
@@ -143,7 +140,7 @@ def _begin(model: Any, name: str) -> FfnMatrices:
     return ffn_model.ffns_of(other)
 
 
-def _checkpoint(model: Any, path: Path) -> FfnMatrices:
+def _checkpoint(model: Model, path: Path) -> FfnMatrices:
     tensors, c = read_tensors(path)[0], model.config
     shapes = FfnMatrices(*((c.n_layers, c.d_ff, c.d_model),) * 2, (c.n_layers, c.d_model, c.d_ff))
     found = [tensors.get(str(i)) for i in range(len(shapes))]
@@ -152,7 +149,7 @@ def _checkpoint(model: Any, path: Path) -> FfnMatrices:
     return FfnMatrices(*map(jnp.asarray, found))
 
 
-def _inputs(cfg: TrainSettings, model: Any, folder: Path, found: list[Text], console: Console) -> list[Path]:
+def _inputs(cfg: TrainSettings, model: Model, folder: Path, found: list[Text], console: Console) -> list[Path]:
     """Files of what the FFNs read over `train.layer_tokens` tokens of these texts."""
     chosen = options(cfg)
     rows, groups, tokens = chosen.distill.rows, [], 0
@@ -168,7 +165,7 @@ def _inputs(cfg: TrainSettings, model: Any, folder: Path, found: list[Text], con
 
 
 def distilled(
-    cfg: TrainSettings, model: Any, folder: Path, begin: FfnMatrices, train: list[Text], held: list[Text],
+    cfg: TrainSettings, model: Model, folder: Path, begin: FfnMatrices, train: list[Text], held: list[Text],
     console: Console,
 ) -> tuple[FfnMatrices, list[dict[str, Any]]]:  # fmt: skip
     """The FFNs after the last step, and the curve: losses, tokens seen and fidelity at each checkpoint."""
@@ -188,7 +185,7 @@ def distilled(
     return state.ffn, log.curve
 
 
-def _point(fidelity: Fidelity, recent: Sequence[DistillLosses]) -> dict[str, Any]:
+def _point(fidelity: Fidelity, recent: Sequence[DistillLosses]) -> dict[str, object]:
     """Fidelity, and mean losses since the point before."""
     host = jax.tree.map(np.asarray, recent)
     means = {f"train_{n}": float(np.mean([getattr(x, n) for x in host])) for n in DistillLosses._fields if host}
