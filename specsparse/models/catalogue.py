@@ -88,9 +88,19 @@ def resolve(spec: str | Path) -> Path:
         return path
     if "/" in text or "\\" in text or text.lower().endswith(".gguf"):
         raise UserError(f"{text}: no such file")
-    known = entries.names()
-    near = difflib.get_close_matches(text.lower(), known, n=3, cutoff=0.5) or _packaged_names()
+    near = _nearest(text.lower()) or _packaged_names()
     raise UserError(f"unknown model {text!r}: did you mean {' or '.join(near)}? The path of a GGUF file is fine too")
+
+
+def _nearest(text: str) -> list[str]:
+    """The three names most like a text; of equally near ones those first that a package carries."""
+    match, carried = difflib.SequenceMatcher(b=text), _packaged_names()
+    like = {}
+    for name in entries.names():
+        match.set_seq1(name)
+        like[name] = match.ratio()
+    near = [name for name in like if like[name] >= 0.5]
+    return sorted(near, key=lambda name: (-like[name], name not in carried))[:3]
 
 
 def locate(entry: Entry, *, make: bool = False) -> Path | None:
