@@ -15,3 +15,5 @@ def offer_models() -> None:
     for entry in entries.entries().values():
         for name in (entry.name, *entry.aliases):
             store.store(group="model", name=name, node={"defaults": ["custom", "_self_"], "path": entry.name})
+    # Hydra copies its sources for every group that --help lists, and this one store with them; it is only read here.
+    store.__deepcopy__ = lambda memo: store  # type: ignore[attr-defined]
