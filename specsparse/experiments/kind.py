@@ -142,7 +142,7 @@ class Kind(abc.ABC, Generic[S]):
         """
 
 
-_HOMES = {
+KINDS: Registry[Kind] = Registry("kind", "specsparse.experiments.kind:Kind", "specsparse.experiments.kinds", {
     "speed": "speed:Speed",  # plain decoding and one method, interleaved
     "compare": "compare:Compare",  # plain decoding and every valid method of a list, ranked
     "certify": "certify:Certify",  # the exact output law of every verifier; needs no model
@@ -156,8 +156,4 @@ _HOMES = {
     "powerinfer_oracle": "powerinfer_oracle:PowerInferOracle",  # logits and tokens against PowerInfer's
     "sparsity": "sparse.sparsity:Sparse",  # what leaving neurons out costs and gains, point by point
     "spec_sparse": "sparse.spec_sparse:SpecSparse",  # speculation and sparsity, each alone and both together
-}
-KINDS: Registry[Kind] = Registry(
-    "kind", "specsparse.experiments.kind:Kind",
-    {name: f"specsparse.experiments.kinds.{home}" for name, home in _HOMES.items()},
-)  # fmt: skip
+})  # fmt: skip

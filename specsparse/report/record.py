@@ -11,7 +11,7 @@ from specsparse.measure.repeats import Repeats
 from specsparse.measure.speedup import Speedup
 from specsparse.runtime import metrics
 from specsparse.runtime.metrics import Counters
-from specsparse.speculative.verifiers.registry import FACTS, same_text
+from specsparse.speculative.verifiers.registry import BUILTIN, same_text
 from specsparse.support import notebook
 from specsparse.support.json_files import Json
 
@@ -27,7 +27,7 @@ STOPPED = "stopped"
 PLAIN = "plain"
 SPECULATIVE = "speculative"
 
-SAME_TEXT_VERIFIERS = frozenset(filter(same_text, FACTS))
+SAME_TEXT_VERIFIERS = frozenset(filter(same_text, BUILTIN))
 """Verifiers that promise plain decoding's tokens, bit for bit; others are lossless in law only, or lossy."""
 
 

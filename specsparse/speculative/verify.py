@@ -1,7 +1,7 @@
 """Verifiers by name, and the one entry that runs them in the engine."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from specsparse.speculative.base import PAD, Draft, Drafter, DraftKind, Verdict,
 from specsparse.speculative.verifiers import laws
 from specsparse.speculative.verifiers.block import Block, judge
 from specsparse.speculative.verifiers.match import Match, follow
-from specsparse.speculative.verifiers.registry import FACTS, RULES, SYNTHETIC, verifier_of
+from specsparse.speculative.verifiers.registry import BUILTIN, RULES, SYNTHETIC
 from specsparse.speculative.verifiers.rejection import Rejection
 from specsparse.speculative.verifiers.siblings import SiblingRule, walk
 from specsparse.speculative.verifiers.targets import TargetRule
@@ -31,8 +31,8 @@ def get_verifier(name: str, **options: object) -> Verifier:
     """
     if name == SYNTHETIC:
         raise UserError(f"verifier={name} makes up the acceptance of a drafter's chains: it is made with a drafter")
-    if name in FACTS:
-        verifier = verifier_of(name, RULES.make(name, options), FACTS[name])
+    if name in BUILTIN:
+        verifier = _made(name, options)
         return next((known for known in VERIFIERS.values() if known == verifier), verifier)
     found = RULES.look(name)
     if isinstance(found, Verifier):
@@ -46,7 +46,12 @@ def get_verifier(name: str, **options: object) -> Verifier:
     return Verifier(name, own, found.kinds, tree=found.tree, lossless=found.lossless, paper=found.paper)
 
 
-VERIFIERS: dict[str, Verifier] = {name: verifier_of(name, RULES.make(name, {}), facts) for name, facts in FACTS.items()}
+def _made(name: str, options: Mapping[str, object]) -> Verifier:
+    """The built-in verifier of that name."""
+    return dataclasses.replace(BUILTIN[name], rule=RULES.make(name, options))
+
+
+VERIFIERS: dict[str, Verifier] = {name: _made(name, {}) for name in BUILTIN}
 """All verifiers by name, with default options."""
 
 

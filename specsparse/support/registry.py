@@ -21,8 +21,8 @@ class Registry(Generic[T]):
     """Classes of one group by name.
 
     A class is named `module:Class` and imported when it is asked for, so that the names alone cost nothing. The fields
-    of a class are its options. A built-in choice whose module imports jax has a dataclass for its options, which are
-    then read without it; `module:Class` is called with them.
+    of a class are its options. A built-in choice is named by its home in `package`; where its module imports jax, by
+    the home and a dataclass for its options, which are then read without it, and the home is called with them.
 
     Attributes:
         group: of the config, such as "drafter"; packages bring their own under the entry points `specsparse.drafters`,
@@ -33,14 +33,15 @@ class Registry(Generic[T]):
         self,
         group: str,
         base: str | tuple[str, ...],
-        builtin: Mapping[str, str] | None = None,
+        package: str = "",
+        builtin: Mapping[str, str | tuple[str, type]] | None = None,
         aliases: Mapping[str, str] | None = None,
-        options: Mapping[str, type] | None = None,
     ):
+        pairs = {name: home if isinstance(home, tuple) else (home, None) for name, home in (builtin or {}).items()}
         self.group, self._bases = group, (base,) if isinstance(base, str) else base
-        self._homes: dict[str, str | type] = dict(builtin or {})
+        self._homes: dict[str, str | type] = {name: f"{package}.{home}" for name, (home, _) in pairs.items()}
         self._aliases = dict(aliases or {})
-        self._options = dict(options or {})
+        self._options = {name: options for name, (_, options) in pairs.items() if options is not None}
 
     def register(self, name: str, owner: type, *, aliases: tuple[str, ...] = ()) -> None:
         """Makes a class known by name.

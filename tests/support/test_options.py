@@ -166,8 +166,8 @@ class Other: ...
 
 @pytest.fixture
 def registry():
-    home = f"{__name__}:Copies"
-    return Registry("drafter", home, {"copies": home}, {"copy": "copies"})
+    package, _, module = __name__.rpartition(".")
+    return Registry("drafter", f"{__name__}:Copies", package, {"copies": f"{module}:Copies"}, {"copy": "copies"})
 
 
 def test_names_aliases_and_classes_of_ones_own(registry, tmp_path, monkeypatch):

@@ -11,23 +11,23 @@ if TYPE_CHECKING:
     from specsparse.speculative.base import Drafter
     from specsparse.speculative.drafters.plan import DrafterPlan
 
-_BUILTIN = {
-    "prompt_lookup": ("ngram:NGram", own.PromptLookupOptions),
-    "ngram_simple": ("ngram:NGram.ngram_simple", own.NgramSimpleOptions),
-    "ngram_map": ("ngram:NGram.ngram_map", own.NgramMapOptions),
-    "suffix": ("suffix:Suffix", own.SuffixOptions),
-    "synthetic": ("synthetic:Synthetic.of", own.SyntheticOptions),
-    "model": ("draft_model:ModelPlan", own.ModelOptions),
-    "layer_skip": ("self_draft:LayerSkipPlan", own.LayerSkipOptions),
-    "sparse_self": ("self_draft:SparseSelfPlan", own.SparseSelfOptions),
-    "head": ("head:HeadPlan", own.HeadOptions),
-    "lookup_head": ("head:LookupHeadPlan", own.LookupHeadOptions),
-    "scripted": ("scripted:Scripted.of", own.ScriptedOptions),
-}
 DRAFTERS: "Registry[Drafter | DrafterPlan]" = Registry(
     "drafter",
     ("specsparse.speculative.base:Drafter", "specsparse.speculative.drafters.plan:DrafterPlan"),
-    {name: f"specsparse.speculative.drafters.{home}" for name, (home, _) in _BUILTIN.items()},
+    "specsparse.speculative.drafters",
+    {
+        "prompt_lookup": ("ngram:NGram", own.PromptLookupOptions),
+        "ngram_simple": ("ngram:NGram.ngram_simple", own.NgramSimpleOptions),
+        "ngram_map": ("ngram:NGram.ngram_map", own.NgramMapOptions),
+        "suffix": ("suffix:Suffix", own.SuffixOptions),
+        "synthetic": ("synthetic:Synthetic.of", own.SyntheticOptions),
+        "model": ("draft_model:ModelPlan", own.ModelOptions),
+        "layer_skip": ("self_draft:LayerSkipPlan", own.LayerSkipOptions),
+        "sparse_self": ("self_draft:SparseSelfPlan", own.SparseSelfOptions),
+        "head": ("head:HeadPlan", own.HeadOptions),
+        "lookup_head": ("head:LookupHeadPlan", own.LookupHeadOptions),
+        "scripted": ("scripted:Scripted.of", own.ScriptedOptions),
+    },
     aliases={
         "ngram": "prompt_lookup",
         "ngram-simple": "ngram_simple",
@@ -36,7 +36,6 @@ DRAFTERS: "Registry[Drafter | DrafterPlan]" = Registry(
         "layer-skip": "layer_skip",
         "eagle": "head",
     },
-    options={name: options for name, (_, options) in _BUILTIN.items()},
 )
 """Drafters, and the names that other projects give to the same ones. What needs a model is a plan of a drafter."""
 

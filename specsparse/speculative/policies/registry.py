@@ -21,20 +21,20 @@ from specsparse.support.registry import Registry
 if TYPE_CHECKING:
     from specsparse.speculative.policies.base import Policy
 
-_HOMES = {
-    "fixed": ("base:Fixed", FixedOptions),
-    "n_min": ("base:Fixed", NMinOptions),
-    "p_min": ("base:PMin", PMinOptions),
-    "confidence": ("base:Confidence", ConfidenceOptions),
-    "entropy": ("base:Entropy", EntropyOptions),
-    "heuristic": ("base:Heuristic.starting", HeuristicOptions),
-    "cost": ("cost:cost_optimal", CostOptimalOptions),
-    "auto_off": ("cost:auto_off", AutoOffOptions),
-}
 POLICIES: "Registry[Policy]" = Registry(
     "policy",
     "specsparse.speculative.policies.base:Policy",
-    {name: f"specsparse.speculative.policies.{home}" for name, (home, _) in _HOMES.items()},
+    "specsparse.speculative.policies",
+    {
+        "fixed": ("base:Fixed", FixedOptions),
+        "n_min": ("base:Fixed", NMinOptions),
+        "p_min": ("base:PMin", PMinOptions),
+        "confidence": ("base:Confidence", ConfidenceOptions),
+        "entropy": ("base:Entropy", EntropyOptions),
+        "heuristic": ("base:Heuristic.starting", HeuristicOptions),
+        "cost": ("cost:cost_optimal", CostOptimalOptions),
+        "auto_off": ("cost:auto_off", AutoOffOptions),
+    },
     aliases={
         "constant": "fixed",
         "hf_heuristic": "heuristic",
@@ -42,7 +42,6 @@ POLICIES: "Registry[Policy]" = Registry(
         "cost_optimal": "cost",
         "auto-off": "auto_off",
     },
-    options={name: options for name, (_, options) in _HOMES.items()},
 )
 
 

@@ -12,20 +12,19 @@ if TYPE_CHECKING:
 CHAIN = "chain"
 """The name that stands for no tree."""
 
-_HOMES = {
-    CHAIN: ("options:ChainOptions", own.ChainOptions),
-    "static": ("static:templated", own.StaticOptions),
-    "sampled_iid": ("static:sampled_iid", own.TemplateOptions),
-    "sampled_wor": ("static:sampled_wor", own.TemplateOptions),
-    "p_split": ("p_split:PSplit", own.PSplitOptions),
-    "dynamic": ("dynamic:DynamicTree", own.DynamicOptions),
-    "sequoia": ("sequoia:sequoia_tree", own.SequoiaOptions),
-}
 TREES: "Registry[TreeShape]" = Registry(
     "tree",
     "specsparse.speculative.trees.base:TreeShape",
-    {name: f"specsparse.speculative.trees.{home}" for name, (home, _) in _HOMES.items()},
-    options={name: options for name, (_, options) in _HOMES.items()},
+    "specsparse.speculative.trees",
+    {
+        CHAIN: ("options:ChainOptions", own.ChainOptions),
+        "static": ("static:templated", own.StaticOptions),
+        "sampled_iid": ("static:sampled_iid", own.TemplateOptions),
+        "sampled_wor": ("static:sampled_wor", own.TemplateOptions),
+        "p_split": ("p_split:PSplit", own.PSplitOptions),
+        "dynamic": ("dynamic:DynamicTree", own.DynamicOptions),
+        "sequoia": ("sequoia:sequoia_tree", own.SequoiaOptions),
+    },
 )
 
 
