@@ -253,8 +253,10 @@ def run(
     return jax.lax.while_loop(more, body, (jnp.int32(0), state, notes))[1:]
 
 
-def prefill_chunk(forward: ForwardFn, params, tokens_Bn, n_valid_B, cache: KVCache, *, hidden: bool = False):
-    """Feeds a piece of the prompts; returns f32[B, n, D] hidden states or None, and the cache."""
+def prefill_chunk(
+    forward: ForwardFn, params, tokens_Bn, n_valid_B, cache: KVCache, *, hidden: bool | tuple[int, ...] = False
+):
+    """Feeds a piece of the prompts; returns the hidden rows of `Want(hidden=hidden)` or None, and the cache."""
     want = Want(logits="none", hidden=hidden)
     out, cache = forward(params, tokens_Bn, cache, n_valid_B=n_valid_B, want=want)
     return out.hidden, kv.commit(cache, n_valid_B)

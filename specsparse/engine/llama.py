@@ -1,6 +1,6 @@
 """The Llama forward pass: embedding, attention and FFN of each layer, output. The kernels are injected."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -11,6 +11,7 @@ from specsparse.engine.activation import activate, parse_activation
 from specsparse.engine.cache import KVCache
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.weights import Layer, Params
+from specsparse.errors import UserError
 from specsparse.kernels import Kernels, SkipWeights, SparseStats
 
 
@@ -20,12 +21,14 @@ class Want:
 
     Attributes:
         logits: of "all" rows, of the "last" valid row of each sequence, or "none".
-        hidden: also the rows before the output norm.
+        hidden: also hidden rows: True for those before the output norm, or ids of layers for the rows (the residual
+            stream, not normalised) that enter these layers, side by side; the number of layers is the id of the rows
+            before the output norm.
         layers: the layers to run, or None for all; a layer-skip draft names a part.
     """
 
     logits: Literal["all", "last", "none"] = "all"
-    hidden: bool = False
+    hidden: bool | tuple[int, ...] = False
     layers: tuple[int, ...] | None = None
 
 
@@ -34,7 +37,7 @@ class ForwardOut(NamedTuple):
 
     Attributes:
         logits: f32[B, n, V], f32[B, 1, V] for "last", None for "none".
-        hidden: f32[B, n, D] or None.
+        hidden: f32[B, n, D], f32[B, n, len(ids) * D] for ids of layers, or None. Rows that do not count are 0.
         stats: of a sparse FFN, its arrays stacked over the layers, or None.
     """
 
@@ -131,19 +134,21 @@ def make_output(config: ModelConfig, kernels: Kernels) -> Callable:
 
 
 def make_layers(config: ModelConfig, kernels: Kernels, ffn: Callable | None = None) -> Callable:
-    """run(params, x_RD, cache, n_valid_B, parents_Bn, which) -> (x_RD, cache, stats): the layers `which`, in order.
+    """run(params, x_RD, cache, n_valid_B, parents_Bn, which, features) -> (x_RD, cache, stats, features_RE).
 
-    Of `params` it reads `layers`, `cos` and `sin`. `ffn` as for `make_forward`.
+    It runs the layers `which`, in order. `features` are places in `which`: the rows that enter these layers come side
+    by side, E = len(features) D, `len(which)` for those that come out, 0 where a row does not count; None without
+    places. Of `params` it reads `layers`, `cos` and `sin`. `ffn` as for `make_forward`.
     """
     plain = config.gated and config.activation in ("silu", "relu", "relu2")
     one_call = ffn is None and plain and kernels.layers is not None and config.head_dim % 16 == 0
     ffn = ffn or dense_ffn(config, kernels)
     attention = make_attention(config, kernels)
 
-    def one_by_one(params: Params, x_RD, cache: KVCache, n_valid_B, parents_Bn, which):
-        keys, values, stats = list(cache.k), list(cache.v), []
-        for i in which:
-            layer = params.layers[i]
+    def one_by_one(params: Params, x_RD, cache: KVCache, n_valid_B, parents_Bn, which, features=()):
+        keys, values, stats, kept = list(cache.k), list(cache.v), [], {}
+        for place, i in enumerate(which):
+            layer, kept[place] = params.layers[i], x_RD
             with jax.named_scope(f"layer{i}/attention"):
                 x_RD, keys[i], values[i] = attention(
                     layer, params, x_RD, keys[i], values[i], cache.length, n_valid_B, parents_Bn
@@ -152,27 +157,55 @@ def make_layers(config: ModelConfig, kernels: Kernels, ffn: Callable | None = No
                 x_RD, stat = ffn(layer, x_RD, n_valid_B)
                 stats.append(stat)
         stacked = jax.tree.map(lambda *each: jnp.stack(each), *stats) if stats else None
-        return x_RD, KVCache(tuple(keys), tuple(values), cache.length), stacked
+        kept[len(which)] = x_RD
+        cache = KVCache(tuple(keys), tuple(values), cache.length)
+        return x_RD, cache, stacked, side_by_side([kept[place] for place in features], n_valid_B)
 
-    def together(params: Params, x_RD, cache: KVCache, n_valid_B, parents_Bn, which):
+    def together(params: Params, x_RD, cache: KVCache, n_valid_B, parents_Bn, which, features=()):
         if not len(which):
-            return x_RD, cache, None
+            return one_by_one(params, x_RD, cache, n_valid_B, parents_Bn, which, features)
         keys, values = list(cache.k), list(cache.v)
         layers = [params.layers[i] for i in which]
         skip = [layer.sparse for layer in layers]
         skips = all(isinstance(w, SkipWeights) for w in skip)
         with jax.named_scope("layers"):
-            x_RD, new_k, new_v, *seen = kernels.layers(
+            x_RD, new_k, new_v, *more = kernels.layers(
                 x_RD, layers, [keys[i] for i in which], [values[i] for i in which],
                 cos=params.cos, sin=params.sin, length=cache.length, n_valid=n_valid_B, parents=parents_Bn,
                 pairing=config.rope.pairing, eps=config.norm_eps, act=config.activation, skip=skip if skips else None,
+                features=features,
             )  # fmt: skip
         for i, k, v in zip(which, new_k, new_v, strict=True):
             keys[i], values[i] = k, v
-        stats = SparseStats(kept=seen[0][0], union=seen[0][1], nonzero=seen[0][0], active=seen[0][1]) if skips else None
-        return x_RD, KVCache(tuple(keys), tuple(values), cache.length), stats
+        seen = more.pop(0) if skips else ()
+        stats = SparseStats(kept=seen[0], union=seen[1], nonzero=seen[0], active=seen[1]) if skips else None
+        return x_RD, KVCache(tuple(keys), tuple(values), cache.length), stats, *(more or [None])
 
     return together if one_call else one_by_one
+
+
+def side_by_side(rows: Sequence[jax.Array], n_valid_B: jax.Array) -> jax.Array | None:
+    """f32[R, len(rows) * D] of f32[R, D] each, 0 where a row does not count; None of nothing."""
+    if not rows:
+        return None
+    n = rows[0].shape[0] // n_valid_B.shape[0]
+    counts_R = (jnp.arange(n, dtype=jnp.int32)[None] < n_valid_B[:, None]).reshape(-1)
+    return jnp.where(counts_R[:, None], jnp.concatenate(rows, axis=1), jnp.float32(0))
+
+
+def places(wanted: bool | tuple[int, ...], which: Sequence[int], n_layers: int) -> tuple[int, ...]:
+    """Where in the layers `which` that run, of `n_layers`, the rows of `Want.hidden` come from.
+
+    Raises:
+        UserError: a layer that does not run.
+    """
+    if isinstance(wanted, bool):
+        return ()
+    at = {layer: place for place, layer in reversed(list(enumerate(which)))} | {n_layers: len(which)}
+    missing = [layer for layer in wanted if layer not in at]
+    if missing:
+        raise UserError(f"features of layer {missing[0]} are wanted; the layers that run are {[*which]} of {n_layers}")
+    return tuple(at[layer] for layer in wanted)
 
 
 def make_forward(config: ModelConfig, kernels: Kernels, ffn: Callable | None = None) -> ForwardFn:
@@ -192,10 +225,12 @@ def make_forward(config: ModelConfig, kernels: Kernels, ffn: Callable | None = N
         with jax.named_scope("embed"):
             x_RD = kernels.embed(params.embedding, tokens_Bn.reshape(-1))
         which = range(config.n_layers) if want.layers is None else want.layers
-        x_RD, cache, stats = run(params, x_RD, cache, n_valid_B, parents_Bn, which)
+        features = places(want.hidden, which, config.n_layers)
+        x_RD, cache, stats, features_RE = run(params, x_RD, cache, n_valid_B, parents_Bn, which, features)
         x_BnD = x_RD.reshape(batch, n, -1)
         with jax.named_scope("output"):
             logits = output(params, x_BnD, n_valid_B, want)
-        return ForwardOut(logits, x_BnD if want.hidden else None, stats), cache
+        hidden = x_BnD if want.hidden is True else None if not features else features_RE.reshape(batch, n, -1)
+        return ForwardOut(logits, hidden, stats), cache
 
     return forward

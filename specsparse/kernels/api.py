@@ -25,8 +25,8 @@ class Kernels:
         sparse_ffn: an FFN of which each row computes its own neurons only; see `reference.sparse`.
         signbit_keep: neurons predicted from sign bits.
         layers: all layers of a dense model in one call, equal to their composition from `linear` and `attend` bit for
-            bit, the zeros of a ReLU model skipped where it is given `SkipWeights`; None where the backend has no such
-            call.
+            bit, the zeros of a ReLU model skipped where it is given `SkipWeights`, the rows that enter chosen layers
+            kept; None where the backend has no such call.
     """
 
     name: str

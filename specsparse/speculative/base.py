@@ -137,7 +137,7 @@ class Feedback(NamedTuple):
     Attributes:
         draft: the draft that was verified.
         verdict: the verdict on it.
-        hidden: float[B, K+1, D], the target's features of all rows if `Drafter.wants_hidden`, else None.
+        hidden: float[B, K+1, D], the target's features of all rows as `Drafter.wants_hidden` says, or None.
     """
 
     draft: Draft
@@ -173,14 +173,18 @@ class Drafter(abc.ABC):
         return False
 
     @property
-    def wants_hidden(self) -> bool:
-        """Whether `init` and `commit` need the target's hidden states."""
+    def wants_hidden(self) -> bool | tuple[int, ...]:
+        """What `init` and `commit` need of the target's hidden states, as `engine.llama.Want.hidden` says it.
+
+        True for the rows before the output norm, or ids of layers for the rows that enter these, side by side.
+        """
         return False
 
     def init(self, params: Pytree, ctx: DraftContext, *, hidden: "jax.Array | None" = None) -> Pytree:
         """State after the prompt: `ctx.tokens[:, :length]` is the prompt and the first emitted token, if there is one.
 
-        `hidden` is float[B, n, D], the target's features of the prompt (row i is position i). By default no state.
+        `hidden` is float[B, n, D], the target's features of the prompt (row i is position i),
+        as wide as `wants_hidden` says. By default no state.
         """
         return None
 

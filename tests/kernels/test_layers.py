@@ -1,6 +1,7 @@
 """All layers in one call equal their composition from `linear` and `attend`, bit for bit."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import numpy as np
@@ -88,3 +89,33 @@ def test_chosen_layers(pair, layers):
         out, _ = run(rig.params, np.array([[3, 4, 5]], np.int32), rig.cache())
         outs.append(np.asarray(out.hidden))
     np.testing.assert_array_equal(*outs)
+
+
+@pytest.mark.parametrize("layers", [None, (1, 0), ()])
+def test_features_of_layers(pair, layers):
+    """The rows that enter layers come out of the one call with the bits of the composition; nothing else changes."""
+    n = pair[0].config.n_layers
+    which = tuple(range(n)) if layers is None else layers
+    ids = (n, *which, *which[:1])
+    tokens, counts = np.array([[3, 4, 5, 6], [9, 8, 0, 0]], np.int32), np.array([4, 2], np.int32)
+    outs = []
+    for rig in pair:
+        for want in (Want(layers=layers, hidden=True), Want(layers=layers, hidden=ids)):
+            run = jax.jit(lambda p, t, c, f=rig.forward, w=want: f(p, t, c, n_valid_B=counts, want=w)[0])
+            outs.append(run(rig.params, tokens, rig.cache(2)))
+    plain, one, _, parts = outs
+    np.testing.assert_array_equal(one.hidden, parts.hidden)
+    np.testing.assert_array_equal(one.logits, plain.logits)
+    width = plain.hidden.shape[-1]
+    np.testing.assert_array_equal(one.hidden[0, ..., :width], plain.hidden[0])
+    assert one.hidden.shape == (2, 4, len(ids) * width) and not np.any(one.hidden[1, 2:])
+    for place in range(len(which)):  # what enters a layer is what the layers before it give
+        before = partial(pair[1].forward, want=Want(layers=which[:place], hidden=True))
+        wanted = jax.jit(before)(pair[1].params, tokens, pair[1].cache(2))[0].hidden
+        at = slice((1 + place) * width, (2 + place) * width)
+        np.testing.assert_array_equal(one.hidden[0, :, at], wanted[0])
+
+
+def test_features_of_a_layer_that_does_not_run(pair):
+    with pytest.raises(UserError, match="features of layer 1 are wanted; the layers that run are"):
+        pair[0].forward(pair[0].params, np.array([[3]], np.int32), pair[0].cache(), want=Want(layers=(0,), hidden=(1,)))

@@ -177,7 +177,7 @@ _MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", 
 
 def layers(
     x, weights, cache_k, cache_v, *,
-    cos, sin, length, n_valid, parents=None, pairing="norm", eps=0.0, act="silu", skip=None,
+    cos, sin, length, n_valid, parents=None, pairing="norm", eps=0.0, act="silu", skip=None, features=(),
 ):  # fmt: skip
     """All of `weights` applied to rows f32[R, D] in one call: what `linear` and `attend` compute, bit for bit.
 
@@ -190,10 +190,12 @@ def layers(
         act: of the gate.
         skip: of each of the layers a `stripes.SkipWeights`: the same bits, and where one row counts, neurons that the
             gate closes are not read. `act` is "relu" or "relu2".
+        features: places in `weights` of layers whose incoming rows are kept; `len(weights)` for the rows that come out.
 
     Returns:
         Rows f32[R, D], the caches' keys, their values; with `skip` also (int32[L, R], int32[L]): neurons of each row
-        that are not zero, neurons that are so in any row.
+        that are not zero, neurons that are so in any row; with `features` also f32[R, len(features) * D], those rows
+        side by side, 0 where a row does not count.
     """
     empty = jnp.zeros((0,), jnp.float32)
     operands, matrices, shapes, aliases = [], [], [jax.ShapeDtypeStruct(x.shape, jnp.float32)], {}
@@ -210,6 +212,8 @@ def layers(
             operands += [more.up.data, more.down]
     if skip is not None:
         shapes += [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((len(skip), x.shape[0]), (len(skip),))]
+    if features:
+        shapes.append(jax.ShapeDtypeStruct((x.shape[0], len(features) * x.shape[1]), jnp.float32))
     out, *rest = _call("specsparse_layers", shapes, input_output_aliases=aliases)(
         x,
         cos,
@@ -218,15 +222,17 @@ def layers(
         n_valid,
         jnp.zeros((0,), jnp.int32) if parents is None else parents,
         *operands,
-        description=describe(tuple(matrices)),
+        description=np.append(describe(tuple(matrices)), np.array(features, np.int64)),  # the layers kept follow
         act=np.int64(ACTS[act]),
         eps=np.float32(eps),
         neox=np.int64(pairing == "neox"),
         skip=np.int64(skip is not None),
     )
-    caches = rest[: 2 * len(cache_k)]
-    found = (out, caches[::2], caches[1::2])
-    return found if skip is None else (*found, tuple(rest[-2:]))
+    n = 2 * len(cache_k)
+    found = (out, rest[:n:2], rest[1:n:2])
+    if skip is not None:
+        found = (*found, tuple(rest[n : n + 2]))
+    return (*found, rest[-1]) if features else found
 
 
 def argmax(x):

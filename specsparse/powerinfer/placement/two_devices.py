@@ -24,7 +24,7 @@ from specsparse import kernels as kernel_api
 from specsparse.engine.cache import KVCache
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.devices import Devices
-from specsparse.engine.llama import ForwardFn, ForwardOut, Want, make_attention, make_output
+from specsparse.engine.llama import ForwardFn, ForwardOut, Want, make_attention, make_output, places, side_by_side
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Params
 from specsparse.errors import UserError
@@ -95,7 +95,7 @@ class _Programs:
         def finish(params, residual: _Residual, n_valid_B, *, want: Want):
             x_RD = combine(*residual)
             x_BnD = x_RD.reshape(n_valid_B.shape[0], -1, x_RD.shape[-1])
-            return ForwardOut(output(params, x_BnD, n_valid_B, want), x_BnD if want.hidden else None)
+            return ForwardOut(output(params, x_BnD, n_valid_B, want), x_BnD if want.hidden is True else None)
 
         self.embed = jax.jit(lambda matrix, tokens: kernels.embed(matrix, tokens))
         self.attend = jax.jit(attend, donate_argnums=(4, 5))
@@ -172,14 +172,25 @@ class TwoDevices(Devices):
         call = _ForwardPass(self, params, cache.length, n_valid_B, parents_Bn)
         tokens_R = _to(self.devices.cold, np.reshape(np.asarray(tokens_Bn), -1))
         residual = _Residual(self._programs[self.devices.cold].embed(params.embedding, tokens_R))
-        keys, values, stats = list(cache.k), list(cache.v), []
-        for i in range(self.config.n_layers) if want.layers is None else want.layers:
+        keys, values, stats, kept = list(cache.k), list(cache.v), [], {}
+        which = range(self.config.n_layers) if want.layers is None else want.layers
+        features = places(want.hidden, which, self.config.n_layers)
+        for place, i in enumerate(which):
+            kept |= {place: residual} if place in features else {}
             residual, keys[i], values[i], stat = call.layer(i, residual, keys[i], values[i])
             stats.append(stat)
         last = params._replace(embedding=None, layers=(), cos=None, sin=None)
         args = _for(self._last, (residual, n_valid_B))
         out = _to(self.devices.hot, self._programs[self._last].finish(last, *args, want=want))
+        if features:
+            kept[len(which)] = residual
+            out = out._replace(hidden=self._features([kept[place] for place in features], n_valid_B))
         return out._replace(stats=self._stats(stats)), KVCache(tuple(keys), tuple(values), cache.length)
+
+    def _features(self, kept: list[_Residual], n_valid_B) -> jax.Array:
+        """float32[B, n, E], the rows that enter layers side by side."""
+        kept, n_valid_B = _for(self.devices.hot, (kept, n_valid_B))
+        return _side_by_side(kept, n_valid_B).reshape(len(n_valid_B), -1, len(kept) * self.config.d_model)
 
     def _stats(self, stats: list[tuple[SparseStats | None, SparseStats | None]]) -> HotColdStats | None:
         """Statistics of (cold, hot) parts of every layer, stacked over the layers."""
@@ -187,6 +198,11 @@ class TwoDevices(Devices):
             return None
         stacked = [_stacked(part) if any(s is not None for s in part) else None for part in zip(*stats)]
         return _both(*_for(self.devices.hot, stacked))
+
+
+@jax.jit
+def _side_by_side(kept: list[_Residual], n_valid_B) -> jax.Array:
+    return side_by_side([combine(*residual) for residual in kept], n_valid_B)
 
 
 @jax.jit

@@ -51,8 +51,8 @@ class Either(Drafter):
         return max(self.first.max_nodes, self.second.max_nodes)
 
     @property
-    def wants_hidden(self) -> bool:
-        """If one of them does."""
+    def wants_hidden(self) -> bool | tuple[int, ...]:
+        """What one of them does."""
         return self.first.wants_hidden or self.second.wants_hidden
 
     def init(self, params: Pytree, ctx: DraftContext, *, hidden: jax.Array | None = None) -> EitherState:

@@ -186,7 +186,7 @@ class HeadSource(Source):
             (x_RD,) = self.kernels.linear(h_RD, (w.fc_hidden,), norm=w.hidden_norm, residual=x_RD, **options)
             params = Params(ctx.params.embedding, (w.layer,), w.output_norm, None, ctx.params.cos, ctx.params.sin)
             cache = KVCache(state.k, state.v, state.length)
-            y_RD, cache, _ = self.layers(params, x_RD, cache, n_valid_B, parents_Bn, (0,))
+            y_RD, cache, *_ = self.layers(params, x_RD, cache, n_valid_B, parents_Bn, (0,))
         return y_RD.reshape(batch, n, width), state._replace(k=cache.k, v=cache.v)
 
     def _logits(self, weights: DraftWeights, y_BnD: jax.Array, n_valid_B: jax.Array) -> jax.Array:

@@ -79,11 +79,11 @@ class Source(abc.ABC):
 
     Attributes:
         vocab: the map between the vocabularies.
-        wants_hidden: whether `init` and `keep` need the target's rows before its output norm.
+        wants_hidden: what `init` and `keep` need of the target's hidden rows, as `Drafter.wants_hidden`.
     """
 
     vocab: VocabMap
-    wants_hidden: ClassVar[bool] = False
+    wants_hidden: ClassVar[bool | tuple[int, ...]] = False
 
     @abc.abstractmethod
     def init(self, weights: DraftWeights, ctx: DraftContext, hidden_BnD: jax.Array | None = None) -> Pytree:

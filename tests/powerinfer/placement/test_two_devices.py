@@ -6,6 +6,7 @@ import pytest
 
 import specsparse
 from specsparse import SamplingParams
+from specsparse.engine.llama import Want
 from specsparse.kernels.native import cpu
 from specsparse.powerinfer.files.gpuidx import GpuIndex, write_gpuidx
 from specsparse.testing.powerinfer import write_tiny_powerinfer
@@ -20,6 +21,7 @@ import sys
 import numpy as np
 import specsparse
 from specsparse import SamplingParams
+from specsparse.engine.llama import Want
 from specsparse.powerinfer.files.gpuidx import read_gpuidx
 from specsparse.powerinfer.placement.problem import Placement
 
@@ -39,6 +41,9 @@ two.watch = None
 found["parts"] = np.array([f"{part} {layer}" for part, layer, begin, end in sorted(seen, key=lambda s: (s[1], s[0]))])
 spans = {(part, layer): (begin, end) for part, layer, begin, end in seen}
 found["begins"] = np.array([[spans[part, 0][0] for part in ("attention", "cold", "hot")]])
+want = Want("none", hidden=(2, 0, model.config.n_layers))
+rows, _ = model.forward(model.params_for(64), np.array([ids], np.int32), model.new_cache(1, 64), want=want)
+found["features"] = rows.hidden
 found["greedy"] = specsparse.generate(model, ids, max_tokens=10, ignore_eos=True).token_ids
 law = SamplingParams(temperature=0.9, max_tokens=10, ignore_eos=True)
 found["sampled"] = specsparse.generate(model, ids, sampling=law, seed=3).token_ids
@@ -83,6 +88,12 @@ def test_the_same_bits(one, two):
     wanted = one.logits(IDS)
     for name in ("logits", "in turn", "watched"):
         assert np.array_equal(two[name], wanted), name
+
+
+def test_features_of_layers(one, two):
+    want = Want("none", hidden=(2, 0, LAYERS))
+    out, _ = one.forward(one.params_for(64), np.array([IDS], np.int32), one.new_cache(1, 64), want=want)
+    np.testing.assert_array_equal(two["features"], out.hidden)
 
 
 def test_the_same_tokens(one, two):

@@ -15,8 +15,8 @@ enum { kPrepareAttention, kProjectQkv, kRotate, kAttend, kPrepareOutput, kProjec
 class Forward final : public Phases {
  public:
   Forward(const std::vector<LayerWeights>& layers, Workspace& work, Act act, float eps,
-          const std::vector<SkipCounts>& counts)
-      : work_(work), act_(act), eps_(eps), total_(work.plan.rows().size()), counted_(!counts.empty()),
+          const std::vector<SkipCounts>& counts, const Features& features)
+      : work_(work), features_(features), act_(act), eps_(eps), total_(work.plan.rows().size()), counted_(!counts.empty()),
         skip_(counted_ && total_ == 1) {
     const int64_t rows = std::max<int64_t>(total_, 1);
     int64_t q = 0, kv = 0, inner = 0, cols = 0;
@@ -51,7 +51,9 @@ class Forward final : public Phases {
   void run(int phase, int64_t item) override {
     const Layer& l = stages_[phase / kStages];
     switch (phase % kStages) {
-      case kPrepareAttention: return l.prepare_attention.run(item);
+      case kPrepareAttention:
+        keep(phase / kStages, l.prepare_attention.step, item);
+        return l.prepare_attention.run(item);
       case kProjectQkv: return l.qkv.run(item);
       case kRotate: return l.attention.rotate(item);
       case kAttend: return l.attention.tile(item);
@@ -84,6 +86,11 @@ class Forward final : public Phases {
  private:
   static constexpr int64_t kAhead = 16 << 10;
   static constexpr int64_t kCounted = 256;  // neurons of an item
+
+  // The rows of an item of the first phase, before anything is added to them.
+  void keep(int64_t layer, int64_t step, int64_t item) const {
+    features_.keep(layer, work_.x.data(), item * step, std::min(total_, (item + 1) * step));
+  }
 
   static void grow(std::vector<float>& v, int64_t size) {
     if (static_cast<int64_t>(v.size()) < size) v.resize(size);
@@ -142,6 +149,7 @@ class Forward final : public Phases {
   };
 
   Workspace& work_;
+  const Features& features_;
   Act act_;
   float eps_;
   int64_t total_;
@@ -151,10 +159,18 @@ class Forward final : public Phases {
 
 }  // namespace
 
+void Features::keep(int64_t layer, const float* x, int64_t first, int64_t last) const {
+  const int64_t count = layers.size();
+  for (int64_t t = 0; t < count; ++t)
+    if (layers[t] == layer)
+      for (int64_t r = first; r < last; ++r) std::copy_n(x + r * width, width, data + (rows[r] * count + t) * width);
+}
+
 void run_layers(const std::vector<LayerWeights>& layers, Workspace& work, Act act, float eps,
-                const std::vector<SkipCounts>& counts) {
-  Forward forward(layers, work, act, eps, counts);
+                const std::vector<SkipCounts>& counts, const Features& features) {
+  Forward forward(layers, work, act, eps, counts, features);
   run_phases(forward);
+  features.keep(layers.size(), work.x.data(), 0, work.plan.rows().size());
 }
 
 }  // namespace specsparse

@@ -26,9 +26,21 @@ struct Workspace {
   AttendPlan plan;
 };
 
+// Where the rows that enter some of the layers are kept: side by side, in the order of `layers`. A layer's number is its
+// place in the call; that after the last is the result. Row i is the i-th that counts. Without `layers` nothing is kept.
+struct Features {
+  float* data = nullptr;       // [., layers.size() * width]
+  const int32_t* rows = nullptr;  // row i of `work.x` goes to row rows[i]
+  int64_t width = 0;
+  std::vector<int64_t> layers;
+
+  // Keeps rows first to last of `x`, which enter layer `layer`.
+  void keep(int64_t layer, const float* x, int64_t first, int64_t last) const;
+};
+
 // Runs the layers on the rows in `work.x`, in place. Where there are `counts`, one of each layer, the layers have what
 // zero skipping reads.
 void run_layers(const std::vector<LayerWeights>& layers, Workspace& work, Act act, float eps,
-                const std::vector<SkipCounts>& counts);
+                const std::vector<SkipCounts>& counts, const Features& features);
 
 }  // namespace specsparse

@@ -183,7 +183,8 @@ ffi::Error layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffe
   const size_t each = skip ? kPerSkippingLayer : kPerLayer, count = args.size() / each;
   if (skip && Act(act) != Act::kRelu && Act(act) != Act::kRelu2)
     return ffi::Error::InvalidArgument("specsparse layers: only ReLU and its square have zeros to skip");
-  if (!count || args.size() % each || rets.size() != 2 * count + (skip ? 2 : 0))
+  const size_t matrices = count * kMatrices * kDescription, kept = description.size() - std::min(matrices, description.size());
+  if (!count || args.size() % each || rets.size() != 2 * count + (skip ? 2 : 0) + (kept ? 1 : 0))
     return ffi::Error::InvalidArgument("specsparse layers: operands do not make up whole layers");
   std::vector<LayerWeights> all(count);
   for (size_t i = 0; i < count; ++i) {
@@ -217,7 +218,15 @@ ffi::Error layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffe
     found.assign(count * valid.size(), 0);
     for (size_t i = 0; i < count; ++i) counts.push_back({found.data() + i * valid.size(), active + i});
   }
-  run_layers(all, work, Act(act), eps, counts);
+  Features features;
+  if (kept) {
+    auto to = *rets.get<ffi::BufferR2<ffi::F32>>(rets.size() - 1);
+    if (to->dimensions()[0] != rows || to->dimensions()[1] != static_cast<int64_t>(kept) * width)
+      return ffi::Error::InvalidArgument("specsparse layers: the rows that are kept do not fit");
+    features = {to->typed_data(), valid.data(), width, {description.begin() + matrices, description.end()}};
+    if (static_cast<int64_t>(valid.size()) < rows) std::fill_n(features.data, to->element_count(), 0.0f);
+  }
+  run_layers(all, work, Act(act), eps, counts, features);
   if (skip) {
     int32_t* nonzero = (*rets.get<ffi::BufferR2<ffi::S32>>(2 * count))->typed_data();
     std::fill_n(nonzero, count * rows, 0);
