@@ -51,8 +51,8 @@ def _multiply(a: np.uint32, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def philox4x32(counter: tuple[jax.Array, ...], key: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """Philox4x32-10 of four counter words under two key words; all uint32 of one shape (or scalars)."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
+    # Tied to the counter: in a loop the key is invariant, and XLA would hoist its schedule, one kernel for each sum.
+    (c0, c1, c2, c3), (k0, k1) = jax.lax.optimization_barrier((counter, key))
     for _ in range(_ROUNDS):
         high0, low0 = _multiply(_MULTIPLIERS[0], c0)
         high1, low1 = _multiply(_MULTIPLIERS[1], c2)

@@ -1,7 +1,6 @@
 """One speculative round as a step of `engine.generate.run`: draft, one forward of the target, verdict, commit."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +37,7 @@ from specsparse.speculative.base import (
     Verifier,
 )
 from specsparse.speculative.tree import node_depths, path_rows, row_parents
-from specsparse.speculative.verify import has_alpha, measure_alpha, verify, verify_targets
+from specsparse.speculative.verify import has_alpha, measure_alpha, verify, verify_nothing, verify_targets
 
 
 def context(params, job: Job, state: DecodeState, *, max_nodes: int) -> DraftContext:
@@ -100,25 +99,28 @@ class Round:
         )
 
     def judge(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> Verdict:
-        """`accept`. Where nobody drafted anything only the root's row goes through it.
+        """`accept`. Where nobody drafted anything only the root's row is looked at.
 
         Laws and draws take time for each row there is room for, also for those that hold nothing.
         """
-        K = draft.max_nodes
+        return jax.lax.cond(
+            jnp.any(draft.count > 0),
+            lambda: self.accept(job, state, draft, logits_BnV),
+            lambda: self.accept_nothing(job, state, draft, logits_BnV),
+        )
 
-        def rows(width: int) -> Verdict:
-            part = draft._replace(
-                tokens=draft.tokens[:, :width],
-                parents=draft.parents[:, :width],
-                q=None if draft.q is None else draft.q[:, :width],
-            )
-            verdict = self.accept(job, state, part, logits_BnV[:, : width + 1])
-            more = [(0, 0), (0, K - width)]
-            tokens, nodes = (jnp.pad(x, more, constant_values=PAD) for x in (verdict.tokens, verdict.nodes))
-            return verdict._replace(tokens=tokens, nodes=nodes)
-
-        least = min(K, int(self.verifier.needs_p))  # verifiers that weigh laws want a node
-        return jax.lax.cond(jnp.any(draft.count > 0), partial(rows, K), partial(rows, least))
+    def accept_nothing(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> Verdict:
+        """`accept` of drafts that are all empty."""
+        q = None if draft.q is None else draft.q[:, :0]
+        none = draft._replace(tokens=draft.tokens[:, :0], parents=draft.parents[:, :0], q=q)
+        if self.verifier.needs_p:
+            p_BV = self.laws(job, state, none, logits_BnV[:, :1])[:, 0]
+            _, u_B = coins(job, state, max_nodes=0)
+            return verify_nothing(draft, p_BV, u_B=u_B, draw=self.kernels.draw)
+        verdict = self.accept(job, state, none, logits_BnV[:, :1])
+        more = [(0, 0), (0, draft.max_nodes)]
+        tokens, nodes = (jnp.pad(x, more, constant_values=PAD) for x in (verdict.tokens, verdict.nodes))
+        return verdict._replace(tokens=tokens, nodes=nodes)
 
     def targets(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> jax.Array:
         """int32[B, K+1], the target's own token at each row; -1 where its law is none."""

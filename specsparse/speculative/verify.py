@@ -155,11 +155,27 @@ def verify(
         tested_B = accepted_B + _has_child(draft, at_B)
     else:
         raise TypeError(f"{verifier.name} takes the target's tokens: use match_verdict")
-    mass_B = jax.vmap(laws.total)(law_BV)
-    failed_B = ~((mass_B > 0) & (mass_B < jnp.inf))
-    last_B = draw(law_BV, u_B)
-    verdict = _verdict(draft, nodes_BK, accepted_B, tested_B, last_B, failed_B)
+    verdict = _verdict(draft, nodes_BK, accepted_B, tested_B, *_last(law_BV, u_B, draw))
     return measure_alpha(verifier, draft, p_BnV, verdict) if alpha else verdict
+
+
+def verify_nothing(draft: Draft, p_BV: jax.Array, *, u_B: jax.Array, draw: Draw = laws.inverse_cdf) -> Verdict:
+    """What `verify` says where every draft is empty, whichever its verifier: a token of the law after the root.
+
+    Args:
+        draft: of which all counts are 0.
+        p_BV: float32[B, V], `verify`'s row 0.
+        u_B: as `verify`'s.
+        draw: inverse-CDF sampling.
+    """
+    zero_B = jnp.zeros_like(draft.count)
+    return _verdict(draft, jnp.full_like(draft.tokens, PAD), zero_B, zero_B, *_last(p_BV, u_B, draw))
+
+
+def _last(law_BV: jax.Array, u_B: jax.Array, draw: Draw) -> tuple[jax.Array, jax.Array]:
+    """int32[B], a token of each law; bool[B], whether it was no law."""
+    mass_B = jax.vmap(laws.total)(law_BV)
+    return draw(law_BV, u_B), ~((mass_B > 0) & (mass_B < jnp.inf))
 
 
 def has_alpha(verifier: Verifier) -> bool:

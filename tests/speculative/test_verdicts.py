@@ -9,7 +9,7 @@ import pytest
 
 from specsparse.speculative.base import PAD, Draft
 from specsparse.speculative.tree import TreeTemplate
-from specsparse.speculative.verify import VERIFIERS, match_verdict, measure_alpha, verify
+from specsparse.speculative.verify import VERIFIERS, match_verdict, measure_alpha, verify, verify_nothing
 
 NEEDS_P = [name for name, v in VERIFIERS.items() if v.needs_p]
 CHAINS = ["token", "delta", "block"]
@@ -71,6 +71,20 @@ def test_empty_and_short_drafts(name):
     verdict = run(name, draft, spikes([[1, 2, 3, 4]] * 4, 5))
     np.testing.assert_array_equal(verdict.tokens, [[1, PAD, PAD, PAD], [1, 2, PAD, PAD], [1, 2, 3, PAD], [1, 2, 3, 4]])
     np.testing.assert_array_equal(verdict.tested, [0, 1, 2, 3])
+
+
+nothing = jax.jit(verify_nothing)
+
+
+@pytest.mark.parametrize("name", NEEDS_P)
+def test_nothing_drafted_is_the_verdict_on_empty_drafts(name):
+    """What the loop asks where nobody drafted; a row that is no law fails here as there."""
+    p = np.random.default_rng(3).dirichlet(np.ones(5), size=(4, 4)).astype(np.float32)
+    p[1, 0], p[2, 0, 3] = 0.0, np.nan
+    draft = with_q(name, chain([[1, 2, 3]] * 4, count=[0] * 4), 5)
+    alone = nothing(draft, f32(p[:, 0]), u_B=jnp.full((4,), 0.7, jnp.float32))
+    jax.tree.map(np.testing.assert_array_equal, alone, run(name, draft, f32(p), u=0.7))
+    np.testing.assert_array_equal(alone.failed, [False, True, True, False])
 
 
 @pytest.mark.parametrize("name", ["tree_delta", "mss", "kseq", "typical", "threshold"])
