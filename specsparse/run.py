@@ -12,7 +12,7 @@ from typing import Any
 
 from specsparse.errors import UserError
 from specsparse.experiments.parts import help_text
-from specsparse.experiments.shorthand import refuse, shorthand
+from specsparse.experiments.shorthand import option_key, refuse, shorthand
 from specsparse.support.paths import conf_dir
 from specsparse.support.pipes import until_the_reader_leaves
 
@@ -41,6 +41,15 @@ class CheckBeforeStart:
             if config.get("debug") is True:
                 return  # the run itself raises it again, with its traceback
             raise SystemExit(fail(str(error))) from None
+
+    def on_multirun_start(self, config: Any, **_: Any) -> None:
+        """What a config sweeps may be any option, as on the command line."""
+        from omegaconf import flag_override
+
+        sweeper = config.hydra.sweeper
+        if sweeper.get("params"):
+            with flag_override(config, ["struct", "readonly"], False):
+                sweeper.params = {option_key(str(key)): values for key, values in sweeper.params.items()}
 
     def on_multirun_end(self, config: Any, **_: Any) -> None:
         """One table over all runs of a sweep; exit code 2 where not one of them could run."""

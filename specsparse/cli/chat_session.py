@@ -1,6 +1,9 @@
 """A conversation on a terminal or through pipes: lines of the user in, answers out."""
 
 import dataclasses
+import os
+import select
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -166,7 +169,9 @@ class Chat:
         assert self._aside is not None
         while True:
             try:
-                yield self._aside.input("[bold]> [/bold]")
+                self._aside.print("[bold]> [/bold]", end="")
+                _wait_for_a_line()
+                yield input()
             except (EOFError, KeyboardInterrupt):
                 self._aside.print()
                 return
@@ -218,6 +223,20 @@ class Chat:
     def _stats(self) -> None:
         self._note(f"answers: {self._answers}; {_figures(self._counters, self._seconds)}")
         self._note(f"context: {self._context} of {self._talk.model.config.context_length} tokens")
+
+
+def _wait_for_a_line() -> None:
+    """Until a line is typed. Ctrl-C is seen at once; just before a plain read it would be seen after the next key."""
+    seen, woken = os.pipe()
+    os.set_blocking(woken, False)
+    before = signal.set_wakeup_fd(woken)
+    try:
+        while sys.stdin not in select.select([sys.stdin, seen], [], [])[0]:
+            os.read(seen, 1)
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(seen)
+        os.close(woken)
 
 
 def _figures(counters: Counters, seconds: float) -> str:

@@ -1,6 +1,9 @@
 """A chat with any method, each token marked by where it came from: the draft, the verifier, or no draft at all."""
 
-from collections.abc import Callable
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +12,26 @@ from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.runtime.results import Generation
 from specsparse.speculative.origins import Origin
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[threading.Event]:
+    """Set by Ctrl-C within the block, which raises nothing: in a callback of jax the exception would be lost.
+
+    A second Ctrl-C raises KeyboardInterrupt as ever.
+    """
+    pressed = threading.Event()
+
+    def press(*_: object) -> None:
+        if pressed.is_set():
+            raise KeyboardInterrupt
+        pressed.set()
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @dataclass
@@ -52,9 +75,12 @@ class Conversation:
             stream = api.stream(
                 self.model, asked, sampling=self.sampling, seed=self.seed + len(asked), rounds=1, **self.method
             )
-            for piece, origin in stream.marked():
-                shown.append(piece)
-                show(piece, origin)
+            with interrupts() as pressed:
+                for piece, origin in stream.marked():
+                    shown.append(piece)
+                    show(piece, origin)
+                    if pressed.is_set():
+                        raise KeyboardInterrupt
             found = stream.generation
         except KeyboardInterrupt:
             if not shown:

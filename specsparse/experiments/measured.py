@@ -24,7 +24,7 @@ from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees import get_tree
 from specsparse.speculative.trees.base import TreeShape
 from specsparse.speculative.trees.options import SequoiaOptions
-from specsparse.speculative.trees.registry import CHAIN
+from specsparse.speculative.trees.registry import CHAIN, TREES
 from specsparse.speculative.trees.static import static_tree
 
 SEQUOIA = "sequoia"
@@ -125,7 +125,7 @@ def draft_key(cfg: MethodSettings) -> str:
     key = cost_key(cfg.drafter.name, cfg.drafter.options)
     if cfg.tree.name == SEQUOIA:
         return f"{key}, {cfg.tree.options.get('draw') or 'top'} trees"
-    return key if cfg.tree.name == CHAIN else f"{key}, tree {cost_key(cfg.tree.name, cfg.tree.options)}"
+    return key if cfg.tree.name == CHAIN else f"{key}, tree {cost_key(cfg.tree.name, cfg.tree.options, among=TREES)}"
 
 
 @dataclass(frozen=True)

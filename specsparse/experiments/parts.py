@@ -3,10 +3,8 @@
 The file of a choice in `conf/` says the name and what differs from the defaults, which are those of the choice's class.
 """
 
-import dataclasses
 import textwrap
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from specsparse.errors import UserError
@@ -14,7 +12,7 @@ from specsparse.speculative.drafters.registry import DRAFTERS
 from specsparse.speculative.policies.registry import POLICIES
 from specsparse.speculative.trees.registry import TREES
 from specsparse.speculative.verifiers.registry import RULES
-from specsparse.support.options import options_of
+from specsparse.support.options import values_of
 from specsparse.support.registry import Registry
 
 PARTS: Mapping[str, Registry[Any]] = {"drafter": DRAFTERS, "policy": POLICIES, "tree": TREES, "verifier": RULES}
@@ -40,7 +38,8 @@ def completed(group: str, given: Mapping[str, object]) -> dict[str, object]:
     for key, value in own.items():
         if instead := ELSEWHERE.get(option_name(group, key)) if value is not None else None:
             raise UserError(f"write {instead} instead of {group}.{key}")
-    return {"name": name} | {key: value for key, value in _every(PARTS[group].read(name, own)) if key not in ELSEWHERE}
+    values = values_of(PARTS[group].read(name, own))
+    return {"name": name} | {key: value for key, value in values.items() if key not in ELSEWHERE}
 
 
 def option_name(group: str, key: str) -> str:
@@ -65,7 +64,7 @@ def described(group: str, name: str) -> list[Described]:
     """
     if name == NONE:
         return []
-    defaults, options = dict(_every(PARTS[group].read(name, {}))), PARTS[group].options(name).values()
+    defaults, options = values_of(PARTS[group].read(name, {})), PARTS[group].options(name).values()
     return [Described(o.name, defaults[o.name], o.aliases, o.about) for o in options if o.name not in ELSEWHERE]
 
 
@@ -81,20 +80,3 @@ def help_text(group: str, name: str) -> str:
 
 def _written(value: object) -> str:
     return "null" if value is None else str(value)
-
-
-def _every(options: object) -> Iterator[tuple[str, object]]:
-    """Name and plain value of each option of an instance, those of its parts among them."""
-    for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
-        if dataclasses.is_dataclass(value) and field.name not in options_of(type(options)):
-            yield from _every(value)
-        else:
-            yield field.name, _plain(value)
-
-
-def _plain(value: object) -> object:
-    """As YAML and JSON have it."""
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value

@@ -32,8 +32,7 @@ def shorthand(argv: list[str]) -> list[str]:
         elif key in outside:  # the choice of the config goes, and all it brought; there is no schema for the options
             out += [f"~{key}", f"++{key}.name={','.join(map(_quote, value.split(',')))}"]
         elif eq and _is_option(key):  # Hydra knows those in the file of conf/, not all that the class has
-            group, _, option = key.partition(".")
-            out.append(f"++{group}.{option_name(group, option)}={value}")
+            out.append(f"{option_key(key)}={value}")
         elif eq and key.partition(".")[0] in outside:
             out.append(f"++{key}={value}")
         elif eq and key == "experiment":
@@ -45,6 +44,12 @@ def shorthand(argv: list[str]) -> list[str]:
         else:
             out.append(f"{key}{eq}{value}")
     return out
+
+
+def option_key(key: str) -> str:
+    """A key of `hydra.sweeper.params` as Hydra sets it, whether the file of a choice has it or its class alone."""
+    group, _, option = key.partition(".")
+    return f"++{group}.{option_name(group, option)}" if _is_option(key) else key
 
 
 def refuse(argv: list[str]) -> None:

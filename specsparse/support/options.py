@@ -20,6 +20,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union
 
 from specsparse.errors import UserError
@@ -277,6 +278,25 @@ def _items(hints: Sequence[object], value: object, label: str) -> tuple:
 
 
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+def values_of(options: object) -> dict[str, object]:
+    """Each option of an instance and its value as YAML and JSON have it, those of its `Inline` parts among them."""
+    out: dict[str, object] = {}
+    for field in dataclasses.fields(options):  # type: ignore[arg-type]
+        value = getattr(options, field.name)
+        if dataclasses.is_dataclass(value) and field.name not in options_of(type(options)):
+            out |= values_of(value)
+        else:
+            out[field.name] = as_yaml(value)
+    return out
+
+
+def as_yaml(value: object) -> object:
+    """A value as YAML and JSON have it: tuples are lists, and paths are text."""
+    if isinstance(value, list | tuple):
+        return [as_yaml(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def _plain(hint: type, ranges: Sequence[Range], value: object, label: str) -> object:

@@ -9,6 +9,7 @@ import specsparse
 from specsparse.errors import UserError
 from specsparse.experiments.kinds.perplexity import PerplexitySpec
 from specsparse.experiments.kinds.quant_table import QuantTableSpec
+from specsparse.experiments.settings import FfnSpec, PredictorSpec
 from specsparse.measure.conditions import Conditions
 from specsparse.runtime.perplexity import score, windows
 from specsparse.testing import write_tiny_gguf
@@ -59,6 +60,20 @@ def test_without_a_base(cfg, tmp_path):
     cfg = replaced(cfg, perplexity=dataclasses.replace(cfg.own["perplexity"], base=None, stride=8))
     found, text, _ = play(cfg, tmp_path / "run")
     assert found.summary["kl_mean"] is None and "KL" not in text and found.summary["window"] == 68
+
+
+def test_neurons_that_are_left_out_are_judged_against_all_of_them(cfg, tmp_path):
+    whole, _, _ = play(cfg, tmp_path / "whole")
+    predictor = PredictorSpec("gate_threshold", {"share": 0.2})
+    sparse = replaced(cfg, ffn=FfnSpec("predicted", tokens=64), predictor=predictor)
+    found, _, written = play(sparse, tmp_path / "sparse")
+    assert found.summary["perplexity"] != whole.summary["perplexity"]
+    assert found.summary["kl_mean"] > 10 * whole.summary["kl_mean"]
+    assert written["summary"]["ffn_label"] == "lossy against the dense model" and "ffn" not in whole.summary
+    with pytest.raises(UserError, match="predictor=gate_threshold does nothing with ffn=null"):
+        play(replaced(cfg, predictor=predictor), tmp_path / "none")
+    with pytest.raises(UserError, match="kind=quant_table takes no ffn"):
+        play(replaced(sparse, kind="quant_table", quant_table=QuantTableSpec()), tmp_path / "table")
 
 
 def _read(row, rate, deviation):

@@ -143,6 +143,20 @@ def test_a_sweep_started_again_runs_what_is_missing_only(tmp_path, cells, capsys
     assert start("1", "reuse=false") == ([1], [1])
 
 
+def test_what_a_config_sweeps_may_be_an_option_that_no_file_names(tmp_path, cells, monkeypatch):
+    """`policy.probe_share` is an option of the class alone: the command line took it, `params` did not."""
+    mine = tmp_path / "mine" / "experiment"
+    mine.mkdir(parents=True)
+    mine.joinpath("probing.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /policy: auto_off\n"
+        "hydra:\n  sweeper:\n    params:\n      policy.probe_share: 0.1,0.2\n"
+    )
+    found = f"--config-dir={mine.parent}"
+    assert run.main([found, *SWEEP, "+experiment=probing", "hydra.sweep.dir=runs/s/0"]) == 0
+    records = [json.loads(f.read_text()) for f in sorted((tmp_path / "runs" / "s" / "0").glob("*/record.json"))]
+    assert [r["config"]["policy"]["probe_share"] for r in records] == [0.1, 0.2]
+
+
 def test_a_broken_promise_is_not_finished(tmp_path, cells, monkeypatch):
     monkeypatch.setattr(Done, "as_promised", False)
     with pytest.raises(SystemExit):

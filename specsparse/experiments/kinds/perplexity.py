@@ -14,6 +14,7 @@ from rich.text import Text
 from specsparse.engine.model import Model
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
+from specsparse.experiments import sparse_model
 from specsparse.experiments.kind import Found, Kind, Lab
 from specsparse.experiments.settings import ModelSettings
 from specsparse.models import catalogue
@@ -39,7 +40,8 @@ class PerplexitySpec:
         text: a text file, read as it is; None is the prompts of the data group, one after the other.
         context, stride: of the windows.
         chunks: at most so many windows; None for all.
-        base: whose law the KL is from: "f32", the same weights computed in float32; a model; None for no KL.
+        base: whose law the KL is from: "f32", the same weights computed in float32, and with all neurons where `ffn`
+            says which are computed; a model; None for no KL.
     """
 
     text: str | None = None
@@ -66,6 +68,7 @@ class Perplexity(Kind[PerplexitySettings]):
     def check(self, cfg: PerplexitySettings) -> None:
         """A model or a text that is not there, and a stride that does not fit are refused."""
         catalogue.resolve(cfg.model.path)
+        sparse_model.check(cfg)
         if cfg.perplexity.base not in (None, F32):
             catalogue.resolve(cfg.perplexity.base)
         if cfg.perplexity.stride > cfg.perplexity.context:
@@ -79,12 +82,12 @@ class Perplexity(Kind[PerplexitySettings]):
         Raises:
             UserError: a text that is too short, a base of another vocabulary.
         """
-        model = lab.load(cfg.model)
+        model = sparse_model.load(cfg, lab)
         text = cut(cfg, model.tokenizer)
         with base_law(cfg, lab, text) as law:
             found = scored(model, text, lab.console, cfg.model.path, base=law)
         facts = {"base": cfg.perplexity.base, "windows": text.tokens.shape[0], "window": text.tokens.shape[1]}
-        summary = {**found.summary(), **facts}
+        summary = {**found.summary(), **facts, **sparse_model.label(model)}
         shown = [Text(line) for line in lines(summary)]
         return Found(summary, shown=shown, definitions=DEFINITIONS, objective=-summary["perplexity"])
 
@@ -137,7 +140,8 @@ def base_law(cfg: PerplexitySettings, lab: Lab, text: Windows) -> Iterator[np.nd
     base = cfg.perplexity.base
     path, options = base, cfg.model.overrides()
     if base == F32:
-        path, options = cfg.model.path, {**options, **IN_FLOAT32}
+        whole = {} if cfg.ffn.name is None else {"ffn": "dense"}
+        path, options = cfg.model.path, {**options, **IN_FLOAT32, **whole}
     with terminal.loading(console, f"loading {path} as the base") as progress:
         model = lab.engine.load(path, progress=progress, **options)
     lab.directory.mkdir(parents=True, exist_ok=True)

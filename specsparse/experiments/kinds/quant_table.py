@@ -93,6 +93,7 @@ class Quantisations(Kind[QuantTableSettings]):
     """One model in several types of weights: bytes, perplexity, KL to float32, speed."""
 
     settings = QuantTableSettings
+    takes_ffn = False
 
     def check(self, cfg: QuantTableSettings) -> None:
         """An unknown type, no row at all, and whatever `kind: perplexity` finds wrong are refused."""

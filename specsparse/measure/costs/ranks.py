@@ -20,6 +20,7 @@ from specsparse.runtime.times import store
 from specsparse.runtime.times.kept import CostTable
 from specsparse.runtime.times.stamp import cost_key
 from specsparse.speculative.tree import TreeTemplate
+from specsparse.speculative.verifiers.registry import RULES
 
 RANKS = 8
 """Children whose acceptance is measured."""
@@ -59,7 +60,7 @@ def acceptance_key(
     default = SamplingParams()
     given = [k for k in _LAW if k == _LAW[0] or getattr(params, k) != getattr(default, k)]
     law = [f"{k}={_shown(getattr(params, k))}" for k in given]
-    return ", ".join([drafter, cost_key(verifier or "default verifier", options), shape, *law])
+    return ", ".join([drafter, cost_key(verifier or "default verifier", options, among=RULES), shape, *law])
 
 
 def _shown(value: object) -> str:

@@ -4,22 +4,34 @@ import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from specsparse.models import catalogue
 from specsparse.speculative.drafters.head_file import SHIPPED, find
-from specsparse.speculative.drafters.registry import takes
-from specsparse.support.registry import source_of
+from specsparse.speculative.drafters.registry import DRAFTERS, takes
+from specsparse.support.options import as_yaml, values_of
+from specsparse.support.registry import Registry, source_of
 
 
-def cost_key(name: str, options: Mapping[str, object] | None = None) -> str:
-    """The name under which a drafter's cost is kept: its own, and the options that were given.
+def cost_key(name: str, options: Mapping[str, object] | None = None, *, among: Registry[Any] = DRAFTERS) -> str:
+    """The name under which a drafter's cost is kept: its own, and the options that are not its defaults.
 
     A file among them is told from what was there before by a stamp (size and time).
+
+    Args:
+        name: of the drafter, as in configs.
+        options: of it; None is one that was not given.
+        among: the registry of the name, where it is no drafter's.
 
     Raises:
         UserError: a draft model or a head that is not there.
     """
-    given = {key: value for key, value in sorted((options or {}).items()) if value is not None}
+    defaults = values_of(among.read(name, {})) if among.is_builtin(name) else {}
+    given = {
+        key: value
+        for key, value in sorted((options or {}).items())
+        if value is not None and as_yaml(value) != defaults.get(key)
+    }
     words = []
     for key, value in given.items():
         file = file_of(key, value)

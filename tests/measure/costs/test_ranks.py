@@ -14,6 +14,7 @@ from specsparse.experiments import decoding, measured
 from specsparse.experiments.drafting import drafter_spec
 from specsparse.experiments.kinds import compare
 from specsparse.experiments.kinds.compare import CompareSpec
+from specsparse.experiments.parts import PARTS, completed
 from specsparse.experiments.settings import DrafterSpec, PolicySpec, TreeSpec, VerifierSpec
 from specsparse.measure.costs import measured as measuring
 from specsparse.measure.costs import ranks
@@ -104,9 +105,19 @@ def test_the_key_names_every_parameter_of_the_law(more):
 
 
 def test_the_key_names_the_verifier_s_options():
-    strict, lax = {"epsilon": 0.09, "delta": None}, {"epsilon": 0.5, "delta": None}
+    strict, lax = {"epsilon": 0.2, "delta": None}, {"epsilon": 0.5, "delta": None}
     keys = {ranks.acceptance_key("a", "typical", GREEDY, "chain", options=o) for o in (None, strict, lax)}
     assert len(keys) == 3 and "a, typical (epsilon=0.5), chain, temperature=0.0" in keys
+
+
+def test_an_option_at_its_default_is_as_good_as_none():
+    """A drafter by its name finds what a config measured, which spells all options out."""
+    choices = {"drafter": ("prompt_lookup", "layer_skip"), "tree": ("sequoia",), "verifier": ("typical",)}
+    for group, name in ((group, name) for group, names in choices.items() for name in names):
+        spelled = {key: value for key, value in completed(group, {"name": name}).items() if key != "name"}
+        assert cost_key(name, spelled, among=PARTS[group]) == cost_key(name, among=PARTS[group]) == name
+    assert cost_key("prompt_lookup", {"ngram_max": 5}) == "prompt_lookup (ngram_max=5)"
+    assert cost_key("mine:Echo", {"times": 1}).startswith("mine:Echo (times=1")
 
 
 def test_another_file_of_the_same_name_is_another_drafter(tmp_path, monkeypatch):
