@@ -87,27 +87,30 @@ def on_target(model: Model, ctx: DraftContext) -> DraftContext:
     return ctx._replace(params=params, cache=kv.commit(cache, count_B))
 
 
-def target_rows(model: Model, ctx: DraftContext) -> jax.Array:
-    """float32[B, C, D]: the model's rows before its output norm at every position of the texts."""
+def target_rows(model: Model, ctx: DraftContext, hidden: bool | tuple[int, ...] = True) -> jax.Array:
+    """float32[B, C, D]: the model's rows at every position of the texts, as `Want.hidden` says."""
     batch, capacity = ctx.tokens.shape
     held_BC = jnp.arange(capacity, dtype=jnp.int32)[None] < ctx.length[:, None]
     tokens_BC = jnp.where(held_BC, ctx.tokens, 0)
-    want = Want(logits="none", hidden=True)
+    want = Want(logits="none", hidden=hidden)
     out, _ = model.forward(
         model.params_for(capacity), tokens_BC, model.new_cache(batch, capacity), n_valid_B=ctx.length, want=want
     )
     return out.hidden
 
 
-def random_head(folder: Path, target: Model, *, seed: int = 0, ids: Sequence[int] | None = None) -> Path:
-    """A head of `target` with random weights; it scores all ids, or those given."""
+def random_head(
+    folder: Path, target: Model, *, seed: int = 0, ids: Sequence[int] | None = None, below: Sequence[int] = ()
+) -> Path:
+    """A head of `target` with random weights; it scores all ids, or those given, and reads such layers below."""
     rng, c = np.random.default_rng(seed), target.config
-    shapes = head_file.matrix_shapes(c)
+    shapes = head_file.matrix_shapes(c, len(below))
     matrices = {name: rng.normal(0, 1 / np.sqrt(shape[1]), shape) for name, shape in shapes.items()}
-    norms = {name: rng.normal(1, 0.1, c.d_model) for name in head_file.vector_names()}
+    norms = {name: rng.normal(1, 0.1, c.d_model) for name in head_file.vector_names(len(below))}
     tensors = {name: value.astype(np.float32) for name, value in {**matrices, **norms}.items()}
-    path = folder / f"head_{seed}.gguf"
-    return write_head(path, target, tensors, np.arange(c.vocab_size) if ids is None else np.asarray(ids))
+    path = folder / f"head_{seed}_{len(below)}.gguf"
+    every = np.arange(c.vocab_size) if ids is None else np.asarray(ids)
+    return write_head(path, target, tensors, every, below=below)
 
 
 def model_case(folder: Path, source: str, *, vocab: int, capacity: int, **options: Any) -> Case:

@@ -1,6 +1,8 @@
-"""What heads are trained on: the target's answers to generated prompts, with its features, in files that a restart
-finds again."""
+"""What drafters are trained on: the target's answers to generated prompts, as token ids in files that a restart finds
+again."""
 
+import itertools
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,16 +10,18 @@ from typing import Annotated
 
 import numpy as np
 
+from specsparse.engine.generate import Finish
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.runtime.device_batch import Method, Request
 from specsparse.runtime.session import Session
-from specsparse.speculative.verify import VERIFIERS
 from specsparse.support.options import Count, Internal, Range
 from specsparse.support.tensor_files import read_tensors, write_tensors
 from specsparse.training.prompts import prompt
-from specsparse.training.recorder import HiddenRecorder
+
+_ROUNDS = 24
+"""Tokens between two looks at how many answers still go on."""
 
 
 @dataclass(frozen=True)
@@ -25,16 +29,20 @@ class DataOptions:
     """What text is made.
 
     Attributes:
-        batch: prompts answered together, and in one file.
+        batch: prompts answered together, of like lengths.
+        batches: of a file.
         answer: tokens of an answer, at most.
+        least: answers that still go on when a batch ends, as a share of it: the last ones would be written alone.
         prompt_tokens: longer prompts are left out.
         temperatures: of the answers, in turn; 0 is greedy.
         chat: each prompt is a user's turn in the model's template.
         seed: of prompts and answers.
     """
 
-    batch: Count = 24
-    answer: Count = 224
+    batch: Count = 16
+    batches: Count = 8
+    answer: Count = 240
+    least: Annotated[float, Range(0, 1)] = 0.2
     prompt_tokens: Count = 256
     temperatures: tuple[Annotated[float, Range(0)], ...] = (0.0, 0.7, 0.0, 1.0)
     chat: Annotated[bool, Internal()] = True
@@ -50,28 +58,36 @@ class Text:
     """One answered prompt.
 
     Attributes:
-        tokens: int32[n], prompt and answer; the token after them is not kept.
-        hidden: float16[n, D], the target's rows before the output norm, one for each token.
+        tokens: int32[n], prompt and answer.
         prompt: tokens of the prompt.
+        hidden: float32[n, W], the target's rows at these tokens, where `training.features` made them.
     """
 
     tokens: np.ndarray
-    hidden: np.ndarray
     prompt: int
+    hidden: np.ndarray | None = None
 
 
-def answer(model: Model, prompts: list[np.ndarray], params: list[SamplingParams], *, seed: int) -> list[Text]:
-    """The model's answers to prompts of token ids, decoded together; plain decoding's tokens."""
+def answer(
+    model: Model, prompts: list[np.ndarray], params: list[SamplingParams], *, seed: int, least: float = 0.0
+) -> list[Text]:
+    """The model's answers to prompts of token ids, decoded together; plain decoding's tokens.
+
+    Args:
+        model: the target.
+        prompts: int32[n] each.
+        params: of each.
+        seed: of the draws, with a prompt's place among the prompts.
+        least: all end when no larger share of them goes on.
+    """
     sequences = [Request(p, s, seed, i) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
-    name = "greedy" if all(s.greedy for s in params) else "match"
-    session = Session(model, sequences, Method(HiddenRecorder(model.config.d_model), VERIFIERS[name]))
-    session.advance()
-    hidden = np.asarray(session.state.drafter.rows)
-    texts = []
-    for b, (ids, out) in enumerate(zip(prompts, session.tokens(), strict=True)):
-        tokens = np.concatenate([ids, out])[:-1].astype(np.int32)
-        texts.append(Text(tokens, hidden[b, : len(tokens)], len(ids)))
-    return texts
+    session = Session(model, sequences, Method())
+    while sum(f is Finish.RUNNING for f in session.finish) > least * len(sequences):
+        session.advance(_ROUNDS)
+    return [
+        Text(np.concatenate([ids, out]).astype(np.int32), len(ids))
+        for ids, out in zip(prompts, session.tokens(), strict=True)
+    ]
 
 
 def encode(model: Model, text: str, *, chat: bool) -> np.ndarray:
@@ -84,22 +100,23 @@ def encode(model: Model, text: str, *, chat: bool) -> np.ndarray:
 
 
 def make_shard(model: Model, options: DataOptions, index: int) -> list[Text]:
-    """Answers number `index * batch` and so on: the same whenever and in whatever order they are made."""
-    prompts, number = [], index * options.batch
+    """The answers of file `index`: the same whenever and in whatever order files are made."""
+    count = options.batch * options.batches
     limit = min(options.prompt_tokens, model.config.context_length - 2)
-    tries = iter(range(1000 * options.batch))
-    while len(prompts) < options.batch:
-        source = prompt(index * 1000 * options.batch + _next(tries, limit), seed=options.seed)
+    tries, prompts = iter(range(1000 * count)), []
+    while len(prompts) < count:
+        source = prompt(index * 1000 * count + _next(tries, limit), seed=options.seed)
         ids = encode(model, source.text, chat=options.chat)
         if 0 < len(ids) <= limit:
             prompts.append(ids)
-    params = [
-        SamplingParams(
-            temperature=options.temperatures[(number + i) % len(options.temperatures)], max_tokens=options.answer
-        )
-        for i in range(options.batch)
-    ]
-    return answer(model, prompts, params, seed=options.seed * 1_000_003 + index)
+    laws = itertools.cycle([SamplingParams(temperature=t, max_tokens=options.answer) for t in options.temperatures])
+    both = sorted(zip(prompts, laws), key=lambda pair: len(pair[0]))  # a batch computes rows up to its longest prompt
+    texts = []
+    for number, start in enumerate(range(0, count, options.batch)):
+        ids, params = (list(x) for x in zip(*both[start : start + options.batch], strict=True))
+        seed = options.seed * 1_000_003 + index * options.batches + number
+        texts += answer(model, ids, params, seed=seed, least=options.least)
+    return texts
 
 
 def _next(tries: Iterator[int], limit: int) -> int:
@@ -115,10 +132,10 @@ def shard_path(folder: Path, index: int) -> Path:
 
 
 def write_shard(path: Path, texts: list[Text]) -> None:
-    """Writes texts end to end; the file appears whole or not at all."""
+    """Writes the ids of texts end to end; the file appears whole or not at all."""
+    tokens = np.concatenate([t.tokens for t in texts])
     tensors = {
-        "tokens": np.concatenate([t.tokens for t in texts]),
-        "hidden": np.concatenate([t.hidden for t in texts]),
+        "tokens": tokens.astype(np.uint16 if tokens.max(initial=0) < 1 << 16 else np.int32),
         "lengths": np.array([len(t.tokens) for t in texts], np.int32),
         "prompts": np.array([t.prompt for t in texts], np.int32),
     }
@@ -132,18 +149,31 @@ def read_shard(path: Path) -> list[Text]:
         UserError: no such file, or a damaged one.
     """
     tensors, meta = read_tensors(path)
-    if meta.get("format") != "specsparse.training.texts":
+    found = [tensors.get(name) for name in ("tokens", "lengths", "prompts")]
+    if meta.get("format") != "specsparse.training.texts" or any(x is None or x.ndim != 1 for x in found):
         raise UserError(f"{path}: holds no texts to train on; remove it to have it made again")
-    ends = np.cumsum(tensors["lengths"])
-    starts = ends - tensors["lengths"]
-    return [
-        Text(tensors["tokens"][a:b], tensors["hidden"][a:b], int(p))
-        for a, b, p in zip(starts, ends, tensors["prompts"], strict=True)
-    ]
+    tokens, lengths, prompts = (np.asarray(x, np.int32) for x in found)
+    if len(lengths) != len(prompts) or lengths.sum() != len(tokens) or (prompts > lengths).any() or (prompts < 1).any():
+        raise UserError(f"{path}: its texts do not fit their lengths; remove it to have it made again")
+    ends = np.cumsum(lengths)
+    return [Text(tokens[a:b], int(p)) for a, b, p in zip(ends - lengths, ends, prompts, strict=True)]
+
+
+@dataclass(frozen=True)
+class TextWritten:
+    """How far the text is: answers' tokens in all, and a second while text was written, 0 before that."""
+
+    tokens: int
+    rate: float
 
 
 def generate(
-    model: Model, options: DataOptions, folder: Path, *, tokens: int, progress: Callable[[int], None] | None = None
+    model: Model,
+    options: DataOptions,
+    folder: Path,
+    *,
+    tokens: int,
+    progress: Callable[[TextWritten], None] | None = None,
 ) -> list[Path]:
     """Makes shards in `folder` until their answers hold `tokens` tokens; those that are there are not made again.
 
@@ -152,19 +182,22 @@ def generate(
         options: what text.
         folder: made if it is not there.
         tokens: of answers, at least.
-        progress: called with the tokens so far after each shard.
+        progress: called after each shard.
 
     Returns:
         The files, in order.
     """
-    paths, done = [], 0
+    paths, done, made, spent = [], 0, 0, 0.0
     while done < tokens:
-        path = shard_path(folder, len(paths))
-        if not path.exists():
+        path, before = shard_path(folder, len(paths)), time.perf_counter()
+        is_new = not path.exists()
+        if is_new:
             write_shard(path, make_shard(model, options, len(paths)))
-        texts, _ = read_tensors(path)
-        done += int(texts["lengths"].sum() - texts["prompts"].sum())
+        count = sum(len(text.tokens) - text.prompt for text in read_shard(path))
+        if is_new:
+            made, spent = made + count, spent + time.perf_counter() - before
+        done += count
         paths.append(path)
         if progress is not None:
-            progress(done)
+            progress(TextWritten(done, made / spent if spent else 0.0))
     return paths

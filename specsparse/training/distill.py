@@ -21,6 +21,7 @@ from specsparse.kernels.packing.dequant import dequantize, embed_rows
 from specsparse.support.options import Count, Internal, Positive, Range, Share
 from specsparse.training import ffn_model
 from specsparse.training.data import Text
+from specsparse.training.features import Features
 from specsparse.training.ffn_model import FfnMatrices, PackedTexts
 from specsparse.training.layer import rms_norm
 from specsparse.training.loop import OnStep, train, trapezoid, updated
@@ -165,6 +166,7 @@ class Distiller:
         self.model, self.options, self.config, self._act = model, options, model.config, act
         self._frozen = ffn_model.frozen_layers(model, options.rows)
         self._head = dequantize(model.params.output)
+        self._features = Features(model, (model.config.n_layers,))
         self._optimiser, self._measure = _optimiser(options), MEASURES[options.measure]
         self._step = jax.jit(self._one_step, donate_argnums=(0,))
         self._judge = jax.jit(self._fidelity)
@@ -188,7 +190,7 @@ class Distiller:
             order = np.random.default_rng([self.options.seed, epoch]).permutation(len(texts))
             for group in fill_up(texts, order, rows=rows):
                 if done >= start:
-                    packed = ffn_model.pack_texts([texts[i] for i in group], rows)
+                    packed = ffn_model.pack_texts(self._features.of([texts[i] for i in group]), rows)
                     yield DistillBatch(packed, self._candidates(packed.tokens, counts, done))
                 done += 1
             epoch += 1
@@ -220,7 +222,7 @@ class Distiller:
         total = None
         for group in groups:
             chosen = [texts[i] for i in group]
-            packed, counts = ffn_model.pack_texts(chosen, rows), np.zeros(rows, np.float32)
+            packed, counts = ffn_model.pack_texts(self._features.of(chosen), rows), np.zeros(rows, np.float32)
             at = 0
             for text in chosen:  # rows whose next token is the answer's, and is there
                 counts[at + text.prompt - 1 : min(at + len(text.tokens), rows) - 1] = 1
@@ -257,7 +259,7 @@ class Distiller:
     def _one_step(self, state: State, texts: PackedTexts, ids: jax.Array) -> tuple[State, DistillLosses]:
         o = self.options
         valid = jnp.where(texts.text < 0, 0.0, jnp.where(texts.answer, 1.0, jnp.float32(o.prompts)))
-        wanted = self._normed(texts.hidden.astype(jnp.float32))
+        wanted = self._normed(texts.hidden)
         head = halved(self._head[ids], o.precision)
         log_p = jax.nn.log_softmax(times(wanted, head), axis=-1)
         count, size = jnp.maximum(valid.sum(), 1.0), jnp.sum(valid[:, None] * jnp.square(wanted))
@@ -278,7 +280,7 @@ class Distiller:
         return State(ffn, optimiser, pressure, state.step + 1), losses
 
     def _fidelity(self, ffn: FfnMatrices, texts: PackedTexts, counts_n: jax.Array):
-        wanted = self._normed(texts.hidden.astype(jnp.float32))
+        wanted = self._normed(texts.hidden)
         found, _, share_L = self._rows(ffn, texts, "float32")
         log_p, log_q = (jax.nn.log_softmax(x @ self._head.T, axis=-1) for x in (wanted, found))
         following = jnp.roll(texts.tokens, -1)[:, None]

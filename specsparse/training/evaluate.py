@@ -14,8 +14,9 @@ from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
 from specsparse.training.data import Text
+from specsparse.training.features import Features
 from specsparse.training.form import Form
-from specsparse.training.head import Frozen, Window
+from specsparse.training.unroll import Frozen, Window
 from specsparse.training.windows import fill, pack
 
 
@@ -44,10 +45,12 @@ def evaluate(
         UserError: no answer is longer than gamma.
     """
     rows, drafting = shape
+    texts = Features(model, form.layers).of(texts)
     reach = np.zeros(gamma + 1)
     judge = jax.jit(partial(_right, form, gamma=gamma))
     for group in pack(texts, range(len(texts)), rows=rows, drafting=drafting):
-        window = jax.tree.map(jnp.asarray, fill([texts[i] for i in group], rows=rows, drafting=drafting))
+        filled = fill([texts[i] for i in group], rows=rows, drafting=drafting, width=model.config.d_model)
+        window = jax.tree.map(jnp.asarray, filled)
         right_sm = np.asarray(judge(weights, frozen, model.params.embedding, window))
         reach += _reach(right_sm, np.asarray(window.depth))
     if not reach[0]:
@@ -58,7 +61,6 @@ def evaluate(
 
 def _right(form: Form, weights: Pytree, frozen: Frozen, embedding: QTensor, window: Window, *, gamma: int) -> jax.Array:
     """bool[gamma, m]: whether each stream's argmax at a drafting row is the token of the text."""
-    window = window._replace(hidden=window.hidden.astype(jnp.float32))
     following = jnp.roll(window.tokens, -1)[window.rows]
     found = form.logits(weights, frozen, embedding, window, gamma)
     return jnp.stack([frozen.ids[jnp.argmax(logits, axis=-1)] == following for logits in found])

@@ -14,9 +14,9 @@ from specsparse.errors import UserError
 from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.training.data import Text
-from specsparse.training.head import rotary
-from specsparse.training.layer import LayerWeights, attend, keys, rms_norm
+from specsparse.training.layer import LayerWeights, rms_norm, whole
 from specsparse.training.products import Precision, halved, times
+from specsparse.training.unroll import rotary
 
 _ATTENTION = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm")
 
@@ -54,7 +54,7 @@ class PackedTexts(NamedTuple):
         tokens: int32[n].
         position: int32[n], in its text.
         text: int32[n], which text a row belongs to; -1 for none.
-        hidden: float16[n, D], the original's rows before the output norm.
+        hidden: float32[n, D], the original's rows before the output norm; [n, 0] where the texts are without.
         answer: bool[n], rows that the answer's tokens are said by: its own, and the prompt's last.
     """
 
@@ -103,12 +103,12 @@ def _floats(weight: jax.Array | QTensor) -> jax.Array:
 
 def pack_texts(texts: Sequence[Text], rows: int) -> PackedTexts:
     """Texts one after the other in `rows` rows; what does not fit is cut off."""
-    width = texts[0].hidden.shape[1]
+    width = 0 if texts[0].hidden is None else texts[0].hidden.shape[1]
     out = PackedTexts(
         np.zeros(rows, np.int32),
         np.zeros(rows, np.int32),
         np.full(rows, -1, np.int32),
-        np.zeros((rows, width), np.float16),
+        np.zeros((rows, width), np.float32),
         np.zeros(rows, bool),
     )
     at = 0
@@ -116,7 +116,9 @@ def pack_texts(texts: Sequence[Text], rows: int) -> PackedTexts:
         count = min(len(text.tokens), rows - at)
         here = slice(at, at + count)
         out.tokens[here], out.position[here] = text.tokens[:count], np.arange(count)
-        out.text[here], out.hidden[here] = index, text.hidden[:count]
+        out.text[here] = index
+        if text.hidden is not None:
+            out.hidden[here] = text.hidden[:count]
         out.answer[at + text.prompt - 1 : at + count] = True
         at += count
     return out
@@ -154,7 +156,7 @@ def forward(
 
     def layer(x, weights):
         w, f = halved(weights, precision)
-        x = attend(config, w, x, cos, sin, keys(config, w, x, cos, sin), sees_nn)
+        x = whole(config, w, x, cos, sin, sees_nn)
         z = rms_norm(x, w.ffn_norm, config.norm_eps)
         a = act(times(z, f.gate))
         return x + times(a * times(z, f.up), f.down), watch(z, a)

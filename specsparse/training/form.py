@@ -8,16 +8,18 @@ from typing import ClassVar
 import jax
 import numpy as np
 
+from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
 from specsparse.kernels import QTensor
 from specsparse.training.data import Text
-from specsparse.training.head import Frozen, Window
+from specsparse.training.unroll import Frozen, Window
 
 
 class Form(abc.ABC):
     """Base of what can be trained. Its weights are a pytree of float32 arrays.
 
     Attributes:
+        model: the target.
         name: the end of its file's name.
         drafter: runs the file.
         option: of that drafter, which takes the file.
@@ -26,6 +28,22 @@ class Form(abc.ABC):
     name: ClassVar[str]
     drafter: ClassVar[str]
     option: ClassVar[str]
+
+    model: Model
+
+    @property
+    @abc.abstractmethod
+    def layers(self) -> tuple[int, ...]:
+        """Ids of the target's layers whose entering rows a window holds, side by side; the last is their number."""
+
+    def size(self, wanted: int) -> int:
+        """N, where `wanted` ids are asked for; 0 for all."""
+        vocab_size = self.model.config.vocab_size
+        return min(wanted or vocab_size, vocab_size)
+
+    def ids(self, texts: Sequence[Text], wanted: int) -> np.ndarray:
+        """int32[N], ascending: the draft vocabulary, the ids that answers hold most often."""
+        return frequent_ids(texts, self.size(wanted), self.model.config.vocab_size)
 
     @abc.abstractmethod
     def first(self, texts: Sequence[Text]) -> Pytree:
@@ -56,3 +74,14 @@ class Form(abc.ABC):
         Raises:
             UserError: a type that cannot be written.
         """
+
+
+def frequent_ids(texts: Sequence[Text], count: int, vocab_size: int) -> np.ndarray:
+    """int32[N], ascending: the ids that answers hold most often; equally frequent ones by id."""
+    order = np.argsort(-id_counts(texts, vocab_size), kind="stable")
+    return np.sort(order[: min(count, vocab_size)]).astype(np.int32)
+
+
+def id_counts(texts: Sequence[Text], vocab_size: int) -> np.ndarray:
+    """int64[V]: how often answers hold each id."""
+    return np.bincount(np.concatenate([t.tokens[t.prompt :] for t in texts]), minlength=vocab_size)

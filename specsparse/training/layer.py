@@ -60,29 +60,33 @@ def _heads(config: ModelConfig, x_RO: jax.Array, cos: jax.Array, sin: jax.Array)
     return rotate(x, cos[:, None], sin[:, None], config.rope.pairing)
 
 
-def keys(config: ModelConfig, w: LayerWeights, x_RD: jax.Array, cos: jax.Array, sin: jax.Array) -> Keys:
-    """Keys, rotated, and values of rows before the layer's norm."""
-    z = rms_norm(x_RD, w.attn_norm, config.norm_eps)
-    k = _heads(config, times(z, w.attn_k), cos, sin)
-    v = times(z, w.attn_v).reshape(len(z), -1, config.head_dim)
+def keys(config: ModelConfig, w: LayerWeights, z_RI: jax.Array, cos: jax.Array, sin: jax.Array) -> Keys:
+    """Keys, rotated, and values of rows as the layer's norm leaves them."""
+    k = _heads(config, times(z_RI, w.attn_k), cos, sin)
+    v = times(z_RI, w.attn_v).reshape(len(z_RI), -1, config.head_dim)
     return Keys(k.swapaxes(0, 1), v.swapaxes(0, 1))
 
 
 def attend(
-    config: ModelConfig, w: LayerWeights, x_mD: jax.Array, cos: jax.Array, sin: jax.Array,
+    config: ModelConfig, w: LayerWeights, x_mD: jax.Array, z_mI: jax.Array, cos: jax.Array, sin: jax.Array,
     base: Keys, seen_mn: jax.Array, drafted: Sequence[Keys] = (),
 ) -> jax.Array:  # fmt: skip
-    """x and its attention: each row over the rows of `base` that it sees, and over its own row of each of `drafted`."""
-    z = rms_norm(x_mD, w.attn_norm, config.norm_eps)
-    q = _heads(config, times(z, w.attn_q), cos, sin) * (1.0 / float(np.sqrt(config.head_dim)))
+    """x and the attention of its rows z as the layer's norm leaves them: see `attention`."""
+    q_mHd = _heads(config, times(z_mI, w.attn_q), cos, sin)
+    base = Keys(*(a.astype(w.attn_k.dtype) for a in base))
+    return x_mD + times(attention(q_mHd, base, seen_mn, drafted), w.attn_output)
+
+
+def attention(q_mHd: jax.Array, base: Keys, seen_mn: jax.Array, drafted: Sequence[Keys] = ()) -> jax.Array:
+    """[m, H d]: each query over the rows of `base` that it sees, and over its own row of each of `drafted`."""
+    _, H, d = q_mHd.shape
+    q_mHd, per = q_mHd * (1.0 / float(np.sqrt(d))), H // len(base.k)
     bias_mn = jnp.where(seen_mn, 0.0, _NOT)
-    per = config.n_heads // config.n_kv_heads
     heads = []
-    for h in range(config.n_heads):
+    for h in range(H):
         g = h // per
-        own = [Keys(x.k[g], x.v[g]) for x in drafted]
-        heads.append(_one_head(q[:, h], *(a[g].astype(w.attn_k.dtype) for a in base), bias_mn, own))
-    return x_mD + times(jnp.concatenate(heads, axis=-1), w.attn_output)
+        heads.append(_one_head(q_mHd[:, h], base.k[g], base.v[g], bias_mn, [Keys(x.k[g], x.v[g]) for x in drafted]))
+    return jnp.concatenate(heads, axis=-1)
 
 
 def _one_head(q_md, k_nd, v_nd, bias_mn, drafted: list[Keys]) -> jax.Array:
@@ -96,6 +100,14 @@ def _one_head(q_md, k_nd, v_nd, bias_mn, drafted: list[Keys]) -> jax.Array:
         e_m = jnp.exp(s_m - top)
         out, total = out + e_m[:, None] * key.v, total + e_m
     return out / total[:, None]  # divided last: d divisions a row, not n
+
+
+def whole(
+    config: ModelConfig, w: LayerWeights, x_nD: jax.Array, cos: jax.Array, sin: jax.Array, sees_nn: jax.Array
+) -> jax.Array:
+    """x and the layer's attention over its own rows."""
+    z_nD = rms_norm(x_nD, w.attn_norm, config.norm_eps)
+    return attend(config, w, x_nD, z_nD, cos, sin, keys(config, w, z_nD, cos, sin), sees_nn)
 
 
 def feed_forward(config: ModelConfig, w: LayerWeights, x_mD: jax.Array) -> jax.Array:

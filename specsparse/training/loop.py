@@ -86,7 +86,8 @@ class Log(Generic[State, Losses, Batch]):
         every: steps from one point of the curve to the next; the last step is one.
         unit: what is counted of a batch, the name of its column.
         count: of a batch.
-        point: what a point holds beside step, `unit` and seconds, from the state and the losses since the last point.
+        point: what a point holds beside step, `unit`, seconds and the rate, from the state and the losses since the
+            last point.
         curve: the points.
     """
 
@@ -100,7 +101,7 @@ class Log(Generic[State, Losses, Batch]):
 
     def __post_init__(self):
         self._recent: list[Losses] = []
-        self._seen, self._begun = 0, time.perf_counter()
+        self._seen, self._before, self._begun = 0, 0, time.perf_counter()
 
     def resume(self, like: State) -> State | None:
         """The state in the file, of the shapes of `like`, and its curve; None where there is no file.
@@ -112,14 +113,21 @@ class Log(Generic[State, Losses, Batch]):
             return None
         state, meta = load_state(self.path, like)
         self.curve = meta["curve"]
-        self._seen = self.curve[-1][self.unit]
+        self._seen = self._before = self.curve[-1][self.unit]
         return state
 
     def add(self, step: int, state: State) -> None:
         """A point of the curve."""
         seconds = time.perf_counter() - self._begun
-        self.curve.append({"step": step, self.unit: self._seen, "seconds": seconds, **self.point(state, self._recent)})
+        counted = {"step": step, self.unit: self._seen, "seconds": seconds, "rate": self.rate}
+        self.curve.append(counted | self.point(state, self._recent))
         self._recent = []
+
+    @property
+    def rate(self) -> float:
+        """What this run counted a second."""
+        seconds = time.perf_counter() - self._begun
+        return (self._seen - self._before) / seconds if seconds > 0 else 0.0
 
     @contextmanager
     def shown(self, console: Console, what: str, state: State) -> Iterator[OnStep]:
@@ -134,6 +142,7 @@ class Log(Generic[State, Losses, Batch]):
                 if done % self.every == 0 or done == self.steps:
                     self.add(done, state)
                     save_state(self.path, state, {"curve": self.curve})
-                bar.update(bar.task_ids[0], completed=done)
+                rate = f"{what}, {self.rate:,.0f} {self.unit}/s"
+                bar.update(bar.task_ids[0], completed=done, description=rate)
 
             yield on_step

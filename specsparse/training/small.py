@@ -11,9 +11,9 @@ from specsparse.engine.config import ModelConfig, RopeConfig
 from specsparse.engine.rope import rope_tables
 from specsparse.errors import UserError
 from specsparse.support.options import Count
-from specsparse.training.head import Window
-from specsparse.training.layer import LayerWeights, attend, feed_forward, keys, layer_shapes, rms_norm
+from specsparse.training.layer import LayerWeights, feed_forward, layer_shapes, rms_norm, whole
 from specsparse.training.products import times
+from specsparse.training.unroll import Window
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def logits(config: ModelConfig, weights: SmallWeights, ids: jax.Array, window: W
     seen_nn = (window.text[None] == window.text[:, None]) & (place[None] <= place[:, None])
     x_nD = weights.embedding[window.tokens].astype(jnp.float32)
     for layer in weights.layers:
-        x_nD = attend(config, layer, x_nD, cos, sin, keys(config, layer, x_nD, cos, sin), seen_nn)
+        x_nD = whole(config, layer, x_nD, cos, sin, seen_nn)
         x_nD = feed_forward(config, layer, x_nD)
     y_mD = rms_norm(x_nD[window.rows], weights.output_norm, config.norm_eps)
     return times(y_mD, weights.embedding[ids])

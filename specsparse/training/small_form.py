@@ -19,9 +19,9 @@ from specsparse.models.convert.write import out_type, write_model
 from specsparse.training import small
 from specsparse.training.data import Text
 from specsparse.training.form import Form
-from specsparse.training.head import Frozen, Window
 from specsparse.training.layer import LayerWeights, layer_shapes
 from specsparse.training.small import SmallOptions, SmallWeights, small_config
+from specsparse.training.unroll import Frozen, Window
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,11 @@ class SmallForm(Form):
     def config(self) -> ModelConfig:
         """Of the small model."""
         return small_config(self.model.config, self.options)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The last rows, for the target's law."""
+        return (self.model.config.n_layers,)
 
     def first(self, texts: Sequence[Text]) -> SmallWeights:
         """The target's output rows along the D directions in which they are largest, weighted by the ids of `texts`."""

@@ -17,12 +17,13 @@ from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.kernels.packing.rows import take_rows
 from specsparse.support.options import Count, Internal, Positive, Range, Size
-from specsparse.training import head
+from specsparse.training import unroll
 from specsparse.training.data import Text
-from specsparse.training.form import Form
-from specsparse.training.head import Frozen, Window
+from specsparse.training.features import Features
+from specsparse.training.form import Form, id_counts
 from specsparse.training.loop import OnStep, train, trapezoid, updated
 from specsparse.training.products import Precision, halved
+from specsparse.training.unroll import Frozen, Window
 from specsparse.training.windows import fill, pack, spans
 
 
@@ -34,7 +35,7 @@ class TrainOptions:
         draft_vocab: N, ids it scores: the most frequent ones of the answers; 0 for all.
         steps: of the optimiser.
         windows: of a step.
-        rows, drafting: of a window, see `training.head.Window`.
+        rows, drafting: of a window, see `training.unroll.Window`.
         streams: tokens of a draft that are trained.
         stream_weight: of each stream in the loss against the one before it.
         candidates: ids of the draft vocabulary that a step's softmax runs over, others in every step: those that
@@ -93,23 +94,9 @@ class HeadLosses(NamedTuple):
     agreement: jax.Array
 
 
-def frequent_ids(texts: Sequence[Text], count: int, vocab_size: int) -> np.ndarray:
-    """int32[N], ascending: the ids that answers hold most often; equally frequent ones by id."""
-    order = np.argsort(-_counts(texts, vocab_size), kind="stable")
-    return np.sort(order[: min(count, vocab_size)]).astype(np.int32)
-
-
-def _counts(texts: Sequence[Text], vocab_size: int) -> np.ndarray:
-    """int64[V]: how often answers hold each id."""
-    seen = np.zeros(vocab_size, np.int64)
-    for text in texts:
-        seen += np.bincount(text.tokens[text.prompt :], minlength=vocab_size)
-    return seen
-
-
 def _shares(texts: Sequence[Text], ids: np.ndarray, vocab_size: int) -> np.ndarray:
     """float64[N]: what candidates are drawn by; one more than the count, so that each may come."""
-    counts = _counts(texts, vocab_size)[ids] + 1.0
+    counts = id_counts(texts, vocab_size)[ids] + 1.0
     return counts / counts.sum()
 
 
@@ -137,31 +124,25 @@ class Trainer:
         self.model, self.options, self.form, self.config = model, options, form, model.config
         self._optimiser = optimiser(options)
         self._step = jax.jit(self._one_step, donate_argnums=(0, 1))
-        self._judge = jax.jit(self._losses)
+        self._features = Features(model, form.layers)
 
     def start(self, texts: Sequence[Text]) -> TrainState:
         """The state before the first step."""
         weights = self.form.first(texts)
-        ids = frequent_ids(texts, self._columns_in_all, self.config.vocab_size)
+        ids = self.form.ids(texts, self.options.draft_vocab)
         return TrainState(weights, self._optimiser.init(weights), jnp.asarray(ids), jnp.zeros((), jnp.int32))
 
     def like(self) -> TrainState:
         """A state of the right shapes, to read a checkpoint by."""
         weights = self.form.zeros()
-        ids = jnp.zeros((self._columns_in_all,), jnp.int32)
+        ids = jnp.zeros((self.form.size(self.options.draft_vocab),), jnp.int32)
         return TrainState(weights, self._optimiser.init(weights), ids, jnp.zeros((), jnp.int32))
-
-    @property
-    def _columns_in_all(self) -> int:
-        """N."""
-        size = self.config.vocab_size
-        return min(self.options.draft_vocab or size, size)
 
     def frozen(self, ids: np.ndarray) -> Frozen:
         """The target's part for that draft vocabulary."""
         params = self.model.params
         rows = dequantize(take_rows(params.output, np.asarray(ids)))
-        cos, sin = head.rotary(self.config, self.options.rows, self.model.rope_factors)
+        cos, sin = unroll.rotary(self.config, self.options.rows, self.model.rope_factors)
         return Frozen(params.output_norm, rows, jnp.asarray(ids), cos, sin)
 
     def batches(self, texts: Sequence[Text], ids: np.ndarray, start: int) -> Iterator[HeadBatch]:
@@ -176,12 +157,19 @@ class Trainer:
             plan = (plan * o.windows)[: -(-len(plan) // o.windows) * o.windows]  # the last batch is filled up
             for at in range(0, len(plan), o.windows):
                 if done >= start:
-                    part = [fill([texts[i] for i in w], rows=o.rows, drafting=o.drafting)
-                            for w in plan[at : at + o.windows]]  # fmt: skip
-                    windows = jax.tree.map(lambda *each: np.stack(each), *part)
+                    windows = self._windows([[texts[i] for i in w] for w in plan[at : at + o.windows]])
                     yield HeadBatch(windows, self._columns(windows, ids, share, done))
                 done += 1
             epoch += 1
+
+    def _windows(self, groups: Sequence[Sequence[Text]]) -> Window:
+        """Windows of texts [W, ...], with the target's rows."""
+        o, read = self.options, iter(self._features.of([text for group in groups for text in group]))
+        part = [
+            fill([next(read) for _ in group], rows=o.rows, drafting=o.drafting, width=self.config.d_model)
+            for group in groups
+        ]
+        return jax.tree.map(lambda *each: np.stack(each), *part)
 
     def _columns(self, windows: Window, ids: np.ndarray, share: np.ndarray, step: int) -> np.ndarray:
         """The candidates of a step."""
@@ -209,37 +197,42 @@ class Trainer:
         )
         return TrainState(weights, opt, state.ids, state.step + 1), losses
 
-    def judge(self, state: TrainState, frozen: Frozen, batch: HeadBatch) -> HeadLosses:
-        """The losses of a batch."""
-        batch = jax.tree.map(jnp.asarray, batch)
-        return self._judge(state.weights, frozen, self.model.params.embedding, batch)[1]
-
-    def _losses(self, weights: Pytree, frozen: Frozen, embedding: QTensor, batch: HeadBatch):
+    def _one_step(self, weights, opt, frozen: Frozen, embedding: QTensor, batch: HeadBatch):
+        """The gradients of the windows, one after the other, which keeps what is held of each in the cache."""
         o, windows = self.options, batch.windows
         head_cD = halved(frozen.head[batch.columns], o.precision)
         frozen = frozen._replace(head=head_cD, ids=frozen.ids[batch.columns])
-        windows = windows._replace(hidden=windows.hidden.astype(jnp.float32), after=windows.after.astype(jnp.float32))
+        stream_s = jnp.arange(o.streams)
+        count_s = jnp.sum((windows.depth[:, None] >= stream_s[None, :, None]).astype(jnp.float32), axis=(0, 2))
+        count_s = jnp.maximum(count_s, 1.0)
+        weight_s = jnp.asarray(o.stream_weight ** np.arange(o.streams), jnp.float32)
+        weight_s = weight_s / weight_s.sum()
 
-        def one(window: Window):
-            drafts = self.form.logits(halved(weights, o.precision), frozen, embedding, window, o.streams)
-            z_mN = head.target_logits(self.config, frozen, window.after)
-            log_sum, best = jax.nn.logsumexp(z_mN, axis=-1), jnp.argmax(z_mN, axis=-1)
-            p_mN = jnp.exp(z_mN - log_sum[:, None])
-            entropy = log_sum - jnp.sum(p_mN * z_mN, axis=-1)
-            found = []
-            for s, y_mN in enumerate(drafts):
-                counts = (window.depth >= s).astype(jnp.float32)
-                same = (jnp.take_along_axis(y_mN, best[:, None], axis=1)[:, 0] >= y_mN.max(axis=-1)).astype(jnp.float32)
-                divergence = jax.nn.logsumexp(y_mN, axis=-1) - jnp.sum(p_mN * y_mN, axis=-1) - entropy
-                found.append((jnp.sum(counts * divergence), jnp.sum(counts * same), counts.sum()))
-            return jax.tree.map(lambda *each: jnp.stack(each), *found)
+        def loss(weights, window: Window):
+            losses = self._losses(weights, frozen, embedding, window)
+            losses = HeadLosses(*(x / count_s for x in losses))
+            return jnp.sum(weight_s * losses.loss), losses
 
-        loss, same, counts = jax.tree.map(lambda x: x.sum(axis=0), jax.lax.map(jax.checkpoint(one), windows))
-        counts = jnp.maximum(counts, 1.0)
-        weight = jnp.asarray(o.stream_weight ** np.arange(o.streams), jnp.float32)
-        losses = HeadLosses(loss / counts, same / counts)
-        return jnp.sum(weight * losses.loss) / jnp.sum(weight), losses
+        def add(so_far, window: Window):
+            (_, losses), grads = jax.value_and_grad(loss, has_aux=True)(weights, window)
+            return jax.tree.map(jnp.add, so_far, (grads, losses)), None
 
-    def _one_step(self, weights, opt, frozen, embedding, batch):
-        (_, losses), grads = jax.value_and_grad(self._losses, has_aux=True)(weights, frozen, embedding, batch)
+        zero = jax.tree.map(jnp.zeros_like, weights), HeadLosses(jnp.zeros_like(count_s), jnp.zeros_like(count_s))
+        (grads, losses), _ = jax.lax.scan(add, zero, windows)
         return *updated(self._optimiser, grads, opt, weights), losses
+
+    def _losses(self, weights, frozen: Frozen, embedding: QTensor, window: Window) -> HeadLosses:
+        """Sums over a window, by stream."""
+        o = self.options
+        drafts = self.form.logits(halved(weights, o.precision), frozen, embedding, window, o.streams)
+        z_mN = unroll.target_logits(self.config, frozen, window.after)
+        log_sum, best = jax.nn.logsumexp(z_mN, axis=-1), jnp.argmax(z_mN, axis=-1)
+        p_mN = jnp.exp(z_mN - log_sum[:, None])
+        entropy = log_sum - jnp.sum(p_mN * z_mN, axis=-1)
+        found = []
+        for s, y_mN in enumerate(drafts):
+            counts = (window.depth >= s).astype(jnp.float32)
+            same = (jnp.take_along_axis(y_mN, best[:, None], axis=1)[:, 0] >= y_mN.max(axis=-1)).astype(jnp.float32)
+            divergence = jax.nn.logsumexp(y_mN, axis=-1) - jnp.sum(p_mN * y_mN, axis=-1) - entropy
+            found.append(HeadLosses(jnp.sum(counts * divergence), jnp.sum(counts * same)))
+        return jax.tree.map(lambda *each: jnp.stack(each), *found)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from specsparse.training.data import Text
-from specsparse.training.head import Window
+from specsparse.training.unroll import Window
 
 _OPEN = 8
 """Windows that wait for a text that still fits."""
@@ -66,20 +66,26 @@ def cut(text: Text, *, rows: int, drafting: int) -> Text:
     n, m = spans(text)
     if m > drafting:
         keep = len(text.tokens) - (m - drafting)
-        text = Text(text.tokens[:keep], text.hidden[:keep], text.prompt)
+        text = Text(text.tokens[:keep], text.prompt, _part(text.hidden, slice(keep)))
         n -= m - drafting
     drop = max(n - rows, 0)
-    return Text(text.tokens[drop:], text.hidden[drop:], text.prompt - drop) if drop else text
+    if drop:
+        text = Text(text.tokens[drop:], text.prompt - drop, _part(text.hidden, slice(drop, None)))
+    return text
 
 
-def fill(texts: Sequence[Text], *, rows: int, drafting: int) -> Window:
-    """The window of texts that `pack` put together, as numpy arrays."""
+def _part(hidden: np.ndarray | None, rows: slice) -> np.ndarray | None:
+    return None if hidden is None else hidden[rows]
+
+
+def fill(texts: Sequence[Text], *, rows: int, drafting: int, width: int) -> Window:
+    """The window of texts that `pack` put together, as numpy arrays; they have their rows, the last D = `width` numbers
+    of which are those before the target's output norm."""
     texts = [cut(text, rows=rows, drafting=drafting) for text in texts]
     n, m = rows, drafting
-    width = texts[0].hidden.shape[1]
     out = Window(
-        hidden=np.zeros((n, width), np.float16),
-        after=np.zeros((m, width), np.float16),
+        hidden=np.zeros((n, texts[0].hidden.shape[1]), np.float32),
+        after=np.zeros((m, width), np.float32),
         tokens=np.zeros(n, np.int32),
         position=np.zeros(n, np.int32),
         text=np.full(n, -1, np.int32),
@@ -94,6 +100,7 @@ def fill(texts: Sequence[Text], *, rows: int, drafting: int) -> Window:
         out.position[here], out.text[here] = np.arange(count), index
         those = slice(at, at + drafting)
         out.rows[those] = row + count - drafting + np.arange(drafting)
-        out.after[those], out.depth[those] = text.hidden[count - drafting + 1 :], np.arange(drafting)
+        out.after[those] = text.hidden[count - drafting + 1 :, -width:]
+        out.depth[those] = np.arange(drafting)
         row, at = row + count, at + drafting
     return out

@@ -10,14 +10,15 @@ from specsparse.experiments.kinds.training import drafter_fit
 from specsparse.experiments.kinds.training.options import TrainSpec
 from specsparse.speculative.drafters import get_drafter
 from specsparse.testing import write_tiny_gguf
-from specsparse.training import data, loop, trainer
+from specsparse.training import data, form, loop, trainer
 from specsparse.training.evaluate import _reach
 from specsparse.training.head_form import HeadForm
 from tests.experiments import playing
 from tests.experiments.playing import changed, random_texts, run_config, settings, stop_at
 
 OPTIONS = {
-    "batch": 4, "answer": 24, "prompt_tokens": 300, "draft_vocab": 128, "steps": 6, "save_every": 2, "windows": 2,
+    "batch": 4, "batches": 2, "least": 0.0, "answer": 24,
+    "prompt_tokens": 300, "draft_vocab": 128, "steps": 6, "save_every": 2, "windows": 2,
     "rows": 320, "drafting": 48, "streams": 2, "candidates": 64, "gamma": 3, "warmup": 1, "temperatures": [0.0, 0.9],
 }  # fmt: skip
 
@@ -96,7 +97,7 @@ def test_candidates_hold_what_follows(cfg, model, tmp_path):
     paths = data.generate(model, options.data, tmp_path / "texts", tokens=100)
     texts = [t for p in paths for t in data.read_shard(p)]
     made = trainer.Trainer(model, options.train, HeadForm(model))
-    ids = trainer.frequent_ids(texts, 128, model.config.vocab_size)
+    ids = form.frequent_ids(texts, 128, model.config.vocab_size)
     answers = np.concatenate([t.tokens[t.prompt :] for t in texts])
     assert set(answers) <= set(ids) or len(set(answers)) > 128
     batches = made.batches(texts, ids, 0)

@@ -17,9 +17,9 @@ from specsparse.speculative.trees import get_tree
 from specsparse.speculative.verify import match_verdict
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import draft_context, on_target, random_head, target_rows
-from specsparse.training import head
-from specsparse.training.head import HeadWeights, Window
-from specsparse.training.layer import LayerWeights
+from specsparse.training import export, head
+from specsparse.training.head import HeadWeights
+from specsparse.training.unroll import Frozen, Window, rotary
 
 V, C, K = 300, 64, 4
 TEXTS = [list(range(3, 20)), [5, 6, 7], [9] * 30]
@@ -47,29 +47,25 @@ def bound(model, file, **options):
 
 def trainable(weights) -> HeadWeights:
     """The drafter's weights as the trained function takes them."""
-    p = weights.params
-    dense = {n: specsparse.kernels.packing.dequant.dequantize(getattr(p.layer, n)) for n in head_file.LAYER_MATRICES}
-    both = [specsparse.kernels.packing.dequant.dequantize(w) for w in (p.fc_hidden, p.fc_token)]
-    layer = LayerWeights(attn_norm=p.layer.attn_norm, ffn_norm=p.layer.ffn_norm, **dense)
-    return HeadWeights(p.hidden_norm, p.token_norm, jnp.concatenate(both, axis=1), layer, p.output_norm)
+    return export.weights(weights.params)
 
 
-def law_after(model, weights, text, path, temperature):
+def law_after(model, weights, text, path, temperature, wanted=True):
     """q after `text` and the drafted `path`, by the function that is trained: stream s of the path's rows."""
-    rows = target_rows(model, draft_context([text], capacity=C, budget=K))[0]
+    rows = target_rows(model, draft_context([text], capacity=C, budget=K), wanted)[0]
     n = len(text) + len(path) - 1
     tokens = np.array([*text, *path], np.int32)[1:]
-    hidden = jnp.zeros((n, model.config.d_model)).at[: len(text) - 1].set(rows[: len(text) - 1])
+    hidden = jnp.zeros((n, rows.shape[1])).at[: len(text) - 1].set(rows[: len(text) - 1])
     at = np.arange(len(text) - 2, n)
     window = Window(
         hidden=hidden, after=hidden[at], tokens=jnp.asarray(tokens), position=jnp.arange(n), text=jnp.zeros(n, int),
         rows=jnp.asarray(at), depth=jnp.arange(len(at)),
     )  # fmt: skip
-    frozen = head.Frozen(
+    frozen = Frozen(
         model.params.output_norm,
         specsparse.kernels.packing.dequant.dequantize(weights.head),
         weights.ids,
-        *head.rotary(model.config, C),
+        *rotary(model.config, C),
     )
     w = trainable(weights)
     embedded = embed_rows(model.params.embedding, window.tokens)
@@ -82,22 +78,26 @@ def law_after(model, weights, text, path, temperature):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", ["chain", "tree"])
-def test_q_is_what_the_trained_function_says(model, file, shape):
+@pytest.mark.parametrize("shape", ["chain", "tree", "below"])
+def test_q_is_what_the_trained_function_says(model, file, tmp_path, shape):
     tree = {"tree": get_tree("sampled_iid", widths=(2, 2, 1))} if shape == "tree" else {}
+    if shape == "below":
+        file = random_head(tmp_path, model, ids=range(0, V, 2), below=(0, 1))
     drafter, weights = bound(model, file, temperature=0.7, **tree)
+    wanted = drafter.wants_hidden
+    assert wanted == ((0, 1, model.config.n_layers) if shape == "below" else True)
     nodes = drafter.max_nodes
     ctx = on_target(model, draft_context(TEXTS, capacity=C, budget=nodes, round=4))
-    hidden = target_rows(model, ctx)
+    hidden = target_rows(model, ctx, wanted)
     draft = jax.jit(lambda: drafter.draft(weights, drafter.init(weights, ctx, hidden=hidden), ctx).draft)()
     tokens, parents, q = (np.asarray(a) for a in (draft.tokens, draft.parents, draft.q))
     for b, text in enumerate(TEXTS[:2]):
         assert draft.count[b] == nodes
-        for node in range(nodes) if shape == "chain" else (0, 3, 5, 9):
+        for node in (0, 3, 5, 9) if shape == "tree" else range(nodes):
             path, at = [], int(parents[b, node])
             while at != ROOT:
                 path, at = [int(tokens[b, at]), *path], int(parents[b, at])
-            np.testing.assert_allclose(q[b, node], law_after(model, weights, text, path, 0.7), atol=1e-5)
+            np.testing.assert_allclose(q[b, node], law_after(model, weights, text, path, 0.7, wanted), atol=1e-5)
             assert q[b, node, tokens[b, node]] > 0
 
 
@@ -162,6 +162,30 @@ def test_a_lone_token_has_no_features_and_still_decodes(model, file):
     drafter = get_drafter("head", gamma=K, head=str(file))
     got = specsparse.generate(model, [[7], [3, 4]], max_tokens=20, ignore_eos=True, drafter=drafter)
     assert [g.token_ids for g in got] == [g.token_ids for g in plain]
+
+
+def test_a_head_that_reads_layers_below_decodes(model, tmp_path):
+    plain = specsparse.generate(model, [[7], [3, 4, 5, 6]], max_tokens=20, ignore_eos=True)
+    file = random_head(tmp_path, model, below=(1,))
+    got = specsparse.generate(
+        model, [[7], [3, 4, 5, 6]], max_tokens=20, ignore_eos=True, drafter=get_drafter("head", gamma=K, head=str(file))
+    )
+    assert [g.token_ids for g in got] == [g.token_ids for g in plain]
+    assert all(g.stats.counters.num_draft_tokens > 0 for g in got)
+
+
+def test_a_file_gives_the_weights_that_it_was_made_of(model, tmp_path):
+    made = random_head(tmp_path, model, below=(0, 1))
+    found = head_file.read_head(made, model.config, floats=True)
+    assert found.below == (0, 1)
+    again = write_head(
+        tmp_path / "again.gguf", model, export.tensors(export.weights(found.params)), found.ids, below=(0, 1), name="h"
+    )
+    both = [export.weights(head_file.read_head(p, model.config, floats=True).params) for p in (made, again)]
+    jax.tree.map(np.testing.assert_array_equal, *both)
+    bad = write_head(tmp_path / "bad.gguf", model, export.tensors(both[0]), found.ids, below=(0, 99))
+    with pytest.raises(UserError, match=r"layers_below=\[0, 99\]: the target has layers 0 to"):
+        head_file.read_head(bad, model.config, floats=True)
 
 
 def test_quantised_heads_load(model, file, tmp_path):

@@ -22,6 +22,7 @@ from specsparse.models.convert.delta import apply_delta, tensors_hash
 from specsparse.support.tensor_files import save_state
 from specsparse.testing import write_tiny_gguf
 from specsparse.training import data, distill, ffn_model, loop, reconstruct
+from specsparse.training.features import Features
 from tests.experiments import playing
 from tests.experiments.playing import changed, run_config, settings, stop_at
 
@@ -39,8 +40,8 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def texts(model, tmp_path_factory):
-    options = data.DataOptions(batch=4, answer=24, prompt_tokens=300, temperatures=(0.0, 0.9), chat=False)
-    return data.make_shard(model, options, 0)
+    options = data.DataOptions(batch=4, batches=1, answer=24, prompt_tokens=300, temperatures=(0.0, 0.9), chat=False)
+    return Features(model, (model.config.n_layers,)).of(data.make_shard(model, options, 0))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def test_rows_are_the_engines(model, texts):
     )
     used = packed.text >= 0
     assert used.sum() == len(texts[0].tokens) + len(texts[1].tokens)
-    np.testing.assert_allclose(np.asarray(found)[used], packed.hidden[used].astype(np.float32), rtol=0, atol=2e-2)
+    np.testing.assert_allclose(np.asarray(found)[used], packed.hidden[used], rtol=0, atol=2e-2)
     assert list(np.asarray(shares)) == [model.config.d_ff] * 2
 
 
@@ -128,7 +129,7 @@ def test_the_original_is_at_no_distance_from_itself(model, texts):
 def test_rows_of_prompts_can_be_left_out(model, texts):
     packed = ffn_model.pack_texts(texts[:1], 384)
     assert packed.answer.sum() == len(texts[0].tokens) - texts[0].prompt + 1
-    other = packed._replace(hidden=np.where(packed.answer[:, None], packed.hidden, np.float16(1)))
+    other = packed._replace(hidden=np.where(packed.answer[:, None], packed.hidden, np.float32(1)))
     for weight in (0.0, 1.0):
         options = distill.DistillOptions(steps=4, rows=384, candidates=96, prompts=weight, measure="count")
         distiller = distill.Distiller(model, options)

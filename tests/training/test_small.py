@@ -12,9 +12,9 @@ from specsparse.kernels.packing.dequant import dequantize
 from specsparse.testing import write_tiny_gguf
 from specsparse.training import small
 from specsparse.training.data import Text
-from specsparse.training.head import Window
 from specsparse.training.small import SmallOptions
 from specsparse.training.small_form import SmallForm
+from specsparse.training.unroll import Window
 
 TOKENS = np.array([5, 9, 200, 33, 33, 7, 150, 9, 41], np.int32)
 OPTIONS = SmallOptions(width=32, heads=2, ffn=96, layers=2)
@@ -64,7 +64,7 @@ def test_it_begins_with_what_the_texts_hold_of_the_output_matrix(target):
     """All of it in as many directions as the target has, and the ids of the texts better than others in fewer."""
     rows = np.asarray(dequantize(target.params.output))
     tokens = np.tile(np.arange(20, dtype=np.int32), 10_000)
-    texts = [Text(tokens, np.zeros((len(tokens), 1), np.float16), 1)]
+    texts = [Text(tokens, 1)]
     wide = np.asarray(SmallForm(target, SmallOptions(width=rows.shape[1], heads=2)).first(texts).embedding)
     scale = np.sqrt(np.mean(np.sum(rows[:20] ** 2, axis=1)))  # the others count next to nothing
     np.testing.assert_allclose(wide @ wide.T, rows @ rows.T / scale**2, rtol=1e-3, atol=1e-4)

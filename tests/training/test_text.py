@@ -11,6 +11,7 @@ from specsparse.errors import UserError
 from specsparse.support.options import read
 from specsparse.testing import write_tiny_gguf
 from specsparse.training import data
+from specsparse.training.features import Features
 from specsparse.training.prompts import grammar, prompt
 
 
@@ -21,7 +22,9 @@ def model(tmp_path_factory):
     )
 
 
-OPTIONS = data.DataOptions(batch=3, answer=8, prompt_tokens=400, temperatures=(0.0, 0.8), chat=False, seed=5)
+OPTIONS = data.DataOptions(
+    batch=2, batches=2, least=0.0, answer=8, prompt_tokens=400, temperatures=(0.0, 0.8), chat=False, seed=5
+)
 
 
 def test_prompts_are_of_all_tasks_and_none_is_built_in():
@@ -54,30 +57,40 @@ def test_an_answer_is_plain_decodings_with_the_rows_of_a_forward_pass(model):
     laws = [SamplingParams(temperature=0.0, max_tokens=7), SamplingParams(temperature=0.9, max_tokens=12)]
     params = [laws[0], laws[1], laws[1]]
     texts = data.answer(model, ids, params, seed=3)
-    capacity = model.capacity_for(32)
+    plain = specsparse.generate(model, ids[0], sampling=laws[0]).token_ids
+    assert texts[0].tokens[4:].tolist() == list(plain)
+    read = Features(model, (0, 1, model.config.n_layers)).of(texts)
+    capacity, width = model.capacity_for(32), model.config.d_model
     for i, text in enumerate(texts):
-        plain = specsparse.generate(model, ids[0], sampling=laws[0]).token_ids if i == 0 else None
-        whole = list(text.tokens)
-        assert text.prompt == len(ids[i]) and whole[: text.prompt] == ids[i].tolist()
-        if plain is not None:
-            assert whole[text.prompt :] == list(plain)[:-1]
-        out, _ = model.forward(
-            model.params_for(capacity), text.tokens[None], model.new_cache(1, capacity), want=Want("none", hidden=True)
-        )
-        np.testing.assert_array_equal(text.hidden, np.asarray(out.hidden[0]).astype(np.float16))
+        assert text.prompt == len(ids[i]) and text.tokens[: text.prompt].tolist() == ids[i].tolist()
+        want = Want("none", hidden=(0, 1, model.config.n_layers))
+        out, _ = model.forward(model.params_for(capacity), text.tokens[None], model.new_cache(1, capacity), want=want)
+        np.testing.assert_array_equal(read[i].hidden, np.asarray(out.hidden[0]))
+        assert read[i].hidden.shape == (len(text.tokens), 3 * width)
+        np.testing.assert_array_equal(read[i].tokens, text.tokens)
+
+
+def test_a_batch_ends_when_few_answers_go_on(model):
+    ids = [np.array([5]), np.array([6]), np.array([7]), np.array([8])]
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (3, 3, 3, 200)]
+    lengths = [len(t.tokens) - 1 for t in data.answer(model, ids, params, seed=0, least=0.25)]
+    assert lengths[:3] == [3, 3, 3] and 3 < lengths[3] < 100
+    assert [len(t.tokens) - 1 for t in data.answer(model, ids[3:], params[3:], seed=0, least=0.25)] == [200]
 
 
 def test_shards_are_made_once_and_made_alike(model, tmp_path):
-    paths = data.generate(model, OPTIONS, tmp_path / "a", tokens=30)
+    seen: list[data.TextWritten] = []
+    paths = data.generate(model, OPTIONS, tmp_path / "a", tokens=40, progress=seen.append)
     first = [t for p in paths for t in data.read_shard(p)]
-    assert sum(len(t.tokens) - t.prompt for t in first) >= 30 and len(paths) >= 2
+    assert sum(len(t.tokens) - t.prompt for t in first) == seen[-1].tokens >= 40 and len(paths) == len(seen) >= 2
+    assert seen[-1].rate > 0 and paths[0].stat().st_size < 8 * sum(len(t.tokens) for t in first) + 1000
     stamp = paths[0].stat().st_mtime_ns
     paths[1].unlink()
-    again = data.generate(model, OPTIONS, tmp_path / "a", tokens=30)
+    again = data.generate(model, OPTIONS, tmp_path / "a", tokens=40)
     assert again == paths and paths[0].stat().st_mtime_ns == stamp
     for a, b in zip(first, (t for p in again for t in data.read_shard(p)), strict=True):
+        assert a.tokens.dtype == b.tokens.dtype == np.int32 and a.prompt == b.prompt
         np.testing.assert_array_equal(a.tokens, b.tokens)
-        np.testing.assert_array_equal(a.hidden, b.hidden)
     assert len({tuple(t.tokens[: t.prompt]) for t in first}) == len(first)
 
 
@@ -91,3 +104,8 @@ def test_mistakes_are_one_line(model, tmp_path):
     data.write_tensors(tmp_path / "x.safetensors", {"a": np.zeros(1)}, {})
     with pytest.raises(UserError, match="holds no texts"):
         data.read_shard(tmp_path / "x.safetensors")
+    data.write_shard(tmp_path / "y.safetensors", [data.Text(np.arange(9, dtype=np.int32), 4)])
+    tensors, meta = data.read_tensors(tmp_path / "y.safetensors")
+    data.write_tensors(tmp_path / "y.safetensors", {**tensors, "lengths": np.array([8])}, meta)
+    with pytest.raises(UserError, match="do not fit their lengths"):
+        data.read_shard(tmp_path / "y.safetensors")

@@ -15,7 +15,7 @@ def text(rng, prompt, answer):
     """Tokens 1.., rows that say which token they belong to."""
     n = prompt + answer
     tokens = rng.integers(1, 1000, n).astype(np.int32)
-    return Text(tokens, np.repeat(tokens[:, None], D, axis=1).astype(np.float16), prompt)
+    return Text(tokens, prompt, np.repeat(tokens[:, None], 2 * D, axis=1).astype(np.float32))
 
 
 @pytest.fixture
@@ -48,12 +48,13 @@ def test_windows_are_filled_to_the_last_row(texts):
 def test_rows_stand_before_the_tokens_they_are_for(texts):
     for window in pack(texts, range(len(texts)), rows=128, drafting=48):
         group = [texts[i] for i in window]
-        w = fill(group, rows=128, drafting=48)
+        w = fill(group, rows=128, drafting=48, width=D)
         live = w.depth >= 0
         assert live.sum() == sum(spans(t)[1] for t in group)
         for index, t in enumerate(group):
             here = w.text == index
             np.testing.assert_array_equal(w.hidden[here], t.hidden[:-1])
+            assert w.hidden.shape[1] == 2 * D and w.after.shape[1] == D
             np.testing.assert_array_equal(w.tokens[here], t.tokens[1:])
             np.testing.assert_array_equal(w.position[here], np.arange(here.sum()))
             rows = w.rows[live & (w.text[w.rows] == index)]

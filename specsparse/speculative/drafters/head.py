@@ -46,6 +46,7 @@ class HeadPlan(DrafterPlan, HeadOptions):
             head_dim=c.head_dim,
             kv_dtype=target.cache_dtype,
             tree_rows=0 if style.tree is None else style.tree.max_rows,
+            features=(*found.below, c.n_layers) if found.below else (),
         )
         weights = weights._replace(params=found.params)
         reads = bytes_of(found.params.layer, found.params.fc_token, found.params.fc_hidden, weights.head)

@@ -2,7 +2,7 @@
 names."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +18,15 @@ from specsparse.engine.model import Model
 from specsparse.engine.weights import Layer, pack_matrix
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
-from specsparse.speculative.drafters.head_source import HeadParams
+from specsparse.speculative.drafters.head_source import HeadParams, Input
 
 ARCHITECTURE = "specsparse-head"
 """`general.architecture` of these files."""
-TARGET, DRAFT_IDS, VOCAB_SIZE = (f"{ARCHITECTURE}.{key}" for key in ("target", "draft_ids", "vocab_size"))
-"""Keys: `fingerprint` of the target, ids of the head's columns in ascending order, size of the target's vocabulary."""
+TARGET, DRAFT_IDS, VOCAB_SIZE, BELOW = (
+    f"{ARCHITECTURE}.{key}" for key in ("target", "draft_ids", "vocab_size", "layers_below")
+)
+"""Keys: `fingerprint` of the target, ids of the head's columns in ascending order, size of the target's vocabulary, ids
+of the layers whose entering rows the head reads beside the last ones (absent where it reads none)."""
 SHIPPED = Path(__file__).parents[2] / "data" / "heads"
 """Heads that travel with specsparse, by file name."""
 NORMS = ("hidden_norm", "token_norm", "output_norm")
@@ -37,11 +40,13 @@ class HeadFile:
     Attributes:
         params: the packed weights.
         ids: int32[N], ascending, the target's ids of its columns.
+        below: ids of the layers whose entering rows it reads beside the last ones.
         path: the file.
     """
 
     params: HeadParams
     ids: np.ndarray
+    below: tuple[int, ...]
     path: Path
 
 
@@ -70,21 +75,26 @@ def find(spec: str | Path | None, output_norm: ArrayLike | None) -> Path:
     raise UserError(f"drafter.head={spec}: no such file; heads with a name: {names}")
 
 
-def matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Shapes [outputs, inputs] of a head's matrices by tensor name."""
+def matrix_shapes(config: ModelConfig, below: int = 0) -> dict[str, tuple[int, int]]:
+    """Shapes [outputs, inputs] of a head's matrices by tensor name, of one that reads so many layers below."""
     D, F = config.d_model, config.d_ff
     q, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     layer = dict(zip(LAYER_MATRICES, ((q, D), (kv, D), (kv, D), (D, q), (F, D), (F, D), (D, F)), strict=True))
     return {
         "fc_hidden.weight": (D, D),
         "fc_token.weight": (D, D),
+        **({"fc_own.weight": (D, D)} if below else {}),
+        **{f"fc_below.{i}.weight": (D, D) for i in range(below)},
         **{f"blk.0.{name}.weight": shape for name, shape in layer.items()},
     }
 
 
-def vector_names() -> tuple[str, ...]:
+def vector_names(below: int = 0) -> tuple[str, ...]:
     """Names of the norms f32[D]."""
-    return (*(f"{name}.weight" for name in NORMS), "blk.0.attn_norm.weight", "blk.0.ffn_norm.weight")
+    names = ("own_norm", *(f"below_norm.{i}" for i in range(below))) if below else ()
+    further = (f"{name}.weight" for name in names)
+    own = (f"{name}.weight" for name in NORMS)
+    return (*own, *further, "blk.0.attn_norm.weight", "blk.0.ffn_norm.weight")
 
 
 def read_head(path: Path, config: ModelConfig, *, floats: bool) -> HeadFile:
@@ -99,7 +109,9 @@ def read_head(path: Path, config: ModelConfig, *, floats: bool) -> HeadFile:
     size = f.get(VOCAB_SIZE, "int")
     if size != config.vocab_size:
         raise UserError(f"{path}: is a head for {size} ids, the target has {config.vocab_size}")
-    get = _reader(f, {**matrix_shapes(config), **dict.fromkeys(vector_names(), (config.d_model,))})
+    below = _below(f, config)
+    count = len(below)
+    get = _reader(f, {**matrix_shapes(config, count), **dict.fromkeys(vector_names(count), (config.d_model,))})
 
     def matrix(name: str) -> QTensor:
         return pack_matrix(get(f"{name}.weight"), floats=floats)
@@ -114,8 +126,18 @@ def read_head(path: Path, config: ModelConfig, *, floats: bool) -> HeadFile:
         fc_token=matrix("fc_token"),
         layer=Layer(**fields, **norms, biases={}),
         **{name: vector(name) for name in NORMS},
+        below=tuple(Input(vector(f"below_norm.{i}"), matrix(f"fc_below.{i}")) for i in range(count)),
+        own=Input(vector("own_norm"), matrix("fc_own")) if count else None,
     )
-    return HeadFile(params, _ids(f, config), path)
+    return HeadFile(params, _ids(f, config), below, path)
+
+
+def _below(f: GGUFFile, config: ModelConfig) -> tuple[int, ...]:
+    found = f.get_numbers(BELOW)
+    ids = () if found is None else tuple(int(i) for i in found)
+    if any(not 0 <= i <= config.n_layers for i in ids):
+        raise UserError(f"{f.path}: {BELOW}={list(ids)}: the target has layers 0 to {config.n_layers}")
+    return ids
 
 
 def _reader(f: GGUFFile, shapes: dict[str, tuple[int, ...]]) -> Callable[[str], TensorInfo]:
@@ -140,8 +162,9 @@ def _ids(f: GGUFFile, config: ModelConfig) -> np.ndarray:
 
 
 def write_head(
-    path: Path, target: Model, tensors: Mapping[str, np.ndarray], ids: np.ndarray, *, quant: str = "F32", name: str = ""
-) -> Path:
+    path: Path, target: Model, tensors: Mapping[str, np.ndarray], ids: np.ndarray, *, quant: str = "F32",
+    name: str = "", below: Sequence[int] = (),
+) -> Path:  # fmt: skip
     """Writes a head; the file appears whole or not at all.
 
     Args:
@@ -151,6 +174,7 @@ def write_head(
         ids: int32[N], ascending, the target's ids of its columns.
         quant: type of the matrices: F32, F16, Q8_0, Q4_0, Q4_1 or whatever else gguf can write.
         name: `general.name`.
+        below: ids of the layers whose entering rows it reads beside the last ones.
 
     Raises:
         UserError: a type that cannot be written, or that does not fit the width.
@@ -163,6 +187,8 @@ def write_head(
         VOCAB_SIZE: target.config.vocab_size,
         DRAFT_IDS: np.asarray(ids, np.int32),
     }
+    if below:
+        keys[BELOW] = np.asarray(below, np.int32)
     vector = GGMLQuantizationType.F32
     return write_gguf(
         path, keys, [NewTensor.of(key, value, vector if value.ndim == 1 else kind) for key, value in tensors.items()]

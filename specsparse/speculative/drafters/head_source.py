@@ -2,12 +2,14 @@
 
 One layer of the target's shape reads h_i, the target's row before its output norm, and the token after it, and gives
 what h_{i+1} will be; the target's own output matrix turns that into logits. What it drafts from, it reads in place of
-h. Its row i stands in slot i of a cache of its own, so that this cache holds one row fewer than there are tokens.
+h. A head may read rows of layers below too, and then has a matrix of its own for its own rows (as EAGLE-3 has,
+arXiv:2503.01840). Its row i stands in slot i of a cache of its own, so that this cache holds one row fewer than there
+are tokens.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,13 @@ from specsparse.speculative.drafters.sources import PREFILL_ROWS, DraftWeights, 
 from specsparse.speculative.tree import path_rows
 
 
+class Input(NamedTuple):
+    """One input of a head: RMS norm f32[D], and QTensor [D, D] of what is normalised."""
+
+    norm: jax.Array
+    matrix: QTensor
+
+
 class HeadParams(NamedTuple):
     """The weights of a head.
 
@@ -31,6 +40,8 @@ class HeadParams(NamedTuple):
         fc_hidden, fc_token: QTensor [D, D]; their products are added.
         layer: of the target's shape.
         output_norm: f32[D].
+        below: of the target's rows that enter layers below; their products are added too.
+        own: in place of `hidden_norm` and `fc_hidden` where the head reads its own row; None: the same.
     """
 
     hidden_norm: jax.Array
@@ -39,6 +50,8 @@ class HeadParams(NamedTuple):
     fc_token: QTensor
     layer: Layer
     output_norm: jax.Array
+    below: tuple[Input, ...] = ()
+    own: Input | None = None
 
 
 class HeadState(NamedTuple):
@@ -70,6 +83,7 @@ class HeadSource(Source):
         width: D.
         kv_heads, head_dim, kv_dtype: of the cache.
         tree_rows: rows that a tree feeds at once, 0 for chains.
+        features: ids of the layers whose entering rows it reads, as `engine.llama.Want.hidden`; the last rows are last.
     """
 
     vocab: VocabMap
@@ -82,7 +96,12 @@ class HeadSource(Source):
     head_dim: int
     kv_dtype: DTypeLike
     tree_rows: int = 0
-    wants_hidden: ClassVar[bool] = True
+    features: tuple[int, ...] = ()
+
+    @property
+    def wants_hidden(self) -> bool | tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The rows that it reads; those before the output norm where there are no others."""
+        return self.features or True
 
     def init(self, weights: DraftWeights, ctx: DraftContext, hidden_BnD: jax.Array | None = None) -> HeadState:
         """Feeds the prompt's rows but the last, whose token is not there yet. `hidden` is None for lone tokens only."""
@@ -135,7 +154,9 @@ class HeadSource(Source):
         if parents_Bn is not None:
             above_BnD = _pick(cache.rows, parents_Bn)
             before_BnD = jnp.where(parents_Bn[:, :, None] < 0, before_BnD, above_BnD)
-        y_BnD, cache = self._run(weights, ctx, cache, before_BnD, tokens_Bn, n_valid_B, parents_Bn)
+        w: HeadParams = weights.params
+        own = (w.own or Input(w.hidden_norm, w.fc_hidden),)
+        y_BnD, cache = self._run(weights, ctx, cache, before_BnD, own, tokens_Bn, n_valid_B, parents_Bn)
         fed_Bn1 = (jnp.arange(n, dtype=jnp.int32)[None] < n_valid_B[:, None])[:, :, None]
         if parents_Bn is None:
             cache = cache._replace(root=jnp.where(fed_Bn1, y_BnD, before_BnD)[:, 0])
@@ -168,22 +189,30 @@ class HeadSource(Source):
         n = hidden_BnD.shape[1]
         after_Bn = state.length[:, None] + 1 + jnp.arange(n, dtype=jnp.int32)[None]
         tokens_Bn = _pick(ctx.tokens, after_Bn)
-        y_BnD, state = self._run(weights, ctx, state, hidden_BnD, tokens_Bn, count_B, None)
+        w: HeadParams = weights.params
+        read = (*w.below, Input(w.hidden_norm, w.fc_hidden))
+        y_BnD, state = self._run(weights, ctx, state, hidden_BnD, read, tokens_Bn, count_B, None)
         last_BD = _pick(y_BnD, jnp.maximum(count_B - 1, 0)[:, None])[:, 0]
         root = jnp.where(count_B[:, None] > 0, last_BD, state.root)
         return state._replace(root=root, length=state.length + count_B)
 
-    def _run(self, weights, ctx, state: HeadState, hidden_BnD, tokens_Bn, n_valid_B, parents_Bn):
-        """float32[B, n, D], the head's rows, and the state with their keys and values behind its length."""
-        batch, n, width = hidden_BnD.shape
+    def _run(self, weights, ctx, state: HeadState, rows_BnW, inputs: Sequence[Input], tokens_Bn, n_valid_B, parents_Bn):
+        """float32[B, n, D], the head's rows, and the state with their keys and values behind its length.
+
+        `rows_BnW` are D numbers for each of `inputs`, side by side.
+        """
+        batch, n, _ = rows_BnW.shape
+        width = self.width
         w: HeadParams = weights.params
         tokens_R = self.vocab.to_draft(tokens_Bn).reshape(-1)
         with jax.named_scope("head"):
             e_RD = self.kernels.embed(ctx.params.embedding, tokens_R)
             options = {"eps": self.eps, "n_valid": n_valid_B}
             (x_RD,) = self.kernels.linear(e_RD, (w.fc_token,), norm=w.token_norm, **options)
-            h_RD = hidden_BnD.reshape(batch * n, width)
-            (x_RD,) = self.kernels.linear(h_RD, (w.fc_hidden,), norm=w.hidden_norm, residual=x_RD, **options)
+            rows_RW = rows_BnW.reshape(batch * n, -1)
+            for i, read in enumerate(inputs):
+                h_RD = rows_RW[:, i * width : (i + 1) * width]
+                (x_RD,) = self.kernels.linear(h_RD, (read.matrix,), norm=read.norm, residual=x_RD, **options)
             params = Params(ctx.params.embedding, (w.layer,), w.output_norm, None, ctx.params.cos, ctx.params.sin)
             cache = KVCache(state.k, state.v, state.length)
             y_RD, cache, *_ = self.layers(params, x_RD, cache, n_valid_B, parents_Bn, (0,))

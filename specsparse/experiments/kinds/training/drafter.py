@@ -25,6 +25,7 @@ from specsparse.training.form import Form
 
 DEFINITIONS = {
     "agreement": "held-out greedy answers: drafts whose token at a place is the answer's, of those right so far",
+    "text": "answers' tokens in all, and how many a second this run wrote, 0 where it wrote none",
     "acceptance": "1 + tokens right before the first wrong one, over drafts begun at every position of those answers",
     "loss": "KL(target, drafter) in nats on the step's candidates, by place in the draft",
 }
@@ -57,7 +58,7 @@ class TrainDrafter(Training):
         console, model = lab.console, lab.load(cfg.model)
         chosen, folder = training.options(cfg), training.folder_of(cfg, model)
         training.claim(folder, cfg, model)
-        found = training.texts(cfg, model, folder, console)
+        found, written = training.texts(cfg, model, folder, console)
         state, trainer, curve = training.trained(cfg, model, folder, found, console)
         ids, form = np.asarray(state.ids), trainer.form
         path = form.write(folder / f"{_stem(folder, form)}.gguf", state.weights, ids, quant=chosen.own.quantise)
@@ -65,7 +66,7 @@ class TrainDrafter(Training):
         answers = held_out(cfg, model, console)
         drafting = evaluate(model, form, state.weights, trainer.frozen(ids), answers, gamma=gamma, shape=shape)
         return Found(
-            {form.name: str(path), "drafting": asdict(drafting), "curve": list(curve)},
+            {form.name: str(path), "text": asdict(written), "drafting": asdict(drafting), "curve": list(curve)},
             Trained(path, drafting, form),
             shown=[
                 Text("held-out greedy answers: how often each token of a draft is right", style="bold"),
@@ -82,7 +83,7 @@ def _row(point: Mapping[str, Any]) -> dict[str, object]:
     """A checkpoint of the curve, a pair of columns a place in the draft."""
     pairs = zip(point["loss"], point["agreement"], strict=True)
     places = {f"{key}_{i}": x for i, pair in enumerate(pairs, 1) for key, x in zip(("loss", "agreement"), pair)}
-    return {**{key: point[key] for key in ("step", "rows", "seconds")}, **places}
+    return {**{key: point[key] for key in ("step", "rows", "seconds", "rate")}, **places}
 
 
 def _stem(folder: Path, form: Form) -> str:

@@ -3,18 +3,20 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from rich.console import Console
 
 from specsparse.engine.model import Model
+from specsparse.errors import UserError
 from specsparse.experiments.kinds.training import folder as folders
 from specsparse.experiments.kinds.training import options as train_options
 from specsparse.experiments.kinds.training.options import TrainSettings
+from specsparse.speculative.drafters.head_file import find
 from specsparse.support import terminal
-from specsparse.support.options import Count
-from specsparse.training.data import DataOptions, Text, generate, read_shard
+from specsparse.support.options import Count, Range
+from specsparse.training.data import DataOptions, Text, TextWritten, generate, read_shard
 from specsparse.training.form import Form
 from specsparse.training.head_form import HeadForm
 from specsparse.training.loop import Log
@@ -30,6 +32,8 @@ class OwnOptions:
     """What is neither text nor training; see conf/experiment/train_drafter.yaml."""
 
     form: Literal["head", "model"] = "head"
+    below: tuple[Annotated[int, Range(0)], ...] = ()
+    begin: str | None = None
     texts: str | None = None
     gamma: Count = 4
     save_every: Count = 25
@@ -58,9 +62,22 @@ def folder_of(cfg: TrainSettings, model: Model) -> Path:
 
 
 def form_of(cfg: TrainSettings, model: Model) -> Form:
-    """What is trained."""
-    chosen = options(cfg)
-    return HeadForm(model) if chosen.own.form == "head" else SmallForm(model, chosen.small, cfg.seed)
+    """What is trained.
+
+    Raises:
+        UserError: an option of another form, or layers that the target has not.
+    """
+    own, layers = options(cfg).own, model.config.n_layers
+    if own.form == "model":
+        if own.below or own.begin is not None:
+            raise UserError(f"train.{'below' if own.below else 'begin'} belongs to train.form=head")
+        return SmallForm(model, options(cfg).small, cfg.seed)
+    if list(own.below) != sorted(set(own.below)) or any(i >= layers for i in own.below):
+        raise UserError(f"train.below={list(own.below)} must be ascending ids of layers under {layers}")
+    begin = None if own.begin is None else find(own.begin, model.params.output_norm)
+    form = HeadForm(model, own.below, begin)
+    form.check()
+    return form
 
 
 def claim(folder: Path, cfg: TrainSettings, model: Model) -> None:
@@ -72,24 +89,29 @@ def claim(folder: Path, cfg: TrainSettings, model: Model) -> None:
         UserError: it holds another training.
     """
     found = options(cfg)
-    shape = {n: getattr(found.train, n) for n in ("draft_vocab", "seed")}
+    shape: dict[str, object] = {n: getattr(found.train, n) for n in ("draft_vocab", "seed")}
     text = {f.name: getattr(found.data, f.name) for f in fields(found.data)}
-    if found.own.form != "head":
-        shape |= asdict(found.small)
+    shape |= {"below": found.own.below, "begin": found.own.begin} if found.own.form == "head" else asdict(found.small)
     folders.claim(folder, {
         "model": folders.identity(model, cfg.model.overrides()), "text": text, found.own.form: shape,
     })  # fmt: skip
 
 
-def texts(cfg: TrainSettings, model: Model, folder: Path, console: Console) -> list[Text]:
-    """Answers of `train.tokens` tokens, made where they are not there yet."""
+def texts(cfg: TrainSettings, model: Model, folder: Path, console: Console) -> tuple[list[Text], TextWritten]:
+    """Answers of `train.tokens` tokens, made where they are not there yet, and how fast."""
     wanted, chosen = cfg.train.tokens, options(cfg)
+    written = TextWritten(0, 0.0)
     with terminal.counting(console, "writing text", wanted) as bar:
-        paths = generate(
-            model, chosen.data, Path(chosen.own.texts or folder / _TEXTS), tokens=wanted,
-            progress=lambda done: bar.update(bar.task_ids[0], completed=min(done, wanted)),
-        )  # fmt: skip
-    return [text for path in paths for text in read_shard(path)]
+
+        def progress(found: TextWritten) -> None:
+            nonlocal written
+            written = found
+            what = f"writing text, {found.rate:,.0f} tokens/s" if found.rate else "reading text"
+            bar.update(bar.task_ids[0], completed=min(found.tokens, wanted), description=what)
+
+        where = Path(chosen.own.texts or folder / _TEXTS)
+        paths = generate(model, chosen.data, where, tokens=wanted, progress=progress)
+    return [text for path in paths for text in read_shard(path)], written
 
 
 def trained(

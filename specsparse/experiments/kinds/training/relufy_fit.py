@@ -91,7 +91,7 @@ def texts(cfg: TrainSettings, model: Model, folder: Path, console: Console) -> t
     with terminal.counting(console, "writing text", wanted) as bar:
         paths = generate(
             model, chosen.data, Path(chosen.own.texts or folder / _TEXTS), tokens=wanted,
-            progress=lambda done: bar.update(bar.task_ids[0], completed=min(done, wanted)),
+            progress=lambda found: bar.update(bar.task_ids[0], completed=min(found.tokens, wanted)),
         )  # fmt: skip
     found = [text for path in paths for text in read_shard(path)]
     if len(found) <= chosen.own.held_out:
