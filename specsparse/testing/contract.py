@@ -54,7 +54,7 @@ class DrafterCase:
         drafter: yours.
         weights: its `params`.
         prepare: puts the target into a context.
-        traced: batch sizes that `draft` was traced for.
+        traced: batch sizes that a stage of `draft` was traced for, in order.
     """
 
     drafter: Drafter
@@ -62,25 +62,40 @@ class DrafterCase:
     prepare: Callable[[DraftContext], DraftContext] = lambda ctx: ctx
     traced: list[int] = dataclasses.field(default_factory=list)
 
-    @functools.cached_property
-    def draft(self) -> Callable[[DraftContext], Draft]:
-        """The compiled draft after a prompt, of which the last two tokens arrive through `commit`."""
-        return jax.jit(self._draft)
+    def draft(self, ctx: DraftContext) -> Draft:
+        """The draft after a prompt, of which the last two tokens arrive through `commit`."""
+        prepare, begin, draft, commit = self._stages
+        before, after = prepare(ctx._replace(length=jnp.maximum(ctx.length - 2, 1))), prepare(ctx)
+        drafted = draft(self.weights, begin(self.weights, before), before)
+        return draft(self.weights, commit(self.weights, drafted, before, after), after).draft
 
     def first(self, ctx: DraftContext) -> Drafted:
         """The draft after the prompt itself."""
-        state = self.drafter.init(self.weights, ctx, hidden=self._features(ctx))
-        return self.drafter.draft(self.weights, state, ctx)
+        return self.drafter.draft(self.weights, self._begin(self.weights, ctx), ctx)
 
-    def _draft(self, ctx: DraftContext) -> Draft:
-        self.traced.append(ctx.length.shape[0])
-        before = self.prepare(ctx._replace(length=jnp.maximum(ctx.length - 2, 1)))
-        drafted = self.first(before)
-        nothing = jnp.full((len(ctx.length), self.drafter.max_nodes + 1), VOCAB, jnp.int32)  # accepts no drafted token
-        verdict, rows, after = match_verdict(drafted.draft, nothing), self._features(before), self.prepare(ctx)
+    @functools.cached_property
+    def _stages(self) -> tuple[Callable, ...]:
+        """Compiled one by one: `draft` is needed twice, and so is the target's pass over the text."""
+
+        def noted(stage: Callable, ctx: int) -> Callable:
+            def traced(*given):
+                self.traced.append(given[ctx].length.shape[0])
+                return stage(*given)
+
+            return jax.jit(traced)
+
+        stages = (self.prepare, 0), (self._begin, 1), (self.drafter.draft, 2), (self._commit, 2)
+        return tuple(noted(stage, ctx) for stage, ctx in stages)
+
+    def _begin(self, weights: Any, ctx: DraftContext) -> Any:
+        return self.drafter.init(weights, ctx, hidden=self._features(ctx))
+
+    def _commit(self, weights: Any, drafted: Drafted, before: DraftContext, after: DraftContext) -> Any:
+        """The state after a verdict that accepts no drafted token."""
+        nothing = jnp.full((len(before.length), self.drafter.max_nodes + 1), VOCAB, jnp.int32)
+        verdict, rows = match_verdict(drafted.draft, nothing), self._features(before)
         hidden = None if rows is None else rows[:, : self.drafter.max_nodes + 1]
-        state = self.drafter.commit(self.weights, drafted.state, after, Feedback(drafted.draft, verdict, hidden))
-        return self.drafter.draft(self.weights, state, after).draft
+        return self.drafter.commit(weights, drafted.state, after, Feedback(drafted.draft, verdict, hidden))
 
     def _features(self, ctx: DraftContext) -> jax.Array | None:
         """Some rows for each text, a function of its ids alone; None for drafters that want none."""
@@ -164,9 +179,11 @@ def rows_are_independent(case: DrafterCase) -> None:
 
 def one_compilation_serves_every_text(case: DrafterCase) -> None:
     """Lengths, budgets and rounds are traced."""
+    known = 0
     for seed in SEEDS:
         case.draft(draft_context(texts(seed), capacity=CAPACITY, budget=seed, round=seed))
-    assert case.traced.count(3) == 1, "it is compiled again for another text"
+        known = known or len(case.traced)
+    assert len(case.traced) == known, "it is compiled again for another text"
 
 
 def a_full_buffer_and_a_single_token(case: DrafterCase) -> None:
