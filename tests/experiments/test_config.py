@@ -1,5 +1,6 @@
 """From the command line to a RunConfig: golden composition, and one clear line for every mistake."""
 
+import json
 import os
 import re
 import subprocess
@@ -197,69 +198,65 @@ def test_a_mistake_is_one_line_and_leaves_nothing(capsys, elsewhere, monkeypatch
     assert not any(elsewhere.iterdir())
 
 
-WITHOUT_JAX = """
-import sys
+IMPORTED = """
+import contextlib, io, json, sys
 from specsparse import run
-try:
-    run.main(sys.argv[1:])
-except SystemExit as stop:
-    assert stop.code in (None, 0, 2)
-print(*sorted({'jax', 'numpy', 'gguf', 'huggingface_hub', 'matplotlib', 'rich'} & set(sys.modules)))
+for argv in json.loads(sys.argv[1]):
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            run.main(argv)
+    except SystemExit as stop:
+        assert stop.code in (None, 0, 2)
+    packages = {'jax', 'numpy', 'gguf', 'huggingface_hub', 'matplotlib', 'rich'} & set(sys.modules)
+    print(json.dumps([sorted(packages), said.getvalue()]))
 """
 
 
-def imported(*argv):
-    """Of the packages that take long: which ones an answer needs; and the answer."""
+def imported(*lines):
+    """Of the packages that take long: which ones a process holds after the answer to each line; and the answers."""
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_JAX, *argv], capture_output=True, text=True, check=True,
+        [sys.executable, "-c", IMPORTED, json.dumps(lines)], capture_output=True, text=True, check=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    return done.stdout.splitlines()[-1].split(), done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("argv", "needed"),
-    [
-        ("--help", []),
-        ("+experiment=spec_smolm2", []),
-        ("drafter=prompt_lokup", []),
-        ("policy.gama=3", ["numpy"]),
-        ("max_tokens=0", ["numpy"]),
-        ("+experiment=roofline roofline.devic=a100", ["numpy"]),
-    ],
-)
-def test_help_and_mistakes_are_answered_at_once(elsewhere, argv, needed):
+def test_help_and_mistakes_are_answered_at_once(elsewhere):
     """What takes a second is the import of jax; nothing that is slow comes in unless the answer needs it."""
-    assert imported(*argv.split())[0] == needed
+    nothing = [["--help"], ["+experiment=spec_smolm2"], ["drafter=prompt_lokup"]]
+    numpy = [["policy.gama=3"], ["max_tokens=0"], ["+experiment=roofline", "roofline.devic=a100"]]
+    for argv, (packages, _) in zip(nothing + numpy, imported(*nothing, *numpy), strict=True):
+        assert packages == ([] if argv in nothing else ["numpy"]), argv
 
 
-@pytest.mark.parametrize(
-    ("argv", "line"),
-    [
-        (["verifier.xyz=1"], "verifier.xyz is no option of greedy; valid: none"),
-        (["drafter.ngram_mx=3"], "drafter.ngram_mx is no option of prompt_lookup; did you mean ngram_max?"),
-        (
-            ["drafter=head", "drafter.temprature=1"],
-            "drafter.temprature is no option of head; did you mean temperature?",
-        ),
-        (
-            ["drafter=suffix", "drafter.longest=0"],
-            "drafter.longest=0 must be a whole number of at least 1 and at most 4096",
-        ),
-        (["drafter.gamma=3"], "write policy.gamma instead of drafter.max_nodes"),
-        (["drafter=none", "drafter.gamma=3"], "drafter.max_nodes is no option of drafter=none"),
-        (["verifier=typical", "verifier.epsilo=1"], "verifier.epsilo is no option of typical; did you mean epsilon?"),
-        (["tree.widht=3"], "tree.widht is no option of chain; valid: none"),
-        (["tree=static", "tree.widht=3"], "tree.widht is no option of static; did you mean widths?"),
-        (["policy.gama=3"], "policy.gama is no option of fixed; did you mean gamma?"),
-        (["policy=auto_off", "policy.evry=3"], "policy.evry is no option of auto_off; did you mean every?"),
-        (["verifier=threshold", "verifier.total=2"], "verifier.total=2 must be a number above 0 and at most 1"),
-    ],
-)
-def test_a_mistyped_option_is_answered_without_jax(argv, line, elsewhere):
+MISTYPED = [
+    (["verifier.xyz=1"], "verifier.xyz is no option of greedy; valid: none"),
+    (["drafter.ngram_mx=3"], "drafter.ngram_mx is no option of prompt_lookup; did you mean ngram_max?"),
+    (
+        ["drafter=head", "drafter.temprature=1"],
+        "drafter.temprature is no option of head; did you mean temperature?",
+    ),
+    (
+        ["drafter=suffix", "drafter.longest=0"],
+        "drafter.longest=0 must be a whole number of at least 1 and at most 4096",
+    ),
+    (["drafter.gamma=3"], "write policy.gamma instead of drafter.max_nodes"),
+    (["drafter=none", "drafter.gamma=3"], "drafter.max_nodes is no option of drafter=none"),
+    (["verifier=typical", "verifier.epsilo=1"], "verifier.epsilo is no option of typical; did you mean epsilon?"),
+    (["tree.widht=3"], "tree.widht is no option of chain; valid: none"),
+    (["tree=static", "tree.widht=3"], "tree.widht is no option of static; did you mean widths?"),
+    (["policy.gama=3"], "policy.gama is no option of fixed; did you mean gamma?"),
+    (["policy=auto_off", "policy.evry=3"], "policy.evry is no option of auto_off; did you mean every?"),
+    (["verifier=threshold", "verifier.total=2"], "verifier.total=2 must be a number above 0 and at most 1"),
+]
+
+
+def test_a_mistyped_option_is_answered_without_jax(elsewhere):
     """The import of jax alone takes longer than the whole answer."""
-    packages, said = imported("+experiment=spec_smollm2", *argv)
-    assert "jax" not in packages and said == f"specsparse: {line}\n"
+    answers = imported(*(["+experiment=spec_smollm2", *argv] for argv, _ in MISTYPED))
+    for (argv, line), (packages, said) in zip(MISTYPED, answers, strict=True):
+        assert "jax" not in packages and said == f"specsparse: {line}\n", argv
     assert not any(elsewhere.iterdir())
 
 
