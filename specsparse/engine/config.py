@@ -6,44 +6,21 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from specsparse.engine.activation import parse_activation
+from specsparse.engine.architectures import ARCHITECTURES, Architecture, Pairing
 from specsparse.engine.gguf.reader import POWERINFER_MAGIC, GGUFFile, can_dequantise, show, supported_types
 from specsparse.errors import UserError
 
-Pairing = Literal["norm", "neox"]
 Scaling = Literal["none", "linear", "yarn"]
 SCALINGS: tuple[Scaling, ...] = ("none", "linear", "yarn")
 
 MAX_CONTEXT = 1 << 24
 _MAX_SIZE = 1 << 24  # no real width, head count or layer count comes near; a product of a few stays far from overflow
 
-
-@dataclass(frozen=True)
-class Architecture:
-    """How a family of models differs from the plain Llama.
-
-    Attributes:
-        pairing: which elements RoPE turns together: neighbours ("norm") or the two halves ("neox").
-        biases: projections that must have a bias; any other may.
-        activation: of the FFN in a dense file.
-        sparse_activation: of the FFN in a PowerInfer file.
-    """
-
-    pairing: Pairing
-    biases: tuple[str, ...] = ()
-    activation: str = "silu"
-    sparse_activation: str = "relu"
-
-
-ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture("norm"),
-    "qwen2": Architecture("neox", ("attn_q", "attn_k", "attn_v")),
-    "bamboo": Architecture("norm", activation="drelu", sparse_activation="drelu"),
-}
 
 _REFUSED = ("opt", "falcon")
 """PowerInfer's other architectures: LayerNorm with biases, and no gate."""
@@ -90,12 +67,24 @@ class RopeConfig:
     freq_factors: bool = False
 
 
+class LayerKind(NamedTuple):
+    """How a layer's attention differs from another's of the same model.
+
+    Attributes:
+        window: tokens that a row sees, itself among them; 0: all before it.
+        table: index in `ModelConfig.ropes` of what turns queries and keys.
+    """
+
+    window: int = 0
+    table: int = 0
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The static facts of a model. Invariants: head counts divide, head_dim is even, every size is at least 1.
 
     Attributes:
-        architecture: "llama", "qwen2" or "bamboo".
+        architecture: a name of `engine.architectures.ARCHITECTURES`.
         n_layers, d_model, n_heads, n_kv_heads, head_dim, d_ff, vocab_size: L, D, H, G, d, F, V of docs/notation.md.
         context_length: positions the model may use.
         norm_eps: epsilon of every RMSNorm.
@@ -106,6 +95,9 @@ class ModelConfig:
         gated: whether the FFN has a gate; else the activation is of `ffn_up`.
         predictor_ranks: rank of each layer's predictor in a PowerInfer file, whose down matrix is stored transposed;
             () for a dense file.
+        window: tokens that a layer with a window sees, the row itself among them; 0: all layers see all.
+        full_every: with a window, every n-th layer sees all tokens; 0: none does.
+        local_rope: the rotary embedding of the layers with a window; None: `rope`.
     """
 
     architecture: str
@@ -124,6 +116,75 @@ class ModelConfig:
     activation: str = "silu"
     gated: bool = True
     predictor_ranks: tuple[int, ...] = ()
+    window: int = 0
+    full_every: int = 0
+    local_rope: RopeConfig | None = None
+
+    @property
+    def family(self) -> Architecture:
+        """What the architecture is."""
+        return ARCHITECTURES[self.architecture]
+
+    @property
+    def ropes(self) -> tuple[RopeConfig | None, ...]:
+        """The rotary embeddings that layers choose from; None turns nothing."""
+        if self.family.unrotated_every:
+            return (self.rope, None)
+        return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
+
+    def kind(self, layer: int) -> LayerKind:
+        """How the attention of layer `layer` differs."""
+
+        def nth(n: int) -> bool:
+            return n > 0 and (layer + 1) % n == 0
+
+        windowed = self.window > 0 and not nth(self.full_every)
+        table = nth(self.family.unrotated_every) or (windowed and self.local_rope is not None)
+        return LayerKind(self.window if windowed else 0, int(table))
+
+    @property
+    def query_scale(self) -> float:
+        """What queries are multiplied by beside 1/sqrt(d)."""
+        by_width = self.n_layers == self.family.width_scaled_layers
+        return math.sqrt(self.head_dim * self.n_heads / self.d_model) if by_width else 1.0
+
+    @property
+    def embedding_scale(self) -> float:
+        """What embeddings are multiplied by."""
+        return math.sqrt(self.d_model) if self.family.scaled_embedding else 1.0
+
+    @property
+    def layer_norms(self) -> dict[str, int]:
+        """The norms of a layer by their GGUF names, and their widths."""
+        names = {"attn_norm": self.d_model, "ffn_norm": self.d_model}
+        if self.family.qk_norm:
+            names |= {"attn_q_norm": self.head_dim, "attn_k_norm": self.head_dim}
+        if self.family.post_norms:
+            names |= {"post_attention_norm": self.d_model, "post_ffw_norm": self.d_model}
+        return names
+
+    def check_alike(self, what: str) -> None:
+        """Refuses `what` computes layers on its own, as those of a plain Llama, where this model's are others.
+
+        Raises:
+            UserError: the model has a window, norms or scales that `what` does not know.
+        """
+        family = self.family
+        odd = {
+            "a sliding window": self.window, "norms of queries and keys": family.qk_norm,
+            "norms behind attention and FFN": family.post_norms, "layers without RoPE": family.unrotated_every,
+        }  # fmt: skip
+        if found := [name for name, value in odd.items() if value]:
+            raise UserError(f"{what} is not supported for {self.architecture} models with {' and '.join(found)}")
+
+    def check_sums(self, what: str) -> None:
+        """Refuses `what` adds neurons to the residual stream one by one where their sum is normalised before.
+
+        Raises:
+            UserError: the model has norms behind its FFN.
+        """
+        if self.family.post_norms:
+            raise UserError(f"{what} is not supported for {self.architecture} models: they normalise what the FFN adds")
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -154,8 +215,8 @@ class ModelConfig:
         """Name and shape (numpy order) of every tensor the model is made of, in the order they are used."""
         yield "token_embd.weight", (self.vocab_size, self.d_model)
         for layer in range(self.n_layers):
-            yield f"blk.{layer}.attn_norm.weight", (self.d_model,)
-            yield f"blk.{layer}.ffn_norm.weight", (self.d_model,)
+            for name, width in self.layer_norms.items():
+                yield f"blk.{layer}.{name}.weight", (width,)
             for name in self.projections:
                 shape = self.projection_shape(name)
                 yield f"blk.{layer}.{name}.weight", shape
@@ -189,6 +250,14 @@ class ModelConfig:
         return config
 
 
+def _what(f: GGUFFile, arch: str) -> str:
+    """What a file of an architecture that is not here has that is none of a plain transformer's, in brackets."""
+    recurrent = any(key.startswith((f"{arch}.ssm.", f"{arch}.wkv.", f"{arch}.shortconv.")) for key in f.metadata)
+    found = ["experts"] if f"{arch}.expert_count" in f.metadata else []
+    found += ["recurrent layers"] if recurrent or any(".ssm_" in name for name in f.tensors) else []
+    return f" (a model with {' and '.join(found)})" if found else ""
+
+
 class _Reader:
     """Reads `{architecture}.*` keys, each with its range."""
 
@@ -205,7 +274,8 @@ class _Reader:
             raise UserError(f"{f.path}: is a draft head ({DRAFT_HEADS[self.arch]}) of a target, not a model")
         if self.arch not in ARCHITECTURES:
             raise UserError(
-                f"{f.path}: architecture {show(self.arch)} is not supported; supported are {', '.join(ARCHITECTURES)}"
+                f"{f.path}: architecture {show(self.arch)}{_what(f, self.arch)} is not supported; supported are "
+                f"{', '.join(ARCHITECTURES)}"
             )
 
     def fail(self, key: str, value: object, wanted: str) -> UserError:
@@ -234,6 +304,9 @@ class _Reader:
         return value
 
     def config(self) -> ModelConfig:
+        family = ARCHITECTURES[self.arch]
+        if self.sparse and family.post_norms:
+            raise UserError(f"{self.f.path}: a PowerInfer file of architecture {self.arch} is not supported")
         f, d_model, n_heads = self.f, self.size("embedding_length"), self.size("attention.head_count")
         n_kv_heads = self.size("attention.head_count_kv", n_heads)
         if n_heads % n_kv_heads:
@@ -242,8 +315,11 @@ class _Reader:
         self._refuse_variants()
         context = self.size("context_length", most=MAX_CONTEXT)
         biases = tuple(
-            name for name in PROJECTIONS if name in ARCHITECTURES[self.arch].biases or f"blk.0.{name}.bias" in f.tensors
+            name
+            for name in PROJECTIONS
+            if name in family.biases or (f"blk.0.{name}.bias" in f.tensors and not family.post_norms)
         )
+        rope, window = self._rope(head_dim, context), self._window()
         n_layers = self.size("block_count", most=1 << 14)
         return ModelConfig(
             architecture=self.arch,
@@ -256,13 +332,41 @@ class _Reader:
             vocab_size=self._vocab_size(),
             context_length=context,
             norm_eps=self.number("attention.layer_norm_rms_epsilon", most=1.0),
-            rope=self._rope(head_dim, context),
+            rope=rope,
             tied_output="output.weight" not in f.tensors,
             biases=biases,
             activation=self._activation(),
             gated="blk.0.ffn_gate.weight" in f.tensors or not self._says_activation(),
             predictor_ranks=self._ranks(n_layers) if self.sparse else (),
+            window=window,
+            full_every=self._full_every() if window else 0,
+            local_rope=self._local_rope(rope) if window else None,
         )
+
+    def _window(self) -> int:
+        """Tokens that a layer with a window sees, 0 where none has one."""
+        family, key = ARCHITECTURES[self.arch], "attention.sliding_window"
+        if family.window == "never" or (family.window == "may" and not self.f.get(f"{self.arch}.{key}", "int", 0)):
+            return 0
+        return self.size(key, most=MAX_CONTEXT)
+
+    def _full_every(self) -> int:
+        """Of how many layers one sees all tokens."""
+        key, period = "attention.sliding_window_pattern", ARCHITECTURES[self.arch].full_every
+        full = f"{self.arch}.{key}"
+        if not isinstance(self.f.metadata.get(full), np.ndarray):
+            return self.size(key, period, most=1 << 14) if period or full in self.f.metadata else 0
+        given = self.f.metadata[full].astype(bool).tolist()  # of each layer, whether it has a window
+        if given != [not period or (i + 1) % period != 0 for i in range(len(given))]:
+            raise self.fail(key, "another list", f"only a window on all but every {period}th layer is supported")
+        return period
+
+    def _local_rope(self, rope: RopeConfig) -> RopeConfig | None:
+        """The rotary embedding of layers with a window: a base of their own, and no scaling."""
+        base = ARCHITECTURES[self.arch].local_rope_base
+        if base is None:
+            return None
+        return RopeConfig(self.number("rope.freq_base_swa", base, low=1.0), rope.dim, rope.pairing)
 
     def _says_activation(self) -> bool:
         return ACTIVATION_KEY in self.f.metadata

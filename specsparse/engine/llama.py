@@ -1,4 +1,7 @@
-"""The Llama forward pass: embedding, attention and FFN of each layer, output. The kernels are injected."""
+"""The forward pass: embedding, attention and FFN of each layer, output. The kernels are injected.
+
+What a layer is beside the plain Llama's says `ModelConfig.family` (`engine.architectures`).
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +12,7 @@ import jax.numpy as jnp
 
 from specsparse.engine.activation import activate, parse_activation
 from specsparse.engine.cache import KVCache
-from specsparse.engine.config import ModelConfig
+from specsparse.engine.config import LayerKind, ModelConfig
 from specsparse.engine.weights import Layer, Params
 from specsparse.errors import UserError
 from specsparse.kernels import Kernels, SkipWeights, SparseStats
@@ -46,14 +49,34 @@ class ForwardOut(NamedTuple):
     stats: object | None = None
 
 
+_PLAIN_KIND = LayerKind()
+
 ForwardFn = Callable[..., tuple[ForwardOut, KVCache]]
 """forward(params, tokens_Bn, cache, *, n_valid_B, parents_Bn=None, want=Want()) -> (ForwardOut, KVCache)."""
+
+
+def block_end(config: ModelConfig, kernels: Kernels) -> Callable:
+    """end(layer, name, h_RI, x_RD, n_valid_B, post) -> x + matrix `name` times h, f32[R, D].
+
+    What the matrix gives is normalised by `post` before it is added, where that is not None.
+    """
+
+    def end(layer: Layer, name: str, h_RI, x_RD, n_valid_B, post):
+        matrix, biases = (getattr(layer, name),), layer.bias(name)
+        residual = x_RD if post is None else None
+        (y_RD,) = kernels.linear(h_RI, matrix, biases=biases, residual=residual, n_valid=n_valid_B)
+        if post is None:
+            return y_RD
+        return kernels.add_normed(x_RD, y_RD, post, n_valid=n_valid_B, eps=config.norm_eps)
+
+    return end
 
 
 def dense_ffn(config: ModelConfig, kernels: Kernels) -> Callable:
     """The FFN of a dense model: x + down(act(gate(norm x)) * up(norm x)), f32[R, D] to f32[R, D]; no statistics."""
     act, up_act = parse_activation(config.activation)
     fused = config.gated and up_act is None and isinstance(act, str)
+    end = block_end(config, kernels)
 
     def hidden(layer: Layer, x_RD, n_valid_B):
         """act(gate z) * up z where the kernels have no such product of their own."""
@@ -78,18 +101,21 @@ def dense_ffn(config: ModelConfig, kernels: Kernels) -> Callable:
 
     def ffn(layer: Layer, x_RD, n_valid_B):
         h_RF = (product if fused else hidden)(layer, x_RD, n_valid_B)
-        (y_RD,) = kernels.linear(
-            h_RF, (layer.ffn_down,), biases=layer.bias("ffn_down"), residual=x_RD, n_valid=n_valid_B
-        )
-        return y_RD, None
+        return end(layer, "ffn_down", h_RF, x_RD, n_valid_B, layer.post_ffw_norm), None
 
     return ffn
 
 
 def make_attention(config: ModelConfig, kernels: Kernels) -> Callable:
-    """attention(layer, params, x_RD, k, v, length, n_valid_B, parents_Bn) -> (x_RD, k, v), its residual added."""
+    """attention(layer, params, x_RD, k, v, length, n_valid_B, parents_Bn, kind) -> (x_RD, k, v), its residual added.
 
-    def attention(layer: Layer, params: Params, x_RD, k, v, length, n_valid_B, parents_Bn):
+    `kind` is the layer's `ModelConfig.kind`.
+    """
+    end = block_end(config, kernels)
+
+    def attention(
+        layer: Layer, params: Params, x_RD, k, v, length, n_valid_B, parents_Bn, kind: LayerKind = _PLAIN_KIND
+    ):
         q_RHd, k_RGd, v_RGd = kernels.linear(
             x_RD,
             (layer.attn_q, layer.attn_k, layer.attn_v),
@@ -100,12 +126,10 @@ def make_attention(config: ModelConfig, kernels: Kernels) -> Callable:
         )
         out_RHd, k, v = kernels.attend(
             q_RHd, k_RGd, v_RGd, k, v, cos=params.cos, sin=params.sin, length=length, n_valid=n_valid_B,
-            parents=parents_Bn, pairing=config.rope.pairing,
+            parents=parents_Bn, pairing=config.rope.pairing, q_norm=layer.attn_q_norm, k_norm=layer.attn_k_norm,
+            eps=config.norm_eps, window=kind.window, table=kind.table,
         )  # fmt: skip
-        (x_RD,) = kernels.linear(
-            out_RHd, (layer.attn_output,), biases=layer.bias("attn_output"), residual=x_RD, n_valid=n_valid_B
-        )
-        return x_RD, k, v
+        return end(layer, "attn_output", out_RHd, x_RD, n_valid_B, layer.post_attention_norm), k, v
 
     return attention
 
@@ -140,7 +164,7 @@ def make_layers(config: ModelConfig, kernels: Kernels, ffn: Callable | None = No
     by side, E = len(features) D, `len(which)` for those that come out, 0 where a row does not count; None without
     places. Of `params` it reads `layers`, `cos` and `sin`. `ffn` as for `make_forward`.
     """
-    plain = config.gated and config.activation in ("silu", "relu", "relu2")
+    plain = config.gated and config.activation in ("silu", "gelu_tanh", "relu", "relu2")
     one_call = ffn is None and plain and kernels.layers is not None and config.head_dim % 16 == 0
     ffn = ffn or dense_ffn(config, kernels)
     attention = make_attention(config, kernels)
@@ -151,7 +175,7 @@ def make_layers(config: ModelConfig, kernels: Kernels, ffn: Callable | None = No
             layer, kept[place] = params.layers[i], x_RD
             with jax.named_scope(f"layer{i}/attention"):
                 x_RD, keys[i], values[i] = attention(
-                    layer, params, x_RD, keys[i], values[i], cache.length, n_valid_B, parents_Bn
+                    layer, params, x_RD, keys[i], values[i], cache.length, n_valid_B, parents_Bn, config.kind(i)
                 )
             with jax.named_scope(f"layer{i}/ffn"):
                 x_RD, stat = ffn(layer, x_RD, n_valid_B)
@@ -173,7 +197,7 @@ def make_layers(config: ModelConfig, kernels: Kernels, ffn: Callable | None = No
                 x_RD, layers, [keys[i] for i in which], [values[i] for i in which],
                 cos=params.cos, sin=params.sin, length=cache.length, n_valid=n_valid_B, parents=parents_Bn,
                 pairing=config.rope.pairing, eps=config.norm_eps, act=config.activation, skip=skip if skips else None,
-                features=features,
+                features=features, kinds=[config.kind(i) for i in which],
             )  # fmt: skip
         for i, k, v in zip(which, new_k, new_v, strict=True):
             keys[i], values[i] = k, v
@@ -224,6 +248,8 @@ def make_forward(config: ModelConfig, kernels: Kernels, ffn: Callable | None = N
             n_valid_B = jnp.full((batch,), n, jnp.int32)
         with jax.named_scope("embed"):
             x_RD = kernels.embed(params.embedding, tokens_Bn.reshape(-1))
+            if config.embedding_scale != 1.0:
+                x_RD = x_RD * jnp.float32(config.embedding_scale)
         which = range(config.n_layers) if want.layers is None else want.layers
         features = places(want.hidden, which, config.n_layers)
         x_RD, cache, stats, features_RE = run(params, x_RD, cache, n_valid_B, parents_Bn, which, features)

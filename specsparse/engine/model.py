@@ -35,7 +35,7 @@ class Model:
     Attributes:
         config: shapes and constants.
         tokenizer: from the file's metadata.
-        params: the packed weights; the rotary table is the one of `params_for`.
+        params: the packed weights; the rotary tables are those of `params_for`.
         forward: the forward function (see `engine.llama.ForwardFn`).
         kernels: what it runs on.
         kv_dtype: "f32", "f16" or "bf16".
@@ -108,9 +108,9 @@ class Model:
         return min(rounded, context)
 
     def params_for(self, capacity: int) -> Params:
-        """The weights with a rotary table of `capacity` positions."""
+        """The weights with rotary tables of `capacity` positions."""
         if capacity not in self._tables:
-            cos, sin = rope.rope_tables(self.config.rope, capacity, self.rope_factors)
+            cos, sin = rope.model_tables(self.config, capacity, self.rope_factors)
             self._tables[capacity] = self.everywhere((jnp.asarray(cos), jnp.asarray(sin)))
         cos, sin = self._tables[capacity]
         return self.params._replace(cos=cos, sin=sin)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from specsparse.engine.config import RopeConfig
+from specsparse.engine.config import ModelConfig, RopeConfig
 from specsparse.errors import UserError
 
 
@@ -55,3 +55,20 @@ def rope_tables(
     radians, magnitude = angles(cfg, freq_factors)
     turn = np.arange(capacity, dtype=np.float64)[:, None] * radians
     return (np.cos(turn) * magnitude).astype(np.float32), (np.sin(turn) * magnitude).astype(np.float32)
+
+
+def model_tables(
+    config: ModelConfig, capacity: int, freq_factors: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin of each of `config.ropes`, float32 [T, capacity, d/2]; what turns nothing has cos 1 and sin 0.
+
+    `freq_factors` belong to the first.
+    """
+    shape = (capacity, config.head_dim // 2)
+    unturned = np.ones(shape, np.float32), np.zeros(shape, np.float32)
+    tables = [
+        unturned if rope is None else rope_tables(rope, capacity, None if i else freq_factors)
+        for i, rope in enumerate(config.ropes)
+    ]
+    cos, sin = (np.stack(part) for part in zip(*tables))
+    return cos, sin

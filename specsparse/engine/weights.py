@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from gguf import GGMLQuantizationType as GGML
 
-from specsparse.engine.config import ModelConfig
+from specsparse.engine.config import PROJECTIONS, ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile, TensorInfo
 from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
@@ -24,6 +24,8 @@ from specsparse.kernels.packing.pack import pack_qtensor
 class Layer(NamedTuple):
     """Weights of one layer. Matrices are [outputs, inputs], norms f32[D], biases f32[outputs] or None.
 
+    Norms that not all architectures have are None where there is none: those of each head of queries and keys, f32[d],
+    and of what attention and FFN add, f32[D].
     `sparse` is what an injected sparse FFN reads: neuron-major rows and predictor weights; the dense matrices that it
     replaces may then be None. `SkipWeights` there stand beside them, for the dense pass that skips zeros.
     """
@@ -39,6 +41,10 @@ class Layer(NamedTuple):
     ffn_down: QTensor | None
     biases: dict[str, jax.Array]
     sparse: Pytree = None
+    attn_q_norm: jax.Array | None = None
+    attn_k_norm: jax.Array | None = None
+    post_attention_norm: jax.Array | None = None
+    post_ffw_norm: jax.Array | None = None
 
     def bias(self, *names: str) -> tuple[jax.Array | None, ...] | None:
         """Biases of the named projections, None where there is none at all."""
@@ -53,7 +59,8 @@ class Params(NamedTuple):
         layers: L of them.
         output_norm: f32[D].
         output: QTensor [V, D], the embedding itself where the two are tied.
-        cos, sin: f32[C, r/2] rotary table of the cache's capacity, set by whoever makes the cache.
+        cos, sin: f32[T, C, r/2] rotary tables of the cache's capacity (`engine.rope.model_tables`), set by whoever
+            makes the cache.
     """
 
     embedding: QTensor
@@ -130,6 +137,8 @@ def load_params(
         t = tensor(name)
         as_floats = floats or t.type.name in float_types
         out = _vector(t) if name.endswith(("norm.weight", ".bias")) else pack_matrix(t, floats=as_floats)
+        if name.endswith("attn_q_norm.weight"):
+            out = out * np.float32(config.query_scale)
         _check_finite(f, name, out)
         if progress is not None:
             progress(t.nbytes)
@@ -161,7 +170,7 @@ def load_params(
 
 def _layer(loaded: dict, config: ModelConfig, i: int, packed: dict[str, Pytree]) -> Layer:
     prefix = f"blk.{i}."
-    names = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
+    names = (*config.layer_norms, *PROJECTIONS)
     fields = {name: loaded.get(f"{prefix}{name}.weight") for name in names}
     biases = {n: loaded[f"{prefix}{n}.bias"] for n in config.projections if f"{prefix}{n}.bias" in loaded}
     return Layer(**{**fields, "biases": biases, **packed})

@@ -19,6 +19,7 @@ class Kernels:
     Attributes:
         name: "native", "reference" or "xla".
         linear: matrices times rows, with normalisation before and residual after.
+        add_normed: rows plus normalised rows.
         embed: rows of a packed matrix by index.
         attend: rotary embedding, cache append and attention.
         argmax: index of the largest value of each row.
@@ -31,6 +32,7 @@ class Kernels:
 
     name: str
     linear: Callable
+    add_normed: Callable
     embed: Callable
     attend: Callable
     argmax: Callable
@@ -42,6 +44,7 @@ class Kernels:
 NATIVE = Kernels(
     "native",
     cpu.linear,
+    cpu.add_normed,
     cpu.embed,
     cpu.attend,
     cpu.argmax,
@@ -52,6 +55,7 @@ NATIVE = Kernels(
 REFERENCE = Kernels(
     "reference",
     dense.linear,
+    dense.add_normed,
     dense.embed,
     dense.attend,
     dense.argmax,
@@ -61,6 +65,7 @@ REFERENCE = Kernels(
 XLA = Kernels(
     "xla",
     dense.linear_batched,
+    dense.add_normed_batched,
     dense.embed,
     dense.attend_batched,
     dense.argmax_batched,

@@ -37,12 +37,13 @@ class FFN:
         biased = [name for name in config.biases if name.startswith("ffn_")]
         if biased:
             raise UserError(f"predictors need an FFN without biases, and this model has one on {biased[0]}")
+        config.check_sums("a predictor")
         return FFN(kernels, config.norm_eps, *parse_activation(config.activation))
 
     @property
     def has_zeros(self) -> bool:
-        """Whether neurons can be exactly zero (not so with SiLU)."""
-        return self.act != "silu"
+        """Whether neurons can be exactly zero (not so with SiLU and GELU)."""
+        return self.act not in ("silu", "gelu_tanh")
 
     def gate(self, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
         """f32[R, F]: what `act` is applied to."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile, open_gguf
-from specsparse.engine.rope import rope_tables
+from specsparse.engine.rope import model_tables
 
 _NASTY = (0, 1, 2, 7, 8, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**60, 2**63 - 1, 2**63, 2**64 - 1)
 
@@ -85,7 +85,7 @@ def load_everything(path: str | Path, *, then: Callable[[GGUFFile, ModelConfig],
     f = open_gguf(path)
     config = ModelConfig.from_gguf(f)
     factors = f.tensors["rope_freqs.weight"].dequantize() if config.rope.freq_factors else None
-    rope_tables(config.rope, min(config.context_length, 1024), factors)
+    model_tables(config, min(config.context_length, 1024), factors)
     for tensor in f.tensors.values():
         if tensor.dequantize().shape != tensor.shape:
             raise AssertionError(f"{tensor.name}: shape {tensor.shape} promised")

@@ -10,7 +10,8 @@ import numpy as np
 from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from specsparse.engine.config import ARCHITECTURES, PROJECTIONS, ModelConfig, RopeConfig, Scaling
+from specsparse.engine.architectures import ARCHITECTURES
+from specsparse.engine.config import PROJECTIONS, ModelConfig, RopeConfig, Scaling
 from specsparse.engine.gguf.writer import NewTensor, write_gguf
 from specsparse.testing.quantised import random_quantised
 from specsparse.testing.vocab import bpe_vocabulary, spm_vocabulary
@@ -45,21 +46,29 @@ def tiny_config(
     original_context: int | None = None,
     attn_factor: float = 1.0,
     freq_factors: bool = False,
+    window: int = 0,
+    full_every: int | None = None,
 ) -> ModelConfig:
     """The config of a tiny model; what `ModelConfig.from_gguf` reads from `write_tiny_gguf` of the same keywords.
 
     Args:
-        architecture: "llama" or "qwen2".
+        architecture: a name of `ARCHITECTURES`.
         n_layers, d_model, n_heads, n_kv_heads, d_ff, vocab_size, context_length, norm_eps: as in `ModelConfig`.
         head_dim: d_model / n_heads where not given.
         tied: the output matrix is the embedding.
         bias: which projections have one; True is all. What the architecture needs comes on top.
         gated: whether the FFN has a gate; a file without one must name its activation.
         rope_base, rope_scaling, rope_factor, original_context, attn_factor, freq_factors: as in `RopeConfig`.
+        window: of the layers that have one; an architecture that must have it takes 8 where none is given.
+        full_every: as in `ModelConfig`; None is the architecture's.
     """
     family = ARCHITECTURES[architecture]
     asked = set(PROJECTIONS) if bias is True else set(bias or ()) | set(family.biases)
     head_dim = head_dim or d_model // n_heads
+    window = window or (8 if family.window == "must" else 0)
+    local = None
+    if window and family.local_rope_base is not None:
+        local = RopeConfig(family.local_rope_base, head_dim, family.pairing)
     rope = RopeConfig(
         base=rope_base,
         dim=head_dim,
@@ -84,7 +93,11 @@ def tiny_config(
         rope=rope,
         tied_output=tied,
         biases=tuple(name for name in PROJECTIONS if name in asked),
+        activation=family.activation,
         gated=gated,
+        window=window,
+        full_every=(family.full_every if full_every is None else full_every) if window else 0,
+        local_rope=local,
     )
 
 
@@ -192,6 +205,9 @@ def _model_keys(cfg: ModelConfig) -> dict[str, Any]:
             f"{a}.rope.scaling.factor": rope.factor,
             f"{a}.rope.scaling.original_context_length": rope.original_context,
         }
+    if cfg.window:
+        keys[f"{a}.attention.sliding_window"] = cfg.window
+        keys |= {f"{a}.attention.sliding_window_pattern": cfg.full_every} if cfg.full_every else {}
     if rope.attn_factor != 1.0:
         keys[f"{a}.rope.scaling.attn_factor"] = rope.attn_factor
     return keys

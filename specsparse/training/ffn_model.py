@@ -69,8 +69,9 @@ def check(config: ModelConfig) -> None:
     """Refuses a model that this function is not of.
 
     Raises:
-        UserError: its FFN has no gate or no SiLU, or it has biases.
+        UserError: its FFN has no gate or no SiLU, it has biases, or its layers are not those of a Llama.
     """
+    config.check_alike("turning FFNs to ReLU")
     if config.activation != "silu":
         raise UserError(f"only SiLU is turned to ReLU here, and this model's activation is {config.activation}")
     if not config.gated:

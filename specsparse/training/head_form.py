@@ -48,11 +48,12 @@ class HeadForm(Form):
         return (*self.below, self.model.config.n_layers)
 
     def check(self) -> None:
-        """Refuses a file to begin with that reads other layers.
+        """Refuses a target of other layers than a Llama's, and a file to begin with that reads other layers.
 
         Raises:
-            UserError: such a file, or none.
+            UserError: such a target or file, or none.
         """
+        self.model.config.check_alike("training a head")
         if self.begin is not None and self._begun.below not in ((), self.below):
             found = list(self._begun.below)
             raise UserError(f"{self.begin}: reads layers {found} beside the last rows; give train.below={found}")

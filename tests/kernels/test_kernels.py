@@ -393,9 +393,8 @@ def packed_cache(keys, values, dtype: str, length):
 @cache
 def attend_program(backend: str, pairing: str):
     def call(q, k, v, ck, cv, cos, sin, length, n_valid, parents):
-        return BACKENDS[backend].attend(
-            q, k, v, ck, cv, cos=cos, sin=sin, length=length, n_valid=n_valid, parents=parents, pairing=pairing
-        )
+        options = {"length": length, "n_valid": n_valid, "parents": parents, "pairing": pairing}
+        return BACKENDS[backend].attend(q, k, v, ck, cv, cos=cos[None], sin=sin[None], **options)
 
     return jax.jit(call)
 
@@ -484,7 +483,7 @@ def test_a_head_size_without_native_kernel_takes_the_reference(d):
     q, k, v = (jnp.asarray(rng.normal(size=(3, heads * d)), jnp.float32) for heads in (4, 2, 2))
     angle = rng.normal(size=(16, d // 2))
     options = {
-        "cos": jnp.asarray(np.cos(angle), jnp.float32), "sin": jnp.asarray(np.sin(angle), jnp.float32),
+        "cos": jnp.asarray(np.cos(angle), jnp.float32)[None], "sin": jnp.asarray(np.sin(angle), jnp.float32)[None],
         "length": jnp.array([2], jnp.int32), "n_valid": jnp.array([3], jnp.int32),
     }  # fmt: skip
     empty = jnp.zeros((1, 2, 1, d, 16), jnp.float16), jnp.zeros((1, 2, 16, d), jnp.float16)

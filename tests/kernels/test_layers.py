@@ -19,6 +19,10 @@ pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.why_missing(
 MODELS = {
     "q4_1": {"quant": "Q4_1", "d_model": 96, "d_ff": 160, "n_heads": 6, "n_kv_heads": 2, "n_layers": 3},
     "mixed-bias-neox": {"quant": "Q8_0", "architecture": "qwen2", "bias": True, "head_dim": 32, "d_ff": 64},
+    "qwen3": {"quant": "Q8_0", "architecture": "qwen3", "head_dim": 32, "d_ff": 64},
+    "mistral": {"quant": "Q4_1", "window": 6, "d_ff": 64},
+    "smollm3": {"quant": "F16", "architecture": "smollm3", "n_layers": 4, "d_ff": 64},
+    "gemma3": {"quant": "Q4_0", "architecture": "gemma3", "full_every": 2, "window": 6, "n_layers": 3, "d_ff": 64},
     "floats": {"quant": "F16", "d_model": 80, "d_ff": 77, "head_dim": 16, "n_kv_heads": 4},
 }
 

@@ -127,8 +127,7 @@ def _specs(config: ModelConfig) -> Params:
     """Where each parameter is cut; a specification of a matrix is that of its bytes."""
     layer = Layer(
         **{name: _matrix(name) for name in PROJECTIONS},
-        attn_norm=P(),
-        ffn_norm=P(),
+        **{name: P() for name in config.layer_norms},
         biases={name: _bias(name) for name in config.biases},
     )  # type: ignore[arg-type]
     out = _matrix("output")
@@ -173,7 +172,8 @@ def _own(params: Params) -> Params:
 
 
 def across(kernels: Kernels, vocab_size: int) -> Kernels:
-    """Kernels of one device among others. A product with a residual ends a block: it is the sum of all devices'."""
+    """Kernels of one device among others. A product with a residual ends a block, or rows that are
+    normalised and added: they are the sum of all devices'."""
     total = _psum if kernels.name == "xla" else _in_order
 
     def linear(x, weights, *, biases=None, residual=None, **options):
@@ -188,7 +188,10 @@ def across(kernels: Kernels, vocab_size: int) -> Kernels:
         here = (row >= 0) & (row < w.shape[0])
         return total(jnp.where(here[:, None], kernels.embed(w, row), jnp.float32(0)))
 
-    return replace(kernels, linear=linear, embed=embed, layers=None)
+    def add_normed(x, y, norm, **options):
+        return kernels.add_normed(x, total(y), norm, **options)
+
+    return replace(kernels, linear=linear, add_normed=add_normed, embed=embed, layers=None)
 
 
 def _first(x: jax.Array) -> jax.Array:

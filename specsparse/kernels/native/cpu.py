@@ -14,11 +14,13 @@ from specsparse.kernels.qtensor import QTensor
 from specsparse.kernels.reference import dense
 
 LIBRARY = Path(__file__).parents[1] / "libspecsparse_kernels.so"
-OPERATIONS = ("linear", "embed", "attend", "layers", "argmax", "check", "law", "draw", "sparse_ffn", "signbit_keep")
+OPERATIONS = (
+    "linear", "add_normed", "embed", "attend", "layers", "argmax", "check", "law", "draw", "sparse_ffn", "signbit_keep",
+)  # fmt: skip
 
 _CODES = ("nibble", "int8", "f32", "f16", "bf16")
 _SCALES = ("none", "d", "dm", "f32", "super", "super_min")
-ACTS = {None: 0, "silu": 1, "relu": 2, "relu2": 3}
+ACTS = {None: 0, "silu": 1, "relu": 2, "relu2": 3, "gelu_tanh": 4}
 
 
 @functools.cache
@@ -148,18 +150,27 @@ def linear(x, weights, *, n_valid, norm=None, eps=0.0, biases=None, residual=Non
     )
 
 
+def add_normed(x, y, norm, *, n_valid, eps):
+    """`reference.dense.add_normed` by the C++ kernels."""
+    call = _call("specsparse_add_normed", jax.ShapeDtypeStruct(x.shape, jnp.float32))
+    return call(x, y, norm, n_valid, eps=np.float32(eps))
+
+
 def embed(w, ids):
     """`reference.dense.embed` by the C++ kernels."""
     call = _call("specsparse_embed", jax.ShapeDtypeStruct((ids.shape[0], w.shape[1]), jnp.float32))
     return call(w.data, ids, description=describe((w,)))
 
 
-def attend(q, k, v, cache_k, cache_v, *, cos, sin, length, n_valid, parents=None, pairing="norm"):
+def attend(
+    q, k, v, cache_k, cache_v, *,
+    cos, sin, length, n_valid, parents=None, pairing="norm", q_norm=None, k_norm=None, eps=0.0, window=0, table=0,
+):  # fmt: skip
     """`reference.dense.attend` by the C++ kernels; a head size that is no multiple of 16 takes the reference."""
     if cache_v.shape[-1] % 16:
         return dense.attend(
             q, k, v, cache_k, cache_v, cos=cos, sin=sin, length=length, n_valid=n_valid, parents=parents,
-            pairing=pairing,
+            pairing=pairing, q_norm=q_norm, k_norm=k_norm, eps=eps, window=window, table=table,
         )  # fmt: skip
     shapes = (
         jax.ShapeDtypeStruct(q.shape, jnp.float32),
@@ -167,17 +178,35 @@ def attend(q, k, v, cache_k, cache_v, *, cos, sin, length, n_valid, parents=None
         jax.ShapeDtypeStruct(cache_v.shape, cache_v.dtype),
     )
     call = _call("specsparse_attend", shapes, input_output_aliases={3: 1, 4: 2})
-    parents = jnp.zeros((0,), jnp.int32) if parents is None else parents
-    neox = np.int64(pairing == "neox")
-    return call(q, k, v, cache_k, cache_v, cos, sin, length, n_valid, parents, neox=neox)
+    empty = jnp.zeros((0,), jnp.float32)
+    return call(
+        q,
+        k,
+        v,
+        cache_k,
+        cache_v,
+        cos,
+        sin,
+        length,
+        n_valid,
+        jnp.zeros((0,), jnp.int32) if parents is None else parents,
+        empty if q_norm is None else q_norm,
+        empty if k_norm is None else k_norm,
+        neox=np.int64(pairing == "neox"),
+        window=np.int64(window),
+        table=np.int64(table),
+        eps=np.float32(eps),
+    )
 
 
+_NORMS = ("attn_norm", "ffn_norm", "attn_q_norm", "attn_k_norm", "post_attention_norm", "post_ffw_norm")
 _MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 
 
 def layers(
     x, weights, cache_k, cache_v, *,
     cos, sin, length, n_valid, parents=None, pairing="norm", eps=0.0, act="silu", skip=None, features=(),
+    kinds=None,
 ):  # fmt: skip
     """All of `weights` applied to rows f32[R, D] in one call: what `linear` and `attend` compute, bit for bit.
 
@@ -186,11 +215,12 @@ def layers(
         weights: the layers in order, objects with the fields of `engine.weights.Layer`; head size a multiple of 16.
         cache_k, cache_v: of each of these layers; updated in place where the caller donates them.
         cos, sin, length, n_valid, parents, pairing: as `attend` takes them.
-        eps: of both norms.
+        eps: of all norms.
         act: of the gate.
         skip: of each of the layers a `stripes.SkipWeights`: the same bits, and where one row counts, neurons that the
             gate closes are not read. `act` is "relu" or "relu2".
         features: places in `weights` of layers whose incoming rows are kept; `len(weights)` for the rows that come out.
+        kinds: (window, table) of each of the layers, as `attend` takes them; None: (0, 0).
 
     Returns:
         Rows f32[R, D], the caches' keys, their values; with `skip` also (int32[L, R], int32[L]): neurons of each row
@@ -204,7 +234,8 @@ def layers(
         own = [getattr(layer, name) for name in _MATRICES]
         matrices += own
         biases = [layer.biases.get(name, empty) for name in _MATRICES]
-        operands += [layer.attn_norm, layer.ffn_norm, *(w.data for w in own), *biases, k, v]
+        norms = [getattr(layer, name) for name in _NORMS]
+        operands += [*(empty if norm is None else norm for norm in norms), *(w.data for w in own), *biases, k, v]
         for back, cache in ((2, k), (1, v)):
             aliases[6 + len(operands) - back] = len(shapes)
             shapes.append(jax.ShapeDtypeStruct(cache.shape, cache.dtype))
@@ -223,6 +254,7 @@ def layers(
         jnp.zeros((0,), jnp.int32) if parents is None else parents,
         *operands,
         description=np.append(describe(tuple(matrices)), np.array(features, np.int64)),  # the layers kept follow
+        kinds=np.array(kinds or [(0, 0)] * len(weights), np.int64).reshape(-1),
         act=np.int64(ACTS[act]),
         eps=np.float32(eps),
         neox=np.int64(pairing == "neox"),

@@ -23,6 +23,19 @@ def _rowwise(function, *rows):
     return jax.lax.map(lambda args: function(*args), rows)
 
 
+def _alone(function, *rows):
+    """`_rowwise`, never fused with what is around it: XLA unrolls a loop of one step, and then may join a product in it
+    with a sum outside, unrounded."""
+    if rows[0].shape[0] > 1:
+        return _rowwise(function, *rows)
+    return _rowwise(function, *(jnp.concatenate([x, x]) for x in rows))[:1]
+
+
+def _at_once(function, *rows):
+    """function of all rows together."""
+    return function(*rows)
+
+
 def _normalise(x, norm, eps):
     return (
         x
@@ -32,9 +45,11 @@ def _normalise(x, norm, eps):
 
 
 def activate(x, act: str):
-    """The gate's activation: silu, relu or relu2 (squared)."""
+    """The gate's activation: silu, relu, relu2 (squared) or gelu_tanh (GELU by its tanh formula)."""
     if act == "silu":
         return x * jax.nn.sigmoid(x)
+    if act == "gelu_tanh":  # x / 2 * (1 + tanh(z)) = x * sigmoid(2 z), z = sqrt(2 / pi) (x + 0.044715 x^3)
+        return x * jax.nn.sigmoid(x * (jnp.float32(1.5957691216057308) + jnp.float32(0.07135481627260025) * x * x))
     positive = jnp.maximum(x, jnp.float32(0))
     return positive * positive if act == "relu2" else positive
 
@@ -77,7 +92,7 @@ def linear(x, weights, **options):
         norm: f32[D] weight of an RMS norm before the product, or None; `eps` belongs to it.
         biases: one f32[O_i] or None for each matrix, or None.
         residual: f32[R, O] added to the product, or None.
-        act: None, or "silu" | "relu" | "relu2": the matrices are gate and up.
+        act: None, or "silu" | "relu" | "relu2" | "gelu_tanh": the matrices are gate and up.
 
     Returns:
         A tuple of f32[R, O_i]; one entry with `act`.
@@ -87,7 +102,22 @@ def linear(x, weights, **options):
 
 def linear_batched(x, weights, **options):
     """`linear` as one batched product."""
-    return _linear(x, weights, over_rows=lambda f, x: f(x), **options)
+    return _linear(x, weights, over_rows=_at_once, **options)
+
+
+def _add_normed(x, y, norm, *, over_rows, n_valid, eps):
+    out = over_rows(lambda a, b: a + _normalise(b, norm, eps), x, y)
+    return jnp.where(_valid(n_valid, x.shape[0])[:, None], out, jnp.float32(0))
+
+
+def add_normed(x, y, norm, **options):
+    """x + y / rms(y) * norm, row by row: x, y f32[R, D], norm f32[D]; `n_valid` and `eps` as `linear` takes them."""
+    return _add_normed(x, y, norm, over_rows=_alone, **options)
+
+
+def add_normed_batched(x, y, norm, **options):
+    """`add_normed` of all rows at once."""
+    return _add_normed(x, y, norm, over_rows=_at_once, **options)
 
 
 def embed(w, ids):
@@ -164,7 +194,10 @@ def _attend_row(q_HD, keys_GCd, values_GCd, path_C):
     return jnp.einsum("ghc,gcd->ghd", p, values, precision=_HIGHEST).reshape(-1)
 
 
-def _attend(q, k, v, cache_k, cache_v, *, over_rows, cos, sin, length, n_valid, parents=None, pairing="norm"):
+def _attend(
+    q, k, v, cache_k, cache_v, *, over_rows, each_row,
+    cos, sin, length, n_valid, parents=None, pairing="norm", q_norm=None, k_norm=None, eps=0.0, window=0, table=0,
+):  # fmt: skip
     batch, groups, capacity, d = cache_v.shape
     n = q.shape[0] // batch
     index = jnp.arange(n, dtype=jnp.int32)[None]
@@ -174,15 +207,25 @@ def _attend(q, k, v, cache_k, cache_v, *, over_rows, cos, sin, length, n_valid, 
     keep = index < jnp.minimum(n_valid[:, None], capacity - length[:, None])
     seen_Bnn = ancestors(parents)
     positions = jnp.minimum(length[:, None] + jnp.sum(seen_Bnn, axis=-1, dtype=jnp.int32) - 1, capacity - 1)
-    c, s = cos[positions][:, :, None], sin[positions][:, :, None]
-    q = rotate(q.reshape(batch, n, -1, d), c, s, pairing)
-    k = rotate(k.reshape(batch, n, groups, d), c, s, pairing)
+    c, s = cos[table, positions][:, :, None], sin[table, positions][:, :, None]
+
+    def heads(x, norm):
+        x = x.reshape(batch * n, -1, d)
+        if norm is not None:
+            x = each_row(lambda row: _normalise(row, norm, eps), x)
+        return rotate(x.reshape(batch, n, -1, d), c, s, pairing)
+
+    q, k = heads(q, q_norm), heads(k, k_norm)
     cache_k, cache_v = _append(cache_k, cache_v, k, v.reshape(batch, n, groups, d), length[:, None] + index, keep)
 
     slots = jnp.arange(capacity, dtype=jnp.int32)[None, None]
     node = slots - length[:, None, None]
     new = jnp.take_along_axis(seen_Bnn, jnp.clip(jnp.broadcast_to(node, (batch, n, capacity)), 0, n - 1), axis=2)
     paths = (node < 0) | ((node >= 0) & (node < n) & new)
+    if window:  # of positions: a node's is that of its depth, whatever slot it lies in
+        depths = jnp.take_along_axis(positions, jnp.clip(node[:, 0], 0, n - 1), axis=1)
+        held = jnp.where(node[:, 0] < 0, slots[:, 0], depths)
+        paths &= held[:, None] > positions[:, :, None] - window
     keys = cache_k.swapaxes(3, 4).reshape(batch, groups, capacity, d).astype(jnp.float32)
     values = cache_v.astype(jnp.float32)
     out = over_rows(_attend_row, q, keys, values, paths)
@@ -198,18 +241,22 @@ def _attend_vmapped(function, q, keys, values, paths):
     return jax.vmap(lambda q, k, v, p: jax.vmap(function, (0, None, None, 0))(q, k, v, p))(q, keys, values, paths)
 
 
-attend = partial(_attend, over_rows=_attend_rowwise)
+attend = partial(_attend, over_rows=_attend_rowwise, each_row=_rowwise)
 attend.__doc__ = """Rotates queries and keys, appends keys and values to the cache, and attends.
 
     Args:
         q, k, v: f32[R, H * d], f32[R, G * d], f32[R, G * d], R = B * n.
         cache_k, cache_v: [B, G, C/16, d, 16] and [B, G, C, d]; row i of sequence b goes to slot length[b] + i.
-        cos, sin: f32[>= C, r/2], the rotary table.
+        cos, sin: f32[T, >= C, r/2], rotary tables.
         length, n_valid: int32[B].
         parents: int32[B, n], -1 = the committed prefix; None is a chain.
         pairing: "norm" or "neox".
+        q_norm, k_norm: f32[d] weights of an RMS norm of each query and each key before it turns, or None; `eps`
+            belongs to them.
+        window: positions that a row sees, its own among them; 0: all before it.
+        table: which of the T tables turns queries and keys.
 
     Returns:
         f32[R, H * d] and the two cache arrays.
     """
-attend_batched = partial(_attend, over_rows=_attend_vmapped)
+attend_batched = partial(_attend, over_rows=_attend_vmapped, each_row=_at_once)

@@ -64,6 +64,7 @@ def make_ffn(config: ModelConfig, kernels: Kernels, predictor: Predictor) -> Cal
 
 def check_neurons(config: ModelConfig, predictor: Predictor) -> None:
     """UserError where a model's neurons cannot be left out one by one."""
+    config.check_sums("a sparse FFN")
     if biased := [name for name in config.biases if name.startswith("ffn_")]:
         raise UserError(f"a sparse FFN has no biases, and this model has one on {biased[0]}: load it with ffn='dense'")
     if isinstance(predictor, Teal):

@@ -121,6 +121,7 @@ class TwoDevices(Devices):
         host_layers: frozenset[int] = frozenset(),
         output_on_host: bool = False,
     ):
+        config.check_alike("two devices")
         self.config, self.devices = config, devices
         self.overlap, self.watch = True, None
         self._home = [devices.cold if i in host_layers else devices.hot for i in range(config.n_layers)]

@@ -31,6 +31,7 @@ class HeadPlan(DrafterPlan, HeadOptions):
     def prepare(self, target: Model, make: MakeModel) -> Bound:
         """Reads the head's file; no model is loaded."""
         c, style = target.config, self.style
+        c.check_alike("drafter=head")
         found = read_head(find(self.head, target.params.output_norm), c, floats=target.kernels.name != "native")
         if style.vocab is None:
             style = dataclasses.replace(style, vocab=tuple(found.ids.tolist()))

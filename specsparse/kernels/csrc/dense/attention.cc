@@ -20,6 +20,14 @@ void rotate_head(float* x, const float* cos, const float* sin, int64_t pairs, bo
   }
 }
 
+// A head's elements, normalised where there is a norm.
+void take_head(const float* from, const float* norm, float eps, int64_t d, float* to) {
+  if (norm)
+    ops().prepare(from, norm, eps, {d, 0, to, nullptr}, 0, false);
+  else
+    std::copy_n(from, d, to);
+}
+
 // For each new row, the new rows it sees (itself last), as slots in position order.
 std::vector<std::vector<int32_t>> tails(const int32_t* parents, int64_t n, int64_t count, int64_t length) {
   std::vector<std::vector<int32_t>> out(n);
@@ -72,10 +80,10 @@ void Attention::rotate(int64_t item) const {
     const int64_t b = plan->rows_[r] / s.n, i = plan->rows_[r] % s.n, row = index(r), slot = s.length[b] + i;
     const auto& seen = plan->seen_[b];
     const int64_t position = seen.empty() ? slot : s.length[b] + static_cast<int64_t>(seen[i].size()) - 1;
-    const float* cos = s.cos + position * s.rope;
-    const float* sin = s.sin + position * s.rope;
+    const int64_t angle = (kind.table * s.positions + position) * s.rope;
+    const float *cos = s.cos + angle, *sin = s.sin + angle;
     for (int64_t g = 0; g < s.kv_heads; ++g) {
-      std::copy_n(k + row * kv_width + g * s.d, s.d, key.data());
+      take_head(k + row * kv_width + g * s.d, kind.k_norm, kind.eps, s.d, key.data());
       rotate_head(key.data(), cos, sin, s.rope, s.neox);
       const int64_t head = (b * s.kv_heads + g) * head_bytes;
       op.store_kv(key.data(), v + row * kv_width + g * s.d, s.d, slot, s.type, static_cast<char*>(keys) + head,
@@ -83,7 +91,7 @@ void Attention::rotate(int64_t item) const {
     }
     for (int64_t h = 0; h < s.heads; ++h) {
       float* to = rotated + row * width + h * s.d;
-      std::copy_n(q + row * width + h * s.d, s.d, to);
+      take_head(q + row * width + h * s.d, kind.q_norm, kind.eps, s.d, to);
       rotate_head(to, cos, sin, s.rope, s.neox);
       for (int64_t j = 0; j < s.d; ++j) to[j] *= scale;
     }
@@ -114,6 +122,7 @@ void Attention::tile(int64_t item) const {
     t.out[j] = out + from;
     t.tail[j] = tree ? seen[i].data() : chain;
     t.tails[j] = tree ? static_cast<int64_t>(seen[i].size()) : i - tile.first / per_kv;
+    t.first[j] = kind.window ? std::max<int64_t>(t.shared + t.tails[j] - kind.window, 0) : 0;
   }
   thread_local std::vector<float> scores;
   const int64_t needed = kQueries * (start + s.n + 48);

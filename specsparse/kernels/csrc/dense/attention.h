@@ -11,9 +11,10 @@ namespace specsparse {
 // What all layers of one forward pass share.
 struct AttendShape {
   int64_t batch, n, heads, kv_heads, d, capacity, rope;  // n: new rows of a sequence; rope: rotated pairs of a head
+  int64_t tables, positions;  // of cos and sin
   KvType type;
   bool neox;
-  const float* cos;  // [capacity, rope]
+  const float* cos;  // [tables, positions, rope]
   const float* sin;
   const int32_t* length;   // [batch] committed tokens
   const int32_t* n_valid;  // [batch] new rows that count
@@ -45,6 +46,15 @@ class AttendPlan {
   std::vector<Tile> tiles_;
 };
 
+// How one layer's attention differs from another's.
+struct AttendKind {
+  int64_t window = 0;             // positions that a row sees, its own among them; 0: all
+  int64_t table = 0;              // of cos and sin
+  const float* q_norm = nullptr;  // [d], RMS norm of each query before it is rotated, or null
+  const float* k_norm = nullptr;  // and of each key
+  float eps = 0.0f;
+};
+
 // One layer's attention. Row r of the plan reads row `at[r]` of q, k and v and writes that row of `out`.
 struct Attention {
   const AttendPlan* plan;
@@ -53,6 +63,7 @@ struct Attention {
   float* out;              // as q
   void *keys, *values;     // the layer's cache
   const int32_t* at;       // null: row r of the plan is row r
+  AttendKind kind = {};
 
   // Rotates queries and keys and appends keys and values to the cache; before any tile.
   void rotate(int64_t item) const;

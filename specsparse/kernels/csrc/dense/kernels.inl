@@ -244,6 +244,9 @@ void glu(float* gate, const float* up, int64_t count, Act act) {
     F a;
     if (act == Act::kSilu) {
       a = div(g, add(set1(1.0f), exp16(sub(zero(), g))));
+    } else if (act == Act::kGeluTanh) {  // g / 2 * (1 + tanh(z)) = g / (1 + exp(-2 z)), z = sqrt(2 / pi) (g + 0.044715 g^3)
+      const F minus_2z = mul(g, fma(mul(g, g), set1(-0.0713548162726f), set1(-1.59576912161f)));
+      a = div(g, add(set1(1.0f), exp16(minus_2z)));
     } else {
       a = max(g, zero());
       if (act == Act::kRelu2) a = mul(a, a);
@@ -274,17 +277,26 @@ __attribute__((flatten)) void score_blocks(const AttendTile& t, int64_t block, f
   each<BLOCKS>([&](auto b) SPECSPARSE_EACH { each<NQ>([&](auto j) SPECSPARSE_EACH { store(scores + j * stride + (block + b) * 16, acc[b][j]); }); });
 }
 
+// Not std::max: a copy of it compiled for one instruction set could be linked into the code of another.
+inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
 // Adds p[i] * v[slot] for 16 columns at `column`, positions in order.
 template <KvType TYPE, int NQ>
 __attribute__((flatten)) void weigh_values(const AttendTile& t, const float* p, int64_t stride, int64_t column, const float* inverse) {
   F acc[NQ];
   each<NQ>([&](auto j) SPECSPARSE_EACH { acc[j] = zero(); });
-  for (int64_t i = 0; i < t.shared; ++i) {
+  int64_t common = 0;  // from here on every query sees what is shared
+  each<NQ>([&](auto j) SPECSPARSE_EACH { common = larger(common, t.first[j] < t.shared ? t.first[j] : t.shared); });
+  each<NQ>([&](auto j) SPECSPARSE_EACH {
+    for (int64_t i = t.first[j]; i < common; ++i)
+      acc[j] = fma(load_kv<TYPE>(t.v, i * t.d + column), set1(p[j * stride + i]), acc[j]);
+  });
+  for (int64_t i = common; i < t.shared; ++i) {
     const F v = load_kv<TYPE>(t.v, i * t.d + column);
     each<NQ>([&](auto j) SPECSPARSE_EACH { acc[j] = fma(v, set1(p[j * stride + i]), acc[j]); });
   }
   each<NQ>([&](auto j) SPECSPARSE_EACH {
-    for (int64_t i = 0; i < t.tails[j]; ++i) {
+    for (int64_t i = larger(t.first[j] - t.shared, 0); i < t.tails[j]; ++i) {
       const F v = load_kv<TYPE>(t.v, t.tail[j][i] * t.d + column);
       acc[j] = fma(v, set1(p[j * stride + t.shared + i]), acc[j]);
     }
@@ -298,7 +310,9 @@ void attend_tile(const AttendTile& t, float* scores) {
   for (int j = 0; j < NQ; ++j)
     if (t.tails[j] && t.tail[j][t.tails[j] - 1] + 1 > last) last = t.tail[j][t.tails[j] - 1] + 1;
   const int64_t blocks = (last + 15) / 16, stride = blocks * 16 + 16;
-  int64_t block = 0;
+  int64_t block = t.first[0] / 16;
+  for (int j = 1; j < NQ; ++j)
+    if (t.first[j] / 16 < block) block = t.first[j] / 16;
   if (NQ <= 2)
     for (; block + 2 <= blocks; block += 2) score_blocks<TYPE, NQ, 2>(t, block, scores, stride);
   for (; block < blocks; ++block) score_blocks<TYPE, NQ, 1>(t, block, scores, stride);
@@ -306,14 +320,16 @@ void attend_tile(const AttendTile& t, float* scores) {
   for (int j = 0; j < NQ; ++j) {
     float* s = scores + j * stride;
     // A path is ascending, so its scores move down without overwriting one that is still to be read.
-    for (int64_t i = 0; i < t.tails[j]; ++i) s[t.shared + i] = s[t.tail[j][i]];
+    const int64_t first = t.first[j], start = first / 16 * 16;
+    for (int64_t i = larger(first - t.shared, 0); i < t.tails[j]; ++i) s[t.shared + i] = s[t.tail[j][i]];
     const int64_t seen = t.shared + t.tails[j], padded = (seen + 15) / 16 * 16;
+    for (int64_t i = start; i < first; ++i) s[i] = -INFINITY;
     for (int64_t i = seen; i < padded; ++i) s[i] = -INFINITY;
-    F top = load(s);
-    for (int64_t i = 16; i < padded; i += 16) top = max(top, load(s + i));
+    F top = load(s + start);
+    for (int64_t i = start + 16; i < padded; i += 16) top = max(top, load(s + i));
     const F largest = set1(reduce_max(top));
     F sum = zero();
-    for (int64_t i = 0; i < padded; i += 16) {
+    for (int64_t i = start; i < padded; i += 16) {
       const F e = exp16(sub(load(s + i), largest));
       sum = add(sum, e);
       store(s + i, e);

@@ -9,8 +9,8 @@
 namespace specsparse {
 namespace {
 
-enum { kPrepareAttention, kProjectQkv, kRotate, kAttend, kPrepareOutput, kProjectOutput, kPrepareFfn, kGateUp,
-       kCount, kPrepareDown, kProjectDown, kStages };
+enum { kPrepareAttention, kProjectQkv, kRotate, kAttend, kPrepareOutput, kProjectOutput, kAddAttention, kPrepareFfn,
+       kGateUp, kCount, kPrepareDown, kProjectDown, kAddFfn, kStages };
 
 class Forward final : public Phases {
  public:
@@ -19,14 +19,16 @@ class Forward final : public Phases {
       : work_(work), features_(features), act_(act), eps_(eps), total_(work.plan.rows().size()), counted_(!counts.empty()),
         skip_(counted_ && total_ == 1) {
     const int64_t rows = std::max<int64_t>(total_, 1);
-    int64_t q = 0, kv = 0, inner = 0, cols = 0;
+    int64_t q = 0, kv = 0, inner = 0, cols = 0, added = 0;
     for (const LayerWeights& l : layers) {
       q = std::max(q, l.matrices[kQ].matrix.rows), kv = std::max(kv, l.matrices[kK].matrix.rows);
       inner = std::max(inner, l.matrices[kGate].matrix.rows);
+      if (l.post_attention || l.post_ffn) added = l.matrices[kO].matrix.rows;
       for (const Description& m : l.matrices) cols = std::max(cols, m.matrix.cols);
     }
     grow(work.q, rows * q), grow(work.rotated, rows * q), grow(work.attended, rows * q);
     grow(work.k, rows * kv), grow(work.v, rows * kv), grow(work.hidden, rows * inner);
+    grow(work.added, rows * added);
     work.activations.reserve(rows, cols, true);
     stages_.reserve(layers.size());
     for (size_t i = 0; i < layers.size(); ++i) stages_.emplace_back(*this, layers[i], counted_ ? counts[i] : SkipCounts{});
@@ -41,6 +43,8 @@ class Forward final : public Phases {
       case kRotate: return work_.plan.rotate_items();
       case kAttend: return work_.plan.tiles();
       case kProjectOutput: return l.output.items();
+      case kAddAttention: return l.add_attention.norm ? l.add_attention.items() : 0;
+      case kAddFfn: return l.add_ffn.norm ? l.add_ffn.items() : 0;
       case kGateUp: return skip_ ? l.skip.hidden_items() : l.gate_up.items();
       case kCount: return skip_ || !counted_ ? 0 : (l.width + kCounted - 1) / kCounted;
       case kProjectDown: return skip_ ? l.skip.output_items() : l.down.items();
@@ -59,11 +63,13 @@ class Forward final : public Phases {
       case kAttend: return l.attention.tile(item);
       case kPrepareOutput: return l.prepare_output.run(item);
       case kProjectOutput: return l.output.run(item);
+      case kAddAttention: return l.add_attention.run(item);
       case kPrepareFfn: return l.prepare_ffn.run(item);
       case kGateUp: return skip_ ? l.skip.hidden(item) : l.gate_up.run(item);
       case kCount: return l.count(work_.hidden.data(), total_, item);
       case kPrepareDown: return l.prepare_down.run(item);
       case kProjectDown: return skip_ ? l.skip.output(item) : l.down.run(item);
+      case kAddFfn: return l.add_ffn.run(item);
     }
   }
 
@@ -113,16 +119,28 @@ class Forward final : public Phases {
     return Product(weights.begin(), static_cast<int>(weights.size()), outs, from.to, total_, nullptr, act);
   }
 
+  // The product that ends a block: added to the rows, or kept aside where it is normalised before.
+  Product block_end(const Description& w, const Preparation& from, const float* post) {
+    if (post) return product({&w}, {work_.added.data()}, from);
+    return product({&w}, {work_.x.data()}, from, work_.x.data());
+  }
+
+  NormedSum sum(const float* post, int64_t width) {
+    return {work_.x.data(), work_.added.data(), post, eps_, width, total_, nullptr, work_.x.data()};
+  }
+
   struct Layer {
     Preparation prepare_attention;
     Product qkv;
     Attention attention;
     Preparation prepare_output;
     Product output;
+    NormedSum add_attention;
     Preparation prepare_ffn;
     Product gate_up;
     Preparation prepare_down;
     Product down;
+    NormedSum add_ffn;
     ZeroSkip skip;
     SkipCounts counts;
     int64_t width;  // neurons
@@ -136,13 +154,16 @@ class Forward final : public Phases {
           qkv(f.product({&l.matrices[kQ], &l.matrices[kK], &l.matrices[kV]},
                         {f.work_.q.data(), f.work_.k.data(), f.work_.v.data()}, prepare_attention)),
           attention{&f.work_.plan,        f.work_.q.data(),        f.work_.k.data(), f.work_.v.data(),
-                    f.work_.rotated.data(), f.work_.attended.data(), l.keys,           l.values,       nullptr},
+                    f.work_.rotated.data(), f.work_.attended.data(), l.keys,           l.values,       nullptr,
+                    l.kind},
           prepare_output(f.prepare(f.work_.attended.data(), nullptr, {&l.matrices[kO]})),
-          output(f.product({&l.matrices[kO]}, {f.work_.x.data()}, prepare_output, f.work_.x.data())),
+          output(f.block_end(l.matrices[kO], prepare_output, l.post_attention)),
+          add_attention(f.sum(l.post_attention, l.matrices[kO].matrix.rows)),
           prepare_ffn(f.prepare(f.work_.x.data(), l.ffn_norm, {&l.matrices[kGate], &l.matrices[kUp]})),
           gate_up(f.product({&l.matrices[kGate], &l.matrices[kUp]}, {f.work_.hidden.data()}, prepare_ffn, nullptr, f.act_)),
           prepare_down(f.prepare(f.work_.hidden.data(), nullptr, {&l.matrices[kDown]})),
-          down(f.product({&l.matrices[kDown]}, {f.work_.x.data()}, prepare_down, f.work_.x.data())),
+          down(f.block_end(l.matrices[kDown], prepare_down, l.post_ffn)),
+          add_ffn(f.sum(l.post_ffn, l.matrices[kDown].matrix.rows)),
           skip(&l.matrices[kGate], &l.skip, prepare_ffn.to, f.work_.hidden.data(), prepare_down.to, f.work_.x.data(), f.act_,
                counts),
           counts(counts), width(l.matrices[kGate].matrix.rows) {}

@@ -15,6 +15,8 @@ enum LayerMatrix { kQ, kK, kV, kO, kGate, kUp, kDown, kMatrices };
 struct LayerWeights {
   Description matrices[kMatrices];
   const float *attn_norm, *ffn_norm;
+  const float *post_attention, *post_ffn;  // norms of what attention and FFN add, or null
+  AttendKind kind;
   void *keys, *values;  // the layer's cache
   SkipWeights skip;     // of a ReLU model whose zeros are skipped
 };
@@ -22,7 +24,7 @@ struct LayerWeights {
 // Memory between the phases, kept from call to call. Rows are those that the plan says count, in order.
 struct Workspace {
   ActivationBuffer activations;
-  std::vector<float> x, q, k, v, rotated, attended, hidden;
+  std::vector<float> x, q, k, v, rotated, attended, hidden, added;
   AttendPlan plan;
 };
 

@@ -67,6 +67,16 @@ void Preparation::run(int64_t item) const {
     ops().prepare(from + (rows ? rows[i] : i) * to.cols, norm, eps, to, i, quantise);
 }
 
+void NormedSum::run(int64_t item) const {
+  thread_local std::vector<float> normed;
+  normed.resize(cols);
+  for (int64_t i = item * step; i < std::min(total, (item + 1) * step); ++i) {
+    const int64_t at = (rows ? rows[i] : i) * cols;
+    ops().prepare(y + at, norm, eps, {cols, 0, normed.data(), nullptr}, 0, false);
+    for (int64_t c = 0; c < cols; ++c) out[at + c] = x[at + c] + normed[c];
+  }
+}
+
 Product::Product(const Description* const* weights, int count, const Output* outs, const Activations& x, int64_t total,
                  const int32_t* rows, Act act)
     : x_(x), total_(total), rows_(rows), act_(act) {

@@ -53,6 +53,20 @@ struct Preparation {
   void run(int64_t item) const;
 };
 
+// out = x + norm(y), row by row: what ends a block whose output is normalised.
+struct NormedSum {
+  const float *x, *y;  // [., cols]
+  const float* norm;
+  float eps;
+  int64_t cols, total;
+  const int32_t* rows;  // row i is row rows[i] of all three; null: row i
+  float* out;           // may be x
+  int64_t step = preparation_step(total);
+
+  int64_t items() const { return (total + step - 1) / step; }
+  void run(int64_t item) const;
+};
+
 // Where a product is written.
 struct Output {
   float* data;

@@ -78,6 +78,20 @@ ffi::Error linear(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> norm, ffi::Buff
   return ffi::Error::Success();
 }
 
+// x + norm(y), zeros where a row does not count.
+ffi::Error add_normed(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> y, ffi::Buffer<ffi::F32> norm,
+                      ffi::Buffer<ffi::S32> n_valid, ffi::ResultBuffer<ffi::F32> out, float eps) {
+  const int64_t cols = x.dimensions().back(), total = x.element_count() / std::max<int64_t>(cols, 1);
+  if (y.element_count() != x.element_count() || static_cast<int64_t>(norm.element_count()) != cols)
+    return ffi::Error::InvalidArgument("specsparse add_normed: rows or norm do not fit");
+  const std::vector<int32_t> rows = valid_rows(n_valid, total);
+  if (static_cast<int64_t>(rows.size()) < total) std::fill_n(out->typed_data(), total * cols, 0.0f);
+  const NormedSum sum{x.typed_data(), y.typed_data(), norm.typed_data(), eps, cols, static_cast<int64_t>(rows.size()),
+                      rows.data(), out->typed_data()};
+  parallel(sum.items(), [&](int64_t item) { sum.run(item); });
+  return ffi::Error::Success();
+}
+
 ffi::Error embed(ffi::AnyBuffer data, ffi::Buffer<ffi::S32> ids, ffi::ResultBuffer<ffi::F32> out, Ints description) {
   Description w;
   if (!read(&w, description, 0, data)) return ffi::Error::InvalidArgument("specsparse embed: matrix does not fit");
@@ -128,34 +142,48 @@ AttendShape attend_shape(const ffi::AnyBuffer& values, int64_t rows, int64_t wid
   AttendShape s;
   s.batch = dims[0], s.kv_heads = dims[1], s.capacity = dims[2], s.d = dims[3];
   s.n = rows / std::max<int64_t>(s.batch, 1), s.heads = width / std::max<int64_t>(s.d, 1);
-  s.rope = cos.dimensions()[1], s.neox = neox, s.type = kv_type(values.element_type());
+  s.tables = cos.dimensions()[0], s.positions = cos.dimensions()[1], s.rope = cos.dimensions()[2];
+  s.neox = neox, s.type = kv_type(values.element_type());
   s.cos = cos.typed_data(), s.sin = sin.typed_data(), s.length = length.typed_data(), s.n_valid = n_valid.typed_data();
   s.parents = parents.element_count() ? parents.typed_data() : nullptr;
-  if (cos.dimensions()[0] < s.capacity) s.capacity = -1;  // does not fit
+  if (s.positions < s.capacity) s.capacity = -1;  // does not fit
   return s;
+}
+
+// Norms of queries and keys, empty for none, and which table turns them; false if something does not fit.
+bool attend_kind(const AttendShape& s, const ffi::AnyBuffer& q_norm, const ffi::AnyBuffer& k_norm, int64_t window,
+                 int64_t table, float eps, AttendKind* out) {
+  for (const auto* norm : {&q_norm, &k_norm})
+    if (norm->element_count() && static_cast<int64_t>(norm->element_count()) != s.d) return false;
+  *out = {window, table, floats(q_norm), floats(k_norm), eps};
+  return window >= 0 && table >= 0 && table < s.tables;
 }
 
 ffi::Error attend(ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v, ffi::AnyBuffer cache_k,
                   ffi::AnyBuffer cache_v, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
                   ffi::Buffer<ffi::S32> length, ffi::Buffer<ffi::S32> n_valid, ffi::Buffer<ffi::S32> parents,
-                  ffi::ResultBuffer<ffi::F32> out, ffi::Result<ffi::AnyBuffer> new_k, ffi::Result<ffi::AnyBuffer> new_v,
-                  int64_t neox) {
+                  ffi::AnyBuffer q_norm, ffi::AnyBuffer k_norm, ffi::ResultBuffer<ffi::F32> out,
+                  ffi::Result<ffi::AnyBuffer> new_k, ffi::Result<ffi::AnyBuffer> new_v, int64_t neox, int64_t window,
+                  int64_t table, float eps) {
   const int64_t rows = q.dimensions()[0], width = q.dimensions()[1];
   const AttendShape shape = attend_shape(cache_v, rows, width, cos, sin, length, n_valid, parents, neox != 0);
   if (!shape.fits()) return ffi::Error::InvalidArgument("specsparse attend: head size and capacity must be multiples of 16");
+  AttendKind kind;
+  if (!attend_kind(shape, q_norm, k_norm, window, table, eps, &kind))
+    return ffi::Error::InvalidArgument("specsparse attend: norms or table do not fit");
   thread_local AttendPlan plan;
   thread_local std::vector<float> rotated;
   plan.make(shape);
   rotated.resize(std::max<size_t>(rotated.size(), rows * width));
   if (static_cast<int64_t>(plan.rows().size()) < rows) std::fill_n(out->typed_data(), rows * width, 0.0f);
   const Attention layer{&plan, q.typed_data(), k.typed_data(), v.typed_data(), rotated.data(), out->typed_data(),
-                        updated(cache_k, new_k), updated(cache_v, new_v), plan.rows().data()};
+                        updated(cache_k, new_k), updated(cache_v, new_v), plan.rows().data(), kind};
   parallel(plan.rotate_items(), [&](int64_t item) { layer.rotate(item); }, plan.tiles(), [&](int64_t item) { layer.tile(item); });
   return ffi::Error::Success();
 }
 
 // Operands and results of one layer of `layers`; the last two only where zeros are skipped.
-enum { kAttnNorm, kFfnNorm, kFirstMatrix, kFirstBias = kFirstMatrix + kMatrices, kCacheK = kFirstBias + kMatrices, kCacheV,
+enum { kAttnNorm, kFfnNorm, kQNorm, kKNorm, kPostAttention, kPostFfn, kFirstMatrix, kFirstBias = kFirstMatrix + kMatrices, kCacheK = kFirstBias + kMatrices, kCacheV,
        kPerLayer, kUpRows = kPerLayer, kDownStripes, kPerSkippingLayer };
 
 // What zero skipping reads of a layer whose matrices are Q4_0; false if the data do not hold it.
@@ -179,12 +207,12 @@ bool read_skip(const LayerWeights& l, const ffi::AnyBuffer& up, const ffi::AnyBu
 ffi::Error layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
                   ffi::Buffer<ffi::S32> length, ffi::Buffer<ffi::S32> n_valid, ffi::Buffer<ffi::S32> parents,
                   ffi::RemainingArgs args, ffi::ResultBuffer<ffi::F32> out, ffi::RemainingRets rets, Ints description,
-                  int64_t act, float eps, int64_t neox, int64_t skip) {
+                  Ints kinds, int64_t act, float eps, int64_t neox, int64_t skip) {
   const size_t each = skip ? kPerSkippingLayer : kPerLayer, count = args.size() / each;
   if (skip && Act(act) != Act::kRelu && Act(act) != Act::kRelu2)
     return ffi::Error::InvalidArgument("specsparse layers: only ReLU and its square have zeros to skip");
   const size_t matrices = count * kMatrices * kDescription, kept = description.size() - std::min(matrices, description.size());
-  if (!count || args.size() % each || rets.size() != 2 * count + (skip ? 2 : 0) + (kept ? 1 : 0))
+  if (!count || args.size() % each || rets.size() != 2 * count + (skip ? 2 : 0) + (kept ? 1 : 0) || kinds.size() != 2 * count)
     return ffi::Error::InvalidArgument("specsparse layers: operands do not make up whole layers");
   std::vector<LayerWeights> all(count);
   for (size_t i = 0; i < count; ++i) {
@@ -198,13 +226,19 @@ ffi::Error layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffe
     }
     auto keys = *rets.get<ffi::AnyBuffer>(2 * i), values = *rets.get<ffi::AnyBuffer>(2 * i + 1);
     l.keys = updated(operand(kCacheK), keys), l.values = updated(operand(kCacheV), values);
-    if (skip && !read_skip(l, operand(kUpRows), operand(kDownStripes), &l.skip))
+    l.post_attention = floats(operand(kPostAttention)), l.post_ffn = floats(operand(kPostFfn));
+    if (skip && (l.post_ffn || !read_skip(l, operand(kUpRows), operand(kDownStripes), &l.skip)))
       return ffi::Error::InvalidArgument("specsparse layers: the neurons of layer " + std::to_string(i) + " do not fit");
   }
   const int64_t rows = x.dimensions()[0], width = x.dimensions()[1];
   const AttendShape shape = attend_shape(*args.get<ffi::AnyBuffer>(kCacheV), rows, all[0].matrices[kQ].matrix.rows, cos,
                                          sin, length, n_valid, parents, neox != 0);
   if (!shape.fits()) return ffi::Error::InvalidArgument("specsparse layers: head size and capacity must be multiples of 16");
+  for (size_t i = 0; i < count; ++i) {
+    auto norm = [&](size_t at) { return *args.get<ffi::AnyBuffer>(i * each + at); };
+    if (!attend_kind(shape, norm(kQNorm), norm(kKNorm), kinds[2 * i], kinds[2 * i + 1], eps, &all[i].kind))
+      return ffi::Error::InvalidArgument("specsparse layers: norms or table of layer " + std::to_string(i) + " do not fit");
+  }
   thread_local Workspace work;
   work.plan.make(shape);
   const std::vector<int32_t>& valid = work.plan.rows();
@@ -246,6 +280,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_linear, linear,
                               (args<Floats, Floats, Floats, Ints32>().RemainingArgs().RemainingRets()
                                    .Attr<Ints>("description").Attr<int64_t>("act").Attr<float>("eps")));
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_add_normed, add_normed,
+                              (results<Floats>(args<Floats, Floats, Floats, Ints32>()).Attr<float>("eps")));
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_embed, embed,
                               (results<Floats>(args<AnyBuffer, Ints32>()).Attr<Ints>("description")));
 
@@ -253,14 +290,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_argmax, argmax, (results<Ints32>(args<F
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_attend, attend,
                               (results<Floats, AnyBuffer, AnyBuffer>(
-                                   args<Floats, Floats, Floats, AnyBuffer, AnyBuffer, Floats, Floats, Ints32, Ints32, Ints32>())
-                                   .Attr<int64_t>("neox")));
+                                   args<Floats, Floats, Floats, AnyBuffer, AnyBuffer, Floats, Floats, Ints32, Ints32, Ints32,
+                                        AnyBuffer, AnyBuffer>())
+                                   .Attr<int64_t>("neox").Attr<int64_t>("window").Attr<int64_t>("table")
+                                   .Attr<float>("eps")));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_layers, layers,
                               (results<Floats>(args<Floats, Floats, Floats, Ints32, Ints32, Ints32>().RemainingArgs())
                                    .RemainingRets()
-                                   .Attr<Ints>("description").Attr<int64_t>("act").Attr<float>("eps")
-                                   .Attr<int64_t>("neox").Attr<int64_t>("skip")));
+                                   .Attr<Ints>("description").Attr<Ints>("kinds").Attr<int64_t>("act")
+                                   .Attr<float>("eps").Attr<int64_t>("neox").Attr<int64_t>("skip")));
 
 #pragma GCC visibility pop
 

@@ -7,7 +7,7 @@ namespace specsparse {
 
 enum class Codes : int64_t { kNibble, kInt8, kF32, kF16, kBf16 };
 enum class Scales : int64_t { kNone, kD, kDm, kF32, kSuper, kSuperMin };
-enum class Act : int64_t { kNone, kSilu, kRelu, kRelu2 };
+enum class Act : int64_t { kNone, kSilu, kRelu, kRelu2, kGeluTanh };
 enum class KvType : int64_t { kF32, kF16, kBf16 };
 
 constexpr int kRows = 16;    // rows of a group
@@ -58,6 +58,8 @@ struct AttendTile {
   // Slots beyond `shared` that query j sees, in position order; for a chain they are shared, shared + 1, ...
   const int32_t* tail[4];
   int64_t tails[4];
+  // Of what query j sees, counted in position order, all before `first` lies outside its window.
+  int64_t first[4];
 };
 constexpr int kQueries = 4;
 

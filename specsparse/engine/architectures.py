@@ -1,0 +1,66 @@
+"""What an architecture is: one table of how the families of models differ from the plain Llama.
+
+A row is all that the engine knows of a family. The forward pass, the reader of GGUF files, the converter and the tiny
+models of the tests read it, and none of them asks for a family by its name. The names and the facts are llama.cpp's
+(src/llama-model.cpp and src/models), which wrote the GGUF files that there are.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Pairing = Literal["norm", "neox"]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How a family of models differs from the plain Llama. "Every n-th layer" are layers n - 1, 2 n - 1, ...
+
+    Attributes:
+        pairing: which elements RoPE turns together: neighbours ("norm") or the two halves ("neox").
+        biases: projections that must have a bias; any other may, where nothing follows the product.
+        activation: of the FFN in a dense file.
+        sparse_activation: of the FFN in a PowerInfer file.
+        qk_norm: an RMS norm over each head of queries and keys, before RoPE.
+        post_norms: an RMS norm over what attention and FFN give, before it is added to the residual stream.
+        scaled_embedding: embeddings are multiplied by sqrt(D).
+        window: whether a file says how many tokens a layer sees ("never", "may", "must").
+        full_every: with a window, every n-th layer sees all tokens; 0: none does.
+        local_rope_base: theta of the layers with a window where a file does not say it; None: that of all layers.
+        unrotated_every: every n-th layer has no RoPE; 0: all have it.
+        width_scaled_layers: number of layers of the one size whose queries are divided by sqrt(D / H), not sqrt(d).
+    """
+
+    pairing: Pairing
+    biases: tuple[str, ...] = ()
+    activation: str = "silu"
+    sparse_activation: str = "relu"
+    qk_norm: bool = False
+    post_norms: bool = False
+    scaled_embedding: bool = False
+    window: Literal["never", "may", "must"] = "never"
+    full_every: int = 0
+    local_rope_base: float | None = None
+    unrotated_every: int = 0
+    width_scaled_layers: int = 0
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture("norm", window="may"),  # Mistral's files are of this one
+    "qwen2": Architecture("neox", ("attn_q", "attn_k", "attn_v")),
+    "qwen3": Architecture("neox", qk_norm=True),
+    "smollm3": Architecture("norm", unrotated_every=4),
+    "gemma3": Architecture(
+        "neox",
+        activation="gelu_tanh",
+        qk_norm=True,
+        post_norms=True,
+        scaled_embedding=True,
+        window="must",
+        full_every=6,
+        local_rope_base=10000.0,
+        width_scaled_layers=62,
+    ),
+    "bamboo": Architecture("norm", activation="drelu", sparse_activation="drelu"),
+}
+"""`general.architecture` -> what it is."""
