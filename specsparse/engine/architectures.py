@@ -7,7 +7,10 @@ models of the tests read it, and none of them asks for a family by its name. The
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from specsparse.engine.gguf.reader import GGUFFile, show
+from specsparse.errors import UserError
 
 Pairing = Literal["norm", "neox"]
 
@@ -45,6 +48,18 @@ class Architecture:
     width_scaled_layers: int = 0
 
 
+class LayerKind(NamedTuple):
+    """How a layer's attention differs from another's of the same model.
+
+    Attributes:
+        window: tokens that a row sees, itself among them; 0: all before it.
+        table: index in `ModelConfig.ropes` of what turns queries and keys.
+    """
+
+    window: int = 0
+    table: int = 0
+
+
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("norm", window="may"),  # Mistral's files are of this one
     "qwen2": Architecture("neox", ("attn_q", "attn_k", "attn_v")),
@@ -64,3 +79,39 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "bamboo": Architecture("norm", activation="drelu", sparse_activation="drelu"),
 }
 """`general.architecture` -> what it is."""
+
+_REFUSED = ("opt", "falcon")
+"""PowerInfer's other architectures: LayerNorm with biases, and no gate."""
+
+DRAFT_HEADS = {"eagle3": "EAGLE-3", "dflash": "DFlash"}
+"""Architectures of GGUF files that hold a draft head and no model, and what they are called."""
+
+
+def supported_architecture(f: GGUFFile) -> str:
+    """The architecture of an open file.
+
+    Raises:
+        UserError: it is not supported; the line names what such a model has that is none of a plain transformer's.
+    """
+    arch = f.get("general.architecture", "str")
+    if arch in _REFUSED:
+        raise UserError(
+            f"{f.path}: architecture {show(arch)} (LayerNorm, no gate) is not supported: PowerInfer runs it; "
+            f"here are {', '.join(ARCHITECTURES)}"
+        )
+    if arch in DRAFT_HEADS:
+        raise UserError(f"{f.path}: is a draft head ({DRAFT_HEADS[arch]}) of a target, not a model")
+    if arch not in ARCHITECTURES:
+        raise UserError(
+            f"{f.path}: architecture {show(arch)}{_what(f, arch)} is not supported; supported are "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    return arch
+
+
+def _what(f: GGUFFile, arch: str) -> str:
+    """What a file of an architecture that is not here has that is none of a plain transformer's, in brackets."""
+    recurrent = any(key.startswith((f"{arch}.ssm.", f"{arch}.wkv.", f"{arch}.shortconv.")) for key in f.metadata)
+    found = ["experts"] if f"{arch}.expert_count" in f.metadata else []
+    found += ["recurrent layers"] if recurrent or any(".ssm_" in name for name in f.tensors) else []
+    return f" (a model with {' and '.join(found)})" if found else ""

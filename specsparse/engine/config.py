@@ -6,27 +6,18 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
 
 import numpy as np
 
 from specsparse.engine.activation import parse_activation
-from specsparse.engine.architectures import ARCHITECTURES, Architecture, Pairing
+from specsparse.engine.architectures import ARCHITECTURES, Architecture, LayerKind, supported_architecture
 from specsparse.engine.gguf.reader import POWERINFER_MAGIC, GGUFFile, can_dequantise, show, supported_types
+from specsparse.engine.rope_config import SCALINGS, RopeConfig
 from specsparse.errors import UserError
-
-Scaling = Literal["none", "linear", "yarn"]
-SCALINGS: tuple[Scaling, ...] = ("none", "linear", "yarn")
 
 MAX_CONTEXT = 1 << 24
 _MAX_SIZE = 1 << 24  # no real width, head count or layer count comes near; a product of a few stays far from overflow
 
-
-_REFUSED = ("opt", "falcon")
-"""PowerInfer's other architectures: LayerNorm with biases, and no gate."""
-
-DRAFT_HEADS = {"eagle3": "EAGLE-3", "dflash": "DFlash"}
-"""Architectures of GGUF files that hold a draft head and no model, and what they are called."""
 
 ACTIVATION_KEY = "specsparse.activation"
 """Our own metadata key: the activation of a file that its architecture does not tell."""
@@ -36,47 +27,6 @@ PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up"
 
 _IGNORED = ("attn_rot_embd.weight", "rope_freqs.weight", "attn.rotary_emb.inv_freq")
 """Endings of tensors that old converters wrote and nothing reads (`rope_freqs.weight` without a layer is read)."""
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) with the scalings of llama.cpp.
-
-    Attributes:
-        base: theta; pair i of position p turns by p * base ** (-2 i / dim).
-        dim: elements of a head that turn, even.
-        pairing: "norm" turns (2i, 2i+1), "neox" (i, i + dim/2).
-        scaling: "linear" divides positions by `factor`; "yarn" does so for slow pairs only (Peng et al. 2023,
-            arXiv:2309.00071).
-        factor: how far the context was stretched, 1 for "none".
-        original_context: trained positions, for YaRN.
-        attn_factor: multiplies cos and sin, beside YaRN's own magnitude.
-        beta_fast, beta_slow: turns over the original context between which YaRN mixes.
-        freq_factors: whether a `rope_freqs.weight` tensor divides the angle of each pair (Llama 3.1).
-    """
-
-    base: float
-    dim: int
-    pairing: Pairing
-    scaling: Scaling = "none"
-    factor: float = 1.0
-    original_context: int = 0
-    attn_factor: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    freq_factors: bool = False
-
-
-class LayerKind(NamedTuple):
-    """How a layer's attention differs from another's of the same model.
-
-    Attributes:
-        window: tokens that a row sees, itself among them; 0: all before it.
-        table: index in `ModelConfig.ropes` of what turns queries and keys.
-    """
-
-    window: int = 0
-    table: int = 0
 
 
 @dataclass(frozen=True)
@@ -250,33 +200,13 @@ class ModelConfig:
         return config
 
 
-def _what(f: GGUFFile, arch: str) -> str:
-    """What a file of an architecture that is not here has that is none of a plain transformer's, in brackets."""
-    recurrent = any(key.startswith((f"{arch}.ssm.", f"{arch}.wkv.", f"{arch}.shortconv.")) for key in f.metadata)
-    found = ["experts"] if f"{arch}.expert_count" in f.metadata else []
-    found += ["recurrent layers"] if recurrent or any(".ssm_" in name for name in f.tensors) else []
-    return f" (a model with {' and '.join(found)})" if found else ""
-
-
 class _Reader:
     """Reads `{architecture}.*` keys, each with its range."""
 
     def __init__(self, f: GGUFFile):
         self.f = f
-        self.arch = f.get("general.architecture", "str")
+        self.arch = supported_architecture(f)
         self.sparse = f.magic == POWERINFER_MAGIC
-        if self.arch in _REFUSED:
-            raise UserError(
-                f"{f.path}: architecture {show(self.arch)} (LayerNorm, no gate) is not supported: PowerInfer runs it; "
-                f"here are {', '.join(ARCHITECTURES)}"
-            )
-        if self.arch in DRAFT_HEADS:
-            raise UserError(f"{f.path}: is a draft head ({DRAFT_HEADS[self.arch]}) of a target, not a model")
-        if self.arch not in ARCHITECTURES:
-            raise UserError(
-                f"{f.path}: architecture {show(self.arch)}{_what(f, self.arch)} is not supported; supported are "
-                f"{', '.join(ARCHITECTURES)}"
-            )
 
     def fail(self, key: str, value: object, wanted: str) -> UserError:
         return UserError(f"{self.f.path}: metadata key '{self.arch}.{key}' is {show(value)}, {wanted}")
@@ -358,7 +288,8 @@ class _Reader:
             return self.size(key, period, most=1 << 14) if period or full in self.f.metadata else 0
         given = self.f.metadata[full].astype(bool).tolist()  # of each layer, whether it has a window
         if given != [not period or (i + 1) % period != 0 for i in range(len(given))]:
-            raise self.fail(key, "another list", f"only a window on all but every {period}th layer is supported")
+            wanted = f"all layers but every {period}th" if period else "all layers"
+            raise UserError(f"{self.f.path}: metadata key '{full}': only a window on {wanted} is supported")
         return period
 
     def _local_rope(self, rope: RopeConfig) -> RopeConfig | None:

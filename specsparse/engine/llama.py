@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from specsparse.engine.activation import activate, parse_activation
+from specsparse.engine.architectures import LayerKind
 from specsparse.engine.cache import KVCache
-from specsparse.engine.config import LayerKind, ModelConfig
+from specsparse.engine.config import ModelConfig
 from specsparse.engine.weights import Layer, Params
 from specsparse.errors import UserError
 from specsparse.kernels import Kernels, SkipWeights, SparseStats

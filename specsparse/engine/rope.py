@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from specsparse.engine.config import ModelConfig, RopeConfig
+from specsparse.engine.config import ModelConfig
+from specsparse.engine.rope_config import RopeConfig
 from specsparse.errors import UserError
 
 

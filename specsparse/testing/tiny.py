@@ -11,8 +11,9 @@ from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from specsparse.engine.architectures import ARCHITECTURES
-from specsparse.engine.config import PROJECTIONS, ModelConfig, RopeConfig, Scaling
+from specsparse.engine.config import PROJECTIONS, ModelConfig
 from specsparse.engine.gguf.writer import NewTensor, write_gguf
+from specsparse.engine.rope_config import RopeConfig, Scaling
 from specsparse.testing.quantised import random_quantised
 from specsparse.testing.vocab import bpe_vocabulary, spm_vocabulary
 

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsparse.engine.config import ModelConfig, RopeConfig
+from specsparse.engine.config import ModelConfig
 from specsparse.engine.rope import rope_tables
+from specsparse.engine.rope_config import RopeConfig
 from specsparse.errors import UserError
 from specsparse.support.options import Count
 from specsparse.training.layer import LayerWeights, feed_forward, layer_shapes, rms_norm, whole

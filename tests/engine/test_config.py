@@ -29,6 +29,12 @@ def written(tmp_path, **kw) -> ModelConfig:
         {"architecture": "qwen2"},
         {"rope_base": 500000.0, "freq_factors": True},
         {"rope_scaling": "linear", "rope_factor": 2.0},
+        {"architecture": "qwen3", "head_dim": 32},
+        {"architecture": "smollm3", "n_layers": 5},
+        {"window": 9},
+        {"window": 9, "full_every": 2},
+        {"architecture": "gemma3", "n_layers": 7},
+        {"architecture": "gemma3", "full_every": 2, "window": 5, "rope_scaling": "linear", "rope_factor": 8.0},
         {"rope_scaling": "yarn", "rope_factor": 4.0, "original_context": 64, "attn_factor": 0.5},
     ],
     ids=str,
@@ -56,6 +62,18 @@ def test_the_real_model():
     assert config.rope.base == 100000.0 and config.rope.pairing == "norm" and not config.biases
 
 
+def test_the_layers_of_the_architectures():
+    gemma = tiny_config(architecture="gemma3", n_layers=8, window=5)
+    assert [gemma.kind(i) for i in range(8)] == [*[(5, 1)] * 5, (0, 0), *[(5, 1)] * 2]
+    assert gemma.ropes == (gemma.rope, replace(gemma.rope, base=10000.0, original_context=0))
+    assert gemma.embedding_scale == 8.0 and gemma.query_scale == 1.0
+    largest = tiny_config(architecture="gemma3", n_layers=62, d_model=168, n_heads=1, head_dim=128)
+    assert largest.query_scale == pytest.approx((128 / 168) ** 0.5)
+    smollm3 = tiny_config(architecture="smollm3", n_layers=5)
+    assert [smollm3.kind(i) for i in range(5)] == [(0, 0)] * 3 + [(0, 1), (0, 0)] and smollm3.ropes[1] is None
+    assert {tiny_config(window=7).kind(i) for i in range(2)} == {(7, 0)}
+
+
 def test_qwen2_is_a_llama_with_biases(tmp_path):
     config = written(tmp_path, architecture="qwen2")
     assert config.rope.pairing == "neox" and config.biases == ("attn_q", "attn_k", "attn_v")
@@ -71,6 +89,24 @@ def test_projection_shapes(tmp_path):
 A = "llama."
 BAD_KEYS = {
     "another architecture": ({"general.architecture": "gpt2"}, "'gpt2' is not supported; supported are llama, qwen2"),
+    "another with experts": (
+        {"general.architecture": "qwen3moe", "qwen3moe.expert_count": 128},
+        r"'qwen3moe' \(a model with experts\) is not supported",
+    ),
+    "another with recurrence": (
+        {"general.architecture": "jamba", "jamba.ssm.state_size": 16, "jamba.expert_count": 16},
+        r"'jamba' \(a model with experts and recurrent layers\) is not supported",
+    ),
+    "a negative window": ({A + "attention.sliding_window": -4}, "sliding_window' is -4, 1 to"),
+    "a window in words": ({A + "attention.sliding_window": "wide"}, "sliding_window' should be an integer"),
+    "a window on no layer": (
+        {A + "attention.sliding_window": 4, A + "attention.sliding_window_pattern": -1},
+        "sliding_window_pattern' is -1",
+    ),
+    "other layers with a window": (
+        {A + "attention.sliding_window": 4, A + "attention.sliding_window_pattern": [True, False]},
+        "sliding_window_pattern': only a window on all layers",
+    ),
     "an architecture of 3": ({"general.architecture": 3}, "'general.architecture' should be a string, found 3"),
     "no heads": ({A + "attention.head_count": 0}, "head_count' is 0, 1 to"),
     "heads that do not divide": (

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsparse.engine.config import RopeConfig
 from specsparse.engine.rope import rope_tables
+from specsparse.engine.rope_config import RopeConfig
 from specsparse.errors import UserError
 from specsparse.kernels.reference.dense import rotate as apply_rope
 

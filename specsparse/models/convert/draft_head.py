@@ -6,7 +6,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from specsparse.engine.config import DRAFT_HEADS
+from specsparse.engine.architectures import DRAFT_HEADS
 from specsparse.errors import UserError
 from specsparse.models.convert.checkpoint import read_json
 from specsparse.support.json_files import Json

@@ -1,4 +1,4 @@
-"""A Llama-family checkpoint of transformers -> a GGUF file."""
+"""A checkpoint of transformers -> a GGUF file."""
 
 import os
 from collections.abc import Callable

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from specsparse.engine.config import RopeConfig
 from specsparse.engine.rope import angles
+from specsparse.engine.rope_config import RopeConfig
 from specsparse.errors import UserError
 from specsparse.support.json_files import Json
 

@@ -1,9 +1,10 @@
-"""Tensors of a transformers Llama under their GGUF names, rows of queries and keys in the order that GGUF has them."""
+"""Tensors of transformers under their GGUF names, norms and rows of queries and keys as GGUF has them."""
 
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from specsparse.engine.architectures import ARCHITECTURES, Architecture
 from specsparse.errors import UserError
 from specsparse.models.convert.checkpoint import Checkpoint
 from specsparse.models.convert.hf_config import HfConfig
@@ -20,6 +21,12 @@ _LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_QK_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+_POST_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 _MODEL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _IGNORED = ("rotary_emb.inv_freq", "masked_bias")
 
@@ -27,14 +34,15 @@ Source = tuple[str, tuple[int, ...], Callable[[], np.ndarray]]
 """Name in the GGUF file, shape, and what loads the values as float32."""
 
 
-def gguf_name(name: str) -> str | None:
+def gguf_name(name: str, family: Architecture = ARCHITECTURES["llama"]) -> str | None:
     """The GGUF name of a tensor of transformers; None for one that nothing reads, or an unknown one."""
+    names = _LAYER | (_QK_NORMS if family.qk_norm else {}) | (_POST_NORMS if family.post_norms else {})
     stem, _, kind = name.rpartition(".")
     if stem in _MODEL:
         return f"{_MODEL[stem]}.{kind}"
     prefix, _, rest = stem.removeprefix("model.layers.").partition(".")
-    known = stem.startswith("model.layers.") and prefix.isdecimal() and rest in _LAYER
-    return f"blk.{int(prefix)}.{_LAYER[rest]}.{kind}" if known and kind in ("weight", "bias") else None
+    known = stem.startswith("model.layers.") and prefix.isdecimal() and rest in names
+    return f"blk.{int(prefix)}.{names[rest]}.{kind}" if known and kind in ("weight", "bias") else None
 
 
 def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -50,15 +58,18 @@ def sources(checkpoint: Checkpoint, config: HfConfig) -> Iterator[Source]:
     """Every tensor of the new file, in the order of the layers.
 
     Raises:
-        UserError: a tensor that a Llama does not have (it would be lost), or heads that do not divide the rows.
+        UserError: a tensor that its architecture does not have (it would be lost), or heads that do not divide the
+            rows.
     """
-    named = {}
+    named, family = {}, config.form.family
     for name in checkpoint.shapes:
-        target = gguf_name(name)
+        target = gguf_name(name, family)
         if target is not None:
             named[target] = name
         elif not name.endswith(_IGNORED):
-            raise UserError(f"{checkpoint.folder}: tensor {name} is none of a Llama; this model cannot be converted")
+            raise UserError(
+                f"{checkpoint.folder}: tensor {name} is none of a {config.architecture}; this model cannot be converted"
+            )
     if config.tied and not own_output(checkpoint):
         named.pop("output.weight", None)
     for target in sorted(named, key=_place):
@@ -86,8 +97,10 @@ def _place(name: str) -> tuple[int, int, str]:
 
 
 def _loader(checkpoint: Checkpoint, config: HfConfig, name: str, target: str) -> Callable[[], np.ndarray]:
+    if config.form.norms_from_one and target.endswith("norm.weight"):
+        return lambda: checkpoint.load(name) + np.float32(1)
     heads = {"attn_q": config.n_heads, "attn_k": config.n_kv_heads}.get(target.split(".")[-2])
-    if heads is None or config.architecture != "llama":
+    if heads is None or config.form.family.pairing != "norm":
         return lambda: checkpoint.load(name)
     if heads < 1 or checkpoint.shapes[name][0] % (2 * heads):
         raise UserError(f"{checkpoint.folder}: tensor {name} has {checkpoint.shapes[name][0]} rows for {heads} heads")

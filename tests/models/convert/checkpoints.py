@@ -28,6 +28,22 @@ LLAMA3_ROPE = {
 }  # fmt: skip
 
 
+FAMILIES = {
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32},
+    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 5},
+    "smollm3": {
+        "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "num_hidden_layers": 5, "pad_token_id": 0,
+    },
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_hidden_layers": 7, "head_dim": 32,
+        "sliding_window": 6, "query_pre_attn_scalar": 32, "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True, "rope_theta": 1e6, "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6,
+    },
+}  # fmt: skip
+"""What configs of architectures beside Llama have in place of, and beside, `CONFIG`'s."""
+_FEED_FORWARD_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+
 def weights(config: dict[str, Any], *, seed: int = 0, bias: bool = False) -> dict[str, np.ndarray]:
     """Random float32 tensors under the names of transformers."""
     rng, d, f = np.random.default_rng(seed), config["hidden_size"], config["intermediate_size"]
@@ -35,16 +51,20 @@ def weights(config: dict[str, Any], *, seed: int = 0, bias: bool = False) -> dic
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     shapes = {"self_attn.q_proj": (q, d), "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d)}
     shapes |= {"self_attn.o_proj": (d, q), "mlp.gate_proj": (f, d), "mlp.up_proj": (f, d), "mlp.down_proj": (d, f)}
+    gemma, normed = config.get("model_type") == "gemma3_text", config.get("model_type") in ("gemma3_text", "qwen3")
+    one = 0 if gemma else 1  # its norms are stored as what they differ from one
     out = {"model.embed_tokens.weight": rng.normal(0, 1, (config["vocab_size"], d))}
     for i in range(config["num_hidden_layers"]):
         for name, shape in shapes.items():
             out[f"model.layers.{i}.{name}.weight"] = rng.normal(0, shape[1] ** -0.5, shape)
             if bias and name[-6:] in ("q_proj", "k_proj", "v_proj"):
                 out[f"model.layers.{i}.{name}.bias"] = rng.normal(0, 0.3, shape[0])
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            out[f"model.layers.{i}.{name}.weight"] = rng.normal(1, 0.1, d)
+        for name in ("input_layernorm", "post_attention_layernorm", *(_FEED_FORWARD_NORMS if gemma else ())):
+            out[f"model.layers.{i}.{name}.weight"] = rng.normal(one, 0.1, d)
+        for name in ("q_norm", "k_norm") if normed else ():
+            out[f"model.layers.{i}.self_attn.{name}.weight"] = rng.normal(one, 0.1, head)
         out[f"model.layers.{i}.self_attn.rotary_emb.inv_freq"] = np.ones(head // 2)  # old checkpoints have it
-    out["model.norm.weight"] = rng.normal(1, 0.1, d)
+    out["model.norm.weight"] = rng.normal(one, 0.1, d)
     if not config["tie_word_embeddings"]:
         out["lm_head.weight"] = rng.normal(0, d**-0.5, (config["vocab_size"], d))
     return {name: value.astype(np.float32) for name, value in out.items()}

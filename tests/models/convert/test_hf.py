@@ -1,5 +1,6 @@
 """Checkpoints of transformers: the converted file has their logits, ids and template; mistakes are one line."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -7,15 +8,20 @@ import pytest
 
 import specsparse
 from specsparse.cli import main as cli
+from specsparse.engine import llama
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
+from specsparse.kernels.native import cpu
 from specsparse.models.convert.hf import convert_hf
 from specsparse.models.convert.hf_tokenizer import PROBE
 from specsparse.powerinfer.files.torch_zip import write_torch
 from tests.models.convert import checkpoints
 from tests.models.convert.checkpoints import CONFIG, LLAMA3_ROPE
+from tests.models.convert.make_transformers_logits import IDS as ORACLE_IDS
+from tests.models.convert.make_transformers_logits import OUT as LOGITS
+from tests.models.convert.make_transformers_logits import ROWS
 from tests.tolerances import FORWARD_NMSE, nmse
 
 IDS = [1, 40, 41, 250, 7, 7, 90, 12, 33, 200, 201, 5, 77, 78, 150, 3] * 3
@@ -63,6 +69,35 @@ def test_the_logits_are_those_of_transformers(tmp_path, form):
     if form == "linear":
         inv_freq = config["rope_theta"] ** (-np.arange(0, 16, 2) / 16) / 2
     assert nmse(model.logits(IDS), checkpoints.logits(config, w, IDS, inv_freq)) <= FORWARD_NMSE["f32"]
+
+
+@pytest.fixture(scope="module")
+def of_transformers():
+    with np.load(LOGITS) as found:
+        return dict(found)
+
+
+@pytest.mark.parametrize("backend", ["native", "xla"])
+@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+def test_other_architectures_have_the_logits_of_transformers(tmp_path, of_transformers, family, backend):
+    """Of transformers itself, as `make_transformers_logits` wrote them."""
+    if backend == "native" and not cpu.available():
+        pytest.skip(f"no native kernels: {cpu.why_missing()}")
+    config = {**CONFIG, **checkpoints.FAMILIES[family]}
+    folder, notes = checkpoints.save(tmp_path / "in", config, checkpoints.weights(config)), []
+    checkpoints.bpe_tokenizer(folder)
+    found = convert_hf(folder, tmp_path / "out.gguf", type_name="f32", note=notes.append)
+    assert found.architecture == ("llama" if family == "mistral" else family)
+    assert [("llama.cpp reads it" in line) for line in notes] == [True] * (family == "mistral")
+    model = specsparse.load(tmp_path / "out.gguf", kv_dtype="f32", backend=backend)
+    assert model.config == found
+    got = model.logits(ORACLE_IDS)[list(ROWS)]
+    assert nmse(got, of_transformers[family]) <= FORWARD_NMSE["f32"]
+    if found.window:
+        assert nmse(got[:3], of_transformers[family][:3]) <= FORWARD_NMSE["f32"]
+        wide = specsparse.load(tmp_path / "out.gguf", kv_dtype="f32", backend=backend)
+        wide.forward = llama.make_forward(dataclasses.replace(found, window=64), wide.kernels)
+        assert nmse(wide.logits(ORACLE_IDS)[list(ROWS)], of_transformers[family]) > 1e-4  # the window is seen
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -199,7 +234,47 @@ CHANGES = {
     "has no hidden_size": {"hidden_size": None},
     "rms_norm_eps is 'small', not of type float": {"rms_norm_eps": "small"},
     "hidden_act=gelu is not supported": {"hidden_act": "gelu"},
-    "sliding_window=32 is not supported": {"architectures": ["MistralForCausalLM"], "sliding_window": 32},
+    "sliding_window=32 is not supported": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "sliding_window": 32,
+        "use_sliding_window": True,
+    },
+    "MixtralForCausalLM (a model with experts) is not": {
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 8,
+    },
+    "Qwen3NextForCausalLM (a model with experts and recurrent layers) is not": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "num_experts": 512,
+        "linear_num_key_heads": 16,
+    },
+    "Gemma3ForConditionalGeneration (a model with a vision or audio part) is not": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "vision_config": {},
+    },
+    "only every 4th layer without RoPE": {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [0, 1]},
+    "final_logit_softcapping is not supported": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "sliding_window": 8,
+        "final_logit_softcapping": 30.0,
+    },
+    "query_pre_attn_scalar is not supported: 16 is needed": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 8,
+    },
+    "layer_types are not supported": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "sliding_window": 8,
+        "hidden_act": None,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+    "has no sliding_window": {"architectures": ["Gemma3ForCausalLM"]},
+    "RoPE of the layers with a window is": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "sliding_window": 8,
+        "rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "yarn"}},
+    },
     "rope scaling 'longrope' is not supported": {"rope_scaling": {"type": "longrope"}},
     "factor='x', a positive number is needed": {"rope_scaling": {"type": "linear", "factor": "x"}},
     "low_freq_factor = high_freq_factor": {"rope_scaling": {**LLAMA3_ROPE, "high_freq_factor": 1.0}},
@@ -228,7 +303,7 @@ def test_folders_that_are_refused(tmp_path):
     checkpoints.bpe_tokenizer(folder)
     assert "type 'q9': choose one of f32, f16" in refused(tmp_path, folder, type_name="q9")
     checkpoints.save(folder, CONFIG, {**w, "model.layers.0.self_attn.sinks": np.ones(4, np.float32)})
-    assert "model.layers.0.self_attn.sinks is none of a Llama" in refused(tmp_path, folder)
+    assert "model.layers.0.self_attn.sinks is none of a llama" in refused(tmp_path, folder)
     checkpoints.save(folder, CONFIG, {**w, "model.norm.weight": np.full(64, np.nan, np.float32)})
     assert "model.norm.weight holds values that are not finite" in refused(tmp_path, folder)
     checkpoints.save(folder, CONFIG, {**w, "model.embed_tokens.weight": w["model.embed_tokens.weight"][:290]})
