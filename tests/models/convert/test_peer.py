@@ -36,7 +36,7 @@ json.dump(out, sys.stdout)
 @pytest.mark.skipif(not PEER, reason="SPECSPARSE_PEER_PYTHON is not set")
 def test_llama_cpp_reads_what_was_converted(tmp_path):
     paths = []
-    families = {name: form for name, form in checkpoints.FAMILIES.items() if name != "mistral"}  # its window is not read
+    families = {k: v for k, v in checkpoints.FAMILIES.items() if k != "mistral"}  # its window is not read
     for name, form in (FORMS | families).items():
         if form.get("architectures") == ["Qwen2ForCausalLM"]:
             continue  # its biases are in the other tests
