@@ -22,7 +22,7 @@ TWICE = {
     "Plan": "what a benchmark measures; how a model is obtained",
     "Roofline": "the measured numbers; the kind of experiment that measures them",
     "Sparse": "a sparse model of a run; the kind of experiment about one",
-    "_Partial": "a tree that is being grown, private to its module",
+    "_Partial": "a tree that is being drafted, private to its module",
 }
 """Class names that stand in several modules, and what they are in each."""
 

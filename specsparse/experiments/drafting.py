@@ -11,7 +11,7 @@ from specsparse.experiments.settings import DrafterSpec, MethodSettings, PolicyS
 from specsparse.measure.costs.progress import Bar, silent
 from specsparse.runtime.times.kept import CostTable, DraftCost
 from specsparse.speculative import expected
-from specsparse.speculative.method import choose_verifier, grows_trees, make_drafter
+from specsparse.speculative.method import choose_verifier, drafts_trees, make_drafter
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.trees import get_tree
 from specsparse.speculative.trees.registry import CHAIN
@@ -19,8 +19,8 @@ from specsparse.support.paths import conf_dir
 
 M = TypeVar("M", bound=MethodSettings)
 
-GROWER = "layer_skip"
-"""What drafts the trees where the configured drafter grows none: it needs no second file."""
+TREE_DRAFTER = "layer_skip"
+"""What drafts the trees where the configured drafter drafts none: it needs no second file."""
 
 
 def methods(cfg: M, drafters: Sequence[str], trees: Sequence[str]) -> list[M]:
@@ -30,13 +30,13 @@ def methods(cfg: M, drafters: Sequence[str], trees: Sequence[str]) -> list[M]:
         UserError: an unknown drafter, tree or option.
     """
     chains = [drafter_spec(cfg, name) for name in drafters]
-    grower = drafter_spec(cfg, cfg.drafter.name if grows_trees(cfg.drafter.name) else GROWER)
+    of_trees = drafter_spec(cfg, cfg.drafter.name if drafts_trees(cfg.drafter.name) else TREE_DRAFTER)
     shapes = [
         cfg.tree if cfg.tree.name == name else TreeSpec(name, choice_options(conf_dir() / "tree" / f"{name}.yaml"))
         for name in trees
     ]
     found = [dataclasses.replace(cfg, drafter=drafter, tree=TreeSpec()) for drafter in chains]
-    found += [dataclasses.replace(cfg, drafter=grower, tree=tree) for tree in shapes]
+    found += [dataclasses.replace(cfg, drafter=of_trees, tree=tree) for tree in shapes]
     return [_verified(one) for one in found]
 
 

@@ -16,7 +16,7 @@ from specsparse.speculative.verifiers.registry import RULES, SYNTHETIC
 from specsparse.speculative.verify import check_pair, get_verifier, valid_verifiers
 
 
-def grows_trees(name: str) -> bool:
+def drafts_trees(name: str) -> bool:
     """Whether the drafter of that name takes the shape of a tree."""
     return "tree" in takes(name)
 
@@ -32,8 +32,8 @@ def make_drafter(
     known = takes(name)
     if tree is not None:
         if known and "tree" not in known:
-            growers = ", ".join(filter(grows_trees, DRAFTERS.names()))
-            raise UserError(f"drafter={name} drafts chains: trees are for drafter={growers}")
+            names = ", ".join(filter(drafts_trees, DRAFTERS.names()))
+            raise UserError(f"drafter={name} drafts chains: trees are for drafter={names}")
         options = {**options, "tree": tree}
     said = [key for key in options if key in ("max_nodes", *GAMMA_NAMES) and options[key] is not None]
     if "policy" in known:

@@ -130,13 +130,6 @@ def ancestor_paths(parents_BK: jax.Array, *, max_depth: int) -> jax.Array:
     return jnp.where(from_D < max_depth, shifted, PAD)
 
 
-def sibling_ranks(parents_BK: jax.Array) -> jax.Array:
-    """int32[B, K]: elder siblings of each node."""
-    same = parents_BK[:, :, None] == parents_BK[:, None, :]
-    index = jnp.arange(parents_BK.shape[1])
-    return (same & (index[None, None, :] < index[None, :, None])).sum(axis=-1, dtype=jnp.int32)
-
-
 def row_parents(parents_BK: jax.Array) -> jax.Array:
     """int32[B, K+1]: parents of the rows of the verifying forward pass, -1 being the committed prefix.
 

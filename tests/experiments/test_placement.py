@@ -19,8 +19,8 @@ from specsparse.measure import machine
 from specsparse.measure.costs import devices
 from specsparse.powerinfer.files.activation_stats import ActivationStats, load_stats, read_activations, save_stats
 from specsparse.powerinfer.files.gpuidx import GpuIndex, path_for, read_gpuidx, write_gpuidx
-from specsparse.testing.powerinfer import write_tiny_powerinfer
 from tests.experiments.playing import changed, play, random_texts, replaced, run_config, settings
+from tests.powerinfer.tiny import write_tiny_powerinfer
 
 MIB = 1 / 1024
 

@@ -9,9 +9,9 @@ from specsparse.errors import UserError
 from specsparse.experiments import runner
 from specsparse.experiments.kinds.powerinfer_oracle import PowerInferSpec
 from specsparse.experiments.settings import FfnSpec
-from specsparse.testing.powerinfer import write_tiny_powerinfer
 from tests.experiments import playing
 from tests.experiments.playing import replaced, run_config
+from tests.powerinfer.tiny import write_tiny_powerinfer
 
 IDS = np.array([1, 5, 9, 200, 17, 42], np.int32)
 

@@ -16,9 +16,9 @@ from specsparse.experiments.kinds.sparse.sparsity import SparsitySpec
 from specsparse.experiments.settings import FfnSpec, ModelSpec, PredictorSpec
 from specsparse.support.paths import conf_dir
 from specsparse.testing import write_tiny_gguf
-from specsparse.testing.powerinfer import write_tiny_powerinfer
 from tests.experiments import playing
 from tests.experiments.playing import replaced, run_config
+from tests.powerinfer.tiny import write_tiny_powerinfer
 
 TINY = {"tokenizer": "spm", "vocab_size": 300, "n_layers": 1, "context_length": 128}
 

@@ -11,7 +11,6 @@ from specsparse.speculative.tree import (
     node_depths,
     path_rows,
     row_parents,
-    sibling_ranks,
 )
 
 
@@ -67,7 +66,6 @@ def test_array_helpers_agree_with_the_template(seed):
         paths[node, : tree.depths[node]] = tree.path(node)
     np.testing.assert_array_equal(ancestor_paths(parents_BK, max_depth=depth)[1], paths)
     np.testing.assert_array_equal(node_depths(parents_BK, max_depth=depth)[1], tree.depths)
-    np.testing.assert_array_equal(sibling_ranks(parents_BK)[0], tree.ranks)
 
 
 def test_rows_of_the_forward_pass():

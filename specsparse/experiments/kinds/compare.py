@@ -24,7 +24,7 @@ from specsparse.report import display, record
 from specsparse.report.record import PLAIN, SPECULATIVE, Group, Identity, Pass
 from specsparse.runtime import metrics
 from specsparse.speculative.base import Verifier
-from specsparse.speculative.method import grows_trees, make_drafter
+from specsparse.speculative.method import drafts_trees, make_drafter
 from specsparse.speculative.verify import VERIFIERS, get_verifier
 from specsparse.support import tables
 
@@ -197,10 +197,10 @@ def methods(
 
 
 def _pair(cfg: CompareSettings, name: str, verifier: str) -> CompareSettings:
-    """The config of one pair, as if it were run alone; a drafter that grows no trees drafts chains."""
+    """The config of one pair, as if it were run alone; a drafter that drafts no trees drafts chains."""
     drafter = drafter_spec(cfg, name)
     chosen = cfg.verifier if cfg.verifier.name == verifier else VerifierSpec(verifier)
-    tree = cfg.tree if grows_trees(name) else TreeSpec()
+    tree = cfg.tree if drafts_trees(name) else TreeSpec()
     return dataclasses.replace(cfg, drafter=drafter, verifier=chosen, tree=tree)
 
 

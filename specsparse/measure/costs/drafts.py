@@ -115,7 +115,7 @@ def measure_tree(
 
 
 def measure_whole(model: Model, table: CostTable, method: Method, *, rounds: int = 32) -> DraftCost:
-    """What drafting a tree costs that is grown in the same way every round: all of it by the round."""
+    """What drafting a tree costs that is drafted in the same way every round: all of it by the round."""
     assert method.drafter is not None
     beside = _Beside.of(model, table, method.max_nodes, rounds)
     found = beside.stretches(method, nodes=method.max_nodes, depth=method.drafter.max_depth)

@@ -89,7 +89,7 @@ def replay(
         gamma: depth to cut to; None keeps the recorded one.
         widths: most siblings to keep on each level instead, the eldest, and no level beyond. For top siblings and
             independent draws that is the draft of the narrower tree; so it is for draws without replacement, where
-            an elder sibling's law does not know the younger. (A dynamic tree would grow elsewhere instead.)
+            an elder sibling's law does not know the younger. (A dynamic tree would have other nodes instead.)
         temperature: of the target; None keeps the recorded one.
 
     Raises:

@@ -29,7 +29,7 @@ from specsparse.powerinfer.ffn.gated import gated
 from specsparse.predictors.ffn import FFN
 from specsparse.predictors.fit.collect import collect, windows
 from specsparse.predictors.fit.evaluate import fit_layers
-from specsparse.predictors.fit.written import written_by
+from specsparse.predictors.fit.self_generated import self_generated
 from specsparse.predictors.gate_threshold import GateThreshold
 
 RULES = ("hot", "gate", "own")
@@ -61,7 +61,7 @@ def with_fewer_neurons(
         return _with_threshold(model, threshold)
     if model.ffn != "dense":
         raise UserError(f"a draft by rule={rule} needs a dense target and this one runs ffn={model.ffn}: give rule=own")
-    cut = written_by(model) if text is None else _cut(model, list(text))
+    cut = self_generated(model) if text is None else _cut(model, list(text))
     rows_LND = collect(model, cut)
     if rule == "hot":
         return _hot(model, share, rows_LND)

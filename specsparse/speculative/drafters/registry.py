@@ -54,15 +54,6 @@ def get_drafter(name: str, **options: object) -> "Drafter | DrafterPlan":
     return DRAFTERS.make(name, _with_gamma(name, options))
 
 
-def check_options(name: str, options: Mapping[str, object]) -> None:
-    """Refuses what `get_drafter` refuses, without making a built-in drafter.
-
-    Raises:
-        UserError: as `get_drafter`, but for options that are right one by one and do not go together.
-    """
-    DRAFTERS.read(name, _with_gamma(name, options))
-
-
 def takes(name: str) -> frozenset[str]:
     """Names of a drafter's options; empty for an unknown drafter.
 

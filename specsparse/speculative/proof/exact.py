@@ -159,8 +159,3 @@ def output_law(rule: Any, outcomes: Iterable[Outcome], p: Sequence[np.ndarray], 
 def total_variation(a: np.ndarray, b: np.ndarray) -> float:
     """Half the L1 distance."""
     return float(np.abs(a - b).sum() / 2)
-
-
-def expected_accepted(rule: Any, outcomes: Iterable[Outcome]) -> float:
-    """Expected accepted tokens of a round."""
-    return sum(o.weight * e.weight * len(e.path) for o in outcomes for e in ends(rule, o.draft, o.p))

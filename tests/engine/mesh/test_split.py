@@ -12,7 +12,7 @@ from specsparse.engine.mesh.split import split
 from specsparse.errors import UserError
 from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.testing import write_tiny_gguf
-from specsparse.testing.powerinfer import write_tiny_powerinfer
+from tests.powerinfer.tiny import write_tiny_powerinfer
 
 IDS = list(range(5, 25))
 

@@ -10,10 +10,10 @@ from specsparse.errors import UserError
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.powerinfer.ffn import fewer
 from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
-from specsparse.predictors.fit.written import written_by
+from specsparse.predictors.fit.self_generated import self_generated
 from specsparse.speculative.drafters import get_drafter
 from specsparse.testing import write_tiny_gguf
-from specsparse.testing.powerinfer import write_tiny_powerinfer
+from tests.powerinfer.tiny import write_tiny_powerinfer
 
 IDS = [1, 5, 9, 200, 17, 42, 42, 8]
 TINY = {"tokenizer": "spm", "vocab_size": 300, "n_layers": 1, "d_ff": 128}
@@ -62,9 +62,10 @@ def test_a_text_is_cut_to_the_context(dense):
 
 
 def test_text_that_the_model_writes(dense):
-    text = written_by(dense, tokens=12, texts=3, seed=5)
+    text = self_generated(dense, tokens=12, texts=3, seed=5)
     assert text.shape == (3, 12) and (text[:, 0] == dense.tokenizer.bos_id).all()
-    assert len({tuple(t) for t in text}) == 3 and np.array_equal(text, written_by(dense, tokens=12, texts=3, seed=5))
+    again = self_generated(dense, tokens=12, texts=3, seed=5)
+    assert len({tuple(t) for t in text}) == 3 and np.array_equal(text, again)
 
 
 MISTAKES = {

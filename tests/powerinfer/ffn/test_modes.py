@@ -14,7 +14,7 @@ from specsparse.powerinfer.ffn.sparse_weights import threshold_of
 from specsparse.powerinfer.files.checkpoints import PredictorFile, write_predictors
 from specsparse.powerinfer.files.convert import to_powerinfer
 from specsparse.testing import write_tiny_gguf
-from specsparse.testing.powerinfer import write_tiny_powerinfer
+from tests.powerinfer.tiny import write_tiny_powerinfer
 from tests.tolerances import nmse
 
 IDS = [1, 5, 9, 200, 17, 42, 42, 8]

@@ -22,7 +22,7 @@ from specsparse.predictors import FFN, Needs, get_predictor
 from specsparse.predictors.mlp import mlp_weights
 from specsparse.predictors.svd import as_mlp, factorise, normed_gate
 from specsparse.testing import write_tiny_gguf
-from specsparse.testing.powerinfer import write_tiny_powerinfer
+from tests.powerinfer.tiny import write_tiny_powerinfer
 from tests.predictors.planted import EPS, D, F, plant
 from tests.tolerances import nmse
 

@@ -23,8 +23,8 @@ from specsparse.powerinfer.files.convert import to_powerinfer
 from specsparse.powerinfer.files.gpuidx import GpuIndex, path_for, read_gpuidx, write_gpuidx
 from specsparse.powerinfer.files.torch_zip import read_torch, write_torch
 from specsparse.testing import load_everything, mutate, write_tiny_gguf
-from specsparse.testing.powerinfer import random_predictors, write_tiny_powerinfer
 from tests.models.convert import checkpoints
+from tests.powerinfer.tiny import random_predictors, write_tiny_powerinfer
 
 DTYPES = ["float32", "float16", "float64", "int64", "int32", "uint8", "bool"]
 

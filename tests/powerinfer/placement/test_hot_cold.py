@@ -11,7 +11,7 @@ from specsparse.errors import UserError
 from specsparse.powerinfer.files.gpuidx import GpuIndex, write_gpuidx
 from specsparse.powerinfer.placement.hot_cold import combine, hot_cold_ffn, part_ffn, predict
 from specsparse.testing import write_tiny_gguf
-from specsparse.testing.powerinfer import write_tiny_powerinfer
+from tests.powerinfer.tiny import write_tiny_powerinfer
 from tests.tolerances import nmse
 
 IDS = [1, 5, 9, 200, 17, 42, 42, 8]

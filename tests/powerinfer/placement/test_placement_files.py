@@ -17,7 +17,7 @@ from specsparse.powerinfer.placement.rules import optimal
 from specsparse.powerinfer.placement.run_placement import kept_or_solved
 from specsparse.predictors.ffn import FFN
 from specsparse.testing import write_tiny_gguf
-from specsparse.testing.powerinfer import write_tiny_powerinfer
+from tests.powerinfer.tiny import write_tiny_powerinfer
 
 TEXT = np.random.default_rng(0).integers(3, 250, (3, 16)).astype(np.int32)
 

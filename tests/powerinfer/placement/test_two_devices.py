@@ -9,9 +9,9 @@ from specsparse import SamplingParams
 from specsparse.engine.llama import Want
 from specsparse.kernels.native import cpu
 from specsparse.powerinfer.files.gpuidx import GpuIndex, write_gpuidx
-from specsparse.testing.powerinfer import write_tiny_powerinfer
 from tests.other_process import found_by
 from tests.powerinfer.placement.test_hot_cold import D_FF, IDS, LAYERS, index
+from tests.powerinfer.tiny import write_tiny_powerinfer
 
 if not cpu.available():
     pytest.skip("only the native kernels promise equal bits from program to program", allow_module_level=True)

@@ -8,7 +8,7 @@ import pytest
 from specsparse.speculative.base import DraftKind
 from specsparse.speculative.proof.cases import CORNERS, draw_law, make_case, outcomes
 from specsparse.speculative.proof.certify import LOSSLESS_TV, MUTANT_TV, certify, measure, measure_mutant
-from specsparse.speculative.proof.exact import continuations, ends, expected_accepted, output_law, total_variation
+from specsparse.speculative.proof.exact import continuations, ends, output_law, total_variation
 from specsparse.speculative.proof.mutants import MUTANTS
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verify import VERIFIERS, get_verifier
@@ -56,6 +56,10 @@ def test_llama_cpp_argmax_example():
     drafts = outcomes(TreeTemplate.chain(1), p, draw=lambda *_: np.array([1.0, 0, 0]), record=lambda *_: p[0])
     law = output_law(VERIFIERS["token"].rule, drafts, p, 2)
     np.testing.assert_allclose(law.sum(axis=1), [1, 0, 0], atol=1e-15)
+
+
+def expected_accepted(rule, outcomes):
+    return sum(o.weight * e.weight * len(e.path) for o in outcomes for e in ends(rule, o.draft, o.p))
 
 
 @pytest.mark.parametrize("corner", CORNERS)

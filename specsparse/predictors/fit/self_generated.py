@@ -9,7 +9,7 @@ from specsparse.engine import cache as kv
 from specsparse.engine.model import Model
 
 
-def written_by(model: Model, *, tokens: int = 128, texts: int = 4, seed: int = 0) -> np.ndarray:
+def self_generated(model: Model, *, tokens: int = 128, texts: int = 4, seed: int = 0) -> np.ndarray:
     """int32[texts, tokens]: texts from the model's own law at temperature 1, each after its first token (BOS).
 
     Args:
