@@ -65,7 +65,7 @@ figure, axes = plt.subplots(figsize=(5, 3), layout="constrained")
 for heat in (0.0, 0.8):
     axes.plot([1, 2, 4], [found[heat, gamma] for gamma in (1, 2, 4)], marker="o", label=f"T {heat:g}")
 axes.set(xlabel="tokens drafted in a round", ylabel="accepted / drafted", ylim=(0, 1.05))
-axes.legend()
+_ = axes.legend()
 
 # %% [markdown]
 # For any other pair, with speed-ups and intervals, on the command line:

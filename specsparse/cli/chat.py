@@ -7,20 +7,13 @@ of a piped input is a message; with --prompt - all of it is one.
 import argparse
 import sys
 
-from specsparse.cli import sampling_options
+from specsparse.cli import method_options, sampling_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Model, method, law and length of the answers."""
+    method_options.add_arguments(parser)
     add = parser.add_argument
-    add("model", nargs="?", default="smollm2-135m", help="a known name, a GGUF file or hf://owner/repo/file.gguf")
-    add(
-        "--drafter",
-        default="prompt_lookup",
-        metavar="NAME",
-        help="as in configs; none for plain decoding (%(default)s)",
-    )
-    add("--draft", metavar="FILE", help="a draft model: the drafter is then model")
     add("--verifier", metavar="NAME", help="the first lossless one that fits the draft")
     add("--gamma", type=int, metavar="N", help="tokens drafted in a round; by default as many as pay, up to 4")
     add("--system", metavar="TEXT", help="a system message")

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specsparse.cli.conversation import Conversation
+from specsparse.cli.method_options import drafter_of
 from specsparse.errors import UserError
 from specsparse.runtime.binding import make_method
 from specsparse.runtime.metrics import Counters
@@ -46,7 +47,7 @@ class How:
     @property
     def name(self) -> str:
         """Of the drafter: a draft model's is "model"."""
-        return "model" if self.draft else self.drafter
+        return drafter_of(self.drafter, self.draft)[0]
 
     def changed(self, words: tuple[str, ...]) -> "How":
         """After `/method words`; the verifier is the one that fits unless one is named.
@@ -81,7 +82,7 @@ class How:
             if self.verifier:
                 raise UserError("--verifier needs a drafter")
             return {}
-        options = {"model": self.draft} if self.draft else {}
+        _, options = drafter_of(self.drafter, self.draft)
         if self.gamma is None:
             drafter = get_drafter(self.name, **options)
         else:

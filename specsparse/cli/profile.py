@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from specsparse.cli import method_options
 from specsparse.errors import UserError
 
 _PROMPT = "List the days of the week, then list the days of the week again in the same order."
@@ -12,15 +13,8 @@ _PROMPT = "List the days of the week, then list the days of the week again in th
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Model, method, and where to write."""
+    method_options.add_arguments(parser)
     add = parser.add_argument
-    add("model", nargs="?", default="smollm2-135m", help="a known name, a GGUF file or hf://owner/repo/file.gguf")
-    add(
-        "--drafter",
-        default="prompt_lookup",
-        metavar="NAME",
-        help="as in configs; none for plain decoding (%(default)s)",
-    )
-    add("--draft", metavar="FILE", help="a draft model: the drafter is then model")
     add("--gamma", type=int, default=4, metavar="N", help="tokens drafted in a round (%(default)s)")
     add("--prompt", default=_PROMPT, metavar="TEXT", help="what is decoded for the stages")
     add("--max-tokens", type=int, default=64, metavar="N", help="of it (%(default)s)")
@@ -66,10 +60,8 @@ def _method(args: argparse.Namespace) -> dict[str, Any]:
     from specsparse.speculative.method import make_drafter
     from specsparse.speculative.policies.base import Fixed
 
-    name = "model" if args.draft else args.drafter
-    if name == "none":
-        return {}
-    return {"drafter": make_drafter(name, {"model": args.draft} if args.draft else {}, Fixed(args.gamma))}
+    name, options = method_options.drafter_of(args.drafter, args.draft)
+    return {} if name == "none" else {"drafter": make_drafter(name, options, Fixed(args.gamma))}
 
 
 def _parts(found: Any) -> list[Any]:

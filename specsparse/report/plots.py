@@ -2,12 +2,14 @@
 
 import itertools
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Canvas
 
 from specsparse.report.figure import COLOURS, INK, Row
 
+Draw = Callable[[Canvas, Sequence[Row]], None]
 _CAP = 2.5
 _LETTERS_AN_INCH = 10
 """Of a legend's text, so that a line of the widest letters and its key fit."""
@@ -57,6 +59,33 @@ def lines(axes: Axes, rows: Sequence[Row], *, x: str, series: str) -> None:
             spread = list(zip(*map(whiskers, own)))
             axes.errorbar(at, heights, spread, fmt="none", ecolor=COLOURS[i], elinewidth=1, capsize=_CAP, alpha=0.7)
     axes.set_xticks(places, [f"{p:g}" for p in places])
+
+
+def bars_of_methods(group: str, ylabel: str, finish: Callable[[Axes], None], *, xlabel: str = "") -> Draw:
+    """Draws `grouped_bars`, a colour a method; `finish` is for the axis of values, such as `share`."""
+
+    def draw(canvas: Canvas, rows: Sequence[Row]) -> None:
+        axes = canvas.subplots()
+        grouped_bars(axes, rows, group=group, series="method")
+        axes.set(xlabel=xlabel, ylabel=ylabel)
+        finish(axes)
+        legend_below(axes)
+
+    return draw
+
+
+def lines_of_methods(x: str, ylabel: str, finish: Callable[[Axes], None], *, xlabel: str) -> Draw:
+    """Draws `lines` from 0 on, a colour a method."""
+
+    def draw(canvas: Canvas, rows: Sequence[Row]) -> None:
+        axes = canvas.subplots()
+        lines(axes, rows, x=x, series="method")
+        axes.set(xlabel=xlabel, ylabel=ylabel)
+        axes.set_ylim(bottom=0)
+        finish(axes)
+        legend_below(axes)
+
+    return draw
 
 
 def legend_below(axes: Axes, *, columns: int = 4) -> None:

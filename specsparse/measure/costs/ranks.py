@@ -88,7 +88,7 @@ def table_with_acceptance(
     Args:
         key: of `acceptance_key`.
         method: a chain of drafts, or the tree `FAN`.
-        whole: whether it is another tree, measured as a whole (`of_tree`).
+        whole: whether it is another tree, measured as a whole (`tree_rates`).
         prompts: token ids to decode from; the longest part that leaves room in the context is used.
         params: the target's law.
     """
@@ -96,37 +96,24 @@ def table_with_acceptance(
     if key not in table.acceptance:
         how = method()
         assert how.drafter is not None
-        measured = of_chain if not how.drafter.tree else of_tree if whole else by_rank
         with bar("measuring acceptance", len(prompts)) as done:
-            rates = measured(model, how, prompts, params, done=done)
+            if how.drafter.tree and not whole:
+                rates = by_rank(model, how, prompts, params, done=done)
+            else:
+                counted = counters(model, how, prompts, params, done=done)
+                rates = tree_rates(counted) if how.drafter.tree else chain_rate(counted)
         table = table.with_acceptance(key, rates)
         store.save(model, table)
     return table
 
 
-def of_chain(
-    model: Model,
-    method: Method,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    *,
-    done: Callable[[], None] = lambda: None,
-) -> tuple[float]:
+def chain_rate(c: Counters) -> tuple[float]:
     """(accepted / tested,) of chains; (0.0,) where nothing was drafted."""
-    c = _counters(model, method, prompts, params, done)
     return (c.num_accepted_tokens / c.num_tested if c.num_tested else 0.0,)
 
 
-def of_tree(
-    model: Model,
-    method: Method,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    *,
-    done: Callable[[], None] = lambda: None,
-) -> tuple[float, float]:
-    """(tokens emitted, nodes drafted) a round of trees, by counters."""
-    c = _counters(model, method, prompts, params, done)
+def tree_rates(c: Counters) -> tuple[float, float]:
+    """(tokens emitted, nodes drafted) a round of trees."""
     rounds = max(c.num_rounds, 1)
     return c.num_emitted_tokens / rounds, c.num_draft_tokens / rounds
 
@@ -158,10 +145,15 @@ def by_rank(
     return tuple((hits / max(rounds, 1)).tolist())
 
 
-def _counters(
-    model: Model, method: Method, prompts: Sequence[Sequence[int]], params: SamplingParams, done: Callable[[], None]
+def counters(
+    model: Model,
+    method: Method,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    *,
+    done: Callable[[], None] = lambda: None,
 ) -> Counters:
-    """Of all prompts together."""
+    """Of some rounds on each prompt, all together."""
     total = Counters()
     for session in _sessions(model, method, prompts, params):
         session.advance(ROUNDS)

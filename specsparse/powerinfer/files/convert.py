@@ -46,10 +46,7 @@ def to_powerinfer(
     Raises:
         UserError: anything PowerInfer could not load, or that does not fit.
     """
-    f = open_gguf(source)
-    if f.magic != MAGIC:
-        raise UserError(f"{f.path}: is a PowerInfer file already; --back makes a dense one of it")
-    config = ModelConfig.from_gguf(f)
+    f, config = _opened(source, MAGIC, "is a PowerInfer file already; --back makes a dense one of it")
     _check_representable(f, config)
     if out_type not in OUT_TYPES:
         raise UserError(f"type {out_type!r}: PowerInfer computes {' and '.join(OUT_TYPES)} only")
@@ -67,6 +64,14 @@ def to_powerinfer(
 
     write_gguf(path, keys, list(_sparse_tensors(f, config, kind, load)), magic=POWERINFER_MAGIC)
     return _notes(config)
+
+
+def _opened(source: str | os.PathLike[str], magic: bytes, otherwise: str) -> tuple[GGUFFile, ModelConfig]:
+    """A file of that kind and its model."""
+    f = open_gguf(source)
+    if f.magic != magic:
+        raise UserError(f"{f.path}: {otherwise}")
+    return f, ModelConfig.from_gguf(f)
 
 
 def _check_representable(f: GGUFFile, config: ModelConfig) -> None:
@@ -148,10 +153,7 @@ def from_powerinfer(
     Raises:
         UserError: it is no PowerInfer file, or something cannot be written.
     """
-    f = open_gguf(source)
-    if f.magic != POWERINFER_MAGIC:
-        raise UserError(f"{f.path}: is no PowerInfer file (magic PWRI)")
-    config = ModelConfig.from_gguf(f)
+    f, config = _opened(source, POWERINFER_MAGIC, "is no PowerInfer file (magic PWRI)")
     tensors = []
     for t in f.tensors.values():
         short = t.name.split(".")[-2]

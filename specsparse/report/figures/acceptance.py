@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-from matplotlib.figure import Figure as Canvas
-
 from specsparse.measure import intervals
 from specsparse.report import plots
 from specsparse.report.figure import MOST, Figure, Missing, Row
@@ -25,8 +23,9 @@ def by_position(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Miss
     if not rows:
         return Missing(name, title, "no run drafted a token" if methods else NO_METHOD)
     definition = metrics.DEFINITIONS["acceptance_per_position"].capitalize()
+    draw = plots.lines_of_methods("position", "accepted", plots.share, xlabel="position in the draft")
     caption = f"{definition}: unconditional, so that a line falls. {intervals.WHISKERS}{_cut(methods)}"
-    return Figure(name, title, caption, tuple(rows), _lines)
+    return Figure(name, title, caption, tuple(rows), draw)
 
 
 def by_task(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
@@ -40,7 +39,8 @@ def by_task(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
     ]
     if not rows:
         return Missing(name, title, "no run drafted a token" if methods else NO_METHOD)
-    return Figure(name, title, _RATE + _cut(methods), tuple(rows), _bars, size=(8.6, 4.4))
+    draw = plots.bars_of_methods("task", "accepted / drafted", plots.share)
+    return Figure(name, title, _RATE + _cut(methods), tuple(rows), draw, size=(8.6, 4.4))
 
 
 _RATE = f"Draft acceptance rate: {metrics.DEFINITIONS['draft_acceptance_rate']}. {intervals.WHISKERS}"
@@ -67,7 +67,8 @@ def accepted_in_a_round(runs: Sequence[Run], methods: Sequence[Method]) -> Figur
         "Share of the rounds with a draft in which exactly so many drafted tokens stayed; the token that the target "
         f"adds to each is not counted. {intervals.WHISKERS}{_cut(methods)}"
     )
-    return Figure(name, title, caption, tuple(rows), _histograms, size=(8.6, 4.0))
+    draw = plots.bars_of_methods("tokens", "rounds with a draft", plots.share, xlabel="drafted tokens that stayed")
+    return Figure(name, title, caption, tuple(rows), draw, size=(8.6, 4.0))
 
 
 def _histogram(method: Method) -> list[Row]:
@@ -90,28 +91,3 @@ def _reached(counters: metrics.Counters, k: int) -> int:
 
 def _cut(methods: Sequence[Method]) -> str:
     return f" The {MOST} fastest of {len(methods)} methods." if len(methods) > MOST else ""
-
-
-def _lines(canvas: Canvas, rows: Sequence[Row]) -> None:
-    axes = canvas.subplots()
-    plots.lines(axes, rows, x="position", series="method")
-    axes.set(xlabel="position in the draft", ylabel="accepted")
-    axes.set_ylim(bottom=0)
-    plots.share(axes)
-    plots.legend_below(axes)
-
-
-def _bars(canvas: Canvas, rows: Sequence[Row]) -> None:
-    axes = canvas.subplots()
-    plots.grouped_bars(axes, rows, group="task", series="method")
-    axes.set(ylabel="accepted / drafted")
-    plots.share(axes)
-    plots.legend_below(axes)
-
-
-def _histograms(canvas: Canvas, rows: Sequence[Row]) -> None:
-    axes = canvas.subplots()
-    plots.grouped_bars(axes, rows, group="tokens", series="method")
-    axes.set(xlabel="drafted tokens that stayed", ylabel="rounds with a draft")
-    plots.share(axes)
-    plots.legend_below(axes)

@@ -4,12 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure as Canvas
 
 from specsparse.measure import intervals
 from specsparse.measure.intervals import Interval
 from specsparse.report import plots
-from specsparse.report.figure import MOST, Figure, Missing, Row
+from specsparse.report.figure import MOST, Figure, Missing
 from specsparse.report.methods import GAMMA, TEMPERATURE, Method, fastest, ranked
 from specsparse.report.runs import Run
 
@@ -35,7 +34,8 @@ def by_task(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
             if found is not None:
                 rows.append({"method": method.label, "task": task, **found.cells()})
     cut = f" The {len(shown)} fastest of {len(methods)} methods." if len(shown) < len(methods) else ""
-    return Figure("speedup_by_task", title, DEFINITION + cut, tuple(rows), _bars, size=(8.6, 4.4))
+    draw = plots.bars_of_methods("task", "speed-up", plots.par)
+    return Figure("speedup_by_task", title, DEFINITION + cut, tuple(rows), draw, size=(8.6, 4.4))
 
 
 def against_gamma(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
@@ -90,20 +90,5 @@ def against(name: str, title: str, key: str, methods: Sequence[Method], measure:
         return Missing(name, title, "no run drafted a token")
     cut = f" {len(lines) - len(kept)} slower lines are left out." if len(kept) < len(lines) else ""
 
-    def draw(canvas: Canvas, rows: Sequence[Row]) -> None:
-        axes = canvas.subplots()
-        plots.lines(axes, rows, x=words, series="method")
-        axes.set(xlabel=words, ylabel=measure.label)
-        axes.set_ylim(bottom=0)
-        measure.axes(axes)
-        plots.legend_below(axes)
-
+    draw = plots.lines_of_methods(words, measure.label, measure.axes, xlabel=words)
     return Figure(name, title, measure.definition + cut, tuple(rows), draw)
-
-
-def _bars(canvas: Canvas, rows: Sequence[Row]) -> None:
-    axes = canvas.subplots()
-    plots.grouped_bars(axes, rows, group="task", series="method")
-    axes.set(ylabel="speed-up")
-    plots.par(axes)
-    plots.legend_below(axes)

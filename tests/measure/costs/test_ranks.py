@@ -53,7 +53,8 @@ def test_acceptance_of_a_chain_is_accepted_over_tested(model):
     truth = specsparse.generate(model, PROMPT, max_tokens=200, ignore_eos=True).token_ids
     drafter = Scripted.chain(3, (1,), vocab_size=model.config.vocab_size, truth=(*PROMPT, *truth))
     method = make_method(model, drafter, get_verifier("match"), GREEDY)
-    assert ranks.of_chain(model, method, [PROMPT], GREEDY) == (0.5,)  # one right, then one wrong, every round
+    counted = ranks.counters(model, method, [PROMPT], GREEDY)
+    assert ranks.chain_rate(counted) == (0.5,)  # one right, then one wrong, every round
 
 
 def test_the_child_of_rank_zero_of_a_perfect_draft_is_always_accepted(model):
