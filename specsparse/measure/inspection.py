@@ -125,8 +125,24 @@ def model_facts(config: ModelConfig) -> dict[str, str]:
         "context": f"{config.context_length} tokens, RoPE base {rope.base:g} ({rope.pairing}){scaling}"
         + (", frequency factors" if rope.freq_factors else ""),
         "FFN": config.activation + ("" if config.gated else " without a gate") + _sparse(config),
+        **_layers(config),
         "output": "the embedding" if config.tied_output else "a matrix of its own",
     }
+
+
+def _layers(config: ModelConfig) -> dict[str, str]:
+    """What the layers of this architecture have beside the plain Llama's, where there is anything."""
+    kinds, family = [config.kind(i) for i in range(config.n_layers)], config.family
+    windowed, unrotated = sum(k.window > 0 for k in kinds), sum(config.ropes[k.table] is None for k in kinds)
+    found = {
+        f"a window of {config.window} tokens on {windowed} of {len(kinds)}": windowed,
+        f"RoPE base {config.local_rope.base:g} there" if config.local_rope else "": config.local_rope,
+        f"no RoPE on {unrotated} of {len(kinds)}": unrotated,
+        "norms of queries and keys": family.qk_norm,
+        "norms behind attention and FFN": family.post_norms,
+    }
+    said = ", ".join(text for text, there in found.items() if there)
+    return {"layers": said} if said else {}
 
 
 def _sparse(config: ModelConfig) -> str:

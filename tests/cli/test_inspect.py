@@ -8,7 +8,7 @@ from specsparse.cli import main as cli
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.measure import inspection
 from specsparse.measure.costs import devices
-from specsparse.testing import write_tiny_gguf
+from specsparse.testing import tiny_config, write_tiny_gguf
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +55,22 @@ def test_layers_are_one_line_unless_each_is_asked_for(capsys, files):
     )
     names = [t["name"] for t in as_json(capsys, files / "target.gguf", "--tensors")["tensors"]]
     assert names == list(open_gguf(files / "target.gguf").tensors)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (
+            {"architecture": "gemma3", "n_layers": 7},
+            "a window of 8 tokens on 6 of 7, RoPE base 10000 there, norms",
+        ),
+        ({"architecture": "smollm3", "n_layers": 5}, "no RoPE on 1 of 5"),
+        ({}, None),
+    ],
+)
+def test_what_the_layers_of_an_architecture_have(model, says):
+    found = inspection.model_facts(tiny_config(**model)).get("layers")
+    assert (found or "").startswith(says or "") and (found is None) == (says is None)
 
 
 def test_the_pages_say_what_matters(capsys, files):

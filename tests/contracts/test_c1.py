@@ -162,6 +162,16 @@ def test_rows_of_a_tree(rig, text, seed):
     check_tree(rig, text[: (1, 14, 16)[seed]], seed, nodes, list(range(nodes)))
 
 
+def test_a_rollback_forgets(rig, text, wanted):
+    """What was fed and taken back, or written over in part, leaves nothing behind; windows count positions again."""
+    cache = rig.feed([text[:9]], rig.cache())[1]
+    other = [(token + 1) % rig.config.vocab_size for token in text[9:23]]
+    cache = kv.rollback(rig.feed([other], cache)[1], jax.numpy.array([12], np.int32))
+    assert cache.length.tolist() == [12]
+    cache = kv.rollback(cache, jax.numpy.array([9], np.int32))
+    equal(rig.feed([text[9:23]], cache)[0][0, :14], wanted[9:23])
+
+
 def test_a_tree_that_is_a_chain(rig, text, wanted):
     got, _ = rig.feed([text[:WIDTH]], rig.cache(), parents=np.arange(-1, WIDTH - 1)[None])
     equal(got[0], wanted[:WIDTH])

@@ -86,9 +86,11 @@ def test_a_watched_run_with_a_policy_and_the_host_loop(cfg, tmp_path):
     assert "oracles" in summary and summary["jit_over_host_loop"]["prompts"] == 2
 
 
+QWEN3 = {"architecture": "qwen3", "head_dim": 32, "tokenizer": "bpe", "pre": "qwen2", **CONTEXT}
 SAME_TEXT = "model x match (lossless: plain decoding's tokens)"
 PAIRS = {
     "spec_llama160m": (SAME_TEXT, ["policy.p_min=0.01", "policy.n_min=2"]),
+    "spec_qwen3": (SAME_TEXT, []),
     "spec_llama160m_pq": ("model x token (lossless in law)", ["policy.p_min=0.01"]),
     **{name: (SAME_TEXT, []) for name in ("spec_llama31_8b", "spec_smollm2_1.7b", "spec_tinyllama")},
 }
@@ -98,7 +100,10 @@ PAIRS = {
 def test_a_pair_runs_on_tiny_models(cfg, files, tmp_path, name):
     """The experiment files themselves. Drafts of a random model are unsure, so p_min and draft_min are lowered."""
     label, lower = PAIRS[name]
-    own = [f"model.path={files / 'target.gguf'}", f"drafter.model={files / 'draft.gguf'}", "policy.gamma=4"]
+    target, draft = files / "target.gguf", files / "draft.gguf"
+    if name == "spec_qwen3":
+        target, draft = (write_tiny_gguf(tmp_path / file, seed=seed, **QWEN3) for seed, file in enumerate("td"))
+    own = [f"model.path={target}", f"drafter.model={draft}", "policy.gamma=4"]
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         of_file = from_omegaconf(compose("config", shorthand([f"+experiment={name}", *own, *lower])))
     few = {key: getattr(cfg, key) for key in ("data", "max_tokens", "tracker", "warmup", "time_split", "stream")}

@@ -1,6 +1,6 @@
 """The tokenizer of a checkpoint -> GGUF metadata: tokenizer.model of sentencepiece, or tokenizer.json."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import sentencepiece
@@ -45,8 +45,9 @@ def tokenizer_keys(folder: Path, config: Json, *, vocab_size: int, pre: str | No
         raise UserError(f"{folder}: has no tokenizer.model and no tokenizer.json")
     else:
         keys, reference = _from_json(folder, fast, pre)
-    _add_tokens(keys, folder, settings, fast)
-    _fill(keys, folder, vocab_size)
+    added = _added(settings, folder, fast)
+    _add_tokens(keys, added)
+    _fill(keys, folder, vocab_size, added.keys())
     ids = _special_ids(keys, settings, config)
     keys |= {f"tokenizer.ggml.{name}_token_id": token for name, token in ids.items()}
     keys |= _adds(settings, fast, ids, spm=keys["tokenizer.ggml.model"] == "llama")
@@ -147,10 +148,10 @@ def _added(settings: Json, folder: Path, fast: tokenizers.Tokenizer | None) -> d
     return found
 
 
-def _add_tokens(keys: Json, folder: Path, settings: Json, fast: tokenizers.Tokenizer | None) -> None:
+def _add_tokens(keys: Json, added: Mapping[int, tuple[str, bool]]) -> None:
     """Puts added tokens into the vocabulary, special ones as control tokens."""
     tokens, types = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.token_type"]
-    for i, (text, special) in sorted(_added(settings, folder, fast).items()):
+    for i, (text, special) in sorted(added.items()):
         _extend(keys, i + 1)
         tokens[i] = text
         if types[i] not in (TokenType.UNKNOWN, TokenType.BYTE):
@@ -167,10 +168,15 @@ def _extend(keys: Json, size: int) -> None:
         keys["tokenizer.ggml.scores"] += [-10000.0] * len(missing)
 
 
-def _fill(keys: Json, folder: Path, vocab_size: int) -> None:
+def _fill(keys: Json, folder: Path, vocab_size: int, added: Collection[int]) -> None:
+    """As many tokens as the embedding has rows. An added token without a row, such as Gemma's for images, is left out:
+    the model cannot read it."""
     count = len(keys["tokenizer.ggml.tokens"])
-    if count > vocab_size:
+    if any(i not in added for i in range(vocab_size, count)):
         raise UserError(f"{folder}: the tokenizer has {count} tokens and the embedding {vocab_size} rows")
+    for name in ("tokens", "token_type", "scores"):
+        if f"tokenizer.ggml.{name}" in keys:
+            del keys[f"tokenizer.ggml.{name}"][vocab_size:]
     _extend(keys, vocab_size)
 
 

@@ -195,6 +195,16 @@ def test_a_sentencepiece_tokenizer(tmp_path, form):
     assert ours.token_text(sp.get_piece_size()) == "<pad>"
 
 
+def test_an_added_token_without_a_row_is_left_out(tmp_path):
+    """Gemma's tokenizer has one for images that its text models have no embedding of."""
+    config = {**CONFIG, "vocab_size": 296}
+    folder = checkpoints.save(tmp_path / "in", config, checkpoints.weights(config))
+    checkpoints.bpe_tokenizer(folder)
+    convert_hf(folder, tmp_path / "out.gguf", type_name="f16")
+    ours = Tokenizer.from_metadata(open_gguf(tmp_path / "out.gguf").metadata, where="out")
+    assert ours.vocab_size == 296 and ours.token_text(295) != "<|begin|>"
+
+
 @pytest.mark.parametrize(("name", "kind"), [("bf16", "BF16"), ("q4_0", "Q4_0"), ("q4_1", "Q4_1")])
 def test_types(tmp_path, name, kind):
     folder = checkpoints.save(tmp_path / "in", CONFIG, checkpoints.weights(CONFIG))
