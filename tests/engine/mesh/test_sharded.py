@@ -20,6 +20,7 @@ MODELS = {
     "float": {"quant": "F32", **EVEN},
     "q4_1": {"quant": "Q4_1", **EVEN},
     "super": {"quant": "Q4_K", **EVEN, "d_model": 512, "d_ff": 512},
+    "gemma3": {"quant": "F32", "architecture": "gemma3", "full_every": 2, "head_dim": 32},
     "uneven": {"quant": "Q8_0", "architecture": "qwen2", "bias": True, "n_heads": 6, "n_kv_heads": 3, "d_model": 96},
 }
 """Nothing of the last divides: 3 key/value heads, 96 neurons in blocks of 32, 300 tokens."""
@@ -64,6 +65,7 @@ out["stream"] = stream.generation.token_ids
 out["lookup"] = tokens(model, drafter="prompt_lookup", verifier="greedy", **GREEDY)
 for name in ("super", "uneven"):
     out[f"{name} 2"] = load(name, 2).logits(IDS)
+out["gemma3 2"] = load("gemma3", 2, kv_dtype="f32").logits(IDS)  # norms of what the devices add up
 devices = np.array(jax.devices())[[3, 1, 0, 2]]
 chosen = load("float", jax.sharding.Mesh(devices, ("x",)), kv_dtype="f32")
 out["float 4"] = chosen.logits(IDS)
@@ -132,6 +134,7 @@ def one(folder):
 def test_logits_of_float_weights(one, mesh):
     wanted = one("float", kv_dtype="f32").logits(IDS)
     assert nmse(mesh["float 4"], wanted) < MESH_NMSE["f32"]
+    assert nmse(mesh["gemma3 2"], one("gemma3", kv_dtype="f32").logits(IDS)) < MESH_NMSE["f32"]
     assert list(mesh["where"]) == [3, 1, 0, 2]  # a mesh that was given is taken as it is
 
 
