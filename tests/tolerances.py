@@ -34,6 +34,9 @@ PEER_GELU_NMSE = 1e-7
 """The same where the FFN has GELU, which llama.cpp reads from a table of half floats; measured 8e-9, and 1e-13 with
 SiLU. Against transformers such files keep `FORWARD_NMSE`."""
 
+HEAD_NMSE = 1e-10
+"""Rows and logits of a float32 head with a float32 cache against the library that published the format."""
+
 MESH_NMSE = {"f32": 1e-11, "quantised": 2e-4}
 """Logits of a model over several devices against one, by weights: sums over columns are rounded in another order, and
 int8 activations of quantised weights turn some last bits into a step of 1/127."""

@@ -33,6 +33,9 @@ def main(args: argparse.Namespace) -> int:
 
     device = devices.get(args.device)
     found = _look_at(args.model)
+    if isinstance(found, dict):  # a head in a folder
+        print(to_json(found)) if args.json else terminal.console().print(_pairs("head", found))
+        return 0
     draft = args.draft and _look_at(args.draft)
     report = inspection.report(found, device, draft=draft or None, each=args.tensors)
     if args.json:
@@ -45,14 +48,18 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _look_at(name: str) -> Any:
-    """A model file, inspected; a folder of transformers gets a line that says what it is."""
+    """A model file or a head, inspected; a folder of transformers gets a line that says what it is."""
     from specsparse.engine.gguf.reader import open_gguf
     from specsparse.measure import inspection
-    from specsparse.models import catalogue
-    from specsparse.models.convert.draft_head import refuse_draft_head
+    from specsparse.models import catalogue, hub, obtain
+    from specsparse.models.convert.checkpoint import read_json
+    from specsparse.models.convert.draft_head import kind, refuse_draft_head
+    from specsparse.models.convert.eagle3 import read_folder
 
-    path = catalogue.resolve(name)
+    path = obtain.published(name, "no") if name.startswith(hub.SCHEME) else catalogue.resolve(name)
     if (path / "config.json").is_file():
+        if kind(read_json(path / "config.json")) == "EAGLE-3":
+            return inspection.head_facts(read_folder(path))
         refuse_draft_head(path)
         raise UserError(f"{path}: is a folder of transformers; `specsparse convert hf {path} OUT.gguf` makes a GGUF")
     return inspection.look_at(open_gguf(path))
@@ -67,6 +74,10 @@ def parts(report: Mapping[str, Any], device: str) -> Iterator[Any]:
     kinds = ", ".join(f"{name} {_mib(n)}" for name, n in size["bytes_by_type"].items())
     yield f"{size['weights'] / 1e6:.1f} M weights, {_mib(size['bytes'])}, {size['bits_per_weight']:.2f} bits a weight"
     yield f"  {kinds}"
+    if report["head"]:
+        yield _pairs("head", report["head"])
+        yield f"drafts for its target: drafter=eagle3 drafter.path={report['file']}"
+        return
     if report["problem"]:
         yield f"does not run here: {report['problem']}"
         return

@@ -20,7 +20,7 @@ from specsparse.measure import machine, repeats
 from specsparse.measure.conditions import Conditions
 from specsparse.measure.costs.progress import Bar
 from specsparse.measure.repeats import Repeats, Width
-from specsparse.models import catalogue
+from specsparse.models import catalogue, hub
 from specsparse.report import display, record
 from specsparse.report.record import PLAIN, SAME_TEXT_VERIFIERS, Pass
 from specsparse.runtime.results import Generation
@@ -69,11 +69,17 @@ def check(cfg: DecodingSettings, *, union_cap: bool = False) -> None:
     _check_files(cfg)
 
 
+_FILE_OPTIONS = {"model": "model", "eagle3": "path"}
+"""Options of drafters that name a file or a model of the catalogue."""
+
+
 def _check_files(cfg: DecodingSettings) -> None:
     """The model and the draft model. Where both are missing, one line says so."""
     wanted = {"model.path": cfg.model.path}
-    if cfg.drafter.name == "model" and isinstance(cfg.drafter.options.get("model"), str):
-        wanted["drafter.model"] = cfg.drafter.options["model"]
+    option = _FILE_OPTIONS.get(cfg.drafter.name, "")
+    named = cfg.drafter.options.get(option)
+    if isinstance(named, str) and not (option == "path" and named.startswith(hub.SCHEME)):  # fetched when it is loaded
+        wanted[f"drafter.{option}"] = named
     missing = {}
     for key, spec in wanted.items():
         try:

@@ -28,6 +28,7 @@ class Kernels:
         layers: all layers of a dense model in one call, equal to their composition from `linear` and `attend` bit for
             bit, the zeros of a ReLU model skipped where it is given `SkipWeights`, the rows that enter chosen layers
             kept; None where the backend has no such call.
+        normalise: RMS norm of rows.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Kernels:
     sparse_ffn: Callable
     signbit_keep: Callable
     layers: Callable | None = None
+    normalise: Callable = dense.normalise
 
 
 NATIVE = Kernels(
@@ -71,6 +73,7 @@ XLA = Kernels(
     dense.argmax_batched,
     reference_neurons.sparse_ffn_batched,
     reference_neurons.signbit_keep,
+    normalise=dense.normalise_batched,
 )
 """Fast on a GPU, but its bits depend on the number of rows: the contract C1 does not hold."""
 

@@ -15,6 +15,8 @@ from specsparse.measure.costs import traffic
 from specsparse.measure.costs.devices import Device
 from specsparse.measure.costs.roofline import Roofline
 from specsparse.speculative import expected, vocab
+from specsparse.speculative.drafters import eagle3_file
+from specsparse.speculative.drafters.eagle3_file import EMBEDDING, OUTPUT, Eagle3File
 from specsparse.support.json_files import Json
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
@@ -32,17 +34,21 @@ class Inspected:
         file: open.
         config, tokenizer: None where the file does not run here.
         problem: why not, in one line; None where it runs.
+        head: of a file that holds a draft head.
     """
 
     file: GGUFFile
     config: ModelConfig | None
     tokenizer: Tokenizer | None
     problem: str | None = None
+    head: Eagle3File | None = None
 
 
 def look_at(f: GGUFFile) -> Inspected:
-    """The config and the tokenizer of an open file, or why it has none that runs here."""
+    """The config and the tokenizer of an open file, the head in it, or why it has none that runs here."""
     try:
+        if f.metadata.get("general.architecture") == eagle3_file.ARCHITECTURE:
+            return Inspected(f, None, None, head=eagle3_file.read_gguf(f))
         config = ModelConfig.from_gguf(f)
         return Inspected(f, config, Tokenizer.from_metadata(f.metadata, where=str(f.path)))
     except UserError as error:
@@ -150,6 +156,26 @@ def _sparse(config: ModelConfig) -> str:
     return f", predictors of rank {min(ranks)} to {max(ranks)}" if ranks else ""
 
 
+def head_facts(file: Eagle3File) -> dict[str, str]:
+    """The shape of an EAGLE-3 head and what it is for, a line each."""
+    s = file.shape
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
+    scored = file.vocab_size if file.ids is None else len(file.ids)
+    own = [what for what, name in (("embedding", EMBEDDING), ("output matrix", OUTPUT)) if name in file.tensors]
+    facts = {
+        "head": f"EAGLE-3, width {s.width}, FFN {s.d_ff}, {s.heads} heads of {s.head_dim}, {s.kv_heads} for keys",
+        "target": f"{file.target or 'not named'}, width {file.target_width}, {file.vocab_size} ids",
+        "features": f"what enters layers {', '.join(map(str, file.layers)) or '2, L/2 and L - 3 of the target'}",
+        "scores": f"{scored} ids",
+        "of its own": " and ".join(own) or "neither embedding nor output matrix: the target's",
+        "options": ", ".join(flag for flag in flags if getattr(s, flag)) or "none",
+    }
+    if file.accept_k > 1:
+        lossy = f"verifier_accept_k={file.accept_k}: lossy where it is honoured; here drafts are verified without loss"
+        facts["verifier"] = lossy
+    return facts
+
+
 def tokenizer_facts(tokenizer: Tokenizer, *, template: bool) -> dict[str, str]:
     """The tokenizer, a line each."""
     ids = {name: getattr(tokenizer, f"{name}_id") for name in ("bos", "eos", "eot")}
@@ -187,7 +213,8 @@ def rates(found: Inspected, device: Device, *, kv_dtype: str = "f16", kv_length:
 
 def _traffic(found: Inspected, kv_dtype: str = "f16") -> traffic.Traffic:
     if found.config is None:
-        raise UserError(f"{found.file.path}: does not run here: {found.problem}")
+        why = found.problem or "is a draft head, not a model"
+        raise UserError(f"{found.file.path}: does not run here: {why}")
     return traffic.from_gguf(found.file, found.config, kv_dtype=kv_dtype)
 
 
@@ -231,6 +258,7 @@ def report(found: Inspected, device: Device, *, draft: Inspected | None = None, 
         "tensors": [vars(group) for group in tensor_groups(f, each=each)],
         "sizes": sizes(f),
         "model": None if found.config is None else model_facts(found.config),
+        "head": None if found.head is None else head_facts(found.head),
         "tokenizer": None,
         "rates": None if found.config is None else rates(found, device),
         "pair": None,

@@ -86,6 +86,18 @@ def path_of(spec: str | os.PathLike[str], download: Download = "ask") -> Path:
     return catalogue.resolve(os.fspath(spec))
 
 
+def published(spec: str | os.PathLike[str], download: Download = "ask") -> Path:
+    """The folder or file of a drafter: a path, a name of the catalogue, hf://owner/repo or a GGUF file of one.
+
+    Raises:
+        UserError: as `path_of` and `hub.download_checkpoint`.
+    """
+    text = os.fspath(spec)
+    if text.startswith(hub.SCHEME) and hub.Reference.parse(text).file is None:
+        return hub.download_checkpoint(text)
+    return path_of(text, download)
+
+
 def obtain(wanted: Mapping[str, Entry], download: Download, *, say: Callable[[str], None] | None = None) -> None:
     """Downloads and converts models that are not here.
 

@@ -1,15 +1,19 @@
 """From a model, a drafter and a verifier to a `Method`; what a drafter needs is loaded once."""
 
+import sys
 from functools import partial
 
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
+from specsparse.models import obtain
+from specsparse.models.convert.eagle3 import read_eagle3
 from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
 from specsparse.runtime.device_batch import Method
 from specsparse.runtime.load import load
 from specsparse.runtime.times.defaults import draft_share, policy_times
 from specsparse.speculative.base import Drafter, Verifier
+from specsparse.speculative.drafters.eagle3_file import Eagle3File
 from specsparse.speculative.drafters.plan import Bound, DrafterPlan, MakeModel
 from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.speculative.drafters.with_policy import with_policy
@@ -54,7 +58,7 @@ def bind(model: Model, plan: DrafterPlan) -> Bound:
     if key not in model.drafters:
         if not plan.on_mesh:
             model.check_whole("the drafter with these options")
-        model.drafters[key] = plan.prepare(model, MakeModel(partial(_load_draft, model), with_fewer_neurons))
+        model.drafters[key] = plan.prepare(model, _making(model))
     return model.drafters[key].under(plan.style.policy)
 
 
@@ -63,6 +67,24 @@ def _that_pays(model: Model, drafter: Drafter, name: str | None, share: float) -
     gamma = drafter.max_nodes if drafter.tree else SHORT_GAMMA
     times = policy_times(model, gamma, name, share=share, levels=drafter.max_depth if drafter.tree else None)
     return with_policy(drafter, default_policy(times, gamma=gamma, tree=drafter.tree))
+
+
+def _making(model: Model) -> MakeModel:
+    """How a plan gets what it drafts with."""
+    return MakeModel(partial(_load_draft, model), with_fewer_neurons, eagle3=published_eagle3)
+
+
+def published_eagle3(spec: str) -> Eagle3File:
+    """The EAGLE-3 head of a path, a name of the catalogue or a reference to the Hub; what it asks for and does not get
+    is said on stderr."""
+    file = read_eagle3(obtain.published(spec))
+    if file.accept_k > 1:
+        print(
+            f"note: {file.path} asks for verifier_accept_k={file.accept_k}, which is lossy: the verifier here is "
+            "verifier=..., and drafts are verified as it says",
+            file=sys.stderr,
+        )
+    return file
 
 
 def _load_draft(target: Model, spec: str) -> Model:

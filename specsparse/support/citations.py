@@ -131,6 +131,7 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "layer_skip": ("self_speculative",),
     "sparse_self": ("self_speculative",),
     "head": ("eagle", "hass", "eagle3"),
+    "eagle3": ("eagle3",),
     "lookup_head": ("prompt_lookup", "eagle", "hass", "eagle3"),
     # verifiers
     "greedy": _SPECULATIVE,

@@ -103,7 +103,9 @@ class DrafterCase:
             return None
         held = jnp.arange(CAPACITY)[None] < ctx.length[:, None]
         tokens = jnp.where(held, ctx.tokens, 0).astype(jnp.float32)
-        return jnp.sin(tokens[:, :, None] * jnp.arange(1, FEATURES + 1, dtype=jnp.float32)[None, None])
+        wanted = self.drafter.wants_hidden
+        width = FEATURES * (1 if wanted is True else len(wanted))
+        return jnp.sin(tokens[:, :, None] * jnp.arange(1, width + 1, dtype=jnp.float32)[None, None])
 
 
 def static_and_named(case: DrafterCase) -> None:

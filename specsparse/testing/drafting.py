@@ -19,6 +19,8 @@ from specsparse.engine.noise import seed_words
 from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
 from specsparse.speculative.base import Draft, DraftContext, Drafter
 from specsparse.speculative.drafters import get_drafter, head_file
+from specsparse.speculative.drafters.eagle3_file import Eagle3File, of_arrays, tensor_shapes
+from specsparse.speculative.drafters.eagle3_head import HeadShape
 from specsparse.speculative.drafters.head_file import write_head
 from specsparse.speculative.drafters.plan import DrafterPlan, MakeModel
 from specsparse.testing.tiny import write_tiny_gguf
@@ -88,7 +90,7 @@ def on_target(model: Model, ctx: DraftContext) -> DraftContext:
 
 
 def target_rows(model: Model, ctx: DraftContext, hidden: bool | tuple[int, ...] = True) -> jax.Array:
-    """float32[B, C, D]: the model's rows at every position of the texts, as `Want.hidden` says."""
+    """float32[B, C, ..]: the model's hidden rows, as `Want.hidden` says, at every position of the texts."""
     batch, capacity = ctx.tokens.shape
     held_BC = jnp.arange(capacity, dtype=jnp.int32)[None] < ctx.length[:, None]
     tokens_BC = jnp.where(held_BC, ctx.tokens, 0)
@@ -113,12 +115,27 @@ def random_head(
     return write_head(path, target, tensors, every, below=below)
 
 
+def random_eagle3(
+    target: Model, *, seed: int = 0, ids: Sequence[int] | None = None, features: int = 3, **options: Any
+) -> Eagle3File:
+    """An EAGLE-3 head of `target` with random weights and the target's output matrix, or its own for the ids given."""
+    rng, c = np.random.default_rng(seed), target.config
+    shape = HeadShape(c.d_model, c.n_heads, c.n_kv_heads, c.head_dim, c.d_ff, c.norm_eps, features, **options)
+    shapes = dict(tensor_shapes(shape, c.d_model))
+    if ids is not None:
+        shapes["output.weight"] = (len(ids), c.d_model)
+    norms = {name: rng.normal(1, 0.1, size) for name, size in shapes.items() if len(size) == 1}
+    matrices = {name: rng.normal(0, size[1] ** -0.5, size) for name, size in shapes.items() if len(size) == 2}
+    layers = tuple(np.linspace(0, c.n_layers, features).astype(int).tolist())
+    return of_arrays(norms | matrices, shape, target=c, layers=layers, ids=None if ids is None else np.asarray(ids))
+
+
 def model_case(folder: Path, source: str, *, vocab: int, capacity: int, **options: Any) -> Case:
     """A drafter on tiny models, its weights, and what puts the target into a context.
 
     Args:
         folder: for the files.
-        source: "model" (a draft model of its own), "layer_skip", "head" or "lookup_head".
+        source: "model" (a draft model of its own), "layer_skip", "head", "lookup_head" or "eagle3".
         vocab, capacity: of the models.
         options: of the drafter.
     """
@@ -129,6 +146,8 @@ def model_case(folder: Path, source: str, *, vocab: int, capacity: int, **option
         given = {"model": tiny_model(folder, vocab=vocab, capacity=capacity, seed=1)}
     elif source in ("head", "lookup_head"):
         given = {"head": random_head(folder, target)}
+    elif source == "eagle3":
+        given = {"path": random_eagle3(target, ids=range(1, vocab))}
     plan = get_drafter(source, gamma=6, **given, **options)
     assert isinstance(plan, DrafterPlan)
     drafter, weights, prepare = _bound(plan, target, capacity)

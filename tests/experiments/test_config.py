@@ -358,7 +358,7 @@ def test_help_is_a_page_for_a_person():
         [sys.executable, "-m", "specsparse.run", "--help"], capture_output=True, text=True, check=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    for word in ("usage", "examples", "+experiment=spec_smollm2", "drafter: head, layer_skip", "max_tokens: 128"):
+    for word in ("usage", "examples", "+experiment=spec_smollm2", "head, layer_skip", "max_tokens: 128"):
         assert word in done.stdout
     groups = {f"{d.name}: " for d in run.conf_dir().iterdir() if d.is_dir()}  # their lists of choices grow, and wrap
     lines = [line for line in done.stdout.splitlines() if not line.startswith(tuple(groups))]

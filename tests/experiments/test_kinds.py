@@ -10,6 +10,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from rich.console import Console
 
+import specsparse
 from specsparse import run
 from specsparse.errors import UserError
 from specsparse.experiments import runner, sweep_table
@@ -23,6 +24,7 @@ from specsparse.experiments.shorthand import shorthand
 from specsparse.measure import conditions, machine, speedup
 from specsparse.measure.conditions import Conditions
 from specsparse.models import catalogue
+from specsparse.models.convert.eagle3 import write_folder
 from specsparse.report import figures, methods, record, runs
 from specsparse.runtime import metrics
 from specsparse.speculative.drafters import get_drafter
@@ -35,6 +37,7 @@ from specsparse.speculative.proof.mutants import MUTANTS
 from specsparse.support import terminal
 from specsparse.support.paths import conf_dir
 from specsparse.testing import write_tiny_gguf
+from specsparse.testing.drafting import random_eagle3
 from tests.experiments import playing
 from tests.experiments.playing import GREEDY, replaced, run_config, settings
 
@@ -109,6 +112,18 @@ def test_a_pair_runs_on_tiny_models(cfg, files, tmp_path, name):
     few = {key: getattr(cfg, key) for key in ("data", "max_tokens", "tracker", "warmup", "time_split", "stream")}
     found, text, _ = play(replaced(of_file, **few), tmp_path)
     assert found.as_promised and label in text
+    assert found.result.groups["all"].sides["speculative"].counters.num_drafts > 0
+
+
+def test_a_published_head_runs_on_a_tiny_target(cfg, files, tmp_path):
+    """The experiment file itself, with a random head in the authors' form."""
+    head = write_folder(random_eagle3(specsparse.load(files / "target.gguf"), ids=range(0, 300, 2)), tmp_path / "head")
+    own = [f"model.path={files / 'target.gguf'}", f"drafter.path={head}"]
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        of_file = from_omegaconf(compose("config", shorthand(["+experiment=eagle3_llama31_8b", *own])))
+    few = {key: getattr(cfg, key) for key in ("data", "max_tokens", "tracker", "warmup", "time_split", "stream")}
+    found, text, _ = play(replaced(of_file, **few), tmp_path / "run")
+    assert found.as_promised and SAME_TEXT.replace("model", "eagle3", 1) in text
     assert found.result.groups["all"].sides["speculative"].counters.num_drafts > 0
 
 

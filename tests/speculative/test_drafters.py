@@ -44,6 +44,8 @@ MODEL_CASES = {
     "tree_dynamic": ("model", {"tree": get_tree("dynamic", total=K, depth=3, top_k=2)}),
     "lookup_head": ("lookup_head", {"ngram_min": 3}),
     "lookup_head drawn": ("lookup_head", {"ngram_min": 3, "temperature": 0.7}),
+    "eagle3_sampled": ("eagle3", {"temperature": 0.8}),
+    "eagle3_dynamic": ("eagle3", {"tree": get_tree("dynamic", total=K, depth=3, top_k=2)}),
     "head_sampled": ("head", {"temperature": 0.8}),
     "head_dynamic": ("head", {"tree": get_tree("dynamic", total=K, depth=3, top_k=2)}),
 }

@@ -16,7 +16,7 @@ from specsparse.speculative.drafters.plan import MakeModel
 from specsparse.speculative.trees import get_tree
 from specsparse.speculative.verify import match_verdict
 from specsparse.testing import write_tiny_gguf
-from specsparse.testing.drafting import draft_context, on_target, random_head, target_rows
+from specsparse.testing.drafting import draft_context, on_target, random_eagle3, random_head, target_rows
 from specsparse.training import export, head
 from specsparse.training.head import HeadWeights
 from specsparse.training.unroll import Frozen, Window, rotary
@@ -102,10 +102,13 @@ def test_q_is_what_the_trained_function_says(model, file, tmp_path, shape):
 
 
 @pytest.mark.parametrize("shape", ["chain", "dynamic"])
-def test_a_rolled_back_cache_drafts_as_a_new_one(model, file, shape):
+@pytest.mark.parametrize("kind", ["head", "eagle3"])
+def test_a_rolled_back_cache_drafts_as_a_new_one(model, file, kind, shape):
     """Rounds that accept none, some and all; the draft equals that of a drafter that has just read the whole text."""
     options = {"tree": get_tree("dynamic", total=6, depth=3, top_k=2)} if shape == "dynamic" else {}
-    drafter, weights = bound(model, file, **options)
+    own = {"head": str(file)} if kind == "head" else {"path": random_eagle3(model, norm_output=True)}
+    made = get_drafter(kind, gamma=K, **own, **options).bind(model, MakeModel(lambda spec: model, with_fewer_neurons))
+    drafter, weights = made.drafter, made.weights(C)
     nodes = drafter.max_nodes
 
     @jax.jit
@@ -121,7 +124,7 @@ def test_a_rolled_back_cache_drafts_as_a_new_one(model, file, shape):
     draft = jax.jit(lambda state, ctx: drafter.draft(weights, state, ctx))
     rng, texts = np.random.default_rng(0), [list(t) for t in TEXTS]
     prepare = jax.jit(lambda ctx: on_target(model, ctx)._replace(params=None))
-    rows = jax.jit(lambda ctx: target_rows(model, ctx))
+    rows = jax.jit(lambda ctx: target_rows(model, ctx, drafter.wants_hidden))
 
     def context(number):
         ctx = draft_context(texts, capacity=C, budget=nodes, round=number)
@@ -150,7 +153,7 @@ def test_a_rolled_back_cache_drafts_as_a_new_one(model, file, shape):
             nodes_of.append(path)
         after = context(number)
         every = np.asarray(rows(after))
-        hidden = np.zeros((3, nodes + 1, model.config.d_model), np.float32)
+        hidden = np.zeros((3, nodes + 1, every.shape[-1]), np.float32)
         for b, path in enumerate(nodes_of):
             for depth, row in enumerate(path):
                 hidden[b, row] = every[b, before[b] - 1 + depth]

@@ -36,6 +36,17 @@ def _at_once(function, *rows):
     return function(*rows)
 
 
+def normalise(x, norm, *, eps):
+    """RMS norm of each row f32[..., D] on its own, times norm f32[D]."""
+    rows = x.reshape(-1, x.shape[-1])
+    return _alone(lambda row: _normalise(row, norm, eps), rows).reshape(x.shape)
+
+
+def normalise_batched(x, norm, *, eps):
+    """`normalise` of all rows at once."""
+    return _normalise(x, norm, eps)
+
+
 def _normalise(x, norm, eps):
     return (
         x

@@ -80,6 +80,21 @@ class Checkpoint:
             raise UserError(f"{self.folder}: tensor {name} holds values that are not finite; the file is damaged")
         return values
 
+    def kind(self, name: str) -> str:
+        """What type a tensor is stored in, as safetensors calls it."""
+        return self._home[name].get_slice(name).get_dtype()
+
+    def integers(self, name: str) -> np.ndarray:
+        """A tensor of whole numbers as int64.
+
+        Raises:
+            UserError: it is of another type.
+        """
+        values = self._home[name].get_tensor(name)
+        if values.dtype.kind not in "iu":
+            raise UserError(f"{self.folder}: tensor {name} is of type {self.kind(name)}; whole numbers are needed")
+        return values.astype(np.int64)
+
 
 _KINDS = {
     np.dtype(np.float64): "F64", np.dtype(np.float32): "F32", np.dtype(np.float16): "F16",

@@ -67,4 +67,6 @@ def file_of(option: str, value: object) -> Path | None:
         return catalogue.resolve(value)
     if option == "head":
         return find(value, None)
+    if option == "path":
+        return Path(value).expanduser() if os.path.exists(os.path.expanduser(value)) else None
     return Path(value).expanduser() if os.path.isfile(os.path.expanduser(value)) else None

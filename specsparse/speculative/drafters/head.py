@@ -4,8 +4,11 @@ import dataclasses
 import functools
 from typing import Annotated, Self
 
+from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.llama import make_layers
 from specsparse.engine.model import Model
+from specsparse.speculative.drafters import eagle3_file
+from specsparse.speculative.drafters.eagle3 import Eagle3Plan
 from specsparse.speculative.drafters.either import Either
 from specsparse.speculative.drafters.head_file import find, read_head
 from specsparse.speculative.drafters.head_source import HeadSource
@@ -25,14 +28,18 @@ HEAD_P_MIN = 0.6
 class HeadPlan(DrafterPlan, HeadOptions):
     """A head on the target's features, with the target's embedding and output matrix.
 
-    Without ids of its own it scores those of the head's file.
+    Without ids of its own it scores those of the head's file. A GGUF file of an EAGLE-3 head is one of `eagle3`.
     """
 
     def prepare(self, target: Model, make: MakeModel) -> Bound:
         """Reads the head's file; no model is loaded."""
         c, style = target.config, self.style
+        path = find(self.head, target.params.output_norm)
+        f = open_gguf(path)
+        if f.get("general.architecture", "str", "") == eagle3_file.ARCHITECTURE:
+            return Eagle3Plan(eagle3_file.read_gguf(f), drafting=self.drafting).prepare(target, make)
         c.check_alike("drafter=head")
-        found = read_head(find(self.head, target.params.output_norm), c, floats=target.kernels.name != "native")
+        found = read_head(path, c, floats=target.kernels.name != "native")
         if style.vocab is None:
             style = dataclasses.replace(style, vocab=tuple(found.ids.tolist()))
         weights, columns = style.trim(target, target.params.output, c.vocab_size)

@@ -288,6 +288,21 @@ class HeadOptions:
 
 
 @dataclass(frozen=True)
+class Eagle3Options:
+    """One layer on the features of three of the target's layers, as other projects publish it (EAGLE-3,
+    arXiv:2503.01840).
+
+    Attributes:
+        path: its folder (config.json and safetensors or pytorch_model.bin, in the authors' form or that of
+            speculators), a GGUF file, hf://owner/repo, or a name of the catalogue.
+        drafting: how it drafts.
+    """
+
+    path: object | None = None
+    drafting: Annotated[Drafting, Inline()] = Drafting()
+
+
+@dataclass(frozen=True)
 class LookupHeadOptions(Ngrams):
     """Prompt lookup where the text repeats itself; where it does not, a head drafts.
 

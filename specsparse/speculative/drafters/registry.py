@@ -26,6 +26,7 @@ DRAFTERS: "Registry[Drafter | DrafterPlan]" = Registry(
         "sparse_self": ("self_draft:SparseSelfPlan", own.SparseSelfOptions),
         "head": ("head:HeadPlan", own.HeadOptions),
         "lookup_head": ("head:LookupHeadPlan", own.LookupHeadOptions),
+        "eagle3": ("eagle3:Eagle3Plan", own.Eagle3Options),
         "scripted": ("scripted:Scripted.of", own.ScriptedOptions),
     },
     aliases={

@@ -105,11 +105,27 @@ class Style:
             return TreeDrafter(source, law, self.tree)
         return ModelDrafter(source, law, self.policy, self.draw)
 
-    def trim(self, target: Model, output: QTensor, columns: int) -> tuple[DraftWeights, int]:
-        """The rows of an output matrix that are scored, and how many; without trimming none and `columns`."""
+    def trim(
+        self, target: Model, output: QTensor, columns: int, *, rows: np.ndarray | None = None
+    ) -> tuple[DraftWeights, int]:
+        """The rows of an output matrix that are scored, and how many; without trimming none and `columns`.
+
+        `rows`: the ids of its rows, where row i is not id i: the matrix then always comes back, its ids ascending.
+
+        Raises:
+            UserError: no row has an id that is to be scored.
+        """
         ids = self.ids(target, columns)
-        if ids is None:
+        if rows is not None:
+            order = np.argsort(rows)
+            taken = order if ids is None else order[np.isin(rows[order], ids)]
+            if not len(taken):
+                raise UserError("drafter.draft_vocab holds none of the ids that the head scores")
+            ids = rows[taken].astype(np.int32)
+        elif ids is None:
             return DraftWeights(), columns
+        else:
+            taken = ids
         place = np.full((target.config.vocab_size,), len(ids), np.int32)
         place[ids] = np.arange(len(ids))
-        return DraftWeights(head=take_rows(output, ids), ids=jnp.asarray(ids), place=jnp.asarray(place)), len(ids)
+        return DraftWeights(head=take_rows(output, taken), ids=jnp.asarray(ids), place=jnp.asarray(place)), len(ids)

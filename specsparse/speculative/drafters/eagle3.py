@@ -1,0 +1,221 @@
+"""An EAGLE-3 head drafts: one layer on the features of three of the target's (Li et al., arXiv:2503.01840)."""
+
+import dataclasses
+from operator import attrgetter
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsparse.engine.model import Model
+from specsparse.engine.rope import rope_tables
+from specsparse.engine.weights import pack_matrix
+from specsparse.errors import UserError
+from specsparse.kernels import QTensor
+from specsparse.speculative.base import DraftContext
+from specsparse.speculative.drafters import eagle3_head
+from specsparse.speculative.drafters.eagle3_file import EMBEDDING, FEATURE_NORM, OUTPUT, Eagle3File
+from specsparse.speculative.drafters.eagle3_head import PROJECTIONS, Eagle3Weights, HeadShape, Products, default_layers
+from specsparse.speculative.drafters.feature_source import FeatureSource, HeadState
+from specsparse.speculative.drafters.options import Eagle3Options
+from specsparse.speculative.drafters.plan import Bound, DrafterPlan, MakeModel, bytes_of
+from specsparse.speculative.drafters.sources import DraftWeights, VocabMap
+from specsparse.speculative.drafters.style import Style
+
+
+class Eagle3Params(NamedTuple):
+    """What a head drafts with, beside its output matrix.
+
+    Attributes:
+        head: its weights.
+        cos, sin: f32[1, C, head_dim / 2], its own rotary table.
+        embedding: QTensor [V, D], or None for the target's.
+    """
+
+    head: Eagle3Weights
+    cos: jax.Array
+    sin: jax.Array
+    embedding: QTensor | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Source(FeatureSource):
+    """A head of three layers' features.
+
+    Attributes:
+        shape: of the head.
+        layers: ids of the target's layers whose incoming rows it reads.
+    """
+
+    shape: HeadShape
+    layers: tuple[int, ...]
+
+    wants_hidden = property(attrgetter("layers"))
+
+    def read(self, weights: DraftWeights, hidden_BnE: jax.Array, n_valid_B: jax.Array) -> jax.Array:
+        """The target's features, fused."""
+        batch, n, width = hidden_BnE.shape
+        with jax.named_scope("head/fuse"):
+            features_RE = hidden_BnE.reshape(batch * n, width)
+            g_RD = eagle3_head.fuse(self.shape, weights.params.head, self._products(n_valid_B), features_RE)
+        return g_RD.reshape(batch, n, -1)
+
+    def again(self, weights: DraftWeights, y_BnD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
+        """Its own rows, normalised where the head was trained so."""
+        y_RD, products = y_BnD.reshape(-1, y_BnD.shape[-1]), self._products(n_valid_B)
+        return eagle3_head.again(self.shape, weights.params.head, products, y_RD).reshape(y_BnD.shape)
+
+    def run(
+        self,
+        weights: DraftWeights,
+        ctx: DraftContext,
+        state: HeadState,
+        read_BnD: jax.Array,
+        tokens_Bn: jax.Array,
+        n_valid_B: jax.Array,
+        parents_Bn: jax.Array | None,
+    ) -> tuple[jax.Array, HeadState]:
+        """One layer that reads embedding and features side by side."""
+        batch, n, width = read_BnD.shape
+        params: Eagle3Params = weights.params
+        w, products = params.head, self._products(n_valid_B)
+        embedding = ctx.params.embedding if params.embedding is None else params.embedding
+        with jax.named_scope("head"):
+            e_RD = self.kernels.embed(embedding, self.vocab.to_draft(tokens_Bn).reshape(-1))
+            rows = eagle3_head.enter(self.shape, w, products, e_RD, read_BnD.reshape(batch * n, width))
+            out, k, v = self.kernels.attend(
+                rows.q, rows.k, rows.v, state.k[0], state.v[0], cos=params.cos, sin=params.sin, length=state.length,
+                n_valid=n_valid_B, parents=parents_Bn, pairing="neox",
+            )  # fmt: skip
+            y_RD = eagle3_head.leave(w, products, out, rows.residual)
+        return y_RD.reshape(batch, n, width), state._replace(k=(k,), v=(v,))
+
+    def logits(self, weights: DraftWeights, y_BnD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
+        """By the head's output matrix."""
+        batch, n, width = y_BnD.shape
+        with jax.named_scope("head/output"):
+            (logits_RN,) = self._products(n_valid_B).linear(
+                y_BnD.reshape(batch * n, width), (weights.head,), norm=weights.params.head.output_norm
+            )
+        return logits_RN.reshape(batch, n, -1)
+
+    def _products(self, n_valid_B: jax.Array) -> Products:
+        eps = self.shape.eps
+
+        def linear(x, weights, **options):
+            return self.kernels.linear(x, weights, eps=eps, n_valid=n_valid_B, **options)
+
+        return Products(linear, lambda x, norm: self.kernels.normalise(x, norm, eps=eps))
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Plan(DrafterPlan, Eagle3Options):
+    """An EAGLE-3 head, with the target's embedding and output matrix where its file has none."""
+
+    def prepare(self, target: Model, make: MakeModel) -> Bound:
+        """Reads the head's file; no model is loaded."""
+        if self.path is None:
+            raise UserError(
+                "drafter.path: a value is needed, the head's folder or GGUF file, hf://owner/repo or a name of "
+                "`python -m specsparse models`"
+            )
+        if isinstance(self.path, Eagle3File):
+            file = self.path
+        else:
+            assert make.eagle3 is not None
+            file = make.eagle3(str(self.path))
+        c, shape, layers = target.config, file.shape, check_target(file, target)
+        floats = target.kernels.name != "native"
+        weights, columns = _scored(file, self.style, target, floats=floats)
+        head = _packed(file, floats=floats)
+        embedding = pack_matrix(file.load(EMBEDDING), floats=floats) if EMBEDDING in file.tensors else None
+        source = Eagle3Source(
+            vocab=VocabMap(c.vocab_size, c.vocab_size, columns),
+            kernels=target.kernels,
+            context=c.context_length,
+            width=shape.width,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            kv_dtype=target.cache_dtype,
+            tree_rows=0 if self.style.tree is None else self.style.tree.max_rows,
+            shape=shape,
+            layers=layers,
+        )
+        tables: dict[int, DraftWeights] = {}
+
+        def weights_for(capacity: int) -> DraftWeights:
+            if capacity not in tables:
+                cos, sin = rope_tables(file.rope, capacity, file.rope_factors)
+                params = Eagle3Params(head, jnp.asarray(cos)[None], jnp.asarray(sin)[None], embedding)
+                tables[capacity] = weights._replace(params=params)
+            return tables[capacity]
+
+        return Bound(self.style.drafter(source, target), weights_for, bytes_of(head, weights.head))
+
+
+def check_target(file: Eagle3File, target: Model) -> tuple[int, ...]:
+    """The target's layers that a head reads.
+
+    Raises:
+        UserError: it was made for a model of other shapes or another vocabulary.
+    """
+    c, s = target.config, file.shape
+    own = [name for name in (EMBEDDING, OUTPUT) if name in file.tensors]
+    if file.target_width != c.d_model or (s.width != c.d_model and len(own) < 2):
+        raise UserError(
+            f"{file.path}: is for a target of width {file.target_width} (its own is {s.width}), {target.path.name} has "
+            f"{c.d_model}"
+        )
+    layers = file.layers or default_layers(c.n_layers)
+    outside = [layer for layer in layers if not 0 <= layer <= c.n_layers]
+    if outside:
+        raise UserError(
+            f"{file.path}: reads the target's features at layer {outside[0]}; {target.path.name} has layers 0 to "
+            f"{c.n_layers - 1}, and {c.n_layers} for what comes out"
+        )
+    if EMBEDDING in file.tensors and file.tensors[EMBEDDING][0] < c.vocab_size:
+        raise UserError(f"{file.path}: embeds {file.tensors[EMBEDDING][0]} ids, {target.path.name} has {c.vocab_size}")
+    if file.ids is not None and file.ids.max() >= c.vocab_size:
+        raise UserError(f"{file.path}: drafts id {file.ids.max()}, {target.path.name} has {c.vocab_size} ids")
+    if file.ids is None and OUTPUT in file.tensors and file.tensors[OUTPUT][0] < c.vocab_size:
+        raise UserError(
+            f"{file.path}: scores {file.tensors[OUTPUT][0]} ids without saying which (no d2t); {target.path.name} has "
+            f"{c.vocab_size}"
+        )
+    return layers
+
+
+def _scored(file: Eagle3File, style: Style, target: Model, *, floats: bool) -> tuple[DraftWeights, int]:
+    """The output matrix, its ids where they are not all, and how many columns logits have."""
+    vocab = target.config.vocab_size
+    if OUTPUT in file.tensors:
+        head = pack_matrix(file.load(OUTPUT), floats=floats)
+        return style.trim(target, head, vocab, rows=np.arange(vocab) if file.ids is None else file.ids)
+    if file.ids is not None and style.vocab is None:
+        style = dataclasses.replace(style, vocab=tuple(file.ids.tolist()))
+    weights, columns = style.trim(target, target.params.output, vocab)
+    return weights if weights.head is not None else weights._replace(head=target.params.output), columns
+
+
+def _packed(file: Eagle3File, *, floats: bool) -> Eagle3Weights:
+    def matrix(name: str) -> QTensor:
+        return pack_matrix(file.load(f"{name}.weight"), floats=floats)
+
+    def vector(name: str) -> jax.Array:
+        return jnp.asarray(file.values(name).reshape(-1))
+
+    s = file.shape
+    return Eagle3Weights(
+        fc=matrix("fc"),
+        token_norm=vector("blk.0.attn_norm.weight"),
+        hidden_norm=vector("blk.0.attn_norm_2.weight"),
+        ffn_norm=vector("blk.0.ffn_norm.weight"),
+        output_norm=vector("output_norm.weight"),
+        feature_norm=vector(FEATURE_NORM) if s.norm_before_fc else None,
+        fc_norms=tuple(vector(f"fc_norm.{i}.weight") for i in range(s.features)) if s.fc_norm else (),
+        q_norm=vector("blk.0.attn_q_norm.weight") if s.qk_norm else None,
+        k_norm=vector("blk.0.attn_k_norm.weight") if s.qk_norm else None,
+        biases={name: vector(f"blk.0.{name}.bias") for name in s.biases},
+        **{name: matrix(f"blk.0.{name}") for name in PROJECTIONS},
+    )

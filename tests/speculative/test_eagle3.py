@@ -1,0 +1,242 @@
+"""EAGLE-3 heads: the oracle that speculators and transformers made, every option, rollback, targets they do not fit.
+
+`tests/data/eagle3` holds random heads of a random Llama, three kinds of them, and what the library computes with them:
+features, fused features, the head's rows and the logits of three chained draft steps.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specsparse
+from specsparse.engine import cache as kv
+from specsparse.engine.llama import Want
+from specsparse.errors import UserError
+from specsparse.kernels.packing.dequant import dequantize
+from specsparse.models.convert.eagle3 import read_eagle3
+from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
+from specsparse.speculative.drafters import get_drafter
+from specsparse.speculative.drafters.eagle3_file import EMBEDDING
+from specsparse.speculative.drafters.plan import MakeModel
+from specsparse.testing import write_tiny_gguf
+from specsparse.testing.drafting import draft_context, on_target, random_eagle3, target_rows
+from tests.tolerances import HEAD_NMSE, nmse
+
+ORACLE = Path(__file__).parents[1] / "data" / "eagle3"
+V, C, K = 300, 64, 4
+TEXT = list(range(3, 20))
+MAKE = MakeModel(lambda spec: None, with_fewer_neurons, eagle3=read_eagle3)
+
+
+def bound(target, path, **options):
+    made = get_drafter("eagle3", path=path, **options).bind(target, MAKE)
+    return made.drafter, made.weights(C)
+
+
+@pytest.fixture(scope="module")
+def target():
+    loaded = specsparse.load(ORACLE / "target.gguf", kv_dtype="f32")
+    loaded.params_for(C)  # kept by the model: not to be made first inside a trace
+    return loaded
+
+
+@pytest.mark.parametrize("form", ["default", "nbr", "normout", "default/eagle3.gguf"])
+def test_the_oracle(target, form):
+    known = np.load(ORACLE / form.partition("/")[0] / "io.npz")
+    drafter, weights = bound(target, str(ORACLE / form), gamma=3)
+    source, ids = drafter.source, known["input_ids"]
+    n, params = len(ids), target.params_for(C)
+    assert source.wants_hidden == tuple(known["aux_layer_ids"])
+
+    @jax.jit
+    def run():
+        ctx = draft_context([ids.tolist()], capacity=C, budget=3)._replace(params=params)
+        want = Want(hidden=source.wants_hidden)
+        seen, _ = target.forward(params, ctx.tokens[:, :n], target.new_cache(1, C), want=want)
+        rows, one = jnp.array([n - 1], jnp.int32), jnp.array([1], jnp.int32)
+        read = source.read(weights, seen.hidden[:, : n - 1], rows)
+        whole, _ = source.run(weights, ctx, source.init(weights, ctx), read, ctx.tokens[:, 1:n], rows, None)
+        cache, logits = source.open(weights, source.init(weights, ctx, seen.hidden), ctx, jnp.array([True]))
+        steps, tokens, hidden = [], [], []
+        for _ in range(3):
+            steps.append(logits[0])
+            hidden.append(cache.root[0])
+            tokens.append(source.vocab.token_ids(weights, jnp.argmax(logits[0])))
+            logits, cache = source.feed(weights, ctx, cache, tokens[-1].reshape(1, 1), n_valid_B=one)
+            logits, cache = logits[:, 0], kv.commit(cache, one)
+        return seen, read[0], whole[0], jnp.stack(steps), jnp.stack(hidden), jnp.stack(tokens)
+
+    seen, read, whole, steps, hidden, tokens = run()
+    assert nmse(seen.hidden[0], known["aux_hidden"]) < HEAD_NMSE
+    assert nmse(seen.logits[0], known["target_logits"]) < HEAD_NMSE
+    assert nmse(read, known["fc_output"]) < HEAD_NMSE
+    assert nmse(whole, known["prefill_hidden"]) < HEAD_NMSE
+    for got, wanted in zip(steps, known["chain_logits"], strict=True):
+        assert nmse(got, wanted) < HEAD_NMSE
+    assert nmse(hidden, known["chain_hidden"]) < HEAD_NMSE
+    assert tokens.tolist() == known["chain_token_ids"].tolist()
+    ctx = draft_context([ids.tolist()], capacity=C, budget=3)._replace(params=params)
+    state = drafter.init(weights, ctx, hidden=seen.hidden)
+    assert jax.jit(drafter.draft)(weights, state, ctx).draft.tokens[0].tolist() == known["chain_token_ids"].tolist()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = write_tiny_gguf(tmp_path_factory.mktemp("model") / "m.gguf", quant="F32", vocab_size=V, context_length=C)
+    loaded = specsparse.load(path, kv_dtype="f32")
+    loaded.params_for(C)
+    return loaded
+
+
+def drafted(one, drafter, weights):
+    """The draft after the text, and the target's features of the text."""
+    ctx = on_target(one, draft_context([TEXT], capacity=C, budget=K))
+    features = target_rows(one, ctx, drafter.wants_hidden)
+    draft = jax.jit(lambda: drafter.draft(weights, drafter.init(weights, ctx, hidden=features), ctx).draft)()
+    return draft, features
+
+
+OPTIONS = {
+    "plain": {},
+    "norms": {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
+    "eagle 3.1": {"fc_norm": True, "norm_output": True, "features": 4},
+    "qwen3": {"qk_norm": True, "biases": ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_down")},
+}
+
+
+def transcribed(file, features, text, path, embedding, output):
+    """Logits [V] after the text and a drafted path in float64 numpy: the text's rows, then a chain on its own."""
+    s, w = file.shape, {name: file.values(name).astype(np.float64) for name in file.tensors}
+    d, group = s.head_dim, s.heads // s.kv_heads
+
+    def norm(x, name):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + s.eps) * w[name]
+
+    def times(name, x):
+        return w[f"blk.0.{name}.weight"] @ x + w.get(f"blk.0.{name}.bias", 0)
+
+    def turn(x, position):
+        z = (x[: d // 2] + 1j * x[d // 2 :]) * np.exp(1j * position * file.rope.base ** (-np.arange(0, d, 2) / d))
+        return np.concatenate([z.real, z.imag])
+
+    def heads(name, x, position):
+        rows = times(name, x).reshape(-1, d)
+        if s.qk_norm:
+            rows = norm(rows, f"blk.0.{name}_norm.weight")
+        return [turn(row, position) for row in rows]
+
+    keys, values = [], []
+
+    def row(g, token, position):
+        h = norm(g, "blk.0.attn_norm_2.weight")
+        x = np.concatenate([norm(embedding[token], "blk.0.attn_norm.weight"), h])
+        keys.append(heads("attn_k", x, position))
+        values.append(times("attn_v", x).reshape(-1, d))
+        mixed = []
+        for i, query in enumerate(heads("attn_q", x, position)):
+            scores = np.exp([query @ old[i // group] / np.sqrt(d) for old in keys])
+            mixed.append(sum(p * old[i // group] for p, old in zip(scores / scores.sum(), values, strict=True)))
+        y = (h if s.norm_before_residual else g) + times("attn_output", np.concatenate(mixed))
+        z = norm(y, "blk.0.ffn_norm.weight")
+        gate = times("ffn_gate", z)
+        return y + times("ffn_down", gate / (1 + np.exp(-gate)) * times("ffn_up", z))
+
+    for i, token in enumerate(text[1:]):
+        f = features[i].astype(np.float64)
+        if s.fc_norm:
+            f = np.concatenate([norm(x, f"fc_norm.{j}.weight") for j, x in enumerate(np.split(f, s.features))])
+        if s.norm_before_fc:
+            f = norm(f, "enc.output_norm.weight")
+        y = row(w["fc.weight"] @ f, token, i)
+    for i, token in enumerate(path):
+        y = row(norm(y, "output_norm.weight") if s.norm_output else y, token, len(text) - 1 + i)
+    return output @ norm(y, "output_norm.weight")
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_every_option_against_a_transcription(model, options):
+    """With an output matrix of its own, every second id in any order; the plain one with the target's."""
+    ids = np.random.default_rng(1).permutation(V)[::2] if options != "plain" else np.arange(V)
+    file = random_eagle3(model, ids=None if options == "plain" else ids, **OPTIONS[options])
+    drafter, weights = bound(model, file, gamma=K, temperature=0.7)
+    draft, features = drafted(model, drafter, weights)
+    embedding, rows = (np.asarray(dequantize(w), np.float64) for w in (model.params.embedding, model.params.output))
+    output = rows if options == "plain" else file.values("output.weight").astype(np.float64)
+    assert draft.count[0] == K
+    for node in range(K):
+        path = draft.tokens[0, :node].tolist()
+        logits = transcribed(file, np.asarray(features[0]), TEXT, path, embedding, output)
+        wanted = np.zeros(V)
+        wanted[ids] = np.exp((logits - logits.max()) / 0.7)
+        np.testing.assert_allclose(draft.q[0, node], wanted / wanted.sum(), atol=1e-5)
+
+
+def test_other_kernels_draft_the_same(model):
+    """The jnp kernels, with the same weights."""
+    other = specsparse.load(model.path, kv_dtype="f32", backend="reference")
+    other.params_for(C)
+    file, found = random_eagle3(model, norm_before_residual=True), []
+    for one in (model, other):
+        drafter, weights = bound(one, file, gamma=K)
+        found.append(drafted(one, drafter, weights)[0])
+    assert found[0].tokens.tolist() == found[1].tokens.tolist()
+
+
+@pytest.mark.parametrize("verifier", ["match", "token", "block", "delta"])
+def test_verifiers(model, verifier):
+    """Drawn drafts for those that weigh q, argmax drafts for the others; what is drafted is sometimes accepted."""
+    drawn = {"temperature": 0.8} if verifier in ("token", "block") else {}
+    drafter = get_drafter("eagle3", path=random_eagle3(model, ids=range(0, V, 2)), gamma=3, **drawn)
+    law = specsparse.SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True)
+    got = specsparse.generate(model, [TEXT, [5, 6]], sampling=law, seed=2, drafter=drafter, verifier=verifier)
+    assert all(len(g.token_ids) == 40 for g in got)
+    assert sum(g.stats.counters.num_draft_tokens for g in got) > 0
+
+
+@pytest.mark.parametrize("name", ["head", "lookup_head"])
+def test_drafter_head_takes_a_gguf_file_of_this_kind(target, name):
+    """So that a shipped head may be of either kind; beside a lookup too."""
+    made = get_drafter(name, head=str(ORACLE / "default" / "eagle3.gguf"), gamma=3).bind(target, MAKE)
+    drafter = made.drafter if name == "head" else made.drafter.second
+    assert drafter.source == bound(target, str(ORACLE / "default" / "eagle3.gguf"), gamma=3)[0].source
+    ids = np.load(ORACLE / "default" / "io.npz")["input_ids"].tolist()
+    law = {"max_tokens": 12, "ignore_eos": True}
+    drafted = get_drafter(name, head=str(ORACLE / "default" / "eagle3.gguf"), gamma=3)
+    got = specsparse.generate(target, ids, drafter=drafted, **law)
+    assert got.token_ids == specsparse.generate(target, ids, **law).token_ids and got.stats.counters.num_drafts > 0
+
+
+def test_a_head_that_names_no_layers_reads_those_of_the_authors(target):
+    file = replace(read_eagle3(ORACLE / "nbr"), layers=())
+    assert bound(target, file, gamma=2)[0].wants_hidden == (2, 4, 5)
+
+
+def test_a_draft_vocabulary_of_one_s_own(target):
+    """Fewer of the head's ids; none of them is an error."""
+    file = read_eagle3(ORACLE / "default")
+    some = sorted(file.ids.tolist())[10:20]
+    drafter, weights = bound(target, file, gamma=2, draft_vocab=[*some, 3])
+    assert weights.ids.tolist() == sorted({*some, 3} & {*file.ids.tolist()}) and drafter.source.vocab.columns >= 10
+    with pytest.raises(UserError, match="holds none of the ids that the head scores"):
+        bound(target, file, gamma=2, draft_vocab=[next(i for i in range(512) if i not in file.ids)])
+
+
+def test_a_head_for_another_target_is_refused(target, model):
+    file = read_eagle3(ORACLE / "default")
+    narrow = {"tensors": {**file.tensors, EMBEDDING: (100, 32)}}
+    cases = [
+        (model, file, r"is for a target of width 32 \(its own is 32\), m\.gguf has 64"),
+        (target, replace(file, layers=(2, 4, 9)), "reads the target's features at layer 9; target.gguf has"),
+        (target, replace(file, **narrow), "embeds 100 ids, target.gguf has 512"),
+        (target, replace(file, ids=file.ids + 300, vocab_size=1000), "drafts id 8.., target.gguf has 512 ids"),
+        (target, replace(file, ids=None), r"scores 128 ids without saying which \(no d2t\)"),
+    ]
+    for one, head, message in cases:
+        with pytest.raises(UserError, match=message):
+            bound(one, head)
+    with pytest.raises(UserError, match=r"drafter\.path: a value is needed"):
+        bound(target, None)
