@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import absl.logging
+import huggingface_hub.constants  # noqa: F401 (reads HF_HUB_OFFLINE once: not inside a test that sets it)
 import jax
 import pytest
 
