@@ -178,7 +178,9 @@ def load(home: str, label: str) -> Any:
         raise UserError(f"{label}: importing {module} failed: {type(error).__name__}: {error}") from error
     for part in name.split("."):
         if not hasattr(found, part):
-            raise UserError(f"{label}: module {module} has no {name}")
+            there = getattr(found, "__dict__", {})
+            own = [key for key, value in there.items() if getattr(value, "__module__", None) == module]
+            raise UserError(f"{label}: module {module} has no {name}{nearest(part, own)}")
         found = getattr(found, part)
     return found
 

@@ -250,7 +250,7 @@ def test_a_predictor_of_the_command_line(here, model, capsys):
         ),
         (["drafter=echo_part:Echo", "drafter.back=0"], "drafter.back=0 must be a whole number of at least 1"),
         (["drafter=echo_prat:Echo"], "drafter=echo_prat:Echo: there is no module echo_prat"),
-        (["drafter=echo_part:Ekko"], "module echo_part has no Ekko"),
+        (["drafter=echo_part:Ekko"], "module echo_part has no Ekko; valid: Echo"),
         (["drafter=other_parts:Half"], "drafter=other_parts:Half is no Drafter: derive it from"),
         (["drafter=other_parts:Loose"], "drafter=other_parts:Loose has no draft, kind, max_nodes"),
         (["drafter=other_parts:Untyped"], "put @dataclass(frozen=True) above the class"),

@@ -189,7 +189,7 @@ def test_names_aliases_and_classes_of_ones_own(registry, tmp_path, monkeypatch):
         ("copis", "drafter=copis is unknown; did you mean copies?"),
         ("no_such_module:Echo", "there is no module no_such_module in the current folder or on PYTHONPATH"),
         ("broken_of_the_options_test:Echo", "failed: ZeroDivisionError: division by zero"),
-        ("mine_of_the_options_test:Ecco", "module mine_of_the_options_test has no Ecco"),
+        ("mine_of_the_options_test:Ecco", "module mine_of_the_options_test has no Ecco; did you mean Echo?"),
         ("mine_of_the_options_test:Other", "is no Copies: derive it from"),
         ("needy_of_the_options_test:Echo", "needs not_installed_anywhere, which is not installed"),
     ],
