@@ -64,12 +64,13 @@ def lines(found: list[dict[str, Any]]) -> list[str]:
     out = [conditions.TIED] if any(rank and rank.tied for rank in ranks(found)) else []
     out += apart(found)
     swept = varied.settings([r["config"] for r in found])
-    for i, r in enumerate(found):
+    names = [", ".join(f"{setting.name} {setting.values[i]}" for setting in swept) for i in range(len(found))]
+    bounds = []
+    for name, r in zip(names, found, strict=True):
         rates = (r["summary"].get(SPECULATIVE) or {}).get("rates", {})
-        bound = conditions.impossible((_speedup(r) or {}).get("ratio_of_totals"), rates.get("tokens_per_target_pass"))
-        name = ", ".join(f"{setting.name} {setting.values[i]}" for setting in swept)
-        out += [f"{name}: {line}" for line in conditions.doubts(conditions.of_record(r).conditions, {"": bound})]
-    return out
+        bounds.append((name, (_speedup(r) or {}).get("ratio_of_totals"), rates.get("tokens_per_target_pass")))
+    taken = [conditions.of_record(r).conditions for r in found]
+    return out + conditions.all_busy(zip(names, taken, strict=True)) + conditions.all_impossible(bounds)
 
 
 def apart(found: list[dict[str, Any]]) -> list[str]:

@@ -10,7 +10,7 @@ Each rule stands here once, for the terminal, the records and the pages:
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import NamedTuple
 
@@ -161,6 +161,31 @@ def impossible(speedup: float | None, tokens_per_pass: float | None) -> str | No
         f"speed-up {speedup:.2f} is impossible with {tokens_per_pass:.2f} tokens per target pass: it cannot come from "
         "the method, the machine changed between the sides"
     )
+
+
+def all_busy(found: Iterable[tuple[str, Conditions]]) -> list[str]:
+    """`busy` of several timings with their names; where it is so of more than one, they share a line."""
+    restless = [(name, taken, line) for name, taken in found if (line := busy(taken))]
+    if len(restless) < 2:
+        return [f"{name}: {line}" for name, _, line in restless]
+    values = [x or 0.0 for _, taken, _ in restless for x in (taken.read_deviation, taken.plain_deviation)]
+    names = ", ".join(name for name, *_ in restless)
+    return [
+        "the machine was busy, take the figures with care: read bandwidth or plain decoding varied by up to "
+        f"{max(values):.0%} between the repeats of {len(restless)} timings ({names})"
+    ]
+
+
+def all_impossible(found: Iterable[tuple[str, float | None, float | None]]) -> list[str]:
+    """`impossible` of names, speed-ups and tokens per pass; where it is so of more than one, they share a line."""
+    beyond = [(*each, line) for each in found if (line := impossible(*each[1:]))]
+    if len(beyond) < 2:
+        return [f"{name}: {line}" for name, _, _, line in beyond]
+    each = ", ".join(f"{name} ({speedup:.2f} with {tokens:.2f})" for name, speedup, tokens, _ in beyond)
+    return [
+        f"speed-ups that are impossible with their tokens per target pass: {each}: they cannot come from the method, "
+        "the machine changed between the sides"
+    ]
 
 
 def doubts(conditions: Conditions, found: Mapping[str, str | None]) -> tuple[str, ...]:

@@ -87,7 +87,8 @@ def warnings(runs: Sequence[Run]) -> list[str]:
     if len({_reference(r) for r in runs}) > 1:
         out.append("some runs used the slow reference kernels and some the native ones")
     differing, apart = disagreements(runs), conditions_apart(runs)
-    out += [f"{run.directory}: {line}" for run in runs if (line := conditions.busy(run.conditions))]
+    folder = _folder(runs)
+    out += conditions.all_busy([(_below(folder, run.directory), run.conditions) for run in runs])
     out += [apart] if apart else []
     return out + [f"these runs do not share one {line}: compare ratios, not seconds" for line in differing]
 
@@ -95,8 +96,7 @@ def warnings(runs: Sequence[Run]) -> list[str]:
 def doubts(found: Sequence[Method]) -> list[str]:
     """Speed-ups that no method can have."""
     bounds = [(m, m.speedup(), m.tokens_per_pass()) for m in found]
-    lines = [(m.label, conditions.impossible(s and s.value, t and t.value)) for m, s, t in bounds]
-    return [f"{label}: {line}" for label, line in lines if line]
+    return conditions.all_impossible([(m.label, s and s.value, t and t.value) for m, s, t in bounds])
 
 
 def _reference(run: Run) -> bool:

@@ -96,6 +96,17 @@ def test_doubts_are_named():
     assert conditions.doubts(conditions.UNKNOWN, {"a": None}) == ()
 
 
+def test_what_is_true_of_several_is_said_once():
+    restless, calm = Conditions(20e9, 0.07, 100.0, 0.12), Conditions(20e9, 0.01)
+    assert conditions.all_busy([("a", calm), ("b", conditions.UNKNOWN)]) == []
+    assert conditions.all_busy([("a", restless), ("b", calm)]) == [f"a: {conditions.busy(restless)}"]
+    (line,) = conditions.all_busy([("a", restless), ("b", calm), ("c", Conditions(20e9, 0.26))])
+    assert "varied by up to 26% between the repeats of 2 timings (a, c)" in line
+    assert conditions.all_impossible([("a", 2.4, 2.1), ("b", 1.0, 2.0)]) == [f"a: {conditions.impossible(2.4, 2.1)}"]
+    (line,) = conditions.all_impossible([("a", 2.4, 2.1), ("b", None, 2.0), ("c", 3.0, 2.0)])
+    assert "a (2.40 with 2.10), c (3.00 with 2.00)" in line and "the machine changed between the sides" in line
+
+
 def interval(value, half):
     return Interval(value, value - half, value + half, 6)
 

@@ -55,8 +55,7 @@ class QuantTable:
         """What makes the times doubtful, row by row and between rows; every row's plain decoding is its own."""
         taken = [(row["file"], Conditions.from_dict(row["conditions"] or {})) for row in self.rows]
         apart = conditions.differ([Taken(found, work=name) for name, found in taken])
-        restless = [(name, conditions.busy(found)) for name, found in taken]
-        return (*([apart] if apart else []), *(f"{name}: {line}" for name, line in restless if line))
+        return (*([apart] if apart else []), *conditions.all_busy(taken))
 
     @property
     def objective(self) -> float | None:
