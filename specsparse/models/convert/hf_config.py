@@ -120,9 +120,11 @@ class HfConfig:
         if usual is None:
             return None
         own = self._ropes.get("sliding_attention", {})
-        base = own.get("rope_theta") if isinstance(own, dict) else own
+        table = own if isinstance(own, dict) else {"rope_type": own}
+        base = table.get("rope_theta")
         base = self.get("rope_local_base_freq", float, usual) if base is None else base
-        if isinstance(base, bool) or not isinstance(base, int | float) or own.get("rope_type", "default") != "default":
+        number = isinstance(base, int | float) and not isinstance(base, bool)
+        if not number or table.get("rope_type", "default") != "default":
             raise UserError(f"{self.where}: RoPE of the layers with a window is {own!r:.60}: only a base is supported")
         return float(base)
 
@@ -154,10 +156,11 @@ class HfConfig:
         kinds = self.get("layer_types", list, None)
         if kinds is None:
             return named
-        for every in (named, *range(1, n_layers + 1), 0):
-            if kinds == [_KINDS[every > 0 and (i + 1) % every == 0] for i in range(n_layers)]:
-                return every
-        raise UserError(f"{self.where}: layer_types are not supported: every n-th layer may see all tokens")
+        full = _KINDS[True]
+        every = kinds.index(full) + 1 if full in kinds else named if named > n_layers else 0
+        if kinds != [_KINDS[every > 0 and (i + 1) % every == 0] for i in range(n_layers)]:
+            raise UserError(f"{self.where}: layer_types are not supported: every n-th layer may see all tokens")
+        return every
 
     def check_layers(self) -> None:
         """Refuses what a GGUF file of this architecture cannot say of its layers.
@@ -167,6 +170,8 @@ class HfConfig:
                 attention to later tokens.
         """
         n_layers, family = self.get("num_hidden_layers", int), self.form.family
+        if not 1 <= n_layers <= _MOST_LAYERS:
+            raise UserError(f"{self.where}: num_hidden_layers is {n_layers}; 1 to {_MOST_LAYERS} is allowed")
         if every := family.unrotated_every:
             usual = [int((i + 1) % every != 0) for i in range(n_layers)]
             interval = self.get("no_rope_layer_interval", int, every)
@@ -179,11 +184,12 @@ class HfConfig:
         if self.get("use_bidirectional_attention", bool, False):
             raise UserError(f"{self.where}: use_bidirectional_attention is not supported: only causal models are")
         by_width = n_layers == family.width_scaled_layers
-        scalar = self.get("hidden_size", int) / self.n_heads if by_width else self.head_dim
+        scalar = self.get("hidden_size", int) / max(self.n_heads, 1) if by_width else self.head_dim
         if self.get("query_pre_attn_scalar", float, float(scalar)) != scalar:
             raise UserError(f"{self.where}: query_pre_attn_scalar is not supported: {scalar:g} is needed at this size")
 
 
+_MOST_LAYERS = 1 << 14
 _KINDS = {False: "sliding_attention", True: "full_attention"}
 
 

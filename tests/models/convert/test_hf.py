@@ -279,6 +279,15 @@ CHANGES = {
         "hidden_act": None,
         "layer_types": ["full_attention", "sliding_attention"],
     },
+    "num_hidden_layers is 1099511627776": {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 1 << 40},
+    "num_hidden_layers is 0": {"num_hidden_layers": 0},
+    "RoPE of the layers with a window is 5": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "sliding_window": 8,
+        "rope_parameters": {"full_attention": {}, "sliding_attention": 5},
+    },
+    "sliding_window' is 0, 1 to": {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 0, "hidden_act": None},
+    "sliding_window is 'wide', not of type int": {"architectures": ["Gemma3ForCausalLM"], "sliding_window": "wide"},
     "has no sliding_window": {"architectures": ["Gemma3ForCausalLM"]},
     "RoPE of the layers with a window is": {
         "architectures": ["Gemma3ForCausalLM"],
