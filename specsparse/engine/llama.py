@@ -29,18 +29,21 @@ class Want:
             stream, not normalised) that enter these layers, side by side; the number of layers is the id of the rows
             before the output norm.
         layers: the layers to run, or None for all; a layer-skip draft names a part.
+        zeros: whether logits of rows that do not count are 0; where nobody reads them they need not be written.
     """
 
     logits: Literal["all", "last", "none"] = "all"
     hidden: bool | tuple[int, ...] = False
     layers: tuple[int, ...] | None = None
+    zeros: bool = True
 
 
 class ForwardOut(NamedTuple):
     """What a forward pass returns.
 
     Attributes:
-        logits: f32[B, n, V], f32[B, 1, V] for "last", None for "none".
+        logits: f32[B, n, V], f32[B, 1, V] for "last", None for "none". Rows that do not count are 0, unless
+            `Want.zeros` is false.
         hidden: f32[B, n, D], f32[B, n, len(ids) * D] for ids of layers, or None. Rows that do not count are 0.
         stats: of a sparse FFN, its arrays stacked over the layers, or None.
     """
@@ -152,6 +155,7 @@ def make_output(config: ModelConfig, kernels: Kernels) -> Callable:
             norm=params.output_norm,
             eps=config.norm_eps,
             n_valid=n_valid_B,
+            zeros=want.zeros,
         )
         return logits_RV.reshape(batch, n, -1)
 

@@ -22,7 +22,15 @@ from specsparse.engine.generate import (
 from specsparse.engine.llama import ForwardFn, ForwardOut, Want
 from specsparse.engine.noise import NoiseStream, uniform
 from specsparse.engine.pytree import Pytree
-from specsparse.engine.sampling.pipeline import LawConfig, SamplingKernels, chain_rows, law, sample, tree_rows
+from specsparse.engine.sampling.pipeline import (
+    LawConfig,
+    SamplingKernels,
+    chain_rows,
+    law,
+    sample,
+    sample_at,
+    tree_rows,
+)
 from specsparse.errors import UserError
 from specsparse.speculative import origins
 from specsparse.speculative.base import (
@@ -37,7 +45,14 @@ from specsparse.speculative.base import (
     Verifier,
 )
 from specsparse.speculative.tree import node_depths, path_rows, row_parents
-from specsparse.speculative.verify import has_alpha, measure_alpha, verify, verify_nothing, verify_targets
+from specsparse.speculative.verify import (
+    has_alpha,
+    measure_alpha,
+    sum_alpha,
+    verify,
+    verify_nothing,
+    verify_targets,
+)
 
 
 def context(params, job: Job, state: DecodeState, *, max_nodes: int) -> DraftContext:
@@ -91,9 +106,9 @@ class Round:
 
     def verify(self, params, state: DecodeState, draft: Draft, cache: KVCache) -> tuple[ForwardOut, KVCache]:
         """One forward of the target over the last token and the draft."""
-        n_valid_B = jnp.where(running(state), 1 + draft.count, 0)
+        n_valid_B = _valid(state, draft)
         parents_Bn = row_parents(draft.parents) if self.drafter.tree else None
-        want = Want(hidden=self.drafter.wants_hidden)
+        want = Want(hidden=self.drafter.wants_hidden, zeros=False)
         return self.forward(
             params[0], _rows(state, draft), cache, n_valid_B=n_valid_B, parents_Bn=parents_Bn, want=want
         )
@@ -101,8 +116,11 @@ class Round:
     def judge(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> Verdict:
         """`accept`. Where nobody drafted anything only the root's row is looked at.
 
-        Laws and draws take time for each row there is room for, also for those that hold nothing.
+        Laws and draws take time for each row there is room for, also for those that hold nothing, unless the kernels
+        sample without writing laws down.
         """
+        if self.kernels.sample is not None and not self._writes_laws(draft):
+            return self.accept(job, state, draft, logits_BnV)
         return jax.lax.cond(
             jnp.any(draft.count > 0),
             lambda: self.accept(job, state, draft, logits_BnV),
@@ -128,9 +146,14 @@ class Round:
         u_R = None if self.config.greedy else target_uniform(job, self._positions(draft, state)).reshape(-1)
         token_R, ok_R = sample(
             self.config, job.law, logits_BnV.reshape(B * n, V), state.history, self._law_rows(state, draft),
-            u_R=u_R, kernels=self.kernels, needed_R=_exists(draft).reshape(-1),
+            u_R=u_R, kernels=self.kernels, n_valid_B=_valid(state, draft),
         )  # fmt: skip
         return jnp.where(ok_R, token_R, -1).reshape(B, n)
+
+    def _writes_laws(self, draft: Draft) -> bool:
+        """Whether a verdict needs the laws themselves, and not tokens drawn from them and their values at tokens."""
+        weighs = has_alpha(self.verifier) and not self.config.greedy
+        return self.verifier.needs_p or (weighs and draft.q is not None)
 
     def laws(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> jax.Array:
         """float32[B, K+1, V], the target's law at each row. No mass where it is none: the sequence fails there."""
@@ -153,9 +176,19 @@ class Round:
             target_Bn = self.targets(job, state, draft, logits_BnV)
             return verify_targets(self.verifier, draft, target_Bn, coins_BK=coins_BK)
         # Alpha is read off the laws that the target's tokens are drawn from.
-        p_RV, ok_R = self._laws(job, state, draft, logits_BnV)
+        B, n, V = logits_BnV.shape
         u_R = target_uniform(job, self._positions(draft, state)).reshape(-1)
-        target_Bn = jnp.where(ok_R, self.kernels.draw(p_RV, u_R), -1).reshape(logits_BnV.shape[:2])
+        if draft.q is None:
+            found = sample_at(
+                self.config, job.law, logits_BnV.reshape(B * n, V), state.history, self._law_rows(state, draft),
+                u_R=u_R, tokens_R=jnp.pad(draft.tokens, ((0, 0), (0, 1))).reshape(-1),
+                kernels=self.kernels, n_valid_B=_valid(state, draft),
+            )  # fmt: skip
+            target_Bn = jnp.where(found.ok, found.token, -1).reshape(B, n)
+            verdict = verify_targets(self.verifier, draft, target_Bn, coins_BK=coins_BK)
+            return sum_alpha(verdict, found.share.reshape(B, n)[:, :-1])
+        p_RV, ok_R = self._laws(job, state, draft, logits_BnV)
+        target_Bn = jnp.where(ok_R, self.kernels.draw(p_RV, u_R), -1).reshape(B, n)
         verdict = verify_targets(self.verifier, draft, target_Bn, coins_BK=coins_BK)
         return measure_alpha(self.verifier, draft, p_RV.reshape(logits_BnV.shape), verdict)
 
@@ -250,6 +283,11 @@ def _shown(value: object) -> str:
 def _rows(state: DecodeState, draft: Draft) -> jax.Array:
     """int32[B, K+1], the tokens that the target is fed."""
     return jnp.concatenate([last_token(state), draft.tokens], axis=1)
+
+
+def _valid(state: DecodeState, draft: Draft) -> jax.Array:
+    """int32[B], rows of each sequence that count: the root's and those of the nodes that were really drafted."""
+    return jnp.where(running(state), 1 + draft.count, 0)
 
 
 def _exists(draft: Draft) -> jax.Array:

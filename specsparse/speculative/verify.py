@@ -87,14 +87,17 @@ def check_pair(
     )
 
 
-def match_verdict(draft: Draft, target_Bn: jax.Array) -> Verdict:
+def match_verdict(draft: Draft, target_Bn: jax.Array, *, tree: bool = True) -> Verdict:
     """Verdict of `greedy`, `match`, `tree_greedy`, `tree_match`.
 
     Args:
         draft: any draft made without the target's noise.
         target_Bn: int32[B, K+1], the target's token at each row: argmax of p, or drawn from p with the noise of the
             row's absolute position. A negative id (p was not a law) fails the sequence if its row is reached.
+        tree: False for chains, which need no walk.
     """
+    if not tree:
+        return match_chain(draft, target_Bn)
     end = jax.lax.map(lambda b: follow(Match(), draft, target_Bn, b), jnp.arange(draft.tokens.shape[0]))
     last_B = jnp.take_along_axis(target_Bn, end.at[:, None], axis=1)[:, 0]
     tested_B = end.accepted + _has_child(draft, end.at)
@@ -112,7 +115,7 @@ def verify_targets(verifier: Verifier, draft: Draft, target_Bn: jax.Array, *, co
     """
     if isinstance(verifier.rule, TargetRule):
         return verifier.rule.verdict(draft, target_Bn, coins_BK=coins_BK)
-    return match_verdict(draft, target_Bn)
+    return match_verdict(draft, target_Bn, tree=verifier.tree)
 
 
 def verify(
@@ -198,11 +201,14 @@ def measure_alpha(verifier: Verifier, draft: Draft, p_BnV: jax.Array, verdict: V
     """
     if not has_alpha(verifier) or not draft.max_nodes:
         return verdict
+    if draft.q is None:
+        tokens_BK1 = draft.tokens[:, :, None]
+        return sum_alpha(verdict, jnp.take_along_axis(p_BnV[:, : draft.max_nodes], tokens_BK1, axis=2)[:, :, 0])
     join = jnp.multiply if isinstance(verifier.rule, Match) else jnp.minimum
 
     def add(b, i, sums):
         p_V = p_BnV[b, i]
-        a = p_V[draft.tokens[b, i]] if draft.q is None else laws.total(join(p_V, draft.q[b, i]))
+        a = laws.total(join(p_V, draft.q[b, i]))
         return sums[0] + a, sums[1] + a * (1 - a)
 
     def one(b):
@@ -211,6 +217,42 @@ def measure_alpha(verifier: Verifier, draft: Draft, p_BnV: jax.Array, verdict: V
 
     alpha_B, var_B = jax.lax.map(one, jnp.arange(draft.tokens.shape[0]))
     return verdict._replace(alpha=alpha_B, alpha_var=var_B)
+
+
+def sum_alpha(verdict: Verdict, alpha_BK: jax.Array) -> Verdict:
+    """The verdict with the sums over its tested positions of acceptance probabilities float32[B, K]."""
+
+    def add(i, sums):
+        a_B = jnp.where(i < verdict.tested, alpha_BK[:, i], 0)
+        return sums[0] + a_B, sums[1] + a_B * (1 - a_B)
+
+    zero_B = jnp.zeros(alpha_BK.shape[:1], alpha_BK.dtype)
+    alpha_B, var_B = jax.lax.fori_loop(jnp.int32(0), jnp.max(verdict.tested), add, (zero_B, zero_B))
+    return verdict._replace(alpha=alpha_B, alpha_var=var_B)
+
+
+def match_chain(draft: Draft, target_Bn: jax.Array) -> Verdict:
+    """`match_verdict` of a chain: the tokens that equal the target's, up to the first that does not."""
+    K = draft.max_nodes
+    node_K, place_n = (jnp.arange(m, dtype=jnp.int32)[None] for m in (K, K + 1))
+    # The first row that no equal token follows. The target's token there is the last one emitted.
+    same_BK = (draft.tokens == target_Bn[:, :K]) & (node_K < draft.count[:, None])
+    ends_Bn = jnp.pad(~same_BK, ((0, 0), (0, 1)), constant_values=True)
+    accepted_B = jnp.min(jnp.where(ends_Bn, place_n, K), axis=1)
+    here_Bn = place_n == accepted_B[:, None]
+    failed_B = jnp.any(here_Bn & (target_Bn < 0), axis=1)
+    emitted_Bn = jnp.where(here_Bn & failed_B[:, None], 0, target_Bn)
+    zeros_B = jnp.zeros(accepted_B.shape, jnp.float32)
+    return Verdict(
+        tokens=jnp.where(place_n <= accepted_B[:, None], emitted_Bn, PAD),
+        count=accepted_B + 1,
+        nodes=jnp.where(node_K < accepted_B[:, None], node_K, PAD),
+        accepted=accepted_B,
+        tested=jnp.minimum(accepted_B + 1, draft.count),
+        alpha=zeros_B,
+        alpha_var=zeros_B,
+        failed=failed_B,
+    )
 
 
 def _has_child(draft: Draft, at_B: jax.Array) -> jax.Array:

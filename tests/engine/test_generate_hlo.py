@@ -92,6 +92,25 @@ def test_the_loop_copies_no_cache_and_calls_no_host(model, law, drafter):
         assert any(shape in line for line in lines) and not moved, moved
 
 
+MOST = {None: 19, "prompt_lookup": 44, "ngram_simple": 44}
+"""Operations of one round of greedy decoding. They take about a microsecond each, however small they are."""
+
+
+@pytest.mark.parametrize("drafter", MOST)
+def test_a_round_has_few_operations(model, drafter):
+    """And what follows the target's products takes no branch and no loop of its own."""
+    model.programs.clear()
+    specsparse.generate(model, "abab", sampling=LAWS["greedy"], drafter=drafter)
+    hlo = decode_program(model)
+    parts = computations(hlo)
+    (body,) = [lines for lines in parts.values() if any("specsparse_layers" in line for line in lines)]
+    names = [re.search(r" ([a-z][\w\-]*)\(", line.split(" = ", 1)[1]) for line in body if " = " in line]
+    ran = [name[1] for name in names if name]
+    ran = [name for name in ran if name not in ("get-tuple-element", "parameter", "tuple", "constant", "bitcast")]
+    assert "layers" in hlo and len(ran) <= MOST[drafter], ran
+    assert not {"while", "conditional", "call"} & set(ran)
+
+
 def test_a_program_is_compiled_once(model):
     """Other prompts, seeds and numbers of the same kind run what is there; another kind adds its program."""
     model.programs.clear()

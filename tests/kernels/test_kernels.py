@@ -320,6 +320,33 @@ def test_top_p_of_flat_and_of_peaked_laws_equals_the_reference(spread):
 
 
 @pytest.mark.parametrize("isa", ISAS)
+def test_one_call_samples_what_check_law_and_draw_do(isa):
+    """Bit for bit, of the rows that count: two or one or none of each sequence's two rows."""
+    use(isa, 2)
+    logits, laws = law_case(1000)
+    rng = np.random.default_rng(0)
+    B, twice = len(logits), jax.tree.map(lambda a: np.repeat(a, 2), laws)
+    x = np.repeat(logits, 2, axis=0)
+    x[1::2] = rng.permutation(x[1::2].T).T
+    x[2, 3], x[5], x[9, 0] = np.nan, -np.inf, np.inf
+    u, tokens = rng.random(2 * B, np.float32), rng.integers(0, 1000, 2 * B, np.int32)
+    n_valid = np.resize(np.array([2, 1, 2, 0], np.int32), B)
+    p = np.asarray(jax.jit(cpu.law)(x, twice))
+    wanted = np.asarray(jax.jit(cpu.draw)(p, u)), np.asarray(jax.jit(cpu.check)(x)), p[np.arange(2 * B), tokens]
+    got = [np.asarray(a) for a in jax.jit(cpu.sample)(x, laws, n_valid, u, tokens)]
+    counts = (np.arange(2) < n_valid[:, None]).reshape(-1)
+    for a, b in zip(got, wanted, strict=True):
+        sane = counts & wanted[1] if a is got[2] else counts
+        np.testing.assert_array_equal(a[sane], b[sane])
+    assert not got[0][~counts].any() and got[1][~counts].all() and not got[2][~counts].any()
+    greedy = laws._replace(temperature=np.zeros(B, np.float32))
+    first = np.asarray(jax.jit(cpu.sample)(x, greedy, np.full(B, 2, np.int32))[0])
+    np.testing.assert_array_equal(first[wanted[1]], np.asarray(jax.jit(cpu.argmax)(x))[wanted[1]])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="do not go together"):
+        jax.block_until_ready(cpu.sample(x, laws, n_valid, u[:3], tokens))
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_only_rows_of_numbers_can_be_laws(isa):
     """No NaN, no +inf, and something above -inf, wherever it stands."""
     use(isa, 1)

@@ -82,7 +82,7 @@ def test_every_coin_interval(name, kind, template, corner):
         verdict = run(draft, p, coins_BK=f32(np.stack([t[2] for t in tried])), u_B=f32([t[3] for t in tried]))
     else:
         targets = [target_tokens(rng, o, end, x) for o, end, _, _, x in tried]
-        verdict = jax.jit(match_verdict)(draft, i32(np.stack(targets)))
+        verdict = jax.jit(functools.partial(match_verdict, tree=verifier.tree))(draft, i32(np.stack(targets)))
     verdict = jax.tree.map(np.asarray, verdict)
     assert not verdict.failed.any()
     for b, (outcome, end, _, _, token) in enumerate(tried):

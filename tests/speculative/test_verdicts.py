@@ -220,6 +220,18 @@ def test_match_fails_on_a_missing_target_token():
     np.testing.assert_array_equal(verdict.tokens, [[1, 0, PAD]])
 
 
+@pytest.mark.parametrize("nodes", [0, 1, 5])
+def test_a_chain_needs_no_walk(nodes):
+    """All of the verdict is the same without one: short and empty drafts, missing target tokens."""
+    rng = np.random.default_rng(nodes)
+    tokens, target = rng.integers(0, 2, (300, nodes)), rng.integers(-1, 2, (300, nodes + 1))
+    target = np.where(rng.random(target.shape) < 0.6, abs(target), target)
+    draft = chain(tokens, count=rng.integers(0, nodes + 1, 300))
+    walked, read = (jax.jit(functools.partial(match_verdict, tree=t))(draft, i32(target)) for t in (True, False))
+    for name, a, b in zip(walked._fields, walked, read, strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=name)
+
+
 def test_match_takes_the_first_of_equal_siblings():
     draft = Draft(i32([[3, 3, 1]]), i32([[-1, -1, 1]]), i32([3]), None)
     verdict = match_verdict(draft, i32([[3, 1, 1, 1]]))

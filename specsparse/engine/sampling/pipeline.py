@@ -37,6 +37,7 @@ __all__ = [
     "LawParams",
     "Logprobs",
     "RowPaths",
+    "Sampled",
     "SamplingKernels",
     "chain_rows",
     "compile_params",
@@ -49,6 +50,7 @@ __all__ = [
     "observe_many",
     "plain_rows",
     "sample",
+    "sample_at",
     "target_logits",
     "tree_rows",
 ]
@@ -59,8 +61,16 @@ _BANNED = np.float32(-np.inf)
 def kernels_of(kernels: Kernels) -> SamplingKernels:
     """Argmax, laws and draws that belong to these kernels."""
     if kernels.name == "native":
-        return SamplingKernels(cpu.argmax, cpu.law, cpu.draw, cpu.check)
+        return SamplingKernels(cpu.argmax, cpu.law, cpu.draw, cpu.check, cpu.sample)
     return REFERENCE
+
+
+class Sampled(NamedTuple):
+    """Tokens int32[R] drawn from laws, ok bool[R] (see `target_logits`), float32[R] the laws at tokens asked for."""
+
+    token: jax.Array
+    ok: jax.Array
+    share: jax.Array
 
 
 class Logprobs(NamedTuple):
@@ -254,15 +264,65 @@ def sample(
     *,
     u_R: jax.Array | None,
     kernels: SamplingKernels = REFERENCE,
-    needed_R: jax.Array | None = None,
+    n_valid_B: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Tokens int32[R] drawn from `law`, and ok bool[R]. `u_R` is not used (and may be None) where `cfg.greedy`."""
+    """Tokens int32[R] drawn from `law`, and ok bool[R].
+
+    Args:
+        u_R: uniforms; not used (and may be None) where `cfg.greedy`.
+        n_valid_B: int32[B], rows of each sequence that count, the first ones; of the others nothing is promised. None
+            is all. The rows of all sequences stand one after the other, equally many of each.
+    """
+    if not cfg.greedy and u_R is None:
+        raise ValueError("a law that is not greedy needs `u_R`")
+    if kernels.sample is not None:
+        return _sample(cfg, params, logits_RV, history, rows, u_R, None, kernels, n_valid_B)[:2]
     x_RV, ok_R = _processed(cfg, params, logits_RV, history, rows, kernels)
     if cfg.greedy:
         return kernels.argmax(x_RV), ok_R
-    if u_R is None:
-        raise ValueError("a law that is not greedy needs `u_R`")
-    return kernels.draw(_law_of(cfg, params, x_RV, rows, kernels, needed_R), u_R), ok_R
+    return kernels.draw(_law_of(cfg, params, x_RV, rows, kernels, _needed(n_valid_B, logits_RV)), u_R), ok_R
+
+
+def sample_at(
+    cfg: LawConfig,
+    params: LawParams,
+    logits_RV: jax.Array,
+    history: History | None = None,
+    rows: RowPaths | None = None,
+    *,
+    u_R: jax.Array,
+    tokens_R: jax.Array,
+    kernels: SamplingKernels = REFERENCE,
+    n_valid_B: jax.Array | None = None,
+) -> Sampled:
+    """`sample`, and the law of each row at `tokens_R` (int32[R], inside the vocabulary)."""
+    if kernels.sample is not None:
+        return _sample(cfg, params, logits_RV, history, rows, u_R, tokens_R, kernels, n_valid_B)
+    needed_R = _needed(n_valid_B, logits_RV)
+    p_RV, ok_R = law(cfg, params, logits_RV, history, rows, kernels=kernels, needed_R=needed_R)
+    share_R = jnp.take_along_axis(p_RV, tokens_R[:, None], axis=1)[:, 0]
+    return Sampled(kernels.draw(p_RV, u_R), ok_R, share_R)
+
+
+def _needed(n_valid_B: jax.Array | None, logits_RV: jax.Array) -> jax.Array | None:
+    """bool[R]: rows that count, or None for all."""
+    if n_valid_B is None:
+        return None
+    n = logits_RV.shape[0] // n_valid_B.shape[0]
+    return (jnp.arange(n, dtype=jnp.int32)[None] < n_valid_B[:, None]).reshape(-1)
+
+
+def _sample(cfg, params, logits_RV, history, rows, u_R, tokens_R, kernels, n_valid_B) -> Sampled:
+    """`sample_at` by kernels that write no laws down."""
+    x_RV, sane_R = logits_RV.astype(jnp.float32), None
+    if not cfg.raw:
+        x_RV, sane_R = target_logits(cfg, params, x_RV, history, rows)
+    laws = _law_rows(params, None, None)
+    if n_valid_B is None:
+        B = laws.temperature.shape[0]
+        n_valid_B = jnp.full((B,), x_RV.shape[0] // B, jnp.int32)
+    token_R, ok_R, share_R = kernels.sample(x_RV, laws, n_valid_B, u_R, tokens_R)
+    return Sampled(token_R, ok_R if sane_R is None else ok_R & sane_R, share_R)
 
 
 def logprobs(logits_RV: jax.Array, token_R: jax.Array, k: int) -> Logprobs:

@@ -27,12 +27,17 @@ class SamplingKernels(NamedTuple):
         draw: (p float32[R, V], u float32[R]) -> int32[R], see `reference_draw`.
         check: (logits float32[R, V]) -> bool[R], whether a row has neither NaN nor +inf and a token left; with it, raw
             logits are not cleaned first: `argmax`, `law` and `draw` must then stay inside the vocabulary for any row.
+        sample: (logits float32[R, V], LawRows of the B sequences, n_valid int32[B], u float32[R] or None where all are
+            greedy, tokens int32[R] or None) -> (int32[R], bool[R], float32[R]): what `draw` draws from `law`, what
+            `check` says, and the law at `tokens`, of rows i < n_valid[b] of each sequence; the others are 0, true, 0
+            and take no time. None where the three are called one by one.
     """
 
     argmax: Callable[[jax.Array], jax.Array]
     law: Callable[..., jax.Array]
     draw: Callable[[jax.Array, jax.Array], jax.Array]
     check: Callable[[jax.Array], jax.Array] | None = None
+    sample: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None
 
 
 class LawRows(NamedTuple):

@@ -15,7 +15,8 @@ from specsparse.kernels.reference import dense
 
 LIBRARY = Path(__file__).parents[1] / "libspecsparse_kernels.so"
 OPERATIONS = (
-    "linear", "add_normed", "embed", "attend", "layers", "argmax", "check", "law", "draw", "sparse_ffn", "signbit_keep",
+    "linear", "add_normed", "embed", "attend", "layers", "argmax", "check", "law", "draw", "sample", "sparse_ffn",
+    "signbit_keep",
 )  # fmt: skip
 
 _CODES = ("nibble", "int8", "f32", "f16", "bf16")
@@ -126,7 +127,7 @@ def _call(target: str, shapes, **options):
     return jax.ffi.ffi_call(target, shapes, **options)
 
 
-def linear(x, weights, *, n_valid, norm=None, eps=0.0, biases=None, residual=None, act=None):
+def linear(x, weights, *, n_valid, norm=None, eps=0.0, biases=None, residual=None, act=None, zeros=True):
     """`reference.dense.linear` by the C++ kernels."""
     empty = jnp.zeros((0,), jnp.float32)
     outs = weights[:1] if act else weights
@@ -146,6 +147,7 @@ def linear(x, weights, *, n_valid, norm=None, eps=0.0, biases=None, residual=Non
             description=describe(weights),
             act=np.int64(ACTS[act]),
             eps=np.float32(eps),
+            zeros=np.int64(zeros),
         )
     )
 
@@ -286,3 +288,12 @@ def law(logits_RV, rows, **_):
 def draw(p_RV, u_R):
     """`engine.sampling.row_laws.reference_draw` by the C++ kernels: the same tree of sums, the same token."""
     return _call("specsparse_draw", jax.ShapeDtypeStruct(p_RV.shape[:1], jnp.int32))(p_RV, u_R)
+
+
+def sample(logits_RV, laws, n_valid_B, u_R=None, tokens_R=None):
+    """`check`, `law` and `draw` of the rows that count (see `SamplingKernels.sample`) by the C++ kernels."""
+    R = logits_RV.shape[:1]
+    shapes = tuple(jax.ShapeDtypeStruct(R, dtype) for dtype in (jnp.int32, jnp.bool_, jnp.float32))
+    u_R = jnp.zeros((0,), jnp.float32) if u_R is None else u_R
+    tokens_R = jnp.zeros((0,), jnp.int32) if tokens_R is None else tokens_R
+    return tuple(_call("specsparse_sample", shapes)(logits_RV, *laws, u_R, tokens_R, n_valid_B))

@@ -71,7 +71,9 @@ def _valid(n_valid, rows: int):
     return (jnp.arange(n)[None] < n_valid[:, None]).reshape(rows)
 
 
-def _linear(x, weights, *, over_rows, n_valid, norm=None, eps=0.0, biases=None, residual=None, act=None):
+def _linear(
+    x, weights, *, over_rows, n_valid, norm=None, eps=0.0, biases=None, residual=None, act=None, zeros=True
+):  # fmt: skip
     dense = [dequant.dequantize_groups(w.data, w.layout, w.shape[1]) for w in weights]
 
     def product(h):
@@ -87,9 +89,11 @@ def _linear(x, weights, *, over_rows, n_valid, norm=None, eps=0.0, biases=None, 
         return (activate(outs[0], act) * outs[1],) if act else tuple(outs)
 
     outs = over_rows(product, x)
-    keep = _valid(n_valid, x.shape[0])[:, None]
     if residual is not None:
         outs = tuple(residual + y for y in outs)
+    if not zeros:
+        return outs
+    keep = _valid(n_valid, x.shape[0])[:, None]
     return tuple(jnp.where(keep, y, jnp.float32(0)) for y in outs)
 
 
@@ -104,6 +108,7 @@ def linear(x, weights, **options):
         biases: one f32[O_i] or None for each matrix, or None.
         residual: f32[R, O] added to the product, or None.
         act: None, or "silu" | "relu" | "relu2" | "gelu_tanh": the matrices are gate and up.
+        zeros: False where nobody looks at the rows that do not count; they hold anything then, and cost no writing.
 
     Returns:
         A tuple of f32[R, O_i]; one entry with `act`.

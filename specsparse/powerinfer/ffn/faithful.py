@@ -27,12 +27,12 @@ that changes nothing: a block of rounded codes has its largest at 127, so the se
 def faithful(kernels: Kernels) -> Kernels:
     """`kernels` with PowerInfer's roundings around them; the type of a matrix is its layout's `source`."""
 
-    def linear(x, weights, *, n_valid, norm=None, eps=0.0, biases=None, residual=None, act=None):
+    def linear(x, weights, *, n_valid, norm=None, eps=0.0, biases=None, residual=None, act=None, zeros=True):
         z = x if norm is None else jax.lax.map(lambda row: _normalise(row, norm, eps), x)
         outs = []
         for i, w in enumerate(weights):
             bias = None if biases is None else (biases[i],)
-            outs += kernels.linear(round_for(z, w.layout.source), (w,), biases=bias, n_valid=n_valid)
+            outs += kernels.linear(round_for(z, w.layout.source), (w,), biases=bias, n_valid=n_valid, zeros=zeros)
         if act is not None:
             outs = [_activate(outs[0], act) * outs[1]]
         return tuple(outs) if residual is None else (outs[0] + residual,)

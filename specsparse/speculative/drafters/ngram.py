@@ -82,6 +82,11 @@ class NGram(Drafter):
         position_C = jnp.arange(C, dtype=jnp.int32)[None]
         match_BC = lookup.suffix_matches(tokens_BC, length_B, longest=self.ngram_max)
         match_BC = jnp.where(position_C < length_B[:, None] - self.min_follow, match_BC, 0)
+        if self.min_hits == 1:  # one reduction finds the longest match and among those the one that wins
+            rank_C = position_C if self.newest else C - 1 - position_C
+            best_B = jnp.max(jnp.where(match_BC >= self.ngram_min, match_BC * C + rank_C, -1), axis=1)
+            rank_B = best_B % C
+            return jnp.where(best_B >= 0, (rank_B if self.newest else C - 1 - rank_B) + 1, 0), best_B >= 0
         n_B = self._longest(match_BC)
         hit_BC = (match_BC >= n_B[:, None]) & (n_B[:, None] > 0)
         if self.newest:
@@ -92,9 +97,6 @@ class NGram(Drafter):
 
     def _longest(self, match_BC: jax.Array) -> jax.Array:
         """int32[B]: the n that is looked up, 0 if none has enough matches."""
-        if self.min_hits == 1:
-            n_B = jnp.max(match_BC, axis=1)
-            return jnp.where(n_B >= self.ngram_min, n_B, 0)
         n_B = jnp.zeros_like(match_BC[:, 0])
         for n in range(self.ngram_min, self.ngram_max + 1):
             hits_B = jnp.sum(match_BC >= n, axis=1, dtype=jnp.int32)

@@ -134,7 +134,7 @@ class SyntheticRates(TargetRule):
         # The verdict of `match` on the accepted part alone, with a target that agrees with it.
         taken_Bn = jnp.arange(K + 1, dtype=jnp.int32)[None] < accepted_B[:, None]
         forced_Bn = jnp.where(taken_Bn, jnp.pad(draft.tokens, ((0, 0), (0, 1))), target_Bn)
-        verdict = match_verdict(draft._replace(count=accepted_B), forced_Bn)
+        verdict = match_verdict(draft._replace(count=accepted_B), forced_Bn, tree=False)
         tested_B = jnp.minimum(accepted_B + 1, draft.count)
         tested_BK = node_K < tested_B[:, None]
         return verdict._replace(

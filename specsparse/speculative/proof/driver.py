@@ -97,7 +97,8 @@ def jitted(verifier: Verifier) -> Driver:
             K = draft.max_nodes
             return verify(verifier, draft, p_BnV, coins_BK=uniforms_Bn[:, :K], u_B=uniforms_Bn[:, K], draw=draw)
         B, n, V = p_BnV.shape
-        return match_verdict(draft, draw(p_BnV.reshape(B * n, V), uniforms_Bn.reshape(B * n)).reshape(B, n))
+        target_Bn = draw(p_BnV.reshape(B * n, V), uniforms_Bn.reshape(B * n)).reshape(B, n)
+        return match_verdict(draft, target_Bn, tree=verifier.tree)
 
     return jax.jit(jax.vmap(run))
 

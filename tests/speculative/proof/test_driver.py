@@ -66,15 +66,16 @@ def test_every_case_of_what_runs(name):
     assert len(report.cases(name, DRIVER)) == len(report.cases(name)) + 10 * len(VERIFIERS[name].kinds)
 
 
-@pytest.mark.parametrize("what", ["token", "block", "match"])
+@pytest.mark.parametrize("what", ["token", "block", "match", "tree_match"])
 def test_a_driver_that_is_handed_no_coins_fails_the_certificate(monkeypatch, retraced, what):
     """The rules stay as they are: only what the engine calls is wrong."""
-    part = {"token": "walk", "block": "judge", "match": "follow"}[what]
-    right = getattr(engine, part)
+    part = {"token": "walk", "block": "judge", "match": "match_chain", "tree_match": "follow"}[what]
+    right, place = getattr(engine, part), -1 if what == "match" else -2
 
-    def wrong(rule, draft, *given):
-        *before, numbers, b = given
-        return right(rule, draft, *before, numbers * 0, b)
+    def wrong(*given):
+        handed = list(given)
+        handed[place] = given[place] * 0
+        return right(*handed)
 
     monkeypatch.setattr(engine, part, wrong)
     report = certify([what], vocab=2, gamma=1, mutants=False)

@@ -41,7 +41,7 @@ const float* floats(const ffi::AnyBuffer& x) {
 
 ffi::Error linear(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> norm, ffi::Buffer<ffi::F32> residual,
                   ffi::Buffer<ffi::S32> n_valid, ffi::RemainingArgs args, ffi::RemainingRets rets, Ints description,
-                  int64_t act, float eps) {
+                  int64_t act, float eps, int64_t zeros) {
   const int64_t cols = x.dimensions().back(), total = x.element_count() / std::max<int64_t>(cols, 1);
   const bool glu = act != 0;
   constexpr size_t kMost = 3;
@@ -67,7 +67,7 @@ ffi::Error linear(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> norm, ffi::Buff
                residual.element_count() ? residual.typed_data() : nullptr, weights[m].matrix.rows};
   }
   const std::vector<int32_t> rows = valid_rows(n_valid, total);
-  if (static_cast<int64_t>(rows.size()) < total)
+  if (zeros && static_cast<int64_t>(rows.size()) < total)
     for (size_t m = 0; m < rets.size(); ++m) std::fill_n(outs[m].data, total * outs[m].width, 0.0f);
   thread_local ActivationBuffer buffer;
   const Preparation prepare{x.typed_data(), norm.element_count() ? norm.typed_data() : nullptr, eps, quantise,
@@ -278,7 +278,8 @@ ffi::Error layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffe
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_linear, linear,
                               (args<Floats, Floats, Floats, Ints32>().RemainingArgs().RemainingRets()
-                                   .Attr<Ints>("description").Attr<int64_t>("act").Attr<float>("eps")));
+                                   .Attr<Ints>("description").Attr<int64_t>("act").Attr<float>("eps")
+                                   .Attr<int64_t>("zeros")));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_add_normed, add_normed,
                               (results<Floats>(args<Floats, Floats, Floats, Ints32>()).Attr<float>("eps")));

@@ -128,16 +128,27 @@ struct Shape {
   int64_t top_k;
 };
 
-void law_row(const float* logits, int64_t count, const Shape& shape, float* p) {
-  thread_local Row row;
-  thread_local std::vector<float> heap;
-  bool wild;
-  const float top = ops().peak(logits, count, &wild);
-  if (!(top > kLowest) || shape.temperature <= 0.0f) {
-    std::fill_n(p, count, 0.0f);
-    p[top > kLowest ? std::find(logits, logits + count, top) - logits : 0] = 1.0f;
-    return;
+// The first place of a value that is there.
+int64_t first_of(const float* x, int64_t count, float value) {
+  int64_t start = 0;
+  for (; start + kMaxBlock <= count; start += kMaxBlock) {
+    int found = 0;
+    for (int64_t i = 0; i < kMaxBlock; ++i) found |= x[start + i] == value;
+    if (found) break;
   }
+  return std::find(x + start, x + count, value) - x;
+}
+
+// The weights of a row's law, in row->e, and their mass; or the one token of a greedy row, or of one without any token.
+struct Weighed {
+  int64_t only = -1;
+  float total = 1.0f;
+};
+
+Weighed weigh_row(const float* logits, int64_t count, const Shape& shape, float top, Row* into) {
+  thread_local std::vector<float> heap;
+  Row& row = *into;
+  if (!(top > kLowest) || shape.temperature <= 0.0f) return {top > kLowest ? first_of(logits, count, top) : 0};
   row.load(logits, count);
   const float t = shape.temperature;
   float floor = std::numeric_limits<float>::lowest();
@@ -161,7 +172,19 @@ void law_row(const float* logits, int64_t count, const Shape& shape, float* p) {
     for (int64_t i = 0; i < row.width; ++i) row.e[i] = row.x[i] >= threshold ? row.e[i] : 0.0f;
     total = mass(&row, &heap);
   }
-  for (int64_t i = 0; i < count; ++i) p[i] = row.e[i] / total;
+  return {-1, total};
+}
+
+void law_row(const float* logits, int64_t count, const Shape& shape, float* p) {
+  thread_local Row row;
+  bool wild;
+  const Weighed law = weigh_row(logits, count, shape, ops().peak(logits, count, &wild), &row);
+  if (law.only >= 0) {
+    std::fill_n(p, count, 0.0f);
+    p[law.only] = 1.0f;
+    return;
+  }
+  for (int64_t i = 0; i < count; ++i) p[i] = row.e[i] / law.total;
 }
 
 // Leaf that t falls into; what is left of t there stays in *t. A leaf of sum 0 is never reached unless all are 0.
@@ -177,17 +200,44 @@ int64_t descend(const std::vector<float>& heap, float* t) {
   return node - leaves;
 }
 
+// The token that u falls on, by the numbers of row->e, none below 0 and 0 beyond the vocabulary.
+int32_t draw_from(Row* row, float u) {
+  thread_local std::vector<float> heap;
+  float t = u * mass(row, &heap);
+  const int64_t block = descend(heap, &t);
+  pair_tree(row->e.data() + block * kSumBlock, kSumBlock, &heap);
+  return static_cast<int32_t>(block * kSumBlock + descend(heap, &t));
+}
+
 int32_t draw_row(const float* p, int64_t count, float u) {
   thread_local Row row;
-  thread_local std::vector<float> heap;
   row.width = (count + kSumBlock - 1) / kSumBlock * kSumBlock;
   row.e.resize(row.width), row.sums.resize(row.width / kSumBlock);
   for (int64_t i = 0; i < count; ++i) row.e[i] = p[i] > 0.0f ? p[i] : 0.0f;
   std::fill(row.e.begin() + count, row.e.end(), 0.0f);
-  float t = u * mass(&row, &heap);
-  const int64_t block = descend(heap, &t);
-  pair_tree(row.e.data() + block * kSumBlock, kSumBlock, &heap);
-  return static_cast<int32_t>(block * kSumBlock + descend(heap, &t));
+  return draw_from(&row, u);
+}
+
+// What `draw_row` draws from what `law_row` writes, the law's share of `token`, and whether it is a law at all.
+struct Drawn {
+  int32_t drawn;
+  float share;
+  bool ok;
+};
+
+Drawn sample_row(const float* logits, int64_t count, const Shape& shape, float u, int64_t token) {
+  thread_local Row row;
+  bool wild;
+  const float top = ops().peak(logits, count, &wild);
+  const bool ok = !wild && top > kLowest;
+  const Weighed law = weigh_row(logits, count, shape, top, &row);
+  if (law.only >= 0) return {static_cast<int32_t>(law.only), law.only == token ? 1.0f : 0.0f, ok};
+  const float share = token >= 0 && token < count ? row.e[token] / law.total : 0.0f;
+  for (int64_t i = 0; i < row.width; ++i) {
+    const float p = row.e[i] / law.total;
+    row.e[i] = p > 0.0f ? p : 0.0f;
+  }
+  return {draw_from(&row, u), share, ok};
 }
 
 // Whether each row can be a law: no NaN, no +inf, and something above -inf.
@@ -220,6 +270,35 @@ ffi::Error draw(ffi::Buffer<ffi::F32> p, ffi::Buffer<ffi::F32> u, ffi::ResultBuf
   return ffi::Error::Success();
 }
 
+// check, law and draw in one pass, without writing the laws down, of rows i < n_valid[b] of each sequence; the other rows
+// are 0, true, 0. The numbers of a law are its sequence's. `u` may be empty where all are greedy, and `tokens` where no
+// share is asked for.
+ffi::Error sample(ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::F32> temperature, ffi::Buffer<ffi::F32> log_min_p,
+                  ffi::Buffer<ffi::S32> top_k, ffi::Buffer<ffi::F32> top_p, ffi::Buffer<ffi::F32> u,
+                  ffi::Buffer<ffi::S32> tokens, ffi::Buffer<ffi::S32> n_valid, ffi::ResultBuffer<ffi::S32> drawn,
+                  ffi::ResultBuffer<ffi::PRED> ok, ffi::ResultBuffer<ffi::F32> share) {
+  const int64_t rows = logits.dimensions()[0], width = logits.dimensions()[1], batch = n_valid.element_count();
+  const int64_t n = batch ? rows / batch : 0;
+  const auto fits = [&](int64_t count, int64_t wanted) { return count == 0 || count == wanted; };
+  if (batch * n != rows || static_cast<int64_t>(temperature.element_count()) != batch || !fits(u.element_count(), rows) ||
+      !fits(tokens.element_count(), rows))
+    return ffi::Error::InvalidArgument("specsparse sample: rows, sequences and uniforms do not go together");
+  thread_local std::vector<int64_t> wanted;
+  wanted.clear();
+  for (int64_t r = 0; r < rows; ++r) {
+    drawn->typed_data()[r] = 0, ok->typed_data()[r] = true, share->typed_data()[r] = 0.0f;
+    if (r % n < n_valid.typed_data()[r / n]) wanted.push_back(r);
+  }
+  parallel(wanted.size(), [&, at = wanted.data()](int64_t i) {
+    const int64_t r = at[i], b = r / n;
+    const Shape shape{temperature.typed_data()[b], log_min_p.typed_data()[b], top_p.typed_data()[b], top_k.typed_data()[b]};
+    const Drawn d = sample_row(logits.typed_data() + r * width, width, shape, u.element_count() ? u.typed_data()[r] : 0.0f,
+                               tokens.element_count() ? tokens.typed_data()[r] : -1);
+    drawn->typed_data()[r] = d.drawn, ok->typed_data()[r] = d.ok, share->typed_data()[r] = d.share;
+  });
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 #pragma GCC visibility push(default)
@@ -230,6 +309,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_law, law,
                               (results<Floats>(args<Floats, Floats, Floats, Ints32, Floats>())));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_draw, draw, (results<Ints32>(args<Floats, Floats>())));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_sample, sample,
+                              (results<Ints32, ffi::Buffer<ffi::PRED>, Floats>(
+                                  args<Floats, Floats, Floats, Ints32, Floats, Floats, Ints32, Ints32>())));
 
 #pragma GCC visibility pop
 
