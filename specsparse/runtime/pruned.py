@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
-from jax.extend.core import Literal, jaxpr_as_fun
 
 from specsparse.engine.pytree import Pytree
 
@@ -33,6 +32,8 @@ class Pruned:
     @classmethod
     def compile(cls, function: Callable[..., Pytree], *args: Pytree, donate: tuple[int, ...] = ()) -> "Pruned":
         """For arguments of these shapes; those at the places `donate` are given up, as far as they are read."""
+        from jax.extend.core import Literal, jaxpr_as_fun  # brings Pallas, which most runs do not need
+
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
         inputs = {var: place for place, var in enumerate(closed.jaxpr.invars)}
         results = closed.jaxpr.outvars

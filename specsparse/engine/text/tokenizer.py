@@ -4,13 +4,15 @@ import codecs
 import operator
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 from specsparse.engine.text.bpe import BpeCodec
-from specsparse.engine.text.chat_template import ChatTemplate, Messages
 from specsparse.engine.text.spm import SpmCodec
 from specsparse.engine.text.vocabulary import TokenType, Vocab, flag, read_vocab
 from specsparse.errors import UserError
+
+if TYPE_CHECKING:
+    from specsparse.engine.text.chat_template import ChatTemplate, Messages
 
 
 class Tokenizer:
@@ -147,16 +149,16 @@ class Tokenizer:
     @overload
     def apply_chat_template(
         self,
-        messages: Messages,
+        messages: "Messages",
         add_generation_prompt: bool = True,
         tokenize: Literal[False] = False,
     ) -> str: ...
     @overload
     def apply_chat_template(
-        self, messages: Messages, add_generation_prompt: bool = True, *, tokenize: Literal[True]
+        self, messages: "Messages", add_generation_prompt: bool = True, *, tokenize: Literal[True]
     ) -> list[int]: ...
     def apply_chat_template(
-        self, messages: Messages, add_generation_prompt: bool = True, tokenize: bool = False
+        self, messages: "Messages", add_generation_prompt: bool = True, tokenize: bool = False
     ) -> str | list[int]:
         """Renders a chat with the file's template.
 
@@ -173,7 +175,9 @@ class Tokenizer:
         return self.encode(text, parse_special=True) if tokenize else text
 
     @cached_property
-    def _chat(self) -> ChatTemplate:
+    def _chat(self) -> "ChatTemplate":
+        from specsparse.engine.text.chat_template import ChatTemplate  # brings jinja2
+
         tokens = {name: self._vocab.tokens[i] for name, i in self._vocab.special.items()}
         names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
         variables = {f"{short}_token": tokens.get(name, "") for short, name in names.items()}
