@@ -164,7 +164,7 @@ class TextWritten:
     """How far the text is: answers' tokens in all, and a second while text was written, 0 before that."""
 
     tokens: int
-    rate: float
+    tokens_per_s: float
 
 
 def generate(

@@ -113,7 +113,7 @@ class Log(Generic[State, Losses, Batch]):
             return None
         state, meta = load_state(self.path, like)
         self.curve = meta["curve"]
-        self._seen = self._before = self.curve[-1][self.unit]
+        self._seen = self._before = self.curve[-1][self.unit] if self.curve else 0
         return state
 
     def add(self, step: int, state: State) -> None:

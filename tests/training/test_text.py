@@ -83,7 +83,7 @@ def test_shards_are_made_once_and_made_alike(model, tmp_path):
     paths = data.generate(model, OPTIONS, tmp_path / "a", tokens=40, progress=seen.append)
     first = [t for p in paths for t in data.read_shard(p)]
     assert sum(len(t.tokens) - t.prompt for t in first) == seen[-1].tokens >= 40 and len(paths) == len(seen) >= 2
-    assert seen[-1].rate > 0 and paths[0].stat().st_size < 8 * sum(len(t.tokens) for t in first) + 1000
+    assert seen[-1].tokens_per_s > 0 and paths[0].stat().st_size < 8 * sum(len(t.tokens) for t in first) + 1000
     stamp = paths[0].stat().st_mtime_ns
     paths[1].unlink()
     again = data.generate(model, OPTIONS, tmp_path / "a", tokens=40)

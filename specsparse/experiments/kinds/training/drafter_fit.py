@@ -106,7 +106,7 @@ def texts(cfg: TrainSettings, model: Model, folder: Path, console: Console) -> t
         def progress(found: TextWritten) -> None:
             nonlocal written
             written = found
-            what = f"writing text, {found.rate:,.0f} tokens/s" if found.rate else "reading text"
+            what = f"writing text, {found.tokens_per_s:,.0f} tokens/s" if found.tokens_per_s else "reading text"
             bar.update(bar.task_ids[0], completed=min(found.tokens, wanted), description=what)
 
         where = Path(chosen.own.texts or folder / _TEXTS)
