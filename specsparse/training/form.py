@@ -8,6 +8,7 @@ from typing import ClassVar
 import jax
 import numpy as np
 
+from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
 from specsparse.kernels import QTensor
@@ -85,3 +86,19 @@ def frequent_ids(texts: Sequence[Text], count: int, vocab_size: int) -> np.ndarr
 def id_counts(texts: Sequence[Text], vocab_size: int) -> np.ndarray:
     """int64[V]: how often answers hold each id."""
     return np.bincount(np.concatenate([t.tokens[t.prompt :] for t in texts]), minlength=vocab_size)
+
+
+def beginning_with(texts: Sequence[Text], rows: int) -> list[Text]:
+    """The first texts whose answers hold so many tokens; all where they do not."""
+    few, count = [], 0
+    for text in texts:
+        few.append(text)
+        count += len(text.tokens) - text.prompt
+        if count >= rows:
+            break
+    return few
+
+
+def tokenizer_keys(model: Model) -> dict[str, object]:
+    """The keys of a model's file that hold its tokenizer, which llama.cpp reads from a drafter's file too."""
+    return {key: value for key, value in open_gguf(model.path).metadata.items() if key.startswith("tokenizer.ggml.")}

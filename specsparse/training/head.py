@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from specsparse.engine.config import ModelConfig
+from specsparse.speculative.drafters.eagle3_head import HeadRows
 from specsparse.training import unroll
-from specsparse.training.layer import LayerWeights, rms_norm
+from specsparse.training.layer import LayerWeights, feed_forward, linear, rms_norm
 from specsparse.training.products import times
-from specsparse.training.unroll import Entered, Frozen, Window
+from specsparse.training.unroll import Frozen, Window
 
 
 class HeadWeights(NamedTuple):
@@ -53,14 +54,21 @@ def streams(
     own_norm = weights.hidden_norm if weights.own_norm is None else weights.own_norm
     fc_own = weights.fc_hidden if weights.fc_own is None else weights.fc_own
 
-    def enter(x_RD: jax.Array) -> Entered:
-        return Entered(x_RD, rms_norm(x_RD, weights.layer.attn_norm, eps))
+    layer = weights.layer
 
-    def again(y_mD: jax.Array) -> Entered:
+    def enter(x_RD: jax.Array) -> HeadRows:
+        q, k, v = linear(x_RD, (layer.attn_q, layer.attn_k, layer.attn_v), norm=layer.attn_norm, eps=eps)
+        return HeadRows(q, k, v, x_RD)
+
+    def again(y_mD: jax.Array) -> HeadRows:
         return enter(told_nD[window.rows] + times(rms_norm(y_mD, own_norm, eps), fc_own))
 
+    def leave(attended: jax.Array, residual_mD: jax.Array) -> jax.Array:
+        return feed_forward(config, layer, residual_mD + times(attended, layer.attn_output))
+
     first = enter(told_nD + _features(config, weights, window.hidden))
-    return unroll.streams(config, weights.layer, frozen, window, first, again, count)
+    how = {"head_dim": config.head_dim, "pairing": config.rope.pairing}
+    return unroll.streams(frozen, window, first, again, leave, count, **how)
 
 
 def _features(config: ModelConfig, w: HeadWeights, hidden_nW: jax.Array) -> jax.Array:

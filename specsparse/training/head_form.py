@@ -17,7 +17,7 @@ from specsparse.speculative.drafters.head_file import HeadFile, read_head, write
 from specsparse.training import export, head
 from specsparse.training.data import Text
 from specsparse.training.features import Features
-from specsparse.training.form import Form
+from specsparse.training.form import Form, beginning_with
 from specsparse.training.head import HeadWeights
 from specsparse.training.layer import LayerWeights, layer_shapes
 from specsparse.training.unroll import Frozen, Window
@@ -117,13 +117,7 @@ def first_weights(model: Model, texts: Sequence[Text], *, rows: int = 60_000, ri
     """
     params, width = model.params, model.config.d_model
     before, after, tokens = [], [], []
-    few, count = [], 0
-    for text in texts:
-        few.append(text)
-        count += len(text.tokens) - text.prompt
-        if count >= rows:
-            break
-    for text in Features(model, (model.config.n_layers,)).of(few):
+    for text in Features(model, (model.config.n_layers,)).of(beginning_with(texts, rows)):
         assert text.hidden is not None
         start = max(text.prompt - 2, 0)
         before.append(text.hidden[start:-1])

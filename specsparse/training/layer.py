@@ -55,30 +55,48 @@ def _wide(weight: jax.Array, x: jax.Array) -> jax.Array:
     return weight.reshape((1,) * (x.ndim - 1) + weight.shape)
 
 
-def _heads(config: ModelConfig, x_RO: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    x = x_RO.reshape(x_RO.shape[0], -1, config.head_dim)
-    return rotate(x, cos[:, None], sin[:, None], config.rope.pairing)
+def linear(
+    x_RI: jax.Array, weights: Sequence[jax.Array], *, norm: jax.Array | None = None, eps: float = 0.0,
+    biases: object = None, residual: jax.Array | None = None, act: str | None = None,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """`kernels.api.Kernels.linear` by the products of a training, for drafters whose functions take their products.
+
+    Raises:
+        ValueError: biases, or an activation other than SiLU: no drafter that is trained has them.
+    """
+    if biases is not None or act not in (None, "silu"):
+        raise ValueError("training has products without biases, and SiLU")
+    if norm is not None:
+        x_RI = rms_norm(x_RI, norm, eps)
+    outs = tuple(times(x_RI, w) for w in weights)
+    if act is not None:
+        outs = (jax.nn.silu(outs[0]) * outs[1],)
+    return outs if residual is None else tuple(residual + y for y in outs)
 
 
-def keys(config: ModelConfig, w: LayerWeights, z_RI: jax.Array, cos: jax.Array, sin: jax.Array) -> Keys:
-    """Keys, rotated, and values of rows as the layer's norm leaves them."""
-    k = _heads(config, times(z_RI, w.attn_k), cos, sin)
-    v = times(z_RI, w.attn_v).reshape(len(z_RI), -1, config.head_dim)
-    return Keys(k.swapaxes(0, 1), v.swapaxes(0, 1))
+def split_heads(
+    x_RO: jax.Array, cos: jax.Array | None = None, sin: jax.Array | None = None, *, head_dim: int, pairing: str = "norm"
+) -> jax.Array:
+    """[R, heads, d], rotated where cos and sin [R, d / 2] are given."""
+    x = x_RO.reshape(len(x_RO), -1, head_dim)
+    return x if cos is None or sin is None else rotate(x, cos[:, None], sin[:, None], pairing)
 
 
-def attend(
-    config: ModelConfig, w: LayerWeights, x_mD: jax.Array, z_mI: jax.Array, cos: jax.Array, sin: jax.Array,
-    base: Keys, seen_mn: jax.Array, drafted: Sequence[Keys] = (),
-) -> jax.Array:  # fmt: skip
-    """x and the attention of its rows z as the layer's norm leaves them: see `attention`."""
-    q_mHd = _heads(config, times(z_mI, w.attn_q), cos, sin)
-    base = Keys(*(a.astype(w.attn_k.dtype) for a in base))
-    return x_mD + times(attention(q_mHd, base, seen_mn, drafted), w.attn_output)
+def whole(
+    config: ModelConfig, w: LayerWeights, x_nD: jax.Array, cos: jax.Array, sin: jax.Array, sees_nn: jax.Array
+) -> jax.Array:
+    """x and the layer's attention over its own rows."""
+    q, k, v = linear(x_nD, (w.attn_q, w.attn_k, w.attn_v), norm=w.attn_norm, eps=config.norm_eps)
+    turn = functools.partial(split_heads, cos=cos, sin=sin, head_dim=config.head_dim, pairing=config.rope.pairing)
+    base = Keys(turn(k).swapaxes(0, 1), split_heads(v, head_dim=config.head_dim).swapaxes(0, 1))
+    return x_nD + times(attention(turn(q), base, sees_nn), w.attn_output)
 
 
 def attention(q_mHd: jax.Array, base: Keys, seen_mn: jax.Array, drafted: Sequence[Keys] = ()) -> jax.Array:
-    """[m, H d]: each query over the rows of `base` that it sees, and over its own row of each of `drafted`."""
+    """[m, H d]: each query over the rows of `base` that it sees, and over its own row of each of `drafted`.
+
+    Its products are bfloat16 where `base` is.
+    """
     _, H, d = q_mHd.shape
     q_mHd, per = q_mHd * (1.0 / float(np.sqrt(d))), H // len(base.k)
     bias_mn = jnp.where(seen_mn, 0.0, _NOT)
@@ -100,14 +118,6 @@ def _one_head(q_md, k_nd, v_nd, bias_mn, drafted: list[Keys]) -> jax.Array:
         e_m = jnp.exp(s_m - top)
         out, total = out + e_m[:, None] * key.v, total + e_m
     return out / total[:, None]  # divided last: d divisions a row, not n
-
-
-def whole(
-    config: ModelConfig, w: LayerWeights, x_nD: jax.Array, cos: jax.Array, sin: jax.Array, sees_nn: jax.Array
-) -> jax.Array:
-    """x and the layer's attention over its own rows."""
-    z_nD = rms_norm(x_nD, w.attn_norm, config.norm_eps)
-    return attend(config, w, x_nD, z_nD, cos, sin, keys(config, w, z_nD, cos, sin), sees_nn)
 
 
 def feed_forward(config: ModelConfig, w: LayerWeights, x_mD: jax.Array) -> jax.Array:

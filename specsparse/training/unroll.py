@@ -6,6 +6,7 @@ arXiv:2503.01840).
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -14,7 +15,8 @@ import numpy as np
 
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.rope import rope_tables
-from specsparse.training.layer import Keys, LayerWeights, attend, feed_forward, keys, rms_norm
+from specsparse.speculative.drafters.eagle3_head import HeadRows
+from specsparse.training.layer import Keys, attention, rms_norm, split_heads
 from specsparse.training.products import times
 
 
@@ -57,13 +59,6 @@ class Frozen(NamedTuple):
     sin: jax.Array
 
 
-class Entered(NamedTuple):
-    """Rows as they enter a layer: [R, D], what its results are added to, and [R, I], what its attention reads."""
-
-    x: jax.Array
-    z: jax.Array
-
-
 def rotary(config: ModelConfig, positions: int, factors: np.ndarray | None = None) -> tuple[jax.Array, jax.Array]:
     """cos and sin float32[positions, d / 2]."""
     cos, sin = rope_tables(config.rope, positions, factors)
@@ -71,38 +66,40 @@ def rotary(config: ModelConfig, positions: int, factors: np.ndarray | None = Non
 
 
 def streams(
-    config: ModelConfig, layer: LayerWeights, frozen: Frozen, window: Window, first: Entered,
-    again: Callable[[jax.Array], Entered], count: int,
+    frozen: Frozen, window: Window, first: HeadRows, again: Callable[[jax.Array], HeadRows],
+    leave: Callable[[jax.Array, jax.Array], jax.Array], count: int, *, head_dim: int, pairing: str,
 ) -> list[jax.Array]:  # fmt: skip
     """[m, D] for each of `count` streams: the layer's rows, the first stream first.
 
     A row of stream s counts where its depth is at least s - 1.
 
     Args:
-        config: of the layer.
-        layer: its weights.
         frozen: the rotation.
         window: the rows.
         first: all n rows, made of the target's.
         again: makes the m drafting rows of [m, D], the layer's own rows one token earlier.
+        leave: (what attention found [m, H d], residual [m, D]) -> the layer's rows [m, D].
         count: tokens of a draft.
+        head_dim, pairing: of the attention and its rotation.
     """
     rows = window.rows
     cos, sin = frozen.cos[window.position], frozen.sin[window.position]
-    base = keys(config, layer, first.z, cos, sin)
+    turn = partial(split_heads, head_dim=head_dim, pairing=pairing)
+    base = Keys(turn(first.k, cos, sin).swapaxes(0, 1), split_heads(first.v, head_dim=head_dim).swapaxes(0, 1))
     cos, sin = cos[rows], sin[rows]
     place = jnp.arange(len(window.text))
     own: list[Keys] = []
     found = []
-    entered = Entered(first.x[rows], first.z[rows])
+    entered = HeadRows(*(x[rows] for x in first))
     for s in range(count):
         if s:
             entered = again(down(found[-1], 1))
-            own.append(keys(config, layer, entered.z, cos, sin))
+            k, v = turn(entered.k, cos, sin), split_heads(entered.v, head_dim=head_dim)
+            own.append(Keys(k.swapaxes(0, 1), v.swapaxes(0, 1)))
         seen_mn = same_text(window) & (place[None] <= rows[:, None] - s)
         drafted = [Keys(*(down(a, s - 1 - j, axis=1) for a in key)) for j, key in enumerate(own)]
-        x_mD = attend(config, layer, entered.x, entered.z, cos, sin, base, seen_mn, drafted)
-        found.append(feed_forward(config, layer, x_mD))
+        attended = attention(turn(entered.q, cos, sin), base, seen_mn, drafted)
+        found.append(leave(attended, entered.residual))
     return found
 
 

@@ -10,6 +10,7 @@ from specsparse.experiments.kinds.training import drafter_fit
 from specsparse.experiments.kinds.training.options import TrainSpec
 from specsparse.speculative.drafters import get_drafter
 from specsparse.testing import write_tiny_gguf
+from specsparse.testing.drafting import random_head
 from specsparse.training import data, form, loop, trainer
 from specsparse.training.evaluate import _reach
 from specsparse.training.head_form import HeadForm
@@ -44,15 +45,30 @@ def play(cfg, model, directory):
 MODEL = {**OPTIONS, "form": "model", "width": 32, "heads": 2, "ffn": 64, "layers": 1, "draft_vocab": 0}
 
 
+HEADS = {
+    "below": {**OPTIONS, "below": [0]},
+    "eagle3": {**OPTIONS, "form": "eagle3", "below": [0]},
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("drafter", "options", "file"), [("head", OPTIONS, "head"), ("model", MODEL, "draft")])
+@pytest.mark.parametrize(
+    ("drafter", "options", "file"),
+    [
+        ("head", OPTIONS, "head"),
+        ("head", HEADS["below"], "head"),
+        ("eagle3", HEADS["eagle3"], "eagle3"),
+        ("model", MODEL, "draft"),
+    ],
+)
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, monkeypatch, drafter, options, file):
     cfg = changed(cfg, "train", options=options)
     whole, shown, record = play(cfg, model, tmp_path / "a")
     assert "agreement" in shown and whole.path.name == f"out-{file}.gguf"
     curve = record["summary"]["curve"]
     assert [p["step"] for p in curve] == [2, 4, 6] and curve[-1]["rows"] > curve[0]["rows"] > 0
-    assert len(curve[0]["loss"]) == 2
+    assert len(curve[0]["loss"]) == options["streams"] and curve[0]["rate"] > 0
+    assert record["summary"]["text"]["tokens"] >= 250 and record["summary"]["text"]["tokens_per_s"] > 0
     assert len((tmp_path / "a" / "curve.csv").read_text().splitlines()) == 4
     drafting = record["summary"]["drafting"]
     assert drafting["tokens"] > 0 and len(drafting["agreement"]) == 3 and drafting["acceptance"] >= 1
@@ -68,13 +84,13 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
         play(changed(cfg, "train", options={**options, "answer": 20}), model, tmp_path / "c")
 
     plain = specsparse.generate(model, "abc abc", max_tokens=40, ignore_eos=True)
-    drafter = get_drafter(drafter, gamma=3, **{drafter: whole.path})
+    drafter = get_drafter(drafter, gamma=3, **{whole.form.option: whole.path})
     got = specsparse.generate(model, "abc abc", max_tokens=40, ignore_eos=True, drafter=drafter)
     assert got.token_ids == plain.token_ids and got.stats.counters.num_draft_tokens > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("given", [OPTIONS, MODEL], ids=["head", "model"])
+@pytest.mark.parametrize("given", [OPTIONS, *HEADS.values(), MODEL], ids=["head", *HEADS, "model"])
 def test_training_learns(cfg, model, tmp_path, given):
     """On a handful of texts, again and again, the divergence falls far below where it began."""
     cfg = changed(cfg, "train", options={**given, "steps": 60, "learning_rate": 3e-3})
@@ -123,7 +139,7 @@ def test_reach_counts_drafts_by_the_place_of_their_first_error():
         ({"options": {"steps": 2.5}}, r"train.steps=2.5 must be a whole number"),
         ({"options": {"gamma": 0}}, "train.gamma=0 must be a whole number of at least 1"),
         ({"options": {"decay": 2.0}}, "train.decay=2.0"),
-        ({"options": {"form": "tree"}}, "train.form=tree must be one of head, model"),
+        ({"options": {"form": "tree"}}, "train.form=tree must be one of head, eagle3, model"),
         ({"options": {"heads": 3}}, "train.width=128 must be a multiple of 2 train.heads, 6"),
         ({"options": {"temperatures": 1.0}}, "train.temperatures=1.0 must be a list"),
     ],
@@ -131,3 +147,32 @@ def test_reach_counts_drafts_by_the_place_of_their_first_error():
 def test_mistakes_are_found_before_anything_is_loaded(cfg, changes, message):
     with pytest.raises(UserError, match=message):
         runner.check(changed(cfg, "train", **changes))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"form": "model", "below": [0]}, r"train\.below belongs to train\.form=head and eagle3"),
+        ({"form": "eagle3", "begin": "smollm2-head"}, r"train\.begin belongs to train\.form=head"),
+        ({"below": [5]}, r"train\.below=\[5\] must be ascending ids of layers under 1"),
+        ({"form": "eagle3"}, r"has only 1 layers; name those that it reads"),
+        ({"begin": "nobody"}, r"drafter\.head=nobody: no such file"),
+    ],
+)
+def test_forms_fit_their_options_and_the_target(cfg, model, given, message):
+    with pytest.raises(UserError, match=message):
+        drafter_fit.form_of(settings(changed(cfg, "train", options={**OPTIONS, **given})), model)
+
+
+def test_a_head_goes_on_from_a_file(cfg, model, tmp_path):
+    begin = random_head(tmp_path, model, ids=range(3, 60))
+    given = {**OPTIONS, "begin": str(begin), "below": [0]}
+    form = drafter_fit.form_of(settings(changed(cfg, "train", options=given)), model)
+    assert form.size(128) == 57 and form.ids([], 128).tolist() == list(range(3, 60))
+    weights = form.first([])
+    assert not weights.fc_below.any() and weights.below_norm.shape == (1, model.config.d_model)
+    np.testing.assert_array_equal(weights.fc_own, weights.fc_hidden)
+    path = form.write(tmp_path / "again.gguf", weights, form.ids([], 0), quant="F32")
+    other = {**given, "begin": str(path), "below": []}
+    with pytest.raises(UserError, match=r"reads layers \[0\] beside the last rows; give train.below=\[0\]"):
+        drafter_fit.form_of(settings(changed(cfg, "train", options=other)), model)

@@ -17,6 +17,7 @@ from specsparse.speculative.drafters.head_file import find
 from specsparse.support import terminal
 from specsparse.support.options import Count, Range
 from specsparse.training.data import DataOptions, Text, TextWritten, generate, read_shard
+from specsparse.training.eagle3_form import Eagle3Form
 from specsparse.training.form import Form
 from specsparse.training.head_form import HeadForm
 from specsparse.training.loop import Log
@@ -31,7 +32,7 @@ _TEXTS, _STATE = "texts", "state.safetensors"
 class OwnOptions:
     """What is neither text nor training; see conf/experiment/train_drafter.yaml."""
 
-    form: Literal["head", "model"] = "head"
+    form: Literal["head", "eagle3", "model"] = "head"
     below: tuple[Annotated[int, Range(0)], ...] = ()
     begin: str | None = None
     texts: str | None = None
@@ -57,7 +58,7 @@ def options(cfg: TrainSettings) -> Options:
 
 def folder_of(cfg: TrainSettings, model: Model) -> Path:
     """Where a training keeps its files."""
-    end = "" if options(cfg).own.form == "head" else "-draft"
+    end = {"head": "", "model": "-draft"}.get(options(cfg).own.form, f"-{options(cfg).own.form}")
     return Path(cfg.train.output or Path("heads") / f"{Path(model.path).stem}{end}")
 
 
@@ -67,17 +68,23 @@ def form_of(cfg: TrainSettings, model: Model) -> Form:
     Raises:
         UserError: an option of another form, or layers that the target has not.
     """
-    own, layers = options(cfg).own, model.config.n_layers
+    found, n_layers = options(cfg), model.config.n_layers
+    own = found.own
+    if own.form == "model" and own.below:
+        raise UserError("train.below belongs to train.form=head and eagle3")
+    if own.form != "head" and own.begin is not None:
+        raise UserError("train.begin belongs to train.form=head")
+    if list(own.below) != sorted(set(own.below)) or any(i >= n_layers for i in own.below):
+        raise UserError(f"train.below={list(own.below)} must be ascending ids of layers under {n_layers}")
     if own.form == "model":
-        if own.below or own.begin is not None:
-            raise UserError(f"train.{'below' if own.below else 'begin'} belongs to train.form=head")
-        return SmallForm(model, options(cfg).small, cfg.seed)
-    if list(own.below) != sorted(set(own.below)) or any(i >= layers for i in own.below):
-        raise UserError(f"train.below={list(own.below)} must be ascending ids of layers under {layers}")
-    begin = None if own.begin is None else find(own.begin, model.params.output_norm)
-    form = HeadForm(model, own.below, begin)
-    form.check()
-    return form
+        return SmallForm(model, found.small, cfg.seed)
+    if own.form == "head":
+        form = HeadForm(model, own.below, None if own.begin is None else find(own.begin, model.params.output_norm))
+        form.check()
+        return form
+    if not own.below and n_layers < 4:
+        raise UserError(f"train.below=[]: {model.path} has only {n_layers} layers; name those that it reads")
+    return Eagle3Form(model, own.below)
 
 
 def claim(folder: Path, cfg: TrainSettings, model: Model) -> None:
@@ -91,7 +98,10 @@ def claim(folder: Path, cfg: TrainSettings, model: Model) -> None:
     found = options(cfg)
     shape: dict[str, object] = {n: getattr(found.train, n) for n in ("draft_vocab", "seed")}
     text = {f.name: getattr(found.data, f.name) for f in fields(found.data)}
-    shape |= {"below": found.own.below, "begin": found.own.begin} if found.own.form == "head" else asdict(found.small)
+    if found.own.form == "model":
+        shape |= asdict(found.small)
+    else:
+        shape |= {"below": found.own.below, "begin": found.own.begin}
     folders.claim(folder, {
         "model": folders.identity(model, cfg.model.overrides()), "text": text, found.own.form: shape,
     })  # fmt: skip

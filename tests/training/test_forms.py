@@ -1,0 +1,45 @@
+"""EAGLE-3 heads as functions to differentiate: what other software computes."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import specsparse
+from specsparse.engine.rope import rope_tables
+from specsparse.models.convert.eagle3 import read_eagle3
+from specsparse.speculative.drafters.eagle3_head import Eagle3Weights
+from specsparse.training.eagle3_form import NAMES, Eagle3Form
+from specsparse.training.unroll import Frozen, Window
+
+ORACLE = Path(__file__).parents[1] / "data" / "eagle3"
+
+
+def window(features, tokens, texts, depth=None) -> Window:
+    """All rows of some texts side by side, each drafted from."""
+    position = np.concatenate([np.arange(n) for n in texts])
+    text = np.repeat(np.arange(len(texts)), texts)
+    n = len(tokens)
+    arrays = (features, np.zeros((n, 1)), tokens, position, text, np.arange(n), position if depth is None else depth)
+    return Window(*map(jnp.asarray, arrays))
+
+
+def nmse(found, wanted) -> float:
+    return float(np.square(np.asarray(found) - wanted).sum() / np.square(wanted).sum())
+
+
+def test_eagle3_on_its_own_rows_is_what_speculators_compute():
+    """Three tokens of a draft at all positions at once: the library's own training-time test."""
+    model = specsparse.load(ORACLE / "target.gguf", float_weights=True)
+    file, io = read_eagle3(ORACLE / "default"), np.load(ORACLE / "default" / "io.npz")
+    form = Eagle3Form(model, tuple(int(i) for i in io["aux_layer_ids"]))
+    assert form.shape.d_ff != file.shape.d_ff  # the head's layer is its own
+    weights = Eagle3Weights(**{field: jnp.asarray(file.values(f"{name}.weight")) for field, name in NAMES.items()})
+    tables = rope_tables(file.rope, 32)
+    frozen = Frozen(weights.output_norm, jnp.asarray(file.values("output.weight")), None, *map(jnp.asarray, tables))
+    n = len(io["prefill_tokens"])
+    rows = window(io["aux_hidden"][:n].astype(np.float32), io["prefill_tokens"].astype(np.int32), [n])
+    found = jax.jit(lambda w: form.logits(w, frozen, model.params.embedding, rows, 3))(weights)
+    for s, (ours, theirs) in enumerate(zip(found, io["library_ttt_logits"], strict=True)):
+        assert nmse(ours[s:], theirs[: n - s]) < 1e-8, s
