@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from specsparse.errors import UserError
-from specsparse.experiments.parts import help_text
-from specsparse.experiments.shorthand import option_key, refuse, shorthand
+from specsparse.experiments.compose.parts import help_text
+from specsparse.experiments.compose.shorthand import option_key, refuse, shorthand
 from specsparse.support.paths import conf_dir
 from specsparse.support.pipes import until_the_reader_leaves
 
@@ -30,7 +30,7 @@ class CheckBeforeStart:
 
     def on_run_start(self, config: Any, **_: Any) -> None:
         """Exit with one line when the config is wrong (Hydra swallows exceptions of callbacks, not an exit)."""
-        from specsparse.experiments.config import from_omegaconf
+        from specsparse.experiments.compose.config import from_omegaconf
 
         try:
             run = from_omegaconf(config)  # without jax: what it finds wrong is said at once
@@ -72,7 +72,7 @@ def _task(cfg: Any) -> Any:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    from specsparse.experiments.config import from_omegaconf
+    from specsparse.experiments.compose.config import from_omegaconf
 
     hydra = HydraConfig.get()
     directory, is_cell = Path(hydra.runtime.output_dir), hydra.mode is RunMode.MULTIRUN
@@ -136,7 +136,7 @@ def _main(argv: list[str] | None) -> int:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from specsparse.experiments.offered import offer_models
+    from specsparse.experiments.compose.offered import offer_models
 
     OmegaConf.register_new_resolver("options_of", help_text, replace=True)  # in the template of --help
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing, and the lines below say it better
@@ -153,7 +153,7 @@ def _main(argv: list[str] | None) -> int:
     except (HydraException, OmegaConfBaseException) as error:
         if debug:
             raise
-        from specsparse.experiments.hydra_errors import explain
+        from specsparse.experiments.compose.hydra_errors import explain
 
         return fail(str(explain(error, conf)))
     except UserError as error:

@@ -41,7 +41,7 @@ def _cache_of_the_tests(tmp_path_factory):
 @pytest.fixture(autouse=True, scope="session")
 def _names_of_models():
     """What `specsparse.run` does before it composes a config."""
-    from specsparse.experiments.offered import offer_models
+    from specsparse.experiments.compose.offered import offer_models
 
     offer_models()
 

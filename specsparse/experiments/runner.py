@@ -8,7 +8,7 @@ from rich.text import Text
 
 from specsparse.errors import UserError
 from specsparse.experiments import trackers
-from specsparse.experiments.config import of_kind
+from specsparse.experiments.compose.config import of_kind
 from specsparse.experiments.kind import KINDS, Engine, Found, Kind, Lab
 from specsparse.experiments.settings import FfnSpec, RunConfig
 from specsparse.models import catalogue, obtain

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from specsparse import api
 from specsparse.experiments import runner
-from specsparse.experiments.config import of_kind
+from specsparse.experiments.compose.config import of_kind
 from specsparse.experiments.kind import KINDS, Found, Lab
 from specsparse.experiments.settings import (
     DataSpec,

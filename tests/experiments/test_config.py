@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from specsparse import run
 from specsparse.errors import UserError
-from specsparse.experiments import config, parts, shorthand
+from specsparse.experiments.compose import config, parts, shorthand
 from specsparse.experiments.settings import RunConfig
 from specsparse.models import entries
 from specsparse.speculative.drafters.registry import get_drafter

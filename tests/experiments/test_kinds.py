@@ -14,13 +14,13 @@ import specsparse
 from specsparse import run
 from specsparse.errors import UserError
 from specsparse.experiments import runner, sweep_table
-from specsparse.experiments.config import from_omegaconf
+from specsparse.experiments.compose.config import from_omegaconf
+from specsparse.experiments.compose.shorthand import shorthand
 from specsparse.experiments.kinds import certify as certify_kind
 from specsparse.experiments.kinds import compare
 from specsparse.experiments.kinds.certify import CertifySpec
 from specsparse.experiments.kinds.compare import CompareSpec
 from specsparse.experiments.settings import DrafterSpec, FfnSpec, ModelSpec, PolicySpec, VerifierSpec
-from specsparse.experiments.shorthand import shorthand
 from specsparse.measure import conditions, machine, speedup
 from specsparse.measure.conditions import Conditions
 from specsparse.models import catalogue

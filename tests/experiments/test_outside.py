@@ -9,7 +9,7 @@ import pytest
 import specsparse
 from specsparse import run
 from specsparse.errors import UserError
-from specsparse.experiments.shorthand import shorthand
+from specsparse.experiments.compose.shorthand import shorthand
 from specsparse.speculative.base import DraftKind
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.method import make_drafter

@@ -7,7 +7,7 @@ import pytest
 
 from specsparse import run
 from specsparse.errors import UserError
-from specsparse.experiments.parts import completed, described, help_text
+from specsparse.experiments.compose.parts import completed, described, help_text
 from specsparse.speculative.drafters.registry import DRAFTERS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "drafters.md"

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from specsparse.errors import UserError
 from specsparse.experiments import runner, sweep_table
-from specsparse.experiments.config import from_omegaconf
+from specsparse.experiments.compose.config import from_omegaconf
 from specsparse.experiments.kinds.sparse.sparsity import SparsitySpec
 from specsparse.experiments.settings import FfnSpec, ModelSpec, PredictorSpec
 from specsparse.support.paths import conf_dir

@@ -14,8 +14,9 @@ from rich.console import Console
 
 from specsparse.cli import main as cli
 from specsparse.errors import UserError
-from specsparse.experiments import explain, sweep_table, sweeps
+from specsparse.experiments import sweep_table, sweeps
 from specsparse.experiments.kinds import compare
+from specsparse.experiments.methods import explain
 from specsparse.measure import conditions
 from specsparse.measure.conditions import Conditions
 from specsparse.report import figures, methods, page, record, runs

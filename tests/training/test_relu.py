@@ -14,7 +14,8 @@ import specsparse
 from specsparse import run
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
-from specsparse.experiments import config, runner
+from specsparse.experiments import runner
+from specsparse.experiments.compose import config
 from specsparse.experiments.kinds.training import drafter_fit, relufy_fit
 from specsparse.experiments.kinds.training.options import TrainSpec
 from specsparse.kernels.packing.dequant import embed_rows

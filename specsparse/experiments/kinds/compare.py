@@ -11,11 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from specsparse.errors import UserError
-from specsparse.experiments import decoding
-from specsparse.experiments.decoding import Passes
-from specsparse.experiments.drafting import drafter_spec
 from specsparse.experiments.kind import Found, Kind, Lab
-from specsparse.experiments.measured import Measured
+from specsparse.experiments.methods import decoding
+from specsparse.experiments.methods.decoding import Passes
+from specsparse.experiments.methods.drafting import drafter_spec
+from specsparse.experiments.methods.measured import Measured
 from specsparse.experiments.settings import DecodingSettings, MethodSettings, TreeSpec, VerifierSpec
 from specsparse.measure import conditions
 from specsparse.measure.conditions import UNKNOWN, Conditions, Rank

@@ -8,8 +8,8 @@ from rich.text import Text
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.model import Model
-from specsparse.experiments import decoding, drafting
 from specsparse.experiments.kind import Found, Kind, Lab
+from specsparse.experiments.methods import decoding, drafting
 from specsparse.experiments.settings import DecodingSettings
 from specsparse.measure.conditions import Conditions
 from specsparse.measure.costs import devices, tables, traffic

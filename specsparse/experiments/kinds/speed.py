@@ -7,9 +7,10 @@ import dataclasses
 import time
 from typing import Any
 
-from specsparse.experiments import decoding, explain, measured, sparse_model
-from specsparse.experiments.decoding import Bench, Job, Passes
+from specsparse.experiments import sparse_model
 from specsparse.experiments.kind import Found, Kind, Lab
+from specsparse.experiments.methods import decoding, explain, measured
+from specsparse.experiments.methods.decoding import Bench, Job, Passes
 from specsparse.experiments.settings import DecodingSettings
 from specsparse.report import display, record
 from specsparse.report.record import DEFINITIONS, HOST, PLAIN, SPECULATIVE, Pass, RunRecord

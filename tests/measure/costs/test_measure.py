@@ -12,9 +12,10 @@ from specsparse import kernels
 from specsparse.cli.main import main
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
-from specsparse.experiments import measured, runner
-from specsparse.experiments.config import from_omegaconf
+from specsparse.experiments import runner
+from specsparse.experiments.compose.config import from_omegaconf
 from specsparse.experiments.kinds import roofline
+from specsparse.experiments.methods import measured
 from specsparse.measure import costs
 from specsparse.measure.bench import batch
 from specsparse.measure.costs import drafts, ranks

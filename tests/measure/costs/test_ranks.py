@@ -10,11 +10,11 @@ from rich.console import Console
 import specsparse
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
-from specsparse.experiments import decoding, measured
-from specsparse.experiments.drafting import drafter_spec
+from specsparse.experiments.compose.parts import PARTS, completed
 from specsparse.experiments.kinds import compare
 from specsparse.experiments.kinds.compare import CompareSpec
-from specsparse.experiments.parts import PARTS, completed
+from specsparse.experiments.methods import decoding, measured
+from specsparse.experiments.methods.drafting import drafter_spec
 from specsparse.experiments.settings import DrafterSpec, PolicySpec, TreeSpec, VerifierSpec
 from specsparse.measure.costs import measured as measuring
 from specsparse.measure.costs import ranks

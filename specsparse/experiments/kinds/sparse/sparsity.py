@@ -16,7 +16,7 @@ from rich.text import Text
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.experiments import sparse_model
-from specsparse.experiments.config import choice_options
+from specsparse.experiments.compose.config import choice_options
 from specsparse.experiments.kind import Found, Kind, Lab
 from specsparse.experiments.kinds.sparse import sparsity_report
 from specsparse.experiments.kinds.sparse.sparsity_report import Point, Sparsity

@@ -15,8 +15,7 @@ from rich.text import Text
 
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
-from specsparse.experiments import decoding, sparse_model
-from specsparse.experiments.decoding import Job, Passes
+from specsparse.experiments import sparse_model
 from specsparse.experiments.kind import Found, Kind, Lab
 from specsparse.experiments.kinds.sparse import spec_sparse_report
 from specsparse.experiments.kinds.sparse.sparsity import SparsitySpec, judged_text
@@ -29,6 +28,8 @@ from specsparse.experiments.kinds.sparse.spec_sparse_report import (
     Cell,
     Joined,
 )
+from specsparse.experiments.methods import decoding
+from specsparse.experiments.methods.decoding import Job, Passes
 from specsparse.experiments.settings import DecodingSettings
 from specsparse.experiments.sparse_model import Sparse
 from specsparse.measure import conditions, speedup

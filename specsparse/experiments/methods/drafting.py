@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from specsparse.engine.model import Model
-from specsparse.experiments import measured
-from specsparse.experiments.config import choice_options
+from specsparse.experiments.compose.config import choice_options
+from specsparse.experiments.methods import measured
 from specsparse.experiments.settings import DrafterSpec, MethodSettings, PolicySpec, TreeSpec, VerifierSpec
 from specsparse.measure.costs.progress import Bar, silent
 from specsparse.runtime.times.kept import CostTable, DraftCost

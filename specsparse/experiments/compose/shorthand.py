@@ -4,7 +4,7 @@ import os
 import re
 
 from specsparse.errors import UserError
-from specsparse.experiments.parts import PARTS, option_name
+from specsparse.experiments.compose.parts import PARTS, option_name
 from specsparse.support.paths import conf_dir
 from specsparse.support.registry import Registry
 

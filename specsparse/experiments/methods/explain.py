@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specsparse.experiments.decoding import Passes
+from specsparse.experiments.methods.decoding import Passes
 from specsparse.measure import speedup
 from specsparse.measure.costs import oracles
 from specsparse.measure.costs.explain import explain_record

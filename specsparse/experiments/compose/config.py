@@ -13,7 +13,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
-from specsparse.experiments.parts import PARTS, completed
+from specsparse.experiments.compose.parts import PARTS, completed
 from specsparse.experiments.settings import RunConfig
 from specsparse.support.options import options_of, read
 

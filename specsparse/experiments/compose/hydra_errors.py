@@ -75,7 +75,7 @@ def _text(folder: Path) -> str:
 
 def _near_key(key: str, groups: dict[str, list[str]], conf: Path) -> str:
     """Look among the keys of the same group first: `policy.gama` is nearer to `policy.gamma` than to anything else."""
-    from specsparse.experiments.config import valid_keys  # numpy, which the page of usage needs not
+    from specsparse.experiments.compose.config import valid_keys  # numpy, which the page of usage needs not
 
     if key == "experiment":
         return "; write +experiment=NAME"

@@ -12,9 +12,10 @@ from rich.console import Console
 from specsparse.data import prompts
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
-from specsparse.experiments import measured, sparse_model, watching
+from specsparse.experiments import sparse_model
 from specsparse.experiments.kind import Engine, Lab
-from specsparse.experiments.measured import NO_DRAFTER, Measured
+from specsparse.experiments.methods import measured, watching
+from specsparse.experiments.methods.measured import NO_DRAFTER, Measured
 from specsparse.experiments.settings import DecodingSettings, MethodSettings
 from specsparse.measure import machine, repeats
 from specsparse.measure.conditions import Conditions
