@@ -87,16 +87,29 @@ def test_pieces_make_the_answer_and_their_origins_the_counters(model, temperatur
     assert temperature or set(kinds) > {"accepted"}
 
 
-def test_an_interrupted_answer_is_what_was_shown(model):
+def raised():
+    raise KeyboardInterrupt
+
+
+def pressed():
+    """A signal, which raises nothing where it comes: an exception in a callback of jax would be lost."""
+    with contextlib.suppress(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("interrupt", [raised, pressed])
+def test_an_interrupted_answer_is_what_was_shown(model, interrupt):
+    handler = signal.getsignal(signal.SIGINT)
     talk = Conversation(model, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
     shown = []
 
     def show(piece, _):
         shown.append(piece)
         if len(shown) == 3:
-            raise KeyboardInterrupt
+            interrupt()
 
-    assert talk.say(TURN["content"], show) is None
+    assert talk.say(TURN["content"], show) is None and len(shown) == 3
+    assert signal.getsignal(signal.SIGINT) is handler
     assert talk.messages == [TURN, {"role": "assistant", "content": "".join(shown)}]
     before = list(talk.messages)
 
@@ -110,22 +123,6 @@ def test_an_interrupted_answer_is_what_was_shown(model):
     assert talk.messages == before
     shown.clear()
     assert talk.say("and now", lambda piece, _: None).token_ids
-
-
-def test_ctrl_c_ends_an_answer_after_the_piece_that_is_shown(model):
-    """A signal, which raises nothing where it comes: an exception in a callback of jax would be lost."""
-    talk = Conversation(model, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
-    shown = []
-
-    def show(piece, _):
-        shown.append(piece)
-        if len(shown) == 3:
-            with contextlib.suppress(KeyboardInterrupt):
-                signal.raise_signal(signal.SIGINT)
-
-    handler = signal.getsignal(signal.SIGINT)
-    assert talk.say(TURN["content"], show) is None and len(shown) == 3
-    assert talk.messages[-1]["content"] == "".join(shown) and signal.getsignal(signal.SIGINT) is handler
 
 
 def test_a_second_ctrl_c_raises_at_once():

@@ -14,28 +14,23 @@ from specsparse.measure import machine, repeats
 from specsparse.report import record
 from specsparse.report.record import PLAIN, SPECULATIVE
 from specsparse.runtime.metrics import Counters, Times
+from specsparse.runtime.results import GenerationStats
 from specsparse.runtime.times import store
 from tests.experiments import playing
 from tests.experiments.playing import run_config
 
 
-@dataclass
-class Stats:
-    counters: Counters
-    load_s: float = 0.0
-    compile_s: float = 0.25
-    prefill_s: float = 0.5
-    prefill_tokens: int = 10
-    decode_s: float = 2.0
-    decode_tokens: int = 20
-    policy: object = None
+def stats(counters, decode_s=2.0):
+    return GenerationStats(
+        counters, load_s=0.0, compile_s=0.25, prefill_s=0.5, prefill_tokens=10, decode_s=decode_s, decode_tokens=20
+    )
 
 
 @dataclass
 class Generation:
     token_ids: list[int]
     text: str
-    stats: Stats
+    stats: GenerationStats
     logprobs: None = None
     finish_reason: str = "length"
 
@@ -92,11 +87,11 @@ class FakeEngine:
         ids = list(range(21))
         if not drafter:
             counters = Counters(num_rounds=20, num_emitted_tokens=20, target_passes=21)
-            return Generation(ids, "plain text", Stats(counters))
+            return Generation(ids, "plain text", stats(counters))
         times = Times(draft=0.1, verify=0.7) if self.split else Times()
         counters = Counters(10, 10, 30, 20, 10, (10, 0, 0), 20, 11, times)
         ids[3] += self.wrong
-        return Generation(ids, "plain text", Stats(counters, decode_s=1.0))
+        return Generation(ids, "plain text", stats(counters, decode_s=1.0))
 
     def generate(self, model, prompt, **options):
         return self._make("generate", model, prompt, **options)
@@ -310,7 +305,7 @@ class Clocked(FakeEngine):
     def generate(self, model, prompt, **options):
         made = super().generate(model, prompt, **options)
         if options.get("drafter") and self.took:
-            made.stats.decode_s = self.took.pop(0)
+            made.stats = replace(made.stats, decode_s=self.took.pop(0))
         return made
 
 

@@ -4,7 +4,7 @@ Measured by decoding prompts with the drafter, so that it holds for this target,
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -100,7 +100,7 @@ def table_with_acceptance(
             if how.drafter.tree and not whole:
                 rates = by_rank(model, how, prompts, params, done=done)
             else:
-                counted = counters(model, how, prompts, params, done=done)
+                counted = counters(sessions(model, how, prompts, params), done=done)
                 rates = tree_rates(counted) if how.drafter.tree else chain_rate(counted)
         table = table.with_acceptance(key, rates)
         store.save(model, table)
@@ -139,30 +139,23 @@ def by_rank(
             if (node := int(view.verdict.nodes[0, 0])) >= 0:
                 hits[node] += 1
 
-    for session in _sessions(model, method, prompts, params, watch=watch):
+    for session in sessions(model, method, prompts, params, watch=watch):
         session.advance(ROUNDS)
         done()
     return tuple((hits / max(rounds, 1)).tolist())
 
 
-def counters(
-    model: Model,
-    method: Method,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    *,
-    done: Callable[[], None] = lambda: None,
-) -> Counters:
+def counters(sessions: Iterable[Session], *, done: Callable[[], None] = lambda: None) -> Counters:
     """Of some rounds on each prompt, all together."""
     total = Counters()
-    for session in _sessions(model, method, prompts, params):
+    for session in sessions:
         session.advance(ROUNDS)
         total += session.counters()[0]
         done()
     return total
 
 
-def _sessions(
+def sessions(
     model: Model,
     method: Method,
     prompts: Sequence[Sequence[int]],
@@ -170,6 +163,7 @@ def _sessions(
     *,
     watch: Watch | None = None,
 ) -> Iterator[Session]:
+    """A session for each prompt, with room for so many rounds."""
     room = ROUNDS * (method.max_nodes + 1)
     kept = max(2, model.config.context_length - room - method.max_nodes)
     for seed, ids in enumerate(prompts):

@@ -53,7 +53,7 @@ def test_acceptance_of_a_chain_is_accepted_over_tested(model):
     truth = specsparse.generate(model, PROMPT, max_tokens=200, ignore_eos=True).token_ids
     drafter = Scripted.chain(3, (1,), vocab_size=model.config.vocab_size, truth=(*PROMPT, *truth))
     method = make_method(model, drafter, get_verifier("match"), GREEDY)
-    counted = ranks.counters(model, method, [PROMPT], GREEDY)
+    counted = ranks.counters(ranks.sessions(model, method, [PROMPT], GREEDY))
     assert ranks.chain_rate(counted) == (0.5,)  # one right, then one wrong, every round
 
 
