@@ -118,7 +118,8 @@ class Method:
 def of(runs: Sequence[Run]) -> list[Method]:
     """The methods of all runs that decoded plainly beside them, in order; plain decoding alone is none."""
     found = [(run, side) for run in runs for side in _sides(run)]
-    differing = [s for s in varied.settings([run.config for run, _ in found]) if _is_of_a_method(s.key)]
+    settings = varied.settings([run.config for run, _ in found])
+    differing = [s for s in settings if s.key not in _PAIR and not s.key.startswith(_NOT_A_METHOD)]
     pairs = [_pair(run, side) for run, side in found]
     words = _differing_parts(pairs)
     out = []
@@ -167,10 +168,6 @@ def grouped(methods: Sequence[Method], most: int) -> list[str]:
 
 def _sides(run: Run) -> list[str]:
     return [s for s in dict.fromkeys(str(row["side"]) for row in run.passes) if s not in (PLAIN, HOST)]
-
-
-def _is_of_a_method(key: str) -> bool:
-    return key not in _PAIR and not key.startswith(_NOT_A_METHOD)
 
 
 def _pair(run: Run, side: str) -> tuple[str, ...]:

@@ -84,7 +84,7 @@ def warnings(runs: Sequence[Run]) -> list[str]:
             out.append(f"{run.directory}: {found['differing']} tokens differ from plain decoding, against the promise")
         if run.summary.get("as_promised") is False:
             out.append(f"{run.directory}: NOT as promised")
-    if len({_reference(r) for r in runs}) > 1:
+    if len({(run.manifest.get("kernels") or {}).get("native") is False for run in runs}) > 1:
         out.append("some runs used the slow reference kernels and some the native ones")
     differing, apart = disagreements(runs), conditions_apart(runs)
     folder = _folder(runs)
@@ -97,10 +97,6 @@ def doubts(found: Sequence[Method]) -> list[str]:
     """Speed-ups that no method can have."""
     bounds = [(m, m.speedup(), m.tokens_per_pass()) for m in found]
     return conditions.all_impossible([(m.label, s and s.value, t and t.value) for m, s, t in bounds])
-
-
-def _reference(run: Run) -> bool:
-    return (run.manifest.get("kernels") or {}).get("native") is False
 
 
 def _facts(runs: Sequence[Run], found: Sequence[Method], rows: Sequence[Json]) -> list[tuple[str, str]]:

@@ -119,7 +119,7 @@ class PowerInferOracle(Kind[PowerInferSettings]):
         with _results(cfg, path) as arrays:
             wanted = dict(arrays)
         faithful = cfg.ffn.faithful_f16
-        limits = LIMITS.get(_weights_type(path), {}) if faithful else {}
+        limits = LIMITS.get(open_gguf(path).tensors["blk.0.ffn_up.weight"].type.name, {}) if faithful else {}
         found, first = [], None
         for variant in _variants(wanted, path):
             options = {**cfg.model.overrides(), **VARIANTS[variant], "faithful_f16": faithful}
@@ -160,10 +160,6 @@ def _variants(names: Any, path: Path) -> list[str]:
             f"PowerInfer's results hold no logits of {_stem(path)!r}; they are of {', '.join(known) or 'no model'}"
         )
     return found
-
-
-def _weights_type(path: Path) -> str:
-    return open_gguf(path).tensors["blk.0.ffn_up.weight"].type.name
 
 
 def _compared(variant: str, ours: np.ndarray, theirs: np.ndarray, limits: Mapping[str, float]) -> Compared:

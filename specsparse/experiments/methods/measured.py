@@ -166,7 +166,7 @@ def tree(cfg: MethodSettings, model: Model, prompts: Sequence[Sequence[int]], ba
     def make() -> Method:
         return make_method(model, drafter, verifier(cfg, drafter), params)
 
-    table = drafts.table_with_whole(model, key, make, bar=bar)
+    table = drafts.table_with(model, key, lambda table: drafts.measure_whole(model, table, make()), bar)
     known = _acceptance_key(cfg, key, "whole tree")
     table = ranks.table_with_acceptance(model, known, make, prompts, params, whole=True, bar=bar)
     tokens, nodes = table.acceptance[known]
@@ -181,7 +181,7 @@ def _tree_times(cfg: MethodSettings, model: Model, draw: str, bar: Bar) -> dict[
         return make_method(model, _tree_drafter(cfg, template, draw), None, greedy)
 
     key = draft_key(cfg)
-    table = drafts.table_with_tree(model, key, make, bar=bar)
+    table = drafts.table_with(model, key, lambda table: drafts.measure_tree(model, table, make), bar)
     found = table.tree_options(cfg.tree.options.get("nodes") or SequoiaOptions.nodes, key)
     return {"cost": [round(t, 2) for t in found["cost"]], "level_cost": round(found["level_cost"], 2)}
 

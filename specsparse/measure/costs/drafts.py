@@ -50,22 +50,11 @@ def table_with_draft(model: Model, drafter: str, make: Callable[[int], Method], 
         make: the method for a draft length.
         bar: shows progress.
     """
-    return _table_with(model, drafter, lambda table: measure_draft(model, table, make), bar)
+    return table_with(model, drafter, lambda table: measure_draft(model, table, make), bar)
 
 
-def table_with_tree(
-    model: Model, drafter: str, make: Callable[[TreeTemplate], Method], *, bar: Bar = silent
-) -> CostTable:
-    """The same for a drafter of trees; `make` gives the method for a template, `token_s` is of a level."""
-    return _table_with(model, drafter, lambda table: measure_tree(model, table, make), bar)
-
-
-def table_with_whole(model: Model, drafter: str, make: Callable[[], Method], *, bar: Bar = silent) -> CostTable:
-    """The same for one tree; `make` gives the method, the cost is of a round."""
-    return _table_with(model, drafter, lambda table: measure_whole(model, table, make()), bar)
-
-
-def _table_with(model: Model, drafter: str, measured: Callable[[CostTable], DraftCost], bar: Bar) -> CostTable:
+def table_with(model: Model, drafter: str, measured: Callable[[CostTable], DraftCost], bar: Bar) -> CostTable:
+    """The same for a cost that is measured in another way, by `measure_tree` or `measure_whole`."""
     table = load_or_measure(model, bar=bar)
     if drafter not in table.drafts:
         with bar("measuring the cost of drafting", 1) as done:

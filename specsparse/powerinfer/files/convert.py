@@ -164,14 +164,11 @@ def from_powerinfer(
             tensors.append(_recoded(t, t.type))
     keys = {k: v for k, v in f.metadata.items() if k != THRESHOLD_KEY}
     layers = [PredictorFile(*(_predictor(f, i, name) for name in ("fc1", "fc2"))) for i in range(config.n_layers)]
-    write_predictors(predictors, layers, threshold=_file_threshold(f))
+    threshold = threshold_of(f, f.get(THRESHOLD_KEY, "float")) if THRESHOLD_KEY in f.metadata else None
+    write_predictors(predictors, layers, threshold=threshold)
     return write_gguf(path, {**keys, ACTIVATION_KEY: config.activation}, tensors)
 
 
 def _predictor(f: GGUFFile, i: int, name: str) -> np.ndarray:
     t = f.tensors[f"blk.{i}.{name}.weight"]
     return t.dequantize().astype(np.float16) if t.type == GGML.F16 else t.dequantize()
-
-
-def _file_threshold(f: GGUFFile) -> float | None:
-    return threshold_of(f, f.get(THRESHOLD_KEY, "float")) if THRESHOLD_KEY in f.metadata else None

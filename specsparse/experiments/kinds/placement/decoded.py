@@ -60,7 +60,7 @@ def measured(cfg: PlacementSettings, placement: Placement, ids: np.ndarray, lab:
         if cfg.placement.hot == "dense":
             found["quality"] = asdict(_quality(load(1, hot="masked"), model, ids))
         timing = Timing(one)
-        if _second_device():
+        if len(jax.devices("cpu")) > 1 or jax.devices()[0].platform != "cpu":
             model = load(2)
             timing = _two(model, model.devices, ids, cfg.placement.decode, one, lab.directory)
             found["same_tokens"] = _greedy(model, ids, cfg.placement.decode) == tokens
@@ -74,10 +74,6 @@ def _loader(cfg: PlacementSettings, placement: Placement, engine: Engine) -> Cal
         return engine.load(cfg.model.path, **options, **cfg.model.overrides())
 
     return load
-
-
-def _second_device() -> bool:
-    return len(jax.devices("cpu")) > 1 or jax.devices()[0].platform != "cpu"
 
 
 def _two(model: Model, two: TwoDevices, ids: np.ndarray, count: int, one: float, directory: Path) -> Timing:
