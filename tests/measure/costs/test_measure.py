@@ -206,7 +206,7 @@ def test_the_roofline_measures_drafters_and_trees(path, table, kept, monkeypatch
     record, text, _ = play(cfg, tmp_path / "run", width=120)
     chain, tree = record.summary["drafting"]
     assert chain["method"] == measured.draft_key(cfg)  # a run with this drafter finds it
-    assert tree["method"].startswith("layer_skip (")
+    assert tree["method"] == "layer_skip, tree static"
     assert tree["method"].endswith("tree static (draw=top, widths=[3, 2, 1])")
     assert 0 <= chain["alpha"] <= 1 and chain["predicted_speedup"] >= 1
     assert tree["round_s"] >= 0 and tree["token_s"] == 0
