@@ -143,8 +143,11 @@ def _pair(found: Mapping[str, Any], device: str) -> Iterator[Any]:
         yield table
         more = len(found["differences"]) - 8
         settled = "drafter.special_tokens=target goes on with the target's ids"
-        verdict = settled if found["only_special"] else "they do not fit: a drafter without a model needs no vocabulary"
-        yield (f"and {more} more; " if more > 0 else "") + verdict
+        tli = "drafter.vocabulary=tli drafts the tokens that both have, slem goes by way of text"
+        yield (f"and {more} more; " if more > 0 else "") + (
+            settled if found["only_special"] else f"they do not fit: {tli}"
+        )
+        yield found["overlap"]
     yield f"a drafted token costs {found['cost']:.2f} of a plain step, by the roofline of {device}"
     for row in found["speedups"]:
         gain = f"speed-up {row['speedup']:.2f} with gamma {row['gamma']}" if row["gamma"] else "no draft pays"

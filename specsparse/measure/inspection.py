@@ -17,6 +17,7 @@ from specsparse.measure.costs.roofline import Roofline
 from specsparse.speculative import expected, vocab
 from specsparse.speculative.drafters import eagle3_file
 from specsparse.speculative.drafters.eagle3_file import EMBEDDING, OUTPUT, Eagle3File
+from specsparse.speculative.intersection import intersect
 from specsparse.support.json_files import Json
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
@@ -223,8 +224,10 @@ def pair(target: Inspected, draft: Inspected, device: Device, *, kv_length: int 
 
     Returns:
         differences (of the vocabularies, `vocab.VocabDifference` each) and fits (none of them); only_special, whether
-        special_tokens=target would settle them; cost, a drafted token in plain steps of the target; and speedups, a
-        list of {alpha, gamma, speedup} by the roofline of `device` (Leviathan et al. 2211.17192, theorem 3.8).
+        special_tokens=target would settle them; intersection, where they do not fit, the tokens that both have
+        (`Intersection.facts`) and overlap, the same in a line; cost, a drafted token in plain steps of the target; and
+        speedups, a list of {alpha, gamma, speedup} by the roofline of `device` (Leviathan et al. 2211.17192, theorem
+        3.8).
 
     Raises:
         UserError: one of the files does not run here.
@@ -232,6 +235,11 @@ def pair(target: Inspected, draft: Inspected, device: Device, *, kv_length: int 
     big, small = (Roofline(device, _traffic(found)) for found in (target, draft))
     assert target.tokenizer is not None and draft.tokenizer is not None
     differences = vocab.compare(target.tokenizer, draft.tokenizer)
+    common = None
+    if differences:
+        assert target.config is not None and draft.config is not None
+        sizes = {"target_size": target.config.vocab_size, "draft_size": draft.config.vocab_size}
+        common = intersect(target.tokenizer, draft.tokenizer, **sizes)
     cost = small.forward_s(1, kv_length) / big.forward_s(1, kv_length)
     speedups = []
     for alpha in ALPHAS:
@@ -241,6 +249,8 @@ def pair(target: Inspected, draft: Inspected, device: Device, *, kv_length: int 
         "fits": not differences,
         "only_special": bool(differences) and all(d.special for d in differences),
         "differences": differences,
+        "intersection": None if common is None else common.facts(),
+        "overlap": None if common is None else common.sentence(),
         "cost": cost,
         "speedups": speedups,
     }

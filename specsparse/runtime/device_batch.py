@@ -22,8 +22,9 @@ from specsparse.engine.sampling.params import SamplingParams
 from specsparse.runtime.metrics import Times
 from specsparse.runtime.round_log import Note, RoundLog
 from specsparse.speculative import loop, origins
-from specsparse.speculative.base import Drafter, Verifier
+from specsparse.speculative.base import Drafted, Drafter, TextDrafter, Verifier
 from specsparse.speculative.drafters.model import ModelDrafter
+from specsparse.speculative.drafters.slem import StringDrafter
 from specsparse.speculative.drafters.with_policy import WithPolicy
 
 
@@ -169,6 +170,7 @@ class DeviceBatch:
             return state
         features = jnp.concatenate(hidden, axis=1) if wants_hidden and hidden else None
         ctx = loop.context(self.params, self.job, state, max_nodes=drafter.max_nodes)
+        ctx = ctx._replace(text=self.read_text(state, None))
 
         def begin(weights, ctx, features):
             return drafter.init(weights, ctx, hidden=features)
@@ -179,12 +181,25 @@ class DeviceBatch:
         self.log.add(Times(prefill=spent))
         return state._replace(drafter=init, origins=jnp.zeros((batch, self.capacity), origins.DTYPE))
 
+    def read_text(self, state: DecodeState, own: Pytree) -> Pytree:
+        """What a `TextDrafter` of that state reads of the committed text; None of any other drafter."""
+        if not isinstance(self.method.drafter, TextDrafter):
+            return None
+        text = self.method.drafter.read_text(own, np.asarray(state.tokens), np.asarray(state.length))
+        return self.model.everywhere(jax.tree.map(jnp.asarray, text))
+
+    def write_text(self, state: DecodeState, drafted: Drafted) -> Drafted:
+        """A draft of a `TextDrafter` in the target's tokens."""
+        assert isinstance(self.method.drafter, TextDrafter)
+        drafted = self.method.drafter.write_text(drafted, np.asarray(state.tokens), np.asarray(state.length))
+        return drafted._replace(draft=self.model.everywhere(jax.tree.map(jnp.asarray, drafted.draft)))
+
     def note(self, state: DecodeState) -> Note:
         """What is noted of a state after a round."""
         c, own = state.counters, state.drafter
         if isinstance(self.method.drafter, WithPolicy):
             return Note(c, own.policy, own.off)
-        if isinstance(self.method.drafter, ModelDrafter):
+        if isinstance(self.method.drafter, ModelDrafter | StringDrafter):
             return Note(c, own.policy, c.rounds - c.drafts)
         return Note(c)
 

@@ -16,6 +16,7 @@ from specsparse.runtime.round_log import Note
 from specsparse.runtime.stepped import Watch, runner_for
 from specsparse.speculative import origins
 from specsparse.speculative.drafters.model import ModelDrafter
+from specsparse.speculative.drafters.slem import StringDrafter
 from specsparse.speculative.drafters.with_policy import WithPolicy
 from specsparse.speculative.origins import Origin
 from specsparse.speculative.policies.base import PolicyReport
@@ -129,7 +130,7 @@ class Session(DeviceBatch):
     def policies(self) -> list[PolicyReport] | None:
         """What the draft-length policy did to each sequence; None where the drafter has none."""
         drafter, note = self.method.drafter, self._ends()
-        if not isinstance(drafter, WithPolicy | ModelDrafter):
+        if not isinstance(drafter, WithPolicy | ModelDrafter | StringDrafter):
             return None
         return drafter.policy.reports(note.policy, note.rounds_off)
 

@@ -22,7 +22,7 @@ from specsparse.runtime.device_batch import DeviceBatch, Method
 from specsparse.runtime.metrics import Times
 from specsparse.runtime.pruned import Pruned, Unpruned
 from specsparse.runtime.rounds import InOneProgram, RoundRunner
-from specsparse.speculative.base import Draft, Drafted, Verdict
+from specsparse.speculative.base import Draft, Drafted, TextDrafter, Verdict
 from specsparse.speculative.loop import Round, coins
 
 
@@ -79,7 +79,9 @@ LOOPS = ("jit", "host")
 
 
 def runner_for(model: Model, method: Method, *, loop: str = "jit", watch: Watch | None = None) -> RoundRunner:
-    """How to run the rounds of a method: in one program, unless the host is asked for or the model needs it.
+    """How to run the rounds of a method: in one program, unless the host is asked for or is needed.
+
+    A model on two devices needs it, and a drafter that reads and writes text.
 
     Args:
         model: the target.
@@ -93,7 +95,7 @@ def runner_for(model: Model, method: Method, *, loop: str = "jit", watch: Watch 
     if loop not in LOOPS:
         raise UserError(f"loop={loop!r} must be one of {', '.join(LOOPS)}")
     whole = model.devices.one_program
-    if loop == "jit" and watch is None and whole:
+    if loop == "jit" and watch is None and whole and not isinstance(method.drafter, TextDrafter):
         return InOneProgram()
     if method.drafter is None:
         return OneRound() if whole else ForwardApart()
@@ -188,8 +190,8 @@ class Pieces(RoundByRound):
         # What a piece replaces travels apart from the rest of the state, so that it alone is donated.
         rest = batch.state._replace(cache=None, drafter=None)
 
-        def draft_piece(w, job, rest, cache, own):
-            return pieces.draft(w, job, rest._replace(cache=cache, drafter=own))
+        def draft_piece(w, job, rest, cache, own, text):
+            return pieces.draft(w, job, rest._replace(cache=cache, drafter=own), text=text)
 
         def verify_piece(w, rest, draft, cache):
             return pieces.verify(w, rest, draft, cache)
@@ -200,7 +202,13 @@ class Pieces(RoundByRound):
         def commit_piece(w, job, rest, cache, own, draft, verdict, out):
             return pieces.commit(w, job, rest, cache, Drafted(draft, own, None), verdict, out)
 
-        drafted = timed("draft", draft_piece, job, rest, batch.state.cache, batch.state.drafter, donate=(3, 4))
+        text = batch.read_text(rest, batch.state.drafter)
+        read_s = batch.clock() - begun
+        drafted = timed("draft", draft_piece, job, rest, batch.state.cache, batch.state.drafter, text, donate=(3, 4))
+        if text is not None:
+            written = batch.clock()
+            drafted = batch.write_text(rest, drafted)
+            spent["draft"] += read_s + batch.clock() - written
         out, cache = timed("verify", verify_piece, rest, drafted.draft, drafted.cache, donate=(3,))
         verdict = timed("sample", accept_piece, job, rest, drafted.draft, out.logits, donate=())
         args = (job, rest, cache, drafted.state, drafted.draft, verdict, out)

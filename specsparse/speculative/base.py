@@ -13,6 +13,7 @@ from specsparse.engine.pytree import Pytree
 
 if TYPE_CHECKING:  # for the types alone: kinds of draws are known without it
     import jax
+    import numpy as np
 
 ROOT = -1
 """Parent of the nodes that follow the last committed token."""
@@ -105,6 +106,7 @@ class DraftContext(NamedTuple):
         params: the target's weights (self-drafts), or None.
         cache: the target's cache, or None. A self-draft may write to slots at and beyond the cache's length; the
             verification overwrites them.
+        text: what a `TextDrafter` read of the committed text, else None.
     """
 
     tokens: "jax.Array"
@@ -115,6 +117,7 @@ class DraftContext(NamedTuple):
     round: "jax.Array"
     params: Pytree = None
     cache: Pytree = None
+    text: Pytree = None
 
 
 class Drafted(NamedTuple):
@@ -195,6 +198,22 @@ class Drafter(abc.ABC):
     def commit(self, params: Pytree, state: Pytree, ctx: DraftContext, feedback: Feedback) -> Pytree:
         """State after the verdict; `ctx` already holds the emitted tokens. By default as it was."""
         return state
+
+
+class TextDrafter(Drafter):
+    """A drafter that reads and writes text, which the host makes of tokens: `runtime.stepped` runs its rounds.
+
+    `init`, `draft` and `commit` are pure and jit-able as any drafter's, on a context whose `text` is what `read_text`
+    found. What `draft` proposes is in tokens of its own, and `write_text` makes the target's of it.
+    """
+
+    @abc.abstractmethod
+    def read_text(self, state: Pytree, tokens_BC: "np.ndarray", length_B: "np.ndarray") -> Pytree:
+        """`ctx.text`, in numpy, for the committed ids of the target; `state` is None before `init`. On the host."""
+
+    @abc.abstractmethod
+    def write_text(self, drafted: Drafted, tokens_BC: "np.ndarray", length_B: "np.ndarray") -> Drafted:
+        """The same draft in the target's tokens, behind these committed ids. On the host."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -96,10 +96,10 @@ class Round:
     drafter: Drafter
     verifier: Verifier
 
-    def draft(self, params, job: Job, state: DecodeState) -> Drafted:
-        """The drafter's proposal."""
+    def draft(self, params, job: Job, state: DecodeState, *, text: Pytree = None) -> Drafted:
+        """The drafter's proposal; `text` is what a `TextDrafter` read."""
         target, own = params
-        ctx = context(target, job, state, max_nodes=self.drafter.max_nodes)
+        ctx = context(target, job, state, max_nodes=self.drafter.max_nodes)._replace(text=text)
         drafted = self.drafter.draft(own, state.drafter, ctx)
         _check_drafted(self.drafter, drafted, batch=ctx.length.shape[0])
         return drafted

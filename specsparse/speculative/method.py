@@ -89,6 +89,7 @@ def choose_verifier(
 def _if_drawn(drafter: Drafter | DrafterPlan, verifier: Verifier, temperature: float) -> str:
     """The way out where a drafter with a model takes the likeliest tokens and the verifier wants drawn ones."""
     argmax = isinstance(drafter, DrafterPlan) and drafter.kind is DraftKind.ONE_HOT and not drafter.tree
+    argmax = argmax and drafter.can_draw
     if argmax and verifier.accepts(DraftKind.SAMPLED, tree=False, temperature=temperature):
         return f"; or set drafter.temperature above 0, which draws the drafts that {verifier.name} verifies"
     return ""

@@ -114,7 +114,10 @@ def check_compatible(
     count = len(real or differences)
     more = f"; {count - 3} more" if count > 3 else ""
     if real:
-        advice = "take a draft model of the target's family, or a drafter without a model (drafter=prompt_lookup)"
+        advice = (
+            "take a draft model of the target's family, drafter.vocabulary=tli or slem, or a drafter without a model "
+            "(drafter=prompt_lookup)"
+        )
     else:
         advice = "drafter.special_tokens=target goes on with the target's ids"
     raise UserError(f"{where} has another vocabulary than the target ({shown}{more}): {advice}")

@@ -82,7 +82,7 @@ def test_the_pages_say_what_matters(capsys, files):
 
 def test_a_pair_that_fits(capsys, files):
     found = as_json(capsys, files / "target.gguf", "--draft", files / "draft.gguf")["pair"]
-    assert found["fits"] and found["differences"] == [] and 0 < found["cost"] < 1
+    assert found["fits"] and found["differences"] == [] and found["intersection"] is None and 0 < found["cost"] < 1
     sizes = [as_json(capsys, files / f"{n}.gguf")["rates"] for n in ("draft", "target")]
     read = [r["weight_bytes"] + r["kv_bytes"] for r in sizes]
     assert found["cost"] == pytest.approx(read[0] / read[1], rel=1e-12)
@@ -95,7 +95,10 @@ def test_a_pair_that_does_not(capsys, files):
     found = as_json(capsys, files / "target.gguf", "--draft", files / "other.gguf")["pair"]
     assert not found["fits"] and not found["only_special"]
     assert found["differences"][0] == {"what": "tokenizer", "target": "spm", "draft": "bpe", "special": False}
-    assert "they do not fit" in as_text(capsys, files / "target.gguf", "--draft", files / "other.gguf")
+    text = as_text(capsys, files / "target.gguf", "--draft", files / "other.gguf")
+    assert "they do not fit" in text and "drafter.vocabulary=tli" in text and found["overlap"] in text
+    shared = found["intersection"]["shared"]
+    assert shared > 256 and found["overlap"].startswith(f"{shared} tokens shared")
 
 
 def test_a_file_that_does_not_run_here_is_still_shown(capsys, files):

@@ -99,6 +99,24 @@ PAIRS = {
 }
 
 
+def test_a_pair_of_two_vocabularies_runs_on_tiny_models(cfg, files, tmp_path):
+    """Llama's vocabulary and SmolLM2's. The record says how they overlap, under TLI and under SLEM."""
+    draft = write_tiny_gguf(files / "bpe.gguf", tokenizer="bpe", seed=2, **CONTEXT)
+    own = [f"model.path={files / 'target.gguf'}", f"drafter.model={draft}"]
+    few = {key: getattr(cfg, key) for key in ("data", "max_tokens", "tracker", "warmup", "time_split", "stream")}
+    by_text = ["drafter.vocabulary=slem", "verifier=match", "sampling.temperature=0", "drafter.temperature=0"]
+    for method, more in {"tli": [], "slem": by_text}.items():
+        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            words = shorthand(["+experiment=spec_two_vocabularies", *own, *more])
+            of_file = from_omegaconf(compose("config", words))
+        found, text, written = play(replaced(of_file, **few), tmp_path / method)
+        assert found.as_promised and f"drafter.vocabulary={method}: bpe.gguf has other tokens than the target" in text
+        about = written["method"]["vocabulary"]
+        assert about["method"] == method and about["rounds"] == {"tli": "jitted", "slem": "stepped"}[method]
+        assert 250 < about["shared"] < 300 and about["special"][0]["role"] == "eos"
+        assert found.result.groups["all"].sides["speculative"].counters.num_drafts > 0
+
+
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_pair_runs_on_tiny_models(cfg, files, tmp_path, name):
     """The experiment files themselves. Drafts of a random model are unsure, so p_min and draft_min are lowered."""

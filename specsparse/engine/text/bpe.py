@@ -59,6 +59,10 @@ class BpeCodec:
         """Ids of a text; bytes that the vocabulary has no token for are dropped, as llama.cpp does."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
+    def byte_id(self, byte: int) -> int | None:
+        """The token of one byte."""
+        return self._vocab.ids.get(BYTE_CHARACTERS[byte])
+
     def token_bytes(self, index: int) -> bytes:
         """The bytes a token stands for."""
         text, kind = self._vocab.tokens[index], self._vocab.types[index]

@@ -34,6 +34,10 @@ class SpmCodec:
         """
         return self._processor.encode(text)
 
+    def byte_id(self, byte: int) -> int | None:
+        """The token of one byte."""
+        return self._vocab.ids.get(f"<0x{byte:02X}>")
+
     def token_bytes(self, index: int) -> bytes:
         """The bytes a token stands for."""
         text, kind = self._vocab.tokens[index], self._vocab.types[index]

@@ -2,7 +2,7 @@
 
 import codecs
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, overload
 
@@ -89,6 +89,11 @@ class Tokenizer:
         """Control and unknown tokens: `skip_special` hides them."""
         return self._vocab.special_ids
 
+    @property
+    def byte_ids(self) -> frozenset[int]:
+        """Tokens that stand for one byte where a character has no token of its own (<0x00> to <0xFF> of "spm")."""
+        return frozenset(i for i, kind in enumerate(self._vocab.types) if kind == TokenType.BYTE)
+
     def token_text(self, index: int) -> str:
         """A token as the file writes it, for showing."""
         return self._vocab.tokens[self._checked(index)]
@@ -126,6 +131,22 @@ class Tokenizer:
             after_special = isinstance(part, int)
         if add_special and self.add_eos:
             ids.append(self._vocab.special["eos"])
+        return ids
+
+    def encode_bytes(self, data: bytes) -> list[int]:
+        """Ids of bytes that continue a text: no control tokens, and no space before them.
+
+        Bytes that are no valid UTF-8, such as a part of a character, become the tokens of single bytes. A byte that has
+        none is left out.
+        """
+        ids: list[int] = []
+        for part in _valid_parts(data):
+            if isinstance(part, bytes):
+                single = [self._codec.byte_id(byte) for byte in part]
+                ids += [index for index in single if index is not None]
+                continue
+            for piece in self._split(part, parse_special=False):
+                ids += [piece] if isinstance(piece, int) else self._codec.encode(piece)
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True, continues: bool = False) -> str:
@@ -247,6 +268,19 @@ class StreamDecoder:
         text = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         return text
+
+
+def _valid_parts(data: bytes) -> Iterator[str | bytes]:
+    """Texts, and between them the bytes that are no valid UTF-8."""
+    while data:
+        try:
+            yield data.decode()
+            return
+        except UnicodeDecodeError as error:
+            if error.start:
+                yield data[: error.start].decode()
+            yield data[error.start : error.end]
+            data = data[error.end :]
 
 
 def _cut(part: str | int, name: str, index: int) -> list[str | int]:

@@ -1,6 +1,8 @@
 """A draft model: a smaller model of the target's family, with a cache of its own."""
 
 import dataclasses
+import logging
+import math
 from pathlib import Path
 
 import jax
@@ -12,11 +14,18 @@ from specsparse.engine.cache import LANES, KVCache
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
-from specsparse.speculative.base import DraftContext, Feedback
+from specsparse.speculative.base import DraftContext, DraftKind, Feedback
+from specsparse.speculative.drafters.model import ModelDrafter
 from specsparse.speculative.drafters.options import ModelOptions
+from specsparse.speculative.drafters.other_vocabulary import common_tokens, shared_weights
 from specsparse.speculative.drafters.plan import Bound, DrafterPlan, MakeModel, bytes_of
+from specsparse.speculative.drafters.reading import DraftIds, read
+from specsparse.speculative.drafters.slem import StringDrafter, Translator
 from specsparse.speculative.drafters.sources import PREFILL_ROWS, DraftWeights, ModelSource, VocabMap
+from specsparse.speculative.intersection import Intersection
 from specsparse.speculative.vocab import check_compatible
+
+log = logging.getLogger(__name__)
 
 CATCH_UP_ROWS = 8
 """Rows fed at once at the start of a draft; one or two tokens are new unless rounds went by without a draft."""
@@ -24,16 +33,22 @@ CATCH_UP_ROWS = 8
 
 @dataclasses.dataclass(frozen=True)
 class OwnModel(ModelSource):
-    """Another model. Its cache (the state) holds what it has been fed; rolling back is a shorter length."""
+    """Another model. Its cache (the state) holds what it has been fed; rolling back is a shorter length.
+
+    Attributes:
+        expansion: slots of its cache for each of the target's: above 1 where it reads a token as several.
+    """
 
     layers_total: int
     kv_heads: int
     head_dim: int
     kv_dtype: DTypeLike
+    expansion: float = 1.0
 
     def capacity(self, tokens: int) -> int:
         """Slots of its cache beside a target's of `tokens` slots."""
-        return min(-(-tokens // LANES), -(-self.context // LANES)) * LANES
+        wanted = math.ceil(tokens * self.expansion)
+        return min(-(-wanted // LANES), -(-self.context // LANES)) * LANES
 
     def init(self, weights: DraftWeights, ctx: DraftContext, hidden_BnD: jax.Array | None = None) -> KVCache:
         """Feeds all but the last token of the prompt."""
@@ -46,39 +61,45 @@ class OwnModel(ModelSource):
             head_dim=self.head_dim,
             dtype=self.kv_dtype,
         )
-        until_B = jnp.minimum(ctx.length - 1, self.context)
+        text = read(weights.images, ctx)
+        until_B = jnp.clip(text.length - 1, 0, min(self.context, capacity))
         rows = min(PREFILL_ROWS, capacity)
 
         def more(cache):
             return (cache.length < until_B).any()
 
         def step(cache):
-            return self._next(weights, cache, ctx, until_B, rows, "none")[1]
+            return self._next(weights, cache, ctx, text, until_B, rows, "none")[1]
 
         return jax.lax.while_loop(more, step, cache)
 
-    def room(self, state: KVCache, ctx: DraftContext) -> jax.Array:
+    def room(self, weights: DraftWeights, state: KVCache, ctx: DraftContext) -> jax.Array:
         """Up to the end of the model's context and of its cache: the last node drafted is not fed."""
-        return min(self.context, state.capacity) - ctx.length + 1
+        text = read(weights.images, ctx)
+        room_B = min(self.context, state.capacity) - text.length + 1
+        return jnp.where(text.length > 0, room_B, 0)  # nothing was read: nothing follows it
 
     def open(
         self, weights: DraftWeights, state: KVCache, ctx: DraftContext, live_B: jax.Array
     ) -> tuple[KVCache, jax.Array]:
-        """Feeds what was emitted since the last draft."""
-        until_B = jnp.where(live_B, ctx.length, state.length)
+        """Feeds what was emitted since the last draft, and at least the last token that it reads."""
+        text = read(weights.images, ctx)
+        if weights.images is not None:  # the last token of the target may be read as nothing
+            state = kv.rollback(state, jnp.maximum(text.length - 1, 0))
+        until_B = jnp.where(live_B, text.length, state.length)
 
         def step(carry):
             cache, logits_BN = carry
             fed_B = (cache.length < until_B)[:, None]
-            new_B1N, cache = self._next(weights, cache, ctx, until_B, CATCH_UP_ROWS, "last")
+            new_B1N, cache = self._next(weights, cache, ctx, text, until_B, CATCH_UP_ROWS, "last")
             return cache, jnp.where(fed_B, new_B1N[:, 0], logits_BN)
 
         logits_BN = jnp.zeros((ctx.length.shape[0], self.vocab.columns), jnp.float32)
         return jax.lax.while_loop(lambda c: (c[0].length < until_B).any(), step, (state, logits_BN))
 
-    def close(self, state: KVCache, cache: KVCache, ctx: DraftContext) -> tuple[KVCache, Pytree]:
+    def close(self, weights: DraftWeights, state: KVCache, cache: KVCache, ctx: DraftContext) -> tuple[KVCache, Pytree]:
         """Its own cache, rolled back to the committed tokens; the target's as it was."""
-        return kv.rollback(cache, ctx.length), ctx.cache
+        return kv.rollback(cache, read(weights.images, ctx).length), ctx.cache
 
     def keep(
         self,
@@ -97,12 +118,14 @@ class OwnModel(ModelSource):
         """Its own."""
         return weights.params
 
-    def _next(self, weights, cache, ctx, until_B, rows, logits):
-        """Feeds up to `rows` tokens that the cache does not hold yet."""
+    def _next(self, weights, cache, ctx, text: DraftIds, until_B, rows, logits):
+        """Feeds up to `rows` tokens of the text that the cache does not hold yet."""
         count_B = jnp.clip(until_B - cache.length, 0, rows)
         at_Bn = cache.length[:, None] + jnp.arange(rows, dtype=jnp.int32)[None]
-        tokens_Bn = jnp.take_along_axis(ctx.tokens, jnp.clip(at_Bn, 0, ctx.tokens.shape[1] - 1), axis=1)
-        out, cache = self.feed(weights, ctx, cache, tokens_Bn, n_valid_B=count_B, logits=logits)
+        ids_Bn = text.at(weights.images, at_Bn)
+        if weights.images is None:
+            ids_Bn = self.vocab.to_draft(ids_Bn)
+        out, cache = self.run(weights, ctx, cache, ids_Bn, n_valid_B=count_B, logits=logits)
         return out, kv.commit(cache, count_B)
 
 
@@ -117,15 +140,37 @@ class ModelPlan(DrafterPlan, ModelOptions):
         if self.model is None:
             raise UserError("drafter.model: a value is needed, the draft model's GGUF file")
         model = make.load(str(self.model)) if isinstance(self.model, str | Path) else self.model
-        check_compatible(target.tokenizer, model.tokenizer, special_tokens=self.special_tokens, where=str(model.path))
-        c = model.config
-        columns = min(c.vocab_size, target.config.vocab_size)
-        weights, columns = self.style.trim(target, model.params.output, columns)
-        unknown = model.tokenizer.unknown_id
-        vocab = VocabMap(target.config.vocab_size, c.vocab_size, columns, 0 if unknown is None else unknown)
-        source = OwnModel(
-            model.forward, vocab, c.context_length, None, c.n_layers, c.n_kv_heads, c.head_dim, model.cache_dtype
-        )
+        if self._by_id(target, model):
+            columns = min(model.config.vocab_size, target.config.vocab_size)
+            weights, columns = self.style.trim(target, model.params.output, columns)
+            return self._bound(target, model, weights, columns)
+        common = common_tokens(target, model, text=self.vocabulary == "slem")
+        method, how = ("slem", "stepped") if self.vocabulary == "slem" else ("tli", "jitted")
+        about = {"vocabulary": {"method": method, "rounds": how, **common.facts()}}
+        note = f"drafter.vocabulary={method}: {model.path.name} has other tokens than the target; {common.sentence()}"
+        log.log(logging.WARNING if self.vocabulary == "auto" else logging.INFO, "%s", note)
+        if method == "slem":
+            bound = self._writing(target, model, common)
+        else:
+            weights, columns = shared_weights(self.style, target, model, common)
+            bound = self._bound(target, model, weights, columns, expansion=max(1.0, common.pieces_per_token))
+        return bound._replace(about=about, notes=(note,))
+
+    @property
+    def kind(self) -> DraftKind:
+        """How the tokens are drawn; of text made into tokens no law is known."""
+        return DraftKind.ONE_HOT if self.vocabulary == "slem" else self.style.kind
+
+    @property
+    def can_draw(self) -> bool:
+        """Not what is made of text."""
+        return self.vocabulary != "slem"
+
+    def _bound(
+        self, target: Model, model: Model, weights: DraftWeights, columns: int, *, expansion: float = 1.0
+    ) -> Bound:
+        """A drafter of the target's tokens."""
+        source = _source(model, target.config.vocab_size, columns, expansion)
 
         def weights_for(capacity: int) -> DraftWeights:
             params = model.params_for(source.capacity(capacity))
@@ -133,3 +178,36 @@ class ModelPlan(DrafterPlan, ModelOptions):
 
         reads = bytes_of(model.params.layers, model.params.output if weights.head is None else weights.head)
         return Bound(self.style.drafter(source, target), weights_for, reads)
+
+    def _writing(self, target: Model, model: Model, common: Intersection) -> Bound:
+        """A drafter of text."""
+        size = model.config.vocab_size
+        writer = self.style.drafter(_source(model, size, size, 1.0), target)
+        assert isinstance(writer, ModelDrafter)
+        translator = Translator(target.tokenizer, model.tokenizer, common)
+        drafter = StringDrafter(writer, translator, max(1.0, common.pieces_per_token))
+
+        def weights_for(capacity: int) -> DraftWeights:
+            return DraftWeights(params=model.params_for(drafter.slots(capacity)))
+
+        return Bound(drafter, weights_for, bytes_of(model.params.layers, model.params.output))
+
+    def _by_id(self, target: Model, model: Model) -> bool:
+        """Whether an id is the same token in both vocabularies; refused where it must be and is not."""
+        try:
+            check_compatible(
+                target.tokenizer, model.tokenizer, special_tokens=self.special_tokens, where=str(model.path)
+            )
+        except UserError:
+            if self.vocabulary == "same":
+                raise
+            return False
+        return self.vocabulary in ("auto", "same")
+
+
+def _source(model: Model, target_size: int, columns: int, expansion: float) -> OwnModel:
+    """A draft model as a source of `columns` logits, for a target of that many ids."""
+    c, unknown = model.config, model.tokenizer.unknown_id
+    vocab = VocabMap(target_size, c.vocab_size, columns, 0 if unknown is None else unknown)
+    sizes = c.n_layers, c.n_kv_heads, c.head_dim
+    return OwnModel(model.forward, vocab, c.context_length, None, *sizes, model.cache_dtype, expansion)

@@ -84,7 +84,7 @@ class FeatureSource(Source):
 
         return jax.lax.while_loop(lambda s: (s.length < until_B).any(), step, state)
 
-    def room(self, state: HeadState, ctx: DraftContext) -> jax.Array:
+    def room(self, weights: DraftWeights, state: HeadState, ctx: DraftContext) -> jax.Array:
         """Up to the end of the target's context and of the cache."""
         return min(self.context, ctx.tokens.shape[1]) - ctx.length + 1
 
@@ -119,7 +119,9 @@ class FeatureSource(Source):
             cache = cache._replace(rows=cache.rows.at[:, :n].set(jnp.where(fed_Bn1, y_BnD, cache.rows[:, :n])))
         return self.logits(weights, y_BnD, n_valid_B), cache
 
-    def close(self, state: HeadState, cache: HeadState, ctx: DraftContext) -> tuple[HeadState, Pytree]:
+    def close(
+        self, weights: DraftWeights, state: HeadState, cache: HeadState, ctx: DraftContext
+    ) -> tuple[HeadState, Pytree]:
         """What was drafted is forgotten: the verdict brings the target's own rows."""
         return cache._replace(length=state.length, root=state.root), ctx.cache
 

@@ -79,7 +79,7 @@ class ModelDrafter(Drafter):
     def draft(self, params: DraftWeights, state: ModelState, ctx: DraftContext) -> Drafted:
         """A chain of at most `budget` tokens; a sequence without budget costs nothing and catches up later."""
         batch, K = ctx.length.shape[0], self.max_nodes
-        budget_B = jnp.minimum(self.policy.budget(state.policy, ctx), self.source.room(state.source, ctx))
+        budget_B = jnp.minimum(self.policy.budget(state.policy, ctx), self.source.room(params, state.source, ctx))
         budget_B = jnp.clip(budget_B, 0, K)
         cache, logits_BN = self.source.open(params, state.source, ctx, budget_B > 0)
         sampled = self.draw is DraftKind.SAMPLED
@@ -102,7 +102,7 @@ class ModelDrafter(Drafter):
             return i + 1, self._add(params, state, ctx, chain, logits_B1N[:, 0], i, budget_B)
 
         _, chain = jax.lax.while_loop(lambda c: c[1].live.any(), step, (jnp.int32(1), chain))
-        source, cache = self.source.close(state.source, chain.cache, ctx)
+        source, cache = self.source.close(params, state.source, chain.cache, ctx)
         count_B = self.policy.keep(state.policy, chain.count)
         draft = Draft(chain.tokens, TreeTemplate.chain(K).parents_array(batch), count_B, chain.q)
         return Drafted(draft, ModelState(source, state.policy), cache)

@@ -219,17 +219,32 @@ def under(how: How, policy: object) -> How:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """A smaller model of the same family, with a cache of its own.
+    """A smaller model, of the target's family or not, with a cache of its own.
 
     Attributes:
         model: its GGUF file, a name as in model.path, or a loaded model.
         drafting: how it drafts.
+        vocabulary: same, an id is the same token in both models, else they are refused; tli, only tokens whose bytes
+            the target has too are drafted, for any verifier; slem, the draft's text is cut into the target's tokens,
+            chains for match (both arXiv:2502.05202); auto, same where the vocabularies are, else tli.
         special_tokens: target goes on with the target's ids where BOS or EOS differ.
     """
 
-    model: object | None = None
+    model: Annotated[object | None, Also("path")] = None
     drafting: Annotated[Drafting, Inline()] = Drafting()
+    vocabulary: Literal["auto", "same", "tli", "slem"] = "auto"
     special_tokens: Literal["target"] | None = None
+
+    def __post_init__(self):
+        if self.special_tokens is not None and self.vocabulary in ("tli", "slem"):
+            raise UserError(
+                "drafter.special_tokens is for vocabularies that are otherwise the same: leave it out, since "
+                f"vocabulary={self.vocabulary} brings special ids together by itself"
+            )
+        if self.vocabulary == "slem" and self.drafting.tree is not None:
+            raise UserError("drafter.vocabulary=slem drafts chains: leave tree out, or choose vocabulary=tli")
+        if self.vocabulary == "slem" and self.drafting.draft_vocab is not None:
+            raise UserError("drafter.vocabulary=slem scores all that the draft writes: leave draft_vocab out")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Annotated, ClassVar, NamedTuple, Self
 
 import jax
@@ -26,11 +27,15 @@ class Bound(NamedTuple):
         drafter: static.
         weights: cache capacity of the target -> the drafter's weights.
         bytes_per_token: of weights that drafting a token reads.
+        about: what records say of it, as plain values by name, such as how two vocabularies overlap.
+        notes: the same in lines.
     """
 
     drafter: Drafter
     weights: Callable[[int], Pytree]
     bytes_per_token: int = 0
+    about: Mapping[str, object] = MappingProxyType({})
+    notes: tuple[str, ...] = ()
 
     def under(self, policy: Policy) -> "Bound":
         """The same drafter under that policy."""
@@ -81,6 +86,11 @@ class DrafterPlan(abc.ABC):
     def kind(self) -> DraftKind:
         """How the tokens are drawn."""
         return self.style.kind
+
+    @property
+    def can_draw(self) -> bool:
+        """Whether drafts are drawn from laws that a verifier can weigh, once a temperature above 0 says so."""
+        return True
 
     @property
     def tree(self) -> bool:

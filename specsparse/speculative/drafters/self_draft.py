@@ -30,7 +30,7 @@ class TargetLayers(ModelSource):
         """No state."""
         return None
 
-    def room(self, state: None, ctx: DraftContext) -> jax.Array:
+    def room(self, weights: DraftWeights, state: None, ctx: DraftContext) -> jax.Array:
         """Up to the end of the target's cache."""
         return min(self.context, ctx.cache.capacity) - ctx.length + 1
 
@@ -43,7 +43,7 @@ class TargetLayers(ModelSource):
         logits_B1N, cache = self.feed(weights, ctx, ctx.cache, last_B1, n_valid_B=live_B)
         return kv.commit(cache, live_B), logits_B1N[:, 0]
 
-    def close(self, state: None, cache: KVCache, ctx: DraftContext) -> tuple[None, KVCache]:
+    def close(self, weights: DraftWeights, state: None, cache: KVCache, ctx: DraftContext) -> tuple[None, KVCache]:
         """The target's cache at the length it had."""
         return None, cache._replace(length=ctx.cache.length)
 

@@ -18,6 +18,7 @@ from specsparse.engine.llama import ForwardFn, Want
 from specsparse.engine.pytree import Pytree
 from specsparse.kernels import QTensor
 from specsparse.speculative.base import DraftContext, Feedback
+from specsparse.speculative.drafters.reading import Images
 
 PREFILL_ROWS = 128
 """Rows of a prompt piece fed at `init`."""
@@ -32,12 +33,15 @@ class DraftWeights(NamedTuple):
         head: QTensor [N, D], the trimmed output matrix, or None.
         ids: int32[N], target id of each column of a trimmed head, ascending, or None.
         place: int32[V], column of each target id, N where it has none, or None.
+        images: what is fed for the target's tokens where the draft model has other ones; then `head`, `ids` and
+            `place` are of the tokens that both have. None where the ids are the same.
     """
 
     params: Pytree = None
     head: QTensor | None = None
     ids: jax.Array | None = None
     place: jax.Array | None = None
+    images: Images | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +94,7 @@ class Source(abc.ABC):
         """State after the prompt; `hidden` are its rows."""
 
     @abc.abstractmethod
-    def room(self, state: Pytree, ctx: DraftContext) -> jax.Array:
+    def room(self, weights: DraftWeights, state: Pytree, ctx: DraftContext) -> jax.Array:
         """int32[B]: nodes that may be fed or drafted behind the committed tokens; below 1 there is no draft."""
 
     @abc.abstractmethod
@@ -117,7 +121,7 @@ class Source(abc.ABC):
         """
 
     @abc.abstractmethod
-    def close(self, state: Pytree, cache: Pytree, ctx: DraftContext) -> tuple[Pytree, Pytree]:
+    def close(self, weights: DraftWeights, state: Pytree, cache: Pytree, ctx: DraftContext) -> tuple[Pytree, Pytree]:
         """The state, and the target's cache, after a draft."""
 
     @abc.abstractmethod
@@ -168,8 +172,22 @@ class ModelSource(Source):
         logits: str = "all",
     ) -> tuple[Pytree, KVCache]:
         """float32[B, n, N] logits ([B, 1, N] of the last row, or None), and the cache, its length unchanged."""
+        ids_Bn = self.vocab.to_draft(tokens_Bn) if weights.images is None else weights.images.first(tokens_Bn)
+        return self.run(weights, ctx, cache, ids_Bn, n_valid_B=n_valid_B, parents_Bn=parents_Bn, logits=logits)
+
+    def run(
+        self,
+        weights: DraftWeights,
+        ctx: DraftContext,
+        cache: KVCache,
+        ids_Bn: jax.Array,
+        *,
+        n_valid_B: jax.Array,
+        parents_Bn: jax.Array | None = None,
+        logits: str = "all",
+    ) -> tuple[Pytree, KVCache]:
+        """`feed` of ids of the draft model's own."""
         want = Want(logits=logits, layers=self.layers)  # type: ignore[arg-type]
         params = self.params(weights, ctx)
-        tokens_Bn = self.vocab.to_draft(tokens_Bn)
-        out, cache = self.forward(params, tokens_Bn, cache, n_valid_B=n_valid_B, parents_Bn=parents_Bn, want=want)
+        out, cache = self.forward(params, ids_Bn, cache, n_valid_B=n_valid_B, parents_Bn=parents_Bn, want=want)
         return None if out.logits is None else out.logits[..., : self.vocab.columns], cache

@@ -48,7 +48,7 @@ class TreeDrafter(Drafter):
 
     def draft(self, params: DraftWeights, state: TreeState, ctx: DraftContext) -> Drafted:
         """A tree of at most `budget` nodes; consumes noise of stream `draft` as the shape says."""
-        room_B = self.source.room(state.source, ctx)
+        room_B = self.source.room(params, state.source, ctx)
         budget_B = jnp.clip(jnp.minimum(ctx.budget, room_B), 0, self.max_nodes)
         cache, logits_BN = self.source.open(params, state.source, ctx, budget_B > 0)
 
@@ -65,7 +65,7 @@ class TreeDrafter(Drafter):
             ctx=ctx,
         )
         tree = self.shape.expand(expander, cache, logits_BN, budget_B=budget_B, room_B=room_B)
-        source, cache = self.source.close(state.source, tree.cache, ctx)
+        source, cache = self.source.close(params, state.source, tree.cache, ctx)
         return Drafted(tree.draft, TreeState(source, tree.rows), cache)
 
     def commit(self, params: DraftWeights, state: TreeState, ctx: DraftContext, feedback: Feedback) -> TreeState:

@@ -12,6 +12,7 @@ from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext, Drafted, Drafter, Feedback
 from specsparse.speculative.drafters.either import Either
 from specsparse.speculative.drafters.model import ModelDrafter
+from specsparse.speculative.drafters.slem import StringDrafter
 from specsparse.speculative.policies.base import Policy, check_policy
 
 
@@ -75,6 +76,8 @@ def with_policy(drafter: Drafter, policy: Policy) -> Drafter:
     check_policy(policy, drafter.kind)
     if isinstance(drafter, ModelDrafter):
         return dataclasses.replace(drafter, policy=policy)
+    if isinstance(drafter, StringDrafter):
+        return dataclasses.replace(drafter, writer=dataclasses.replace(drafter.writer, policy=policy))
     if isinstance(drafter, Either):
         return Either(lookup_under(drafter.first, policy), with_policy(drafter.second, policy))
     if policy.needs:

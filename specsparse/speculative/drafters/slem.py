@@ -1,0 +1,211 @@
+"""String-level exact match (SLEM): a draft model writes text, which the target's tokenizer cuts into tokens anew.
+
+Timor et al. 2025 (arXiv:2502.05202). Vocabularies need not overlap: the draft reads the text in tokens of its own, and
+what it writes is verified as any draft without laws. The host makes tokens of text, so `runtime.stepped` runs it.
+"""
+
+import functools
+import itertools
+import re
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsparse.engine.pytree import Pytree
+from specsparse.engine.text.tokenizer import Tokenizer
+from specsparse.speculative.base import DraftContext, Drafted, DraftKind, Feedback, TextDrafter
+from specsparse.speculative.drafters.model import ModelDrafter, ModelState
+from specsparse.speculative.drafters.sources import DraftWeights
+from specsparse.speculative.intersection import Intersection
+
+TAIL = 8
+"""Committed tokens that a draft's text is cut together with, so that it begins where a token does."""
+_WORD = re.compile(rb"(?<=[A-Za-z])(?= [A-Za-z])")
+"""Where every tokenizer begins a token: before a word and its space that follow another word."""
+
+
+class Translator:
+    """Ids of one model to those of another by way of text. Compared by identity.
+
+    Args:
+        target, draft: the tokenizers.
+        common: which special tokens go together; the others end a draft and are not read.
+    """
+
+    def __init__(self, target: Tokenizer, draft: Tokenizer, common: Intersection):
+        self._target, self._draft = target, draft
+        self._read = {pair.target: pair.draft for pair in common.specials}
+        self._written = {pair.draft: pair.target for pair in common.specials if pair.drafted}
+        self._special = target.special_ids | target.stop_ids | self._read.keys()
+        self._draft_special = draft.special_ids | draft.stop_ids | self._written.keys()
+        # Words are cut into tokens one by one and remembered, so that a round costs what is new.
+        self._encode = functools.lru_cache(1 << 14)(draft.encode_bytes)
+        self._bytes = functools.lru_cache(None)(target.token_bytes)
+
+    def read(self, ids: list[int]) -> list[int]:
+        """The draft's ids of the target's, their text cut by the draft's tokenizer."""
+        out: list[int] = []
+        for part in self._parts(ids):
+            if isinstance(part, int):
+                out.append(part)
+                continue
+            text = part.removeprefix(b" ") if self._target.add_space_prefix else part
+            text = b" " + text if self._draft.add_space_prefix and text else text
+            for word in _WORD.split(text):
+                out += self._encode(word)
+        bos = self._draft.bos_id if self._draft.add_bos else None
+        return out if bos is None or out[:1] == [bos] else [bos, *out]
+
+    def write(self, ids: list[int], drafted: list[int]) -> list[int]:
+        """The target's ids of what was drafted behind its `ids`, up to a special token that the target lacks."""
+        special, size = self._draft_special, self._draft.vocab_size
+        end = next((i for i, d in enumerate(drafted) if d in special or d >= size), len(drafted))
+        data = b"".join(self._draft.token_bytes(d) for d in drafted[:end])
+        last = [self._written[d] for d in drafted[end : end + 1] if d in self._written]
+        tail = self._tail(ids)
+        if not tail:  # a text begins, with the space that each tokenizer has its own way with
+            data = data.removeprefix(b" ") if self._draft.add_space_prefix else data
+            data = b" " + data if self._target.add_space_prefix and data else data
+        before = b"".join(map(self._bytes, tail))
+        together = self._target.encode_bytes(before + data)
+        if together[: len(tail)] == tail:
+            return together[len(tail) :] + last
+        return self._target.encode_bytes(data) + last
+
+    def _parts(self, ids: list[int]) -> list[int | bytes]:
+        """Texts, and between them the draft's special ids."""
+        parts: list[int | bytes] = []
+        for special, run in itertools.groupby(ids, self._is_special):
+            if special:
+                parts += [self._read[index] for index in run if index in self._read]
+            else:
+                parts.append(b"".join(map(self._bytes, run)))
+        return [part for part in parts if part != b""]
+
+    def _tail(self, ids: list[int]) -> list[int]:
+        """The last ids, as far as they are text."""
+        tail = ids[-TAIL:]
+        special = [i for i, index in enumerate(tail) if self._is_special(index)]
+        return tail[special[-1] + 1 :] if special else tail
+
+    def _is_special(self, index: int) -> bool:
+        """Whether a token of the target is no text: a model may have more ids than its tokenizer."""
+        return index in self._special or index >= self._target.vocab_size
+
+
+class OwnText(NamedTuple):
+    """The committed text in the draft model's ids.
+
+    Attributes:
+        ids: int32[B, S], anything beyond `length`.
+        length: int32[B], may be more than there is room for: nothing is drafted then.
+        kept: int32[B], ids at the front that the draft's cache holds.
+    """
+
+    ids: jax.Array
+    length: jax.Array
+    kept: jax.Array
+
+
+class StringState(NamedTuple):
+    """What is carried from round to round.
+
+    Attributes:
+        writer: the draft model's cache and the policy.
+        ids: int32[B, S], what the cache was fed: a text and the draft behind it.
+        held: int32[B], how many of them it holds.
+        budget: int32[B], tokens of the target that the last draft may have.
+    """
+
+    writer: ModelState
+    ids: jax.Array
+    held: jax.Array
+    budget: jax.Array
+
+    @property
+    def policy(self) -> Pytree:
+        """The policy's."""
+        return self.writer.policy
+
+
+@dataclass(frozen=True)
+class StringDrafter(TextDrafter):
+    """Chains of the target's tokens, made of the text that a draft model writes. They are one-hot drafts.
+
+    Attributes:
+        writer: drafts in the draft model's own tokens, by argmax or drawn: either way without the target's noise.
+        translator: between the two.
+        expansion: slots of the draft's cache for each of the target's.
+    """
+
+    writer: ModelDrafter
+    translator: Translator
+    expansion: float
+
+    kind: ClassVar[DraftKind] = DraftKind.ONE_HOT  # type: ignore[misc]  # static, as a field of its own would be
+    policy = property(attrgetter("writer.policy"))
+    max_nodes = property(attrgetter("writer.max_nodes"))
+
+    def slots(self, tokens: int) -> int:
+        """S, draft tokens beside a target's cache of `tokens` slots."""
+        return self.writer.source.capacity(int(np.ceil(tokens * self.expansion)))  # type: ignore[attr-defined]
+
+    def read_text(self, state: StringState | None, tokens_BC: np.ndarray, length_B: np.ndarray) -> OwnText:
+        """Reads each text whole; what the cache holds of it is kept."""
+        batch, room = tokens_BC.shape[0], self.slots(tokens_BC.shape[1])
+        ids, length, kept = np.zeros((batch, room), np.int32), np.zeros(batch, np.int32), np.zeros(batch, np.int32)
+        before, held = (None, None) if state is None else (np.asarray(state.ids), np.asarray(state.held))
+        for b in range(batch):
+            found = self.translator.read(tokens_BC[b, : length_B[b]].tolist())
+            length[b] = len(found)
+            ids[b, : min(len(found), room)] = found[:room]
+            if before is not None:
+                most = min(len(found), room, int(held[b]))
+                same = ids[b, :most] == before[b, :most]
+                kept[b] = most if same.all() else int(same.argmin())
+        return OwnText(ids, length, kept)
+
+    def init(self, params: DraftWeights, ctx: DraftContext, *, hidden: jax.Array | None = None) -> StringState:
+        """Feeds the prompt's text."""
+        writer, zero_B = self.writer.init(params, _own(ctx)), jnp.zeros_like(ctx.length)
+        return StringState(writer, ctx.text.ids, writer.source.length, zero_B)
+
+    def draft(self, params: DraftWeights, state: StringState, ctx: DraftContext) -> Drafted:
+        """A chain of the draft model's own tokens, as many as the target's that are asked for."""
+        text: OwnText = ctx.text
+        cache = state.writer.source._replace(length=text.kept)
+        drafted = self.writer.draft(params, state.writer._replace(source=cache), _own(ctx))
+        draft, writer = drafted.draft, drafted.state
+        # Rows of the drafted tokens stay behind the text: where the next text goes on like that, they are kept.
+        held_B = writer.source.length + jnp.maximum(draft.count - 1, 0)
+        node_K = jnp.arange(self.max_nodes, dtype=jnp.int32)[None]
+        at_BK = jnp.where(node_K < draft.count[:, None], text.length[:, None] + node_K, text.ids.shape[1])
+        row_B1 = jnp.arange(at_BK.shape[0], dtype=jnp.int32)[:, None]
+        ids_BS = text.ids.at[row_B1, at_BK].set(draft.tokens, mode="drop")
+        held_B = jnp.where(writer.source.length == text.length, held_B, writer.source.length)
+        return drafted._replace(draft=draft._replace(q=None), state=StringState(writer, ids_BS, held_B, ctx.budget))
+
+    def write_text(self, drafted: Drafted, tokens_BC: np.ndarray, length_B: np.ndarray) -> Drafted:
+        """Cuts the text of each draft into the target's tokens."""
+        draft, budget_B = drafted.draft, np.asarray(drafted.state.budget)
+        own_BK, count_B = np.asarray(draft.tokens), np.asarray(draft.count)
+        tokens_BK, found_B = np.zeros_like(own_BK), np.zeros_like(count_B)
+        for b in np.flatnonzero(count_B):
+            ids = tokens_BC[b, : length_B[b]][-TAIL:].tolist()
+            found = self.translator.write(ids, own_BK[b, : count_B[b]].tolist())[: int(budget_B[b])]
+            tokens_BK[b, : len(found)], found_B[b] = found, len(found)
+        return drafted._replace(draft=draft._replace(tokens=tokens_BK, count=found_B))
+
+    def commit(self, params: DraftWeights, state: StringState, ctx: DraftContext, feedback: Feedback) -> StringState:
+        """The policy learns the verdict; the cache is compared with the text when that is read."""
+        policy = self.writer.policy.update(state.policy, feedback.verdict, feedback.draft.count)
+        return state._replace(writer=state.writer._replace(policy=policy))
+
+
+def _own(ctx: DraftContext) -> DraftContext:
+    """The context as the draft model sees it."""
+    return ctx._replace(tokens=ctx.text.ids, length=ctx.text.length, text=None)
