@@ -7,12 +7,14 @@ from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.models import obtain
+from specsparse.models.convert.dflash import read_dflash
 from specsparse.models.convert.eagle3 import read_eagle3
 from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
 from specsparse.runtime.device_batch import Method
 from specsparse.runtime.load import load
 from specsparse.runtime.times.defaults import draft_share, policy_times
 from specsparse.speculative.base import Drafter, Verifier
+from specsparse.speculative.drafters.dflash_file import DFlashFile
 from specsparse.speculative.drafters.eagle3_file import Eagle3File
 from specsparse.speculative.drafters.plan import Bound, DrafterPlan, MakeModel
 from specsparse.speculative.drafters.registry import get_drafter
@@ -71,7 +73,7 @@ def _that_pays(model: Model, drafter: Drafter, name: str | None, share: float) -
 
 def _making(model: Model) -> MakeModel:
     """How a plan gets what it drafts with."""
-    return MakeModel(partial(_load_draft, model), with_fewer_neurons, eagle3=published_eagle3)
+    return MakeModel(partial(_load_draft, model), with_fewer_neurons, eagle3=published_eagle3, dflash=published_dflash)
 
 
 def published_eagle3(spec: str) -> Eagle3File:
@@ -85,6 +87,11 @@ def published_eagle3(spec: str) -> Eagle3File:
             file=sys.stderr,
         )
     return file
+
+
+def published_dflash(spec: str) -> DFlashFile:
+    """The DFlash drafter of a path, a name of the catalogue or a reference to the Hub."""
+    return read_dflash(obtain.published(spec))
 
 
 def _load_draft(target: Model, spec: str) -> Model:

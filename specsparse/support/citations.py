@@ -70,6 +70,14 @@ WORKS: Mapping[str, Work] = {
         "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test", _EAGLE, 2025,
         "2503.01840",
     ),
+    "dflash": Work(
+        "DFlash: Block Diffusion for Flash Speculative Decoding",
+        ("Jian Chen", "Yesheng Liang", "Zhijian Liu"), 2026, "2602.06036",
+    ),
+    "ddtree": Work(
+        "Accelerating Speculative Decoding with Block Diffusion Draft Trees",
+        ("Liran Ringel", "Yaniv Romano"), 2026, "2604.12989",
+    ),
     "hass": Work(
         "Learning Harmonized Representations for Speculative Sampling",
         ("Lefan Zhang", "Xiaodan Wang", "Yanhua Huang", "Ruiwen Xu"), 2024, "2408.15766",
@@ -132,6 +140,7 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "sparse_self": ("self_speculative",),
     "head": ("eagle", "hass", "eagle3"),
     "eagle3": ("eagle3",),
+    "dflash": ("dflash",),
     "lookup_head": ("prompt_lookup", "eagle", "hass", "eagle3"),
     # verifiers
     "greedy": _SPECULATIVE,
@@ -149,6 +158,7 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     # trees
     "sequoia": ("sequoia",),
     "dynamic": ("eagle2",),
+    "ddtree": ("ddtree",),
     "p_split": ("llama_cpp",),
     "static": ("medusa", "eagle", "specinfer"),
     "sampled_iid": ("specinfer",),

@@ -11,14 +11,16 @@ import numpy as np
 from specsparse import kernels
 from specsparse.engine import cache as kv
 from specsparse.engine import llama, weights
-from specsparse.engine.config import ModelConfig
+from specsparse.engine.config import ModelConfig, RopeConfig
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
 from specsparse.engine.noise import seed_words
 from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
 from specsparse.speculative.base import Draft, DraftContext, Drafter
-from specsparse.speculative.drafters import get_drafter, head_file
+from specsparse.speculative.drafters import dflash_file, get_drafter, head_file
+from specsparse.speculative.drafters.dflash_block import BlockShape
+from specsparse.speculative.drafters.dflash_file import DFlashFile
 from specsparse.speculative.drafters.eagle3_file import Eagle3File, of_arrays, tensor_shapes
 from specsparse.speculative.drafters.eagle3_head import HeadShape
 from specsparse.speculative.drafters.head_file import write_head
@@ -130,12 +132,42 @@ def random_eagle3(
     return of_arrays(norms | matrices, shape, target=c, layers=layers, ids=None if ids is None else np.asarray(ids))
 
 
+def random_dflash(
+    target: Model, *, seed: int = 0, block_size: int = 6, layers: int = 2, ids: Sequence[int] | None = None,
+    windows: Sequence[int | None] = (), causal: Sequence[bool] = (), from_anchor: bool = False,
+) -> DFlashFile:  # fmt: skip
+    """A block drafter of `target` with random weights, of what goes into its second layer and comes out of the last.
+
+    With `ids` it has an output matrix of its own for them. Windows and causality are those of the layers, by default
+    none.
+    """
+    rng, c = np.random.default_rng(seed), target.config
+    shape = BlockShape(
+        width=c.d_model, heads=4, kv_heads=2, head_dim=16, d_ff=48, eps=c.norm_eps,
+        features=(1, c.n_layers), feature_width=c.d_model,
+        windows=tuple(windows) or (None,) * layers, causal=tuple(causal) or (False,) * layers,
+    )  # fmt: skip
+    sizes = dict(dflash_file.tensor_shapes(shape))
+    if ids is not None:
+        sizes[dflash_file.OUTPUT] = (len(ids), c.d_model)
+    arrays = {
+        name: rng.normal(float(len(size) == 1), 0.1 if len(size) == 1 else 1 / np.sqrt(size[-1]), size)
+        for name, size in sizes.items()
+    }
+    return dflash_file.of_arrays(
+        arrays, path=Path("random_dflash"), shape=shape, block_size=block_size, mask_token=c.vocab_size - 1,
+        rope=RopeConfig(1e4, shape.head_dim, "neox"), context=c.context_length,
+        ids=None if ids is None else np.asarray(ids, np.int32), from_anchor=from_anchor,
+    )  # fmt: skip
+
+
 def model_case(folder: Path, source: str, *, vocab: int, capacity: int, **options: Any) -> Case:
     """A drafter on tiny models, its weights, and what puts the target into a context.
 
     Args:
         folder: for the files.
-        source: "model" (a draft model of its own), "layer_skip", "head", "lookup_head" or "eagle3".
+        source: "model" (a draft model of its own), "layer_skip", "head", "lookup_head", "eagle3" or
+            "dflash".
         vocab, capacity: of the models.
         options: of the drafter.
     """
@@ -148,6 +180,8 @@ def model_case(folder: Path, source: str, *, vocab: int, capacity: int, **option
         given = {"head": random_head(folder, target)}
     elif source == "eagle3":
         given = {"path": random_eagle3(target, ids=range(1, vocab))}
+    elif source == "dflash":
+        given = {"path": random_dflash(target, block_size=7)}
     plan = get_drafter(source, gamma=6, **given, **options)
     assert isinstance(plan, DrafterPlan)
     drafter, weights, prepare = _bound(plan, target, capacity)

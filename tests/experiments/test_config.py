@@ -92,7 +92,10 @@ PLUGINS = {
 def test_every_choice_of_every_group_is_valid(choice):
     if choice in PLUGINS:
         pytest.importorskip(PLUGINS[choice], reason="needs specsparse[sweep]")
-    needed = {"model=custom": ["model.path=x.gguf"], "drafter=model": ["drafter.model=x.gguf"]}
+    needed = {
+        "model=custom": ["model.path=x.gguf"], "drafter=model": ["drafter.model=x.gguf"],
+        "drafter=dflash": ["drafter.path=x"],
+    }  # fmt: skip
     assert isinstance(config.from_omegaconf(composed(choice, *needed.get(choice, []))), RunConfig)
 
 

@@ -47,6 +47,10 @@ MODEL_CASES = {
     "eagle3_sampled": ("eagle3", {"temperature": 0.8}),
     "eagle3_dynamic": ("eagle3", {"tree": get_tree("dynamic", total=K, depth=3, top_k=2)}),
     "head_sampled": ("head", {"temperature": 0.8}),
+    "dflash": ("dflash", {}),
+    "dflash_sampled": ("dflash", {"temperature": 0.8}),
+    "dflash_ddtree": ("dflash", {"tree": get_tree("ddtree", nodes=K, depth=3)}),
+    "dflash_wor": ("dflash", {"temperature": 0.8, "tree": get_tree("sampled_wor", widths=(2, 1, 1))}),
     "head_dynamic": ("head", {"tree": get_tree("dynamic", total=K, depth=3, top_k=2)}),
 }
 

@@ -70,7 +70,7 @@ def check(cfg: DecodingSettings, *, union_cap: bool = False) -> None:
     _check_files(cfg)
 
 
-_FILE_OPTIONS = {"model": "model", "eagle3": "path"}
+_FILE_OPTIONS = {"model": "model", "eagle3": "path", "dflash": "path"}
 """Options of drafters that name a file or a model of the catalogue."""
 
 

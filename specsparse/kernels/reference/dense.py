@@ -180,7 +180,8 @@ def ancestors(parents_Bn):
     return jax.vmap(one)(parents_Bn)
 
 
-def _append(cache_k, cache_v, k_BnGd, v_BnGd, slots_Bn, keep_Bn):
+def append(cache_k, cache_v, k_BnGd, v_BnGd, slots_Bn, keep_Bn):
+    """A layer's two cache arrays with keys and values f32[B, n, G, d] in slots int32[B, n], where `keep` bool[B, n]."""
     capacity = cache_v.shape[2]
     slots = jnp.where(keep_Bn, slots_Bn, capacity)  # dropped
 
@@ -232,7 +233,7 @@ def _attend(
         return rotate(x.reshape(batch, n, -1, d), c, s, pairing)
 
     q, k = heads(q, q_norm), heads(k, k_norm)
-    cache_k, cache_v = _append(cache_k, cache_v, k, v.reshape(batch, n, groups, d), length[:, None] + index, keep)
+    cache_k, cache_v = append(cache_k, cache_v, k, v.reshape(batch, n, groups, d), length[:, None] + index, keep)
 
     slots = jnp.arange(capacity, dtype=jnp.int32)[None, None]
     node = slots - length[:, None, None]

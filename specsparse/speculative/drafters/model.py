@@ -81,7 +81,7 @@ class ModelDrafter(Drafter):
         batch, K = ctx.length.shape[0], self.max_nodes
         budget_B = jnp.minimum(self.policy.budget(state.policy, ctx), self.source.room(params, state.source, ctx))
         budget_B = jnp.clip(budget_B, 0, K)
-        cache, logits_BN = self.source.open(params, state.source, ctx, budget_B > 0)
+        cache, logits_BN = self.source.open(params, state.source, ctx._replace(budget=budget_B), budget_B > 0)
         sampled = self.draw is DraftKind.SAMPLED
         chain = _Chain(
             cache=cache,

@@ -318,6 +318,21 @@ class Eagle3Options:
 
 
 @dataclass(frozen=True)
+class DFlashOptions:
+    """A block of tokens in one forward, from the target's features (DFlash, arXiv:2602.06036).
+
+    Attributes:
+        path: the drafter's folder (safetensors), its GGUF file, a name of the catalogue or hf://owner/repo.
+        block_size: rows of a block, the last token among them; by default as many as it was trained for.
+        drafting: how it drafts.
+    """
+
+    path: object | None = None
+    block_size: Annotated[int, Range(1, MAX_GAMMA)] | None = None
+    drafting: Annotated[Drafting, Inline()] = Drafting()
+
+
+@dataclass(frozen=True)
 class LookupHeadOptions(Ngrams):
     """Prompt lookup where the text repeats itself; where it does not, a head drafts.
 

@@ -12,6 +12,7 @@ import jax
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
 from specsparse.speculative.base import Drafter, DraftKind
+from specsparse.speculative.drafters.dflash_file import DFlashFile
 from specsparse.speculative.drafters.eagle3_file import Eagle3File
 from specsparse.speculative.drafters.options import Drafting, under
 from specsparse.speculative.drafters.style import Style
@@ -49,11 +50,13 @@ class MakeModel(NamedTuple):
         load: name or path -> the draft model, on the target's backend.
         fewer: (target, options of `powerinfer.ffn.fewer.with_fewer_neurons`) -> the target with fewer neurons.
         eagle3: path, name or reference to the Hub -> an EAGLE-3 head as its file describes it.
+        dflash: path, name or reference -> a DFlash drafter.
     """
 
     load: Callable[[str], Model]
     fewer: Callable[..., Model]
     eagle3: Callable[[str], Eagle3File] | None = None
+    dflash: Callable[[str], DFlashFile] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,6 +27,7 @@ DRAFTERS: "Registry[Drafter | DrafterPlan]" = Registry(
         "head": ("head:HeadPlan", own.HeadOptions),
         "lookup_head": ("head:LookupHeadPlan", own.LookupHeadOptions),
         "eagle3": ("eagle3:Eagle3Plan", own.Eagle3Options),
+        "dflash": ("dflash:DFlashPlan", own.DFlashOptions),
         "scripted": ("scripted:Scripted.of", own.ScriptedOptions),
     },
     aliases={

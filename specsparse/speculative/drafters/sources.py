@@ -12,6 +12,7 @@ from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specsparse.engine.cache import KVCache
 from specsparse.engine.llama import ForwardFn, Want
@@ -42,6 +43,13 @@ class DraftWeights(NamedTuple):
     ids: jax.Array | None = None
     place: jax.Array | None = None
     images: Images | None = None
+
+    @classmethod
+    def scoring(cls, head: QTensor, ids: np.ndarray, vocab: int) -> "DraftWeights":
+        """Of an output matrix whose rows are the ids int32[N], ascending, of a target's `vocab`."""
+        place = np.full((vocab,), len(ids), np.int32)
+        place[ids] = np.arange(len(ids))
+        return cls(head=head, ids=jnp.asarray(ids), place=jnp.asarray(place))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +92,12 @@ class Source(abc.ABC):
     Attributes:
         vocab: the map between the vocabularies.
         wants_hidden: what `init` and `keep` need of the target's hidden rows, as `Drafter.wants_hidden`.
+        independent: whether logits at a position do not depend on what was drafted before it.
     """
 
     vocab: VocabMap
     wants_hidden: ClassVar[bool | tuple[int, ...]] = False
+    independent: ClassVar[bool] = False
 
     @abc.abstractmethod
     def init(self, weights: DraftWeights, ctx: DraftContext, hidden_BnD: jax.Array | None = None) -> Pytree:
@@ -101,7 +111,10 @@ class Source(abc.ABC):
     def open(
         self, weights: DraftWeights, state: Pytree, ctx: DraftContext, live_B: jax.Array
     ) -> tuple[Pytree, jax.Array]:
-        """The cache with all committed tokens of the sequences in `live`, and float32[B, N] logits after the last."""
+        """The cache with all committed tokens of the sequences in `live`, and float32[B, N] logits after the last.
+
+        `ctx.budget` is what will be drafted at most.
+        """
 
     @abc.abstractmethod
     def feed(

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine.model import Model
@@ -101,6 +100,11 @@ class Style:
     def drafter(self, source: Source, target: Model) -> Drafter:
         """What drafts so with that source of logits, for that target."""
         law = DraftLaw(self.sampling, source.vocab.columns, target.sampling_kernels)
+        if self.tree is not None and self.tree.independent and not source.independent:
+            raise UserError(
+                "tree=ddtree needs laws that do not depend on what was drafted before, those of drafter=dflash; "
+                "choose tree=dynamic for this drafter"
+            )
         if self.tree is not None:
             return TreeDrafter(source, law, self.tree)
         return ModelDrafter(source, law, self.policy, self.draw)
@@ -126,6 +130,4 @@ class Style:
             return DraftWeights(), columns
         else:
             taken = ids
-        place = np.full((target.config.vocab_size,), len(ids), np.int32)
-        place[ids] = np.arange(len(ids))
-        return DraftWeights(head=take_rows(output, taken), ids=jnp.asarray(ids), place=jnp.asarray(place)), len(ids)
+        return DraftWeights.scoring(take_rows(output, taken), ids, target.config.vocab_size), len(ids)

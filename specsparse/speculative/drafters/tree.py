@@ -50,7 +50,7 @@ class TreeDrafter(Drafter):
         """A tree of at most `budget` nodes; consumes noise of stream `draft` as the shape says."""
         room_B = self.source.room(params, state.source, ctx)
         budget_B = jnp.clip(jnp.minimum(ctx.budget, room_B), 0, self.max_nodes)
-        cache, logits_BN = self.source.open(params, state.source, ctx, budget_B > 0)
+        cache, logits_BN = self.source.open(params, state.source, ctx._replace(budget=budget_B), budget_B > 0)
 
         def feed(cache, tokens_BR, parents_BR, n_valid_B):
             return self.source.feed(params, ctx, cache, tokens_BR, n_valid_B=n_valid_B, parents_Bn=parents_BR)

@@ -58,12 +58,14 @@ class TreeShape(abc.ABC):
         max_nodes: K.
         max_depth: longest path.
         branches: whether a node may have more than one child.
+        independent: whether it is made of laws that do not depend on what was drafted before.
     """
 
     kind: DraftKind = DraftKind.ONE_HOT
     max_nodes: int
     max_depth: int
     branches: bool = True
+    independent: bool = False
 
     @property
     def max_rows(self) -> int:

@@ -78,6 +78,21 @@ class DynamicOptions:
 
 
 @dataclass(frozen=True)
+class DDTreeOptions:
+    """The most likely paths of a drafted block (DDTree, arXiv:2604.12989); for drafter=dflash.
+
+    Attributes:
+        nodes: verified at most.
+        depth: longest path.
+        top_k: tokens looked at for each position; as many as `nodes` for the best tree of all.
+    """
+
+    nodes: Annotated[Nodes, Also("total")] = 15
+    depth: Depth = 5
+    top_k: Annotated[int, Range(1, MAX_NODES)] = 8
+
+
+@dataclass(frozen=True)
 class SequoiaOptions:
     """The tree with the highest predicted speed, by Sequoia's dynamic programme (arXiv:2402.12374).
 

@@ -23,6 +23,7 @@ TREES: "Registry[TreeShape]" = Registry(
         "sampled_wor": ("static:sampled_wor", own.TemplateOptions),
         "p_split": ("p_split:PSplit", own.PSplitOptions),
         "dynamic": ("dynamic:DynamicTree", own.DynamicOptions),
+        "ddtree": ("ddtree:DDTree", own.DDTreeOptions),
         "sequoia": ("sequoia:sequoia_tree", own.SequoiaOptions),
     },
 )

@@ -1,0 +1,449 @@
+"""The DFlash drafter against the speculators library's own forward; its cache, its laws, its files."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf.constants import GGMLQuantizationType
+from safetensors.numpy import load_file, save_file
+
+import specsparse
+from specsparse.engine.gguf.reader import open_gguf
+from specsparse.engine.gguf.writer import NewTensor, write_gguf
+from specsparse.engine.llama import Want
+from specsparse.engine.rope import rope_tables
+from specsparse.errors import UserError
+from specsparse.kernels.packing.dequant import dequantize, embed_rows
+from specsparse.models.convert.dflash import read_dflash, write_folder
+from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
+from specsparse.speculative.base import Feedback
+from specsparse.speculative.drafters import get_drafter
+from specsparse.speculative.drafters.dflash_block import BlockLayer, BlockWeights, anchored_blocks
+from specsparse.speculative.drafters.dflash_file import write_dflash_gguf
+from specsparse.speculative.drafters.plan import MakeModel
+from specsparse.speculative.trees import get_tree
+from specsparse.speculative.verify import match_verdict
+from specsparse.testing import write_tiny_gguf
+from specsparse.testing.drafting import draft_context, on_target, random_dflash, target_rows
+from tests.tolerances import HEAD_NMSE, nmse
+
+DATA = Path(__file__).parents[1] / "data"
+ORACLE, TARGET = DATA / "oracle_dflash", DATA / "oracle_eagle3" / "target.gguf"
+C = 64
+
+
+@pytest.fixture(scope="module")
+def io():
+    with np.load(ORACLE / "io.npz") as arrays:
+        return dict(arrays)
+
+
+@pytest.fixture(scope="module")
+def target():
+    loaded = specsparse.load(TARGET, kv_dtype="f32")
+    loaded.params_for(C)  # kept by the model: not to be made first inside a trace
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    path = write_tiny_gguf(tmp_path_factory.mktemp("m") / "m.gguf", quant="F32", vocab_size=300, context_length=C)
+    loaded = specsparse.load(path, kv_dtype="f32")
+    loaded.params_for(C)
+    return loaded
+
+
+def bound(model, file, **options):
+    plan = get_drafter("dflash", path=file, **({} if "tree" in options else {"gamma": 5}), **options)
+    made = plan.bind(model, MakeModel(lambda spec: model, with_fewer_neurons, dflash=read_dflash))
+    return made.drafter, made.weights(C)
+
+
+def trainable(file) -> BlockWeights:
+    """The drafter's weights in float32, as they are trained."""
+
+    def of(name):
+        return jnp.asarray(np.array(file.load(name).dequantize(), np.float32).reshape(file.tensors[name]))
+
+    layers = tuple(
+        BlockLayer(*(of(f"blk.{i}.{field}.weight") for field in BlockLayer._fields)) for i in range(file.shape.layers)
+    )
+    return BlockWeights(of("fc.weight"), of("enc.output_norm.weight"), layers, of("output_norm.weight"))
+
+
+def function_logits(model, file, features_TE, texts, *, rows):
+    """Logits [T, rows, V] of blocks that begin at the ends of texts, by the function that is trained."""
+    blocks = np.full((len(texts), rows), file.mask_token)
+    blocks[:, 0] = [text[-1] for text in texts]
+    anchors = jnp.asarray([len(text) - 1 for text in texts])
+    tables = tuple(map(jnp.asarray, rope_tables(file.rope, C, file.rope_factors)))
+    embedded = embed_rows(model.params.embedding, jnp.asarray(blocks.reshape(-1))).reshape(*blocks.shape, -1)
+    run = jax.jit(lambda w, f, e, a: anchored_blocks(file.shape, w, f, e, a, tables))
+    return np.asarray(run(trainable(file), features_TE, embedded, anchors) @ dequantize(model.params.output).T)
+
+
+def draft_logits(drafter, weights, ctx, hidden):
+    """Logits [B, m, N] of a draft by the drafter's own cache, and the draft."""
+
+    @jax.jit
+    def run(weights, ctx, hidden):
+        state = drafter.init(weights, ctx, hidden=hidden)
+        cache, _ = drafter.source.open(weights, state.source, ctx, ctx.budget > 0)
+        return cache.logits, drafter.draft(weights, state, ctx).draft
+
+    return run(weights, ctx, hidden)
+
+
+def test_the_function_that_is_trained_is_the_librarys(io, target):
+    file = read_dflash(ORACLE)
+    texts = [io["input_ids"][: a + 1].tolist() for a in io["anchors"]]
+    got = function_logits(target, file, jnp.asarray(io["aux_hidden"]), texts, rows=6)
+    assert nmse(got, io["block_logits"]) < HEAD_NMSE
+
+
+def test_drafts_are_the_librarys_on_our_own_features(io, target):
+    """The target's features come out of our forward function, the block over our cache."""
+    drafter, weights = bound(target, str(ORACLE))
+    assert drafter.wants_hidden == tuple(io["aux_layer_ids"])
+    texts = [io["input_ids"][: a + 1].tolist() for a in io["anchors"]]
+    ctx = on_target(target, draft_context(texts, capacity=C, budget=5))
+    hidden = jax.jit(lambda ctx: target_rows(target, ctx, drafter.wants_hidden))(ctx)
+    assert nmse(hidden[2][:24], io["aux_hidden"][:24]) < HEAD_NMSE
+    logits, draft = draft_logits(drafter, weights, ctx, hidden)
+    assert nmse(logits, io["block_logits"][:, 1:]) < HEAD_NMSE
+    np.testing.assert_array_equal(draft.tokens, io["block_token_ids"][:, 1:])
+    np.testing.assert_array_equal(draft.count, 5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": (True, True)},
+        {"windows": (5, None), "causal": (True, False)},
+        {"windows": (3, 9), "causal": (False, False)},
+        {"from_anchor": True},
+        {"ids": list(range(1, 300, 3))},
+    ],
+    ids=["causal", "window", "window both ways", "from the anchor", "draft vocabulary"],
+)
+def test_options_of_the_format(tiny, options):
+    """Each option decodes as it is trained, beside plain full attention, on the native kernels too (head size 16)."""
+    file = random_dflash(tiny, **options)
+    drafter, weights = bound(tiny, file)
+    texts = [list(range(3, 33)), [7, 9, 11]]
+    ctx = on_target(tiny, draft_context(texts, capacity=C, budget=6))
+    hidden = jax.jit(lambda ctx: target_rows(tiny, ctx, drafter.wants_hidden))(ctx)
+    logits, draft = draft_logits(drafter, weights, ctx, hidden)
+    skipped = 0 if file.from_anchor else 1
+    assert logits.shape[1] == file.drafts == 6 - skipped
+    model = tiny
+    if file.ids is not None:
+        own = specsparse.kernels.packing.dequant.pack_float(jnp.asarray(file.load("output.weight").dequantize()))
+        model = dataclasses.replace(tiny, params=tiny.params._replace(output=own))
+        assert set(np.asarray(draft.tokens).reshape(-1).tolist()) <= set(file.ids.tolist())
+    for b, text in enumerate(texts):
+        wanted = function_logits(model, file, hidden[b], [text], rows=6)[0]
+        assert nmse(logits[b], wanted[skipped:]) < HEAD_NMSE
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_a_rolled_back_cache_drafts_as_a_new_one(tiny, shape):
+    options = {"tree": get_tree("ddtree", nodes=7, depth=4)} if shape == "tree" else {}
+    drafter, weights = bound(tiny, random_dflash(tiny), **options)
+    nodes, texts = drafter.max_nodes, [list(range(3, 20)), [5, 6, 7], [9] * 30]
+    rng = np.random.default_rng(0)
+    draft = jax.jit(lambda state, ctx: drafter.draft(weights, state, ctx))
+    begin = jax.jit(lambda ctx, hidden: drafter.init(weights, ctx, hidden=hidden))
+    rows = jax.jit(lambda ctx: target_rows(tiny, ctx, drafter.wants_hidden))
+
+    @jax.jit
+    def commit(state, ctx, draft, target_Bn, hidden):
+        return drafter.commit(weights, state, ctx, Feedback(draft, match_verdict(draft, target_Bn), hidden))
+
+    prepare = jax.jit(lambda ctx: on_target(tiny, ctx)._replace(params=None))
+
+    def context(number):
+        ctx = draft_context(texts, capacity=C, budget=nodes, round=number)
+        return prepare(ctx)._replace(params=tiny.params_for(C))
+
+    ctx = context(0)
+    state = begin(ctx, rows(ctx))
+    for number in range(4):
+        ctx = context(number)
+        found = draft(state, ctx)
+        jax.tree.map(np.testing.assert_array_equal, found.draft, draft(begin(ctx, rows(ctx)), ctx).draft)
+        before, target, paths = [len(t) for t in texts], np.full((3, nodes + 1), 300, np.int32), []
+        for b in range(3):
+            at, path = -1, [0]
+            for _ in range((number + b) % 4):
+                children = [i for i in range(int(found.draft.count[b])) if int(found.draft.parents[b, i]) == at]
+                if not children:
+                    break
+                at = children[-1]
+                target[b, path[-1]] = int(found.draft.tokens[b, at])
+                path.append(at + 1)
+            texts[b] += [*(int(found.draft.tokens[b, row - 1]) for row in path[1:]), int(rng.integers(3, 299))]
+            paths.append(path)
+        ctx = context(number + 1)
+        after = rows(ctx)
+        hidden = np.zeros((3, nodes + 1, after.shape[2]), np.float32)
+        for b, path in enumerate(paths):
+            for i, row in enumerate(path):
+                hidden[b, row] = after[b, before[b] - 1 + i]
+        state = commit(found.state, ctx, found.draft, jnp.asarray(target), jnp.asarray(hidden))
+
+
+def test_ddtree_holds_the_most_likely_paths(tiny):
+    """All paths of three positions and four ranks, listed: those in the tree are the most likely ones."""
+    drafter, weights = bound(tiny, random_dflash(tiny), tree=get_tree("ddtree", nodes=9, depth=3, top_k=9))
+    ctx = on_target(tiny, draft_context([list(range(3, 20))], capacity=C, budget=9))
+    hidden = jax.jit(lambda ctx: target_rows(tiny, ctx, drafter.wants_hidden))(ctx)
+    logits, draft = draft_logits(drafter, weights, ctx, hidden)
+    laws = np.asarray(jax.nn.softmax(logits[0, :3], axis=-1), np.float64)
+    order = np.argsort(-laws, axis=1, kind="stable")[:, :9]
+    all_paths = {}
+    for depth in range(1, 4):
+        for ranks in np.ndindex(*(9,) * depth):
+            ids = tuple(int(order[d, r]) for d, r in enumerate(ranks))
+            all_paths[ids] = np.prod([laws[d, i] for d, i in enumerate(ids)])
+    wanted = sorted(all_paths, key=lambda ids: -all_paths[ids])[:9]
+    tokens, parents = np.asarray(draft.tokens)[0].tolist(), np.asarray(draft.parents)[0].tolist()
+    found = []
+    for node in range(9):
+        ids, at = (), node
+        while at >= 0:
+            ids, at = (tokens[at], *ids), parents[at]
+        found.append(ids)
+    assert found == wanted and int(draft.count[0]) == 9
+
+
+def test_ddtree_is_for_laws_that_do_not_depend_on_the_draft(tiny):
+    plan = get_drafter("layer_skip", layers=[0], tree=get_tree("ddtree", nodes=4, depth=2))
+    with pytest.raises(UserError, match="drafter=dflash"):
+        plan.bind(tiny, MakeModel(lambda spec: tiny, with_fewer_neurons))
+
+
+# Files
+
+
+def assert_same(a, b):
+    """Two drafters that are the same in everything but where they lie."""
+    shapes = [dataclasses.replace(file.shape, eps=float(np.float32(file.shape.eps))) for file in (a, b)]
+    assert shapes[0] == shapes[1]
+    for field in dataclasses.fields(a):
+        if field.name not in ("path", "load", "tensors", "target", "ids", "rope", "shape"):
+            assert getattr(a, field.name) == getattr(b, field.name), field.name
+    assert (a.rope.base, a.rope.dim, a.rope.scaling, a.rope.factor) == (
+        b.rope.base, b.rope.dim, b.rope.scaling, b.rope.factor,
+    )  # fmt: skip
+    np.testing.assert_array_equal(a.ids, b.ids)
+    for name in a.tensors.keys() - {"d2t"}:
+        np.testing.assert_array_equal(a.load(name).dequantize(), b.load(name).dequantize(), err_msg=name)
+
+
+KINDS = {
+    "plain": {},
+    "causal": {"causal": (True, True)},
+    "window": {"windows": (5, None), "causal": (True, False)},
+    "window both ways": {"windows": (None, 5)},
+    "from the anchor": {"from_anchor": True},
+    "draft vocabulary": {"ids": [*range(1, 300, 3)]},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", ["authors", "speculators", "gguf"])
+def test_what_is_written_is_read_back(tiny, tmp_path, form, kind):
+    file = random_dflash(tiny, **KINDS[kind])
+    cannot = {
+        "authors": ("from the anchor", "draft vocabulary"), "speculators": ("causal",), "gguf": ("window",),
+    }[form]  # fmt: skip
+
+    def write():
+        if form == "gguf":
+            return write_dflash_gguf(file, tmp_path / "d.gguf", tokenizer={})
+        return write_folder(file, tmp_path / "d", form=form)
+
+    if kind in cannot:
+        with pytest.raises(UserError, match=r"has no place|have no place"):
+            write()
+        return
+    assert_same(file, read_dflash(write()))
+
+
+def test_the_oracle_goes_through_gguf(io, target, tmp_path):
+    """From the library's folder to llama.cpp's form and back: the same drafts."""
+    file = read_dflash(ORACLE)
+    path = write_dflash_gguf(file, tmp_path / "d.gguf", tokenizer={"tokenizer.ggml.model": "none"})
+    metadata = open_gguf(path).metadata
+    assert list(metadata["dflash.target_layers"]) == [1, 4, 6] and metadata["tokenizer.ggml.mask_token_id"] == 511
+    assert_same(file, read_dflash(path))
+    assert_same(file, read_dflash(write_folder(read_dflash(path), tmp_path / "back")))
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert config["architectures"] == ["DFlashDraftModel"] and config["dflash_config"]["target_layer_ids"] == [0, 3, 5]
+
+
+def test_quantised(tiny, tmp_path):
+    """Matrices in Q8_0, norms in float32, drafted on the native kernels' quantised products."""
+    file = random_dflash(tiny)
+    quantised = read_dflash(write_dflash_gguf(file, tmp_path / "d.gguf", tokenizer={}, quant="F16"))
+    assert quantised.load("fc.weight").type is GGMLQuantizationType.F16
+    assert quantised.load("output_norm.weight").type is GGMLQuantizationType.F32
+    with pytest.raises(UserError, match="choose"):
+        write_dflash_gguf(file, tmp_path / "e.gguf", tokenizer={}, quant="Q3_X")
+
+
+def changed(folder: Path, **config) -> Path:
+    """The oracle's folder with other values in its config; dots lead inside."""
+    shutil.copytree(ORACLE, folder)
+    values = json.loads((folder / "config.json").read_text())
+    for key, value in config.items():
+        *path, last = key.split("__")
+        at = values
+        for step in path:
+            at = at[step]
+        if value is None:
+            at.pop(last)
+        else:
+            at[last] = value
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"speculators_model_type": "dspark"}, "dspark"),
+        ({"projector_type": "domino"}, "projector_type=domino"),
+        ({"shift_label": True}, "shift_label"),
+        ({"block_size": 0}, "block_size=0"),
+        ({"block_size": "six"}, "block_size"),
+        ({"mask_token_id": None}, "mask_token_id"),
+        ({"aux_hidden_state_layer_ids": [1, -4, 6]}, "aux_hidden_state_layer_ids"),
+        ({"aux_hidden_state_layer_ids": [1, 4]}, "36|fc.weight|missing|is for a target"),
+        ({"transformer_layer_config": None}, "transformer_layer_config"),
+        ({"transformer_layer_config__attention_bias": True}, "attention_bias"),
+        ({"transformer_layer_config__hidden_act": "gelu"}, "hidden_act"),
+        ({"transformer_layer_config__model_type": "gpt_oss"}, "gpt_oss"),
+        ({"transformer_layer_config__layer_types": ["full_attention"]}, "layer_types"),
+        ({"transformer_layer_config__head_dim": 16}, "attn_q"),
+        ({"transformer_layer_config__num_attention_heads": 3}, "heads"),
+        ({"transformer_layer_config__rope_parameters": {"rope_type": "longrope"}}, "longrope"),
+        ({"transformer_layer_config__num_hidden_layers": 3}, "layer_types"),
+        ({"transformer_layer_config__num_hidden_layers": 0}, "layers"),
+        ({"speculators_model_type": None}, "dflash_config|target_layer_ids|mask_token_id"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_configs_are_refused_by_name(target, tmp_path, config, words):
+    with pytest.raises(UserError, match=words):
+        bound(target, str(changed(tmp_path / "d", **config)))
+
+
+def test_the_authors_options_are_refused_by_name(tiny, tmp_path):
+    folder = write_folder(random_dflash(tiny), tmp_path / "d", form="authors")
+    values = json.loads((folder / "config.json").read_text())
+    values["dflash_config"]["conv_kernel_size"] = 2
+    (folder / "config.json").write_text(json.dumps(values))
+    with pytest.raises(UserError, match="conv_kernel_size"):
+        read_dflash(folder)
+    values["architectures"] = ["DFlash2DraftModel"]
+    (folder / "config.json").write_text(json.dumps(values))
+    with pytest.raises(UserError, match="DFlash2DraftModel"):
+        read_dflash(folder)
+
+
+def test_tensors_of_other_drafters_are_refused(tmp_path):
+    folder = shutil.copytree(ORACLE, tmp_path / "d")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "markov_w1.weight": np.zeros((4, 512), np.float32)}, folder / "model.safetensors")
+    with pytest.raises(UserError, match="DSpark"):
+        read_dflash(folder)
+    save_file({k: v for k, v in tensors.items() if "q_norm" not in k}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"attn_q_norm.*missing"):
+        read_dflash(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("general.architecture", "eagle3", "no DFlash drafter"),
+        ("dflash.block_size", 1000, "block_size"),
+        ("dflash.target_layers", None, "target_layers"),
+        ("dflash.target_layers", [1, 4], "fc.weight|is for a target"),
+        ("dflash.attention.head_count_kv", 3, "divide|attn_k"),
+        ("dflash.embedding_length", 0, "embedding_length"),
+        ("dflash.rope.scaling.type", "longrope", "longrope"),
+        ("dflash.attention.sliding_window", 5, "sliding_window_pattern"),
+        ("tokenizer.ggml.mask_token_id", None, "mask_token_id"),
+        ("tokenizer.ggml.mask_token_id", 4000, "mask token"),
+    ],
+)
+def test_gguf_keys_are_checked(target, tmp_path, key, value, words):
+    whole = open_gguf(write_dflash_gguf(read_dflash(ORACLE), tmp_path / "d.gguf", tokenizer={}))
+    metadata = {k: v for k, v in whole.metadata.items() if k != key} | ({} if value is None else {key: value})
+    path = write_gguf(tmp_path / "e.gguf", metadata, [NewTensor.copy(t) for t in whole.tensors.values()])
+    with pytest.raises(UserError, match=words):
+        bound(target, str(path))
+
+
+def test_another_target_is_refused(tiny):
+    with pytest.raises(UserError, match=r"layer|width"):
+        bound(tiny, str(ORACLE))
+    file = random_dflash(tiny)
+    with pytest.raises(UserError, match="deeper"):
+        bound(tiny, file, tree=get_tree("ddtree", nodes=9, depth=9))
+    with pytest.raises(UserError, match="block_size"):
+        bound(tiny, file, block_size=9)
+    with pytest.raises(UserError, match="value is needed"):
+        bound(tiny, None)
+    with pytest.raises(UserError, match="vocabulary of its own"):
+        bound(tiny, random_dflash(tiny, ids=[3, 5]), draft_vocab=4)
+
+
+def test_the_bits_of_a_draft_do_not_depend_on_the_batch(tiny):
+    """Windows and full attention, one after the other: each text alone and in a batch of three."""
+    drafter, weights = bound(tiny, random_dflash(tiny, windows=(4, None), causal=(True, False)), temperature=0.7)
+    texts = [list(range(3, 20)), [5, 6, 7], [9] * 30]
+    wanted = None
+    for some in (texts, texts[:1], texts[1:2]):
+        ctx = on_target(tiny, draft_context(some, capacity=C, budget=5))
+        ctx = ctx._replace(sample=jnp.asarray([texts.index(t) for t in some], jnp.int32))
+        hidden = jax.jit(lambda ctx: target_rows(tiny, ctx, drafter.wants_hidden))(ctx)
+        logits, draft = draft_logits(drafter, weights, ctx, hidden)
+        wanted = (logits, draft) if wanted is None else wanted
+        for b, text in enumerate(some):
+            at = texts.index(text)
+            np.testing.assert_array_equal(logits[b], wanted[0][at])
+            np.testing.assert_array_equal(draft.tokens[b], wanted[1].tokens[at])
+            np.testing.assert_array_equal(draft.q[b], wanted[1].q[at])
+
+
+def test_gradients(tiny):
+    """What is trained can be: every weight has a finite gradient."""
+    file = random_dflash(tiny)
+    tables = tuple(map(jnp.asarray, rope_tables(file.rope, C)))
+    rng = np.random.default_rng(0)
+    features = jnp.asarray(rng.normal(size=(20, 2 * tiny.config.d_model)), jnp.float32)
+    blocks = jnp.asarray(rng.normal(size=(2, 4, tiny.config.d_model)), jnp.float32)
+
+    def loss(w):
+        return jnp.sum(anchored_blocks(file.shape, w, features, blocks, jnp.asarray([5, 12]), tables) ** 3)
+
+    gradients = jax.jit(jax.grad(loss))(trainable(file))
+    assert all(bool(jnp.isfinite(g).all()) and float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(gradients))
+
+
+def test_features_are_what_layers_are_fed(target, io):
+    """The ids of the library mean inputs of layers, those of the authors outputs: one apart."""
+    ctx = draft_context([io["input_ids"].tolist()], capacity=C, budget=1)
+    want = Want(logits="none", hidden=(1, 4, 6))
+    out, _ = target.forward(
+        target.params_for(C), ctx.tokens[:, :32], target.new_cache(1, C), n_valid_B=jnp.asarray([32]), want=want
+    )
+    assert nmse(out.hidden[0], io["aux_hidden"]) < HEAD_NMSE
