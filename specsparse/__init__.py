@@ -1,4 +1,4 @@
-"""Speculative and sparse-activation decoding of GGUF Llama models in JAX: exact, measured, explained."""
+"""Speculative and sparse-activation decoding of GGUF models in JAX: exact, measured, explained."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         sub.add_argument("--overwrite", "--yes", action="store_true", help="replace the file to write, unasked")
         return sub.add_argument
 
-    arg = add("hf", _hf, "a Llama-family checkpoint of transformers (safetensors) into a GGUF file")
+    arg = add("hf", _hf, "a checkpoint of transformers (safetensors) into a GGUF file")
     arg("source", metavar="DIR_OR_REPO", help="a folder with config.json, or owner/repo[@revision] of the Hub")
     arg("out", type=Path, metavar="OUT.gguf")
     arg("--outtype", default="f16", metavar="TYPE", help=f"of the matrices: {OUT_TYPES} (%(default)s)")
