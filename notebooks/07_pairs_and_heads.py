@@ -13,16 +13,22 @@
 # %% [markdown]
 # # Pairs and heads
 #
-# A target is drafted for by a smaller model of its tokenizer, or by a head that reads its hidden states. The catalogue
-# has names for the pairs that people run; here two that come with packages, so that nothing is downloaded.
+# A target is drafted for by a smaller model, or by a head that reads its hidden states. The catalogue has names for the
+# pairs that people run; here are some that come with packages or are made on the spot, so that nothing is downloaded.
 
 # %%
 import os
+import tempfile
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 
 import specsparse
 from specsparse.models import entries
+from specsparse.models.convert.eagle3 import read_eagle3, write_folder
+from specsparse.speculative.drafters.other_vocabulary import common_tokens
+from specsparse.testing import write_tiny_gguf
+from specsparse.testing.drafting import random_eagle3
 
 MODEL = os.environ.get("SPECSPARSE_NOTEBOOK_MODEL", "smollm2-135m")
 TOKENS = int(os.environ.get("SPECSPARSE_NOTEBOOK_TOKENS", "96"))
@@ -86,3 +92,50 @@ if SHIPPED:
     assert fast.token_ids == plain.token_ids
     counters = fast.stats.counters
     print(f"head: {counters.num_emitted_tokens / counters.num_rounds:.2f} tokens a pass")
+
+# %% [markdown]
+# ## A head that somebody published
+#
+# An EAGLE-3 head is a folder of two files, and reads three of the target's layers. Published ones belong to models of
+# gigabytes (`python -m specsparse models` names some), so this one is made: random weights in the authors' form. What
+# it drafts is almost always wrong, and the text is plain decoding's all the same.
+
+# %%
+folder = Path(tempfile.mkdtemp())
+head = write_folder(random_eagle3(model), folder / "head")
+file = read_eagle3(head)
+print(f"{', '.join(sorted(p.name for p in head.iterdir()))}: reads what enters layers {file.layers}")
+
+law = {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True}
+plain = specsparse.generate(model, prompt, **law)
+fast = specsparse.generate(model, prompt, drafter=specsparse.get_drafter("eagle3", path=str(head), gamma=2), **law)
+assert fast.token_ids == plain.token_ids
+print(f"{fast.stats.counters.num_accepted_tokens} of {fast.stats.counters.num_draft_tokens} drafted tokens accepted")
+
+# %% [markdown]
+# With a real one, on the command line:
+#
+#     python -m specsparse.run +experiment=eagle3_llama31_8b download=yes
+
+# %% [markdown]
+# ## Two vocabularies
+#
+# A draft model may cut text in another way than the target. `tli` drafts the tokens that both have, by id; `slem` lets
+# the draft write text and cuts that into the target's tokens (arXiv:2502.05202). Here the draft is a tiny random model
+# with a vocabulary of SentencePiece's kind: almost nothing is accepted, and again no token differs.
+
+# %%
+draft = specsparse.load(write_tiny_gguf(folder / "draft.gguf", tokenizer="spm", vocab_size=600))
+print(common_tokens(model, draft).sentence())
+for vocabulary in ("tli", "slem"):
+    drafter = specsparse.get_drafter("model", model=draft, vocabulary=vocabulary, gamma=2)
+    fast = specsparse.generate(model, prompt, drafter=drafter, **law)
+    assert fast.token_ids == plain.token_ids
+    counters = fast.stats.counters
+    print(f"{vocabulary}: {counters.num_accepted_tokens} of {counters.num_draft_tokens} drafted tokens accepted")
+
+# %% [markdown]
+# What two models have in common, without decoding, and TinyLlama drafted for by SmolLM2-135M:
+#
+#     python -m specsparse inspect TARGET --draft DRAFT
+#     python -m specsparse.run +experiment=spec_two_vocabularies download=yes
