@@ -22,7 +22,7 @@ import os
 import specsparse
 from specsparse.runtime import metrics
 
-MODEL = os.environ.get("SPECSPARSE_NOTEBOOK_MODEL", "smollm2-135m")  # or the path of any GGUF Llama
+MODEL = os.environ.get("SPECSPARSE_NOTEBOOK_MODEL", "smollm2-135m")  # or the path of a GGUF file
 TOKENS = int(os.environ.get("SPECSPARSE_NOTEBOOK_TOKENS", "96"))
 
 model = specsparse.load(MODEL)
