@@ -80,4 +80,4 @@ def test_every_kind_of_its_name_is_one():
     assert untimed == {"certify", "perplexity", "powerinfer_oracle", "relufy", "train_drafter", "train_predictors"}
     assert {name for name, kind in found.items() if kind.on_mesh} == {"speed", "compare", "perplexity"}
     dense = {name for name, kind in found.items() if not kind.takes_ffn}
-    assert dense == {"certify", "roofline", "train_drafter", "train_predictors", "relufy"}
+    assert dense == {"certify", "quant_table", "roofline", "train_drafter", "train_predictors", "relufy"}

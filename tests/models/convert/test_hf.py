@@ -132,9 +132,15 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("command", ["inspect", "convert"])
-def test_a_draft_head_is_called_one(tmp_path, capsys, name, command):
+READ = {"EAGLE-3", "DFlash"}
+"""Heads whose tensors `inspect` shows: their tests are beside those of their files."""
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [("convert", name) for name in HEADS] + [("inspect", name) for name in HEADS if name not in READ],
+)
+def test_a_draft_head_is_called_one(tmp_path, capsys, command, name):
     (tmp_path / "config.json").write_text(json.dumps(HEADS[name]))
     (tmp_path / "pytorch_model.bin").touch()
     argv = {"inspect": ["inspect", str(tmp_path)], "convert": ["convert", "hf", str(tmp_path), "out.gguf"]}[command]
