@@ -122,6 +122,13 @@ def test_an_experiment_takes_another_drafter(experiment, drafter):
     get_drafter(options.pop("name"), **options | ({"model": "x.gguf"} if drafter == "model" else {}))
 
 
+def test_a_value_that_is_needed_may_have_another_projects_name():
+    options = config.from_omegaconf(
+        composed("drafter=model", "drafter.path=y.gguf", "model.path=x.gguf")
+    ).drafter.options
+    assert options["model"] == "y.gguf" and "path" not in options
+
+
 def test_values_arrive():
     cfg = config.from_omegaconf(
         composed("policy.gamma=3", "model.rope_base=10000", "data.tasks=[code]", "sampling.top_p=0.9", "tracker=wandb")

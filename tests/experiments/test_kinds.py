@@ -179,6 +179,15 @@ def test_where_the_files_are_not_there_one_line_says_which(cfg, monkeypatch, tmp
         runner.check(cfg)
 
 
+def test_compare_says_of_each_method_how_two_vocabularies_go_together(cfg, files, tmp_path):
+    other = str(write_tiny_gguf(files / "bpe.gguf", tokenizer="bpe", seed=2, **CONTEXT))
+    draft = DrafterSpec("model", {"model": other, "vocabulary": "tli"})
+    changes = {"kind": "compare", "drafter": draft, "compare": CompareSpec(("model", "suffix"), ("greedy",))}
+    written = play(replaced(cfg, **changes), tmp_path).record
+    known = {m["name"]: m.get("vocabulary") for m in written["methods"]}
+    assert known["model x greedy"]["method"] == "tli" and known["suffix x greedy"] is None
+
+
 def test_compare_ranks_every_valid_pair(cfg, tmp_path):
     spec = CompareSpec(("prompt_lookup", "suffix"), ("greedy", "delta", "token"))
     found, text, written = play(replaced(cfg, kind="compare", compare=spec), tmp_path)

@@ -30,6 +30,7 @@ def from_omegaconf(cfg: DictConfig | Mapping[str, object]) -> RunConfig:
         UserError: a missing or mistyped value, a value out of range, a broken interpolation.
     """
     tree = OmegaConf.create({key: value for key, value in _items(cfg) if key != "hydra"})
+    _give_way(tree)
     try:
         plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -40,6 +41,18 @@ def from_omegaconf(cfg: DictConfig | Mapping[str, object]) -> RunConfig:
     plain |= {group: completed(group, plain[group]) for group in PARTS if isinstance(plain.get(group), dict)}
     run = read(RunConfig, plain, group="", internal={"composed": plain}, null=True)
     return _drawn(run, run.params)  # fails here, not after the model is loaded
+
+
+def _give_way(tree: DictConfig) -> None:
+    """Takes away a `???` of a choice's file where the option is given under another name of it."""
+    for group, registry in PARTS.items():
+        part = tree.get(group)
+        name = part.get("name") if isinstance(part, DictConfig) else None
+        if not isinstance(name, str) or not registry.is_builtin(name):
+            continue
+        for key, option in registry.options(name).items():
+            if OmegaConf.is_missing(part, key) and any(alias in part for alias in option.aliases):
+                del part[key]
 
 
 def of_kind(run: RunConfig, owner: type[S]) -> S:

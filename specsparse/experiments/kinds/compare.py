@@ -3,8 +3,8 @@
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.table import Table
@@ -34,12 +34,16 @@ _FEW = 2
 
 @dataclass(frozen=True)
 class Entry:
-    """One method: what its verifier promises, both sides' numbers by task, and whether the text is the same."""
+    """One method: what its verifier promises, both sides' numbers by task, and whether the text is the same.
+
+    `about` is what else is known of its drafter, such as how two vocabularies go together.
+    """
 
     name: str
     label: str
     groups: dict[str, Group]
     identity: Identity
+    about: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def speedup(self) -> float:
@@ -51,7 +55,7 @@ class Entry:
         """As plain values."""
         tasks = {task: _group(group) for task, group in self.groups.items()}
         identity = dataclasses.asdict(self.identity)
-        return {"name": self.name, "label": self.label, "identity": identity, "tasks": tasks}
+        return {"name": self.name, "label": self.label, "identity": identity, "tasks": tasks, **self.about}
 
 
 def _group(group: Group) -> dict[str, object]:
@@ -131,9 +135,13 @@ class Compare(Kind[CompareSettings]):
             tracker.log(one.row())
         taken, size = passes.conditions(), bench.model.footprint.file
         bandwidth = taken.read_bandwidth
+        everything, measures = [*passes.warm_up, *done], {"bytes_per_pass": size, "bandwidth": bandwidth}
         entries = [
-            entry(name, options["verifier"], [*passes.warm_up, *done], done, bytes_per_pass=size, bandwidth=bandwidth)
-            for name, options in sides.items()
+            dataclasses.replace(
+                entry(name, method["verifier"], everything, done, **measures),
+                about=decoding.bound_to(bench, method).about,
+            )
+            for name, method in sides.items()
         ]
         found = Comparison(tuple(sorted(entries, key=lambda e: -e.speedup)), refused, taken, passes.repeats)
         title = Text(f"{cfg.name}: {len(sides)} methods on {len(bench.jobs)} prompts", style="bold")

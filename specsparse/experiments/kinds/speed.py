@@ -14,10 +14,9 @@ from specsparse.experiments.methods.decoding import Bench, Job, Passes
 from specsparse.experiments.settings import DecodingSettings
 from specsparse.report import display, record
 from specsparse.report.record import DEFINITIONS, HOST, PLAIN, SPECULATIVE, Pass, RunRecord
-from specsparse.runtime import binding, metrics
+from specsparse.runtime import metrics
 from specsparse.runtime.times import store
 from specsparse.speculative.base import Drafter
-from specsparse.speculative.drafters.plan import Bound, DrafterPlan
 
 
 class Speed(Kind[DecodingSettings]):
@@ -49,7 +48,7 @@ class Speed(Kind[DecodingSettings]):
         found = _record(cfg, passes, done, bench, first_text_s=first_text_s, method=method)
         table, key = store.load(bench.model), measured.draft_key(cfg)
         found = explain.explain(found, done, passes, split=split, table=table, drafter=key)
-        found = dataclasses.replace(found, notes=(*bound_to(bench, method).notes, *found.notes))
+        found = dataclasses.replace(found, notes=(*decoding.bound_to(bench, method).notes, *found.notes))
         parts = found.to_dict()
         return Found(
             parts["summary"], found, shown=display.report(found), definitions=DEFINITIONS,
@@ -100,12 +99,6 @@ def size(cfg: DecodingSettings, method: dict[str, Any]) -> dict[str, int]:
     return {"gamma": shape.max_nodes, "levels": shape.max_depth}
 
 
-def bound_to(bench: Bench, method: dict[str, Any]) -> Bound:
-    """The drafter with the model that it drafts with, which the passes have loaded; without a plan nothing is known."""
-    drafter = method.get("drafter")
-    return binding.bind(bench.model, drafter) if isinstance(drafter, DrafterPlan) else Bound(drafter, lambda _: None)
-
-
 def _record(
     cfg: DecodingSettings, loop: Passes, passes: list[Pass], bench: Bench, *, first_text_s: float | None, method: dict
 ) -> RunRecord:
@@ -121,7 +114,7 @@ def _record(
             **size(cfg, method),
             "label": decoding.label(method["verifier"] if method else verifier),
             **sparse_model.label(bench.model),
-            **bound_to(bench, method).about,
+            **decoding.bound_to(bench, method).about,
         },
         groups=record.groups(passes, bytes_per_pass=bytes_per_pass, read_bandwidth=conditions.read_bandwidth),
         identity=record.identity_of([*passes, *loop.warm_up], verifier=verifier) if method else None,

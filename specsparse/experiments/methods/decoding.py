@@ -24,8 +24,10 @@ from specsparse.measure.repeats import Repeats, Width
 from specsparse.models import catalogue, hub
 from specsparse.report import display, record
 from specsparse.report.record import PLAIN, SAME_TEXT_VERIFIERS, Pass
+from specsparse.runtime import binding
 from specsparse.runtime.results import Generation
 from specsparse.speculative.base import Verifier
+from specsparse.speculative.drafters.plan import Bound, DrafterPlan
 from specsparse.speculative.method import make_drafter
 from specsparse.speculative.policies.base import Policy
 from specsparse.speculative.policies.options import KEPT
@@ -100,6 +102,12 @@ def method(cfg: MethodSettings, found: Measured | None = None) -> dict[str, Any]
         return {}
     drafter = make_drafter(cfg.drafter.name, cfg.drafter.options, policy(cfg, found), tree=tree(cfg, found))
     return {"drafter": drafter, "verifier": measured.verifier(cfg, drafter)}
+
+
+def bound_to(bench: Bench, method: dict[str, Any]) -> Bound:
+    """The drafter with the model that it drafts with, which the passes have loaded; without a plan nothing is known."""
+    drafter = method.get("drafter")
+    return binding.bind(bench.model, drafter) if isinstance(drafter, DrafterPlan) else Bound(drafter, lambda _: None)
 
 
 def what_is_measured(cfg: DecodingSettings, model: Model, out: Console) -> Measured | None:
