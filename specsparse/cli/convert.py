@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -204,7 +205,7 @@ def _dense(name: str, out: Path) -> Iterator[Path]:
     again."""
     from specsparse.models.convert.hf import convert_hf
 
-    if not (Path(name).expanduser() / "config.json").is_file():
+    if not (Path(os.path.expanduser(name)) / "config.json").is_file():
         yield _source(name, out).path
         return
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as beside:

@@ -83,7 +83,7 @@ def resolve(spec: str | Path) -> Path:
         if found is None:
             raise NotHere({"model.path": entry})
         return found
-    path = Path(spec).expanduser()
+    path = Path(os.path.expanduser(spec))
     if _exists(path):
         return path
     if "/" in text or "\\" in text or text.lower().endswith(".gguf"):

@@ -315,6 +315,9 @@ def changed(folder: Path, **config) -> Path:
     return folder
 
 
+WINDOWED = {"transformer_layer_config__use_sliding_window": True}
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -336,6 +339,13 @@ def changed(folder: Path, **config) -> Path:
         ({"transformer_layer_config__rope_parameters": {"rope_type": "longrope"}}, "longrope"),
         ({"transformer_layer_config__num_hidden_layers": 3}, "layer_types"),
         ({"transformer_layer_config__num_hidden_layers": 0}, "layers"),
+        ({"transformer_layer_config__num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000, 1 to 1024"),
+        ({"transformer_layer_config__rms_norm_eps": -1.0}, "rms_norm_eps is -1, a number above 0"),
+        ({"transformer_layer_config__head_dim": 10**15}, "head_dim is 1000000000000000, 1 to"),
+        ({"transformer_layer_config__partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+        ({"transformer_layer_config__rope_parameters": {"rope_theta": 0.5}}, "rope_theta is 0.5, a number above 1"),
+        (WINDOWED | {"transformer_layer_config__sliding_window": 0}, "sliding_window is 0, 1 to"),
+        (WINDOWED | {"transformer_layer_config__sliding_window": 1 << 40}, "sliding_window is 1099511627776, 1 to"),
         ({"speculators_model_type": None}, "dflash_config|target_layer_ids|mask_token_id"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -379,6 +389,7 @@ def test_tensors_of_other_drafters_are_refused(tmp_path):
         ("dflash.attention.head_count_kv", 3, "divide|attn_k"),
         ("dflash.embedding_length", 0, "embedding_length"),
         ("dflash.rope.scaling.type", "longrope", "longrope"),
+        ("dflash.rope.freq_base", 1.0, "freq_base' is 1.0, above 1"),
         ("dflash.attention.sliding_window", 5, "sliding_window_pattern"),
         ("tokenizer.ggml.mask_token_id", None, "mask_token_id"),
         ("tokenizer.ggml.mask_token_id", 4000, "mask token"),

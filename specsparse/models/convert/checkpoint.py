@@ -1,6 +1,7 @@
 """A Hugging Face checkpoint: config.json and tensors in safetensors or PyTorch's form, one file or several."""
 
 import json
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,7 +34,7 @@ class Checkpoint:
             UserError: no folder, no config, no tensors, a file missing or damaged.
         """
         self.folder = Path(folder)
-        if not self.folder.is_dir():
+        if not os.path.isdir(self.folder):
             raise UserError(f"{self.folder}: no such folder; a checkpoint has config.json and model.safetensors")
         self.config: Json = read_json(self.folder / "config.json")
         self._files = {name: self._open(name) for name in self._file_names()}
@@ -56,7 +57,7 @@ class Checkpoint:
 
     def _open(self, name: str) -> "safe_open | _TorchFile":
         path = self.folder / name
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise UserError(f"{path}: is missing, and the index names it")
         if not name.endswith(".safetensors"):
             return _TorchFile(path)
@@ -143,7 +144,7 @@ def read_json(path: Path, *, optional: bool = False) -> Json:
         if optional:
             return {}
         raise UserError(f"{path}: is missing") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from None
     if not isinstance(found, dict):
         raise UserError(f"{path}: holds no JSON object")

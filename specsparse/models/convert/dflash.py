@@ -4,6 +4,7 @@ The two differ in where options stand, and in what a layer's id means: the autho
 output is read, the library's `aux_hidden_state_layer_ids` layers whose input is. Here an id is of an input.
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -73,8 +74,8 @@ def read_dflash(path: str | Path) -> DFlashFile:
     Raises:
         UserError: it is none, is damaged, or has an option that is not supported, which the message names.
     """
-    path = Path(path).expanduser()
-    return read_folder(path) if path.is_dir() else read_gguf(open_gguf(path))
+    path = Path(os.path.expanduser(path))
+    return read_folder(path) if os.path.isdir(path) else read_gguf(open_gguf(path))
 
 
 def read_folder(folder: Path) -> DFlashFile:
@@ -93,24 +94,21 @@ def read_folder(folder: Path) -> DFlashFile:
         options, model, library = _authors(where, config), config, False
     hf = HfConfig(where, model)
     _refuse(hf)
-    layers, features = hf.get("num_hidden_layers", int), options["features"]
+    layers, features = hf.size("num_hidden_layers", most=1 << 10), options["features"]
     windows, causal = _attention(hf, options, layers)
     fc = checkpoint.shapes.get("fc.weight", (0, 0))
     if len(fc) != 2 or not features or not fc[1] or fc[1] % len(features):
         raise UserError(f"{folder}: tensor fc.weight is {fc}, which does not fit the {len(features)} layers of {where}")
-    head_dim, context = hf.get("head_dim", int, 128), hf.get("max_position_embeddings", int, 32768)
-    for name, value in {"hidden_size": hf.get("hidden_size", int), "head_dim": head_dim, "layers": layers}.items():
-        if value < 1:
-            raise UserError(f"{where}: {name} is {value}, at least 1 is needed")
+    head_dim, context = hf.size("head_dim", 128), hf.size("max_position_embeddings", 32768, most=MAX_CONTEXT)
     rope, factors = _rope(hf, head_dim, context)
     names = _names(checkpoint)
     shape = BlockShape(
-        width=hf.get("hidden_size", int),
-        heads=max(hf.get("num_attention_heads", int), 1),
-        kv_heads=max(hf.get("num_key_value_heads", int), 1),
+        width=hf.size("hidden_size"),
+        heads=hf.size("num_attention_heads"),
+        kv_heads=hf.size("num_key_value_heads"),
         head_dim=head_dim,
-        d_ff=hf.get("intermediate_size", int),
-        eps=hf.get("rms_norm_eps", float, 1e-6),
+        d_ff=hf.size("intermediate_size"),
+        eps=hf.eps(1e-6),
         features=features,
         feature_width=fc[1] // len(features),
         windows=windows,
@@ -214,19 +212,17 @@ def _refuse(hf: HfConfig) -> None:
 
 def _attention(hf: HfConfig, options: Json, layers: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
     """Window and causality of each layer. Without a word on it, layers that slide are causal inside the block."""
-    size = hf.get("sliding_window", int, None) if hf.get("use_sliding_window", bool, False) else None
+    given = hf.values.get("sliding_window") is not None
+    windowed = given and hf.get("use_sliding_window", bool, False)
     kinds = hf.get("layer_types", list, None)
     if kinds is None:
         first = hf.get("max_window_layers", int, 28)
-        kinds = ["sliding_attention" if size is not None and i >= first else "full_attention" for i in range(layers)]
+        kinds = ["sliding_attention" if windowed and i >= first else "full_attention" for i in range(layers)]
     known = ("sliding_attention", "full_attention")
     if len(kinds) != layers or any(kind not in known for kind in kinds):
         raise UserError(f"{hf.where}: layer_types must name one of {' and '.join(known)} for each of {layers} layers")
     slides = [kind == known[0] for kind in kinds]
-    if size is None and any(slides):
-        size = hf.get("sliding_window", int, None)
-    if size is not None and size < 1:
-        raise UserError(f"{hf.where}: sliding_window={size} must be at least 1")
+    size = hf.size("sliding_window", most=MAX_CONTEXT) if given and (windowed or any(slides)) else None
     causal = options["causal"]
     return (
         tuple(size if slide else None for slide in slides),
@@ -235,15 +231,11 @@ def _attention(hf: HfConfig, options: Json, layers: int) -> tuple[tuple[int | No
 
 
 def _rope(hf: HfConfig, head_dim: int, context: int) -> tuple[RopeConfig, np.ndarray | None]:
-    if not 1 <= context <= MAX_CONTEXT:
-        raise UserError(f"{hf.where}: max_position_embeddings is {context}, 1 to {MAX_CONTEXT} is allowed")
     found = hf.get("rope_parameters", dict, None) or hf.get("rope_scaling", dict, {})
-    base = found.get("rope_theta")
-    base = float(base) if type(base) in (int, float) else hf.get("rope_theta", float, 10000.0)
-    if not 0 < base < 1e12:
-        raise UserError(f"{hf.where}: rope_theta is {base}, a positive number is needed")
+    base = hf.theta(found, 10000.0)
+    partial = {"partial_rotary_factor": hf.get("partial_rotary_factor", float, None)}
     pretrained = hf.get("original_max_position_embeddings", int, None)
-    says = said(HfRope(hf.where, "llama", found, base, head_dim, context, pretrained))
+    says = said(HfRope(hf.where, "llama", partial | found, base, head_dim, context, pretrained))
     keys = {key.removeprefix("rope.scaling."): value for key, value in says.keys.items()}
     rope = RopeConfig(
         base=base,

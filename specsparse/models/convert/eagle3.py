@@ -5,6 +5,7 @@ inside `transformer_layer_config`. An option that is not known here is refused b
 computes.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -105,10 +106,10 @@ def read_eagle3(path: str | Path) -> Eagle3File:
     Raises:
         UserError: it is none, is damaged, or has an option that is not supported, which the message names.
     """
-    path = Path(path).expanduser()
-    if path.is_file() and path.suffix in (".safetensors", ".bin", ".json"):
+    path = Path(os.path.expanduser(path))
+    if os.path.isfile(path) and path.suffix in (".safetensors", ".bin", ".json"):
         path = path.parent
-    if path.is_dir():
+    if os.path.isdir(path):
         return read_folder(path)
     f = open_gguf(path)
     if f.get("general.architecture", "str", "") == head_file.ARCHITECTURE:
@@ -136,19 +137,19 @@ def read_folder(folder: Path) -> Eagle3File:
     _refuse_variants(hf)
     names = _names(checkpoint)
     shapes = {name: checkpoint.shapes[theirs] for name, theirs in names.items()}
-    D, H = _size(hf, "hidden_size"), _size(hf, "num_attention_heads")
-    target_width = _size(options, "target_hidden_size", D)
-    head_dim = _size(hf, "head_dim", max(D // H, 1))
-    context = _size(hf, "max_position_embeddings", 2048, most=MAX_CONTEXT)
+    D, H = hf.size("hidden_size"), hf.size("num_attention_heads")
+    target_width = options.size("target_hidden_size", D)
+    head_dim = hf.size("head_dim", max(D // H, 1))
+    context = hf.size("max_position_embeddings", 2048, most=MAX_CONTEXT)
     rope, factors = _rope(hf, head_dim, context)
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     shape = HeadShape(
         width=D,
         heads=H,
-        kv_heads=_size(hf, "num_key_value_heads", H),
+        kv_heads=hf.size("num_key_value_heads", H),
         head_dim=head_dim,
-        d_ff=_size(hf, "intermediate_size"),
-        eps=hf.get("rms_norm_eps", float, 1e-6),
+        d_ff=hf.size("intermediate_size"),
+        eps=hf.eps(1e-6),
         features=features_of(shapes.get("fc.weight"), target_width, folder),
         qk_norm="blk.0.attn_q_norm.weight" in names,
         biases=tuple(name for name in PROJECTIONS if f"blk.0.{name}.bias" in names),
@@ -166,7 +167,7 @@ def read_folder(folder: Path) -> Eagle3File:
         rope_factors=factors,
         rope_scaling=hf.get("rope_parameters", dict, None) or hf.get("rope_scaling", dict, None),
         context=context,
-        vocab_size=_size(hf, "vocab_size"),
+        vocab_size=hf.size("vocab_size"),
         ids=ids,
         tensors=shapes,
         load=lambda name: _load(checkpoint, name, names[name]),
@@ -206,13 +207,6 @@ def _refuse_variants(hf: HfConfig) -> None:
         raise UserError(f"{hf.where}: quantization_config is not supported: take the head's float weights")
 
 
-def _size(config: HfConfig, key: str, default: int | None = None, most: int = 1 << 24) -> int:
-    value = config.get(key, int) if default is None else config.get(key, int, default)
-    if not 1 <= value <= most:
-        raise UserError(f"{config.where}: {key} is {value}, 1 to {most} is allowed")
-    return value
-
-
 def _layers(options: HfConfig) -> tuple[int, ...]:
     """The layers that the config names, itself or in eagle_config; () for none.
 
@@ -234,10 +228,7 @@ def _layers(options: HfConfig) -> tuple[int, ...]:
 
 def _rope(hf: HfConfig, head_dim: int, context: int) -> tuple[RopeConfig, np.ndarray | None]:
     found = hf.get("rope_parameters", dict, None) or hf.get("rope_scaling", dict, {})
-    base = found.get("rope_theta")
-    base = float(base) if type(base) in (int, float) else hf.get("rope_theta", float, 10000.0)
-    if not 0 < base < 1e12:
-        raise UserError(f"{hf.where}: rope_theta is {base}, a positive number is needed")
+    base = hf.theta(found, 10000.0)
     partial = {"partial_rotary_factor": hf.get("partial_rotary_factor", float, None)}
     pretrained = hf.get("original_max_position_embeddings", int, None)
     says = said(HfRope(hf.where, "llama", partial | found, base, head_dim, context, pretrained))

@@ -59,7 +59,7 @@ def convert_hf(
 
 def folder_of(source: str | os.PathLike[str]) -> Path:
     """The folder of a checkpoint: the one given, or that of a repository, downloaded."""
-    folder = Path(source).expanduser()
+    folder = Path(os.path.expanduser(source))
     text = str(source)
     if folder.is_dir():
         return folder

@@ -1,5 +1,6 @@
 """config.json of a checkpoint of transformers -> GGUF metadata."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from specsparse.models.convert.hf_rope import HfRope, said
 from specsparse.support.json_files import Json
 
 _MISSING: Any = object()
+_MOST = 1e12
 
 
 @dataclass(frozen=True)
@@ -29,18 +31,56 @@ class HfConfig:
         """A value of that type (an int counts as a float); null counts as missing.
 
         Raises:
-            UserError: it is missing and has no default, or is of another type.
+            UserError: it is missing and has no default, is of another type, or is a number that is not finite.
         """
         value = self.values.get(key)
         if value is None:
             if default is _MISSING:
                 raise UserError(f"{self.where}: has no {key}")
             return default
-        if kind is float and type(value) is int:
+        if kind is float and type(value) is int and abs(value) < _MOST:
             value = float(value)
         if type(value) is not kind:
             raise UserError(f"{self.where}: {key} is {value!r:.60}, not of type {kind.__name__}")
+        if kind is float and not math.isfinite(value):
+            raise UserError(f"{self.where}: {key} is {value}, a finite number is needed")
         return value
+
+    def size(self, key: str, default: Any = _MISSING, most: int = 1 << 24) -> int:
+        """A whole number in 1..most.
+
+        Raises:
+            UserError: as `get`, or it is out of range.
+        """
+        value = self.get(key, int, default)
+        if not 1 <= value <= most:
+            raise UserError(f"{self.where}: {key} is {value!r:.60}, 1 to {most} is allowed")
+        return value
+
+    def eps(self, default: Any = _MISSING) -> float:
+        """The epsilon of RMS norms, above 0 and up to 1.
+
+        Raises:
+            UserError: as `get`, or it is out of range.
+        """
+        value = self.get("rms_norm_eps", float, default)
+        if not 0 < value <= 1:
+            raise UserError(f"{self.where}: rms_norm_eps is {value:g}, a number above 0 and up to 1 is needed")
+        return value
+
+    def theta(self, table: Json, default: float) -> float:
+        """The base of a rotary embedding: that of its table, else the one beside it.
+
+        Raises:
+            UserError: it is no number above 1.
+        """
+        base = HfConfig(self.where, table).get("rope_theta", float, None)
+        return self._base(self.get("rope_theta", float, default) if base is None else base)
+
+    def _base(self, base: float) -> float:
+        if not 1 < base <= _MOST:
+            raise UserError(f"{self.where}: rope_theta is {base:g}, a number above 1 and up to {_MOST:g} is needed")
+        return base
 
     @property
     def form(self) -> HfClass:
@@ -95,12 +135,11 @@ class HfConfig:
         if not isinstance(found, dict):
             raise UserError(f"{self.where}: rope_parameters.full_attention is {found!r:.60}, not a table")
         partial = {"partial_rotary_factor": self.get("partial_rotary_factor", float, None)}
-        base = found.get("rope_theta")
         return HfRope(
             self.where,
             self.architecture,
             partial | found,
-            base=float(base) if isinstance(base, int | float) else self.get("rope_theta", float, self.form.rope_base),
+            base=self.theta(found, self.form.rope_base),
             dim=self.head_dim,
             context=self.get("max_position_embeddings", int),
             pretrained=self.get("original_max_position_embeddings", int, None),
@@ -121,12 +160,10 @@ class HfConfig:
             return None
         own = self._ropes.get("sliding_attention", {})
         table = own if isinstance(own, dict) else {"rope_type": own}
-        base = table.get("rope_theta")
-        base = self.get("rope_local_base_freq", float, usual) if base is None else base
-        number = isinstance(base, int | float) and not isinstance(base, bool)
-        if not number or table.get("rope_type", "default") != "default":
+        if table.get("rope_type", "default") != "default":
             raise UserError(f"{self.where}: RoPE of the layers with a window is {own!r:.60}: only a base is supported")
-        return float(base)
+        base = HfConfig(self.where, table).get("rope_theta", float, None)
+        return self._base(self.get("rope_local_base_freq", float, usual) if base is None else base)
 
     def window(self) -> int | None:
         """Tokens that a layer with a window sees; None where all see all.
@@ -213,7 +250,7 @@ def metadata(config: HfConfig, *, name: str) -> Json:
         f"{a}.feed_forward_length": config.get("intermediate_size", int),
         f"{a}.attention.head_count": config.n_heads,
         f"{a}.attention.head_count_kv": config.n_kv_heads,
-        f"{a}.attention.layer_norm_rms_epsilon": config.get("rms_norm_eps", float),
+        f"{a}.attention.layer_norm_rms_epsilon": config.eps(),
         f"{a}.rope.freq_base": rope.base,
         f"{a}.rope.dimension_count": head_dim,
     }

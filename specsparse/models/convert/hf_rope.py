@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from specsparse.engine.config import MAX_CONTEXT
 from specsparse.engine.rope import angles
 from specsparse.engine.rope_config import RopeConfig
 from specsparse.errors import UserError
@@ -19,6 +20,7 @@ _READ = {
 }  # fmt: skip
 """Keys of the scaling that transformers reads for one kind or another, and one that changes nothing."""
 _ATTENTION = "rope.scaling.attn_factor"
+_LEAST, _MOST = 1e-6, 1e9  # no real number of a scaling comes near
 
 
 @dataclass(frozen=True)
@@ -65,18 +67,25 @@ class HfRope:
         """A positive number of the scaling; null counts as missing.
 
         Raises:
-            UserError: it is missing and has no default, or is none.
+            UserError: it is missing and has no default, is none, or is one that no angle can be made of.
         """
         value = self.values.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise UserError(f"{self.where}: rope scaling has {key}={value!r:.40}, a positive number is needed")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _LEAST <= value <= _MOST:
+            raise UserError(
+                f"{self.where}: rope scaling has {key}={value!r:.40}, a positive number is needed, {_LEAST:g} to "
+                f"{_MOST:g}"
+            )
         return float(value)
 
     @property
     def original(self) -> int:
-        """Trained positions."""
-        return self.pretrained or int(self.number("original_max_position_embeddings", float(self.context)))
+        """Trained positions; UserError where there are none, or more than any model has."""
+        key = "original_max_position_embeddings"
+        positions = self.pretrained or int(self.number(key, float(self.context)))
+        if not 1 <= positions <= MAX_CONTEXT:
+            raise UserError(f"{self.where}: {key} is {positions!r:.40}, 1 to {MAX_CONTEXT} is allowed")
+        return positions
 
     @property
     def plain(self) -> np.ndarray:

@@ -213,7 +213,7 @@ def _windows(f: GGUFFile, keys: "_DFlashKeys", layers: int) -> tuple[int | None,
         return (None,) * layers
     key = "attention.sliding_window_pattern"
     pattern = keys.numbers(key)
-    if len(pattern) < layers or window < 1:
+    if len(pattern) < layers or not 1 <= window <= MAX_CONTEXT:
         raise UserError(f"{f.path}: {ARCHITECTURE}.{key} must say of each of the {layers} layers whether it slides")
     return tuple(window if slides else None for slides in pattern[:layers])
 
@@ -223,8 +223,10 @@ def _rope(f: GGUFFile, keys: "_DFlashKeys", head_dim: int) -> RopeConfig:
     scaling = f.get(f"{ARCHITECTURE}.rope.scaling.type", "str", "linear" if factor != 1.0 else "none")
     if scaling not in SCALINGS or keys.size("rope.dimension_count", head_dim) != head_dim:
         raise UserError(f"{f.path}: rope scaling {show(scaling)}, or a rotation of a part of a head, is not supported")
+    if scaling == "yarn" and factor < 1.0:
+        raise UserError(f"{f.path}: rope scaling has factor={factor:g}, YaRN needs at least 1")
     return RopeConfig(
-        base=keys.number("rope.freq_base", 10000.0),
+        base=keys.number("rope.freq_base", 10000.0, low=1.0),
         dim=head_dim,
         pairing="neox",
         scaling=scaling,
@@ -261,12 +263,14 @@ class _DFlashKeys:
             raise UserError(f"{self.f.path}: metadata key '{full}' is {value}, 1 to {most} is allowed")
         return value
 
-    def number(self, key: str, default: float | None = None, most: float = 1e12) -> float:
-        """A finite float in (0, most]."""
+    def number(self, key: str, default: float | None = None, low: float = 0.0, most: float = 1e12) -> float:
+        """A finite float in (low, most]."""
         full = f"{ARCHITECTURE}.{key}"
         value = self.f.get(full, "float") if default is None else self.f.get(full, "float", default)
-        if not 0 < value <= most:
-            raise UserError(f"{self.f.path}: metadata key '{full}' is {value}, above 0 and up to {most:g} is allowed")
+        if not low < value <= most:
+            raise UserError(
+                f"{self.f.path}: metadata key '{full}' is {value}, above {low:g} and up to {most:g} is allowed"
+            )
         return value
 
     def numbers(self, key: str) -> np.ndarray:

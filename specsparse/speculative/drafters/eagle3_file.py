@@ -227,7 +227,10 @@ def read_gguf(f: GGUFFile) -> Eagle3File:
     def load(name: str) -> TensorInfo:
         heads = {"blk.0.attn_q": H, "blk.0.attn_k": G}.get(name.rpartition(".")[0])
         t = f.tensors[name]
-        return t if heads is None else replace(t, raw=halves(t.raw, heads))
+        if heads is None:
+            return t
+        rows = t.raw.reshape(t.shape[0], -1)  # of a bias, one element each
+        return replace(t, raw=halves(rows, heads).reshape(t.raw.shape))
 
     return Eagle3File(
         path=f.path,
@@ -284,8 +287,10 @@ def _rope(f: GGUFFile, keys: "_Keys", head_dim: int) -> RopeConfig:
     scaling = f.get(f"{ARCHITECTURE}.rope.scaling.type", "str", "linear" if factor != 1.0 else "none")
     if scaling not in SCALINGS or keys.size("rope.dimension_count", head_dim) != head_dim:
         raise UserError(f"{f.path}: rope scaling {show(scaling)}, or a rotation of a part of a head, is not supported")
+    if scaling == "yarn" and factor < 1.0:
+        raise UserError(f"{f.path}: rope scaling has factor={factor:g}, YaRN needs at least 1")
     return RopeConfig(
-        base=keys.number("rope.freq_base", 10000.0),
+        base=keys.number("rope.freq_base", 10000.0, low=1.0),
         dim=head_dim,
         pairing="neox",
         scaling=scaling,
@@ -325,12 +330,14 @@ class _Keys:
             raise UserError(f"{self.f.path}: metadata key '{full}' is {value}, 1 to {most} is allowed")
         return value
 
-    def number(self, key: str, default: float | None = None, most: float = 1e12) -> float:
-        """A finite float in (0, most]."""
+    def number(self, key: str, default: float | None = None, low: float = 0.0, most: float = 1e12) -> float:
+        """A finite float in (low, most]."""
         full = f"{ARCHITECTURE}.{key}"
         value = self.f.get(full, "float") if default is None else self.f.get(full, "float", default)
-        if not 0 < value <= most:
-            raise UserError(f"{self.f.path}: metadata key '{full}' is {value}, above 0 and up to {most:g} is allowed")
+        if not low < value <= most:
+            raise UserError(
+                f"{self.f.path}: metadata key '{full}' is {value}, above {low:g} and up to {most:g} is allowed"
+            )
         return value
 
     def layers(self) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 names."""
 
 import hashlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,7 @@ def find(spec: str | Path | None, output_norm: ArrayLike | None) -> Path:
             if open_gguf(path).get(TARGET, "str", "") == wanted:
                 return path
         raise UserError("no head was trained for this model: give drafter.head=FILE, or +experiment=train_drafter")
-    for path in (SHIPPED / f"{spec}.gguf", Path(spec).expanduser()):
+    for path in (SHIPPED / f"{spec}.gguf", Path(os.path.expanduser(spec))):
         if path.is_file():
             return path
     names = ", ".join(path.stem for path in shipped) or "none"

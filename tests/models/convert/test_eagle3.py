@@ -15,7 +15,7 @@ from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
 from specsparse.models.convert.eagle3 import convert_eagle3, read_eagle3, write_folder
 from specsparse.powerinfer.files.torch_zip import write_torch
-from specsparse.speculative.drafters.eagle3_file import interleaved
+from specsparse.speculative.drafters.eagle3_file import interleaved, write_eagle3_gguf
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import random_eagle3, random_head
 
@@ -49,6 +49,26 @@ def test_a_head_goes_through_every_form(tmp_path, head, form):
     out = write(ORACLE / head, tmp_path, form)
     same(first, read_eagle3(out))
     same(first, read_eagle3(write(out, tmp_path, next(f for f in FORMS if f != form))))
+
+
+def test_biases_go_through_gguf(tmp_path):
+    """llama.cpp turns neighbours: biases of queries and keys change places with the rows."""
+    target = write_tiny_gguf(tmp_path / "m.gguf", quant="F32")
+    file = random_eagle3(specsparse.load(target), biases=("attn_q", "attn_k", "attn_v"))
+    same(file, read_eagle3(write_eagle3_gguf(file, tmp_path / "h.gguf", tokenizer={})))
+
+
+def test_paths_that_no_system_has_are_one_line(tmp_path):
+    for path in ("~nobody-of-that-name/x", "x" * 5000):
+        with pytest.raises(UserError):
+            read_eagle3(path)
+    folder = changed(tmp_path / "head")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x" * 5000}}))
+    with pytest.raises(UserError, match="is missing, and the index names it"):
+        read_eagle3(folder)
+    (folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match="cannot be read: maximum recursion depth"):
+        read_eagle3(folder)
 
 
 def test_the_gguf_form_is_the_one_that_llama_cpp_was_given(tmp_path):
@@ -91,6 +111,12 @@ def changed(folder: Path, config=None, layer=None, tensors=None) -> Path:
     return folder
 
 
+def yarn(**scaling):
+    """A layer with YaRN, some of its numbers changed."""
+    plain = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}
+    return {"layer": {"rope_parameters": plain | scaling}}
+
+
 REFUSED = {
     "an option": ({"config": {"use_magic": True}}, "the option use_magic=True is not supported"),
     "of the layer": ({"layer": {"clip_qkv": 8}}, "the option clip_qkv=8 is not supported"),
@@ -98,6 +124,14 @@ REFUSED = {
     "elsewhere": ({"layer": {"norm_output": True}}, "the option norm_output=True is not supported"),
     "scalar": ({"tensors": {"lm_head.weight": np.float32(1)[...]}}, r"tensor output.weight is \(\), rows of 32"),
     "act": ({"layer": {"hidden_act": "gelu"}}, "hidden_act=gelu is not supported"),
+    "eps": ({"layer": {"rms_norm_eps": float("nan")}}, "rms_norm_eps is nan, a finite number is needed"),
+    "no eps": ({"layer": {"rms_norm_eps": 0}}, "rms_norm_eps is 0, a number above 0 and up to 1 is needed"),
+    "endless eps": ({"layer": {"rms_norm_eps": 10**400}}, "rms_norm_eps is 1000.*, not of type float"),
+    "theta": (yarn(rope_theta=1.0), "rope_theta is 1, a number above 1"),
+    "endless theta": (yarn(rope_theta=10**400), "rope_theta is 1000.*, not of type float"),
+    "positions": (yarn(original_max_position_embeddings=0.5), "is 0, 1 to 16777216 is allowed"),
+    "factor": (yarn(factor=10**400), "factor=1000.*, a positive number is needed"),
+    "magnitude": (yarn(attention_factor=1e300), r"attention_factor=1e\+300, a positive number is needed"),
     "window": ({"layer": {"use_sliding_window": True, "sliding_window": 4}}, "sliding_window is not supported"),
     "quantised": ({"layer": {"quantization_config": {"bits": 4}}}, "quantization_config is not supported"),
     "inside": ({"config": {"eagle_config": {"use_mtp_layernorm": True}}}, "eagle_config.use_mtp_layernorm=True is not"),

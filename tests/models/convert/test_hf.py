@@ -146,6 +146,9 @@ def test_a_draft_head_is_called_one(tmp_path, capsys, command, name):
     argv = {"inspect": ["inspect", str(tmp_path)], "convert": ["convert", "hf", str(tmp_path), "out.gguf"]}[command]
     assert cli.main(argv) == 2
     said = capsys.readouterr().err
+    if (command, name) == ("inspect", "EAGLE-3"):  # is read, to be described
+        assert "pytorch_model.bin: is not a readable torch file" in said and said.count("\n") == 1
+        return
     assert f"is a draft head ({name}) " in said and "not a model" in said and said.count("\n") == 1
     assert ("for someone/target" in said) == (name == "Medusa")
 

@@ -81,6 +81,9 @@ def test_trained_positions_beside_the_scaling_come_first(tmp_path):
         ({"truncate": "no"}, "truncate='no', true or false is needed"),
         ({"beta_fast": -1}, "beta_fast=-1, a positive number is needed"),
         ({"attention_factor": "x"}, "attention_factor='x', a positive number is needed"),
+        ({"factor": 10**400}, "factor=1000.*, a positive number is needed"),
+        ({"original_max_position_embeddings": 0.5}, "original_max_position_embeddings is 0, 1 to"),
+        ({"rope_theta": 1.0}, "rope_theta is 1, a number above 1"),
         ({"factor": 0.5}, "factor=0.5, YaRN needs at least 1"),
     ],
 )
