@@ -120,8 +120,8 @@ class HfConfig:
     @property
     def head_dim(self) -> int:
         """Elements of a head."""
-        width = self.get("hidden_size", int)
-        return self.get("head_dim", int, width // self.n_heads if self.n_heads > 0 else 0)
+        width = self.size("hidden_size")
+        return self.size("head_dim", width // self.n_heads if self.n_heads > 0 else 0)
 
     @property
     def tied(self) -> bool:
