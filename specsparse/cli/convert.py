@@ -31,12 +31,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arg("--outtype", default="f16", metavar="TYPE", help=f"of the matrices: {OUT_TYPES} (%(default)s)")
     arg("--pre", metavar="NAME", help="pre-tokenizer of a byte-level BPE, where it cannot be told")
 
-    arg = add("eagle3", _eagle3, "an EAGLE-3 head into another of its forms: a folder, or a GGUF file for llama.cpp")
-    arg("source", metavar="HEAD", help="a folder, a GGUF file, a known name or hf://owner/repo")
-    arg("out", type=Path, metavar="OUT", help="a folder, or a file that ends in .gguf")
-    arg("--form", choices=("original", "speculators"), help="of a folder (original)")
-    arg("--target", metavar="MODEL", help="the target's GGUF file: its tokenizer goes into the head's")
-    arg("--outtype", default="f32", metavar="TYPE", help="of a GGUF file's matrices: f32, f16, bf16, q8_0, q4_0, q4_1")
+    of_head = "another of its forms: a folder, or a GGUF file for llama.cpp"
+    for name, run, what, forms, default in (
+        ("eagle3", _eagle3, "an EAGLE-3 head", ("original", "speculators"), "original"),
+        ("dflash", _dflash, "a DFlash drafter", ("authors", "speculators"), "the first that can say what it is"),
+    ):
+        arg = add(name, run, f"{what} into {of_head}")
+        arg("source", metavar="HEAD", help="a folder, a GGUF file, a known name or hf://owner/repo")
+        arg("out", type=Path, metavar="OUT", help="a folder, or a file that ends in .gguf")
+        arg("--form", choices=forms, help=f"of a folder ({default})")
+        arg("--target", metavar="MODEL", help="the target's GGUF file: its tokenizer goes into the head's")
+        types = "f32, f16, bf16, q8_0, q4_0, q4_1"
+        arg("--outtype", default="f32", metavar="TYPE", help=f"of a GGUF file's matrices: {types}")
 
     arg = add("quantize", _quantize, "a GGUF file into another type of weights")
     arg("source", metavar="IN.gguf", help="a path, a known name or hf://owner/repo/file.gguf")
@@ -119,17 +125,31 @@ def _hf(args: argparse.Namespace) -> int:
 
 
 def _eagle3(args: argparse.Namespace) -> int:
-    from specsparse.models import obtain
     from specsparse.models.convert.eagle3 import convert_eagle3
+
+    return _head(args, convert_eagle3)
+
+
+def _dflash(args: argparse.Namespace) -> int:
+    from specsparse.models.convert.dflash import convert_dflash
+
+    return _head(args, convert_dflash)
+
+
+def _head(args: argparse.Namespace, convert: Callable[..., Any]) -> int:
+    """A draft head into another of its forms."""
+    from specsparse.measure import inspection
+    from specsparse.models import obtain
 
     target = _source(args.target, args.out) if args.target else None
     source = obtain.published(args.source)
     if args.out.exists() and args.out.samefile(source):
         raise UserError(f"{args.out}: is the source; give another place to write")
-    file = convert_eagle3(source, args.out, form=args.form, target=target, quant=args.outtype)
+    file = convert(source, args.out, form=args.form, target=target, quant=args.outtype)
     if args.out.suffix == ".gguf":
         return _wrote(args.out)
-    print(f"wrote {args.out}: {', '.join(sorted(path.name for path in args.out.iterdir()))}, for {file.vocab_size} ids")
+    names = ", ".join(sorted(path.name for path in args.out.iterdir()))
+    print(f"wrote {args.out}: {names} ({inspection.head_facts(file)['head']})")
     return 0
 
 

@@ -52,14 +52,15 @@ def _look_at(name: str) -> Any:
     from specsparse.engine.gguf.reader import open_gguf
     from specsparse.measure import inspection
     from specsparse.models import catalogue, hub, obtain
+    from specsparse.models.convert import dflash, eagle3
     from specsparse.models.convert.checkpoint import read_json
     from specsparse.models.convert.draft_head import kind, refuse_draft_head
-    from specsparse.models.convert.eagle3 import read_folder
 
     path = obtain.published(name, "no") if name.startswith(hub.SCHEME) else catalogue.resolve(name)
     if (path / "config.json").is_file():
-        if kind(read_json(path / "config.json")) == "EAGLE-3":
-            return inspection.head_facts(read_folder(path))
+        read = {"EAGLE-3": eagle3.read_folder, "DFlash": dflash.read_folder}.get(kind(read_json(path / "config.json")))
+        if read is not None:
+            return inspection.head_facts(read(path))
         refuse_draft_head(path)
         raise UserError(f"{path}: is a folder of transformers; `specsparse convert hf {path} OUT.gguf` makes a GGUF")
     return inspection.look_at(open_gguf(path))
@@ -76,7 +77,8 @@ def parts(report: Mapping[str, Any], device: str) -> Iterator[Any]:
     yield f"  {kinds}"
     if report["head"]:
         yield _pairs("head", report["head"])
-        yield f"drafts for its target: drafter=eagle3 drafter.path={report['file']}"
+        drafter = report["metadata"]["general.architecture"]  # eagle3 and dflash name the drafters too
+        yield f"drafts for its target: drafter={drafter} drafter.path={report['file']}"
         return
     if report["problem"]:
         yield f"does not run here: {report['problem']}"

@@ -15,8 +15,9 @@ from specsparse.measure.costs import traffic
 from specsparse.measure.costs.devices import Device
 from specsparse.measure.costs.roofline import Roofline
 from specsparse.speculative import expected, vocab
-from specsparse.speculative.drafters import eagle3_file
-from specsparse.speculative.drafters.eagle3_file import EMBEDDING, OUTPUT, Eagle3File
+from specsparse.speculative.drafters import dflash_file, eagle3_file
+from specsparse.speculative.drafters.dflash_file import DFlashFile
+from specsparse.speculative.drafters.eagle3_file import Eagle3File
 from specsparse.speculative.intersection import intersect
 from specsparse.support.json_files import Json
 
@@ -42,14 +43,19 @@ class Inspected:
     config: ModelConfig | None
     tokenizer: Tokenizer | None
     problem: str | None = None
-    head: Eagle3File | None = None
+    head: Eagle3File | DFlashFile | None = None
+
+
+_OWN = {dflash_file.EMBEDDING: "embedding", dflash_file.OUTPUT: "output matrix"}  # named alike in both kinds of heads
+_HEADS = {module.ARCHITECTURE: module.read_gguf for module in (dflash_file, eagle3_file)}
 
 
 def look_at(f: GGUFFile) -> Inspected:
     """The config and the tokenizer of an open file, the head in it, or why it has none that runs here."""
     try:
-        if f.metadata.get("general.architecture") == eagle3_file.ARCHITECTURE:
-            return Inspected(f, None, None, head=eagle3_file.read_gguf(f))
+        read_head = _HEADS.get(f.get("general.architecture", "str", ""))
+        if read_head is not None:
+            return Inspected(f, None, None, head=read_head(f))
         config = ModelConfig.from_gguf(f)
         return Inspected(f, config, Tokenizer.from_metadata(f.metadata, where=str(f.path)))
     except UserError as error:
@@ -157,24 +163,54 @@ def _sparse(config: ModelConfig) -> str:
     return f", predictors of rank {min(ranks)} to {max(ranks)}" if ranks else ""
 
 
-def head_facts(file: Eagle3File) -> dict[str, str]:
-    """The shape of an EAGLE-3 head and what it is for, a line each."""
-    s = file.shape
-    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
-    scored = file.vocab_size if file.ids is None else len(file.ids)
-    own = [what for what, name in (("embedding", EMBEDDING), ("output matrix", OUTPUT)) if name in file.tensors]
-    facts = {
-        "head": f"EAGLE-3, width {s.width}, FFN {s.d_ff}, {s.heads} heads of {s.head_dim}, {s.kv_heads} for keys",
-        "target": f"{file.target or 'not named'}, width {file.target_width}, {file.vocab_size} ids",
-        "features": f"what enters layers {', '.join(map(str, file.layers)) or '2, L/2 and L - 3 of the target'}",
-        "scores": f"{scored} ids",
-        "of its own": " and ".join(own) or "neither embedding nor output matrix: the target's",
-        "options": ", ".join(flag for flag in flags if getattr(s, flag)) or "none",
-    }
+def head_facts(file: Eagle3File | DFlashFile) -> dict[str, str]:
+    """The shape of an EAGLE-3 head or a DFlash drafter and what it is for, a line each."""
+    facts, options = _eagle3_facts(file) if isinstance(file, Eagle3File) else _dflash_facts(file)
+    own = [what for name, what in _OWN.items() if name in file.tensors]
+    facts["of its own"] = " and ".join(own) or "neither embedding nor output matrix: the target's"
+    facts["options"] = ", ".join(options) or "none"
     if file.accept_k > 1:
         lossy = f"verifier_accept_k={file.accept_k}: lossy where it is honoured; here drafts are verified without loss"
         facts["verifier"] = lossy
     return facts
+
+
+def _eagle3_facts(file: Eagle3File) -> tuple[dict[str, str], list[str]]:
+    """Facts of the head alone, and the options that are set."""
+    s = file.shape
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
+    facts = {
+        "head": f"EAGLE-3, width {s.width}, FFN {s.d_ff}, {s.heads} heads of {s.head_dim}, {s.kv_heads} for keys",
+        "target": f"{file.target or 'not named'}, width {file.target_width}, {file.vocab_size} ids",
+        "features": f"what enters layers {', '.join(map(str, file.layers)) or '2, L/2 and L - 3 of the target'}",
+        "scores": f"{file.vocab_size if file.ids is None else len(file.ids)} ids",
+    }
+    return facts, [flag for flag in flags if getattr(s, flag)]
+
+
+def _dflash_facts(file: DFlashFile) -> tuple[dict[str, str], list[str]]:
+    """As `_eagle3_facts`, of a block drafter."""
+    s = file.shape
+    rows = file.tensors[dflash_file.OUTPUT][0] if dflash_file.OUTPUT in file.tensors else None
+    scored = rows if file.ids is None else len(file.ids)
+    facts = {
+        "head": f"DFlash, {s.layers} layers of width {s.width}, FFN {s.d_ff}, {s.heads} heads of {s.head_dim}, "
+        f"{s.kv_heads} for keys",
+        "target": f"{file.target or 'not named'}, width {s.feature_width}",
+        "features": f"what enters layers {', '.join(map(str, s.features))}",
+        "block": f"{file.block_size} rows, {file.drafts} tokens drafted, mask token {file.mask_token}",
+        "scores": "all ids of the target" if scored is None else f"{scored} ids",
+    }
+    windows = [window for window in s.windows if window is not None]
+    options = {
+        f"a window of {' and '.join(map(str, sorted({*windows})))} on {len(windows)} of {s.layers}": windows,
+        f"causal inside the block on {sum(s.causal)} of {s.layers}": any(s.causal),
+        "sample_from_anchor": file.from_anchor,
+        f"embedding_scale={file.embedding_scale:g}": file.embedding_scale != 1.0,
+        f"logit_scale={file.logit_scale:g}": file.logit_scale != 1.0,
+        f"softcap={file.softcap:g}": file.softcap > 0,
+    }
+    return facts, [text for text, there in options.items() if there]
 
 
 def tokenizer_facts(tokenizer: Tokenizer, *, template: bool) -> dict[str, str]:

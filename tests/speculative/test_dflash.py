@@ -13,6 +13,7 @@ from gguf.constants import GGMLQuantizationType
 from safetensors.numpy import load_file, save_file
 
 import specsparse
+from specsparse import SamplingParams
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.gguf.writer import NewTensor, write_gguf
 from specsparse.engine.llama import Want
@@ -226,6 +227,50 @@ def test_ddtree_is_for_laws_that_do_not_depend_on_the_draft(tiny):
     plan = get_drafter("layer_skip", layers=[0], tree=get_tree("ddtree", nodes=4, depth=2))
     with pytest.raises(UserError, match="drafter=dflash"):
         plan.bind(tiny, MakeModel(lambda spec: tiny, with_fewer_neurons))
+
+
+# Decoding, end to end on the oracle's target
+
+PROMPTS = ["hello world", "abc"]
+
+
+def decode(model, heat, **options):
+    law = SamplingParams(temperature=heat, max_tokens=24, ignore_eos=True)
+    return specsparse.generate(model, PROMPTS, sampling=law, seed=3, **options)
+
+
+@pytest.mark.parametrize(("verifier", "heat"), [("token", 3.0), ("block", 3.0), ("delta", 0.0)])
+def test_verifiers_of_laws_decode(target, verifier, heat):
+    """Laws drawn from (`token`, `block`) and one-hot drafts (`delta`); near-uniform p and q overlap, so drafts pass."""
+    drafter = get_drafter("dflash", path=str(ORACLE), gamma=5, temperature=heat)
+    for g in decode(target, 3.0, drafter=drafter, verifier=verifier):
+        c = g.stats.counters
+        assert len(g.token_ids) == c.num_emitted_tokens == 24 and g.finish_reason == "length"
+        assert all(0 <= i < target.config.vocab_size for i in g.token_ids)
+        assert c.num_emitted_tokens == c.num_rounds + c.num_accepted_tokens
+        assert c.num_accepted_tokens == sum(c.num_accepted_tokens_per_pos) <= c.num_tested <= c.num_draft_tokens
+        assert heat == 0 or c.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("verifier", "heat", "words"),
+    [("token", 0.0, "token cannot verify one_hot chain"), ("delta", 1.0, "delta cannot verify sampled chain")],
+)
+def test_unsound_pairs_are_refused(target, verifier, heat, words):
+    drafter = get_drafter("dflash", path=str(ORACLE), gamma=5, temperature=heat)
+    with pytest.raises(UserError, match=words):
+        decode(target, 1.0, drafter=drafter, verifier=verifier)
+
+
+def test_greedy_text_is_plain_where_whole_blocks_are_accepted(target):
+    """A drafter of the one token that the greedy text repeats: its cache goes on after five accepted and after none."""
+    plain = decode(target, 0.0)
+    ids = [token for g in plain for token in g.token_ids]
+    drafter = get_drafter("dflash", path=random_dflash(target, ids=[max(ids, key=ids.count)]), gamma=5)
+    got = decode(target, 0.0, drafter=drafter, verifier="greedy")
+    assert [g.token_ids for g in got] == [g.token_ids for g in plain]
+    accepted = np.array([g.stats.counters.num_accepted_tokens_per_pos for g in got])
+    assert accepted[:, 4].sum() > 0 and accepted[:, 0].sum() < sum(g.stats.counters.num_drafts for g in got)
 
 
 # Files

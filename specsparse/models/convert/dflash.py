@@ -15,8 +15,9 @@ from gguf.constants import GGMLQuantizationType
 from safetensors.numpy import save
 
 from specsparse.engine.config import MAX_CONTEXT, RopeConfig
-from specsparse.engine.gguf.reader import TensorInfo, open_gguf
+from specsparse.engine.gguf.reader import GGUFFile, TensorInfo, open_gguf
 from specsparse.errors import UserError
+from specsparse.models.convert import draft_head
 from specsparse.models.convert.checkpoint import Checkpoint
 from specsparse.models.convert.hf_config import HfConfig
 from specsparse.models.convert.hf_rope import HfRope, said
@@ -27,6 +28,7 @@ from specsparse.speculative.drafters.dflash_file import (
     OUTPUT,
     DFlashFile,
     read_gguf,
+    write_dflash_gguf,
 )
 from specsparse.support.atomic import atomically
 from specsparse.support.json_files import Json, to_json, write_atomically
@@ -291,6 +293,44 @@ def _load(checkpoint: Checkpoint, name: str, theirs: str) -> TensorInfo:
     return TensorInfo(name, kind, values.shape, raw, str(checkpoint.folder))
 
 
+def convert_dflash(
+    source: str | Path, out: Path, *, form: Form | None = None, target: GGUFFile | None = None, quant: str = "F32"
+) -> DFlashFile:
+    """Writes a drafter in another form.
+
+    Args:
+        source: as `read_dflash` takes it.
+        out: a GGUF file (`*.gguf`), or a folder.
+        form: of a folder; by default as `write_folder` chooses.
+        target: the target's GGUF file, whose tokenizer llama.cpp reads from the drafter's.
+        quant: type of a GGUF file's matrices.
+
+    Returns:
+        What was written.
+
+    Raises:
+        UserError: no DFlash drafter, one for another target, or one that the form cannot say.
+    """
+    file = read_dflash(source)
+    gguf = draft_head.written_as_gguf(out, form=form, quant=quant)
+    if target is not None:
+        _check_target(file, target)
+    if gguf:
+        write_dflash_gguf(file, out, tokenizer=draft_head.tokenizer_of(target, out), quant=quant)
+    else:
+        write_folder(file, out, form=form)
+    return file
+
+
+def _check_target(file: DFlashFile, target: GGUFFile) -> None:
+    n_layers = draft_head.layers_of(target, file.path, width=file.shape.feature_width, ids=file.ids)
+    beyond = [layer for layer in file.shape.features if layer > n_layers]
+    if beyond:
+        raise UserError(
+            f"{file.path}: reads the target's features at layer {beyond[0]}, {target.path.name} has {n_layers} layers"
+        )
+
+
 def write_folder(file: DFlashFile, folder: Path, *, form: Form | None = None) -> Path:
     """Writes config.json and model.safetensors (float32), which vLLM and SGLang read.
 
@@ -307,6 +347,7 @@ def write_folder(file: DFlashFile, folder: Path, *, form: Form | None = None) ->
     chosen = form or next((name for name, why in reasons.items() if why is None), "speculators")
     if reasons[chosen] is not None:
         raise UserError(f"{file.path}: {reasons[chosen]} has no place in the form {chosen} of a DFlash folder")
+    config = _authors_config(file) if chosen == "authors" else _speculators_config(file)
     tensors = {_hf_name(name): _values(file, name) for name in file.tensors if name != DRAFT_IDS}
     if file.ids is not None:
         count = len(file.ids)
@@ -318,7 +359,6 @@ def write_folder(file: DFlashFile, folder: Path, *, form: Form | None = None) ->
         raise UserError(f"{folder}: cannot be made: {error.strerror}") from None
     with atomically(folder / "model.safetensors") as out:
         out.write(save(tensors, metadata={"format": "pt"}))
-    config = _authors_config(file) if chosen == "authors" else _speculators_config(file)
     write_atomically(folder / "config.json", to_json(config, indent=2) + "\n")
     return folder
 

@@ -1,12 +1,15 @@
-"""Folders that hold a draft head and not a model: EAGLE, DFlash, Medusa and what the speculators library saves."""
+"""Folders that hold a draft head and not a model (EAGLE, DFlash, Medusa, the speculators library's), and what their
+conversions share."""
 
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from specsparse.engine.architectures import DRAFT_HEADS
+from specsparse.engine.gguf.reader import GGUFFile
 from specsparse.errors import UserError
 from specsparse.models.convert.checkpoint import read_json
 from specsparse.support.json_files import Json
@@ -34,9 +37,9 @@ def refuse_draft_head(folder: Path) -> None:
 
 def kind(config: Json) -> str | None:
     """What kind of draft head a config.json describes; None where it says of none."""
-    algorithm = config.get("speculators_model_type") or config.get("model_type")
+    algorithm = str(config.get("speculators_model_type") or config.get("model_type"))
     if config.get("speculators_model_type") or algorithm in _ALGORITHMS:
-        return _ALGORITHMS.get(str(algorithm), str(algorithm))
+        return _ALGORITHMS.get(algorithm, algorithm)
     names = config.get("architectures")
     first = names[0].lower() if isinstance(names, list) and names and isinstance(names[0], str) else ""
     if "dflash_config" in config or "dflash" in first:
@@ -46,6 +49,53 @@ def kind(config: Json) -> str | None:
     if "medusa_num_heads" in config or "medusa" in first:
         return "Medusa"
     return "EAGLE" if "eagle" in first else None
+
+
+def written_as_gguf(out: Path, *, form: str | None, quant: str) -> bool:
+    """Whether a head goes into a GGUF file (`*.gguf`), and not into a folder.
+
+    Raises:
+        UserError: a form is given for a file, or a type of weights for a folder.
+    """
+    gguf = out.suffix == ".gguf"
+    if gguf and form is not None:
+        raise UserError(f"{out}: is a GGUF file, --form is for folders")
+    if not gguf and quant.upper() != "F32":
+        raise UserError(f"{out}: is a folder, whose weights are F32; --outtype {quant} is for a GGUF file")
+    return gguf
+
+
+def tokenizer_of(target: GGUFFile | None, out: Path) -> Json:
+    """The `tokenizer.ggml.*` keys of the target, which llama.cpp reads from the head's file.
+
+    Raises:
+        UserError: no target is given.
+    """
+    if target is None:
+        raise UserError(f"{out}: llama.cpp reads the target's tokenizer from the head's file: give --target MODEL.gguf")
+    return {key: value for key, value in target.metadata.items() if key.startswith("tokenizer.ggml.")}
+
+
+def layers_of(target: GGUFFile, head: Path, *, width: int, ids: np.ndarray | None) -> int:
+    """How many layers the target has, once a head is found to be for a target like it.
+
+    Args:
+        target: its GGUF file.
+        head: named in messages.
+        width: of the target that the head is for.
+        ids: that it drafts; None for all.
+
+    Raises:
+        UserError: the target has another width, or fewer ids.
+    """
+    architecture = target.get("general.architecture", "str")
+    found, n_layers = (target.get(f"{architecture}.{key}", "int") for key in ("embedding_length", "block_count"))
+    if found != width:
+        raise UserError(f"{head}: is for a target of width {width}, {target.path.name} has {found}")
+    tokens = len(target.get_strings("tokenizer.ggml.tokens") or ())
+    if ids is not None and tokens and ids.max() >= tokens:
+        raise UserError(f"{head}: drafts id {ids.max()}, {target.path.name} has {tokens} ids")
+    return n_layers
 
 
 def _is_eagle(folder: Path) -> bool:

@@ -322,37 +322,16 @@ def convert_eagle3(
     Raises:
         UserError: no EAGLE-3 head, or one that the form cannot say.
     """
-    file, gguf = read_eagle3(source), out.suffix == ".gguf"
-    if gguf and form is not None:
-        raise UserError(f"{out}: is a GGUF file, --form is for folders")
-    if not gguf and quant.upper() != "F32":
-        raise UserError(f"{out}: is a folder, whose weights are F32; --outtype {quant} is for a GGUF file")
+    file = read_eagle3(source)
+    gguf = draft_head.written_as_gguf(out, form=form, quant=quant)
     if target is not None:
-        file = _for_target(file, target)
-    if not gguf:
+        n_layers = draft_head.layers_of(target, file.path, width=file.target_width, ids=file.ids)
+        file = file if file.layers else replace(file, layers=default_layers(n_layers))
+    if gguf:
+        write_eagle3_gguf(file, out, tokenizer=draft_head.tokenizer_of(target, out), quant=quant)
+    else:
         write_folder(file, out, form=form or "original")
-        return file
-    if target is None:
-        raise UserError(f"{out}: llama.cpp reads the target's tokenizer from the head's file: give --target MODEL.gguf")
-    tokenizer = {k: v for k, v in target.metadata.items() if k.startswith("tokenizer.ggml.")}
-    write_eagle3_gguf(file, out, tokenizer=tokenizer, quant=quant)
     return file
-
-
-def _for_target(file: Eagle3File, target: GGUFFile) -> Eagle3File:
-    """The head with the layers of that target where it names none.
-
-    Raises:
-        UserError: it is for a target of another width or with fewer ids.
-    """
-    architecture = target.get("general.architecture", "str")
-    width, n_layers = (target.get(f"{architecture}.{key}", "int") for key in ("embedding_length", "block_count"))
-    if width != file.target_width:
-        raise UserError(f"{file.path}: is for a target of width {file.target_width}, {target.path.name} has {width}")
-    tokens = len(target.get_strings("tokenizer.ggml.tokens") or ())
-    if file.ids is not None and tokens and file.ids.max() >= tokens:
-        raise UserError(f"{file.path}: drafts id {file.ids.max()}, {target.path.name} has {tokens} ids")
-    return file if file.layers else replace(file, layers=default_layers(n_layers))
 
 
 def write_folder(file: Eagle3File, folder: Path, *, form: Form = "original") -> Path:

@@ -77,11 +77,15 @@ class DFlashFile:
         least = 1 if self.from_anchor else 2
         if not least <= self.block_size <= MAX_BLOCK:
             raise UserError(f"{self.path}: block_size={self.block_size} must lie in {least}..{MAX_BLOCK}")
+        if not 0 <= self.mask_token < _MAX_SIZE:
+            raise UserError(f"{self.path}: mask_token_id={self.mask_token} is no token id")
         if self.shape.heads % self.shape.kv_heads or self.shape.head_dim % 2:
             raise UserError(
                 f"{self.path}: {self.shape.heads} heads of {self.shape.head_dim} elements with {self.shape.kv_heads} "
                 "of keys: heads must divide and have an even size"
             )
+        if self.rope_factors is not None and self.rope_factors.shape != (self.shape.head_dim // 2,):
+            raise UserError(f"{self.path}: {ROPE_FACTORS} must hold {self.shape.head_dim // 2} numbers")
         self._check_tensors()
 
     @property
@@ -111,7 +115,7 @@ class DFlashFile:
             rows = self.tensors.get(OUTPUT, (len(self.ids),))[0]
             if len(self.ids) != rows:
                 raise UserError(f"{self.path}: d2t names {len(self.ids)} ids, {OUTPUT} has {rows} rows")
-            if (np.unique(self.ids).size < len(self.ids)) or self.ids.min() < 0:
+            if not len(self.ids) or np.unique(self.ids).size < len(self.ids) or self.ids.min() < 0:
                 raise UserError(f"{self.path}: d2t must name different ids, none below 0")
 
 
@@ -188,7 +192,7 @@ def read_gguf(f: GGUFFile) -> DFlashFile:
         path=f.path,
         shape=shape,
         block_size=keys.size("block_size", 16, most=MAX_BLOCK),
-        mask_token=_mask(f),
+        mask_token=f.get(MASK, "int"),
         from_anchor=f.get(f"{ARCHITECTURE}.sample_from_anchor", "bool", False),
         rope=_rope(f, keys, d),
         rope_factors=None if factors is None else factors.dequantize().reshape(-1),
@@ -198,13 +202,6 @@ def read_gguf(f: GGUFFile) -> DFlashFile:
         load=f.tensors.__getitem__,
         target=f.get("general.base_model.0.name", "str", ""),
     )
-
-
-def _mask(f: GGUFFile) -> int:
-    mask = f.get(MASK, "int")
-    if not 0 <= mask < _MAX_SIZE:
-        raise UserError(f"{f.path}: {MASK}={mask} is no token id")
-    return mask
 
 
 def _windows(f: GGUFFile, keys: "_DFlashKeys", layers: int) -> tuple[int | None, ...]:
@@ -302,11 +299,13 @@ def write_dflash_gguf(
     metadata |= {f"{ARCHITECTURE}.{key}": value for key, value in _metadata(file).items()} | {MASK: file.mask_token}
     tensors = []
     for tensor in file.tensors:
-        if tensor == DRAFT_IDS:
+        if tensor in (DRAFT_IDS, ROPE_FACTORS):
             continue
         shape = file.tensors[tensor]
         of = kind if len(shape) == 2 else GGMLQuantizationType.F32
         tensors.append(NewTensor(tensor, of, shape, lambda n=tensor, t=of: encode(_float(file, n), t)))
+    if file.rope_factors is not None:
+        tensors.append(NewTensor.of(ROPE_FACTORS, file.rope_factors, GGMLQuantizationType.F32))
     if file.ids is not None:
         ids = file.ids.astype(np.int64)
         tensors.append(NewTensor(DRAFT_IDS, GGMLQuantizationType.I64, ids.shape, lambda: ids))
