@@ -11,9 +11,7 @@ from rich.text import Text
 _ANY_WIDTH = 10_000
 
 
-def new(
-    *columns: str | Text, left: Collection[int] = (0,), close: bool = False, note: str | None = None
-) -> Table:
+def new(*columns: str | Text, left: Collection[int] = (0,), close: bool = False, note: str | None = None) -> Table:
     """A table without rows as all of the package look: numbers to the right, no cell on two lines.
 
     Args:

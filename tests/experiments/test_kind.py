@@ -1,6 +1,5 @@
 """A kind of experiment of one's own, and what the runner makes of what it found."""
 
-
 import pytest
 
 from specsparse.errors import UserError

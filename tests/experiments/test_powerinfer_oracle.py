@@ -1,6 +1,5 @@
 """`+experiment=powerinfer_oracle` on results written here: what agrees, what breaks a limit, what is refused."""
 
-
 import numpy as np
 import pytest
 

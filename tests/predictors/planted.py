@@ -10,6 +10,7 @@ from specsparse.testing.predictors import EPS, RANK, D, F, Planted, plant
 
 __all__ = ["EPS", "D", "F", "Planted", "plant", "planted_model", "scores", "true_neurons"]
 
+
 def true_neurons(planted: Planted, rows: np.ndarray) -> np.ndarray:
     """float64[N, F]: the neurons' values by numpy."""
     layer, x = planted.layer, rows.astype(np.float64)

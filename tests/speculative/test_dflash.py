@@ -20,7 +20,8 @@ from specsparse.engine.llama import Want
 from specsparse.engine.rope import rope_tables
 from specsparse.errors import UserError
 from specsparse.kernels.packing.dequant import dequantize, embed_rows
-from specsparse.models.convert.dflash import read_dflash, write_folder
+from specsparse.models.convert.dflash import read_dflash
+from specsparse.models.convert.dflash_folder import write_folder
 from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
 from specsparse.speculative.base import Feedback
 from specsparse.speculative.drafters import get_drafter
@@ -34,7 +35,7 @@ from specsparse.testing.drafting import draft_context, on_target, random_dflash,
 from tests.tolerances import HEAD_NMSE, nmse
 
 DATA = Path(__file__).parents[1] / "data"
-ORACLE, TARGET = DATA / "oracle_dflash", DATA / "oracle_eagle3" / "target.gguf"
+ORACLE, TARGET = DATA / "dflash", DATA / "eagle3" / "target.gguf"
 C = 64
 
 

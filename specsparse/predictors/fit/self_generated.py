@@ -1,6 +1,5 @@
 """Text that a model writes itself: what predictors are fitted to where nobody gives a text."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np

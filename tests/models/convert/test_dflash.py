@@ -11,12 +11,13 @@ import specsparse
 from specsparse.cli import main as cli
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
-from specsparse.models.convert.dflash import convert_dflash, read_dflash, write_folder
+from specsparse.models.convert.dflash import convert_dflash, read_dflash
+from specsparse.models.convert.dflash_folder import write_folder
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import random_dflash
 
 DATA = Path(__file__).parents[2] / "data"
-ORACLE, TARGET = DATA / "oracle_dflash", DATA / "oracle_eagle3" / "target.gguf"
+ORACLE, TARGET = DATA / "dflash", DATA / "eagle3" / "target.gguf"
 
 
 def test_the_command_line(tmp_path, capsys):

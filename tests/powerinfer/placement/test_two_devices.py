@@ -1,6 +1,5 @@
 """Two CPU devices against one, bit for bit. JAX must know of them before it starts, so they have their own process."""
 
-
 import numpy as np
 import pytest
 

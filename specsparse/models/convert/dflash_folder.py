@@ -1,0 +1,200 @@
+"""DFlash drafters written as folders: the names of their tensors, and what each of the two forms can say."""
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from safetensors.numpy import save
+
+from specsparse.errors import UserError
+from specsparse.speculative.drafters.dflash_file import DRAFT_IDS, EMBEDDING, OUTPUT, DFlashFile
+from specsparse.support.atomic import atomically
+from specsparse.support.json_files import Json, to_json, write_atomically
+
+Form = Literal["authors", "speculators"]
+
+TOP = {
+    "fc": "fc",
+    "hidden_norm": "enc.output_norm",
+    "norm": "output_norm",
+    "embed_tokens": "token_embd",
+    "lm_head": "output",
+}
+"""Names of the tensors outside the layers, by ours of a GGUF file."""
+LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+"""Names of a layer's tensors, likewise."""
+_HF_TOP = {ours: theirs for theirs, ours in TOP.items()}
+_HF_LAYER = {ours: theirs for theirs, ours in LAYER.items()}
+
+
+def write_folder(file: DFlashFile, folder: Path, *, form: Form | None = None) -> Path:
+    """Writes config.json and model.safetensors (float32), which vLLM and SGLang read.
+
+    Args:
+        file: the drafter.
+        folder: made if need be; files of these names in it are replaced.
+        form: "authors" (`DFlashDraftModel` with dflash_config), "speculators", or the first of the two that can say
+            what the drafter is.
+
+    Raises:
+        UserError: the form cannot say what the drafter is; the message names what.
+    """
+    reasons = {"authors": _not_in_authors(file), "speculators": _not_in_speculators(file)}
+    chosen = form or next((name for name, why in reasons.items() if why is None), "speculators")
+    if reasons[chosen] is not None:
+        raise UserError(f"{file.path}: {reasons[chosen]} has no place in the form {chosen} of a DFlash folder")
+    config = _authors_config(file) if chosen == "authors" else _speculators_config(file)
+    tensors = {_hf_name(name): _values(file, name) for name in file.tensors if name != DRAFT_IDS}
+    if file.ids is not None:
+        count = len(file.ids)
+        tensors["d2t"] = file.ids.astype(np.int64) - np.arange(count)
+        tensors["t2d"] = np.isin(np.arange(_vocabulary(file)), file.ids)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be made: {error.strerror}") from None
+    with atomically(folder / "model.safetensors") as out:
+        out.write(save(tensors, metadata={"format": "pt"}))
+    write_atomically(folder / "config.json", to_json(config, indent=2) + "\n")
+    return folder
+
+
+def _values(file: DFlashFile, name: str) -> np.ndarray:
+    return np.array(file.load(name).dequantize(), np.float32).reshape(file.tensors[name])
+
+
+def _hf_name(name: str) -> str:
+    stem = name.removesuffix(".weight")
+    if stem in _HF_TOP:
+        return f"{_HF_TOP[stem]}.weight"
+    _, number, rest = stem.split(".", 2)
+    return f"layers.{number}.{_HF_LAYER[rest]}.weight"
+
+
+def _vocabulary(file: DFlashFile) -> int:
+    """Ids of the target, as far as the drafter knows."""
+    rows = [file.tensors[name][0] for name in (EMBEDDING, OUTPUT) if name in file.tensors]
+    return max([*rows, file.mask_token + 1, *([] if file.ids is None else [int(file.ids.max()) + 1])])
+
+
+def _not_in_authors(file: DFlashFile) -> str | None:
+    s = file.shape
+    slides = tuple(window is not None for window in s.windows)
+    if file.ids is not None or OUTPUT in file.tensors or EMBEDDING in file.tensors:
+        return "an embedding, output matrix or vocabulary of its own"
+    if file.from_anchor:
+        return "sample_from_anchor"
+    if 0 in s.features:
+        return "the embedding as a feature"
+    return None if s.causal == slides or len(set(s.causal)) == 1 else "causality by layer"
+
+
+def _not_in_speculators(file: DFlashFile) -> str | None:
+    s = file.shape
+    slides = tuple(window is not None for window in s.windows)
+    scaled = {"embedding_scale": file.embedding_scale != 1, "logit_scale": file.logit_scale != 1,
+              "softcap": file.softcap != 0}  # fmt: skip
+    other = next((name for name, found in scaled.items() if found), None)
+    if other:
+        return other
+    return None if s.causal == slides or not any(s.causal) else "full attention that is causal inside the block"
+
+
+def _layer_config(file: DFlashFile) -> Json:
+    """The Qwen3 config of the layers."""
+    s, windows = file.shape, {window for window in file.shape.windows if window is not None}
+    if len(windows) > 1:
+        raise UserError(f"{file.path}: layers with windows of {sorted(windows)} have no place in one config.json")
+    return {
+        "model_type": "qwen3",
+        "hidden_size": s.width,
+        "num_hidden_layers": s.layers,
+        "num_attention_heads": s.heads,
+        "num_key_value_heads": s.kv_heads,
+        "head_dim": s.head_dim,
+        "intermediate_size": s.d_ff,
+        "hidden_act": "silu",
+        "rms_norm_eps": s.eps,
+        "attention_bias": False,
+        "max_position_embeddings": file.context,
+        "vocab_size": _vocabulary(file),
+        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in s.windows],
+        "use_sliding_window": bool(windows),
+        "sliding_window": windows.pop() if windows else None,
+        "rope_theta": file.rope.base,
+        "rope_scaling": _rope_scaling(file),
+        "tie_word_embeddings": False,
+    }
+
+
+def _rope_scaling(file: DFlashFile) -> Json | None:
+    rope = file.rope
+    if file.rope_factors is not None or rope.attn_factor != 1.0:
+        raise UserError(f"{file.path}: a rotation with frequency factors is not written as safetensors: write GGUF")
+    if rope.scaling == "none":
+        return None
+    found: Json = {"rope_type": rope.scaling, "factor": rope.factor}
+    if rope.scaling == "yarn":
+        found |= {"original_max_position_embeddings": rope.original_context, "beta_fast": rope.beta_fast,
+                  "beta_slow": rope.beta_slow}  # fmt: skip
+    return found
+
+
+def _authors_config(file: DFlashFile) -> Json:
+    s = file.shape
+    slides = tuple(window is not None for window in s.windows)
+    own: Json = {
+        "block_size": file.block_size,
+        "mask_token_id": file.mask_token,
+        "target_layer_ids": [layer - 1 for layer in s.features],
+    }
+    if s.causal != slides:
+        own["is_causal"] = s.causal[0]
+    scales = {"input_embedding_scale": (file.embedding_scale, 1.0), "output_multiplier": (file.logit_scale, 1.0),
+              "final_logit_softcapping": (file.softcap, 0.0)}  # fmt: skip
+    own |= {name: value for name, (value, default) in scales.items() if value != default}
+    extra = {"is_causal": own.pop("is_causal")} if "is_causal" in own else {}
+    top: Json = {"architectures": ["DFlashDraftModel"], "dtype": "float32", "block_size": file.block_size}
+    return top | _layer_config(file) | extra | {"dflash_config": own}
+
+
+def _speculators_config(file: DFlashFile) -> Json:
+    s = file.shape
+    slides = any(window is not None for window in s.windows)
+    method = {
+        "proposal_type": "greedy",
+        "speculative_tokens": file.drafts,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "dtype": "float32",
+        "speculators_model_type": "dflash",
+        "speculators_config": {
+            "algorithm": "dflash",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": {"architectures": [], "name_or_path": file.target},
+        },
+        "transformer_layer_config": _layer_config(file),
+        "aux_hidden_state_layer_ids": list(s.features),
+        "block_size": file.block_size,
+        "mask_token_id": file.mask_token,
+        "draft_vocab_size": len(file.ids) if file.ids is not None else _vocabulary(file),
+        "sample_from_anchor": file.from_anchor,
+        "sliding_window_non_causal": slides and not any(s.causal),
+        "target_hidden_size": None if s.feature_width == s.width else s.feature_width,
+    }
