@@ -15,9 +15,9 @@ from specsparse.measure.costs import traffic
 from specsparse.measure.costs.devices import Device
 from specsparse.measure.costs.roofline import Roofline
 from specsparse.speculative import expected, vocab
-from specsparse.speculative.drafters import dflash_file, eagle3_file
-from specsparse.speculative.drafters.dflash_file import DFlashFile
-from specsparse.speculative.drafters.eagle3_file import Eagle3File
+from specsparse.speculative.drafters.heads import dflash_file, eagle3_file
+from specsparse.speculative.drafters.heads.dflash_file import DFlashFile
+from specsparse.speculative.drafters.heads.eagle3_file import Eagle3File
 from specsparse.speculative.intersection import intersect
 from specsparse.support.json_files import Json
 

@@ -14,8 +14,8 @@ from specsparse.runtime.device_batch import Method
 from specsparse.runtime.load import load
 from specsparse.runtime.times.defaults import draft_share, policy_times
 from specsparse.speculative.base import Drafter, Verifier
-from specsparse.speculative.drafters.dflash_file import DFlashFile
-from specsparse.speculative.drafters.eagle3_file import Eagle3File
+from specsparse.speculative.drafters.heads.dflash_file import DFlashFile
+from specsparse.speculative.drafters.heads.eagle3_file import Eagle3File
 from specsparse.speculative.drafters.plan import Bound, DrafterPlan, MakeModel
 from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.speculative.drafters.with_policy import with_policy

@@ -18,12 +18,13 @@ from specsparse.engine.model import Model
 from specsparse.engine.noise import seed_words
 from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
 from specsparse.speculative.base import Draft, DraftContext, Drafter
-from specsparse.speculative.drafters import dflash_file, get_drafter, head_file
-from specsparse.speculative.drafters.dflash_block import BlockShape
-from specsparse.speculative.drafters.dflash_file import DFlashFile
-from specsparse.speculative.drafters.eagle3_file import Eagle3File, of_arrays, tensor_shapes
-from specsparse.speculative.drafters.eagle3_head import HeadShape
-from specsparse.speculative.drafters.head_file import write_head
+from specsparse.speculative.drafters import get_drafter
+from specsparse.speculative.drafters.heads import dflash_file, head_file
+from specsparse.speculative.drafters.heads.dflash_block import BlockShape
+from specsparse.speculative.drafters.heads.dflash_file import DFlashFile
+from specsparse.speculative.drafters.heads.eagle3_file import Eagle3File, of_arrays, tensor_shapes
+from specsparse.speculative.drafters.heads.eagle3_head import HeadShape
+from specsparse.speculative.drafters.heads.head_file import write_head
 from specsparse.speculative.drafters.plan import DrafterPlan, MakeModel
 from specsparse.testing.tiny import write_tiny_gguf
 from specsparse.testing.vocab import DummyTokenizer

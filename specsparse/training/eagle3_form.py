@@ -1,7 +1,7 @@
 """An EAGLE-3 head as what is trained (Li et al., arXiv:2503.01840): where it begins, its function, its file.
 
 It has no loss on features: it is run on its own rows for as many tokens as are trained, and each is held against the
-target's law. What it computes is the drafter's own (`speculative.drafters.eagle3_head`).
+target's law. What it computes is the drafter's own (`speculative.drafters.heads.eagle3_head`).
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ from specsparse.engine.model import Model
 from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import dequantize, embed_rows
 from specsparse.kernels.packing.rows import take_rows
-from specsparse.speculative.drafters import eagle3_head
-from specsparse.speculative.drafters.eagle3_file import halves, of_arrays, tensor_shapes, write_eagle3_gguf
-from specsparse.speculative.drafters.eagle3_head import Eagle3Weights, HeadRows, HeadShape, Products
+from specsparse.speculative.drafters.heads import eagle3_head
+from specsparse.speculative.drafters.heads.eagle3_file import halves, of_arrays, tensor_shapes, write_eagle3_gguf
+from specsparse.speculative.drafters.heads.eagle3_head import Eagle3Weights, HeadRows, HeadShape, Products
 from specsparse.training import unroll
 from specsparse.training.data import Text
 from specsparse.training.features import Features

@@ -6,8 +6,8 @@ import numpy as np
 
 from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import dequantize
-from specsparse.speculative.drafters import head_file
-from specsparse.speculative.drafters.head_source import HeadParams
+from specsparse.speculative.drafters.heads import head_file
+from specsparse.speculative.drafters.heads.head_source import HeadParams
 from specsparse.training.head import HeadWeights
 from specsparse.training.layer import LayerWeights
 

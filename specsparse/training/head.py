@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from specsparse.engine.config import ModelConfig
-from specsparse.speculative.drafters.eagle3_head import HeadRows
+from specsparse.speculative.drafters.heads.eagle3_head import HeadRows
 from specsparse.training import unroll
 from specsparse.training.layer import LayerWeights, feed_forward, linear, rms_norm
 from specsparse.training.products import times

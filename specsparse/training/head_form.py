@@ -13,7 +13,7 @@ from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import dequantize, embed_rows
-from specsparse.speculative.drafters.head_file import HeadFile, read_head, write_head
+from specsparse.speculative.drafters.heads.head_file import HeadFile, read_head, write_head
 from specsparse.training import export, head
 from specsparse.training.data import Text
 from specsparse.training.features import Features

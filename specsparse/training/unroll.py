@@ -15,7 +15,7 @@ import numpy as np
 
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.rope import rope_tables
-from specsparse.speculative.drafters.eagle3_head import HeadRows
+from specsparse.speculative.drafters.heads.eagle3_head import HeadRows
 from specsparse.training.layer import Keys, attention, rms_norm, split_heads
 from specsparse.training.products import times
 

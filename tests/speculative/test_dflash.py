@@ -25,8 +25,8 @@ from specsparse.models.convert.dflash_folder import write_folder
 from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
 from specsparse.speculative.base import Feedback
 from specsparse.speculative.drafters import get_drafter
-from specsparse.speculative.drafters.dflash_block import BlockLayer, BlockWeights, anchored_blocks
-from specsparse.speculative.drafters.dflash_file import write_dflash_gguf
+from specsparse.speculative.drafters.heads.dflash_block import BlockLayer, BlockWeights, anchored_blocks
+from specsparse.speculative.drafters.heads.dflash_file import write_dflash_gguf
 from specsparse.speculative.drafters.plan import MakeModel
 from specsparse.speculative.trees import get_tree
 from specsparse.speculative.verify import match_verdict

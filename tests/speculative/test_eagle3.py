@@ -20,7 +20,7 @@ from specsparse.kernels.packing.dequant import dequantize
 from specsparse.models.convert.eagle3 import read_eagle3
 from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
 from specsparse.speculative.drafters import get_drafter
-from specsparse.speculative.drafters.eagle3_file import EMBEDDING
+from specsparse.speculative.drafters.heads.eagle3_file import EMBEDDING
 from specsparse.speculative.drafters.plan import MakeModel
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import draft_context, on_target, random_eagle3, target_rows

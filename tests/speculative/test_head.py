@@ -10,8 +10,9 @@ from specsparse.errors import UserError
 from specsparse.kernels.packing.dequant import embed_rows
 from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
 from specsparse.speculative.base import ROOT, DraftKind, Feedback
-from specsparse.speculative.drafters import get_drafter, head_file
-from specsparse.speculative.drafters.head_file import write_head
+from specsparse.speculative.drafters import get_drafter
+from specsparse.speculative.drafters.heads import head_file
+from specsparse.speculative.drafters.heads.head_file import write_head
 from specsparse.speculative.drafters.plan import MakeModel
 from specsparse.speculative.trees import get_tree
 from specsparse.speculative.verify import match_verdict

@@ -9,7 +9,7 @@ import numpy as np
 import specsparse
 from specsparse.engine.rope import rope_tables
 from specsparse.models.convert.eagle3 import read_eagle3
-from specsparse.speculative.drafters.eagle3_head import Eagle3Weights
+from specsparse.speculative.drafters.heads.eagle3_head import Eagle3Weights
 from specsparse.training.eagle3_form import NAMES, Eagle3Form
 from specsparse.training.unroll import Frozen, Window
 

@@ -21,8 +21,8 @@ from specsparse.models.convert.checkpoint import Checkpoint
 from specsparse.models.convert.dflash_folder import LAYER, TOP, Form, write_folder
 from specsparse.models.convert.hf_config import HfConfig
 from specsparse.models.convert.hf_rope import HfRope, said
-from specsparse.speculative.drafters.dflash_block import BlockShape
-from specsparse.speculative.drafters.dflash_file import (
+from specsparse.speculative.drafters.heads.dflash_block import BlockShape
+from specsparse.speculative.drafters.heads.dflash_file import (
     DFlashFile,
     read_gguf,
     write_dflash_gguf,

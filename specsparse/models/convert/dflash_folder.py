@@ -7,7 +7,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from specsparse.errors import UserError
-from specsparse.speculative.drafters.dflash_file import DRAFT_IDS, EMBEDDING, OUTPUT, DFlashFile
+from specsparse.speculative.drafters.heads.dflash_file import DRAFT_IDS, EMBEDDING, OUTPUT, DFlashFile
 from specsparse.support.atomic import atomically
 from specsparse.support.json_files import Json, to_json, write_atomically
 

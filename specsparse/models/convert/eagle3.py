@@ -23,8 +23,8 @@ from specsparse.models.convert import draft_head
 from specsparse.models.convert.checkpoint import Checkpoint
 from specsparse.models.convert.hf_config import HfConfig
 from specsparse.models.convert.hf_rope import HfRope, said
-from specsparse.speculative.drafters import head_file
-from specsparse.speculative.drafters.eagle3_file import (
+from specsparse.speculative.drafters.heads import head_file
+from specsparse.speculative.drafters.heads.eagle3_file import (
     ARCHITECTURE,
     DRAFT_IDS,
     FEATURE_NORM,
@@ -33,7 +33,7 @@ from specsparse.speculative.drafters.eagle3_file import (
     read_gguf,
     write_eagle3_gguf,
 )
-from specsparse.speculative.drafters.eagle3_head import PROJECTIONS, HeadShape, default_layers
+from specsparse.speculative.drafters.heads.eagle3_head import PROJECTIONS, HeadShape, default_layers
 from specsparse.support.atomic import atomically
 from specsparse.support.json_files import Json, to_json, write_atomically
 

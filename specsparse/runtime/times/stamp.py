@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specsparse.models import catalogue
-from specsparse.speculative.drafters.head_file import SHIPPED, find
+from specsparse.speculative.drafters.heads.head_file import SHIPPED, find
 from specsparse.speculative.drafters.registry import DRAFTERS, takes
 from specsparse.support.options import as_yaml, values_of
 from specsparse.support.registry import Registry, source_of

@@ -12,8 +12,8 @@ import jax
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
 from specsparse.speculative.base import Drafter, DraftKind
-from specsparse.speculative.drafters.dflash_file import DFlashFile
-from specsparse.speculative.drafters.eagle3_file import Eagle3File
+from specsparse.speculative.drafters.heads.dflash_file import DFlashFile
+from specsparse.speculative.drafters.heads.eagle3_file import Eagle3File
 from specsparse.speculative.drafters.options import Drafting, under
 from specsparse.speculative.drafters.style import Style
 from specsparse.speculative.drafters.with_policy import with_policy

@@ -13,7 +13,7 @@ from specsparse.errors import UserError
 from specsparse.experiments.kinds.training import folder as folders
 from specsparse.experiments.kinds.training import options as train_options
 from specsparse.experiments.kinds.training.options import TrainSettings
-from specsparse.speculative.drafters.head_file import find
+from specsparse.speculative.drafters.heads.head_file import find
 from specsparse.support import terminal
 from specsparse.support.options import Count, Range
 from specsparse.training.data import DataOptions, Text, TextWritten, generate, read_shard

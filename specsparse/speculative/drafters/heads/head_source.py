@@ -16,7 +16,7 @@ from specsparse.engine.cache import KVCache
 from specsparse.engine.weights import Layer, Params
 from specsparse.kernels import QTensor
 from specsparse.speculative.base import DraftContext
-from specsparse.speculative.drafters.feature_source import FeatureSource, HeadState
+from specsparse.speculative.drafters.heads.feature_source import FeatureSource, HeadState
 from specsparse.speculative.drafters.sources import DraftWeights
 
 

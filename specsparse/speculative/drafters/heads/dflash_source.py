@@ -20,7 +20,7 @@ from specsparse.engine.pytree import Pytree
 from specsparse.kernels import Kernels, QTensor
 from specsparse.kernels.reference.dense import append
 from specsparse.speculative.base import DraftContext, Feedback
-from specsparse.speculative.drafters.dflash_block import (
+from specsparse.speculative.drafters.heads.dflash_block import (
     BlockKeys,
     BlockShape,
     BlockWeights,

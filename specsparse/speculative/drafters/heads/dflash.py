@@ -13,9 +13,9 @@ from specsparse.engine.weights import pack_matrix
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
 from specsparse.kernels.packing.rows import take_rows
-from specsparse.speculative.drafters.dflash_block import BlockLayer, BlockWeights
-from specsparse.speculative.drafters.dflash_file import EMBEDDING, OUTPUT, DFlashFile
-from specsparse.speculative.drafters.dflash_source import BlockSource, DFlashParams
+from specsparse.speculative.drafters.heads.dflash_block import BlockLayer, BlockWeights
+from specsparse.speculative.drafters.heads.dflash_file import EMBEDDING, OUTPUT, DFlashFile
+from specsparse.speculative.drafters.heads.dflash_source import BlockSource, DFlashParams
 from specsparse.speculative.drafters.options import DFlashOptions
 from specsparse.speculative.drafters.plan import Bound, DrafterPlan, MakeModel, bytes_of
 from specsparse.speculative.drafters.sources import DraftWeights, VocabMap

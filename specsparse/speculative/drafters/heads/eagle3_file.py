@@ -15,7 +15,7 @@ from specsparse.engine.config import MAX_CONTEXT, SCALINGS, ModelConfig, RopeCon
 from specsparse.engine.gguf.reader import GGUFFile, TensorInfo, can_dequantise, show
 from specsparse.engine.gguf.writer import NewTensor, encode, write_gguf
 from specsparse.errors import UserError
-from specsparse.speculative.drafters.eagle3_head import PROJECTIONS, HeadShape
+from specsparse.speculative.drafters.heads.eagle3_head import PROJECTIONS, HeadShape
 from specsparse.support.json_files import Json
 
 ARCHITECTURE = "eagle3"

@@ -19,7 +19,7 @@ from specsparse.engine.model import Model
 from specsparse.engine.weights import Layer, pack_matrix
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
-from specsparse.speculative.drafters.head_source import HeadParams, Input
+from specsparse.speculative.drafters.heads.head_source import HeadParams, Input
 
 ARCHITECTURE = "specsparse-head"
 """`general.architecture` of these files."""
@@ -28,7 +28,7 @@ TARGET, DRAFT_IDS, VOCAB_SIZE, BELOW = (
 )
 """Keys: `fingerprint` of the target, ids of the head's columns in ascending order, size of the target's vocabulary, ids
 of the layers whose entering rows the head reads beside the last ones (absent where it reads none)."""
-SHIPPED = Path(__file__).parents[2] / "data" / "heads"
+SHIPPED = Path(__file__).parents[3] / "data" / "heads"
 """Heads that travel with specsparse, by file name."""
 NORMS = ("hidden_norm", "token_norm", "output_norm")
 LAYER_MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")

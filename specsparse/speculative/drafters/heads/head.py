@@ -7,11 +7,11 @@ from typing import Annotated, Self
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.llama import make_layers
 from specsparse.engine.model import Model
-from specsparse.speculative.drafters import eagle3_file
-from specsparse.speculative.drafters.eagle3 import Eagle3Plan
 from specsparse.speculative.drafters.either import Either
-from specsparse.speculative.drafters.head_file import find, read_head
-from specsparse.speculative.drafters.head_source import HeadSource
+from specsparse.speculative.drafters.heads import eagle3_file
+from specsparse.speculative.drafters.heads.eagle3 import Eagle3Plan
+from specsparse.speculative.drafters.heads.head_file import find, read_head
+from specsparse.speculative.drafters.heads.head_source import HeadSource
 from specsparse.speculative.drafters.ngram import NGram
 from specsparse.speculative.drafters.options import ChainDrafting, Drafting, HeadOptions, LookupHeadOptions, under
 from specsparse.speculative.drafters.plan import Bound, DrafterPlan, MakeModel, bytes_of

@@ -15,7 +15,7 @@ from specsparse.engine.config import MAX_CONTEXT, SCALINGS, RopeConfig
 from specsparse.engine.gguf.reader import GGUFFile, TensorInfo, can_dequantise, show
 from specsparse.engine.gguf.writer import NewTensor, encode, write_gguf
 from specsparse.errors import UserError
-from specsparse.speculative.drafters.dflash_block import BlockShape
+from specsparse.speculative.drafters.heads.dflash_block import BlockShape
 from specsparse.support.json_files import Json
 
 ARCHITECTURE = "dflash"

@@ -14,10 +14,16 @@ from specsparse.engine.weights import pack_matrix
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
 from specsparse.speculative.base import DraftContext
-from specsparse.speculative.drafters import eagle3_head
-from specsparse.speculative.drafters.eagle3_file import EMBEDDING, FEATURE_NORM, OUTPUT, Eagle3File
-from specsparse.speculative.drafters.eagle3_head import PROJECTIONS, Eagle3Weights, HeadShape, Products, default_layers
-from specsparse.speculative.drafters.feature_source import FeatureSource, HeadState
+from specsparse.speculative.drafters.heads import eagle3_head
+from specsparse.speculative.drafters.heads.eagle3_file import EMBEDDING, FEATURE_NORM, OUTPUT, Eagle3File
+from specsparse.speculative.drafters.heads.eagle3_head import (
+    PROJECTIONS,
+    Eagle3Weights,
+    HeadShape,
+    Products,
+    default_layers,
+)
+from specsparse.speculative.drafters.heads.feature_source import FeatureSource, HeadState
 from specsparse.speculative.drafters.options import Eagle3Options
 from specsparse.speculative.drafters.plan import Bound, DrafterPlan, MakeModel, bytes_of
 from specsparse.speculative.drafters.sources import DraftWeights, VocabMap
