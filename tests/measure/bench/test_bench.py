@@ -16,10 +16,11 @@ from specsparse.measure.bench import interleaved, memory, peers, summary
 from specsparse.measure.bench.interleaved import Plan
 from specsparse.measure.bench.samples import Samples, paired_ratio
 from specsparse.measure.bench.sides import Ours
+from specsparse.measure.peers import process
 from specsparse.runtime.load import load
 from specsparse.testing import write_tiny_gguf
 
-HAS_LLAMA_CPP = peers.PYTHON_VARIABLE in os.environ or importlib.util.find_spec("llama_cpp") is not None
+HAS_LLAMA_CPP = process.PYTHON_VARIABLE in os.environ or importlib.util.find_spec("llama_cpp") is not None
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +110,7 @@ def test_another_type_of_the_same_model(tiny, tmp_path, capsys, monkeypatch):
         (("--json", "missing/report.json"), "there is no folder missing to write it in"),
         (("--pp", "0", "--tg", "0", "--n", "none"), "nothing to measure"),
         (("--n", "8", "--rows", "4"), "--rows 4 is less"),
-        (("--peer", "vllm"), "llama.cpp, transformers"),
+        (("--peer", "vllm"), "llama.cpp, ik_llama.cpp, transformers"),
         (("--quantise", "Q9"), "choose one of"),
         (("--kernels", "fast"), "do not exist"),
         (("--kv-dtype", "f64"), "kv_dtype"),
@@ -130,7 +131,7 @@ def test_a_peer_that_is_not_installed(tiny, capsys, monkeypatch, tmp_path):
     python = tmp_path / "python"  # without site packages, so that no peer is found
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S -I "$@"\n')
     python.chmod(0o755)
-    monkeypatch.setenv(peers.PYTHON_VARIABLE, str(python))
+    monkeypatch.setenv(process.PYTHON_VARIABLE, str(python))
     for name, needs in (("llama.cpp", "llama-cpp-python"), ("transformers", "torch")):
         code, _, err = bench(capsys, "--model", tiny, "--peer", name)
         assert code == 2
@@ -143,11 +144,11 @@ def test_a_peer_that_dies(tiny, capsys, monkeypatch, tmp_path):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho what went wrong >&2\nexit 3\n")
     python.chmod(0o755)
-    monkeypatch.setenv(peers.PYTHON_VARIABLE, str(python))
+    monkeypatch.setenv(process.PYTHON_VARIABLE, str(python))
     code, _, err = bench(capsys, "--model", tiny, "--peer", "llama.cpp")
     assert code == 2
     assert "what went wrong" in err
-    monkeypatch.setenv(peers.PYTHON_VARIABLE, str(tmp_path / "none"))
+    monkeypatch.setenv(process.PYTHON_VARIABLE, str(tmp_path / "none"))
     assert "cannot be started" in bench(capsys, "--model", tiny, "--peer", "llama.cpp")[2]
 
 
@@ -165,7 +166,7 @@ def test_ratios_against_a_peer(tiny, capsys, monkeypatch, tmp_path):
     python = tmp_path / "python"
     python.write_text(SCRIPTED)
     python.chmod(0o755)
-    monkeypatch.setenv(peers.PYTHON_VARIABLE, str(python))
+    monkeypatch.setenv(process.PYTHON_VARIABLE, str(python))
     code, out, _ = bench(
         capsys, "--model", tiny, "--peer", "llama.cpp", "--pp", 8, "--tg", 2, "--n", "2", "--repeats", 2, "--json"
     )

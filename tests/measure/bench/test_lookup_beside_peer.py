@@ -8,11 +8,11 @@ import pytest
 
 import specsparse
 from experiments import lookup_beside_llama_cpp as beside
-from specsparse.measure.bench import peers
 from specsparse.measure.bench.peers import WrittenText
+from specsparse.measure.peers import process
 from specsparse.testing import write_tiny_gguf
 
-HAS_LLAMA_CPP = peers.PYTHON_VARIABLE in os.environ or importlib.util.find_spec("llama_cpp") is not None
+HAS_LLAMA_CPP = process.PYTHON_VARIABLE in os.environ or importlib.util.find_spec("llama_cpp") is not None
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,10 @@ from specsparse.errors import UserError
 from specsparse.measure.bench import peers, speculation
 from specsparse.measure.bench.peers import WrittenText
 from specsparse.measure.bench.speculation import SpeculationPlan
+from specsparse.measure.peers import process
 from specsparse.testing import write_tiny_gguf
 
-HAS_LLAMA_CPP = peers.PYTHON_VARIABLE in os.environ or importlib.util.find_spec("llama_cpp") is not None
+HAS_LLAMA_CPP = process.PYTHON_VARIABLE in os.environ or importlib.util.find_spec("llama_cpp") is not None
 JOBS = [("chat", [5, 6, 7] * 6), ("code", [8, 9] * 8)]
 
 

@@ -1,7 +1,8 @@
-"""transformers + torch on the CPU as a peer: see `peer_llama_cpp` for the protocol.
+"""transformers + torch on the CPU as a peer: see `child_llama_cpp` for the protocol.
 
 transformers dequantises the GGUF file to float32 or bfloat16. `decode` is greedy `generate`, so that a token costs what
-its users pay; `prompt` and `verify` call the model. "open" takes `dtype` beside the rest.
+its users pay; `prompt` and `verify` call the model. "open" takes `dtype` beside the rest; `flash` is attention by
+torch's fused kernels (sdpa) and not by single operations (eager).
 """
 
 import os
@@ -23,7 +24,10 @@ def hello() -> dict:
 class Engine:
     """One model and its cache."""
 
-    def __init__(self, model: str, threads: int, room: int, depth: int, tokens: list, dtype: str = "float32"):
+    def __init__(
+        self, model: str, threads: int, room: int, depth: int, tokens: list, dtype: str = "float32",
+        flash: "bool | None" = None,
+    ):  # fmt: skip
         import torch
         from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -32,9 +36,10 @@ class Engine:
         self.torch, self.depth, self.make_cache = torch, depth, DynamicCache
         folder, name = os.path.split(model)
         kind = getattr(torch, dtype)
-        self.model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=kind).eval()
+        more = {} if flash is None else {"attn_implementation": "sdpa" if flash else "eager"}
+        self.model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=kind, **more).eval()
         self.ids = torch.tensor([tokens])
-        self.cache = None
+        self.cache = self.prefix = self.last = None
 
     def fill(self) -> None:
         """A cache of `depth` tokens."""
@@ -72,9 +77,40 @@ class Engine:
         """Mean seconds of a pass over n tokens with all logits."""
         return sum(self.forward(n, 0) for _ in range(_FORWARDS)) / _FORWARDS
 
+    def feed(self, tokens: list):
+        """float32[n, V] of tokens behind those in the cache."""
+        ids = self.torch.tensor([tokens])
+        return self.model(ids, past_key_values=self.cache, use_cache=True).logits[0].float().numpy()
+
+    def begin(self, prompt: list, pieces: int) -> None:
+        """A cache of the prompt alone; fed anew where it is another than before, else what came behind is dropped."""
+        if prompt == self.prefix and prompt:
+            self.cache.crop(len(prompt))
+            return
+        self.cache, self.prefix = self.make_cache(), prompt
+        for start in range(0, len(prompt), pieces):
+            self.last = self.feed(prompt[start : start + pieces])[-1]
+
+    def write(self, prompt: list, count: int, pieces: int) -> dict:
+        """The greedy continuation, one token a pass; no token ends it."""
+        self.begin(prompt, pieces)
+        out = [int(self.last.argmax())]
+        while len(out) < count:
+            out.append(int(self.feed(out[-1:])[0].argmax()))
+        return {"tokens": out}
+
+    def rows(self, prompt: list, text: list, width: int, pieces: int, file: str) -> dict:
+        """The logits of a text in passes of `width` tokens, into `file`."""
+        self.begin(prompt, pieces)
+        with open(file, "wb") as out:
+            for start in range(0, len(text), width):
+                found = self.feed(text[start : start + width])
+                out.write(found.tobytes())
+        return {"vocabulary": found.shape[1]}
+
 
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # where an isolated interpreter (-I) does not look
-    from peer_child import serve
+    from child import serve
 
     serve(hello, Engine)

@@ -1,18 +1,23 @@
 """llama.cpp as a peer: a child process that reads requests and writes replies, one JSON object a line.
 
-Run by `peers.Peer` with any interpreter that has llama-cpp-python; imports nothing of specsparse. Requests:
+Run by `process.PeerProcess` with any interpreter that has llama-cpp-python, or with the argument `ik_llama_cpp` for
+ik-llama-cpp-python; imports nothing of specsparse. Requests:
 
     {"do": "hello"}                                -> {"version": ..., "system_info": ...}
-    {"do": "open", "model": path, "threads": t, "room": r, "depth": d, "tokens": [...]} -> {"seconds": load time}
+    {"do": "open", "model": path, "threads": t, "room": r, "depth": d, "tokens": [...], "flash": true, false or null}
+        -> {"seconds": load time}
     {"do": "prompt" | "decode" | "verify", "n": n} -> {"seconds": ...}
     {"do": "speculate", "ids": [...], "n": n, "drafted": k, "draft": path or null}
         -> {"seconds": ..., "tokens": [...], "passes": of the target}
+    {"do": "write", "prompt": [...], "count": n, "pieces": p} -> {"tokens": [...]}
+    {"do": "rows", "prompt": [...], "text": [...], "width": w, "pieces": p, "file": path} -> {"vocabulary": V}
 
 `prompt` is one batch with the logits of its last token (n_batch 2048, n_ubatch 512, as llama-bench), `decode` one token
 a call with its logits, `verify` one batch with all logits. Nothing is sampled: the tokens are given. `depth` tokens are
 in the cache before each test. `speculate` writes n tokens greedily after a prompt, with the package's own prompt lookup
 of k tokens (0: plainly), or with a second model that drafts k tokens greedily, one a call, and keeps what it has read;
-its time begins at the first token.
+its time begins at the first token. `write` continues a prompt greedily, one token a batch. `rows` feeds a text behind a
+prompt in batches of w tokens; its logits go to a file, float32[len(text), V]. Both feed the prompt by p tokens.
 """
 
 import os
@@ -22,38 +27,101 @@ import time
 _FORWARDS = 8  # verify passes of one timing; the first of them is timed too
 
 
+class LlamaCpp:
+    """llama-cpp-python: its C functions, and what the two packages spell differently."""
+
+    def __init__(self):
+        import llama_cpp
+
+        self.c, self.version = llama_cpp, f"llama-cpp-python {llama_cpp.__version__}"
+
+    def info(self) -> bytes:
+        """Instruction sets."""
+        return self.c.llama_print_system_info()
+
+    def set_flash(self, params, on: bool) -> None:
+        """Flash attention or not; what the library chooses by itself depends on its version."""
+        params.flash_attn_type = int(on)
+
+    def keep(self, context, count: int) -> None:
+        """Drops the tokens from `count` on."""
+        self.c.llama_memory_seq_rm(self.c.llama_get_memory(context), 0, count, -1)
+
+    def wait(self, context) -> None:
+        """For the computation to end."""
+        self.c.llama_synchronize(context)
+
+
+class IkLlamaCpp:
+    """ik-llama-cpp-python, which binds some of the C functions only."""
+
+    def __init__(self):
+        import ctypes
+
+        import ik_llama_cpp
+        from ik_llama_cpp import _ctypes_api
+
+        self.c, self.version = _ctypes_api, f"ik-llama-cpp-python {ik_llama_cpp.__version__}"
+        library = _ctypes_api._lib
+        self.info, self._remove, self._wait = (
+            getattr(library, f"llama_{n}") for n in ("print_system_info", "kv_cache_seq_rm", "synchronize")
+        )
+        self.info.restype, self.info.argtypes = ctypes.c_char_p, []
+        self._remove.restype = ctypes.c_bool
+        self._remove.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32]
+        self._wait.restype, self._wait.argtypes = None, [ctypes.c_void_p]
+
+    def set_flash(self, params, on: bool) -> None:
+        """Flash attention or not."""
+        params.flash_attn = on
+
+    def keep(self, context, count: int) -> None:
+        """Drops the tokens from `count` on."""
+        self._remove(context, 0, count, -1)
+
+    def wait(self, context) -> None:
+        """For the computation to end."""
+        self._wait(context)
+
+
+def library():
+    """The package that the script's argument names."""
+    return IkLlamaCpp() if sys.argv[1:] == ["ik_llama_cpp"] else LlamaCpp()
+
+
 def hello() -> dict:
     """Version and instruction sets."""
-    import llama_cpp
-
-    info = llama_cpp.llama_print_system_info().decode().strip()
-    return {"version": f"llama-cpp-python {llama_cpp.__version__}", "system_info": info}
+    lib = library()
+    return {"version": lib.version, "system_info": lib.info().decode().strip()}
 
 
 class Context:
     """One model and one context, by the C functions."""
 
-    def __init__(self, lib, model: str, threads: int, room: int):
-        self.lib = lib
-        params = lib.llama_model_default_params()
+    def __init__(self, lib, model: str, threads: int, room: int, flash: "bool | None" = None):
+        self.lib, c = lib, lib.c
+        c.llama_backend_init()
+        params = c.llama_model_default_params()
         params.n_gpu_layers = 0
-        self.model = lib.llama_model_load_from_file(model.encode(), params)
+        self.model = c.llama_model_load_from_file(model.encode(), params)
         if not self.model:
-            raise RuntimeError("llama.cpp cannot load the file")
-        params = lib.llama_context_default_params()
+            raise RuntimeError(f"{lib.version} cannot load the file")
+        self.vocabulary = c.llama_vocab_n_tokens(c.llama_model_get_vocab(self.model))
+        params = c.llama_context_default_params()
         params.n_ctx = -(-room // 256) * 256
         params.n_batch, params.n_ubatch = 2048, 512
         params.n_threads = params.n_threads_batch = threads
-        self.context = lib.llama_init_from_model(self.model, params)
+        if flash is not None:
+            lib.set_flash(params, flash)
+        self.context = c.llama_init_from_model(self.model, params)
         if not self.context:
-            raise RuntimeError("llama.cpp cannot make a context")
-        self.memory = lib.llama_get_memory(self.context)
-        self.batch = lib.llama_batch_init(params.n_batch, 0, 1)
+            raise RuntimeError(f"{lib.version} cannot make a context")
+        self.batch = c.llama_batch_init(params.n_batch, 0, 1)
         self.n_batch = params.n_batch
 
     def keep(self, count: int) -> None:
         """Back to `count` tokens."""
-        self.lib.llama_memory_seq_rm(self.memory, 0, count, -1)
+        self.lib.keep(self.context, count)
 
     def feed(self, tokens: list, start: int, *, every: bool) -> None:
         """Decodes tokens behind `start` others in batches, with the logits of all or of the last."""
@@ -66,18 +134,20 @@ class Context:
                 batch.token[i] = tokens[at]
                 batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = start + at, 1, 0
                 batch.logits[i] = every or at == count - 1
-            status = self.lib.llama_decode(self.context, batch)
+            status = self.lib.c.llama_decode(self.context, batch)
             if status:
                 raise RuntimeError(f"llama_decode returned {status}")
-        self.lib.llama_synchronize(self.context)
+        self.lib.wait(self.context)
+
+    def logits(self, row: int):
+        """float32[V] of one row of the last batch that was fed with all its logits, or -1 of the last one."""
+        import numpy as np
+
+        return np.ctypeslib.as_array(self.lib.c.llama_get_logits_ith(self.context, row), shape=(self.vocabulary,))
 
     def best(self) -> int:
         """The likeliest token after the last one fed."""
-        import numpy as np
-
-        logits = self.lib.llama_get_logits_ith(self.context, -1)
-        size = self.lib.llama_vocab_n_tokens(self.lib.llama_model_get_vocab(self.model))
-        return int(np.ctypeslib.as_array(logits, shape=(size,)).argmax())
+        return int(self.logits(-1).argmax())
 
 
 class ModelDraft:
@@ -118,15 +188,12 @@ class Counted:
 class Engine:
     """A model, and what is timed with it."""
 
-    def __init__(self, model: str, threads: int, room: int, depth: int, tokens: list):
-        import llama_cpp
-
-        self.lib, self.depth, self.tokens = llama_cpp, depth, tokens
+    def __init__(self, model: str, threads: int, room: int, depth: int, tokens: list, flash: "bool | None" = None):
+        self.lib, self.depth, self.tokens, self.prefix = library(), depth, tokens, None
         self.threads, self.room = threads, depth + room
         self.writer_options = {"model_path": model, "n_ctx": self.room, "n_threads": threads, "verbose": False}
         self.writers: dict = {}
-        llama_cpp.llama_backend_init()
-        self.context = Context(llama_cpp, model, threads, self.room)
+        self.context = Context(self.lib, model, threads, self.room, flash)
         if depth:
             self.feed(0, depth, every=False)
 
@@ -143,7 +210,7 @@ class Engine:
                     else ModelDraft(Context(self.lib, draft, self.threads, self.room), drafted)
                 )
             # With a draft it keeps all logits, and makes room for them only where it is told to.
-            made = self.lib.Llama(
+            made = self.lib.c.Llama(
                 **self.writer_options, n_threads_batch=self.threads, draft_model=counted, logits_all=bool(counted)
             )
             self.writers[drafted, draft] = made, counted
@@ -198,9 +265,40 @@ class Engine:
             seconds += time.perf_counter() - start
         return seconds / _FORWARDS
 
+    def begin(self, prompt: list, pieces: int) -> None:
+        """A cache of the prompt alone; fed anew where it is another than before, else what came behind is dropped."""
+        if prompt == self.prefix:
+            self.context.keep(len(prompt))
+            return
+        self.context.keep(0)
+        self.prefix = prompt
+        for start in range(0, len(prompt), pieces):
+            self.context.feed(prompt[start : start + pieces], start, every=False)
+
+    def write(self, prompt: list, count: int, pieces: int) -> dict:
+        """The greedy continuation, one token a batch; no token ends it."""
+        self.prefix = None
+        self.begin(prompt, pieces)
+        out = [self.context.best()]
+        while len(out) < count:
+            self.context.feed(out[-1:], len(prompt) + len(out) - 1, every=True)
+            out.append(self.context.best())
+        return {"tokens": out}
+
+    def rows(self, prompt: list, text: list, width: int, pieces: int, file: str) -> dict:
+        """The logits of a text in batches of `width` tokens, into `file`."""
+        self.begin(prompt, pieces)
+        with open(file, "wb") as out:
+            for start in range(0, len(text), width):
+                part = text[start : start + width]
+                self.context.feed(part, len(prompt) + start, every=True)
+                for row in range(len(part)):
+                    out.write(self.context.logits(row).tobytes())
+        return {"vocabulary": self.context.vocabulary}
+
 
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # where an isolated interpreter (-I) does not look
-    from peer_child import serve
+    from child import serve
 
     serve(hello, Engine)
