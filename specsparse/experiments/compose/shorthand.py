@@ -15,11 +15,13 @@ OPEN_GROUPS = ("drafter", "verifier", "tree", "policy", "predictor")
 def shorthand(argv: list[str]) -> list[str]:
     """Spells out `model=FILE.gguf`, `data=FILE.jsonl`, `experiment=NAME` without its plus sign, the lists of `compare`
     (`drafter=a,b`), other projects' names of choices and options, and a part from elsewhere: `drafter=module:Class`,
-    or the name of another package's; with -m a list of such names, too."""
+    or the name of another package's; with -m a list of such names, too. The tasks of an experiment's file are those of
+    the built-in prompts: `data=` of another source goes without them."""
     sweeps = bool({"-m", "--multirun"} & set(argv))
     compares = not sweeps and any(arg.lstrip("+") == "experiment=compare" for arg in argv)
     given = [(group, names.split(",") if sweeps else [names]) for group, _, names in (a.partition("=") for a in argv)]
     outside = {group for group, names in given if any(_is_outside(group, name) for name in names)}
+    own_tasks = any(arg.lstrip("+").startswith("experiment=") for arg in argv) and "data.tasks" not in dict(given)
     out = []
     for arg in argv:
         key, eq, value = arg.partition("=")
@@ -43,6 +45,8 @@ def shorthand(argv: list[str]) -> list[str]:
             out.append(f"{key}='{value}'")  # Hydra has a traceback for a choice that is not a text
         else:
             out.append(f"{key}{eq}{value}")
+        if eq and key == "data" and value != "builtin" and own_tasks:
+            out.append("data.tasks=null")
     return out
 
 

@@ -171,12 +171,13 @@ def prompts_of(cfg: DecodingSettings) -> list[prompts.Prompt]:
     data = cfg.data
     if data.turns == "both" and not data.chat:
         raise UserError("data.turns=both needs data.chat=true: a later turn answers within the chat template")
-    return prompts.load(data.source, tasks=data.tasks, limit_per_task=data.limit_per_task, turns=data.turns)
+    given = {"path": data.path, "tasks": data.tasks, "limit_per_task": data.limit_per_task, "turns": data.turns}
+    return prompts.load(data.source, **given)
 
 
 def conversation_ids(cfg: DecodingSettings, engine: Engine, model: Model, prompt: prompts.Prompt) -> list[int]:
     """Ids of a prompt; what a later turn refers to is decoded plainly first, the same for every method."""
-    said: list[dict[str, str]] = []
+    said = [{"role": "system", "content": prompt.system}] if prompt.system else []
     for turn in prompt.before:
         said.append({"role": "user", "content": turn})
         ids, options = _chat_ids(model, said), {"sampling": cfg.params, "seed": cfg.seed}
