@@ -8,6 +8,7 @@ from math import prod
 from specsparse.engine.config import PROJECTIONS
 from specsparse.engine.gguf.reader import GGUFFile
 from specsparse.engine.model import KV_DTYPES, Model
+from specsparse.engine.windows import LayerWindows
 from specsparse.measure.bench.interleaved import Plan, Results
 from specsparse.measure.bench.samples import Samples, paired_ratio, summary
 from specsparse.measure.bench.sides import OURS, Ours
@@ -57,10 +58,11 @@ def work_of(model: Model, method: str, n: int, depth: int, forwards: int = 1) ->
     """The work of a test over n tokens after `depth`, in `forwards` passes of n / forwards rows."""
     c = model.config
     layers = sum(out * cols for out, cols in (c.projection_shape(p) for p in PROJECTIONS)) * c.n_layers
-    mean_context = depth + (n + 1) / 2
+    windows = LayerWindows.of(c)
+    seen = windows.attended(n, depth)  # by all rows together
     logits = 1 if method == "prompt" else n
-    attention = 2 * c.n_layers * c.n_heads * c.head_dim * mean_context * n
-    cache = kv_bytes(model, mean_context if method == "decode" else depth + n) * forwards
+    attention = 2 * c.n_layers * c.n_heads * c.head_dim * seen
+    cache = kv_bytes(model, seen if method == "decode" else windows.read(n, depth))
     return PassWork(
         file_bytes=model.footprint.file * forwards + cache,
         moved_bytes=model.footprint.packed * forwards + cache,

@@ -34,18 +34,22 @@ def rising(values: Sequence[float]) -> list[float]:
     return [mean for mean, count in pools for _ in range(count)]
 
 
-def fit_kv(ns: tuple[int, ...], near: list[float], far: list[float], distance: int) -> tuple[float, float, list[float]]:
+def fit_kv(
+    ns: tuple[int, ...], near: list[float], far: list[float], distance: float
+) -> tuple[float, float, list[float]]:
     """Fits far(n) - near(n) = distance (a + b n) by least squares, a and b at least 0.
 
     Args:
         ns: rows.
         near, far: seconds of a forward of n rows at two cache lengths.
-        distance: tokens between the two, above 0.
+        distance: tokens between the two that are read; 0 where a window is shorter than both.
 
     Returns:
         a, b in seconds a token (and row), and the fit's error at each n relative to far(n).
     """
     rows = np.asarray(ns, np.float64)
+    if not distance:
+        return 0.0, 0.0, [n / f - 1 for n, f in zip(near, far, strict=True)]
     more = (np.asarray(far) - np.asarray(near)) / distance
     design = np.stack([np.ones_like(rows), rows], axis=1)
     scale = 1 / np.asarray(far)  # relative errors count

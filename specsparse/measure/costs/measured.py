@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 
 from specsparse.engine.model import Model
+from specsparse.engine.windows import LayerWindows
 from specsparse.measure.bench.sides import Ours, token_ids
 from specsparse.measure.costs import devices
 from specsparse.measure.costs.fit import fit_kv, overhead, polish, rising
@@ -101,7 +102,9 @@ def measure(model: Model, *, effort: Effort | None = None, done: Callable[[], No
     forward = rising(raw)
     far_ns = effort.far_ns
     near = [forward[effort.ns.index(n)] for n in far_ns]
-    kv_s, kv_row_s, kv_errors = fit_kv(far_ns, near, [at[f"{_FAR} {n}"] for n in far_ns], effort.far - effort.near)
+    windows = LayerWindows.of(model.config)
+    distance = windows.read(1, effort.far) - windows.read(1, effort.near)
+    kv_s, kv_row_s, kv_errors = fit_kv(far_ns, near, [at[f"{_FAR} {n}"] for n in far_ns], distance)
     host_s = at["host"]
     # Half at least: where a step takes less than its share of the call, noise could make it nothing.
     step = {g: max(at[f"loop {g}"] - host_s / effort.decode, at[f"loop {g}"] / 2) for g in (0, *effort.gammas)}
@@ -120,6 +123,7 @@ def measure(model: Model, *, effort: Effort | None = None, done: Callable[[], No
         bandwidth=device.bandwidth,
         int8=device.int8,
         f32=device.f32,
+        windows=windows,
         residuals={
             "spread": spread,
             "kv": dict(zip(map(str, far_ns), kv_errors, strict=True)),

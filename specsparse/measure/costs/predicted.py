@@ -46,7 +46,7 @@ def build(
         "forwards": forwards(roofline, table, kv_length),
         "decode": decode(roofline, table, config.context_length),
         "weight_types": [_weight_type(load, name, device, kv_length) for name in WEIGHT_TYPES],
-        "kv_cache": _kv_cache(config),
+        "kv_cache": _kv_cache(config, load),
         "devices": [_other(Roofline(d, load), kv_length) for d in others],
         "speculation": speculation(roofline, table, kv_length),
         "measured": None if table is None else table.to_dict(),
@@ -117,10 +117,13 @@ def _weight_type(load: Traffic, name: str, device: Device, kv_length: int) -> Js
     }
 
 
-def _kv_cache(config: ModelConfig) -> list[Json]:
-    return [
-        {"kv_length": n, **{kind: traffic.kv_bytes(config, n, kind) for kind in ("f32", "f16")}} for n in KV_LENGTHS
-    ]
+def _kv_cache(config: ModelConfig, load: Traffic) -> list[Json]:
+    """Bytes that a cache takes and, where layers have windows, those that a step reads in the model's own type."""
+    rows: list[Json] = []
+    for n in KV_LENGTHS:
+        read = {"read": load.read_bytes(1, n - 1) - load.weight_bytes} if load.windows else {}
+        rows.append({"kv_length": n, **{kind: traffic.kv_bytes(config, n, kind) for kind in ("f32", "f16")}, **read})
+    return rows
 
 
 def _other(roofline: Roofline, kv_length: int) -> Json:

@@ -84,9 +84,11 @@ def _weights(rows: list[Json]) -> Table:
 
 
 def _kv(rows: list[Json]) -> Table:
-    table = new("tokens", "f32", "f16, bf16", left=())
+    extra = {"read": "a step reads"} if "read" in rows[0] else {}
+    columns = {"f32": "f32", "f16": "f16, bf16", **extra}
+    table = new("tokens", *columns.values(), left=())
     for row in rows:
-        table.add_row(str(row["kv_length"]), f"{row['f32'] / MIB:.1f}", f"{row['f16'] / MIB:.1f}")
+        table.add_row(str(row["kv_length"]), *(f"{row[key] / MIB:.1f}" for key in columns))
     return table
 
 

@@ -5,12 +5,13 @@ Bytes are read once a forward, whatever the number of rows; that is what verifyi
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile
+from specsparse.engine.windows import WHOLE, LayerWindows
 
 KV_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 """Bytes of an element of the cache."""
@@ -53,11 +54,13 @@ class Traffic:
         matrices: all that is read; an untied embedding is not (one row of it counts as nothing).
         kv_bytes_per_token: of all layers' keys and values of one position.
         attention_macs: multiply-adds of one row with one position, all layers.
+        windows: of the layers; what lies outside is neither read nor multiplied.
     """
 
     matrices: tuple[Matrix, ...]
     kv_bytes_per_token: float
     attention_macs: float
+    windows: LayerWindows = WHOLE
 
     @property
     def weight_bytes(self) -> float:
@@ -73,15 +76,14 @@ class Traffic:
 
     def read_bytes(self, rows: int, kv_length: float, batch: int = 1) -> float:
         """Bytes a forward of `rows` rows in each of `batch` sequences reads, `kv_length` tokens before the first."""
-        return self.weight_bytes + batch * self.kv_bytes_per_token * (kv_length + rows)
+        return self.weight_bytes + batch * self.kv_bytes_per_token * self.windows.read(rows, kv_length)
 
     def macs(self, rows: int, kv_length: float, batch: int = 1) -> dict[str, float]:
-        """Multiply-adds of a forward, by arithmetic. Row i attends to kv_length + i + 1 positions."""
+        """Multiply-adds of a forward, by arithmetic. Row i attends to kv_length + i + 1 positions, or to a window."""
         out: Counter[str] = Counter()
         for m in self.matrices:
             out[arithmetic(m.type_name)] += batch * rows * m.macs_per_row
-        attended = rows * (kv_length + (rows + 1) / 2)
-        out["f16"] += batch * attended * self.attention_macs
+        out["f16"] += batch * self.windows.attended(rows, kv_length) * self.attention_macs
         return dict(out)
 
     def requantised(self, type_name: str) -> "Traffic":
@@ -90,11 +92,11 @@ class Traffic:
         matrices = (
             Matrix(type_name, m.macs_per_row * bits / 8, m.macs_per_row) if m.macs_per_row else m for m in self.matrices
         )
-        return Traffic(tuple(matrices), self.kv_bytes_per_token, self.attention_macs)
+        return replace(self, matrices=tuple(matrices))
 
 
 def kv_bytes(config: ModelConfig, tokens: float, kv_dtype: str) -> float:
-    """Bytes of the keys and values of `tokens` positions, "f32", "f16" or "bf16"."""
+    """Bytes that hold the keys and values of `tokens` positions, "f32", "f16" or "bf16"; a window spares none."""
     return 2.0 * config.n_layers * config.n_kv_heads * config.head_dim * tokens * KV_BYTES[kv_dtype]
 
 
@@ -114,4 +116,4 @@ def of_tensors(config: ModelConfig, tensors: Iterable[tuple[str, str, float]], *
             continue
         matrices.append(Matrix(kind, nbytes, shape[0] * shape[1] if len(shape) == 2 else 0))
     attention = 2 * config.n_layers * config.n_heads * config.head_dim  # scores and values
-    return Traffic(tuple(matrices), kv_bytes(config, 1, kv_dtype), attention)
+    return Traffic(tuple(matrices), kv_bytes(config, 1, kv_dtype), attention, LayerWindows.of(config))

@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from specsparse.engine.windows import WHOLE, LayerWindows
 from specsparse.speculative import expected
 
 
@@ -28,7 +29,7 @@ class CostTable:
         ns: rows of the forwards measured, ascending from 1.
         kv_base: tokens in the cache during them.
         forward_s: seconds of each, the argmax of its rows included.
-        kv_s: seconds that a token more in the cache adds to a forward.
+        kv_s: seconds that a token more in the cache adds to a forward where all layers read it.
         kv_row_s: the same for each row.
         plain_s: a plain decoding step in the loop, at `kv_base`.
         round_s, round_token_s: what a speculative round adds to its forward (verdict, commit, counters), and adds for
@@ -38,6 +39,7 @@ class CostTable:
         drafts: cost of drafters by name; `token_s` is of a level where they draft trees.
         acceptance: measured acceptance by name: of a chain one rate, of siblings one for each rank, of a tree tokens
             emitted and nodes drafted a round.
+        windows: of the model's layers: a token that only some of them read adds their share.
         residuals: of the fits, see `measure`.
         identity: the file and the machine, what the table is valid for.
     """
@@ -56,6 +58,7 @@ class CostTable:
     f32: float
     drafts: dict[str, DraftCost] = field(default_factory=dict)
     acceptance: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    windows: LayerWindows = WHOLE
     residuals: dict[str, object] = field(default_factory=dict)
     identity: dict[str, object] = field(default_factory=dict)
 
@@ -68,7 +71,8 @@ class CostTable:
     def forward(self, n: float, kv_length: float | None = None) -> float:
         """Seconds of a forward of n rows; between measured n linear, beyond the last by the last slope."""
         kv = self.kv_base if kv_length is None else kv_length
-        return self._at_base(n) + (kv - self.kv_base) * (self.kv_s + self.kv_row_s * n)
+        more = self.windows.read(1, kv) - self.windows.read(1, self.kv_base)
+        return self._at_base(n) + more * (self.kv_s + self.kv_row_s * n)
 
     def _at_base(self, n: float) -> float:
         if len(self.ns) == 1:
@@ -176,4 +180,6 @@ class CostTable:
         given["forward_s"] = tuple(float(t) for t in given["forward_s"])
         given["drafts"] = {name: DraftCost(**cost) for name, cost in given.get("drafts", {}).items()}
         given["acceptance"] = {key: tuple(map(float, rates)) for key, rates in given.get("acceptance", {}).items()}
+        shares = given.get("windows", {}).get("shares", WHOLE.shares)
+        given["windows"] = LayerWindows(tuple((int(window), float(share)) for window, share in shares))
         return cls(**given)

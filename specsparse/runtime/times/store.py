@@ -21,6 +21,7 @@ def identity(model: Model) -> dict[str, object]:
     """What a table is valid for: file (name, size, time), CPU, threads, kernels, instruction set, cache, FFN, mesh."""
     stat, status = model.path.stat(), kernels.status()
     sparse = {} if model.ffn == "dense" else {"ffn": model.ffn, "rule": model.rule}
+    window = {"window": model.config.window} if model.config.window else {}
     mesh = {} if model.devices.ways is None else {"mesh": model.devices.ways}
     return {
         "version": VERSION,
@@ -35,6 +36,7 @@ def identity(model: Model) -> dict[str, object]:
         "kv_dtype": model.kv_dtype,
         "context": model.config.context_length,
         **sparse,
+        **window,
         **mesh,
     }
 

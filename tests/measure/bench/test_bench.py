@@ -1,5 +1,6 @@
 """The benchmark, end to end on a tiny model: what it prints is checked, never how fast it was."""
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -242,6 +243,9 @@ def test_work_counts_what_a_step_reads_and_multiplies(tiny):
     assert one.file_bytes == model.footprint.file + token_kv
     ten = summary.work_of(model, "decode", 10, depth=100, forwards=10)
     assert ten.file_bytes == 10 * model.footprint.file + token_kv * sum(range(101, 111))
+    windowed = dataclasses.replace(model, config=dataclasses.replace(c, window=40))
+    ten = summary.work_of(windowed, "decode", 10, depth=36, forwards=10)
+    assert ten.file_bytes == 10 * model.footprint.file + token_kv * (37 + 38 + 39 + 7 * 40)
 
 
 def test_a_slow_peer_is_named(tiny):

@@ -9,6 +9,7 @@ import pytest
 
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
+from specsparse.engine.windows import LayerWindows
 from specsparse.errors import UserError
 from specsparse.measure.costs import Roofline, devices, traffic
 from specsparse.measure.costs.explain import explain
@@ -97,6 +98,43 @@ def test_traffic_of_a_shape_is_that_of_its_file(tmp_path):
     assert from_file.weight_bytes == shape.weight_bytes
     assert from_file.macs(2, 5) == shape.macs(2, 5)
     assert from_file.requantised("Q4_0").weight_bytes < from_file.weight_bytes
+
+
+@pytest.mark.parametrize(
+    ("windows", "model"),
+    [
+        ((8, 8, 8, 8, 8, 0, 8), {"architecture": "gemma3", "n_layers": 7}),
+        ((5, 5), {"window": 5}),
+        ((0, 0), {}),
+    ],
+)
+@pytest.mark.parametrize(("rows", "before"), [(1, 0), (1, 4), (1, 100), (3, 0), (6, 3), (6, 100), (12, 2)])
+def test_what_windows_spare_is_counted_row_by_row(windows, model, rows, before):
+    config = tiny_config(**model)
+    read = macs = 0
+    for window in windows:
+        seen = [set(range(max(before + i + 1 - window, 0) if window else 0, before + i + 1)) for i in range(rows)]
+        read, macs = read + len(set.union(*seen)), macs + sum(map(len, seen))
+    found = LayerWindows.of(config)
+    assert bool(found) == any(windows)
+    assert found.read(rows, before) * len(windows) == pytest.approx(read, rel=1e-12)
+    assert found.attended(rows, before) * len(windows) == pytest.approx(macs, rel=1e-12)
+    load = of_shape(config, "F32")
+    of_head = 2 * config.n_kv_heads * config.head_dim * traffic.KV_BYTES["f16"]
+    assert load.read_bytes(rows, before) - load.weight_bytes == pytest.approx(of_head * read)
+    assert load.macs(rows, before)["f16"] == pytest.approx(2 * config.n_heads * config.head_dim * macs)
+
+
+def test_a_measured_table_goes_on_by_what_its_layers_read():
+    whole, half = table(), table(windows=LayerWindows(((201, 0.5), (0, 0.5))))
+    assert half.forward(3, 150) == whole.forward(3, 150)  # within the window
+    assert half.forward(3, 300) == pytest.approx(whole.forward(3, 250))
+    assert half.forward(3, 1000) == pytest.approx(whole.forward(3, 600))
+    assert table(windows=LayerWindows(((50, 1.0),))).forward(3, 1000) == whole.forward(3)
+    assert CostTable.from_dict(json.loads(json.dumps(half.to_dict()))) == half
+    kept = whole.to_dict()
+    del kept["windows"]
+    assert CostTable.from_dict(kept) == whole
 
 
 def test_sizes_of_llama_2_7b():
@@ -200,6 +238,7 @@ def test_fit_kv_finds_the_slopes():
     assert (a, b) == (pytest.approx(2e-6), pytest.approx(3e-7))
     assert max(map(abs, errors)) < 1e-9
     assert min(fit_kv(ns, near, [t * 0.9 for t in near], 900)[:2]) >= 0  # noise never makes a cache pay
+    assert fit_kv(ns, near, near, 0) == (0.0, 0.0, [0.0] * len(ns))  # a window shorter than both
 
 
 def test_overhead_and_draft_lines_are_never_negative():
