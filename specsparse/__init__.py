@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specsparse.api import Generation, GenerationStats, Model, SamplingParams, Stream, generate, load, stream
     from specsparse.speculative.drafters.registry import get_drafter, register
-    from specsparse.speculative.proof.certify import CertificateReport, certify
+    from specsparse.speculative.proof.certify import certify
+    from specsparse.speculative.proof.handed import Handed
+    from specsparse.speculative.proof.results import CertificateReport
     from specsparse.support.citations import citation
 
 __version__ = "0.1.0"
@@ -14,6 +16,7 @@ __all__ = [
     "CertificateReport",
     "Generation",
     "GenerationStats",
+    "Handed",
     "Model",
     "SamplingParams",
     "Stream",
@@ -29,7 +32,8 @@ __all__ = [
 
 _HOMES = {
     "certify": "specsparse.speculative.proof.certify",
-    "CertificateReport": "specsparse.speculative.proof.certify",
+    "CertificateReport": "specsparse.speculative.proof.results",
+    "Handed": "specsparse.speculative.proof.handed",
     "citation": "specsparse.support.citations",
     "get_drafter": "specsparse.speculative.drafters.registry",
     "register": "specsparse.speculative.drafters.registry",

@@ -3,6 +3,7 @@
 from specsparse.speculative.drafters.scripted import Scripted
 from specsparse.testing.contract import check_drafter
 from specsparse.testing.drafting import draft_context, drafted_ids
+from specsparse.testing.lossless import assert_lossless
 from specsparse.testing.mutants import load_everything, mutate
 from specsparse.testing.policies import check_policy
 from specsparse.testing.predictors import check_predictor
@@ -18,6 +19,7 @@ __all__ = [
     "DummyTokenizer",
     "Runner",
     "Scripted",
+    "assert_lossless",
     "bpe_vocabulary",
     "byte_characters",
     "check_drafter",

@@ -25,8 +25,8 @@ from specsparse.speculative.drafters.plan import MakeModel
 from specsparse.speculative.drafters.reading import read
 from specsparse.speculative.intersection import intersect
 from specsparse.speculative.proof.cases import outcomes, random_tables
-from specsparse.speculative.proof.certify import LOSSLESS_TV, MUTANT_TV
 from specsparse.speculative.proof.exact import continuations, output_law, total_variation
+from specsparse.speculative.proof.results import LOSSLESS_TV, MUTANT_TV
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees import get_tree
 from specsparse.speculative.verifiers import laws

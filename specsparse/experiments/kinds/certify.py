@@ -7,7 +7,8 @@ from rich.table import Table
 from rich.text import Text
 
 from specsparse.experiments.kind import Found, Kind, Lab
-from specsparse.speculative.proof.certify import DRIVER, LEGEND, MUTANT_TV, RULE, CertificateReport, certify, worst_on
+from specsparse.speculative.proof.certify import certify
+from specsparse.speculative.proof.results import DRIVER, LEGEND, MUTANT_TV, RULE, CertificateReport, worst_on
 from specsparse.speculative.verify import get_verifier
 from specsparse.support import tables, terminal
 from specsparse.support.options import Range, Size

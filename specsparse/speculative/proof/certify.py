@@ -4,179 +4,31 @@ Two things are certified on the same cases. The *rule*: every draft and every co
 (`exact`). The *driver*: the thresholds and laws of the jitted float32 verdict that the decode loop calls are found by
 bisection (`driver`). Either gives the law of one round, which is continued by plain sampling to a fixed length and
 compared with plain sampling alone.
+
+Anybody's callable is certified likewise (`handed`): its uniforms are bisected as the driver's are, or it is sampled
+with a stated power where it draws its own; and its text of several rounds is compared with the target's, too.
 """
 
 import dataclasses
-import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftKind, Verifier
 from specsparse.speculative.proof.cases import CORNERS, Case, keep_top, make_case, map_tables
-from specsparse.speculative.proof.driver import STEPS, driver_laws, jitted
+from specsparse.speculative.proof.driver import driver_laws, jitted
 from specsparse.speculative.proof.driver_mutants import DRIVER_MUTANTS
 from specsparse.speculative.proof.exact import continuations, output_law, total_variation
+from specsparse.speculative.proof.handed import Handed, handed
+from specsparse.speculative.proof.measured import driver_tv, measure_handed
 from specsparse.speculative.proof.mutants import MUTANTS
+from specsparse.speculative.proof.results import DRIVER, CertificateReport, MutantResult, Result
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verify import VERIFIERS, get_verifier
 
-RULE, DRIVER = "rule", "driver"
-"""What a line of the report is about: the rule in float64, or the jitted driver in float32."""
-
-LEGEND = {
-    RULE: "the verifier's rule in float64, every coin interval enumerated",
-    DRIVER: "the jitted float32 verdict that the decode loop calls, every uniform bisected",
-}
-
-LOSSLESS_TV = 1e-10
-"""Most total variation of a lossless rule: float64 rounding of a few thousand additions."""
-
-MUTANT_TV = 1e-3
-"""Least total variation that shows a mutant, on one of its random cases."""
-
 MUTANT_CASES = 3
 """Random cases per mutant."""
-
-
-def driver_tv(template: TreeTemplate, *, vocab: int) -> float:
-    """Most total variation of a lossless driver: float32 rounding, in the worst case of everything.
-
-    With e = 2^-24 (float32's unit roundoff, and the step of a uniform), V tokens and at most T coins on a path:
-
-    * A token drawn from a law: each of V-1 edges is off by at most 2V e (two sums of V terms, a product, a step), and p
-      itself by e. Together 2V^2 e. `match` draws T+1 tokens, all others one.
-    * A law after a rejection: at most (V+8) e in L1 (p and q rounded, the difference, its sum, the division; an earlier
-      weight or rho) over the chance to be there, which its weight in the joint law cancels. After j rejections it is
-      j (V+8) e.
-    * A coin: 6 e (p and q rounded, a product, the division, a step), and what its law is off by.
-
-    All of it adds up to less than (T+1) ((T+1) (V+8) + 2V^2) e.
-    """
-
-    def coins(row: int) -> int:
-        return max((tested + coins(node + 1) for tested, node in enumerate(template.children[row], 1)), default=0)
-
-    steps = coins(0) + 1
-    return steps * (steps * (vocab + 8) + 2 * vocab**2) / STEPS
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """Total variation of one verifier on one case.
-
-    Attributes:
-        verifier: its name.
-        lossless: whether it promises p's law.
-        kind: how the drafts were drawn.
-        parents: shape of the drafts.
-        vocab: tokens.
-        corner: name of the case.
-        drafts: how many were enumerated.
-        tv: total variation from plain sampling.
-        part: `RULE` or `DRIVER`.
-        bound: the most that a lossless one may have.
-    """
-
-    verifier: str
-    lossless: bool
-    kind: str
-    parents: tuple[int, ...]
-    vocab: int
-    corner: str
-    drafts: int
-    tv: float
-    part: str = RULE
-    bound: float = LOSSLESS_TV
-
-    @property
-    def holds(self) -> bool:
-        """Whether the promise is kept; NaN does not."""
-        return not self.lossless or self.tv <= self.bound
-
-
-@dataclasses.dataclass(frozen=True)
-class MutantResult:
-    """Largest total variation of one mutant over its random cases."""
-
-    name: str
-    mistake: str
-    tv: float
-    part: str = RULE
-
-    @property
-    def caught(self) -> bool:
-        """Whether the certificate shows the mistake; NaN does not."""
-        return self.tv > MUTANT_TV
-
-
-@dataclasses.dataclass(frozen=True)
-class CertificateReport:
-    """What `certify` found. Each entry says whether it is about a rule or a driver (`part`).
-
-    Attributes:
-        results: one entry per verifier, part and case.
-        mutants: one entry per mutant.
-    """
-
-    results: tuple[Result, ...]
-    mutants: tuple[MutantResult, ...]
-
-    @property
-    def failures(self) -> list[str]:
-        """Lossless verifiers over their bound and mutants not over `MUTANT_TV`; NaN fails."""
-        where = {RULE: "", DRIVER: " (driver)"}
-        bad = [f"{r.verifier}{where[r.part]}: {r.corner}" for r in self.results if not r.holds]
-        return bad + [f"mutant {m.name}" for m in self.mutants if not m.caught]
-
-    @property
-    def passed(self) -> bool:
-        """Whether the certificate holds."""
-        return not self.failures
-
-    @property
-    def certified(self) -> list[tuple[str, str]]:
-        """Verifier and part of what was certified, in order."""
-        return list(dict.fromkeys((r.verifier, r.part) for r in self.results))
-
-    def cases(self, verifier: str, part: str = RULE) -> list[Result]:
-        """Every case of a verifier's rule, or of its driver."""
-        return [r for r in self.results if (r.verifier, r.part) == (verifier, part)]
-
-    def worst(self, verifier: str, part: str = RULE) -> Result:
-        """The case with the largest total variation of that verifier's rule or driver."""
-        return max(self.cases(verifier, part), key=lambda r: r.tv)
-
-    def tables(self) -> list[Table]:
-        """Rich tables: verifiers, then mutants."""
-        columns = ("verifier", "what", "promise", "cases", "drafts", "worst total variation", "on")
-        top = Table(*columns, title="Output law of a round")
-        for name, part in self.certified:
-            rows, worst = self.cases(name, part), self.worst(name, part)
-            promise = f"lossless <= {worst.bound:.0e}" if worst.lossless else "lossy"
-            drafts = sum(r.drafts for r in rows)
-            top.add_row(name, part, promise, str(len(rows)), str(drafts), f"{worst.tv:.1e}", worst_on(worst))
-        bottom = Table("mutant", "of the", "total variation", "mistake", title="Mutants the certificate must catch")
-        for m in self.mutants:
-            bottom.add_row(m.name, m.part, f"{m.tv:.1e}", m.mistake)
-        return [top, bottom] if self.mutants else [top]
-
-    def table(self) -> str:
-        """The tables as plain text, with the legend and the verdict."""
-        console = Console(file=io.StringIO(), width=118)
-        for table in self.tables():
-            console.print(table)
-        legend = "".join(f"{part}: {meaning}\n" for part, meaning in LEGEND.items())
-        verdict = "holds" if self.passed else "FAILS: " + "; ".join(self.failures)
-        return f"{console.file.getvalue()}{legend}certificate {verdict}\n"
-
-
-def worst_on(result: Result) -> str:
-    """Which case a result is of, in words."""
-    return f"{result.corner}, {result.kind}, {len(result.parents)} nodes"
 
 
 def shapes(*, vocab: int, gamma: int, tree: bool) -> list[tuple[TreeTemplate, int]]:
@@ -264,33 +116,41 @@ def measure_driver_mutant(name: str, *, seed: int) -> MutantResult:
 
 
 def certify(
-    verifiers: Sequence[Verifier | str] | Verifier | str | None = None,
+    verifiers: Sequence[Verifier | str | Handed | Callable] | Verifier | str | Handed | Callable | None = None,
     *,
-    vocab: int = 4,
-    gamma: int = 3,
+    vocab: int | None = None,
+    gamma: int | None = None,
     seed: int = 0,
-    mutants: bool = True,
+    mutants: bool | None = None,
     driver: bool = True,
 ) -> CertificateReport:
     """Measures verifiers (all of `VERIFIERS` if None) and the mutants; most of a minute for all.
 
     Args:
-        verifiers: what to certify, or their names; one may stand alone.
-        vocab: vocabulary of most cases, 2..6.
-        gamma: longest chain, 1..3.
+        verifiers: what to certify: names, verifiers, or anybody's callables, see `handed`; one may stand alone.
+        vocab: vocabulary of most cases, 2..6; by default 4, and 3 for callables.
+        gamma: longest chain, 1..3; by default 3, and 2 for callables.
         seed: of the random laws; the same seed gives the same report.
-        mutants: whether to run the mutants too.
+        mutants: whether to run the mutants too; by default they run unless callables alone are certified.
         driver: whether to certify, beside the rules, the jitted driver of the lossless verifiers.
 
     Raises:
-        UserError: an unknown name, or a case too large to enumerate.
+        UserError: an unknown name, a case too large to enumerate, or a callable that cannot be certified so.
     """
+    alone = verifiers is not None and (isinstance(verifiers, str) or not isinstance(verifiers, Sequence))
+    several = [verifiers] if alone else VERIFIERS.values() if verifiers is None else verifiers
+    named = [get_verifier(v) if isinstance(v, str) else v for v in several]
+    chosen = [v if isinstance(v, Verifier) else handed(v) for v in named]
+    ours = any(isinstance(v, Verifier) for v in chosen)
+    vocab, gamma = vocab or (4 if ours else 3), gamma or (3 if ours else 2)
+    mutants = ours if mutants is None else mutants
     if not 2 <= vocab <= 6 or not 1 <= gamma <= 3:
         raise UserError(f"certify enumerates everything: vocab={vocab} must lie in 2..6 and gamma={gamma} in 1..3")
-    verifiers = [verifiers] if isinstance(verifiers, str | Verifier) else verifiers
-    chosen = [get_verifier(v) if isinstance(v, str) else v for v in verifiers or VERIFIERS.values()]
     results = []
     for verifier in chosen:
+        if isinstance(verifier, Handed):
+            results += measure_handed(verifier, vocab=min(vocab, 3), gamma=min(gamma, 2), seed=seed)
+            continue
         tried = list(cases(verifier, vocab=vocab, gamma=gamma, seed=seed))
         results += [measure(verifier, case) for case in tried]
         if driver and verifier.lossless:

@@ -19,6 +19,8 @@ from jax.custom_batching import custom_vmap
 from specsparse import kernels
 from specsparse.engine.sampling import pipeline
 from specsparse.speculative.base import PAD, ROOT, Draft, Verdict, Verifier
+from specsparse.speculative.proof import boxes
+from specsparse.speculative.proof.boxes import LANES
 from specsparse.speculative.proof.cases import Case
 from specsparse.speculative.proof.exact import continuations
 from specsparse.speculative.verify import Draw, match_verdict, verify
@@ -33,12 +35,6 @@ A smaller draft is followed by nodes that do not exist but look as if they did. 
 no mass.
 """
 
-LANES = 1024
-"""Verdicts of one call, two sequences to a batch."""
-
-MOST_BOXES = 500
-"""Boxes a draft may be cut into, on average: a verdict that needs more is no function of thresholds."""
-
 Driver = Callable[[Draft, np.ndarray, np.ndarray], Verdict]
 """(draft, p float32[L, B, K+1, V], uniforms float32[L, B, K+1]) -> verdict, all with the leading axes [L, B].
 
@@ -52,28 +48,6 @@ class Drafts(NamedTuple):
 
     draft: Draft
     p: np.ndarray
-
-
-class Boxes(NamedTuple):
-    """Boxes of uniforms.
-
-    Attributes:
-        draft: int[N], whose uniforms they are.
-        low: int64[N, K+1], least tick of each uniform.
-        high: int64[N, K+1], the tick beyond the largest.
-    """
-
-    draft: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-
-
-class Divided(NamedTuple):
-    """Boxes with more than one verdict: that of the lowest corner, one row each, and a point that has another."""
-
-    boxes: Boxes
-    at_low: np.ndarray
-    goal: np.ndarray
 
 
 class Decided(NamedTuple):
@@ -144,77 +118,16 @@ def stack(cases: Sequence[Case], verifier: Verifier, *, seed: int) -> tuple[Draf
 
 
 def settle(driver: Driver, drafts: Drafts, *, seed: int) -> Decided:
-    """The cube of uniforms of each draft, cut into boxes of one verdict.
-
-    A box is settled when its lowest corner, its highest and a point drawn inside have one verdict. Otherwise the way
-    from the lowest corner to the point that differs, one uniform after the other, is bisected, and the box is cut
-    there. What is not settled after `MOST_BOXES` a draft is left out; so is a point whose verdict changes by itself.
-    """
-    rng = np.random.default_rng([seed, 2])
+    """The cube of uniforms of each draft, cut into boxes of one verdict; see `boxes.settle`."""
     N, n = drafts.p.shape[:2]
-    boxes = Boxes(np.arange(N), np.zeros((N, n), np.int64), np.full((N, n), STEPS))
-    divided, found, probed = None, [], 0
-    while probed < MOST_BOXES * N and (boxes.draft.size or divided):
-        if boxes.draft.size:
-            chunk, boxes = _last(boxes)
-            settled, more = _probe(driver, drafts, chunk, rng)
-            found.append(settled)
-            divided = more if divided is None else _join(divided, more)
-            probed += chunk.draft.size
-        if divided.goal.shape[0] >= LANES or not boxes.draft.size:
-            chunk, divided = _last(divided)
-            boxes = _join(boxes, *_cut(driver, drafts, chunk))
-            divided = divided if divided.goal.size else None
-    return _join(*found)
+    found = boxes.settle(functools.partial(_verdicts, driver, drafts), drafts=N, uniforms=n, steps=STEPS, seed=seed)
+    fields = np.split(found.verdict, [n, n + 1, 2 * n], axis=1)
+    tokens, count, nodes, failed = fields
+    return Decided(found.boxes.draft, found.volume(STEPS), tokens, count[:, 0], nodes, failed[:, 0])
 
 
-def _last(several):
-    """The last `LANES` entries of a tuple of arrays, and the others."""
-    return jax.tree.map(lambda a: a[-LANES:], several), jax.tree.map(lambda a: a[:-LANES], several)
-
-
-def _join(*several):
-    """Tuples of arrays, one behind the other."""
-    return jax.tree.map(lambda *parts: np.concatenate(parts), *several)
-
-
-def _probe(driver: Driver, drafts: Drafts, boxes: Boxes, rng: np.random.Generator) -> tuple[Decided, Divided]:
-    """The boxes that are settled, and the others."""
-    n = boxes.low.shape[1]
-    verdicts = _verdicts(driver, drafts, boxes.draft)
-    at_low, high, inside = verdicts(boxes.low), boxes.high - 1, rng.integers(boxes.low, boxes.high)
-    same_high, same_inside = ((verdicts(point) == at_low).all(axis=1) for point in (high, inside))
-    done, goal = same_high & same_inside, np.where(same_high[:, None], inside, high)
-    volume = ((boxes.high - boxes.low) / STEPS).prod(axis=1)
-    rows = (at_low[:, :n], at_low[:, n], at_low[:, n + 1 : 2 * n], at_low[:, 2 * n])
-    settled = Decided(*(a[done] for a in (boxes.draft, volume, *rows)))
-    divided = ~done & (goal != boxes.low).any(axis=1)  # no cut helps a point with two verdicts
-    return settled, jax.tree.map(lambda a: a[divided], Divided(boxes, at_low, goal))
-
-
-def _cut(driver: Driver, drafts: Drafts, divided: Divided) -> tuple[Boxes, Boxes]:
-    """Both parts of each box, cut where the verdict of the lowest corner ends on the way to the goal."""
-    boxes, at_low, goal = divided
-    verdicts = _verdicts(driver, drafts, boxes.draft)
-    width_Nn = goal - boxes.low
-    before_Nn = width_Nn.cumsum(axis=1) - width_Nn
-
-    def point(step_N):
-        return boxes.low + np.clip(step_N[:, None] - before_Nn, 0, width_Nn)
-
-    same_N, other_N = np.zeros(len(goal), np.int64), width_Nn.sum(axis=1)
-    while (other_N - same_N > 1).any():
-        middle_N = (same_N + other_N) // 2
-        same = (verdicts(point(middle_N)) == at_low).all(axis=1) | (middle_N == same_N)
-        same_N, other_N = np.where(same, middle_N, same_N), np.where(same, other_N, middle_N)
-    edge_Nn = point(other_N)
-    cut_Nn = edge_Nn != point(same_N)  # the one uniform that was raised last
-    below = boxes._replace(high=np.where(cut_Nn, edge_Nn, boxes.high))
-    return below, boxes._replace(low=np.where(cut_Nn, edge_Nn, boxes.low))
-
-
-def _verdicts(driver: Driver, drafts: Drafts, index: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
-    """int[N, K+1] ticks -> int[N, ..], the verdict of each of the drafts `index` (at most `LANES`) in one row."""
+def _verdicts(driver: Driver, drafts: Drafts, index: np.ndarray) -> boxes.Verdicts:
+    """The verdict of each of the drafts `index` (at most `LANES`) in one row, two sequences to a batch."""
     shape = (LANES // 2, 2)
     draft, p = jax.tree.map(lambda a: a[np.resize(index, LANES)].reshape(*shape, *a.shape[1:]), drafts)
 

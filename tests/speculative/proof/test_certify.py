@@ -7,9 +7,10 @@ import pytest
 
 from specsparse.speculative.base import DraftKind
 from specsparse.speculative.proof.cases import CORNERS, draw_law, make_case, outcomes
-from specsparse.speculative.proof.certify import LOSSLESS_TV, MUTANT_TV, certify, measure, measure_mutant
+from specsparse.speculative.proof.certify import certify, measure, measure_mutant
 from specsparse.speculative.proof.exact import continuations, ends, output_law, total_variation
 from specsparse.speculative.proof.mutants import MUTANTS
+from specsparse.speculative.proof.results import LOSSLESS_TV, MUTANT_TV
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verify import VERIFIERS, get_verifier
 

@@ -11,20 +11,12 @@ from specsparse.speculative import verify as engine
 from specsparse.speculative.base import PAD, Draft, DraftKind, Verdict
 from specsparse.speculative.proof import certify as certificate
 from specsparse.speculative.proof.cases import make_case
-from specsparse.speculative.proof.certify import (
-    DRIVER,
-    MUTANT_TV,
-    RULE,
-    cases,
-    certify,
-    driver_tv,
-    empty_cases,
-    measure_driver,
-    measure_driver_mutant,
-)
+from specsparse.speculative.proof.certify import cases, certify, empty_cases, measure_driver, measure_driver_mutant
 from specsparse.speculative.proof.driver import LANES, STEPS, Drafts, driver_laws, jitted, settle, sound, stack
 from specsparse.speculative.proof.driver_mutants import DRIVER_MUTANTS
 from specsparse.speculative.proof.exact import output_law, total_variation
+from specsparse.speculative.proof.measured import driver_tv
+from specsparse.speculative.proof.results import DRIVER, MUTANT_TV, RULE
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verify import VERIFIERS
 

@@ -1,0 +1,52 @@
+"""One line in anybody's test: `assert_lossless(my_verifier)`."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from specsparse.errors import UserError
+from specsparse.speculative.base import Verifier
+from specsparse.speculative.proof.certify import certify
+from specsparse.speculative.proof.handed import Handed, handed
+from specsparse.speculative.proof.results import CertificateReport, worst_on
+
+
+def assert_lossless(
+    verifier: Callable | Handed | Verifier | str, *, vocab: int | None = None, gamma: int | None = None, seed: int = 0,
+    **how: Any,
+) -> CertificateReport:  # fmt: skip
+    """Refuses a verifier whose text does not have the target's law.
+
+    Args:
+        verifier: yours, a callable as `speculative.proof.handed` describes it; or one of ours, or its name.
+        vocab: tokens, see `specsparse.certify`.
+        gamma: longest draft.
+        seed: of the random laws, and of the samples of a callable that draws for itself.
+        how: fields of `Handed`, such as `arrays="torch"` or `samples=100_000`.
+
+    Returns:
+        The report: it says whether the law was enumerated or sampled, and of samples what they would have found.
+
+    Raises:
+        AssertionError: it is lossy; says by how much, on what, and which texts differ most.
+        UserError: it cannot be certified so.
+    """
+    if not isinstance(verifier, Verifier | str):
+        try:
+            verifier = dataclasses.replace(handed(verifier), lossless=True, **how)
+        except TypeError as error:
+            known = ", ".join(field.name for field in dataclasses.fields(Handed))
+            raise UserError(f"assert_lossless: {error}; known are {known}") from error
+    elif how:
+        raise UserError(f"assert_lossless: {', '.join(how)} say how a callable is handed its arguments")
+    report = certify(verifier, vocab=vocab, gamma=gamma, seed=seed, mutants=False)
+    broken = [result for result in report.results if not result.holds]
+    if broken:
+        worst = max(broken, key=lambda result: result.tv)
+        lines = [
+            f"{worst.verifier} is not lossless: total variation {worst.tv:.3g} on {worst_on(worst)} ({worst.part}; "
+            f"rounding or chance explain {worst.bound:.1g}); {len(broken)} of {len(report.results)} cases fail",
+            *worst.differences(),
+        ]
+        raise AssertionError("\n  ".join(lines))
+    return report

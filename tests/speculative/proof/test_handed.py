@@ -1,0 +1,309 @@
+"""Anybody's callable: what it is handed, what it may hand back, and the exact and the sampled law of its text."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specsparse
+from specsparse.errors import UserError
+from specsparse.speculative.base import PAD, DraftKind
+from specsparse.speculative.proof import chain_law
+from specsparse.speculative.proof.cases import CORNERS, Case, heat, keep_top, make_case, random_tables
+from specsparse.speculative.proof.chain_law import power, round_laws, sampled_law, several_rounds
+from specsparse.speculative.proof.exact import continuations, output_law, total_variation
+from specsparse.speculative.proof.handed import Handed, handed
+from specsparse.speculative.proof.measured import driver_tv, measure_handed
+from specsparse.speculative.proof.results import CALLABLE, SAMPLED
+from specsparse.speculative.tree import TreeTemplate
+from specsparse.speculative.verifiers.rejection import Rejection
+
+CHAIN = TreeTemplate.chain(2)
+
+
+def draw(law, u):
+    return min(int((np.cumsum(law) <= u * law.sum()).sum()), int(np.flatnonzero(law)[-1]))
+
+
+def leviathan(p, q, drafts, uniforms):
+    """Algorithm 1 of arXiv:2211.17192."""
+    K = len(drafts)
+    for i, x in enumerate(drafts):
+        if uniforms[i] * q[i, x] >= p[i, x]:
+            rest = np.maximum(p[i] - q[i], 0)
+            return i, draw(rest if rest.sum() > 0 else p[i], uniforms[K])
+    return K, draw(p[K], uniforms[K])
+
+
+def no_residual(p, q, drafts, uniforms):
+    accepted, _ = leviathan(p, q, drafts, uniforms)
+    return accepted, draw(p[accepted], uniforms[-1])
+
+
+def leviathan_rows(p, q, drafts, uniforms):
+    """Of a batch, in numpy or jax.numpy."""
+    xp = np if isinstance(p, np.ndarray) else jnp
+    K = drafts.shape[1]
+    take = [xp.take_along_axis(law[:, :K], drafts[..., None], axis=2)[..., 0] for law in (p, q)]
+    accepted = xp.cumprod(uniforms[:, :K] * take[1] < take[0], axis=1).sum(axis=1)
+    gap = xp.concatenate([xp.maximum(p[:, :K] - q, 0), p[:, K:]], axis=1)
+    rest = xp.take_along_axis(gap, accepted[:, None, None], axis=1)[:, 0]
+    cdf = xp.cumsum(rest, axis=1)
+    token = (cdf <= uniforms[:, K, None] * cdf[:, -1:]).sum(axis=1)
+    return accepted, xp.minimum(token, p.shape[2] - 1)
+
+
+def by_generator(p, q, drafts, generator):
+    return leviathan(p, q, drafts, generator.random(len(drafts) + 1))
+
+
+def by_generator_rows(p, q, drafts, generator):
+    return leviathan_rows(p, q, drafts, generator.random((len(p), drafts.shape[1] + 1)))
+
+
+def match(p, q, drafts, uniforms):
+    """Samples the target at each row and goes on while the draft agrees: a list of tokens."""
+    emitted = []
+    for row, u, x in zip(p, uniforms, [*drafts, PAD]):
+        emitted.append(draw(row, u))
+        if emitted[-1] != x:
+            break
+    return emitted
+
+
+def case(corner="random", vocab=3, kind=DraftKind.SAMPLED):
+    return make_case(corner, kind, CHAIN, vocab=vocab, seed=0)
+
+
+def long_case(vocab, depth):
+    p, q = (random_tables(np.random.default_rng(1), vocab=vocab, depth=depth) for _ in range(2))
+    return Case("long", DraftKind.SAMPLED, CHAIN, p, q)
+
+
+def test_a_function_is_certified_exactly():
+    report = specsparse.certify(leviathan)
+    assert report.passed and not report.mutants
+    assert report.certified == [("leviathan", CALLABLE)]
+    assert {r.corner for r in report.results} == {*CORNERS, "random, 4 tokens by rounds"}
+    assert all(r.power is None and r.tv <= r.bound < 1e-8 for r in report.results)
+    assert report.finds is None
+    assert "every uniform bisected" in report.table() and "float32" not in report.table()
+
+
+@pytest.mark.parametrize("corner", CORNERS)
+def test_the_law_is_that_of_the_rule(corner):
+    c = case(corner)
+    law, drafts = round_laws(handed(leviathan), [c], seed=0)[0]
+    rule = output_law(Rejection(), c.outcomes(), c.p, c.length)
+    assert total_variation(law, rule) <= driver_tv(CHAIN, vocab=3, steps=1 << 36)
+    assert drafts == len(list(c.outcomes()))
+
+
+def test_a_lossy_function_has_the_law_that_arithmetic_gives_it():
+    p, q = (
+        [np.array([0.6, 0.4]), *random_tables(np.random.default_rng(0), vocab=2, depth=1)[1:]],
+        [np.array([0.8, 0.2])],
+    )
+    one = Case("one", DraftKind.SAMPLED, TreeTemplate.chain(1), p, q)
+    law, _ = round_laws(handed(no_residual), [one], seed=0)[0]
+    # 0 is accepted with 3/4 and 1 always; what is rejected, 0.2 of all, is drawn from p
+    np.testing.assert_allclose(law.sum(axis=1), [0.6 + 0.2 * 0.6, 0.2 + 0.2 * 0.4], atol=1e-9)
+    result = max(measure_handed(Handed(no_residual), vocab=3, gamma=1, seed=0), key=lambda r: r.tv)
+    assert not result.holds and result.tv == total_variation(result.law, result.target) > 0.1
+    first = result.differences()[0]
+    assert first.startswith("text ") and "where p has" in first
+
+
+def test_a_batch_in_jax_and_float32_a_list_and_argmax_drafts():
+    rows = Handed(jax.jit(leviathan_rows), arrays="jax", batched=True, name="rows")
+    assert (rows.dtype, rows.exact, rows.randomness) == ("float32", True, "uniforms")
+    for how in (rows, Handed(leviathan_rows, batched=True), Handed(match), Handed(leviathan, drafts=DraftKind.ONE_HOT)):
+        results = measure_handed(how, vocab=3, gamma=2, seed=0)
+        assert all(r.holds for r in results), how.name
+        assert max(r.tv for r in results) < (1e-5 if how.dtype == "float32" else 1e-8)
+    assert measure_handed(Handed(no_residual, drafts=DraftKind.ONE_HOT), vocab=3, gamma=1, seed=0)[0].tv > 0.04
+
+
+def test_greedy_is_exact_at_temperature_0_alone():
+    def argmax(p, q, drafts, uniforms):
+        return match(np.eye(p.shape[1])[p.argmax(axis=1)], q, drafts, uniforms)
+
+    assert specsparse.certify(Handed(argmax, greedy=True)).passed
+    report = specsparse.certify(argmax)
+    assert not report.passed and report.worst("argmax", CALLABLE).tv > 0.3
+
+
+def test_sampling_parameters_of_the_callable():
+    """Both laws before truncation are handed over: the callable that truncates both keeps the law."""
+    cut = keep_top(2)
+
+    def both(p, q, drafts, uniforms):
+        return leviathan(np.stack([*map(cut, p)]), np.stack([*map(cut, q)]), drafts, uniforms)
+
+    def target_alone(p, q, drafts, uniforms):
+        return leviathan(np.stack([*map(cut, p)]), q, drafts, uniforms)
+
+    tvs = [
+        max(r.tv for r in measure_handed(Handed(f, target_law=cut, draft_law=cut), vocab=3, gamma=1, seed=0))
+        for f in (both, target_alone)
+    ]
+    assert tvs[0] < 1e-9 and tvs[1] > 0.03
+
+
+def test_several_rounds_are_the_targets_chain():
+    long = long_case(2, 3)
+    law, drafts = several_rounds(handed(leviathan), long, 1, 3, seed=0)
+    assert drafts == 2 * (1 + 2 + 4)
+    assert total_variation(law, continuations(long.p, 3)[0]) < 1e-9
+    wrong, _ = several_rounds(handed(no_residual), long, 1, 3, seed=0)
+    [(once, _)] = round_laws(handed(no_residual), [dataclasses.replace(long, template=TreeTemplate.chain(1))], seed=0)
+    assert total_variation(wrong, continuations(long.p, 3)[0]) > total_variation(once, continuations(long.p, 2)[0])
+
+
+def test_a_generator_is_sampled_with_a_stated_power():
+    report = specsparse.certify(Handed(by_generator_rows, batched=True))
+    assert report.passed and report.certified == [("by_generator_rows", SAMPLED)]
+    for result in report.results:
+        assert result.power.samples == 200_000 and result.bound == result.power.bound
+        assert result.bound < result.power.finds < 0.016
+        assert abs(result.law.sum() - 1) < 1e-12
+    assert report.finds == max(r.power.finds for r in report.results)
+
+
+def test_samples_find_what_the_power_says():
+    """Tokens so far off that the joint law has the total variation that is found with 95 %: 60 runs, 52 find it."""
+    flat = [np.full((3,) * (d + 1), 1 / 3) for d in range(4)]
+    even = Case("even", DraftKind.SAMPLED, TreeTemplate.chain(1), flat, flat)
+    target = continuations(flat, 3)[0]
+    can = power(target, 2000, cases=4)
+
+    def off(by):
+        return np.array([1 / 3 + by, 1 / 3 - by / 2, 1 / 3 - by / 2])
+
+    def joint(by):
+        return total_variation(np.einsum("a,b,c->abc", *[off(by)] * 3), target)
+
+    by = np.linspace(0, 0.5, 5001)
+    by = float(by[np.searchsorted([joint(x) for x in by], can.finds)])
+    assert joint(by) == pytest.approx(can.finds, rel=1e-3)
+
+    def skewed(p, q, drafts, generator):
+        first = (np.cumsum(off(by)) <= generator.random((len(p), 1))).sum(axis=1)
+        return np.zeros(len(p), int), np.minimum(first, 2)
+
+    how = Handed(skewed, batched=True, samples=2000)
+    assert sum(total_variation(sampled_law(how, even, 1, 3, seed=s), target) > can.bound for s in range(60)) >= 52
+    right = Handed(by_generator_rows, batched=True, samples=2000)
+    assert not any(total_variation(sampled_law(right, even, 1, 3, seed=s), target) > can.bound for s in range(60))
+
+
+def test_power_grows_with_samples():
+    target = np.full(27, 1 / 27)
+    few, many = (power(target, n, cases=4) for n in (10_000, 1_000_000))
+    assert few.finds > 9 * many.finds and many.finds < 0.007
+    assert few.level == chain_law.LEVEL / 4
+
+
+@pytest.mark.parametrize(
+    ("call", "arrays", "randomness"),
+    [
+        (lambda p, q, drafts, u: None, "numpy", "uniforms"),
+        (lambda p, q, drafts, rng: None, "numpy", "generator"),
+        (lambda p, q, drafts, key: None, "jax", "key"),
+        (lambda p, q, drafts, seed: None, "numpy", "seed"),
+        (lambda p, q, drafts: None, "numpy", "own"),
+        (lambda *given: None, "numpy", "uniforms"),
+    ],
+)
+def test_the_fourth_parameter_says_what_randomness_it_takes(call, arrays, randomness):
+    assert Handed(call, arrays=arrays).randomness == randomness
+
+
+def test_seeds_and_keys_are_new_for_each_call():
+    seen = []
+
+    def by_seed(p, q, drafts, seed):
+        seen.append(seed)
+        return leviathan(p, q, drafts, np.random.default_rng(seed).random(3))
+
+    sampled_law(Handed(by_seed, samples=50), long_case(2, 3), 2, 2, seed=0)
+    assert len(set(seen)) == len(seen) >= 50
+
+    def by_key(p, q, drafts, key):
+        return leviathan_rows(p, q, drafts, jax.random.uniform(key, (len(p), 3)))
+
+    law = sampled_law(Handed(by_key, arrays="jax", batched=True, samples=4000), long_case(2, 3), 2, 2, seed=0)
+    assert total_variation(law, continuations(long_case(2, 3).p, 2)[0]) < 0.05
+
+
+def race(p, q, drafts, uniforms):
+    """No threshold of single uniforms decides: the token with the smallest of -log(u) / p."""
+    return [int(np.argmin(-np.log(1 - uniforms[: len(p[0])]) / np.maximum(p[0], 1e-300)))]
+
+
+@pytest.mark.parametrize(
+    ("call", "how", "words"),
+    [
+        (lambda p, q, x, u: 1 / 0, {}, "raised ZeroDivisionError"),
+        (lambda p, q, x, u: (0, int(u[7] * 0)), {}, r"uniforms=n\) hands more than 3"),
+        (lambda p, q, x, u: (5, 0), {}, r"handed back \(5, 0\): hand back a tuple \(accepted 0..1"),
+        (lambda p, q, x, u: (0, 3), {}, "each below 3"),
+        (lambda p, q, x, u: [], {}, "a list of 1..2 tokens"),
+        (lambda p, q, x, u: [0, -2], {}, "handed back"),
+        (lambda p, q, x, u: "x", {}, "handed back 'x'"),
+        (lambda p, q, x, u: (np.full(len(p), 2), np.zeros(len(p))), {"batched": True}, "handed back"),
+        (lambda p, q, x, u: np.full((len(p), 2), -1), {"batched": True}, "handed back"),
+        (lambda p, q, x, u: np.zeros((3, 1)), {"batched": True}, "handed back"),
+        (race, {"uniforms": 3}, "is no function of thresholds of its uniforms"),
+        (race, {"arrays": "numpi"}, "did you mean numpy"),
+        (race, {"randomness": "dice"}, "is none of uniforms, generator"),
+        (race, {"drafts": DraftKind.WOR}, "drafts are a chain"),
+    ],
+)
+def test_what_cannot_be_certified_is_one_line(call, how, words):
+    with pytest.raises(UserError, match=words) as caught:
+        measure_handed(Handed(call, **how), vocab=3, gamma=1, seed=0)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_verifier_is_refused():
+    with pytest.raises(UserError, match="3 is no verifier"):
+        specsparse.certify(3)
+
+
+def test_what_a_callable_writes_into_is_its_own():
+    def writes(p, q, drafts, uniforms):
+        found = leviathan(p, q, drafts, uniforms)
+        p[:], q[:], drafts[:], uniforms[:] = 0, 0, 0, 0
+        return found
+
+    assert all(r.holds for r in measure_handed(Handed(writes), vocab=3, gamma=1, seed=0))
+
+
+def test_an_island_between_two_corners_is_found():
+    """It accepts in the middle of the coin, where both corners reject: points inside, or the spots, see it."""
+
+    def island(p, q, drafts, uniforms):
+        return (1, 0) if 0.4 < uniforms[0] < 0.6 else (0, 0)
+
+    try:
+        law, _ = round_laws(Handed(island), [case(vocab=2)], seed=0)[0]
+    except UserError:
+        return
+    accepted = sum(law[0, x] for x in itertools.chain([0]))
+    assert accepted > 0
+
+
+def test_names_and_callables_in_one_report():
+    report = specsparse.certify(["greedy", leviathan], vocab=2, gamma=1, mutants=False, driver=False)
+    assert report.passed and [name for name, _ in report.certified] == ["greedy", "leviathan"]
+    assert "float64" in report.table()
+
+
+def test_heat_before_the_callable_is_its_own_business():
+    hot = heat(2.0)
+    how = Handed(leviathan, target_law=hot, name="target's temperature forgotten")
+    assert measure_handed(how, vocab=3, gamma=1, seed=0)[0].tv > 0.05
