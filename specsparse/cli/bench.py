@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from specsparse.cli.numbers import count, positive, sizes
 from specsparse.errors import UserError
 from specsparse.support.atomic import atomically, need_folder
 
@@ -28,21 +29,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to measure, on what, beside whom."""
     add = parser.add_argument
     add("--model", default="smollm2-135m", help="a known name or the path of a GGUF file (%(default)s)")
-    add("--pp", type=_count, default=512, metavar="N", help="prompt tokens, 0 for no such test (%(default)s)")
-    add("--tg", type=_count, default=128, metavar="N", help="tokens to decode, 0 for no such test (%(default)s)")
+    add("--pp", type=count, default=512, metavar="N", help="prompt tokens, 0 for no such test (%(default)s)")
+    add("--tg", type=count, default=128, metavar="N", help="tokens to decode, 0 for no such test (%(default)s)")
     add("--n", type=_lengths, metavar="LIST", help="v(n): 1..16, 1,4,8 or none (1..16; 1,2,4,8 with --ffn-shape)")
-    add("--depth", type=_count, default=0, metavar="N", help="tokens in the cache before each test (%(default)s)")
-    add("--rows", type=_positive, metavar="N", help="v(n) in a program of N rows, n of them valid; default n rows")
-    add("--repeats", type=_positive, metavar="N", help="timings of each test (5; with --drafter 1)")
-    add("--threads", type=_positive, metavar="N", help="of both engines (all cores)")
+    add("--depth", type=count, default=0, metavar="N", help="tokens in the cache before each test (%(default)s)")
+    add("--rows", type=positive, metavar="N", help="v(n) in a program of N rows, n of them valid; default n rows")
+    add("--repeats", type=positive, metavar="N", help="timings of each test (5; with --drafter 1)")
+    add("--threads", type=positive, metavar="N", help="of both engines (all cores)")
     add("--kv-dtype", metavar="TYPE", help="f16 (default), bf16 or f32 cache")
     add("--kernels", metavar="NAME", help="native, reference or xla (the best there is)")
     add("--quantise", metavar="TYPE", help="measure the same model re-quantised: Q4_0, Q8_0, F16 ...")
-    peer = "llama.cpp, transformers or transformers-bf16; SPECSPARSE_PEER_PYTHON may name an interpreter that has it"
+    peer = "llama.cpp, ik_llama.cpp, transformers or transformers-bf16; SPECSPARSE_PEER_PYTHON names an interpreter"
     add("--peer", metavar="NAME", help=peer)
     add(
         "--batch",
-        type=_sizes,
+        type=sizes,
         default=(),
         metavar="LIST",
         help="instead: pp, tg and speculation by batch size: 1,2,4,8",
@@ -211,7 +212,7 @@ def _shape(text: str) -> tuple[int, int]:
     width, cross, neurons = text.partition("x")
     if not cross:
         raise argparse.ArgumentTypeError(f"{text!r}: two lengths, for instance 4096x11008")
-    return _positive(width), _positive(neurons)
+    return positive(width), positive(neurons)
 
 
 def _shares(text: str) -> tuple[float, ...]:
@@ -225,36 +226,11 @@ def _shares(text: str) -> tuple[float, ...]:
     return found
 
 
-def _count(text: str) -> int:
-    """A whole number from 0 on."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if _count(text) == 0:
-        raise argparse.ArgumentTypeError("0 is too small, 1 is the least")
-    return int(text)
-
-
 def _lengths(text: str) -> tuple[int, ...]:
     """The n of v(n): `1..16`, `1,4,8`, or `none`."""
     if text == "none":
         return ()
     try:
-        return _sizes(text)
+        return sizes(text)
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{error}; none leaves v(n) out") from None
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    """Whole numbers from 1 to 64: `1..16`, `1,4,8`."""
-    found: set[int] = set()
-    for part in text.split(","):
-        first, dots, last = part.partition("..")
-        low, high = _positive(first), _positive(last if dots else first)
-        if high > 64 or low > high:
-            raise argparse.ArgumentTypeError(f"{part!r}: lengths from 1 to 64, the smaller first")
-        found.update(range(low, high + 1))
-    return tuple(sorted(found))

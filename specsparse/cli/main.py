@@ -12,6 +12,7 @@ from specsparse.support.pipes import until_the_reader_leaves
 
 # Name -> what the list of commands says. The module specsparse.cli.<name> is imported only when its command is called.
 COMMANDS = {
+    "audit": "does a verification of n rows give the bits of one row, here and in llama.cpp; where two texts fork",
     "bench": "measure prompt processing, decoding, v(n) and memory bandwidth, beside the peers",
     "chat": "talk with a model by any method, its tokens coloured by where they came from",
     "convert": "make GGUF files of checkpoints, of llama2.c and for PowerInfer, quantise them, set metadata",

@@ -154,7 +154,9 @@ class Model:
         return array.astype(np.int32)
 
     @functools.cached_property
-    def _logits_program(self) -> Callable:
+    def logits_program(self) -> Callable:
+        """One piece: (params, tokens int32[1, n], valid int32[1], cache) -> (logits f32[n, V], the cache with them)."""
+
         def chunk(params, tokens, n_valid, cache):
             out, cache = self.forward(params, tokens, cache, n_valid_B=n_valid, want=Want())
             return out.logits[0], kv.commit(cache, n_valid)
@@ -171,7 +173,7 @@ class Model:
         capacity = self.capacity_for(len(array))
         params, cache = self.params_for(capacity), self.new_cache(1, capacity)
         out = np.empty((len(array), self.config.vocab_size), np.float32)
-        for fed in feed(lambda p, c: self._logits_program(params, *self.everywhere(p.arrays), c), [array], cache):
+        for fed in feed(lambda p, c: self.logits_program(params, *self.everywhere(p.arrays), c), [array], cache):
             start, count = fed.piece.start, fed.piece.count[0]
             out[start : start + count] = np.asarray(fed.out)[:count]
         return out

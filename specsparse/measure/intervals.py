@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import stdtrit
+from scipy.special import betaincinv, stdtrit
 
 LEVEL = 0.95
 WHISKERS = (
@@ -139,6 +139,22 @@ def over_repeats(numerators: Sequence[float], denominators: Sequence[float], pro
     spread = float(variance.sum())
     freedom = spread**2 / float((variance**2 / (count - 1)).sum()) if spread else 1.0
     return _around(value, _t(freedom) * spread**0.5, len(keys))
+
+
+def binomial(count: int, trials: int) -> tuple[float, float]:
+    """The exact interval of a probability that was met `count` times in `trials` independent ones.
+
+    Clopper and Pearson 1934 (Biometrika 26, 404): it holds the truth with at least `LEVEL`, whatever that is.
+
+    Raises:
+        ValueError: no trial, or a count that is no part of them.
+    """
+    if trials < 1 or not 0 <= count <= trials:
+        raise ValueError(f"{count} of {trials} is no share")
+    tail = (1 - LEVEL) / 2
+    low = float(betaincinv(count, trials - count + 1, tail)) if count else 0.0
+    high = float(betaincinv(count + 1, trials - count, 1 - tail)) if count < trials else 1.0
+    return low, high
 
 
 def _entries(tops: Sequence[float], bottoms: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:

@@ -129,4 +129,4 @@ def test_a_program_is_compiled_once(model):
 
 def test_logits_reuse_their_programs(model):
     sizes = [model.logits(list(range(3, 3 + n))).shape[0] for n in (5, 9, 20, 32)]
-    assert sizes == [5, 9, 20, 32] and model._logits_program._cache_size() == 1
+    assert sizes == [5, 9, 20, 32] and model.logits_program._cache_size() == 1

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -62,8 +63,13 @@ class PeerProcess:
         version, system_info: what it says of itself.
     """
 
-    def __init__(self, name: str, *, option: str = "--peer"):
-        """Starts the child and asks who it is; `option` is what the user wrote before the name.
+    def __init__(self, name: str, *, option: str = "--peer", environment: Mapping[str, str] | None = None):
+        """Starts the child and asks who it is.
+
+        Args:
+            name: a key of `PEERS`.
+            option: what the user wrote before the name.
+            environment: variables of the child beside ours.
 
         Raises:
             UserError: no such peer, its packages are missing, or the interpreter does not start.
@@ -78,6 +84,7 @@ class PeerProcess:
             self._child = subprocess.Popen(
                 [python, "-u", script, *self.kind.arguments],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
+                env={**os.environ, **(environment or {})},
             )  # fmt: skip
         except OSError as error:
             self._errors.close()

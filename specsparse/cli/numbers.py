@@ -1,0 +1,29 @@
+"""Whole numbers and lists of them, as arguments of a command."""
+
+import argparse
+
+
+def count(text: str) -> int:
+    """A whole number from 0 on."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 on."""
+    if count(text) == 0:
+        raise argparse.ArgumentTypeError("0 is too small, 1 is the least")
+    return int(text)
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """Whole numbers from 1 to 64, in order: `1..16`, `1,4,8`."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dots, last = part.partition("..")
+        low, high = positive(first), positive(last if dots else first)
+        if high > 64 or low > high:
+            raise argparse.ArgumentTypeError(f"{part!r}: lengths from 1 to 64, the smaller first")
+        found.update(range(low, high + 1))
+    return tuple(sorted(found))
