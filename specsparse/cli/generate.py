@@ -5,17 +5,13 @@ The prompt is the argument, a file or the standard input; a newline at the end o
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specsparse.cli import sampling_options
+from specsparse.cli import method_options, sampling_options
 from specsparse.errors import UserError
-
-GROUPS = ("drafter", "verifier", "policy", "tree")
-"""What an option can belong to; one without a group is the drafter's."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,14 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--file", metavar="FILE", help="the prompt is in this file")
     add("--chat", action="store_true", help="the prompt is a user's message in the model's chat template")
     add("--system", metavar="TEXT", help="a system message before it (with --chat)")
-    add("--drafter", default="none", metavar="NAME", help="as in configs; none for plain decoding (%(default)s)")
-    add("--verifier", metavar="NAME", help="the first lossless one that fits the draft")
-    add("--policy", metavar="NAME", help="how many tokens to draft in a round; by default the drafter's own")
-    add("--tree", metavar="NAME", help="the shape of the drafts of a drafter with a model")
-    add(
-        "--option", action="append", default=[], metavar="KEY=VALUE",
-        help="of the drafter, such as gamma=4; of another part with its name, such as policy.gamma=4",
-    )  # fmt: skip
+    method_options.add_parts(parser)
     add("--json", action="store_true", help="one JSON object: text, token ids, counters, seed, finish reason")
     sampling_options.add_arguments(parser, sampling_options.EVERY, temperature=0.0, max_tokens=256)
 
@@ -44,7 +33,7 @@ def main(args: argparse.Namespace) -> int:
     from specsparse import api
     from specsparse.support import terminal
 
-    method = _method(args, params.temperature)
+    method = method_options.named(args).at(params.temperature)
     with terminal.loading(terminal.console(), f"loading {args.model}") as progress:
         model = api.load(args.model, progress=progress)
     if args.json or params.num_sequences > 1:
@@ -101,59 +90,6 @@ def _read(file: str | None) -> str:
         raise UserError(f"--file {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{file or 'the standard input'} is no UTF-8 text") from error
-
-
-def _method(args: argparse.Namespace, temperature: float) -> dict[str, Any]:
-    """`drafter` and `verifier` for a generation; {} for plain decoding.
-
-    Raises:
-        UserError: a name or an option that is unknown, or parts that do not fit.
-    """
-    from specsparse.speculative.drafters.registry import get_drafter
-    from specsparse.speculative.method import choose_verifier, make_drafter
-    from specsparse.speculative.policies.registry import get_policy
-    from specsparse.speculative.trees import get_tree
-
-    options = read_options(args.option)
-    for group in GROUPS:
-        if options[group] and getattr(args, group) in (None, "none"):
-            raise UserError(f"{group}.{next(iter(options[group]))} needs --{group} NAME")
-    name = args.drafter
-    if name == "none":
-        if given := [group for group in GROUPS[1:] if getattr(args, group)]:
-            raise UserError(f"--{given[0]} needs --drafter NAME")
-        return {}
-    tree = get_tree(args.tree, **options["tree"]) if args.tree else None
-    if args.policy or tree is not None:
-        policy = get_policy(args.policy or "fixed", **options["policy"])
-        drafter: Any = make_drafter(name, options["drafter"], policy, tree=tree)
-    else:
-        drafter = get_drafter(name, **options["drafter"])
-    verifier = choose_verifier(drafter, args.verifier, options["verifier"], temperature=temperature, drafted_by=name)
-    plain_name = not (args.policy or args.tree or options["drafter"])
-    return {"drafter": name if plain_name else drafter, "verifier": verifier}
-
-
-def read_options(given: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Options by group, of texts KEY=VALUE or GROUP.KEY=VALUE; a value that is no JSON is a text.
-
-    Raises:
-        UserError: another form, an unknown group, or one option twice.
-    """
-    out: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
-    for text in given:
-        path, equals, value = text.partition("=")
-        group, dot, key = path.rpartition(".")
-        if not equals or not key or (dot and group not in GROUPS):
-            raise UserError(f"--option {text} must be KEY=VALUE or GROUP.KEY=VALUE, GROUP one of {', '.join(GROUPS)}")
-        options = out[group or "drafter"]
-        if key in options:
-            raise UserError(f"--option {path} was given twice")
-        try:
-            options[key] = json.loads(value)
-        except ValueError:
-            options[key] = value
-    return out
 
 
 def _print_texts(every: Sequence[Any]) -> None:

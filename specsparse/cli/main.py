@@ -23,6 +23,7 @@ COMMANDS = {
     "replay": "the acceptance of other verifiers, lengths and temperatures on a recorded run",
     "report": "one HTML page about finished runs, with figures and CSV; or two runs side by side",
     "run": "run an experiment: the same as python -m specsparse.run",
+    "serve": "answer OpenAI's requests over HTTP by any method, with vLLM's figures of speculation",
     "status": "which kernels run here and why, and what this machine is",
     "version": "version and commit",
 }

@@ -1,6 +1,7 @@
 """A session run to its end, and what came of it: texts, tokens, log probabilities, counters and times."""
 
 import dataclasses
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -34,6 +35,8 @@ class GenerationStats:
         prefill_s, prefill_tokens: the prompt, without its last token.
         decode_s, decode_tokens: everything after it.
         policy: what the draft-length policy did, or None.
+        drafts: drafted and accepted tokens of each round that drafted, where there were stop strings to look for; else
+            None.
     """
 
     counters: Counters
@@ -44,6 +47,7 @@ class GenerationStats:
     decode_s: float
     decode_tokens: int
     policy: PolicyReport | None = None
+    drafts: tuple[tuple[int, int], ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,14 +159,18 @@ def _text_tokens(session: Session) -> list[np.ndarray]:
     return out
 
 
-def generations(session: Session, texts: dict[int, TokenText]) -> list[Generation]:
-    """Results of all sequences. What is on the device is fetched once."""
+def generations(
+    session: Session, texts: dict[int, TokenText], *, only: Collection[int] | None = None
+) -> list[Generation]:
+    """Results of all sequences, or of `only` some. What is on the device is fetched once."""
     finish, tokens, shown, counters = session.finish, session.tokens(), _text_tokens(session), session.counters()
     policies = session.policies() or [None] * len(tokens)
     scores = None if session.state.scores is None else tuple(np.asarray(a) for a in session.state.scores)
-    origins = session.origins() or [None] * len(tokens)
+    origins, drafts = session.origins() or [None] * len(tokens), session.drafts()
     out = []
     for b, sequence in enumerate(session.sequences):
+        if only is not None and b not in only:
+            continue
         params = sequence.params
         if finish[b] == Finish.FAILED:
             raise UserError(
@@ -181,6 +189,7 @@ def generations(session: Session, texts: dict[int, TokenText]) -> list[Generatio
             decode_s=session.decode_s,
             decode_tokens=len(tokens[b]),
             policy=policies[b],
+            drafts=None if drafts is None else drafts[b],
         )
         generation = Generation(
             token_ids=tuple(tokens[b].tolist()),
@@ -205,9 +214,19 @@ def _stop_id(finish: Finish, tokens: np.ndarray, params: SamplingParams) -> int 
     return last if last in params.stop_token_ids else None
 
 
-def _logprobs(sequence: Request, scores: Seq[np.ndarray], tokens: np.ndarray) -> tuple[TokenLogprobs, ...] | None:
-    """From one sequence's rows of `DecodeState.scores`."""
-    asked, start = sequence.params.logprobs, len(sequence.prompt)
+def logprobs_of(session: Session, b: int, first: int, last: int) -> tuple[TokenLogprobs, ...]:
+    """Of the tokens from `first` to before `last` that sequence b has generated; () where they were not asked for."""
+    if session.state.scores is None:
+        return ()
+    scores = [np.asarray(a)[b] for a in session.state.scores]
+    return _logprobs(session.sequences[b], scores, session.tokens()[b][:last], first) or ()
+
+
+def _logprobs(
+    sequence: Request, scores: Seq[np.ndarray], tokens: np.ndarray, first: int = 0
+) -> tuple[TokenLogprobs, ...] | None:
+    """From one sequence's rows of `DecodeState.scores`, of its tokens from the `first` on."""
+    asked, start = sequence.params.logprobs, len(sequence.prompt) + first
     if asked is None:
         return None
     chosen, rank, top, ids = scores
@@ -216,7 +235,7 @@ def _logprobs(sequence: Request, scores: Seq[np.ndarray], tokens: np.ndarray) ->
         TokenLogprobs(
             int(t), float(chosen[i]), int(rank[i]), tuple(zip(ids[i, :keep].tolist(), top[i, :keep].tolist()))
         )
-        for i, t in enumerate(tokens, start)
+        for i, t in enumerate(tokens[first:], start)
     )
 
 

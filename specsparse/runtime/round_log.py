@@ -19,6 +19,9 @@ NOTED_ROUNDS = 16
 """Rounds between two looks at the texts."""
 
 
+_DRAFTS = ("rounds", "drafts", "drafted", "accepted")
+
+
 class Note(NamedTuple):
     """What is remembered of a state. Arrays are [B, ..], or [rounds, B, ..] for the states after several rounds.
 
@@ -59,6 +62,7 @@ class RoundLog:
         self._calls: list[_Call] = []
         self._looked = Times()
         self._rounds = 0
+        self._drafts: list[np.ndarray] = []
 
     def add(self, times: Times, notes: Note | None = None) -> None:
         """Some rounds more, and what was noted after each; rows of rounds that were not run are zero.
@@ -103,7 +107,18 @@ class RoundLog:
                 needed = min(max(last_round - before, 0), call.rounds)
                 self.times += call.times.share(needed / call.rounds if call.rounds else 1.0, prefill=1.0)
                 before += call.rounds
+        for counters in (call.notes.counters for call in self._calls):
+            self._drafts.append(np.stack([getattr(counters, name) for name in _DRAFTS], axis=-1))
         self._looked, self._rounds, self._calls = self.times, self._rounds_run, []
+
+    def drafts(self, b: int, rounds: int) -> list[tuple[int, int]]:
+        """Drafted and accepted tokens of each of the first `rounds` rounds of sequence b that drafted.
+
+        Of rounds that were noted and looked at.
+        """
+        rows = np.concatenate([np.zeros((1, len(_DRAFTS)), np.int64), *(part[:, b] for part in self._drafts)])
+        each = np.diff(rows[rows[:, 0] <= rounds], axis=0)
+        return [(drafted, accepted) for _, drafts, drafted, accepted in each.tolist() if drafts]
 
     def at_ends(self, now: Note) -> Note:
         """`now` in numpy, with the counters and policies of ended texts as they were where those end."""

@@ -1,6 +1,6 @@
 """A batch of sequences being decoded: prompts in, rounds on the device, tokens out."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 
 import jax
@@ -75,11 +75,15 @@ class Session(DeviceBatch):
         """
         self.log.end(kept)
         if kept:
-            finish = np.array(self.state.finish)
-            finish[list(kept)] = Finish.STOP
-            self.state = self.state._replace(finish=self.model.everywhere(jnp.asarray(finish)))
+            self.drop(kept)
         ended = Finish.RUNNING not in self.finish
         self.log.settle(int(self._ends().counters.rounds.max()) if ended else None)
+
+    def drop(self, sequences: Collection[int]) -> None:
+        """Ends some sequences as they are: nobody reads what would follow."""
+        finish = np.array(self.state.finish)
+        finish[list(sequences)] = Finish.STOP
+        self.state = self.state._replace(finish=self.model.everywhere(jnp.asarray(finish)))
 
     def tokens(self) -> list[np.ndarray]:
         """Tokens generated so far, one int32 array a sequence."""
@@ -126,6 +130,12 @@ class Session(DeviceBatch):
             )
             for c, prompt, spent in zip(rows, fed, times, strict=True)
         ]
+
+    def drafts(self) -> list[tuple[tuple[int, int], ...]] | None:
+        """Drafted and accepted tokens of each round that drafted, by sequence; None where rounds are not noted."""
+        if not self.noting or self.method.drafter is None:
+            return None
+        return [tuple(self.log.drafts(b, int(r))) for b, r in enumerate(self._ends().counters.rounds)]
 
     def policies(self) -> list[PolicyReport] | None:
         """What the draft-length policy did to each sequence; None where the drafter has none."""

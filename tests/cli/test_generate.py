@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import specsparse
-from specsparse.cli import generate, sampling_options
+from specsparse.cli import generate, method_options, sampling_options
 from specsparse.cli import main as cli
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.runtime.requests import prompt_ids
@@ -96,7 +96,7 @@ def test_every_sampling_parameter_is_an_option():
 
 def test_options_by_group():
     given = ["gamma=4", "draft_vocab=[1, 2]", "policy.p_min=0.5", "tree.draw=top", "verifier.delta=null"]
-    assert generate.read_options(given) == {
+    assert method_options.read_options(given) == {
         "drafter": {"gamma": 4, "draft_vocab": [1, 2]},
         "policy": {"p_min": 0.5},
         "tree": {"draw": "top"},

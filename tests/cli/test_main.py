@@ -21,8 +21,7 @@ def test_overview_names_every_command(capsys, argv):
 
 def test_unknown_command_names_the_nearest(capsys):
     assert "did you mean bench?" in mistake(capsys, "bnch")
-    commands = "audit, bench, chat, convert, generate, inspect, models, profile, replay, report, run, status, version"
-    assert f"there are {commands}" in mistake(capsys, "xyz")
+    assert f"there are {', '.join(cli.COMMANDS)}" in mistake(capsys, "xyz")
 
 
 def test_unknown_argument_names_the_nearest(capsys):
