@@ -1,7 +1,9 @@
 """A Hugging Face checkpoint: config.json and tensors in safetensors or PyTorch's form, one file or several."""
 
+import copy
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,8 +40,21 @@ class Checkpoint:
             raise UserError(f"{self.folder}: no such folder; a checkpoint has config.json and model.safetensors")
         self.config: Json = read_json(self.folder / "config.json")
         self._files = {name: self._open(name) for name in self._file_names()}
-        self._home = {tensor: file for file in self._files.values() for tensor in file.keys()}  # noqa: SIM118
-        self.shapes = {name: tuple(f.get_slice(name).get_shape()) for name, f in self._home.items()}
+        self._home = {tensor: (file, tensor) for file in self._files.values() for tensor in file.keys()}  # noqa: SIM118
+        self.shapes = {name: tuple(self._slice(name).get_shape()) for name in self._home}
+
+    def part(self, config: Json, names: Mapping[str, str]) -> "Checkpoint":
+        """A part of it, with a config of its own.
+
+        Args:
+            config: in place of config.json.
+            names: what its tensors are called, by what this checkpoint calls them.
+        """
+        found = copy.copy(self)
+        found.config = config
+        found._home = {name: self._home[tensor] for tensor, name in names.items()}
+        found.shapes = {name: self.shapes[tensor] for tensor, name in names.items()}
+        return found
 
     def _file_names(self) -> list[str]:
         for index, single in _FORMS:
@@ -72,18 +87,17 @@ class Checkpoint:
         Raises:
             UserError: it is of another type than F64, F32, F16 or BF16 (a quantised checkpoint), or not finite.
         """
-        file = self._home[name]
-        kind = file.get_slice(name).get_dtype()
+        kind = self.kind(name)
         if kind not in _FLOATS:
             raise UserError(f"{self.folder}: tensor {name} is of type {kind}; only {', '.join(_FLOATS)} are supported")
-        values = file.get_tensor(name).astype(np.float32)
+        values = self._values(name).astype(np.float32)
         if not np.isfinite(values).all():
             raise UserError(f"{self.folder}: tensor {name} holds values that are not finite; the file is damaged")
         return values
 
     def kind(self, name: str) -> str:
         """What type a tensor is stored in, as safetensors calls it."""
-        return self._home[name].get_slice(name).get_dtype()
+        return self._slice(name).get_dtype()
 
     def integers(self, name: str) -> np.ndarray:
         """A tensor of whole numbers as int64.
@@ -91,10 +105,18 @@ class Checkpoint:
         Raises:
             UserError: it is of another type.
         """
-        values = self._home[name].get_tensor(name)
+        values = self._values(name)
         if values.dtype.kind not in "iu":
             raise UserError(f"{self.folder}: tensor {name} is of type {self.kind(name)}; whole numbers are needed")
         return values.astype(np.int64)
+
+    def _slice(self, name: str) -> "_TorchSlice":
+        file, stored = self._home[name]
+        return file.get_slice(stored)
+
+    def _values(self, name: str) -> np.ndarray:
+        file, stored = self._home[name]
+        return file.get_tensor(stored)
 
 
 _KINDS = {

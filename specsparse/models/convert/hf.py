@@ -9,6 +9,7 @@ from specsparse.errors import UserError
 from specsparse.models import hub
 from specsparse.models.convert.checkpoint import Checkpoint
 from specsparse.models.convert.draft_head import refuse_draft_head
+from specsparse.models.convert.hf_classes import TEXT_PARTS
 from specsparse.models.convert.hf_config import HfConfig, metadata, notes
 from specsparse.models.convert.hf_tokenizer import tokenizer_keys
 from specsparse.models.convert.tensors import sources
@@ -24,7 +25,7 @@ def convert_hf(
     progress: Progress = lambda done, total: None,
     note: Callable[[str], None] = lambda line: None,
 ) -> ModelConfig:
-    """Converts a folder, or a repository of the Hub.
+    """Converts a folder, or a repository of the Hub; of a model that sees images too (`TEXT_PARTS`), its text part.
 
     Args:
         source: a folder with config.json, safetensors and a tokenizer; or owner/repo, hf://owner/repo[@revision].
@@ -40,7 +41,8 @@ def convert_hf(
     """
     kind, folder = out_type(type_name), folder_of(source)
     refuse_draft_head(folder)
-    checkpoint = Checkpoint(folder)
+    whole = Checkpoint(folder)
+    checkpoint = text_part(whole)
     config = HfConfig(folder / "config.json", checkpoint.config)
     name = checkpoint.config.get("_name_or_path") or _name(str(source), folder)
     keys = metadata(config, name=str(name))
@@ -52,9 +54,36 @@ def convert_hf(
     keys[f"{config.architecture}.vocab_size"] = rows
     made = write_model(path, keys, tensors, kind, progress=progress)
     tied = "the config says tied, and an lm_head that is not the embedding is stored: it is kept as the output matrix"
+    left_out = len(whole.shapes) - len(checkpoint.shapes)
+    if left_out:
+        note(f"only the text part is converted; {left_out} tensors of other parts are left out: images cannot be read")
     for line in notes(config) + ([tied] if config.tied and not made.tied_output else []):
         note(line)
     return made
+
+
+def text_part(checkpoint: Checkpoint) -> Checkpoint:
+    """The text model of a checkpoint that holds other parts too; any other checkpoint as it is.
+
+    Raises:
+        UserError: its config has no table `text_config`.
+    """
+    names = checkpoint.config.get("architectures")
+    part = TEXT_PARTS.get(names[0]) if isinstance(names, list) and names and isinstance(names[0], str) else None
+    if part is None:
+        return checkpoint
+    own = checkpoint.config.get("text_config")
+    if not isinstance(own, dict):
+        raise UserError(f"{checkpoint.folder / 'config.json'}: text_config is {own!r:.60}, not a table")
+    said = {key: value for key, value in own.items() if value is not None}
+    above = {key: value for key, value in checkpoint.config.items() if key in _ABOVE}
+    called = {name: part.own_name(name) for name in checkpoint.shapes}
+    kept = {name: plain for name, plain in called.items() if plain is not None}
+    return checkpoint.part({**above, **part.defaults, **said, "architectures": [part.of]}, kept)
+
+
+_ABOVE = ("_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
+"""Keys of config.json that hold for its text part, where that does not say otherwise."""
 
 
 def folder_of(source: str | os.PathLike[str]) -> Path:

@@ -44,5 +44,45 @@ CLASSES: Mapping[str, HfClass] = {
 }
 """Classes of transformers by name."""
 
+
+@dataclass(frozen=True)
+class TextPart:
+    """The text model in a checkpoint of a model that sees images too.
+
+    Attributes:
+        of: the text model's own class, of `CLASSES`.
+        defaults: values that its `text_config` may leave out, those of transformers.
+        left_out: what the tensors of other parts begin with.
+    """
+
+    of: str
+    defaults: Mapping[str, object]
+    left_out: tuple[str, ...]
+
+    def own_name(self, tensor: str) -> str | None:
+        """What a tensor is called where its part stands alone; None where it is of another part."""
+        if tensor.removeprefix("model.").startswith(self.left_out):
+            return None
+        old = next((prefix for prefix in _OF_TEXT if tensor.startswith(prefix)), "")
+        return _OF_TEXT.get(old, "") + tensor.removeprefix(old)
+
+
+_OF_TEXT = {"model.language_model.": "model.", "language_model.": ""}
+"""What tensors of a text part begin with in files of newer releases of transformers, and in those on the Hub."""
+
+TEXT_PARTS: Mapping[str, TextPart] = {
+    "Gemma3ForConditionalGeneration": TextPart(
+        "Gemma3ForCausalLM",
+        {
+            "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+            "hidden_activation": "gelu_pytorch_tanh",
+        },
+        ("vision_tower.", "multi_modal_projector."),
+    ),
+}  # fmt: skip
+"""Classes of transformers that hold a text model among other parts."""
+
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu": "relu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Names of transformers, and ours."""

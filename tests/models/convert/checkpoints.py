@@ -41,6 +41,20 @@ FAMILIES = {
     },
 }  # fmt: skip
 """What configs of architectures beside Llama have in place of, and beside, `CONFIG`'s."""
+MULTIMODAL = {
+    "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "eos_token_id": 2,
+    "text_config": {
+        **{k: v for k, v in CONFIG.items() if k not in ("architectures", "hidden_act", "tie_word_embeddings")},
+        **{k: v for k, v in FAMILIES["gemma3"].items() if k not in ("architectures", "hidden_activation")},
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    },
+    "vision_config": {
+        "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+    },
+    "mm_tokens_per_image": 4,
+}  # fmt: skip
+"""config.json of a model that sees images: its text part leaves out what has a usual value."""
 _FEED_FORWARD_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
@@ -68,6 +82,16 @@ def weights(config: dict[str, Any], *, seed: int = 0, bias: bool = False) -> dic
     if not config["tie_word_embeddings"]:
         out["lm_head.weight"] = rng.normal(0, d**-0.5, (config["vocab_size"], d))
     return {name: value.astype(np.float32) for name, value in out.items()}
+
+
+def multimodal_weights(prefix: str = "language_model.model.", *, seed: int = 0) -> dict[str, np.ndarray]:
+    """The tensors of `MULTIMODAL`: those of its text part begin with `prefix`, and a few that see images."""
+    text = weights({**CONFIG, **FAMILIES["gemma3"]}, seed=seed)
+    named = {prefix + name.removeprefix("model."): value for name, value in text.items()}
+    above = "model." if prefix.startswith("model.") else ""
+    named[f"{above}vision_tower.vision_model.post_layernorm.weight"] = np.ones(32, np.float32)
+    named[f"{above}multi_modal_projector.mm_soft_emb_norm.weight"] = np.zeros(32, np.float32)
+    return named
 
 
 def logits(

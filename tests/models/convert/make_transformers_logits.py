@@ -20,11 +20,17 @@ ROWS = (0, 3, 4, 5, 6, 11, 16, 23, 31)
 SCRIPT = """
 import json, sys
 import numpy as np, torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 ids, rows, folders, out = json.loads(sys.argv[1])
 found = {}
 for name, folder in folders.items():
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+    kind = AutoModelForImageTextToText if name == "multimodal" else AutoModelForCausalLM
+    model, info = kind.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager", output_loading_info=True
+    )
+    odd = {key for key in info["missing_keys"] if "vision" not in key and "projector" not in key}
+    assert not odd and not {key for key in info["unexpected_keys"] if not key.endswith("inv_freq")}, info
+    model.eval()
     with torch.no_grad():
         found[name] = model(torch.tensor([ids])).logits[0, rows].numpy().astype(np.float32)
 np.savez_compressed(out, **found)
@@ -38,6 +44,9 @@ def main(python: str) -> None:
         for name, more in checkpoints.FAMILIES.items():
             config = {**checkpoints.CONFIG, **more}
             folders[name] = str(checkpoints.save(Path(folder) / name, config, checkpoints.weights(config)))
+        folders["multimodal"] = str(
+            checkpoints.save(Path(folder) / "multimodal", checkpoints.MULTIMODAL, checkpoints.multimodal_weights())
+        )
         argv = json.dumps([IDS, ROWS, folders, str(OUT)])
         subprocess.run([python, "-c", SCRIPT, argv], check=True)
 

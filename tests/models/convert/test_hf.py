@@ -14,7 +14,9 @@ from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
 from specsparse.kernels.native import cpu
-from specsparse.models.convert.hf import convert_hf
+from specsparse.models.convert.checkpoint import Checkpoint
+from specsparse.models.convert.hf import convert_hf, text_part
+from specsparse.models.convert.hf_config import HfConfig, metadata
 from specsparse.models.convert.hf_tokenizer import PROBE
 from specsparse.powerinfer.files.torch_zip import write_torch
 from tests.models.convert import checkpoints
@@ -98,6 +100,36 @@ def test_other_architectures_have_the_logits_of_transformers(tmp_path, of_transf
         wide = specsparse.load(tmp_path / "out.gguf", kv_dtype="f32", backend=backend)
         wide.forward = llama.make_forward(dataclasses.replace(found, window=64), wide.kernels)
         assert nmse(wide.logits(ORACLE_IDS)[list(ROWS)], of_transformers[family]) > 1e-4  # the window is seen
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_of_a_model_that_sees_images_the_text_part_is_converted(tmp_path, capsys, of_transformers, prefix):
+    """transformers ran the whole model, under the names that files on the Hub have."""
+    folder = checkpoints.save(tmp_path / "in", checkpoints.MULTIMODAL, checkpoints.multimodal_weights(prefix))
+    checkpoints.bpe_tokenizer(folder)
+    assert cli.main(["convert", "hf", str(folder), str(tmp_path / "out.gguf"), "--outtype", "f32"]) == 0
+    assert "note: only the text part is converted; 2 tensors of other parts are left out" in capsys.readouterr().err
+    model = specsparse.load(tmp_path / "out.gguf", kv_dtype="f32")
+    c = model.config
+    assert (c.architecture, c.tied_output, c.rope.factor, c.local_rope.factor) == ("gemma3", True, 2.0, 1.0)
+    assert nmse(model.logits(ORACLE_IDS)[list(ROWS)], of_transformers["multimodal"]) <= FORWARD_NMSE["f32"]
+
+
+def test_a_text_part_has_the_usual_values_of_its_class(tmp_path):
+    """Those of Gemma 3 4B leave out all but these; transformers fills in the rest."""
+    said = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    said |= {"model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "head_dim": None}
+    config = {**checkpoints.MULTIMODAL, "text_config": said}
+    folder = checkpoints.save(tmp_path / "in", config, checkpoints.multimodal_weights())
+    part = text_part(Checkpoint(folder))
+    keys = metadata(HfConfig(folder / "config.json", part.config), name="x")
+    wanted = {
+        "vocab_size": 262208, "context_length": 131072, "attention.head_count": 8, "attention.head_count_kv": 4,
+        "attention.key_length": 256, "attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 1e6,
+        "rope.scaling.factor": 8.0, "attention.sliding_window": 1024,
+    }  # fmt: skip
+    assert {key: keys[f"gemma3.{key}"] for key in wanted} == wanted
+    assert sorted(part.shapes) == sorted(checkpoints.weights({**CONFIG, **checkpoints.FAMILIES["gemma3"]}))
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -267,8 +299,9 @@ CHANGES = {
         "num_experts": 512,
         "linear_num_key_heads": 16,
     },
-    "Gemma3ForConditionalGeneration (a model with a vision or audio part) is not": {
-        "architectures": ["Gemma3ForConditionalGeneration"],
+    "text_config is None, not a table": {"architectures": ["Gemma3ForConditionalGeneration"]},
+    "LlavaForConditionalGeneration (a model with a vision or audio part) is not": {
+        "architectures": ["LlavaForConditionalGeneration"],
         "vision_config": {},
     },
     "only every 4th layer without RoPE": {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [0, 1]},
