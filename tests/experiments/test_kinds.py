@@ -230,7 +230,7 @@ def test_a_comparison_marks_ties_and_what_no_method_can_do():
 
 
 def test_certify_prints_one_table_and_fails_where_the_promise_is_broken(cfg, tmp_path, monkeypatch):
-    spec = CertifySpec(("token", "typical"), vocab=2, gamma=1)
+    spec = CertifySpec(("token", "typical"), vocab=2, gamma=1, museum=False)
     cfg = replaced(cfg, kind="certify", certify=spec, model=ModelSpec("none.gguf"))
     few = {name: DRIVER_MUTANTS[name] for name in ("no_coins_token", "count_ignored_token")}
     monkeypatch.setattr(certificate, "DRIVER_MUTANTS", few)
@@ -250,6 +250,34 @@ def test_certify_prints_one_table_and_fails_where_the_promise_is_broken(cfg, tmp
     found, text, written = play(cfg, tmp_path / "b")
     assert not found.as_promised and "NOT as promised: mutant argmax_as_sampled" in text
     assert written["failures"] == ["mutant argmax_as_sampled"]
+
+
+def test_certify_takes_callables_and_the_museum(cfg, tmp_path, monkeypatch):
+    source = "def lazy(p, q, drafts, uniforms):\n    return [int(uniforms[0] >= p[0, 0])]\n"
+    (tmp_path / "mine_own.py").write_text(source + "\n\ndef eager(p, q, drafts, uniforms):\n    return 1, 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    shown = {name: certificate.EXHIBITS[name] for name in ("coin_is_0", "argmax_drafts_q_1")}
+    monkeypatch.setattr(certificate, "EXHIBITS", shown)
+    spec = CertifySpec((), vocab=2, gamma=1, mutants=False, also=("mine_own:lazy",))
+    cfg = replaced(cfg, kind="certify", certify=spec, model=ModelSpec("none.gguf"))
+    found, text, written = play(cfg, tmp_path / "a")
+    assert found.as_promised and found.objective is None
+    rows = {row["name"]: row for row in written["rows"]}
+    assert list(rows) == ["lazy", "argmax_drafts_q_1", "coin_is_0"]
+    assert rows["lazy"]["part"] == "callable" and rows["lazy"]["tv"] <= rows["lazy"]["bound"] < 1e-8
+    assert rows["coin_is_0"]["promise"] == "mutant" and rows["coin_is_0"]["bound"] < 1e-8
+    assert "every uniform bisected" in text and "float32" not in text
+    spec = dataclasses.replace(spec, also=("mine_own:eager",), museum=False)
+    found, text, written = play(replaced(cfg, certify=spec), tmp_path / "b")
+    assert not found.as_promised and "NOT as promised: eager" in text
+    assert written["rows"][0]["texts"][0].startswith("text ")
+    for also, words in (
+        ("mine_own", "names no callable"),
+        ("mine_own:eagre", "did you mean eager"),
+        ("no_mod:f", "no module"),
+    ):
+        with pytest.raises(UserError, match=words):
+            runner.check(replaced(cfg, certify=dataclasses.replace(spec, also=(also,))))
 
 
 def test_a_mesh_is_refused_where_one_device_is_needed(cfg):

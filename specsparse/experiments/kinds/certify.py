@@ -6,17 +6,21 @@ from typing import Annotated, Any
 from rich.table import Table
 from rich.text import Text
 
+from specsparse.errors import UserError
 from specsparse.experiments.kind import Found, Kind, Lab
 from specsparse.speculative.proof.certify import certify
-from specsparse.speculative.proof.results import DRIVER, LEGEND, MUTANT_TV, RULE, CertificateReport, worst_on
-from specsparse.speculative.verify import get_verifier
-from specsparse.support import tables, terminal
+from specsparse.speculative.proof.chain_law import POWER
+from specsparse.speculative.proof.handed import Handed, handed
+from specsparse.speculative.proof.results import DRIVER, LEGEND, RULE, CertificateReport, worst_on
+from specsparse.speculative.verify import VERIFIERS, get_verifier
+from specsparse.support import registry, tables, terminal
 from specsparse.support.options import Range, Size
 
 DEFINITION = (
     "total variation between the joint law of the tokens of one round, continued by plain sampling, and plain "
     "sampling; every draft enumerated"
 )
+FINDS = f"the true total variation that samples would have shown with a chance of {POWER:.0%}"
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class CertifySpec:
     vocab: Annotated[int, Range(2, 6)] = 4
     gamma: Annotated[int, Range(1, 3)] = 3
     mutants: bool = True
+    museum: bool = True
+    also: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,19 +52,26 @@ class Certify(Kind[CertifySettings]):
     takes_ffn = False
 
     def check(self, cfg: CertifySettings) -> None:
-        """Unknown verifiers are refused."""
+        """Unknown verifiers are refused, and callables that cannot be had."""
         for name in cfg.certify.verifiers or ():
             get_verifier(name)
+        _callables(cfg.certify)
 
     def run(self, cfg: CertifySettings, lab: Lab) -> Found:
         """Enumerates. No model is loaded."""
         spec = cfg.certify
-        chosen = None if spec.verifiers is None else [get_verifier(name) for name in spec.verifiers]
+        named = VERIFIERS if spec.verifiers is None else spec.verifiers
+        chosen = [*map(get_verifier, named), *_callables(spec)]
         with terminal.busy(lab.console, "enumerating every draft and every coin, bisecting the driver's"):
-            report = certify(chosen, vocab=spec.vocab, gamma=spec.gamma, seed=cfg.seed, mutants=spec.mutants)
+            report = certify(
+                chosen, vocab=spec.vocab, gamma=spec.gamma, seed=cfg.seed, mutants=spec.mutants, museum=spec.museum
+            )
         kept = "as promised: rule and driver of every lossless verifier keep the law of p, every mutant is caught"
         broken = "NOT as promised: " + "; ".join(report.failures)
-        legend = Text("\n".join(f"{part}: {meaning}" for part, meaning in LEGEND.items()), style="dim")
+        lines = [f"{part}: {meaning}" for part, meaning in LEGEND.items() if part in report.parts]
+        if report.finds:
+            lines.append(f"samples would have found a total variation of {report.finds:.3f} with {POWER:.0%}")
+        legend = Text("\n".join(lines), style="dim")
         verdict = Text(kept, style="green") if report.passed else Text(broken, style="bold red")
         worst = _worst(report, RULE)
         return Found(
@@ -69,11 +82,19 @@ class Certify(Kind[CertifySettings]):
             },
             report,
             shown=[table(report), legend, verdict],
-            definitions={"tv": DEFINITION, **LEGEND},
+            definitions={"tv": DEFINITION, **LEGEND, "finds": FINDS},
             more={"failures": report.failures, "rows": rows(report)},
             as_promised=report.passed,
             objective=worst,
         )
+
+
+def _callables(spec: CertifySpec) -> list[Handed]:
+    """The callables of `certify.also`, each a `module:name` of a function or a `Handed`."""
+    for home in spec.also:
+        if ":" not in home:
+            raise UserError(f"certify.also={home} names no callable: say module:name, such as mine:my_verifier")
+    return [handed(registry.load(home, f"certify.also={home}")) for home in spec.also]
 
 
 def _worst(report: CertificateReport, part: str) -> float | None:
@@ -97,9 +118,11 @@ def rows(report: CertificateReport) -> list[dict[str, Any]]:
                 "tv": worst.tv,
                 "bound": worst.bound if worst.lossless else None,
                 "holds": all(r.holds for r in cases),
+                "finds": max((r.power.finds for r in cases if r.power), default=None),
                 "cases": len(cases),
                 "drafts": sum(r.drafts for r in cases),
                 "on": f"worst on {worst_on(worst)}",
+                "texts": worst.differences(),
             }
         )
     out.sort(key=lambda row: (row["promise"] == "lossy", row["part"] == DRIVER))
@@ -110,7 +133,7 @@ def rows(report: CertificateReport) -> list[dict[str, Any]]:
                 "part": m.part,
                 "promise": "mutant",
                 "tv": m.tv,
-                "bound": MUTANT_TV,
+                "bound": m.bound,
                 "holds": m.caught,
                 "on": m.mistake,
             }

@@ -16,6 +16,9 @@ LANES = 1024
 MOST_BOXES = 500
 """Boxes a draft may be cut into, on average: a verdict that needs more is no function of thresholds."""
 
+SPOT_ROUNDS = 50
+"""How often points are drawn anew; boxes in which they still differ are left out."""
+
 Verdicts = Callable[[np.ndarray], np.ndarray]
 """int64[N, n] ticks -> int[N, R], the verdict of each row."""
 
@@ -57,8 +60,9 @@ class Settled(NamedTuple):
 
 
 def settle(
-    judge: Judge, *, drafts: int, uniforms: int, steps: int, seed: int, inside: int = 1, most: int = MOST_BOXES
-) -> Settled:
+    judge: Judge, *, drafts: int, uniforms: int, steps: int, seed: int, inside: int = 1, most: int = MOST_BOXES,
+    spots: int = 0,
+) -> Settled:  # fmt: skip
     """The cube of uniforms of each draft, cut into boxes of one verdict.
 
     A box is settled when its lowest corner, its highest and points drawn inside have one verdict. Otherwise the way
@@ -73,12 +77,26 @@ def settle(
         seed: of the points inside.
         inside: points drawn inside a box.
         most: boxes a draft may be cut into, on average.
+        spots: points drawn at the end over all drafts. Where one has another verdict than its box, the box is cut
+            there and points are drawn anew, until all have the verdict of their box.
     """
-    rng = np.random.default_rng([seed, 2])
-    shape = (drafts, uniforms)
-    boxes = Boxes(np.arange(drafts), np.zeros(shape, np.int64), np.full(shape, steps))
-    divided, found, probed = None, [], 0
-    while probed < most * drafts and (boxes.draft.size or divided):
+    rng, shape = np.random.default_rng([seed, 2]), (drafts, uniforms)
+    whole = Boxes(np.arange(drafts), np.zeros(shape, np.int64), np.full(shape, steps))
+    found = _settle(judge, whole, None, rng, inside, most * drafts)
+    for _ in range(SPOT_ROUNDS if spots else 0):
+        divided, rest = _surprises(judge, found, rng, drafts, steps, spots)
+        if not divided.goal.size:
+            return found
+        none = jax.tree.map(lambda a: a[:0], whole)
+        found = _join(rest, _settle(judge, none, divided, rng, inside, most * drafts))
+    return rest if spots else found
+
+
+def _settle(
+    judge: Judge, boxes: Boxes, divided: Divided | None, rng: np.random.Generator, inside: int, most: int
+) -> Settled:
+    found, probed = [], 0
+    while probed < most and (boxes.draft.size or divided):
         if boxes.draft.size:
             chunk, boxes = _last(boxes)
             settled, more = _probe(judge, chunk, rng, inside)
@@ -90,6 +108,26 @@ def settle(
             boxes = _join(boxes, *_cut(judge, chunk))
             divided = divided if divided.goal.size else None
     return _join(*found)
+
+
+def _surprises(
+    judge: Judge, found: Settled, rng: np.random.Generator, drafts: int, steps: int, spots: int
+) -> tuple[Divided, Settled]:
+    """Boxes in which a random point has another verdict, with the point; and the other boxes."""
+    draft, ticks = rng.integers(drafts, size=spots), rng.integers(steps, size=(spots, found.boxes.low.shape[1]))
+    order = np.argsort(found.boxes.draft, kind="stable")
+    first = np.searchsorted(found.boxes.draft[order], np.arange(drafts + 1))
+    home = np.full(spots, -1)
+    for spot, d in enumerate(draft):
+        own = order[first[d] : first[d + 1]]
+        here = ((found.boxes.low[own] <= ticks[spot]) & (ticks[spot] < found.boxes.high[own])).all(axis=1)
+        home[spot] = own[here.argmax()] if here.any() else -1
+    parts = range(0, spots, LANES)
+    got = np.concatenate([judge(draft[i : i + LANES])(ticks[i : i + LANES]) for i in parts])
+    other = np.flatnonzero((home >= 0) & (got != found.verdict[home]).any(axis=1))
+    boxes, spot = np.unique(home[other], return_index=True)
+    divided = Divided(jax.tree.map(lambda a: a[boxes], found.boxes), found.verdict[boxes], ticks[other[spot]])
+    return divided, jax.tree.map(lambda a: np.delete(a, boxes, axis=0), found)
 
 
 def _last(several):

@@ -22,6 +22,7 @@ from specsparse.speculative.proof.driver_mutants import DRIVER_MUTANTS
 from specsparse.speculative.proof.exact import continuations, output_law, total_variation
 from specsparse.speculative.proof.handed import Handed, handed
 from specsparse.speculative.proof.measured import driver_tv, measure_handed
+from specsparse.speculative.proof.museum import EXHIBITS, measure_exhibit
 from specsparse.speculative.proof.mutants import MUTANTS
 from specsparse.speculative.proof.results import DRIVER, CertificateReport, MutantResult, Result
 from specsparse.speculative.tree import TreeTemplate
@@ -123,6 +124,7 @@ def certify(
     seed: int = 0,
     mutants: bool | None = None,
     driver: bool = True,
+    museum: bool = False,
 ) -> CertificateReport:
     """Measures verifiers (all of `VERIFIERS` if None) and the mutants; most of a minute for all.
 
@@ -133,6 +135,7 @@ def certify(
         seed: of the random laws; the same seed gives the same report.
         mutants: whether to run the mutants too; by default they run unless callables alone are certified.
         driver: whether to certify, beside the rules, the jitted driver of the lossless verifiers.
+        museum: whether to run `museum.EXHIBITS` too, real mistakes and methods that were called lossy.
 
     Raises:
         UserError: an unknown name, a case too large to enumerate, or a callable that cannot be certified so.
@@ -159,4 +162,11 @@ def certify(
     wrong = [measure_mutant(name, seed=seed) for name in MUTANTS] if mutants else []
     if mutants and driver:
         wrong += [measure_driver_mutant(name, seed=seed) for name in DRIVER_MUTANTS]
+    for exhibit in EXHIBITS.values() if museum else ():
+        found = measure_exhibit(exhibit.name, seed=seed)
+        if exhibit.lossless:
+            results += found
+        else:
+            worst = max(found, key=lambda r: r.tv)
+            wrong.append(MutantResult(exhibit.name, exhibit.what, worst.tv, worst.part, worst.bound))
     return CertificateReport(tuple(results), tuple(wrong))

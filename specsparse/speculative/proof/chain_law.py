@@ -185,10 +185,11 @@ def rounds(how: Handed, chains: Sequence[ChainLaws], contexts: Sequence[int], K:
     """
     tried = _drafts(chains, contexts, K)
     judge, n, drafts = _judge(how, chains, tried), how.room(K), len(tried.weight)
-    found = boxes.settle(judge, drafts=drafts, uniforms=n, steps=how.steps, seed=seed, inside=INSIDE, most=BOXES)
+    many = {"inside": INSIDE, "most": BOXES, "spots": SPOTS}
+    found = boxes.settle(judge, drafts=drafts, uniforms=n, steps=how.steps, seed=seed, **many)
     volume = found.volume(how.steps)
     settled = np.bincount(found.boxes.draft, weights=volume, minlength=drafts)
-    if (settled < 1 - 1e-9).any() or _surprises(how, judge, found, n, drafts, seed):
+    if (settled < 1 - 1e-9).any():
         raise UserError(
             f"{how.name} is no function of thresholds of its uniforms, so its law cannot be enumerated: have it take a "
             "generator, and it is sampled"
@@ -199,22 +200,6 @@ def rounds(how: Handed, chains: Sequence[ChainLaws], contexts: Sequence[int], K:
         way, emitted = made[tried.chain[draft]].ways[int(tried.context[draft])], tuple(tokens[tokens != PAD].tolist())
         way[emitted] = way.get(emitted, 0.0) + float(tried.weight[draft] * chance)
     return made
-
-
-def _surprises(how: Handed, judge: boxes.Judge, found: boxes.Settled, n: int, drafts: int, seed: int) -> bool:
-    """Whether any of `SPOTS` random points has another verdict than its box."""
-    rng = np.random.default_rng([seed, 3])
-    index, ticks = rng.integers(drafts, size=SPOTS), rng.integers(how.steps, size=(SPOTS, n))
-    order = np.argsort(found.boxes.draft, kind="stable")
-    first = np.searchsorted(found.boxes.draft[order], np.arange(drafts + 1))
-    expected = np.empty((SPOTS, found.verdict.shape[1]), np.int64)
-    for spot, draft in enumerate(index):
-        own = order[first[draft] : first[draft + 1]]
-        here = ((found.boxes.low[own] <= ticks[spot]) & (ticks[spot] < found.boxes.high[own])).all(axis=1)
-        expected[spot] = found.verdict[own[here.argmax()]]
-    parts = range(0, SPOTS, boxes.LANES)
-    got = [judge(index[i : i + boxes.LANES])(ticks[i : i + boxes.LANES]) for i in parts]
-    return bool((np.concatenate(got) != expected).any())
 
 
 def round_laws(how: Handed, cases: Sequence[Case], *, seed: int) -> list[tuple[np.ndarray, int]]:

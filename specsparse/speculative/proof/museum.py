@@ -1,0 +1,236 @@
+"""Verifiers by their public reports: real mistakes, each with the size of its error, and methods wrongly called lossy.
+
+Each exhibit is a callable of the protocol of `handed`, batched and in numpy, written from what the report says. A
+report is `owner/repository#number` on GitHub.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+
+from specsparse.errors import UserError
+from specsparse.speculative.base import DraftKind
+from specsparse.speculative.proof.batches import (
+    at,
+    greedy,
+    match,
+    one_hot,
+    own_samples,
+    race,
+    ratio,
+    rejection,
+    residual,
+    walk,
+)
+from specsparse.speculative.proof.cases import heat, keep_top
+from specsparse.speculative.proof.handed import Handed
+from specsparse.speculative.proof.measured import measure_handed
+from specsparse.speculative.proof.results import Result
+from specsparse.support.options import nearest
+
+
+@dataclasses.dataclass(frozen=True)
+class Exhibit:
+    """One verifier of the museum.
+
+    Attributes:
+        name: of it.
+        what: one line on what it does.
+        reports: who reported it, or called it lossy.
+        how: the callable; `lossless` says what is expected of it.
+    """
+
+    name: str
+    what: str
+    reports: tuple[str, ...]
+    how: Handed
+
+    @property
+    def lossless(self) -> bool:
+        """Whether it was called lossy and is not."""
+        return self.how.lossless
+
+
+def _rows(change: Callable[[np.ndarray], np.ndarray], law: np.ndarray) -> np.ndarray:
+    return np.apply_along_axis(change, -1, law)
+
+
+CUT, HOT = keep_top(2), heat(1.5)
+
+
+def _bfloat16(law_V: np.ndarray) -> np.ndarray:
+    """The softmax of logits that were rounded to bfloat16."""
+    with np.errstate(divide="ignore"):
+        logits = np.log(law_V).astype(ml_dtypes.bfloat16).astype(np.float64)
+    weights = np.exp(logits - logits.max())
+    return weights / weights.sum()
+
+
+def _other_ids(law_V: np.ndarray) -> np.ndarray:
+    """Ids of the draft are those of the target shifted by one."""
+    return np.roll(law_V, 1)
+
+
+def _recorded_raw(p, q, drafts, uniforms):
+    return rejection(_rows(CUT, p), q, drafts, uniforms)
+
+
+def _target_raw(p, q, drafts, uniforms):
+    return rejection(p, _rows(CUT, q), drafts, uniforms)
+
+
+def _always(p, q, drafts, uniforms):
+    return rejection(p, q, drafts, uniforms, chance=np.ones(drafts.shape))
+
+
+def _softmax_residual(p, q, drafts, uniforms):
+    return rejection(p, q, drafts, uniforms, rest=np.exp(np.maximum(p[:, :-1] - q, 0)))
+
+
+def _token_alone_subtracted(p, q, drafts, uniforms):
+    return rejection(p, q, drafts, uniforms, rest=p[:, :-1] * (1 - one_hot(drafts, p.shape[2])))
+
+
+def _zeroed_before_the_test(p, q, drafts, uniforms):
+    zeroed = np.concatenate([p[:, :-1] * (1 - one_hot(drafts, p.shape[2])), p[:, -1:]], axis=1)
+    return rejection(zeroed, q, drafts, uniforms)
+
+
+def _two_chances(p, q, drafts, uniforms):
+    K = drafts.shape[1]
+    own = own_samples(p, uniforms[:, K : 2 * K])
+    chance = np.where(own == drafts, 1.0, ratio(p, q, drafts))
+    return rejection(p, q, drafts, uniforms, chance=chance)
+
+
+def _greedy_then_residual(p, q, drafts, uniforms):
+    best = p.argmax(axis=2)
+    accept = best[:, :-1] == drafts
+    return rejection(
+        np.concatenate([p[:, :-1], one_hot(best[:, -1:], p.shape[2])], axis=1), q, drafts, uniforms,
+        chance=accept.astype(np.float64), rest=residual(p, q),
+    )  # fmt: skip
+
+
+def _next_row(p, q, drafts, uniforms):
+    return rejection(p, q, drafts, uniforms, rest=p[:, 1:])
+
+
+def _own_ids(p, q, drafts, uniforms):
+    return rejection(p, _rows(_other_ids, q), drafts, uniforms)
+
+
+def _one_hot_of_drawn(p, q, drafts, uniforms):
+    return rejection(p, one_hot(drafts, p.shape[2]), drafts, uniforms)
+
+
+def _dropped_in_the_ratio(p, q, drafts, uniforms):
+    return rejection(p, q, drafts, uniforms, chance=at(p, drafts))
+
+
+def _noise_of(q, drafts, generator) -> np.ndarray:
+    """float64[N, K, V]: exponential noise E given that argmax q / E is the draft.
+
+    The largest of q / E is 1 / M with M exponential; where it is, E = q M, and elsewhere E is over q M by a new
+    exponential.
+    """
+    first = generator.exponential(size=drafts.shape)[:, :, None] * q
+    return first + np.where(one_hot(drafts, q.shape[2]) > 0, 0, generator.exponential(size=q.shape))
+
+
+def _draft_noise_again(p, q, drafts, generator):
+    N, K = drafts.shape
+    noise = _noise_of(q, drafts, generator)
+    token = (residual(p, q) / noise).argmax(axis=2)
+    bonus = race(p[:, K:], generator.exponential(size=(N, p.shape[2])))
+    accept = generator.random((N, K)) * at(q, drafts) < at(p, drafts)
+    return walk(drafts, accept, np.concatenate([token, bonus], axis=1))
+
+
+def _divided_in_place(p, q, drafts, generator):
+    N, K = drafts.shape
+    wrong = q / _noise_of(q, drafts, generator)
+    token = race(residual(p, wrong), generator.exponential(size=(N, p.shape[2])))
+    bonus = race(p[:, K:], generator.exponential(size=(N, p.shape[2])))
+    accept = generator.random((N, K)) * at(wrong, drafts) < at(p, drafts)
+    return walk(drafts, accept, np.concatenate([token, bonus], axis=1))
+
+
+def _match_draft_noise(p, q, drafts, generator):
+    N, K = drafts.shape
+    noise = np.concatenate([_noise_of(q, drafts, generator), generator.exponential(size=(N, 1, p.shape[2]))], axis=1)
+    own = (p / noise).argmax(axis=2)
+    return walk(drafts, own[:, :K] == drafts, own)
+
+
+def _hung(name: str, what: str, reports: str, call: Callable, *, lossless: bool = False, **how) -> Exhibit:
+    return Exhibit(name, what, tuple(reports.split()), Handed(call, name=name, batched=True, lossless=lossless, **how))
+
+
+ARGMAX = DraftKind.ONE_HOT
+
+EXHIBITS: dict[str, Exhibit] = {
+    e.name: e
+    for e in (
+        _hung("argmax_as_sampled", "drafts are the argmax, and p/q takes them for draws from q",
+              "huggingface/transformers#32867 jaymody/speculative-sampling#3", rejection, draft_law=keep_top(1)),
+        _hung("q_before_truncation", "drafts are drawn through top-k; q is recorded before it",
+              "huggingface/transformers#47932", _recorded_raw, target_law=CUT, draft_law=CUT),
+        _hung("p_before_truncation", "drafts are drawn through top-p; the target's law is taken before it",
+              "vllm-project/vllm#10198", _target_raw, target_law=CUT, draft_law=CUT),
+        _hung("bfloat16_draw", "drafts are drawn in bfloat16; ratio and residual are in float32",
+              "deepseek-ai/DeepSpec#31", rejection, draft_law=_bfloat16),
+        _hung("coin_is_0", "the coin is the constant 0, so that every draft is accepted",
+              "vllm-project/vllm-ascend#13730", _always),
+        _hung("softmax_residual", "the residual goes through a softmax, where it must be divided by its sum",
+              "huggingface/transformers#28508", _softmax_residual),
+        _hung("token_alone_subtracted", "after a rejection p without the rejected token, where p - q is due",
+              "xLLM-AI/xllm#2175 SafeAILab/EAGLE#20", _token_alone_subtracted),
+        _hung("zeroed_before_the_test", "one-hot drafts: p of the draft is zeroed in place before the draft is tested",
+              "vllm-project/vllm-ascend#2881", _zeroed_before_the_test, drafts=ARGMAX),
+        _hung("two_chances", "a draft passes by the ratio, or because the target's own sample is the same token",
+              "alibaba/rtp-llm#1295", _two_chances),
+        _hung("greedy_then_residual", "top-k = 1: drafts are compared with the argmax, but a mismatch draws from p - q",
+              "alibaba/rtp-llm#521", _greedy_then_residual, target_law=keep_top(1)),
+        _hung("next_row", "after a rejection the next row is sampled, whose context has the rejected draft",
+              "openvinotoolkit/openvino.genai#4190", _next_row),
+        _hung("draft_ids_kept", "the draft's ids differ from the target's; drafts are translated, their q is not",
+              "alibaba/rtp-llm#1311", rejection, draft_law=_other_ids),
+        _hung("argmax_committed", "the argmax of the target is emitted at a temperature above 0",
+              "Luce-Org/lucebox#374", greedy),
+        _hung("ratio_without_q", "q is left out of the ratio and kept in the residual", "", _dropped_in_the_ratio),
+        _hung("draft_noise_again", "the token after a rejection is drawn with the noise that drew the rejected draft",
+              "vllm-project/vllm#47386 vllm-project/vllm#54282", _draft_noise_again),
+        _hung("divided_in_place", "the draw divides q by its noise in place, and the verifier reads it",
+              "vllm-project/vllm#16952", _divided_in_place),
+        _hung("sample_and_match", "the target is sampled at every row, and drafts that agree are kept",
+              "lablup/mlxcel#902 ml-explore/mlx-swift-lm#459", match, lossless=True),
+        _hung("match_argmax_drafts", "the same, where the drafts ignore the temperature",
+              "z-lab/dflash#74", match, lossless=True, drafts=ARGMAX),
+        _hung("argmax_drafts_q_1", "argmax drafts are accepted with p(x), q being 1 there",
+              "SafeAILab/EAGLE#110 SafeAILab/EAGLE#183", rejection, lossless=True, drafts=ARGMAX),
+        _hung("drawn_drafts_q_1", "drafts are drawn from q, which is thrown away: 1 at the draft in ratio and residual",
+              "vllm-project/vllm#40149 vllm-project/vllm#41044", _one_hot_of_drawn, lossless=True),
+        _hung("draft_hotter", "the draft has another temperature than the target, and q is its true law",
+              "huggingface/transformers#40976", lambda p, q, x, u: rejection(p, _rows(HOT, q), x, u),
+              lossless=True, draft_law=HOT),
+        _hung("greedy_at_0", "at temperature 0 drafts are compared with the argmax",
+              "ml-explore/mlx-lm#1423 vllm-project/vllm#41758", greedy, lossless=True, greedy=True),
+        _hung("match_draft_noise", "the target is sampled with the noise that drew the draft, and agreement is kept",
+              "vllm-project/vllm#47386", _match_draft_noise, lossless=True),
+    )
+}  # fmt: skip
+"""All exhibits by name: the mistakes first, then what was called lossy, or another loss, and is none."""
+
+
+def measure_exhibit(name: str, *, vocab: int = 3, gamma: int = 2, seed: int = 0) -> list[Result]:
+    """Every case of an exhibit.
+
+    Raises:
+        UserError: an unknown name.
+    """
+    if name not in EXHIBITS:
+        raise UserError(f"there is no exhibit {name}{nearest(name, EXHIBITS)}")
+    return measure_handed(EXHIBITS[name].how, vocab=vocab, gamma=gamma, seed=seed)

@@ -1,0 +1,90 @@
+"""Verifiers of other libraries: vLLM's from its definition, transformers' and llama.cpp's where they are installed."""
+
+import dataclasses
+import importlib.util
+import sys
+
+import numpy as np
+import pytest
+
+from specsparse.errors import UserError
+from specsparse.speculative.base import DraftKind
+from specsparse.speculative.proof.adapters import hugging_face, llama_cpp, vllm
+from specsparse.speculative.proof.cases import make_case
+from specsparse.speculative.proof.chain_law import power, round_laws, sampled_law
+from specsparse.speculative.proof.exact import continuations, total_variation
+from specsparse.speculative.proof.measured import driver_tv, measure_handed
+from specsparse.speculative.tree import TreeTemplate
+
+ONE = TreeTemplate.chain(1)
+needs_torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None,
+    reason="transformers and torch are optional",
+)
+needs_llama = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is optional")
+
+
+def case(corner="random", kind=DraftKind.SAMPLED):
+    return make_case(corner, kind, ONE, vocab=3, seed=0)
+
+
+@pytest.mark.parametrize(
+    "how", [vllm.random(uniforms=True), vllm.random(uniforms=True, draft_probs=False), vllm.at_zero()]
+)
+def test_vllm_exactly(how):
+    assert all(r.holds for r in measure_handed(how, vocab=3, gamma=2, seed=0))
+
+
+@pytest.mark.parametrize("draft_probs", [True, False])
+def test_vllm_with_its_noise(draft_probs):
+    how = dataclasses.replace(vllm.random(draft_probs=draft_probs), samples=100_000)
+    results = measure_handed(how, vocab=3, gamma=2, seed=0)
+    assert all(r.holds and r.power.finds < 0.02 for r in results)
+
+
+@needs_torch
+def test_transformers_as_installed():
+    how, c = hugging_face.speculative_sampling(), case("truncated differently")
+    law, _ = round_laws(how, [c], seed=0)[0]
+    assert total_variation(law, continuations(c.p, 2)[0]) <= 2 * driver_tv(ONE, vocab=3)
+    lossy, _ = round_laws(hugging_face.speculative_sampling(ensemble=0.5), [c], seed=0)[0]
+    assert total_variation(lossy, continuations(c.p, 2)[0]) > 0.01
+
+
+@needs_torch
+def test_transformers_keeps_its_torch():
+    import torch
+    from transformers.generation import utils
+
+    how = hugging_face.speculative_sampling()
+    p, q = np.full((2, 3), 1 / 3), np.full((1, 3), 1 / 3)
+    first = how.tokens(p, q, np.array([1]), np.array([0.0, 0, 0.5]))
+    assert utils.torch is torch and first.tolist() == [1, 1]
+
+
+@needs_torch
+@pytest.mark.slow
+def test_transformers_with_its_own_draws():
+    how = dataclasses.replace(hugging_face.speculative_sampling(uniforms=False), samples=3000)
+    assert all(r.holds for r in measure_handed(how, vocab=3, gamma=2, seed=0))
+
+
+@needs_llama
+def test_llama_cpp_samples_and_matches():
+    for top_k in (0, 2):
+        how = dataclasses.replace(llama_cpp.sample_and_match(top_k=top_k), samples=3000)
+        c = make_case("random", DraftKind.SAMPLED, TreeTemplate.chain(3), vocab=3, seed=0)
+        law = sampled_law(how, c, 2, 2, seed=0)
+        keeps = c.p if how.target_law is None else [np.apply_along_axis(how.target_law, -1, t) for t in c.p]
+        target = continuations(keeps, 2)[0]
+        can = power(target, 3000, cases=1)
+        assert total_variation(law, target) <= can.bound < can.finds < 0.12
+
+
+def test_what_is_not_installed_is_one_line(monkeypatch):
+    for name in ("transformers.generation", "transformers", "llama_cpp"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UserError, match="transformers and torch are needed"):
+        hugging_face.speculative_sampling()
+    with pytest.raises(UserError, match="llama-cpp-python is needed"):
+        llama_cpp.sample_and_match()
