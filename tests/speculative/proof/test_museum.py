@@ -1,6 +1,7 @@
 """The museum: every mistake is caught, what was called lossy is not, and the numbers of reports come out."""
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,11 +12,13 @@ from specsparse.speculative.proof.cases import Case, make_case
 from specsparse.speculative.proof.chain_law import round_laws
 from specsparse.speculative.proof.exact import output_law, total_variation
 from specsparse.speculative.proof.museum import EXHIBITS, measure_exhibit
+from specsparse.speculative.proof.page import museum_tables
 from specsparse.speculative.proof.results import SAMPLED
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verifiers.match import Match
 from specsparse.speculative.verifiers.rejection import Rejection
 
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "certified.md"
 EXACT = [name for name, e in EXHIBITS.items() if e.how.exact]
 DRAWS = [name for name in EXHIBITS if name not in EXACT]
 ONE, TWO = TreeTemplate.chain(1), TreeTemplate.chain(2)
@@ -84,3 +87,13 @@ def test_reports_are_named():
     for exhibit in EXHIBITS.values():
         assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", report) for report in exhibit.reports)
         assert exhibit.reports or exhibit.name == "ratio_without_q"
+
+
+def test_the_page_is_what_comes_out():
+    """The rows of three exhibits, as they stand in docs/certified.md; and all exhibits stand there."""
+    page = PAGE.read_text(encoding="utf-8")
+    some = ("coin_is_0", "greedy_then_residual", "argmax_drafts_q_1")
+    rows = [line for line in museum_tables(some) if line.startswith("| `")]
+    assert len(rows) == 3 and all(row in page for row in rows)
+    assert [name for name in EXHIBITS if f"| `{name}` |" not in page] == []
+    assert "**NO**" not in page
