@@ -14,17 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsparse.engine.model import Model
 from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import dequantize, embed_rows
-from specsparse.kernels.packing.rows import take_rows
 from specsparse.speculative.drafters.heads import eagle3_head
 from specsparse.speculative.drafters.heads.eagle3_file import halves, of_arrays, tensor_shapes, write_eagle3_gguf
 from specsparse.speculative.drafters.heads.eagle3_head import Eagle3Weights, HeadRows, HeadShape, Products
 from specsparse.training import unroll
 from specsparse.training.data import Text
-from specsparse.training.features import Features
-from specsparse.training.form import Form, beginning_with, tokenizer_keys
+from specsparse.training.form import FeatureForm, tokenizer_keys
 from specsparse.training.layer import linear, rms_norm
 from specsparse.training.products import times
 from specsparse.training.unroll import Frozen, Window
@@ -36,30 +33,12 @@ NAMES = {**_NAMES, **{name: f"blk.0.{name}" for name in _MATRICES}}
 
 
 @dataclass(frozen=True)
-class Eagle3Form(Form):
-    """One layer on fused rows of several of the target's, under the target's output matrix.
-
-    Attributes:
-        model: the target.
-        below: ids of the layers whose entering rows it reads; none for [2, L / 2, L - 3].
-    """
+class Eagle3Form(FeatureForm):
+    """One layer on fused rows of several of the target's, under the target's output matrix."""
 
     name: ClassVar[str] = "eagle3"
     drafter: ClassVar[str] = "eagle3"
     option: ClassVar[str] = "path"
-
-    model: Model
-    below: tuple[int, ...] = ()
-
-    @property
-    def read(self) -> tuple[int, ...]:
-        """The layers that it reads."""
-        return self.below or eagle3_head.default_layers(self.model.config.n_layers)
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Those that it reads, and the last rows, for the target's law."""
-        return (*self.read, self.model.config.n_layers)
 
     @property
     def shape(self) -> HeadShape:
@@ -98,25 +77,19 @@ class Eagle3Form(Form):
     def write(self, path: Path, weights: Eagle3Weights, ids: np.ndarray, *, quant: str) -> Path:
         """A GGUF file for `drafter=eagle3` and for llama.cpp, with the target's output rows of the draft vocabulary."""
         target, arrays = self.model, {f"{n}.weight": np.asarray(getattr(weights, f)) for f, n in NAMES.items()}
-        arrays["output.weight"] = np.asarray(dequantize(take_rows(target.params.output, np.asarray(ids))))
+        arrays["output.weight"] = self.output_rows(ids)
         file = of_arrays(arrays, self.shape, target=target.config, layers=self.read, ids=ids, path=path)
         return write_eagle3_gguf(file, path, tokenizer=tokenizer_keys(target), quant=quant)
 
 
-def first_weights(form: Eagle3Form, texts: Sequence[Text], *, rows: int = 60_000, ridge: float = 3e-3) -> Eagle3Weights:
+def first_weights(form: Eagle3Form, texts: Sequence[Text]) -> Eagle3Weights:
     """Where training begins.
 
-    `fc` is the ridge regression of the target's next row on those that the head reads. The rest is the target's last
-    layer, which reads them and not yet the token; its two output matrices are 0, so that it adds nothing yet.
+    `fc` is `FeatureForm.fused`. The rest is the target's last layer, which reads the fused rows and not yet the token;
+    its two output matrices are 0, so that it adds nothing yet.
     """
     model, zeros = form.model, form.zeros()
     c, last = model.config, model.params.layers[-1]
-    gram, cross = np.zeros((zeros.fc.shape[1],) * 2, np.float32), np.zeros(zeros.fc.shape[::-1], np.float32)
-    for text in Features(model, form.layers).of(beginning_with(texts, rows)):
-        assert text.hidden is not None
-        before, after = text.hidden[:-1, : -c.d_model], text.hidden[1:, -c.d_model :]
-        gram, cross = gram + before.T @ before, cross + before.T @ after
-    gram[np.diag_indices_from(gram)] += ridge * np.trace(gram) / len(gram)
 
     def beside(name: str) -> jax.Array:
         """[outputs, 2 D]: inputs of the token, which are 0, before those of the hidden row."""
@@ -126,7 +99,7 @@ def first_weights(form: Eagle3Form, texts: Sequence[Text], *, rows: int = 60_000
         return jnp.concatenate([jnp.zeros_like(matrix), matrix], axis=1)
 
     weights = zeros._replace(
-        fc=np.linalg.solve(gram, cross).T,
+        fc=form.fused(texts),
         token_norm=jnp.ones_like(zeros.token_norm),
         hidden_norm=last.attn_norm,
         **{name: beside(name) for name in ("attn_q", "attn_k", "attn_v")},

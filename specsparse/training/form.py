@@ -2,6 +2,7 @@
 
 import abc
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,7 +13,11 @@ from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
 from specsparse.kernels import QTensor
+from specsparse.kernels.packing.dequant import dequantize
+from specsparse.kernels.packing.rows import take_rows
+from specsparse.speculative.drafters.heads.eagle3_head import default_layers
 from specsparse.training.data import Text
+from specsparse.training.features import Features
 from specsparse.training.unroll import Frozen, Window
 
 
@@ -75,6 +80,56 @@ class Form(abc.ABC):
         Raises:
             UserError: a type that cannot be written.
         """
+
+
+@dataclass(frozen=True)
+class FeatureForm(Form):
+    """Base of what reads fused rows of several of the target's layers, as EAGLE-3 and DFlash do.
+
+    Attributes:
+        model: the target.
+        below: ids of the layers whose entering rows it reads; none for [2, L / 2, L - 3].
+    """
+
+    model: Model
+    below: tuple[int, ...] = ()
+
+    @property
+    def read(self) -> tuple[int, ...]:
+        """The layers that it reads."""
+        return self.below or default_layers(self.model.config.n_layers)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Those that it reads, and the last rows, for the target's law."""
+        return (*self.read, self.model.config.n_layers)
+
+    def fused(self, texts: Sequence[Text], *, rows: int = 60_000) -> np.ndarray:
+        """float32[D, len(read) D]: the ridge regression of the target's next row on those that it reads, over the
+        first `rows` tokens of answers."""
+        D, E = self.model.config.d_model, len(self.read) * self.model.config.d_model
+        gram, cross = np.zeros((E, E), np.float32), np.zeros((E, D), np.float32)
+        for text in Features(self.model, self.layers).of(beginning_with(texts, rows)):
+            assert text.hidden is not None
+            before, after = text.hidden[:-1, :E], text.hidden[1:, -D:]
+            gram, cross = gram + before.T @ before, cross + before.T @ after
+        return ridge(gram, cross).T
+
+    def output_rows(self, ids: np.ndarray) -> np.ndarray:
+        """float32[N, D]: the target's output rows of a draft vocabulary."""
+        return np.asarray(dequantize(take_rows(self.model.params.output, np.asarray(ids))))
+
+
+def ridge(gram_II: np.ndarray, cross_IO: np.ndarray, share: float = 3e-3) -> np.ndarray:
+    """[I, O]: the ridge regression whose penalty is `share` of the inputs' mean square."""
+    penalty = share * np.trace(gram_II) / len(gram_II)
+    return np.linalg.solve(gram_II + np.eye(len(gram_II), dtype=gram_II.dtype) * penalty, cross_IO)
+
+
+def unit(x: np.ndarray) -> np.ndarray:
+    """Rows of mean square 1, float32."""
+    x = x.astype(np.float32)
+    return x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + np.float32(1e-5))
 
 
 def frequent_ids(texts: Sequence[Text], count: int, vocab_size: int) -> np.ndarray:

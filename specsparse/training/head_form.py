@@ -17,7 +17,7 @@ from specsparse.speculative.drafters.heads.head_file import HeadFile, read_head,
 from specsparse.training import export, head
 from specsparse.training.data import Text
 from specsparse.training.features import Features
-from specsparse.training.form import Form, beginning_with
+from specsparse.training.form import Form, beginning_with, ridge, unit
 from specsparse.training.head import HeadWeights
 from specsparse.training.layer import LayerWeights, layer_shapes
 from specsparse.training.unroll import Frozen, Window
@@ -109,7 +109,7 @@ class HeadForm(Form):
         return write_head(path, self.model, export.tensors(weights), ids, quant=quant, below=self.below)
 
 
-def first_weights(model: Model, texts: Sequence[Text], *, rows: int = 60_000, ridge: float = 3e-3) -> HeadWeights:
+def first_weights(model: Model, texts: Sequence[Text], *, rows: int = 60_000) -> HeadWeights:
     """Where training begins: the best linear guess, in a layer that passes it on.
 
     `fc_hidden` and `fc_token` are the ridge regression of the target's next row on both inputs. Queries, keys, values,
@@ -124,13 +124,11 @@ def first_weights(model: Model, texts: Sequence[Text], *, rows: int = 60_000, ri
         after.append(text.hidden[start + 1 :])
         tokens.append(text.tokens[start + 1 :])
     embedded = np.asarray(embed_rows(params.embedding, jnp.asarray(np.concatenate(tokens))))
-    h, h_next, e = (_unit(np.concatenate(x) if isinstance(x, list) else x) for x in (before, after, embedded))
+    h, h_next, e = (unit(np.concatenate(x) if isinstance(x, list) else x) for x in (before, after, embedded))
     x = np.concatenate([h * np.asarray(params.output_norm), e], axis=1)
-    gram, cross = x.T @ x, x.T @ h_next
-    gram[np.diag_indices_from(gram)] += ridge * np.trace(gram) / len(gram)
     last = params.layers[-1]
     matrix = {n: dequantize(getattr(last, n)) for n in ("attn_q", "attn_k", "attn_v", "ffn_gate", "ffn_up")}
-    fc_hidden, fc_token = np.split(np.linalg.solve(gram, cross).T, 2, axis=1)
+    fc_hidden, fc_token = np.split(ridge(x.T @ x, x.T @ h_next).T, 2, axis=1)
     weights = HeadWeights(
         hidden_norm=params.output_norm,
         fc_hidden=jnp.asarray(fc_hidden),
@@ -146,9 +144,3 @@ def first_weights(model: Model, texts: Sequence[Text], *, rows: int = 60_000, ri
         output_norm=params.output_norm,
     )
     return jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), weights)  # a step donates them
-
-
-def _unit(x: np.ndarray) -> np.ndarray:
-    """Rows of mean square 1, float32."""
-    x = x.astype(np.float32)
-    return x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + np.float32(1e-5))

@@ -48,6 +48,7 @@ MODEL = {**OPTIONS, "form": "model", "width": 32, "heads": 2, "ffn": 64, "layers
 HEADS = {
     "below": {**OPTIONS, "below": [0]},
     "eagle3": {**OPTIONS, "form": "eagle3", "below": [0]},
+    "dflash": {**OPTIONS, "form": "dflash", "below": [0], "streams": 3},
 }
 
 
@@ -58,6 +59,7 @@ HEADS = {
         ("head", OPTIONS, "head"),
         ("head", HEADS["below"], "head"),
         ("eagle3", HEADS["eagle3"], "eagle3"),
+        ("dflash", HEADS["dflash"], "dflash"),
         ("model", MODEL, "draft"),
     ],
 )
@@ -139,7 +141,7 @@ def test_reach_counts_drafts_by_the_place_of_their_first_error():
         ({"options": {"steps": 2.5}}, r"train.steps=2.5 must be a whole number"),
         ({"options": {"gamma": 0}}, "train.gamma=0 must be a whole number of at least 1"),
         ({"options": {"decay": 2.0}}, "train.decay=2.0"),
-        ({"options": {"form": "tree"}}, "train.form=tree must be one of head, eagle3, model"),
+        ({"options": {"form": "tree"}}, "train.form=tree must be one of head, eagle3, dflash, model"),
         ({"options": {"heads": 3}}, "train.width=128 must be a multiple of 2 train.heads, 6"),
         ({"options": {"temperatures": 1.0}}, "train.temperatures=1.0 must be a list"),
     ],
@@ -152,9 +154,10 @@ def test_mistakes_are_found_before_anything_is_loaded(cfg, changes, message):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"form": "model", "below": [0]}, r"train\.below belongs to train\.form=head and eagle3"),
+        ({"form": "model", "below": [0]}, r"train\.below belongs to train\.form=head, eagle3 and dflash"),
         ({"form": "eagle3", "begin": "smollm2-head"}, r"train\.begin belongs to train\.form=head"),
         ({"below": [5]}, r"train\.below=\[5\] must be ascending ids of layers under 1"),
+        ({"form": "dflash", "below": [0]}, r"train\.gamma=3: a block of train\.streams=2 tokens has no more"),
         ({"form": "eagle3"}, r"has only 1 layers; name those that it reads"),
         ({"begin": "nobody"}, r"drafter\.head=nobody: no such file"),
     ],

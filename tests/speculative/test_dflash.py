@@ -25,13 +25,14 @@ from specsparse.models.convert.dflash_folder import write_folder
 from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
 from specsparse.speculative.base import Feedback
 from specsparse.speculative.drafters import get_drafter
-from specsparse.speculative.drafters.heads.dflash_block import BlockLayer, BlockWeights, anchored_blocks
+from specsparse.speculative.drafters.heads.dflash_block import BlockLayer, BlockWeights, rms_norm
 from specsparse.speculative.drafters.heads.dflash_file import write_dflash_gguf
 from specsparse.speculative.drafters.plan import MakeModel
 from specsparse.speculative.trees import get_tree
 from specsparse.speculative.verify import match_verdict
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import draft_context, on_target, random_dflash, target_rows
+from specsparse.training.blocks import blocks as blocks_of
 from tests.tolerances import HEAD_NMSE, nmse
 
 DATA = Path(__file__).parents[1] / "data"
@@ -82,11 +83,14 @@ def function_logits(model, file, features_TE, texts, *, rows):
     """Logits [T, rows, V] of blocks that begin at the ends of texts, by the function that is trained."""
     blocks = np.full((len(texts), rows), file.mask_token)
     blocks[:, 0] = [text[-1] for text in texts]
-    anchors = jnp.asarray([len(text) - 1 for text in texts])
+    at, place = jnp.asarray([len(text) - 1 for text in texts]), jnp.arange(len(features_TE), dtype=jnp.int32)
     tables = tuple(map(jnp.asarray, rope_tables(file.rope, C, file.rope_factors)))
     embedded = embed_rows(model.params.embedding, jnp.asarray(blocks.reshape(-1))).reshape(*blocks.shape, -1)
-    run = jax.jit(lambda w, f, e, a: anchored_blocks(file.shape, w, f, e, a, tables))
-    return np.asarray(run(trainable(file), features_TE, embedded, anchors) @ dequantize(model.params.output).T)
+    seen = place[None] < at[:, None]
+    run = jax.jit(lambda w, f, e, a: blocks_of(file.shape, w, f, place, e, a, seen, tables)[0])
+    w = trainable(file)
+    found = rms_norm(run(w, features_TE, embedded, at), w.output_norm, file.shape.eps)
+    return np.asarray(found @ dequantize(model.params.output).T)
 
 
 def draft_logits(drafter, weights, ctx, hidden):
@@ -488,9 +492,11 @@ def test_gradients(tiny):
     rng = np.random.default_rng(0)
     features = jnp.asarray(rng.normal(size=(20, 2 * tiny.config.d_model)), jnp.float32)
     blocks = jnp.asarray(rng.normal(size=(2, 4, tiny.config.d_model)), jnp.float32)
+    at, place = jnp.asarray([5, 12]), jnp.arange(20, dtype=jnp.int32)
 
     def loss(w):
-        return jnp.sum(anchored_blocks(file.shape, w, features, blocks, jnp.asarray([5, 12]), tables) ** 3)
+        found = blocks_of(file.shape, w, features, place, blocks, at, place[None] < at[:, None], tables)[0]
+        return jnp.sum(rms_norm(found, w.output_norm, file.shape.eps) ** 3)
 
     gradients = jax.jit(jax.grad(loss))(trainable(file))
     assert all(bool(jnp.isfinite(g).all()) and float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(gradients))

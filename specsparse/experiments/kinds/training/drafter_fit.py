@@ -17,6 +17,7 @@ from specsparse.speculative.drafters.heads.head_file import find
 from specsparse.support import terminal
 from specsparse.support.options import Count, Range
 from specsparse.training.data import DataOptions, Text, TextWritten, generate, read_shard
+from specsparse.training.dflash_form import DFlashForm
 from specsparse.training.eagle3_form import Eagle3Form
 from specsparse.training.form import Form
 from specsparse.training.head_form import HeadForm
@@ -32,7 +33,7 @@ _TEXTS, _STATE = "texts", "state.safetensors"
 class OwnOptions:
     """What is neither text nor training; see conf/experiment/train_drafter.yaml."""
 
-    form: Literal["head", "eagle3", "model"] = "head"
+    form: Literal["head", "eagle3", "dflash", "model"] = "head"
     below: tuple[Annotated[int, Range(0)], ...] = ()
     begin: str | None = None
     texts: str | None = None
@@ -71,7 +72,7 @@ def form_of(cfg: TrainSettings, model: Model) -> Form:
     found, n_layers = options(cfg), model.config.n_layers
     own = found.own
     if own.form == "model" and own.below:
-        raise UserError("train.below belongs to train.form=head and eagle3")
+        raise UserError("train.below belongs to train.form=head, eagle3 and dflash")
     if own.form != "head" and own.begin is not None:
         raise UserError("train.begin belongs to train.form=head")
     if list(own.below) != sorted(set(own.below)) or any(i >= n_layers for i in own.below):
@@ -84,7 +85,12 @@ def form_of(cfg: TrainSettings, model: Model) -> Form:
         return form
     if not own.below and n_layers < 4:
         raise UserError(f"train.below=[]: {model.path} has only {n_layers} layers; name those that it reads")
-    return Eagle3Form(model, own.below)
+    if own.form == "eagle3":
+        return Eagle3Form(model, own.below)
+    block = found.train.streams
+    if own.gamma > block:
+        raise UserError(f"train.gamma={own.gamma}: a block of train.streams={block} tokens has no more; raise streams")
+    return DFlashForm(model, own.below, block)
 
 
 def claim(folder: Path, cfg: TrainSettings, model: Model) -> None:
@@ -102,6 +108,8 @@ def claim(folder: Path, cfg: TrainSettings, model: Model) -> None:
         shape |= asdict(found.small)
     else:
         shape |= {"below": found.own.below, "begin": found.own.begin}
+    if found.own.form == "dflash":
+        shape["streams"] = found.train.streams
     folders.claim(folder, {
         "model": folders.identity(model, cfg.model.overrides()), "text": text, found.own.form: shape,
     })  # fmt: skip

@@ -4,8 +4,8 @@ A layer is one of Qwen3. Its keys and values are projections of two kinds of row
 fused by one matrix, and the block's own rows [last token, mask, mask, ...]; its queries are of the block only. So the
 context is read once, and the whole block is drafted in one pass.
 
-The products are an argument, `kernels.api.Kernels.linear` or `float_linear`, so that the same lines decode with
-quantised weights and are differentiated in float32.
+The products are an argument, `kernels.api.Kernels.linear` or `training.layer.linear`, so that the same lines decode
+with quantised weights and are differentiated in float32 (`training.blocks`).
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from specsparse.kernels import QTensor
-from specsparse.kernels.reference.dense import activate, rotate
+from specsparse.kernels.reference.dense import rotate
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 _NOT = -1e30
@@ -24,7 +24,7 @@ _NOT = -1e30
 Linear = Callable[..., tuple[jax.Array, ...]]
 """(x f32[R, I], matrices, *, norm, eps, residual, act) -> f32[R, O] of each, as `kernels.reference.dense.linear`."""
 Matrix = QTensor | jax.Array
-"""[outputs, inputs]: packed for the kernels, or float32 for `float_linear`."""
+"""[outputs, inputs]: packed for the kernels, or float32 for `training.layer.linear`."""
 
 
 @dataclass(frozen=True)
@@ -194,64 +194,6 @@ def sees_block(causal: bool, window: int | None, rows: int) -> jax.Array:
     ahead = jnp.arange(rows)[None] - jnp.arange(rows)[:, None]
     seen = ahead <= 0 if causal else jnp.ones((rows, rows), bool)
     return seen if window is None else seen & (ahead < window) & (-ahead < window)
-
-
-def anchored_blocks(
-    shape: BlockShape, w: BlockWeights, features_TE: jax.Array, embedded_AnD: jax.Array, anchors_A: jax.Array,
-    tables: tuple[jax.Array, jax.Array], *,
-    position_T: jax.Array | None = None, text_T: jax.Array | None = None, linear: Linear | None = None,
-) -> jax.Array:  # fmt: skip
-    """f32[A, n, D]: blocks at many places of a text at once, after the output norm; what is trained.
-
-    The block at anchor a stands at positions a to a + n - 1 and sees the features of the positions before a.
-
-    Args:
-        shape: of the drafter.
-        w: float32 weights for `float_linear`, or packed ones for other products.
-        features_TE: f32[T, features * feature_width], of every position.
-        embedded_AnD: f32[A, n, D], the embedded blocks.
-        anchors_A: int32[A], rows of `features` at which the blocks begin.
-        tables: cos and sin f32[positions, d/2].
-        position_T: int32[T], position of each row in its text; by default its index.
-        text_T: int32[T], which text a row belongs to, of those side by side; by default one.
-        linear: the products, by default `float_linear`.
-    """
-    linear = float_linear if linear is None else linear
-    A, n, D = embedded_AnD.shape
-    T = len(features_TE)
-    position_T = jnp.arange(T, dtype=jnp.int32) if position_T is None else position_T
-    text_T = jnp.zeros((T,), jnp.int32) if text_T is None else text_T
-    cos, sin = tables
-    context = context_keys(linear, shape, w, features_TE, cos[position_T], sin[position_T])
-    at_An = position_T[anchors_A][:, None] + jnp.arange(n, dtype=jnp.int32)[None]
-    before_AT = (text_T[None] == text_T[anchors_A][:, None]) & (position_T[None] < at_An[:, :1])
-
-    def attend(i: int, q_RHd: jax.Array, own: BlockKeys) -> jax.Array:
-        block = sees_block(shape.causal[i], shape.windows[i], n)
-
-        def one(q_nHd, k_nGd, v_nGd, at_n, before_T):
-            seen = sees_context(shape.windows[i], at_n, position_T) & before_T[None]
-            return masked_attention(shape, q_nHd, [context[i], BlockKeys(k_nGd, v_nGd)], [seen, block])
-
-        by_block = [a.reshape(A, n, *a.shape[1:]) for a in (q_RHd, own.k, own.v)]
-        return jax.vmap(one)(*by_block, at_An, before_AT).reshape(A * n, -1)
-
-    at_R = at_An.reshape(-1)
-    y_RD = block_rows(linear, shape, w, embedded_AnD.reshape(A * n, D), cos[at_R], sin[at_R], attend)
-    return rms_norm(y_RD, w.output_norm, shape.eps).reshape(A, n, D)
-
-
-def float_linear(
-    x: jax.Array, weights: Sequence[jax.Array], *,
-    norm: jax.Array | None = None, eps: float = 0.0, residual: jax.Array | None = None, act: str | None = None,
-) -> tuple[jax.Array, ...]:  # fmt: skip
-    """`kernels.reference.dense.linear` of float32 matrices, batched: for training and as an oracle."""
-    if norm is not None:
-        x = rms_norm(x, norm, eps)
-    outs = tuple(jnp.matmul(x, w.T, precision=_HIGHEST) for w in weights)
-    if act is not None:
-        outs = (activate(outs[0], act) * outs[1],)
-    return outs if residual is None else tuple(residual + y for y in outs)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
