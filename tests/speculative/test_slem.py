@@ -15,7 +15,7 @@ from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
 from specsparse.speculative.base import DraftKind
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.plan import MakeModel
-from specsparse.speculative.drafters.slem import Translator
+from specsparse.speculative.drafters.slem import StringState, Translator
 from specsparse.speculative.intersection import intersect
 from specsparse.speculative.policies.base import PMin
 from specsparse.testing import write_tiny_gguf
@@ -157,11 +157,40 @@ def test_slem_keeps_what_its_cache_holds(pair):
     assert first.kept[0] == 0 and first.length[0] == len(translator(bpe, pair["spm"].tokenizer).read(ids))
 
     class State:
-        ids, held = first.ids.copy(), first.length - 1
+        text, held = first._replace(ids=first.ids.copy()), first.length - 1
 
     assert drafter.read_text(State, tokens, length).kept[0] == first.length[0] - 1
-    State.ids[0, 3] += 1
-    assert drafter.read_text(State, tokens, length).kept[0] == 3
+    State.held = first.length
+    State.text.ids[0, first.closed[0]] += 1  # those before are not read again
+    assert drafter.read_text(State, tokens, length).kept[0] == first.closed[0] < first.length[0]
+
+
+LONG = (
+    "The quick brown fox,\n  jumps over 12 lazy dogs. na\u00efve caf\u00e9 \u6771\u4eac and the other one said hello "
+)
+
+
+@pytest.mark.parametrize(("target", "draft"), [("bpe", "spm"), ("spm", "bpe")])
+def test_slem_reads_on_what_it_would_read_whole(pair, target, draft):
+    """Whatever is committed a round, and with special tokens between; each token is read a bounded number of times."""
+    target, draft = pair[target], pair[draft]
+    plan = get_drafter("model", model=draft, vocabulary="slem", gamma=4)
+    drafter = plan.bind(target, MakeModel(lambda spec: draft, with_fewer_neurons)).drafter
+    encode, special = target.tokenizer.encode, sorted(target.tokenizer.special_ids)[:2]
+    ids = encode(LONG, add_special=True) + special + encode(LONG * 3) + special[:1] + encode(LONG * 20)
+    tokens = np.array([ids, ids[::-1]], np.int32)
+    rng, length, state, reads, tokens_read = np.random.default_rng(0), 0, None, 0, 0
+    while length < len(ids):
+        length = min(length + int(rng.integers(1, 7)), len(ids))
+        got = drafter.read_text(state, tokens, np.array([length, length], np.int32))
+        whole = drafter.read_text(None, tokens, np.array([length, length], np.int32))
+        assert (got.length == whole.length).all() and (got.ids == whole.ids).all()
+        assert (got.closed <= got.length).all() and (got.read >= (0 if state is None else state.text.read)).all()
+        reads, tokens_read = reads + 1, tokens_read + int(length - got.read[0])
+        behind = got.ids.copy()
+        behind[np.arange(behind.shape[1]) >= got.length[:, None]] = 7  # a draft behind the text is none of it
+        state = StringState(None, got._replace(ids=behind), got.length, np.zeros(2, np.int32))
+    assert reads > 300 and tokens_read < 30 * reads  # the words since the last that follows a word, not the text
 
 
 def test_slem_drafts_are_one_hot(pair):

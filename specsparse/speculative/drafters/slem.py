@@ -46,19 +46,42 @@ class Translator:
         self._encode = functools.lru_cache(1 << 14)(draft.encode_bytes)
         self._bytes = functools.lru_cache(None)(target.token_bytes)
 
-    def read(self, ids: list[int]) -> list[int]:
-        """The draft's ids of the target's, their text cut by the draft's tokenizer."""
+    def read(self, ids: list[int], *, behind: bool = False) -> list[int]:
+        """The draft's ids of the target's, their text cut by the draft's tokenizer.
+
+        Args:
+            ids: a text, or what is left of one.
+            behind: whether others, up to a `boundary`, come before them: then there is no BOS.
+        """
         out: list[int] = []
+        inside = behind
         for part in self._parts(ids):
             if isinstance(part, int):
                 out.append(part)
-                continue
-            text = part.removeprefix(b" ") if self._target.add_space_prefix else part
-            text = b" " + text if self._draft.add_space_prefix and text else text
-            for word in _WORD.split(text):
-                out += self._encode(word)
-        bos = self._draft.bos_id if self._draft.add_bos else None
+            else:
+                text = part if inside else self._begun(part)
+                for word in _WORD.split(text):
+                    out += self._encode(word)
+            inside = False
+        bos = self._draft.bos_id if self._draft.add_bos and not behind else None
         return out if bos is None or out[:1] == [bos] else [bos, *out]
+
+    def _begun(self, text: bytes) -> bytes:
+        """The beginning of a text with the space that each tokenizer has its own way with."""
+        text = text.removeprefix(b" ") if self._target.add_space_prefix else text
+        return b" " + text if self._draft.add_space_prefix and text else text
+
+    def boundary(self, ids: list[int]) -> int:
+        """The last place in `ids` where both tokenizers begin a token, whatever follows; 0 where there is none.
+
+        There a word begins with its space behind another word, so that what is before is read once and for all.
+        """
+        text = [b"" if self._is_special(index) else self._bytes(index) for index in ids]
+        for i in range(len(ids) - 1, 0, -1):
+            behind = text[i] if len(text[i]) > 1 or not text[i] else text[i] + b"".join(text[i + 1 : i + 2])
+            if text[i - 1] and _WORD.search(text[i - 1][-1:] + behind[:2]):
+                return i
+        return 0
 
     def write(self, ids: list[int], drafted: list[int]) -> list[int]:
         """The target's ids of what was drafted behind its `ids`, up to a special token that the target lacks."""
@@ -104,11 +127,15 @@ class OwnText(NamedTuple):
         ids: int32[B, S], anything beyond `length`.
         length: int32[B], may be more than there is room for: nothing is drafted then.
         kept: int32[B], ids at the front that the draft's cache holds.
+        read: int32[B], tokens of the target up to a `Translator.boundary`: they need not be read again.
+        closed: int32[B], ids that they are, more than there is room for as well.
     """
 
     ids: jax.Array
     length: jax.Array
     kept: jax.Array
+    read: jax.Array
+    closed: jax.Array
 
 
 class StringState(NamedTuple):
@@ -116,13 +143,13 @@ class StringState(NamedTuple):
 
     Attributes:
         writer: the draft model's cache and the policy.
-        ids: int32[B, S], what the cache was fed: a text and the draft behind it.
+        text: what the cache was fed, with the draft behind each text among its `ids`.
         held: int32[B], how many of them it holds.
         budget: int32[B], tokens of the target that the last draft may have.
     """
 
     writer: ModelState
-    ids: jax.Array
+    text: OwnText
     held: jax.Array
     budget: jax.Array
 
@@ -155,24 +182,33 @@ class StringDrafter(TextDrafter):
         return self.writer.source.capacity(int(np.ceil(tokens * self.expansion)))  # type: ignore[attr-defined]
 
     def read_text(self, state: StringState | None, tokens_BC: np.ndarray, length_B: np.ndarray) -> OwnText:
-        """Reads each text whole; what the cache holds of it is kept."""
+        """Reads what each text has behind the last `Translator.boundary`; what the cache holds of it is kept."""
         batch, room = tokens_BC.shape[0], self.slots(tokens_BC.shape[1])
-        ids, length, kept = np.zeros((batch, room), np.int32), np.zeros(batch, np.int32), np.zeros(batch, np.int32)
-        before, held = (None, None) if state is None else (np.asarray(state.ids), np.asarray(state.held))
+        before, held_B = (
+            (None, None) if state is None else (OwnText(*map(np.asarray, state.text)), np.asarray(state.held))
+        )
+        text = OwnText(np.zeros((batch, room), np.int32), *np.zeros((4, batch), np.int32))
         for b in range(batch):
-            found = self.translator.read(tokens_BC[b, : length_B[b]].tolist())
-            length[b] = len(found)
-            ids[b, : min(len(found), room)] = found[:room]
+            read, closed = (0, 0) if before is None else (int(before.read[b]), int(before.closed[b]))
             if before is not None:
-                most = min(len(found), room, int(held[b]))
-                same = ids[b, :most] == before[b, :most]
-                kept[b] = most if same.all() else int(same.argmin())
-        return OwnText(ids, length, kept)
+                text.ids[b, :closed] = before.ids[b, :closed]
+            new = tokens_BC[b, read : length_B[b]].tolist()
+            end = self.translator.boundary(new)
+            done = self.translator.read(new[:end], behind=read > 0) if end else []
+            rest = self.translator.read(new[end:], behind=read + end > 0)
+            text.length[b] = closed + len(done) + len(rest)
+            text.ids[b, closed : text.length[b]] = (done + rest)[: max(room - closed, 0)]
+            text.read[b], text.closed[b] = read + end, closed + len(done)
+            if before is not None and held_B is not None:
+                most = min(int(text.length[b]), room, int(held_B[b]))
+                same = text.ids[b, :most] == before.ids[b, :most]
+                text.kept[b] = most if same.all() else int(same.argmin())
+        return text
 
     def init(self, params: DraftWeights, ctx: DraftContext, *, hidden: jax.Array | None = None) -> StringState:
         """Feeds the prompt's text."""
         writer, zero_B = self.writer.init(params, _own(ctx)), jnp.zeros_like(ctx.length)
-        return StringState(writer, ctx.text.ids, writer.source.length, zero_B)
+        return StringState(writer, ctx.text, writer.source.length, zero_B)
 
     def draft(self, params: DraftWeights, state: StringState, ctx: DraftContext) -> Drafted:
         """A chain of the draft model's own tokens, as many as the target's that are asked for."""
@@ -187,7 +223,8 @@ class StringDrafter(TextDrafter):
         row_B1 = jnp.arange(at_BK.shape[0], dtype=jnp.int32)[:, None]
         ids_BS = text.ids.at[row_B1, at_BK].set(draft.tokens, mode="drop")
         held_B = jnp.where(writer.source.length == text.length, held_B, writer.source.length)
-        return drafted._replace(draft=draft._replace(q=None), state=StringState(writer, ids_BS, held_B, ctx.budget))
+        state = StringState(writer, text._replace(ids=ids_BS), held_B, ctx.budget)
+        return drafted._replace(draft=draft._replace(q=None), state=state)
 
     def write_text(self, drafted: Drafted, tokens_BC: np.ndarray, length_B: np.ndarray) -> Drafted:
         """Cuts the text of each draft into the target's tokens."""
