@@ -20,7 +20,7 @@ from specsparse.engine.sampling.pipeline import SamplingKernels
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.engine.weights import Footprint, Params
 from specsparse.errors import UserError
-from specsparse.kernels import Kernels, status
+from specsparse.kernels import Kernels, promise, status
 from specsparse.support import notebook
 
 KV_DTYPES = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16}
@@ -46,6 +46,7 @@ class Model:
         devices: where it lies.
         load_s: seconds that loading took.
         rope_factors: f32[d/2] or None.
+        width: rows of every step (`engine.fixed_width`), 0 where each runs its own.
         programs: compiled programs, by what they close over.
         drafters: drafters bound to this model, by plan, so that a draft model is loaded once.
     """
@@ -63,6 +64,7 @@ class Model:
     devices: Devices = field(default_factory=OneDevice)
     load_s: float = 0.0
     rope_factors: np.ndarray | None = None
+    width: int = 0
     programs: dict = field(default_factory=dict)
     drafters: dict = field(default_factory=dict)
     _tables: dict = field(default_factory=dict)
@@ -77,6 +79,8 @@ class Model:
             "context": str(self.config.context_length),
             "kernels": self.kernels.name + isa,
         }
+        if self.width:
+            out["width"] = str(self.width)
         if self.ffn != "dense":
             out["ffn"] = f"{self.ffn} {self.rule}".strip()
         if self.devices.ways is not None:
@@ -92,6 +96,11 @@ class Model:
         return notebook.facts(self.path.name, {**self.facts(), "file": str(self.path)})
 
     @property
+    def promise(self) -> str:
+        """Which equality of speculative and plain text holds, and why."""
+        return promise(self.kernels.name, self.width)
+
+    @property
     def sampling_kernels(self) -> SamplingKernels:
         """Argmax, laws and draws by the model's kernels."""
         return pipeline.kernels_of(self.kernels)
@@ -102,10 +111,10 @@ class Model:
         return KV_DTYPES[self.kv_dtype]
 
     def capacity_for(self, tokens: int) -> int:
-        """Slots of a cache that holds `tokens` tokens, at most the context."""
+        """Slots of a cache that holds `tokens` tokens, at most the context; with a fixed width always the context."""
         rounded = -(-tokens // _CAPACITY_STEP) * _CAPACITY_STEP
         context = -(-self.config.context_length // kv.LANES) * kv.LANES
-        return min(rounded, context)
+        return context if self.width else min(rounded, context)
 
     def params_for(self, capacity: int) -> Params:
         """The weights with rotary tables of `capacity` positions."""

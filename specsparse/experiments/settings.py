@@ -36,7 +36,7 @@ class ModelSpec:
     """Which GGUF file, and what of it to override; None leaves the file's (or the engine's) own value.
 
     `placement`, `hot` and `devices` are those of `specsparse.load`: a gpuidx file, and how its neurons are computed; so
-    is `mesh`, the number of devices that a dense model is divided among.
+    is `mesh`, the number of devices that a dense model is divided among, and `width`, the rows of every step.
     """
 
     path: str
@@ -52,6 +52,7 @@ class ModelSpec:
     hot: str | None = None
     devices: int | None = None
     mesh: Count | None = None
+    width: int | None = None
 
     def overrides(self) -> dict[str, object]:
         """Keyword arguments of `specsparse.load`: what is not None."""

@@ -1,6 +1,6 @@
 """Matrix products, attention and the rest of a forward pass on packed weights."""
 
-from specsparse.kernels.api import BACKENDS, Kernels, get, status
+from specsparse.kernels.api import BACKENDS, Kernels, get, promise, status
 from specsparse.kernels.native.cpu import set_threads
 from specsparse.kernels.neurons import (
     NeuronRows,
@@ -26,6 +26,7 @@ __all__ = [
     "get",
     "pack_neurons",
     "pack_signs",
+    "promise",
     "regroup_neurons",
     "set_threads",
     "skip_weights",

@@ -99,11 +99,21 @@ def get(name: str | None = None) -> Kernels:
     return BACKENDS[name]
 
 
+def promise(name: str, width: int = 0) -> str:
+    """Which equality of speculative and plain text kernels give, and why; `width` as in `engine.fixed_width`."""
+    if name != XLA.name:
+        return "equal bits: a row depends on its own path alone, whatever is computed beside it (contract C1)"
+    if width:
+        return f"equal bits, as far as tested on this device: every step runs {width} rows through one program"
+    return "equal law: bits depend on the number of rows, so near ties may go another way; width= holds it fixed"
+
+
 def status() -> dict:
-    """What runs and why, for records and for the terminal."""
+    """What runs and why, for records and for the terminal; `promise` is of the default kernels without a width."""
     chosen = get().name
     return {
         "kernels": chosen,
+        "promise": promise(chosen),
         "native": cpu.available(),
         "why_not_native": cpu.why_missing(),
         "isa": cpu.isa(),

@@ -96,6 +96,6 @@ def published_dflash(spec: str) -> DFlashFile:
 
 def _load_draft(target: Model, spec: str) -> Model:
     """A draft model beside its target: on the same kernels and, of a mesh, on every device."""
-    draft = load(spec, backend=target.kernels.name, kv_dtype=target.kv_dtype)
+    draft = load(spec, backend=target.kernels.name, kv_dtype=target.kv_dtype, width=0)
     draft.params = target.everywhere(draft.params)
     return draft

@@ -13,6 +13,7 @@ from specsparse.engine import generate
 from specsparse.engine.cache import KVCache
 from specsparse.engine.devices import compiled
 from specsparse.engine.feed import Piece, feed
+from specsparse.engine.fixed_width import check_rows
 from specsparse.engine.generate import DecodeState, Finish, Job
 from specsparse.engine.model import Model
 from specsparse.engine.noise import seed_words
@@ -70,6 +71,7 @@ class DeviceBatch:
         self.model, self.sequences, self.method, self.noting = model, sequences, method, noting
         self.compile_s = 0.0
         self.log = RoundLog()
+        check_rows(method.max_nodes + 1, model.width)
         context = model.config.context_length
         lengths = [len(s.prompt) for s in sequences]
         limits = [min(context, n + (context if s.params.max_tokens is None else s.params.max_tokens))

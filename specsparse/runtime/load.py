@@ -12,6 +12,8 @@ from jax.sharding import Mesh
 from specsparse import kernels
 from specsparse.engine import weights
 from specsparse.engine.config import OVERRIDES, ModelConfig
+from specsparse.engine.devices import OneDevice
+from specsparse.engine.fixed_width import STEP, check_width, fixed_width
 from specsparse.engine.gguf.reader import GGUFFile, open_gguf
 from specsparse.engine.mesh.sharded import MeshDevices, mesh_of
 from specsparse.engine.mesh.split import split
@@ -39,6 +41,7 @@ def load(
     devices: int = 1,
     mesh: int | Mesh | None = None,
     float_weights: bool = False,
+    width: int | None = None,
     download: obtain.Download = "ask",
     **overrides,
 ) -> Model:
@@ -64,6 +67,9 @@ def load(
             for dense models. The same tokens up to the rounding of sums (docs/sharding.md).
         float_weights: dequantise every matrix to float32 at load, so that nothing is computed in integers: the
             reference that quantised arithmetic is judged by.
+        width: rows of every step, plain or speculative, on xla kernels: a multiple of 8 up to 64 that holds a whole
+            draft and one more; 0 for none. Then both write the same text (docs/fixed_width.md), in a cache as long as
+            `context_length`. By default 8 on an accelerator and none on a CPU.
         download: whether a name that is not on this machine is downloaded, and converted where it must be: "yes", "no",
             or "ask", which asks on a terminal and refuses elsewhere.
         overrides: `rope_base`, `rope_scale`, `rope_scaling`, `context_length` and `activation` in place of the file's.
@@ -78,7 +84,7 @@ def load(
     unknown = sorted(set(overrides) - set(OVERRIDES))
     if unknown:
         own = ("kv_dtype", "threads", "backend", "ffn", "threshold", "faithful_f16", "float_weights", "download")
-        placing = ("placement", "hot", "devices", "mesh")
+        placing = ("placement", "hot", "devices", "mesh", "width")
         known = ", ".join((*own, *placing, *OVERRIDES))
         raise UserError(f"load() has no option {unknown[0]!r}; it has {known}")
     kv_dtype = kv_dtype or "f16"
@@ -89,6 +95,8 @@ def load(
     if threads is not None:
         kernels.set_threads(threads)
     chosen = kernels.get(backend)
+    if width:
+        check_width(width)
     path = obtain.path_of(spec, download)
     f = open_gguf(path)
     config = ModelConfig.from_gguf(f, overrides=overrides)
@@ -110,16 +118,19 @@ def load(
     floats = plan.floats or float_weights
     if mesh is not None:
         plan = replace(plan, devices=_on_mesh(f, config, plan, mesh, floats=floats))
+    width = _width(f, plan, width)
     params = weights.load_params(
         f, config, floats=floats, float_types=plan.float_types, progress=advance, pack_ffn=plan.pack,
         place=plan.devices.place_tensor,
     )  # fmt: skip
     read = weights.footprint(params, f)
+    forward = plan.devices.make_forward(config, plan.kernels, plan.ffn)
     return Model(
         config=config,
         tokenizer=tokenizer,
         params=plan.devices.place(params),
-        forward=plan.devices.make_forward(config, plan.kernels, plan.ffn),
+        forward=fixed_width(forward, width) if width else forward,
+        width=width,
         devices=plan.devices,
         kernels=plan.kernels,
         kv_dtype=kv_dtype,
@@ -130,6 +141,22 @@ def load(
         load_s=time.perf_counter() - start,
         rope_factors=weights.rope_factors(f, config),
     )
+
+
+def _width(f: GGUFFile, plan: modes.LoadPlan, wished: int | None) -> int:
+    """Rows of every step; by default `STEP` where bits would depend on their number, on an accelerator.
+
+    Raises:
+        UserError: a width where it is not needed, or for a model that is not dense and on one device.
+    """
+    plain = plan.ffn is None and isinstance(plan.devices, OneDevice)
+    if wished is None:
+        return STEP if plain and plan.kernels.name == "xla" and jax.default_backend() != "cpu" else 0
+    if wished and plan.kernels.name != "xla":
+        raise UserError(f"width={wished} is for backend=xla: {plan.kernels.name} kernels give equal bits at any width")
+    if wished and not plain:
+        raise UserError(f"{f.path}: width={wished} is for dense models on one device")
+    return wished
 
 
 def _on_mesh(f: GGUFFile, config: ModelConfig, plan: modes.LoadPlan, mesh: int | Mesh, *, floats: bool) -> MeshDevices:

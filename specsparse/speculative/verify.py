@@ -227,6 +227,8 @@ def sum_alpha(verdict: Verdict, alpha_BK: jax.Array) -> Verdict:
         return sums[0] + a_B, sums[1] + a_B * (1 - a_B)
 
     zero_B = jnp.zeros(alpha_BK.shape[:1], alpha_BK.dtype)
+    if not alpha_BK.shape[1]:
+        return verdict._replace(alpha=zero_B, alpha_var=zero_B)
     alpha_B, var_B = jax.lax.fori_loop(jnp.int32(0), jnp.max(verdict.tested), add, (zero_B, zero_B))
     return verdict._replace(alpha=alpha_B, alpha_var=var_B)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.text import Text
 
-from specsparse.engine.config import ModelConfig
+from specsparse.engine.config import OVERRIDES, ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.model import Model
 from specsparse.experiments.kind import Found, Kind, Lab
@@ -65,7 +65,7 @@ class Roofline(Kind[RooflineSettings]):
         """
         out, table = lab.console, None
         f = open_gguf(catalogue.resolve(cfg.model.path))
-        overrides = {k: v for k, v in cfg.model.overrides().items() if k not in ("kv_dtype", "threads", "backend")}
+        overrides = {k: v for k, v in cfg.model.overrides().items() if k in OVERRIDES}
         config = ModelConfig.from_gguf(f, overrides=overrides)
         methods: list[dict[str, object]] = []
         if cfg.roofline.device == devices.THIS:

@@ -112,6 +112,7 @@ def _record(
             "verifier": verifier,
             "policy": cfg.policy.name,
             **size(cfg, method),
+            "equality": bench.model.promise,
             "label": decoding.label(method["verifier"] if method else verifier),
             **sparse_model.label(bench.model),
             **decoding.bound_to(bench, method).about,

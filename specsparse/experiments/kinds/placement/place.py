@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from specsparse.engine.config import ModelConfig
+from specsparse.engine.config import OVERRIDES, ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile, open_gguf
 from specsparse.errors import UserError
 from specsparse.experiments.kind import Found, Kind, Lab
@@ -92,7 +92,7 @@ class Place(Kind[PlacementSettings]):
         """
         directory = lab.directory
         f = open_gguf(catalogue.resolve(cfg.model.path))
-        overrides = {k: v for k, v in cfg.model.overrides().items() if k not in ("kv_dtype", "threads", "backend")}
+        overrides = {k: v for k, v in cfg.model.overrides().items() if k in OVERRIDES}
         config = ModelConfig.from_gguf(f, overrides=overrides)
         stats = activations.of_run(cfg, f, config, lab)
         parts = ModelParts.of(f, config, context=cfg.placement.context, kv_dtype=cfg.model.kv_dtype or "f16")

@@ -1,0 +1,79 @@
+"""Steps of one width: plain decoding and every verification run the same rows through the same program.
+
+Kernels whose bits depend on the number of rows (`backend=xla`, so every accelerator) then write plain decoding's text
+in speculative decoding too, as far as a row's bits depend neither on its place nor on the other rows. Tests say where.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from specsparse.engine.cache import KVCache
+from specsparse.engine.llama import ForwardFn, ForwardOut, Want
+from specsparse.engine.weights import Params
+from specsparse.errors import UserError
+
+STEP = 8
+"""Widths are multiples of it: rows of a tile of matrix units."""
+WIDEST = 64
+_ALL = Want()
+
+
+def check_width(width: int) -> None:
+    """Refuses what is no width.
+
+    Raises:
+        UserError: it is no multiple of 8 from 8 to 64.
+    """
+    if isinstance(width, bool) or not isinstance(width, int) or width % STEP or not STEP <= width <= WIDEST:
+        raise UserError(f"width={width!r}: a multiple of {STEP} from {STEP} to {WIDEST} is needed, or 0 for none")
+
+
+def check_rows(rows: int, width: int) -> None:
+    """Refuses drafts that do not fit a model's width.
+
+    Args:
+        rows: that a verification may have: drafted nodes and one.
+        width: of the model; 0 for none.
+
+    Raises:
+        UserError: they do not fit; the line names the width that does.
+    """
+    if not width or rows <= width:
+        return
+    least = -(-rows // STEP) * STEP
+    then = f"load it with width={least}" if least <= WIDEST else f"draft {WIDEST - 1} tokens at most"
+    raise UserError(f"drafts of {rows - 1} tokens verify {rows} rows, and the model's width is {width}: {then}")
+
+
+def fixed_width(forward: ForwardFn, width: int) -> ForwardFn:
+    """`forward`, with passes of up to `width` rows all run as `width` rows, of a tree, with all logits.
+
+    Rows that were not asked for do not count and are cut off. What is around the pass is kept out of its program, so
+    that XLA compiles it alike wherever it stands. Longer passes, of prompts, are as ever.
+    """
+
+    def of_width(
+        params: Params, tokens_Bn: jax.Array, cache: KVCache, *, n_valid_B=None, parents_Bn=None, want: Want = _ALL
+    ) -> tuple[ForwardOut, KVCache]:
+        batch, n = tokens_Bn.shape
+        if n_valid_B is None:
+            n_valid_B = jnp.full((batch,), n, jnp.int32)
+        if n > width:
+            return forward(params, tokens_Bn, cache, n_valid_B=n_valid_B, parents_Bn=parents_Bn, want=want)
+        chain_Bn = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None] - 1, (batch, width))
+        parents_BW = chain_Bn if parents_Bn is None else _padded(parents_Bn, width, -1)
+        given = (params, _padded(tokens_Bn, width, 0), cache, n_valid_B, parents_BW)
+        params, tokens_BW, cache, n_valid_B, parents_BW = jax.lax.optimization_barrier(given)
+        wide = Want("none" if want.logits == "none" else "all", want.hidden, want.layers)
+        out, cache = forward(params, tokens_BW, cache, n_valid_B=n_valid_B, parents_Bn=parents_BW, want=wide)
+        out, cache = jax.lax.optimization_barrier((out, cache))
+        logits, hidden = (None if rows is None else rows[:, :n] for rows in (out.logits, out.hidden))
+        if want.logits == "last":
+            logits = jnp.take_along_axis(logits, jnp.maximum(n_valid_B - 1, 0)[:, None, None], axis=1)
+        return ForwardOut(logits, hidden, out.stats), cache
+
+    return of_width
+
+
+def _padded(rows_Bn: jax.Array, width: int, value: int) -> jax.Array:
+    return jnp.pad(rows_Bn, ((0, 0), (0, width - rows_Bn.shape[1])), constant_values=value)
