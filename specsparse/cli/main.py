@@ -12,6 +12,7 @@ from specsparse.support.pipes import until_the_reader_leaves
 
 # Name -> what the list of commands says. The module specsparse.cli.<name> is imported only when its command is called.
 COMMANDS = {
+    "advise": "should I speculate at all? Predicted speed-ups, here or on a device on paper; no weights needed",
     "audit": "does a verification of n rows give the bits of one row, here and in llama.cpp; where two texts fork",
     "bench": "measure prompt processing, decoding, v(n) and memory bandwidth, beside the peers",
     "chat": "talk with a model by any method, its tokens coloured by where they came from",

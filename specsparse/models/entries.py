@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 import yaml
 
 from specsparse.errors import UserError
+from specsparse.models.shape import Shape
 from specsparse.support.options import Internal, read
 
 Download = Literal["yes", "no", "ask"]
@@ -51,6 +52,7 @@ class Entry:
         licence: as the repository calls it.
         source: where revision, size, sha256 and licence were read.
         gated: the repository asks for consent to its terms and for a token.
+        shape: what the file would say of the model, for those who plan without it (`python -m specsparse advise`).
     """
 
     name: Annotated[str, Internal()]
@@ -73,6 +75,7 @@ class Entry:
     licence: str | None = None
     source: str | None = None
     gated: bool = False
+    shape: Shape | None = None
 
     @property
     def files(self) -> tuple[str, ...]:

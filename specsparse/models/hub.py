@@ -69,7 +69,7 @@ class Repository:
         """The files that a name or a pattern means; of a split model all parts."""
         names = {file.name: file for file in self.files}
         first = pattern if pattern in names else next((n for n in sorted(names) if fnmatch.fnmatch(n, pattern)), None)
-        return [] if first is None else [names[part] for part in _parts(first) if part in names]
+        return [] if first is None else [names[part] for part in parts(first) if part in names]
 
     def checkpoint(self) -> list[RepoFile]:
         """The files of a checkpoint: weights in safetensors, else in PyTorch's form, configuration and tokenizer."""
@@ -122,7 +122,7 @@ def download(text: str) -> Path:
     wanted = Reference.parse(text)
     if wanted.file is None:
         raise UserError(f"{text}: names no file; {_choices(wanted)}")
-    paths = [_file(wanted, part) for part in _parts(wanted.file)]
+    paths = [_file(wanted, part) for part in parts(wanted.file)]
     return paths[0]
 
 
@@ -202,7 +202,46 @@ def _blob(repo: str, sha256: str) -> Path:
     return _cache() / f"models--{repo.replace('/', '--')}" / "blobs" / sha256
 
 
-def _parts(name: str) -> list[str]:
+def facts(wanted: Reference, name: str) -> tuple[int, str]:
+    """Bytes of a file of the repository, and the tag of its content.
+
+    Raises:
+        UserError: as `download`.
+    """
+    from huggingface_hub import get_hf_file_metadata
+
+    found = _explained(wanted, lambda: get_hf_file_metadata(_url(wanted, name), endpoint=endpoint()))
+    if not found.size:
+        raise UserError(f"{wanted}: the Hub does not say how large {name} is")
+    return int(found.size), str(found.etag)
+
+
+def part_of(wanted: Reference, name: str, start: int, end: int) -> bytes:
+    """The bytes of a file of the repository from `start` to before `end`.
+
+    Raises:
+        UserError: as `download`.
+    """
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    def get() -> bytes:
+        headers = {**build_hf_headers(), "Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+        answer = get_session().get(_url(wanted, name), headers=headers)
+        hf_raise_for_status(answer)
+        if answer.status_code != 206 or len(answer.content) != end - start:
+            raise OSError(f"a part of {name} was asked for, and something else came")
+        return bytes(answer.content)
+
+    return _explained(wanted, get)
+
+
+def _url(wanted: Reference, name: str) -> str:
+    from huggingface_hub import hf_hub_url
+
+    return hf_hub_url(wanted.repo, name, revision=wanted.revision, endpoint=endpoint())
+
+
+def parts(name: str) -> list[str]:
     """The name, or of a split model those of all its files."""
     folder, _, last = name.rpartition("/")
     return [f"{folder}/{shard}" if folder else shard for shard in shard_names(last)] or [name]
@@ -226,13 +265,13 @@ def _fetch_large(wanted: Reference, name: str) -> None:
     Raises:
         UserError: the content is not what the Hub says.
     """
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub import constants, get_hf_file_metadata, try_to_load_from_cache
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import WeakFileLock, build_hf_headers
 
     if isinstance(try_to_load_from_cache(wanted.repo, name, revision=wanted.revision), str):
         return
-    url = hf_hub_url(wanted.repo, name, revision=wanted.revision, endpoint=endpoint())
+    url = _url(wanted, name)
     found = get_hf_file_metadata(url, endpoint=endpoint())
     sha256 = found.etag or ""
     is_large = re.fullmatch("[0-9a-f]{64}", sha256) is not None

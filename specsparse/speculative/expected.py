@@ -45,14 +45,41 @@ def realised_alpha(expected: float, gamma: int) -> float:
     return low
 
 
-def round_cost(v: Callable[[float], float], gamma: float, *, c: float = 0.0, c0: float = 0.0) -> float:
-    """T in plain steps, v(gamma+1) + (gamma c + c0); a round without a draft is a plain step."""
-    return v(gamma + 1) + (gamma * c + c0) if gamma else v(1)
+def round_cost(
+    v: Callable[[float], float], gamma: float, *, c: float = 0.0, c0: float = 0.0, share: float = 1.0
+) -> float:
+    """T in plain steps, v(gamma+1) + (gamma c + c0); without any draft a plain step.
+
+    Where only a `share` of the rounds drafts, the mean round: the others verify one row, and pay c0 all the same.
+    """
+    return share * v(gamma + 1) + (1 - share) * v(1) + (share * gamma * c + c0) if gamma else v(1)
 
 
 def predicted_speedup(alpha: float, gamma: int, v: Callable[[int], float], *, c: float = 0.0, c0: float = 0.0) -> float:
     """E[tokens] / T of chains of gamma tokens."""
     return expected_tokens(alpha, gamma) / round_cost(v, gamma, c=c, c0=c0)
+
+
+def break_even(
+    v: Callable[[int], float], *, c: float = 0.0, c0: float = 0.0, most: int = 16
+) -> float | None:
+    """The least alpha at which chains of some length up to `most` are as fast as plain decoding, by bisection.
+
+    None where none is, even with every draft accepted.
+    """
+
+    def pays(alpha: float) -> bool:
+        return any(predicted_speedup(alpha, gamma, v, c=c, c0=c0) >= 1 for gamma in range(1, most + 1))
+
+    if not pays(1.0):
+        return None
+    low, high = 0.0, 1.0
+    if pays(low):
+        return low
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if pays(middle) else (middle, high)
+    return high
 
 
 def best_gamma(

@@ -112,7 +112,7 @@ def test_a_file_that_does_not_run_here_is_still_shown(capsys, files):
     [
         (["none.gguf"], "none.gguf: no such file"),
         (["target.gguf", "--draft", "alien.gguf"], "alien.gguf: does not run here: metadata key 'llama.expert_count'"),
-        (["target.gguf", "--device", "abacus"], "device abacus is unknown; there are this, a100"),
+        (["target.gguf", "--device", "abacus"], "device abacus is unknown; valid: 4090, 5090, a100"),
     ],
 )
 def test_mistakes(capsys, files, monkeypatch, argv, says):

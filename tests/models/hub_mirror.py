@@ -132,18 +132,18 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         data, etag = path.read_bytes(), _etag(path)
         if path.name in self.mirror.damaged:
             data = bytes([data[0] ^ 1]) + data[1:]
-        asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")
-        start = int(asked[1]) if asked else 0
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+        start, end = (int(asked[1]), int(asked[2] or len(data) - 1) + 1) if asked else (0, len(data))
         self.send_response(206 if asked else 200)
         self.send_header("ETag", f'"{etag}"')
         self.send_header("X-Repo-Commit", COMMIT if files.name == repo.split("/")[1] else OLD_COMMIT)
         self.send_header("Accept-Ranges", "bytes")
-        self.send_header("Content-Length", str(len(data) - start))
+        self.send_header("Content-Length", str(end - start))
         if asked:
-            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
         self.end_headers()
         if self.command == "GET":
-            self._send(data[start:], name)
+            self._send(data[start:end], name)
 
     def _send(self, data: bytes, name: str):
         if not name.endswith(_LARGE) or not self.mirror.breaks:

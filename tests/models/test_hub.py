@@ -10,7 +10,8 @@ import pytest
 
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
-from specsparse.models import catalogue, hub
+from specsparse.measure.advice import subjects
+from specsparse.models import catalogue, headers, hub
 from specsparse.models.convert.hf import convert_hf
 from specsparse.powerinfer.files.torch_zip import write_torch
 from specsparse.testing import write_tiny_gguf
@@ -189,3 +190,43 @@ def test_from_the_command_line(server, tmp_path):
 def test_a_reference_reads_back():
     for text in ("hf://a/b/c/d.gguf", "hf://a/b/c.gguf@main", "hf://a/b@v1", "hf://a/b"):
         assert str(hub.Reference.parse(text)) == text
+
+
+@pytest.fixture
+def wide(server, tmp_path_factory):
+    """A file whose weights are far larger than its header."""
+    folder = server.folder / "tiny/wide"
+    if not folder.is_dir():
+        folder.mkdir()
+        write_tiny_gguf(folder / "w.gguf", tokenizer="spm", n_layers=2, d_model=256, d_ff=512, n_heads=4)
+    return folder / "w.gguf"
+
+
+def test_a_header_comes_without_the_weights(server, wide, monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECSPARSE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(headers, "FIRST", 1000)
+    path = headers.download_header("hf://tiny/wide/w.gguf")
+    told, whole = open_gguf(path), open_gguf(wide)
+    assert told.metadata.keys() == whole.metadata.keys() and path.stat().st_size == wide.stat().st_size
+    assert [(t.name, t.type, t.shape) for t in told.tensors.values()] == [
+        (t.name, t.type, t.shape) for t in whole.tensors.values()
+    ]
+    asked = [r for r in server.sent("w.gguf") if r]
+    assert asked[:3] == ["bytes=0-999", "bytes=1000-1999", "bytes=2000-3999"]  # twice as much until the header is whole
+    last = int(asked[-1].split("-")[1]) + 1
+    assert whole.layout.data <= last < wide.stat().st_size / 4 and len(asked) < 12
+    assert headers.is_header(path) and not headers.is_header(wide)
+    server.requests.clear()
+    assert headers.download_header("hf://tiny/wide/w.gguf") == path and not any(server.sent("w.gguf"))
+    found = subjects.subject("hf://tiny/wide/w.gguf")
+    assert found.path is None and found.nbytes == sum(t.nbytes for t in whole.tensors.values())
+
+
+def test_a_damaged_header_is_one_line_and_leaves_nothing(server, wide, monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECSPARSE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(server, "damaged", {"w.gguf"})
+    with pytest.raises(UserError, match=r"^hf://tiny/wide/w\.gguf: ") as caught:
+        headers.download_header("hf://tiny/wide/w.gguf")
+    assert "\n" not in str(caught.value) and not [p for p in (tmp_path / "cache").rglob("*") if p.is_file()]
+    with pytest.raises(UserError, match="no such file"):
+        headers.download_header("hf://tiny/wide/missing.gguf")

@@ -53,8 +53,7 @@ class Roofline(Kind[RooflineSettings]):
     def check(self, cfg: RooflineSettings) -> None:
         """A model file that is not there, an unknown device, drafter or tree are refused."""
         catalogue.resolve(cfg.model.path)
-        if cfg.roofline.device not in (devices.THIS, *devices.DEVICES):
-            devices.get(cfg.roofline.device)
+        devices.known(cfg.roofline.device)
         drafting.methods(cfg, cfg.roofline.drafters, cfg.roofline.trees)
 
     def run(self, cfg: RooflineSettings, lab: Lab) -> Found:

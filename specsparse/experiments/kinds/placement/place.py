@@ -67,8 +67,7 @@ class Place(Kind[PlacementSettings]):
         catalogue.resolve(cfg.model.path)
         spec = cfg.placement
         for name in (spec.hot_device, spec.cold_device):
-            if name not in (devices.THIS, *devices.DEVICES):
-                devices.get(name)
+            devices.known(name)
         hardware(spec, 1.0, 1.0)
         if cfg.vram_budget is not None and not 0 <= cfg.vram_budget < np.inf:
             raise UserError(f"vram_budget={cfg.vram_budget} must be at least 0 GiB")

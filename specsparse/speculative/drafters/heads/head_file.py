@@ -64,16 +64,20 @@ def find(spec: str | Path | None, output_norm: ArrayLike | None) -> Path:
     """
     shipped = sorted(SHIPPED.glob("*.gguf"))
     if spec is None:
-        wanted = fingerprint(output_norm)
-        for path in shipped:
-            if open_gguf(path).get(TARGET, "str", "") == wanted:
-                return path
+        if (own := shipped_for(output_norm)) is not None:
+            return own.path
         raise UserError("no head was trained for this model: give drafter.head=FILE, or +experiment=train_drafter")
     for path in (SHIPPED / f"{spec}.gguf", Path(os.path.expanduser(spec))):
         if path.is_file():
             return path
     names = ", ".join(path.stem for path in shipped) or "none"
     raise UserError(f"drafter.head={spec}: no such file; heads with a name: {names}")
+
+
+def shipped_for(output_norm: ArrayLike | None) -> GGUFFile | None:
+    """The head that travels with specsparse for a target of that output norm f32[D], open; None where there is none."""
+    wanted = fingerprint(output_norm)
+    return next((f for f in map(open_gguf, sorted(SHIPPED.glob("*.gguf"))) if f.get(TARGET, "str", "") == wanted), None)
 
 
 def matrix_shapes(config: ModelConfig, below: int = 0) -> dict[str, tuple[int, int]]:

@@ -1,0 +1,113 @@
+"""What devices can do at best, by their makers' sheets: `devices.yaml` beside this file, read without jax."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated
+
+import yaml
+
+from specsparse.errors import UserError
+from specsparse.support.options import Internal, Positive, nearest, read
+
+THIS = "this"
+"""The name of this machine, which is measured."""
+GIGA, TERA, MICRO = 1e9, 1e12, 1e-6
+
+
+@dataclass(frozen=True)
+class Device:
+    """Peaks of a device. All above 0, but for `dispatch`.
+
+    Attributes:
+        name: as in configs.
+        title: what it is.
+        bandwidth: bytes read from memory per second.
+        int8, f16, f32: multiply-adds per second, dense; None where the device gains nothing over the next wider type.
+        memory: bytes it holds; None: unknown.
+        link: bytes per second one way to the host's memory; None: it is the host's own.
+        dispatch: seconds that a kernel takes beside its work.
+        source: where the figures are from.
+        measured: whether these are this machine's own figures, not a sheet's.
+    """
+
+    name: str
+    title: str
+    bandwidth: float
+    f32: float
+    f16: float | None = None
+    int8: float | None = None
+    memory: float | None = None
+    link: float | None = None
+    dispatch: float = 0.0
+    source: str = ""
+    measured: bool = False
+
+    def peak(self, kind: str) -> float:
+        """Multiply-adds per second of `kind`, "int8", "f16" or "f32", or the next wider the device has."""
+        wider = {"int8": (self.int8, self.f16, self.f32), "f16": (self.f16, self.f32), "f32": (self.f32,)}
+        return next(rate for rate in wider[kind] if rate is not None)
+
+    def reaching(self, memory: float, arithmetic: float) -> "Device":
+        """The device with those shares of its bandwidth and of its arithmetic."""
+        rates = {kind: None if (rate := getattr(self, kind)) is None else rate * arithmetic for kind in KINDS}
+        return dataclasses.replace(self, bandwidth=self.bandwidth * memory, **rates)
+
+
+KINDS = ("f32", "f16", "int8")
+"""Types of multiply-adds, from the widest."""
+
+
+@dataclass(frozen=True)
+class _Tera:
+    """10^12 operations a second by type."""
+
+    f32: Positive
+    f16: Positive | None = None
+    int8: Positive | None = None
+
+
+@dataclass(frozen=True)
+class _Sheet:
+    """A device as the file has it: GB/s, 10^12 operations, GB and microseconds."""
+
+    name: Annotated[str, Internal()]
+    title: str
+    bandwidth: Positive
+    tera: _Tera
+    memory: Positive
+    source: str
+    link: Positive | None = None
+    dispatch: Positive | None = None
+
+    def device(self) -> Device:
+        """In bytes, multiply-adds (two operations each) and seconds."""
+        rates = {kind: None if (tera := getattr(self.tera, kind)) is None else tera * TERA / 2 for kind in KINDS}
+        return Device(
+            self.name, self.title, self.bandwidth * GIGA, **rates, memory=self.memory * GIGA,
+            link=None if self.link is None else self.link * GIGA, dispatch=(self.dispatch or 0.0) * MICRO,
+            source=" ".join(self.source.split()),
+        )  # fmt: skip
+
+
+@functools.cache
+def sheets() -> Mapping[str, Device]:
+    """All named devices, in the order of the file."""
+    path = Path(__file__).with_suffix(".yaml")
+    given = yaml.safe_load(path.read_text(encoding="utf-8"))
+    read_one = {name: read(_Sheet, values, group=name, internal={"name": name}) for name, values in given.items()}
+    return MappingProxyType({name: sheet.device() for name, sheet in read_one.items()})
+
+
+def known(name: str) -> str:
+    """The name, where there is such a device.
+
+    Raises:
+        UserError: an unknown name, with the nearest.
+    """
+    if name != THIS and name not in sheets():
+        raise UserError(f"device {name} is unknown{nearest(name, (THIS, *sheets()))}")
+    return name

@@ -1,0 +1,190 @@
+"""How often drafts are accepted: swept, counted in a run of ours, or kept from one."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+
+from specsparse.errors import UserError
+from specsparse.runtime import metrics
+from specsparse.runtime.metrics import Counters
+from specsparse.speculative import expected
+from specsparse.support.json_files import Json
+from specsparse.support.options import Internal, Positive, Range, read
+
+Rate = Annotated[float, Range(0, 1)]
+KEPT = Path(__file__).parents[2] / "data" / "acceptance.yaml"
+"""Rates that were measured once, each with where and when."""
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """How a chain's drafts are accepted.
+
+    Attributes:
+        alpha: chance that a drafted token is accepted once those before it were; of positions beyond `reach`.
+        reach: chance that a draft is accepted up to its 1st, 2nd .. token, () where alpha alone is known.
+        share: of the rounds that draft.
+        length: mean tokens of a draft, where it is shorter than it may be.
+        weight: tokens that were counted, 1 where nothing was.
+    """
+
+    alpha: Rate
+    reach: tuple[Rate, ...] = ()
+    share: Rate = 1.0
+    length: Positive | None = None
+    weight: Positive = 1.0
+
+    @classmethod
+    def counted(cls, c: Counters) -> "Accepted | None":
+        """Of a run's counters; None where nothing was drafted."""
+        if not (c.num_drafts and c.num_tested and c.num_rounds):
+            return None
+        reach = tuple(accepted / c.num_drafts for accepted in c.num_accepted_tokens_per_pos)
+        drafted = c.num_draft_tokens / c.num_drafts
+        share = c.num_drafts / c.num_rounds
+        return cls(c.num_accepted_tokens / c.num_tested, reach, share, drafted, float(c.num_emitted_tokens))
+
+    def tokens(self, gamma: int) -> float:
+        """E[tokens] of a round with drafts of up to gamma tokens, the bonus included."""
+        if not self.reach:
+            return 1 + self.share * (expected.expected_tokens(self.alpha, gamma) - 1)
+        known = sum(self.reach[:gamma])
+        beyond = gamma - len(self.reach)
+        if beyond > 0:
+            known += self.reach[-1] * (expected.expected_tokens(self.alpha, beyond) - 1)
+        return 1 + self.share * known
+
+    def rows(self, gamma: int) -> float:
+        """Mean tokens of a draft that may have gamma."""
+        return gamma if self.length is None else min(float(gamma), self.length)
+
+    def as_dict(self) -> Json:
+        """As plain values."""
+        return {"alpha": self.alpha, "reach": list(self.reach), "share": self.share, "length": self.length,
+                "weight": self.weight}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Of one method on texts of some kinds.
+
+    Attributes:
+        source: where it is from, in a line.
+        tasks: by kind of text.
+    """
+
+    source: str
+    tasks: Mapping[str, Accepted]
+
+    @property
+    def alpha(self) -> float:
+        """Of all tasks, weighted by their tokens."""
+        whole = sum(a.weight for a in self.tasks.values())
+        return sum(a.alpha * a.weight for a in self.tasks.values()) / whole
+
+    def of_task(self, task: str) -> "Acceptance | None":
+        """On texts of that kind, None where none were counted."""
+        return Acceptance(f"{self.source}, {task}", {task: self.tasks[task]}) if task in self.tasks else None
+
+
+SWEPT = "swept"
+"""The source of what nobody counted."""
+
+
+def swept(alpha: float) -> Acceptance:
+    """The same chance at every place of every text.
+
+    Raises:
+        UserError: no chance.
+    """
+    if not 0 <= alpha <= 1:
+        raise UserError(f"an acceptance of {alpha:g} is none: it lies in 0 to 1")
+    return Acceptance(SWEPT, {"any": Accepted(alpha)})
+
+
+def of_groups(source: str, groups: Mapping[str, Counters]) -> Acceptance | None:
+    """Of counters by task, without their sum; None where nothing was drafted."""
+    found = {task: Accepted.counted(c) for task, c in groups.items() if task != "all"}
+    if not found and "all" in groups:
+        found = {"all": Accepted.counted(groups["all"])}
+    idle = {task: Accepted(0.0, (0.0,), 0.0, None, float(groups[task].num_emitted_tokens or 1))
+            for task, one in found.items() if one is None}  # fmt: skip
+    if all(one is None for one in found.values()):
+        return None
+    return Acceptance(source, {task: one or idle[task] for task, one in found.items()})
+
+
+def of_record(path: Path) -> dict[str, Acceptance]:
+    """Of a run's record.json, by drafter: of a run with one method, or of one that compared several.
+
+    Raises:
+        UserError: no such file, or a record in which no chain was drafted.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        found = dict(_methods(record))
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be read: {error.strerror}; a run leaves its record.json in its folder"
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{path}: is no record.json of a run") from None
+    source = f"{path.parent.name}/{path.name}"
+    made = {name: of_groups(source, groups) for name, groups in found.items()}
+    kept = {name: one for name, one in made.items() if one is not None}
+    if not kept:
+        raise UserError(
+            f"{path}: no method of this run drafted chains; +experiment=spec and compare leave such records"
+        )
+    return kept
+
+
+def _methods(record: Json):
+    """(drafter, counters by task) of a record of `kind: speed` or `kind: compare`."""
+    if record.get("kind") == "compare":
+        for row in record["methods"]:
+            sides = {task: group["speculative"] for task, group in row["tasks"].items()}
+            yield row["name"].split(" x ")[0], {task: metrics.from_dict(s["counters"]) for task, s in sides.items()}
+    elif record["method"].get("levels") is None:
+        groups = {task: group["sides"] for task, group in record["groups"].items()}
+        counted = {
+            task: metrics.from_dict(sides["speculative"]["counters"])
+            for task, sides in groups.items() if "speculative" in sides
+        }  # fmt: skip
+        yield record["method"]["drafter"], counted
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A line of the table of kept rates."""
+
+    target: str
+    drafter: str
+    source: str
+    tasks: Mapping[str, Json]
+    place: Annotated[int, Internal()] = 0
+
+
+@cache
+def _table(path: Path) -> tuple[_Row, ...]:
+    rows = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return tuple(read(_Row, row, group=f"{path.name}[{i}]", internal={"place": i}) for i, row in enumerate(rows))
+
+
+def kept(target: str, drafter: str) -> Acceptance | None:
+    """What the table has of a drafter (of a draft model its name) for a target, or None."""
+    for row in _table(KEPT):
+        if (row.target, row.drafter) == (target, drafter):
+            tasks = {task: read(Accepted, values, group=f"{drafter}.{task}") for task, values in row.tasks.items()}
+            return Acceptance(row.source, tasks)
+    return None
+
+
+def kept_tasks(target: str) -> set[str]:
+    """Kinds of texts that the table has rates of."""
+    return {task for row in _table(KEPT) if row.target == target for task in row.tasks}
