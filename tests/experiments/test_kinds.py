@@ -23,10 +23,12 @@ from specsparse.experiments.kinds.compare import CompareSpec
 from specsparse.experiments.settings import DrafterSpec, FfnSpec, ModelSpec, PolicySpec, VerifierSpec
 from specsparse.measure import conditions, machine, speedup
 from specsparse.measure.conditions import Conditions
+from specsparse.measure.costs import drafts
 from specsparse.models import catalogue
 from specsparse.models.convert.eagle3 import write_folder
 from specsparse.report import figures, methods, record, runs
 from specsparse.runtime import metrics
+from specsparse.runtime.times.kept import CostTable
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.with_policy import WithPolicy
 from specsparse.speculative.method import choose_verifier, make_drafter
@@ -41,6 +43,7 @@ from specsparse.testing.drafting import random_eagle3
 from tests.experiments import playing
 from tests.experiments.playing import GREEDY, replaced, run_config, settings
 
+COSTS = CostTable((1, 4), 10, (0.01, 0.02), 0.0, 0.0, 0.01, 0.001, 0.0, 0.0, 1e9, None, 1e9)
 CONTEXT = {"vocab_size": 300, "n_layers": 2, "context_length": 128}
 
 
@@ -188,9 +191,15 @@ def test_compare_says_of_each_method_how_two_vocabularies_go_together(cfg, files
     assert known["model x greedy"]["method"] == "tli" and known["suffix x greedy"] is None
 
 
-def test_compare_ranks_every_valid_pair(cfg, tmp_path):
-    spec = CompareSpec(("prompt_lookup", "suffix"), ("greedy", "delta", "token"))
+def test_compare_ranks_every_valid_pair_and_predicts_it(cfg, tmp_path, monkeypatch):
+    monkeypatch.setattr(drafts, "table_for", lambda model, name, options, bar: (COSTS, name))
+    spec = CompareSpec(("prompt_lookup", "suffix"), ("greedy", "delta", "token"), advise=True)
     found, text, written = play(replaced(cfg, kind="compare", compare=spec), tmp_path)
+    advice = {m["name"]: m["advice"] for m in written["methods"] if "advice" in m}
+    assert advice.keys() == {
+        e.name for e in found.result.entries if e.groups["all"].sides["speculative"].counters.num_drafts
+    }
+    assert f"of {len(advice)} predictions within" in text and written["summary"]["advice"]["methods"] == len(advice) > 0
     names = {e.name for e in found.result.entries}
     assert names == {f"{d} x {v}" for d in spec.drafters for v in ("greedy", "delta")}
     assert [e.speedup for e in found.result.entries] == sorted((e.speedup for e in found.result.entries), reverse=True)

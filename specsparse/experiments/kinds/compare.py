@@ -3,16 +3,19 @@
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.experiments.kind import Found, Kind, Lab
-from specsparse.experiments.methods import decoding
+from specsparse.experiments.methods import advised, decoding
+from specsparse.experiments.methods.advised import Beside
 from specsparse.experiments.methods.decoding import Passes
 from specsparse.experiments.methods.drafting import drafter_spec
 from specsparse.experiments.methods.measured import Measured
@@ -23,8 +26,10 @@ from specsparse.measure.repeats import Repeats
 from specsparse.report import display, record
 from specsparse.report.record import PLAIN, SPECULATIVE, Group, Identity, Pass
 from specsparse.runtime import metrics
+from specsparse.runtime.times.kept import CostTable
 from specsparse.speculative.base import Verifier
 from specsparse.speculative.method import drafts_trees, make_drafter
+from specsparse.speculative.trees.registry import CHAIN
 from specsparse.speculative.verify import VERIFIERS, get_verifier
 from specsparse.support import tables
 
@@ -96,10 +101,14 @@ class Comparison:
 
 @dataclass(frozen=True)
 class CompareSpec:
-    """Which methods `kind: compare` tries: every valid pair; `verifiers` None is all lossless ones."""
+    """Which methods `kind: compare` tries: every valid pair; `verifiers` None is all lossless ones.
+
+    With `advise` the cost model's prediction stands beside each chain's speed-up.
+    """
 
     drafters: tuple[str, ...] = ("prompt_lookup",)
     verifiers: tuple[str, ...] | None = None
+    advise: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +126,9 @@ class Compare(Kind[CompareSettings]):
 
     def check(self, cfg: CompareSettings) -> None:
         """Unknown names, and lists without a valid pair are refused."""
-        methods(cfg)
+        sides, _ = methods(cfg)
+        if cfg.compare.advise and not any(_pair(cfg, *name.split(" x ", 1)).tree.name == CHAIN for name in sides):
+            raise UserError("compare.advise=true predicts chains, and all of these methods draft trees")
         decoding.check(cfg)
 
     def run(self, cfg: CompareSettings, lab: Lab) -> Found:
@@ -125,6 +136,7 @@ class Compare(Kind[CompareSettings]):
         started, console = time.perf_counter(), lab.console
         bench = decoding.prepare(cfg, lab)
         sides, refused = methods(cfg, lambda pair: decoding.what_is_measured(pair, bench.model, console))
+        costs = _costs(cfg, sides, bench.model, console) if cfg.compare.advise else None
         tracker = lab.tracker
         passes = Passes(cfg, lab, bench.model, {PLAIN: {}, **sides})
         if cfg.warmup:
@@ -144,14 +156,21 @@ class Compare(Kind[CompareSettings]):
             for name, method in sides.items()
         ]
         found = Comparison(tuple(sorted(entries, key=lambda e: -e.speedup)), refused, taken, passes.repeats)
+        beside = {} if costs is None else advised.beside_all(found.entries, cfg.policy.gamma, *costs)
         title = Text(f"{cfg.name}: {len(sides)} methods on {len(bench.jobs)} prompts", style="bold")
         said = [Text(line, style="dim") for line in lines(found)]
         return Found(
-            _summary(found),
+            {**_summary(found), **advised.summary(beside)},
             found,
-            shown=[title, table(found), *display.condition_lines(taken, passes.repeats, found.warnings), *said],
-            definitions={**metrics.DEFINITIONS, **conditions.DEFINITIONS},
-            more={**_methods(found), "load_s": bench.load_s, "compile_s": passes.compile_s},
+            shown=[
+                title,
+                table(found),
+                *display.condition_lines(taken, passes.repeats, found.warnings),
+                *said,
+                *advised.shown(beside),
+            ],
+            definitions={**metrics.DEFINITIONS, **conditions.DEFINITIONS, **advised.DEFINITIONS},
+            more={**_methods(found, beside), "load_s": bench.load_s, "compile_s": passes.compile_s},
             as_promised=found.as_promised,
             objective=found.objective,
         )
@@ -167,9 +186,10 @@ def _summary(found: Comparison) -> dict[str, object]:
     }
 
 
-def _methods(found: Comparison) -> dict[str, object]:
+def _methods(found: Comparison, beside: Mapping[str, Beside]) -> dict[str, object]:
     taken, ranked = found.conditions.to_dict(), zip(found.ranks, found.entries, strict=True)
     rows = [{**e.to_dict(), "rank": None if r is None else str(r), "conditions": taken} for r, e in ranked]
+    rows = [{**row, "advice": beside[row["name"]].to_dict()} if row["name"] in beside else row for row in rows]
     return {"methods": rows, "refused": list(found.refused)}
 
 
@@ -202,6 +222,14 @@ def methods(
     if not sides:
         raise UserError("compare: no drafter of the list goes with a verifier of the list: " + "; ".join(refused))
     return sides, tuple(refused)
+
+
+def _costs(
+    cfg: CompareSettings, sides: Iterable[str], model: Model, console: Console
+) -> tuple[CostTable, dict[str, str]]:
+    """What every method's chains cost here, measured where it is not known."""
+    pairs = {name: _pair(cfg, *name.split(" x ", 1)) for name in sides}
+    return advised.table_with(model, pairs, bar=decoding.bar(console))
 
 
 def _pair(cfg: CompareSettings, name: str, verifier: str) -> CompareSettings:

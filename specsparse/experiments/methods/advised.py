@@ -1,0 +1,140 @@
+"""What the cost model predicts of methods that are decoded anyway: its times beside the clock, one line a method."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+from rich.table import Table
+
+from specsparse.engine.model import Model
+from specsparse.experiments.settings import MethodSettings
+from specsparse.measure import intervals
+from specsparse.measure.advice import accepted, clocks
+from specsparse.measure.advice.candidates import Candidate
+from specsparse.measure.advice.clocks import Clocks, Timed
+from specsparse.measure.advice.forecast import at_length
+from specsparse.measure.costs import drafts
+from specsparse.measure.costs.progress import Bar, silent
+from specsparse.report.record import SPECULATIVE, Group
+from specsparse.runtime.times.kept import CostTable
+from specsparse.speculative.trees.registry import CHAIN
+from specsparse.support import tables
+from specsparse.support.json_files import Json
+
+GOAL = 0.1
+"""How far a prediction may be off, as a share of what was measured."""
+DEFINITIONS = {
+    "advice": "speed-up by the cost model: times measured here before the run, acceptance and share of rounds with a "
+    "draft as this run counted them; over_measured: predicted / measured",
+}
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A prediction and what came out.
+
+    Attributes:
+        predicted, low, high: by the table, with its interval over texts and times.
+        measured: by the clock.
+        v, c, c0: of the mean round: its forward, a drafted token and the rest, in plain steps.
+        rows: mean tokens of a draft.
+    """
+
+    predicted: float
+    low: float
+    high: float
+    measured: float
+    v: float
+    c: float
+    c0: float
+    rows: float
+
+    @property
+    def over_measured(self) -> float:
+        """1 where the model is right."""
+        return self.predicted / self.measured
+
+    @property
+    def within(self) -> bool:
+        """Whether the goal is met."""
+        return abs(self.over_measured - 1) <= GOAL
+
+    def to_dict(self) -> Json:
+        """As plain values."""
+        return {**asdict(self), "over_measured": self.over_measured, "within": self.within}
+
+
+def table_with(
+    model: Model, pairs: Mapping[str, MethodSettings], *, bar: Bar = silent
+) -> tuple[CostTable, dict[str, str]]:
+    """The model's table with the cost of each method's chains, and their keys in it by the methods' names."""
+    keys: dict[str, str] = {}
+    table = None
+    for name, pair in pairs.items():
+        if pair.tree.name == CHAIN:
+            table, keys[name] = drafts.table_for(model, pair.drafter.name, pair.drafter.options, bar=bar)
+    assert table is not None  # the caller has a chain
+    return table, keys
+
+
+def beside(name: str, groups: Mapping[str, Group], gamma: int, table: CostTable, key: str) -> Beside | None:
+    """What the table says of one method by its own acceptance; None where it drafted nothing or was not timed.
+
+    Args:
+        name: of the method.
+        groups: its passes by task.
+        gamma: most tokens of a draft.
+        table: of the target.
+        key: of the drafter's cost in it.
+    """
+    counted = {task: group.sides[SPECULATIVE].counters for task, group in groups.items() if SPECULATIVE in group.sides}
+    acceptance, whole = accepted.of_groups("this run", counted), groups["all"]
+    if acceptance is None or whole.speedup is None:
+        return None
+    side = whole.sides[SPECULATIVE]
+    kv_length = (side.prefill_tokens + side.counters.num_emitted_tokens / 2) / side.passes
+    clock, slow, fast = (Timed(table, {name: key}, 1.0, kv_length, doubt=doubt) for doubt in (0.0, *clocks.DOUBTS))
+    candidate, found = Candidate(name, name), Clocks(clock, slow, fast, "")
+    at = at_length(found, candidate, acceptance, gamma)
+    rows = side.counters.num_draft_tokens / max(side.counters.num_drafts, 1)
+    c, c0 = clock.costs(candidate, gamma)
+    return Beside(at.speedup, at.low, at.high, whole.speedup.ratio_of_totals, clock.v(rows + 1), c, c0, rows)
+
+
+class RankedMethod(Protocol):
+    """A method of a comparison."""
+
+    @property
+    def name(self) -> str:
+        """As in the table."""
+
+    @property
+    def groups(self) -> Mapping[str, Group]:
+        """Its passes by task."""
+
+
+def beside_all(
+    entries: Iterable[RankedMethod], gamma: int, table: CostTable, keys: Mapping[str, str]
+) -> dict[str, Beside]:
+    """The predictions of all methods that have one, by name."""
+    made = {e.name: beside(e.name, e.groups, gamma, table, keys[e.name]) for e in entries if e.name in keys}
+    return {name: one for name, one in made.items() if one is not None}
+
+
+def summary(found: Mapping[str, Beside]) -> Json:
+    """For the record: how many predictions, and how many within the goal."""
+    return {"advice": {"methods": len(found), "within": sum(b.within for b in found.values())}} if found else {}
+
+
+def shown(found: Mapping[str, Beside]) -> Iterator[Table | str]:
+    """A row a method, and how many are within the goal; nothing where nothing was predicted."""
+    if not found:
+        return
+    out = tables.new("method", "measured", "predicted", "interval", "over measured", "drafted", "v", "c", "c0")
+    for name, one in found.items():
+        numbers = (one.over_measured, one.rows, one.v, one.c, one.c0)
+        ends = intervals.shown(one.low, one.high)
+        out.add_row(name, f"{one.measured:.2f}", f"{one.predicted:.2f}", ends, *(f"{value:.2f}" for value in numbers))
+    yield out
+    within = sum(one.within for one in found.values())
+    yield f"advice: {within} of {len(found)} predictions within {GOAL:.0%} of the clock"
