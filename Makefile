@@ -31,6 +31,7 @@ lint: $(VENV)/.installed-test
 	$(BIN)/lint-imports
 
 docs: $(VENV)/.installed-docs
+	$(BIN)/python experiments/vn_page.py
 	$(BIN)/python -m mkdocs build --strict
 	@echo "build/docs/index.html"
 

@@ -14,6 +14,7 @@ from specsparse.errors import UserError
 from specsparse.support.atomic import atomically, need_folder
 
 _ALONE = {
+    "publish": ("drafter", "ablation", "ffn_shape", "batch"),
     "drafter": ("ablation", "ffn_shape", "batch", "quantise", "rows", "depth"),
     "ablation": ("peer", "batch", "ffn_shape", "rows", "depth", "kv_dtype", "kernels"),
     "ffn_shape": ("peer", "batch", "rows", "depth", "kv_dtype"),
@@ -58,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=Path, metavar="FILE.png", help="draw time against active share, with --ffn-shape")
     add("--ablation", choices=("lut",), help="instead: look-up tables beside integer products, 4-bit weights")
     add("--shapes", type=_matrices, metavar="LIST", help="rows x columns, with --ablation (2048x2048,4096x11008)")
+    add("--publish", metavar="FILE", help="write v(n) of each engine as entries of the page of v(n) (docs/vn.md)")
+    add("--machine", metavar="NAME", help="what --publish calls this machine (its processor)")
     add("--json", nargs="?", const=STDOUT, metavar="FILE", help="the report as one JSON line, last or in FILE")
 
 
@@ -73,7 +76,9 @@ def main(args: argparse.Namespace) -> int:
         raise UserError("--plot goes with --ffn-shape, for instance 4096x11008")
     if args.shapes and not args.ablation:
         raise UserError("--shapes goes with --ablation lut")
-    for path in (args.json, args.plot):
+    if args.machine and not args.publish:
+        raise UserError("--machine names the machine for --publish FILE")
+    for path in (args.json, args.plot, args.publish):
         if path not in (None, STDOUT):
             need_folder(path)  # before the measurement, not after it
     _check_alone(args)
@@ -91,12 +96,26 @@ def main(args: argparse.Namespace) -> int:
     out = terminal.console()
     with lock.turn(lambda line: out.print(line, soft_wrap=True)):
         found = measure(args, out)
+    if args.publish:
+        _publish(args, found)
+        out.print(f"entries: {args.publish}", soft_wrap=True)
     if args.json == STDOUT:
         print(to_json(found), flush=True)
     elif args.json is not None:
         write_atomically(Path(args.json), to_json(found) + "\n")
         out.print(f"report: {args.json}", soft_wrap=True)
     return 0
+
+
+def _publish(args: argparse.Namespace, found: dict[str, Any]) -> None:
+    """v(n) of the report as a file of entries."""
+    from specsparse.measure.bench import published
+
+    quantised = f" --quantise {args.quantise}" if args.quantise else ""
+    peer = f" --peer {args.peer}" if args.peer else ""
+    ns = ",".join(str(n) for n in found["v"]["specsparse"])
+    command = f"python -m specsparse bench --model {args.model} --pp 0 --tg 0 --n {ns}{quantised}{peer}"
+    published.write_file(Path(args.publish), published.of_report(found, machine=args.machine, source=f"`{command}`"))
 
 
 def _check_alone(args: argparse.Namespace) -> None:
