@@ -11,7 +11,7 @@ from typing import Annotated
 import yaml
 
 from specsparse.errors import UserError
-from specsparse.support.options import Internal, Positive, nearest, read
+from specsparse.support.options import Internal, Positive, Range, nearest, read
 
 THIS = "this"
 """The name of this machine, which is measured."""
@@ -30,6 +30,7 @@ class Device:
         memory: bytes it holds; None: unknown.
         link: bytes per second one way to the host's memory; None: it is the host's own.
         dispatch: seconds that a kernel takes beside its work.
+        overlap: share of the shorter of reading and arithmetic that hides behind the longer.
         source: where the figures are from.
         measured: whether these are this machine's own figures, not a sheet's.
     """
@@ -43,6 +44,7 @@ class Device:
     memory: float | None = None
     link: float | None = None
     dispatch: float = 0.0
+    overlap: float = 1.0
     source: str = ""
     measured: bool = False
 
@@ -82,6 +84,7 @@ class _Sheet:
     source: str
     link: Positive | None = None
     dispatch: Positive | None = None
+    overlap: Annotated[float, Range(0, 1)] = 1.0
 
     def device(self) -> Device:
         """In bytes, multiply-adds (two operations each) and seconds."""
@@ -89,7 +92,7 @@ class _Sheet:
         return Device(
             self.name, self.title, self.bandwidth * GIGA, **rates, memory=self.memory * GIGA,
             link=None if self.link is None else self.link * GIGA, dispatch=(self.dispatch or 0.0) * MICRO,
-            source=" ".join(self.source.split()),
+            overlap=self.overlap, source=" ".join(self.source.split()),
         )  # fmt: skip
 
 

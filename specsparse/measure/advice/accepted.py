@@ -26,7 +26,7 @@ class Accepted:
     """How a chain's drafts are accepted.
 
     Attributes:
-        alpha: chance that a drafted token is accepted once those before it were; of positions beyond `reach`.
+        alpha: chance that a drafted token is accepted once those before it were.
         reach: chance that a draft is accepted up to its 1st, 2nd .. token, () where alpha alone is known.
         share: of the rounds that draft.
         length: mean tokens of a draft, where it is shorter than it may be.
@@ -50,14 +50,9 @@ class Accepted:
         return cls(c.num_accepted_tokens / c.num_tested, reach, share, drafted, float(c.num_emitted_tokens))
 
     def tokens(self, gamma: int) -> float:
-        """E[tokens] of a round with drafts of up to gamma tokens, the bonus included."""
-        if not self.reach:
-            return 1 + self.share * (expected.expected_tokens(self.alpha, gamma) - 1)
-        known = sum(self.reach[:gamma])
-        beyond = gamma - len(self.reach)
-        if beyond > 0:
-            known += self.reach[-1] * (expected.expected_tokens(self.alpha, beyond) - 1)
-        return 1 + self.share * known
+        """E[tokens] of a round with drafts of up to gamma tokens, the bonus included; no further than was counted."""
+        drafted = sum(self.reach[:gamma]) if self.reach else expected.expected_tokens(self.alpha, gamma) - 1
+        return 1 + self.share * drafted
 
     def rows(self, gamma: int) -> float:
         """Mean tokens of a draft that may have gamma."""
@@ -86,6 +81,12 @@ class Acceptance:
         """Of all tasks, weighted by their tokens."""
         whole = sum(a.weight for a in self.tasks.values())
         return sum(a.alpha * a.weight for a in self.tasks.values()) / whole
+
+    @property
+    def longest(self) -> int | None:
+        """The longest draft that was counted; None where none was."""
+        counted = [len(a.reach) for a in self.tasks.values() if a.reach and a.share]
+        return max(counted) if counted else None
 
     def of_task(self, task: str) -> "Acceptance | None":
         """On texts of that kind, None where none were counted."""

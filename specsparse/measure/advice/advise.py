@@ -13,7 +13,7 @@ from specsparse.measure.advice.candidates import Candidate, candidates
 from specsparse.measure.advice.clocks import Clocks
 from specsparse.measure.advice.forecast import LENGTHS, Forecast, forecast
 from specsparse.measure.advice.subjects import Subject, subject
-from specsparse.measure.costs import devices, drafts
+from specsparse.measure.costs import devices, drafts, predicted
 from specsparse.measure.costs.measured import load_or_measure
 from specsparse.measure.costs.progress import Bar, silent
 from specsparse.models import entries
@@ -178,18 +178,13 @@ def advise(question: Question, *, bar: Bar = silent) -> Advice:
     table, keys = None, {}
     if question.device == THIS and target.path is not None and not question.paper:
         table, keys = measured(target, chosen, kv_dtype=question.kv_dtype, bar=bar)
-    device = devices.get(question.device) if table is None else _of_table(table)
+    device = devices.get(question.device) if table is None else predicted.this_machine(table)
     cases = tuple(
         _case(question, target, chosen, draft_models, device, table, keys, batch, context)
         for batch in question.batches
         for context in question.contexts
     )
     return Advice(question, target, draft_models, device, _memory(device), cases)
-
-
-def _of_table(table: CostTable) -> Device:
-    title = str(table.identity.get("cpu", THIS))
-    return Device(THIS, title, table.bandwidth, table.f32, None, table.int8, measured=True)
 
 
 def _memory(device: Device) -> float | None:

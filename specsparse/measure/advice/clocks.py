@@ -67,9 +67,11 @@ class Paper(Clock):
     reached: tuple[float, float] = REACHED
 
     def forward_s(self, load: Traffic, kernels: int, n: float) -> float:
-        """Seconds of a forward of n rows a sequence."""
-        roofline = Roofline(self.device.reaching(*self.reached), load)
-        return roofline.forward_s(n, self.kv_length, self.batch) + kernels * self.device.dispatch
+        """Seconds of a forward of n rows a sequence: the roofline's, and what of its shorter side does not hide."""
+        roofline, size = Roofline(self.device.reaching(*self.reached), load), (n, self.kv_length, self.batch)
+        shorter = min(roofline.memory_s(*size), roofline.compute_s(*size))
+        left = (1 - self.device.overlap) * shorter + kernels * self.device.dispatch
+        return roofline.forward_s(*size) + left
 
     @property
     def step_s(self) -> float:

@@ -89,9 +89,11 @@ def forecast(
         clocks: times of the target.
         candidate: the method.
         acceptance: how often it is right.
-        lengths: drafts that are looked at.
+        lengths: drafts that are looked at, none longer than was counted.
     """
-    clock = clocks.expected
+    clock, longest = clocks.expected, acceptance.longest
+    if longest is not None:
+        lengths = sorted({min(gamma, longest) for gamma in lengths})
     c, c0 = clock.costs(candidate, 1)
     points = tuple(at_length(clocks, candidate, acceptance, gamma) for gamma in lengths)
     least = expected.break_even(clock.v, c=c, c0=c0, most=max(lengths))

@@ -23,4 +23,4 @@ def measure(rounds: int = 3) -> Device:
     int8 = [rate for rate in (peaks.int8_rate() for _ in range(rounds)) if rate is not None]
     f32 = max(peaks.f32_rate() for _ in range(rounds))
     title = processor.cpu_info()["model"]
-    return Device(THIS, title, read, f32, None, max(int8) if int8 else None, measured=True)
+    return Device(THIS, title, read, f32, None, max(int8) if int8 else None, overlap=0.0, measured=True)

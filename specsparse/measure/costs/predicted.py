@@ -20,7 +20,7 @@ _ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 def this_machine(table: CostTable) -> Device:
     """The machine a table was measured on."""
     title = str(table.identity.get("cpu", devices.THIS))
-    return Device(devices.THIS, title, table.bandwidth, table.f32, None, table.int8, measured=True)
+    return Device(devices.THIS, title, table.bandwidth, table.f32, None, table.int8, overlap=0.0, measured=True)
 
 
 def build(
