@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from specsparse.data.devices import THIS, Device
 from specsparse.engine.model import Model
@@ -12,7 +13,7 @@ from specsparse.measure.advice.accepted import Acceptance
 from specsparse.measure.advice.candidates import Candidate, candidates
 from specsparse.measure.advice.clocks import Clocks
 from specsparse.measure.advice.forecast import LENGTHS, Forecast, forecast
-from specsparse.measure.advice.subjects import Subject, subject
+from specsparse.measure.advice.subjects import Subject, another_vocabulary, subject
 from specsparse.measure.costs import devices, drafts, predicted
 from specsparse.measure.costs.measured import load_or_measure
 from specsparse.measure.costs.progress import Bar, silent
@@ -97,11 +98,18 @@ class Advice:
     memory: float | None
     cases: tuple[Sizes, ...]
 
+    @cached_property
+    def vocabularies(self) -> tuple[str, ...]:
+        """A line for each draft model whose vocabulary is not the target's."""
+        found = (another_vocabulary(self.target, draft) for draft in self.draft_models)
+        return tuple(line for line in found if line is not None)
+
     def to_dict(self) -> Json:
         """As plain values."""
         return {
             "target": facts(self.target, self.question),
             "drafts": [facts(draft, self.question) for draft in self.draft_models],
+            "vocabularies": list(self.vocabularies),
             "device": {"name": self.device.name, "title": self.device.title, "source": self.device.source,
                        "memory": self.memory},
             "cases": [self._case(case) for case in self.cases],

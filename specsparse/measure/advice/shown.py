@@ -20,6 +20,7 @@ def parts(advice: Advice) -> Iterator[Table | Text]:
     """Lines and tables: the models, then each batch size and context."""
     for model in (advice.target, *advice.draft_models):
         yield Text(_model(facts(model, advice.question)))
+    yield from (Text(line, style="yellow") for line in advice.vocabularies)
     for case in advice.cases:
         yield Text(f"\nbatch {case.batch}, {case.context} tokens in the cache", style="bold")
         yield Text(_times(case))

@@ -10,15 +10,19 @@ from specsparse.engine.architectures import ARCHITECTURES
 from specsparse.engine.config import PROJECTIONS, ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile, open_gguf
 from specsparse.engine.rope_config import RopeConfig
+from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
 from specsparse.measure.costs import traffic
 from specsparse.measure.costs.traffic import Traffic
 from specsparse.models import catalogue, entries, headers, hub
 from specsparse.models.shape import Shape
+from specsparse.speculative import vocab
 
 KERNELS_A_LAYER = 10
 """Kernels that a layer is on an accelerator: two norms, queries to values, rotation and cache, attention, its output,
 gate and up, activation, down, and the sums."""
+
+_PADDING = 0.01  # rows beyond the vocabulary, as a share of it
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,26 @@ def of_shape(name: str, shape: Shape) -> Subject:
     config = config_of(name, shape)
     tensors = tuple(_tensors(shape, config))
     return Subject(name, config, tensors, f"its shape in the catalogue, weights in {shape.weights}")
+
+
+def another_vocabulary(target: Subject, draft: Subject) -> str | None:
+    """What keeps a draft model from drafting the target's ids, in a line; None where nothing is known to.
+
+    Of shapes the sizes alone are compared; a hundredth more or less is taken for a padded matrix.
+    """
+    if target.file is not None and draft.file is not None:
+        both = (Tokenizer.from_metadata(f.metadata, where=str(f.path)) for f in (target.file, draft.file))
+        differences = vocab.compare(*both)
+        if not differences:
+            return None
+        if all(d.special for d in differences):
+            return f"{draft.name}: special ids differ; drafter.special_tokens=target goes on with the target's"
+        return (
+            f"{draft.name}: its vocabulary is another; drafter.vocabulary=tli or slem drafts all the same, less often"
+        )
+    own, wanted = draft.config.vocab_size, target.config.vocab_size
+    alike = abs(own - wanted) <= _PADDING * wanted
+    return None if alike else f"{draft.name}: {own} ids, the target has {wanted}: is it a pair?"
 
 
 def config_of(name: str, shape: Shape) -> ModelConfig:

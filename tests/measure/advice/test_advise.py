@@ -11,7 +11,7 @@ from specsparse.measure.advice.accepted import Acceptance, Accepted
 from specsparse.measure.advice.advise import Question, advise, verdict
 from specsparse.measure.advice.candidates import candidates
 from specsparse.measure.advice.forecast import forecast, why_not
-from specsparse.measure.advice.subjects import of_file, of_shape, subject
+from specsparse.measure.advice.subjects import another_vocabulary, of_file, of_shape, subject
 from specsparse.models import entries
 from specsparse.runtime.metrics import Counters
 from specsparse.speculative import expected
@@ -170,6 +170,19 @@ def test_a_cpu_computes_after_it_has_read_and_a_gpu_meanwhile(pair):
     for overlap, wanted in ((1.0, max(read_s, macs_s)), (0.0, read_s + macs_s)):
         clock = clocks.on_paper(Device("d", "d", **peaks, overlap=overlap), target, 100, 1).expected
         assert clock.v(8) * clock.step_s == pytest.approx(wanted, rel=1e-12)
+
+
+def test_a_draft_of_another_vocabulary_is_named(pair, tmp_path):
+    target, draft = (of_file(name, path) for name, path in zip(("t", "d"), pair))
+    other = of_file("o", write_tiny_gguf(tmp_path / "other.gguf", tokenizer="spm", n_layers=1))
+    assert another_vocabulary(target, draft) is None
+    assert "drafter.vocabulary=tli" in another_vocabulary(target, other)
+    assert another_vocabulary(subject("llama-3.1-8b"), subject("llama-3.2-1b")) is None
+    assert another_vocabulary(subject("qwen2.5-7b"), subject("qwen2.5-0.5b")) is None  # 152,064 rows and 151,936
+    said = another_vocabulary(subject("llama-3.1-8b"), subject("llama-160m"))
+    assert said == "llama-160m: 32000 ids, the target has 128256: is it a pair?"
+    found = advise(Question("llama-3.1-8b", ("llama-160m",), "h100"))
+    assert found.vocabularies == (said,) and found.to_dict()["vocabularies"] == [said]
 
 
 def test_kernels_that_start_take_their_time_on_an_accelerator():
