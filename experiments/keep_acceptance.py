@@ -27,7 +27,7 @@ def main() -> int:
         manifest, model = record["manifest"], record["config"]["model"]["path"]
         commit = ((manifest.get("git") or {}).get("commit") or "no checkout")[:7]
         heat, gamma = record["config"]["sampling"]["temperature"], record["config"]["policy"]["gamma"]
-        prompts = record["config"]["data"]["name"]
+        prompts = record["config"]["data"]["source"]
         source = (
             f"{record['name']} at {commit}, {manifest['date'][:10]}: {prompts} prompts, T = {heat:g}, gamma {gamma}"
         )

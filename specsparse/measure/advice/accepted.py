@@ -14,7 +14,7 @@ from specsparse.runtime import metrics
 from specsparse.runtime.metrics import Counters
 from specsparse.speculative import expected
 from specsparse.support.json_files import Json
-from specsparse.support.options import Internal, Positive, Range, read
+from specsparse.support.options import Positive, Range, read
 
 Rate = Annotated[float, Range(0, 1)]
 KEPT = Path(__file__).parents[2] / "data" / "acceptance.yaml"
@@ -168,13 +168,12 @@ class _Row:
     drafter: str
     source: str
     tasks: Mapping[str, Json]
-    place: Annotated[int, Internal()] = 0
 
 
 @cache
 def _table(path: Path) -> tuple[_Row, ...]:
     rows = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return tuple(read(_Row, row, group=f"{path.name}[{i}]", internal={"place": i}) for i, row in enumerate(rows))
+    return tuple(read(_Row, row, group=f"{path.name}[{i}]") for i, row in enumerate(rows))
 
 
 def kept(target: str, drafter: str) -> Acceptance | None:
