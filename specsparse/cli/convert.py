@@ -1,4 +1,5 @@
-"""Make a GGUF file of another program's, change one, or join a dense one with predictors for PowerInfer."""
+"""Make a GGUF file of another program's, change one, join a dense one with predictors for PowerInfer, or take its
+tokenizer out."""
 
 import argparse
 import contextlib
@@ -61,6 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arg("value", metavar="VALUE", help="read as the type that the key has")
     arg("--type", metavar="TYPE", help="of a key that is not there yet: uint32, float32, bool, string ..")
     arg("--out", type=Path, metavar="FILE", help="write there, and leave FILE as it is")
+
+    arg = add(
+        "tokenizer", _tokenizer, "the tokenizer of a GGUF file into a folder for transformers and load generators"
+    )
+    arg("source", metavar="MODEL", help="a path, a known name or hf://owner/repo/file.gguf")
+    arg("out", type=Path, metavar="DIR", help="tokenizer.json and tokenizer_config.json are written there")
 
     arg = add("make-delta", _make_delta, "write what a GGUF model has that its base has not: tensors, metadata")
     arg("base", metavar="BASE", help="a path, a known name or hf://owner/repo/file.gguf")
@@ -185,6 +192,16 @@ def _set_metadata(args: argparse.Namespace) -> int:
     with terminal.loading(terminal.console(), f"writing {args.out or args.file}") as progress:
         old, new = set_metadata(args.file, args.key, args.value, args.out, type_name=args.type, progress=progress)
     print(f"{args.key}: {new} (was {old if len(old) <= 60 else old[:58] + '..'})")
+    return 0
+
+
+def _tokenizer(args: argparse.Namespace) -> int:
+    from specsparse.engine.gguf.reader import open_gguf
+    from specsparse.models import catalogue
+    from specsparse.models.convert.tokenizer_folder import NAMES, write_tokenizer
+
+    write_tokenizer(open_gguf(catalogue.resolve(args.source)), args.out)
+    print(f"wrote {args.out}: {', '.join(NAMES)}")
     return 0
 
 

@@ -55,6 +55,11 @@ class BpeCodec:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
         return tokenizer
 
+    @property
+    def library(self) -> tokenizers.Tokenizer:
+        """What encodes."""
+        return self._tokenizer
+
     def encode(self, text: str) -> list[int]:
         """Ids of a text; bytes that the vocabulary has no token for are dropped, as llama.cpp does."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids

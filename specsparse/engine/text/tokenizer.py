@@ -12,6 +12,8 @@ from specsparse.engine.text.vocabulary import TokenType, Vocab, flag, read_vocab
 from specsparse.errors import UserError
 
 if TYPE_CHECKING:
+    import tokenizers
+
     from specsparse.engine.text.chat_template import ChatTemplate, Messages
 
 
@@ -203,6 +205,16 @@ class Tokenizer:
         names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
         variables = {f"{short}_token": tokens.get(name, "") for short, name in names.items()}
         return ChatTemplate(self._template, variables, where=self._vocab.where)
+
+    def library(self) -> "tokenizers.Tokenizer":
+        """The same tokenizer as one of the `tokenizers` library; it reads special tokens in a text, adds BOS and EOS.
+
+        Ids are the same but for a sentencepiece vocabulary whose merges do not follow from its tokens; compare.
+        """
+        from specsparse.engine.text.library import as_library
+
+        how = {"bos": self.add_bos, "eos": self.add_eos, "space_prefix": self.add_space_prefix}
+        return as_library(self._vocab, self._codec, **how)
 
     def _adds(self, name: str, value: bool, metadata: Mapping[str, object]) -> bool:
         if not value or name in self._vocab.special:
