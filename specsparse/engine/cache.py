@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 LANES = 16
 """Positions of one key block; the capacity is a multiple of it."""
@@ -33,7 +34,7 @@ def init(*, layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int
     blocks = -(-capacity // LANES)
     k = tuple(jnp.zeros((batch, kv_heads, blocks, head_dim, LANES), dtype) for _ in range(layers))
     v = tuple(jnp.zeros((batch, kv_heads, blocks * LANES, head_dim), dtype) for _ in range(layers))
-    return KVCache(k, v, jnp.zeros((batch,), jnp.int32))
+    return KVCache(k, v, jax.device_put(np.zeros((batch,), np.int32)))
 
 
 def commit(cache: KVCache, count_B: jax.Array) -> KVCache:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine.cache import KVCache
@@ -40,7 +39,7 @@ class Piece:
     @property
     def arrays(self) -> tuple[jax.Array, jax.Array]:
         """`tokens` and `count` on the device."""
-        return jnp.asarray(self.tokens), jnp.asarray(self.count)
+        return jax.device_put((self.tokens, self.count))
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specsparse.engine import cache as kv
 from specsparse.engine.cache import KVCache
@@ -124,17 +125,19 @@ Step = Callable[..., DecodeState]
 
 def zero_counters(batch: int, max_nodes: int) -> LoopCounters:
     """Counters of B sequences and drafts of up to K nodes (K = 0 for plain decoding)."""
-    totals = jnp.zeros((batch, len(_TOTALS) + max_nodes), jnp.int32)
-    return LoopCounters(totals, jnp.zeros((batch, 2), jnp.float32))
+    totals = np.zeros((batch, len(_TOTALS) + max_nodes), np.int32)
+    return jax.device_put(LoopCounters(totals, np.zeros((batch, 2), np.float32)))
 
 
 def empty_scores(batch: int, capacity: int, k: int) -> Logprobs:
     """Room for the log probabilities of every position."""
-    return Logprobs(
-        chosen=jnp.zeros((batch, capacity), jnp.float32),
-        rank=jnp.zeros((batch, capacity), jnp.int32),
-        top=jnp.zeros((batch, capacity, k), jnp.float32),
-        top_ids=jnp.zeros((batch, capacity, k), jnp.int32),
+    return jax.device_put(
+        Logprobs(
+            chosen=np.zeros((batch, capacity), np.float32),
+            rank=np.zeros((batch, capacity), np.int32),
+            top=np.zeros((batch, capacity, k), np.float32),
+            top_ids=np.zeros((batch, capacity, k), np.int32),
+        )
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -120,7 +121,7 @@ class Model:
         """The weights with rotary tables of `capacity` positions."""
         if capacity not in self._tables:
             cos, sin = rope.model_tables(self.config, capacity, self.rope_factors)
-            self._tables[capacity] = self.everywhere((jnp.asarray(cos), jnp.asarray(sin)))
+            self._tables[capacity] = self.everywhere(jax.device_put((cos, sin)))
         cos, sin = self._tables[capacity]
         return self.params._replace(cos=cos, sin=sin)
 

@@ -185,8 +185,8 @@ def _check_finite(f: GGUFFile, name: str, value) -> None:
     if _is_matrix(value):
         if value.layout.codes != "f32":
             return
-        value = jax.lax.bitcast_convert_type(value.data.reshape(-1, 4), jnp.float32)
-    if not bool(jnp.isfinite(value).all()):
+        value = np.asarray(value.data).view(np.float32)
+    if not np.isfinite(np.asarray(value)).all():
         raise UserError(f"{f.path}: tensor {name} holds values that are not finite; the file is damaged")
 
 

@@ -87,14 +87,14 @@ class DeviceBatch:
             context_limit=self.capacity,
         )
         job = Job(
-            law=jax.tree.map(jnp.asarray, law_params),
-            stop_ids=jnp.asarray(_stop_ids(model, sequences)),
-            limit=jnp.asarray(limits, jnp.int32),
-            seed=jnp.asarray(np.stack([seed_words(s.seed) for s in sequences])),
-            sample=jnp.asarray([s.sample for s in sequences], jnp.int32),
+            law=law_params,
+            stop_ids=_stop_ids(model, sequences),
+            limit=np.array(limits, np.int32),
+            seed=np.stack([seed_words(s.seed) for s in sequences]),
+            sample=np.array([s.sample for s in sequences], np.int32),
         )
-        self.job = model.everywhere(job)
-        self.state = model.everywhere(self._prefill(lengths))
+        self.job = model.everywhere(jax.device_put(job))  # `jnp.asarray` would compile a program for each shape
+        self.state = model.everywhere(self._prefill(np.array(lengths, np.int32), job.limit))
 
     def clock(self) -> float:
         """Seconds on a clock that stands still while programs are compiled."""
@@ -132,7 +132,7 @@ class DeviceBatch:
             self.compile_s += time.perf_counter() - start
         return program
 
-    def _prefill(self, lengths: list[int]) -> DecodeState:
+    def _prefill(self, lengths: np.ndarray, limits: np.ndarray) -> DecodeState:
         """Feeds all tokens of each prompt but the last, which the first round feeds."""
         prompts = [s.prompt for s in self.sequences]
         drafter, batch = self.method.drafter, len(prompts)
@@ -157,9 +157,9 @@ class DeviceBatch:
             cache = fed.cache
             hidden.append(fed.out)
         state = DecodeState(
-            tokens=jnp.asarray(tokens),
-            length=jnp.asarray(lengths, jnp.int32),
-            finish=jnp.where(jnp.asarray(lengths, jnp.int32) >= self.job.limit, jnp.int32(Finish.LENGTH), jnp.int32(0)),
+            tokens=jax.device_put(tokens),
+            length=jax.device_put(lengths),
+            finish=jax.device_put(np.where(lengths >= limits, np.int32(Finish.LENGTH), np.int32(Finish.RUNNING))),
             cache=cache,
             counters=generate.zero_counters(batch, self.method.max_nodes),
             history=None if self.law.raw else pipeline.init_history(self.law, prompts),
@@ -171,17 +171,19 @@ class DeviceBatch:
             self.log.add(Times(prefill=spent))
             return state
         features = jnp.concatenate(hidden, axis=1) if wants_hidden and hidden else None
-        ctx = loop.context(self.params, self.job, state, max_nodes=drafter.max_nodes)
-        ctx = ctx._replace(text=self.read_text(state, None))
 
-        def begin(weights, ctx, features):
-            return drafter.init(weights, ctx, hidden=features)
+        def begin(weights, job, state, text, features):
+            ctx = loop.context(weights[0], job, state, max_nodes=drafter.max_nodes)
+            return drafter.init(weights[1], ctx._replace(text=text), hidden=features)
 
+        text, weights = self.read_text(state, None), (self.params, self.draft_params)
         begun = self.clock()
-        init = jax.block_until_ready(self.call(("init", drafter), begin, self.draft_params, ctx, features))
+        init = self.call(("init", drafter), begin, weights, self.job, state, text, features)
+        jax.block_until_ready(init)
         spent += self.clock() - begun
         self.log.add(Times(prefill=spent))
-        return state._replace(drafter=init, origins=jnp.zeros((batch, self.capacity), origins.DTYPE))
+        empty = jax.device_put(np.zeros((batch, self.capacity), origins.DTYPE))
+        return state._replace(drafter=init, origins=empty)
 
     def read_text(self, state: DecodeState, own: Pytree) -> Pytree:
         """What a `TextDrafter` of that state reads of the committed text; None of any other drafter."""

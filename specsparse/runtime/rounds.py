@@ -3,7 +3,7 @@
 import abc
 from typing import ClassVar
 
-import jax.numpy as jnp
+import numpy as np
 
 from specsparse.engine import generate
 from specsparse.runtime.device_batch import DeviceBatch
@@ -49,6 +49,6 @@ class InOneProgram(RoundRunner):
 
         key = ("decode", batch.law, method.drafter, method.verifier, room)
         begun = batch.clock()
-        batch.state, notes = batch.call(key, program, weights, batch.job, batch.state, jnp.int32(rounds), donate=(2,))
+        batch.state, notes = batch.call(key, program, weights, batch.job, batch.state, np.int32(rounds), donate=(2,))
         batch.state.length.block_until_ready()
         batch.log.add(Times(total=batch.clock() - begun), notes)

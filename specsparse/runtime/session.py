@@ -4,7 +4,6 @@ from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine.feed import piece_rows
@@ -83,7 +82,7 @@ class Session(DeviceBatch):
         """Ends some sequences as they are: nobody reads what would follow."""
         finish = np.array(self.state.finish)
         finish[list(sequences)] = Finish.STOP
-        self.state = self.state._replace(finish=self.model.everywhere(jnp.asarray(finish)))
+        self.state = self.state._replace(finish=self.model.everywhere(jax.device_put(finish)))
 
     def tokens(self) -> list[np.ndarray]:
         """Tokens generated so far, one int32 array a sequence."""

@@ -13,8 +13,9 @@ from specsparse.speculative.verify import VERIFIERS, match_verdict, measure_alph
 
 NEEDS_P = [name for name, v in VERIFIERS.items() if v.needs_p]
 CHAINS = ["token", "delta", "block"]
-f32 = functools.partial(jnp.asarray, dtype=jnp.float32)
-i32 = functools.partial(jnp.asarray, dtype=jnp.int32)
+# Most tests share one shape, 4 sequences of 3 nodes over 5 tokens, and so one program of each verifier.
+f32 = functools.partial(np.asarray, dtype=np.float32)
+i32 = functools.partial(np.asarray, dtype=np.int32)
 
 
 @functools.cache
@@ -30,14 +31,14 @@ def spikes(tokens, vocab):
 def chain(tokens, *, count=None, q=None):
     tokens = i32(tokens)
     batch, K = tokens.shape
-    counts = jnp.full((batch,), K, jnp.int32) if count is None else i32(count)
+    counts = i32([K] * batch) if count is None else i32(count)
     return Draft(tokens, TreeTemplate.chain(K).parents_array(batch), counts, q)
 
 
 def run(name, draft, p, *, coins=0.5, u=0.5, alpha=False):
     batch, K = draft.tokens.shape
-    coins = jnp.broadcast_to(f32(coins), (batch, K)) if np.ndim(coins) == 0 else f32(coins)
-    verdict = compiled(name, alpha)(draft, p, coins_BK=coins, u_B=jnp.full((batch,), u, jnp.float32))
+    coins = np.broadcast_to(f32(coins), (batch, K))
+    verdict = compiled(name, alpha)(draft, p, coins_BK=coins, u_B=f32([u] * batch))
     return jax.tree.map(np.asarray, verdict)
 
 
@@ -82,7 +83,7 @@ def test_nothing_drafted_is_the_verdict_on_empty_drafts(name):
     p = np.random.default_rng(3).dirichlet(np.ones(5), size=(4, 4)).astype(np.float32)
     p[1, 0], p[2, 0, 3] = 0.0, np.nan
     draft = with_q(name, chain([[1, 2, 3]] * 4, count=[0] * 4), 5)
-    alone = nothing(draft, f32(p[:, 0]), u_B=jnp.full((4,), 0.7, jnp.float32))
+    alone = nothing(draft, f32(p[:, 0]), u_B=f32([0.7] * 4))
     jax.tree.map(np.testing.assert_array_equal, alone, run(name, draft, f32(p), u=0.7))
     np.testing.assert_array_equal(alone.failed, [False, True, True, False])
 
@@ -99,11 +100,10 @@ def test_second_branch_is_taken_and_nodes_beyond_count_are_not(name):
 
 @pytest.mark.parametrize("name", ["tree_delta", "mss", "wor", "kseq", "threshold"])
 def test_duplicate_siblings(name):
-    parents = TreeTemplate.kary((3,)).parents_array(1)
-    draft = Draft(i32([[1, 1, 1]]), parents, i32([3]), None)
-    p = f32(np.array([[[0.5, 0.2, 0.3]] * 4]))
-    verdict = run(name, with_q(name, draft, 3), p, coins=0.99, u=0.99)
-    np.testing.assert_array_equal(verdict.tokens, [[2, PAD, PAD, PAD]])
+    draft = Draft(i32([[1, 1, 1]] * 4), TreeTemplate.kary((3,)).parents_array(4), i32([3] * 4), None)
+    p = f32(np.array([[[0.5, 0.2, 0.3, 0.0, 0.0]] * 4] * 4))
+    verdict = run(name, with_q(name, draft, 5), p, coins=0.99, u=0.99)
+    np.testing.assert_array_equal(verdict.tokens, [[2, PAD, PAD, PAD]] * 4)
 
 
 @pytest.mark.parametrize("vocab", [100, 8193, 10000])
@@ -162,12 +162,12 @@ def test_broken_p_fails_the_sequence_and_no_other(name):
 @pytest.mark.parametrize("name", ["token", "mss", "wor", "kseq", "block"])
 @pytest.mark.parametrize("bad", [np.nan, 0.0])
 def test_broken_q_is_refused_and_p_is_owed_in_full(name, bad):
-    p = f32(np.array([[[0.5, 0.2, 0.3]] * 3]))
-    draft = chain([[1, 2]], q=jnp.full((1, 2, 3), bad, jnp.float32))
+    p = f32(np.array([[[0.5, 0.2, 0.3, 0.0, 0.0]] * 4] * 4))
+    draft = chain([[1, 2, 0]] * 4, q=f32(np.full((4, 3, 5), bad)))
     for u, token in [(0.0, 0), (0.6, 1), (0.8, 2)]:
         verdict = run(name, draft, p, coins=0.0, u=u)
-        np.testing.assert_array_equal(verdict.tokens, [[token, PAD, PAD]])
-        assert not verdict.failed[0]
+        np.testing.assert_array_equal(verdict.tokens, [[token, PAD, PAD, PAD]] * 4)
+        assert not verdict.failed.any()
 
 
 @pytest.mark.parametrize("name", ["token", "delta", "kseq", "block"])
@@ -234,7 +234,7 @@ def test_a_chain_needs_no_walk(nodes):
 
 def test_match_takes_the_first_of_equal_siblings():
     draft = Draft(i32([[3, 3, 1]]), i32([[-1, -1, 1]]), i32([3]), None)
-    verdict = match_verdict(draft, i32([[3, 1, 1, 1]]))
+    verdict = jax.jit(match_verdict)(draft, i32([[3, 1, 1, 1]]))
     np.testing.assert_array_equal(verdict.tokens, [[3, 1, PAD, PAD]])
     np.testing.assert_array_equal(verdict.nodes, [[0, PAD, PAD]])
 
@@ -256,7 +256,11 @@ def test_alpha_is_the_chance_before_the_token_is_known():
     early = run("delta", draft._replace(q=None), f32(p), coins=0.99, alpha=True)
     assert early.tested[0] == 1
     assert float(early.alpha[0]) == pytest.approx(0.5)
-    match = measure_alpha(VERIFIERS["match"], draft, f32(p), match_verdict(draft, i32([[0, 1, 1]])))
+
+    def matched(draft, p, target):
+        return measure_alpha(VERIFIERS["match"], draft, p, match_verdict(draft, target))
+
+    match = jax.jit(matched)(draft, f32(p), i32([[0, 1, 1]]))
     assert float(match.alpha[0]) == pytest.approx((p[:, :2] * q).sum())
     assert run("token", draft, f32(p)).alpha[0] == 0
 

@@ -41,15 +41,15 @@ class RowPaths(NamedTuple):
 def init_history(cfg: LawConfig, prompts: Sequence[Sequence[int]]) -> History:
     """History of B sequences of which nothing is generated yet; only ids in [0, V) of the prompts are looked at."""
     B = len(prompts)
-    counts = in_prompt = recent = None
+    counts = in_prompt = recent = None  # numpy, then one transfer: `jnp.zeros` compiles a program for each shape
     if cfg.use_penalties:
         seen = np.zeros((B, cfg.vocab_size), bool)
         for row, prompt in zip(seen, prompts, strict=True):
             row[np.asarray(prompt, np.int64)] = True
-        counts, in_prompt = jnp.zeros((B, cfg.vocab_size), jnp.int32), jnp.asarray(seen)
+        counts, in_prompt = np.zeros((B, cfg.vocab_size), np.int32), seen
     if cfg.context:
-        recent = jnp.full((B, cfg.context), -1, jnp.int32)
-    return History(jnp.zeros((B,), jnp.int32), counts, in_prompt, recent)
+        recent = np.full((B, cfg.context), -1, np.int32)
+    return jax.device_put(History(np.zeros((B,), np.int32), counts, in_prompt, recent))
 
 
 def observe(history: History, token_B: jax.Array, valid_B: jax.Array) -> History:

@@ -5,6 +5,7 @@ the final sum with a min rounds, and fusing it with a product changes no bit. Th
 2^-127 or less: XLA may take such subnormal scales for zero, an error below 2^-123.
 """
 
+from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
@@ -50,12 +51,16 @@ def embed_rows(w: QTensor, ids: jax.Array) -> jax.Array:
 
 def pack_float(array: jax.Array, codes: Literal["f32", "f16", "bf16"] = "f32") -> QTensor:
     """float32[rows, cols] as a float QTensor, rounded to nearest even for the two-byte codes."""
+    return QTensor(_float_groups(array, codes), Layout(codes, source=codes.upper()), array.shape)
+
+
+@partial(jax.jit, static_argnames="codes")  # one program a shape; step by step it would be eight
+def _float_groups(array: jax.Array, codes: str) -> jax.Array:
+    """uint8[N, group_bytes] of a matrix."""
     rows, cols = array.shape
-    values = jnp.asarray(array).astype(_FLOATS[codes])
-    values = jnp.pad(values, ((0, -rows % ROWS), (0, 0)))
+    values = jnp.pad(array.astype(_FLOATS[codes]), ((0, -rows % ROWS), (0, 0)))
     values = values.reshape(-1, ROWS, cols).transpose(0, 2, 1)
-    data = jax.lax.bitcast_convert_type(values, jnp.uint8).reshape(values.shape[0], -1)
-    return QTensor(data, Layout(codes, source=codes.upper()), (rows, cols))
+    return jax.lax.bitcast_convert_type(values, jnp.uint8).reshape(values.shape[0], -1)
 
 
 def _split(data: jax.Array, layout: Layout, cols: int) -> _Fields:
