@@ -83,3 +83,25 @@ for name in list(MUTANTS)[:2]:
     found = measure_mutant(name, seed=0)
     print(f"{found.name}: total variation {found.tv:.3f}; {found.mistake}")
     assert found.tv > MUTANT_TV
+
+# %% [markdown]
+# ## Yours, or anybody's
+#
+# A verifier is a function of p, q, the drafts and uniforms that hands back how many drafts it accepts and the token
+# after them. This one forgets the residual: after a rejection it draws from p itself. Every draft is enumerated, every
+# uniform bisected, and the report names the texts that are most wrong. Real mistakes with their sizes, and what other
+# libraries do, are in [certified.md](../certified.md).
+
+
+# %%
+def forgets_the_residual(p, q, drafts, uniforms):
+    accepted = 0
+    while accepted < len(drafts) and uniforms[accepted] * q[accepted, drafts[accepted]] < p[accepted, drafts[accepted]]:
+        accepted += 1
+    return accepted, int((np.cumsum(p[accepted]) <= uniforms[-1] * p[accepted].sum()).sum())
+
+
+report = specsparse.certify(forgets_the_residual, vocab=2, gamma=1)
+worst = max(report.results, key=lambda result: result.tv)
+print(f"total variation {worst.tv:.3f} on: {worst.corner}", *worst.differences(3), sep="\n")
+assert not report.passed
