@@ -95,9 +95,7 @@ left.plot(ROWS, ROWS, linestyle=":", color="gray", label="one by one")
 left.set(xlabel="n", ylabel="v(n)", title="Cost of a pass")
 left.legend(frameon=False)
 for rate in (0.3, 0.5, 0.7, 0.9):
-    right.plot(
-        gammas, [expected.predicted_speedup(rate, g, cost) for g in gammas], marker="o", label=f"alpha {rate}"
-    )
+    right.plot(gammas, [expected.predicted_speedup(rate, g, cost) for g in gammas], marker="o", label=f"alpha {rate}")
 right.axhline(1, color="gray", linewidth=1)
 right.set(xlabel="gamma", ylabel="predicted speed-up", title="What it buys")
 _ = right.legend(frameon=False)

@@ -18,6 +18,7 @@ from specsparse.speculative import expected, vocab
 from specsparse.speculative.drafters.heads import dflash_file, eagle3_file
 from specsparse.speculative.drafters.heads.dflash_file import DFlashFile
 from specsparse.speculative.drafters.heads.eagle3_file import Eagle3File
+from specsparse.speculative.drafters.heads.head_gguf import EMBEDDING, OUTPUT
 from specsparse.speculative.intersection import intersect
 from specsparse.support.json_files import Json
 
@@ -46,7 +47,7 @@ class Inspected:
     head: Eagle3File | DFlashFile | None = None
 
 
-_OWN = {dflash_file.EMBEDDING: "embedding", dflash_file.OUTPUT: "output matrix"}  # named alike in both kinds of heads
+_OWN = {EMBEDDING: "embedding", OUTPUT: "output matrix"}
 _HEADS = {module.ARCHITECTURE: module.read_gguf for module in (dflash_file, eagle3_file)}
 
 
@@ -191,7 +192,7 @@ def _eagle3_facts(file: Eagle3File) -> tuple[dict[str, str], list[str]]:
 def _dflash_facts(file: DFlashFile) -> tuple[dict[str, str], list[str]]:
     """As `_eagle3_facts`, of a block drafter."""
     s = file.shape
-    rows = file.tensors[dflash_file.OUTPUT][0] if dflash_file.OUTPUT in file.tensors else None
+    rows = file.tensors[OUTPUT][0] if OUTPUT in file.tensors else None
     scored = rows if file.ids is None else len(file.ids)
     facts = {
         "head": f"DFlash, {s.layers} layers of width {s.width}, FFN {s.d_ff}, {s.heads} heads of {s.head_dim}, "

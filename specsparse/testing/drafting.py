@@ -150,7 +150,7 @@ def random_dflash(
     )  # fmt: skip
     sizes = dict(dflash_file.tensor_shapes(shape))
     if ids is not None:
-        sizes[dflash_file.OUTPUT] = (len(ids), c.d_model)
+        sizes["output.weight"] = (len(ids), c.d_model)
     arrays = {
         name: rng.normal(float(len(size) == 1), 0.1 if len(size) == 1 else 1 / np.sqrt(size[-1]), size)
         for name, size in sizes.items()

@@ -78,7 +78,10 @@ class Eagle3Form(FeatureForm):
         """A GGUF file for `drafter=eagle3` and for llama.cpp, with the target's output rows of the draft vocabulary."""
         target, arrays = self.model, {f"{n}.weight": np.asarray(getattr(weights, f)) for f, n in NAMES.items()}
         arrays["output.weight"] = self.output_rows(ids)
-        file = of_arrays(arrays, self.shape, target=target.config, layers=self.read, ids=ids, path=path)
+        file = of_arrays(
+            arrays, self.shape, target=target.config, layers=self.read, rope_factors=target.rope_factors, ids=ids,
+            path=path,
+        )  # fmt: skip
         return write_eagle3_gguf(file, path, tokenizer=tokenizer_keys(target), quant=quant)
 
 

@@ -94,7 +94,7 @@ def test_every_choice_of_every_group_is_valid(choice):
         pytest.importorskip(PLUGINS[choice], reason="needs specsparse[sweep]")
     needed = {
         "model=custom": ["model.path=x.gguf"], "drafter=model": ["drafter.model=x.gguf"],
-        "drafter=dflash": ["drafter.path=x"],
+        "drafter=dflash": ["drafter.path=x"], "drafter=eagle3": ["drafter.path=x"],
     }  # fmt: skip
     assert isinstance(config.from_omegaconf(composed(choice, *needed.get(choice, []))), RunConfig)
 
@@ -119,7 +119,8 @@ def test_an_experiment_takes_another_drafter(experiment, drafter):
     """No experiment sets an option that only its own drafter has."""
     cfg = composed(f"+experiment={experiment}", f"drafter={drafter}", "model.path=x.gguf")
     options = OmegaConf.to_container(cfg.drafter)
-    get_drafter(options.pop("name"), **options | ({"model": "x.gguf"} if drafter == "model" else {}))
+    needed = {"model": {"model": "x.gguf"}, "eagle3": {"path": "x"}, "dflash": {"path": "x"}}
+    get_drafter(options.pop("name"), **options | needed.get(drafter, {}))
 
 
 def test_a_value_that_is_needed_may_have_another_projects_name():

@@ -286,7 +286,7 @@ def assert_same(a, b):
     shapes = [dataclasses.replace(file.shape, eps=float(np.float32(file.shape.eps))) for file in (a, b)]
     assert shapes[0] == shapes[1]
     for field in dataclasses.fields(a):
-        if field.name not in ("path", "load", "tensors", "target", "ids", "rope", "shape"):
+        if field.name not in ("path", "load", "tensors", "target", "ids", "rope", "rope_scaling", "shape"):
             assert getattr(a, field.name) == getattr(b, field.name), field.name
     assert (a.rope.base, a.rope.dim, a.rope.scaling, a.rope.factor) == (
         b.rope.base, b.rope.dim, b.rope.scaling, b.rope.factor,
@@ -443,6 +443,9 @@ def test_tensors_of_other_drafters_are_refused(tmp_path):
         ("dflash.attention.sliding_window", 5, "sliding_window_pattern"),
         ("tokenizer.ggml.mask_token_id", None, "mask_token_id"),
         ("tokenizer.ggml.mask_token_id", 4000, "mask token"),
+        ("dflash.markov_rank", 4, r"the option .?dflash\.markov_rank.? is not supported"),
+        ("dflash.target_layers", [1, -4, 6], "must be a list of layers"),
+        ("dflash.target_hidden_size", 64, "not of the target_hidden_size"),
     ],
 )
 def test_gguf_keys_are_checked(target, tmp_path, key, value, words):

@@ -149,16 +149,24 @@ def test_scripted_is_wrong_beyond_the_truth():
 
 
 def test_every_name_makes_a_drafter():
-    options = {"scripted": {"accept": (1,)}}
     for name in DRAFTERS.names():
-        assert get_drafter(name, **options.get(name, {})).max_nodes >= 1
+        options = {"scripted": {"accept": (1,)}, "eagle3": {"path": "x"}, "dflash": {"path": "x"}}.get(name, {})
+        assert get_drafter(name, **options).max_nodes >= 1
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+def test_a_published_head_without_a_path_is_told_before_a_model_is_loaded(name):
+    for path in ({}, {"path": None}, {"path": ""}):
+        with pytest.raises(UserError, match=r"drafter.path: a value is needed, .*hf://owner/repo or a name of"):
+            get_drafter(name, **path)
 
 
 @pytest.mark.parametrize(
     "alias", ["gamma", "num_speculative_tokens", "draft_max", "num_assistant_tokens", "prompt_lookup_num_tokens"]
 )
 def test_aliases_of_gamma(alias):
-    assert {get_drafter(name, **{alias: 9}).max_nodes for name in DRAFTERS.names()} == {9}
+    needed = {"eagle3": {"path": "x"}, "dflash": {"path": "x"}}
+    assert {get_drafter(name, **{alias: 9}, **needed.get(name, {})).max_nodes for name in DRAFTERS.names()} == {9}
 
 
 def test_prompt_lookup_names():

@@ -20,8 +20,9 @@ from specsparse.kernels.packing.dequant import dequantize
 from specsparse.models.convert.eagle3 import read_eagle3
 from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
 from specsparse.speculative.drafters import get_drafter
-from specsparse.speculative.drafters.heads.eagle3_file import EMBEDDING
+from specsparse.speculative.drafters.heads.head_gguf import EMBEDDING
 from specsparse.speculative.drafters.plan import MakeModel
+from specsparse.speculative.drafters.sources import FedRows
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import draft_context, on_target, random_eagle3, target_rows
 from tests.tolerances import HEAD_NMSE, nmse
@@ -59,14 +60,14 @@ def test_the_oracle(target, form):
         seen, _ = target.forward(params, ctx.tokens[:, :n], target.new_cache(1, C), want=want)
         rows, one = jnp.array([n - 1], jnp.int32), jnp.array([1], jnp.int32)
         read = source.read(weights, seen.hidden[:, : n - 1], rows)
-        whole, _ = source.run(weights, ctx, source.init(weights, ctx), read, ctx.tokens[:, 1:n], rows, None)
+        whole, _ = source.run(weights, ctx, source.init(weights, ctx), read, FedRows(ctx.tokens[:, 1:n], rows))
         cache, logits = source.open(weights, source.init(weights, ctx, seen.hidden), ctx, jnp.array([True]))
         steps, tokens, hidden = [], [], []
         for _ in range(3):
             steps.append(logits[0])
             hidden.append(cache.root[0])
             tokens.append(source.vocab.token_ids(weights, jnp.argmax(logits[0])))
-            logits, cache = source.feed(weights, ctx, cache, tokens[-1].reshape(1, 1), n_valid_B=one)
+            logits, cache = source.feed(weights, ctx, cache, FedRows(tokens[-1].reshape(1, 1), one))
             logits, cache = logits[:, 0], kv.commit(cache, one)
         return seen, read[0], whole[0], jnp.stack(steps), jnp.stack(hidden), jnp.stack(tokens)
 

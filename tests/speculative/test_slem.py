@@ -1,15 +1,11 @@
 """A draft model with another vocabulary, by string-level exact match (SLEM): its text in the target's tokens, and the
 target's tokens in its own."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 import specsparse
 from specsparse import SamplingParams
-from specsparse.engine.gguf.reader import open_gguf
-from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
 from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
 from specsparse.speculative.base import DraftKind
@@ -18,24 +14,14 @@ from specsparse.speculative.drafters.plan import MakeModel
 from specsparse.speculative.drafters.slem import StringState, Translator
 from specsparse.speculative.intersection import intersect
 from specsparse.speculative.policies.base import PMin
-from specsparse.testing import write_tiny_gguf
+from tests.speculative.two_vocabularies import gpt_2_and_llama, write_pair
 
-VOCAB = Path(__file__).resolve().parents[3] / "shared" / "data" / "vocab"
 PROMPTS = ["hello world hello", "the abcabcabc\nand\n", "été 12's\n\n"]
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """Two vocabularies, one byte-level and one of SentencePiece; the draft's context ends inside the longest text."""
-    folder = tmp_path_factory.mktemp("pair")
-    config = {"quant": "Q4_0", "d_model": 64, "d_ff": 96, "n_layers": 2, "context_length": 80}
-    files = {
-        "bpe": write_tiny_gguf(folder / "bpe.gguf", tokenizer="bpe", vocab_size=300, **config),
-        "spm": write_tiny_gguf(
-            folder / "spm.gguf", tokenizer="spm", vocab_size=309, **{**config, "context_length": 96}, seed=1
-        ),
-    }
-    return {name: specsparse.load(path) for name, path in files.items()}
+    return {name: specsparse.load(path) for name, path in write_pair(tmp_path_factory.mktemp("pair")).items()}
 
 
 def translator(target, draft):
@@ -76,13 +62,7 @@ def test_slem_reads_and_writes_text(pair, target, draft):
 
 
 def test_slem_with_the_vocabularies_of_gpt_2_and_llama():
-    found = {}
-    for name in ("gpt-2", "llama-spm"):
-        path = VOCAB / f"ggml-vocab-{name}.gguf"
-        if not path.exists():
-            pytest.skip(f"{path} is missing: llama.cpp's test vocabularies are no part of the project")
-        found[name] = Tokenizer.from_metadata(open_gguf(path).metadata, where=path.name)
-    gpt, llama = found["gpt-2"], found["llama-spm"]
+    gpt, llama = gpt_2_and_llama()
     there, back = check_translation(gpt, llama), check_translation(llama, gpt)
     ids = gpt.encode("The capital of France is")
     said = [d for d in llama.encode("Paris, of course.") if d != llama.bos_id]

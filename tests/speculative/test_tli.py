@@ -2,7 +2,6 @@
 reads, the law it draws from, and that the output keeps the target's."""
 
 import dataclasses
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +10,6 @@ import pytest
 
 import specsparse
 from specsparse import SamplingParams
-from specsparse.engine.gguf.reader import open_gguf
-from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
 from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
 from specsparse.runtime.binding import make_method
@@ -31,29 +28,16 @@ from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees import get_tree
 from specsparse.speculative.verifiers import laws
 from specsparse.speculative.verify import VERIFIERS, match_verdict
-from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import draft_context
+from tests.speculative.two_vocabularies import gpt_2_and_llama, write_pair
 
-VOCAB = Path(__file__).resolve().parents[3] / "shared" / "data" / "vocab"
 SIZES = {"target_size": 300, "draft_size": 309}
 PROMPTS = ["hello world hello", "the abcabcabc", "été 12's\n\n"]
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    """A target with a byte-level vocabulary like SmolLM2's and a draft with one like Llama's, and both ways round."""
-    folder = tmp_path_factory.mktemp("pair")
-    config = {"quant": "Q4_0", "d_model": 64, "d_ff": 96, "n_layers": 2, "context_length": 80}
-    draft = {**config, "context_length": 96, "seed": 1}
-    return {
-        "bpe": write_tiny_gguf(folder / "bpe.gguf", tokenizer="bpe", vocab_size=300, **config),
-        "spm": write_tiny_gguf(folder / "spm.gguf", tokenizer="spm", vocab_size=309, **draft),
-    }
-
-
-@pytest.fixture(scope="module")
-def pair(files):
-    return {name: specsparse.load(path) for name, path in files.items()}
+def pair(tmp_path_factory):
+    return {name: specsparse.load(path) for name, path in write_pair(tmp_path_factory.mktemp("pair")).items()}
 
 
 def bound(target, draft, capacity, **options):
@@ -108,13 +92,7 @@ def test_tokens_of_equal_bytes_are_the_same(pair):
 
 
 def test_the_vocabularies_of_gpt_2_and_llama():
-    found = {}
-    for name in ("gpt-2", "llama-spm"):
-        path = VOCAB / f"ggml-vocab-{name}.gguf"
-        if not path.exists():
-            pytest.skip(f"{path} is missing: llama.cpp's test vocabularies are no part of the project")
-        found[name] = Tokenizer.from_metadata(open_gguf(path).metadata, where=path.name)
-    gpt, llama = found["gpt-2"], found["llama-spm"]
+    gpt, llama = gpt_2_and_llama()
     common = intersect(gpt, llama, target_size=gpt.vocab_size, draft_size=llama.vocab_size)
     check_same(common, gpt, llama)
     assert common.texts == 18207 and common.image(gpt.eos_id) == [llama.eos_id]

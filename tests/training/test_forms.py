@@ -5,13 +5,16 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import specsparse
 from specsparse.engine.rope import rope_tables
+from specsparse.engine.rope_config import RopeConfig
 from specsparse.models.convert.eagle3 import read_eagle3
 from specsparse.speculative.drafters.heads.eagle3_head import Eagle3Weights
+from specsparse.testing import write_tiny_gguf
 from specsparse.training.eagle3_form import NAMES, Eagle3Form
-from specsparse.training.unroll import Frozen, Window
+from specsparse.training.unroll import Frozen, Window, rotary
 
 ORACLE = Path(__file__).parents[1] / "data" / "eagle3"
 
@@ -43,3 +46,25 @@ def test_eagle3_on_its_own_rows_is_what_speculators_compute():
     found = jax.jit(lambda w: form.logits(w, frozen, model.params.embedding, rows, 3))(weights)
     for s, (ours, theirs) in enumerate(zip(found, io["library_ttt_logits"], strict=True)):
         assert nmse(ours[s:], theirs[: n - s]) < 1e-8, s
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_scaling": "yarn", "rope_factor": 4.0, "original_context": 64, "attn_factor": 0.9},
+        {"rope_scaling": "linear", "rope_factor": 2.0},
+        {"freq_factors": True},
+    ],
+    ids=["yarn", "linear", "frequency factors"],
+)
+def test_a_trained_head_turns_as_its_target_does(tmp_path, rope):
+    """The file says the whole rotation that the head was trained with, not only its base."""
+    model = specsparse.load(write_tiny_gguf(tmp_path / "m.gguf", rope_base=5000.0, **rope))
+    form = Eagle3Form(model, (0, 1, 2))
+    weights = jax.tree.map(lambda a: jnp.full(a.shape, 0.5), form.zeros())
+    found = read_eagle3(form.write(tmp_path / "h.gguf", weights, np.arange(9), quant="F32"))
+    trained = rotary(model.config, 100, model.rope_factors)
+    for ours, wanted in zip(rope_tables(found.rope, 100, found.rope_factors), trained, strict=True):
+        np.testing.assert_array_equal(ours, wanted)
+    plain = rope_tables(RopeConfig(5000.0, found.shape.head_dim, "neox"), 100)
+    assert not np.array_equal(plain[0], trained[0])

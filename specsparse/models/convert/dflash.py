@@ -5,28 +5,18 @@ output is read, the library's `aux_hidden_state_layer_ids` layers whose input is
 """
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
-import numpy as np
-from gguf.constants import GGMLQuantizationType
-
-from specsparse.engine.config import MAX_CONTEXT, RopeConfig
-from specsparse.engine.gguf.reader import GGUFFile, TensorInfo, open_gguf
+from specsparse.engine.config import MAX_CONTEXT
+from specsparse.engine.gguf.reader import GGUFFile, open_gguf
 from specsparse.errors import UserError
-from specsparse.models.convert import draft_head
+from specsparse.models.convert import draft_head, head_folder
 from specsparse.models.convert.checkpoint import Checkpoint
-from specsparse.models.convert.dflash_folder import LAYER, TOP, Form, write_folder
+from specsparse.models.convert.dflash_folder import TOP, Form, write_folder
 from specsparse.models.convert.hf_config import HfConfig
-from specsparse.models.convert.hf_rope import HfRope, said
 from specsparse.speculative.drafters.heads.dflash_block import BlockShape
-from specsparse.speculative.drafters.heads.dflash_file import (
-    DFlashFile,
-    read_gguf,
-    write_dflash_gguf,
-)
+from specsparse.speculative.drafters.heads.dflash_file import DFlashFile, read_gguf, write_dflash_gguf
 from specsparse.support.json_files import Json
 
 _OPTIONS = {
@@ -35,11 +25,6 @@ _OPTIONS = {
 }  # fmt: skip
 """Keys of dflash_config that are read, and one that nothing needs."""
 _DEFAULT_BLOCK = 16
-_STORED = {
-    "F32": (GGMLQuantizationType.F32, np.dtype(np.float32)),
-    "F16": (GGMLQuantizationType.F16, np.dtype(np.float16)),
-    "BF16": (GGMLQuantizationType.BF16, np.dtype(ml_dtypes.bfloat16)),
-}
 
 
 def read_dflash(path: str | Path) -> DFlashFile:
@@ -61,11 +46,11 @@ def read_folder(folder: Path) -> DFlashFile:
     checkpoint = Checkpoint(folder)
     where, config = folder / "config.json", checkpoint.config
     if "speculators_model_type" in config:
-        options, model, library = _speculators(where, config), config.get("transformer_layer_config"), True
+        options, model = _speculators(where, config), config.get("transformer_layer_config")
         if not isinstance(model, dict):
             raise UserError(f"{where}: has no transformer_layer_config")
     else:
-        options, model, library = _authors(where, config), config, False
+        options, model = _authors(where, config), config
     hf = HfConfig(where, model)
     _refuse(hf)
     layers, features = hf.size("num_hidden_layers", most=1 << 10), options["features"]
@@ -74,8 +59,8 @@ def read_folder(folder: Path) -> DFlashFile:
     if len(fc) != 2 or not features or not fc[1] or fc[1] % len(features):
         raise UserError(f"{folder}: tensor fc.weight is {fc}, which does not fit the {len(features)} layers of {where}")
     head_dim, context = hf.size("head_dim", 128), hf.size("max_position_embeddings", 32768, most=MAX_CONTEXT)
-    rope, factors = _rope(hf, head_dim, context)
-    names = _names(checkpoint)
+    about = HfConfig(where, config).get("speculators_config", dict, {})
+    known = head_folder.of_folder(checkpoint, _names(checkpoint), hf, about=about, head_dim=head_dim, context=context)
     shape = BlockShape(
         width=hf.size("hidden_size"),
         heads=hf.size("num_attention_heads"),
@@ -89,22 +74,14 @@ def read_folder(folder: Path) -> DFlashFile:
         causal=causal,
     )
     return DFlashFile(
-        path=folder,
+        **known,
         shape=shape,
         block_size=options["block_size"],
         mask_token=options["mask_token"],
         from_anchor=options["from_anchor"],
-        rope=rope,
-        rope_factors=factors,
-        context=context,
-        ids=_ids(checkpoint) if library else None,
-        tensors={name: checkpoint.shapes[theirs] for name, theirs in names.items()},
-        load=lambda name: _load(checkpoint, name, names[name]),
         embedding_scale=options["embedding_scale"],
         logit_scale=options["logit_scale"],
         softcap=options["softcap"],
-        target=options["target"],
-        accept_k=options["accept_k"],
     )
 
 
@@ -130,8 +107,6 @@ def _authors(where: Path, config: Json) -> Json:
         "embedding_scale": get("input_embedding_scale", float, 1.0),
         "logit_scale": get("output_multiplier", float, 1.0),
         "softcap": max(softcap, 0.0),
-        "target": "",
-        "accept_k": 1,
     }
 
 
@@ -145,12 +120,6 @@ def _speculators(where: Path, config: Json) -> Json:
         raise UserError(f"{where}: projector_type={config['projector_type']} is not supported: only dflash is")
     if get("shift_label", bool, False):
         raise UserError(f"{where}: shift_label=true is not supported: see sample_from_anchor")
-    about = get("speculators_config", dict, {})
-    verifier = about.get("verifier") if isinstance(about.get("verifier"), Mapping) else {}
-    methods = about.get("proposal_methods")
-    accept = (
-        [m.get("verifier_accept_k") for m in methods if isinstance(m, Mapping)] if isinstance(methods, list) else []
-    )
     ids = get("aux_hidden_state_layer_ids", list)
     return {
         "block_size": get("block_size", int),
@@ -161,8 +130,6 @@ def _speculators(where: Path, config: Json) -> Json:
         "embedding_scale": 1.0,
         "logit_scale": 1.0,
         "softcap": 0.0,
-        "target": verifier.get("name_or_path") if isinstance(verifier.get("name_or_path"), str) else "",
-        "accept_k": max([k for k in accept if type(k) is int], default=1),
     }
 
 
@@ -179,9 +146,7 @@ def _refuse(hf: HfConfig) -> None:
         raise UserError(f"{hf.where}: layers of a {model} are not supported in a DFlash drafter: only Qwen3's are")
     if hf.get("attention_bias", bool, False):
         raise UserError(f"{hf.where}: attention_bias=true is not supported in a DFlash drafter")
-    act = hf.get("hidden_act", str, "silu")
-    if act not in ("silu", "swish"):
-        raise UserError(f"{hf.where}: hidden_act={act} is not supported in a DFlash drafter: only silu is")
+    head_folder.refuse_activation(hf, "a DFlash drafter")
 
 
 def _attention(hf: HfConfig, options: Json, layers: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
@@ -204,28 +169,6 @@ def _attention(hf: HfConfig, options: Json, layers: int) -> tuple[tuple[int | No
     )
 
 
-def _rope(hf: HfConfig, head_dim: int, context: int) -> tuple[RopeConfig, np.ndarray | None]:
-    found = hf.get("rope_parameters", dict, None) or hf.get("rope_scaling", dict, {})
-    base = hf.theta(found, 10000.0)
-    partial = {"partial_rotary_factor": hf.get("partial_rotary_factor", float, None)}
-    pretrained = hf.get("original_max_position_embeddings", int, None)
-    says = said(HfRope(hf.where, "llama", partial | found, base, head_dim, context, pretrained))
-    keys = {key.removeprefix("rope.scaling."): value for key, value in says.keys.items()}
-    rope = RopeConfig(
-        base=base,
-        dim=head_dim,
-        pairing="neox",
-        scaling=keys.get("type", "none"),
-        factor=keys.get("factor", 1.0),
-        original_context=keys.get("original_context_length", context),
-        attn_factor=keys.get("attn_factor", 1.0),
-        beta_fast=keys.get("yarn_beta_fast", 32.0),
-        beta_slow=keys.get("yarn_beta_slow", 1.0),
-        freq_factors=says.factors is not None,
-    )
-    return rope, says.factors
-
-
 def _names(checkpoint: Checkpoint) -> dict[str, str]:
     """The checkpoint's tensors by GGUF name; one of another drafter keeps its name and is refused with it."""
     names = {}
@@ -236,33 +179,11 @@ def _names(checkpoint: Checkpoint) -> dict[str, str]:
         number, _, rest = stem.removeprefix("layers.").partition(".")
         if kind == "weight" and stem in TOP:
             names[f"{TOP[stem]}.weight"] = theirs
-        elif kind == "weight" and stem.startswith("layers.") and number.isdecimal() and rest in LAYER:
-            names[f"blk.{int(number)}.{LAYER[rest]}.weight"] = theirs
+        elif kind == "weight" and stem.startswith("layers.") and number.isdecimal() and rest in head_folder.LAYER:
+            names[f"blk.{int(number)}.{head_folder.LAYER[rest]}.weight"] = theirs
         elif not theirs.endswith("rotary_emb.inv_freq"):
             names[theirs] = theirs
     return names
-
-
-def _ids(checkpoint: Checkpoint) -> np.ndarray | None:
-    """Target ids of the draft vocabulary: offsets `d2t` added to the rows they belong to."""
-    if "d2t" not in checkpoint.shapes:
-        return None
-    offsets = checkpoint.integers("d2t")
-    if offsets.ndim != 1 or not len(offsets):
-        raise UserError(f"{checkpoint.folder}: d2t has the shape {offsets.shape}, a row of ids is needed")
-    ids = np.arange(len(offsets)) + offsets
-    if ids.min() < 0 or ids.max() >= 1 << 24:
-        raise UserError(f"{checkpoint.folder}: d2t leads to id {ids.min() if ids.min() < 0 else ids.max()}")
-    return ids.astype(np.int32)
-
-
-def _load(checkpoint: Checkpoint, name: str, theirs: str) -> TensorInfo:
-    values = checkpoint.load(theirs)  # float32, finite
-    kind, dtype = _STORED.get(checkpoint.kind(theirs), _STORED["F32"])
-    if values.ndim == 1:
-        kind, dtype = _STORED["F32"]
-    raw = np.ascontiguousarray(values.astype(dtype)).view(np.uint8).reshape(*values.shape[:-1], -1)
-    return TensorInfo(name, kind, values.shape, raw, str(checkpoint.folder))
 
 
 def convert_dflash(

@@ -3,40 +3,18 @@
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-from safetensors.numpy import save
-
 from specsparse.errors import UserError
-from specsparse.speculative.drafters.heads.dflash_file import DRAFT_IDS, EMBEDDING, OUTPUT, DFlashFile
-from specsparse.support.atomic import atomically
-from specsparse.support.json_files import Json, to_json, write_atomically
+from specsparse.models.convert import head_folder
+from specsparse.speculative.drafters.heads.dflash_file import DFlashFile
+from specsparse.speculative.drafters.heads.head_gguf import EMBEDDING, OUTPUT
+from specsparse.support.json_files import Json
 
 Form = Literal["authors", "speculators"]
 
-TOP = {
-    "fc": "fc",
-    "hidden_norm": "enc.output_norm",
-    "norm": "output_norm",
-    "embed_tokens": "token_embd",
-    "lm_head": "output",
-}
+TOP = {**head_folder.TOP, "hidden_norm": "enc.output_norm"}
 """Names of the tensors outside the layers, by ours of a GGUF file."""
-LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-"""Names of a layer's tensors, likewise."""
 _HF_TOP = {ours: theirs for theirs, ours in TOP.items()}
-_HF_LAYER = {ours: theirs for theirs, ours in LAYER.items()}
+_HF_LAYER = {ours: theirs for theirs, ours in head_folder.LAYER.items()}
 
 
 def write_folder(file: DFlashFile, folder: Path, *, form: Form | None = None) -> Path:
@@ -56,23 +34,8 @@ def write_folder(file: DFlashFile, folder: Path, *, form: Form | None = None) ->
     if reasons[chosen] is not None:
         raise UserError(f"{file.path}: {reasons[chosen]} has no place in the form {chosen} of a DFlash folder")
     config = _authors_config(file) if chosen == "authors" else _speculators_config(file)
-    tensors = {_hf_name(name): _values(file, name) for name in file.tensors if name != DRAFT_IDS}
-    if file.ids is not None:
-        count = len(file.ids)
-        tensors["d2t"] = file.ids.astype(np.int64) - np.arange(count)
-        tensors["t2d"] = np.isin(np.arange(_vocabulary(file)), file.ids)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be made: {error.strerror}") from None
-    with atomically(folder / "model.safetensors") as out:
-        out.write(save(tensors, metadata={"format": "pt"}))
-    write_atomically(folder / "config.json", to_json(config, indent=2) + "\n")
-    return folder
-
-
-def _values(file: DFlashFile, name: str) -> np.ndarray:
-    return np.array(file.load(name).dequantize(), np.float32).reshape(file.tensors[name])
+    names = {name: _hf_name(name) for name in file.tensors}
+    return head_folder.write(file, folder, config, names, vocab_size=_vocabulary(file))
 
 
 def _hf_name(name: str) -> str:
@@ -117,39 +80,16 @@ def _layer_config(file: DFlashFile) -> Json:
     s, windows = file.shape, {window for window in file.shape.windows if window is not None}
     if len(windows) > 1:
         raise UserError(f"{file.path}: layers with windows of {sorted(windows)} have no place in one config.json")
-    return {
-        "model_type": "qwen3",
-        "hidden_size": s.width,
-        "num_hidden_layers": s.layers,
-        "num_attention_heads": s.heads,
-        "num_key_value_heads": s.kv_heads,
-        "head_dim": s.head_dim,
-        "intermediate_size": s.d_ff,
-        "hidden_act": "silu",
-        "rms_norm_eps": s.eps,
-        "attention_bias": False,
-        "max_position_embeddings": file.context,
-        "vocab_size": _vocabulary(file),
-        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in s.windows],
-        "use_sliding_window": bool(windows),
-        "sliding_window": windows.pop() if windows else None,
-        "rope_theta": file.rope.base,
-        "rope_scaling": _rope_scaling(file),
-        "tie_word_embeddings": False,
-    }
-
-
-def _rope_scaling(file: DFlashFile) -> Json | None:
-    rope = file.rope
-    if file.rope_factors is not None or rope.attn_factor != 1.0:
-        raise UserError(f"{file.path}: a rotation with frequency factors is not written as safetensors: write GGUF")
-    if rope.scaling == "none":
-        return None
-    found: Json = {"rope_type": rope.scaling, "factor": rope.factor}
-    if rope.scaling == "yarn":
-        found |= {"original_max_position_embeddings": rope.original_context, "beta_fast": rope.beta_fast,
-                  "beta_slow": rope.beta_slow}  # fmt: skip
-    return found
+    return head_folder.layer_config(
+        file,
+        vocab_size=_vocabulary(file),
+        model_type="qwen3",
+        num_hidden_layers=s.layers,
+        attention_bias=False,
+        layer_types=["full_attention" if window is None else "sliding_attention" for window in s.windows],
+        use_sliding_window=bool(windows),
+        sliding_window=windows.pop() if windows else None,
+    )
 
 
 def _authors_config(file: DFlashFile) -> Json:
@@ -173,23 +113,10 @@ def _authors_config(file: DFlashFile) -> Json:
 def _speculators_config(file: DFlashFile) -> Json:
     s = file.shape
     slides = any(window is not None for window in s.windows)
-    method = {
-        "proposal_type": "greedy",
-        "speculative_tokens": file.drafts,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
     return {
-        "architectures": ["DFlashDraftModel"],
-        "dtype": "float32",
-        "speculators_model_type": "dflash",
-        "speculators_config": {
-            "algorithm": "dflash",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [method],
-            "verifier": {"architectures": [], "name_or_path": file.target},
-        },
-        "transformer_layer_config": _layer_config(file),
+        **head_folder.library_config(
+            file, algorithm="dflash", kind="DFlashDraftModel", tokens=file.drafts, layer=_layer_config(file)
+        ),
         "aux_hidden_state_layer_ids": list(s.features),
         "block_size": file.block_size,
         "mask_token_id": file.mask_token,

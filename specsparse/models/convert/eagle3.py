@@ -11,22 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-import ml_dtypes
 import numpy as np
-from gguf.constants import GGMLQuantizationType
-from safetensors.numpy import save
 
-from specsparse.engine.config import MAX_CONTEXT, RopeConfig
-from specsparse.engine.gguf.reader import GGUFFile, TensorInfo, open_gguf
+from specsparse.engine.config import MAX_CONTEXT
+from specsparse.engine.gguf.reader import GGUFFile, open_gguf
 from specsparse.errors import UserError
-from specsparse.models.convert import draft_head
+from specsparse.models.convert import draft_head, head_folder
 from specsparse.models.convert.checkpoint import Checkpoint
 from specsparse.models.convert.hf_config import HfConfig
-from specsparse.models.convert.hf_rope import HfRope, said
 from specsparse.speculative.drafters.heads import head_file
 from specsparse.speculative.drafters.heads.eagle3_file import (
     ARCHITECTURE,
-    DRAFT_IDS,
     FEATURE_NORM,
     Eagle3File,
     features_of,
@@ -34,43 +29,22 @@ from specsparse.speculative.drafters.heads.eagle3_file import (
     write_eagle3_gguf,
 )
 from specsparse.speculative.drafters.heads.eagle3_head import PROJECTIONS, HeadShape, default_layers
-from specsparse.support.atomic import atomically
-from specsparse.support.json_files import Json, to_json, write_atomically
+from specsparse.speculative.drafters.heads.head_gguf import DRAFT_IDS
+from specsparse.support.json_files import Json
 
 Form = Literal["original", "speculators"]
 
 _TOP = {
-    "fc": "fc",
-    "norm": "output_norm",
-    "lm_head": "output",
-    "embed_tokens": "token_embd",
+    **head_folder.TOP,
     "input_norm": FEATURE_NORM.removesuffix(".weight"),
     **{f"fc_norm.{i}": f"fc_norm.{i}" for i in range(16)},
 }
-_LAYER = {
-    "input_layernorm": "attn_norm",
-    "hidden_norm": "attn_norm_2",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+_LAYER = {**head_folder.LAYER, "hidden_norm": "attn_norm_2"}
 _HF_TOP = {ours: theirs for theirs, ours in _TOP.items()}
 _HF_LAYER = {ours: theirs for theirs, ours in _LAYER.items()}
 _PREFIX = {"original": "midlayer.", "speculators": "layers.0."}
 _UNREAD = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 """Tensors that training keeps; decoding needs none of them."""
-_STORED = {
-    "F32": (GGMLQuantizationType.F32, np.dtype(np.float32)),
-    "F16": (GGMLQuantizationType.F16, np.dtype(np.float16)),
-    "BF16": (GGMLQuantizationType.BF16, np.dtype(ml_dtypes.bfloat16)),
-}
 _OPTIONS = {
     "draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids", "norm_before_residual",
     "norm_before_fc", "fc_norm", "norm_output", "eagle_config",
@@ -136,12 +110,12 @@ def read_folder(folder: Path) -> Eagle3File:
     options, hf = HfConfig(where, config), HfConfig(where, layer)
     _refuse_variants(hf)
     names = _names(checkpoint)
-    shapes = {name: checkpoint.shapes[theirs] for name, theirs in names.items()}
     D, H = hf.size("hidden_size"), hf.size("num_attention_heads")
     target_width = options.size("target_hidden_size", D)
     head_dim = hf.size("head_dim", max(D // H, 1))
     context = hf.size("max_position_embeddings", 2048, most=MAX_CONTEXT)
-    rope, factors = _rope(hf, head_dim, context)
+    about = options.get("speculators_config", dict, {})
+    known = head_folder.of_folder(checkpoint, names, hf, about=about, head_dim=head_dim, context=context)
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     shape = HeadShape(
         width=D,
@@ -150,29 +124,18 @@ def read_folder(folder: Path) -> Eagle3File:
         head_dim=head_dim,
         d_ff=hf.size("intermediate_size"),
         eps=hf.eps(1e-6),
-        features=features_of(shapes.get("fc.weight"), target_width, folder),
+        features=features_of(known["tensors"].get("fc.weight"), target_width, folder),
         qk_norm="blk.0.attn_q_norm.weight" in names,
         biases=tuple(name for name in PROJECTIONS if f"blk.0.{name}.bias" in names),
         **{flag: options.get(flag, bool, False) for flag in flags},
     )
-    about = options.get("speculators_config", dict, {})
-    ids = _ids(checkpoint)
-    _check_draft_vocabulary(options, shapes, ids)
+    _check_draft_vocabulary(options, known["tensors"], known["ids"])
     return Eagle3File(
-        path=folder,
+        **known,
         shape=shape,
         target_width=target_width,
         layers=_layers(options),
-        rope=rope,
-        rope_factors=factors,
-        rope_scaling=hf.get("rope_parameters", dict, None) or hf.get("rope_scaling", dict, None),
-        context=context,
         vocab_size=hf.size("vocab_size"),
-        ids=ids,
-        tensors=shapes,
-        load=lambda name: _load(checkpoint, name, names[name]),
-        target=_target(about),
-        accept_k=_accept_k(about),
     )
 
 
@@ -197,9 +160,7 @@ def _refuse_unknown(where: Path, values: Json, known: set[str]) -> None:
 
 def _refuse_variants(hf: HfConfig) -> None:
     """Layers that are not built."""
-    act = hf.get("hidden_act", str, "silu")
-    if act not in ("silu", "swish"):
-        raise UserError(f"{hf.where}: hidden_act={act} is not supported in an EAGLE-3 head: only silu is")
+    head_folder.refuse_activation(hf, "an EAGLE-3 head")
     slides = "sliding_attention" in hf.get("layer_types", list, [])
     if slides or (hf.get("use_sliding_window", bool, False) and hf.values.get("sliding_window") is not None):
         raise UserError(f"{hf.where}: sliding_window is not supported in an EAGLE-3 head")
@@ -226,26 +187,6 @@ def _layers(options: HfConfig) -> tuple[int, ...]:
     return tuple(i + 1 for i in ids) if not own and ids and ids[0] == 1 else tuple(ids)
 
 
-def _rope(hf: HfConfig, head_dim: int, context: int) -> tuple[RopeConfig, np.ndarray | None]:
-    found = hf.get("rope_parameters", dict, None) or hf.get("rope_scaling", dict, {})
-    base = hf.theta(found, 10000.0)
-    partial = {"partial_rotary_factor": hf.get("partial_rotary_factor", float, None)}
-    pretrained = hf.get("original_max_position_embeddings", int, None)
-    says = said(HfRope(hf.where, "llama", partial | found, base, head_dim, context, pretrained))
-    keys = {key.removeprefix("rope.scaling."): value for key, value in says.keys.items()}
-    rope = RopeConfig(
-        base=base,
-        dim=head_dim,
-        pairing="neox",
-        scaling=keys.get("type", "none"),
-        factor=keys.get("factor", 1.0),
-        original_context=keys.get("original_context_length", context),
-        attn_factor=keys.get("attn_factor", 1.0),
-        freq_factors=says.factors is not None,
-    )
-    return rope, says.factors
-
-
 def _names(checkpoint: Checkpoint) -> dict[str, str]:
     """The checkpoint's tensors by GGUF name; one that is not known keeps its name and is refused with it."""
     names = {}
@@ -265,42 +206,11 @@ def _names(checkpoint: Checkpoint) -> dict[str, str]:
     return names
 
 
-def _ids(checkpoint: Checkpoint) -> np.ndarray | None:
-    """The target's ids of the draft vocabulary: offsets `d2t` added to the rows they belong to."""
-    if DRAFT_IDS not in checkpoint.shapes:
-        return None
-    offsets = checkpoint.integers(DRAFT_IDS)
-    if offsets.ndim != 1 or not len(offsets):
-        raise UserError(f"{checkpoint.folder}: d2t has the shape {offsets.shape}, a row of ids is needed")
-    return np.arange(len(offsets)) + offsets
-
-
 def _check_draft_vocabulary(options: HfConfig, shapes: Mapping[str, tuple[int, ...]], ids: np.ndarray | None) -> None:
     wanted = options.get("draft_vocab_size", int, None)
     rows = next(iter(shapes.get("output.weight", ())), None if ids is None else len(ids))
     if wanted is not None and rows is not None and wanted != rows:
         raise UserError(f"{options.where}: draft_vocab_size is {wanted}, the head scores {rows} ids")
-
-
-def _target(about: Json) -> str:
-    verifier = about.get("verifier")
-    name = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
-    return name if isinstance(name, str) else ""
-
-
-def _accept_k(about: Json) -> int:
-    methods = about.get("proposal_methods")
-    found = [m.get("verifier_accept_k") for m in methods if isinstance(m, Mapping)] if isinstance(methods, list) else []
-    return max([k for k in found if type(k) is int], default=1)
-
-
-def _load(checkpoint: Checkpoint, name: str, theirs: str) -> TensorInfo:
-    values = checkpoint.load(theirs)  # float32, finite
-    kind, dtype = _STORED.get(checkpoint.kind(theirs), _STORED["F32"])
-    if values.ndim == 1:
-        kind, dtype = _STORED["F32"]
-    raw = np.ascontiguousarray(values.astype(dtype)).view(np.uint8).reshape(*values.shape[:-1], -1)
-    return TensorInfo(name, kind, values.shape, raw, str(checkpoint.folder))
 
 
 def convert_eagle3(
@@ -345,19 +255,8 @@ def write_folder(file: Eagle3File, folder: Path, *, form: Form = "original") -> 
     Raises:
         UserError: config.json cannot say what the head is; the message names what.
     """
-    config = _config(file, form)
-    tensors = {_hf_name(name, form): file.values(name) for name in file.tensors}
-    if file.ids is not None:
-        tensors[DRAFT_IDS] = file.ids.astype(np.int64) - np.arange(len(file.ids))
-        tensors["t2d"] = np.isin(np.arange(file.vocab_size), file.ids)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be made: {error.strerror}") from None
-    with atomically(folder / "model.safetensors") as out:
-        out.write(save(tensors, metadata={"format": "pt"}))
-    write_atomically(folder / "config.json", to_json(config, indent=2) + "\n")
-    return folder
+    names = {name: _hf_name(name, form) for name in file.tensors}
+    return head_folder.write(file, folder, _config(file, form), names, vocab_size=file.vocab_size)
 
 
 def _hf_name(name: str, form: Form) -> str:
@@ -383,18 +282,10 @@ def _config(file: Eagle3File, form: Form) -> Json:
         inside = {"eagle_aux_hidden_state_layer_ids": list(file.layers), **_INSIDE}
         own = {"eagle_config": inside} if file.layers and file.layers[0] != 1 else {}  # 1 would mean 2 there
         return {"architectures": ["LlamaForCausalLMEagle3"], "torch_dtype": "float32", **_layer(file), **options, **own}
-    method = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
-        "architectures": ["Eagle3Speculator"],
-        "dtype": "float32",
-        "speculators_model_type": ARCHITECTURE,
-        "speculators_config": {
-            "algorithm": ARCHITECTURE,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [method],
-            "verifier": {"architectures": [], "name_or_path": file.target},
-        },
-        "transformer_layer_config": _layer(file),
+        **head_folder.library_config(
+            file, algorithm=ARCHITECTURE, kind="Eagle3Speculator", tokens=3, layer=_layer(file)
+        ),
         **options,
     }
 
@@ -404,33 +295,11 @@ def _layer(file: Eagle3File) -> Json:
     s, attention, ffn = file.shape, PROJECTIONS[:4], PROJECTIONS[4:]
     if {*s.biases} not in ({*()}, {*attention}, {*ffn}, {*PROJECTIONS}):
         raise UserError(f"{file.path}: biases of {', '.join(s.biases)} alone have no place in config.json: write GGUF")
-    return {
-        "model_type": "qwen3" if s.qk_norm else "llama",
-        "hidden_size": s.width,
-        "intermediate_size": s.d_ff,
-        "num_hidden_layers": 1,
-        "num_attention_heads": s.heads,
-        "num_key_value_heads": s.kv_heads,
-        "head_dim": s.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": s.eps,
-        "attention_bias": "attn_q" in s.biases,
-        "mlp_bias": "ffn_gate" in s.biases,
-        "max_position_embeddings": file.context,
-        "vocab_size": file.vocab_size,
-        "rope_theta": file.rope.base,
-        "rope_scaling": _rope_scaling(file),
-        "tie_word_embeddings": False,
-    }
-
-
-def _rope_scaling(file: Eagle3File) -> Json | None:
-    rope = file.rope
-    if file.rope_scaling is not None:
-        return dict(file.rope_scaling)
-    if file.rope_factors is not None or rope.attn_factor != 1.0:
-        raise UserError(f"{file.path}: a rotation with frequency factors has no place in a config.json: write GGUF")
-    if rope.scaling == "none":
-        return None
-    found: Json = {"rope_type": rope.scaling, "factor": rope.factor}
-    return found | ({"original_max_position_embeddings": rope.original_context} if rope.scaling == "yarn" else {})
+    return head_folder.layer_config(
+        file,
+        vocab_size=file.vocab_size,
+        model_type="qwen3" if s.qk_norm else "llama",
+        num_hidden_layers=1,
+        attention_bias="attn_q" in s.biases,
+        mlp_bias="ffn_gate" in s.biases,
+    )

@@ -132,13 +132,14 @@ def llama3_factors(rope: HfRope) -> np.ndarray:
     `rope_freqs.weight` of llama.cpp).
 
     Raises:
-        UserError: one of the numbers is missing or not positive, or the two bounds are equal.
+        UserError: one of the numbers is missing or not positive, or low_freq_factor is not the smaller bound.
     """
     factor, low, high = (rope.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     if rope.pretrained is None:
         rope.number("original_max_position_embeddings")
-    if low == high:
-        raise UserError(f"{rope.where}: rope scaling has low_freq_factor = high_freq_factor = {low:g}")
+    if low >= high:
+        raise UserError(f"{rope.where}: rope scaling has low_freq_factor={low:g} and high_freq_factor={high:g}: the "
+                        "first must be the smaller one")  # fmt: skip
     smooth = np.clip((rope.original * rope.plain / (2 * np.pi) - low) / (high - low), 0.0, 1.0)
     return (1.0 / ((1.0 - smooth) / factor + smooth)).astype(np.float32)
 

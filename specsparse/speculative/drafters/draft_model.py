@@ -21,7 +21,7 @@ from specsparse.speculative.drafters.other_vocabulary import common_tokens, shar
 from specsparse.speculative.drafters.plan import Bound, DrafterPlan, MakeModel, bytes_of
 from specsparse.speculative.drafters.reading import DraftIds, read
 from specsparse.speculative.drafters.slem import StringDrafter, Translator
-from specsparse.speculative.drafters.sources import PREFILL_ROWS, DraftWeights, ModelSource, VocabMap
+from specsparse.speculative.drafters.sources import PREFILL_ROWS, DraftWeights, FedRows, KeptRows, ModelSource, VocabMap
 from specsparse.speculative.intersection import Intersection
 from specsparse.speculative.vocab import check_compatible
 
@@ -102,17 +102,10 @@ class OwnModel(ModelSource):
         return kv.rollback(cache, read(weights.images, ctx).length), ctx.cache
 
     def keep(
-        self,
-        weights: DraftWeights,
-        state: KVCache,
-        ctx: DraftContext,
-        feedback: Feedback,
-        *,
-        rows_Bm: jax.Array | None,
-        count_B: jax.Array,
+        self, weights: DraftWeights, state: KVCache, ctx: DraftContext, feedback: Feedback, kept: KeptRows
     ) -> KVCache:
         """A longer length; the rows of a path are moved together."""
-        return kv.commit(state, count_B) if rows_Bm is None else kv.commit_path(state, rows_Bm, count_B)
+        return kv.commit(state, kept.count) if kept.rows is None else kv.commit_path(state, kept.rows, kept.count)
 
     def params(self, weights: DraftWeights, ctx: DraftContext) -> Pytree:
         """Its own."""
@@ -125,7 +118,7 @@ class OwnModel(ModelSource):
         ids_Bn = text.at(weights.images, at_Bn)
         if weights.images is None:
             ids_Bn = self.vocab.to_draft(ids_Bn)
-        out, cache = self.run(weights, ctx, cache, ids_Bn, n_valid_B=count_B, logits=logits)
+        out, cache = self.run(weights, ctx, cache, FedRows(ids_Bn, count_B), logits)
         return out, kv.commit(cache, count_B)
 
 

@@ -13,7 +13,7 @@ from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
 from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback
 from specsparse.speculative.draft_law import DraftLaw, draft_uniform
-from specsparse.speculative.drafters.sources import DraftWeights, Source
+from specsparse.speculative.drafters.sources import DraftWeights, FedRows, KeptRows, Source
 from specsparse.speculative.policies.base import Policy, check_policy, view_law
 from specsparse.speculative.tree import TreeTemplate
 
@@ -97,7 +97,7 @@ class ModelDrafter(Drafter):
             i, chain = carry
             token_B1 = jax.lax.dynamic_slice_in_dim(chain.tokens, i - 1, 1, axis=1)
             live_B = chain.live.astype(jnp.int32)
-            logits_B1N, cache = self.source.feed(params, ctx, chain.cache, token_B1, n_valid_B=live_B)
+            logits_B1N, cache = self.source.feed(params, ctx, chain.cache, FedRows(token_B1, live_B))
             chain = chain._replace(cache=kv.commit(cache, live_B))
             return i + 1, self._add(params, state, ctx, chain, logits_B1N[:, 0], i, budget_B)
 
@@ -111,7 +111,7 @@ class ModelDrafter(Drafter):
         """Keeps the accepted tokens in the source's cache; the last node of a draft was never fed."""
         fed_B = jnp.maximum(feedback.draft.count - 1, 0)
         kept_B = jnp.minimum(feedback.verdict.accepted, fed_B)
-        source = self.source.keep(params, state.source, ctx, feedback, rows_Bm=None, count_B=kept_B)
+        source = self.source.keep(params, state.source, ctx, feedback, KeptRows(kept_B))
         return ModelState(source, self.policy.update(state.policy, feedback.verdict, feedback.draft.count))
 
     def _add(self, params, state, ctx, chain: _Chain, logits_BN, i, budget_B) -> _Chain:

@@ -303,13 +303,12 @@ class HeadOptions:
 
 
 @dataclass(frozen=True)
-class Eagle3Options:
-    """One layer on the features of three of the target's layers, as other projects publish it (EAGLE-3,
-    arXiv:2503.01840).
+class PublishedOptions:
+    """What heads have in common that other projects publish.
 
     Attributes:
-        path: its folder (config.json and safetensors or pytorch_model.bin, in the authors' form or that of
-            speculators), a GGUF file, hf://owner/repo, or a name of the catalogue.
+        path: its folder (config.json and safetensors, or pytorch_model.bin of EAGLE-3), a GGUF file, hf://owner/repo,
+            or a name of the catalogue.
         drafting: how it drafts.
     """
 
@@ -318,18 +317,20 @@ class Eagle3Options:
 
 
 @dataclass(frozen=True)
-class DFlashOptions:
+class Eagle3Options(PublishedOptions):
+    """One layer on the features of three of the target's layers, as other projects publish it (EAGLE-3,
+    arXiv:2503.01840). Its options are those of `PublishedOptions`."""
+
+
+@dataclass(frozen=True)
+class DFlashOptions(PublishedOptions):
     """A block of tokens in one forward, from the target's features (DFlash, arXiv:2602.06036).
 
     Attributes:
-        path: the drafter's folder (safetensors), its GGUF file, a name of the catalogue or hf://owner/repo.
         block_size: rows of a block, the last token among them; by default as many as it was trained for.
-        drafting: how it drafts.
     """
 
-    path: object | None = None
     block_size: Annotated[int, Range(1, MAX_GAMMA)] | None = None
-    drafting: Annotated[Drafting, Inline()] = Drafting()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext, Feedback
 from specsparse.speculative.drafters.options import LayerSkipOptions, SparseSelfOptions
 from specsparse.speculative.drafters.plan import Bound, DrafterPlan, MakeModel, bytes_of
-from specsparse.speculative.drafters.sources import DraftWeights, ModelSource, VocabMap
+from specsparse.speculative.drafters.sources import DraftWeights, FedRows, KeptRows, ModelSource, VocabMap
 from specsparse.speculative.drafters.style import Style
 
 
@@ -40,23 +40,14 @@ class TargetLayers(ModelSource):
         """Feeds the last emitted token, the only one that the target has not seen."""
         last_B1 = jnp.take_along_axis(ctx.tokens, jnp.maximum(ctx.length - 1, 0)[:, None], axis=1)
         live_B = live_B.astype(jnp.int32)
-        logits_B1N, cache = self.feed(weights, ctx, ctx.cache, last_B1, n_valid_B=live_B)
+        logits_B1N, cache = self.feed(weights, ctx, ctx.cache, FedRows(last_B1, live_B))
         return kv.commit(cache, live_B), logits_B1N[:, 0]
 
     def close(self, weights: DraftWeights, state: None, cache: KVCache, ctx: DraftContext) -> tuple[None, KVCache]:
         """The target's cache at the length it had."""
         return None, cache._replace(length=ctx.cache.length)
 
-    def keep(
-        self,
-        weights: DraftWeights,
-        state: None,
-        ctx: DraftContext,
-        feedback: Feedback,
-        *,
-        rows_Bm: jax.Array | None,
-        count_B: jax.Array,
-    ) -> None:
+    def keep(self, weights: DraftWeights, state: None, ctx: DraftContext, feedback: Feedback, kept: KeptRows) -> None:
         """Nothing: the target's own pass decides what its cache holds."""
         return None
 

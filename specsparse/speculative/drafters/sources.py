@@ -1,6 +1,7 @@
 """Where a model drafter's logits come from.
 
-A model of its own (`draft_model`), a part of the target (`self_draft`), or a head on its features (`head_source`).
+A model of its own (`draft_model`), a part of the target (`self_draft`), or a head on its features
+(`heads.feature_source`).
 
 A source feeds tokens and keeps caches; it knows nothing of laws, trees or policies. Logits come as [.., N], N columns
 of the draft's vocabulary; `widen` and `token_ids` lead from columns to the target's ids.
@@ -50,6 +51,29 @@ class DraftWeights(NamedTuple):
         place = np.full((vocab,), len(ids), np.int32)
         place[ids] = np.arange(len(ids))
         return cls(head=head, ids=jnp.asarray(ids), place=jnp.asarray(place))
+
+
+class FedRows(NamedTuple):
+    """Rows to feed.
+
+    Attributes:
+        tokens: int32[B, n], ids of the target.
+        n_valid: int32[B], how many of a sequence's rows count, the first ones.
+        parents: int32[B, n] of all rows of a tree so far, those of earlier calls again; None for a chain, which is fed
+            one token at a time, each committed before the next.
+    """
+
+    tokens: jax.Array
+    n_valid: jax.Array
+    parents: jax.Array | None = None
+
+
+class KeptRows(NamedTuple):
+    """What a cache may keep of the last draft: the first `count` int32[B] of the rows that were fed, or of the path
+    `rows` int32[B, m] through them."""
+
+    count: jax.Array
+    rows: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,21 +141,8 @@ class Source(abc.ABC):
         """
 
     @abc.abstractmethod
-    def feed(
-        self,
-        weights: DraftWeights,
-        ctx: DraftContext,
-        cache: Pytree,
-        tokens_Bn: jax.Array,
-        *,
-        n_valid_B: jax.Array,
-        parents_Bn: jax.Array | None = None,
-    ) -> tuple[jax.Array, Pytree]:
-        """float32[B, n, N] logits and the cache, its length unchanged.
-
-        Without `parents` a chain is fed one token at a time, each committed before the next. With them all rows of a
-        tree so far are fed, those of earlier calls again.
-        """
+    def feed(self, weights: DraftWeights, ctx: DraftContext, cache: Pytree, rows: FedRows) -> tuple[jax.Array, Pytree]:
+        """float32[B, n, N] logits and the cache, its length unchanged."""
 
     @abc.abstractmethod
     def close(self, weights: DraftWeights, state: Pytree, cache: Pytree, ctx: DraftContext) -> tuple[Pytree, Pytree]:
@@ -139,16 +150,9 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def keep(
-        self,
-        weights: DraftWeights,
-        state: Pytree,
-        ctx: DraftContext,
-        feedback: Feedback,
-        *,
-        rows_Bm: jax.Array | None,
-        count_B: jax.Array,
+        self, weights: DraftWeights, state: Pytree, ctx: DraftContext, feedback: Feedback, kept: KeptRows
     ) -> Pytree:
-        """State after the verdict: it may keep the first `count` rows fed in the last draft, or of the path `rows`."""
+        """State after the verdict."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,34 +177,19 @@ class ModelSource(Source):
     def params(self, weights: DraftWeights, ctx: DraftContext) -> Pytree:
         """The parameters the forward function takes."""
 
-    def feed(
-        self,
-        weights: DraftWeights,
-        ctx: DraftContext,
-        cache: KVCache,
-        tokens_Bn: jax.Array,
-        *,
-        n_valid_B: jax.Array,
-        parents_Bn: jax.Array | None = None,
-        logits: str = "all",
-    ) -> tuple[Pytree, KVCache]:
-        """float32[B, n, N] logits ([B, 1, N] of the last row, or None), and the cache, its length unchanged."""
-        ids_Bn = self.vocab.to_draft(tokens_Bn) if weights.images is None else weights.images.first(tokens_Bn)
-        return self.run(weights, ctx, cache, ids_Bn, n_valid_B=n_valid_B, parents_Bn=parents_Bn, logits=logits)
+    def feed(self, weights: DraftWeights, ctx: DraftContext, cache: KVCache, rows: FedRows) -> tuple[Pytree, KVCache]:
+        """float32[B, n, N] logits, and the cache, its length unchanged."""
+        images, tokens_Bn = weights.images, rows.tokens
+        ids_Bn = self.vocab.to_draft(tokens_Bn) if images is None else images.first(tokens_Bn)
+        return self.run(weights, ctx, cache, rows._replace(tokens=ids_Bn))
 
     def run(
-        self,
-        weights: DraftWeights,
-        ctx: DraftContext,
-        cache: KVCache,
-        ids_Bn: jax.Array,
-        *,
-        n_valid_B: jax.Array,
-        parents_Bn: jax.Array | None = None,
-        logits: str = "all",
+        self, weights: DraftWeights, ctx: DraftContext, cache: KVCache, rows: FedRows, logits: str = "all"
     ) -> tuple[Pytree, KVCache]:
-        """`feed` of ids of the draft model's own."""
+        """`feed` of ids of the draft model's own; `logits` as in `Want`, [B, 1, N] of the last row or None of none."""
         want = Want(logits=logits, layers=self.layers)  # type: ignore[arg-type]
         params = self.params(weights, ctx)
-        out, cache = self.forward(params, ids_Bn, cache, n_valid_B=n_valid_B, parents_Bn=parents_Bn, want=want)
+        out, cache = self.forward(
+            params, rows.tokens, cache, n_valid_B=rows.n_valid, parents_Bn=rows.parents, want=want
+        )
         return None if out.logits is None else out.logits[..., : self.vocab.columns], cache

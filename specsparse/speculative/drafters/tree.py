@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from specsparse.engine.pytree import Pytree
 from specsparse.speculative.base import DraftContext, Drafted, Drafter, Feedback
 from specsparse.speculative.draft_law import DraftLaw
-from specsparse.speculative.drafters.sources import DraftWeights, Source
+from specsparse.speculative.drafters.sources import DraftWeights, FedRows, KeptRows, Source
 from specsparse.speculative.trees.base import Expander, TreeShape
 
 
@@ -53,7 +53,7 @@ class TreeDrafter(Drafter):
         cache, logits_BN = self.source.open(params, state.source, ctx._replace(budget=budget_B), budget_B > 0)
 
         def feed(cache, tokens_BR, parents_BR, n_valid_B):
-            return self.source.feed(params, ctx, cache, tokens_BR, n_valid_B=n_valid_B, parents_Bn=parents_BR)
+            return self.source.feed(params, ctx, cache, FedRows(tokens_BR, n_valid_B, parents_BR))
 
         vocab = self.source.vocab
         expander = Expander(
@@ -75,5 +75,5 @@ class TreeDrafter(Drafter):
         fed_BK = (nodes_BK >= 0) & (rows_BK >= 0)
         kept_B = jnp.sum(jnp.cumprod(fed_BK.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
         rows_BK = jnp.maximum(rows_BK, 0)
-        source = self.source.keep(params, state.source, ctx, feedback, rows_Bm=rows_BK, count_B=kept_B)
+        source = self.source.keep(params, state.source, ctx, feedback, KeptRows(kept_B, rows_BK))
         return state._replace(source=source)

@@ -68,7 +68,7 @@ def test_what_cannot_be_converted(tmp_path):
         convert_dflash(ORACLE, tmp_path / "x", quant="q8_0")
     with pytest.raises(UserError, match="is a GGUF file, --form is for folders"):
         convert_dflash(ORACLE, tmp_path / "x.gguf", form="authors")
-    with pytest.raises(UserError, match="is no DFlash drafter: its architecture is llama"):
+    with pytest.raises(UserError, match="is no DFlash drafter: its architecture is 'llama'"):
         convert_dflash(TARGET, tmp_path / "x")
     assert not (tmp_path / "x").exists() and not (tmp_path / "x.gguf").exists()
 
@@ -88,7 +88,8 @@ def test_wrong_values_are_one_line(tmp_path, capsys, key, value, words):
 
 
 def test_frequency_factors_go_through_gguf(tmp_path):
-    """A scaling as Llama 3.1's divides frequencies one by one: the file holds the divisors, a folder cannot."""
+    """A scaling as Llama 3.1's divides frequencies one by one: the file holds the divisors, of which no
+    folder can be made."""
     folder = shutil.copytree(ORACLE, tmp_path / "d")
     config = json.loads((folder / "config.json").read_text())
     scaling = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
@@ -99,6 +100,8 @@ def test_frequency_factors_go_through_gguf(tmp_path):
     convert_dflash(folder, tmp_path / "d.gguf", target=open_gguf(TARGET))
     second = read_dflash(tmp_path / "d.gguf")
     assert first.rope_factors is not None and (first.rope_factors != 1).any()
+    convert_dflash(folder, tmp_path / "again")  # config.json keeps what config.json said
+    np.testing.assert_array_equal(read_dflash(tmp_path / "again").rope_factors, first.rope_factors)
     np.testing.assert_array_equal(second.rope_factors, first.rope_factors.astype(np.float32))
     with pytest.raises(UserError, match="write GGUF"):
         convert_dflash(tmp_path / "d.gguf", tmp_path / "back")

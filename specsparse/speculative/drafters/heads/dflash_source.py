@@ -1,9 +1,4 @@
-"""A DFlash drafter as a source of logits: one forward a draft, whose rows are then handed out position by position.
-
-The context's keys and values stand in a cache of its own; slot s is the target's feature of position s, so that this
-cache holds one row fewer than there are tokens. A verdict appends the rows of the tokens it kept; what a block wrote
-lies beyond the length and is overwritten.
-"""
+"""A DFlash drafter as a source of logits: one forward a draft, whose rows are then handed out position by position."""
 
 import dataclasses
 from functools import partial
@@ -12,14 +7,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from specsparse.engine import cache as kv
-from specsparse.engine.cache import LANES
+from specsparse.engine.cache import LANES, KVCache
 from specsparse.engine.pytree import Pytree
-from specsparse.kernels import Kernels, QTensor
+from specsparse.kernels import QTensor
 from specsparse.kernels.reference.dense import append
-from specsparse.speculative.base import DraftContext, Feedback
+from specsparse.speculative.base import DraftContext
 from specsparse.speculative.drafters.heads.dflash_block import (
     BlockKeys,
     BlockShape,
@@ -31,8 +25,9 @@ from specsparse.speculative.drafters.heads.dflash_block import (
     sees_block,
     sees_context,
 )
-from specsparse.speculative.drafters.sources import PREFILL_ROWS, DraftWeights, Source, VocabMap
-from specsparse.speculative.tree import node_depths, path_rows
+from specsparse.speculative.drafters.heads.feature_source import FeatureSource, pick
+from specsparse.speculative.drafters.sources import DraftWeights, FedRows
+from specsparse.speculative.tree import node_depths
 
 
 class DFlashParams(NamedTuple):
@@ -50,14 +45,6 @@ class DFlashParams(NamedTuple):
     embedding: QTensor | None
 
 
-class BlockState(NamedTuple):
-    """The context's cache: k, v and length as in `KVCache`."""
-
-    k: tuple[jax.Array, ...]
-    v: tuple[jax.Array, ...]
-    length: jax.Array
-
-
 class BlockDraft(NamedTuple):
     """The state while a draft is made, its length counting the drafted tokens too; f32[B, m, N] logits of the m
     positions after the last token."""
@@ -69,30 +56,22 @@ class BlockDraft(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockSource(Source):
-    """A block drafter with a cache of its own. Static.
+class BlockSource(FeatureSource[KVCache]):
+    """A block drafter with a cache of the context's keys and values. Static.
 
     Attributes:
-        vocab: the map between the vocabularies.
-        kernels: what products, embedding and attention run on.
         shape: of its layers.
         rows: of a block.
         skipped: rows of a block that draft nothing: 1, or 0 where the last token's own row drafts.
         mask_token: id of the other rows.
-        context: tokens that target and drafter may look at.
-        kv_dtype: of the cache.
         levels: depth of the trees it drafts, 0 for chains.
         embedding_scale, logit_scale, softcap: as in `DFlashFile`.
     """
 
-    vocab: VocabMap
-    kernels: Kernels
     shape: BlockShape
     rows: int
     skipped: int
     mask_token: int
-    context: int
-    kv_dtype: DTypeLike
     levels: int = 0
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
@@ -110,41 +89,29 @@ class BlockSource(Source):
         """Slots of its cache beside a target's of `tokens`: a block and its last row's copies lie behind them."""
         return -(-(tokens + 2 * self.rows) // LANES) * LANES
 
-    def init(self, weights: DraftWeights, ctx: DraftContext, hidden_BnD: jax.Array | None = None) -> BlockState:
-        """Reads the prompt's features."""
-        batch = ctx.tokens.shape[0]
-        cache = kv.init(
+    def empty(self, batch: int, tokens: int) -> KVCache:
+        """A cache with room for a block behind the tokens."""
+        return kv.init(
             layers=self.shape.layers,
             batch=batch,
             kv_heads=self.shape.kv_heads,
-            capacity=self.capacity(ctx.tokens.shape[1]),
+            capacity=self.capacity(tokens),
             head_dim=self.shape.head_dim,
             dtype=self.kv_dtype,
         )
-        state = BlockState(*cache)
-        if hidden_BnD is None:
-            return state
-        until_B = jnp.minimum(ctx.length - 1, hidden_BnD.shape[1])
-        rows = min(PREFILL_ROWS, hidden_BnD.shape[1])
 
-        def step(state: BlockState) -> BlockState:
-            at_Bn = state.length[:, None] + jnp.arange(rows, dtype=jnp.int32)[None]
-            return self._read(weights, state, _pick(hidden_BnD, at_Bn), jnp.clip(until_B - state.length, 0, rows))
-
-        return jax.lax.while_loop(lambda s: (s.length < until_B).any(), step, state)
-
-    def room(self, weights: DraftWeights, state: BlockState, ctx: DraftContext) -> jax.Array:
+    def room(self, weights: DraftWeights, state: KVCache, ctx: DraftContext) -> jax.Array:
         """Up to the end of the context and of the cache; of a chain no more than a block drafts."""
         left_B = min(self.context, ctx.tokens.shape[1]) - ctx.length + 1
         return left_B if self.levels else jnp.minimum(left_B, self.positions)
 
     def open(
-        self, weights: DraftWeights, state: BlockState, ctx: DraftContext, live_B: jax.Array
+        self, weights: DraftWeights, state: KVCache, ctx: DraftContext, live_B: jax.Array
     ) -> tuple[BlockDraft, jax.Array]:
         """Drafts the block. Logits are computed of as many positions as the budget asks for."""
         batch, n, D = ctx.tokens.shape[0], self.rows, self.shape.width
         p: DFlashParams = weights.params
-        last_B1 = _pick(ctx.tokens, ctx.length[:, None] - 1)
+        last_B1 = pick(ctx.tokens, ctx.length[:, None] - 1)
         masks_Bn = jnp.full((batch, n - 1), self.mask_token, jnp.int32)
         tokens_R = jnp.concatenate([last_B1, masks_Bn], axis=1).reshape(-1)
         at_R = (state.length[:, None] + jnp.arange(n, dtype=jnp.int32)[None]).reshape(-1)
@@ -169,54 +136,34 @@ class BlockSource(Source):
         return BlockDraft(tuple(keys), tuple(values), state.length, logits_BmN), logits_BmN[:, 0]
 
     def feed(
-        self,
-        weights: DraftWeights,
-        ctx: DraftContext,
-        cache: BlockDraft,
-        tokens_Bn: jax.Array,
-        *,
-        n_valid_B: jax.Array,
-        parents_Bn: jax.Array | None = None,
+        self, weights: DraftWeights, ctx: DraftContext, cache: BlockDraft, rows: FedRows
     ) -> tuple[jax.Array, BlockDraft]:
         """Logits by position alone: those after a node of depth i are of position i, whatever was drafted before."""
-        if parents_Bn is None:
+        if rows.parents is None:
             depth_Bn = (cache.length - ctx.length + 2)[:, None]
         else:
-            depth_Bn = node_depths(parents_Bn, max_depth=max(self.levels, 1))
-        return _pick(cache.logits, depth_Bn), cache
+            depth_Bn = node_depths(rows.parents, max_depth=max(self.levels, 1))
+        return pick(cache.logits, depth_Bn), cache
 
     def close(
-        self, weights: DraftWeights, state: BlockState, cache: BlockDraft, ctx: DraftContext
-    ) -> tuple[BlockState, Pytree]:
+        self, weights: DraftWeights, state: KVCache, cache: BlockDraft, ctx: DraftContext
+    ) -> tuple[KVCache, Pytree]:
         """The block is forgotten."""
-        return BlockState(cache.k, cache.v, state.length), ctx.cache
+        return KVCache(cache.k, cache.v, state.length), ctx.cache
 
-    def keep(
-        self,
-        weights: DraftWeights,
-        state: BlockState,
-        ctx: DraftContext,
-        feedback: Feedback,
-        *,
-        rows_Bm: jax.Array | None,
-        count_B: jax.Array,
-    ) -> BlockState:
-        """Reads the features of the tokens emitted in this round."""
-        assert feedback.hidden is not None
-        path_BnE = _pick(feedback.hidden, path_rows(feedback.verdict))
-        return self._read(weights, state, path_BnE, jnp.clip(ctx.length - 1 - state.length, 0, path_BnE.shape[1]))
-
-    def _read(self, weights: DraftWeights, state: BlockState, features_BnE: jax.Array, count_B) -> BlockState:
-        """The state with the first `count` of the features that follow those it has."""
+    def advance(
+        self, weights: DraftWeights, ctx: DraftContext, state: KVCache, hidden_BnE: jax.Array, count_B: jax.Array
+    ) -> KVCache:
+        """Appends the keys and values of the rows."""
         p: DFlashParams = weights.params
-        batch, n, width = features_BnE.shape
+        batch, n, width = hidden_BnE.shape
         at_Bn = state.length[:, None] + jnp.arange(n, dtype=jnp.int32)[None]
         kept_Bn = jnp.arange(n, dtype=jnp.int32)[None] < count_B[:, None]
         cos, sin = _pick_rows(p.cos, at_Bn.reshape(-1)), _pick_rows(p.sin, at_Bn.reshape(-1))
         with jax.named_scope("dflash/context"):
             linear = partial(self.kernels.linear, n_valid=count_B)
             found = context_keys(
-                linear, self.shape, p.block, features_BnE.reshape(batch * n, width), cos, sin, one_by_one
+                linear, self.shape, p.block, hidden_BnE.reshape(batch * n, width), cos, sin, one_by_one
             )
         keys, values = [], []
         for k, v, own in zip(state.k, state.v, found, strict=True):
@@ -224,7 +171,7 @@ class BlockSource(Source):
             k, v = append(k, v, *rows, at_Bn, kept_Bn)
             keys.append(k)
             values.append(v)
-        return BlockState(tuple(keys), tuple(values), state.length + count_B)
+        return KVCache(tuple(keys), tuple(values), state.length + count_B)
 
     def _attend_all(self, i: int, q_RHd, own: BlockKeys, k, v, length_B, valid_B):
         """Attention by the kernels, which know chains, windows of them, and trees.
@@ -285,12 +232,6 @@ class BlockSource(Source):
         if self.softcap > 0:
             logits_RN = jnp.tanh(logits_RN / jnp.float32(self.softcap)) * jnp.float32(self.softcap)
         return logits_RN.reshape(batch, m, -1)
-
-
-def _pick(x: jax.Array, index_Bn: jax.Array) -> jax.Array:
-    """Entries of axis 1 by index, which is clipped."""
-    index_Bn = jnp.clip(index_Bn, 0, max(x.shape[1] - 1, 0))
-    return jnp.take_along_axis(x, index_Bn.reshape(index_Bn.shape + (1,) * (x.ndim - 2)), axis=1)
 
 
 def _pick_rows(table: jax.Array, index_R: jax.Array) -> jax.Array:

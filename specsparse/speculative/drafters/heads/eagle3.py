@@ -1,21 +1,20 @@
 """An EAGLE-3 head drafts: one layer on the features of three of the target's (Li et al., arXiv:2503.01840)."""
 
 import dataclasses
+import functools
 from operator import attrgetter
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from specsparse.engine.model import Model
 from specsparse.engine.rope import rope_tables
 from specsparse.engine.weights import pack_matrix
-from specsparse.errors import UserError
 from specsparse.kernels import QTensor
 from specsparse.speculative.base import DraftContext
 from specsparse.speculative.drafters.heads import eagle3_head
-from specsparse.speculative.drafters.heads.eagle3_file import EMBEDDING, FEATURE_NORM, OUTPUT, Eagle3File
+from specsparse.speculative.drafters.heads.eagle3_file import FEATURE_NORM, Eagle3File
 from specsparse.speculative.drafters.heads.eagle3_head import (
     PROJECTIONS,
     Eagle3Weights,
@@ -23,11 +22,12 @@ from specsparse.speculative.drafters.heads.eagle3_head import (
     Products,
     default_layers,
 )
-from specsparse.speculative.drafters.heads.feature_source import FeatureSource, HeadState
+from specsparse.speculative.drafters.heads.feature_source import HeadState, OneLayerSource
+from specsparse.speculative.drafters.heads.head_gguf import EMBEDDING
+from specsparse.speculative.drafters.heads.published import check_path, check_target, scored
 from specsparse.speculative.drafters.options import Eagle3Options
 from specsparse.speculative.drafters.plan import Bound, DrafterPlan, MakeModel, bytes_of
-from specsparse.speculative.drafters.sources import DraftWeights, VocabMap
-from specsparse.speculative.drafters.style import Style
+from specsparse.speculative.drafters.sources import DraftWeights, FedRows, VocabMap
 
 
 class Eagle3Params(NamedTuple):
@@ -46,7 +46,7 @@ class Eagle3Params(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle3Source(FeatureSource):
+class Eagle3Source(OneLayerSource):
     """A head of three layers' features.
 
     Attributes:
@@ -73,28 +73,21 @@ class Eagle3Source(FeatureSource):
         return eagle3_head.again(self.shape, weights.params.head, products, y_RD).reshape(y_BnD.shape)
 
     def run(
-        self,
-        weights: DraftWeights,
-        ctx: DraftContext,
-        state: HeadState,
-        read_BnD: jax.Array,
-        tokens_Bn: jax.Array,
-        n_valid_B: jax.Array,
-        parents_Bn: jax.Array | None,
+        self, weights: DraftWeights, ctx: DraftContext, state: HeadState, read_BnD: jax.Array, rows: FedRows
     ) -> tuple[jax.Array, HeadState]:
         """One layer that reads embedding and features side by side."""
         batch, n, width = read_BnD.shape
         params: Eagle3Params = weights.params
-        w, products = params.head, self._products(n_valid_B)
+        w, products = params.head, self._products(rows.n_valid)
         embedding = ctx.params.embedding if params.embedding is None else params.embedding
         with jax.named_scope("head"):
-            e_RD = self.kernels.embed(embedding, self.vocab.to_draft(tokens_Bn).reshape(-1))
-            rows = eagle3_head.enter(self.shape, w, products, e_RD, read_BnD.reshape(batch * n, width))
+            e_RD = self.kernels.embed(embedding, self.vocab.to_draft(rows.tokens).reshape(-1))
+            entered = eagle3_head.enter(self.shape, w, products, e_RD, read_BnD.reshape(batch * n, width))
             out, k, v = self.kernels.attend(
-                rows.q, rows.k, rows.v, state.k[0], state.v[0], cos=params.cos, sin=params.sin, length=state.length,
-                n_valid=n_valid_B, parents=parents_Bn, pairing="neox",
+                entered.q, entered.k, entered.v, state.k[0], state.v[0], cos=params.cos, sin=params.sin,
+                length=state.length, n_valid=rows.n_valid, parents=rows.parents, pairing="neox",
             )  # fmt: skip
-            y_RD = eagle3_head.leave(w, products, out, rows.residual)
+            y_RD = eagle3_head.leave(w, products, out, entered.residual)
         return y_RD.reshape(batch, n, width), state._replace(k=(k,), v=(v,))
 
     def logits(self, weights: DraftWeights, y_BnD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
@@ -119,21 +112,22 @@ class Eagle3Source(FeatureSource):
 class Eagle3Plan(DrafterPlan, Eagle3Options):
     """An EAGLE-3 head, with the target's embedding and output matrix where its file has none."""
 
+    def __post_init__(self):
+        super().__post_init__()
+        check_path(self.path)
+
     def prepare(self, target: Model, make: MakeModel) -> Bound:
         """Reads the head's file; no model is loaded."""
-        if self.path is None:
-            raise UserError(
-                "drafter.path: a value is needed, the head's folder or GGUF file, hf://owner/repo or a name of "
-                "`python -m specsparse models`"
-            )
         if isinstance(self.path, Eagle3File):
             file = self.path
         else:
             assert make.eagle3 is not None
             file = make.eagle3(str(self.path))
-        c, shape, layers = target.config, file.shape, check_target(file, target)
+        c, shape = target.config, file.shape
+        layers = file.layers or default_layers(c.n_layers)
+        check_target(file, target, layers=layers, width=file.target_width)
         floats = target.kernels.name != "native"
-        weights, columns = _scored(file, self.style, target, floats=floats)
+        weights, columns = scored(file, self.style, target, floats=floats)
         head = _packed(file, floats=floats)
         embedding = pack_matrix(file.load(EMBEDDING), floats=floats) if EMBEDDING in file.tensors else None
         source = Eagle3Source(
@@ -148,60 +142,15 @@ class Eagle3Plan(DrafterPlan, Eagle3Options):
             shape=shape,
             layers=layers,
         )
-        tables: dict[int, DraftWeights] = {}
 
+        @functools.cache
         def weights_for(capacity: int) -> DraftWeights:
-            if capacity not in tables:
-                cos, sin = rope_tables(file.rope, capacity, file.rope_factors)
-                params = Eagle3Params(head, jnp.asarray(cos)[None], jnp.asarray(sin)[None], embedding)
-                tables[capacity] = weights._replace(params=params)
-            return tables[capacity]
+            cos, sin = rope_tables(file.rope, capacity, file.rope_factors)
+            return weights._replace(
+                params=Eagle3Params(head, jnp.asarray(cos)[None], jnp.asarray(sin)[None], embedding)
+            )
 
         return Bound(self.style.drafter(source, target), weights_for, bytes_of(head, weights.head))
-
-
-def check_target(file: Eagle3File, target: Model) -> tuple[int, ...]:
-    """The target's layers that a head reads.
-
-    Raises:
-        UserError: it was made for a model of other shapes or another vocabulary.
-    """
-    c, s = target.config, file.shape
-    own = [name for name in (EMBEDDING, OUTPUT) if name in file.tensors]
-    if file.target_width != c.d_model or (s.width != c.d_model and len(own) < 2):
-        raise UserError(
-            f"{file.path}: is for a target of width {file.target_width} (its own is {s.width}), {target.path.name} has "
-            f"{c.d_model}"
-        )
-    layers = file.layers or default_layers(c.n_layers)
-    outside = [layer for layer in layers if not 0 <= layer <= c.n_layers]
-    if outside:
-        raise UserError(
-            f"{file.path}: reads the target's features at layer {outside[0]}; {target.path.name} has layers 0 to "
-            f"{c.n_layers - 1}, and {c.n_layers} for what comes out"
-        )
-    if EMBEDDING in file.tensors and file.tensors[EMBEDDING][0] < c.vocab_size:
-        raise UserError(f"{file.path}: embeds {file.tensors[EMBEDDING][0]} ids, {target.path.name} has {c.vocab_size}")
-    if file.ids is not None and file.ids.max() >= c.vocab_size:
-        raise UserError(f"{file.path}: drafts id {file.ids.max()}, {target.path.name} has {c.vocab_size} ids")
-    if file.ids is None and OUTPUT in file.tensors and file.tensors[OUTPUT][0] < c.vocab_size:
-        raise UserError(
-            f"{file.path}: scores {file.tensors[OUTPUT][0]} ids without saying which (no d2t); {target.path.name} has "
-            f"{c.vocab_size}"
-        )
-    return layers
-
-
-def _scored(file: Eagle3File, style: Style, target: Model, *, floats: bool) -> tuple[DraftWeights, int]:
-    """The output matrix, its ids where they are not all, and how many columns logits have."""
-    vocab = target.config.vocab_size
-    if OUTPUT in file.tensors:
-        head = pack_matrix(file.load(OUTPUT), floats=floats)
-        return style.trim(target, head, vocab, rows=np.arange(vocab) if file.ids is None else file.ids)
-    if file.ids is not None and style.vocab is None:
-        style = dataclasses.replace(style, vocab=tuple(file.ids.tolist()))
-    weights, columns = style.trim(target, target.params.output, vocab)
-    return weights if weights.head is not None else weights._replace(head=target.params.output), columns
 
 
 def _packed(file: Eagle3File, *, floats: bool) -> Eagle3Weights:

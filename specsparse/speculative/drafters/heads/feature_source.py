@@ -1,23 +1,24 @@
-"""Heads on the target's features as sources of logits: what EAGLE's generations have in common.
+"""Drafters on the target's features as sources of logits: what all of them have in common, and EAGLE's generations.
 
-A head reads the target's rows and the token after each, and scores the token after that. What it drafts from, it reads
-its own rows of. Its row i stands in slot i of a cache of its own, so that this cache holds one row fewer than there are
-tokens.
+Row i of the target's features stands in slot i of a cache of its own, so that this cache holds one row fewer than there
+are tokens. A verdict appends the rows of the tokens it kept; what was drafted lies beyond the length and is
+overwritten.
 """
 
 import abc
 import dataclasses
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from specsparse.engine import cache as kv
+from specsparse.engine.cache import KVCache
 from specsparse.engine.pytree import Pytree
 from specsparse.kernels import Kernels
 from specsparse.speculative.base import DraftContext, Feedback
-from specsparse.speculative.drafters.sources import PREFILL_ROWS, DraftWeights, Source, VocabMap
+from specsparse.speculative.drafters.sources import PREFILL_ROWS, DraftWeights, FedRows, KeptRows, Source, VocabMap
 from specsparse.speculative.tree import path_rows
 
 
@@ -37,52 +38,87 @@ class HeadState(NamedTuple):
     rows: jax.Array
 
 
+State = TypeVar("State", HeadState, KVCache)
+
+
 @dataclasses.dataclass(frozen=True)
-class FeatureSource(Source):
-    """Base of the heads: one layer with a cache of its own. Static.
+class FeatureSource(Source, Generic[State]):
+    """Base of the drafters on features. Static.
 
     Attributes:
         vocab: the map between the vocabularies.
-        kernels: what products and embedding run on.
+        kernels: what products, embedding and attention run on.
         context: tokens the target may look at.
-        width: D of the head's rows.
-        kv_heads, head_dim, kv_dtype: of the cache.
-        tree_rows: rows that a tree feeds at once, 0 for chains.
+        kv_dtype: of the cache.
     """
 
     vocab: VocabMap
     kernels: Kernels
     context: int
+    kv_dtype: DTypeLike
+
+    @abc.abstractmethod
+    def empty(self, batch: int, tokens: int) -> State:
+        """The state before any row, beside a target's cache of so many tokens."""
+
+    @abc.abstractmethod
+    def advance(
+        self, weights: DraftWeights, ctx: DraftContext, state: State, hidden_BnE: jax.Array, count_B: jax.Array
+    ) -> State:
+        """The state with the first `count` of the target's rows that follow those it has."""
+
+    def init(self, weights: DraftWeights, ctx: DraftContext, hidden_BnD: jax.Array | None = None) -> State:
+        """Reads the prompt's rows but the last, whose token is not there yet. `hidden` is None for lone tokens only."""
+        state = self.empty(*ctx.tokens.shape)
+        if hidden_BnD is None:
+            return state
+        until_B = jnp.minimum(ctx.length - 1, hidden_BnD.shape[1])
+        rows = min(PREFILL_ROWS, hidden_BnD.shape[1])
+
+        def step(state: State) -> State:
+            at_Bn = state.length[:, None] + jnp.arange(rows, dtype=jnp.int32)[None]
+            count_B = jnp.clip(until_B - state.length, 0, rows)
+            return self.advance(weights, ctx, state, pick(hidden_BnD, at_Bn), count_B)
+
+        return jax.lax.while_loop(lambda s: (s.length < until_B).any(), step, state)
+
+    def keep(self, weights: DraftWeights, state: State, ctx: DraftContext, feedback: Feedback, kept: KeptRows) -> State:
+        """Reads the target's rows of the tokens emitted in this round."""
+        assert feedback.hidden is not None
+        path_BnE = pick(feedback.hidden, path_rows(feedback.verdict))
+        return self.advance(
+            weights, ctx, state, path_BnE, jnp.clip(ctx.length - 1 - state.length, 0, path_BnE.shape[1])
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class OneLayerSource(FeatureSource[HeadState]):
+    """Base of EAGLE's heads: one layer, which reads the target's rows and the token after each, and scores the token
+    after that. What it drafts from, it reads its own rows of. Static.
+
+    Attributes:
+        width: D of the head's rows.
+        kv_heads, head_dim: of the cache.
+        tree_rows: rows that a tree feeds at once, 0 for chains.
+    """
+
     width: int
     kv_heads: int
     head_dim: int
-    kv_dtype: DTypeLike
     tree_rows: int
 
-    def init(self, weights: DraftWeights, ctx: DraftContext, hidden_BnD: jax.Array | None = None) -> HeadState:
-        """Feeds the prompt's rows but the last, whose token is not there yet. `hidden` is None for lone tokens only."""
-        batch, capacity = ctx.tokens.shape
+    def empty(self, batch: int, tokens: int) -> HeadState:
+        """A cache as large as the target's."""
         cache = kv.init(
             layers=1,
             batch=batch,
             kv_heads=self.kv_heads,
-            capacity=capacity,
+            capacity=tokens,
             head_dim=self.head_dim,
             dtype=self.kv_dtype,
         )
         root = jnp.zeros((batch, self.width), jnp.float32)
-        state = HeadState(*cache, root, jnp.zeros((batch, self.tree_rows, self.width), jnp.float32))
-        if hidden_BnD is None:
-            return state
-        until_B = jnp.minimum(ctx.length - 1, hidden_BnD.shape[1])
-        rows = min(PREFILL_ROWS, capacity)
-
-        def step(state: HeadState) -> HeadState:
-            at_Bn = state.length[:, None] + jnp.arange(rows, dtype=jnp.int32)[None]
-            piece_BnD = pick(hidden_BnD, at_Bn)
-            return self._advance(weights, ctx, state, piece_BnD, jnp.clip(until_B - state.length, 0, rows))
-
-        return jax.lax.while_loop(lambda s: (s.length < until_B).any(), step, state)
+        return HeadState(*cache, root, jnp.zeros((batch, self.tree_rows, self.width), jnp.float32))
 
     def room(self, weights: DraftWeights, state: HeadState, ctx: DraftContext) -> jax.Array:
         """Up to the end of the target's context and of the cache."""
@@ -95,51 +131,27 @@ class FeatureSource(Source):
         return state, self.logits(weights, state.root[:, None], live_B.astype(jnp.int32))[:, 0]
 
     def feed(
-        self,
-        weights: DraftWeights,
-        ctx: DraftContext,
-        cache: HeadState,
-        tokens_Bn: jax.Array,
-        *,
-        n_valid_B: jax.Array,
-        parents_Bn: jax.Array | None = None,
+        self, weights: DraftWeights, ctx: DraftContext, cache: HeadState, rows: FedRows
     ) -> tuple[jax.Array, HeadState]:
         """The head's row at a node's parent stands for the target's."""
-        n = tokens_Bn.shape[1]
+        n = rows.tokens.shape[1]
         before_BnD = cache.root[:, None]
-        if parents_Bn is not None:
-            above_BnD = pick(cache.rows, parents_Bn)
-            before_BnD = jnp.where(parents_Bn[:, :, None] < 0, before_BnD, above_BnD)
-        read_BnD = self.again(weights, before_BnD, n_valid_B)
-        y_BnD, cache = self.run(weights, ctx, cache, read_BnD, tokens_Bn, n_valid_B, parents_Bn)
-        fed_Bn1 = (jnp.arange(n, dtype=jnp.int32)[None] < n_valid_B[:, None])[:, :, None]
-        if parents_Bn is None:
+        if rows.parents is not None:
+            above_BnD = pick(cache.rows, rows.parents)
+            before_BnD = jnp.where(rows.parents[:, :, None] < 0, before_BnD, above_BnD)
+        y_BnD, cache = self.run(weights, ctx, cache, self.again(weights, before_BnD, rows.n_valid), rows)
+        fed_Bn1 = (jnp.arange(n, dtype=jnp.int32)[None] < rows.n_valid[:, None])[:, :, None]
+        if rows.parents is None:
             cache = cache._replace(root=jnp.where(fed_Bn1, y_BnD, before_BnD)[:, 0])
         else:
             cache = cache._replace(rows=cache.rows.at[:, :n].set(jnp.where(fed_Bn1, y_BnD, cache.rows[:, :n])))
-        return self.logits(weights, y_BnD, n_valid_B), cache
+        return self.logits(weights, y_BnD, rows.n_valid), cache
 
     def close(
         self, weights: DraftWeights, state: HeadState, cache: HeadState, ctx: DraftContext
     ) -> tuple[HeadState, Pytree]:
         """What was drafted is forgotten: the verdict brings the target's own rows."""
         return cache._replace(length=state.length, root=state.root), ctx.cache
-
-    def keep(
-        self,
-        weights: DraftWeights,
-        state: HeadState,
-        ctx: DraftContext,
-        feedback: Feedback,
-        *,
-        rows_Bm: jax.Array | None,
-        count_B: jax.Array,
-    ) -> HeadState:
-        """Feeds the target's rows of the tokens emitted in this round."""
-        assert feedback.hidden is not None
-        path_BnD = pick(feedback.hidden, path_rows(feedback.verdict))
-        n = path_BnD.shape[1]
-        return self._advance(weights, ctx, state, path_BnD, jnp.clip(ctx.length - 1 - state.length, 0, n))
 
     @abc.abstractmethod
     def read(self, weights: DraftWeights, hidden_BnE: jax.Array, n_valid_B: jax.Array) -> jax.Array:
@@ -151,14 +163,7 @@ class FeatureSource(Source):
 
     @abc.abstractmethod
     def run(
-        self,
-        weights: DraftWeights,
-        ctx: DraftContext,
-        state: HeadState,
-        read_BnD: jax.Array,
-        tokens_Bn: jax.Array,
-        n_valid_B: jax.Array,
-        parents_Bn: jax.Array | None,
+        self, weights: DraftWeights, ctx: DraftContext, state: HeadState, read_BnD: jax.Array, rows: FedRows
     ) -> tuple[jax.Array, HeadState]:
         """f32[B, n, D], the head's rows, and the state with their keys and values behind its length."""
 
@@ -166,13 +171,15 @@ class FeatureSource(Source):
     def logits(self, weights: DraftWeights, y_BnD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
         """f32[B, n, N] of the head's rows."""
 
-    def _advance(self, weights, ctx: DraftContext, state: HeadState, hidden_BnD, count_B) -> HeadState:
-        """The state with the first `count` of the target's rows that follow those it has."""
-        n = hidden_BnD.shape[1]
+    def advance(
+        self, weights: DraftWeights, ctx: DraftContext, state: HeadState, hidden_BnE: jax.Array, count_B: jax.Array
+    ) -> HeadState:
+        """Feeds the rows with the tokens after them."""
+        n = hidden_BnE.shape[1]
         after_Bn = state.length[:, None] + 1 + jnp.arange(n, dtype=jnp.int32)[None]
         tokens_Bn = pick(ctx.tokens, after_Bn)
-        read_BnD = self.read(weights, hidden_BnD, count_B)
-        y_BnD, state = self.run(weights, ctx, state, read_BnD, tokens_Bn, count_B, None)
+        read_BnD = self.read(weights, hidden_BnE, count_B)
+        y_BnD, state = self.run(weights, ctx, state, read_BnD, FedRows(tokens_Bn, count_B))
         last_BD = pick(y_BnD, jnp.maximum(count_B - 1, 0)[:, None])[:, 0]
         root = jnp.where(count_B[:, None] > 0, last_BD, state.root)
         return state._replace(root=root, length=state.length + count_B)

@@ -16,8 +16,8 @@ from specsparse.engine.cache import KVCache
 from specsparse.engine.weights import Layer, Params
 from specsparse.kernels import QTensor
 from specsparse.speculative.base import DraftContext
-from specsparse.speculative.drafters.heads.feature_source import FeatureSource, HeadState
-from specsparse.speculative.drafters.sources import DraftWeights
+from specsparse.speculative.drafters.heads.feature_source import HeadState, OneLayerSource
+from specsparse.speculative.drafters.sources import DraftWeights, FedRows
 
 
 class Input(NamedTuple):
@@ -50,7 +50,7 @@ class HeadParams(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadSource(FeatureSource):
+class HeadSource(OneLayerSource):
     """The head of EAGLE 1 and 2: it reads the target's rows before its output norm, and rows of layers below if it has
     matrices for them.
 
@@ -80,27 +80,20 @@ class HeadSource(FeatureSource):
         return self._sum((w.own or Input(w.hidden_norm, w.fc_hidden),), y_BnD, n_valid_B)
 
     def run(
-        self,
-        weights: DraftWeights,
-        ctx: DraftContext,
-        state: HeadState,
-        read_BnD: jax.Array,
-        tokens_Bn: jax.Array,
-        n_valid_B: jax.Array,
-        parents_Bn: jax.Array | None,
+        self, weights: DraftWeights, ctx: DraftContext, state: HeadState, read_BnD: jax.Array, rows: FedRows
     ) -> tuple[jax.Array, HeadState]:
         """What was read and the product of the token's embedding, added; one layer."""
         batch, n, width = read_BnD.shape
         w: HeadParams = weights.params
-        tokens_R = self.vocab.to_draft(tokens_Bn).reshape(-1)
+        tokens_R = self.vocab.to_draft(rows.tokens).reshape(-1)
         with jax.named_scope("head"):
             e_RD, read_RD = self.kernels.embed(ctx.params.embedding, tokens_R), read_BnD.reshape(batch * n, width)
             (x_RD,) = self.kernels.linear(
-                e_RD, (w.fc_token,), norm=w.token_norm, eps=self.eps, residual=read_RD, n_valid=n_valid_B
+                e_RD, (w.fc_token,), norm=w.token_norm, eps=self.eps, residual=read_RD, n_valid=rows.n_valid
             )
             params = Params(ctx.params.embedding, (w.layer,), w.output_norm, None, ctx.params.cos, ctx.params.sin)
             cache = KVCache(state.k, state.v, state.length)
-            y_RD, cache, *_ = self.layers(params, x_RD, cache, n_valid_B, parents_Bn, (0,))
+            y_RD, cache, *_ = self.layers(params, x_RD, cache, rows.n_valid, rows.parents, (0,))
         return y_RD.reshape(batch, n, width), state._replace(k=cache.k, v=cache.v)
 
     def logits(self, weights: DraftWeights, y_BnD: jax.Array, n_valid_B: jax.Array) -> jax.Array:

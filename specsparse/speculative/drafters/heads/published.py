@@ -1,0 +1,73 @@
+"""What the plans of published heads share: whether a head is one for the target, and the output matrix it scores by."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from specsparse.engine.model import Model
+from specsparse.engine.weights import pack_matrix
+from specsparse.errors import UserError
+from specsparse.speculative.drafters.heads.head_gguf import EMBEDDING, OUTPUT, PublishedHead
+from specsparse.speculative.drafters.sources import DraftWeights
+from specsparse.speculative.drafters.style import Style
+
+
+def check_path(path: object) -> None:
+    """Whether there is something to draft with.
+
+    Raises:
+        UserError: there is none.
+    """
+    if path is None or path == "":
+        raise UserError(
+            "drafter.path: a value is needed, the head's folder or GGUF file, hf://owner/repo or a name of "
+            "`python -m specsparse models`"
+        )
+
+
+def check_target(file: PublishedHead, target: Model, *, layers: Sequence[int], width: int) -> None:
+    """Whether a head is one for that target.
+
+    Args:
+        file: the head.
+        target: the model.
+        layers: ids of the target's layers whose incoming rows it reads.
+        width: of one of these rows.
+
+    Raises:
+        UserError: it was made for a model of other shapes or another vocabulary.
+    """
+    c, own = target.config, [name for name in (EMBEDDING, OUTPUT) if name in file.tensors]
+    if width != c.d_model or (file.shape.width != c.d_model and len(own) < 2):
+        raise UserError(
+            f"{file.path}: is for a target of width {width} (its own is {file.shape.width}), {target.path.name} has "
+            f"{c.d_model}"
+        )
+    outside = [layer for layer in layers if not 0 <= layer <= c.n_layers]
+    if outside:
+        raise UserError(
+            f"{file.path}: reads the target's features at layer {outside[0]}; {target.path.name} has layers 0 to "
+            f"{c.n_layers - 1}, and {c.n_layers} for what comes out"
+        )
+    if EMBEDDING in own and file.tensors[EMBEDDING][0] < c.vocab_size:
+        raise UserError(f"{file.path}: embeds {file.tensors[EMBEDDING][0]} ids, {target.path.name} has {c.vocab_size}")
+    if file.ids is not None and file.ids.max() >= c.vocab_size:
+        raise UserError(f"{file.path}: drafts id {file.ids.max()}, {target.path.name} has {c.vocab_size} ids")
+    if file.ids is None and OUTPUT in own and file.tensors[OUTPUT][0] < c.vocab_size:
+        raise UserError(
+            f"{file.path}: scores {file.tensors[OUTPUT][0]} ids without saying which (no d2t); {target.path.name} has "
+            f"{c.vocab_size}"
+        )
+
+
+def scored(file: PublishedHead, style: Style, target: Model, *, floats: bool) -> tuple[DraftWeights, int]:
+    """The output matrix, its ids where they are not all, and how many columns logits have."""
+    vocab, own = target.config.vocab_size, OUTPUT in file.tensors
+    output = pack_matrix(file.load(OUTPUT), floats=floats) if own else target.params.output
+    if own and (file.ids is not None or output.shape[0] > vocab):
+        return style.trim(target, output, vocab, rows=np.arange(vocab) if file.ids is None else file.ids)
+    if file.ids is not None and style.vocab is None:
+        style = dataclasses.replace(style, vocab=tuple(file.ids.tolist()))
+    weights, columns = style.trim(target, output, vocab)
+    return weights if weights.head is not None else weights._replace(head=output), columns
