@@ -266,7 +266,7 @@ class _Reader:
             tied_output="output.weight" not in f.tensors,
             biases=biases,
             activation=self._activation(),
-            gated="blk.0.ffn_gate.weight" in f.tensors or not self._says_activation(),
+            gated="blk.0.ffn_gate.weight" in f.tensors or ACTIVATION_KEY not in f.metadata,
             predictor_ranks=self._ranks(n_layers) if self.sparse else (),
             window=window,
             full_every=self._full_every() if window else 0,
@@ -298,9 +298,6 @@ class _Reader:
         if base is None:
             return None
         return RopeConfig(self.number("rope.freq_base_swa", base, low=1.0), rope.dim, rope.pairing)
-
-    def _says_activation(self) -> bool:
-        return ACTIVATION_KEY in self.f.metadata
 
     def _activation(self) -> str:
         family = ARCHITECTURES[self.arch]

@@ -17,10 +17,10 @@ from specsparse.errors import UserError
 from specsparse.experiments.settings import RunConfig
 from specsparse.kernels.processor import cpu_info
 from specsparse.models import catalogue
-from specsparse.report.measurements import CELL_FILE, measurement, read_mark, record_hash
+from specsparse.report.measurements import CELL_FILE, measurement, record_hash
 from specsparse.report.record import RECORD_FILE
 from specsparse.runtime.manifest import sha256_of
-from specsparse.support.json_files import to_json, write_atomically
+from specsparse.support.json_files import kept, to_json, write_atomically
 from specsparse.support.registry import source_of
 
 # Keys that change no result: what a run is called, and what is shown while it runs.
@@ -77,7 +77,7 @@ def reuse(done: Path, directory: Path) -> float | None:
             shutil.copyfile(file, directory / file.name)
         for name in (RECORD_FILE, CELL_FILE):
             write_atomically(directory / name, (done / name).read_text(encoding="utf-8"))
-    return read_mark(done / CELL_FILE).get("objective")
+    return kept(done / CELL_FILE).get("objective")
 
 
 @cache

@@ -46,8 +46,9 @@ def publish(directory: Path, options: Mapping[str, object]) -> str:
     run = runs.read(directory)
     mode = options.get("mode", "offline")
     group = options.get("group") or (directory.resolve().parent.name if directory.name.isdecimal() else None)
+    config = {**run.config, "manifest": {k: v for k, v in run.manifest.items() if k != "config"}}  # what it ran on
     client = wandb.init(
-        dir=str(directory), name=run.name, config=_config(run), job_type=run.kind, group=group, tags=_tags(run),
+        dir=str(directory), name=run.name, config=config, job_type=run.kind, group=group, tags=_tags(run),
         project=options.get("project", "specsparse"), mode=mode,
         settings=wandb.Settings(silent=True, console="off"),
     )  # fmt: skip
@@ -74,11 +75,6 @@ def _where(client: Any, mode: str) -> str:
         return f"wandb: {client.url}"
     shown = min(str(directory), os.path.relpath(directory), key=len)
     return f"wandb: written offline; to send it: wandb sync {shlex.quote(shown)}"
-
-
-def _config(run: Run) -> dict[str, object]:
-    """The composed config, and under `manifest` what it ran on: commit, model file, kernels, machine, packages."""
-    return {**run.config, "manifest": {k: v for k, v in run.manifest.items() if k != "config"}}
 
 
 def _steps(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -149,7 +149,8 @@ def unpack_neurons(rows: NeuronRows) -> jax.Array:
     scale = _scales(field, "d", "sc", layout)
     values = codes.reshape(count, scale.shape[1], -1) * scale[..., None]
     if "m" in field:
-        values = values + _mins(field, layout)[..., None]
+        mins = _scales(field, "m", "mn", layout)[..., None]
+        values = values - mins if layout.scales == "super_min" else values + mins
     return values.reshape(count, -1)[:, :cols]
 
 
@@ -170,11 +171,6 @@ def _scales(field: dict[str, jax.Array], name: str, fine: str, layout: Layout) -
         return dequant._float(coarse)[..., 0]
     dtype = jnp.int8 if fine == "sc" else jnp.uint8
     return dequant._scaled(coarse, field[fine].reshape(count, -1, 1, 1), dtype)[..., 0]
-
-
-def _mins(field: dict[str, jax.Array], layout: Layout) -> jax.Array:
-    mins = _scales(field, "m", "mn", layout)
-    return -mins if layout.scales == "super_min" else mins
 
 
 def regroup_neurons(matrix: QTensor) -> NeuronRows:

@@ -4,7 +4,6 @@ wanted = {"model.path": entries.find("llama-2-7b"), "drafter.model": entries.fin
 obtain(wanted, "ask")        # says what it would download; asks on a terminal, refuses elsewhere
 """
 
-import json
 import math
 import os
 import shutil
@@ -22,7 +21,7 @@ from specsparse.models.catalogue import NotHere, size_text
 from specsparse.models.entries import Download, Entry
 from specsparse.models.hub import RepoFile, Repository
 from specsparse.support import terminal
-from specsparse.support.json_files import to_json, write_atomically
+from specsparse.support.json_files import kept, to_json, write_atomically
 
 _SPARE = 0.05  # of the disk that is needed
 _KEPT = ("revision", "size", "sha256", "licence")
@@ -194,11 +193,7 @@ def memory_available() -> int | None:
 
 def known(entry: Entry) -> Entry:
     """The entry with what the Hub has said of it before, where the catalogue is silent."""
-    path = _facts_file(entry)
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return entry
+    facts = kept(_facts_file(entry))
     if facts.get("repo") != entry.repo:
         return entry
     return replace(entry, **{key: facts.get(key) for key in _KEPT if getattr(entry, key) is None})
@@ -209,8 +204,8 @@ def _keep(entry: Entry, **facts: str | int | None) -> None:
     if shipped != entry:
         return
     before = {key: getattr(known(entry), key) for key in _KEPT}
-    kept = before | {key: value for key, value in facts.items() if value is not None}
-    write_atomically(_facts_file(entry), to_json({"repo": entry.repo, **kept}) + "\n")
+    told = {key: value for key, value in facts.items() if value is not None}
+    write_atomically(_facts_file(entry), to_json({"repo": entry.repo, **before, **told}) + "\n")
 
 
 def _facts_file(entry: Entry) -> Path:

@@ -1,13 +1,12 @@
 """Finished cells of sweeps on disk: one measurement may lie in several directories."""
 
 import hashlib
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from specsparse.report.record import RECORD_FILE
-from specsparse.support.json_files import Json
+from specsparse.support.json_files import kept
 
 CELL_FILE = "cell.json"
 
@@ -21,7 +20,7 @@ class Measurement(NamedTuple):
 
 def measurement(directory: Path) -> Measurement | None:
     """Of a finished cell, the same for one taken over as for the one it was taken from; None for other directories."""
-    mark = read_mark(directory / CELL_FILE)
+    mark = kept(directory / CELL_FILE)
     key, record = mark.get("key"), mark.get("record")
     return Measurement(key, record) if key and record and record == record_hash(directory) else None
 
@@ -40,12 +39,3 @@ def record_hash(directory: Path) -> str:
         return hashlib.sha256((directory / RECORD_FILE).read_bytes()).hexdigest()
     except OSError:
         return ""
-
-
-def read_mark(file: Path) -> Json:
-    """A mark; one that cannot be read is none."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

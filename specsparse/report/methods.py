@@ -117,7 +117,8 @@ class Method:
 
 def of(runs: Sequence[Run]) -> list[Method]:
     """The methods of all runs that decoded plainly beside them, in order; plain decoding alone is none."""
-    found = [(run, side) for run in runs for side in _sides(run)]
+    sides = [(run, dict.fromkeys(str(row["side"]) for row in run.passes)) for run in runs]
+    found = [(run, side) for run, named in sides for side in named if side not in (PLAIN, HOST)]
     settings = varied.settings([run.config for run, _ in found])
     differing = [s for s in settings if s.key not in _PAIR and not s.key.startswith(_NOT_A_METHOD)]
     pairs = [_pair(run, side) for run, side in found]
@@ -164,10 +165,6 @@ def grouped(methods: Sequence[Method], most: int) -> list[str]:
     columns = [[m.names.get(key, NEITHER) for m in methods] for key in keys]
     few = [column for column in columns if len(set(column)) <= most]
     return max(few, key=lambda column: len(set(column)), default=["all"] * len(methods))
-
-
-def _sides(run: Run) -> list[str]:
-    return [s for s in dict.fromkeys(str(row["side"]) for row in run.passes) if s not in (PLAIN, HOST)]
 
 
 def _pair(run: Run, side: str) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 import sys
 from functools import partial
+from typing import TypeVar
 
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
@@ -23,6 +24,8 @@ from specsparse.speculative.gamma import SHORT_GAMMA
 from specsparse.speculative.method import choose_verifier
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.policies.registry import default_policy
+
+Head = TypeVar("Head", Eagle3File, DFlashFile)
 
 
 def make_method(
@@ -60,7 +63,9 @@ def bind(model: Model, plan: DrafterPlan) -> Bound:
     if key not in model.drafters:
         if not plan.on_mesh:
             model.check_whole("the drafter with these options")
-        model.drafters[key] = plan.prepare(model, _making(model))
+        load_draft = partial(_load_draft, model)
+        make = MakeModel(load_draft, with_fewer_neurons, eagle3=published_eagle3, dflash=published_dflash)
+        model.drafters[key] = plan.prepare(model, make)
     return model.drafters[key].under(plan.style.policy)
 
 
@@ -71,15 +76,18 @@ def _that_pays(model: Model, drafter: Drafter, name: str | None, share: float) -
     return with_policy(drafter, default_policy(times, gamma=gamma, tree=drafter.tree))
 
 
-def _making(model: Model) -> MakeModel:
-    """How a plan gets what it drafts with."""
-    return MakeModel(partial(_load_draft, model), with_fewer_neurons, eagle3=published_eagle3, dflash=published_dflash)
-
-
 def published_eagle3(spec: str) -> Eagle3File:
-    """The EAGLE-3 head of a path, a name of the catalogue or a reference to the Hub; what it asks for and does not get
-    is said on stderr."""
-    file = read_eagle3(obtain.published(spec))
+    """The EAGLE-3 head of a path, a name of the catalogue or a reference to the Hub."""
+    return _told(read_eagle3(obtain.published(spec)))
+
+
+def published_dflash(spec: str) -> DFlashFile:
+    """The DFlash drafter of a path, a name of the catalogue or a reference to the Hub."""
+    return _told(read_dflash(obtain.published(spec)))
+
+
+def _told(file: Head) -> Head:
+    """The head; what its file asks for and does not get is said on stderr."""
     if file.accept_k > 1:
         print(
             f"note: {file.path} asks for verifier_accept_k={file.accept_k}, which is lossy: the verifier here is "
@@ -87,11 +95,6 @@ def published_eagle3(spec: str) -> Eagle3File:
             file=sys.stderr,
         )
     return file
-
-
-def published_dflash(spec: str) -> DFlashFile:
-    """The DFlash drafter of a path, a name of the catalogue or a reference to the Hub."""
-    return read_dflash(obtain.published(spec))
 
 
 def _load_draft(target: Model, spec: str) -> Model:

@@ -3,7 +3,6 @@
 import contextlib
 import datetime
 import hashlib
-import json
 import platform
 import subprocess
 import sys
@@ -14,11 +13,10 @@ from pathlib import Path
 from specsparse import kernels
 from specsparse.errors import UserError
 from specsparse.kernels.processor import cpu_info
-from specsparse.support.json_files import write_atomically
+from specsparse.support.json_files import kept, to_json, write_atomically
 from specsparse.support.paths import cache_dir
 
 PACKAGES = ("specsparse", "jax", "jaxlib", "numpy", "gguf", "hydra-core", "tokenizers", "sentencepiece", "wandb")
-_CHUNK = 1 << 22
 
 
 def build(config: Mapping[str, object], model_file: Path | None) -> dict[str, object]:
@@ -75,17 +73,11 @@ def sha256_of(path: Path) -> str:
     stat = path.stat()
     key = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
     store = cache_dir() / "sha256.json"
-    try:
-        known = json.loads(store.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        known = {}
-    if isinstance(known, dict) and isinstance(known.get(key), str):
+    known = kept(store)
+    if isinstance(known.get(key), str):
         return known[key]
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    known = {**(known if isinstance(known, dict) else {}), key: digest.hexdigest()}
+        known[key] = hashlib.file_digest(file, "sha256").hexdigest()
     with contextlib.suppress(UserError):  # a cache that cannot be written costs time, nothing else
-        write_atomically(store, json.dumps(known))
+        write_atomically(store, to_json(known))
     return known[key]

@@ -9,7 +9,7 @@ import numpy as np
 from specsparse.engine.noise import NoiseStream, uniform
 from specsparse.engine.sampling import pipeline as sampling
 from specsparse.engine.sampling.params import SamplingParams
-from specsparse.engine.sampling.pipeline import LawConfig, LawParams, RowPaths, SamplingKernels
+from specsparse.engine.sampling.pipeline import RowPaths, SamplingKernels
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext
 
@@ -67,13 +67,10 @@ class DraftLaw:
         return self.kernels.draw(q_RN, u_R)
 
     def _law(self, params: SamplingParams, logits_RN: jax.Array) -> tuple[jax.Array, jax.Array]:
-        config, numbers = self._compiled(params)
+        config, numbers = sampling.compile_params(params, vocab_size=self.columns)
         R = logits_RN.shape[0]
         rows = RowPaths(jnp.zeros((R,), jnp.int32), jnp.zeros((R, 0), jnp.int32))
         return sampling.law(config, numbers, logits_RN, None, rows, kernels=self.kernels)
-
-    def _compiled(self, params: SamplingParams) -> tuple[LawConfig, LawParams]:
-        return sampling.compile_params(params, vocab_size=self.columns)
 
 
 def draft_uniform(ctx: DraftContext, *, depth, node) -> jax.Array:

@@ -128,7 +128,7 @@ def intersect(target: Tokenizer, draft: Tokenizer, *, target_size: int, draft_si
         known = image.get(token)
         if known is None:
             data = b"" if token >= target.vocab_size or token in special else target.token_bytes(token)
-            known = [theirs[data]] if data in theirs else _inside(draft.encode_bytes(data), draft_size)
+            known = [theirs[data]] if data in theirs else [i for i in draft.encode_bytes(data) if i < draft_size]
         images.append(known)
     target_ids = np.array(sorted(shared), np.int32)
     paired = {pair.target for pair in pairs}
@@ -158,10 +158,6 @@ def _texts(tokenizer: Tokenizer, size: int) -> dict[bytes, int]:
         if data and (data not in found or (found[data] in single and index not in single)):
             found[data] = index
     return found
-
-
-def _inside(ids: list[int], size: int) -> list[int]:
-    return [i for i in ids if i < size]
 
 
 def _special_pairs(target: Tokenizer, draft: Tokenizer, target_size: int, draft_size: int) -> list[SpecialPair]:

@@ -27,6 +27,15 @@ def write_atomically(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
+def kept(path: Path) -> Json:
+    """The object in a file that is kept to save time; {} where there is none, or none that can be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def to_json(value: object, **options: Any) -> str:
     """JSON that every reader takes: numpy values as plain ones, NaN and infinity as null."""
     return json.dumps(_plain(value), allow_nan=False, ensure_ascii=False, **options)

@@ -310,7 +310,8 @@ def _plain(hint: type, ranges: Sequence[Range], value: object, label: str) -> ob
     wanted = _NAMES.get(hint) or f"a {getattr(hint, '__name__', hint)}"
     fits = isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool)
     if not fits or not all(bounds.holds(value) for bounds in ranges):
-        raise _RefusedError(label, given, " ".join([wanted, *_bounds(ranges)]))
+        limits = [f"of {bounds}" if str(bounds).startswith("at ") else str(bounds) for bounds in ranges]
+        raise _RefusedError(label, given, " ".join([wanted, *limits]))
     return value
 
 
@@ -319,10 +320,6 @@ def _float(value: numbers.Real) -> float:
         return float(value)
     except OverflowError:  # a whole number too long for a float
         return math.inf
-
-
-def _bounds(ranges: Sequence[Range]) -> list[str]:
-    return [f"of {bounds}" if str(bounds).startswith("at ") else str(bounds) for bounds in ranges]
 
 
 def _read_by(reader: Read, value: object, label: str) -> object:

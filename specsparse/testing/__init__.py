@@ -1,13 +1,13 @@
 """The test kit, public: tiny models, a GGUF writer, random quantised weights, damaged files, a dummy tokenizer."""
 
+from specsparse.kernels.packing.random_blocks import random_quantised
 from specsparse.speculative.drafters.scripted import Scripted
 from specsparse.testing.contract import check_drafter
+from specsparse.testing.damaged import load_everything, mutate
 from specsparse.testing.drafting import draft_context, drafted_ids
 from specsparse.testing.lossless import assert_lossless
-from specsparse.testing.mutants import load_everything, mutate
 from specsparse.testing.policies import check_policy
 from specsparse.testing.predictors import check_predictor
-from specsparse.testing.quantised import random_quantised
 from specsparse.testing.running import Runner
 from specsparse.testing.tiny import CHATML, tiny_config, write_tiny_gguf
 from specsparse.testing.trees import check_tree

@@ -14,7 +14,7 @@ from specsparse.engine.architectures import ARCHITECTURES
 from specsparse.engine.config import PROJECTIONS, ModelConfig
 from specsparse.engine.gguf.writer import NewTensor, write_gguf
 from specsparse.engine.rope_config import RopeConfig, Scaling
-from specsparse.testing.quantised import random_quantised
+from specsparse.kernels.packing.random_blocks import random_quantised
 from specsparse.testing.vocab import bpe_vocabulary, spm_vocabulary
 
 CHATML = (

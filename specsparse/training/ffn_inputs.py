@@ -43,8 +43,10 @@ def collect(
         part = windows[i * _PART : (i + 1) * _PART]
         if not path.exists():
             if program is None:
-                program, arguments = _program(model), _arguments(model, rows)
-            found = [_kept(program(*arguments, p), p) for p in (ffn_model.pack_texts(texts, rows) for texts in part)]
+                program = _program(model)
+                arguments = model.params.embedding, ffn_model.frozen_layers(model, rows), ffn_model.ffns_of(model)
+            packed = [ffn_model.pack_texts(texts, rows) for texts in part]
+            found = [np.asarray(program(*arguments, p))[:, p.text >= 0] for p in packed]
             write_tensors(path, {"z": np.concatenate(found, axis=1)}, {"format": "specsparse.training.inputs"})
         if progress is not None:
             progress(i * _PART + len(part))
@@ -75,11 +77,3 @@ def _program(model: Model) -> Callable:
         return ffn_model.forward(config, frozen, ffn, x_nD, texts, jax.nn.silu, lambda z, a: z.astype(jnp.float16))[1]
 
     return jax.jit(inputs)
-
-
-def _arguments(model: Model, rows: int) -> tuple:
-    return model.params.embedding, ffn_model.frozen_layers(model, rows), ffn_model.ffns_of(model)
-
-
-def _kept(z_LnD: jax.Array, texts: PackedTexts) -> np.ndarray:
-    return np.asarray(z_LnD)[:, texts.text >= 0]

@@ -8,7 +8,6 @@ import pytest
 from experiments import identity
 from specsparse.engine import generate
 from specsparse.kernels.native import cpu
-from specsparse.testing import identity as kit
 from specsparse.testing import write_tiny_gguf
 
 METHODS = ["scripted tree", "layer_skip drawn"]
@@ -61,26 +60,26 @@ def test_another_runs_state_is_refused(capsys, path, tmp_path):
 
 
 def test_units_cover_the_tokens_every_method_and_every_law():
-    names = list(kit.METHODS)
-    found = kit.units(100_000, names)
-    assert len(found) == len(set(found)) and len(found) * kit.ROWS * kit.TEXT >= 100_000
-    assert {(u.method, u.law) for u in found} == {(m, law) for m in names for law in kit.LAWS}
-    temperatures = {p.temperature for laws in kit.LAWS.values() for p in laws}
+    names = list(identity.METHODS)
+    found = identity.units(100_000, names)
+    assert len(found) == len(set(found)) and len(found) * identity.ROWS * identity.TEXT >= 100_000
+    assert {(u.method, u.law) for u in found} == {(m, law) for m in names for law in identity.LAWS}
+    temperatures = {p.temperature for laws in identity.LAWS.values() for p in laws}
     assert temperatures == {0.0, 0.6, 1.0}
 
 
 def test_differing_tokens_are_counted():
     wanted = np.arange(10)
-    assert kit.differing_tokens(wanted, wanted) == 0
-    assert kit.differing_tokens(np.array([0, 9, 2, 9]), wanted) == 2 + 6
+    assert identity.differing_tokens(wanted, wanted) == 0
+    assert identity.differing_tokens(np.array([0, 9, 2, 9]), wanted) == 2 + 6
 
 
 @pytest.mark.slow
 def test_smollm2_2000_tokens_of_trees_and_drawn_drafts(smollm2):
     """One batch each under greedy, truncated and penalised laws, with a draft length of its own in every row."""
-    bench, methods = kit.IdentityBench.of(smollm2), ["p_split tree", "layer_skip drawn", "wor tree"]
-    found = kit.units(2000, methods)
-    assert {u.law for u in found} == set(kit.LAWS)
+    bench, methods = identity.IdentityBench.of(smollm2), ["p_split tree", "layer_skip drawn", "wor tree"]
+    found = identity.units(2000, methods)
+    assert {u.law for u in found} == set(identity.LAWS)
     for unit in found:
         row = bench.compare(unit, bench.plain(unit.law, unit.batch))
         assert row["differing"] == 0 and 0 < row["accepted"] < row["drafted"], (unit, row)

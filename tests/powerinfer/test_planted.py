@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 import specsparse
+from experiments.planted import power_law, write_planted_powerinfer
 from specsparse.powerinfer.ffn import union
 from specsparse.predictors import FFN
 from specsparse.predictors.mlp import Mlp
-from specsparse.testing.planted import power_law, write_planted_powerinfer
 
 SMALL = {"d_model": 128, "d_ff": 512, "n_heads": 4, "rank": 96, "vocab_size": 300, "context_length": 128}
 

@@ -91,7 +91,10 @@ def write_gguf(
         UserError: the file cannot be written, or a type has no code in a file of this magic or does not fit the rows.
         ValueError: a key or a tensor that no reader would take.
     """
-    metadata = {k: v for k, v in metadata.items() if k != "general.alignment" and not _is_empty(v)}
+    metadata = {
+        k: v for k, v in metadata.items()
+        if k != "general.alignment" and not (isinstance(v, list | np.ndarray) and len(v) == 0)
+    }  # fmt: skip
     _check_tensors(tensors, path)
     head = [magic, struct.pack("<IQQ", VERSION, len(tensors), len(metadata))]
     head += [_string(key) + _value(key, value) for key, value in metadata.items()]
@@ -132,10 +135,6 @@ def _code(t: NewTensor, magic: bytes, path: str | os.PathLike[str]) -> int:
 
 def _padded(n: int) -> int:
     return -(-n // DEFAULT_ALIGNMENT) * DEFAULT_ALIGNMENT
-
-
-def _is_empty(value: object) -> bool:
-    return isinstance(value, list | np.ndarray) and len(value) == 0
 
 
 def _string(text: str) -> bytes:

@@ -174,7 +174,7 @@ def _own(params: Params) -> Params:
 def across(kernels: Kernels, vocab_size: int) -> Kernels:
     """Kernels of one device among others. A product with a residual ends a block, or rows that are
     normalised and added: they are the sum of all devices'."""
-    total = _psum if kernels.name == "xla" else _in_order
+    total = functools.partial(jax.lax.psum, axis_name=AXIS) if kernels.name == "xla" else _in_order
 
     def linear(x, weights, *, biases=None, residual=None, **options):
         if residual is None:
@@ -197,10 +197,6 @@ def across(kernels: Kernels, vocab_size: int) -> Kernels:
 def _first(x: jax.Array) -> jax.Array:
     """x on the first device, zeros on the others: what must be added once."""
     return jnp.where(jax.lax.axis_index(AXIS) == 0, x, jnp.float32(0))
-
-
-def _psum(part: jax.Array) -> jax.Array:
-    return jax.lax.psum(part, AXIS)
 
 
 def _in_order(part: jax.Array) -> jax.Array:

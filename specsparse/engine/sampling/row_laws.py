@@ -218,21 +218,3 @@ def reference_draw(p_RV: jax.Array, u_R: jax.Array) -> jax.Array:
 
 REFERENCE = SamplingKernels(reference_argmax, reference_law, reference_draw)
 """Plain jax: the oracle and the fallback."""
-
-
-def one_row_at_a_time(kernels: SamplingKernels) -> SamplingKernels:
-    """The same functions under `lax.map` over rows, for a backend whose elementwise functions depend on R."""
-
-    def single(function, *rows, **steps):
-        return function(*jax.tree.map(lambda a: a[None], rows), **steps)[0]
-
-    def argmax(logits_RV):
-        return jax.lax.map(lambda x: single(kernels.argmax, x), logits_RV)
-
-    def law(logits_RV, rows, **steps):
-        return jax.lax.map(lambda row: single(kernels.law, *row, **steps), (logits_RV, rows))
-
-    def draw(p_RV, u_R):
-        return jax.lax.map(lambda row: single(kernels.draw, *row), (p_RV, u_R))
-
-    return SamplingKernels(argmax, law, draw)

@@ -4,7 +4,7 @@ Every mistake becomes a `UserError` that names the key and, for an unknown one, 
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,7 +29,8 @@ def from_omegaconf(cfg: DictConfig | Mapping[str, object]) -> RunConfig:
     Raises:
         UserError: a missing or mistyped value, a value out of range, a broken interpolation.
     """
-    tree = OmegaConf.create({key: value for key, value in _items(cfg) if key != "hydra"})
+    items = cfg.items_ex(resolve=False) if isinstance(cfg, DictConfig) else cfg.items()
+    tree = OmegaConf.create({key: value for key, value in items if key != "hydra"})
     _give_way(tree)
     try:
         plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
@@ -90,7 +91,3 @@ def valid_keys() -> list[str]:
         inner = options_of(option.hint) if dataclasses.is_dataclass(option.hint) else ()
         keys += [name, *(f"{name}.{sub}" for sub in inner)]
     return keys
-
-
-def _items(cfg: DictConfig | Mapping[str, object]) -> Iterable[tuple[str, object]]:
-    return cfg.items_ex(resolve=False) if isinstance(cfg, DictConfig) else cfg.items()

@@ -21,7 +21,7 @@ def explain(error: Exception, conf: Path) -> UserError:
     text = str(error)
     if error.__cause__ is not None and "\n" not in text:
         text = f"{text}: {error.__cause__}"
-    groups = _groups(conf)
+    groups = {d.name: sorted(f.stem for f in d.glob("*.yaml")) for d in sorted(conf.iterdir()) if d.is_dir()}
     override = getattr(error, "override", None)
     if override is not None:
         return UserError(f"cannot read {override!r}: write KEY=VALUE, and quote a value with special characters")
@@ -44,10 +44,6 @@ def explain(error: Exception, conf: Path) -> UserError:
         return UserError(f"{key}: choose one, such as {key}={next(iter(groups.get(key, ['NAME'])))}")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return UserError("; ".join(lines[:2]) or type(error).__name__)
-
-
-def _groups(conf: Path) -> dict[str, list[str]]:
-    return {d.name: sorted(f.stem for f in d.glob("*.yaml")) for d in sorted(conf.iterdir()) if d.is_dir()}
 
 
 def _keys_of(conf: Path, group: str) -> set[str]:

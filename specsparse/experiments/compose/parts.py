@@ -70,13 +70,9 @@ def described(group: str, name: str) -> list[Described]:
 
 def help_text(group: str, name: str) -> str:
     """The options of a choice, one below the other; "" where it has none."""
-    rows = [(f"{group}.{o.name}={_written(o.default)}", o.about) for o in described(group, name)]
+    rows = [(f"{group}.{o.name}={'null' if o.default is None else o.default}", o.about) for o in described(group, name)]
     width = max((len(left) for left, _ in rows), default=0) + 2
     return "\n".join(
         textwrap.fill(about, 110, initial_indent=left.ljust(width), subsequent_indent=" " * width)
         for left, about in rows
     )
-
-
-def _written(value: object) -> str:
-    return "null" if value is None else str(value)

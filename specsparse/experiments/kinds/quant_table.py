@@ -1,7 +1,6 @@
 """`kind: quant_table`: one model in several types of weights, as a table: bytes, perplexity, KL to float32, speed."""
 
 import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,7 +112,8 @@ class Quantisations(Kind[QuantTableSettings]):
         source = Path(catalogue.resolve(cfg.model.path))
         f = open_gguf(source)
         notes = () if inspection.main_type(f) in inspection.FLOAT_TYPES else (BASE_IS_QUANTISED,)
-        files = [*_made(cfg, source, lab.console), *(Path(catalogue.resolve(file)) for file in cfg.quant_table.files)]
+        files = [job.requantised(source, name, lab.console) for name in cfg.quant_table.types]
+        files += [Path(catalogue.resolve(file)) for file in cfg.quant_table.files]
         text = perplexity.cut(cfg, Tokenizer.from_metadata(f.metadata, where=str(source)))
         with perplexity.base_law(cfg, lab, text) as law:
             found = QuantTable(tuple(_row(cfg, lab.engine, file, text, law, lab.console) for file in files), notes)
@@ -123,12 +123,6 @@ class Quantisations(Kind[QuantTableSettings]):
             {"rows": found.rows, "notes": notes, "conditions": found.conditions.to_dict()}, found,
             shown=[table(found.rows), *map(Text, said), *taken], definitions=DEFINITIONS, objective=found.objective,
         )  # fmt: skip
-
-
-def _made(cfg: QuantTableSettings, source: Path, console: Console) -> Iterator[Path]:
-    """The file of each type."""
-    for name in cfg.quant_table.types:
-        yield job.requantised(source, name, console)
 
 
 def _row(

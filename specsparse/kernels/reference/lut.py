@@ -74,16 +74,6 @@ def make_tables(x_RD: jax.Array, zero: int, sums: Sums) -> Tables:
     return Tables(entries, 0.5 * (largest / steps), jnp.zeros_like(total), (7.5 - zero) * total, total)
 
 
-def error_bound(x_RD: jax.Array, w: BitPlanes, sums: Literal["int8", "int6"]) -> jax.Array:
-    """How far f32[R, rows] a product by rounded tables can lie from the exact one, roundings of float32 aside.
-
-    An entry is off by half a step at most, a step counts half, and 8 tables times 15 make a block: 60 d * scale.
-    """
-    d, _ = _scales(w)
-    scale = make_tables(x_RD, w.layout.zero, sums).scale
-    return 60.0 * jnp.einsum("gbl,rb->rgl", jnp.abs(d), scale).reshape(len(x_RD), -1)[:, : w.shape[0]]
-
-
 def lut_linear(x_RD: jax.Array, w: BitPlanes, *, sums: Sums = "int16", residual: jax.Array | None = None) -> jax.Array:
     """w times rows of activations by tables of their sums.
 

@@ -23,6 +23,7 @@ from specsparse.errors import UserError
 from specsparse.kernels import Kernels, peaks
 from specsparse.kernels.neurons import NeuronRows, pack_neurons
 from specsparse.kernels.packing.pack import SUPPORTED, aligned_empty, pack_qtensor
+from specsparse.kernels.packing.random_blocks import random_quantised
 from specsparse.kernels.packing.signbits import SignRows, pack_signs
 from specsparse.kernels.qtensor import QTensor
 from specsparse.measure.bench.samples import paired_ratio, summary
@@ -30,7 +31,6 @@ from specsparse.runtime import manifest
 from specsparse.support import terminal
 from specsparse.support.in_turn import in_turn
 from specsparse.support.json_files import Json
-from specsparse.testing import random_quantised
 
 VARIANTS = ("ffn", "ffn+mlp", "ffn+signbit")
 """Which neurons are kept is given; predicted by a two-layer MLP; predicted from sign bits."""

@@ -22,6 +22,7 @@ from specsparse.kernels.arena import aligned_empty
 from specsparse.kernels.native import cpu, lut
 from specsparse.kernels.packing.pack import pack_qtensor
 from specsparse.kernels.packing.planes import BitPlanes, pack_planes
+from specsparse.kernels.packing.random_blocks import random_quantised
 from specsparse.kernels.qtensor import QTensor
 from specsparse.kernels.reference.lut import SUMS
 from specsparse.measure.bench.samples import paired_ratio, summary
@@ -29,7 +30,6 @@ from specsparse.runtime import manifest
 from specsparse.support import terminal
 from specsparse.support.in_turn import in_turn, seconds
 from specsparse.support.json_files import Json
-from specsparse.testing import random_quantised
 
 TYPES = ("Q4_0", "Q4_1")
 PRODUCT = "product"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from specsparse.engine.sampling import pipeline
 from specsparse.engine.sampling.params import SamplingParams
-from specsparse.engine.sampling.row_laws import REFERENCE, LawRows, one_row_at_a_time
+from specsparse.engine.sampling.row_laws import REFERENCE, LawRows
 
 SHAPES = [
     {},
@@ -241,18 +241,6 @@ def test_rows_do_not_depend_on_their_number(vocab):
     for i in range(9):
         alone = run(x[i : i + 1], u[i : i + 1], path[i : i + 1])
         jax.tree.map(lambda a, b, i=i: np.testing.assert_array_equal(a[i : i + 1], b), together, alone)
-
-
-def test_kernels_can_be_swapped():
-    rng = np.random.default_rng(5)
-    x = random_logits(rng, 6, 300)
-    u = rng.random(6).astype(np.float32)
-    mapped = one_row_at_a_time(REFERENCE)
-    cfg, params = pipeline.compile_params(SamplingParams(top_p=0.9, temperature=0.7), vocab_size=300, batch=6)
-    p, _ = law(cfg, params, x, kernels=REFERENCE)
-    np.testing.assert_array_equal(p, law(cfg, params, x, kernels=mapped)[0])
-    np.testing.assert_array_equal(draw(p, u), jax.jit(mapped.draw)(p, u))
-    np.testing.assert_array_equal(REFERENCE.argmax(x), mapped.argmax(x))
 
 
 def test_draw_has_exactly_the_law_on_a_dyadic_grid():

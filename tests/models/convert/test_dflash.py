@@ -13,6 +13,7 @@ from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
 from specsparse.models.convert.dflash import convert_dflash, read_dflash
 from specsparse.models.convert.dflash_folder import write_folder
+from specsparse.runtime.binding import published_dflash
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import random_dflash
 
@@ -106,3 +107,12 @@ def test_frequency_factors_go_through_gguf(tmp_path):
     with pytest.raises(UserError, match="write GGUF"):
         convert_dflash(tmp_path / "d.gguf", tmp_path / "back")
     assert not (tmp_path / "back").exists()
+
+
+def test_what_a_file_asks_for_and_does_not_get_is_said(tmp_path, capsys):
+    folder = shutil.copytree(ORACLE, tmp_path / "d")
+    config = json.loads((folder / "config.json").read_text())
+    config["speculators_config"]["proposal_methods"][0]["verifier_accept_k"] = 3
+    (folder / "config.json").write_text(json.dumps(config))
+    assert published_dflash(str(folder)).accept_k == 3
+    assert "asks for verifier_accept_k=3, which is lossy" in capsys.readouterr().err

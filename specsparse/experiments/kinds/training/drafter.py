@@ -61,7 +61,8 @@ class TrainDrafter(Training):
         found, written = training.texts(cfg, model, folder, console)
         state, trainer, curve = training.trained(cfg, model, folder, found, console)
         ids, form = np.asarray(state.ids), trainer.form
-        path = form.write(folder / f"{_stem(folder, form)}.gguf", state.weights, ids, quant=chosen.own.quantise)
+        stem = folder.name.removesuffix(f"-{form.name}")  # the form behind it, once
+        path = form.write(folder / f"{stem}-{form.name}.gguf", state.weights, ids, quant=chosen.own.quantise)
         shape, gamma = (chosen.train.rows, chosen.train.drafting), chosen.own.gamma
         answers = held_out(cfg, model, console)
         drafting = evaluate(model, form, state.weights, trainer.frozen(ids), answers, gamma=gamma, shape=shape)
@@ -84,11 +85,6 @@ def _row(point: Mapping[str, Any]) -> dict[str, object]:
     pairs = zip(point["loss"], point["agreement"], strict=True)
     places = {f"{key}_{i}": x for i, pair in enumerate(pairs, 1) for key, x in zip(("loss", "agreement"), pair)}
     return {**{key: point[key] for key in ("step", "rows", "seconds", "rate")}, **places}
-
-
-def _stem(folder: Path, form: Form) -> str:
-    """The directory's name with that of the form behind it, once."""
-    return folder.name if folder.name.endswith(f"-{form.name}") else f"{folder.name}-{form.name}"
 
 
 def held_out(cfg: TrainSettings, model: Model, console: Console) -> list[data.Text]:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from specsparse.kernels import QTensor
 from specsparse.kernels.reference.dense import rotate
+from specsparse.speculative.drafters.heads.layer_shape import LayerShape
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 _NOT = -1e30
@@ -28,14 +29,10 @@ Matrix = QTensor | jax.Array
 
 
 @dataclass(frozen=True)
-class BlockShape:
+class BlockShape(LayerShape):
     """The static facts of a drafter.
 
     Attributes:
-        width: D.
-        heads, kv_heads, head_dim: H, G, d.
-        d_ff: F.
-        eps: of every RMS norm.
         features: layers of the target whose incoming rows are fused, in order; its number of layers is what comes out
             of the last one.
         feature_width: of one of them, the target's width.
@@ -44,12 +41,6 @@ class BlockShape:
         pairing: of the rotation.
     """
 
-    width: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    d_ff: int
-    eps: float
     features: tuple[int, ...]
     feature_width: int
     windows: tuple[int | None, ...]

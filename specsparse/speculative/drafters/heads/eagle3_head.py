@@ -19,19 +19,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specsparse.speculative.drafters.heads.layer_shape import LayerShape
+
 PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 """Matrices of the layer by their GGUF names."""
 
 
 @dataclass(frozen=True)
-class HeadShape:
+class HeadShape(LayerShape):
     """Shape and options of a head.
 
     Attributes:
-        width: D of the head.
-        heads, kv_heads, head_dim: of its attention.
-        d_ff: neurons.
-        eps: of every RMS norm.
         features: how many layers' features it reads.
         norm_before_residual: the residual is the normalised row, not the row itself.
         norm_before_fc: one RMS norm over all features before they are fused.
@@ -41,12 +39,6 @@ class HeadShape:
         biases: projections with a bias.
     """
 
-    width: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    d_ff: int
-    eps: float
     features: int = 3
     norm_before_residual: bool = False
     norm_before_fc: bool = False

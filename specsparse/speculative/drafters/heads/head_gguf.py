@@ -15,8 +15,7 @@ from specsparse.engine.config import MAX_CONTEXT, SCALINGS, RopeConfig
 from specsparse.engine.gguf.reader import GGUFFile, TensorInfo, can_dequantise, show
 from specsparse.engine.gguf.writer import NewTensor, encode, write_gguf
 from specsparse.errors import UserError
-from specsparse.speculative.drafters.heads.dflash_block import BlockShape
-from specsparse.speculative.drafters.heads.eagle3_head import HeadShape
+from specsparse.speculative.drafters.heads.layer_shape import LayerShape
 from specsparse.support.json_files import Json
 
 EMBEDDING, OUTPUT, DRAFT_IDS, ROPE_FACTORS = "token_embd.weight", "output.weight", "d2t", "rope_freqs.weight"
@@ -52,7 +51,7 @@ class PublishedHead:
     what: ClassVar[str]  # in messages
 
     path: Path
-    shape: HeadShape | BlockShape
+    shape: LayerShape
     rope: RopeConfig
     rope_factors: np.ndarray | None
     context: int
@@ -205,7 +204,7 @@ class HeadKeys:
         return d
 
     def of_layers(self) -> Json:
-        """The fields of a shape that both kinds have."""
+        """The fields of a `LayerShape`."""
         heads = self.size("attention.head_count")
         return {
             "width": self.size("embedding_length"),
