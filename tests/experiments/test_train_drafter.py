@@ -141,6 +141,7 @@ def test_reach_counts_drafts_by_the_place_of_their_first_error():
         ({"options": {"steps": 2.5}}, r"train.steps=2.5 must be a whole number"),
         ({"options": {"gamma": 0}}, "train.gamma=0 must be a whole number of at least 1"),
         ({"options": {"decay": 2.0}}, "train.decay=2.0"),
+        ({"options": {"quantise": "Q5_X"}}, "train.quantise: type Q5_X cannot be written: choose F32"),
         ({"options": {"form": "tree"}}, "train.form=tree must be one of head, eagle3, dflash, model"),
         ({"options": {"heads": 3}}, "train.width=128 must be a multiple of 2 train.heads, 6"),
         ({"options": {"temperatures": 1.0}}, "train.temperatures=1.0 must be a list"),

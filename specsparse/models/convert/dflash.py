@@ -13,7 +13,7 @@ from specsparse.engine.gguf.reader import GGUFFile, open_gguf
 from specsparse.errors import UserError
 from specsparse.models.convert import draft_head, head_folder
 from specsparse.models.convert.checkpoint import Checkpoint
-from specsparse.models.convert.dflash_folder import TOP, Form, write_folder
+from specsparse.models.convert.dflash_folder import TOP, FolderForm, write_folder
 from specsparse.models.convert.hf_config import HfConfig
 from specsparse.speculative.drafters.heads.dflash_block import BlockShape
 from specsparse.speculative.drafters.heads.dflash_file import DFlashFile, read_gguf, write_dflash_gguf
@@ -187,7 +187,7 @@ def _names(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def convert_dflash(
-    source: str | Path, out: Path, *, form: Form | None = None, target: GGUFFile | None = None, quant: str = "F32"
+    source: str | Path, out: Path, *, form: FolderForm | None = None, target: GGUFFile | None = None, quant: str = "F32"
 ) -> DFlashFile:
     """Writes a drafter in another form.
 

@@ -9,7 +9,7 @@ from specsparse.speculative.drafters.heads.dflash_file import DFlashFile
 from specsparse.speculative.drafters.heads.head_gguf import EMBEDDING, OUTPUT
 from specsparse.support.json_files import Json
 
-Form = Literal["authors", "speculators"]
+FolderForm = Literal["authors", "speculators"]
 
 TOP = {**head_folder.TOP, "hidden_norm": "enc.output_norm"}
 """Names of the tensors outside the layers, by ours of a GGUF file."""
@@ -17,7 +17,7 @@ _HF_TOP = {ours: theirs for theirs, ours in TOP.items()}
 _HF_LAYER = {ours: theirs for theirs, ours in head_folder.LAYER.items()}
 
 
-def write_folder(file: DFlashFile, folder: Path, *, form: Form | None = None) -> Path:
+def write_folder(file: DFlashFile, folder: Path, *, form: FolderForm | None = None) -> Path:
     """Writes config.json and model.safetensors (float32), which vLLM and SGLang read.
 
     Args:

@@ -32,7 +32,7 @@ from specsparse.speculative.drafters.heads.eagle3_head import PROJECTIONS, HeadS
 from specsparse.speculative.drafters.heads.head_gguf import DRAFT_IDS
 from specsparse.support.json_files import Json
 
-Form = Literal["original", "speculators"]
+FolderForm = Literal["original", "speculators"]
 
 _TOP = {
     **head_folder.TOP,
@@ -214,7 +214,7 @@ def _check_draft_vocabulary(options: HfConfig, shapes: Mapping[str, tuple[int, .
 
 
 def convert_eagle3(
-    source: str | Path, out: Path, *, form: Form | None = None, target: GGUFFile | None = None, quant: str = "F32"
+    source: str | Path, out: Path, *, form: FolderForm | None = None, target: GGUFFile | None = None, quant: str = "F32"
 ) -> Eagle3File:
     """Writes a head in another form.
 
@@ -244,7 +244,7 @@ def convert_eagle3(
     return file
 
 
-def write_folder(file: Eagle3File, folder: Path, *, form: Form = "original") -> Path:
+def write_folder(file: Eagle3File, folder: Path, *, form: FolderForm = "original") -> Path:
     """Writes config.json and model.safetensors (float32), which vLLM and SGLang read.
 
     Args:
@@ -259,14 +259,14 @@ def write_folder(file: Eagle3File, folder: Path, *, form: Form = "original") -> 
     return head_folder.write(file, folder, _config(file, form), names, vocab_size=file.vocab_size)
 
 
-def _hf_name(name: str, form: Form) -> str:
+def _hf_name(name: str, form: FolderForm) -> str:
     stem, _, kind = name.rpartition(".")
     if stem in _HF_TOP:
         return f"{_HF_TOP[stem]}.{kind}"
     return f"{_PREFIX[form]}{_HF_LAYER[stem.removeprefix('blk.0.')]}.{kind}"
 
 
-def _config(file: Eagle3File, form: Form) -> Json:
+def _config(file: Eagle3File, form: FolderForm) -> Json:
     s = file.shape
     scored = file.tensors.get("output.weight", (file.vocab_size,))[0] if file.ids is None else len(file.ids)
     options: Json = {

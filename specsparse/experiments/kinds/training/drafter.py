@@ -18,6 +18,7 @@ from specsparse.experiments.kinds.training import drafter_fit as training
 from specsparse.experiments.kinds.training.options import Training, TrainSettings
 from specsparse.models import catalogue
 from specsparse.report.rows import Rows
+from specsparse.speculative.drafters.heads.head_gguf import matrix_type
 from specsparse.support import terminal
 from specsparse.training import data
 from specsparse.training.evaluate import DraftQuality, evaluate
@@ -46,7 +47,10 @@ class TrainDrafter(Training):
     def check(self, cfg: TrainSettings) -> None:
         """Options, files and prompts."""
         catalogue.resolve(cfg.model.path)
-        training.options(cfg)
+        try:
+            matrix_type(training.options(cfg).own.quantise)
+        except UserError as error:
+            raise UserError(f"train.quantise: {error}") from None
         cfg.data.prompts()
 
     def run(self, cfg: TrainSettings, lab: Lab) -> Found:

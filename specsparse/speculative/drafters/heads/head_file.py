@@ -9,16 +9,17 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.constants import GGMLQuantizationType
 from jax.typing import ArrayLike
 
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile, TensorInfo, open_gguf
-from specsparse.engine.gguf.writer import NewTensor, encode, write_gguf
+from specsparse.engine.gguf.writer import NewTensor, write_gguf
 from specsparse.engine.model import Model
 from specsparse.engine.weights import Layer, pack_matrix
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
+from specsparse.speculative.drafters.heads.head_gguf import matrix_type
 from specsparse.speculative.drafters.heads.head_source import HeadParams, Input
 
 ARCHITECTURE = "specsparse-head"
@@ -184,7 +185,7 @@ def write_head(
     Raises:
         UserError: a type that cannot be written, or that does not fit the width.
     """
-    kind = _kind(quant, target.config)
+    kind = matrix_type(quant, matrix_shapes(target.config).values(), path)
     keys = {
         "general.architecture": ARCHITECTURE,
         "general.name": name or path.stem,
@@ -198,15 +199,3 @@ def write_head(
     return write_gguf(
         path, keys, [NewTensor.of(key, value, vector if value.ndim == 1 else kind) for key, value in tensors.items()]
     )
-
-
-def _kind(quant: str, config: ModelConfig) -> GGMLQuantizationType:
-    try:
-        kind = GGMLQuantizationType[quant]
-        block = GGML_QUANT_SIZES[kind][0]
-        encode(np.zeros((1, block), np.float32), kind)
-    except (KeyError, NotImplementedError) as error:
-        raise UserError(f"train.quantise={quant}: choose F32, F16, Q8_0, Q4_0 or Q4_1") from error
-    if any(columns % block for _, columns in matrix_shapes(config).values()):
-        raise UserError(f"train.quantise={quant}: the model's widths are no multiples of {block}; choose F16")
-    return kind

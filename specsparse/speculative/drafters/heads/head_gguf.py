@@ -318,8 +318,8 @@ def _layer_keys(file: PublishedHead) -> Json:
     return keys
 
 
-def matrix_type(quant: str, shapes: Iterable[tuple[int, ...]], path: Path) -> GGMLQuantizationType:
-    """The type of that name, for matrices of those shapes.
+def matrix_type(quant: str, shapes: Iterable[tuple[int, ...]] = (), path: Path | str = "") -> GGMLQuantizationType:
+    """The type of that name, for matrices of those shapes; `path` is the file, for messages.
 
     Raises:
         UserError: nothing writes it, or a matrix has rows that are no multiple of its block.
