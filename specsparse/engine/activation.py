@@ -3,10 +3,8 @@
 import math
 import re
 
-import jax.numpy as jnp
-
 from specsparse.errors import UserError
-from specsparse.kernels.reference import dense
+from specsparse.kernels.reference import sparse
 
 Act = str | tuple[str, float]
 """What the kernels call one: "silu", "gelu_tanh", "relu", "relu2", ("fatrelu", t)."""
@@ -40,10 +38,5 @@ def parse_activation(name: object, *, where: str = "activation") -> tuple[Act, A
     raise UserError(f"{where} is {name!r:.60}; it must be one of {', '.join(NAMES)}, t a number of at least 0")
 
 
-def activate(x, act: Act | None):
-    """act(x), elementwise; x itself for None."""
-    if act is None:
-        return x
-    if isinstance(act, tuple):
-        return jnp.where(x > jnp.float32(act[1]), x, jnp.float32(0))
-    return dense.activate(x, act)
+activate = sparse.apply
+"""act(x), elementwise; x itself for None."""

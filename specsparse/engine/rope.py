@@ -73,3 +73,23 @@ def model_tables(
     ]
     cos, sin = (np.stack(part) for part in zip(*tables))
     return cos, sin
+
+
+def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of a query or key matrix (or bias) for a rotation of neighbours instead of halves.
+
+    transformers turns rows i and i + d/2 of a head together; llama.cpp's Llama turns rows 2i and 2i + 1. Rows that are
+    no heads of an even size come back as they are: their shape is refused elsewhere.
+    """
+    return _turned(rows, (heads, 2, rows.shape[0] // heads // 2))
+
+
+def halves(rows: np.ndarray, heads: int) -> np.ndarray:
+    """The inverse of `interleaved`."""
+    return _turned(rows, (heads, rows.shape[0] // heads // 2, 2))
+
+
+def _turned(rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    if shape[0] * shape[1] * shape[2] != rows.shape[0]:
+        return rows
+    return np.ascontiguousarray(rows.reshape(*shape, *rows.shape[1:]).swapaxes(1, 2)).reshape(rows.shape)

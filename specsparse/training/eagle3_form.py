@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specsparse.engine.rope import halves
 from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import dequantize, embed_rows
 from specsparse.speculative.drafters.heads import eagle3_head
-from specsparse.speculative.drafters.heads.eagle3_file import halves, of_arrays, tensor_shapes, write_eagle3_gguf
+from specsparse.speculative.drafters.heads.eagle3_file import of_arrays, tensor_shapes, write_eagle3_gguf
 from specsparse.speculative.drafters.heads.eagle3_head import Eagle3Weights, HeadRows, HeadShape, Products
 from specsparse.training import unroll
 from specsparse.training.data import Text

@@ -108,7 +108,7 @@ def _make(plan: FfnPlan, kind: str) -> _Weights:
         norm=jnp.ones((plan.width,), jnp.float32),
         gate=gate,
         up=up,
-        down_t=_copied(gate),
+        down_t=copied(gate),
         dense_gate=pack_qtensor(raws[0], qtype, shape),
         dense_up=pack_qtensor(raws[1], qtype, shape),
         dense_down=pack_qtensor(random_quantised(kind, *turned, 2, std=_STD, edges=False), qtype, turned),
@@ -121,7 +121,7 @@ def _make(plan: FfnPlan, kind: str) -> _Weights:
 Weights = TypeVar("Weights")
 
 
-def _copied(weights: Weights) -> Weights:
+def copied(weights: Weights) -> Weights:
     """The same values in memory of their own, so that reading one leaves nothing of the other in a cache."""
 
     def move(a: jax.Array) -> jax.Array:
@@ -205,7 +205,7 @@ def measure(plan: FfnPlan, chosen: Kernels, done: Callable[[], None]) -> tuple[l
     for kind in plan.types:
         first = _make(plan, kind)
         each = 3 * first.gate.nbytes
-        copies = [first, *(_copied(first) for _ in range(min(-(-plan.cold_bytes // each), _MOST_COPIES) - 1))]
+        copies = [first, *(copied(first) for _ in range(min(-(-plan.cold_bytes // each), _MOST_COPIES) - 1))]
         calls = {
             case: partial(_once, plan, case, programs[case.program], copies, itertools.count())
             for case in cases(plan, kind)

@@ -18,13 +18,13 @@ from rich.console import Console
 from specsparse import kernels
 from specsparse.errors import UserError
 from specsparse.kernels import peaks
-from specsparse.kernels.arena import aligned_empty
 from specsparse.kernels.native import cpu, lut
 from specsparse.kernels.packing.pack import pack_qtensor
 from specsparse.kernels.packing.planes import BitPlanes, pack_planes
 from specsparse.kernels.packing.random_blocks import random_quantised
 from specsparse.kernels.qtensor import QTensor
 from specsparse.kernels.reference.lut import SUMS
+from specsparse.measure.bench.ffn import copied
 from specsparse.measure.bench.samples import paired_ratio, summary
 from specsparse.runtime import manifest
 from specsparse.support import terminal
@@ -108,13 +108,6 @@ def _program(kernel: str) -> Callable:
     return jax.jit(run)
 
 
-def _copied(w: QTensor | BitPlanes) -> QTensor | BitPlanes:
-    """The same values in memory of their own."""
-    data = aligned_empty(*w.data.shape)
-    data[...] = np.asarray(w.data)
-    return type(w)(jax.device_put(data), w.layout, w.shape)
-
-
 @dataclass(frozen=True)
 class _Matrix:
     """Copies of one matrix as both kernels read it, and its first rows in float64."""
@@ -135,7 +128,7 @@ def _make(plan: LutPlan, kind: str, shape: tuple[int, int]) -> _Matrix:
     planes, more = pack_planes(codes), min(plan.most_copies, -(-plan.cold_bytes // codes.nbytes)) - 1
     dense = dequantize(raw[:_ERROR_ROWS], GGML[kind]).astype(np.float64)
     return _Matrix(
-        [codes, *(_copied(codes) for _ in range(more))], [planes, *(_copied(planes) for _ in range(more))], dense
+        [codes, *(copied(codes) for _ in range(more))], [planes, *(copied(planes) for _ in range(more))], dense
     )
 
 

@@ -11,6 +11,7 @@ from safetensors.numpy import save
 from specsparse.engine.config import RopeConfig
 from specsparse.engine.gguf.reader import TensorInfo
 from specsparse.errors import UserError
+from specsparse.models.convert import tensors
 from specsparse.models.convert.checkpoint import Checkpoint
 from specsparse.models.convert.hf_config import HfConfig
 from specsparse.models.convert.hf_rope import HfRope, said
@@ -18,19 +19,7 @@ from specsparse.speculative.drafters.heads.head_gguf import DRAFT_IDS, Published
 from specsparse.support.atomic import atomically
 from specsparse.support.json_files import Json, to_json, write_atomically
 
-LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+LAYER = {**tensors.LAYER, **tensors.QK_NORMS}
 """Names of a layer's tensors, by ours of a GGUF file."""
 TOP = {"fc": "fc", "norm": "output_norm", "lm_head": "output", "embed_tokens": "token_embd"}
 """Names of the tensors outside the layers, likewise."""
@@ -197,15 +186,15 @@ def write(file: PublishedHead, folder: Path, config: Json, names: Mapping[str, s
     Raises:
         UserError: the folder cannot be written.
     """
-    tensors = {names[name]: file.values(name) for name in file.tensors}
+    arrays = {names[name]: file.values(name) for name in file.tensors}
     if file.ids is not None:
-        tensors[DRAFT_IDS] = file.ids.astype(np.int64) - np.arange(len(file.ids))
-        tensors["t2d"] = np.isin(np.arange(vocab_size), file.ids)
+        arrays[DRAFT_IDS] = file.ids.astype(np.int64) - np.arange(len(file.ids))
+        arrays["t2d"] = np.isin(np.arange(vocab_size), file.ids)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{folder}: cannot be made: {error.strerror}") from None
     with atomically(folder / "model.safetensors") as out:
-        out.write(save(tensors, metadata={"format": "pt"}))
+        out.write(save(arrays, metadata={"format": "pt"}))
     write_atomically(folder / "config.json", to_json(config, indent=2) + "\n")
     return folder

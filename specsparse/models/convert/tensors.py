@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from specsparse.engine.architectures import ARCHITECTURES, Architecture
+from specsparse.engine.rope import interleaved
 from specsparse.errors import UserError
 from specsparse.models.convert.checkpoint import Checkpoint
 from specsparse.models.convert.hf_config import HfConfig
 from specsparse.models.convert.hf_rope import said
 
-_LAYER = {
+LAYER = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -21,7 +22,8 @@ _LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-_QK_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+"""Names of a layer's tensors, by those of a GGUF file."""
+QK_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
 _POST_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -36,22 +38,13 @@ Source = tuple[str, tuple[int, ...], Callable[[], np.ndarray]]
 
 def gguf_name(name: str, family: Architecture = ARCHITECTURES["llama"]) -> str | None:
     """The GGUF name of a tensor of transformers; None for one that nothing reads, or an unknown one."""
-    names = _LAYER | (_QK_NORMS if family.qk_norm else {}) | (_POST_NORMS if family.post_norms else {})
+    names = LAYER | (QK_NORMS if family.qk_norm else {}) | (_POST_NORMS if family.post_norms else {})
     stem, _, kind = name.rpartition(".")
     if stem in _MODEL:
         return f"{_MODEL[stem]}.{kind}"
     prefix, _, rest = stem.removeprefix("model.layers.").partition(".")
     known = stem.startswith("model.layers.") and prefix.isdecimal() and rest in names
     return f"blk.{int(prefix)}.{names[rest]}.{kind}" if known and kind in ("weight", "bias") else None
-
-
-def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of a query or key matrix (or bias) for a rotation of neighbours instead of halves.
-
-    transformers turns rows i and i + d/2 of a head together; llama.cpp's Llama turns rows 2i and 2i + 1.
-    """
-    shape = (heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
-    return np.ascontiguousarray(rows.reshape(shape).swapaxes(1, 2)).reshape(rows.shape)
 
 
 def sources(checkpoint: Checkpoint, config: HfConfig) -> Iterator[Source]:
@@ -104,4 +97,4 @@ def _loader(checkpoint: Checkpoint, config: HfConfig, name: str, target: str) ->
         return lambda: checkpoint.load(name)
     if heads < 1 or checkpoint.shapes[name][0] % (2 * heads):
         raise UserError(f"{checkpoint.folder}: tensor {name} has {checkpoint.shapes[name][0]} rows for {heads} heads")
-    return lambda: interleave(checkpoint.load(name), heads)
+    return lambda: interleaved(checkpoint.load(name), heads)

@@ -13,6 +13,7 @@ import numpy as np
 
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile, TensorInfo
+from specsparse.engine.rope import halves, interleaved
 from specsparse.errors import UserError
 from specsparse.speculative.drafters.heads.eagle3_head import PROJECTIONS, HeadShape
 from specsparse.speculative.drafters.heads.head_gguf import (
@@ -177,22 +178,6 @@ def read_gguf(f: GGUFFile) -> Eagle3File:
 def _turned_heads(name: str, shape: HeadShape) -> int | None:
     """How many heads the rows of a tensor are of, where llama.cpp rotates neighbours; None for other tensors."""
     return {"blk.0.attn_q": shape.heads, "blk.0.attn_k": shape.kv_heads}.get(name.rpartition(".")[0])
-
-
-def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of queries or keys for a rotation of neighbours (llama.cpp), where halves of a head were turned."""
-    return _turned(rows, (heads, 2, rows.shape[0] // heads // 2))
-
-
-def halves(rows: np.ndarray, heads: int) -> np.ndarray:
-    """The inverse of `interleaved`."""
-    return _turned(rows, (heads, rows.shape[0] // heads // 2, 2))
-
-
-def _turned(rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    if shape[0] * shape[1] * shape[2] != rows.shape[0]:
-        return rows  # the shape is refused elsewhere
-    return np.ascontiguousarray(rows.reshape(*shape, *rows.shape[1:]).swapaxes(1, 2)).reshape(rows.shape)
 
 
 def _vocab_size(f: GGUFFile, keys: HeadKeys) -> int:
