@@ -14,6 +14,8 @@ _FORWARDS = 2
 
 def hello() -> dict:
     """Versions and instruction sets."""
+    import accelerate  # noqa: F401 - reading a GGUF file needs both: missed now and not when a model is opened
+    import gguf  # noqa: F401
     import torch
     import transformers
 
@@ -85,7 +87,9 @@ class Engine:
     def begin(self, prompt: list, pieces: int) -> None:
         """A cache of the prompt alone; fed anew where it is another than before, else what came behind is dropped."""
         if prompt == self.prefix and prompt:
-            self.cache.crop(len(prompt))
+            extra = self.cache.get_seq_length() - len(prompt)
+            if extra > 0:
+                self.cache.crop(-extra)  # transformers 5 takes what to drop, not what to keep
             return
         self.cache, self.prefix = self.make_cache(), prompt
         for start in range(0, len(prompt), pieces):
