@@ -54,6 +54,7 @@ class Model:
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
     footprint: Footprint = field(default_factory=Footprint)
     ffn: str = "dense"
+    promise: str = "equal bits"
 
 
 class Stream:

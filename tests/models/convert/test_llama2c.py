@@ -5,9 +5,9 @@ import struct
 import pytest
 
 import specsparse
+from specsparse.engine.rope import interleaved
 from specsparse.errors import UserError
 from specsparse.models.convert.llama2c import convert_llama2c
-from specsparse.models.convert.tensors import interleave
 from specsparse.testing.vocab import spm_vocabulary
 from tests.models.convert import checkpoints
 from tests.tolerances import FORWARD_NMSE, nmse
@@ -27,7 +27,7 @@ def model_bin(w, *, shared):
     def put(name):
         value = w[f"{name}.weight"]
         short = name.partition("layers.")[2].partition(".")[2]
-        return (interleave(value, heads[short]) if short in heads else value).tobytes()
+        return (interleaved(value, heads[short]) if short in heads else value).tobytes()
 
     out += put("model.embed_tokens")
     for part in (

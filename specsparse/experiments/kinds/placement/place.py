@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
+from specsparse.data.devices import GIGA
 from specsparse.engine.config import OVERRIDES, ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile, open_gguf
 from specsparse.errors import UserError
@@ -152,7 +153,7 @@ def hardware(spec: PlacementSpec, hot_bandwidth: float, cold_bandwidth: float) -
     """The two devices of a config, by the bandwidth of each in bytes per second."""
     micro = 1e-6
     return Hardware(
-        hot_bandwidth, cold_bandwidth, spec.link_gbs * devices.GIGA,
+        hot_bandwidth, cold_bandwidth, spec.link_gbs * GIGA,
         latency_s=spec.latency_us * micro, call_s=spec.call_us * micro, overlap=spec.overlap,
     )  # fmt: skip
 
