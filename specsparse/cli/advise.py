@@ -15,6 +15,8 @@ from specsparse.errors import UserError
 T = TypeVar("T")
 STDOUT = "-"
 """The file of --json without one."""
+_MOST = 1 << 24
+"""Of sequences, or of tokens."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,13 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Advise and print."""
-    from specsparse.support.atomic import atomically, need_folder
+    from specsparse.support.atomic import atomically, need_place
 
     if args.alpha and (args.acceptance or args.task):
         raise UserError("--alpha supposes what --acceptance and --task count: give one of them")
     for path in (args.json, args.plot):
         if path not in (None, STDOUT):
-            need_folder(path)
+            need_place(path, args.target, *args.drafts, args.acceptance)
     _check_names(args.target, *args.drafts)
 
     from specsparse.experiments.methods.decoding import bar  # after the names: JAX takes a second
@@ -104,8 +106,8 @@ def _list(one: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 1 << 24:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+    if not text.isdecimal() or len(text) > 8 or not 1 <= int(text) <= _MOST:
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is no whole number from 1 on, up to {_MOST:,}")
     return int(text)
 
 

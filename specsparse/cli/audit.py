@@ -14,7 +14,7 @@ from rich.console import Console
 
 from specsparse.cli.numbers import positive, sizes
 from specsparse.errors import UserError
-from specsparse.support.atomic import atomically, need_folder
+from specsparse.support.atomic import atomically, need_place
 
 STDOUT = "-"
 """The file of --json without one."""
@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
     """Audit and print; 1 where specsparse itself is not one group."""
     for path in (args.json, args.html, args.figure):
         if path not in (None, STDOUT):
-            need_folder(path)  # before the work, not after it
+            need_place(path, args.model, args.text, *args.diff[1:])  # before the work, not after it
     if args.diff:
         return _diff(args)
     if args.sides:

@@ -11,7 +11,7 @@ from typing import Any
 
 from specsparse.cli.numbers import count, positive, sizes
 from specsparse.errors import UserError
-from specsparse.support.atomic import atomically, need_folder
+from specsparse.support.atomic import atomically, need_place
 
 _ALONE = {
     "publish": ("drafter", "ablation", "ffn_shape", "batch"),
@@ -80,7 +80,9 @@ def main(args: argparse.Namespace) -> int:
         raise UserError("--machine names the machine for --publish FILE")
     for path in (args.json, args.plot, args.publish):
         if path not in (None, STDOUT):
-            need_folder(path)  # before the measurement, not after it
+            need_place(path, args.model)  # before the measurement, not after it
+    if args.publish:
+        _check_publish(args)
     _check_alone(args)
     measure = (
         _speculation
@@ -105,6 +107,19 @@ def main(args: argparse.Namespace) -> int:
         write_atomically(Path(args.json), to_json(found) + "\n")
         out.print(f"report: {args.json}", soft_wrap=True)
     return 0
+
+
+def _check_publish(args: argparse.Namespace) -> None:
+    """A file that is there is one of entries, and there will be entries."""
+    from specsparse.measure.bench import published
+
+    if args.n is not None and max(args.n, default=1) < 2:
+        raise UserError("--publish writes v(n): --n must go beyond 1, for instance 1,2,4,8,16")
+    if Path(args.publish).exists():
+        try:
+            published.read_file(Path(args.publish))
+        except UserError as error:
+            raise UserError(f"--publish replaces files of entries alone; {error}") from None
 
 
 def _publish(args: argparse.Namespace, found: dict[str, Any]) -> None:

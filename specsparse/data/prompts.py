@@ -96,7 +96,7 @@ def _read(path: Path) -> list[Prompt]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read prompts from {path}: {error}") from error
     if path.suffix == ".jsonl":
-        lines = [(i, line) for i, line in enumerate(text.splitlines(), 1) if line.strip()]
+        lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
         prompts = [prompt for i, line in lines for prompt in _parse(line, f"{path}:{i}")]
     elif path.suffix == ".txt":
         blocks = [block.strip("\n") for block in text.replace("\r\n", "\n").split("\n\n") if block.strip()]
@@ -117,7 +117,7 @@ def _check_ids(prompts: Iterable[Prompt], where: str) -> None:
 def _parse(line: str, where: str) -> list[Prompt]:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not JSON ({error})") from error
     if isinstance(row, dict) and "messages" in row:
         return _of_messages(row, where)
@@ -134,6 +134,8 @@ def _of_messages(row: Json, where: str) -> list[Prompt]:
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "content" in m for m in messages):
         raise UserError(f'{where}: "messages" must be a list of {{"role", "content"}}')
     system = messages[0]["content"] if messages and messages[0].get("role") == "system" else ""
+    if not isinstance(system, str):
+        raise UserError(f"{where}: the system message must be a text")
     users = messages[1:] if system else messages
     if other := [m.get("role") for m in users if m.get("role") != "user"]:
         raise UserError(

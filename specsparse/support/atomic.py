@@ -21,6 +21,27 @@ def need_folder(path: str | os.PathLike[str]) -> None:
         raise UserError(f"{path}: there is no folder {folder} to write it in")
 
 
+def need_place(path: str | os.PathLike[str], *sources: str | os.PathLike[str] | None) -> None:
+    """For one file to write, before the work that fills it.
+
+    Args:
+        path: of the file; replaced where it is there.
+        sources: files that the work reads; None and what is no file are passed over.
+
+    Raises:
+        UserError: `path` is a folder or one of the sources, or its folder is not there or lets nothing be written.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder; name a file to write")
+    need_folder(path)
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"{path}: cannot be written: the folder {path.parent} is not writable here")
+    for source in map(Path, filter(None, sources)):
+        if path.is_file() and source.is_file() and path.samefile(source):
+            raise UserError(f"{path}: is a file that is read; give another file to write")
+
+
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """An empty file that becomes `path` when the block ends without an error, and leaves nothing behind otherwise.

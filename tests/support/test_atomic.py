@@ -8,7 +8,7 @@ import pytest
 from specsparse.errors import UserError
 from specsparse.experiments.kinds.training import predictors_fit
 from specsparse.powerinfer.files.activation_stats import ActivationStats, save_stats
-from specsparse.support.atomic import atomically, replacing
+from specsparse.support.atomic import atomically, need_place, replacing
 from specsparse.support.json_files import write_atomically
 from specsparse.support.tensor_files import write_tensors
 
@@ -26,6 +26,18 @@ def test_a_place_that_cannot_be_written_is_named_in_one_line(tmp_path, what):
         WRITERS[what](tmp_path / "file" / "x")
     WRITERS[what](tmp_path / "new" / "x")
     assert os.listdir(tmp_path / "new") == ["x"]
+
+
+def test_a_file_is_refused_before_the_work_that_fills_it(tmp_path, monkeypatch):
+    (tmp_path / "read").write_text("")
+    need_place(tmp_path / "new", tmp_path / "read", None, "no such file")
+    need_place(tmp_path / "read")
+    for path, said in ((tmp_path, "is a folder"), (tmp_path / "a" / "b", "no folder"), (tmp_path / "read", "is read")):
+        with pytest.raises(UserError, match=said):
+            need_place(path, tmp_path / "read")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(UserError, match="is not writable here"):
+        need_place(tmp_path / "new")
 
 
 def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path):

@@ -13,6 +13,13 @@ def test_what_is_written_reads_back(tmp_path):
     assert kept(tmp_path / "a.json") == {"x": 0.5, "n": None, "ids": [0, 1]}
 
 
+def test_a_name_that_is_no_utf8_is_written_as_its_escape(tmp_path):
+    """Of a file name with such a byte Python makes half a surrogate pair, which no UTF-8 holds."""
+    write_atomically(tmp_path / "a.json", to_json({"file": "\udcff\u00e9"}))
+    assert (tmp_path / "a.json").read_bytes() == b'{"file": "\\udcff\xc3\xa9"}'
+    assert kept(tmp_path / "a.json") == {"file": "\udcff\u00e9"}
+
+
 @pytest.mark.parametrize("text", [None, "", "{", "[1]", "3", "null", "[" * 100_000, "\xff"])
 def test_a_kept_file_that_is_damaged_is_none(tmp_path, text):
     path = tmp_path / "a.json"

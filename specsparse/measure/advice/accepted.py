@@ -128,20 +128,23 @@ def of_record(path: Path) -> dict[str, Acceptance]:
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        found = dict(_methods(record))
+        source = f"{path.parent.name}/{path.name}"
+        made = {str(name): of_groups(source, groups) for name, groups in _methods(record)}
     except OSError as error:
         raise UserError(
             f"{path}: cannot be read: {error.strerror}; a run leaves its record.json in its folder"
         ) from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
         raise UserError(f"{path}: is no record.json of a run") from None
-    source = f"{path.parent.name}/{path.name}"
-    made = {name: of_groups(source, groups) for name, groups in found.items()}
     kept = {name: one for name, one in made.items() if one is not None}
     if not kept:
         raise UserError(
             f"{path}: no method of this run drafted chains; +experiment=spec and compare leave such records"
         )
+    for name, one in kept.items():
+        for task, rates in one.tasks.items():
+            given = {key: value for key, value in rates.as_dict().items() if value is not None}
+            read(Accepted, given, group=f"{path}: {name}, {task}")  # counters that contradict one another
     return kept
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from specsparse.errors import UserError
 from specsparse.measure.audit.compare import Rate, rate
-from specsparse.support.json_files import Json
+from specsparse.support.json_files import Json, is_unicode
 
 ROWS_FILE = "prompts.jsonl"
 Texts = dict[str, tuple[int, ...]]
@@ -87,7 +87,7 @@ def read(path: Path, side: str | None = None) -> Texts:
     """
     file = path / ROWS_FILE if path.is_dir() else path
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")  # not splitlines: JSON may hold U+2028
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise UserError(f"{file}: cannot be read: {reason}") from None
@@ -112,13 +112,15 @@ def read(path: Path, side: str | None = None) -> Texts:
 def _row(line: str, where: str) -> tuple[str, tuple[int, ...], Json]:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(f"{where}: not JSON") from None
     name = next((row[key] for key in ("id", "prompt_id") if key in row), None) if isinstance(row, dict) else None
     ids = row.get("token_ids") if isinstance(row, dict) else None
     whole = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
     if not isinstance(name, str | int) or not whole:
         raise UserError(f'{where}: expected an object such as {{"id": "chat-1", "token_ids": [198, 504]}}')
+    if not is_unicode(str(name)):
+        raise UserError(f"{where}: the id {name!a} is no valid Unicode")
     return str(name), tuple(ids), row
 
 

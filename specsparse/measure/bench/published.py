@@ -146,7 +146,7 @@ def read_file(path: Path) -> tuple[Published, ...]:
     """
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
     if not isinstance(given, dict) or given.keys() != {"schema", "entries"} or given["schema"] != VERSION:
         raise UserError(f'{path}: is no file of v(n): {{"schema": {VERSION}, "entries": [..]}} is needed')

@@ -18,6 +18,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
+from typing import SupportsInt
 
 import numpy as np
 
@@ -36,6 +37,9 @@ RANDOMNESS = ("uniforms", "generator", "key", "seed", "own")
 
 GRID = {"float64": 1 << 36, "float32": 1 << 24}
 """Values of a uniform by precision: multiples of the grid's step, all below 1 in that precision."""
+
+_NO_NUMBERS = (TypeError, ValueError, OverflowError, RuntimeError)
+"""What int() and numpy raise of an object that is no number or array; torch says RuntimeError."""
 
 ALIKE = {"rng": "generator", "gen": "generator"}
 
@@ -124,7 +128,7 @@ class Handed:
             back = self.call(*given, *(() if self.randomness == "own" else (random,)))
         except UserError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             hint = f"; Handed(..., uniforms=n) hands more than {random.shape[-1]}" if _too_few(error, random) else ""
             raise UserError(f"{self.name} raised {type(error).__name__}: {error}{hint}") from error
         K, V = drafts.shape[-1], p.shape[-1]
@@ -208,11 +212,11 @@ def _row(back: object, drafts: np.ndarray, V: int) -> np.ndarray | None:
     room = len(drafts) + 1
     try:
         if isinstance(back, tuple) and len(back) == 2:
-            accepted, token = int(back[0]), int(back[1])
+            accepted, token = _whole(back[0]), _whole(back[1])
             tokens = [*drafts[:accepted].tolist(), token] if 0 <= accepted < room else []
         else:
-            tokens = [int(x) for x in np.asarray(back).tolist()]
-    except (TypeError, ValueError):
+            tokens = [_whole(x) for x in np.asarray(back).tolist()]
+    except _NO_NUMBERS:
         return None
     while tokens and tokens[-1] == PAD:
         tokens.pop()
@@ -227,14 +231,14 @@ def _rows(back: object, drafts: np.ndarray, V: int) -> np.ndarray | None:
     place = np.arange(K + 1)
     try:
         if isinstance(back, tuple) and len(back) == 2:
-            accepted, token = (np.asarray(part).astype(np.int64).reshape(N, 1) for part in back)
+            accepted, token = (_all_whole(part).reshape(N, 1) for part in back)
             tokens = np.where(place < accepted, np.pad(drafts, ((0, 0), (0, 1))), PAD)
             tokens = np.where(place == accepted, token, tokens)
             if (accepted < 0).any() or (accepted > K).any():
                 return None
         else:
-            tokens = np.asarray(back).astype(np.int64)
-    except (TypeError, ValueError):
+            tokens = _all_whole(back)
+    except _NO_NUMBERS:
         return None
     if tokens.ndim != 2 or len(tokens) != N or tokens.shape[1] > K + 1:
         return None
@@ -243,6 +247,24 @@ def _rows(back: object, drafts: np.ndarray, V: int) -> np.ndarray | None:
     real = place < count
     right = (count >= 1).all() and (tokens[real] >= 0).all() and (tokens < V).all()
     return tokens if right else None
+
+
+def _whole(value: SupportsInt) -> int:
+    """A whole number; 0.5, infinity and NaN are none."""
+    found = int(value)
+    if found != value:
+        raise ValueError
+    return found
+
+
+def _all_whole(values: object) -> np.ndarray:
+    """int64, of whole numbers alone."""
+    given = np.asarray(values)
+    with np.errstate(invalid="ignore"):  # of NaN and infinity, which the comparison finds
+        found = given.astype(np.int64)
+    if not np.array_equal(found, given):
+        raise ValueError
+    return found
 
 
 def _short(value: object) -> str:

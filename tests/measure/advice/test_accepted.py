@@ -48,7 +48,25 @@ def test_a_run_with_one_method_counts_for_its_drafter_and_trees_do_not(tmp_path)
         accepted.of_record(written(tmp_path, record))
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"kind": "compare", "methods": [{}]}'])
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("num_tested", 1, "alpha=12.0"),
+        ("num_accepted_tokens_per_pos", (9, -1), r"reach"),
+        ("num_rounds", 4, "share=2.0"),
+    ],
+)
+def test_counters_that_contradict_one_another_are_one_line(tmp_path, name, value, said):
+    sides = {"speculative": {"counters": {**metrics.to_dict(COUNTED), name: value}}}
+    record = {"method": {"drafter": "head"}, "groups": {"chat": {"sides": sides}}}
+    with pytest.raises(UserError, match=rf"record\.json: head, chat\.{said}"):
+        accepted.of_record(written(tmp_path, record))
+    sides["speculative"]["counters"][name] = "x"
+    with pytest.raises(UserError, match=r"is no record\.json of a run"):
+        accepted.of_record(written(tmp_path, record))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", "[]", "{}", '{"kind": "compare", "methods": [{}]}'])
 def test_another_file_is_no_record(tmp_path, text):
     path = tmp_path / "record.json"
     path.write_text(text, encoding="utf-8")

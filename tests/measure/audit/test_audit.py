@@ -4,6 +4,7 @@ import itertools
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -194,6 +195,8 @@ def test_a_broken_promise_of_ours_is_exit_code_one(tiny, capsys, monkeypatch):
         (("--windows", "100000"), "give a longer --text"),
         (("--text", "none.txt"), "--text none.txt: cannot be read"),
         (("--json", "missing/a.json"), "there is no folder missing"),
+        (("--json", "."), ".: is a folder; name a file to write"),
+        (("--html", ""), "is a folder; name a file"),
         (("--sides", "a"), "--sides goes with audit diff"),
         (("diff", "a"), "audit diff A B"),
         (("--width", "2"), "did you mean --widths?"),
@@ -204,6 +207,13 @@ def test_mistakes_are_one_line(tiny, capsys, argv, says):
     model = () if "--model" in argv else ("--model", tiny)
     code, _, err = run(capsys, *model, *argv)
     assert code == 2 and says in err and err.count("\n") == 1
+
+
+def test_the_report_replaces_no_file_that_is_read(tiny, capsys):
+    before = Path(tiny).read_bytes()
+    code, _, err = run(capsys, "--model", tiny, "--json", tiny)
+    assert code == 2 and "is a file that is read; give another file to write" in err
+    assert Path(tiny).read_bytes() == before
 
 
 def test_help_and_mistakes_import_no_jax():

@@ -49,6 +49,13 @@ def test_a_run_of_ours_and_its_sides(tmp_path, capsys):
     assert texts.read(tmp_path, "spec") == texts.read(other) == {"p": (1, 3)}
 
 
+def test_a_line_ends_where_json_lines_end_it(tmp_path):
+    """A text may hold other marks of an end of line, which are no end of a line of the file."""
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"id": "x", "token_ids": [1], "text": "a\u2028b\x85c"}\n', encoding="utf-8")
+    assert texts.read(file) == {"x": (1,)}
+
+
 @pytest.mark.parametrize(
     ("content", "argv", "says"),
     [
@@ -58,6 +65,8 @@ def test_a_run_of_ours_and_its_sides(tmp_path, capsys):
         ('{"id": "x", "token_ids": [true]}\n', (), "expected"),
         ('{"token_ids": [1]}\n', (), "expected"),
         ("[1]\n", (), "expected"),
+        ("[" * 100_000, (), "a.jsonl:1: not JSON"),
+        ('{"id": "\\ud800", "token_ids": [1]}\n', (), r"a.jsonl:1: the id '\ud800' is no valid Unicode"),
         ('{"id": "x", "token_ids": [1]}\n' * 2, (), "is there twice"),
         ("\n", (), "has no texts"),
         ('{"id": "other", "token_ids": [1]}\n', (), "no text in common"),

@@ -109,6 +109,10 @@ def test_another_type_of_the_same_model(tiny, tmp_path, capsys, monkeypatch):
         (("--n", "2,0"), "0 is too small"),
         (("--batch", "0"), "0 is too small, 1 is the least"),
         (("--json", "missing/report.json"), "there is no folder missing to write it in"),
+        (("--json", "."), ".: is a folder"),
+        (("--publish", "."), ".: is a folder"),
+        (("--publish", "mine.json", "--n", "1"), "--n must go beyond 1"),
+        (("--publish", "mine.json", "--n", "none"), "--n must go beyond 1"),
         (("--pp", "0", "--tg", "0", "--n", "none"), "nothing to measure"),
         (("--n", "8", "--rows", "4"), "--rows 4 is less"),
         (("--peer", "vllm"), "llama.cpp, ik_llama.cpp, transformers"),
@@ -126,6 +130,15 @@ def test_mistakes_are_one_line(tiny, capsys, args, says):
     assert code == 2
     assert says in err
     assert len(err.strip().splitlines()) == 1
+
+
+def test_entries_replace_no_file_of_another_kind(tiny, tmp_path, capsys):
+    other = tmp_path / "other.json"
+    other.write_text('{"a": 1}')
+    code, _, err = bench(capsys, "--model", tiny, "--publish", other)
+    assert code == 2 and err.count("\n") == 1
+    assert "--publish replaces files of entries alone; " in err and "is no file of v(n)" in err
+    assert other.read_text() == '{"a": 1}'
 
 
 def test_a_peer_that_is_not_installed(tiny, capsys, monkeypatch, tmp_path):

@@ -69,7 +69,9 @@ def test_the_schema_refuses_the_same():
         check.validate(json.loads(path.read_text(encoding="utf-8")))
 
 
-@pytest.mark.parametrize("text", ["[]", "{", '{"schema": 2, "entries": [1]}', '{"schema": 1, "entries": []}'])
+@pytest.mark.parametrize(
+    "text", ["[]", "{", "[" * 100_000, '{"schema": 2, "entries": [1]}', '{"schema": 1, "entries": []}']
+)
 def test_another_file_is_refused(tmp_path, text):
     path = tmp_path / "mine.json"
     path.write_text(text, encoding="utf-8")

@@ -1,6 +1,7 @@
 """Anybody's callable: what it is handed, what it may hand back, and the exact and the sampled law of its text."""
 
 import dataclasses
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -256,6 +257,13 @@ def race(p, q, drafts, uniforms):
         (lambda p, q, x, u: (np.full(len(p), 2), np.zeros(len(p))), {"batched": True}, "handed back"),
         (lambda p, q, x, u: np.full((len(p), 2), -1), {"batched": True}, "handed back"),
         (lambda p, q, x, u: np.zeros((3, 1)), {"batched": True}, "handed back"),
+        (lambda p, q, x, u: sys.exit(3), {}, "raised SystemExit: 3"),
+        (lambda p, q, x, u: (float("inf"), 0), {}, r"handed back \(inf, 0\)"),
+        (lambda p, q, x, u: (0.5, 0), {}, r"handed back \(0.5, 0\)"),
+        (lambda p, q, x, u: [float("nan")], {}, r"handed back \[nan\]"),
+        (lambda p, q, x, u: [0.5], {}, r"handed back \[0.5\]"),
+        (lambda p, q, x, u: np.full((len(p), 1), np.nan), {"batched": True}, "handed back"),
+        (lambda p, q, x, u: np.full((len(p), 2), 0.5), {"batched": True}, "handed back"),
         (race, {"uniforms": 3}, "is no function of thresholds of its uniforms"),
         (race, {"arrays": "numpi"}, "did you mean numpy"),
         (race, {"randomness": "dice"}, "is none of uniforms, generator"),
