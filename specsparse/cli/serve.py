@@ -56,6 +56,8 @@ def _check(args: argparse.Namespace, key: str | None) -> None:
     """What can be known before anything is loaded."""
     if key == "":
         raise UserError("the API key is empty")
+    if key is not None and not (key.isascii() and key.isprintable() and key == key.strip()):
+        raise UserError("the API key must be ASCII letters, digits and signs: a header of HTTP carries nothing else")
     for name, least in (("batch", 1), ("queue", 1), ("context", 1)):
         if (value := getattr(args, name)) is not None and value < least:
             raise UserError(f"--{name} {value} must be at least {least}")

@@ -13,6 +13,8 @@ from specsparse.support.options import options_of
 MOST_SEQUENCES = 64
 """Prompts times completions of one request."""
 MOST_TOP_LOGPROBS = 20
+MOST_TEXTS, LONGEST_TEXT = 64, 1024
+"""Stop strings or bad words, and characters of one: each is looked for after every token, while others wait."""
 _NOT_ASKED = (
     "logprobs", "prompt_logprobs", "detokenize", "logits_processors", "guided_decoding", "use_beam_search",
 )  # fmt: skip
@@ -75,6 +77,8 @@ def read(body: Mapping[str, object], defaults: Mapping[str, object], *, chat: bo
         fields["max_tokens"] = given["max_completion_tokens"]
     elif "max_tokens" not in fields:
         fields["max_tokens"] = None if chat else 16
+    for name in ("stop", "bad_words"):
+        _check_texts(fields.get(name), name)
     fields["logprobs"] = logprobs
     if echo and logprobs is not None:
         if stream:
@@ -143,6 +147,15 @@ def _count(given: Mapping[str, object], name: str) -> int | None:
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_TOP_LOGPROBS):
         return value
     raise HttpError(400, f"{name} must be a whole number from 0 to {MOST_TOP_LOGPROBS}", param=name)
+
+
+def _check_texts(texts: object, name: str) -> None:
+    """Few enough, and short enough; what else may be wrong with them `SamplingParams` says."""
+    if isinstance(texts, list) and len(texts) > MOST_TEXTS:
+        raise HttpError(400, f"{name} holds {len(texts)} texts, {MOST_TEXTS} are the most", param=name)
+    several = texts if isinstance(texts, list) else [texts]
+    if any(isinstance(text, str) and len(text) > LONGEST_TEXT for text in several):
+        raise HttpError(400, f"{name} has a text of more than {LONGEST_TEXT} characters, the most", param=name)
 
 
 def _params(fields: Mapping[str, object]) -> SamplingParams:
