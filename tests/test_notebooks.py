@@ -18,8 +18,8 @@ def tiny(tmp_path_factory):
     return write_tiny_gguf(path, quant="Q8_0", context_length=1024, n_layers=4)
 
 
-def test_there_are_seven():
-    assert len(NOTEBOOKS) == 7
+def test_there_are_eight():
+    assert len(NOTEBOOKS) == 8
 
 
 @pytest.mark.parametrize(

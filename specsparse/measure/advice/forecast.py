@@ -96,8 +96,8 @@ def forecast(
         lengths = sorted({min(gamma, longest) for gamma in lengths})
     c, c0 = clock.costs(candidate, 1)
     points = tuple(at_length(clocks, candidate, acceptance, gamma) for gamma in lengths)
-    least = expected.break_even(clock.v, c=c, c0=c0, most=max(lengths))
     v = tuple(clock.v(n) for n in range(1, max(lengths) + 2))
+    least = expected.break_even(lambda n: v[int(n) - 1], c=c, c0=c0, most=max(lengths))
     return Forecast(candidate, acceptance, c, c0, points, least, v)
 
 
