@@ -5,11 +5,12 @@ a package that has entry points `specsparse.kinds`.
 """
 
 import abc
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, get_args
 
 from rich.console import Console, RenderableType
 
@@ -112,7 +113,8 @@ class Kind(abc.ABC, Generic[S]):
     """One kind of experiment.
 
     Attributes:
-        settings: a frozen dataclass, what it reads of a config: groups of its own beside those that every run has.
+        settings: a frozen dataclass, what it reads of a config: groups of its own beside those that every run has; by
+            default what stands in brackets, `class Mine(Kind[MySettings])`.
         timed: whether its numbers depend on what else the machine does; such runs take turns.
         takes_model: False: it needs no model, and the manifest names none.
         takes_ffn: False: it needs no model, or a dense one.
@@ -124,6 +126,13 @@ class Kind(abc.ABC, Generic[S]):
     takes_model: ClassVar[bool] = True
     takes_ffn: ClassVar[bool] = True
     on_mesh: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        named = (arg for base in vars(cls).get("__orig_bases__", ()) for arg in get_args(base))
+        found = next((arg for arg in named if dataclasses.is_dataclass(arg)), None)
+        if found is not None and "settings" not in vars(cls):
+            cls.settings = found  # type: ignore[assignment]
 
     @abc.abstractmethod
     def check(self, cfg: S) -> None:

@@ -67,6 +67,10 @@ class VerifierSpec(Choice):
     """A registered verifier and its own options."""
 
 
+class TrackerSpec(Choice):
+    """Where the numbers go: "jsonl", or "wandb" with its options; JSONL is always written."""
+
+
 @dataclass(frozen=True)
 class TreeSpec(Choice):
     """The shape of the drafts of a drafter with a model and its own options; the name "chain" is no tree."""
@@ -102,10 +106,6 @@ class DataSpec:
             UserError: a file that cannot be read, or an unknown task.
         """
         return load(self.source, path=self.path, tasks=self.tasks, limit_per_task=self.limit_per_task)
-
-
-class TrackerSpec(Choice):
-    """Where the numbers go: "jsonl", or "wandb" with its options; JSONL is always written."""
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,20 @@ class Scored(Predictor):
         return as_mask(self.score(weights, layer, x_RD, n_valid_B) >= weights.threshold, n_valid_B)
 
 
+@dataclass(frozen=True)
+class OfText(Predictor):
+    """A predictor that keeps a share of what it looks at, by thresholds that are quantiles over a text.
+
+    Attributes:
+        ffn: the FFN it predicts for.
+        share: to keep, on average over the text.
+    """
+
+    needs: ClassVar[Needs] = Needs.TEXT
+    ffn: Annotated[FFN, Internal()]
+    share: Share = 0.5
+
+
 def at_recall(predictor: Scored, weights: Pytree, layer: Layer, rows_ND: jax.Array, *, recall: float) -> Pytree:
     """`weights` with the highest threshold that keeps a share `recall` of the true activations of `rows_ND`.
 

@@ -1,16 +1,14 @@
 """CATS: the gate is computed in full, and neurons with a small activation are left out of up and down."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from specsparse.engine.activation import activate
 from specsparse.engine.weights import Layer
-from specsparse.predictors.base import Needs, Predictor, as_mask, require_rows
-from specsparse.predictors.ffn import FFN
-from specsparse.support.options import Internal, Share
+from specsparse.predictors.base import OfText, as_mask, require_rows
 
 
 class GateWeights(NamedTuple):
@@ -24,7 +22,7 @@ class GateWeights(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GateThreshold(Predictor):
+class GateThreshold(OfText):
     """keep_j where |act(gate_j z)| >= threshold, a quantile over a text (CATS, arXiv:2404.08763, eq. 3).
 
     Attributes:
@@ -33,9 +31,6 @@ class GateThreshold(Predictor):
     """
 
     name: ClassVar[str] = "gate_threshold"
-    needs: ClassVar[Needs] = Needs.TEXT
-    ffn: Annotated[FFN, Internal()]
-    share: Share = 0.5
 
     def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> GateWeights:
         """The quantile of |act(gate)| over `rows_ND`."""

@@ -1,17 +1,16 @@
 """TEAL: small inputs of a matrix count as zero. For quality only: no kernel here skips columns."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from specsparse.engine.activation import activate
 from specsparse.engine.weights import Layer
-from specsparse.predictors.base import Needs, Predictor, as_mask, require_rows
-from specsparse.predictors.ffn import FFN, gate_matrix
+from specsparse.predictors.base import OfText, as_mask, require_rows
+from specsparse.predictors.ffn import gate_matrix
 from specsparse.predictors.gate_threshold import above_zero
-from specsparse.support.options import Internal, Share
 
 
 class TealWeights(NamedTuple):
@@ -27,7 +26,7 @@ class TealWeights(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Teal(Predictor):
+class Teal(OfText):
     """Inputs under a quantile of their size are zero (TEAL, arXiv:2408.14690, eq. 2), in the FFN's three matrices.
 
     Attention keeps all its inputs. `keep` is the mask of down's inputs; `neurons` is what the FFN computes with.
@@ -38,9 +37,6 @@ class Teal(Predictor):
     """
 
     name: ClassVar[str] = "teal"
-    needs: ClassVar[Needs] = Needs.TEXT
-    ffn: Annotated[FFN, Internal()]
-    share: Share = 0.5
 
     def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> TealWeights:
         """Quantiles over `rows_ND`, those of down with the inputs of gate and up thresholded already."""

@@ -3,8 +3,9 @@
 import pytest
 
 from specsparse.errors import UserError
-from specsparse.experiments.kind import KINDS
-from specsparse.experiments.settings import TrackerSpec
+from specsparse.experiments.kind import KINDS, Kind
+from specsparse.experiments.kinds.perplexity import PerplexitySettings
+from specsparse.experiments.settings import DecodingSettings, ModelSettings, TrackerSpec
 from tests.experiments.playing import play, replaced, run_config
 
 MINE = '''
@@ -54,6 +55,27 @@ def test_a_kind_of_ones_own_runs_and_is_written_down_by_the_runner(cfg, tmp_path
     first, last = text.splitlines()
     assert first == "a mean of 3.5"
     assert last == f"record: {tmp_path / 'run' / 'record.json'}, faces.csv, faces.png, raw.csv"  # whole, however long
+
+
+class Bracketed(Kind[PerplexitySettings]):
+    timed = False
+
+
+class Derived(Bracketed):
+    pass
+
+
+class Said(Kind[PerplexitySettings]):
+    settings = ModelSettings
+
+
+class Bare(Kind):
+    pass
+
+
+def test_settings_of_a_kind_are_those_in_its_brackets_unless_it_says_others():
+    asked = [kind.settings for kind in (Bracketed, Derived, Said, Bare)]
+    assert asked == [PerplexitySettings, PerplexitySettings, ModelSettings, DecodingSettings]
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_training_learns(cfg, model, tmp_path, given):
     """On a handful of texts, again and again, the divergence falls far below where it began."""
     cfg = changed(cfg, "train", options={**given, "steps": 60, "learning_rate": 3e-3})
     cfg = settings(cfg)
-    options = drafter_fit.options(cfg)
+    options = drafter_fit.Options.of(cfg)
     paths = data.generate(model, options.data, tmp_path / "texts", tokens=100)
     texts = [t for p in paths for t in data.read_shard(p)]
     made = trainer.Trainer(model, options.train, drafter_fit.form_of(cfg, model))
@@ -111,7 +111,7 @@ def test_training_learns(cfg, model, tmp_path, given):
 
 def test_candidates_hold_what_follows(cfg, model, tmp_path):
     cfg = settings(cfg)
-    options = drafter_fit.options(cfg)
+    options = drafter_fit.Options.of(cfg)
     paths = data.generate(model, options.data, tmp_path / "texts", tokens=100)
     texts = [t for p in paths for t in data.read_shard(p)]
     made = trainer.Trainer(model, options.train, HeadForm(model))

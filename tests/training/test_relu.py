@@ -221,7 +221,7 @@ def test_mistakes_are_found_before_anything_is_loaded(cfg, options, says):
 def test_the_options_of_the_shipped_files_are_taken(name):
     with initialize_config_dir(str(run.conf_dir()), version_base="1.3"):
         cfg = config.from_omegaconf(compose("config", [f"+experiment={name}"]))
-    found = (relufy_fit if name == "relufy" else drafter_fit).options(settings(cfg))
+    found = (relufy_fit if name == "relufy" else drafter_fit).Options.of(settings(cfg))
     assert found.data.answer == cfg.own["train"]["answer"]
 
 

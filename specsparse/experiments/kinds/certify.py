@@ -46,7 +46,6 @@ class CertifySettings:
 class Certify(Kind[CertifySettings]):
     """The exact output law of every verifier, by its rule and as it runs, and of the mutants."""
 
-    settings = CertifySettings
     timed = False
     takes_model = False
     takes_ffn = False

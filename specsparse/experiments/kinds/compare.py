@@ -121,7 +121,6 @@ class CompareSettings(DecodingSettings):
 class Compare(Kind[CompareSettings]):
     """Plain decoding and every valid method of a list, in turn, ranked."""
 
-    settings = CompareSettings
     on_mesh = True
 
     def check(self, cfg: CompareSettings) -> None:

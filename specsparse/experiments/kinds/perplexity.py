@@ -61,7 +61,6 @@ class PerplexitySettings(ModelSettings):
 class Perplexity(Kind[PerplexitySettings]):
     """How well a model predicts a text, after the base has, and how far its law is from the base's."""
 
-    settings = PerplexitySettings
     timed = False
     on_mesh = True
 

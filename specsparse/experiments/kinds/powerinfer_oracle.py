@@ -97,7 +97,6 @@ class PowerInferSettings(ModelSettings):
 class PowerInferOracle(Kind[PowerInferSettings]):
     """A PowerInfer model's logits and greedy tokens against those that PowerInfer itself wrote."""
 
-    settings = PowerInferSettings
     timed = False
 
     def check(self, cfg: PowerInferSettings) -> None:

@@ -90,7 +90,6 @@ class QuantTableSettings(PerplexitySettings):
 class Quantisations(Kind[QuantTableSettings]):
     """One model in several types of weights: bytes, perplexity, KL to float32, speed."""
 
-    settings = QuantTableSettings
     takes_ffn = False
 
     def check(self, cfg: QuantTableSettings) -> None:

@@ -47,7 +47,6 @@ class RooflineSettings(DecodingSettings):
 class Roofline(Kind[RooflineSettings]):
     """What a model file could do at best on a device, and what it was measured to do on this one."""
 
-    settings = RooflineSettings
     takes_ffn = False
 
     def check(self, cfg: RooflineSettings) -> None:

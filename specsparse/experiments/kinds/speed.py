@@ -22,7 +22,6 @@ from specsparse.speculative.base import Drafter
 class Speed(Kind[DecodingSettings]):
     """Plain decoding and one method, interleaved."""
 
-    settings = DecodingSettings
     on_mesh = True
 
     def check(self, cfg: DecodingSettings) -> None:

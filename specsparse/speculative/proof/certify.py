@@ -164,7 +164,7 @@ def certify(
         wrong += [measure_driver_mutant(name, seed=seed) for name in DRIVER_MUTANTS]
     for exhibit in EXHIBITS.values() if museum else ():
         found = measure_exhibit(exhibit.name, seed=seed)
-        if exhibit.lossless:
+        if exhibit.how.lossless:
             results += found
         else:
             worst = max(found, key=lambda r: r.tv)

@@ -39,18 +39,13 @@ class Exhibit:
         name: of it.
         what: one line on what it does.
         reports: who reported it, or called it lossy.
-        how: the callable; `lossless` says what is expected of it.
+        how: the callable; its `lossless` says what is expected of it, True where it was called lossy and is not.
     """
 
     name: str
     what: str
     reports: tuple[str, ...]
     how: Handed
-
-    @property
-    def lossless(self) -> bool:
-        """Whether it was called lossy and is not."""
-        return self.how.lossless
 
 
 def _rows(change: Callable[[np.ndarray], np.ndarray], law: np.ndarray) -> np.ndarray:

@@ -74,7 +74,7 @@ def museum_tables(names: Iterable[str] = tuple(EXHIBITS)) -> list[str]:
     wrong, right = [], []
     for exhibit in (EXHIBITS[name] for name in names):
         results = measure_exhibit(exhibit.name, vocab=VOCAB, gamma=GAMMA)
-        (right if exhibit.lossless else wrong).append(exhibit_row(exhibit, results))
+        (right if exhibit.how.lossless else wrong).append(exhibit_row(exhibit, results))
     return [MISTAKES, *table(WRONG_HEAD, wrong), "", NO_LOSS, *table(RIGHT_HEAD, right)]
 
 
@@ -133,7 +133,7 @@ def exhibit_row(exhibit: Exhibit, results: Sequence[Result]) -> tuple[str, ...]:
     worst = max(results, key=lambda r: r.tv)
     plain = max((r for r in results if r.corner.startswith("random")), key=lambda r: r.tv)
     seen = ", ".join(_link(report) for report in exhibit.reports) or "no report known: one slip away"
-    if exhibit.lossless:
+    if exhibit.how.lossless:
         return f"`{exhibit.name}`", exhibit.what, seen, _kind(worst), _size(worst), f"{worst.bound:.0e}"
     return f"`{exhibit.name}`", exhibit.what, seen, _kind(worst), _size(plain), _size(worst), worst.corner
 

@@ -3,6 +3,7 @@ replacement."""
 
 import dataclasses
 import functools
+from operator import attrgetter
 from typing import NamedTuple
 
 import jax
@@ -63,20 +64,9 @@ class StaticTree(TreeShape):
         if self.draw is DraftKind.SAMPLED and self.branches:
             raise UserError("siblings are drawn iid or wor; sampled is for chains")
 
-    @property
-    def kind(self) -> DraftKind:
-        """As it was asked for."""
-        return self.draw
-
-    @property
-    def max_nodes(self) -> int:
-        """K."""
-        return self.template.size
-
-    @property
-    def max_depth(self) -> int:
-        """Depth of the template."""
-        return self.template.max_depth
+    kind = property(attrgetter("draw"))
+    max_nodes = property(attrgetter("template.size"))
+    max_depth = property(attrgetter("template.max_depth"))
 
     @property
     def branches(self) -> bool:

@@ -61,8 +61,6 @@ class Placed:
 class Place(Kind[PlacementSettings]):
     """Which neurons belong on the accelerator, and the time a token that is expected of it."""
 
-    settings = PlacementSettings
-
     def check(self, cfg: PlacementSettings) -> None:
         """Names, numbers, files and prompts."""
         catalogue.resolve(cfg.model.path)

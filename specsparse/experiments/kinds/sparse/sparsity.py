@@ -79,8 +79,6 @@ class SparsitySettings(ModelSettings):
 class Sparse(Kind[SparsitySettings]):
     """What leaving neurons out costs in quality and gains in speed, point by point."""
 
-    settings = SparsitySettings
-
     def check(self, cfg: SparsitySettings) -> None:
         """Names, options, files and prompts."""
         catalogue.resolve(cfg.model.path)

@@ -66,8 +66,6 @@ class SpecSparseSettings(DecodingSettings):
 class SpecSparse(Kind[SpecSparseSettings]):
     """Speculation and sparsity, each alone and both together, and what a verification pass reads."""
 
-    settings = SpecSparseSettings
-
     def check(self, cfg: SpecSparseSettings) -> None:
         """A dense FFN, plain decoding, and what `decoding.check` finds wrong are refused."""
         decoding.check(cfg, union_cap=True)

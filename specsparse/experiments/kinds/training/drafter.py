@@ -48,7 +48,7 @@ class TrainDrafter(Training):
         """Options, files and prompts."""
         catalogue.resolve(cfg.model.path)
         try:
-            matrix_type(training.options(cfg).own.quantise)
+            matrix_type(training.Options.of(cfg).own.quantise)
         except UserError as error:
             raise UserError(f"train.quantise: {error}") from None
         cfg.data.prompts()
@@ -60,7 +60,7 @@ class TrainDrafter(Training):
             UserError: another training's output directory, or text without answers.
         """
         console, model = lab.console, lab.load(cfg.model)
-        chosen, folder = training.options(cfg), training.folder_of(cfg, model)
+        chosen, folder = training.Options.of(cfg), training.folder_of(cfg, model)
         training.claim(folder, cfg, model)
         found, written = training.texts(cfg, model, folder, console)
         state, trainer, curve = training.trained(cfg, model, folder, found, console)
@@ -93,7 +93,7 @@ def _row(point: Mapping[str, Any]) -> dict[str, object]:
 
 def held_out(cfg: TrainSettings, model: Model, console: Console) -> list[data.Text]:
     """Greedy answers to the last `train.judged` prompts of each task of `data` that are short enough."""
-    chosen = training.options(cfg).data
+    chosen = training.Options.of(cfg).data
     source = cfg.data.prompts()
     encoded = [(p.task, data.encode(model, p.text, chat=chosen.chat)) for p in source]
     short = [(task, ids) for task, ids in encoded if len(ids) <= chosen.prompt_tokens]

@@ -11,8 +11,7 @@ from rich.console import Console
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.experiments.kinds.training import folder as folders
-from specsparse.experiments.kinds.training import options as train_options
-from specsparse.experiments.kinds.training.options import TrainSettings
+from specsparse.experiments.kinds.training.options import TrainKeys, TrainSettings
 from specsparse.speculative.drafters.heads.head_file import find
 from specsparse.support import terminal
 from specsparse.support.options import Count, Range
@@ -43,7 +42,7 @@ class OwnOptions:
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(TrainKeys):
     """The keys of `train`, by what they belong to."""
 
     own: OwnOptions
@@ -52,14 +51,9 @@ class Options:
     small: SmallOptions
 
 
-def options(cfg: TrainSettings) -> Options:
-    """The options of `train`."""
-    return train_options.chosen(cfg, Options)
-
-
 def folder_of(cfg: TrainSettings, model: Model) -> Path:
     """Where a training keeps its files."""
-    end = {"head": "", "model": "-draft"}.get(options(cfg).own.form, f"-{options(cfg).own.form}")
+    end = {"head": "", "model": "-draft"}.get(Options.of(cfg).own.form, f"-{Options.of(cfg).own.form}")
     return Path(cfg.train.output or Path("heads") / f"{Path(model.path).stem}{end}")
 
 
@@ -69,7 +63,7 @@ def form_of(cfg: TrainSettings, model: Model) -> Form:
     Raises:
         UserError: an option of another form, or layers that the target has not.
     """
-    found, n_layers = options(cfg), model.config.n_layers
+    found, n_layers = Options.of(cfg), model.config.n_layers
     own = found.own
     if own.form == "model" and own.below:
         raise UserError("train.below belongs to train.form=head, eagle3 and dflash")
@@ -101,7 +95,7 @@ def claim(folder: Path, cfg: TrainSettings, model: Model) -> None:
     Raises:
         UserError: it holds another training.
     """
-    found = options(cfg)
+    found = Options.of(cfg)
     shape: dict[str, object] = {n: getattr(found.train, n) for n in ("draft_vocab", "seed")}
     text = {f.name: getattr(found.data, f.name) for f in fields(found.data)}
     if found.own.form == "model":
@@ -117,7 +111,7 @@ def claim(folder: Path, cfg: TrainSettings, model: Model) -> None:
 
 def texts(cfg: TrainSettings, model: Model, folder: Path, console: Console) -> tuple[list[Text], TextWritten]:
     """Answers of `train.tokens` tokens, made where they are not there yet, and how fast."""
-    wanted, chosen = cfg.train.tokens, options(cfg)
+    wanted, chosen = cfg.train.tokens, Options.of(cfg)
     written = TextWritten(0, 0.0)
     with terminal.counting(console, "writing text", wanted) as bar:
 
@@ -136,7 +130,7 @@ def trained(
     cfg: TrainSettings, model: Model, folder: Path, found: list[Text], console: Console
 ) -> tuple[TrainState, Trainer, list[dict[str, Any]]]:
     """The state after the last step, its trainer, and the curve: losses and tokens seen at each checkpoint."""
-    chosen = options(cfg)
+    chosen = Options.of(cfg)
     trainer = Trainer(model, chosen.train, form_of(cfg, model))
     log = Log(
         folder / _STATE, chosen.train.steps, chosen.own.save_every, "rows",

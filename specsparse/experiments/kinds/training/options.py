@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, Self, get_type_hints
 
 from specsparse.errors import UserError
 from specsparse.experiments.kind import Kind
@@ -34,17 +34,17 @@ class TrainSettings(ModelSettings):
 class Training(Kind[TrainSettings]):
     """A kind that trains on text: its times are no result, and its model is dense."""
 
-    settings = TrainSettings
     timed = False
     takes_ffn = False
 
 
-T = TypeVar("T")
+class TrainKeys:
+    """Base of dataclasses whose fields are the dataclasses that the keys of `train` belong to."""
 
-
-def chosen(cfg: TrainSettings, owner: type[T]) -> T:
-    """A dataclass of dataclasses, made of the keys of `train`; see `split`."""
-    return owner(**split(cfg, get_type_hints(owner)))
+    @classmethod
+    def of(cls, cfg: TrainSettings) -> Self:
+        """Made of the keys of `train`; see `split`."""
+        return cls(**split(cfg, get_type_hints(cls)))
 
 
 def split(cfg: TrainSettings, owners: Mapping[str, type]) -> dict[str, Any]:

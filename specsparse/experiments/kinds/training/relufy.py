@@ -53,7 +53,7 @@ class Relufy(Training):
     def check(self, cfg: TrainSettings) -> None:
         """Names and options."""
         catalogue.resolve(cfg.model.path)
-        out_type(training.options(cfg).own.quantise)
+        out_type(training.Options.of(cfg).own.quantise)
 
     def run(self, cfg: TrainSettings, lab: Lab) -> Found:
         """Writes text, rebuilds, distils, exports; each goes on where an earlier run of the same output stopped.
@@ -69,7 +69,7 @@ class Relufy(Training):
         begin, layers = training.rebuilt(cfg, model, folder, train, held, console)
         ffn, curve = training.distilled(cfg, model, folder, begin, train, held, console)
         path, delta = folder / f"{folder.name}-relu.gguf", folder / f"{folder.name}-relu.delta.gguf"
-        write_relu(open_gguf(model.path), ffn, path, out_type(training.options(cfg).own.quantise))
+        write_relu(open_gguf(model.path), ffn, path, out_type(training.Options.of(cfg).own.quantise))
         make_delta(model.path, path, delta)
         rows = _layers(layers, curve[-1]["share"])
         return Found(

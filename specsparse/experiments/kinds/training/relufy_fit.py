@@ -14,8 +14,7 @@ from specsparse.api import load
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.experiments.kinds.training import folder as folders
-from specsparse.experiments.kinds.training import options as train_options
-from specsparse.experiments.kinds.training.options import TrainSettings
+from specsparse.experiments.kinds.training.options import TrainKeys, TrainSettings
 from specsparse.support import terminal
 from specsparse.support.options import Count
 from specsparse.support.tensor_files import read_tensors, write_tensors
@@ -44,18 +43,13 @@ class OwnOptions:
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(TrainKeys):
     """The keys of `train`, by what they belong to; a key that two have goes to both."""
 
     own: OwnOptions
     data: DataOptions
     layers: LayerOptions
     distill: DistillOptions
-
-
-def options(cfg: TrainSettings) -> Options:
-    """The options of `train`."""
-    return train_options.chosen(cfg, Options)
 
 
 def folder_of(cfg: TrainSettings, model: Model) -> Path:
@@ -71,7 +65,7 @@ def claim(folder: Path, cfg: TrainSettings, model: Model) -> None:
     Raises:
         UserError: it holds another training.
     """
-    found = options(cfg)
+    found = Options.of(cfg)
     rates = {"steps", "rate", "warmup", "decay", "precision"}
     shape = {f.name: getattr(found.distill, f.name) for f in fields(found.distill) if f.name not in rates}
     folders.claim(folder, {
@@ -87,7 +81,7 @@ def texts(cfg: TrainSettings, model: Model, folder: Path, console: Console) -> t
     Raises:
         UserError: no more texts than are held out.
     """
-    chosen, wanted = options(cfg), cfg.train.tokens
+    chosen, wanted = Options.of(cfg), cfg.train.tokens
     with terminal.counting(console, "writing text", wanted) as bar:
         paths = generate(
             model, chosen.data, Path(chosen.own.texts or folder / _TEXTS), tokens=wanted,
@@ -104,14 +98,14 @@ def rebuilt(
 ) -> tuple[FfnMatrices, list[Judged]]:
     """All layers rebuilt one by one, stacked, and how well; those that are there are not rebuilt again. `train.begin`
     has them already."""
-    begin = options(cfg).own.begin
+    begin = Options.of(cfg).own.begin
     if begin is not None:
         return _begin(model, begin), []
     paths = [folder / "layers" / f"layer_{i:03d}.safetensors" for i in range(model.config.n_layers)]
     if not all(path.exists() for path in paths):
         inputs, judged = (_inputs(cfg, model, folder / name, found, console) for name, found in
                           (("inputs", train), ("judged", held)))  # fmt: skip
-        rebuilder = Rebuilder(options(cfg).layers, len(layer_inputs(inputs, 0)))
+        rebuilder = Rebuilder(Options.of(cfg).layers, len(layer_inputs(inputs, 0)))
         with terminal.counting(console, "rebuilding layers", len(paths)) as bar:
             for i, path in enumerate(paths):
                 if not path.exists():
@@ -151,7 +145,7 @@ def _checkpoint(model: Model, path: Path) -> FfnMatrices:
 
 def _inputs(cfg: TrainSettings, model: Model, folder: Path, found: list[Text], console: Console) -> list[Path]:
     """Files of what the FFNs read over `train.layer_tokens` tokens of these texts."""
-    chosen = options(cfg)
+    chosen = Options.of(cfg)
     rows, groups, tokens = chosen.distill.rows, [], 0
     for group in pack(found, range(len(found)), rows=rows, drafting=rows):
         if tokens >= chosen.own.layer_tokens:
@@ -169,7 +163,7 @@ def distilled(
     console: Console,
 ) -> tuple[FfnMatrices, list[dict[str, Any]]]:  # fmt: skip
     """The FFNs after the last step, and the curve: losses, tokens seen and fidelity at each checkpoint."""
-    chosen = options(cfg)
+    chosen = Options.of(cfg)
     distiller = Distiller(model, chosen.distill)
     log = Log(
         folder / _STATE, chosen.distill.steps, chosen.own.judge_every, "tokens",

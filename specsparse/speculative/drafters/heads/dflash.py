@@ -13,20 +13,17 @@ from specsparse.kernels import QTensor
 from specsparse.speculative.drafters.heads.dflash_block import BlockLayer, BlockWeights
 from specsparse.speculative.drafters.heads.dflash_file import DFlashFile
 from specsparse.speculative.drafters.heads.dflash_source import BlockSource, DFlashParams
+from specsparse.speculative.drafters.heads.feature_source import of_target
 from specsparse.speculative.drafters.heads.head_gguf import EMBEDDING
-from specsparse.speculative.drafters.heads.published import check_path, check_target, scored
+from specsparse.speculative.drafters.heads.published import PublishedPlan, check_target, scored
 from specsparse.speculative.drafters.options import DFlashOptions
-from specsparse.speculative.drafters.plan import Bound, DrafterPlan, MakeModel, bytes_of
-from specsparse.speculative.drafters.sources import DraftWeights, VocabMap
+from specsparse.speculative.drafters.plan import Bound, MakeModel, bytes_of
+from specsparse.speculative.drafters.sources import DraftWeights
 
 
 @dataclasses.dataclass(frozen=True)
-class DFlashPlan(DrafterPlan, DFlashOptions):
+class DFlashPlan(PublishedPlan, DFlashOptions):
     """A block drafter on the target's features, with the target's embedding and output matrix or its own."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_path(self.path)
 
     def prepare(self, target: Model, make: MakeModel) -> Bound:
         """Reads the drafter's file; no model is loaded."""
@@ -38,7 +35,7 @@ class DFlashPlan(DrafterPlan, DFlashOptions):
             raise UserError(
                 f"a tree of depth {tree.max_depth} is deeper than the {positions} tokens of a block of {file.path}"
             )
-        c, shape = target.config, file.shape
+        shape = file.shape
         check_target(file, target, layers=shape.features, width=shape.feature_width)
         known = file.tensors[EMBEDDING][0] if EMBEDDING in file.tensors else target.params.embedding.shape[0]
         if file.mask_token >= known:
@@ -49,14 +46,11 @@ class DFlashPlan(DrafterPlan, DFlashOptions):
         weights, columns = scored(file, self.style, target, floats=floats)
         block, embedding = _packed(file, floats=floats)
         source = BlockSource(
-            vocab=VocabMap(c.vocab_size, c.vocab_size, columns),
-            kernels=target.kernels,
+            **of_target(target, columns),
             shape=shape,
             rows=rows,
             skipped=rows - positions,
             mask_token=file.mask_token,
-            context=c.context_length,
-            kv_dtype=target.cache_dtype,
             levels=0 if tree is None else tree.max_depth,
             embedding_scale=file.embedding_scale,
             logit_scale=file.logit_scale,

@@ -218,20 +218,14 @@ class BlockSource(FeatureSource[KVCache]):
         return jnp.where((valid_B > 0)[:, None, None], out, jnp.float32(0)).reshape(batch * n, -1)
 
     def _logits(self, weights: DraftWeights, y_BmD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
-        batch, m, width = y_BmD.shape
+        norm = weights.params.block.output_norm
         with jax.named_scope("dflash/output"):
-            (logits_RN,) = self.kernels.linear(
-                y_BmD.reshape(batch * m, width),
-                (weights.head,),
-                norm=weights.params.block.output_norm,
-                eps=self.shape.eps,
-                n_valid=n_valid_B,
-            )
+            logits_RN = self.score_rows(weights, y_BmD, n_valid_B, norm=norm, eps=self.shape.eps)
         if self.logit_scale != 1.0:
             logits_RN = logits_RN * jnp.float32(self.logit_scale)
         if self.softcap > 0:
             logits_RN = jnp.tanh(logits_RN / jnp.float32(self.softcap)) * jnp.float32(self.softcap)
-        return logits_RN.reshape(batch, m, -1)
+        return logits_RN.reshape(*y_BmD.shape[:2], -1)
 
 
 def _pick_rows(table: jax.Array, index_R: jax.Array) -> jax.Array:

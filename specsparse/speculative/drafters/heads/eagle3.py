@@ -22,12 +22,12 @@ from specsparse.speculative.drafters.heads.eagle3_head import (
     Products,
     default_layers,
 )
-from specsparse.speculative.drafters.heads.feature_source import HeadState, OneLayerSource
+from specsparse.speculative.drafters.heads.feature_source import HeadState, OneLayerSource, of_target
 from specsparse.speculative.drafters.heads.head_gguf import EMBEDDING
-from specsparse.speculative.drafters.heads.published import check_path, check_target, scored
+from specsparse.speculative.drafters.heads.published import PublishedPlan, check_target, scored
 from specsparse.speculative.drafters.options import Eagle3Options
-from specsparse.speculative.drafters.plan import Bound, DrafterPlan, MakeModel, bytes_of
-from specsparse.speculative.drafters.sources import DraftWeights, FedRows, VocabMap
+from specsparse.speculative.drafters.plan import Bound, MakeModel, bytes_of
+from specsparse.speculative.drafters.sources import DraftWeights, FedRows
 
 
 class Eagle3Params(NamedTuple):
@@ -92,12 +92,10 @@ class Eagle3Source(OneLayerSource):
 
     def logits(self, weights: DraftWeights, y_BnD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
         """By the head's output matrix."""
-        batch, n, width = y_BnD.shape
+        norm = weights.params.head.output_norm
         with jax.named_scope("head/output"):
-            (logits_RN,) = self._products(n_valid_B).linear(
-                y_BnD.reshape(batch * n, width), (weights.head,), norm=weights.params.head.output_norm
-            )
-        return logits_RN.reshape(batch, n, -1)
+            logits_RN = self.score_rows(weights, y_BnD, n_valid_B, norm=norm, eps=self.shape.eps)
+        return logits_RN.reshape(*y_BnD.shape[:2], -1)
 
     def _products(self, n_valid_B: jax.Array) -> Products:
         eps = self.shape.eps
@@ -109,12 +107,8 @@ class Eagle3Source(OneLayerSource):
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle3Plan(DrafterPlan, Eagle3Options):
+class Eagle3Plan(PublishedPlan, Eagle3Options):
     """An EAGLE-3 head, with the target's embedding and output matrix where its file has none."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_path(self.path)
 
     def prepare(self, target: Model, make: MakeModel) -> Bound:
         """Reads the head's file; no model is loaded."""
@@ -131,13 +125,10 @@ class Eagle3Plan(DrafterPlan, Eagle3Options):
         head = _packed(file, floats=floats)
         embedding = pack_matrix(file.load(EMBEDDING), floats=floats) if EMBEDDING in file.tensors else None
         source = Eagle3Source(
-            vocab=VocabMap(c.vocab_size, c.vocab_size, columns),
-            kernels=target.kernels,
-            context=c.context_length,
+            **of_target(target, columns),
             width=shape.width,
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
-            kv_dtype=target.cache_dtype,
             tree_rows=0 if self.style.tree is None else self.style.tree.max_rows,
             shape=shape,
             layers=layers,

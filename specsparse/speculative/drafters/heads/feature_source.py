@@ -7,7 +7,7 @@ overwritten.
 
 import abc
 import dataclasses
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 from specsparse.engine import cache as kv
 from specsparse.engine.cache import KVCache
+from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
 from specsparse.kernels import Kernels
 from specsparse.speculative.base import DraftContext, Feedback
@@ -41,6 +42,22 @@ class HeadState(NamedTuple):
 State = TypeVar("State", HeadState, KVCache)
 
 
+class OfTarget(TypedDict):
+    """The fields of a `FeatureSource`, which are the target's."""
+
+    vocab: VocabMap
+    kernels: Kernels
+    context: int
+    kv_dtype: DTypeLike
+
+
+def of_target(target: Model, columns: int) -> OfTarget:
+    """What a drafter with so many columns of logits takes of its target."""
+    c = target.config
+    vocab = VocabMap(c.vocab_size, c.vocab_size, columns)
+    return OfTarget(vocab=vocab, kernels=target.kernels, context=c.context_length, kv_dtype=target.cache_dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class FeatureSource(Source, Generic[State]):
     """Base of the drafters on features. Static.
@@ -56,6 +73,14 @@ class FeatureSource(Source, Generic[State]):
     kernels: Kernels
     context: int
     kv_dtype: DTypeLike
+
+    def score_rows(
+        self, weights: DraftWeights, y_BnD: jax.Array, n_valid_B: jax.Array, *, norm: jax.Array, eps: float
+    ) -> jax.Array:
+        """Logits f32[R, N] of rows before the output norm, R = B * n, by the output matrix."""
+        y_RD = y_BnD.reshape(-1, y_BnD.shape[-1])
+        (logits_RN,) = self.kernels.linear(y_RD, (weights.head,), norm=norm, eps=eps, n_valid=n_valid_B)
+        return logits_RN
 
     @abc.abstractmethod
     def empty(self, batch: int, tokens: int) -> State:

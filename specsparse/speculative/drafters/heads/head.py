@@ -10,12 +10,12 @@ from specsparse.engine.model import Model
 from specsparse.speculative.drafters.either import Either
 from specsparse.speculative.drafters.heads import eagle3_file
 from specsparse.speculative.drafters.heads.eagle3 import Eagle3Plan
+from specsparse.speculative.drafters.heads.feature_source import of_target
 from specsparse.speculative.drafters.heads.head_file import find, read_head
 from specsparse.speculative.drafters.heads.head_source import HeadSource
 from specsparse.speculative.drafters.ngram import NGram
 from specsparse.speculative.drafters.options import ChainDrafting, Drafting, HeadOptions, LookupHeadOptions, under
 from specsparse.speculative.drafters.plan import Bound, DrafterPlan, MakeModel, bytes_of
-from specsparse.speculative.drafters.sources import VocabMap
 from specsparse.speculative.drafters.style import Style
 from specsparse.speculative.policies.base import Policy
 from specsparse.support.options import Inline
@@ -44,15 +44,12 @@ class HeadPlan(DrafterPlan, HeadOptions):
             style = dataclasses.replace(style, vocab=tuple(found.ids.tolist()))
         weights, columns = style.trim(target, target.params.output, c.vocab_size)
         source = HeadSource(
-            vocab=VocabMap(c.vocab_size, c.vocab_size, columns),
-            kernels=target.kernels,
+            **of_target(target, columns),
             layers=make_layers(c, target.kernels),
             eps=c.norm_eps,
-            context=c.context_length,
             width=c.d_model,
             kv_heads=c.n_kv_heads,
             head_dim=c.head_dim,
-            kv_dtype=target.cache_dtype,
             tree_rows=0 if style.tree is None else style.tree.max_rows,
             features=(*found.below, c.n_layers) if found.below else (),
         )

@@ -98,16 +98,10 @@ class HeadSource(OneLayerSource):
 
     def logits(self, weights: DraftWeights, y_BnD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
         """By the target's own output matrix."""
-        batch, n, width = y_BnD.shape
+        norm = weights.params.output_norm
         with jax.named_scope("head/output"):
-            (logits_RN,) = self.kernels.linear(
-                y_BnD.reshape(batch * n, width),
-                (weights.head,),
-                norm=weights.params.output_norm,
-                eps=self.eps,
-                n_valid=n_valid_B,
-            )
-        return logits_RN.reshape(batch, n, -1)
+            logits_RN = self.score_rows(weights, y_BnD, n_valid_B, norm=norm, eps=self.eps)
+        return logits_RN.reshape(*y_BnD.shape[:2], -1)
 
     def _sum(self, inputs: Sequence[Input], rows_BnW: jax.Array, n_valid_B: jax.Array) -> jax.Array:
         """float32[B, n, D]: the products of `inputs`, D numbers of `rows_BnW` for each, side by side."""

@@ -9,21 +9,27 @@ from specsparse.engine.model import Model
 from specsparse.engine.weights import pack_matrix
 from specsparse.errors import UserError
 from specsparse.speculative.drafters.heads.head_gguf import EMBEDDING, OUTPUT, PublishedHead
+from specsparse.speculative.drafters.plan import DrafterPlan
 from specsparse.speculative.drafters.sources import DraftWeights
 from specsparse.speculative.drafters.style import Style
 
 
-def check_path(path: object) -> None:
-    """Whether there is something to draft with.
+class PublishedPlan(DrafterPlan):
+    """Base of the plans that read a head's file.
 
-    Raises:
-        UserError: there is none.
+    Attributes:
+        path: where it lies.
     """
-    if path is None or path == "":
-        raise UserError(
-            "drafter.path: a value is needed, the head's folder or GGUF file, hf://owner/repo or a name of "
-            "`python -m specsparse models`"
-        )
+
+    path: object | None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.path is None or self.path == "":
+            raise UserError(
+                "drafter.path: a value is needed, the head's folder or GGUF file, hf://owner/repo or a name of "
+                "`python -m specsparse models`"
+            )
 
 
 def check_target(file: PublishedHead, target: Model, *, layers: Sequence[int], width: int) -> None:
