@@ -155,7 +155,7 @@ KINDS: Registry[Kind] = Registry("kind", "specsparse.experiments.kind:Kind", "sp
     "speed": "speed:Speed",  # plain decoding and one method, interleaved
     "compare": "compare:Compare",  # plain decoding and every valid method of a list, ranked
     "certify": "certify:Certify",  # the exact output law of every verifier; needs no model
-    "roofline": "roofline:Roofline",  # what a model file could do at best on a device, and what it does here
+    "roofline": "roofline:RooflineKind",  # what a model file could do at best on a device, and what it does here
     "train_drafter": "training.drafter:TrainDrafter",  # a head or a draft model, trained and judged
     "relufy": "training.relufy:Relufy",  # FFNs turned to ReLU, and what that cost
     "placement": "placement.place:Place",  # which neurons belong on the accelerator
@@ -163,6 +163,6 @@ KINDS: Registry[Kind] = Registry("kind", "specsparse.experiments.kind:Kind", "sp
     "quant_table": "quant_table:Quantisations",  # bytes, quality and speed in several types of weights
     "train_predictors": "training.predictors:TrainPredictors",  # a predictor of active neurons, fitted and judged
     "powerinfer_oracle": "powerinfer_oracle:PowerInferOracle",  # logits and tokens against PowerInfer's
-    "sparsity": "sparse.sparsity:Sparse",  # what leaving neurons out costs and gains, point by point
+    "sparsity": "sparse.sparsity:SparsityKind",  # what leaving neurons out costs and gains, point by point
     "spec_sparse": "sparse.spec_sparse:SpecSparse",  # speculation and sparsity, each alone and both together
 })  # fmt: skip

@@ -61,7 +61,7 @@ def check(cfg: ModelSettings, *, union_cap: bool = False) -> None:
         raise UserError(f"ffn.weights={cfg.ffn.weights}: {problem}")
 
 
-class Sparse(NamedTuple):
+class GatedModel(NamedTuple):
     """A sparse model with what gates it.
 
     Attributes:
@@ -85,7 +85,7 @@ def load(cfg: ModelSettings, lab: Lab) -> Model:
     return sparse_of(cfg, lab, model).model if cfg.ffn.name == PREDICTED else model
 
 
-def sparse_of(cfg: ModelSettings, lab: Lab, dense: Model, *, rows: np.ndarray | None = None) -> Sparse:
+def sparse_of(cfg: ModelSettings, lab: Lab, dense: Model, *, rows: np.ndarray | None = None) -> GatedModel:
     """The config's sparse model beside a dense one of the same file.
 
     Args:
@@ -97,7 +97,7 @@ def sparse_of(cfg: ModelSettings, lab: Lab, dense: Model, *, rows: np.ndarray | 
     ffn = FFN.of(dense.config, dense.kernels)
     if cfg.ffn.name == "powerinfer":
         own = lab.load(cfg.model, **cfg.ffn.overrides())
-        return Sparse(own, Mlp(ffn), [layer.sparse.predictor for layer in own.params.layers])
+        return GatedModel(own, Mlp(ffn), [layer.sparse.predictor for layer in own.params.layers])
     if cfg.ffn.name == "oracle":
         predictor = get_predictor("oracle", ffn)
     else:
@@ -108,7 +108,7 @@ def sparse_of(cfg: ModelSettings, lab: Lab, dense: Model, *, rows: np.ndarray | 
         needed = predictor.needs is Needs.TEXT
         rows = residuals(cfg, dense, lab.console) if needed and rows is None else rows
         weights = fit_layers(predictor, dense.params.layers, rows if needed else None)
-    return Sparse(gated(dense, predictor, weights), predictor, weights)
+    return GatedModel(gated(dense, predictor, weights), predictor, weights)
 
 
 def label(model: Model) -> dict[str, str]:

@@ -17,7 +17,7 @@ from specsparse.data import prompts
 from specsparse.errors import UserError
 from specsparse.report import figures, methods, runs
 from specsparse.report.figure import Figure
-from specsparse.report.methods import Method
+from specsparse.report.methods import ReportedMethod
 from specsparse.report.runs import Run
 
 _BINS = 12
@@ -94,7 +94,7 @@ def _tags(run: Run) -> list[str]:
     return [value for value in dict.fromkeys(values) if isinstance(value, str)]
 
 
-def _histograms(found: Sequence[Method]) -> dict[str, object]:
+def _histograms(found: Sequence[ReportedMethod]) -> dict[str, object]:
     """Drafted tokens that stayed, over rounds; speed-up and tokens per second, over prompts."""
     import wandb
 
@@ -114,13 +114,13 @@ def _histograms(found: Sequence[Method]) -> dict[str, object]:
     return out
 
 
-def _per_position(method: Method) -> list[int]:
+def _per_position(method: ReportedMethod) -> list[int]:
     """Accepted at each position, all prompts together."""
     counts = [s.method.num_accepted_tokens_per_pos for s in method.samples]
     return [sum(c[k] for c in counts if k < len(c)) for k in range(method.positions())]
 
 
-def _acceptance(found: Sequence[Method]) -> dict[str, float]:
+def _acceptance(found: Sequence[ReportedMethod]) -> dict[str, float]:
     """Acceptance by position, 1 first, for the summary."""
     return {
         f"acceptance_per_position/{method.side}/{k + 1}": at.value

@@ -11,7 +11,7 @@ from specsparse.errors import UserError
 from specsparse.measure import intervals
 from specsparse.measure.intervals import Interval
 from specsparse.report import methods, page, varied
-from specsparse.report.methods import Method, Sample
+from specsparse.report.methods import ReportedMethod, Sample
 from specsparse.report.record import PLAIN
 from specsparse.report.runs import Run, conditions_apart, disagreements
 from specsparse.support.json_files import Json, write_atomically
@@ -93,13 +93,15 @@ _MEASURES: dict[str, tuple[Term, Term]] = {
 _SHARES = frozenset({"draft acceptance rate"})
 
 
-def _line(name: str, a: Method, b: Method, pairs: Sequence[tuple[Sample, Sample]], top: Term, bottom: Term) -> Line:
+def _line(
+    name: str, a: ReportedMethod, b: ReportedMethod, pairs: Sequence[tuple[Sample, Sample]], top: Term, bottom: Term
+) -> Line:
     found = intervals.ratio_of_ratios([(top(y), bottom(y)) for _, y in pairs], [(top(x), bottom(x)) for x, _ in pairs])
     one, other = (m.share(top, bottom) if name in _SHARES else m.ratio(top, bottom) for m in (a, b))
     return Line(name, one, other, found)
 
 
-def _only_method(run: Run) -> Method:
+def _only_method(run: Run) -> ReportedMethod:
     found = methods.of([run])
     if len(found) != 1:
         what = "several methods" if found else "no method that was decoded beside plain decoding"

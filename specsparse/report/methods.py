@@ -37,7 +37,7 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Method:
+class ReportedMethod:
     """One method of one run.
 
     Attributes:
@@ -73,7 +73,7 @@ class Method:
         """In order of appearance."""
         return list(dict.fromkeys(s.task for s in self.samples))
 
-    def of(self, task: str) -> "Method":
+    def of(self, task: str) -> "ReportedMethod":
         """The same on the prompts of one task."""
         return replace(self, samples=tuple(s for s in self.samples if s.task == task))
 
@@ -115,7 +115,7 @@ class Method:
         return self.share(accepted, lambda s: s.method.num_drafts)
 
 
-def of(runs: Sequence[Run]) -> list[Method]:
+def of(runs: Sequence[Run]) -> list[ReportedMethod]:
     """The methods of all runs that decoded plainly beside them, in order; plain decoding alone is none."""
     sides = [(run, dict.fromkeys(str(row["side"]) for row in run.passes)) for run in runs]
     found = [(run, side) for run, named in sides for side in named if side not in (PLAIN, HOST)]
@@ -127,11 +127,11 @@ def of(runs: Sequence[Run]) -> list[Method]:
     for i, (run, side) in enumerate(found):
         names = {"pair": words[i]} if words[i] else {}
         names |= {s.key: f"{s.name} {s.values[i]}" for s in differing if s.values[i] != varied.NOTHING}
-        out.append(Method(run, side, pairs[i], names, _samples(run, side)))
+        out.append(ReportedMethod(run, side, pairs[i], names, _samples(run, side)))
     return _told_apart([m for m in out if m.samples])
 
 
-def constants(methods: Sequence[Method]) -> list[str]:
+def constants(methods: Sequence[ReportedMethod]) -> list[str]:
     """What all methods share, in the words of their labels, which leave it out."""
     out = []
     if len({len(m.parts) for m in methods}) == 1:
@@ -146,18 +146,18 @@ def constants(methods: Sequence[Method]) -> list[str]:
     return out
 
 
-def fastest(methods: Sequence[Method], most: int) -> list[Method]:
+def fastest(methods: Sequence[ReportedMethod], most: int) -> list[ReportedMethod]:
     """Those with the highest speed-up, in their own order."""
     kept = ranked(methods)[:most]
     return [m for m in methods if m in kept]
 
 
-def ranked(methods: Sequence[Method]) -> list[Method]:
+def ranked(methods: Sequence[ReportedMethod]) -> list[ReportedMethod]:
     """The fastest first, by speed-up."""
     return sorted(methods, key=lambda m: -(m.speedup() or intervals.Interval(0, None, None, 0)).value)
 
 
-def grouped(methods: Sequence[Method], most: int) -> list[str]:
+def grouped(methods: Sequence[ReportedMethod], most: int) -> list[str]:
     """A group for each method, at most so many: its own label, or its part that makes the most groups."""
     if len(methods) <= most:
         return [m.label for m in methods]
@@ -183,7 +183,7 @@ def _differing_parts(pairs: Sequence[tuple[str, ...]]) -> list[str]:
     return [" x ".join(pair[i] for i in kept) for pair in pairs]
 
 
-def _told_apart(methods: list[Method]) -> list[Method]:
+def _told_apart(methods: list[ReportedMethod]) -> list[ReportedMethod]:
     """Runs of one config, measured anew: by their sweep where that is enough, else by their directories."""
     labels = Counter(m.label for m in methods)
     twice = [i for i, m in enumerate(methods) if labels[m.label] > 1]

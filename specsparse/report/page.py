@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from specsparse.measure import conditions
 from specsparse.report import figures, methods
 from specsparse.report.figure import Figure, Missing
-from specsparse.report.methods import Method
+from specsparse.report.methods import ReportedMethod
 from specsparse.report.runs import Run, conditions_apart, disagreements
 from specsparse.runtime import metrics
 from specsparse.support.json_files import Json, write_atomically
@@ -93,13 +93,13 @@ def warnings(runs: Sequence[Run]) -> list[str]:
     return out + [f"these runs do not share one {line}: compare ratios, not seconds" for line in differing]
 
 
-def doubts(found: Sequence[Method]) -> list[str]:
+def doubts(found: Sequence[ReportedMethod]) -> list[str]:
     """Speed-ups that no method can have."""
     bounds = [(m, m.speedup(), m.tokens_per_pass()) for m in found]
     return conditions.all_impossible([(m.label, s and s.value, t and t.value) for m, s, t in bounds])
 
 
-def _facts(runs: Sequence[Run], found: Sequence[Method], rows: Sequence[Json]) -> list[tuple[str, str]]:
+def _facts(runs: Sequence[Run], found: Sequence[ReportedMethod], rows: Sequence[Json]) -> list[tuple[str, str]]:
     """Said once: what the runs share. Machine, kernels and model are the first run's; others are among the warnings."""
     m: Json = runs[0].manifest
     cpu, kernels, git = m.get("cpu") or {}, m.get("kernels") or {}, m.get("git") or {}
@@ -160,7 +160,7 @@ def _below(folder: Path | None, directory: Path) -> str:
     return str(directory) if folder is None else os.path.relpath(directory.resolve(), folder)
 
 
-def _method(method: Method) -> Json:
+def _method(method: ReportedMethod) -> Json:
     """A row of the first table."""
     entries = {e["name"]: e for e in run_methods(method.run)}
     entry = entries.get(method.side, method.run.summary)

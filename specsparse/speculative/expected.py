@@ -60,9 +60,7 @@ def predicted_speedup(alpha: float, gamma: int, v: Callable[[int], float], *, c:
     return expected_tokens(alpha, gamma) / round_cost(v, gamma, c=c, c0=c0)
 
 
-def break_even(
-    v: Callable[[int], float], *, c: float = 0.0, c0: float = 0.0, most: int = 16
-) -> float | None:
+def break_even(v: Callable[[int], float], *, c: float = 0.0, c0: float = 0.0, most: int = 16) -> float | None:
     """The least alpha at which chains of some length up to `most` are as fast as plain decoding, by bisection.
 
     None where none is, even with every draft accepted.

@@ -30,7 +30,7 @@ from specsparse.training.reconstruct import hoyer, nearly_counted
 from specsparse.training.windows import fill_up, pack
 
 
-class Measure(NamedTuple):
+class ActiveMeasure(NamedTuple):
     """Of how many neurons are active.
 
     Attributes:
@@ -43,7 +43,7 @@ class Measure(NamedTuple):
     weights: tuple[float, float]
 
 
-MEASURES = {"hoyer": Measure(hoyer, (1e-3, 0.1)), "count": Measure(nearly_counted, (1e-3, 1.0))}
+MEASURES = {"hoyer": ActiveMeasure(hoyer, (1e-3, 0.1)), "count": ActiveMeasure(nearly_counted, (1e-3, 1.0))}
 
 
 @dataclass(frozen=True)

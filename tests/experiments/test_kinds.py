@@ -221,7 +221,9 @@ def method(name, ratio, half, *, tokens_per_pass=9.0):
     rates = {"tokens_per_second": 100.0, "tokens_per_target_pass": tokens_per_pass, "mean_acceptance_length": 3.0}
     side = record.SidePasses(metrics.Counters(), rates, 1, 0.0, 0, 1.0, None, None)
     group = record.Group({"plain": side, "speculative": side}, faster)
-    return compare.Entry(name, "lossless", {"chat": group, "all": group}, record.identity_of([], verifier="greedy"))
+    return compare.ComparedMethod(
+        name, "lossless", {"chat": group, "all": group}, record.identity_of([], verifier="greedy")
+    )
 
 
 def test_a_comparison_marks_ties_and_what_no_method_can_do():

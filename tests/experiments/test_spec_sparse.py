@@ -11,7 +11,7 @@ from specsparse.experiments import runner
 from specsparse.experiments.kinds.sparse import spec_sparse_report
 from specsparse.experiments.kinds.sparse.sparsity import SparsitySpec
 from specsparse.experiments.kinds.sparse.spec_sparse import Reading
-from specsparse.experiments.kinds.sparse.spec_sparse_report import Cell, Joined
+from specsparse.experiments.kinds.sparse.spec_sparse_report import Joined, SparseCell
 from specsparse.experiments.settings import DrafterSpec, FfnSpec, ModelSpec, PredictorSpec
 from specsparse.kernels.native import cpu
 from specsparse.measure import speedup
@@ -69,7 +69,9 @@ def test_a_figure_names_each_series_once():
     sizes = [(1, 1), (1, 4), (2, 8), (4, 16)]
     text = tuple(UnionPoint(rows, batch, 3, 0.2, 0.2 + rows / 50, 0.2 + rows / 40) for batch, rows in sizes)
     none = Counters()
-    cells = {n: Cell(n, none, 1.0, speedup.speedup([1.0], [1.0], prompts=[0]), 1.1, 0.5, 0) for n in ("a", "b, c")}
+    cells = {
+        n: SparseCell(n, none, 1.0, speedup.speedup([1.0], [1.0], prompts=[0]), 1.1, 0.5, 0) for n in ("a", "b, c")
+    }
     found = Joined(cells, text, text[:2], {}, promised=True, exact=False, labels={})
     for figure in (spec_sparse_report.unions(found, "t"), spec_sparse_report.speedups(found, "t")):
         (axes,) = figure.canvas().axes

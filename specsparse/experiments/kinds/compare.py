@@ -38,7 +38,7 @@ _FEW = 2
 
 
 @dataclass(frozen=True)
-class Entry:
+class ComparedMethod:
     """One method: what its verifier promises, both sides' numbers by task, and whether the text is the same.
 
     `about` is what else is known of its drafter, such as how two vocabularies go together.
@@ -72,7 +72,7 @@ def _group(group: Group) -> dict[str, object]:
 class Comparison:
     """All methods, the fastest first, the pairs that were left out, and what all were taken at, in turn."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[ComparedMethod, ...]
     refused: tuple[str, ...]
     conditions: Conditions = UNKNOWN
     repeats: Repeats | None = None
@@ -252,7 +252,7 @@ def entry(
     *,
     bytes_per_pass: int,
     bandwidth: float | None,
-) -> Entry:
+) -> ComparedMethod:
     """One method's numbers beside plain decoding's."""
 
     def of(passes: Sequence[Pass]) -> list[Pass]:
@@ -261,7 +261,7 @@ def entry(
 
     groups = record.groups(of(timed), bytes_per_pass=bytes_per_pass, read_bandwidth=bandwidth)
     identity = record.identity_of(of(seen), verifier=verifier.name)
-    return Entry(name, decoding.label(verifier), groups, identity)
+    return ComparedMethod(name, decoding.label(verifier), groups, identity)
 
 
 def table(found: Comparison) -> Table:

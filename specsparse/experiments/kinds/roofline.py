@@ -44,7 +44,7 @@ class RooflineSettings(DecodingSettings):
     roofline: RooflineSpec = RooflineSpec()
 
 
-class Roofline(Kind[RooflineSettings]):
+class RooflineKind(Kind[RooflineSettings]):
     """What a model file could do at best on a device, and what it was measured to do on this one."""
 
     takes_ffn = False

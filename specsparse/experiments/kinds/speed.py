@@ -10,7 +10,7 @@ from typing import Any
 from specsparse.experiments import sparse_model
 from specsparse.experiments.kind import Found, Kind, Lab
 from specsparse.experiments.methods import decoding, explain, measured
-from specsparse.experiments.methods.decoding import Bench, Job, Passes
+from specsparse.experiments.methods.decoding import Bench, Passes, PreparedPrompt
 from specsparse.experiments.settings import DecodingSettings
 from specsparse.report import display, record
 from specsparse.report.record import DEFINITIONS, HOST, PLAIN, SPECULATIVE, Pass, RunRecord
@@ -68,7 +68,7 @@ def time_split(cfg: DecodingSettings, passes: Passes, bench: Bench) -> dict[str,
     """Seconds of each stage in a few rounds stepped from the host, by task; the first prompt of each speaks for it."""
     if not cfg.time_split:
         return {}
-    first: dict[str, Job] = {}
+    first: dict[str, PreparedPrompt] = {}
     for job in bench.jobs:
         first.setdefault(job.prompt.task, job)
     more = {"loop": "host", "max_tokens": min(cfg.time_split, cfg.max_tokens)}

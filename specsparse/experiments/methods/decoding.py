@@ -43,7 +43,7 @@ WARM_UP = -1
 
 
 @dataclass(frozen=True)
-class Job:
+class PreparedPrompt:
     """A prompt ready to decode."""
 
     prompt: prompts.Prompt
@@ -55,7 +55,7 @@ class Bench:
     """A loaded model with its jobs, and how long loading took."""
 
     model: Model
-    jobs: list[Job]
+    jobs: list[PreparedPrompt]
     load_s: float
 
 
@@ -159,7 +159,9 @@ def prepare(cfg: DecodingSettings, lab: Lab) -> Bench:
     started = time.perf_counter()
     model = sparse_model.load(cfg, lab)
     load_s = time.perf_counter() - started
-    return Bench(model, [Job(p, conversation_ids(cfg, lab.engine, model, p)) for p in prompts_of(cfg)], load_s)
+    return Bench(
+        model, [PreparedPrompt(p, conversation_ids(cfg, lab.engine, model, p)) for p in prompts_of(cfg)], load_s
+    )
 
 
 def prompts_of(cfg: DecodingSettings) -> list[prompts.Prompt]:
@@ -231,7 +233,7 @@ class Passes:
         self.warm_up: list[Pass] = []
         self.policies: list[Any] = []
 
-    def show(self, jobs: list[Job], side: str, started: float) -> float | None:
+    def show(self, jobs: list[PreparedPrompt], side: str, started: float) -> float | None:
         """Show every prompt's text once, untimed; returns the seconds from `started` to the first text."""
         first = None
         watched = watching.watching(self._cfg, self._lab.directory, self._lab.console) if side != PLAIN else None
@@ -250,7 +252,7 @@ class Passes:
                 self._keep(job, side, WARM_UP, generation)
         return first
 
-    def _stream(self, job: Job, side: str, is_first: bool) -> tuple[Generation, float]:
+    def _stream(self, job: PreparedPrompt, side: str, is_first: bool) -> tuple[Generation, float]:
         stream = self._lab.engine.stream(self.model, job.ids, **self._options, **self.sides[side])
         pieces = iter(stream)
         what = "compiling and reading the prompt" if is_first else "reading the prompt"
@@ -264,12 +266,12 @@ class Passes:
             self._lab.console.out("\n")
         return stream.generation, at
 
-    def _keep(self, job: Job, side: str, repeat: int, generation: Generation) -> None:
+    def _keep(self, job: PreparedPrompt, side: str, repeat: int, generation: Generation) -> None:
         done = Pass.of(job.prompt.id, job.prompt.task, side, repeat, generation)
         self.compile_s += done.compile_s
         self.warm_up.append(done)
 
-    def timed(self, jobs: list[Job]) -> Iterable[Pass]:
+    def timed(self, jobs: list[PreparedPrompt]) -> Iterable[Pass]:
         """Every job on every side, `repeats` times; neighbours in time are compared, and the order turns round.
 
         The machine is looked at before each repeat and after the last.
@@ -293,7 +295,7 @@ class Passes:
                 yield done
         self._meter.sample()
 
-    def _order(self, names: Sequence[tuple[Job, str]], repeat: int) -> Iterator[tuple[Job, str]]:
+    def _order(self, names: Sequence[tuple[PreparedPrompt, str]], repeat: int) -> Iterator[tuple[PreparedPrompt, str]]:
         """Job after job, the sides of every other one turned round."""
         sides = len(self.sides)
         for index, start in enumerate(range(0, len(names), sides)):
@@ -326,7 +328,7 @@ class Passes:
         rate = sum(d.counters.num_emitted_tokens for d in plain) / seconds if seconds else None
         return self._meter.conditions(rate, self._plain_s())
 
-    def generate(self, job: Job, side: str, **more: Any) -> Generation:
+    def generate(self, job: PreparedPrompt, side: str, **more: Any) -> Generation:
         """One decoding."""
         model = self._other_models.get(side, self.model)
         return self._lab.engine.generate(model, job.ids, **{**self._options, **self.sides[side], **more})

@@ -65,7 +65,7 @@ class Accepted:
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class AcceptedRates:
     """Of one method on texts of some kinds.
 
     Attributes:
@@ -88,16 +88,16 @@ class Acceptance:
         counted = [len(a.reach) for a in self.tasks.values() if a.reach and a.share]
         return max(counted) if counted else None
 
-    def of_task(self, task: str) -> "Acceptance | None":
+    def of_task(self, task: str) -> "AcceptedRates | None":
         """On texts of that kind, None where none were counted."""
-        return Acceptance(f"{self.source}, {task}", {task: self.tasks[task]}) if task in self.tasks else None
+        return AcceptedRates(f"{self.source}, {task}", {task: self.tasks[task]}) if task in self.tasks else None
 
 
 SWEPT = "swept"
 """The source of what nobody counted."""
 
 
-def swept(alpha: float) -> Acceptance:
+def swept(alpha: float) -> AcceptedRates:
     """The same chance at every place of every text.
 
     Raises:
@@ -105,10 +105,10 @@ def swept(alpha: float) -> Acceptance:
     """
     if not 0 <= alpha <= 1:
         raise UserError(f"an acceptance of {alpha:g} is none: it lies in 0 to 1")
-    return Acceptance(SWEPT, {"any": Accepted(alpha)})
+    return AcceptedRates(SWEPT, {"any": Accepted(alpha)})
 
 
-def of_groups(source: str, groups: Mapping[str, Counters]) -> Acceptance | None:
+def of_groups(source: str, groups: Mapping[str, Counters]) -> AcceptedRates | None:
     """Of counters by task, without their sum; None where nothing was drafted."""
     found = {task: Accepted.counted(c) for task, c in groups.items() if task != "all"}
     if not found and "all" in groups:
@@ -117,10 +117,10 @@ def of_groups(source: str, groups: Mapping[str, Counters]) -> Acceptance | None:
             for task, one in found.items() if one is None}  # fmt: skip
     if all(one is None for one in found.values()):
         return None
-    return Acceptance(source, {task: one or idle[task] for task, one in found.items()})
+    return AcceptedRates(source, {task: one or idle[task] for task, one in found.items()})
 
 
-def of_record(path: Path) -> dict[str, Acceptance]:
+def of_record(path: Path) -> dict[str, AcceptedRates]:
     """Of a run's record.json, by drafter: of a run with one method, or of one that compared several.
 
     Raises:
@@ -179,12 +179,12 @@ def _table(path: Path) -> tuple[_Row, ...]:
     return tuple(read(_Row, row, group=f"{path.name}[{i}]") for i, row in enumerate(rows))
 
 
-def kept(target: str, drafter: str) -> Acceptance | None:
+def kept(target: str, drafter: str) -> AcceptedRates | None:
     """What the table has of a drafter (of a draft model its name) for a target, or None."""
     for row in _table(KEPT):
         if (row.target, row.drafter) == (target, drafter):
             tasks = {task: read(Accepted, values, group=f"{drafter}.{task}") for task, values in row.tasks.items()}
-            return Acceptance(row.source, tasks)
+            return AcceptedRates(row.source, tasks)
     return None
 
 

@@ -9,7 +9,7 @@ from specsparse.data.devices import THIS, Device
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.measure.advice import accepted, clocks
-from specsparse.measure.advice.accepted import Acceptance
+from specsparse.measure.advice.accepted import AcceptedRates
 from specsparse.measure.advice.candidates import Candidate, candidates
 from specsparse.measure.advice.clocks import Clocks
 from specsparse.measure.advice.forecast import LENGTHS, Forecast, forecast
@@ -54,7 +54,7 @@ class Question:
     contexts: tuple[int, ...] = ()
     lengths: tuple[int, ...] = LENGTHS
     alphas: tuple[float, ...] = ()
-    counted: Mapping[str, Acceptance] | None = None
+    counted: Mapping[str, AcceptedRates] | None = None
     task: str | None = None
     kv_dtype: str = "f16"
     paper: bool = False
@@ -252,7 +252,7 @@ def _case(
     return Sizes(batch, context, times, found, memory)
 
 
-def _acceptances(question: Question, candidate: Candidate) -> list[Acceptance]:
+def _acceptances(question: Question, candidate: Candidate) -> list[AcceptedRates]:
     """What was asked for, else what a run counted, else what the table has, else a sweep."""
     if question.alphas:
         return [accepted.swept(alpha) for alpha in question.alphas]

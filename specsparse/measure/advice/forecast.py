@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from specsparse.measure import intervals
-from specsparse.measure.advice.accepted import Acceptance, Accepted
+from specsparse.measure.advice.accepted import Accepted, AcceptedRates
 from specsparse.measure.advice.candidates import Candidate
 from specsparse.measure.advice.clocks import Clock, Clocks
 from specsparse.speculative import expected
@@ -51,7 +51,7 @@ class Forecast:
     """
 
     candidate: Candidate
-    acceptance: Acceptance
+    acceptance: AcceptedRates
     c: float
     c0: float
     points: tuple[AtLength, ...]
@@ -81,7 +81,7 @@ class Forecast:
 
 
 def forecast(
-    clocks: Clocks, candidate: Candidate, acceptance: Acceptance, *, lengths: Sequence[int] = LENGTHS
+    clocks: Clocks, candidate: Candidate, acceptance: AcceptedRates, *, lengths: Sequence[int] = LENGTHS
 ) -> Forecast:
     """What a method would do.
 
@@ -101,7 +101,7 @@ def forecast(
     return Forecast(candidate, acceptance, c, c0, points, least, v)
 
 
-def at_length(clocks: Clocks, candidate: Candidate, acceptance: Acceptance, gamma: int) -> AtLength:
+def at_length(clocks: Clocks, candidate: Candidate, acceptance: AcceptedRates, gamma: int) -> AtLength:
     """One draft length: tokens of all tasks over the time that they take."""
     middle, slow, fast = (
         _over_tasks(clock, candidate, acceptance, gamma) for clock in (clocks.expected, clocks.slow, clocks.fast)
@@ -113,7 +113,7 @@ def at_length(clocks: Clocks, candidate: Candidate, acceptance: Acceptance, gamm
     return AtLength(gamma, tokens, tokens / middle.value, middle.value, min(ends), max(ends))
 
 
-def _over_tasks(clock: Clock, candidate: Candidate, acceptance: Acceptance, gamma: int) -> intervals.Interval:
+def _over_tasks(clock: Clock, candidate: Candidate, acceptance: AcceptedRates, gamma: int) -> intervals.Interval:
     """Plain time of all tasks over the method's, as a run computes it over prompts."""
     plain, method = [], []
     for a in acceptance.tasks.values():

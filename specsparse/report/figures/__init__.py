@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from specsparse.report.figure import Figure, Missing
 from specsparse.report.figures import acceptance, cost, prediction, quality, sparsity, speedup, stages
-from specsparse.report.methods import Method
+from specsparse.report.methods import ReportedMethod
 from specsparse.report.runs import Run
 
 MAKERS = (
@@ -24,7 +24,7 @@ MAKERS = (
 )
 
 
-def make(runs: Sequence[Run], methods: Sequence[Method]) -> tuple[list[Figure], list[Missing]]:
+def make(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> tuple[list[Figure], list[Missing]]:
     """Every figure that the runs have numbers for, and why the others are left out."""
     made = [maker(runs, methods) for maker in MAKERS]
     return [f for f in made if isinstance(f, Figure)], [f for f in made if isinstance(f, Missing)]

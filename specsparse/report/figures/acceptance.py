@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from specsparse.measure import intervals
 from specsparse.report import plots
 from specsparse.report.figure import MOST, Figure, Missing, Row
-from specsparse.report.figures.speedup import NO_METHOD, Measure, against
-from specsparse.report.methods import GAMMA, TEMPERATURE, Method, fastest
+from specsparse.report.figures.speedup import NO_METHOD, Shown, against
+from specsparse.report.methods import GAMMA, TEMPERATURE, ReportedMethod, fastest
 from specsparse.report.runs import Run
 from specsparse.runtime import metrics
 
 
-def by_position(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
+def by_position(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Figure | Missing:
     """Lines over the position in the draft."""
     name, title = "acceptance_by_position", "Acceptance by position in the draft"
     rows = [
@@ -28,7 +28,7 @@ def by_position(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Miss
     return Figure(name, title, caption, tuple(rows), draw)
 
 
-def by_task(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
+def by_task(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Figure | Missing:
     """Bars: a group a task, a colour a method."""
     name, title = "acceptance_by_task", "Acceptance by task"
     rows = [
@@ -44,20 +44,20 @@ def by_task(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
 
 
 _RATE = f"Draft acceptance rate: {metrics.DEFINITIONS['draft_acceptance_rate']}. {intervals.WHISKERS}"
-_ACCEPTANCE = Measure(Method.acceptance, "accepted / drafted", _RATE, plots.share)
+_ACCEPTANCE = Shown(ReportedMethod.acceptance, "accepted / drafted", _RATE, plots.share)
 
 
-def against_gamma(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
+def against_gamma(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Figure | Missing:
     """Lines over the draft length."""
     return against("acceptance_by_gamma", "Acceptance against draft length", GAMMA, methods, _ACCEPTANCE)
 
 
-def against_temperature(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
+def against_temperature(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Figure | Missing:
     """Lines over the target's temperature."""
     return against("acceptance_by_temperature", "Acceptance against temperature", TEMPERATURE, methods, _ACCEPTANCE)
 
 
-def accepted_in_a_round(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
+def accepted_in_a_round(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Figure | Missing:
     """Bars: the share of rounds in which 0, 1, 2 .. drafted tokens stayed."""
     name, title = "accepted_in_a_round", "Drafted tokens that stay in a round"
     rows = [row for method in fastest(methods, MOST) for row in _histogram(method)]
@@ -71,7 +71,7 @@ def accepted_in_a_round(runs: Sequence[Run], methods: Sequence[Method]) -> Figur
     return Figure(name, title, caption, tuple(rows), draw, size=(8.6, 4.0))
 
 
-def _histogram(method: Method) -> list[Row]:
+def _histogram(method: ReportedMethod) -> list[Row]:
     """Exactly k stayed: those accepted at position k less those accepted at the next one."""
     rows = []
     for k in range(method.positions() + 1):
@@ -89,5 +89,5 @@ def _reached(counters: metrics.Counters, k: int) -> int:
     return found[k] if k < len(found) else 0
 
 
-def _cut(methods: Sequence[Method]) -> str:
+def _cut(methods: Sequence[ReportedMethod]) -> str:
     return f" The {MOST} fastest of {len(methods)} methods." if len(methods) > MOST else ""

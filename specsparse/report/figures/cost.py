@@ -6,11 +6,11 @@ from matplotlib.figure import Figure as Canvas
 
 from specsparse.report import plots
 from specsparse.report.figure import COLOURS, INK, MOST, Figure, Missing, Row
-from specsparse.report.methods import Method
+from specsparse.report.methods import ReportedMethod
 from specsparse.report.runs import Run
 
 
-def verify_cost(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
+def verify_cost(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Figure | Missing:
     """Measured v(n) with its roofline, a colour a model file."""
     name, title = "verify_cost", "v(n): the cost of a forward pass of n positions"
     found = [run for run in runs if run.summary.get("forwards")]

@@ -6,11 +6,11 @@ from matplotlib.figure import Figure as Canvas
 
 from specsparse.report import plots
 from specsparse.report.figure import COLOURS, INK, MOST, Figure, Missing, Row
-from specsparse.report.methods import Method, grouped
+from specsparse.report.methods import ReportedMethod, grouped
 from specsparse.report.runs import Run
 
 
-def predicted_and_measured(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
+def predicted_and_measured(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Figure | Missing:
     """A point a run: what acceptance, draft length and costs foretell, and what came."""
     name, title = "predicted_and_measured", "Predicted against measured speed-up"
     points = [(m, found, measured) for m in methods

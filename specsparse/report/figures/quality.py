@@ -7,7 +7,7 @@ from matplotlib.figure import Figure as Canvas
 from specsparse.measure import speedup
 from specsparse.report import plots
 from specsparse.report.figure import COLOURS, FAINT, Figure, Missing, Row
-from specsparse.report.methods import Method
+from specsparse.report.methods import ReportedMethod
 from specsparse.report.runs import Run
 from specsparse.support.json_files import Json
 
@@ -16,7 +16,7 @@ _MOST_NAMES = 12
 """Names beside the points of a panel; more would lie on each other."""
 
 
-def quality_and_speed(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
+def quality_and_speed(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Figure | Missing:
     """Points: KL to the exact model over speed, a panel for each way to measure speed."""
     name, title = "quality_and_speed", "Quality against speed"
     rows = [row for run in runs for row in (*_predictors(run), *_settings(run), *_types(run))]

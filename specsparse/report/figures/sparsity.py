@@ -6,7 +6,7 @@ from matplotlib.figure import Figure as Canvas
 
 from specsparse.report import plots
 from specsparse.report.figure import COLOURS, MOST, Figure, Missing, Row
-from specsparse.report.methods import Method
+from specsparse.report.methods import ReportedMethod
 from specsparse.report.runs import Run
 
 _SOURCES = {"text": "consecutive tokens of a text", "seen": "passes that verified drafts"}
@@ -14,7 +14,7 @@ _MOST_RUNS = MOST // len(_SOURCES)
 _LINES = {"union": "-", "guess": "--"}
 
 
-def union_size(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
+def union_size(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Figure | Missing:
     """Lines over the rows of a pass: in a text, in the passes of the run, and what independent rows would need."""
     name, title = "union_size", "Kept neurons and their union over the rows of a pass"
     found = [run for run in runs if any(run.summary.get(source) for source in _SOURCES)]

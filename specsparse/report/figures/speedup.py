@@ -9,7 +9,7 @@ from specsparse.measure import intervals
 from specsparse.measure.intervals import Interval
 from specsparse.report import plots
 from specsparse.report.figure import MOST, Figure, Missing
-from specsparse.report.methods import GAMMA, TEMPERATURE, Method, fastest, ranked
+from specsparse.report.methods import GAMMA, TEMPERATURE, ReportedMethod, fastest, ranked
 from specsparse.report.runs import Run
 
 DEFINITION = (
@@ -20,7 +20,7 @@ _WORDS = {GAMMA: "tokens drafted in a round", TEMPERATURE: "temperature of the t
 NO_METHOD = "no run decoded plainly and with a method, prompt by prompt"
 
 
-def by_task(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
+def by_task(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Figure | Missing:
     """Bars: a group a task, a colour a method, all prompts together first."""
     title = "Speed-up by task"
     if not methods:
@@ -38,18 +38,18 @@ def by_task(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
     return Figure("speedup_by_task", title, DEFINITION + cut, tuple(rows), draw, size=(8.6, 4.4))
 
 
-def against_gamma(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
+def against_gamma(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Figure | Missing:
     """Lines over the draft length."""
     return against("speedup_by_gamma", "Speed-up against draft length", GAMMA, methods, SPEEDUP)
 
 
-def against_temperature(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
+def against_temperature(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Figure | Missing:
     """Lines over the target's temperature."""
     title = "Speed-up against temperature"
     return against("speedup_by_temperature", title, TEMPERATURE, methods, SPEEDUP)
 
 
-class Measure(NamedTuple):
+class Shown(NamedTuple):
     """What a line shows.
 
     Attributes:
@@ -59,16 +59,16 @@ class Measure(NamedTuple):
         axes: what the plot's axes get beside the lines.
     """
 
-    of: Callable[[Method], Interval | None]
+    of: Callable[[ReportedMethod], Interval | None]
     label: str
     definition: str
     axes: Callable[[Axes], None]
 
 
-SPEEDUP = Measure(Method.speedup, "speed-up", DEFINITION, plots.par)
+SPEEDUP = Shown(ReportedMethod.speedup, "speed-up", DEFINITION, plots.par)
 
 
-def against(name: str, title: str, key: str, methods: Sequence[Method], measure: Measure) -> Figure | Missing:
+def against(name: str, title: str, key: str, methods: Sequence[ReportedMethod], measure: Shown) -> Figure | Missing:
     """A line a method over one key of the config; methods with one value of it are no line."""
     if not methods:
         return Missing(name, title, NO_METHOD)

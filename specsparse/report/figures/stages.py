@@ -7,14 +7,14 @@ from matplotlib.figure import Figure as Canvas
 from specsparse.measure import intervals
 from specsparse.report import plots
 from specsparse.report.figure import COLOURS, INK, Figure, Missing, Row
-from specsparse.report.methods import Method, fastest
+from specsparse.report.methods import ReportedMethod, fastest
 from specsparse.report.runs import Run
 
 STAGES = ("draft", "verify", "sample", "commit")
 _MOST_BARS = 16
 
 
-def time_split(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missing:
+def time_split(runs: Sequence[Run], methods: Sequence[ReportedMethod]) -> Figure | Missing:
     """A bar a method, its stages one after the other."""
     name, title = "time_split", "Where the time of a round goes"
     timed = [m for m in methods if _tasks(m)]
@@ -30,7 +30,7 @@ def time_split(runs: Sequence[Run], methods: Sequence[Method]) -> Figure | Missi
     return Figure(name, title, caption, tuple(rows), _bars, size=(8.6, 1.5 + 0.42 * len(shown)))
 
 
-def _tasks(method: Method) -> list[dict[str, float]]:
+def _tasks(method: ReportedMethod) -> list[dict[str, float]]:
     """Seconds of the stages by task, as the record has them."""
     tasks = method.run.record.get("tasks") or {}
     if method.side != "speculative" or not isinstance(tasks, dict):
@@ -39,7 +39,7 @@ def _tasks(method: Method) -> list[dict[str, float]]:
     return [t for t in times if t["draft"] or t["verify"]]
 
 
-def _rows(method: Method) -> list[Row]:
+def _rows(method: ReportedMethod) -> list[Row]:
     tasks, out = _tasks(method), []
     totals = [sum(t[s] for s in STAGES) for t in tasks]
     for stage in STAGES:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, TypeVar
 
 from specsparse.errors import UserError
 from specsparse.speculative.gamma import MAX_GAMMA, SHORT_GAMMA, MaxNodes
-from specsparse.speculative.verifiers.options import Acceptance
+from specsparse.speculative.verifiers.options import SyntheticAcceptance
 from specsparse.support.options import Also, Count, Inline, Range, Read
 
 
@@ -126,7 +126,7 @@ class SuffixOptions:
 
 
 @dataclass(frozen=True)
-class SyntheticOptions(Acceptance):
+class SyntheticOptions(SyntheticAcceptance):
     """Acceptance made up beforehand, to measure speed apart from draft quality; the output is no text.
 
     Attributes:

@@ -26,7 +26,7 @@ from specsparse.speculative.policies.registry import POLICIES, get_policy
 from specsparse.support.options import options_of
 
 
-class Acceptance(NamedTuple):
+class FadingCounts(NamedTuple):
     """Fading counts of a sequence: float32[B] accepted and tested tokens."""
 
     accepted: jax.Array
@@ -69,20 +69,20 @@ class CostModel:
         """Longest draft whose verification was measured."""
         return len(self.v) - 1
 
-    def init(self, batch: int) -> Acceptance:
+    def init(self, batch: int) -> FadingCounts:
         """No evidence."""
-        return Acceptance(jnp.zeros((batch,), jnp.float32), jnp.zeros((batch,), jnp.float32))
+        return FadingCounts(jnp.zeros((batch,), jnp.float32), jnp.zeros((batch,), jnp.float32))
 
-    def update(self, state: Acceptance, verdict: Verdict, count_B: jax.Array) -> Acceptance:
+    def update(self, state: FadingCounts, verdict: Verdict, count_B: jax.Array) -> FadingCounts:
         """Counts after a round; one without a draft says nothing."""
         drafted_B = count_B > 0
         memory_B = jnp.where(drafted_B, jnp.float32(self.memory), 1)
-        return Acceptance(
+        return FadingCounts(
             memory_B * state.accepted + jnp.where(drafted_B, verdict.accepted, 0).astype(jnp.float32),
             memory_B * state.tested + jnp.where(drafted_B, verdict.tested, 0).astype(jnp.float32),
         )
 
-    def alpha(self, state: Acceptance) -> jax.Array:
+    def alpha(self, state: FadingCounts) -> jax.Array:
         """float32[B], posterior mean of the acceptance of a tested token."""
         return (state.accepted + self.prior * self.weight) / (state.tested + self.weight)
 
@@ -128,16 +128,16 @@ class CostOptimal(Policy):
         """Without the time to draft."""
         return dataclasses.replace(self, cost=self.cost.without_drafting())
 
-    def init(self, batch: int) -> Acceptance:
+    def init(self, batch: int) -> FadingCounts:
         """No evidence."""
         return self.cost.init(batch)
 
-    def length(self, state: Acceptance) -> jax.Array:
+    def length(self, state: FadingCounts) -> jax.Array:
         """argmax of the predicted speed-up (the shortest of equals)."""
         best_B = jnp.argmax(self.cost.speedups(self.cost.alpha(state), self.gamma), axis=1).astype(jnp.int32)
         return jnp.maximum(best_B, self.least)
 
-    def update(self, state: Acceptance, verdict: Verdict, count_B: jax.Array) -> Acceptance:
+    def update(self, state: FadingCounts, verdict: Verdict, count_B: jax.Array) -> FadingCounts:
         """Counts after a round."""
         return self.cost.update(state, verdict, count_B)
 

@@ -16,7 +16,7 @@ VOCAB, GAMMA = 3, 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Engine:
+class Library:
     """A verifier of another library.
 
     Attributes:
@@ -33,23 +33,25 @@ class Engine:
 
 
 ENGINES = (
-    Engine(hugging_face.speculative_sampling, "transformers", "live, float32, its two draws read our uniforms"),
-    Engine(lambda: hugging_face.speculative_sampling(uniforms=False), "transformers", "live, with torch's own draws"),
-    Engine(
+    Library(hugging_face.speculative_sampling, "transformers", "live, float32, its two draws read our uniforms"),
+    Library(lambda: hugging_face.speculative_sampling(uniforms=False), "transformers", "live, with torch's own draws"),
+    Library(
         lambda: hugging_face.speculative_sampling(ensemble=0.5), "transformers",
         "live, `assistant_ensemble_weight=0.5`: lossy by design; one draft", gamma=1,
     ),
-    Engine(lambda: vllm.random(uniforms=True), "", "coins and weights; tokens by inverse CDF"),
-    Engine(vllm.random, "", "with its exponential noise, one vector for all rows of a request"),
-    Engine(lambda: vllm.random(draft_probs=False), "", "n-gram or argmax drafts: no q"),
-    Engine(vllm.at_zero, "", "temperature 0: argmax compared"),
-    Engine(llama_cpp.sample_and_match, "llama-cpp-python", "live sampler, the loop of `sample_and_accept_n` ours"),
-    Engine(lambda: llama_cpp.sample_and_match(top_k=2), "llama-cpp-python", "the same behind its top-k sampler"),
+    Library(lambda: vllm.random(uniforms=True), "", "coins and weights; tokens by inverse CDF"),
+    Library(vllm.random, "", "with its exponential noise, one vector for all rows of a request"),
+    Library(lambda: vllm.random(draft_probs=False), "", "n-gram or argmax drafts: no q"),
+    Library(vllm.at_zero, "", "temperature 0: argmax compared"),
+    Library(llama_cpp.sample_and_match, "llama-cpp-python", "live sampler, the loop of `sample_and_accept_n` ours"),
+    Library(lambda: llama_cpp.sample_and_match(top_k=2), "llama-cpp-python", "the same behind its top-k sampler"),
 )  # fmt: skip
 """What the page certifies of others."""
 
 
-def page(*, date: str, engines: Sequence[Engine] = ENGINES, progress: Callable[[str], None] = lambda name: None) -> str:
+def page(
+    *, date: str, engines: Sequence[Library] = ENGINES, progress: Callable[[str], None] = lambda name: None
+) -> str:
     """The whole page in Markdown; minutes.
 
     Args:
@@ -119,7 +121,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
 
 
-def engine_row(engine: Engine, how: Handed, results: Sequence[Result], date: str) -> tuple[str, ...]:
+def engine_row(engine: Library, how: Handed, results: Sequence[Result], date: str) -> tuple[str, ...]:
     """A row of the first table."""
     worst = max(results, key=lambda r: r.tv)
     version = f"{engine.package} {_version(engine.package)}, {date}" if engine.package else f"{vllm.VERSION}, {date}"

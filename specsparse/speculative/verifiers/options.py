@@ -39,7 +39,7 @@ class ThresholdOptions:
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class SyntheticAcceptance:
     """Acceptance made up beforehand: the options of the verifier `synthetic`. LOSSY, and the output is not text.
 
     Attributes:

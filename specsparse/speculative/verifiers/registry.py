@@ -7,7 +7,7 @@ on the draws they are sound for.
 from collections.abc import Mapping
 
 from specsparse.speculative.base import DraftKind, Verifier
-from specsparse.speculative.verifiers.options import Acceptance, NoOptions, ThresholdOptions, TypicalOptions
+from specsparse.speculative.verifiers.options import NoOptions, SyntheticAcceptance, ThresholdOptions, TypicalOptions
 from specsparse.support.registry import Registry
 
 SYNTHETIC = "synthetic"
@@ -41,7 +41,7 @@ RULES: Registry[object] = Registry(
     "specsparse.speculative.verifiers.siblings:SiblingRule",
     "specsparse.speculative",
     {name: (f"verifiers.{verifier.rule}", _OWN.get(name, NoOptions)) for name, verifier in BUILTIN.items()}
-    | {SYNTHETIC: ("drafters.synthetic:SyntheticRates.of", Acceptance)},
+    | {SYNTHETIC: ("drafters.synthetic:SyntheticRates.of", SyntheticAcceptance)},
 )
 """The rule of each verifier, with its options. One's own is a `SiblingRule` that says its `kinds`, or a `Verifier`."""
 

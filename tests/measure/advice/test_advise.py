@@ -7,7 +7,7 @@ import pytest
 from specsparse.data.devices import Device
 from specsparse.errors import UserError
 from specsparse.measure.advice import accepted, clocks
-from specsparse.measure.advice.accepted import Acceptance, Accepted
+from specsparse.measure.advice.accepted import Accepted, AcceptedRates
 from specsparse.measure.advice.advise import Question, advise, verdict
 from specsparse.measure.advice.candidates import candidates
 from specsparse.measure.advice.forecast import forecast, why_not
@@ -121,7 +121,7 @@ def test_tasks_are_summed_as_a_run_sums_prompts(pair):
     target = of_file("t", pair[0])
     times = clocks.on_paper(FAST, target, 100, 1)
     copied = next(c for c in candidates(target, ()) if c.name == "suffix")
-    half = Acceptance(
+    half = AcceptedRates(
         "made", {"a": Accepted(1.0, (1.0,), 1.0, None, 100.0), "b": Accepted(0.0, (0.0,), 0.0, None, 50.0)}
     )
     found, *longer = forecast(times, copied, half, lengths=(1, 4)).points

@@ -14,7 +14,7 @@ from specsparse.speculative.proof.cases import make_case
 from specsparse.speculative.proof.chain_law import power, round_laws, sampled_law
 from specsparse.speculative.proof.exact import continuations, total_variation
 from specsparse.speculative.proof.measured import driver_tv, measure_handed
-from specsparse.speculative.proof.page import ENGINE_HEAD, Engine, engine_row, page, table
+from specsparse.speculative.proof.page import ENGINE_HEAD, Library, engine_row, page, table
 from specsparse.speculative.tree import TreeTemplate
 
 ONE = TreeTemplate.chain(1)
@@ -90,17 +90,17 @@ def test_what_is_not_installed_is_one_line(monkeypatch):
     with pytest.raises(UserError, match="llama-cpp-python is needed"):
         llama_cpp.sample_and_match()
     with pytest.raises(UserError, match="no_such_package is not installed"):
-        page(date="today", engines=[Engine(vllm.at_zero, "no_such_package", "")])
+        page(date="today", engines=[Library(vllm.at_zero, "no_such_package", "")])
 
 
 def test_a_row_of_the_page():
     how = vllm.at_zero()
     results = measure_handed(how, vocab=2, gamma=1, seed=0)
-    row = engine_row(Engine(vllm.at_zero, "", "argmax"), how, results, "2026-11-23")
+    row = engine_row(Library(vllm.at_zero, "", "argmax"), how, results, "2026-11-23")
     assert len(row) == len(ENGINE_HEAD) and row[2].endswith("2026-11-23") and row[-1] == "yes"
     wrong = [dataclasses.replace(r, tv=1.0) for r in results]
-    assert engine_row(Engine(vllm.at_zero, "", ""), how, wrong, "")[-1] == "**NO**"
-    assert engine_row(Engine(vllm.at_zero, "", ""), dataclasses.replace(how, lossless=False), wrong, "")[-1].endswith(
+    assert engine_row(Library(vllm.at_zero, "", ""), how, wrong, "")[-1] == "**NO**"
+    assert engine_row(Library(vllm.at_zero, "", ""), dataclasses.replace(how, lossless=False), wrong, "")[-1].endswith(
         "no"
     )
     assert table(("a", "b"), [("1", "2")]) == ["| a | b |", "| --- | --- |", "| 1 | 2 |"]

@@ -76,7 +76,7 @@ class SparsitySettings(ModelSettings):
     sparsity: SparsitySpec = SparsitySpec()
 
 
-class Sparse(Kind[SparsitySettings]):
+class SparsityKind(Kind[SparsitySettings]):
     """What leaving neurons out costs in quality and gains in speed, point by point."""
 
     def check(self, cfg: SparsitySettings) -> None:
@@ -165,7 +165,7 @@ def judged_text(data: DataSpec, spec: SparsitySpec, model: Model) -> np.ndarray:
     return windows([model.tokenizer.encode(p.text, add_special=True) for p in found], length)[: spec.judged]
 
 
-def _sparse(cfg: SparsitySettings, lab: Lab, dense: Model) -> list[sparse_model.Sparse]:
+def _sparse(cfg: SparsitySettings, lab: Lab, dense: Model) -> list[sparse_model.GatedModel]:
     """The sparse model of every point; calibration text is read once."""
     rows, found = None, []
     for point in settings(cfg):
@@ -200,7 +200,7 @@ def _timed(cfg: SparsitySettings, lab: Lab, sides: list[Model], ids: list[int]) 
 def _points(
     cfg: SparsitySettings,
     dense: Model,
-    sparse: list[sparse_model.Sparse],
+    sparse: list[sparse_model.GatedModel],
     found: list[Evaluation],
     seconds: np.ndarray | None,
 ) -> list[Point]:

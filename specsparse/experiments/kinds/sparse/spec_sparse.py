@@ -25,13 +25,13 @@ from specsparse.experiments.kinds.sparse.spec_sparse_report import (
     SPEC_CAPPED,
     SPEC_DENSE,
     SPEC_SPARSE,
-    Cell,
     Joined,
+    SparseCell,
 )
 from specsparse.experiments.methods import decoding
-from specsparse.experiments.methods.decoding import Job, Passes
+from specsparse.experiments.methods.decoding import Passes, PreparedPrompt
 from specsparse.experiments.settings import DecodingSettings
-from specsparse.experiments.sparse_model import Sparse
+from specsparse.experiments.sparse_model import GatedModel
 from specsparse.measure import conditions, speedup
 from specsparse.powerinfer.ffn import union, zero_skip
 from specsparse.powerinfer.ffn.chunked import quality_in_chunks
@@ -86,7 +86,9 @@ class SpecSparse(Kind[SpecSparseSettings]):
         sparse = sparse_model.sparse_of(cfg, lab, dense)
         method = decoding.method(cfg, decoding.what_is_measured(cfg, dense, lab.console))
         sides = _sides(cfg, dense, sparse, method)
-        jobs = [Job(p, decoding.conversation_ids(cfg, lab.engine, dense, p)) for p in decoding.prompts_of(cfg)]
+        jobs = [
+            PreparedPrompt(p, decoding.conversation_ids(cfg, lab.engine, dense, p)) for p in decoding.prompts_of(cfg)
+        ]
         loop = _passes(cfg, lab, sides)
         passes = list(loop.timed(jobs))
         lossy = [name for name in sides if name in (SPEC_SPARSE, SPEC_CAPPED)]
@@ -142,7 +144,7 @@ Sides = dict[str, tuple[Model, dict[str, Any]]]
 """Model and keyword arguments of generate by the name of the cell."""
 
 
-def _sides(cfg: SpecSparseSettings, dense: Model, sparse: Sparse, method: dict[str, Any]) -> Sides:
+def _sides(cfg: SpecSparseSettings, dense: Model, sparse: GatedModel, method: dict[str, Any]) -> Sides:
     sides: Sides = {PLAIN_DENSE: (dense, {}), PLAIN_SPARSE: (sparse.model, {})}
     sides |= {SPEC_DENSE: (dense, method), SPEC_SPARSE: (sparse.model, method)}
     if cfg.ffn.union_cap is not None:
@@ -151,7 +153,7 @@ def _sides(cfg: SpecSparseSettings, dense: Model, sparse: Sparse, method: dict[s
     return sides
 
 
-def _predictor(cfg: SpecSparseSettings, name: str, sparse: Sparse) -> Predictor:
+def _predictor(cfg: SpecSparseSettings, name: str, sparse: GatedModel) -> Predictor:
     return UnionCap(sparse.predictor, cfg.ffn.union_cap) if name == SPEC_CAPPED else sparse.predictor
 
 
@@ -161,7 +163,7 @@ def _passes(cfg: SpecSparseSettings, lab: Lab, sides: Sides) -> Passes:
     return Passes(replace(cfg, warmup=True), lab, of[PLAIN_DENSE], methods, other_models=of)
 
 
-def _watched(cfg: SpecSparseSettings, lab: Lab, model: Model, method: dict, job: Job) -> list[UnionPoint]:
+def _watched(cfg: SpecSparseSettings, lab: Lab, model: Model, method: dict, job: PreparedPrompt) -> list[UnionPoint]:
     """What the verification passes of one decoding kept, stepped from the host."""
     watch = union.UnionWatch(model.config.d_ff)
     options = {"sampling": cfg.params, "seed": cfg.seed, "max_tokens": cfg.max_tokens}
@@ -200,7 +202,7 @@ def _ffn_bytes(dense: Model) -> int:
 
 def _cells(
     passes: list[Pass], names: list[str], read: dict[str, Reading], dense: Model, exact: set[str]
-) -> dict[str, Cell]:
+) -> dict[str, SparseCell]:
     """`read`: of the sparse cells; `exact`: the cells whose tokens plain dense decoding should have."""
     by_side = {name: [p for p in passes if p.side == name] for name in names}
     plain = {(p.prompt_id, p.repeat): p.decode_s / len(p.token_ids) for p in by_side[PLAIN_DENSE]}
@@ -212,7 +214,7 @@ def _cells(
         counters = sum((p.counters for p in some), Counters())
         own = read.get(name, ffns)
         model = PLAIN_SPARSE if name in read and name not in exact else PLAIN_DENSE
-        out[name] = Cell(
+        out[name] = SparseCell(
             name=name,
             counters=counters,
             seconds_per_token=float(np.mean(seconds)),

@@ -25,7 +25,7 @@ TEXT, PASSES = "text", "passes"
 
 
 @dataclass(frozen=True)
-class Cell:
+class SparseCell:
     """One way to decode, all prompts together.
 
     Attributes:
@@ -69,7 +69,7 @@ class Joined:
         repeats: how often.
     """
 
-    cells: dict[str, Cell]
+    cells: dict[str, SparseCell]
     text: tuple[UnionPoint, ...]
     seen: tuple[UnionPoint, ...]
     quality: dict[str, ModelQuality]
