@@ -18,7 +18,7 @@ _ALONE = {
     "drafter": ("ablation", "ffn_shape", "batch", "quantise", "rows", "depth"),
     "ablation": ("peer", "batch", "ffn_shape", "rows", "depth", "kv_dtype", "kernels"),
     "ffn_shape": ("peer", "batch", "rows", "depth", "kv_dtype"),
-    "batch": ("peer", "quantise", "rows", "depth"),
+    "batch": ("quantise", "rows", "depth"),
 }
 """What does not go with the options that measure something else instead."""
 _REPEATS = 5
@@ -40,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-dtype", metavar="TYPE", help="f16 (default), bf16 or f32 cache")
     add("--kernels", metavar="NAME", help="native, reference or xla (the best there is)")
     add("--quantise", metavar="TYPE", help="measure the same model re-quantised: Q4_0, Q8_0, F16 ...")
-    peer = "llama.cpp, ik_llama.cpp, transformers or transformers-bf16; SPECSPARSE_PEER_PYTHON names an interpreter"
-    add("--peer", metavar="NAME", help=peer)
+    peer = "of llama.cpp, ik_llama.cpp, transformers, transformers-bf16; SPECSPARSE_PEER_PYTHON names an interpreter"
+    add("--peer", type=_names, default=(), metavar="LIST", help=peer)
     add(
         "--batch",
         type=sizes,
@@ -127,7 +127,7 @@ def _publish(args: argparse.Namespace, found: dict[str, Any]) -> None:
     from specsparse.measure.bench import published
 
     quantised = f" --quantise {args.quantise}" if args.quantise else ""
-    peer = f" --peer {args.peer}" if args.peer else ""
+    peer = f" --peer {','.join(args.peer)}" if args.peer else ""
     ns = ",".join(str(n) for n in found["v"]["specsparse"])
     command = f"python -m specsparse bench --model {args.model} --pp 0 --tg 0 --n {ns}{quantised}{peer}"
     published.write_file(Path(args.publish), published.of_report(found, machine=args.machine, source=f"`{command}`"))
@@ -161,7 +161,7 @@ def _single(args: argparse.Namespace, out: Any) -> dict[str, Any]:
     found = job.run(
         job.BenchJob(
             model=args.model, plan=plan, depth=args.depth, rows=args.rows, threads=args.threads, kv_dtype=args.kv_dtype,
-            backend=args.kernels, peer=args.peer, quantise=args.quantise,
+            backend=args.kernels, peers=args.peer, quantise=args.quantise,
         ),
         out,
     )  # fmt: skip
@@ -181,7 +181,10 @@ def _batch(args: argparse.Namespace, out: Any) -> dict[str, Any]:
     if not args.tg:
         raise UserError("--batch decodes: give --tg")
     plan = batch.BatchPlan(sizes=args.batch, pp=args.pp, tg=args.tg, repeats=args.repeats or _REPEATS)
-    found = batch.run(plan, out, model=args.model, threads=args.threads, kv_dtype=args.kv_dtype, backend=args.kernels)
+    found = batch.run(
+        plan, out, model=args.model, threads=args.threads, kv_dtype=args.kv_dtype, backend=args.kernels,
+        peers=args.peer,
+    )  # fmt: skip
     out.print(batch.table(found))
     return found
 
@@ -195,8 +198,9 @@ def _speculation(args: argparse.Namespace, out: Any) -> dict[str, Any]:
     chosen = {name: value for name, value in (("drafted", args.n), ("repeats", args.repeats)) if value}
     plan = speculation.SpeculationPlan(args.drafter, tg=args.tg, **chosen)
     found = speculation.run(
-        plan, out, model=args.model, peer=args.peer, threads=args.threads, kv_dtype=args.kv_dtype, backend=args.kernels
-    )
+        plan, out, model=args.model, peers=args.peer, threads=args.threads, kv_dtype=args.kv_dtype,
+        backend=args.kernels,
+    )  # fmt: skip
     out.print(speculation.table(found))
     for line in speculation.lines(found):
         out.print(line, soft_wrap=True)
@@ -234,6 +238,11 @@ def _lut(args: argparse.Namespace, out: Any) -> dict[str, Any]:
     out.print(lut_table.table(found))
     out.print(lut_table.summary_line(found), soft_wrap=True)
     return found
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """Names without repeats: llama.cpp,ik_llama.cpp."""
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",")))
 
 
 def _matrices(text: str) -> tuple[tuple[int, int], ...]:

@@ -12,12 +12,15 @@ from specsparse import kernels
 from specsparse.engine import cache as kv
 from specsparse.engine.feed import feed
 from specsparse.engine.model import Model
+from specsparse.measure.audit.check import Check, Judge
 from specsparse.measure.peers.process import PEERS, PeerError, PeerProcess
 
 OURS = "specsparse"
 ENGINES = (OURS, *PEERS)
 PIECE = 16
 """Rows of a prompt's batches, the same for every width that is asked about."""
+CHECKED = 128
+"""Tokens of real text whose perplexity a peer must share with us."""
 _PATIENT = {"OMP_WAIT_POLICY": "passive"}  # nothing is timed: threads that wait leave the processor to others
 
 
@@ -81,24 +84,28 @@ class OurRows:
 
 
 class PeerRows:
-    """A peer; its logits come in a file."""
+    """A peer that is open; its logits come in a file."""
 
-    def __init__(self, name: str, model: Path, room: int, *, threads: int, flash: bool | None):
+    def __init__(self, process: PeerProcess):
+        """Takes over a process in which a model was opened."""
+        self._process, self.version = process, process.version
+
+    @classmethod
+    def start(cls, name: str, model: Path, room: int, *, threads: int, flash: bool | None) -> "PeerRows":
         """Starts a process and loads the model for `room` tokens.
 
         Raises:
             UserError: the peer is missing.
             PeerError: it cannot load the file, or ended.
         """
-        self._process = PeerProcess(name, option="--engine", environment=_PATIENT)
-        self._folder = tempfile.TemporaryDirectory()
-        self.version = self._process.version
+        process = PeerProcess(name, option="--engine", environment=_PATIENT)
         request = {"model": str(model.resolve()), "threads": threads, "room": room, "depth": 0, "tokens": []}
         try:
-            self._process.ask(do="open", flash=flash, **request, **self._process.kind.options)
+            process.ask(do="open", flash=flash, **request, **process.kind.options)
         except BaseException:
-            self.close()
+            process.close()
             raise
+        return cls(process)
 
     def write(self, prompt: Sequence[int], count: int) -> list[int]:
         """See `RowEngine`; PeerError as below."""
@@ -110,11 +117,12 @@ class PeerRows:
         Raises:
             PeerError: it failed, or its process ended.
         """
-        file = Path(self._folder.name, "rows")
-        said = self._process.ask(
-            do="rows", prompt=list(prompt), text=list(text), width=width, pieces=PIECE, file=str(file)
-        )
-        found = np.fromfile(file, np.float32)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "rows")
+            said = self._process.ask(
+                do="rows", prompt=list(prompt), text=list(text), width=width, pieces=PIECE, file=str(file)
+            )
+            found = np.fromfile(file, np.float32)
         if found.size != len(text) * said["vocabulary"]:
             raise PeerError(f"the peer {self._process.name} wrote {found.size} logits for {len(text)} rows")
         return found.reshape(len(text), -1)
@@ -122,10 +130,25 @@ class PeerRows:
     def close(self) -> None:
         """Ends the process."""
         self._process.close()
-        self._folder.cleanup()
 
 
 def whole_batches(text: Sequence[int], width: int) -> list[int]:
     """The text, filled up with its own beginning to whole batches: no row is computed in a smaller one."""
     missing = -len(text) % width
     return [*text, *(text[i % len(text)] for i in range(missing))]
+
+
+def rows_by(engine: RowEngine, prompt: Sequence[int], text: Sequence[int], width: int) -> np.ndarray:
+    """The text's rows float32[len(text), V], each computed in a batch of exactly `width`."""
+    return engine.rows(prompt, whole_batches(text, width), width)[: len(text)]
+
+
+def real_text(engine: RowEngine, ours: RowEngine, real: Sequence[int], widest: int) -> tuple[Check, Check]:
+    """Real text one row at a time and in batches of `widest` rows, beside ours.
+
+    Raises:
+        PeerError: the engine failed.
+    """
+    judge = Judge(rows_by(ours, (), real, PIECE), np.asarray(real))
+    one, wide = (judge.check(str(width).encode(), rows_by(engine, (), real, width)) for width in (1, widest))
+    return one, wide

@@ -18,7 +18,17 @@ from specsparse.measure import inspection
 from specsparse.measure.audit import windows
 from specsparse.measure.audit.check import Check, Judge
 from specsparse.measure.audit.compare import Tally, WidthGroup, groups
-from specsparse.measure.audit.engines import ENGINES, OURS, PIECE, OurRows, PeerRows, RowEngine, whole_batches
+from specsparse.measure.audit.engines import (
+    CHECKED,
+    ENGINES,
+    OURS,
+    PIECE,
+    OurRows,
+    PeerRows,
+    RowEngine,
+    real_text,
+    rows_by,
+)
 from specsparse.measure.audit.windows import AuditWindow
 from specsparse.measure.bench import job as bench
 from specsparse.measure.peers.process import PeerError, PeerProcess
@@ -30,8 +40,6 @@ from specsparse.support.json_files import Json
 
 VERSION = 1
 """Of the report's format."""
-CHECKED = 128
-"""Tokens of real text whose perplexity a peer must share with us."""
 ONE_GROUP, BITS, FORKS, WRONG, UNSTEADY, FAILED = (
     "one group", "other bits", "forks", "wrong logits", "not repeatable", "failed",
 )  # fmt: skip
@@ -146,7 +154,9 @@ def _case(
     said = f"{name}, {found['weights']}, {count} threads{'' if flash is None else f', flash {_on(flash)}'}"
     try:
         ours = OurRows(model, plan.room)
-        engine: RowEngine = ours if name == OURS else PeerRows(name, model.path, plan.room, threads=count, flash=flash)
+        engine: RowEngine = (
+            ours if name == OURS else PeerRows.start(name, model.path, plan.room, threads=count, flash=flash)
+        )
         found["version"] = engine.version
         with closing(engine), terminal.counting(out, said, len(cut) * len(plan.widths)) as bar:
             step = bar.task_ids[0]
@@ -167,7 +177,7 @@ def audit(
     ours: RowEngine | None = None, done: Callable[[], None] = lambda: None,
 ) -> Json:  # fmt: skip
     """An open engine's part of a case (see `run`); `ours` is the reference of another one, `real` a text for it."""
-    check = None if ours is None else _real_text(engine, ours, real, max(plan.widths))
+    check = None if ours is None else real_text(engine, ours, real, max(plan.widths))
     if check is not None and check[0].wrong:
         return {"verdict": WRONG, "failed": None, "one_row_bits": None, "repeatable": None,
                 "check": _checked(check), "groups": []}  # fmt: skip
@@ -175,12 +185,12 @@ def audit(
     for window in cut:
         text = engine.write(window.prompt, plan.tokens) if plan.greedy else list(window.following)
         texts.append(text)
-        alone = _rows(engine, window.prompt, text, 1)
-        judge = None if ours is None else Judge(_rows(ours, window.prompt, text, PIECE), np.asarray(text))
+        alone = rows_by(engine, window.prompt, text, 1)
+        judge = None if ours is None else Judge(rows_by(ours, window.prompt, text, PIECE), np.asarray(text))
         for tally in tallies:
-            tally.add(window.name, alone, _rows(engine, window.prompt, text, tally.width), judge)
+            tally.add(window.name, alone, rows_by(engine, window.prompt, text, tally.width), judge)
             done()
-        again = _rows(engine, window.prompt, text, 1)
+        again = rows_by(engine, window.prompt, text, 1)
         repeatable &= bool(np.array_equal(alone.view(np.uint32), again.view(np.uint32)))
     found = groups(tallies)
     return {
@@ -199,18 +209,6 @@ def verdict(found: Sequence[WidthGroup], repeatable: bool) -> str:
     if any(group.flips for group in found):
         return FORKS
     return BITS if len(found) > 1 else ONE_GROUP
-
-
-def _rows(engine: RowEngine, prompt: Sequence[int], text: Sequence[int], width: int) -> np.ndarray:
-    """The text's rows, each computed in a batch of exactly `width`."""
-    return engine.rows(prompt, whole_batches(text, width), width)[: len(text)]
-
-
-def _real_text(engine: RowEngine, ours: RowEngine, real: Sequence[int], widest: int) -> tuple[Check, Check]:
-    """Real text one row at a time and in the widest batches, beside ours."""
-    judge = Judge(_rows(ours, (), real, PIECE), np.asarray(real))
-    one, wide = (judge.check(str(width).encode(), _rows(engine, (), real, width)) for width in (1, widest))
-    return one, wide
 
 
 def _checked(check: tuple[Check, Check]) -> Json:

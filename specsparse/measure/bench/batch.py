@@ -1,8 +1,10 @@
 """Throughput and speed-up of speculation against the number of sequences in a batch, as `bench --batch 1,2,4,8`."""
 
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -11,12 +13,15 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from specsparse import kernels
 from specsparse.data import prompts
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
+from specsparse.measure.bench.peers import Peer
 from specsparse.measure.bench.samples import paired_ratio, summary
 from specsparse.measure.bench.sides import token_ids
+from specsparse.measure.peers.process import PEERS
 from specsparse.models import catalogue
 from specsparse.runtime import manifest
 from specsparse.runtime.binding import make_method
@@ -53,20 +58,26 @@ class BatchPlan:
 
 
 class TimedBatch(NamedTuple):
-    """Seconds of all texts once in batches of one size (of the prompts None where left out), and what was accepted."""
+    """Seconds of all texts once in batches of one size (of the prompts None where left out), and what was accepted.
+
+    `peers` are the seconds of each peer by name and flash attention.
+    """
 
     prompt: float | None
     plain: float
     speculative: float
     tokens_per_pass: float
+    peers: dict[str, dict[bool, float]]
 
 
-def measure(plan: BatchPlan, model: Model, done: Callable[[], None] = lambda: None) -> list[Json]:
+def measure(
+    plan: BatchPlan, model: Model, done: Callable[[], None] = lambda: None, *, peers: Sequence[Peer] = ()
+) -> list[Json]:
     """A row for each size: tokens per second in all and the speed-up, with their deviations.
 
     Every size decodes the same texts, as many as the largest batch holds, in batches of its size: sizes differ in
-    nothing else, and take turns. Plain and speculative decoding of one batch stand side by side in time. `done` is
-    called after each repeat of each size, the warm-up counted.
+    nothing else, and take turns. Plain and speculative decoding of one batch stand side by side in time, and the peers'
+    of the same lengths. `done` is called after each repeat of each size, the warm-up counted.
     """
     texts = list(itertools.islice(itertools.cycle(_texts(model, plan)), max(plan.sizes)))
     params = SamplingParams(temperature=0.0, max_tokens=plan.tg, ignore_eos=True)
@@ -76,7 +87,7 @@ def measure(plan: BatchPlan, model: Model, done: Callable[[], None] = lambda: No
         return [list(itertools.islice(itertools.cycle(texts), i, i + size)) for i in range(0, len(texts), size)]
 
     found = in_turn(
-        {size: partial(_once, plan, model, method, batches(size), params) for size in plan.sizes},
+        {size: partial(_once, plan, model, method, batches(size), params, peers) for size in plan.sizes},
         repeats=plan.repeats, done=done,
     )  # fmt: skip
     return [_row(plan, size, timed) for size, timed in found.items()]
@@ -101,9 +112,10 @@ def _chat(model: Model, text: str) -> str:
 
 
 def _once(
-    plan: BatchPlan, model: Model, method: Method, batches: list[list[np.ndarray]], params: SamplingParams
-) -> TimedBatch:
-    """All batches once on both sides; the prompt test once for one batch."""
+    plan: BatchPlan, model: Model, method: Method, batches: list[list[np.ndarray]], params: SamplingParams,
+    peers: Sequence[Peer],
+) -> TimedBatch:  # fmt: skip
+    """All batches once on all sides; the prompt test once for one batch."""
     prompt_s, plain_s, fast_s, emitted, rounds = None, 0.0, 0.0, 0, 0
     if plan.pp > 1:
         ids, one = token_ids(plan.pp, model.config.vocab_size), params.merged(max_tokens=1)
@@ -116,7 +128,8 @@ def _once(
         plain_s, fast_s = plain_s + plain.decode_s, fast_s + fast.decode_s
         each = fast.counters()
         emitted, rounds = emitted + sum(c.num_emitted_tokens for c in each), rounds + sum(c.num_rounds for c in each)
-    return TimedBatch(prompt_s, plain_s, fast_s, emitted / rounds)
+    theirs = {p.name: {on: sum(p.batch(b, plan.tg, flash=on) for b in batches) for on in (True, False)} for p in peers}
+    return TimedBatch(prompt_s, plain_s, fast_s, emitted / rounds, theirs)
 
 
 def _row(plan: BatchPlan, size: int, timed: Sequence[TimedBatch]) -> Json:
@@ -134,7 +147,17 @@ def _row(plan: BatchPlan, size: int, timed: Sequence[TimedBatch]) -> Json:
         "speculative_tokens_per_second": rate(fast),
         "speedup": paired_ratio(plain, fast),
         "tokens_per_target_pass": timed[-1].tokens_per_pass,
+        "peers": {name: _of_peer(rate, plain, [t.peers[name] for t in timed]) for name in timed[0].peers},
     }
+
+
+def _of_peer(
+    rate: Callable[[Sequence[float]], dict[str, float]], plain: Sequence[float], timed: Sequence[dict[bool, float]]
+) -> Json:
+    """A peer with flash attention on or off, whichever is faster, and our plain decoding over it."""
+    by = {on: [t[on] for t in timed] for on in (True, False)}
+    on = min(by, key=lambda flash: statistics.median(by[flash]))
+    return {"flash": on, "tokens_per_second": rate(by[on]), "ratio": paired_ratio(by[on], plain)}
 
 
 def run(
@@ -145,22 +168,30 @@ def run(
     threads: int | None = None,
     kv_dtype: str | None = None,
     backend: str | None = None,
+    peers: Sequence[str] = (),
 ) -> Json:
     """Loads the model, measures, and returns the report: `rows` of `measure`, the plan and the manifest.
 
     Raises:
-        UserError: anything wrong with the model or the plan.
+        UserError: anything wrong with the model, the plan or a peer.
     """
-    path = catalogue.resolve(model)
-    with terminal.busy(out, f"loading {model}"):
-        loaded = load(path, kv_dtype=kv_dtype, threads=threads, backend=backend)
-    started = time.perf_counter()
-    with terminal.counting(out, "timing batches", len(plan.sizes) * (plan.repeats + 1)) as progress:
-        rows = measure(plan, loaded, lambda: progress.advance(progress.task_ids[0]))
+    if without := [name for name in peers if name in PEERS and not PEERS[name].flash]:
+        raise UserError(f"--peer {without[0]} has no batches here: llama.cpp and ik_llama.cpp have")
+    with ExitStack() as stack:
+        others = [stack.enter_context(Peer(name)) for name in peers]
+        path = catalogue.resolve(model)
+        with terminal.busy(out, f"loading {model}"):
+            loaded = load(path, kv_dtype=kv_dtype, threads=threads, backend=backend)
+        for other in others:
+            other.open(path, loaded.config, threads=kernels.status()["threads"] or 1, room=plan.tg, depth=0)
+        started = time.perf_counter()
+        with terminal.counting(out, "timing batches", len(plan.sizes) * (plan.repeats + 1)) as progress:
+            rows = measure(plan, loaded, lambda: progress.advance(progress.task_ids[0]), peers=others)
     return {
         "bench": "specsparse batch",
         "plan": {"sizes": plan.sizes, "pp": plan.pp, "tg": plan.tg, "repeats": plan.repeats, "drafter": plan.drafter},
         "rows": rows,
+        "peers": [other.facts() for other in others],
         "seconds": time.perf_counter() - started,
         "manifest": manifest.build({}, path),
     }
@@ -170,7 +201,8 @@ def table(report: Json) -> Table:
     """One row a batch size; medians."""
     plan = report["plan"]
     sides = (f"pp{plan['pp']}, tok/s", f"tg{plan['tg']}, tok/s", "per sequence", f"{plan['drafter']}, tok/s")
-    made = tables.new("batch", *sides, "tokens/pass", "speed-up", "±", left=())
+    peers = [f"{name}, {column}" for name in report["rows"][0]["peers"] for column in ("tok/s", "ours over it")]
+    made = tables.new("batch", *sides, "tokens/pass", "speed-up", "±", *peers, left=())
     for row in report["rows"]:
         pp, plain, fast = (row[f"{side}_tokens_per_second"] for side in ("pp", "plain", SPECULATIVE))
         made.add_row(
@@ -182,5 +214,11 @@ def table(report: Json) -> Table:
             f"{row['tokens_per_target_pass']:.2f}",
             f"{row['speedup']['median']:.2f}x",
             f"{row['speedup']['sd']:.2f}",
+            *(cell for peer in row["peers"].values() for cell in _cells(peer)),
         )
     return made
+
+
+def _cells(peer: Json) -> tuple[str, str]:
+    flash = "flash" if peer["flash"] else "no flash"
+    return f"{peer['tokens_per_second']['median']:.1f} ({flash})", f"{peer['ratio']['median']:.2f}x"

@@ -1,6 +1,6 @@
 """One call of the benchmark from a model's name to its report."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +25,9 @@ from specsparse.runtime.load import load
 from specsparse.support import terminal
 from specsparse.support.json_files import Json
 
+_WIDE = 64
+"""Rows of the batches in which a peer's perplexity is checked where prompts are timed."""
+
 
 @dataclass(frozen=True)
 class BenchJob:
@@ -37,7 +40,7 @@ class BenchJob:
     threads: int | None = None
     kv_dtype: str | None = None
     backend: str | None = None
-    peer: str | None = None
+    peers: tuple[str, ...] = ()
     quantise: str | None = None
 
     @property
@@ -54,7 +57,7 @@ def run(job: BenchJob, out: Console) -> Json:
     """
     notes: list[str] = []
     with ExitStack() as stack:
-        peer = stack.enter_context(Peer(job.peer)) if job.peer else None  # first: a missing package costs no time
+        peers = [stack.enter_context(Peer(name)) for name in job.peers]  # first: a missing package costs no time
         path = catalogue.resolve(job.model)
         if job.quantise:
             path = requantised(path, job.quantise, out)
@@ -73,10 +76,11 @@ def run(job: BenchJob, out: Console) -> Json:
             interleaved.warm_up(job.plan, ours, _advance(progress))
         peaks = {"before_load": before, "load": load_peak, "load_and_warm_up": memory.peak_bytes()}
         sides: list[Side] = [ours]
-        if peer is not None:
-            with terminal.busy(out, f"loading and warming up {peer.name}"):
+        for peer in peers:
+            with terminal.busy(out, f"loading {peer.name}, checking its perplexity, choosing its attention"):
                 peer.open(path, model.config, threads=threads, room=job.room, depth=job.depth)
-                interleaved.warm_up(job.plan, peer)
+                peer.check(model, widest=max(job.plan.pp and _WIDE, *job.plan.ns, 1))
+                peer.choose(job.plan)
             sides.append(peer)
         with terminal.counting(out, "timing", job.plan.repeats * tests * len(sides)) as progress:
             results = interleaved.run(job.plan, sides, _advance(progress))
@@ -87,7 +91,7 @@ def run(job: BenchJob, out: Console) -> Json:
             plan=job.plan,
             results=results,
             ours=ours,
-            peer=peer and {k: getattr(peer, k) for k in ("name", "version", "system_info", "load_s")},
+            peers=[peer.facts() for peer in peers],
             threads=threads,
             peak_memory=peaks,
             manifest=manifest.build({}, path),
@@ -135,8 +139,10 @@ def _notes(found: Json, model: Model) -> list[str]:
     if model.kernels.name != "native":
         why = kernels.status()["why_not_native"] or "chosen"
         notes.append(f"these are the {model.kernels.name} kernels, not the native ones ({why})")
-    peer = found["peer"]
-    if peer and peer["name"] == "llama.cpp":
+    for peer in found["peers"]:
+        notes += wrong_logits(peer)
+        if peer["name"] != "llama.cpp":
+            continue
         rates = [r for r in found["results"] if r["engine"] == peer["name"] and r["test"].startswith("tg")]
         flags = found["manifest"]["cpu"]["flags"]
         for row in rates:
@@ -145,6 +151,19 @@ def _notes(found: Json, model: Model) -> list[str]:
             if line:
                 notes.append(f"{line} (ours: {found['manifest']['kernels']['isa']}; its: {peer['system_info']})")
     return notes
+
+
+def wrong_logits(peer: Json) -> Iterator[str]:
+    """Lines on a peer (see `Peer.facts`) whose figures are not those of this model."""
+    if peer["unchecked"]:
+        yield f"{peer['name']}: its perplexity was not compared with ours, so take care: {peer['unchecked']}"
+    for how, found in (peer["check"] or {}).items():
+        if found["wrong"]:
+            rows = "one row at a time" if how == "one_row" else "in wide batches"
+            yield (
+                f"{peer['name']} computes other logits than this model's {rows}: perplexity {found['perplexity']:.4g}, "
+                f"ours {found['ours']:.4g}, KL {found['kl']:.2g} nats; its times there are of something else"
+            )
 
 
 def with_one(plan: Plan) -> Plan:

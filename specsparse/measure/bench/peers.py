@@ -1,16 +1,27 @@
 """Other engines on the same file as a benchmark's sides."""
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from specsparse.engine.config import ModelConfig
+from specsparse.engine.model import Model
+from specsparse.measure.audit import windows
+from specsparse.measure.audit.check import Check
+from specsparse.measure.audit.engines import CHECKED, OurRows, PeerRows, real_text
+from specsparse.measure.bench.interleaved import Plan, warm_up
 from specsparse.measure.bench.sides import token_ids
-from specsparse.measure.peers.process import PeerProcess
+from specsparse.measure.peers.process import PeerError, PeerProcess
+from specsparse.support.in_turn import in_turn
+from specsparse.support.json_files import Json
 
 EXPECTED_TG = {"Q4_1": 149.0, "Q4_0": 201.0, "Q8_0": 165.0}
 """llama.cpp's tokens per second on SmolLM2-135M: native build, two threads, a machine with AVX-512 VNNI and 34 GB/s."""
 _EXPECTED_SHAPE = (30, 576, 49152)
+_CHOOSING = 3
+"""Timings of a test with flash attention and without, by which the one that is timed is chosen."""
 
 
 @dataclass(frozen=True)
@@ -33,27 +44,76 @@ class Peer(PeerProcess):
 
     Attributes:
         load_s: seconds that it took to load the model.
+        flash: by method of `Side`, whether flash attention is on; a method that is not there runs as the library
+            chooses by itself.
+        checked: its perplexity beside ours one row at a time and in wide batches, or None.
+        unchecked: why that could not be compared, or None.
     """
 
     load_s = 0.0
+    checked: tuple[Check, Check] | None = None
+    unchecked: str | None = None
+
+    def __init__(self, name: str):
+        """Starts the process; errors as `PeerProcess`."""
+        self.flash: dict[str, bool] = {}
+        self._on: bool | None = None
+        super().__init__(name)
 
     def open(self, model: Path, config: ModelConfig, *, threads: int, room: int, depth: int) -> None:
         """Loads `model` for tests of up to `room` tokens after `depth`."""
         tokens = token_ids(depth + room, config.vocab_size).tolist()
         request = {"model": str(model.resolve()), "threads": threads, "room": room, "depth": depth, "tokens": tokens}
-        self.load_s = self.timed(do="open", **request, **self.kind.options)["seconds"]
+        self._on = self.kind.flash or None
+        flash = {"flash": True} if self.kind.flash else {}
+        self.load_s = self.timed(do="open", **request, **flash, **self.kind.options)["seconds"]
+
+    def check(self, model: Model, *, widest: int) -> None:
+        """Compares its logits of real text with those of `model`, from the same file, before anything is timed."""
+        real = windows.token_ids(model.tokenizer, None)[: min(CHECKED, model.config.context_length - widest)]
+        try:
+            self.checked = real_text(PeerRows(self), OurRows(model, len(real) + widest), real, widest)
+        except PeerError as error:
+            self.unchecked = str(error)
+
+    def choose(self, plan: Plan) -> None:
+        """Warms up, and takes the faster of flash attention on and off for each kind of test, by its longest."""
+        longest = {test.method: test for test in plan.tests()}
+        for method, test in longest.items() if self.kind.flash else ():
+            ways = {on: partial(self._timed, method, test.n, on) for on in (True, False)}
+            found = in_turn(ways, repeats=_CHOOSING)
+            self.flash[method] = min(ways, key=lambda on: statistics.median(found[on]))
+        warm_up(plan, self)
+
+    def facts(self) -> Json:
+        """For the report."""
+        checked = self.checked and dict(zip(("one_row", "widest"), (part.cells() for part in self.checked)))
+        return {
+            "name": self.name, "version": self.version, "system_info": self.system_info, "load_s": self.load_s,
+            "flash": dict(self.flash), "check": checked, "unchecked": self.unchecked,
+        }  # fmt: skip
+
+    def _timed(self, method: str, n: int, flash: bool | None) -> float:
+        if flash is not None and flash != self._on:
+            self.timed(do="attend", flash=flash)
+            self._on = flash
+        return self.timed(do=method, n=n)["seconds"]
 
     def prompt(self, n: int) -> float:
         """See `Side`."""
-        return self.timed(do="prompt", n=n)["seconds"]
+        return self._timed("prompt", n, self.flash.get("prompt"))
 
     def decode(self, n: int) -> float:
         """See `Side`."""
-        return self.timed(do="decode", n=n)["seconds"]
+        return self._timed("decode", n, self.flash.get("decode"))
 
     def verify(self, n: int) -> float:
         """See `Side`."""
-        return self.timed(do="verify", n=n)["seconds"]
+        return self._timed("verify", n, self.flash.get("verify"))
+
+    def batch(self, prompts: Sequence[Sequence[int]], n: int, *, flash: bool) -> float:
+        """Seconds of n tokens of each sequence behind its prompt, one of each a pass; peers with an "attend" only."""
+        return self.timed(do="batch", prompts=[list(map(int, p)) for p in prompts], n=n, flash=flash)["seconds"]
 
     def speculate(self, ids: list[int], n: int, *, drafted: int, draft: Path | None = None) -> WrittenText:
         """n greedy tokens after a prompt and a first token, with drafts of a second model, else by prompt lookup.

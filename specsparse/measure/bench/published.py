@@ -23,6 +23,7 @@ VERSION = 1
 """Of the schema."""
 FOLDER = Path(__file__).parents[3] / "docs" / "data" / "vn"
 """The committed entries, in a checkout."""
+_ON = {True: "on", False: "off"}
 _SHOWN = (2, 4, 8, 16)
 """The rows of the page's table."""
 
@@ -179,8 +180,9 @@ def of_report(report: Json, *, machine: str | None = None, source: str) -> list[
     manifest, model = report["manifest"], report["model"]
     cpu, git = manifest["cpu"]["model"], manifest.get("git") or {}
     builds = {OURS: f"{str(git.get('commit') or 'no checkout')[:10]}, {report['backend']} {manifest['kernels']['isa']}"}
-    if report["peer"]:
-        builds[report["peer"]["name"]] = report["peer"]["version"]
+    for peer in report["peers"]:
+        flash = peer["flash"].get("verify")
+        builds[peer["name"]] = peer["version"] + ("" if flash is None else f", flash attention {_ON[flash]}")
     steps = {row["engine"]: row["ms_per_token"] for row in report["results"] if row["test"] == "v1"}
     memory = report["machine"]["read_bytes_per_second"]
     place = MachineUsed(machine or cpu, cpu, memory["median"])

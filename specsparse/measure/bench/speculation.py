@@ -165,7 +165,7 @@ def jobs_of(model: Model, plan: SpeculationPlan, *, tasks: Sequence[str] | None 
 
 
 def run(
-    plan: SpeculationPlan, out: Console, *, model: str, peer: str | None = None, threads: int | None = None,
+    plan: SpeculationPlan, out: Console, *, model: str, peers: Sequence[str] = (), threads: int | None = None,
     kv_dtype: str | None = None, backend: str | None = None,
 ) -> Json:  # fmt: skip
     """Loads, measures, and returns `summary` with the plan and the manifest.
@@ -173,10 +173,10 @@ def run(
     Raises:
         UserError: anything wrong with a model, the plan or the peer.
     """
-    if peer not in (None, "llama.cpp"):
-        raise UserError(f"--peer {peer} has no speculative decoding here: llama.cpp has")
+    if without := [name for name in peers if name != "llama.cpp"]:
+        raise UserError(f"--peer {without[0]} has no speculative decoding here: llama.cpp has")
     with ExitStack() as stack:
-        other = stack.enter_context(Peer(peer)) if peer else None
+        other = stack.enter_context(Peer(peers[0])) if peers else None
         draft_file(plan.drafter)
         with terminal.busy(out, f"loading {model}"):
             loaded = load(catalogue.resolve(model), kv_dtype=kv_dtype, threads=threads, backend=backend)

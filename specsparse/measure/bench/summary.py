@@ -1,7 +1,7 @@
 """Results -> one JSON-able report: rates, bytes, shares, v(n), ratios."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 
@@ -77,7 +77,7 @@ def build(
     plan: Plan,
     results: Results,
     ours: Ours,
-    peer: Json | None,
+    peers: Sequence[Json],
     threads: int,
     peak_memory: Mapping[str, int],
     manifest: Json,
@@ -88,7 +88,7 @@ def build(
         model, f: what ran, and its file.
         plan, results: what was asked and measured.
         ours: the side of specsparse, for what it compiled.
-        peer: name, version, system_info, load_s of the other side, or None.
+        peers: of each other side `Peer.facts`.
         threads: of both sides.
         peak_memory: most resident bytes before, while loading, and until the warm-up's end.
         manifest: code, packages and machine.
@@ -130,8 +130,8 @@ def build(
         },
         "results": rows,
         "v": _verify(plan, results),
-        "peer": dict(peer) if peer else None,
-        "ratios": _ratios(results, peer["name"]) if peer else None,
+        "peers": list(peers),
+        "ratios": {peer["name"]: _ratios(results, peer["name"]) for peer in peers},
         "manifest": {k: v for k, v in manifest.items() if k != "model"},
     }
 

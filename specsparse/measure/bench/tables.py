@@ -10,20 +10,20 @@ from specsparse.support import tables
 from specsparse.support.json_files import Json
 
 MIB = 2**20
+_TESTS = {"prompt": "prompts", "decode": "decoding", "verify": "v(n)"}
 
 
 def results(report: Json) -> Table:
     """One row a test and engine, as llama-bench has them; prompt and decode tests only."""
     peak = f"of {report['machine']['compute_peak']}"
-    columns = ("engine", "test", "tok/s (mean ± sd)", "ms/token", "GB/s", "of read", peak, "ratio")
-    table = tables.new(*columns, close=True)
-    ratios = report["ratios"] or {}
+    columns = ("engine", "test", "tok/s (mean ± sd)", "ms/token", "GB/s", "of read", peak)
+    ratios = report["ratios"]
+    table = tables.new(*columns, *_over(ratios), close=True)
     for row in report["results"]:
         if row["test"].startswith("v"):
             continue
         rate, ours = row["tokens_per_second"], row["engine"] == OURS
         decoding = row["test"].startswith("tg")
-        ratio = ratios.get(row["test"]) if ours else None
         table.add_row(
             row["engine"],
             f"{row['test']} @ d{row['depth']}" if row["depth"] else row["test"],
@@ -32,24 +32,29 @@ def results(report: Json) -> Table:
             f"{row['bytes_per_second'] / 1e9:.1f}" if decoding else "-",
             _percent(row["share_of_read_bandwidth"]) if decoding else "-",
             _percent(row["share_of_compute_peak"]),
-            f"{ratio['median']:.2f}x" if ratio else "-",
+            *(f"{by[row['test']]['median']:.2f}x" if ours else "-" for by in ratios.values()),
         )
     return table
 
 
 def verify(report: Json) -> Table:
     """v(n) of every engine."""
-    sides, ratios = report["v"], report["ratios"] or {}
+    sides, ratios = report["v"], report["ratios"]
     columns = [c for side in sides for c in (f"{side}, ms", "v(n)", "±")]
-    table = tables.new("n", *columns, *(["ratio"] if ratios else []), close=True)
+    table = tables.new("n", *columns, *_over(ratios), close=True)
     by_key = {(row["test"], row["engine"]): row for row in report["results"]}
     for n in sides[OURS]:
         cells = []
         for side, found in sides.items():
             v = found[n]
             cells += [f"{by_key[f'v{n}', side]['ms_per_token'] * int(n):.2f}", f"{v['median']:.2f}", f"{v['sd']:.2f}"]
-        table.add_row(n, *cells, *([f"{ratios[f'v{n}']['median']:.2f}x"] if ratios else []))
+        table.add_row(n, *cells, *(f"{by[f'v{n}']['median']:.2f}x" for by in ratios.values()))
     return table
+
+
+def _over(ratios: Json) -> list[str]:
+    """Heads of the columns of our speed over each peer's."""
+    return [f"over {name}" for name in ratios]
 
 
 def _percent(share: float | None) -> str:
@@ -73,9 +78,17 @@ def lines(report: Json) -> Iterator[Text]:
     yield Text(f"load      {report['load_s']:.2f} s; compile {_compile_line(report['compiled'])}")
     before, load, warm = (report["peak_memory_bytes"][k] / MIB for k in ("before_load", "load", "load_and_warm_up"))
     yield Text(f"memory    {load:.0f} MiB at most while loading, {warm:.0f} MiB until warm, {before:.0f} MiB before")
-    if report["peer"]:
-        peer = report["peer"]
+    for peer in report["peers"]:
         yield Text(f"peer      {peer['version']}, load {peer['load_s']:.2f} s, its build: {peer['system_info']}")
+        if peer["flash"]:
+            chosen = ", ".join(f"{'on' if on else 'off'} for {_TESTS[method]}" for method, on in peer["flash"].items())
+            yield Text(f"          flash attention, the faster of on and off: {chosen}")
+        if peer["check"]:
+            one, wide = (peer["check"][how] for how in ("one_row", "widest"))
+            yield Text(
+                f"          perplexity {one['perplexity']:.2f} one row at a time, {wide['perplexity']:.2f} in batches; "
+                f"ours {one['ours']:.2f}"
+            )
     for note in report["notes"]:
         yield Text(f"note      {note}", style="yellow")
 

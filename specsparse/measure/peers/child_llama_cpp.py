@@ -6,7 +6,9 @@ ik-llama-cpp-python; imports nothing of specsparse. Requests:
     {"do": "hello"}                                -> {"version": ..., "system_info": ...}
     {"do": "open", "model": path, "threads": t, "room": r, "depth": d, "tokens": [...], "flash": true, false or null}
         -> {"seconds": load time}
+    {"do": "attend", "flash": true or false} -> {"seconds": ...}
     {"do": "prompt" | "decode" | "verify", "n": n} -> {"seconds": ...}
+    {"do": "batch", "prompts": [[...], ...], "n": n, "flash": true or false} -> {"seconds": ...}
     {"do": "speculate", "ids": [...], "n": n, "drafted": k, "draft": path or null}
         -> {"seconds": ..., "tokens": [...], "passes": of the target}
     {"do": "write", "prompt": [...], "count": n, "pieces": p} -> {"tokens": [...]}
@@ -14,7 +16,9 @@ ik-llama-cpp-python; imports nothing of specsparse. Requests:
 
 `prompt` is one batch with the logits of its last token (n_batch 2048, n_ubatch 512, as llama-bench), `decode` one token
 a call with its logits, `verify` one batch with all logits. Nothing is sampled: the tokens are given. `depth` tokens are
-in the cache before each test. `speculate` writes n tokens greedily after a prompt, with the package's own prompt lookup
+in the cache before each test. `batch` decodes n given tokens of each sequence behind its prompt, one of each sequence a
+call. `attend` goes on with flash attention or without, in a second context of the same
+weights. `speculate` writes n tokens greedily after a prompt, with the package's own prompt lookup
 of k tokens (0: plainly), or with a second model that drafts k tokens greedily, one a call, and keeps what it has read;
 its time begins at the first token. `write` continues a prompt greedily, one token a batch. `rows` feeds a text behind a
 prompt in batches of w tokens; its logits go to a file, float32[len(text), V]. Both feed the prompt by p tokens.
@@ -44,8 +48,8 @@ class LlamaCpp:
         params.flash_attn_type = int(on)
 
     def keep(self, context, count: int) -> None:
-        """Drops the tokens from `count` on."""
-        self.c.llama_memory_seq_rm(self.c.llama_get_memory(context), 0, count, -1)
+        """Drops the tokens from `count` on, of every sequence."""
+        self.c.llama_memory_seq_rm(self.c.llama_get_memory(context), -1, count, -1)
 
     def wait(self, context) -> None:
         """For the computation to end."""
@@ -76,8 +80,8 @@ class IkLlamaCpp:
         params.flash_attn = on
 
     def keep(self, context, count: int) -> None:
-        """Drops the tokens from `count` on."""
-        self._remove(context, 0, count, -1)
+        """Drops the tokens from `count` on, of every sequence."""
+        self._remove(context, -1, count, -1)
 
     def wait(self, context) -> None:
         """For the computation to end."""
@@ -95,20 +99,28 @@ def hello() -> dict:
     return {"version": lib.version, "system_info": lib.info().decode().strip()}
 
 
-class Context:
-    """One model and one context, by the C functions."""
+def load(lib, path: str):
+    """A model of the C functions."""
+    lib.c.llama_backend_init()
+    params = lib.c.llama_model_default_params()
+    params.n_gpu_layers = 0
+    model = lib.c.llama_model_load_from_file(path.encode(), params)
+    if not model:
+        raise RuntimeError(f"{lib.version} cannot load the file")
+    return model
 
-    def __init__(self, lib, model: str, threads: int, room: int, flash: "bool | None" = None):
-        self.lib, c = lib, lib.c
-        c.llama_backend_init()
-        params = c.llama_model_default_params()
-        params.n_gpu_layers = 0
-        self.model = c.llama_model_load_from_file(model.encode(), params)
-        if not self.model:
-            raise RuntimeError(f"{lib.version} cannot load the file")
+
+class Context:
+    """One context of a model that `load` gave, by the C functions."""
+
+    def __init__(self, lib, model, threads: int, room: int, flash: "bool | None" = None, sequences: int = 1):
+        self.lib, self.model, c = lib, model, lib.c
+        self.room = room
+        self.prefix, self.filled = None, False  # the prompt, or the first `depth` tokens, that the cache begins with
         self.vocabulary = c.llama_vocab_n_tokens(c.llama_model_get_vocab(self.model))
         params = c.llama_context_default_params()
-        params.n_ctx = -(-room // 256) * 256
+        params.n_ctx = -(-room // 256) * 256 * sequences
+        params.n_seq_max = sequences
         params.n_batch, params.n_ubatch = 2048, 512
         params.n_threads = params.n_threads_batch = threads
         if flash is not None:
@@ -125,15 +137,18 @@ class Context:
 
     def feed(self, tokens: list, start: int, *, every: bool) -> None:
         """Decodes tokens behind `start` others in batches, with the logits of all or of the last."""
-        batch, count = self.batch, len(tokens)
-        for begin in range(0, count, self.n_batch):
-            size = min(self.n_batch, count - begin)
-            batch.n_tokens = size
-            for i in range(size):
-                at = begin + i
-                batch.token[i] = tokens[at]
-                batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = start + at, 1, 0
-                batch.logits[i] = every or at == count - 1
+        last = len(tokens) - 1
+        self.feed_rows([(token, start + at, 0, every or at == last) for at, token in enumerate(tokens)])
+
+    def feed_rows(self, rows: list) -> None:
+        """Decodes rows of (token, position, sequence, whether its logits are wanted) in batches."""
+        batch = self.batch
+        for begin in range(0, len(rows), self.n_batch):
+            part = rows[begin : begin + self.n_batch]
+            batch.n_tokens = len(part)
+            for i, (token, position, sequence, wanted) in enumerate(part):
+                batch.token[i], batch.pos[i], batch.logits[i] = token, position, wanted
+                batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
             status = self.lib.c.llama_decode(self.context, batch)
             if status:
                 raise RuntimeError(f"llama_decode returned {status}")
@@ -189,13 +204,21 @@ class Engine:
     """A model, and what is timed with it."""
 
     def __init__(self, model: str, threads: int, room: int, depth: int, tokens: list, flash: "bool | None" = None):
-        self.lib, self.depth, self.tokens, self.prefix = library(), depth, tokens, None
+        self.lib, self.depth, self.tokens = library(), depth, tokens
         self.threads, self.room = threads, depth + room
         self.writer_options = {"model_path": model, "n_ctx": self.room, "n_threads": threads, "verbose": False}
         self.writers: dict = {}
-        self.context = Context(self.lib, model, threads, self.room, flash)
-        if depth:
-            self.feed(0, depth, every=False)
+        self.context = Context(self.lib, load(self.lib, model), threads, self.room, flash)
+        self.contexts = {flash: self.context}
+        self.batched: dict = {}
+
+    def attend(self, flash: bool) -> float:
+        """Seconds to go on in the context with flash attention or without; each is made once."""
+        start = time.perf_counter()
+        if flash not in self.contexts:
+            self.contexts[flash] = Context(self.lib, self.context.model, self.threads, self.room, flash)
+        self.context = self.contexts[flash]
+        return time.perf_counter() - start
 
     def writer(self, drafted: int, draft: str | None = None):
         """The package's own generator: plain, with prompt lookup, or with a draft model; and its counter."""
@@ -207,7 +230,7 @@ class Engine:
                 counted = Counted(
                     LlamaPromptLookupDecoding(num_pred_tokens=drafted)
                     if draft is None
-                    else ModelDraft(Context(self.lib, draft, self.threads, self.room), drafted)
+                    else ModelDraft(Context(self.lib, load(self.lib, draft), self.threads, self.room), drafted)
                 )
             # With a draft it keeps all logits, and makes room for them only where it is told to.
             made = self.lib.c.Llama(
@@ -237,8 +260,11 @@ class Engine:
         self.context.feed(tokens, start, every=every)
 
     def rewind(self) -> None:
-        """Back to `depth` tokens."""
-        self.context.keep(self.depth)
+        """Back to `depth` tokens; they are fed where the cache holds others."""
+        self.context.keep(self.depth if self.context.filled else 0)
+        if self.depth and not self.context.filled:
+            self.feed(0, self.depth, every=False)
+        self.context.filled, self.context.prefix = True, None
 
     def prompt(self, n: int) -> float:
         """Seconds of n prompt tokens."""
@@ -265,19 +291,36 @@ class Engine:
             seconds += time.perf_counter() - start
         return seconds / _FORWARDS
 
+    def batch(self, prompts: list, n: int, flash: bool) -> float:
+        """Seconds of n tokens of each sequence, one of each a call, with its logits; prompts are not timed."""
+        key, room = (len(prompts), flash), max(len(prompt) for prompt in prompts) + n
+        context = self.batched.get(key)
+        if context is None or context.room < room:
+            self.batched.pop(key, None)
+            context = self.batched[key] = Context(self.lib, self.context.model, self.threads, room, flash, len(prompts))
+        context.keep(0)
+        for s, prompt in enumerate(prompts):
+            context.feed_rows([(token, at, s, False) for at, token in enumerate(prompt)])
+        start = time.perf_counter()
+        for i in range(n):
+            context.feed_rows(
+                [(self.tokens[(i + s) % len(self.tokens)], len(p) + i, s, True) for s, p in enumerate(prompts)]
+            )
+        return time.perf_counter() - start
+
     def begin(self, prompt: list, pieces: int) -> None:
         """A cache of the prompt alone; fed anew where it is another than before, else what came behind is dropped."""
-        if prompt == self.prefix:
+        if prompt == self.context.prefix:
             self.context.keep(len(prompt))
             return
         self.context.keep(0)
-        self.prefix = prompt
+        self.context.prefix, self.context.filled = prompt, False
         for start in range(0, len(prompt), pieces):
             self.context.feed(prompt[start : start + pieces], start, every=False)
 
     def write(self, prompt: list, count: int, pieces: int) -> dict:
         """The greedy continuation, one token a batch; no token ends it."""
-        self.prefix = None
+        self.context.prefix = None
         self.begin(prompt, pieces)
         out = [self.context.best()]
         while len(out) < count:

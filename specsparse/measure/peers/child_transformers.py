@@ -42,13 +42,15 @@ class Engine:
         self.model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=kind, **more).eval()
         self.ids = torch.tensor([tokens])
         self.cache = self.prefix = self.last = None
+        self.filled = False
 
     def fill(self) -> None:
         """A cache of `depth` tokens."""
-        if self.cache is None or not self.depth:
+        if not self.filled or not self.depth:
             self.cache = self.make_cache()
             if self.depth:
                 self.model(self.ids[:, : self.depth], past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.filled, self.prefix = True, None
         extra = self.cache.get_seq_length() - self.depth
         if extra > 0:
             self.cache.crop(-extra)
@@ -91,7 +93,7 @@ class Engine:
             if extra > 0:
                 self.cache.crop(-extra)  # transformers 5 takes what to drop, not what to keep
             return
-        self.cache, self.prefix = self.make_cache(), prompt
+        self.cache, self.prefix, self.filled = self.make_cache(), prompt, False
         for start in range(0, len(prompt), pieces):
             self.last = self.feed(prompt[start : start + pieces])[-1]
 

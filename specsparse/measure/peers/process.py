@@ -33,18 +33,20 @@ class PeerKind:
         needs: what to install, as pip names it.
         arguments: of the script.
         options: more of the "open" request.
+        flash: whether it has an "attend" request.
     """
 
     script: str
     needs: str
     arguments: tuple[str, ...] = ()
     options: Json = field(default_factory=dict)
+    flash: bool = False
 
 
 _TORCH = "transformers torch gguf accelerate"
 PEERS = {
-    "llama.cpp": PeerKind("child_llama_cpp.py", "llama-cpp-python"),
-    "ik_llama.cpp": PeerKind("child_llama_cpp.py", "ik-llama-cpp-python", ("ik_llama_cpp",)),
+    "llama.cpp": PeerKind("child_llama_cpp.py", "llama-cpp-python", flash=True),
+    "ik_llama.cpp": PeerKind("child_llama_cpp.py", "ik-llama-cpp-python", ("ik_llama_cpp",), flash=True),
     "transformers": PeerKind("child_transformers.py", _TORCH),
     "transformers-bf16": PeerKind("child_transformers.py", _TORCH, options={"dtype": "bfloat16"}),
 }

@@ -13,7 +13,8 @@ from specsparse.cli.main import main
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.kernels import peaks
-from specsparse.measure.bench import interleaved, memory, peers, summary
+from specsparse.measure.audit.check import Check
+from specsparse.measure.bench import interleaved, job, memory, peers, summary
 from specsparse.measure.bench.interleaved import Plan
 from specsparse.measure.bench.samples import Samples, paired_ratio
 from specsparse.measure.bench.sides import Ours
@@ -55,7 +56,7 @@ def test_end_to_end(tiny, tmp_path, capsys):
         assert row["share_of_read_bandwidth"] > 0
     assert found["v"]["specsparse"]["1"]["median"] == 1.0
     assert set(found["v"]["specsparse"]) == {"1", "2", "3"}
-    assert found["peer"] is None
+    assert found["peers"] == [] and found["ratios"] == {}
     assert found["machine"]["read_bytes_per_second"]["median"] > 1e8
     assert {c["program"] for c in found["compiled"]} >= {"decode loop", "verify of 2 rows"}
     memory_bytes = found["peak_memory_bytes"]
@@ -167,9 +168,14 @@ def test_a_peer_that_dies(tiny, capsys, monkeypatch, tmp_path):
 
 
 SCRIPTED = """#!/bin/sh
+decoding=0.9
 while read line; do
   case "$line" in
     *hello*) echo '{"version": "scripted 1", "system_info": "TEST = 1"}';;
+    *rows*) echo '{"error": "it writes no logits"}';;
+    *attend*true*) decoding=0.9; echo '{"seconds": 0}';;
+    *attend*false*) decoding=0.5; echo '{"seconds": 0}';;
+    *decode*) echo "{\\"seconds\\": $decoding}";;
     *) echo '{"seconds": 0.5}';;
   esac
 done
@@ -181,18 +187,33 @@ def test_ratios_against_a_peer(tiny, capsys, monkeypatch, tmp_path):
     python.write_text(SCRIPTED)
     python.chmod(0o755)
     monkeypatch.setenv(process.PYTHON_VARIABLE, str(python))
-    code, out, _ = bench(
-        capsys, "--model", tiny, "--peer", "llama.cpp", "--pp", 8, "--tg", 2, "--n", "2", "--repeats", 2, "--json"
-    )
+    args = ("--pp", 8, "--tg", 2, "--n", "2", "--repeats", 2, "--json")
+    code, out, _ = bench(capsys, "--model", tiny, "--peer", "llama.cpp,transformers", *args)
     found = json.loads(out.splitlines()[-1])
     assert code == 0
-    assert found["peer"]["version"] == "scripted 1"
-    assert set(found["ratios"]) == {"pp8", "tg2", "v1", "v2"}
+    with_choice, without = found["peers"]
+    assert with_choice["version"] == without["version"] == "scripted 1"
+    # Without flash attention it decodes faster and does nothing else faster.
+    assert with_choice["flash"] == {"prompt": True, "decode": False, "verify": True} and without["flash"] == {}
+    assert "flash attention, the faster of on and off: on for prompts, off for decoding, on for v(n)" in out
+    assert [peer["check"] for peer in found["peers"]] == [None, None]
+    assert sum("its perplexity was not compared with ours" in note for note in found["notes"]) == 2
+    assert list(found["ratios"]) == ["llama.cpp", "transformers"] and "over transformers" in out
+    assert set(found["ratios"]["llama.cpp"]) == {"pp8", "tg2", "v1", "v2"}
     rows = {(r["test"], r["engine"]): r for r in found["results"]}
     ours, theirs = rows["tg2", "specsparse"]["seconds"], rows["tg2", "llama.cpp"]["seconds"]
     assert theirs == [0.5, 0.5]
-    assert found["ratios"]["tg2"]["median"] == pytest.approx((0.5 / ours[0] + 0.5 / ours[1]) / 2)
+    assert found["ratios"]["llama.cpp"]["tg2"]["median"] == pytest.approx((0.5 / ours[0] + 0.5 / ours[1]) / 2)
+    assert rows["tg2", "transformers"]["seconds"] == [0.9, 0.9]
     assert found["v"]["llama.cpp"]["2"]["median"] == 1.0
+
+
+def test_a_peer_with_other_logits_is_named():
+    facts = {"name": "other", "unchecked": None, "check": {"one_row": {}, "widest": {}}}
+    for how, nll in (("one_row", 3.0), ("widest", 4.4)):
+        facts["check"][how] = Check(tokens=10, nll=10 * nll, ours_nll=30.0, rows=10, kl=0.01).cells()
+    (line,) = job.wrong_logits(facts)
+    assert "other computes other logits than this model's in wide batches: perplexity 81.45, ours 20.09" in line
 
 
 @pytest.mark.skipif(not HAS_LLAMA_CPP, reason="no llama-cpp-python here, and SPECSPARSE_PEER_PYTHON is not set")
@@ -201,7 +222,10 @@ def test_llama_cpp_on_the_same_file(tmp_path, capsys):
     args = ("--pp", 16, "--tg", 4, "--n", "1,2", "--depth", 3, "--repeats", 1, "--json")
     code, out, err = bench(capsys, "--model", tiny, "--peer", "llama.cpp", *args)
     assert code == 0, err
-    assert all(r["median"] > 0 for r in json.loads(out.splitlines()[-1])["ratios"].values())
+    found = json.loads(out.splitlines()[-1])
+    assert all(r["median"] > 0 for r in found["ratios"]["llama.cpp"].values())
+    assert set(found["peers"][0]["flash"]) == {"prompt", "decode", "verify"}
+    assert not any(part["wrong"] for part in found["peers"][0]["check"].values())
 
 
 def test_every_timing_does_the_same_work(tiny):

@@ -91,14 +91,15 @@ def test_a_report_becomes_an_entry_for_each_engine():
     report = {
         "manifest": {"cpu": {"model": "a processor"}, "git": git, "kernels": {"isa": "AVX2"}},
         "model": {"name": "M", "main_type": "Q4_1"}, "backend": "native", "threads": 2,
-        "peer": {"name": "llama.cpp", "version": "0.3"}, "plan": {"depth": 0, "repeats": 3},
+        "peers": [{"name": "llama.cpp", "version": "0.3", "flash": {"verify": False}}],
+        "plan": {"depth": 0, "repeats": 3},
         "machine": {"read_bytes_per_second": {"median": 25e9, "mean": 25e9, "sd": 1e8}},
         "results": [{"engine": e, "test": "v1", "ms_per_token": ms} for e, ms in zip(engines, (4.0, 8.0))],
         "v": {e: {"1": {"median": 1.0}, "4": {"median": v}} for e, v in zip(engines, (1.4, 2.4))},
     }  # fmt: skip
     ours, peer = published.of_report(report, source="here")
     assert (ours.engine.build, ours.step_ms, dict(ours.v)) == ("0123456789, native AVX2", 4.0, {"4": 1.4})
-    assert (peer.engine.build, peer.at(4), peer.machine.name) == ("0.3", 2.4, "a processor")
+    assert (peer.engine.build, peer.at(4)) == ("0.3, flash attention off", 2.4) and peer.machine.name == "a processor"
     lines = published.page([ours, peer]).splitlines()
     assert any("| M | Q4_1 | specsparse | 4.00 |  | 1.40 |" in line for line in lines)
     report["v"] = {"specsparse": {"1": {"median": 1.0}}}

@@ -20,6 +20,7 @@ from specsparse.measure import costs
 from specsparse.measure.bench import batch
 from specsparse.measure.costs import drafts, ranks
 from specsparse.measure.costs import measured as measuring
+from specsparse.measure.peers import process
 from specsparse.run import conf_dir
 from specsparse.runtime.device_batch import Method
 from specsparse.runtime.times import store
@@ -153,12 +154,32 @@ def test_batches(model):
     assert rows[0]["tokens_per_target_pass"] == rows[1]["tokens_per_target_pass"]  # the same texts
 
 
-def test_the_bench_command_takes_batches(path, capsys):
+PEER = """#!/bin/sh
+while read line; do
+  case "$line" in
+    *hello*) echo '{"version": "scripted 1", "system_info": ""}';;
+    *'"do": "batch"'*'"flash": true'*) echo '{"seconds": 0.5}';;
+    *) echo '{"seconds": 0.25}';;
+  esac
+done
+"""
+
+
+def test_the_bench_command_takes_batches(path, capsys, monkeypatch, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(PEER)
+    python.chmod(0o755)
+    monkeypatch.setenv(process.PYTHON_VARIABLE, str(python))
     argv = ["bench", "--model", str(path), "--batch", "1,2", "--pp", "8", "--tg", "4", "--repeats", "1"]
-    assert main(["bench", "--json", *argv[1:]]) == 0
+    assert main(["bench", "--json", *argv[1:], "--peer", "llama.cpp"]) == 0
     out = capsys.readouterr().out
-    assert "speed-up" in out
-    assert [row["batch"] for row in json.loads(out.splitlines()[-1])["rows"]] == [1, 2]
+    assert "speed-up" in out and "llama.cpp, tok/s" in out
+    rows = json.loads(out.splitlines()[-1])["rows"]
+    assert [row["batch"] for row in rows] == [1, 2]
+    peers = [row["peers"]["llama.cpp"] for row in rows]  # of two texts of 4 tokens, a quarter of a second a batch
+    assert [(p["flash"], p["tokens_per_second"]["median"]) for p in peers] == [(False, 16.0), (False, 32.0)]
+    assert main([*argv, "--peer", "transformers"]) == 2
+    assert "has no batches here" in capsys.readouterr().err
     assert main([*argv, "--rows", "4"]) == 2
     assert "--rows" in capsys.readouterr().err
     assert main([*argv[:-6], "--pp", "8", "--tg", "600"]) == 2
