@@ -71,18 +71,29 @@ def _valid(n_valid, rows: int):
     return (jnp.arange(n)[None] < n_valid[:, None]).reshape(rows)
 
 
+def multiplier(w):
+    """The function h f32[.., D] -> f32[.., O] of a QTensor [O, D], in float32."""
+    groups = dequant.dequantize_groups(w.data, w.layout, w.shape[1])
+
+    def multiply(h):
+        y = jnp.einsum("...k,gkr->...gr", h, groups, precision=_HIGHEST)
+        return y.reshape(*h.shape[:-1], -1)[..., : w.shape[0]]
+
+    return multiply
+
+
 def _linear(
-    x, weights, *, over_rows, n_valid, norm=None, eps=0.0, biases=None, residual=None, act=None, zeros=True
+    x, weights, *, over_rows, n_valid, norm=None, eps=0.0, biases=None, residual=None, act=None, zeros=True,
+    multiplier=multiplier,
 ):  # fmt: skip
-    dense = [dequant.dequantize_groups(w.data, w.layout, w.shape[1]) for w in weights]
+    multipliers = [multiplier(w) for w in weights]
 
     def product(h):
         if norm is not None:
             h = _normalise(h, norm, eps)
         outs = []
-        for i, (w, groups) in enumerate(zip(weights, dense, strict=True)):
-            y = jnp.einsum("...k,gkr->...gr", h, groups, precision=_HIGHEST)
-            y = y.reshape(*h.shape[:-1], -1)[..., : w.shape[0]]
+        for i, multiply in enumerate(multipliers):
+            y = multiply(h)
             if biases is not None and biases[i] is not None:
                 y = y + jnp.expand_dims(biases[i], tuple(range(y.ndim - 1)))
             outs.append(y)
@@ -109,6 +120,7 @@ def linear(x, weights, **options):
         residual: f32[R, O] added to the product, or None.
         act: None, or "silu" | "relu" | "relu2" | "gelu_tanh": the matrices are gate and up.
         zeros: False where nobody looks at the rows that do not count; they hold anything then, and cost no writing.
+        multiplier: makes the function h f32[.., D] -> f32[.., O_i] of a matrix, for other kinds than QTensors.
 
     Returns:
         A tuple of f32[R, O_i]; one entry with `act`.

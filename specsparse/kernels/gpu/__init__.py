@@ -1,0 +1,1 @@
+"""Products of packed weights on a GPU's matrix units."""

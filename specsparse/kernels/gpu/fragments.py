@@ -1,0 +1,233 @@
+"""Packed weights in the order in which the threads of a GPU read them: one long load a thread, unpacked in registers.
+
+A tile is 64 outputs of four warps, a piece 64 columns of it. Thread (warp, g, t) of a tile holds what the instruction
+mma.m16n8k32 wants of it: of rows 16 warp + g and 8 below, columns 16 h + 4 t + 0..3 of each block of 32, h = 0, 1.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsparse.errors import UserError
+from specsparse.kernels.packing import dequant
+from specsparse.kernels.qtensor import BLOCK, SUPER, Layout, QTensor
+
+TILE = 64
+"""Outputs of a tile."""
+PIECE = 64
+"""Columns of a piece: two blocks. Of nibble codes a byte has a column of the first block low and of the second high."""
+_BLOCKS = PIECE // BLOCK
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["codes", "scales", "subs"],
+    meta_fields=["layout", "shape"],
+)
+@dataclass(frozen=True)
+class Fragments:
+    """A packed weight matrix for `gpu.product`. T tiles, P pieces; what is padded has scale 0.
+
+    Attributes:
+        codes: int32[T, P, 128, w]: words of a thread, 4 of nibbles (word 2 h + e is of row g + 8 e) or 8 of bytes, the
+            first block before the second.
+        scales: of thread groups (warp, g): f16[T, P, 32, 4 or 8], d of rows g and g + 8 of the two blocks, then m; or
+            f16[T, S, 32, 2 or 4] headers of S super-blocks; or f32[T, P, 32, 4 subs].
+        subs: int32[T, P, 32, words] of byte scales, and then mins, in the order of `scales`; None without super-blocks.
+        layout: of the `QTensor` it was made of.
+        shape: (rows, cols) of the matrix.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    subs: jax.Array | None
+    layout: Layout
+    shape: tuple[int, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read by one use of the whole matrix."""
+        return sum(a.size * a.dtype.itemsize for a in (self.codes, self.scales, self.subs) if a is not None)
+
+    @property
+    def tiles(self) -> int:
+        """T."""
+        return self.codes.shape[0]
+
+    @property
+    def pieces(self) -> int:
+        """P."""
+        return self.codes.shape[1]
+
+    @property
+    def per_piece(self) -> int:
+        """Scales of one row in a piece."""
+        return PIECE // self.layout.sub
+
+
+class Unpacked:
+    """Numbers of some tiles, rows of a tile in order; P pieces.
+
+    Attributes:
+        codes: int8[.., 64, 64 P], zero not yet subtracted.
+        d: f32[.., 64, 64 P / sub].
+        m: the same, added to each weight, or None.
+    """
+
+    def __init__(self, codes: jax.Array, d: jax.Array, m: jax.Array | None):
+        self.codes, self.d, self.m = codes, d, m
+
+
+def reads_packed(layout: Layout) -> bool:
+    """Whether matrices of this layout have fragments; others are widened to floats."""
+    return not layout.is_float
+
+
+def fragments(w: QTensor) -> Fragments:
+    """The same weights in a GPU's order, made on the host once.
+
+    Raises:
+        UserError: weights that are floats.
+    """
+    if not reads_packed(w.layout):
+        raise UserError(f"{w.layout.source or w.layout.codes} weights are floats and have no fragments")
+    rows, cols = w.shape
+    fields = jax.tree.map(np.asarray, dequant._split(np.asarray(w.data), w.layout, cols))
+    codes = _columns(fields.codes, w.layout)
+    tiles, pieces = -(-rows // TILE), -(-cols // PIECE)
+
+    def padded(values: np.ndarray, per_piece: int) -> np.ndarray:
+        """[T, 4 warps, 2, 8, pieces or supers, per_piece, bytes] of values [rows of groups, count, bytes]."""
+        count = -(-values.shape[1] // per_piece) * per_piece
+        room = np.zeros((tiles * TILE, count, values.shape[2]), np.uint8)
+        some = values[: tiles * TILE]
+        room[: len(some), : some.shape[1]] = some
+        return room.reshape(tiles, 4, 2, 8, -1, per_piece, values.shape[2])
+
+    a = padded(codes, 2 * _BLOCKS * 4)  # chunks of four columns: block, half, t
+    a = a.reshape(*a.shape[:5], _BLOCKS, 2, 4, 4).transpose(0, 4, 1, 3, 7, 5, 6, 2, 8)  # T P warp g t block h e byte
+    if w.layout.codes == "nibble":
+        a = a[:, :, :, :, :, 0] | (a[:, :, :, :, :, 1] << np.uint8(4))
+    a = np.ascontiguousarray(a).reshape(tiles, pieces, 128, -1).view(np.int32)
+
+    def by_group(values: np.ndarray, per_piece: int, dtype: np.dtype) -> np.ndarray:
+        """[T, pieces or supers, 32, 2 per_piece] of a scale of each row."""
+        laid = padded(_lanes_last(values), per_piece).transpose(0, 4, 1, 3, 5, 2, 6)
+        return np.ascontiguousarray(laid).reshape(*laid.shape[:2], 32, -1).view(dtype)
+
+    is_super = fields.sc is not None
+    item = np.dtype("<f4" if w.layout.scales == "f32" else "<f2")
+    one = 1 if is_super else PIECE // w.layout.sub
+    scales = [by_group(field, one, item) for field in (fields.d, fields.m) if field is not None]
+    subs = [by_group(f, PIECE // w.layout.sub, np.dtype(np.int32)) for f in (fields.sc, fields.mn) if f is not None]
+    put = jax.device_put
+    return Fragments(
+        codes=put(a),
+        scales=put(np.concatenate(scales, axis=-1)),
+        subs=put(np.concatenate(subs, axis=-1)) if subs else None,
+        layout=w.layout,
+        shape=w.shape,
+    )
+
+
+def abstract(layout: Layout, shape: tuple[int, int]) -> Fragments:
+    """What `fragments` makes of such a matrix, by shapes and types alone (`jax.ShapeDtypeStruct`)."""
+    tiles, pieces, subs = -(-shape[0] // TILE), -(-shape[1] // PIECE), PIECE // layout.sub
+    fields = 2 if layout.scales in ("dm", "super_min") else 1
+    of = jax.ShapeDtypeStruct
+    words = 4 if layout.codes == "nibble" else 8
+    if layout.scales.startswith("super"):
+        scales = of((tiles, -(-shape[1] // SUPER), 32, 2 * fields), jnp.float16)
+        below = of((tiles, pieces, 32, subs * fields // 2), jnp.int32)
+    else:
+        kind = jnp.float32 if layout.scales == "f32" else jnp.float16
+        scales, below = of((tiles, pieces, 32, 2 * subs * fields), kind), None
+    return Fragments(of((tiles, pieces, 128, words), jnp.int32), scales, below, layout, shape)
+
+
+def unpack(codes: jax.Array, scales: jax.Array, subs: jax.Array | None, layout: Layout) -> Unpacked:
+    """Fields of `Fragments` of some tiles, any axes before those of pieces, as numbers.
+
+    With super-blocks P is a multiple of four pieces.
+    """
+    lead, pieces = codes.shape[:-3], codes.shape[-3]
+    bytes_ = jax.lax.bitcast_convert_type(codes, jnp.uint8)
+    if layout.codes == "nibble":
+        bytes_ = bytes_.reshape(*lead, pieces, 4, 8, 4, 1, 2, 2, 4)
+        bytes_ = jnp.concatenate([bytes_ & jnp.uint8(15), bytes_ >> jnp.uint8(4)], axis=-4)
+    bytes_ = bytes_.reshape(-1, pieces, 4, 8, 4, _BLOCKS, 2, 2, 4)
+    if layout.lut:
+        numbers = jnp.asarray(layout.lut, jnp.int8)[bytes_.astype(jnp.int32)]
+    else:
+        numbers = jax.lax.bitcast_convert_type(bytes_, jnp.int8)
+    # axes: lead P warp g t block h e byte -> lead, warp e g, P block h t byte
+    numbers = numbers.transpose(0, 2, 7, 3, 1, 5, 6, 4, 8).reshape(*lead, TILE, pieces * PIECE)
+
+    def rows(values: jax.Array) -> jax.Array:
+        """[.., P or S, 32, 2 n] -> [.., 64, n P or n S]."""
+        n = values.shape[-1] // 2
+        laid = values.reshape(-1, values.shape[-3], 4, 8, n, 2).transpose(0, 2, 5, 3, 1, 4)
+        return laid.reshape(*lead, TILE, -1)
+
+    has_min = layout.scales in ("dm", "super_min")
+    d, m = jnp.split(scales, 2, axis=-1) if has_min else (scales, None)
+    d = rows(d.astype(jnp.float32))
+    m = None if m is None else rows(m.astype(jnp.float32))
+    if subs is not None:
+        sc, mn = jnp.split(subs, 2, axis=-1) if has_min else (subs, None)
+        d = _times(d, rows(_bytes_of(sc, jnp.int8)), layout)
+        m = None if mn is None else -_times(m, rows(_bytes_of(mn, jnp.uint8)), layout)
+    return Unpacked(numbers, d, m)
+
+
+def widened(w: Fragments, dtype: jnp.dtype) -> jax.Array:
+    """The whole matrix as floats [rows, cols]: what a prompt is multiplied with."""
+    rows, cols = w.shape
+    return (
+        _values(unpack(w.codes, w.scales, w.subs, w.layout), w.layout)
+        .astype(dtype)
+        .reshape(-1, w.pieces * PIECE)[:rows, :cols]
+    )
+
+
+def embed_rows(w: Fragments, ids: jax.Array) -> jax.Array:
+    """Rows `ids` int32[R] as f32[R, cols]. Ids out of range are clipped."""
+    ids = jnp.clip(ids, 0, w.shape[0] - 1)
+    tiles = jax.tree.map(lambda a: a[ids // TILE], (w.codes, w.scales, w.subs))
+    values = _values(unpack(*tiles, w.layout), w.layout)
+    return jnp.take_along_axis(values, (ids % TILE)[:, None, None], axis=1)[:, 0, : w.shape[1]]
+
+
+def _values(u: Unpacked, layout: Layout) -> jax.Array:
+    """f32[.., 64, columns]."""
+    shape = (*u.d.shape, layout.sub)
+    codes = u.codes.astype(jnp.float32).reshape(shape) - jnp.float32(layout.zero)
+    values = codes * u.d[..., None]
+    if u.m is not None:
+        values = values + u.m[..., None]
+    return values.reshape(u.codes.shape)
+
+
+def _times(head: jax.Array, subs: jax.Array, layout: Layout) -> jax.Array:
+    """Headers [.., S] times byte scales [.., S * (256 / sub)]."""
+    return jnp.repeat(head, SUPER // layout.sub, axis=-1)[..., : subs.shape[-1]] * subs.astype(jnp.float32)
+
+
+def _bytes_of(words: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return jax.lax.bitcast_convert_type(words, dtype).reshape(*words.shape[:-1], -1)
+
+
+def _columns(chunks: np.ndarray, layout: Layout) -> np.ndarray:
+    """Codes uint8[rows of groups, chunks of four columns, 4] of fields uint8[N, chunks, 16, 4]."""
+    if layout.codes == "nibble":
+        blocks = chunks.reshape(len(chunks), -1, 1, 4, *chunks.shape[2:])
+        chunks = np.concatenate([blocks & 15, blocks >> 4], axis=2).reshape(len(chunks), -1, *chunks.shape[2:])
+    return _lanes_last(chunks)
+
+
+def _lanes_last(field: np.ndarray) -> np.ndarray:
+    """uint8[N, count, 16, bytes] -> uint8[16 N, count, bytes]."""
+    return field.transpose(0, 2, 1, 3).reshape(-1, field.shape[1], field.shape[3])

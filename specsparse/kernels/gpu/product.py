@@ -1,0 +1,106 @@
+"""Products of packed weights on a GPU, and the same arithmetic in jnp where there is none.
+
+The arithmetic is that of the native kernels (docs/layouts.md): activations as int8, exact integer sums of a block,
+float32 sums over blocks. Columns are cut into ranges (`gpu.plan`), each summed on its own and then added up in order.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from specsparse.kernels.gpu import rows as gpu_rows
+from specsparse.kernels.gpu.fragments import PIECE, Fragments, embed_rows, unpack, widened
+from specsparse.kernels.gpu.plan import Plan, plan
+from specsparse.kernels.qtensor import BLOCK, QTensor
+from specsparse.kernels.reference import dense
+
+WIDEST = 64
+"""Rows of the packed product at most; more, those of prompts, are multiplied with widened weights."""
+
+
+def multiply(x: jax.Array, w: Fragments, *, compiled: bool) -> jax.Array:
+    """f32[R, rows of w] of x f32[R, K].
+
+    Args:
+        x: the rows.
+        w: the matrix.
+        compiled: by the Pallas kernel, in a program for a GPU; else in jnp, in the same order.
+    """
+    if x.shape[0] > WIDEST:
+        half = jnp.bfloat16
+        return jnp.einsum("rk,nk->rn", x.astype(half), widened(w, half), preferred_element_type=jnp.float32)
+    codes, scales = gpu_rows.quantise(x)
+    how = plan(w, -(-x.shape[0] // 8))
+    if not compiled:
+        return _in_order(w, codes, scales, how)[:, : w.shape[0]]
+    from specsparse.kernels.gpu import mosaic  # only a GPU needs Pallas
+
+    partial_sums = mosaic.product(w, gpu_rows.pack_rows(codes, scales, w), how)
+    return _added(partial_sums).T[: x.shape[0], : w.shape[0]]
+
+
+def _in_order(w: Fragments, codes: jax.Array, scales: jax.Array, how: Plan) -> jax.Array:
+    """The product in jnp, f32[R, 64 T]: what `gpu.mosaic` computes, up to fused multiply-adds."""
+    layout, count = w.layout, w.pieces * PIECE // how.ranges
+    sums = gpu_rows.block_sums(codes, scales, w)
+
+    def by_scale(values: jax.Array, per: int) -> jax.Array:
+        """[ranges, scales of a range, R, per]: values [R, columns] of rows, zeros where the matrix is padded."""
+        whole = how.ranges * count * per // layout.sub
+        padded = jnp.pad(values, ((0, 0), (0, whole - values.shape[1])))
+        return padded.reshape(len(values), how.ranges, -1, per).transpose(1, 2, 0, 3)
+
+    u = unpack(w.codes, w.scales, w.subs, layout)
+    weights = u.codes.reshape(-1, w.pieces * PIECE)
+    a = by_scale(codes, layout.sub).astype(jnp.int32)
+    dx = by_scale(jnp.repeat(scales, BLOCK // layout.sub, axis=1), 1)
+    sx = None if sums is None else by_scale(sums, 1)
+    d, m = (None if v is None else by_scale(v.reshape(len(weights), -1), 1)[..., 0] for v in (u.d, u.m))
+    steps = (a, dx, sx, by_scale(weights, layout.sub).astype(jnp.int32), d, m)
+
+    def step(acc, piece):
+        a, dx, sx, codes, d, m = piece
+        dot = jnp.einsum("grk,gnk->grn", a, codes)
+        if layout.zero:
+            dot = dot - jnp.int32(layout.zero) * sx
+        acc = acc + d[:, None] * dx * dot.astype(jnp.float32)
+        return acc if m is None else acc + m[:, None] * sx, None
+
+    first = jnp.zeros((how.ranges, len(codes), len(weights)), jnp.float32)
+    acc, _ = jax.lax.scan(step, first, jax.tree.map(lambda v: v.swapaxes(0, 1), steps))
+    acc = acc.reshape(how.splits, how.parts, *acc.shape[1:])
+    return _added(jnp.stack([_added(one) for one in acc]))
+
+
+def _added(parts: jax.Array) -> jax.Array:
+    """The sum over the first axis, in order."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _multiplier(w: Fragments | QTensor, *, compiled: bool):
+    """h f32[.., K] -> f32[.., rows] by that matrix."""
+    if isinstance(w, Fragments):
+        return lambda h: multiply(h, w, compiled=compiled)
+    return dense.multiplier(w)
+
+
+def _on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def linear(x, weights, *, compiled: bool | None = None, **options):
+    """`reference.dense.linear` with `Fragments` among the matrices.
+
+    `compiled` says whether programs are for a GPU; by default whether there is one.
+    """
+    on_gpu = _on_gpu() if compiled is None else compiled
+    return dense.linear_batched(x, weights, multiplier=partial(_multiplier, compiled=on_gpu), **options)
+
+
+def embed(w: Fragments | QTensor, ids: jax.Array) -> jax.Array:
+    """Rows `ids` int32[R] of a matrix as f32[R, D]."""
+    return embed_rows(w, ids) if isinstance(w, Fragments) else dense.embed(w, ids)

@@ -1,0 +1,38 @@
+"""What jax's versions call differently, in one place: 0.10 and what came after."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def mosaic_kernel(
+    body: Callable[..., None],
+    *,
+    out: jax.ShapeDtypeStruct,
+    scratch: list,
+    num_threads: int,
+    interpret: bool,
+    **grid: Any,
+) -> Callable[..., jax.Array]:
+    """`pallas.mosaic_gpu.kernel`: `out_shape` and `scratch_shapes` became `out_type` and `scratch_types`.
+
+    `interpret` runs the kernel on a CPU; `grid` are `grid`, `grid_names` and `thread_name`.
+    """
+    from jax.experimental.pallas import mosaic_gpu
+
+    names = inspect.signature(mosaic_gpu.kernel).parameters
+    given = dict(
+        zip(("out_type", "scratch_types") if "out_type" in names else ("out_shape", "scratch_shapes"), (out, scratch))
+    )
+    if interpret:
+        given["interpret"] = _interpreter()
+    return mosaic_gpu.kernel(body, **given, num_threads=num_threads, **grid)
+
+
+def _interpreter() -> Any:
+    """Parameters of the interpreter of Mosaic GPU kernels, which has no public name yet."""
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    return InterpretGPUParams()
