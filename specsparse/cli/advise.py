@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from specsparse.cli.numbers import sizes
 from specsparse.errors import UserError
 
 T = TypeVar("T")
@@ -17,6 +18,8 @@ STDOUT = "-"
 """The file of --json without one."""
 _MOST = 1 << 24
 """Of sequences, or of tokens."""
+_MOST_SIZES, _MOST_ALPHAS = 64, 16
+"""Pairs of a batch and a context, and acceptances: every method is looked at in each."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--paper", action="store_true", help="this machine too by its peaks alone: nothing is loaded")
     add("--batch", type=_list(_count), default=(1,), metavar="LIST", help="sequences at once: 1,4,16 (1)")
     add("--context", type=_list(_count), default=(), metavar="LIST", help="tokens in each cache: 512,4096 (512)")
-    add("--gamma", type=_list(_count), metavar="LIST", help="draft lengths to look at, up to 64 (1 to 16)")
+    add("--gamma", type=sizes, metavar="LIST", help="draft lengths to look at, up to 64: 1..8,12 (1 to 16)")
     add("--alpha", type=_list(_share), default=(), metavar="LIST", help="acceptances to suppose: 0.5,0.6,0.7,0.8")
     add("--acceptance", type=Path, metavar="FILE", help="record.json of a run: what it counted is taken")
     add("--task", metavar="NAME", help="of the texts that were counted, those of this kind alone")
@@ -45,6 +48,10 @@ def main(args: argparse.Namespace) -> int:
 
     if args.alpha and (args.acceptance or args.task):
         raise UserError("--alpha supposes what --acceptance and --task count: give one of them")
+    if (pairs := len(args.batch) * max(len(args.context), 1)) > _MOST_SIZES:
+        raise UserError(f"--batch and --context make {pairs} pairs, {_MOST_SIZES} are the most: give fewer values")
+    if len(args.alpha) > _MOST_ALPHAS:
+        raise UserError(f"--alpha has {len(args.alpha)} values, {_MOST_ALPHAS} are the most: give fewer")
     for path in (args.json, args.plot):
         if path not in (None, STDOUT):
             need_place(path, args.target, *args.drafts, args.acceptance)

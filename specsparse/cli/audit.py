@@ -9,12 +9,16 @@ token is another one, and so how often greedy speculation writes another text th
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from specsparse.cli.numbers import positive, sizes
 from specsparse.errors import UserError
 from specsparse.support.atomic import atomically, need_place
+
+if TYPE_CHECKING:
+    from specsparse.support.json_files import Json
 
 STDOUT = "-"
 """The file of --json without one."""
@@ -39,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rows", choices=("greedy", "text"), default="greedy", help=rows)
     add("--text", type=Path, metavar="FILE", help="a real text (the built-in prompts)")
     add("--sides", type=_names, metavar="LIST", help="with diff: whose texts of a run's prompts.jsonl, one or A's,B's")
-    add("--json", nargs="?", const=STDOUT, metavar="FILE", help="the report as one JSON line, last or in FILE")
+    add("--json", nargs="?", const=STDOUT, metavar="FILE", help="the report as JSON, last, or in FILE as it grows")
     add("--html", type=Path, metavar="FILE", help="the report as a page")
     add("--figure", type=Path, metavar="FILE.png", help="the widths as a picture")
 
@@ -57,9 +61,8 @@ def main(args: argparse.Namespace) -> int:
         raise UserError("--tokens 1 is too few: two rows are the least")
     from specsparse.measure.audit import job  # after the arguments: JAX takes a second
     from specsparse.measure.audit.engines import OURS
-    from specsparse.report import audit
-    from specsparse.report.figures.widths import widths
-    from specsparse.support import tables, terminal
+    from specsparse.support import terminal
+    from specsparse.support.json_files import to_json, write_atomically
 
     out = terminal.console()
     plan = job.AuditPlan(
@@ -67,7 +70,28 @@ def main(args: argparse.Namespace) -> int:
         flash=args.flash, windows=args.windows, prompt_tokens=args.prompt_tokens, tokens=args.tokens,
         greedy=args.rows == "greedy", text=args.text,
     )  # fmt: skip
-    found = job.run(plan, out)
+    found: Json = {}
+
+    def after(report: "Json") -> None:
+        found.update(report)
+        if args.json not in (None, STDOUT):
+            write_atomically(Path(args.json), to_json(report) + "\n")
+
+    try:
+        job.run(plan, out, after)
+    finally:  # of a run that is stopped, the cases that were done
+        if found:
+            _show(found, args, out)
+    broken = [case for case in found["cases"] if case["engine"] == OURS and case["verdict"] != job.ONE_GROUP]
+    return 1 if broken else 0
+
+
+def _show(found: "Json", args: argparse.Namespace, out: Console) -> None:
+    """Tables, lines, and the files that were asked for."""
+    from specsparse.report import audit
+    from specsparse.report.figures.widths import widths
+    from specsparse.support import tables
+
     tables.show(out, audit.cases_table(found), names=4)
     if (groups := audit.groups_table(found)) is not None:
         tables.show(out, groups, names=2)
@@ -81,8 +105,6 @@ def main(args: argparse.Namespace) -> int:
         audit.write_page(found, args.html)
         out.print(f"page: {args.html}", soft_wrap=True)
     _json(args.json, found, out)
-    broken = [case for case in found["cases"] if case["engine"] == OURS and case["verdict"] != job.ONE_GROUP]
-    return 1 if broken else 0
 
 
 def _diff(args: argparse.Namespace) -> int:
@@ -110,7 +132,7 @@ def _diff(args: argparse.Namespace) -> int:
     return 0
 
 
-def _json(file: str | None, found: dict[str, object], out: Console) -> None:
+def _json(file: str | None, found: "Json", out: Console) -> None:
     """The report, where it was asked for."""
     from specsparse.support.json_files import to_json, write_atomically
 

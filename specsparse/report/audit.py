@@ -106,6 +106,8 @@ def lines(report: Json) -> list[str]:
         f"{plan['prompt_tokens']} tokens of real text; a fork is a row whose most likely token is another one",
         *(f"{case_name(case)}: {case['failed']}" for case in cases if case["verdict"] == FAILED),
     ]
+    if not report.get("complete", True):
+        out.append(f"stopped: {len(cases)} cases were done, and not all that were asked")
     apart = [case_name(case) for case in cases if case["verdict"] == WRONG and not case["groups"]]
     out += [f"{name}: its perplexity is not the model's, so nothing is said of its forks" for name in apart]
     return out + _across(cases)

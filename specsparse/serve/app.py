@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import functools
-import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
@@ -12,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
@@ -20,15 +19,13 @@ from specsparse.runtime.requests import seed_of, sequences_of
 from specsparse.serve import asked as requests
 from specsparse.serve.answers import Answer
 from specsparse.serve.asked import Asked
+from specsparse.serve.bodies import PATIENCE_S, Bodies
 from specsparse.serve.errors import Busy, HttpError
 from specsparse.serve.gate import Gate
 from specsparse.serve.responses import DONE, as_json, refusal, sent
 from specsparse.serve.totals import Totals
 from specsparse.serve.worker import Done, Event, Failed, Pair, Ticket, Worker
 from specsparse.support.json_files import Json
-
-MOST_BYTES = 8 * 2**20
-"""Of a request's body."""
 
 
 class Service:
@@ -58,6 +55,7 @@ class Service:
         self.pair_at = functools.lru_cache(maxsize=256)(pair_at)
         self.totals = Totals(name, model.config.context_length, positions)
         self.worker = Worker(model, self.totals, batch=batch, room=room)
+        self.bodies = Bodies()
         self.created = int(time.time())
 
     def app(self, *, key: str | None = None, local: bool = True) -> ASGIApp:
@@ -69,6 +67,7 @@ class Service:
             try:
                 yield
             finally:
+                self.bodies.close()
                 await asyncio.to_thread(self.worker.close)
 
         routes = [
@@ -105,9 +104,6 @@ class Service:
             raise HttpError(404, message, code="model_not_found", param="model")
 
     async def _completions(self, request: Request, *, chat: bool) -> Response:
-        body = await _body(request)
-        self._check_name(body.get("model"))
-        asked = requests.read(body, self.defaults, chat=chat)
         events = asyncio.Queue[Event]()
         loop = asyncio.get_running_loop()
 
@@ -115,7 +111,12 @@ class Service:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        ticket = await asyncio.to_thread(self._ticket, asked, tell)
+        def understand(body: Json) -> tuple[Asked, Ticket]:
+            self._check_name(body.get("model"))
+            asked = requests.read(body, self.defaults, chat=chat)
+            return asked, self._ticket(asked, tell)
+
+        asked, ticket = await self.bodies.read(request, understand)
         answer = Answer(asked, ticket, self.name, self.model.tokenizer)
         try:
             self.worker.submit(ticket)
@@ -124,7 +125,7 @@ class Service:
         with _given_up(ticket):
             if not asked.stream:
                 found = [e async for e in _until_left(request, ticket, events) if isinstance(e, Done)]
-                return as_json(answer.whole(found))
+                return await asyncio.to_thread(lambda: as_json(answer.whole(found)))
             coming = _until_left(request, ticket, events)
             first = await anext(coming)  # a refusal has its status still
             await coming.aclose()
@@ -151,9 +152,14 @@ class _Stream(StreamingResponse):
         self._ticket = ticket
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends them."""
-        with _given_up(self._ticket):
-            await super().__call__(scope, receive, send)
+        """Sends them; a client that does not read counts as one that left."""
+
+        async def patiently(message: Message) -> None:
+            async with asyncio.timeout(PATIENCE_S):
+                await send(message)
+
+        with _given_up(self._ticket), contextlib.suppress(TimeoutError):
+            await super().__call__(scope, receive, patiently)
         self._ticket.gone.set()
 
 
@@ -165,29 +171,6 @@ def _given_up(ticket: Ticket) -> Iterator[None]:
     except BaseException:
         ticket.gone.set()
         raise
-
-
-async def _body(request: Request) -> Json:
-    """The JSON object of a request.
-
-    Raises:
-        HttpError: another type, too large, or none.
-    """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise HttpError(415, f"send Content-Type: application/json, not {kind[:60] or 'none'}")
-    data = bytearray()
-    async for part in request.stream():
-        data += part
-        if len(data) > MOST_BYTES:
-            raise HttpError(413, f"the request is larger than {MOST_BYTES // 2**20} MiB")
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise HttpError(400, f"the request is no JSON ({str(error)[:100]})") from None
-    if not isinstance(body, dict):
-        raise HttpError(400, "the request must be an object of JSON")
-    return body
 
 
 async def _until_left(request: Request, ticket: Ticket, events: "asyncio.Queue[Event]") -> AsyncIterator[Event]:

@@ -15,6 +15,8 @@ MOST_SEQUENCES = 64
 MOST_TOP_LOGPROBS = 20
 MOST_TEXTS, LONGEST_TEXT = 64, 1024
 """Stop strings or bad words, and characters of one: each is looked for after every token, while others wait."""
+MOST_BIASES, MOST_STOP_IDS = 1024, 64
+"""Entries of `logit_bias`, and of `stop_token_ids`."""
 _NOT_ASKED = (
     "logprobs", "prompt_logprobs", "detokenize", "logits_processors", "guided_decoding", "use_beam_search",
 )  # fmt: skip
@@ -79,6 +81,8 @@ def read(body: Mapping[str, object], defaults: Mapping[str, object], *, chat: bo
         fields["max_tokens"] = None if chat else 16
     for name in ("stop", "bad_words"):
         _check_texts(fields.get(name), name)
+    for name, most in (("logit_bias", MOST_BIASES), ("stop_token_ids", MOST_STOP_IDS)):
+        _check_length(fields.get(name), name, most)
     fields["logprobs"] = logprobs
     if echo and logprobs is not None:
         if stream:
@@ -151,11 +155,15 @@ def _count(given: Mapping[str, object], name: str) -> int | None:
 
 def _check_texts(texts: object, name: str) -> None:
     """Few enough, and short enough; what else may be wrong with them `SamplingParams` says."""
-    if isinstance(texts, list) and len(texts) > MOST_TEXTS:
-        raise HttpError(400, f"{name} holds {len(texts)} texts, {MOST_TEXTS} are the most", param=name)
+    _check_length(texts, name, MOST_TEXTS)
     several = texts if isinstance(texts, list) else [texts]
     if any(isinstance(text, str) and len(text) > LONGEST_TEXT for text in several):
         raise HttpError(400, f"{name} has a text of more than {LONGEST_TEXT} characters, the most", param=name)
+
+
+def _check_length(values: object, name: str, most: int) -> None:
+    if isinstance(values, list | dict) and len(values) > most:
+        raise HttpError(400, f"{name} holds {len(values)} entries, {most} are the most", param=name)
 
 
 def _params(fields: Mapping[str, object]) -> SamplingParams:

@@ -67,6 +67,8 @@ class Failed(NamedTuple):
 
 
 Event = News | Done | Failed
+MOST_PROGRAMS = 256
+"""Compiled programs that are kept: each other number of completions, stop ids or bad words has its own."""
 _ENDS = Failed("the server ends", asked=False)
 
 
@@ -196,6 +198,8 @@ class Worker:
     def _decode(self, tickets: list[Ticket]) -> None:
         """Decodes a batch to its end; one that cannot begin is tried request by request."""
         started = time.perf_counter()
+        if len(self.model.programs) > MOST_PROGRAMS:
+            self.model.programs.clear()  # else requests could fill the memory
         try:
             session = self._session(tickets)
         except UserError as error:

@@ -69,12 +69,17 @@ def break_even(v: Callable[[int], float], *, c: float = 0.0, c0: float = 0.0, mo
     def pays(alpha: float) -> bool:
         return any(predicted_speedup(alpha, gamma, v, c=c, c0=c0) >= 1 for gamma in range(1, most + 1))
 
+    return least(pays)
+
+
+def least(pays: Callable[[float], bool], *, steps: int = 50) -> float | None:
+    """The least chance from which on something pays, by bisection in so many steps; None where it never does."""
     if not pays(1.0):
         return None
     low, high = 0.0, 1.0
     if pays(low):
         return low
-    for _ in range(50):
+    for _ in range(steps):
         middle = (low + high) / 2
         low, high = (low, middle) if pays(middle) else (middle, high)
     return high

@@ -13,7 +13,7 @@ pytest.importorskip("prometheus_client")
 
 import specsparse  # noqa: E402
 from specsparse.runtime.session import Session  # noqa: E402
-from specsparse.serve import app  # noqa: E402
+from specsparse.serve import bodies  # noqa: E402
 from specsparse.testing import write_tiny_gguf  # noqa: E402
 from tests.serve.serving import NAME, service_of, serving, until  # noqa: E402
 
@@ -179,7 +179,7 @@ def test_logprobs_of_a_chat_and_of_an_echoed_prompt(client, model):
         ("completions", {"prompt": "a", "temprature": 1}, 400, "did you mean 'temperature'"),
         ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature"),
         ("completions", {"prompt": "a", "stop": [""]}, 400, "stop"),
-        ("completions", {"prompt": "a", "stop": ["s"] * 65}, 400, "stop holds 65 texts, 64 are the most"),
+        ("completions", {"prompt": "a", "stop": ["s"] * 65}, 400, "stop holds 65 entries, 64 are the most"),
         ("completions", {"prompt": "a", "stop": "s" * 1025}, 400, "stop has a text of more than 1024 characters"),
         ("completions", {"prompt": "a", "bad_words": ["a"] * 100_000}, 400, "64 are the most"),
         ("chat/completions", {"messages": CHAT, "stop": ["a", "b" * 1025]}, 400, "1024 characters, the most"),
@@ -189,6 +189,11 @@ def test_logprobs_of_a_chat_and_of_an_echoed_prompt(client, model):
         ("completions", {"prompt": "a", "stream": 1}, 400, "true or false"),
         ("completions", {"prompt": "a", "stream_options": {"include_usage": True}}, 400, "for stream=true"),
         ("completions", {"prompt": "a", "logit_bias": {"999999": 1}}, 400, "999999"),
+        ("completions", {"prompt": "a", "logit_bias": {f"{i:06}": 1 for i in range(1025)}}, 400, "1024 are the most"),
+        ("completions", {"prompt": "a", "logit_bias": {"9" * 5000: 1}}, 400, "logit_bias"),
+        ("completions", {"prompt": "a", "stop_token_ids": [1] * 65}, 400, "holds 65 entries, 64 are the most"),
+        ("completions", '{"prompt": "a", "temperature": NaN}', 400, "temperature"),
+        ("completions", "[" * 100_000, 400, "no JSON"),
         ("completions", {"prompt": "a", "logit_bias": {"999999": 1}, "stream": True}, 400, "999999"),
         ("chat/completions", {"messages": []}, 400, "messages must be"),
         ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages[0].content"),
@@ -214,7 +219,7 @@ def test_the_client_sees_its_own_exceptions(client, url, monkeypatch):
         client.completions.create(model=NAME, prompt="ab " * 3000)
     assert caught.value.code == "context_length_exceeded"
     assert httpx.post(f"{url}/v1/completions", data={"prompt": "a"}).status_code == 415
-    monkeypatch.setattr(app, "MOST_BYTES", 10)
+    monkeypatch.setattr(bodies, "MOST_BYTES", 10)
     with pytest.raises(openai.APIStatusError, match="larger than"):
         client.completions.create(model=NAME, prompt="a" * 20)
 

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.experiments.kind import Found, Kind, Lab
 from specsparse.experiments.methods import advised, decoding
-from specsparse.experiments.methods.advised import Beside
+from specsparse.experiments.methods.advised import Beside, Costed, Wanted
 from specsparse.experiments.methods.decoding import Passes
 from specsparse.experiments.methods.drafting import drafter_spec
 from specsparse.experiments.methods.measured import Measured
@@ -26,10 +26,10 @@ from specsparse.measure.repeats import Repeats
 from specsparse.report import display, record
 from specsparse.report.record import PLAIN, SPECULATIVE, Group, Identity, Pass
 from specsparse.runtime import metrics
+from specsparse.runtime.binding import make_method
 from specsparse.runtime.times.kept import CostTable
 from specsparse.speculative.base import Verifier
 from specsparse.speculative.method import drafts_trees, make_drafter
-from specsparse.speculative.trees.registry import CHAIN
 from specsparse.speculative.verify import VERIFIERS, get_verifier
 from specsparse.support import tables
 
@@ -103,7 +103,7 @@ class Comparison:
 class CompareSpec:
     """Which methods `kind: compare` tries: every valid pair; `verifiers` None is all lossless ones.
 
-    With `advise` the cost model's prediction stands beside each chain's speed-up.
+    With `advise` the cost model's prediction stands beside each method's speed-up.
     """
 
     drafters: tuple[str, ...] = ("prompt_lookup",)
@@ -125,9 +125,7 @@ class Compare(Kind[CompareSettings]):
 
     def check(self, cfg: CompareSettings) -> None:
         """Unknown names, and lists without a valid pair are refused."""
-        sides, _ = methods(cfg)
-        if cfg.compare.advise and not any(_pair(cfg, *name.split(" x ", 1)).tree.name == CHAIN for name in sides):
-            raise UserError("compare.advise=true predicts chains, and all of these methods draft trees")
+        methods(cfg)
         decoding.check(cfg)
 
     def run(self, cfg: CompareSettings, lab: Lab) -> Found:
@@ -155,7 +153,7 @@ class Compare(Kind[CompareSettings]):
             for name, method in sides.items()
         ]
         found = Comparison(tuple(sorted(entries, key=lambda e: -e.speedup)), refused, taken, passes.repeats)
-        beside = {} if costs is None else advised.beside_all(found.entries, cfg.policy.gamma, *costs)
+        beside = {} if costs is None else advised.beside_all(found.entries, *costs)
         title = Text(f"{cfg.name}: {len(sides)} methods on {len(bench.jobs)} prompts", style="bold")
         said = [Text(line, style="dim") for line in lines(found)]
         return Found(
@@ -224,11 +222,15 @@ def methods(
 
 
 def _costs(
-    cfg: CompareSettings, sides: Iterable[str], model: Model, console: Console
-) -> tuple[CostTable, dict[str, str]]:
-    """What every method's chains cost here, measured where it is not known."""
-    pairs = {name: _pair(cfg, *name.split(" x ", 1)) for name in sides}
-    return advised.table_with(model, pairs, bar=decoding.bar(console))
+    cfg: CompareSettings, sides: Mapping[str, dict[str, Any]], model: Model, console: Console
+) -> tuple[CostTable, dict[str, Costed]]:
+    """What every method's drafts cost here, measured where it is not known."""
+    wanted = {}
+    for name, how in sides.items():
+        pair = _pair(cfg, *name.split(" x ", 1))
+        tree = decoding.tree(pair, decoding.what_is_measured(pair, model, console))
+        wanted[name] = Wanted(pair, tree, make_method(model, how["drafter"], how["verifier"], cfg.params))
+    return advised.table_with(model, wanted, bar=decoding.bar(console))
 
 
 def _pair(cfg: CompareSettings, name: str, verifier: str) -> CompareSettings:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from rich.table import Table
 
@@ -12,12 +12,14 @@ from specsparse.measure import intervals
 from specsparse.measure.advice import accepted, clocks
 from specsparse.measure.advice.candidates import Candidate
 from specsparse.measure.advice.clocks import Clocks, Timed
-from specsparse.measure.advice.forecast import at_length
+from specsparse.measure.advice.forecast import at_shape
+from specsparse.measure.advice.shapes import Chain
 from specsparse.measure.costs import drafts
 from specsparse.measure.costs.progress import Bar, silent
 from specsparse.report.record import SPECULATIVE, Group
+from specsparse.runtime.device_batch import Method
 from specsparse.runtime.times.kept import CostTable
-from specsparse.speculative.trees.registry import CHAIN
+from specsparse.speculative.trees.base import TreeShape
 from specsparse.support import tables
 from specsparse.support.json_files import Json
 
@@ -37,7 +39,7 @@ class Beside:
         predicted, low, high: by the table, with its interval over texts and times.
         measured: by the clock.
         v, c, c0: of the mean round: its forward, a drafted token and the rest, in plain steps.
-        rows: mean tokens of a draft.
+        rows: mean tokens of a draft, of a tree its nodes; a tree's drafting is all in c0.
     """
 
     predicted: float
@@ -64,28 +66,45 @@ class Beside:
         return {**asdict(self), "over_measured": self.over_measured, "within": self.within}
 
 
-def table_with(
-    model: Model, pairs: Mapping[str, MethodSettings], *, bar: Bar = silent
-) -> tuple[CostTable, dict[str, str]]:
-    """The model's table with the cost of each method's chains, and their keys in it by the methods' names."""
-    keys: dict[str, str] = {}
+class Costed(NamedTuple):
+    """Where a method's cost stands in the table, and the most tokens or nodes of its drafts."""
+
+    key: str
+    room: int
+
+
+class Wanted(NamedTuple):
+    """A method whose cost is wanted: its config, the shape of its trees or None, and how it decodes."""
+
+    pair: MethodSettings
+    tree: TreeShape | None
+    method: Method
+
+
+def table_with(model: Model, wanted: Mapping[str, Wanted], *, bar: Bar = silent) -> tuple[CostTable, dict[str, Costed]]:
+    """The model's table with what each method's drafts cost: a token of a chain, a tree as a whole."""
+    found: dict[str, Costed] = {}
     table = None
-    for name, pair in pairs.items():
-        if pair.tree.name == CHAIN:
-            table, keys[name] = drafts.table_for(model, pair.drafter.name, pair.drafter.options, bar=bar)
-    assert table is not None  # the caller has a chain
-    return table, keys
+    for name, (pair, tree, method) in wanted.items():
+        named = (pair.drafter.name, pair.drafter.options)
+        if tree is None:
+            table, key = drafts.table_for(model, *named, bar=bar)
+            found[name] = Costed(key, pair.policy.gamma)
+        else:
+            table, key = drafts.table_for_tree(model, *named, tree, method, bar=bar)
+            found[name] = Costed(key, method.max_nodes)
+    assert table is not None  # the caller has a method
+    return table, found
 
 
-def beside(name: str, groups: Mapping[str, Group], gamma: int, table: CostTable, key: str) -> Beside | None:
-    """What the table says of one method by its own acceptance; None where it drafted nothing or was not timed.
+def beside(name: str, groups: Mapping[str, Group], table: CostTable, costed: Costed) -> Beside | None:
+    """What the table says of one method by its own acceptance, of a tree by depth; None where it drafted nothing.
 
     Args:
         name: of the method.
         groups: its passes by task.
-        gamma: most tokens of a draft.
         table: of the target.
-        key: of the drafter's cost in it.
+        costed: the method's place in it.
     """
     counted = {task: group.sides[SPECULATIVE].counters for task, group in groups.items() if SPECULATIVE in group.sides}
     acceptance, whole = accepted.of_groups("this run", counted), groups["all"]
@@ -93,11 +112,12 @@ def beside(name: str, groups: Mapping[str, Group], gamma: int, table: CostTable,
         return None
     side = whole.sides[SPECULATIVE]
     kv_length = (side.prefill_tokens + side.counters.num_emitted_tokens / 2) / side.passes
-    clock, slow, fast = (Timed(table, {name: key}, 1.0, kv_length, doubt=doubt) for doubt in (0.0, *clocks.DOUBTS))
+    keys = {name: costed.key}
+    clock, slow, fast = (Timed(table, keys, 1.0, kv_length, doubt=doubt) for doubt in (0.0, *clocks.DOUBTS))
     candidate, found = Candidate(name, name), Clocks(clock, slow, fast, "")
-    at = at_length(found, candidate, acceptance, gamma)
+    at = at_shape(found, candidate, acceptance, Chain(costed.room))
     rows = side.counters.num_draft_tokens / max(side.counters.num_drafts, 1)
-    c, c0 = clock.costs(candidate, gamma)
+    c, c0 = clock.costs(candidate, costed.room)
     return Beside(at.speedup, at.low, at.high, whole.speedup.ratio_of_totals, clock.v(rows + 1), c, c0, rows)
 
 
@@ -113,11 +133,9 @@ class RankedMethod(Protocol):
         """Its passes by task."""
 
 
-def beside_all(
-    entries: Iterable[RankedMethod], gamma: int, table: CostTable, keys: Mapping[str, str]
-) -> dict[str, Beside]:
+def beside_all(entries: Iterable[RankedMethod], table: CostTable, costed: Mapping[str, Costed]) -> dict[str, Beside]:
     """The predictions of all methods that have one, by name."""
-    made = {e.name: beside(e.name, e.groups, gamma, table, keys[e.name]) for e in entries if e.name in keys}
+    made = {e.name: beside(e.name, e.groups, table, costed[e.name]) for e in entries}
     return {name: one for name, one in made.items() if one is not None}
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specsparse.engine.model import Model
-from specsparse.engine.sampling.params import SamplingParams
 from specsparse.experiments.settings import MethodSettings
 from specsparse.measure.costs import drafts, ranks
 from specsparse.measure.costs.progress import Bar, silent
@@ -124,7 +123,7 @@ def draft_key(cfg: MethodSettings) -> str:
     """
     key = cost_key(cfg.drafter.name, cfg.drafter.options)
     if cfg.tree.name == SEQUOIA:
-        return f"{key}, {cfg.tree.options.get('draw') or 'top'} trees"
+        return drafts.trees_key(cfg.drafter.name, cfg.drafter.options, cfg.tree.options.get("draw") or "top")
     return key if cfg.tree.name == CHAIN else f"{key}, tree {cost_key(cfg.tree.name, cfg.tree.options, among=TREES)}"
 
 
@@ -175,13 +174,7 @@ def tree(cfg: MethodSettings, model: Model, prompts: Sequence[Sequence[int]], ba
 
 def _tree_times(cfg: MethodSettings, model: Model, draw: str, bar: Bar) -> dict[str, object]:
     """cost and level_cost of trees."""
-    greedy = SamplingParams(temperature=0.0)
-
-    def make(template: TreeTemplate) -> Method:
-        return make_method(model, _tree_drafter(cfg, template, draw), None, greedy)
-
-    key = draft_key(cfg)
-    table = drafts.table_with(model, key, lambda table: drafts.measure_tree(model, table, make), bar)
+    table, key = drafts.table_for_trees(model, cfg.drafter.name, cfg.drafter.options, draw=draw, bar=bar)
     found = table.tree_options(cfg.tree.options.get("nodes") or SequoiaOptions.nodes, key)
     return {"cost": [round(t, 2) for t in found["cost"]], "level_cost": round(found["level_cost"], 2)}
 

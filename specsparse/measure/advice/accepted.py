@@ -13,6 +13,8 @@ from specsparse.errors import UserError
 from specsparse.runtime import metrics
 from specsparse.runtime.metrics import Counters
 from specsparse.speculative import expected
+from specsparse.speculative.method import drafts_trees
+from specsparse.speculative.trees.registry import CHAIN
 from specsparse.support.json_files import Json
 from specsparse.support.options import Positive, Range, read
 
@@ -31,6 +33,7 @@ class Accepted:
         share: of the rounds that draft.
         length: mean tokens of a draft, where it is shorter than it may be.
         weight: tokens that were counted, 1 where nothing was.
+        ranks: chance that the child of each rank is the one accepted, of children of one node; () where not counted.
     """
 
     alpha: Rate
@@ -38,6 +41,7 @@ class Accepted:
     share: Rate = 1.0
     length: Positive | None = None
     weight: Positive = 1.0
+    ranks: tuple[Rate, ...] = ()
 
     @classmethod
     def counted(cls, c: Counters) -> "Accepted | None":
@@ -61,7 +65,7 @@ class Accepted:
     def as_dict(self) -> Json:
         """As plain values."""
         return {"alpha": self.alpha, "reach": list(self.reach), "share": self.share, "length": self.length,
-                "weight": self.weight}  # fmt: skip
+                "weight": self.weight, "ranks": list(self.ranks)}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -151,9 +155,13 @@ def of_record(path: Path) -> dict[str, AcceptedRates]:
 def _methods(record: Json):
     """(drafter, counters by task) of a record of `kind: speed` or `kind: compare`."""
     if record.get("kind") == "compare":
+        trees = record.get("config", {}).get("tree", {}).get("name", CHAIN) != CHAIN
         for row in record["methods"]:
+            name = row["name"].split(" x ")[0]
+            if trees and drafts_trees(name):
+                continue  # what positions are to a chain, levels are to a tree
             sides = {task: group["speculative"] for task, group in row["tasks"].items()}
-            yield row["name"].split(" x ")[0], {task: metrics.from_dict(s["counters"]) for task, s in sides.items()}
+            yield name, {task: metrics.from_dict(s["counters"]) for task, s in sides.items()}
     elif record["method"].get("levels") is None:
         groups = {task: group["sides"] for task, group in record["groups"].items()}
         counted = {

@@ -152,7 +152,7 @@ def verdict(case: Sizes) -> str:
         at = best.best
         sure = "" if at.low > 1 else ", though it may be slower on some texts" if at.high > 1 else ""
         return (
-            f"speculate with {best.candidate.name}, gamma {at.gamma}: {at.speedup:.2f} times as fast "
+            f"speculate with {best.candidate.name}, {at.size}: {at.speedup:.2f} times as fast "
             f"({at.low:.2f} to {at.high:.2f}){sure}"
         )
     least = max(case.forecasts, key=lambda f: f.best.speedup)
@@ -213,7 +213,7 @@ def measured(
     """
     assert target.path is not None
     here = [c for c in chosen if not c.assumed and _is_here(c)]
-    keys = {c.name: cost_key(c.drafter, c.options) for c in here}
+    keys = {c.name: (drafts.trees_key if c.tree else cost_key)(c.drafter, c.options) for c in here}
     table = store.find(target.path, target.config, kv_dtype=kv_dtype)
     if table is None or any(key not in table.drafts for key in keys.values()):
         model = load(target.path, kv_dtype=kv_dtype)
@@ -224,7 +224,8 @@ def measured(
 def _with_drafts(model: Model, here: Sequence[Candidate], bar: Bar) -> CostTable:
     table = load_or_measure(model, bar=bar)
     for c in here:
-        table, _ = drafts.table_for(model, c.drafter, c.options, bar=bar)
+        measure = drafts.table_for_trees if c.tree else drafts.table_for
+        table, _ = measure(model, c.drafter, c.options, bar=bar)
     return table
 
 
@@ -257,12 +258,15 @@ def _acceptances(question: Question, candidate: Candidate) -> list[AcceptedRates
     if question.alphas:
         return [accepted.swept(alpha) for alpha in question.alphas]
     counted = question.counted
-    known = accepted.kept(_usual(question.target), _usual(candidate.name)) if counted is None else None
+    known = accepted.kept(_usual(question.target), _usual(candidate.chain)) if counted is None else None
     if counted is not None:
-        known = counted.get(candidate.name) or counted.get(candidate.drafter)
+        known = counted.get(candidate.chain) or counted.get(candidate.drafter)
     if known is not None and question.task is not None:
         known = known.of_task(question.task)
-    return [accepted.swept(alpha) for alpha in SWEPT] if known is None else [known]
+    if known is None:
+        return [accepted.swept(alpha) for alpha in SWEPT]
+    supposed = candidate.tree and not all(a.ranks for a in known.tasks.values())
+    return [Acceptance(f"{known.source}; siblings of trees supposed", known.tasks) if supposed else known]
 
 
 def _usual(name: str) -> str:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from specsparse.engine.config import ModelConfig
@@ -18,6 +18,10 @@ EAGLE_IDS = 32000
 """Ids that a published EAGLE-3 head scores (Li et al. 2025, arXiv:2503.01840)."""
 
 
+TREE = " tree"
+"""What the name of a drafter of trees ends in."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A drafter for one target.
@@ -31,6 +35,7 @@ class Candidate:
         nbytes: of weights beside the target's.
         kv_per_token: bytes of a cache of its own.
         assumed: whether its weights are made up, as those of a head that nobody named.
+        tree: whether it drafts trees; their levels cost what the chain's tokens do.
     """
 
     name: str
@@ -41,12 +46,27 @@ class Candidate:
     nbytes: float = 0.0
     kv_per_token: float = 0.0
     assumed: bool = False
+    tree: bool = False
+
+    @property
+    def chain(self) -> str:
+        """The name of the same drafter of chains."""
+        return self.name.removesuffix(TREE) if self.tree else self.name
 
 
 def candidates(target: Subject, drafts: tuple[Subject, ...], *, kv_dtype: str = "f16") -> Iterator[Candidate]:
-    """The drafters that copy, the draft models, the target's own layers, its trained head or one of EAGLE-3's shape."""
+    """The drafters that copy, the draft models, the target's own layers, its trained head or one of EAGLE-3's shape.
+
+    Those that score tokens stand there twice: they draft chains, and trees.
+    """
     for name in LOOKUPS:
         yield Candidate(name, name)
+    for one in _scoring(target, drafts, kv_dtype):
+        yield one
+        yield replace(one, name=one.name + TREE, tree=True)
+
+
+def _scoring(target: Subject, drafts: tuple[Subject, ...], kv_dtype: str) -> Iterator[Candidate]:
     for draft in drafts:
         load = draft.traffic(kv_dtype=kv_dtype)
         yield Candidate(

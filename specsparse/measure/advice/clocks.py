@@ -38,12 +38,12 @@ class Clock(abc.ABC):
         """c0 in plain steps: verdict, commit and counters of a round of gamma tokens."""
 
     @abc.abstractmethod
-    def draft(self, candidate: Candidate) -> DraftCost:
-        """Seconds to draft."""
+    def draft(self, candidate: Candidate, width: float = 1.0) -> DraftCost:
+        """Seconds to draft a token, or a level of a tree with so many nodes."""
 
-    def costs(self, candidate: Candidate, gamma: int) -> tuple[float, float]:
+    def costs(self, candidate: Candidate, gamma: int, width: float = 1.0) -> tuple[float, float]:
         """(c, c0) in plain steps, as `speculative.expected` takes them."""
-        draft = self.draft(candidate)
+        draft = self.draft(candidate, width)
         return draft.token_s / self.step_s, self.overhead(gamma) + draft.fixed_s / self.step_s
 
 
@@ -86,10 +86,10 @@ class Paper(Clock):
         """None that is known."""
         return 0.0
 
-    def draft(self, candidate: Candidate) -> DraftCost:
-        """A forward of one row a token; nothing for drafts that are copied."""
+    def draft(self, candidate: Candidate, width: float = 1.0) -> DraftCost:
+        """A forward of one row a token, or of the nodes of a level; nothing for drafts that are copied."""
         load = candidate.token
-        return FREE if load is None else DraftCost(self.forward_s(load, candidate.kernels, 1))
+        return FREE if load is None else DraftCost(self.forward_s(load, candidate.kernels, width))
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,8 @@ class Timed(Clock):
         """As measured, of one sequence."""
         return (self.table.round_s + self.table.round_token_s * gamma) / self.step_s
 
-    def draft(self, candidate: Candidate) -> DraftCost:
-        """As measured; else by the bytes a token reads, in plain steps, and a floor."""
+    def draft(self, candidate: Candidate, width: float = 1.0) -> DraftCost:
+        """As measured (a tree's level by its usual width); else by the bytes a token reads and a floor."""
         key = self.keys.get(candidate.name)
         if key in self.table.drafts:
             return self.table.drafts[key]

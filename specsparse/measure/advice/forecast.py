@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from specsparse.measure import intervals
-from specsparse.measure.advice.accepted import Accepted, AcceptedRates
+from specsparse.measure.advice.accepted import Acceptance
 from specsparse.measure.advice.candidates import Candidate
 from specsparse.measure.advice.clocks import Clock, Clocks
+from specsparse.measure.advice.shapes import Chain, Shape, tree_break_even, tree_for
 from specsparse.speculative import expected
 from specsparse.support.json_files import Json
 
@@ -18,14 +19,15 @@ LENGTHS = (*range(1, 9), 10, 12, MOST)
 
 @dataclass(frozen=True)
 class AtLength:
-    """One method at one draft length.
+    """One method at one draft length, or with one tree.
 
     Attributes:
-        gamma: tokens that a draft may have.
+        gamma: tokens that a draft may have, or nodes of the tree.
         tokens: emitted a round.
         round_steps: time of a round in plain steps.
         speedup: over plain decoding.
         low, high: its interval: over kinds of text where several were counted, and over what the times may be.
+        levels: of the tree, None for chains.
     """
 
     gamma: int
@@ -34,6 +36,12 @@ class AtLength:
     speedup: float
     low: float
     high: float
+    levels: int | None = None
+
+    @property
+    def size(self) -> str:
+        """In words: a chain's length, or nodes and levels of a tree."""
+        return f"gamma {self.gamma}" if self.levels is None else f"{self.gamma} nodes on {self.levels} levels"
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,7 @@ class Forecast:
     """
 
     candidate: Candidate
-    acceptance: AcceptedRates
+    acceptance: Acceptance
     c: float
     c0: float
     points: tuple[AtLength, ...]
@@ -81,7 +89,7 @@ class Forecast:
 
 
 def forecast(
-    clocks: Clocks, candidate: Candidate, acceptance: AcceptedRates, *, lengths: Sequence[int] = LENGTHS
+    clocks: Clocks, candidate: Candidate, acceptance: Acceptance, *, lengths: Sequence[int] = LENGTHS
 ) -> Forecast:
     """What a method would do.
 
@@ -92,45 +100,47 @@ def forecast(
         lengths: drafts that are looked at, none longer than was counted.
     """
     clock, longest = clocks.expected, acceptance.longest
-    if longest is not None:
+    if longest is not None and not candidate.tree:
         lengths = sorted({min(gamma, longest) for gamma in lengths})
     c, c0 = clock.costs(candidate, 1)
-    points = tuple(at_length(clocks, candidate, acceptance, gamma) for gamma in lengths)
+    shapes = _shapes(clock, candidate, acceptance, lengths)
+    points = tuple(at_shape(clocks, candidate, acceptance, shape) for shape in shapes)
     v = tuple(clock.v(n) for n in range(1, max(lengths) + 2))
-    least = expected.break_even(lambda n: v[int(n) - 1], c=c, c0=c0, most=max(lengths))
+    if candidate.tree:
+        least = tree_break_even(clock, candidate, max(lengths))
+    else:
+        least = expected.break_even(lambda n: v[int(n) - 1], c=c, c0=c0, most=max(lengths))
     return Forecast(candidate, acceptance, c, c0, points, least, v)
 
 
-def at_length(clocks: Clocks, candidate: Candidate, acceptance: AcceptedRates, gamma: int) -> AtLength:
-    """One draft length: tokens of all tasks over the time that they take."""
+def _shapes(clock: Clock, candidate: Candidate, acceptance: Acceptance, lengths: Sequence[int]) -> list[Shape]:
+    """Chains of these lengths, or the best trees of up to so many nodes."""
+    if not candidate.tree:
+        return [Chain(gamma) for gamma in lengths]
+    trees = {tree.room: tree for n in lengths for tree in (tree_for(clock, candidate, acceptance, n),)}
+    return [trees[n] for n in sorted(trees)]
+
+
+def at_shape(clocks: Clocks, candidate: Candidate, acceptance: Acceptance, shape: Shape) -> AtLength:
+    """One draft length or tree: tokens of all tasks over the time that they take."""
     middle, slow, fast = (
-        _over_tasks(clock, candidate, acceptance, gamma) for clock in (clocks.expected, clocks.slow, clocks.fast)
+        _over_tasks(clock, candidate, acceptance, shape) for clock in (clocks.expected, clocks.slow, clocks.fast)
     )
     ends = [end for found in (middle, slow, fast) for end in (found.value, found.low, found.high) if end is not None]
-    parts = [(a.weight, *_round(clocks.expected, candidate, a, gamma)) for a in acceptance.tasks.values()]
-    rounds = sum(weight / tokens for weight, tokens, _ in parts)
-    tokens = sum(weight for weight, *_ in parts) / rounds
-    return AtLength(gamma, tokens, tokens / middle.value, middle.value, min(ends), max(ends))
+    tasks = acceptance.tasks.values()
+    tokens = sum(a.weight for a in tasks) / sum(a.weight / shape.tokens(a) for a in tasks)
+    return AtLength(shape.room, tokens, tokens / middle.value, middle.value, min(ends), max(ends), shape.levels)
 
 
-def _over_tasks(clock: Clock, candidate: Candidate, acceptance: AcceptedRates, gamma: int) -> intervals.Interval:
+def _over_tasks(clock: Clock, candidate: Candidate, acceptance: Acceptance, shape: Shape) -> intervals.Interval:
     """Plain time of all tasks over the method's, as a run computes it over prompts."""
     plain, method = [], []
     for a in acceptance.tasks.values():
-        tokens, steps = _round(clock, candidate, a, gamma)
         plain.append(a.weight)
-        method.append(a.weight / tokens * steps)
+        method.append(a.weight / shape.tokens(a) * shape.steps(clock, candidate, a))
     found = intervals.ratio(plain, method)
     assert found is not None  # rounds take time
     return found
-
-
-def _round(clock: Clock, candidate: Candidate, a: Accepted, gamma: int) -> tuple[float, float]:
-    """Tokens of a mean round, and its time in plain steps."""
-    c, c0 = clock.costs(candidate, gamma)
-    rows = a.rows(gamma)
-    steps = expected.round_cost(clock.v, rows, c=c, c0=c0, share=a.share) if rows else clock.v(1) + c0
-    return a.tokens(gamma), steps
 
 
 def why_not(f: Forecast) -> str | None:

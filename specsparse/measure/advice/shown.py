@@ -57,7 +57,10 @@ def _needs(advice: Advice, case: Sizes) -> str:
 def _counted(found: list[Forecast]) -> Table:
     """A row a method."""
     columns = ("c", "acceptance", "drafts", "break-even", "gamma", "tok/round", "speed-up", "interval")
-    note = "c: a drafted token in plain steps; drafts: share of the rounds that draft; interval: over texts and times"
+    note = (
+        "c: a drafted token in plain steps; drafts: share of the rounds that draft; gamma: of a tree nodes x levels; "
+        "interval: over texts and times"
+    )
     table = tables.new("method", *columns, note=note)
     for f in sorted(found, key=lambda f: -f.best.speedup):
         best = f.best
@@ -71,20 +74,28 @@ def _counted(found: list[Forecast]) -> Table:
 def _best(f: Forecast) -> tuple[str, str, str]:
     if not f.pays:
         return "0", "1.00", f"{f.best.speedup:.2f}"
-    return str(f.best.gamma), f"{f.best.tokens:.2f}", f"{f.best.speedup:.2f}"
+    return _size(f), f"{f.best.tokens:.2f}", f"{f.best.speedup:.2f}"
+
+
+def _size(f: Forecast) -> str:
+    """Tokens of a chain; nodes x levels of a tree."""
+    return str(f.best.gamma) if f.best.levels is None else f"{f.best.gamma} x {f.best.levels}"
 
 
 def _swept(found: list[Forecast]) -> Table:
     """A row a method, a column an acceptance: speed-up and the length that gives it."""
     alphas = list(dict.fromkeys(f.acceptance.alpha for f in found))
     heads = [f"{alpha:g}" for alpha in alphas]
-    note = "speed-up at an acceptance that nobody counted, and gamma; a dash: no length pays; *: a head nobody named"
+    note = (
+        "speed-up at an acceptance that nobody counted, and gamma (of a tree nodes x levels); a dash: no length pays; "
+        "*: a head nobody named"
+    )
     table = tables.new("method", "c", "break-even", *heads, note=note)
     rows: dict[tuple[str, ...], list[str]] = {}  # methods that are alike on paper stand in one row
     for name in dict.fromkeys(f.candidate.name for f in found):
         own = {f.acceptance.alpha: f for f in found if f.candidate.name == name}
         first = next(iter(own.values()))
-        cells = [f"{f.best.speedup:.2f} ({f.best.gamma})" if (f := own[a]).pays else "-" for a in alphas]
+        cells = [f"{f.best.speedup:.2f} ({_size(f)})" if (f := own[a]).pays else "-" for a in alphas]
         key = (f"{first.c:.2f}", _rate(first.break_even), *cells)
         rows.setdefault(key, []).append(name + "*" * first.candidate.assumed)
     for key, names in rows.items():

@@ -91,6 +91,11 @@ class AuditPlan:
         """Tokens of the longest feed."""
         return max(self.prompt_tokens + self.tokens, CHECKED) + max(self.widths)
 
+    @property
+    def cases(self) -> int:
+        """Of all types, engines and settings."""
+        return max(len(self.types), 1) * sum(len(list(self.settings(engine))) for engine in self.engines)
+
     def settings(self, engine: str) -> Iterator[tuple[int | None, bool | None]]:
         """Threads and flash attention of each case of an engine; ours has one kind of attention."""
         for threads in self.threads or (None,):
@@ -102,13 +107,19 @@ Rows = Callable[[Sequence[int], Sequence[int], int], np.ndarray]
 """Prompt, text and width: the logits of the text's rows, all computed in batches of exactly that width."""
 
 
-def run(plan: AuditPlan, out: Console) -> Json:
+def run(plan: AuditPlan, out: Console, after: Callable[[Json], None] = lambda report: None) -> Json:
     """Audits, showing progress on `out`.
 
+    Args:
+        plan: what is asked.
+        out: the terminal.
+        after: called with the report so far after each case, so that a run that is stopped loses no case.
+
     Returns:
-        "audit", "version", "plan", "cases" and "manifest". A case has "engine", "version", "weights", "threads",
-        "flash", "verdict" (one of this module's words), "failed" (a line, or None), "one_row_bits" (a digest),
-        "repeatable", "check" (`Check.cells` of real text, or None for ours) and "groups" (`WidthGroup.cells`).
+        "audit", "version", "plan", "complete" (whether all cases are there), "cases" and "manifest". A case has
+        "engine", "version", "weights", "threads", "flash", "verdict" (one of this module's words), "failed" (a line, or
+        None), "one_row_bits" (a digest), "repeatable", "check" (`Check.cells` of real text, or None for ours) and
+        "groups" (`WidthGroup.cells`).
 
     Raises:
         UserError: anything wrong with the plan, the model or the text, or a peer that is missing.
@@ -117,7 +128,10 @@ def run(plan: AuditPlan, out: Console) -> Json:
     for name in plan.engines:
         if name != OURS:
             PeerProcess(name, option="--engine").close()  # first: a missing package costs no time
-    path, cases = catalogue.resolve(plan.model), []
+    path = catalogue.resolve(plan.model)
+    asked = {**asdict(plan), "text": plan.text and str(plan.text), "prompt_batches": PIECE}
+    found: Json = {"audit": "specsparse audit", "version": VERSION, "plan": asked, "complete": False, "cases": [],
+                   "manifest": manifest.build({}, path)}  # fmt: skip
     for kind in plan.types or (None,):
         file = path if kind is None else bench.requantised(path, kind, out)
         with terminal.busy(out, f"loading {file.name}"):
@@ -132,10 +146,10 @@ def run(plan: AuditPlan, out: Console) -> Json:
         cut = windows.cut(ids, plan.windows, prompt=plan.prompt_tokens, following=plan.tokens, bos=bos)
         for engine in plan.engines:
             for threads, flash in plan.settings(engine):
-                cases.append(_case(plan, engine, model, cut, ids[:CHECKED], threads, flash, out))
-    asked = {**asdict(plan), "text": plan.text and str(plan.text), "prompt_batches": PIECE}
-    return {"audit": "specsparse audit", "version": VERSION, "plan": asked, "cases": cases,
-            "manifest": manifest.build({}, path)}  # fmt: skip
+                found["cases"].append(_case(plan, engine, model, cut, ids[:CHECKED], threads, flash, out))
+                found["complete"] = len(found["cases"]) == plan.cases
+                after(found)
+    return found
 
 
 def _case(

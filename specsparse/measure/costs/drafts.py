@@ -1,5 +1,6 @@
 """What drafting costs, measured in real rounds."""
 
+import hashlib
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from specsparse.runtime.times.stamp import cost_key
 from specsparse.speculative.method import make_drafter
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.tree import TreeTemplate
+from specsparse.speculative.trees.base import TreeShape
+from specsparse.speculative.trees.static import static_tree
 from specsparse.support.in_turn import in_turn
 
 
@@ -111,6 +114,46 @@ def measure_whole(model: Model, table: CostTable, method: Method, *, rounds: int
     return DraftCost(fixed_s=statistics.median([seconds for _, seconds in found] or [0.0]))
 
 
+def trees_key(name: str, options: Mapping[str, object] | None = None, draw: str = "top") -> str:
+    """The name under which the cost of a drafter's trees is kept, whatever their shape."""
+    return f"{cost_key(name, options)}, {draw} trees"
+
+
+def table_for_trees(
+    model: Model, name: str, options: Mapping[str, object], *, draw: str = "top", bar: Bar = silent
+) -> tuple[CostTable, str]:
+    """The same for static trees: what a level costs, by `measure_tree`.
+
+    Args:
+        model, name, options, bar: as `table_for`'s.
+        draw: how children are drawn.
+    """
+    params, key = SamplingParams(temperature=0.0), trees_key(name, options, draw)
+
+    def make(template: TreeTemplate) -> Method:
+        tree = static_tree(template, draw)
+        return make_method(model, make_drafter(name, options, Fixed(template.size), tree=tree), None, params)
+
+    return table_with(model, key, lambda table: measure_tree(model, table, make), bar), key
+
+
+def table_for_tree(
+    model: Model, name: str, options: Mapping[str, object], tree: TreeShape, method: Method, *, bar: Bar = silent
+) -> tuple[CostTable, str]:
+    """The model's table with what a drafter's trees of one shape cost a round, and the key of it; as `table_for`.
+
+    Args:
+        model: the target.
+        name, options: of the drafter.
+        tree: its shape; what is kept holds for this one alone.
+        method: that drafts it.
+        bar: shows progress.
+    """
+    shape = hashlib.sha256(repr(tree).encode()).hexdigest()[:16]
+    key = f"{cost_key(name, options)}, tree #{shape}"
+    return table_with(model, key, lambda table: measure_whole(model, table, method), bar), key
+
+
 SHALLOW, DEEP = TreeTemplate.kary((3,)), TreeTemplate.kary((3, 1, 1))
 """Trees of one level and of three."""
 
@@ -163,8 +206,10 @@ class _Beside:
             places.append(_place(loop))
             return took
 
-        calls = {"method": ahead, "plain": partial(self.plain.again, self.rounds)}
+        # A call of the method hands over more state than one of plain decoding, so it takes longer by itself.
+        calls = {"method": ahead, "plain": partial(self.plain.again, self.rounds), "call": partial(loop.run, 0)}
         taken = in_turn(calls, repeats=_STRETCHES, warm_up=0)
+        call_s = statistics.median(taken["call"])
         plain_kv = float(self.plain.session.state.length[0])
         found = []
         for (first, start), (c, end), took, plain_s in zip(places, places[1:], taken["method"], taken["plain"]):
@@ -175,7 +220,7 @@ class _Beside:
             rows = 1 + (drafted / drafts if drafts else 0)
             rest = drafts * table.round(rows, nodes, kv) + (ran - drafts) * table.round(1, nodes, kv)
             speed = (plain_s - table.host_s) / (self.rounds * table.step(plain_kv))
-            found.append((drafted / ran, max((took - table.host_s) / speed - rest, 0.0) / ran))
+            found.append((drafted / ran, max((took - call_s) / speed - rest, 0.0) / ran))
         return found
 
 

@@ -6,6 +6,7 @@ Bytes are read once a forward, whatever the number of rows; that is what verifyi
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -62,7 +63,7 @@ class Traffic:
     attention_macs: float
     windows: LayerWindows = WHOLE
 
-    @property
+    @cached_property
     def weight_bytes(self) -> float:
         """Bytes of weights a forward reads."""
         return sum(m.nbytes for m in self.matrices)
@@ -80,10 +81,16 @@ class Traffic:
 
     def macs(self, rows: int, kv_length: float, batch: int = 1) -> dict[str, float]:
         """Multiply-adds of a forward, by arithmetic. Row i attends to kv_length + i + 1 positions, or to a window."""
+        out = {kind: batch * rows * macs for kind, macs in self._macs_a_row.items()}
+        attention = batch * self.windows.attended(rows, kv_length) * self.attention_macs
+        return {**out, "f16": out.get("f16", 0) + attention}
+
+    @cached_property
+    def _macs_a_row(self) -> dict[str, float]:
+        """Of all matrices, by arithmetic."""
         out: Counter[str] = Counter()
         for m in self.matrices:
-            out[arithmetic(m.type_name)] += batch * rows * m.macs_per_row
-        out["f16"] += batch * self.windows.attended(rows, kv_length) * self.attention_macs
+            out[arithmetic(m.type_name)] += m.macs_per_row
         return dict(out)
 
     def requantised(self, type_name: str) -> "Traffic":

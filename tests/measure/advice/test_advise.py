@@ -139,7 +139,8 @@ def test_the_answer_has_every_batch_and_context_and_counts_memory(pair):
     kv = sum(2 * m.config.n_layers * m.config.n_kv_heads * m.config.head_dim * 2 for m in models)
     assert last.memory["caches"] == 4 * 64 * kv
     assert found.fits(last) and {f.candidate.name for f in last.forecasts} == {
-        "prompt_lookup", "ngram_simple", "suffix", draft, "layer_skip", "eagle3"
+        "prompt_lookup", "ngram_simple", "suffix", draft, "layer_skip", "eagle3",
+        f"{draft} tree", "layer_skip tree", "eagle3 tree",
     }  # fmt: skip
     report = found.to_dict()
     assert report["cases"][0]["v"][1] == 1.0 and report["target"]["bytes"] == found.target.nbytes

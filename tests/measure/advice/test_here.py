@@ -1,5 +1,7 @@
 """Advice for this machine: a table that is kept is found without weights, and what is missing alone is measured."""
 
+from functools import partial
+
 import pytest
 
 import specsparse
@@ -32,7 +34,7 @@ def cache(tmp_path, monkeypatch):
 def test_a_kept_table_is_found_without_weights(model, monkeypatch):
     assert store.find(model.path, model.config) is None
     table = TABLE
-    for name in OWN:
+    for name in (*OWN, drafts.trees_key("layer_skip")):
         table = table.with_draft(name, DraftCost(token_s=0.001, fixed_s=0.0005))
     store.save(model, table)
     assert store.find(model.path, model.config) == table == store.load(model)
@@ -51,14 +53,15 @@ def test_what_is_missing_is_measured_and_nothing_else(model, monkeypatch):
     store.save(model, TABLE.with_draft("suffix", DraftCost(0.001)))
     asked = []
 
-    def measured(model, name, options, bar):
-        asked.append(name)
+    def measured(model, name, options, bar, draw=""):
+        asked.append(name + draw)
         return TABLE.with_draft(name, DraftCost(0.002)), name
 
     monkeypatch.setattr(drafts, "table_for", measured)
+    monkeypatch.setattr(drafts, "table_for_trees", partial(measured, draw=" trees"))
     monkeypatch.setattr(module, "load", lambda *args, **options: model)
     advise(Question(str(model.path), alphas=(0.7,), contexts=(10,)))
-    assert asked == list(OWN)
+    assert asked == [*OWN, "layer_skip trees"]
 
 
 def test_on_paper_this_machine_decodes_nothing(model, monkeypatch):

@@ -155,7 +155,8 @@ def test_ours_is_one_group(tiny, capsys, tmp_path):
     )  # fmt: skip
     assert code == 0, err
     found = json.loads(out.splitlines()[-1])
-    assert found["version"] == job.VERSION and [case["verdict"] for case in found["cases"]] == [job.ONE_GROUP] * 2
+    assert found["complete"] and found["version"] == job.VERSION
+    assert [case["verdict"] for case in found["cases"]] == [job.ONE_GROUP] * 2
     assert {case["one_row_bits"] for case in found["cases"]} == {found["cases"][0]["one_row_bits"]}
     (group,) = found["cases"][0]["groups"]
     assert group["widths"] == [1, 2, 3, 7] and group["positions"] == 14 and "the same bits in its 2 settings" in out
@@ -264,6 +265,24 @@ def test_a_native_crash_of_a_peer_is_one_line_and_the_others_go_on(tiny, capsys,
     peer, ours = json.loads(out.splitlines()[-1])["cases"]
     assert peer["verdict"] == job.FAILED and "signal 6: GGML_ASSERT(S > 0) failed" in peer["failed"]
     assert ours["verdict"] == job.ONE_GROUP and "GGML_ASSERT(S > 0)" in out
+
+
+def test_a_stopped_run_loses_no_case(tiny, capsys, monkeypatch, tmp_path):
+    """The second case is interrupted: the first is in the file before, and on the screen."""
+    file, audit, kept = tmp_path / "a.json", job.audit, []
+
+    def stopped(engine, *args, **options):
+        if file.exists():
+            kept.append(json.loads(file.read_text())["cases"])
+            raise KeyboardInterrupt
+        return audit(engine, *args, **options)
+
+    monkeypatch.setattr(job, "audit", stopped)
+    code, out, err = run(capsys, "--model", tiny, "--threads", "2,1", "--widths", "2", *SMALL, "--json", file)
+    assert code == 130 and err == "specsparse: stopped\n"
+    report = json.loads(file.read_text())
+    assert not report["complete"] and report["cases"] == kept[0] and report["cases"][0]["threads"] == 2
+    assert "stopped: 1 cases were done, and not all that were asked" in out and job.ONE_GROUP in out
 
 
 @pytest.mark.parametrize("name", ["llama.cpp", "ik_llama.cpp", "transformers"])
