@@ -18,7 +18,7 @@ STDOUT = "-"
 """The file of --json without one."""
 _MOST = 1 << 24
 """Of sequences, or of tokens."""
-_MOST_SIZES, _MOST_ALPHAS = 64, 16
+_MOST_SIZES, _MOST_ALPHAS = 32, 16
 """Pairs of a batch and a context, and acceptances: every method is looked at in each."""
 
 

@@ -24,7 +24,7 @@ def test_tables_json_and_a_figure_for_models_that_are_not_here(capsys, tmp_path)
     assert "speculate with" in json.loads(capsys.readouterr().out)["cases"][0]["verdict"]
 
 
-SIZES = ",".join(map(str, range(1, 34)))
+SIZES = ",".join(map(str, range(1, 18)))
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ SIZES = ",".join(map(str, range(1, 34)))
         (["qwen3-8b", "--batch", "0"], "no whole number from 1 on"),
         (["qwen3-8b", "--gamma", "65"], "lengths from 1 to 64"),
         (["qwen3-8b", "--gamma", "16777216"], "lengths from 1 to 64"),
-        (["qwen3-8b", "--batch", SIZES, "--context", "8,9"], "make 66 pairs, 64 are the most"),
+        (["qwen3-8b", "--batch", SIZES, "--context", "8,9"], "make 34 pairs, 32 are the most"),
         (["qwen3-8b", "--alpha", ",".join(f"0.{i}" for i in range(11, 28))], "has 17 values, 16 are the most"),
         (["qwen3-8b", "--alpha", "0.5", "--task", "chat"], "give one of them"),
         (["qwen3-8b", "--device", "h200", "--acceptance", "no/record.json"], "cannot be read"),

@@ -13,7 +13,7 @@ from specsparse.measure.advice import accepted, clocks
 from specsparse.measure.advice.candidates import Candidate
 from specsparse.measure.advice.clocks import Clocks, Timed
 from specsparse.measure.advice.forecast import at_shape
-from specsparse.measure.advice.shapes import Chain
+from specsparse.measure.advice.shapes import DraftChain
 from specsparse.measure.costs import drafts
 from specsparse.measure.costs.progress import Bar, silent
 from specsparse.report.record import SPECULATIVE, Group
@@ -115,7 +115,7 @@ def beside(name: str, groups: Mapping[str, Group], table: CostTable, costed: Cos
     keys = {name: costed.key}
     clock, slow, fast = (Timed(table, keys, 1.0, kv_length, doubt=doubt) for doubt in (0.0, *clocks.DOUBTS))
     candidate, found = Candidate(name, name), Clocks(clock, slow, fast, "")
-    at = at_shape(found, candidate, acceptance, Chain(costed.room))
+    at = at_shape(found, candidate, acceptance, DraftChain(costed.room))
     rows = side.counters.num_draft_tokens / max(side.counters.num_drafts, 1)
     c, c0 = clock.costs(candidate, costed.room)
     return Beside(at.speedup, at.low, at.high, whole.speedup.ratio_of_totals, clock.v(rows + 1), c, c0, rows)

@@ -266,7 +266,7 @@ def _acceptances(question: Question, candidate: Candidate) -> list[AcceptedRates
     if known is None:
         return [accepted.swept(alpha) for alpha in SWEPT]
     supposed = candidate.tree and not all(a.ranks for a in known.tasks.values())
-    return [Acceptance(f"{known.source}; siblings of trees supposed", known.tasks) if supposed else known]
+    return [AcceptedRates(f"{known.source}; siblings of trees supposed", known.tasks) if supposed else known]
 
 
 def _usual(name: str) -> str:

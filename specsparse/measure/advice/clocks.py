@@ -3,6 +3,7 @@
 import abc
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from specsparse.data.devices import Device
 from specsparse.measure.advice.candidates import Candidate
@@ -73,7 +74,7 @@ class Paper(Clock):
         left = (1 - self.device.overlap) * shorter + kernels * self.device.dispatch
         return roofline.forward_s(*size) + left
 
-    @property
+    @cached_property
     def step_s(self) -> float:
         """Seconds of a plain step."""
         return self.forward_s(self.load, self.kernels, 1)

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from specsparse.measure import intervals
-from specsparse.measure.advice.accepted import Acceptance
+from specsparse.measure.advice.accepted import AcceptedRates
 from specsparse.measure.advice.candidates import Candidate
 from specsparse.measure.advice.clocks import Clock, Clocks
-from specsparse.measure.advice.shapes import Chain, Shape, tree_break_even, tree_for
+from specsparse.measure.advice.shapes import DraftChain, DraftShape, tree_break_even, tree_for
 from specsparse.speculative import expected
 from specsparse.support.json_files import Json
 
@@ -59,7 +59,7 @@ class Forecast:
     """
 
     candidate: Candidate
-    acceptance: Acceptance
+    acceptance: AcceptedRates
     c: float
     c0: float
     points: tuple[AtLength, ...]
@@ -89,7 +89,7 @@ class Forecast:
 
 
 def forecast(
-    clocks: Clocks, candidate: Candidate, acceptance: Acceptance, *, lengths: Sequence[int] = LENGTHS
+    clocks: Clocks, candidate: Candidate, acceptance: AcceptedRates, *, lengths: Sequence[int] = LENGTHS
 ) -> Forecast:
     """What a method would do.
 
@@ -107,21 +107,21 @@ def forecast(
     points = tuple(at_shape(clocks, candidate, acceptance, shape) for shape in shapes)
     v = tuple(clock.v(n) for n in range(1, max(lengths) + 2))
     if candidate.tree:
-        least = tree_break_even(clock, candidate, max(lengths))
+        least = tree_break_even(clock, candidate, min(max(lengths), 8))
     else:
         least = expected.break_even(lambda n: v[int(n) - 1], c=c, c0=c0, most=max(lengths))
     return Forecast(candidate, acceptance, c, c0, points, least, v)
 
 
-def _shapes(clock: Clock, candidate: Candidate, acceptance: Acceptance, lengths: Sequence[int]) -> list[Shape]:
+def _shapes(clock: Clock, candidate: Candidate, acceptance: AcceptedRates, lengths: Sequence[int]) -> list[DraftShape]:
     """Chains of these lengths, or the best trees of up to so many nodes."""
     if not candidate.tree:
-        return [Chain(gamma) for gamma in lengths]
+        return [DraftChain(gamma) for gamma in lengths]
     trees = {tree.room: tree for n in lengths for tree in (tree_for(clock, candidate, acceptance, n),)}
     return [trees[n] for n in sorted(trees)]
 
 
-def at_shape(clocks: Clocks, candidate: Candidate, acceptance: Acceptance, shape: Shape) -> AtLength:
+def at_shape(clocks: Clocks, candidate: Candidate, acceptance: AcceptedRates, shape: DraftShape) -> AtLength:
     """One draft length or tree: tokens of all tasks over the time that they take."""
     middle, slow, fast = (
         _over_tasks(clock, candidate, acceptance, shape) for clock in (clocks.expected, clocks.slow, clocks.fast)
@@ -132,7 +132,7 @@ def at_shape(clocks: Clocks, candidate: Candidate, acceptance: Acceptance, shape
     return AtLength(shape.room, tokens, tokens / middle.value, middle.value, min(ends), max(ends), shape.levels)
 
 
-def _over_tasks(clock: Clock, candidate: Candidate, acceptance: Acceptance, shape: Shape) -> intervals.Interval:
+def _over_tasks(clock: Clock, candidate: Candidate, acceptance: AcceptedRates, shape: DraftShape) -> intervals.Interval:
     """Plain time of all tasks over the method's, as a run computes it over prompts."""
     plain, method = [], []
     for a in acceptance.tasks.values():

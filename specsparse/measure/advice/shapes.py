@@ -5,7 +5,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specsparse.measure.advice.accepted import Acceptance, Accepted
+from specsparse.measure.advice.accepted import Accepted, AcceptedRates
 from specsparse.measure.advice.candidates import Candidate
 from specsparse.measure.advice.clocks import Clock
 from specsparse.speculative import expected
@@ -16,7 +16,7 @@ MOST_LEVELS = 8
 """Of a tree."""
 
 
-class Shape(abc.ABC):
+class DraftShape(abc.ABC):
     """What a round drafts.
 
     Attributes:
@@ -46,22 +46,22 @@ class Shape(abc.ABC):
 
 
 @dataclass(frozen=True)
-class Chain(Shape):
+class DraftChain(DraftShape):
     """Drafts of up to `room` tokens."""
 
     room: int
 
     def tokens(self, a: Accepted) -> float:
-        """See `Shape`."""
+        """See `DraftShape`."""
         return a.tokens(self.room)
 
     def rows(self, a: Accepted) -> float:
-        """See `Shape`; fewer than there is room for where drafts are shorter."""
+        """See `DraftShape`; fewer than there is room for where drafts are shorter."""
         return a.rows(self.room)
 
 
 @dataclass(frozen=True)
-class Tree(Shape):
+class DraftTree(DraftShape):
     """The same tree every round."""
 
     template: TreeTemplate
@@ -77,7 +77,7 @@ class Tree(Shape):
         return self.template.max_depth
 
     def tokens(self, a: Accepted) -> float:
-        """See `Shape`: what is counted of a chain's positions holds for the levels."""
+        """See `DraftShape`: what is counted of a chain's positions holds for the levels."""
         t = self.template
         rates = siblings(a)
         further = [_at_depth(a, rates, depth) for depth in range(1, t.max_depth + 1)]
@@ -85,20 +85,22 @@ class Tree(Shape):
         return 1 + a.share * (expected.expected_tokens_tree(t.parents, chances) - 1)
 
     def rows(self, a: Accepted) -> float:
-        """See `Shape`."""
+        """See `DraftShape`."""
         return float(self.room)
 
 
 def siblings(a: Accepted) -> tuple[float, ...]:
     """Chance of each child of a node to be the accepted one, by rank: as counted, else supposed.
 
-    What the first child leaves is shared by the others as in `sequoia.GUESSED_ACCEPTANCE`.
+    What the first child leaves is shared by the others as in `sequoia.GUESSED_ACCEPTANCE`, and less of it where the
+    first is right less often than there.
     """
     if a.ranks:
         return a.ranks
     first = min(a.reach[0] if a.reach else a.alpha, 1.0)
     guessed, *others = GUESSED_ACCEPTANCE
-    return (first, *((1 - first) * rate / (1 - guessed) for rate in others))
+    left = (1 - first) * min(first / guessed, 1.0)
+    return (first, *(left * rate / (1 - guessed) for rate in others))
 
 
 def _at_depth(a: Accepted, rates: Sequence[float], depth: int) -> float:
@@ -112,13 +114,13 @@ def _at_depth(a: Accepted, rates: Sequence[float], depth: int) -> float:
     return min(rarer, 1 / sum(rates)) if sum(rates) else 0.0
 
 
-def tree_for(clock: Clock, candidate: Candidate, acceptance: Acceptance, nodes: int) -> Tree:
+def tree_for(clock: Clock, candidate: Candidate, acceptance: AcceptedRates, nodes: int) -> DraftTree:
     """The tree of at most so many nodes that Sequoia's programme finds for the mean acceptance by rank."""
     whole = sum(a.weight for a in acceptance.tasks.values())
     each = [(a.weight / whole, siblings(a)) for a in acceptance.tasks.values()]
     most = max(len(rates) for _, rates in each)
     mean = tuple(sum(w * rates[r] for w, rates in each if r < len(rates)) for r in range(most))
-    return Tree(_sequoia(*_priced(clock, candidate, nodes), mean, nodes))
+    return DraftTree(_sequoia(*_priced(clock, candidate, nodes), mean, nodes))
 
 
 def tree_break_even(clock: Clock, candidate: Candidate, nodes: int) -> float | None:
@@ -128,7 +130,7 @@ def tree_break_even(clock: Clock, candidate: Candidate, nodes: int) -> float | N
     def pays(alpha: float) -> bool:
         rates = siblings(Accepted(alpha))
         template = _sequoia(cost, level, rates, nodes)
-        tokens = Tree(template).tokens(Accepted(alpha))
+        tokens = DraftTree(template).tokens(Accepted(alpha))
         return tokens >= cost[template.size] + level * template.max_depth
 
     return expected.least(pays, steps=12)

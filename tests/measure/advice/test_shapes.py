@@ -4,10 +4,10 @@ import pytest
 
 from specsparse.data.devices import Device
 from specsparse.measure.advice import accepted, clocks
-from specsparse.measure.advice.accepted import Acceptance, Accepted
+from specsparse.measure.advice.accepted import Accepted, AcceptedRates
 from specsparse.measure.advice.candidates import candidates
 from specsparse.measure.advice.forecast import forecast
-from specsparse.measure.advice.shapes import Tree, siblings, tree_break_even, tree_for
+from specsparse.measure.advice.shapes import DraftTree, siblings, tree_break_even, tree_for
 from specsparse.measure.advice.subjects import subject
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees import sequoia
@@ -27,18 +27,19 @@ def test_siblings_are_those_that_were_counted_else_share_what_is_left():
     assert siblings(Accepted(0.5, ranks=(0.5, 0.2))) == (0.5, 0.2)
     assert siblings(Accepted(0.6)) == pytest.approx(sequoia.GUESSED_ACCEPTANCE)
     assert siblings(Accepted(0.3, (0.8, 0.1)))[0] == 0.8
-    for alpha in (0.0, 0.3, 1.0):
+    assert siblings(Accepted(0.0)) == (0, 0, 0, 0)
+    for alpha in (0.3, 0.8, 0.98, 1.0):
         assert sum(siblings(Accepted(alpha))) <= 1 + 1e-12
 
 
 def test_the_tokens_of_a_tree_are_the_chances_of_its_nodes():
-    pair = Tree(TreeTemplate.kary((2, 1)))  # two children, one child each
+    pair = DraftTree(TreeTemplate.kary((2, 1)))  # two children, one child each
     alone = Accepted(0.5, ranks=(0.5, 0.2), share=0.5)
     assert pair.tokens(alone) == pytest.approx(1 + 0.5 * (0.7 + 0.7 * 0.5))
     assert (pair.room, pair.levels, pair.rows(alone)) == (4, 2, 4.0)
     rarer = Accepted(0.5, (0.5, 0.1), ranks=(0.5, 0.2))  # the second place is right in a fifth, not in half
     assert pair.tokens(rarer) == pytest.approx(1 + 0.7 + 0.7 * 0.2)
-    assert Tree(TreeTemplate.chain(4)).tokens(rarer) == pytest.approx(1 + 0.5 + 0.1 + 0.1 * 0.2 + 0.1 * 0.04)
+    assert DraftTree(TreeTemplate.chain(4)).tokens(rarer) == pytest.approx(1 + 0.5 + 0.1 + 0.1 * 0.2 + 0.1 * 0.04)
 
 
 def test_a_forecast_of_trees_is_tokens_over_rows_and_levels():
@@ -64,6 +65,8 @@ def test_where_rows_are_free_a_tree_beats_the_chain_and_pays_earlier():
 
 def test_several_texts_share_the_tree_of_their_mean():
     clock, _, candidate = of(SHORT)
-    half = Acceptance("made", {"a": Accepted(0.9, ranks=(0.9,), weight=1), "b": Accepted(0.1, ranks=(0.1,), weight=1)})
-    mean = Acceptance("made", {"a": Accepted(0.5, ranks=(0.5,))})
+    half = AcceptedRates(
+        "made", {"a": Accepted(0.9, ranks=(0.9,), weight=1), "b": Accepted(0.1, ranks=(0.1,), weight=1)}
+    )
+    mean = AcceptedRates("made", {"a": Accepted(0.5, ranks=(0.5,))})
     assert tree_for(clock.expected, candidate, half, 8) == tree_for(clock.expected, candidate, mean, 8)
