@@ -113,19 +113,13 @@ class ModelConfig:
             names |= {"post_attention_norm": self.d_model, "post_ffw_norm": self.d_model}
         return names
 
-    def check_alike(self, what: str) -> None:
-        """Refuses `what` computes layers on its own, as those of a plain Llama, where this model's are others.
-
-        Raises:
-            UserError: the model has a window, norms or scales that `what` does not know.
-        """
-        family = self.family
-        odd = {
-            "a sliding window": self.window, "norms of queries and keys": family.qk_norm,
-            "norms behind attention and FFN": family.post_norms, "layers without RoPE": family.unrotated_every,
-        }  # fmt: skip
-        if found := [name for name, value in odd.items() if value]:
-            raise UserError(f"{what} is not supported for {self.architecture} models with {' and '.join(found)}")
+    @property
+    def plain(self) -> "ModelConfig":
+        """The same sizes and rotation with the layers of a plain Llama: a head's layer, whatever the target's are."""
+        return replace(
+            self, architecture="llama", biases=(), activation="silu", gated=True, predictor_ranks=(), window=0,
+            full_every=0, local_rope=None,
+        )  # fmt: skip
 
     def check_sums(self, what: str) -> None:
         """Refuses `what` adds neurons to the residual stream one by one where their sum is normalised before.

@@ -16,7 +16,7 @@ from specsparse.engine.cache import KVCache
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.weights import Layer, Params
 from specsparse.errors import UserError
-from specsparse.kernels import Kernels, SkipWeights, SparseStats
+from specsparse.kernels import Kernels, QTensor, SkipWeights, SparseStats
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,16 @@ def make_attention(config: ModelConfig, kernels: Kernels) -> Callable:
     return attention
 
 
+def make_embed(config: ModelConfig, kernels: Kernels) -> Callable:
+    """embed(embedding, tokens_R) -> f32[R, D], the rows that enter the first layer."""
+
+    def embed(embedding: QTensor, tokens_R):
+        x_RD = kernels.embed(embedding, tokens_R)
+        return x_RD if config.embedding_scale == 1.0 else x_RD * jnp.float32(config.embedding_scale)
+
+    return embed
+
+
 def make_output(config: ModelConfig, kernels: Kernels) -> Callable:
     """output(params, x_BnD, n_valid_B, want) -> logits as `want` says, or None."""
 
@@ -245,16 +255,14 @@ def make_forward(config: ModelConfig, kernels: Kernels, ffn: Callable | None = N
     in one call; where `layer.sparse` is `kernels.SkipWeights`, that call skips the zeros of a ReLU model: the same
     bits, and `SparseStats`.
     """
-    run, output = make_layers(config, kernels, ffn), make_output(config, kernels)
+    embed, run, output = make_embed(config, kernels), make_layers(config, kernels, ffn), make_output(config, kernels)
 
     def forward(params: Params, tokens_Bn, cache: KVCache, *, n_valid_B=None, parents_Bn=None, want: Want = Want()):
         batch, n = tokens_Bn.shape
         if n_valid_B is None:
             n_valid_B = jnp.full((batch,), n, jnp.int32)
         with jax.named_scope("embed"):
-            x_RD = kernels.embed(params.embedding, tokens_Bn.reshape(-1))
-            if config.embedding_scale != 1.0:
-                x_RD = x_RD * jnp.float32(config.embedding_scale)
+            x_RD = embed(params.embedding, tokens_Bn.reshape(-1))
         which = range(config.n_layers) if want.layers is None else want.layers
         features = places(want.hidden, which, config.n_layers)
         x_RD, cache, stats, features_RE = run(params, x_RD, cache, n_valid_B, parents_Bn, which, features)

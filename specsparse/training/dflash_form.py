@@ -15,13 +15,13 @@ import numpy as np
 from specsparse.engine.rope import rope_tables
 from specsparse.engine.rope_config import RopeConfig
 from specsparse.kernels import QTensor
-from specsparse.kernels.packing.dequant import dequantize, embed_rows
+from specsparse.kernels.packing.dequant import embed_rows
 from specsparse.speculative.drafters.heads.dflash_block import BlockLayer, BlockShape, BlockWeights
 from specsparse.speculative.drafters.heads.dflash_file import of_arrays, tensor_shapes, write_dflash_gguf
 from specsparse.training.blocks import blocks
 from specsparse.training.data import Text
 from specsparse.training.features import Features
-from specsparse.training.form import FeatureForm, beginning_with, ridge, tokenizer_keys, unit
+from specsparse.training.form import FeatureForm, beginning_with, last_inputs, ridge, tokenizer_keys, unit
 from specsparse.training.layer import rms_norm
 from specsparse.training.products import times
 from specsparse.training.unroll import Frozen, Window, down, same_text
@@ -129,7 +129,7 @@ def first_weights(form: DFlashForm, texts: Sequence[Text], *, rows: int = 8_000)
     gate and up of its last layer, adds nothing yet.
     """
     model, zeros = form.model, form.zeros()
-    c, last = model.config, model.params.layers[-1]
+    c, last, own = model.config, model.params.layers[-1], last_inputs(model)
     H, d = c.n_heads, c.head_dim
     few = Features(model, form.layers).of(beginning_with(texts, rows))
     fc, norm = form.fused(texts), np.asarray(last.attn_norm)
@@ -159,8 +159,8 @@ def first_weights(form: DFlashForm, texts: Sequence[Text], *, rows: int = 8_000)
         attn_q_norm=jnp.ones((d,)),
         attn_k_norm=jnp.ones((d,)),
         ffn_norm=last.ffn_norm,
-        ffn_gate=dequantize(last.ffn_gate),
-        ffn_up=dequantize(last.ffn_up),
+        ffn_gate=own["ffn_gate"],
+        ffn_up=own["ffn_up"],
     )
     weights = zeros._replace(
         fc=fc, hidden_norm=last.attn_norm, layers=(layer,), output_norm=model.params.output_norm

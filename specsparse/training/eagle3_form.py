@@ -16,13 +16,13 @@ import numpy as np
 
 from specsparse.engine.rope import halves
 from specsparse.kernels import QTensor
-from specsparse.kernels.packing.dequant import dequantize, embed_rows
+from specsparse.kernels.packing.dequant import embed_rows
 from specsparse.speculative.drafters.heads import eagle3_head
 from specsparse.speculative.drafters.heads.eagle3_file import of_arrays, tensor_shapes, write_eagle3_gguf
 from specsparse.speculative.drafters.heads.eagle3_head import Eagle3Weights, HeadRows, HeadShape, Products
 from specsparse.training import unroll
 from specsparse.training.data import Text
-from specsparse.training.form import FeatureForm, tokenizer_keys
+from specsparse.training.form import FeatureForm, last_inputs, tokenizer_keys
 from specsparse.training.layer import linear, rms_norm
 from specsparse.training.products import times
 from specsparse.training.unroll import Frozen, Window
@@ -93,11 +93,11 @@ def first_weights(form: Eagle3Form, texts: Sequence[Text]) -> Eagle3Weights:
     its two output matrices are 0, so that it adds nothing yet.
     """
     model, zeros = form.model, form.zeros()
-    c, last = model.config, model.params.layers[-1]
+    c, last, own = model.config, model.params.layers[-1], last_inputs(model)
 
     def beside(name: str) -> jax.Array:
         """[outputs, 2 D]: inputs of the token, which are 0, before those of the hidden row."""
-        matrix = np.asarray(dequantize(getattr(last, name)), np.float32)
+        matrix = np.asarray(own[name], np.float32)
         if c.rope.pairing == "norm" and name != "attn_v":
             matrix = halves(matrix, c.n_heads if name == "attn_q" else c.n_kv_heads)
         return jnp.concatenate([jnp.zeros_like(matrix), matrix], axis=1)
@@ -108,8 +108,8 @@ def first_weights(form: Eagle3Form, texts: Sequence[Text]) -> Eagle3Weights:
         hidden_norm=last.attn_norm,
         **{name: beside(name) for name in ("attn_q", "attn_k", "attn_v")},
         ffn_norm=last.ffn_norm,
-        ffn_gate=dequantize(last.ffn_gate),
-        ffn_up=dequantize(last.ffn_up),
+        ffn_gate=own["ffn_gate"],
+        ffn_up=own["ffn_up"],
         output_norm=model.params.output_norm,
     )
     return jax.tree.map(lambda a: jnp.array(a, jnp.float32, copy=True), weights)  # a step donates them

@@ -7,16 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specsparse.engine.architectures import LayerKind
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
+from specsparse.engine.rope import model_tables
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.training.data import Text
-from specsparse.training.layer import LayerWeights, rms_norm, whole
+from specsparse.training.layer import HeadNorms, LayerWeights, rms_norm, whole
 from specsparse.training.products import Precision, halved, times
-from specsparse.training.unroll import rotary
 
 _ATTENTION = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm")
 
@@ -39,10 +40,14 @@ class FrozenLayers(NamedTuple):
 
     Attributes:
         layers: norms and attention, with a leading axis L; their FFNs are left out.
-        cos, sin: float32[positions, d / 2].
+        norms: of heads, with a leading axis L, or None.
+        kinds: int32[L] each, `ModelConfig.kind` of every layer.
+        cos, sin: float32[T, positions, d / 2], the tables that layers choose from.
     """
 
     layers: LayerWeights
+    norms: HeadNorms | None
+    kinds: LayerKind
     cos: jax.Array
     sin: jax.Array
 
@@ -69,9 +74,9 @@ def check(config: ModelConfig) -> None:
     """Refuses a model that this function is not of.
 
     Raises:
-        UserError: its FFN has no gate or no SiLU, it has biases, or its layers are not those of a Llama.
+        UserError: its FFN has no gate or no SiLU, what it adds is normalised, or it has biases.
     """
-    config.check_alike("turning FFNs to ReLU")
+    config.check_sums("turning FFNs to ReLU")
     if config.activation != "silu":
         raise UserError(f"only SiLU is turned to ReLU here, and this model's activation is {config.activation}")
     if not config.gated:
@@ -82,9 +87,15 @@ def check(config: ModelConfig) -> None:
 
 def frozen_layers(model: Model, positions: int) -> FrozenLayers:
     """The norms and the attention of a dense model, dequantised."""
-    layers = model.params.layers
-    stacked = {n: jnp.stack([_floats(getattr(layer, n)) for layer in layers]) for n in _ATTENTION}
-    return FrozenLayers(LayerWeights(**stacked), *rotary(model.config, positions, model.rope_factors))
+    layers, config = model.params.layers, model.config
+
+    def stacked(name: str) -> jax.Array:
+        return jnp.stack([_floats(getattr(layer, name)) for layer in layers])
+
+    norms = HeadNorms(stacked("attn_q_norm"), stacked("attn_k_norm")) if config.family.qk_norm else None
+    kinds = LayerKind(*(jnp.asarray(each, jnp.int32) for each in zip(*map(config.kind, range(config.n_layers)))))
+    tables = map(jnp.asarray, model_tables(config, positions, model.rope_factors))
+    return FrozenLayers(LayerWeights(**{name: stacked(name) for name in _ATTENTION}), norms, kinds, *tables)
 
 
 def ffn_of(model: Model, layer: int) -> FfnMatrices:
@@ -151,16 +162,16 @@ def forward(
     Returns:
         Rows before the output norm [n, D], and what `watch` returned with a leading axis L.
     """
-    cos, sin = frozen.cos[texts.position], frozen.sin[texts.position]
-    place = jnp.arange(len(texts.text))
-    sees_nn = (texts.text[None] == texts.text[:, None]) & (place[None] <= place[:, None])
+    before_nn = texts.position[:, None] - texts.position[None]
+    sees_nn = (texts.text[None] == texts.text[:, None]) & (before_nn >= 0)
 
     def layer(x, weights):
-        w, f = halved(weights, precision)
-        x = whole(config, w, x, cos, sin, sees_nn)
+        (w, f), norms, kind = halved(weights[:2], precision), weights[2], weights[3]
+        cos, sin = (each[kind.table][texts.position] for each in (frozen.cos, frozen.sin))
+        x = whole(config, w, x, cos, sin, sees_nn & ((kind.window == 0) | (before_nn < kind.window)), norms)
         z = rms_norm(x, w.ffn_norm, config.norm_eps)
         a = act(times(z, f.gate))
         return x + times(a * times(z, f.up), f.down), watch(z, a)
 
     # A layer is run again for its gradient: keeping what it made, 30 MB and its halved weights, takes longer.
-    return jax.lax.scan(jax.checkpoint(layer), x_nD, (frozen.layers, ffn))
+    return jax.lax.scan(jax.checkpoint(layer), x_nD, (frozen.layers, ffn, frozen.norms, frozen.kinds))

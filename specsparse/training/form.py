@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine.gguf.reader import open_gguf
@@ -118,6 +119,23 @@ class FeatureForm(Form):
     def output_rows(self, ids: np.ndarray) -> np.ndarray:
         """float32[N, D]: the target's output rows of a draft vocabulary."""
         return np.asarray(dequantize(take_rows(self.model.params.output, np.asarray(ids))))
+
+
+def last_inputs(model: Model) -> dict[str, jax.Array]:
+    """float32 queries, keys, values, gate and up of the target's last layer, as a plain Llama's layer has them.
+
+    Where the target normalises each head of queries and keys, their rows are scaled to about the size that the norm
+    gives them: inputs are taken as uncorrelated. An FFN without a gate gives `ffn_up` twice.
+    """
+    last, d = model.params.layers[-1], model.config.head_dim
+    found = {name: dequantize(getattr(last, name)) for name in ("attn_q", "attn_k", "attn_v", "ffn_up")}
+    found["ffn_gate"] = found["ffn_up"] if last.ffn_gate is None else dequantize(last.ffn_gate)
+    for name, norm in (("attn_q", last.attn_q_norm), ("attn_k", last.attn_k_norm)):
+        if norm is not None:
+            heads = found[name].reshape(-1, d, found[name].shape[1])
+            size = jnp.sqrt(jnp.mean(jnp.sum(jnp.square(heads * last.attn_norm[None, None]), axis=2), axis=1))
+            found[name] = (heads * (norm[None] / size[:, None])[:, :, None]).reshape(found[name].shape)
+    return found
 
 
 def ridge(gram_II: np.ndarray, cross_IO: np.ndarray, share: float = 3e-3) -> np.ndarray:

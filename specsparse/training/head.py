@@ -29,7 +29,7 @@ class HeadWeights(NamedTuple):
         below_norm: [b, D], RMS norms of the rows of b layers below, none for a head that reads h_i alone.
         fc_below: [D, b D], of those rows, normalised, side by side.
         own_norm, fc_own: in place of `hidden_norm` and `fc_hidden` where the head reads its own row; None: the same.
-        layer: of the target's shape.
+        layer: a plain Llama's of the target's sizes.
         output_norm: [D], before the output matrix, which is the target's.
     """
 

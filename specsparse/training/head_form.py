@@ -12,12 +12,12 @@ import numpy as np
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
-from specsparse.kernels.packing.dequant import dequantize, embed_rows
+from specsparse.kernels.packing.dequant import embed_rows
 from specsparse.speculative.drafters.heads.head_file import HeadFile, read_head, write_head
 from specsparse.training import export, head
 from specsparse.training.data import Text
 from specsparse.training.features import Features
-from specsparse.training.form import Form, beginning_with, ridge, unit
+from specsparse.training.form import Form, beginning_with, last_inputs, ridge, unit
 from specsparse.training.head import HeadWeights
 from specsparse.training.layer import LayerWeights, layer_shapes
 from specsparse.training.unroll import Frozen, Window
@@ -48,12 +48,11 @@ class HeadForm(Form):
         return (*self.below, self.model.config.n_layers)
 
     def check(self) -> None:
-        """Refuses a target of other layers than a Llama's, and a file to begin with that reads other layers.
+        """Refuses a file to begin with that reads other layers.
 
         Raises:
-            UserError: such a target or file, or none.
+            UserError: such a file, or none.
         """
-        self.model.config.check_alike("training a head")
         if self.begin is not None and self._begun.below not in ((), self.below):
             found = list(self._begun.below)
             raise UserError(f"{self.begin}: reads layers {found} beside the last rows; give train.below={found}")
@@ -113,7 +112,7 @@ def first_weights(model: Model, texts: Sequence[Text], *, rows: int = 60_000) ->
     """Where training begins: the best linear guess, in a layer that passes it on.
 
     `fc_hidden` and `fc_token` are the ridge regression of the target's next row on both inputs. Queries, keys, values,
-    gate and up are those of the target's last layer; the two output matrices are 0, so that the layer adds nothing yet.
+    gate and up are `last_inputs`; the two output matrices are 0, so that the layer adds nothing yet.
     """
     params, width = model.params, model.config.d_model
     before, after, tokens = [], [], []
@@ -127,7 +126,6 @@ def first_weights(model: Model, texts: Sequence[Text], *, rows: int = 60_000) ->
     h, h_next, e = (unit(np.concatenate(x) if isinstance(x, list) else x) for x in (before, after, embedded))
     x = np.concatenate([h * np.asarray(params.output_norm), e], axis=1)
     last = params.layers[-1]
-    matrix = {n: dequantize(getattr(last, n)) for n in ("attn_q", "attn_k", "attn_v", "ffn_gate", "ffn_up")}
     fc_hidden, fc_token = np.split(ridge(x.T @ x, x.T @ h_next).T, 2, axis=1)
     weights = HeadWeights(
         hidden_norm=params.output_norm,
@@ -139,7 +137,7 @@ def first_weights(model: Model, texts: Sequence[Text], *, rows: int = 60_000) ->
             attn_output=jnp.zeros(last.attn_output.shape, jnp.float32),
             ffn_norm=last.ffn_norm,
             ffn_down=jnp.zeros(last.ffn_down.shape, jnp.float32),
-            **matrix,
+            **last_inputs(model),
         ),
         output_norm=params.output_norm,
     )

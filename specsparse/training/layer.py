@@ -39,6 +39,13 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return dict(zip(LayerWeights._fields, shapes, strict=True))
 
 
+class HeadNorms(NamedTuple):
+    """RMS norms [d] of each head of queries and of keys, before they are rotated."""
+
+    q: jax.Array
+    k: jax.Array
+
+
 class Keys(NamedTuple):
     """Keys and values of some rows: [G, r, d] each."""
 
@@ -72,21 +79,28 @@ def linear(
 
 
 def split_heads(
-    x_RO: jax.Array, cos: jax.Array | None = None, sin: jax.Array | None = None, *, head_dim: int, pairing: str = "norm"
-) -> jax.Array:
-    """[R, heads, d], rotated where cos and sin [R, d / 2] are given."""
+    x_RO: jax.Array, cos: jax.Array | None = None, sin: jax.Array | None = None, *, head_dim: int,
+    pairing: str = "norm", norm: jax.Array | None = None, eps: float = 0.0,
+) -> jax.Array:  # fmt: skip
+    """[R, heads, d], normalised where a norm [d] is given, rotated where cos and sin [R, d / 2] are."""
     x = x_RO.reshape(len(x_RO), -1, head_dim)
+    x = x if norm is None else rms_norm(x, norm, eps)
     return x if cos is None or sin is None else rotate(x, cos[:, None], sin[:, None], pairing)
 
 
 def whole(
-    config: ModelConfig, w: LayerWeights, x_nD: jax.Array, cos: jax.Array, sin: jax.Array, sees_nn: jax.Array
-) -> jax.Array:
+    config: ModelConfig, w: LayerWeights, x_nD: jax.Array, cos: jax.Array, sin: jax.Array, sees_nn: jax.Array,
+    norms: HeadNorms | None = None,
+) -> jax.Array:  # fmt: skip
     """x and the layer's attention over its own rows."""
-    q, k, v = linear(x_nD, (w.attn_q, w.attn_k, w.attn_v), norm=w.attn_norm, eps=config.norm_eps)
-    turn = functools.partial(split_heads, cos=cos, sin=sin, head_dim=config.head_dim, pairing=config.rope.pairing)
-    base = Keys(turn(k).swapaxes(0, 1), split_heads(v, head_dim=config.head_dim).swapaxes(0, 1))
-    return x_nD + times(attention(turn(q), base, sees_nn), w.attn_output)
+    eps = config.norm_eps
+    q, k, v = linear(x_nD, (w.attn_q, w.attn_k, w.attn_v), norm=w.attn_norm, eps=eps)
+    how = {"cos": cos, "sin": sin, "head_dim": config.head_dim, "pairing": config.rope.pairing, "eps": eps}
+    of_q, of_k = (None, None) if norms is None else norms
+    base = Keys(
+        split_heads(k, norm=of_k, **how).swapaxes(0, 1), split_heads(v, head_dim=config.head_dim).swapaxes(0, 1)
+    )
+    return x_nD + times(attention(split_heads(q, norm=of_q, **how), base, sees_nn), w.attn_output)
 
 
 def attention(q_mHd: jax.Array, base: Keys, seen_mn: jax.Array, drafted: Sequence[Keys] = ()) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import specsparse
 from specsparse.errors import UserError
@@ -11,7 +12,7 @@ from specsparse.experiments.kinds.training.options import TrainSpec
 from specsparse.speculative.drafters import get_drafter
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import random_head
-from specsparse.training import data, form, loop, trainer
+from specsparse.training import data, documents, form, loop, trainer
 from specsparse.training.evaluate import _reach
 from specsparse.training.head_form import HeadForm
 from tests.experiments import playing
@@ -95,6 +96,25 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
 @pytest.mark.parametrize("given", [OPTIONS, *HEADS.values(), MODEL], ids=["head", *HEADS, "model"])
 def test_training_learns(cfg, model, tmp_path, given):
     """On a handful of texts, again and again, the divergence falls far below where it began."""
+    check_learning(cfg, model, tmp_path, given)
+
+
+FORMS = {"head": OPTIONS, **HEADS, "model": MODEL}
+OTHERS = [("qwen3", "head"), ("smollm3", "head"), *(("gemma3", form) for form in FORMS)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("architecture", "name"), OTHERS)
+def test_training_learns_from_other_architectures(cfg, tmp_path, architecture, name):
+    """Windows, norms of heads and of sums, scaled embeddings, layers without RoPE: what drafts is always the same."""
+    given = {"qwen3": {"head_dim": 32}, "smollm3": {}, "gemma3": {"full_every": 2, "head_dim": 32}}[architecture]
+    path = tmp_path / "other.gguf"
+    write_tiny_gguf(path, quant="Q8_0", architecture=architecture, context_length=512, n_layers=4, **given)
+    other = specsparse.load(path)
+    check_learning(changed(cfg, "model", path=str(path)), other, tmp_path, FORMS[name])
+
+
+def check_learning(cfg, model, tmp_path, given):
     cfg = changed(cfg, "train", options={**given, "steps": 60, "learning_rate": 3e-3})
     cfg = settings(cfg)
     options = drafter_fit.Options.of(cfg)
@@ -145,6 +165,7 @@ def test_reach_counts_drafts_by_the_place_of_their_first_error():
         ({"options": {"form": "tree"}}, "train.form=tree must be one of head, eagle3, dflash, model"),
         ({"options": {"heads": 3}}, "train.width=128 must be a multiple of 2 train.heads, 6"),
         ({"options": {"temperatures": 1.0}}, "train.temperatures=1.0 must be a list"),
+        ({"options": {"documents": ["nowhere.txt"]}}, "train.documents: nowhere.txt: cannot be read"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_loaded(cfg, changes, message):
@@ -166,6 +187,19 @@ def test_mistakes_are_found_before_anything_is_loaded(cfg, changes, message):
 def test_forms_fit_their_options_and_the_target(cfg, model, given, message):
     with pytest.raises(UserError, match=message):
         drafter_fit.form_of(settings(changed(cfg, "train", options={**OPTIONS, **given})), model)
+
+
+def test_documents_are_trained_on_beside_the_targets_text(cfg, model, tmp_path):
+    path = tmp_path / "own.txt"
+    path.write_text("abc " * 40, encoding="utf-8")
+    cfg = settings(changed(cfg, "train", options={**OPTIONS, "documents": [str(path)]}))
+    found, seen = drafter_fit.texts(cfg, model, tmp_path / "out", Console(quiet=True))
+    written = [t for p in sorted((tmp_path / "out" / "texts").glob("*")) for t in data.read_shard(p)]
+    ours = documents.tokenised(model, documents.read_documents(path), data.DataOptions(answer=24))
+    assert len(ours) > 3 and len(found) == len(written) + len(ours)
+    for got, wanted in zip(found[len(written) :], ours, strict=True):
+        np.testing.assert_array_equal(got.tokens, wanted.tokens)
+    assert seen.tokens >= 250 and seen.documents == sum(len(t.tokens) - 1 for t in ours)
 
 
 def test_a_head_goes_on_from_a_file(cfg, model, tmp_path):

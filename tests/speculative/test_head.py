@@ -78,15 +78,57 @@ def law_after(model, weights, text, path, temperature, wanted=True):
     return out
 
 
+OTHERS = {
+    "qwen3": {"head_dim": 32},
+    "smollm3": {"n_layers": 4},
+    "gemma3": {"full_every": 2, "tied": True},
+    "llama": {"window": 6, "activation": "relu"},
+}
+"""Targets whose layers are not a plain Llama's; the head's one layer is."""
+
+
+def other_target(folder, architecture):
+    given = dict(OTHERS[architecture])
+    own = {"activation": given.pop("activation", None)}
+    path = write_tiny_gguf(
+        folder / f"{architecture}.gguf", quant="F32", architecture=architecture, vocab_size=V, context_length=C, **given
+    )
+    loaded = specsparse.load(path, kv_dtype="f32", **own)
+    loaded.params_for(C)
+    return loaded
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["chain", "tree", "below"])
 def test_q_is_what_the_trained_function_says(model, file, tmp_path, shape):
     tree = {"tree": get_tree("sampled_iid", widths=(2, 2, 1))} if shape == "tree" else {}
     if shape == "below":
         file = random_head(tmp_path, model, ids=range(0, V, 2), below=(0, 1))
+    check_q(model, file, tree, (0, 1, model.config.n_layers) if shape == "below" else True)
+
+
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS if name != "gemma3"] + ["gemma3"]
+)
+def test_q_of_other_targets(tmp_path, architecture):
+    target = other_target(tmp_path, architecture)
+    check_q(target, random_head(tmp_path, target, ids=range(0, V, 2)), {}, True)
+
+
+@pytest.mark.parametrize("architecture", OTHERS)
+def test_other_targets_write_plain_decodings_tokens(tmp_path, architecture):
+    target = other_target(tmp_path, architecture)
+    plain = specsparse.generate(target, [5, 6, 7], max_tokens=24, ignore_eos=True)
+    drafter = get_drafter("head", gamma=K, head=str(random_head(tmp_path, target)))
+    got = specsparse.generate(target, [5, 6, 7], max_tokens=24, ignore_eos=True, drafter=drafter)
+    assert got.token_ids == plain.token_ids and got.stats.counters.num_draft_tokens > 0
+
+
+def check_q(model, file, tree, features):
+    """The drafter's laws are those of the function that is trained."""
     drafter, weights = bound(model, file, temperature=0.7, **tree)
-    wanted = drafter.wants_hidden
-    assert wanted == ((0, 1, model.config.n_layers) if shape == "below" else True)
+    wanted, shape = drafter.wants_hidden, "tree" if tree else "chain"
+    assert wanted == features
     nodes = drafter.max_nodes
     ctx = on_target(model, draft_context(TEXTS, capacity=C, budget=nodes, round=4))
     hidden = target_rows(model, ctx, wanted)

@@ -70,6 +70,24 @@ def test_rows_are_the_engines(model, texts):
     assert list(np.asarray(shares)) == [model.config.d_ff] * 2
 
 
+@pytest.mark.parametrize(
+    "given",
+    [{"architecture": "qwen3", "head_dim": 32}, {"architecture": "smollm3", "n_layers": 4}, {"window": 6}],
+    ids=["qwen3", "smollm3", "window"],
+)
+def test_rows_of_other_architectures_are_the_engines(tmp_path, given):
+    """Norms of heads, layers without RoPE and windows: what the table of architectures says of a layer."""
+    path = write_tiny_gguf(tmp_path / "m.gguf", quant="F32", context_length=64, **given)
+    other = specsparse.load(path, kv_dtype="f32")
+    ids = np.random.default_rng(0).integers(3, 300, 44).astype(np.int32)
+    texts = [data.Text(ids[:24], 4), data.Text(ids[24:], 3)]
+    packed = ffn_model.pack_texts(Features(other, (other.config.n_layers,)).of(texts), 48)
+    frozen, x = ffn_model.frozen_layers(other, 48), embed_rows(other.params.embedding, jnp.asarray(packed.tokens))
+    run = jax.jit(lambda f, x: ffn_model.forward(other.config, frozen, f, x, packed, jax.nn.silu, lambda z, a: 0)[0])
+    found = np.asarray(run(ffn_model.ffns_of(other), x))[:44]
+    assert np.square(found - packed.hidden[:44]).sum() < 1e-8 * np.square(packed.hidden[:44]).sum()
+
+
 def planted(n=3000, D=16, F=192):
     """An FFN with most gates a little below 0, and inputs of which one is nearly constant, as a norm's outputs have."""
     rng = np.random.default_rng(0)

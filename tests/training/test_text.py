@@ -1,5 +1,7 @@
 """Generated prompts, and the text that a model makes of them."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,7 @@ from specsparse.engine.llama import Want
 from specsparse.errors import UserError
 from specsparse.support.options import read
 from specsparse.testing import write_tiny_gguf
-from specsparse.training import data
+from specsparse.training import data, documents
 from specsparse.training.features import Features
 from specsparse.training.prompts import grammar, prompt
 
@@ -92,6 +94,55 @@ def test_shards_are_made_once_and_made_alike(model, tmp_path):
         assert a.tokens.dtype == b.tokens.dtype == np.int32 and a.prompt == b.prompt
         np.testing.assert_array_equal(a.tokens, b.tokens)
     assert len({tuple(t.tokens[: t.prompt]) for t in first}) == len(first)
+
+
+def test_documents_are_pieces_of_answers_length(model, tmp_path):
+    """Running text is an answer from its second token on; an answer stands behind its question."""
+    (tmp_path / "a.txt").write_text("one two three four five six", encoding="utf-8")
+    rows = [
+        {"prompt": "what is it", "answer": "a long answer, and more of it"},
+        {"text": "only a little"},
+        {"text": " "},
+    ]
+    rows += [{"prompt": "p" * 500, "answer": "after a prompt that is too long"}]
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    read = [*documents.read_documents(tmp_path / "a.txt"), *documents.read_documents(tmp_path / "b.jsonl")]
+    assert [d.prompt and d.prompt[:9] for d in read] == [None, "what is i", None, "ppppppppp"]
+    options = data.DataOptions(answer=10, prompt_tokens=40, chat=False)
+    found, encode = documents.tokenised(model, read, options), model.tokenizer.encode
+    running, question = encode("one two three four five six"), encode("what is it", add_special=True)
+    assert not model.tokenizer.add_bos and len(running) > 20
+    pieces = [running[i : i + 10] for i in range(0, len(running), 10) if len(running) - i >= 8]
+    answered = [*question, *encode("a long answer, and more of it")[:10]]
+    assert [t.tokens.tolist() for t in found] == [*pieces, answered, encode("only a little")[:10]]
+    assert [t.prompt for t in found] == [1] * len(pieces) + [len(question), 1]
+    assert all(t.tokens.dtype == np.int32 for t in found)
+
+
+def test_a_document_of_a_model_with_bos_begins_with_it(tmp_path):
+    path = write_tiny_gguf(tmp_path / "m.gguf", tokenizer="spm", n_layers=1)
+    bos = specsparse.load(path)
+    (text,) = documents.tokenised(bos, [documents.Document("abc abc abc")], data.DataOptions())
+    assert text.tokens.tolist() == bos.tokenizer.encode("abc abc abc", add_special=True) and text.prompt == 1
+    assert text.tokens[0] == bos.tokenizer.bos_id
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.txt", None, "cannot be read"),
+        ("x.txt", b"\xff\xfe\xff", "cannot be read"),
+        ("x.txt", b" \n", "holds no text"),
+        ("x.jsonl", b'{"text": "a"}\n{"text"', "x.jsonl:2: is no JSON"),
+        ("x.jsonl", b'{"prompt": "a"}', 'x.jsonl:1: needs "text", or "prompt" and "answer"'),
+        ("x.jsonl", b'["a"]', 'x.jsonl:1: needs "text", or "prompt" and "answer"'),
+    ],
+)
+def test_documents_that_cannot_be_read_are_one_line(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=f"train.documents: .*{message}"):
+        documents.read_documents(tmp_path / name)
 
 
 def test_mistakes_are_one_line(model, tmp_path):

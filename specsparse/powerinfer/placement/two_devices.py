@@ -21,10 +21,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsparse import kernels as kernel_api
+from specsparse.engine.architectures import LayerKind
 from specsparse.engine.cache import KVCache
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.devices import Devices
-from specsparse.engine.llama import ForwardFn, ForwardOut, Want, make_attention, make_output, places, side_by_side
+from specsparse.engine.llama import (
+    ForwardFn,
+    ForwardOut,
+    Want,
+    make_attention,
+    make_embed,
+    make_output,
+    places,
+    side_by_side,
+)
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Params
 from specsparse.errors import UserError
@@ -88,8 +98,8 @@ class _Programs:
         attention, part = make_attention(config, kernels), part_ffn(config, kernels)
         output = make_output(config, kernels)
 
-        def attend(layer, predictor, tables, residual: _Residual, k, v, length, n_valid_B, parents_Bn):
-            x_RD, k, v = attention(layer, tables, combine(*residual), k, v, length, n_valid_B, parents_Bn)
+        def attend(layer, predictor, tables, residual: _Residual, k, v, length, n_valid_B, parents_Bn, kind: LayerKind):
+            x_RD, k, v = attention(layer, tables, combine(*residual), k, v, length, n_valid_B, parents_Bn, kind)
             return x_RD, predict(kernels, predictor, x_RD, n_valid_B), k, v
 
         def finish(params, residual: _Residual, n_valid_B, *, want: Want):
@@ -97,8 +107,8 @@ class _Programs:
             x_BnD = x_RD.reshape(n_valid_B.shape[0], -1, x_RD.shape[-1])
             return ForwardOut(output(params, x_BnD, n_valid_B, want), x_BnD if want.hidden is True else None)
 
-        self.embed = jax.jit(lambda matrix, tokens: kernels.embed(matrix, tokens))
-        self.attend = jax.jit(attend, donate_argnums=(4, 5))
+        self.embed = jax.jit(make_embed(config, kernels))
+        self.attend = jax.jit(attend, donate_argnums=(4, 5), static_argnums=9)
         self.part = jax.jit(part)
         self.finish = jax.jit(finish, static_argnames="want")
 
@@ -121,7 +131,6 @@ class TwoDevices(Devices):
         host_layers: frozenset[int] = frozenset(),
         output_on_host: bool = False,
     ):
-        config.check_alike("two devices")
         self.config, self.devices = config, devices
         self.overlap, self.watch = True, None
         self._home = [devices.cold if i in host_layers else devices.hot for i in range(config.n_layers)]
@@ -250,7 +259,7 @@ class _ForwardPass:
         residual, k, v = _for(home, (residual, k, v))
         x_RD, keep, k, v = self._timed(
             "attention", i, owner._programs[home].attend, layer._replace(sparse=None), w.predictor, tables, residual,
-            k, v, length_B, self.n_valid[home], parents_Bn,
+            k, v, length_B, self.n_valid[home], parents_Bn, owner.config.kind(i),
         )  # fmt: skip
         cold_job = partial(self._part, "cold", i, w.cold, w.cold_norm, owner.devices.cold, x_RD, keep.cold)
         pending = self._start(cold_job, w)

@@ -5,6 +5,7 @@ import pytest
 
 import specsparse
 from specsparse import SamplingParams
+from specsparse.engine.architectures import LayerKind
 from specsparse.engine.llama import Want
 from specsparse.kernels.native import cpu
 from specsparse.powerinfer.files.gpuidx import GpuIndex, write_gpuidx
@@ -53,6 +54,9 @@ assert "".join(text) == spec.text
 found["streamed"] = text.generation.token_ids
 hot = [np.full(len(h), i > 1) for i, h in enumerate(read_gpuidx(file).hot)]
 layers = Placement("layers", tuple(hot), 0.0, 0, host_layers=frozenset({0, 1}), output_on_host=True)
+for other in sys.argv[6:]:
+    every = specsparse.load(other, placement=sys.argv[5], devices=2)
+    found[other] = np.concatenate([every.logits(ids), every.logits([*ids, *ids, *ids])])
 model = specsparse.load(path, placement=layers, devices=2)
 found["layers"] = model.logits(ids)
 found["layers greedy"] = specsparse.generate(model, ids, max_tokens=4, ignore_eos=True).token_ids
@@ -70,12 +74,35 @@ def path(tmp_path_factory):
     return write_tiny_powerinfer(folder / "m.powerinfer.gguf", n_layers=LAYERS, d_ff=D_FF)
 
 
+OTHERS = {
+    "qwen3": {"architecture": "qwen3", "head_dim": 32},
+    "smollm3": {"architecture": "smollm3"},
+    "window": {"window": 6},
+}
+
+
 @pytest.fixture(scope="module")
-def two(path, tmp_path_factory):
+def others(tmp_path_factory):
+    """Files of models whose layers are not a plain Llama's."""
+    folder = tmp_path_factory.mktemp("others")
+    return {
+        name: write_tiny_powerinfer(folder / f"{name}.gguf", n_layers=LAYERS + 1, d_ff=D_FF, **given)
+        for name, given in OTHERS.items()
+    }
+
+
+def longer_index() -> GpuIndex:
+    """A layer more: the fourth is the one without RoPE."""
+    return GpuIndex((*index().hot, index().hot[0]), 0)
+
+
+@pytest.fixture(scope="module")
+def two(path, others, tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     file = write_gpuidx(folder / "x.gpuidx", index())
+    longer = write_gpuidx(folder / "y.gpuidx", longer_index())
     out, ids = folder / "out.npz", ",".join(map(str, IDS))
-    return found_by(OTHER, path, file, out, ids, out=out, env={"JAX_NUM_CPU_DEVICES": "2"})
+    return found_by(OTHER, path, file, out, ids, longer, *others.values(), out=out, env={"JAX_NUM_CPU_DEVICES": "2"})
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +114,13 @@ def test_the_same_bits(one, two):
     wanted = one.logits(IDS)
     for name in ("logits", "in turn", "watched"):
         assert np.array_equal(two[name], wanted), name
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_same_bits_of_other_architectures(others, two, name):
+    one = specsparse.load(others[name], placement=longer_index())
+    assert one.config.kind(0) != LayerKind() or one.config.kind(3) != LayerKind() or one.config.family.qk_norm
+    np.testing.assert_array_equal(two[str(others[name])], [*one.logits(IDS), *one.logits([*IDS, *IDS, *IDS])])
 
 
 def test_features_of_layers(one, two):

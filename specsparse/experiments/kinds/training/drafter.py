@@ -26,7 +26,7 @@ from specsparse.training.form import Form
 
 DEFINITIONS = {
     "agreement": "held-out greedy answers: drafts whose token at a place is the answer's, of those right so far",
-    "text": "answers' tokens in all, and how many a second this run wrote, 0 where it wrote none",
+    "text": "answers' tokens in all, how many a second this run wrote, 0 where it wrote none, and tokens of documents",
     "acceptance": "1 + tokens right before the first wrong one, over drafts begun at every position of those answers",
     "loss": "KL(target, drafter) in nats on the step's candidates, by place in the draft",
 }
@@ -51,6 +51,7 @@ class TrainDrafter(Training):
             matrix_type(training.Options.of(cfg).own.quantise)
         except UserError as error:
             raise UserError(f"train.quantise: {error}") from None
+        training.documents(cfg)
         cfg.data.prompts()
 
     def run(self, cfg: TrainSettings, lab: Lab) -> Found:

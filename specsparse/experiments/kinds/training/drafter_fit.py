@@ -17,6 +17,7 @@ from specsparse.support import terminal
 from specsparse.support.options import Count, Range
 from specsparse.training.data import DataOptions, Text, TextWritten, generate, read_shard
 from specsparse.training.dflash_form import DFlashForm
+from specsparse.training.documents import Document, read_documents, tokenised
 from specsparse.training.eagle3_form import Eagle3Form
 from specsparse.training.form import Form
 from specsparse.training.head_form import HeadForm
@@ -30,12 +31,13 @@ _TEXTS, _STATE = "texts", "state.safetensors"
 
 @dataclass(frozen=True)
 class OwnOptions:
-    """What is neither text nor training; see conf/experiment/train_drafter.yaml."""
+    """What is neither the target's own text nor training; see conf/experiment/train_drafter.yaml."""
 
     form: Literal["head", "eagle3", "dflash", "model"] = "head"
     below: tuple[Annotated[int, Range(0)], ...] = ()
     begin: str | None = None
     texts: str | None = None
+    documents: tuple[str, ...] = ()
     gamma: Count = 4
     save_every: Count = 25
     quantise: str = "Q8_0"
@@ -49,6 +51,13 @@ class Options(TrainKeys):
     data: DataOptions
     train: TrainOptions
     small: SmallOptions
+
+
+@dataclass(frozen=True)
+class TextSeen(TextWritten):
+    """What there is to train on: `TextWritten`, and the tokens of documents."""
+
+    documents: int
 
 
 def folder_of(cfg: TrainSettings, model: Model) -> Path:
@@ -90,7 +99,7 @@ def form_of(cfg: TrainSettings, model: Model) -> Form:
 def claim(folder: Path, cfg: TrainSettings, model: Model) -> None:
     """Makes the directory this training's, or finds that it is already.
 
-    The number of steps, their rates and the amount of text may change between two runs; nothing else may.
+    The number of steps, their rates, documents and the amount of text may change between two runs; nothing else may.
 
     Raises:
         UserError: it holds another training.
@@ -109,10 +118,20 @@ def claim(folder: Path, cfg: TrainSettings, model: Model) -> None:
     })  # fmt: skip
 
 
-def texts(cfg: TrainSettings, model: Model, folder: Path, console: Console) -> tuple[list[Text], TextWritten]:
-    """Answers of `train.tokens` tokens, made where they are not there yet, and how fast."""
+def documents(cfg: TrainSettings) -> list[Document]:
+    """What the files of `train.documents` hold.
+
+    Raises:
+        UserError: a file that is not there, is malformed or holds no text.
+    """
+    return [document for path in Options.of(cfg).own.documents for document in read_documents(Path(path))]
+
+
+def texts(cfg: TrainSettings, model: Model, folder: Path, console: Console) -> tuple[list[Text], TextSeen]:
+    """Answers of `train.tokens` tokens, made where they are not there yet, and the documents beside them."""
     wanted, chosen = cfg.train.tokens, Options.of(cfg)
     written = TextWritten(0, 0.0)
+    read = tokenised(model, documents(cfg), chosen.data)
     with terminal.counting(console, "writing text", wanted) as bar:
 
         def progress(found: TextWritten) -> None:
@@ -123,7 +142,8 @@ def texts(cfg: TrainSettings, model: Model, folder: Path, console: Console) -> t
 
         where = Path(chosen.own.texts or folder / _TEXTS)
         paths = generate(model, chosen.data, where, tokens=wanted, progress=progress)
-    return [text for path in paths for text in read_shard(path)], written
+    seen = TextSeen(written.tokens, written.tokens_per_s, sum(len(text.tokens) - text.prompt for text in read))
+    return [text for path in paths for text in read_shard(path)] + read, seen
 
 
 def trained(

@@ -38,14 +38,13 @@ class HeadPlan(DrafterPlan, HeadOptions):
         f = open_gguf(path)
         if f.get("general.architecture", "str", "") == eagle3_file.ARCHITECTURE:
             return Eagle3Plan(eagle3_file.read_gguf(f), drafting=self.drafting).prepare(target, make)
-        c.check_alike("drafter=head")
         found = read_head(path, c, floats=target.kernels.name != "native")
         if style.vocab is None:
             style = dataclasses.replace(style, vocab=tuple(found.ids.tolist()))
         weights, columns = style.trim(target, target.params.output, c.vocab_size)
         source = HeadSource(
             **of_target(target, columns),
-            layers=make_layers(c, target.kernels),
+            layers=make_layers(c.plain, target.kernels),
             eps=c.norm_eps,
             width=c.d_model,
             kv_heads=c.n_kv_heads,

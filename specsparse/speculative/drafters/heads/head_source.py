@@ -1,9 +1,9 @@
 """A head on the target's features as a source of logits (EAGLE, Li et al., arXiv:2401.15077).
 
-One layer of the target's shape reads h_i, the target's row before its output norm, and the token after it, and gives
-what h_{i+1} will be; the target's own output matrix turns that into logits. What it drafts from, it reads in place of
-h. A head may read rows of layers below too, and then has a matrix of its own for its own rows (as EAGLE-3 has,
-arXiv:2503.01840).
+One layer, a plain Llama's of the target's sizes, reads h_i, the target's row before its output norm, and the token
+after it, and gives what h_{i+1} will be; the target's own output matrix turns that into logits. What it drafts from,
+it reads in place of h. A head may read rows of layers below too, and then has a matrix of its own for its own rows (as
+EAGLE-3 has, arXiv:2503.01840).
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class HeadParams(NamedTuple):
     Attributes:
         hidden_norm, token_norm: f32[D], RMS norms of its inputs.
         fc_hidden, fc_token: QTensor [D, D]; their products are added.
-        layer: of the target's shape.
+        layer: of `ModelConfig.plain`.
         output_norm: f32[D].
         below: of the target's rows that enter layers below; their products are added too.
         own: in place of `hidden_norm` and `fc_hidden` where the head reads its own row; None: the same.
