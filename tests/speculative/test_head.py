@@ -98,6 +98,10 @@ def other_target(folder, architecture):
     return loaded
 
 
+def slowly(*names):
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["chain", "tree", "below"])
 def test_q_is_what_the_trained_function_says(model, file, tmp_path, shape):
@@ -107,15 +111,13 @@ def test_q_is_what_the_trained_function_says(model, file, tmp_path, shape):
     check_q(model, file, tree, (0, 1, model.config.n_layers) if shape == "below" else True)
 
 
-@pytest.mark.parametrize(
-    "architecture", [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS if name != "gemma3"] + ["gemma3"]
-)
+@pytest.mark.parametrize("architecture", ["gemma3", *slowly("qwen3", "smollm3", "llama")])
 def test_q_of_other_targets(tmp_path, architecture):
     target = other_target(tmp_path, architecture)
     check_q(target, random_head(tmp_path, target, ids=range(0, V, 2)), {}, True)
 
 
-@pytest.mark.parametrize("architecture", OTHERS)
+@pytest.mark.parametrize("architecture", ["smollm3", "gemma3", *slowly("qwen3", "llama")])
 def test_other_targets_write_plain_decodings_tokens(tmp_path, architecture):
     target = other_target(tmp_path, architecture)
     plain = specsparse.generate(target, [5, 6, 7], max_tokens=24, ignore_eos=True)

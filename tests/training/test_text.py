@@ -98,7 +98,7 @@ def test_shards_are_made_once_and_made_alike(model, tmp_path):
 
 def test_documents_are_pieces_of_answers_length(model, tmp_path):
     """Running text is an answer from its second token on; an answer stands behind its question."""
-    (tmp_path / "a.txt").write_text("one two three four five six", encoding="utf-8")
+    (tmp_path / "a.txt").write_text("one two three four five six " * 2, encoding="utf-8")
     rows = [
         {"prompt": "what is it", "answer": "a long answer, and more of it"},
         {"text": "only a little"},
@@ -110,8 +110,8 @@ def test_documents_are_pieces_of_answers_length(model, tmp_path):
     assert [d.prompt and d.prompt[:9] for d in read] == [None, "what is i", None, "ppppppppp"]
     options = data.DataOptions(answer=10, prompt_tokens=40, chat=False)
     found, encode = documents.tokenised(model, read, options), model.tokenizer.encode
-    running, question = encode("one two three four five six"), encode("what is it", add_special=True)
-    assert not model.tokenizer.add_bos and len(running) > 20
+    running, question = encode("one two three four five six " * 2), encode("what is it", add_special=True)
+    assert not model.tokenizer.add_bos and len(running) > 30
     pieces = [running[i : i + 10] for i in range(0, len(running), 10) if len(running) - i >= 8]
     answered = [*question, *encode("a long answer, and more of it")[:10]]
     assert [t.tokens.tolist() for t in found] == [*pieces, answered, encode("only a little")[:10]]

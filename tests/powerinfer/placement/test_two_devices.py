@@ -8,6 +8,7 @@ from specsparse import SamplingParams
 from specsparse.engine.architectures import LayerKind
 from specsparse.engine.llama import Want
 from specsparse.kernels.native import cpu
+from specsparse.powerinfer.files import convert
 from specsparse.powerinfer.files.gpuidx import GpuIndex, write_gpuidx
 from tests.other_process import found_by
 from tests.powerinfer.placement.test_hot_cold import D_FF, IDS, LAYERS, index
@@ -75,7 +76,6 @@ def path(tmp_path_factory):
 
 
 OTHERS = {
-    "qwen3": {"architecture": "qwen3", "head_dim": 32},
     "smollm3": {"architecture": "smollm3"},
     "window": {"window": 6},
 }
@@ -83,12 +83,15 @@ OTHERS = {
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory):
-    """Files of models whose layers are not a plain Llama's."""
+    """Files of models whose layers are not a plain Llama's. PowerInfer itself would not read a SmolLM3's, so
+    `convert powerinfer` refuses to write it; the reader takes it."""
     folder = tmp_path_factory.mktemp("others")
-    return {
-        name: write_tiny_powerinfer(folder / f"{name}.gguf", n_layers=LAYERS + 1, d_ff=D_FF, **given)
-        for name, given in OTHERS.items()
-    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(convert, "_check_representable", lambda f, config: None)
+        return {
+            name: write_tiny_powerinfer(folder / f"{name}.gguf", n_layers=LAYERS + 1, d_ff=D_FF, **given)
+            for name, given in OTHERS.items()
+        }
 
 
 def longer_index() -> GpuIndex:
@@ -119,7 +122,7 @@ def test_the_same_bits(one, two):
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_same_bits_of_other_architectures(others, two, name):
     one = specsparse.load(others[name], placement=longer_index())
-    assert one.config.kind(0) != LayerKind() or one.config.kind(3) != LayerKind() or one.config.family.qk_norm
+    assert one.config.kind(3) != LayerKind()
     np.testing.assert_array_equal(two[str(others[name])], [*one.logits(IDS), *one.logits([*IDS, *IDS, *IDS])])
 
 
