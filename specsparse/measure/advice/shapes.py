@@ -96,7 +96,7 @@ def siblings(a: Accepted) -> tuple[float, ...]:
     first is right less often than there.
     """
     if a.ranks:
-        return a.ranks
+        return tuple(rate / max(sum(a.ranks), 1.0) for rate in a.ranks)  # rounded rates may add up to 1.001
     first = min(a.reach[0] if a.reach else a.alpha, 1.0)
     guessed, *others = GUESSED_ACCEPTANCE
     left = (1 - first) * min(first / guessed, 1.0)
