@@ -5,6 +5,7 @@
 #include <limits>
 #include <utility>
 
+#include "simd/kinds.h"
 #include "simd/ops.h"
 
 namespace specsparse {
@@ -103,9 +104,6 @@ void dot_float_type(const Matrix& w, const uint8_t* group, const Activations& x,
   dot_floats<NT>(w, group, 64, x, row, y, [](const uint8_t* p) { return load(reinterpret_cast<const float*>(p)); });
 }
 
-// How the codes of a block are read.
-enum class Read { kCodes, kTable, kInt8 };
-
 // acc = fma(fl(dw * dx), dot, acc), then for mins acc = fma(mw, fl(dx * sum), acc): block after block, sub after sub.
 // `SLICES` slices of a group, from row `first` on.
 template <Read READ, Scales SCALES, int SUBS, int NT, int SLICES>
@@ -189,26 +187,12 @@ void dot_blocks(const Matrix& w, const uint8_t* group, const Activations& x, int
     dot_slices<READ, SCALES, SUBS, NT, kAtOnce>(w, group, first, x, row, y);
 }
 
-template <Scales SCALES, int NT>
-void dot_codes_of(const Matrix& w, const uint8_t* group, const Activations& x, int64_t row, float* y) {
-  if (w.codes == Codes::kInt8) {
-    if (w.sub == 32) return dot_blocks<Read::kInt8, SCALES, 1, NT>(w, group, x, row, y);
-    return dot_blocks<Read::kInt8, SCALES, 2, NT>(w, group, x, row, y);
-  }
-  if (w.lut) return dot_blocks<Read::kTable, SCALES, 1, NT>(w, group, x, row, y);
-  dot_blocks<Read::kCodes, SCALES, 1, NT>(w, group, x, row, y);
-}
-
 template <int NT>
 void dot_tokens(const Matrix& w, const uint8_t* group, const Activations& x, int64_t row, float* y) {
-  switch (w.scales) {
-    case Scales::kNone: return;  // floats: dot_float_type
-    case Scales::kD: return dot_codes_of<Scales::kD, NT>(w, group, x, row, y);
-    case Scales::kDm: return dot_codes_of<Scales::kDm, NT>(w, group, x, row, y);
-    case Scales::kF32: return dot_codes_of<Scales::kF32, NT>(w, group, x, row, y);
-    case Scales::kSuper: return dot_codes_of<Scales::kSuper, NT>(w, group, x, row, y);
-    case Scales::kSuperMin: return dot_codes_of<Scales::kSuperMin, NT>(w, group, x, row, y);
-  }
+  with_kind(w, [&](auto kind) SPECSPARSE_EACH {
+    using Kind = decltype(kind);
+    dot_blocks<Kind::kRead, Kind::kScales, Kind::kSubs, NT>(w, group, x, row, y);
+  });
 }
 
 using DotTokens = void (*)(const Matrix&, const uint8_t*, const Activations&, int64_t, float*);

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "pool/pool.h"
+#include "simd/kinds.h"
 
 namespace specsparse {
 namespace {
@@ -44,7 +45,7 @@ bool Description::read(const int64_t* d, const void* data, int64_t bytes) {
   bool has_lut = false;
   for (int i = 0; i < 16; ++i) lut[i] = static_cast<int8_t>(d[7 + i]), has_lut |= d[7 + i] != 0;
   if (has_lut) matrix.lut = lut;
-  return bytes >= matrix.groups() * matrix.group_bytes;
+  return has_kernels(matrix) && bytes >= matrix.groups() * matrix.group_bytes;
 }
 
 Activations ActivationBuffer::reserve(int64_t rows, int64_t cols, bool quantise) {

@@ -20,7 +20,7 @@ struct Description {
   Description(const Description&) = delete;
   Description& operator=(const Description&) = delete;
 
-  // Reads kDescription integers; false if the `bytes` of data do not hold the matrix.
+  // Reads kDescription integers; false if there are no kernels for it or the `bytes` of data do not hold the matrix.
   bool read(const int64_t* description, const void* data, int64_t bytes);
 };
 

@@ -11,6 +11,15 @@
 namespace specsparse {
 inline namespace SPECSPARSE_ISA {
 
+// Compiled once and called, not copied into each kernel: sixteen lanes without vector instructions are hundreds of
+// instructions, and half of the build's time went into their copies.
+#define SPECSPARSE_SHARED inline __attribute__((noinline))
+#if defined(__FP_FAST_FMAF)
+#define SPECSPARSE_FMA inline
+#else
+#define SPECSPARSE_FMA SPECSPARSE_SHARED  // each lane is a call of the library
+#endif
+
 constexpr int kMaxTokens = 4;
 constexpr int kMaxFloatTokens = 4;
 
@@ -33,7 +42,7 @@ inline F add(const F& a, const F& b) { F r; LANES(a.v[i] + b.v[i]); }
 inline F sub(const F& a, const F& b) { F r; LANES(a.v[i] - b.v[i]); }
 inline F mul(const F& a, const F& b) { F r; LANES(a.v[i] * b.v[i]); }
 inline F div(const F& a, const F& b) { F r; LANES(a.v[i] / b.v[i]); }
-inline F fma(const F& a, const F& b, const F& c) { F r; LANES(std::fma(a.v[i], b.v[i], c.v[i])); }
+SPECSPARSE_FMA F fma(const F& a, const F& b, const F& c) { F r; LANES(std::fma(a.v[i], b.v[i], c.v[i])); }
 // x86 semantics: the second operand where either is NaN.
 inline F max(const F& a, const F& b) { F r; LANES(a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
 inline F abs(const F& a) { F r; LANES(std::fabs(a.v[i])); }
@@ -42,7 +51,7 @@ inline I zero_i() { return I{}; }
 inline I set1_i(int32_t x) { I r; LANES(x); }
 inline I add(const I& a, const I& b) { I r; LANES(a.v[i] + b.v[i]); }
 // Round to nearest even; what does not fit an int32 becomes its minimum, as on x86.
-inline I to_int(const F& a) {
+SPECSPARSE_SHARED I to_int(const F& a) {
   I r;
   LANES(std::fabs(a.v[i]) < 2147483648.0f ? static_cast<int32_t>(std::nearbyint(a.v[i])) : INT32_MIN);
 }
@@ -97,13 +106,13 @@ inline uint16_t float_to_half(float x) {
   const uint32_t rounded = bits + 0xfff + ((bits >> 13) & 1);
   return sign | static_cast<uint16_t>((rounded - 0x38000000) >> 13);
 }
-inline F load_f16(const void* p) {
+SPECSPARSE_SHARED F load_f16(const void* p) {
   uint16_t h[16];
   std::memcpy(h, p, sizeof h);
   F r;
   LANES(half_to_float(h[i]));
 }
-inline void store_f16(void* p, const F& a) {
+SPECSPARSE_SHARED void store_f16(void* p, const F& a) {
   uint16_t h[16];
   for (int i = 0; i < 16; ++i) h[i] = float_to_half(a.v[i]);
   std::memcpy(p, h, sizeof h);
@@ -131,14 +140,14 @@ inline F load_u8(const void* p) {
 #undef LANES
 
 // Sums lanes in a fixed tree: i with i + 8, then + 4, + 2, + 1.
-inline float reduce_add(const F& a) {
+SPECSPARSE_SHARED float reduce_add(const F& a) {
   float t[8];
   for (int i = 0; i < 8; ++i) t[i] = a.v[i] + a.v[i + 8];
   for (int step = 4; step; step /= 2)
     for (int i = 0; i < step; ++i) t[i] += t[i + step];
   return t[0];
 }
-inline float reduce_max(const F& a) {
+SPECSPARSE_SHARED float reduce_max(const F& a) {
   float m = a.v[0];
   for (int i = 1; i < 16; ++i) m = m > a.v[i] ? m : a.v[i];
   return m;
@@ -158,40 +167,42 @@ inline S slice_i8(const void* p) { return load_i8(p); }
 inline S slice_u8(const void* p) { return load_u8(p); }
 inline SI slice_minus(const SI& x, int32_t y) { return add(x, set1_i(-y)); }
 
-// Integer dot products of one block of 16 rows x 32 columns with NT blocks of activations. dot[t] is exact.
+// Integer dot products of one block of 16 rows x 32 columns with NT blocks of activations. dot[t] is exact. It is summed in
+// arrays of the function's own: bytes may alias what a pointer leads to.
 template <int NT, class Value>
 inline void dot_nibbles(const uint8_t* w, const QBlock* const* x, SI* dot, Value value) {
-  for (int t = 0; t < NT; ++t) dot[t] = zero_i();
+  SI sum[NT] = {};
   for (int c = 0; c < 4; ++c)
     for (int r = 0; r < 16; ++r)
       for (int b = 0; b < 4; ++b) {
         const uint8_t code = w[64 * c + 4 * r + b];
         const int low = value(code & 15), high = value(code >> 4);
-        for (int t = 0; t < NT; ++t) dot[t].v[r] += low * x[t]->q[4 * c + b] + high * x[t]->q[16 + 4 * c + b];
+        for (int t = 0; t < NT; ++t) sum[t].v[r] += low * x[t]->q[4 * c + b] + high * x[t]->q[16 + 4 * c + b];
       }
+  for (int t = 0; t < NT; ++t) dot[t] = sum[t];
 }
 
 // Codes that count from 0.
 template <int NT, int SLICES>
-SPECSPARSE_INLINE void dot_codes(const uint8_t* w, const QBlock* const* x, SI (*dot)[NT]) {
+SPECSPARSE_SHARED void dot_codes(const uint8_t* w, const QBlock* const* x, SI (*dot)[NT]) {
   dot_nibbles<NT>(w, x, *dot, [](int code) { return code; });
 }
 
 // Codes that stand for the 16 signed values of a table.
 template <int NT, int SLICES>
-SPECSPARSE_INLINE void dot_table(const uint8_t* w, const QBlock* const* x, SI (*dot)[NT], const int8_t* lut) {
+SPECSPARSE_SHARED void dot_table(const uint8_t* w, const QBlock* const* x, SI (*dot)[NT], const int8_t* lut) {
   dot_nibbles<NT>(w, x, *dot, [lut](int code) { return lut[code]; });
 }
 
 // int8 codes of `CHUNKS` chunks of four columns from chunk FIRST on: the block or half of it.
 template <int NT, int SLICES, int CHUNKS, int FIRST>
-SPECSPARSE_INLINE void dot_int8(const uint8_t* w, const QBlock* const* x, SI (*dot)[NT]) {
-  for (int t = 0; t < NT; ++t) (*dot)[t] = zero_i();
+SPECSPARSE_SHARED void dot_int8(const uint8_t* w, const QBlock* const* x, SI (*dot)[NT]) {
+  SI sum[NT] = {};
   for (int c = FIRST; c < FIRST + CHUNKS; ++c)
     for (int r = 0; r < 16; ++r)
       for (int b = 0; b < 4; ++b)
-        for (int t = 0; t < NT; ++t)
-          (*dot)[t].v[r] += static_cast<int8_t>(w[64 * c + 4 * r + b]) * x[t]->q[4 * c + b];
+        for (int t = 0; t < NT; ++t) sum[t].v[r] += static_cast<int8_t>(w[64 * c + 4 * r + b]) * x[t]->q[4 * c + b];
+  for (int t = 0; t < NT; ++t) (*dot)[t] = sum[t];
 }
 
 }  // namespace SPECSPARSE_ISA

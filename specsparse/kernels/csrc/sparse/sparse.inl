@@ -9,13 +9,12 @@
 #include <algorithm>
 #include <cstring>
 
+#include "simd/kinds.h"
 #include "sparse/sparse.h"
 
 namespace specsparse {
 inline namespace SPECSPARSE_ISA {
 namespace {
-
-enum class Read { kCodes, kTable, kInt8 };
 
 // The upper halves of the floats of the sixteen codes.
 inline void float_halves(const NeuronRows& w, uint16_t* halves) {
@@ -56,8 +55,9 @@ inline void super_scales(const uint8_t* coarse, const uint8_t* fine, const uint8
 }
 
 // Scales d and mins m of subs [begin, end) of a row; whole super-blocks. Both arrays have room for 15 more.
+// Not inlined, which `flatten` would do in each of the kernels: one call a row costs nothing, its copies a third of the build.
 template <Scales SCALES, int SUBS>
-inline void expand_scales(const NeuronRows& w, const uint8_t* row, int64_t begin, int64_t end, float* d, float* m) {
+__attribute__((noinline)) void expand_scales(const NeuronRows& w, const uint8_t* row, int64_t begin, int64_t end, float* d, float* m) {
   const uint8_t *p = row + w.chunks() * w.code_bytes(), *stop = row + w.row_bytes;
   const int64_t subs = w.subs();
   if constexpr (SCALES == Scales::kSuper || SCALES == Scales::kSuperMin) {
@@ -143,16 +143,6 @@ __attribute__((flatten)) void dot_floats_row(const NeuronRows& w, int64_t j, con
   each<NT>([&](auto t) SPECSPARSE_EACH { out[t] = reduce_add(add(low[t], high[t])); });
 }
 
-template <Scales SCALES, int NT>
-void dot_codes_of(const NeuronRows& w, int64_t j, const uint8_t* next, const Input* const* x, float* out, float* scratch) {
-  if (w.codes == Codes::kInt8) {
-    if (w.sub == 32) return dot_codes_row<Read::kInt8, SCALES, 1, NT>(w, j, next, x, out, scratch);
-    return dot_codes_row<Read::kInt8, SCALES, 2, NT>(w, j, next, x, out, scratch);
-  }
-  if (w.lut) return dot_codes_row<Read::kTable, SCALES, 1, NT>(w, j, next, x, out, scratch);
-  dot_codes_row<Read::kCodes, SCALES, 1, NT>(w, j, next, x, out, scratch);
-}
-
 template <int NT>
 void dot_floats_of(const NeuronRows& w, int64_t j, const uint8_t* next, const Input* const* x, float* out) {
   if (w.codes == Codes::kF16) return dot_floats_row<NT, 2>(w, j, next, x, out, [](const uint8_t* p) { return load_f16(p); });
@@ -162,14 +152,11 @@ void dot_floats_of(const NeuronRows& w, int64_t j, const uint8_t* next, const In
 
 template <int NT>
 void dot_tokens(const NeuronRows& w, int64_t j, const uint8_t* next, const Input* const* x, float* out, float* scratch) {
-  switch (w.scales) {
-    case Scales::kNone: return dot_floats_of<NT>(w, j, next, x, out);
-    case Scales::kD: return dot_codes_of<Scales::kD, NT>(w, j, next, x, out, scratch);
-    case Scales::kDm: return dot_codes_of<Scales::kDm, NT>(w, j, next, x, out, scratch);
-    case Scales::kF32: return dot_codes_of<Scales::kF32, NT>(w, j, next, x, out, scratch);
-    case Scales::kSuper: return dot_codes_of<Scales::kSuper, NT>(w, j, next, x, out, scratch);
-    case Scales::kSuperMin: return dot_codes_of<Scales::kSuperMin, NT>(w, j, next, x, out, scratch);
-  }
+  if (w.is_float()) return dot_floats_of<NT>(w, j, next, x, out);
+  with_kind(w, [&](auto kind) SPECSPARSE_EACH {
+    using Kind = decltype(kind);
+    dot_codes_row<Kind::kRead, Kind::kScales, Kind::kSubs, NT>(w, j, next, x, out, scratch);
+  });
 }
 
 void dot(const NeuronRows& w, int64_t j, const uint8_t* next, const Input* const* x, int count, float* out, float* scratch) {
@@ -249,28 +236,14 @@ __attribute__((flatten)) void add_floats(const NeuronRows& w, const int32_t* js,
   }
 }
 
-template <Scales SCALES, int NR>
-void add_codes_of(const NeuronRows& w, const int32_t* js, const float* a, const int32_t* next, int64_t begin, int64_t end,
-                  float* y, float* scratch) {
-  if (w.codes == Codes::kInt8) {
-    if (w.sub == 32) return add_codes<Read::kInt8, SCALES, 1, NR>(w, js, a, next, begin, end, y, scratch);
-    return add_codes<Read::kInt8, SCALES, 2, NR>(w, js, a, next, begin, end, y, scratch);
-  }
-  if (w.lut) return add_codes<Read::kTable, SCALES, 1, NR>(w, js, a, next, begin, end, y, scratch);
-  add_codes<Read::kCodes, SCALES, 1, NR>(w, js, a, next, begin, end, y, scratch);
-}
-
 template <int NR>
 void add_neurons(const NeuronRows& w, const int32_t* js, const float* a, const int32_t* next, int64_t begin, int64_t end,
                  float* y, float* s) {
-  switch (w.scales) {
-    case Scales::kNone: break;
-    case Scales::kD: return add_codes_of<Scales::kD, NR>(w, js, a, next, begin, end, y, s);
-    case Scales::kDm: return add_codes_of<Scales::kDm, NR>(w, js, a, next, begin, end, y, s);
-    case Scales::kF32: return add_codes_of<Scales::kF32, NR>(w, js, a, next, begin, end, y, s);
-    case Scales::kSuper: return add_codes_of<Scales::kSuper, NR>(w, js, a, next, begin, end, y, s);
-    case Scales::kSuperMin: return add_codes_of<Scales::kSuperMin, NR>(w, js, a, next, begin, end, y, s);
-  }
+  const auto codes = [&](auto kind) SPECSPARSE_EACH {
+    using Kind = decltype(kind);
+    add_codes<Kind::kRead, Kind::kScales, Kind::kSubs, NR>(w, js, a, next, begin, end, y, s);
+  };
+  if (with_kind(w, codes)) return;
   if (w.codes == Codes::kF16)
     return add_floats<2, NR>(w, js, a, next, begin, end, y, [](const uint8_t* p) { return load_f16(p); });
   if (w.codes == Codes::kBf16)

@@ -18,32 +18,32 @@ inline Bytes load_bytes(const void* p) {
   std::memcpy(r.v, p, 64);
   return r;
 }
-inline Bytes load_nibbles(const void* p) {
+SPECSPARSE_SHARED Bytes load_nibbles(const void* p) {
   const uint8_t* b = static_cast<const uint8_t*>(p);
   Bytes r;
   for (int i = 0; i < 32; ++i) r.v[i] = b[i] & 15, r.v[32 + i] = b[i] >> 4;
   return r;
 }
-inline Bytes lookup(Bytes x, const int8_t* lut) {
+SPECSPARSE_SHARED Bytes lookup(Bytes x, const int8_t* lut) {
   for (int8_t& v : x.v) v = lut[v];
   return x;
 }
 inline const Bytes& magnitude(const Bytes& x) { return x; }  // only the others want it
 // Sums of four products each.
-inline I dot4(const Bytes&, const Bytes& w, const int8_t* x) {
+SPECSPARSE_SHARED I dot4(const Bytes&, const Bytes& w, const int8_t* x) {
   I r{};
   for (int i = 0; i < 64; ++i) r.v[i / 4] += w.v[i] * x[i];
   return r;
 }
 // The same added to sixteen sums or, where there are none, to 0.
-inline I dot4_unsigned(const int32_t* sums, const Bytes& w, const int8_t* x) {
+SPECSPARSE_SHARED I dot4_unsigned(const int32_t* sums, const Bytes& w, const int8_t* x) {
   I found = dot4(w, w, x);
   for (int i = 0; sums && i < 16; ++i) found.v[i] += sums[i];
   return found;
 }
 // Column 4i + K of each lane.
 template <int K>
-inline F column(const Bytes& x) {
+SPECSPARSE_SHARED F column(const Bytes& x) {
   F r;
   for (int i = 0; i < 16; ++i) r.v[i] = static_cast<float>(x.v[4 * i + K]);
   return r;
@@ -57,7 +57,7 @@ struct NibbleTable {
 struct Halves {
   float v[64];
 };
-inline Halves to_halves(const Bytes& x, const NibbleTable& t) {
+SPECSPARSE_SHARED Halves to_halves(const Bytes& x, const NibbleTable& t) {
   Halves r;
   for (int i = 0; i < 64; ++i) {
     const uint32_t bits = static_cast<uint32_t>(t.halves[x.v[i]]) << 16;
@@ -66,14 +66,14 @@ inline Halves to_halves(const Bytes& x, const NibbleTable& t) {
   return r;
 }
 template <int K>
-inline F column(const Halves& x) {
+SPECSPARSE_SHARED F column(const Halves& x) {
   F r;
   for (int i = 0; i < 16; ++i) r.v[i] = x.v[i / 4 * 16 + K / 2 * 8 + i % 4 * 2 + K % 2];
   return r;
 }
 // The scales of a chunk's 2 * SUBS sub-blocks, each in the lanes of its columns.
 template <int SUBS>
-inline F spread_scales(const float* s) {
+SPECSPARSE_SHARED F spread_scales(const float* s) {
   F r;
   for (int i = 0; i < 16; ++i) r.v[i] = s[i * SUBS / 8];
   return r;
@@ -85,18 +85,19 @@ inline int64_t count_differing(const uint64_t* a, const uint64_t* b) { return __
 
 // Lane i: the codes of row i, without sign, at `offset`, times a in the low half of the bytes and times b in the high half.
 // Rows from 4 * quads on are not read.
-inline void chunk_sums(const uint8_t* const* rows, int64_t offset, const int8_t* a, const int8_t* b, int quads, I* sum_a,
+SPECSPARSE_SHARED void chunk_sums(const uint8_t* const* rows, int64_t offset, const int8_t* a, const int8_t* b, int quads, I* sum_a,
                        I* sum_b) {
-  *sum_a = *sum_b = zero_i();
+  I one{}, two{};
   for (int i = 0; i < 4 * quads; ++i)
     for (int k = 0; k < 32; ++k) {
       const uint8_t both = rows[i][offset + k];
-      sum_a->v[i] += (both & 15) * a[k], sum_b->v[i] += (both >> 4) * b[k];
+      one.v[i] += (both & 15) * a[k], two.v[i] += (both >> 4) * b[k];
     }
+  *sum_a = one, *sum_b = two;
 }
 
 // Sixteen halves of each of sixteen rows at `offset`, turned: out[16 b + i] is half b of row i.
-inline void turn_halves(const uint8_t* const* rows, int64_t offset, float* out) {
+SPECSPARSE_SHARED void turn_halves(const uint8_t* const* rows, int64_t offset, float* out) {
   for (int b = 0; b < 16; ++b) {
     uint16_t column[16];
     for (int i = 0; i < 16; ++i) std::memcpy(column + i, rows[i] + offset + 2 * b, 2);
