@@ -9,6 +9,7 @@ from gguf import GGMLQuantizationType as GGML
 from gguf.constants import GGML_QUANT_SIZES
 
 from specsparse.errors import UserError
+from specsparse.kernels.native import cpu
 from specsparse.kernels.packing import pack as packing
 from specsparse.kernels.packing.dequant import dequantize, dequantize_groups, embed_rows, pack_float
 from specsparse.kernels.packing.pack import SUPPORTED, pack, pack_qtensor
@@ -63,6 +64,21 @@ def valid_bytes(qtype: GGML, rows: int, seed: int = 0) -> np.ndarray:
 def oracle(raw: np.ndarray, qtype: GGML) -> np.ndarray:
     with np.errstate(all="ignore"):
         return gguf.quants.dequantize(raw, qtype)
+
+
+@pytest.mark.skipif(not cpu.available(), reason="no native kernels")
+@pytest.mark.parametrize("rows", [32, 37])
+def test_compiled_code_packs_the_same_bytes(rows, monkeypatch):
+    """Of the types that it knows; the others are packed by numpy in any case."""
+    known, call = set(), cpu.pack
+    for qtype in SUPPORTED:
+        raw = random_bytes(qtype, rows)
+        shape = (rows, columns(qtype))
+        monkeypatch.setattr(cpu, "pack", lambda *a, q=qtype, **o: call(*a, **o) and not known.add(q))
+        got, _ = pack(raw, qtype, shape)
+        monkeypatch.setattr(cpu, "pack", lambda *a, **o: False)
+        assert np.array_equal(got, pack(raw, qtype, shape)[0]), qtype.name
+    assert known == {GGML.F32, GGML.F16, GGML.BF16, GGML.Q4_0, GGML.Q4_1, GGML.Q8_0, GGML.IQ4_NL}
 
 
 def test_every_type_gguf_can_dequantise_has_a_layout():

@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -103,6 +104,34 @@ def set_threads(count: int) -> None:
     _check_threads(count)
     if library := _library():
         library.specsparse_set_threads(count)
+
+
+@functools.cache
+def _packer() -> Callable[..., int] | None:
+    library = _library()
+    try:
+        call = library and library.specsparse_pack
+    except AttributeError:  # an older build: numpy packs
+        return None
+    if call is not None:
+        call.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 5
+    return call
+
+
+def pack(out: np.ndarray, raw: np.ndarray, *, item: int = 0, scales: int = 0, words: int = 0) -> bool:
+    """Packs rows as `packing.pack` does, where the kernels are there and can.
+
+    Args:
+        out: uint8[groups, bytes], contiguous; filled.
+        raw: uint8[rows, bytes of a row], contiguous.
+        item: bytes of a float, or 0 for blocks.
+        scales, words: float16 scales that a block begins with, and words of four bytes of codes behind them.
+
+    Returns:
+        Whether it did; other threads run meanwhile.
+    """
+    call = _packer()
+    return call is not None and bool(call(out.ctypes.data, raw.ctypes.data, *raw.shape, item, scales, words))
 
 
 def describe(weights: tuple[QTensor, ...]) -> np.ndarray:

@@ -57,7 +57,7 @@ def minus(words: np.ndarray, offset: int) -> np.ndarray:
     return words
 
 
-def _plain(blocks: np.ndarray) -> Parts:
+def as_stored(blocks: np.ndarray) -> Parts:
     """Codes are stored as the layout wants them: Q4_0, Q4_1, IQ4_NL, Q8_0."""
     names = blocks.dtype.names
     return Parts(blocks["q"], blocks["d"][..., None], blocks["m"][..., None] if "m" in names else None)
@@ -230,17 +230,17 @@ _INT8 = {"codes": "int8", "scales": "d"}
 _LUT = {"codes": "nibble", "lut": _IQ4_VALUES}
 
 PLAIN_KINDS: dict[GGML, BlockKind] = kind_table(
-    (GGML.Q4_0, {**_NIBBLE, "zero": 8}, "d:<u2 q:<u4x4", _plain),
-    (GGML.Q4_1, {"codes": "nibble", "scales": "dm"}, "d:<u2 m:<u2 q:<u4x4", _plain),
+    (GGML.Q4_0, {**_NIBBLE, "zero": 8}, "d:<u2 q:<u4x4", as_stored),
+    (GGML.Q4_1, {"codes": "nibble", "scales": "dm"}, "d:<u2 m:<u2 q:<u4x4", as_stored),
     (GGML.Q5_0, _INT8, "d:<u2 h:u1x2,2 q:<u4x4", lambda b: _five_bits(b, offset=16)),
     (GGML.Q5_1, {"codes": "int8", "scales": "dm"}, "d:<u2 m:<u2 h:u1x2,2 q:<u4x4", lambda b: _five_bits(b, offset=0)),
-    (GGML.Q8_0, _INT8, "d:<u2 q:<u4x8", _plain),
+    (GGML.Q8_0, _INT8, "d:<u2 q:<u4x8", as_stored),
     (GGML.Q2_K, {"codes": "int8", "scales": "super_min", "sub": 16}, "s:u1x16 q:<u4x2,8 d:<u2 m:<u2", _q2_k),
     (GGML.Q3_K, {"codes": "int8", "scales": "super", "sub": 16}, "h:<u4x8 q:<u4x2,8 s:u1x12 d:<u2", _q3_k),
     (GGML.Q4_K, {"codes": "nibble", "scales": "super_min"}, "d:<u2 m:<u2 s:u1x12 q:<u4x4,2,4", _q4_k),
     (GGML.Q5_K, {"codes": "int8", "scales": "super_min"}, "d:<u2 m:<u2 s:u1x12 h:<u4x8 q:<u4x4,8", _q5_k),
     (GGML.Q6_K, {"codes": "int8", "scales": "super", "sub": 16}, "q:<u4x2,2,8 h:<u4x2,8 s:i1x16 d:<u2", _q6_k),
-    (GGML.IQ4_NL, {**_LUT, "scales": "d"}, "d:<u2 q:<u4x4", _plain),
+    (GGML.IQ4_NL, {**_LUT, "scales": "d"}, "d:<u2 q:<u4x4", as_stored),
     (GGML.IQ4_XS, {**_LUT, "scales": "super"}, "d:<u2 sh:<u2 sl:u1x4 q:<u4x8,4", _iq4_xs),
     (GGML.MXFP4, {"codes": "nibble", "scales": "f32", "lut": _E2M1_VALUES}, "e:u1 q:<u4x4", _mxfp4),
     (GGML.NVFP4, {"codes": "int8", "scales": "f32", "sub": 16}, "e:u1x4 q:u1x4,8", _nvfp4),

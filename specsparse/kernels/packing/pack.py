@@ -14,7 +14,8 @@ from gguf.constants import GGML_QUANT_SIZES
 
 from specsparse.errors import UserError
 from specsparse.kernels.arena import aligned_empty
-from specsparse.kernels.packing.block_types import PLAIN_KINDS, BlockKind, Parts
+from specsparse.kernels.native import cpu
+from specsparse.kernels.packing.block_types import PLAIN_KINDS, BlockKind, Parts, as_stored
 from specsparse.kernels.packing.codebooks import CODEBOOK_KINDS
 from specsparse.kernels.qtensor import BLOCK, ROWS, SUPER, Layout, QTensor
 
@@ -52,7 +53,8 @@ def pack(raw: np.ndarray, qtype: GGML, shape: tuple[int, int]) -> tuple[np.ndarr
     rows, cols = (int(n) for n in shape)
     raw = rows_of(raw, qtype, (rows, cols))
     out = aligned_empty(-(-rows // ROWS), layout.group_bytes(cols))
-    _fill(out, raw, _row_writer(qtype, layout))
+    if not _packed_natively(out, raw, qtype, layout):
+        _fill(out, raw, _row_writer(qtype, layout))
     out.flags.writeable = False
     return out, layout
 
@@ -83,6 +85,17 @@ def rows_of(raw: np.ndarray, qtype: GGML, shape: tuple[int, int]) -> np.ndarray:
             f"{raw.size} bytes of {qtype.name} are not a [{rows}, {cols}] matrix (in blocks of {unit} columns)"
         )
     return raw.reshape(rows, -1)
+
+
+def _packed_natively(out: np.ndarray, raw: np.ndarray, qtype: GGML, layout: Layout) -> bool:
+    """The same by the compiled kernels, ten times as fast; they know floats and the types that are stored as packed."""
+    raw = np.ascontiguousarray(raw)
+    if layout.is_float:
+        return cpu.pack(out, raw, item=4 if layout.codes == "f32" else 2)
+    if KINDS[qtype].decode is not as_stored:
+        return False
+    scales, words = 2 if layout.scales == "dm" else 1, 8 if layout.codes == "int8" else 4
+    return cpu.pack(out, raw, scales=scales, words=words)
 
 
 def _fill(out: np.ndarray, raw: np.ndarray, write: Callable[[np.ndarray, np.ndarray], None]) -> None:
