@@ -3,6 +3,7 @@
 What a layer is beside the plain Llama's says `ModelConfig.family` (`engine.architectures`).
 """
 
+import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -16,7 +17,8 @@ from specsparse.engine.cache import KVCache
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.weights import Layer, Params
 from specsparse.errors import UserError
-from specsparse.kernels import Kernels, QTensor, SkipWeights, SparseStats
+from specsparse.kernels import ChosenFfn, Kernels, QTensor, SkipWeights, SparseStats
+from specsparse.kernels.native.layers import MOST_CHOSEN_ROWS
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,28 @@ class ForwardOut(NamedTuple):
     logits: jax.Array | None
     hidden: jax.Array | None = None
     stats: object | None = None
+
+
+class ChosenNeurons(abc.ABC):
+    """An injected FFN whose neurons a predictor chooses, and which native kernels can compute in their one call.
+
+    Attributes:
+        acts: of gate and up (of up and None without a gate), as `sparse_ffn` takes them.
+    """
+
+    acts: tuple
+
+    @abc.abstractmethod
+    def __call__(self, layer: Layer, x_RD, n_valid_B):
+        """(x_RD, SparseStats), as `make_forward` wants it."""
+
+    @abc.abstractmethod
+    def of_layer(self, layer: Layer) -> ChosenFfn:
+        """The same for the kernels' call."""
+
+    @abc.abstractmethod
+    def seen(self, stats: SparseStats) -> SparseStats:
+        """What `__call__` returns where `sparse_ffn` counted `stats`."""
 
 
 _PLAIN_KIND = LayerKind()
@@ -180,7 +204,8 @@ def make_layers(config: ModelConfig, kernels: Kernels, ffn: Callable | None = No
     places. Of `params` it reads `layers`, `cos` and `sin`. `ffn` as for `make_forward`.
     """
     plain = config.gated and config.activation in ("silu", "gelu_tanh", "relu", "relu2")
-    one_call = ffn is None and plain and kernels.layers is not None and config.head_dim % 16 == 0
+    chooses = isinstance(ffn, ChosenNeurons)
+    one_call = (chooses or (ffn is None and plain)) and kernels.layers is not None and config.head_dim % 16 == 0
     ffn = ffn or dense_ffn(config, kernels)
     attention = make_attention(config, kernels)
 
@@ -201,23 +226,27 @@ def make_layers(config: ModelConfig, kernels: Kernels, ffn: Callable | None = No
         return x_RD, cache, stacked, side_by_side([kept[place] for place in features], n_valid_B)
 
     def together(params: Params, x_RD, cache: KVCache, n_valid_B, parents_Bn, which, features=()):
-        if not len(which):
+        if not len(which) or (chooses and x_RD.shape[0] > MOST_CHOSEN_ROWS):
             return one_by_one(params, x_RD, cache, n_valid_B, parents_Bn, which, features)
         keys, values = list(cache.k), list(cache.v)
         layers = [params.layers[i] for i in which]
         skip = [layer.sparse for layer in layers]
-        skips = all(isinstance(w, SkipWeights) for w in skip)
+        skips = not chooses and all(isinstance(w, SkipWeights) for w in skip)
+        how = {"act": config.activation, "skip": skip if skips else None}
+        if chooses:
+            how = {"act": ffn.acts[0], "up_act": ffn.acts[1], "chosen": [ffn.of_layer(layer) for layer in layers]}
         with jax.named_scope("layers"):
             x_RD, new_k, new_v, *more = kernels.layers(
                 x_RD, layers, [keys[i] for i in which], [values[i] for i in which],
                 cos=params.cos, sin=params.sin, length=cache.length, n_valid=n_valid_B, parents=parents_Bn,
-                pairing=config.rope.pairing, eps=config.norm_eps, act=config.activation, skip=skip if skips else None,
-                features=features, kinds=[config.kind(i) for i in which],
+                pairing=config.rope.pairing, eps=config.norm_eps, features=features,
+                kinds=[config.kind(i) for i in which], **how,
             )  # fmt: skip
         for i, k, v in zip(which, new_k, new_v, strict=True):
             keys[i], values[i] = k, v
-        seen = more.pop(0) if skips else ()
+        seen = more.pop(0) if skips or chooses else ()
         stats = SparseStats(kept=seen[0], union=seen[1], nonzero=seen[0], active=seen[1]) if skips else None
+        stats = ffn.seen(SparseStats(*seen)) if chooses else stats
         return x_RD, KVCache(tuple(keys), tuple(values), cache.length), stats, *(more or [None])
 
     return together if one_call else one_by_one
@@ -253,7 +282,7 @@ def make_forward(config: ModelConfig, kernels: Kernels, ffn: Callable | None = N
     `ffn(layer, x_RD, n_valid_B) -> (x_RD, stats)` replaces the dense one; `stats` is a pytree of arrays or None, and
     `ForwardOut.stats` stacks it over the layers that ran. A dense model on kernels that have `layers` runs all of them
     in one call; where `layer.sparse` is `kernels.SkipWeights`, that call skips the zeros of a ReLU model: the same
-    bits, and `SparseStats`.
+    bits, and `SparseStats`. A `ChosenNeurons` runs in that call too, with the bits of its own.
     """
     embed, run, output = make_embed(config, kernels), make_layers(config, kernels, ffn), make_output(config, kernels)
 

@@ -3,6 +3,8 @@
 from specsparse.kernels.api import BACKENDS, Kernels, get, promise, status
 from specsparse.kernels.native.cpu import set_threads
 from specsparse.kernels.neurons import (
+    ChosenFfn,
+    NeuronChoice,
     NeuronRows,
     SparseStats,
     pack_neurons,
@@ -16,8 +18,10 @@ from specsparse.kernels.qtensor import Layout, QTensor
 
 __all__ = [
     "BACKENDS",
+    "ChosenFfn",
     "Kernels",
     "Layout",
+    "NeuronChoice",
     "NeuronRows",
     "QTensor",
     "SignRows",

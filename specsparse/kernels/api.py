@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 
 from specsparse.errors import UserError
-from specsparse.kernels.native import cpu, sparse
+from specsparse.kernels.native import cpu, layers, sparse
 from specsparse.kernels.reference import dense
 from specsparse.kernels.reference import sparse as reference_neurons
 
@@ -26,8 +26,8 @@ class Kernels:
         sparse_ffn: an FFN of which each row computes its own neurons only; see `reference.sparse`.
         signbit_keep: neurons predicted from sign bits.
         layers: all layers of a dense model in one call, equal to their composition from `linear` and `attend` bit for
-            bit, the zeros of a ReLU model skipped where it is given `SkipWeights`, the rows that enter chosen layers
-            kept; None where the backend has no such call.
+            bit, the zeros of a ReLU model skipped where it is given `SkipWeights`, `sparse_ffn` where it is given
+            `ChosenFfn`, the rows that enter chosen layers kept; None where the backend has no such call.
         normalise: RMS norm of rows.
     """
 
@@ -52,7 +52,7 @@ NATIVE = Kernels(
     cpu.argmax,
     sparse.sparse_ffn,
     sparse.signbit_keep,
-    cpu.layers,
+    layers.layers,
 )
 REFERENCE = Kernels(
     "reference",

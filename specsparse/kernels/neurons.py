@@ -12,7 +12,7 @@ A weight's value is that of `kernels.qtensor`.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from specsparse.errors import UserError
 from specsparse.kernels.arena import aligned_empty
 from specsparse.kernels.packing import dequant, pack
 from specsparse.kernels.packing.block_types import Parts
+from specsparse.kernels.packing.signbits import SignRows
 from specsparse.kernels.qtensor import BLOCK, ROWS, SUPER, Layout, Packed, QTensor, packed_pytree
 
 CHUNK = 64
@@ -57,6 +58,40 @@ class SparseStats(NamedTuple):
     union: jax.Array
     nonzero: jax.Array
     active: jax.Array
+
+
+class NeuronChoice(NamedTuple):
+    """Which neurons the rows of a layer compute, as `layers` of the native kernels decides it.
+
+    Attributes:
+        rule: "all", and the gate alone decides; "scores", where second relu(first z) reaches the threshold; "signs",
+            where that many products of signs are positive (`signbit_keep`).
+        first: QTensor [r, D], of "scores".
+        second: QTensor [F, r], of "scores".
+        relu: whether there is the ReLU.
+        norm: f32[D], z is x normalised by it; None: z is x.
+        signs: of "signs".
+        threshold: f32[], equality keeps; None for "all".
+        least: f32[], neurons with |act(gate z)| below it are left out; None for 0.
+    """
+
+    rule: Literal["all", "scores", "signs"] = "all"
+    first: QTensor | None = None
+    second: QTensor | None = None
+    relu: bool = False
+    norm: jax.Array | None = None
+    signs: SignRows | None = None
+    threshold: jax.Array | None = None
+    least: jax.Array | None = None
+
+
+class ChosenFfn(NamedTuple):
+    """A layer's FFN in which a predictor chooses the neurons: rows as `sparse_ffn` takes them, and its choice."""
+
+    gate: NeuronRows | None
+    up: NeuronRows
+    down_t: NeuronRows
+    choice: NeuronChoice
 
 
 def fields(layout: Layout, cols: int) -> dict[str, slice]:

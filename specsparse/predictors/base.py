@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Layer
 from specsparse.errors import UserError
+from specsparse.kernels import NeuronChoice
 from specsparse.predictors.ffn import FFN
 from specsparse.support.options import Internal, Share
 
@@ -68,6 +69,14 @@ class Predictor(abc.ABC):
             x_RD: f32[R, D] residual before `ffn_norm`, R = B * n.
             n_valid_B: int32[B].
         """
+
+
+class InOneCall(abc.ABC):
+    """A predictor whose `keep` the native kernels also compute within their one call for all layers, bit for bit."""
+
+    @abc.abstractmethod
+    def choice(self, weights: Pytree, layer: Layer) -> NeuronChoice:
+        """The rule of a layer, of the predictor's weights there."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from specsparse.engine.activation import activate
 from specsparse.engine.weights import Layer
-from specsparse.predictors.base import OfText, as_mask, require_rows
+from specsparse.kernels import NeuronChoice
+from specsparse.predictors.base import InOneCall, OfText, as_mask, require_rows
 
 
 class GateWeights(NamedTuple):
@@ -22,7 +23,7 @@ class GateWeights(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GateThreshold(OfText):
+class GateThreshold(OfText, InOneCall):
     """keep_j where |act(gate_j z)| >= threshold, a quantile over a text (CATS, arXiv:2404.08763, eq. 3).
 
     Attributes:
@@ -45,6 +46,10 @@ class GateThreshold(OfText):
     def keep(self, weights: GateWeights, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
         """uint8[R, F]."""
         return as_mask(self.score(layer, x_RD, n_valid_B) >= weights.threshold, n_valid_B)
+
+    def choice(self, weights: GateWeights, layer: Layer) -> NeuronChoice:
+        """See `InOneCall`."""
+        return NeuronChoice(least=weights.threshold)
 
 
 def above_zero(threshold: jax.Array) -> jax.Array:

@@ -9,9 +9,9 @@ import numpy as np
 
 from specsparse.engine.weights import Layer
 from specsparse.errors import UserError
-from specsparse.kernels import QTensor
+from specsparse.kernels import NeuronChoice, QTensor
 from specsparse.kernels.packing.dequant import pack_float
-from specsparse.predictors.base import Needs, Scored
+from specsparse.predictors.base import InOneCall, Needs, Scored
 
 
 class MlpWeights(NamedTuple):
@@ -29,7 +29,7 @@ class MlpWeights(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Mlp(Scored):
+class Mlp(Scored, InOneCall):
     """keep_j where (fc2 relu(fc1 x))_j >= threshold (PowerInfer, arXiv:2312.12456; Deja Vu, arXiv:2310.17157).
 
     x is the residual itself, not normalised, so that only the threshold 0 means the same for every row.
@@ -47,6 +47,10 @@ class Mlp(Scored):
         (h_Rr,) = self.ffn.kernels.linear(x_RD, (weights.fc1,), n_valid=n_valid_B)
         (scores_RF,) = self.ffn.kernels.linear(jnp.maximum(h_Rr, jnp.float32(0)), (weights.fc2,), n_valid=n_valid_B)
         return scores_RF
+
+    def choice(self, weights: MlpWeights, layer: Layer) -> NeuronChoice:
+        """See `InOneCall`."""
+        return NeuronChoice("scores", weights.fc1, weights.fc2, relu=True, threshold=weights.threshold)
 
 
 def mlp_weights(fc1: np.ndarray, fc2: np.ndarray, threshold: float = 0.0, *, codes: str = "f16") -> MlpWeights:

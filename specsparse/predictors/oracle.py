@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from specsparse.engine.weights import Layer
-from specsparse.predictors.base import Needs, Predictor, as_mask
+from specsparse.kernels import NeuronChoice
+from specsparse.predictors.base import InOneCall, Needs, Predictor, as_mask
 from specsparse.predictors.ffn import FFN
 from specsparse.support.options import Internal, Range, Share
 
 
 @dataclass(frozen=True)
-class Oracle(Predictor):
+class Oracle(Predictor, InOneCall):
     """keep_j where the neuron is not zero: recall and precision are 1, the output is the dense one."""
 
     name: ClassVar[str] = "oracle"
@@ -26,6 +27,10 @@ class Oracle(Predictor):
     def keep(self, weights: None, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
         """uint8[R, F]."""
         return as_mask(self.ffn.neurons(layer, x_RD, n_valid_B) != 0, n_valid_B)
+
+    def choice(self, weights: None, layer: Layer) -> NeuronChoice:
+        """See `InOneCall`."""
+        return NeuronChoice()
 
 
 class RandomWeights(NamedTuple):

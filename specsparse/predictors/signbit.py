@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from specsparse.engine.weights import Layer
-from specsparse.kernels import SignRows, pack_signs
+from specsparse.kernels import NeuronChoice, SignRows, pack_signs
 from specsparse.kernels.reference.sparse import signs_alike
-from specsparse.predictors.base import Scored
+from specsparse.predictors.base import InOneCall, Scored
 from specsparse.predictors.svd import normed_gate
 from specsparse.support.options import Positive
 
@@ -27,7 +27,7 @@ class SignBitWeights(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SignBit(Scored):
+class SignBit(Scored, InOneCall):
     """keep_j where alpha * positives_j >= negatives_j, the products w_jk x_k counted by sign (arXiv:2411.12692).
 
     The signs of `ffn_norm` are folded into those of the gate, so that x is the residual and no norm is computed.
@@ -52,3 +52,7 @@ class SignBit(Scored):
         """uint8[R, F]: score >= threshold, counted by the kernels."""
         kernels = self.ffn.kernels
         return kernels.signbit_keep(x_RD, weights.signs, threshold=weights.threshold, n_valid=n_valid_B)
+
+    def choice(self, weights: SignBitWeights, layer: Layer) -> NeuronChoice:
+        """See `InOneCall`."""
+        return NeuronChoice("signs", signs=weights.signs, threshold=weights.threshold)

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine.weights import Layer
-from specsparse.kernels import QTensor
+from specsparse.kernels import NeuronChoice, QTensor
 from specsparse.kernels.packing.dequant import dequantize, pack_float
-from specsparse.predictors.base import Scored
+from specsparse.predictors.base import InOneCall, Scored
 from specsparse.predictors.ffn import gate_matrix
 from specsparse.support.options import Count
 
@@ -30,7 +30,7 @@ class SvdWeights(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Svd(Scored):
+class Svd(Scored, InOneCall):
     """keep_j where (U V x)_j >= threshold * rms(x), U V the truncated SVD of gate * diag(ffn_norm) (arXiv:2603.14110).
 
     Dividing by rms(x) puts the score on the scale of the gate, so that one threshold serves all rows.
@@ -59,6 +59,11 @@ class Svd(Scored):
         (h_Rk,) = linear(x_RD, (weights.v,), norm=ones, eps=self.ffn.eps, n_valid=n_valid_B)
         (scores_RF,) = linear(h_Rk, (weights.u,), n_valid=n_valid_B)
         return scores_RF
+
+    def choice(self, weights: SvdWeights, layer: Layer) -> NeuronChoice:
+        """See `InOneCall`."""
+        ones = jnp.ones_like(layer.ffn_norm)
+        return NeuronChoice("scores", weights.v, weights.u, norm=ones, threshold=weights.threshold)
 
 
 def normed_gate(layer: Layer) -> np.ndarray:

@@ -47,10 +47,14 @@ def _library() -> ctypes.CDLL | None:
     return library
 
 
-def _register(library: ctypes.CDLL, target: str) -> None:
-    if not hasattr(library, target):
+def _symbol(library: ctypes.CDLL, name: str):
+    if not hasattr(library, name):
         raise UserError(f"{LIBRARY.name} is older than this checkout: build it again with `make native`")
-    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
+    return getattr(library, name)
+
+
+def _register(library: ctypes.CDLL, target: str) -> None:
+    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(_symbol(library, target)), platform="cpu")
 
 
 @functools.cache
@@ -228,74 +232,6 @@ def attend(
         table=np.int64(table),
         eps=np.float32(eps),
     )
-
-
-_NORMS = ("attn_norm", "ffn_norm", "attn_q_norm", "attn_k_norm", "post_attention_norm", "post_ffw_norm")
-_MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
-
-
-def layers(
-    x, weights, cache_k, cache_v, *,
-    cos, sin, length, n_valid, parents=None, pairing="norm", eps=0.0, act="silu", skip=None, features=(),
-    kinds=None,
-):  # fmt: skip
-    """All of `weights` applied to rows f32[R, D] in one call: what `linear` and `attend` compute, bit for bit.
-
-    Args:
-        x: rows of all sequences, as `linear` takes them.
-        weights: the layers in order, objects with the fields of `engine.weights.Layer`; head size a multiple of 16.
-        cache_k, cache_v: of each of these layers; updated in place where the caller donates them.
-        cos, sin, length, n_valid, parents, pairing: as `attend` takes them.
-        eps: of all norms.
-        act: of the gate.
-        skip: of each of the layers a `stripes.SkipWeights`: the same bits, and where one row counts, neurons that the
-            gate closes are not read. `act` is "relu" or "relu2".
-        features: places in `weights` of layers whose incoming rows are kept; `len(weights)` for the rows that come out.
-        kinds: (window, table) of each of the layers, as `attend` takes them; None: (0, 0).
-
-    Returns:
-        Rows f32[R, D], the caches' keys, their values; with `skip` also (int32[L, R], int32[L]): neurons of each row
-        that are not zero, neurons that are so in any row; with `features` also f32[R, len(features) * D], those rows
-        side by side, 0 where a row does not count.
-    """
-    empty = jnp.zeros((0,), jnp.float32)
-    operands, matrices, shapes, aliases = [], [], [jax.ShapeDtypeStruct(x.shape, jnp.float32)], {}
-    beside = [None] * len(weights) if skip is None else skip
-    for layer, k, v, more in zip(weights, cache_k, cache_v, beside, strict=True):
-        own = [getattr(layer, name) for name in _MATRICES]
-        matrices += own
-        biases = [layer.biases.get(name, empty) for name in _MATRICES]
-        norms = [getattr(layer, name) for name in _NORMS]
-        operands += [*(empty if norm is None else norm for norm in norms), *(w.data for w in own), *biases, k, v]
-        for back, cache in ((2, k), (1, v)):
-            aliases[6 + len(operands) - back] = len(shapes)
-            shapes.append(jax.ShapeDtypeStruct(cache.shape, cache.dtype))
-        if more is not None:
-            operands += [more.up.data, more.down]
-    if skip is not None:
-        shapes += [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((len(skip), x.shape[0]), (len(skip),))]
-    if features:
-        shapes.append(jax.ShapeDtypeStruct((x.shape[0], len(features) * x.shape[1]), jnp.float32))
-    out, *rest = _call("specsparse_layers", shapes, input_output_aliases=aliases)(
-        x,
-        cos,
-        sin,
-        length,
-        n_valid,
-        jnp.zeros((0,), jnp.int32) if parents is None else parents,
-        *operands,
-        description=np.append(describe(tuple(matrices)), np.array(features, np.int64)),  # the layers kept follow
-        kinds=np.array(kinds or [(0, 0)] * len(weights), np.int64).reshape(-1),
-        act=np.int64(ACTS[act]),
-        eps=np.float32(eps),
-        neox=np.int64(pairing == "neox"),
-        skip=np.int64(skip is not None),
-    )
-    n = 2 * len(cache_k)
-    found = (out, rest[:n:2], rest[1:n:2])
-    if skip is not None:
-        found = (*found, tuple(rest[n : n + 2]))
-    return (*found, rest[-1]) if features else found
 
 
 def argmax(x):

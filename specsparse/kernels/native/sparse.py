@@ -11,8 +11,8 @@ from specsparse.kernels.reference import sparse
 _ACTS = {None: 0, "silu": 1, "relu": 2, "relu2": 3, "fatrelu": 4}
 
 
-def _describe(*matrices: NeuronRows) -> np.ndarray:
-    """The integers that sparse_ffi.cc reads."""
+def describe(*matrices: NeuronRows) -> np.ndarray:
+    """int64[23 * len(matrices)]: what `NeuronDescription::read` (sparse/sparse.cc) reads of each."""
     out = []
     for w in matrices:
         layout, codes, scales = w.layout, cpu._CODES, cpu._SCALES
@@ -21,7 +21,8 @@ def _describe(*matrices: NeuronRows) -> np.ndarray:
     return np.array(out, np.int64)
 
 
-def _act(act) -> tuple[np.int64, np.float32]:
+def act_of(act) -> tuple[np.int64, np.float32]:
+    """Number and threshold of an activation as `reference.sparse.sparse_ffn` takes it."""
     name, threshold = act if isinstance(act, tuple) else (act, 0.0)
     return np.int64(_ACTS[name]), np.float32(threshold)
 
@@ -37,7 +38,7 @@ def sparse_ffn(
     counts = jax.ShapeDtypeStruct((rows,), jnp.int32)
     one = jax.ShapeDtypeStruct((), jnp.int32)
     shapes = (jax.ShapeDtypeStruct(x_RD.shape, jnp.float32), counts, one, counts, one)
-    (kind, threshold), (up_kind, up_threshold) = _act(act), _act(up_act)
+    (kind, threshold), (up_kind, up_threshold) = act_of(act), act_of(up_act)
     y_RD, *stats = cpu._call("specsparse_sparse_ffn", shapes)(
         x_RD,
         keep_RF,
@@ -48,7 +49,7 @@ def sparse_ffn(
         empty if residual is None else residual,
         n_valid,
         jnp.zeros((), jnp.float32) if least is None else least,
-        description=_describe(up, down_t, *([] if gate is None else [gate])),
+        description=describe(up, down_t, *([] if gate is None else [gate])),
         act=kind,
         threshold=threshold,
         up_act=up_kind,

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 
 from specsparse.engine.activation import activate, parse_activation
 from specsparse.engine.config import ModelConfig
+from specsparse.engine.llama import ChosenNeurons
 from specsparse.engine.weights import Layer
 from specsparse.errors import UserError
-from specsparse.kernels import Kernels, SparseStats
+from specsparse.kernels import ChosenFfn, Kernels, SparseStats
 from specsparse.powerinfer.ffn.sparse_weights import SparseWeights
-from specsparse.predictors.base import Predictor
+from specsparse.predictors.base import InOneCall, Predictor
 from specsparse.predictors.gate_threshold import GateThreshold
 from specsparse.predictors.oracle import Oracle
 from specsparse.predictors.teal import Teal
@@ -38,28 +39,50 @@ def make_ffn(config: ModelConfig, kernels: Kernels, predictor: Predictor) -> Cal
     `SparseWeights`, and no dense matrix is needed.
 
     The oracle and CATS decide by the gate, so it is read for all neurons and the other two matrices for the kept ones.
+    What native kernels can decide themselves is a `ChosenNeurons`.
 
     Raises:
         UserError: an FFN with biases, or a predictor that leaves out inputs and not neurons.
     """
-    act, up_act = parse_activation(config.activation)
     check_neurons(config, predictor)
-    all_gates = by_gate(predictor)
+    kind = _InOneCall if isinstance(predictor, InOneCall) else _OneByOne
+    return kind(config, kernels, predictor)
 
-    def ffn(layer: Layer, x_RD, n_valid_B):
+
+class _OneByOne:
+    """`make_ffn` of any predictor."""
+
+    def __init__(self, config: ModelConfig, kernels: Kernels, predictor: Predictor):
+        act, up_act = parse_activation(config.activation)
+        self.acts = act, up_act if config.gated else None
+        self._config, self._kernels, self._predictor = config, kernels, predictor
+
+    def __call__(self, layer: Layer, x_RD, n_valid_B):
         w: SparseWeights = layer.sparse
-        if all_gates:
+        predictor = self._predictor
+        if by_gate(predictor):
             keep_RF = jnp.ones((x_RD.shape[0], w.up.shape[0]), jnp.uint8)
         else:
             keep_RF = predictor.keep(w.predictor, layer, x_RD, n_valid_B)
-        y_RD, stats = kernels.sparse_ffn(
-            x_RD, keep_RF, w.gate, w.up, w.down_t, norm=layer.ffn_norm, eps=config.norm_eps, n_valid=n_valid_B,
-            act=act, up_act=up_act if config.gated else None, residual=x_RD,
+        y_RD, stats = self._kernels.sparse_ffn(
+            x_RD, keep_RF, w.gate, w.up, w.down_t, norm=layer.ffn_norm, eps=self._config.norm_eps, n_valid=n_valid_B,
+            act=self.acts[0], up_act=self.acts[1], residual=x_RD,
             least=w.predictor.threshold if isinstance(predictor, GateThreshold) else None,
         )  # fmt: skip
-        return y_RD, stats._replace(kept=stats.nonzero, union=stats.active) if all_gates else stats
+        return y_RD, self.seen(stats)
 
-    return ffn
+    def seen(self, stats: SparseStats) -> SparseStats:
+        """Where the gate decides, what is kept is what is not zero."""
+        return stats._replace(kept=stats.nonzero, union=stats.active) if by_gate(self._predictor) else stats
+
+
+class _InOneCall(_OneByOne, ChosenNeurons):
+    """`make_ffn` of a predictor that the kernels know."""
+
+    def of_layer(self, layer: Layer) -> ChosenFfn:
+        """See `ChosenNeurons`."""
+        w: SparseWeights = layer.sparse
+        return ChosenFfn(w.gate, w.up, w.down_t, self._predictor.choice(w.predictor, layer))
 
 
 def check_neurons(config: ModelConfig, predictor: Predictor) -> None:

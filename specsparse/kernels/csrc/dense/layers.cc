@@ -3,21 +3,23 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <optional>
 
 #include "pool/pool.h"
 
 namespace specsparse {
 namespace {
 
-enum { kPrepareAttention, kProjectQkv, kRotate, kAttend, kPrepareOutput, kProjectOutput, kAddAttention, kPrepareFfn,
-       kGateUp, kCount, kPrepareDown, kProjectDown, kAddFfn, kStages };
+enum { kPrepareAttention, kProjectQkv, kRotate, kAttend, kPrepareOutput, kProjectOutput, kAddAttention, kFfn };
+enum { kPrepareFfn = kFfn, kGateUp, kCount, kPrepareDown, kProjectDown, kAddFfn, kStages };
+constexpr int kPredictedStages = kFfn + PredictedFfn::kSteps;
 
 class Forward final : public Phases {
  public:
   Forward(const std::vector<LayerWeights>& layers, Workspace& work, Act act, float eps,
-          const std::vector<SkipCounts>& counts, const Features& features)
+          const std::vector<SkipCounts>& counts, const std::vector<SparseCounts>* predicted, const Features& features)
       : work_(work), features_(features), act_(act), eps_(eps), total_(work.plan.rows().size()), counted_(!counts.empty()),
-        skip_(counted_ && total_ == 1) {
+        skip_(counted_ && total_ == 1), stages_per_layer_(predicted ? kPredictedStages : int{kStages}) {
     const int64_t rows = std::max<int64_t>(total_, 1);
     int64_t q = 0, kv = 0, inner = 0, cols = 0, added = 0;
     for (const LayerWeights& l : layers) {
@@ -25,38 +27,57 @@ class Forward final : public Phases {
       inner = std::max(inner, l.matrices[kGate].matrix.rows);
       if (l.post_attention || l.post_ffn) added = l.matrices[kO].matrix.rows;
       for (const Description& m : l.matrices) cols = std::max(cols, m.matrix.cols);
+      if (predicted) work.predicted.reserve(l.predicted, rows);
     }
     grow(work.q, rows * q), grow(work.rotated, rows * q), grow(work.attended, rows * q);
     grow(work.k, rows * kv), grow(work.v, rows * kv), grow(work.hidden, rows * inner);
     grow(work.added, rows * added);
     work.activations.reserve(rows, cols, true);
     stages_.reserve(layers.size());
-    for (size_t i = 0; i < layers.size(); ++i) stages_.emplace_back(*this, layers[i], counted_ ? counts[i] : SkipCounts{});
+    for (size_t i = 0; i < layers.size(); ++i) {
+      stages_.emplace_back(*this, layers[i]);
+      if (predicted)
+        stages_[i].predicted.emplace(layers[i].predicted, work.x.data(), total_, eps, work.activations, work.predicted,
+                                     (*predicted)[i]);
+      else
+        stages_[i].ffn.emplace(*this, layers[i], counted_ ? counts[i] : SkipCounts{});
+    }
   }
 
-  int count() const override { return static_cast<int>(stages_.size()) * kStages; }
+  int count() const override { return static_cast<int>(stages_.size()) * stages_per_layer_; }
+
+  // After the run.
+  const SparseCounts& counts(size_t layer) const { return stages_[layer].predicted->counts(); }
 
   int64_t items(int phase) const override {
-    const Layer& l = stages_[phase / kStages];
-    switch (phase % kStages) {
+    const Layer& l = stages_[phase / stages_per_layer_];
+    const int stage = phase % stages_per_layer_;
+    switch (stage) {
+      case kPrepareAttention: return l.prepare_attention.items();
       case kProjectQkv: return l.qkv.items();
       case kRotate: return work_.plan.rotate_items();
       case kAttend: return work_.plan.tiles();
       case kProjectOutput: return l.output.items();
+      case kPrepareOutput: return l.prepare_output.items();
       case kAddAttention: return l.add_attention.norm ? l.add_attention.items() : 0;
-      case kAddFfn: return l.add_ffn.norm ? l.add_ffn.items() : 0;
-      case kGateUp: return skip_ ? l.skip.hidden_items() : l.gate_up.items();
-      case kCount: return skip_ || !counted_ ? 0 : (l.width + kCounted - 1) / kCounted;
-      case kProjectDown: return skip_ ? l.skip.output_items() : l.down.items();
-      default: return l.prepare_attention.items();
+    }
+    if (l.predicted) return l.predicted->items(stage - kFfn);
+    const Ffn& f = *l.ffn;
+    switch (stage) {
+      case kAddFfn: return f.add_ffn.norm ? f.add_ffn.items() : 0;
+      case kGateUp: return skip_ ? f.skip.hidden_items() : f.gate_up.items();
+      case kCount: return skip_ || !counted_ ? 0 : (f.width + kCounted - 1) / kCounted;
+      case kProjectDown: return skip_ ? f.skip.output_items() : f.down.items();
+      default: return f.prepare_ffn.items();
     }
   }
 
   void run(int phase, int64_t item) override {
-    const Layer& l = stages_[phase / kStages];
-    switch (phase % kStages) {
+    Layer& l = stages_[phase / stages_per_layer_];
+    const int stage = phase % stages_per_layer_;
+    switch (stage) {
       case kPrepareAttention:
-        keep(phase / kStages, l.prepare_attention.step, item);
+        keep(phase / stages_per_layer_, l.prepare_attention.step, item);
         return l.prepare_attention.run(item);
       case kProjectQkv: return l.qkv.run(item);
       case kRotate: return l.attention.rotate(item);
@@ -64,29 +85,32 @@ class Forward final : public Phases {
       case kPrepareOutput: return l.prepare_output.run(item);
       case kProjectOutput: return l.output.run(item);
       case kAddAttention: return l.add_attention.run(item);
-      case kPrepareFfn: return l.prepare_ffn.run(item);
-      case kGateUp: return skip_ ? l.skip.hidden(item) : l.gate_up.run(item);
-      case kCount: return l.count(work_.hidden.data(), total_, item);
-      case kPrepareDown: return l.prepare_down.run(item);
-      case kProjectDown: return skip_ ? l.skip.output(item) : l.down.run(item);
-      case kAddFfn: return l.add_ffn.run(item);
+    }
+    if (l.predicted) return l.predicted->run(stage - kFfn, item);
+    const Ffn& f = *l.ffn;
+    switch (stage) {
+      case kPrepareFfn: return f.prepare_ffn.run(item);
+      case kGateUp: return skip_ ? f.skip.hidden(item) : f.gate_up.run(item);
+      case kCount: return f.count(work_.hidden.data(), total_, item);
+      case kPrepareDown: return f.prepare_down.run(item);
+      case kProjectDown: return skip_ ? f.skip.output(item) : f.down.run(item);
+      case kAddFfn: return f.add_ffn.run(item);
     }
   }
 
   // While other threads finish, the beginning of this thread's share of the next matrices comes from memory.
   void idle(int phase, int self, int threads) override {
-    const size_t layer = phase / kStages;
+    const size_t layer = phase / stages_per_layer_;
     const Layer& l = stages_[layer];
-    switch (phase % kStages) {
-      case kProjectQkv:
-      case kAttend: return l.output.prefetch(kAhead, self, threads);
-      case kProjectOutput: return skip_ ? l.skip.prefetch(kAhead, self, threads) : l.gate_up.prefetch(kAhead, self, threads);
-      case kGateUp:
-        if (!skip_) l.down.prefetch(kAhead, self, threads);
-        return;
-      case kProjectDown:
-        if (layer + 1 < stages_.size()) stages_[layer + 1].qkv.prefetch(kAhead, self, threads);
-    }
+    const int stage = phase % stages_per_layer_;
+    if (stage == kProjectQkv || stage == kAttend) return l.output.prefetch(kAhead, self, threads);
+    const int last = l.predicted ? int{kFfn} + PredictedFfn::kProject : int{kProjectDown};
+    if (stage == last && layer + 1 < stages_.size()) return stages_[layer + 1].qkv.prefetch(kAhead, self, threads);
+    if (l.predicted) return stage == kProjectOutput ? l.predicted->prefetch(kAhead, self, threads) : void();
+    const Ffn& f = *l.ffn;
+    if (stage == kProjectOutput)
+      return skip_ ? f.skip.prefetch(kAhead, self, threads) : f.gate_up.prefetch(kAhead, self, threads);
+    if (stage == kGateUp && !skip_) f.down.prefetch(kAhead, self, threads);
   }
 
  private:
@@ -129,13 +153,7 @@ class Forward final : public Phases {
     return {work_.x.data(), work_.added.data(), post, eps_, width, total_, nullptr, work_.x.data()};
   }
 
-  struct Layer {
-    Preparation prepare_attention;
-    Product qkv;
-    Attention attention;
-    Preparation prepare_output;
-    Product output;
-    NormedSum add_attention;
+  struct Ffn {
     Preparation prepare_ffn;
     Product gate_up;
     Preparation prepare_down;
@@ -149,17 +167,8 @@ class Forward final : public Phases {
       count_neurons(hidden, width, rows, item * kCounted, std::min(width, (item + 1) * kCounted), counts);
     }
 
-    Layer(Forward& f, const LayerWeights& l, const SkipCounts& counts)
-        : prepare_attention(f.prepare(f.work_.x.data(), l.attn_norm, {&l.matrices[kQ], &l.matrices[kK], &l.matrices[kV]})),
-          qkv(f.product({&l.matrices[kQ], &l.matrices[kK], &l.matrices[kV]},
-                        {f.work_.q.data(), f.work_.k.data(), f.work_.v.data()}, prepare_attention)),
-          attention{&f.work_.plan,        f.work_.q.data(),        f.work_.k.data(), f.work_.v.data(),
-                    f.work_.rotated.data(), f.work_.attended.data(), l.keys,           l.values,       nullptr,
-                    l.kind},
-          prepare_output(f.prepare(f.work_.attended.data(), nullptr, {&l.matrices[kO]})),
-          output(f.block_end(l.matrices[kO], prepare_output, l.post_attention)),
-          add_attention(f.sum(l.post_attention, l.matrices[kO].matrix.rows)),
-          prepare_ffn(f.prepare(f.work_.x.data(), l.ffn_norm, {&l.matrices[kGate], &l.matrices[kUp]})),
+    Ffn(Forward& f, const LayerWeights& l, const SkipCounts& counts)
+        : prepare_ffn(f.prepare(f.work_.x.data(), l.ffn_norm, {&l.matrices[kGate], &l.matrices[kUp]})),
           gate_up(f.product({&l.matrices[kGate], &l.matrices[kUp]}, {f.work_.hidden.data()}, prepare_ffn, nullptr, f.act_)),
           prepare_down(f.prepare(f.work_.hidden.data(), nullptr, {&l.matrices[kDown]})),
           down(f.block_end(l.matrices[kDown], prepare_down, l.post_ffn)),
@@ -169,12 +178,35 @@ class Forward final : public Phases {
           counts(counts), width(l.matrices[kGate].matrix.rows) {}
   };
 
+  struct Layer {
+    Preparation prepare_attention;
+    Product qkv;
+    Attention attention;
+    Preparation prepare_output;
+    Product output;
+    NormedSum add_attention;
+    std::optional<Ffn> ffn;  // one of the two
+    std::optional<PredictedFfn> predicted;
+
+    Layer(Forward& f, const LayerWeights& l)
+        : prepare_attention(f.prepare(f.work_.x.data(), l.attn_norm, {&l.matrices[kQ], &l.matrices[kK], &l.matrices[kV]})),
+          qkv(f.product({&l.matrices[kQ], &l.matrices[kK], &l.matrices[kV]},
+                        {f.work_.q.data(), f.work_.k.data(), f.work_.v.data()}, prepare_attention)),
+          attention{&f.work_.plan,        f.work_.q.data(),        f.work_.k.data(), f.work_.v.data(),
+                    f.work_.rotated.data(), f.work_.attended.data(), l.keys,           l.values,       nullptr,
+                    l.kind},
+          prepare_output(f.prepare(f.work_.attended.data(), nullptr, {&l.matrices[kO]})),
+          output(f.block_end(l.matrices[kO], prepare_output, l.post_attention)),
+          add_attention(f.sum(l.post_attention, l.matrices[kO].matrix.rows)) {}
+  };
+
   Workspace& work_;
   const Features& features_;
   Act act_;
   float eps_;
   int64_t total_;
   bool counted_, skip_;  // neurons; zeros, in this call
+  const int stages_per_layer_;
   std::vector<Layer> stages_;
 };
 
@@ -188,9 +220,10 @@ void Features::keep(int64_t layer, const float* x, int64_t first, int64_t last) 
 }
 
 void run_layers(const std::vector<LayerWeights>& layers, Workspace& work, Act act, float eps,
-                const std::vector<SkipCounts>& counts, const Features& features) {
-  Forward forward(layers, work, act, eps, counts, features);
+                const std::vector<SkipCounts>& counts, std::vector<SparseCounts>* predicted, const Features& features) {
+  Forward forward(layers, work, act, eps, counts, predicted, features);
   run_phases(forward);
+  for (size_t i = 0; predicted && i < layers.size(); ++i) (*predicted)[i] = forward.counts(i);
   features.keep(layers.size(), work.x.data(), 0, work.plan.rows().size());
 }
 

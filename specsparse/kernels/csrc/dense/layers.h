@@ -5,12 +5,14 @@
 
 #include "dense/attention.h"
 #include "dense/linear.h"
+#include "sparse/predicted.h"
 #include "sparse/zero_skip.h"
 
 namespace specsparse {
 
-// Matrices of a layer, in the order in which a call describes them.
-enum LayerMatrix { kQ, kK, kV, kO, kGate, kUp, kDown, kMatrices };
+// Matrices of a layer, in the order in which a call describes them. Where a predictor chooses the neurons, its own two take
+// the place of gate and up.
+enum LayerMatrix { kQ, kK, kV, kO, kGate, kUp, kDown, kMatrices, kFirst = kGate, kSecond = kUp };
 
 struct LayerWeights {
   Description matrices[kMatrices];
@@ -19,12 +21,14 @@ struct LayerWeights {
   AttendKind kind;
   void *keys, *values;  // the layer's cache
   SkipWeights skip;     // of a ReLU model whose zeros are skipped
+  PredictedWeights predicted;
 };
 
 // Memory between the phases, kept from call to call. Rows are those that the plan says count, in order.
 struct Workspace {
   ActivationBuffer activations;
   std::vector<float> x, q, k, v, rotated, attended, hidden, added;
+  PredictedWork predicted;
   AttendPlan plan;
 };
 
@@ -41,8 +45,8 @@ struct Features {
 };
 
 // Runs the layers on the rows in `work.x`, in place. Where there are `counts`, one of each layer, the layers have what
-// zero skipping reads.
+// zero skipping reads; where there are `predicted`, what predictors and sparse FFNs read, and at most kSparseRows rows.
 void run_layers(const std::vector<LayerWeights>& layers, Workspace& work, Act act, float eps,
-                const std::vector<SkipCounts>& counts, const Features& features);
+                const std::vector<SkipCounts>& counts, std::vector<SparseCounts>* predicted, const Features& features);
 
 }  // namespace specsparse

@@ -16,7 +16,8 @@ namespace ffi = xla::ffi;
 namespace specsparse {
 namespace {
 
-using Ints = ffi::Span<const int64_t>;
+using ffi::Span;
+using Ints = Span<const int64_t>;
 
 // The rows that count: i < n_valid[b] of each sequence.
 std::vector<int32_t> valid_rows(const ffi::Buffer<ffi::S32>& n_valid, int64_t rows) {
@@ -182,9 +183,60 @@ ffi::Error attend(ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<
   return ffi::Error::Success();
 }
 
-// Operands and results of one layer of `layers`; the last two only where zeros are skipped.
-enum { kAttnNorm, kFfnNorm, kQNorm, kKNorm, kPostAttention, kPostFfn, kFirstMatrix, kFirstBias = kFirstMatrix + kMatrices, kCacheK = kFirstBias + kMatrices, kCacheV,
-       kPerLayer, kUpRows = kPerLayer, kDownStripes, kPerSkippingLayer };
+// How the FFNs of a call of `layers` are computed.
+enum class Ffns : int64_t { kDense, kSkipping, kPredicted };
+
+// Operands of one layer: norms, matrices, their biases, the cache, and what its kind of FFN reads.
+enum { kAttnNorm, kFfnNorm, kQNorm, kKNorm, kPostAttention, kPostFfn, kFirstMatrix };
+enum { kUpRows, kDownStripes, kPerSkipping };
+enum { kPredictedGate, kPredictedUp, kPredictedDown, kSigns, kThreshold, kLeast, kScoreNorm, kPerPredicted };
+
+struct Operands {
+  Ffns ffns;
+  int64_t matrices;
+  size_t bias() const { return kFirstMatrix + matrices; }
+  size_t keys() const { return bias() + matrices; }
+  size_t values() const { return keys() + 1; }
+  size_t more() const { return values() + 1; }
+  size_t each() const { return more() + (ffns == Ffns::kSkipping ? kPerSkipping : ffns == Ffns::kPredicted ? kPerPredicted : 0); }
+};
+
+// What all predicted layers of a call share, and the descriptions of their neurons: up, down and gate of each layer.
+enum { kChoice, kRelu, kPredictedAct, kPredictedUpAct, kGated, kNeurons };
+
+// What a predictor and a sparse FFN read of a layer; false if the data do not hold it. `rows` are of the layer's neurons.
+template <class Operand>
+bool read_predicted(LayerWeights& l, Ints neurons, size_t layer, Span<const float> thresholds, float eps, Operand more,
+                    NeuronDescription* rows, PredictedWeights* out) {
+  const bool gated = neurons[kGated] != 0;
+  for (int m = 0; m < (gated ? 3 : 2); ++m) {
+    static constexpr int kOperand[] = {kPredictedUp, kPredictedDown, kPredictedGate};
+    const auto data = more(kOperand[m]);
+    const size_t at = kNeurons + (layer * 3 + m) * kDescription;
+    if (neurons.size() < at + kDescription || !rows[m].read(neurons.begin() + at, data.untyped_data(), data.size_bytes())) return false;
+  }
+  const NeuronRows &up = rows[0].rows, &down = rows[1].rows;
+  out->choice = Choice(neurons[kChoice]), out->relu = neurons[kRelu] != 0;
+  const auto signs = more(kSigns), threshold = more(kThreshold), least = more(kLeast);
+  if (out->choice == Choice::kScores) out->first = &l.matrices[kFirst], out->second = &l.matrices[kSecond];
+  if (out->choice == Choice::kSigns) out->signs = static_cast<const uint64_t*>(signs.untyped_data());
+  out->norm = floats(more(kScoreNorm));
+  out->threshold = threshold.element_count() ? *floats(threshold) : 0.0f;
+  out->ffn = {gated ? &rows[2].rows : nullptr,
+              up,
+              down,
+              l.ffn_norm,
+              eps,
+              {Activation::Kind(neurons[kPredictedAct]), thresholds[0]},
+              {Activation::Kind(neurons[kPredictedUpAct]), thresholds[1]},
+              least.element_count() ? *floats(least) : 0.0f};
+  const int64_t words = (up.cols + 63) / 64;
+  const bool signs_fit = !out->signs || static_cast<int64_t>(signs.size_bytes()) == up.rows * words * 8;
+  const bool scores_fit = !out->first || (out->first->matrix.cols == up.cols && out->second->matrix.cols == out->first->matrix.rows &&
+                                          out->second->matrix.rows == up.rows);
+  const bool gate_fits = !gated || (rows[2].rows.rows == up.rows && rows[2].rows.cols == up.cols);
+  return down.rows == up.rows && down.cols == up.cols && l.matrices[kO].matrix.rows == up.cols && signs_fit && scores_fit && gate_fits;
+}
 
 // What zero skipping reads of a layer whose matrices are Q4_0; false if the data do not hold it.
 bool read_skip(const LayerWeights& l, const ffi::AnyBuffer& up, const ffi::AnyBuffer& down, SkipWeights* out) {
@@ -204,38 +256,46 @@ bool read_skip(const LayerWeights& l, const ffi::AnyBuffer& up, const ffi::AnyBu
          static_cast<int64_t>(down.size_bytes()) >= stripes * blocks * kStripeBytes;
 }
 
-ffi::Error layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
-                  ffi::Buffer<ffi::S32> length, ffi::Buffer<ffi::S32> n_valid, ffi::Buffer<ffi::S32> parents,
-                  ffi::RemainingArgs args, ffi::ResultBuffer<ffi::F32> out, ffi::RemainingRets rets, Ints description,
-                  Ints kinds, int64_t act, float eps, int64_t neox, int64_t skip) {
-  const size_t each = skip ? kPerSkippingLayer : kPerLayer, count = args.size() / each;
+ffi::Error call_layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
+                       ffi::Buffer<ffi::S32> length, ffi::Buffer<ffi::S32> n_valid, ffi::Buffer<ffi::S32> parents,
+                       ffi::RemainingArgs args, ffi::ResultBuffer<ffi::F32> out, ffi::RemainingRets rets, Ints description,
+                       Ints kinds, int64_t act, float eps, int64_t neox, Ffns ffns, Ints neurons, Span<const float> thresholds) {
+  const bool skip = ffns == Ffns::kSkipping, predicted = ffns == Ffns::kPredicted;
+  if (predicted && (neurons.size() < kNeurons || thresholds.size() != 2))
+    return ffi::Error::InvalidArgument("specsparse layers: the predictors are not described");
+  const int64_t own = !predicted ? kMatrices : Choice(neurons[kChoice]) == Choice::kScores ? kSecond + 1 : kO + 1;
+  const Operands at{ffns, own};
+  const size_t each = at.each(), count = args.size() / each;
   if (skip && Act(act) != Act::kRelu && Act(act) != Act::kRelu2)
     return ffi::Error::InvalidArgument("specsparse layers: only ReLU and its square have zeros to skip");
-  const size_t matrices = count * kMatrices * kDescription, kept = description.size() - std::min(matrices, description.size());
-  if (!count || args.size() % each || rets.size() != 2 * count + (skip ? 2 : 0) + (kept ? 1 : 0) || kinds.size() != 2 * count)
+  const size_t matrices = count * own * kDescription, kept = description.size() - std::min(matrices, description.size());
+  if (!count || args.size() % each || rets.size() != 2 * count + (skip ? 2 : predicted ? 4 : 0) + (kept ? 1 : 0) || kinds.size() != 2 * count)
     return ffi::Error::InvalidArgument("specsparse layers: operands do not make up whole layers");
   std::vector<LayerWeights> all(count);
+  std::vector<NeuronDescription> rows_of(predicted ? 3 * count : 0);
   for (size_t i = 0; i < count; ++i) {
-    auto operand = [&](size_t at) { return *args.get<ffi::AnyBuffer>(i * each + at); };
+    auto operand = [&](size_t which) { return *args.get<ffi::AnyBuffer>(i * each + which); };
     LayerWeights& l = all[i];
     l.attn_norm = floats(operand(kAttnNorm)), l.ffn_norm = floats(operand(kFfnNorm));
-    for (int m = 0; m < kMatrices; ++m) {
-      if (!read(&l.matrices[m], description, i * kMatrices + m, operand(kFirstMatrix + m)))
+    for (int64_t m = 0; m < own; ++m) {
+      if (!read(&l.matrices[m], description, i * own + m, operand(kFirstMatrix + m)))
         return ffi::Error::InvalidArgument("specsparse layers: a matrix of layer " + std::to_string(i) + " does not fit");
-      l.matrices[m].bias = floats(operand(kFirstBias + m));
+      l.matrices[m].bias = floats(operand(at.bias() + m));
     }
     auto keys = *rets.get<ffi::AnyBuffer>(2 * i), values = *rets.get<ffi::AnyBuffer>(2 * i + 1);
-    l.keys = updated(operand(kCacheK), keys), l.values = updated(operand(kCacheV), values);
+    l.keys = updated(operand(at.keys()), keys), l.values = updated(operand(at.values()), values);
     l.post_attention = floats(operand(kPostAttention)), l.post_ffn = floats(operand(kPostFfn));
-    if (skip && (l.post_ffn || !read_skip(l, operand(kUpRows), operand(kDownStripes), &l.skip)))
+    auto more = [&](size_t which) { return operand(at.more() + which); };
+    if ((skip && (l.post_ffn || !read_skip(l, more(kUpRows), more(kDownStripes), &l.skip))) ||
+        (predicted && (l.post_ffn || !read_predicted(l, neurons, i, thresholds, eps, more, &rows_of[3 * i], &l.predicted))))
       return ffi::Error::InvalidArgument("specsparse layers: the neurons of layer " + std::to_string(i) + " do not fit");
   }
   const int64_t rows = x.dimensions()[0], width = x.dimensions()[1];
-  const AttendShape shape = attend_shape(*args.get<ffi::AnyBuffer>(kCacheV), rows, all[0].matrices[kQ].matrix.rows, cos,
+  const AttendShape shape = attend_shape(*args.get<ffi::AnyBuffer>(at.values()), rows, all[0].matrices[kQ].matrix.rows, cos,
                                          sin, length, n_valid, parents, neox != 0);
   if (!shape.fits()) return ffi::Error::InvalidArgument("specsparse layers: head size and capacity must be multiples of 16");
   for (size_t i = 0; i < count; ++i) {
-    auto norm = [&](size_t at) { return *args.get<ffi::AnyBuffer>(i * each + at); };
+    auto norm = [&](size_t which) { return *args.get<ffi::AnyBuffer>(i * each + which); };
     if (!attend_kind(shape, norm(kQNorm), norm(kKNorm), kinds[2 * i], kinds[2 * i + 1], eps, &all[i].kind))
       return ffi::Error::InvalidArgument("specsparse layers: norms or table of layer " + std::to_string(i) + " do not fit");
   }
@@ -246,6 +306,16 @@ ffi::Error layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffe
   for (size_t r = 0; r < valid.size(); ++r) std::copy_n(x.typed_data() + valid[r] * width, width, &work.x[r * width]);
   thread_local std::vector<int32_t> found;
   std::vector<SkipCounts> counts;
+  std::vector<SparseCounts> kept_counts;
+  if (predicted) {
+    if (static_cast<int64_t>(valid.size()) > kSparseRows)
+      return ffi::Error::InvalidArgument("specsparse layers: predicted FFNs take 64 rows at most");
+    found.assign(2 * count * valid.size(), 0);
+    for (size_t i = 0; i < count; ++i) {
+      int32_t* own_counts = found.data() + 2 * i * valid.size();
+      kept_counts.push_back({own_counts, own_counts + valid.size()});
+    }
+  }
   if (skip) {
     int32_t* active = (*rets.get<ffi::BufferR1<ffi::S32>>(2 * count + 1))->typed_data();
     std::fill_n(active, count, 0);
@@ -260,16 +330,40 @@ ffi::Error layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffe
     features = {to->typed_data(), valid.data(), width, {description.begin() + matrices, description.end()}};
     if (static_cast<int64_t>(valid.size()) < rows) std::fill_n(features.data, to->element_count(), 0.0f);
   }
-  run_layers(all, work, Act(act), eps, counts, features);
-  if (skip) {
-    int32_t* nonzero = (*rets.get<ffi::BufferR2<ffi::S32>>(2 * count))->typed_data();
-    std::fill_n(nonzero, count * rows, 0);
+  run_layers(all, work, Act(act), eps, counts, predicted ? &kept_counts : nullptr, features);
+  // int32[count, rows] of result `which` after the caches: `of(layer)` of the rows that count, 0 of the others.
+  auto spread = [&](size_t which, auto of) {
+    int32_t* to = (*rets.get<ffi::BufferR2<ffi::S32>>(2 * count + which))->typed_data();
+    std::fill_n(to, count * rows, 0);
     for (size_t i = 0; i < count; ++i)
-      for (size_t r = 0; r < valid.size(); ++r) nonzero[i * rows + valid[r]] = counts[i].nonzero[r];
+      for (size_t r = 0; r < valid.size(); ++r) to[i * rows + valid[r]] = of(i)[r];
+  };
+  if (skip) spread(0, [&](size_t i) { return counts[i].nonzero; });
+  if (predicted) {
+    spread(0, [&](size_t i) { return kept_counts[i].kept; });
+    spread(2, [&](size_t i) { return kept_counts[i].nonzero; });
+    auto any = [&](size_t which) { return (*rets.get<ffi::BufferR1<ffi::S32>>(2 * count + which))->typed_data(); };
+    for (size_t i = 0; i < count; ++i) any(1)[i] = kept_counts[i].read, any(3)[i] = kept_counts[i].active;
   }
   if (static_cast<int64_t>(valid.size()) < rows) std::fill_n(out->typed_data(), rows * width, 0.0f);
   for (size_t r = 0; r < valid.size(); ++r) std::copy_n(&work.x[r * width], width, out->typed_data() + valid[r] * width);
   return ffi::Error::Success();
+}
+
+ffi::Error layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
+                  ffi::Buffer<ffi::S32> length, ffi::Buffer<ffi::S32> n_valid, ffi::Buffer<ffi::S32> parents,
+                  ffi::RemainingArgs args, ffi::ResultBuffer<ffi::F32> out, ffi::RemainingRets rets, Ints description,
+                  Ints kinds, int64_t act, float eps, int64_t neox, int64_t skip) {
+  return call_layers(x, cos, sin, length, n_valid, parents, args, out, rets, description, kinds, act, eps, neox,
+                     skip ? Ffns::kSkipping : Ffns::kDense, {}, {});
+}
+
+ffi::Error predicted_layers(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
+                            ffi::Buffer<ffi::S32> length, ffi::Buffer<ffi::S32> n_valid, ffi::Buffer<ffi::S32> parents,
+                            ffi::RemainingArgs args, ffi::ResultBuffer<ffi::F32> out, ffi::RemainingRets rets,
+                            Ints description, Ints kinds, float eps, int64_t neox, Ints neurons, Span<const float> thresholds) {
+  return call_layers(x, cos, sin, length, n_valid, parents, args, out, rets, description, kinds, 0, eps, neox,
+                     Ffns::kPredicted, neurons, thresholds);
 }
 
 }  // namespace
@@ -301,6 +395,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_layers, layers,
                                    .RemainingRets()
                                    .Attr<Ints>("description").Attr<Ints>("kinds").Attr<int64_t>("act")
                                    .Attr<float>("eps").Attr<int64_t>("neox").Attr<int64_t>("skip")));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_predicted_layers, predicted_layers,
+                              (results<Floats>(args<Floats, Floats, Floats, Ints32, Ints32, Ints32>().RemainingArgs())
+                                   .RemainingRets()
+                                   .Attr<Ints>("description").Attr<Ints>("kinds").Attr<float>("eps")
+                                   .Attr<int64_t>("neox").Attr<Ints>("neurons")
+                                   .Attr<Span<const float>>("thresholds")));
 
 #pragma GCC visibility pop
 

@@ -4,7 +4,7 @@
 
 #include "ffi/bind.h"
 #include "pool/pool.h"
-#include "sparse/sparse_ffn.h"
+#include "sparse/predicted.h"
 
 namespace ffi = xla::ffi;
 
@@ -13,24 +13,9 @@ namespace {
 
 using Ints = ffi::Span<const int64_t>;
 
-constexpr int64_t kDescription = 23;  // integers that describe a matrix, its table of 16 included
-
-struct Description {
-  NeuronRows rows;
-  int8_t lut[16];
-};
-
-// Reads matrix `index` of a description; false if the buffer does not hold it.
-bool describe(Ints all, int64_t index, const ffi::AnyBuffer& data, Description* out) {
+bool describe(Ints all, int64_t index, const ffi::AnyBuffer& data, NeuronDescription* out) {
   if (static_cast<int64_t>(all.size()) < (index + 1) * kDescription) return false;
-  const int64_t* d = all.begin() + index * kDescription;
-  NeuronRows& w = out->rows;
-  w = {static_cast<const uint8_t*>(data.untyped_data()), d[4], d[5], d[6], Codes(d[0]), Scales(d[1]), d[2],
-       static_cast<int32_t>(d[3]), nullptr};
-  bool has_lut = false;
-  for (int i = 0; i < 16; ++i) out->lut[i] = static_cast<int8_t>(d[7 + i]), has_lut |= d[7 + i] != 0;
-  if (has_lut) w.lut = out->lut;
-  return static_cast<int64_t>(data.size_bytes()) >= w.rows * w.row_bytes;
+  return out->read(all.begin() + index * kDescription, data.untyped_data(), data.size_bytes());
 }
 
 // The rows that count: i < n_valid[b] of each sequence.
@@ -53,7 +38,7 @@ ffi::Error sparse_ffn_call(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> keep, f
                            ffi::ResultBuffer<ffi::S32> kept, ffi::ResultBuffer<ffi::S32> read,
                            ffi::ResultBuffer<ffi::S32> nonzero, ffi::ResultBuffer<ffi::S32> active, Ints description,
                            int64_t act, float threshold, int64_t up_act, float up_threshold, float eps) {
-  Description u, d, g;
+  NeuronDescription u, d, g;
   const bool gated = gate.element_count() != 0;
   const int64_t rows = x.dimensions()[0];
   if (!describe(description, 0, up, &u) || !describe(description, 1, down, &d) ||
@@ -92,10 +77,8 @@ ffi::Error signbit_keep(ffi::Buffer<ffi::F32> x, ffi::AnyBuffer signs, ffi::Buff
   const std::vector<int32_t> valid = valid_rows(n_valid, rows);
   const int64_t count = valid.size();
   thread_local std::vector<uint64_t> packed;
-  packed.assign(count * words, 0);
-  for (int64_t t = 0; t < count; ++t)
-    for (int64_t c = 0; c < cols; ++c)
-      packed[t * words + c / 64] |= static_cast<uint64_t>(x.typed_data()[valid[t] * cols + c] < 0) << (c % 64);
+  packed.resize(count * words);
+  for (int64_t t = 0; t < count; ++t) pack_signs_of(x.typed_data() + valid[t] * cols, cols, packed.data() + t * words);
   uint8_t* out = keep->typed_data();
   if (count < rows) std::fill_n(out, rows * neurons, uint8_t{0});
   const uint64_t* mine = packed.data();

@@ -1,5 +1,7 @@
 #include "sparse/sparse.h"
 
+#include "simd/kinds.h"
+
 namespace specsparse {
 
 const SparseOps& sparse_ops() {
@@ -8,6 +10,14 @@ const SparseOps& sparse_ops() {
   if (&ops() == &kAvx2Ops) return kAvx2SparseOps;
 #endif
   return kPortableSparseOps;
+}
+
+bool NeuronDescription::read(const int64_t* d, const void* data, int64_t bytes) {
+  rows = {static_cast<const uint8_t*>(data), d[4], d[5], d[6], Codes(d[0]), Scales(d[1]), d[2], static_cast<int32_t>(d[3]), nullptr};
+  bool has_lut = false;
+  for (int i = 0; i < 16; ++i) lut[i] = static_cast<int8_t>(d[7 + i]), has_lut |= d[7 + i] != 0;
+  if (has_lut) rows.lut = lut;
+  return has_kernels(rows) && bytes >= rows.rows * rows.row_bytes;
 }
 
 }  // namespace specsparse

@@ -37,6 +37,19 @@ struct NeuronRows {
   const uint8_t* row(int64_t j) const { return data + j * row_bytes; }
 };
 
+// Neurons as the caller describes them. Not copyable: the rows point to the table.
+struct NeuronDescription {
+  NeuronRows rows{};
+  int8_t lut[16];
+
+  NeuronDescription() = default;
+  NeuronDescription(const NeuronDescription&) = delete;
+  NeuronDescription& operator=(const NeuronDescription&) = delete;
+
+  // Reads as many integers as a `Description`; false if there are no kernels for it or the `bytes` of data do not hold it.
+  bool read(const int64_t* description, const void* data, int64_t bytes);
+};
+
 // One row of activations, filled up with zeros to whole chunks (its scales to a multiple of 16).
 struct Input {
   const float* x;          // normalised

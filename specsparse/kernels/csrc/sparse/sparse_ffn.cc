@@ -3,15 +3,14 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 #include "pool/pool.h"
 
 namespace specsparse {
 namespace {
 
-constexpr int64_t kTokens = 64;              // rows that share one reading of the neurons: bits of a mask
 constexpr int64_t kItemNeurons = 64;         // of one item, at most
-constexpr int64_t kSegments = 16;            // of the neurons, by id: the sum of a row is a sum of sums. Part of the definition
 constexpr int64_t kTileBytes = 256 << 10;    // of down rows that several rows of activations read: half a core's L2
 constexpr int64_t kSumBytes = 128 << 10;     // of the sums that they are added to
 constexpr int64_t kAheadBytes = 8 << 10;      // of the rows that are fetched ahead of a product
@@ -28,27 +27,27 @@ T* reserve(std::vector<T>& v, int64_t count) {
 // Rows of activations as `Input`s.
 class Inputs {
  public:
-  void prepare(const float* x, const SparseFfn& ffn, const int32_t* rows, int64_t count) {
+  // Room for `count` rows.
+  void make(const SparseFfn& ffn, int64_t count) {
     cols_ = ffn.up.cols, padded_ = ffn.up.chunks() * kChunk, blocks_ = (padded_ / kBlock + 15) / 16 * 16;
     quantise_ = !ffn.up.is_float() || (ffn.gate && !ffn.gate->is_float());
     // prepare() of the dense kernels wants whole blocks: columns are filled up before, not after.
-    float* values = reserve(x_, count * padded_);
-    QBlock* q = reserve(q_, padded_ / kBlock * count);
-    int8_t* codes = reserve(codes_, count * padded_);
-    float* scales = reserve(scales_, 6 * count * blocks_);
-    int32_t* lows = reserve(lows_, count * padded_ / 4);
-    reserve(inputs_, count);
-    parallel(count, [&](int64_t i) {
-      float* to = values + i * padded_;
-      const Activations one{cols_, 0, to, nullptr};
-      ops().prepare(x + rows[i] * cols_, ffn.norm, ffn.eps, one, 0, false);
-      std::fill(to + cols_, to + padded_, 0.0f);
-      inputs_[i].x = to;
-      if (quantise_)
-        quantise(i, to, q + i * (padded_ / kBlock), codes + i * padded_, scales + 6 * i * blocks_, lows + i * padded_ / 4);
-    });
+    reserve(x_, count * padded_), reserve(q_, padded_ / kBlock * count), reserve(codes_, count * padded_);
+    reserve(scales_, 6 * count * blocks_), reserve(lows_, count * padded_ / 4), reserve(inputs_, count);
     pointers_.clear();
     for (int64_t i = 0; i < count; ++i) pointers_.push_back(&inputs_[i]);
+  }
+
+  // Row i.
+  void prepare(const float* x, const SparseFfn& ffn, int64_t i) {
+    float* to = x_.data() + i * padded_;
+    const Activations one{cols_, 0, to, nullptr};
+    ops().prepare(x, ffn.norm, ffn.eps, one, 0, false);
+    std::fill(to + cols_, to + padded_, 0.0f);
+    inputs_[i].x = to;
+    if (quantise_)
+      quantise(i, to, q_.data() + i * (padded_ / kBlock), codes_.data() + i * padded_, scales_.data() + 6 * i * blocks_,
+               lows_.data() + i * padded_ / 4);
   }
 
   const Input* operator[](int64_t i) const { return pointers_[i]; }
@@ -149,22 +148,33 @@ void activate(float* x, int64_t count, Activation act, const float* ones) {
 }
 
 // One call: rows of activations, their neurons, and what each item of neurons gives to each row.
-class Call {
+class Call final : public SparseSteps {
  public:
-  void run(const SparseFfn& ffn, const float* x, const uint8_t* keep, const float* residual, const int32_t* rows,
-           int64_t count, float* y, SparseCounts* counts) {
-    ffn_ = &ffn, count_ = count;
+  void collect(const SparseFfn& ffn, const uint8_t* keep, const int32_t* rows, int64_t count, SparseCounts* counts) override {
+    ffn_ = &ffn, count_ = count, rows_ = rows, counts_ = counts;
     union_.collect(keep, ffn.up.rows, rows, count, counts->kept);
-    inputs_.prepare(x, ffn, rows, count);
+    inputs_.make(ffn, count);
     const int64_t total = union_.neurons.size();
     per_item_ = std::clamp<int64_t>(total / (16 * threads()), 1, kItemNeurons);
     items_ = (total + per_item_ - 1) / per_item_;
     reserve_tiles();
-    parallel(items_, [&](int64_t item) { hidden(item); });
-    parallel(count, [&](int64_t t) { counts->nonzero[rows[t]] = join_tiles(t); });
-    parallel(kSegments, [&](int64_t segment) { project(segment); });
-    const int64_t blocks = (ffn.down.chunks() + kSumChunks - 1) / kSumChunks;
-    parallel(count * blocks, [&](int64_t i) { sum_segments(i / blocks, i % blocks * kSumChunks, residual, rows[i / blocks], y); });
+  }
+
+  void prepare(const float* x, int64_t i) override { inputs_.prepare(x + rows_[i] * ffn_->up.cols, *ffn_, i); }
+
+  int64_t hidden_items() const override { return items_; }
+
+  void join(int64_t i) override { counts_->nonzero[rows_[i]] = join_tiles(i); }
+
+  int32_t read() const override { return static_cast<int32_t>(union_.neurons.size()); }
+
+  int32_t active() const override { return std::accumulate(active_.begin(), active_.begin() + read(), 0); }
+
+  int64_t sum_items() const override { return count_ * sum_blocks(); }
+
+  void sum(int64_t item, const float* residual, float* y) override {
+    const int64_t blocks = sum_blocks(), t = item / blocks;
+    sum_segments(t, item % blocks * kSumChunks, residual, rows_[t], y);
   }
 
   const std::vector<int32_t>& neurons() const { return union_.neurons; }
@@ -172,6 +182,8 @@ class Call {
   bool active(int64_t i) const { return active_[i]; }
 
  private:
+  int64_t sum_blocks() const { return (ffn_->down.chunks() + kSumChunks - 1) / kSumChunks; }
+
   void reserve_tiles() {
     const int64_t slots = items_ * count_ * per_item_;  // and as many again for the lists
     int32_t* ids = reserve(neurons_, 2 * slots);
@@ -187,8 +199,9 @@ class Call {
 
   int64_t width() const { return ffn_->down.chunks() * kChunk; }
 
+ public:
   // Gate, up and activation of one item's neurons, each for the rows that keep it. Where the gate gives 0 up is not read.
-  void hidden(int64_t item) {
+  void hidden(int64_t item) override {
     const int64_t first = item * per_item_, last = std::min<int64_t>(union_.neurons.size(), first + per_item_);
     thread_local std::vector<float> memory;
     thread_local std::vector<uint64_t> masks;
@@ -219,6 +232,7 @@ class Call {
     }
   }
 
+ private:
   // Neurons [first, last) of the union times the rows of their masks, neuron by neuron; how many products.
   int64_t products(const NeuronRows& w, int64_t first, int64_t last, const uint64_t* masks, float* out, float* scratch) {
     thread_local std::vector<int64_t> wanted;
@@ -253,9 +267,10 @@ class Call {
     return static_cast<int32_t>(list.count);
   }
 
+ public:
   // Down rows of one segment's neurons, for all rows of activations: they take turns every few neurons, so that the second
   // finds them in the cache, and every few columns, so that the sums stay there too.
-  void project(int64_t segment) {
+  void project(int64_t segment) override {
     const NeuronRows& down = ffn_->down;
     const auto begin = union_.neurons.begin(), end = begin + union_.neurons.size();
     const auto bound = [&](int64_t s) { return static_cast<int32_t>(s * down.rows / kSegments); };
@@ -279,6 +294,7 @@ class Call {
         }
   }
 
+ private:
   // Columns of chunks [begin, begin + kSumChunks) of row t of y: the segments one after the other.
   void sum_segments(int64_t t, int64_t begin, const float* residual, int64_t row, float* y) {
     const NeuronRows& down = ffn_->down;
@@ -300,6 +316,8 @@ class Call {
   }
 
   const SparseFfn* ffn_;
+  const int32_t* rows_;
+  SparseCounts* counts_;
   int64_t count_, per_item_, items_;
   Inputs inputs_;
   Union union_;
@@ -313,18 +331,27 @@ class Call {
 
 }  // namespace
 
+std::unique_ptr<SparseSteps> sparse_steps() { return std::make_unique<Call>(); }
+
 void sparse_ffn(const SparseFfn& ffn, const float* x, const uint8_t* keep, const float* residual,
                 const std::vector<int32_t>& rows, float* y, SparseCounts* counts) {
-  thread_local Call call;
+  thread_local Call own;
+  Call& call = own;  // the other threads work on it, not on theirs
   thread_local std::vector<uint8_t> seen;
   const int64_t total = rows.size();
-  if (total > kTokens) seen.assign(ffn.up.rows, 0);
-  for (int64_t first = 0; first < total; first += kTokens) {
-    call.run(ffn, x, keep, residual, rows.data() + first, std::min(kTokens, total - first), y, counts);
+  if (total > kSparseRows) seen.assign(ffn.up.rows, 0);
+  for (int64_t first = 0; first < total; first += kSparseRows) {
+    const int64_t count = std::min(kSparseRows, total - first);
+    call.collect(ffn, keep, rows.data() + first, count, counts);
+    parallel(count, [&](int64_t i) { call.prepare(x, i); });
+    parallel(call.hidden_items(), [&](int64_t item) { call.hidden(item); });
+    parallel(count, [&](int64_t i) { call.join(i); });
+    parallel(SparseSteps::kSegments, [&](int64_t segment) { call.project(segment); });
+    parallel(call.sum_items(), [&](int64_t item) { call.sum(item, residual, y); });
     const std::vector<int32_t>& neurons = call.neurons();
     for (size_t i = 0; i < neurons.size(); ++i) {
       uint8_t before = 0;
-      if (total > kTokens) before = seen[neurons[i]], seen[neurons[i]] |= 1 | call.active(i) << 1;
+      if (total > kSparseRows) before = seen[neurons[i]], seen[neurons[i]] |= 1 | call.active(i) << 1;
       counts->read += !(before & 1), counts->active += call.active(i) && !(before & 2);
     }
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "sparse/sparse.h"
@@ -29,6 +30,34 @@ struct SparseCounts {
   int32_t read = 0;    // neurons kept by any row
   int32_t active = 0;  // neurons not zero in any row
 };
+
+constexpr int64_t kSparseRows = 64;  // rows that share one reading of the neurons: bits of a mask
+
+// The work of one call on up to kSparseRows rows, step by step, so that the calls of several layers can be phases of one job.
+// A step's items are independent; a step begins when the one before it is done. Memory is kept from call to call.
+class SparseSteps {
+ public:
+  virtual ~SparseSteps() = default;
+  // First, by one thread: which neurons rows `rows` of keep need together. `ffn` must outlive the call.
+  virtual void collect(const SparseFfn& ffn, const uint8_t* keep, const int32_t* rows, int64_t count, SparseCounts* counts) = 0;
+  // Then row by row: row rows[i] of x, normalised and quantised.
+  virtual void prepare(const float* x, int64_t i) = 0;
+  // Then the neurons, by items of them.
+  virtual int64_t hidden_items() const = 0;
+  virtual void hidden(int64_t item) = 0;
+  // Then row by row: what the items gave, as one list.
+  virtual void join(int64_t i) = 0;
+  // Neurons that any row keeps, and those that are not zero in any; known from here on.
+  virtual int32_t read() const = 0;
+  virtual int32_t active() const = 0;
+  // Then the down projection by ranges of neurons, and the sums over ranges by row and columns.
+  static constexpr int64_t kSegments = 16;  // by neuron's number: the sum of a row is a sum of sums. Part of the definition
+  virtual void project(int64_t segment) = 0;
+  virtual int64_t sum_items() const = 0;
+  virtual void sum(int64_t item, const float* residual, float* y) = 0;
+};
+
+std::unique_ptr<SparseSteps> sparse_steps();
 
 // y = (residual or 0) + sum over kept neurons j, ascending, of act(gate_j z) * up_act(up_j z) * down_j, z = x normalised,
 // for rows `rows` of x, keep, residual and y; other rows are not touched. The sum is taken over sixteen ranges of neurons of

@@ -1,0 +1,127 @@
+#include "sparse/predicted.h"
+
+#include <algorithm>
+
+#include "pool/pool.h"
+
+namespace specsparse {
+namespace {
+
+constexpr int64_t kSignNeurons = 256;  // of one item
+
+template <class T>
+void grow(std::vector<T>& v, int64_t size) {
+  if (static_cast<int64_t>(v.size()) < size) v.resize(size);
+}
+
+Preparation preparation(const Description* reader, const float* from, const float* norm, float eps, int64_t total,
+                        ActivationBuffer& activations) {
+  const bool quantise = reader && !reader->matrix.is_float();
+  const int64_t cols = reader ? reader->matrix.cols : 0;
+  return {from, norm, eps, quantise, total, nullptr, activations.reserve(1, cols, quantise)};
+}
+
+Product product(const Description* w, float* to, const Preparation& from) {
+  const Output out{to, nullptr, nullptr, w->matrix.rows};
+  return Product(&w, 1, &out, from.to, from.total, nullptr, Act::kNone);
+}
+
+}  // namespace
+
+void pack_signs_of(const float* x, int64_t columns, uint64_t* to) {
+  std::fill_n(to, (columns + 63) / 64, uint64_t{0});
+  for (int64_t c = 0; c < columns; ++c) to[c / 64] |= static_cast<uint64_t>(x[c] < 0) << (c % 64);
+}
+
+void PredictedWork::reserve(const PredictedWeights& w, int64_t total) {
+  const int64_t neurons = w.ffn.up.rows;
+  if (w.choice == Choice::kScores) grow(hidden, total * w.first->matrix.rows), grow(scores, total * neurons);
+  if (w.choice == Choice::kSigns) grow(bits, total * ((w.ffn.up.cols + 63) / 64));
+  grow(keep, total * neurons);
+  grow(rows, total);
+  for (int64_t i = 0; i < total; ++i) rows[i] = static_cast<int32_t>(i);
+}
+
+PredictedFfn::PredictedFfn(const PredictedWeights& w, float* x, int64_t total, float eps, ActivationBuffer& activations,
+                           PredictedWork& work, const SparseCounts& counts)
+    : weights_(&w), x_(x), total_(total), width_(w.ffn.up.cols), neurons_(w.ffn.up.rows), work_(&work), counts_(counts),
+      prepare_first_(preparation(w.first, x, w.norm, eps, total, activations)),
+      prepare_second_(preparation(w.second, work.hidden.data(), nullptr, eps, total, activations)) {
+  if (!scores()) return;
+  products_.push_back(product(w.first, work.hidden.data(), prepare_first_));
+  products_.push_back(product(w.second, work.scores.data(), prepare_second_));
+}
+
+int64_t PredictedFfn::items(int step) const {
+  const bool signs = weights_->choice == Choice::kSigns;
+  switch (step) {
+    case kPrepareFirst: return scores() ? prepare_first_.items() : signs ? 1 : 0;
+    case kFirst: return scores() ? products_[0].items() : 0;
+    case kPrepareSecond: return scores() ? prepare_second_.items() : 0;
+    case kSecond: return scores() ? products_[1].items() : signs ? (neurons_ + kSignNeurons - 1) / kSignNeurons : 0;
+    case kKeep: return signs ? 0 : total_;
+    case kCollect: return total_ ? 1 : 0;
+    case kHidden: return hidden_items_;
+    case kProject: return total_ ? SparseSteps::kSegments : 0;
+    case kSum: return sum_items_;
+    default: return total_;
+  }
+}
+
+void PredictedFfn::run(int step, int64_t item) {
+  SparseSteps& steps = *work_->steps;
+  switch (step) {
+    case kPrepareFirst: return scores() ? prepare_first_.run(item) : pack_signs();
+    case kFirst: return products_[0].run(item);
+    case kPrepareSecond: {
+      const int64_t width = weights_->first->matrix.rows, first = item * prepare_second_.step;
+      const int64_t last = std::min(total_, first + prepare_second_.step);
+      float* h = work_->hidden.data();
+      for (int64_t i = first * width; weights_->relu && i < last * width; ++i) h[i] = h[i] < 0 ? 0.0f : h[i];
+      return prepare_second_.run(item);
+    }
+    case kSecond: return scores() ? products_[1].run(item) : match_signs(item);
+    case kKeep: return keep(item);
+    case kCollect: return collect();
+    case kPrepare: return steps.prepare(x_, item);
+    case kHidden: return steps.hidden(item);
+    case kJoin:
+      if (!item) counts_.read = steps.read(), counts_.active = steps.active();
+      return steps.join(item);
+    case kProject: return steps.project(item);
+    case kSum: return steps.sum(item, x_, x_);
+  }
+}
+
+void PredictedFfn::prefetch(int64_t bytes, int self, int threads) const {
+  if (scores()) products_[0].prefetch(bytes, self, threads);
+}
+
+void PredictedFfn::pack_signs() {
+  const int64_t words = (width_ + 63) / 64;
+  for (int64_t t = 0; t < total_; ++t) pack_signs_of(x_ + t * width_, width_, work_->bits.data() + t * words);
+}
+
+void PredictedFfn::match_signs(int64_t item) {
+  const int64_t words = (width_ + 63) / 64, first = item * kSignNeurons, last = std::min(neurons_, first + kSignNeurons);
+  const auto differing = sparse_ops().differing;
+  for (int64_t j = first; j < last; ++j)
+    for (int64_t t = 0; t < total_; ++t) {
+      const int64_t apart = differing(work_->bits.data() + t * words, weights_->signs + j * words, words);
+      work_->keep[t * neurons_ + j] = static_cast<float>(width_ - apart) >= weights_->threshold;
+    }
+}
+
+void PredictedFfn::keep(int64_t row) {
+  uint8_t* to = work_->keep.data() + row * neurons_;
+  if (!scores()) return void(std::fill_n(to, neurons_, uint8_t{1}));
+  const float *from = work_->scores.data() + row * neurons_, threshold = weights_->threshold;
+  for (int64_t j = 0; j < neurons_; ++j) to[j] = from[j] >= threshold;
+}
+
+void PredictedFfn::collect() {
+  work_->steps->collect(weights_->ffn, work_->keep.data(), work_->rows.data(), total_, &counts_);
+  hidden_items_ = work_->steps->hidden_items(), sum_items_ = work_->steps->sum_items();
+}
+
+}  // namespace specsparse

@@ -1,0 +1,87 @@
+"""Predicted FFNs within the one native call of all layers: the bits of the layers one by one."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specsparse
+from specsparse.engine.config import ACTIVATION_KEY
+from specsparse.engine.llama import make_forward
+from specsparse.kernels.native import cpu
+from specsparse.powerinfer.ffn.gated import gated
+from specsparse.powerinfer.ffn.sparse_ffn import make_ffn
+from specsparse.predictors import FFN, Needs, get_predictor
+from specsparse.predictors.mlp import mlp_weights
+from specsparse.predictors.svd import as_mlp, factorise, normed_gate
+from specsparse.testing import write_tiny_gguf
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.why_missing()))
+
+PREDICTORS = {"mlp": {}, "svd": {"rank": 8}, "signbit": {}, "gate_threshold": {"share": 0.4}, "oracle": {}}
+MODELS = {
+    "relu": {"quant": "Q4_0", "metadata": {ACTIVATION_KEY: "relu"}},
+    "ungated": {"quant": "F16", "gated": False, "metadata": {ACTIVATION_KEY: "relu2"}},
+}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    """Dense models by name, 96 neurons of 64 columns."""
+    folder, made = tmp_path_factory.mktemp("one_call"), {}
+
+    def load(name):
+        if name not in made:
+            path = write_tiny_gguf(
+                folder / f"{name}.gguf", d_model=64, d_ff=96, n_layers=2, head_dim=16, **MODELS[name]
+            )
+            made[name] = specsparse.load(path)
+        return made[name]
+
+    return load
+
+
+def weights_of(predictor, layer, index):
+    if predictor.needs is Needs.TRAINING:
+        return mlp_weights(*as_mlp(*factorise(normed_gate(layer), 8)))
+    rows = np.random.default_rng(index).standard_normal((32, layer.ffn_norm.shape[0])).astype(np.float32)
+    return predictor.fit(layer, jnp.asarray(rows), index=index)
+
+
+def passes(model, predictor, shapes):
+    """(in one call, layer by layer) of each shape (sequences, rows, tree or chain); the last sequence is shorter."""
+    weights = [weights_of(predictor, layer, i) for i, layer in enumerate(model.params.layers)]
+    one = gated(model, predictor, weights, down_type="Q8_0")
+    kernels = dataclasses.replace(model.kernels, layers=None)
+    apart = make_forward(model.config, kernels, make_ffn(model.config, kernels, predictor))
+    for batch, rows, tree in shapes:
+        capacity = one.capacity_for(rows)
+        tokens = np.random.default_rng(rows).integers(1, 200, (batch, rows), dtype=np.int32)
+        parents = np.tile(np.array([-1, *(max(0, i // 2) for i in range(rows - 1))], np.int32), (batch, 1))
+        options = {"n_valid_B": jnp.asarray([rows] * (batch - 1) + [max(1, rows - 2)], jnp.int32)}
+        options |= {"parents_Bn": jnp.asarray(parents)} if tree else {}
+        args = one.params_for(capacity), jnp.asarray(tokens), one.new_cache(batch, capacity)
+        yield tuple(jax.jit(forward)(*args, **options) for forward in (one.forward, apart))
+
+
+@pytest.mark.parametrize("name", PREDICTORS)
+def test_the_bits_of_the_layers_one_by_one(dense, name):
+    model = dense("relu")
+    predictor = get_predictor(name, FFN.of(model.config, model.kernels), **PREDICTORS[name])
+    shapes = [(1, 1, False), (2, 5, True)] if name == "mlp" else [(2, 5, True)]
+    for (together, cache), (apart, other) in passes(model, predictor, shapes):
+        for a, b in zip(jax.tree.leaves((together, cache)), jax.tree.leaves((apart, other)), strict=True):
+            np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+        kept = np.asarray(together.stats.kept)
+        assert kept.shape[0] == 2 and kept[:, 0].min() > 0 and kept.max() <= 96
+        assert (np.asarray(together.stats.nonzero) < 96).all()
+
+
+def test_without_a_gate_and_with_more_rows_than_a_call_takes(dense):
+    model = dense("ungated")
+    predictor = get_predictor("oracle", FFN.of(model.config, model.kernels))
+    for (together, _), (apart, _) in passes(model, predictor, [(1, 3, False), (1, 70, False)]):
+        for a, b in zip(jax.tree.leaves(together), jax.tree.leaves(apart), strict=True):
+            np.testing.assert_array_equal(a, b)
