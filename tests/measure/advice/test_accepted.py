@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from specsparse.data import prompts
 from specsparse.errors import UserError
 from specsparse.measure.advice import accepted
 from specsparse.models import entries
@@ -84,3 +85,13 @@ def test_the_kept_rates_are_of_models_and_drafters_that_there_are():
         for one in found.tasks.values():
             assert list(one.reach) == sorted(one.reach, reverse=True)  # no position without the one before it
     assert accepted.kept("smollm2-135m", "nobody") is None
+
+
+def test_the_kept_rates_cover_the_built_in_texts_for_every_drafter_and_say_where_they_are_from():
+    tasks = {prompt.task for prompt in prompts.load()}
+    names = ("prompt_lookup", "ngram_simple", "suffix", "smollm2-draft", "head", "layer_skip")
+    for name in names:
+        kept = accepted.kept("smollm2-135m", name)
+        assert kept.tasks.keys() == tasks and "compare at" in kept.source
+        assert all(bool(a.ranks) == (name in names[3:]) and sum(a.ranks) <= 1.004 for a in kept.tasks.values())
+    assert len(tasks) == 8
