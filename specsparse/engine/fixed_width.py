@@ -11,10 +11,11 @@ from specsparse.engine.cache import KVCache
 from specsparse.engine.llama import ForwardFn, ForwardOut, Want
 from specsparse.engine.weights import Params
 from specsparse.errors import UserError
+from specsparse.kernels import TILE_ROWS
 
-STEP = 8
-"""Widths are multiples of it: rows of a tile of matrix units."""
 WIDEST = 64
+AUTO = "auto"
+"""In place of a width: that of `TILE_ROWS`, or what a longer draft needs (`engine.model.Model.holding`)."""
 _ALL = Want()
 
 
@@ -24,8 +25,22 @@ def check_width(width: int) -> None:
     Raises:
         UserError: it is no multiple of 8 from 8 to 64.
     """
-    if isinstance(width, bool) or not isinstance(width, int) or width % STEP or not STEP <= width <= WIDEST:
-        raise UserError(f"width={width!r}: a multiple of {STEP} from {STEP} to {WIDEST} is needed, or 0 for none")
+    least = TILE_ROWS
+    if isinstance(width, bool) or not isinstance(width, int) or width % least or not least <= width <= WIDEST:
+        raise UserError(
+            f"width={width!r}: a multiple of {least} from {least} to {WIDEST} is needed, {AUTO}, or 0 for none"
+        )
+
+
+def least_width(rows: int) -> int:
+    """The least width that holds steps of `rows` rows.
+
+    Raises:
+        UserError: there is none.
+    """
+    if rows > WIDEST:
+        raise UserError(_too_long(rows) + f"widths end at {WIDEST}: draft {WIDEST - 1} tokens at most")
+    return -(-rows // TILE_ROWS) * TILE_ROWS
 
 
 def check_rows(rows: int, width: int) -> None:
@@ -40,9 +55,11 @@ def check_rows(rows: int, width: int) -> None:
     """
     if not width or rows <= width:
         return
-    least = -(-rows // STEP) * STEP
-    then = f"load it with width={least}" if least <= WIDEST else f"draft {WIDEST - 1} tokens at most"
-    raise UserError(f"drafts of {rows - 1} tokens verify {rows} rows, and the model's width is {width}: {then}")
+    raise UserError(_too_long(rows) + f"the model's width is {width}: load it with width={least_width(rows)}")
+
+
+def _too_long(rows: int) -> str:
+    return f"drafts of {rows - 1} tokens verify {rows} rows, and "
 
 
 def fixed_width(forward: ForwardFn, width: int) -> ForwardFn:

@@ -1,5 +1,6 @@
 """A loaded model: configuration, tokenizer, packed weights and the forward function that belongs to them."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from specsparse.engine import rope, weights
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.devices import Devices, OneDevice
 from specsparse.engine.feed import feed
+from specsparse.engine.fixed_width import fixed_width, least_width
 from specsparse.engine.llama import ForwardFn, Want
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.sampling import pipeline
@@ -48,6 +50,7 @@ class Model:
         load_s: seconds that loading took.
         rope_factors: f32[d/2] or None.
         width: rows of every step (`engine.fixed_width`), 0 where each runs its own.
+        narrow: `forward` before it got a width that was chosen here and not asked for; else None.
         programs: compiled programs, by what they close over.
         drafters: drafters bound to this model, by plan, so that a draft model is loaded once.
     """
@@ -66,6 +69,7 @@ class Model:
     load_s: float = 0.0
     rope_factors: np.ndarray | None = None
     width: int = 0
+    narrow: ForwardFn | None = None
     programs: dict = field(default_factory=dict)
     drafters: dict = field(default_factory=dict)
     _tables: dict = field(default_factory=dict)
@@ -99,7 +103,23 @@ class Model:
     @property
     def promise(self) -> str:
         """Which equality of speculative and plain text holds, and why."""
-        return promise(self.kernels.name, self.width)
+        chosen = "as asked for" if self.narrow is None else "the fewest tiles that hold a draft"
+        return promise(self.kernels.name, self.width, why=chosen if self.width else "")
+
+    def holding(self, rows: int) -> "Model":
+        """The model with an automatic width that holds steps of `rows` rows: itself, or one on the same weights.
+
+        Plain decoding and all that is compared with it run on one such model. A width that was asked for stays.
+
+        Raises:
+            UserError: no width holds them.
+        """
+        if self.narrow is None or rows <= self.width:
+            return self
+        width = least_width(rows)
+        return dataclasses.replace(
+            self, width=width, forward=fixed_width(self.narrow, width), programs={}, drafters={}, _tables={}
+        )
 
     @property
     def sampling_kernels(self) -> SamplingKernels:
@@ -112,10 +132,14 @@ class Model:
         return KV_DTYPES[self.kv_dtype]
 
     def capacity_for(self, tokens: int) -> int:
-        """Slots of a cache that holds `tokens` tokens, at most the context; with a fixed width always the context."""
+        """Slots of a cache that holds `tokens` tokens, at most the context."""
         rounded = -(-tokens // _CAPACITY_STEP) * _CAPACITY_STEP
         context = -(-self.config.context_length // kv.LANES) * kv.LANES
-        return context if self.width else min(rounded, context)
+        return min(rounded, context)
+
+    def room_for(self, drafted: int) -> int:
+        """Slots that a step needs beyond what is committed; with a fixed width the same for every method."""
+        return self.width or drafted
 
     def params_for(self, capacity: int) -> Params:
         """The weights with rotary tables of `capacity` positions."""

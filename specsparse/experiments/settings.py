@@ -50,9 +50,9 @@ class ModelSpec:
     activation: str | None = None
     placement: str | None = None
     hot: str | None = None
-    devices: int | None = None
+    devices: int | tuple[str, ...] | None = None
     mesh: Count | None = None
-    width: int | None = None
+    width: int | Literal["auto"] | None = None
 
     def overrides(self) -> dict[str, object]:
         """Keyword arguments of `specsparse.load`: what is not None."""

@@ -1,6 +1,6 @@
 """Matrix products, attention and the rest of a forward pass on packed weights."""
 
-from specsparse.kernels.api import BACKENDS, Kernels, get, promise, status
+from specsparse.kernels.api import BACKENDS, TILE_ROWS, Kernels, automatic_width, get, promise, status
 from specsparse.kernels.native.cpu import set_threads
 from specsparse.kernels.neurons import (
     ChosenFfn,
@@ -18,6 +18,7 @@ from specsparse.kernels.qtensor import Layout, QTensor
 
 __all__ = [
     "BACKENDS",
+    "TILE_ROWS",
     "ChosenFfn",
     "Kernels",
     "Layout",
@@ -27,6 +28,7 @@ __all__ = [
     "SignRows",
     "SkipWeights",
     "SparseStats",
+    "automatic_width",
     "get",
     "pack_neurons",
     "pack_signs",

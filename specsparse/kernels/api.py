@@ -99,21 +99,41 @@ def get(name: str | None = None) -> Kernels:
     return BACKENDS[name]
 
 
-def promise(name: str, width: int = 0) -> str:
-    """Which equality of speculative and plain text kernels give, and why; `width` as in `engine.fixed_width`."""
+TILE_ROWS = 8
+"""Rows of a tile of matrix units: widths of steps are multiples of it."""
+
+
+def automatic_width(name: str) -> int:
+    """Rows of every step of a dense model on one device where nobody says: `TILE_ROWS` where bits depend on it.
+
+    That is xla kernels on an accelerator; 0, none, elsewhere.
+    """
+    return TILE_ROWS if name == XLA.name and jax.default_backend() != "cpu" else 0
+
+
+def promise(name: str, width: int = 0, *, why: str = "") -> str:
+    """Which equality of speculative and plain text kernels give, and why.
+
+    Args:
+        name: of the kernels.
+        width: as in `engine.fixed_width`.
+        why: the width is that one.
+    """
     if name != XLA.name:
         return "equal bits: a row depends on its own path alone, whatever is computed beside it (contract C1)"
     if width:
-        return f"equal bits, as far as tested on this device: every step runs {width} rows through one program"
+        because = f" ({why})" if why else ""
+        return f"equal bits, as far as tested on this device: every step runs {width} rows through one program{because}"
     return "equal law: bits depend on the number of rows, so near ties may go another way; width= holds it fixed"
 
 
 def status() -> dict:
-    """What runs and why, for records and for the terminal; `promise` is of the default kernels without a width."""
+    """What runs and why, for records and for the terminal; `promise` is of dense models on the default kernels."""
     chosen = get().name
+    width = automatic_width(chosen)
     return {
         "kernels": chosen,
-        "promise": promise(chosen),
+        "promise": promise(chosen, width, why="more where a draft needs them" if width else ""),
         "native": cpu.available(),
         "why_not_native": cpu.why_missing(),
         "isa": cpu.isa(),

@@ -57,6 +57,13 @@ def make_method(
     return Method(own, verifier, bound.weights)
 
 
+def rows_of(drafter: str | Drafter | DrafterPlan | None) -> int:
+    """Most rows of a step with this drafter; plain decoding has one."""
+    if drafter is None or drafter == "none":
+        return 1
+    return 1 + (get_drafter(drafter) if isinstance(drafter, str) else drafter).max_nodes
+
+
 def bind(model: Model, plan: DrafterPlan) -> Bound:
     """The drafter of a plan for this target; what it needs is loaded once, whatever the policy."""
     key = plan.under(Fixed(1))

@@ -76,7 +76,7 @@ class DeviceBatch:
         lengths = [len(s.prompt) for s in sequences]
         limits = [min(context, n + (context if s.params.max_tokens is None else s.params.max_tokens))
                   for n, s in zip(lengths, sequences, strict=True)]  # fmt: skip
-        self.capacity = model.capacity_for(max(limits) + method.max_nodes)
+        self.capacity = model.capacity_for(max(limits) + model.room_for(method.max_nodes))
         self.params = model.params_for(self.capacity)
         self.draft_params = None if method.weights is None else model.everywhere(method.weights(self.capacity))
         self.law, law_params = pipeline.compile_params(

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import jax
 from jax.sharding import Mesh
@@ -13,7 +14,7 @@ from specsparse import kernels
 from specsparse.engine import weights
 from specsparse.engine.config import OVERRIDES, ModelConfig
 from specsparse.engine.devices import OneDevice
-from specsparse.engine.fixed_width import STEP, check_width, fixed_width
+from specsparse.engine.fixed_width import AUTO, check_width, fixed_width
 from specsparse.engine.gguf.reader import GGUFFile, open_gguf
 from specsparse.engine.mesh.sharded import MeshDevices, mesh_of
 from specsparse.engine.mesh.split import split
@@ -24,6 +25,7 @@ from specsparse.models import obtain
 from specsparse.powerinfer.ffn import modes
 from specsparse.powerinfer.placement import placed
 from specsparse.powerinfer.placement.placed import GivenPlacement
+from specsparse.powerinfer.placement.two_devices import GivenDevices
 
 
 def load(
@@ -38,10 +40,10 @@ def load(
     faithful_f16: bool = False,
     placement: GivenPlacement | None = None,
     hot: str = "masked",
-    devices: int = 1,
+    devices: GivenDevices = 1,
     mesh: int | Mesh | None = None,
     float_weights: bool = False,
-    width: int | None = None,
+    width: int | Literal["auto"] | None = None,
     download: obtain.Download = "ask",
     **overrides,
 ) -> Model:
@@ -62,14 +64,15 @@ def load(
         faithful_f16: round everything that PowerInfer rounds on a CPU, to compare logits with it. Slow.
         placement: of hot neurons: a gpuidx file, a `GpuIndex` or a `Placement`; None keeps all neurons together.
         hot: "masked" computes the predicted hot neurons, as PowerInfer does, "dense" all of them (other logits).
-        devices: 2 computes the cold neurons on a second device at the same time; the same logits.
+        devices: 2 computes the cold neurons on a second device at the same time; the same logits. Two names say which,
+            as ("cuda:0", "cpu"): attention and hot neurons there, cold neurons here.
         mesh: number of devices that the weights and the cache are divided among (tensor parallel), or a mesh of them;
             for dense models. The same tokens up to the rounding of sums (docs/sharding.md).
         float_weights: dequantise every matrix to float32 at load, so that nothing is computed in integers: the
             reference that quantised arithmetic is judged by.
         width: rows of every step, plain or speculative, on xla kernels: a multiple of 8 up to 64 that holds a whole
-            draft and one more; 0 for none. Then both write the same text (docs/fixed_width.md), in a cache as long as
-            `context_length`. By default 8 on an accelerator and none on a CPU.
+            draft and one more; "auto" for 8, which `Model.holding` widens; 0 for none. Then both write the same text
+            (docs/fixed_width.md). By default "auto" on an accelerator and none on a CPU.
         download: whether a name that is not on this machine is downloaded, and converted where it must be: "yes", "no",
             or "ask", which asks on a terminal and refuses elsewhere.
         overrides: `rope_base`, `rope_scale`, `rope_scaling`, `context_length` and `activation` in place of the file's.
@@ -95,7 +98,7 @@ def load(
     if threads is not None:
         kernels.set_threads(threads)
     chosen = kernels.get(backend)
-    if width:
+    if width and width != AUTO:
         check_width(width)
     path = obtain.path_of(spec, download)
     f = open_gguf(path)
@@ -118,6 +121,7 @@ def load(
     floats = plan.floats or float_weights
     if mesh is not None:
         plan = replace(plan, devices=_on_mesh(f, config, plan, mesh, floats=floats))
+    automatic = width in (None, AUTO)
     width = _width(f, plan, width)
     params = weights.load_params(
         f, config, floats=floats, float_types=plan.float_types, progress=advance, pack_ffn=plan.pack,
@@ -131,6 +135,7 @@ def load(
         params=plan.devices.place(params),
         forward=fixed_width(forward, width) if width else forward,
         width=width,
+        narrow=forward if width and automatic else None,
         devices=plan.devices,
         kernels=plan.kernels,
         kv_dtype=kv_dtype,
@@ -143,15 +148,17 @@ def load(
     )
 
 
-def _width(f: GGUFFile, plan: modes.LoadPlan, wished: int | None) -> int:
-    """Rows of every step; by default `STEP` where bits would depend on their number, on an accelerator.
+def _width(f: GGUFFile, plan: modes.LoadPlan, wished: int | Literal["auto"] | None) -> int:
+    """Rows of every step.
 
     Raises:
         UserError: a width where it is not needed, or for a model that is not dense and on one device.
     """
     plain = plan.ffn is None and isinstance(plan.devices, OneDevice)
     if wished is None:
-        return STEP if plain and plan.kernels.name == "xla" and jax.default_backend() != "cpu" else 0
+        return kernels.automatic_width(plan.kernels.name) if plain else 0
+    if wished == AUTO:
+        return kernels.TILE_ROWS if plain and plan.kernels.name == "xla" else 0
     if wished and plan.kernels.name != "xla":
         raise UserError(f"width={wished} is for backend=xla: {plan.kernels.name} kernels give equal bits at any width")
     if wished and not plain:

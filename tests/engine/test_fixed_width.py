@@ -7,40 +7,49 @@ import pytest
 import specsparse
 from specsparse import SamplingParams
 from specsparse.engine import cache as kv
-from specsparse.engine import weights
 from specsparse.engine.fixed_width import check_rows
+from specsparse.engine.llama import Want
 from specsparse.errors import UserError
 from specsparse.kernels import promise
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.trees import get_tree
 from specsparse.testing import write_tiny_gguf
 
-WIDTH = 8
+WIDTH, BEFORE = 8, 62
+"""Rows of a step; tokens before those of the tests, so that paths cross from one block of 16 positions to the next."""
 PROMPTS = ["hello world hello world hello", "the cat and the abcabcabc", "a"]
 
 
-@pytest.fixture(scope="module", params=["Q4_0", "F32"])
+@pytest.fixture(scope="module", params=["Q4_0", pytest.param("F32", marks=pytest.mark.slow)])
 def model(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("width") / "m.gguf"
     write_tiny_gguf(path, quant=request.param, context_length=128, n_layers=2)
-    return specsparse.load(path, backend="xla", width=WIDTH)
+    return specsparse.load(path, backend="xla", width="auto")
 
 
 @pytest.fixture(scope="module")
-def run(model):
-    """run(tokens_Bn, parents_Bn, n_valid_B, length) -> logits after `length` committed tokens, the same for all."""
-    capacity = model.capacity_for(1)
-    params, rng = model.params_for(capacity), np.random.default_rng(0)
-    assert capacity == 128  # that of the context, whatever is asked for
-    context = jnp.asarray(rng.integers(3, 250, (2, 24)), jnp.int32)
-    _, filled = model.forward(params, context, model.new_cache(2, capacity))
-    step = model.devices.jit(lambda t, p, v, c: model.forward(params, t, c, n_valid_B=v, parents_Bn=p)[0].logits)
+def begun(model):
+    """Weights, and the cache of two texts of `BEFORE` tokens."""
+    capacity, rng = model.capacity_for(1), np.random.default_rng(0)
+    params = model.params_for(capacity)
+    feed = model.devices.jit(lambda p, t, c: model.forward(p, t, c, want=Want("none"))[1])
+    filled = feed(params, jnp.asarray(rng.integers(3, 250, (2, BEFORE)), jnp.int32), model.new_cache(2, capacity))
+    return params, kv.commit(filled, jnp.full(2, BEFORE, jnp.int32))
 
-    def one(tokens_Bn, parents_Bn=None, n_valid_B=None, length=24):
+
+@pytest.fixture(scope="module")
+def run(model, begun):
+    """run(tokens_Bn, parents_Bn, n_valid_B) -> logits after what has `begun`."""
+    params, filled = begun
+
+    @model.devices.jit
+    def step(params, tokens_Bn, parents_Bn, n_valid_B, cache):
+        return model.forward(params, tokens_Bn, cache, n_valid_B=n_valid_B, parents_Bn=parents_Bn)[0].logits
+
+    def one(tokens_Bn, parents_Bn, n_valid_B=None):
         n_valid_B = jnp.full(2, np.shape(tokens_Bn)[1], jnp.int32) if n_valid_B is None else jnp.asarray(n_valid_B)
-        parents_Bn = None if parents_Bn is None else jnp.asarray(parents_Bn, jnp.int32)
-        cache = kv.rollback(filled, jnp.full(2, length, jnp.int32))._replace(length=jnp.full(2, length, jnp.int32))
-        return np.asarray(step(jnp.asarray(tokens_Bn, jnp.int32), parents_Bn, n_valid_B, cache))
+        given = (jnp.asarray(a, jnp.int32) for a in (tokens_Bn, parents_Bn))
+        return np.asarray(step(params, *given, n_valid_B, filled))
 
     return one
 
@@ -59,11 +68,11 @@ def test_rows_have_the_bits_of_any_other_place_and_neighbours_with_a_fixed_width
         others[0] = tokens[0]
         assert (run(others, roots)[0] == got[0]).all()  # the other sequence changed
     for rows in range(1, WIDTH):
-        assert (run(tokens[:, :rows], roots[:, :rows]) == got[:, :rows]).all()
         assert (run(tokens, roots, [rows, WIDTH])[0, :rows] == got[0, :rows]).all()
+    assert (run(tokens[:, :3], roots[:, :3]) == got[:, :3]).all()
 
 
-def test_a_verification_has_the_bits_of_its_tokens_one_by_one_with_a_fixed_width(model, run):
+def test_a_verification_has_the_bits_of_its_tokens_one_by_one_with_a_fixed_width(model, begun, run):
     """A chain and a tree, against plain steps."""
     rng = np.random.default_rng(2)
     tokens, parents = rng.integers(3, 250, WIDTH), np.array([-1, 0, 0, 1, 2, 4, 1, 6])
@@ -75,25 +84,22 @@ def test_a_verification_has_the_bits_of_its_tokens_one_by_one_with_a_fixed_width
         paths.append(path)
     tree = run(np.tile(tokens, (2, 1)), np.tile(parents, (2, 1)))
     for i, path in enumerate(paths):
-        chain = run(np.tile(tokens[path], (2, 1)))
-        assert (chain[:, -1] == tree[:, i]).all()
-    capacity = model.capacity_for(1)
-    params, cache = model.params_for(capacity), model.new_cache(2, capacity)
-    context = jnp.asarray(np.random.default_rng(0).integers(3, 250, (2, 24)), jnp.int32)
-    _, cache = model.forward(params, context, cache)
-    cache = kv.commit(cache, jnp.full(2, 24, jnp.int32))
-    step = model.devices.jit(lambda t, c: model.forward(params, t, c))
-    for i in paths[5]:
-        out, cache = step(jnp.full((2, 1), tokens[i], jnp.int32), cache)
-        cache = kv.commit(cache, jnp.ones(2, jnp.int32))
-        assert (np.asarray(out.logits)[:, 0] == tree[:, i]).all()
+        rows = np.resize(tokens[path], WIDTH)
+        chain = run(np.tile(rows, (2, 1)), np.tile(np.arange(WIDTH) - 1, (2, 1)), [len(path)] * 2)
+        assert (chain[:, len(path) - 1] == tree[:, i]).all()
+    params, start = begun
+    step = model.devices.jit(lambda p, t, c: model.forward(p, t, c))
+    for leaf in (5, 7):  # the second path ends behind the block that the verification began in
+        cache = start
+        for i in paths[leaf]:
+            out, cache = step(params, jnp.full((2, 1), tokens[i], jnp.int32), cache)
+            cache = kv.commit(cache, jnp.ones(2, jnp.int32))
+            assert (np.asarray(out.logits)[:, 0] == tree[:, i]).all()
 
 
 @pytest.mark.parametrize("tree", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_speculation_writes_the_text_of_plain_decoding_with_a_fixed_width(model, tree):
     """The model's own layers draft, so that part of it is accepted: chains, and paths of trees."""
-    if any(kind != "F32" for kind in weights.types(model.params)):
-        pytest.skip("texts are compared in float32 alone: it is the same program with other weights")
     law = SamplingParams(temperature=0.9, max_tokens=24, ignore_eos=True)
     shape = {"tree": get_tree("static", widths=(2, 2))} if tree else {"gamma": WIDTH - 1}
     drafter = get_drafter("layer_skip", layers=[0, 1], **shape)
@@ -105,8 +111,20 @@ def test_speculation_writes_the_text_of_plain_decoding_with_a_fixed_width(model,
     assert sum(g.stats.counters.num_accepted_tokens for g in got) > 0
 
 
-def test_what_a_width_does_not_hold_is_one_line(model, tmp_path):
+def test_an_automatic_width_holds_the_longest_draft(model, tmp_path):
+    assert (model.width, model.holding(8), model.holding(17).width, model.holding(64).width) == (8, model, 24, 64)
     assert model.promise.startswith("equal bits") and f"{WIDTH} rows" in model.promise
+    assert "24 rows" in model.holding(17).promise and "the fewest tiles" in model.holding(17).promise
+    assert model.holding(17).room_for(3) == model.holding(17).room_for(16) == 24  # caches alike for every method
+    with pytest.raises(UserError, match="verify 65 rows, and widths end at 64: draft 63 tokens at most"):
+        model.holding(65)
+    path = write_tiny_gguf(tmp_path / "m.gguf")
+    asked = specsparse.load(path, backend="xla", width=WIDTH)
+    assert asked.holding(17) is asked and "as asked for" in asked.promise
+    assert specsparse.load(path, width="auto", backend="reference").width == 0
+
+
+def test_what_a_width_does_not_hold_is_one_line(model, tmp_path):
     assert promise("xla").startswith("equal law") and promise("native").startswith("equal bits")
     with pytest.raises(UserError, match="verify 17 rows, and the model's width is 8: load it with width=24"):
         specsparse.generate(model, "hello", drafter=get_drafter("prompt_lookup", gamma=16))

@@ -56,6 +56,10 @@ class Model:
     ffn: str = "dense"
     promise: str = "equal bits"
 
+    def holding(self, rows):
+        assert rows in (1, 4)  # plain decoding, and a draft of three
+        return self
+
 
 class Stream:
     def __init__(self, generation):

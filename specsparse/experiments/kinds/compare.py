@@ -131,7 +131,7 @@ class Compare(Kind[CompareSettings]):
     def run(self, cfg: CompareSettings, lab: Lab) -> Found:
         """Decodes and ranks, with a line of prompts.jsonl for each pass."""
         started, console = time.perf_counter(), lab.console
-        bench = decoding.prepare(cfg, lab)
+        bench = decoding.prepare(cfg, lab, methods(cfg)[0].values())
         sides, refused = methods(cfg, lambda pair: decoding.what_is_measured(pair, bench.model, console))
         costs = _costs(cfg, sides, bench.model, console) if cfg.compare.advise else None
         tracker = lab.tracker

@@ -32,7 +32,7 @@ class Speed(Kind[DecodingSettings]):
     def run(self, cfg: DecodingSettings, lab: Lab) -> Found:
         """Decodes, with a line of prompts.jsonl for each pass."""
         started = time.perf_counter()
-        bench = decoding.prepare(cfg, lab)
+        bench = decoding.prepare(cfg, lab, [decoding.method(cfg)])
         method = decoding.method(cfg, decoding.what_is_measured(cfg, bench.model, lab.console))
         tracker = lab.tracker
         passes = Passes(cfg, lab, bench.model, sides(cfg, method))

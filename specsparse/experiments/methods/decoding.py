@@ -154,10 +154,11 @@ def label(verifier: Verifier | str) -> str:
     return "lossless in law" if isinstance(verifier, str) or verifier.lossless else "lossy"
 
 
-def prepare(cfg: DecodingSettings, lab: Lab) -> Bench:
-    """Loads the model and encodes the prompts."""
+def prepare(cfg: DecodingSettings, lab: Lab, methods: Iterable[Mapping[str, Any]] = ()) -> Bench:
+    """Loads the model, as wide as these methods need it where nobody says, and encodes the prompts."""
     started = time.perf_counter()
     model = sparse_model.load(cfg, lab)
+    model = model.holding(max((binding.rows_of(m.get("drafter")) for m in methods), default=1))
     load_s = time.perf_counter() - started
     return Bench(
         model, [PreparedPrompt(p, conversation_ids(cfg, lab.engine, model, p)) for p in prompts_of(cfg)], load_s

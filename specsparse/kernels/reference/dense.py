@@ -7,7 +7,9 @@ the
 `_batched` ones leave the batching to XLA, for GPUs.
 """
 
+import functools
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -178,18 +180,16 @@ def rotate(x, cos, sin, pairing: str):
 
 
 def ancestors(parents_Bn):
-    """bool[B, n, n]: whether row j is row i or one of its ancestors."""
+    """bool[B, n, n]: whether row j is row i or one of its ancestors.
+
+    Paths are doubled, so that a compiled step has no loop for it and has it once for all layers.
+    """
     n = parents_Bn.shape[1]
-    eye = jnp.eye(n, dtype=bool)
-
-    def one(parents):
-        def step(i, seen):
-            above = jnp.where(parents[i] >= 0, seen[jnp.maximum(parents[i], 0)], jnp.zeros((n,), bool))
-            return seen.at[i].set(above | eye[i])
-
-        return jax.lax.fori_loop(0, n, step, jnp.zeros((n, n), bool))
-
-    return jax.vmap(one)(parents_Bn)
+    index = jnp.arange(n, dtype=jnp.int32)
+    seen = ((index[:, None] == index[None])[None] | (parents_Bn[:, :, None] == index[None, None])).astype(jnp.float32)
+    for _ in range((n - 1).bit_length()):
+        seen = (jnp.einsum("bij,bjk->bik", seen, seen, precision=_HIGHEST) > 0).astype(jnp.float32)
+    return seen > 0
 
 
 def append(cache_k, cache_v, k_BnGd, v_BnGd, slots_Bn, keep_Bn):
@@ -223,18 +223,38 @@ def _attend_row(q_HD, keys_GCd, values_GCd, path_C):
     return jnp.einsum("ghc,gcd->ghd", p, values, precision=_HIGHEST).reshape(-1)
 
 
-def _attend(
-    q, k, v, cache_k, cache_v, *, over_rows, each_row,
-    cos, sin, length, n_valid, parents=None, pairing="norm", q_norm=None, k_norm=None, eps=0.0, window=0, table=0,
-):  # fmt: skip
+class _Step(NamedTuple):
+    """What both forms of attention begin with.
+
+    Attributes:
+        q: f32[B, n, H, d], turned.
+        cache_k, cache_v: with the new rows.
+        length: int32[B].
+        keep: bool[B, n], rows that count.
+        seen: bool[B, n, n], see `ancestors`.
+        positions: int32[B, n].
+    """
+
+    q: jax.Array
+    cache_k: jax.Array
+    cache_v: jax.Array
+    length: jax.Array
+    keep: jax.Array
+    seen: jax.Array
+    positions: jax.Array
+
+
+def _appended(
+    q, k, v, cache_k, cache_v, *, each_row, cos, sin, length, n_valid, parents, pairing, q_norm, k_norm, eps, table
+) -> _Step:
     batch, groups, capacity, d = cache_v.shape
     n = q.shape[0] // batch
     index = jnp.arange(n, dtype=jnp.int32)[None]
     if parents is None:
-        parents = jnp.broadcast_to(index - 1, (batch, n))
-    parents = parents.reshape(batch, n)
+        seen_Bnn = jnp.broadcast_to(index[..., None] >= index[:, None], (batch, n, n))
+    else:
+        seen_Bnn = ancestors(parents.reshape(batch, n))
     keep = index < jnp.minimum(n_valid[:, None], capacity - length[:, None])
-    seen_Bnn = ancestors(parents)
     positions = jnp.minimum(length[:, None] + jnp.sum(seen_Bnn, axis=-1, dtype=jnp.int32) - 1, capacity - 1)
     c, s = cos[table, positions][:, :, None], sin[table, positions][:, :, None]
 
@@ -246,31 +266,44 @@ def _attend(
 
     q, k = heads(q, q_norm), heads(k, k_norm)
     cache_k, cache_v = append(cache_k, cache_v, k, v.reshape(batch, n, groups, d), length[:, None] + index, keep)
+    return _Step(q, cache_k, cache_v, length, keep, seen_Bnn, positions)
 
+
+def _attend(
+    q, k, v, cache_k, cache_v, *, over_rows,
+    cos, sin, length, n_valid, parents=None, pairing="norm", q_norm=None, k_norm=None, eps=0.0, window=0, table=0,
+):  # fmt: skip
+    batch, groups, capacity, d = cache_v.shape
+    step = _appended(
+        q, k, v, cache_k, cache_v, each_row=_rowwise, cos=cos, sin=sin, length=length, n_valid=n_valid,
+        parents=parents, pairing=pairing, q_norm=q_norm, k_norm=k_norm, eps=eps, table=table,
+    )  # fmt: skip
+    n, positions = step.q.shape[1], step.positions
     slots = jnp.arange(capacity, dtype=jnp.int32)[None, None]
     node = slots - length[:, None, None]
-    new = jnp.take_along_axis(seen_Bnn, jnp.clip(jnp.broadcast_to(node, (batch, n, capacity)), 0, n - 1), axis=2)
+    new = jnp.take_along_axis(step.seen, jnp.clip(jnp.broadcast_to(node, (batch, n, capacity)), 0, n - 1), axis=2)
     paths = (node < 0) | ((node >= 0) & (node < n) & new)
     if window:  # of positions: a node's is that of its depth, whatever slot it lies in
         depths = jnp.take_along_axis(positions, jnp.clip(node[:, 0], 0, n - 1), axis=1)
         held = jnp.where(node[:, 0] < 0, slots[:, 0], depths)
         paths &= held[:, None] > positions[:, :, None] - window
-    keys = cache_k.swapaxes(3, 4).reshape(batch, groups, capacity, d).astype(jnp.float32)
-    values = cache_v.astype(jnp.float32)
-    out = over_rows(_attend_row, q, keys, values, paths)
-    out = jnp.where(keep[:, :, None], out.reshape(batch, n, -1), jnp.float32(0))
-    return out.reshape(batch * n, -1), cache_k, cache_v
+    keys = step.cache_k.swapaxes(3, 4).reshape(batch, groups, capacity, d).astype(jnp.float32)
+    values = step.cache_v.astype(jnp.float32)
+    out = over_rows(_attend_row, step.q, keys, values, paths)
+    return _out(step, out.reshape(batch, n, -1))
+
+
+def _out(step: _Step, out_BnI):
+    rows = step.keep.size
+    out = jnp.where(step.keep[:, :, None], out_BnI, jnp.float32(0))
+    return out.reshape(rows, -1), step.cache_k, step.cache_v
 
 
 def _attend_rowwise(function, q, keys, values, paths):
     return _rowwise(lambda q, k, v, p: _rowwise(lambda q1, p1: function(q1, k, v, p1), q, p), q, keys, values, paths)
 
 
-def _attend_vmapped(function, q, keys, values, paths):
-    return jax.vmap(lambda q, k, v, p: jax.vmap(function, (0, None, None, 0))(q, k, v, p))(q, keys, values, paths)
-
-
-attend = partial(_attend, over_rows=_attend_rowwise, each_row=_rowwise)
+attend = partial(_attend, over_rows=_attend_rowwise)
 attend.__doc__ = """Rotates queries and keys, appends keys and values to the cache, and attends.
 
     Args:
@@ -288,4 +321,71 @@ attend.__doc__ = """Rotates queries and keys, appends keys and values to the cac
     Returns:
         f32[R, H * d] and the two cache arrays.
     """
-attend_batched = partial(_attend, over_rows=_attend_vmapped, each_row=_at_once)
+
+
+def attend_batched(
+    q, k, v, cache_k, cache_v, *,
+    cos, sin, length, n_valid, parents=None, pairing="norm", q_norm=None, k_norm=None, eps=0.0, window=0, table=0,
+):  # fmt: skip
+    """`attend` of all rows together: one product with the cache, and of a tree one with the newest positions of a row.
+
+    A row at position p of a tree of n rows sees the blocks of `n` positions (16 at least) before block p // n - 1 where
+    they lie in the cache, committed for long, and the two last ones gathered along its own path. Which of its positions
+    belong to which part depends on p alone, so that a step and a verification of as many rows and as large a cache add
+    up the same numbers in the same order.
+    """
+    step = _appended(
+        q, k, v, cache_k, cache_v, each_row=_at_once, cos=cos, sin=sin, length=length, n_valid=n_valid,
+        parents=parents, pairing=pairing, q_norm=q_norm, k_norm=k_norm, eps=eps, table=table,
+    )  # fmt: skip
+    batch, groups, capacity, d = cache_v.shape
+    n, positions = step.q.shape[1], step.positions
+    q_BGnhd = (step.q * (jnp.float32(1) / jnp.sqrt(jnp.float32(d)))).reshape(batch, n, groups, -1, d).swapaxes(1, 2)
+    span = -(-n // LANES) * LANES
+    first = positions + 1 if parents is None else jnp.maximum(positions // span - 1, 0) * span  # of the gathered ones
+
+    def masked(scores, held, at):
+        """Scores [B, G, n, h, ..] with -inf where a position is not seen."""
+        if window:
+            held &= at > positions[(..., *(None,) * (at.ndim - 2))] - window
+        return jnp.where(held[:, None, :, None], scores, -jnp.inf)
+
+    slots = jnp.arange(capacity, dtype=jnp.int32).reshape(1, 1, -1, LANES)
+    scores = jnp.einsum(
+        "bgnhd,bgxdl->bgxnhl", q_BGnhd, step.cache_k.astype(jnp.float32), precision=_HIGHEST
+    ).transpose(0, 1, 3, 4, 2, 5)  # fmt: skip
+    scores = masked(scores, slots < first[..., None, None], slots)
+    written = (length + n_valid if parents is None else length)[:, None, None, None]
+    values = jnp.where(slots.reshape(1, 1, -1, 1) < written, step.cache_v.astype(jnp.float32), jnp.float32(0))
+    parts = [(scores.reshape(*scores.shape[:4], capacity), "bgnhs,bgsd->bgnhd", values)]
+    if parents is not None:
+        at = first[..., None] + jnp.arange(2 * span, dtype=jnp.int32)[None, None]
+        slot = jnp.clip(_slots(step, at), 0, capacity - 1)
+        seen = at <= positions[..., None]
+        keys, newest = jax.vmap(_gathered)(step.cache_k, step.cache_v, slot)
+        near = jnp.einsum("bgnhd,bngsd->bgnhs", q_BGnhd, keys, precision=_HIGHEST)
+        newest = jnp.where(seen[:, :, None, :, None], newest, jnp.float32(0))
+        parts.append((masked(near, seen, at), "bgnhs,bngsd->bgnhd", newest))
+    top = functools.reduce(jnp.maximum, [jnp.max(s, axis=-1, keepdims=True) for s, _, _ in parts])
+    weights = [jnp.exp(s - top) for s, _, _ in parts]
+    total = sum(jnp.sum(w, axis=-1, keepdims=True) for w in weights)
+    summed = sum(jnp.einsum(how, w, v, precision=_HIGHEST) for w, (_, how, v) in zip(weights, parts, strict=True))
+    return _out(step, (summed / total).swapaxes(1, 2).reshape(batch, n, -1))
+
+
+def _slots(step: _Step, at_BnS):
+    """Slots of the positions `at` on the path of each row: the position itself where it is committed, else a node's."""
+    n = step.seen.shape[1]
+    index, depth_Bn = jnp.arange(n, dtype=jnp.int32), jnp.sum(step.seen, axis=-1, dtype=jnp.int32) - 1
+    own = jnp.where(step.seen, index[None, None].astype(jnp.float32), jnp.float32(0))  # exact: they are small
+    by_depth = (depth_Bn[..., None] == index[None, None]).astype(jnp.float32)
+    path_Bnn = jnp.einsum("bij,bjk->bik", own, by_depth, precision=_HIGHEST).astype(jnp.int32)
+    new = at_BnS - step.length[:, None, None]
+    node = jnp.take_along_axis(path_Bnn, jnp.clip(new, 0, n - 1), axis=2)
+    return jnp.where(new < 0, at_BnS, step.length[:, None, None] + node)
+
+
+def _gathered(cache_k, cache_v, slot_nS):
+    """Keys and values f32[n, G, S, d] of one sequence in these slots."""
+    keys = cache_k[:, slot_nS // LANES, :, slot_nS % LANES].swapaxes(1, 2)  # the indexed axes come first
+    return keys.astype(jnp.float32), cache_v[:, slot_nS].swapaxes(0, 1).astype(jnp.float32)

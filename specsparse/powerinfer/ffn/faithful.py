@@ -38,7 +38,7 @@ def faithful(kernels: Kernels) -> Kernels:
         return tuple(outs) if residual is None else (outs[0] + residual,)
 
     def attend(*args, **options):
-        return dense._attend(*args, over_rows=_over_rows, each_row=dense._rowwise, **options)
+        return dense._attend(*args, over_rows=_over_rows, **options)
 
     return dataclasses.replace(kernels, linear=linear, attend=attend, layers=None)
 

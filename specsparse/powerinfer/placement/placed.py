@@ -15,7 +15,7 @@ from specsparse.powerinfer.ffn.sparse_weights import threshold_of
 from specsparse.powerinfer.files.gpuidx import GpuIndex, read_gpuidx
 from specsparse.powerinfer.placement.hot_cold import HOT, hot_cold_ffn, packer
 from specsparse.powerinfer.placement.problem import Placement
-from specsparse.powerinfer.placement.two_devices import TwoDevices, two_devices
+from specsparse.powerinfer.placement.two_devices import GivenDevices, TwoDevices, two_devices
 
 GivenPlacement = str | os.PathLike[str] | GpuIndex | Placement
 """A gpuidx file or its path, or what a rule found."""
@@ -28,7 +28,7 @@ def plan(
     *,
     placement: GivenPlacement | None = None,
     hot: str = "masked",
-    devices: int = 1,
+    devices: GivenDevices = 1,
     ffn: str | None = None,
     threshold: float | None = None,
     faithful_f16: bool = False,
@@ -40,8 +40,9 @@ def plan(
     """
     if hot not in HOT:
         raise UserError(f"hot={hot!r} does not exist; choose one of {', '.join(HOT)}")
-    if devices not in (1, 2):
-        raise UserError(f"devices={devices!r}: must be 1 or 2")
+    named = not isinstance(devices, int | str) and len(devices) == 2 and all(isinstance(d, str) for d in devices)
+    if devices not in (1, 2) and not named:
+        raise UserError(f"devices={devices!r}: must be 1 or 2, or two names such as [cuda:0, cpu]")
     if placement is None:
         if hot != "masked" or devices != 1:
             raise UserError(f"hot={hot} on {devices} device(s) needs a placement: give placement=FILE.gpuidx")
@@ -57,16 +58,16 @@ def plan(
     floats = kernels.name != "native"
     whole = isinstance(placement, Placement)
     where = OneDevice()
-    if devices == 2:
+    if devices != 1:
         where = TwoDevices(
-            config, kernels, two_devices(),
+            config, kernels, two_devices(devices),
             host_layers=placement.host_layers if whole else frozenset(),
             output_on_host=whole and placement.output_on_host,
         )  # fmt: skip
     limit = threshold_of(f, threshold)
     return LoadPlan(
         mode="powerinfer" if hot == "masked" else "powerinfer, hot=dense (lossy)",
-        rule=f"threshold={limit:g}, {'two devices' if devices == 2 else 'one device'}",
+        rule=f"threshold={limit:g}, {'one device' if devices == 1 else 'two devices'}",
         kernels=kernels,
         ffn=hot_cold_ffn(config, kernels),
         pack=packer(masks, limit, floats=floats, dense_hot=hot == "dense"),

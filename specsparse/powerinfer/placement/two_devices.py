@@ -9,8 +9,10 @@ Three ways were measured (docs/decisions/0008-two-devices-by-threads.md): progra
 a host callback inside one program; and `compute_on("device_host")`, which on a CPU runs one part after the other.
 """
 
+import threading
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +46,8 @@ from specsparse.powerinfer.placement.hot_cold import HotCold, HotColdStats, comb
 
 Watch = Callable[[str, int, float, float], None]
 """watch(part, layer, begin, end): what ran when, in seconds of `time.perf_counter`; called from two threads."""
+Span = tuple[str, int, float, float]
+"""What a `Watch` is told: part, layer, begin and end."""
 _ALL = Want()
 
 
@@ -55,12 +59,36 @@ class DevicePair:
     cold: jax.Device
 
 
-def two_devices() -> DevicePair:
-    """The accelerator and the host's CPU, or two CPU devices.
+GivenDevices = int | Sequence[str]
+"""How many devices: 1 or 2; or two by name, as ("cuda:0", "cpu"): of attention and hot neurons, of cold ones."""
+
+
+def named_device(name: str) -> jax.Device:
+    """The device of a name, as "cuda:0", or "cpu" for the first of its kind.
 
     Raises:
-        UserError: there is one device only.
+        UserError: no such device; the line says which there are.
     """
+    kind, _, number = str(name).partition(":")
+    try:
+        found = jax.devices(kind)
+    except RuntimeError:
+        found = []
+    index = int(number) if number.isdecimal() else 0 if not number else -1
+    if not 0 <= index < len(found):
+        there = ", ".join(f"{d.platform}:{d.id}" for d in {*jax.devices(), *jax.devices("cpu")})
+        raise UserError(f"device {name!r} is not here: there are {there}; more CPU devices with JAX_NUM_CPU_DEVICES=2")
+    return found[index]
+
+
+def two_devices(given: GivenDevices = 2) -> DevicePair:
+    """The two of these names, or the accelerator and the host's CPU, or two CPU devices.
+
+    Raises:
+        UserError: there is one device only, or none of that name.
+    """
+    if not isinstance(given, int):
+        return DevicePair(*map(named_device, given))
     first, cpus = jax.devices()[0], jax.devices("cpu")
     if first.platform != "cpu":
         return DevicePair(first, cpus[0])
@@ -73,9 +101,39 @@ def two_devices() -> DevicePair:
 
 def kernels_beside(hot: jax.Device, kernels: Kernels) -> Kernels:
     """Of the second device: the same beside a CPU, the CPU's own beside an accelerator."""
-    if hot.platform == "cpu":
-        return kernels
+    return kernels if hot.platform == "cpu" else host_kernels()
+
+
+def host_kernels() -> Kernels:
+    """The best there are for a CPU, whatever else is here."""
     return kernel_api.get("native" if cpu.available() else "reference")
+
+
+class Crossed:
+    """Bytes that went from one device to the other, by the one that they went to. Two threads add to it."""
+
+    def __init__(self) -> None:
+        self._bytes = {"hot": 0, "cold": 0}
+        self._lock = threading.Lock()
+
+    def add(self, side: str, nbytes: int) -> None:
+        """So many more to the device of the "hot" or of the "cold" neurons."""
+        with self._lock:
+            self._bytes[side] += nbytes
+
+    def counts(self) -> dict[str, int]:
+        """Bytes so far, by side."""
+        with self._lock:
+            return dict(self._bytes)
+
+
+def waiting(spans: Sequence[Span]) -> dict[str, float]:
+    """Seconds that each device waits for the other's part of an FFN, by "hot" and "cold", where a layer has both."""
+    ends = defaultdict[tuple[str, int], list[float]](list)
+    for part, layer, _, end in sorted(spans, key=lambda span: span[3]):
+        ends[part, layer].append(end)
+    late = [c - h for layer in {layer for _, layer in ends} for h, c in zip(ends["hot", layer], ends["cold", layer])]
+    return {"hot": sum(max(s, 0.0) for s in late), "cold": sum(max(-s, 0.0) for s in late)}
 
 
 class _RopeTables(NamedTuple):
@@ -120,6 +178,7 @@ class TwoDevices(Devices):
         devices: the two.
         overlap: whether both parts of an FFN run at the same time; the bits are the same.
         watch: told what ran when, or None. Watching waits for each piece.
+        crossed: what went over so far, weights left out.
     """
 
     def __init__(
@@ -132,7 +191,7 @@ class TwoDevices(Devices):
         output_on_host: bool = False,
     ):
         self.config, self.devices = config, devices
-        self.overlap, self.watch = True, None
+        self.overlap, self.watch, self.crossed = True, None, Crossed()
         self._home = [devices.cold if i in host_layers else devices.hot for i in range(config.n_layers)]
         self._last = devices.cold if output_on_host else devices.hot
         self._programs = {devices.cold: _Programs(config, kernels_beside(devices.hot, kernels))}
@@ -180,7 +239,7 @@ class TwoDevices(Devices):
         if n_valid_B is None:
             n_valid_B = np.full((batch,), n, np.int32)
         call = _ForwardPass(self, params, cache.length, n_valid_B, parents_Bn)
-        tokens_R = _to(self.devices.cold, np.reshape(np.asarray(tokens_Bn), -1))
+        tokens_R = _to(self.devices.cold, np.reshape(np.asarray(tokens_Bn), -1))  # the host's, as the embedding
         residual = _Residual(self._programs[self.devices.cold].embed(params.embedding, tokens_R))
         keys, values, stats, kept = list(cache.k), list(cache.v), [], {}
         which = range(self.config.n_layers) if want.layers is None else want.layers
@@ -190,7 +249,7 @@ class TwoDevices(Devices):
             residual, keys[i], values[i], stat = call.layer(i, residual, keys[i], values[i])
             stats.append(stat)
         last = params._replace(embedding=None, layers=(), cos=None, sin=None)
-        args = _for(self._last, (residual, n_valid_B))
+        args = self.moved(self._last, (residual, n_valid_B))
         out = _to(self.devices.hot, self._programs[self._last].finish(last, *args, want=want))
         if features:
             kept[len(which)] = residual
@@ -199,7 +258,7 @@ class TwoDevices(Devices):
 
     def _features(self, kept: list[_Residual], n_valid_B) -> jax.Array:
         """float32[B, n, E], the rows that enter layers side by side."""
-        kept, n_valid_B = _for(self.devices.hot, (kept, n_valid_B))
+        kept, n_valid_B = self.moved(self.devices.hot, (kept, n_valid_B))
         return _side_by_side(kept, n_valid_B).reshape(len(n_valid_B), -1, len(kept) * self.config.d_model)
 
     def _stats(self, stats: list[tuple[SparseStats | None, SparseStats | None]]) -> HotColdStats | None:
@@ -207,7 +266,15 @@ class TwoDevices(Devices):
         if not stats:
             return None
         stacked = [_stacked(part) if any(s is not None for s in part) else None for part in zip(*stats)]
-        return _both(*_for(self.devices.hot, stacked))
+        return _both(*self.moved(self.devices.hot, stacked))
+
+    def moved(self, device: jax.Device, tree: Pytree) -> Pytree:
+        """`tree` as arguments of a program of a device; what comes from the other one is counted in `crossed`."""
+        other = self.devices.cold if device == self.devices.hot else self.devices.hot
+        if other != device:
+            nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(tree) if _is_on(other, leaf))
+            self.crossed.add("hot" if device == self.devices.hot else "cold", nbytes)
+        return _for(device, tree)
 
 
 @jax.jit
@@ -256,7 +323,7 @@ class _ForwardPass:
         owner, home, layer = self.owner, self.owner._home[i], self.params.layers[i]
         w: HotCold = layer.sparse
         tables, length_B, parents_Bn = self.shared[home]
-        residual, k, v = _for(home, (residual, k, v))
+        residual, k, v = owner.moved(home, (residual, k, v))
         x_RD, keep, k, v = self._timed(
             "attention", i, owner._programs[home].attend, layer._replace(sparse=None), w.predictor, tables, residual,
             k, v, length_B, self.n_valid[home], parents_Bn, owner.config.kind(i),
@@ -279,10 +346,10 @@ class _ForwardPass:
         """Partial sum where attention runs, and statistics, or (None, None) where there is no such neuron."""
         if rows is None:
             return None, None
-        x_RD, keep_RF = _for(device, (x_RD, keep_RF))
+        x_RD, keep_RF = self.owner.moved(device, (x_RD, keep_RF))
         program = self.owner._programs[device].part
         out_RD, stats = self._timed(name, i, program, rows, norm, x_RD, keep_RF, self.n_valid[device])
-        return _for(self.owner._home[i], out_RD), stats
+        return self.owner.moved(self.owner._home[i], out_RD), stats
 
     def _timed(self, name: str, i: int, program: Callable, *args):
         if self.owner.watch is None:

@@ -7,9 +7,11 @@ import specsparse
 from specsparse import SamplingParams
 from specsparse.engine.architectures import LayerKind
 from specsparse.engine.llama import Want
+from specsparse.errors import UserError
 from specsparse.kernels.native import cpu
 from specsparse.powerinfer.files import convert
 from specsparse.powerinfer.files.gpuidx import GpuIndex, write_gpuidx
+from specsparse.powerinfer.placement.two_devices import waiting
 from tests.other_process import found_by
 from tests.powerinfer.placement.test_hot_cold import D_FF, IDS, LAYERS, index
 from tests.powerinfer.tiny import write_tiny_powerinfer
@@ -39,6 +41,9 @@ two.overlap, seen = True, []
 two.watch = lambda *span: seen.append(span)
 found["watched"] = model.logits(ids)
 two.watch = None
+before = two.crossed.counts()
+model.logits(ids[:1])
+found["crossed"] = [two.crossed.counts()[side] - before[side] for side in ("cold", "hot")]
 found["parts"] = np.array([f"{part} {layer}" for part, layer, begin, end in sorted(seen, key=lambda s: (s[1], s[0]))])
 spans = {(part, layer): (begin, end) for part, layer, begin, end in seen}
 found["begins"] = np.array([[spans[part, 0][0] for part in ("attention", "cold", "hot")]])
@@ -58,7 +63,8 @@ layers = Placement("layers", tuple(hot), 0.0, 0, host_layers=frozenset({0, 1}), 
 for other in sys.argv[6:]:
     every = specsparse.load(other, placement=sys.argv[5], devices=2)
     found[other] = np.concatenate([every.logits(ids), every.logits([*ids, *ids, *ids])])
-model = specsparse.load(path, placement=layers, devices=2)
+model = specsparse.load(path, placement=layers, devices=("cpu:1", "cpu:0"))
+assert [d.id for d in (model.devices.devices.hot, model.devices.devices.cold)] == [1, 0]
 found["layers"] = model.logits(ids)
 found["layers greedy"] = specsparse.generate(model, ids, max_tokens=4, ignore_eos=True).token_ids
 try:
@@ -145,6 +151,33 @@ def test_every_layer_has_the_parts_it_should(two):
     assert list(two["parts"]) == [name for name in want if name not in ("cold 1", "hot 2")]
     attention, cold, hot = two["begins"][0]
     assert attention < cold and attention < hot
+
+
+def test_what_crosses_is_a_row_each_way_and_the_mask_of_the_cold_neurons(path, two):
+    config, rows = specsparse.load(path, ffn="dense").config, 32  # of the piece that holds one token
+    cold = [int((~hot).sum()) for hot in index().hot]
+    row = 4 * rows * config.d_model
+    to_cold, to_hot = two["crossed"]
+    assert to_cold == sum(row + rows * count for count in cold if count)
+    assert to_hot >= row * (1 + sum(count > 0 for count in cold))  # the embedding's, and each cold part's; statistics
+
+
+def test_who_waits_is_who_ends_first():
+    """Two passes of a layer that has both parts, and a layer without cold neurons."""
+    spans = [("hot", 0, 0.0, 2.0), ("cold", 0, 0.0, 5.0), ("hot", 1, 6.0, 9.0), ("attention", 1, 5.0, 6.0)]
+    spans += [("cold", 0, 10.0, 10.5), ("hot", 0, 10.0, 12.0)]
+    assert waiting(spans) == {"hot": 3.0, "cold": 1.5}
+
+
+def test_a_device_that_is_not_here_is_one_line(path):
+    for devices, says in (
+        (("cuda:0", "cpu"), r"device 'cuda:0' is not here: there are cpu:0"),
+        (("cpu:7", "cpu"), r"device 'cpu:7' is not here"),
+        (("cpu",), "must be 1 or 2, or two names such as"),
+        (3, "must be 1 or 2"),
+    ):
+        with pytest.raises(UserError, match=says):
+            specsparse.load(path, placement=index(), devices=devices)
 
 
 def test_whole_layers_on_the_host_are_the_same_model(path, two):
