@@ -154,6 +154,18 @@ def test_decoding_measures_and_labels_dense_hot_neurons(cfg, tmp_path):
     assert found.as_promised and "two devices, overlapped" in text and "expected times only" not in text
 
 
+def test_decoding_on_named_devices_has_both_baselines(cfg, tmp_path):
+    """One CPU device stands for both, so nothing crosses; the path is the same."""
+    cfg = replaced(changed(cfg, "placement", decode=2, devices=("cpu:0", "cpu")), vram_budget=0.6 * MIB)
+    found, text, record = play(cfg, tmp_path / "a")
+    measured = record["summary"]["measured"]
+    assert measured["same_tokens"] and found.as_promised and "whole layers offloaded" in text
+    assert measured["over_layers"] == measured["layers"] / measured["overlapped"] > 0 and measured["one"] > 0
+    assert set(measured["waits"]) == {"hot", "cold"} and measured["crossed"] == {"hot": 0, "cold": 0}
+    with pytest.raises(UserError, match=r"placement.devices names two, as \[cuda:0, cpu\]"):
+        runner.check(changed(cfg, "placement", devices=("cpu",)))
+
+
 def test_other_experiments_take_a_solved_placement(cfg):
     model = dataclasses.replace(cfg.model, placement="x.gpuidx", hot="dense", devices=2)
     assert model.overrides() == {"placement": "x.gpuidx", "hot": "dense", "devices": 2}

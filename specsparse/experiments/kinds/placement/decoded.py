@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,7 +18,7 @@ from specsparse.engine.model import Model
 from specsparse.experiments.kind import Engine, Lab
 from specsparse.experiments.kinds.placement.settings import PlacementSettings
 from specsparse.powerinfer.placement.problem import Placement
-from specsparse.powerinfer.placement.two_devices import TwoDevices
+from specsparse.powerinfer.placement.two_devices import Span, TwoDevices, host_kernels, waiting
 from specsparse.predictors.fit.quality import ModelQuality, ModelSums, model_sums
 from specsparse.support import json_files, tables, terminal
 from specsparse.support.in_turn import in_turn
@@ -29,20 +29,39 @@ _PARTS = ("attention", "cold", "hot")
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of a decoding step, the median; `busy` by part of the model, each waited for."""
+    """Seconds of a decoding step, the median.
+
+    Attributes:
+        one: on one device; on the host alone where the two are named.
+        in_turn, overlapped: on two, one after the other and at the same time.
+        busy: by part of the model, each waited for.
+        layers: whole layers offloaded within the same budget, on the two devices.
+        waits: of each device for the other's part of an FFN, over all layers.
+        crossed: bytes that go to each device for a token.
+    """
 
     one: float
     in_turn: float | None = None
     overlapped: float | None = None
     busy: dict[str, float] | None = None
+    layers: float | None = None
+    waits: dict[str, float] | None = None
+    crossed: dict[str, float] | None = None
 
     @property
     def over_halves(self) -> float | None:
         """Overlapped time over the sum of both devices' own work."""
         return None if self.busy is None else self.overlapped / sum(self.busy.values())
 
+    @property
+    def over_layers(self) -> float | None:
+        """How many times as fast as whole layers offloaded."""
+        return None if self.layers is None or self.overlapped is None else self.layers / self.overlapped
 
-def measured(cfg: PlacementSettings, placement: Placement, ids: np.ndarray, lab: Lab) -> dict[str, Any]:
+
+def measured(
+    cfg: PlacementSettings, placement: Placement, ids: np.ndarray, lab: Lab, *, layers: Placement | None = None
+) -> dict[str, Any]:
     """Times of `placement.decode` tokens after `ids`, a trace where there are two devices, and the KL of hot=dense.
 
     Args:
@@ -50,28 +69,39 @@ def measured(cfg: PlacementSettings, placement: Placement, ids: np.ndarray, lab:
         placement: the chosen one.
         ids: int32[n], a text.
         lab: where it runs.
+        layers: whole layers within the same budget, the baseline; None is not measured.
     """
-    load = _loader(cfg, placement, lab.engine)
+    load, named = _loader(cfg, placement, lab.engine), cfg.placement.devices
     with terminal.busy(lab.console, f"decoding {cfg.placement.decode} tokens"):
-        model = load(1)
+        model = load(1 if named is None else (named[1], named[1]))
         one = _step_seconds(model, ids, cfg.placement.decode)
         tokens = _greedy(model, ids, cfg.placement.decode)
         found: dict[str, Any] = {"ffn": model.ffn, "tokens": tokens}
         if cfg.placement.hot == "dense":
             found["quality"] = asdict(_quality(load(1, hot="masked"), model, ids))
         timing = Timing(one)
-        if len(jax.devices("cpu")) > 1 or jax.devices()[0].platform != "cpu":
-            model = load(2)
+        if named is not None or len(jax.devices("cpu")) > 1 or jax.devices()[0].platform != "cpu":
+            both = 2 if named is None else tuple(named)
+            whole = None
+            if layers is not None:
+                whole = _step_seconds(load(both, placement=layers), ids, cfg.placement.decode)
+            model = load(both)
             timing = _two(model, model.devices, ids, cfg.placement.decode, one, lab.directory)
+            timing = replace(timing, layers=whole)
             found["same_tokens"] = _greedy(model, ids, cfg.placement.decode) == tokens
     lab.console.print(_table(timing, found))
-    return {**found, **asdict(timing), "over_halves": timing.over_halves}
+    return {**found, **asdict(timing), "over_halves": timing.over_halves, "over_layers": timing.over_layers}
 
 
 def _loader(cfg: PlacementSettings, placement: Placement, engine: Engine) -> Callable[..., Model]:
-    def load(devices: int, *, hot: str = cfg.placement.hot) -> Model:
+    def load(
+        devices: int | tuple[str, str], *, hot: str = cfg.placement.hot, placement: Placement = placement
+    ) -> Model:
         options = {"placement": placement, "hot": hot, "devices": devices, "threshold": cfg.ffn.threshold}
-        return engine.load(cfg.model.path, **options, **cfg.model.overrides())
+        given = cfg.model.overrides()
+        if not isinstance(devices, int) and {name.partition(":")[0] for name in devices} == {"cpu"}:
+            given = {"backend": host_kernels().name, **given}
+        return engine.load(cfg.model.path, **options, **given)
 
     return load
 
@@ -79,18 +109,21 @@ def _loader(cfg: PlacementSettings, placement: Placement, engine: Engine) -> Cal
 def _two(model: Model, two: TwoDevices, ids: np.ndarray, count: int, one: float, directory: Path) -> Timing:
     two.overlap = False
     in_turn = _step_seconds(model, ids, count)
-    spans: list[tuple[str, int, float, float]] = []
+    spans = list[Span]()
     two.watch = lambda *span: spans.append(span)
     _step_seconds(model, ids, count, watched=spans.clear)
     busy = {part: sum(end - begin for name, _, begin, end in spans if name == part) / count for part in _PARTS}
     two.overlap = True
     _step_seconds(model, ids, count, watched=spans.clear)
+    waits = {side: seconds / count for side, seconds in waiting(spans).items()}
     json_files.write_atomically(directory / TRACE_FILE, json_files.to_json(chrome_trace(spans)))
-    two.watch = None
-    return Timing(one, in_turn, _step_seconds(model, ids, count), busy)
+    two.watch, before = None, dict[str, int]()
+    overlapped = _step_seconds(model, ids, count, watched=lambda: before.update(two.crossed.counts()))
+    crossed = {side: (nbytes - before[side]) / count for side, nbytes in two.crossed.counts().items()}
+    return Timing(one, in_turn, overlapped, busy, waits=waits, crossed=crossed)
 
 
-def chrome_trace(spans: list[tuple[str, int, float, float]]) -> dict[str, object]:
+def chrome_trace(spans: list[Span]) -> dict[str, object]:
     """Spans (part, layer, begin, end) in the format that chrome://tracing and Perfetto open; a row a device."""
     start = min((begin for _, _, begin, _ in spans), default=0.0)
     events = [
@@ -145,12 +178,16 @@ def _quality(wanted: Model, found: Model, ids: np.ndarray) -> ModelQuality:
 def _table(timing: Timing, found: dict[str, Any]) -> Table:
     out = tables.new("measured", "ms a token")
     rows = {"one device": timing.one, "two devices, one after the other": timing.in_turn}
-    rows |= {"two devices, overlapped": timing.overlapped}
+    rows |= {"two devices, overlapped": timing.overlapped, "whole layers offloaded": timing.layers}
     rows |= {f"  {part}, waited for": seconds for part, seconds in (timing.busy or {}).items()}
     for name, seconds in rows.items():
         out.add_row(name, "-" if seconds is None else f"{1e3 * seconds:.3f}")
     if timing.busy is not None:
         out.add_row("overlapped / sum of the halves", f"{timing.over_halves:.2f}")
+        for side, seconds in (timing.waits or {}).items():
+            out.add_row(f"  {side} device waits for the other", f"{1e3 * seconds:.3f}")
+        for side, nbytes in (timing.crossed or {}).items():
+            out.add_row(f"  KB that go to the {side} device", f"{nbytes / 1e3:.1f}")
         out.add_row("same tokens on one device and two", "yes" if found["same_tokens"] else "NO")
     if "quality" in found:
         out.add_row("hot=dense (lossy): KL to hot=masked, nats", f"{found['quality']['kl']:.4g}")

@@ -37,6 +37,8 @@ GIB = 1 << 30
 DEFINITIONS = {
     "seconds": "expected for a forward pass: sum over layers of max(hot, cold) or, without overlap, their sum",
     "bound": "no choice of neurons at this granularity and budget has a smaller expected time",
+    "waits": "seconds a token that a device waits for the other's part of an FFN, where a layer has both",
+    "crossed": "bytes a token that go to the device of the hot and to that of the cold neurons; no weights",
     "hot_share": "neurons read from the accelerator / neurons read, by the counted activations",
 }
 
@@ -68,6 +70,10 @@ class Place(Kind[PlacementSettings]):
         for name in (spec.hot_device, spec.cold_device):
             devices.known(name)
         hardware(spec, 1.0, 1.0)
+        if spec.devices is not None and (len(spec.devices) != 2 or not spec.decode):
+            raise UserError(
+                "placement.devices names two devices, as [cuda:0, cpu], and placement.decode=32 decodes on them"
+            )
         if cfg.vram_budget is not None and not 0 <= cfg.vram_budget < np.inf:
             raise UserError(f"vram_budget={cfg.vram_budget} must be at least 0 GiB")
         if cfg.n_gpu_layers is not None and spec.rule != "layers":
@@ -107,7 +113,7 @@ class Place(Kind[PlacementSettings]):
         if cfg.placement.decode:
             ids, meter = activations.text_ids(cfg, f, config), machine.Meter()
             meter.sample()
-            measured = decoded.measured(cfg, found[chosen], ids, lab)
+            measured = decoded.measured(cfg, found[chosen], ids, lab, layers=found["layers"])
             meter.sample()
             taken = meter.conditions(1 / measured["one"])
         save_stats(directory / STATS_FILE, stats)

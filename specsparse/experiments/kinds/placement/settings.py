@@ -28,6 +28,7 @@ class PlacementSpec:
     window: Count = 128
     gpu_index: str | None = None
     decode: Size = 0
+    devices: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
