@@ -18,8 +18,8 @@ def tiny(tmp_path_factory):
     return write_tiny_gguf(path, quant="Q8_0", context_length=1024, n_layers=4)
 
 
-def test_there_are_eight():
-    assert len(NOTEBOOKS) == 8
+def test_there_are_nine():
+    assert len(NOTEBOOKS) == 9
 
 
 @pytest.mark.parametrize(

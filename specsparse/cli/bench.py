@@ -14,6 +14,19 @@ from specsparse.errors import UserError
 from specsparse.support.atomic import atomically, need_place
 
 _ALONE = {
+    "device": (
+        "peer",
+        "publish",
+        "batch",
+        "drafter",
+        "ffn_shape",
+        "ablation",
+        "quantise",
+        "rows",
+        "depth",
+        "kv_dtype",
+        "n",
+    ),
     "publish": ("drafter", "ablation", "ffn_shape", "batch"),
     "drafter": ("ablation", "ffn_shape", "batch", "quantise", "rows", "depth"),
     "ablation": ("peer", "batch", "ffn_shape", "rows", "depth", "kv_dtype", "kernels"),
@@ -59,6 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=Path, metavar="FILE.png", help="draw time against active share, with --ffn-shape")
     add("--ablation", choices=("lut",), help="instead: look-up tables beside integer products, 4-bit weights")
     add("--shapes", type=_matrices, metavar="LIST", help="rows x columns, with --ablation (2048x2048,4096x11008)")
+    add("--device", choices=("gpu", "tpu", "cpu"), help="instead: stages on a device, models made from their shapes")
+    add("--all", action="store_true", help="every stage, with --device (under 8 minutes)")
+    add("--stages", metavar="LIST", help="some of them, with --device: status,equality ...")
+    add("--tiny", action="store_true", help="tiny shapes in this process, with --device: a trial of the bench itself")
+    add("--layers", type=positive, metavar="N", help="of the 7B shape, with --device (all)")
     add("--publish", metavar="FILE", help="write v(n) of each engine as entries of the page of v(n) (docs/vn.md)")
     add("--machine", metavar="NAME", help="what --publish calls this machine (its processor)")
     add("--json", nargs="?", const=STDOUT, metavar="FILE", help="the report as one JSON line, last or in FILE")
@@ -76,6 +94,10 @@ def main(args: argparse.Namespace) -> int:
         raise UserError("--plot goes with --ffn-shape, for instance 4096x11008")
     if args.shapes and not args.ablation:
         raise UserError("--shapes goes with --ablation lut")
+    if (args.all or args.stages or args.tiny or args.layers) and not args.device:
+        raise UserError("--all, --stages, --tiny and --layers go with --device, for instance --device gpu --all")
+    if args.device and bool(args.all) == bool(args.stages):
+        raise UserError("--device: give --all, or --stages status,equality")
     if args.machine and not args.publish:
         raise UserError("--machine names the machine for --publish FILE")
     for path in (args.json, args.plot, args.publish):
@@ -85,7 +107,9 @@ def main(args: argparse.Namespace) -> int:
         _check_publish(args)
     _check_alone(args)
     measure = (
-        _speculation
+        _device
+        if args.device
+        else _speculation
         if args.drafter
         else _lut
         if args.ablation
@@ -101,12 +125,12 @@ def main(args: argparse.Namespace) -> int:
     if args.publish:
         _publish(args, found)
         out.print(f"entries: {args.publish}", soft_wrap=True)
-    if args.json == STDOUT:
+    if args.json == STDOUT or (args.device and args.json is None):
         print(to_json(found), flush=True)
     elif args.json is not None:
         write_atomically(Path(args.json), to_json(found) + "\n")
         out.print(f"report: {args.json}", soft_wrap=True)
-    return 0
+    return int(bool(args.device and found["failed"]))
 
 
 def _check_publish(args: argparse.Namespace) -> None:
@@ -204,6 +228,22 @@ def _speculation(args: argparse.Namespace, out: Any) -> dict[str, Any]:
     out.print(speculation.table(found))
     for line in speculation.lines(found):
         out.print(line, soft_wrap=True)
+    return found
+
+
+def _device(args: argparse.Namespace, out: Any) -> dict[str, Any]:
+    """Stages on an accelerator; prints as it goes and returns the report."""
+    from specsparse.measure.bench.card import job
+    from specsparse.measure.bench.card.stages import CardPlan
+
+    names = () if args.all else tuple(args.stages.split(","))
+    short = {"tokens": 8, "repeats": 1} if args.tiny else {}
+    chosen = {**short, **({"repeats": args.repeats} if args.repeats else {})}
+    backend = args.kernels or ("xla" if args.device == "cpu" else None)
+    plan = CardPlan(args.device, tiny=args.tiny, layers=args.layers, backend=backend, **chosen)
+    found = job.run(plan, names, lambda line: out.print(line, soft_wrap=True, highlight=False), apart=not args.tiny)
+    for line in job.lines(found):
+        out.print(line, soft_wrap=True, highlight=False)
     return found
 
 
