@@ -34,6 +34,7 @@ with contextlib.suppress(RuntimeError):  # where jax has begun with one device b
 
 import specsparse
 from specsparse.data.devices import sheets
+from specsparse.engine.feed import piece_rows
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.powerinfer.files.checkpoints import PredictorFile, write_predictors
 from specsparse.powerinfer.files.convert import to_powerinfer
@@ -124,13 +125,15 @@ before = two.devices.crossed.counts()
 two.devices.watch = lambda *span: spans.append(span)
 specsparse.generate(two, ids, max_tokens=2, ignore_eos=True)
 two.devices.watch = None
-rounds = 3  # the prompt but its last token, and two tokens
-crossed = {side: (n - before[side]) / rounds for side, n in two.devices.crossed.counts().items()}
-for side, seconds in waiting(spans).items():
-    print(f"{side} side: {1e3 * seconds / rounds:.3f} ms a pass waiting, {crossed[side] / 1e3:.1f} KB come to it")
+rows = sum(piece_rows(len(ids) - 1)) + 2  # of the prompt, padded to a piece, and of two tokens
+last = spans[-3 * config.n_layers :]  # the last token's
+for side, seconds in waiting(last).items():
+    kilobytes = (two.devices.crossed.counts()[side] - before[side]) / rows / 1e3
+    print(
+        f"the {side} side waits {1e3 * seconds:.3f} ms for the other's part of a token; {kilobytes:.1f} KB a row come"
+    )
 
 # %%
-last = spans[-3 * config.n_layers :]
 begin = min(start for _, _, start, _ in last)
 figure, axes = plt.subplots(figsize=(7, 2.2), layout="constrained")
 for part, layer, start, end in last:

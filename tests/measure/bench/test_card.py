@@ -22,6 +22,7 @@ def ran(*names: str, plan: CardPlan = TINY) -> dict[str, list]:
     return {stage["name"]: stage["rows"] for stage in found["stages"]}
 
 
+@pytest.mark.slow
 def test_rows_are_equal_and_their_checks_can_fail(monkeypatch):
     found = ran("equality")["equality"][0]
     assert found["equal"] and found["width"] == 8 and found["values"] > 10_000 and not found["differing"]
@@ -32,26 +33,32 @@ def test_rows_are_equal_and_their_checks_can_fail(monkeypatch):
     assert broken["largest_difference"] > 0 and broken["rows"] > 0 and broken["narrowest_margin"] >= 0
 
 
-def test_decoding_speculation_and_products():
-    found = ran("status", "q4_0", "speculation", "int4")
+def test_the_device_and_one_product():
+    found = ran("status", "int4")
     device, kernels, read, _ = found["status"]
     assert device["platform"] == "cpu" and kernels["chosen"] == "xla" and read["bytes_per_second"] > 1e8
-    (decoded,) = found["q4_0"]
-    assert decoded["width"] == 8 and decoded["tokens_per_second"] > 0 and 0 < decoded["share_of_bandwidth"] < 1
-    (fast,) = found["speculation"]
-    assert fast["expected_tokens_per_round"] == pytest.approx(3.3616) and 1 <= fast["tokens_per_round"] <= 5
     (product,) = found["int4"]
     assert set(product["seconds"]) == {"ours_q4_0", "jax_int4", "bf16"} and min(product["seconds"].values()) > 0
 
 
 @pytest.mark.slow
+def test_decoding_and_speculation():
+    found = ran("q4_0", "speculation")
+    (decoded,) = found["q4_0"]
+    assert decoded["width"] == 8 and decoded["tokens_per_second"] > 0 and 0 < decoded["share_of_bandwidth"] < 1
+    (fast,) = found["speculation"]
+    assert fast["expected_tokens_per_round"] == pytest.approx(3.3616) and 1 <= fast["tokens_per_round"] <= 5
+
+
+@pytest.mark.slow
 def test_the_other_stages():
-    found = ran("small", "bf16", "q8_0", "trees", "hybrid", "widths")
+    found = ran("small", "bf16", "q8_0", "trees", "widths")
     assert all(row["same_tokens"] and row["width"] == 8 for row in found["trees"]) and len(found["trees"]) == 2
     assert found["widths"][0]["v"][1] == 1.0 and found["widths"][0]["padded"][8] > 0
     assert {row["what"].split()[-1] for name in ("small", "bf16", "q8_0") for row in found[name]} == {"Q8_0", "BF16"}
 
 
+@pytest.mark.slow
 def test_hot_and_cold_neurons_beside_their_baselines():
     (found,) = ran("hybrid")["hybrid"]
     assert set(found["seconds"]) == {"hybrid", "layers", "host"} and min(found["seconds"].values()) > 0
