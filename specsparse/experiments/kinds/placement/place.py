@@ -71,9 +71,8 @@ class Place(Kind[PlacementSettings]):
             devices.known(name)
         hardware(spec, 1.0, 1.0)
         if spec.devices is not None and (len(spec.devices) != 2 or not spec.decode):
-            raise UserError(
-                "placement.devices names two devices, as [cuda:0, cpu], and placement.decode=32 decodes on them"
-            )
+            needs = "and needs placement.decode=32, which runs on them"
+            raise UserError(f"placement.devices names two, as [cuda:0, cpu], {needs}")
         if cfg.vram_budget is not None and not 0 <= cfg.vram_budget < np.inf:
             raise UserError(f"vram_budget={cfg.vram_budget} must be at least 0 GiB")
         if cfg.n_gpu_layers is not None and spec.rule != "layers":
