@@ -50,6 +50,7 @@ class Model:
         load_s: seconds that loading took.
         rope_factors: f32[d/2] or None.
         width: rows of every step (`engine.fixed_width`), 0 where each runs its own.
+        storage: how matrices are kept on an accelerator and why; "" where they are packed for a CPU.
         narrow: `forward` before it got a width that was chosen here and not asked for; else None.
         programs: compiled programs, by what they close over.
         drafters: drafters bound to this model, by plan, so that a draft model is loaded once.
@@ -69,6 +70,7 @@ class Model:
     load_s: float = 0.0
     rope_factors: np.ndarray | None = None
     width: int = 0
+    storage: str = ""
     narrow: ForwardFn | None = None
     programs: dict = field(default_factory=dict)
     drafters: dict = field(default_factory=dict)
@@ -84,6 +86,8 @@ class Model:
             "context": str(self.config.context_length),
             "kernels": self.kernels.name + isa,
         }
+        if self.storage:
+            out["stored"] = self.storage
         if self.width:
             out["width"] = str(self.width)
         if self.ffn != "dense":

@@ -16,7 +16,7 @@ from specsparse.engine.config import PROJECTIONS, ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile, TensorInfo
 from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
-from specsparse.kernels import NeuronRows, QTensor, pack_neurons
+from specsparse.kernels import Fragments, NeuronRows, PlainMatrix, QTensor, pack_neurons
 from specsparse.kernels.packing.dequant import pack_float
 from specsparse.kernels.packing.pack import pack_qtensor
 
@@ -219,4 +219,4 @@ def types(params: Params) -> list[str]:
 
 
 def _is_matrix(x) -> bool:
-    return isinstance(x, QTensor | NeuronRows)
+    return isinstance(x, QTensor | NeuronRows | Fragments | PlainMatrix)

@@ -46,7 +46,7 @@ class ModelSpec:
     rope_scale: float | None = None
     rope_scaling: Literal["none", "linear", "yarn"] | None = None
     threads: Count | None = None
-    backend: Literal["native", "reference", "xla"] | None = None
+    backend: Literal["native", "reference", "xla", "packed", "bf16"] | None = None
     activation: str | None = None
     placement: str | None = None
     hot: str | None = None

@@ -1,6 +1,17 @@
 """Matrix products, attention and the rest of a forward pass on packed weights."""
 
-from specsparse.kernels.api import BACKENDS, TILE_ROWS, Kernels, automatic_width, get, promise, status
+from specsparse.kernels.api import (
+    BACKENDS,
+    TILE_ROWS,
+    Kernels,
+    automatic_width,
+    depends_on_rows,
+    get,
+    promise,
+    status,
+)
+from specsparse.kernels.gpu.fragments import Fragments
+from specsparse.kernels.gpu.weights import PlainMatrix, described, kept_as, on_card
 from specsparse.kernels.native.cpu import set_threads
 from specsparse.kernels.neurons import (
     ChosenFfn,
@@ -20,16 +31,22 @@ __all__ = [
     "BACKENDS",
     "TILE_ROWS",
     "ChosenFfn",
+    "Fragments",
     "Kernels",
     "Layout",
     "NeuronChoice",
     "NeuronRows",
+    "PlainMatrix",
     "QTensor",
     "SignRows",
     "SkipWeights",
     "SparseStats",
     "automatic_width",
+    "depends_on_rows",
+    "described",
     "get",
+    "kept_as",
+    "on_card",
     "pack_neurons",
     "pack_signs",
     "promise",

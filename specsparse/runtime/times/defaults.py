@@ -14,7 +14,7 @@ V_BATCHED = (1.0, 1.1)
 V_ROW_BY_ROW = (1.0, 2.0)
 """On the reference, which computes one row after another."""
 
-_GUESSES = {"native": V_NATIVE, "xla": V_BATCHED}
+_GUESSES = {"native": V_NATIVE, "xla": V_BATCHED, "packed": V_BATCHED, "bf16": V_BATCHED}
 
 STEP_FLOOR = 0.02
 """A drafted token's share of a plain step that is no reading of weights: small calls and the draw."""
