@@ -2,6 +2,7 @@
 # make test     fresh machine: .venv, install, whole test suite
 # make docs     the pages and the reference of the API into build/docs; a warning is an error
 # make native   rebuild the kernels in place      make lint | wheel | clean
+# make gpu-aot  programs compiled for an H200, without a card: .venv-gpu-aot, tests/gpu_aot
 # Needs python3 (3.11 or newer, with venv), a C++17 compiler and make. PYTHON=python3.12 picks another interpreter.
 
 PYTHON ?= python3
@@ -12,12 +13,14 @@ CSRC := $(wildcard specsparse/kernels/csrc/*/*)
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 # The project is installed without compiling; the kernels are built by `native`, so that a changed kernel is one quick step.
 INSTALL := $(PIP) install --no-build-isolation -C wheel.cmake=false -C editable.mode=inplace
+AOT := .venv-gpu-aot
+AOT_PIP := $(AOT)/bin/python -m pip --disable-pip-version-check -q
 JOBS := $(shell nproc 2>/dev/null || echo 2)
 PYTEST_ARGS ?= -m "not slow"
 # One process a core up to four; files stay whole, so that their models are loaded once.
 PYTEST_WORKERS ?= -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: demo test native native-or-warn lint docs wheel clean
+.PHONY: demo test native native-or-warn lint docs gpu-aot wheel clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed native-or-warn
@@ -34,6 +37,21 @@ docs: $(VENV)/.installed-docs
 	$(BIN)/python experiments/vn_page.py
 	$(BIN)/python -m mkdocs build --strict
 	@echo "build/docs/index.html"
+
+# In a process of its own: the CUDA plugin and the logging of the assembler are for these tests alone.
+gpu-aot: $(AOT)/.installed
+	JAX_PLATFORMS=cpu TF_CPP_MIN_LOG_LEVEL=0 TF_CPP_VMODULE=subprocess_compilation=3 \
+	  $(AOT)/bin/python -m pytest tests/gpu_aot -q $(AOT_ARGS)
+
+# The plugin fits its jaxlib only; what else the wheels would bring (cuDNN and the like) compiles nothing.
+$(AOT)/.installed: pyproject.toml
+	@echo "installing jax's CUDA plugin and NVIDIA's assembler (241 MB to download)"
+	$(PYTHON) -m venv $(AOT)
+	$(AOT_PIP) install "scikit-build-core>=1.0" setuptools wheel pytest
+	$(AOT_PIP) install --no-build-isolation -C wheel.cmake=false -C editable.mode=inplace -e .
+	version=$$($(AOT)/bin/python -c 'import jaxlib; print(jaxlib.__version__)') && \
+	  $(AOT_PIP) install --no-deps jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88
+	@touch $@
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -356,7 +356,8 @@ def attend_batched(
     ).transpose(0, 1, 3, 4, 2, 5)  # fmt: skip
     scores = masked(scores, slots < first[..., None, None], slots)
     written = (length + n_valid if parents is None else length)[:, None, None, None]
-    values = jnp.where(slots.reshape(1, 1, -1, 1) < written, step.cache_v.astype(jnp.float32), jnp.float32(0))
+    zero = jnp.zeros((), step.cache_v.dtype)  # masked before it is widened: on a GPU what is masked is written out
+    values = jnp.where(slots.reshape(1, 1, -1, 1) < written, step.cache_v, zero).astype(jnp.float32)
     parts = [(scores.reshape(*scores.shape[:4], capacity), "bgnhs,bgsd->bgnhd", values)]
     if parents is not None:
         at = first[..., None] + jnp.arange(2 * span, dtype=jnp.int32)[None, None]

@@ -1,0 +1,139 @@
+"""Bytes that a compiled step reads: from the compiled text, and inside kernels of our own from what they load.
+
+The compiler's analysis does not see into custom calls. A kernel is counted by its jaxpr: each load from the card's
+memory, times the steps of the loops around it, times warpgroups, times the grid. A tile that a kernel fetches twice is
+counted twice.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+KERNEL = "mpmd_map"
+_BYTES = {"f32": 4, "s32": 4, "u32": 4, "f16": 2, "bf16": 2, "s8": 1, "u8": 1, "pred": 1, "s16": 2, "s64": 8, "u64": 8}
+_ARRAY = re.compile(r"\b(" + "|".join(_BYTES) + r")\[([\d,]*)\]")
+_FREE = ("get-tuple-element", "parameter", "tuple", "bitcast", "constant", "while", "conditional", "call", "iota")
+_PARTS = ("gather", "dynamic-slice")
+
+
+def kernel_loads(jaxpr, times: int = 1) -> int:
+    """Bytes that the kernels of a program load from the card's memory, loops of unknown length counted once."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        inside = times
+        if eqn.primitive.name == "load":
+            ref, out = eqn.invars[0].aval, eqn.outvars[0].aval
+            total += times * math.prod(out.shape) * out.dtype.itemsize * (str(ref.memory_space) == "gmem")
+        elif eqn.primitive.name == "scan":
+            inside *= eqn.params["length"]
+        elif eqn.primitive.name == KERNEL:
+            inside *= math.prod(math.prod(mesh.grid) * (mesh.num_threads or 1) for mesh in eqn.params["meshes"])
+        total += sum(kernel_loads(sub, inside) for sub in _inner(eqn))
+    return total
+
+
+def _inner(eqn) -> Iterator:
+    for value in eqn.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            sub = getattr(item, "jaxpr", item)
+            if hasattr(sub, "eqns"):
+                yield sub
+
+
+def kernels_of_loop(function, args) -> int:
+    """`kernel_loads` of the body of a program's outermost loop."""
+    jaxpr = jax.make_jaxpr(function)(*args).jaxpr
+    bodies = [eqn.params["body_jaxpr"].jaxpr for eqn in jaxpr.eqns if eqn.primitive.name == "while"]
+    assert len(bodies) == 1, "not one loop"
+    return kernel_loads(bodies[0])
+
+
+def array_bytes(text: str) -> int:
+    """Bytes of all array types in an HLO type."""
+    return sum(_BYTES[kind] * math.prod(int(n) for n in dims.split(",") if n) for kind, dims in _ARRAY.findall(text))
+
+
+class Compiled:
+    """The compiled text of one program, by computation."""
+
+    def __init__(self, text: str):
+        self.text = text
+        self.computations: dict[str, list[tuple[str, str, str, list[str], str]]] = {}
+        current = None
+        for line in text.splitlines():
+            if line and not line[0].isspace() and line.rstrip().endswith("{"):
+                current = self.computations.setdefault(line.removeprefix("ENTRY ").split(" ", 1)[0].lstrip("%"), [])
+            elif current is not None and (found := _INSTRUCTION.match(line)):
+                name, kind, op, rest = found.groups()
+                current.append((name, kind, op, re.findall(r"%([\w.\-]+)", rest.split("), ", 1)[0]), rest))
+
+    def loop(self) -> str:
+        """The body of the loop with the most kernels: the decode loop."""
+        bodies = re.findall(r"body=%?([\w.\-]+)", self.text)
+        return max(bodies, key=lambda body: len(self.computations[body]))
+
+    def reads(self, body: str) -> int:
+        """Bytes that the operations of a computation read, our kernels left out; inner loops once."""
+        types = {name: kind for name, kind, *_ in self.computations[body]}
+        total = 0
+        for _, kind, op, operands, rest in self.computations[body]:
+            if op in ("while", "conditional", "call"):
+                inner = re.findall(r"(?:body|to_apply|calls)=%?([\w.\-]+)", rest)
+                inner += [
+                    n.strip(" %")
+                    for group in re.findall(r"branch_computations=\{([^}]*)\}", rest)
+                    for n in group.split(",")
+                ]
+                total += max((self.reads(name) for name in inner), default=0)
+            if op in _FREE or (op == "custom-call" and "mosaic_gpu" in rest):
+                continue
+            if op in _PARTS:
+                total += array_bytes(kind)
+            elif op == "fusion":
+                called = re.search(r"calls=%?([\w.\-]+)", rest)
+                total += sum(self._read_of(called[1], i, array_bytes(types.get(o, ""))) for i, o in enumerate(operands))
+            else:
+                total += sum(array_bytes(types.get(o, "")) for o in operands)
+        return total
+
+    def _read_of(self, computation: str, index: int, whole: int) -> int:
+        """Bytes that a fusion reads of its operand: parts where it only gathers or slices, none where it overwrites."""
+        lines = self.computations[computation]
+        names = [name for name, _, op, _, rest in lines if op == "parameter" and rest.startswith(f"{index})")]
+        read, seen = 0, set(names)
+        while names:
+            name = names.pop()
+            for other, kind, op, operands, _ in lines:
+                if name not in operands:
+                    continue
+                if op == "bitcast" and other not in seen:
+                    seen.add(other)
+                    names.append(other)
+                elif op in _PARTS and operands[0] == name:
+                    read += array_bytes(kind)
+                elif op in ("dynamic-update-slice", "scatter") and operands[0] == name:
+                    read += 0
+                elif op != "bitcast":
+                    return whole
+        return min(read, whole)
+
+    def dense_copies(self, sizes: set[int]) -> list[str]:
+        """Operations that write floats, as many as one of the weight matrices has numbers."""
+        found = []
+        for lines in self.computations.values():
+            for name, kind, op, *_ in lines:
+                counts = [math.prod(int(n) for n in d.split(",") if n) for k, d in _ARRAY.findall(kind) if k[0] in "fb"]
+                if op not in ("parameter", "get-tuple-element", "tuple", "while", "bitcast") and sizes & set(counts):
+                    found.append(f"{name} = {kind} {op}")
+        return found
+
+
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%([\w.\-]+) = (\([^=]*?\)|\S+) ([\w\-]+)\((.*)$")
+
+
+def tree_bytes(tree) -> int:
+    """Of all arrays of a tree of shapes."""
+    return sum(int(np.prod(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
