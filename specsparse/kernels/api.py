@@ -100,7 +100,9 @@ PACKED = Kernels(
 BF16 = replace(PACKED, name="bf16", kept="bf16")
 """XLA's on weights of two bytes: quantised ones are widened to bfloat16."""
 
-BACKENDS = {k.name: k for k in (NATIVE, REFERENCE, XLA, PACKED, BF16)}
+BACKENDS = {k.name: k for k in (NATIVE, REFERENCE, XLA)}
+"""Implementations of all functions."""
+_NAMED = {**BACKENDS, PACKED.name: PACKED, BF16.name: BF16}
 
 
 def get(name: str | None = None) -> Kernels:
@@ -116,12 +118,12 @@ def get(name: str | None = None) -> Kernels:
         if jax.default_backend() != "cpu":
             return PACKED if jax.default_backend() == "gpu" else BF16
         name = "native" if cpu.available() else "reference"
-    if name not in BACKENDS:
-        raise UserError(f"kernels {name!r} do not exist; there are {', '.join(BACKENDS)}")
+    if name not in _NAMED:
+        raise UserError(f"kernels {name!r} do not exist; there are {', '.join(_NAMED)}")
     missing = not cpu.available()
     if missing and (name == "native" or os.environ.get("SPECSPARSE_REQUIRE_NATIVE") == "1"):
         raise UserError(f"the native kernels are not there ({cpu.why_missing()}); build them with `make native`")
-    return BACKENDS[name]
+    return _NAMED[name]
 
 
 TILE_ROWS = 8
@@ -130,7 +132,7 @@ TILE_ROWS = 8
 
 def depends_on_rows(name: str) -> bool:
     """Whether a row's bits depend on how many rows are computed beside it, so that a width makes sense."""
-    return name in BACKENDS and not BACKENDS[name].exact
+    return name in _NAMED and not _NAMED[name].exact
 
 
 def automatic_width(name: str) -> int:

@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType as GGML
 
 from specsparse.engine import llama
 from specsparse.engine.fixed_width import fixed_width
-from specsparse.kernels import BACKENDS
+from specsparse.kernels import get
 from specsparse.kernels.gpu import fragments as fr
 from specsparse.kernels.gpu import mosaic, product, rows
 from specsparse.kernels.gpu.plan import plan
@@ -36,7 +36,7 @@ SHAPES = {
     "7b": (32, {"d_model": 4096, "n_heads": 32, "n_kv_heads": 32, "d_ff": 11008, "vocab_size": 32000}),
 }
 CONTEXT = 512
-PACKED = dataclasses.replace(BACKENDS["packed"], linear=partial(product.linear, compiled=True))
+PACKED = dataclasses.replace(get("packed"), linear=partial(product.linear, compiled=True))
 
 
 @pytest.fixture(scope="session")
