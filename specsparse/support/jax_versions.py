@@ -36,3 +36,11 @@ def _interpreter() -> Any:
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
     return InterpretGPUParams()
+
+
+def mosaic_load(ref: Any, layout: Any) -> jax.Array:
+    """`pallas.mosaic_gpu.load` of a whole reference into registers of that layout; 0.10 wants an index."""
+    from jax.experimental.pallas import mosaic_gpu
+
+    index = ((),) if "idx" in inspect.signature(mosaic_gpu.load).parameters else ()
+    return mosaic_gpu.load(ref, *index, layout=layout, optimized=False)

@@ -4,9 +4,11 @@ import re
 
 import jax
 import pytest
+from gguf import GGMLQuantizationType as GGML
 
 from specsparse.kernels import BACKENDS, QTensor
-from specsparse.kernels.packing.pack import FLOATS
+from specsparse.kernels.gpu import fragments, product
+from specsparse.kernels.packing.pack import FLOATS, layout_of
 from specsparse.testing import tiny_config
 from tests.card_programs import array, params_of, programs
 
@@ -34,3 +36,14 @@ def test_a_program_is_exported_for_cuda_and_tpu_and_calls_no_host(tiny, name):
     assert exported.platforms == ("cuda", "tpu")
     assert not HOST.search(text)
     assert name == "prompt" or "stablehlo.while" in text
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q6_K"])
+def test_the_packed_product_is_exported_for_cuda(kind):
+    """Pallas lowers it to a call of Mosaic GPU; no dense weight is in the program around it."""
+    pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
+    w = fragments.abstract(layout_of(GGML[kind]), (320, 512))
+    lowered = jax.jit(lambda x, w: product.multiply(x, w, compiled=True))
+    calls = [jax.export.DisabledSafetyCheck.custom_call(f"mosaic_gpu{version}") for version in ("", "_v2")]
+    text = jax.export.export(lowered, platforms=["cuda"], disabled_checks=calls)(array([8, 512]), w).mlir_module()
+    assert "mosaic_gpu" in text and "dot_general" not in text
