@@ -122,6 +122,28 @@ def weight_sizes(shape: str) -> set[int]:
     return {w.shape[0] * w.shape[1] for w in matrices}
 
 
+KERNELS = {
+    **{kind: (8, 16, 24, 32, 64) for kind in ("Q4_0", "Q4_K", "Q6_K")},
+    **{kind: (8, 64) for kind in ("Q8_0", "Q4_1", "Q2_K", "IQ4_XS", "MXFP4", "NVFP4")},
+}
+"""Rows by type: of each way to code weights and scales one, the widest and the narrowest step."""
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_no_product_spills_at_any_width(mesh, kind, capfd):
+    """Of a 4096 x 4096 matrix."""
+    w, found = fr.abstract(layout_of(GGML[kind]), (4096, 4096)), []
+    for count in KERNELS[kind]:
+        capfd.readouterr()
+        compiling.lowered(lambda x, w: product.multiply(x, w, compiled=True), (array([count, 4096]), w), mesh).compile()
+        kernels = [r for r in compiling.registers("".join(capfd.readouterr())) if "mosaic" in r.name]
+        found += [(count, kernels[0].used, kernels[0].spilled)] if kernels else []
+    with capfd.disabled():
+        print(f"\n{kind}: " + ", ".join(f"{count} rows {used} registers" for count, used, _ in found))
+    assert len(found) >= len(KERNELS[kind]) - 1  # one may have been assembled for another test
+    assert not [one for one in found if one[2]]
+
+
 def test_a_step_of_any_width_up_to_the_models_is_the_same_program(mesh):
     """The pass itself, without what drafts and judges: one row and eight are lowered to one text."""
     _, (params, _, state, _), config = program("smollm2", 1, "decode")

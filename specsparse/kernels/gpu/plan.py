@@ -7,8 +7,8 @@ from specsparse.kernels.qtensor import SUPER
 
 _SUMS = 8
 """Tiles times row tiles that a warpgroup sums: four registers of a thread each."""
-_PARTS = 4
-"""Warpgroups of a block at most; 512 threads may have 128 registers each."""
+_PARTS = (4, 2)
+"""Warpgroups of a block at most, for up to three row tiles and for more: 512 threads may have 128 registers each."""
 _BLOCKS = 264
 """Blocks that are enough: two for each processor of an H200."""
 _SPLIT_SHARE = 0.06
@@ -44,7 +44,7 @@ def plan(w: Fragments, row_tiles: int) -> Plan:
     unit = SUPER // PIECE if w.subs is not None else 1
     units = w.pieces // unit
     tiles = max(n for n in range(1, max(1, _SUMS // row_tiles) + 1) if n <= 4 and w.tiles % n == 0)
-    parts = max(n for n in range(1, _PARTS + 1) if units % n == 0)
+    parts = max(n for n in range(1, _PARTS[row_tiles > 3] + 1) if units % n == 0)
     left, groups = units // parts, w.tiles // tiles
     row_bytes = w.nbytes / (w.tiles * TILE)
     most = max(1.0, _SPLIT_SHARE * row_bytes / (4 * 8 * row_tiles))
