@@ -68,7 +68,7 @@ def table_with(model: Model, drafter: str, measured: Callable[[CostTable], Draft
 
 
 def measure_draft(
-    model: Model, table: CostTable, make: Callable[[int], Method], *, gammas: tuple[int, int] = (2, 7), rounds: int = 32
+    model: Model, table: CostTable, make: Callable[[int], Method], *, gammas: tuple[int, int] = (2, 7), rounds: int = 96
 ) -> DraftCost:
     """What drafting costs in real rounds: their time less what the table says of the forward and the round.
 
@@ -91,7 +91,7 @@ def measure_draft(
 
 
 def measure_tree(
-    model: Model, table: CostTable, make: Callable[[TreeTemplate], Method], *, rounds: int = 32
+    model: Model, table: CostTable, make: Callable[[TreeTemplate], Method], *, rounds: int = 96
 ) -> DraftCost:
     """What drafting trees costs, as `measure_draft` does for chains: `token_s` a level, `fixed_s` a round besides.
 
@@ -106,7 +106,7 @@ def measure_tree(
     return draft_line(points)
 
 
-def measure_whole(model: Model, table: CostTable, method: Method, *, rounds: int = 32) -> DraftCost:
+def measure_whole(model: Model, table: CostTable, method: Method, *, rounds: int = 96) -> DraftCost:
     """What drafting a tree costs that is drafted in the same way every round: all of it by the round."""
     assert method.drafter is not None
     beside = _Beside.of(model, table, method.max_nodes, rounds)
@@ -164,8 +164,11 @@ def _passage(model: Model) -> np.ndarray:
     return np.asarray([*once, *once, *once, *once[:8]], np.int32)[: model.config.context_length // 2]
 
 
-_STRETCHES = 4
-"""Timings of one method; together they are as many rounds as are asked for, where the context holds so many."""
+_STRETCHES = 12
+"""Timings of one method; together they are as many rounds as are asked for, where the context holds so many. From four
+the cost of a drafted token was known to 0.02 plain steps."""
+_LONG_S = 0.03
+"""A plain step from which on fewer rounds are timed."""
 
 
 @dataclass(frozen=True)
@@ -180,8 +183,8 @@ class _Beside:
 
     @classmethod
     def of(cls, model: Model, table: CostTable, nodes: int, rounds: int) -> "_Beside":
-        """For drafts of up to `nodes` nodes; fewer rounds where the context holds no more."""
-        ids = _passage(model)
+        """For drafts of up to `nodes` nodes; fewer rounds where the context holds no more, or a step takes long."""
+        ids, rounds = _passage(model), rounds if table.plain_s < _LONG_S else rounds // 3
         left = (model.config.context_length - len(ids)) // (nodes + 1)
         stretch = max(1, min(rounds, left - 1) // _STRETCHES)
         plain = Loop(model, Method(), ids, room=stretch)
