@@ -141,12 +141,12 @@ for found in answers:
         least = "never" if f.break_even is None else f"{f.break_even:.2f}"
         known = f"{f.acceptance.alpha:.2f}" + " supposed" * (f.acceptance.source == "swept")
         print(
-            f"    {f.candidate.name:<14} c {f.c:.2f}, break-even {least:>5}, acceptance {known}: {f.best.speedup:.2f}"
+            f"    {f.candidate.name:<18} c {f.c:.2f}, break-even {least:>5}, acceptance {known}: {f.best.speedup:.2f}"
         )
     print("   ", verdict(size))
 
 # %% [markdown]
-# * **v(8)**: the time of a forward of eight rows in plain steps. **c**: what a drafted token costs, in plain steps.
+# * **v(8)**: the time of a forward of eight rows in plain steps. **c**: what a drafted token, or a tree's level, costs.
 # * **break-even**: the least acceptance at which some draft length is as fast as plain decoding. Copied drafts cost
 #   nothing, so they need little; a draft model must win back its own passes.
 #
