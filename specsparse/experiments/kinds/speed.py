@@ -112,6 +112,7 @@ def _record(
             "policy": cfg.policy.name,
             **size(cfg, method),
             "equality": bench.model.promise,
+            **({"stored": bench.model.storage} if bench.model.storage else {}),
             "label": decoding.label(method["verifier"] if method else verifier),
             **sparse_model.label(bench.model),
             **decoding.bound_to(bench, method).about,

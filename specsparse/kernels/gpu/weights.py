@@ -45,13 +45,16 @@ class PlainMatrix:
 
 def on_card(w: QTensor, kept: Kept = "packed") -> Fragments | PlainMatrix:
     """The matrix as an accelerator's programs take it; made on the host, once."""
-    if reads_packed(w.layout):
-        if kept == "packed":
-            return fragments(w)
-        layout, dtype = Layout("bf16", source=w.layout.source), jnp.bfloat16
-    else:
-        layout, dtype = w.layout, {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16}[w.layout.codes]
-    values = jax.jit(dequant.dequantize)(replace(w, data=jnp.asarray(w.data)))
+    if kept == "packed" and reads_packed(w.layout):
+        return fragments(w)
+    return plain(jax.jit(dequant.dequantize)(replace(w, data=jnp.asarray(w.data))), w.layout)
+
+
+def plain(values: jax.Array, layout: Layout) -> PlainMatrix:
+    """f32[rows, cols] as they are kept plainly: in the type of the layout where that is a float, else in bf16."""
+    if reads_packed(layout):
+        layout = Layout("bf16", source=layout.source)
+    dtype = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16}[layout.codes]
     return PlainMatrix(values.astype(dtype), layout)
 
 

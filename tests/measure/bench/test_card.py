@@ -3,11 +3,14 @@
 import json
 import sys
 
+import jax
 import numpy as np
 import pytest
 
 from specsparse.cli.main import main
 from specsparse.errors import UserError
+from specsparse.kernels import Fragments
+from specsparse.kernels.gpu.fragments import widened
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.measure.bench.card import job, models, paper, speeds
 from specsparse.measure.bench.card.stages import CardPlan, Stage, StageReport, run_apart, run_here, shown
@@ -73,6 +76,14 @@ def test_random_weights_have_the_deviation_that_keeps_rows_near_one(kind):
     assert values.shape == (72, 256) and w.layout.source == kind
     assert values.std() * 16 == pytest.approx(1.0, abs=0.05) and abs(values.mean()) * 16 < 0.15
     assert (np.asarray(dequantize(models.random_matrix(4, kind, (72, 256)))) != values).any()
+
+
+def test_random_weights_for_a_card_have_the_same_deviation():
+    packed = models.random_matrix(3, "Q4_0", (72, 256), kept="packed")
+    plain = models.random_matrix(3, "Q4_0", (72, 256), kept="bf16")
+    assert isinstance(packed, Fragments) and str(plain.data.dtype) == "bfloat16"
+    for values in (np.asarray(jax.jit(lambda w: widened(w, np.float32))(packed)), np.asarray(plain.data, np.float32)):
+        assert values.shape == (72, 256) and values.std() * 16 == pytest.approx(1.0, abs=0.05)
 
 
 def test_what_cannot_be_made_is_one_line():

@@ -19,7 +19,9 @@ from specsparse.engine.model import Model
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.engine.weights import Footprint, Layer, Params
 from specsparse.errors import UserError
-from specsparse.kernels import QTensor
+from specsparse.kernels import Fragments, PlainMatrix, QTensor
+from specsparse.kernels.gpu import fragments
+from specsparse.kernels.gpu.weights import Kept, plain
 from specsparse.kernels.packing.dequant import pack_float
 from specsparse.kernels.packing.pack import layout_of
 from specsparse.kernels.qtensor import BLOCK, ROWS, Layout
@@ -29,6 +31,7 @@ from specsparse.models.shape import Shape
 
 TINY = Shape("llama", layers=2, width=64, heads=4, kv_heads=2, ff=96, vocab=256, context=256, weights="Q8_0")
 """For the tests of the bench itself."""
+Matrix = QTensor | Fragments | PlainMatrix
 _CODES_STD = {"nibble": math.sqrt((16**2 - 1) / 12), "int8": math.sqrt((256**2 - 1) / 12)}
 
 
@@ -74,7 +77,7 @@ def random_model(
     shape = shape_of(name)
     shape = shape if layers is None else dataclasses.replace(shape, layers=layers)
     config, chosen = config_of(name, shape), kernels.get(backend)
-    params, nbytes = random_params(config, kind)
+    params, nbytes = random_params(config, kind, chosen.kept)
     forward = OneDevice().make_forward(config, chosen, None)
     model = Model(
         config=config, tokenizer=cast(Tokenizer, _NoText()), params=params, forward=forward, kernels=chosen,
@@ -93,9 +96,9 @@ def wide(model: Model, width: int) -> Model:
     )
 
 
-def random_params(config: ModelConfig, kind: str) -> tuple[Params, int]:
-    """Weights of a Llama without biases, and the bytes of them that a step reads."""
-    made = {name: _tensor(i, name, shape, kind) for i, (name, shape) in enumerate(config.tensor_shapes())}
+def random_params(config: ModelConfig, kind: str, kept: Kept | None = None) -> tuple[Params, int]:
+    """Weights of a Llama without biases, and the bytes of them that a step reads; `kept` as in `random_matrix`."""
+    made = {name: _tensor(i, name, shape, kind, kept) for i, (name, shape) in enumerate(config.tensor_shapes())}
     layers = []
     for i in range(config.n_layers):
         prefix = f"blk.{i}."
@@ -108,13 +111,15 @@ def random_params(config: ModelConfig, kind: str) -> tuple[Params, int]:
     return params, sum(read) + (output.nbytes if config.tied_output else 0)
 
 
-def _tensor(seed: int, name: str, shape: tuple[int, ...], kind: str) -> jax.Array | QTensor:
+def _tensor(seed: int, name: str, shape: tuple[int, ...], kind: str, kept: Kept | None) -> jax.Array | Matrix:
     if len(shape) == 1:
         return jnp.ones(shape, jnp.float32)
-    return random_matrix(seed, kind, (shape[0], shape[1]), std=1.0 if "embd" in name else None)
+    return random_matrix(seed, kind, (shape[0], shape[1]), std=1.0 if "embd" in name else None, kept=kept)
 
 
-def random_matrix(seed: int, kind: str, shape: tuple[int, int], *, std: float | None = None) -> QTensor:
+def random_matrix(
+    seed: int, kind: str, shape: tuple[int, int], *, std: float | None = None, kept: Kept | None = None
+) -> Matrix:
     """A random matrix of a GGUF type, packed where it is made, on the default device.
 
     Args:
@@ -122,16 +127,21 @@ def random_matrix(seed: int, kind: str, shape: tuple[int, int], *, std: float | 
         kind: F32, F16, BF16, or a type with one f16 scale a block of 32.
         shape: (rows, columns).
         std: of the weights; None is 1 / sqrt(columns).
+        kept: how the kernels keep matrices, `Kernels.kept`.
 
     Raises:
         UserError: another type.
     """
     layout = layout_of(GGML[kind])
     std = shape[1] ** -0.5 if std is None else std
+    if kept is not None and (layout.is_float or kept == "bf16"):
+        return plain(_normal(seed, std, shape=shape), layout)
     if layout.is_float:
         return pack_float(_normal(seed, std, shape=shape), layout.codes)  # type: ignore[arg-type]
     if layout.scales != "d" or layout.codes not in _CODES_STD or layout.lut:
         raise UserError(f"{kind}: random weights are made of F32, F16, BF16, Q4_0 and Q8_0")
+    if kept is not None:
+        return _fragments(seed, std / _CODES_STD[layout.codes], layout=layout, shape=shape)
     scale = np.float16(std / _CODES_STD[layout.codes]).tobytes()
     return QTensor(_blocks(seed, scale=scale, layout=layout, shape=shape), layout, shape)
 
@@ -139,6 +149,15 @@ def random_matrix(seed: int, kind: str, shape: tuple[int, int], *, std: float | 
 @partial(jax.jit, static_argnames="shape")
 def _normal(seed: int, std: float, *, shape: tuple[int, int]) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32) * std
+
+
+@partial(jax.jit, static_argnames=("layout", "shape"))
+def _fragments(seed: int, scale: float, *, layout: Layout, shape: tuple[int, int]) -> Fragments:
+    """One scale for all blocks, random codes."""
+    like = fragments.abstract(layout, shape)
+    codes = jax.random.bits(jax.random.key(seed), like.codes.shape, jnp.uint32)
+    scales = jnp.broadcast_to(jnp.asarray(scale).astype(like.scales.dtype), like.scales.shape)
+    return Fragments(jax.lax.bitcast_convert_type(codes, jnp.int32), scales, None, layout, shape)
 
 
 @partial(jax.jit, static_argnames=("scale", "layout", "shape"))
