@@ -26,8 +26,8 @@ from tests.tolerances import LINEAR_NMSE, nmse
 OUT = 70
 KINDS = {"Q4_0": 96, "Q4_1": 96, "Q8_0": 96, "IQ4_NL": 96, "NVFP4": 256, "Q2_K": 512, "Q4_K": 512, "Q6_K": 512}
 """Columns by type: of each way to code weights and scales one."""
-QUICK = ("Q4_0", "Q8_0", "Q2_K")
-"""Nibbles with a zero, bytes, and two byte scales a block with mins below super-blocks."""
+QUICK = ("Q4_0", "Q4_K")
+"""Nibbles with a zero, and byte scales and mins below super-blocks."""
 
 
 @cache
