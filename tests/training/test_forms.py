@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 
 import specsparse
+from specsparse.engine.config import ACTIVATION_KEY
 from specsparse.engine.rope import rope_tables
 from specsparse.engine.rope_config import RopeConfig
+from specsparse.kernels.packing.dequant import dequantize
 from specsparse.models.convert.eagle3 import read_eagle3
 from specsparse.speculative.drafters.heads.eagle3_head import Eagle3Weights
 from specsparse.testing import write_tiny_gguf
 from specsparse.training.eagle3_form import NAMES, Eagle3Form
+from specsparse.training.form import last_inputs
 from specsparse.training.unroll import Frozen, Window, rotary
 
 ORACLE = Path(__file__).parents[1] / "data" / "eagle3"
@@ -46,6 +49,27 @@ def test_eagle3_on_its_own_rows_is_what_speculators_compute():
     found = jax.jit(lambda w: form.logits(w, frozen, model.params.embedding, rows, 3))(weights)
     for s, (ours, theirs) in enumerate(zip(found, io["library_ttt_logits"], strict=True)):
         assert nmse(ours[s:], theirs[: n - s]) < 1e-8, s
+
+
+@pytest.mark.parametrize(
+    "given", [{"architecture": "qwen3", "head_dim": 32}, {"gated": False}], ids=["qwen3", "no gate"]
+)
+def test_a_drafter_begins_with_its_targets_last_layer_as_a_plain_one(tmp_path, given):
+    """Queries and keys are of the size that a norm of heads gives them; an FFN without a gate has one all the same."""
+    said = {} if given.get("gated", True) else {ACTIVATION_KEY: "relu"}
+    model = specsparse.load(
+        write_tiny_gguf(tmp_path / "m.gguf", n_layers=1, metadata=said, **given), float_weights=True
+    )
+    found, last, d = last_inputs(model), model.params.layers[-1], model.config.head_dim
+    z = np.random.default_rng(0).normal(size=(4000, model.config.d_model)) * np.asarray(last.attn_norm)
+    for name, norm in (("attn_q", last.attn_q_norm), ("attn_k", last.attn_k_norm)):
+        if norm is None:
+            np.testing.assert_array_equal(found[name], dequantize(getattr(last, name)))
+            continue
+        heads = (z @ np.asarray(found[name]).T).reshape(len(z), -1, d)
+        wanted = np.sqrt(np.mean(np.square(norm)))
+        np.testing.assert_allclose(np.sqrt(np.mean(np.square(heads), axis=(0, 2))), wanted, rtol=0.1)
+    assert (np.asarray(found["ffn_gate"]) == np.asarray(found["ffn_up"])).all() == (last.ffn_gate is None)
 
 
 @pytest.mark.parametrize(
