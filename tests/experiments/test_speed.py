@@ -55,6 +55,7 @@ class Model:
     footprint: Footprint = field(default_factory=Footprint)
     ffn: str = "dense"
     promise: str = "equal bits"
+    storage: str | None = None
 
     def holding(self, rows):
         assert rows in (1, 4)  # plain decoding, and a draft of three
