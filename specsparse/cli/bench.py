@@ -6,34 +6,14 @@ bandwidth and of the multiply-add peak measured in between.
 """
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from specsparse.cli.numbers import count, positive, sizes
 from specsparse.errors import UserError
 from specsparse.support.atomic import atomically, need_place
 
-_ALONE = {
-    "device": (
-        "peer",
-        "publish",
-        "batch",
-        "drafter",
-        "ffn_shape",
-        "ablation",
-        "quantise",
-        "rows",
-        "depth",
-        "kv_dtype",
-        "n",
-    ),
-    "publish": ("drafter", "ablation", "ffn_shape", "batch"),
-    "drafter": ("ablation", "ffn_shape", "batch", "quantise", "rows", "depth"),
-    "ablation": ("peer", "batch", "ffn_shape", "rows", "depth", "kv_dtype", "kernels"),
-    "ffn_shape": ("peer", "batch", "rows", "depth", "kv_dtype"),
-    "batch": ("quantise", "rows", "depth"),
-}
-"""What does not go with the options that measure something else instead."""
 _REPEATS = 5
 STDOUT = "-"
 """The file of --json without one."""
@@ -106,19 +86,7 @@ def main(args: argparse.Namespace) -> int:
     if args.publish:
         _check_publish(args)
     _check_alone(args)
-    measure = (
-        _device
-        if args.device
-        else _speculation
-        if args.drafter
-        else _lut
-        if args.ablation
-        else _ffn
-        if args.ffn_shape
-        else _batch
-        if args.batch
-        else _single
-    )
+    measure = next((mode.measure for name, mode in _INSTEAD.items() if getattr(args, name)), _single)
     out = terminal.console()
     with lock.turn(lambda line: out.print(line, soft_wrap=True)):
         found = measure(args, out)
@@ -159,16 +127,16 @@ def _publish(args: argparse.Namespace, found: dict[str, Any]) -> None:
 
 def _check_alone(args: argparse.Namespace) -> None:
     """Before anything is waited for or loaded."""
-    for mode, names in _ALONE.items():
-        if not getattr(args, mode):
-            continue
+    asked = [(name, mode.alone) for name, mode in _INSTEAD.items() if getattr(args, name)][:1]
+    if args.publish:
+        asked.insert(0, ("publish", _NOT_PUBLISHED))
+    for mode, names in asked:
         flag = f"--{mode.replace('_', '-')}"
         for name in names:
             if getattr(args, name):
                 raise UserError(f"{flag} does not go with --{name.replace('_', '-')}")
         if args.n == () and mode != "batch":
             raise UserError(f"--n none: nothing to measure with {flag}")
-        return
 
 
 def _single(args: argparse.Namespace, out: Any) -> dict[str, Any]:
@@ -278,6 +246,27 @@ def _lut(args: argparse.Namespace, out: Any) -> dict[str, Any]:
     out.print(lut_table.table(found))
     out.print(lut_table.summary_line(found), soft_wrap=True)
     return found
+
+
+class _Mode(NamedTuple):
+    """What an option measures instead of one sequence, and the options that it does not go with."""
+
+    measure: Callable[[argparse.Namespace, Any], dict[str, Any]]
+    alone: tuple[str, ...]
+
+
+_NOT_PUBLISHED = ("drafter", "ablation", "ffn_shape", "batch")
+_INSTEAD = {
+    "device": _Mode(
+        _device,
+        ("peer", "publish", "batch", "drafter", "ffn_shape", "ablation", "quantise", "rows", "depth", "kv_dtype", "n"),
+    ),
+    "drafter": _Mode(_speculation, ("ablation", "ffn_shape", "batch", "quantise", "rows", "depth")),
+    "ablation": _Mode(_lut, ("peer", "batch", "ffn_shape", "rows", "depth", "kv_dtype", "kernels")),
+    "ffn_shape": _Mode(_ffn, ("peer", "batch", "rows", "depth", "kv_dtype")),
+    "batch": _Mode(_batch, ("quantise", "rows", "depth")),
+}
+"""By option, the first that is given counts."""
 
 
 def _names(text: str) -> tuple[str, ...]:

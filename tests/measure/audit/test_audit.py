@@ -15,7 +15,6 @@ from specsparse.measure.audit import job
 from specsparse.measure.audit.engines import OurRows
 from specsparse.measure.audit.job import AuditPlan
 from specsparse.measure.audit.windows import AuditWindow
-from specsparse.measure.peers import process
 from specsparse.report import audit as shown
 from specsparse.testing import write_tiny_gguf
 
@@ -227,16 +226,8 @@ def test_help_and_mistakes_import_no_jax():
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
 
 
-def script_of(tmp_path, text):
-    python = tmp_path / "python"
-    python.write_text(text)
-    python.chmod(0o755)
-    return str(python)
-
-
-def test_a_peer_that_is_missing_says_what_to_install(tiny, capsys, monkeypatch, tmp_path):
-    bare = script_of(tmp_path, f'#!/bin/sh\nexec "{sys.executable}" -S -I "$@"\n')
-    monkeypatch.setenv(process.PYTHON_VARIABLE, bare)
+def test_a_peer_that_is_missing_says_what_to_install(tiny, capsys, peer_python):
+    peer_python(f'#!/bin/sh\nexec "{sys.executable}" -S -I "$@"\n')
     for name, needs in (("ik_llama.cpp", "ik-llama-cpp-python"), ("transformers", "torch")):
         code, _, err = run(capsys, "--model", tiny, "--engine", name)
         assert (
@@ -245,19 +236,9 @@ def test_a_peer_that_is_missing_says_what_to_install(tiny, capsys, monkeypatch, 
         assert err.count("\n") == 1
 
 
-CRASHES = """#!/bin/sh
-while read line; do
-  case "$line" in
-    *hello*) echo '{"version": "scripted 1", "system_info": "TEST = 1"}';;
-    *open*) echo '{"seconds": 0.5}';;
-    *) echo 'GGML_ASSERT(S > 0) failed' >&2; echo 'a backtrace' >&2; kill -ABRT $$;;
-  esac
-done
-"""
-
-
-def test_a_native_crash_of_a_peer_is_one_line_and_the_others_go_on(tiny, capsys, monkeypatch, tmp_path):
-    monkeypatch.setenv(process.PYTHON_VARIABLE, script_of(tmp_path, CRASHES))
+def test_a_native_crash_of_a_peer_is_one_line_and_the_others_go_on(tiny, capsys, scripted_peer):
+    dies = "echo 'GGML_ASSERT(S > 0) failed' >&2; echo 'a backtrace' >&2; kill -ABRT $$"
+    scripted_peer({"*open*": """echo '{"seconds": 0.5}'""", "*": dies})
     code, out, err = run(
         capsys, "--model", tiny, "--engine", "llama.cpp,specsparse", "--flash", "on", "--widths", "2", *SMALL, "--json"
     )

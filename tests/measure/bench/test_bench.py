@@ -155,11 +155,8 @@ def test_a_peer_that_is_not_installed(tiny, capsys, monkeypatch, tmp_path):
         assert len(err.strip().splitlines()) == 1
 
 
-def test_a_peer_that_dies(tiny, capsys, monkeypatch, tmp_path):
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho what went wrong >&2\nexit 3\n")
-    python.chmod(0o755)
-    monkeypatch.setenv(process.PYTHON_VARIABLE, str(python))
+def test_a_peer_that_dies(tiny, capsys, monkeypatch, peer_python, tmp_path):
+    peer_python("#!/bin/sh\necho what went wrong >&2\nexit 3\n")
     code, _, err = bench(capsys, "--model", tiny, "--peer", "llama.cpp")
     assert code == 2
     assert "what went wrong" in err
@@ -167,26 +164,17 @@ def test_a_peer_that_dies(tiny, capsys, monkeypatch, tmp_path):
     assert "cannot be started" in bench(capsys, "--model", tiny, "--peer", "llama.cpp")[2]
 
 
-SCRIPTED = """#!/bin/sh
-decoding=0.9
-while read line; do
-  case "$line" in
-    *hello*) echo '{"version": "scripted 1", "system_info": "TEST = 1"}';;
-    *rows*) echo '{"error": "it writes no logits"}';;
-    *attend*true*) decoding=0.9; echo '{"seconds": 0}';;
-    *attend*false*) decoding=0.5; echo '{"seconds": 0}';;
-    *decode*) echo "{\\"seconds\\": $decoding}";;
-    *) echo '{"seconds": 0.5}';;
-  esac
-done
-"""
-
-
-def test_ratios_against_a_peer(tiny, capsys, monkeypatch, tmp_path):
-    python = tmp_path / "python"
-    python.write_text(SCRIPTED)
-    python.chmod(0o755)
-    monkeypatch.setenv(process.PYTHON_VARIABLE, str(python))
+def test_ratios_against_a_peer(tiny, capsys, scripted_peer):
+    scripted_peer(
+        {
+            "*rows*": """echo '{"error": "it writes no logits"}'""",
+            "*attend*true*": """decoding=0.9; echo '{"seconds": 0}'""",
+            "*attend*false*": """decoding=0.5; echo '{"seconds": 0}'""",
+            "*decode*": """echo "{\\"seconds\\": $decoding}\"""",
+            "*": """echo '{"seconds": 0.5}'""",
+        },
+        before="decoding=0.9",
+    )
     args = ("--pp", 8, "--tg", 2, "--n", "2", "--repeats", 2, "--json")
     code, out, _ = bench(capsys, "--model", tiny, "--peer", "llama.cpp,transformers", *args)
     found = json.loads(out.splitlines()[-1])

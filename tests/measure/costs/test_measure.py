@@ -20,7 +20,6 @@ from specsparse.measure import costs
 from specsparse.measure.bench import batch
 from specsparse.measure.costs import drafts, ranks
 from specsparse.measure.costs import measured as measuring
-from specsparse.measure.peers import process
 from specsparse.run import conf_dir
 from specsparse.runtime.device_batch import Method
 from specsparse.runtime.times import store
@@ -154,22 +153,9 @@ def test_batches(model):
     assert rows[0]["tokens_per_target_pass"] == rows[1]["tokens_per_target_pass"]  # the same texts
 
 
-PEER = """#!/bin/sh
-while read line; do
-  case "$line" in
-    *hello*) echo '{"version": "scripted 1", "system_info": ""}';;
-    *'"do": "batch"'*'"flash": true'*) echo '{"seconds": 0.5}';;
-    *) echo '{"seconds": 0.25}';;
-  esac
-done
-"""
-
-
-def test_the_bench_command_takes_batches(path, capsys, monkeypatch, tmp_path):
-    python = tmp_path / "python"
-    python.write_text(PEER)
-    python.chmod(0o755)
-    monkeypatch.setenv(process.PYTHON_VARIABLE, str(python))
+def test_the_bench_command_takes_batches(path, capsys, scripted_peer):
+    with_flash = """*'"do": "batch"'*'"flash": true'*"""
+    scripted_peer({with_flash: """echo '{"seconds": 0.5}'""", "*": """echo '{"seconds": 0.25}'"""})
     argv = ["bench", "--model", str(path), "--batch", "1,2", "--pp", "8", "--tg", "4", "--repeats", "1"]
     assert main(["bench", "--json", *argv[1:], "--peer", "llama.cpp"]) == 0
     out = capsys.readouterr().out
