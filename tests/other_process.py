@@ -1,5 +1,6 @@
 """What code finds in a process of its own, for what JAX must know before it starts."""
 
+import json
 import os
 import subprocess
 import sys
@@ -19,3 +20,28 @@ def found_by(code: str, *args: object, out: Path, env: dict[str, str], timeout: 
     assert done.returncode == 0, done.stderr
     with np.load(out) as found:
         return dict(found)
+
+
+_IMPORTED = """
+import contextlib, io, json, sys
+from specsparse.cli.main import main
+for argv in json.loads(sys.argv[1]):
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            main(argv)
+    except SystemExit as stop:
+        assert stop.code in (None, 0, 2)
+    packages = {'jax', 'numpy', 'gguf', 'huggingface_hub', 'matplotlib', 'rich'} & set(sys.modules)
+    print(json.dumps([sorted(packages), said.getvalue()]))
+"""
+
+
+def imported(*lines: list[str]) -> list[tuple[list[str], str]]:
+    """Of the packages that take long: which ones a process holds after the answer to each command; and the answers."""
+    paths = {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", _IMPORTED, json.dumps(lines)], capture_output=True, text=True, check=True,
+        env={**os.environ, **paths},
+    )  # fmt: skip
+    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import io
 import json
-import subprocess
 import sys
 
 import pytest
@@ -133,17 +132,6 @@ def test_no_prompt_at_a_terminal_is_a_mistake(mistake, monkeypatch):
     stdin.isatty = lambda: True
     monkeypatch.setattr(sys, "stdin", stdin)
     assert "there is no prompt" in mistake("no-such-model.gguf")
-
-
-def test_help_and_a_mistyped_option_need_no_jax():
-    code = (
-        "import sys; from specsparse.cli.main import main\n"
-        "try: main(['generate', '--help'])\nexcept SystemExit: pass\n"
-        "assert main(['generate', 'm', 'p', '--top-k', '-7']) == 2 and 'jax' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "--repetition-penalty" in done.stdout
 
 
 @pytest.mark.parametrize("word", ["prompt=Once upon a time", "prompt=Hello, world!", "+prompt=x"])

@@ -3,6 +3,7 @@ import json
 import pytest
 
 from specsparse.cli import main as cli
+from tests.other_process import imported
 
 
 def mistake(capsys, *argv):
@@ -49,3 +50,21 @@ def test_run_is_hydra(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
     assert "did you mean prompt_lookup" in mistake(capsys, "run", "drafter=prompt_lokup")
+
+
+MISTAKES = [
+    ["audit", "--widhts", "2"],  # first, while nothing else has been imported
+    ["advise", "qwen3-8c"],
+    ["advise", "qwen3-8b", "--device", "h20"],
+    ["generate", "m", "p", "--top-k", "-7"],
+]
+
+
+def test_help_and_mistakes_of_every_command_need_no_jax():
+    """The import of jax alone takes longer than the whole answer."""
+    asked = [[name, "--help"] for name in cli.COMMANDS]
+    answers = imported(*MISTAKES, *asked)
+    assert "numpy" not in answers[0][0] and "unknown argument --widhts; did you mean --widths?" in answers[0][1]
+    for line, (packages, said) in zip(MISTAKES + asked, answers, strict=True):
+        assert "jax" not in packages, line
+        assert said.startswith("specsparse: " if line in MISTAKES else "usage: ") or line[0] == "run", line

@@ -1,6 +1,5 @@
 """From the command line to a RunConfig: golden composition, and one clear line for every mistake."""
 
-import json
 import os
 import re
 import subprocess
@@ -19,6 +18,7 @@ from specsparse.models import entries
 from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.speculative.policies.registry import get_policy
 from tests.experiments import playing
+from tests.other_process import imported
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden"
@@ -209,35 +209,12 @@ def test_a_mistake_is_one_line_and_leaves_nothing(capsys, elsewhere, monkeypatch
     assert not any(elsewhere.iterdir())
 
 
-IMPORTED = """
-import contextlib, io, json, sys
-from specsparse import run
-for argv in json.loads(sys.argv[1]):
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            run.main(argv)
-    except SystemExit as stop:
-        assert stop.code in (None, 0, 2)
-    packages = {'jax', 'numpy', 'gguf', 'huggingface_hub', 'matplotlib', 'rich'} & set(sys.modules)
-    print(json.dumps([sorted(packages), said.getvalue()]))
-"""
-
-
-def imported(*lines):
-    """Of the packages that take long: which ones a process holds after the answer to each line; and the answers."""
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTED, json.dumps(lines)], capture_output=True, text=True, check=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 def test_help_and_mistakes_are_answered_at_once(elsewhere):
     """What takes a second is the import of jax; nothing that is slow comes in unless the answer needs it."""
     nothing = [["--help"], ["+experiment=spec_smolm2"], ["drafter=prompt_lokup"]]
     numpy = [["policy.gama=3"], ["max_tokens=0"], ["+experiment=roofline", "roofline.devic=a100"]]
-    for argv, (packages, _) in zip(nothing + numpy, imported(*nothing, *numpy), strict=True):
+    answers = imported(*(["run", *argv] for argv in nothing + numpy))
+    for argv, (packages, _) in zip(nothing + numpy, answers, strict=True):
         assert packages == ([] if argv in nothing else ["numpy"]), argv
 
 
@@ -265,7 +242,7 @@ MISTYPED = [
 
 def test_a_mistyped_option_is_answered_without_jax(elsewhere):
     """The import of jax alone takes longer than the whole answer."""
-    answers = imported(*(["+experiment=spec_smollm2", *argv] for argv, _ in MISTYPED))
+    answers = imported(*(["run", "+experiment=spec_smollm2", *argv] for argv, _ in MISTYPED))
     for (argv, line), (packages, said) in zip(MISTYPED, answers, strict=True):
         assert "jax" not in packages and said == f"specsparse: {line}\n", argv
     assert not any(elsewhere.iterdir())
