@@ -3,11 +3,6 @@
 import argparse
 import json
 
-from specsparse import kernels
-from specsparse.kernels.processor import cpu_info
-from specsparse.measure.machine import read_bandwidth
-from specsparse.runtime import manifest
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """--json and --bandwidth."""
@@ -17,6 +12,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print the status."""
+    from specsparse import kernels  # after the arguments: JAX takes a second
+    from specsparse.kernels.processor import cpu_info
+    from specsparse.measure.machine import read_bandwidth
+    from specsparse.runtime import manifest
+
     found = {"cpu": cpu_info(), "kernels": kernels.status(), "packages": manifest.package_versions()}
     if args.bandwidth:
         found["read_bandwidth"] = read_bandwidth()

@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import hashlib
 import platform
-import subprocess
 import sys
 from collections.abc import Mapping
 from importlib import metadata
@@ -13,6 +12,7 @@ from pathlib import Path
 from specsparse import kernels
 from specsparse.errors import UserError
 from specsparse.kernels.processor import cpu_info
+from specsparse.support.checkout import git_commit
 from specsparse.support.json_files import kept, to_json, write_atomically
 from specsparse.support.paths import cache_dir
 
@@ -44,23 +44,6 @@ def package_versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             versions[name] = "not installed"
     return versions
-
-
-def git_commit() -> dict[str, object]:
-    """Commit of the checkout that the package was imported from, and whether it had changes; empty elsewhere."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return {}
-    try:
-        commit = _git(root, "rev-parse", "HEAD")
-        return {"commit": commit, "dirty": bool(_git(root, "status", "--porcelain"))}
-    except (OSError, subprocess.SubprocessError):
-        return {}
-
-
-def _git(root: Path, *args: str) -> str:
-    done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, check=True, timeout=10)
-    return done.stdout.strip()
 
 
 def model_identity(path: Path) -> dict[str, object]:
