@@ -35,6 +35,12 @@ inline void turn_halves(const uint8_t* const* rows, int64_t offset, float* out) 
   }
 }
 
+// Four sums of four: out[i] = (x_i[0] + x_i[2]) + (x_i[1] + x_i[3]).
+inline void sum_quarters(__m128 a, __m128 b, __m128 c, __m128 d, float* out) {
+  const __m128 ab = _mm_add_ps(_mm_movelh_ps(a, b), _mm_movehl_ps(b, a)), cd = _mm_add_ps(_mm_movelh_ps(c, d), _mm_movehl_ps(d, c));
+  _mm_storeu_ps(out, _mm_add_ps(_mm_shuffle_ps(ab, cd, 0x88), _mm_shuffle_ps(ab, cd, 0xdd)));
+}
+
 // Sum of sixteen signed bytes.
 inline int32_t sum16(const int8_t* p) {
   const __m128i biased = _mm_xor_si128(load128(p), _mm_set1_epi8(-128));

@@ -7,7 +7,8 @@
 namespace specsparse {
 namespace {
 
-constexpr int64_t kSignNeurons = 256;  // of one item
+constexpr int64_t kSignNeurons = 256;     // of one item
+constexpr int64_t kFewBytes = 128 << 10;  // of a matrix that one thread reads sooner than another hears of it
 
 template <class T>
 void grow(std::vector<T>& v, int64_t size) {
@@ -56,9 +57,9 @@ int64_t PredictedFfn::items(int step) const {
   const bool signs = weights_->choice == Choice::kSigns;
   switch (step) {
     case kPrepareFirst: return scores() ? prepare_first_.items() : signs ? 1 : 0;
-    case kFirst: return scores() ? products_[0].items() : 0;
+    case kFirst: return scores() ? product_items(0) : 0;
     case kPrepareSecond: return scores() ? prepare_second_.items() : 0;
-    case kSecond: return scores() ? products_[1].items() : signs ? (neurons_ + kSignNeurons - 1) / kSignNeurons : 0;
+    case kSecond: return scores() ? product_items(1) : signs ? (neurons_ + kSignNeurons - 1) / kSignNeurons : 0;
     case kKeep: return signs ? 0 : total_;
     case kCollect: return total_ ? 1 : 0;
     case kHidden: return hidden_items_;
@@ -72,7 +73,7 @@ void PredictedFfn::run(int step, int64_t item) {
   SparseSteps& steps = *work_->steps;
   switch (step) {
     case kPrepareFirst: return scores() ? prepare_first_.run(item) : pack_signs();
-    case kFirst: return products_[0].run(item);
+    case kFirst: return multiply(0, item);
     case kPrepareSecond: {
       const int64_t width = weights_->first->matrix.rows, first = item * prepare_second_.step;
       const int64_t last = std::min(total_, first + prepare_second_.step);
@@ -80,7 +81,7 @@ void PredictedFfn::run(int step, int64_t item) {
       for (int64_t i = first * width; weights_->relu && i < last * width; ++i) h[i] = h[i] < 0 ? 0.0f : h[i];
       return prepare_second_.run(item);
     }
-    case kSecond: return scores() ? products_[1].run(item) : match_signs(item);
+    case kSecond: return scores() ? multiply(1, item) : match_signs(item);
     case kKeep: return keep(item);
     case kCollect: return collect();
     case kPrepare: return steps.prepare(x_, item);
@@ -90,6 +91,28 @@ void PredictedFfn::run(int step, int64_t item) {
       return steps.join(item);
     case kProject: return steps.project(item);
     case kSum: return steps.sum(item, x_, x_);
+  }
+}
+
+int64_t PredictedFfn::product_items(int which) const {
+  const Description& w = *(which ? weights_->second : weights_->first);
+  if (!grouped(w)) return products_[which].items();
+  const int64_t groups = w.matrix.groups();
+  return groups * w.matrix.group_bytes <= kFewBytes ? 1 : (groups + kRowGroup - 1) / kRowGroup;
+}
+
+void PredictedFfn::multiply(int which, int64_t item) {
+  const Description& w = *(which ? weights_->second : weights_->first);
+  if (!grouped(w)) return products_[which].run(item);
+  const bool all = product_items(which) == 1;
+  const int64_t first = all ? 0 : item * kRowGroup, last = all ? w.matrix.groups() : std::min(w.matrix.groups(), first + kRowGroup);
+  const float* x = (which ? prepare_second_ : prepare_first_).to.x;
+  float* to = (which ? work_->scores : work_->hidden).data();
+  for (int64_t g = first; g < last; g += kRowGroup) {
+    alignas(64) float y[kRowGroup * kRows];
+    const int count = static_cast<int>(std::min<int64_t>(kRowGroup, last - g));
+    sparse_ops().dot_floats(w.matrix, g, count, x, y);
+    std::copy_n(y, std::min<int64_t>(count * kRows, w.matrix.rows - g * kRows), to + g * kRows);
   }
 }
 

@@ -52,6 +52,10 @@ class PredictedFfn {
 
  private:
   bool scores() const { return weights_->choice == Choice::kScores; }
+  // Whether a product of this matrix and a single row is taken in groups that do not wait for each other.
+  bool grouped(const Description& w) const { return total_ == 1 && w.matrix.is_float(); }
+  int64_t product_items(int which) const;
+  void multiply(int which, int64_t item);
   void pack_signs();
   void match_signs(int64_t item);
   void keep(int64_t row);

@@ -63,10 +63,16 @@ struct SparseOps {
   // out[t] = neuron j times inputs[t], 1 <= count <= kRowTokens. Meanwhile row `next` is fetched (or null).
   void (*dot)(const NeuronRows& w, int64_t j, const uint8_t* next, const Input* const* inputs, int count, float* out,
               float* scratch);
-  // y += a[i] * neuron js[i] for i in order, columns of chunks [begin, end). y is in lane order: `column_of`.
-  // `begin` is a multiple of 4.
-  void (*add)(const NeuronRows& w, const int32_t* js, const float* a, int64_t count, int64_t begin, int64_t end, float* y,
-              float* scratch);
+  // out[i] = neuron js[i] times x, 1 <= count <= kRowGroup: sums that do not wait for each other. Meanwhile rows next[i] are
+  // fetched.
+  void (*dot_group)(const NeuronRows& w, const int32_t* js, const uint8_t* const* next, int count, const Input& x, float* out,
+                    float* scratch);
+  // y += a[i] * neuron js[i] for i < count in order, columns of chunks [begin, end). y is in lane order: `lane_of`.
+  // `begin` is a multiple of 4. `listed` >= count neurons may be read from js: those behind are fetched.
+  void (*add)(const NeuronRows& w, const int32_t* js, const float* a, int64_t count, int64_t listed, int64_t begin, int64_t end,
+              float* y, float* scratch);
+  // out[16 i + r] = row 16 (g + i) + r of a matrix of floats times x, i < count <= kRowGroup: what the dense kernels give.
+  void (*dot_floats)(const Matrix& w, int64_t g, int count, const float* x, float* out);
   // Different bits of two packed rows of `words` words.
   int64_t (*differing)(const uint64_t* a, const uint64_t* b, int64_t words);
   // out[i] = what the dense kernels give for row js[i] of Q4_0, i < count <= 16; out has room for sixteen, scratch for

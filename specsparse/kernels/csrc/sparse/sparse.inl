@@ -143,11 +143,18 @@ __attribute__((flatten)) void dot_floats_row(const NeuronRows& w, int64_t j, con
   each<NT>([&](auto t) SPECSPARSE_EACH { out[t] = reduce_add(add(low[t], high[t])); });
 }
 
+// f(bytes of a float, how sixteen of them are read).
+template <class F_>
+SPECSPARSE_INLINE void with_floats(Codes codes, F_&& f) {
+  using std::integral_constant;
+  if (codes == Codes::kF16) return f(integral_constant<int, 2>{}, [](const uint8_t* p) { return load_f16(p); });
+  if (codes == Codes::kBf16) return f(integral_constant<int, 2>{}, [](const uint8_t* p) { return load_bf16(p); });
+  f(integral_constant<int, 4>{}, [](const uint8_t* p) { return load(reinterpret_cast<const float*>(p)); });
+}
+
 template <int NT>
 void dot_floats_of(const NeuronRows& w, int64_t j, const uint8_t* next, const Input* const* x, float* out) {
-  if (w.codes == Codes::kF16) return dot_floats_row<NT, 2>(w, j, next, x, out, [](const uint8_t* p) { return load_f16(p); });
-  if (w.codes == Codes::kBf16) return dot_floats_row<NT, 2>(w, j, next, x, out, [](const uint8_t* p) { return load_bf16(p); });
-  dot_floats_row<NT, 4>(w, j, next, x, out, [](const uint8_t* p) { return load(reinterpret_cast<const float*>(p)); });
+  with_floats(w.codes, [&](auto size, auto read) SPECSPARSE_EACH { dot_floats_row<NT, size>(w, j, next, x, out, read); });
 }
 
 template <int NT>
@@ -172,6 +179,111 @@ void dot(const NeuronRows& w, int64_t j, const uint8_t* next, const Input* const
     case 3: return dot_tokens<3>(w, j, next, x, out, scratch);
     default: return dot_tokens<4>(w, j, next, x, out, scratch);
   }
+}
+
+// dot_codes_row of kRowGroup neurons and one row.
+template <Read READ, Scales SCALES, int SUBS>
+__attribute__((flatten)) void dot_codes_group(const NeuronRows& w, const int32_t* js, const uint8_t* const* next, const Input& x,
+                                              float* out, float* scratch) {
+  constexpr bool kMins = SCALES == Scales::kDm || SCALES == Scales::kSuperMin;
+  const int64_t chunks = w.chunks(), subs = w.subs(), size = round16(subs), step = w.code_bytes();
+  const float* dx = x.scales[SUBS - 1];
+  const uint8_t* rows[kRowGroup];
+  F acc[kRowGroup];
+  float* mins = scratch + kRowGroup * size;
+  each<kRowGroup>([&](auto r) SPECSPARSE_EACH {
+    float* s = scratch + r * size;
+    rows[r] = w.row(js[r]), acc[r] = zero();
+    if constexpr (SCALES == Scales::kD) {
+      const uint8_t *p = rows[r] + chunks * step, *stop = rows[r] + w.row_bytes;
+      for (int64_t i = 0; i < size; i += 16) store(s + i, mul(halves(p + 2 * i, subs - i, stop), load(dx + i)));
+    } else {
+      expand_scales<SCALES, SUBS>(w, rows[r], 0, subs, s, mins + r * size);
+      for (int64_t i = 0; i < size; i += 16) store(s + i, mul(load(s + i), load(dx + i)));
+    }
+  });
+  const int64_t part = (w.row_bytes + chunks - 1) / chunks;
+  for (int64_t c = 0, at = 0; c < chunks; ++c) {
+    for (; at < (c + 1) * part; at += 64)
+      each<kRowGroup>([&](auto r) SPECSPARSE_EACH { __builtin_prefetch(next[r] + at, 0, 2); });
+    each<kRowGroup>([&](auto r) SPECSPARSE_EACH {
+      const uint8_t* p = rows[r] + c * step;
+      I sum;
+      if constexpr (READ == Read::kCodes) {
+        sum = dot4_unsigned(w.zero ? x.lows + kChunk / 4 * c : nullptr, load_nibbles(p), x.codes + kChunk * c);
+      } else {
+        const Bytes codes = READ == Read::kInt8 ? load_bytes(p) : lookup(load_nibbles(p), w.lut);
+        sum = dot4(magnitude(codes), codes, x.codes + kChunk * c);
+      }
+      acc[r] = fma(spread_scales<SUBS>(scratch + r * size + 2 * SUBS * c), to_float(sum), acc[r]);
+    });
+  }
+  if (kMins)
+    for (int64_t i = 0; i < size; i += 16)
+      each<kRowGroup>([&](auto r) SPECSPARSE_EACH { acc[r] = fma(load(mins + r * size + i), load(x.sums[SUBS - 1] + i), acc[r]); });
+  reduce_add_four(acc, out);
+}
+
+// dot_floats_row of NR neurons and one row.
+template <int NR, int SIZE, class Load>
+__attribute__((flatten)) void dot_floats_group(const NeuronRows& w, const int32_t* js, const uint8_t* const* next, const Input& x,
+                                               float* out, Load read) {
+  const uint8_t* rows[NR];
+  F low[NR], high[NR];
+  each<NR>([&](auto r) SPECSPARSE_EACH { rows[r] = w.row(js[r]), low[r] = zero(), high[r] = zero(); });
+  for (int64_t c = 0, end = w.chunks() * kChunk; c < end; c += 32) {
+    const F a = load(x.x + c), b = load(x.x + c + 16);
+    each<NR>([&](auto r) SPECSPARSE_EACH {
+      for (int line = 0; line < 32 * SIZE; line += 64) __builtin_prefetch(next[r] + c * SIZE + line, 0, 2);
+      const uint8_t* p = rows[r] + c * SIZE;
+      low[r] = fma(read(p), a, low[r]);
+      high[r] = fma(read(p + 16 * SIZE), b, high[r]);
+    });
+  }
+  each<NR>([&](auto r) SPECSPARSE_EACH { out[r] = reduce_add(add(low[r], high[r])); });
+}
+
+void dot_group(const NeuronRows& w, const int32_t* js, const uint8_t* const* next, int count, const Input& x, float* out,
+               float* scratch) {
+  const Input* one = &x;
+  if (count < kRowGroup) {
+    for (int i = 0; i < count; ++i) dot_tokens<1>(w, js[i], next[i], &one, out + i, scratch);
+    return;
+  }
+  if (w.is_float()) {
+    for (int i = 0; i < kRowGroup; i += kFloatTokens) {
+      const auto group = [&](auto size, auto read) SPECSPARSE_EACH {
+        dot_floats_group<kFloatTokens, size>(w, js + i, next + i, x, out + i, read);
+      };
+      with_floats(w.codes, group);
+    }
+    return;
+  }
+  with_kind(w, [&](auto kind) SPECSPARSE_EACH {
+    using Kind = decltype(kind);
+    dot_codes_group<Kind::kRead, Kind::kScales, Kind::kSubs>(w, js, next, x, out, scratch);
+  });
+}
+
+// One sum after the other in each group, so that groups are taken together.
+template <int NG, int SIZE, class Load>
+__attribute__((flatten)) void dot_float_groups(const Matrix& w, int64_t g, const float* x, float* out, Load read) {
+  const uint8_t* groups[NG];
+  F acc[NG];
+  each<NG>([&](auto i) SPECSPARSE_EACH { groups[i] = w.data + (g + i) * w.group_bytes, acc[i] = zero(); });
+  for (int64_t k = 0; k < w.cols; ++k)
+    each<NG>([&](auto i) SPECSPARSE_EACH {
+      __builtin_prefetch(groups[i] + k * 16 * SIZE + 1024);
+      acc[i] = fma(read(groups[i] + k * 16 * SIZE), set1(x[k]), acc[i]);
+    });
+  each<NG>([&](auto i) SPECSPARSE_EACH { store(out + 16 * i, acc[i]); });
+}
+
+void dot_floats(const Matrix& w, int64_t g, int count, const float* x, float* out) {
+  with_floats(w.codes, [&](auto size, auto read) SPECSPARSE_EACH {
+    if (count == kRowGroup) return dot_float_groups<kRowGroup, size>(w, g, x, out, read);
+    for (int i = 0; i < count; ++i) dot_float_groups<1, size>(w, g + i, x, out + 16 * i, read);
+  });
 }
 
 // Adds NR neurons to a stripe of the output.
@@ -244,21 +356,17 @@ void add_neurons(const NeuronRows& w, const int32_t* js, const float* a, const i
     add_codes<Kind::kRead, Kind::kScales, Kind::kSubs, NR>(w, js, a, next, begin, end, y, s);
   };
   if (with_kind(w, codes)) return;
-  if (w.codes == Codes::kF16)
-    return add_floats<2, NR>(w, js, a, next, begin, end, y, [](const uint8_t* p) { return load_f16(p); });
-  if (w.codes == Codes::kBf16)
-    return add_floats<2, NR>(w, js, a, next, begin, end, y, [](const uint8_t* p) { return load_bf16(p); });
-  add_floats<4, NR>(w, js, a, next, begin, end, y, [](const uint8_t* p) { return load(reinterpret_cast<const float*>(p)); });
+  with_floats(w.codes, [&](auto size, auto read) SPECSPARSE_EACH { add_floats<size, NR>(w, js, a, next, begin, end, y, read); });
 }
 
-void add_rows(const NeuronRows& w, const int32_t* js, const float* a, int64_t count, int64_t begin, int64_t end, float* y,
-              float* scratch) {
+void add_rows(const NeuronRows& w, const int32_t* js, const float* a, int64_t count, int64_t listed, int64_t begin, int64_t end,
+              float* y, float* scratch) {
   int64_t i = 0;
   for (; i + kRowGroup <= count; i += kRowGroup) {
-    const int64_t ahead = i + 2 * kRowGroup <= count ? i + kRowGroup : i;  // the group to fetch meanwhile
+    const int64_t ahead = i + 2 * kRowGroup <= listed ? i + kRowGroup : i;  // the group to fetch meanwhile
     add_neurons<kRowGroup>(w, js + i, a + i, js + ahead, begin, end, y, scratch);
   }
-  for (; i < count; ++i) add_neurons<1>(w, js + i, a + i, js + std::min(i + 1, count - 1), begin, end, y, scratch);
+  for (; i < count; ++i) add_neurons<1>(w, js + i, a + i, js + std::min(i + kRowGroup, listed - 1), begin, end, y, scratch);
 }
 
 int64_t differing(const uint64_t* a, const uint64_t* b, int64_t words) {
@@ -270,7 +378,7 @@ int64_t differing(const uint64_t* a, const uint64_t* b, int64_t words) {
 
 }  // namespace
 
-#define SPECSPARSE_SPARSE_TABLE {dot, add_rows, differing, dot_neurons, project_stripe}
+#define SPECSPARSE_SPARSE_TABLE {dot, dot_group, add_rows, dot_floats, differing, dot_neurons, project_stripe}
 
 }  // namespace SPECSPARSE_ISA
 }  // namespace specsparse

@@ -11,10 +11,13 @@ namespace specsparse {
 namespace {
 
 constexpr int64_t kItemNeurons = 64;         // of one item, at most
+constexpr int64_t kAtOnce = 16;              // neurons whose gate is computed before those that it opens are fetched
+constexpr int64_t kKeptBytes = 512 << 10;    // of down rows that wait in a cache for the sums
 constexpr int64_t kTileBytes = 256 << 10;    // of down rows that several rows of activations read: half a core's L2
 constexpr int64_t kSumBytes = 128 << 10;     // of the sums that they are added to
 constexpr int64_t kAheadBytes = 8 << 10;      // of the rows that are fetched ahead of a product
-constexpr int64_t kSumChunks = 8;            // of one item of the sum of sums
+constexpr int64_t kSumChunks = 8;            // added up together in the sum of sums
+constexpr int64_t kFewSums = 1024;           // floats
 constexpr int64_t kStripeChunks = 8;         // most columns of a stripe of down: 512
 
 // Memory that a calling thread keeps from call to call.
@@ -88,39 +91,29 @@ struct Union {
   std::vector<int32_t> neurons;
   std::vector<uint64_t> rows;  // of each neuron
   std::vector<uint64_t> all;   // scratch: by neuron id
+  std::vector<int32_t> some;   // scratch
 
+  // No branches: which neurons are kept cannot be guessed.
   void collect(const uint8_t* keep, int64_t width, const int32_t* ids, int64_t count, int32_t* kept) {
-    neurons.clear(), rows.clear();
+    int32_t* js = reserve(some, width);
+    int64_t found = 0;
     if (count == 1) {
-      scan(keep + ids[0] * width, width, [&](int64_t j) { neurons.push_back(static_cast<int32_t>(j)); });
-      rows.assign(neurons.size(), 1);
-      kept[ids[0]] = static_cast<int32_t>(neurons.size());
-      return;
+      const uint8_t* one = keep + ids[0] * width;
+      for (int64_t j = 0; j < width; ++j) js[found] = static_cast<int32_t>(j), found += one[j] != 0;
+      rows.assign(found, 1);
+      kept[ids[0]] = static_cast<int32_t>(found);
+    } else {
+      all.assign(width, 0);
+      for (int64_t t = 0; t < count; ++t) {
+        const uint8_t* one = keep + ids[t] * width;
+        int32_t own = 0;
+        for (int64_t j = 0; j < width; ++j) own += one[j] != 0, all[j] |= static_cast<uint64_t>(one[j] != 0) << t;
+        kept[ids[t]] = own;
+      }
+      for (int64_t j = 0; j < width; ++j) js[found] = static_cast<int32_t>(j), all[found] = all[j], found += all[j] != 0;
+      rows.assign(all.begin(), all.begin() + found);
     }
-    all.assign(width, 0);
-    for (int64_t t = 0; t < count; ++t) {
-      int32_t found = 0;
-      scan(keep + ids[t] * width, width, [&](int64_t j) { all[j] |= 1ull << t, ++found; });
-      kept[ids[t]] = found;
-    }
-    for (int64_t j = 0; j < width; ++j)
-      if (all[j]) neurons.push_back(static_cast<int32_t>(j)), rows.push_back(all[j]);
-  }
-
- private:
-  // found(j) for every byte that is not zero.
-  template <class Found>
-  static void scan(const uint8_t* keep, int64_t width, Found found) {
-    int64_t j = 0;
-    for (; j + 8 <= width; j += 8) {
-      uint64_t eight;
-      std::memcpy(&eight, keep + j, 8);
-      if (!eight) continue;
-      for (int64_t i = j; i < j + 8; ++i)
-        if (keep[i]) found(i);
-    }
-    for (; j < width; ++j)
-      if (keep[j]) found(j);
+    neurons.assign(js, js + found);
   }
 };
 
@@ -155,7 +148,7 @@ class Call final : public SparseSteps {
     union_.collect(keep, ffn.up.rows, rows, count, counts->kept);
     inputs_.make(ffn, count);
     const int64_t total = union_.neurons.size();
-    per_item_ = std::clamp<int64_t>(total / (16 * threads()), 1, kItemNeurons);
+    per_item_ = std::clamp<int64_t>((total / (16 * threads()) + kAtOnce - 1) / kAtOnce * kAtOnce, 2 * kAtOnce, kItemNeurons);
     items_ = (total + per_item_ - 1) / per_item_;
     reserve_tiles();
   }
@@ -174,7 +167,8 @@ class Call final : public SparseSteps {
 
   void sum(int64_t item, const float* residual, float* y) override {
     const int64_t blocks = sum_blocks(), t = item / blocks;
-    sum_segments(t, item % blocks * kSumChunks, residual, rows_[t], y);
+    const int64_t first = item % blocks * sum_chunks(), last = std::min(ffn_->down.chunks(), first + sum_chunks());
+    for (int64_t c = first; c < last; c += kSumChunks) sum_segments(t, c, residual, rows_[t], y);
   }
 
   const std::vector<int32_t>& neurons() const { return union_.neurons; }
@@ -182,7 +176,9 @@ class Call final : public SparseSteps {
   bool active(int64_t i) const { return active_[i]; }
 
  private:
-  int64_t sum_blocks() const { return (ffn_->down.chunks() + kSumChunks - 1) / kSumChunks; }
+  // Few sums are one item: they take less time than another thread needs to hear of them.
+  int64_t sum_chunks() const { return count_ * width() <= kFewSums ? ffn_->down.chunks() : kSumChunks; }
+  int64_t sum_blocks() const { return (ffn_->down.chunks() + sum_chunks() - 1) / sum_chunks(); }
 
   void reserve_tiles() {
     const int64_t slots = items_ * count_ * per_item_;  // and as many again for the lists
@@ -202,6 +198,7 @@ class Call final : public SparseSteps {
  public:
   // Gate, up and activation of one item's neurons, each for the rows that keep it. Where the gate gives 0 up is not read.
   void hidden(int64_t item) override {
+    if (count_ == 1) return hidden_of_one(item);
     const int64_t first = item * per_item_, last = std::min<int64_t>(union_.neurons.size(), first + per_item_);
     thread_local std::vector<float> memory;
     thread_local std::vector<uint64_t> masks;
@@ -233,6 +230,60 @@ class Call final : public SparseSteps {
   }
 
  private:
+  static void fetch(const NeuronRows& w, int32_t j) {
+    for (int64_t at = 0; at < w.row_bytes; at += 64) __builtin_prefetch(w.row(j) + at, 0, 2);
+  }
+
+  // Neurons js[0 .. count) times the only row. `listed` >= count neurons may be read from js: those behind are fetched.
+  void dots(const NeuronRows& w, const int32_t* js, int64_t count, int64_t listed, float* out, float* scratch) {
+    const int64_t distance = std::max<int64_t>(kRowGroup, kAheadBytes / w.row_bytes);
+    for (int64_t i = 0; i < count; i += kRowGroup) {
+      const uint8_t* next[kRowGroup];
+      for (int64_t k = 0; k < kRowGroup; ++k) next[k] = w.row(js[std::min(i + k + distance, listed - 1)]);
+      sparse_ops().dot_group(w, js + i, next, static_cast<int>(std::min<int64_t>(kRowGroup, count - i)), *inputs_[0], out + i,
+                             scratch);
+    }
+  }
+
+  // `hidden` of a single row: lists instead of masks, and no branches that cannot be guessed.
+  void hidden_of_one(int64_t item) {
+    const int64_t total = union_.neurons.size(), first = item * per_item_, count = std::min(total - first, per_item_);
+    const int32_t* js = union_.neurons.data() + first;
+    thread_local std::vector<float> memory;
+    const int64_t room = kItemNeurons + kAtOnce;
+    float* gate = reserve(memory, 4 * room + std::max(scratch_floats(ffn_->up), ffn_->gate ? scratch_floats(*ffn_->gate) : 0));
+    float *up = gate + room, *open = up + room, *ones = open + room, *scratch = ones + room;
+    std::fill_n(ones, room, 1.0f);
+    Tile& tile = tiles_[item];
+    int32_t places[kItemNeurons];
+    int64_t found = 0;
+    const NeuronRows& decides = ffn_->gate ? *ffn_->gate : ffn_->up;
+    for (int64_t b = 0; b < count; b += kAtOnce) {
+      const int64_t some = std::min(kAtOnce, count - b), before = found;
+      dots(decides, js + b, some, total - first - b, gate + b, scratch);
+      activate(gate + b, some, ffn_->act, ones);
+      for (int64_t i = b; i < b + some; ++i) {
+        places[found] = static_cast<int32_t>(i), open[found] = gate[i];
+        found += gate[i] != 0 && !(std::abs(gate[i]) < ffn_->least);
+      }
+      for (int64_t i = before; ffn_->gate && i < found; ++i) fetch(ffn_->up, js[places[i]]);
+    }
+    int32_t live[kItemNeurons];
+    for (int64_t i = 0; i < found; ++i) live[i] = js[places[i]];
+    if (ffn_->gate) {
+      dots(ffn_->up, live, found, found, up, scratch);
+      activate(up, found, ffn_->up_act, ones);
+    }
+    std::fill_n(active_.begin() + first, count, uint8_t{0});
+    const bool near = ffn_->down.row_bytes * total <= kKeptBytes;
+    for (int64_t i = 0; i < found; ++i) {
+      const float value = ffn_->gate ? open[i] * up[i] : open[i];
+      tile.neurons[tile.count] = live[i], tile.values[tile.count] = value;
+      tile.count += value != 0, active_[first + places[i]] = value != 0;
+      if (near) fetch(ffn_->down, live[i]);
+    }
+  }
+
   // Neurons [first, last) of the union times the rows of their masks, neuron by neuron; how many products.
   int64_t products(const NeuronRows& w, int64_t first, int64_t last, const uint64_t* masks, float* out, float* scratch) {
     thread_local std::vector<int64_t> wanted;
@@ -290,7 +341,8 @@ class Call final : public SparseSteps {
           float* to = parts + t * width() + c * kChunk;
           const int64_t until = std::min(chunks, c + stripe);
           if (!from) std::fill(to, to + (until - c) * kChunk, 0.0f);
-          sparse_ops().add(down, list.neurons + some, list.values + some, stop - some, c, until, to, scratch);
+          sparse_ops().add(down, list.neurons + some, list.values + some, stop - some, list.count - some, c, until, to,
+                           scratch);
         }
   }
 

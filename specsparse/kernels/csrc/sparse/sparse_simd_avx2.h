@@ -68,6 +68,14 @@ template <int K>
 inline F column(const Halves& x) {
   return {widened(x.a[K / 2], K % 2), widened(x.b[K / 2], K % 2)};
 }
+// reduce_add of four at once: the same sums.
+inline void reduce_add_four(const F* x, float* out) {
+  const auto quarter = [](F v) {
+    const __m256 t = _mm256_add_ps(v.a, v.b);
+    return _mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1));
+  };
+  sum_quarters(quarter(x[0]), quarter(x[1]), quarter(x[2]), quarter(x[3]), out);
+}
 // The scales of a chunk's 2 * SUBS sub-blocks, each in the lanes of its columns.
 template <int SUBS>
 inline F spread_scales(const float* s) {

@@ -15,8 +15,8 @@ struct Bytes {
 
 inline Bytes load_bytes(const void* p) { return {load512(p)}; }
 inline Bytes load_nibbles(const void* p) {
-  const __m256i both = load256(p);
-  const __m512i halves = _mm512_inserti64x4(_mm512_castsi256_si512(both), _mm256_srli_epi16(both, 4), 1);
+  const __m512i low_and_high = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
+  const __m512i halves = _mm512_srlv_epi16(_mm512_broadcast_i64x4(load256(p)), low_and_high);
   return {_mm512_and_si512(halves, _mm512_set1_epi8(15))};
 }
 inline Bytes lookup(Bytes x, const int8_t* lut) {
@@ -60,6 +60,14 @@ template <int K>
 inline F column(const Halves& x) {
   const __m512i v = x.v[K / 2];
   return {_mm512_castsi512_ps(K % 2 ? _mm512_and_si512(v, _mm512_set1_epi32(-65536)) : _mm512_slli_epi32(v, 16))};
+}
+// reduce_add of four at once: the same sums.
+inline void reduce_add_four(const F* x, float* out) {
+  const auto quarter = [](F v) {
+    const __m256 t = _mm256_add_ps(_mm512_castps512_ps256(v.v), _mm512_extractf32x8_ps(v.v, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1));
+  };
+  sum_quarters(quarter(x[0]), quarter(x[1]), quarter(x[2]), quarter(x[3]), out);
 }
 // The scales of a chunk's 2 * SUBS sub-blocks, each in the lanes of its columns.
 template <int SUBS>

@@ -71,6 +71,10 @@ SPECSPARSE_SHARED F column(const Halves& x) {
   for (int i = 0; i < 16; ++i) r.v[i] = x.v[i / 4 * 16 + K / 2 * 8 + i % 4 * 2 + K % 2];
   return r;
 }
+// reduce_add of four.
+inline void reduce_add_four(const F* x, float* out) {
+  for (int i = 0; i < 4; ++i) out[i] = reduce_add(x[i]);
+}
 // The scales of a chunk's 2 * SUBS sub-blocks, each in the lanes of its columns.
 template <int SUBS>
 SPECSPARSE_SHARED F spread_scales(const float* s) {
