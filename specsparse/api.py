@@ -7,7 +7,7 @@ from typing import Any
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
-from specsparse.runtime.binding import make_method
+from specsparse.runtime.binding import ready
 from specsparse.runtime.load import load
 from specsparse.runtime.requests import (
     PromptLike,
@@ -44,7 +44,8 @@ def generate(
     """Generates a continuation of one prompt, or of each prompt of a list in one batch.
 
     Args:
-        model: from `load`.
+        model: from `load`. With an automatic width (docs/fixed_width.md) as wide as the drafts need: the text is plain
+            decoding's on `model.holding(rows of a verification)`.
         prompt: text, token ids, or a chat (a list of {"role", "content"}); a list of texts or of id lists is a batch.
         max_tokens: most tokens to generate; wins over the field of `sampling`.
         sampling: default greedy; for a list of prompts it may be a list with an entry for each.
@@ -64,7 +65,8 @@ def generate(
     """
     prompts, many = prompts_of(prompt)
     every = every_params(model, sampling, max_tokens, fields, count=len(prompts), many=many)
-    method = make_method(model, drafter, verifier, max(every, key=lambda p: 0.0 if p.greedy else p.temperature))
+    hottest = max(every, key=lambda p: 0.0 if p.greedy else p.temperature)
+    model, method = ready(model, drafter, verifier, hottest)
     drawn = seed_of(seed)
     groups = [sequences_of(model, p, params, drawn) for p, params in zip(prompts, every, strict=True)]
     sequences = [sequence for group in groups for sequence in group]
@@ -99,6 +101,6 @@ def stream(
     prompts, many = prompts_of(prompt)
     if many or params.num_sequences > 1:
         raise UserError("stream takes one prompt and n=1; use generate for more")
-    method = make_method(model, drafter, verifier, params)
+    model, method = ready(model, drafter, verifier, params)
     [sequence] = sequences_of(model, prompts[0], params, seed_of(seed))
     return Stream(Session(model, [sequence], method, noting=bool(params.stop)), rounds)

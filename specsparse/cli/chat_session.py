@@ -14,7 +14,7 @@ from rich.text import Text
 from specsparse.cli.conversation import Conversation
 from specsparse.cli.method_options import drafter_of
 from specsparse.errors import UserError
-from specsparse.runtime.binding import make_method
+from specsparse.runtime.binding import ready
 from specsparse.runtime.metrics import Counters
 from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.speculative.method import choose_verifier, make_drafter
@@ -218,7 +218,7 @@ class Chat:
     def _use(self, how: How) -> None:
         """Answers by this method from now on; a draft model is loaded here."""
         method = how.method(self._talk.sampling.temperature)
-        make_method(self._talk.model, method.get("drafter"), method.get("verifier"), self._talk.sampling)
+        ready(self._talk.model, method.get("drafter"), method.get("verifier"), self._talk.sampling)
         self._how, self._talk.method = how, method
 
     def _stats(self) -> None:

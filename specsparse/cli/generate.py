@@ -31,12 +31,11 @@ def main(args: argparse.Namespace) -> int:
     """Load, then write the continuation to the standard output, and figures to a terminal beside it."""
     params, prompt = _checked(args), _prompt(args)
     from specsparse import api
-    from specsparse.runtime.binding import rows_of
     from specsparse.support import terminal
 
     method = method_options.named(args).at(params.temperature)
     with terminal.loading(terminal.console(), f"loading {args.model}") as progress:
-        model = api.load(args.model, progress=progress).holding(rows_of(method.get("drafter")))
+        model = api.load(args.model, progress=progress)
     if args.json or params.num_sequences > 1:
         found = api.generate(model, prompt, sampling=params, **method)
         every = found if isinstance(found, list) else [found]

@@ -124,14 +124,14 @@ def _run(args: argparse.Namespace, key: str | None, listening: socket.socket) ->
 
 def _service(args: argparse.Namespace, model: "Model") -> "Service":
     """The model as it is served; a draft model is loaded here, so that its faults are said before anyone asks."""
-    from specsparse.runtime.binding import make_method
+    from specsparse.runtime.binding import ready
     from specsparse.serve.app import Service
     from specsparse.serve.worker import Pair
 
     parts, defaults = method_options.named(args), sampling_options.params(args)
     given = {name: getattr(args, name) for name in args.sampling_names if hasattr(args, name)}
     first = Pair(**parts.at(0.0 if defaults.greedy else defaults.temperature))
-    method = make_method(model, *first, defaults)
+    model, method = ready(model, *first, defaults)
     return Service(
         model,
         args.name or (Path(args.model).name.removesuffix(".gguf") if args.model.endswith(".gguf") else args.model),

@@ -75,6 +75,7 @@ class Model:
     programs: dict = field(default_factory=dict)
     drafters: dict = field(default_factory=dict)
     _tables: dict = field(default_factory=dict)
+    _wider: dict[int, "Model"] = field(default_factory=dict, init=False)
 
     def facts(self) -> dict[str, str]:
         """What tells this model from others, a few words each."""
@@ -113,7 +114,8 @@ class Model:
     def holding(self, rows: int) -> "Model":
         """The model with an automatic width that holds steps of `rows` rows: itself, or one on the same weights.
 
-        Plain decoding and all that is compared with it run on one such model. A width that was asked for stays.
+        Plain decoding and all that is compared with it run on one such model. A width that was asked for stays. There
+        is one model a width, with its own programs.
 
         Raises:
             UserError: no width holds them.
@@ -121,9 +123,12 @@ class Model:
         if self.narrow is None or rows <= self.width:
             return self
         width = least_width(rows)
-        return dataclasses.replace(
-            self, width=width, forward=fixed_width(self.narrow, width), programs={}, drafters={}, _tables={}
-        )
+        if width not in self._wider:
+            forward = fixed_width(self.narrow, width)
+            wider = dataclasses.replace(self, width=width, forward=forward, programs={}, drafters={})
+            wider._wider = self._wider
+            self._wider[width] = wider
+        return self._wider[width]
 
     @property
     def sampling_kernels(self) -> SamplingKernels:

@@ -57,6 +57,15 @@ def make_method(
     return Method(own, verifier, bound.weights)
 
 
+def ready(
+    model: Model, drafter: str | Drafter | DrafterPlan | None, verifier: str | Verifier | None, params: SamplingParams
+) -> tuple[Model, Method]:
+    """The model, of an automatic width one that holds the drafts (`Model.holding`), and `make_method` on it."""
+    if model.narrow is not None and isinstance(drafter, str | Drafter | DrafterPlan):
+        model = model.holding(rows_of(drafter))
+    return model, make_method(model, drafter, verifier, params)
+
+
 def rows_of(drafter: str | Drafter | DrafterPlan | None) -> int:
     """Most rows of a step with this drafter; plain decoding has one."""
     if drafter is None or drafter == "none":

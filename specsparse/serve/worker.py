@@ -12,7 +12,7 @@ from specsparse.engine.generate import Finish
 from specsparse.engine.model import Model
 from specsparse.engine.text.stopping import TokenText
 from specsparse.errors import UserError
-from specsparse.runtime.binding import make_method
+from specsparse.runtime.binding import ready
 from specsparse.runtime.device_batch import Request
 from specsparse.runtime.metrics import Counters
 from specsparse.runtime.results import Generation, TokenLogprobs, generations, logprobs_of, read_texts
@@ -226,8 +226,8 @@ class Worker:
     def _session(self, tickets: Sequence[Ticket]) -> Session:
         sequences = [s for ticket in tickets for s in ticket.sequences]
         hottest = max((s.params for s in sequences), key=lambda p: 0.0 if p.greedy else p.temperature)
-        method = make_method(self.model, *tickets[0].pair, hottest)
-        return Session(self.model, sequences, method, noting=True)
+        model, method = ready(self.model, *tickets[0].pair, hottest)
+        return Session(model, sequences, method, noting=True)
 
     def _drop(self, session: Session, running: dict[int, _Running]) -> None:
         """Ends the completions that nobody waits for."""

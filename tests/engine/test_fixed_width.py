@@ -1,5 +1,7 @@
 """Steps of one width on xla kernels: rows see neither place nor neighbours, and speculation writes plain text."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from specsparse.engine.fixed_width import check_rows
 from specsparse.engine.llama import Want
 from specsparse.errors import UserError
 from specsparse.kernels import promise
+from specsparse.runtime.binding import ready
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.trees import get_tree
 from specsparse.testing import write_tiny_gguf
@@ -132,10 +135,32 @@ def test_an_automatic_width_holds_the_longest_draft(model, tmp_path):
     assert specsparse.load(path, width="auto", backend="reference").width == 0
 
 
+def test_whoever_decodes_gets_a_model_as_wide_as_the_drafts(model):
+    """The API, the server and the chat ask `ready`. What drafts no more than usual keeps plain decoding's width."""
+    law, ten = SamplingParams(temperature=0.0), get_drafter("prompt_lookup", gamma=10)
+    wide, method = ready(model, ten, None, law)
+    assert (wide.width, method.max_nodes) == (16, 10) and wide is model.holding(12) is wide.holding(9)
+    assert ready(model, None, None, law)[0] is model is ready(model, "prompt_lookup", None, law)[0]
+    assert ready(model, get_drafter("prompt_lookup", gamma=16), None, law)[0] is model.holding(17) is wide.holding(17)
+    with pytest.raises(UserError, match="drafter must be a registered name or a Drafter, not int"):
+        ready(model, 3, None, law)
+
+
+@pytest.mark.slow
+def test_long_drafts_write_plain_text_of_the_model_that_holds_them(model):
+    law = {"max_tokens": 40, "ignore_eos": True}
+    plain = specsparse.generate(model.holding(11), PROMPTS, **law)
+    got = specsparse.generate(model, PROMPTS, drafter=get_drafter("prompt_lookup", gamma=10), **law)
+    assert [g.token_ids for g in got] == [g.token_ids for g in plain]
+    streamed = specsparse.stream(model, PROMPTS[0], drafter=get_drafter("prompt_lookup", gamma=10), **law)
+    assert "".join(streamed) == specsparse.generate(model.holding(11), PROMPTS[0], **law).text
+
+
 def test_what_a_width_does_not_hold_is_one_line(model, tmp_path):
     assert promise("xla").startswith("equal law") and promise("native").startswith("equal bits")
+    asked = dataclasses.replace(model, narrow=None)  # a width that the user asked for
     with pytest.raises(UserError, match="verify 17 rows, and the model's width is 8: load it with width=24"):
-        specsparse.generate(model, "hello", drafter=get_drafter("prompt_lookup", gamma=16))
+        specsparse.generate(asked, "hello", drafter=get_drafter("prompt_lookup", gamma=16))
     check_rows(17, 0)
     check_rows(8, 8)
     with pytest.raises(UserError, match="draft 63 tokens at most"):
