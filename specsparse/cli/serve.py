@@ -106,16 +106,14 @@ def _run(args: argparse.Namespace, key: str | None, listening: socket.socket) ->
     import uvicorn
 
     from specsparse import api
+    from specsparse.serve.connections import config_of
 
     with terminal.loading(terminal.console(), f"loading {args.model}") as progress:
         context = {} if args.context is None else {"context_length": args.context}
         model = api.load(args.model, progress=progress, **context)
     service = _service(args, model)
     address, port = listening.getsockname()[:2]
-    config = uvicorn.Config(
-        service.app(key=key, local=key is None), log_level="warning", access_log=False, ws="none", lifespan="on",
-        timeout_graceful_shutdown=_SECONDS,
-    )  # fmt: skip
+    config = config_of(service.app(key=key, local=key is None), grace_s=_SECONDS)
     shown = f"[{address}]" if ":" in address else address
     method = "plain decoding" if args.drafter == "none" else f"drafter {args.drafter}"
     print(f"{service.name} at http://{shown}:{port}/v1 ({method}); Ctrl-C ends", file=sys.stderr, flush=True)

@@ -16,6 +16,12 @@ from specsparse.runtime import metrics
 from specsparse.support import tables
 
 _MAX_TASK_COLUMNS = 8
+_BY_TASK = {
+    "plain, tok/s": "plain, tok/s", "speculative, tok/s": "speculative", "speed-up": "speed-up",
+    "tokens per target pass": "tokens per pass", "mean acceptance length": "acceptance length",
+    "  accepted at position 1": "position 1",
+}  # fmt: skip
+"""Headings of the measures in a table with many tasks, which are its rows then."""
 _MOST_HEADING = 140
 
 
@@ -32,7 +38,8 @@ def report(record: RunRecord) -> list[RenderableType]:
     method = record.method
     ffn = [Text(f"ffn {method['ffn']}; {method['ffn_label']}")] if "ffn" in method else []
     lines = (*verdict_lines(record), *map(Text, record.notes), *timing_lines(record))
-    return [Text(title(record), style="bold"), *ffn, table(record), *lines]
+    many = [by_task(record)] if len(_tasks(record)) > _MAX_TASK_COLUMNS else []
+    return [Text(title(record), style="bold"), *ffn, table(record), *many, *lines]
 
 
 def title(record: RunRecord) -> str:
@@ -45,7 +52,7 @@ def title(record: RunRecord) -> str:
 
 def table(record: RunRecord) -> Table:
     """Measures as rows, tasks as columns; a footnote where two of them are easily taken for one."""
-    names = [n for n in record.groups if n != "all"]
+    names = _tasks(record)
     if len(names) > _MAX_TASK_COLUMNS or len(names) == 1:
         names = []
     columns = [*names, "all"]
@@ -54,6 +61,20 @@ def table(record: RunRecord) -> Table:
     for label, cells in rows([record.groups[name] for name in columns]):
         out.add_row(label, *cells)
     return out
+
+
+def by_task(record: RunRecord) -> Table:
+    """Tasks as rows, the chief measures as columns."""
+    names = _tasks(record)
+    wanted = [(label, cells) for label, cells in rows([record.groups[n] for n in names]) if label in _BY_TASK]
+    out = tables.new("task", *(_BY_TASK[label] for label, _ in wanted))
+    for i, name in enumerate(names):
+        out.add_row(name, *(cells[i] for _, cells in wanted))
+    return out
+
+
+def _tasks(record: RunRecord) -> list[str]:
+    return [name for name in record.groups if name != "all"]
 
 
 def rows(groups: list[Group]) -> list[tuple[str, list[str]]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from specsparse.data.speed_bench import CATEGORIES
 from specsparse.errors import UserError
 from specsparse.experiments import runner
 from specsparse.experiments.settings import DataSpec, DrafterSpec, ModelSpec, TrackerSpec, VerifierSpec
@@ -189,6 +190,18 @@ def test_the_record_is_whole(cfg, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "out" / "prompts.jsonl").read_text().splitlines()]
     assert len(rows) == 24
     assert rows[0]["prompt_id"] == "chat-1" and rows[0]["tokens"] == 21
+
+
+def test_the_eleven_categories_of_speed_bench_from_ones_own_files_are_a_row_each(cfg, tmp_path):
+    for i, category in enumerate(CATEGORIES):
+        row = {"question_id": f"q{i}", "category": category, "turns": ["abc " * (i + 1)]}
+        (tmp_path / f"{category}.jsonl").write_text(json.dumps(row))
+    cfg = replace(cfg, data=DataSpec("speed_bench", path=str(tmp_path), tasks=None, limit_per_task=None), repeats=1)
+    found, text = play(cfg, tmp_path, FakeEngine())
+    assert list(found.result.groups) == [*CATEGORIES, "all"]
+    shown = {cells[0]: cells[1:] for line in text.splitlines() if (cells := line.split())}
+    for category in CATEGORIES:
+        assert shown[category] == ["10.0", "20.0", "2.00", "2.00", "2.00", "100", "%"], category
 
 
 def test_a_broken_promise_is_said_and_fails_the_run(cfg, tmp_path):

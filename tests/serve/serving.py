@@ -10,6 +10,7 @@ import uvicorn
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.runtime.binding import make_method
 from specsparse.serve.app import Service
+from specsparse.serve.connections import config_of
 from specsparse.serve.worker import Pair
 from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.speculative.method import choose_verifier
@@ -35,11 +36,7 @@ def serving(service, **gate):
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
-        config = uvicorn.Config(
-            service.app(**gate), log_level="error", access_log=False, ws="none", lifespan="on",
-            timeout_graceful_shutdown=1,
-        )  # fmt: skip
-        server = uvicorn.Server(config)
+        server = uvicorn.Server(config_of(service.app(**gate), grace_s=1, log_level="error"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
         assert until(lambda: server.started)

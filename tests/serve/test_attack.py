@@ -1,6 +1,11 @@
 """An attack with real decoding behind it: nothing but the attacker's own requests ends, and those do end."""
 
 import asyncio
+import contextlib
+import socket
+import time
+from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -8,8 +13,12 @@ httpx = pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 
+from starlette.applications import Starlette  # noqa: E402
+from starlette.responses import Response  # noqa: E402
+from starlette.routing import Route  # noqa: E402
+
 import specsparse  # noqa: E402
-from specsparse.serve import app, bodies  # noqa: E402
+from specsparse.serve import app, bodies, connections  # noqa: E402
 from specsparse.serve.worker import Pair, Ticket  # noqa: E402
 from specsparse.testing import write_tiny_gguf  # noqa: E402
 from tests.serve.attack import BROKEN, attack, half_a_body  # noqa: E402
@@ -60,6 +69,52 @@ def test_bodies_that_do_not_come_and_more_than_may_be_read(model, monkeypatch):
             while part := slow.recv(4096):  # until the server hangs up
                 answer += part
             assert answer.startswith(b"HTTP/1.1 408") and b"did not come within 0.1 seconds" in answer
+
+
+def test_connections_without_a_request_end_and_too_many_are_not_taken(model, monkeypatch):
+    monkeypatch.setattr(connections, "PATIENCE_S", 0.3)
+    with serving(service_of(model)) as url, contextlib.ExitStack() as opened:
+        place = urlsplit(url)
+
+        def connected(data=b""):
+            out = opened.enter_context(socket.create_connection((place.hostname, place.port), timeout=30))
+            out.sendall(data)
+            return out
+
+        health = f"GET /health HTTP/1.1\r\nHost: {place.netloc}\r\n".encode()
+        silent, half, once = connected(), connected(health), connected(health + b"\r\n")
+        silence, nothing, answer = (b"".join(iter(lambda c=c: c.recv(4096), b"")) for c in (silent, half, once))
+        assert silence == nothing == b"" and answer.startswith(b"HTTP/1.1 200")  # all three were ended
+        text = httpx.post(f"{url}/v1/completions", json={**ASKED, "max_tokens": 400}, timeout=60)  # longer than 0.3 s
+        assert text.status_code == 200
+        monkeypatch.setattr(connections, "MOST_CONNECTIONS", 2)
+        monkeypatch.setattr(connections, "PATIENCE_S", 60)
+        held = [connected(), connected()]
+        assert connected().recv(4096) == b""
+        held[0].close()
+        answered = []
+
+        def asked():
+            with contextlib.suppress(ConnectionResetError):  # the server has not seen yet that one has gone
+                answered.append(connected(health + b"\r\n").recv(4096)[:12])
+            return b"HTTP/1.1 200" in answered
+
+        assert until(asked)
+
+
+def test_an_answer_that_nobody_reads_ends_its_connection(monkeypatch):
+    monkeypatch.setattr(connections, "PATIENCE_S", 0.3)
+    big = Starlette(routes=[Route("/", lambda _: Response(b"x" * 2**25))])  # more than sockets buffer
+    with serving(SimpleNamespace(app=lambda: big)) as url:
+        place = urlsplit(url)
+        with socket.create_connection((place.hostname, place.port), timeout=30) as out:
+            out.sendall(f"GET / HTTP/1.1\r\nHost: {place.netloc}\r\n\r\n".encode())
+            time.sleep(1.5)
+            out.settimeout(10)
+            with contextlib.suppress(ConnectionResetError):
+                read = sum(map(len, iter(lambda: out.recv(2**20), b"")))
+                assert read < 2**25
+        assert len(httpx.get(url).content) == 2**25
 
 
 def test_a_client_that_does_not_read_ends_its_decoding(monkeypatch):
