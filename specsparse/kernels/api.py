@@ -169,6 +169,7 @@ def status() -> dict:
         "native": cpu.available(),
         "why_not_native": cpu.why_missing(),
         "isa": cpu.isa(),
+        "why_not_amx": cpu.why_no_amx(),
         "threads": cpu.threads(),
         "device": jax.default_backend(),
     }

@@ -120,7 +120,7 @@ def test_neighbours_in_a_batch(rig, text, wanted):
             at[b] += count
 
 
-@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avxvnni", "avx512", "amx_emulated"])
 def test_threads_and_instruction_sets(rig, text, wanted, isa, settings):
     if not cpu.available():
         pytest.skip(f"no native kernels: {cpu.why_missing()}")
@@ -200,7 +200,7 @@ def test_smollm2_rows_chunks_threads_and_isas(real, story, settings):
     cpu.set_threads(1)
     equal(real.in_chunks(story, [8, 16, 8]), wanted, "1 thread")
     cpu.set_threads(2)
-    for isa in ("avx2", "avx512"):
+    for isa in ("avx2", "avxvnni", "avx512", "amx_emulated"):
         try:
             cpu.set_isa(isa)
         except UserError:

@@ -17,7 +17,7 @@ from gguf.quants import dequantize
 
 from specsparse.engine.sampling.row_laws import REFERENCE, LawRows
 from specsparse.errors import UserError
-from specsparse.kernels import BACKENDS, QTensor
+from specsparse.kernels import BACKENDS, QTensor, status
 from specsparse.kernels.native import cpu
 from specsparse.kernels.packing.pack import SUPPORTED, layout_of, pack_qtensor
 from specsparse.testing import random_quantised
@@ -27,6 +27,8 @@ from tests.tolerances import ATTEND_NMSE, LAW_RTOL, LINEAR_NMSE, nmse
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"no native kernels: {cpu.why_missing()}")
 
 ISAS = ("portable", "avx2", "avx512")
+"""Of vectors; what follows differs from them in integer products alone."""
+PRODUCTS = ("avxvnni", "amx", "amx_emulated")
 ROWS = (1, 2, 3, 5, 8, 9, 17)
 R = max(ROWS)
 OUT = (37, 19, 5)
@@ -155,8 +157,9 @@ def test_products_equal_the_definition(name):
         same_bits(jax.tree.map(lambda z: z + 0.0, got[call]), jax.tree.map(lambda z: z + np.float32(0), value), call)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("isa", "threads"), [*((isa, threads) for threads in (1, 2) for isa in ISAS), *((isa, 2) for isa in PRODUCTS)]
+)
 def test_products_have_the_same_bits_for_every_isa_thread_and_number_of_rows(isa, threads):
     for name in TYPES:
         wanted = portable(name)
@@ -166,6 +169,16 @@ def test_products_have_the_same_bits_for_every_isa_thread_and_number_of_rows(isa
             same_bits(got.pop("embed"), wanted["embed"], f"{name} embed")
             kept = {call: tuple(np.where(np.arange(R)[:, None] < n, y, 0) for y in wanted[call]) for call in got}
             same_bits(jax.tree.map(lambda z: z + 0.0, got), jax.tree.map(lambda z: z + 0.0, kept), f"{name} n={n}")
+
+
+def test_status_says_why_there_are_no_tiles():
+    why = status()["why_not_amx"]
+    try:
+        cpu.set_isa("amx")
+    except UserError as error:
+        assert why and "\n" not in why and "avxvnni" in str(error)
+    else:
+        assert why is None and cpu.isa() == "amx"
 
 
 @pytest.mark.parametrize("name", ["Q4_1", "Q6_K", "F16"])

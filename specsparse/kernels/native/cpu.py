@@ -20,6 +20,10 @@ OPERATIONS = (
     "signbit_keep",
 )  # fmt: skip
 
+ISAS = ("portable", "avx2", "avxvnni", "avx512", "amx")
+"""Instruction sets that kernels are written for; the widest that the processor has is taken."""
+_USE = f"use {', '.join(ISAS[:-1])} or {ISAS[-1]}"
+
 _CODES = ("nibble", "int8", "f32", "f16", "bf16")
 _SCALES = ("none", "d", "dm", "f32", "super", "super_min")
 ACTS = {None: 0, "silu": 1, "relu": 2, "relu2": 3, "gelu_tanh": 4}
@@ -37,9 +41,7 @@ def _library() -> ctypes.CDLL | None:
         _register(library, f"specsparse_{operation}")
     wanted = os.environ.get("SPECSPARSE_ISA")
     if wanted and not library.specsparse_set_isa(wanted.encode()):
-        raise UserError(
-            f"SPECSPARSE_ISA={wanted}: this processor or build has no such kernels; use portable, avx2 or avx512"
-        )
+        raise UserError(f"SPECSPARSE_ISA={wanted}: this processor or build has no such kernels; {_USE}")
     count = os.environ.get("SPECSPARSE_THREADS")
     if count:
         _check_threads(count)
@@ -80,16 +82,30 @@ def why_missing() -> str | None:
 
 
 def isa() -> str | None:
-    """The instruction set in use: portable, avx2 or avx512."""
+    """The instruction set in use, one of `ISAS`."""
     library = _library()
     return library.specsparse_isa().decode() if library else None
+
+
+def why_no_amx() -> str | None:
+    """One line on why products of many rows do not use AMX's tiles; None where the system lets them."""
+    library = _library()
+    if library is None:
+        return why_missing()
+    try:
+        call = library.specsparse_why_no_amx
+    except AttributeError:
+        return "an older build: run `make native`"
+    call.restype = ctypes.c_char_p
+    reason = call()
+    return reason.decode() if reason else None
 
 
 def set_isa(name: str) -> None:
     """Switches the instruction set of this process; raises UserError where the processor lacks it."""
     library = _library()
     if library is None or not library.specsparse_set_isa(name.encode()):
-        raise UserError(f"this processor or build has no {name!r} kernels; use portable, avx2 or avx512")
+        raise UserError(f"this processor or build has no {name!r} kernels; {_USE}")
 
 
 def threads() -> int | None:

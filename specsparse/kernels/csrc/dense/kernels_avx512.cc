@@ -3,5 +3,5 @@
 #include "dense/kernels.inl"
 
 namespace specsparse {
-const Ops kAvx512Ops = SPECSPARSE_TABLE("avx512");
+const Ops kAvx512Ops = SPECSPARSE_TABLE("avx512", Registers::kAvx512);
 }

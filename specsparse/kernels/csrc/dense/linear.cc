@@ -9,7 +9,6 @@ namespace specsparse {
 namespace {
 
 constexpr int64_t kTokenChunk = 64;       // rows of activations that stay in a core's cache
-constexpr int kTile = 8;                  // rows written at a time
 constexpr int64_t kRowsPerItem = 8;       // of a preparation, at most
 
 // Gate and up take their biases before the activation, not when the tile is written.
@@ -104,13 +103,13 @@ void Product::run(int64_t item) const {
   const int64_t groups = first_[kMost];
   const int64_t row0 = item / parts_ * kTokenChunk, row1 = std::min(total_, row0 + kTokenChunk);
   const int64_t g0 = item % parts_ * step_, g1 = std::min(groups, g0 + step_);
-  alignas(64) float y[kTile * kRows], up[kTile * kRows];
+  alignas(64) float y[kMostTile * kRows], up[kMostTile * kRows];
   int m = 0;
   for (int64_t g = g0; g < g1; ++g) {
     while (g >= first_[m + 1]) ++m;
     const Matrix& w = weights_[m]->matrix;
-    for (int64_t row = row0; row < row1; row += kTile) {
-      const int tokens = static_cast<int>(std::min<int64_t>(kTile, row1 - row));
+    for (int64_t row = row0; row < row1; row += op.tile) {
+      const int tokens = static_cast<int>(std::min<int64_t>(op.tile, row1 - row));
       op.dot(w, g - first_[m], x_, row, tokens, y);
       if (glu) {
         op.dot(weights_[1]->matrix, g, x_, row, tokens, up);
@@ -121,6 +120,7 @@ void Product::run(int64_t item) const {
       write(outs_[m], y, row, tokens, g - first_[m]);
     }
   }
+  if (op.leave) op.leave();
 }
 
 void Product::write(const Output& out, const float* y, int64_t row, int tokens, int64_t group) const {

@@ -10,6 +10,7 @@
 #include "dense/unpack.h"
 #include "ffi/bind.h"
 #include "pool/pool.h"
+#include "simd/amx.h"
 
 namespace ffi = xla::ffi;
 
@@ -413,3 +414,5 @@ SPECSPARSE_EXPORT void specsparse_set_threads(int count) { specsparse::set_threa
 SPECSPARSE_EXPORT int specsparse_threads() { return specsparse::threads(); }
 SPECSPARSE_EXPORT int specsparse_set_isa(const char* name) { return specsparse::set_ops(name); }
 SPECSPARSE_EXPORT const char* specsparse_isa() { return specsparse::ops().name; }
+// Why AMX is not used, or null.
+SPECSPARSE_EXPORT const char* specsparse_why_no_amx() { return specsparse::why_no_amx(); }

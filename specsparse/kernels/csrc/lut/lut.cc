@@ -4,7 +4,7 @@ namespace specsparse {
 
 const LutOps& lut_ops() {
 #if defined(__x86_64__)
-  if (&ops() != &kPortableOps) return kAvx2LutOps;
+  if (ops().registers != Registers::kPortable) return kAvx2LutOps;
 #endif
   return kPortableLutOps;
 }

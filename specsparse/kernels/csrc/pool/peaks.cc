@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstring>
 
+#include "dense/tiles.h"
 #include "simd/ops.h"
 #include "pool/pool.h"
 
@@ -37,7 +38,6 @@ using Work = int64_t (*)(int64_t steps);
 using Read = int64_t (*)(const uint8_t* p, int64_t lines);
 
 struct Peaks {
-  const char* name;
   Read read;
   Work int8, f32;
 };
@@ -138,6 +138,34 @@ SPECSPARSE_TARGET("avx512f,avx512vnni") int64_t int8_avx512(int64_t steps) {
   return 64 * kChains * steps;
 }
 
+#define SPECSPARSE_VNNI(DPBUSD)                                                                              \
+  const __m256i w = _mm256_set1_epi32(static_cast<int>(sink)), x = _mm256_set1_epi32(0x01020304);            \
+  SPECSPARSE_CHAINS(__m256i, kChains, _mm256_set1_epi32(c), DPBUSD(acc[c], w, x), _mm256_add_epi32);         \
+  sink = _mm256_extract_epi32(sum, 0);                                                                       \
+  return 32 * kChains * steps
+
+#if defined(SPECSPARSE_AVXVNNI)
+SPECSPARSE_TARGET("avx2,avxvnni") int64_t int8_avxvnni(int64_t steps) { SPECSPARSE_VNNI(_mm256_dpbusd_avx_epi32); }
+SPECSPARSE_TARGET("avx2,avx512vl,avx512vnni") int64_t int8_vnni256(int64_t steps) { SPECSPARSE_VNNI(_mm256_dpbusd_epi32); }
+#endif
+
+// Four tiles of sums, so that none waits for itself.
+int64_t int8_amx(int64_t steps) {
+  static const uint8_t ones[16 * 64] = {1};
+  TileShapes shapes;
+  for (int t = 0; t < kTiles; ++t) shapes.set(t, 16, 64);
+  ProcessorTiles::configure(shapes);
+  ProcessorTiles::load<4>(ones, 64), ProcessorTiles::load<5>(ones, 64);
+  ProcessorTiles::zero<0>(), ProcessorTiles::zero<1>(), ProcessorTiles::zero<2>(), ProcessorTiles::zero<3>();
+  const int64_t rounds = steps / 64 + 1;
+  for (int64_t s = 0; s < rounds; ++s) {
+    ProcessorTiles::add_products<0, 4, 5>(), ProcessorTiles::add_products<1, 4, 5>();
+    ProcessorTiles::add_products<2, 4, 5>(), ProcessorTiles::add_products<3, 4, 5>();
+  }
+  ProcessorTiles::release();
+  return rounds * 4 * 16 * 16 * 64;
+}
+
 SPECSPARSE_TARGET("avx512f") int64_t f32_avx512(int64_t steps) {
   const __m512 half = _mm512_set1_ps(0.5f), one = _mm512_set1_ps(1.0f);
   SPECSPARSE_CHAINS(__m512, kChains, _mm512_set1_ps(static_cast<float>(c + sink)), _mm512_fmadd_ps(acc[c], half, one),
@@ -147,17 +175,21 @@ SPECSPARSE_TARGET("avx512f") int64_t f32_avx512(int64_t steps) {
 }
 #endif
 
-constexpr Peaks kPeaks[] = {
-#if defined(__x86_64__)
-    {"avx512", read_avx512, int8_avx512, f32_avx512},
-    {"avx2", read_avx2, int8_avx2, f32_avx2},
-#endif
-    {"portable", read_portable, int8_portable, f32_portable}};
-
 const Peaks& peaks() {
-  for (const Peaks& p : kPeaks)
-    if (!std::strcmp(p.name, ops().name)) return p;
-  return kPeaks[sizeof(kPeaks) / sizeof(kPeaks[0]) - 1];
+  static constexpr Peaks kPortable = {read_portable, int8_portable, f32_portable};
+#if defined(__x86_64__)
+  static constexpr Peaks kAvx512 = {read_avx512, int8_avx512, f32_avx512}, kAvx2 = {read_avx2, int8_avx2, f32_avx2};
+  static constexpr Peaks kTiles = {read_avx512, int8_amx, f32_avx512};
+  const Ops& o = ops();
+  if (!std::strcmp(o.name, "amx")) return kTiles;
+#if defined(SPECSPARSE_AVXVNNI)
+  static constexpr Peaks kVnni = {read_avx2, int8_avxvnni, f32_avx2}, kVnni256 = {read_avx2, int8_vnni256, f32_avx2};
+  if (!std::strcmp(o.name, "avxvnni")) return o.dot == dot_vnni256 ? kVnni256 : kVnni;
+#endif
+  if (o.registers == Registers::kAvx512) return kAvx512;
+  if (o.registers == Registers::kAvx2) return kAvx2;
+#endif
+  return kPortable;
 }
 
 // The best of a few rounds of many short items each: a neighbour that takes a core for a while spoils a round, not the figure.

@@ -1,39 +1,71 @@
 #include "simd/ops.h"
 
-#include <cstdlib>
 #include <cstring>
+#include <vector>
+
+#include "simd/amx.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 namespace specsparse {
 namespace {
 
-bool supported(const Ops& table) {
-  if (&table == &kPortableOps) return true;
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  if (&table == &kAvx2Ops) return avx2;
-  return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vnni");
-#else
-  return false;
-#endif
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 
-constexpr const Ops* kTables[] = {
-#if defined(__x86_64__)
-    &kAvx512Ops, &kAvx2Ops,
-#endif
-    &kPortableOps};
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+}
 
-const Ops* find(const char* name) {
-  for (const Ops* table : kTables)
-    if ((!name || !std::strcmp(name, table->name)) && supported(*table)) return table;
-  return nullptr;
+#if defined(SPECSPARSE_AVXVNNI)
+bool has_avxvnni() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+}
+#endif
+
+Ops changed(Ops table, const char* name, decltype(Ops::dot) dot) {
+  table.name = name, table.dot = dot;
+  return table;
+}
+#endif
+
+// Widest first; what only tests ask for comes last.
+std::vector<Ops> find_tables() {
+  std::vector<Ops> found;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+#if defined(SPECSPARSE_AMX)
+  if (has_avx512() && !why_no_amx()) found.push_back(amx_ops());
+#endif
+  if (has_avx512()) found.push_back(kAvx512Ops);
+#if defined(SPECSPARSE_AVXVNNI)
+  if (has_avxvnni())
+    found.push_back(changed(kAvx2Ops, "avxvnni", dot_avxvnni));
+  else if (has_avx512())
+    found.push_back(changed(kAvx2Ops, "avxvnni", dot_vnni256));
+#endif
+  if (has_avx2()) found.push_back(kAvx2Ops);
+#endif
+  found.push_back(kPortableOps);
+#if defined(__x86_64__) && defined(SPECSPARSE_AMX)
+  if (has_avx512()) found.push_back(emulated_amx_ops());
+#endif
+  return found;
+}
+
+const std::vector<Ops>& tables() {
+  static const std::vector<Ops> all = find_tables();
+  return all;
 }
 
 const Ops*& current() {
-  static const Ops* table = find(nullptr);
+  static const Ops* table = &tables().front();
   return table;
 }
 
@@ -42,9 +74,9 @@ const Ops*& current() {
 const Ops& ops() { return *current(); }
 
 bool set_ops(const char* name) {
-  const Ops* table = find(name);
-  if (table) current() = table;
-  return table != nullptr;
+  for (const Ops& table : tables())
+    if (!std::strcmp(name, table.name)) return current() = &table, true;
+  return false;
 }
 
 }  // namespace specsparse

@@ -62,10 +62,15 @@ struct AttendTile {
   int64_t first[4];
 };
 constexpr int kQueries = 4;
+constexpr int kMostTile = 16;
+
+// Vectors that a table's other functions use: which tables of neuron kernels and of peaks go with it.
+enum class Registers { kPortable, kAvx2, kAvx512 };
 
 struct Ops {
   const char* name;
-  int max_tokens;
+  Registers registers;
+  int tile;  // rows of activations that `dot` is best given, at most kMostTile
   // Normalises row `from` (norm may be null) and quantises it into row `to` of `out`.
   void (*prepare)(const float* from, const float* norm, float eps, const Activations& out, int64_t to, bool quantise);
   // y[t * 16 + r] = dot of row r of group g with activation rows row .. row + tokens - 1.
@@ -83,15 +88,20 @@ struct Ops {
   void (*block_maxima)(const float* x, int64_t count, float* maxima);
   // The largest value, NaN aside (-inf where there is none); `*wild`: whether any is NaN or +inf. Any `count`.
   float (*peak)(const float* x, int64_t count, bool* wild);
+  // Called by a thread that leaves off calling `dot`; may be null.
+  void (*leave)();
 };
 
 extern const Ops kPortableOps;
 #if defined(__x86_64__)
 extern const Ops kAvx2Ops;
 extern const Ops kAvx512Ops;
+// `Ops::dot` by AVX-VNNI in either encoding, with kAvx2Ops for the rest.
+void dot_avxvnni(const Matrix& w, int64_t g, const Activations& x, int64_t row, int tokens, float* y);
+void dot_vnni256(const Matrix& w, int64_t g, const Activations& x, int64_t row, int tokens, float* y);
 #endif
 
-// The table in use: SPECSPARSE_ISA=portable|avx2|avx512 forces one, otherwise the widest the processor has.
+// The table in use: SPECSPARSE_ISA=portable|avx2|avxvnni|avx512|amx forces one, otherwise the widest the processor has.
 const Ops& ops();
 // Chooses a table by name; false if the name or the processor does not have it.
 bool set_ops(const char* name);

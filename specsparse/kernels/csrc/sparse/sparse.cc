@@ -6,8 +6,8 @@ namespace specsparse {
 
 const SparseOps& sparse_ops() {
 #if defined(__x86_64__)
-  if (&ops() == &kAvx512Ops) return kAvx512SparseOps;
-  if (&ops() == &kAvx2Ops) return kAvx2SparseOps;
+  if (ops().registers == Registers::kAvx512) return kAvx512SparseOps;
+  if (ops().registers == Registers::kAvx2) return kAvx2SparseOps;
 #endif
   return kPortableSparseOps;
 }

@@ -1,0 +1,16 @@
+// Whether this process may use AMX, and its tables.
+#pragma once
+
+#include "simd/ops.h"
+
+namespace specsparse {
+
+// null where it may; else one line on why not. Asks the kernel once.
+const char* why_no_amx();
+
+#if defined(__x86_64__)
+Ops amx_ops();           // kAvx512Ops with products by tiles
+Ops emulated_amx_ops();  // the same with tiles in plain C++: for tests, on any processor with AVX-512
+#endif
+
+}  // namespace specsparse
