@@ -86,6 +86,8 @@ def main(args: argparse.Namespace) -> int:
     if args.publish:
         _check_publish(args)
     _check_alone(args)
+    if not (args.device or args.ffn_shape or args.ablation):
+        _check_model(args.model)
     measure = next((mode.measure for name, mode in _INSTEAD.items() if getattr(args, name)), _single)
     out = terminal.console()
     with lock.turn(lambda line: out.print(line, soft_wrap=True)):
@@ -99,6 +101,14 @@ def main(args: argparse.Namespace) -> int:
         write_atomically(Path(args.json), to_json(found) + "\n")
         out.print(f"report: {args.json}", soft_wrap=True)
     return int(bool(args.device and found["failed"]))
+
+
+def _check_model(name: str) -> None:
+    """Its file is there and begins well: that is said before the machine is waited for."""
+    from specsparse.engine.gguf.reader import open_gguf
+    from specsparse.models import catalogue
+
+    open_gguf(catalogue.resolve(name))
 
 
 def _check_publish(args: argparse.Namespace) -> None:

@@ -127,6 +127,8 @@ def _all(paths: Iterable[Path]) -> list[Run]:
     for path in paths:
         if not path.exists():
             raise UserError(f"{path}: no such run; runs are written to runs/<name>/<date>_<time>")
+        if path.is_file() and path.name != RECORD_FILE:
+            raise UserError(f"{path}: is a file; give the folder of a run, or one of several runs")
         files = [path] if path.is_file() else sorted(path.rglob(RECORD_FILE), key=_order)
         if not files:
             raise UserError(f"{path}: no finished run there (no {RECORD_FILE} at or below it)")

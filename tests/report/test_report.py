@@ -421,6 +421,9 @@ def test_what_cannot_be_read_is_one_line(tmp_path, files, message):
         runs.find([tmp_path])
     with pytest.raises(UserError, match="no such run"):
         runs.find([tmp_path / "nowhere"])
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match=r"a\.gguf: is a file; give the folder of a run"):
+        runs.find([tmp_path / "a.gguf"])
 
 
 def test_stopped_runs_are_left_out_and_named(tmp_path, capsys):

@@ -133,6 +133,15 @@ def test_mistakes_are_one_line(tiny, capsys, args, says):
     assert len(err.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize("data", [None, b"GGUF", b"what"])
+def test_a_file_that_is_no_model_is_refused_before_the_machine_is_waited_for(capsys, monkeypatch, tmp_path, data):
+    monkeypatch.setattr("specsparse.measure.lock.turn", pytest.fail)
+    if data is not None:
+        (tmp_path / "a.gguf").write_bytes(data)
+    code, _, err = bench(capsys, "--model", tmp_path / "a.gguf")
+    assert code == 2 and "a.gguf: " in err and err.count("\n") == 1
+
+
 def test_entries_replace_no_file_of_another_kind(tiny, tmp_path, capsys):
     other = tmp_path / "other.json"
     other.write_text('{"a": 1}')
