@@ -17,7 +17,7 @@ from specsparse.errors import UserError
 from specsparse.runtime.binding import ready
 from specsparse.runtime.metrics import Counters
 from specsparse.speculative.drafters.registry import get_drafter
-from specsparse.speculative.method import choose_verifier, make_drafter
+from specsparse.speculative.method import choose_verifier, drawing_for, make_drafter
 from specsparse.speculative.origins import KINDS, PLAIN, Origin
 from specsparse.speculative.policies.base import Fixed
 
@@ -87,6 +87,7 @@ class How:
             drafter = get_drafter(self.name, **options)
         else:
             drafter = make_drafter(self.name, options, Fixed(self.gamma))
+        drafter = drawing_for(drafter, self.verifier, temperature)
         verifier = choose_verifier(drafter, self.verifier, temperature=temperature, drafted_by=self.name)
         by_name = self.gamma is None and not options
         return {"drafter": self.name if by_name else drafter, "verifier": verifier}

@@ -68,11 +68,11 @@ class NamedMethod:
         Raises:
             UserError: a name or an option that is unknown, or parts that do not fit.
         """
-        from specsparse.speculative.method import choose_verifier
+        from specsparse.speculative.method import choose_verifier, drawing_for
 
         if self.drafter == "none":
             return {}
-        drafter = self._drafter()
+        drafter = drawing_for(self._drafter(), self.verifier, temperature)
         given = {"temperature": temperature, "drafted_by": self.drafter}
         verifier = choose_verifier(drafter, self.verifier, self.options["verifier"], **given)
         plain_name = not (self.policy or self.tree or self.options["drafter"])

@@ -21,7 +21,7 @@ from specsparse.speculative.drafters.plan import Bound, DrafterPlan, MakeModel
 from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.speculative.drafters.with_policy import with_policy
 from specsparse.speculative.gamma import SHORT_GAMMA
-from specsparse.speculative.method import choose_verifier
+from specsparse.speculative.method import choose_verifier, drawing_for
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.policies.registry import default_policy
 
@@ -47,6 +47,7 @@ def make_method(
     if not isinstance(drafter, Drafter | DrafterPlan):
         raise UserError(f"drafter must be a registered name or a Drafter, not {type(drafter).__name__}")
     temperature = 0.0 if params.greedy else params.temperature
+    drafter = drawing_for(drafter, verifier, temperature)
     verifier = choose_verifier(drafter, verifier, temperature=temperature)
     if isinstance(drafter, Drafter):
         own = drafter if name is None else _that_pays(model, drafter, name, 0.0)

@@ -1,10 +1,12 @@
 """From names to a drafter under its policy and a verifier that fits it: what configs and the API both ask for."""
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from specsparse.errors import UserError
 from specsparse.speculative.base import Drafter, DraftKind, Verifier
+from specsparse.speculative.drafters.options import draw_temperature
 from specsparse.speculative.drafters.plan import DrafterPlan
 from specsparse.speculative.drafters.registry import DRAFTERS, get_drafter, takes
 from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates, synthetic_verifier
@@ -48,6 +50,21 @@ def make_drafter(
             "choose policy=fixed, heuristic, cost or auto_off"
         )
     return drafter if isinstance(drafter, DrafterPlan) else with_policy(drafter, policy)
+
+
+Made = TypeVar("Made", bound=Drafter | DrafterPlan)
+
+
+def drawing_for(drafter: Made, verifier: str | Verifier | None, temperature: float) -> Made:
+    """The drafter; one whose options leave its temperature open draws for a verifier that weighs draws.
+
+    `temperature` is the target's.
+    """
+    name = verifier.name if isinstance(verifier, Verifier) else verifier or ""
+    heat = draw_temperature(name, temperature)
+    if heat is None or not isinstance(drafter, DrafterPlan) or drafter.drafting.temperature is not None:
+        return drafter
+    return dataclasses.replace(drafter, drafting=dataclasses.replace(drafter.drafting, temperature=heat))
 
 
 def choose_verifier(

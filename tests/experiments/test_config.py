@@ -329,13 +329,16 @@ def test_names_of_other_projects_arrive():
     assert cfg.drafter.options["ngram_max"] == 4
 
 
-def test_a_head_draws_for_the_verifiers_that_weigh_draws():
+@pytest.mark.parametrize("head", ["head", "lookup_head"])
+def test_a_head_draws_for_the_verifiers_that_weigh_draws(head):
     def drawn_at(*overrides):
-        return config.from_omegaconf(composed("drafter=lookup_head", "sampling.temperature=0.8", *overrides))
+        run = config.from_omegaconf(composed(f"drafter={head}", "sampling.temperature=0.8", *overrides))
+        return run.drafter.options["temperature"]
 
-    for verifier, wanted in (("block", 0.8), ("token", 0.8), ("match", None)):
-        assert drawn_at(f"verifier={verifier}").drafter.options["temperature"] == wanted
-    assert drawn_at("verifier=block", "drafter.temperature=0.5").drafter.options["temperature"] == 0.5
+    for verifier in ("block", "token"):
+        assert drawn_at(f"verifier={verifier}") == pytest.approx(0.6)
+    assert drawn_at("verifier=match") is None
+    assert drawn_at("verifier=block", "drafter.temperature=0.5") == 0.5
 
 
 @pytest.mark.parametrize("policy", ["heuristic", "auto_off", "cost", "confidence"])

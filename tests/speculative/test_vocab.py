@@ -64,7 +64,7 @@ def test_ids_and_laws_between_vocabularies():
     q = jnp.full((1, 6), 1 / 6, jnp.float32)
     wide = np.asarray(smaller.widen(DraftWeights(), q))
     assert wide.shape == (1, 8) and (wide[:, 6:] == 0).all() and (wide[:, :6] > 0).all()
-    trimmed = DraftWeights(ids=jnp.array([1, 4]), place=jnp.array([2, 0, 2, 2, 1, 2, 2, 2]))
+    trimmed = DraftWeights(ids=jnp.array([1, 4]))
     two = VocabMap(target=8, draft=8, columns=2)
     assert np.asarray(two.widen(trimmed, jnp.array([[0.25, 0.75]]))).tolist() == [[0, 0.25, 0, 0, 0.75, 0, 0, 0]]
     assert two.token_ids(trimmed, jnp.array([1, 0])).tolist() == [4, 1]

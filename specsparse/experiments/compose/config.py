@@ -15,12 +15,10 @@ from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.experiments.compose.parts import PARTS, completed
 from specsparse.experiments.settings import RunConfig
+from specsparse.speculative.drafters.options import draw_temperature
 from specsparse.support.options import options_of, read
 
 S = TypeVar("S")
-
-WEIGHS_DRAWS = ("token", "block")
-"""Verifiers of chains that weigh p against the law that drafts were drawn from."""
 
 
 def from_omegaconf(cfg: DictConfig | Mapping[str, object]) -> RunConfig:
@@ -69,10 +67,10 @@ def of_kind(run: RunConfig, owner: type[S]) -> S:
 
 def _drawn(run: RunConfig, target: SamplingParams) -> RunConfig:
     """`drafter.temperature=null` filled in: verifiers that weigh q want drafts that are drawn from it."""
-    options = run.drafter.options
-    if options.get("temperature", 0.0) is not None or run.verifier.name not in WEIGHS_DRAWS:
+    options, heat = run.drafter.options, draw_temperature(run.verifier.name, target.temperature)
+    if options.get("temperature", 0.0) is not None or heat is None:
         return run
-    own = dataclasses.replace(run.drafter, options={**options, "temperature": target.temperature})
+    own = dataclasses.replace(run.drafter, options={**options, "temperature": heat})
     return dataclasses.replace(run, drafter=own)
 
 

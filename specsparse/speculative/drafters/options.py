@@ -194,7 +194,8 @@ class ChainDrafting:
 
     Attributes:
         max_nodes: tokens drafted at most; by default a few, or what the policy that pays allows.
-        temperature: of the draft: 0 for argmax; by default 0, or the target's under verifier=token and block.
+        temperature: of the draft: 0 for argmax; by default 0, or three quarters of the target's under verifier=token
+            and block, which draws drafts from q.
         p_min: stop before a law whose top probability (over its top ten) is under it; by default 0.6 where the length
             is fixed, else 0.
         draft_vocab: score these ids only; by default those of the head's file.
@@ -206,6 +207,30 @@ class ChainDrafting:
     p_min: PMin | None = None
     draft_vocab: Vocab = None
     policy: object | None = None
+
+
+@dataclass(frozen=True)
+class HeadDrafting(Drafting):
+    """How a head drafts by itself: as `Drafting`, but for what nobody says.
+
+    Attributes:
+        temperature: of the draft: 0 for argmax; by default 0, or three quarters of the target's under verifier=token
+            and block, which draws drafts from q.
+    """
+
+    temperature: Temperature | None = None
+
+
+WEIGHS_DRAWS = ("token", "block")
+"""Verifiers of chains that weigh p against the law that drafts were drawn from."""
+DRAWS_COLDER = 0.75
+"""Temperature of a head's draws over the target's, where nobody says: a head is less sure than its target, and more of
+p and q is in common when it draws colder (docs/LOG.md)."""
+
+
+def draw_temperature(verifier: str, temperature: float) -> float | None:
+    """That of drafts which that verifier weighs, of a target at `temperature`; None where argmax drafts do."""
+    return DRAWS_COLDER * temperature if verifier in WEIGHS_DRAWS and temperature > 0 else None
 
 
 How = TypeVar("How", Drafting, ChainDrafting)
@@ -299,7 +324,7 @@ class HeadOptions:
     """
 
     head: str | Path | None = None
-    drafting: Annotated[Drafting, Inline()] = Drafting()
+    drafting: Annotated[HeadDrafting, Inline()] = HeadDrafting()
 
 
 @dataclass(frozen=True)

@@ -38,19 +38,15 @@ def shared_weights(style: Style, target: Model, draft: Model, common: Intersecti
     Raises:
         UserError: none of the ids of `drafter.draft_vocab` is shared.
     """
-    V = target.config.vocab_size
-    wanted, keep = style.ids(target, V), np.ones(len(common.target_ids), bool)
+    wanted, keep = style.ids(target, target.config.vocab_size), np.ones(len(common.target_ids), bool)
     if wanted is not None:
         keep = np.isin(common.target_ids, wanted)
     ids, own = common.target_ids[keep], common.draft_ids[keep]
     if not len(ids):
         raise UserError(f"drafter.draft_vocab holds no token that {draft.path} has too")
-    place = np.full((V,), len(ids), np.int32)
-    place[ids] = np.arange(len(ids))
     weights = DraftWeights(
         head=take_rows(draft.params.output, own),
         ids=jnp.asarray(ids),
-        place=jnp.asarray(place),
         images=images_of(draft, common),
     )
     return weights, len(ids)

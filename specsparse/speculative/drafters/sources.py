@@ -34,23 +34,19 @@ class DraftWeights(NamedTuple):
             are used.
         head: QTensor [N, D], the trimmed output matrix, or None.
         ids: int32[N], target id of each column of a trimmed head, ascending, or None.
-        place: int32[V], column of each target id, N where it has none, or None.
-        images: what is fed for the target's tokens where the draft model has other ones; then `head`, `ids` and
-            `place` are of the tokens that both have. None where the ids are the same.
+        images: what is fed for the target's tokens where the draft model has other ones; then `head` and `ids` are of
+            the tokens that both have. None where the ids are the same.
     """
 
     params: Pytree = None
     head: QTensor | None = None
     ids: jax.Array | None = None
-    place: jax.Array | None = None
     images: Images | None = None
 
     @classmethod
-    def scoring(cls, head: QTensor, ids: np.ndarray, vocab: int) -> "DraftWeights":
-        """Of an output matrix whose rows are the ids int32[N], ascending, of a target's `vocab`."""
-        place = np.full((vocab,), len(ids), np.int32)
-        place[ids] = np.arange(len(ids))
-        return cls(head=head, ids=jnp.asarray(ids), place=jnp.asarray(place))
+    def scoring(cls, head: QTensor, ids: np.ndarray) -> "DraftWeights":
+        """Of an output matrix whose rows are the ids int32[N] of the target, ascending."""
+        return cls(head=head, ids=jnp.asarray(ids))
 
 
 class FedRows(NamedTuple):
@@ -102,8 +98,9 @@ class VocabMap:
 
     def widen(self, weights: DraftWeights, q_RN: jax.Array) -> jax.Array:
         """float32[R, V]: q over the target's ids, 0 at those that have no column."""
-        if weights.place is not None:
-            return jnp.take(jnp.pad(q_RN, ((0, 0), (0, 1))), weights.place, axis=1)
+        if weights.ids is not None:  # written id by id: a fifth of the time of reading a column for each id
+            wide_RV = jnp.zeros((q_RN.shape[0], self.target), q_RN.dtype)
+            return wide_RV.at[:, weights.ids].set(q_RN, mode="promise_in_bounds", unique_indices=True)
         return jnp.pad(q_RN, ((0, 0), (0, self.target - self.columns)))
 
 

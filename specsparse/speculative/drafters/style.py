@@ -130,4 +130,4 @@ class Style:
             return DraftWeights(), columns
         else:
             taken = ids
-        return DraftWeights.scoring(take_rows(output, taken), ids, target.config.vocab_size), len(ids)
+        return DraftWeights.scoring(take_rows(output, taken), ids), len(ids)

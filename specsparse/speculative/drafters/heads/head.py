@@ -14,7 +14,7 @@ from specsparse.speculative.drafters.heads.feature_source import of_target
 from specsparse.speculative.drafters.heads.head_file import find, read_head
 from specsparse.speculative.drafters.heads.head_source import HeadSource
 from specsparse.speculative.drafters.ngram import NGram
-from specsparse.speculative.drafters.options import ChainDrafting, Drafting, HeadOptions, LookupHeadOptions, under
+from specsparse.speculative.drafters.options import ChainDrafting, HeadDrafting, HeadOptions, LookupHeadOptions, under
 from specsparse.speculative.drafters.plan import Bound, DrafterPlan, MakeModel, bytes_of
 from specsparse.speculative.drafters.style import Style
 from specsparse.speculative.policies.base import Policy
@@ -30,6 +30,8 @@ class HeadPlan(DrafterPlan, HeadOptions):
 
     Without ids of its own it scores those of the head's file. A GGUF file of an EAGLE-3 head is one of `eagle3`.
     """
+
+    drafting: Annotated[HeadDrafting, Inline()] = HeadOptions.drafting
 
     def prepare(self, target: Model, make: MakeModel) -> Bound:
         """Reads the head's file; no model is loaded."""
@@ -70,7 +72,7 @@ class LookupHeadPlan(DrafterPlan, LookupHeadOptions):
         fixed = how.policy is None and how.max_nodes is not None
         ends = how.p_min if how.p_min is not None else HEAD_P_MIN if fixed else 0.0
         given = {field.name: getattr(how, field.name) for field in dataclasses.fields(how)}
-        full = Drafting(**given | {"p_min": ends, "temperature": how.temperature or 0.0})
+        full = HeadDrafting(**given | {"p_min": ends})
         return HeadPlan(head=self.head, drafting=full)
 
     @functools.cached_property
