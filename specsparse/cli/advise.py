@@ -28,9 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "target", metavar="TARGET", help="the model that writes: a known name, a GGUF file or hf://owner/repo/file.gguf"
     )
-    add("drafts", nargs="*", metavar="DRAFT", help="draft models to judge for it")
+    add("drafts", nargs="*", default=(), metavar="DRAFT", help="draft models to judge for it")
     add("--device", type=_device, default="this", metavar="NAME", help="this machine (default), h100, h200, mi300x ..")
     add("--paper", action="store_true", help="this machine too by its peaks alone: nothing is loaded")
+    add("--refresh", action="store_true", help="measure this machine again, whatever was kept")
     add("--batch", type=_list(_count), default=(1,), metavar="LIST", help="sequences at once: 1,4,16 (1)")
     add("--context", type=_list(_count), default=(), metavar="LIST", help="tokens in each cache: 512,4096 (512)")
     add("--gamma", type=sizes, metavar="LIST", help="draft lengths to look at, up to 64: 1..8,12 (1 to 16)")
@@ -48,6 +49,8 @@ def main(args: argparse.Namespace) -> int:
 
     if args.alpha and (args.acceptance or args.task):
         raise UserError("--alpha supposes what --acceptance and --task count: give one of them")
+    if args.refresh and (args.paper or args.device != "this"):
+        raise UserError("--refresh measures this machine: leave --paper and --device out")
     if (pairs := len(args.batch) * max(len(args.context), 1)) > _MOST_SIZES:
         raise UserError(f"--batch and --context make {pairs} pairs, {_MOST_SIZES} are the most: give fewer values")
     if len(args.alpha) > _MOST_ALPHAS:
@@ -68,7 +71,7 @@ def main(args: argparse.Namespace) -> int:
     question = Question(
         args.target, tuple(args.drafts), args.device, args.batch, args.context, alphas=args.alpha,
         counted=accepted.of_record(args.acceptance) if args.acceptance else None, task=args.task,
-        kv_dtype=args.kv_dtype, paper=args.paper, **lengths,
+        kv_dtype=args.kv_dtype, paper=args.paper, refresh=args.refresh, **lengths,
     )  # fmt: skip
     found = advise(question, bar=bar(out))
     report = found.to_dict()

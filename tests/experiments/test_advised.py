@@ -26,7 +26,7 @@ def passes(task: str, reach: tuple[int, ...], drafts: int, *, factor: float = 1.
         num_rounds=10, num_drafts=drafts, num_draft_tokens=3 * drafts, num_tested=max(sum(reach), 2 * drafts),
         num_accepted_tokens=sum(reach), num_accepted_tokens_per_pos=reach, num_emitted_tokens=tokens,
     )  # fmt: skip
-    seconds = factor * (drafts * (0.016 + 3 * 0.002) + (10 - drafts) * 0.010 + 10 * (0.001 + 0.0005))
+    seconds = factor * (drafts * (0.016 + 3 * 0.002 + 0.001 + 0.0005) + (10 - drafts) * 0.010)
     plain = Counters(num_rounds=tokens, num_emitted_tokens=tokens)
     out = []
     for side, counters, took in ((PLAIN, plain, 0.010 * tokens), (SPECULATIVE, c, seconds)):
@@ -61,7 +61,7 @@ def test_a_tree_is_predicted_by_its_depths_and_its_nodes():
     """Three nodes on two levels, eight of ten rounds: tokens by depth, rows by node, drafting by the round."""
     table = TABLE.with_draft("tree", DraftCost(fixed_s=0.003))
     one = advised.beside("m", groups(passes("chat", (6, 4), 8)), table, advised.Costed("tree", 3))
-    seconds = 8 * 0.016 + 2 * 0.010 + 10 * (0.001 + 0.003)
+    seconds = 8 * (0.016 + 0.001 + 0.003) + 2 * 0.010
     assert one.predicted == pytest.approx(20 * 0.010 / seconds, rel=1e-12)
     assert (one.rows, one.c, one.c0) == pytest.approx((3.0, 0.0, 0.4))
 

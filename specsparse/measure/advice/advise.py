@@ -45,6 +45,7 @@ class Question:
         task: of the kinds of text that were counted, this one alone.
         kv_dtype: of the caches.
         paper: this machine too by its peaks alone, without decoding.
+        refresh: this machine is measured again, whatever was kept.
     """
 
     target: str
@@ -58,6 +59,7 @@ class Question:
     task: str | None = None
     kv_dtype: str = "f16"
     paper: bool = False
+    refresh: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class Advice:
     def _case(self, case: Sizes) -> Json:
         clock, best = case.clocks.expected, case.best
         return {
-            "batch": case.batch, "context": case.context, "times": case.clocks.source,
+            "batch": case.batch, "context": case.context, "times": case.clocks.source, "note": case.clocks.note,
             "step_s": clock.step_s, "v": {n: clock.v(n) for n in (1, 2, 4, 8, 16)},
             "tokens_per_second": case.batch / clock.step_s, "memory": dict(case.memory),
             "fits": self.fits(case), "methods": [f.to_dict() for f in case.forecasts],
@@ -185,7 +187,7 @@ def advise(question: Question, *, bar: Bar = silent) -> Advice:
     chosen = tuple(candidates(target, draft_models, kv_dtype=question.kv_dtype))
     table, keys = None, {}
     if question.device == THIS and target.path is not None and not question.paper:
-        table, keys = measured(target, chosen, kv_dtype=question.kv_dtype, bar=bar)
+        table, keys = measured(target, chosen, kv_dtype=question.kv_dtype, refresh=question.refresh, bar=bar)
     device = devices.get(question.device) if table is None else predicted.this_machine(table)
     cases = tuple(
         _case(question, target, chosen, draft_models, device, table, keys, batch, context)
@@ -205,9 +207,10 @@ def _memory(device: Device) -> float | None:
 
 
 def measured(
-    target: Subject, chosen: Sequence[Candidate], *, kv_dtype: str = "f16", bar: Bar = silent
+    target: Subject, chosen: Sequence[Candidate], *, kv_dtype: str = "f16", refresh: bool = False, bar: Bar = silent
 ) -> tuple[CostTable, dict[str, str]]:
-    """The target's table with the cost of every drafter that is here, measured where it is not kept, and their keys.
+    """The target's table with the cost of every drafter that is here, measured where it is not kept (with `refresh`
+    whatever is kept), and their keys.
 
     Weights are loaded only for what is missing.
     """
@@ -215,14 +218,14 @@ def measured(
     here = [c for c in chosen if not c.assumed and _is_here(c)]
     keys = {c.name: (drafts.trees_key if c.tree else cost_key)(c.drafter, c.options) for c in here}
     table = store.find(target.path, target.config, kv_dtype=kv_dtype)
-    if table is None or any(key not in table.drafts for key in keys.values()):
+    if refresh or table is None or any(key not in table.drafts for key in keys.values()):
         model = load(target.path, kv_dtype=kv_dtype)
-        table = _with_drafts(model, here, bar)
+        table = _with_drafts(model, here, bar, refresh=refresh)
     return table, keys
 
 
-def _with_drafts(model: Model, here: Sequence[Candidate], bar: Bar) -> CostTable:
-    table = load_or_measure(model, bar=bar)
+def _with_drafts(model: Model, here: Sequence[Candidate], bar: Bar, *, refresh: bool) -> CostTable:
+    table = load_or_measure(model, refresh=refresh, bar=bar)
     for c in here:
         measure = drafts.table_for_trees if c.tree else drafts.table_for
         table, _ = measure(model, c.drafter, c.options, bar=bar)

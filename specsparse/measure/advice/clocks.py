@@ -1,6 +1,7 @@
 """How long forwards and drafts take: by a table that was measured here, or on paper by a device's sheet."""
 
 import abc
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,8 @@ REACHED = (0.8, 0.6)
 0.89 of the bandwidth on two machines (docs/measured.md); of the arithmetic of eight rows less is known."""
 REACHED_AT_MOST = ((0.9, 0.4), (0.7, 0.8))
 """The two corners between which it lies: v(n) depends on their quotient alone."""
+RESTLESS = 0.1
+"""Deviation of a forward between repeats from which on the machine was busy: 0.06 alone, 0.14 beside others."""
 DOUBTS = (2.0, -2.0)
 """Standard deviations of a measured time to which its interval reaches: slow, and fast."""
 
@@ -153,12 +156,14 @@ class Timed(Clock):
 
 @dataclass(frozen=True)
 class Clocks:
-    """The expected times and the two ends of what they may be; drafts that pay most are at the `fast` end."""
+    """The expected times and the two ends of what they may be; drafts that pay most are at the `fast` end. `note` says
+    what makes them doubtful."""
 
     expected: Clock
     slow: Clock
     fast: Clock
     source: str
+    note: str | None = None
 
 
 def on_paper(device: Device, target: Subject, kv_length: float, batch: int, *, kv_dtype: str = "f16") -> Clocks:
@@ -172,4 +177,17 @@ def on_paper(device: Device, target: Subject, kv_length: float, batch: int, *, k
 def timed(table: CostTable, keys: Mapping[str, str], target: Subject, kv_length: float, batch: int) -> Clocks:
     """By a measured table."""
     made = [Timed(table, keys, target.nbytes, kv_length, batch, doubt) for doubt in (0.0, *DOUBTS)]
-    return Clocks(*made, source=f"{table.identity.get('cpu', 'this machine')}, measured {table.identity.get('date')}")
+    source = f"{table.identity.get('cpu', 'this machine')}, measured {table.identity.get('date')}"
+    return Clocks(*made, source=source, note=_restless(table))
+
+
+def _restless(table: CostTable) -> str | None:
+    """A line where the forwards varied much between repeats."""
+    spread = table.residuals.get("spread")
+    if not isinstance(spread, Mapping):
+        return None
+    forwards = [float(value) for name, value in spread.items() if name.startswith("near ")]
+    usual = statistics.median(forwards) if forwards else 0.0
+    if usual < RESTLESS:
+        return None
+    return f"note: a forward varied by {usual:.0%} between repeats, the machine was busy: --refresh measures it again"

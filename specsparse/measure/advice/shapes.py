@@ -41,7 +41,7 @@ class DraftShape(abc.ABC):
         steps = rows if self.levels is None else float(self.levels)
         c, c0 = clock.costs(candidate, self.room, width=rows / steps if steps else 1.0)
         if not rows:
-            return clock.v(1) + c0
+            return clock.v(1)
         return expected.round_cost(clock.v, rows, c=c * steps / rows, c0=c0, share=a.share)
 
 

@@ -24,6 +24,8 @@ def parts(advice: Advice) -> Iterator[Table | Text]:
     for case in advice.cases:
         yield Text(f"\nbatch {case.batch}, {case.context} tokens in the cache", style="bold")
         yield Text(_times(case))
+        if case.clocks.note is not None:
+            yield Text(case.clocks.note, style="yellow")
         yield Text(_needs(advice, case))
         counted = [f for f in case.forecasts if f.acceptance.source != SWEPT]
         guessed = [f for f in case.forecasts if f.acceptance.source == SWEPT]

@@ -186,13 +186,16 @@ class _Beside:
         """For drafts of up to `nodes` nodes; fewer rounds where the context holds no more, or a step takes long."""
         ids, rounds = _passage(model), rounds if table.plain_s < _LONG_S else rounds // 3
         left = (model.config.context_length - len(ids)) // (nodes + 1)
-        stretch = max(1, min(rounds, left - 1) // _STRETCHES)
-        plain = Loop(model, Method(), ids, room=stretch)
+        stretch = max(1, min(rounds, left - 1 - _STRETCHES) // _STRETCHES)
+        plain = Loop(model, Method(), ids, room=stretch + 1)
         plain.run(stretch)  # compiles
         return cls(model, table, ids, stretch, plain)
 
     def stretches(self, method: Method, *, nodes: int, depth: int) -> list[tuple[float, float]]:
-        """(tokens drafted, seconds that takes) a round, for each stretch until the text ends.
+        """(tokens drafted, seconds that takes) a round that drafts, for each stretch until the text ends.
+
+        Each stretch begins with a round that is not timed: after another program the first one reads from memory what
+        the caches hold in all others, and a text has more of those.
 
         Args:
             method: with its drafter.
@@ -200,33 +203,44 @@ class _Beside:
             depth: most tokens that a draft adds to the text.
         """
         table = self.table
-        loop = Loop(self.model, method, self.ids, room=(_STRETCHES * self.rounds + 1) * (depth + 1))
+        loop = Loop(self.model, method, self.ids, room=(_STRETCHES * (self.rounds + 1) + 1) * (depth + 1))
         loop.run(1)  # compiles
-        places = [_place(loop)]
+        places: list[tuple[_Place, _Place]] = []
 
         def ahead() -> float:
+            loop.run(1)
+            start = _place(loop)
             took = loop.run(self.rounds)
-            places.append(_place(loop))
+            places.append((start, _place(loop)))
             return took
 
+        def plainly() -> float:
+            self.plain.again(1)
+            return self.plain.run(self.rounds)
+
         # A call of the method hands over more state than one of plain decoding, so it takes longer by itself.
-        calls = {"method": ahead, "plain": partial(self.plain.again, self.rounds), "call": partial(loop.run, 0)}
+        calls = {"method": ahead, "plain": plainly, "call": partial(loop.run, 0)}
         taken = in_turn(calls, repeats=_STRETCHES, warm_up=0)
         call_s = statistics.median(taken["call"])
         plain_kv = float(self.plain.session.state.length[0])
         found = []
-        for (first, start), (c, end), took, plain_s in zip(places, places[1:], taken["method"], taken["plain"]):
+        for ((first, start), (c, end)), took, plain_s in zip(places, taken["method"], taken["plain"]):
             ran, drafts = c.num_rounds - first.num_rounds, c.num_drafts - first.num_drafts
             if not ran:
                 break
+            if not drafts:
+                continue
             drafted, kv = c.num_draft_tokens - first.num_draft_tokens, (start + end) / 2
-            rows = 1 + (drafted / drafts if drafts else 0)
-            rest = drafts * table.round(rows, nodes, kv) + (ran - drafts) * table.round(1, nodes, kv)
+            rest = drafts * table.round(1 + drafted / drafts, nodes, kv) + (ran - drafts) * table.step(kv)
             speed = (plain_s - table.host_s) / (self.rounds * table.step(plain_kv))
-            found.append((drafted / ran, max((took - call_s) / speed - rest, 0.0) / ran))
+            found.append((drafted / drafts, max((took - call_s) / speed - rest, 0.0) / drafts))
         return found
 
 
-def _place(loop: Loop) -> tuple[Counters, float]:
-    """Counters and tokens of the text so far."""
+_Place = tuple[Counters, float]
+"""Counters and tokens of a text so far."""
+
+
+def _place(loop: Loop) -> _Place:
+    """Where it is."""
     return loop.session.counters()[0], float(loop.session.state.length[0])

@@ -100,9 +100,9 @@ def explain(
     full = v + drafting + overhead
     # Rounds as they were: some without a draft, the others shorter than gamma.
     rows, share = 1 + c.num_draft_tokens / c.num_drafts, c.num_drafts / c.num_rounds
-    real_draft = (draft.fixed_s + share * (levels or rows - 1) * draft.token_s) / step
+    real_draft = share * (draft.fixed_s + (levels or rows - 1) * draft.token_s) / step
     verify = share * table.v(rows, kv_length) + 1 - share
-    real = verify + real_draft + overhead
+    real = verify + real_draft + share * overhead
     tokens = c.num_emitted_tokens / c.num_rounds
     plain_table = plain.num_emitted_tokens * step
     method_table = c.num_rounds * real * step
@@ -132,7 +132,7 @@ def explain(
         best_gamma=best[0],
         best_predicted=best[1],
         factors=factors,
-        stages=_stages(c, step, verify=verify, draft=real_draft, overhead=overhead),
+        stages=_stages(c, step, verify=verify, draft=real_draft, overhead=share * overhead),
     )
 
 
@@ -169,10 +169,10 @@ def _rest(drift: tuple[float, float], token_s: float, step: float, round_s: floa
 
 
 def _own_draft_cost(c: Counters, levels: int | None) -> DraftCost:
-    """From the stages of the run: by the token where every round drafts a chain, else by the round."""
+    """From the stages of the run: by the token where every round drafts a chain, else by the round that drafts."""
     if levels is None and c.num_drafts and c.num_drafts == c.num_rounds:
         return DraftCost(token_s=(c.times.draft or 0.0) / c.num_draft_tokens)
-    return DraftCost(fixed_s=(c.times.draft or 0.0) / c.num_rounds if c.num_rounds else 0.0)
+    return DraftCost(fixed_s=(c.times.draft or 0.0) / c.num_drafts if c.num_drafts else 0.0)
 
 
 def _stages(c: Counters, step: float, *, verify: float, draft: float, overhead: float) -> dict[str, dict[str, float]]:

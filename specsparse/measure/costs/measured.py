@@ -41,7 +41,7 @@ class Effort:
     ns: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 12, 16)
     near: int = 128
     far: int = 1024
-    repeats: int = 9
+    repeats: int = 15
     decode: int = 16
     forwards: int = 4
     gammas: tuple[int, int] = (2, 7)

@@ -14,7 +14,7 @@ from specsparse.runtime.times.kept import CostTable
 from specsparse.support.atomic import atomically
 from specsparse.support.paths import cache_dir
 
-VERSION = 3
+VERSION = 4
 """Of what is measured and how; tables of another version are measured again."""
 
 

@@ -1,5 +1,6 @@
 """Advice for this machine: a table that is kept is found without weights, and what is missing alone is measured."""
 
+import dataclasses
 from functools import partial
 
 import pytest
@@ -8,7 +9,7 @@ import specsparse
 from specsparse.measure.advice import advise as module
 from specsparse.measure.advice.advise import Question, advise
 from specsparse.measure.advice.clocks import Timed
-from specsparse.measure.costs import drafts
+from specsparse.measure.costs import drafts, measured
 from specsparse.runtime.times import store
 from specsparse.runtime.times.kept import CostTable, DraftCost
 from specsparse.testing import write_tiny_gguf
@@ -62,6 +63,25 @@ def test_what_is_missing_is_measured_and_nothing_else(model, monkeypatch):
     monkeypatch.setattr(module, "load", lambda *args, **options: model)
     advise(Question(str(model.path), alphas=(0.7,), contexts=(10,)))
     assert asked == [*OWN, "layer_skip trees"]
+
+
+def test_a_busy_machine_is_said_and_measured_again(model, monkeypatch):
+    table = TABLE
+    for name in (*OWN, drafts.trees_key("layer_skip")):
+        table = table.with_draft(name, DraftCost(token_s=0.001))
+    busy = dataclasses.replace(
+        table, residuals={"spread": {"near 1": 0.2, "near 2": 0.14, "near 4": 0.09, "host": 3.0}}
+    )
+    store.save(model, busy)
+    monkeypatch.setattr(module, "load", lambda *args, **options: model)
+    question = Question(str(model.path), alphas=(0.7,), contexts=(10,))
+    note = advise(question).cases[0].clocks.note
+    assert note == "note: a forward varied by 14% between repeats, the machine was busy: --refresh measures it again"
+    monkeypatch.setattr(measured, "measure", lambda model, effort=None, done=None: TABLE)
+    monkeypatch.setattr(drafts, "measure_draft", lambda *args: DraftCost(0.002))
+    monkeypatch.setattr(drafts, "measure_tree", lambda *args: DraftCost(0.003))
+    assert advise(dataclasses.replace(question, refresh=True)).cases[0].clocks.note is None
+    assert {cost.token_s for cost in store.load(model).drafts.values()} == {0.002, 0.003}
 
 
 def test_on_paper_this_machine_decodes_nothing(model, monkeypatch):

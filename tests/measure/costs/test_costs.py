@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.windows import LayerWindows
 from specsparse.errors import UserError
-from specsparse.measure.costs import Roofline, devices, traffic
+from specsparse.measure.costs import Roofline, devices, drafts, traffic
 from specsparse.measure.costs.explain import explain
 from specsparse.measure.costs.fit import draft_line, fit_kv, overhead, polish, rising
 from specsparse.runtime.metrics import Counters, Times
@@ -291,4 +292,48 @@ def test_measured_stages_stand_beside_the_predicted_ones():
     method = dataclasses.replace(method, times=Times(total=0.7, draft=0.05, verify=0.5, sample=0.1))
     stages = explain(plain, method, table(), gamma=7).stages
     assert stages["verify"]["measured_s"] == pytest.approx(0.02)
-    assert stages["rest"]["predicted_s"] == pytest.approx(0.0012)
+    assert stages["rest"]["predicted_s"] == pytest.approx(0.8 * 0.0012)  # of the rounds that draft
+
+
+def test_rounds_without_a_draft_are_plain_steps():
+    v = lambda n: 1 + 0.1 * (n - 1)  # noqa: E731
+    assert expected.round_cost(v, 4, c=0.1, c0=0.2) == pytest.approx(1.4 + 0.4 + 0.2)
+    assert expected.round_cost(v, 4, c=0.1, c0=0.2, share=0.25) == pytest.approx(0.25 * 2.0 + 0.75)
+    assert expected.round_cost(v, 0, c=0.1, c0=0.2) == 1.0
+
+
+HOST = table().host_s
+
+
+class ColdLoop:
+    """Rounds of a clock that is exact but for the first after another loop's, which takes three times as long."""
+
+    last = None
+
+    def __init__(self, model, method, ids, *, room):
+        self.gamma, self.text, self.counts, self.room = method, len(ids), Counters(), room
+        self.session = SimpleNamespace(state=SimpleNamespace(length=[self.text]), counters=lambda: [self.counts])
+
+    def run(self, rounds):
+        if not rounds:
+            return HOST
+        rounds = min(rounds, self.room // (1 + self.gamma) - self.counts.num_rounds) if self.gamma else rounds
+        each = table().round(1 + self.gamma, self.gamma, 100) + self.gamma * 3e-4 if self.gamma else table().step(100)
+        cold = 2 * each if ColdLoop.last is not self else 0.0
+        ColdLoop.last = self
+        self.counts += Counters(num_rounds=rounds, num_drafts=rounds, num_draft_tokens=rounds * self.gamma)
+        return HOST + rounds * each + cold
+
+    def again(self, rounds):
+        return self.run(rounds)
+
+
+def test_a_stretch_is_timed_once_its_weights_are_in_the_caches(monkeypatch):
+    monkeypatch.setattr(drafts, "Loop", ColdLoop)
+    monkeypatch.setattr(drafts, "Method", lambda: 0)
+    monkeypatch.setattr(drafts, "_passage", lambda model: [1] * 100)
+    model = SimpleNamespace(config=SimpleNamespace(context_length=4096))
+    flat = table(kv_s=0.0, kv_row_s=0.0)
+    for gamma in (2, 7):
+        found = drafts._Beside.of(model, flat, gamma, 96).stretches(gamma, nodes=gamma, depth=gamma)
+        assert found == [(gamma, pytest.approx(gamma * 3e-4))] * 12
