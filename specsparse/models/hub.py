@@ -357,7 +357,9 @@ def _choices(wanted: Reference) -> str:
     try:
         if offline():
             return f"the form is {FORM}"
-        names = HfApi(endpoint=endpoint()).list_repo_files(wanted.repo, revision=wanted.revision)
+        asked = HfApi(endpoint=endpoint())  # a listing of its tree would be tried six times, each with a warning
+        found = asked.model_info(wanted.repo, revision=wanted.revision, timeout=_ASK_SECONDS)
+        names = [file.rfilename for file in found.siblings or ()]
     except (OSError, ValueError, *errors.HfHubHTTPError.__bases__):
         return f"the form is {FORM}"
     files = sorted(name for name in names if name.lower().endswith(".gguf"))
