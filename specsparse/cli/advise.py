@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--alpha", type=_list(_share), default=(), metavar="LIST", help="acceptances to suppose: 0.5,0.6,0.7,0.8")
     add("--acceptance", type=Path, metavar="FILE", help="record.json of a run: what it counted is taken")
     add("--task", metavar="NAME", help="of the texts that were counted, those of this kind alone")
-    add("--kv-dtype", choices=("f16", "bf16", "f32"), default="f16", help="of the caches (%(default)s)")
+    add("--kv-dtype", choices=("f16", "bf16", "f32", "q8_0"), default="f16", help="of the caches (%(default)s)")
     add("--plot", type=Path, metavar="FILE.png", help="draw speed-up against draft length")
     add("--json", nargs="?", const=STDOUT, metavar="FILE", help="one JSON object instead of tables, or in FILE")
 

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specsparse.kernels.reference import q8_cache
+
 LANES = 16
 """Positions of one key block; the capacity is a multiple of it."""
 
@@ -15,7 +17,7 @@ class KVCache(NamedTuple):
 
     Attributes:
         k: L arrays [B, G, C/16, d, 16]; position s is lane s % 16 of block s // 16.
-        v: L arrays [B, G, C, d].
+        v: L arrays [B, G, C, d]; of q8_0 codes and scales, see `specsparse.kernels.reference.q8_cache`.
         length: int32[B], committed tokens of each sequence.
     """
 
@@ -30,10 +32,15 @@ class KVCache(NamedTuple):
 
 
 def init(*, layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, dtype=jnp.float16) -> KVCache:
-    """An empty cache; `capacity` is rounded up to a multiple of 16."""
+    """An empty cache; `capacity` is rounded up to a multiple of 16.
+
+    Raises:
+        UserError: a q8_0 cache of heads whose size is no multiple of 32.
+    """
     blocks = -(-capacity // LANES)
-    k = tuple(jnp.zeros((batch, kv_heads, blocks, head_dim, LANES), dtype) for _ in range(layers))
-    v = tuple(jnp.zeros((batch, kv_heads, blocks * LANES, head_dim), dtype) for _ in range(layers))
+    row = q8_cache.row_size(head_dim) if dtype == q8_cache.DTYPE else head_dim
+    k = tuple(jnp.zeros((batch, kv_heads, blocks, row, LANES), dtype) for _ in range(layers))
+    v = tuple(jnp.zeros((batch, kv_heads, blocks * LANES, row), dtype) for _ in range(layers))
     return KVCache(k, v, jax.device_put(np.zeros((batch,), np.int32)))
 
 

@@ -26,7 +26,7 @@ from specsparse.errors import UserError
 from specsparse.kernels import Kernels, promise, status
 from specsparse.support import notebook
 
-KV_DTYPES = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16}
+KV_DTYPES = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16, "q8_0": jnp.int8}
 _CAPACITY_STEP = 256
 """Caches come in few sizes, so that few programs are compiled."""
 
@@ -41,7 +41,7 @@ class Model:
         params: the packed weights; the rotary tables are those of `params_for`.
         forward: the forward function (see `engine.llama.ForwardFn`).
         kernels: what it runs on.
-        kv_dtype: "f32", "f16" or "bf16".
+        kv_dtype: "f32", "f16", "bf16" or "q8_0".
         path: the file.
         footprint: bytes of weights that one decoding step reads.
         ffn: "dense", "powerinfer", "oracle" or "predicted".

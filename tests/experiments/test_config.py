@@ -159,7 +159,7 @@ def test_values_arrive():
         ("seed=null", "seed=null must be a whole number"),
         ("warmup=3", "warmup=3 must be true or false"),
         ("policy.gamma=0", "policy.gamma=0 must be a whole number of at least 1"),
-        ("model.kv_dtype=f8", "model.kv_dtype=f8 must be one of f32, f16, bf16"),
+        ("model.kv_dtype=f8", "model.kv_dtype=f8 must be one of f32, f16, bf16, q8_0"),
         ("data.tasks=3", "data.tasks=3 must be a list"),
         ("data=3", "data=3: there is no such data"),
         ("sampling.temperature=-1", "temperature"),

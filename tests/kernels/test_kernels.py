@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gguf.constants import GGML_QUANT_SIZES
-from gguf.quants import dequantize
+from gguf.quants import dequantize, quantize
 
 from specsparse.engine.sampling.row_laws import REFERENCE, LawRows
 from specsparse.errors import UserError
 from specsparse.kernels import BACKENDS, QTensor, status
 from specsparse.kernels.native import cpu
 from specsparse.kernels.packing.pack import SUPPORTED, layout_of, pack_qtensor
+from specsparse.kernels.reference import q8_cache
 from specsparse.testing import random_quantised
 from tests.kernels import emulation
 from tests.tolerances import ATTEND_NMSE, LAW_RTOL, LINEAR_NMSE, nmse
@@ -492,6 +493,55 @@ def test_attention_has_the_same_bits_for_every_isa_and_thread(isa, threads):
                     use(isa, threads)
                     got = attend("native", dtype, pairing, length, n_valid, parents)
                     same_bits(got, wanted, f"{dtype} {pairing} {length} {n_valid}")
+
+
+@pytest.mark.parametrize("backend", [*ISAS, "reference", "xla"])
+def test_a_q8_0_cache_is_a_float32_cache_of_its_values(backend):
+    """Rows are not turned here, so that what is appended is known; bits by the native kernels, on every one alike."""
+    if backend in ISAS:
+        use(backend, 2)
+    isa, backend = backend, "native" if backend in ISAS else backend
+    q, k, v, keys, values, *_ = attention_case("f32")
+    cos, sin = np.ones((C, D // 2), np.float32), np.zeros((C, D // 2), np.float32)
+
+    def stored(x):
+        return np.asarray(q8_cache.encode(jnp.asarray(x), q8_cache.DTYPE))
+
+    def value(x):
+        return np.asarray(q8_cache.decode(jnp.asarray(stored(x.reshape(*x.shape[:-1], -1, D))))).reshape(x.shape)
+
+    for parents in PARENTS.values():
+        for length in LENGTHS.values():
+            dead = (np.arange(C)[None] >= np.asarray(length)[:, None])[:, :, None, None]
+            codes = [np.where(dead, np.int8(-1), stored(x)).transpose(0, 2, 1, 3) for x in (keys, values)]
+            floats = [np.where(dead, np.float32(np.nan), value(x)).transpose(0, 2, 1, 3) for x in (keys, values)]
+            numbers = [jnp.asarray(a, jnp.int32) for a in (length, (8, 5), parents)]
+            outs = []
+            for (ck, cv), new_k, new_v in ((codes, k, v), (floats, value(k), value(v))):
+                ck = ck.reshape(B, G, C // 16, 16, -1).swapaxes(3, 4)
+                out, ck, cv = attend_program(backend, "norm")(q, new_k, new_v, ck, cv, cos, sin, *numbers)
+                outs.append((out, *(q8_cache.decode(a) for a in (ck.swapaxes(3, 4), cv))))
+            assert not np.isnan(outs[0][0]).any()
+            for ours, theirs in zip(outs[0][1:], outs[1][1:], strict=True):
+                np.testing.assert_array_equal(ours, theirs)
+            if backend == "native":
+                same_bits(outs[0][0], outs[1][0], f"{isa} {length}")
+            else:
+                assert nmse(np.asarray(outs[0][0]), np.asarray(outs[1][0])) <= ATTEND_NMSE[backend]
+
+
+def test_a_q8_0_cache_holds_the_file_formats_blocks():
+    """Codes and scales are those of GGUF's Q8_0, but for ties; heads that its blocks do not divide are refused."""
+    x = np.random.default_rng(5).normal(size=(64, 96)).astype(np.float32)
+    x[3] = 0
+    rows = np.asarray(q8_cache.encode(jnp.asarray(x), q8_cache.DTYPE))
+    raw = quantize(x, TYPES["Q8_0"]).reshape(64, 3, 34)
+    np.testing.assert_array_equal(
+        rows[:, 96:].view(np.float16), np.ascontiguousarray(raw[..., :2]).view(np.float16)[..., 0]
+    )
+    assert np.abs(rows[:, :96].astype(int) - raw[..., 2:].view(np.int8).reshape(64, 96)).max() <= 1
+    with pytest.raises(UserError, match="multiple of 32"):
+        q8_cache.row_size(48)
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])

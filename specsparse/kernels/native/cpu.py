@@ -13,6 +13,7 @@ import numpy as np
 from specsparse.errors import UserError
 from specsparse.kernels.qtensor import QTensor
 from specsparse.kernels.reference import dense
+from specsparse.kernels.reference.q8_cache import head_size
 
 LIBRARY = Path(__file__).parents[1] / "libspecsparse_kernels.so"
 OPERATIONS = (
@@ -218,7 +219,7 @@ def attend(
     cos, sin, length, n_valid, parents=None, pairing="norm", q_norm=None, k_norm=None, eps=0.0, window=0, table=0,
 ):  # fmt: skip
     """`reference.dense.attend` by the C++ kernels; a head size that is no multiple of 16 takes the reference."""
-    if cache_v.shape[-1] % 16:
+    if head_size(cache_v) % 16:
         return dense.attend(
             q, k, v, cache_k, cache_v, cos=cos, sin=sin, length=length, n_valid=n_valid, parents=parents,
             pairing=pairing, q_norm=q_norm, k_norm=k_norm, eps=eps, window=window, table=table,

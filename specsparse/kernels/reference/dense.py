@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from specsparse.kernels.packing import dequant
+from specsparse.kernels.reference.q8_cache import decode, encode, head_size
 
 LANES = 16
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -198,8 +199,8 @@ def append(cache_k, cache_v, k_BnGd, v_BnGd, slots_Bn, keep_Bn):
     slots = jnp.where(keep_Bn, slots_Bn, capacity)  # dropped
 
     def one(ck, cv, k, v, slot):
-        ck = ck.at[:, slot // LANES, :, slot % LANES].set(k.astype(ck.dtype), mode="drop")
-        return ck, cv.at[:, slot].set(v.transpose(1, 0, 2).astype(cv.dtype), mode="drop")
+        ck = ck.at[:, slot // LANES, :, slot % LANES].set(encode(k, ck.dtype), mode="drop")
+        return ck, cv.at[:, slot].set(encode(v.transpose(1, 0, 2), cv.dtype), mode="drop")
 
     return jax.vmap(one)(cache_k, cache_v, k_BnGd, v_BnGd, slots)
 
@@ -247,7 +248,8 @@ class _Step(NamedTuple):
 def _appended(
     q, k, v, cache_k, cache_v, *, each_row, cos, sin, length, n_valid, parents, pairing, q_norm, k_norm, eps, table
 ) -> _Step:
-    batch, groups, capacity, d = cache_v.shape
+    batch, groups, capacity, _ = cache_v.shape
+    d = head_size(cache_v)
     n = q.shape[0] // batch
     index = jnp.arange(n, dtype=jnp.int32)[None]
     if parents is None:
@@ -273,7 +275,7 @@ def _attend(
     q, k, v, cache_k, cache_v, *, over_rows,
     cos, sin, length, n_valid, parents=None, pairing="norm", q_norm=None, k_norm=None, eps=0.0, window=0, table=0,
 ):  # fmt: skip
-    batch, groups, capacity, d = cache_v.shape
+    batch, groups, capacity, _ = cache_v.shape
     step = _appended(
         q, k, v, cache_k, cache_v, each_row=_rowwise, cos=cos, sin=sin, length=length, n_valid=n_valid,
         parents=parents, pairing=pairing, q_norm=q_norm, k_norm=k_norm, eps=eps, table=table,
@@ -287,8 +289,8 @@ def _attend(
         depths = jnp.take_along_axis(positions, jnp.clip(node[:, 0], 0, n - 1), axis=1)
         held = jnp.where(node[:, 0] < 0, slots[:, 0], depths)
         paths &= held[:, None] > positions[:, :, None] - window
-    keys = step.cache_k.swapaxes(3, 4).reshape(batch, groups, capacity, d).astype(jnp.float32)
-    values = step.cache_v.astype(jnp.float32)
+    keys = decode(step.cache_k.swapaxes(3, 4).reshape(batch, groups, capacity, -1))
+    values = decode(step.cache_v)
     out = over_rows(_attend_row, step.q, keys, values, paths)
     return _out(step, out.reshape(batch, n, -1))
 
@@ -308,7 +310,8 @@ attend.__doc__ = """Rotates queries and keys, appends keys and values to the cac
 
     Args:
         q, k, v: f32[R, H * d], f32[R, G * d], f32[R, G * d], R = B * n.
-        cache_k, cache_v: [B, G, C/16, d, 16] and [B, G, C, d]; row i of sequence b goes to slot length[b] + i.
+        cache_k, cache_v: [B, G, C/16, d, 16] and [B, G, C, d] (q8_0: see `q8_cache`); row i of sequence b goes to slot
+            length[b] + i.
         cos, sin: f32[T, >= C, r/2], rotary tables.
         length, n_valid: int32[B].
         parents: int32[B, n], -1 = the committed prefix; None is a chain.
@@ -338,7 +341,8 @@ def attend_batched(
         q, k, v, cache_k, cache_v, each_row=_at_once, cos=cos, sin=sin, length=length, n_valid=n_valid,
         parents=parents, pairing=pairing, q_norm=q_norm, k_norm=k_norm, eps=eps, table=table,
     )  # fmt: skip
-    batch, groups, capacity, d = cache_v.shape
+    batch, groups, capacity, _ = cache_v.shape
+    d = head_size(cache_v)
     n, positions = step.q.shape[1], step.positions
     q_BGnhd = (step.q * (jnp.float32(1) / jnp.sqrt(jnp.float32(d)))).reshape(batch, n, groups, -1, d).swapaxes(1, 2)
     span = -(-n // LANES) * LANES
@@ -350,14 +354,15 @@ def attend_batched(
             held &= at > positions[(..., *(None,) * (at.ndim - 2))] - window
         return jnp.where(held[:, None, :, None], scores, -jnp.inf)
 
+    keys = decode(step.cache_k.swapaxes(3, 4)).swapaxes(3, 4)
     slots = jnp.arange(capacity, dtype=jnp.int32).reshape(1, 1, -1, LANES)
     scores = jnp.einsum(
-        "bgnhd,bgxdl->bgxnhl", q_BGnhd, step.cache_k.astype(jnp.float32), precision=_HIGHEST
+        "bgnhd,bgxdl->bgxnhl", q_BGnhd, keys, precision=_HIGHEST
     ).transpose(0, 1, 3, 4, 2, 5)  # fmt: skip
     scores = masked(scores, slots < first[..., None, None], slots)
     written = (length + n_valid if parents is None else length)[:, None, None, None]
     zero = jnp.zeros((), step.cache_v.dtype)  # masked before it is widened: on a GPU what is masked is written out
-    values = jnp.where(slots.reshape(1, 1, -1, 1) < written, step.cache_v, zero).astype(jnp.float32)
+    values = decode(jnp.where(slots.reshape(1, 1, -1, 1) < written, step.cache_v, zero))
     parts = [(scores.reshape(*scores.shape[:4], capacity), "bgnhs,bgsd->bgnhd", values)]
     if parents is not None:
         at = first[..., None] + jnp.arange(2 * span, dtype=jnp.int32)[None, None]
@@ -389,4 +394,4 @@ def _slots(step: _Step, at_BnS):
 def _gathered(cache_k, cache_v, slot_nS):
     """Keys and values f32[n, G, S, d] of one sequence in these slots."""
     keys = cache_k[:, slot_nS // LANES, :, slot_nS % LANES].swapaxes(1, 2)  # the indexed axes come first
-    return keys.astype(jnp.float32), cache_v[:, slot_nS].swapaxes(0, 1).astype(jnp.float32)
+    return decode(keys), decode(cache_v[:, slot_nS]).swapaxes(0, 1)

@@ -7,11 +7,12 @@ from math import prod
 
 from specsparse.engine.config import PROJECTIONS
 from specsparse.engine.gguf.reader import GGUFFile
-from specsparse.engine.model import KV_DTYPES, Model
+from specsparse.engine.model import Model
 from specsparse.engine.windows import LayerWindows
 from specsparse.measure.bench.interleaved import Plan, Results
 from specsparse.measure.bench.samples import Samples, paired_ratio, summary
 from specsparse.measure.bench.sides import OURS, Ours
+from specsparse.measure.costs.traffic import KV_BYTES
 from specsparse.support.json_files import Json
 
 FLOATS = ("F32", "F16", "BF16")
@@ -51,7 +52,7 @@ def type_name(f: GGUFFile) -> str:
 def kv_bytes(model: Model, tokens: float) -> float:
     """Bytes of keys and values of `tokens` tokens."""
     c = model.config
-    return 2.0 * c.n_layers * c.n_kv_heads * c.head_dim * tokens * KV_DTYPES[model.kv_dtype].dtype.itemsize
+    return 2.0 * c.n_layers * c.n_kv_heads * c.head_dim * tokens * KV_BYTES[model.kv_dtype]
 
 
 def work_of(model: Model, method: str, n: int, depth: int, forwards: int = 1) -> PassWork:

@@ -14,7 +14,7 @@ from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile
 from specsparse.engine.windows import WHOLE, LayerWindows
 
-KV_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+KV_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 34 / 32}
 """Bytes of an element of the cache."""
 
 _EMBEDDING = "token_embd.weight"
@@ -103,7 +103,7 @@ class Traffic:
 
 
 def kv_bytes(config: ModelConfig, tokens: float, kv_dtype: str) -> float:
-    """Bytes that hold the keys and values of `tokens` positions, "f32", "f16" or "bf16"; a window spares none."""
+    """Bytes that hold the keys and values of `tokens` positions in one of `KV_BYTES`; a window spares none."""
     return 2.0 * config.n_layers * config.n_kv_heads * config.head_dim * tokens * KV_BYTES[kv_dtype]
 
 

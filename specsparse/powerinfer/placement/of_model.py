@@ -11,7 +11,7 @@ from specsparse.powerinfer.placement.problem import GRANULARITY, Hardware, Probl
 
 _NEURONS = ("ffn_gate", "ffn_up", "ffn_down", "ffn_down_t")
 _PREDICTOR = ("fc1", "fc2")
-_KV_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+_KV_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 34 / 32}
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ModelParts:
             norms=each("ffn_norm".__eq__),
             neurons=each(_NEURONS.__contains__),
             output=sum(f.tensors[n].nbytes for n in output if n in f.tensors),
-            cache=2 * config.n_kv_heads * config.head_dim * context * _KV_BYTES[kv_dtype],
+            cache=int(2 * config.n_kv_heads * config.head_dim * context * _KV_BYTES[kv_dtype]),
         )
 
     def in_order(self) -> dict[str, int]:

@@ -54,8 +54,11 @@ void AttendPlan::make(const AttendShape& s) {
     for (int64_t i = 0; i < counts_[b]; ++i) rows_.push_back(static_cast<int32_t>(b * s.n + i));
     vectors += counts_[b] * s.heads;
   }
-  // A tile is up to four (row, head) pairs of one key/value head; smaller ones where there would be too few items.
-  const int64_t size = vectors / kQueries < 4 * threads() ? (vectors > 2 * threads() ? 2 : 1) : kQueries;
+  // A tile is (row, head) pairs of one key/value head, which read its keys and values once; fewer where there would be too
+  // few items.
+  int64_t size = vectors > 2 * threads() ? 2 : 1;
+  for (const int64_t larger : {4, 12, int{kMostQueries}})
+    if (vectors / larger >= 4 * threads()) size = larger;
   const int64_t per_kv = s.heads / s.kv_heads;
   for (int64_t b = 0; b < s.batch; ++b)
     for (int64_t g = 0; g < s.kv_heads; ++g)
@@ -111,7 +114,7 @@ void Attention::tile(int64_t item) const {
   const auto& seen = plan->seen_[tile.b];
   const bool tree = !seen.empty();
   t.shared = tree ? start : start + tile.first / per_kv + 1;  // a chain: what the tile's first row sees
-  int32_t chain[kQueries];
+  int32_t chain[kMostQueries];
   if (!tree)
     for (int64_t i = tile.first / per_kv + 1, c = 0; i <= (tile.first + tile.count - 1) / per_kv; ++i, ++c)
       chain[c] = static_cast<int32_t>(start + i);
@@ -125,7 +128,7 @@ void Attention::tile(int64_t item) const {
     t.first[j] = kind.window ? std::max<int64_t>(t.shared + t.tails[j] - kind.window, 0) : 0;
   }
   thread_local std::vector<float> scores;
-  const int64_t needed = kQueries * (start + s.n + 48);
+  const int64_t needed = tile.count * (start + s.n + 48) + kAttendChunk * s.d;
   if (static_cast<int64_t>(scores.size()) < needed) scores.resize(needed);
   ops().attend(t, scores.data());
 }

@@ -20,8 +20,8 @@ struct AttendShape {
   const int32_t* n_valid;  // [batch] new rows that count
   const int32_t* parents;  // [batch, n], or null for chains
 
-  bool fits() const { return d % 16 == 0 && capacity % 16 == 0 && kv_heads > 0 && heads % kv_heads == 0; }
-  int64_t head_bytes() const { return capacity * d * (type == KvType::kF32 ? 4 : 2); }
+  bool fits() const { return d % (type == KvType::kQ8 ? 32 : 16) == 0 && capacity % 16 == 0 && kv_heads > 0 && heads % kv_heads == 0; }
+  int64_t head_bytes() const { return capacity * (type == KvType::kQ8 ? d + d / 16 : d * (type == KvType::kF32 ? 4 : 2)); }
 };
 
 // Which rows there are, what each sees and how the work is cut. Reused from call to call.

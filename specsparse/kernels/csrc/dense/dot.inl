@@ -61,30 +61,27 @@ __attribute__((flatten)) void dot_slices(const Matrix& w, const uint8_t* p, int 
     each<(kLines + kParts - 1) / kParts>([&](auto line) SPECSPARSE_EACH { __builtin_prefetch(p + ahead + 64 * kParts * line); });
     const QBlock* q[NT];
     each<NT>([&](auto t) SPECSPARSE_EACH { q[t] = rows[t] + b; });
-    SI dot[SUBS][SLICES][NT];
     const uint8_t* codes = p + 4 * first;
-    if constexpr (READ == Read::kCodes) {
-      dot_codes<NT, SLICES>(codes, q, dot[0]);
-      if (w.zero)
-        each<NT>([&](auto t) SPECSPARSE_EACH {
-          each<SLICES>([&](auto s) SPECSPARSE_EACH { dot[0][s][t] = slice_minus(dot[0][s][t], w.zero * q[t]->sum); });
-        });
-    } else if constexpr (READ == Read::kTable) {
-      dot_table<NT, SLICES>(codes, q, dot[0], w.lut);
-    } else {
-      constexpr int kChunks = 8 / SUBS;
-      each<SUBS>([&](auto u) SPECSPARSE_EACH { dot_int8<NT, SLICES, kChunks, kChunks * u>(codes, q, dot[u]); });
-    }
-    p += kCodeBytes;
-    each<NT>([&](auto t) SPECSPARSE_EACH {
-      each<SUBS>([&](auto u) SPECSPARSE_EACH {
+    // Sub-block by sub-block, so that the sums of one are live at a time.
+    each<SUBS>([&](auto u) SPECSPARSE_EACH {
+      SI dot[SLICES][NT];
+      if constexpr (READ == Read::kCodes) {
+        dot_codes<NT, SLICES>(codes, q, dot, w.zero);
+      } else if constexpr (READ == Read::kTable) {
+        dot_table<NT, SLICES>(codes, q, dot, w.lut);
+      } else {
+        constexpr int kChunks = 8 / SUBS;
+        dot_int8<NT, SLICES, kChunks, kChunks * u>(codes, q, dot);
+      }
+      each<NT>([&](auto t) SPECSPARSE_EACH {
         const S scale = slice_set1(q[t]->scale), shift = slice_set1(SUBS == 1 ? q[t]->shift : q[t]->shifts[u]);
         each<SLICES>([&](auto s) SPECSPARSE_EACH {
-          acc[s][t] = fma(mul(d[u][s], scale), to_float(dot[u][s][t]), acc[s][t]);
+          acc[s][t] = fma(mul(d[u][s], scale), to_float(dot[s][t]), acc[s][t]);
           if (kMins) acc[s][t] = fma(m[u][s], shift, acc[s][t]);
         });
       });
     });
+    p += kCodeBytes;
   }
   each<NT>([&](auto t) SPECSPARSE_EACH { each<SLICES>([&](auto s) SPECSPARSE_EACH { store(y + 16 * t + first + kSlice * s, acc[s][t]); }); });
 }

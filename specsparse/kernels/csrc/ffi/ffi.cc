@@ -126,7 +126,7 @@ ffi::Error argmax(ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::S32> out) {
 }
 
 KvType kv_type(ffi::DataType type) {
-  return type == ffi::F32 ? KvType::kF32 : type == ffi::F16 ? KvType::kF16 : KvType::kBf16;
+  return type == ffi::F32 ? KvType::kF32 : type == ffi::F16 ? KvType::kF16 : type == ffi::S8 ? KvType::kQ8 : KvType::kBf16;
 }
 
 // The cache is updated in place where XLA gives one buffer for both, and copied first where it does not.
@@ -142,10 +142,12 @@ AttendShape attend_shape(const ffi::AnyBuffer& values, int64_t rows, int64_t wid
                          const ffi::Buffer<ffi::S32>& n_valid, const ffi::Buffer<ffi::S32>& parents, bool neox) {
   const auto dims = values.dimensions();
   AttendShape s;
-  s.batch = dims[0], s.kv_heads = dims[1], s.capacity = dims[2], s.d = dims[3];
+  s.batch = dims[0], s.kv_heads = dims[1], s.capacity = dims[2];
+  s.type = kv_type(values.element_type());
+  s.d = s.type == KvType::kQ8 ? dims[3] / 17 * 16 : dims[3];  // a scale of two bytes for 32
   s.n = rows / std::max<int64_t>(s.batch, 1), s.heads = width / std::max<int64_t>(s.d, 1);
   s.tables = cos.dimensions()[0], s.positions = cos.dimensions()[1], s.rope = cos.dimensions()[2];
-  s.neox = neox, s.type = kv_type(values.element_type());
+  s.neox = neox;
   s.cos = cos.typed_data(), s.sin = sin.typed_data(), s.length = length.typed_data(), s.n_valid = n_valid.typed_data();
   s.parents = parents.element_count() ? parents.typed_data() : nullptr;
   if (s.positions < s.capacity) s.capacity = -1;  // does not fit

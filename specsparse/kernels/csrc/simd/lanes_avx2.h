@@ -12,6 +12,8 @@
 namespace specsparse {
 inline namespace SPECSPARSE_ISA {
 
+// Sums of attention that the registers hold, and queries that share what was widened for them.
+constexpr int kScoreSums = 4, kValueSums = 4, kGroup = 4;
 constexpr int kMaxFloatTokens = 6;  // two registers of sums each, of 16
 
 struct F {
@@ -57,6 +59,11 @@ inline void store_i8(int8_t* p, I x) {
 inline F load_f16(const void* p) {
   const char* c = static_cast<const char*>(p);
   return {_mm256_cvtph_ps(load128(c)), _mm256_cvtph_ps(load128(c + 16))};
+}
+inline float half_at(const void* p) {
+  uint16_t h;
+  __builtin_memcpy(&h, p, 2);
+  return _cvtsh_ss(h);
 }
 inline void store_f16(void* p, F x) {
   __m128i* out = static_cast<__m128i*>(p);

@@ -8,7 +8,7 @@ namespace specsparse {
 enum class Codes : int64_t { kNibble, kInt8, kF32, kF16, kBf16 };
 enum class Scales : int64_t { kNone, kD, kDm, kF32, kSuper, kSuperMin };
 enum class Act : int64_t { kNone, kSilu, kRelu, kRelu2, kGeluTanh };
-enum class KvType : int64_t { kF32, kF16, kBf16 };
+enum class KvType : int64_t { kF32, kF16, kBf16, kQ8 };
 
 constexpr int kRows = 16;    // rows of a group
 constexpr int kBlock = 32;   // columns that share an activation scale
@@ -33,8 +33,7 @@ struct alignas(64) QBlock {
   float shift;      // scale * sum
   float shifts[2];  // scale * sum of each half
   int32_t sum;      // of q
-  int32_t sums[2];  // of each half of q
-  int32_t unused;
+  int32_t less[3];  // -128 * sum, and of each half: what codes count too much that were made unsigned by adding 128
   int8_t q[kBlock];
 };
 
@@ -45,23 +44,25 @@ struct Activations {
   QBlock* q;  // [rows, blocks]
 };
 
+constexpr int kMostQueries = 24;   // of a tile of attention
+constexpr int kAttendChunk = 128;  // positions that are widened at a time for a tile of many queries
+
 // Attention of query vectors that share one key/value head and one sequence.
 struct AttendTile {
-  const void* k;      // [C/16, d, 16]
+  const void* k;      // [C/16, d, 16]; of q8_0 the scales follow the d codes, see docs/layouts.md
   const void* v;      // [C, d]
   KvType type;
   int64_t d;
   int64_t shared;     // committed slots, seen by every query
-  int queries;        // 1 .. kQueries
-  const float* q[4];  // scaled by 1/sqrt(d)
-  float* out[4];
+  int queries;        // 1 .. kMostQueries
+  const float* q[kMostQueries];  // scaled by 1/sqrt(d)
+  float* out[kMostQueries];
   // Slots beyond `shared` that query j sees, in position order; for a chain they are shared, shared + 1, ...
-  const int32_t* tail[4];
-  int64_t tails[4];
+  const int32_t* tail[kMostQueries];
+  int64_t tails[kMostQueries];
   // Of what query j sees, counted in position order, all before `first` lies outside its window.
-  int64_t first[4];
+  int64_t first[kMostQueries];
 };
-constexpr int kQueries = 4;
 constexpr int kMostTile = 16;
 
 // Vectors that a table's other functions use: which tables of neuron kernels and of peaks go with it.
@@ -77,7 +78,7 @@ struct Ops {
   void (*dot)(const Matrix& w, int64_t g, const Activations& x, int64_t row, int tokens, float* y);
   // gate <- act(gate) * up, `count` a multiple of 16.
   void (*glu)(float* gate, const float* up, int64_t count, Act act);
-  // scratch: floats for kQueries * (slots rounded up to 16 + 16).
+  // scratch: floats for queries * (slots rounded up to 16 + 16) + kAttendChunk * d.
   void (*attend)(const AttendTile& tile, float* scratch);
   void (*store_kv)(const float* k, const float* v, int64_t d, int64_t slot, KvType type, void* cache_k, void* cache_v);
   // out[i] = exp((x[i] - top) / temperature), `count` a multiple of 16.

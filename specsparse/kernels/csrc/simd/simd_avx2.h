@@ -15,7 +15,7 @@ inline __m256i dot4_signed(__m256i magnitude, __m256i w, __m256i x) {
 
 // Codes 0..15 times int8: a pair is at most 2 * 15 * 127, so the eight pairs of a block fit 16 bits unsummed.
 template <int NT, int SLICES>
-SPECSPARSE_INLINE void dot_codes(const uint8_t* w, const QBlock* const* x, SI (*dot)[NT]) {
+SPECSPARSE_INLINE void dot_codes(const uint8_t* w, const QBlock* const* x, SI (*dot)[NT], int32_t zero) {
   const __m256i mask = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
   __m256i a[SLICES][NT];
   each<4>([&](auto c) SPECSPARSE_EACH {
@@ -33,7 +33,10 @@ SPECSPARSE_INLINE void dot_codes(const uint8_t* w, const QBlock* const* x, SI (*
       });
     });
   });
-  each<SLICES>([&](auto s) SPECSPARSE_EACH { each<NT>([&](auto t) SPECSPARSE_EACH { dot[s][t] = {_mm256_madd_epi16(a[s][t], ones)}; }); });
+  each<SLICES>([&](auto s) SPECSPARSE_EACH { each<NT>([&](auto t) SPECSPARSE_EACH {
+    dot[s][t] = {_mm256_madd_epi16(a[s][t], ones)};
+    if (zero) dot[s][t] = slice_minus(dot[s][t], zero * x[t]->sum);
+  }); });
 }
 
 // Codes that stand for the 16 signed values of a table.

@@ -13,6 +13,8 @@ namespace specsparse {
 inline namespace SPECSPARSE_ISA {
 
 constexpr int kMaxTokens = 8;
+// Sums of attention that the registers hold, and queries that share what was widened for them.
+constexpr int kScoreSums = 16, kValueSums = 16, kGroup = 8;
 constexpr int kMaxFloatTokens = 8;
 
 struct F {
@@ -48,6 +50,11 @@ inline void store_i8(int8_t* p, I x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(x.v));
 }
 inline F load_f16(const void* p) { return {_mm512_cvtph_ps(load256(p))}; }
+inline float half_at(const void* p) {
+  uint16_t h;
+  __builtin_memcpy(&h, p, 2);
+  return _cvtsh_ss(h);
+}
 inline void store_f16(void* p, F x) {
   _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT));
 }
@@ -79,23 +86,25 @@ inline S slice_u8(const void* p) { return load_u8(p); }
 inline SI slice_minus(SI x, int32_t y) { return add(x, set1_i(-y)); }
 
 inline __m512i load512(const void* p) { return _mm512_loadu_si512(p); }
-inline __m512i spread(const int8_t* x) {
-  int32_t four;
-  __builtin_memcpy(&four, x, 4);
-  return _mm512_set1_epi32(four);
+// sum + w * x, codes of w unsigned, the same four of x for each lane. GCC reads the four by an instruction of its own, which
+// fills the front end before the multipliers are full: from eight rows on that is the limit.
+inline __m512i dot4_add(__m512i sum, __m512i w, const int8_t* x) {
+  typedef int32_t Four __attribute__((may_alias, aligned(1)));
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*reinterpret_cast<const Four*>(x)));
+  return sum;
 }
 
 template <int NT, int SLICES>
-SPECSPARSE_INLINE void dot_codes(const uint8_t* w, const QBlock* const* x, SI (*dot)[NT]) {
+SPECSPARSE_INLINE void dot_codes(const uint8_t* w, const QBlock* const* x, SI (*dot)[NT], int32_t zero) {
   const __m512i mask = _mm512_set1_epi8(15);
   __m512i acc[NT];
-  each<NT>([&](auto t) SPECSPARSE_EACH { acc[t] = _mm512_setzero_si512(); });
+  each<NT>([&](auto t) SPECSPARSE_EACH { acc[t] = _mm512_set1_epi32(-zero * x[t]->sum); });
   each<4>([&](auto c) SPECSPARSE_EACH {
     const __m512i both = load512(w + 64 * c);
     const __m512i low = _mm512_and_si512(both, mask), high = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
     each<NT>([&](auto t) SPECSPARSE_EACH {
-      acc[t] = _mm512_dpbusd_epi32(acc[t], low, spread(x[t]->q + 4 * c));
-      acc[t] = _mm512_dpbusd_epi32(acc[t], high, spread(x[t]->q + 16 + 4 * c));
+      acc[t] = dot4_add(acc[t], low, x[t]->q + 4 * c);
+      acc[t] = dot4_add(acc[t], high, x[t]->q + 16 + 4 * c);
     });
   });
   each<NT>([&](auto t) SPECSPARSE_EACH { (*dot)[t].v = acc[t]; });
@@ -107,14 +116,14 @@ SPECSPARSE_INLINE void dot_table(const uint8_t* w, const QBlock* const* x, SI (*
   const __m512i mask = _mm512_set1_epi8(15);
   const __m512i table = _mm512_xor_si512(_mm512_broadcast_i32x4(load128(lut)), _mm512_set1_epi8(-128));
   __m512i acc[NT];
-  each<NT>([&](auto t) SPECSPARSE_EACH { acc[t] = _mm512_set1_epi32(-128 * x[t]->sum); });
+  each<NT>([&](auto t) SPECSPARSE_EACH { acc[t] = _mm512_set1_epi32(x[t]->less[0]); });
   each<4>([&](auto c) SPECSPARSE_EACH {
     const __m512i both = load512(w + 64 * c);
     const __m512i low = _mm512_shuffle_epi8(table, _mm512_and_si512(both, mask));
     const __m512i high = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(both, 4), mask));
     each<NT>([&](auto t) SPECSPARSE_EACH {
-      acc[t] = _mm512_dpbusd_epi32(acc[t], low, spread(x[t]->q + 4 * c));
-      acc[t] = _mm512_dpbusd_epi32(acc[t], high, spread(x[t]->q + 16 + 4 * c));
+      acc[t] = dot4_add(acc[t], low, x[t]->q + 4 * c);
+      acc[t] = dot4_add(acc[t], high, x[t]->q + 16 + 4 * c);
     });
   });
   each<NT>([&](auto t) SPECSPARSE_EACH { (*dot)[t].v = acc[t]; });
@@ -125,10 +134,10 @@ template <int NT, int SLICES, int CHUNKS, int FIRST>
 SPECSPARSE_INLINE void dot_int8(const uint8_t* w, const QBlock* const* x, SI (*dot)[NT]) {
   const __m512i flip = _mm512_set1_epi8(-128);
   __m512i acc[NT];
-  each<NT>([&](auto t) SPECSPARSE_EACH { acc[t] = _mm512_set1_epi32(-128 * (CHUNKS == 8 ? x[t]->sum : x[t]->sums[FIRST / 4])); });
+  each<NT>([&](auto t) SPECSPARSE_EACH { acc[t] = _mm512_set1_epi32(x[t]->less[CHUNKS == 8 ? 0 : 1 + FIRST / 4]); });
   each<CHUNKS>([&](auto c) SPECSPARSE_EACH {
     const __m512i wc = _mm512_xor_si512(load512(w + 64 * (FIRST + c)), flip);
-    each<NT>([&](auto t) SPECSPARSE_EACH { acc[t] = _mm512_dpbusd_epi32(acc[t], wc, spread(x[t]->q + 4 * (FIRST + c))); });
+    each<NT>([&](auto t) SPECSPARSE_EACH { acc[t] = dot4_add(acc[t], wc, x[t]->q + 4 * (FIRST + c)); });
   });
   each<NT>([&](auto t) SPECSPARSE_EACH { (*dot)[t].v = acc[t]; });
 }

@@ -46,8 +46,8 @@ SPECSPARSE_INLINE void add_nibbles(const uint8_t* w, const QBlock* const* x, SI 
 }
 
 template <int NT, int SLICES>
-SPECSPARSE_INLINE void dot_codes(const uint8_t* w, const QBlock* const* x, SI (*dot)[NT]) {
-  start<NT, SLICES>(dot, [](int) SPECSPARSE_EACH { return 0; });
+SPECSPARSE_INLINE void dot_codes(const uint8_t* w, const QBlock* const* x, SI (*dot)[NT], int32_t zero) {
+  start<NT, SLICES>(dot, [&](int t) SPECSPARSE_EACH { return -zero * x[t]->sum; });
   add_nibbles<NT, SLICES>(w, x, dot, [](__m256i v) SPECSPARSE_EACH { return v; });
 }
 
@@ -55,7 +55,7 @@ SPECSPARSE_INLINE void dot_codes(const uint8_t* w, const QBlock* const* x, SI (*
 template <int NT, int SLICES>
 SPECSPARSE_INLINE void dot_table(const uint8_t* w, const QBlock* const* x, SI (*dot)[NT], const int8_t* lut) {
   const __m256i table = _mm256_xor_si256(_mm256_broadcastsi128_si256(load128(lut)), _mm256_set1_epi8(-128));
-  start<NT, SLICES>(dot, [&](int t) SPECSPARSE_EACH { return -128 * x[t]->sum; });
+  start<NT, SLICES>(dot, [&](int t) SPECSPARSE_EACH { return x[t]->less[0]; });
   add_nibbles<NT, SLICES>(w, x, dot, [&](__m256i v) SPECSPARSE_EACH { return _mm256_shuffle_epi8(table, v); });
 }
 
@@ -63,7 +63,7 @@ SPECSPARSE_INLINE void dot_table(const uint8_t* w, const QBlock* const* x, SI (*
 template <int NT, int SLICES, int CHUNKS, int FIRST>
 SPECSPARSE_INLINE void dot_int8(const uint8_t* w, const QBlock* const* x, SI (*dot)[NT]) {
   const __m256i flip = _mm256_set1_epi8(-128);
-  start<NT, SLICES>(dot, [&](int t) SPECSPARSE_EACH { return -128 * (CHUNKS == 8 ? x[t]->sum : x[t]->sums[FIRST / 4]); });
+  start<NT, SLICES>(dot, [&](int t) SPECSPARSE_EACH { return x[t]->less[CHUNKS == 8 ? 0 : 1 + FIRST / 4]; });
   each<CHUNKS>([&](auto c) SPECSPARSE_EACH {
     __m256i v[SLICES];
     each<SLICES>([&](auto s) SPECSPARSE_EACH { v[s] = _mm256_xor_si256(load256(w + 64 * (FIRST + c) + 32 * s), flip); });

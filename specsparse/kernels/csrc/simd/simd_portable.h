@@ -21,6 +21,8 @@ inline namespace SPECSPARSE_ISA {
 #endif
 
 constexpr int kMaxTokens = 4;
+// Sums of attention that the registers hold, and queries that share what was widened for them.
+constexpr int kScoreSums = 1, kValueSums = 1, kGroup = 4;
 constexpr int kMaxFloatTokens = 4;
 
 struct F {
@@ -117,6 +119,11 @@ SPECSPARSE_SHARED void store_f16(void* p, const F& a) {
   for (int i = 0; i < 16; ++i) h[i] = float_to_half(a.v[i]);
   std::memcpy(p, h, sizeof h);
 }
+inline float half_at(const void* p) {
+  uint16_t h;
+  __builtin_memcpy(&h, p, 2);
+  return half_to_float(h);
+}
 inline F load_bf16(const void* p) {
   uint16_t h[16];
   std::memcpy(h, p, sizeof h);
@@ -182,10 +189,10 @@ inline void dot_nibbles(const uint8_t* w, const QBlock* const* x, SI* dot, Value
   for (int t = 0; t < NT; ++t) dot[t] = sum[t];
 }
 
-// Codes that count from 0.
+// Codes that count from `zero`.
 template <int NT, int SLICES>
-SPECSPARSE_SHARED void dot_codes(const uint8_t* w, const QBlock* const* x, SI (*dot)[NT]) {
-  dot_nibbles<NT>(w, x, *dot, [](int code) { return code; });
+SPECSPARSE_SHARED void dot_codes(const uint8_t* w, const QBlock* const* x, SI (*dot)[NT], int32_t zero) {
+  dot_nibbles<NT>(w, x, *dot, [zero](int code) { return code - zero; });
 }
 
 // Codes that stand for the 16 signed values of a table.

@@ -18,6 +18,7 @@ from specsparse.engine.cache import KVCache
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
 from specsparse.kernels import Kernels
+from specsparse.kernels.reference.q8_cache import of_drafter
 from specsparse.speculative.base import DraftContext, Feedback
 from specsparse.speculative.drafters.sources import PREFILL_ROWS, DraftWeights, FedRows, KeptRows, Source, VocabMap
 from specsparse.speculative.tree import path_rows
@@ -55,7 +56,8 @@ def of_target(target: Model, columns: int) -> OfTarget:
     """What a drafter with so many columns of logits takes of its target."""
     c = target.config
     vocab = VocabMap(c.vocab_size, c.vocab_size, columns)
-    return OfTarget(vocab=vocab, kernels=target.kernels, context=c.context_length, kv_dtype=target.cache_dtype)
+    dtype = of_drafter(target.cache_dtype)
+    return OfTarget(vocab=vocab, kernels=target.kernels, context=c.context_length, kv_dtype=dtype)
 
 
 @dataclasses.dataclass(frozen=True)
