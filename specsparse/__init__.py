@@ -36,6 +36,7 @@ _HOMES = {
     "Handed": "specsparse.speculative.proof.handed",
     "citation": "specsparse.support.citations",
     "get_drafter": "specsparse.speculative.drafters.registry",
+    "load": "specsparse.runtime.load",  # a model is loaded without what drafts and verifies
     "register": "specsparse.speculative.drafters.registry",
 }
 

@@ -78,7 +78,8 @@ def test_compiled_code_packs_the_same_bytes(rows, monkeypatch):
         got, _ = pack(raw, qtype, shape)
         monkeypatch.setattr(cpu, "pack", lambda *a, **o: False)
         assert np.array_equal(got, pack(raw, qtype, shape)[0]), qtype.name
-    assert known == {GGML.F32, GGML.F16, GGML.BF16, GGML.Q4_0, GGML.Q4_1, GGML.Q8_0, GGML.IQ4_NL}
+    plain = {GGML.F32, GGML.F16, GGML.BF16, GGML.Q4_0, GGML.Q4_1, GGML.Q8_0, GGML.IQ4_NL}
+    assert known == plain | {GGML.Q4_K, GGML.Q5_K, GGML.Q6_K}
 
 
 def test_every_type_gguf_can_dequantise_has_a_layout():

@@ -135,11 +135,13 @@ def _packer() -> Callable[..., int] | None:
     except AttributeError:  # an older build: numpy packs
         return None
     if call is not None:
-        call.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 5
+        call.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 7
     return call
 
 
-def pack(out: np.ndarray, raw: np.ndarray, *, item: int = 0, scales: int = 0, words: int = 0) -> bool:
+def pack(
+    out: np.ndarray, raw: np.ndarray, *, item: int = 0, scales: int = 0, words: int = 0, bits: int = 0
+) -> bool:
     """Packs rows as `packing.pack` does, where the kernels are there and can.
 
     Args:
@@ -147,12 +149,13 @@ def pack(out: np.ndarray, raw: np.ndarray, *, item: int = 0, scales: int = 0, wo
         raw: uint8[rows, bytes of a row], contiguous.
         item: bytes of a float, or 0 for blocks.
         scales, words: float16 scales that a block begins with, and words of four bytes of codes behind them.
+        bits: of a code of Q4_K, Q5_K or Q6_K, in place of these.
 
     Returns:
         Whether it did; other threads run meanwhile.
     """
-    call = _packer()
-    return call is not None and bool(call(out.ctypes.data, raw.ctypes.data, *raw.shape, item, scales, words))
+    call, kind = _packer(), (item, scales, words, bits)
+    return call is not None and bool(call(out.ctypes.data, raw.ctypes.data, *raw.shape, *kind, out.shape[1]))
 
 
 def describe(weights: tuple[QTensor, ...]) -> np.ndarray:

@@ -28,6 +28,7 @@ FLOATS: dict[GGML, Layout] = {
     GGML.F16: Layout("f16", source="F16"),
     GGML.BF16: Layout("bf16", source="BF16"),
 }
+_SUPER_BITS = {GGML.Q4_K: 4, GGML.Q5_K: 5, GGML.Q6_K: 6}
 SUPPORTED: tuple[GGML, ...] = (*FLOATS, *KINDS)
 """Every type that can be packed."""
 
@@ -88,10 +89,13 @@ def rows_of(raw: np.ndarray, qtype: GGML, shape: tuple[int, int]) -> np.ndarray:
 
 
 def _packed_natively(out: np.ndarray, raw: np.ndarray, qtype: GGML, layout: Layout) -> bool:
-    """The same by the compiled kernels, ten times as fast; they know floats and the types that are stored as packed."""
+    """The same by the compiled kernels, ten times as fast; they know floats, the types that are stored as packed, and
+    the K-quants that files are made of."""
     raw = np.ascontiguousarray(raw)
     if layout.is_float:
         return cpu.pack(out, raw, item=4 if layout.codes == "f32" else 2)
+    if qtype in _SUPER_BITS:
+        return cpu.pack(out, raw, bits=_SUPER_BITS[qtype])
     if KINDS[qtype].decode is not as_stored:
         return False
     scales, words = 2 if layout.scales == "dm" else 1, 8 if layout.codes == "int8" else 4
