@@ -27,8 +27,8 @@ for option, value in {
 # Hydra's logging setup closes all handlers, and absl's (imported by optax) closes its stream unless it is the present
 # sys.stderr or the process's: under `capsys` that stream is pytest's own capture, and every later report would be lost.
 absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
-# Tracing makes many small objects that live long: by default every 700 of them are looked through for circles, again and
-# again, which was a twelfth of the suite's CPU time.
+# Tracing makes many small objects that live long; to look for circles after every 700 of them, again and again, was a
+# twelfth of the suite's CPU time.
 gc.set_threshold(50_000, 20, 20)
 # A shell starts `make test &` with Ctrl-C ignored, and every program that a test starts and stops would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

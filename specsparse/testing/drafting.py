@@ -16,6 +16,7 @@ from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
 from specsparse.engine.noise import seed_words
+from specsparse.engine.weights import Params
 from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
 from specsparse.speculative.base import Draft, DraftContext, Drafter
 from specsparse.speculative.drafters import get_drafter
@@ -85,23 +86,36 @@ def tiny_model(folder: Path, *, vocab: int, capacity: int, seed: int = 0, layers
 def on_target(model: Model, ctx: DraftContext) -> DraftContext:
     """The context with the target's weights, and its cache after all tokens but the last."""
     batch, capacity = ctx.tokens.shape
+
+    def run(params: Params, cache: kv.KVCache, tokens_BC: jax.Array, length_B: jax.Array) -> kv.KVCache:
+        count_B = length_B - 1
+        _, cache = model.forward(params, _held(tokens_BC, count_B), cache, n_valid_B=count_B, want=Want(logits="none"))
+        return kv.commit(cache, count_B)
+
     params, cache = model.params_for(capacity), model.new_cache(batch, capacity)
-    count_B = ctx.length - 1
-    tokens_BC = jnp.where(jnp.arange(capacity, dtype=jnp.int32)[None] < count_B[:, None], ctx.tokens, 0)
-    _, cache = model.forward(params, tokens_BC, cache, n_valid_B=count_B, want=Want(logits="none"))
-    return ctx._replace(params=params, cache=kv.commit(cache, count_B))
+    cache = _compiled(model, (("on_target",), model.forward), run)(params, cache, ctx.tokens, ctx.length)
+    return ctx._replace(params=params, cache=cache)
 
 
 def target_rows(model: Model, ctx: DraftContext, hidden: bool | tuple[int, ...] = True) -> jax.Array:
     """float32[B, C, ..]: the model's hidden rows, as `Want.hidden` says, at every position of the texts."""
     batch, capacity = ctx.tokens.shape
-    held_BC = jnp.arange(capacity, dtype=jnp.int32)[None] < ctx.length[:, None]
-    tokens_BC = jnp.where(held_BC, ctx.tokens, 0)
-    want = Want(logits="none", hidden=hidden)
-    out, _ = model.forward(
-        model.params_for(capacity), tokens_BC, model.new_cache(batch, capacity), n_valid_B=ctx.length, want=want
-    )
-    return out.hidden
+
+    def run(params: Params, cache: kv.KVCache, tokens_BC: jax.Array, length_B: jax.Array) -> jax.Array:
+        want = Want(logits="none", hidden=hidden)
+        return model.forward(params, _held(tokens_BC, length_B), cache, n_valid_B=length_B, want=want)[0].hidden
+
+    params, cache = model.params_for(capacity), model.new_cache(batch, capacity)
+    return _compiled(model, (("target_rows", hidden), model.forward), run)(params, cache, ctx.tokens, ctx.length)
+
+
+def _held(tokens_BC: jax.Array, count_B: jax.Array) -> jax.Array:
+    return jnp.where(jnp.arange(tokens_BC.shape[1], dtype=jnp.int32)[None] < count_B[:, None], tokens_BC, 0)
+
+
+def _compiled(model: Model, key: tuple, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` as one program of the model's, for all tests that share the model: an op at a time would compile dozens."""
+    return model.programs.setdefault(key, jax.jit(run))
 
 
 def random_head(
@@ -176,13 +190,13 @@ def model_case(folder: Path, source: str, *, vocab: int, capacity: int, **option
     target.params_for(capacity)  # kept by the model: not to be made first inside a trace
     given: dict[str, Any] = {}
     if source == "model":
-        given = {"model": tiny_model(folder, vocab=vocab, capacity=capacity, seed=1)}
+        given = {"model": tiny_model(folder, vocab=vocab, capacity=capacity, seed=1, layers=1)}
     elif source in ("head", "lookup_head"):
         given = {"head": random_head(folder, target)}
     elif source == "eagle3":
         given = {"path": random_eagle3(target, ids=range(1, vocab))}
     elif source == "dflash":
-        given = {"path": random_dflash(target, block_size=7)}
+        given = {"path": random_dflash(target, block_size=7, layers=1)}
     plan = get_drafter(source, gamma=6, **given, **options)
     assert isinstance(plan, DrafterPlan)
     drafter, weights, prepare = _bound(plan, target, capacity)

@@ -86,7 +86,8 @@ def _verdict(verifier: Verifier, draft: Draft, p_BnV: jax.Array, uniforms_Bn: ja
 
 def _templates(verifier: Verifier, kind: DraftKind) -> list[TreeTemplate]:
     several = verifier.tree and kind is not DraftKind.SAMPLED
-    return [TreeTemplate.chain(GAMMA), *([TreeTemplate.kary((2, 1))] if several else ())]
+    tree = TreeTemplate.kary((2, 1))
+    return [TreeTemplate.chain(tree.size), tree] if several else [TreeTemplate.chain(GAMMA)]  # one program for both
 
 
 def _random(template: TreeTemplate, kind: DraftKind, seed: int) -> tuple[Drafts, np.ndarray]:

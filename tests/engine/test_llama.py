@@ -20,7 +20,7 @@ from specsparse.testing import write_tiny_gguf
 from tests.tolerances import FORWARD_NMSE, nmse
 
 VARIANTS = {
-    "plain": {},
+    "plain": {"n_layers": 2},
     "one-key-head": {"n_kv_heads": 1},
     "all-key-heads": {"n_kv_heads": 4},
     "tied": {"tied": True},
@@ -127,7 +127,9 @@ def ids() -> list[int]:
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def case(request, tmp_path_factory, ids):
-    path = write_tiny_gguf(tmp_path_factory.mktemp("model") / "m.gguf", context_length=64, **VARIANTS[request.param])
+    """Of one layer where the plain one has two: what varies is within a layer."""
+    variant = {"n_layers": 1} | VARIANTS[request.param]
+    path = write_tiny_gguf(tmp_path_factory.mktemp("model") / "m.gguf", context_length=64, **variant)
     return path, oracle(open_gguf(path), ids)
 
 

@@ -1,5 +1,7 @@
 """The head drafter: its q is what the function that is trained says, its cache rolls back, its files are checked."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,16 +53,19 @@ def trainable(weights) -> HeadWeights:
     return export.weights(weights.params)
 
 
-def law_after(model, weights, text, path, temperature, wanted=True):
-    """q after `text` and the drafted `path`, by the function that is trained: stream s of the path's rows."""
-    rows = target_rows(model, draft_context([text], capacity=C, budget=K), wanted)[0]
+def law_after(model, weights, rows, text, path, temperature, streams):
+    """q after `text` and the drafted `path`, by the function that is trained: stream s of the path's rows.
+
+    `rows` are the target's of the text. The window has C rows whatever it holds: those beyond are of no text.
+    """
     n = len(text) + len(path) - 1
-    tokens = np.array([*text, *path], np.int32)[1:]
-    hidden = jnp.zeros((n, rows.shape[1])).at[: len(text) - 1].set(rows[: len(text) - 1])
+    tokens = np.zeros(C, np.int32)
+    tokens[:n] = [*text, *path][1:]
+    hidden = jnp.zeros((C, rows.shape[1])).at[: len(text) - 1].set(rows[: len(text) - 1])
     at = np.arange(len(text) - 2, n)
     window = Window(
-        hidden=hidden, after=hidden[at], tokens=jnp.asarray(tokens), position=jnp.arange(n), text=jnp.zeros(n, int),
-        rows=jnp.asarray(at), depth=jnp.arange(len(at)),
+        hidden=hidden, after=hidden[at], tokens=jnp.asarray(tokens), position=jnp.arange(C),
+        text=jnp.where(jnp.arange(C) < n, 0, -1), rows=jnp.asarray(at), depth=jnp.arange(len(at)),
     )  # fmt: skip
     frozen = Frozen(
         model.params.output_norm,
@@ -70,8 +75,7 @@ def law_after(model, weights, text, path, temperature, wanted=True):
     )
     w = trainable(weights)
     embedded = embed_rows(model.params.embedding, window.tokens)
-    streams = jax.jit(lambda *args: head.streams(model.config, *args, len(at))[-1])  # one program, not an op at a time
-    y_mD = streams(w, frozen, embedded, window)
+    y_mD = streams(len(at))(w, frozen, embedded, window)
     q = jax.nn.softmax(head.logits(model.config, w, frozen, y_mD[-1:]) / temperature)[0]
     out = np.zeros(V)
     out[np.asarray(weights.ids)] = np.asarray(q)
@@ -126,6 +130,12 @@ def test_other_targets_write_plain_decodings_tokens(tmp_path, architecture):
     assert got.token_ids == plain.token_ids and got.stats.counters.num_draft_tokens > 0
 
 
+def drafted(drafter, weights, ctx, hidden):
+    """The first draft, as one program that takes its weights: what it closed over would be folded while it compiles."""
+    run = jax.jit(lambda w, c, h: drafter.draft(w, drafter.init(w, c, hidden=h), c).draft)
+    return run(weights, ctx, hidden)
+
+
 def check_q(model, file, tree, features):
     """The drafter's laws are those of the function that is trained."""
     drafter, weights = bound(model, file, temperature=0.7, **tree)
@@ -134,15 +144,18 @@ def check_q(model, file, tree, features):
     nodes = drafter.max_nodes
     ctx = on_target(model, draft_context(TEXTS, capacity=C, budget=nodes, round=4))
     hidden = target_rows(model, ctx, wanted)
-    draft = jax.jit(lambda: drafter.draft(weights, drafter.init(weights, ctx, hidden=hidden), ctx).draft)()
+    draft = drafted(drafter, weights, ctx, hidden)
     tokens, parents, q = (np.asarray(a) for a in (draft.tokens, draft.parents, draft.q))
+    streams = functools.cache(lambda count: jax.jit(lambda *args: head.streams(model.config, *args, count)[-1]))
     for b, text in enumerate(TEXTS[:2]):
         assert draft.count[b] == nodes
         for node in (0, 3, 5, 9) if shape == "tree" else range(nodes):
             path, at = [], int(parents[b, node])
             while at != ROOT:
                 path, at = [int(tokens[b, at]), *path], int(parents[b, at])
-            np.testing.assert_allclose(q[b, node], law_after(model, weights, text, path, 0.7, wanted), atol=1e-5)
+            np.testing.assert_allclose(
+                q[b, node], law_after(model, weights, hidden[b], text, path, 0.7, streams), atol=1e-5
+            )
             assert q[b, node, tokens[b, node]] > 0
 
 
@@ -156,31 +169,28 @@ def test_a_rolled_back_cache_drafts_as_a_new_one(model, file, kind, shape):
     drafter, weights = made.drafter, made.weights(C)
     nodes = drafter.max_nodes
 
-    @jax.jit
-    def fresh(ctx, hidden):
-        state = drafter.init(weights, ctx, hidden=hidden)
-        return drafter.draft(weights, state, ctx).draft
+    begin = jax.jit(lambda w, ctx, hidden: drafter.init(w, ctx, hidden=hidden))
+    draft = jax.jit(drafter.draft)
 
     @jax.jit
-    def commit(state, ctx, draft, target_Bn, hidden):
-        verdict = match_verdict(draft, target_Bn)
-        return drafter.commit(weights, state, ctx, Feedback(draft, verdict, hidden))
+    def commit(w, state, ctx, draft, target_Bn, hidden):
+        return drafter.commit(w, state, ctx, Feedback(draft, match_verdict(draft, target_Bn), hidden))
 
-    draft = jax.jit(lambda state, ctx: drafter.draft(weights, state, ctx))
     rng, texts = np.random.default_rng(0), [list(t) for t in TEXTS]
-    prepare = jax.jit(lambda ctx: on_target(model, ctx)._replace(params=None))
-    rows = jax.jit(lambda ctx: target_rows(model, ctx, drafter.wants_hidden))
 
     def context(number):
-        ctx = draft_context(texts, capacity=C, budget=nodes, round=number)
-        return prepare(ctx)._replace(params=model.params_for(C))
+        return on_target(model, draft_context(texts, capacity=C, budget=nodes, round=number))
+
+    def rows(ctx):
+        return target_rows(model, ctx, drafter.wants_hidden)
 
     ctx = context(0)
-    state = jax.jit(lambda ctx, hidden: drafter.init(weights, ctx, hidden=hidden))(ctx, rows(ctx))
+    state = begin(weights, ctx, rows(ctx))
     for number in range(5):
         ctx = context(number)
-        found = draft(state, ctx)
-        jax.tree.map(np.testing.assert_array_equal, found.draft, fresh(ctx, rows(ctx)))
+        found = draft(weights, state, ctx)
+        fresh = draft(weights, begin(weights, ctx, rows(ctx)), ctx)
+        jax.tree.map(np.testing.assert_array_equal, found.draft, fresh.draft)
         before = [len(t) for t in texts]
         target, nodes_of = np.full((3, nodes + 1), V, np.int32), []
         for b, accept in enumerate(((0, 1, 2, 9, 0)[number], 9, int(rng.integers(0, 4)))):
@@ -202,7 +212,7 @@ def test_a_rolled_back_cache_drafts_as_a_new_one(model, file, kind, shape):
         for b, path in enumerate(nodes_of):
             for depth, row in enumerate(path):
                 hidden[b, row] = every[b, before[b] - 1 + depth]
-        state = commit(found.state, after, found.draft, jnp.asarray(target), jnp.asarray(hidden))
+        state = commit(weights, found.state, after, found.draft, jnp.asarray(target), jnp.asarray(hidden))
 
 
 def test_a_lone_token_has_no_features_and_still_decodes(model, file):
@@ -293,12 +303,12 @@ def test_lookup_drafts_where_it_can_and_the_head_elsewhere(model, file):
     hidden = target_rows(model, ctx)
 
     @jax.jit
-    def all_three():
+    def all_three(weights, head_weights, ctx, hidden):
         found = drafter.draft(weights, drafter.init(weights, ctx, hidden=hidden), ctx)
         alone = head_drafter.draft(head_weights, head_drafter.init(head_weights, ctx, hidden=hidden), ctx).draft
         return found.draft, found.state, lookup.draft(None, None, ctx).draft, alone
 
-    draft, state, copied, headed = all_three()
+    draft, state, copied, headed = all_three(weights, head_weights, ctx, hidden)
     assert state.took.tolist() == [True, False] and draft.count.tolist() == [int(copied.count[0]), K]
     assert draft.tokens[0].tolist() == copied.tokens[0].tolist()
     assert draft.tokens[1].tolist() == headed.tokens[1].tolist() and copied.count[1] == 0
@@ -315,11 +325,11 @@ def test_lookup_beside_a_head_that_draws(model, file):
     hidden = target_rows(model, ctx)
 
     @jax.jit
-    def both():
+    def both(weights, head_weights, ctx, hidden):
         found = drafter.draft(weights, drafter.init(weights, ctx, hidden=hidden), ctx).draft
         return found, alone.draft(head_weights, alone.init(head_weights, ctx, hidden=hidden), ctx).draft
 
-    draft, headed = both()
+    draft, headed = both(weights, head_weights, ctx, hidden)
     assert drafter.kind is DraftKind.SAMPLED and int(draft.count[0]) > 0
     for i in range(int(draft.count[0])):
         assert float(draft.q[0, i, draft.tokens[0, i]]) == 1 and float(draft.q[0, i].sum()) == 1

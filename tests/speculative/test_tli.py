@@ -157,7 +157,7 @@ def test_a_text_is_read_token_by_token(pair, target, draft):
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, t.config.vocab_size, n).tolist() for n in (1, 7, 40)] + [[t.tokenizer.bos_id, 9]]
     ctx = draft_context(texts, capacity=64, budget=1)
-    text = jax.jit(lambda: read(weights.images, ctx))()
+    text = jax.jit(read)(weights.images, ctx)
     bos = [d.tokenizer.bos_id] if d.tokenizer.add_bos else []
     for b, ids in enumerate(texts):
         wanted = [i for token in ids for i in common.image(token)]
@@ -190,7 +190,7 @@ def test_tli_q_is_the_drafts_law_on_the_shared_tokens(pair, shape):
     assert about["vocabulary"]["method"] == "tli"
     texts = [[1, *pair["bpe"].tokenizer.encode(PROMPTS[0])], pair["bpe"].tokenizer.encode(PROMPTS[2])]
     ctx = draft_context(texts, capacity=64, budget=6, round=4)
-    draft = jax.jit(lambda: drafter.draft(weights, drafter.init(weights, ctx), ctx).draft)()
+    draft = jax.jit(lambda w, c: drafter.draft(w, drafter.init(w, c), c).draft)(weights, ctx)
     tokens, parents, q = (np.asarray(a) for a in (draft.tokens, draft.parents, draft.q))
     for b, text in enumerate(texts):
         assert draft.count[b] == 6

@@ -14,7 +14,7 @@ VOCAB = Path(__file__).resolve().parents[3] / "shared" / "data" / "vocab"
 def write_pair(folder: Path) -> dict[str, Path]:
     """Files of one model with a byte-level vocabulary like SmolLM2's and one of SentencePiece like Llama's; the context
     of the first ends inside the longest text."""
-    config = {"quant": "Q4_0", "d_model": 64, "d_ff": 96, "n_layers": 2, "context_length": 80}
+    config = {"quant": "Q4_0", "d_model": 64, "d_ff": 96, "n_layers": 1, "context_length": 80}
     other = {**config, "context_length": 96, "seed": 1}
     return {
         "bpe": write_tiny_gguf(folder / "bpe.gguf", tokenizer="bpe", vocab_size=300, **config),

@@ -83,8 +83,8 @@ def test_rows_of_other_architectures_are_the_engines(tmp_path, given):
     texts = [data.Text(ids[:24], 4), data.Text(ids[24:], 3)]
     packed = ffn_model.pack_texts(Features(other, (other.config.n_layers,)).of(texts), 48)
     frozen, x = ffn_model.frozen_layers(other, 48), embed_rows(other.params.embedding, jnp.asarray(packed.tokens))
-    run = jax.jit(lambda f, x: ffn_model.forward(other.config, frozen, f, x, packed, jax.nn.silu, lambda z, a: 0)[0])
-    found = np.asarray(run(ffn_model.ffns_of(other), x))[:44]
+    run = jax.jit(lambda w, f, x: ffn_model.forward(other.config, w, f, x, packed, jax.nn.silu, lambda z, a: 0)[0])
+    found = np.asarray(run(frozen, ffn_model.ffns_of(other), x))[:44]
     assert np.square(found - packed.hidden[:44]).sum() < 1e-8 * np.square(packed.hidden[:44]).sum()
 
 
