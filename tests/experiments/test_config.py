@@ -13,8 +13,10 @@ from omegaconf import OmegaConf
 from specsparse import run
 from specsparse.errors import UserError
 from specsparse.experiments.compose import config, parts, shorthand
+from specsparse.experiments.kinds.compare import CompareSettings, methods
 from specsparse.experiments.settings import RunConfig
 from specsparse.models import entries
+from specsparse.speculative.base import DraftKind
 from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.speculative.policies.registry import get_policy
 from tests.experiments import playing
@@ -339,6 +341,14 @@ def test_a_head_draws_for_the_verifiers_that_weigh_draws(head):
         assert drawn_at(f"verifier={verifier}") == pytest.approx(0.6)
     assert drawn_at("verifier=match") is None
     assert drawn_at("verifier=block", "drafter.temperature=0.5") == 0.5
+
+
+def test_compare_has_a_head_under_verifiers_that_weigh_draws():
+    given = ("compare.drafters=[head]", "compare.verifiers=[token,match]", "sampling.temperature=0.8")
+    run = config.from_omegaconf(composed("+experiment=compare", *given))
+    sides, refused = methods(config.of_kind(run, CompareSettings))
+    kinds = [(name, side["drafter"].kind) for name, side in sides.items()]
+    assert kinds == [("head x token", DraftKind.SAMPLED), ("head x match", DraftKind.ONE_HOT)] and not refused
 
 
 @pytest.mark.parametrize("policy", ["heuristic", "auto_off", "cost", "confidence"])

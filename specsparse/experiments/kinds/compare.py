@@ -29,7 +29,7 @@ from specsparse.runtime import metrics
 from specsparse.runtime.binding import make_method
 from specsparse.runtime.times.kept import CostTable
 from specsparse.speculative.base import Verifier
-from specsparse.speculative.method import drafts_trees, make_drafter
+from specsparse.speculative.method import drafts_trees, drawing_for, make_drafter
 from specsparse.speculative.verify import VERIFIERS, get_verifier
 from specsparse.support import tables
 
@@ -243,7 +243,8 @@ def _pair(cfg: CompareSettings, name: str, verifier: str) -> CompareSettings:
 
 def _drafter(pair: MethodSettings, found: Measured | None) -> Any:
     policy, tree = decoding.policy(pair, found), decoding.tree(pair, found)
-    return make_drafter(pair.drafter.name, pair.drafter.options, policy, tree=tree)
+    drafter = make_drafter(pair.drafter.name, pair.drafter.options, policy, tree=tree)
+    return drawing_for(drafter, pair.verifier.name, pair.params.temperature)
 
 
 def entry(
