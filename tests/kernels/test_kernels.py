@@ -6,6 +6,8 @@ float64 within `tests/tolerances.py`, and the reference keeps C1 as well. Rows p
 cache alone, whatever it holds there.
 """
 
+import contextlib
+import ctypes
 from functools import cache
 
 import jax
@@ -180,6 +182,17 @@ def test_status_says_why_there_are_no_tiles():
         assert why and "\n" not in why and "avxvnni" in str(error)
     else:
         assert why is None and cpu.isa() == "amx"
+
+
+def test_a_table_that_gives_other_bits_or_faults_is_found_out():
+    trial = cpu._library().specsparse_trial
+    trial.restype = ctypes.c_char_p
+    for isa in (*ISAS, *PRODUCTS):
+        with contextlib.suppress(UserError):
+            cpu.set_isa(isa)
+            assert trial(0) is None, isa
+    assert trial(1) == b"a trial of them gave other bits"
+    assert trial(2) == b"a trial of them faulted"
 
 
 @pytest.mark.parametrize("name", ["Q4_1", "Q6_K", "F16"])

@@ -11,6 +11,7 @@
 #include "ffi/bind.h"
 #include "pool/pool.h"
 #include "simd/amx.h"
+#include "simd/trial.h"
 
 namespace ffi = xla::ffi;
 
@@ -418,3 +419,11 @@ SPECSPARSE_EXPORT int specsparse_set_isa(const char* name) { return specsparse::
 SPECSPARSE_EXPORT const char* specsparse_isa() { return specsparse::ops().name; }
 // Why AMX is not used, or null.
 SPECSPARSE_EXPORT const char* specsparse_why_no_amx() { return specsparse::why_no_amx(); }
+// What a trial says of the table in use (0), of one that multiplies nothing (1) and of one that faults (2): for tests.
+SPECSPARSE_EXPORT const char* specsparse_trial(int which) {
+  using namespace specsparse;
+  Ops tried = ops();
+  if (which == 1) tried.dot = [](const Matrix&, int64_t, const Activations&, int64_t, int, float*) {};
+  if (which == 2) tried.dot = [](const Matrix&, int64_t, const Activations&, int64_t, int, float*) { __builtin_trap(); };
+  return fault_of(tried, kPortableOps);
+}

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <string>
 
+#include "simd/trial.h"
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -29,6 +31,7 @@ std::string ask() {
   if ((low >> 17 & 3) != 3) return "the system keeps no tiles";
   constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   if (syscall(SYS_arch_prctl, kRequest, kTileData)) return std::string("the kernel refuses tiles: ") + std::strerror(errno);
+  if (const char* fault = fault_of(amx_ops(), kAvx512Ops)) return std::string("products by tiles: ") + fault;
   return "";
 #else
   return "tiles are asked for on Linux on x86-64 only";

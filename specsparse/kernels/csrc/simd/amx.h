@@ -5,7 +5,7 @@
 
 namespace specsparse {
 
-// null where it may; else one line on why not. Asks the kernel once.
+// null where it may; else one line on why not. Asks the kernel and tries the products, once.
 const char* why_no_amx();
 
 #if defined(__x86_64__)
