@@ -100,7 +100,7 @@ def _table(rows: list[dict[str, Any]]) -> Any:
         "tokens; tok/s: at best on this machine, by the memory bandwidth measured now"
     )
     table = Table(box=SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
-    for title in ("name", "here", "size", "memory", "tok/s", "licence", "drafts", "model", "good for"):
+    for title in ("name", "here", "size", "memory", "tok/s", "licence", "drafted for by, or role", "model", "good for"):
         table.add_column(title, justify="right" if title in ("size", "memory", "tok/s") else "left", overflow="fold")
     for row in rows:
         size, memory, speed = row["size"], row["memory"], row["tokens_per_second"]
