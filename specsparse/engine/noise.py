@@ -49,6 +49,7 @@ def _multiply(a: np.uint32, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     return b_high * a_high + (mid >> half) + (cross >> half), b * a
 
 
+@jax.jit  # its 300 operations are traced once for a shape, and not at every use
 def philox4x32(counter: tuple[jax.Array, ...], key: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """Philox4x32-10 of four counter words under two key words; all uint32 of one shape (or scalars)."""
     # Tied to the counter: in a loop the key is invariant, and XLA would hoist its schedule, one kernel for each sum.
