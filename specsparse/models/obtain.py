@@ -13,14 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.console import Console
-
 from specsparse.errors import UserError
 from specsparse.models import catalogue, entries, hub
 from specsparse.models.catalogue import NotHere, size_text
 from specsparse.models.entries import Download, Entry
 from specsparse.models.hub import RepoFile, Repository
-from specsparse.support import terminal
 from specsparse.support.json_files import kept, to_json, write_atomically
 
 _SPARE = 0.05  # of the disk that is needed
@@ -230,7 +227,10 @@ def _bring(one: Plan, tell: Callable[[str], None]) -> None:
             path = hub.download_checkpoint(reference)
         tell(f"{entry.name}: {path}")
         return
+    from rich.console import Console  # these are what a model that is here needs not wait for
+
     from specsparse.models.convert.hf import convert_hf
+    from specsparse.support import terminal
 
     folder, path = hub.download_checkpoint(reference), catalogue.model_folder() / entry.files[0]
     path.parent.mkdir(parents=True, exist_ok=True)

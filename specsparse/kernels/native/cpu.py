@@ -139,9 +139,7 @@ def _packer() -> Callable[..., int] | None:
     return call
 
 
-def pack(
-    out: np.ndarray, raw: np.ndarray, *, item: int = 0, scales: int = 0, words: int = 0, bits: int = 0
-) -> bool:
+def pack(out: np.ndarray, raw: np.ndarray, *, item: int = 0, scales: int = 0, words: int = 0, bits: int = 0) -> bool:
     """Packs rows as `packing.pack` does, where the kernels are there and can.
 
     Args:

@@ -11,8 +11,6 @@ constexpr int kChunk = 64;      // columns read at a time: two blocks
 constexpr int kRowTokens = 4;   // rows of activations that one pass over a neuron serves
 constexpr int kNibbleZero = 8;  // what Q4_0 takes off its codes; other codes of four bits have no zero
 constexpr int kRowGroup = 4;    // neurons that are added to the output at a time
-constexpr int kTile = 16;        // neurons whose weights several rows of activations share, once they are floats
-constexpr int kTileChunks = 4;   // and their columns
 
 // A stripe of a down projection of Q4_0: for each block of 32 neurons f16 scales of its outputs, in order; then for each
 // neuron 64 bytes, where nibble k of lane l of 16 bits is the code of output 32 k + l. kernels/stripes.py packs them.
@@ -61,14 +59,6 @@ struct Input {
   const int32_t* lows;     // -kNibbleZero times the sum of the codes of each four columns
 };
 
-// What a row of activations adds of some neurons: y += values[k] * neuron number places[k], k < count.
-struct TileShare {
-  const int32_t* places;
-  const float* values;
-  int64_t count;
-  float* y;
-};
-
 struct SparseOps {
   // out[t] = neuron j times inputs[t], 1 <= count <= kRowTokens. Meanwhile row `next` is fetched (or null).
   void (*dot)(const NeuronRows& w, int64_t j, const uint8_t* next, const Input* const* inputs, int count, float* out,
@@ -81,10 +71,6 @@ struct SparseOps {
   // `begin` is a multiple of 4. `listed` >= count neurons may be read from js: those behind are fetched.
   void (*add)(const NeuronRows& w, const int32_t* js, const float* a, int64_t count, int64_t listed, int64_t begin, int64_t end,
               float* y, float* scratch);
-  // The same for several rows of activations: neuron number `base` + i is js[i], i < count <= kTile, at most kTileChunks chunks;
-  // y begins at `begin`. `scratch` has kTileFloats.
-  void (*add_tile)(const NeuronRows& w, const int32_t* js, int count, int32_t base, const TileShare* rows, int64_t n_rows,
-                   int64_t begin, int64_t end, float* scratch);
   // out[16 i + r] = row 16 (g + i) + r of a matrix of floats times x, i < count <= kRowGroup: what the dense kernels give.
   void (*dot_floats)(const Matrix& w, int64_t g, int count, const float* x, float* out);
   // Different bits of two packed rows of `words` words.
@@ -108,10 +94,6 @@ inline int64_t lane_of(const NeuronRows& w, int64_t c) {
 inline int64_t scratch_floats(const NeuronRows& w) {
   return (2 * kRowTokens + 2) * (w.chunks() * kChunk / 16 + 32);
 }
-
-constexpr int64_t kTileColumns = kTileChunks * kChunk;
-constexpr int64_t kTileSubs = kTileColumns / 16;
-constexpr int64_t kTileFloats = kTile * (kTileColumns + 3 * kTileSubs);  // weights, scales, mins, and scales times a value
 
 extern const SparseOps kPortableSparseOps;
 #if defined(__x86_64__)

@@ -359,98 +359,6 @@ void add_neurons(const NeuronRows& w, const int32_t* js, const float* a, const i
   with_floats(w.codes, [&](auto size, auto read) SPECSPARSE_EACH { add_floats<size, NR>(w, js, a, next, begin, end, y, read); });
 }
 
-// Adds chunks [c, c + WIDE) of the neurons of a share. `weights(n)` are a neuron's floats, `scale(n, i)` those of chunk c + i,
-// `mins(n, i, sums)` adds what has no weight.
-template <int WIDE, class Weights, class Scale, class Mins>
-SPECSPARSE_INLINE void add_share(const TileShare& row, int64_t c, Weights weights, Scale scale, Mins mins) {
-  F acc[4 * WIDE];
-  float* y = row.y + c * kChunk;
-  each<4 * WIDE>([&](auto k) SPECSPARSE_EACH { acc[k] = load(y + 16 * k); });
-  for (int64_t n = 0; n < row.count; ++n) {
-    const float* from = weights(n) + c * kChunk;
-    each<WIDE>([&](auto i) SPECSPARSE_EACH {
-      const F s = scale(n, c + i);
-      each<4>([&](auto k) SPECSPARSE_EACH { acc[4 * i + k] = fma(s, load(from + 64 * i + 16 * k), acc[4 * i + k]); });
-      mins(n, c + i, acc + 4 * i);
-    });
-  }
-  each<4 * WIDE>([&](auto k) SPECSPARSE_EACH { store(y + 16 * k, acc[k]); });
-}
-
-template <class Weights, class Scale, class Mins>
-SPECSPARSE_INLINE void add_shares(const TileShare& row, int64_t chunks, Weights weights, Scale scale, Mins mins) {
-  int64_t c = 0;
-  for (; c + kWideShare <= chunks; c += kWideShare) add_share<kWideShare>(row, c, weights, scale, mins);
-  for (; c < chunks; ++c) add_share<1>(row, c, weights, scale, mins);
-}
-
-template <Read READ, Scales SCALES, int SUBS>
-__attribute__((flatten)) void add_codes_tile(const NeuronRows& w, const int32_t* js, int count, int32_t base, const TileShare* rows,
-                                             int64_t n_rows, int64_t begin, int64_t end, float* scratch) {
-  constexpr bool kMins = SCALES == Scales::kDm || SCALES == Scales::kSuperMin;
-  const int64_t first = begin * 2 * SUBS, subs = (end - begin) * 2 * SUBS, step = w.code_bytes();
-  float *codes = scratch, *d = codes + kTile * kTileColumns, *m = d + kTile * kTileSubs, *scaled = m + kTile * kTileSubs;
-  alignas(16) uint16_t halves[16] = {};
-  if (READ != Read::kInt8) float_halves(w, halves);
-  const NibbleTable table(halves);
-  for (int i = 0; i < count; ++i) {
-    const uint8_t* row = w.row(js[i]);
-    expand_scales<SCALES, SUBS>(w, row, first, first + subs, d + kTileSubs * i, m + kTileSubs * i);
-    for (int64_t c = begin; c < end; ++c) {
-      float* to = codes + kTileColumns * i + kChunk * (c - begin);
-      if constexpr (READ == Read::kInt8) {
-        const Bytes some = load_bytes(row + c * step);
-        each<4>([&](auto k) SPECSPARSE_EACH { store(to + 16 * k, column<k>(some)); });
-      } else {
-        const Halves some = to_halves(load_nibbles(row + c * step), table);
-        each<4>([&](auto k) SPECSPARSE_EACH { store(to + 16 * k, column<k>(some)); });
-      }
-    }
-  }
-  for (int64_t t = 0; t < n_rows; ++t) {
-    const TileShare& row = rows[t];
-    const auto place = [&](int64_t n) { return row.places[n] - base; };
-    for (int64_t n = 0; n < row.count; ++n)
-      store(scaled + kTileSubs * n, mul(set1(row.values[n]), load(d + kTileSubs * place(n))));
-    add_shares(
-        row, end - begin, [&](int64_t n) SPECSPARSE_EACH { return codes + kTileColumns * place(n); },
-        [&](int64_t n, int64_t c) SPECSPARSE_EACH { return spread_scales<SUBS>(scaled + kTileSubs * n + 2 * SUBS * c); },
-        [&](int64_t n, int64_t c, F* sums) SPECSPARSE_EACH {
-          if (!kMins) return;
-          const F low = spread_scales<SUBS>(m + kTileSubs * place(n) + 2 * SUBS * c), factor = set1(row.values[n]);
-          each<4>([&](auto k) SPECSPARSE_EACH { sums[k] = fma(low, factor, sums[k]); });
-        });
-  }
-}
-
-template <int SIZE, class Load>
-__attribute__((flatten)) void add_floats_tile(const NeuronRows& w, const int32_t* js, int count, int32_t base, const TileShare* rows,
-                                              int64_t n_rows, int64_t begin, int64_t end, float* weights, Load read) {
-  const int64_t columns = (end - begin) * kChunk;
-  for (int i = 0; i < count; ++i) {
-    const uint8_t* row = w.row(js[i]) + begin * kChunk * SIZE;
-    for (int64_t c = 0; c < columns; c += 16) store(weights + kTileColumns * i + c, read(row + c * SIZE));
-  }
-  for (int64_t t = 0; t < n_rows; ++t) {
-    const TileShare& row = rows[t];
-    add_shares(
-        row, end - begin, [&](int64_t n) SPECSPARSE_EACH { return weights + kTileColumns * (row.places[n] - base); },
-        [&](int64_t n, int64_t) SPECSPARSE_EACH { return set1(row.values[n]); }, [](int64_t, int64_t, F*) SPECSPARSE_EACH {});
-  }
-}
-
-void add_tile(const NeuronRows& w, const int32_t* js, int count, int32_t base, const TileShare* rows, int64_t n_rows, int64_t begin,
-              int64_t end, float* scratch) {
-  const auto codes = [&](auto kind) SPECSPARSE_EACH {
-    using Kind = decltype(kind);
-    add_codes_tile<Kind::kRead, Kind::kScales, Kind::kSubs>(w, js, count, base, rows, n_rows, begin, end, scratch);
-  };
-  if (with_kind(w, codes)) return;
-  with_floats(w.codes, [&](auto size, auto read) SPECSPARSE_EACH {
-    add_floats_tile<size>(w, js, count, base, rows, n_rows, begin, end, scratch, read);
-  });
-}
-
 void add_rows(const NeuronRows& w, const int32_t* js, const float* a, int64_t count, int64_t listed, int64_t begin, int64_t end,
               float* y, float* scratch) {
   int64_t i = 0;
@@ -470,7 +378,7 @@ int64_t differing(const uint64_t* a, const uint64_t* b, int64_t words) {
 
 }  // namespace
 
-#define SPECSPARSE_SPARSE_TABLE {dot, dot_group, add_rows, add_tile, dot_floats, differing, dot_neurons, project_stripe}
+#define SPECSPARSE_SPARSE_TABLE {dot, dot_group, add_rows, dot_floats, differing, dot_neurons, project_stripe}
 
 }  // namespace SPECSPARSE_ISA
 }  // namespace specsparse

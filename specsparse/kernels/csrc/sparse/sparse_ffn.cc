@@ -13,10 +13,12 @@ namespace {
 constexpr int64_t kItemNeurons = 64;         // of one item, at most
 constexpr int64_t kAtOnce = 16;              // neurons whose gate is computed before those that it opens are fetched
 constexpr int64_t kKeptBytes = 512 << 10;    // of down rows that wait in a cache for the sums
-constexpr int64_t kTileBytes = 128 << 10;    // of down rows that several rows of activations read, and of those that come next
+constexpr int64_t kTileBytes = 256 << 10;    // of down rows that several rows of activations read: half a core's L2
+constexpr int64_t kSumBytes = 128 << 10;     // of the sums that they are added to
 constexpr int64_t kAheadBytes = 8 << 10;      // of the rows that are fetched ahead of a product
 constexpr int64_t kSumChunks = 8;            // added up together in the sum of sums
 constexpr int64_t kFewSums = 1024;           // floats
+constexpr int64_t kStripeChunks = 8;         // most columns of a stripe of down: 512
 
 // Memory that a calling thread keeps from call to call.
 template <class T>
@@ -115,8 +117,7 @@ struct Union {
   }
 };
 
-// The neurons of one item that have something to add to a row, ascending. Where there are several rows they go by their places
-// in the union.
+// The neurons of one item that have something to add to a row, ascending.
 struct Tile {
   int64_t count;
   int32_t* neurons;
@@ -149,11 +150,6 @@ class Call final : public SparseSteps {
     const int64_t total = union_.neurons.size();
     per_item_ = std::clamp<int64_t>((total / (16 * threads()) + kAtOnce - 1) / kAtOnce * kAtOnce, 2 * kAtOnce, kItemNeurons);
     items_ = (total + per_item_ - 1) / per_item_;
-    for (int64_t s = 0; s <= kSegments; ++s) {
-      const int32_t bound = static_cast<int32_t>(s * ffn.down.rows / kSegments);
-      const auto& js = union_.neurons;
-      bounds_[s] = count == 1 ? bound : static_cast<int32_t>(std::lower_bound(js.begin(), js.end(), bound) - js.begin());
-    }
     reserve_tiles();
   }
 
@@ -228,7 +224,7 @@ class Call final : public SparseSteps {
         const float value = ffn_->gate ? *gate * *up++ : *gate;
         if (value == 0) continue;
         Tile& tile = tiles[__builtin_ctzll(left)];
-        tile.neurons[tile.count] = static_cast<int32_t>(i), tile.values[tile.count++] = value, active_[i] = 1;
+        tile.neurons[tile.count] = union_.neurons[i], tile.values[tile.count++] = value, active_[i] = 1;
       }
     }
   }
@@ -323,69 +319,34 @@ class Call final : public SparseSteps {
   }
 
  public:
+  // Down rows of one segment's neurons, for all rows of activations: they take turns every few neurons, so that the second
+  // finds them in the cache, and every few columns, so that the sums stay there too.
   void project(int64_t segment) override {
-    if (count_ > 1) return project_tiles(segment);
     const NeuronRows& down = ffn_->down;
+    const auto begin = union_.neurons.begin(), end = begin + union_.neurons.size();
+    const auto bound = [&](int64_t s) { return static_cast<int32_t>(s * down.rows / kSegments); };
+    const int64_t last = std::lower_bound(begin, end, bound(segment + 1)) - begin;
+    const int64_t chunks = down.chunks(), unit = kSuper / kChunk;
+    const int64_t stripe = std::min(chunks, std::max(unit, kSumBytes / (count_ * kChunk * 4) / unit * unit));
+    const int64_t step = count_ == 1 ? last : std::max<int64_t>(kRowGroup, kTileBytes / down.row_bytes);
     thread_local std::vector<float> memory;
     float* scratch = reserve(memory, scratch_floats(down));
-    const Tile& list = lists_[0];
-    const int64_t first = place_in(list, bounds_[segment]), last = place_in(list, bounds_[segment + 1]);
-    if (first == last) return;
-    float* to = parts_.data() + segment * width();
-    std::fill_n(to, width(), 0.0f);
-    sparse_ops().add(down, list.neurons + first, list.values + first, last - first, list.count - first, 0, down.chunks(), to, scratch);
+    float* parts = parts_.data() + segment * count_ * width();
+    for (int64_t i = std::lower_bound(begin, end, bound(segment)) - begin, from = 0; i < last; i += step, from = 1)
+      for (int64_t c = 0; c < chunks; c += stripe)
+        for (int64_t t = 0; t < count_; ++t) {
+          const Tile& list = lists_[t];
+          const auto at = [&](int64_t k) { return std::lower_bound(list.neurons, list.neurons + list.count, k) - list.neurons; };
+          const int64_t some = at(union_.neurons[i]), stop = i + step < last ? at(union_.neurons[i + step]) : at(bound(segment + 1));
+          float* to = parts + t * width() + c * kChunk;
+          const int64_t until = std::min(chunks, c + stripe);
+          if (!from) std::fill(to, to + (until - c) * kChunk, 0.0f);
+          sparse_ops().add(down, list.neurons + some, list.values + some, stop - some, list.count - some, c, until, to,
+                           scratch);
+        }
   }
 
  private:
-  static int64_t place_in(const Tile& list, int32_t bound) {
-    return std::lower_bound(list.neurons, list.neurons + list.count, bound) - list.neurons;
-  }
-
-  // Down rows of one segment's neurons, for all rows of activations. Some of them lie in the cache at a time, while the next are
-  // fetched; of these a few columns of a few neurons become floats, which all rows read; so the sums stay near, too.
-  void project_tiles(int64_t segment) {
-    const NeuronRows& down = ffn_->down;
-    const int32_t *js = union_.neurons.data(), total = static_cast<int32_t>(union_.neurons.size());
-    const int32_t begin = bounds_[segment], end = bounds_[segment + 1];
-    const int32_t step = static_cast<int32_t>(std::max<int64_t>(1, kTileBytes / (down.row_bytes * kTile))) * kTile;
-    const int64_t chunks = down.chunks();
-    if (begin == end) return;
-    thread_local std::vector<float> memory;
-    thread_local std::vector<TileShare> shares;
-    float *scratch = reserve(memory, kTileFloats), *parts = parts_.data() + segment * count_ * width();
-    std::fill_n(parts, count_ * width(), 0.0f);
-    for (int32_t i = begin; i < end; i += step) {
-      const int32_t last = std::min(end, i + step), next = std::min(total, last + step);
-      const int64_t tiles = (last - i + kTile - 1) / kTile;
-      shares.clear();
-      for (int64_t t = 0; t < count_; ++t) {
-        const Tile& list = lists_[t];
-        for (int64_t s = 0, k = place_in(list, i); s < tiles; ++s) {
-          const int64_t from = k, stop = std::min<int64_t>(last, i + (s + 1) * kTile);
-          while (k < list.count && list.neurons[k] < stop) ++k;
-          shares.push_back({list.neurons + from, list.values + from, k - from, nullptr});
-        }
-      }
-      thread_local std::vector<TileShare> rows;
-      const int64_t lines = down.row_bytes / 64, all = (next - last) * lines;
-      const int64_t rounds = tiles * ((chunks + kTileChunks - 1) / kTileChunks), each = (all + rounds - 1) / rounds;
-      int64_t line = 0;
-      for (int64_t c = 0; c < chunks; c += kTileChunks)
-        for (int64_t s = 0; s < tiles; ++s) {
-          for (const int64_t stop = std::min(all, line + each); line < stop; ++line)
-            __builtin_prefetch(down.row(js[last + line / lines]) + line % lines * 64, 0, 2);
-          rows.clear();
-          for (int64_t t = 0; t < count_; ++t) {
-            rows.push_back(shares[t * tiles + s]);
-            rows.back().y = parts + t * width() + c * kChunk;
-          }
-          const int32_t first = static_cast<int32_t>(i + s * kTile);
-          sparse_ops().add_tile(down, js + first, std::min(kTile, last - first), first, rows.data(), count_, c,
-                                std::min(chunks, c + kTileChunks), scratch);
-        }
-    }
-  }
-
   // Columns of chunks [begin, begin + kSumChunks) of row t of y: the segments one after the other.
   void sum_segments(int64_t t, int64_t begin, const float* residual, int64_t row, float* y) {
     const NeuronRows& down = ffn_->down;
@@ -393,7 +354,7 @@ class Call final : public SparseSteps {
     float sums[kSumChunks * kChunk] = {};
     const Tile& list = lists_[t];
     for (int64_t segment = 0, i = 0; segment < kSegments; ++segment) {
-      const int32_t bound = bounds_[segment + 1];
+      const int32_t bound = static_cast<int32_t>((segment + 1) * down.rows / kSegments);
       if (i == list.count || list.neurons[i] >= bound) continue;  // nothing in this one
       const float* part = parts_.data() + (segment * count_ + t) * width() + first;
       for (int64_t c = 0; c < size; ++c) sums[c] += part[c];
@@ -410,7 +371,6 @@ class Call final : public SparseSteps {
   const int32_t* rows_;
   SparseCounts* counts_;
   int64_t count_, per_item_, items_;
-  int32_t bounds_[kSegments + 1];  // where a segment begins, as the tiles count neurons
   Inputs inputs_;
   Union union_;
   std::vector<Tile> tiles_;  // by item, then row

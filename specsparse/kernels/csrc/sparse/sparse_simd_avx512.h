@@ -7,7 +7,6 @@ namespace specsparse {
 inline namespace SPECSPARSE_ISA {
 
 constexpr int kFloatTokens = 4;  // rows of activations whose sums of floats fit the registers
-constexpr int kWideShare = 2;    // chunks of sums that fit the registers
 
 // Lane i of sixteen holds columns 4i .. 4i + 3.
 struct Bytes {
