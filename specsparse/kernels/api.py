@@ -83,19 +83,7 @@ XLA = Kernels(
     exact=False,
 )
 """Fast on a GPU, but its bits depend on the number of rows: the contract C1 does not hold."""
-PACKED = Kernels(
-    "packed",
-    gpu_product.linear,
-    dense.add_normed_batched,
-    gpu_product.embed,
-    dense.attend_batched,
-    dense.argmax_batched,
-    reference_neurons.sparse_ffn_batched,
-    reference_neurons.signbit_keep,
-    normalise=dense.normalise_batched,
-    exact=False,
-    kept="packed",
-)
+PACKED = replace(XLA, name="packed", linear=gpu_product.linear, embed=gpu_product.embed, kept="packed")
 """XLA's but for products, which read weights as they are packed; on a GPU by a kernel of its own."""
 BF16 = replace(PACKED, name="bf16", kept="bf16")
 """XLA's on weights of two bytes: quantised ones are widened to bfloat16."""

@@ -10,7 +10,7 @@ import numpy as np
 from specsparse.engine import cache as kv
 from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
-from specsparse.measure.bench.card.models import random_model, wide
+from specsparse.measure.bench.card.models import WIDTHS, random_model, wide
 from specsparse.measure.bench.card.stages import CardPlan
 from specsparse.support.json_files import Json
 
@@ -26,8 +26,8 @@ def equality(plan: CardPlan) -> Iterator[Json]:
     """
     cases = [(plan.small, "Q8_0"), (plan.small, "Q4_0"), (plan.large, "BF16")]
     for name, kind in cases[:1] if plan.tiny else cases:
-        model = random_model(name, kind, layers=2, backend=plan.backend, width=8)
-        for width in (8,) if plan.tiny else (8, 16):
+        model = random_model(name, kind, layers=2, backend=plan.backend, width=WIDTHS[0])
+        for width in WIDTHS[:1] if plan.tiny else WIDTHS:
             yield {"what": f"equal bits, {name} {kind} in 2 layers", "width": width, **_checked(wide(model, width))}
 
 

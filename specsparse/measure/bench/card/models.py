@@ -31,6 +31,8 @@ from specsparse.models.shape import Shape
 
 TINY = Shape("llama", layers=2, width=64, heads=4, kv_heads=2, ff=96, vocab=256, context=256, weights="Q8_0")
 """For the tests of the bench itself."""
+WIDTHS = (kernels.TILE_ROWS, 2 * kernels.TILE_ROWS)
+"""Rows of the padded steps that are compared; tiny plans take the first."""
 Matrix = QTensor | Fragments | PlainMatrix
 _CODES_STD = {"nibble": math.sqrt((16**2 - 1) / 12), "int8": math.sqrt((256**2 - 1) / 12)}
 
@@ -69,7 +71,7 @@ def random_model(
         kind: of all matrices, a GGUF type: a float, or one with a scale a block and nothing else, as Q4_0 and Q8_0.
         layers: in place of the shape's.
         backend: of the kernels; None is the default.
-        width: rows of every step; None is the automatic one, 8 where kernels need one; 0 is none.
+        width: rows of every step; None is the automatic one, `kernels.TILE_ROWS` where kernels need one; 0 is none.
 
     Raises:
         UserError: an unknown model, type or backend.
@@ -94,6 +96,11 @@ def wide(model: Model, width: int) -> Model:
     return dataclasses.replace(
         model, forward=forward, narrow=narrow if width else None, width=width, programs={}, drafters={}, _tables={}
     )
+
+
+def padded(model: Model) -> Model:
+    """The model where its steps have a width, else with steps of `kernels.TILE_ROWS` rows."""
+    return model if model.width else wide(model, kernels.TILE_ROWS)
 
 
 def random_params(config: ModelConfig, kind: str, kept: Kept | None = None) -> tuple[Params, int]:
@@ -162,8 +169,10 @@ def _fragments(seed: int, scale: float, *, layout: Layout, shape: tuple[int, int
 
 @partial(jax.jit, static_argnames=("scale", "layout", "shape"))
 def _blocks(seed: int, *, scale: bytes, layout: Layout, shape: tuple[int, int]) -> jax.Array:
-    """uint8[groups, bytes]: one scale for all blocks, random codes; the packed layouts have the scales of a block
-    before its codes."""
+    """`QTensor.data` of a matrix with one f16 scale, of these bytes, for all blocks and random codes.
+
+    The packed layouts have a block's scales before its codes: uint8[groups, blocks * (2 * ROWS + bytes of codes)].
+    """
     groups, blocks = -(-shape[0] // ROWS), shape[1] // BLOCK
     size = layout.group_bytes(shape[1]) // blocks - 2 * ROWS
     codes = jax.random.bits(jax.random.key(seed), (groups, blocks, size), jnp.uint8)

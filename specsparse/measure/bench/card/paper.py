@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from specsparse.data.devices import Device, sheets
+from specsparse.kernels import TILE_ROWS
 from specsparse.measure.advice import clocks, subjects
 from specsparse.measure.advice.clocks import Paper
 from specsparse.measure.bench.card.models import shape_of
@@ -14,15 +15,13 @@ from specsparse.support.json_files import Json
 
 DEVICES = ("h200", "h100", "mi300x", "5090", "epyc12")
 KINDS = ("BF16", "Q8_0", "Q4_0")
-PADDED = 8
-"""Rows of a padded step."""
 
 
 def figures(plan: CardPlan, devices: Sequence[str] = DEVICES) -> list[Json]:
     """A row for each device, shape and type: seconds of a step, tokens a second, v(8), v(16), and what drafts gain.
 
     Devices are taken to reach `clocks.REACHED` of their peaks. Speculation is that of the bench: drafts that cost
-    nothing, of which each of `GAMMA` tokens is accepted with chance `ALPHA`, in steps padded to `PADDED` rows.
+    nothing, of which each of `GAMMA` tokens is accepted with chance `ALPHA`, in steps padded to `TILE_ROWS` rows.
     """
     names = (plan.small, plan.large)
     return [row for device in devices for row in (_row(sheets()[device], n, k, plan) for n in names for k in KINDS)]
@@ -37,7 +36,7 @@ def _row(device: Device, name: str, kind: str, plan: CardPlan) -> Json:
     return {
         "device": device.title, "model": name, "type": kind, "fits": fits, "step_s": paper.step_s,
         "tokens_per_second": 1 / paper.step_s, "v8": paper.v(8), "v16": paper.v(16),
-        "speculation_over_one_row": tokens / paper.v(PADDED), "speculation_over_padded": tokens,
+        "speculation_over_one_row": tokens / paper.v(TILE_ROWS), "speculation_over_padded": tokens,
     }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from specsparse import kernels
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
-from specsparse.measure.bench.card.models import random_matrix, random_model, wide
+from specsparse.measure.bench.card.models import WIDTHS, padded, random_matrix, random_model, wide
 from specsparse.measure.bench.card.stages import CardPlan
 from specsparse.measure.bench.sides import Ours, token_ids
 from specsparse.measure.costs import traffic
@@ -80,8 +80,7 @@ def decode_large_q4(plan: CardPlan) -> Iterator[Json]:
 
 def _decoded(plan: CardPlan, name: str, kind: str, layers: int | None) -> Json:
     """Seconds of a step of W rows and of one in a program for one row, in turn, and the share of the bandwidth."""
-    model = random_model(name, kind, layers=layers, backend=plan.backend)
-    model = model if model.width else wide(model, 8)
+    model = padded(random_model(name, kind, layers=layers, backend=plan.backend))
     rate, sides = bandwidth(plan), {"wide": model, "one_row": wide(model, 0)}
     timed = {side: Ours(each, depth=PROMPT, room=plan.tokens + each.width) for side, each in sides.items()}
     found = in_turn({s: lambda o=o: o.decode(plan.tokens) for s, o in timed.items()}, repeats=plan.repeats)
@@ -104,9 +103,9 @@ def widths(plan: CardPlan) -> Iterator[Json]:
         side = Ours(model, depth=PROMPT, room=32, forwards=16)
         times = {n: median(side.verify(n) for _ in range(plan.repeats + 1)) for n in ns}
         wide_s = {}
-        for width in (8,) if plan.tiny else (8, 16):
-            padded = Ours(wide(model, width), depth=PROMPT, room=32, forwards=16)
-            wide_s[width] = median(padded.verify(1) for _ in range(plan.repeats + 1))
+        for width in WIDTHS[:1] if plan.tiny else WIDTHS:
+            side = Ours(wide(model, width), depth=PROMPT, room=32, forwards=16)
+            wide_s[width] = median(side.verify(1) for _ in range(plan.repeats + 1))
         yield {
             "what": f"v(n), {plan.large} {kind} in 2 layers", "step_s": times[1],
             "v": {n: s / times[1] for n, s in times.items()}, "padded": {w: s / times[1] for w, s in wide_s.items()},
@@ -126,8 +125,7 @@ def _written(model: Model, method: Method, plan: CardPlan, **law: float) -> Sess
 
 def speculation(plan: CardPlan) -> Iterator[Json]:
     """Drafts whose acceptance is made up against plain decoding, padded and in a program for one row."""
-    model = random_model(plan.large, "BF16", layers=plan.layers, backend=plan.backend)
-    model = model if model.width else wide(model, 8)
+    model = padded(random_model(plan.large, "BF16", layers=plan.layers, backend=plan.backend))
     rates = SyntheticRates.geometric(GAMMA, rate=ALPHA)
     method = Method(Synthetic(rates), synthetic_verifier(rates))
     sides = {"plain": (model, Method()), "one_row": (wide(model, 0), Method()), "speculative": (model, method)}
@@ -145,8 +143,7 @@ def speculation(plan: CardPlan) -> Iterator[Json]:
 
 def trees(plan: CardPlan) -> Iterator[Json]:
     """Chains and a tree drafted by part of the layers: the text is plain decoding's, greedy and sampled."""
-    model = random_model(plan.small, "Q8_0", backend=plan.backend)
-    model = model if model.width else wide(model, 8)
+    model = padded(random_model(plan.small, "Q8_0", backend=plan.backend))
     half = list(range(model.config.n_layers // 2))
     shapes = {"chain of 7": {"gamma": 7}, "tree of 2 x 2": {"tree": get_tree("static", widths=(2, 2))}}
     for temperature in (0.0,) if plan.tiny else (0.0, 0.9):
