@@ -81,10 +81,12 @@ def fixed_width(forward: ForwardFn, width: int) -> ForwardFn:
         parents_BW = chain_Bn if parents_Bn is None else _padded(parents_Bn, width, -1)
         given = (params, _padded(tokens_Bn, width, 0), cache, n_valid_B, parents_BW)
         params, tokens_BW, cache, n_valid_B, parents_BW = jax.lax.optimization_barrier(given)
-        wide = Want("none" if want.logits == "none" else "all", want.hidden, want.layers)
+        wide = Want("none" if want.logits == "none" else "all", want.hidden, want.layers, zeros=False)
         out, cache = forward(params, tokens_BW, cache, n_valid_B=n_valid_B, parents_Bn=parents_BW, want=wide)
         out, cache = jax.lax.optimization_barrier((out, cache))
         logits, hidden = (None if rows is None else rows[:, :n] for rows in (out.logits, out.hidden))
+        if logits is not None and want.zeros:  # after the pass, which is the same for those who read no such rows
+            logits = jnp.where((jnp.arange(n)[None] < n_valid_B[:, None])[..., None], logits, jnp.float32(0))
         if want.logits == "last":
             logits = jnp.take_along_axis(logits, jnp.maximum(n_valid_B - 1, 0)[:, None, None], axis=1)
         return ForwardOut(logits, hidden, out.stats), cache

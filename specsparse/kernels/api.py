@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 
@@ -72,9 +73,9 @@ REFERENCE = Kernels(
 )
 XLA = Kernels(
     "xla",
-    dense.linear_batched,
+    gpu_product.linear,
     dense.add_normed_batched,
-    dense.embed,
+    gpu_product.embed,
     dense.attend_batched,
     dense.argmax_batched,
     reference_neurons.sparse_ffn_batched,
@@ -83,8 +84,14 @@ XLA = Kernels(
     exact=False,
 )
 """Fast on a GPU, but its bits depend on the number of rows: the contract C1 does not hold."""
-PACKED = replace(XLA, name="packed", linear=gpu_product.linear, embed=gpu_product.embed, kept="packed")
-"""XLA's but for products, which read weights as they are packed; on a GPU by a kernel of its own."""
+PACKED = replace(
+    XLA,
+    name="packed",
+    attend=partial(dense.attend_batched, finite=True),
+    kept="packed",
+)
+"""XLA's but for products, which read weights as they are packed, on a GPU by a kernel of its own, and for caches, which
+hold finite numbers alone."""
 BF16 = replace(PACKED, name="bf16", kept="bf16")
 """XLA's on weights of two bytes: quantised ones are widened to bfloat16."""
 

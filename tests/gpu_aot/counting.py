@@ -17,6 +17,7 @@ _BYTES = {"f32": 4, "s32": 4, "u32": 4, "f16": 2, "bf16": 2, "s8": 1, "u8": 1, "
 _ARRAY = re.compile(r"\b(" + "|".join(_BYTES) + r")\[([\d,]*)\]")
 _FREE = ("get-tuple-element", "parameter", "tuple", "bitcast", "constant", "while", "conditional", "call", "iota")
 _PARTS = ("gather", "dynamic-slice")
+_WHERE_NEEDED = ("bitcast", "reduce", "convert", "add", "multiply")
 
 
 def kernel_loads(jaxpr, times: int = 1) -> int:
@@ -100,25 +101,34 @@ class Compiled:
         return total
 
     def _read_of(self, computation: str, index: int, whole: int) -> int:
-        """Bytes that a fusion reads of its operand: parts where it only gathers or slices, none where it overwrites."""
+        """Bytes that a fusion reads of its operand: parts where it only gathers or slices, none where it overwrites.
+
+        What is sliced by an index, or gathered, counts as what comes out; what a fixed slice keeps, by the sectors that
+        it touches. Numbers are computed where they are needed: of a sum of which a slice is taken, that part is read.
+        """
         lines = self.computations[computation]
+        kinds = {name: kind for name, kind, *_ in lines}
+        users: dict[str, list] = {}
+        for line in lines:
+            for operand in set(line[3]):
+                users.setdefault(operand, []).append(line)
+
+        def share(name: str) -> float:
+            """Of the value `name`, what its users read."""
+            read, size = 0.0, max(1, array_bytes(kinds[name]))
+            for other, kind, op, operands, _ in users.get(name, ()):
+                if op in _PARTS and operands[0] == name:
+                    read += array_bytes(kind) / size
+                elif op == "slice":
+                    read += _sectors(kind, kinds[name]) / size * (share(other) if users.get(other) else 1)
+                elif op in _WHERE_NEEDED and users.get(other):
+                    read += share(other)
+                elif not (op in ("dynamic-update-slice", "scatter") and operands[0] == name):
+                    return 1.0
+            return min(read, 1.0)
+
         names = [name for name, _, op, _, rest in lines if op == "parameter" and rest.startswith(f"{index})")]
-        read, seen = 0, set(names)
-        while names:
-            name = names.pop()
-            for other, kind, op, operands, _ in lines:
-                if name not in operands:
-                    continue
-                if op == "bitcast" and other not in seen:
-                    seen.add(other)
-                    names.append(other)
-                elif op in _PARTS and operands[0] == name:
-                    read += array_bytes(kind)
-                elif op in ("dynamic-update-slice", "scatter") and operands[0] == name:
-                    read += 0
-                elif op != "bitcast":
-                    return whole
-        return min(read, whole)
+        return round(whole * min(1.0, sum(share(name) for name in names)))
 
     def dense_copies(self, sizes: set[int]) -> list[str]:
         """Operations that write floats, as many as one of the weight matrices has numbers."""
@@ -129,6 +139,16 @@ class Compiled:
                 if op not in ("parameter", "get-tuple-element", "tuple", "while", "bitcast") and sizes & set(counts):
                     found.append(f"{name} = {kind} {op}")
         return found
+
+
+def _sectors(part: str, whole: str) -> int:
+    """Bytes of the 32-byte sectors that a slice of type `part` of an array of type `whole` lies in, at most."""
+    minor = re.search(r"\{(\d+)", whole)
+    (kind, dims), (_, all_dims) = _ARRAY.findall(part)[0], _ARRAY.findall(whole)[0]
+    taken, size = [int(n) for n in dims.split(",") if n], _BYTES[kind]
+    row = taken[int(minor[1])] if minor and taken else 1
+    runs = math.prod(taken) // max(row, 1)
+    return min(runs * max(row * size, 32), math.prod(int(n) for n in all_dims.split(",") if n) * size)
 
 
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%([\w.\-]+) = (\([^=]*?\)|\S+) ([\w\-]+)\((.*)$")

@@ -12,31 +12,40 @@ import jax
 import jax.numpy as jnp
 import pytest
 from gguf import GGMLQuantizationType as GGML
+from jax.sharding import NamedSharding, PartitionSpec
 
 from specsparse.engine import llama
 from specsparse.engine.fixed_width import fixed_width
 from specsparse.kernels import get
 from specsparse.kernels.gpu import fragments as fr
 from specsparse.kernels.gpu import mosaic, product, rows
-from specsparse.kernels.gpu.plan import plan
+from specsparse.kernels.gpu.plan import Plan, plan
+from specsparse.kernels.gpu.weights import PlainMatrix
 from specsparse.kernels.packing.pack import layout_of
+from specsparse.kernels.qtensor import Layout
 from specsparse.testing import tiny_config
 from tests.card_programs import array, params_of, programs
 from tests.gpu_aot import compiling, counting
 
 WIDTH = 8
 MOST = 1.15
-"""Bytes over those of weights and cache that our kernels read, with the cache read once: operands times fetches."""
-IN_ALL = {"smollm2": 1.9, "7b": 1.27}
-"""The same with all that XLA's operations read: rows of activations, logits, and attention, which writes what it masks.
-These are not at 1.15 yet; what they read lies in the card's 50 MB second-level cache."""
+"""Bytes over those of weights and cache that a step may read: operands times fetches, and the cache."""
+IN_ALL = {("smollm2", "bf16"): MOST, ("7b", "bf16"): MOST, ("7b", "packed"): MOST, ("smollm2", "packed"): 1.53}
+"""The same by shape and by how weights are kept, with all that XLA's operations read."""
 HOST = re.compile(r"callback|outfeed|infeed|\bsend\(|\brecv\(|S\(5\)|host_compute|HostExecute", re.IGNORECASE)
 SHAPES = {
     "smollm2": (30, {"d_model": 576, "n_heads": 9, "n_kv_heads": 3, "d_ff": 1536, "vocab_size": 49152, "tied": True}),
     "7b": (32, {"d_model": 4096, "n_heads": 32, "n_kv_heads": 32, "d_ff": 11008, "vocab_size": 32000}),
 }
 CONTEXT = 512
-PACKED = dataclasses.replace(get("packed"), linear=partial(product.linear, compiled=True))
+KEPT = {
+    "packed": (
+        dataclasses.replace(get("packed"), linear=partial(product.linear, compiled=True)),
+        lambda rows, cols: fr.abstract(layout_of(GGML.Q4_0), (rows, cols)),
+    ),
+    "bf16": (get("bf16"), lambda rows, cols: PlainMatrix(array([rows, cols], "bfloat16"), Layout("bf16"))),
+}
+"""Kernels, and a matrix as they keep it: Q4_0 read packed, and two-byte weights, which `load` takes for both shapes."""
 
 
 @pytest.fixture(scope="session")
@@ -45,12 +54,11 @@ def mesh():
 
 
 @cache
-def program(shape: str, layers: int, name: str):
+def program(shape: str, layers: int, name: str, kept: str = "packed"):
     """(function, args, config) of a program with so many layers."""
-    _, sizes = SHAPES[shape]
+    (_, sizes), (kernels, matrix) = SHAPES[shape], KEPT[kept]
     config = tiny_config(n_layers=layers, context_length=CONTEXT, **sizes)
-    params = params_of(config, lambda n, k: fr.abstract(layout_of(GGML.Q4_0), (n, k)), CONTEXT)
-    return *programs(config, params, PACKED, WIDTH)[name], config
+    return *programs(config, params_of(config, matrix, CONTEXT), kernels, WIDTH)[name], config
 
 
 _DONE: dict[tuple, tuple[str, str]] = {}
@@ -66,9 +74,9 @@ def compiled_program(mesh, capfd, *key) -> tuple[str, str]:
     return _DONE[key]
 
 
-def stored(shape: str, layers: int) -> int:
-    """Bytes of packed weights and cache of one step."""
-    _, args, _ = program(shape, layers, "decode")
+def stored(*key) -> int:
+    """Bytes of weights and cache of one step."""
+    _, args, _ = program(*key)
     params, state = args[0], args[2]
     once = params._replace(embedding=None, cos=None, sin=None)
     return counting.tree_bytes(once) + counting.tree_bytes(state.cache)
@@ -96,21 +104,24 @@ def test_a_program_compiles_without_spills_dense_copies_or_the_host(mesh, shape,
         assert not counting.Compiled(text).dense_copies(weight_sizes(shape))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_decode_step_reads_little_beside_weights_and_cache(mesh, shape, capfd):
+@pytest.mark.parametrize(("shape", "kept"), IN_ALL)
+def test_a_decode_step_reads_little_beside_weights_and_cache(mesh, shape, kept, capfd):
     layers = SHAPES[shape][0]
-    (kernels_1, rest_1), (kernels_2, rest_2) = (step_bytes(mesh, capfd, shape, n, "decode") for n in (1, 2))
-    kernels = kernels_1 + (layers - 1) * (kernels_2 - kernels_1)
-    rest = rest_1 + (layers - 1) * (rest_2 - rest_1)
-    base = stored(shape, 1) + (layers - 1) * (stored(shape, 2) - stored(shape, 1))
-    cache = layers * counting.tree_bytes(program(shape, 1, "decode")[1][2].cache)
+    one, two = ((shape, n, "decode", kept) for n in (1, 2))
+
+    def whole(first, second):
+        return first + (layers - 1) * (second - first)
+
+    kernels, rest = (whole(*both) for both in zip(step_bytes(mesh, capfd, *one), step_bytes(mesh, capfd, *two)))
+    base, cache = whole(stored(*one), stored(*two)), layers * counting.tree_bytes(program(*one)[1][2].cache)
     with capfd.disabled():
         print(
-            f"\n{shape}: {kernels / 1e6:.1f} MB by kernels, {rest / 1e6:.1f} by XLA, of {base / 1e6:.1f} stored with "
-            f"{cache / 1e6:.1f} of cache: {(kernels + cache) / base:.3f}, in all {(kernels + rest) / base:.3f}"
+            f"\n{shape} {kept}: {kernels / 1e6:.1f} MB by kernels, {rest / 1e6:.1f} by XLA, of {base / 1e6:.1f} stored "
+            f"with {cache / 1e6:.1f} of cache: in all {(kernels + rest) / base:.3f}"
         )
-    assert kernels + cache <= MOST * base
-    assert kernels + rest <= IN_ALL[shape] * base
+    assert base < kernels + rest <= IN_ALL[shape, kept] * base
+    if kept == "packed":
+        assert base < kernels + cache <= MOST * base
 
 
 def weight_sizes(shape: str) -> set[int]:
@@ -145,28 +156,44 @@ def test_no_product_spills_at_any_width(mesh, kind, capfd):
 
 
 def test_a_step_of_any_width_up_to_the_models_is_the_same_program(mesh):
-    """The pass itself, without what drafts and judges: one row and eight are lowered to one text."""
+    """The pass itself, without what drafts and judges: from one row to eight the same operations, kernels included.
+
+    One row and eight are compiled too: what is fused, and what is called, stays the same.
+    """
     _, (params, _, state, _), config = program("smollm2", 1, "decode")
-    forward = fixed_width(llama.make_forward(config, PACKED), WIDTH)
+    forward = fixed_width(llama.make_forward(config, KEPT["packed"][0]), WIDTH)
 
-    def inner(n):
-        lowered = compiling.lowered(
-            lambda p, t, c, v: forward(p, t, c, n_valid_B=v)[0].logits,
-            (params, array([1, n], "int32"), state.cache, array([1], "int32")), mesh,
-        )  # fmt: skip
-        compiled = counting.Compiled(lowered.compile().as_text())
-        calls = [line for lines in compiled.computations.values() for line in lines if line[2] == "custom-call"]
-        return sorted((kind, len(operands)) for _, kind, _, operands, _ in calls), compiled
+    def step(p, t, c, v):
+        return forward(p, t, c, n_valid_B=v)[0].logits
 
-    few, one = inner(1)
-    many, eight = inner(WIDTH)
+    def given(n):
+        return params, array([1, n], "int32"), state.cache, array([1], "int32")
+
+    inside = {between_barriers(jax.make_jaxpr(step)(*given(n)).jaxpr) for n in range(1, WIDTH + 1)}
+    assert len(inside) == 1 and "mosaic_gpu" in inside.pop()
+    assert between_barriers(jax.make_jaxpr(step)(*given(WIDTH + 1)).jaxpr) == ""  # longer ones are prompts
+
+    def kinds(n):
+        lowered = compiling.lowered(step, given(n), mesh)
+        lines = [line for c in counting.Compiled(lowered.compile().as_text()).computations.values() for line in c]
+        calls = sorted((kind, len(operands)) for _, kind, op, operands, _ in lines if op == "custom-call")
+        return calls, sorted(kind for _, kind, op, *_ in lines if op in ("fusion", "dot"))
+
+    (few, one), (many, eight) = kinds(1), kinds(WIDTH)
     assert few == many and few
-
-    def fusions(c):
-        return sorted(kind for lines in c.computations.values() for _, kind, op, *_ in lines if op in ("fusion", "dot"))
-
-    differing = set(fusions(one)) ^ set(fusions(eight))
+    differing = set(one) ^ set(eight)
     assert len(differing) <= 4, differing  # padding before and cutting after
+
+
+def between_barriers(jaxpr) -> str:
+    """The operations between the first optimisation barrier and the last, names of values by order; "" without."""
+    at = [i for i, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "optimization_barrier"]
+    if not at:
+        return ""
+    first, last = jaxpr.eqns[at[0]], jaxpr.eqns[at[-1]]
+    return str(
+        jaxpr.replace(constvars=(), invars=first.outvars, outvars=last.outvars, eqns=jaxpr.eqns[at[0] + 1 : at[-1] + 1])
+    )
 
 
 def test_a_doubled_fetch_and_a_dense_copy_are_found(mesh):
@@ -191,3 +218,21 @@ def test_a_doubled_fetch_and_a_dense_copy_are_found(mesh):
 
     dense = counting.Compiled(compiling.lowered(widened, (x, w), mesh).compile().as_text())
     assert dense.dense_copies({4096 * 4096})
+
+
+def test_spills_and_transfers_to_the_host_are_found(mesh, capfd):
+    """Four warpgroups for 64 rows of Q4_K have too few registers; a result in the host's memory is a transfer."""
+    w, x = fr.abstract(layout_of(GGML.Q4_K), (4096, 4096)), array([64, 4096])
+    how = Plan(1, 4, 1, 4, 4)
+
+    def crowded(x, w):
+        return mosaic.product(w, rows.pack_rows(*rows.quantise(x), w), how)
+
+    capfd.readouterr()
+    compiling.lowered(crowded, (x, w), mesh).compile()
+    assert [r for r in compiling.registers("".join(capfd.readouterr())) if r.spilled]
+
+    def sent(x):
+        return jax.device_put(x * 2, NamedSharding(mesh.abstract_mesh, PartitionSpec(), memory_kind="pinned_host"))
+
+    assert HOST.search(compiling.lowered(sent, (x,), mesh).compile().as_text())

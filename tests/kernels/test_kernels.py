@@ -8,7 +8,7 @@ cache alone, whatever it holds there.
 
 import contextlib
 import ctypes
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from specsparse.errors import UserError
 from specsparse.kernels import BACKENDS, QTensor, status
 from specsparse.kernels.native import cpu
 from specsparse.kernels.packing.pack import SUPPORTED, layout_of, pack_qtensor
-from specsparse.kernels.reference import q8_cache
+from specsparse.kernels.reference import dense, q8_cache
 from specsparse.testing import random_quantised
 from tests.kernels import emulation
 from tests.tolerances import ATTEND_NMSE, LAW_RTOL, LINEAR_NMSE, nmse
@@ -492,6 +492,29 @@ def test_attention_equals_float64(backend, dtype, pairing):
                     np.testing.assert_array_equal(got_v, own_v)
                     np.testing.assert_array_equal(np.isnan(got_k), np.isnan(before) & np.isnan(own_k))
                     assert nmse(np.nan_to_num(got_k), np.nan_to_num(own_k)) <= ATTEND_NMSE["keys"]
+
+
+def test_a_cache_of_finite_numbers_is_not_masked_has_the_same_bits_and_stays_finite():
+    """As card kernels attend: a row that overflows or is NaN spoils no other one, in this step and in later ones."""
+    q, k, v, keys, values, cos, sin = attention_case("f16")
+    length, last = LENGTHS["middle"], slice(N - 1, None, N)  # the last row of a chain: no other one sees it
+    caches = packed_cache(keys, values, "f16", length)
+    turn = {"cos": jnp.asarray(cos)[None], "sin": jnp.asarray(sin)[None]}
+    given = {"length": jnp.asarray(length), "n_valid": jnp.full(B, N, jnp.int32), **turn}
+    step = jax.jit(
+        partial(dense.attend_batched, parents=jnp.asarray(PARENTS["chain"]), **given), static_argnames="finite"
+    )
+    wanted, *_ = step(q, k, v, *caches)
+    k, v = k.copy(), v.copy()
+    k[last, 0], v[last, ::2], v[last, 1::2] = np.inf, np.nan, -1e9
+    filled = [jnp.where(jnp.isnan(c), jnp.asarray(6e4, c.dtype), c) for c in caches]
+    got, new_k, new_v = step(q, k, v, *filled, finite=True)
+    others = np.arange(B * N) % N != N - 1
+    same_bits(np.asarray(got)[others], np.asarray(wanted)[others], "without a mask")
+    assert np.isfinite(new_k).all() and np.isfinite(new_v).all()
+    for b in range(B):
+        assert set(np.unique(new_v[b, :, length[b] + N - 1])) == {0, -65504}
+    assert not np.isfinite(step(q, k, v, *filled)[2]).all()
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -32,7 +32,7 @@ def multiply(x: jax.Array, w: Fragments, *, compiled: bool) -> jax.Array:
     if x.shape[0] > WIDEST:
         half = jnp.bfloat16
         return jnp.einsum("rk,nk->rn", x.astype(half), widened(w, half), preferred_element_type=jnp.float32)
-    codes, scales = gpu_rows.quantise(x)
+    codes, scales = gpu_rows.quantise(jax.lax.optimization_barrier(x))  # rows are computed once, though read twice
     how = plan(w, -(-x.shape[0] // 8))
     if not compiled:
         return _in_order(w, codes, scales, how)[:, : w.shape[0]]
@@ -103,7 +103,10 @@ def linear(
     `compiled` says whether programs are for a GPU; by default whether there is one.
     """
     on_gpu = jax.default_backend() == "gpu" if compiled is None else compiled
-    return dense.linear_batched(x, weights, multiplier=partial(_multiplier, compiled=on_gpu), **options)
+    outs = dense.linear_batched(x, weights, multiplier=partial(_multiplier, compiled=on_gpu), **options)
+    if options.get("residual") is None:
+        return outs
+    return jax.lax.optimization_barrier(outs)  # sums over ranges of columns are added up once, not in every reader
 
 
 def embed(w: Matrix, ids: jax.Array) -> jax.Array:

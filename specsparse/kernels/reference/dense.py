@@ -7,7 +7,6 @@ the
 `_batched` ones leave the batching to XLA, for GPUs.
 """
 
-import functools
 from functools import partial
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ from specsparse.kernels.reference.q8_cache import decode, encode, head_size
 
 LANES = 16
 _HIGHEST = jax.lax.Precision.HIGHEST
+_LOWEST = jnp.finfo(jnp.float32).min
 
 
 def _rowwise(function, *rows):
@@ -246,8 +246,9 @@ class _Step(NamedTuple):
 
 
 def _appended(
-    q, k, v, cache_k, cache_v, *, each_row, cos, sin, length, n_valid, parents, pairing, q_norm, k_norm, eps, table
-) -> _Step:
+    q, k, v, cache_k, cache_v, *, each_row, cos, sin, length, n_valid, parents, pairing, q_norm, k_norm, eps, table,
+    finite=False,
+) -> _Step:  # fmt: skip
     batch, groups, capacity, _ = cache_v.shape
     d = head_size(cache_v)
     n = q.shape[0] // batch
@@ -267,7 +268,11 @@ def _appended(
         return rotate(x.reshape(batch, n, -1, d), c, s, pairing)
 
     q, k = heads(q, q_norm), heads(k, k_norm)
-    cache_k, cache_v = append(cache_k, cache_v, k, v.reshape(batch, n, groups, d), length[:, None] + index, keep)
+    v = v.reshape(batch, n, groups, d)
+    if finite:
+        most = jnp.finfo(cache_v.dtype if jnp.issubdtype(cache_v.dtype, jnp.floating) else jnp.float16).max
+        k, v = _finite(k, most), _finite(v, most)
+    cache_k, cache_v = append(cache_k, cache_v, k, v, length[:, None] + index, keep)
     return _Step(q, cache_k, cache_v, length, keep, seen_Bnn, positions)
 
 
@@ -329,54 +334,67 @@ attend.__doc__ = """Rotates queries and keys, appends keys and values to the cac
 def attend_batched(
     q, k, v, cache_k, cache_v, *,
     cos, sin, length, n_valid, parents=None, pairing="norm", q_norm=None, k_norm=None, eps=0.0, window=0, table=0,
+    finite=False,
 ):  # fmt: skip
-    """`attend` of all rows together: one product with the cache, and of a tree one with the newest positions of a row.
+    """`attend` of all rows together: one product with the cache, and of a tree another with a row's newest positions.
 
-    A row at position p of a tree of n rows sees the blocks of `n` positions (16 at least) before block p // n - 1 where
-    they lie in the cache, committed for long, and the two last ones gathered along its own path. Which of its positions
-    belong to which part depends on p alone, so that a step and a verification of as many rows and as large a cache add
-    up the same numbers in the same order.
+    A row at position p of a tree of n rows sees positions up to p - n where they lie in the cache, committed for long,
+    and the last n along its own path, by the scores that all rows have with all slots. Which of its positions belong to
+    which part depends on p alone, so that a step and a verification of as many rows and as large a cache add up the
+    same numbers in the same order. The two parts have a softmax each and are joined by their maxima.
+
+    With `finite` all slots of the cache must hold finite numbers, whether they count or not, as those do that were 0 at
+    first and written by this function alone: NaN is stored as 0 then, and what is too large as the largest number.
+    Without it slots that do not count may hold anything; on a GPU that costs a copy of the values.
     """
     step = _appended(
-        q, k, v, cache_k, cache_v, each_row=_at_once, cos=cos, sin=sin, length=length, n_valid=n_valid,
+        q, k, v, cache_k, cache_v, each_row=_at_once, finite=finite, cos=cos, sin=sin, length=length, n_valid=n_valid,
         parents=parents, pairing=pairing, q_norm=q_norm, k_norm=k_norm, eps=eps, table=table,
     )  # fmt: skip
     batch, groups, capacity, _ = cache_v.shape
     d = head_size(cache_v)
     n, positions = step.q.shape[1], step.positions
     q_BGnhd = (step.q * (jnp.float32(1) / jnp.sqrt(jnp.float32(d)))).reshape(batch, n, groups, -1, d).swapaxes(1, 2)
-    span = -(-n // LANES) * LANES
-    first = positions + 1 if parents is None else jnp.maximum(positions // span - 1, 0) * span  # of the gathered ones
-
-    def masked(scores, held, at):
-        """Scores [B, G, n, h, ..] with -inf where a position is not seen."""
-        if window:
-            held &= at > positions[(..., *(None,) * (at.ndim - 2))] - window
-        return jnp.where(held[:, None, :, None], scores, -jnp.inf)
-
     keys = decode(step.cache_k.swapaxes(3, 4)).swapaxes(3, 4)
-    slots = jnp.arange(capacity, dtype=jnp.int32).reshape(1, 1, -1, LANES)
-    scores = jnp.einsum(
-        "bgnhd,bgxdl->bgxnhl", q_BGnhd, keys, precision=_HIGHEST
-    ).transpose(0, 1, 3, 4, 2, 5)  # fmt: skip
-    scores = masked(scores, slots < first[..., None, None], slots)
-    written = (length + n_valid if parents is None else length)[:, None, None, None]
-    zero = jnp.zeros((), step.cache_v.dtype)  # masked before it is widened: on a GPU what is masked is written out
-    values = decode(jnp.where(slots.reshape(1, 1, -1, 1) < written, step.cache_v, zero))
-    parts = [(scores.reshape(*scores.shape[:4], capacity), "bgnhs,bgsd->bgnhd", values)]
+    scores = jnp.einsum("bgnhd,bgxdl->bgnhxl", q_BGnhd, keys, precision=_HIGHEST)
+    scores = scores.reshape(batch, groups, n, -1, capacity)
+
+    def weighed(scores_BGnhs, held_Bns, at):
+        """(top, weights, their sum) of a part of the positions; weights are 0 where a position is not seen.
+
+        Where no position of the part is seen, weights are 1 and the top is so low that the other part is all.
+        """
+        if window:
+            held_Bns &= at > positions[:, :, None] - window
+        held = held_Bns[:, None, :, None]
+        seen = jnp.where(held, scores_BGnhs, _LOWEST)
+        top = jnp.max(seen, axis=-1, keepdims=True)
+        weights = jnp.exp(seen - top)
+        return top, weights, jnp.sum(weights, axis=-1, keepdims=True)
+
+    slots = jnp.arange(capacity, dtype=jnp.int32)[None, None]
+    first = positions + 1 if parents is None else positions + 1 - n
+    top, weights, total = weighed(scores, slots < first[..., None], slots)
+    read = decode if finite else lambda rows: _finite(decode(rows))
+    summed = jnp.einsum("bgnhs,bgsd->bgnhd", weights, read(step.cache_v), precision=_HIGHEST)
     if parents is not None:
-        at = first[..., None] + jnp.arange(2 * span, dtype=jnp.int32)[None, None]
+        at = first[..., None] + jnp.arange(n, dtype=jnp.int32)[None, None]
         slot = jnp.clip(_slots(step, at), 0, capacity - 1)
-        seen = at <= positions[..., None]
-        keys, newest = jax.vmap(_gathered)(step.cache_k, step.cache_v, slot)
-        near = jnp.einsum("bgnhd,bngsd->bgnhs", q_BGnhd, keys, precision=_HIGHEST)
-        newest = jnp.where(seen[:, :, None, :, None], newest, jnp.float32(0))
-        parts.append((masked(near, seen, at), "bgnhs,bngsd->bgnhd", newest))
-    top = functools.reduce(jnp.maximum, [jnp.max(s, axis=-1, keepdims=True) for s, _, _ in parts])
-    weights = [jnp.exp(s - top) for s, _, _ in parts]
-    total = sum(jnp.sum(w, axis=-1, keepdims=True) for w in weights)
-    summed = sum(jnp.einsum(how, w, v, precision=_HIGHEST) for w, (_, how, v) in zip(weights, parts, strict=True))
+        near = jnp.take_along_axis(scores, slot[:, None, :, None], axis=-1)
+        top_2, weights, total_2 = weighed(near, at >= 0, at)
+        newest = read(jax.vmap(lambda v, s: v[:, s])(step.cache_v, slot))  # [B, G, n, S, d]
+        summed_2 = jnp.sum(weights[..., None] * newest[:, :, :, None], axis=4)
+        both = jnp.maximum(top, top_2)
+        a, b = jnp.exp(top - both), jnp.exp(top_2 - both)
+        summed = a * summed + b * summed_2
+        total = a * total + b * total_2
     return _out(step, (summed / total).swapaxes(1, 2).reshape(batch, n, -1))
+
+
+def _finite(x, most=None):
+    """x with 0 in place of NaN, and nothing beyond the largest number of its type, or beyond `most`."""
+    most = jnp.asarray(jnp.finfo(x.dtype).max if most is None else most, x.dtype)
+    return jnp.where(jnp.isnan(x), jnp.zeros((), x.dtype), jnp.clip(x, -most, most))
 
 
 def _slots(step: _Step, at_BnS):
@@ -389,9 +407,3 @@ def _slots(step: _Step, at_BnS):
     new = at_BnS - step.length[:, None, None]
     node = jnp.take_along_axis(path_Bnn, jnp.clip(new, 0, n - 1), axis=2)
     return jnp.where(new < 0, at_BnS, step.length[:, None, None] + node)
-
-
-def _gathered(cache_k, cache_v, slot_nS):
-    """Keys and values f32[n, G, S, d] of one sequence in these slots."""
-    keys = cache_k[:, slot_nS // LANES, :, slot_nS % LANES].swapaxes(1, 2)  # the indexed axes come first
-    return decode(keys), decode(cache_v[:, slot_nS]).swapaxes(0, 1)
