@@ -11,7 +11,7 @@ from specsparse.kernels.api import (
     status,
 )
 from specsparse.kernels.gpu.fragments import Fragments
-from specsparse.kernels.gpu.weights import PlainMatrix, described, kept_as, on_card
+from specsparse.kernels.gpu.weights import Kept, PlainMatrix, described, kept_as, on_card
 from specsparse.kernels.native.cpu import set_threads
 from specsparse.kernels.neurons import (
     ChosenFfn,
@@ -32,6 +32,7 @@ __all__ = [
     "TILE_ROWS",
     "ChosenFfn",
     "Fragments",
+    "Kept",
     "Kernels",
     "Layout",
     "NeuronChoice",

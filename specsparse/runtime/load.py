@@ -129,13 +129,14 @@ def load(
     if mesh is not None:
         plan = replace(plan, devices=_on_mesh(f, config, plan, mesh, floats=floats))
     plan, storage = _stored(f, config, plan, backend, floats=float_weights)
-    on_card = plan.kernels.kept if storage else None
-    floats = (plan.floats and on_card is None) or float_weights
     automatic = width in (None, AUTO)
     width = _width(f, plan, width)
+    kept = plan.kernels.kept if storage else None
+    floats = (plan.floats and kept is None) or float_weights
+    kept = "f32" if width and floats else kept
     params = weights.load_params(
         f, config, floats=floats, float_types=plan.float_types, progress=advance, pack_ffn=plan.pack,
-        place=plan.devices.place_tensor if on_card is None else partial(_place_on_card, on_card),
+        place=plan.devices.place_tensor if kept is None else partial(_place_on_card, kept),
     )  # fmt: skip
     read = weights.footprint(params, f)
     forward = plan.devices.make_forward(config, plan.kernels, plan.ffn)
@@ -200,8 +201,8 @@ def _stored(
     return replace(plan, kernels=kernels.get(kept)), f"{kernels.described(list(types), kept)} ({why})"
 
 
-def _place_on_card(kept: Literal["packed", "bf16"], name: str, value: Pytree) -> Pytree:
-    """A tensor as it is kept on an accelerator; vectors as they are."""
+def _place_on_card(kept: kernels.Kept, name: str, value: Pytree) -> Pytree:
+    """A tensor as kernels of a width keep it; vectors as they are."""
     return kernels.on_card(value, kept) if isinstance(value, kernels.QTensor) else value
 
 

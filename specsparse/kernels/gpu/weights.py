@@ -12,8 +12,8 @@ from specsparse.kernels.gpu.fragments import Fragments, fragments, reads_packed
 from specsparse.kernels.packing import dequant
 from specsparse.kernels.qtensor import Layout, QTensor
 
-Kept = Literal["packed", "bf16"]
-"""How quantised matrices are kept. Matrices of floats are plain in either, bf16 and f16 as they are, f32 as f32."""
+Kept = Literal["packed", "bf16", "f32"]
+"""How quantised matrices are kept. Matrices of floats are plain in all: with f32 as f32, else as they are."""
 
 FITS = 0.8
 """Of a card's memory, what weights may take: the rest is for the cache, activations and programs."""
@@ -47,7 +47,8 @@ def on_card(w: QTensor, kept: Kept = "packed") -> Fragments | PlainMatrix:
     """The matrix as an accelerator's programs take it; made on the host, once."""
     if kept == "packed" and reads_packed(w.layout):
         return fragments(w)
-    return plain(jax.jit(dequant.dequantize)(replace(w, data=jnp.asarray(w.data))), w.layout)
+    layout = Layout("f32", source=w.layout.source) if kept == "f32" else w.layout
+    return plain(jax.jit(dequant.dequantize)(replace(w, data=jnp.asarray(w.data))), layout)
 
 
 def plain(values: jax.Array, layout: Layout) -> PlainMatrix:
