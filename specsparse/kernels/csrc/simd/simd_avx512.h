@@ -98,7 +98,10 @@ template <int NT, int SLICES>
 SPECSPARSE_INLINE void dot_codes(const uint8_t* w, const QBlock* const* x, SI (*dot)[NT], int32_t zero) {
   const __m512i mask = _mm512_set1_epi8(15);
   __m512i acc[NT];
-  each<NT>([&](auto t) SPECSPARSE_EACH { acc[t] = _mm512_set1_epi32(-zero * x[t]->sum); });
+  if (zero)
+    each<NT>([&](auto t) SPECSPARSE_EACH { acc[t] = _mm512_set1_epi32(-zero * x[t]->sum); });
+  else
+    each<NT>([&](auto t) SPECSPARSE_EACH { acc[t] = _mm512_setzero_si512(); });
   each<4>([&](auto c) SPECSPARSE_EACH {
     const __m512i both = load512(w + 64 * c);
     const __m512i low = _mm512_and_si512(both, mask), high = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
