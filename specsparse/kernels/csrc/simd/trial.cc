@@ -37,14 +37,14 @@ void fill(Made& made) {
     block.scale = static_cast<float>(1 + numbers.next()) / 4096;
     block.sum = 0;
     for (int half = 0; half < 2; ++half) {
-      int32_t& sum = block.sums[half] = 0;
+      int32_t sum = 0;
       for (int i = 0; i < kBlock / 2; ++i) {
         const int8_t q = static_cast<int8_t>(numbers.next() % 255 - 127);
         block.q[half * kBlock / 2 + i] = q, sum += q;
       }
-      block.shifts[half] = block.scale * static_cast<float>(sum), block.sum += sum;
+      block.shifts[half] = block.scale * static_cast<float>(sum), block.less[1 + half] = -128 * sum, block.sum += sum;
     }
-    block.shift = block.scale * static_cast<float>(block.sum);
+    block.shift = block.scale * static_cast<float>(block.sum), block.less[0] = -128 * block.sum;
   }
   // Without this bit every half and every float is finite, wherever scales lie.
   for (int64_t i = 0; i < static_cast<int64_t>(sizeof made.group); ++i)
