@@ -219,9 +219,13 @@ def _device(args: argparse.Namespace, out: Any) -> dict[str, Any]:
     chosen = {**short, **({"repeats": args.repeats} if args.repeats else {})}
     backend = args.kernels or ("xla" if args.device == "cpu" else None)
     plan = CardPlan(args.device, tiny=args.tiny, layers=args.layers, backend=backend, **chosen)
-    found = job.run(plan, names, lambda line: out.print(line, soft_wrap=True, highlight=False), apart=not args.tiny)
+
+    def say(line: str) -> None:
+        out.print(line, soft_wrap=True, highlight=False, markup=False)  # a name in brackets is no style
+
+    found = job.run(plan, names, say, apart=not args.tiny)
     for line in job.lines(found):
-        out.print(line, soft_wrap=True, highlight=False)
+        say(line)
     return found
 
 

@@ -44,8 +44,10 @@ def some_rows(name: str, count: int) -> np.ndarray:
     return x
 
 
-def row_arrays(f: fr.Fragments, x: np.ndarray):
-    """(int8 codes, scales, `PackedRows`) of rows, in one program."""
+@cache
+def row_arrays(name: str, count: int):
+    """(int8 codes, scales, `PackedRows`) of `some_rows`, in one program."""
+    f, x = matrix(name)[1], some_rows(name, count)
 
     @jax.jit
     def quantised(x):
@@ -107,8 +109,7 @@ def instruction_operands(words: np.ndarray, x_words: np.ndarray) -> tuple[np.nda
 def test_registers_are_what_the_instruction_wants(name):
     """Both blocks of a piece, as the kernel takes its words apart."""
     w, f = matrix(name)
-    x = some_rows(name, 5)
-    codes, _, packed = row_arrays(f, x)
+    codes, _, packed = row_arrays(name, 11)
     all_codes = np.asarray(emulation.unpack(np.asarray(w.data), w.layout, *w.shape)[0]) + w.layout.zero
     for piece in range(f.pieces):
         for block in range(min(2, KINDS[name] // 32 - 2 * piece)):
@@ -117,19 +118,19 @@ def test_registers_are_what_the_instruction_wants(name):
                 words = (words >> (4 * block)) & 0x0F0F0F0F
             else:
                 words = words[..., 4 * block : 4 * block + 4]
-            x_words = np.asarray(packed.codes)[piece, :, 2 * block : 2 * block + 2]
-            a, b = instruction_operands(words.astype(np.int32), x_words)
             at = slice((2 * piece + block) * 32, (2 * piece + block + 1) * 32)
-            np.testing.assert_array_equal(a[: OUT - 64], all_codes[64:, at])
-            np.testing.assert_array_equal(b[:, :5], np.asarray(codes)[:, at].T)
-            assert not a[OUT - 64 :].any() and not b[:, 5:].any()
+            for tile, rows_of_it in enumerate((np.asarray(codes)[:8, at], np.asarray(codes)[8:, at])):
+                x_words = np.asarray(packed.codes)[piece, 32 * tile : 32 * tile + 32, 2 * block : 2 * block + 2]
+                a, b = instruction_operands(words.astype(np.int32), x_words)
+                np.testing.assert_array_equal(a[: OUT - 64], all_codes[64:, at])
+                np.testing.assert_array_equal(b[:, : len(rows_of_it)], rows_of_it.T)
+                assert not a[OUT - 64 :].any() and not b[:, len(rows_of_it) :].any()
 
 
 def test_scales_lie_where_sums_do():
     """Sum c of a register pair: row lane / 4 (+ 8 for the second pair), column 2 (lane % 4) + c."""
     w, f = matrix("Q4_0")
-    x = some_rows("Q4_0", 11)
-    codes, scales, packed = row_arrays(f, x)
+    codes, scales, packed = row_arrays("Q4_0", 11)
     d = np.asarray(emulation.unpack(np.asarray(w.data), w.layout, *w.shape)[1])
     sums = np.asarray(codes).reshape(11, 3, 32).astype(np.int32).sum(-1)
     for lane in range(32):

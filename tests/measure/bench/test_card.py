@@ -133,7 +133,7 @@ def test_no_time_left_is_said_and_nothing_begun(monkeypatch):
 def test_one_stage_after_the_other_in_processes_of_their_own(monkeypatch):
     given = []
 
-    def apart(name, limit_s, command, say, *, environment):
+    def apart(name, limit_s, command, say, *, environment, unsaid):
         given.append((name, limit_s, CardPlan(**json.loads(command[-1])), environment))
         return StageReport(name, limit_s, rows=[{"what": name}], error="it broke" if name == "small" else None)
 
@@ -148,7 +148,8 @@ def test_one_stage_after_the_other_in_processes_of_their_own(monkeypatch):
 def test_without_a_card_there_is_one_line(capsys):
     assert main(["bench", "--device", "gpu", "--all"]) == 2
     said = capsys.readouterr()
-    assert said.err.count("\n") == 1 and "no gpu is here: jax " in said.err and "--device cpu --tiny --all" in said.err
+    assert said.out == "" and said.err.count("\n") == 1 and "no gpu is here: jax " in said.err
+    assert "pip install 'jax[cuda13]'" in said.err and "--device cpu --tiny --all" in said.err
 
 
 @pytest.mark.parametrize(

@@ -78,8 +78,11 @@ def run(plan: CardPlan, names: Sequence[str], say: Say, *, apart: bool = True) -
             done.append(StageReport(stage.name, 0.0, error="not begun: no time was left"))
             continue
         limit = min(stage.limit_s, left)
-        say(f"-- {stage.name} (at most {limit:.0f} s)")
-        done.append(_one(stage, plan, limit, say) if apart else run_here(stage, plan, say))
+        heading = f"-- {stage.name} (at most {limit:.0f} s)"
+        if done:
+            say(heading)
+        told = say if done else _headed(heading, say)  # where there is no such device, one line says so and no other
+        done.append(_one(stage, plan, limit, told) if apart else run_here(stage, plan, told))
     return {
         "bench": "device",
         "plan": asdict(plan),
@@ -93,10 +96,22 @@ def run(plan: CardPlan, names: Sequence[str], say: Say, *, apart: bool = True) -
 def _one(stage: Stage, plan: CardPlan, limit_s: float, say: Say) -> StageReport:
     command = [sys.executable, "-u", "-m", f"{__package__}.child", stage.name, json.dumps(asdict(plan))]
     only = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"} if plan.device == "cpu" else {}
-    out = run_apart(stage.name, limit_s, command, say, environment=only)
+    out = run_apart(stage.name, limit_s, command, say, environment=only, unsaid=NO_DEVICE)
     if out.code == NO_DEVICE and out.error:
         raise UserError(out.error)
     return out
+
+
+def _headed(heading: str, say: Say) -> Say:
+    """`say`, with a heading before its first line."""
+    waiting = [heading]
+
+    def both(line: str) -> None:
+        while waiting:
+            say(waiting.pop())
+        say(line)
+
+    return both
 
 
 def lines(found: Json) -> list[str]:

@@ -101,8 +101,9 @@ def run_here(stage: Stage, plan: CardPlan, say: Say) -> StageReport:
 
 
 def run_apart(
-    name: str, limit_s: float, command: Sequence[str], say: Say, *, environment: Mapping[str, str] | None = None
-) -> StageReport:
+    name: str, limit_s: float, command: Sequence[str], say: Say, *, environment: Mapping[str, str] | None = None,
+    unsaid: int | None = None,
+) -> StageReport:  # fmt: skip
     """A stage in a process of its own, which is ended after `limit_s` seconds.
 
     Args:
@@ -111,6 +112,7 @@ def run_apart(
         command: prints rows as `print_rows` does.
         say: takes a line for each row as it comes, and what went wrong.
         environment: variables beside ours.
+        unsaid: the exit code of which the caller tells.
     """
     out, begun = StageReport(name, limit_s), time.monotonic()
     child = subprocess.Popen(
@@ -136,7 +138,7 @@ def run_apart(
         ending = f"signal {-out.code}" if out.code < 0 else f"exit code {out.code}"
         out.error = last[-1] if last and out.code > 0 else ": ".join([ending, *last])
     out.seconds = time.monotonic() - begun
-    if out.error:
+    if out.error and (unsaid is None or out.code != unsaid):
         say(f"failed: {out.error}")
     return out
 
