@@ -42,6 +42,18 @@ def _cache_of_the_tests(tmp_path_factory):
     os.environ.setdefault("SPECSPARSE_TIMING_LOCK", str(directory / "timing.lock"))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _settings_come_back():
+    """A module may switch instruction sets and threads; the next one finds them as they were."""
+    from specsparse.kernels.native import cpu
+
+    isa, threads = cpu.isa(), cpu.threads()
+    yield
+    if cpu.available():
+        cpu.set_isa(isa)
+        cpu.set_threads(threads)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _names_of_models():
     """What `specsparse.run` does before it composes a config."""
