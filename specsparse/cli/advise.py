@@ -57,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
         raise UserError(f"--alpha has {len(args.alpha)} values, {_MOST_ALPHAS} are the most: give fewer")
     for path in (args.json, args.plot):
         if path not in (None, STDOUT):
-            need_place(path, args.target, *args.drafts, args.acceptance)
+            need_place(path, args.target, *args.drafts, args.acceptance, picture=path is args.plot)
     _check_names(args.target, *args.drafts)
 
     from specsparse.experiments.methods.decoding import bar  # after the names: JAX takes a second

@@ -52,7 +52,8 @@ def main(args: argparse.Namespace) -> int:
     """Audit and print; 1 where specsparse itself is not one group."""
     for path in (args.json, args.html, args.figure):
         if path not in (None, STDOUT):
-            need_place(path, args.model, args.text, *args.diff[1:])  # before the work, not after it
+            # Before the work, not after it.
+            need_place(path, args.model, args.text, *args.diff[1:], picture=path is args.figure)
     if args.diff:
         return _diff(args)
     if args.sides:

@@ -82,7 +82,7 @@ def main(args: argparse.Namespace) -> int:
         raise UserError("--machine names the machine for --publish FILE")
     for path in (args.json, args.plot, args.publish):
         if path not in (None, STDOUT):
-            need_place(path, args.model)  # before the measurement, not after it
+            need_place(path, args.model, picture=path is args.plot)  # before the measurement, not after it
     if args.publish:
         _check_publish(args)
     _check_alone(args)

@@ -21,19 +21,23 @@ def need_folder(path: str | os.PathLike[str]) -> None:
         raise UserError(f"{path}: there is no folder {folder} to write it in")
 
 
-def need_place(path: str | os.PathLike[str], *sources: str | os.PathLike[str] | None) -> None:
+def need_place(path: str | os.PathLike[str], *sources: str | os.PathLike[str] | None, picture: bool = False) -> None:
     """For one file to write, before the work that fills it.
 
     Args:
         path: of the file; replaced where it is there.
         sources: files that the work reads; None and what is no file are passed over.
+        picture: whether a figure is written, which is a PNG and nothing else.
 
     Raises:
-        UserError: `path` is a folder or one of the sources, or its folder is not there or lets nothing be written.
+        UserError: `path` is a folder or one of the sources, or its folder is not there or lets nothing be written,
+            or the name of a picture does not end in .png.
     """
     path = Path(path)
     if path.is_dir():
         raise UserError(f"{path}: is a folder; name a file to write")
+    if picture and path.suffix.lower() != ".png":
+        raise UserError(f"{path}: figures are written as PNG; name a file that ends in .png")
     need_folder(path)
     if not os.access(path.parent, os.W_OK):
         raise UserError(f"{path}: cannot be written: the folder {path.parent} is not writable here")

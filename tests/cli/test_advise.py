@@ -37,9 +37,10 @@ SIZES = ",".join(map(str, range(1, 18)))
         (["qwen3-8b", "--batch", SIZES, "--context", "8,9"], "make 34 pairs, 32 are the most"),
         (["qwen3-8b", "--alpha", ",".join(f"0.{i}" for i in range(11, 28))], "has 17 values, 16 are the most"),
         (["qwen3-8b", "--alpha", "0.5", "--task", "chat"], "give one of them"),
+        (["qwen3-8b", "--device", "h200", "--plot", "a.xyz"], "a.xyz: figures are written as PNG"),
         (["qwen3-8b", "--device", "h200", "--acceptance", "no/record.json"], "cannot be read"),
     ],
-    ids=["model", "device", "alpha", "batch", "gamma", "long", "sizes", "alphas", "both", "record"],
+    ids=["model", "device", "alpha", "batch", "gamma", "long", "sizes", "alphas", "both", "ending", "record"],
 )
 def test_a_mistake_is_one_line(capsys, argv, said):
     assert main(["advise", *argv]) == 2

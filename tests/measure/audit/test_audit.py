@@ -196,6 +196,7 @@ def test_a_broken_promise_of_ours_is_exit_code_one(tiny, capsys, monkeypatch):
         (("--json", "missing/a.json"), "there is no folder missing"),
         (("--json", "."), ".: is a folder; name a file to write"),
         (("--html", ""), "is a folder; name a file"),
+        (("--figure", "a.svg"), "a.svg: figures are written as PNG"),
         (("--sides", "a"), "--sides goes with audit diff"),
         (("diff", "a"), "audit diff A B"),
         (("--width", "2"), "did you mean --widths?"),

@@ -31,6 +31,8 @@ def test_table_report_and_figure(capsys, tmp_path, monkeypatch, report):
     assert all(r["read"] == 1 for r in figure.rows if r["active"] == 1)
 
 
-def test_a_figure_needs_a_shape(capsys, tmp_path):
+def test_a_figure_needs_a_shape_and_a_name_that_says_what_is_written(capsys, tmp_path):
+    assert main(["bench", "--ffn-shape", "64x128", "--plot", "a.xyz"]) == 2
+    assert capsys.readouterr().err == "specsparse: a.xyz: figures are written as PNG; name a file that ends in .png\n"
     assert main(["bench", "--plot", str(tmp_path / "x.png")]) == 2
     assert capsys.readouterr().err == "specsparse: --plot goes with --ffn-shape, for instance 4096x11008\n"
