@@ -23,16 +23,15 @@ from specsparse.kernels.packing.dequant import dequantize, embed_rows
 from specsparse.models.convert.dflash import read_dflash
 from specsparse.models.convert.dflash_folder import write_folder
 from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
-from specsparse.speculative.base import Feedback
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.heads.dflash_block import BlockLayer, BlockWeights, rms_norm
 from specsparse.speculative.drafters.heads.dflash_file import write_dflash_gguf
 from specsparse.speculative.drafters.plan import MakeModel
 from specsparse.speculative.trees import get_tree
-from specsparse.speculative.verify import match_verdict
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import draft_context, on_target, random_dflash, target_rows
 from specsparse.training.blocks import blocks as blocks_of
+from tests.speculative import rolled_back
 from tests.tolerances import HEAD_NMSE, nmse
 
 DATA = Path(__file__).parents[1] / "data"
@@ -164,48 +163,7 @@ def test_options_of_the_format(tiny, options):
 def test_a_rolled_back_cache_drafts_as_a_new_one(tiny, shape):
     options = {"tree": get_tree("ddtree", nodes=7, depth=4)} if shape == "tree" else {}
     drafter, weights = bound(tiny, random_dflash(tiny), **options)
-    nodes, texts = drafter.max_nodes, [list(range(3, 20)), [5, 6, 7], [9] * 30]
-    rng = np.random.default_rng(0)
-    draft = jax.jit(drafter.draft)
-    begin = jax.jit(lambda weights, ctx, hidden: drafter.init(weights, ctx, hidden=hidden))
-
-    @jax.jit
-    def commit(weights, state, ctx, draft, target_Bn, hidden):
-        return drafter.commit(weights, state, ctx, Feedback(draft, match_verdict(draft, target_Bn), hidden))
-
-    def context(number):
-        return on_target(tiny, draft_context(texts, capacity=C, budget=nodes, round=number))
-
-    def rows(ctx):
-        return target_rows(tiny, ctx, drafter.wants_hidden)
-
-    ctx = context(0)
-    state = begin(weights, ctx, rows(ctx))
-    for number in range(4):
-        ctx = context(number)
-        found = draft(weights, state, ctx)
-        jax.tree.map(
-            np.testing.assert_array_equal, found.draft, draft(weights, begin(weights, ctx, rows(ctx)), ctx).draft
-        )
-        before, target, paths = [len(t) for t in texts], np.full((3, nodes + 1), 300, np.int32), []
-        for b in range(3):
-            at, path = -1, [0]
-            for _ in range((number + b) % 4):
-                children = [i for i in range(int(found.draft.count[b])) if int(found.draft.parents[b, i]) == at]
-                if not children:
-                    break
-                at = children[-1]
-                target[b, path[-1]] = int(found.draft.tokens[b, at])
-                path.append(at + 1)
-            texts[b] += [*(int(found.draft.tokens[b, row - 1]) for row in path[1:]), int(rng.integers(3, 299))]
-            paths.append(path)
-        ctx = context(number + 1)
-        after = rows(ctx)
-        hidden = np.zeros((3, nodes + 1, after.shape[2]), np.float32)
-        for b, path in enumerate(paths):
-            for i, row in enumerate(path):
-                hidden[b, row] = after[b, before[b] - 1 + i]
-        state = commit(weights, found.state, ctx, found.draft, jnp.asarray(target), jnp.asarray(hidden))
+    rolled_back.check(tiny, drafter, weights, [list(range(3, 20)), [5, 6, 7], [9] * 30], capacity=C, vocab=299)
 
 
 def test_ddtree_holds_the_most_likely_paths(tiny):

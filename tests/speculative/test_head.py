@@ -11,18 +11,18 @@ import specsparse
 from specsparse.errors import UserError
 from specsparse.kernels.packing.dequant import embed_rows
 from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
-from specsparse.speculative.base import ROOT, DraftKind, Feedback
+from specsparse.speculative.base import ROOT, DraftKind
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.heads import head_file
 from specsparse.speculative.drafters.heads.head_file import write_head
 from specsparse.speculative.drafters.plan import MakeModel
 from specsparse.speculative.trees import get_tree
-from specsparse.speculative.verify import match_verdict
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import draft_context, on_target, random_eagle3, random_head, target_rows
 from specsparse.training import export, head
 from specsparse.training.head import HeadWeights
 from specsparse.training.unroll import Frozen, Window, rotary
+from tests.speculative import rolled_back
 
 V, C, K = 300, 64, 4
 TEXTS = [list(range(3, 20)), [5, 6, 7], [9] * 30]
@@ -167,52 +167,7 @@ def test_a_rolled_back_cache_drafts_as_a_new_one(model, file, kind, shape):
     own = {"head": str(file)} if kind == "head" else {"path": random_eagle3(model, norm_output=True)}
     made = get_drafter(kind, gamma=K, **own, **options).bind(model, MakeModel(lambda spec: model, with_fewer_neurons))
     drafter, weights = made.drafter, made.weights(C)
-    nodes = drafter.max_nodes
-
-    begin = jax.jit(lambda w, ctx, hidden: drafter.init(w, ctx, hidden=hidden))
-    draft = jax.jit(drafter.draft)
-
-    @jax.jit
-    def commit(w, state, ctx, draft, target_Bn, hidden):
-        return drafter.commit(w, state, ctx, Feedback(draft, match_verdict(draft, target_Bn), hidden))
-
-    rng, texts = np.random.default_rng(0), [list(t) for t in TEXTS]
-
-    def context(number):
-        return on_target(model, draft_context(texts, capacity=C, budget=nodes, round=number))
-
-    def rows(ctx):
-        return target_rows(model, ctx, drafter.wants_hidden)
-
-    ctx = context(0)
-    state = begin(weights, ctx, rows(ctx))
-    for number in range(5):
-        ctx = context(number)
-        found = draft(weights, state, ctx)
-        fresh = draft(weights, begin(weights, ctx, rows(ctx)), ctx)
-        jax.tree.map(np.testing.assert_array_equal, found.draft, fresh.draft)
-        before = [len(t) for t in texts]
-        target, nodes_of = np.full((3, nodes + 1), V, np.int32), []
-        for b, accept in enumerate(((0, 1, 2, 9, 0)[number], 9, int(rng.integers(0, 4)))):
-            at, path = ROOT, [0]
-            emitted = []
-            while len(emitted) < accept:
-                children = [i for i in range(int(found.draft.count[b])) if int(found.draft.parents[b, i]) == at]
-                if not children:
-                    break
-                at = children[int(rng.integers(len(children)))]
-                target[b, path[-1]] = int(found.draft.tokens[b, at])
-                emitted.append(int(target[b, path[-1]]))
-                path.append(at + 1)
-            texts[b] += [*emitted, int(rng.integers(3, V))]
-            nodes_of.append(path)
-        after = context(number)
-        every = np.asarray(rows(after))
-        hidden = np.zeros((3, nodes + 1, every.shape[-1]), np.float32)
-        for b, path in enumerate(nodes_of):
-            for depth, row in enumerate(path):
-                hidden[b, row] = every[b, before[b] - 1 + depth]
-        state = commit(weights, found.state, after, found.draft, jnp.asarray(target), jnp.asarray(hidden))
+    rolled_back.check(model, drafter, weights, TEXTS, capacity=C, vocab=V)
 
 
 def test_a_lone_token_has_no_features_and_still_decodes(model, file):

@@ -1,10 +1,3 @@
 #define SPECSPARSE_ISA avxvnni
-#include "simd/simd_avxvnni.h"
-#include "dense/dot.inl"
-
-namespace specsparse {
-void dot_avxvnni(const Matrix& w, int64_t g, const Activations& x, int64_t row, int tokens, float* y) {
-  if (w.is_float()) return kAvx2Ops.dot(w, g, x, row, tokens, y);
-  dot_blocked(w, w.data + g * w.group_bytes, x, row, tokens, y);
-}
-}  // namespace specsparse
+#define SPECSPARSE_DOT dot_avxvnni
+#include "dense/dot_256.inl"

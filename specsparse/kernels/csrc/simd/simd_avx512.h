@@ -71,19 +71,7 @@ inline float reduce_add(F x) {
 }
 inline float reduce_max(F x) { return _mm512_reduce_max_ps(x.v); }
 
-// Slices: rows of a group that share a register; here all of them.
-constexpr int kSlice = 16;
-constexpr int slices_at_once(int) { return 1; }
-using S = F;
-using SI = I;
-
-inline S slice_zero() { return zero(); }
-inline S slice_set1(float x) { return set1(x); }
-inline S slice_load(const void* p) { return load(static_cast<const float*>(p)); }
-inline S slice_f16(const void* p) { return load_f16(p); }
-inline S slice_i8(const void* p) { return load_i8(p); }
-inline S slice_u8(const void* p) { return load_u8(p); }
-inline SI slice_minus(SI x, int32_t y) { return add(x, set1_i(-y)); }
+#include "simd/whole_slices.inl"
 
 inline __m512i load512(const void* p) { return _mm512_loadu_si512(p); }
 // sum + w * x, codes of w unsigned, the same four of x for each lane. GCC reads the four by an instruction of its own, which
