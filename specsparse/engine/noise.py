@@ -38,25 +38,15 @@ def seed_words(seed: int) -> np.ndarray:
     return np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
 
 
-def _multiply(a: np.uint32, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """High and low word of the 64-bit product, from 16-bit halves: 64-bit integers are off by default in jax."""
-    half, mask = np.uint32(16), np.uint32(0xFFFF)
-    a_low, a_high = a & mask, a >> half
-    b_low, b_high = b & mask, b >> half
-    low = b_low * a_low
-    mid = b_high * a_low + (low >> half)  # at most (2^16 - 1)^2 + 2^16 - 1: no overflow
-    cross = b_low * a_high + (mid & mask)
-    return b_high * a_high + (mid >> half) + (cross >> half), b * a
-
-
-@jax.jit  # its 300 operations are traced once for a shape, and not at every use
+@jax.jit  # its operations are traced once for a shape, and not at every use
 def philox4x32(counter: tuple[jax.Array, ...], key: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """Philox4x32-10 of four counter words under two key words; all uint32 of one shape (or scalars)."""
     # Tied to the counter: in a loop the key is invariant, and XLA would hoist its schedule, one kernel for each sum.
     (c0, c1, c2, c3), (k0, k1) = jax.lax.optimization_barrier((counter, key))
+    m0, m1 = (jnp.full(jnp.shape(c0), m) for m in _MULTIPLIERS)
     for _ in range(_ROUNDS):
-        high0, low0 = _multiply(_MULTIPLIERS[0], c0)
-        high1, low1 = _multiply(_MULTIPLIERS[1], c2)
+        high0, low0 = jax.lax.mulhi(m0, c0), m0 * c0
+        high1, low1 = jax.lax.mulhi(m1, c2), m1 * c2
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = k0 + _WEYL[0], k1 + _WEYL[1]
     return c0, c1, c2, c3
