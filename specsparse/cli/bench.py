@@ -8,11 +8,17 @@ bandwidth and of the multiply-add peak measured in between.
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specsparse.cli.numbers import count, positive, sizes
 from specsparse.errors import UserError
 from specsparse.support.atomic import atomically, need_place
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from specsparse.report.figure import Figure
+    from specsparse.support.json_files import Json
 
 _REPEATS = 5
 STDOUT = "-"
@@ -40,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=sizes,
         default=(),
         metavar="LIST",
-        help="instead: pp, tg and speculation by batch size: 1,2,4,8",
+        help="instead: pp, tg and speculation (--drafter, drafts of --n tokens) by batch size: 1,2,4,8",
     )
     add(
         "--drafter",
@@ -49,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--ffn-shape", type=_shape, metavar="DxF", help="instead: one FFN, sparse and dense: 4096x11008")
     add("--active", type=_shares, metavar="LIST", help="shares of neurons kept, with --ffn-shape (0.05,0.1,0.2,0.5,1)")
-    add("--plot", type=Path, metavar="FILE.png", help="draw time against active share, with --ffn-shape")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the table, with --ffn-shape or --batch")
     add("--ablation", choices=("lut",), help="instead: look-up tables beside integer products, 4-bit weights")
     add("--shapes", type=_matrices, metavar="LIST", help="rows x columns, with --ablation (2048x2048,4096x11008)")
     add("--device", choices=("gpu", "tpu", "cpu"), help="instead: stages on a device, models made from their shapes")
@@ -70,8 +76,8 @@ def main(args: argparse.Namespace) -> int:
 
     if args.active and not args.ffn_shape:
         raise UserError("--active goes with --ffn-shape, for instance 4096x11008")
-    if args.plot and not args.ffn_shape:
-        raise UserError("--plot goes with --ffn-shape, for instance 4096x11008")
+    if args.plot and not (args.ffn_shape or args.batch):
+        raise UserError("--plot goes with --ffn-shape or --batch, for instance --batch 1,2,4,8")
     if args.shapes and not args.ablation:
         raise UserError("--shapes goes with --ablation lut")
     if (args.all or args.stages or args.tiny or args.layers) and not args.device:
@@ -145,7 +151,7 @@ def _check_alone(args: argparse.Namespace) -> None:
         for name in names:
             if getattr(args, name):
                 raise UserError(f"{flag} does not go with --{name.replace('_', '-')}")
-        if args.n == () and mode != "batch":
+        if args.n == ():
             raise UserError(f"--n none: nothing to measure with {flag}")
 
 
@@ -179,15 +185,22 @@ def _single(args: argparse.Namespace, out: Any) -> dict[str, Any]:
 def _batch(args: argparse.Namespace, out: Any) -> dict[str, Any]:
     """Several sequences at once; prints the table and returns the report."""
     from specsparse.measure.bench import batch
+    from specsparse.report.figures.batches import batches
+    from specsparse.support import tables
 
     if not args.tg:
         raise UserError("--batch decodes: give --tg")
-    plan = batch.BatchPlan(sizes=args.batch, pp=args.pp, tg=args.tg, repeats=args.repeats or _REPEATS)
+    chosen = {"drafter": args.drafter, "drafted": args.n, "repeats": args.repeats}
+    given = {name: value for name, value in chosen.items() if value}
+    plan = batch.BatchPlan(sizes=args.batch, pp=args.pp, tg=args.tg, **given)
     found = batch.run(
         plan, out, model=args.model, threads=args.threads, kv_dtype=args.kv_dtype, backend=args.kernels,
         peers=args.peer,
     )  # fmt: skip
-    out.print(batch.table(found))
+    tables.show(out, batch.table(found))
+    for line in batch.lines(found):
+        out.print(line, soft_wrap=True)
+    _draw(args.plot, batches, found, out)
     return found
 
 
@@ -243,10 +256,7 @@ def _ffn(args: argparse.Namespace, out: Any) -> dict[str, Any]:
     found = ffn.run(plan, out, threads=args.threads, backend=args.kernels)
     out.print(ffn_table.table(found))
     out.print(ffn_table.summary_line(found), soft_wrap=True)
-    if args.plot is not None:
-        with atomically(args.plot) as file:
-            file.write(active_share(found).png())
-        out.print(f"figure: {args.plot}", soft_wrap=True)
+    _draw(args.plot, active_share, found, out)
     return found
 
 
@@ -262,6 +272,14 @@ def _lut(args: argparse.Namespace, out: Any) -> dict[str, Any]:
     return found
 
 
+def _draw(path: Path | None, figure: "Callable[[Json], Figure]", found: "Json", out: "Console") -> None:
+    """The report as a picture, where one was asked for."""
+    if path is not None:
+        with atomically(path) as file:
+            file.write(figure(found).png())
+        out.print(f"figure: {path}", soft_wrap=True)
+
+
 class _Mode(NamedTuple):
     """What an option measures instead of one sequence, and the options that it does not go with."""
 
@@ -275,10 +293,10 @@ _INSTEAD = {
         _device,
         ("peer", "publish", "batch", "drafter", "ffn_shape", "ablation", "quantise", "rows", "depth", "kv_dtype", "n"),
     ),
-    "drafter": _Mode(_speculation, ("ablation", "ffn_shape", "batch", "quantise", "rows", "depth")),
-    "ablation": _Mode(_lut, ("peer", "batch", "ffn_shape", "rows", "depth", "kv_dtype", "kernels")),
-    "ffn_shape": _Mode(_ffn, ("peer", "batch", "rows", "depth", "kv_dtype")),
+    "ablation": _Mode(_lut, ("peer", "batch", "ffn_shape", "drafter", "rows", "depth", "kv_dtype", "kernels")),
+    "ffn_shape": _Mode(_ffn, ("peer", "batch", "drafter", "rows", "depth", "kv_dtype")),
     "batch": _Mode(_batch, ("quantise", "rows", "depth")),
+    "drafter": _Mode(_speculation, ("quantise", "rows", "depth")),
 }
 """By option, the first that is given counts."""
 

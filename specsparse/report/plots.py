@@ -45,19 +45,22 @@ def grouped_bars(axes: Axes, rows: Sequence[Row], *, group: str, series: str) ->
     axes.grid(axis="x", visible=False)
 
 
-def lines(axes: Axes, rows: Sequence[Row], *, x: str, series: str) -> None:
-    """A line for each of `series` over `x`, nudged apart so that whiskers do not hide each other."""
-    names, places = distinct(rows, series), sorted(distinct(rows, x))
+def lines(axes: Axes, rows: Sequence[Row], *, x: str, series: str, names: Sequence[object] | None = None) -> None:
+    """A line for each of `series` over `x`, nudged apart so that whiskers do not hide each other.
+
+    `names` are what `series` may be, a colour each, where other axes have more of them than these rows.
+    """
+    names, places = distinct(rows, series) if names is None else names, sorted(distinct(rows, x))
     gap = min((b - a for a, b in itertools.pairwise(places)), default=1.0)
     step = min(0.05 * gap, 0.012 * (places[-1] - places[0] or gap))
     for i, name in enumerate(names):
         own = sorted((r for r in rows if r[series] == name and r["value"] is not None), key=lambda r: r[x])
-        nudge = (i - (len(names) - 1) / 2) * step
+        nudge, colour = (i - (len(names) - 1) / 2) * step, COLOURS[i % len(COLOURS)]
         at, heights = [r[x] + nudge for r in own], [r["value"] for r in own]
-        axes.plot(at, heights, marker="o", color=COLOURS[i], label=str(name))
+        axes.plot(at, heights, marker="o", color=colour, label=str(name))
         if own:
             spread = list(zip(*map(whiskers, own)))
-            axes.errorbar(at, heights, spread, fmt="none", ecolor=COLOURS[i], elinewidth=1, capsize=_CAP, alpha=0.7)
+            axes.errorbar(at, heights, spread, fmt="none", ecolor=colour, elinewidth=1, capsize=_CAP, alpha=0.7)
     axes.set_xticks(places, [f"{p:g}" for p in places])
 
 

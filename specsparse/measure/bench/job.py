@@ -77,10 +77,11 @@ def run(job: BenchJob, out: Console) -> Json:
         peaks = {"before_load": before, "load": load_peak, "load_and_warm_up": memory.peak_bytes()}
         sides: list[Side] = [ours]
         for peer in peers:
-            with terminal.busy(out, f"loading {peer.name}, checking its perplexity, choosing its attention"):
+            with terminal.busy(out, f"loading {peer.name}, choosing its attention, checking its perplexity"):
                 peer.open(path, model.config, threads=threads, room=job.room, depth=job.depth)
-                peer.check(model, widest=max(job.plan.pp and _WIDE, *job.plan.ns, 1))
                 peer.choose(job.plan)
+                _check(peer, model, job.plan)
+                interleaved.warm_up(job.plan, peer)
             sides.append(peer)
         with terminal.counting(out, "timing", job.plan.repeats * tests * len(sides)) as progress:
             results = interleaved.run(job.plan, sides, _advance(progress))
@@ -103,6 +104,14 @@ def run(job: BenchJob, out: Console) -> Json:
 
 def _advance(progress: Progress) -> Callable[[], None]:
     return lambda: progress.advance(progress.task_ids[0])
+
+
+def _check(peer: Peer, model: Model, plan: Plan) -> None:
+    """Its logits beside ours: as many rows as are timed, with the attention that they are timed with."""
+    widest = max(plan.pp and _WIDE, *plan.ns, 1)
+    one = "decode" if plan.tg else "verify" if plan.ns else "prompt"
+    wide = "verify" if widest in plan.ns else "prompt" if plan.pp else one
+    peer.check(model, widest=widest, one=one, wide=wide)
 
 
 def _check_room(job: BenchJob, model: Model) -> None:

@@ -1,17 +1,19 @@
 """Other engines on the same file as a benchmark's sides."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.model import Model
 from specsparse.measure.audit import windows
 from specsparse.measure.audit.check import Check
 from specsparse.measure.audit.engines import CHECKED, OurRows, PeerRows, real_text
-from specsparse.measure.bench.interleaved import Plan, warm_up
+from specsparse.measure.bench.interleaved import Plan
 from specsparse.measure.bench.sides import token_ids
 from specsparse.measure.peers.process import PeerError, PeerProcess
 from specsparse.support.in_turn import in_turn
@@ -46,7 +48,8 @@ class Peer(PeerProcess):
         load_s: seconds that it took to load the model.
         flash: by method of `Side`, whether flash attention is on; a method that is not there runs as the library
             chooses by itself.
-        checked: its perplexity beside ours one row at a time and in wide batches, or None.
+        checked: its perplexity beside ours one row at a time and in wide batches, with the attention that is timed for
+            as many rows; or None.
         unchecked: why that could not be compared, or None.
     """
 
@@ -68,22 +71,39 @@ class Peer(PeerProcess):
         flash = {"flash": True} if self.kind.flash else {}
         self.load_s = self.timed(do="open", **request, **flash, **self.kind.options)["seconds"]
 
-    def check(self, model: Model, *, widest: int) -> None:
-        """Compares its logits of real text with those of `model`, from the same file, before anything is timed."""
+    def check(self, model: Model, *, widest: int, one: str = "decode", wide: str = "verify") -> None:
+        """Compares its logits of real text with those of `model`, from the same file, before anything is timed.
+
+        Args:
+            model: ours.
+            widest: rows of the wide batches.
+            one, wide: methods of `Side` whose attention, where it is chosen, takes one row and the wide batches.
+        """
         real = windows.token_ids(model.tokenizer, None)[: min(CHECKED, model.config.context_length - widest)]
+        rows = _RowsAsTimed(self, {1: one, widest: wide})
         try:
-            self.checked = real_text(PeerRows(self), OurRows(model, len(real) + widest), real, widest)
+            self.checked = real_text(rows, OurRows(model, len(real) + widest), real, widest)
         except PeerError as error:
             self.unchecked = str(error)
 
     def choose(self, plan: Plan) -> None:
-        """Warms up, and takes the faster of flash attention on and off for each kind of test, by its longest."""
+        """Takes the faster of flash attention on and off for each kind of test, by its longest."""
         longest = {test.method: test for test in plan.tests()}
         for method, test in longest.items() if self.kind.flash else ():
-            ways = {on: partial(self._timed, method, test.n, on) for on in (True, False)}
-            found = in_turn(ways, repeats=_CHOOSING)
-            self.flash[method] = min(ways, key=lambda on: statistics.median(found[on]))
-        warm_up(plan, self)
+            self.flash[method] = _faster(partial(self._timed, method, test.n))
+
+    def choose_for_batches(self, sizes: Mapping[int, Sequence[Sequence[int]]], n: int) -> dict[int, bool]:
+        """The same for batches of n tokens of each sequence, by the number of sequences; `sizes` are their prompts.
+
+        The smallest batch stands for `decode` and the largest for `verify` in `check` and in `facts`.
+        """
+        found = {size: _faster(partial(self.batch, prompts, n)) for size, prompts in sizes.items()}
+        self.flash = {"decode": found[min(sizes)], "verify": found[max(sizes)]}
+        return found
+
+    def choose_for_writing(self, ids: list[int], n: int) -> None:
+        """The same for `speculate`, by a plain text of n tokens."""
+        self.flash["speculate"] = _faster(lambda on: self._write(ids, n, flash=on).seconds)
 
     def facts(self) -> Json:
         """For the report."""
@@ -93,10 +113,14 @@ class Peer(PeerProcess):
             "flash": dict(self.flash), "check": checked, "unchecked": self.unchecked,
         }  # fmt: skip
 
-    def _timed(self, method: str, n: int, flash: bool | None) -> float:
+    def attend(self, flash: bool | None) -> None:
+        """Goes on with flash attention or without; None as it is."""
         if flash is not None and flash != self._on:
             self.timed(do="attend", flash=flash)
             self._on = flash
+
+    def _timed(self, method: str, n: int, flash: bool | None) -> float:
+        self.attend(flash)
         return self.timed(do=method, n=n)["seconds"]
 
     def prompt(self, n: int) -> float:
@@ -111,7 +135,7 @@ class Peer(PeerProcess):
         """See `Side`."""
         return self._timed("verify", n, self.flash.get("verify"))
 
-    def batch(self, prompts: Sequence[Sequence[int]], n: int, *, flash: bool) -> float:
+    def batch(self, prompts: Sequence[Sequence[int]], n: int, flash: bool) -> float:
         """Seconds of n tokens of each sequence behind its prompt, one of each a pass; peers with an "attend" only."""
         return self.timed(do="batch", prompts=[list(map(int, p)) for p in prompts], n=n, flash=flash)["seconds"]
 
@@ -121,7 +145,37 @@ class Peer(PeerProcess):
         `drafted` 0 is plain decoding. llama.cpp only.
         """
         path = None if draft is None else str(draft.resolve())
-        return WrittenText(**self.timed(do="speculate", ids=ids, n=n, drafted=drafted, draft=path))
+        return self._write(ids, n, drafted=drafted, draft=path, flash=self.flash.get("speculate", False))
+
+    def _write(self, ids: list[int], n: int, *, flash: bool, drafted: int = 0, draft: str | None = None) -> WrittenText:
+        return WrittenText(**self.timed(do="speculate", ids=ids, n=n, drafted=drafted, draft=draft, flash=flash))
+
+
+class _RowsAsTimed(PeerRows):
+    """Its logits by widths, each with the attention that a method of `Side` is timed with."""
+
+    def __init__(self, peer: Peer, methods: Mapping[int, str]):
+        super().__init__(peer)
+        self._peer, self._methods = peer, methods
+
+    def rows(self, prompt: Sequence[int], text: Sequence[int], width: int) -> np.ndarray:
+        """See `PeerRows`."""
+        self._peer.attend(self._peer.flash.get(self._methods[width]))
+        return super().rows(prompt, text, width)
+
+
+def _faster(seconds: Callable[[bool], float]) -> bool:
+    """Whether flash attention is: `seconds(on)` in turn, by the medians."""
+    ways = (True, False)
+    found = in_turn({on: partial(seconds, on) for on in ways}, repeats=_CHOOSING)
+    return min(ways, key=lambda on: statistics.median(found[on]))
+
+
+def perplexities(check: Json) -> str:
+    """What `Peer.facts` says of its perplexity, for a line."""
+    one, wide = (check[how] for how in ("one_row", "widest"))
+    theirs = f"{one['perplexity']:.2f} one row at a time, {wide['perplexity']:.2f} in batches"
+    return f"perplexity {theirs}; ours {one['ours']:.2f}"
 
 
 def below_expectation(config: ModelConfig, kind: str, rate: float, flags: list[str], threads: int) -> str | None:

@@ -25,7 +25,7 @@ from specsparse.runtime.binding import make_method
 from specsparse.runtime.device_batch import Method, Request
 from specsparse.runtime.load import load
 from specsparse.runtime.session import Session
-from specsparse.speculative.drafters.registry import DRAFTERS
+from specsparse.speculative.drafters.registry import DRAFTERS, get_drafter
 from specsparse.speculative.method import make_drafter
 from specsparse.speculative.policies.base import Fixed
 from specsparse.support import tables, terminal
@@ -68,6 +68,19 @@ def draft_file(drafter: str) -> Path | None:
     return None if DRAFTERS.holds(drafter) else catalogue.resolve(drafter)
 
 
+def method_of(model: Model, drafter: str, drafted: int | None) -> Method:
+    """Greedy speculation with a drafter's name, or the name or file of a draft model.
+
+    `drafted` tokens in each draft; None for the length that the drafter takes by itself.
+    """
+    greedy, file = SamplingParams(temperature=0.0), draft_file(drafter)
+    if drafted is None and file is None:
+        return make_method(model, drafter, None, greedy)
+    name, options = ("model", {"model": str(file)}) if file else (drafter, {})
+    made = get_drafter(name, **options) if drafted is None else make_drafter(name, options, Fixed(drafted))
+    return make_method(model, made, None, greedy)
+
+
 def ours(model: Model, method: Method, ids: Sequence[int], tokens: int) -> WrittenText:
     """Greedy tokens after a prompt and a first round, whose tokens are not timed; as if it had written one."""
     params = SamplingParams(temperature=0.0, max_tokens=tokens + 1, ignore_eos=True)
@@ -84,11 +97,8 @@ def sides(
     model: Model, peer: Speculator | None, plan: SpeculationPlan
 ) -> dict[str, Callable[[list[int]], WrittenText]]:
     """What writes a text, by name."""
-    greedy, draft = SamplingParams(temperature=0.0), draft_file(plan.drafter)
-    methods = {PLAIN: Method()}
-    for k in plan.drafted:
-        name, options = ("model", {"model": str(draft)}) if draft else (plan.drafter, {})
-        methods[f"ours {k}"] = make_method(model, make_drafter(name, options, Fixed(k)), None, greedy)
+    draft, methods = draft_file(plan.drafter), {PLAIN: Method()}
+    methods |= {f"ours {k}": method_of(model, plan.drafter, k) for k in plan.drafted}
     found = {name: (lambda ids, how=how: ours(model, how, ids, plan.tg)) for name, how in methods.items()}
     if peer is not None:
         asked = {PEER_PLAIN: (0, None)}
@@ -184,14 +194,16 @@ def run(
         if other is not None:
             room = max(len(ids) for _, ids in jobs) + plan.tg + max(plan.drafted) + 2
             threads = kernels.status()["threads"] or 1
-            other.open(loaded.path, loaded.config, threads=threads, room=room, depth=0)
+            with terminal.busy(out, f"loading {other.name}, choosing its attention"):
+                other.open(loaded.path, loaded.config, threads=threads, room=room, depth=0)
+                other.choose_for_writing(jobs[0][1], plan.tg)
         started = time.perf_counter()
         writers = sides(loaded, other, plan)
         with terminal.counting(out, "timing texts", len(jobs) * len(writers) * (plan.repeats + 1)) as bar:
             found = measure(writers, jobs, repeats=plan.repeats, done=lambda: bar.advance(bar.task_ids[0]))
     return {
         "bench": "specsparse speculation", "plan": asdict(plan), **summary(found, plan.tg),
-        "peer": other and {"name": other.name, "version": other.version},
+        "peer": other and {"name": other.name, "version": other.version, "flash": other.flash["speculate"]},
         "seconds": time.perf_counter() - started, "manifest": manifest.build({}, loaded.path),
     }  # fmt: skip
 
@@ -215,4 +227,8 @@ def lines(report: Json) -> list[str]:
     }
     out = ["our best over " + ", over ".join(f"{names[key]} {x:.2f}x" for key, x in report["ratios"].items())]
     differing = {name: tasks for name, tasks in report["differing"].items() if tasks}
+    if report["peer"]:
+        out.append(
+            f"the peer's flash attention, the faster of on and off: {'on' if report['peer']['flash'] else 'off'}"
+        )
     return out + [f"{name} differs from plain decoding in {', '.join(tasks)}" for name, tasks in differing.items()]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from rich.table import Table
 from rich.text import Text
 
+from specsparse.measure.bench.peers import perplexities
 from specsparse.measure.bench.sides import OURS
 from specsparse.support import tables
 from specsparse.support.json_files import Json
@@ -84,11 +85,7 @@ def lines(report: Json) -> Iterator[Text]:
             chosen = ", ".join(f"{'on' if on else 'off'} for {_TESTS[method]}" for method, on in peer["flash"].items())
             yield Text(f"          flash attention, the faster of on and off: {chosen}")
         if peer["check"]:
-            one, wide = (peer["check"][how] for how in ("one_row", "widest"))
-            yield Text(
-                f"          perplexity {one['perplexity']:.2f} one row at a time, {wide['perplexity']:.2f} in batches; "
-                f"ours {one['ours']:.2f}"
-            )
+            yield Text(f"          {perplexities(peer['check'])}")
     for note in report["notes"]:
         yield Text(f"note      {note}", style="yellow")
 

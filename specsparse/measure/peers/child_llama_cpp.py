@@ -9,7 +9,7 @@ ik-llama-cpp-python; imports nothing of specsparse. Requests:
     {"do": "attend", "flash": true or false} -> {"seconds": ...}
     {"do": "prompt" | "decode" | "verify", "n": n} -> {"seconds": ...}
     {"do": "batch", "prompts": [[...], ...], "n": n, "flash": true or false} -> {"seconds": ...}
-    {"do": "speculate", "ids": [...], "n": n, "drafted": k, "draft": path or null}
+    {"do": "speculate", "ids": [...], "n": n, "drafted": k, "draft": path or null, "flash": true or false}
         -> {"seconds": ..., "tokens": [...], "passes": of the target}
     {"do": "write", "prompt": [...], "count": n, "pieces": p} -> {"tokens": [...]}
     {"do": "rows", "prompt": [...], "text": [...], "width": w, "pieces": p, "file": path} -> {"vocabulary": V}
@@ -17,11 +17,12 @@ ik-llama-cpp-python; imports nothing of specsparse. Requests:
 `prompt` is one batch with the logits of its last token (n_batch 2048, n_ubatch 512, as llama-bench), `decode` one token
 a call with its logits, `verify` one batch with all logits. Nothing is sampled: the tokens are given. `depth` tokens are
 in the cache before each test. `batch` decodes n given tokens of each sequence behind its prompt, one of each sequence a
-call. `attend` goes on with flash attention or without, in a second context of the same
-weights. `speculate` writes n tokens greedily after a prompt, with the package's own prompt lookup
-of k tokens (0: plainly), or with a second model that drafts k tokens greedily, one a call, and keeps what it has read;
-its time begins at the first token. `write` continues a prompt greedily, one token a batch. `rows` feeds a text behind a
-prompt in batches of w tokens; its logits go to a file, float32[len(text), V]. Both feed the prompt by p tokens.
+call, all in one `llama_batch`; prompts that are in the cache already are not fed again. `attend` goes on with flash
+attention or without, in a second context of the same weights. `speculate` writes n tokens greedily after a prompt, with
+the package's own prompt lookup of k tokens (0: plainly), or with a second model that drafts k tokens greedily, one a
+call, and keeps what it has read; its time begins at the first token. `write` continues a prompt greedily, one token a
+batch. `rows` feeds a text behind a prompt in batches of w tokens; its logits go to a file, float32[len(text), V]. Both
+feed the prompt by p tokens.
 """
 
 import os
@@ -47,9 +48,9 @@ class LlamaCpp:
         """Flash attention or not; what the library chooses by itself depends on its version."""
         params.flash_attn_type = int(on)
 
-    def keep(self, context, count: int) -> None:
-        """Drops the tokens from `count` on, of every sequence."""
-        self.c.llama_memory_seq_rm(self.c.llama_get_memory(context), -1, count, -1)
+    def keep(self, context, count: int, sequence: int = -1) -> None:
+        """Drops the tokens from `count` on, of one sequence or of every one."""
+        self.c.llama_memory_seq_rm(self.c.llama_get_memory(context), sequence, count, -1)
 
     def wait(self, context) -> None:
         """For the computation to end."""
@@ -79,9 +80,9 @@ class IkLlamaCpp:
         """Flash attention or not."""
         params.flash_attn = on
 
-    def keep(self, context, count: int) -> None:
-        """Drops the tokens from `count` on, of every sequence."""
-        self._remove(context, -1, count, -1)
+    def keep(self, context, count: int, sequence: int = -1) -> None:
+        """Drops the tokens from `count` on, of one sequence or of every one."""
+        self._remove(context, sequence, count, -1)
 
     def wait(self, context) -> None:
         """For the computation to end."""
@@ -116,7 +117,7 @@ class Context:
     def __init__(self, lib, model, threads: int, room: int, flash: "bool | None" = None, sequences: int = 1):
         self.lib, self.model, c = lib, model, lib.c
         self.room = room
-        self.prefix, self.filled = None, False  # the prompt, or the first `depth` tokens, that the cache begins with
+        self.prefix, self.filled = None, False  # prompt (a list of several), or `depth` tokens: how the cache begins
         self.vocabulary = c.llama_vocab_n_tokens(c.llama_model_get_vocab(self.model))
         params = c.llama_context_default_params()
         params.n_ctx = -(-room // 256) * 256 * sequences
@@ -131,9 +132,14 @@ class Context:
         self.batch = c.llama_batch_init(params.n_batch, 0, 1)
         self.n_batch = params.n_batch
 
-    def keep(self, count: int) -> None:
-        """Back to `count` tokens."""
-        self.lib.keep(self.context, count)
+    def keep(self, count: int, sequence: int = -1) -> None:
+        """Back to `count` tokens, of one sequence or of every one."""
+        self.lib.keep(self.context, count, sequence)
+
+    def close(self) -> None:
+        """Gives its memory back."""
+        self.lib.c.llama_batch_free(self.batch)
+        self.lib.c.llama_free(self.context)
 
     def feed(self, tokens: list, start: int, *, every: bool) -> None:
         """Decodes tokens behind `start` others in batches, with the logits of all or of the last."""
@@ -220,9 +226,10 @@ class Engine:
         self.context = self.contexts[flash]
         return time.perf_counter() - start
 
-    def writer(self, drafted: int, draft: str | None = None):
+    def writer(self, drafted: int, draft: "str | None", flash: bool):
         """The package's own generator: plain, with prompt lookup, or with a draft model; and its counter."""
-        if (drafted, draft) not in self.writers:
+        key = drafted, draft, flash
+        if key not in self.writers:
             from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
             counted = None
@@ -230,18 +237,19 @@ class Engine:
                 counted = Counted(
                     LlamaPromptLookupDecoding(num_pred_tokens=drafted)
                     if draft is None
-                    else ModelDraft(Context(self.lib, load(self.lib, draft), self.threads, self.room), drafted)
+                    else ModelDraft(Context(self.lib, load(self.lib, draft), self.threads, self.room, flash), drafted)
                 )
             # With a draft it keeps all logits, and makes room for them only where it is told to.
             made = self.lib.c.Llama(
-                **self.writer_options, n_threads_batch=self.threads, draft_model=counted, logits_all=bool(counted)
-            )
-            self.writers[drafted, draft] = made, counted
-        return self.writers[drafted, draft]
+                **self.writer_options, n_threads_batch=self.threads, draft_model=counted, logits_all=bool(counted),
+                flash_attn=flash,
+            )  # fmt: skip
+            self.writers[key] = made, counted
+        return self.writers[key]
 
-    def speculate(self, ids: list, n: int, drafted: int, draft: str | None = None) -> dict:
+    def speculate(self, ids: list, n: int, drafted: int, draft: "str | None" = None, flash: bool = False) -> dict:
         """Seconds of n greedy tokens after a first one, end tokens ignored; all n + 1, and the passes of the n."""
-        (writer, counted), start, tokens = self.writer(drafted, draft), 0.0, []
+        (writer, counted), start, tokens = self.writer(drafted, draft, flash), 0.0, []
         writer.reset()
         if counted:
             counted.calls = 0
@@ -296,11 +304,16 @@ class Engine:
         key, room = (len(prompts), flash), max(len(prompt) for prompt in prompts) + n
         context = self.batched.get(key)
         if context is None or context.room < room:
-            self.batched.pop(key, None)
+            if context is not None:
+                context.close()
             context = self.batched[key] = Context(self.lib, self.context.model, self.threads, room, flash, len(prompts))
-        context.keep(0)
+        if context.prefix != prompts:
+            context.keep(0)
+            for s, prompt in enumerate(prompts):
+                context.feed_rows([(token, at, s, False) for at, token in enumerate(prompt)])
+            context.prefix = prompts
         for s, prompt in enumerate(prompts):
-            context.feed_rows([(token, at, s, False) for at, token in enumerate(prompt)])
+            context.keep(len(prompt), s)
         start = time.perf_counter()
         for i in range(n):
             context.feed_rows(

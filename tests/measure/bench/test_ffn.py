@@ -35,4 +35,6 @@ def test_a_figure_needs_a_shape_and_a_name_that_says_what_is_written(capsys, tmp
     assert main(["bench", "--ffn-shape", "64x128", "--plot", "a.xyz"]) == 2
     assert capsys.readouterr().err == "specsparse: a.xyz: figures are written as PNG; name a file that ends in .png\n"
     assert main(["bench", "--plot", str(tmp_path / "x.png")]) == 2
-    assert capsys.readouterr().err == "specsparse: --plot goes with --ffn-shape, for instance 4096x11008\n"
+    assert (
+        capsys.readouterr().err == "specsparse: --plot goes with --ffn-shape or --batch, for instance --batch 1,2,4,8\n"
+    )

@@ -70,7 +70,7 @@ def test_without_a_peer_a_drafter_by_name_is_enough(model):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("--batch", "2"), "--drafter does not go with --batch"),
+        (("--depth", "2"), "--drafter does not go with --depth"),
         (("--tg", "0"), "--drafter writes texts: give --tg"),
         (("--peer", "transformers"), "--peer transformers has no speculative decoding here"),
     ],

@@ -9,7 +9,6 @@ import pytest
 
 import specsparse
 from specsparse import kernels
-from specsparse.cli.main import main
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
 from specsparse.experiments import runner
@@ -17,7 +16,6 @@ from specsparse.experiments.compose.config import from_omegaconf
 from specsparse.experiments.kinds import roofline
 from specsparse.experiments.methods import measured
 from specsparse.measure import costs
-from specsparse.measure.bench import batch
 from specsparse.measure.costs import drafts, ranks
 from specsparse.measure.costs import measured as measuring
 from specsparse.run import conf_dir
@@ -141,34 +139,6 @@ def test_acceptance_of_a_prompt_that_fills_the_context_is_none(model):
 def test_acceptance_over_seeds_refuses(model, wrong):
     with pytest.raises(UserError):
         costs.acceptance_over_seeds(model, [5, 6, 7], max_tokens=4, **wrong)
-
-
-def test_batches(model):
-    plan = batch.BatchPlan(sizes=(1, 2), pp=16, tg=6, repeats=1)
-    rows = batch.measure(plan, model)
-    assert [row["batch"] for row in rows] == [1, 2]
-    for row in rows:
-        assert row["speedup"]["median"] > 0 and row["tokens_per_target_pass"] >= 1
-        assert row["pp_tokens_per_second"]["median"] > 0
-    assert rows[0]["tokens_per_target_pass"] == rows[1]["tokens_per_target_pass"]  # the same texts
-
-
-def test_the_bench_command_takes_batches(path, capsys, scripted_peer):
-    with_flash = """*'"do": "batch"'*'"flash": true'*"""
-    scripted_peer({with_flash: """echo '{"seconds": 0.5}'""", "*": """echo '{"seconds": 0.25}'"""})
-    argv = ["bench", "--model", str(path), "--batch", "1,2", "--pp", "8", "--tg", "4", "--repeats", "1"]
-    assert main(["bench", "--json", *argv[1:], "--peer", "llama.cpp"]) == 0
-    out = capsys.readouterr().out
-    assert "speed-up" in out and "llama.cpp, tok/s" in out
-    rows = json.loads(out.splitlines()[-1])["rows"]
-    assert [row["batch"] for row in rows] == [1, 2]
-    peers = [row["peers"]["llama.cpp"] for row in rows]  # of two texts of 4 tokens, a quarter of a second a batch
-    assert [(p["flash"], p["tokens_per_second"]["median"]) for p in peers] == [(False, 16.0), (False, 32.0)]
-    assert main([*argv, "--peer", "transformers"]) == 2
-    assert "has no batches here" in capsys.readouterr().err
-    assert main([*argv, "--rows", "4"]) == 2
-    assert "--rows" in capsys.readouterr().err
-    assert main([*argv[:-6], "--pp", "8", "--tg", "600"]) == 2
 
 
 def config(path, **given):
