@@ -52,6 +52,7 @@ class Model:
         width: rows of every step (`engine.fixed_width`), 0 where each runs its own.
         storage: how matrices are kept on an accelerator and why; "" where they are packed for a CPU.
         narrow: `forward` before it got a width that was chosen here and not asked for; else None.
+        least_slots: of every cache, see `sharing`.
         programs: compiled programs, by what they close over.
         drafters: drafters bound to this model, by plan, so that a draft model is loaded once.
     """
@@ -72,6 +73,7 @@ class Model:
     width: int = 0
     storage: str = ""
     narrow: ForwardFn | None = None
+    least_slots: int = 0
     programs: dict = field(default_factory=dict)
     drafters: dict = field(default_factory=dict)
     _tables: dict = field(default_factory=dict)
@@ -141,10 +143,18 @@ class Model:
         return KV_DTYPES[self.kv_dtype]
 
     def capacity_for(self, tokens: int) -> int:
-        """Slots of a cache that holds `tokens` tokens, at most the context."""
-        rounded = -(-tokens // _CAPACITY_STEP) * _CAPACITY_STEP
+        """Slots of a cache that holds `tokens` tokens, at least `least_slots` and at most the context."""
+        rounded = -(-max(tokens, self.least_slots) // _CAPACITY_STEP) * _CAPACITY_STEP
         context = -(-self.config.context_length // kv.LANES) * kv.LANES
         return min(rounded, context)
+
+    def sharing(self, tokens: int) -> "Model":
+        """The model with one size of caches for texts of up to `tokens` tokens, and so one program for them.
+
+        Only where steps have one width: their programs have every layer's operations in them and take long to compile,
+        for each capacity anew. Other models are returned as they are.
+        """
+        return dataclasses.replace(self, least_slots=tokens + self.width) if self.width else self
 
     def room_for(self, drafted: int) -> int:
         """Slots that a step needs beyond what is committed; with a fixed width the same for every method."""

@@ -39,6 +39,8 @@ class Played(NamedTuple):
 class OneModel:
     """An engine that hands out the one model there is, whatever is asked for."""
 
+    generate, stream = staticmethod(api.generate), staticmethod(api.stream)
+
     def __init__(self, model):
         self.model = model
 

@@ -92,6 +92,22 @@ def test_a_watched_run_with_a_policy_and_the_host_loop(cfg, tmp_path):
     assert "oracles" in summary and summary["jit_over_host_loop"]["prompts"] == 2
 
 
+def test_prompts_of_any_length_share_a_program_with_a_fixed_width(tmp_path):
+    """Two prompts, of which each would have a cache of its own size."""
+    path = write_tiny_gguf(tmp_path / "m.gguf", vocab_size=300, n_layers=1, context_length=512)
+    model = specsparse.load(path, backend="xla", width=8)
+    texts = ["abc " * count for count in (2, 100)]
+    ids = [model.tokenizer.encode(text, add_special=True) for text in texts]
+    short, long = (model.capacity_for(len(i) + 4 + model.room_for(0)) for i in ids)
+    assert short < long
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    method = {"text": tmp_path / "prompts.jsonl", "chat": False, "sampling": GREEDY, "max_tokens": 4}
+    playing.play(run_config(path, **method, stream=False, warmup=False), tmp_path / "run", model=model)
+    assert sum(key[0][0] == "decode" for key in model.programs) == 1
+    assert set(model._tables) == {long}  # the size of every cache
+    assert model.capacity_for(1) == short  # the model itself is as it was
+
+
 QWEN3 = {"architecture": "qwen3", "head_dim": 32, "tokenizer": "bpe", "pre": "qwen2", **CONTEXT}
 SAME_TEXT = "model x match (lossless: plain decoding's tokens)"
 PAIRS = {

@@ -155,14 +155,17 @@ def label(verifier: Verifier | str) -> str:
 
 
 def prepare(cfg: DecodingSettings, lab: Lab, methods: Iterable[Mapping[str, Any]] = ()) -> Bench:
-    """Loads the model, as wide as these methods need it where nobody says, and encodes the prompts."""
+    """Loads the model, as wide as these methods need it where nobody says, and encodes the prompts.
+
+    Where steps have one width, all prompts share a size of caches.
+    """
     started = time.perf_counter()
     model = sparse_model.load(cfg, lab)
     model = model.holding(max((binding.rows_of(m.get("drafter")) for m in methods), default=1))
     load_s = time.perf_counter() - started
-    return Bench(
-        model, [PreparedPrompt(p, conversation_ids(cfg, lab.engine, model, p)) for p in prompts_of(cfg)], load_s
-    )
+    jobs = [PreparedPrompt(p, conversation_ids(cfg, lab.engine, model, p)) for p in prompts_of(cfg)]
+    longest = max((len(job.ids) for job in jobs), default=0)
+    return Bench(model.sharing(longest + cfg.max_tokens), jobs, load_s)
 
 
 def prompts_of(cfg: DecodingSettings) -> list[prompts.Prompt]:
