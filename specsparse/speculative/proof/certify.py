@@ -143,7 +143,8 @@ def certify(
     alone = verifiers is not None and (isinstance(verifiers, str) or not isinstance(verifiers, Sequence))
     several = [verifiers] if alone else VERIFIERS.values() if verifiers is None else verifiers
     named = [get_verifier(v) if isinstance(v, str) else v for v in several]
-    chosen = [v if isinstance(v, Verifier) else handed(v) for v in named]
+    given = [v if isinstance(v, Verifier) else handed(v) for v in named]
+    chosen = sorted(given, key=lambda v: isinstance(v, Verifier))  # a broken one is said at once
     ours = any(isinstance(v, Verifier) for v in chosen)
     vocab, gamma = vocab or (4 if ours else 3), gamma or (3 if ours else 2)
     mutants = ours if mutants is None else mutants

@@ -11,7 +11,7 @@ import pytest
 import specsparse
 from specsparse.errors import UserError
 from specsparse.speculative.base import PAD, DraftKind
-from specsparse.speculative.proof import chain_law
+from specsparse.speculative.proof import certify, chain_law
 from specsparse.speculative.proof.cases import CORNERS, Case, heat, keep_top, make_case, random_tables
 from specsparse.speculative.proof.chain_law import power, round_laws, sampled_law, several_rounds
 from specsparse.speculative.proof.exact import continuations, output_law, total_variation
@@ -303,8 +303,14 @@ def test_an_island_between_two_corners_is_found():
 
 def test_names_and_callables_in_one_report():
     report = specsparse.certify(["greedy", leviathan], vocab=2, gamma=1, mutants=False, driver=False)
-    assert report.passed and [name for name, _ in report.certified] == ["greedy", "leviathan"]
+    assert report.passed and [name for name, _ in report.certified] == ["leviathan", "greedy"]
     assert "float64" in report.table()
+
+
+def test_a_broken_callable_is_said_before_anything_is_enumerated(monkeypatch):
+    monkeypatch.setattr(certify, "measure", lambda *_, **__: pytest.fail("a rule was enumerated first"))
+    with pytest.raises(UserError, match="handed back 3"):
+        specsparse.certify(["greedy", lambda p, q, drafts, uniforms: 3])
 
 
 def test_heat_before_the_callable_is_its_own_business():
