@@ -10,6 +10,7 @@ from specsparse.engine.noise import NoiseStream, uniform
 from specsparse.engine.sampling import pipeline as sampling
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.engine.sampling.pipeline import RowPaths, SamplingKernels
+from specsparse.engine.sampling.row_laws import LawRows
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext
 
@@ -65,6 +66,24 @@ class DraftLaw:
     def draw(self, q_RN: jax.Array, u_R: jax.Array) -> jax.Array:
         """int32[R]: a column drawn from each row by inverse CDF; consumes the row's uniform."""
         return self.kernels.draw(q_RN, u_R)
+
+    def propose(
+        self, logits_RN: jax.Array, u_R: jax.Array, ids_N: jax.Array | None, size: int
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """`draw` of `law`, whether that is one, and it over a larger vocabulary: int32[R], bool[R], float32[R, V].
+
+        By kernels that have `propose`, in one call.
+
+        Args:
+            logits_RN: of the draft's columns.
+            u_R: uniforms.
+            ids_N: int32[N], the token of each column, None where column i is token i.
+            size: V.
+        """
+        assert self.kernels.propose is not None
+        numbers = sampling.compile_params(self.sampling, vocab_size=self.columns)[1]
+        rows = LawRows(*(jnp.asarray(getattr(numbers, name)) for name in LawRows._fields))
+        return self.kernels.propose(logits_RN.astype(jnp.float32), rows, u_R, ids_N, size)
 
     def _law(self, params: SamplingParams, logits_RN: jax.Array) -> tuple[jax.Array, jax.Array]:
         config, numbers = sampling.compile_params(params, vocab_size=self.columns)

@@ -27,6 +27,7 @@ from specsparse.engine.sampling.pipeline import (
     SamplingKernels,
     chain_rows,
     law,
+    rows_to_judge,
     sample,
     sample_at,
     tree_rows,
@@ -47,10 +48,12 @@ from specsparse.speculative.base import (
 from specsparse.speculative.tree import node_depths, path_rows, row_parents
 from specsparse.speculative.verify import (
     has_alpha,
+    judged_at_once,
     measure_alpha,
     sum_alpha,
     verify,
     verify_nothing,
+    verify_rows,
     verify_targets,
 )
 
@@ -153,7 +156,9 @@ class Round:
     def _writes_laws(self, draft: Draft) -> bool:
         """Whether a verdict needs the laws themselves, and not tokens drawn from them and their values at tokens."""
         weighs = has_alpha(self.verifier) and not self.config.greedy
-        return self.verifier.needs_p or (weighs and draft.q is not None)
+        if self.verifier.needs_p:
+            return not judged_at_once(self.verifier, self.kernels)
+        return weighs and draft.q is not None
 
     def laws(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> jax.Array:
         """float32[B, K+1, V], the target's law at each row. No mass where it is none: the sequence fails there."""
@@ -169,6 +174,16 @@ class Round:
     def accept(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> Verdict:
         """The verifier's verdict."""
         coins_BK, u_B = coins(job, state, max_nodes=draft.max_nodes)
+        if judged_at_once(self.verifier, self.kernels):
+            rows_RV, law_rows = rows_to_judge(
+                self.config, job.law, logits_BnV.reshape(-1, logits_BnV.shape[2]), state.history,
+                self._law_rows(state, draft),
+            )  # fmt: skip
+            assert self.kernels.judge is not None
+            return verify_rows(
+                self.verifier, draft, rows_RV, law_rows, n_valid_B=_valid(state, draft), coins_BK=coins_BK, u_B=u_B,
+                judge=self.kernels.judge, alpha=True,
+            )  # fmt: skip
         if self.verifier.needs_p:
             p_BnV = self.laws(job, state, draft, logits_BnV)
             return verify(self.verifier, draft, p_BnV, coins_BK=coins_BK, u_B=u_B, draw=self.kernels.draw, alpha=True)

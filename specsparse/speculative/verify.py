@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 
+from specsparse.engine.sampling.row_laws import LawRows, SamplingKernels
 from specsparse.errors import UserError
 from specsparse.speculative.base import PAD, Draft, Drafter, DraftKind, Verdict, Verifier
 from specsparse.speculative.verifiers import laws
@@ -144,10 +145,8 @@ def verify(
     sequences = jnp.arange(draft.tokens.shape[0])
     if isinstance(verifier.rule, Block):
         end = jax.lax.map(lambda b: judge(verifier.rule, draft, p_BnV, coins_BK, b), sequences)
-        steps_K = jnp.arange(draft.max_nodes, dtype=jnp.int32)[None]
-        nodes_BK = jnp.where(steps_K < end.accepted[:, None], steps_K, PAD)
         accepted_B, law_BV = end.accepted, end.law
-        tested_B = jnp.minimum(accepted_B + 1, draft.count)
+        nodes_BK, tested_B = _along_chain(draft, accepted_B)
     elif isinstance(verifier.rule, SiblingRule):
 
         def one(b):
@@ -160,6 +159,48 @@ def verify(
         raise TypeError(f"{verifier.name} takes the target's tokens: use match_verdict")
     verdict = _verdict(draft, nodes_BK, accepted_B, tested_B, *_last(law_BV, u_B, draw))
     return measure_alpha(verifier, draft, p_BnV, verdict) if alpha else verdict
+
+
+def judged_at_once(verifier: Verifier, kernels: SamplingKernels) -> bool:
+    """Whether `verify_rows` has this verifier's verdicts on chains."""
+    return kernels.judge is not None and type(verifier.rule) in (Rejection, Block) and not verifier.tree
+
+
+def verify_rows(
+    verifier: Verifier,
+    draft: Draft,
+    rows_RV: jax.Array,
+    law_rows: LawRows | None,
+    *,
+    n_valid_B: jax.Array,
+    coins_BK: jax.Array,
+    u_B: jax.Array,
+    judge: Callable[..., tuple[jax.Array, jax.Array, jax.Array, jax.Array]],
+    alpha: bool = False,
+) -> Verdict:
+    """`verify` of chains by kernels that write no law down: the same bits as by their laws and draws.
+
+    Args:
+        verifier: one of those that are `judged_at_once`.
+        draft: chains of a kind it accepts.
+        rows_RV: float32[B * (K + 1), V], the target's logits; its laws where `law_rows` is None.
+        law_rows: the numbers of each sequence's law.
+        n_valid_B: int32[B], 1 + count, or 0 for a sequence whose verdict is not asked for.
+        coins_BK, u_B, alpha: as in `verify`.
+        judge: `SamplingKernels.judge`.
+    """
+    accepted_B, last_B, failed_B, alpha_BK = judge(
+        rows_RV, law_rows, n_valid_B, draft.tokens, draft.q, coins_BK, u_B, whole=isinstance(verifier.rule, Block)
+    )
+    nodes_BK, tested_B = _along_chain(draft, accepted_B)
+    verdict = _verdict(draft, nodes_BK, accepted_B, tested_B, last_B, failed_B)
+    return sum_alpha(verdict, alpha_BK) if alpha and has_alpha(verifier) and draft.max_nodes else verdict
+
+
+def _along_chain(draft: Draft, accepted_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """int32[B, K] accepted nodes and int32[B] tested positions of a chain."""
+    steps_K = jnp.arange(draft.max_nodes, dtype=jnp.int32)[None]
+    return jnp.where(steps_K < accepted_B[:, None], steps_K, PAD), jnp.minimum(accepted_B + 1, draft.count)
 
 
 def verify_nothing(draft: Draft, p_BV: jax.Array, *, u_B: jax.Array, draw: Draw = laws.inverse_cdf) -> Verdict:
@@ -206,17 +247,14 @@ def measure_alpha(verifier: Verifier, draft: Draft, p_BnV: jax.Array, verdict: V
         return sum_alpha(verdict, jnp.take_along_axis(p_BnV[:, : draft.max_nodes], tokens_BK1, axis=2)[:, :, 0])
     join = jnp.multiply if isinstance(verifier.rule, Match) else jnp.minimum
 
-    def add(b, i, sums):
-        p_V = p_BnV[b, i]
-        a = laws.total(join(p_V, draft.q[b, i]))
-        return sums[0] + a, sums[1] + a * (1 - a)
-
     def one(b):
-        zero = jnp.zeros((), p_BnV.dtype)
-        return jax.lax.fori_loop(jnp.int32(0), verdict.tested[b], lambda i, s: add(b, i, s), (zero, zero))
+        def put(i, alpha_K):
+            return alpha_K.at[i].set(laws.total(join(p_BnV[b, i], draft.q[b, i])))
 
-    alpha_B, var_B = jax.lax.map(one, jnp.arange(draft.tokens.shape[0]))
-    return verdict._replace(alpha=alpha_B, alpha_var=var_B)
+        zero_K = jnp.zeros((draft.max_nodes,), p_BnV.dtype)
+        return jax.lax.fori_loop(jnp.int32(0), verdict.tested[b], put, zero_K)
+
+    return sum_alpha(verdict, jax.lax.map(one, jnp.arange(draft.tokens.shape[0])))
 
 
 def sum_alpha(verdict: Verdict, alpha_BK: jax.Array) -> Verdict:

@@ -7,9 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specsparse.engine.sampling.pipeline import kernels_of
+from specsparse.engine.sampling.row_laws import REFERENCE
+from specsparse.kernels import get
 from specsparse.speculative.base import PAD, Draft
 from specsparse.speculative.tree import TreeTemplate
-from specsparse.speculative.verify import VERIFIERS, match_verdict, measure_alpha, verify, verify_nothing
+from specsparse.speculative.verify import (
+    VERIFIERS,
+    judged_at_once,
+    match_verdict,
+    measure_alpha,
+    verify,
+    verify_nothing,
+    verify_rows,
+)
 
 NEEDS_P = [name for name, v in VERIFIERS.items() if v.needs_p]
 CHAINS = ["token", "delta", "block"]
@@ -20,7 +31,23 @@ i32 = functools.partial(np.asarray, dtype=np.int32)
 
 @functools.cache
 def compiled(name, alpha=False):
-    return jax.jit(functools.partial(verify, VERIFIERS[name], alpha=alpha))
+    return jax.jit(functools.partial(verify, VERIFIERS[name], alpha=alpha, draw=REFERENCE.draw))
+
+
+@functools.cache
+def at_once(name, alpha=False):
+    """The verdict by this machine's kernels in one call, or None where they have none for this verifier."""
+    ours = kernels_of(get())
+    if not judged_at_once(VERIFIERS[name], ours):
+        return None
+
+    def run(draft, p, *, coins_BK, u_B):
+        return verify_rows(
+            VERIFIERS[name], draft, p.reshape(-1, p.shape[-1]), None, n_valid_B=draft.count + 1, coins_BK=coins_BK,
+            u_B=u_B, judge=ours.judge, alpha=alpha,
+        )  # fmt: skip
+
+    return jax.jit(run)
 
 
 def spikes(tokens, vocab):
@@ -38,8 +65,17 @@ def chain(tokens, *, count=None, q=None):
 def run(name, draft, p, *, coins=0.5, u=0.5, alpha=False):
     batch, K = draft.tokens.shape
     coins = np.broadcast_to(f32(coins), (batch, K))
-    verdict = compiled(name, alpha)(draft, p, coins_BK=coins, u_B=f32([u] * batch))
+    u = f32([u] * batch)
+    verdict = compiled(name, alpha)(draft, p, coins_BK=coins, u_B=u)
+    if at_once(name) is not None:
+        same(at_once(name, alpha)(draft, p, coins_BK=coins, u_B=u), verdict)
     return jax.tree.map(np.asarray, verdict)
+
+
+def same(a, b):
+    """All of two verdicts, bit for bit."""
+    for field, x, y in zip(a._fields, a, b, strict=True):
+        np.testing.assert_array_equal(x, y, err_msg=field)
 
 
 def with_q(name, draft, vocab):

@@ -49,6 +49,7 @@ __all__ = [
     "observe",
     "observe_many",
     "plain_rows",
+    "rows_to_judge",
     "sample",
     "sample_at",
     "target_logits",
@@ -61,7 +62,7 @@ _BANNED = np.float32(-np.inf)
 def kernels_of(kernels: Kernels) -> SamplingKernels:
     """Argmax, laws and draws that belong to these kernels."""
     if kernels.name == "native":
-        return SamplingKernels(cpu.argmax, cpu.law, cpu.draw, cpu.check, cpu.sample)
+        return SamplingKernels(cpu.argmax, cpu.law, cpu.draw, cpu.check, cpu.sample, cpu.propose, cpu.judge)
     return REFERENCE
 
 
@@ -302,6 +303,20 @@ def sample_at(
     p_RV, ok_R = law(cfg, params, logits_RV, history, rows, kernels=kernels, needed_R=needed_R)
     share_R = jnp.take_along_axis(p_RV, tokens_R[:, None], axis=1)[:, 0]
     return Sampled(kernels.draw(p_RV, u_R), ok_R, share_R)
+
+
+def rows_to_judge(
+    cfg: LawConfig, params: LawParams, logits_RV: jax.Array, history: History | None, rows: RowPaths | None
+) -> tuple[jax.Array, LawRows]:
+    """What `SamplingKernels.judge` makes laws of: float32[R, V] and the numbers of each sequence's law.
+
+    A row that `law` says is none has nothing above -inf.
+    """
+    x_RV = logits_RV.astype(jnp.float32)
+    if not cfg.raw:
+        x_RV, ok_R = target_logits(cfg, params, x_RV, history, rows)
+        x_RV = jnp.where(ok_R[:, None], x_RV, _BANNED)
+    return x_RV, _law_rows(params, None, None)
 
 
 def _needed(n_valid_B: jax.Array | None, logits_RV: jax.Array) -> jax.Array | None:

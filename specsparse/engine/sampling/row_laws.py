@@ -31,6 +31,14 @@ class SamplingKernels(NamedTuple):
             greedy, tokens int32[R] or None) -> (int32[R], bool[R], float32[R]): what `draw` draws from `law`, what
             `check` says, and the law at `tokens`, of rows i < n_valid[b] of each sequence; the others are 0, true, 0
             and take no time. None where the three are called one by one.
+        propose: (logits float32[R, N], LawRows of the rows or of one for all, u float32[R], ids int32[N] or None, V) ->
+            (int32[R], bool[R], float32[R, V]): the column that `draw` draws from `law`, what `check` says, and the law
+            over V tokens, of which column i is ids[i], or i. None where they are called one by one.
+        judge: (rows float32[R, V], LawRows of the B sequences or None, n_valid int32[B], tokens int32[B, K], q
+            float32[B, K, V] or None, coins float32[B, K], u float32[B], *, whole) -> (int32[B], int32[B], bool[B],
+            float32[B, K]): what `speculative.verify.verify` finds of chains, by `Block` if `whole`, by `Rejection` if
+            not: tokens accepted, the token after them, whether that has no law, alpha of each position (0 by `Block`).
+            The rows are logits, K + 1 of a sequence, or with None laws. None where laws are written down.
     """
 
     argmax: Callable[[jax.Array], jax.Array]
@@ -38,6 +46,8 @@ class SamplingKernels(NamedTuple):
     draw: Callable[[jax.Array, jax.Array], jax.Array]
     check: Callable[[jax.Array], jax.Array] | None = None
     sample: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None
+    propose: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None
+    judge: Callable[..., tuple[jax.Array, jax.Array, jax.Array, jax.Array]] | None = None
 
 
 class LawRows(NamedTuple):

@@ -17,8 +17,8 @@ from specsparse.kernels.reference.q8_cache import head_size
 
 LIBRARY = Path(__file__).parents[1] / "libspecsparse_kernels.so"
 OPERATIONS = (
-    "linear", "add_normed", "embed", "attend", "layers", "argmax", "check", "law", "draw", "sample", "sparse_ffn",
-    "signbit_keep",
+    "linear", "add_normed", "embed", "attend", "layers", "argmax", "check", "law", "draw", "sample", "propose", "judge",
+    "sparse_ffn", "signbit_keep",
 )  # fmt: skip
 
 ISAS = ("portable", "avx2", "avxvnni", "avx512", "amx")
@@ -280,3 +280,24 @@ def sample(logits_RV, laws, n_valid_B, u_R=None, tokens_R=None):
     u_R = jnp.zeros((0,), jnp.float32) if u_R is None else u_R
     tokens_R = jnp.zeros((0,), jnp.int32) if tokens_R is None else tokens_R
     return tuple(_call("specsparse_sample", shapes)(logits_RV, *laws, u_R, tokens_R, n_valid_B))
+
+
+def propose(logits_RN, laws, u_R, ids_N, size):
+    """`SamplingKernels.propose` (see `engine.sampling.row_laws`) by the C++ kernels."""
+    R = logits_RN.shape[:1]
+    shapes = [jax.ShapeDtypeStruct(R, dtype) for dtype in (jnp.int32, jnp.bool_)]
+    shapes.append(jax.ShapeDtypeStruct((*R, size), jnp.float32))
+    ids_N = jnp.zeros((0,), jnp.int32) if ids_N is None else ids_N
+    return tuple(_call("specsparse_propose", shapes)(logits_RN, *laws, u_R, ids_N))
+
+
+def judge(rows_RV, laws, n_valid_B, tokens_BK, q_BKV, coins_BK, u_B, *, whole):
+    """`SamplingKernels.judge` (see `engine.sampling.row_laws`) by the C++ kernels."""
+    B = n_valid_B.shape
+    shapes = [jax.ShapeDtypeStruct(B, dtype) for dtype in (jnp.int32, jnp.int32, jnp.bool_)]
+    shapes.append(jax.ShapeDtypeStruct(tokens_BK.shape, jnp.float32))
+    empty = jnp.zeros((0,), jnp.float32)
+    laws = (empty, empty, jnp.zeros((0,), jnp.int32), empty) if laws is None else laws
+    call = _call("specsparse_judge", shapes)
+    q_BKV = empty if q_BKV is None else q_BKV
+    return tuple(call(rows_RV, *laws, n_valid_B, tokens_BK, q_BKV, coins_BK, u_B, whole=np.int64(whole)))

@@ -117,8 +117,14 @@ class ModelDrafter(Drafter):
     def _add(self, params, state, ctx, chain: _Chain, logits_BN, i, budget_B) -> _Chain:
         """Node i of the sequences that are live, from the logits before it, unless the policy stops there."""
         live_B, sampled = chain.live, self.draw is DraftKind.SAMPLED
-        q_BN = None
-        if sampled:
+        u_B = draft_uniform(ctx, depth=i + 1, node=i)[:, 0]
+        vocab = self.source.vocab
+        q_BN = wide_BV = None
+        at_once = sampled and not self.policy.needs and self.law.kernels.propose is not None
+        if at_once:
+            column_B, ok_B, wide_BV = self.law.propose(logits_BN, u_B, params.ids, vocab.target)
+            live_B = live_B & ok_B
+        elif sampled:
             q_BN, ok_B = self.law.law(logits_BN)
             live_B = live_B & ok_B  # a law that is none ends the draft
         elif self.policy.needs:
@@ -126,11 +132,11 @@ class ModelDrafter(Drafter):
         if self.policy.needs:
             view = view_law(q_BN, depth_B=chain.count, last_B=chain.last, needs=self.policy.needs)
             live_B = live_B & ~self.policy.stop(state.policy, view)
-        if sampled:
-            column_B = self.law.draw(q_BN, draft_uniform(ctx, depth=i + 1, node=i)[:, 0])
-        else:
+        if not sampled:
             column_B = self.law.top(logits_BN)
-        token_B = jnp.where(live_B, self.source.vocab.token_ids(params, column_B), 0)
+        elif not at_once:
+            column_B, wide_BV = self.law.draw(q_BN, u_B), vocab.widen(params, q_BN)
+        token_B = jnp.where(live_B, vocab.token_ids(params, column_B), 0)
         last_B = chain.last
         if "last" in self.policy.needs:
             last_B = jnp.take_along_axis(q_BN, column_B[:, None], axis=1)[:, 0]
@@ -138,12 +144,8 @@ class ModelDrafter(Drafter):
         return _Chain(
             cache=chain.cache,
             tokens=jax.lax.dynamic_update_slice_in_dim(chain.tokens, token_B[:, None], i, axis=1),
-            q=None if not sampled else self._record(params, chain.q, q_BN, i),
+            q=None if not sampled else jax.lax.dynamic_update_slice_in_dim(chain.q, wide_BV[:, None], i, axis=1),
             count=count_B,
             live=live_B & (count_B < budget_B),
             last=last_B,
         )
-
-    def _record(self, params, q_BKV, q_BN, i):
-        wide_BV = self.source.vocab.widen(params, q_BN)
-        return jax.lax.dynamic_update_slice_in_dim(q_BKV, wide_BV[:, None], i, axis=1)

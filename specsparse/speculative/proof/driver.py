@@ -18,12 +18,13 @@ from jax.custom_batching import custom_vmap
 
 from specsparse import kernels
 from specsparse.engine.sampling import pipeline
+from specsparse.engine.sampling.pipeline import SamplingKernels
 from specsparse.speculative.base import PAD, ROOT, Draft, Verdict, Verifier
 from specsparse.speculative.proof import boxes
 from specsparse.speculative.proof.boxes import LANES
 from specsparse.speculative.proof.cases import Case
 from specsparse.speculative.proof.exact import continuations
-from specsparse.speculative.verify import Draw, match_verdict, verify
+from specsparse.speculative.verify import Draw, judged_at_once, match_verdict, verify, verify_rows
 
 STEPS = 1 << 24
 """Values of a uniform: multiples of 2^-24 in [0, 1)."""
@@ -64,7 +65,10 @@ class Decided(NamedTuple):
 @functools.cache
 def jitted(verifier: Verifier) -> Driver:
     """What the decode loop calls for this verifier, with the draw of this machine's kernels; `vmap` over batches."""
-    draw = _over_batches(pipeline.kernels_of(kernels.get()).draw)
+    ours = pipeline.kernels_of(kernels.get())
+    if judged_at_once(verifier, ours):
+        return jax.jit(functools.partial(_at_once, verifier, ours))
+    draw = _over_batches(ours.draw)
 
     def run(draft: Draft, p_BnV: jax.Array, uniforms_Bn: jax.Array) -> Verdict:
         if verifier.needs_p:
@@ -75,6 +79,20 @@ def jitted(verifier: Verifier) -> Driver:
         return match_verdict(draft, target_Bn, tree=verifier.tree)
 
     return jax.jit(jax.vmap(run))
+
+
+def _at_once(
+    verifier: Verifier, ours: SamplingKernels, draft: Draft, p_LBnV: jax.Array, uniforms_LBn: jax.Array
+) -> Verdict:
+    """A driver by kernels that judge rows, here laws; batches become one, since a native call knows no `vmap`."""
+    L, B, n, V = p_LBnV.shape
+    draft = jax.tree.map(lambda x: x.reshape(L * B, *x.shape[2:]), draft)
+    uniforms_Bn = uniforms_LBn.reshape(L * B, n)
+    found = verify_rows(
+        verifier, draft, p_LBnV.reshape(-1, V), None, n_valid_B=draft.count + 1,
+        coins_BK=uniforms_Bn[:, :-1], u_B=uniforms_Bn[:, -1], judge=ours.judge,
+    )  # fmt: skip
+    return jax.tree.map(lambda x: x.reshape(L, B, *x.shape[1:]), found)
 
 
 def _over_batches(draw: Draw) -> Draw:

@@ -28,13 +28,18 @@ class Block:
     def stop(self, weight: Array, p_V: Array, q_V: Array) -> Array:
         """h_i inside the draft, from p_i and the laws of position i+1. 0/0 (p_i = 1 and p = q) never stops there."""
         xp = laws.namespace(p_V)
-        gap = weight * p_V - q_V
+        gap = self._scaled(weight, p_V) - q_V
         s = laws.total(xp.maximum(gap, xp.zeros_like(gap)))
         return laws.ratio(s, s + (1 - weight))
 
     def law(self, weight: Array, p_V: Array, q_V: Array) -> Array:
         """Law of the token after i accepted ones, i < gamma."""
-        return laws.residual(weight * p_V, q_V)
+        return laws.residual(self._scaled(weight, p_V), q_V)
+
+    def _scaled(self, weight: Array, p_V: Array) -> Array:
+        """weight * p. The maximum keeps a compiler from fusing the product with the difference that follows."""
+        scaled = weight * p_V
+        return laws.namespace(p_V).maximum(scaled, laws.namespace(p_V).zeros_like(scaled))
 
 
 class BlockEnd(NamedTuple):

@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specsparse.engine.sampling.row_laws import mass
+
 Array: TypeAlias = jax.Array | np.ndarray | np.generic | float
 """What rules compute with: traced by jax, or numpy's in float64 where a law is enumerated; or a plain number."""
-
-LANES = 512
-"""Partial sums that `total` keeps apart."""
 
 
 def namespace(x: Array) -> ModuleType:
@@ -30,18 +29,8 @@ def repeat_while(condition: Callable, step: Callable, state: tuple) -> tuple:
 
 
 def total(x_V: Array) -> Array:
-    """Sum over the vocabulary.
-
-    A reduction to one scalar is a serial chain of additions on a CPU. A product with ones keeps `LANES` partial sums
-    instead, which is vectorised, rounds less, and compiles to one operation.
-    """
-    rows = x_V.shape[0] // LANES
-    if namespace(x_V) is np or rows < 2:
-        return x_V.sum()
-    body = x_V[: rows * LANES].reshape(rows, LANES)
-    partial = jnp.matmul(jnp.ones((rows,), x_V.dtype), body, precision=jax.lax.Precision.HIGHEST)
-    rest = x_V[rows * LANES :]
-    return partial.sum() + rest.sum() if rest.shape[0] else partial.sum()
+    """Sum over the vocabulary, by jax in the order of `row_laws.mass`, which kernels of other makes keep too."""
+    return x_V.sum() if namespace(x_V) is np else mass(x_V[None])[0]
 
 
 def one_hot(like_V: Array, token: Array) -> Array:
@@ -66,9 +55,9 @@ def cap(a: Array) -> Array:
 def normalise(weights_V: Array, fallback_V: Array, usable: Array = True) -> Array:
     """`weights / sum`, or `fallback` where not `usable` or where the sum is not positive (0/0 residuals, NaN)."""
     xp = namespace(weights_V)
-    mass = total(weights_V)
-    good = (mass > 0) & usable
-    safe = xp.where(good, mass, xp.ones_like(mass))
+    left = total(weights_V)
+    good = (left > 0) & usable
+    safe = xp.where(good, left, xp.ones_like(left))
     return xp.where(good, weights_V / safe, fallback_V)
 
 

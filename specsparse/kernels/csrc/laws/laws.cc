@@ -1,43 +1,31 @@
 // Laws of single rows and draws from them, with the definitions of engine/row_laws.py.
+#include "laws/rows.h"
+
 #include <algorithm>
 #include <cmath>
-#include <limits>
-#include <vector>
 
-#include "ffi/bind.h"
 #include "pool/pool.h"
 #include "simd/ops.h"
 
 namespace ffi = xla::ffi;
 
 namespace specsparse {
+
+void Row::make_room(int64_t count) {
+  width = (count + kSumBlock - 1) / kSumBlock * kSumBlock;
+  e.resize(width), sums.resize(width / kSumBlock);
+  std::fill(e.begin() + count, e.end(), 0.0f);
+}
+
+void Row::load(const float* logits, int64_t count) {
+  make_room(count);
+  x.resize(width), maxima.resize(width / kMaxBlock);
+  std::copy_n(logits, count, x.begin());
+  std::fill(x.begin() + count, x.end(), kLowest);
+  ops().block_maxima(x.data(), width, maxima.data());
+}
+
 namespace {
-
-constexpr int64_t kSumBlock = 256, kMaxBlock = 64;
-constexpr float kLowest = -std::numeric_limits<float>::infinity();
-
-// A row's logits padded with -inf, its weights e, and the maxima of its blocks.
-struct Row {
-  std::vector<float> x, e, maxima, sums, picked;
-  int64_t width = 0;
-
-  void load(const float* logits, int64_t count) {
-    width = (count + kSumBlock - 1) / kSumBlock * kSumBlock;
-    x.resize(width), e.resize(width), maxima.resize(width / kMaxBlock), sums.resize(width / kSumBlock);
-    std::copy_n(logits, count, x.begin());
-    std::fill(x.begin() + count, x.end(), kLowest);
-    ops().block_maxima(x.data(), width, maxima.data());
-  }
-
-  // Calls f(i) for every logit x[i] >= from, passing over blocks that have none.
-  template <class F>
-  void visit(float from, F f) const {
-    for (int64_t b = 0; b < width / kMaxBlock; ++b)
-      if (maxima[b] >= from)
-        for (int64_t i = b * kMaxBlock; i < (b + 1) * kMaxBlock; ++i)
-          if (x[i] >= from) f(i);
-  }
-};
 
 // The tree of sums of neighbouring pairs as a heap: node i has the children 2i and 2i + 1, the root is 1.
 void pair_tree(const float* leaves, int64_t count, std::vector<float>* heap) {
@@ -123,11 +111,6 @@ float mass_threshold(Row* row, double wanted, double total, float top, float tem
   }
 }
 
-struct Shape {
-  float temperature, log_min_p, top_p;
-  int64_t top_k;
-};
-
 // The first place of a value that is there.
 int64_t first_of(const float* x, int64_t count, float value) {
   int64_t start = 0;
@@ -139,11 +122,7 @@ int64_t first_of(const float* x, int64_t count, float value) {
   return std::find(x + start, x + count, value) - x;
 }
 
-// The weights of a row's law, in row->e, and their mass; or the one token of a greedy row, or of one without any token.
-struct Weighed {
-  int64_t only = -1;
-  float total = 1.0f;
-};
+}  // namespace
 
 Weighed weigh_row(const float* logits, int64_t count, const Shape& shape, float top, Row* into) {
   thread_local std::vector<float> heap;
@@ -175,17 +154,27 @@ Weighed weigh_row(const float* logits, int64_t count, const Shape& shape, float 
   return {-1, total};
 }
 
-void law_row(const float* logits, int64_t count, const Shape& shape, float* p) {
+bool law_row(const float* logits, int64_t count, const Shape& shape, float* p) {
   thread_local Row row;
   bool wild;
-  const Weighed law = weigh_row(logits, count, shape, ops().peak(logits, count, &wild), &row);
+  const float top = ops().peak(logits, count, &wild);
+  const Weighed law = weigh_row(logits, count, shape, top, &row);
   if (law.only >= 0) {
     std::fill_n(p, count, 0.0f);
     p[law.only] = 1.0f;
-    return;
+  } else {
+    const float* e = row.e.data();
+    for (int64_t i = 0; i < count; ++i) p[i] = e[i] / law.total;
   }
-  for (int64_t i = 0; i < count; ++i) p[i] = row.e[i] / law.total;
+  return !wild && top > kLowest;
 }
+
+float mass(Row* row) {
+  thread_local std::vector<float> heap;
+  return mass(row, &heap);
+}
+
+namespace {
 
 // Leaf that t falls into; what is left of t there stays in *t. A leaf of sum 0 is never reached unless all are 0.
 int64_t descend(const std::vector<float>& heap, float* t) {
@@ -200,7 +189,8 @@ int64_t descend(const std::vector<float>& heap, float* t) {
   return node - leaves;
 }
 
-// The token that u falls on, by the numbers of row->e, none below 0 and 0 beyond the vocabulary.
+}  // namespace
+
 int32_t draw_from(Row* row, float u) {
   thread_local std::vector<float> heap;
   float t = u * mass(row, &heap);
@@ -209,12 +199,12 @@ int32_t draw_from(Row* row, float u) {
   return static_cast<int32_t>(block * kSumBlock + descend(heap, &t));
 }
 
+namespace {
+
 int32_t draw_row(const float* p, int64_t count, float u) {
   thread_local Row row;
-  row.width = (count + kSumBlock - 1) / kSumBlock * kSumBlock;
-  row.e.resize(row.width), row.sums.resize(row.width / kSumBlock);
+  row.make_room(count);
   for (int64_t i = 0; i < count; ++i) row.e[i] = p[i] > 0.0f ? p[i] : 0.0f;
-  std::fill(row.e.begin() + count, row.e.end(), 0.0f);
   return draw_from(&row, u);
 }
 
@@ -251,13 +241,12 @@ ffi::Error check(ffi::Buffer<ffi::F32> logits, ffi::ResultBuffer<ffi::PRED> out)
   return ffi::Error::Success();
 }
 
-ffi::Error law(ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::F32> temperature, ffi::Buffer<ffi::F32> log_min_p,
-               ffi::Buffer<ffi::S32> top_k, ffi::Buffer<ffi::F32> top_p, ffi::ResultBuffer<ffi::F32> out) {
+ffi::Error law(Floats logits, Floats temperature, Floats log_min_p, Ints32 top_k, Floats top_p,
+               ffi::ResultBuffer<ffi::F32> out) {
   const int64_t rows = logits.dimensions()[0], width = logits.dimensions()[1];
+  const Shapes shapes{temperature, log_min_p, top_k, top_p};
   parallel(rows, [&](int64_t r) {
-    const Shape shape{temperature.typed_data()[r], log_min_p.typed_data()[r], top_p.typed_data()[r],
-                      top_k.typed_data()[r]};
-    law_row(logits.typed_data() + r * width, width, shape, out->typed_data() + r * width);
+    law_row(logits.typed_data() + r * width, width, shapes.of(r), out->typed_data() + r * width);
   });
   return ffi::Error::Success();
 }
@@ -273,14 +262,14 @@ ffi::Error draw(ffi::Buffer<ffi::F32> p, ffi::Buffer<ffi::F32> u, ffi::ResultBuf
 // check, law and draw in one pass, without writing the laws down, of rows i < n_valid[b] of each sequence; the other rows
 // are 0, true, 0. The numbers of a law are its sequence's. `u` may be empty where all are greedy, and `tokens` where no
 // share is asked for.
-ffi::Error sample(ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::F32> temperature, ffi::Buffer<ffi::F32> log_min_p,
-                  ffi::Buffer<ffi::S32> top_k, ffi::Buffer<ffi::F32> top_p, ffi::Buffer<ffi::F32> u,
-                  ffi::Buffer<ffi::S32> tokens, ffi::Buffer<ffi::S32> n_valid, ffi::ResultBuffer<ffi::S32> drawn,
-                  ffi::ResultBuffer<ffi::PRED> ok, ffi::ResultBuffer<ffi::F32> share) {
+ffi::Error sample(Floats logits, Floats temperature, Floats log_min_p, Ints32 top_k, Floats top_p, Floats u, Ints32 tokens,
+                  Ints32 n_valid, ffi::ResultBuffer<ffi::S32> drawn, ffi::ResultBuffer<ffi::PRED> ok,
+                  ffi::ResultBuffer<ffi::F32> share) {
   const int64_t rows = logits.dimensions()[0], width = logits.dimensions()[1], batch = n_valid.element_count();
   const int64_t n = batch ? rows / batch : 0;
   const auto fits = [&](int64_t count, int64_t wanted) { return count == 0 || count == wanted; };
-  if (batch * n != rows || static_cast<int64_t>(temperature.element_count()) != batch || !fits(u.element_count(), rows) ||
+  const Shapes shapes{temperature, log_min_p, top_k, top_p};
+  if (batch * n != rows || shapes.count() != batch || !fits(u.element_count(), rows) ||
       !fits(tokens.element_count(), rows))
     return ffi::Error::InvalidArgument("specsparse sample: rows, sequences and uniforms do not go together");
   thread_local std::vector<int64_t> wanted;
@@ -291,10 +280,42 @@ ffi::Error sample(ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::F32> temperatur
   }
   parallel(wanted.size(), [&, at = wanted.data()](int64_t i) {
     const int64_t r = at[i], b = r / n;
-    const Shape shape{temperature.typed_data()[b], log_min_p.typed_data()[b], top_p.typed_data()[b], top_k.typed_data()[b]};
-    const Drawn d = sample_row(logits.typed_data() + r * width, width, shape, u.element_count() ? u.typed_data()[r] : 0.0f,
+    const Drawn d = sample_row(logits.typed_data() + r * width, width, shapes.of(b), u.element_count() ? u.typed_data()[r] : 0.0f,
                                tokens.element_count() ? tokens.typed_data()[r] : -1);
     drawn->typed_data()[r] = d.drawn, ok->typed_data()[r] = d.ok, share->typed_data()[r] = d.share;
+  });
+  return ffi::Error::Success();
+}
+
+// What a draft needs of its rows of logits: a token drawn from each law, whether it is one, and the law written down over a
+// larger vocabulary, where column i is the token ids[i], or i where there are no ids. The numbers of a law are the first
+// row's where there are no others.
+ffi::Error propose(Floats logits, Floats temperature, Floats log_min_p, Ints32 top_k, Floats top_p, Floats u, Ints32 ids,
+                   ffi::ResultBuffer<ffi::S32> drawn, ffi::ResultBuffer<ffi::PRED> ok, ffi::ResultBuffer<ffi::F32> q) {
+  const int64_t rows = logits.dimensions()[0], width = logits.dimensions()[1], wide = q->dimensions()[1];
+  const Shapes shapes{temperature, log_min_p, top_k, top_p};
+  const int64_t known = ids.element_count();
+  if ((shapes.count() != rows && shapes.count() != 1) || static_cast<int64_t>(u.element_count()) != rows ||
+      (known && known != width) || width > wide)
+    return ffi::Error::InvalidArgument("specsparse propose: rows, uniforms and ids do not go together");
+  parallel(rows, [&](int64_t r) {
+    thread_local Row row;
+    row.make_room(width);
+    float* p = row.e.data();
+    ok->typed_data()[r] = law_row(logits.typed_data() + r * width, width, shapes.of(shapes.count() == 1 ? 0 : r), p);
+    float* out = q->typed_data() + r * wide;
+    if (known) {
+      std::fill_n(out, wide, 0.0f);
+      for (int64_t i = 0; i < width; ++i) {
+        const int64_t id = ids.typed_data()[i];
+        if (id >= 0 && id < wide) out[id] = p[i];
+      }
+    } else {
+      std::copy_n(p, width, out);
+      std::fill(out + width, out + wide, 0.0f);
+    }
+    for (int64_t i = 0; i < width; ++i) p[i] = p[i] > 0.0f ? p[i] : 0.0f;
+    drawn->typed_data()[r] = draw_from(&row, u.typed_data()[r]);
   });
   return ffi::Error::Success();
 }
@@ -313,6 +334,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_draw, draw, (results<Ints32>(args<Float
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_sample, sample,
                               (results<Ints32, ffi::Buffer<ffi::PRED>, Floats>(
                                   args<Floats, Floats, Floats, Ints32, Floats, Floats, Ints32, Ints32>())));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_propose, propose,
+                              (results<Ints32, ffi::Buffer<ffi::PRED>, Floats>(
+                                  args<Floats, Floats, Floats, Ints32, Floats, Floats, Ints32>())));
 
 #pragma GCC visibility pop
 
