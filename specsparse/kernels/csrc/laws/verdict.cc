@@ -136,28 +136,33 @@ ffi::Error judge(Floats rows, Floats temperature, Floats log_min_p, Ints32 top_k
   thread_local std::vector<int64_t> wanted;
   if (shapes.count()) laws.resize(count * width);
   const float* p = shapes.count() ? laws.data() : rows.typed_data();
+  // The row after a whole draft is rarely reached, so its law waits until it is.
+  const auto drafted = [&](int64_t b) { return std::min<int64_t>(n_valid.typed_data()[b], n) - 1; };
   wanted.clear();
   for (int64_t r = 0; r < count; ++r)
-    if (r % n < n_valid.typed_data()[r / n]) wanted.push_back(r);
+    if (r % n < drafted(r / n)) wanted.push_back(r);
   std::fill_n(alphas->typed_data(), batch * nodes, 0.0f);
   const auto q_of = [&](int64_t b, int64_t i) -> const float* {
     return q.element_count() ? q.typed_data() + (b * nodes + i) * width : nullptr;
   };
-  const auto weigh = [&, at = wanted.data(), own = laws.data()](int64_t item) {
-    const int64_t r = at[item], b = r / n, i = r % n;
-    if (shapes.count() && !law_row(rows.typed_data() + r * width, width, shapes.of(b), own + r * width))
+  const auto write_law = [&, own = laws.data()](int64_t r) {
+    if (shapes.count() && !law_row(rows.typed_data() + r * width, width, shapes.of(r / n), own + r * width))
       std::fill_n(own + r * width, width, 0.0f);
-    if (!whole && i + 1 < n_valid.typed_data()[b])
+  };
+  const auto weigh = [&, at = wanted.data()](int64_t item) {
+    const int64_t r = at[item], b = r / n, i = r % n;
+    write_law(r);
+    if (!whole)
       alphas->typed_data()[b * nodes + i] = alpha(p + r * width, q_of(b, i), tokens.typed_data()[b * nodes + i], width);
   };
   const auto decide = [&](int64_t b) {
     thread_local Row row;
-    const int64_t here = std::min<int64_t>(n_valid.typed_data()[b], n);
     accepted->typed_data()[b] = 0, token->typed_data()[b] = 0, failed->typed_data()[b] = false;
-    if (here < 1) return;
+    if (drafted(b) < 0) return;
     const Chain c{p + b * n * width, q_of(b, 0), tokens.typed_data() + b * nodes, coins.typed_data() + b * nodes,
-                  here - 1, width, u.typed_data()[b]};
+                  drafted(b), width, u.typed_data()[b]};
     const End end = whole ? block(c, &row) : reject(c);
+    if (end.accepted == c.count) write_law(b * n + end.accepted);
     // A token that its own law could not have drawn leaves p owed in full.
     const bool usable = whole || end.accepted == c.count || c.q_at(end.accepted) > 0.0f;
     const int32_t found = last(c, end, usable, &row);
