@@ -34,7 +34,7 @@ def completed(group: str, given: Mapping[str, object]) -> dict[str, object]:
     if name == NONE and own:
         raise UserError(f"{group}.{next(iter(own))} is no option of {group}=none")
     if not isinstance(name, str) or not PARTS[group].is_builtin(name):
-        return dict(given)
+        return {option_name(group, key): value for key, value in given.items()}
     for key, value in own.items():
         if instead := ELSEWHERE.get(option_name(group, key)) if value is not None else None:
             raise UserError(f"write {instead} instead of {group}.{key}")

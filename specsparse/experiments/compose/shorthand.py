@@ -4,7 +4,7 @@ import os
 import re
 
 from specsparse.errors import UserError
-from specsparse.experiments.compose.parts import PARTS, option_name
+from specsparse.experiments.compose.parts import ELSEWHERE, PARTS, option_name
 from specsparse.support.paths import conf_dir
 from specsparse.support.registry import Registry
 
@@ -53,7 +53,10 @@ def shorthand(argv: list[str]) -> list[str]:
 def option_key(key: str) -> str:
     """A key of `hydra.sweeper.params` as Hydra sets it, whether the file of a choice has it or its class alone."""
     group, _, option = key.partition(".")
-    return f"++{group}.{option_name(group, option)}" if _is_option(key) else key
+    if not _is_option(key):
+        return key
+    name = option_name(group, option)
+    return f"++{group}.{option if name in ELSEWHERE else name}"  # what is refused is refused as it was written
 
 
 def refuse(argv: list[str]) -> None:
