@@ -248,13 +248,14 @@ def table(report: Json) -> Table:
     plan, first = report["plan"], report["rows"][0]
     methods = [c for name in first["speculative"] for c in (f"{name}, tok/s", "tokens/pass", "speed-up", "95 %")]
     peers = [f"{name}, {column}" for name in first["peers"] for column in ("tok/s", "ours over it")]
-    sides = (f"pp{plan['pp']}, tok/s", f"tg{plan['tg']}, tok/s", "per sequence")
+    prompt = (f"pp{plan['pp']}, tok/s",) if first["pp_tokens_per_second"] else ()
+    sides = (*prompt, f"tg{plan['tg']}, tok/s", "per sequence")
     made = tables.new("batch", *sides, *methods, *peers, left=())
     for row in report["rows"]:
         pp, plain = row["pp_tokens_per_second"], row["plain_tokens_per_second"]
         made.add_row(
             str(row["batch"]),
-            "-" if pp is None else f"{pp['median']:.0f}",
+            *((f"{pp['median']:.0f}",) if pp else ()),
             f"{plain['median']:.1f}",
             f"{plain['median'] / row['batch']:.1f}",
             *(cell for found in row["speculative"].values() for cell in _fast(found)),

@@ -24,6 +24,8 @@ EXPECTED_TG = {"Q4_1": 149.0, "Q4_0": 201.0, "Q8_0": 165.0}
 _EXPECTED_SHAPE = (30, 576, 49152)
 _CHOOSING = 3
 """Timings of a test with flash attention and without, by which the one that is timed is chosen."""
+_STEPS = 8
+"""Tokens of each sequence in those of a batch."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +95,11 @@ class Peer(PeerProcess):
             self.flash[method] = _faster(partial(self._timed, method, test.n))
 
     def choose_for_batches(self, sizes: Mapping[int, Sequence[Sequence[int]]], n: int) -> dict[int, bool]:
-        """The same for batches of n tokens of each sequence, by the number of sequences; `sizes` are their prompts.
+        """The same for batches of up to n tokens of each sequence, by their number; `sizes` are their prompts.
 
         The smallest batch stands for `decode` and the largest for `verify` in `check` and in `facts`.
         """
-        found = {size: _faster(partial(self.batch, prompts, n)) for size, prompts in sizes.items()}
+        found = {size: _faster(partial(self.batch, prompts, min(n, _STEPS))) for size, prompts in sizes.items()}
         self.flash = {"decode": found[min(sizes)], "verify": found[max(sizes)]}
         return found
 

@@ -52,6 +52,11 @@ class LlamaCpp:
         """Drops the tokens from `count` on, of one sequence or of every one."""
         self.c.llama_memory_seq_rm(self.c.llama_get_memory(context), sequence, count, -1)
 
+    def copy(self, context, source: int, target: int) -> bool:
+        """One sequence as another, with memory of its own; whether that was done."""
+        self.c.llama_memory_seq_cp(self.c.llama_get_memory(context), source, target, -1, -1)
+        return True
+
     def wait(self, context) -> None:
         """For the computation to end."""
         self.c.llama_synchronize(context)
@@ -83,6 +88,10 @@ class IkLlamaCpp:
     def keep(self, context, count: int, sequence: int = -1) -> None:
         """Drops the tokens from `count` on, of one sequence or of every one."""
         self._remove(context, sequence, count, -1)
+
+    def copy(self, context, source: int, target: int) -> bool:
+        """Its copies share their memory and would be read once: none is made."""
+        return False
 
     def wait(self, context) -> None:
         """For the computation to end."""
@@ -310,16 +319,21 @@ class Engine:
         if context.prefix != prompts:
             context.keep(0)
             for s, prompt in enumerate(prompts):
-                context.feed_rows([(token, at, s, False) for at, token in enumerate(prompt)])
+                if not (prompt in prompts[:s] and self.lib.copy(context.context, prompts.index(prompt), s)):
+                    context.feed_rows([(token, at, s, False) for at, token in enumerate(prompt)])
             context.prefix = prompts
+            self._step(context, prompts, 0)  # copies are made by the next call
         for s, prompt in enumerate(prompts):
             context.keep(len(prompt), s)
         start = time.perf_counter()
         for i in range(n):
-            context.feed_rows(
-                [(self.tokens[(i + s) % len(self.tokens)], len(p) + i, s, True) for s, p in enumerate(prompts)]
-            )
+            self._step(context, prompts, i)
         return time.perf_counter() - start
+
+    def _step(self, context: Context, prompts: list, i: int) -> None:
+        """The i-th token behind each prompt, all in one call."""
+        tokens = self.tokens
+        context.feed_rows([(tokens[(i + s) % len(tokens)], len(p) + i, s, True) for s, p in enumerate(prompts)])
 
     def begin(self, prompt: list, pieces: int) -> None:
         """A cache of the prompt alone; fed anew where it is another than before, else what came behind is dropped."""

@@ -126,7 +126,7 @@ def test_a_peers_batches(path, model, name):
     """Several sequences in one call, by the faster attention, with which its logits are this model's."""
     if not ELSEWHERE and importlib.util.find_spec(PACKAGES[name]) is None:
         pytest.skip(f"{PACKAGES[name]} is not installed")
-    prompts = {1: [[5, 6, 7]], 3: [[5, 6, 7], [8, 9], [7] * 9]}
+    prompts = {1: [[5, 6, 7]], 3: [[5, 6, 7], [8, 9], [5, 6, 7]]}
     with peers.Peer(name) as peer:
         peer.open(path, model.config, threads=1, room=8, depth=0)
         chosen = peer.choose_for_batches(prompts, 3)
