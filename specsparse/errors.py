@@ -1,8 +1,25 @@
 """The one error that users see."""
 
+import sys
+
 
 class UserError(Exception):
     """A mistake in the input: the message is one line that names the thing and the next step.
 
     The command line prints it without a traceback and exits with code 2.
     """
+
+
+def not_installed(error: ModuleNotFoundError) -> str:
+    """The line for a Python that lacks a package we need.
+
+    Raises:
+        ModuleNotFoundError: the module that is missing is one of ours: a defect, not a mistake of the user's.
+    """
+    package = (error.name or "specsparse").partition(".")[0]
+    if package == "specsparse":
+        raise error
+    return (
+        f"{package} is not installed for {sys.executable}: call .venv/bin/python, which `make install` makes, "
+        f"or {sys.executable} -m pip install -e . in the project's folder"
+    )

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from specsparse.errors import UserError
+from specsparse.errors import UserError, not_installed
 from specsparse.experiments.compose.parts import help_text
 from specsparse.experiments.compose.shorthand import option_key, refuse, shorthand
 from specsparse.support.paths import conf_dir
@@ -123,7 +123,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run Hydra on `argv` (default: the command line); returns the exit code."""
     code = 0
     with until_the_reader_leaves():
-        code = _main(argv)
+        try:
+            code = _main(argv)
+        except ModuleNotFoundError as error:
+            code = fail(not_installed(error))
     return code
 
 

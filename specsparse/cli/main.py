@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from specsparse.errors import UserError
+from specsparse.errors import UserError, not_installed
 from specsparse.support.pipes import until_the_reader_leaves
 
 # Name -> what the list of commands says. The module specsparse.cli.<name> is imported only when its command is called.
@@ -52,10 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         with until_the_reader_leaves():
             code = _dispatch([a for a in argv if a != "--debug"])
         return code
-    except UserError as error:
+    except (UserError, ModuleNotFoundError) as error:
         if debug:
             raise
-        print(f"specsparse: {' '.join(str(error).split())}", file=sys.stderr)
+        message = not_installed(error) if isinstance(error, ModuleNotFoundError) else str(error)
+        print(f"specsparse: {' '.join(message.split())}", file=sys.stderr)
         return EXIT_MISTAKE
     except KeyboardInterrupt:
         print("specsparse: stopped", file=sys.stderr)

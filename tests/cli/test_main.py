@@ -1,9 +1,15 @@
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from specsparse.cli import main as cli
+from specsparse.errors import not_installed
 from tests.other_process import imported
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def mistake(capsys, *argv):
@@ -68,3 +74,15 @@ def test_help_and_mistakes_of_every_command_need_no_jax():
     for line, (packages, said) in zip(MISTAKES + asked, answers, strict=True):
         assert "jax" not in packages, line
         assert said.startswith("specsparse: " if line in MISTAKES else "usage: ") or line[0] == "run", line
+
+
+@pytest.mark.parametrize("command", [["specsparse", "status"], ["specsparse.run", "+experiment=spec_llama160m"]])
+def test_a_python_without_our_packages_is_one_line(command):
+    done = subprocess.run([sys.executable, "-S", "-m", *command], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert f"is not installed for {sys.executable}: call .venv/bin/python" in done.stderr
+
+
+def test_a_module_of_ours_that_is_missing_is_a_defect():
+    with pytest.raises(ModuleNotFoundError):
+        not_installed(ModuleNotFoundError("No module named 'specsparse.nothing'", name="specsparse.nothing"))
