@@ -17,6 +17,7 @@ from specsparse.errors import UserError
 from specsparse.kernels.native import cpu
 from specsparse.testing import write_tiny_gguf
 from tests.contracts.rigs import WIDTH, Rig, path_to, random_tree, tiny_rig
+from tests.kernels.emulated_tiles import set_isa
 
 GQA = {"d_model": 96, "n_heads": 6, "n_kv_heads": 2, "vocab_size": 257}
 MODELS = {
@@ -126,7 +127,7 @@ def test_threads_and_instruction_sets(rig, text, wanted, isa, settings):
     if not cpu.available():
         pytest.skip(f"no native kernels: {cpu.why_missing()}")
     try:
-        cpu.set_isa(isa)
+        set_isa(isa)
     except UserError as error:
         pytest.skip(str(error))
     for threads in (1, 2):
@@ -203,7 +204,7 @@ def test_smollm2_rows_chunks_threads_and_isas(real, story, settings):
     cpu.set_threads(2)
     for isa in ("avx2", "avxvnni", "avx512", "amx_emulated"):
         try:
-            cpu.set_isa(isa)
+            set_isa(isa)
         except UserError:
             continue
         equal(real.in_chunks(story, [16, 16]), wanted, isa)

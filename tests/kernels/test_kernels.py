@@ -25,6 +25,7 @@ from specsparse.kernels.packing.pack import SUPPORTED, layout_of, pack_qtensor
 from specsparse.kernels.reference import dense, q8_cache
 from specsparse.testing import random_quantised
 from tests.kernels import emulation
+from tests.kernels.emulated_tiles import set_isa
 from tests.tolerances import ATTEND_NMSE, LAW_RTOL, LINEAR_NMSE, nmse
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"no native kernels: {cpu.why_missing()}")
@@ -43,7 +44,7 @@ TYPES = {t.name: t for t in SUPPORTED}
 def use(isa: str, threads: int = 2) -> None:
     """Switches the instruction set; skips where the processor lacks it."""
     try:
-        cpu.set_isa(isa)
+        set_isa(isa)
     except UserError as error:
         pytest.skip(str(error))
     cpu.set_threads(threads)
@@ -189,7 +190,7 @@ def test_a_table_that_gives_other_bits_or_faults_is_found_out():
     trial.restype = ctypes.c_char_p
     for isa in (*ISAS, *PRODUCTS):
         with contextlib.suppress(UserError):
-            cpu.set_isa(isa)
+            set_isa(isa)
             assert trial(0) is None, isa
     assert trial(1) == b"a trial of them gave other bits"
     assert trial(2) == b"a trial of them faulted"

@@ -1,158 +1,16 @@
-// Products of many rows by AMX: a tile of up to sixteen rows of activations times a block of sixteen rows of weights, whose
-// integer sums are exact, so the bits are those of the other instruction sets.
-//
-// A packed block of int8 codes has the bytes of a tile already: row c is columns 4c .. 4c + 3 of sixteen rows of weights.
 #define SPECSPARSE_ISA amx
-#include "dense/tiles.h"
+#include "dense/dot_amx.inl"
 #include "simd/amx.h"
-#include "simd/kinds.h"
-#include "simd/simd_avx512.h"
 
 namespace specsparse {
-inline namespace SPECSPARSE_ISA {
-namespace {
 
-constexpr int kFewest = 4;  // rows of activations that tiles are worth
-constexpr int kMostRows = kMostTile;
-constexpr int kFirstA = 4, kFirstB = 6;  // tiles 0 to 3 are sums
-
-// Shapes are set when they change and given back by `release`: a thread that holds tiles is dearer to switch.
-template <class Tiles>
-class Shapes {
- public:
-  static void use(int rows, int subs) {
-    if (held() == rows * 4 + subs) return;
-    held() = rows * 4 + subs;
-    TileShapes shapes;
-    for (int t = 0; t < kFirstA; ++t) shapes.set(t, rows, 64);
-    for (int t = kFirstA; t < kFirstB; ++t) shapes.set(t, rows, kBlock / subs);
-    for (int t = kFirstB; t < kTiles; ++t) shapes.set(t, kBlock / subs / 4, 64);
-    Tiles::configure(shapes);
-  }
-  static void release() {
-    if (held()) Tiles::release();
-    held() = 0;
-  }
-
- private:
-  static int& held() {
-    thread_local int now = 0;
-    return now;
-  }
-};
-
-// The codes of a block as signed bytes in the order of a tile; int8 codes lie so already.
-template <Read READ>
-SPECSPARSE_INLINE const uint8_t* as_tile(const uint8_t* codes, const int8_t* lut, uint8_t* buffer) {
-  if constexpr (READ == Read::kInt8) return codes;
-  const __m512i mask = _mm512_set1_epi8(15);
-  const __m512i table = READ == Read::kTable ? _mm512_broadcast_i32x4(load128(lut)) : mask;
-  each<4>([&](auto c) SPECSPARSE_EACH {
-    const __m512i both = load512(codes + 64 * c);
-    __m512i low = _mm512_and_si512(both, mask), high = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
-    if (READ == Read::kTable) low = _mm512_shuffle_epi8(table, low), high = _mm512_shuffle_epi8(table, high);
-    _mm512_store_si512(buffer + 64 * c, low);
-    _mm512_store_si512(buffer + 64 * (4 + c), high);
-  });
-  return buffer;
-}
-
-// Rows of sums that no token has are read as well, and their results dropped.
-struct alignas(64) Scratch {
-  uint8_t unpacked[kRows * kBlock];
-  int32_t sums[2][2][kMostRows][kRows];  // by turns: one block's are read while the next is multiplied
-};
-
-// `dot_slices` of dot.inl with the sums of a block's products from tiles. NT: rows of sums in registers, tokens <= NT.
-template <class Tiles, Read READ, Scales SCALES, int SUBS, int NT>
-__attribute__((flatten)) void dot_tiles(const Matrix& w, const uint8_t* p, const Activations& x, int64_t row, int tokens, float* y) {
-  constexpr bool kHalves = SCALES == Scales::kD || SCALES == Scales::kDm;
-  constexpr bool kMins = SCALES == Scales::kDm || SCALES == Scales::kSuperMin;
-  constexpr bool kHeader = SCALES == Scales::kSuper || SCALES == Scales::kSuperMin;
-  constexpr int kCodeBytes = kRows * kBlock / (READ == Read::kInt8 ? 1 : 2);
-  constexpr int kLines = kCodeBytes / 64 + 1;
-  thread_local Scratch scratch;
-  uint8_t* const unpacked = scratch.unpacked;
-  auto& sums = scratch.sums;
-  const QBlock* rows[NT];
-  each<NT>([&](auto t) SPECSPARSE_EACH { rows[t] = x.q + (row + (t < tokens ? t : tokens - 1)) * x.blocks; });
-  Shapes<Tiles>::use(tokens, SUBS);
-  F acc[NT], super_d = zero(), super_m = zero();
-  each<NT>([&](auto t) SPECSPARSE_EACH { acc[t] = zero(); });
-  const auto block = [&](int64_t b, auto turn) SPECSPARSE_EACH {
-    if (kHeader && b % (kSuper / kBlock) == 0) {
-      super_d = load_f16(p), p += 32;
-      if (kMins) super_m = load_f16(p), p += 32;
-    }
-    F d[SUBS], m[SUBS];
-    each<SUBS>([&](auto u) SPECSPARSE_EACH {
-      if (SCALES == Scales::kF32) d[u] = load(reinterpret_cast<const float*>(p));
-      if (kHalves) d[u] = load_f16(p);
-      if (SCALES == Scales::kDm) m[u] = load_f16(p + 32);
-      if (kHeader) d[u] = mul(super_d, load_i8(p));
-      p += SCALES == Scales::kF32 || SCALES == Scales::kDm ? 64 : kHalves ? 32 : 16;
-    });
-    if (SCALES == Scales::kSuperMin)
-      each<SUBS>([&](auto u) SPECSPARSE_EACH { m[u] = sub(zero(), mul(super_m, load_u8(p))), p += 16; });
-    each<kLines>([&](auto line) SPECSPARSE_EACH { __builtin_prefetch(p + w.group_bytes + 64 * line); });
-    const uint8_t* codes = as_tile<READ>(p, w.lut, unpacked);
-    p += kCodeBytes;
-    each<SUBS>([&](auto u) SPECSPARSE_EACH {
-      constexpr int kSums = 2 * turn + u, kA = kFirstA + (SUBS == 2 ? u : turn), kB = kFirstB + (SUBS == 2 ? u : turn);
-      Tiles::template load<kB>(codes + u * 256, 64);
-      Tiles::template load<kA>(rows[0][b].q + u * 16, x.blocks * static_cast<int64_t>(sizeof(QBlock)));
-      Tiles::template zero<kSums>();
-      Tiles::template add_products<kSums, kA, kB>();
-      Tiles::template store<kSums>(sums[turn][u], 64);
-    });
-    each<NT>([&](auto t) SPECSPARSE_EACH {
-      const QBlock* q = rows[t] + b;
-      each<SUBS>([&](auto u) SPECSPARSE_EACH {
-        I dot = {load512(sums[turn][u][t])};
-        if (READ == Read::kCodes) dot = add(dot, set1_i(-w.zero * q->sum));
-        acc[t] = fma(mul(d[u], set1(q->scale)), to_float(dot), acc[t]);
-        if (kMins) acc[t] = fma(m[u], set1(SUBS == 1 ? q->shift : q->shifts[u]), acc[t]);
-      });
-    });
-  };
-  int64_t b = 0;
-  for (; b + 2 <= x.blocks; b += 2) each<2>([&](auto turn) SPECSPARSE_EACH { block(b + turn, turn); });
-  if (b < x.blocks) block(b, std::integral_constant<int, 0>{});
-  each<NT>([&](auto t) SPECSPARSE_EACH {
-    if (t < tokens) store(y + kRows * t, acc[t]);
-  });
-}
-
-template <class Tiles>
-void dot(const Matrix& w, int64_t g, const Activations& x, int64_t row, int tokens, float* y) {
-  if (w.is_float() || tokens < kFewest) return kAvx512Ops.dot(w, g, x, row, tokens, y);
-  const uint8_t* group = w.data + g * w.group_bytes;
-  // Tiles of even size, so that none has fewer rows than the smallest there is.
-  for (int done = 0, left = (tokens + kMostRows - 1) / kMostRows; left; --left) {
-    const int now = (tokens - done + left - 1) / left;
-    with_kind(w, [&](auto kind) SPECSPARSE_EACH {
-      using K = decltype(kind);
-      float* to = y + kRows * done;
-      if (now <= 8)
-        dot_tiles<Tiles, K::kRead, K::kScales, K::kSubs, 8>(w, group, x, row + done, now, to);
-      else
-        dot_tiles<Tiles, K::kRead, K::kScales, K::kSubs, kMostRows>(w, group, x, row + done, now, to);
-    });
-    done += now;
-  }
-}
-
-template <class Tiles>
-Ops with_tiles(const char* name) {
+Ops amx_ops() {
   Ops table = kAvx512Ops;
-  table.name = name, table.tile = kMostRows, table.dot = dot<Tiles>, table.leave = Shapes<Tiles>::release;
+  table.name = "amx", table.tile = kMostRows, table.leave = Shapes<ProcessorTiles>::release;
+  table.dot = [](const Matrix& w, int64_t g, const Activations& x, int64_t row, int tokens, float* y) {
+    dot<ProcessorTiles>(w, g, x, row, tokens, y, kAvx512Ops.dot);
+  };
   return table;
 }
-
-}  // namespace
-}  // namespace SPECSPARSE_ISA
-
-Ops amx_ops() { return with_tiles<ProcessorTiles>("amx"); }
-Ops emulated_amx_ops() { return with_tiles<EmulatedTiles>("amx_emulated"); }
 
 }  // namespace specsparse

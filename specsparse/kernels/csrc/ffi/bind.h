@@ -1,7 +1,10 @@
-// Operands and results of XLA's FFI handlers in one line each.
+// Operands and results of XLA's FFI handlers in one line each. Its headers take long to compile: nothing else includes them.
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
 #include <utility>
+#include <vector>
 
 #include "xla/ffi/api/ffi.h"
 
@@ -11,6 +14,19 @@ using Floats = xla::ffi::Buffer<xla::ffi::F32>;
 using Ints32 = xla::ffi::Buffer<xla::ffi::S32>;
 using Bytes8 = xla::ffi::Buffer<xla::ffi::U8>;
 using AnyBuffer = xla::ffi::AnyBuffer;
+using Ints = xla::ffi::Span<const int64_t>;
+
+// The rows that count: i < n_valid[b] of each sequence.
+inline std::vector<int32_t> valid_rows(const Ints32& n_valid, int64_t rows) {
+  const int64_t batch = n_valid.element_count(), n = batch ? rows / batch : 0;
+  std::vector<int32_t> out;
+  out.reserve(rows);
+  for (int64_t b = 0; b < batch; ++b) {
+    const int64_t count = std::clamp<int64_t>(n_valid.typed_data()[b], 0, n);
+    for (int64_t i = 0; i < count; ++i) out.push_back(static_cast<int32_t>(b * n + i));
+  }
+  return out;
+}
 
 // `binding` and further operands, or results, of these types, in order.
 template <bool RESULTS, class First, class... Rest, class Binding>

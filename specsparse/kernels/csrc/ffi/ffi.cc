@@ -19,19 +19,6 @@ namespace specsparse {
 namespace {
 
 using ffi::Span;
-using Ints = Span<const int64_t>;
-
-// The rows that count: i < n_valid[b] of each sequence.
-std::vector<int32_t> valid_rows(const ffi::Buffer<ffi::S32>& n_valid, int64_t rows) {
-  const int64_t batch = n_valid.element_count(), n = batch ? rows / batch : 0;
-  std::vector<int32_t> out;
-  out.reserve(rows);
-  for (int64_t b = 0; b < batch; ++b) {
-    const int64_t count = std::min<int64_t>(std::max(n_valid.typed_data()[b], 0), n);
-    for (int64_t i = 0; i < count; ++i) out.push_back(static_cast<int32_t>(b * n + i));
-  }
-  return out;
-}
 
 bool read(Description* out, Ints all, int64_t index, const ffi::AnyBuffer& data) {
   if (static_cast<int64_t>(all.size()) < (index + 1) * kDescription) return false;
@@ -417,6 +404,8 @@ SPECSPARSE_EXPORT void specsparse_set_threads(int count) { specsparse::set_threa
 SPECSPARSE_EXPORT int specsparse_threads() { return specsparse::threads(); }
 SPECSPARSE_EXPORT int specsparse_set_isa(const char* name) { return specsparse::set_ops(name); }
 SPECSPARSE_EXPORT const char* specsparse_isa() { return specsparse::ops().name; }
+// Adds a table from another library: for tests.
+SPECSPARSE_EXPORT int specsparse_add_ops(void (*make)(const specsparse::Ops*, specsparse::Ops*)) { return specsparse::add_ops(make); }
 // Why AMX is not used, or null.
 SPECSPARSE_EXPORT const char* specsparse_why_no_amx() { return specsparse::why_no_amx(); }
 // What a trial says of the table in use (0), of one that multiplies nothing (1) and of one that faults (2): for tests.

@@ -12,8 +12,6 @@ namespace ffi = xla::ffi;
 namespace specsparse {
 namespace {
 
-using Ints = ffi::Span<const int64_t>;
-
 constexpr int64_t kBlocksPerItem = 64;  // of which one item builds the tables
 
 // Rows of activations as tables: memory that grows, and is kept from call to call.

@@ -11,23 +11,9 @@ namespace ffi = xla::ffi;
 namespace specsparse {
 namespace {
 
-using Ints = ffi::Span<const int64_t>;
-
 bool describe(Ints all, int64_t index, const ffi::AnyBuffer& data, NeuronDescription* out) {
   if (static_cast<int64_t>(all.size()) < (index + 1) * kDescription) return false;
   return out->read(all.begin() + index * kDescription, data.untyped_data(), data.size_bytes());
-}
-
-// The rows that count: i < n_valid[b] of each sequence.
-std::vector<int32_t> valid_rows(const ffi::Buffer<ffi::S32>& n_valid, int64_t rows) {
-  const int64_t batch = n_valid.element_count(), n = batch ? rows / batch : 0;
-  std::vector<int32_t> out;
-  out.reserve(rows);
-  for (int64_t b = 0; b < batch; ++b) {
-    const int64_t count = std::clamp<int64_t>(n_valid.typed_data()[b], 0, n);
-    for (int64_t i = 0; i < count; ++i) out.push_back(static_cast<int32_t>(b * n + i));
-  }
-  return out;
 }
 
 const float* optional(const ffi::Buffer<ffi::F32>& b) { return b.element_count() ? b.typed_data() : nullptr; }

@@ -9,8 +9,7 @@ namespace specsparse {
 const char* why_no_amx();
 
 #if defined(__x86_64__)
-Ops amx_ops();           // kAvx512Ops with products by tiles
-Ops emulated_amx_ops();  // the same with tiles in plain C++: for tests, on any processor with AVX-512
+Ops amx_ops();  // kAvx512Ops with products by tiles
 #endif
 
 }  // namespace specsparse

@@ -1,7 +1,7 @@
 #include "simd/ops.h"
 
 #include <cstring>
-#include <vector>
+#include <deque>
 
 #include "simd/amx.h"
 
@@ -35,9 +35,9 @@ Ops changed(Ops table, const char* name, decltype(Ops::dot) dot) {
 }
 #endif
 
-// Widest first; what only tests ask for comes last.
-std::vector<Ops> find_tables() {
-  std::vector<Ops> found;
+// Widest first. Not moved when one is added.
+std::deque<Ops> find_tables() {
+  std::deque<Ops> found;
 #if defined(__x86_64__)
   __builtin_cpu_init();
 #if defined(SPECSPARSE_AMX)
@@ -53,14 +53,11 @@ std::vector<Ops> find_tables() {
   if (has_avx2()) found.push_back(kAvx2Ops);
 #endif
   found.push_back(kPortableOps);
-#if defined(__x86_64__) && defined(SPECSPARSE_AMX)
-  if (has_avx512()) found.push_back(emulated_amx_ops());
-#endif
   return found;
 }
 
-const std::vector<Ops>& tables() {
-  static const std::vector<Ops> all = find_tables();
+std::deque<Ops>& tables() {
+  static std::deque<Ops> all = find_tables();
   return all;
 }
 
@@ -77,6 +74,18 @@ bool set_ops(const char* name) {
   for (const Ops& table : tables())
     if (!std::strcmp(name, table.name)) return current() = &table, true;
   return false;
+}
+
+bool add_ops(void (*make)(const Ops* avx512, Ops* table)) {
+#if defined(__x86_64__)
+  if (!has_avx512()) return false;
+  Ops table;
+  make(&kAvx512Ops, &table);
+  tables().push_back(table);
+  return true;
+#else
+  return false;
+#endif
 }
 
 }  // namespace specsparse

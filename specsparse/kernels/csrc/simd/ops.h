@@ -106,5 +106,7 @@ void dot_vnni256(const Matrix& w, int64_t g, const Activations& x, int64_t row, 
 const Ops& ops();
 // Chooses a table by name; false if the name or the processor does not have it.
 bool set_ops(const char* name);
+// Adds a table that is made of AVX-512's, to be chosen by its name: for tests. False where the processor has no AVX-512.
+bool add_ops(void (*make)(const Ops* avx512, Ops* table));
 
 }  // namespace specsparse

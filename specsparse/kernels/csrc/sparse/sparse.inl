@@ -55,42 +55,75 @@ inline void super_scales(const uint8_t* coarse, const uint8_t* fine, const uint8
 }
 
 // Scales d and mins m of subs [begin, end) of a row; whole super-blocks. Both arrays have room for 15 more.
-// Not inlined, which `flatten` would do in each of the kernels: one call a row costs nothing, its copies a third of the build.
-template <Scales SCALES, int SUBS>
+// One call a row, so that the kernels need not be compiled for each way to store scales.
+template <int SUBS>
 __attribute__((noinline)) void expand_scales(const NeuronRows& w, const uint8_t* row, int64_t begin, int64_t end, float* d, float* m) {
   const uint8_t *p = row + w.chunks() * w.code_bytes(), *stop = row + w.row_bytes;
   const int64_t subs = w.subs();
-  if constexpr (SCALES == Scales::kSuper || SCALES == Scales::kSuperMin) {
-    constexpr bool kMins = SCALES == Scales::kSuperMin;
+  if (w.scales == Scales::kSuper || w.scales == Scales::kSuperMin) {
+    const bool mins = w.scales == Scales::kSuperMin;
     const int64_t header = 2 * (w.cols / kSuper);
-    const uint8_t* fine = p + header * (kMins ? 2 : 1);
+    const uint8_t* fine = p + header * (mins ? 2 : 1);
     super_scales<SUBS>(p, fine, stop, begin, end, 1.0f, d, [](const uint8_t* q) { return load_i8(q); });
-    if (kMins)
+    if (mins)
       super_scales<SUBS>(p + header, fine + subs, stop, begin, end, -1.0f, m, [](const uint8_t* q) { return load_u8(q); });
-  } else {
-    for (int64_t i = begin; i < end; i += 16) {
-      const int64_t left = end - i;
-      if constexpr (SCALES == Scales::kF32) {
-        const auto read = [](const uint8_t* q) { return load(reinterpret_cast<const float*>(q)); };
-        store(d + i - begin, load_part<4>(p + 4 * i, left, stop, read));
-      } else {
-        store(d + i - begin, halves(p + 2 * i, left, stop));
-        if (SCALES == Scales::kDm) store(m + i - begin, halves(p + 2 * (subs + i), left, stop));
-      }
+    return;
+  }
+  for (int64_t i = begin; i < end; i += 16) {
+    const int64_t left = end - i;
+    if (w.scales == Scales::kF32) {
+      const auto read = [](const uint8_t* q) { return load(reinterpret_cast<const float*>(q)); };
+      store(d + i - begin, load_part<4>(p + 4 * i, left, stop, read));
+    } else {
+      store(d + i - begin, halves(p + 2 * i, left, stop));
+      if (w.scales == Scales::kDm) store(m + i - begin, halves(p + 2 * (subs + i), left, stop));
     }
   }
 }
 
+// What the kernels are compiled for, of each kind of blocks: how codes are read, whether there are mins, and sub-blocks.
+template <Read READ, bool MINS, int SUBS>
+struct RowKind {
+  static constexpr Read kRead = READ;
+  static constexpr bool kMins = MINS;
+  static constexpr int kSubs = SUBS;
+};
+
+constexpr bool has_mins(Scales scales) { return scales == Scales::kDm || scales == Scales::kSuperMin; }
+
+// f(RowKind<..>{}) of neurons of blocks; false where they are floats.
+template <class F_>
+SPECSPARSE_INLINE bool with_row_kind(const NeuronRows& w, F_&& f) {
+#define SPECSPARSE_KIND(READ, SCALES, SUBS) \
+  static_assert(Read::READ == Read::kInt8 || (SUBS == 1 && (Read::READ == Read::kCodes || !has_mins(Scales::SCALES))), "no kernel");
+  SPECSPARSE_KINDS(SPECSPARSE_KIND)
+#undef SPECSPARSE_KIND
+  if (w.is_float()) return false;
+  const bool mins = has_mins(w.scales), halves = w.sub < kBlock;
+  if (w.codes == Codes::kNibble) {
+    if (w.lut)
+      f(RowKind<Read::kTable, false, 1>{});
+    else if (mins)
+      f(RowKind<Read::kCodes, true, 1>{});
+    else
+      f(RowKind<Read::kCodes, false, 1>{});
+  } else if (halves) {
+    mins ? f(RowKind<Read::kInt8, true, 2>{}) : f(RowKind<Read::kInt8, false, 2>{});
+  } else {
+    mins ? f(RowKind<Read::kInt8, true, 1>{}) : f(RowKind<Read::kInt8, false, 1>{});
+  }
+  return true;
+}
+
 inline int64_t round16(int64_t n) { return (n + 15) / 16 * 16; }
 
-template <Read READ, Scales SCALES, int SUBS, int NT>
+template <Read READ, bool MINS, int SUBS, int NT>
 __attribute__((flatten)) void dot_codes_row(const NeuronRows& w, int64_t j, const uint8_t* next, const Input* const* inputs,
                                             float* out, float* scratch) {
-  constexpr bool kMins = SCALES == Scales::kDm || SCALES == Scales::kSuperMin;
   const uint8_t* row = w.row(j);
   const int64_t chunks = w.chunks(), subs = w.subs(), size = round16(subs), step = w.code_bytes();
   float *d = scratch, *m = scratch + size, *scales = m + size;
-  expand_scales<SCALES, SUBS>(w, row, 0, subs, d, m);
+  expand_scales<SUBS>(w, row, 0, subs, d, m);
   const int8_t* x[NT];
   F acc[NT];
   each<NT>([&](auto t) SPECSPARSE_EACH {
@@ -118,7 +151,7 @@ __attribute__((flatten)) void dot_codes_row(const NeuronRows& w, int64_t j, cons
   }
   for (int64_t at = chunks * step; at < w.row_bytes; at += 64) __builtin_prefetch(next + at, 0, 2);
   each<NT>([&](auto t) SPECSPARSE_EACH {
-    if (kMins)
+    if (MINS)
       for (int64_t i = 0; i < size; i += 16) acc[t] = fma(load(m + i), load(inputs[t]->sums[SUBS - 1] + i), acc[t]);
     out[t] = reduce_add(acc[t]);
   });
@@ -160,9 +193,9 @@ void dot_floats_of(const NeuronRows& w, int64_t j, const uint8_t* next, const In
 template <int NT>
 void dot_tokens(const NeuronRows& w, int64_t j, const uint8_t* next, const Input* const* x, float* out, float* scratch) {
   if (w.is_float()) return dot_floats_of<NT>(w, j, next, x, out);
-  with_kind(w, [&](auto kind) SPECSPARSE_EACH {
+  with_row_kind(w, [&](auto kind) SPECSPARSE_EACH {
     using Kind = decltype(kind);
-    dot_codes_row<Kind::kRead, Kind::kScales, Kind::kSubs, NT>(w, j, next, x, out, scratch);
+    dot_codes_row<Kind::kRead, Kind::kMins, Kind::kSubs, NT>(w, j, next, x, out, scratch);
   });
 }
 
@@ -182,10 +215,9 @@ void dot(const NeuronRows& w, int64_t j, const uint8_t* next, const Input* const
 }
 
 // dot_codes_row of kRowGroup neurons and one row.
-template <Read READ, Scales SCALES, int SUBS>
+template <Read READ, bool MINS, int SUBS>
 __attribute__((flatten)) void dot_codes_group(const NeuronRows& w, const int32_t* js, const uint8_t* const* next, const Input& x,
                                               float* out, float* scratch) {
-  constexpr bool kMins = SCALES == Scales::kDm || SCALES == Scales::kSuperMin;
   const int64_t chunks = w.chunks(), subs = w.subs(), size = round16(subs), step = w.code_bytes();
   const float* dx = x.scales[SUBS - 1];
   const uint8_t* rows[kRowGroup];
@@ -194,11 +226,11 @@ __attribute__((flatten)) void dot_codes_group(const NeuronRows& w, const int32_t
   each<kRowGroup>([&](auto r) SPECSPARSE_EACH {
     float* s = scratch + r * size;
     rows[r] = w.row(js[r]), acc[r] = zero();
-    if constexpr (SCALES == Scales::kD) {
+    if (!MINS && w.scales == Scales::kD) {
       const uint8_t *p = rows[r] + chunks * step, *stop = rows[r] + w.row_bytes;
       for (int64_t i = 0; i < size; i += 16) store(s + i, mul(halves(p + 2 * i, subs - i, stop), load(dx + i)));
     } else {
-      expand_scales<SCALES, SUBS>(w, rows[r], 0, subs, s, mins + r * size);
+      expand_scales<SUBS>(w, rows[r], 0, subs, s, mins + r * size);
       for (int64_t i = 0; i < size; i += 16) store(s + i, mul(load(s + i), load(dx + i)));
     }
   });
@@ -218,7 +250,7 @@ __attribute__((flatten)) void dot_codes_group(const NeuronRows& w, const int32_t
       acc[r] = fma(spread_scales<SUBS>(scratch + r * size + 2 * SUBS * c), to_float(sum), acc[r]);
     });
   }
-  if (kMins)
+  if (MINS)
     for (int64_t i = 0; i < size; i += 16)
       each<kRowGroup>([&](auto r) SPECSPARSE_EACH { acc[r] = fma(load(mins + r * size + i), load(x.sums[SUBS - 1] + i), acc[r]); });
   reduce_add_four(acc, out);
@@ -259,9 +291,9 @@ void dot_group(const NeuronRows& w, const int32_t* js, const uint8_t* const* nex
     }
     return;
   }
-  with_kind(w, [&](auto kind) SPECSPARSE_EACH {
+  with_row_kind(w, [&](auto kind) SPECSPARSE_EACH {
     using Kind = decltype(kind);
-    dot_codes_group<Kind::kRead, Kind::kScales, Kind::kSubs>(w, js, next, x, out, scratch);
+    dot_codes_group<Kind::kRead, Kind::kMins, Kind::kSubs>(w, js, next, x, out, scratch);
   });
 }
 
@@ -287,10 +319,9 @@ void dot_floats(const Matrix& w, int64_t g, int count, const float* x, float* ou
 }
 
 // Adds NR neurons to a stripe of the output.
-template <Read READ, Scales SCALES, int SUBS, int NR>
+template <Read READ, bool MINS, int SUBS, int NR>
 __attribute__((flatten)) void add_codes(const NeuronRows& w, const int32_t* js, const float* a, const int32_t* next,
                                         int64_t begin, int64_t end, float* y, float* scratch) {
-  constexpr bool kMins = SCALES == Scales::kDm || SCALES == Scales::kSuperMin;
   const int64_t first = begin * 2 * SUBS, subs = (end - begin) * 2 * SUBS, size = round16(subs), step = w.code_bytes();
   float *d = scratch, *m = scratch + NR * size;
   alignas(16) uint16_t halves[16] = {};
@@ -299,7 +330,7 @@ __attribute__((flatten)) void add_codes(const NeuronRows& w, const int32_t* js, 
   const uint8_t *rows[NR], *ahead[NR];
   each<NR>([&](auto r) SPECSPARSE_EACH {
     rows[r] = w.row(js[r]), ahead[r] = w.row(next[r]);
-    expand_scales<SCALES, SUBS>(w, rows[r], first, first + subs, d + r * size, m + r * size);
+    expand_scales<SUBS>(w, rows[r], first, first + subs, d + r * size, m + r * size);
     for (int64_t i = 0; i < size; i += 16) {
       store(d + r * size + i, mul(set1(a[r]), load(d + r * size + i)));
     }
@@ -320,7 +351,7 @@ __attribute__((flatten)) void add_codes(const NeuronRows& w, const int32_t* js, 
         const Halves codes = to_halves(load_nibbles(p), table);
         each<4>([&](auto k) SPECSPARSE_EACH { sum[k] = fma(scale, column<k>(codes), sum[k]); });
       }
-      if (kMins) {
+      if (MINS) {
         const F low = spread_scales<SUBS>(m + r * size + (c - begin) * 2 * SUBS), factor = set1(a[r]);
         each<4>([&](auto k) SPECSPARSE_EACH { sum[k] = fma(low, factor, sum[k]); });
       }
@@ -353,9 +384,10 @@ void add_neurons(const NeuronRows& w, const int32_t* js, const float* a, const i
                  float* y, float* s) {
   const auto codes = [&](auto kind) SPECSPARSE_EACH {
     using Kind = decltype(kind);
-    add_codes<Kind::kRead, Kind::kScales, Kind::kSubs, NR>(w, js, a, next, begin, end, y, s);
+    constexpr Read kRead = Kind::kRead == Read::kTable ? Read::kCodes : Kind::kRead;  // floats come from a table either way
+    add_codes<kRead, Kind::kMins, Kind::kSubs, NR>(w, js, a, next, begin, end, y, s);
   };
-  if (with_kind(w, codes)) return;
+  if (with_row_kind(w, codes)) return;
   with_floats(w.codes, [&](auto size, auto read) SPECSPARSE_EACH { add_floats<size, NR>(w, js, a, next, begin, end, y, read); });
 }
 
