@@ -11,6 +11,7 @@ from specsparse.runtime import metrics
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.trees import get_tree
 from specsparse.testing import write_tiny_gguf
+from tests.cells import cells
 
 PROMPTS = ["hello world hello", "abcabcabcabc"]
 SHAPE = {"quant": "Q4_0", "d_model": 64, "d_ff": 96, "n_layers": 2, "vocab_size": 300, "context_length": 96}
@@ -32,8 +33,10 @@ def drafter(target, source, verifier):
     return get_drafter(source, **own, **options, tree=get_tree(tree, widths=(3, 1)))
 
 
-@pytest.mark.parametrize("verifier", TREES)
-@pytest.mark.parametrize("source", ["layer_skip", "model"])
+MATRIX = [(source, verifier) for source in ("layer_skip", "model") for verifier in TREES]
+
+
+@pytest.mark.parametrize(("source", "verifier"), cells(MATRIX, [("layer_skip", "kseq"), ("model", "tree_delta")]))
 def test_some_drafts_are_accepted_and_neighbours_do_not_matter(target, source, verifier):
     options = {"sampling": LAW, "drafter": drafter(target, source, verifier), "verifier": verifier, "seed": 3}
     both = specsparse.generate(target, PROMPTS, **options)

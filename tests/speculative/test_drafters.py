@@ -19,6 +19,7 @@ from specsparse.speculative.trees import get_tree
 from specsparse.speculative.verify import match_verdict
 from specsparse.testing.contract import CAPACITY, DRAFTER_CHECKS, GAMMA, VOCAB, DrafterCase, check_drafter
 from specsparse.testing.drafting import draft_context, drafted_ids, model_case
+from tests.cells import cells
 
 V, C, K = VOCAB, CAPACITY, GAMMA
 TRUTH = tuple(int(t) for t in np.random.default_rng(7).integers(0, V, C))
@@ -54,10 +55,17 @@ MODEL_CASES = {
     "head_dynamic": ("head", {"tree": get_tree("dynamic", total=K, depth=3, top_k=2)}),
 }
 
+# Every drafter and tree stays; argmax and drawn drafts as chain and as tree, of a model, of the target's own layers and
+# of heads. The slow ones pair them another way.
+ORDINARY = (
+    "model_sampled", "layer_skip_p_min", "sparse_self", "tree_wor", "lookup_head drawn", "eagle3_dynamic",
+    "head_sampled", "dflash_sampled", "dflash_ddtree",
+)  # fmt: skip
+
 judge = jax.jit(match_verdict)
 
 
-@pytest.fixture(params=[*CASES, *MODEL_CASES], scope="module")
+@pytest.fixture(params=[*CASES, *cells(MODEL_CASES, ORDINARY)], scope="module")
 def case(request, tmp_path_factory):
     if request.param in CASES:
         return DrafterCase(CASES[request.param]())

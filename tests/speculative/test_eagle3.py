@@ -27,6 +27,7 @@ from specsparse.speculative.drafters.plan import MakeModel
 from specsparse.speculative.drafters.sources import FedRows
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import draft_context, on_target, random_eagle3, target_rows
+from tests.cells import cells
 from tests.tolerances import HEAD_NMSE, nmse
 
 ORACLE = Path(__file__).parents[1] / "data" / "eagle3"
@@ -70,6 +71,9 @@ def first_draft(drafter, weights, ctx, hidden):
     return drafter.draft(weights, drafter.init(weights, ctx, hidden=hidden), ctx).draft
 
 
+FORMS = ["default", "nbr", "normout", "default/eagle3.gguf"]
+
+
 @pytest.fixture(scope="module")
 def seen(target):
     """The target's logits and features [1, n, ..] of a text: two programs for all heads."""
@@ -84,7 +88,8 @@ def seen(target):
     return of
 
 
-@pytest.mark.parametrize("form", ["default", "nbr", "normout", "default/eagle3.gguf"])
+# `nbr` is slow: the transcription below has its option too.
+@pytest.mark.parametrize("form", cells(FORMS, [form for form in FORMS if form != "nbr"]))
 def test_the_oracle(target, seen, form):
     known = np.load(ORACLE / form.partition("/")[0] / "io.npz")
     drafter, weights = bound(target, str(ORACLE / form), gamma=3)
@@ -204,7 +209,8 @@ def test_other_kernels_draft_the_same(model):
     assert found[0].tokens.tolist() == found[1].tokens.tolist()
 
 
-@pytest.mark.parametrize("verifier", ["token", "block", "delta"])
+# `token` weighs the draws of a DFlash drafter in test_dflash.py; argmax drafts under `delta` are in tests/runtime.
+@pytest.mark.parametrize("verifier", cells(["token", "block", "delta"], ["block"]))
 def test_verifiers(model, verifier):
     """Drawn drafts for those that weigh q, argmax drafts for `delta`; `match` is in tests/contracts."""
     drawn = {"temperature": 0.8} if verifier in ("token", "block") else {}
@@ -215,15 +221,23 @@ def test_verifiers(model, verifier):
     assert sum(g.stats.counters.num_draft_tokens for g in got) > 0
 
 
+@pytest.fixture(scope="module")
+def head(model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("head") / "head.gguf"
+    return str(write_eagle3_gguf(random_eagle3(model), path, tokenizer={}))
+
+
 @pytest.mark.parametrize("name", ["head", "lookup_head"])
-def test_drafter_head_takes_a_gguf_file_of_this_kind(model, tmp_path, name):
+def test_drafter_head_takes_a_gguf_file_of_this_kind(model, head, name):
     """So that a shipped head may be of either kind; beside a lookup too."""
-    head = str(write_eagle3_gguf(random_eagle3(model), tmp_path / "head.gguf", tokenizer={}))
-    plan = get_drafter(name, head=head, gamma=3, p_min=0.0)
-    made = plan.bind(model, MAKE)
+    made = get_drafter(name, head=head, gamma=3, p_min=0.0).bind(model, MAKE)
     drafter = made.drafter if name == "head" else made.drafter.second
     assert drafter.source == bound(model, head, gamma=3, p_min=0.0)[0].source
-    law = {"max_tokens": 12, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("name", cells(["head", "lookup_head"], ["head"]))
+def test_a_gguf_file_of_this_kind_decodes_by_the_name_of_a_head(model, head, name):
+    plan, law = get_drafter(name, head=head, gamma=3, p_min=0.0), {"max_tokens": 12, "ignore_eos": True}
     got = specsparse.generate(model, TEXT, drafter=plan, **law)
     assert got.token_ids == specsparse.generate(model, TEXT, **law).token_ids and got.stats.counters.num_drafts > 0
 

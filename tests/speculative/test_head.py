@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -22,6 +21,7 @@ from specsparse.testing.drafting import draft_context, on_target, random_eagle3,
 from specsparse.training import export, head
 from specsparse.training.head import HeadWeights
 from specsparse.training.unroll import Frozen, Window, rotary
+from tests.cells import cells
 from tests.speculative import rolled_back
 
 V, C, K = 300, 64, 4
@@ -53,33 +53,35 @@ def trainable(weights) -> HeadWeights:
     return export.weights(weights.params)
 
 
-def law_after(model, weights, rows, text, path, temperature, streams):
-    """q after `text` and the drafted `path`, by the function that is trained: stream s of the path's rows.
+def laws(model, weights, temperature):
+    """law(rows, text, path): q after `text` and the drafted `path`, by the function that is trained: stream s of the
+    path's rows.
 
-    `rows` are the target's of the text. The window has C rows whatever it holds: those beyond are of no text.
+    `rows` are the target's of the text. The window has C rows whatever it holds: those beyond are of no text. One
+    program for each length of a path.
     """
-    n = len(text) + len(path) - 1
-    tokens = np.zeros(C, np.int32)
-    tokens[:n] = [*text, *path][1:]
-    hidden = jnp.zeros((C, rows.shape[1])).at[: len(text) - 1].set(rows[: len(text) - 1])
-    at = np.arange(len(text) - 2, n)
-    window = Window(
-        hidden=hidden, after=hidden[at], tokens=jnp.asarray(tokens), position=jnp.arange(C),
-        text=jnp.where(jnp.arange(C) < n, 0, -1), rows=jnp.asarray(at), depth=jnp.arange(len(at)),
-    )  # fmt: skip
-    frozen = Frozen(
-        model.params.output_norm,
-        specsparse.kernels.packing.dequant.dequantize(weights.head),
-        weights.ids,
-        *rotary(model.config, C),
-    )
-    w = trainable(weights)
-    embedded = embed_rows(model.params.embedding, window.tokens)
-    y_mD = streams(len(at))(w, frozen, embedded, window)
-    q = jax.nn.softmax(head.logits(model.config, w, frozen, y_mD[-1:]) / temperature)[0]
-    out = np.zeros(V)
-    out[np.asarray(weights.ids)] = np.asarray(q)
-    return out
+    output = jax.jit(specsparse.kernels.packing.dequant.dequantize)(weights.head)
+    frozen = Frozen(model.params.output_norm, output, weights.ids, *rotary(model.config, C))
+    w, ids, place = trainable(weights), np.asarray(weights.ids), np.arange(C, dtype=np.int32)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(count, w, frozen, embedding, window):
+        embedded = embed_rows(embedding, window.tokens)
+        y_mD = head.streams(model.config, w, frozen, embedded, window, count)[-1]
+        return jax.nn.softmax(head.logits(model.config, w, frozen, y_mD[-1:]) / temperature)[0]
+
+    def law(rows, text, path):
+        n = len(text) + len(path) - 1
+        tokens, hidden = np.zeros(C, np.int32), np.zeros((C, rows.shape[1]), np.float32)
+        tokens[:n], hidden[: len(text) - 1] = [*text, *path][1:], rows[: len(text) - 1]
+        at = np.arange(len(text) - 2, n, dtype=np.int32)
+        of_text, depth = np.where(place < n, 0, -1).astype(np.int32), np.arange(len(at), dtype=np.int32)
+        window = Window(hidden, hidden[at], tokens, position=place, text=of_text, rows=at, depth=depth)
+        out = np.zeros(V)
+        out[ids] = run(len(at), w, frozen, model.params.embedding, window)
+        return out
+
+    return law
 
 
 OTHERS = {
@@ -102,10 +104,6 @@ def other_target(folder, architecture):
     return loaded
 
 
-def slowly(*names):
-    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["chain", "tree", "below"])
 def test_q_is_what_the_trained_function_says(model, file, tmp_path, shape):
@@ -115,13 +113,13 @@ def test_q_is_what_the_trained_function_says(model, file, tmp_path, shape):
     check_q(model, file, tree, (0, 1, model.config.n_layers) if shape == "below" else True)
 
 
-@pytest.mark.parametrize("architecture", ["gemma3", *slowly("qwen3", "smollm3", "llama")])
+@pytest.mark.parametrize("architecture", cells(OTHERS, ["gemma3"]))
 def test_q_of_other_targets(tmp_path, architecture):
     target = other_target(tmp_path, architecture)
     check_q(target, random_head(tmp_path, target, ids=range(0, V, 2)), {}, True)
 
 
-@pytest.mark.parametrize("architecture", ["smollm3", "gemma3", *slowly("qwen3", "llama")])
+@pytest.mark.parametrize("architecture", cells(OTHERS, ["smollm3"]))
 def test_other_targets_write_plain_decodings_tokens(tmp_path, architecture):
     target = other_target(tmp_path, architecture)
     plain = specsparse.generate(target, [5, 6, 7], max_tokens=24, ignore_eos=True)
@@ -146,21 +144,21 @@ def check_q(model, file, tree, features):
     hidden = target_rows(model, ctx, wanted)
     draft = drafted(drafter, weights, ctx, hidden)
     tokens, parents, q = (np.asarray(a) for a in (draft.tokens, draft.parents, draft.q))
-    streams = functools.cache(lambda count: jax.jit(lambda *args: head.streams(model.config, *args, count)[-1]))
+    law, hidden = laws(model, weights, 0.7), np.asarray(hidden)
     for b, text in enumerate(TEXTS[:2]):
         assert draft.count[b] == nodes
         for node in (0, 3, 5, 9) if shape == "tree" else range(nodes):
             path, at = [], int(parents[b, node])
             while at != ROOT:
                 path, at = [int(tokens[b, at]), *path], int(parents[b, at])
-            np.testing.assert_allclose(
-                q[b, node], law_after(model, weights, hidden[b], text, path, 0.7, streams), atol=1e-5
-            )
+            np.testing.assert_allclose(q[b, node], law(hidden[b], text, path), atol=1e-5)
             assert q[b, node, tokens[b, node]] > 0
 
 
-@pytest.mark.parametrize("shape", ["chain", "dynamic"])
-@pytest.mark.parametrize("kind", ["head", "eagle3"])
+ROLLED_BACK = [(kind, shape) for kind in ("head", "eagle3") for shape in ("chain", "dynamic")]
+
+
+@pytest.mark.parametrize(("kind", "shape"), cells(ROLLED_BACK, [("head", "chain"), ("eagle3", "dynamic")]))
 def test_a_rolled_back_cache_drafts_as_a_new_one(model, file, kind, shape):
     """Rounds that accept none, some and all; the draft equals that of a drafter that has just read the whole text."""
     options = {"tree": get_tree("dynamic", total=6, depth=3, top_k=2)} if shape == "dynamic" else {}

@@ -14,6 +14,7 @@ from specsparse.speculative.drafters.plan import MakeModel
 from specsparse.speculative.drafters.slem import StringState, Translator
 from specsparse.speculative.intersection import intersect
 from specsparse.speculative.policies.base import PMin
+from tests.cells import cells
 from tests.speculative.two_vocabularies import gpt_2_and_llama, write_pair
 
 PROMPTS = ["hello world hello", "the abcabcabc\nand\n", "été 12's\n\n"]
@@ -97,7 +98,8 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
+# Argmax drafts for the other target are in `test_slem_streams_and_stops`.
+@pytest.mark.parametrize("method", cells(METHODS, ["match_drawn"]))
 def test_slem_emits_the_plain_tokens(pair, method):
     target, law, verifier, options = METHODS[method]
     model, draft = pair[target], pair["spm" if target == "bpe" else "bpe"]
@@ -203,20 +205,22 @@ def test_slem_mistakes_are_one_line(options, words):
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
-def test_slem_and_tli_on_smollm2(smollm2, pair):
+REAL = {
+    "tli": (0.8, {"gamma": 2, "vocabulary": "tli"}),
+    "slem": (0.8, {"gamma": 2, "vocabulary": "slem"}),
+    "itself": (0.0, {"gamma": 3, "vocabulary": "slem"}),
+}
+
+
+@pytest.mark.parametrize("method", cells(REAL, ["tli", "itself"]))
+def test_slem_and_tli_on_smollm2(smollm2, pair, method):
     """The shipped model with a tiny Llama of another vocabulary, and by way of text with itself: the text it writes
     alone. What it drafts for itself is accepted, so its cache and its tokens are the right ones."""
-    tiny = {"model": pair["spm"], "gamma": 2}
-    methods = {
-        0.8: [{**tiny, "vocabulary": "tli"}, {**tiny, "vocabulary": "slem"}],
-        0.0: [{"model": smollm2, "gamma": 3, "vocabulary": "slem"}],
-    }
-    for temperature, drafters in methods.items():
-        options = {"temperature": temperature, "max_tokens": 24, "ignore_eos": True, "seed": 3}
-        plain = specsparse.generate(smollm2, "Once upon a time", **options)
-        for given in drafters:
-            drafter = get_drafter("model", **given)
-            got = specsparse.generate(smollm2, "Once upon a time", drafter=drafter, verifier="match", **options)
-            assert got.token_ids == plain.token_ids and got.stats.counters.num_draft_tokens > 0
-            if given["model"] is smollm2:
-                assert got.stats.counters.num_rounds <= 8
+    temperature, given = REAL[method]
+    options = {"temperature": temperature, "max_tokens": 24, "ignore_eos": True, "seed": 3}
+    plain = specsparse.generate(smollm2, "Once upon a time", **options)
+    drafter = get_drafter("model", model=smollm2 if method == "itself" else pair["spm"], **given)
+    got = specsparse.generate(smollm2, "Once upon a time", drafter=drafter, verifier="match", **options)
+    assert got.token_ids == plain.token_ids and got.stats.counters.num_draft_tokens > 0
+    if method == "itself":
+        assert got.stats.counters.num_rounds <= 8

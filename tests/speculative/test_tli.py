@@ -29,6 +29,7 @@ from specsparse.speculative.trees import get_tree
 from specsparse.speculative.verifiers import laws
 from specsparse.speculative.verify import VERIFIERS, match_verdict
 from specsparse.testing.drafting import draft_context
+from tests.cells import cells
 from tests.speculative.two_vocabularies import gpt_2_and_llama, write_pair
 
 SIZES = {"target_size": 300, "draft_size": 309}
@@ -157,14 +158,14 @@ def test_a_text_is_read_token_by_token(pair, target, draft):
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, t.config.vocab_size, n).tolist() for n in (1, 7, 40)] + [[t.tokenizer.bos_id, 9]]
     ctx = draft_context(texts, capacity=64, budget=1)
-    text = jax.jit(read)(weights.images, ctx)
+    text, every = jax.jit(read)(weights.images, ctx), np.tile(np.arange(64, dtype=np.int32), (len(texts), 1))
+    ids_read = np.asarray(jax.jit(lambda text, images: text.at(images, every))(text, weights.images))
     bos = [d.tokenizer.bos_id] if d.tokenizer.add_bos else []
     for b, ids in enumerate(texts):
         wanted = [i for token in ids for i in common.image(token)]
         wanted = wanted if bos and common.image(ids[0]) == bos else bos + wanted
         assert text.length[b] == len(wanted)
-        at = jnp.broadcast_to(jnp.arange(len(wanted), dtype=jnp.int32)[None], (len(texts), len(wanted)))
-        assert text.at(weights.images, at)[b].tolist() == wanted
+        assert ids_read[b, : len(wanted)].tolist() == wanted
 
 
 def softmax(x, temperature):
@@ -181,7 +182,8 @@ def image_of(pair, ids):
     return common, found if found[:1] == [bos] else [bos, *found]
 
 
-@pytest.mark.parametrize("shape", ["chain", "wor", "trimmed"])
+# A chain of the whole vocabulary is slow: the trimmed one is a chain, the tree draws from all shared tokens.
+@pytest.mark.parametrize("shape", cells(["chain", "wor", "trimmed"], ["wor", "trimmed"]))
 def test_tli_q_is_the_drafts_law_on_the_shared_tokens(pair, shape):
     """Against the draft model's own logits after what it reads of each node's path, without any cache."""
     ids = [1, 2, 300 - 42, *range(100, 130)]
@@ -376,7 +378,11 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize(("target", "method"), [*(("bpe", name) for name in METHODS), ("spm", "match")])
+TEXTS = [*(("bpe", name) for name in METHODS), ("spm", "match")]
+
+
+# Both directions, both temperatures, argmax and drawn drafts, a chain and a tree.
+@pytest.mark.parametrize(("target", "method"), cells(TEXTS, [("bpe", "wor"), ("bpe", "p_min"), ("spm", "match")]))
 def test_tli_emits_the_plain_tokens(pair, target, method):
     verifier, temperature, options = METHODS[method]
     model, draft = pair[target], pair["spm" if target == "bpe" else "bpe"]
@@ -388,9 +394,9 @@ def test_tli_emits_the_plain_tokens(pair, target, method):
     assert sum(g.stats.counters.num_draft_tokens for g in got) > 60
 
 
-@pytest.mark.parametrize(("verifier", "options"), [("token", {}), ("block", {}),
-                         ("mss", {"tree": get_tree("sampled_iid", widths=(2, 1))})])  # fmt: skip
-def test_tli_runs_under_the_verifiers_of_p_and_q(pair, verifier, options):
+@pytest.mark.parametrize("verifier", cells(["token", "block", "mss"], ["token", "mss"]))
+def test_tli_runs_under_the_verifiers_of_p_and_q(pair, verifier):
+    options = {"tree": get_tree("sampled_iid", widths=(2, 1))} if verifier == "mss" else {}
     drafter = get_drafter("model", model=pair["spm"], gamma=3, temperature=1.0, **options)
     law = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True)
     got = specsparse.generate(pair["bpe"], PROMPTS, sampling=law, seed=1, drafter=drafter, verifier=verifier)
