@@ -3,11 +3,11 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import jax
 
 from specsparse.errors import UserError
+from specsparse.kernels.gpu import attend as gpu_attention
 from specsparse.kernels.gpu import product as gpu_product
 from specsparse.kernels.gpu.weights import Kept
 from specsparse.kernels.native import cpu, layers, sparse
@@ -87,7 +87,7 @@ XLA = Kernels(
 PACKED = replace(
     XLA,
     name="packed",
-    attend=partial(dense.attend_batched, finite=True),
+    attend=gpu_attention.attend,
     kept="packed",
 )
 """XLA's but for products, which read weights as they are packed, on a GPU by a kernel of its own, and for caches, which

@@ -10,12 +10,12 @@ import jax
 def mosaic_kernel(
     body: Callable[..., None],
     *,
-    out: jax.ShapeDtypeStruct,
+    out: jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...],
     scratch: list,
     num_threads: int,
     interpret: bool,
     **grid: Any,
-) -> Callable[..., jax.Array]:
+) -> Callable[..., Any]:
     """`pallas.mosaic_gpu.kernel`: `out_shape` and `scratch_shapes` became `out_type` and `scratch_types`.
 
     `interpret` runs the kernel on a CPU; `grid` are `grid`, `grid_names` and `thread_name`.

@@ -20,20 +20,56 @@ _PARTS = ("gather", "dynamic-slice")
 _WHERE_NEEDED = ("bitcast", "reduce", "convert", "add", "multiply")
 
 
-def kernel_loads(jaxpr, times: int = 1) -> int:
+def kernel_loads(jaxpr) -> int:
     """Bytes that the kernels of a program load from the card's memory, loops of unknown length counted once."""
-    total = 0
+    return _loads(jaxpr, {})
+
+
+def _loads(jaxpr, known: dict) -> int:
+    """The same with some scalars known, such as a warpgroup's number, so that what it does not do is not counted."""
+    total, known = 0, dict(known)
+
+    def value(v):
+        return v.val if hasattr(v, "val") else known.get(v)
+
+    def inside(sub, operands):
+        found = [value(v) for v in operands]
+        return {v: x for v, x in zip(sub.invars[-len(operands) :], found) if x is not None} if operands else {}
+
     for eqn in jaxpr.eqns:
-        inside = times
-        if eqn.primitive.name == "load":
-            ref, out = eqn.invars[0].aval, eqn.outvars[0].aval
-            total += times * math.prod(out.shape) * out.dtype.itemsize * (str(ref.memory_space) == "gmem")
-        elif eqn.primitive.name == "scan":
-            inside *= eqn.params["length"]
-        elif eqn.primitive.name == KERNEL:
-            inside *= math.prod(math.prod(mesh.grid) * (mesh.num_threads or 1) for mesh in eqn.params["meshes"])
-        total += sum(kernel_loads(sub, inside) for sub in _inner(eqn))
+        name, params = eqn.primitive.name, eqn.params
+        if name in ("load", "get"):
+            total += _bytes_of(eqn.outvars[0]) * _is_far(eqn.invars[0])
+        elif name == "inline_mgpu_p":  # where it returns something it has read what it was given
+            total += sum(map(_bytes_of, eqn.outvars)) * any(map(_is_far, eqn.invars))
+        elif name == "axis_index" and params["axis_name"] in known:
+            known[eqn.outvars[0]] = known[params["axis_name"]]
+        elif name == "cond":
+            index, branches = value(eqn.invars[0]), [b.jaxpr for b in params["branches"]]
+            taken = branches if index is None else [branches[min(max(int(index), 0), len(branches) - 1)]]
+            names = {k: v for k, v in known.items() if isinstance(k, str)}
+            total += max(_loads(b, names | inside(b, eqn.invars[1:])) for b in taken)
+        elif name == KERNEL:
+            (mesh,) = params["meshes"]
+            for thread in range(mesh.num_threads or 1):
+                total += math.prod(mesh.grid) * sum(_loads(sub, {mesh.thread_name: thread}) for sub in _inner(eqn))
+        elif subs := list(_inner(eqn)):
+            names = {k: v for k, v in known.items() if isinstance(k, str)}
+            times = params["length"] if name == "scan" else 1
+            given = [inside(sub, eqn.invars) if name == "jit" else {} for sub in subs]
+            total += times * sum(_loads(sub, names | more) for sub, more in zip(subs, given, strict=True))
+        elif eqn.invars and [v.aval.shape for v in eqn.outvars] == [()] and None not in map(value, eqn.invars):
+            known[eqn.outvars[0]] = np.asarray(eqn.primitive.bind(*map(value, eqn.invars), **params))
     return total
+
+
+def _is_far(v) -> bool:
+    """Whether it is a reference to the card's memory."""
+    return str(getattr(v.aval, "memory_space", "")) == "gmem"
+
+
+def _bytes_of(v) -> int:
+    return math.prod(v.aval.shape) * v.aval.dtype.itemsize
 
 
 def _inner(eqn) -> Iterator:

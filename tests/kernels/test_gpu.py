@@ -6,7 +6,7 @@ the kernel hands to the instruction is multiplied as the instruction multiplies 
 does the same is for `tests/gpu_aot` and a card to say.
 """
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from specsparse.kernels.gpu import product, rows
 from specsparse.kernels.gpu.plan import Plan, plan
 from specsparse.kernels.packing import dequant
 from specsparse.kernels.packing.pack import pack_qtensor
+from specsparse.kernels.reference import dense
+from specsparse.kernels.reference.dense import activate, normalise_batched
 from specsparse.testing import random_quantised
 from tests.kernels import emulation
 from tests.tolerances import LINEAR_NMSE, nmse
@@ -47,16 +49,13 @@ def some_rows(name: str, count: int) -> np.ndarray:
 @cache
 def row_arrays(name: str, count: int):
     """(int8 codes, scales, `PackedRows`) of `some_rows`, in one program."""
-    f, x = matrix(name)[1], some_rows(name, count)
 
     @jax.jit
     def quantised(x):
         codes, scales = rows.quantise(x)
-        packed = rows.pack_rows(codes, scales, f)
-        return codes, scales, (packed.codes, packed.scales, packed.sums)
+        return codes, scales, rows.pack_rows(codes, scales)
 
-    codes, scales, arrays = quantised(x)
-    return codes, scales, rows.PackedRows(*arrays, -(-len(x) // 8))
+    return quantised(some_rows(name, count))
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in KINDS if n not in QUICK)])
@@ -130,9 +129,8 @@ def test_registers_are_what_the_instruction_wants(name):
 def test_scales_lie_where_sums_do():
     """Sum c of a register pair: row lane / 4 (+ 8 for the second pair), column 2 (lane % 4) + c."""
     w, f = matrix("Q4_0")
-    codes, scales, packed = row_arrays("Q4_0", 11)
+    _, scales, packed = row_arrays("Q4_0", 11)
     d = np.asarray(emulation.unpack(np.asarray(w.data), w.layout, *w.shape)[1])
-    sums = np.asarray(codes).reshape(11, 3, 32).astype(np.int32).sum(-1)
     for lane in range(32):
         for warp in range(4):
             for e in range(2):
@@ -142,9 +140,8 @@ def test_scales_lie_where_sums_do():
         for n in range(2):
             for c in range(2):
                 row = 8 * n + 2 * (lane % 4) + c
-                for array, wanted in ((packed.scales, np.asarray(scales)), (packed.sums, sums)):
-                    got = np.asarray(array)[0, 4 * n + lane % 4, c::2]
-                    np.testing.assert_array_equal(got, wanted[row, :2] if row < 11 else 0)
+                got = np.asarray(packed.scales)[0, 4 * n + lane % 4, c::2]
+                np.testing.assert_array_equal(got, np.asarray(scales)[row, :2] if row < 11 else 0)
 
 
 @pytest.mark.parametrize(
@@ -163,11 +160,116 @@ def test_the_kernel_in_the_interpreter_is_the_product(name, shape, count, how):
     @jax.jit
     def found(f, x):
         codes, scales = rows.quantise(x)
-        packed = rows.pack_rows(codes, scales, f)
-        return mosaic.product(f, packed, how, interpret=True), product._in_order(f, codes, scales, how)
+        got = mosaic.product((f,), rows.pack_rows(codes, scales), how, interpret=True)
+        return got, product._in_order(f, codes, scales, how)
 
-    got, wanted = found(f, x)
-    np.testing.assert_allclose(np.asarray(got).sum(0).T[:count], wanted, rtol=2e-6, atol=1e-6)
+    got, wanted = (np.asarray(a) for a in found(f, x))
+    got = got if how.splits == 1 else got.sum(0)
+    np.testing.assert_allclose(got[:count], wanted, rtol=2e-6, atol=1e-6)
+
+
+def test_gate_up_residual_and_rows_that_do_not_count_in_the_interpreter():
+    mosaic = pytest.importorskip("specsparse.kernels.gpu.mosaic")
+    gate, up = (
+        fr.fragments(pack_qtensor(random_quantised(GGML["Q4_0"], 64, 64, seed), GGML["Q4_0"], (64, 64)))
+        for seed in (1, 2)
+    )
+    x = np.random.default_rng(3).normal(size=(8, 64)).astype(np.float32)
+    keep, how = jnp.arange(8, dtype=jnp.int32) % 3, Plan(1, 1, 1, 1, 1)
+
+    @jax.jit
+    def found(gate, up, x):
+        codes, scales = rows.quantise(x)
+        packed = rows.pack_rows(codes, scales)
+        one, two = (product._in_order(f, codes, scales, how) for f in (gate, up))
+        return (
+            (mosaic.product((gate, up), packed, how, act="silu", interpret=True), activate(one, "silu") * two),
+            (
+                mosaic.product((gate,), packed, how, residual=x, keep=keep, interpret=True),
+                jnp.where(keep[:, None] > 0, x + one, jnp.float32(0)),
+            ),
+        )
+
+    for got, wanted in found(gate, up, x):
+        np.testing.assert_allclose(got, wanted, rtol=3e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("columns", [128, pytest.param(96, marks=pytest.mark.slow)])
+def test_the_rows_kernel_in_the_interpreter_norms_and_quantises(columns):
+    """Two warpgroups of a piece each, or a piece of which half is padded."""
+    entry = pytest.importorskip("specsparse.kernels.gpu.entry")
+    x = np.random.default_rng(4).normal(size=(3, columns)).astype(np.float32)
+    norm = np.random.default_rng(5).normal(size=columns).astype(np.float32)
+    x[1] = 0
+
+    def wanted(x):
+        return rows.pack_rows(*rows.quantise(normalise_batched(x, norm, eps=1e-5)))
+
+    got, wanted = entry.pack(x, norm, 1e-5, interpret=True), jax.jit(wanted)(x)
+    np.testing.assert_array_equal(got.codes, wanted.codes)
+    np.testing.assert_allclose(got.scales, wanted.scales, rtol=1e-6)
+
+
+def attention_inputs(length: int, parents: list[int]):
+    """Arguments of attention of eight rows after `length` positions; the same numbers at the same positions."""
+    rng = np.random.default_rng(6)
+
+    def some(*shape, dtype=np.float32):
+        return rng.normal(size=shape).astype(dtype)
+
+    heads, d, capacity = 2, 32, 256
+    cache = some(1, 1, capacity // 16, d, 16, dtype=np.float16), some(1, 1, capacity, d, dtype=np.float16)
+    tables = {name: some(1, capacity, d // 2) for name in ("cos", "sin")}
+    by_position = some(capacity, heads * d), some(capacity, d), some(capacity, d)
+    depth = []
+    for parent in parents:
+        depth.append(depth[parent] + 1 if parent >= 0 else 0)
+    q, k, v = (a[length + np.array(depth)] for a in by_position)
+    given = {"length": jnp.array([length]), "n_valid": jnp.array([7]), "parents": jnp.array([parents], jnp.int32)}
+    return (q, k, v, *cache), tables | given
+
+
+CHAIN, TREE = list(range(-1, 7)), [-1, 0, 0, 1, 1, 2, 2, 3]
+
+
+@cache
+def attention_kernel(window: int = 0):
+    attention = pytest.importorskip("specsparse.kernels.gpu.attention")
+    by_kernel = partial(dense.attend_batched, finite=True, window=window)
+    return jax.jit(partial(by_kernel, core=partial(attention.core, interpret=True))), jax.jit(by_kernel)
+
+
+def test_the_attention_kernel_keeps_a_rows_bits_in_chains_trees_and_steps():
+    """Rows of equal paths: in a chain, in a tree at other slots, and alone after what is before it was committed."""
+    by_kernel, by_xla = attention_kernel()
+    args, options = attention_inputs(100, CHAIN)
+    chain, *cache = by_kernel(*args, **options)
+    np.testing.assert_allclose(chain, by_xla(*args, **options)[0], rtol=2e-5, atol=2e-6)
+    args, options = attention_inputs(100, TREE)
+    tree = np.asarray(by_kernel(*args, **options)[0])
+    np.testing.assert_array_equal(tree[[0, 1, 2, 3, 6]], np.asarray(chain)[[0, 1, 1, 2, 2]])
+    args, options = attention_inputs(103, CHAIN)
+    np.testing.assert_array_equal(by_kernel(*args[:3], *cache, **options)[0][0], chain[3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("length", "parents", "window"),
+    [
+        (100, TREE, 0),
+        (2, CHAIN, 0),
+        (248, TREE, 0),
+        (100, TREE, 20),
+    ],
+)
+def test_the_attention_kernel_in_the_interpreter_is_attention(length, parents, window):
+    by_kernel, by_xla = attention_kernel(window)
+    args, options = attention_inputs(length, parents)
+    got, wanted = by_kernel(*args, **options), by_xla(*args, **options)
+    np.testing.assert_allclose(got[0], wanted[0], rtol=2e-5, atol=2e-6)
+    assert not np.asarray(got[0])[7].any() and np.asarray(got[0])[:7].all()
+    for mine, theirs in zip(got[1:], wanted[1:], strict=True):
+        np.testing.assert_array_equal(mine, theirs)
 
 
 def test_a_plan_covers_the_matrix_and_reads_little_beside_it():

@@ -6,6 +6,9 @@ other and add them up in order. Every element is one exact integer sum a block a
 bits depend neither on the rows beside it nor on the place of its row.
 """
 
+from collections.abc import Sequence
+from functools import partial
+
 import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
@@ -16,230 +19,288 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxlib.mlir.dialects import math as mlir_math
 
-from specsparse.kernels.gpu.fragments import TILE, Fragments, unpack
+from specsparse.kernels.gpu.fragments import PIECE, TILE, Fragments, unpack
 from specsparse.kernels.gpu.plan import Plan
+from specsparse.kernels.gpu.registers import InArrays, InRegisters, Replicated, arrangement, tiled
 from specsparse.kernels.gpu.rows import PackedRows
 from specsparse.kernels.qtensor import BLOCK, Layout
+from specsparse.kernels.reference.dense import activate
 from specsparse.support import jax_versions
 
-_Tiling, _Replicated = mgpu.fragmented_array.Tiling, mgpu.fragmented_array.Replicated
-_ACC = mgpu.TiledLayout(_Tiling(((64, 8), (16, 8), (8, 8), (2,))), warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1)
+_ACC = arrangement(((64, 8), (16, 8), (8, 8), (2,)), (-7,), (-3, -2))
+_ROWS = arrangement(((32, 4), (1, 4)), (Replicated(4),), (-4,))
+"""Codes of rows, [32 n, 4]: a line a lane, the same in each warp."""
+_ROW_SCALES = arrangement(((4, 4), (1, 4)), (Replicated(4),), (Replicated(8), -4))
+"""[4 n, 4]: a line every fourth lane."""
 
 
-def product(w: Fragments, rows: PackedRows, plan: Plan, *, interpret: bool = False) -> jax.Array:
-    """Partial sums f32[splits, 64 T, 8 n] of the matrix times 8 n rows; `interpret` runs it on a CPU, very slowly."""
-    layout, width = w.layout, rows.tiles * 8
-    arrays = [w.codes, w.scales, w.subs, rows.codes, rows.scales, rows.sums]
-    given = [i for i, a in enumerate(arrays) if a is not None]
-    ops = _Interpreted(layout) if interpret else _Compiled(layout)
+@partial(jax.jit, static_argnames=("plan", "act", "interpret"))  # one kernel for all layers
+def product(
+    weights: Sequence[Fragments],
+    rows: PackedRows,
+    plan: Plan,
+    *,
+    act: str | None = None,
+    residual: jax.Array | None = None,
+    keep: jax.Array | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """A matrix times 8 n rows, or act(gate product) * up product of two; `interpret` runs it on a CPU, very slowly.
+
+    Args:
+        weights: the matrix, or gate and up, of one shape and one layout.
+        rows: n tiles.
+        plan: of these; with splits there is no act, residual or keep.
+        act: of the gate, as `reference.dense.activate` names it; two matrices.
+        residual: f32[8 n, 64 T], added to the product.
+        keep: int32[8 n], rows where it is 0 come out as zeros.
+
+    Returns:
+        f32[8 n, 64 T], or partial sums f32[splits, 8 n, 64 T] where there are splits.
+    """
+    w, width = weights[0], rows.tiles * 8
+    ops, each = (_Interpreted if interpret else _Compiled)(w.layout), range(plan.tiles)
+    arrays = {(i, name): getattr(m, name) for i, m in enumerate(weights) for name in ("codes", "scales", "subs")}
+    arrays |= {"x": rows.codes, "dx": rows.scales, "residual": residual, "keep": keep}
+    arrays = {key: a for key, a in arrays.items() if a is not None}
 
     def body(*refs):
-        ins = dict(zip(given, refs))
-        out, *more = refs[len(given) :]
+        ins = dict(zip(arrays, refs))
+        out, shared, barrier = refs[len(arrays) :]
         group, split, part = (jax.lax.axis_index(name) for name in ("group", "split", "part"))
         first = (split * plan.parts + part) * plan.steps
-        tiles = [group * plan.tiles + t for t in range(plan.tiles)]
+        tiles = [(i, group * plan.tiles + t) for i in range(len(weights)) for t in each]
 
         def step(i, sums):
             for u in range(plan.unit):
                 piece = (first + i) * plan.unit + u
-                x = [None if k not in ins else ops.read(ins[k].at[piece], ops.row_layout(k, ins[k])) for k in (3, 4, 5)]
-                new = []
-                for tile, acc in zip(tiles, sums, strict=True):
-                    codes = ops.read(ins[0].at[tile, piece], ops.code_layout(ins[0]))
-                    at = piece if 2 not in ins else first + i  # headers are of super-blocks
-                    scales = ops.read(ins[1].at[tile, at], ops.scale_layout(ins[1]))
-                    subs = ops.read(ins[2].at[tile, piece], ops.scale_layout(ins[2])) if 2 in ins else None
-                    new.append(ops.add(acc, codes, scales, subs, *x))
+                x, dx = ops.rows(ins["x"].at[piece]), ops.row_scales(ins["dx"].at[piece])
+                row_sums, new = ops.row_sums(x, dx), []
+                for (m, tile), acc in zip(tiles, sums, strict=True):
+                    at = piece if (m, "subs") not in ins else first + i  # headers are of super-blocks
+                    codes, scales = (
+                        ops.codes(ins[m, "codes"].at[tile, piece]),
+                        ops.scales(ins[m, "scales"].at[tile, at]),
+                    )
+                    subs = ops.scales(ins[m, "subs"].at[tile, piece]) if (m, "subs") in ins else None
+                    new.append(ops.add(acc, codes, scales, subs, x, dx, row_sums))
                 sums = tuple(new)
             return sums
 
         sums = jax.lax.fori_loop(0, plan.steps, step, tuple(ops.zeros(width) for _ in tiles))
-        if plan.parts == 1:
-            for t, acc in enumerate(sums):
-                ops.write(out.at[split, pl.ds(tiles[t] * TILE, TILE)], acc)
-            return
-        shared, barrier = more
         for t, acc in enumerate(sums):
             ops.write(shared.at[part, pl.ds(t * TILE, TILE)], acc)
         plgpu.barrier_arrive(barrier)
         plgpu.barrier_wait(barrier)
 
-        for t in range(plan.tiles):
+        def total(t):
+            added = ops.read(shared.at[0, pl.ds(t * TILE, TILE)], _ACC)
+            for other in range(1, plan.parts):
+                added = added + ops.read(shared.at[other, pl.ds(t * TILE, TILE)], _ACC)
+            return added
+
+        for t in each:
 
             @pl.when(part == t % plan.parts)
             def _(t=t):
-                total = ops.read(shared.at[0, pl.ds(t * TILE, TILE)], ops.sum_layout)
-                for other in range(1, plan.parts):
-                    total = total + ops.read(shared.at[other, pl.ds(t * TILE, TILE)], ops.sum_layout)
-                ops.write(out.at[split, pl.ds(tiles[t] * TILE, TILE)], total)
+                columns = pl.ds(tiles[t][1] * TILE, TILE)
+                y = total(t)
+                if act is not None:
+                    y = activate(y, act) * total(plan.tiles + t)
+                if residual is not None:
+                    y = ops.read_across(ins["residual"].at[:, columns], _ACC) + y
+                if keep is not None:
+                    counts = ops.read(ins["keep"], _ACC.reduce((0,)))
+                    y = jnp.where(ops.spread(counts, (TILE, width), (1,), _ACC) > 0, y, jnp.float32(0))
+                ops.write(out.at[split, :, columns], y, _ACC, (1, 0))
 
-    scratch = []
-    if plan.parts > 1:
-        scratch = [
-            plgpu.SMEM((plan.parts, plan.tiles * TILE, width), jnp.float32),
-            plgpu.Barrier(num_arrivals=plan.parts),
-        ]
-    return jax_versions.mosaic_kernel(
+    added = jax_versions.mosaic_kernel(
         body,
-        out=jax.ShapeDtypeStruct((plan.splits, w.tiles * TILE, width), jnp.float32),
-        scratch=scratch,
+        out=jax.ShapeDtypeStruct((plan.splits, width, w.tiles * TILE), jnp.float32),
+        scratch=[
+            plgpu.SMEM((plan.parts, len(weights) * plan.tiles * TILE, width), jnp.float32),
+            plgpu.Barrier(num_arrivals=plan.parts),
+        ],
         grid=(w.tiles // plan.tiles, plan.splits),
         grid_names=("group", "split"),
         num_threads=plan.parts,
         thread_name="part",
         interpret=interpret,
-    )(*(arrays[i] for i in given))
+    )(*arrays.values())
+    return added[0] if plan.splits == 1 else added
 
 
-class _Interpreted:
+class _Interpreted(InArrays):
     """The steps of the kernel on whole arrays, for Pallas's interpreter."""
-
-    sum_layout = None
 
     def __init__(self, layout: Layout):
         self.layout = layout
 
-    def code_layout(self, ref):
-        return None
+    def rows(self, ref):
+        words = ref[...]
+        x = jax.lax.bitcast_convert_type(words, jnp.int8).reshape(-1, 8, 4, 2, 2, 4)  # n g t block h byte
+        return x.transpose(0, 1, 3, 4, 2, 5).reshape(-1, 2 * BLOCK).astype(jnp.int32)
 
-    def scale_layout(self, ref):
-        return None
+    def row_scales(self, ref):
+        scales = ref[...].reshape(-1, 4, 2, 2)
+        return scales.transpose(0, 1, 3, 2).reshape(-1, 2)
 
-    def row_layout(self, which, ref):
-        return None
+    def row_sums(self, x, dx):
+        per = PIECE // self.layout.sub
+        return jnp.sum(x.reshape(len(x), per, -1), axis=-1)
 
-    def read(self, ref, layout):
+    def codes(self, ref):
         return ref[...]
 
-    def write(self, ref, value):
-        ref[...] = value
+    scales = codes
 
     def zeros(self, width):
         return jnp.zeros((TILE, width), jnp.float32)
 
-    def add(self, acc, codes, scales, subs, x, dx, sx):
+    def add(self, acc, codes, scales, subs, x, dx, row_sums):
         u = unpack(codes[None], scales[None], None if subs is None else subs[None], self.layout)
-        per, sub = scales_of(u.d), self.layout.sub
-        tiles = x.shape[0] // 32
-        q = jax.lax.bitcast_convert_type(x, jnp.int8).reshape(tiles, 8, 4, 2, 2, 4)  # n g t block h byte
-        q = q.transpose(0, 1, 3, 4, 2, 5).reshape(tiles * 8, 2 * BLOCK).astype(jnp.int32)
-        scale = dx.reshape(tiles, 4, 2, 2).transpose(0, 1, 3, 2).reshape(tiles * 8, 2)
-        sums = None if sx is None else sx.reshape(tiles, 4, per, 2).transpose(0, 1, 3, 2).reshape(tiles * 8, per)
-        for k in range(per):
-            columns = slice(k * sub, (k + 1) * sub)
-            dot = jnp.einsum("mk,nk->mn", u.codes[:, columns].astype(jnp.int32), q[:, columns])
+        sub = self.layout.sub
+        for k in range(PIECE // sub):
+            columns, scale = slice(k * sub, (k + 1) * sub), dx[None, :, k * sub // BLOCK]
+            dot = jnp.einsum("mk,nk->mn", u.codes[:, columns].astype(jnp.int32), x[:, columns])
             if self.layout.zero:
-                dot = dot - jnp.int32(self.layout.zero) * sums[None, :, k]
-            acc = acc + u.d[:, k, None] * scale[None, :, k * sub // BLOCK] * dot.astype(jnp.float32)
+                dot = dot - jnp.int32(self.layout.zero) * row_sums[None, :, k]
+            acc = acc + u.d[:, k, None] * scale * dot.astype(jnp.float32)
             if u.m is not None:
-                acc = acc + u.m[:, k, None] * sums[None, :, k]
+                acc = acc + u.m[:, k, None] * (scale * row_sums[None, :, k].astype(jnp.float32))
         return acc
 
 
-def scales_of(d: jax.Array) -> int:
-    """Scales of one row in a piece."""
-    return d.shape[-1]
-
-
-class _Compiled:
+class _Compiled(InRegisters):
     """The steps of the kernel on the registers of a warpgroup."""
 
     def __init__(self, layout: Layout):
         self.layout = layout
-        self.sum_layout = _tiled(_ACC)
 
-    def code_layout(self, ref):
+    def rows(self, ref):
+        return self.read(ref, _ROWS)
+
+    def row_scales(self, ref):
+        return self.read(ref, _ROW_SCALES)
+
+    def row_sums(self, x, dx):
+        """Of each scale's columns: what the zero subtracts from sums (int32), or the sum times the row's scale."""
+        if not self.layout.zero and self.layout.scales not in ("dm", "super_min"):
+            return ()
+        width, dtype = x.shape[0] // 4, jnp.int32 if self.layout.zero else jnp.float32
+        one = plgpu.ShapeDtypeStruct((TILE, width), dtype, layout=tiled(_ACC))
+
+        @plgpu.inline_mgpu(
+            arg_types=(tiled(_ROWS), tiled(_ROW_SCALES)), return_type=(one,) * (PIECE // self.layout.sub)
+        )
+        def run(ctx, x, dx):
+            return _row_sums(self.layout, x, dx, width)
+
+        return run(x, dx)
+
+    def codes(self, ref):
         """[128, w]: a row a thread."""
-        w = ref.shape[-1]
-        return _tiled(_layout(_Tiling(((128, w), (32, w), (1, w))), (-6,), (-4,)))
+        return self.read(ref, _code_layout(ref.shape[-1]))
 
-    def scale_layout(self, ref):
+    def scales(self, ref):
         """[32, w]: a row four threads."""
-        w = ref.shape[-1]
-        return _tiled(_layout(_Tiling(((32, w), (8, w), (1, w))), (-6,), (-4, _Replicated(4))))
-
-    def row_layout(self, which, ref):
-        """Codes [32 n, 4]: a row a lane, the same in each warp. Scales and sums [4 n, w]: a row every fourth lane."""
-        w = ref.shape[-1]
-        if which == 3:
-            return _tiled(_layout(_Tiling(((32, w), (1, w))), (_Replicated(4),), (-4,)))
-        return _tiled(_layout(_Tiling(((4, w), (1, w))), (_Replicated(4),), (_Replicated(8), -4)))
-
-    def read(self, ref, layout):
-        return jax_versions.mosaic_load(ref, layout)
-
-    def write(self, ref, value):
-        ref[...] = value
+        return self.read(ref, _scale_layout(ref.shape[-1]))
 
     def zeros(self, width):
-        return plgpu.layout_cast(jnp.zeros((TILE, width), jnp.float32), _tiled(_ACC))
+        return self.cast(jnp.zeros((TILE, width), jnp.float32), _ACC)
 
-    def add(self, acc, codes, scales, subs, x, dx, sx):
-        arrays = [acc, codes, scales, subs, x, dx, sx]
+    def add(self, acc, codes, scales, subs, x, dx, row_sums):
+        arrays = [acc, codes, scales, subs, x, dx, *row_sums]
         layouts = [
-            self.sum_layout, self.code_layout(codes), self.scale_layout(scales),
-            None if subs is None else self.scale_layout(subs),
-            self.row_layout(3, x), self.row_layout(4, dx), None if sx is None else self.row_layout(5, sx),
+            _ACC, _code_layout(codes.shape[-1]), _scale_layout(scales.shape[-1]),
+            None if subs is None else _scale_layout(subs.shape[-1]), _ROWS, _ROW_SCALES, *[_ACC for _ in row_sums],
         ]  # fmt: skip
         given = [i for i, a in enumerate(arrays) if a is not None]
 
         @plgpu.inline_mgpu(
-            arg_types=tuple(layouts[i] for i in given),
-            return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=self.sum_layout),
+            arg_types=tuple(tiled(layouts[i]) for i in given),
+            return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=tiled(_ACC)),
         )
         def run(ctx, *values):
             have = dict(zip(given, values))
-            return _add(self.layout, *(have.get(i) for i in range(7)))
+            return _add(self.layout, *(have.get(i) for i in range(6)), [have[i] for i in range(6, len(arrays))])
 
         return run(*(arrays[i] for i in given))
 
 
-def _layout(tiling, warp_dims, lane_dims):
-    return mgpu.TiledLayout(tiling, warp_dims, lane_dims, -1, _check_canonical=False).canonicalize()
+def _code_layout(words: int):
+    """[128, words]: a row a thread."""
+    return arrangement(((128, words), (32, words), (1, words)), (-6,), (-4,))
 
 
-def _tiled(layout: mgpu.TiledLayout):
-    return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
+def _scale_layout(words: int):
+    """[32, words]: a row four threads."""
+    return arrangement(((32, words), (8, words), (1, words)), (-6,), (-4, Replicated(4)))
 
 
-def _add(layout: Layout, acc, codes, scales, subs, x, dx, sx):
+def _add(layout: Layout, acc, codes, scales, subs, x, dx, row_sums):
     """`acc` and the products of one piece, register by register."""
-    i32, i8, f32 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8), ir.F32Type.get()
+    i8, f32 = ir.IntegerType.get_signless(8), ir.F32Type.get()
     forms = mgpu.MMALayouts(i8)
     assert forms.acc == _ACC, "Mosaic GPU lays sums out in another way"
     (word,), (scale,) = codes.registers.flatten(), scales.registers.flatten()
-    n_tiles, per = acc.shape[1] // 8, 64 // layout.sub
+    per, x_scales = PIECE // layout.sub, dx.registers.flatten()
     d, m = _weight_scales(layout, scale, None if subs is None else subs.registers.flatten()[0], per)
-    x_words, dx_words = x.registers.flatten(), dx.registers.flatten()
-    sx_words = None if sx is None else sx.registers.flatten()
     sums = [[_at(reg, c) for c in range(2)] for reg in acc.registers.flatten()]  # (n, e), then c
-    none = _constant(0, i32)
     for k in range(per):
-        block, half = divmod(k * layout.sub, BLOCK)
-        a = _fragment([_codes(layout, word, block, r) for r in range(4)], forms.lhs, (TILE, BLOCK), i8)
-        whole = layout.sub == BLOCK
-        pairs = [[_at(reg, 2 * block + h) if whole or h == half // 16 else none for h in range(2)] for reg in x_words]
-        b = _fragment([v for pair in pairs for v in pair], forms.rhs, (BLOCK, acc.shape[1]), i8)
-        zero = mgpu.FragmentedArray.splat(none, acc.shape, _ACC, is_signed=True)
-        dots = mgpu.mma(zero, a, b).registers.flatten()
-        for n in range(n_tiles):
+        block = k * layout.sub // BLOCK
+        a = _fragment([_codes(layout, word, block, r) for r in range(4)], forms.lhs, (TILE, BLOCK))
+        dots = mgpu.mma(row_sums[k] if layout.zero else _nothing(acc.shape), a, _rows_of(layout, x, k, acc.shape[1]))
+        for i, reg in enumerate(dots.registers.flatten()):
             for c in range(2):
-                x_scale = _at(dx_words[n], 2 * block + c)
-                x_sum = None if sx_words is None else _at(sx_words[n], 2 * k + c)
-                for e in range(2):
-                    dot = _at(dots[2 * n + e], c)
-                    if layout.zero:
-                        dot = arith.subi(dot, arith.muli(x_sum, _constant(layout.zero, i32)))
-                    both = arith.mulf(d[k][e], x_scale)
-                    total = _fma(both, arith.sitofp(f32, dot), sums[2 * n + e][c])
-                    if m is not None:
-                        total = _fma(m[k][e], x_sum, total)
-                    sums[2 * n + e][c] = total
-    registers = np.empty(acc.registers.size, object)
-    for i, pair in enumerate(sums):
-        registers[i] = vector.from_elements(ir.VectorType.get((2,), f32), pair)
-    return mgpu.FragmentedArray(_registers=registers.reshape(acc.registers.shape), _layout=acc.layout, _is_signed=None)
+                scale_of_both = arith.mulf(d[k][i % 2], _at(x_scales[i // 2], 2 * block + c))
+                total = _fma(scale_of_both, arith.sitofp(f32, _at(reg, c)), sums[i][c])
+                if m is not None:
+                    total = _fma(m[k][i % 2], _at(row_sums[k].registers.flatten()[i], c), total)
+                sums[i][c] = total
+    return _sums_of(sums, acc)
+
+
+def _rows_of(layout: Layout, x, k: int, width: int):
+    """The rows' operand of `mma` for the columns of scale k."""
+    block, half = divmod(k * layout.sub, BLOCK)
+    none, whole = _constant(0, ir.IntegerType.get_signless(32)), layout.sub == BLOCK
+    words = [
+        _at(reg, 2 * block + h) if whole or h == half // 16 else none for reg in x.registers.flatten() for h in range(2)
+    ]
+    return _fragment(words, mgpu.MMALayouts(ir.IntegerType.get_signless(8)).rhs, (BLOCK, width))
+
+
+def _row_sums(layout: Layout, x, dx, width: int):
+    """Sums of each scale's columns, by `mma` with a matrix of equal numbers: then they lie where products do."""
+    f32, equal = ir.F32Type.get(), np.array([-layout.zero or 1] * 4, np.int8).view("<i4")[0]
+    word = _constant(int(equal), ir.IntegerType.get_signless(32))
+    a = _fragment([word] * 4, mgpu.MMALayouts(ir.IntegerType.get_signless(8)).lhs, (TILE, BLOCK))
+    found, scales = [], dx.registers.flatten()
+    for k in range(PIECE // layout.sub):
+        sums = mgpu.mma(_nothing((TILE, width)), a, _rows_of(layout, x, k, width))
+        if not layout.zero:
+            at = 2 * (k * layout.sub // BLOCK)
+            values = [
+                [arith.mulf(_at(scales[i // 2], at + c), arith.sitofp(f32, _at(reg, c))) for c in range(2)]
+                for i, reg in enumerate(sums.registers.flatten())
+            ]
+            sums = _sums_of(values, sums)
+        found.append(sums)
+    return tuple(found)
+
+
+def _nothing(shape):
+    """Sums of integers, zero."""
+    return mgpu.FragmentedArray.splat(_constant(0, ir.IntegerType.get_signless(32)), shape, _ACC, is_signed=True)
+
+
+def _sums_of(pairs, like):
+    """Floats, two a register, arranged as `like`."""
+    registers = np.empty(len(pairs), object)
+    for i, pair in enumerate(pairs):
+        registers[i] = vector.from_elements(ir.VectorType.get((2,), ir.F32Type.get()), pair)
+    return mgpu.FragmentedArray(_registers=registers.reshape(like.registers.shape), _layout=_ACC, _is_signed=None)
 
 
 def _weight_scales(layout: Layout, scale, subs, per: int):
@@ -312,9 +373,9 @@ def _permute(low: np.uint32, high: np.uint32, select):
     return llvm.inline_asm(i32, [*words, select], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", has_side_effects=False)
 
 
-def _fragment(words, layout, shape, dtype):
+def _fragment(words, layout, shape):
     """Words of four int8 as an operand of `mma`."""
-    four = ir.VectorType.get((4,), dtype)
+    four = ir.VectorType.get((4,), ir.IntegerType.get_signless(8))
     registers = np.empty(len(words), object)
     for i, word in enumerate(words):
         registers[i] = mgpu.utils.bitcast(word, four)

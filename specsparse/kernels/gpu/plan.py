@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from specsparse.kernels.gpu.fragments import PIECE, TILE, Fragments
 from specsparse.kernels.qtensor import SUPER
 
-_SUMS = 8
+SUMS = 8
 """Tiles times row tiles that a warpgroup sums: four registers of a thread each."""
+_TILES = 4
+"""Of a warpgroup at most."""
 _PARTS = (4, 2)
 """Warpgroups of a block at most, for up to three row tiles and for more: 512 threads may have 128 registers each."""
 _BLOCKS = 264
@@ -20,7 +22,7 @@ class Plan:
     """Of one product; T = groups * tiles, and columns = splits * parts * steps * unit pieces.
 
     Attributes:
-        tiles: of 64 outputs that one warpgroup computes, so that rows are read once for all of them.
+        tiles: of 64 outputs of each matrix that one warpgroup computes, so that rows are read once for all of them.
         parts: ranges of columns in a block, one a warpgroup.
         splits: ranges of columns that blocks take; their sums are added up outside.
         steps: of a warpgroup.
@@ -39,11 +41,13 @@ class Plan:
         return self.splits * self.parts
 
 
-def plan(w: Fragments, row_tiles: int) -> Plan:
-    """For a matrix and 8 `row_tiles` rows."""
+def plan(w: Fragments, row_tiles: int, *, matrices: int = 1) -> Plan:
+    """For a matrix, or for `matrices` of one shape that one kernel multiplies, and 8 `row_tiles` rows."""
     unit = SUPER // PIECE if w.subs is not None else 1
     units = w.pieces // unit
-    tiles = max(n for n in range(1, max(1, _SUMS // row_tiles) + 1) if n <= 4 and w.tiles % n == 0)
+    sums = SUMS - (w.layout.scales in ("dm", "super_min"))  # sums of rows take registers too
+    at_once = max(1, min(_TILES, sums // row_tiles) // matrices)
+    tiles = max(n for n in range(1, at_once + 1) if w.tiles % n == 0)
     parts = max(n for n in range(1, _PARTS[row_tiles > 3] + 1) if units % n == 0)
     left, groups = units // parts, w.tiles // tiles
     row_bytes = w.nbytes / (w.tiles * TILE)

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from specsparse.kernels.gpu import rows as gpu_rows
-from specsparse.kernels.gpu.fragments import PIECE, Fragments, embed_rows, unpack, widened
-from specsparse.kernels.gpu.plan import Plan, plan
+from specsparse.kernels.gpu.fragments import PIECE, TILE, Fragments, embed_rows, unpack, widened
+from specsparse.kernels.gpu.plan import SUMS, Plan, plan
 from specsparse.kernels.gpu.weights import PlainMatrix, embed_plain, multiply_plain
 from specsparse.kernels.qtensor import BLOCK, QTensor
 from specsparse.kernels.reference import dense
@@ -32,14 +32,22 @@ def multiply(x: jax.Array, w: Fragments, *, compiled: bool) -> jax.Array:
     if x.shape[0] > WIDEST:
         half = jnp.bfloat16
         return jnp.einsum("rk,nk->rn", x.astype(half), widened(w, half), preferred_element_type=jnp.float32)
-    codes, scales = gpu_rows.quantise(jax.lax.optimization_barrier(x))  # rows are computed once, though read twice
-    how = plan(w, -(-x.shape[0] // 8))
     if not compiled:
-        return _in_order(w, codes, scales, how)[:, : w.shape[0]]
-    from specsparse.kernels.gpu import mosaic  # only a GPU needs Pallas
+        return _in_order(w, *gpu_rows.quantise(jax.lax.optimization_barrier(x)), plan(w, -(-x.shape[0] // 8)))[
+            :, : w.shape[0]
+        ]
+    from specsparse.kernels.gpu import entry  # only a GPU needs Pallas
 
-    partial_sums = mosaic.product(w, gpu_rows.pack_rows(codes, scales, w), how)
-    return _added(partial_sums).T[: x.shape[0], : w.shape[0]]
+    return _by_kernel(entry.pack(x, None, 0.0), w)[: x.shape[0]]
+
+
+def _by_kernel(rows: gpu_rows.PackedRows, w: Fragments) -> jax.Array:
+    """f32[8 n, rows of w] of n tiles."""
+    from specsparse.kernels.gpu import mosaic
+
+    how = plan(w, rows.tiles)
+    found = mosaic.product((w,), rows, how)
+    return (found if how.splits == 1 else _added(found))[:, : w.shape[0]]
 
 
 def _in_order(w: Fragments, codes: jax.Array, scales: jax.Array, how: Plan) -> jax.Array:
@@ -103,10 +111,37 @@ def linear(
     `compiled` says whether programs are for a GPU; by default whether there is one.
     """
     on_gpu = jax.default_backend() == "gpu" if compiled is None else compiled
+    if on_gpu and x.shape[0] <= WIDEST and all(isinstance(w, Fragments) for w in weights):
+        return _by_kernels(x, weights, **options)
     outs = dense.linear_batched(x, weights, multiplier=partial(_multiplier, compiled=on_gpu), **options)
     if options.get("residual") is None:
         return outs
     return jax.lax.optimization_barrier(outs)  # sums over ranges of columns are added up once, not in every reader
+
+
+def _by_kernels(
+    x, weights, *, n_valid, norm=None, eps=0.0, biases=None, residual=None, act=None, zeros=True
+) -> tuple[jax.Array, ...]:
+    """`linear` of a GPU. The norm is the rows' kernel's; what comes after a product is the product's where its columns
+    are not split and nothing is between."""
+    from specsparse.kernels.gpu import entry, mosaic
+
+    rows, count = entry.pack(x, norm, eps), x.shape[0]
+    outputs = weights[0].shape[0]
+    how = plan(weights[0], rows.tiles, matrices=len(weights) if act else 1)
+    whole = count == 8 * rows.tiles and outputs == weights[0].tiles * TILE
+    fits = 2 * rows.tiles <= SUMS if act else residual is not None and len(weights) == 1
+    if fits and whole and how.splits == 1 and biases is None:
+        keep = dense.valid(n_valid, count).astype(jnp.int32) if zeros else None
+        return (mosaic.product(weights, rows, how, act=act, residual=residual, keep=keep),)
+
+    def multiplier(w):
+        return lambda _: _by_kernel(rows, w)[:count]
+
+    outs = dense.linear_batched(
+        x, weights, multiplier=multiplier, n_valid=n_valid, biases=biases, residual=residual, act=act, zeros=zeros
+    )
+    return outs if residual is None else jax.lax.optimization_barrier(outs)
 
 
 def embed(w: Matrix, ids: jax.Array) -> jax.Array:

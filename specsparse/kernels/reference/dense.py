@@ -7,6 +7,7 @@ the
 `_batched` ones leave the batching to XLA, for GPUs.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -68,7 +69,7 @@ def activate(x, act: str):
     return positive * positive if act == "relu2" else positive
 
 
-def _valid(n_valid, rows: int):
+def valid(n_valid, rows: int):
     """bool[R]: which rows count."""
     n = rows // n_valid.shape[0]
     return (jnp.arange(n)[None] < n_valid[:, None]).reshape(rows)
@@ -107,7 +108,7 @@ def _linear(
         outs = tuple(residual + y for y in outs)
     if not zeros:
         return outs
-    keep = _valid(n_valid, x.shape[0])[:, None]
+    keep = valid(n_valid, x.shape[0])[:, None]
     return tuple(jnp.where(keep, y, jnp.float32(0)) for y in outs)
 
 
@@ -138,7 +139,7 @@ def linear_batched(x, weights, **options):
 
 def _add_normed(x, y, norm, *, over_rows, n_valid, eps):
     out = over_rows(lambda a, b: a + _normalise(b, norm, eps), x, y)
-    return jnp.where(_valid(n_valid, x.shape[0])[:, None], out, jnp.float32(0))
+    return jnp.where(valid(n_valid, x.shape[0])[:, None], out, jnp.float32(0))
 
 
 def add_normed(x, y, norm, **options):
@@ -224,7 +225,7 @@ def _attend_row(q_HD, keys_GCd, values_GCd, path_C):
     return jnp.einsum("ghc,gcd->ghd", p, values, precision=_HIGHEST).reshape(-1)
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """What both forms of attention begin with.
 
     Attributes:
@@ -248,7 +249,7 @@ class _Step(NamedTuple):
 def _appended(
     q, k, v, cache_k, cache_v, *, each_row, cos, sin, length, n_valid, parents, pairing, q_norm, k_norm, eps, table,
     finite=False,
-) -> _Step:  # fmt: skip
+) -> Step:  # fmt: skip
     batch, groups, capacity, _ = cache_v.shape
     d = head_size(cache_v)
     n = q.shape[0] // batch
@@ -273,7 +274,7 @@ def _appended(
         most = jnp.finfo(cache_v.dtype if jnp.issubdtype(cache_v.dtype, jnp.floating) else jnp.float16).max
         k, v = _finite(k, most), _finite(v, most)
     cache_k, cache_v = append(cache_k, cache_v, k, v, length[:, None] + index, keep)
-    return _Step(q, cache_k, cache_v, length, keep, seen_Bnn, positions)
+    return Step(q, cache_k, cache_v, length, keep, seen_Bnn, positions)
 
 
 def _attend(
@@ -300,7 +301,7 @@ def _attend(
     return _out(step, out.reshape(batch, n, -1))
 
 
-def _out(step: _Step, out_BnI):
+def _out(step: Step, out_BnI):
     rows = step.keep.size
     out = jnp.where(step.keep[:, :, None], out_BnI, jnp.float32(0))
     return out.reshape(rows, -1), step.cache_k, step.cache_v
@@ -334,7 +335,7 @@ attend.__doc__ = """Rotates queries and keys, appends keys and values to the cac
 def attend_batched(
     q, k, v, cache_k, cache_v, *,
     cos, sin, length, n_valid, parents=None, pairing="norm", q_norm=None, k_norm=None, eps=0.0, window=0, table=0,
-    finite=False,
+    finite=False, core=None,
 ):  # fmt: skip
     """`attend` of all rows together: one product with the cache, and of a tree another with a row's newest positions.
 
@@ -345,7 +346,8 @@ def attend_batched(
 
     With `finite` all slots of the cache must hold finite numbers, whether they count or not, as those do that were 0 at
     first and written by this function alone: NaN is stored as 0 then, and what is too large as the largest number.
-    Without it slots that do not count may hold anything; on a GPU that costs a copy of the values.
+    Without it slots that do not count may hold anything; on a GPU that costs a copy of the values. `core` is a `Core`
+    for steps of trees.
     """
     step = _appended(
         q, k, v, cache_k, cache_v, each_row=_at_once, finite=finite, cos=cos, sin=sin, length=length, n_valid=n_valid,
@@ -354,9 +356,18 @@ def attend_batched(
     batch, groups, capacity, _ = cache_v.shape
     d = head_size(cache_v)
     n, positions = step.q.shape[1], step.positions
-    q_BGnhd = (step.q * (jnp.float32(1) / jnp.sqrt(jnp.float32(d)))).reshape(batch, n, groups, -1, d).swapaxes(1, 2)
+    q_BnGhd = (step.q * (jnp.float32(1) / jnp.sqrt(jnp.float32(d)))).reshape(batch, n, groups, -1, d)
+    first = positions + 1 if parents is None else positions + 1 - n
+    at = first[..., None] + jnp.arange(n, dtype=jnp.int32)[None, None]
+    low = positions - window if window else jnp.full_like(positions, -1)
+    slot = None if parents is None else jnp.clip(_slots(step, at), 0, capacity - 1)
+    if core is not None and parents is not None:
+        near = jnp.where((at >= 0) & (at > low[..., None]), slot, -1)
+        out = core(step, q_BnGhd, first, low, near)
+        if out is not None:
+            return out.reshape(batch * n, -1), step.cache_k, step.cache_v
     keys = decode(step.cache_k.swapaxes(3, 4)).swapaxes(3, 4)
-    scores = jnp.einsum("bgnhd,bgxdl->bgnhxl", q_BGnhd, keys, precision=_HIGHEST)
+    scores = jnp.einsum("bgnhd,bgxdl->bgnhxl", q_BnGhd.swapaxes(1, 2), keys, precision=_HIGHEST)
     scores = scores.reshape(batch, groups, n, -1, capacity)
 
     def weighed(scores_BGnhs, held_Bns, at):
@@ -365,7 +376,7 @@ def attend_batched(
         Where no position of the part is seen, weights are 1 and the top is so low that the other part is all.
         """
         if window:
-            held_Bns &= at > positions[:, :, None] - window
+            held_Bns &= at > low[:, :, None]
         held = held_Bns[:, None, :, None]
         seen = jnp.where(held, scores_BGnhs, _LOWEST)
         top = jnp.max(seen, axis=-1, keepdims=True)
@@ -373,13 +384,10 @@ def attend_batched(
         return top, weights, jnp.sum(weights, axis=-1, keepdims=True)
 
     slots = jnp.arange(capacity, dtype=jnp.int32)[None, None]
-    first = positions + 1 if parents is None else positions + 1 - n
     top, weights, total = weighed(scores, slots < first[..., None], slots)
     read = decode if finite else lambda rows: _finite(decode(rows))
     summed = jnp.einsum("bgnhs,bgsd->bgnhd", weights, read(step.cache_v), precision=_HIGHEST)
     if parents is not None:
-        at = first[..., None] + jnp.arange(n, dtype=jnp.int32)[None, None]
-        slot = jnp.clip(_slots(step, at), 0, capacity - 1)
         near = jnp.take_along_axis(scores, slot[:, None, :, None], axis=-1)
         top_2, weights, total_2 = weighed(near, at >= 0, at)
         newest = read(jax.vmap(lambda v, s: v[:, s])(step.cache_v, slot))  # [B, G, n, S, d]
@@ -391,13 +399,21 @@ def attend_batched(
     return _out(step, (summed / total).swapaxes(1, 2).reshape(batch, n, -1))
 
 
+Core = Callable[[Step, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array | None]
+"""core(step, q, first, low, near) -> f32[B, n, G, h, d], attention of rows of trees, or None where it cannot.
+
+`q` f32[B, n, G, h, d] is scaled. A row sees slots under `first` and above `low` int32[B, n], and its newest n positions
+in slots `near` int32[B, n, n], -1 where there is none.
+"""
+
+
 def _finite(x, most=None):
     """x with 0 in place of NaN, and nothing beyond the largest number of its type, or beyond `most`."""
     most = jnp.asarray(jnp.finfo(x.dtype).max if most is None else most, x.dtype)
     return jnp.where(jnp.isnan(x), jnp.zeros((), x.dtype), jnp.clip(x, -most, most))
 
 
-def _slots(step: _Step, at_BnS):
+def _slots(step: Step, at_BnS):
     """Slots of the positions `at` on the path of each row: the position itself where it is committed, else a node's."""
     n = step.seen.shape[1]
     index, depth_Bn = jnp.arange(n, dtype=jnp.int32), jnp.sum(step.seen, axis=-1, dtype=jnp.int32) - 1
