@@ -135,7 +135,7 @@ class Problem:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """An answer to a `Problem`, of `placement_rules`.
+    """An answer to a `Problem`, of `placement.rules`.
 
     Attributes:
         rule: that made it.

@@ -251,7 +251,7 @@ class ModelOptions:
         drafting: how it drafts.
         vocabulary: same, an id is the same token in both models, else they are refused; tli, only tokens whose bytes
             the target has too are drafted, for any verifier; slem, the draft's text is cut into the target's tokens,
-            chains for match (both arXiv:2502.05202); auto, same where the vocabularies are, else tli.
+            one-hot chains (both arXiv:2502.05202); auto, same where the vocabularies are, else tli.
         special_tokens: target goes on with the target's ids where BOS or EOS differ.
     """
 
