@@ -1,1 +1,4 @@
-"""Prompts that travel with the project, and readers of those that do not."""
+"""What travels with the project: prompts, the catalogue of models, sheets of devices, kept acceptance, heads.
+
+The modules read prompts, these and those of benchmarks, and the sheets of devices.
+"""

@@ -1,1 +1,1 @@
-"""What every room uses and nothing of the subject: files, paths, options, the terminal, citations."""
+"""What every room uses and nothing of the subject: files, options, names, timing in turn, the terminal, citations."""

@@ -1,4 +1,7 @@
-"""The test kit, public: tiny models, a GGUF writer, random quantised weights, damaged files, a dummy tokenizer."""
+"""The test kit, public: contract suites for one's own parts, tiny models in GGUF, random weights, a dummy tokenizer.
+
+`check_drafter(Mine())` and its siblings, and `assert_lossless`, are one line in anybody's test.
+"""
 
 from specsparse.kernels.packing.random_blocks import random_quantised
 from specsparse.speculative.drafters.scripted import Scripted

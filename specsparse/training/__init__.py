@@ -1,1 +1,1 @@
-"""Models of one's own: text of the target's own making, heads trained on it, files that the engine reads."""
+"""Training: the target's own text; heads, block drafters, draft models and ReLU models made from it; their files."""

@@ -1,1 +1,1 @@
-"""GGUF files: reading, requantising, telling them apart."""
+"""GGUF files: reading, writing, requantising, telling them apart."""

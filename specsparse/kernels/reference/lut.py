@@ -1,4 +1,4 @@
-"""A product by look-up tables in jnp: the definition and the oracle of `native_lut`.
+"""A product by look-up tables in jnp: the definition and the oracle of `native.lut`.
 
 A four-bit code is the sum of 2^b times its bit b, so the product of a row with four activations is a weighted sum of
 four entries of one table: the sums of all subsets of the activations (T-MAC, Wei et al. 2024, arXiv:2407.00088).

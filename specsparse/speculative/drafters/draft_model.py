@@ -1,4 +1,4 @@
-"""A draft model: a smaller model of the target's family, with a cache of its own."""
+"""A draft model: a smaller model, of the target's vocabulary or another, with a cache of its own."""
 
 import dataclasses
 import logging
