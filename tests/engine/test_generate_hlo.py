@@ -12,12 +12,14 @@ import specsparse
 from specsparse import SamplingParams
 from specsparse.kernels.native import cpu
 from specsparse.testing import write_tiny_gguf
+from tests.cells import cells
 
 HOST = re.compile(r"callback|outfeed|infeed|send\(|recv\(|host_compute", re.IGNORECASE)
 HLO_TYPE = {"f16": "f16", "f32": "f32", "bf16": "bf16"}
 
 
-@pytest.fixture(scope="module", params=["f16", "f32"])
+# The cache of all models by default; another dtype is another type of the same arrays.
+@pytest.fixture(scope="module", params=cells(["f16", "f32"], ["f16"]))
 def model(request, tmp_path_factory):
     if not cpu.available():
         pytest.skip(f"no native kernels: {cpu.why_missing()}")

@@ -1,5 +1,6 @@
 """From the command line to a RunConfig: golden composition, and one clear line for every mistake."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ from specsparse.models import entries
 from specsparse.speculative.base import DraftKind
 from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.speculative.policies.registry import get_policy
+from tests.cells import cells
 from tests.experiments import playing
 from tests.other_process import imported
 
@@ -80,7 +82,10 @@ def test_experiments_open_with_claim_numbers_time_and_command(name):
         assert word in head
 
 
-CHOICES = sorted(f"{f.parent.name}={f.stem}" for f in run.conf_dir().glob("*/*.yaml") if f.parent.name != "experiment")
+CHOICES: dict[str, list[str]] = {}
+for file in sorted(run.conf_dir().glob("*/*.yaml")):
+    if file.parent.name != "experiment":
+        CHOICES.setdefault(file.parent.name, []).append(f"{file.parent.name}={file.stem}")
 
 PLUGINS = {
     "sweep=joblib": "hydra_plugins.hydra_joblib_launcher",
@@ -90,18 +95,25 @@ PLUGINS = {
 }
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-def test_every_choice_of_every_group_is_valid(choice):
-    if choice in PLUGINS:
-        pytest.importorskip(PLUGINS[choice], reason="needs specsparse[sweep]")
+SWEEPS = [(choice,) for choice in CHOICES.pop("sweep")]
+
+
+@pytest.mark.parametrize("choices", [*itertools.zip_longest(*CHOICES.values()), *SWEEPS], ids=lambda each: each[-1])
+def test_every_choice_of_every_group_is_valid(choices):
+    """One of each group at a time; what a run refuses to combine is no mistake of a file."""
+    choices = [choice for choice in choices if choice]
+    for plugin in filter(None, map(PLUGINS.get, choices)):
+        pytest.importorskip(plugin, reason="needs specsparse[sweep]")
     needed = {
         "model=custom": ["model.path=x.gguf"], "drafter=model": ["drafter.model=x.gguf"],
         "drafter=dflash": ["drafter.path=x"], "drafter=eagle3": ["drafter.path=x"],
     }  # fmt: skip
-    assert isinstance(config.from_omegaconf(composed(choice, *needed.get(choice, []))), RunConfig)
+    more = [override for choice in choices for override in needed.get(choice, [])]
+    assert isinstance(config.from_omegaconf(composed(*choices, *more)), RunConfig)
 
 
-@pytest.mark.parametrize("name", entries.names())
+# Each goes the same way, from one list to one choice.
+@pytest.mark.parametrize("name", cells(entries.names(), entries.names()[::5]))
 def test_every_name_of_the_catalogue_is_a_choice(name):
     cfg = config.from_omegaconf(composed(f"model={name}", "model.context_length=64"))
     assert cfg.model.path == entries.find(name).name and cfg.model.overrides() == {"context_length": 64}
@@ -115,8 +127,14 @@ def test_a_bare_yes_of_yaml_is_one_too(given, means):
 DRAFTER_FILES = sorted(f.stem for f in (run.conf_dir() / "drafter").glob("*.yaml") if f.stem != "none")
 
 
-@pytest.mark.parametrize("experiment", ["spec_smollm2", "sweep_gamma", "sweep_temperature", "compare"])
-@pytest.mark.parametrize("drafter", DRAFTER_FILES)
+EXPERIMENTS = ["spec_smollm2", "sweep_gamma", "sweep_temperature", "compare"]
+TAKEN = list(itertools.product(EXPERIMENTS, DRAFTER_FILES))
+
+
+# Every drafter by one experiment; an option of another drafter's shows under two drafters already.
+@pytest.mark.parametrize(
+    ("experiment", "drafter"), cells(TAKEN, [t for t in TAKEN if t[0] == EXPERIMENTS[0] or t[1] in ("head", "suffix")])
+)
 def test_an_experiment_takes_another_drafter(experiment, drafter):
     """No experiment sets an option that only its own drafter has."""
     cfg = composed(f"+experiment={experiment}", f"drafter={drafter}", "model.path=x.gguf")
@@ -147,63 +165,77 @@ def test_values_arrive():
     assert [config.from_omegaconf(composed(f"repeats={n}")).repeats for n in (7, "auto")] == [7, "auto"]
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("max_tokens=0", "max_tokens=0 must be a whole number of at least 1"),
-        ("max_tokens=many", "max_tokens=many must be a whole number"),
-        ("max_tokens=1.5", "max_tokens=1.5 must be a whole number"),
-        ("max_tokens=true", "max_tokens=True must be a whole number"),
-        ("repeats=0", "repeats=0 must be a whole number of at least 1"),
-        ("repeats=often", "repeats=often must be a whole number of at least 1 or auto"),
-        ("repeats=true", "repeats=True must be a whole number of at least 1 or auto"),
-        ("repeats=null", "repeats=null must be a whole number of at least 1 or auto"),
-        ("seed=null", "seed=null must be a whole number"),
-        ("warmup=3", "warmup=3 must be true or false"),
-        ("policy.gamma=0", "policy.gamma=0 must be a whole number of at least 1"),
-        ("model.kv_dtype=f8", "model.kv_dtype=f8 must be one of f32, f16, bf16, q8_0"),
-        ("data.tasks=3", "data.tasks=3 must be a list"),
-        ("data=3", "data=3: there is no such data"),
-        ("sampling.temperature=-1", "temperature"),
-        ("sampling.top_p=2", "top_p=2 must be a number above 0 and at most 1"),
-        ("model.mesh=0", "model.mesh=0 must be a whole number of at least 1"),
-        ("model.mesh=two", "model.mesh=two must be a whole number"),
-        ("++ffn.union_cap=0.0", "ffn.union_cap=0.0 must be a number above 0 and at most 1"),
-        (
-            "+experiment=placement ++placement.active_share=2.0",
-            "placement.active_share=2.0 must be a number above 0 and at most 1",
-        ),
-        (
-            "+experiment=train_predictors ++train.active_share=1.0",
-            "train.active_share=1.0 must be a number above 0 and below 1",
-        ),
-        ("drafter=prompt_lokup", "did you mean prompt_lookup?"),
-        ("+experiment=spec_smolm2", "did you mean spec_smollm2?"),
-        ("policy.gama=3", "policy.gama is no option of auto_off; did you mean gamma?"),
-        ("drafter.ngram_mx=3", "drafter.ngram_mx is no option of prompt_lookup; did you mean ngram_max?"),
-        ("sampling.temprature=1", "did you mean sampling.temperature?"),
-        ("sampling.n=2", "write +sampling.n=VALUE"),
-        ("drafer=none", "did you mean drafter?"),
-        ("+max_token=3", "max_token is no option of kind=speed; did you mean max_tokens?"),
-        ("+sampling.top=3", "unknown sampling parameter 'top'"),
-        ("++roofline.device=a100", "roofline is no option of kind=speed"),
-        ("+experiment=roofline ++roofline.devic=a100", "roofline.devic is no option; did you mean device?"),
-        ("+experiment=roofline roofline.devic=a100", "no key roofline.devic; did you mean roofline.device?"),
-        ("+max_tokens=3", "max_tokens"),
-        ("name=${foo}", "Interpolation key 'foo' not found"),
-        ("name=a/b", "name=a/b: a plain name"),
-        ("a=[", "cannot read 'a=['"),
-        ("model=custom", "model.path: a value is needed"),
-        ("model=missing.gguf", "missing.gguf: no such file"),
-        ("model.path=smollm3", "did you mean smollm2"),
-        ("model=llama-3-8b", "model=llama-3-8b: there is no such model; did you mean llama-3.1-8b?"),
-        ("download=perhaps", "download=perhaps must be yes, no or ask"),
-        ("data=missing.jsonl", "no such file of prompts: missing.jsonl"),
-        ("data.tasks=[poetry]", "no prompts of task 'poetry'"),
-        ("+tracker.mod=x", "unknown key tracker.mod"),
-        ("--modle", "unrecognized arguments: --modle"),
-    ],
+MISTAKES = [
+    ("max_tokens=0", "max_tokens=0 must be a whole number of at least 1"),
+    ("max_tokens=many", "max_tokens=many must be a whole number"),
+    ("max_tokens=1.5", "max_tokens=1.5 must be a whole number"),
+    ("max_tokens=true", "max_tokens=True must be a whole number"),
+    ("repeats=0", "repeats=0 must be a whole number of at least 1"),
+    ("repeats=often", "repeats=often must be a whole number of at least 1 or auto"),
+    ("repeats=true", "repeats=True must be a whole number of at least 1 or auto"),
+    ("repeats=null", "repeats=null must be a whole number of at least 1 or auto"),
+    ("seed=null", "seed=null must be a whole number"),
+    ("warmup=3", "warmup=3 must be true or false"),
+    ("policy.gamma=0", "policy.gamma=0 must be a whole number of at least 1"),
+    ("model.kv_dtype=f8", "model.kv_dtype=f8 must be one of f32, f16, bf16, q8_0"),
+    ("data.tasks=3", "data.tasks=3 must be a list"),
+    ("data=3", "data=3: there is no such data"),
+    ("sampling.temperature=-1", "temperature"),
+    ("sampling.top_p=2", "top_p=2 must be a number above 0 and at most 1"),
+    ("model.mesh=0", "model.mesh=0 must be a whole number of at least 1"),
+    ("model.mesh=two", "model.mesh=two must be a whole number"),
+    ("++ffn.union_cap=0.0", "ffn.union_cap=0.0 must be a number above 0 and at most 1"),
+    (
+        "+experiment=placement ++placement.active_share=2.0",
+        "placement.active_share=2.0 must be a number above 0 and at most 1",
+    ),
+    (
+        "+experiment=train_predictors ++train.active_share=1.0",
+        "train.active_share=1.0 must be a number above 0 and below 1",
+    ),
+    ("drafter=prompt_lokup", "did you mean prompt_lookup?"),
+    ("+experiment=spec_smolm2", "did you mean spec_smollm2?"),
+    ("policy.gama=3", "policy.gama is no option of auto_off; did you mean gamma?"),
+    ("drafter.ngram_mx=3", "drafter.ngram_mx is no option of prompt_lookup; did you mean ngram_max?"),
+    ("sampling.temprature=1", "did you mean sampling.temperature?"),
+    ("sampling.n=2", "write +sampling.n=VALUE"),
+    ("drafer=none", "did you mean drafter?"),
+    ("+max_token=3", "max_token is no option of kind=speed; did you mean max_tokens?"),
+    ("+sampling.top=3", "unknown sampling parameter 'top'"),
+    ("++roofline.device=a100", "roofline is no option of kind=speed"),
+    ("+experiment=roofline ++roofline.devic=a100", "roofline.devic is no option; did you mean device?"),
+    ("+experiment=roofline roofline.devic=a100", "no key roofline.devic; did you mean roofline.device?"),
+    ("+max_tokens=3", "max_tokens"),
+    ("name=${foo}", "Interpolation key 'foo' not found"),
+    ("name=a/b", "name=a/b: a plain name"),
+    ("a=[", "cannot read 'a=['"),
+    ("model=custom", "model.path: a value is needed"),
+    ("model=missing.gguf", "missing.gguf: no such file"),
+    ("model.path=smollm3", "did you mean smollm2"),
+    ("model=llama-3-8b", "model=llama-3-8b: there is no such model; did you mean llama-3.1-8b?"),
+    ("download=perhaps", "download=perhaps must be yes, no or ask"),
+    ("data=missing.jsonl", "no such file of prompts: missing.jsonl"),
+    ("data.tasks=[poetry]", "no prompts of task 'poetry'"),
+    ("+tracker.mod=x", "unknown key tracker.mod"),
+    ("--modle", "unrecognized arguments: --modle"),
+]
+# The same check of the same types at other keys; tests/support has each type's mistakes.
+ALIKE = (
+    "max_tokens=1.5",
+    "max_tokens=true",
+    "repeats=0",
+    "repeats=true",
+    "repeats=null",
+    "seed=null",
+    "warmup=3",
+    "policy.gamma=0",
+    "model.mesh=0",
+    "model.mesh=two",
+    "++ffn.union_cap=0.0",
 )
+
+
+@pytest.mark.parametrize(("override", "message"), cells(MISTAKES, [m for m in MISTAKES if m[0] not in ALIKE]))
 def test_a_mistake_is_one_line_and_leaves_nothing(capsys, elsewhere, monkeypatch, override, message):
     if not override.startswith(("model", "data")):  # those are looked for; the others must not need the model
         monkeypatch.setattr("specsparse.models.catalogue.resolve", lambda spec: elsewhere)

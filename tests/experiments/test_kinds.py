@@ -40,6 +40,7 @@ from specsparse.support import terminal
 from specsparse.support.paths import conf_dir
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import random_eagle3
+from tests.cells import cells
 from tests.experiments import playing
 from tests.experiments.playing import GREEDY, replaced, run_config, settings
 
@@ -118,25 +119,26 @@ PAIRS = {
 }
 
 
-def test_a_pair_of_two_vocabularies_runs_on_tiny_models(cfg, files, tmp_path):
+@pytest.mark.parametrize("method", cells(["tli", "slem"], ["tli"]))
+def test_a_pair_of_two_vocabularies_runs_on_tiny_models(cfg, files, tmp_path, method):
     """Llama's vocabulary and SmolLM2's. The record says how they overlap, under TLI and under SLEM."""
     draft = write_tiny_gguf(files / "bpe.gguf", tokenizer="bpe", seed=2, **CONTEXT)
     own = [f"model.path={files / 'target.gguf'}", f"drafter.model={draft}"]
     few = {key: getattr(cfg, key) for key in ("data", "max_tokens", "tracker", "warmup", "time_split", "stream")}
     by_text = ["drafter.vocabulary=slem", "verifier=match", "sampling.temperature=0", "drafter.temperature=0"]
-    for method, more in {"tli": [], "slem": by_text}.items():
-        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            words = shorthand(["+experiment=spec_two_vocabularies", *own, *more])
-            of_file = from_omegaconf(compose("config", words))
-        found, text, written = play(replaced(of_file, **few), tmp_path / method)
-        assert found.as_promised and f"drafter.vocabulary={method}: bpe.gguf has other tokens than the target" in text
-        about = written["method"]["vocabulary"]
-        assert about["method"] == method and about["rounds"] == {"tli": "jitted", "slem": "stepped"}[method]
-        assert 250 < about["shared"] < 300 and about["special"][0]["role"] == "eos"
-        assert found.result.groups["all"].sides["speculative"].counters.num_drafts > 0
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        words = shorthand(["+experiment=spec_two_vocabularies", *own, *(by_text if method == "slem" else [])])
+        of_file = from_omegaconf(compose("config", words))
+    found, text, written = play(replaced(of_file, **few), tmp_path / method)
+    assert found.as_promised and f"drafter.vocabulary={method}: bpe.gguf has other tokens than the target" in text
+    about = written["method"]["vocabulary"]
+    assert about["method"] == method and about["rounds"] == {"tli": "jitted", "slem": "stepped"}[method]
+    assert 250 < about["shared"] < 300 and about["special"][0]["role"] == "eos"
+    assert found.result.groups["all"].sides["speculative"].counters.num_drafts > 0
 
 
-@pytest.mark.parametrize("name", PAIRS)
+# Both verifiers, with n_min and without, both tokenizers; the slow files differ from the first in names of models.
+@pytest.mark.parametrize("name", cells(PAIRS, ["spec_llama160m", "spec_qwen3", "spec_llama160m_pq"]))
 def test_a_pair_runs_on_tiny_models(cfg, files, tmp_path, name):
     """The experiment files themselves. Drafts of a random model are unsure, so p_min and draft_min are lowered."""
     label, lower = PAIRS[name]
@@ -164,6 +166,7 @@ def test_a_published_head_runs_on_a_tiny_target(cfg, files, tmp_path):
     assert found.result.groups["all"].sides["speculative"].counters.num_drafts > 0
 
 
+@pytest.mark.slow  # tests/experiments/test_sweeps.py runs sweeps, tests/report draws their figures
 def test_a_sweep_of_a_pair_draws_acceptance_and_speed_up(files, tmp_path, monkeypatch):
     """The experiment file by its command, on a few cells of stand-ins."""
     monkeypatch.chdir(tmp_path)
@@ -198,6 +201,7 @@ def test_where_the_files_are_not_there_one_line_says_which(cfg, monkeypatch, tmp
         runner.check(cfg)
 
 
+@pytest.mark.slow  # `spec_two_vocabularies` above records the same of one method
 def test_compare_says_of_each_method_how_two_vocabularies_go_together(cfg, files, tmp_path):
     other = str(write_tiny_gguf(files / "bpe.gguf", tokenizer="bpe", seed=2, **CONTEXT))
     draft = DrafterSpec("model", {"model": other, "vocabulary": "tli"})

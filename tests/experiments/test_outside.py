@@ -18,6 +18,7 @@ from specsparse.speculative.policies.registry import get_policy
 from specsparse.speculative.trees import get_tree
 from specsparse.speculative.verify import get_verifier
 from specsparse.testing import check_drafter, write_tiny_gguf
+from tests.cells import cells
 
 ECHO = '''
 """A drafter of one screen."""
@@ -210,6 +211,7 @@ def test_one_file_of_python_and_one_of_yaml(here, model, capsys):
         assert record["config"]["drafter"] == {"name": "echo_part:Echo", "back": back}
 
 
+@pytest.mark.slow  # its cells are runs like those above
 def test_a_sweep_over_one_s_own_and_a_built_in_one(here, model, capsys):
     assert (
         run.main(["-m", f"model={model.path}", *SHORT, "drafter=echo_part:Echo,suffix", "hydra.sweep.dir=cells"]) == 0
@@ -219,13 +221,20 @@ def test_a_sweep_over_one_s_own_and_a_built_in_one(here, model, capsys):
     assert "left out" not in capsys.readouterr().err
 
 
-def test_a_plan_of_one_s_own_takes_what_drafters_with_a_model_take(here, model):
+PLANS = {"gamma": {"gamma": 3}, "policy": {"start": 1, "policy": PMin(2, 0, 0.1)}, "tree": {"tree": "static"}}
+
+
+# Drafts of a plain length are slow: a policy's are a chain too.
+@pytest.mark.parametrize("options", cells(PLANS, ["policy", "tree"]))
+def test_a_plan_of_one_s_own_takes_what_drafters_with_a_model_take(here, model, options):
     """It has the options of `Drafting` beside its own, and drafts with the target's model."""
+    plan = get_drafter("plan_part:EverySecond", **PLANS[options])
+    check_drafter(plan)
     plain = specsparse.generate(model, PROMPT, max_tokens=16)
-    for options in ({"gamma": 3}, {"start": 1, "policy": PMin(2, 0, 0.1)}, {"tree": "static"}):
-        plan = get_drafter("plan_part:EverySecond", **options)
-        check_drafter(plan)
-        assert specsparse.generate(model, PROMPT, max_tokens=16, drafter=plan).token_ids == plain.token_ids
+    assert specsparse.generate(model, PROMPT, max_tokens=16, drafter=plan).token_ids == plain.token_ids
+
+
+def test_options_of_a_plan_of_one_s_own(here):
     with pytest.raises(UserError, match=r"drafter\.strat is no option of plan_part:EverySecond; did you mean start\?"):
         get_drafter("plan_part:EverySecond", strat=1)
     drawn = get_drafter("plan_part:EverySecond", temperature=0.5)

@@ -47,6 +47,7 @@ def play(cfg, directory):
     return found.result, text, record
 
 
+@pytest.mark.slow  # below, thresholds of such a file by the same kind
 def test_the_experiment_of_relullama_runs_on_a_tiny_file(files, tmp_path):
     own = [f"model.path={files / 'm.powerinfer.gguf'}", f"data.source={files / 'prompts.jsonl'}", "data.tasks=null"]
     few = ["sparsity.window=32", "sparsity.judged=1", "sparsity.tokens=0"]
@@ -56,6 +57,7 @@ def test_the_experiment_of_relullama_runs_on_a_tiny_file(files, tmp_path):
     assert [point.value for point in found.points] == [0.0, 0.5] and record["summary"]["vary"] == "threshold"
 
 
+@pytest.mark.slow  # tests/predictors judges them beside each other
 def test_predictors_beside_each_other(cfg, tmp_path):
     relu = dataclasses.replace(cfg.model, activation="relu")
     many = dataclasses.replace(cfg.own["sparsity"], values=(), predictors=("oracle", "svd", "signbit"), recall=0.6)

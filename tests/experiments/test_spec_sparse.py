@@ -84,6 +84,7 @@ def test_a_figure_names_each_series_once():
     assert sorted(drawn) == [(p.rows, p.union) for p in text]
 
 
+@pytest.mark.slow  # tests/powerinfer has the bits of a model that skips zeros
 @pytest.mark.skipif(not cpu.available(), reason="zeros are skipped by the native kernels")
 def test_a_model_that_skips_zeros_is_compared_with_the_dense_one(cfg, tmp_path):
     """Its bits are the dense model's; a pass of several rows reads all neurons."""

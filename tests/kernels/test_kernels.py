@@ -467,24 +467,31 @@ def attend(backend: str, dtype: str, pairing: str, length, n_valid, parents, row
     return np.asarray(out).reshape(B, -1, H * D), np.asarray(ck), np.asarray(cv)
 
 
+@cache
+def attention_in_float64(dtype: str, pairing: str, shape: str, length: int, n_valid: int, b: int):
+    """(rows, keys, values, values before) of sequence b by the emulation, once for all backends."""
+    q, k, v, keys, values, cos, sin = attention_case(dtype)
+    keys, values = keys[b].copy(), values[b].copy()
+    keys[length:] = values[length:] = np.nan
+    before = values.copy()
+    wanted = emulation.attend(
+        *(a.reshape(B, N, -1, D)[b] for a in (q, k, v)), keys, values, cos=cos, sin=sin, length=length,
+        n_valid=n_valid, parents=PARENTS[shape][b], pairing=pairing, cache=dtype,
+    )  # fmt: skip
+    return wanted, keys, values, before
+
+
 @pytest.mark.parametrize(("dtype", "pairing"), KINDS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_attention_equals_float64(backend, dtype, pairing):
     if backend == "native":
         use("portable", 1)
-    q, k, v, keys, values, cos, sin = attention_case(dtype)
     for shape, parents in PARENTS.items():
         for length in LENGTHS.values():
             for n_valid in ((8, 3), (0, 8), (1, 5)):
                 out, ck, cv = attend(backend, dtype, pairing, length, n_valid, parents)
                 for b in range(B):
-                    own_k, own_v = keys[b].copy(), values[b].copy()
-                    own_k[length[b] :] = own_v[length[b] :] = np.nan
-                    before = own_v.copy()
-                    wanted = emulation.attend(
-                        *(a.reshape(B, N, -1, D)[b] for a in (q, k, v)), own_k, own_v, cos=cos, sin=sin,
-                        length=length[b], n_valid=n_valid[b], parents=parents[b], pairing=pairing, cache=dtype,
-                    )  # fmt: skip
+                    wanted, own_k, own_v, before = attention_in_float64(dtype, pairing, shape, length[b], n_valid[b], b)
                     count = min(n_valid[b], C - length[b])
                     assert (out[b, count:] == 0).all()
                     assert nmse(out[b, :count], wanted[:count]) <= ATTEND_NMSE[backend], (shape, length, n_valid)
@@ -541,11 +548,13 @@ def test_a_q8_0_cache_is_a_float32_cache_of_its_values(backend):
     q, k, v, keys, values, *_ = attention_case("f32")
     cos, sin = np.ones((C, D // 2), np.float32), np.zeros((C, D // 2), np.float32)
 
+    encode, decode = jax.jit(lambda x: q8_cache.encode(x, q8_cache.DTYPE)), jax.jit(q8_cache.decode)
+
     def stored(x):
-        return np.asarray(q8_cache.encode(jnp.asarray(x), q8_cache.DTYPE))
+        return np.asarray(encode(x))
 
     def value(x):
-        return np.asarray(q8_cache.decode(jnp.asarray(stored(x.reshape(*x.shape[:-1], -1, D))))).reshape(x.shape)
+        return np.asarray(decode(stored(x.reshape(*x.shape[:-1], -1, D)))).reshape(x.shape)
 
     for parents in PARENTS.values():
         for length in LENGTHS.values():
@@ -557,7 +566,7 @@ def test_a_q8_0_cache_is_a_float32_cache_of_its_values(backend):
             for (ck, cv), new_k, new_v in ((codes, k, v), (floats, value(k), value(v))):
                 ck = ck.reshape(B, G, C // 16, 16, -1).swapaxes(3, 4)
                 out, ck, cv = attend_program(backend, "norm")(q, new_k, new_v, ck, cv, cos, sin, *numbers)
-                outs.append((out, *(q8_cache.decode(a) for a in (ck.swapaxes(3, 4), cv))))
+                outs.append((out, *(decode(a) for a in (np.asarray(ck).swapaxes(3, 4), cv))))
             assert not np.isnan(outs[0][0]).any()
             for ours, theirs in zip(outs[0][1:], outs[1][1:], strict=True):
                 np.testing.assert_array_equal(ours, theirs)

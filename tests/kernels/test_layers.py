@@ -12,6 +12,7 @@ from specsparse.engine import llama
 from specsparse.engine.llama import Want
 from specsparse.errors import UserError
 from specsparse.kernels.native import cpu
+from tests.cells import cells
 from tests.contracts.rigs import WIDTH, Rig, random_tree, tiny_rig
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.why_missing()))
@@ -95,7 +96,12 @@ def test_chosen_layers(pair, layers):
     np.testing.assert_array_equal(*outs)
 
 
-@pytest.mark.parametrize("layers", [None, (1, 0), ()])
+FEATURES = [(name, layers) for name in MODELS for layers in (None, (1, 0), ())]
+# Every architecture with chosen layers in an order of their own; all layers and none with two of them.
+ORDINARY = [(name, layers) for name, layers in FEATURES if layers == (1, 0) or name in ("q4_1", "gemma3")]
+
+
+@pytest.mark.parametrize(("pair", "layers"), cells(FEATURES, ORDINARY), indirect=["pair"])
 def test_features_of_layers(pair, layers):
     """The rows that enter layers come out of the one call with the bits of the composition; nothing else changes."""
     n = pair[0].config.n_layers

@@ -19,6 +19,7 @@ from specsparse.testing.predictors import (
     check_predictor,
     plant,
 )
+from tests.cells import cells
 
 CASES = {
     "mlp": {},
@@ -53,7 +54,8 @@ def test_a_mask_keeps_some_and_leaves_some(case):
     assert set(np.unique(case.mask(case.planted.held_out[:15], [5, 5, 5]))) == {0, 1}
 
 
-@pytest.mark.parametrize("name", ["svd", "gate_threshold", "oracle", "teal"])
+# One that reads its own weights and one that reads the layer's.
+@pytest.mark.parametrize("name", cells(["svd", "gate_threshold", "oracle", "teal"], ["svd", "oracle"]))
 def test_the_reference_kernels_keep_the_contract_too(name):
     a_row_does_not_depend_on_its_neighbours(PredictorCase.of(plant(rows=60, kernel="reference"), name))
 

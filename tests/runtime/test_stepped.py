@@ -10,6 +10,7 @@ from specsparse.speculative.base import ROOT
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.testing import write_tiny_gguf
+from tests.cells import cells
 
 VOCAB = 300
 PROMPTS = ["hello world hello", "abcabcabcabc"]
@@ -27,14 +28,17 @@ def drafter(name):
     return get_drafter(name, gamma=3)
 
 
-@pytest.mark.parametrize(
-    ("options", "alpha"),
-    [({"drafter": "prompt_lookup", "verifier": "greedy"}, None),
-     ({"drafter": "prompt_lookup", "verifier": "block", "temperature": 0.8}, None),
-     ({"drafter": "prompt_lookup", "verifier": "match", "temperature": 0.8}, (0.0, 1.0)),
-     ({"drafter": "prompt_lookup", "verifier": "delta", "temperature": 0.8}, (0.0, 1.0)),
-     ({"drafter": "synthetic", "verifier": "synthetic", "temperature": 0.0}, (0.0, 0.0))],
-)  # fmt: skip
+ALPHAS = [
+    ({"drafter": "prompt_lookup", "verifier": "greedy"}, None),
+    ({"drafter": "prompt_lookup", "verifier": "block", "temperature": 0.8}, None),
+    ({"drafter": "prompt_lookup", "verifier": "match", "temperature": 0.8}, (0.0, 1.0)),
+    ({"drafter": "prompt_lookup", "verifier": "delta", "temperature": 0.8}, (0.0, 1.0)),
+    ({"drafter": "synthetic", "verifier": "synthetic", "temperature": 0.0}, (0.0, 0.0)),
+]
+
+
+# None, a chance and 0 stay, of argmax drafts under verifiers that weigh them; tests/contracts has alpha of `match`.
+@pytest.mark.parametrize(("options", "alpha"), cells(ALPHAS, [ALPHAS[1], ALPHAS[3], ALPHAS[4]]))
 def test_alpha_is_none_where_the_verifier_has_none_and_zero_where_it_is_zero(model, options, alpha):
     more = {"rate": 0.0} if options["drafter"] == "synthetic" else {}
     options = {**options, "drafter": get_drafter(options["drafter"], gamma=3, **more)}
@@ -45,11 +49,14 @@ def test_alpha_is_none_where_the_verifier_has_none_and_zero_where_it_is_zero(mod
     assert found is None if alpha is None else alpha[0] <= found <= alpha[1]
 
 
-@pytest.mark.parametrize(
-    ("name", "verifier", "temperature"),
-    [("prompt_lookup", "greedy", 0.0), ("prompt_lookup", "match", 0.8), ("prompt_lookup", "delta", 0.8),
-     ("tree", "tree_match", 1.0), ("layer_skip", "greedy", 0.0)],
-)  # fmt: skip
+LOOPS = [
+    ("prompt_lookup", "greedy", 0.0), ("prompt_lookup", "match", 0.8), ("prompt_lookup", "delta", 0.8),
+    ("tree", "tree_match", 1.0), ("layer_skip", "greedy", 0.0),
+]  # fmt: skip
+
+
+# A chain, a tree and a draft of the target's own; verdicts by tokens and by laws.
+@pytest.mark.parametrize(("name", "verifier", "temperature"), cells(LOOPS, LOOPS[2:]))
 def test_the_same_tokens_and_counters(model, name, verifier, temperature):
     law = SamplingParams(temperature=temperature, max_tokens=24, ignore_eos=True, repetition_penalty=1.1)
     options = {"sampling": law, "drafter": drafter(name), "verifier": verifier, "seed": 4}

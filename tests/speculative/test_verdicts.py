@@ -21,6 +21,7 @@ from specsparse.speculative.verify import (
     verify_nothing,
     verify_rows,
 )
+from tests.cells import cells
 
 NEEDS_P = [name for name, v in VERIFIERS.items() if v.needs_p]
 CHAINS = ["token", "delta", "block"]
@@ -142,8 +143,10 @@ def test_duplicate_siblings(name):
     np.testing.assert_array_equal(verdict.tokens, [[2, PAD, PAD, PAD]] * 4)
 
 
-@pytest.mark.parametrize("vocab", [100, 8193, 10000])
-@pytest.mark.parametrize("name", ["token", "block"])
+MASKED = [(name, vocab) for name in ("token", "block") for vocab in (100, 8193, 10000)]
+
+
+@pytest.mark.parametrize(("name", "vocab"), cells(MASKED, [m for m in MASKED if m[1] == 8193]))
 def test_masks_are_never_violated(name, vocab):
     rng = np.random.default_rng(vocab)
     batch, K = 16, 3
@@ -159,7 +162,7 @@ def test_masks_are_never_violated(name, vocab):
             assert p[b, i, verdict.tokens[b, i]] > 0
 
 
-@pytest.mark.parametrize("vocab", [49152, 151936])
+@pytest.mark.parametrize("vocab", cells([49152, 151936], [151936]))
 def test_large_vocabularies(vocab):
     rng = np.random.default_rng(0)
     q = f32(rng.dirichlet(np.full(vocab, 0.01), size=(1, 2)))
@@ -173,15 +176,16 @@ def test_large_vocabularies(vocab):
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_equal_laws_accept_everything(name):
-    p = np.random.default_rng(0).dirichlet(np.ones(50), size=(8, 4))
-    draft = chain(np.argmax(p[:, :3], axis=-1))
-    if name == "delta":
-        p[:, :3] = np.asarray(spikes(draft.tokens, 50))
-    else:
-        draft = draft._replace(q=f32(p[:, :3]))
-    verdict = run(name, draft, f32(p), coins=1 - 2**-20)
-    assert (verdict.accepted == 3).all()
-    assert not verdict.failed.any()
+    for seed in range(8):
+        p = np.random.default_rng(seed).dirichlet(np.ones(5), size=(4, 4))
+        draft = chain(np.argmax(p[:, :3], axis=-1))
+        if name == "delta":
+            p[:, :3] = np.asarray(spikes(draft.tokens, 5))
+        else:
+            draft = draft._replace(q=f32(p[:, :3]))
+        verdict = run(name, draft, f32(p), coins=1 - 2**-20)
+        assert (verdict.accepted == 3).all()
+        assert not verdict.failed.any()
 
 
 @pytest.mark.parametrize("name", NEEDS_P)
@@ -206,7 +210,8 @@ def test_broken_q_is_refused_and_p_is_owed_in_full(name, bad):
         assert not verdict.failed.any()
 
 
-@pytest.mark.parametrize("name", ["token", "delta", "kseq", "block"])
+# `delta` judges as `token` does, by laws of one token each.
+@pytest.mark.parametrize("name", cells(["token", "delta", "kseq", "block"], ["token", "kseq", "block"]))
 def test_rows_do_not_depend_on_their_neighbours_and_runs_repeat(name):
     rng = np.random.default_rng(1)
     p = f32(rng.dirichlet(np.ones(1100), size=(5, 4)))

@@ -57,8 +57,9 @@ CASES = {
 }
 """A lossless verifier and the engine's drafter."""
 
-QUICK = ("plain", "token", "block", "match", "kseq 3")
-"""Cases of the ordinary suite; the slow ones run all, eight times as often."""
+QUICK = ("token", "kseq 3")
+"""Cases of the ordinary suite: the draws, coins and residuals of a chain and of a tree. The slow ones run all, eight
+times as often; plain draws of the engine are in test_sampling_at_scale.py."""
 
 REPEATED = {
     "position alone": Key(round=0, node=0, stream=0),  # draft, coins and residual of a position share one number
@@ -138,6 +139,7 @@ def test_the_masked_keys_are_the_engines_own():
     assert (own.rounds, own.complete) == (masked.rounds, masked.complete)
 
 
+@pytest.mark.slow  # through models it is ordinary, in tests/contracts
 def test_match_writes_the_text_of_plain_decoding():
     """Run by run, through tables as through models: the counts are the same."""
     plain = engine("plain")(random_tables(0), MUTANT_RUNS).counts

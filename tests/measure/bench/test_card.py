@@ -14,6 +14,7 @@ from specsparse.kernels.gpu.fragments import widened
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.measure.bench.card import job, models, paper, speeds
 from specsparse.measure.bench.card.stages import CardPlan, Stage, StageReport, run_apart, run_here, shown
+from tests.cells import cells
 
 TINY = CardPlan("cpu", tiny=True, tokens=6, repeats=1, backend="xla")
 
@@ -69,7 +70,7 @@ def test_hot_and_cold_neurons_beside_their_baselines():
     assert found["card_layers"] == 1  # two layers, half of whose bytes are attention and hot neurons
 
 
-@pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("kind", cells(["F32", "BF16", "Q8_0", "Q4_0"], ["BF16", "Q4_0"]))
 def test_random_weights_have_the_deviation_that_keeps_rows_near_one(kind):
     w = models.random_matrix(3, kind, (72, 256))
     values = np.asarray(dequantize(w))

@@ -175,6 +175,7 @@ def test_the_roofline_of_another_device_measures_nothing(path, monkeypatch, tmp_
         runner.check(config(path, device="v100"))
 
 
+@pytest.mark.slow  # test_ranks.py measures the acceptance of both, above a drafter's time is measured
 def test_the_roofline_measures_drafters_and_trees(path, table, kept, monkeypatch, tmp_path):
     monkeypatch.setattr(measuring, "measure", lambda *_, **__: table)
     monkeypatch.setattr(roofline, "measure", lambda model: table)

@@ -168,6 +168,7 @@ def test_sequoia_follows_what_was_measured(model, table, cfg):
     assert decoding.tree(cfg, found(cfg, model)).template.max_depth == 1
 
 
+@pytest.mark.slow  # its parts are measured one by one here and in test_measure.py
 def test_sequoia_measures_what_is_not_kept(model, table, cfg):
     tree = found(cfg, model).tree
     assert len(tree["acceptance"]) == ranks.RANKS and len(tree["cost"]) == 7

@@ -11,6 +11,7 @@ from specsparse.errors import UserError
 from specsparse.powerinfer.files.gpuidx import GpuIndex, write_gpuidx
 from specsparse.powerinfer.placement.hot_cold import combine, hot_cold_ffn, part_ffn, predict
 from specsparse.testing import write_tiny_gguf
+from tests.cells import cells
 from tests.powerinfer.tiny import write_tiny_powerinfer
 from tests.tolerances import nmse
 
@@ -67,7 +68,7 @@ def test_rows_do_not_depend_on_their_batch(model):
         assert np.array_equal(model.logits(IDS[:n]), whole[:n])
 
 
-@pytest.mark.parametrize("out_type", ["f16", "q4_0"])
+@pytest.mark.parametrize("out_type", cells(["f16", "q4_0"], ["q4_0"]))
 def test_the_sum_is_x_plus_cold_plus_hot_in_this_order(tmp_path, out_type):
     model = specsparse.load(written(tmp_path, out_type), placement=index())
     x = jnp.asarray(np.random.default_rng(0).normal(0, 1, (5, 64)), jnp.float32)

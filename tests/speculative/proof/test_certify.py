@@ -13,6 +13,7 @@ from specsparse.speculative.proof.mutants import MUTANTS
 from specsparse.speculative.proof.results import LOSSLESS_TV, MUTANT_TV
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verify import VERIFIERS, get_verifier
+from tests.cells import cells
 
 LOSSLESS = [name for name, v in VERIFIERS.items() if v.lossless]
 LOSSY = [name for name, v in VERIFIERS.items() if not v.lossless]
@@ -26,7 +27,7 @@ def test_lossless_verifiers_have_the_law_of_p(name):
     assert {r.corner for r in report.results} == set(CORNERS)
 
 
-@pytest.mark.parametrize("seed", range(1, 4))
+@pytest.mark.parametrize("seed", cells(range(1, 4), [1]))
 def test_another_seed(seed):
     for name in ("token", "wor", "block"):
         assert certify([VERIFIERS[name]], seed=seed, mutants=False, driver=False).passed

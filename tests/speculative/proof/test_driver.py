@@ -23,6 +23,7 @@ from specsparse.speculative.proof.measured import driver_tv
 from specsparse.speculative.proof.results import DRIVER, MUTANT_TV, RULE
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verify import VERIFIERS
+from tests.cells import cells
 
 LOSSLESS = [name for name, v in VERIFIERS.items() if v.lossless]
 EMPTY, CHAIN, BUSH = TreeTemplate.chain(0), TreeTemplate.chain(3), TreeTemplate.kary((2, 1))
@@ -62,10 +63,10 @@ def test_every_case_of_what_runs(name):
     assert len(report.cases(name, DRIVER)) == len(report.cases(name)) + 10 * len(VERIFIERS[name].kinds)
 
 
-@pytest.mark.parametrize(
-    ("what", "at_once"),
-    [("token", False), ("block", False), ("match", False), ("tree_match", False), ("token", True), ("block", True)],
-)
+HANDED = [("token", False), ("block", False), ("match", False), ("tree_match", False), ("token", True), ("block", True)]
+
+
+@pytest.mark.parametrize(("what", "at_once"), cells(HANDED, [("token", False), ("match", False), ("block", True)]))
 def test_a_driver_that_is_handed_no_coins_fails_the_certificate(monkeypatch, retraced, what, at_once):
     """The rules stay as they are: only what the engine calls is wrong, jax's verdict or the kernels' in one call."""
     if at_once and not engine.judged_at_once(VERIFIERS[what], kernels_of(kernels.get())):

@@ -270,7 +270,8 @@ def race(p, q, drafts, uniforms):
         (race, {"drafts": DraftKind.WOR}, "drafts are a chain"),
     ],
 )
-def test_what_cannot_be_certified_is_one_line(call, how, words):
+def test_what_cannot_be_certified_is_one_line(monkeypatch, call, how, words):
+    monkeypatch.setattr(chain_law, "BOXES", 5)  # where thresholds do not settle it, five times as many do not either
     with pytest.raises(UserError, match=words) as caught:
         measure_handed(Handed(call, **how), vocab=3, gamma=1, seed=0)
     assert "\n" not in str(caught.value)
