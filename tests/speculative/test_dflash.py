@@ -167,7 +167,7 @@ def test_options_of_the_format(tiny, options):
         assert nmse(logits[b], wanted[skipped:]) < HEAD_NMSE
 
 
-@pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize("shape", cells(["chain", "tree"], ["tree"]))  # one block either way, kept as one path
 def test_a_rolled_back_cache_drafts_as_a_new_one(tiny, shape):
     options = {"tree": get_tree("ddtree", nodes=7, depth=4)} if shape == "tree" else {}
     drafter, weights = bound(tiny, random_dflash(tiny, layers=1), **options)
