@@ -141,9 +141,9 @@ class AutoOffOptions(CostOptions, PolicyOptions):
         inner_options: of a policy that is named.
         margin: predicted speed-up from which drafting pays.
         probe: tokens of a probe.
-        every: rounds before a probe; doubled by each probe that is not accepted whole,
-        most: up to this; by default 32, or `every` where that is more.
-        probe_share: and more where probes cost much: most plain steps that failed ones take, for each round without.
+        every: rounds before a probe; each probe that is not accepted whole doubles them, up to `most`.
+        most: rounds before a probe, at most; by default 32, or `every` where that is more.
+        probe_share: most plain steps that failed probes may take, for each round without one: dear probes are rarer.
         probe_memory: like `memory`, after a probe.
     """
 
