@@ -47,10 +47,11 @@ METHODS = {
 }
 
 # Every drafter, tree and law stays; argmax and drawn drafts as chain and as tree, of a model with a cache of its own,
-# of the target's layers and of heads on its features. The slow ones pair them another way.
+# of the target's layers and of heads on its features (chains of blocks: test_dflash.py). The slow ones pair them
+# another way.
 ORDINARY = (
     "layer_skip_drawn", "sparse_self_gate", "static", "wor", "iid", "p_min", "lookup_head", "head_tree", "head_drawn",
-    "eagle3_p_split", "dflash_drawn", "dflash_tree",
+    "eagle3_p_split", "dflash_tree",
 )  # fmt: skip
 
 

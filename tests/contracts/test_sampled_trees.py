@@ -63,14 +63,17 @@ def test_the_first_token_follows_the_law(target, verifier):
         assert abs(seen[token] - wanted[token]) < 5 * np.sqrt(2 * count * p * (1 - p))
 
 
-def test_alpha_of_match_is_what_was_accepted(target):
+@pytest.mark.parametrize("source", cells(["layer_skip", "prompt_lookup"], ["layer_skip"]))
+def test_alpha_of_match_is_what_was_accepted(target, source):
     """Chains under `match` at T > 0: sum of sum_x p q over tested positions, beside the accepted ones (z under 4)."""
     options = {"sampling": LAW.merged(n=64, temperature=1.0), "verifier": "match", "seed": 0}
-    for source in ("layer_skip", "prompt_lookup"):
-        more = {"layers": [0, 1], "temperature": 1.0} if source == "layer_skip" else {}
-        rows = specsparse.generate(target, PROMPTS[1], drafter=get_drafter(source, gamma=3, **more), **options)
-        found = metrics.rates(sum((g.stats.counters for g in rows[1:]), rows[0].stats.counters))
-        assert 0 < found["alpha"] < 1 and abs(found["alpha_z"]) < 4
+    more = {"layers": [0, 1], "temperature": 1.0} if source == "layer_skip" else {}
+    rows = specsparse.generate(target, PROMPTS[1], drafter=get_drafter(source, gamma=3, **more), **options)
+    found = metrics.rates(sum((g.stats.counters for g in rows[1:]), rows[0].stats.counters))
+    assert 0 < found["alpha"] < 1 and abs(found["alpha_z"]) < 4
+
+
+def test_alpha_of_greedy_is_none(target):
     greedy = specsparse.generate(target, PROMPTS[1], drafter="prompt_lookup", temperature=0.0, max_tokens=20)
     assert metrics.rates(greedy.stats.counters)["alpha"] is None
 

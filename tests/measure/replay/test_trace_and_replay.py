@@ -110,8 +110,7 @@ def test_a_few_tokens_of_each_law_are_enough_for_chains(model, sampled):
     np.testing.assert_allclose((short.p.sum(2) + short.p_rest)[:, 0], 1, atol=1e-5)
 
 
-# Of `mss` the narrower tree below is replayed.
-@pytest.mark.parametrize("verifier", cells(["tree_match", "mss"], ["tree_match"]))
+@pytest.mark.parametrize("verifier", cells(["tree_match", "mss"], ["mss"]))  # verdicts by laws, not by tokens
 def test_trees_replay_too(model, verifier):
     if verifier == "mss":
         tree = get_drafter("layer_skip", layers=[0], temperature=0.7, tree=get_tree("sampled_iid", widths=[2, 2]))
@@ -151,7 +150,8 @@ def first_rounds(model, tree, verifier, seeds=range(12)):
 CUT = [("static", "tree_match", (3, 2, 1), (2, 1)), ("sampled_iid", "mss", (3,), (2,))]
 
 
-@pytest.mark.parametrize(("name", "verifier", "wide", "narrow"), cells(CUT, CUT[1:]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "verifier", "wide", "narrow"), CUT)
 def test_a_narrower_tree_is_what_it_would_have_been(model, name, verifier, wide, narrow):
     """Rounds that begin at the same place: the wide record cut down against a live run with the narrow tree.
 
