@@ -104,7 +104,7 @@ class Forward final : public Phases {
     const Layer& l = stages_[layer];
     const int stage = phase % stages_per_layer_;
     if (stage == kProjectQkv || stage == kAttend) return l.output.prefetch(kAhead, self, threads);
-    const int last = l.predicted ? int{kFfn} + PredictedFfn::kProject : int{kProjectDown};
+    const int last = l.predicted ? int{kFfn} + l.predicted->last() : int{kProjectDown};
     if (stage == last && layer + 1 < stages_.size()) return stages_[layer + 1].qkv.prefetch(kAhead, self, threads);
     if (l.predicted) return stage == kProjectOutput ? l.predicted->prefetch(kAhead, self, threads) : void();
     const Ffn& f = *l.ffn;

@@ -9,6 +9,7 @@ namespace {
 
 constexpr int64_t kSignNeurons = 256;     // of one item
 constexpr int64_t kFewBytes = 128 << 10;  // of a matrix that one thread reads sooner than another hears of it
+constexpr int64_t kNearBytes = 1 << 20;   // of all neurons, of which those that are kept can wait in the cores' caches
 
 template <class T>
 void grow(std::vector<T>& v, int64_t size) {
@@ -63,7 +64,7 @@ int64_t PredictedFfn::items(int step) const {
     case kKeep: return signs ? 0 : total_;
     case kCollect: return total_ ? 1 : 0;
     case kHidden: return hidden_items_;
-    case kProject: return total_ ? SparseSteps::kSegments : 0;
+    case kProject: return project_items_;
     case kSum: return sum_items_;
     default: return total_;
   }
@@ -112,12 +113,28 @@ void PredictedFfn::multiply(int which, int64_t item) {
     alignas(64) float y[kRowGroup * kRows];
     const int count = static_cast<int>(std::min<int64_t>(kRowGroup, last - g));
     sparse_ops().dot_floats(w.matrix, g, count, x, y);
-    std::copy_n(y, std::min<int64_t>(count * kRows, w.matrix.rows - g * kRows), to + g * kRows);
+    const int64_t some = std::min<int64_t>(count * kRows, w.matrix.rows - g * kRows);
+    std::copy_n(y, some, to + g * kRows);
+    if (which) fetch_kept(g * kRows, g * kRows + some);
   }
 }
 
+// Of one row: what decides over the neurons that it keeps.
+void PredictedFfn::fetch_kept(int64_t first, int64_t last) const {
+  const NeuronRows& decides = weights_->ffn.gate ? *weights_->ffn.gate : weights_->ffn.up;
+  if (decides.rows * decides.row_bytes > kNearBytes) return;
+  for (int64_t j = first; j < last; ++j)
+    if (work_->scores[j] >= weights_->threshold) decides.fetch(j);
+}
+
 void PredictedFfn::prefetch(int64_t bytes, int self, int threads) const {
-  if (scores()) products_[0].prefetch(bytes, self, threads);
+  if (!scores()) return;
+  // Where one thread reads the whole of the first matrix, the others begin with their share of the second.
+  if (!grouped(*weights_->first) || !grouped(*weights_->second) || product_items(0) > 1) return products_[0].prefetch(bytes, self, threads);
+  const Matrix& w = weights_->second->matrix;
+  const int64_t items = product_items(1), from = share_begin(items, self, threads) * kRowGroup * w.group_bytes;
+  const int64_t to = std::min(share_begin(items, self + 1, threads) * kRowGroup, w.groups()) * w.group_bytes;
+  for (int64_t at = from; at < to; at += 64) __builtin_prefetch(w.data + at, 0, 2);
 }
 
 void PredictedFfn::pack_signs() {
@@ -144,7 +161,8 @@ void PredictedFfn::keep(int64_t row) {
 
 void PredictedFfn::collect() {
   work_->steps->collect(weights_->ffn, work_->keep.data(), work_->rows.data(), total_, &counts_);
-  hidden_items_ = work_->steps->hidden_items(), sum_items_ = work_->steps->sum_items();
+  const SparseSteps& steps = *work_->steps;
+  hidden_items_ = steps.hidden_items(), project_items_ = steps.project_items(), sum_items_ = steps.sum_items();
 }
 
 }  // namespace specsparse

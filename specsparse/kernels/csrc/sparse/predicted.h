@@ -47,7 +47,10 @@ class PredictedFfn {
 
   int64_t items(int step) const;
   void run(int step, int64_t item);
+  // For thread `self`, which waits for the row to be predicted: `bytes` of what it reads next.
   void prefetch(int64_t bytes, int self, int threads) const;
+  // The last step that is shared out.
+  Step last() const { return project_items_ ? kProject : kHidden; }
   const SparseCounts& counts() const { return counts_; }
 
  private:
@@ -56,6 +59,7 @@ class PredictedFfn {
   bool grouped(const Description& w) const { return total_ == 1 && w.matrix.is_float(); }
   int64_t product_items(int which) const;
   void multiply(int which, int64_t item);
+  void fetch_kept(int64_t first, int64_t last) const;
   void pack_signs();
   void match_signs(int64_t item);
   void keep(int64_t row);
@@ -69,7 +73,7 @@ class PredictedFfn {
   Preparation prepare_first_, prepare_second_;
   std::vector<Product> products_;  // first and second, or none
   // What the steps of this layer have: another layer's may be asked for by a thread that comes late to this one's.
-  int64_t hidden_items_ = 0, sum_items_ = 0;
+  int64_t hidden_items_ = 0, project_items_ = 0, sum_items_ = 0;
 };
 
 // Packs the signs of `columns` values: bit k of `to` is set where x[k] < 0.

@@ -17,6 +17,8 @@ bool NeuronDescription::read(const int64_t* d, const void* data, int64_t bytes) 
   bool has_lut = false;
   for (int i = 0; i < 16; ++i) lut[i] = static_cast<int8_t>(d[7 + i]), has_lut |= d[7 + i] != 0;
   if (has_lut) rows.lut = lut;
+  const bool from_zero = rows.codes == Codes::kNibble && rows.scales == Scales::kD && !has_lut;  // the kernels know Q4_0 by that
+  if (rows.zero != (from_zero ? kNibbleZero : 0)) return false;
   return has_kernels(rows) && bytes >= rows.rows * rows.row_bytes;
 }
 

@@ -35,6 +35,10 @@ struct NeuronRows {
     return codes == Codes::kNibble ? kChunk / 2 : codes == Codes::kInt8 ? kChunk : codes == Codes::kF32 ? 4 * kChunk : 2 * kChunk;
   }
   const uint8_t* row(int64_t j) const { return data + j * row_bytes; }
+  // Asks for row j in the second cache.
+  void fetch(int64_t j) const {
+    for (int64_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(row(j) + at, 0, 2);
+  }
 };
 
 // Neurons as the caller describes them. Not copyable: the rows point to the table.
@@ -50,13 +54,18 @@ struct NeuronDescription {
   bool read(const int64_t* description, const void* data, int64_t bytes);
 };
 
+// A chunk of a row of activations in blocks of 32, as int8; and -kNibbleZero times the sum of the codes of each four columns.
+struct alignas(64) InputChunk {
+  int8_t codes[kChunk];
+  int32_t lows[kChunk / 4];
+};
+
 // One row of activations, filled up with zeros to whole chunks (its scales to a multiple of 16).
 struct Input {
-  const float* x;          // normalised
-  const int8_t* codes;     // x in blocks of 32, as int8
+  const float* x;  // normalised
+  const InputChunk* chunks;
   const float* scales[2];  // of each sub-block of 32 columns; of 16
   const float* sums[2];    // scale * sum of the codes of each sub-block of 32 columns; of 16
-  const int32_t* lows;     // -kNibbleZero times the sum of the codes of each four columns
 };
 
 struct SparseOps {

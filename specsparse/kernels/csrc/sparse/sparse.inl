@@ -124,20 +124,20 @@ __attribute__((flatten)) void dot_codes_row(const NeuronRows& w, int64_t j, cons
   const int64_t chunks = w.chunks(), subs = w.subs(), size = round16(subs), step = w.code_bytes();
   float *d = scratch, *m = scratch + size, *scales = m + size;
   expand_scales<SUBS>(w, row, 0, subs, d, m);
-  const int8_t* x[NT];
+  const InputChunk* x[NT];
   F acc[NT];
   each<NT>([&](auto t) SPECSPARSE_EACH {
-    x[t] = inputs[t]->codes;
+    x[t] = inputs[t]->chunks;
     acc[t] = zero();
     const float* dx = inputs[t]->scales[SUBS - 1];
     for (int64_t i = 0; i < size; i += 16) store(scales + t * size + i, mul(load(d + i), load(dx + i)));
   });
   for (int64_t c = 0; c < chunks; ++c) {
     __builtin_prefetch(next + c * step, 0, 2);
-    if constexpr (READ == Read::kCodes) {  // the zero is taken off the sums: signed bytes would cost half as much again
+    if constexpr (READ == Read::kCodes) {  // Q4_0's zero is taken off the sums: signed bytes would cost half as much again
       const Bytes codes = load_nibbles(row + c * step);
       each<NT>([&](auto t) SPECSPARSE_EACH {
-        const I sum = dot4_unsigned(w.zero ? inputs[t]->lows + kChunk / 4 * c : nullptr, codes, x[t] + kChunk * c);
+        const I sum = dot4_unsigned(MINS ? nullptr : x[t][c].lows, codes, x[t][c].codes);
         acc[t] = fma(spread_scales<SUBS>(scales + t * size + 2 * SUBS * c), to_float(sum), acc[t]);
       });
     } else {
@@ -145,7 +145,7 @@ __attribute__((flatten)) void dot_codes_row(const NeuronRows& w, int64_t j, cons
       const Bytes codes = READ == Read::kInt8 ? load_bytes(p) : lookup(load_nibbles(p), w.lut), m4 = magnitude(codes);
       each<NT>([&](auto t) SPECSPARSE_EACH {
         const F scale = spread_scales<SUBS>(scales + t * size + 2 * SUBS * c);
-        acc[t] = fma(scale, to_float(dot4(m4, codes, x[t] + kChunk * c)), acc[t]);
+        acc[t] = fma(scale, to_float(dot4(m4, codes, x[t][c].codes)), acc[t]);
       });
     }
   }
@@ -242,10 +242,10 @@ __attribute__((flatten)) void dot_codes_group(const NeuronRows& w, const int32_t
       const uint8_t* p = rows[r] + c * step;
       I sum;
       if constexpr (READ == Read::kCodes) {
-        sum = dot4_unsigned(w.zero ? x.lows + kChunk / 4 * c : nullptr, load_nibbles(p), x.codes + kChunk * c);
+        sum = dot4_unsigned(MINS ? nullptr : x.chunks[c].lows, load_nibbles(p), x.chunks[c].codes);
       } else {
         const Bytes codes = READ == Read::kInt8 ? load_bytes(p) : lookup(load_nibbles(p), w.lut);
-        sum = dot4(magnitude(codes), codes, x.codes + kChunk * c);
+        sum = dot4(magnitude(codes), codes, x.chunks[c].codes);
       }
       acc[r] = fma(spread_scales<SUBS>(scratch + r * size + 2 * SUBS * c), to_float(sum), acc[r]);
     });

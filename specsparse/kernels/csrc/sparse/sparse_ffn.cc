@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <new>
 #include <numeric>
 
 #include "pool/pool.h"
@@ -13,16 +14,38 @@ namespace {
 constexpr int64_t kItemNeurons = 64;         // of one item, at most
 constexpr int64_t kAtOnce = 16;              // neurons whose gate is computed before those that it opens are fetched
 constexpr int64_t kKeptBytes = 512 << 10;    // of down rows that wait in a cache for the sums
+constexpr int64_t kFewThreads = 8;           // to which segments of so few rows are shared out evenly enough
 constexpr int64_t kTileBytes = 256 << 10;    // of down rows that several rows of activations read: half a core's L2
 constexpr int64_t kSumBytes = 128 << 10;     // of the sums that they are added to
 constexpr int64_t kAheadBytes = 8 << 10;      // of the rows that are fetched ahead of a product
 constexpr int64_t kSumChunks = 8;            // added up together in the sum of sums
 constexpr int64_t kFewSums = 1024;           // floats
-constexpr int64_t kStripeChunks = 8;         // most columns of a stripe of down: 512
+
+// Begins with a cache line, so that no vector of 64 bytes lies in two.
+template <class T>
+struct WholeLines {
+  using value_type = T;
+  static constexpr std::align_val_t kLine{64};
+  WholeLines() = default;
+  template <class U>
+  WholeLines(const WholeLines<U>&) {}
+  T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), kLine)); }
+  void deallocate(T* p, size_t) { ::operator delete(p, kLine); }
+  template <class U>
+  bool operator==(const WholeLines<U>&) const {
+    return true;
+  }
+  template <class U>
+  bool operator!=(const WholeLines<U>&) const {
+    return false;
+  }
+};
+template <class T>
+using Lines = std::vector<T, WholeLines<T>>;
 
 // Memory that a calling thread keeps from call to call.
-template <class T>
-T* reserve(std::vector<T>& v, int64_t count) {
+template <class T, class A>
+T* reserve(std::vector<T, A>& v, int64_t count) {
   if (static_cast<int64_t>(v.size()) < count) v.resize(count);
   return v.data();
 }
@@ -35,8 +58,8 @@ class Inputs {
     cols_ = ffn.up.cols, padded_ = ffn.up.chunks() * kChunk, blocks_ = (padded_ / kBlock + 15) / 16 * 16;
     quantise_ = !ffn.up.is_float() || (ffn.gate && !ffn.gate->is_float());
     // prepare() of the dense kernels wants whole blocks: columns are filled up before, not after.
-    reserve(x_, count * padded_), reserve(q_, padded_ / kBlock * count), reserve(codes_, count * padded_);
-    reserve(scales_, 6 * count * blocks_), reserve(lows_, count * padded_ / 4), reserve(inputs_, count);
+    reserve(x_, count * padded_), reserve(q_, padded_ / kBlock * count), reserve(chunks_, count * padded_ / kChunk);
+    reserve(scales_, 6 * count * blocks_), reserve(inputs_, count);
     pointers_.clear();
     for (int64_t i = 0; i < count; ++i) pointers_.push_back(&inputs_[i]);
   }
@@ -49,39 +72,40 @@ class Inputs {
     std::fill(to + cols_, to + padded_, 0.0f);
     inputs_[i].x = to;
     if (quantise_)
-      quantise(i, to, q_.data() + i * (padded_ / kBlock), codes_.data() + i * padded_, scales_.data() + 6 * i * blocks_,
-               lows_.data() + i * padded_ / 4);
+      quantise(i, to, q_.data() + i * (padded_ / kBlock), chunks_.data() + i * (padded_ / kChunk), scales_.data() + 6 * i * blocks_);
   }
 
   const Input* operator[](int64_t i) const { return pointers_[i]; }
 
  private:
   // The dense kernels' blocks, their fields one after the other.
-  void quantise(int64_t i, float* x, QBlock* q, int8_t* codes, float* at, int32_t* lows) {
+  void quantise(int64_t i, float* x, QBlock* q, InputChunk* chunks, float* at) {
     const int64_t blocks = padded_ / kBlock;
-    thread_local std::vector<float> copy;
+    thread_local Lines<float> copy;
     float* same = reserve(copy, padded_);
     ops().prepare(x, nullptr, 0.0f, Activations{padded_, blocks, same, q}, 0, true);
     std::fill(at, at + 6 * blocks_, 0.0f);
     float *one = at, *two = at + blocks_, *sum = at + 3 * blocks_, *sums = at + 4 * blocks_;
     for (int64_t b = 0; b < blocks; ++b) {
-      std::memcpy(codes + b * kBlock, q[b].q, kBlock);
+      std::memcpy(chunks[b / 2].codes + b % 2 * kBlock, q[b].q, kBlock);
       one[b] = two[2 * b] = two[2 * b + 1] = q[b].scale;
       sum[b] = q[b].shift, sums[2 * b] = q[b].shifts[0], sums[2 * b + 1] = q[b].shifts[1];
     }
-    for (int64_t c = 0; c < padded_; c += 4)
-      lows[c / 4] = -kNibbleZero * (codes[c] + codes[c + 1] + codes[c + 2] + codes[c + 3]);
-    inputs_[i].codes = codes, inputs_[i].lows = lows;
+    for (int64_t c = 0; c < padded_ / kChunk; ++c)
+      for (int64_t k = 0; k < kChunk; k += 4) {
+        const int8_t* codes = chunks[c].codes + k;
+        chunks[c].lows[k / 4] = -kNibbleZero * (codes[0] + codes[1] + codes[2] + codes[3]);
+      }
+    inputs_[i].chunks = chunks;
     inputs_[i].scales[0] = one, inputs_[i].scales[1] = two;
     inputs_[i].sums[0] = sum, inputs_[i].sums[1] = sums;
   }
 
   int64_t cols_, padded_, blocks_;
   bool quantise_;
-  std::vector<float> x_, scales_;
+  Lines<float> x_, scales_;
   std::vector<QBlock> q_;
-  std::vector<int8_t> codes_;
-  std::vector<int32_t> lows_;
+  std::vector<InputChunk> chunks_;
   std::vector<Input> inputs_;
   std::vector<const Input*> pointers_;
 };
@@ -148,8 +172,10 @@ class Call final : public SparseSteps {
     union_.collect(keep, ffn.up.rows, rows, count, counts->kept);
     inputs_.make(ffn, count);
     const int64_t total = union_.neurons.size();
+    near_ = ffn.down.row_bytes * total <= kKeptBytes;
+    whole_ = near_ && count == 1 && threads() <= kFewThreads;
     per_item_ = std::clamp<int64_t>((total / (16 * threads()) + kAtOnce - 1) / kAtOnce * kAtOnce, 2 * kAtOnce, kItemNeurons);
-    items_ = (total + per_item_ - 1) / per_item_;
+    items_ = whole_ ? kSegments : (total + per_item_ - 1) / per_item_;
     reserve_tiles();
   }
 
@@ -157,11 +183,13 @@ class Call final : public SparseSteps {
 
   int64_t hidden_items() const override { return items_; }
 
-  void join(int64_t i) override { counts_->nonzero[rows_[i]] = join_tiles(i); }
+  void join(int64_t i) override { counts_->nonzero[rows_[i]] = whole_ ? found() : join_tiles(i); }
 
   int32_t read() const override { return static_cast<int32_t>(union_.neurons.size()); }
 
   int32_t active() const override { return std::accumulate(active_.begin(), active_.begin() + read(), 0); }
+
+  int64_t project_items() const override { return whole_ || !count_ ? 0 : kSegments; }
 
   int64_t sum_items() const override { return count_ * sum_blocks(); }
 
@@ -181,7 +209,7 @@ class Call final : public SparseSteps {
   int64_t sum_blocks() const { return (ffn_->down.chunks() + sum_chunks() - 1) / sum_chunks(); }
 
   void reserve_tiles() {
-    const int64_t slots = items_ * count_ * per_item_;  // and as many again for the lists
+    const int64_t slots = std::max<int64_t>(items_ * count_ * per_item_, read());  // and as many again for the lists
     int32_t* ids = reserve(neurons_, 2 * slots);
     float* values = reserve(values_, 2 * slots);
     Tile* tiles = reserve(tiles_, items_ * count_);
@@ -198,9 +226,9 @@ class Call final : public SparseSteps {
  public:
   // Gate, up and activation of one item's neurons, each for the rows that keep it. Where the gate gives 0 up is not read.
   void hidden(int64_t item) override {
-    if (count_ == 1) return hidden_of_one(item);
+    if (count_ == 1) return whole_ ? segment_of_one(item) : item_of_one(item);
     const int64_t first = item * per_item_, last = std::min<int64_t>(union_.neurons.size(), first + per_item_);
-    thread_local std::vector<float> memory;
+    thread_local Lines<float> memory;
     thread_local std::vector<uint64_t> masks;
     const int64_t pairs = (per_item_ * count_ + 15) / 16 * 16;
     float* gate = reserve(memory, 3 * pairs + scratch_floats(ffn_->up));
@@ -230,10 +258,6 @@ class Call final : public SparseSteps {
   }
 
  private:
-  static void fetch(const NeuronRows& w, int32_t j) {
-    for (int64_t at = 0; at < w.row_bytes; at += 64) __builtin_prefetch(w.row(j) + at, 0, 2);
-  }
-
   // Neurons js[0 .. count) times the only row. `listed` >= count neurons may be read from js: those behind are fetched.
   void dots(const NeuronRows& w, const int32_t* js, int64_t count, int64_t listed, float* out, float* scratch) {
     const int64_t distance = std::max<int64_t>(kRowGroup, kAheadBytes / w.row_bytes);
@@ -245,16 +269,48 @@ class Call final : public SparseSteps {
     }
   }
 
-  // `hidden` of a single row: lists instead of masks, and no branches that cannot be guessed.
-  void hidden_of_one(int64_t item) {
-    const int64_t total = union_.neurons.size(), first = item * per_item_, count = std::min(total - first, per_item_);
+  int64_t bound(int64_t segment) const { return segment * ffn_->down.rows / kSegments; }
+  // The first of the union's neurons that belongs to a segment, or to a later one.
+  int64_t begin_of(int64_t segment) const {
+    const std::vector<int32_t>& js = union_.neurons;
+    return std::lower_bound(js.begin(), js.end(), bound(segment)) - js.begin();
+  }
+
+  void item_of_one(int64_t item) {
+    const int64_t first = item * per_item_;
+    hidden_of_one(first, std::min<int64_t>(per_item_, read() - first), &tiles_[item]);
+  }
+
+  // A whole segment: its down rows are still in the core's cache when they are added.
+  void segment_of_one(int64_t segment) {
+    const int64_t first = begin_of(segment), last = begin_of(segment + 1);
+    Tile& tile = tiles_[segment];
+    tile = {0, neurons_.data() + first, values_.data() + first};
+    for (int64_t i = first; i < last; i += kItemNeurons) hidden_of_one(i, std::min(kItemNeurons, last - i), &tile);
+    if (!tile.count) return;
+    float* to = parts_.data() + segment * width();
+    std::fill(to, to + width(), 0.0f);
+    thread_local Lines<float> memory;
+    sparse_ops().add(ffn_->down, tile.neurons, tile.values, tile.count, tile.count, 0, ffn_->down.chunks(), to,
+                     reserve(memory, scratch_floats(ffn_->down)));
+  }
+
+  int32_t found() const {
+    int64_t count = 0;
+    for (int64_t i = 0; i < kSegments; ++i) count += tiles_[i].count;
+    return static_cast<int32_t>(count);
+  }
+
+  // `hidden` of a single row and neurons [first, first + count) of the union, count <= kItemNeurons: lists instead of masks, and
+  // no branches that cannot be guessed.
+  void hidden_of_one(int64_t first, int64_t count, Tile* tile) {
+    const int64_t total = read();
     const int32_t* js = union_.neurons.data() + first;
-    thread_local std::vector<float> memory;
+    thread_local Lines<float> memory;
     const int64_t room = kItemNeurons + kAtOnce;
     float* gate = reserve(memory, 4 * room + std::max(scratch_floats(ffn_->up), ffn_->gate ? scratch_floats(*ffn_->gate) : 0));
     float *up = gate + room, *open = up + room, *ones = open + room, *scratch = ones + room;
     std::fill_n(ones, room, 1.0f);
-    Tile& tile = tiles_[item];
     int32_t places[kItemNeurons];
     int64_t found = 0;
     const NeuronRows& decides = ffn_->gate ? *ffn_->gate : ffn_->up;
@@ -266,7 +322,10 @@ class Call final : public SparseSteps {
         places[found] = static_cast<int32_t>(i), open[found] = gate[i];
         found += gate[i] != 0 && !(std::abs(gate[i]) < ffn_->least);
       }
-      for (int64_t i = before; ffn_->gate && i < found; ++i) fetch(ffn_->up, js[places[i]]);
+      for (int64_t i = before; i < found; ++i) {
+        if (ffn_->gate) ffn_->up.fetch(js[places[i]]);
+        if (near_) ffn_->down.fetch(js[places[i]]);
+      }
     }
     int32_t live[kItemNeurons];
     for (int64_t i = 0; i < found; ++i) live[i] = js[places[i]];
@@ -275,12 +334,10 @@ class Call final : public SparseSteps {
       activate(up, found, ffn_->up_act, ones);
     }
     std::fill_n(active_.begin() + first, count, uint8_t{0});
-    const bool near = ffn_->down.row_bytes * total <= kKeptBytes;
     for (int64_t i = 0; i < found; ++i) {
       const float value = ffn_->gate ? open[i] * up[i] : open[i];
-      tile.neurons[tile.count] = live[i], tile.values[tile.count] = value;
-      tile.count += value != 0, active_[first + places[i]] = value != 0;
-      if (near) fetch(ffn_->down, live[i]);
+      tile->neurons[tile->count] = live[i], tile->values[tile->count] = value;
+      tile->count += value != 0, active_[first + places[i]] = value != 0;
     }
   }
 
@@ -323,16 +380,14 @@ class Call final : public SparseSteps {
   // finds them in the cache, and every few columns, so that the sums stay there too.
   void project(int64_t segment) override {
     const NeuronRows& down = ffn_->down;
-    const auto begin = union_.neurons.begin(), end = begin + union_.neurons.size();
-    const auto bound = [&](int64_t s) { return static_cast<int32_t>(s * down.rows / kSegments); };
-    const int64_t last = std::lower_bound(begin, end, bound(segment + 1)) - begin;
+    const int64_t last = begin_of(segment + 1);
     const int64_t chunks = down.chunks(), unit = kSuper / kChunk;
     const int64_t stripe = std::min(chunks, std::max(unit, kSumBytes / (count_ * kChunk * 4) / unit * unit));
     const int64_t step = count_ == 1 ? last : std::max<int64_t>(kRowGroup, kTileBytes / down.row_bytes);
-    thread_local std::vector<float> memory;
+    thread_local Lines<float> memory;
     float* scratch = reserve(memory, scratch_floats(down));
     float* parts = parts_.data() + segment * count_ * width();
-    for (int64_t i = std::lower_bound(begin, end, bound(segment)) - begin, from = 0; i < last; i += step, from = 1)
+    for (int64_t i = begin_of(segment), from = 0; i < last; i += step, from = 1)
       for (int64_t c = 0; c < chunks; c += stripe)
         for (int64_t t = 0; t < count_; ++t) {
           const Tile& list = lists_[t];
@@ -354,11 +409,10 @@ class Call final : public SparseSteps {
     float sums[kSumChunks * kChunk] = {};
     const Tile& list = lists_[t];
     for (int64_t segment = 0, i = 0; segment < kSegments; ++segment) {
-      const int32_t bound = static_cast<int32_t>((segment + 1) * down.rows / kSegments);
-      if (i == list.count || list.neurons[i] >= bound) continue;  // nothing in this one
+      if (whole_ ? !tiles_[segment].count : i == list.count || list.neurons[i] >= bound(segment + 1)) continue;  // nothing in it
       const float* part = parts_.data() + (segment * count_ + t) * width() + first;
       for (int64_t c = 0; c < size; ++c) sums[c] += part[c];
-      i = std::lower_bound(list.neurons + i, list.neurons + list.count, bound) - list.neurons;
+      if (!whole_) i = std::lower_bound(list.neurons + i, list.neurons + list.count, bound(segment + 1)) - list.neurons;
     }
     const int64_t at = row * down.cols + first;
     for (int64_t c = 0; c < std::min(size, down.cols - first); ++c) {
@@ -373,12 +427,14 @@ class Call final : public SparseSteps {
   int64_t count_, per_item_, items_;
   Inputs inputs_;
   Union union_;
+  bool near_;   // down rows are few enough to wait in a core's cache
+  bool whole_;  // a single row's items are segments, from the gate to the output
   std::vector<Tile> tiles_;  // by item, then row
   std::vector<Tile> lists_;  // by row: its tiles one after the other
   std::vector<int32_t> neurons_;
   std::vector<float> values_;
   std::vector<uint8_t> active_;  // by neuron of the union
-  std::vector<float> parts_;     // by segment, then row
+  Lines<float> parts_;     // by segment, then row
 };
 
 }  // namespace
@@ -398,7 +454,7 @@ void sparse_ffn(const SparseFfn& ffn, const float* x, const uint8_t* keep, const
     parallel(count, [&](int64_t i) { call.prepare(x, i); });
     parallel(call.hidden_items(), [&](int64_t item) { call.hidden(item); });
     parallel(count, [&](int64_t i) { call.join(i); });
-    parallel(SparseSteps::kSegments, [&](int64_t segment) { call.project(segment); });
+    parallel(call.project_items(), [&](int64_t segment) { call.project(segment); });
     parallel(call.sum_items(), [&](int64_t item) { call.sum(item, residual, y); });
     const std::vector<int32_t>& neurons = call.neurons();
     for (size_t i = 0; i < neurons.size(); ++i) {

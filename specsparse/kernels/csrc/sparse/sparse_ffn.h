@@ -50,8 +50,9 @@ class SparseSteps {
   // Neurons that any row keeps, and those that are not zero in any; known from here on.
   virtual int32_t read() const = 0;
   virtual int32_t active() const = 0;
-  // Then the down projection by ranges of neurons, and the sums over ranges by row and columns.
+  // Then the down projection by ranges of neurons, unless the neurons' items did it, and the sums over ranges by row and columns.
   static constexpr int64_t kSegments = 16;  // by neuron's number: the sum of a row is a sum of sums. Part of the definition
+  virtual int64_t project_items() const = 0;
   virtual void project(int64_t segment) = 0;
   virtual int64_t sum_items() const = 0;
   virtual void sum(int64_t item, const float* residual, float* y) = 0;
