@@ -46,7 +46,7 @@ def _sparse_ffn(
 ):  # fmt: skip
     check(x_RD, keep_RF, gate, up, down_t, act, up_act)
     gate_FD, up_FD, down_FD = (None if w is None else unpack_neurons(w) for w in (gate, up, down_t))
-    live_R = dense._valid(n_valid, x_RD.shape[0])
+    live_R = dense.valid(n_valid, x_RD.shape[0])
     keep_RF = (keep_RF != jnp.uint8(0)) & live_R[:, None]
 
     def product(x, w_FD):
@@ -140,5 +140,5 @@ def signbit_keep(x_RD, signs: SignRows, *, threshold, n_valid):
     Raises:
         UserError: widths that differ.
     """
-    keep = (signs_alike(x_RD, signs) >= threshold) & dense._valid(n_valid, x_RD.shape[0])[:, None]
+    keep = (signs_alike(x_RD, signs) >= threshold) & dense.valid(n_valid, x_RD.shape[0])[:, None]
     return keep.astype(jnp.uint8)
