@@ -1,6 +1,7 @@
 """What the texts point to exists: links, paths, and names of modules, in the documents and in the docstrings."""
 
 import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -62,6 +63,27 @@ def test_relative_links_exist(page):
     targets = [a or b for a, b in LINK.findall(text(page))]
     local = [t.split("#")[0] for t in targets if not re.match(r"[a-z]+:|#", t)]
     assert [t for t in local if not (page.parent / t).exists()] == []
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link may name of a page: its headings, as GitHub and mkdocs write them."""
+    said = [re.sub(r"[^\w\- ]", "", line).strip() for line in re.findall(r"^#+ (.*)$", text(page), re.MULTILINE)]
+    return {line.lower().replace(" ", "-") for line in said}
+
+
+def test_links_to_headings_exist():
+    links = [(page, *target.split("#")) for page in PAGES for target, _ in LINK.findall(text(page)) if "#" in target]
+    here = [(page, path, heading) for page, path, heading in links if not re.match(r"[a-z]+:", path)]
+    assert here, "no link to a heading: this test checks nothing"
+    dead = [(relative(page), h) for page, path, h in here if h not in anchors(page.parent / path if path else page)]
+    assert dead == []
+
+
+@pytest.mark.parametrize("name", ["CHANGELOG.md", "docs/LOG.md"])
+def test_no_line_stands_twice(name):
+    """Branches add lines to these, and git keeps both sides of a conflict: a line that both had would be doubled."""
+    lines = [line for line in text(ROOT / name).splitlines() if len(line) > 80]
+    assert [line[:80] for line, times in Counter(lines).items() if times > 1] == []
 
 
 @pytest.mark.parametrize("page", current(PAGES))
