@@ -18,7 +18,8 @@ def mosaic_kernel(
 ) -> Callable[..., Any]:
     """`pallas.mosaic_gpu.kernel`: `out_shape` and `scratch_shapes` became `out_type` and `scratch_types`.
 
-    `interpret` runs the kernel on a CPU; `grid` are `grid`, `grid_names` and `thread_name`.
+    Kernels are lowered thread by thread: 0.12 lowers whole warpgroups unless it is told. `interpret` runs the kernel on
+    a CPU; `grid` are `grid`, `grid_names` and `thread_name`.
     """
     from jax.experimental.pallas import mosaic_gpu
 
@@ -28,7 +29,8 @@ def mosaic_kernel(
     )
     if interpret:
         given["interpret"] = _interpreter()
-    return mosaic_gpu.kernel(body, **given, num_threads=num_threads, **grid)
+    by_thread = mosaic_gpu.CompilerParams(lowering_semantics=mosaic_gpu.LoweringSemantics.Lane)
+    return mosaic_gpu.kernel(body, **given, num_threads=num_threads, compiler_params=by_thread, **grid)
 
 
 def _interpreter() -> Any:

@@ -160,7 +160,9 @@ def test_no_product_spills_at_any_width(mesh, kind, capfd):
     assert not [one for one in found if one[2]]
 
 
-@pytest.mark.parametrize(("rows", "heads", "d", "slots"), [(8, 3, 64, 1024), (8, 4, 128, 512), (16, 2, 64, 256)])
+@pytest.mark.parametrize(
+    ("rows", "heads", "d", "slots"), [(8, 3, 64, 1024), (8, 3, 64, 768), (8, 4, 128, 512), (16, 2, 64, 256)]
+)
 def test_attention_does_not_spill(mesh, rows, heads, d, slots, capfd):
     """The most rows and heads, the widest heads and the most slots."""
     whole = array([1, rows], "int32")

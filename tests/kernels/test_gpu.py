@@ -23,6 +23,7 @@ from specsparse.kernels.reference import dense
 from specsparse.kernels.reference.dense import activate, normalise_batched
 from specsparse.testing import random_quantised
 from tests.kernels import emulation
+from tests.other_process import found_by
 from tests.tolerances import LINEAR_NMSE, nmse
 
 OUT = 70
@@ -210,14 +211,14 @@ def test_the_rows_kernel_in_the_interpreter_norms_and_quantises(columns):
     np.testing.assert_allclose(got.scales, wanted.scales, rtol=1e-6)
 
 
-def attention_inputs(length: int, parents: list[int]):
+def attention_inputs(length: int, parents: list[int], capacity: int = 256):
     """Arguments of attention of eight rows after `length` positions; the same numbers at the same positions."""
     rng = np.random.default_rng(6)
 
     def some(*shape, dtype=np.float32):
         return rng.normal(size=shape).astype(dtype)
 
-    heads, d, capacity = 2, 32, 256
+    heads, d = 2, 32
     cache = some(1, 1, capacity // 16, d, 16, dtype=np.float16), some(1, 1, capacity, d, dtype=np.float16)
     tables = {name: some(1, capacity, d // 2) for name in ("cos", "sin")}
     by_position = some(capacity, heads * d), some(capacity, d), some(capacity, d)
@@ -254,13 +255,7 @@ def test_the_attention_kernel_keeps_a_rows_bits_in_chains_trees_and_steps():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("length", "parents", "window"),
-    [
-        (100, TREE, 0),
-        (2, CHAIN, 0),
-        (248, TREE, 0),
-        (100, TREE, 20),
-    ],
+    ("length", "parents", "window"), [(100, TREE, 0), (2, CHAIN, 0), (248, TREE, 0), (100, TREE, 20)]
 )
 def test_the_attention_kernel_in_the_interpreter_is_attention(length, parents, window):
     by_kernel, by_xla = attention_kernel(window)
@@ -282,3 +277,22 @@ def test_a_plan_covers_the_matrix_and_reads_little_beside_it():
             if tiles == 1 and inputs > 1000:
                 x_bytes = inputs * 8 * (1 + 4 / 32 + 4 / 32) * w.tiles / how.tiles
                 assert x_bytes + how.splits * 8 * 4 * outputs <= 0.15 * w.nbytes, (outputs, inputs, how)
+
+
+_THREE_WARPGROUPS = """
+import sys
+import numpy as np
+from tests.kernels import test_gpu as t
+args, options = t.attention_inputs(700, t.TREE, 768)
+got, wanted = (f(*args, **options)[0] for f in t.attention_kernel())
+np.savez(sys.argv[1], got=got, wanted=wanted)
+"""
+
+
+@pytest.mark.slow
+def test_three_warpgroups_with_other_numbers_of_rows_are_attention_too(tmp_path):
+    """In a process with more threads: the interpreter's warpgroups wait for each other in those of XLA's pool."""
+    pytest.importorskip("specsparse.kernels.gpu.attention")
+    out = tmp_path / "found.npz"
+    found = found_by(_THREE_WARPGROUPS, out, out=out, env={"NPROC": "8", "JAX_PLATFORMS": "cpu"})
+    np.testing.assert_allclose(found["got"], found["wanted"], rtol=2e-5, atol=2e-6)

@@ -29,7 +29,7 @@ def parts_of(rows: int, heads: int, d: int, capacity: int) -> int:
     parts = capacity // SLOTS
     lines = d + parts * (SLOTS + 8 + 4 * d) + 1 + rows  # numbers a row and head
     size = 4 * rows * heads * lines + 4 * rows * d
-    fits = parts in (1, 2, 4) and capacity % SLOTS == 0 and d % 32 == 0 and rows % 8 == 0
+    fits = 1 <= parts <= 4 and capacity % SLOTS == 0 and d % 32 == 0 and rows % 8 == 0
     return parts if fits and rows * heads <= 32 and size <= _SHARED else 0
 
 
@@ -62,7 +62,7 @@ def attend(
     batch, n, groups, h, d = q.shape
     capacity = values.shape[2]
     parts = parts_of(n, h, d, capacity)
-    rows, vector, ops = n // parts, d // 32, registers(interpret)
+    rows, vector, ops = -(-n // parts), d // 32, registers(interpret)
     square = (n, h, 4, _BLOCKS, _LANES)
     by_slot = arrangement(
         ((1, 1, 4, _BLOCKS, _LANES), (1, 1, 1, 1, 2)), (-8,), (-7, -6)
@@ -113,7 +113,7 @@ def attend(
         meet()
 
         def newest_of(i, _):
-            r = part * rows + i
+            r = jnp.minimum(part * rows + i, n - 1)  # the last may be done twice, alike
             found = []
             for j in range(n):
                 a = near[b, r, j]
@@ -158,7 +158,7 @@ def attend(
         meet()
 
         def joined(i, _):
-            r = part * rows + i
+            r = jnp.minimum(part * rows + i, n - 1)
             total, all_of_it, top = None, None, None
             for p in range(parts):
                 for w in range(4):
