@@ -31,7 +31,7 @@ class Work:
 _EAGLE = ("Yuhui Li", "Fangyun Wei", "Chao Zhang", "Hongyang Zhang")
 WORKS: Mapping[str, Work] = {
     "specsparse": Work(
-        "specsparse: speculative decoding and activation sparsity for GGUF Llama models, exact and measured",
+        "specsparse: speculative decoding and activation sparsity for GGUF models, exact and measured",
         ("The specsparse authors",), 2026,
     ),
     "leviathan2023": Work(
