@@ -35,11 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--depth", type=count, default=0, metavar="N", help="tokens in the cache before each test (%(default)s)")
     add("--rows", type=positive, metavar="N", help="v(n) in a program of N rows, n of them valid; default n rows")
     add("--repeats", type=positive, metavar="N", help="timings of each test (5; with --drafter 1)")
-    add("--threads", type=positive, metavar="N", help="of both engines (all cores)")
+    add("--threads", type=positive, metavar="N", help="of every engine (all cores)")
     add("--kv-dtype", metavar="TYPE", help="f16 (default), bf16, f32 or q8_0 cache")
     add("--kernels", metavar="NAME", help="native, reference, xla, packed or bf16 (the best there is)")
     add("--quantise", metavar="TYPE", help="measure the same model re-quantised: Q4_0, Q8_0, F16 ...")
-    peer = "of llama.cpp, ik_llama.cpp, transformers, transformers-bf16; SPECSPARSE_PEER_PYTHON names an interpreter"
+    peer = "beside llama.cpp, ik_llama.cpp, transformers, transformers-bf16, by the interpreter SPECSPARSE_PEER_PYTHON"
     add("--peer", type=_names, default=(), metavar="LIST", help=peer)
     add(
         "--batch",
