@@ -30,6 +30,7 @@ from specsparse.powerinfer.ffn import modes
 from specsparse.powerinfer.placement import placed
 from specsparse.powerinfer.placement.placed import GivenPlacement
 from specsparse.powerinfer.placement.two_devices import GivenDevices
+from specsparse.support.paths import cache_dir
 
 
 def load(
@@ -218,6 +219,5 @@ def _use_compilation_cache() -> None:
     """Compiled programs are kept between processes, unless the user has a cache of their own."""
     if jax.config.jax_compilation_cache_dir is not None or os.environ.get("SPECSPARSE_NO_CACHE") == "1":
         return
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    jax.config.update("jax_compilation_cache_dir", str(root / "specsparse" / "xla"))
+    jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
