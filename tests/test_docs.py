@@ -1,5 +1,6 @@
 """What the texts point to exists: links, paths, and names of modules, in the documents and in the docstrings."""
 
+import itertools
 import re
 from collections import Counter
 from functools import cache
@@ -84,6 +85,13 @@ def test_no_line_stands_twice(name):
     """Branches add lines to these, and git keeps both sides of a conflict: a line that both had would be doubled."""
     lines = [line for line in text(ROOT / name).splitlines() if len(line) > 80]
     assert [line[:80] for line, times in Counter(lines).items() if times > 1] == []
+
+
+@pytest.mark.parametrize("name", ["CHANGELOG.md", "docs/LOG.md"])
+def test_headings_have_a_blank_line_before_them(name):
+    """Git takes it for one of the two that it joins."""
+    lines = text(ROOT / name).splitlines()
+    assert [line for above, line in itertools.pairwise(lines) if line.startswith("#") and above] == []
 
 
 @pytest.mark.parametrize("page", current(PAGES))
