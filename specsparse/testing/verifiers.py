@@ -62,9 +62,9 @@ def verdicts_are_paths(verifier: Verifier) -> None:
                 assert sound(drafts, Decided(index, np.ones(BATCH), *rows)).all(), f"{verdict}: no path and its tokens"
                 for b in range(BATCH):
                     alone = kind is first and not seed  # another size of batch is another program
-                    rows = [b] if alone else [b] * BATCH
-                    one = jax.tree.map(lambda x, rows=rows: x[rows], (drafts.draft, drafts.p, uniforms))
-                    same = jax.tree.map(lambda x, y, rows=rows: np.array_equal(x[rows], y), verdict, run(*one))
+                    at = [b] if alone else [b] * BATCH
+                    one = jax.tree.map(lambda x, at=at: x[at], (drafts.draft, drafts.p, uniforms))
+                    same = jax.tree.map(lambda x, y, at=at: np.array_equal(x[at], y), verdict, run(*one))
                     assert all(jax.tree.leaves(same)), "a verdict depends on the batch around it"
 
 

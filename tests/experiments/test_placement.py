@@ -154,7 +154,6 @@ def test_decoding_measures_and_labels_dense_hot_neurons(cfg, tmp_path):
     assert found.as_promised and "two devices, overlapped" in text and "expected times only" not in text
 
 
-@pytest.mark.slow  # two devices decode in tests/powerinfer/placement
 def test_decoding_on_named_devices_has_both_baselines(cfg, tmp_path):
     """One CPU device stands for both, so nothing crosses; the path is the same."""
     cfg = replaced(changed(cfg, "placement", decode=2, devices=("cpu:0", "cpu")), vram_budget=0.6 * MIB)

@@ -7,6 +7,7 @@ does the same is for `tests/gpu_aot` and a card to say.
 """
 
 from functools import cache, partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,8 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as GGML
 
+from specsparse.kernels.gpu import card, product, rows
 from specsparse.kernels.gpu import fragments as fr
-from specsparse.kernels.gpu import product, rows
 from specsparse.kernels.gpu.plan import Plan, plan
 from specsparse.kernels.packing import dequant
 from specsparse.kernels.packing.pack import pack_qtensor
@@ -296,3 +297,13 @@ def test_three_warpgroups_with_other_numbers_of_rows_are_attention_too(tmp_path)
     out = tmp_path / "found.npz"
     found = found_by(_THREE_WARPGROUPS, out, out=out, env={"NPROC": "8", "JAX_PLATFORMS": "cpu"})
     np.testing.assert_allclose(found["got"], found["wanted"], rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("backend", "capability", "has"), [("cpu", None, False), ("gpu", "8.0", False), ("gpu", "9.0", True)]
+)
+def test_cards_before_hopper_take_xlas_operations(monkeypatch, backend, capability, has):
+    device = SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(card.jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(card.jax, "devices", lambda: [device])
+    assert card.has_kernels() is has

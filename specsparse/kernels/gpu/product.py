@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from specsparse.kernels.gpu import rows as gpu_rows
+from specsparse.kernels.gpu.card import has_kernels
 from specsparse.kernels.gpu.fragments import PIECE, TILE, Fragments, embed_rows, unpack, widened
 from specsparse.kernels.gpu.plan import SUMS, Plan, plan
 from specsparse.kernels.gpu.weights import PlainMatrix, embed_plain, multiply_plain
@@ -108,12 +109,12 @@ def linear(
 ) -> tuple[jax.Array, ...]:
     """`reference.dense.linear` with `Fragments` and `PlainMatrix` among the matrices.
 
-    `compiled` says whether programs are for a GPU; by default whether there is one.
+    `compiled` says whether programs are for a card with the kernels; by default whether there is one (`has_kernels`).
     """
-    on_gpu = jax.default_backend() == "gpu" if compiled is None else compiled
-    if on_gpu and x.shape[0] <= WIDEST and all(isinstance(w, Fragments) for w in weights):
+    compiled = has_kernels() if compiled is None else compiled
+    if compiled and x.shape[0] <= WIDEST and all(isinstance(w, Fragments) for w in weights):
         return _by_kernels(x, weights, **options)
-    outs = dense.linear_batched(x, weights, multiplier=partial(_multiplier, compiled=on_gpu), **options)
+    outs = dense.linear_batched(x, weights, multiplier=partial(_multiplier, compiled=compiled), **options)
     if options.get("residual") is None:
         return outs
     return jax.lax.optimization_barrier(outs)  # sums over ranges of columns are added up once, not in every reader
