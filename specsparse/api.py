@@ -66,7 +66,8 @@ def generate(
     prompts, many = prompts_of(prompt)
     every = every_params(model, sampling, max_tokens, fields, count=len(prompts), many=many)
     hottest = max(every, key=lambda p: 0.0 if p.greedy else p.temperature)
-    model, method = ready(model, drafter, verifier, hottest)
+    batch = sum(params.num_sequences for params in every)
+    model, method = ready(model, drafter, verifier, hottest, batch=batch)
     drawn = seed_of(seed)
     groups = [sequences_of(model, p, params, drawn) for p, params in zip(prompts, every, strict=True)]
     sequences = [sequence for group in groups for sequence in group]

@@ -24,17 +24,25 @@ from specsparse.speculative.gamma import SHORT_GAMMA
 from specsparse.speculative.method import choose_verifier, drawing_for
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.policies.registry import default_policy
+from specsparse.speculative.verifiers.registry import same_text
 
 Head = TypeVar("Head", Eagle3File, DFlashFile)
 
 
 def make_method(
-    model: Model, drafter: str | Drafter | DrafterPlan | None, verifier: str | Verifier | None, params: SamplingParams
+    model: Model,
+    drafter: str | Drafter | DrafterPlan | None,
+    verifier: str | Verifier | None,
+    params: SamplingParams,
+    *,
+    batch: int = 1,
 ) -> Method:
     """The method of a drafter and a verifier, refused where the pair does not keep its promise.
 
     A drafter that needs a model is bound to `model` here; its draft model is loaded the first time. A name, or a plan
-    that says nothing of how long drafts are, drafts no more than pays (`policies.default_policy`).
+    that says nothing of how long drafts are, drafts no more than pays (`policies.default_policy`) in a batch of so
+    many sequences. Where a text depends on how long its drafts were (`verifier=token` and the like), what pays a
+    single sequence decides, so that a sequence is written in a batch as it is alone.
     """
     if isinstance(drafter, str) and drafter == "none":
         drafter = None
@@ -49,22 +57,28 @@ def make_method(
     temperature = 0.0 if params.greedy else params.temperature
     drafter = drawing_for(drafter, verifier, temperature)
     verifier = choose_verifier(drafter, verifier, temperature=temperature)
+    batch = batch if same_text(verifier.name) else 1
     if isinstance(drafter, Drafter):
-        own = drafter if name is None else _that_pays(model, drafter, name, 0.0)
+        own = drafter if name is None else _that_pays(model, drafter, name, 0.0, batch)
         return Method(own, verifier)
     bound = bind(model, drafter)
     free = name is not None or drafter.style.free
-    own = _that_pays(model, bound.drafter, name, draft_share(model, bound)) if free else bound.drafter
+    own = _that_pays(model, bound.drafter, name, draft_share(model, bound), batch) if free else bound.drafter
     return Method(own, verifier, bound.weights)
 
 
 def ready(
-    model: Model, drafter: str | Drafter | DrafterPlan | None, verifier: str | Verifier | None, params: SamplingParams
+    model: Model,
+    drafter: str | Drafter | DrafterPlan | None,
+    verifier: str | Verifier | None,
+    params: SamplingParams,
+    *,
+    batch: int = 1,
 ) -> tuple[Model, Method]:
     """The model, of an automatic width one that holds the drafts (`Model.holding`), and `make_method` on it."""
     if model.narrow is not None and isinstance(drafter, str | Drafter | DrafterPlan):
         model = model.holding(rows_of(drafter))
-    return model, make_method(model, drafter, verifier, params)
+    return model, make_method(model, drafter, verifier, params, batch=batch)
 
 
 def rows_of(drafter: str | Drafter | DrafterPlan | None) -> int:
@@ -86,10 +100,11 @@ def bind(model: Model, plan: DrafterPlan) -> Bound:
     return model.drafters[key].under(plan.style.policy)
 
 
-def _that_pays(model: Model, drafter: Drafter, name: str | None, share: float) -> Drafter:
+def _that_pays(model: Model, drafter: Drafter, name: str | None, share: float, batch: int) -> Drafter:
     """The drafter under the default policy. `share`: time to draft a token in plain steps, where none was kept."""
     gamma = drafter.max_nodes if drafter.tree else SHORT_GAMMA
-    times = policy_times(model, gamma, name, share=share, levels=drafter.max_depth if drafter.tree else None)
+    levels = drafter.max_depth if drafter.tree else None
+    times = policy_times(model, gamma, name, share=share, levels=levels, batch=batch)
     return with_policy(drafter, default_policy(times, gamma=gamma, tree=drafter.tree))
 
 

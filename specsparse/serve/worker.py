@@ -226,7 +226,7 @@ class Worker:
     def _session(self, tickets: Sequence[Ticket]) -> Session:
         sequences = [s for ticket in tickets for s in ticket.sequences]
         hottest = max((s.params for s in sequences), key=lambda p: 0.0 if p.greedy else p.temperature)
-        model, method = ready(self.model, *tickets[0].pair, hottest)
+        model, method = ready(self.model, *tickets[0].pair, hottest, batch=len(sequences))
         return Session(model, sequences, method, noting=True)
 
     def _drop(self, session: Session, running: dict[int, _Running]) -> None:

@@ -23,7 +23,7 @@ from specsparse.engine.sampling.params import SamplingParams
 from specsparse.runtime.binding import make_method
 from specsparse.runtime.device_batch import Method, Request
 from specsparse.runtime.session import Session
-from specsparse.runtime.times.defaults import policy_times
+from specsparse.runtime.times.defaults import guessed_v, policy_times
 from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback
 from specsparse.speculative.drafters.either import Either
 from specsparse.speculative.drafters.registry import get_drafter
@@ -178,6 +178,32 @@ def test_a_drafter_with_a_model_is_never_much_slower_than_plain_decoding(replay,
         for temperature in (0.0, 0.8):
             found = of_tasks(replay.speeds(rounds, v, c=c, keep=keep), temperature)
             assert min(found.values()) >= 0.93, (machine, temperature, found)
+
+
+def test_in_a_batch_what_pays_is_what_pays_the_batch(replay):
+    """Eight sequences fill a pass: a second row of each costs what twice eight rows cost more than eight."""
+    greedy = SamplingParams(temperature=0.0)
+    together = make_method(replay.model, "prompt_lookup", None, greedy, batch=8)
+    rows = guessed_v("native", 40)
+    v = tuple(t / rows[7] for t in rows[7::8])
+    assert v[1] > 1.9  # nothing like a second row of one sequence
+    alone, here = (replay.speeds(rounds, v) for rounds in (replay.by_default("prompt_lookup"), replay.rounds(together)))
+    assert min(of_tasks(here, 0.8).values()) >= 0.93 > min(of_tasks(alone, 0.8).values())
+    assert here.mean() > alone.mean()
+
+
+def test_a_text_that_depends_on_its_drafts_is_drafted_in_a_batch_as_alone(replay):
+    def policies(temperature: float, verifier: str) -> list[object]:
+        law = SamplingParams(temperature=temperature)
+        made = (make_method(replay.model, "prompt_lookup", verifier, law, batch=b).drafter for b in (1, 8))
+        return [drafter.policy for drafter in made]
+
+    for verifier in ("delta", "block"):
+        alone, together = policies(0.8, verifier)
+        assert alone == together
+    for temperature, verifier in ((0.0, "greedy"), (0.8, "match")):
+        alone, together = policies(temperature, verifier)
+        assert alone.cost.v[1] < together.cost.v[1]
 
 
 def test_what_generate_drafted_before_is_told_from_what_pays(replay):

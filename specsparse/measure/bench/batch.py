@@ -99,14 +99,17 @@ def measure(
     """
     texts = texts_of(model, plan)
     params = SamplingParams(temperature=0.0, max_tokens=plan.tg, ignore_eos=True)
-    methods = {name: method_of(model, plan.drafter, k) for name, k in plan.methods().items()}
+    methods = {
+        size: {name: method_of(model, plan.drafter, k, batch=size) for name, k in plan.methods().items()}
+        for size in plan.sizes
+    }
     batches = {size: batches_of(texts, size) for size in plan.sizes}
     flash = {peer.name: peer.choose_for_batches({s: b[0] for s, b in batches.items()}, plan.tg) for peer in peers}
     for peer in peers:
         peer.check(model, widest=max(plan.sizes))
 
     def once(size: int) -> TimedBatch:
-        ours = _ours(plan, model, methods, batches[size], params)
+        ours = _ours(plan, model, methods[size], batches[size], params)
         theirs = {p.name: sum(p.batch(b, plan.tg, flash[p.name][size]) for b in batches[size]) for p in peers}
         return ours._replace(peers=theirs)
 

@@ -68,14 +68,14 @@ def draft_file(drafter: str) -> Path | None:
     return None if DRAFTERS.holds(drafter) else catalogue.resolve(drafter)
 
 
-def method_of(model: Model, drafter: str, drafted: int | None) -> Method:
+def method_of(model: Model, drafter: str, drafted: int | None, *, batch: int = 1) -> Method:
     """Greedy speculation with a drafter's name, or the name or file of a draft model.
 
-    `drafted` tokens in each draft; None for the length that the drafter takes by itself.
+    `drafted` tokens in each draft; None for the length that the drafter takes by itself in such a batch.
     """
     greedy, file = SamplingParams(temperature=0.0), draft_file(drafter)
     if drafted is None and file is None:
-        return make_method(model, drafter, None, greedy)
+        return make_method(model, drafter, None, greedy, batch=batch)
     name, options = ("model", {"model": str(file)}) if file else (drafter, {})
     made = get_drafter(name, **options) if drafted is None else make_drafter(name, options, Fixed(drafted))
     return make_method(model, made, None, greedy)

@@ -40,6 +40,7 @@ def policy_times(
     *,
     share: float = 0.0,
     levels: int | None = None,
+    batch: int = 1,
 ) -> dict[str, object]:
     """The options `v`, `c`, `c0` of the policies `cost` and `auto_off`, rounded so that programs are not compiled anew.
 
@@ -49,13 +50,15 @@ def policy_times(
         name, options: of the drafter, whose cost may have been kept; no name where it is not known.
         share: c where it was not.
         levels: of the trees it drafts, which take the time of a token each; None for chains.
+        batch: sequences that are decoded together; times are in their steps.
     """
     table = store.load(model) if isinstance(model, Model) else None  # a scripted model in tests has no costs
     if table is None:
-        found = {"v": guessed_v(model.kernels.name, gamma + 1), "c": share, "c0": 0.0}
+        rows = guessed_v(model.kernels.name, batch * (gamma + 1))
+        found = {"v": [t / rows[batch - 1] for t in rows[batch - 1 :: batch]], "c": share, "c0": 0.0}
     else:
         key = None if name is None else cost_key(name, options)
-        found = table.policy_options(gamma, key)
+        found = table.policy_options(gamma, key, batch=batch)
         if key not in table.drafts:
             found["c"] = share
     if levels is not None:

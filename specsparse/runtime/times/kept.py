@@ -137,12 +137,15 @@ class CostTable:
         return best if best[1] > 1 else (0, 1.0)
 
     def policy_options(
-        self, gamma: int, drafter: str | None = None, *, kv_length: float | None = None
+        self, gamma: int, drafter: str | None = None, *, kv_length: float | None = None, batch: int = 1
     ) -> dict[str, object]:
-        """The options `v`, `c`, `c0` of the policies `cost` and `auto_off`, for drafts of up to gamma tokens."""
-        draft, step = self.draft_cost(drafter), self.step(kv_length)
+        """The options `v`, `c`, `c0` of the policies `cost` and `auto_off`, for drafts of up to gamma tokens.
+
+        In steps of `batch` sequences, v(n) is v(batch n) / v(batch); drafting is taken to grow as a step does.
+        """
+        draft, step, together = self.draft_cost(drafter), self.step(kv_length), self.v(batch, kv_length)
         return {
-            "v": [max(self.v(n, kv_length), 1e-3) for n in range(1, gamma + 2)],
+            "v": [max(self.v(batch * n, kv_length) / together, 1e-3) for n in range(1, gamma + 2)],
             "c": draft.token_s / step,
             "c0": self.overhead(gamma, kv_length) + draft.fixed_s / step,
         }

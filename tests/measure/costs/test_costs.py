@@ -205,6 +205,9 @@ def test_a_table_gives_the_policies_their_options():
     cost = get_policy("cost", gamma=7, **options).cost
     assert cost.time(7) == pytest.approx(t.v(8) + 7 * 0.2 + options["c0"])
     assert t.policy_options(7, "unknown")["c"] == 0
+    together = t.policy_options(3, "model", batch=4)
+    assert together["v"] == pytest.approx([1.0, t.v(8) / t.v(4), t.v(12) / t.v(4), t.v(16) / t.v(4)])
+    assert (together["c"], together["c0"]) == (options["c"], t.policy_options(3, "model")["c0"])
 
 
 def test_a_table_survives_json():
