@@ -35,9 +35,9 @@ struct NeuronRows {
     return codes == Codes::kNibble ? kChunk / 2 : codes == Codes::kInt8 ? kChunk : codes == Codes::kF32 ? 4 * kChunk : 2 * kChunk;
   }
   const uint8_t* row(int64_t j) const { return data + j * row_bytes; }
-  // Asks for row j in the second cache.
+  // Asks for row j.
   void fetch(int64_t j) const {
-    for (int64_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(row(j) + at, 0, 2);
+    for (int64_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(row(j) + at);
   }
 };
 
@@ -76,10 +76,12 @@ struct SparseOps {
   // fetched.
   void (*dot_group)(const NeuronRows& w, const int32_t* js, const uint8_t* const* next, int count, const Input& x, float* out,
                     float* scratch);
-  // y += a[i] * neuron js[i] for i < count in order, columns of chunks [begin, end). y is in lane order: `lane_of`.
-  // `begin` is a multiple of 4. `listed` >= count neurons may be read from js: those behind are fetched.
-  void (*add)(const NeuronRows& w, const int32_t* js, const float* a, int64_t count, int64_t listed, int64_t begin, int64_t end,
-              float* y, float* scratch);
+  // y += a[i] * neuron js[i] for i < count in order, columns of chunks [begin, end), `begin` a multiple of 4. y is in an order of
+  // the table's own: `in_order`. Meanwhile the same columns of neurons next[i] are fetched.
+  void (*add)(const NeuronRows& w, const int32_t* js, const float* a, const int32_t* next, int64_t count, int64_t begin,
+              int64_t end, float* y, float* scratch);
+  // The sums y of chunks [begin, end) of w, `begin` a multiple of 4, by column.
+  void (*in_order)(const NeuronRows& w, const float* y, int64_t begin, int64_t end, float* out);
   // out[16 i + r] = row 16 (g + i) + r of a matrix of floats times x, i < count <= kRowGroup: what the dense kernels give.
   void (*dot_floats)(const Matrix& w, int64_t g, int count, const float* x, float* out);
   // Different bits of two packed rows of `words` words.
@@ -90,14 +92,6 @@ struct SparseOps {
   // y[c] += what the dense kernels give for output c < 32 * parts of a stripe, read for the codes of x that are not 0.
   void (*project_stripe)(const uint8_t* stripe, int64_t blocks, int parts, const QBlock* x, float* y);
 };
-
-// Where the value of column c stands in y: floats stay in order, bytes are spread to lanes four columns apart, and codes of
-// four bits to even and odd columns of each eight.
-inline int64_t lane_of(const NeuronRows& w, int64_t c) {
-  if (w.is_float()) return c;
-  if (w.codes == Codes::kInt8) return c / kChunk * kChunk + c % 4 * 16 + c % kChunk / 4;
-  return c / kChunk * kChunk + (c % 16 / 8 * 2 + c % 2) * 16 + c % kChunk / 16 * 4 + c % 8 / 2;
-}
 
 // Floats of scratch that `dot` and `add` need.
 inline int64_t scratch_floats(const NeuronRows& w) {

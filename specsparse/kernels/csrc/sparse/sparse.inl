@@ -117,6 +117,19 @@ SPECSPARSE_INLINE bool with_row_kind(const NeuronRows& w, F_&& f) {
 
 inline int64_t round16(int64_t n) { return (n + 15) / 16 * 16; }
 
+// `expand_scales`, and d times x, which is one value or EACH sub-block's own. The commonest kind without a call.
+template <bool MINS, int SUBS, bool EACH>
+inline void scaled(const NeuronRows& w, const uint8_t* row, int64_t begin, int64_t end, const float* x, float* d, float* m) {
+  const F one = set1(x[0]);
+  if (!MINS && w.scales == Scales::kD) {
+    const uint8_t *p = row + w.chunks() * w.code_bytes() + 2 * begin, *stop = row + w.row_bytes;
+    for (int64_t i = 0; i < end - begin; i += 16) store(d + i, mul(EACH ? load(x + i) : one, halves(p + 2 * i, end - begin - i, stop)));
+    return;
+  }
+  expand_scales<SUBS>(w, row, begin, end, d, m);
+  for (int64_t i = 0; i < end - begin; i += 16) store(d + i, mul(EACH ? load(x + i) : one, load(d + i)));
+}
+
 template <Read READ, bool MINS, int SUBS, int NT>
 __attribute__((flatten)) void dot_codes_row(const NeuronRows& w, int64_t j, const uint8_t* next, const Input* const* inputs,
                                             float* out, float* scratch) {
@@ -133,7 +146,7 @@ __attribute__((flatten)) void dot_codes_row(const NeuronRows& w, int64_t j, cons
     for (int64_t i = 0; i < size; i += 16) store(scales + t * size + i, mul(load(d + i), load(dx + i)));
   });
   for (int64_t c = 0; c < chunks; ++c) {
-    __builtin_prefetch(next + c * step, 0, 2);
+    __builtin_prefetch(next + c * step);
     if constexpr (READ == Read::kCodes) {  // Q4_0's zero is taken off the sums: signed bytes would cost half as much again
       const Bytes codes = load_nibbles(row + c * step);
       each<NT>([&](auto t) SPECSPARSE_EACH {
@@ -149,7 +162,7 @@ __attribute__((flatten)) void dot_codes_row(const NeuronRows& w, int64_t j, cons
       });
     }
   }
-  for (int64_t at = chunks * step; at < w.row_bytes; at += 64) __builtin_prefetch(next + at, 0, 2);
+  for (int64_t at = chunks * step; at < w.row_bytes; at += 64) __builtin_prefetch(next + at);
   each<NT>([&](auto t) SPECSPARSE_EACH {
     if (MINS)
       for (int64_t i = 0; i < size; i += 16) acc[t] = fma(load(m + i), load(inputs[t]->sums[SUBS - 1] + i), acc[t]);
@@ -166,7 +179,7 @@ __attribute__((flatten)) void dot_floats_row(const NeuronRows& w, int64_t j, con
   each<NT>([&](auto t) SPECSPARSE_EACH { x[t] = inputs[t]->x, low[t] = zero(), high[t] = zero(); });
   for (int64_t c = 0, end = w.chunks() * kChunk; c < end; c += 32) {
     const uint8_t* p = row + c * SIZE;
-    for (int line = 0; line < 32 * SIZE; line += 64) __builtin_prefetch(next + c * SIZE + line, 0, 2);
+    for (int line = 0; line < 32 * SIZE; line += 64) __builtin_prefetch(next + c * SIZE + line);
     const F a = read(p), b = read(p + 16 * SIZE);
     each<NT>([&](auto t) SPECSPARSE_EACH {
       low[t] = fma(a, load(x[t] + c), low[t]);
@@ -218,28 +231,19 @@ void dot(const NeuronRows& w, int64_t j, const uint8_t* next, const Input* const
 template <Read READ, bool MINS, int SUBS>
 __attribute__((flatten)) void dot_codes_group(const NeuronRows& w, const int32_t* js, const uint8_t* const* next, const Input& x,
                                               float* out, float* scratch) {
-  const int64_t chunks = w.chunks(), subs = w.subs(), size = round16(subs), step = w.code_bytes();
+  const int64_t chunks = w.chunks(), subs = w.subs(), size = round16(subs);
   const float* dx = x.scales[SUBS - 1];
   const uint8_t* rows[kRowGroup];
   F acc[kRowGroup];
   float* mins = scratch + kRowGroup * size;
   each<kRowGroup>([&](auto r) SPECSPARSE_EACH {
-    float* s = scratch + r * size;
     rows[r] = w.row(js[r]), acc[r] = zero();
-    if (!MINS && w.scales == Scales::kD) {
-      const uint8_t *p = rows[r] + chunks * step, *stop = rows[r] + w.row_bytes;
-      for (int64_t i = 0; i < size; i += 16) store(s + i, mul(halves(p + 2 * i, subs - i, stop), load(dx + i)));
-    } else {
-      expand_scales<SUBS>(w, rows[r], 0, subs, s, mins + r * size);
-      for (int64_t i = 0; i < size; i += 16) store(s + i, mul(load(s + i), load(dx + i)));
-    }
+    scaled<MINS, SUBS, true>(w, rows[r], 0, subs, dx, scratch + r * size, mins + r * size);
   });
-  const int64_t part = (w.row_bytes + chunks - 1) / chunks;
-  for (int64_t c = 0, at = 0; c < chunks; ++c) {
-    for (; at < (c + 1) * part; at += 64)
-      each<kRowGroup>([&](auto r) SPECSPARSE_EACH { __builtin_prefetch(next[r] + at, 0, 2); });
+  constexpr int kBytes = READ == Read::kInt8 ? kChunk : kChunk / 2, kAtOnce = 2;  // chunks, so that few lines are fetched twice
+  const auto chunk = [&](int64_t c) SPECSPARSE_EACH {
     each<kRowGroup>([&](auto r) SPECSPARSE_EACH {
-      const uint8_t* p = rows[r] + c * step;
+      const uint8_t* p = rows[r] + c * kBytes;
       I sum;
       if constexpr (READ == Read::kCodes) {
         sum = dot4_unsigned(MINS ? nullptr : x.chunks[c].lows, load_nibbles(p), x.chunks[c].codes);
@@ -249,7 +253,14 @@ __attribute__((flatten)) void dot_codes_group(const NeuronRows& w, const int32_t
       }
       acc[r] = fma(spread_scales<SUBS>(scratch + r * size + 2 * SUBS * c), to_float(sum), acc[r]);
     });
+  };
+  int64_t c = 0, at = 0;
+  for (; c + kAtOnce <= chunks; c += kAtOnce, at += kAtOnce * kBytes) {
+    each<kRowGroup>([&](auto r) SPECSPARSE_EACH { each<kAtOnce * kBytes / 64>([&](auto i) SPECSPARSE_EACH { __builtin_prefetch(next[r] + at + 64 * i); }); });
+    chunk(c), chunk(c + 1);
   }
+  if (c < chunks) chunk(c);
+  for (; at < w.row_bytes; at += 64) each<kRowGroup>([&](auto r) SPECSPARSE_EACH { __builtin_prefetch(next[r] + at); });
   if (MINS)
     for (int64_t i = 0; i < size; i += 16)
       each<kRowGroup>([&](auto r) SPECSPARSE_EACH { acc[r] = fma(load(mins + r * size + i), load(x.sums[SUBS - 1] + i), acc[r]); });
@@ -266,7 +277,7 @@ __attribute__((flatten)) void dot_floats_group(const NeuronRows& w, const int32_
   for (int64_t c = 0, end = w.chunks() * kChunk; c < end; c += 32) {
     const F a = load(x.x + c), b = load(x.x + c + 16);
     each<NR>([&](auto r) SPECSPARSE_EACH {
-      for (int line = 0; line < 32 * SIZE; line += 64) __builtin_prefetch(next[r] + c * SIZE + line, 0, 2);
+      for (int line = 0; line < 32 * SIZE; line += 64) __builtin_prefetch(next[r] + c * SIZE + line);
       const uint8_t* p = rows[r] + c * SIZE;
       low[r] = fma(read(p), a, low[r]);
       high[r] = fma(read(p + 16 * SIZE), b, high[r]);
@@ -322,6 +333,7 @@ void dot_floats(const Matrix& w, int64_t g, int count, const float* x, float* ou
 template <Read READ, bool MINS, int SUBS, int NR>
 __attribute__((flatten)) void add_codes(const NeuronRows& w, const int32_t* js, const float* a, const int32_t* next,
                                         int64_t begin, int64_t end, float* y, float* scratch) {
+  constexpr int kStep = READ == Read::kInt8 ? 1 : kNibbleChunks, kSums = 4 * kStep;
   const int64_t first = begin * 2 * SUBS, subs = (end - begin) * 2 * SUBS, size = round16(subs), step = w.code_bytes();
   float *d = scratch, *m = scratch + NR * size;
   alignas(16) uint16_t halves[16] = {};
@@ -330,34 +342,60 @@ __attribute__((flatten)) void add_codes(const NeuronRows& w, const int32_t* js, 
   const uint8_t *rows[NR], *ahead[NR];
   each<NR>([&](auto r) SPECSPARSE_EACH {
     rows[r] = w.row(js[r]), ahead[r] = w.row(next[r]);
-    expand_scales<SUBS>(w, rows[r], first, first + subs, d + r * size, m + r * size);
-    for (int64_t i = 0; i < size; i += 16) {
-      store(d + r * size + i, mul(set1(a[r]), load(d + r * size + i)));
-    }
-    __builtin_prefetch(ahead[r] + w.chunks() * step + 2 * first, 0, 2);
+    scaled<MINS, SUBS, false>(w, rows[r], first, first + subs, a + r, d + r * size, m + r * size);
+    // Scales are fetched with the first stripe, all of them.
+    for (int64_t at = w.chunks() * step; !begin && at < w.row_bytes; at += 64) __builtin_prefetch(ahead[r] + at);
   });
-  for (int64_t c = begin; c < end; ++c) {
+  for (int64_t c = begin; c < end; c += kStep) {
     float* to = y + (c - begin) * kChunk;
-    F sum[4];
-    each<4>([&](auto k) SPECSPARSE_EACH { sum[k] = load(to + 16 * k); });
+    F sum[kSums];
+    each<kSums>([&](auto k) SPECSPARSE_EACH { sum[k] = load(to + 16 * k); });
     each<NR>([&](auto r) SPECSPARSE_EACH {
-      __builtin_prefetch(ahead[r] + c * step, 0, 2);
+      __builtin_prefetch(ahead[r] + c * step);
       const uint8_t* p = rows[r] + c * step;
-      const F scale = spread_scales<SUBS>(d + r * size + (c - begin) * 2 * SUBS);
+      const float *scales = d + r * size + (c - begin) * 2 * SUBS, *mins = m + r * size + (c - begin) * 2 * SUBS;
+      const F factor = set1(a[r]);
       if constexpr (READ == Read::kInt8) {
         const Bytes codes = load_bytes(p);
+        const F scale = spread_scales<SUBS>(scales);
         each<4>([&](auto k) SPECSPARSE_EACH { sum[k] = fma(scale, column<k>(codes), sum[k]); });
+        if (MINS) {
+          const F low = spread_scales<SUBS>(mins);
+          each<4>([&](auto k) SPECSPARSE_EACH { sum[k] = fma(low, factor, sum[k]); });
+        }
       } else {
-        const Halves codes = to_halves(load_nibbles(p), table);
-        each<4>([&](auto k) SPECSPARSE_EACH { sum[k] = fma(scale, column<k>(codes), sum[k]); });
-      }
-      if (MINS) {
-        const F low = spread_scales<SUBS>(m + r * size + (c - begin) * 2 * SUBS), factor = set1(a[r]);
-        each<4>([&](auto k) SPECSPARSE_EACH { sum[k] = fma(low, factor, sum[k]); });
+        const NibbleColumns codes = c + kStep <= end ? load_columns(p) : load_last_columns(p);
+        const NibbleScales scale = nibble_scales(scales);
+        each<kSums>([&](auto k) SPECSPARSE_EACH { sum[k] = fma(scale.of(k), codes.template column<k>(table), sum[k]); });
+        if (MINS) {
+          const NibbleScales low = nibble_scales(mins);
+          each<kSums>([&](auto k) SPECSPARSE_EACH { sum[k] = fma(low.of(k), factor, sum[k]); });
+        }
       }
     });
-    each<4>([&](auto k) SPECSPARSE_EACH { store(to + 16 * k, sum[k]); });
+    each<kSums>([&](auto k) SPECSPARSE_EACH { store(to + 16 * k, sum[k]); });
   }
+}
+
+// Where the table keeps the sum of column c of kChunk * kNibbleChunks.
+struct NibbleOrder {
+  uint8_t at[kChunk * kNibbleChunks];
+  constexpr NibbleOrder() : at() {
+    for (int c = 0; c < kChunk * kNibbleChunks; ++c) at[c] = static_cast<uint8_t>(nibble_lane(c));
+  }
+};
+constexpr NibbleOrder kNibbleOrder;
+
+void in_order(const NeuronRows& w, const float* y, int64_t begin, int64_t end, float* out) {
+  const int64_t size = (end - begin) * kChunk;
+  if (w.is_float()) return void(std::copy_n(y, size, out));
+  constexpr int64_t kStep = kChunk * kNibbleChunks;
+  if (w.codes == Codes::kNibble)
+    for (int64_t c = 0; c < size; c += kStep)
+      for (int64_t i = 0; i < std::min(kStep, size - c); ++i) out[c + i] = y[c + kNibbleOrder.at[i]];
+  else
+    for (int64_t c = 0; c < size; c += kChunk)
+      for (int64_t i = 0; i < kChunk; ++i) out[c + i] = y[c + i % 4 * 16 + i / 4];
 }
 
 template <int SIZE, int NR, class Load>
@@ -371,7 +409,7 @@ __attribute__((flatten)) void add_floats(const NeuronRows& w, const int32_t* js,
     F low = load(to), high = load(to + 16);
     each<NR>([&](auto r) SPECSPARSE_EACH {
       const uint8_t* p = rows[r] + c * SIZE;
-      for (int line = 0; line < 32 * SIZE; line += 64) __builtin_prefetch(ahead[r] + c * SIZE + line, 0, 2);
+      for (int line = 0; line < 32 * SIZE; line += 64) __builtin_prefetch(ahead[r] + c * SIZE + line);
       low = fma(factor[r], read(p), low);
       high = fma(factor[r], read(p + 16 * SIZE), high);
     });
@@ -391,14 +429,11 @@ void add_neurons(const NeuronRows& w, const int32_t* js, const float* a, const i
   with_floats(w.codes, [&](auto size, auto read) SPECSPARSE_EACH { add_floats<size, NR>(w, js, a, next, begin, end, y, read); });
 }
 
-void add_rows(const NeuronRows& w, const int32_t* js, const float* a, int64_t count, int64_t listed, int64_t begin, int64_t end,
-              float* y, float* scratch) {
+void add_rows(const NeuronRows& w, const int32_t* js, const float* a, const int32_t* next, int64_t count, int64_t begin,
+              int64_t end, float* y, float* scratch) {
   int64_t i = 0;
-  for (; i + kRowGroup <= count; i += kRowGroup) {
-    const int64_t ahead = i + 2 * kRowGroup <= listed ? i + kRowGroup : i;  // the group to fetch meanwhile
-    add_neurons<kRowGroup>(w, js + i, a + i, js + ahead, begin, end, y, scratch);
-  }
-  for (; i < count; ++i) add_neurons<1>(w, js + i, a + i, js + std::min(i + kRowGroup, listed - 1), begin, end, y, scratch);
+  for (; i + kRowGroup <= count; i += kRowGroup) add_neurons<kRowGroup>(w, js + i, a + i, next + i, begin, end, y, scratch);
+  for (; i < count; ++i) add_neurons<1>(w, js + i, a + i, next + i, begin, end, y, scratch);
 }
 
 int64_t differing(const uint64_t* a, const uint64_t* b, int64_t words) {
@@ -410,7 +445,7 @@ int64_t differing(const uint64_t* a, const uint64_t* b, int64_t words) {
 
 }  // namespace
 
-#define SPECSPARSE_SPARSE_TABLE {dot, dot_group, add_rows, dot_floats, differing, dot_neurons, project_stripe}
+#define SPECSPARSE_SPARSE_TABLE {dot, dot_group, add_rows, in_order, dot_floats, differing, dot_neurons, project_stripe}
 
 }  // namespace SPECSPARSE_ISA
 }  // namespace specsparse

@@ -1,6 +1,7 @@
 #include "sparse/sparse_ffn.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <new>
@@ -14,7 +15,9 @@ namespace {
 constexpr int64_t kItemNeurons = 64;         // of one item, at most
 constexpr int64_t kAtOnce = 16;              // neurons whose gate is computed before those that it opens are fetched
 constexpr int64_t kKeptBytes = 512 << 10;    // of down rows that wait in a cache for the sums
-constexpr int64_t kFewThreads = 8;           // to which segments of so few rows are shared out evenly enough
+constexpr int64_t kFewThreads = 8;           // to which a single row's segments are shared out evenly enough
+constexpr int64_t kStep = 16;                // neurons of a segment between whose gates and products something is fetched
+constexpr int64_t kStepBytes = 36 << 10;     // of their rows, at most
 constexpr int64_t kTileBytes = 256 << 10;    // of down rows that several rows of activations read: half a core's L2
 constexpr int64_t kSumBytes = 128 << 10;     // of the sums that they are added to
 constexpr int64_t kAheadBytes = 8 << 10;      // of the rows that are fetched ahead of a product
@@ -164,6 +167,14 @@ void activate(float* x, int64_t count, Activation act, const float* ones) {
   }
 }
 
+constexpr auto make_ones = [] {
+  std::array<float, kStep + 16> ones{};
+  for (float& one : ones) one = 1.0f;
+  return ones;
+};
+alignas(64) constexpr auto kAllOnes = make_ones();
+constexpr const float* kOnes = kAllOnes.data();
+
 // One call: rows of activations, their neurons, and what each item of neurons gives to each row.
 class Call final : public SparseSteps {
  public:
@@ -173,7 +184,7 @@ class Call final : public SparseSteps {
     inputs_.make(ffn, count);
     const int64_t total = union_.neurons.size();
     near_ = ffn.down.row_bytes * total <= kKeptBytes;
-    whole_ = near_ && count == 1 && threads() <= kFewThreads;
+    whole_ = count == 1 && threads() <= kFewThreads;
     per_item_ = std::clamp<int64_t>((total / (16 * threads()) + kAtOnce - 1) / kAtOnce * kAtOnce, 2 * kAtOnce, kItemNeurons);
     items_ = whole_ ? kSegments : (total + per_item_ - 1) / per_item_;
     reserve_tiles();
@@ -210,18 +221,19 @@ class Call final : public SparseSteps {
 
   void reserve_tiles() {
     const int64_t slots = std::max<int64_t>(items_ * count_ * per_item_, read());  // and as many again for the lists
-    int32_t* ids = reserve(neurons_, 2 * slots);
-    float* values = reserve(values_, 2 * slots);
+    const int64_t room = items_ * per_item_ + kRowGroup;                           // of a list
+    int32_t* ids = reserve(neurons_, slots + count_ * room);
+    float* values = reserve(values_, slots + count_ * room);
     Tile* tiles = reserve(tiles_, items_ * count_);
     for (int64_t i = 0; i < items_ * count_; ++i) tiles[i] = {0, ids + i * per_item_, values + i * per_item_};
     Tile* lists = reserve(lists_, count_);
     for (int64_t t = 0; t < count_; ++t)
-      lists[t] = {0, ids + slots + t * items_ * per_item_, values + slots + t * items_ * per_item_};
+      lists[t] = {0, ids + slots + t * room, values + slots + t * room};
     reserve(active_, union_.neurons.size());
     reserve(parts_, kSegments * count_ * width());
   }
 
-  int64_t width() const { return ffn_->down.chunks() * kChunk; }
+  int64_t width() const { return (ffn_->down.chunks() + 1) / 2 * 2 * kChunk; }  // whole pairs of chunks
 
  public:
   // Gate, up and activation of one item's neurons, each for the rows that keep it. Where the gate gives 0 up is not read.
@@ -281,18 +293,111 @@ class Call final : public SparseSteps {
     hidden_of_one(first, std::min<int64_t>(per_item_, read() - first), &tiles_[item]);
   }
 
-  // A whole segment: its down rows are still in the core's cache when they are added.
+  // Neurons of a segment on their way: their gates are open, and up and down are to come.
+  struct Opened {
+    int64_t count = 0;
+    int32_t neurons[kStep + kRowGroup];  // their places in the union too; both filled up to whole groups
+    int32_t places[kStep + kRowGroup];
+    alignas(64) float gates[kStep + 16];
+  };
+
+  // A whole segment, from the gate to the output, a few neurons at a time. All that a step reads is fetched one step before and
+  // while something is computed, so that memory is never idle: a gate's rows while the gates before it are computed, rows of up
+  // and of down, once the gate is open, while those of the step before are.
   void segment_of_one(int64_t segment) {
     const int64_t first = begin_of(segment), last = begin_of(segment + 1);
     Tile& tile = tiles_[segment];
     tile = {0, neurons_.data() + first, values_.data() + first};
-    for (int64_t i = first; i < last; i += kItemNeurons) hidden_of_one(i, std::min(kItemNeurons, last - i), &tile);
-    if (!tile.count) return;
-    float* to = parts_.data() + segment * width();
-    std::fill(to, to + width(), 0.0f);
+    if (first == last) return;
+    float* sums = parts_.data() + segment * width();
+    std::fill(sums, sums + width(), 0.0f);
     thread_local Lines<float> memory;
-    sparse_ops().add(ffn_->down, tile.neurons, tile.values, tile.count, tile.count, 0, ffn_->down.chunks(), to,
-                     reserve(memory, scratch_floats(ffn_->down)));
+    float* scratch = reserve(memory, most_scratch());
+    const int64_t step = std::clamp<int64_t>(kStepBytes / ffn_->up.row_bytes / kRowGroup * kRowGroup, kRowGroup, kStep);
+    Opened opened[2];
+    int64_t added = 0;  // of the tile's neurons
+    for (int64_t b = first, turn = 0;; b += step, turn ^= 1) {
+      Opened &now = opened[turn], &before = opened[turn ^ 1];
+      now.count = 0;
+      if (b < last)
+        open(b, std::min(step, last - b), step, &now, scratch);
+      else
+        expect(b, std::min(step, end_of(segment) - b), &now);
+      multiply(before, now, &tile, scratch);
+      const int64_t ready = b < last ? (tile.count - added) / kRowGroup * kRowGroup : tile.count - added;
+      add(&tile, added, ready, now, sums, scratch);
+      added += ready;
+      if (b >= last) return;
+    }
+  }
+
+  // What this thread is likely to read next: neurons of the segments after its own, where gates do not close.
+  int64_t end_of(int64_t segment) const {
+    if (closes()) return 0;
+    for (int t = 1, all = threads(); t <= all; ++t)
+      if (share_begin(kSegments, t, all) == segment + 1) return 0;
+    return read();
+  }
+  void expect(int64_t first, int64_t count, Opened* to) const {
+    to->count = std::max<int64_t>(count, 0);
+    std::copy_n(union_.neurons.data() + first, to->count, to->neurons);
+  }
+  bool closes() const { return ffn_->least > 0 || (ffn_->act.kind != Activation::kSilu && ffn_->act.kind != Activation::kNone); }
+
+  // The gates of neurons [first, first + count) of the union, while those of `step` neurons behind are fetched.
+  void open(int64_t first, int64_t count, int64_t step, Opened* to, float* scratch) {
+    const NeuronRows& decides = ffn_->gate ? *ffn_->gate : ffn_->up;
+    const int32_t* js = union_.neurons.data();
+    const int64_t end = read() - 1;
+    alignas(64) float gates[kStep + 16];
+    for (int64_t i = 0; i < count; i += kRowGroup) {
+      const uint8_t* next[kRowGroup];
+      for (int64_t k = 0; k < kRowGroup; ++k) next[k] = decides.row(js[std::min(first + i + k + step, end)]);
+      sparse_ops().dot_group(decides, js + first + i, next, static_cast<int>(std::min<int64_t>(kRowGroup, count - i)), *inputs_[0],
+                             gates + i, scratch);
+    }
+    activate(gates, count, ffn_->act, kOnes);
+    std::fill_n(active_.begin() + first, count, uint8_t{0});
+    int64_t found = 0;
+    for (int64_t i = 0; i < count; ++i) {  // no branch: which gates open cannot be guessed
+      to->neurons[found] = js[first + i], to->places[found] = static_cast<int32_t>(first + i), to->gates[found] = gates[i];
+      found += gates[i] != 0 && !(std::abs(gates[i]) < ffn_->least);
+    }
+    to->count = found;
+  }
+
+  // Appends what neurons add to a row, while rows of up that follow are fetched.
+  void multiply(const Opened& from, const Opened& next, Tile* tile, float* scratch) {
+    alignas(64) float up[kStep + 16];
+    if (ffn_->gate) {
+      const NeuronRows& w = ffn_->up;
+      for (int64_t i = 0; i < from.count; i += kRowGroup) {
+        const uint8_t* ahead[kRowGroup];
+        for (int64_t k = 0; k < kRowGroup; ++k) ahead[k] = w.row(i + k < next.count ? next.neurons[i + k] : from.neurons[i]);
+        sparse_ops().dot_group(w, from.neurons + i, ahead, static_cast<int>(std::min<int64_t>(kRowGroup, from.count - i)),
+                               *inputs_[0], up + i, scratch);
+      }
+      for (int64_t i = (from.count + kRowGroup - 1) / kRowGroup * kRowGroup; i < next.count; ++i) w.fetch(next.neurons[i]);
+      activate(up, from.count, ffn_->up_act, kOnes);
+    }
+    for (int64_t i = 0; i < from.count; ++i) {
+      const float value = ffn_->gate ? from.gates[i] * up[i] : from.gates[i];
+      tile->neurons[tile->count] = from.neurons[i], tile->values[tile->count] = value;
+      tile->count += value != 0, active_[from.places[i]] = value != 0;
+    }
+  }
+
+  // Adds `count` neurons of the tile to the sums, while rows of down that follow are fetched.
+  void add(const Tile* tile, int64_t first, int64_t count, const Opened& next, float* sums, float* scratch) {
+    const NeuronRows& w = ffn_->down;
+    int32_t ahead[2 * kStep];
+    for (int64_t i = 0; i < count; ++i) ahead[i] = i < next.count ? next.neurons[i] : tile->neurons[first];
+    sparse_ops().add(w, tile->neurons + first, tile->values + first, ahead, count, 0, w.chunks(), sums, scratch);
+    for (int64_t i = count; i < next.count; ++i) w.fetch(next.neurons[i]);
+  }
+
+  int64_t most_scratch() const {
+    return std::max({scratch_floats(ffn_->up), scratch_floats(ffn_->down), ffn_->gate ? scratch_floats(*ffn_->gate) : 0});
   }
 
   int32_t found() const {
@@ -372,6 +477,8 @@ class Call final : public SparseSteps {
       std::copy_n(tile.values, tile.count, list.values + list.count);
       list.count += tile.count;
     }
+    // What is read ahead of the last.
+    std::fill_n(list.neurons + list.count, kRowGroup, list.count ? list.neurons[list.count - 1] : 0);
     return static_cast<int32_t>(list.count);
   }
 
@@ -395,9 +502,9 @@ class Call final : public SparseSteps {
           const int64_t some = at(union_.neurons[i]), stop = i + step < last ? at(union_.neurons[i + step]) : at(bound(segment + 1));
           float* to = parts + t * width() + c * kChunk;
           const int64_t until = std::min(chunks, c + stripe);
-          if (!from) std::fill(to, to + (until - c) * kChunk, 0.0f);
-          sparse_ops().add(down, list.neurons + some, list.values + some, stop - some, list.count - some, c, until, to,
-                           scratch);
+          if (!from) std::fill(to, to + (until - c + 1) / 2 * 2 * kChunk, 0.0f);
+          sparse_ops().add(down, list.neurons + some, list.values + some, list.neurons + some + kRowGroup, stop - some, c, until,
+                           to, scratch);
         }
   }
 
@@ -405,8 +512,9 @@ class Call final : public SparseSteps {
   // Columns of chunks [begin, begin + kSumChunks) of row t of y: the segments one after the other.
   void sum_segments(int64_t t, int64_t begin, const float* residual, int64_t row, float* y) {
     const NeuronRows& down = ffn_->down;
-    const int64_t size = (std::min(down.chunks(), begin + kSumChunks) - begin) * kChunk, first = begin * kChunk;
-    float sums[kSumChunks * kChunk] = {};
+    const int64_t end = std::min(down.chunks(), begin + kSumChunks), first = begin * kChunk;
+    const int64_t size = (end - begin + 1) / 2 * 2 * kChunk;
+    float sums[kSumChunks * kChunk] = {}, found[kSumChunks * kChunk];
     const Tile& list = lists_[t];
     for (int64_t segment = 0, i = 0; segment < kSegments; ++segment) {
       if (whole_ ? !tiles_[segment].count : i == list.count || list.neurons[i] >= bound(segment + 1)) continue;  // nothing in it
@@ -414,11 +522,10 @@ class Call final : public SparseSteps {
       for (int64_t c = 0; c < size; ++c) sums[c] += part[c];
       if (!whole_) i = std::lower_bound(list.neurons + i, list.neurons + list.count, bound(segment + 1)) - list.neurons;
     }
+    sparse_ops().in_order(down, sums, begin, end, found);
     const int64_t at = row * down.cols + first;
-    for (int64_t c = 0; c < std::min(size, down.cols - first); ++c) {
-      const float sum = sums[lane_of(down, c)];
-      y[at + c] = residual ? residual[at + c] + sum : sum;
-    }
+    for (int64_t c = 0; c < std::min((end - begin) * kChunk, down.cols - first); ++c)
+      y[at + c] = residual ? residual[at + c] + found[c] : found[c];
   }
 
   const SparseFfn* ffn_;

@@ -43,6 +43,7 @@ inline F column(Bytes x) {
 }
 // Codes of four bits as floats. The upper halves of the floats, which suffice for whole numbers up to 256, are looked up byte
 // by byte; a lane of 128 bits has sixteen columns, and vector K its columns K % 2 + 0, 2, 4, 6 from column 8 * (K / 2) on.
+constexpr int kNibbleChunks = 1;  // made floats together
 struct NibbleTable {
   __m256i low, high;
   explicit NibbleTable(const uint16_t* halves) {
@@ -64,10 +65,22 @@ inline Halves to_halves(Bytes x, const NibbleTable& t) {
 inline __m256 widened(__m256i halves, bool odd) {
   return _mm256_castsi256_ps(odd ? _mm256_and_si256(halves, _mm256_set1_epi32(-65536)) : _mm256_slli_epi32(halves, 16));
 }
-template <int K>
-inline F column(const Halves& x) {
-  return {widened(x.a[K / 2], K % 2), widened(x.b[K / 2], K % 2)};
-}
+struct NibbleColumns {
+  Bytes codes;
+  template <int K>
+  F column(const NibbleTable& t) const {
+    const Halves x = to_halves(codes, t);  // once for all K
+    return {widened(x.a[K / 2], K % 2), widened(x.b[K / 2], K % 2)};
+  }
+};
+inline NibbleColumns load_columns(const uint8_t* p) { return {load_nibbles(p)}; }
+inline NibbleColumns load_last_columns(const uint8_t* p) { return load_columns(p); }
+constexpr int nibble_lane(int c) { return (c % 16 / 8 * 2 + c % 2) * 16 + c / 16 * 4 + c % 8 / 2; }
+struct NibbleScales {
+  F v;
+  F of(int) const { return v; }
+};
+inline NibbleScales nibble_scales(const float* s) { return {{_mm256_broadcast_ss(s), _mm256_broadcast_ss(s + 1)}}; }
 // reduce_add of four at once: the same sums.
 inline void reduce_add_four(const F* x, float* out) {
   const auto quarter = [](F v) {

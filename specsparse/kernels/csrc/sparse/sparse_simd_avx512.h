@@ -38,28 +38,38 @@ template <int K>
 inline F column(Bytes x) {
   return to_float(I{_mm512_srai_epi32(_mm512_slli_epi32(x.v, 24 - 8 * K), 24)});
 }
-// Codes of four bits as floats. The upper halves of the floats, which suffice for whole numbers up to 256, are looked up byte
-// by byte; a lane of 128 bits has sixteen columns, and vector K its columns K % 2 + 0, 2, 4, 6 from column 8 * (K / 2) on.
+// Codes of four bits as floats: a lane of 32 bits has eight codes, of which a lookup reads the lowest. Loads that begin a byte
+// later move the others there, and a shift every second one: two operations a vector where bytes would take two and a half.
+constexpr int kNibbleChunks = 2;  // made floats together
 struct NibbleTable {
-  __m512i low, high;
-  explicit NibbleTable(const uint16_t* halves) {
-    const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
-    const __m128i first = _mm_shuffle_epi8(load128(halves), order), second = _mm_shuffle_epi8(load128(halves + 8), order);
-    low = _mm512_broadcast_i32x4(_mm_unpacklo_epi64(first, second));
-    high = _mm512_broadcast_i32x4(_mm_unpackhi_epi64(first, second));
+  __m512 v;
+  // The upper halves of the floats suffice for whole numbers up to 256.
+  explicit NibbleTable(const uint16_t* halves) : v(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load256(halves)), 16))) {}
+};
+struct NibbleColumns {
+  __m512i v[4];
+  template <int K>
+  F column(const NibbleTable& t) const {
+    return {_mm512_permutexvar_ps(K % 2 ? _mm512_srli_epi32(v[K / 2], 4) : v[K / 2], t.v)};
   }
 };
-struct Halves {
-  __m512i v[2];
-};
-inline Halves to_halves(Bytes x, const NibbleTable& t) {
-  const __m512i l = _mm512_shuffle_epi8(t.low, x.v), h = _mm512_shuffle_epi8(t.high, x.v);
-  return {{_mm512_unpacklo_epi8(l, h), _mm512_unpackhi_epi8(l, h)}};
+inline NibbleColumns load_columns(const uint8_t* p) { return {{load512(p), load512(p + 1), load512(p + 2), load512(p + 3)}}; }
+// Of a single chunk; the upper lanes are not used.
+inline NibbleColumns load_last_columns(const uint8_t* p) {
+  const __m512i v = _mm512_zextsi256_si512(load256(p));
+  return {{v, _mm512_srli_epi32(v, 8), _mm512_srli_epi32(v, 16), _mm512_srli_epi32(v, 24)}};
 }
-template <int K>
-inline F column(const Halves& x) {
-  const __m512i v = x.v[K / 2];
-  return {_mm512_castsi512_ps(K % 2 ? _mm512_and_si512(v, _mm512_set1_epi32(-65536)) : _mm512_slli_epi32(v, 16))};
+// Lane 8 h + l of vector 2 b + n has nibble n of byte 4 l + b of chunk h.
+constexpr int nibble_lane(int c) { return (c % 4 * 2 + c % 64 / 32) * 16 + c / 64 * 8 + c % 32 / 4; }
+// Scales of vectors of low and of high nibbles.
+struct NibbleScales {
+  F low, high;
+  F of(int k) const { return k % 2 ? high : low; }
+};
+inline NibbleScales nibble_scales(const float* s) {
+  const __m512 v = _mm512_broadcast_f32x4(_mm_loadu_ps(s));
+  return {{_mm512_permutevar_ps(v, _mm512_set_epi32(2, 2, 2, 2, 2, 2, 2, 2, 0, 0, 0, 0, 0, 0, 0, 0))},
+          {_mm512_permutevar_ps(v, _mm512_set_epi32(3, 3, 3, 3, 3, 3, 3, 3, 1, 1, 1, 1, 1, 1, 1, 1))}};
 }
 // reduce_add of four at once: the same sums.
 inline void reduce_add_four(const F* x, float* out) {
@@ -72,7 +82,12 @@ inline void reduce_add_four(const F* x, float* out) {
 // The scales of a chunk's 2 * SUBS sub-blocks, each in the lanes of its columns.
 template <int SUBS>
 inline F spread_scales(const float* s) {
-  if (SUBS == 1) return {_mm512_mask_broadcastss_ps(_mm512_set1_ps(s[0]), 0xff00, _mm_load_ss(s + 1))};
+  if (SUBS == 1) {  // one load: wide ones are what bounds the products
+    double both;
+    __builtin_memcpy(&both, s, sizeof both);
+    const __m512i order = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
+    return {_mm512_permutevar_ps(_mm512_castpd_ps(_mm512_set1_pd(both)), order)};
+  }
   return {_mm512_permutexvar_ps(_mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0),
                                 _mm512_castps128_ps512(_mm_loadu_ps(s)))};
 }

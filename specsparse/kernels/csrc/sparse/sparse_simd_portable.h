@@ -50,27 +50,29 @@ SPECSPARSE_SHARED F column(const Bytes& x) {
 }
 // Codes of four bits as floats, whose upper halves `halves` are; vector K of sixteen columns has K % 2 + 0, 2, 4, 6 from
 // column 8 * (K / 2) on.
+constexpr int kNibbleChunks = 1;  // made floats together
 struct NibbleTable {
   const uint16_t* halves;
   explicit NibbleTable(const uint16_t* halves) : halves(halves) {}
 };
-struct Halves {
-  float v[64];
-};
-SPECSPARSE_SHARED Halves to_halves(const Bytes& x, const NibbleTable& t) {
-  Halves r;
-  for (int i = 0; i < 64; ++i) {
-    const uint32_t bits = static_cast<uint32_t>(t.halves[x.v[i]]) << 16;
+SPECSPARSE_SHARED F lookup_floats(const int8_t* codes, int k, const uint16_t* halves) {
+  F r;
+  for (int i = 0; i < 16; ++i) {
+    const uint32_t bits = static_cast<uint32_t>(halves[codes[i / 4 * 16 + k / 2 * 8 + i % 4 * 2 + k % 2]]) << 16;
     std::memcpy(&r.v[i], &bits, 4);
   }
   return r;
 }
-template <int K>
-SPECSPARSE_SHARED F column(const Halves& x) {
-  F r;
-  for (int i = 0; i < 16; ++i) r.v[i] = x.v[i / 4 * 16 + K / 2 * 8 + i % 4 * 2 + K % 2];
-  return r;
-}
+struct NibbleColumns {
+  Bytes codes;
+  template <int K>
+  F column(const NibbleTable& t) const {
+    return lookup_floats(codes.v, K, t.halves);
+  }
+};
+inline NibbleColumns load_columns(const uint8_t* p) { return {load_nibbles(p)}; }
+inline NibbleColumns load_last_columns(const uint8_t* p) { return load_columns(p); }
+constexpr int nibble_lane(int c) { return (c % 16 / 8 * 2 + c % 2) * 16 + c / 16 * 4 + c % 8 / 2; }
 // reduce_add of four.
 inline void reduce_add_four(const F* x, float* out) {
   for (int i = 0; i < 4; ++i) out[i] = reduce_add(x[i]);
@@ -82,6 +84,12 @@ SPECSPARSE_SHARED F spread_scales(const float* s) {
   for (int i = 0; i < 16; ++i) r.v[i] = s[i * SUBS / 8];
   return r;
 }
+
+struct NibbleScales {
+  F v;
+  const F& of(int) const { return v; }
+};
+inline NibbleScales nibble_scales(const float* s) { return {spread_scales<1>(s)}; }
 
 // Bits of kWordsAtOnce words that differ.
 constexpr int64_t kWordsAtOnce = 1;
