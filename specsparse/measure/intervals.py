@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import betaincinv, stdtrit
 
 LEVEL = 0.95
 WHISKERS = (
@@ -151,6 +150,8 @@ def binomial(count: int, trials: int) -> tuple[float, float]:
     """
     if trials < 1 or not 0 <= count <= trials:
         raise ValueError(f"{count} of {trials} is no share")
+    from scipy.special import betaincinv
+
     tail = (1 - LEVEL) / 2
     low = float(betaincinv(count, trials - count + 1, tail)) if count else 0.0
     high = float(betaincinv(count + 1, trials - count, 1 - tail)) if count < trials else 1.0
@@ -182,4 +183,6 @@ def _around(value: float, half: float, prompts: int) -> Interval:
 
 def _t(freedom: float) -> float:
     """Student's t with so many degrees of freedom lies within plus and minus this with probability `LEVEL`."""
+    from scipy.special import stdtrit  # here: its import would be a tenth of what a run takes to its first text
+
     return float(stdtrit(freedom, (1 + LEVEL) / 2))

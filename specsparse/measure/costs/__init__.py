@@ -2,7 +2,7 @@
 run was as fast as it was."""
 
 from specsparse.measure.costs.acceptance import SeedAcceptance, acceptance_over_seeds
-from specsparse.measure.costs.devices import DEVICES, Device
+from specsparse.measure.costs.devices import Device
 from specsparse.measure.costs.drafts import measure_draft, table_for, table_with_draft
 from specsparse.measure.costs.explain import Explanation, explain_record
 from specsparse.measure.costs.measured import load_or_measure
@@ -12,7 +12,6 @@ from specsparse.runtime.times.kept import CostTable, DraftCost
 from specsparse.speculative.expected import best_gamma, expected_tokens, predicted_speedup
 
 __all__ = [
-    "DEVICES",
     "CostTable",
     "Device",
     "DraftCost",

@@ -3,9 +3,6 @@
 from specsparse.data.devices import THIS, Device, known, sheets
 from specsparse.kernels import peaks, processor
 
-DEVICES = sheets()
-"""Named devices."""
-
 
 def get(name: str) -> Device:
     """The device of that name; "this" is measured here, in a fraction of a second.
@@ -13,7 +10,7 @@ def get(name: str) -> Device:
     Raises:
         UserError: an unknown name.
     """
-    return measure() if known(name) == THIS else DEVICES[name]
+    return measure() if known(name) == THIS else sheets()[name]
 
 
 def measure(rounds: int = 3) -> Device:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from specsparse.data.devices import sheets
 from specsparse.engine.config import ModelConfig
 from specsparse.measure.costs import devices, traffic
 from specsparse.measure.costs.devices import Device
@@ -38,7 +39,7 @@ def build(
     if kv_length is None:
         kv_length = table.kv_base if table else 128
     roofline = Roofline(device, load)
-    others = [device, *(d for d in devices.DEVICES.values() if d.name != device.name)]
+    others = [device, *(d for d in sheets().values() if d.name != device.name)]
     return {
         "device": _device(device),
         "kv_length": kv_length,

@@ -63,7 +63,7 @@ def test_a_tree_of_one_branch_is_predicted_as_a_chain_and_costs_what_its_nodes_c
     assert bush == pytest.approx(2.0 / (1 + 0.010 / step + 0.0022 / step + (0.0005 + 7 * 0.0001) / step))
 
 
-@pytest.mark.parametrize("name", devices.DEVICES)
+@pytest.mark.parametrize("name", devices.sheets())
 def test_named_devices_have_sane_peaks(name):
     device = devices.get(name)
     assert device.bandwidth > 1e9
