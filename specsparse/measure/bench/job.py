@@ -155,8 +155,8 @@ def _notes(found: Json, model: Model) -> list[str]:
         rates = [r for r in found["results"] if r["engine"] == peer["name"] and r["test"].startswith("tg")]
         flags = found["manifest"]["cpu"]["flags"]
         for row in rates:
-            rate = row["tokens_per_second"]["median"]
-            line = below_expectation(model.config, found["model"]["main_type"], rate, flags, found["threads"])
+            kind, rate = found["model"]["main_type"], row["tokens_per_second"]["median"]
+            line = below_expectation(model.config, kind, rate, flags, found["threads"], depth=row["depth"])
             if line:
                 notes.append(f"{line} (ours: {found['manifest']['kernels']['isa']}; its: {peer['system_info']})")
     return notes

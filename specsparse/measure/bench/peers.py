@@ -180,7 +180,9 @@ def perplexities(check: Json) -> str:
     return f"perplexity {theirs}; ours {one['ours']:.2f}"
 
 
-def below_expectation(config: ModelConfig, kind: str, rate: float, flags: list[str], threads: int) -> str | None:
+def below_expectation(
+    config: ModelConfig, kind: str, rate: float, flags: list[str], threads: int, *, depth: int = 0
+) -> str | None:
     """A line that says so where llama.cpp decodes more than 20 % under its known figure, else None.
 
     Args:
@@ -188,10 +190,11 @@ def below_expectation(config: ModelConfig, kind: str, rate: float, flags: list[s
         rate: tokens per second.
         flags: of the processor; the figures need AVX-512.
         threads: the figures are for two.
+        depth: tokens in the cache before; the figures are for none.
     """
     expected = EXPECTED_TG.get(kind)
     shape = (config.n_layers, config.d_model, config.vocab_size)
-    if expected is None or shape != _EXPECTED_SHAPE or threads < 2 or rate >= 0.8 * expected:
+    if expected is None or shape != _EXPECTED_SHAPE or threads < 2 or depth or rate >= 0.8 * expected:
         return None
     line = f"llama.cpp decodes {rate:.0f} tok/s, {1 - rate / expected:.0%} under the {expected:.0f} known for {kind}"
     if "avx512f" not in flags:

@@ -289,6 +289,7 @@ def test_a_slow_peer_is_named(tiny):
     assert peers.below_expectation(config, "Q4_1", 1.0, ["avx512f"], 2) is None  # another model
     assert peers.below_expectation(real, "Q4_1", 125.0, ["avx512f"], 2) is None
     assert peers.below_expectation(real, "Q6_K", 1.0, ["avx512f"], 2) is None
+    assert peers.below_expectation(real, "Q4_1", 29.0, ["avx512f"], 2, depth=4096) is None  # slower for its context
     assert "busy machine" in peers.below_expectation(real, "Q4_1", 100.0, ["avx512f"], 2)
     assert "lacks" in peers.below_expectation(real, "Q4_1", 100.0, ["avx2"], 2)
 
