@@ -57,7 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--active", type=_shares, metavar="LIST", help="shares of neurons kept, with --ffn-shape (0.05,0.1,0.2,0.5,1)")
     add("--plot", type=Path, metavar="FILE.png", help="draw the table, with --ffn-shape or --batch")
     add("--ablation", choices=("lut",), help="instead: look-up tables beside integer products, 4-bit weights")
-    add("--shapes", type=_matrices, metavar="LIST", help="rows x columns, with --ablation (2048x2048,4096x11008)")
+    add("--products", type=_names, metavar="LIST", help="instead: products by type of weights, n rows: Q4_0,Q8_0,Q6_K")
+    add(
+        "--shapes",
+        type=_matrices,
+        metavar="LIST",
+        help="rows x columns: with --ablation (2048x2048,4096x11008), one with --products (1536x1536)",
+    )
     add("--device", choices=("gpu", "tpu", "cpu"), help="instead: stages on a device, models made from their shapes")
     add("--all", action="store_true", help="every stage, with --device (under 8 minutes)")
     add("--stages", metavar="LIST", help="some of them, with --device: status,equality ...")
@@ -78,8 +84,8 @@ def main(args: argparse.Namespace) -> int:
         raise UserError("--active goes with --ffn-shape, for instance 4096x11008")
     if args.plot and not (args.ffn_shape or args.batch):
         raise UserError("--plot goes with --ffn-shape or --batch, for instance --batch 1,2,4,8")
-    if args.shapes and not args.ablation:
-        raise UserError("--shapes goes with --ablation lut")
+    if args.shapes and not (args.ablation or args.products):
+        raise UserError("--shapes goes with --ablation lut or --products Q4_0,Q8_0")
     if (args.all or args.stages or args.tiny or args.layers) and not args.device:
         raise UserError("--all, --stages, --tiny and --layers go with --device, for instance --device gpu --all")
     if args.device and bool(args.all) == bool(args.stages):
@@ -92,7 +98,7 @@ def main(args: argparse.Namespace) -> int:
     if args.publish:
         _check_publish(args)
     _check_alone(args)
-    if not (args.device or args.ffn_shape or args.ablation):
+    if not (args.device or args.ffn_shape or args.ablation or args.products):
         _check_model(args.model)
     measure = next((mode.measure for name, mode in _INSTEAD.items() if getattr(args, name)), _single)
     out = terminal.console()
@@ -272,6 +278,21 @@ def _lut(args: argparse.Namespace, out: Any) -> dict[str, Any]:
     return found
 
 
+def _products(args: argparse.Namespace, out: Any) -> dict[str, Any]:
+    """Products of several types; prints the table and returns the report."""
+    from specsparse.measure.bench import products
+
+    if args.shapes and len(args.shapes) > 1:
+        raise UserError("--products takes one of --shapes, for instance 1536x1536")
+    chosen = {"ns": args.n, "shape": args.shapes and args.shapes[0], "repeats": args.repeats}
+    types = tuple(name.upper() for name in args.products)
+    plan = products.ProductsPlan(types, **{name: value for name, value in chosen.items() if value})
+    found = products.run(plan, out, threads=args.threads)
+    out.print(products.table(found))
+    out.print(products.summary_line(found), soft_wrap=True)
+    return found
+
+
 def _draw(path: Path | None, figure: "Callable[[Json], Figure]", found: "Json", out: "Console") -> None:
     """The report as a picture, where one was asked for."""
     if path is not None:
@@ -287,11 +308,15 @@ class _Mode(NamedTuple):
     alone: tuple[str, ...]
 
 
-_NOT_PUBLISHED = ("drafter", "ablation", "ffn_shape", "batch")
+_NOT_PUBLISHED = ("drafter", "ablation", "products", "ffn_shape", "batch")
 _INSTEAD = {
     "device": _Mode(
         _device,
         ("peer", "publish", "batch", "drafter", "ffn_shape", "ablation", "quantise", "rows", "depth", "kv_dtype", "n"),
+    ),
+    "products": _Mode(
+        _products,
+        ("peer", "batch", "ffn_shape", "ablation", "quantise", "drafter", "rows", "depth", "kv_dtype", "kernels"),
     ),
     "ablation": _Mode(_lut, ("peer", "batch", "ffn_shape", "drafter", "rows", "depth", "kv_dtype", "kernels")),
     "ffn_shape": _Mode(_ffn, ("peer", "batch", "drafter", "rows", "depth", "kv_dtype")),

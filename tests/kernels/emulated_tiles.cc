@@ -78,4 +78,5 @@ extern "C" void specsparse_emulated_tiles(const specsparse::Ops* avx512, specspa
   table->dot = [](const Matrix& w, int64_t g, const Activations& x, int64_t row, int tokens, float* y) {
     dot<EmulatedTiles>(w, g, x, row, tokens, y, known->dot);
   };
+  table->dot_groups = nullptr;
 }

@@ -44,7 +44,7 @@ def test_end_to_end(capsys, monkeypatch):
 @pytest.mark.parametrize(
     "args, said",
     [
-        (("--shapes", "64x64"), "--shapes goes with --ablation lut"),
+        (("--shapes", "64x64"), "--shapes goes with --ablation lut or --products Q4_0,Q8_0"),
         (("--ablation", "lut", "--shapes", "64x40"), "--shapes 64x40: columns are a multiple of 32"),
         (("--ablation", "lut", "--quantise", "Q8_0"), "--ablation lut has no type 'Q8_0'; there are Q4_0, Q4_1"),
         (("--ablation", "lut", "--peer", "llama.cpp"), "--ablation does not go with --peer"),

@@ -23,8 +23,7 @@ __attribute__((flatten)) void dot_slices(const Matrix& w, const uint8_t* p, int 
   constexpr int kCodeBytes = kRows * kBlock / (READ == Read::kInt8 ? 1 : 2);
   constexpr int kLines = kCodeBytes / 64 + 1;  // of a block and its scales
   constexpr int kParts = kRows / (kSlice * SLICES);  // calls that share a group
-  const QBlock* rows[NT];
-  each<NT>([&](auto t) SPECSPARSE_EACH { rows[t] = x.q + (row + t) * x.blocks; });
+  const QBlock* at = x.at(row, 0);
   S acc[SLICES][NT], super_d[SLICES], super_m[SLICES];
   each<SLICES>([&](auto s) SPECSPARSE_EACH {
     each<NT>([&](auto t) SPECSPARSE_EACH { acc[s][t] = slice_zero(); });
@@ -32,7 +31,7 @@ __attribute__((flatten)) void dot_slices(const Matrix& w, const uint8_t* p, int 
   });
   // This call's part of the next group is fetched meanwhile: reading from memory and computing overlap.
   const int64_t ahead = w.group_bytes + 64 * (first / (kSlice * SLICES));
-  for (int64_t b = 0; b < x.blocks; ++b) {
+  for (int64_t b = 0; b < x.blocks; ++b, at += x.tile) {
     if (kHeader && b % (kSuper / kBlock) == 0) {
       each<SLICES>([&](auto s) SPECSPARSE_EACH { super_d[s] = slice_f16(p + 2 * (first + kSlice * s)); });
       p += 32;
@@ -60,7 +59,7 @@ __attribute__((flatten)) void dot_slices(const Matrix& w, const uint8_t* p, int 
       });
     each<(kLines + kParts - 1) / kParts>([&](auto line) SPECSPARSE_EACH { __builtin_prefetch(p + ahead + 64 * kParts * line); });
     const QBlock* q[NT];
-    each<NT>([&](auto t) SPECSPARSE_EACH { q[t] = rows[t] + b; });
+    each<NT>([&](auto t) SPECSPARSE_EACH { q[t] = at + t; });
     const uint8_t* codes = p + 4 * first;
     // Sub-block by sub-block, so that the sums of one are live at a time.
     each<SUBS>([&](auto u) SPECSPARSE_EACH {

@@ -75,8 +75,7 @@ __attribute__((flatten)) void dot_tiles(const Matrix& w, const uint8_t* p, const
   thread_local Scratch scratch;
   uint8_t* const unpacked = scratch.unpacked;
   auto& sums = scratch.sums;
-  const QBlock* rows[NT];
-  each<NT>([&](auto t) SPECSPARSE_EACH { rows[t] = x.q + (row + (t < tokens ? t : tokens - 1)) * x.blocks; });
+  const QBlock* at = x.at(row, 0);
   Shapes<Tiles>::use(tokens, SUBS);
   F acc[NT], super_d = zero(), super_m = zero();
   each<NT>([&](auto t) SPECSPARSE_EACH { acc[t] = zero(); });
@@ -101,13 +100,13 @@ __attribute__((flatten)) void dot_tiles(const Matrix& w, const uint8_t* p, const
     each<SUBS>([&](auto u) SPECSPARSE_EACH {
       constexpr int kSums = 2 * turn + u, kA = kFirstA + (SUBS == 2 ? u : turn), kB = kFirstB + (SUBS == 2 ? u : turn);
       Tiles::template load<kB>(codes + u * 256, 64);
-      Tiles::template load<kA>(rows[0][b].q + u * 16, x.blocks * static_cast<int64_t>(sizeof(QBlock)));
+      Tiles::template load<kA>(at->q + u * 16, sizeof(QBlock));
       Tiles::template zero<kSums>();
       Tiles::template add_products<kSums, kA, kB>();
       Tiles::template store<kSums>(sums[turn][u], 64);
     });
     each<NT>([&](auto t) SPECSPARSE_EACH {
-      const QBlock* q = rows[t] + b;
+      const QBlock* q = at + (t < tokens ? t : tokens - 1);
       each<SUBS>([&](auto u) SPECSPARSE_EACH {
         I dot = {load512(sums[turn][u][t])};
         if (READ == Read::kCodes) dot = add(dot, set1_i(-w.zero * q->sum));
@@ -115,6 +114,7 @@ __attribute__((flatten)) void dot_tiles(const Matrix& w, const uint8_t* p, const
         if (kMins) acc[t] = fma(m[u], set1(SUBS == 1 ? q->shift : q->shifts[u]), acc[t]);
       });
     });
+    at += x.tile;
   };
   int64_t b = 0;
   for (; b + 2 <= x.blocks; b += 2) each<2>([&](auto turn) SPECSPARSE_EACH { block(b + turn, turn); });

@@ -45,6 +45,13 @@ void quantise_block(const float* x, QBlock* out) {
   out->shift = out->scale * static_cast<float>(out->sum);
 }
 
+#if !defined(SPECSPARSE_QUANTISES_ROWS)
+// Block i of x goes to out[i * stride].
+void quantise_row(const float* x, int64_t blocks, QBlock* out, int64_t stride) {
+  for (int64_t b = 0; b < blocks; ++b) quantise_block(x + b * kBlock, out + b * stride);
+}
+#endif
+
 }  // namespace
 }  // namespace SPECSPARSE_ISA
 }  // namespace specsparse

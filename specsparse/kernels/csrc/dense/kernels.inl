@@ -45,7 +45,7 @@ void prepare(const float* from, const float* norm, float eps, const Activations&
     std::memcpy(x, from, out.cols * sizeof(float));
   }
   if (!quantise) return;
-  for (int64_t b = 0; b < out.blocks; ++b) quantise_block(x + b * kBlock, out.q + to * out.blocks + b);
+  quantise_row(x, out.blocks, out.at(to, 0), out.tile);
 }
 
 template <int NT, class Read>
@@ -141,8 +141,8 @@ float peak(const float* x, int64_t count, bool* wild) {
 
 }  // namespace
 
-#define SPECSPARSE_TABLE(NAME, REGISTERS) \
-  {NAME, REGISTERS, kTile, prepare, dot, glu, attend, store_kv, exp_shifted, block_sums, block_maxima, peak, nullptr}
+#define SPECSPARSE_TABLE(NAME, REGISTERS, GROUPS) \
+  {NAME, REGISTERS, kTile, prepare, dot, glu, attend, store_kv, exp_shifted, block_sums, block_maxima, peak, nullptr, GROUPS}
 
 }  // namespace SPECSPARSE_ISA
 }  // namespace specsparse

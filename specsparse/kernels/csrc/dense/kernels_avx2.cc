@@ -3,5 +3,5 @@
 #include "dense/kernels.inl"
 
 namespace specsparse {
-const Ops kAvx2Ops = SPECSPARSE_TABLE("avx2", Registers::kAvx2);
+const Ops kAvx2Ops = SPECSPARSE_TABLE("avx2", Registers::kAvx2, nullptr);
 }

@@ -3,5 +3,5 @@
 #include "dense/kernels.inl"
 
 namespace specsparse {
-const Ops kPortableOps = SPECSPARSE_TABLE("portable", Registers::kPortable);
+const Ops kPortableOps = SPECSPARSE_TABLE("portable", Registers::kPortable, nullptr);
 }

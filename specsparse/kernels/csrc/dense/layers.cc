@@ -130,7 +130,7 @@ class Forward final : public Phases {
     bool quantise = false;
     for (const Description* d : readers) quantise |= !d->matrix.is_float();
     return {from, norm, eps_, quantise, total_, nullptr,
-            work_.activations.reserve(1, (*readers.begin())->matrix.cols, quantise)};
+            work_.activations.reserve(total_, (*readers.begin())->matrix.cols, quantise)};
   }
 
   Product product(std::initializer_list<const Description*> weights, std::initializer_list<float*> to, const Preparation& from,

@@ -49,9 +49,11 @@ bool Description::read(const int64_t* d, const void* data, int64_t bytes) {
 
 Activations ActivationBuffer::reserve(int64_t rows, int64_t cols, bool quantise) {
   const int64_t blocks = quantise ? cols / kBlock : 0;
+  const int64_t tile = rows <= 2 ? std::max<int64_t>(rows, 1) : rows <= 4 ? 4 : ops().tile;  // filled up with rows of no meaning
+  const int64_t whole = (rows + tile - 1) / tile * tile;
   if (static_cast<int64_t>(x.size()) < rows * cols) x.resize(rows * cols);
-  if (static_cast<int64_t>(q.size()) < rows * blocks) q.resize(rows * blocks);
-  return {cols, blocks, x.data(), q.data()};
+  if (static_cast<int64_t>(q.size()) < whole * blocks) q.resize(whole * blocks);
+  return {cols, blocks, x.data(), q.data(), tile};
 }
 
 // Two rows take less time than a second thread needs to hear of them.
@@ -92,6 +94,7 @@ Product::Product(const Description* const* weights, int count, const Output* out
   }
   const int64_t groups = step_;
   step_ = groups_per_item(groups, largest);
+  if (ops().dot_groups && total > 2) step_ = (step_ + kGroupsAtOnce - 1) / kGroupsAtOnce * kGroupsAtOnce;
   parts_ = (groups + step_ - 1) / step_;
   chunks_ = (total + kTokenChunk - 1) / kTokenChunk;
   for (int m = glu ? 1 : count; m < kMost; ++m) first_[m + 1] = first_[m];
@@ -103,24 +106,48 @@ void Product::run(int64_t item) const {
   const int64_t groups = first_[kMost];
   const int64_t row0 = item / parts_ * kTokenChunk, row1 = std::min(total_, row0 + kTokenChunk);
   const int64_t g0 = item % parts_ * step_, g1 = std::min(groups, g0 + step_);
-  alignas(64) float y[kMostTile * kRows], up[kMostTile * kRows];
   int m = 0;
-  for (int64_t g = g0; g < g1; ++g) {
+  for (int64_t g = g0; g < g1;) {
     while (g >= first_[m + 1]) ++m;
+    if (op.dot_groups && g + kGroupsAtOnce <= std::min(g1, first_[m + 1]) && run_groups(m, g, row0, row1)) {
+      g += kGroupsAtOnce;
+      continue;
+    }
     const Matrix& w = weights_[m]->matrix;
+    alignas(64) float y[kMostTile * kRows], up[kMostTile * kRows];
     for (int64_t row = row0; row < row1; row += op.tile) {
       const int tokens = static_cast<int>(std::min<int64_t>(op.tile, row1 - row));
       op.dot(w, g - first_[m], x_, row, tokens, y);
-      if (glu) {
-        op.dot(weights_[1]->matrix, g, x_, row, tokens, up);
-        add_bias(*weights_[0], g, tokens, y);
-        add_bias(*weights_[1], g, tokens, up);
-        op.glu(y, up, tokens * kRows, act_);
-      }
-      write(outs_[m], y, row, tokens, g - first_[m]);
+      if (glu) op.dot(weights_[1]->matrix, g, x_, row, tokens, up);
+      finish(m, y, up, row, tokens, g - first_[m]);
     }
+    ++g;
   }
   if (op.leave) op.leave();
+}
+
+bool Product::run_groups(int m, int64_t g, int64_t row0, int64_t row1) const {
+  const Ops& op = ops();
+  constexpr int kGroupFloats = kGroupTile * kRows, kMost = kTokenChunk * kGroupsAtOnce * kRows;
+  alignas(64) thread_local float y[kMost], up[kMost];
+  const int tokens = static_cast<int>(row1 - row0);
+  if (!op.dot_groups(weights_[m]->matrix, g - first_[m], x_, row0, tokens, y)) return false;
+  if (act_ != Act::kNone) op.dot_groups(weights_[1]->matrix, g, x_, row0, tokens, up);
+  int64_t at = 0;
+  for (int64_t row = row0; row < row1; row += kGroupTile)
+    for (int i = 0; i < kGroupsAtOnce; ++i, at += kGroupFloats)
+      finish(m, y + at, up + at, row, static_cast<int>(std::min<int64_t>(kGroupTile, row1 - row)), g + i - first_[m]);
+  return true;
+}
+
+// `y` becomes act(y) * up where there is one, and is written.
+void Product::finish(int m, float* y, float* up, int64_t row, int tokens, int64_t group) const {
+  if (act_ != Act::kNone) {
+    add_bias(*weights_[0], group, tokens, y);
+    add_bias(*weights_[1], group, tokens, up);
+    ops().glu(y, up, tokens * kRows, act_);
+  }
+  write(outs_[m], y, row, tokens, group);
 }
 
 void Product::write(const Output& out, const float* y, int64_t row, int tokens, int64_t group) const {

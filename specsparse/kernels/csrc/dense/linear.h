@@ -89,6 +89,8 @@ class Product {
   void prefetch(int64_t bytes, int self, int threads) const;
 
  private:
+  bool run_groups(int m, int64_t g, int64_t row0, int64_t row1) const;
+  void finish(int m, float* y, float* up, int64_t row, int tokens, int64_t group) const;
   void write(const Output& out, const float* y, int64_t row, int tokens, int64_t group) const;
 
   static constexpr int kMost = 3;

@@ -41,7 +41,9 @@ struct alignas(64) QBlock {
 struct Activations {
   int64_t cols, blocks;
   float* x;   // [rows, cols], normalised
-  QBlock* q;  // [rows, blocks]
+  QBlock* q;  // [ceil(rows / tile), blocks, tile]: blocks of a tile's rows side by side, so that kernels have one address
+  int64_t tile = 1;
+  QBlock* at(int64_t row, int64_t block) const { return q + (row / tile * blocks + block) * tile + row % tile; }
 };
 
 constexpr int kMostQueries = 24;   // of a tile of attention
@@ -64,6 +66,7 @@ struct AttendTile {
   int64_t first[kMostQueries];
 };
 constexpr int kMostTile = 16;
+constexpr int kGroupsAtOnce = 3, kGroupTile = 8;
 
 // Vectors that a table's other functions use: which tables of neuron kernels and of peaks go with it.
 enum class Registers { kPortable, kAvx2, kAvx512 };
@@ -74,7 +77,7 @@ struct Ops {
   int tile;  // rows of activations that `dot` is best given, at most kMostTile
   // Normalises row `from` (norm may be null) and quantises it into row `to` of `out`.
   void (*prepare)(const float* from, const float* norm, float eps, const Activations& out, int64_t to, bool quantise);
-  // y[t * 16 + r] = dot of row r of group g with activation rows row .. row + tokens - 1.
+  // y[t * 16 + r] = dot of row r of group g with activation rows row .. row + tokens - 1, which lie in one tile.
   void (*dot)(const Matrix& w, int64_t g, const Activations& x, int64_t row, int tokens, float* y);
   // gate <- act(gate) * up, `count` a multiple of 16.
   void (*glu)(float* gate, const float* up, int64_t count, Act act);
@@ -91,12 +94,16 @@ struct Ops {
   float (*peak)(const float* x, int64_t count, bool* wild);
   // Called by a thread that leaves off calling `dot`; may be null.
   void (*leave)();
+  // `dot` of kGroupsAtOnce groups from g on, which may be given many rows of activations, of whole tiles but for the last:
+  // y[kGroupTile rows][group][row of them][16]. May be null; false, with nothing written, where it is not faster.
+  bool (*dot_groups)(const Matrix& w, int64_t g, const Activations& x, int64_t row, int tokens, float* y);
 };
 
 extern const Ops kPortableOps;
 #if defined(__x86_64__)
 extern const Ops kAvx2Ops;
 extern const Ops kAvx512Ops;
+bool dot_groups_avx512(const Matrix& w, int64_t g, const Activations& x, int64_t row, int tokens, float* y);
 // `Ops::dot` by AVX-VNNI in either encoding, with kAvx2Ops for the rest.
 void dot_avxvnni(const Matrix& w, int64_t g, const Activations& x, int64_t row, int tokens, float* y);
 void dot_vnni256(const Matrix& w, int64_t g, const Activations& x, int64_t row, int tokens, float* y);

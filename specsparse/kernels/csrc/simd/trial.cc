@@ -55,7 +55,7 @@ void fill(Made& made) {
 bool same_products(const Ops& tried, const Ops& known) {
   static Made made;
   fill(made);
-  const Activations x{kColumns, kBlocks, nullptr, made.rows};
+  const Activations x{kColumns, kBlocks, nullptr, made.rows, kMostTile};
   bool same = true;
   const auto compare = [&](Read read, Scales scales, int subs) {
     const Codes codes = read == Read::kInt8 ? Codes::kInt8 : Codes::kNibble;

@@ -20,7 +20,7 @@ Preparation preparation(const Description* reader, const float* from, const floa
                         ActivationBuffer& activations) {
   const bool quantise = reader && !reader->matrix.is_float();
   const int64_t cols = reader ? reader->matrix.cols : 0;
-  return {from, norm, eps, quantise, total, nullptr, activations.reserve(1, cols, quantise)};
+  return {from, norm, eps, quantise, total, nullptr, activations.reserve(total, cols, quantise)};
 }
 
 Product product(const Description* w, float* to, const Preparation& from) {
