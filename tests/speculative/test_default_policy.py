@@ -23,6 +23,7 @@ from specsparse.engine.sampling.params import SamplingParams
 from specsparse.runtime.binding import make_method
 from specsparse.runtime.device_batch import Method, Request
 from specsparse.runtime.session import Session
+from specsparse.runtime.times import defaults
 from specsparse.runtime.times.defaults import guessed_v, policy_times
 from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback
 from specsparse.speculative.drafters.either import Either
@@ -140,9 +141,10 @@ def write(params, tokens_Bn, cache: KVCache, *, n_valid_B=None, parents_Bn=None,
 
 @pytest.fixture(scope="module")
 def replay(tmp_path_factory):
-    """Nothing was measured before, so the policy guesses."""
+    """Nothing was measured before, so the policy guesses, as on a processor with AVX2."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECSPARSE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(defaults, "_native", lambda: defaults.V_AVX2)
         yield Replay(tmp_path_factory.mktemp("files"))
 
 
@@ -160,6 +162,15 @@ def test_a_lookup_by_its_name_is_never_much_slower_than_plain_decoding(replay, n
     for machine, v in MACHINES.items():
         greedy, warm = (of_tasks(replay.speeds(rounds, v), t) for t in (0.0, 0.8))
         assert min(greedy.values()) >= 0.97 and min(warm.values()) >= 0.93, (machine, greedy, warm)
+
+
+def test_a_processor_with_avx512_is_guessed_to_be_one(replay, monkeypatch):
+    """Its rows are cheaper, so lookups gain more there than by the guess for AVX2."""
+    monkeypatch.setattr(defaults, "_native", lambda: defaults.V_AVX512)
+    here = replay.speeds(replay.rounds(replay.method("prompt_lookup")), MACHINES["avx512"])
+    by_avx2 = replay.speeds(replay.by_default("prompt_lookup"), MACHINES["avx512"])
+    assert min(of_tasks(here, 0.0).values()) >= 0.97 and min(of_tasks(here, 0.8).values()) >= 0.93
+    assert here.mean() > by_avx2.mean()
 
 
 def test_what_repeats_itself_still_gains(replay):

@@ -2,29 +2,36 @@
 
 from collections.abc import Mapping
 
+from specsparse import kernels
 from specsparse.engine.model import Model
 from specsparse.runtime.times import store
 from specsparse.runtime.times.stamp import cost_key
 from specsparse.speculative.drafters.plan import Bound
 
-V_NATIVE = (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.35, 2.7)
-"""v(1).. of a small model on the slower of the machines measured (SmolLM2-135M Q4_1, AVX2, two cores; docs/LOG.md)."""
+V_AVX2 = (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.35, 2.7)
+"""v(1).. of a small model on the slower of the machines measured (SmolLM2-135M Q4_1, two cores; docs/LOG.md)."""
+V_AVX512 = (1.0, 1.08, 1.2, 1.37, 1.58, 1.82, 2.0, 2.2)
+"""The same where the kernels have AVX-512 VNNI."""
 V_BATCHED = (1.0, 1.1)
 """On the xla backend."""
 V_ROW_BY_ROW = (1.0, 2.0)
 """On the reference, which computes one row after another."""
 
-_GUESSES = {"native": V_NATIVE, "xla": V_BATCHED, "packed": V_BATCHED, "bf16": V_BATCHED}
+_GUESSES = {"xla": V_BATCHED, "packed": V_BATCHED, "bf16": V_BATCHED}
 
 STEP_FLOOR = 0.02
 """A drafted token's share of a plain step that is no reading of weights: small calls and the draw."""
 
 
-def guessed_v(kernels: str, rows: int) -> list[float]:
+def guessed_v(backend: str, rows: int) -> list[float]:
     """v(1)..v(rows) that no draft is far cheaper or dearer than; beyond what was measured by the last slope."""
-    known = _GUESSES.get(kernels, V_ROW_BY_ROW)
+    known = _native() if backend == "native" else _GUESSES.get(backend, V_ROW_BY_ROW)
     slope = known[-1] - known[-2]
     return [known[n] if n < len(known) else known[-1] + slope * (n + 1 - len(known)) for n in range(rows)]
+
+
+def _native() -> tuple[float, ...]:
+    return V_AVX512 if kernels.status()["isa"] in ("avx512", "amx") else V_AVX2
 
 
 def draft_share(model: Model, bound: Bound) -> float:
