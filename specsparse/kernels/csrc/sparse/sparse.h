@@ -76,6 +76,8 @@ struct SparseOps {
   // fetched.
   void (*dot_group)(const NeuronRows& w, const int32_t* js, const uint8_t* const* next, int count, const Input& x, float* out,
                     float* scratch);
+  // Whether it pays to multiply row by row by `dot_group` where several rows share neurons of blocks.
+  bool groups;
   // y += a[i] * neuron js[i] for i < count in order, columns of chunks [begin, end), `begin` a multiple of 4. y is in an order of
   // the table's own: `in_order`. Meanwhile the same columns of neurons next[i] are fetched.
   void (*add)(const NeuronRows& w, const int32_t* js, const float* a, const int32_t* next, int64_t count, int64_t begin,

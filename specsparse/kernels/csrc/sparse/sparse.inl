@@ -445,7 +445,7 @@ int64_t differing(const uint64_t* a, const uint64_t* b, int64_t words) {
 
 }  // namespace
 
-#define SPECSPARSE_SPARSE_TABLE {dot, dot_group, add_rows, in_order, dot_floats, differing, dot_neurons, project_stripe}
+#define SPECSPARSE_SPARSE_TABLE {dot, dot_group, kGroups, add_rows, in_order, dot_floats, differing, dot_neurons, project_stripe}
 
 }  // namespace SPECSPARSE_ISA
 }  // namespace specsparse

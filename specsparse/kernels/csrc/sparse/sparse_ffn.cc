@@ -186,7 +186,8 @@ class Call final : public SparseSteps {
     near_ = ffn.down.row_bytes * total <= kKeptBytes;
     whole_ = count == 1 && threads() <= kFewThreads;
     per_item_ = std::clamp<int64_t>((total / (16 * threads()) + kAtOnce - 1) / kAtOnce * kAtOnce, 2 * kAtOnce, kItemNeurons);
-    items_ = whole_ ? kSegments : (total + per_item_ - 1) / per_item_;
+    // One thread takes all segments in one go: the beginning of an item waits for memory.
+    items_ = whole_ ? (threads() == 1 ? 1 : kSegments) : (total + per_item_ - 1) / per_item_;
     reserve_tiles();
   }
 
@@ -220,12 +221,13 @@ class Call final : public SparseSteps {
   int64_t sum_blocks() const { return (ffn_->down.chunks() + sum_chunks() - 1) / sum_chunks(); }
 
   void reserve_tiles() {
-    const int64_t slots = std::max<int64_t>(items_ * count_ * per_item_, read());  // and as many again for the lists
-    const int64_t room = items_ * per_item_ + kRowGroup;                           // of a list
+    const int64_t tiles = whole_ ? kSegments : items_;
+    const int64_t slots = std::max<int64_t>(tiles * count_ * per_item_, read());  // and as many again for the lists
+    const int64_t room = tiles * per_item_ + kRowGroup;                           // of a list
     int32_t* ids = reserve(neurons_, slots + count_ * room);
     float* values = reserve(values_, slots + count_ * room);
-    Tile* tiles = reserve(tiles_, items_ * count_);
-    for (int64_t i = 0; i < items_ * count_; ++i) tiles[i] = {0, ids + i * per_item_, values + i * per_item_};
+    Tile* own = reserve(tiles_, tiles * count_);
+    for (int64_t i = 0; i < tiles * count_; ++i) own[i] = {0, ids + i * per_item_, values + i * per_item_};
     Tile* lists = reserve(lists_, count_);
     for (int64_t t = 0; t < count_; ++t)
       lists[t] = {0, ids + slots + t * room, values + slots + t * room};
@@ -238,7 +240,7 @@ class Call final : public SparseSteps {
  public:
   // Gate, up and activation of one item's neurons, each for the rows that keep it. Where the gate gives 0 up is not read.
   void hidden(int64_t item) override {
-    if (count_ == 1) return whole_ ? segment_of_one(item) : item_of_one(item);
+    if (count_ == 1) return whole_ ? segments_of_one(item) : item_of_one(item);
     const int64_t first = item * per_item_, last = std::min<int64_t>(union_.neurons.size(), first + per_item_);
     thread_local Lines<float> memory;
     thread_local std::vector<uint64_t> masks;
@@ -248,14 +250,21 @@ class Call final : public SparseSteps {
     uint64_t* live = reserve(masks, per_item_);
     std::fill(ones, ones + pairs, 1.0f);
     const uint64_t* kept = union_.rows.data() + first;
-    activate(gate, products(ffn_->gate ? *ffn_->gate : ffn_->up, first, last, kept, gate, scratch), ffn_->act, ones);
+    // Where gates do not close, rows of up are fetched while those of gate are multiplied, and the other way round.
+    const NeuronRows& decides = ffn_->gate ? *ffn_->gate : ffn_->up;
+    const int32_t* js = union_.neurons.data();
+    const int64_t after = std::min<int64_t>(per_item_, read() - last);
+    const bool both = ffn_->gate && !closes();
+    const Ahead own{js + first, last - first}, next{js + last, after};
+    activate(gate, products(decides, first, last, kept, gate, scratch, both ? ffn_->up : decides, both ? own : next), ffn_->act, ones);
     const float* a = gate;
     for (int64_t i = 0; i < last - first; ++i) {
       live[i] = 0;
       for (uint64_t left = kept[i]; left; left &= left - 1, ++a)
         if (*a != 0 && !(std::abs(*a) < ffn_->least)) live[i] |= left & -left;
     }
-    if (ffn_->gate) activate(up, products(ffn_->up, first, last, live, up, scratch), ffn_->up_act, ones);
+    if (ffn_->gate)
+      activate(up, products(ffn_->up, first, last, live, up, scratch, decides, both ? next : Ahead{nullptr, 0}), ffn_->up_act, ones);
     Tile* tiles = tiles_.data() + item * count_;
     for (int64_t i = first; i < last; ++i) {
       active_[i] = 0;
@@ -293,49 +302,61 @@ class Call final : public SparseSteps {
     hidden_of_one(first, std::min<int64_t>(per_item_, read() - first), &tiles_[item]);
   }
 
+  // Neurons to be fetched, of which `at` were.
+  struct Ahead {
+    const int32_t* neurons;
+    int64_t count, at = 0;
+  };
+
   // Neurons of a segment on their way: their gates are open, and up and down are to come.
   struct Opened {
     int64_t count = 0;
-    int32_t neurons[kStep + kRowGroup];  // their places in the union too; both filled up to whole groups
-    int32_t places[kStep + kRowGroup];
+    int32_t neurons[kStep], places[kStep];  // and where they stand in the union
     alignas(64) float gates[kStep + 16];
   };
 
-  // A whole segment, from the gate to the output, a few neurons at a time. All that a step reads is fetched one step before and
+  // Whole segments, from the gate to the output, a few neurons at a time. All that a step reads is fetched one step before and
   // while something is computed, so that memory is never idle: a gate's rows while the gates before it are computed, rows of up
   // and of down, once the gate is open, while those of the step before are.
-  void segment_of_one(int64_t segment) {
-    const int64_t first = begin_of(segment), last = begin_of(segment + 1);
-    Tile& tile = tiles_[segment];
-    tile = {0, neurons_.data() + first, values_.data() + first};
+  void segments_of_one(int64_t item) {
+    const int64_t from = item * kSegments / items_, to = (item + 1) * kSegments / items_;
+    const int64_t first = begin_of(from), last = begin_of(to);
+    for (int64_t i = from; i < to; ++i) tiles_[i].count = 0;
+    Tile list = {0, neurons_.data() + first, values_.data() + first};
     if (first == last) return;
-    float* sums = parts_.data() + segment * width();
-    std::fill(sums, sums + width(), 0.0f);
     thread_local Lines<float> memory;
     float* scratch = reserve(memory, most_scratch());
     const int64_t step = std::clamp<int64_t>(kStepBytes / ffn_->up.row_bytes / kRowGroup * kRowGroup, kRowGroup, kStep);
     Opened opened[2];
-    int64_t added = 0;  // of the tile's neurons
+    int64_t added = 0, segment = from;  // of the list
     for (int64_t b = first, turn = 0;; b += step, turn ^= 1) {
       Opened &now = opened[turn], &before = opened[turn ^ 1];
       now.count = 0;
       if (b < last)
         open(b, std::min(step, last - b), step, &now, scratch);
       else
-        expect(b, std::min(step, end_of(segment) - b), &now);
-      multiply(before, now, &tile, scratch);
-      const int64_t ready = b < last ? (tile.count - added) / kRowGroup * kRowGroup : tile.count - added;
-      add(&tile, added, ready, now, sums, scratch);
-      added += ready;
+        expect(b, std::min(step, end_of(item) - b), &now);
+      multiply(before, now, &list, scratch);
+      Ahead ahead{now.neurons, now.count};
+      while (added < list.count) {
+        const int64_t end = std::lower_bound(list.neurons + added, list.neurons + list.count, bound(segment + 1)) - list.neurons;
+        const bool complete = end < list.count || b >= last;
+        const int64_t ready = complete ? end - added : (end - added) / kRowGroup * kRowGroup;
+        add(list, added, ready, segment, &ahead, scratch);
+        added += ready;
+        if (!complete) break;
+        ++segment;
+      }
+      for (; ahead.at < ahead.count; ++ahead.at) ffn_->down.fetch(ahead.neurons[ahead.at]);
       if (b >= last) return;
     }
   }
 
-  // What this thread is likely to read next: neurons of the segments after its own, where gates do not close.
-  int64_t end_of(int64_t segment) const {
+  // What this thread is likely to read next: neurons of the items after its own, where gates do not close.
+  int64_t end_of(int64_t item) const {
     if (closes()) return 0;
     for (int t = 1, all = threads(); t <= all; ++t)
-      if (share_begin(kSegments, t, all) == segment + 1) return 0;
+      if (share_begin(items_, t, all) == item + 1) return 0;
     return read();
   }
   void expect(int64_t first, int64_t count, Opened* to) const {
@@ -387,13 +408,16 @@ class Call final : public SparseSteps {
     }
   }
 
-  // Adds `count` neurons of the tile to the sums, while rows of down that follow are fetched.
-  void add(const Tile* tile, int64_t first, int64_t count, const Opened& next, float* sums, float* scratch) {
+  // Adds `count` neurons of a list to a segment, while rows of down that follow are fetched.
+  void add(const Tile& list, int64_t first, int64_t count, int64_t segment, Ahead* next, float* scratch) {
+    if (!count) return;
     const NeuronRows& w = ffn_->down;
+    float* sums = parts_.data() + segment * width();
+    if (!tiles_[segment].count) std::fill(sums, sums + width(), 0.0f);
+    tiles_[segment].count += count;
     int32_t ahead[2 * kStep];
-    for (int64_t i = 0; i < count; ++i) ahead[i] = i < next.count ? next.neurons[i] : tile->neurons[first];
-    sparse_ops().add(w, tile->neurons + first, tile->values + first, ahead, count, 0, w.chunks(), sums, scratch);
-    for (int64_t i = count; i < next.count; ++i) w.fetch(next.neurons[i]);
+    for (int64_t i = 0; i < count; ++i) ahead[i] = next->at < next->count ? next->neurons[next->at++] : list.neurons[first];
+    sparse_ops().add(w, list.neurons + first, list.values + first, ahead, count, 0, w.chunks(), sums, scratch);
   }
 
   int64_t most_scratch() const {
@@ -446,8 +470,37 @@ class Call final : public SparseSteps {
     }
   }
 
-  // Neurons [first, last) of the union times the rows of their masks, neuron by neuron; how many products.
-  int64_t products(const NeuronRows& w, int64_t first, int64_t last, const uint64_t* masks, float* out, float* scratch) {
+  // Neurons [first, last) of the union times the rows of their masks, out neuron by neuron; how many products. Meanwhile `ahead`
+  // of `next` are fetched or, where there are none, those that follow.
+  int64_t products(const NeuronRows& w, int64_t first, int64_t last, const uint64_t* masks, float* out, float* scratch,
+                   const NeuronRows& next, Ahead ahead) {
+    if (w.is_float() || !sparse_ops().groups) return products_by_neuron(w, first, last, masks, out, scratch);
+    int32_t begin[kItemNeurons], total = 0;
+    for (int64_t i = first; i < last; ++i) begin[i - first] = total, total += __builtin_popcountll(masks[i - first]);
+    int64_t done = 0;
+    for (int64_t t = 0; t < count_; ++t) {
+      int32_t js[kItemNeurons + 1], places[kItemNeurons + 1], some = 0;
+      for (int64_t i = 0; i < last - first; ++i) {
+        js[some] = union_.neurons[first + i], places[some] = begin[i];
+        some += masks[i] >> t & 1, begin[i] += masks[i] >> t & 1;
+      }
+      for (int32_t k = 0; k < some; k += kRowGroup) {
+        const int count = static_cast<int>(std::min<int32_t>(kRowGroup, some - k));
+        done += count;
+        const uint8_t* rows[kRowGroup];
+        const int64_t wanted = ahead.count * done / total;
+        for (int r = 0; r < kRowGroup; ++r)
+          rows[r] = ahead.at < wanted ? next.row(ahead.neurons[ahead.at++])
+                                      : w.row(js[ahead.neurons ? k : std::min(k + r + kRowGroup, some - 1)]);
+        float found[kRowGroup];
+        sparse_ops().dot_group(w, js + k, rows, count, *inputs_[t], found, scratch);
+        for (int r = 0; r < count; ++r) out[places[k + r]] = found[r];
+      }
+    }
+    return total;
+  }
+
+  int64_t products_by_neuron(const NeuronRows& w, int64_t first, int64_t last, const uint64_t* masks, float* out, float* scratch) {
     thread_local std::vector<int64_t> wanted;
     wanted.clear();
     for (int64_t i = first; i < last; ++i)
@@ -494,7 +547,8 @@ class Call final : public SparseSteps {
     thread_local Lines<float> memory;
     float* scratch = reserve(memory, scratch_floats(down));
     float* parts = parts_.data() + segment * count_ * width();
-    for (int64_t i = begin_of(segment), from = 0; i < last; i += step, from = 1)
+    const int64_t first = begin_of(segment);
+    for (int64_t i = first, from = 0; i < last; i += step, from = 1)
       for (int64_t c = 0; c < chunks; c += stripe)
         for (int64_t t = 0; t < count_; ++t) {
           const Tile& list = lists_[t];
@@ -503,12 +557,28 @@ class Call final : public SparseSteps {
           float* to = parts + t * width() + c * kChunk;
           const int64_t until = std::min(chunks, c + stripe);
           if (!from) std::fill(to, to + (until - c + 1) / 2 * 2 * kChunk, 0.0f);
-          sparse_ops().add(down, list.neurons + some, list.values + some, list.neurons + some + kRowGroup, stop - some, c, until,
-                           to, scratch);
+          const int32_t* ahead = list.neurons + some + kRowGroup;
+          if (count_ > 1) ahead = shared_ahead(list, some, stop, t, std::min(i + step, last), step, i == first);
+          sparse_ops().add(down, list.neurons + some, list.values + some, ahead, stop - some, c, until, to, scratch);
         }
   }
 
  private:
+  // What is fetched while neurons [some, stop) of a list are added: of the next tile, which begins at `begin` of the union, a
+  // share for each row of activations, at an even rate. In between, the first tile fetches what follows in the list.
+  const int32_t* shared_ahead(const Tile& list, int64_t some, int64_t stop, int64_t t, int64_t begin, int64_t step, bool first) {
+    thread_local std::vector<int32_t> next;
+    const int64_t count = stop - some, left = std::min(step, read() - begin), from = left * t / count_;
+    int32_t* to = reserve(next, count);
+    const int64_t share = left * (t + 1) / count_ - from;
+    for (int64_t k = 0, at = 0; k < count; ++k) {
+      const int64_t wanted = share * (k + 1) / count;
+      to[k] = wanted > at ? union_.neurons[begin + from + at] : list.neurons[first ? some + k + kRowGroup : some];
+      at = wanted;
+    }
+    return to;
+  }
+
   // Columns of chunks [begin, begin + kSumChunks) of row t of y: the segments one after the other.
   void sum_segments(int64_t t, int64_t begin, const float* residual, int64_t row, float* y) {
     const NeuronRows& down = ffn_->down;
