@@ -131,7 +131,7 @@ def test_native_equals_the_definition(name):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("threads", [1, 2, 9])  # a single row's items: all segments, one each, or lists of neurons
 def test_bits_do_not_depend_on_isa_threads_or_rows(isa, threads):
     for name in TYPES if threads == 2 else FEW:
         kind = "swiglu" if name in FEW else "reglu"
@@ -143,6 +143,19 @@ def test_bits_do_not_depend_on_isa_threads_or_rows(isa, threads):
             same_bits(y[:n], wanted[:n], f"{name} n={n}")
             assert (y[n:] == 0).all() and (stats.kept[n:] == 0).all() and (stats.nonzero[n:] == 0).all()
             np.testing.assert_array_equal(stats.nonzero[:n], counted.nonzero[:n])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 9])
+@pytest.mark.parametrize("kind", ["reglu", "relu2"])
+def test_one_row_has_its_bits_where_gates_close(kind, threads):
+    """What a closed gate leaves out is fetched and added in other groups than with all gates open."""
+    use("portable", 1)
+    wanted, counted = run("Q4_0", kind)
+    for isa in ISAS:
+        use(isa, threads)
+        y, stats = run("Q4_0", kind, n=1)
+        same_bits(y[:1], wanted[:1], f"{isa} {kind}")
+        assert stats.nonzero[0] == counted.nonzero[0] > 0
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
