@@ -4,7 +4,6 @@
 // kGroups groups of weights; the sums of a block fill the registers, and results wait in memory, which a block reads and
 // writes once. Columns are gone through piece by piece, so that a piece of the weights stays in the first cache for all rows.
 #define SPECSPARSE_ISA avx512_groups
-#include <algorithm>
 #include <cstring>
 
 #include "simd/kinds.h"
@@ -16,6 +15,7 @@ namespace {
 constexpr int kGroups = kGroupsAtOnce;
 constexpr int64_t kPiece = 16;  // blocks, whole super-blocks
 constexpr int64_t kAhead = 2048;  // bytes of each group that are fetched meanwhile
+constexpr int kFew = 4;            // two rows and three are multiplied like four
 
 typedef int32_t Four __attribute__((may_alias, aligned(1)));
 
@@ -128,15 +128,18 @@ __attribute__((flatten)) const uint8_t* multiply(const Matrix& w, const uint8_t*
 
 template <Read READ, Scales SCALES, int SUBS>
 void multiply_all(const Matrix& w, const uint8_t* p, const Activations& x, int64_t row, int tokens, float* y) {
-  constexpr int kTileFloats = kGroups * kGroupTile * kRows, kFew = 4;
+  constexpr int kTileFloats = kGroups * kGroupTile * kRows;
   const int tiles = (tokens + kGroupTile - 1) / kGroupTile;
   std::memset(y, 0, sizeof(float) * kTileFloats * tiles);
   const uint8_t* const end = p + w.group_bytes;
   for (int64_t b = 0; b < x.blocks; b += kPiece) {
-    const int64_t blocks = std::min(kPiece, x.blocks - b);
+    const int64_t blocks = x.blocks - b < kPiece ? x.blocks - b : kPiece;
     const uint8_t* next = p;
     for (int i = 0; i < tiles; ++i) {
-      const auto call = tokens - i * kGroupTile > kFew ? multiply<READ, SCALES, SUBS, kGroupTile> : multiply<READ, SCALES, SUBS, kFew>;
+      const int left = tokens - i * kGroupTile;
+      const auto call = left > kFew ? multiply<READ, SCALES, SUBS, kGroupTile>
+                        : left > 1  ? multiply<READ, SCALES, SUBS, kFew>
+                                    : multiply<READ, SCALES, SUBS, 1>;
       next = call(w, p, blocks, x.at(row + i * kGroupTile, b), x.tile, i ? nullptr : end, y + kTileFloats * i);
     }
     p = next;
@@ -146,7 +149,7 @@ void multiply_all(const Matrix& w, const uint8_t* p, const Activations& x, int64
 }  // namespace
 
 bool dot_groups_avx512(const Matrix& w, int64_t g, const Activations& x, int64_t row, int tokens, float* y) {
-  if (tokens < 3 || w.is_float() || x.tile < std::min(tokens, kGroupTile)) return false;
+  if (w.is_float() || x.tile < (tokens > kFew ? kGroupTile : tokens > 1 ? kFew : 1)) return false;
   const uint8_t* group = w.data + g * w.group_bytes;
   return with_kind(w, [&](auto kind) SPECSPARSE_EACH {
     using K = decltype(kind);

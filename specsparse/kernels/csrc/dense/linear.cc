@@ -49,7 +49,7 @@ bool Description::read(const int64_t* d, const void* data, int64_t bytes) {
 
 Activations ActivationBuffer::reserve(int64_t rows, int64_t cols, bool quantise) {
   const int64_t blocks = quantise ? cols / kBlock : 0;
-  const int64_t tile = rows <= 2 ? std::max<int64_t>(rows, 1) : rows <= 4 ? 4 : ops().tile;  // filled up with rows of no meaning
+  const int64_t tile = rows <= 1 ? 1 : rows <= 4 ? 4 : ops().tile;  // filled up with rows of no meaning
   const int64_t whole = (rows + tile - 1) / tile * tile;
   if (static_cast<int64_t>(x.size()) < rows * cols) x.resize(rows * cols);
   if (static_cast<int64_t>(q.size()) < whole * blocks) q.resize(whole * blocks);
@@ -94,7 +94,7 @@ Product::Product(const Description* const* weights, int count, const Output* out
   }
   const int64_t groups = step_;
   step_ = groups_per_item(groups, largest);
-  if (ops().dot_groups && total > 2) step_ = (step_ + kGroupsAtOnce - 1) / kGroupsAtOnce * kGroupsAtOnce;
+  if (ops().dot_groups) step_ = (step_ + kGroupsAtOnce - 1) / kGroupsAtOnce * kGroupsAtOnce;
   parts_ = (groups + step_ - 1) / step_;
   chunks_ = (total + kTokenChunk - 1) / kTokenChunk;
   for (int m = glu ? 1 : count; m < kMost; ++m) first_[m + 1] = first_[m];
@@ -172,8 +172,11 @@ void Product::prefetch(int64_t bytes, int self, int threads) const {
   const int pair = act_ == Act::kNone ? 1 : 2;
   for (int i = m; i < m + pair; ++i) {
     const Matrix& w = weights_[i]->matrix;
-    const int64_t from = (group - first_[m]) * w.group_bytes, to = std::min(from + bytes / pair, w.groups() * w.group_bytes);
-    for (int64_t at = from; at < to; at += 64) __builtin_prefetch(w.data + at, 0, 2);
+    const int streams = ops().dot_groups ? kGroupsAtOnce : 1;  // groups that are read side by side
+    for (int64_t g = group - first_[m]; g < std::min(group - first_[m] + streams, w.groups()); ++g) {
+      const int64_t from = g * w.group_bytes, to = std::min(from + bytes / pair / streams, w.groups() * w.group_bytes);
+      for (int64_t at = from; at < to; at += 64) __builtin_prefetch(w.data + at, 0, 2);
+    }
   }
 }
 

@@ -4,8 +4,6 @@
 
 #include <immintrin.h>
 
-#include <algorithm>
-
 #include "simd/ops.h"
 #include "simd/unroll.h"
 
@@ -34,7 +32,7 @@ inline void quantise_row(const float* x, int64_t blocks, QBlock* out, int64_t st
   const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 0, 0, 0, 0, 0, 0, 0, 0);
   const __m128i less = _mm_setr_epi32(1, -128, -128, -128);
   for (int64_t first = 0; first < blocks; first += kSome) {
-    const int some = static_cast<int>(std::min<int64_t>(kSome, blocks - first));
+    const int some = blocks - first < kSome ? static_cast<int>(blocks - first) : kSome;
     __m512 v[kSome];
     for (int i = 0; i < kSome; ++i) {
       const float* from = x + kBlock * (i < some ? i : 0);

@@ -43,7 +43,7 @@ struct Activations {
   float* x;   // [rows, cols], normalised
   QBlock* q;  // [ceil(rows / tile), blocks, tile]: blocks of a tile's rows side by side, so that kernels have one address
   int64_t tile = 1;
-  QBlock* at(int64_t row, int64_t block) const { return q + (row / tile * blocks + block) * tile + row % tile; }
+  __attribute__((always_inline)) QBlock* at(int64_t row, int64_t block) const { return q + (row / tile * blocks + block) * tile + row % tile; }
 };
 
 constexpr int kMostQueries = 24;   // of a tile of attention

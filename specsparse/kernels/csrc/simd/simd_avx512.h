@@ -12,7 +12,7 @@
 namespace specsparse {
 inline namespace SPECSPARSE_ISA {
 
-constexpr int kMaxTokens = 2;  // more rows take several groups at once (dense/groups_avx512.cc)
+constexpr int kMaxTokens = 1;  // more rows take several groups at once (dense/groups_avx512.cc)
 // Sums of attention that the registers hold, and queries that share what was widened for them.
 constexpr int kScoreSums = 16, kValueSums = 16, kGroup = 8;
 constexpr int kMaxFloatTokens = 8;
