@@ -105,5 +105,6 @@ def test_tiny_models_emit_the_plain_tokens(model, head, block_drafter, plain, me
 def test_smollm2_skips_layers(smollm2):
     prompt = "Once upon a time, in a village at the foot of a mountain, there lived a clockmaker who"
     wanted = specsparse.generate(smollm2, prompt, max_tokens=64, ignore_eos=True)
-    got = specsparse.generate(smollm2, prompt, max_tokens=64, ignore_eos=True, drafter="layer_skip")
+    skips = get_drafter("layer_skip", gamma=4)  # a length by itself would hang on what this machine is thought to take
+    got = specsparse.generate(smollm2, prompt, max_tokens=64, ignore_eos=True, drafter=skips)
     assert got.token_ids == wanted.token_ids and got.stats.counters.num_accepted_tokens > 0
