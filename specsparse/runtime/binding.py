@@ -27,15 +27,14 @@ from specsparse.speculative.policies.registry import default_policy
 from specsparse.speculative.verifiers.registry import same_text
 
 Head = TypeVar("Head", Eagle3File, DFlashFile)
+AnyDrafter = str | Drafter | DrafterPlan | None
+"""A registered name, a drafter, a plan of one, or none."""
+AnyVerifier = str | Verifier | None
+"""A registered name, a verifier, or what fits the drafter."""
 
 
 def make_method(
-    model: Model,
-    drafter: str | Drafter | DrafterPlan | None,
-    verifier: str | Verifier | None,
-    params: SamplingParams,
-    *,
-    batch: int = 1,
+    model: Model, drafter: AnyDrafter, verifier: AnyVerifier, params: SamplingParams, *, batch: int = 1
 ) -> Method:
     """The method of a drafter and a verifier, refused where the pair does not keep its promise.
 
@@ -68,12 +67,7 @@ def make_method(
 
 
 def ready(
-    model: Model,
-    drafter: str | Drafter | DrafterPlan | None,
-    verifier: str | Verifier | None,
-    params: SamplingParams,
-    *,
-    batch: int = 1,
+    model: Model, drafter: AnyDrafter, verifier: AnyVerifier, params: SamplingParams, *, batch: int = 1
 ) -> tuple[Model, Method]:
     """The model, of an automatic width one that holds the drafts (`Model.holding`), and `make_method` on it."""
     if model.narrow is not None and isinstance(drafter, str | Drafter | DrafterPlan):
@@ -81,7 +75,7 @@ def ready(
     return model, make_method(model, drafter, verifier, params, batch=batch)
 
 
-def rows_of(drafter: str | Drafter | DrafterPlan | None) -> int:
+def rows_of(drafter: AnyDrafter) -> int:
     """Most rows of a step with this drafter; plain decoding has one."""
     if drafter is None or drafter == "none":
         return 1

@@ -241,6 +241,18 @@ def _bytes(case: FfnCase, w: _Weights, neurons: float) -> float:
     return neurons * 3 * w.gate.data.shape[1] + extra
 
 
+def kernels_on(backend: str | None, threads: int | None) -> kernels.Kernels:
+    """The kernels of that name (the best there is) on so many threads (as many as before).
+
+    Raises:
+        UserError: they are not there.
+    """
+    chosen = kernels.get(backend)
+    if threads is not None:
+        kernels.set_threads(threads)
+    return chosen
+
+
 def run(plan: FfnPlan, out: Console, *, threads: int | None = None, backend: str | None = None) -> Json:
     """Measures and returns the report: the plan, `rows`, the read bandwidth and the manifest.
 
@@ -248,9 +260,7 @@ def run(plan: FfnPlan, out: Console, *, threads: int | None = None, backend: str
         UserError: a plan that cannot be run, or kernels that are not there.
     """
     plan.validate()
-    chosen = kernels.get(backend)
-    if threads is not None:
-        kernels.set_threads(threads)
+    chosen = kernels_on(backend, threads)
     total = (plan.repeats + 1) * sum(1 for kind in plan.types for _ in cases(plan, kind))
     with terminal.counting(out, "timing FFNs", total) as progress:
         timed, reads = measure(plan, chosen, lambda: progress.advance(progress.task_ids[0]))

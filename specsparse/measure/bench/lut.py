@@ -15,7 +15,6 @@ from gguf import GGMLQuantizationType as GGML
 from gguf.quants import dequantize
 from rich.console import Console
 
-from specsparse import kernels
 from specsparse.errors import UserError
 from specsparse.kernels import peaks
 from specsparse.kernels.native import cpu, lut
@@ -24,7 +23,7 @@ from specsparse.kernels.packing.planes import BitPlanes, pack_planes
 from specsparse.kernels.packing.random_blocks import random_quantised
 from specsparse.kernels.qtensor import QTensor
 from specsparse.kernels.reference.lut import SUMS
-from specsparse.measure.bench.ffn import copied
+from specsparse.measure.bench.ffn import copied, kernels_on
 from specsparse.measure.bench.samples import paired_ratio, summary
 from specsparse.runtime import manifest
 from specsparse.support import terminal
@@ -195,9 +194,7 @@ def run(plan: LutPlan, out: Console, *, threads: int | None = None) -> Json:
         UserError: a plan that cannot be run, or kernels that are not there.
     """
     plan.validate()
-    kernels.get("native")
-    if threads is not None:
-        kernels.set_threads(threads)
+    kernels_on("native", threads)
     total = (plan.repeats + 1) * sum(len(cases(plan, kind, s)) for kind in plan.types for s in plan.shapes)
     with terminal.counting(out, "timing products", total) as progress:
         rows, reads = measure(plan, lambda: progress.advance(progress.task_ids[0]))

@@ -18,14 +18,13 @@ from gguf.constants import GGML_QUANT_SIZES
 from rich.console import Console
 from rich.table import Table
 
-from specsparse import kernels
 from specsparse.errors import UserError
 from specsparse.kernels import peaks
 from specsparse.kernels.native import cpu
 from specsparse.kernels.packing.pack import KINDS, pack_qtensor
 from specsparse.kernels.packing.random_blocks import random_quantised
 from specsparse.kernels.qtensor import QTensor
-from specsparse.measure.bench.ffn import copied
+from specsparse.measure.bench.ffn import copied, kernels_on
 from specsparse.measure.bench.interleaved import Machine
 from specsparse.measure.bench.samples import paired_ratio, summary
 from specsparse.runtime import manifest
@@ -135,9 +134,7 @@ def run(plan: ProductsPlan, out: Console, *, threads: int | None = None) -> Json
         UserError: a plan that cannot be run, or kernels that are not there.
     """
     plan.validate()
-    kernels.get("native")
-    if threads is not None:
-        kernels.set_threads(threads)
+    kernels_on("native", threads)
     buffer, rows = peaks.ReadBuffer(), []
     with terminal.counting(
         out, "timing products", (plan.repeats + 1) * len(plan.cases()) * len(plan.types)
