@@ -3,11 +3,10 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstring>
-#include <new>
 #include <numeric>
 
 #include "pool/pool.h"
+#include "sparse/sparse_inputs.h"
 
 namespace specsparse {
 namespace {
@@ -23,126 +22,6 @@ constexpr int64_t kSumBytes = 128 << 10;     // of the sums that they are added 
 constexpr int64_t kAheadBytes = 8 << 10;      // of the rows that are fetched ahead of a product
 constexpr int64_t kSumChunks = 8;            // added up together in the sum of sums
 constexpr int64_t kFewSums = 1024;           // floats
-
-// Begins with a cache line, so that no vector of 64 bytes lies in two.
-template <class T>
-struct WholeLines {
-  using value_type = T;
-  static constexpr std::align_val_t kLine{64};
-  WholeLines() = default;
-  template <class U>
-  WholeLines(const WholeLines<U>&) {}
-  T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), kLine)); }
-  void deallocate(T* p, size_t) { ::operator delete(p, kLine); }
-  template <class U>
-  bool operator==(const WholeLines<U>&) const {
-    return true;
-  }
-  template <class U>
-  bool operator!=(const WholeLines<U>&) const {
-    return false;
-  }
-};
-template <class T>
-using Lines = std::vector<T, WholeLines<T>>;
-
-// Memory that a calling thread keeps from call to call.
-template <class T, class A>
-T* reserve(std::vector<T, A>& v, int64_t count) {
-  if (static_cast<int64_t>(v.size()) < count) v.resize(count);
-  return v.data();
-}
-
-// Rows of activations as `Input`s.
-class Inputs {
- public:
-  // Room for `count` rows.
-  void make(const SparseFfn& ffn, int64_t count) {
-    cols_ = ffn.up.cols, padded_ = ffn.up.chunks() * kChunk, blocks_ = (padded_ / kBlock + 15) / 16 * 16;
-    quantise_ = !ffn.up.is_float() || (ffn.gate && !ffn.gate->is_float());
-    // prepare() of the dense kernels wants whole blocks: columns are filled up before, not after.
-    reserve(x_, count * padded_), reserve(q_, padded_ / kBlock * count), reserve(chunks_, count * padded_ / kChunk);
-    reserve(scales_, 6 * count * blocks_), reserve(inputs_, count);
-    pointers_.clear();
-    for (int64_t i = 0; i < count; ++i) pointers_.push_back(&inputs_[i]);
-  }
-
-  // Row i.
-  void prepare(const float* x, const SparseFfn& ffn, int64_t i) {
-    float* to = x_.data() + i * padded_;
-    const Activations one{cols_, 0, to, nullptr};
-    ops().prepare(x, ffn.norm, ffn.eps, one, 0, false);
-    std::fill(to + cols_, to + padded_, 0.0f);
-    inputs_[i].x = to;
-    if (quantise_)
-      quantise(i, to, q_.data() + i * (padded_ / kBlock), chunks_.data() + i * (padded_ / kChunk), scales_.data() + 6 * i * blocks_);
-  }
-
-  const Input* operator[](int64_t i) const { return pointers_[i]; }
-
- private:
-  // The dense kernels' blocks, their fields one after the other.
-  void quantise(int64_t i, float* x, QBlock* q, InputChunk* chunks, float* at) {
-    const int64_t blocks = padded_ / kBlock;
-    thread_local Lines<float> copy;
-    float* same = reserve(copy, padded_);
-    ops().prepare(x, nullptr, 0.0f, Activations{padded_, blocks, same, q}, 0, true);
-    std::fill(at, at + 6 * blocks_, 0.0f);
-    float *one = at, *two = at + blocks_, *sum = at + 3 * blocks_, *sums = at + 4 * blocks_;
-    for (int64_t b = 0; b < blocks; ++b) {
-      std::memcpy(chunks[b / 2].codes + b % 2 * kBlock, q[b].q, kBlock);
-      one[b] = two[2 * b] = two[2 * b + 1] = q[b].scale;
-      sum[b] = q[b].shift, sums[2 * b] = q[b].shifts[0], sums[2 * b + 1] = q[b].shifts[1];
-    }
-    for (int64_t c = 0; c < padded_ / kChunk; ++c)
-      for (int64_t k = 0; k < kChunk; k += 4) {
-        const int8_t* codes = chunks[c].codes + k;
-        chunks[c].lows[k / 4] = -kNibbleZero * (codes[0] + codes[1] + codes[2] + codes[3]);
-      }
-    inputs_[i].chunks = chunks;
-    inputs_[i].scales[0] = one, inputs_[i].scales[1] = two;
-    inputs_[i].sums[0] = sum, inputs_[i].sums[1] = sums;
-  }
-
-  int64_t cols_, padded_, blocks_;
-  bool quantise_;
-  Lines<float> x_, scales_;
-  std::vector<QBlock> q_;
-  std::vector<InputChunk> chunks_;
-  std::vector<Input> inputs_;
-  std::vector<const Input*> pointers_;
-};
-
-// The neurons that any of some rows keeps, ascending, and which of the rows do.
-struct Union {
-  std::vector<int32_t> neurons;
-  std::vector<uint64_t> rows;  // of each neuron
-  std::vector<uint64_t> all;   // scratch: by neuron id
-  std::vector<int32_t> some;   // scratch
-
-  // No branches: which neurons are kept cannot be guessed.
-  void collect(const uint8_t* keep, int64_t width, const int32_t* ids, int64_t count, int32_t* kept) {
-    int32_t* js = reserve(some, width);
-    int64_t found = 0;
-    if (count == 1) {
-      const uint8_t* one = keep + ids[0] * width;
-      for (int64_t j = 0; j < width; ++j) js[found] = static_cast<int32_t>(j), found += one[j] != 0;
-      rows.assign(found, 1);
-      kept[ids[0]] = static_cast<int32_t>(found);
-    } else {
-      all.assign(width, 0);
-      for (int64_t t = 0; t < count; ++t) {
-        const uint8_t* one = keep + ids[t] * width;
-        int32_t own = 0;
-        for (int64_t j = 0; j < width; ++j) own += one[j] != 0, all[j] |= static_cast<uint64_t>(one[j] != 0) << t;
-        kept[ids[t]] = own;
-      }
-      for (int64_t j = 0; j < width; ++j) js[found] = static_cast<int32_t>(j), all[found] = all[j], found += all[j] != 0;
-      rows.assign(all.begin(), all.begin() + found);
-    }
-    neurons.assign(js, js + found);
-  }
-};
 
 // The neurons of one item that have something to add to a row, ascending.
 struct Tile {
