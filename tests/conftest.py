@@ -8,6 +8,7 @@ from pathlib import Path
 
 import absl.logging
 import huggingface_hub.constants  # noqa: F401 (reads HF_HUB_OFFLINE once: not inside a test that sets it)
+import hypothesis
 import jax
 import pytest
 
@@ -30,6 +31,9 @@ absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
 # Tracing makes many small objects that live long; to look for circles after every 700 of them, again and again, was a
 # twelfth of the suite's CPU time.
 gc.set_threshold(50_000, 20, 20)
+# The same examples in every run, and no limit on an example's time: the machine is shared.
+hypothesis.settings.register_profile("tests", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("tests")
 # A shell starts `make test &` with Ctrl-C ignored, and every program that a test starts and stops would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

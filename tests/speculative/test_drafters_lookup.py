@@ -59,7 +59,7 @@ def ngram(request):
 
 
 @given(ids=TEXT)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_ngram_equals_the_plain_definition(ngram, ids):
     draft, oracle = ngram
     assert draft(ids) == oracle(ids)
@@ -134,7 +134,7 @@ def suffix(request):
 
 
 @given(ids=TEXT, prompt=st.integers(1, C), budget=st.integers(0, 7))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_suffix_equals_the_plain_definition(suffix, ids, prompt, budget):
     drafter, step = suffix
     ctx = draft_context([ids], capacity=C, budget=budget)

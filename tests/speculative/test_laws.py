@@ -24,7 +24,7 @@ def test_total_is_the_sum(width):
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(2, 8))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_residual_makes_up_for_the_accepted_mass(seed, width):
     rng = np.random.default_rng(seed)
     p, q = law(rng, width, 0.3), law(rng, width, 0.3)
@@ -72,7 +72,7 @@ def test_inverse_cdf_draws_every_token_over_its_own_interval(width):
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(2, 8), st.integers(1, 8))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_rho_solves_spectrs_equation_from_above(seed, width, siblings):
     rng = np.random.default_rng(seed)
     p, q, k = law(rng, width, 0.3), law(rng, width, 0.3), np.float64(siblings)

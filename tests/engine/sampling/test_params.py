@@ -129,7 +129,7 @@ anything = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.dictionaries(st.sampled_from(sorted(BAD)) | st.text(max_size=6), anything, max_size=3))
 def test_any_input_is_accepted_or_refused_in_one_line(mapping):
     try:

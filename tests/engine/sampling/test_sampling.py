@@ -97,7 +97,7 @@ def test_law_equals_the_sorting_oracle(vocab, repeats):
     assert skipped <= 0.2 * len(shapes)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.integers(-8, 8) | st.just(None), min_size=7, max_size=7).filter(any),
     st.sampled_from([0.0, 0.3, 1.0, 2.0]),
