@@ -60,14 +60,15 @@ class Cursor:
 
     def strings(self, n: int, what: str) -> list[str]:
         """n strings; one loop without calls, because vocabularies are long."""
-        out, buffer, size, at, read = [], self.buffer, self.size, self.at, _U64.unpack_from
+        out: list[str] = []
+        append, buffer, size, at, read = out.append, self.buffer, self.size, self.at, _U64.unpack_from
         for i in range(n):
             start = at + 8
             end = start + read(buffer, at)[0] if start <= size else size + 1
             if end > size:
                 self.fail(f"truncated: string {i} of {what} at offset {at} runs past the file's {size} bytes")
             try:
-                out.append(str(buffer[start:end], "utf-8"))
+                append(buffer[start:end].decode())
             except UnicodeDecodeError:
                 self.fail(f"string {i} of {what} at offset {start} is not valid UTF-8")
             at = end

@@ -4,6 +4,8 @@ import logging
 import re
 from collections.abc import Mapping
 from functools import cached_property
+from itertools import chain
+from operator import add
 
 import tokenizers
 from tokenizers import models, pre_tokenizers
@@ -97,13 +99,12 @@ def _merges(metadata: Mapping[str, object], vocab: Vocab) -> list[tuple[str, str
     if not isinstance(merges, list | tuple):
         raise UserError(f"{vocab.where}: a vocabulary without merges (tokenizer.ggml.merges is missing)")
     strings(list(merges), "merges", vocab.where)
-    ids = vocab.ids
-    pairs = []
-    for i, merge in enumerate(dict.fromkeys(merges)):  # of equal merges the first counts
-        left, _, right = merge.partition(" ")
-        if left not in ids or right not in ids or left + right not in ids:
-            raise UserError(
-                f"{vocab.where}: tokenizer.ggml.merges[{i}] {merge!r:.60} joins what is not in the vocabulary"
-            )
-        pairs.append((left, right))
+    unique, ids = list(dict.fromkeys(merges)), vocab.ids  # of equal merges the first counts
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in unique)]
+    lefts, rights = [left for left, _ in pairs], [right for _, right in pairs]
+    if not all(map(ids.__contains__, chain(lefts, rights, map(add, lefts, rights)))):
+        i = next(i for i, (left, right) in enumerate(pairs) if not ids.keys() >= {left, right, left + right})
+        raise UserError(
+            f"{vocab.where}: tokenizer.ggml.merges[{i}] {unique[i]!r:.60} joins what is not in the vocabulary"
+        )
     return pairs

@@ -183,7 +183,8 @@ def _tokens(metadata: Mapping[str, object], where: str) -> tuple[list[str], dict
 
 def strings(values: list[object], name: str, where: str) -> None:
     """Checks that an array holds nothing but valid Unicode strings."""
-    for i, value in enumerate(values):
+    plain = set(map(type, values)) == {str}  # asked in C first, because vocabularies are long
+    for i, value in enumerate(() if plain else values):
         if not isinstance(value, str):
             raise UserError(f"{where}: tokenizer.ggml.{name}[{i}] is {value!r:.40}, not a string")
     try:
@@ -198,13 +199,14 @@ def _types(metadata: Mapping[str, object], n: int, where: str) -> list[int]:
     if types is None:
         return [int(TokenType.NORMAL)] * n
     _same_length(types, "token_type", n, where)
-    known = {int(kind) for kind in TokenType}
-    return [kind if isinstance(kind, int) and kind in known else int(TokenType.UNDEFINED) for kind in types]
+    known = {int(kind): int(kind) for kind in TokenType}
+    return [known.get(kind, 0) if isinstance(kind, int) else 0 for kind in types]
 
 
 def _check_bytes(tokens: list[str], types: list[int], where: str) -> None:
-    for i, kind in enumerate(types):
-        if kind == TokenType.BYTE and not _BYTE.fullmatch(tokens[i]):
+    byte = int(TokenType.BYTE)
+    for i in (i for i, kind in enumerate(types) if kind == byte):
+        if not _BYTE.fullmatch(tokens[i]):
             raise UserError(f"{where}: token {i} is a byte, but its text is {tokens[i]!r:.40} and not <0x00> to <0xFF>")
 
 
