@@ -23,12 +23,12 @@ import specsparse
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.measure.bench.sides import Ours, token_ids
-from specsparse.measure.costs import CostTable
 from specsparse.measure.costs.fit import polish
 from specsparse.measure.costs.measured import load_or_measure
 from specsparse.runtime.device_batch import Method, Request
 from specsparse.runtime.metrics import Counters
 from specsparse.runtime.session import Session
+from specsparse.runtime.times.kept import CostTable
 from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates
 from specsparse.speculative.method import choose_verifier
 from specsparse.support.in_turn import in_turn

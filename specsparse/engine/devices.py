@@ -2,8 +2,10 @@
 
 import abc
 from collections.abc import Callable
+from functools import partial
 
 import jax
+import numpy as np
 
 from specsparse.engine import cache as kv
 from specsparse.engine import llama
@@ -49,7 +51,11 @@ class Devices(abc.ABC):
 
     def new_cache(self, **shape) -> KVCache:
         """An empty cache; `shape` as for `engine.cache.init`."""
-        return kv.init(**shape)
+        if jax.default_backend() != "cpu":
+            return kv.init(**shape)
+        # Zeros that numpy makes: to fill a cache on the device, XLA compiles two programs for each new shape.
+        empty = jax.eval_shape(partial(kv.init, **shape))
+        return jax.device_put(jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), empty), may_alias=False)
 
     def jit(self, function: Callable, **options) -> Callable:
         """`jax.jit` for a function that calls the forward function."""

@@ -106,9 +106,10 @@ def entries() -> Mapping[str, Entry]:
 
 
 def find(name: str) -> Entry | None:
-    """The entry of a name or an alias, or None."""
-    known = entries()
-    return known.get(name) or next((entry for entry in known.values() if name in entry.aliases), None)
+    """The entry of a name or an alias, or None. For a name of ours or the user's, no other file is read."""
+    if (path := _file(name)) is not None:
+        return _entry(path)
+    return next((entry for entry in entries().values() if name in entry.aliases), None)
 
 
 def names() -> list[str]:
@@ -119,12 +120,24 @@ def names() -> list[str]:
 def forget() -> None:
     """The files are read again at the next question: after an entry was written."""
     _entries.cache_clear()
+    _entry.cache_clear()
 
 
 @functools.cache
 def _entries(own: Path) -> Mapping[str, Entry]:
     files = {path.stem: path for folder in (_SHIPPED, own) for path in sorted(folder.glob("*.yaml"))}
-    return MappingProxyType({name: read_entry(files[name]) for name in sorted(files)})
+    return MappingProxyType({name: _entry(files[name]) for name in sorted(files)})
+
+
+@functools.cache
+def _entry(path: Path) -> Entry:
+    return read_entry(path)
+
+
+def _file(name: str) -> Path | None:
+    """The file of an entry, the user's own first."""
+    paths = (folder / f"{name}.yaml" for folder in (own_folder(), _SHIPPED)) if name == Path(name).name else ()
+    return next((path for path in paths if os.path.isfile(path)), None)
 
 
 def read_entry(path: Path) -> Entry:

@@ -2,21 +2,16 @@
 
 import sys
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.models import obtain
-from specsparse.models.convert.dflash import read_dflash
-from specsparse.models.convert.eagle3 import read_eagle3
-from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
 from specsparse.runtime.device_batch import Method
 from specsparse.runtime.load import load
 from specsparse.runtime.times.defaults import draft_share, policy_times
 from specsparse.speculative.base import Drafter, Verifier
-from specsparse.speculative.drafters.heads.dflash_file import DFlashFile
-from specsparse.speculative.drafters.heads.eagle3_file import Eagle3File
 from specsparse.speculative.drafters.plan import Bound, DrafterPlan, MakeModel
 from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.speculative.drafters.with_policy import with_policy
@@ -26,7 +21,11 @@ from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.policies.registry import default_policy
 from specsparse.speculative.verifiers.registry import same_text
 
-Head = TypeVar("Head", Eagle3File, DFlashFile)
+if TYPE_CHECKING:
+    from specsparse.speculative.drafters.heads.dflash_file import DFlashFile
+    from specsparse.speculative.drafters.heads.eagle3_file import Eagle3File
+
+Head = TypeVar("Head", "Eagle3File", "DFlashFile")
 AnyDrafter = str | Drafter | DrafterPlan | None
 """A registered name, a drafter, a plan of one, or none."""
 AnyVerifier = str | Verifier | None
@@ -88,6 +87,10 @@ def bind(model: Model, plan: DrafterPlan) -> Bound:
     if key not in model.drafters:
         if not plan.on_mesh:
             model.check_whole("the drafter with these options")
+        from specsparse.powerinfer.ffn.fewer import (
+            with_fewer_neurons,  # what drafts loads; plain decoding does not wait
+        )
+
         load_draft = partial(_load_draft, model)
         make = MakeModel(load_draft, with_fewer_neurons, eagle3=published_eagle3, dflash=published_dflash)
         model.drafters[key] = plan.prepare(model, make)
@@ -102,13 +105,17 @@ def _that_pays(model: Model, drafter: Drafter, name: str | None, share: float, b
     return with_policy(drafter, default_policy(times, gamma=gamma, tree=drafter.tree))
 
 
-def published_eagle3(spec: str) -> Eagle3File:
+def published_eagle3(spec: str) -> "Eagle3File":
     """The EAGLE-3 head of a path, a name of the catalogue or a reference to the Hub."""
+    from specsparse.models.convert.eagle3 import read_eagle3
+
     return _told(read_eagle3(obtain.published(spec)))
 
 
-def published_dflash(spec: str) -> DFlashFile:
+def published_dflash(spec: str) -> "DFlashFile":
     """The DFlash drafter of a path, a name of the catalogue or a reference to the Hub."""
+    from specsparse.models.convert.dflash import read_dflash
+
     return _told(read_dflash(obtain.published(spec)))
 
 

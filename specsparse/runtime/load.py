@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax
 from jax.sharding import Mesh
@@ -18,8 +18,6 @@ from specsparse.engine.config import OVERRIDES, ModelConfig
 from specsparse.engine.devices import OneDevice
 from specsparse.engine.fixed_width import AUTO, check_width, fixed_width
 from specsparse.engine.gguf.reader import GGUFFile, open_gguf
-from specsparse.engine.mesh.sharded import MeshDevices, mesh_of
-from specsparse.engine.mesh.split import split
 from specsparse.engine.model import KV_DTYPES, Model
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.text.tokenizer import Tokenizer
@@ -27,10 +25,12 @@ from specsparse.errors import UserError
 from specsparse.kernels.reference import q8_cache
 from specsparse.models import obtain
 from specsparse.powerinfer.ffn import modes
-from specsparse.powerinfer.placement import placed
-from specsparse.powerinfer.placement.placed import GivenPlacement
-from specsparse.powerinfer.placement.two_devices import GivenDevices
 from specsparse.support.paths import cache_dir
+
+if TYPE_CHECKING:
+    from specsparse.engine.mesh.sharded import MeshDevices
+    from specsparse.powerinfer.placement.placed import GivenPlacement
+    from specsparse.powerinfer.placement.two_devices import GivenDevices
 
 
 def load(
@@ -43,9 +43,9 @@ def load(
     ffn: str | None = None,
     threshold: float | None = None,
     faithful_f16: bool = False,
-    placement: GivenPlacement | None = None,
+    placement: "GivenPlacement | None" = None,
     hot: str = "masked",
-    devices: GivenDevices = 1,
+    devices: "GivenDevices" = 1,
     mesh: int | Mesh | None = None,
     float_weights: bool = False,
     width: int | Literal["auto"] | None = None,
@@ -112,8 +112,12 @@ def load(
     if KV_DTYPES[kv_dtype] == q8_cache.DTYPE:
         q8_cache.row_size(config.head_dim)
     options = {"ffn": ffn, "threshold": threshold, "faithful_f16": faithful_f16}
-    plan = placed.plan(f, config, chosen, placement=placement, hot=hot, devices=devices, **options)
-    plan = plan or modes.plan(f, config, chosen, **options)
+    if placement is None and hot == "masked" and devices == 1:
+        plan = modes.plan(f, config, chosen, **options)
+    else:
+        from specsparse.powerinfer.placement import placed  # imported for a placed model alone
+
+        plan = placed.plan(f, config, chosen, placement=placement, hot=hot, devices=devices, **options)
     if float_weights and plan.pack is not None:
         raise UserError(f"{path}: float_weights is for dense files; this one's FFN is packed for its predictors")
     tokenizer = Tokenizer.from_metadata(f.metadata, where=str(path))
@@ -207,10 +211,15 @@ def _place_on_card(kept: kernels.Kept, name: str, value: Pytree) -> Pytree:
     return kernels.on_card(value, kept) if isinstance(value, kernels.QTensor) else value
 
 
-def _on_mesh(f: GGUFFile, config: ModelConfig, plan: modes.LoadPlan, mesh: int | Mesh, *, floats: bool) -> MeshDevices:
+def _on_mesh(
+    f: GGUFFile, config: ModelConfig, plan: modes.LoadPlan, mesh: int | Mesh, *, floats: bool
+) -> "MeshDevices":
     """The devices of a dense model."""
     if plan.ffn is not None or plan.pack is not None:
         raise UserError(f"{f.path}: mesh is for dense models; this one's FFN is computed neuron by neuron")
+    from specsparse.engine.mesh.sharded import MeshDevices, mesh_of
+    from specsparse.engine.mesh.split import split
+
     devices = mesh_of(mesh)
     return MeshDevices(devices, split(f, config, devices.size, floats=floats))
 

@@ -14,7 +14,7 @@ import pytest
 import specsparse
 from specsparse import SamplingParams
 from specsparse.engine.generate import LoopCounters
-from specsparse.measure import costs
+from specsparse.measure.costs.acceptance import acceptance_over_seeds
 from specsparse.runtime import device_batch, results
 from specsparse.runtime.binding import make_method
 from specsparse.runtime.device_batch import Request
@@ -187,7 +187,7 @@ def test_rounds_of_a_call_share_its_time():
 def test_acceptance_over_seeds_ends_texts_too(model):
     whole = specsparse.generate(model, "abcabd", sampling=LAW, seed=0, **fast())
     law = LAW.merged(stop=unique(whole.text, 11))
-    found = costs.acceptance_over_seeds(model, "abcabd", sampling=law, seeds=2, **fast())
+    found = acceptance_over_seeds(model, "abcabd", sampling=law, seeds=2, **fast())
     each = [stepped(model, "abcabd", sampling=law, seed=seed, **fast()).stats.counters for seed in (0, 1)]
     assert found.tokens_per_target_pass.values == tuple(c.num_emitted_tokens / c.num_rounds for c in each)
     assert found.counters.num_rounds == sum(c.num_rounds for c in each) and each[0].num_emitted_tokens == 11

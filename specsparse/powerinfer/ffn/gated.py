@@ -11,14 +11,13 @@ from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Params
 from specsparse.kernels import SkipWeights
 from specsparse.powerinfer.ffn import zero_skip
+from specsparse.powerinfer.ffn.modes import PREDICTED
 from specsparse.powerinfer.ffn.sparse_ffn import by_gate, make_ffn
 from specsparse.powerinfer.ffn.sparse_weights import SparseWeights, sparse_params
 from specsparse.predictors.base import Predictor
 from specsparse.predictors.ffn import gate_matrix
 from specsparse.predictors.oracle import Oracle
 from specsparse.predictors.union_cap import UnionCap
-
-PREDICTED = "predicted"
 
 
 def gated(model: Model, predictor: Predictor, weights: Sequence[Pytree], *, down_type: str | None = None) -> Model:

@@ -9,14 +9,12 @@ from specsparse.engine.gguf.reader import GGUFFile
 from specsparse.engine.weights import PackFFN
 from specsparse.errors import UserError
 from specsparse.kernels import Kernels
-from specsparse.powerinfer.ffn import faithful, sparse_ffn, zero_skip
-from specsparse.powerinfer.ffn.sparse_weights import dense_packer, rows_packer, threshold_of
-from specsparse.predictors.ffn import FFN
-from specsparse.predictors.mlp import Mlp
-from specsparse.predictors.oracle import Oracle
+from specsparse.powerinfer.ffn import faithful, zero_skip
 
 MODES = ("dense", "powerinfer", "oracle")
 """All neurons; those the file's predictors keep; those whose activation is not zero (`zero_skip` where it can)."""
+PREDICTED = "predicted"
+"""Mode of a dense file whose FFN a predictor gates (`ffn.gated`), which no file asks for itself."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +70,14 @@ def plan(
         for t in f.tensors.values():
             faithful.check_type(t.type.name, f"{f.path}: tensor '{t.name}'")
         kernels = faithful.faithful(kernels)
-    limit = threshold_of(f, threshold) if sparse else 0.0
-    if mode == "oracle" and not floats and not faithful_f16 and zero_skip.in_file(f, config, kernels):
+    limit = 0.0
+    if sparse:
+        from specsparse.powerinfer.ffn.sparse_weights import threshold_of
+
+        limit = threshold_of(f, threshold)
+    if mode == "dense" and not sparse:
+        run, pack = None, None
+    elif mode == "oracle" and not floats and not faithful_f16 and zero_skip.in_file(f, config, kernels):
         run, pack = None, zero_skip.pack
     else:
         run, pack = _injected(config, kernels, mode, limit, floats=floats, faithful_f16=faithful_f16)
@@ -92,6 +96,13 @@ def _injected(
     config: ModelConfig, kernels: Kernels, mode: str, limit: float, *, floats: bool, faithful_f16: bool
 ) -> tuple[Callable | None, PackFFN | None]:
     """The FFN and the packer of its weights: neurons row by row, or dense and masked to round between the products."""
+    # Only such a model waits until what computes neuron by neuron is imported.
+    from specsparse.powerinfer.ffn import sparse_ffn
+    from specsparse.powerinfer.ffn.sparse_weights import dense_packer, rows_packer
+    from specsparse.predictors.ffn import FFN
+    from specsparse.predictors.mlp import Mlp
+    from specsparse.predictors.oracle import Oracle
+
     predicted = mode == "powerinfer"
     pack = dense_packer(limit, floats=floats) if config.predictor_ranks else None
     if mode == "dense":

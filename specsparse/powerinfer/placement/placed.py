@@ -32,8 +32,8 @@ def plan(
     ffn: str | None = None,
     threshold: float | None = None,
     faithful_f16: bool = False,
-) -> LoadPlan | None:
-    """The plan for an open file; None where there is no placement.
+) -> LoadPlan:
+    """The plan for an open file and a placement.
 
     Raises:
         UserError: options that do not go together, no PowerInfer file, or a placement of another model.
@@ -44,9 +44,7 @@ def plan(
     if devices not in (1, 2) and not named:
         raise UserError(f"devices={devices!r}: must be 1 or 2, or two names such as [cuda:0, cpu]")
     if placement is None:
-        if hot != "masked" or devices != 1:
-            raise UserError(f"hot={hot} on {devices} device(s) needs a placement: give placement=FILE.gpuidx")
-        return None
+        raise UserError(f"hot={hot} on {devices} device(s) needs a placement: give placement=FILE.gpuidx")
     if not config.predictor_ranks:
         raise UserError(
             f"{f.path}: has no predictors; `python -m specsparse convert powerinfer` joins a model with some"

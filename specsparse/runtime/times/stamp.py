@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from specsparse.models import catalogue
-from specsparse.speculative.drafters.heads.head_file import SHIPPED, find
 from specsparse.speculative.drafters.registry import DRAFTERS, takes
 from specsparse.support.options import as_yaml, values_of
 from specsparse.support.registry import Registry, source_of
@@ -52,6 +51,8 @@ def stamp(paths: Iterable[Path]) -> str:
 
 def shipped_heads() -> str:
     """Of the heads that come with the package, of which a target finds its own."""
+    from specsparse.speculative.drafters.heads.head_file import SHIPPED
+
     return stamp(SHIPPED.glob("*.gguf"))
 
 
@@ -66,6 +67,8 @@ def file_of(option: str, value: object) -> Path | None:
     if option == "model":
         return catalogue.resolve(value)
     if option == "head":
+        from specsparse.speculative.drafters.heads.head_file import find
+
         return find(value, None)
     if option == "path":
         return Path(value).expanduser() if os.path.exists(os.path.expanduser(value)) else None

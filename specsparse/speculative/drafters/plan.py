@@ -5,20 +5,22 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Annotated, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple, Self
 
 import jax
 
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
 from specsparse.speculative.base import Drafter, DraftKind
-from specsparse.speculative.drafters.heads.dflash_file import DFlashFile
-from specsparse.speculative.drafters.heads.eagle3_file import Eagle3File
 from specsparse.speculative.drafters.options import Drafting, under
 from specsparse.speculative.drafters.style import Style
 from specsparse.speculative.drafters.with_policy import with_policy
 from specsparse.speculative.policies.base import Policy
 from specsparse.support.options import Inline
+
+if TYPE_CHECKING:
+    from specsparse.speculative.drafters.heads.dflash_file import DFlashFile
+    from specsparse.speculative.drafters.heads.eagle3_file import Eagle3File
 
 
 class Bound(NamedTuple):
@@ -55,8 +57,8 @@ class MakeModel(NamedTuple):
 
     load: Callable[[str], Model]
     fewer: Callable[..., Model]
-    eagle3: Callable[[str], Eagle3File] | None = None
-    dflash: Callable[[str], DFlashFile] | None = None
+    eagle3: "Callable[[str], Eagle3File] | None" = None
+    dflash: "Callable[[str], DFlashFile] | None" = None
 
 
 @dataclasses.dataclass(frozen=True)

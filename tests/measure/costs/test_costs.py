@@ -12,9 +12,10 @@ from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.windows import LayerWindows
 from specsparse.errors import UserError
-from specsparse.measure.costs import Roofline, devices, drafts, traffic
+from specsparse.measure.costs import devices, drafts, traffic
 from specsparse.measure.costs.explain import explain
 from specsparse.measure.costs.fit import draft_line, fit_kv, overhead, polish, rising
+from specsparse.measure.costs.roofline import Roofline
 from specsparse.runtime.metrics import Counters, Times
 from specsparse.runtime.times.kept import CostTable, DraftCost
 from specsparse.speculative import expected

@@ -15,9 +15,9 @@ from specsparse.experiments import runner
 from specsparse.experiments.compose.config import from_omegaconf
 from specsparse.experiments.kinds import roofline
 from specsparse.experiments.methods import measured
-from specsparse.measure import costs
 from specsparse.measure.costs import drafts, ranks
 from specsparse.measure.costs import measured as measuring
+from specsparse.measure.costs.acceptance import acceptance_over_seeds
 from specsparse.run import conf_dir
 from specsparse.runtime.device_batch import Method
 from specsparse.runtime.times import store
@@ -96,10 +96,10 @@ def test_a_table_belongs_to_one_file_and_machine_and_to_how_the_model_runs(model
 
 def test_a_drafter_is_measured_once(model, table, kept, monkeypatch):
     monkeypatch.setattr(drafts, "load_or_measure", lambda model, bar: store.load(model) or table)
-    found = costs.table_with_draft(model, "prompt_lookup", make_ngram)
+    found = drafts.table_with_draft(model, "prompt_lookup", make_ngram)
     cost = found.drafts["prompt_lookup"]
     assert cost.token_s >= 0 and cost.fixed_s >= 0
-    assert costs.table_with_draft(model, "prompt_lookup", pytest.fail).drafts["prompt_lookup"] == cost
+    assert drafts.table_with_draft(model, "prompt_lookup", pytest.fail).drafts["prompt_lookup"] == cost
 
 
 @pytest.mark.parametrize("context", [32, 64, 512, 8192])
@@ -113,7 +113,7 @@ def test_effort_fits_any_context(context, step_s):
 
 def test_acceptance_over_seeds_is_one_compile_and_the_same_as_one_by_one(model):
     prompt = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
-    found = costs.acceptance_over_seeds(model, prompt, drafter="prompt_lookup", seeds=4, max_tokens=12)
+    found = acceptance_over_seeds(model, prompt, drafter="prompt_lookup", seeds=4, max_tokens=12)
     assert found.programs == 1
     assert found.seeds == (0, 1, 2, 3)
     interval = found.tokens_per_target_pass
@@ -121,7 +121,7 @@ def test_acceptance_over_seeds_is_one_compile_and_the_same_as_one_by_one(model):
     for seed, value in zip(found.seeds, interval.values, strict=True):
         one = specsparse.generate(model, prompt, drafter="prompt_lookup", seed=seed, temperature=1.0, max_tokens=12)
         assert value == one.stats.counters.num_emitted_tokens / one.stats.counters.num_rounds
-    again = costs.acceptance_over_seeds(model, prompt, drafter="prompt_lookup", seeds=range(4, 8), max_tokens=12)
+    again = acceptance_over_seeds(model, prompt, drafter="prompt_lookup", seeds=range(4, 8), max_tokens=12)
     assert again.programs == 0
     assert "4 seeds" in str(found)
     json.dumps(found.to_dict())
@@ -129,7 +129,7 @@ def test_acceptance_over_seeds_is_one_compile_and_the_same_as_one_by_one(model):
 
 def test_acceptance_of_a_prompt_that_fills_the_context_is_none(model):
     full = [5] * model.config.context_length
-    found = costs.acceptance_over_seeds(model, full, drafter="prompt_lookup", seeds=2, max_tokens=12)
+    found = acceptance_over_seeds(model, full, drafter="prompt_lookup", seeds=2, max_tokens=12)
     assert (found.tokens_per_target_pass, found.mean_acceptance_length, found.realised_alpha) == (None, None, None)
     assert found.counters.num_rounds == 0 and "tokens per target pass -," in str(found)
     assert "NaN" not in json.dumps(found.to_dict())
@@ -138,7 +138,7 @@ def test_acceptance_of_a_prompt_that_fills_the_context_is_none(model):
 @pytest.mark.parametrize("wrong", [{"seeds": 0}, {"drafter": None}, {"drafter": "no_such"}])
 def test_acceptance_over_seeds_refuses(model, wrong):
     with pytest.raises(UserError):
-        costs.acceptance_over_seeds(model, [5, 6, 7], max_tokens=4, **wrong)
+        acceptance_over_seeds(model, [5, 6, 7], max_tokens=4, **wrong)
 
 
 def config(path, **given):

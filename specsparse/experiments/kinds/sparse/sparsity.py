@@ -20,11 +20,13 @@ from specsparse.experiments.compose.config import choice_options
 from specsparse.experiments.kind import Found, Kind, Lab
 from specsparse.experiments.kinds.sparse import sparsity_report
 from specsparse.experiments.kinds.sparse.sparsity_report import Point, Sparsity
+from specsparse.experiments.methods import gating
 from specsparse.experiments.settings import DataSpec, ModelSettings, PredictorSpec
 from specsparse.measure import conditions, machine, speedup
 from specsparse.measure.conditions import Conditions
 from specsparse.models import catalogue
-from specsparse.powerinfer.ffn.gated import PREDICTED, bytes_read
+from specsparse.powerinfer.ffn.gated import bytes_read
+from specsparse.powerinfer.ffn.modes import PREDICTED
 from specsparse.predictors import FFN, Needs, get_predictor
 from specsparse.predictors.fit.collect import windows
 from specsparse.predictors.fit.cost import matrices
@@ -165,14 +167,14 @@ def judged_text(data: DataSpec, spec: SparsitySpec, model: Model) -> np.ndarray:
     return windows([model.tokenizer.encode(p.text, add_special=True) for p in found], length)[: spec.judged]
 
 
-def _sparse(cfg: SparsitySettings, lab: Lab, dense: Model) -> list[sparse_model.GatedModel]:
+def _sparse(cfg: SparsitySettings, lab: Lab, dense: Model) -> list[gating.GatedModel]:
     """The sparse model of every point; calibration text is read once."""
     rows, found = None, []
     for point in settings(cfg):
         if point.ffn.name == PREDICTED and rows is None:
             kind = get_predictor(point.predictor.name, FFN.of(dense.config, dense.kernels), **point.predictor.options)
-            rows = sparse_model.residuals(point, dense, lab.console) if kind.needs is Needs.TEXT else None
-        found.append(sparse_model.sparse_of(point, lab, dense, rows=rows))
+            rows = gating.residuals(point, dense, lab.console) if kind.needs is Needs.TEXT else None
+        found.append(gating.sparse_of(point, lab, dense, rows=rows))
     return found
 
 
@@ -200,7 +202,7 @@ def _timed(cfg: SparsitySettings, lab: Lab, sides: list[Model], ids: list[int]) 
 def _points(
     cfg: SparsitySettings,
     dense: Model,
-    sparse: list[sparse_model.GatedModel],
+    sparse: list[gating.GatedModel],
     found: list[Evaluation],
     seconds: np.ndarray | None,
 ) -> list[Point]:

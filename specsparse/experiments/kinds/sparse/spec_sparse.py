@@ -28,10 +28,10 @@ from specsparse.experiments.kinds.sparse.spec_sparse_report import (
     Joined,
     SparseCell,
 )
-from specsparse.experiments.methods import decoding
+from specsparse.experiments.methods import decoding, gating
 from specsparse.experiments.methods.decoding import Passes, PreparedPrompt
+from specsparse.experiments.methods.gating import GatedModel
 from specsparse.experiments.settings import DecodingSettings
-from specsparse.experiments.sparse_model import GatedModel
 from specsparse.measure import conditions, speedup
 from specsparse.powerinfer.ffn import union, zero_skip
 from specsparse.powerinfer.ffn.chunked import quality_in_chunks
@@ -83,7 +83,7 @@ class SpecSparse(Kind[SpecSparseSettings]):
             UserError: a mistake in the model file or the prompts.
         """
         dense = lab.load(cfg.model, ffn="dense")
-        sparse = sparse_model.sparse_of(cfg, lab, dense)
+        sparse = gating.sparse_of(cfg, lab, dense)
         method = decoding.method(cfg, decoding.what_is_measured(cfg, dense, lab.console))
         sides = _sides(cfg, dense, sparse, method)
         jobs = [
