@@ -19,9 +19,10 @@ from specsparse.experiments.settings import DrafterSpec, PolicySpec, TreeSpec, V
 from specsparse.measure.costs import measured as measuring
 from specsparse.measure.costs import ranks
 from specsparse.runtime.binding import make_method
-from specsparse.runtime.times import stamp, store
+from specsparse.runtime.times import store
 from specsparse.runtime.times.kept import FREE, CostTable, DraftCost
 from specsparse.runtime.times.stamp import cost_key
+from specsparse.speculative.drafters.heads import head_file
 from specsparse.speculative.drafters.scripted import Scripted
 from specsparse.speculative.method import make_drafter
 from specsparse.speculative.policies.base import Fixed
@@ -132,7 +133,7 @@ def test_another_file_of_the_same_name_is_another_drafter(tmp_path, monkeypatch)
     assert len(seen) == 2 * len(cases) and all(f"={file} #" in key for key in seen)
     os.utime(file, ns=(1, 1))
     assert cost_key("head", {"head": file}) not in seen
-    monkeypatch.setattr(stamp, "SHIPPED", tmp_path)
+    monkeypatch.setattr(head_file, "SHIPPED", tmp_path)
     own = {cost_key(name, {"head": None}) for name in ("head", "lookup_head", "eagle")}
     file.write_text("")
     assert len(own | {cost_key("head")}) == 4 and cost_key("model") == "model"
