@@ -8,11 +8,13 @@ import pytest
 
 import specsparse
 from specsparse import SamplingParams
+from specsparse.engine.noise import NoiseStream, seed_words, uniform
 from specsparse.testing import write_tiny_gguf
 from tests.other_process import found_by
 from tests.tolerances import MESH_NMSE, nmse
 
 IDS = [(17 * i + 5) % 300 for i in range(28)]  # from all over the vocabulary
+SEEDS = np.stack([seed_words(seed) for seed in (0, 3, 2**40 + 1)])
 GREEDY = {"max_tokens": 12, "ignore_eos": True}
 SAMPLED = SamplingParams(temperature=0.9, **GREEDY)
 EVEN = {"n_heads": 8, "n_kv_heads": 4, "d_model": 128, "d_ff": 256, "n_layers": 1}
@@ -27,13 +29,15 @@ MODELS = {
 
 COMMON = """
 import sys
+from functools import partial
 from pathlib import Path
 import jax
 import numpy as np
 import specsparse
+from specsparse.engine.noise import NoiseStream, uniform
 from specsparse.errors import UserError
 from specsparse.speculative.drafters.registry import get_drafter
-from tests.engine.mesh.test_sharded import GREEDY, IDS, SAMPLED
+from tests.engine.mesh.test_sharded import GREEDY, IDS, SAMPLED, SEEDS
 
 folder, out = Path(sys.argv[1]), {}
 
@@ -69,6 +73,8 @@ out["gemma3 2"] = load("gemma3", 2, kv_dtype="f32").logits(IDS)  # norms of what
 devices = np.array(jax.devices())[[3, 1, 0, 2]]
 chosen = load("float", jax.sharding.Mesh(devices, ("x",)), kv_dtype="f32")
 out["float 4"] = chosen.logits(IDS)
+everywhere = jax.sharding.NamedSharding(chosen.params.output.data.sharding.mesh, jax.sharding.PartitionSpec())
+out["noise 4"] = jax.jit(partial(uniform, stream=NoiseStream.ACCEPT, position=5), in_shardings=everywhere)(SEEDS)
 out["where"] = np.array([d.id for d in chosen.params.output.data.sharding.mesh.devices])
 for name, ask in {"head": {"drafter": "head"}, "devices": {"mesh": 8}, "heads": {"name": "uneven"}}.items():
     try:
@@ -147,6 +153,10 @@ def test_tokens(one, mesh):
     wanted = specsparse.generate(one("q4_1"), IDS, **GREEDY).token_ids
     for name in ("greedy 2", "greedy 4", "stream", "lookup"):
         assert tuple(mesh[name]) == wanted, name
+
+
+def test_noise(mesh):
+    assert np.array_equal(mesh["noise 4"], uniform(SEEDS, stream=NoiseStream.ACCEPT, position=5))
 
 
 @pytest.mark.slow
