@@ -4,6 +4,7 @@ import secrets
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
+import jax
 import numpy as np
 
 from specsparse.engine.model import Model
@@ -111,7 +112,12 @@ def seed_of(seed: object) -> int:
         UserError: no whole number.
     """
     if seed is None:
-        return secrets.randbits(32)
+        drawn = secrets.randbits(32)
+        if jax.process_count() == 1:
+            return drawn
+        from jax.experimental.multihost_utils import broadcast_one_to_all
+
+        return int(broadcast_one_to_all(np.uint32(drawn)))  # processes that share a model write one text
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
         raise UserError(f"seed={seed!r} must be a whole number, or None for a new one")
     return int(seed)
