@@ -23,7 +23,7 @@ from specsparse.engine.sampling.pipeline import SamplingKernels
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.engine.weights import Footprint, Params
 from specsparse.errors import UserError
-from specsparse.kernels import Kernels, promise, status
+from specsparse.kernels import Kernels, QTensor, promise, status
 from specsparse.support import notebook
 
 KV_DTYPES = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16, "q8_0": jnp.int8}
@@ -184,6 +184,14 @@ class Model:
         """Refuses `what` reads matrices on its own, with a UserError, where they are divided among devices."""
         if self.devices.ways is not None:
             raise UserError(f"{self.path}: {what} needs the whole model on one device: load it without mesh")
+
+    def check_packed(self, what: str) -> None:
+        """Refuses `what` reads packed matrices on its own, with a UserError, where they are kept in another form."""
+        if not isinstance(self.params.embedding, QTensor):
+            raise UserError(
+                f"{self.path}: {what} reads packed matrices, and {self.kernels.name} kernels keep them otherwise here: "
+                "load it with backend=xla and width=0"
+            )
 
     def check_ids(self, ids: Sequence[int]) -> np.ndarray:
         """Token ids as int32[n]; raises UserError where they are none of this vocabulary, none at all, or too many."""

@@ -11,7 +11,7 @@ from specsparse.kernels.api import (
     status,
 )
 from specsparse.kernels.gpu.fragments import Fragments
-from specsparse.kernels.gpu.weights import Kept, PlainMatrix, described, kept_as, on_card
+from specsparse.kernels.gpu.weights import Kept, Matrix, PlainMatrix, described, kept_as, on_card, take_rows
 from specsparse.kernels.native.cpu import set_threads
 from specsparse.kernels.neurons import (
     ChosenFfn,
@@ -35,6 +35,7 @@ __all__ = [
     "Kept",
     "Kernels",
     "Layout",
+    "Matrix",
     "NeuronChoice",
     "NeuronRows",
     "PlainMatrix",
@@ -57,5 +58,6 @@ __all__ = [
     "skippable",
     "status",
     "take_neurons",
+    "take_rows",
     "unpack_neurons",
 ]

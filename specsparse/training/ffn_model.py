@@ -86,7 +86,12 @@ def check(config: ModelConfig) -> None:
 
 
 def frozen_layers(model: Model, positions: int) -> FrozenLayers:
-    """The norms and the attention of a dense model, dequantised."""
+    """The norms and the attention of a dense model, dequantised.
+
+    Raises:
+        UserError: kernels that do not keep matrices packed.
+    """
+    model.check_packed("training")
     layers, config = model.params.layers, model.config
 
     def stacked(name: str) -> jax.Array:

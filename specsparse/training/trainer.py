@@ -121,6 +121,7 @@ class Trainer:
     """
 
     def __init__(self, model: Model, options: TrainOptions, form: Form):
+        model.check_packed("training")
         self.model, self.options, self.form, self.config = model, options, form, model.config
         self._optimiser = optimiser(options)
         self._step = jax.jit(self._one_step, donate_argnums=(0, 1))

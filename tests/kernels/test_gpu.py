@@ -15,11 +15,14 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as GGML
 
+from specsparse.errors import UserError
+from specsparse.kernels import take_rows
 from specsparse.kernels.gpu import card, product, rows
 from specsparse.kernels.gpu import fragments as fr
 from specsparse.kernels.gpu.plan import Plan, plan
 from specsparse.kernels.packing import dequant
 from specsparse.kernels.packing.pack import pack_qtensor
+from specsparse.kernels.packing.rows import take_rows as packed_rows
 from specsparse.kernels.reference import dense
 from specsparse.kernels.reference.dense import activate, normalise_batched
 from specsparse.testing import random_quantised
@@ -87,6 +90,18 @@ def test_fragments_hold_the_weights_and_their_product_is_the_native_definition(n
         wanted = wanted + emulation.product(part, np.asarray(w.data), w.layout, w.shape)
     assert nmse(got[:, :OUT], wanted) <= LINEAR_NMSE["float"]
     assert nmse(wanted, x.astype(np.float64) @ dense.T.astype(np.float64)) <= LINEAR_NMSE["plain"]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_rows_of_fragments_are_the_fragments_of_rows(name):
+    """In any order and twice, a whole tile and a rest: the output matrix of a drafter that scores fewer ids."""
+    w, f = matrix(name)
+    ids = np.array([OUT - 1, 3, 3, 17, 64, 0, *range(1, OUT)])
+    wanted, found = fr.fragments(packed_rows(w, ids)), take_rows(f, ids)
+    assert found.shape == wanted.shape and found.layout == wanted.layout
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True))
+    with pytest.raises(UserError, match="must be at least one and lie in"):
+        take_rows(f, np.array([OUT]))
 
 
 def instruction_operands(words: np.ndarray, x_words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -8,7 +8,13 @@ import specsparse
 from specsparse.errors import UserError
 from specsparse.kernels import Fragments, PlainMatrix, described, kept_as
 from specsparse.kernels.native import cpu
+from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
+from specsparse.powerinfer.ffn.gated import gated
+from specsparse.predictors import FFN
+from specsparse.predictors.oracle import Oracle
+from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.testing import write_tiny_gguf
+from specsparse.testing.drafting import random_head
 from tests.tolerances import FORWARD_NMSE, nmse
 
 
@@ -57,3 +63,25 @@ def test_what_is_kept_and_why_is_one_line():
 def test_a_model_that_cannot_be_kept_so_is_refused_in_one_line(path):
     with pytest.raises(UserError, match="backend=packed is for dense models on one device; use backend=xla"):
         specsparse.load(path, backend="packed", mesh=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "drafter"), [("packed", "head"), ("bf16", "layer_skip")])
+def test_drafters_score_rows_of_a_kept_matrix_and_write_plain_text(path, backend, drafter, tmp_path):
+    model = specsparse.load(path, backend=backend)
+    own = {"draft_vocab": list(range(0, 300, 2)), "gamma": 2}
+    if drafter == "head":
+        own["head"] = str(random_head(tmp_path, specsparse.load(path)))
+    how = {"max_tokens": 6, "ignore_eos": True}
+    drafted = specsparse.generate(model, [5, 6, 7], drafter=get_drafter(drafter, **own), **how)
+    assert drafted.token_ids == specsparse.generate(model, [5, 6, 7], **how).token_ids
+    assert drafted.stats.counters.num_draft_tokens
+
+
+def test_what_reads_packed_matrices_is_refused_in_one_line(path):
+    model = specsparse.load(path, backend="bf16")
+    says = "reads packed matrices, and bf16 kernels keep them otherwise here: load it with backend=xla and width=0"
+    oracle = Oracle(FFN.of(model.config, model.kernels))
+    for read in (lambda: gated(model, oracle, []), lambda: with_fewer_neurons(model)):
+        with pytest.raises(UserError, match=says):
+            read()

@@ -133,6 +133,28 @@ def fragments(w: QTensor) -> Fragments:
     )
 
 
+def take_rows(w: Fragments, ids: np.ndarray) -> Fragments:
+    """Rows `ids` int64[N] of the matrix, in that order; made on the host."""
+    tiles = -(-len(ids) // TILE)
+
+    def taken(array: jax.Array, item: int) -> jax.Array:
+        """Of an array whose numbers of `item` bytes lie so: thread groups (warp, g), numbers, row g or g + 8."""
+        held = np.asarray(array)
+        laid = held.view(np.uint8).reshape(*held.shape[:2], 4, 8, -1, 2, item).transpose(0, 2, 5, 3, 1, 4, 6)
+        own = np.zeros((tiles * TILE, *laid.shape[4:]), np.uint8)
+        own[: len(ids)] = laid.reshape(-1, *laid.shape[4:])[ids]
+        back = own.reshape(tiles, *laid.shape[1:]).transpose(0, 4, 1, 3, 5, 2, 6)
+        return jax.device_put(np.ascontiguousarray(back).reshape(tiles, *held.shape[1:-1], -1).view(held.dtype))
+
+    return Fragments(
+        codes=taken(w.codes, 4),
+        scales=taken(w.scales, w.scales.dtype.itemsize),
+        subs=None if w.subs is None else taken(w.subs, 1),
+        layout=w.layout,
+        shape=(len(ids), w.shape[1]),
+    )
+
+
 def abstract(layout: Layout, shape: tuple[int, int]) -> Fragments:
     """What `fragments` makes of such a matrix, by shapes and types alone (`jax.ShapeDtypeStruct`)."""
     tiles, pieces, subs = -(-shape[0] // TILE), -(-shape[1] // PIECE), PIECE // layout.sub

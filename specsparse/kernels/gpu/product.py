@@ -14,8 +14,8 @@ from specsparse.kernels.gpu import rows as gpu_rows
 from specsparse.kernels.gpu.card import has_kernels
 from specsparse.kernels.gpu.fragments import PIECE, TILE, Fragments, embed_rows, unpack, widened
 from specsparse.kernels.gpu.plan import SUMS, Plan, plan
-from specsparse.kernels.gpu.weights import PlainMatrix, embed_plain, multiply_plain
-from specsparse.kernels.qtensor import BLOCK, QTensor
+from specsparse.kernels.gpu.weights import Matrix, PlainMatrix, embed_plain, multiply_plain
+from specsparse.kernels.qtensor import BLOCK
 from specsparse.kernels.reference import dense
 
 WIDEST = 64
@@ -90,9 +90,6 @@ def _added(parts: jax.Array) -> jax.Array:
     for part in parts[1:]:
         total = total + part
     return total
-
-
-Matrix = Fragments | PlainMatrix | QTensor
 
 
 def _multiplier(w: Matrix, *, compiled: bool) -> Callable[[jax.Array], jax.Array]:

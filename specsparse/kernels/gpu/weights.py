@@ -7,9 +7,13 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specsparse.kernels.gpu.fragments import Fragments, fragments, reads_packed
+from specsparse.kernels.gpu.fragments import take_rows as fragment_rows
 from specsparse.kernels.packing import dequant
+from specsparse.kernels.packing.rows import checked_ids
+from specsparse.kernels.packing.rows import take_rows as packed_rows
 from specsparse.kernels.qtensor import Layout, QTensor
 
 Kept = Literal["packed", "bf16", "f32"]
@@ -43,12 +47,28 @@ class PlainMatrix:
         return self.data.size * self.data.dtype.itemsize
 
 
+Matrix = QTensor | Fragments | PlainMatrix
+"""A weight matrix as some kernels take it."""
+
+
 def on_card(w: QTensor, kept: Kept = "packed") -> Fragments | PlainMatrix:
     """The matrix as an accelerator's programs take it; made on the host, once."""
     if kept == "packed" and reads_packed(w.layout):
         return fragments(w)
     layout = Layout("f32", source=w.layout.source) if kept == "f32" else w.layout
     return plain(jax.jit(dequant.dequantize)(replace(w, data=jnp.asarray(w.data))), layout)
+
+
+def take_rows(w: Matrix, ids: np.ndarray) -> Matrix:
+    """Rows `ids` int[N] of a matrix, in that order, kept as it is; on the host, once, when a model is built.
+
+    Raises:
+        UserError: no ids, or one outside the matrix.
+    """
+    ids = checked_ids(ids, w.shape[0])
+    if isinstance(w, PlainMatrix):
+        return replace(w, data=w.data[ids])
+    return fragment_rows(w, ids) if isinstance(w, Fragments) else packed_rows(w, ids)
 
 
 def plain(values: jax.Array, layout: Layout) -> PlainMatrix:

@@ -15,6 +15,14 @@ def lane_bytes(layout: Layout, cols: int) -> np.ndarray:
     return np.concatenate([f[0].transpose(1, 0, 2).reshape(ROWS, -1) for f in fields], axis=1)
 
 
+def checked_ids(ids: np.ndarray, rows: int) -> np.ndarray:
+    """Ids int64[N] of rows to take; UserError for none, or one outside a matrix of so many."""
+    ids = np.asarray(ids, np.int64)
+    if ids.size == 0 or ids.min() < 0 or ids.max() >= rows:
+        raise UserError(f"rows to take must be at least one and lie in 0..{rows - 1}")
+    return ids
+
+
 def take_rows(w: QTensor, ids: np.ndarray) -> QTensor:
     """Rows `ids` int[N] of a matrix, in that order: shape (N, cols), same layout, same values.
 
@@ -23,10 +31,8 @@ def take_rows(w: QTensor, ids: np.ndarray) -> QTensor:
     Raises:
         UserError: no ids, or one outside the matrix.
     """
-    ids = np.asarray(ids, np.int64)
     rows, cols = w.shape
-    if ids.size == 0 or ids.min() < 0 or ids.max() >= rows:
-        raise UserError(f"rows to take must be at least one and lie in 0..{rows - 1}")
+    ids = checked_ids(ids, rows)
     data, place = np.asarray(w.data), lane_bytes(w.layout, cols)
     taken = data[(ids // ROWS)[:, None], place[ids % ROWS]]
     out = np.zeros((-(-len(ids) // ROWS), data.shape[1]), np.uint8)

@@ -61,6 +61,7 @@ def with_fewer_neurons(
         return _with_threshold(model, threshold)
     if model.ffn != "dense":
         raise UserError(f"a draft by rule={rule} needs a dense target and this one runs ffn={model.ffn}: give rule=own")
+    model.check_packed("a draft with fewer neurons")
     cut = self_generated(model) if text is None else _cut(model, list(text))
     rows_LND = collect(model, cut)
     if rule == "hot":

@@ -38,6 +38,7 @@ def gated(model: Model, predictor: Predictor, weights: Sequence[Pytree], *, down
         A model whose forward passes have `SparseStats`; its own programs and drafters.
     """
     model.check_whole(f"predictor={predictor.name}")
+    model.check_packed(f"predictor={predictor.name}")
     config, kernels = model.config, model.kernels
     if down_type is None and isinstance(predictor, Oracle) and zero_skip.in_params(model.params, config, kernels):
         return _replaced(model, zero_skip.skipping(model.params), make_forward(config, kernels), predictor)

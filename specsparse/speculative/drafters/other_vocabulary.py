@@ -5,7 +5,7 @@ import numpy as np
 
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
-from specsparse.kernels.packing.rows import take_rows
+from specsparse.kernels import take_rows
 from specsparse.speculative.drafters.reading import Images
 from specsparse.speculative.drafters.sources import DraftWeights
 from specsparse.speculative.drafters.style import Style

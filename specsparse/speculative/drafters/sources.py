@@ -18,7 +18,7 @@ import numpy as np
 from specsparse.engine.cache import KVCache
 from specsparse.engine.llama import ForwardFn, Want
 from specsparse.engine.pytree import Pytree
-from specsparse.kernels import QTensor
+from specsparse.kernels import Matrix
 from specsparse.speculative.base import DraftContext, Feedback
 from specsparse.speculative.drafters.reading import Images
 
@@ -32,19 +32,19 @@ class DraftWeights(NamedTuple):
     Attributes:
         params: `engine.weights.Params` of the draft model, or of the target with fewer neurons; None where the target's
             are used.
-        head: QTensor [N, D], the trimmed output matrix, or None.
+        head: [N, D], the trimmed output matrix, or None.
         ids: int32[N], target id of each column of a trimmed head, ascending, or None.
         images: what is fed for the target's tokens where the draft model has other ones; then `head` and `ids` are of
             the tokens that both have. None where the ids are the same.
     """
 
     params: Pytree = None
-    head: QTensor | None = None
+    head: Matrix | None = None
     ids: jax.Array | None = None
     images: Images | None = None
 
     @classmethod
-    def scoring(cls, head: QTensor, ids: np.ndarray) -> "DraftWeights":
+    def scoring(cls, head: Matrix, ids: np.ndarray) -> "DraftWeights":
         """Of an output matrix whose rows are the ids int32[N] of the target, ascending."""
         return cls(head=head, ids=jnp.asarray(ids))
 

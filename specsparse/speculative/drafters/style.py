@@ -7,8 +7,7 @@ import numpy as np
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
-from specsparse.kernels import QTensor
-from specsparse.kernels.packing.rows import take_rows
+from specsparse.kernels import Matrix, take_rows
 from specsparse.speculative.base import Drafter, DraftKind
 from specsparse.speculative.draft_law import DraftLaw
 from specsparse.speculative.drafters.model import ModelDrafter
@@ -110,7 +109,7 @@ class Style:
         return ModelDrafter(source, law, self.policy, self.draw)
 
     def trim(
-        self, target: Model, output: QTensor, columns: int, *, rows: np.ndarray | None = None
+        self, target: Model, output: Matrix, columns: int, *, rows: np.ndarray | None = None
     ) -> tuple[DraftWeights, int]:
         """The rows of an output matrix that are scored, and how many; without trimming none and `columns`.
 

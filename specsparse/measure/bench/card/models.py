@@ -19,7 +19,7 @@ from specsparse.engine.model import Model
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.engine.weights import Footprint, Layer, Params
 from specsparse.errors import UserError
-from specsparse.kernels import Fragments, PlainMatrix, QTensor
+from specsparse.kernels import Fragments, Matrix, QTensor
 from specsparse.kernels.gpu import fragments
 from specsparse.kernels.gpu.weights import Kept, plain
 from specsparse.kernels.packing.dequant import pack_float
@@ -33,7 +33,6 @@ TINY = Shape("llama", layers=2, width=64, heads=4, kv_heads=2, ff=96, vocab=256,
 """For the tests of the bench itself."""
 WIDTHS = (kernels.TILE_ROWS, 2 * kernels.TILE_ROWS)
 """Rows of the padded steps that are compared; tiny plans take the first."""
-Matrix = QTensor | Fragments | PlainMatrix
 _CODES_STD = {"nibble": math.sqrt((16**2 - 1) / 12), "int8": math.sqrt((256**2 - 1) / 12)}
 
 
