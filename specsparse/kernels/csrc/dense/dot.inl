@@ -1,9 +1,15 @@
-// Integer products of one group of rows, written once over the vectors of the simd_*.h that was included before.
+// Integer products of groups of rows, written once over the vectors of the simd_*.h that was included before.
+//
+// Several groups are gone through side by side: memory gives more to several streams than to one. Sums of a block are held by
+// the registers, results wait in the first cache, where a block reads and writes them once. More rows of activations than a
+// call takes come piece by piece of the columns, so that a piece of the weights stays in the first cache for all of them.
 #pragma once
 
-#include <array>
+#include <algorithm>
+#include <cstring>
 #include <utility>
 
+#include "dense/scales.inl"
 #include "simd/kinds.h"
 #include "simd/ops.h"
 
@@ -11,117 +17,110 @@ namespace specsparse {
 inline namespace SPECSPARSE_ISA {
 namespace {
 
-constexpr int kTile = 8;  // rows of activations that a call is best given
+constexpr int64_t kPiece = 16;    // blocks, whole super-blocks
+constexpr int64_t kAhead = 2048;  // bytes of each group that are fetched meanwhile, no more than a piece
+constexpr int kSlices = kRows / kSlice;
 
-// acc = fma(fl(dw * dx), dot, acc), then for mins acc = fma(mw, fl(dx * sum), acc): block after block, sub after sub.
-// `SLICES` slices of a group, from row `first` on.
-template <Read READ, Scales SCALES, int SUBS, int NT, int SLICES>
-__attribute__((flatten)) void dot_slices(const Matrix& w, const uint8_t* p, int first, const Activations& x, int64_t row,
-                                         float* y) {
-  constexpr bool kMins = SCALES == Scales::kDm || SCALES == Scales::kSuperMin;
-  constexpr bool kHeader = SCALES == Scales::kSuper || SCALES == Scales::kSuperMin;
-  constexpr int kCodeBytes = kRows * kBlock / (READ == Read::kInt8 ? 1 : 2);
-  constexpr int kLines = kCodeBytes / 64 + 1;  // of a block and its scales
-  constexpr int kParts = kRows / (kSlice * SLICES);  // calls that share a group
-  const QBlock* at = x.at(row, 0);
-  S acc[SLICES][NT], super_d[SLICES], super_m[SLICES];
-  each<SLICES>([&](auto s) SPECSPARSE_EACH {
-    each<NT>([&](auto t) SPECSPARSE_EACH { acc[s][t] = slice_zero(); });
-    super_d[s] = slice_zero(), super_m[s] = slice_zero();
-  });
-  // This call's part of the next group is fetched meanwhile: reading from memory and computing overlap.
-  const int64_t ahead = w.group_bytes + 64 * (first / (kSlice * SLICES));
-  for (int64_t b = 0; b < x.blocks; ++b, at += x.tile) {
-    if (kHeader && b % (kSuper / kBlock) == 0) {
-      each<SLICES>([&](auto s) SPECSPARSE_EACH { super_d[s] = slice_f16(p + 2 * (first + kSlice * s)); });
-      p += 32;
-      if (kMins) {
-        each<SLICES>([&](auto s) SPECSPARSE_EACH { super_m[s] = slice_f16(p + 2 * (first + kSlice * s)); });
-        p += 32;
-      }
-    }
-    S d[SUBS][SLICES], m[SUBS][SLICES];
-    each<SUBS>([&](auto u) SPECSPARSE_EACH {
-      constexpr bool kHalves = SCALES == Scales::kD || SCALES == Scales::kDm;
-      each<SLICES>([&](auto s) SPECSPARSE_EACH {
-        const int at = first + kSlice * s;
-        if (SCALES == Scales::kF32) d[u][s] = slice_load(p + 4 * at);
-        if (kHalves) d[u][s] = slice_f16(p + 2 * at);
-        if (SCALES == Scales::kDm) m[u][s] = slice_f16(p + 32 + 2 * at);
-        if (kHeader) d[u][s] = mul(super_d[s], slice_i8(p + at));
-      });
-      p += SCALES == Scales::kF32 || SCALES == Scales::kDm ? 64 : kHalves ? 32 : 16;
-    });
-    if (SCALES == Scales::kSuperMin)
-      each<SUBS>([&](auto u) SPECSPARSE_EACH {
-        each<SLICES>([&](auto s) SPECSPARSE_EACH { m[u][s] = sub(slice_zero(), mul(super_m[s], slice_u8(p + first + kSlice * s))); });
-        p += 16;
-      });
-    each<(kLines + kParts - 1) / kParts>([&](auto line) SPECSPARSE_EACH { __builtin_prefetch(p + ahead + 64 * kParts * line); });
-    const QBlock* q[NT];
-    each<NT>([&](auto t) SPECSPARSE_EACH { q[t] = at + t; });
-    const uint8_t* codes = p + 4 * first;
-    // Sub-block by sub-block, so that the sums of one are live at a time.
-    each<SUBS>([&](auto u) SPECSPARSE_EACH {
-      SI dot[SLICES][NT];
-      if constexpr (READ == Read::kCodes) {
-        dot_codes<NT, SLICES>(codes, q, dot, w.zero);
-      } else if constexpr (READ == Read::kTable) {
-        dot_table<NT, SLICES>(codes, q, dot, w.lut);
-      } else {
-        constexpr int kChunks = 8 / SUBS;
-        dot_int8<NT, SLICES, kChunks, kChunks * u>(codes, q, dot);
-      }
-      each<NT>([&](auto t) SPECSPARSE_EACH {
-        const S scale = slice_set1(q[t]->scale), shift = slice_set1(SUBS == 1 ? q[t]->shift : q[t]->shifts[u]);
-        each<SLICES>([&](auto s) SPECSPARSE_EACH {
-          acc[s][t] = fma(mul(d[u][s], scale), to_float(dot[s][t]), acc[s][t]);
-          if (kMins) acc[s][t] = fma(m[u][s], shift, acc[s][t]);
+// A pointer that GCC knows nothing of: it would compute all addresses that depend on it before a loop, and keep them in memory.
+template <class T>
+SPECSPARSE_INLINE T* unknown(T* p) {
+  asm("" : "+r"(p));
+  return p;
+}
+
+// Which blocks of a piece a call fetches others for: calls take turns, so that memory is asked at an even rate.
+struct Turn {
+  int64_t first, step;
+};
+
+// y[group][row][16] += products of `blocks` blocks and NT rows of activations, of `count` groups, SIDE of them in registers at
+// a time: acc = fma(fl(dw * dx), dot, acc), then for mins acc = fma(mw, fl(dx * sum), acc), block after block, sub after sub.
+// `p` is where the first group's block begins, `end` where that group ends.
+template <class Kind, int NT, int SIDE>
+__attribute__((flatten)) void multiply(const Matrix& w, int count, const uint8_t* p, const uint8_t* end, int64_t blocks,
+                                       const QBlock* x, int64_t tile, Turn turn, float* y) {
+  constexpr int kWide = SIDE * kSlices;
+  const int64_t stride = w.group_bytes;
+  if (SIDE > 1) count = SIDE;
+  Super super[kGroupsAtOnce][kSlices] = {};
+  for (int64_t b = 0; b < blocks; ++b, x += tile, p += Kind::kBytes) {
+    const bool header = Kind::kHeader && b % (kSuper / kBlock) == 0, fetch = b == turn.first;
+    if (header) p += Kind::kHeaderBytes;
+    if (fetch) turn.first += turn.step;
+    // Of the same group, or of the next that is multiplied after these.
+    const int64_t ahead = kAhead + (p + kAhead < end ? 0 : (count - 1) * stride);
+    const uint8_t* group = p;
+    for (int g = 0; g < count; g += SIDE, group += SIDE * stride) {
+      float* to = y + kRows * kGroupTile * g;
+      const QBlock* q = unknown(x);
+      const uint8_t *block[SIDE], *codes[kWide];
+      each<SIDE>([&](auto i) SPECSPARSE_EACH {
+        block[i] = group + i * stride;
+        if (fetch) each<Kind::kLines>([&](auto line) SPECSPARSE_EACH { __builtin_prefetch(block[i] + ahead + 64 * line); });
+        each<kSlices>([&](auto s) SPECSPARSE_EACH {
+          if (header) load_super<Kind>(block[i] - Kind::kHeaderBytes, kSlice * s, super[g + i][s]);
+          codes[kSlices * i + s] = block[i] + Kind::kCodesAt + 4 * kSlice * s;
         });
       });
-    });
-    p += kCodeBytes;
-  }
-  each<NT>([&](auto t) SPECSPARSE_EACH { each<SLICES>([&](auto s) SPECSPARSE_EACH { store(y + 16 * t + first + kSlice * s, acc[s][t]); }); });
-}
-
-template <Read READ, Scales SCALES, int SUBS, int NT>
-void dot_blocks(const Matrix& w, const uint8_t* group, const Activations& x, int64_t row, float* y) {
-  constexpr int kAtOnce = slices_at_once(NT);
-  for (int first = 0; first < kRows; first += kSlice * kAtOnce)
-    dot_slices<READ, SCALES, SUBS, NT, kAtOnce>(w, group, first, x, row, y);
-}
-
-template <int NT>
-void dot_tokens(const Matrix& w, const uint8_t* group, const Activations& x, int64_t row, float* y) {
-  with_kind(w, [&](auto kind) SPECSPARSE_EACH {
-    using Kind = decltype(kind);
-    dot_blocks<Kind::kRead, Kind::kScales, Kind::kSubs, NT>(w, group, x, row, y);
-  });
-}
-
-using DotTokens = void (*)(const Matrix&, const uint8_t*, const Activations&, int64_t, float*);
-
-template <int... T>
-constexpr std::array<DotTokens, sizeof...(T)> code_dots(std::integer_sequence<int, T...>) {
-  return {dot_tokens<T + 1>...};
-}
-
-// Tiles of even size: six rows as 3 + 3 cost less than as 4 + 2.
-template <size_t MOST>
-void in_tiles(const std::array<DotTokens, MOST>& dots, const Matrix& w, const uint8_t* group, const Activations& x, int64_t row,
-              int tokens, float* y) {
-  const int tiles = (tokens + static_cast<int>(MOST) - 1) / static_cast<int>(MOST);
-  for (int done = 0, left = tiles; left; --left) {
-    const int now = (tokens - done + left - 1) / left;
-    dots[now - 1](w, group, x, row + done, y + 16 * done);
-    done += now;
+      // Sub-block by sub-block, so that the sums of one are live at a time.
+      each<Kind::kSubs>([&](auto u) SPECSPARSE_EACH {
+        SI dot[kWide][NT];
+        if constexpr (Kind::kRead == Read::kCodes) {
+          dot_codes<NT, kWide>(codes, q, dot, Kind::kScales == Scales::kD ? w.zero : 0);
+        } else if constexpr (Kind::kRead == Read::kTable) {
+          dot_table<NT, kWide>(codes, q, dot, w.lut);
+        } else {
+          constexpr int kChunks = 8 / Kind::kSubs;
+          dot_int8<NT, kWide, kChunks, kChunks * u>(codes, q, dot);
+        }
+        S d[kWide], m[kWide];
+        each<kWide>([&](auto v) SPECSPARSE_EACH {
+          constexpr int i = v / kSlices, s = v % kSlices;
+          d[v] = scale_of<Kind, u>(block[i], kSlice * s, super[g + i][s]);
+          if (Kind::kMins) m[v] = min_of<Kind, u>(block[i], kSlice * s, super[g + i][s]);
+        });
+        each<NT>([&](auto t) SPECSPARSE_EACH {
+          const S scale = slice_set1(q[t].scale), shift = slice_set1(Kind::kSubs == 1 ? q[t].shift : q[t].shifts[u]);
+          each<kWide>([&](auto v) SPECSPARSE_EACH {
+            float* acc = to + kRows * (v / kSlices * kGroupTile + t) + kSlice * (v % kSlices);
+            S sum = fma(mul(d[v], scale), to_float(dot[v][t]), slice_load(acc));
+            if (Kind::kMins) sum = fma(m[v], shift, sum);
+            store(acc, sum);
+          });
+        });
+        asm volatile("" : : : "memory");  // results stay where they are: GCC would copy them to the stack
+      });
+    }
   }
 }
 
-void dot_blocked(const Matrix& w, const uint8_t* group, const Activations& x, int64_t row, int tokens, float* y) {
-  static constexpr auto kDots = code_dots(std::make_integer_sequence<int, kMaxTokens>());
-  in_tiles(kDots, w, group, x, row, tokens, y);
+// y[kGroupTile rows][group][row of them][16] = products of `count` groups from g on. SIZES: rows that a call takes, ascending
+// from 1; what a tile holds beyond the last row may be multiplied as well.
+template <class Kind, int SIDE, int... SIZES>
+void multiply_all(const Matrix& w, int64_t g, int count, const Activations& x, int64_t row, int tokens, float* y) {
+  constexpr int kSizes[] = {SIZES...}, kMost = kSizes[sizeof...(SIZES) - 1];
+  constexpr decltype(&multiply<Kind, 1, SIDE>) kCalls[] = {multiply<Kind, SIZES, SIDE>...};
+  const int most = static_cast<int>(std::min<int64_t>(kMost, x.tile)), calls = (tokens + most - 1) / most;
+  const int64_t piece = calls > 1 ? kPiece : x.blocks;
+  const uint8_t *p = w.data + g * w.group_bytes, *const end = p + w.group_bytes;
+  for (int64_t b = 0; b < x.blocks; b += piece) {
+    const int64_t blocks = std::min(piece, x.blocks - b);
+    for (int i = 0, t = 0; i < calls; ++i, t += most) {
+      int size = 0;
+      while (kSizes[size] < std::min(most, tokens - t)) ++size;
+      float* to = y + kRows * (t / kGroupTile * kGroupTile * count + t % kGroupTile);
+      for (int j = 0; b == 0 && j < count; ++j) std::memset(to + kRows * kGroupTile * j, 0, sizeof(float) * kRows * kSizes[size]);
+      kCalls[size](w, count, p, end, blocks, x.at(row + t, b), x.tile, {i, calls}, to);
+    }
+    p += blocks * Kind::kBytes + (blocks + kSuper / kBlock - 1) / (kSuper / kBlock) * Kind::kHeaderBytes;
+  }
+}
+
+// `count` groups, SIDE of them in registers at a time; false, with nothing written, where weights are floats.
+template <int SIDE, int... SIZES>
+bool dot_blocked(std::integer_sequence<int, SIZES...>, const Matrix& w, int64_t g, int count, const Activations& x, int64_t row,
+                 int tokens, float* y) {
+  return with_kind(w, [&](auto kind) SPECSPARSE_EACH { multiply_all<decltype(kind), SIDE, SIZES...>(w, g, count, x, row, tokens, y); });
 }
 
 }  // namespace

@@ -6,8 +6,8 @@
 #pragma once
 
 #include "dense/tiles.h"
-#include "simd/kinds.h"
 #include "simd/simd_avx512.h"
+#include "dense/scales.inl"
 
 namespace specsparse {
 inline namespace SPECSPARSE_ISA {
@@ -64,41 +64,30 @@ struct alignas(64) Scratch {
   int32_t sums[2][2][kMostRows][kRows];  // by turns: one block's are read while the next is multiplied
 };
 
-// `dot_slices` of dot.inl with the sums of a block's products from tiles. NT: rows of sums in registers, tokens <= NT.
-template <class Tiles, Read READ, Scales SCALES, int SUBS, int NT>
+// `multiply` of dot.inl with the sums of a block's products from tiles. NT: rows of sums in registers, tokens <= NT.
+template <class Tiles, class Kind, int NT>
 __attribute__((flatten)) void dot_tiles(const Matrix& w, const uint8_t* p, const Activations& x, int64_t row, int tokens, float* y) {
-  constexpr bool kHalves = SCALES == Scales::kD || SCALES == Scales::kDm;
-  constexpr bool kMins = SCALES == Scales::kDm || SCALES == Scales::kSuperMin;
-  constexpr bool kHeader = SCALES == Scales::kSuper || SCALES == Scales::kSuperMin;
-  constexpr int kCodeBytes = kRows * kBlock / (READ == Read::kInt8 ? 1 : 2);
-  constexpr int kLines = kCodeBytes / 64 + 1;
+  constexpr int kSubs = Kind::kSubs;
   thread_local Scratch scratch;
   uint8_t* const unpacked = scratch.unpacked;
   auto& sums = scratch.sums;
   const QBlock* at = x.at(row, 0);
-  Shapes<Tiles>::use(tokens, SUBS);
-  F acc[NT], super_d = zero(), super_m = zero();
+  Shapes<Tiles>::use(tokens, kSubs);
+  F acc[NT];
+  Super super = {};
   each<NT>([&](auto t) SPECSPARSE_EACH { acc[t] = zero(); });
   const auto block = [&](int64_t b, auto turn) SPECSPARSE_EACH {
-    if (kHeader && b % (kSuper / kBlock) == 0) {
-      super_d = load_f16(p), p += 32;
-      if (kMins) super_m = load_f16(p), p += 32;
-    }
-    F d[SUBS], m[SUBS];
-    each<SUBS>([&](auto u) SPECSPARSE_EACH {
-      if (SCALES == Scales::kF32) d[u] = load(reinterpret_cast<const float*>(p));
-      if (kHalves) d[u] = load_f16(p);
-      if (SCALES == Scales::kDm) m[u] = load_f16(p + 32);
-      if (kHeader) d[u] = mul(super_d, load_i8(p));
-      p += SCALES == Scales::kF32 || SCALES == Scales::kDm ? 64 : kHalves ? 32 : 16;
+    if (Kind::kHeader && b % (kSuper / kBlock) == 0) load_super<Kind>(p, 0, super), p += Kind::kHeaderBytes;
+    F d[kSubs], m[kSubs];
+    each<kSubs>([&](auto u) SPECSPARSE_EACH {
+      d[u] = scale_of<Kind, u>(p, 0, super);
+      if (Kind::kMins) m[u] = min_of<Kind, u>(p, 0, super);
     });
-    if (SCALES == Scales::kSuperMin)
-      each<SUBS>([&](auto u) SPECSPARSE_EACH { m[u] = sub(zero(), mul(super_m, load_u8(p))), p += 16; });
-    each<kLines>([&](auto line) SPECSPARSE_EACH { __builtin_prefetch(p + w.group_bytes + 64 * line); });
-    const uint8_t* codes = as_tile<READ>(p, w.lut, unpacked);
-    p += kCodeBytes;
-    each<SUBS>([&](auto u) SPECSPARSE_EACH {
-      constexpr int kSums = 2 * turn + u, kA = kFirstA + (SUBS == 2 ? u : turn), kB = kFirstB + (SUBS == 2 ? u : turn);
+    each<Kind::kLines>([&](auto line) SPECSPARSE_EACH { __builtin_prefetch(p + w.group_bytes + 64 * line); });
+    const uint8_t* codes = as_tile<Kind::kRead>(p + Kind::kCodesAt, w.lut, unpacked);
+    p += Kind::kBytes;
+    each<kSubs>([&](auto u) SPECSPARSE_EACH {
+      constexpr int kSums = 2 * turn + u, kA = kFirstA + (kSubs == 2 ? u : turn), kB = kFirstB + (kSubs == 2 ? u : turn);
       Tiles::template load<kB>(codes + u * 256, 64);
       Tiles::template load<kA>(at->q + u * 16, sizeof(QBlock));
       Tiles::template zero<kSums>();
@@ -107,11 +96,11 @@ __attribute__((flatten)) void dot_tiles(const Matrix& w, const uint8_t* p, const
     });
     each<NT>([&](auto t) SPECSPARSE_EACH {
       const QBlock* q = at + (t < tokens ? t : tokens - 1);
-      each<SUBS>([&](auto u) SPECSPARSE_EACH {
+      each<kSubs>([&](auto u) SPECSPARSE_EACH {
         I dot = {load512(sums[turn][u][t])};
-        if (READ == Read::kCodes) dot = add(dot, set1_i(-w.zero * q->sum));
+        if (Kind::kRead == Read::kCodes) dot = add(dot, set1_i(-w.zero * q->sum));
         acc[t] = fma(mul(d[u], set1(q->scale)), to_float(dot), acc[t]);
-        if (kMins) acc[t] = fma(m[u], set1(SUBS == 1 ? q->shift : q->shifts[u]), acc[t]);
+        if (Kind::kMins) acc[t] = fma(m[u], set1(kSubs == 1 ? q->shift : q->shifts[u]), acc[t]);
       });
     });
     at += x.tile;
@@ -134,12 +123,11 @@ void dot(const Matrix& w, int64_t g, const Activations& x, int64_t row, int toke
   for (int done = 0, left = (tokens + kMostRows - 1) / kMostRows; left; --left) {
     const int now = (tokens - done + left - 1) / left;
     with_kind(w, [&](auto kind) SPECSPARSE_EACH {
-      using K = decltype(kind);
       float* to = y + kRows * done;
       if (now <= 8)
-        dot_tiles<Tiles, K::kRead, K::kScales, K::kSubs, 8>(w, group, x, row + done, now, to);
+        dot_tiles<Tiles, decltype(kind), 8>(w, group, x, row + done, now, to);
       else
-        dot_tiles<Tiles, K::kRead, K::kScales, K::kSubs, kMostRows>(w, group, x, row + done, now, to);
+        dot_tiles<Tiles, decltype(kind), kMostRows>(w, group, x, row + done, now, to);
     });
     done += now;
   }

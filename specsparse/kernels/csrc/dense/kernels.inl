@@ -70,16 +70,21 @@ void dot_float_type(const Matrix& w, const uint8_t* group, const Activations& x,
   dot_floats<NT>(w, group, 64, x, row, y, [](const uint8_t* p) { return load(reinterpret_cast<const float*>(p)); });
 }
 
+// Rows in parts of even size: six as 3 + 3 cost less than as 4 + 2.
 template <int... T>
-constexpr std::array<DotTokens, sizeof...(T)> float_dots(std::integer_sequence<int, T...>) {
-  return {dot_float_type<T + 1>...};
+void dot_floats(std::integer_sequence<int, T...>, const Matrix& w, int64_t g, const Activations& x, int64_t row, int tokens, float* y) {
+  constexpr decltype(&dot_float_type<1>) kCalls[] = {dot_float_type<T + 1>...};
+  constexpr int kMost = sizeof...(T);
+  for (int done = 0, left = (tokens + kMost - 1) / kMost; left; --left) {
+    const int now = (tokens - done + left - 1) / left;
+    kCalls[now - 1](w, w.data + g * w.group_bytes, x, row + done, y + kRows * done);
+    done += now;
+  }
 }
 
 void dot(const Matrix& w, int64_t g, const Activations& x, int64_t row, int tokens, float* y) {
-  static constexpr auto kFloats = float_dots(std::make_integer_sequence<int, kMaxFloatTokens>());
-  const uint8_t* group = w.data + g * w.group_bytes;
-  if (w.scales == Scales::kNone) return in_tiles(kFloats, w, group, x, row, tokens, y);
-  dot_blocked(w, group, x, row, tokens, y);
+  if (!dot_blocked<1>(RowsAtOnce(), w, g, 1, x, row, tokens, y))
+    dot_floats(std::make_integer_sequence<int, kMaxFloatTokens>(), w, g, x, row, tokens, y);
 }
 
 void glu(float* gate, const float* up, int64_t count, Act act) {
@@ -142,7 +147,7 @@ float peak(const float* x, int64_t count, bool* wild) {
 }  // namespace
 
 #define SPECSPARSE_TABLE(NAME, REGISTERS, GROUPS) \
-  {NAME, REGISTERS, kTile, prepare, dot, glu, attend, store_kv, exp_shifted, block_sums, block_maxima, peak, nullptr, GROUPS}
+  {NAME, REGISTERS, kGroupTile, prepare, dot, glu, attend, store_kv, exp_shifted, block_sums, block_maxima, peak, nullptr, GROUPS}
 
 }  // namespace SPECSPARSE_ISA
 }  // namespace specsparse

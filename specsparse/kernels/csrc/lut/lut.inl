@@ -62,7 +62,7 @@ void build(Sums kind, const float* x, const QBlock* q, int64_t blocks, int32_t z
   }
 }
 
-// As dot_slices of kernels.inl: acc = fma(fl(dw * scale), sum, acc), for rounded tables acc = fma(dw, centre, acc), and for
+// As `multiply` of dot.inl: acc = fma(fl(dw * scale), sum, acc), for rounded tables acc = fma(dw, centre, acc), and for
 // mins acc = fma(m, shift, acc), block after block.
 template <Sums KIND, bool MINS, int NT, int SLICES>
 __attribute__((flatten)) void dot_slices(const Matrix& w, const uint8_t* p, int first, const LutRow* rows, float* y) {
@@ -103,8 +103,8 @@ __attribute__((flatten)) void dot_slices(const Matrix& w, const uint8_t* p, int 
 
 template <Sums KIND, bool MINS, int NT>
 void dot_group(const Matrix& w, int64_t g, const LutRow* rows, float* y) {
-  // kExact and kInt6 add up words and bytes: both slices of one row of activations fit the registers, of two they do not.
-  constexpr int kAtOnce = KIND == Sums::kInt8 || NT == 1 ? slices_at_once(NT) : 1;
+  // Slices in registers: all of one row of activations, of two where words alone are added up and not bytes as well.
+  constexpr int kAtOnce = NT <= (KIND == Sums::kInt8 ? 2 : 1) ? kRows / kSlice : 1;
   for (int first = 0; first < kRows; first += kSlice * kAtOnce)
     dot_slices<KIND, MINS, NT, kAtOnce>(w, w.data + g * w.group_bytes, first, rows, y);
 }

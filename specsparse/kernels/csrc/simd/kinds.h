@@ -11,11 +11,20 @@ namespace specsparse {
 // How the codes of a block are read: as they are, by a table of sixteen, or as signed bytes.
 enum class Read { kCodes, kTable, kInt8 };
 
+// docs/layouts.md gives the bytes of a block and of the header of a super-block.
 template <Read READ, Scales SCALES, int SUBS>
 struct BlockKind {
   static constexpr Read kRead = READ;
   static constexpr Scales kScales = SCALES;
   static constexpr int kSubs = SUBS;  // sub-blocks of a block
+  static constexpr bool kHalves = SCALES == Scales::kD || SCALES == Scales::kDm;
+  static constexpr bool kMins = SCALES == Scales::kDm || SCALES == Scales::kSuperMin;
+  static constexpr bool kHeader = SCALES == Scales::kSuper || SCALES == Scales::kSuperMin;
+  static constexpr int kHeaderBytes = kHeader ? kMins ? 64 : 32 : 0;
+  static constexpr int kScaleBytes = SCALES == Scales::kF32 || SCALES == Scales::kDm ? 64 : kHalves ? 32 : 16;  // of a sub-block
+  static constexpr int kCodesAt = SUBS * (kScaleBytes + (SCALES == Scales::kSuperMin ? 16 : 0));
+  static constexpr int kBytes = kCodesAt + kRows * kBlock / (READ == Read::kInt8 ? 1 : 2);
+  static constexpr int kLines = (kBytes + 63) / 64;
 };
 
 constexpr SPECSPARSE_INLINE int64_t kind_number(Read read, Scales scales, int64_t subs) {

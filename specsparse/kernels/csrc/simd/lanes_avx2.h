@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include <cstdint>
+#include <utility>
 
 #include "simd/ops.h"
 #include "simd/simd_x86.h"
@@ -15,6 +16,7 @@ inline namespace SPECSPARSE_ISA {
 // Sums of attention that the registers hold, and queries that share what was widened for them.
 constexpr int kScoreSums = 4, kValueSums = 4, kGroup = 4;
 constexpr int kMaxFloatTokens = 6;  // two registers of sums each, of 16
+using RowsAtOnce = std::integer_sequence<int, 1, 2, 4>;  // of a product of integers: both slices of four rows are eight sums
 
 struct F {
   __m256 a, b;
@@ -96,10 +98,7 @@ inline float reduce_max(F x) {
   return _mm_cvtss_f32(_mm_max_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
 
-// Slices: rows of a group that share a register. Both slices of one or two tokens fit the 16 registers, which reads a group
-// once and each activation once; for more tokens a slice at a time does.
-constexpr int kSlice = 8;
-constexpr int slices_at_once(int tokens) { return tokens <= 2 ? 2 : 1; }
+constexpr int kSlice = 8;  // rows of a group that share a register
 struct S {
   __m256 v;
 };

@@ -29,8 +29,9 @@ bool has_avxvnni() {
 }
 #endif
 
-Ops changed(Ops table, const char* name, decltype(Ops::dot) dot) {
-  table.name = name, table.dot = dot;
+Ops avxvnni_ops(decltype(Ops::dot) dot, decltype(Ops::dot_groups) dot_groups) {
+  Ops table = kAvx2Ops;
+  table.name = "avxvnni", table.dot = dot, table.dot_groups = dot_groups;
   return table;
 }
 #endif
@@ -46,9 +47,9 @@ std::deque<Ops> find_tables() {
   if (has_avx512()) found.push_back(kAvx512Ops);
 #if defined(SPECSPARSE_AVXVNNI)
   if (has_avxvnni())
-    found.push_back(changed(kAvx2Ops, "avxvnni", dot_avxvnni));
+    found.push_back(avxvnni_ops(dot_avxvnni, dot_groups_avxvnni));
   else if (has_avx512())
-    found.push_back(changed(kAvx2Ops, "avxvnni", dot_vnni256));
+    found.push_back(avxvnni_ops(dot_vnni256, dot_groups_vnni256));
 #endif
   if (has_avx2()) found.push_back(kAvx2Ops);
 #endif

@@ -104,9 +104,11 @@ extern const Ops kPortableOps;
 extern const Ops kAvx2Ops;
 extern const Ops kAvx512Ops;
 bool dot_groups_avx512(const Matrix& w, int64_t g, const Activations& x, int64_t row, int tokens, float* y);
-// `Ops::dot` by AVX-VNNI in either encoding, with kAvx2Ops for the rest.
+// Products by AVX-VNNI in either encoding, with kAvx2Ops for the rest.
 void dot_avxvnni(const Matrix& w, int64_t g, const Activations& x, int64_t row, int tokens, float* y);
 void dot_vnni256(const Matrix& w, int64_t g, const Activations& x, int64_t row, int tokens, float* y);
+bool dot_groups_avxvnni(const Matrix& w, int64_t g, const Activations& x, int64_t row, int tokens, float* y);
+bool dot_groups_vnni256(const Matrix& w, int64_t g, const Activations& x, int64_t row, int tokens, float* y);
 #endif
 
 // The table in use: SPECSPARSE_ISA=portable|avx2|avxvnni|avx512|amx forces one, otherwise the widest the processor has.

@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include <cstdint>
+#include <utility>
 
 #include "simd/ops.h"
 #include "simd/simd_x86.h"
@@ -12,10 +13,10 @@
 namespace specsparse {
 inline namespace SPECSPARSE_ISA {
 
-constexpr int kMaxTokens = 1;  // more rows take several groups at once (dense/groups_avx512.cc)
 // Sums of attention that the registers hold, and queries that share what was widened for them.
 constexpr int kScoreSums = 16, kValueSums = 16, kGroup = 8;
 constexpr int kMaxFloatTokens = 8;
+using RowsAtOnce = std::integer_sequence<int, 1>;  // of a product of one group; of several see dense/groups_avx512.cc
 
 struct F {
   __m512 v;
@@ -74,63 +75,79 @@ inline float reduce_max(F x) { return _mm512_reduce_max_ps(x.v); }
 #include "simd/whole_slices.inl"
 
 inline __m512i load512(const void* p) { return _mm512_loadu_si512(p); }
-// sum + w * x, codes of w unsigned, the same four of x for each lane. GCC reads the four by an instruction of its own, which
-// fills the front end before the multipliers are full: from eight rows on that is the limit.
-inline __m512i dot4_add(__m512i sum, __m512i w, const int8_t* x) {
-  typedef int32_t Four __attribute__((may_alias, aligned(1)));
-  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*reinterpret_cast<const Four*>(x)));
-  return sum;
+typedef int32_t Four __attribute__((may_alias, aligned(1)));
+
+// Four bytes in every lane. In words that GCC cannot merge: it would read the four again for each product.
+SPECSPARSE_INLINE __m512i spread(const void* four) {
+  __m512i v;
+  asm("vpbroadcastd %1, %0" : "=v"(v) : "m"(*static_cast<const Four*>(four)));
+  return v;
 }
 
-template <int NT, int SLICES>
-SPECSPARSE_INLINE void dot_codes(const uint8_t* w, const QBlock* const* x, SI (*dot)[NT], int32_t zero) {
+// dot += products of unsigned codes, four columns of x from `at` on. A vector alone takes the four from memory itself; several
+// share what is spread once, since the processor multiplies two vectors in the time it reads one.
+template <int NT, int WIDE>
+SPECSPARSE_INLINE void add_products(SI (*dot)[NT], const __m512i* code, const QBlock* x, int at) {
+  each<NT>([&](auto t) SPECSPARSE_EACH {
+    const int8_t* four = x[t].q + at;
+    if constexpr (WIDE == 1) {
+      asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(dot[0][t].v) : "v"(code[0]), "m"(*reinterpret_cast<const Four*>(four)));
+    } else {
+      const __m512i q = spread(four);
+      each<WIDE>([&](auto v) SPECSPARSE_EACH { asm("vpdpbusd %2, %1, %0" : "+v"(dot[v][t].v) : "v"(code[v]), "v"(q)); });
+    }
+  });
+}
+
+// Sums that begin at first(token), a vector.
+template <int NT, int WIDE, class First>
+SPECSPARSE_INLINE void start(SI (*dot)[NT], First first) {
+  each<NT>([&](auto t) SPECSPARSE_EACH {
+    const __m512i value = first(t);
+    each<WIDE>([&](auto v) SPECSPARSE_EACH { dot[v][t].v = value; });
+  });
+}
+
+// Nibbles through `value`, which gives unsigned bytes.
+template <int NT, int WIDE, class Value>
+SPECSPARSE_INLINE void add_nibbles(const uint8_t* const* w, const QBlock* x, SI (*dot)[NT], Value value) {
   const __m512i mask = _mm512_set1_epi8(15);
-  __m512i acc[NT];
-  if (zero)
-    each<NT>([&](auto t) SPECSPARSE_EACH { acc[t] = _mm512_set1_epi32(-zero * x[t]->sum); });
-  else
-    each<NT>([&](auto t) SPECSPARSE_EACH { acc[t] = _mm512_setzero_si512(); });
   each<4>([&](auto c) SPECSPARSE_EACH {
-    const __m512i both = load512(w + 64 * c);
-    const __m512i low = _mm512_and_si512(both, mask), high = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
-    each<NT>([&](auto t) SPECSPARSE_EACH {
-      acc[t] = dot4_add(acc[t], low, x[t]->q + 4 * c);
-      acc[t] = dot4_add(acc[t], high, x[t]->q + 16 + 4 * c);
+    each<2>([&](auto high) SPECSPARSE_EACH {
+      __m512i code[WIDE];
+      each<WIDE>([&](auto v) SPECSPARSE_EACH {
+        const __m512i both = load512(w[v] + 64 * c);
+        code[v] = value(_mm512_and_si512(high ? _mm512_srli_epi16(both, 4) : both, mask));
+      });
+      add_products<NT, WIDE>(dot, code, x, 16 * high + 4 * c);
     });
   });
-  each<NT>([&](auto t) SPECSPARSE_EACH { (*dot)[t].v = acc[t]; });
+}
+
+template <int NT, int WIDE>
+SPECSPARSE_INLINE void dot_codes(const uint8_t* const* w, const QBlock* x, SI (*dot)[NT], int32_t zero) {
+  start<NT, WIDE>(dot, [&](int t) SPECSPARSE_EACH { return _mm512_set1_epi32(-zero * x[t].sum); });
+  add_nibbles<NT, WIDE>(w, x, dot, [](__m512i v) SPECSPARSE_EACH { return v; });
 }
 
 // VNNI wants unsigned weights: the table is shifted by 128, which 128 * sum(x) takes back.
-template <int NT, int SLICES>
-SPECSPARSE_INLINE void dot_table(const uint8_t* w, const QBlock* const* x, SI (*dot)[NT], const int8_t* lut) {
-  const __m512i mask = _mm512_set1_epi8(15);
+template <int NT, int WIDE>
+SPECSPARSE_INLINE void dot_table(const uint8_t* const* w, const QBlock* x, SI (*dot)[NT], const int8_t* lut) {
   const __m512i table = _mm512_xor_si512(_mm512_broadcast_i32x4(load128(lut)), _mm512_set1_epi8(-128));
-  __m512i acc[NT];
-  each<NT>([&](auto t) SPECSPARSE_EACH { acc[t] = _mm512_set1_epi32(x[t]->less[0]); });
-  each<4>([&](auto c) SPECSPARSE_EACH {
-    const __m512i both = load512(w + 64 * c);
-    const __m512i low = _mm512_shuffle_epi8(table, _mm512_and_si512(both, mask));
-    const __m512i high = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(both, 4), mask));
-    each<NT>([&](auto t) SPECSPARSE_EACH {
-      acc[t] = dot4_add(acc[t], low, x[t]->q + 4 * c);
-      acc[t] = dot4_add(acc[t], high, x[t]->q + 16 + 4 * c);
-    });
-  });
-  each<NT>([&](auto t) SPECSPARSE_EACH { (*dot)[t].v = acc[t]; });
+  start<NT, WIDE>(dot, [&](int t) SPECSPARSE_EACH { return spread(&x[t].less[0]); });
+  add_nibbles<NT, WIDE>(w, x, dot, [&](__m512i v) SPECSPARSE_EACH { return _mm512_shuffle_epi8(table, v); });
 }
 
 // int8 codes of `CHUNKS` chunks of four columns from chunk FIRST on: the block or half of it.
-template <int NT, int SLICES, int CHUNKS, int FIRST>
-SPECSPARSE_INLINE void dot_int8(const uint8_t* w, const QBlock* const* x, SI (*dot)[NT]) {
+template <int NT, int WIDE, int CHUNKS, int FIRST>
+SPECSPARSE_INLINE void dot_int8(const uint8_t* const* w, const QBlock* x, SI (*dot)[NT]) {
   const __m512i flip = _mm512_set1_epi8(-128);
-  __m512i acc[NT];
-  each<NT>([&](auto t) SPECSPARSE_EACH { acc[t] = _mm512_set1_epi32(x[t]->less[CHUNKS == 8 ? 0 : 1 + FIRST / 4]); });
+  start<NT, WIDE>(dot, [&](int t) SPECSPARSE_EACH { return spread(&x[t].less[CHUNKS == 8 ? 0 : 1 + FIRST / 4]); });
   each<CHUNKS>([&](auto c) SPECSPARSE_EACH {
-    const __m512i wc = _mm512_xor_si512(load512(w + 64 * (FIRST + c)), flip);
-    each<NT>([&](auto t) SPECSPARSE_EACH { acc[t] = dot4_add(acc[t], wc, x[t]->q + 4 * (FIRST + c)); });
+    __m512i code[WIDE];
+    each<WIDE>([&](auto v) SPECSPARSE_EACH { code[v] = _mm512_xor_si512(load512(w[v] + 64 * (FIRST + c)), flip); });
+    add_products<NT, WIDE>(dot, code, x, 4 * (FIRST + c));
   });
-  each<NT>([&](auto t) SPECSPARSE_EACH { (*dot)[t].v = acc[t]; });
 }
 
 }  // namespace SPECSPARSE_ISA

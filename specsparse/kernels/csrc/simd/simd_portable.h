@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "simd/ops.h"
 #include "simd/unroll.h"
@@ -20,10 +21,10 @@ inline namespace SPECSPARSE_ISA {
 #define SPECSPARSE_FMA SPECSPARSE_SHARED  // each lane is a call of the library
 #endif
 
-constexpr int kMaxTokens = 4;
 // Sums of attention that the registers hold, and queries that share what was widened for them.
 constexpr int kScoreSums = 1, kValueSums = 1, kGroup = 4;
 constexpr int kMaxFloatTokens = 4;
+using RowsAtOnce = std::integer_sequence<int, 1, 4>;  // of a product of integers
 
 struct F {
   float v[16];
@@ -165,38 +166,38 @@ SPECSPARSE_SHARED float reduce_max(const F& a) {
 // Integer dot products of one block of 16 rows x 32 columns with NT blocks of activations. dot[t] is exact. It is summed in
 // arrays of the function's own: bytes may alias what a pointer leads to.
 template <int NT, class Value>
-inline void dot_nibbles(const uint8_t* w, const QBlock* const* x, SI* dot, Value value) {
+inline void dot_nibbles(const uint8_t* w, const QBlock* x, SI* dot, Value value) {
   SI sum[NT] = {};
   for (int c = 0; c < 4; ++c)
     for (int r = 0; r < 16; ++r)
       for (int b = 0; b < 4; ++b) {
         const uint8_t code = w[64 * c + 4 * r + b];
         const int low = value(code & 15), high = value(code >> 4);
-        for (int t = 0; t < NT; ++t) sum[t].v[r] += low * x[t]->q[4 * c + b] + high * x[t]->q[16 + 4 * c + b];
+        for (int t = 0; t < NT; ++t) sum[t].v[r] += low * x[t].q[4 * c + b] + high * x[t].q[16 + 4 * c + b];
       }
   for (int t = 0; t < NT; ++t) dot[t] = sum[t];
 }
 
 // Codes that count from `zero`.
-template <int NT, int SLICES>
-SPECSPARSE_SHARED void dot_codes(const uint8_t* w, const QBlock* const* x, SI (*dot)[NT], int32_t zero) {
-  dot_nibbles<NT>(w, x, *dot, [zero](int code) { return code - zero; });
+template <int NT, int WIDE>
+SPECSPARSE_SHARED void dot_codes(const uint8_t* const* w, const QBlock* x, SI (*dot)[NT], int32_t zero) {
+  dot_nibbles<NT>(*w, x, *dot, [zero](int code) { return code - zero; });
 }
 
 // Codes that stand for the 16 signed values of a table.
-template <int NT, int SLICES>
-SPECSPARSE_SHARED void dot_table(const uint8_t* w, const QBlock* const* x, SI (*dot)[NT], const int8_t* lut) {
-  dot_nibbles<NT>(w, x, *dot, [lut](int code) { return lut[code]; });
+template <int NT, int WIDE>
+SPECSPARSE_SHARED void dot_table(const uint8_t* const* w, const QBlock* x, SI (*dot)[NT], const int8_t* lut) {
+  dot_nibbles<NT>(*w, x, *dot, [lut](int code) { return lut[code]; });
 }
 
 // int8 codes of `CHUNKS` chunks of four columns from chunk FIRST on: the block or half of it.
-template <int NT, int SLICES, int CHUNKS, int FIRST>
-SPECSPARSE_SHARED void dot_int8(const uint8_t* w, const QBlock* const* x, SI (*dot)[NT]) {
+template <int NT, int WIDE, int CHUNKS, int FIRST>
+SPECSPARSE_SHARED void dot_int8(const uint8_t* const* w, const QBlock* x, SI (*dot)[NT]) {
   SI sum[NT] = {};
   for (int c = FIRST; c < FIRST + CHUNKS; ++c)
     for (int r = 0; r < 16; ++r)
       for (int b = 0; b < 4; ++b)
-        for (int t = 0; t < NT; ++t) sum[t].v[r] += static_cast<int8_t>(w[64 * c + 4 * r + b]) * x[t]->q[4 * c + b];
+        for (int t = 0; t < NT; ++t) sum[t].v[r] += static_cast<int8_t>((*w)[64 * c + 4 * r + b]) * x[t].q[4 * c + b];
   for (int t = 0; t < NT; ++t) (*dot)[t] = sum[t];
 }
 

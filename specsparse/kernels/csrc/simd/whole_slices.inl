@@ -1,7 +1,6 @@
 // Slices: rows of a group that the integer kernels hold at a time; here all of them, in one vector. Included inside the
 // namespace of an instruction set, after its `F` and `I`.
 constexpr int kSlice = 16;
-constexpr int slices_at_once(int) { return 1; }
 using S = F;
 using SI = I;
 
