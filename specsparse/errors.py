@@ -1,4 +1,4 @@
-"""The one error that users see."""
+"""The error that users see, and the kind of it that a server answers in its own way."""
 
 import sys
 
@@ -8,6 +8,10 @@ class UserError(Exception):
 
     The command line prints it without a traceback and exits with code 2.
     """
+
+
+class ContextTooLong(UserError):
+    """A prompt, or what is to be written after it, does not fit the model's context."""
 
 
 def not_installed(error: ModuleNotFoundError) -> str:
@@ -20,6 +24,6 @@ def not_installed(error: ModuleNotFoundError) -> str:
     if package == "specsparse":
         raise error
     return (
-        f"{package} is not installed for {sys.executable}: call .venv/bin/python, which `make install` makes, "
+        f"{package} is not installed for {sys.executable}: call .venv/bin/python, which `make demo` makes, "
         f"or {sys.executable} -m pip install -e . in the project's folder"
     )

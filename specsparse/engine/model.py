@@ -22,7 +22,7 @@ from specsparse.engine.sampling import pipeline
 from specsparse.engine.sampling.pipeline import SamplingKernels
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.engine.weights import Footprint, Params
-from specsparse.errors import UserError
+from specsparse.errors import ContextTooLong, UserError
 from specsparse.kernels import Kernels, QTensor, promise, status
 from specsparse.support import notebook
 
@@ -208,7 +208,7 @@ class Model:
             raise UserError(f"token id {outside[0]} is outside the vocabulary (0 to {self.config.vocab_size - 1})")
         if array.size > self.config.context_length:
             holds = self.config.context_length
-            raise UserError(
+            raise ContextTooLong(
                 f"the prompt has {array.size} tokens and the context holds {holds}: shorten it, give "
                 f"truncate_prompt_tokens=-1 with max_tokens under {holds}, or load it with a larger context_length"
             )

@@ -16,19 +16,18 @@ _MATRIX = 768
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """The library with the functions of peaks.cc typed, or None; an older build has none of them."""
-    if not cpu.available():
+    """The library with the functions of peaks.cc typed, or None.
+
+    Raises:
+        UserError: an older build.
+    """
+    if (library := cpu.library()) is None:
         return None
-    library = ctypes.CDLL(str(cpu.LIBRARY))
-    try:
-        library.specsparse_read_rate.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-        functions = (library.specsparse_read_rate, library.specsparse_int8_rate, library.specsparse_f32_rate)
-    except AttributeError:
-        return None
-    for function in functions:
-        function.restype = ctypes.c_double
-    for function in functions[1:]:
-        function.argtypes = [ctypes.c_double]
+    seconds = [ctypes.c_double]
+    of = {"read_rate": [ctypes.c_void_p, ctypes.c_int64], "int8_rate": seconds, "f32_rate": seconds}
+    for name, arguments in of.items():
+        function = cpu.symbol(library, f"specsparse_{name}")
+        function.argtypes, function.restype = arguments, ctypes.c_double
     return library
 
 

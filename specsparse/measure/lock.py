@@ -14,6 +14,9 @@ from pathlib import Path
 
 from specsparse.errors import UserError
 
+_SIGNATURE = "process "
+"""What a lock's file begins with once it was held."""
+
 
 def lock_file() -> Path:
     """The file that stands for this machine."""
@@ -26,11 +29,13 @@ def turn(announce: Callable[[str], None]) -> Iterator[None]:
     """Hold the machine for timing; `announce` is called once with a line if another run holds it.
 
     Raises:
-        UserError: the lock's file cannot be opened.
+        UserError: the lock's file cannot be opened, or is a file of something else.
     """
     path = lock_file()
     descriptor = _open(path)
     try:
+        if (found := _holder(descriptor)) and not found.startswith(_SIGNATURE):
+            raise UserError(f"{path}: is no lock but a file with something in it; set SPECSPARSE_TIMING_LOCK=FILE")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -43,13 +48,13 @@ def turn(announce: Callable[[str], None]) -> Iterator[None]:
 
 
 def _open(path: Path) -> int:
-    """Any user's file serves, and a lock needs no right to write."""
+    """Any user's file serves, and a lock needs no right to write. A link is not followed: the folder is everybody's."""
     with contextlib.suppress(OSError):
-        return os.open(path, os.O_RDWR)
+        return os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     with contextlib.suppress(OSError):
-        return os.open(path, os.O_RDONLY)
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"{path}: cannot be locked: {reason}; set SPECSPARSE_TIMING_LOCK=FILE") from None
@@ -62,7 +67,7 @@ def _sign(descriptor: int) -> None:
     """Say who holds it, for those who wait."""
     with contextlib.suppress(OSError):
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()}: {' '.join(sys.argv)[:200]}\n".encode(), 0)
+        os.pwrite(descriptor, f"{_SIGNATURE}{os.getpid()}: {' '.join(sys.argv)[:200]}\n".encode(), 0)
 
 
 def _holder(descriptor: int) -> str:

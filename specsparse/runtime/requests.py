@@ -9,7 +9,7 @@ import numpy as np
 
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
-from specsparse.errors import UserError
+from specsparse.errors import ContextTooLong, UserError
 from specsparse.runtime.device_batch import Request
 
 PromptLike = str | np.ndarray | Seq[int] | Seq[Mapping[str, str]]
@@ -99,7 +99,7 @@ def _room_for_prompt(model: Model, params: SamplingParams) -> int:
     context = model.config.context_length
     wanted = 1 if params.max_tokens is None else params.max_tokens
     if wanted >= context:
-        raise UserError(
+        raise ContextTooLong(
             f"max_tokens={wanted} leaves truncate_prompt_tokens=-1 no prompt: the context holds {context} tokens"
         )
     return context - wanted

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specsparse.engine.model import Model
-from specsparse.errors import UserError
+from specsparse.errors import ContextTooLong, UserError
 from specsparse.runtime.requests import seed_of, sequences_of
 from specsparse.serve import asked as requests
 from specsparse.serve.answers import Answer
@@ -139,7 +139,7 @@ class Service:
             drawn = seed_of(None)
             sequences = [s for p in asked.prompts for s in sequences_of(self.model, p, params, drawn)]
         except UserError as error:
-            long = "context_length_exceeded" if "the context holds" in str(error) else None
+            long = "context_length_exceeded" if isinstance(error, ContextTooLong) else None
             raise HttpError(400, str(error), code=long) from None
         return Ticket(sequences, pair, tell, live=asked.stream)
 

@@ -344,6 +344,17 @@ def test_a_lock_that_cannot_be_had_says_what_to_do(tmp_path, monkeypatch):
         pass
 
 
+def test_a_file_that_is_no_lock_stays_as_it_is(tmp_path, monkeypatch):
+    thesis = tmp_path / "thesis.tex"
+    thesis.write_text("four years of work")
+    (tmp_path / "link").symlink_to(tmp_path / "not here")
+    for name, says in (("thesis.tex", "is no lock but a file with something in it"), ("link", "cannot be locked")):
+        monkeypatch.setenv("SPECSPARSE_TIMING_LOCK", str(tmp_path / name))
+        with pytest.raises(UserError, match=says), timing_lock.turn(print):
+            pass
+    assert thesis.read_text() == "four years of work" and not (tmp_path / "not here").exists()
+
+
 @pytest.mark.parametrize(("kind", "alone"), [("speed", True), ("certify", False)])
 def test_runs_that_measure_time_hold_the_machine(tmp_path, cells, lock, monkeypatch, kind, alone):
     seen = []

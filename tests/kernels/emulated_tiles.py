@@ -30,7 +30,7 @@ def set_isa(name: str) -> None:
 
 @cache
 def _add() -> None:
-    if "avx512_vnni" not in cpu_info()["flags"] or not (main := cpu._library()):
+    if "avx512_vnni" not in cpu_info()["flags"] or not (main := cpu.library()):
         raise UserError("tiles are emulated beside native kernels of AVX-512")
     tiles = ctypes.CDLL(str(_built()))
     assert main.specsparse_add_ops(tiles.specsparse_emulated_tiles)

@@ -187,7 +187,7 @@ def test_status_says_why_there_are_no_tiles():
 
 
 def test_a_table_that_gives_other_bits_or_faults_is_found_out():
-    trial = cpu._library().specsparse_trial
+    trial = cpu.library().specsparse_trial
     trial.restype = ctypes.c_char_p
     for isa in (*ISAS, *PRODUCTS):
         with contextlib.suppress(UserError):

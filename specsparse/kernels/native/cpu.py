@@ -31,33 +31,53 @@ ACTS = {None: 0, "silu": 1, "relu": 2, "relu2": 3, "gelu_tanh": 4}
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
+def _opened() -> ctypes.CDLL | str:
+    """The library, or one line on why there is none."""
+    if not LIBRARY.exists():
+        return f"{LIBRARY.name} was not built"
     try:
-        library = ctypes.CDLL(str(LIBRARY))
-    except OSError:
+        return ctypes.CDLL(str(LIBRARY))
+    except OSError as error:
+        return f"{LIBRARY.name} cannot be loaded: {' '.join(str(error).split())}"
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, set up as the environment asks, or None.
+
+    Raises:
+        UserError: an older build, or a bad SPECSPARSE_ISA or SPECSPARSE_THREADS.
+    """
+    opened = _opened()
+    if isinstance(opened, str):
         return None
-    library.specsparse_isa.restype = ctypes.c_char_p
-    library.specsparse_set_isa.argtypes = [ctypes.c_char_p]
+    opened.specsparse_isa.restype = ctypes.c_char_p
+    opened.specsparse_set_isa.argtypes = [ctypes.c_char_p]
     for operation in OPERATIONS:
-        _register(library, f"specsparse_{operation}")
+        _register(opened, f"specsparse_{operation}")
     wanted = os.environ.get("SPECSPARSE_ISA")
-    if wanted and not library.specsparse_set_isa(wanted.encode()):
+    if wanted and not opened.specsparse_set_isa(wanted.encode()):
         raise UserError(f"SPECSPARSE_ISA={wanted}: this processor or build has no such kernels; {_USE}")
     count = os.environ.get("SPECSPARSE_THREADS")
     if count:
         _check_threads(count)
-        library.specsparse_set_threads(int(count))
-    return library
+        opened.specsparse_set_threads(int(count))
+    return opened
 
 
-def _symbol(library: ctypes.CDLL, name: str):
+def symbol(library: ctypes.CDLL, name: str) -> Callable[..., object]:
+    """A function of the library.
+
+    Raises:
+        UserError: an older build, which does not have it.
+    """
     if not hasattr(library, name):
         raise UserError(f"{LIBRARY.name} is older than this checkout: build it again with `make native`")
     return getattr(library, name)
 
 
 def _register(library: ctypes.CDLL, target: str) -> None:
-    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(_symbol(library, target)), platform="cpu")
+    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(symbol(library, target)), platform="cpu")
 
 
 @functools.cache
@@ -72,31 +92,25 @@ def register(target: str) -> None:
 
 def available() -> bool:
     """Whether the compiled kernels are there."""
-    return _library() is not None
+    return library() is not None
 
 
 def why_missing() -> str | None:
     """One line on why `available()` is false, or None."""
-    if available():
-        return None
-    return f"{LIBRARY.name} cannot be loaded" if LIBRARY.exists() else f"{LIBRARY.name} was not built"
+    opened = _opened()
+    return opened if isinstance(opened, str) else None
 
 
 def isa() -> str | None:
     """The instruction set in use, one of `ISAS`."""
-    library = _library()
-    return library.specsparse_isa().decode() if library else None
+    return found.specsparse_isa().decode() if (found := library()) else None
 
 
 def why_no_amx() -> str | None:
     """One line on why products of many rows do not use AMX's tiles; None where the system lets them."""
-    library = _library()
-    if library is None:
+    if (found := library()) is None:
         return why_missing()
-    try:
-        call = library.specsparse_why_no_amx
-    except AttributeError:
-        return "an older build: run `make native`"
+    call = symbol(found, "specsparse_why_no_amx")
     call.restype = ctypes.c_char_p
     reason = call()
     return reason.decode() if reason else None
@@ -104,38 +118,33 @@ def why_no_amx() -> str | None:
 
 def set_isa(name: str) -> None:
     """Switches the instruction set of this process; raises UserError where the processor lacks it."""
-    library = _library()
-    if library is None or not library.specsparse_set_isa(name.encode()):
+    if (found := library()) is None or not found.specsparse_set_isa(name.encode()):
         raise UserError(f"this processor or build has no {name!r} kernels; {_USE}")
 
 
 def threads() -> int | None:
     """Threads that share a kernel's work."""
-    library = _library()
-    return library.specsparse_threads() if library else None
+    return found.specsparse_threads() if (found := library()) else None
 
 
 def _check_threads(count) -> None:
-    if not (isinstance(count, int) or str(count).isdigit()) or isinstance(count, bool) or not 1 <= int(count) <= 64:
+    if not (isinstance(count, int) or str(count).isdecimal()) or isinstance(count, bool) or not 1 <= int(count) <= 64:
         raise UserError(f"threads={count!r}: an integer from 1 to 64 is needed")
 
 
 def set_threads(count: int) -> None:
     """Sets the number of threads; results do not depend on it."""
     _check_threads(count)
-    if library := _library():
-        library.specsparse_set_threads(count)
+    if found := library():
+        found.specsparse_set_threads(count)
 
 
 @functools.cache
 def _packer() -> Callable[..., int] | None:
-    library = _library()
-    try:
-        call = library and library.specsparse_pack
-    except AttributeError:  # an older build: numpy packs
+    if (found := library()) is None:
         return None
-    if call is not None:
-        call.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 7
+    call = symbol(found, "specsparse_pack")
+    call.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 7
     return call
 
 
@@ -167,10 +176,9 @@ def describe(weights: tuple[QTensor, ...]) -> np.ndarray:
 
 
 def _needed() -> ctypes.CDLL:
-    library = _library()
-    if library is None:
+    if (found := library()) is None:
         raise UserError(f"the native kernels are not there ({why_missing()}); build them with `make native`")
-    return library
+    return found
 
 
 def _call(target: str, shapes, **options):

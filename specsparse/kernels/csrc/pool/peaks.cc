@@ -161,6 +161,7 @@ SPECSPARSE_TARGET("avx2,avxvnni") int64_t int8_avxvnni(int64_t steps) { SPECSPAR
 SPECSPARSE_TARGET("avx2,avx512vl,avx512vnni") int64_t int8_vnni256(int64_t steps) { SPECSPARSE_VNNI(sum_vnni256); }
 #endif
 
+#if defined(SPECSPARSE_AMX)
 // Four tiles of sums, so that none waits for itself.
 int64_t int8_amx(int64_t steps) {
   static const uint8_t ones[16 * 64] = {1};
@@ -177,6 +178,7 @@ int64_t int8_amx(int64_t steps) {
   ProcessorTiles::release();
   return rounds * 4 * 16 * 16 * 64;
 }
+#endif
 
 SPECSPARSE_TARGET("avx512f") int64_t f32_avx512(int64_t steps) {
   const __m512 half = _mm512_set1_ps(0.5f), one = _mm512_set1_ps(1.0f);
@@ -191,9 +193,11 @@ const Peaks& peaks() {
   static constexpr Peaks kPortable = {read_portable, int8_portable, f32_portable};
 #if defined(__x86_64__)
   static constexpr Peaks kAvx512 = {read_avx512, int8_avx512, f32_avx512}, kAvx2 = {read_avx2, int8_avx2, f32_avx2};
-  static constexpr Peaks kTiles = {read_avx512, int8_amx, f32_avx512};
   const Ops& o = ops();
+#if defined(SPECSPARSE_AMX)
+  static constexpr Peaks kTiles = {read_avx512, int8_amx, f32_avx512};
   if (!std::strcmp(o.name, "amx")) return kTiles;
+#endif
 #if defined(SPECSPARSE_AVXVNNI)
   static constexpr Peaks kVnni = {read_avx2, int8_avxvnni, f32_avx2}, kVnni256 = {read_avx2, int8_vnni256, f32_avx2};
   if (!std::strcmp(o.name, "avxvnni")) return o.dot == dot_vnni256 ? kVnni256 : kVnni;

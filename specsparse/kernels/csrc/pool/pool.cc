@@ -11,7 +11,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
-#include <mutex>
+#include <system_error>
 #include <thread>
 
 namespace specsparse {
@@ -56,7 +56,7 @@ void futex_wake(std::atomic<uint32_t>* word) {
 constexpr uint32_t kClosed = 1u << 31;
 
 struct Pool {
-  std::mutex mutex;  // one job at a time; grows the pool
+  std::atomic<bool> busy{false};  // one job at a time; a job that runs another one finds it so, as other callers do
   std::atomic<int> count{1};
   int started = 1;
   int64_t spin_ns;
@@ -84,7 +84,11 @@ struct Pool {
   }
 
   void start_workers() {
-    for (; started < count; ++started) std::thread([this, i = started] { work(i); }).detach();
+    try {
+      for (; started < count; ++started) std::thread([this, i = started] { work(i); }).detach();
+    } catch (const std::system_error&) {
+      count = started;  // a container's limit of processes: those that run share the work
+    }
   }
 
   static uint64_t ticket(int phase, int64_t item) { return static_cast<uint64_t>(phase) << 32 | item; }
@@ -191,8 +195,8 @@ struct Pool {
 
   void run(Phases& wanted) {
     const FlushSubnormals mode;
-    std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
-    if (!lock.owns_lock() || count == 1 || (wanted.count() == 1 && wanted.items(0) < 2)) {
+    const bool alone = count == 1 || (wanted.count() == 1 && wanted.items(0) < 2);
+    if (alone || busy.exchange(true, std::memory_order_acquire)) {
       for (int phase = 0; phase < wanted.count(); ++phase)
         for (int64_t i = 0, n = wanted.items(phase); i < n; ++i) wanted.run(phase, i);
       return;
@@ -205,6 +209,7 @@ struct Pool {
     advance(-1);
     for (uint32_t seen = position.load(); take_items(0); seen = position.load()) wait_beyond(seen);
     close();
+    busy.store(false, std::memory_order_release);
   }
 };
 
@@ -220,8 +225,10 @@ void run_phases(Phases& job) { pool().run(job); }
 int threads() { return pool().count; }
 
 void set_threads(int count) {
-  std::lock_guard<std::mutex> lock(pool().mutex);
-  pool().count = std::clamp(count, 1, kMaxThreads);
+  Pool& p = pool();
+  while (p.busy.exchange(true, std::memory_order_acquire)) std::this_thread::yield();
+  p.count = std::clamp(count, 1, kMaxThreads);
+  p.busy.store(false, std::memory_order_release);
 }
 
 }  // namespace specsparse

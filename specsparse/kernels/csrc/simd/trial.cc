@@ -15,6 +15,7 @@
 namespace specsparse {
 namespace {
 
+constexpr int kLongestMs = 10000;  // a trial takes a few
 constexpr int64_t kColumns = kSuper + kBlock * 8, kBlocks = kColumns / kBlock;
 constexpr int64_t kMostBytes = kBlocks * (128 + kRows * kBlock) + 4 * kColumns;
 
@@ -79,6 +80,8 @@ bool same_products(const Ops& tried, const Ops& known) {
 
 const char* fault_of(const Ops& tried, const Ops& known) {
 #if defined(__linux__)
+  // The first touch of this library's thread-local memory allocates it: here, not in the child, which must not allocate.
+  if (tried.leave) tried.leave();
   const long child = syscall(SYS_clone, 0L, nullptr, nullptr, nullptr, nullptr);  // sends no signal at its end
   if (child < 0) return "no process could be made to try them";
   if (!child) {
@@ -86,8 +89,18 @@ const char* fault_of(const Ops& tried, const Ops& known) {
     _exit(same_products(tried, known) ? 0 : 1);
   }
   int status = 0;
-  while (waitpid(static_cast<pid_t>(child), &status, __WALL) < 0)
-    if (errno != EINTR) return "the process that tried them was lost";
+  for (int waited_ms = 0;; ++waited_ms) {
+    const pid_t ended = waitpid(static_cast<pid_t>(child), &status, __WALL | WNOHANG);
+    if (ended == child) break;
+    if (ended < 0 && errno != EINTR) return "the process that tried them was lost";
+    if (waited_ms == kLongestMs) {
+      kill(static_cast<pid_t>(child), SIGKILL);
+      while (waitpid(static_cast<pid_t>(child), &status, __WALL) < 0 && errno == EINTR) {
+      }
+      return "a trial of them did not end";
+    }
+    usleep(1000);
+  }
   if (!WIFEXITED(status)) return "a trial of them faulted";
   return WEXITSTATUS(status) ? "a trial of them gave other bits" : nullptr;
 #else
