@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "specsparse"
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("specsparse-models/*.md")])
 HISTORY = ("LOG.md", "CHANGELOG.md")  # name files as they were called on their day
-SOURCES = sorted([*PACKAGE.rglob("*.py"), *ROOT.glob("conf/**/*.yaml"), *ROOT.glob("experiments/*.py"),
+SOURCES = sorted([*PACKAGE.rglob("*.py"), *ROOT.glob("conf/**/*.yaml"), *ROOT.glob("experiments/*.*"),
                   *ROOT.glob("notebooks/*.py"), *PACKAGE.glob("kernels/csrc/*/*")])  # fmt: skip
 ROOMS = [p.name for p in sorted(PACKAGE.iterdir()) if (p / "__init__.py").is_file()]
 
@@ -22,7 +22,7 @@ MODULE = re.compile(r"(?<![\w./-])specsparse\.([a-z_][\w.]*\w)")
 WITHIN = re.compile(rf"`({'|'.join(set(ROOMS) - {'data', 'support'})})\.([a-z_][\w.]*\w)")
 # Begin with the package's name and are no modules: keys and formats of files, groups of entry points.
 KEYS = re.compile(r"delta\.|model$|problem$|training\.(texts|inputs)$|(drafter|verifier|tree|policie|kind)s$")
-MADE = ("specsparse/conf", "docs/site")  # folders of a wheel or of `make docs`
+MADE = ("specsparse/conf",)  # folders of a wheel
 
 
 def relative(path: Path) -> str:

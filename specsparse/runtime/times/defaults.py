@@ -59,7 +59,7 @@ def policy_times(
         levels: of the trees it drafts, which take the time of a token each; None for chains.
         batch: sequences that are decoded together; times are in their steps.
     """
-    table = store.load(model) if isinstance(model, Model) else None  # a scripted model in tests has no costs
+    table = store.load(model)
     if table is None:
         rows = guessed_v(model.kernels.name, batch * (gamma + 1))
         found = {"v": [t / rows[batch - 1] for t in rows[batch - 1 :: batch]], "c": share, "c0": 0.0}

@@ -138,7 +138,7 @@ class SyntheticOptions(SyntheticAcceptance):
 
 @dataclass(frozen=True)
 class ScriptedOptions:
-    """A drafter that is right where it is told to be, for tests: a chain by `accept`, or a tree by `ends`.
+    """Right where it is told to be, for measuring and for tests: a chain by `accept`, or a tree by `ends`.
 
     Attributes:
         max_nodes: tokens of a chain.

@@ -1,4 +1,4 @@
-"""A drafter that is right and wrong where it is told to be: every acceptance pattern, for tests."""
+"""A drafter that is right and wrong where it is told to be: every acceptance pattern, for measuring and for tests."""
 
 import dataclasses
 from operator import attrgetter

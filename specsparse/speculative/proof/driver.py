@@ -1,10 +1,11 @@
 """The law of what runs: the jitted verdict of the decode loop in float32, found by bisection of its uniforms.
 
-`exact` weighs the rules under a driver of its own. Here the driver itself is measured, and nothing is assumed of
-what it does with a rule. Jitted, `verify.verify` or `verify.match_verdict` is a function of K+1 uniforms, constant on
-boxes. Their edges are thresholds: a coin accepts below its threshold, a token is drawn between two. The cube of all
-uniforms is cut along the edges, each found by bisection on the grid that `engine.noise` draws from. So the volume of a
-box is the probability of its verdict, exactly. Which noise the loop hands over is tested in `tests/statistics`.
+`exact` weighs the rules under a driver of its own. Here the driver itself is measured, and nothing is assumed of what
+it does with a rule. Jitted, `verify.verify_rows`, `verify.verify` or `verify.match_verdict` is a function of K+1
+uniforms, constant on boxes. Their edges are thresholds: a coin accepts below its threshold, a token is drawn between
+two. The cube of all uniforms is cut along the edges, each found by bisection on the grid that `engine.noise` draws
+from. So the volume of a box is the probability of its verdict, exactly. Which noise the loop hands over is tested in
+`tests/statistics`.
 """
 
 import functools
@@ -19,6 +20,7 @@ from jax.custom_batching import custom_vmap
 from specsparse import kernels
 from specsparse.engine.sampling import pipeline
 from specsparse.engine.sampling.pipeline import SamplingKernels
+from specsparse.engine.sampling.row_laws import LawRows
 from specsparse.speculative.base import PAD, ROOT, Draft, Verdict, Verifier
 from specsparse.speculative.proof import boxes
 from specsparse.speculative.proof.boxes import LANES
@@ -84,12 +86,15 @@ def jitted(verifier: Verifier) -> Driver:
 def _at_once(
     verifier: Verifier, ours: SamplingKernels, draft: Draft, p_LBnV: jax.Array, uniforms_LBn: jax.Array
 ) -> Verdict:
-    """A driver by kernels that judge rows, here laws; batches become one, since a native call knows no `vmap`."""
+    """A driver by kernels that judge rows, as the loop hands them over: logits, here log p, and numbers of a law that
+    change nothing. Batches become one, since a native call knows no `vmap`."""
     L, B, n, V = p_LBnV.shape
     draft = jax.tree.map(lambda x: x.reshape(L * B, *x.shape[2:]), draft)
     uniforms_Bn = uniforms_LBn.reshape(L * B, n)
+    every = jnp.ones((L * B,), jnp.float32)
+    as_given = LawRows(every, -jnp.inf * every, jnp.full((L * B,), V, jnp.int32), every)
     found = verify_rows(
-        verifier, draft, p_LBnV.reshape(-1, V), None, n_valid_B=draft.count + 1,
+        verifier, draft, jnp.log(p_LBnV).reshape(-1, V), as_given, n_valid_B=draft.count + 1,
         coins_BK=uniforms_Bn[:, :-1], u_B=uniforms_Bn[:, -1], judge=ours.judge,
     )  # fmt: skip
     return jax.tree.map(lambda x: x.reshape(L, B, *x.shape[1:]), found)

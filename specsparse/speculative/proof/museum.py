@@ -113,10 +113,6 @@ def _next_row(p, q, drafts, uniforms):
     return rejection(p, q, drafts, uniforms, rest=p[:, 1:])
 
 
-def _own_ids(p, q, drafts, uniforms):
-    return rejection(p, _rows(_other_ids, q), drafts, uniforms)
-
-
 def _one_hot_of_drawn(p, q, drafts, uniforms):
     return rejection(p, one_hot(drafts, p.shape[2]), drafts, uniforms)
 

@@ -1,4 +1,4 @@
-// Laws of single rows and draws from them, with the definitions of engine/row_laws.py.
+// Laws of single rows and draws from them, with the definitions of engine/sampling/row_laws.py.
 #include "laws/rows.h"
 
 #include <algorithm>
