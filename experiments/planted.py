@@ -4,7 +4,8 @@ least 1.3 times as fast as the better of the two alone, and a pass of n rows tak
 Writes a model with planted sparsity (two layers, F16 or Q4_0, predictors of rank 1024; 0.3 to 0.9 GB, kept): random
 weights, and predictors that keep a known share of the neurons, with a power law of frequencies and another set for each
 token. The text means nothing; what a pass reads is what such a model would read. Then measures forwards of n rows
-beside the union of their neurons, and runs `kind: spec_sparse` with synthetic acceptance 0.7.
+beside the union of their neurons, and runs `kind: spec_sparse` with synthetic acceptance 0.7 and the draft length that
+pays best by those times of the sparse model.
 
 Expected: both together >= 1.3; n rows within 10 % of (dense + union(n)) bytes / bandwidth while memory is the limit.
 With q4_0 the dense model keeps its transposed down matrix in float32, since other blocks would change its values: the
@@ -17,6 +18,7 @@ import argparse
 import math
 import os
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -34,11 +36,14 @@ from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
 from specsparse.measure import machine
 from specsparse.run import main as run
+from specsparse.speculative.expected import expected_tokens
 from specsparse.support.in_turn import in_turn
 from specsparse.testing import random_quantised
 from specsparse.testing.tiny import metadata_of, tiny_config
 
-ROWS = (1, 2, 4, 5, 8)
+ROWS = (1, 2, 3, 4, 5, 8)
+_ACCEPTANCE = 0.7
+"""Of `drafter=synthetic`, for each token."""
 EXPONENT = 1.25
 """Of the power law: 26 % of the neurons hold 80 % of the activations, as PowerInfer found (arXiv:2312.12456)."""
 _MOST = 0.95
@@ -161,8 +166,23 @@ def forwards(model: Model, repeats: int) -> list[tuple[int, float, float]]:
     return [(rows, float(np.median(each, 0)[0]), float(np.mean(each, 0)[1])) for rows, each in found.items()]
 
 
-def table(path: Path, repeats: int) -> None:
-    """Milliseconds of passes of the dense and of the sparse model, beside those that the bytes of the latter take."""
+def best_length(timed: Sequence[tuple[int, float, float]], acceptance: float) -> int:
+    """The draft length of most tokens a second where each token is accepted with that probability; 1 at least.
+
+    Args:
+        timed: (rows, seconds of a forward, union) as `forwards` gives them.
+        acceptance: of a token, from 0 to 1.
+    """
+    speeds = {rows - 1: expected_tokens(acceptance, rows - 1) / seconds for rows, seconds, _ in timed if rows > 1}
+    return max(speeds, key=speeds.__getitem__)
+
+
+def table(path: Path, repeats: int) -> int:
+    """Prints milliseconds of passes of the dense and the sparse model, beside those of the latter's bytes.
+
+    Returns:
+        The draft length that pays best for the sparse model.
+    """
     dense, sparse = (specsparse.load(path, ffn=ffn) for ffn in ("dense", "powerinfer"))
     bandwidth = machine.read_bandwidth()
     size = {name: t.nbytes for name, t in open_gguf(path).tensors.items() if name != "token_embd.weight"}
@@ -170,10 +190,14 @@ def table(path: Path, repeats: int) -> None:
     rest = sum(size.values()) - ffns
     print(f"{path.name}: FFNs {ffns / 1e6:.0f} MB, all else {rest / 1e6:.0f} MB; reads {bandwidth / 1e9:.1f} GB/s")
     print("rows  dense, ms  sparse, ms  union  by bytes, ms  sparse / by bytes")
-    for (rows, dense_s, _), (_, sparse_s, union) in zip(forwards(dense, repeats), forwards(sparse, repeats)):
+    timed = forwards(sparse, repeats)
+    for (rows, dense_s, _), (_, sparse_s, union) in zip(forwards(dense, repeats), timed):
         wall = (rest + union * ffns) / bandwidth
         times = f"{1e3 * dense_s:9.2f}  {1e3 * sparse_s:10.2f}  {union:5.1%}  {1e3 * wall:12.2f}"
         print(f"{rows:4d}  {times}  {sparse_s / wall:17.2f}")
+    length = best_length(timed, _ACCEPTANCE)
+    print(f"drafts of {length} pay best")
+    return length
 
 
 def main() -> int:
@@ -188,12 +212,12 @@ def main() -> int:
     path = args.folder / f"planted-7b-2-layers-{args.active:g}.{args.type}.powerinfer.gguf"
     if not path.is_file():
         write_planted_powerinfer(path, out_type=args.type, active=args.active)
-    table(path, args.repeats)
+    length = table(path, args.repeats)
     if args.only_forwards:
         return 0
     return run([
         "+experiment=spec_sparse", f"model={path}", "ffn=powerinfer", "predictor=none", "drafter=synthetic",
-        "verifier=synthetic", "policy.gamma=4", "data.tasks=[chat]", "data.limit_per_task=4", "data.chat=false",
+        "verifier=synthetic", f"policy.gamma={length}", "data.tasks=[chat]", "data.limit_per_task=4", "data.chat=false",
         "sampling.ignore_eos=true", *more,
     ])  # fmt: skip
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import specsparse
-from experiments.planted import power_law, write_planted_powerinfer
+from experiments.planted import best_length, power_law, write_planted_powerinfer
 from specsparse.powerinfer.ffn import union
 from specsparse.predictors import FFN
 from specsparse.predictors.mlp import Mlp
@@ -30,3 +30,12 @@ def test_the_share_is_kept_and_differs_by_token(tmp_path):
     assert masks.mean(axis=(0, 2, 3)) == pytest.approx(0.1, abs=0.03)  # both layers
     five = union.of_text(masks, tokens=5)
     assert 1.5 * five.kept < five.union < five.guess  # other sets, and a few hot neurons among them
+
+
+def test_drafts_are_as_long_as_pays():
+    cheap = [(1, 1.0, 0.1), (2, 1.0, 0.2), (5, 1.0, 0.3)]
+    assert best_length(cheap, 0.7) == 4
+    # 1.7 tokens in 1.2 steps, 2.53 in 1.6, 2.77 in 2.1: 1.42, 1.58, 1.32.
+    assert best_length([(1, 1.0, 0.1), (2, 1.2, 0.2), (4, 1.6, 0.3), (5, 2.1, 0.4)], 0.7) == 3
+    assert best_length([(1, 1.0, 0.1), (2, 1.2, 0.2), (4, 2.0, 0.3)], 0.7) == 1
+    assert best_length([(2, 3.0, 0.2), (4, 9.0, 0.3)], 0.0) == 1

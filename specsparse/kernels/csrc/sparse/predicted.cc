@@ -9,7 +9,6 @@ namespace {
 
 constexpr int64_t kSignNeurons = 256;     // of one item
 constexpr int64_t kFewBytes = 128 << 10;  // of a matrix that one thread reads sooner than another hears of it
-constexpr int64_t kNearBytes = 1 << 20;   // of all neurons, of which those that are kept can wait in the cores' caches
 
 template <class T>
 void grow(std::vector<T>& v, int64_t size) {
@@ -55,13 +54,13 @@ PredictedFfn::PredictedFfn(const PredictedWeights& w, float* x, int64_t total, f
 }
 
 int64_t PredictedFfn::items(int step) const {
-  const bool signs = weights_->choice == Choice::kSigns;
   switch (step) {
-    case kPrepareFirst: return scores() ? prepare_first_.items() : signs ? 1 : 0;
+    case kBegin: return total_ ? 1 : 0;
+    case kPrepareFirst: return scores() ? prepare_first_.items() : 0;
     case kFirst: return scores() ? product_items(0) : 0;
     case kPrepareSecond: return scores() ? prepare_second_.items() : 0;
-    case kSecond: return scores() ? product_items(1) : signs ? (neurons_ + kSignNeurons - 1) / kSignNeurons : 0;
-    case kKeep: return signs ? 0 : total_;
+    case kSecond: return total_ + (scores() ? product_items(1) : match_items());
+    case kKeep: return scores() && grouped(*weights_->second) ? 0 : match_items() ? 0 : total_;
     case kCollect: return total_ ? 1 : 0;
     case kHidden: return hidden_items_;
     case kProject: return project_items_;
@@ -73,7 +72,8 @@ int64_t PredictedFfn::items(int step) const {
 void PredictedFfn::run(int step, int64_t item) {
   SparseSteps& steps = *work_->steps;
   switch (step) {
-    case kPrepareFirst: return scores() ? prepare_first_.run(item) : pack_signs();
+    case kBegin: return begin();
+    case kPrepareFirst: return prepare_first_.run(item);
     case kFirst: return multiply(0, item);
     case kPrepareSecond: {
       const int64_t width = weights_->first->matrix.rows, first = item * prepare_second_.step;
@@ -82,10 +82,11 @@ void PredictedFfn::run(int step, int64_t item) {
       for (int64_t i = first * width; weights_->relu && i < last * width; ++i) h[i] = h[i] < 0 ? 0.0f : h[i];
       return prepare_second_.run(item);
     }
-    case kSecond: return scores() ? multiply(1, item) : match_signs(item);
+    case kSecond:  // the rows that the neurons will read are prepared beside it
+      if (item < total_) return steps.prepare(x_, item);
+      return scores() ? multiply(1, item - total_) : match_signs(item - total_);
     case kKeep: return keep(item);
     case kCollect: return collect();
-    case kPrepare: return steps.prepare(x_, item);
     case kHidden: return steps.hidden(item);
     case kJoin:
       if (!item) counts_.read = steps.read(), counts_.active = steps.active();
@@ -115,16 +116,8 @@ void PredictedFfn::multiply(int which, int64_t item) {
     sparse_ops().dot_floats(w.matrix, g, count, x, y);
     const int64_t some = std::min<int64_t>(count * kRows, w.matrix.rows - g * kRows);
     std::copy_n(y, some, to + g * kRows);
-    if (which) fetch_kept(g * kRows, g * kRows + some);
+    if (which) keep_some(y, some, work_->keep.data() + g * kRows);
   }
-}
-
-// Of one row: what decides over the neurons that it keeps.
-void PredictedFfn::fetch_kept(int64_t first, int64_t last) const {
-  const NeuronRows& decides = weights_->ffn.gate ? *weights_->ffn.gate : weights_->ffn.up;
-  if (decides.rows * decides.row_bytes > kNearBytes) return;
-  for (int64_t j = first; j < last; ++j)
-    if (work_->scores[j] >= weights_->threshold) decides.fetch(j);
 }
 
 void PredictedFfn::prefetch(int64_t bytes, int self, int threads) const {
@@ -142,6 +135,10 @@ void PredictedFfn::pack_signs() {
   for (int64_t t = 0; t < total_; ++t) pack_signs_of(x_ + t * width_, width_, work_->bits.data() + t * words);
 }
 
+int64_t PredictedFfn::match_items() const {
+  return weights_->choice == Choice::kSigns ? (neurons_ + kSignNeurons - 1) / kSignNeurons : 0;
+}
+
 void PredictedFfn::match_signs(int64_t item) {
   const int64_t words = (width_ + 63) / 64, first = item * kSignNeurons, last = std::min(neurons_, first + kSignNeurons);
   const auto differing = sparse_ops().differing;
@@ -155,13 +152,22 @@ void PredictedFfn::match_signs(int64_t item) {
 void PredictedFfn::keep(int64_t row) {
   uint8_t* to = work_->keep.data() + row * neurons_;
   if (!scores()) return void(std::fill_n(to, neurons_, uint8_t{1}));
-  const float *from = work_->scores.data() + row * neurons_, threshold = weights_->threshold;
-  for (int64_t j = 0; j < neurons_; ++j) to[j] = from[j] >= threshold;
+  keep_some(work_->scores.data() + row * neurons_, neurons_, to);
+}
+
+void PredictedFfn::keep_some(const float* scores, int64_t count, uint8_t* to) const {
+  const float threshold = weights_->threshold;
+  for (int64_t j = 0; j < count; ++j) to[j] = scores[j] >= threshold;
+}
+
+void PredictedFfn::begin() {
+  work_->steps->begin(weights_->ffn, work_->rows.data(), total_, &counts_);
+  if (weights_->choice == Choice::kSigns) pack_signs();
 }
 
 void PredictedFfn::collect() {
-  work_->steps->collect(weights_->ffn, work_->keep.data(), work_->rows.data(), total_, &counts_);
   const SparseSteps& steps = *work_->steps;
+  work_->steps->collect(work_->keep.data());
   hidden_items_ = steps.hidden_items(), project_items_ = steps.project_items(), sum_items_ = steps.sum_items();
 }
 

@@ -39,7 +39,7 @@ struct PredictedWork {
 // The FFN of one layer on rows 0 .. total - 1 of x, to which it is added.
 class PredictedFfn {
  public:
-  enum Step { kPrepareFirst, kFirst, kPrepareSecond, kSecond, kKeep, kCollect, kPrepare, kHidden, kJoin, kProject, kSum, kSteps };
+  enum Step { kBegin, kPrepareFirst, kFirst, kPrepareSecond, kSecond, kKeep, kCollect, kHidden, kJoin, kProject, kSum, kSteps };
 
   // All must outlive this; `activations` has room for the inputs of both matrices.
   PredictedFfn(const PredictedWeights& weights, float* x, int64_t total, float eps, ActivationBuffer& activations,
@@ -59,7 +59,9 @@ class PredictedFfn {
   bool grouped(const Description& w) const { return total_ == 1 && w.matrix.is_float(); }
   int64_t product_items(int which) const;
   void multiply(int which, int64_t item);
-  void fetch_kept(int64_t first, int64_t last) const;
+  void keep_some(const float* scores, int64_t count, uint8_t* to) const;
+  int64_t match_items() const;
+  void begin();
   void pack_signs();
   void match_signs(int64_t item);
   void keep(int64_t row);

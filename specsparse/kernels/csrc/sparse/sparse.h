@@ -79,11 +79,12 @@ struct SparseOps {
   // Whether it pays to multiply row by row by `dot_group` where several rows share neurons of blocks.
   bool groups;
   // y += a[i] * neuron js[i] for i < count in order, columns of chunks [begin, end), `begin` a multiple of 4. y is in an order of
-  // the table's own: `in_order`. Meanwhile the same columns of neurons next[i] are fetched.
+  // the table's own, which `sum_parts` knows. Meanwhile the same columns of neurons next[i] are fetched.
   void (*add)(const NeuronRows& w, const int32_t* js, const float* a, const int32_t* next, int64_t count, int64_t begin,
               int64_t end, float* y, float* scratch);
-  // The sums y of chunks [begin, end) of w, `begin` a multiple of 4, by column.
-  void (*in_order)(const NeuronRows& w, const float* y, int64_t begin, int64_t end, float* out);
+  // out = 0 + parts[0] + parts[1] .., by column: sums that `add` has filled, from a multiple of 4 chunks on, `chunks` of them.
+  // There is room to read whole pairs of chunks.
+  void (*sum_parts)(const NeuronRows& w, const float* const* parts, int count, int64_t chunks, float* out);
   // out[16 i + r] = row 16 (g + i) + r of a matrix of floats times x, i < count <= kRowGroup: what the dense kernels give.
   void (*dot_floats)(const Matrix& w, int64_t g, int count, const float* x, float* out);
   // Different bits of two packed rows of `words` words.

@@ -134,7 +134,7 @@ template <Read READ, bool MINS, int SUBS, int NT>
 __attribute__((flatten)) void dot_codes_row(const NeuronRows& w, int64_t j, const uint8_t* next, const Input* const* inputs,
                                             float* out, float* scratch) {
   const uint8_t* row = w.row(j);
-  const int64_t chunks = w.chunks(), subs = w.subs(), size = round16(subs), step = w.code_bytes();
+  const int64_t chunks = w.chunks(), subs = chunks * 2 * SUBS, size = round16(subs), step = w.code_bytes();
   float *d = scratch, *m = scratch + size, *scales = m + size;
   expand_scales<SUBS>(w, row, 0, subs, d, m);
   const InputChunk* x[NT];
@@ -231,7 +231,7 @@ void dot(const NeuronRows& w, int64_t j, const uint8_t* next, const Input* const
 template <Read READ, bool MINS, int SUBS>
 __attribute__((flatten)) void dot_codes_group(const NeuronRows& w, const int32_t* js, const uint8_t* const* next, const Input& x,
                                               float* out, float* scratch) {
-  const int64_t chunks = w.chunks(), subs = w.subs(), size = round16(subs);
+  const int64_t chunks = w.chunks(), subs = chunks * 2 * SUBS, size = round16(subs);
   const float* dx = x.scales[SUBS - 1];
   const uint8_t* rows[kRowGroup];
   F acc[kRowGroup];
@@ -356,13 +356,9 @@ __attribute__((flatten)) void add_codes(const NeuronRows& w, const int32_t* js, 
       const float *scales = d + r * size + (c - begin) * 2 * SUBS, *mins = m + r * size + (c - begin) * 2 * SUBS;
       const F factor = set1(a[r]);
       if constexpr (READ == Read::kInt8) {
-        const Bytes codes = load_bytes(p);
-        const F scale = spread_scales<SUBS>(scales);
-        each<4>([&](auto k) SPECSPARSE_EACH { sum[k] = fma(scale, column<k>(codes), sum[k]); });
-        if (MINS) {
-          const F low = spread_scales<SUBS>(mins);
-          each<4>([&](auto k) SPECSPARSE_EACH { sum[k] = fma(low, factor, sum[k]); });
-        }
+        constexpr int kSubs = 2 * SUBS;  // of a chunk
+        each<4>([&](auto k) SPECSPARSE_EACH { sum[k] = fma(set1(scales[k * kSubs / 4]), load_i8(p + 16 * k), sum[k]); });
+        if (MINS) each<4>([&](auto k) SPECSPARSE_EACH { sum[k] = fma(set1(mins[k * kSubs / 4]), factor, sum[k]); });
       } else {
         const NibbleColumns codes = c + kStep <= end ? load_columns(p) : load_last_columns(p);
         const NibbleScales scale = nibble_scales(scales);
@@ -386,16 +382,21 @@ struct NibbleOrder {
 };
 constexpr NibbleOrder kNibbleOrder;
 
-void in_order(const NeuronRows& w, const float* y, int64_t begin, int64_t end, float* out) {
-  const int64_t size = (end - begin) * kChunk;
-  if (w.is_float()) return void(std::copy_n(y, size, out));
+void sum_parts(const NeuronRows& w, const float* const* parts, int count, int64_t chunks, float* out) {
   constexpr int64_t kStep = kChunk * kNibbleChunks;
-  if (w.codes == Codes::kNibble)
-    for (int64_t c = 0; c < size; c += kStep)
-      for (int64_t i = 0; i < std::min(kStep, size - c); ++i) out[c + i] = y[c + kNibbleOrder.at[i]];
-  else
-    for (int64_t c = 0; c < size; c += kChunk)
-      for (int64_t i = 0; i < kChunk; ++i) out[c + i] = y[c + i % 4 * 16 + i / 4];
+  for (int64_t c = 0; c < chunks * kChunk; c += kStep) {
+    alignas(64) float sums[kStep];
+    for (int64_t i = 0; i < kStep; i += 16) {
+      F sum = zero();
+      for (int k = 0; k < count; ++k) sum = add(sum, load(parts[k] + c + i));
+      store(sums + i, sum);
+    }
+    const int64_t some = std::min(kStep, chunks * kChunk - c);
+    if (w.codes != Codes::kNibble)
+      std::copy_n(sums, some, out + c);
+    else
+      for (int64_t i = 0; i < some; ++i) out[c + i] = sums[kNibbleOrder.at[i]];
+  }
 }
 
 template <int SIZE, int NR, class Load>
@@ -445,7 +446,7 @@ int64_t differing(const uint64_t* a, const uint64_t* b, int64_t words) {
 
 }  // namespace
 
-#define SPECSPARSE_SPARSE_TABLE {dot, dot_group, kGroups, add_rows, in_order, dot_floats, differing, dot_neurons, project_stripe}
+#define SPECSPARSE_SPARSE_TABLE {dot, dot_group, kGroups, add_rows, sum_parts, dot_floats, differing, dot_neurons, project_stripe}
 
 }  // namespace SPECSPARSE_ISA
 }  // namespace specsparse

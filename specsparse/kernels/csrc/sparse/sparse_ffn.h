@@ -38,10 +38,12 @@ constexpr int64_t kSparseRows = 64;  // rows that share one reading of the neuro
 class SparseSteps {
  public:
   virtual ~SparseSteps() = default;
-  // First, by one thread: which neurons rows `rows` of keep need together. `ffn` must outlive the call.
-  virtual void collect(const SparseFfn& ffn, const uint8_t* keep, const int32_t* rows, int64_t count, SparseCounts* counts) = 0;
+  // First, by one thread: the rows of the call. All must outlive it.
+  virtual void begin(const SparseFfn& ffn, const int32_t* rows, int64_t count, SparseCounts* counts) = 0;
   // Then row by row: row rows[i] of x, normalised and quantised.
   virtual void prepare(const float* x, int64_t i) = 0;
+  // And by one thread, before or after: which neurons rows `rows` of keep need together.
+  virtual void collect(const uint8_t* keep) = 0;
   // Then the neurons, by items of them.
   virtual int64_t hidden_items() const = 0;
   virtual void hidden(int64_t item) = 0;

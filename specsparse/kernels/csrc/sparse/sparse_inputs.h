@@ -99,34 +99,55 @@ class Inputs {
   std::vector<const Input*> pointers_;
 };
 
+// Bit k is set where byte k of 64 is not 0.
+inline uint64_t set_bytes(const uint8_t* bytes) {
+  constexpr uint64_t kLow = 0x7f7f7f7f7f7f7f7f, kGather = 0x0102040810204080;
+  uint64_t found = 0;
+  for (int i = 0; i < 8; ++i) {
+    uint64_t v;
+    std::memcpy(&v, bytes + 8 * i, 8);
+    v = (((v & kLow) + kLow) | v) & ~kLow;  // the highest bit of each byte that is not 0
+    found |= ((v >> 7) * kGather >> 56) << (8 * i);
+  }
+  return found;
+}
+
 // The neurons that any of some rows keeps, ascending, and which of the rows do.
 struct Union {
+  int64_t count = 0;
   std::vector<int32_t> neurons;
   std::vector<uint64_t> rows;  // of each neuron
-  std::vector<uint64_t> all;   // scratch: by neuron id
-  std::vector<int32_t> some;   // scratch
 
-  // No branches: which neurons are kept cannot be guessed.
-  void collect(const uint8_t* keep, int64_t width, const int32_t* ids, int64_t count, int32_t* kept) {
-    int32_t* js = reserve(some, width);
-    int64_t found = 0;
-    if (count == 1) {
+  // By `keep` [., width] of rows `ids`, of which there are up to kSparseRows; kept[id] is how many the row keeps.
+  void collect(const uint8_t* keep, int64_t width, const int32_t* ids, int64_t total, int32_t* kept) {
+    reserve(neurons, width), reserve(rows, width);
+    count = 0;
+    if (total == 1) {  // no branch: which neurons are kept cannot be guessed
       const uint8_t* one = keep + ids[0] * width;
-      for (int64_t j = 0; j < width; ++j) js[found] = static_cast<int32_t>(j), found += one[j] != 0;
-      rows.assign(found, 1);
-      kept[ids[0]] = static_cast<int32_t>(found);
-    } else {
-      all.assign(width, 0);
-      for (int64_t t = 0; t < count; ++t) {
-        const uint8_t* one = keep + ids[t] * width;
-        int32_t own = 0;
-        for (int64_t j = 0; j < width; ++j) own += one[j] != 0, all[j] |= static_cast<uint64_t>(one[j] != 0) << t;
-        kept[ids[t]] = own;
-      }
-      for (int64_t j = 0; j < width; ++j) js[found] = static_cast<int32_t>(j), all[found] = all[j], found += all[j] != 0;
-      rows.assign(all.begin(), all.begin() + found);
+      int32_t* to = neurons.data();
+      int64_t found = 0;
+      for (int64_t j = 0; j < width; ++j) to[found] = static_cast<int32_t>(j), found += one[j] != 0;
+      std::fill_n(rows.begin(), found, 1);
+      kept[ids[0]] = static_cast<int32_t>(count = found);
+      return;
     }
-    neurons.assign(js, js + found);
+    for (int64_t t = 0; t < total; ++t) kept[ids[t]] = 0;
+    for (int64_t first = 0; first < width; first += 64) {
+      uint64_t words[kSparseRows], any = 0;
+      for (int64_t t = 0; t < total; ++t) {
+        const uint8_t* from = keep + ids[t] * width + first;
+        uint8_t last[64] = {};
+        if (first + 64 > width) from = std::copy_n(from, width - first, last) - (width - first);
+        any |= words[t] = set_bytes(from);
+        kept[ids[t]] += __builtin_popcountll(words[t]);
+      }
+      for (; any; any &= any - 1, ++count) {
+        const int place = __builtin_ctzll(any);
+        uint64_t mask = 0;
+        for (int64_t t = 0; t < total; ++t) mask |= (words[t] >> place & 1) << t;
+        neurons[count] = static_cast<int32_t>(first + place), rows[count] = mask;
+      }
+    }
   }
 };
 

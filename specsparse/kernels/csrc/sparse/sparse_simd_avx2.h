@@ -36,12 +36,6 @@ inline I dot4_unsigned(const int32_t* sums, Bytes w, const int8_t* x) {
   if (!sums) return found;
   return {_mm256_add_epi32(found.a, load256(sums)), _mm256_add_epi32(found.b, load256(sums + 8))};
 }
-// Column 4i + K of each lane.
-template <int K>
-inline F column(Bytes x) {
-  return to_float({_mm256_srai_epi32(_mm256_slli_epi32(x.a, 24 - 8 * K), 24),
-                   _mm256_srai_epi32(_mm256_slli_epi32(x.b, 24 - 8 * K), 24)});
-}
 // Codes of four bits as floats. The upper halves of the floats, which suffice for whole numbers up to 256, are looked up byte
 // by byte; a lane of 128 bits has sixteen columns, and vector K its columns K % 2 + 0, 2, 4, 6 from column 8 * (K / 2) on.
 constexpr int kNibbleChunks = 1;  // made floats together

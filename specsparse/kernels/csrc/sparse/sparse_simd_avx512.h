@@ -34,11 +34,6 @@ inline I dot4(Bytes m, Bytes w, const int8_t* x) {
 inline I dot4_unsigned(const int32_t* sums, Bytes w, const int8_t* x) {
   return {_mm512_dpbusd_epi32(sums ? load512(sums) : _mm512_setzero_si512(), w.v, load512(x))};
 }
-// Column 4i + K of each lane.
-template <int K>
-inline F column(Bytes x) {
-  return to_float(I{_mm512_srai_epi32(_mm512_slli_epi32(x.v, 24 - 8 * K), 24)});
-}
 // Codes of four bits as floats: a lane of 32 bits has eight codes, of which a lookup reads the lowest. Loads that begin a byte
 // later move the others there, and a shift every second one: two operations a vector where bytes would take two and a half.
 constexpr int kNibbleChunks = 2;  // made floats together

@@ -42,13 +42,6 @@ SPECSPARSE_SHARED I dot4_unsigned(const int32_t* sums, const Bytes& w, const int
   for (int i = 0; sums && i < 16; ++i) found.v[i] += sums[i];
   return found;
 }
-// Column 4i + K of each lane.
-template <int K>
-SPECSPARSE_SHARED F column(const Bytes& x) {
-  F r;
-  for (int i = 0; i < 16; ++i) r.v[i] = static_cast<float>(x.v[4 * i + K]);
-  return r;
-}
 // Codes of four bits as floats, whose upper halves `halves` are; vector K of sixteen columns has K % 2 + 0, 2, 4, 6 from
 // column 8 * (K / 2) on.
 constexpr int kNibbleChunks = 1;  // made floats together
