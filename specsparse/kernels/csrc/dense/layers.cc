@@ -2,6 +2,7 @@
 #include "dense/layers.h"
 
 #include <algorithm>
+#include <deque>
 #include <initializer_list>
 #include <optional>
 
@@ -33,7 +34,6 @@ class Forward final : public Phases {
     grow(work.k, rows * kv), grow(work.v, rows * kv), grow(work.hidden, rows * inner);
     grow(work.added, rows * added);
     work.activations.reserve(rows, cols, true);
-    stages_.reserve(layers.size());
     for (size_t i = 0; i < layers.size(); ++i) {
       stages_.emplace_back(*this, layers[i]);
       if (predicted)
@@ -207,7 +207,7 @@ class Forward final : public Phases {
   int64_t total_;
   bool counted_, skip_;  // neurons; zeros, in this call
   const int stages_per_layer_;
-  std::vector<Layer> stages_;
+  std::deque<Layer> stages_;  // stay where they are: a predicted FFN has an atomic
 };
 
 }  // namespace

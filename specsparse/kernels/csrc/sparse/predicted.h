@@ -2,6 +2,7 @@
 // bit for bit.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <vector>
 
@@ -75,7 +76,8 @@ class PredictedFfn {
   Preparation prepare_first_, prepare_second_;
   std::vector<Product> products_;  // first and second, or none
   // What the steps of this layer have: another layer's may be asked for by a thread that comes late to this one's.
-  int64_t hidden_items_ = 0, project_items_ = 0, sum_items_ = 0;
+  int64_t hidden_items_ = 0, sum_items_ = 0;
+  std::atomic<int64_t> project_items_ = 0;  // read by threads that wait, for `last`, while another collects
 };
 
 // Packs the signs of `columns` values: bit k of `to` is set where x[k] < 0.
