@@ -27,6 +27,11 @@ from specsparse.errors import UserError
 
 T = TypeVar("T")
 
+_NEAR = 0.7
+"""Least likeness of two keys of which one may be a slip for the other."""
+_AS_NEAR = 0.15
+"""A key less like than the best by more than this is not named beside it."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Range:
@@ -223,6 +228,32 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     names = sorted(valid)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else f"; valid: {', '.join(names) or 'none'}"
+
+
+def near_keys(key: str, keys: Iterable[str], most: int = 3) -> list[str]:
+    """Dotted keys like `key`, the nearest first and of equals the first given; empty where none is near.
+
+    Likeness is that of the whole keys, of their last parts, or of the last part and a word of the other one's (`limit`
+    and `data.limit_per_task`). Where `key` has a group, keys of a group of such a name go first, else keys without one.
+    """
+    likeness = {other: _likeness(key, other) for other in keys}
+    best = max(likeness.values(), default=0.0)
+    near = [other for other, like in likeness.items() if like and like >= best - _AS_NEAR]
+    return sorted(near, key=lambda other: -likeness[other])[:most]
+
+
+def _likeness(key: str, other: str) -> float:
+    """About 1 where they are the same or nearly, and 1 more for the same group; 0 where they are not alike."""
+    (head, _, name), (group, _, option) = key.rpartition("."), other.rpartition(".")
+    like = max(_ratio(name, part) for part in (option, *option.split("_")))
+    if head:
+        return like + _ratio(head, group) if like >= _NEAR else 0.0
+    like = max(like, _ratio(key, other))
+    return like + (0.0 if group else _AS_NEAR) if like >= _NEAR else 0.0
+
+
+def _ratio(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(None, a, b).ratio()
 
 
 def _value(hint: Any, marks: Sequence[object], value: object, label: str) -> object:

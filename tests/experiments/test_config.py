@@ -200,6 +200,13 @@ MISTAKES = [
     ("sampling.temprature=1", "did you mean sampling.temperature?"),
     ("sampling.n=2", "write +sampling.n=VALUE"),
     ("drafer=none", "did you mean drafter?"),
+    ("limit=1", "no key limit; did you mean data.limit_per_task?\n"),
+    ("data.limt=1", "no key data.limt; did you mean data.limit_per_task?"),
+    ("gamma=3", "no key gamma; did you mean policy.gamma, certify.gamma or train.gamma?"),
+    ("sampling.gamma=3", "no key sampling.gamma; did you mean train.gamma or policy.gamma?"),
+    ("model.zzz=1", "no key model.zzz; valid: model.activation, model.backend, "),
+    ("train.zzz=1", "no key train.zzz and none like it; groups: certify, compare, data, "),
+    ("zzz=1", ", verifier; all keys of a config: +experiment=NAME --help\n"),
     ("+max_token=3", "max_token is no option of kind=speed; did you mean max_tokens?"),
     ("+sampling.top=3", "unknown sampling parameter 'top'"),
     ("++roofline.device=a100", "roofline is no option of kind=speed"),
@@ -246,7 +253,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(capsys, elsewhere, monkeypatch
 def test_help_and_mistakes_are_answered_at_once(elsewhere):
     """What takes a second is the import of jax; nothing that is slow comes in unless the answer needs it."""
     nothing = [["--help"], ["+experiment=spec_smolm2"], ["drafter=prompt_lokup"]]
-    numpy = [["policy.gama=3"], ["max_tokens=0"], ["+experiment=roofline", "roofline.devic=a100"]]
+    numpy = [["policy.gama=3"], ["max_tokens=0"], ["limit=1"], ["zzz=1"], ["+experiment=roofline", "roofline.devic=a100"]]
     answers = imported(*(["run", *argv] for argv in nothing + numpy))
     for argv, (packages, _) in zip(nothing + numpy, answers, strict=True):
         assert packages == ([] if argv in nothing else ["numpy"]), argv

@@ -4,8 +4,9 @@ import re
 from pathlib import Path
 
 from specsparse.errors import UserError
+from specsparse.experiments.compose.parts import PARTS
 from specsparse.models import entries
-from specsparse.support.options import nearest
+from specsparse.support.options import near_keys, nearest
 
 _SAID = {
     r"Ambiguous value for argument '([^']+)'": "{}: several values are a sweep, add -m; a list is written KEY=[a,b]",
@@ -14,6 +15,9 @@ _SAID = {
     r"Missing mandatory value: ([\w.]+)": "{}: a value is needed",
 }
 """What Hydra says, and what to say instead of it."""
+
+_MOST_LISTED = 24
+"""Keys of one group that a line may list."""
 
 
 def explain(error: Exception, conf: Path) -> UserError:
@@ -70,16 +74,21 @@ def _text(folder: Path) -> str:
 
 
 def _near_key(key: str, groups: dict[str, list[str]], conf: Path) -> str:
-    """Look among the keys of the same group first: `policy.gama` is nearer to `policy.gamma` than to anything else."""
+    """What to write instead of `key`: the nearest keys; else those of its group; else where all of them are listed."""
     from specsparse.experiments.compose.config import valid_keys  # numpy, which the page of usage needs not
 
     if key == "experiment":
         return "; write +experiment=NAME"
-    keys = {*valid_keys(), *groups, *_keys_of_kinds(conf)}
-    head = key.partition(".")[0]
-    if head in groups:
-        keys |= _keys_of(conf, head)
+    head, dot, _ = key.partition(".")
+    of_choices = (_keys_of(conf, group) for group in ([head] if dot else PARTS))
+    keys = list(dict.fromkeys([*valid_keys(), *groups, *sorted(_keys_of_kinds(conf).union(*of_choices))]))
     if key in keys:
         return f" in this config; to add it write +{key}=VALUE"
-    same = {k for k in keys if k.startswith(f"{head}.")}
-    return nearest(key, same if "." in key and same else keys)
+    near = near_keys(key, keys)
+    if near:
+        return f"; did you mean {' or '.join(filter(None, (', '.join(near[:-1]), near[-1])))}?"
+    same = sorted(other for other in keys if other.startswith(f"{head}."))
+    if dot and 0 < len(same) <= _MOST_LISTED:
+        return f"; valid: {', '.join(same)}"
+    named = sorted({*groups, *(other.partition(".")[0] for other in keys if "." in other)})
+    return f" and none like it; groups: {', '.join(named)}; all keys of a config: +experiment=NAME --help"
