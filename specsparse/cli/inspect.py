@@ -94,14 +94,10 @@ def _mib(nbytes: float) -> str:
 
 
 def _table(*columns: str) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+    from specsparse.support import tables
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in columns:
-        left = name in ("metadata", "model", "", "tensor", "type", "differs", "target", "draft")
-        table.add_column(name, justify="left" if left else "right", overflow="fold")
-    return table
+    left = [i for i, name in enumerate(columns) if name not in ("shape", "count", "size")]
+    return tables.new(*columns, left=left, wrap=range(len(columns)))
 
 
 def _pairs(title: str, values: Mapping[str, str]) -> Any:
@@ -144,10 +140,10 @@ def _pair(found: Mapping[str, Any], device: str) -> Iterator[Any]:
             table.add_row(d["what"], d["target"], d["draft"])
         yield table
         more = len(found["differences"]) - 8
-        settled = "drafter.special_tokens=target goes on with the target's ids"
+        as_target = "drafter.special_tokens=target goes on with the target's ids"
         tli = "drafter.vocabulary=tli drafts the tokens that both have, slem goes by way of text"
         yield (f"and {more} more; " if more > 0 else "") + (
-            settled if found["only_special"] else f"they do not fit: {tli}"
+            as_target if found["only_special"] else f"they do not fit: {tli}"
         )
         yield found["overlap"]
     yield f"a drafted token costs {found['cost']:.2f} of a plain step, by the roofline of {device}"

@@ -89,19 +89,17 @@ def _cache_bytes(path: Any) -> int:
 
 
 def _table(rows: list[dict[str, Any]]) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
     from rich.text import Text
 
     from specsparse.models.catalogue import size_text
+    from specsparse.support import tables
 
     caption = (
         f"?: unknown until downloaded; memory: weights, and of those that are here keys and values of {KV_LENGTH} "
         "tokens; tok/s: at best on this machine, by the memory bandwidth measured now"
     )
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
-    for title in ("name", "here", "size", "memory", "tok/s", "licence", "drafted for by, or role", "model", "good for"):
-        table.add_column(title, justify="right" if title in ("size", "memory", "tok/s") else "left", overflow="fold")
+    titles = ("name", "here", "size", "memory", "tok/s", "licence", "drafted for by, or role", "model", "good for")
+    table = tables.new(*titles, left=(0, 1, 5, 6, 7, 8), wrap=range(len(titles)), note=caption)
     for row in rows:
         size, memory, speed = row["size"], row["memory"], row["tokens_per_second"]
         cells = [row["name"], row["here"], size_text(size) if size else "?", size_text(memory) if memory else "?"]

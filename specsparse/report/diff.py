@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from specsparse.errors import UserError
@@ -144,7 +143,7 @@ def _texts(a: Run, b: Run, side_a: str, side_b: str) -> tuple[int, tuple[str, ..
 def tables(found: Difference) -> list[Table]:
     """For the terminal: what was set otherwise, and what came out."""
     a, b = found.names
-    settings = Table("set otherwise", a, b, box=SIMPLE_HEAD, pad_edge=False)
+    settings = new("set otherwise", a, b, left=(0, 1, 2), wrap=(0, 1, 2))
     for row in found.settings:
         settings.add_row(*(cell if len(cell) < 60 else f"{cell[:56]} ..." for cell in row))
     out = new("", f"A: {a}", f"B: {b}", "B / A", "95 % interval", "", left=(0, 5))

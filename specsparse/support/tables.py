@@ -11,18 +11,25 @@ from rich.text import Text
 _ANY_WIDTH = 10_000
 
 
-def new(*columns: str | Text, left: Collection[int] = (0,), close: bool = False, note: str | None = None) -> Table:
-    """A table without rows as all of the package look: numbers to the right, no cell on two lines.
+def new(
+    *columns: str | Text,
+    left: Collection[int] = (0,),
+    wrap: Collection[int] = (),
+    close: bool = False,
+    note: str | None = None,
+) -> Table:
+    """A table without rows as all of the package look: numbers to the right, no cell on two lines but of long texts.
 
     Args:
         columns: headings.
         left: numbers of the columns of text, which begin at the left.
+        wrap: numbers of the columns of long texts, which go on in the next line.
         close: less room between the columns.
         note: a footnote.
     """
     made = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=close, caption=note, caption_justify="left")
     for i, name in enumerate(columns):
-        made.add_column(name, justify="left" if i in left else "right", no_wrap=True)
+        made.add_column(name, justify="left" if i in left else "right", no_wrap=i not in wrap, overflow="fold")
     return made
 
 
@@ -62,7 +69,7 @@ def _of(table: Table, columns: Sequence[Column]) -> Table:
     """Some of its columns."""
     made = Table(box=table.box, pad_edge=table.pad_edge, collapse_padding=table.collapse_padding)
     for c in columns:
-        made.add_column(c.header, justify=c.justify, no_wrap=c.no_wrap, style=c.style)
+        made.add_column(c.header, justify=c.justify, no_wrap=c.no_wrap, overflow=c.overflow, style=c.style)
     cells = [list(column.cells) for column in columns]
     for i, row in enumerate(table.rows):
         made.add_row(*(of_column[i] for of_column in cells), style=row.style, end_section=row.end_section)

@@ -253,7 +253,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(capsys, elsewhere, monkeypatch
 def test_help_and_mistakes_are_answered_at_once(elsewhere):
     """What takes a second is the import of jax; nothing that is slow comes in unless the answer needs it."""
     nothing = [["--help"], ["+experiment=spec_smolm2"], ["drafter=prompt_lokup"]]
-    numpy = [["policy.gama=3"], ["max_tokens=0"], ["limit=1"], ["zzz=1"], ["+experiment=roofline", "roofline.devic=a100"]]
+    numpy = [["policy.gama=3"], ["max_tokens=0"], ["limit=1"], ["+experiment=roofline", "roofline.devic=a100"]]
     answers = imported(*(["run", *argv] for argv in nothing + numpy))
     for argv, (packages, _) in zip(nothing + numpy, answers, strict=True):
         assert packages == ([] if argv in nothing else ["numpy"]), argv

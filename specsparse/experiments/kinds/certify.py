@@ -1,9 +1,8 @@
 """The certificate as an experiment: exact total variation of every verifier and mutant, in one table."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
-from rich.table import Table
 from rich.text import Text
 
 from specsparse.errors import UserError
@@ -11,9 +10,9 @@ from specsparse.experiments.kind import Found, Kind, Lab
 from specsparse.speculative.proof.certify import certify
 from specsparse.speculative.proof.chain_law import POWER
 from specsparse.speculative.proof.handed import Handed, handed
-from specsparse.speculative.proof.results import DRIVER, LEGEND, RULE, CertificateReport, worst_on
+from specsparse.speculative.proof.results import DRIVER, LEGEND, RULE, CertificateReport
 from specsparse.speculative.verify import VERIFIERS, get_verifier
-from specsparse.support import registry, tables, terminal
+from specsparse.support import registry, terminal
 from specsparse.support.options import Range, Size
 
 DEFINITION = (
@@ -67,7 +66,7 @@ class Certify(Kind[CertifySettings]):
             )
         kept = "as promised: rule and driver of every lossless verifier keep the law of p, every mutant is caught"
         broken = "NOT as promised: " + "; ".join(report.failures)
-        lines = [f"{part}: {meaning}" for part, meaning in LEGEND.items() if part in report.parts]
+        lines = report.legend()
         if report.finds:
             lines.append(f"samples would have found a total variation of {report.finds:.3f} with {POWER:.0%}")
         legend = Text("\n".join(lines), style="dim")
@@ -80,9 +79,9 @@ class Certify(Kind[CertifySettings]):
                 "worst_lossless_driver": _worst(report, DRIVER),
             },
             report,
-            shown=[table(report), legend, verdict],
+            shown=[report.rich_table(), legend, verdict],
             definitions={"tv": DEFINITION, **LEGEND, "finds": FINDS},
-            more={"failures": report.failures, "rows": rows(report)},
+            more={"failures": report.failures, "rows": report.rows()},
             as_promised=report.passed,
             objective=worst,
         )
@@ -99,54 +98,3 @@ def _callables(spec: CertifySpec) -> list[Handed]:
 def _worst(report: CertificateReport, part: str) -> float | None:
     """The worst total variation of a lossless rule or driver."""
     return max((r.tv for r in report.results if r.lossless and r.part == part), default=None)
-
-
-def rows(report: CertificateReport) -> list[dict[str, Any]]:
-    """One row per verifier and part, and per mutant: rules and drivers of lossless ones, lossy ones, mutants.
-
-    `part` says whether a row is about the rule or the driver.
-    """
-    out = []
-    for name, part in report.certified:
-        worst, cases = report.worst(name, part), report.cases(name, part)
-        out.append(
-            {
-                "name": name,
-                "part": part,
-                "promise": "lossless" if worst.lossless else "lossy",
-                "tv": worst.tv,
-                "bound": worst.bound if worst.lossless else None,
-                "holds": all(r.holds for r in cases),
-                "finds": max((r.power.finds for r in cases if r.power), default=None),
-                "cases": len(cases),
-                "drafts": sum(r.drafts for r in cases),
-                "on": f"worst on {worst_on(worst)}",
-                "texts": worst.differences(),
-            }
-        )
-    out.sort(key=lambda row: (row["promise"] == "lossy", row["part"] == DRIVER))
-    for m in report.mutants:
-        out.append(
-            {
-                "name": m.name,
-                "part": m.part,
-                "promise": "mutant",
-                "tv": m.tv,
-                "bound": m.bound,
-                "holds": m.caught,
-                "on": m.mistake,
-            }
-        )
-    return out
-
-
-def table(report: CertificateReport) -> Table:
-    """The rows as one table; TV is total variation."""
-    out = tables.new("", "what", "promise", "TV", "cases", "", left=(0, 1, 2, 5))
-    out.columns[0].no_wrap = out.columns[-1].no_wrap = False
-    for row in rows(report):
-        bound = {"lossless": "<= {:.0e}", "lossy": "LOSSY", "mutant": "> {:.0e}"}[row["promise"]].format(row["bound"])
-        what = f"{row['part']} mutant" if row["promise"] == "mutant" else row["part"]
-        tv = Text(f"{row['tv']:.1e}" + ("" if row["holds"] else " FAILS"), style="" if row["holds"] else "bold red")
-        out.add_row(Text(row["name"], no_wrap=True), what, bound, tv, str(row.get("cases", "")), row["on"])
-    return out

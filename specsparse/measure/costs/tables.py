@@ -114,8 +114,7 @@ def _speculation(rows: list[Json]) -> Table:
 def _drafting(rows: list[Json]) -> Table:
     """Chains at the length that suits them; of a tree `gamma` is its nodes a round, and all its cost is the round's."""
     price = ("a round, ms", "a token, ms", "in plain steps")
-    table = new("method", *price, "alpha", "gamma", "tok/round", "speed-up")
-    table.columns[0].no_wrap = False
+    table = new("method", *price, "alpha", "gamma", "tok/round", "speed-up", wrap=(0,))
     for row in rows:
         steps = (row["round_s"] + row["token_s"] * row["gamma"]) / row["step_s"]
         alpha = "-" if row["alpha"] is None else f"{row['alpha']:.2f}"

@@ -2,12 +2,15 @@
 
 import dataclasses
 import io
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from specsparse.speculative.proof.chain_law import Power
+from specsparse.support import tables
 
 RULE, DRIVER, CALLABLE, SAMPLED = "rule", "driver", "callable", "sampled"
 """What a line of the report is about: the rule in float64, the jitted driver in float32, or anybody's callable."""
@@ -140,28 +143,62 @@ class CertificateReport:
         """The case with the largest total variation of that verifier's rule or driver."""
         return max(self.cases(verifier, part), key=lambda r: r.tv)
 
-    def tables(self) -> list[Table]:
-        """Rich tables: verifiers, then mutants."""
-        columns = ("verifier", "what", "promise", "cases", "drafts", "worst total variation", "on")
-        top = Table(*columns, title="Output law of a round")
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per verifier and part, and per mutant: rules and drivers of lossless ones, lossy ones, mutants."""
+        out = []
         for name, part in self.certified:
-            rows, worst = self.cases(name, part), self.worst(name, part)
-            promise = f"lossless <= {worst.bound:.0e}" if worst.lossless else "lossy"
-            drafts = sum(r.drafts for r in rows)
-            top.add_row(name, part, promise, str(len(rows)), str(drafts), f"{worst.tv:.1e}", worst_on(worst))
-        bottom = Table("mutant", "of the", "total variation", "mistake", title="Mutants the certificate must catch")
+            worst, cases = self.worst(name, part), self.cases(name, part)
+            out.append(
+                {
+                    "name": name,
+                    "part": part,
+                    "promise": "lossless" if worst.lossless else "lossy",
+                    "tv": worst.tv,
+                    "bound": worst.bound if worst.lossless else None,
+                    "holds": all(r.holds for r in cases),
+                    "finds": max((r.power.finds for r in cases if r.power), default=None),
+                    "cases": len(cases),
+                    "drafts": sum(r.drafts for r in cases),
+                    "on": f"worst on {worst_on(worst)}",
+                    "texts": worst.differences(),
+                }
+            )
+        out.sort(key=lambda row: (row["promise"] == "lossy", row["part"] == DRIVER))
         for m in self.mutants:
-            bottom.add_row(m.name, m.part, f"{m.tv:.1e}", m.mistake)
-        return [top, bottom] if self.mutants else [top]
+            out.append(
+                {
+                    "name": m.name,
+                    "part": m.part,
+                    "promise": "mutant",
+                    "tv": m.tv,
+                    "bound": m.bound,
+                    "holds": m.caught,
+                    "on": m.mistake,
+                }
+            )
+        return out
+
+    def rich_table(self) -> Table:
+        """The rows as one table for a terminal; TV is total variation."""
+        out = tables.new("", "what", "promise", "TV", "cases", "drafts", "", left=(0, 1, 2, 6), wrap=(0, 6), close=True)
+        for row in self.rows():
+            bound = {"lossless": "<= {:.0e}", "lossy": "LOSSY", "mutant": "> {:.0e}"}[row["promise"]]
+            what = f"{row['part']} mutant" if row["promise"] == "mutant" else row["part"]
+            tv = Text(f"{row['tv']:.1e}" + ("" if row["holds"] else " FAILS"), style="" if row["holds"] else "bold red")
+            counts = (str(row.get(key, "")) for key in ("cases", "drafts"))
+            out.add_row(Text(row["name"], no_wrap=True), what, bound.format(row["bound"]), tv, *counts, row["on"])
+        return out
+
+    def legend(self) -> list[str]:
+        """A line for each part that the table has."""
+        return [f"{part}: {meaning}" for part, meaning in LEGEND.items() if part in self.parts]
 
     def table(self) -> str:
-        """The tables as plain text, with the legend and the verdict."""
+        """The table as plain text, with the legend and the verdict."""
         console = Console(file=io.StringIO(), width=118)
-        for table in self.tables():
-            console.print(table)
-        legend = "".join(f"{part}: {meaning}\n" for part, meaning in LEGEND.items() if part in self.parts)
+        console.print(self.rich_table())
         verdict = "holds" if self.passed else "FAILS: " + "; ".join(self.failures)
-        return f"{console.file.getvalue()}{legend}certificate {verdict}\n"
+        return "\n".join([console.file.getvalue(), *self.legend(), f"certificate {verdict}\n"])
 
 
 def worst_on(result: Result) -> str:

@@ -20,6 +20,7 @@ from specsparse.models import catalogue
 from specsparse.report.rows import Rows
 from specsparse.speculative.drafters.heads.head_gguf import matrix_type
 from specsparse.support import terminal
+from specsparse.support.tables import new
 from specsparse.training import data
 from specsparse.training.evaluate import DraftQuality, evaluate
 from specsparse.training.form import Form
@@ -113,9 +114,7 @@ def held_out(cfg: TrainSettings, model: Model, console: Console) -> list[data.Te
 
 
 def _table(drafting: DraftQuality) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("place", *(str(i + 1) for i in range(len(drafting.agreement))), "acceptance length", "drafts"):
-        table.add_column(name, justify="right" if name != "place" else "left")
+    table = new("place", *(str(i + 1) for i in range(len(drafting.agreement))), "acceptance length", "drafts")
     row = [f"{a:.3f}" for a in drafting.agreement]
     table.add_row("agreement", *row, f"{drafting.acceptance:.2f}", str(drafting.tokens))
     return table

@@ -17,6 +17,7 @@ from specsparse.models import catalogue
 from specsparse.models.convert.delta import make_delta
 from specsparse.models.convert.write import out_type
 from specsparse.report.rows import Rows
+from specsparse.support.tables import new
 from specsparse.training import ffn_model
 from specsparse.training.reconstruct import Judged
 from specsparse.training.relu_export import write_relu
@@ -94,9 +95,7 @@ def _layers(layers: Sequence[Judged], shares: Sequence[float]) -> list[dict[str,
 
 
 def _table(curve: Sequence[dict[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("step", "tokens", "KL, nats", "ppl", "original's", "ratio", "same token", "active"):
-        table.add_column(name, justify="right")
+    table = new("step", "tokens", "KL, nats", "ppl", "original's", "ratio", "same token", "active", left=())
     for p in curve:
         table.add_row(
             str(p["step"]), str(p["tokens"]), f"{p['divergence']:.4f}", f"{p['perplexity']:.3f}",
