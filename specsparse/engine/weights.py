@@ -80,7 +80,8 @@ class Footprint:
 
 
 def _vector(tensor: TensorInfo) -> jax.Array:
-    return jnp.asarray(np.ascontiguousarray(tensor.dequantize(), np.float32).reshape(-1))
+    # A copy of numpy's, which jax takes as it is: jnp.asarray would compile a program that copies.
+    return jax.device_put(np.array(tensor.dequantize(), np.float32).reshape(-1))
 
 
 def pack_matrix(tensor: TensorInfo, *, floats: bool) -> QTensor:

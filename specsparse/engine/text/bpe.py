@@ -4,7 +4,7 @@ import logging
 import re
 from collections.abc import Mapping
 from functools import cached_property
-from itertools import chain
+from itertools import chain, repeat
 from operator import add
 
 import tokenizers
@@ -46,7 +46,7 @@ class BpeCodec:
     @cached_property
     def _tokenizer(self) -> tokenizers.Tokenizer:
         # Built at the first text: loading a model does not wait for it.
-        model = models.BPE(self._vocab.ids, self._merges, ignore_merges=self.pre.ignore_merges)
+        model = models.BPE(self._vocab.ids, list(zip(*self._merges)), ignore_merges=self.pre.ignore_merges)
         tokenizer = tokenizers.Tokenizer(model)
         steps: list[object] = [pre_tokenizers.Split(tokenizers.Regex(regex), "isolated") for regex in self.pre.regexes]
         steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
@@ -94,17 +94,22 @@ def _pre_tokenizer(metadata: Mapping[str, object], where: str) -> PreTokenizer:
     return PRE_TOKENIZERS[name]
 
 
-def _merges(metadata: Mapping[str, object], vocab: Vocab) -> list[tuple[str, str]]:
+def _merges(metadata: Mapping[str, object], vocab: Vocab) -> tuple[list[str], list[str]]:
+    """What each merge joins: its left tokens and its right ones. Loops in C, because vocabularies are long."""
     merges = metadata.get("tokenizer.ggml.merges")
     if not isinstance(merges, list | tuple):
         raise UserError(f"{vocab.where}: a vocabulary without merges (tokenizer.ggml.merges is missing)")
     strings(list(merges), "merges", vocab.where)
     unique, ids = list(dict.fromkeys(merges)), vocab.ids  # of equal merges the first counts
-    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in unique)]
-    lefts, rights = [left for left, _ in pairs], [right for _, right in pairs]
+    if set(map(str.count, unique, repeat(" "))) <= {1}:
+        both = " ".join(unique).split(" ") if unique else []
+    else:
+        both = [token for merge in unique for token in merge.partition(" ")[::2]]
+    lefts, rights = both[::2], both[1::2]
     if not all(map(ids.__contains__, chain(lefts, rights, map(add, lefts, rights)))):
+        pairs = zip(lefts, rights)
         i = next(i for i, (left, right) in enumerate(pairs) if not ids.keys() >= {left, right, left + right})
         raise UserError(
             f"{vocab.where}: tokenizer.ggml.merges[{i}] {unique[i]!r:.60} joins what is not in the vocabulary"
         )
-    return pairs
+    return lefts, rights

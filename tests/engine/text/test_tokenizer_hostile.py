@@ -56,6 +56,7 @@ BAD_BPE = {
     "merges are a number": (dict(merges=3), "without merges"),
     "merge is a number": (dict(merges=[*BPE_MERGES, 3]), "not a string"),
     "merge without a space": (dict(merges=["ab"]), "merges[0]"),
+    "merge of three, which moves none": (dict(merges=[BPE_MERGES[0], "a b c", *BPE_MERGES[1:]]), "merges[1]"),
     "merge of nothing known": (dict(merges=["a qqq"]), "merges[0]"),
     "bos past the end": (dict(bos_token_id=400), "bos_token_id is 400"),
     "eos negative": (dict(eos_token_id=-1), "eos_token_id is -1"),
