@@ -79,9 +79,9 @@ class Footprint:
     file: int
 
 
-def _vector(tensor: TensorInfo) -> jax.Array:
-    # A copy of numpy's, which jax takes as it is: jnp.asarray would compile a program that copies.
-    return jax.device_put(np.array(tensor.dequantize(), np.float32).reshape(-1))
+def _vector(tensor: TensorInfo, factor: float = 1.0) -> jax.Array:
+    # numpy's copy, which jax takes as it is: jnp.asarray would compile a program that copies.
+    return jax.device_put(np.array(tensor.dequantize(), np.float32).reshape(-1) * np.float32(factor))
 
 
 def pack_matrix(tensor: TensorInfo, *, floats: bool) -> QTensor:
@@ -137,9 +137,10 @@ def load_params(
     def load(name: str):
         t = tensor(name)
         as_floats = floats or t.type.name in float_types
-        out = _vector(t) if name.endswith(("norm.weight", ".bias")) else pack_matrix(t, floats=as_floats)
-        if name.endswith("attn_q_norm.weight"):
-            out = out * np.float32(config.query_scale)
+        if name.endswith(("norm.weight", ".bias")):
+            out = _vector(t, config.query_scale if name.endswith("attn_q_norm.weight") else 1.0)
+        else:
+            out = pack_matrix(t, floats=as_floats)
         _check_finite(f, name, out)
         if progress is not None:
             progress(t.nbytes)

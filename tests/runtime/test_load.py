@@ -1,9 +1,11 @@
-"""Where compiled programs are kept. What a model is loaded as has its tests in tests/test_api.py."""
+"""What loading compiles, and where programs are kept. What a model is loaded as has its tests in tests/test_api.py."""
 
 import jax
 import pytest
 
+from specsparse import kernels
 from specsparse.runtime import load
+from specsparse.testing import write_tiny_gguf
 
 
 @pytest.fixture
@@ -31,3 +33,19 @@ def test_a_cache_of_the_users_own_stays(tmp_path, kept):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     load._use_compilation_cache()
     assert jax.config.jax_compilation_cache_dir == str(tmp_path)
+
+
+@pytest.mark.skipif(kernels.get().name != "native", reason="the reference packs with jnp")
+def test_loading_compiles_nothing(tmp_path):
+    # A program of 0.1 s to copy vectors was a fourth of a small model's load. No other test has these widths.
+    path = write_tiny_gguf(tmp_path / "a.gguf", architecture="gemma3", quant="Q8_0", d_model=160, d_ff=224)
+    compiled = []
+    listen = lambda event, _, **__: compiled.append(event) if "backend_compile" in event else None  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        load.load(path)
+        assert not compiled
+        jax.jit(lambda x: x + 1)(1.0)
+        assert compiled  # a program would have been seen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
