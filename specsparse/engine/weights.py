@@ -18,7 +18,7 @@ from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
 from specsparse.kernels import Fragments, NeuronRows, PlainMatrix, QTensor, pack_neurons
 from specsparse.kernels.packing.dequant import pack_float
-from specsparse.kernels.packing.pack import pack_qtensor
+from specsparse.kernels.packing.pack import pack
 
 
 class Layer(NamedTuple):
@@ -79,17 +79,21 @@ class Footprint:
     file: int
 
 
-def _vector(tensor: TensorInfo, factor: float = 1.0) -> jax.Array:
-    # numpy's copy, which jax takes as it is: jnp.asarray would compile a program that copies.
-    return jax.device_put(np.array(tensor.dequantize(), np.float32).reshape(-1) * np.float32(factor))
+def _vector(tensor: TensorInfo, factor: float = 1.0) -> np.ndarray:
+    return np.array(tensor.dequantize(), np.float32).reshape(-1) * np.float32(factor)
 
 
 def pack_matrix(tensor: TensorInfo, *, floats: bool) -> QTensor:
     """Packs one matrix; `floats` keeps its dequantised values instead, for kernels that compute in float32."""
+    return jax.device_put(_pack(tensor, floats=floats))
+
+
+def _pack(tensor: TensorInfo, *, floats: bool) -> QTensor:
+    """The same, quantised ones still numpy's."""
     if floats:
         packed = pack_float(jnp.asarray(tensor.dequantize()), "f32")
         return replace(packed, layout=replace(packed.layout, source=tensor.type.name))
-    return pack_qtensor(tensor.raw, tensor.type, tensor.shape)
+    return QTensor(*pack(tensor.raw, tensor.type, tensor.shape), tensor.shape)
 
 
 def pack_rows(tensor: TensorInfo, *, floats: bool) -> NeuronRows:
@@ -140,7 +144,7 @@ def load_params(
         if name.endswith(("norm.weight", ".bias")):
             out = _vector(t, config.query_scale if name.endswith("attn_q_norm.weight") else 1.0)
         else:
-            out = pack_matrix(t, floats=as_floats)
+            out = _pack(t, floats=as_floats)
         _check_finite(f, name, out)
         if progress is not None:
             progress(t.nbytes)
@@ -159,7 +163,8 @@ def load_params(
     names = [name for name, _ in config.tensor_shapes() if name != "rope_freqs.weight"]
     ours = [n for n in names if pack_ffn is None or n.split(".")[-2] not in FFN_NAMES or n.endswith(".bias")]
     with ThreadPoolExecutor(2) as pool:  # numpy's copies release the lock
-        loaded = dict(zip(ours, pool.map(load, ours), strict=True))
+        # To the device all at once, as they are: jnp.asarray would compile programs that copy.
+        loaded = jax.device_put(dict(zip(ours, pool.map(load, ours), strict=True)))
         packed = list(pool.map(ffn, range(config.n_layers))) if pack_ffn else [{}] * config.n_layers
     embedding = loaded["token_embd.weight"]
     return Params(

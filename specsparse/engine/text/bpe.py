@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from functools import cached_property
 from itertools import chain, repeat
 from operator import add
-
-import tokenizers
-from tokenizers import models, pre_tokenizers
+from typing import TYPE_CHECKING
 
 from specsparse.engine.text.pre_tokenizer import PRE_TOKENIZERS, PreTokenizer
 from specsparse.engine.text.vocabulary import TokenType, Vocab, strings
 from specsparse.errors import UserError
+
+if TYPE_CHECKING:
+    import tokenizers
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +45,11 @@ class BpeCodec:
         self._merges = _merges(metadata, vocab)
 
     @cached_property
-    def _tokenizer(self) -> tokenizers.Tokenizer:
-        # Built at the first text: loading a model does not wait for it.
+    def _tokenizer(self) -> "tokenizers.Tokenizer":
+        # Built at the first text: loading a model does not wait for it, nor for the library.
+        import tokenizers
+        from tokenizers import models, pre_tokenizers
+
         model = models.BPE(self._vocab.ids, list(zip(*self._merges)), ignore_merges=self.pre.ignore_merges)
         tokenizer = tokenizers.Tokenizer(model)
         steps: list[object] = [pre_tokenizers.Split(tokenizers.Regex(regex), "isolated") for regex in self.pre.regexes]
@@ -58,7 +62,7 @@ class BpeCodec:
         return tokenizer
 
     @property
-    def library(self) -> tokenizers.Tokenizer:
+    def library(self) -> "tokenizers.Tokenizer":
         """What encodes."""
         return self._tokenizer
 
