@@ -163,9 +163,10 @@ def load_params(
     names = [name for name, _ in config.tensor_shapes() if name != "rope_freqs.weight"]
     ours = [n for n in names if pack_ffn is None or n.split(".")[-2] not in FFN_NAMES or n.endswith(".bias")]
     with ThreadPoolExecutor(2) as pool:  # numpy's copies release the lock
-        # To the device all at once, as they are: jnp.asarray would compile programs that copy.
-        loaded = jax.device_put(dict(zip(ours, pool.map(load, ours), strict=True)))
+        loaded = dict(zip(ours, pool.map(load, ours), strict=True))
         packed = list(pool.map(ffn, range(config.n_layers))) if pack_ffn else [{}] * config.n_layers
+    # What nobody has placed, all at once and as it is: jnp.asarray would compile programs that copy.
+    loaded |= jax.device_put({name: value for name, value in loaded.items() if _on_host(value)})
     embedding = loaded["token_embd.weight"]
     return Params(
         embedding=embedding,
@@ -181,6 +182,10 @@ def _layer(loaded: dict, config: ModelConfig, i: int, packed: dict[str, Pytree])
     fields = {name: loaded.get(f"{prefix}{name}.weight") for name in names}
     biases = {n: loaded[f"{prefix}{n}.bias"] for n in config.projections if f"{prefix}{n}.bias" in loaded}
     return Layer(**{**fields, "biases": biases, **packed})
+
+
+def _on_host(value: Pytree) -> bool:
+    return any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(value))
 
 
 def _check_finite(f: GGUFFile, name: str, value) -> None:
