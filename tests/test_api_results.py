@@ -14,6 +14,8 @@ from specsparse import SamplingParams
 from specsparse.errors import UserError
 from specsparse.speculative.base import Drafter, DraftKind
 from specsparse.speculative.drafters import lookup
+from specsparse.speculative.drafters.with_policy import with_policy
+from specsparse.speculative.policies.base import Fixed
 from specsparse.testing import write_tiny_gguf
 
 WARM = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
@@ -87,7 +89,7 @@ class Echo(Drafter):
 
     wrong: str = ""
     max_nodes: int = 2
-    kind = DraftKind.ONE_HOT
+    kind: DraftKind = DraftKind.ONE_HOT
     max_depth = property(lambda self: self.max_nodes)
     tree = False
 
@@ -99,8 +101,10 @@ class Echo(Drafter):
         drafted = lookup.drafted(lookup.copy_chain(ctx, ctx.length - 1, count, max_nodes=self.max_nodes), state, ctx)
         tokens = drafted.draft.tokens
         changed = {"short": tokens[:, :1], "float": tokens.astype(jnp.float32), "number": 3}.get(self.wrong, tokens)
-        found = drafted._replace(draft=drafted.draft._replace(tokens=changed))
-        return {"draft": found.draft, "tuple": tuple(found)}.get(self.wrong, found)
+        q = {"columns": jnp.ones((*tokens.shape, 7)), "half": jnp.ones((*tokens.shape, 300), jnp.bfloat16)}
+        found = drafted._replace(draft=drafted.draft._replace(tokens=changed, q=q.get(self.wrong)))
+        found = found._replace(cache=None) if self.wrong == "cache" else found
+        return {"draft": found.draft, "tuple": tuple(found), "none": None}.get(self.wrong, found)
 
     def commit(self, params, state, ctx, feedback):
         return {"state": None, "shape": state[:, None]}.get(self.wrong, state)
@@ -112,13 +116,30 @@ class Echo(Drafter):
     ("short", r"tokens int32\[1, 1\] where int32\[1, 2\] is needed"),
     ("float", r"tokens float32\[1, 2\] where"),
     ("number", "tokens int where"),
+    ("none", "Echo.draft returned NoneType: a drafter returns Drafted"),
+    ("cache", "Echo.draft returned None for the cache"),
+    ("columns", r"Echo.draft returned q float32\[1, 2, 7\] where float32\[1, 2, 300\] is needed"),
+    ("half", r"Echo.draft returned q bfloat16\[1, 2, 300\] where float32\[1, 2, V\] is needed"),
     ("state", r"Echo.commit returned the state None where init made int32\[1\]"),
     ("shape", r"Echo.commit returned the state int32\[1, 1\]"),
 ])  # fmt: skip
 def test_a_drafter_that_returns_the_wrong_thing_is_told_what_it_returns(model, wrong, says):
-    with pytest.raises(UserError, match=says) as caught:
-        specsparse.generate(model, "ab", max_tokens=4, drafter=Echo(wrong))
-    assert "\n" not in str(caught.value)
+    drawn = wrong in ("columns", "half")
+    drafter = Echo(wrong, kind=DraftKind.SAMPLED if drawn else DraftKind.ONE_HOT)
+    for own in (drafter,) if drawn else (drafter, with_policy(drafter, Fixed(1))):
+        with pytest.raises(UserError, match=says) as caught:
+            specsparse.generate(model, "ab", max_tokens=4, temperature=0.8 * drawn, drafter=own)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("facts", "says"), [
+    ({"max_nodes": -1}, "Echo.max_nodes=-1 must be a whole number of at least 1"),
+    ({"max_nodes": "x"}, "Echo.max_nodes=x must be a whole number of at least 1"),
+    ({"kind": "one_hot"}, "Echo.kind=one_hot must be a DraftKind, such as DraftKind.ONE_HOT"),
+])  # fmt: skip
+def test_a_drafter_whose_facts_are_none_is_refused(model, facts, says):
+    with pytest.raises(UserError, match=says):
+        specsparse.generate(model, "ab", max_tokens=4, drafter=Echo(**facts))
 
 
 def test_a_drafter_that_is_right_is_taken(model):

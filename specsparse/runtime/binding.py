@@ -11,7 +11,7 @@ from specsparse.models import obtain
 from specsparse.runtime.device_batch import Method
 from specsparse.runtime.load import load
 from specsparse.runtime.times.defaults import draft_share, policy_times
-from specsparse.speculative.base import Drafter, Verifier
+from specsparse.speculative.base import Drafter, Verifier, check_facts
 from specsparse.speculative.drafters.plan import Bound, DrafterPlan, MakeModel
 from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.speculative.drafters.with_policy import with_policy
@@ -78,7 +78,10 @@ def rows_of(drafter: AnyDrafter) -> int:
     """Most rows of a step with this drafter; plain decoding has one."""
     if drafter is None or drafter == "none":
         return 1
-    return 1 + (get_drafter(drafter) if isinstance(drafter, str) else drafter).max_nodes
+    made = get_drafter(drafter) if isinstance(drafter, str) else drafter
+    if isinstance(made, Drafter):
+        check_facts(made)
+    return 1 + made.max_nodes
 
 
 def bind(model: Model, plan: DrafterPlan) -> Bound:

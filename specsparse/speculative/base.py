@@ -7,9 +7,12 @@ root), row 1+i is node i of the draft. `-1` is the root where a node index stand
 import abc
 import dataclasses
 import enum
+import numbers
 from typing import TYPE_CHECKING, NamedTuple
 
 from specsparse.engine.pytree import Pytree
+from specsparse.errors import UserError
+from specsparse.support.options import shown
 
 if TYPE_CHECKING:  # for the types alone: kinds of draws are known without it
     import jax
@@ -198,6 +201,21 @@ class Drafter(abc.ABC):
     def commit(self, params: Pytree, state: Pytree, ctx: DraftContext, feedback: Feedback) -> Pytree:
         """State after the verdict; `ctx` already holds the emitted tokens. By default as it was."""
         return state
+
+
+def check_facts(drafter: Drafter) -> None:
+    """Refuses a drafter whose static facts are none.
+
+    Raises:
+        UserError: the fact, and what it must be.
+    """
+    name = type(drafter).__name__
+    if not isinstance(drafter.kind, DraftKind):
+        raise UserError(f"{name}.kind={shown(drafter.kind)} must be a DraftKind, such as DraftKind.ONE_HOT")
+    for fact in ("max_nodes", "max_depth"):
+        value = getattr(drafter, fact)
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+            raise UserError(f"{name}.{fact}={shown(value)} must be a whole number of at least 1")
 
 
 class TextDrafter(Drafter):

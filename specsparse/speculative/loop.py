@@ -104,7 +104,7 @@ class Round:
         target, own = params
         ctx = context(target, job, state, max_nodes=self.drafter.max_nodes)._replace(text=text)
         drafted = self.drafter.draft(own, state.drafter, ctx)
-        _check_drafted(self.drafter, drafted, batch=ctx.length.shape[0])
+        check_drafted(self.drafter, drafted, ctx)
         return drafted
 
     def verify(self, params, state: DecodeState, draft: Draft, cache: KVCache) -> tuple[ForwardOut, KVCache]:
@@ -173,6 +173,7 @@ class Round:
 
     def accept(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> Verdict:
         """The verifier's verdict."""
+        _check_vocab(self.drafter, draft, logits_BnV.shape[2])
         coins_BK, u_B = coins(job, state, max_nodes=draft.max_nodes)
         if judged_at_once(self.verifier, self.kernels):
             rows_RV, law_rows = rows_to_judge(
@@ -254,13 +255,13 @@ DRAFTED = (
 """What `Drafter.draft` returns, for messages."""
 
 
-def _check_drafted(drafter: Drafter, found: object, *, batch: int) -> None:
-    """Refuses what is no draft, while the program is traced.
+def check_drafted(drafter: Drafter, found: object, ctx: DraftContext) -> None:
+    """Refuses what is no draft for that context, while the program is traced.
 
     Raises:
         UserError: what was returned, and what a drafter returns.
     """
-    name, B, K = f"{type(drafter).__name__}.draft", batch, drafter.max_nodes
+    name, B, K = f"{type(drafter).__name__}.draft", ctx.length.shape[0], drafter.max_nodes
     if not isinstance(found, Drafted):
         raise UserError(f"{name} returned {type(found).__name__}: {DRAFTED}")
     if not isinstance(found.draft, Draft):
@@ -270,11 +271,29 @@ def _check_drafted(drafter: Drafter, found: object, *, batch: int) -> None:
         if not hasattr(value, "dtype") or value.dtype != jnp.int32 or value.shape != shape:
             raise UserError(f"{name} returned {field} {_shown(value)} where int32{list(shape)} is needed: {DRAFTED}")
     q = found.draft.q
-    if drafter.kind is not DraftKind.ONE_HOT and (getattr(q, "ndim", 0) != 3 or q.shape[:2] != (B, K)):  # type: ignore[union-attr]
+    is_law = hasattr(q, "dtype") and q.dtype == jnp.float32 and q.ndim == 3 and q.shape[:2] == (B, K)  # type: ignore[union-attr]
+    if not is_law and (q is not None or drafter.kind is not DraftKind.ONE_HOT):
         raise UserError(f"{name} returned q {_shown(q)} where float32[{B}, {K}, V] is needed: {DRAFTED}")
+    if jax.tree.map(_shown, found.cache) != jax.tree.map(_shown, ctx.cache):
+        kind = _shown(found.cache) if jax.tree.leaves(found.cache) else found.cache
+        raise UserError(f"{name} returned {kind} for the cache, which is no cache like ctx.cache: return that one")
 
 
-def _check_state(drafter: Drafter, after: object, before: object) -> None:
+def _check_vocab(drafter: Drafter, draft: Draft, size: int) -> None:
+    """Refuses laws over other tokens than the target's.
+
+    Raises:
+        UserError: both numbers.
+    """
+    if draft.q is not None and draft.q.shape[2] != size:
+        B, K = draft.tokens.shape
+        raise UserError(
+            f"{type(drafter).__name__}.draft returned q {_shown(draft.q)} where float32[{B}, {K}, {size}] is needed: "
+            f"the target has {size} tokens"
+        )
+
+
+def check_state(drafter: Drafter, after: object, before: object) -> None:
     """Refuses a state that is none of the kind that `init` made.
 
     Raises:
@@ -333,7 +352,7 @@ def make_step(
             verdict = pieces.judge(job, state, drafted.draft, out.logits)
         with jax.named_scope("commit"):
             after = pieces.commit(params, job, state, cache, drafted, verdict, out)
-        _check_state(drafter, after.drafter, state.drafter)
+        check_state(drafter, after.drafter, state.drafter)
         return after
 
     return step

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from specsparse.errors import UserError
-from specsparse.speculative.base import Drafter, DraftKind, Verifier
+from specsparse.speculative.base import Drafter, DraftKind, Verifier, check_facts
 from specsparse.speculative.drafters.options import draw_temperature
 from specsparse.speculative.drafters.plan import DrafterPlan
 from specsparse.speculative.drafters.registry import DRAFTERS, get_drafter, takes
@@ -87,6 +87,8 @@ def choose_verifier(
     given = {key: value for key, value in (options or {}).items() if value is not None}
     source = drafter.drafter if isinstance(drafter, WithPolicy) else drafter
     made_up = isinstance(source, Synthetic)
+    if isinstance(source, Drafter):
+        check_facts(source)
     if name == SYNTHETIC or (made_up and name is None):
         return _synthetic(drafter, source.rates if made_up and not given.keys() - {"process"} else None, given)
     if made_up and not (isinstance(name, Verifier) and name.name == SYNTHETIC):

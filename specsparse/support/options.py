@@ -111,9 +111,17 @@ class _RefusedError(UserError):
     """A value that is not what is `wanted`."""
 
     def __init__(self, label: str, value: object, wanted: str):
-        shown = "null" if value is None else " ".join((value if isinstance(value, str) else repr(value)).split())
-        super().__init__(f"{label}={shown if len(shown) <= 60 else shown[:57] + '...'} must be {wanted}")
+        super().__init__(f"{label}={shown(value)} must be {wanted}")
         self.wanted = wanted
+
+
+def shown(value: object) -> str:
+    """A value as messages have it: on one line, and cut where it is long."""
+    try:
+        text = "null" if value is None else " ".join((value if isinstance(value, str) else repr(value)).split())
+    except ValueError:  # Python writes no number of more digits than it is told to
+        return "a number of thousands of digits"
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 Count = Annotated[int, Range(1)]

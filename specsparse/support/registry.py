@@ -5,6 +5,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import sys
 import types
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from specsparse.errors import UserError
-from specsparse.support.options import Option, nearest, options_of, read
+from specsparse.support.options import Option, nearest, options_of, read, shown
 
 T = TypeVar("T")
 
@@ -47,10 +48,14 @@ class Registry(Generic[T]):
         """Makes a class known by name.
 
         Raises:
-            ValueError: the name is taken.
+            UserError: a name that is taken or could be none, or no class of this kind.
         """
-        if name in self._homes or name in self._aliases:
-            raise ValueError(f"{self.group} {name} is registered already")
+        for word in (name, *aliases):
+            if not isinstance(word, str) or not re.fullmatch(r"[\w.-]+", word):
+                raise UserError(f"{self.group}={shown(word)} can be no name: use letters, digits, -, _ and .")
+            if word in self._homes or word in self._aliases:
+                raise UserError(f"{self.group}={word} is registered already: choose another name")
+        self._check_kind(name, owner)
         self._homes[name] = owner
         self._aliases |= dict.fromkeys(aliases, name)
 
@@ -98,15 +103,19 @@ class Registry(Generic[T]):
                 one that is not finished.
         """
         found = self.look(name)
-        bases = [load(base, self.group) for base in self._bases]
-        fitting = [base for base in bases if isinstance(found, type) and issubclass(found, base)]
-        homes = " or ".join(base.replace(":", ".") for base in self._bases)
-        if not fitting:
-            raise UserError(f"{self.group}={name} is no {bases[0].__name__}: derive it from {homes}")
+        home = self._check_kind(name, found)
         if missing := sorted(getattr(found, "__abstractmethods__", ())):
-            home = self._bases[bases.index(fitting[0])].replace(":", ".")
             raise UserError(f"{self.group}={name} has no {', '.join(missing)}: see {home}")
         return found
+
+    def _check_kind(self, name: str, found: object) -> str:
+        """The home of the base that a class is derived from; anything else is refused."""
+        bases = [load(base, self.group) for base in self._bases]
+        homes = [base.replace(":", ".") for base in self._bases]
+        for base, home in zip(bases, homes, strict=True):
+            if isinstance(found, type) and issubclass(found, base):
+                return home
+        raise UserError(f"{self.group}={name} is no {bases[0].__name__}: derive it from {' or '.join(homes)}")
 
     def options(self, name: str) -> Mapping[str, Option]:
         """The options of a choice by name; see `find`, and `support.options.options_of`.

@@ -203,6 +203,10 @@ def test_prompt_lookup_names():
         ("synthetic", {"rates": (0.5, 0.6)}, ["not increase"]),
         ("synthetic", {"rates": "ab"}, ["drafter.rates=ab", "must be a list"]),
         ("scripted", {"gamma": 3, "accept": (4,)}, ["scripted"]),
+        ("model", {"model": 3}, ["drafter.model=3 must be a GGUF file"]),
+        ("model", {"path": [1]}, ["drafter.path=[1] must be a GGUF file"]),
+        ("model", {"model": {"a": 1}}, ["drafter.model={'a': 1} must be a GGUF file"]),
+        ("dflash", {"path": {"a": 1}}, ["drafter.path={'a': 1} must be a folder"]),
         ("scripted", {"template": TREE, "ends": (0,), "vocab_size": 2}, ["vocab_size=2"]),
     ],
 )
@@ -217,7 +221,7 @@ def test_registering(monkeypatch):
     monkeypatch.setattr(DRAFTERS, "_aliases", dict(DRAFTERS._aliases))
     specsparse.register("mine", Bad, aliases=("my-own",))
     assert specsparse.get_drafter("my-own", wrong="nothing") == Bad("nothing")
-    with pytest.raises(ValueError, match="mine"):
+    with pytest.raises(UserError, match="mine"):
         specsparse.register("mine", Bad)
     with pytest.raises(UserError, match=r"drafter\.rwong is no option of mine; did you mean wrong\?"):
         get_drafter("mine", rwong="nothing")

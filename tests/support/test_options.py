@@ -179,8 +179,20 @@ def test_names_aliases_and_classes_of_ones_own(registry, tmp_path, monkeypatch):
     assert registry.make("copy", {}) == Copies()
     registry.register("echo", type(made), aliases=("again",))
     assert registry.find("again") is type(made) and registry.names() == ["copies", "echo"]
-    with pytest.raises(ValueError, match="registered already"):
-        registry.register("copy", Copies)
+
+
+@pytest.mark.parametrize(("name", "owner", "aliases", "says"), [
+    ("copy", Copies, (), "drafter=copy is registered already"),
+    ("new", Copies, ("copies",), "drafter=copies is registered already"),
+    ("new", 3, (), "drafter=new is no Copies: derive it from"),
+    ("new", object, (), "drafter=new is no Copies: derive it from"),
+    ("a:b", Copies, (), "drafter=a:b can be no name"),
+    (None, Copies, (), "drafter=null can be no name"),
+])  # fmt: skip
+def test_what_cannot_be_registered_is_refused_and_nothing_is_kept(registry, name, owner, aliases, says):
+    with pytest.raises(UserError, match=says):
+        registry.register(name, owner, aliases=aliases)
+    assert registry.names() == ["copies"] and dict(registry.aliases) == {"copy": "copies"}
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,20 @@ def _vocab(value: int | str | Path | Iterable) -> int | tuple[int, ...]:
     return _ids(value)
 
 
+def _model(value: object) -> object:
+    """A path, a name or a loaded model, told by what it can do: its class would import jax."""
+    if not isinstance(value, str | Path) and not hasattr(value, "params_for"):
+        raise TypeError
+    return value
+
+
+def _head(value: object) -> object:
+    """A path, a name or a head that was read."""
+    if not isinstance(value, str | Path) and not hasattr(value, "tensors"):
+        raise TypeError
+    return value
+
+
 NgramSize = Annotated[int, Range(1, 64)]
 Probability = Annotated[float, Range(0, 1)]
 SizeN = Annotated[int, Range(1, 64), Also("ngram_size_n", "spec_ngram_size_n")]
@@ -255,7 +269,7 @@ class ModelOptions:
         special_tokens: target goes on with the target's ids where BOS or EOS differ.
     """
 
-    model: Annotated[object | None, Also("path")] = None
+    model: Annotated[object | None, Read(_model, "a GGUF file, a name or a loaded model"), Also("path")] = None
     drafting: Annotated[Drafting, Inline()] = Drafting()
     vocabulary: Literal["auto", "same", "tli", "slem"] = "auto"
     special_tokens: Literal["target"] | None = None
@@ -337,7 +351,7 @@ class PublishedOptions:
         drafting: how it drafts.
     """
 
-    path: object | None = None
+    path: Annotated[object | None, Read(_head, "a folder, a GGUF file or a name")] = None
     drafting: Annotated[Drafting, Inline()] = Drafting()
 
 

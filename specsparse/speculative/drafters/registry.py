@@ -53,7 +53,12 @@ def get_drafter(name: str, **options: object) -> "Drafter | DrafterPlan":
     Raises:
         UserError: unknown name or option (with the nearest valid one), or a value out of range.
     """
-    return DRAFTERS.make(name, _with_gamma(name, options))
+    made = DRAFTERS.make(name, _with_gamma(name, options))
+    from specsparse.speculative.base import Drafter, check_facts
+
+    if isinstance(made, Drafter):
+        check_facts(made)
+    return made
 
 
 def takes(name: str) -> frozenset[str]:
