@@ -122,11 +122,13 @@ def _run(cfg: Any, directory: Path) -> float | None:
 def main(argv: list[str] | None = None) -> int:
     """Run Hydra on `argv` (default: the command line); returns the exit code."""
     code = 0
-    with until_the_reader_leaves():
-        try:
+    try:
+        with until_the_reader_leaves():
             code = _main(argv)
-        except ModuleNotFoundError as error:
-            code = fail(not_installed(error))
+    except ModuleNotFoundError as error:
+        code = fail(not_installed(error))
+    except UserError as error:
+        code = fail(str(error))
     return code
 
 

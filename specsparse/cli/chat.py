@@ -28,6 +28,7 @@ def main(args: argparse.Namespace) -> int:
     from specsparse.cli.chat_session import Chat, How
     from specsparse.cli.conversation import Conversation
     from specsparse.support import terminal
+    from specsparse.support.pipes import decoding_input
 
     sampling = sampling_options.params(args)
     how = How(args.drafter, args.draft, args.verifier, args.gamma)
@@ -40,6 +41,10 @@ def main(args: argparse.Namespace) -> int:
     chat = Chat(talk, how, out, typed=args.prompt is None and sys.stdin.isatty())
     if args.prompt is None:
         chat.run()
+    elif args.prompt == "-":
+        with decoding_input():
+            message = sys.stdin.read()
+        chat.answer(message)
     else:
-        chat.answer(sys.stdin.read() if args.prompt == "-" else args.prompt)
+        chat.answer(args.prompt)
     return 0

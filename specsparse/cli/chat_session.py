@@ -20,6 +20,7 @@ from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.speculative.method import choose_verifier, drawing_for, make_drafter
 from specsparse.speculative.origins import KINDS, PLAIN, Origin
 from specsparse.speculative.policies.base import Fixed
+from specsparse.support.pipes import decoding_input
 
 STYLES = {"accepted": "green", "recovered": "yellow", "bonus": "cyan", "plain": ""}
 """Colour of a token by where it came from."""
@@ -123,7 +124,7 @@ class Chat:
             for kind in KINDS:
                 self._note(f"{kind}: {KINDS[kind]}", style=STYLES[kind])
         self._note("/help lists the commands; Ctrl-C ends an answer")
-        for line in self._typed_lines() if self._typed else sys.stdin:
+        for line in self._typed_lines() if self._typed else _piped_lines():
             if line.strip() in _END:
                 break
             self.take(line.rstrip("\n"))
@@ -225,6 +226,15 @@ class Chat:
     def _stats(self) -> None:
         self._note(f"answers: {self._answers}; {_figures(self._counters, self._seconds)}")
         self._note(f"context: {self._context} of {self._talk.model.config.context_length} tokens")
+
+
+def _piped_lines() -> Iterator[str]:
+    while True:
+        with decoding_input():
+            line = sys.stdin.readline()
+        if not line:
+            return
+        yield line
 
 
 def _wait_for_a_line() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from specsparse.cli import method_options, sampling_options
 from specsparse.errors import UserError
+from specsparse.support.pipes import decoding_input
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +76,7 @@ def _prompt(args: argparse.Namespace) -> str | list[dict[str, str]]:
     else:
         text = _read(args.file).removesuffix("\n")
     if not text:
-        raise UserError("the prompt is empty")
+        raise UserError('the prompt is empty: give some text, for instance "Once upon a time"')
     if not args.chat:
         return text
     first = [] if args.system is None else [{"role": "system", "content": args.system}]
@@ -84,12 +85,15 @@ def _prompt(args: argparse.Namespace) -> str | list[dict[str, str]]:
 
 def _read(file: str | None) -> str:
     """A file, or the standard input, as UTF-8."""
+    if file is None:
+        with decoding_input():
+            return sys.stdin.read()
     try:
-        return sys.stdin.read() if file is None else Path(file).read_text(encoding="utf-8")
+        return Path(file).read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"--file {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{file or 'the standard input'} is no UTF-8 text") from error
+        raise UserError(f"{file} is no UTF-8 text") from error
 
 
 def _print_texts(every: Sequence[Any]) -> None:

@@ -18,10 +18,16 @@ from rich.text import Text
 _PIPE_WIDTH = 10_000
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """`pipes.until_the_reader_leaves` ends the program, as for a plain print; rich's own way is exit code 1."""
+        raise BrokenPipeError
+
+
 def console() -> Console:
     """The terminal, or a pipe, which has no width: a row of a table is a line there, whatever its length."""
-    found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=_PIPE_WIDTH)
+    found = _Console(highlight=False)
+    return found if found.is_terminal else _Console(highlight=False, width=_PIPE_WIDTH)
 
 
 @contextmanager
