@@ -9,6 +9,7 @@ from pathlib import Path
 
 from specsparse.errors import UserError
 from specsparse.report.record import RECORD_FILE, ROWS_FILE
+from specsparse.support.atomic import append_line
 from specsparse.support.json_files import to_json, write_atomically
 
 WANDB_MODES = ("offline", "online", "disabled")
@@ -41,8 +42,7 @@ class Jsonl(Tracker):
 
     def log(self, row: Mapping[str, object]) -> None:
         """Append one line."""
-        with (self._directory / ROWS_FILE).open("a", encoding="utf-8") as file:
-            file.write(to_json(row) + "\n")
+        append_line(self._directory / ROWS_FILE, to_json(row))
 
     def finish(self, record: Mapping[str, object]) -> None:
         """Write the record, whole."""

@@ -11,6 +11,8 @@ from matplotlib.figure import Figure as Canvas
 
 from specsparse.report import rows as rows_of
 from specsparse.report.rows import Row
+from specsparse.support.atomic import atomically
+from specsparse.support.json_files import write_atomically
 
 # Okabe and Ito's colours, told apart by colour-blind readers too; yellow is left out, it vanishes on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#4D4D4D", "#8C510A")
@@ -103,10 +105,10 @@ class Figure:
         return "data:text/csv;base64," + base64.b64encode(self.csv().encode()).decode()
 
     def write(self, directory: Path) -> None:
-        """NAME.png and NAME.csv."""
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / f"{self.name}.png").write_bytes(self.png())
-        (directory / f"{self.name}.csv").write_text(self.csv(), encoding="utf-8")
+        """NAME.png and NAME.csv; UserError where they cannot be written."""
+        with atomically(directory / f"{self.name}.png") as file:
+            file.write(self.png())
+        write_atomically(directory / f"{self.name}.csv", self.csv())
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specsparse.support.json_files import Json
+from specsparse.support.json_files import Json, write_atomically
 
 Row = Json
 """A column by its name, and its value."""
@@ -39,6 +39,5 @@ class Rows:
         return (f"{self.name}.csv",)
 
     def write(self, directory: Path) -> None:
-        """NAME.csv."""
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / f"{self.name}.csv").write_text(csv_text(self.rows), encoding="utf-8")
+        """NAME.csv; UserError where it cannot be written."""
+        write_atomically(directory / f"{self.name}.csv", csv_text(self.rows))

@@ -76,3 +76,25 @@ def atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """`replacing`, as an open binary file."""
     with replacing(path) as temporary, temporary.open("wb") as file:
         yield file
+
+
+def append_line(path: str | os.PathLike[str], line: str) -> None:
+    """Adds a line to a file; where the disk is full, none of it, and the lines before it stay.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    path = Path(path)
+    try:
+        with path.open("ab", buffering=0) as file:
+            before, text = file.tell(), f"{line}\n".encode()
+            try:
+                while text:
+                    text = text[file.write(text) :]
+            except OSError:
+                file.truncate(before)
+                raise
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be written: {error.strerror or error}; make room, or write it elsewhere"
+        ) from None

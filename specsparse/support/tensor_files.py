@@ -1,6 +1,9 @@
 """Arrays by name, and trees of arrays, in safetensors files that appear whole or not at all."""
 
 import json
+import struct
+import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +18,11 @@ from specsparse.errors import UserError
 from specsparse.support.atomic import atomically
 
 T = TypeVar("T")
+_DAMAGED = (
+    OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, EOFError, MemoryError, RuntimeError,
+    struct.error, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
+"""What zipfile, zlib and numpy raise for bytes that are no archive of arrays."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, np.ndarray], meta: Mapping[str, object]) -> None:
@@ -43,6 +51,25 @@ def read_tensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as safetensors ({error})") from error
     return tensors, meta
+
+
+def read_npz(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of a numpy archive, all of them read; Python objects are refused.
+
+    Raises:
+        UserError: no such file, or a damaged one.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()  # a wrong sum
+        if broken is not None:
+            raise ValueError(f"{broken} is damaged")
+        with np.load(path, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except FileNotFoundError:
+        raise UserError(f"no such file: {path}") from None
+    except _DAMAGED as error:
+        raise UserError(f"{path}: cannot be read as .npz ({error}): a whole copy is needed") from error
 
 
 def save_state(path: Path, state: object, meta: Mapping[str, object]) -> None:

@@ -8,9 +8,9 @@ import pytest
 from specsparse.errors import UserError
 from specsparse.experiments.kinds.training import predictors_fit
 from specsparse.powerinfer.files.activation_stats import ActivationStats, save_stats
-from specsparse.support.atomic import atomically, need_place, replacing
+from specsparse.support.atomic import append_line, atomically, need_place, replacing
 from specsparse.support.json_files import write_atomically
-from specsparse.support.tensor_files import write_tensors
+from specsparse.support.tensor_files import read_npz, write_tensors
 
 WRITERS = {
     "text": lambda path: write_atomically(path, "x"),
@@ -66,3 +66,54 @@ def test_residuals_that_the_disk_cannot_hold_are_not_begun(tmp_path):
     predictors_fit._check_room(tmp_path, 1)
     with pytest.raises(UserError, match=r"residuals take \d+ MiB, \d+ are free; give fewer train\.tokens"):
         predictors_fit._check_room(tmp_path, 1 << 62)
+
+
+class Full:
+    """A file on a disk with room for three more bytes."""
+
+    def __init__(self, path):
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        self.tell, self.truncate, self._room = self._file.tell, self._file.truncate, 3
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._file.close()
+
+    def write(self, data):
+        if not self._room:
+            raise OSError(28, "No space left on device")
+        taken, self._room = self._file.write(data[: self._room]), 0
+        return taken
+
+
+def test_a_line_is_added_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "rows"
+    append_line(path, "fir\u0161t")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(path), "open", lambda self, *_, **__: Full(self))
+        with pytest.raises(UserError, match="rows: cannot be written: No space left on device; make room"):
+            append_line(path, "second")
+    append_line(path, "third")
+    assert path.read_text(encoding="utf-8") == "fir\u0161t\nthird\n"
+
+
+def test_a_damaged_archive_of_arrays_is_one_line(tmp_path):
+    file = tmp_path / "x.npz"
+    with pytest.raises(UserError, match="no such file: "):
+        read_npz(file)
+    np.savez_compressed(file, a=np.arange(100))
+    blob = file.read_bytes()
+    assert read_npz(file)["a"].sum() == 4950
+    np.save(tmp_path / "x.npy", np.ones(3))
+    for damaged in (
+        b"",
+        blob[:50],
+        blob[:-9],
+        blob.replace(b"\x08\x00", b"\x63\x00"),
+        (tmp_path / "x.npy").read_bytes(),
+    ):
+        file.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"x.npz: cannot be read as \.npz \([^\n]+$"):
+            read_npz(file)

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 from rich.table import Table
@@ -23,6 +22,7 @@ from specsparse.experiments.kind import Engine, Found, Kind, Lab
 from specsparse.experiments.settings import ModelSettings
 from specsparse.models import catalogue
 from specsparse.support import tables, terminal
+from specsparse.support.tensor_files import read_npz
 
 LOGITS_FILE = "logits.npz"
 VARIANTS: dict[str, dict[str, float]] = {
@@ -102,8 +102,7 @@ class PowerInferOracle(Kind[PowerInferSettings]):
     def check(self, cfg: PowerInferSettings) -> None:
         """Files that are not there or not of this model, and thread counts below one are refused."""
         path = Path(catalogue.resolve(cfg.model.path))
-        with _results(cfg, path) as found:
-            _variants(found.files, path)
+        _variants(_results(cfg, path), path)
         if not cfg.powerinfer.threads or any(t < 1 for t in cfg.powerinfer.threads):
             raise UserError("powerinfer.threads must be counts of at least 1, such as [1,2,4]")
 
@@ -115,8 +114,7 @@ class PowerInferOracle(Kind[PowerInferSettings]):
         """
         engine = lab.engine
         path = Path(catalogue.resolve(cfg.model.path))
-        with _results(cfg, path) as arrays:
-            wanted = dict(arrays)
+        wanted = _results(cfg, path)
         faithful = cfg.ffn.faithful_f16
         limits = LIMITS.get(open_gguf(path).tensors["blk.0.ffn_up.weight"].type.name, {}) if faithful else {}
         found, first = [], None
@@ -137,14 +135,11 @@ class PowerInferOracle(Kind[PowerInferSettings]):
         )  # fmt: skip
 
 
-def _results(cfg: PowerInferSettings, path: Path) -> Any:
+def _results(cfg: PowerInferSettings, path: Path) -> dict[str, np.ndarray]:
     file = Path(cfg.powerinfer.logits).expanduser() if cfg.powerinfer.logits else path.parent / LOGITS_FILE
-    try:
-        return np.load(file)
-    except FileNotFoundError:
-        raise UserError(f"no such file of PowerInfer's results: {file}; give powerinfer.logits=FILE.npz") from None
-    except (OSError, ValueError, BadZipFile) as error:
-        raise UserError(f"{file}: cannot be read as .npz ({error})") from None
+    if not file.is_file():
+        raise UserError(f"no such file of PowerInfer's results: {file}; give powerinfer.logits=FILE.npz")
+    return read_npz(file)
 
 
 def _stem(path: Path) -> str:

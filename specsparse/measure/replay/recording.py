@@ -6,18 +6,24 @@ Both laws are kept at those ids and as one number for the rest.
 """
 
 import dataclasses
-import io
 import json
+import math
 from pathlib import Path
 
 import numpy as np
 
 from specsparse.errors import UserError
 from specsparse.runtime.stepped import RoundView
+from specsparse.speculative.base import ROOT, DraftKind
+from specsparse.support.atomic import atomically
 from specsparse.support.json_files import Json
+from specsparse.support.tensor_files import read_npz
 
 LAWS_FILE = "laws.npz"
 VERSION = 1
+_REAL = ("coins", "p", "p_rest", "q", "q_rest")
+_ROUNDING = 1e-2
+"""Most that the sum of a law in float32 may be off."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,14 +70,12 @@ class Recording:
     def save(self, path: Path) -> None:
         """Writes the file, whole."""
         arrays = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "about"}
-        buffer = io.BytesIO()
-        np.savez_compressed(
-            buffer,
-            about=np.array(json.dumps({**self.about, "version": VERSION})),
-            **{name: array for name, array in arrays.items() if array is not None},
-        )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(buffer.getvalue())
+        with atomically(path) as file:
+            np.savez_compressed(
+                file,
+                about=np.array(json.dumps({**self.about, "version": VERSION})),
+                **{name: array for name, array in arrays.items() if array is not None},
+            )
 
     @classmethod
     def load(cls, path: Path) -> "Recording":
@@ -83,15 +87,73 @@ class Recording:
         file = path / LAWS_FILE if path.is_dir() else path
         if not file.is_file():
             raise UserError(f"{file}: no such file; a run with record_laws=32 writes it")
+        given = read_npz(file)
         try:
-            with np.load(file, allow_pickle=False) as arrays:
-                given = {name: arrays[name] for name in arrays.files if name != "about"}
-                about = json.loads(str(arrays["about"]))
+            about = json.loads(str(given.pop("about")))
             if about.pop("version") != VERSION:
                 raise ValueError("another version")
-            return cls(about, **given)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{file}: not a recording of laws ({error})") from None
+            read = cls(about, **given)
+            _check_about(about)
+            _check_arrays(read)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise UserError(
+                f"{file}: not a recording of laws ({error}); a run with record_laws=32 writes one"
+            ) from None
+        return read
+
+
+def _check_about(about: Json) -> None:
+    """ValueError where a fact of a recording is none; KeyError where it is not there."""
+    DraftKind(about["kind"])
+    right = {
+        "tree": isinstance(about["tree"], bool),
+        "truncated": isinstance(about["truncated"], bool),
+        "verifier": isinstance(about["verifier"], str),
+        "prompts": isinstance(about["prompts"], list),
+        "depth": type(about["depth"]) is int and about["depth"] >= 1,
+        "vocab": type(about["vocab"]) is int and about["vocab"] >= 1,
+        "temperature": isinstance(about["temperature"], int | float) and 0 <= about["temperature"] < math.inf,
+    }
+    if not all(right.values()):
+        raise ValueError(f"its {next(name for name, good in right.items() if not good)} is not right")
+
+
+def _check_arrays(read: Recording) -> None:
+    """ValueError where an array is not what `Recording` says: shape, type, range, trees, laws."""
+    R, K, W = len(read.count), read.tokens.shape[-1], read.ids.shape[-1]
+    shapes = {
+        **dict.fromkeys(("prompt", "position", "count", "accepted", "tested"), (R,)),
+        **dict.fromkeys(("tokens", "parents", "coins", "q_rest"), (R, K)),
+        **dict.fromkeys(("targets", "p_rest"), (R, K + 1)),
+        **dict.fromkeys(("ids", "p"), (R, K + 1, W)),
+        "q": (R, K, W),
+    }
+    if not R:
+        raise ValueError("it has no rounds")
+    if (read.q is None) != (read.q_rest is None):
+        raise ValueError("q is there in part")
+    for name, shape in shapes.items():
+        array, kind = getattr(read, name), "f" if name in _REAL else "i"
+        if array is None and name in ("q", "q_rest"):
+            continue
+        if array.shape != shape or array.dtype.kind != kind:
+            raise ValueError(f"{name} is {array.dtype}{list(array.shape)}")
+        if kind == "f" and not (np.isfinite(array).all() and (array >= 0).all() and (array <= 1 + _ROUNDING).all()):
+            raise ValueError(f"{name} is not between 0 and 1")
+    count = read.count[:, None]
+    if not ((read.count >= 0) & (read.count <= K) & (read.accepted >= 0) & (read.accepted <= read.count)).all():
+        raise ValueError("count or accepted is out of range")
+    node, row = np.arange(K) < count, np.arange(K + 1) <= count
+    if (node & ((read.parents < ROOT) | (read.parents >= np.arange(K)))).any():
+        raise ValueError("a node does not follow its parent")
+    depths = np.zeros((R, K + 1), np.int64)  # of rows; those without a node stay at 0
+    for i in range(K):
+        above = depths[np.arange(R), np.where(node[:, i], read.parents[:, i] + 1, 0)]
+        depths[:, i + 1] = np.where(node[:, i], above + 1, 0)
+    if not depths.max() <= read.about["depth"] <= max(K, 1):
+        raise ValueError("its nodes are deeper than the drafts, or the drafts than their nodes")
+    if (row & (abs(read.p.sum(axis=2, dtype=np.float64) + read.p_rest - 1) > _ROUNDING)).any():
+        raise ValueError("p is no law")
 
 
 class Recorder:

@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.text import Text
 
 from specsparse.runtime.stepped import RoundView
-from specsparse.support.json_files import Json, to_json
+from specsparse.support.atomic import append_line
+from specsparse.support.json_files import Json, to_json, write_atomically
 
 TRACE_FILE = "trace.jsonl"
 _SHOWN = 48
@@ -55,9 +56,8 @@ class Trace:
     """Prints rounds and writes them to a file of JSON lines, made anew."""
 
     def __init__(self, path: Path, out: Console):
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._file, self._out, self._prompt, self._begun = path, out, "", False
-        path.write_text("", encoding="utf-8")
+        write_atomically(path, "")
 
     def start(self, prompt_id: str) -> None:
         """The next prompt."""
@@ -98,5 +98,4 @@ class Trace:
         self._out.print(Text(f"  {name:<10} ", style="dim").append(text, style="not dim"), soft_wrap=True)
 
     def _write(self, row: Json) -> None:
-        with self._file.open("a", encoding="utf-8") as file:
-            file.write(to_json(row) + "\n")
+        append_line(self._file, to_json(row))

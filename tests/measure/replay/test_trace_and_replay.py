@@ -1,5 +1,6 @@
 """Rounds that are watched: the trace tells what happened, and a recording gives acceptance without the model."""
 
+import dataclasses
 import io
 import json
 
@@ -23,6 +24,7 @@ from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees import get_tree
 from specsparse.speculative.verify import get_verifier
 from specsparse.testing import write_tiny_gguf
+from specsparse.testing.damaged import mutate
 from tests.cells import cells
 
 VOCAB = 300
@@ -209,3 +211,48 @@ def test_the_trace_tells_the_rounds(model, tmp_path):
     text = out.getvalue()
     for word in ("prompt ids", "proposal", "target", "accepted", "emitted", "cache", "round 0"):
         assert word in text
+
+
+def test_a_damaged_recording_is_one_line(sampled, tmp_path, capsys):
+    recording, _ = sampled
+    file = tmp_path / "laws.npz"
+    recording = Recording(recording.about, **{n: a[:2] for n, a in vars(recording).items() if n != "about"})
+    recording.save(file)
+    blob = file.read_bytes()
+    refused = 0
+    for damaged in (b"", *(blob[: len(blob) * i // 8] for i in range(1, 8)), *(mutate(blob, s) for s in range(60))):
+        file.write_bytes(damaged)
+        code = cli(["replay", str(file), "--gamma", "1", "--verifier", "token"])
+        said = capsys.readouterr().err
+        assert (code, said.count("\n")) in ((0, 0), (2, 1)), said
+        refused += code == 2
+    assert refused > 50
+
+
+WRONG = {
+    "no rounds": lambda a: {n: x[:0] for n, x in a.items()},
+    "p is float32": lambda a: {"p": a["p"][:, :, :-1]},
+    "count is float64": lambda a: {"count": a["count"].astype(float)},
+    "p is not between 0 and 1": lambda a: {"p": np.where(a["p"] > 0.1, np.nan, a["p"])},
+    "p is no law": lambda a: {"p": a["p"] / 2},
+    "out of range": lambda a: {"count": a["count"] + 9},
+    "follow its parent": lambda a: {"parents": a["parents"] + 2},
+    "q is there in part": lambda a: {"q_rest": None},
+}
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_a_recording_is_checked_when_it_is_read(sampled, tmp_path, said):
+    recording, _ = sampled
+    arrays = {name: array for name, array in vars(recording).items() if name != "about"}
+    Recording(recording.about, **{**arrays, **WRONG[said](arrays)}).save(tmp_path / "laws.npz")
+    with pytest.raises(UserError, match=f"laws.npz: not a recording of laws .*{said}"):
+        Recording.load(tmp_path)
+
+
+@pytest.mark.parametrize("fact", [{"depth": 10**9}, {"kind": "none"}, {"temperature": "warm"}, {"vocab": None}])
+def test_the_facts_of_a_recording_are_checked_too(sampled, tmp_path, fact):
+    recording, _ = sampled
+    dataclasses.replace(recording, about={**recording.about, **fact}).save(tmp_path / "laws.npz")
+    with pytest.raises(UserError, match="not a recording of laws"):
+        Recording.load(tmp_path)
