@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from specsparse.errors import UserError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
-_ESCAPED = "specsparse.escaped"
+_ESCAPED = "json-escaped"
 
 
 @contextlib.contextmanager
