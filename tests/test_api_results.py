@@ -99,6 +99,8 @@ class Echo(Drafter):
     def draft(self, params, state, ctx):
         count = jnp.minimum(ctx.budget, self.max_nodes)
         drafted = lookup.drafted(lookup.copy_chain(ctx, ctx.length - 1, count, max_nodes=self.max_nodes), state, ctx)
+        off = {"below": -3, "above": 1000}.get(self.wrong, 0)
+        drafted = drafted._replace(draft=drafted.draft._replace(count=drafted.draft.count + off))
         tokens = drafted.draft.tokens
         changed = {"short": tokens[:, :1], "float": tokens.astype(jnp.float32), "number": 3}.get(self.wrong, tokens)
         q = {"columns": jnp.ones((*tokens.shape, 7)), "half": jnp.ones((*tokens.shape, 300), jnp.bfloat16)}
@@ -142,6 +144,8 @@ def test_a_drafter_whose_facts_are_none_is_refused(model, facts, says):
         specsparse.generate(model, "ab", max_tokens=4, drafter=Echo(**facts))
 
 
-def test_a_drafter_that_is_right_is_taken(model):
+@pytest.mark.parametrize("wrong", ["", "below", "above"])
+def test_a_drafter_that_is_right_is_taken_and_one_that_counts_wrongly_changes_no_text(model, wrong):
     plain = specsparse.generate(model, "ab", max_tokens=4)
-    assert specsparse.generate(model, "ab", max_tokens=4, drafter=Echo()).token_ids == plain.token_ids
+    found = specsparse.generate(model, "ab", max_tokens=4, drafter=Echo(wrong))
+    assert found.token_ids == plain.token_ids and 0 <= found.stats.counters.num_draft_tokens <= 6

@@ -94,7 +94,8 @@ def main(args: argparse.Namespace) -> int:
         raise UserError("--machine names the machine for --publish FILE")
     for path in (args.json, args.plot, args.publish):
         if path not in (None, STDOUT):
-            need_place(path, args.model, picture=path is args.plot)  # before the measurement, not after it
+            # Before the measurement, not after it.
+            need_place(path, args.model, args.drafter, picture=path is args.plot)
     if args.publish:
         _check_publish(args)
     _check_alone(args)

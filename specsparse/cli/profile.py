@@ -7,6 +7,7 @@ from typing import Any
 
 from specsparse.cli import method_options
 from specsparse.errors import UserError
+from specsparse.support.atomic import need_place
 
 _PROMPT = "List the days of the week, then list the days of the week again in the same order."
 
@@ -34,8 +35,7 @@ def main(args: argparse.Namespace) -> int:
 
     if min(args.gamma, args.max_tokens) < 1 or args.depth < 0:
         raise UserError("--gamma and --max-tokens must be at least 1, --depth at least 0")
-    if not args.out.parent.is_dir():
-        raise UserError(f"{args.out}: cannot be written: there is no folder {args.out.parent}")
+    need_place(args.out, args.model, args.drafter, args.draft)  # before the measurement, not after it
     method = _method(args)
     out = terminal.console() if not args.json else Console(stderr=True)
     with terminal.loading(out, f"loading {args.model}") as progress:

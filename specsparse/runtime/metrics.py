@@ -161,7 +161,7 @@ def rates(counters: Counters) -> dict[str, object]:
         "conditional_acceptance_per_position": [_ratio(a, b) for a, b in zip(per_pos, reached, strict=False)],
         "alpha": _ratio(c.alpha, c.num_alpha_tested),
         "realised_alpha": _ratio(c.num_accepted_tokens, c.num_tested),
-        "alpha_z": _ratio(c.num_accepted_tokens - c.alpha, c.alpha_var**0.5),
+        "alpha_z": _ratio(c.num_accepted_tokens - c.alpha, max(c.alpha_var, 0.0) ** 0.5),
         "tokens_per_second": _ratio(c.num_emitted_tokens, t.total),
         "share_draft": share(t.draft),
         "share_verify": share(t.verify),

@@ -105,7 +105,9 @@ class Round:
         ctx = context(target, job, state, max_nodes=self.drafter.max_nodes)._replace(text=text)
         drafted = self.drafter.draft(own, state.drafter, ctx)
         check_drafted(self.drafter, drafted, ctx)
-        return drafted
+        # A user's drafter may count wrongly: below nothing would end the text.
+        draft = drafted.draft._replace(count=jnp.clip(drafted.draft.count, 0, ctx.budget))
+        return drafted._replace(draft=draft)
 
     def verify(self, params, state: DecodeState, draft: Draft, cache: KVCache) -> tuple[ForwardOut, KVCache]:
         """One forward of the target over the last token and the draft."""

@@ -26,12 +26,12 @@ def need_place(path: str | os.PathLike[str], *sources: str | os.PathLike[str] | 
 
     Args:
         path: of the file; replaced where it is there.
-        sources: files that the work reads; None and what is no file are passed over.
+        sources: files that the work reads, and folders whose files it reads; None and names of neither are passed over.
         picture: whether a figure is written, which is a PNG and nothing else.
 
     Raises:
-        UserError: `path` is a folder or one of the sources, or its folder is not there or lets nothing be written,
-            or the name of a picture does not end in .png.
+        UserError: `path` is a folder, one of the sources or in one of them, or its folder is not there or lets nothing
+            be written, or the name of a picture does not end in .png.
     """
     path = Path(path)
     if path.is_dir():
@@ -42,7 +42,7 @@ def need_place(path: str | os.PathLike[str], *sources: str | os.PathLike[str] | 
     if not os.access(path.parent, os.W_OK):
         raise UserError(f"{path}: cannot be written: the folder {path.parent} is not writable here")
     for source in map(Path, filter(None, sources)):
-        if path.is_file() and source.is_file() and path.samefile(source):
+        if path.is_file() and any(read.is_file() and path.samefile(read) for read in (source, source / path.name)):
             raise UserError(f"{path}: is a file that is read; give another file to write")
 
 

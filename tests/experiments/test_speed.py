@@ -45,6 +45,11 @@ class Tokenizer:
 
 
 @dataclass
+class Config:
+    context_length: int = 512
+
+
+@dataclass
 class Footprint:
     file: int = 1000
 
@@ -54,6 +59,7 @@ class Model:
     path: Path
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
     footprint: Footprint = field(default_factory=Footprint)
+    config: Config = field(default_factory=Config)
     ffn: str = "dense"
     promise: str = "equal bits"
     storage: str | None = None
@@ -83,12 +89,13 @@ class FakeEngine:
     wrong: bool = False
     verifier: str = "greedy"
     split: bool = False
+    context: int = 512
     calls: list = field(default_factory=list)
 
     def load(self, spec, *, progress, **overrides):
         progress(1, 2)
         self.calls.append(("load", spec, overrides))
-        return Model(Path(spec))
+        return Model(Path(spec), config=Config(self.context))
 
     def _make(self, call, model, prompt, *, max_tokens, sampling, seed, drafter=None, verifier=None, loop="jit"):
         assert drafter is None or (drafter.max_nodes, verifier.name) == (3, self.verifier)
@@ -243,6 +250,13 @@ def test_prompts_go_through_the_chat_template_or_not(cfg, tmp_path):
     play(replace(cfg, data=replace(cfg.data, chat=False)), tmp_path, raw)
     assert next(c for c in chat.calls if c[0] == "stream")[2][1:] == [0, 1]
     assert next(c for c in raw.calls if c[0] == "stream")[2][1:] == [1, 0]
+
+
+def test_a_prompt_beyond_the_context_is_told_before_any_is_decoded(cfg, tmp_path):
+    engine = FakeEngine(context=2)
+    with pytest.raises(UserError, match=r"prompt .* has 3 tokens, more than the 2 .*, as 4 of 4 are: choose"):
+        play(cfg, tmp_path, engine)
+    assert [call[0] for call in engine.calls] == ["load"]
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ def test_a_file_is_refused_before_the_work_that_fills_it(tmp_path, monkeypatch):
     for path, said in ((tmp_path, "is a folder"), (tmp_path / "a" / "b", "no folder"), (tmp_path / "read", "is read")):
         with pytest.raises(UserError, match=said):
             need_place(path, tmp_path / "read")
+    with pytest.raises(UserError, match="is read"):
+        need_place(tmp_path / "read", tmp_path)  # a run's folder
     need_place(tmp_path / "new.PNG", picture=True)
     for name in ("new.svg", "new"):
         with pytest.raises(UserError, match=f"{name}: figures are written as PNG; name a file that ends in .png"):

@@ -163,9 +163,26 @@ def prepare(cfg: DecodingSettings, lab: Lab, methods: Iterable[Mapping[str, Any]
     model = sparse_model.load(cfg, lab)
     model = model.holding(max((binding.rows_of(m.get("drafter")) for m in methods), default=1))
     load_s = time.perf_counter() - started
-    jobs = [PreparedPrompt(p, conversation_ids(cfg, lab.engine, model, p)) for p in prompts_of(cfg)]
+    jobs = prepared_prompts(cfg, lab.engine, model)
     longest = max((len(job.ids) for job in jobs), default=0)
     return Bench(model.sharing(longest + cfg.max_tokens), jobs, load_s)
+
+
+def prepared_prompts(cfg: DecodingSettings, engine: Engine, model: Model) -> list[PreparedPrompt]:
+    """The prompts of the run with their ids.
+
+    Raises:
+        UserError: as `prompts_of`; prompts that the context does not hold, before any is decoded.
+    """
+    jobs, holds = [PreparedPrompt(p, conversation_ids(cfg, engine, model, p)) for p in prompts_of(cfg)], model.config
+    long = [job for job in jobs if len(job.ids) > holds.context_length]
+    if long:
+        first, several = long[0], f", as {len(long)} of {len(jobs)} are" if len(long) > 1 else ""
+        raise UserError(
+            f"prompt {first.prompt.id} has {len(first.ids)} tokens, more than the {holds.context_length} of the context"
+            f"{several}: choose others (data.tasks, data.limit_per_task) or give a larger model.context_length"
+        )
+    return jobs
 
 
 def prompts_of(cfg: DecodingSettings) -> list[prompts.Prompt]:

@@ -23,6 +23,7 @@ def test_alpha_stands_beside_the_realised_rate():
     r = metrics.rates(RUN)
     assert (r["alpha"], r["realised_alpha"], r["alpha_z"]) == (12.5 / 20, 12 / 20, -0.25)
     assert metrics.rates(Counters(num_tested=3))["alpha"] is None
+    assert metrics.rates(dataclasses.replace(RUN, alpha_var=-1e-7))["alpha_z"] is None  # a sum of zeros, rounded
     both = RUN + RUN
     assert (both.alpha, both.alpha_var) == (25.0, 8.0)
     assert metrics.rates(both + Counters(num_tested=60))["alpha"] == 12.5 / 20  # of the positions where it was measured

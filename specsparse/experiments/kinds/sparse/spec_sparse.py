@@ -86,9 +86,7 @@ class SpecSparse(Kind[SpecSparseSettings]):
         sparse = gating.sparse_of(cfg, lab, dense)
         method = decoding.method(cfg, decoding.what_is_measured(cfg, dense, lab.console))
         sides = _sides(cfg, dense, sparse, method)
-        jobs = [
-            PreparedPrompt(p, decoding.conversation_ids(cfg, lab.engine, dense, p)) for p in decoding.prompts_of(cfg)
-        ]
+        jobs = decoding.prepared_prompts(cfg, lab.engine, dense)
         loop = _passes(cfg, lab, sides)
         passes = list(loop.timed(jobs))
         lossy = [name for name in sides if name in (SPEC_SPARSE, SPEC_CAPPED)]
