@@ -20,6 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Write the page, and say what is on it and what is not."""
+    from specsparse.support.json_files import is_unicode
+
+    if "" in args.runs:
+        raise UserError("a run's folder is empty: name it, such as runs/NAME, or . for the current folder")
+    if args.title and not is_unicode(args.title):
+        raise UserError("--title is no UTF-8 text: write it in UTF-8")
     from specsparse.report import page, runs  # after the arguments: matplotlib takes a second
 
     if args.runs[0] == "diff":

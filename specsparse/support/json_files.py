@@ -21,11 +21,13 @@ _HALF = re.compile("[\ud800-\udfff]")
 def write_atomically(path: Path, text: str) -> None:
     """Write a file so that a reader (or a killed run) sees the old content or the new one, never half of it.
 
+    Half a surrogate pair, as a file name that is no UTF-8 has, is written as a question mark.
+
     Raises:
         UserError: it cannot be written.
     """
     with atomically(path) as file:
-        file.write(text.encode())
+        file.write(text.encode(errors="replace"))
         file.flush()
         os.fsync(file.fileno())
 

@@ -389,6 +389,10 @@ def test_a_cell_taken_over_is_one_run(tmp_path):
     assert {r["method"] for r in rows_of(lines)} == {"1"}
 
 
+PASS = {"prompt_id": "a", "task": "t", "side": PLAIN, "repeat": 0, "counters": 3, "decode_s": 1.0}
+"""A row whose counters are none."""
+
+
 def main_tables(text):
     """The two tables that a reader meets without opening anything."""
     return re.findall(r"<table class=\"main\">.*?</table>", text, re.DOTALL)
@@ -411,6 +415,12 @@ def test_the_main_tables_fit_a_laptop(page_of_forty):
         ({}, "no finished run there"),
         ({"record.json": "{"}, "record.json: not JSON"),
         ({"record.json": "[]"}, "not the record of a run"),
+        ({"record.json": "[" * 100_000}, "record.json: not the record of a run .nested too deep"),
+        ({"record.json": '{"summary": {}, "config": 3}'}, "record.json: .*: config=3 must be a group of values"),
+        ({"record.json": '{"summary": {}, "manifest": {"command": -1}}'}, "manifest.command=-1 must be a list"),
+        ({"record.json": '{"summary": {}, "config": {"policy": {"gamma": []}}}'}, r"config.policy.gamma=\[\] must be"),
+        ({"record.json": '{"summary": {"identity": "x"}}'}, "summary.identity=x must be a group of values"),
+        ({"record.json": '{"summary": {}}', "prompts.jsonl": json.dumps(PASS)}, "prompts.jsonl:1: .*: counters=3 must"),
         ({"record.json": json.dumps({"summary": {}}), "prompts.jsonl": "{}\n{"}, "prompts.jsonl:2: not JSON"),
     ],
 )
@@ -424,6 +434,15 @@ def test_what_cannot_be_read_is_one_line(tmp_path, files, message):
     (tmp_path / "a.gguf").write_bytes(b"GGUF")
     with pytest.raises(UserError, match=r"a\.gguf: is a file; give the folder of a run"):
         runs.find([tmp_path / "a.gguf"])
+
+
+@pytest.mark.parametrize(("argv", "says"), [
+    (["", "."], "a run's folder is empty: name it"), ([".", "--title", "\udcff"], "--title is no UTF-8 text"),
+])  # fmt: skip
+def test_what_is_no_folder_or_title_is_refused_before_anything_is_read(argv, says, capsys):
+    assert cli.main(["report", *argv]) == 2
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1
 
 
 def test_stopped_runs_are_left_out_and_named(tmp_path, capsys):

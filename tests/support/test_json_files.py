@@ -18,6 +18,8 @@ def test_a_name_that_is_no_utf8_is_written_as_its_escape(tmp_path):
     write_atomically(tmp_path / "a.json", to_json({"file": "\udcff\u00e9"}))
     assert (tmp_path / "a.json").read_bytes() == b'{"file": "\\udcff\xc3\xa9"}'
     assert kept(tmp_path / "a.json") == {"file": "\udcff\u00e9"}
+    write_atomically(tmp_path / "page.html", "\udcff\u00e9")
+    assert (tmp_path / "page.html").read_bytes() == b"?\xc3\xa9"
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[1]", "3", "null", "[" * 100_000, "\xff"])

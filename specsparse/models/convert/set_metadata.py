@@ -9,6 +9,7 @@ from gguf.constants import GGUFValueType
 from specsparse.engine.gguf.reader import DEFAULT_ALIGNMENT, GGUFFile, open_one, show
 from specsparse.errors import UserError
 from specsparse.support.atomic import atomically
+from specsparse.support.json_files import is_unicode
 
 _CODES = {
     "uint8": "B", "int8": "b", "uint16": "H", "int16": "h", "uint32": "I", "int32": "i", "uint64": "Q", "int64": "q",
@@ -68,6 +69,8 @@ def _type_of(f: GGUFFile, key: str, wanted: str | None) -> str:
         raise UserError(f"{f.path}: {key} says how the file is laid out, and cannot be set")
     if not key:
         raise UserError(f"{f.path}: a key is needed, such as tokenizer.ggml.eos_token_id")
+    if not is_unicode(key):
+        raise UserError(f"{f.path}: the key {show(key)} is no UTF-8 text: write it in UTF-8")
     if wanted is not None and wanted not in TYPES:
         raise UserError(f"type {wanted!r} does not exist; choose one of {', '.join(TYPES)}")
     if key not in f.metadata:
@@ -94,7 +97,9 @@ def encode(value: str, kind: str, *, where: str) -> tuple[bytes, str]:
     """
     code = struct.pack("<I", GGUFValueType[kind.upper()])
     if kind == "string":
-        data = value.encode("utf-8", errors="surrogateescape")
+        if not is_unicode(value):
+            raise UserError(f"{where}: the value is no UTF-8 text, and a string of a GGUF file is: write it in UTF-8")
+        data = value.encode()
         return code + struct.pack("<Q", len(data)) + data, value
     if kind == "bool":
         if value.lower() not in _TRUTH:

@@ -74,6 +74,8 @@ def test_there_and_back_is_the_same_file(file):
         ("no.such", "x", {}, "has no key 'no.such'; to add it give --type"),
         ("general.alignment", "64", {}, "says how the file is laid out"),
         ("", "x", {"type_name": "string"}, "a key is needed"),
+        ("general.architecture", "\udcff", {}, "the value is no UTF-8 text"),
+        ("my.\udcff", "x", {"type_name": "string"}, "the key 'my.\\udcff' is no UTF-8 text"),
     ],
 )
 def test_mistakes(file, key, value, options, says):
