@@ -151,7 +151,13 @@ def _main(argv: list[str] | None) -> int:
         parser = get_args_parser()
         parser.error = _raise_user_error  # type: ignore[method-assign]
         parser.allow_abbrev = False  # --experiment would be --experimental-rerun
-        parser.parse_args(argv)
+        flags = parser.parse_args(argv)
+        if flags.resolve and not (flags.cfg or flags.help):
+            raise UserError("--resolve goes with --cfg job or --help")
+        modes = ("run", "multirun", "cfg", "info", "shell_completion")
+        chosen = [f"--{mode.replace('_', '-')}" for mode in modes if getattr(flags, mode)]
+        if len(chosen) > 1:
+            raise UserError(f"{' and '.join(chosen)}: give one of them")
         conf = conf_dir()
         offer_models()
         hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(_task)()
@@ -165,6 +171,11 @@ def _main(argv: list[str] | None) -> int:
         if debug:
             raise
         return fail(str(error))
+    except OSError as error:
+        if debug or error.filename is None or isinstance(error, BrokenPipeError):
+            raise
+        place = "a run writes into hydra.run.dir=FOLDER, a sweep into hydra.sweep.dir=FOLDER"
+        return fail(f"{error.filename}: cannot be used: {error.strerror}; {place}")
     except ValueError as error:
         if debug or "No trials are completed" not in str(error):  # of Optuna, when all were refused
             raise

@@ -39,12 +39,33 @@ def test_other_projects_names_are_told_what_it_is_called_here(option, says):
         (["--max-tokens=3"], "settings have no dashes"),
         (["drafter=suffix,prompt_lookup"], "several values are a sweep, add -m"),
         (["model=smollm2-13m"], "did you mean smollm2-135m?"),
+        (["--resolve"], "--resolve goes with --cfg job or --help"),
+        (["--run", "--multirun", "--cfg", "job"], "--run and --multirun and --cfg: give one of them"),
     ],
 )
 def test_a_mistyped_run_is_one_line(capsys, argv, says):
     assert run.main(argv) == 2
     said = capsys.readouterr().err
     assert says in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["hydra.run.dir=file/x"], "file/x: cannot be used: Not a directory"),
+        ([f"name={'n' * 300}"], "File name too long"),
+        (["-m", "verifier=greedy,token", "hydra.sweep.dir=file/x"], "file/x: cannot be used: Not a directory"),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, monkeypatch, capsys, argv, said):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    (tmp_path / "file").write_text("")
+    model = write_tiny_gguf(tmp_path / "m.gguf", n_layers=1, context_length=512)
+    assert run.main([*argv, f"model={model}"]) == 2
+    err = capsys.readouterr().err
+    assert said in err and "hydra.run.dir=FOLDER" in err and err.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "runs") == ["file", "m.gguf"]
 
 
 def test_token_on_argmax_drafts_names_the_temperature_that_draws_them():
