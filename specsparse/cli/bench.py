@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from specsparse.support.json_files import Json
 
 _REPEATS = 5
+_LONGEST = 2**31 - 1
 STDOUT = "-"
 """The file of --json without one."""
 
@@ -342,7 +343,10 @@ def _shape(text: str) -> tuple[int, int]:
     width, cross, neurons = text.partition("x")
     if not cross:
         raise argparse.ArgumentTypeError(f"{text!r}: two lengths, for instance 4096x11008")
-    return positive(width), positive(neurons)
+    found = positive(width), positive(neurons)
+    if max(found) > _LONGEST:
+        raise argparse.ArgumentTypeError(f"{text!r}: lengths go up to {_LONGEST}, for instance 4096x11008")
+    return found
 
 
 def _shares(text: str) -> tuple[float, ...]:

@@ -91,8 +91,8 @@ def _cache_bytes(path: Any) -> int:
 def _table(rows: list[dict[str, Any]]) -> Any:
     from rich.text import Text
 
-    from specsparse.models.catalogue import size_text
     from specsparse.support import tables
+    from specsparse.support.sizes import size_text
 
     caption = (
         f"?: unknown until downloaded; memory: weights, and of those that are here keys and values of {KV_LENGTH} "

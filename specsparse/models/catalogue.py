@@ -13,6 +13,7 @@ from specsparse.errors import UserError
 from specsparse.models import entries, hub
 from specsparse.models.entries import Entry
 from specsparse.support.paths import cache_dir
+from specsparse.support.sizes import size_text
 
 COMPANION = "specsparse_models"
 """The package of model files; `specsparse-models` in a checkout of this project."""
@@ -45,14 +46,6 @@ def _facts(entry: Entry) -> list[str]:
     size = [f"{size_text(entry.size)}"] if entry.size else []
     made = [f"converted to {entry.convert.upper()}"] if entry.convert else []
     return [*size, entry.url, *made]
-
-
-def size_text(nbytes: float) -> str:
-    """Bytes as people say them: 3.8 GB, 325 MB, 12 kB."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.{1 if nbytes < 10 * unit and name == 'GB' else 0}f} {name}"
-    return f"{nbytes / 1e3:.0f} kB"
 
 
 def model_folder() -> Path:

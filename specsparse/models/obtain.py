@@ -15,10 +15,11 @@ from pathlib import Path
 
 from specsparse.errors import UserError
 from specsparse.models import catalogue, entries, hub
-from specsparse.models.catalogue import NotHere, size_text
+from specsparse.models.catalogue import NotHere
 from specsparse.models.entries import Download, Entry
 from specsparse.models.hub import RepoFile, Repository
 from specsparse.support.json_files import kept, to_json, write_atomically
+from specsparse.support.sizes import need_memory, size_text
 
 _SPARE = 0.05  # of the disk that is needed
 _KEPT = ("revision", "size", "sha256", "licence")
@@ -169,23 +170,9 @@ def check_room(plans: Sequence[Plan]) -> None:
             f"{size_text(needed)} are needed on the disk of {there}, {size_text(free)} are free: make room, or set "
             "HF_HOME and SPECSPARSE_CACHE to folders of another disk"
         )
-    memory, loaded = memory_available(), sum(one.loaded for one in plans if one.entry.role != "head")
-    if memory is not None and loaded > memory:
-        what = " and ".join(one.entry.name for one in plans)
-        raise UserError(
-            f"{what}: {size_text(loaded)} of weights do not fit into the memory that is available, "
-            f"{size_text(memory)}: take a smaller model or a smaller type of weights"
-        )
-
-
-def memory_available() -> int | None:
-    """Bytes of memory that a process can take now (/proc/meminfo); None where the system does not tell."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    found = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
-    return None if found is None else int(found) * 1024
+    loaded = sum(one.loaded for one in plans if one.entry.role != "head")
+    what = f"the weights of {' and '.join(one.entry.name for one in plans)}"
+    need_memory(what, loaded, "take a smaller model or a smaller type of weights")
 
 
 def known(entry: Entry) -> Entry:

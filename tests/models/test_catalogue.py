@@ -7,6 +7,7 @@ from specsparse.errors import UserError
 from specsparse.models import catalogue, entries
 from specsparse.models.convert.delta import make_delta
 from specsparse.models.convert.set_metadata import set_metadata
+from specsparse.support.sizes import size_text
 from specsparse.testing import write_tiny_gguf
 
 
@@ -154,4 +155,4 @@ def test_a_split_model_is_here_when_all_its_parts_are(own, tmp_path, monkeypatch
 
 @pytest.mark.parametrize(("size", "text"), [(3.825e9, "3.8 GB"), (325e6, "325 MB"), (16.2e9, "16 GB"), (1200, "1 kB")])
 def test_sizes_as_people_say_them(size, text):
-    assert catalogue.size_text(size) == text
+    assert size_text(size) == text

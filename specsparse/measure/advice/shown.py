@@ -9,9 +9,9 @@ from specsparse.measure import intervals
 from specsparse.measure.advice.accepted import SWEPT
 from specsparse.measure.advice.advise import Advice, Sizes, facts, verdict
 from specsparse.measure.advice.forecast import Forecast
-from specsparse.models.catalogue import size_text
 from specsparse.support import tables
 from specsparse.support.json_files import Json
+from specsparse.support.sizes import size_text
 
 _GIGA = 1e9
 

@@ -26,6 +26,7 @@ from specsparse.kernels.packing.pack import SUPPORTED, aligned_empty, pack_qtens
 from specsparse.kernels.packing.random_blocks import random_quantised
 from specsparse.kernels.packing.signbits import SignRows, pack_signs
 from specsparse.kernels.qtensor import QTensor
+from specsparse.measure.bench.copies import MADE_BYTES, bounded, need_room, packed_bytes
 from specsparse.measure.bench.samples import paired_ratio, summary
 from specsparse.runtime import manifest
 from specsparse.support import terminal
@@ -35,8 +36,6 @@ from specsparse.support.json_files import Json
 VARIANTS = ("ffn", "ffn+mlp", "ffn+signbit")
 """Which neurons are kept is given; predicted by a two-layer MLP; predicted from sign bits."""
 _EPS = 1e-5
-_MOST_COPIES = 800
-"""One program goes through them all: small matrices would make it endless, and stay in a cache instead."""
 _STD = 0.02
 
 
@@ -51,7 +50,7 @@ class FfnPlan:
         types: GGUF types of the weights, the predictor's too.
         rank: of the MLP predictor.
         repeats: timings of each case.
-        cold_bytes: least bytes of all copies of the weights together, or `_MOST_COPIES` of them.
+        cold_bytes: least bytes of all copies of the weights together, as far as `copies.bounded` lets them.
     """
 
     width: int
@@ -77,6 +76,17 @@ class FfnPlan:
             raise UserError(
                 f"--ffn-shape {self.width}x{self.neurons}: multiples of {block} fit {', '.join(self.types)}"
             )
+
+    def check_room(self) -> None:
+        """UserError where the memory that is available does not hold the weights and their copies."""
+        D, F = self.width, self.neurons
+        for kind in self.types:
+            rows = packed_bytes(kind, F, D)
+            predictor = packed_bytes(kind, self.rank, D) + packed_bytes(kind, F, self.rank) + D * F // 8
+            copies = bounded(self.cold_bytes, 3 * rows)
+            each = 5 * rows + packed_bytes(kind, D, F) + predictor + 10 * max(self.ns) * F  # of a copy, with its masks
+            needed = MADE_BYTES * max(D * F, self.rank * max(D, F)) + copies * each
+            need_room("--ffn-shape", D, F, kind, needed)
 
 
 @dataclass(frozen=True)
@@ -205,7 +215,7 @@ def measure(plan: FfnPlan, chosen: Kernels, done: Callable[[], None]) -> tuple[l
     for kind in plan.types:
         first = _make(plan, kind)
         each = 3 * first.gate.nbytes
-        copies = [first, *(copied(first) for _ in range(min(-(-plan.cold_bytes // each), _MOST_COPIES) - 1))]
+        copies = [first, *(copied(first) for _ in range(bounded(plan.cold_bytes, each) - 1))]
         calls = {
             case: partial(_once, plan, case, programs[case.program], copies, itertools.count())
             for case in cases(plan, kind)
@@ -260,6 +270,7 @@ def run(plan: FfnPlan, out: Console, *, threads: int | None = None, backend: str
         UserError: a plan that cannot be run, or kernels that are not there.
     """
     plan.validate()
+    plan.check_room()
     chosen = kernels_on(backend, threads)
     total = (plan.repeats + 1) * sum(1 for kind in plan.types for _ in cases(plan, kind))
     with terminal.counting(out, "timing FFNs", total) as progress:

@@ -23,6 +23,7 @@ from specsparse.kernels.packing.planes import BitPlanes, pack_planes
 from specsparse.kernels.packing.random_blocks import random_quantised
 from specsparse.kernels.qtensor import QTensor
 from specsparse.kernels.reference.lut import SUMS
+from specsparse.measure.bench.copies import BLOCK_MADE_BYTES, need_room, packed_bytes
 from specsparse.measure.bench.ffn import copied, kernels_on
 from specsparse.measure.bench.samples import paired_ratio, summary
 from specsparse.runtime import manifest
@@ -66,6 +67,15 @@ class LutPlan:
         for rows, cols in self.shapes:
             if rows < 1 or cols < 32 or cols % 32:
                 raise UserError(f"--shapes {rows}x{cols}: columns are a multiple of 32")
+
+    def check_room(self) -> None:
+        """UserError where the memory that is available does not hold a matrix and its copies."""
+        for name in self.types:
+            for rows, cols in self.shapes:
+                each = packed_bytes(name, rows, cols)
+                copies = min(self.most_copies, -(-self.cold_bytes // each))
+                needed = BLOCK_MADE_BYTES * rows * cols + 2 * copies * each  # both kernels' own
+                need_room("--shapes", rows, cols, name, needed)
 
 
 @dataclass(frozen=True)
@@ -194,6 +204,7 @@ def run(plan: LutPlan, out: Console, *, threads: int | None = None) -> Json:
         UserError: a plan that cannot be run, or kernels that are not there.
     """
     plan.validate()
+    plan.check_room()
     kernels_on("native", threads)
     total = (plan.repeats + 1) * sum(len(cases(plan, kind, s)) for kind in plan.types for s in plan.shapes)
     with terminal.counting(out, "timing products", total) as progress:

@@ -24,6 +24,7 @@ from specsparse.kernels.native import cpu
 from specsparse.kernels.packing.pack import KINDS, pack_qtensor
 from specsparse.kernels.packing.random_blocks import random_quantised
 from specsparse.kernels.qtensor import QTensor
+from specsparse.measure.bench.copies import BLOCK_MADE_BYTES, bounded, need_room, packed_bytes
 from specsparse.measure.bench.ffn import copied, kernels_on
 from specsparse.measure.bench.interleaved import Machine
 from specsparse.measure.bench.samples import paired_ratio, summary
@@ -68,6 +69,15 @@ class ProductsPlan:
                     f"--shapes {self.shape[0]}x{self.shape[1]}: columns of {name} are a multiple of {block}"
                 )
 
+    def check_room(self) -> None:
+        """UserError where the memory that is available does not hold a matrix and its copies."""
+        rows, cols = self.shape
+        for name in self.types:
+            each = packed_bytes(name, rows, cols)
+            copies = max(self.copies(state, each) for state in (MEMORY, CACHE))
+            needed = BLOCK_MADE_BYTES * rows * cols + copies * each + 8 * max(self.ns) * (rows + cols)
+            need_room("--shapes", rows, cols, name, needed)
+
     def cases(self) -> list[tuple[str, int]]:
         """(where weights come from, rows of activations) of a type."""
         few = [(state, n) for state in (MEMORY, CACHE) for n in self.ns if n <= _PROMPT]
@@ -75,7 +85,9 @@ class ProductsPlan:
 
     def copies(self, state: str, nbytes: int) -> int:
         """How many of a matrix of `nbytes`."""
-        return -(-self.memory_bytes // nbytes) if state == MEMORY else max(1, self.cache_bytes // nbytes)
+        if state == MEMORY:
+            return bounded(self.memory_bytes, nbytes)
+        return min(max(1, self.cache_bytes // nbytes), bounded(self.cache_bytes, nbytes))
 
 
 @jax.jit
@@ -134,6 +146,7 @@ def run(plan: ProductsPlan, out: Console, *, threads: int | None = None) -> Json
         UserError: a plan that cannot be run, or kernels that are not there.
     """
     plan.validate()
+    plan.check_room()
     kernels_on("native", threads)
     buffer, rows = peaks.ReadBuffer(), []
     with terminal.counting(
