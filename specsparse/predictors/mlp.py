@@ -1,6 +1,6 @@
 """PowerInfer's predictor: two matrices with a ReLU between them, on the residual before `ffn_norm`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, NoReturn
 
 import jax
@@ -10,8 +10,9 @@ import numpy as np
 from specsparse.engine.weights import Layer
 from specsparse.errors import UserError
 from specsparse.kernels import NeuronChoice, QTensor
-from specsparse.kernels.packing.dequant import pack_float
-from specsparse.predictors.base import InOneCall, Needs, Scored
+from specsparse.predictors.base import InOneCall, Needs, Predictor, Scored
+from specsparse.predictors.factors import Codes, pack_factor
+from specsparse.predictors.ffn import gate_matrix
 
 
 class MlpWeights(NamedTuple):
@@ -33,10 +34,14 @@ class Mlp(Scored, InOneCall):
     """keep_j where (fc2 relu(fc1 x))_j >= threshold (PowerInfer, arXiv:2312.12456; Deja Vu, arXiv:2310.17157).
 
     x is the residual itself, not normalised, so that only the threshold 0 means the same for every row.
+
+    Attributes:
+        codes: type of the packed matrices; None is Q8_0 where the model's own gates are in blocks and F16 otherwise.
     """
 
     name: ClassVar[str] = "mlp"
     needs: ClassVar[Needs] = Needs.TRAINING
+    codes: Codes | None = None
 
     def own_weights(self, layer: Layer) -> NoReturn:
         """Raises UserError: there is nothing to derive them from."""
@@ -53,8 +58,16 @@ class Mlp(Scored, InOneCall):
         return NeuronChoice("scores", weights.fc1, weights.fc2, relu=True, threshold=weights.threshold)
 
 
-def mlp_weights(fc1: np.ndarray, fc2: np.ndarray, threshold: float = 0.0, *, codes: str = "f16") -> MlpWeights:
-    """Packs fc1 f32[r, D] and fc2 f32[F, r] ("f32", "f16" or "bf16").
+def settled(predictor: Predictor, layer: Layer) -> tuple[Predictor, Codes]:
+    """A trained predictor for a model with such layers, the type of its matrices chosen, and that type."""
+    if not isinstance(predictor, Mlp):
+        return predictor, "f16"
+    codes = predictor.codes or ("f16" if gate_matrix(layer).layout.is_float else "q8_0")
+    return replace(predictor, codes=codes), codes
+
+
+def mlp_weights(fc1: np.ndarray, fc2: np.ndarray, threshold: float = 0.0, *, codes: Codes = "f16") -> MlpWeights:
+    """Packs fc1 f32[r, D] and fc2 f32[F, r] as `predictors.factors.pack_factor` does.
 
     Raises:
         UserError: shapes that do not fit, a threshold that is NaN, values the type cannot hold.
@@ -63,8 +76,8 @@ def mlp_weights(fc1: np.ndarray, fc2: np.ndarray, threshold: float = 0.0, *, cod
         raise UserError(f"a predictor of fc1 {fc1.shape} and fc2 {fc2.shape}: their ranks differ")
     if np.isnan(threshold):
         raise UserError("a predictor's threshold is NaN; give a number")
-    limit = 65504.0 if codes == "f16" else np.inf
+    limit = np.inf if codes in ("f32", "bf16") else 65504.0
     for name, matrix in (("fc1", fc1), ("fc2", fc2)):
         if not np.isfinite(matrix).all() or np.abs(matrix).max(initial=0) > limit:
             raise UserError(f"predictor {name} holds values that {codes} cannot hold; train it again or use f32")
-    return MlpWeights(pack_float(jnp.asarray(fc1), codes), pack_float(jnp.asarray(fc2), codes), jnp.float32(threshold))
+    return MlpWeights(pack_factor(fc1, codes), pack_factor(fc2, codes), jnp.float32(threshold))

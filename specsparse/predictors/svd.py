@@ -1,7 +1,7 @@
 """A predictor without training: the gate matrix itself, cut to its largest singular values."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,9 @@ import numpy as np
 
 from specsparse.engine.weights import Layer
 from specsparse.kernels import NeuronChoice, QTensor
-from specsparse.kernels.packing.dequant import dequantize, pack_float
+from specsparse.kernels.packing.dequant import dequantize
 from specsparse.predictors.base import InOneCall, Scored
+from specsparse.predictors.factors import Codes, pack_factor
 from specsparse.predictors.ffn import gate_matrix
 from specsparse.support.options import Count
 
@@ -44,13 +45,12 @@ class Svd(Scored, InOneCall):
     name: ClassVar[str] = "svd"
     rank: Count = 64
     threshold: float = 0.0
-    codes: Literal["f32", "f16", "bf16"] = "f16"
+    codes: Codes = "f16"
 
     def own_weights(self, layer: Layer) -> SvdWeights:
         """The factors, each with half of the singular values."""
         u, v = factorise(normed_gate(layer), self.rank)
-        return SvdWeights(pack_float(jnp.asarray(v), self.codes), pack_float(jnp.asarray(u), self.codes),
-                          jnp.float32(self.threshold))  # fmt: skip
+        return SvdWeights(pack_factor(v, self.codes), pack_factor(u, self.codes), jnp.float32(self.threshold))
 
     def score(self, weights: SvdWeights, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
         """U V z, where z is x over its rms."""

@@ -16,10 +16,11 @@ from specsparse.experiments.settings import ModelSettings
 from specsparse.models import catalogue
 from specsparse.powerinfer.ffn.gated import gated
 from specsparse.predictors import FFN, Needs, Predictor, get_predictor
+from specsparse.predictors.factors import Codes
 from specsparse.predictors.fit.checkpoint import load_predictors
 from specsparse.predictors.fit.collect import collect, windows
 from specsparse.predictors.fit.evaluate import fit_layers
-from specsparse.predictors.mlp import Mlp
+from specsparse.predictors.mlp import Mlp, settled
 from specsparse.support import terminal
 
 WINDOW = 128
@@ -80,7 +81,8 @@ def sparse_of(cfg: ModelSettings, lab: Lab, dense: Model, *, rows: np.ndarray | 
     else:
         predictor = get_predictor(cfg.predictor.name, ffn, **cfg.predictor.options)
     if predictor.needs is Needs.TRAINING:
-        weights = _trained(cfg, dense)
+        predictor, codes = settled(predictor, dense.params.layers[0])
+        weights = _trained(cfg, dense, codes)
     else:
         needed = predictor.needs is Needs.TEXT
         rows = residuals(cfg, dense, lab.console) if needed and rows is None else rows
@@ -110,10 +112,10 @@ def weights_file(cfg: ModelSettings) -> Path | None:
     return catalogue.companion(cfg.model.path, "predictors") if cfg.ffn.weights is None else Path(cfg.ffn.weights)
 
 
-def _trained(cfg: ModelSettings, model: Model) -> Sequence[Any]:
+def _trained(cfg: ModelSettings, model: Model, codes: Codes) -> Sequence[Any]:
     path = weights_file(cfg)
     assert path is not None  # check()
-    found = load_predictors(path)
+    found = load_predictors(path, codes=codes)
     want = (model.config.n_layers, model.config.d_model, model.config.d_ff)
     have = (len(found), found[0].fc1.shape[1], found[0].fc2.shape[0]) if found else (0, 0, 0)
     if have != want:

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from specsparse.errors import UserError
+from specsparse.predictors.factors import Codes
 from specsparse.predictors.mlp import MlpWeights, mlp_weights
 from specsparse.support.tensor_files import read_tensors, write_tensors
 
@@ -43,7 +44,7 @@ def load_pairs(path: Path) -> tuple[list[tuple[np.ndarray, np.ndarray]], float]:
     return pairs, float(meta["threshold"])
 
 
-def load_predictors(path: Path, *, codes: str = "f16") -> tuple[MlpWeights, ...]:
-    """The weights of every layer for `Mlp`."""
+def load_predictors(path: Path, *, codes: Codes = "f16") -> tuple[MlpWeights, ...]:
+    """The weights of every layer for `Mlp`, packed in the type that `predictors.mlp.settled` says."""
     pairs, threshold = load_pairs(path)
     return tuple(mlp_weights(fc1, fc2, threshold, codes=codes) for fc1, fc2 in pairs)

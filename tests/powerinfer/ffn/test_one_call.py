@@ -14,7 +14,7 @@ from specsparse.kernels.native import cpu
 from specsparse.powerinfer.ffn.gated import gated
 from specsparse.powerinfer.ffn.sparse_ffn import make_ffn
 from specsparse.predictors import FFN, Needs, get_predictor
-from specsparse.predictors.mlp import mlp_weights
+from specsparse.predictors.mlp import mlp_weights, settled
 from specsparse.predictors.svd import as_mlp, factorise, normed_gate
 from specsparse.testing import write_tiny_gguf
 
@@ -24,18 +24,19 @@ PREDICTORS = {"mlp": {}, "svd": {"rank": 8}, "signbit": {}, "gate_threshold": {"
 MODELS = {
     "relu": {"quant": "Q4_0", "metadata": {ACTIVATION_KEY: "relu"}},
     "ungated": {"quant": "F16", "gated": False, "metadata": {ACTIVATION_KEY: "relu2"}},
+    "ranged": {"quant": "Q4_0", "d_ff": 256, "metadata": {ACTIVATION_KEY: "relu"}},
 }
 
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
-    """Dense models by name, 96 neurons of 64 columns."""
+    """Dense models by name, 96 or 256 neurons of 64 columns."""
     folder, made = tmp_path_factory.mktemp("one_call"), {}
 
     def load(name):
         if name not in made:
             path = write_tiny_gguf(
-                folder / f"{name}.gguf", d_model=64, d_ff=96, n_layers=2, head_dim=16, **MODELS[name]
+                folder / f"{name}.gguf", **{"d_model": 64, "d_ff": 96, "n_layers": 2, "head_dim": 16, **MODELS[name]}
             )
             made[name] = specsparse.load(path)
         return made[name]
@@ -45,7 +46,7 @@ def dense(tmp_path_factory):
 
 def weights_of(predictor, layer, index):
     if predictor.needs is Needs.TRAINING:
-        return mlp_weights(*as_mlp(*factorise(normed_gate(layer), 8)))
+        return mlp_weights(*as_mlp(*factorise(normed_gate(layer), 16)), codes=predictor.codes or "f16")
     rows = np.random.default_rng(index).standard_normal((32, layer.ffn_norm.shape[0])).astype(np.float32)
     return predictor.fit(layer, jnp.asarray(rows), index=index)
 
@@ -85,3 +86,36 @@ def test_without_a_gate_and_with_more_rows_than_a_call_takes(dense):
     for (together, _), (apart, _) in passes(model, predictor, [(1, 3, False), (1, 70, False)]):
         for a, b in zip(jax.tree.leaves(together), jax.tree.leaves(apart), strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "threads"),
+    [("mlp", {"codes": "q8_0"}, 2), ("mlp", {"codes": "q4_0"}, 1), ("mlp", {"codes": "f16"}, 4), ("signbit", {}, 2),
+     ("gate_threshold", {"share": 0.4}, 4)],
+)  # fmt: skip
+def test_a_single_row_chooses_its_neurons_range_by_range(dense, name, options, threads):
+    model, before = dense("ranged"), cpu.threads()
+    predictor = get_predictor(name, FFN.of(model.config, model.kernels), **options)
+    cpu.set_threads(threads)
+    try:
+        # Several rows take the products of the dense kernels.
+        shapes = [(1, 1, False), (1, 3, False)] if options.get("codes") == "q8_0" else [(1, 1, False)]
+        for (together, _), (apart, _) in passes(model, predictor, shapes):
+            for a, b in zip(jax.tree.leaves(together), jax.tree.leaves(apart), strict=True):
+                np.testing.assert_array_equal(a, b)
+            kept = np.asarray(together.stats.kept)
+            assert kept[:, 0].min() > 0 and kept.max() < 256
+    finally:
+        cpu.set_threads(before)
+
+
+@pytest.mark.parametrize(("quant", "codes"), [("Q4_0", "q8_0"), ("F16", "f16")])
+def test_a_trained_predictor_is_kept_as_the_models_gates_are(tmp_path, quant, codes):
+    model = specsparse.load(write_tiny_gguf(tmp_path / "m.gguf", d_model=64, d_ff=96, n_layers=1, quant=quant))
+    predictor = get_predictor("mlp", FFN.of(model.config, model.kernels))
+    chosen, found = settled(predictor, model.params.layers[0])
+    assert found == chosen.codes == codes
+    fc1, fc2 = np.eye(48, 64, dtype=np.float32), np.ones((96, 48), np.float32)
+    packed = mlp_weights(fc1, fc2, codes=codes)
+    assert [m.layout.source for m in packed[:2]] == [codes.upper(), "F16"]  # 48 columns are no whole blocks
+    assert settled(get_predictor("mlp", predictor.ffn, codes="bf16"), model.params.layers[0])[1] == "bf16"

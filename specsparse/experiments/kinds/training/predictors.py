@@ -21,6 +21,7 @@ from specsparse.predictors import FFN, Needs, get_predictor
 from specsparse.predictors.base import Predictor
 from specsparse.predictors.fit.collect import collect, windows
 from specsparse.predictors.fit.evaluate import Evaluation, Evaluator, fit_layers
+from specsparse.predictors.mlp import settled
 from specsparse.support import terminal
 
 DEFINITIONS = {
@@ -63,7 +64,8 @@ class TrainPredictors(Training):
             weights, rows = tuple(layer.sparse for layer in model.params.layers), None
             console.print(Text("the file has predictors of its own: they are judged, nothing is trained", style="dim"))
         elif predictor.needs is Needs.TRAINING:
-            weights, rows, notes = training.trained(cfg, model, evaluator.ffn, text, console)
+            predictor, codes = settled(predictor, model.params.layers[0])
+            weights, rows, notes = training.trained(cfg, model, evaluator.ffn, text, console, codes=codes)
         else:
             rows = None if predictor.needs is not Needs.TEXT else _collected(model, text, console)
             weights = None if predictor.needs is Needs.PROMPT else fit_layers(predictor, model.params.layers, rows)

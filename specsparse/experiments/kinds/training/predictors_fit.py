@@ -17,6 +17,7 @@ from specsparse.experiments.kinds.training import options as train_options
 from specsparse.experiments.kinds.training.options import TrainSettings
 from specsparse.powerinfer.files.checkpoints import PredictorFile, write_predictors
 from specsparse.predictors import FFN
+from specsparse.predictors.factors import Codes
 from specsparse.predictors.fit.checkpoint import save_predictors
 from specsparse.predictors.fit.collect import collect
 from specsparse.predictors.fit.labels import label
@@ -41,9 +42,9 @@ def options(cfg: TrainSettings) -> FitOptions:
 
 
 def trained(
-    cfg: TrainSettings, model: Model, ffn: FFN, text: np.ndarray, console: Console
+    cfg: TrainSettings, model: Model, ffn: FFN, text: np.ndarray, console: Console, *, codes: Codes = "f16"
 ) -> tuple[tuple[MlpWeights, ...], np.ndarray, dict[str, object]]:
-    """Weights of every layer, the residuals f32[L, N, D] they were trained on, and notes for the record.
+    """Weights of every layer in that type, the residuals f32[L, N, D] they were trained on, and notes for the record.
 
     Every file appears whole: collected residuals, each finished layer, and the state after each epoch of the layer
     that is being trained.
@@ -58,11 +59,11 @@ def trained(
             pairs.append((fc1, fc2))
             history.append(epochs)
             bar.advance(bar.task_ids[0])
-    save_predictors(folder / PREDICTORS_FILE, pairs, dtype=np.float16)  # what `mlp_weights` makes of them
+    save_predictors(folder / PREDICTORS_FILE, pairs, dtype=np.float16)
     write_predictors(folder / EXPORT_FOLDER, [PredictorFile(fc1, fc2) for fc1, fc2 in pairs], threshold=0.0)
     line = f"predictors: {folder / PREDICTORS_FILE}; for PowerInfer's converter: {folder / EXPORT_FOLDER}"
     console.print(Text(line, style="dim"))
-    weights = tuple(mlp_weights(fc1, fc2) for fc1, fc2 in pairs)
+    weights = tuple(mlp_weights(fc1, fc2, codes=codes) for fc1, fc2 in pairs)
     return weights, rows, {"output": str(folder), "epochs": history}
 
 

@@ -1,118 +1,91 @@
 #include "sparse/one_row.h"
 
-#include "pool/pool.h"
-
 namespace specsparse {
 
-void OneRow::begin(SparseCall& call) {
+void OneRow::begin(SparseCall& call, int64_t expected) {
   call_ = &call;
   const int count = threads();
   items_ = count == 1 ? 1 : SparseCall::kSegments;
-  while (items_ > 2 * count && call.read() < items_ * kItemNeurons) items_ /= 2;
-  step_ = std::clamp<int64_t>(kStepBytes / call.ffn->up.row_bytes / kRowGroup * kRowGroup, kRowGroup, kStep);
-  reserve(neurons_, call.read()), reserve(values_, call.read());
+  while (items_ > 2 * count && expected < items_ * kItemNeurons) items_ /= 2;
+  ahead_ = std::clamp<int64_t>(kAheadBytes / call.ffn->up.row_bytes / kRowGroup * kRowGroup, kRowGroup, kAhead);
 }
 
-void OneRow::run(int64_t item) {
-  const int64_t from = share_begin(SparseCall::kSegments, item, items_), to = share_begin(SparseCall::kSegments, item + 1, items_);
-  const int64_t first = call_->begin_of(from), last = call_->begin_of(to);
+void OneRow::run(int64_t item, int64_t first, int64_t last) {
+  const int64_t from = segment(item), to = segment(item + 1), room = (last - first + kAhead + 2 * kBatch) / 16 * 16;
   std::fill_n(call_->added.begin() + from, to - from, 0);
   if (first == last) return;
-  thread_local Lines<float> memory;
-  float* scratch = reserve(memory, call_->most_scratch());
-  Added list = {0, neurons_.data() + first, values_.data() + first};
-  Opened opened[2];
-  int64_t done = 0, segment = from;  // of the list, as far as it has been added
-  for (int64_t b = first, turn = 0;; b += step_, turn ^= 1) {
-    Opened &now = opened[turn], &before = opened[turn ^ 1];
-    const bool drained = b >= last;
-    // Products are taken in groups; what is left over waits for those that follow.
-    const int64_t whole = drained ? before.count : before.count / kRowGroup * kRowGroup, rest = before.count - whole;
-    std::copy_n(before.neurons + whole, rest, now.neurons);
-    std::copy_n(before.places + whole, rest, now.places);
-    std::copy_n(before.gates + whole, rest, now.gates);
-    now.count = rest;
-    if (!drained)
-      open(b, std::min(step_, last - b), &now, scratch);
-    else if (const int64_t likely = std::min(step_, end_of(item) - last); likely > 0)
-      now.count = likely, std::copy_n(call_->kept.neurons.data() + last, likely, now.neurons);
-    Ahead ahead{now.neurons + rest, now.count - rest};
-    multiply(before, whole, ahead, &list, scratch);
-    for (; done < list.count; ++segment) {
-      int64_t end = done;
-      while (end < list.count && list.neurons[end] < call_->bound(segment + 1)) ++end;
-      const bool complete = drained || end < list.count;
-      const int64_t ready = complete ? end - done : (end - done) / kRowGroup * kRowGroup;
-      add(list, done, ready, segment, &ahead, scratch);
-      done += ready;
-      if (!complete) break;
-    }
-    for (; ahead.at < ahead.count; ++ahead.at) call_->ffn->down.fetch(ahead.neurons[ahead.at]);
-    if (drained) return;
-  }
+  thread_local Lines<float> floats;
+  thread_local std::vector<int32_t> ids;
+  float *products = reserve(floats, 3 * room + call_->most_scratch()), *scratch = products + 3 * room;
+  int32_t* numbers = reserve(ids, 3 * room);
+  Opened opened{0, numbers, numbers + room, products + room};
+  Added list{0, numbers + 2 * room, products + 2 * room};
+  open(first, last, &opened, products, scratch);
+  multiply(opened, &list, products, scratch);
+  if (!list.count) return;
+  std::fill_n(list.neurons + list.count, ahead_, list.neurons[list.count - 1]);
+  for (int64_t segment = from; segment < to; ++segment) add(list, segment, scratch);
 }
 
-// The end of what this thread is likely to read next: neurons of the items after its own, where gates do not close.
-int64_t OneRow::end_of(int64_t item) const {
-  if (call_->closes()) return 0;
-  for (int t = 1, all = threads(); t <= all; ++t)
-    if (share_begin(items_, t, all) == item + 1) return 0;
-  return call_->read();
-}
-
-// The gates of neurons [first, first + count) of the union, while those of as many behind are fetched.
-void OneRow::open(int64_t first, int64_t count, Opened* to, float* scratch) const {
+// The gates of neurons [first, last) of the union.
+void OneRow::open(int64_t first, int64_t last, Opened* to, float* products, float* scratch) const {
+  const SparseFfn& ffn = *call_->ffn;
   const NeuronRows& w = call_->decides();
   const int32_t* js = call_->kept.neurons.data();
-  const int64_t end = call_->read() - 1;
-  alignas(64) float gates[kStep + 16];
-  for (int64_t i = 0; i < count; i += kRowGroup) {
-    const uint8_t* next[kRowGroup];
-    for (int64_t k = 0; k < kRowGroup; ++k) next[k] = w.row(js[std::min(first + i + k + step_, end)]);
-    sparse_ops().dot_group(w, js + first + i, next, static_cast<int>(std::min<int64_t>(kRowGroup, count - i)), *call_->inputs[0],
-                           gates + i, scratch);
-  }
-  activate(gates, count, call_->ffn->act);
-  std::fill_n(call_->active.begin() + first, count, uint8_t{0});
-  int64_t found = to->count;
-  for (int64_t i = 0; i < count; ++i) {  // no branch: which gates open cannot be guessed
-    to->neurons[found] = js[first + i], to->places[found] = static_cast<int32_t>(first + i), to->gates[found] = gates[i];
-    found += call_->open(gates[i]);
-  }
-  to->count = found;
-}
-
-// Appends what the first `count` neurons add to the row, while rows of up that follow are fetched.
-void OneRow::multiply(const Opened& from, int64_t count, const Ahead& next, Added* list, float* scratch) const {
-  const SparseFfn& ffn = *call_->ffn;
-  alignas(64) float up[Opened::kMost + 16];
-  if (ffn.gate) {
+  std::fill(call_->active.begin() + first, call_->active.begin() + last, uint8_t{0});
+  for (int64_t b = first; b < last; b += kBatch) {
+    const int64_t count = std::min(kBatch, last - b);
     for (int64_t i = 0; i < count; i += kRowGroup) {
-      const uint8_t* ahead[kRowGroup];
-      for (int64_t k = 0; k < kRowGroup; ++k) ahead[k] = ffn.up.row(i + k < next.count ? next.neurons[i + k] : from.neurons[i]);
-      sparse_ops().dot_group(ffn.up, from.neurons + i, ahead, static_cast<int>(std::min<int64_t>(kRowGroup, count - i)),
-                             *call_->inputs[0], up + i, scratch);
+      const uint8_t* next[kRowGroup];
+      for (int64_t k = 0; k < kRowGroup; ++k) {
+        const int64_t at = b + i + k + ahead_, beyond = at - last;
+        next[k] = at < last ? w.row(js[at]) : ffn.up.row(beyond < to->count ? to->neurons[beyond] : js[last - 1]);
+      }
+      const int some = static_cast<int>(std::min<int64_t>(kRowGroup, count - i));
+      sparse_ops().dot_group(w, js + b + i, next, some, *call_->inputs[0], products + i, scratch);
     }
-    for (int64_t i = (count + kRowGroup - 1) / kRowGroup * kRowGroup; i < next.count; ++i) ffn.up.fetch(next.neurons[i]);
-    activate(up, count, ffn.up_act);
-  }
-  for (int64_t i = 0; i < count; ++i) {
-    const float value = ffn.gate ? from.gates[i] * up[i] : from.gates[i];
-    list->neurons[list->count] = from.neurons[i], list->values[list->count] = value;
-    list->count += value != 0, call_->active[from.places[i]] = value != 0;
+    activate(products, count, ffn.act);
+    for (int64_t i = 0; i < count; ++i) {  // no branch: which gates open cannot be guessed
+      to->neurons[to->count] = js[b + i], to->places[to->count] = static_cast<int32_t>(b + i), to->gates[to->count] = products[i];
+      to->count += call_->open(products[i]);
+    }
   }
 }
 
-// Adds `count` neurons of the list to a segment, while rows of down that follow are fetched.
-void OneRow::add(const Added& list, int64_t first, int64_t count, int64_t segment, Ahead* next, float* scratch) const {
-  if (!count) return;
+// What open neurons add to the row.
+void OneRow::multiply(const Opened& from, Added* list, float* products, float* scratch) const {
+  const SparseFfn& ffn = *call_->ffn;
+  for (int64_t b = 0; b < from.count; b += kBatch) {
+    const int64_t count = std::min(kBatch, from.count - b);
+    for (int64_t i = 0; ffn.gate && i < count; i += kRowGroup) {
+      const uint8_t* next[kRowGroup];
+      for (int64_t k = 0; k < kRowGroup; ++k) {
+        const int64_t at = b + i + k + ahead_, beyond = at - from.count;
+        next[k] = at < from.count ? ffn.up.row(from.neurons[at])
+                                  : ffn.down.row(beyond < list->count ? list->neurons[beyond] : from.neurons[from.count - 1]);
+      }
+      const int some = static_cast<int>(std::min<int64_t>(kRowGroup, count - i));
+      sparse_ops().dot_group(ffn.up, from.neurons + b + i, next, some, *call_->inputs[0], products + i, scratch);
+    }
+    if (ffn.gate) activate(products, count, ffn.up_act);
+    for (int64_t i = 0; i < count; ++i) {
+      const float value = ffn.gate ? from.gates[b + i] * products[i] : from.gates[b + i];
+      list->neurons[list->count] = from.neurons[b + i], list->values[list->count] = value;
+      list->count += value != 0, call_->active[from.places[b + i]] = value != 0;
+    }
+  }
+}
+
+// The down rows of a segment's neurons; the list goes on behind its end with neurons that are there already.
+void OneRow::add(const Added& list, int64_t segment, float* scratch) const {
   const NeuronRows& w = call_->ffn->down;
+  const auto at = [&](int64_t j) { return std::lower_bound(list.neurons, list.neurons + list.count, j) - list.neurons; };
+  const int64_t first = at(call_->bound(segment)), count = at(call_->bound(segment + 1)) - first;
+  call_->added[segment] = static_cast<int32_t>(count);
+  if (!count) return;
   float* sums = call_->part(segment, 0);
-  if (!call_->added[segment]) std::fill_n(sums, call_->width(), 0.0f);
-  call_->added[segment] += static_cast<int32_t>(count);
-  int32_t ahead[2 * Opened::kMost];
-  for (int64_t i = 0; i < count; ++i) ahead[i] = next->at < next->count ? next->neurons[next->at++] : list.neurons[first];
-  sparse_ops().add(w, list.neurons + first, list.values + first, ahead, count, 0, w.chunks(), sums, scratch);
+  std::fill_n(sums, call_->width(), 0.0f);
+  sparse_ops().add(w, list.neurons + first, list.values + first, list.neurons + first + ahead_, count, 0, w.chunks(), sums, scratch);
 }
 
 }  // namespace specsparse

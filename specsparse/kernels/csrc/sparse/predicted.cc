@@ -9,6 +9,8 @@ namespace {
 
 constexpr int64_t kSignNeurons = 256;     // of one item
 constexpr int64_t kFewBytes = 128 << 10;  // of a matrix that one thread reads sooner than another hears of it
+constexpr int64_t kLeastBytes = 6 << 10;  // of an item of a matrix of blocks
+constexpr int64_t kRangedBytes = 512 << 10;  // of what chooses neurons: more is shared out more evenly by itself
 
 template <class T>
 void grow(std::vector<T>& v, int64_t size) {
@@ -35,8 +37,8 @@ void pack_signs_of(const float* x, int64_t columns, uint64_t* to) {
 }
 
 void PredictedWork::reserve(const PredictedWeights& w, int64_t total) {
-  const int64_t neurons = w.ffn.up.rows;
-  if (w.choice == Choice::kScores) grow(hidden, total * w.first->matrix.rows), grow(scores, total * neurons);
+  const int64_t neurons = w.ffn.up.rows;  // scores are written by whole groups
+  if (w.choice == Choice::kScores) grow(hidden, total * w.first->matrix.rows + kRows), grow(scores, total * neurons + kRows);
   if (w.choice == Choice::kSigns) grow(bits, total * ((w.ffn.up.cols + 63) / 64));
   grow(keep, total * neurons);
   grow(rows, total);
@@ -45,8 +47,8 @@ void PredictedWork::reserve(const PredictedWeights& w, int64_t total) {
 
 PredictedFfn::PredictedFfn(const PredictedWeights& w, float* x, int64_t total, float eps, ActivationBuffer& activations,
                            PredictedWork& work, const SparseCounts& counts)
-    : weights_(&w), x_(x), total_(total), width_(w.ffn.up.cols), neurons_(w.ffn.up.rows), work_(&work), counts_(counts),
-      prepare_first_(preparation(w.first, x, w.norm, eps, total, activations)),
+    : weights_(&w), x_(x), total_(total), width_(w.ffn.up.cols), neurons_(w.ffn.up.rows),
+      ranged_(by_ranges()), work_(&work), counts_(counts), prepare_first_(preparation(w.first, x, w.norm, eps, total, activations)),
       prepare_second_(preparation(w.second, work.hidden.data(), nullptr, eps, total, activations)) {
   if (!scores()) return;
   products_.push_back(product(w.first, work.hidden.data(), prepare_first_));
@@ -57,11 +59,11 @@ int64_t PredictedFfn::items(int step) const {
   switch (step) {
     case kBegin: return total_ ? 1 : 0;
     case kPrepareFirst: return scores() ? prepare_first_.items() : 0;
-    case kFirst: return scores() ? product_items(0) : 0;
+    case kFirst: return (scores() ? product_items(0) : 0) + ranged_;
     case kPrepareSecond: return scores() ? prepare_second_.items() : 0;
-    case kSecond: return total_ + (scores() ? product_items(1) : match_items());
-    case kKeep: return scores() && grouped(*weights_->second) ? 0 : match_items() ? 0 : total_;
-    case kCollect: return total_ ? 1 : 0;
+    case kSecond: return ranged_ ? 0 : total_ + (scores() ? product_items(1) : match_items());
+    case kKeep: return ranged_ || match_items() || (scores() && total_ == 1) ? 0 : total_;
+    case kCollect: return total_ && !ranged_ ? 1 : 0;
     case kHidden: return hidden_items_;
     case kProject: return project_items_;
     case kSum: return sum_items_;
@@ -74,7 +76,9 @@ void PredictedFfn::run(int step, int64_t item) {
   switch (step) {
     case kBegin: return begin();
     case kPrepareFirst: return prepare_first_.run(item);
-    case kFirst: return multiply(0, item);
+    case kFirst:
+      if (ranged_ && item + 1 == items(kFirst)) return steps.prepare(x_, 0);
+      return multiply(0, item);
     case kPrepareSecond: {
       const int64_t width = weights_->first->matrix.rows, first = item * prepare_second_.step;
       const int64_t last = std::min(total_, first + prepare_second_.step);
@@ -84,49 +88,73 @@ void PredictedFfn::run(int step, int64_t item) {
     }
     case kSecond:  // the rows that the neurons will read are prepared beside it
       if (item < total_) return steps.prepare(x_, item);
-      return scores() ? multiply(1, item - total_) : match_signs(item - total_);
+      if (scores()) return multiply(1, item - total_);
+      return match_signs((item - total_) * kSignNeurons, std::min(neurons_, (item - total_ + 1) * kSignNeurons));
     case kKeep: return keep(item);
     case kCollect: return collect();
-    case kHidden: return steps.hidden(item);
+    case kHidden: return ranged_ ? run_range(item) : steps.hidden(item);
     case kJoin:
+      steps.join(item);
       if (!item) counts_.read = steps.read(), counts_.active = steps.active();
-      return steps.join(item);
+      return;
     case kProject: return steps.project(item);
     case kSum: return steps.sum(item, x_, x_);
   }
 }
 
+// Groups of an item of a single row's product.
+int64_t PredictedFfn::item_groups(const Description& w) const {
+  const int64_t groups = w.matrix.groups(), bytes = w.matrix.group_bytes, some = at_once(w);
+  if (groups * bytes <= kFewBytes && &w == weights_->first) return groups;
+  if (w.matrix.is_float()) return some;
+  return (std::max(groups_per_item(groups, bytes), kLeastBytes / bytes) + some - 1) / some * some;
+}
+
 int64_t PredictedFfn::product_items(int which) const {
-  const Description& w = *(which ? weights_->second : weights_->first);
-  if (!grouped(w)) return products_[which].items();
-  const int64_t groups = w.matrix.groups();
-  return groups * w.matrix.group_bytes <= kFewBytes ? 1 : (groups + kRowGroup - 1) / kRowGroup;
+  if (total_ > 1) return products_[which].items();
+  const Description& w = which ? *weights_->second : *weights_->first;
+  return (w.matrix.groups() + item_groups(w) - 1) / item_groups(w);
 }
 
 void PredictedFfn::multiply(int which, int64_t item) {
-  const Description& w = *(which ? weights_->second : weights_->first);
-  if (!grouped(w)) return products_[which].run(item);
-  const bool all = product_items(which) == 1;
-  const int64_t first = all ? 0 : item * kRowGroup, last = all ? w.matrix.groups() : std::min(w.matrix.groups(), first + kRowGroup);
-  const float* x = (which ? prepare_second_ : prepare_first_).to.x;
+  if (total_ > 1) return products_[which].run(item);
+  const Description& w = which ? *weights_->second : *weights_->first;
+  multiply_row(which, item * item_groups(w), std::min(w.matrix.groups(), (item + 1) * item_groups(w)));
+}
+
+// A single row times groups [first, last) of a matrix and, of the second, which neurons it keeps.
+void PredictedFfn::multiply_row(int which, int64_t first, int64_t last) {
+  const Description& w = which ? *weights_->second : *weights_->first;
+  const int64_t some = at_once(w);
+  const Activations& x = (which ? prepare_second_ : prepare_first_).to;
   float* to = (which ? work_->scores : work_->hidden).data();
-  for (int64_t g = first; g < last; g += kRowGroup) {
-    alignas(64) float y[kRowGroup * kRows];
-    const int count = static_cast<int>(std::min<int64_t>(kRowGroup, last - g));
-    sparse_ops().dot_floats(w.matrix, g, count, x, y);
-    const int64_t some = std::min<int64_t>(count * kRows, w.matrix.rows - g * kRows);
-    std::copy_n(y, some, to + g * kRows);
-    if (which) keep_some(y, some, work_->keep.data() + g * kRows);
+  if (!sparse_ops().dot_blocks(w.matrix, first, last - first, x.q, to + first * kRows)) {
+    for (int64_t g = first; g < last; g += some)
+      multiply_groups(w.matrix, g, static_cast<int>(std::min(some, last - g)), x, to + g * kRows);
+    if (ops().leave) ops().leave();
   }
+  const int64_t from = first * kRows, until = std::min(w.matrix.rows, last * kRows);
+  if (which) keep_some(to + from, until - from, work_->keep.data() + from);
+}
+
+// A single row times `count` groups from g on, no more than `at_once`: what `Product` gives. There is room for whole groups.
+void PredictedFfn::multiply_groups(const Matrix& w, int64_t g, int count, const Activations& x, float* to) {
+  if (w.is_float()) return sparse_ops().dot_floats(w, g, count, x.x, to);
+  alignas(64) float y[kGroupsAtOnce * kGroupTile * kRows];
+  if (count == kGroupsAtOnce && ops().dot_groups && ops().dot_groups(w, g, x, 0, 1, y))
+    for (int i = 0; i < count; ++i) std::copy_n(y + i * kGroupTile * kRows, kRows, to + i * kRows);
+  else
+    for (int i = 0; i < count; ++i) ops().dot(w, g + i, x, 0, 1, to + i * kRows);
 }
 
 void PredictedFfn::prefetch(int64_t bytes, int self, int threads) const {
   if (!scores()) return;
   // Where one thread reads the whole of the first matrix, the others begin with their share of the second.
-  if (!grouped(*weights_->first) || !grouped(*weights_->second) || product_items(0) > 1) return products_[0].prefetch(bytes, self, threads);
+  if (total_ > 1 || product_items(0) > 1) return products_[0].prefetch(bytes, self, threads);
   const Matrix& w = weights_->second->matrix;
-  const int64_t items = product_items(1), from = share_begin(items, self, threads) * kRowGroup * w.group_bytes;
-  const int64_t to = std::min(share_begin(items, self + 1, threads) * kRowGroup, w.groups()) * w.group_bytes;
+  const int64_t items = product_items(1), step = item_groups(*weights_->second);
+  const int64_t from = share_begin(items, self, threads) * step * w.group_bytes;
+  const int64_t to = std::min(share_begin(items, self + 1, threads) * step, w.groups()) * w.group_bytes;
   for (int64_t at = from; at < to; at += 64) __builtin_prefetch(w.data + at, 0, 2);
 }
 
@@ -139,8 +167,8 @@ int64_t PredictedFfn::match_items() const {
   return weights_->choice == Choice::kSigns ? (neurons_ + kSignNeurons - 1) / kSignNeurons : 0;
 }
 
-void PredictedFfn::match_signs(int64_t item) {
-  const int64_t words = (width_ + 63) / 64, first = item * kSignNeurons, last = std::min(neurons_, first + kSignNeurons);
+void PredictedFfn::match_signs(int64_t first, int64_t last) {
+  const int64_t words = (width_ + 63) / 64;
   const auto differing = sparse_ops().differing;
   for (int64_t j = first; j < last; ++j)
     for (int64_t t = 0; t < total_; ++t) {
@@ -160,9 +188,30 @@ void PredictedFfn::keep_some(const float* scores, int64_t count, uint8_t* to) co
   for (int64_t j = 0; j < count; ++j) to[j] = scores[j] >= threshold;
 }
 
+// Where the neurons are chosen by few bytes, and their segments are of whole groups.
+bool PredictedFfn::by_ranges() const {
+  if (total_ != 1 || neurons_ % (SparseSteps::kSegments * kRows) || !SparseSteps::takes_ranges()) return false;
+  if (scores()) return weights_->second->matrix.groups() * weights_->second->matrix.group_bytes <= kRangedBytes;
+  return weights_->choice == Choice::kAll || neurons_ * width_ / 8 <= kRangedBytes;
+}
+
 void PredictedFfn::begin() {
-  work_->steps->begin(weights_->ffn, work_->rows.data(), total_, &counts_);
+  SparseSteps& steps = *work_->steps;
+  steps.begin(weights_->ffn, work_->rows.data(), total_, &counts_);
   if (weights_->choice == Choice::kSigns) pack_signs();
+  if (ranged_) hidden_items_ = steps.begin_ranges(), project_items_ = 0, sum_items_ = steps.sum_items();
+}
+
+void PredictedFfn::run_range(int64_t range) {
+  SparseSteps& steps = *work_->steps;
+  const int64_t first = steps.range_begin(range), last = steps.range_begin(range + 1);
+  uint8_t* keep = work_->keep.data();
+  switch (weights_->choice) {
+    case Choice::kAll: std::fill(keep + first, keep + last, uint8_t{1}); break;
+    case Choice::kScores: multiply_row(1, first / kRows, last / kRows); break;
+    case Choice::kSigns: match_signs(first, last);
+  }
+  steps.run_range(range, keep);
 }
 
 void PredictedFfn::collect() {

@@ -56,21 +56,27 @@ class PredictedFfn {
 
  private:
   bool scores() const { return weights_->choice == Choice::kScores; }
-  // Whether a product of this matrix and a single row is taken in groups that do not wait for each other.
-  bool grouped(const Description& w) const { return total_ == 1 && w.matrix.is_float(); }
+  // Groups of a matrix that a single row is multiplied with at a time: sums that do not wait for each other.
+  static int64_t at_once(const Description& w) { return w.matrix.is_float() ? kRowGroup : kGroupsAtOnce; }
+  int64_t item_groups(const Description& w) const;
   int64_t product_items(int which) const;
   void multiply(int which, int64_t item);
+  void multiply_row(int which, int64_t first, int64_t last);
+  static void multiply_groups(const Matrix& w, int64_t g, int count, const Activations& x, float* to);
   void keep_some(const float* scores, int64_t count, uint8_t* to) const;
   int64_t match_items() const;
+  bool by_ranges() const;
   void begin();
+  void run_range(int64_t range);
   void pack_signs();
-  void match_signs(int64_t item);
+  void match_signs(int64_t first, int64_t last);
   void keep(int64_t row);
   void collect();
 
   const PredictedWeights* weights_;
   float* x_;
   int64_t total_, width_, neurons_;
+  const bool ranged_;  // whether a single row's neurons are chosen range by range, by the threads that compute them
   PredictedWork* work_;
   SparseCounts counts_;
   Preparation prepare_first_, prepare_second_;

@@ -11,6 +11,7 @@ constexpr int kChunk = 64;      // columns read at a time: two blocks
 constexpr int kRowTokens = 4;   // rows of activations that one pass over a neuron serves
 constexpr int kNibbleZero = 8;  // what Q4_0 takes off its codes; other codes of four bits have no zero
 constexpr int kRowGroup = 4;    // neurons that are added to the output at a time
+constexpr int64_t kNarrowBytes = 4 << 10;  // of a group: several are multiplied side by side
 
 // A stripe of a down projection of Q4_0: for each block of 32 neurons f16 scales of its outputs, in order; then for each
 // neuron 64 bytes, where nibble k of lane l of 16 bits is the code of output 32 k + l. kernels/packing/stripes.py packs them.
@@ -87,6 +88,9 @@ struct SparseOps {
   void (*sum_parts)(const NeuronRows& w, const float* const* parts, int count, int64_t chunks, float* out);
   // out[16 i + r] = row 16 (g + i) + r of a matrix of floats times x, i < count <= kRowGroup: what the dense kernels give.
   void (*dot_floats)(const Matrix& w, int64_t g, int count, const float* x, float* out);
+  // out[16 i + r] = row 16 (g + i) + r of a narrow matrix of blocks times x, i < count: what the dense kernels give. False, with
+  // nothing written, where it is wide or of another kind than Q4_0 and Q8_0.
+  bool (*dot_blocks)(const Matrix& w, int64_t g, int64_t count, const QBlock* x, float* out);
   // Different bits of two packed rows of `words` words.
   int64_t (*differing)(const uint64_t* a, const uint64_t* b, int64_t words);
   // out[i] = what the dense kernels give for row js[i] of Q4_0, i < count <= 16; out has room for sixteen, scratch for

@@ -329,6 +329,47 @@ void dot_floats(const Matrix& w, int64_t g, int count, const float* x, float* ou
   });
 }
 
+// Groups of blocks with one scale each, as many side by side as fill the registers: the next ones are fetched meanwhile.
+template <class Kind>
+__attribute__((flatten)) void dot_block_groups(const Matrix& w, int64_t g, int64_t count, const QBlock* x, float* out) {
+  constexpr int kSlices = kRows / kSlice, kSide = kSlice == kRows ? kRowGroup : 1, kWide = kSide * kSlices;
+  for (int64_t done = 0; done < count; done += kSide) {
+    const uint8_t* block[kSide];
+    S acc[kWide];
+    each<kSide>([&](auto i) SPECSPARSE_EACH { block[i] = w.data + (g + std::min<int64_t>(done + i, count - 1)) * w.group_bytes; });
+    each<kWide>([&](auto v) SPECSPARSE_EACH { acc[v] = slice_zero(); });
+    for (int64_t b = 0; b < w.cols / kBlock; ++b) {
+      const uint8_t* codes[kWide];
+      SI dot[kWide][1];
+      each<kSide>([&](auto i) SPECSPARSE_EACH {
+        each<Kind::kLines>([&](auto line) SPECSPARSE_EACH { __builtin_prefetch(block[i] + kSide * w.group_bytes + 64 * line); });
+        each<kSlices>([&](auto s) SPECSPARSE_EACH { codes[kSlices * i + s] = block[i] + Kind::kCodesAt + 4 * kSlice * s; });
+      });
+      if constexpr (Kind::kRead == Read::kCodes)
+        dot_codes<1, kWide>(codes, x + b, dot, w.zero);
+      else
+        dot_int8<1, kWide, 8, 0>(codes, x + b, dot);
+      const S scale = slice_set1(x[b].scale);
+      each<kWide>([&](auto v) SPECSPARSE_EACH {
+        acc[v] = fma(mul(slice_f16(block[v / kSlices] + 2 * kSlice * (v % kSlices)), scale), to_float(dot[v][0]), acc[v]);
+      });
+      each<kSide>([&](auto i) SPECSPARSE_EACH { block[i] += Kind::kBytes; });
+    }
+    each<kWide>([&](auto v) SPECSPARSE_EACH {
+      if (done + v / kSlices < count) store(out + kRows * (done + v / kSlices) + kSlice * (v % kSlices), acc[v]);
+    });
+  }
+}
+
+bool dot_blocks(const Matrix& w, int64_t g, int64_t count, const QBlock* x, float* out) {
+  if (w.is_float() || w.lut || w.scales != Scales::kD || w.sub != kBlock || w.group_bytes > kNarrowBytes) return false;
+  if (w.codes == Codes::kInt8)
+    dot_block_groups<BlockKind<Read::kInt8, Scales::kD, 1>>(w, g, count, x, out);
+  else
+    dot_block_groups<BlockKind<Read::kCodes, Scales::kD, 1>>(w, g, count, x, out);
+  return true;
+}
+
 // Adds NR neurons to a stripe of the output.
 template <Read READ, bool MINS, int SUBS, int NR>
 __attribute__((flatten)) void add_codes(const NeuronRows& w, const int32_t* js, const float* a, const int32_t* next,
@@ -446,7 +487,7 @@ int64_t differing(const uint64_t* a, const uint64_t* b, int64_t words) {
 
 }  // namespace
 
-#define SPECSPARSE_SPARSE_TABLE {dot, dot_group, kGroups, add_rows, sum_parts, dot_floats, differing, dot_neurons, project_stripe}
+#define SPECSPARSE_SPARSE_TABLE {dot, dot_group, kGroups, add_rows, sum_parts, dot_floats, dot_blocks, differing, dot_neurons, project_stripe}
 
 }  // namespace SPECSPARSE_ISA
 }  // namespace specsparse

@@ -11,6 +11,7 @@ namespace {
 
 constexpr int64_t kSumChunks = 8;  // added up together in the sum of sums
 constexpr int64_t kFewSums = 1024;  // floats
+constexpr int64_t kExpected = 4;    // of as many neurons one is kept, where it is not known yet
 
 // One call: rows of activations and their neurons, and what they give.
 class Call final : public SparseSteps {
@@ -26,8 +27,24 @@ class Call final : public SparseSteps {
   void collect(const uint8_t* keep) override {
     call_.kept.collect(keep, call_.ffn->up.rows, call_.rows, call_.count, counts_->kept);
     reserve(call_.active, call_.read());
-    one_ = call_.count == 1 && threads() <= OneRow::kMostThreads;
-    one_ ? one_row_.begin(call_) : several_rows_.begin(call_);
+    one_ = call_.count == 1 && threads() <= OneRow::kMostThreads, ranged_ = false;
+    one_ ? one_row_.begin(call_, call_.read()) : several_rows_.begin(call_);
+  }
+
+  int64_t begin_ranges() override {
+    const int64_t width = call_.ffn->up.rows;
+    call_.kept.make(width), reserve(call_.active, width);
+    one_ = ranged_ = true;
+    one_row_.begin(call_, width / kExpected);
+    return one_row_.items();
+  }
+
+  int64_t range_begin(int64_t range) const override { return call_.bound(one_row_.segment(range)); }
+
+  void run_range(int64_t range, const uint8_t* keep) override {
+    const int64_t first = range_begin(range);
+    found_[range] = call_.kept.list(keep, first, range_begin(range + 1), first);
+    one_row_.run(range, first, first + found_[range]);
   }
 
   int64_t hidden_items() const override { return one_ ? one_row_.items() : several_rows_.items(); }
@@ -36,6 +53,10 @@ class Call final : public SparseSteps {
 
   void join(int64_t i) override {
     if (!one_) several_rows_.join(i);
+    if (ranged_) {
+      call_.kept.count = std::accumulate(found_, found_ + one_row_.items(), int64_t{0});
+      counts_->kept[call_.rows[0]] = read();
+    }
     int32_t nonzero = 0;
     for (int64_t segment = 0; segment < kSegments; ++segment) nonzero += call_.added[segment * call_.count + i];
     counts_->nonzero[call_.rows[i]] = nonzero;
@@ -43,7 +64,10 @@ class Call final : public SparseSteps {
 
   int32_t read() const override { return static_cast<int32_t>(call_.read()); }
 
-  int32_t active() const override { return std::accumulate(call_.active.begin(), call_.active.begin() + read(), 0); }
+  int32_t active() const override {
+    if (one_) return std::accumulate(call_.added.begin(), call_.added.begin() + kSegments, 0);
+    return std::accumulate(call_.active.begin(), call_.active.begin() + read(), 0);
+  }
 
   int64_t project_items() const override { return one_ || !call_.count ? 0 : kSegments; }
 
@@ -83,12 +107,16 @@ class Call final : public SparseSteps {
 
   SparseCall call_;
   SparseCounts* counts_;
-  bool one_;  // of the two below, which
+  bool one_;               // of the two below, which
+  bool ranged_;            // whether neurons are chosen range by range
+  int64_t found_[kSegments];  // neurons of each range
   OneRow one_row_;
   SeveralRows several_rows_;
 };
 
 }  // namespace
+
+bool SparseSteps::takes_ranges() { return threads() <= OneRow::kMostThreads; }
 
 std::unique_ptr<SparseSteps> sparse_steps() { return std::make_unique<Call>(); }
 

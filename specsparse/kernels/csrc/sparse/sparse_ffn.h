@@ -44,6 +44,12 @@ class SparseSteps {
   virtual void prepare(const float* x, int64_t i) = 0;
   // And by one thread, before or after: which neurons rows `rows` of keep need together.
   virtual void collect(const uint8_t* keep) = 0;
+  // Or, for a single row on a few threads, range by range, in place of all up to `join`: how many ranges there are, of whole
+  // segments.
+  static bool takes_ranges();
+  virtual int64_t begin_ranges() = 0;
+  virtual int64_t range_begin(int64_t range) const = 0;  // its first neuron; that of the last range's successor is the end
+  virtual void run_range(int64_t range, const uint8_t* keep) = 0;
   // Then the neurons, by items of them.
   virtual int64_t hidden_items() const = 0;
   virtual void hidden(int64_t item) = 0;

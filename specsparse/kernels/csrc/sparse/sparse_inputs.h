@@ -99,18 +99,32 @@ class Inputs {
   std::vector<const Input*> pointers_;
 };
 
-// Bit k is set where byte k of 64 is not 0.
-inline uint64_t set_bytes(const uint8_t* bytes) {
+// Bit k is set where byte k of eight is not 0.
+inline uint64_t set_bytes_of_eight(const uint8_t* bytes) {
   constexpr uint64_t kLow = 0x7f7f7f7f7f7f7f7f, kGather = 0x0102040810204080;
+  uint64_t v;
+  std::memcpy(&v, bytes, 8);
+  v = (((v & kLow) + kLow) | v) & ~kLow;  // the highest bit of each byte that is not 0
+  return (v >> 7) * kGather >> 56;
+}
+
+// The same of 64.
+inline uint64_t set_bytes(const uint8_t* bytes) {
   uint64_t found = 0;
-  for (int i = 0; i < 8; ++i) {
-    uint64_t v;
-    std::memcpy(&v, bytes + 8 * i, 8);
-    v = (((v & kLow) + kLow) | v) & ~kLow;  // the highest bit of each byte that is not 0
-    found |= ((v >> 7) * kGather >> 56) << (8 * i);
-  }
+  for (int i = 0; i < 8; ++i) found |= set_bytes_of_eight(bytes + 8 * i) << (8 * i);
   return found;
 }
+
+// Which bits of a byte are set, ascending.
+struct Places {
+  uint8_t of[256][8] = {};
+  constexpr Places() {
+    for (int byte = 0; byte < 256; ++byte)
+      for (int bit = 0, found = 0; bit < 8; ++bit)
+        if (byte >> bit & 1) of[byte][found++] = static_cast<uint8_t>(bit);
+  }
+};
+inline constexpr Places kPlaces;
 
 // The neurons that any of some rows keeps, ascending, and which of the rows do.
 struct Union {
@@ -118,17 +132,30 @@ struct Union {
   std::vector<int32_t> neurons;
   std::vector<uint64_t> rows;  // of each neuron
 
+  void make(int64_t width) { reserve(neurons, width), reserve(rows, width); }
+
+  // Lists neurons [first, last) that a single row keeps, from `at` <= first on, and says how many there are. Without a branch:
+  // which neurons are kept cannot be guessed.
+  int64_t list(const uint8_t* keep, int64_t first, int64_t last, int64_t at) {
+    int32_t* to = neurons.data() + at;
+    int64_t j = first;
+    for (; j + 8 <= last; j += 8) {
+      const uint64_t set = set_bytes_of_eight(keep + j);
+      const uint8_t* places = kPlaces.of[set];
+      for (int k = 0; k < 8; ++k) to[k] = static_cast<int32_t>(j) + places[k];
+      to += __builtin_popcountll(set);
+    }
+    for (; j < last; ++j) *to = static_cast<int32_t>(j), to += keep[j] != 0;
+    return to - neurons.data() - at;
+  }
+
   // By `keep` [., width] of rows `ids`, of which there are up to kSparseRows; kept[id] is how many the row keeps.
   void collect(const uint8_t* keep, int64_t width, const int32_t* ids, int64_t total, int32_t* kept) {
-    reserve(neurons, width), reserve(rows, width);
+    make(width);
     count = 0;
-    if (total == 1) {  // no branch: which neurons are kept cannot be guessed
-      const uint8_t* one = keep + ids[0] * width;
-      int32_t* to = neurons.data();
-      int64_t found = 0;
-      for (int64_t j = 0; j < width; ++j) to[found] = static_cast<int32_t>(j), found += one[j] != 0;
-      std::fill_n(rows.begin(), found, 1);
-      kept[ids[0]] = static_cast<int32_t>(count = found);
+    if (total == 1) {
+      kept[ids[0]] = static_cast<int32_t>(count = list(keep + ids[0] * width, 0, width, 0));
+      std::fill_n(rows.begin(), count, 1);
       return;
     }
     for (int64_t t = 0; t < total; ++t) kept[ids[t]] = 0;
