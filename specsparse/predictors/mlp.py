@@ -36,7 +36,8 @@ class Mlp(Scored, InOneCall):
     x is the residual itself, not normalised, so that only the threshold 0 means the same for every row.
 
     Attributes:
-        codes: type of the packed matrices; None is Q8_0 where the model's own gates are in blocks and F16 otherwise.
+        codes: type of the packed matrices; None follows the model's own gates: Q4_0 for codes of four bits, Q8_0 for
+            others, F16 for floats.
     """
 
     name: ClassVar[str] = "mlp"
@@ -62,7 +63,8 @@ def settled(predictor: Predictor, layer: Layer) -> tuple[Predictor, Codes]:
     """A trained predictor for a model with such layers, the type of its matrices chosen, and that type."""
     if not isinstance(predictor, Mlp):
         return predictor, "f16"
-    codes = predictor.codes or ("f16" if gate_matrix(layer).layout.is_float else "q8_0")
+    own: dict[str, Codes] = {"nibble": "q4_0", "int8": "q8_0"}
+    codes = predictor.codes or own.get(gate_matrix(layer).layout.codes, "f16")
     return replace(predictor, codes=codes), codes
 
 

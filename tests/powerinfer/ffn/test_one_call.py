@@ -109,7 +109,7 @@ def test_a_single_row_chooses_its_neurons_range_by_range(dense, name, options, t
         cpu.set_threads(before)
 
 
-@pytest.mark.parametrize(("quant", "codes"), [("Q4_0", "q8_0"), ("F16", "f16")])
+@pytest.mark.parametrize(("quant", "codes"), [("Q4_0", "q4_0"), ("Q8_0", "q8_0"), ("F16", "f16")])
 def test_a_trained_predictor_is_kept_as_the_models_gates_are(tmp_path, quant, codes):
     model = specsparse.load(write_tiny_gguf(tmp_path / "m.gguf", d_model=64, d_ff=96, n_layers=1, quant=quant))
     predictor = get_predictor("mlp", FFN.of(model.config, model.kernels))
