@@ -14,7 +14,7 @@ from specsparse.errors import UserError, not_installed
 from specsparse.experiments.compose.parts import help_text
 from specsparse.experiments.compose.shorthand import option_key, refuse, shorthand
 from specsparse.support.paths import conf_dir
-from specsparse.support.pipes import until_the_reader_leaves
+from specsparse.support.pipes import FULL, until_the_reader_leaves
 
 EXIT_MISTAKE = 2
 
@@ -172,10 +172,11 @@ def _main(argv: list[str] | None) -> int:
             raise
         return fail(str(error))
     except OSError as error:
-        if debug or error.filename is None or isinstance(error, BrokenPipeError):
+        if debug or isinstance(error, BrokenPipeError) or not (error.filename or error.errno in FULL):
             raise
+        what = f"{error.filename}: cannot be used" if error.filename else "the run's folder or output cannot be written"
         place = "a run writes into hydra.run.dir=FOLDER, a sweep into hydra.sweep.dir=FOLDER"
-        return fail(f"{error.filename}: cannot be used: {error.strerror}; {place}")
+        return fail(f"{what}: {error.strerror}; {place}")
     except ValueError as error:
         if debug or "No trials are completed" not in str(error):  # of Optuna, when all were refused
             raise

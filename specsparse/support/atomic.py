@@ -79,7 +79,7 @@ def atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def append_line(path: str | os.PathLike[str], line: str) -> None:
-    """Adds a line to a file; where the disk is full, none of it, and the lines before it stay.
+    """Adds a line to a file; where the disk is full, none of it, and the lines before it stay; no file of no lines.
 
     Raises:
         UserError: it cannot be written.
@@ -93,6 +93,8 @@ def append_line(path: str | os.PathLike[str], line: str) -> None:
                     text = text[file.write(text) :]
             except OSError:
                 file.truncate(before)
+                if not before:
+                    path.unlink()
                 raise
     except OSError as error:
         raise UserError(

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 from specsparse.errors import UserError
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+"""Errors of a write that is no fault of ours."""
 _ESCAPED = "json-escaped"
 
 
@@ -35,7 +36,7 @@ def until_the_reader_leaves() -> Iterator[None]:
             flushing = contextlib.nullcontext()
         raise
     except OSError as error:
-        if error.errno in _FULL and error.filename is None:  # of a write, not of an open
+        if error.errno in FULL and error.filename is None:  # of a write, not of an open
             raise _unwritten(error) from error
         raise
     finally:

@@ -97,6 +97,9 @@ def test_a_line_is_added_whole_or_not_at_all(tmp_path, monkeypatch):
         patch.setattr(type(path), "open", lambda self, *_, **__: Full(self))
         with pytest.raises(UserError, match="rows: cannot be written: No space left on device; make room"):
             append_line(path, "second")
+        with pytest.raises(UserError, match="new: cannot be written"):
+            append_line(tmp_path / "new", "first")
+    assert os.listdir(tmp_path) == ["rows"]
     append_line(path, "third")
     assert path.read_text(encoding="utf-8") == "fir\u0161t\nthird\n"
 
