@@ -10,6 +10,7 @@ import pytest
 import specsparse
 from specsparse.engine.config import ACTIVATION_KEY
 from specsparse.engine.llama import make_forward
+from specsparse.errors import UserError
 from specsparse.kernels.native import cpu
 from specsparse.powerinfer.ffn.gated import gated
 from specsparse.powerinfer.ffn.sparse_ffn import make_ffn
@@ -88,16 +89,27 @@ def test_without_a_gate_and_with_more_rows_than_a_call_takes(dense):
             np.testing.assert_array_equal(a, b)
 
 
+def set_isa_or_skip(isa):
+    try:
+        cpu.set_isa(isa or cpu.isa())
+    except UserError as e:
+        pytest.skip(str(e))
+
+
 @pytest.mark.parametrize(
-    ("name", "options", "threads"),
-    [("mlp", {"codes": "q8_0"}, 2), ("mlp", {"codes": "q4_0"}, 1), ("mlp", {"codes": "f16"}, 4), ("signbit", {}, 2),
-     ("gate_threshold", {"share": 0.4}, 4)],
+    ("name", "options", "threads", "isa"),
+    [("mlp", {"codes": "q8_0"}, 2, None), ("mlp", {"codes": "q4_0"}, 1, "portable"),
+     ("mlp", {"codes": "f16"}, 4, "avx2"),
+     ("mlp", {"codes": "q4_0"}, 2, "avx2"), ("mlp", {"codes": "q8_0"}, 2, "portable"),
+     ("signbit", {}, 2, None),
+     ("gate_threshold", {"share": 0.4}, 4, None)],
 )  # fmt: skip
-def test_a_single_row_chooses_its_neurons_range_by_range(dense, name, options, threads):
-    model, before = dense("ranged"), cpu.threads()
+def test_a_single_row_chooses_its_neurons_range_by_range(dense, name, options, threads, isa):
+    model, before = dense("ranged"), (cpu.threads(), cpu.isa())
     predictor = get_predictor(name, FFN.of(model.config, model.kernels), **options)
     cpu.set_threads(threads)
     try:
+        set_isa_or_skip(isa)
         # Several rows take the products of the dense kernels.
         shapes = [(1, 1, False), (1, 3, False)] if options.get("codes") == "q8_0" else [(1, 1, False)]
         for (together, _), (apart, _) in passes(model, predictor, shapes):
@@ -106,7 +118,8 @@ def test_a_single_row_chooses_its_neurons_range_by_range(dense, name, options, t
             kept = np.asarray(together.stats.kept)
             assert kept[:, 0].min() > 0 and kept.max() < 256
     finally:
-        cpu.set_threads(before)
+        cpu.set_threads(before[0])
+        cpu.set_isa(before[1])
 
 
 @pytest.mark.parametrize(("quant", "codes"), [("Q4_0", "q4_0"), ("Q8_0", "q8_0"), ("F16", "f16")])

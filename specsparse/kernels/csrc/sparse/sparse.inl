@@ -329,10 +329,10 @@ void dot_floats(const Matrix& w, int64_t g, int count, const float* x, float* ou
   });
 }
 
-// Groups of blocks with one scale each, as many side by side as fill the registers: the next ones are fetched meanwhile.
+// Groups of blocks with one scale each, some side by side: the next ones are fetched meanwhile.
 template <class Kind>
 __attribute__((flatten)) void dot_block_groups(const Matrix& w, int64_t g, int64_t count, const QBlock* x, float* out) {
-  constexpr int kSlices = kRows / kSlice, kSide = kSlice == kRows ? kRowGroup : 1, kWide = kSide * kSlices;
+  constexpr int kSlices = kRows / kSlice, kSide = kBlockGroups, kWide = kSide * kSlices;
   for (int64_t done = 0; done < count; done += kSide) {
     const uint8_t* block[kSide];
     S acc[kWide];

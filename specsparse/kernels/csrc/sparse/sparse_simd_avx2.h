@@ -7,6 +7,7 @@ namespace specsparse {
 inline namespace SPECSPARSE_ISA {
 
 constexpr int kFloatTokens = 2;  // rows of activations whose sums of floats fit the registers
+constexpr int kBlockGroups = 1;  // groups of a matrix of blocks that are multiplied side by side
 constexpr bool kGroups = false;  // SparseOps::groups
 
 // Lane i of sixteen holds columns 4i .. 4i + 3.
