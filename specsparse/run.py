@@ -12,7 +12,7 @@ from typing import Any
 
 from specsparse.errors import UserError, not_installed
 from specsparse.experiments.compose.parts import help_text
-from specsparse.experiments.compose.shorthand import option_key, refuse, shorthand
+from specsparse.experiments.compose.shorthand import flags_first, option_key, refuse, shorthand
 from specsparse.support.paths import conf_dir
 from specsparse.support.pipes import FULL, until_the_reader_leaves
 
@@ -121,20 +121,25 @@ def _run(cfg: Any, directory: Path) -> float | None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run Hydra on `argv` (default: the command line); returns the exit code."""
-    code = 0
+    argv, code = sys.argv[1:] if argv is None else list(argv), 0
     try:
         with until_the_reader_leaves():
             code = _main(argv)
     except ModuleNotFoundError as error:
         code = fail(not_installed(error))
     except UserError as error:
+        if _debugs(argv):
+            raise
         code = fail(str(error))
     return code
 
 
-def _main(argv: list[str] | None) -> int:
-    argv = shorthand(sys.argv[1:] if argv is None else list(argv))
-    debug = any(re.fullmatch(r"\+*debug=[Tt]rue", arg) for arg in argv)
+def _debugs(argv: list[str]) -> bool:
+    return any(re.fullmatch(r"\+*debug=[Tt]rue", arg) for arg in argv)
+
+
+def _main(argv: list[str]) -> int:
+    debug, argv = _debugs(argv), flags_first(shorthand(argv))
     import hydra
     from hydra._internal.utils import get_args_parser
     from hydra.errors import HydraException
@@ -195,7 +200,8 @@ def _raise_user_error(message: str) -> None:
         name = word.lstrip("-").partition("=")[0]
         setting = "+experiment=NAME" if name == "experiment" else f"{name}=VALUE"
         raise UserError(f"{message}; settings have no dashes, such as {setting}")
-    raise UserError(f"{message}; --help shows a page of usage")
+    apart = "; settings stand side by side, all flags before them" if "=" in word else ""
+    raise UserError(f"{message}{apart}; --help shows a page of usage")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Promised: every way to ask for a text gives the same text (one prompt or a list,
 one); a text ends where it was told to, with the reason; log probabilities are the model's own; a mistake is one line.
 """
 
+import jax
 import numpy as np
 import pytest
 
@@ -11,6 +12,7 @@ import specsparse
 from specsparse import SamplingParams
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
+from specsparse.kernels.native import cpu
 from specsparse.testing import write_tiny_gguf
 
 CONTEXT = 96
@@ -101,7 +103,8 @@ def test_n_and_seeds(model, warm):
     assert other.token_ids != warm.token_ids
     assert specsparse.generate(model, PROMPTS[0], sampling=WARM, seed=1).token_ids == warm.token_ids
     assert specsparse.generate(model, PROMPTS[0], sampling=WARM.merged(seed=1), seed=9).token_ids == warm.token_ids
-    assert specsparse.generate(model, PROMPTS[0], sampling=WARM, seed=1 + 2**64).token_ids == warm.token_ids
+    last = [specsparse.generate(model, PROMPTS[0], sampling=WARM, seed=seed).token_ids for seed in (2**64 - 2, -2)]
+    assert last[0] == last[1] != warm.token_ids
 
 
 def test_best_of_keeps_the_likeliest(model):
@@ -301,7 +304,9 @@ def test_bad_prompts(model, prompt, says):
         ({"drafter": "prompt_lookup", "verifier": 5}, "verifier must be .* not int"),
         ({"drafter": "prompt_lookup", "verifier": "token"}, "cannot verify"),
         ({"drafter": "prompt_lookup", "verifier": "greedy", "temperature": 1.0}, "choose one of match"),
-        ({"seed": "x"}, "seed='x'"),
+        ({"seed": "x"}, "seed=x must be a whole number"),
+        ({"seed": 10**40}, "seed=1000.* must be a whole number of 64 bits"),
+        ({"seed": 10**5000}, "seed=a number of thousands of digits must"),
         ({"seed": 1.5}, "seed=1.5"),
         ({"sampling": {"temperature": 1}}, "sampling must be SamplingParams, not dict"),
         ({"stop_token_ids": [300]}, "token id 300 is outside the vocabulary"),
@@ -317,6 +322,14 @@ def test_bad_options(model, options, says):
     ("options", "says"),
     [
         ({"foo": 1}, "no option 'foo'"),
+        ({"kv_dtype": ["f16"]}, r"kv_dtype=\['f16'\] must be a text"),
+        ({"backend": ["native"]}, r"backend=\['native'\] must be a text"),
+        ({"faithful_f16": "yes"}, "faithful_f16=yes must be true or false"),
+        ({"float_weights": 1}, "float_weights=1 must be true or false"),
+        ({"progress": 3}, "progress=3 must be a function"),
+        ({"devices": None}, "devices=None: must be 1 or 2"),
+        ({"devices": 2.0}, "devices=2.0: must be 1 or 2"),
+        ({"threads": "9" * 5000}, r"threads=9{57}\.\.\.: an integer"),
         ({"kv_dtype": "f8"}, "f32, f16, bf16"),
         ({"backend": "cuda"}, "native, reference, xla"),
         ({"threads": 0}, "threads=0"),
@@ -327,6 +340,36 @@ def test_bad_options(model, options, says):
 )
 def test_bad_load_options(path, options, says):
     refused(says, specsparse.load, path, **options)
+
+
+def test_what_jax_does_not_find_is_one_line(path, monkeypatch):
+    def none():
+        raise RuntimeError("Unable to initialize backend 'nosuch'")
+
+    monkeypatch.setattr(jax, "default_backend", none)
+    monkeypatch.setenv("JAX_PLATFORMS", "nosuch")
+    refused("JAX_PLATFORMS=nosuch: JAX finds no such device here", specsparse.load, path)
+
+
+@pytest.mark.parametrize("spin", ["x", "-1", "1.5", "9" * 5000])
+def test_a_bad_spin_is_one_line(monkeypatch, spin):
+    monkeypatch.setenv("SPECSPARSE_SPIN_US", spin)
+    if not cpu.available():
+        pytest.skip("no native kernels")
+    refused("SPECSPARSE_SPIN_US=.* microseconds from 0", cpu.library.__wrapped__)
+
+
+def test_arguments_that_are_none_are_one_line(model):
+    refused("did you mean 'top_k'", specsparse.SamplingParams, topk=1)
+    refused("are a mapping of names to values, not int", specsparse.SamplingParams.from_dict, 3)
+    assert specsparse.SamplingParams(top_k=3).top_k == 3
+    refused("method .*'model'.* is unknown", specsparse.citation, ["model"])
+    refused("watch=3 must be a function", specsparse.generate, model, "a", watch=3)
+    refused("certify.. has no option foo", specsparse.certify, foo=1)
+    refused("certifies nothing", specsparse.certify, [])
+    for name in ("driver", "museum", "mutants"):
+        refused(f"{name}=x must be true or false", specsparse.certify, "greedy", **{name: "x"})
+    refused("vocab=x must be a whole number", specsparse.certify, "greedy", vocab="x")
 
 
 def test_bad_models(model, tmp_path):

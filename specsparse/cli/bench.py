@@ -24,12 +24,14 @@ _REPEATS = 5
 _LONGEST = 2**31 - 1
 STDOUT = "-"
 """The file of --json without one."""
+MODEL = "smollm2-135m"
+"""The model where nobody says."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to measure, on what, beside whom."""
     add = parser.add_argument
-    add("--model", default="smollm2-135m", help="a known name or the path of a GGUF file (%(default)s)")
+    add("--model", help=f"a known name or the path of a GGUF file ({MODEL})")
     add("--pp", type=count, default=512, metavar="N", help="prompt tokens, 0 for no such test (%(default)s)")
     add("--tg", type=count, default=128, metavar="N", help="tokens to decode, 0 for no such test (%(default)s)")
     add("--n", type=_lengths, metavar="LIST", help="v(n): 1..16, 1,4,8 or none (1..16; 1,2,4,8 with --ffn-shape)")
@@ -93,14 +95,15 @@ def main(args: argparse.Namespace) -> int:
         raise UserError("--device: give --all, or --stages status,equality")
     if args.machine and not args.publish:
         raise UserError("--machine names the machine for --publish FILE")
+    _check_alone(args)
+    args.model = args.model or MODEL
     for path in (args.json, args.plot, args.publish):
         if path not in (None, STDOUT):
             # Before the measurement, not after it.
             need_place(path, args.model, args.drafter, picture=path is args.plot)
     if args.publish:
         _check_publish(args)
-    _check_alone(args)
-    if not (args.device or args.ffn_shape or args.ablation or args.products):
+    if not any(getattr(args, name) for name in _WITHOUT_MODEL):
         _check_model(args.model)
     measure = next((mode.measure for name, mode in _INSTEAD.items() if getattr(args, name)), _single)
     out = terminal.console()
@@ -156,7 +159,7 @@ def _check_alone(args: argparse.Namespace) -> None:
         asked.insert(0, ("publish", _NOT_PUBLISHED))
     for mode, names in asked:
         flag = f"--{mode.replace('_', '-')}"
-        for name in names:
+        for name in (*names, "model") if mode in _WITHOUT_MODEL else names:
             if getattr(args, name):
                 raise UserError(f"{flag} does not go with --{name.replace('_', '-')}")
         if args.n == ():
@@ -310,6 +313,7 @@ class _Mode(NamedTuple):
     alone: tuple[str, ...]
 
 
+_WITHOUT_MODEL = ("device", "products", "ablation", "ffn_shape")
 _NOT_PUBLISHED = ("drafter", "ablation", "products", "ffn_shape", "batch")
 _INSTEAD = {
     "device": _Mode(

@@ -3,11 +3,13 @@
 import argparse
 import difflib
 import importlib
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from specsparse.errors import UserError, not_installed
+from specsparse.support.options import shown
 from specsparse.support.pipes import until_the_reader_leaves
 
 # Name -> what the list of commands says. The module specsparse.cli.<name> is imported only when its command is called.
@@ -41,6 +43,7 @@ class Parser(argparse.ArgumentParser):
             word = unknown.split()[0]
             near = difflib.get_close_matches(word.split("=")[0], list(self._option_string_actions), n=1)
             message = f"unknown argument {word}" + (f"; did you mean {near[0]}?" if near else "")
+        message = re.sub(r"\S{61,}", lambda word: shown(word[0]), message)
         raise UserError(f"{message} ({self.prog} --help shows all)")
 
 

@@ -2,11 +2,17 @@
 
 import argparse
 
+from specsparse.support.options import shown
+
+_DIGITS = 18
+
 
 def count(text: str) -> int:
     """A whole number from 0 on."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    if len(text) > _DIGITS:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is too large")
     return int(text)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from specsparse import kernels
 from specsparse.errors import UserError
 from specsparse.experiments import trackers
 from specsparse.experiments.compose.config import of_kind
@@ -30,6 +31,7 @@ def check(cfg: RunConfig) -> None:
         )
     kind = KINDS.find(cfg.kind)
     settings = of_kind(cfg, kind.settings)
+    kernels.platform()
     try:
         kind().check(settings)
     except catalogue.NotHere as missing:

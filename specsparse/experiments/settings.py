@@ -8,7 +8,7 @@ from specsparse.data.prompts import Prompt, load
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.models.entries import Download
 from specsparse.speculative.policies.options import DEFAULT_GAMMA
-from specsparse.support.options import Count, Internal, Read, Rest, Share, Size
+from specsparse.support.options import Count, Internal, Read, Rest, Seed, Share, Size
 
 
 def _download(value: object) -> Download:
@@ -156,7 +156,7 @@ class ModelSettings:
     predictor: PredictorSpec = PredictorSpec()
     data: DataSpec = DataSpec()
     name: str = "run"
-    seed: Size = 0
+    seed: Seed = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from specsparse.kernels.api import (
     automatic_width,
     depends_on_rows,
     get,
+    platform,
     promise,
     status,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "on_card",
     "pack_neurons",
     "pack_signs",
+    "platform",
     "promise",
     "regroup_neurons",
     "set_threads",

@@ -100,18 +100,33 @@ BACKENDS = {k.name: k for k in (NATIVE, REFERENCE, XLA)}
 _NAMED = {**BACKENDS, PACKED.name: PACKED, BF16.name: BF16}
 
 
+def platform() -> str:
+    """The kind of device that JAX computes on: "cpu", "gpu" or "tpu".
+
+    Raises:
+        UserError: JAX_PLATFORMS names one that is not here.
+    """
+    try:
+        return jax.default_backend()
+    except (RuntimeError, AssertionError) as error:  # the latter where JAX has no plugin for it
+        given = os.environ.get("JAX_PLATFORMS") or jax.config.jax_platforms
+        if not given:
+            raise
+        raise UserError(f"JAX_PLATFORMS={given}: JAX finds no such device here; leave it out, or set cpu") from error
+
+
 def get(name: str | None = None) -> Kernels:
     """The kernels called `name`; by default native on a CPU that has them, else reference; packed on a GPU, and bf16 on
     other devices.
 
     `specsparse.load` chooses bf16 on a GPU too where a model fits so.
-    `SPECSPARSE_KERNELS` overrides the default. Raises UserError for an unknown name, and for native kernels that are
-    missing while `SPECSPARSE_REQUIRE_NATIVE=1`.
+    `SPECSPARSE_KERNELS` overrides the default. Raises UserError for an unknown name, for native kernels that are
+    missing while `SPECSPARSE_REQUIRE_NATIVE=1`, and as `platform`.
     """
-    name = name or os.environ.get("SPECSPARSE_KERNELS")
+    device, name = platform(), name or os.environ.get("SPECSPARSE_KERNELS")
     if name is None:
-        if jax.default_backend() != "cpu":
-            return PACKED if jax.default_backend() == "gpu" else BF16
+        if device != "cpu":
+            return PACKED if device == "gpu" else BF16
         name = "native" if cpu.available() else "reference"
     if name not in _NAMED:
         raise UserError(f"kernels {name!r} do not exist; there are {', '.join(_NAMED)}")

@@ -4,10 +4,10 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import jax
 from jax.sharding import Mesh
@@ -25,12 +25,26 @@ from specsparse.errors import UserError
 from specsparse.kernels.reference import q8_cache
 from specsparse.models import obtain
 from specsparse.powerinfer.ffn import modes
+from specsparse.support.options import Read, read, shown
 from specsparse.support.paths import cache_dir
 
 if TYPE_CHECKING:
     from specsparse.engine.mesh.sharded import MeshDevices
     from specsparse.powerinfer.placement.placed import GivenPlacement
     from specsparse.powerinfer.placement.two_devices import GivenDevices
+
+
+@dataclass(frozen=True)
+class _Typed:
+    """Options of `load`, for their types; their values are judged by what uses them."""
+
+    kv_dtype: str | None
+    backend: str | None
+    ffn: str | None
+    hot: str
+    threshold: Annotated[float | None, Read(float, "a number")]
+    faithful_f16: bool
+    float_weights: bool
 
 
 def load(
@@ -96,6 +110,10 @@ def load(
         placing = ("placement", "hot", "devices", "mesh", "width")
         known = ", ".join((*own, *placing, *OVERRIDES))
         raise UserError(f"load() has no option {unknown[0]!r}; it has {known}")
+    given = {"kv_dtype": kv_dtype, "backend": backend, "ffn": ffn, "hot": hot, "threshold": threshold}
+    read(_Typed, {**given, "faithful_f16": faithful_f16, "float_weights": float_weights}, group="", null=True)
+    if progress is not None and not callable(progress):
+        raise UserError(f"progress={shown(progress)} must be a function of (bytes done, bytes in all)")
     kv_dtype = kv_dtype or "f16"
     if kv_dtype not in KV_DTYPES:
         raise UserError(f"kv_dtype={kv_dtype!r} does not exist; choose one of {', '.join(KV_DTYPES)}")
@@ -143,7 +161,7 @@ def load(
         f, config, floats=floats, float_types=plan.float_types, progress=advance, pack_ffn=plan.pack,
         place=plan.devices.place_tensor if kept is None else partial(_place_on_card, kept),
     )  # fmt: skip
-    read = weights.footprint(params, f)
+    footprint = weights.footprint(params, f)
     forward = plan.devices.make_forward(config, plan.kernels, plan.ffn)
     return Model(
         config=config,
@@ -157,7 +175,7 @@ def load(
         storage=storage,
         kv_dtype=kv_dtype,
         path=Path(path),
-        footprint=read,
+        footprint=footprint,
         ffn=plan.mode,
         rule=plan.rule,
         load_s=time.perf_counter() - start,

@@ -8,9 +8,10 @@ import jax
 import numpy as np
 
 from specsparse.engine.model import Model
-from specsparse.engine.sampling.params import SamplingParams
+from specsparse.engine.sampling.params import SEEDS, SamplingParams
 from specsparse.errors import ContextTooLong, UserError
 from specsparse.runtime.device_batch import Request
+from specsparse.support.options import shown
 
 PromptLike = str | np.ndarray | Seq[int] | Seq[Mapping[str, str]]
 """A text, token ids, or a chat: a list of {"role", "content"}."""
@@ -109,7 +110,7 @@ def seed_of(seed: object) -> int:
     """The seed, or a new one for None.
 
     Raises:
-        UserError: no whole number.
+        UserError: no whole number of 64 bits.
     """
     if seed is None:
         drawn = secrets.randbits(32)
@@ -118,8 +119,8 @@ def seed_of(seed: object) -> int:
         from jax.experimental.multihost_utils import broadcast_one_to_all
 
         return int(broadcast_one_to_all(np.uint32(drawn)))  # processes that share a model write one text
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
-        raise UserError(f"seed={seed!r} must be a whole number, or None for a new one")
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not SEEDS.holds(int(seed)):
+        raise UserError(f"seed={shown(seed)} must be a whole number of 64 bits, or None for a new one")
     return int(seed)
 
 

@@ -24,6 +24,7 @@ from specsparse.runtime.pruned import Pruned, Unpruned
 from specsparse.runtime.rounds import InOneProgram, RoundRunner
 from specsparse.speculative.base import Draft, Drafted, TextDrafter, Verdict
 from specsparse.speculative.loop import Round, coins
+from specsparse.support.options import shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,10 +91,12 @@ def runner_for(model: Model, method: Method, *, loop: str = "jit", watch: Watch 
         watch: called with every speculative round.
 
     Raises:
-        UserError: an unknown loop.
+        UserError: an unknown loop, or a watch that cannot be called.
     """
     if loop not in LOOPS:
         raise UserError(f"loop={loop!r} must be one of {', '.join(LOOPS)}")
+    if watch is not None and not callable(watch):
+        raise UserError(f"watch={shown(watch)} must be a function of a round")
     whole = model.devices.one_program
     if loop == "jit" and watch is None and whole and not isinstance(method.drafter, TextDrafter):
         return InOneProgram()

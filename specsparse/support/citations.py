@@ -187,7 +187,7 @@ def citation(*methods: str) -> str:
     """
     keys = ["specsparse"]
     for name in methods:
-        if name not in METHODS and name not in UNPUBLISHED:
+        if not isinstance(name, str) or (name not in METHODS and name not in UNPUBLISHED):
             near = difflib.get_close_matches(str(name), [*METHODS, *UNPUBLISHED], n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(METHODS)}"
             raise UserError(f"method {name!r} is unknown; {hint}")

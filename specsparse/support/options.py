@@ -21,11 +21,13 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union
+from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar, Union
 
 from specsparse.errors import UserError
 
 T = TypeVar("T")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _NEAR = 0.7
 """Least likeness of two keys of which one may be a slip for the other."""
@@ -124,10 +126,29 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def only_known(function: Callable[P, R], name: str = "") -> Callable[P, R]:
+    """The function; a keyword that it does not have is refused as an unknown option is.
+
+    `name` is its own for the message, by default as it is defined.
+    """
+    known, called = list(inspect.signature(function).parameters), name or function.__name__
+
+    @functools.wraps(function)
+    def call(*args: P.args, **given: P.kwargs) -> R:
+        for key in given:
+            if key not in known:
+                raise UserError(f"{called}() has no option {shown(key)}{nearest(key, known)}")
+        return function(*args, **given)
+
+    return call
+
+
 Count = Annotated[int, Range(1)]
 """A whole number of at least 1."""
 Size = Annotated[int, Range(0)]
 """A whole number of at least 0."""
+Seed = Annotated[int, Range(0, 2**64 - 1)]
+"""Of noise, 64 bits."""
 Positive = Annotated[float, Range(0, above=True)]
 """A number above 0."""
 Share = Annotated[float, Range(0, 1, above=True)]

@@ -8,8 +8,10 @@ import pytest
 
 import specsparse
 from specsparse import run
+from specsparse.cli import main as cli
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
+from specsparse.experiments.compose.shorthand import flags_first
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.method import choose_verifier
 from specsparse.support.pipes import until_the_reader_leaves
@@ -37,6 +39,9 @@ def test_other_projects_names_are_told_what_it_is_called_here(option, says):
     [
         (["--experiment", "x"], "+experiment=NAME"),
         (["--max-tokens=3"], "settings have no dashes"),
+        (["drafter=none", "verifier=token"], "verifier=token needs a drafter: leave it out"),
+        ([f"seed={'1' * 5000}"], "seed=111111111111111111111111111111111111111111111111111111111... has too many"),
+        (["max_tokens=2", "--cfg", "job", "seed=1"], "unrecognized arguments: seed=1; settings stand side by side"),
         (["drafter=suffix,prompt_lookup"], "several values are a sweep, add -m"),
         (["model=smollm2-13m"], "did you mean smollm2-135m?"),
         (["--resolve"], "--resolve goes with --cfg job or --help"),
@@ -66,6 +71,25 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, monkeypatch, capsys,
     err = capsys.readouterr().err
     assert said in err and "hydra.run.dir=FOLDER" in err and err.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "runs") == ["file", "m.gguf"]
+
+
+def test_flags_stand_anywhere(capsys):
+    assert flags_first(["model=a", "-m", "max_tokens=2,3"]) == ["-m", "model=a", "max_tokens=2,3"]
+    assert flags_first(["model=a", "--hydra-help"]) == ["--hydra-help"]
+    assert flags_first(["a=1", "b=2"]) == ["a=1", "b=2"]
+
+
+def test_long_numbers_are_cut(capsys):
+    digits = "9" * 5000
+    for argv in (["generate", "m", "hi", "--seed", digits], ["bench", "--threads", digits], ["bench", "--tg", digits]):
+        assert cli.main(argv) == 2
+        said = capsys.readouterr().err
+        assert "9" * 50 in said and "..." in said and said.count("\n") == 1 and len(said) < 250
+
+
+def test_a_bench_without_a_model_takes_none(capsys):
+    assert cli.main(["bench", "--products", "Q4_0", "--model", "/nonexistent"]) == 2
+    assert "--products does not go with --model" in capsys.readouterr().err
 
 
 def test_token_on_argmax_drafts_names_the_temperature_that_draws_them():

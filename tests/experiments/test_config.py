@@ -280,6 +280,7 @@ MISTYPED = [
     (["verifier=typical", "verifier.epsilo=1"], "verifier.epsilo is no option of typical; did you mean epsilon?"),
     (["tree.widht=3"], "tree.widht is no option of chain; valid: none"),
     (["tree=static", "tree.widht=3"], "tree.widht is no option of static; did you mean widths?"),
+    ([f"seed={2**65}"], f"seed={2**65} must be a whole number of at least 0 and at most {2**64 - 1}"),
     (["policy.gama=3"], "policy.gama is no option of fixed; did you mean gamma?"),
     (["policy=auto_off", "policy.evry=3"], "policy.evry is no option of auto_off; did you mean every?"),
     (["verifier=threshold", "verifier.total=2"], "verifier.total=2 must be a number above 0 and at most 1"),

@@ -2,9 +2,10 @@
 
 import dataclasses
 import difflib
+import functools
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Annotated, Any, TypeGuard
 
 import numpy as np
@@ -15,6 +16,8 @@ from specsparse.support.options import Count, Internal, Positive, Range, Read, S
 GREEDY_TEMPERATURE = 1e-5
 """A temperature below this is greedy decoding (vLLM's constant)."""
 MAX_SEQUENCES = 16384
+SEEDS = Range(-(2**63), 2**64 - 1)
+"""Of a seed: 64 bits, signed or not."""
 
 _DRAFT = "it belongs to the drafter: drafter=specsparse.get_drafter(NAME, gamma=N)"
 _GUIDED = "guided decoding is not supported; use allowed_token_ids or logits_processors"
@@ -146,7 +149,7 @@ class SamplingParams:
     top_p: Share = 1.0
     top_k: Annotated[int, Range(1, besides=(0, -1))] = -1
     min_p: Annotated[float, Range(0, 1)] = 0.0
-    seed: Annotated[int | None, Range(-(2**63), 2**64 - 1)] = None
+    seed: Annotated[int | None, SEEDS] = None
     stop: _Strings = ()
     stop_token_ids: _Ids = ()
     bad_words: _Strings = ()
@@ -209,16 +212,36 @@ class SamplingParams:
         Raises:
             UserError: an unknown name (the message has the nearest valid one), or a value that is not allowed.
         """
-        names = [field.name for field in dataclasses.fields(cls)]
-        for key in mapping:
-            if key in ELSEWHERE:
-                raise UserError(f"{key} is no sampling parameter: {ELSEWHERE[key]}")
-            if key not in names:
-                near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.0)[0]
-                raise UserError(f"unknown sampling parameter {str(key)[:60]!r}; did you mean {near!r}?")
+        if not isinstance(mapping, Mapping):
+            raise UserError(f"sampling parameters are a mapping of names to values, not {type(mapping).__name__}")
+        _check_names(mapping)
         return cls(**mapping)
 
     def merged(self, **keywords: object) -> "SamplingParams":
         """These parameters with some replaced; raises UserError as `from_dict` does."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return self.from_dict({**fields, **keywords})
+
+
+def _check_names(given: Iterable[object]) -> None:
+    names = [field.name for field in dataclasses.fields(SamplingParams)]
+    for key in given:
+        if key in ELSEWHERE:
+            raise UserError(f"{key} is no sampling parameter: {ELSEWHERE[str(key)]}")
+        if key not in names:
+            near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.0)[0]
+            raise UserError(f"unknown sampling parameter {str(key)[:60]!r}; did you mean {near!r}?")
+
+
+def _by_known_names(init: Callable) -> Callable:
+    """The `__init__`; an unknown name is refused as `from_dict` refuses it."""
+
+    @functools.wraps(init)
+    def __init__(self, *args, **given):
+        _check_names(given)
+        init(self, *args, **given)
+
+    return __init__
+
+
+SamplingParams.__init__ = _by_known_names(SamplingParams.__init__)  # type: ignore[method-assign]

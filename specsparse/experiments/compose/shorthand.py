@@ -5,9 +5,11 @@ import re
 
 from specsparse.errors import UserError
 from specsparse.experiments.compose.parts import ELSEWHERE, PARTS, option_name
+from specsparse.support.options import shown
 from specsparse.support.paths import conf_dir
 from specsparse.support.registry import Registry
 
+_FLAGS = ("-m", "--multirun", "-h", "--help", "-r", "--run", "--resolve")
 OPEN_GROUPS = ("drafter", "verifier", "tree", "policy", "predictor")
 """Groups of the config that take a user's own part."""
 
@@ -71,6 +73,20 @@ def refuse(argv: list[str]) -> None:
                 "a run decodes the prompts of data.source=FILE (.txt or .jsonl); for one prompt there is "
                 'python -m specsparse generate MODEL "PROMPT"'
             )
+        key, _, value = arg.partition("=")
+        if re.search(r"\d{1000}", value):  # Python reads no number of more than a few thousand digits
+            raise UserError(f"{key}={shown(value)} has too many digits")
+    verifier = next((arg for arg in argv if re.match(r"verifier(\.name)?=(?!null$)", arg)), None)
+    if verifier and {"drafter=none", "drafter.name=none"} & set(argv):
+        raise UserError(f"{verifier} needs a drafter: leave it out, or choose another drafter than none")
+
+
+def flags_first(argv: list[str]) -> list[str]:
+    """Flags without a value before the settings: argparse takes settings on one side of them alone. Hydra's own page
+    of help knows no settings."""
+    if "--hydra-help" in argv:
+        return ["--hydra-help"]
+    return [arg for arg in argv if arg in _FLAGS] + [arg for arg in argv if arg not in _FLAGS]
 
 
 def _is_option(key: str) -> bool:

@@ -13,7 +13,7 @@ from specsparse.speculative.proof.handed import Handed, handed
 from specsparse.speculative.proof.results import DRIVER, LEGEND, RULE, CertificateReport
 from specsparse.speculative.verify import VERIFIERS, get_verifier
 from specsparse.support import registry, terminal
-from specsparse.support.options import Range, Size
+from specsparse.support.options import Range, Seed
 
 DEFINITION = (
     "total variation between the joint law of the tokens of one round, continued by plain sampling, and plain "
@@ -39,7 +39,7 @@ class CertifySettings:
     """What `kind: certify` reads of a config."""
 
     certify: CertifySpec = CertifySpec()
-    seed: Size = 0
+    seed: Seed = 0
 
 
 class Certify(Kind[CertifySettings]):
@@ -53,7 +53,8 @@ class Certify(Kind[CertifySettings]):
         """Unknown verifiers are refused, and callables that cannot be had."""
         for name in cfg.certify.verifiers or ():
             get_verifier(name)
-        _callables(cfg.certify)
+        if not _callables(cfg.certify) and cfg.certify.verifiers == ():
+            raise UserError("certify.verifiers=[] certifies nothing: name some, or leave it out for all")
 
     def run(self, cfg: CertifySettings, lab: Lab) -> Found:
         """Enumerates. No model is loaded."""

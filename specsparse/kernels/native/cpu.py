@@ -14,6 +14,7 @@ from specsparse.errors import UserError
 from specsparse.kernels.qtensor import QTensor
 from specsparse.kernels.reference import dense
 from specsparse.kernels.reference.q8_cache import head_size
+from specsparse.support.options import shown
 
 LIBRARY = Path(__file__).parents[1] / "libspecsparse_kernels.so"
 OPERATIONS = (
@@ -24,6 +25,8 @@ OPERATIONS = (
 ISAS = ("portable", "avx2", "avxvnni", "avx512", "amx")
 """Instruction sets that kernels are written for; the widest that the processor has is taken."""
 _USE = f"use {', '.join(ISAS[:-1])} or {ISAS[-1]}"
+
+_SPIN_DIGITS = 9
 
 _CODES = ("nibble", "int8", "f32", "f16", "bf16")
 _SCALES = ("none", "d", "dm", "f32", "super", "super_min")
@@ -46,7 +49,7 @@ def library() -> ctypes.CDLL | None:
     """The compiled kernels, set up as the environment asks, or None.
 
     Raises:
-        UserError: an older build, or a bad SPECSPARSE_ISA or SPECSPARSE_THREADS.
+        UserError: an older build, or a bad SPECSPARSE_ISA, SPECSPARSE_THREADS or SPECSPARSE_SPIN_US.
     """
     opened = _opened()
     if isinstance(opened, str):
@@ -62,6 +65,9 @@ def library() -> ctypes.CDLL | None:
     if count:
         _check_threads(count)
         opened.specsparse_set_threads(int(count))
+    spin = os.environ.get("SPECSPARSE_SPIN_US")
+    if spin and not (spin.isascii() and spin.isdecimal() and len(spin) <= _SPIN_DIGITS):
+        raise UserError(f"SPECSPARSE_SPIN_US={shown(spin)}: microseconds from 0 to 999999999 are needed")
     return opened
 
 
@@ -128,8 +134,9 @@ def threads() -> int | None:
 
 
 def _check_threads(count) -> None:
-    if not (isinstance(count, int) or str(count).isdecimal()) or isinstance(count, bool) or not 1 <= int(count) <= 64:
-        raise UserError(f"threads={count!r}: an integer from 1 to 64 is needed")
+    digits = isinstance(count, str) and count.isdecimal() and len(count) <= _SPIN_DIGITS
+    if not (isinstance(count, int) or digits) or isinstance(count, bool) or not 1 <= int(count) <= 64:
+        raise UserError(f"threads={shown(count)}: an integer from 1 to 64 is needed")
 
 
 def set_threads(count: int) -> None:

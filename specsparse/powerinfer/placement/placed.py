@@ -40,8 +40,9 @@ def plan(
     """
     if hot not in HOT:
         raise UserError(f"hot={hot!r} does not exist; choose one of {', '.join(HOT)}")
-    named = not isinstance(devices, int | str) and len(devices) == 2 and all(isinstance(d, str) for d in devices)
-    if devices not in (1, 2) and not named:
+    pair = isinstance(devices, Sequence) and not isinstance(devices, str) and len(devices) == 2
+    named = pair and all(isinstance(device, str) for device in devices)
+    if not named and (not isinstance(devices, int) or devices not in (1, 2)):
         raise UserError(f"devices={devices!r}: must be 1 or 2, or two names such as [cuda:0, cpu]")
     if placement is None:
         raise UserError(f"hot={hot} on {devices} device(s) needs a placement: give placement=FILE.gpuidx")

@@ -27,6 +27,7 @@ from specsparse.speculative.proof.mutants import MUTANTS
 from specsparse.speculative.proof.results import DRIVER, CertificateReport, MutantResult, Result
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verify import VERIFIERS, get_verifier
+from specsparse.support.options import Seed, only_known, read
 
 MUTANT_CASES = 3
 """Random cases per mutant."""
@@ -116,6 +117,19 @@ def measure_driver_mutant(name: str, *, seed: int) -> MutantResult:
     return MutantResult(name, mutant.mistake, max(found), DRIVER)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """The options of `certify`, for their types."""
+
+    vocab: int | None
+    gamma: int | None
+    seed: Seed
+    mutants: bool | None
+    driver: bool
+    museum: bool
+
+
+@only_known
 def certify(
     verifiers: Sequence[Verifier | str | Handed | Callable] | Verifier | str | Handed | Callable | None = None,
     *,
@@ -141,10 +155,14 @@ def certify(
         UserError: an unknown name, a case too large to enumerate, or a callable that cannot be certified so.
     """
     alone = verifiers is not None and (isinstance(verifiers, str) or not isinstance(verifiers, Sequence))
-    several = [verifiers] if alone else VERIFIERS.values() if verifiers is None else verifiers
+    given = {"vocab": vocab, "gamma": gamma, "seed": seed, "mutants": mutants, "driver": driver, "museum": museum}
+    read(_Asked, given, group="", null=True)
+    several = [verifiers] if alone else list(VERIFIERS.values() if verifiers is None else verifiers)
+    if not several and not museum:
+        raise UserError("certify([]) certifies nothing: name a verifier, or leave the list out for all")
     named = [get_verifier(v) if isinstance(v, str) else v for v in several]
-    given = [v if isinstance(v, Verifier) else handed(v) for v in named]
-    chosen = sorted(given, key=lambda v: isinstance(v, Verifier))  # a broken one is said at once
+    made = [v if isinstance(v, Verifier) else handed(v) for v in named]
+    chosen = sorted(made, key=lambda v: isinstance(v, Verifier))  # a broken one is said at once
     ours = any(isinstance(v, Verifier) for v in chosen)
     vocab, gamma = vocab or (4 if ours else 3), gamma or (3 if ours else 2)
     mutants = ours if mutants is None else mutants
