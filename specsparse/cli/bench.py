@@ -162,7 +162,7 @@ def _check_alone(args: argparse.Namespace) -> None:
         for name in (*names, "model") if mode in _WITHOUT_MODEL else names:
             if getattr(args, name):
                 raise UserError(f"{flag} does not go with --{name.replace('_', '-')}")
-        if args.n == ():
+        if args.n == () and mode != "publish":  # `_check_publish` says what that wants
             raise UserError(f"--n none: nothing to measure with {flag}")
 
 
