@@ -199,8 +199,55 @@ class _Manifest:
 
 
 @dataclass(frozen=True)
+class _Conditions:
+    read_bandwidth: float | None = None
+    read_deviation: float | None = None
+    plain_tokens_per_second: float | None = None
+    plain_deviation: float | None = None
+    other_load: float | None = None
+    others: _Others = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Times:
+    draft: float | None = None
+    verify: float | None = None
+    sample: float | None = None
+    commit: float | None = None
+    host: float | None = None
+    others: _Others = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Counters:
+    times: _Times = _Times()
+    others: _Others = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Side:
+    counters: _Counters = _Counters()
+    others: _Others = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Task:
+    speculative: _Side = _Side()
+    others: _Others = field(default_factory=dict)
+
+
+def _tasks(found: object) -> object:
+    """The groups of a run by task; other kinds hold what they like."""
+    for name, task in found.items() if isinstance(found, dict) else ():
+        if not isinstance(task, dict):
+            raise TypeError
+        options.read(_Task, task, group=f"tasks.{name}")
+    return found
+
+
+@dataclass(frozen=True)
 class _Summary:
-    conditions: dict[str, Any] | None = None
+    conditions: _Conditions = _Conditions()
     identity: _Group = None
     others: _Others = field(default_factory=dict)
 
@@ -213,6 +260,7 @@ class _Record:
     config: _Config = _Config()
     manifest: _Manifest = _Manifest()
     method: _Group = None
+    tasks: Annotated[object | None, options.Read(_tasks, "a group of values by task")] = None
     others: _Others = field(default_factory=dict)
 
 

@@ -391,6 +391,8 @@ def test_a_cell_taken_over_is_one_run(tmp_path):
 
 PASS = {"prompt_id": "a", "task": "t", "side": PLAIN, "repeat": 0, "counters": 3, "decode_s": 1.0}
 """A row whose counters are none."""
+TIMED = {"speculative": {"counters": {"times": {"draft": "x"}}}}
+"""A task whose stage times are none."""
 
 
 def main_tables(text):
@@ -419,6 +421,15 @@ def test_the_main_tables_fit_a_laptop(page_of_forty):
         ({"record.json": '{"summary": {}, "config": 3}'}, "record.json: .*: config=3 must be a group of values"),
         ({"record.json": '{"summary": {}, "manifest": {"command": -1}}'}, "manifest.command=-1 must be a list"),
         ({"record.json": '{"summary": {}, "config": {"policy": {"gamma": []}}}'}, r"config.policy.gamma=\[\] must be"),
+        (
+            {"record.json": '{"summary": {"conditions": {"other_load": "x"}}}'},
+            "summary.conditions.other_load=x must be",
+        ),
+        ({"record.json": '{"summary": {}, "tasks": {"a": 3}}'}, "tasks={'a': 3} must be a group of values by task"),
+        (
+            {"record.json": json.dumps({"summary": {}, "tasks": {"a": TIMED}})},
+            "speculative.counters.times.draft=x must",
+        ),
         ({"record.json": '{"summary": {"identity": "x"}}'}, "summary.identity=x must be a group of values"),
         ({"record.json": '{"summary": {}}', "prompts.jsonl": json.dumps(PASS)}, "prompts.jsonl:1: .*: counters=3 must"),
         ({"record.json": json.dumps({"summary": {}}), "prompts.jsonl": "{}\n{"}, "prompts.jsonl:2: not JSON"),

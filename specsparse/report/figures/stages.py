@@ -35,7 +35,8 @@ def _tasks(method: ReportedMethod) -> list[dict[str, float]]:
     tasks = method.run.record.get("tasks") or {}
     if method.side != "speculative" or not isinstance(tasks, dict):
         return []
-    times = [t["speculative"]["counters"]["times"] for t in tasks.values() if t.get("speculative")]
+    counters = [(task.get("speculative") or {}).get("counters") or {} for task in tasks.values()]
+    times = [{stage: (c.get("times") or {}).get(stage) or 0.0 for stage in STAGES} for c in counters]
     return [t for t in times if t["draft"] or t["verify"]]
 
 
