@@ -96,7 +96,7 @@ def stream(
     A piece is the text of `rounds` rounds: 1 gives text as soon as it is there, more cost less. `.tokens()` of the
     result gives it token by token.
     """
-    if not isinstance(rounds, int) or not 1 <= rounds <= NOTED_ROUNDS:
+    if isinstance(rounds, bool) or not isinstance(rounds, int) or not 1 <= rounds <= NOTED_ROUNDS:
         raise UserError(f"rounds={rounds!r} must be a whole number from 1 to {NOTED_ROUNDS}")
     params = params_of(model, sampling, max_tokens, fields)
     prompts, many = prompts_of(prompt)

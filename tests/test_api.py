@@ -328,6 +328,7 @@ def test_bad_options(model, options, says):
         ({"float_weights": 1}, "float_weights=1 must be true or false"),
         ({"progress": 3}, "progress=3 must be a function"),
         ({"devices": None}, "devices=None: must be 1 or 2"),
+        ({"devices": True}, "devices=True: must be 1 or 2"),
         ({"devices": 2.0}, "devices=2.0: must be 1 or 2"),
         ({"threads": "9" * 5000}, r"threads=9{57}\.\.\.: an integer"),
         ({"kv_dtype": "f8"}, "f32, f16, bf16"),
@@ -364,6 +365,7 @@ def test_arguments_that_are_none_are_one_line(model):
     refused("are a mapping of names to values, not int", specsparse.SamplingParams.from_dict, 3)
     assert specsparse.SamplingParams(top_k=3).top_k == 3
     refused("method .*'model'.* is unknown", specsparse.citation, ["model"])
+    refused("rounds=True must be a whole number", specsparse.stream, model, "a", rounds=True)
     refused("watch=3 must be a function", specsparse.generate, model, "a", watch=3)
     refused("certify.. has no option foo", specsparse.certify, foo=1)
     refused("certifies nothing", specsparse.certify, [])

@@ -130,7 +130,7 @@ def load(
     if KV_DTYPES[kv_dtype] == q8_cache.DTYPE:
         q8_cache.row_size(config.head_dim)
     options = {"ffn": ffn, "threshold": threshold, "faithful_f16": faithful_f16}
-    if placement is None and hot == "masked" and devices == 1:
+    if placement is None and hot == "masked" and devices == 1 and devices is not True:
         plan = modes.plan(f, config, chosen, **options)
     else:
         from specsparse.powerinfer.placement import placed  # imported for a placed model alone

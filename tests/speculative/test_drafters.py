@@ -206,6 +206,7 @@ def test_prompt_lookup_names():
         ("model", {"model": 3}, ["drafter.model=3 must be a GGUF file"]),
         ("model", {"path": [1]}, ["drafter.path=[1] must be a GGUF file"]),
         ("model", {"model": {"a": 1}}, ["drafter.model={'a': 1} must be a GGUF file"]),
+        ("scripted", {"template": 3}, ["drafter.template=3 must be a TreeTemplate"]),
         ("dflash", {"path": {"a": 1}}, ["drafter.path={'a': 1} must be a folder"]),
         ("scripted", {"template": TREE, "ends": (0,), "vocab_size": 2}, ["vocab_size=2"]),
     ],

@@ -42,7 +42,7 @@ def plan(
         raise UserError(f"hot={hot!r} does not exist; choose one of {', '.join(HOT)}")
     pair = isinstance(devices, Sequence) and not isinstance(devices, str) and len(devices) == 2
     named = pair and all(isinstance(device, str) for device in devices)
-    if not named and (not isinstance(devices, int) or devices not in (1, 2)):
+    if not named and (isinstance(devices, bool) or not isinstance(devices, int) or devices not in (1, 2)):
         raise UserError(f"devices={devices!r}: must be 1 or 2, or two names such as [cuda:0, cpu]")
     if placement is None:
         raise UserError(f"hot={hot} on {devices} device(s) needs a placement: give placement=FILE.gpuidx")

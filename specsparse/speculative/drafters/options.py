@@ -36,6 +36,12 @@ def _model(value: object) -> object:
     return value
 
 
+def _template(value: object) -> object:
+    if not hasattr(value, "parents"):
+        raise TypeError
+    return value
+
+
 def _head(value: object) -> object:
     """A path, a name or a head that was read."""
     if not isinstance(value, str | Path) and not hasattr(value, "tensors"):
@@ -167,7 +173,7 @@ class ScriptedOptions:
     accept: tuple[int, ...] | None = None
     vocab_size: Annotated[int, Range(2, 2**31 - 1)] = 256
     truth: Annotated[tuple[int, ...], Read(_ids, "a list of ids")] = ()
-    template: object | None = None
+    template: Annotated[object | None, Read(_template, "a TreeTemplate")] = None
     ends: tuple[int, ...] = ()
 
 
