@@ -14,6 +14,7 @@ from scipy import stats
 
 import specsparse
 from specsparse import SamplingParams
+from specsparse.engine.sampling import pipeline
 from specsparse.kernels.native import cpu
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.trees import get_tree
@@ -119,7 +120,8 @@ def check(model, target: str, method: str, total: int) -> None:
     shift, tv = power(drawn.counts, exact)
     assert shift < LEAST_SHIFT[total] and tv < LEAST_TV[total], (shift, tv)
     if method != "plain":
-        assert 0.1 * drawn.drafted < drawn.accepted < 0.9 * drawn.drafted
+        # Both ends of the rule are taken often; of the drafts for `match`, drawn by themselves, one in fifty agrees.
+        assert min(drawn.accepted, drawn.drafted - drawn.accepted) > total // 50
     found = p_values(drawn.counts, exact)
     assert min(found.values()) > ALPHA, found
 
@@ -145,6 +147,8 @@ def test_plain_draws_follow_the_exact_law(model):
 def test_a_verifier_without_a_residual_is_refused(model, monkeypatch):
     """The test of the test: after a rejection the token comes from p, not from what q left of it."""
     monkeypatch.setattr(laws, "residual", lambda law_V, q_V, usable=True: law_V)
+    of_model = pipeline.kernels_of  # their `judge` has a residual of its own
+    monkeypatch.setattr(pipeline, "kernels_of", lambda kernels: of_model(kernels)._replace(judge=None))
     monkeypatch.setattr(model, "programs", {})
     drawn = draws(model, TARGETS["truncated"], "token", calls(FEW))
     assert p_values(drawn.counts, Laws.of(model, TARGETS["truncated"], DRAFT))["event"] < ALPHA
