@@ -38,7 +38,7 @@ class Finish(enum.IntEnum):
     STOP = 1
     LENGTH = 2
     FAILED = 3
-    """The model gave a law that is none (NaN or no token left)."""
+    """The model gave no law (NaN, or no token left)."""
 
 
 class Job(NamedTuple):

@@ -18,7 +18,7 @@ from specsparse.speculative import expected, vocab
 from specsparse.speculative.drafters.heads import dflash_file, eagle3_file
 from specsparse.speculative.drafters.heads.dflash_file import DFlashFile
 from specsparse.speculative.drafters.heads.eagle3_file import Eagle3File
-from specsparse.speculative.drafters.heads.head_gguf import EMBEDDING, OUTPUT
+from specsparse.speculative.drafters.heads.published_file import EMBEDDING, OUTPUT
 from specsparse.speculative.intersection import intersect
 from specsparse.support.json_files import Json
 

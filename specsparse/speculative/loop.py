@@ -146,7 +146,7 @@ class Round:
         return verdict._replace(tokens=tokens, nodes=nodes)
 
     def targets(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> jax.Array:
-        """int32[B, K+1], the target's own token at each row; -1 where its law is none."""
+        """int32[B, K+1], the target's own token at each row; -1 where it has no law."""
         B, n, V = logits_BnV.shape
         u_R = None if self.config.greedy else target_uniform(job, self._positions(draft, state)).reshape(-1)
         token_R, ok_R = sample(

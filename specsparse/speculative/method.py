@@ -61,10 +61,10 @@ def drawing_for(drafter: Made, verifier: str | Verifier | None, temperature: flo
     `temperature` is the target's.
     """
     name = verifier.name if isinstance(verifier, Verifier) else verifier or ""
-    heat = draw_temperature(name, temperature)
-    if heat is None or not isinstance(drafter, DrafterPlan) or drafter.drafting.temperature is not None:
+    drawn_at = draw_temperature(name, temperature)
+    if drawn_at is None or not isinstance(drafter, DrafterPlan) or drafter.drafting.temperature is not None:
         return drafter
-    return dataclasses.replace(drafter, drafting=dataclasses.replace(drafter.drafting, temperature=heat))
+    return dataclasses.replace(drafter, drafting=dataclasses.replace(drafter.drafting, temperature=drawn_at))
 
 
 def choose_verifier(

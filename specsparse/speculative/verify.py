@@ -80,10 +80,10 @@ def check_pair(
         return
     names = ", ".join(valid_verifiers(drafter.kind, tree=drafter.tree, temperature=temperature))
     shape = "tree" if drafter.tree else "chain"
-    heat = "" if temperature is None else f" at temperature {temperature:g}"
+    at = "" if temperature is None else f" at temperature {temperature:g}"
     whose = f" of drafter={drafted_by}" if drafted_by else ""
     raise UserError(
-        f"verifier={verifier.name} cannot verify {drafter.kind.value} {shape} drafts{whose}{heat}: "
+        f"verifier={verifier.name} cannot verify {drafter.kind.value} {shape} drafts{whose}{at}: "
         f"choose one of {names}"
     )
 

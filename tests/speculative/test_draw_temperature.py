@@ -14,8 +14,8 @@ from specsparse.kernels.packing.dequant import dequantize
 from specsparse.runtime.binding import make_method
 from specsparse.speculative.base import DraftKind
 from specsparse.speculative.drafters import get_drafter
+from specsparse.speculative.drafters.chain import ModelDrafter
 from specsparse.speculative.drafters.heads.head_file import find
-from specsparse.speculative.drafters.model import ModelDrafter
 from specsparse.speculative.drafters.options import DRAWS_COLDER, draw_temperature
 from specsparse.speculative.method import drawing_for
 from specsparse.training.data import Text

@@ -22,7 +22,7 @@ from specsparse.models.convert.eagle3 import read_eagle3
 from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.heads.eagle3_file import write_eagle3_gguf
-from specsparse.speculative.drafters.heads.head_gguf import EMBEDDING
+from specsparse.speculative.drafters.heads.published_file import EMBEDDING
 from specsparse.speculative.drafters.plan import MakeModel
 from specsparse.speculative.drafters.sources import FedRows
 from specsparse.testing import write_tiny_gguf

@@ -67,10 +67,10 @@ def of_kind(run: RunConfig, owner: type[S]) -> S:
 
 def _drawn(run: RunConfig, target: SamplingParams) -> RunConfig:
     """`drafter.temperature=null` filled in: verifiers that weigh q want drafts that are drawn from it."""
-    options, heat = run.drafter.options, draw_temperature(run.verifier.name, target.temperature)
-    if options.get("temperature", 0.0) is not None or heat is None:
+    options, drawn_at = run.drafter.options, draw_temperature(run.verifier.name, target.temperature)
+    if options.get("temperature", 0.0) is not None or drawn_at is None:
         return run
-    own = dataclasses.replace(run.drafter, options={**options, "temperature": heat})
+    own = dataclasses.replace(run.drafter, options={**options, "temperature": drawn_at})
     return dataclasses.replace(run, drafter=own)
 
 

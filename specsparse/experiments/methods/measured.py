@@ -204,8 +204,8 @@ def verifier(cfg: MethodSettings, drafter: Any) -> Verifier:
     Raises:
         UserError: it does not.
     """
-    heat, whose = cfg.params.temperature, cfg.drafter.name
-    return choose_verifier(drafter, cfg.verifier.name, cfg.verifier.options, temperature=heat, drafted_by=whose)
+    given, whose = cfg.verifier, cfg.drafter.name
+    return choose_verifier(drafter, given.name, given.options, temperature=cfg.params.temperature, drafted_by=whose)
 
 
 def _acceptance_key(cfg: MethodSettings, drafter: str, shape: str) -> str:

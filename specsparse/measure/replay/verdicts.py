@@ -99,9 +99,9 @@ def replay(
     about = recording.about
     verifier = get_verifier(verifier) if isinstance(verifier, str) else verifier
     gamma, shape = _cut(recording, gamma, widths)
-    heat = about["temperature"] if temperature is None else temperature
-    if not verifier.accepts(DraftKind(about["kind"]), tree=about["tree"], temperature=heat):
-        names = ", ".join(valid_verifiers(DraftKind(about["kind"]), tree=about["tree"], temperature=heat))
+    judged_at = about["temperature"] if temperature is None else temperature
+    if not verifier.accepts(DraftKind(about["kind"]), tree=about["tree"], temperature=judged_at):
+        names = ", ".join(valid_verifiers(DraftKind(about["kind"]), tree=about["tree"], temperature=judged_at))
         raise UserError(f"verifier={verifier.name} cannot verify the {about['kind']} drafts recorded: one of {names}")
     if temperature is not None and temperature != about["temperature"]:
         recording = at_temperature(recording, temperature)

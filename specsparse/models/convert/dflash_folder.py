@@ -6,7 +6,7 @@ from typing import Literal
 from specsparse.errors import UserError
 from specsparse.models.convert import head_folder
 from specsparse.speculative.drafters.heads.dflash_file import DFlashFile
-from specsparse.speculative.drafters.heads.head_gguf import EMBEDDING, OUTPUT
+from specsparse.speculative.drafters.heads.published_file import EMBEDDING, OUTPUT
 from specsparse.support.json_files import Json
 
 FolderForm = Literal["authors", "speculators"]

@@ -29,7 +29,7 @@ from specsparse.speculative.drafters.heads.eagle3_file import (
     write_eagle3_gguf,
 )
 from specsparse.speculative.drafters.heads.eagle3_head import PROJECTIONS, HeadShape, default_layers
-from specsparse.speculative.drafters.heads.head_gguf import DRAFT_IDS
+from specsparse.speculative.drafters.heads.published_file import DRAFT_IDS
 from specsparse.support.json_files import Json
 
 FolderForm = Literal["original", "speculators"]

@@ -15,7 +15,7 @@ from specsparse.models.convert import tensors
 from specsparse.models.convert.checkpoint import Checkpoint
 from specsparse.models.convert.hf_config import HfConfig
 from specsparse.models.convert.hf_rope import HfRope, said
-from specsparse.speculative.drafters.heads.head_gguf import DRAFT_IDS, PublishedHead
+from specsparse.speculative.drafters.heads.published_file import DRAFT_IDS, PublishedHead
 from specsparse.support.atomic import atomically
 from specsparse.support.json_files import Json, to_json, write_atomically
 

@@ -15,7 +15,7 @@ from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext, DraftKind, Feedback
-from specsparse.speculative.drafters.model import ModelDrafter
+from specsparse.speculative.drafters.chain import ModelDrafter
 from specsparse.speculative.drafters.options import ModelOptions
 from specsparse.speculative.drafters.other_vocabulary import common_tokens, shared_weights
 from specsparse.speculative.drafters.plan import Bound, DrafterPlan, MakeModel, bytes_of

@@ -10,7 +10,7 @@ from specsparse.errors import UserError
 from specsparse.kernels import Matrix, take_rows
 from specsparse.speculative.base import Drafter, DraftKind
 from specsparse.speculative.draft_law import DraftLaw
-from specsparse.speculative.drafters.model import ModelDrafter
+from specsparse.speculative.drafters.chain import ModelDrafter
 from specsparse.speculative.drafters.options import Drafting
 from specsparse.speculative.drafters.sources import DraftWeights, Source
 from specsparse.speculative.drafters.tree import TreeDrafter

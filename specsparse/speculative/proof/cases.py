@@ -27,7 +27,7 @@ def map_tables(tables: Tables, change: Callable[[np.ndarray], np.ndarray]) -> Ta
     return [np.apply_along_axis(change, -1, table) for table in tables]
 
 
-def heat(temperature: float) -> Callable[[np.ndarray], np.ndarray]:
+def tempered(temperature: float) -> Callable[[np.ndarray], np.ndarray]:
     """p^(1/T), normalised."""
 
     def change(law_V):
@@ -150,8 +150,8 @@ CORNERS: dict[str, Callable[[Tables, Tables], tuple[Tables, Tables]]] = {
     "p truncated": lambda p, q: (map_tables(p, keep_top(2)), q),
     "q truncated": lambda p, q: (p, map_tables(q, keep_top(2))),
     "truncated differently": lambda p, q: (map_tables(p, keep_top(3)), map_tables(q, keep_top(2))),
-    "q heated": lambda p, q: (p, map_tables(q, heat(2.0))),
-    "cold": lambda p, q: (map_tables(p, heat(0.1)), map_tables(q, heat(0.1))),
+    "q heated": lambda p, q: (p, map_tables(q, tempered(2.0))),
+    "cold": lambda p, q: (map_tables(p, tempered(0.1)), map_tables(q, tempered(0.1))),
     "disjoint supports": lambda p, q: (
         map_tables(p, lambda law: _disjoint(law, even=True)),
         map_tables(q, lambda law: _disjoint(law, even=False)),

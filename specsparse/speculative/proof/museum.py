@@ -24,7 +24,7 @@ from specsparse.speculative.proof.batches import (
     residual,
     walk,
 )
-from specsparse.speculative.proof.cases import heat, keep_top
+from specsparse.speculative.proof.cases import keep_top, tempered
 from specsparse.speculative.proof.handed import Handed
 from specsparse.speculative.proof.measured import measure_handed
 from specsparse.speculative.proof.results import Result
@@ -52,7 +52,7 @@ def _rows(change: Callable[[np.ndarray], np.ndarray], law: np.ndarray) -> np.nda
     return np.apply_along_axis(change, -1, law)
 
 
-CUT, HOT = keep_top(2), heat(1.5)
+CUT, HOT = keep_top(2), tempered(1.5)
 
 
 def _bfloat16(law_V: np.ndarray) -> np.ndarray:

@@ -14,12 +14,12 @@ from specsparse.speculative.base import DraftKind
 from specsparse.speculative.proof.cases import (
     Tables,
     draw_law,
-    heat,
     keep_top,
     map_tables,
     outcomes,
     random_tables,
     ranked,
+    tempered,
 )
 from specsparse.speculative.proof.exact import Outcome
 from specsparse.speculative.tree import TreeTemplate
@@ -77,11 +77,11 @@ def _q_before_truncation(p, q):
 
 
 def _q_at_other_temperature(p, q):
-    return _round(Rejection(), CHAIN, p, draw=_iid(map_tables(q, heat(0.5))), record=_iid(q))
+    return _round(Rejection(), CHAIN, p, draw=_iid(map_tables(q, tempered(0.5))), record=_iid(q))
 
 
 def _target_temperature_ignored(p, q):
-    return _round(Rejection(), CHAIN, map_tables(p, heat(0.5)), seen=p, draw=_iid(q))
+    return _round(Rejection(), CHAIN, map_tables(p, tempered(0.5)), seen=p, draw=_iid(q))
 
 
 def _target_truncation_ignored(p, q):

@@ -12,7 +12,7 @@ import specsparse
 from specsparse.errors import UserError
 from specsparse.speculative.base import PAD, DraftKind
 from specsparse.speculative.proof import certify, chain_law
-from specsparse.speculative.proof.cases import CORNERS, Case, heat, keep_top, make_case, random_tables
+from specsparse.speculative.proof.cases import CORNERS, Case, keep_top, make_case, random_tables, tempered
 from specsparse.speculative.proof.chain_law import power, round_laws, sampled_law, several_rounds
 from specsparse.speculative.proof.exact import continuations, output_law, total_variation
 from specsparse.speculative.proof.handed import Handed, handed
@@ -315,6 +315,6 @@ def test_a_broken_callable_is_said_before_anything_is_enumerated(monkeypatch):
 
 
 def test_heat_before_the_callable_is_its_own_business():
-    hot = heat(2.0)
+    hot = tempered(2.0)
     how = Handed(leviathan, target_law=hot, name="target's temperature forgotten")
     assert measure_handed(how, vocab=3, gamma=1, seed=0)[0].tv > 0.05

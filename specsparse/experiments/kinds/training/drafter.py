@@ -18,7 +18,7 @@ from specsparse.experiments.kinds.training import drafter_fit as training
 from specsparse.experiments.kinds.training.options import Training, TrainSettings
 from specsparse.models import catalogue
 from specsparse.report.rows import Rows
-from specsparse.speculative.drafters.heads.head_gguf import matrix_type
+from specsparse.speculative.drafters.heads.published_file import matrix_type
 from specsparse.support import terminal
 from specsparse.support.tables import new
 from specsparse.training import data

@@ -14,8 +14,8 @@ from specsparse.speculative.drafters.heads.dflash_block import BlockLayer, Block
 from specsparse.speculative.drafters.heads.dflash_file import DFlashFile
 from specsparse.speculative.drafters.heads.dflash_source import BlockSource, DFlashParams
 from specsparse.speculative.drafters.heads.feature_source import of_target
-from specsparse.speculative.drafters.heads.head_gguf import EMBEDDING
 from specsparse.speculative.drafters.heads.published import PublishedPlan, check_target, scored
+from specsparse.speculative.drafters.heads.published_file import EMBEDDING
 from specsparse.speculative.drafters.options import DFlashOptions
 from specsparse.speculative.drafters.plan import Bound, MakeModel, bytes_of
 from specsparse.speculative.drafters.sources import DraftWeights

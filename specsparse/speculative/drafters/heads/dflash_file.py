@@ -15,7 +15,7 @@ from specsparse.engine.config import MAX_CONTEXT, RopeConfig
 from specsparse.engine.gguf.reader import GGUFFile
 from specsparse.errors import UserError
 from specsparse.speculative.drafters.heads.dflash_block import BlockShape
-from specsparse.speculative.drafters.heads.head_gguf import (
+from specsparse.speculative.drafters.heads.published_file import (
     MAX_SIZE,
     OUTPUT,
     HeadKeys,
@@ -166,7 +166,7 @@ def _windows(keys: HeadKeys, layers: int) -> tuple[int | None, ...]:
 def write_dflash_gguf(
     file: DFlashFile, path: Path, *, tokenizer: Mapping[str, object], quant: str = "F32", name: str = ""
 ) -> Path:
-    """Writes a drafter as GGUF; the arguments are those of `head_gguf.write_head_gguf`.
+    """Writes a drafter as GGUF; the arguments are those of `published_file.write_head_gguf`.
 
     Raises:
         UserError: a type that cannot be written, or an option of the drafter that the format cannot say.

@@ -23,8 +23,8 @@ from specsparse.speculative.drafters.heads.eagle3_head import (
     default_layers,
 )
 from specsparse.speculative.drafters.heads.feature_source import HeadState, OneLayerSource, of_target
-from specsparse.speculative.drafters.heads.head_gguf import EMBEDDING
 from specsparse.speculative.drafters.heads.published import PublishedPlan, check_target, scored
+from specsparse.speculative.drafters.heads.published_file import EMBEDDING
 from specsparse.speculative.drafters.options import Eagle3Options
 from specsparse.speculative.drafters.plan import Bound, MakeModel, bytes_of
 from specsparse.speculative.drafters.sources import DraftWeights, FedRows

@@ -16,7 +16,7 @@ from specsparse.engine.gguf.reader import GGUFFile, TensorInfo
 from specsparse.engine.rope import halves, interleaved
 from specsparse.errors import UserError
 from specsparse.speculative.drafters.heads.eagle3_head import PROJECTIONS, HeadShape
-from specsparse.speculative.drafters.heads.head_gguf import (
+from specsparse.speculative.drafters.heads.published_file import (
     EMBEDDING,
     MAX_SIZE,
     HeadKeys,
@@ -190,7 +190,7 @@ def _vocab_size(f: GGUFFile, keys: HeadKeys) -> int:
 def write_eagle3_gguf(
     file: Eagle3File, path: Path, *, tokenizer: Mapping[str, object], quant: str = "F32", name: str = ""
 ) -> Path:
-    """Writes a head as GGUF; the arguments are those of `head_gguf.write_head_gguf`.
+    """Writes a head as GGUF; the arguments are those of `published_file.write_head_gguf`.
 
     Raises:
         UserError: a type that cannot be written, or an option of the head that llama.cpp has no key for.

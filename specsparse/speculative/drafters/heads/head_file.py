@@ -19,8 +19,8 @@ from specsparse.engine.model import Model
 from specsparse.engine.weights import Layer, pack_matrix
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
-from specsparse.speculative.drafters.heads.head_gguf import matrix_type
 from specsparse.speculative.drafters.heads.head_source import HeadParams, Input
+from specsparse.speculative.drafters.heads.published_file import matrix_type
 
 ARCHITECTURE = "specsparse-head"
 """`general.architecture` of these files."""

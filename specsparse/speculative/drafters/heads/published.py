@@ -8,7 +8,7 @@ import numpy as np
 from specsparse.engine.model import Model
 from specsparse.engine.weights import pack_matrix
 from specsparse.errors import UserError
-from specsparse.speculative.drafters.heads.head_gguf import EMBEDDING, OUTPUT, PublishedHead
+from specsparse.speculative.drafters.heads.published_file import EMBEDDING, OUTPUT, PublishedHead
 from specsparse.speculative.drafters.plan import DrafterPlan
 from specsparse.speculative.drafters.sources import DraftWeights
 from specsparse.speculative.drafters.style import Style

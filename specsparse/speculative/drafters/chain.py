@@ -126,7 +126,7 @@ class ModelDrafter(Drafter):
             live_B = live_B & ok_B
         elif sampled:
             q_BN, ok_B = self.law.law(logits_BN)
-            live_B = live_B & ok_B  # a law that is none ends the draft
+            live_B = live_B & ok_B  # without a law the draft ends
         elif self.policy.needs:
             q_BN = self.law.confidence(logits_BN)
         if self.policy.needs:
