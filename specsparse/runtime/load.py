@@ -102,23 +102,11 @@ def load(
     """
     start = time.perf_counter()
     _use_compilation_cache()
-    if not isinstance(spec, str | os.PathLike):
-        raise UserError(f"a model is a name or the path of a GGUF file, not {type(spec).__name__}")
-    unknown = sorted(set(overrides) - set(OVERRIDES))
-    if unknown:
-        own = ("kv_dtype", "threads", "backend", "ffn", "threshold", "faithful_f16", "float_weights", "download")
-        placing = ("placement", "hot", "devices", "mesh", "width")
-        known = ", ".join((*own, *placing, *OVERRIDES))
-        raise UserError(f"load() has no option {unknown[0]!r}; it has {known}")
     given = {"kv_dtype": kv_dtype, "backend": backend, "ffn": ffn, "hot": hot, "threshold": threshold}
-    read(_Typed, {**given, "faithful_f16": faithful_f16, "float_weights": float_weights}, group="", null=True)
-    if progress is not None and not callable(progress):
-        raise UserError(f"progress={shown(progress)} must be a function of (bytes done, bytes in all)")
+    _check_options(
+        spec, {**given, "faithful_f16": faithful_f16, "float_weights": float_weights}, overrides, progress=progress
+    )
     kv_dtype = kv_dtype or "f16"
-    if kv_dtype not in KV_DTYPES:
-        raise UserError(f"kv_dtype={kv_dtype!r} does not exist; choose one of {', '.join(KV_DTYPES)}")
-    if faithful_f16 and kv_dtype != "f16":
-        raise UserError(f"faithful_f16 keeps keys and values in f16; kv_dtype={kv_dtype} contradicts it")
     if threads is not None:
         kernels.set_threads(threads)
     chosen = kernels.get(backend)
@@ -139,15 +127,6 @@ def load(
     if float_weights and plan.pack is not None:
         raise UserError(f"{path}: float_weights is for dense files; this one's FFN is packed for its predictors")
     tokenizer = Tokenizer.from_metadata(f.metadata, where=str(path))
-    total = sum(t.nbytes for t in f.tensors.values())
-    done = 0
-
-    def advance(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress is not None:
-            progress(done, total)
-
     floats = plan.floats or float_weights
     if mesh is not None:
         plan = replace(plan, devices=_on_mesh(f, config, plan, mesh, floats=floats))
@@ -158,7 +137,7 @@ def load(
     floats = (plan.floats and kept is None) or float_weights
     kept = "f32" if width and floats else kept
     params = weights.load_params(
-        f, config, floats=floats, float_types=plan.float_types, progress=advance, pack_ffn=plan.pack,
+        f, config, floats=floats, float_types=plan.float_types, progress=_advance(f, progress), pack_ffn=plan.pack,
         place=plan.devices.place_tensor if kept is None else partial(_place_on_card, kept),
     )  # fmt: skip
     footprint = weights.footprint(params, f)
@@ -181,6 +160,43 @@ def load(
         load_s=time.perf_counter() - start,
         rope_factors=weights.rope_factors(f, config),
     )
+
+
+def _check_options(spec: object, typed: dict[str, object], overrides: dict[str, object], *, progress: object) -> None:
+    """What can be told of the options before a file is opened.
+
+    Raises:
+        UserError: an option that is none, of another type, or against another one.
+    """
+    if not isinstance(spec, str | os.PathLike):
+        raise UserError(f"a model is a name or the path of a GGUF file, not {type(spec).__name__}")
+    unknown = sorted(set(overrides) - set(OVERRIDES))
+    if unknown:
+        own = ("kv_dtype", "threads", "backend", "ffn", "threshold", "faithful_f16", "float_weights", "download")
+        placing = ("placement", "hot", "devices", "mesh", "width")
+        known = ", ".join((*own, *placing, *OVERRIDES))
+        raise UserError(f"load() has no option {unknown[0]!r}; it has {known}")
+    found = read(_Typed, typed, group="", null=True)
+    if progress is not None and not callable(progress):
+        raise UserError(f"progress={shown(progress)} must be a function of (bytes done, bytes in all)")
+    if found.kv_dtype and found.kv_dtype not in KV_DTYPES:
+        raise UserError(f"kv_dtype={found.kv_dtype!r} does not exist; choose one of {', '.join(KV_DTYPES)}")
+    if found.faithful_f16 and found.kv_dtype not in (None, "", "f16"):
+        raise UserError(f"faithful_f16 keeps keys and values in f16; kv_dtype={found.kv_dtype} contradicts it")
+
+
+def _advance(f: GGUFFile, progress: Callable[[int, int], None] | None) -> Callable[[int], None] | None:
+    """Bytes of a tensor that is done, told as (done, in all)."""
+    if progress is None:
+        return None
+    total, done = sum(t.nbytes for t in f.tensors.values()), 0
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        progress(done, total)
+
+    return advance
 
 
 def _width(f: GGUFFile, plan: modes.LoadPlan, wished: int | Literal["auto"] | None) -> int:
