@@ -100,7 +100,7 @@ def test_names_of_activations():
 BAD = {
     "a mode": ({"ffn": "sparse"}, "ffn='sparse' does not exist"),
     "NaN": ({"threshold": math.nan}, "threshold is nan"),
-    "a text": ({"threshold": "x"}, "threshold is 'x'"),
+    "a text": ({"threshold": "x"}, "threshold=x must be a number"),
     "a threshold for nothing": ({"ffn": "dense", "threshold": 0.5}, "does nothing with ffn='dense'"),
     "a cache": ({"faithful_f16": True, "kv_dtype": "f32"}, "kv_dtype=f32 contradicts"),
 }
