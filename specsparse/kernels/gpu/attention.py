@@ -5,14 +5,17 @@ in registers and shared memory. A row's newest n positions are taken by the posi
 and all before them by their slots, so that its bits depend neither on the tree nor on the other rows.
 """
 
+import functools
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from specsparse.kernels.gpu.registers import Replicated, arrangement, registers
+from specsparse.kernels.gpu.registers import InArrays, InRegisters, Layout, Replicated, arrangement, registers
 from specsparse.support import jax_versions
 
 SLOTS = 256
@@ -60,155 +63,309 @@ def attend(
         interpret: runs it on a CPU, very slowly.
     """
     batch, n, groups, h, d = q.shape
-    capacity = values.shape[2]
-    parts = parts_of(n, h, d, capacity)
-    rows, vector, ops = -(-n // parts), d // 32, registers(interpret)
-    square = (n, h, 4, _BLOCKS, _LANES)
-    by_slot = arrangement(
-        ((1, 1, 4, _BLOCKS, _LANES), (1, 1, 1, 1, 2)), (-8,), (-7, -6)
-    )  # [n, h, warp, block, lane], two lanes a thread
-    summed = arrangement(((4, 1, 1, d), (1, 1, 1, vector)), (-8,), (-5,))  # [warp, n, h, d]
-    row = arrangement(((1, d), (1, vector)), (Replicated(4),), (-3,))  # [h, d], the same in each warp
-    one = row.reduce((1,))
-    moved = arrangement(((8, 1, d), (2, 1, d), (1, 1, vector)), (-9,), (-4,))  # [n, h, d]
-    window = arrangement(((8, d), (2, d), (1, vector)), (-6,), (-3,))  # [2 n, d]
-    per_row, slots_of, per_warp = by_slot.reduce((1, 2, 3, 4)), by_slot.reduce((0, 1)), by_slot.reduce((3, 4))
-    per_head = by_slot.reduce((2, 3, 4))
-
-    def body(
-        q, keys, values, cache, first, low, near, start, keep, out,
-        turned, newest, weights, tops, totals, sums, top_2, weights_2, barrier,
-    ):  # fmt: skip
-        b, g, part = (jax.lax.axis_index(name) for name in ("sequence", "group", "part"))
-
-        def meet():
-            plgpu.barrier_arrive(barrier)
-            plgpu.barrier_wait(barrier)
-
-        @pl.when(part == 0)
-        def _():
-            ops.write(turned, ops.read(q.at[b, :, g], moved), moved, (2, 0, 1))
-            at = start[b]
-            ops.write(newest, ops.read(cache.at[b, g, pl.ds(at, 2 * n)], window))
-
-        meet()
-
-        def scored(i, scores):
-            for j in range(8):
-                at = i * 8 + j
-                column = ops.read(keys.at[b, g, part, :, :, at], slots_of).astype(jnp.float32)
-                of_rows = ops.read(turned.at[at], per_head)
-                scores = scores + ops.spread(of_rows, square, (0, 1), by_slot) * ops.spread(
-                    column, square, (2, 3, 4), by_slot
-                )
-            return scores
-
-        scores = jax.lax.fori_loop(0, d // 8, scored, ops.cast(jnp.zeros(square, jnp.float32), by_slot))
-        place = [ops.cast(jax.lax.broadcasted_iota(jnp.int32, square, axis), by_slot) for axis in (2, 3, 4)]
-        slot = part * SLOTS + place[0] * (SLOTS // 4) + place[1] * _LANES + place[2]
-        bounds = [ops.spread(ops.read(ref.at[b], per_row), square, (0,), by_slot) for ref in (first, low)]
-        seen = jnp.where((slot < bounds[0]) & (slot > bounds[1]), scores, jnp.float32(_LOWEST))
-        ops.write(weights.at[part], scores, by_slot, (2, 3, 4, 0, 1))
-        ops.write(tops.at[part], jnp.max(jnp.max(seen, axis=4), axis=3), per_warp, (2, 0, 1))
-        meet()
-
-        def newest_of(i, _):
-            r = jnp.minimum(part * rows + i, n - 1)  # the last may be done twice, alike
-            found = []
-            for j in range(n):
-                a = near[b, r, j]
-                s = start[b] + jnp.maximum(a, 0)
-                score = ops.read(weights.at[s // SLOTS, (s // 64) % 4, (s // _LANES) % _BLOCKS, s % _LANES, r], one)
-                found.append(jnp.where(a >= 0, score, jnp.float32(_LOWEST)))
-            top = found[0]
-            for score in found[1:]:
-                top = jnp.maximum(top, score)
-            ops.write(top_2.at[r], top, one, (0,))
-            for j, score in enumerate(found):
-                ops.write(weights_2.at[r, j], jnp.exp(score - top), one, (0,))
-            return 0
-
-        jax.lax.fori_loop(0, rows, newest_of, 0)
-
-        def highest(i, top):
-            return jnp.maximum(top, ops.read(tops.at[i // 4, i % 4], per_head))
-
-        lowest = ops.cast(jnp.full((n, h), _LOWEST, jnp.float32), per_head)
-        top = jax.lax.fori_loop(0, 4 * parts, highest, lowest)
-        weighed = jnp.exp(seen - ops.spread(top, square, (0, 1), by_slot))
-        ops.write(totals.at[part], jnp.sum(jnp.sum(weighed, axis=4), axis=3), per_warp, (2, 0, 1))
-        meet()  # nobody reads scores any more
-        ops.write(weights.at[part], weighed, by_slot, (2, 3, 4, 0, 1))
-        meet()
-
-        shape = 4, n, h, d
-
-        def added(i, acc):
-            for j in range(8):
-                at = i * 8 + j
-                line = ops.read(values.at[b, g, part, :, at], summed.reduce((1, 2)))
-                weight = ops.read(weights.at[part, :, at // _LANES, at % _LANES], summed.reduce((3,)))
-                acc = acc + ops.spread(weight, shape, (0, 1, 2), summed) * ops.spread(
-                    line.astype(jnp.float32), shape, (0, 3), summed
-                )
-            return acc
-
-        acc = jax.lax.fori_loop(0, SLOTS // 4 // 8, added, ops.cast(jnp.zeros(shape, jnp.float32), summed))
-        ops.write(sums.at[part], acc)
-        meet()
-
-        def joined(i, _):
-            r = jnp.minimum(part * rows + i, n - 1)
-            total, all_of_it, top = None, None, None
-            for p in range(parts):
-                for w in range(4):
-                    of_part = ops.read(sums.at[p, w, r], row)
-                    all_of_it = of_part if all_of_it is None else all_of_it + of_part
-                    of_part = ops.read(totals.at[p, w, r], one)
-                    total = of_part if total is None else total + of_part
-                    of_part = ops.read(tops.at[p, w, r], one)
-                    top = of_part if top is None else jnp.maximum(top, of_part)
-            total_2 = ops.cast(jnp.zeros((h,), jnp.float32), one)
-            added = ops.cast(jnp.zeros((h, d), jnp.float32), row)
-            for j in range(n):
-                weight = ops.read(weights_2.at[r, j], one)
-                line = ops.read(newest.at[jnp.maximum(near[b, r, j], 0)], row.reduce((0,))).astype(jnp.float32)
-                total_2 = total_2 + weight
-                added = added + ops.spread(weight, (h, d), (0,), row) * ops.spread(line, (h, d), (1,), row)
-            newer = ops.read(top_2.at[r], one)
-            both = jnp.maximum(top, newer)
-            old, new = jnp.exp(top - both), jnp.exp(newer - both)
-            of_both = ops.spread(old, (h, d), (0,), row) * all_of_it + ops.spread(new, (h, d), (0,), row) * added
-            result = of_both / ops.spread(old * total + new * total_2, (h, d), (0,), row)
-            ops.write(out.at[b, r, g], jnp.where(keep[b, r] > 0, result, jnp.float32(0)))
-            return 0
-
-        jax.lax.fori_loop(0, rows, joined, 0)
-
+    parts = parts_of(n, h, d, values.shape[2])
     f32, shared = jnp.float32, plgpu.SMEM
+    scratch = [
+        shared((d, n, h), f32),
+        shared((2 * n, d), values.dtype),
+        shared((parts, 4, _BLOCKS, _LANES, n, h), f32),
+        shared((parts, 4, n, h), f32),
+        shared((parts, 4, n, h), f32),
+        shared((parts, 4, n, h, d), f32),
+        shared((n, h), f32),
+        shared((n, n, h), f32),
+        plgpu.Barrier(num_arrivals=parts),
+    ]  # of `_Scratch`
+    layouts, ops = _Layouts.of(n, h, d), registers(interpret)
+
+    def body(*refs):
+        ins, out, own = _Inputs(*refs[:9]), refs[9], _Scratch(*refs[10:])
+        at = [jax.lax.axis_index(name) for name in ("sequence", "group", "part")]
+        block = _Heads(n, h, d, parts, layouts, ops, ins, own, *at)
+        block.load_queries_and_newest_values()
+        block.meet()
+        seen = block.write_scores()
+        block.meet()
+        block.weigh_newest()
+        weights = block.weigh(seen)
+        block.meet()  # nobody reads scores any more
+        ops.write(own.weights.at[block.part], weights, layouts.by_slot, (2, 3, 4, 0, 1))
+        block.meet()
+        block.sum_values()
+        block.meet()
+        block.write_rows(out)
+
+    by_block = keys.reshape(batch, groups, parts, 4, _BLOCKS, d, _LANES)
+    by_part = values.reshape(batch, groups, parts, 4, SLOTS // 4, d)
     return jax_versions.mosaic_kernel(
         body,
         out=jax.ShapeDtypeStruct(q.shape, f32),
-        scratch=[
-            shared((d, n, h), f32),
-            shared((2 * n, d), values.dtype),
-            shared((parts, 4, _BLOCKS, _LANES, n, h), f32),
-            shared((parts, 4, n, h), f32),
-            shared((parts, 4, n, h), f32),
-            shared((parts, 4, n, h, d), f32),
-            shared((n, h), f32),
-            shared((n, n, h), f32),
-            plgpu.Barrier(num_arrivals=parts),
-        ],
+        scratch=scratch,
         grid=(batch, groups),
         grid_names=("sequence", "group"),
         num_threads=parts,
         thread_name="part",
         interpret=interpret,
-    )(
-        q, keys.reshape(batch, groups, parts, 4, _BLOCKS, d, _LANES),
-        values.reshape(batch, groups, parts, 4, SLOTS // 4, d), values, first, low, near, start, keep,
-    )  # fmt: skip
+    )(q, by_block, by_part, values, first, low, near, start, keep)
+
+
+class _Inputs(NamedTuple):
+    """What `attend` is given; keys and values by warpgroup and warp, and the values by slot too."""
+
+    q: jax.Ref
+    keys: jax.Ref
+    values: jax.Ref
+    values_by_slot: jax.Ref
+    first: jax.Ref
+    low: jax.Ref
+    near: jax.Ref
+    start: jax.Ref
+    keep: jax.Ref
+
+
+class _Scratch(NamedTuple):
+    """What a block of threads keeps in shared memory.
+
+    Attributes:
+        queries: f32[d, n, h].
+        newest: [2 n, d], values of the slots from `start` on.
+        weights: f32[parts, warp, block, lane, n, h] of each slot: scores at first.
+        tops, totals: f32[parts, warp, n, h], the highest score of a warp's slots and the sum of their weights.
+        sums: f32[parts, warp, n, h, d] of weighted values.
+        newest_tops: f32[n, h], the highest score of a row's newest positions.
+        newest_weights: f32[n, n, h] of those.
+        barrier: where its warpgroups meet.
+    """
+
+    queries: jax.Ref
+    newest: jax.Ref
+    weights: jax.Ref
+    tops: jax.Ref
+    totals: jax.Ref
+    sums: jax.Ref
+    newest_tops: jax.Ref
+    newest_weights: jax.Ref
+    barrier: jax.Ref
+
+
+@dataclass(frozen=True)
+class _Layouts:
+    """Which thread has which numbers.
+
+    Attributes:
+        by_slot: [n, h, warp, block, lane], two lanes a thread.
+        summed: [warp, n, h, d].
+        row: [h, d], the same in each warp.
+        queries: [n, h, d].
+        newest: [2 n, d].
+    """
+
+    by_slot: Layout
+    summed: Layout
+    row: Layout
+    queries: Layout
+    newest: Layout
+
+    @classmethod
+    def of(cls, n: int, h: int, d: int) -> Self:
+        """Those of n rows of h heads of d numbers."""
+        vector = d // 32
+        return cls(
+            by_slot=arrangement(((1, 1, 4, _BLOCKS, _LANES), (1, 1, 1, 1, 2)), (-8,), (-7, -6)),
+            summed=arrangement(((4, 1, 1, d), (1, 1, 1, vector)), (-8,), (-5,)),
+            row=arrangement(((1, d), (1, vector)), (Replicated(4),), (-3,)),
+            queries=arrangement(((8, 1, d), (2, 1, d), (1, 1, vector)), (-9,), (-4,)),
+            newest=arrangement(((8, d), (2, d), (1, vector)), (-6,), (-3,)),
+        )
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """The work of a block of threads: a group of h heads of one sequence; a warpgroup has `SLOTS` slots of the cache.
+
+    Attributes:
+        n, h, d, parts: rows, heads, numbers a head, warpgroups.
+        layouts, ops: where numbers lie, and how they are moved.
+        ins, own: references in memory and in shared memory.
+        sequence, group, part: which sequence, group of heads and warpgroup this is.
+    """
+
+    n: int
+    h: int
+    d: int
+    parts: int
+    layouts: _Layouts
+    ops: InArrays | InRegisters
+    ins: _Inputs
+    own: _Scratch
+    sequence: jax.Array
+    group: jax.Array
+    part: jax.Array
+
+    @property
+    def by_slot_shape(self) -> tuple[int, ...]:
+        """Of scores and weights of a warpgroup."""
+        return self.n, self.h, 4, _BLOCKS, _LANES
+
+    @property
+    def rows(self) -> int:
+        """That a warpgroup joins."""
+        return -(-self.n // self.parts)
+
+    def meet(self) -> None:
+        """Waits for the other warpgroups."""
+        plgpu.barrier_arrive(self.own.barrier)
+        plgpu.barrier_wait(self.own.barrier)
+
+    def load_queries_and_newest_values(self) -> None:
+        """To shared memory, by the first warpgroup."""
+
+        @pl.when(self.part == 0)
+        def _():
+            ops, ins = self.ops, self.ins
+            queries = ops.read(ins.q.at[self.sequence, :, self.group], self.layouts.queries)
+            ops.write(self.own.queries, queries, self.layouts.queries, (2, 0, 1))
+            slots = pl.ds(ins.start[self.sequence], 2 * self.n)
+            newest = ops.read(ins.values_by_slot.at[self.sequence, self.group, slots], self.layouts.newest)
+            ops.write(self.own.newest, newest)
+
+    def write_scores(self) -> jax.Array:
+        """Scores of this warpgroup's slots and the highest that a row sees go to shared memory.
+
+        Returns:
+            The scores, the lowest number where a row does not see the slot.
+        """
+        ops, by_slot, shape = self.ops, self.layouts.by_slot, self.by_slot_shape
+        scores = self._scores()
+        place = [ops.cast(jax.lax.broadcasted_iota(jnp.int32, shape, axis), by_slot) for axis in (2, 3, 4)]
+        slot = self.part * SLOTS + place[0] * (SLOTS // 4) + place[1] * _LANES + place[2]
+        per_row, per_warp = by_slot.reduce((1, 2, 3, 4)), by_slot.reduce((3, 4))
+        first, low = (
+            ops.spread(ops.read(ref.at[self.sequence], per_row), shape, (0,), by_slot)
+            for ref in (self.ins.first, self.ins.low)
+        )
+        seen = jnp.where((slot < first) & (slot > low), scores, jnp.float32(_LOWEST))
+        ops.write(self.own.weights.at[self.part], scores, by_slot, (2, 3, 4, 0, 1))
+        ops.write(self.own.tops.at[self.part], jnp.max(jnp.max(seen, axis=4), axis=3), per_warp, (2, 0, 1))
+        return seen
+
+    def _scores(self) -> jax.Array:
+        ops, by_slot, shape = self.ops, self.layouts.by_slot, self.by_slot_shape
+        slots_of, per_head = by_slot.reduce((0, 1)), by_slot.reduce((2, 3, 4))
+
+        def scored(i, scores):
+            for j in range(8):
+                at = i * 8 + j
+                column = ops.read(self.ins.keys.at[self.sequence, self.group, self.part, :, :, at], slots_of).astype(
+                    jnp.float32
+                )
+                of_rows = ops.read(self.own.queries.at[at], per_head)
+                scores = scores + ops.spread(of_rows, shape, (0, 1), by_slot) * ops.spread(
+                    column, shape, (2, 3, 4), by_slot
+                )
+            return scores
+
+        return jax.lax.fori_loop(0, self.d // 8, scored, ops.cast(jnp.zeros(shape, jnp.float32), by_slot))
+
+    def weigh_newest(self) -> None:
+        """The highest score of each row's newest positions, and their weights, from scores in shared memory."""
+        ops, ins, one = self.ops, self.ins, self.layouts.row.reduce((1,))
+
+        def weigh(i, _):
+            r = jnp.minimum(self.part * self.rows + i, self.n - 1)  # the last may be done twice, alike
+            scores = []
+            for j in range(self.n):
+                near = ins.near[self.sequence, r, j]
+                s = ins.start[self.sequence] + jnp.maximum(near, 0)
+                at = s // SLOTS, (s // 64) % 4, (s // _LANES) % _BLOCKS, s % _LANES, r
+                score = ops.read(self.own.weights.at[at], one)
+                scores.append(jnp.where(near >= 0, score, jnp.float32(_LOWEST)))
+            top = functools.reduce(jnp.maximum, scores)
+            ops.write(self.own.newest_tops.at[r], top, one, (0,))
+            for j, score in enumerate(scores):
+                ops.write(self.own.newest_weights.at[r, j], jnp.exp(score - top), one, (0,))
+            return 0
+
+        jax.lax.fori_loop(0, self.rows, weigh, 0)
+
+    def weigh(self, seen: jax.Array) -> jax.Array:
+        """Weights of this warpgroup's slots below the highest score of all; their sums go to shared memory."""
+        ops, by_slot = self.ops, self.layouts.by_slot
+        per_warp, per_head = by_slot.reduce((3, 4)), by_slot.reduce((2, 3, 4))
+
+        def highest(i, top):
+            return jnp.maximum(top, ops.read(self.own.tops.at[i // 4, i % 4], per_head))
+
+        lowest = ops.cast(jnp.full((self.n, self.h), _LOWEST, jnp.float32), per_head)
+        top = jax.lax.fori_loop(0, 4 * self.parts, highest, lowest)
+        weights = jnp.exp(seen - ops.spread(top, self.by_slot_shape, (0, 1), by_slot))
+        ops.write(self.own.totals.at[self.part], jnp.sum(jnp.sum(weights, axis=4), axis=3), per_warp, (2, 0, 1))
+        return weights
+
+    def sum_values(self) -> None:
+        """Values of this warpgroup's slots by their weights, a sum a warp."""
+        ops, summed, shape = self.ops, self.layouts.summed, (4, self.n, self.h, self.d)
+
+        def add(i, acc):
+            for j in range(8):
+                at = i * 8 + j
+                line = ops.read(self.ins.values.at[self.sequence, self.group, self.part, :, at], summed.reduce((1, 2)))
+                weight = ops.read(self.own.weights.at[self.part, :, at // _LANES, at % _LANES], summed.reduce((3,)))
+                acc = acc + ops.spread(weight, shape, (0, 1, 2), summed) * ops.spread(
+                    line.astype(jnp.float32), shape, (0, 3), summed
+                )
+            return acc
+
+        acc = jax.lax.fori_loop(0, SLOTS // 4 // 8, add, ops.cast(jnp.zeros(shape, jnp.float32), summed))
+        ops.write(self.own.sums.at[self.part], acc)
+
+    def write_rows(self, out: jax.Ref) -> None:
+        """Joins the warps' sums and the newest positions of this warpgroup's rows."""
+        ops, row, one = self.ops, self.layouts.row, self.layouts.row.reduce((1,))
+        shape = self.h, self.d
+
+        def join(i, _):
+            r = jnp.minimum(self.part * self.rows + i, self.n - 1)
+            total, summed, top = self._of_slots(r)
+            newest_total, newest_sum = self._of_newest(r)
+            newest_top = ops.read(self.own.newest_tops.at[r], one)
+            highest = jnp.maximum(top, newest_top)
+            old, new = jnp.exp(top - highest), jnp.exp(newest_top - highest)
+            of_both = ops.spread(old, shape, (0,), row) * summed + ops.spread(new, shape, (0,), row) * newest_sum
+            result = of_both / ops.spread(old * total + new * newest_total, shape, (0,), row)
+            keep = self.ins.keep[self.sequence, r] > 0
+            ops.write(out.at[self.sequence, r, self.group], jnp.where(keep, result, jnp.float32(0)))
+            return 0
+
+        jax.lax.fori_loop(0, self.rows, join, 0)
+
+    def _of_slots(self, r: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Sum of weights, weighted values and highest score of a row's slots before its newest ones."""
+        ops, row, one = self.ops, self.layouts.row, self.layouts.row.reduce((1,))
+        total, summed, top = None, None, None
+        for p in range(self.parts):
+            for w in range(4):
+                of_warp = ops.read(self.own.sums.at[p, w, r], row)
+                summed = of_warp if summed is None else summed + of_warp
+                of_warp = ops.read(self.own.totals.at[p, w, r], one)
+                total = of_warp if total is None else total + of_warp
+                of_warp = ops.read(self.own.tops.at[p, w, r], one)
+                top = of_warp if top is None else jnp.maximum(top, of_warp)
+        return total, summed, top
+
+    def _of_newest(self, r: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Sum of weights and weighted values of a row's newest positions."""
+        ops, row, one = self.ops, self.layouts.row, self.layouts.row.reduce((1,))
+        shape = self.h, self.d
+        total = ops.cast(jnp.zeros((self.h,), jnp.float32), one)
+        summed = ops.cast(jnp.zeros(shape, jnp.float32), row)
+        for j in range(self.n):
+            weight = ops.read(self.own.newest_weights.at[r, j], one)
+            slot = jnp.maximum(self.ins.near[self.sequence, r, j], 0)
+            line = ops.read(self.own.newest.at[slot], row.reduce((0,))).astype(jnp.float32)
+            total = total + weight
+            summed = summed + ops.spread(weight, shape, (0,), row) * ops.spread(line, shape, (1,), row)
+        return total, summed
 
 
 def core(step, q: jax.Array, first: jax.Array, low: jax.Array, near: jax.Array, *, interpret: bool = False):

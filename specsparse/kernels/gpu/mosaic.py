@@ -6,7 +6,8 @@ other and add them up in order. Every element is one exact integer sum a block a
 bits depend neither on the rows beside it nor on the place of its row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -59,60 +60,26 @@ def product(
         f32[8 n, 64 T], or partial sums f32[splits, 8 n, 64 T] where there are splits.
     """
     w, width = weights[0], rows.tiles * 8
-    ops, each = (_Interpreted if interpret else _Compiled)(w.layout), range(plan.tiles)
+    ops = (_Interpreted if interpret else _Compiled)(w.layout)
     arrays = {(i, name): getattr(m, name) for i, m in enumerate(weights) for name in ("codes", "scales", "subs")}
     arrays |= {"x": rows.codes, "dx": rows.scales, "residual": residual, "keep": keep}
     arrays = {key: a for key, a in arrays.items() if a is not None}
 
     def body(*refs):
-        ins = dict(zip(arrays, refs))
         out, shared, barrier = refs[len(arrays) :]
         group, split, part = (jax.lax.axis_index(name) for name in ("group", "split", "part"))
         first = (split * plan.parts + part) * plan.steps
-        tiles = [(i, group * plan.tiles + t) for i in range(len(weights)) for t in each]
-
-        def step(i, sums):
-            for u in range(plan.unit):
-                piece = (first + i) * plan.unit + u
-                x, dx = ops.rows(ins["x"].at[piece]), ops.row_scales(ins["dx"].at[piece])
-                row_sums, new = ops.row_sums(x, dx), []
-                for (m, tile), acc in zip(tiles, sums, strict=True):
-                    at = piece if (m, "subs") not in ins else first + i  # headers are of super-blocks
-                    codes, scales = (
-                        ops.codes(ins[m, "codes"].at[tile, piece]),
-                        ops.scales(ins[m, "scales"].at[tile, at]),
-                    )
-                    subs = ops.scales(ins[m, "subs"].at[tile, piece]) if (m, "subs") in ins else None
-                    new.append(ops.add(acc, codes, scales, subs, x, dx, row_sums))
-                sums = tuple(new)
-            return sums
-
-        sums = jax.lax.fori_loop(0, plan.steps, step, tuple(ops.zeros(width) for _ in tiles))
-        for t, acc in enumerate(sums):
-            ops.write(shared.at[part, pl.ds(t * TILE, TILE)], acc)
+        tiles = [(i, group * plan.tiles + t) for i in range(len(weights)) for t in range(plan.tiles)]
+        block = _Block(plan, ops, dict(zip(arrays, refs)), shared, tiles, width)
+        block.multiply(first, part)
         plgpu.barrier_arrive(barrier)
         plgpu.barrier_wait(barrier)
-
-        def total(t):
-            added = ops.read(shared.at[0, pl.ds(t * TILE, TILE)], _ACC)
-            for other in range(1, plan.parts):
-                added = added + ops.read(shared.at[other, pl.ds(t * TILE, TILE)], _ACC)
-            return added
-
-        for t in each:
+        for t in range(plan.tiles):
 
             @pl.when(part == t % plan.parts)
             def _(t=t):
                 columns = pl.ds(tiles[t][1] * TILE, TILE)
-                y = total(t)
-                if act is not None:
-                    y = activate(y, act) * total(plan.tiles + t)
-                if residual is not None:
-                    y = ops.read_across(ins["residual"].at[:, columns], _ACC) + y
-                if keep is not None:
-                    counts = ops.read(ins["keep"], _ACC.reduce((0,)))
-                    y = jnp.where(ops.spread(counts, (TILE, width), (1,), _ACC) > 0, y, jnp.float32(0))
-                ops.write(out.at[split, :, columns], y, _ACC, (1, 0))
+                ops.write(out.at[split, :, columns], block.finished(t, columns, act), _ACC, (1, 0))
 
     added = jax_versions.mosaic_kernel(
         body,
@@ -128,6 +95,68 @@ def product(
         interpret=interpret,
     )(*arrays.values())
     return added[0] if plan.splits == 1 else added
+
+
+@dataclass(frozen=True)
+class _Block:
+    """The work of a block of threads: `Plan.tiles` tiles of each matrix times all rows, a range of columns a warpgroup.
+
+    Attributes:
+        plan: what is shared out to whom.
+        ops: the steps, on registers or on whole arrays.
+        ins: references by name, those of matrix i as (i, name).
+        shared: f32[parts, tiles of all matrices * 64, 8 n], the warpgroups' sums.
+        tiles: (matrix, tile) of each.
+        width: rows.
+    """
+
+    plan: Plan
+    ops: "_Interpreted | _Compiled"
+    ins: Mapping[tuple[int, str] | str, jax.Ref]
+    shared: jax.Ref
+    tiles: Sequence[tuple[int, jax.Array]]
+    width: int
+
+    def multiply(self, first: jax.Array, part: jax.Array) -> None:
+        """Sums of the warpgroup's range of columns, its steps from `first` on, go to shared memory."""
+        plan, ops, ins = self.plan, self.ops, self.ins
+
+        def step(i, sums):
+            for u in range(plan.unit):
+                piece = (first + i) * plan.unit + u
+                x, dx = ops.rows(ins["x"].at[piece]), ops.row_scales(ins["dx"].at[piece])
+                row_sums, new = ops.row_sums(x, dx), []
+                for (m, tile), acc in zip(self.tiles, sums, strict=True):
+                    at = piece if (m, "subs") not in ins else first + i  # headers are of super-blocks
+                    codes = ops.codes(ins[m, "codes"].at[tile, piece])
+                    scales = ops.scales(ins[m, "scales"].at[tile, at])
+                    subs = ops.scales(ins[m, "subs"].at[tile, piece]) if (m, "subs") in ins else None
+                    new.append(ops.add(acc, codes, scales, subs, x, dx, row_sums))
+                sums = tuple(new)
+            return sums
+
+        sums = jax.lax.fori_loop(0, plan.steps, step, tuple(ops.zeros(self.width) for _ in self.tiles))
+        for t, acc in enumerate(sums):
+            ops.write(self.shared.at[part, pl.ds(t * TILE, TILE)], acc)
+
+    def finished(self, t: int, columns: jax.Array, act: str | None) -> jax.Array:
+        """Tile t of the result, [64, rows]; `columns` are its columns of the residual."""
+        y = self._total(t)
+        if act is not None:
+            y = activate(y, act) * self._total(self.plan.tiles + t)
+        if "residual" in self.ins:
+            y = self.ops.read_across(self.ins["residual"].at[:, columns], _ACC) + y
+        if "keep" in self.ins:
+            counts = self.ops.read(self.ins["keep"], _ACC.reduce((0,)))
+            y = jnp.where(self.ops.spread(counts, (TILE, self.width), (1,), _ACC) > 0, y, jnp.float32(0))
+        return y
+
+    def _total(self, t: int) -> jax.Array:
+        """The warpgroups' sums of a tile, added in order."""
+        added = self.ops.read(self.shared.at[0, pl.ds(t * TILE, TILE)], _ACC)
+        for other in range(1, self.plan.parts):
+            added = added + self.ops.read(self.shared.at[other, pl.ds(t * TILE, TILE)], _ACC)
+        return added
 
 
 class _Interpreted(InArrays):
