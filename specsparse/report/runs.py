@@ -2,16 +2,16 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from specsparse.errors import UserError
 from specsparse.measure import conditions
 from specsparse.measure.conditions import Conditions
-from specsparse.report import measurements
+from specsparse.report import measurements, schema
 from specsparse.report.record import RECORD_FILE, ROWS_FILE, STOPPED
-from specsparse.support import notebook, options
+from specsparse.support import notebook
 from specsparse.support.json_files import Json
 
 _PASS = frozenset({"prompt_id", "task", "side", "repeat", "counters", "decode_s"})
@@ -147,144 +147,15 @@ def read(directory: Path) -> Run:
     record = _json(_text(file), str(file))
     if not isinstance(record, dict) or not isinstance(record.get("summary"), dict):
         raise UserError(f"{file}: not the record of a run (it has no summary)")
-    _check(_Record, record, file)
+    schema.check(schema.Record, record, file)
     rows = directory / ROWS_FILE
     lines = _text(rows).splitlines() if rows.is_file() else []
     parsed = {f"{rows}:{i}": _json(line, f"{rows}:{i}") for i, line in enumerate(lines, 1) if line.strip()}
     found = {where: row for where, row in parsed.items() if isinstance(row, dict)}
     for where, row in found.items():
         if row.keys() >= _PASS:
-            _check(_PassRow, row, where)
+            schema.check(schema.PassRow, row, where)
     return Run(directory, record, tuple(found.values()))
-
-
-_Group = dict | None
-_Others = Annotated[dict, options.Rest()]
-
-
-@dataclass(frozen=True)
-class _Policy:
-    gamma: float | str | None = None
-    others: _Others = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Sampling:
-    temperature: float | str | None = None
-    others: _Others = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Config:
-    policy: _Policy = _Policy()
-    sampling: _Sampling = _Sampling()
-    others: _Others = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Git:
-    commit: str | None = None
-    others: _Others = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Manifest:
-    cpu: _Group = None
-    git: _Git = _Git()
-    kernels: _Group = None
-    model: _Group = None
-    packages: _Group = None
-    command: tuple[Any, ...] | None = None
-    others: _Others = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Conditions:
-    read_bandwidth: float | None = None
-    read_deviation: float | None = None
-    plain_tokens_per_second: float | None = None
-    plain_deviation: float | None = None
-    other_load: float | None = None
-    others: _Others = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Times:
-    draft: float | None = None
-    verify: float | None = None
-    sample: float | None = None
-    commit: float | None = None
-    host: float | None = None
-    others: _Others = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Counters:
-    times: _Times = _Times()
-    others: _Others = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Side:
-    counters: _Counters = _Counters()
-    others: _Others = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Task:
-    speculative: _Side = _Side()
-    others: _Others = field(default_factory=dict)
-
-
-def _tasks(found: object) -> object:
-    """The groups of a run by task; other kinds hold what they like."""
-    for name, task in found.items() if isinstance(found, dict) else ():
-        if not isinstance(task, dict):
-            raise TypeError
-        options.read(_Task, task, group=f"tasks.{name}")
-    return found
-
-
-@dataclass(frozen=True)
-class _Summary:
-    conditions: _Conditions = _Conditions()
-    identity: _Group = None
-    others: _Others = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Record:
-    """What a record.json holds where it holds it; the rest may be anything."""
-
-    summary: _Summary
-    config: _Config = _Config()
-    manifest: _Manifest = _Manifest()
-    method: _Group = None
-    tasks: Annotated[object | None, options.Read(_tasks, "a group of values by task")] = None
-    others: _Others = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _PassRow:
-    prompt_id: str
-    task: str | None
-    side: str
-    repeat: int
-    counters: dict[str, Any]
-    decode_s: float | None
-    others: _Others = field(default_factory=dict)
-
-
-def _check(kind: type, found: Json, where: object) -> None:
-    """Refuses what a run does not write, where it would be read.
-
-    Raises:
-        UserError: the file and the first value that is none.
-    """
-    try:
-        options.read(kind, found, group="")
-    except UserError as error:
-        raise UserError(f"{where}: not as a run writes it: {error}") from None
 
 
 def _text(file: Path) -> str:

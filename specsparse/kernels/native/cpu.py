@@ -26,7 +26,8 @@ ISAS = ("portable", "avx2", "avxvnni", "avx512", "amx")
 """Instruction sets that kernels are written for; the widest that the processor has is taken."""
 _USE = f"use {', '.join(ISAS[:-1])} or {ISAS[-1]}"
 
-_SPIN_DIGITS = 9
+_DIGITS = 9
+"""Of a number of threads or microseconds, at most."""
 
 _CODES = ("nibble", "int8", "f32", "f16", "bf16")
 _SCALES = ("none", "d", "dm", "f32", "super", "super_min")
@@ -66,7 +67,7 @@ def library() -> ctypes.CDLL | None:
         _check_threads(count)
         opened.specsparse_set_threads(int(count))
     spin = os.environ.get("SPECSPARSE_SPIN_US")
-    if spin and not (spin.isascii() and spin.isdecimal() and len(spin) <= _SPIN_DIGITS):
+    if spin and not (spin.isascii() and spin.isdecimal() and len(spin) <= _DIGITS):
         raise UserError(f"SPECSPARSE_SPIN_US={shown(spin)}: microseconds from 0 to 999999999 are needed")
     return opened
 
@@ -134,7 +135,7 @@ def threads() -> int | None:
 
 
 def _check_threads(count) -> None:
-    digits = isinstance(count, str) and count.isdecimal() and len(count) <= _SPIN_DIGITS
+    digits = isinstance(count, str) and count.isdecimal() and len(count) <= _DIGITS
     if not (isinstance(count, int) or digits) or isinstance(count, bool) or not 1 <= int(count) <= 64:
         raise UserError(f"threads={shown(count)}: an integer from 1 to 64 is needed")
 
