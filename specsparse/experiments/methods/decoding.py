@@ -174,12 +174,13 @@ def prepared_prompts(cfg: DecodingSettings, engine: Engine, model: Model) -> lis
     Raises:
         UserError: as `prompts_of`; prompts that the context does not hold, before any is decoded.
     """
-    jobs, holds = [PreparedPrompt(p, conversation_ids(cfg, engine, model, p)) for p in prompts_of(cfg)], model.config
-    long = [job for job in jobs if len(job.ids) > holds.context_length]
+    jobs = [PreparedPrompt(p, conversation_ids(cfg, engine, model, p)) for p in prompts_of(cfg)]
+    context = model.config.context_length
+    long = [job for job in jobs if len(job.ids) > context]
     if long:
         first, several = long[0], f", as {len(long)} of {len(jobs)} are" if len(long) > 1 else ""
         raise UserError(
-            f"prompt {first.prompt.id} has {len(first.ids)} tokens, more than the {holds.context_length} of the context"
+            f"prompt {first.prompt.id} has {len(first.ids)} tokens, more than the {context} of the context"
             f"{several}: choose others (data.tasks, data.limit_per_task) or give a larger model.context_length"
         )
     return jobs
