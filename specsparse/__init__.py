@@ -3,6 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from specsparse.errors import UserError
+
 if TYPE_CHECKING:
     from specsparse.api import Generation, GenerationStats, Model, SamplingParams, Stream, generate, load, stream
     from specsparse.speculative.drafters.registry import get_drafter, register
@@ -20,6 +22,7 @@ __all__ = [
     "Model",
     "SamplingParams",
     "Stream",
+    "UserError",
     "certify",
     "citation",
     "generate",
@@ -46,3 +49,8 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'specsparse' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES.get(name, "specsparse.api")), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, imported or not, so that TAB and `help` show them."""
+    return sorted({*globals(), *__all__})

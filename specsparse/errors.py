@@ -6,7 +6,8 @@ import sys
 class UserError(Exception):
     """A mistake in the input: the message is one line that names the thing and the next step.
 
-    The command line prints it without a traceback and exits with code 2.
+    A caller's mistake raises it or a subclass; `specsparse.UserError` is its public name. The command line prints it
+    without a traceback and exits with code 2.
     """
 
 

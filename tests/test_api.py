@@ -404,3 +404,25 @@ def test_overrides_change_the_model(path, model):
     turned = specsparse.load(path, rope_base=500.0)
     ids = list(range(3, 30))
     assert np.abs(turned.logits(ids) - model.logits(ids)).max() > 1e-3
+
+
+# What a newcomer meets first.
+
+
+def test_newcomer_sees_the_public_names():
+    """They are imported when first used; TAB and `help` show them all the same."""
+    assert {"load", "generate", "stream", "certify", "UserError"} <= set(specsparse.__all__) <= set(dir(specsparse))
+    assert specsparse.UserError is UserError
+
+
+def test_newcomer_catches_a_public_error(model):
+    """What is raised is a `UserError` or a public subclass, whose name a traceback may show."""
+    for call in (
+        lambda: specsparse.SamplingParams(temperature=-1),
+        lambda: specsparse.get_drafter("suffix", gamma=0),
+        lambda: specsparse.generate(model, "x", max_tokens=-1),
+        lambda: specsparse.load("llama-2-7b", download="no"),
+    ):
+        with pytest.raises(specsparse.UserError) as caught:
+            call()
+        assert not caught.type.__name__.startswith("_")

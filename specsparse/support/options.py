@@ -109,8 +109,8 @@ class Rest:
     """A field that takes all values whose names are no option, unchecked: those of a choice that is made later."""
 
 
-class _RefusedError(UserError):
-    """A value that is not what is `wanted`."""
+class OptionError(UserError):
+    """An option's value that is not what is `wanted`."""
 
     def __init__(self, label: str, value: object, wanted: str):
         super().__init__(f"{label}={shown(value)} must be {wanted}")
@@ -299,17 +299,17 @@ def _value(hint: Any, marks: Sequence[object], value: object, label: str) -> obj
         return _union(args, marks, value, label)
     if origin is Literal:
         if not any(value is arg or (type(value) is type(arg) and value == arg) for arg in args):
-            raise _RefusedError(label, value, f"{'one of ' if len(args) > 1 else ''}{', '.join(map(str, args))}")
+            raise OptionError(label, value, f"{'one of ' if len(args) > 1 else ''}{', '.join(map(str, args))}")
         return value
     if origin in (tuple, Sequence) or hint is tuple:
         return _items(args, value, label)
     if origin in (dict, Mapping) or hint is dict:
         if not isinstance(value, Mapping):
-            raise _RefusedError(label, value, "a group of values")
+            raise OptionError(label, value, "a group of values")
         return dict(value)
     if dataclasses.is_dataclass(hint) and not isinstance(value, hint):
         if not isinstance(value, Mapping):
-            raise _RefusedError(label, value, "a group of values")
+            raise OptionError(label, value, "a group of values")
         return read(hint, value, group=label)
     return _plain(hint, [mark for mark in marks if isinstance(mark, Range)], value, label)
 
@@ -323,9 +323,9 @@ def _union(hints: Sequence[object], marks: Sequence[object], value: object, labe
         try:
             if hint is not type(None):
                 return _value(hint, marks, value, label)
-        except _RefusedError as error:
+        except OptionError as error:
             wanted.append(error.wanted)
-    raise _RefusedError(label, value, " or ".join(wanted))
+    raise OptionError(label, value, " or ".join(wanted))
 
 
 def _items(hints: Sequence[object], value: object, label: str) -> tuple:
@@ -333,7 +333,7 @@ def _items(hints: Sequence[object], value: object, label: str) -> tuple:
     hint = hints[0] if hints else Any
     value = (value,) if isinstance(value, str) and hint is str else value
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence | Set):
-        raise _RefusedError(label, value, "a list, such as [a,b]")
+        raise OptionError(label, value, "a list, such as [a,b]")
     return tuple(_value(hint, (), item, label) for item in value)
 
 
@@ -371,7 +371,7 @@ def _plain(hint: type, ranges: Sequence[Range], value: object, label: str) -> ob
     fits = isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool)
     if not fits or not all(bounds.holds(value) for bounds in ranges):
         limits = [f"of {bounds}" if str(bounds).startswith("at ") else str(bounds) for bounds in ranges]
-        raise _RefusedError(label, given, " ".join([wanted, *limits]))
+        raise OptionError(label, given, " ".join([wanted, *limits]))
     return value
 
 
@@ -386,7 +386,7 @@ def _read_by(reader: Read, value: object, label: str) -> object:
     try:
         return reader.by(value)
     except (ValueError, TypeError, OSError):
-        raise _RefusedError(label, value, reader.text) from None
+        raise OptionError(label, value, reader.text) from None
 
 
 def _fields(owner: type) -> list[tuple[dataclasses.Field, object, tuple[object, ...]]]:
