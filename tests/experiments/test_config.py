@@ -1,5 +1,8 @@
 """From the command line to a RunConfig: golden composition, and one clear line for every mistake."""
 
+import contextlib
+import dataclasses
+import functools
 import itertools
 import os
 import re
@@ -13,10 +16,11 @@ from omegaconf import OmegaConf
 
 from specsparse import run
 from specsparse.errors import UserError
+from specsparse.experiments import runner
 from specsparse.experiments.compose import config, parts, shorthand
 from specsparse.experiments.kinds.compare import CompareSettings, methods
 from specsparse.experiments.settings import RunConfig
-from specsparse.models import entries
+from specsparse.models import catalogue, entries
 from specsparse.speculative.base import DraftKind
 from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.speculative.policies.registry import get_policy
@@ -31,6 +35,12 @@ GOLDEN = ROOT / "tests" / "golden"
 def composed(*overrides):
     with initialize_config_dir(str(run.conf_dir()), version_base="1.3"):
         return compose("config", shorthand.shorthand(list(overrides)))
+
+
+@functools.cache
+def experiment(name):
+    """As its file has it, composed once."""
+    return config.from_omegaconf(composed(f"+experiment={name}"))
 
 
 def mistake(capsys, *argv):
@@ -57,12 +67,28 @@ def elsewhere(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", sorted(p.stem for p in (run.conf_dir() / "experiment").glob("*.yaml")))
 def test_composed_experiments_are_golden(name):
     """A change of a config shows in review; UPDATE_GOLDEN=1 rewrites the text."""
-    cfg = config.from_omegaconf(composed(f"+experiment={name}"))
+    cfg = experiment(name)
     text = OmegaConf.to_yaml(OmegaConf.create(cfg.composed))
     file = GOLDEN / f"{name}.yaml"
     if os.environ.get("UPDATE_GOLDEN") == "1":
         file.write_text(text)
     assert text == file.read_text()
+
+
+def test_newcomer_runs_every_experiment_as_the_docs_list_it(monkeypatch):
+    """No run is refused but for a model that is to be downloaded, or a file that is the reader's own."""
+    table = (ROOT / "docs" / "usage.md").read_text().partition("## Experiments")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\|.*\|$", table, re.M)
+    listed = [command.split() for row in rows for command in re.findall("`([a-z]\\w*.*?)`", row)]
+    monkeypatch.setattr(catalogue, "_derived", lambda name, base, *_, **__: catalogue.resolve(base))  # 100 MB to make
+    for name, *given in listed:
+        if given:
+            assert any("FILE" in word for word in given)
+            continue
+        with contextlib.suppress(catalogue.NotHere):
+            runner.check(dataclasses.replace(experiment(name), download="no"))
+    placed = experiment("placement").model.path
+    assert catalogue.companion(placed, "activations"), "no counts, and a model without zeros would be refused"
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in (run.conf_dir() / "experiment").glob("sweep_*.yaml")))

@@ -28,7 +28,7 @@ MIB = 1 / 1024
 @pytest.fixture(autouse=True)
 def measured(monkeypatch):
     monkeypatch.setattr(machine, "read_bandwidth", lambda: 40e9)
-    monkeypatch.setattr(devices, "measure", lambda: devices.Device("this", "here", 40e9, 1e12))
+    monkeypatch.setattr(devices, "measure", lambda: devices.Device("this", "here", 40e9, 1e12, measured=True))
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def path(tmp_path_factory):
 @pytest.fixture
 def cfg(path, tmp_path):
     text = random_texts(tmp_path / "text.jsonl", 4, 120)
-    placement = PlacementSpec(tokens=64, window=32, context=64)
+    placement = PlacementSpec(tokens=64, window=32, context=64, latency_us=0.0, call_us=0.0)
     return run_config(path, text=text, kind="placement", vram_budget=0.7 * MIB, placement=placement)
 
 
@@ -71,6 +71,34 @@ def test_a_run_places_by_every_rule_and_keeps_its_choice(cfg, path, tmp_path):
             assert "placement read from" in text
     off, text, record = play(replaced(again, disable_gpu_index=True), tmp_path / "c")
     assert off.result.chosen == record["summary"]["chosen"] == "none" and "disable_gpu_index" in text
+
+
+def test_newcomer_gets_whole_layers_where_they_are_faster(cfg, path, tmp_path):
+    """And reads what the bound compares, and which device is on paper; a placement that does not fit is not chosen."""
+    slow = changed(cfg, "placement", latency_us=1e4, rule="optimal")
+    found, text, record = play(replaced(slow, vram_budget=1.0 * MIB), tmp_path / "a")
+    times = {name: values["seconds"] for name, values in record["summary"]["placements"].items()}
+    assert times["layers"] < times["optimal"] and record["summary"]["chosen"] == found.result.chosen == "layers"
+    assert found.objective == 1 / times["layers"]
+    text = " ".join(text.split())
+    assert "RTX 4090, 1,008 GB/s (on paper)" in text and "layers moves whole layers" in text and "whole layers;" in text
+    assert record["summary"]["devices"] == {
+        "hot": {"title": "NVIDIA GeForce RTX 4090", "on_paper": True}, "cold": {"title": "here", "on_paper": False},
+    }  # fmt: skip
+    index = read_gpuidx(path_for(path))  # what PowerInfer takes stays a choice of neurons
+    assert [int(h.sum()) for h in index.hot] == record["summary"]["placements"]["optimal"]["hot_neurons"]
+    tight, text, record = play(replaced(cfg, vram_budget=0.05 * MIB), tmp_path / "b")
+    assert tight.result.chosen == "layers" and "(over the budget)" in text
+
+
+def test_newcomer_gets_one_time_for_one_placement(cfg, tmp_path):
+    """All neurons on the accelerator and all layers there are the same bytes in the same places."""
+    started = changed(cfg, "placement", call_us=5.0)
+    _, _, record = play(replaced(started, vram_budget=64 * MIB), tmp_path / "a")
+    placements = record["summary"]["placements"]
+    assert placements["optimal"]["bytes_on_device"] == placements["layers"]["bytes_on_device"]
+    assert placements["optimal"]["seconds"] == pytest.approx(placements["layers"]["seconds"], rel=1e-12)
+    assert record["summary"]["chosen"] == "optimal"
 
 
 def test_what_somebody_else_placed_is_reported_as_it_is(cfg, tmp_path):

@@ -138,7 +138,10 @@ class PowerInferOracle(Kind[PowerInferSettings]):
 def _results(cfg: PowerInferSettings, path: Path) -> dict[str, np.ndarray]:
     file = Path(cfg.powerinfer.logits).expanduser() if cfg.powerinfer.logits else path.parent / LOGITS_FILE
     if not file.is_file():
-        raise UserError(f"no such file of PowerInfer's results: {file}; give powerinfer.logits=FILE.npz")
+        raise UserError(
+            f"no such file of PowerInfer's results: {file}; give a model that "
+            "PowerInfer ran, model.path=FILE.powerinfer.gguf, and what it wrote, powerinfer.logits=FILE.npz"
+        )
     return read_npz(file)
 
 

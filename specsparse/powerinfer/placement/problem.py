@@ -3,8 +3,9 @@
 A forward pass reads a neuron with a probability that the profiler counted. With m the hot and M the whole mass of a
 layer (sums of those probabilities), s the bytes of a neuron and B a device's bandwidth, an FFN takes
 
-    hot  = call + s m / B_hot                              where there is a hot neuron; s |hot| / B_hot for hot=dense
-    cold = call + s (M - m) / B_cold + exchange            where there is a cold one
+    hot  = call + s m / B_hot                              if there is a hot neuron; s |hot| / B_hot for hot=dense
+    cold = call + s (M - m) / B_cold + exchange            if there is a cold one
+    hot  = s m / B_hot                                     if all are hot: the FFN is not split, as in a whole layer
     exchange = 2 latency + bytes / B_link                  residual and mask there, partial sum back
 
 and max(hot, cold) if the devices overlap, else hot + cold. PowerInfer (arXiv:2312.12456, section 6) puts the same
@@ -128,9 +129,10 @@ class Problem:
         h, size, total = self.hardware, self.neuron_bytes[layer], float(self.read[layer].sum())
         exchange = 2 * h.latency_s + self.exchange_bytes / h.link_bandwidth
         read = np.asarray(count if self.dense_hot else mass, np.float64)
-        hot = np.where(np.asarray(count) > 0, h.call_s + size * read / h.hot_bandwidth, 0.0)
+        count, all_hot = np.asarray(count), len(self.read[layer])
+        hot = np.where(count > 0, np.where(count < all_hot, h.call_s, 0.0) + size * read / h.hot_bandwidth, 0.0)
         cold = h.call_s + size * np.maximum(total - mass, 0.0) / h.cold_bandwidth + exchange
-        return hot, np.where(np.asarray(count) < len(self.read[layer]), cold, 0.0)
+        return hot, np.where(count < all_hot, cold, 0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +144,8 @@ class Placement:
         hot: L masks bool[F], true on the accelerator.
         seconds: expected for a forward pass.
         bytes_on_device: of everything that lies there.
-        bound_s: no placement at this granularity can be faster; None where the rule proves nothing.
+        bound_s: no placement by neuron at this granularity can be faster (whole layers can: with a layer goes its
+            attention); None if the rule proves nothing.
         host_layers: layers that run on the host altogether, attention too.
         output_on_host: whether the output matrix does.
     """

@@ -1,5 +1,6 @@
 """`kind: placement`: which neurons belong on the accelerator, by every rule, and the time a token expected of each."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from specsparse.data.devices import GIGA
+from specsparse.data.devices import GIGA, Device
 from specsparse.engine.config import OVERRIDES, ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile, open_gguf
 from specsparse.errors import UserError
@@ -36,7 +37,7 @@ FILE = "file"
 GIB = 1 << 30
 DEFINITIONS = {
     "seconds": "expected for a forward pass: sum over layers of max(hot, cold) or, without overlap, their sum",
-    "bound": "no choice of neurons at this granularity and budget has a smaller expected time",
+    "bound": "no choice of neurons at this granularity and budget has a smaller expected time; whole layers may have",
     "waits": "seconds a token that a device waits for the other's part of an FFN, where a layer has both",
     "crossed": "bytes a token that go to the device of the hot and to that of the cold neurons; no weights",
     "hot_share": "neurons read from the accelerator / neurons read, by the counted activations",
@@ -99,13 +100,16 @@ class Place(Kind[PlacementSettings]):
         config = ModelConfig.from_gguf(f, overrides=overrides)
         stats = activations.of_run(cfg, f, config, lab)
         parts = ModelParts.of(f, config, context=cfg.placement.context, kv_dtype=cfg.model.kv_dtype or "f16")
-        problem = problem_for(cfg, parts, config, probabilities(stats, rows=cfg.placement.rows))
-        chosen = "none" if cfg.disable_gpu_index else cfg.placement.rule
+        pair = {side: devices.get(getattr(cfg.placement, f"{side}_device")) for side in ("hot", "cold")}
+        problem = problem_for(cfg, parts, config, probabilities(stats, rows=cfg.placement.rows), pair)
+        chosen = by_neuron = "none" if cfg.disable_gpu_index else cfg.placement.rule
         solve = {**rules.RULES, "layers": partial(rules.layers, n_gpu_layers=cfg.n_gpu_layers)}
         found = {name: rule(problem) for name, rule in solve.items()}
+        if chosen == "optimal" and layers_instead(found, problem):
+            chosen = "layers"
         beside = path_for(f.path) if config.predictor_ranks else path_for(directory / f.path.name)
         index = run_placement(cfg, f, problem, beside)
-        if index is not None and not all(map(np.array_equal, index.index.hot, found[chosen].hot)):
+        if index is not None and not all(map(np.array_equal, index.index.hot, found[by_neuron].hot)):
             chosen = FILE
             found[FILE] = neurons_placed(FILE, problem, index.index.hot)
         measured = taken = None
@@ -117,12 +121,21 @@ class Place(Kind[PlacementSettings]):
             taken = meter.conditions(1 / measured["one"])
         save_stats(directory / STATS_FILE, stats)
         write_activations(directory / STATS_FOLDER, stats)
-        return _found(cfg, Placed(chosen, found, index, measured, taken), problem, parts)
+        return _found(cfg, Placed(chosen, found, index, measured, taken), problem, parts, pair)
 
 
-def _found(cfg: PlacementSettings, result: Placed, problem: Problem, parts: ModelParts) -> Found:
+def layers_instead(found: Mapping[str, Placement], problem: Problem) -> bool:
+    """Whether whole layers are faster than the best choice of neurons, or its dense parts alone exceed the budget."""
+    neurons, layers = found["optimal"], found["layers"]
+    return neurons.bytes_on_device > problem.budget or layers.seconds < (1 - 1e-9) * neurons.seconds
+
+
+def _found(
+    cfg: PlacementSettings, result: Placed, problem: Problem, parts: ModelParts, pair: Mapping[str, Device]
+) -> Found:
     summary = report.summary(result.chosen, result.found, problem, parts)
-    shown = [*report.tables(result.chosen, result.found, problem, parts)]
+    summary["devices"] = {side: {"title": d.title, "on_paper": not d.measured} for side, d in pair.items()}
+    shown = [*report.tables(result.chosen, result.found, problem, parts, pair)]
     if result.gpu_index is not None:
         summary["gpu_index"] = result.gpu_index.note
         shown.append(Text(result.gpu_index.note))
@@ -162,14 +175,14 @@ def hardware(spec: PlacementSpec, hot_bandwidth: float, cold_bandwidth: float) -
 
 
 def problem_for(
-    cfg: PlacementSettings, parts: ModelParts, config: ModelConfig, read: tuple[np.ndarray, ...]
-) -> Problem:
-    """The placement problem of a config; the devices named "this" are measured now."""
+    cfg: PlacementSettings, parts: ModelParts, config: ModelConfig, read: tuple[np.ndarray, ...],
+    pair: Mapping[str, Device],
+) -> Problem:  # fmt: skip
+    """The placement problem of a config on a "hot" and a "cold" device."""
     spec = cfg.placement
-    rates = {name: devices.get(name).bandwidth for name in {spec.hot_device, spec.cold_device}}
     return problem_of(
         parts, config, read, budget=budget_bytes(cfg, parts), dense_hot=spec.hot == "dense", rows=spec.rows,
-        hardware=hardware(spec, rates[spec.hot_device], rates[spec.cold_device]), granularity=spec.granularity,
+        hardware=hardware(spec, pair["hot"].bandwidth, pair["cold"].bandwidth), granularity=spec.granularity,
     )  # fmt: skip
 
 

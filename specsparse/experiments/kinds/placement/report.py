@@ -10,6 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from specsparse.data.devices import GIGA, Device
 from specsparse.powerinfer.placement.of_model import ModelParts
 from specsparse.powerinfer.placement.problem import Placement, Problem
 from specsparse.report.figure import Figure, Row
@@ -43,13 +44,22 @@ def _values(p: Placement, problem: Problem) -> dict[str, object]:
 
 
 def tables(
-    chosen: str, found: Mapping[str, Placement], problem: Problem, parts: ModelParts
+    chosen: str, found: Mapping[str, Placement], problem: Problem, parts: ModelParts, pair: Mapping[str, Device]
 ) -> Iterator[RenderableType]:
-    """What a run prints."""
+    """What a run prints; `pair` is the "hot" and the "cold" device."""
     yield Text("parts of the model, in the order in which they go to the accelerator", style="bold")
     yield _parts(problem, parts)
     yield Text("expected time of a token; the chosen rule is bold", style="bold")
     yield by_rule(chosen, found, problem)
+    rates = {side: f"{d.title}, {d.bandwidth / GIGA:,.0f} GB/s" for side, d in pair.items()}
+    on = "; ".join(f"{side}: {rates[side]} ({'measured' if d.measured else 'on paper'})" for side, d in pair.items())
+    yield Text(f"devices: {on}")
+    yield Text(
+        "over bound: the time above the least that any choice of neurons has; layers moves whole layers, attention "
+        "too, and is not bound by it"
+    )
+    if chosen == "layers":
+        yield Text("chosen: whole layers; a gpuidx file, if one is written, holds the neurons of optimal")
 
 
 def _parts(problem: Problem, parts: ModelParts) -> Table:
@@ -65,12 +75,13 @@ def _parts(problem: Problem, parts: ModelParts) -> Table:
 def by_rule(chosen: str, found: Mapping[str, Placement], problem: Problem) -> Table:
     """A row a rule."""
     out = new("rule", "ms", "tok/s", "over none", "over bound", "MiB on device", "hot neurons", "hot share")
-    slowest = found["none"].seconds
+    slowest, bound = found["none"].seconds, found["optimal"].bound_s
     for name, p in found.items():
-        over = "-" if p.bound_s is None else f"+{p.seconds / p.bound_s - 1:.2%}"
+        over = "-" if name == "layers" or bound is None else f"+{max(p.seconds / bound - 1, 0):.2%}"
+        fits = "" if p.bytes_on_device <= problem.budget else " (over the budget)"
         out.add_row(
             name, f"{1e3 * p.seconds:.4g}", f"{1 / p.seconds:,.1f}", f"{slowest / p.seconds:.2f}x", over,
-            f"{p.bytes_on_device / _MIB:,.2f}", f"{p.hot_neurons:,}", f"{p.hot_share(problem):.1%}",
+            f"{p.bytes_on_device / _MIB:,.2f}{fits}", f"{p.hot_neurons:,}", f"{p.hot_share(problem):.1%}",
             style="bold" if name == chosen else None,
         )  # fmt: skip
     return out
