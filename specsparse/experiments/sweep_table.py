@@ -13,7 +13,7 @@ from specsparse.experiments.kinds.placement import sweep as placement_sweep
 from specsparse.experiments.kinds.sparse import sparsity_report
 from specsparse.measure import conditions
 from specsparse.measure.conditions import Rank
-from specsparse.measure.intervals import Interval
+from specsparse.measure.intervals import LEAST_PROMPTS, Interval
 from specsparse.report import measurements, varied
 from specsparse.report.record import PLAIN, RECORD_FILE, SPECULATIVE, STOPPED
 from specsparse.runtime import metrics
@@ -35,7 +35,7 @@ def records(directory: Path) -> list[dict[str, Any]]:
 
 
 def table(found: list[dict[str, Any]]) -> Table:
-    """A row a run: what was swept, then what came of it; the speed-up's best, ties with it too, is bold."""
+    """A row a run: what was swept, then what came of it; the best speed-up, and what ties with it, is bold."""
     swept = varied.settings([r["config"] for r in found])
     note = metrics.lengths_note(per_pass="tokens/pass", length="accept. length")
     out = tables.new(*(Text(setting.name) for setting in swept), *_RESULTS, left=(), close=True, note=note)
@@ -61,7 +61,8 @@ def ranks(found: list[dict[str, Any]]) -> list[Rank | None]:
 
 def lines(found: list[dict[str, Any]]) -> list[str]:
     """What a reader must know of the table: what ties mean, and what makes the ranking doubtful."""
-    out = [conditions.TIED] if any(rank and rank.tied for rank in ranks(found)) else []
+    measured = [_interval(_speedup(r)) for r in found]
+    out = conditions.rank_lines(measured)
     out += apart(found)
     swept = varied.settings([r["config"] for r in found])
     names = [", ".join(f"{setting.name} {setting.values[i]}" for setting in swept) for i in range(len(found))]
@@ -70,7 +71,8 @@ def lines(found: list[dict[str, Any]]) -> list[str]:
         rates = (r["summary"].get(SPECULATIVE) or {}).get("rates", {})
         bounds.append((name, (_speedup(r) or {}).get("ratio_of_totals"), rates.get("tokens_per_target_pass")))
     taken = [conditions.of_record(r).conditions for r in found]
-    return out + conditions.all_busy(zip(names, taken, strict=True)) + conditions.all_impossible(bounds)
+    out += conditions.all_busy(zip(names, taken, strict=True)) + conditions.all_impossible(bounds)
+    return out + conditions.all_skewed(zip(names, measured, strict=True))
 
 
 def apart(found: list[dict[str, Any]]) -> list[str]:
@@ -113,11 +115,12 @@ def _speedup(record: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _interval(faster: Mapping[str, Any] | None) -> Interval | None:
-    """Of a record; those from before intervals were over prompts hold two equal ends for one pair."""
+    """Of a record; older ones hold ends for one or two prompts too, and do not say how many prompts there were."""
     if faster is None:
         return None
-    ends = (None, None) if faster.get("prompts") == 1 else (faster["low"], faster["high"])
-    return Interval(faster["ratio_of_totals"], *ends, faster.get("prompts", 0))
+    prompts = faster.get("prompts", 0)
+    ends = (None, None) if 0 < prompts < LEAST_PROMPTS else (faster["low"], faster["high"])
+    return Interval(faster["ratio_of_totals"], *ends, prompts, faster.get("skewed", False))
 
 
 def _cell(values: Mapping[str, Any] | None, key: str, spec: str) -> str:

@@ -6,6 +6,7 @@ Each rule stands here once, for the terminal, the records and the pages:
     busy        one timing whose machine changed under it
     ties        speed-ups that their intervals do not tell apart
     impossible  a speed-up that no method can have
+    all_skewed  speed-ups whose interval may not be believed
 """
 
 import json
@@ -14,17 +15,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import NamedTuple
 
-from specsparse.measure.intervals import Interval
+from specsparse.measure.intervals import LEAST_PROMPTS, Interval
 from specsparse.support.json_files import Json
 
 TOLERANCE = 0.10
 """Read bandwidths, or plain speeds, that differ by more than this share are not those of one machine."""
 BUSY_DEVIATION = 0.05
 """Relative deviation between the repeats of one timing from which the machine counts as busy."""
+TIED = "=: the 95 % intervals overlap; the order among these is not certain"
+"""What a table or page says of the mark of `Rank`."""
 NOISE = 0.02
 """Share by which a speed-up may exceed its bound: what timer and machine vary by even when nothing else runs."""
-TIED = "=: the 95 % intervals overlap, or one prompt has none; the order among these is not certain"
-"""What a table or page says of the mark of `Rank`."""
 
 DEFINITIONS = {
     "conditions.read_bandwidth": "bytes read per second: median of samples before each repeat and at the end",
@@ -188,6 +189,18 @@ def all_impossible(found: Iterable[tuple[str, float | None, float | None]]) -> l
     ]
 
 
+def all_skewed(found: Iterable[tuple[str, Interval | None]]) -> list[str]:
+    """One line that names the speed-ups whose prompts are too skewed for their interval, else none."""
+    names = [name for name, interval in found if interval is not None and interval.skewed]
+    if not names:
+        return []
+    several = len(names) > 1
+    return [
+        f"skewed: a few prompts gain far more or less than the rest ({', '.join(names)}): the 95 % "
+        f"interval{'s' if several else ''} may not be believed; look at the prompts one by one, or take more of them"
+    ]
+
+
 def doubts(conditions: Conditions, found: Mapping[str, str | None]) -> tuple[str, ...]:
     """What makes one timing doubtful, a line each: a busy machine, and what is impossible by what it is said of."""
     named = [f"{name}: {line}" if name else line for name, line in found.items() if line]
@@ -227,12 +240,30 @@ def _overlap(better: Interval, worse: Interval) -> bool:
 
 
 def ranks(found: Sequence[Interval | None]) -> list[Rank | None]:
-    """The rank of each, in the order given; None for what has no value."""
-    where = [i for i, interval in enumerate(found) if interval is not None]
+    """The rank of each, in the order given; None for what has no interval, and for all if none stands out."""
+    where = [i for i, interval in enumerate(found) if interval is not None and interval.low is not None]
     out: list[Rank | None] = [None] * len(found)
+    groups = ties([found[i] for i in where])
     place = 1
-    for group in ties([interval for interval in found if interval is not None]):
+    for group in groups if len(groups) > 1 else []:
         for i in group:
             out[where[i]] = Rank(place, len(group) > 1)
         place += len(group)
+    return out
+
+
+def rank_lines(found: Sequence[Interval | None]) -> list[str]:
+    """What a table or page says of its ranks: what a tie means, and why some have none."""
+    ranked = ranks(found)
+    timed = [(interval, rank) for interval, rank in zip(found, ranked, strict=True) if interval is not None]
+    out = []
+    if any(rank and rank.tied for rank in ranked):
+        out.append(TIED)
+    if len(timed) > 1 and all(rank is None for _, rank in timed) and any(i.low is not None for i, _ in timed):
+        out.append("no ranks: the 95 % intervals overlap, so that none is known to be the fastest")
+    bare = sum(interval.low is None for interval, _ in timed)
+    if bare and len(timed) > 1:
+        out.append(
+            f"no rank for {bare} of {len(timed)}: there is no 95 % interval over fewer than {LEAST_PROMPTS} prompts"
+        )
     return out

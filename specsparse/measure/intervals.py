@@ -4,6 +4,9 @@ The sampling unit is the prompt: its repeats are summed first, because they are 
 out one prompt at a time (the jackknife of a ratio of sums, Efron and Tibshirani 1993, chapter 11), on a scale where the
 error is nearly symmetric, and Student's t with n - 1 degrees of freedom allows for few prompts. Percentiles of a
 bootstrap are too narrow there: at 6 prompts they hold the truth 85 % of the time (docs/LOG.md, 2026-11-22).
+
+Two things make such an interval fail. Skewed prompts, if a few gain much and the rest nothing: `Interval.skewed` says
+so. And a kind of prompt that is not among them at all, which no number can show: `unseen` says how common it may be.
 """
 
 from collections.abc import Sequence
@@ -12,20 +15,26 @@ from typing import NamedTuple
 import numpy as np
 
 LEVEL = 0.95
+LEAST_PROMPTS = 3
+"""Prompts from which there is an interval over prompts: one deviation alone says nothing of how far others lie."""
 WHISKERS = (
-    "Whiskers: 95 % interval over prompts (Student's t, leaving out one prompt at a time); none for one prompt, nor "
-    "where one prompt holds all that is counted."
+    "Whiskers: 95 % interval over prompts (Student's t, leaving out one prompt at a time); none for fewer than "
+    f"{LEAST_PROMPTS} prompts, nor where one prompt holds all that is counted."
 )
 """What a figure says of them."""
 
 
 class Interval(NamedTuple):
-    """A value and its 95 % interval over `prompts` prompts; `low` and `high` are None where there is none."""
+    """A value and its 95 % interval over `prompts` prompts; `low` and `high` are None where there is none.
+
+    `skewed`: a few prompts differ so much from the rest that the interval may hold the truth less often.
+    """
 
     value: float
     low: float | None
     high: float | None
     prompts: int
+    skewed: bool = False
 
     def cells(self) -> dict[str, float | int | None]:
         """As columns of a table."""
@@ -38,8 +47,10 @@ class Interval(NamedTuple):
     def sentence(self) -> str:
         """For a line of text: the ends and over what, or why there are none."""
         if self.low is None or self.high is None:
-            return "one prompt: no interval" if self.prompts == 1 else "no interval"
-        return f"95 % interval {shown(self.low, self.high, joined=' to ')} over {self.prompts} prompts"
+            few = "one prompt" if self.prompts == 1 else f"{self.prompts} prompts"
+            return f"{few}: no interval" if self.prompts < LEAST_PROMPTS else "no interval"
+        doubt = ", skewed: it may not be believed" if self.skewed else ""
+        return f"95 % interval {shown(self.low, self.high, joined=' to ')} over {self.prompts} prompts{doubt}"
 
 
 def shown(low: float | None, high: float | None, *, joined: str = "-") -> str:
@@ -53,8 +64,8 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Interva
     Both sums lose the same prompt, so that what moves both sides of one prompt cancels.
 
     Returns:
-        None where the denominators sum to zero; without an interval for one prompt, or where a sum without one of the
-        prompts is not positive.
+        None where the denominators sum to zero; without an interval for fewer than `LEAST_PROMPTS` prompts, or where a
+        sum without one of the prompts is not positive.
 
     Raises:
         ValueError: the lengths differ.
@@ -69,8 +80,8 @@ def share(parts: Sequence[float], wholes: Sequence[float]) -> Interval | None:
     """sum(parts) / sum(wholes) between 0 and 1, one entry a prompt; the interval is that of the odds.
 
     Returns:
-        None where the wholes sum to zero; without an interval for one prompt, or where one prompt holds all the parts
-        or all that is beside them.
+        None where the wholes sum to zero; without an interval for fewer than `LEAST_PROMPTS` prompts, or where one
+        prompt holds all the parts or all that is beside them.
 
     Raises:
         ValueError: the lengths differ.
@@ -83,7 +94,7 @@ def share(parts: Sequence[float], wholes: Sequence[float]) -> Interval | None:
     odds = _without_each(float(part.sum() / rest.sum()), [part], [rest]) if rest.sum() > 0 else None
     if odds is None or odds.low is None or odds.high is None:
         return Interval(value, None, None, len(part))
-    return Interval(value, odds.low / (1 + odds.low), odds.high / (1 + odds.high), len(part))
+    return Interval(value, odds.low / (1 + odds.low), odds.high / (1 + odds.high), len(part), odds.skewed)
 
 
 def ratio_of_ratios(above: Sequence[tuple[float, float]], below: Sequence[tuple[float, float]]) -> Interval | None:
@@ -99,11 +110,14 @@ def ratio_of_ratios(above: Sequence[tuple[float, float]], below: Sequence[tuple[
     return _without_each(value, [a[:, 0], b[:, 1]], [a[:, 1], b[:, 0]])
 
 
-def geometric_mean(values: Sequence[float]) -> Interval:
-    """Of positive values, one a prompt, with the t interval of their logarithms."""
-    logs = mean(np.log(np.asarray(values, np.float64)).tolist())
-    low, high = (None if end is None else float(np.exp(end)) for end in (logs.low, logs.high))
-    return Interval(float(np.exp(logs.value)), low, high, logs.prompts)
+def geometric_mean(values: Sequence[float], *, least: int = LEAST_PROMPTS) -> Interval:
+    """Of positive values, one a prompt, with the t interval of their logarithms if there are at least so many."""
+    logs = np.log(np.asarray(values, np.float64))
+    found = mean(logs.tolist())
+    middle = float(np.exp(found.value))
+    if found.low is None or found.prompts < least:
+        return Interval(middle, None, None, found.prompts)
+    return _around(middle, found.value - found.low, found.prompts, skewed=_skewed(logs))
 
 
 def mean(values: Sequence[float]) -> Interval:
@@ -158,6 +172,27 @@ def binomial(count: int, trials: int) -> tuple[float, float]:
     return low, high
 
 
+def unseen(prompts: int) -> float:
+    """How common a kind of prompt may be of which so many have none, 1 time in 20: the s of (1 - s)^prompts = 0.05."""
+    return 1 - (1 - LEVEL) ** (1 / prompts)
+
+
+def _skewed(values: np.ndarray) -> bool:
+    """Whether values, one a prompt, are too skewed for the t interval of their mean.
+
+    Their skewness g is both beyond 2.4 standard errors of that of normal ones, and so large that n < 10 g^2 (Cochran
+    1977, section 2.15, asks for n > 25 g^2, which one in three harmless sets of 24 speed-ups fails). Fewer than five
+    values cannot be that skewed. Simulated in tests/measure/test_intervals.py.
+    """
+    n = len(values)
+    away = values - values.mean()
+    spread = float((away**2).mean())
+    if n < LEAST_PROMPTS or spread <= 1e-24:
+        return False
+    skewness = abs(float((away**3).mean())) / spread**1.5
+    return skewness > max(2.4 * (6 * (n - 2) / ((n + 1) * (n + 3))) ** 0.5, (n / 10) ** 0.5)
+
+
 def _entries(tops: Sequence[float], bottoms: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
     top, bottom = np.asarray(tops, np.float64), np.asarray(bottoms, np.float64)
     if top.shape != bottom.shape or top.ndim != 1:
@@ -169,16 +204,16 @@ def _without_each(value: float, tops: list[np.ndarray], bottoms: list[np.ndarray
     """Of the product of the tops' sums over that of the bottoms': jackknife of its logarithm."""
     count = len(tops[0])
     left = [(sum_.sum() - sum_, sign) for sums, sign in ((tops, 1), (bottoms, -1)) for sum_ in sums]
-    if count < 2 or value <= 0 or any((rest <= 0).any() for rest, _ in left):
+    if count < LEAST_PROMPTS or value <= 0 or any((rest <= 0).any() for rest, _ in left):
         return Interval(value, None, None, count)
     logs = sum(sign * np.log(rest) for rest, sign in left)
     error = float(np.sqrt((count - 1) / count * ((logs - logs.mean()) ** 2).sum()))
-    return _around(value, _t(count - 1) * error, count)
+    return _around(value, _t(count - 1) * error, count, skewed=_skewed(logs))
 
 
-def _around(value: float, half: float, prompts: int) -> Interval:
+def _around(value: float, half: float, prompts: int, *, skewed: bool = False) -> Interval:
     """`half`: of the interval's length, in the logarithm."""
-    return Interval(value, float(value * np.exp(-half)), float(value * np.exp(half)), prompts)
+    return Interval(value, float(value * np.exp(-half)), float(value * np.exp(half)), prompts, skewed)
 
 
 def _t(freedom: float) -> float:

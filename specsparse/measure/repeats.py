@@ -1,7 +1,14 @@
-"""How often a timing is repeated: as often as asked, or (`repeats=auto`) until the speed-up is known well enough."""
+"""How often a timing is repeated: as often as asked, or (`repeats=auto`) until the speed-up is known well enough.
+
+Who stops when an interval looks narrow stops when it is too narrow by chance: looked at after every repeat, 95 %
+intervals held the truth 83 to 93 % of the time. So `auto` decides without the last three repeats, which then are drawn
+without regard to the decision (a fixed number of further ones is enough at any noise: Simons 1968, Annals of
+Mathematical Statistics 39, 1946), and first looks after three, where the variance of each prompt has two degrees of
+freedom. Coverage simulated at 1, 2, 3 and 6 prompts: at least 0.934 (tests/measure/test_intervals.py).
+"""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from specsparse.measure import intervals
@@ -14,6 +21,8 @@ WANTED = 0.05
 """Half-width of the 95 % interval of a speed-up, as a share of it, that `auto` repeats for."""
 LIMIT = 20
 """Repeats at which `auto` stops in any case."""
+FIRST_LOOK, FURTHER = 3, 3
+"""Repeats after which `auto` first decides, and those that follow a decision to stop whatever they say."""
 PROMPTS_SHARE = 1 / 3
 """`auto` stops where timing alone spreads by no more than this share of the interval: without any timing error the
 interval would be at most 1 - sqrt(1 - 1/9) = 6 % narrower, so what is left of it lies between the prompts."""
@@ -53,7 +62,7 @@ class Width:
 
     @property
     def decisive(self) -> float | None:
-        """The interval's; that of timing alone for one prompt, which has no interval."""
+        """The interval's; that of timing alone for one or two prompts, which have no interval."""
         return self.timing if self.interval is None else self.interval
 
     def enough(self) -> Stop | None:
@@ -100,7 +109,7 @@ class Repeats:
             return None
         width, timing = _shown(self.width.decisive), _shown(self.width.timing)
         why = {
-            Stop.NARROW: f"the speed-up is known to {width} (±{WANTED:.0%} asked for)",
+            Stop.NARROW: f"the speed-up was known to ±{WANTED:.0%} {FURTHER} repeats before, now it is to {width}",
             Stop.PROMPTS: f"the speed-up is known to {width}, of these prompts to {timing}; "
             "more prompts would narrow it, more repeats would not",
             Stop.LIMIT: f"the limit; the speed-up is known to {width} (±{WANTED:.0%} asked for)",
@@ -117,18 +126,20 @@ def most(asked: int | str) -> int:
     return LIMIT if asked == AUTO else int(asked)
 
 
-def decide(asked: int | str, done: int, widths: Sequence[Width]) -> Repeats | None:
+def decide(asked: int | str, done: int, widths: Callable[[int], Sequence[Width]]) -> Repeats | None:
     """Whether `done` repeats are enough; None: another one.
 
     Args:
         asked: a positive number, or "auto".
         done: repeats so far, at least 1.
-        widths: of every speed-up that is measured, at least one; only "auto" looks at them.
+        widths: of every speed-up that is measured, at least one, by so many first repeats; only "auto" asks.
     """
     if asked != AUTO:
         return Repeats(asked, done, Stop.GIVEN) if done >= int(asked) else None
-    reasons = [width.enough() for width in widths]
-    widest = max(widths, key=lambda w: float("inf") if w.decisive is None else w.decisive)
-    if None not in reasons:
-        return Repeats(asked, done, Stop.PROMPTS if Stop.PROMPTS in reasons else Stop.NARROW, widest)
-    return Repeats(asked, done, Stop.LIMIT, widest) if done >= LIMIT else None
+    looked = done - FURTHER
+    reasons = [width.enough() for width in widths(looked)] if looked >= FIRST_LOOK else [None]
+    if None in reasons and done < LIMIT:
+        return None
+    why = Stop.LIMIT if None in reasons else Stop.PROMPTS if Stop.PROMPTS in reasons else Stop.NARROW
+    widest = max(widths(done), key=lambda w: float("inf") if w.decisive is None else w.decisive)
+    return Repeats(asked, done, why, widest)

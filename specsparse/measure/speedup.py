@@ -21,12 +21,13 @@ class Speedup(NamedTuple):
 
     Attributes:
         ratio_of_totals: the speed-up that everything ranks by.
-        low, high: its interval over prompts, others of the same kind; None for one prompt.
+        low, high: its interval over prompts, others of the same kind; None for fewer than three.
         prompts, pairs: how many; a pair is one repeat of one prompt.
         mean_of_ratios: over pairs; it has no interval here.
         geometric_mean, geometric_low, geometric_high: of the prompts' speed-ups, and the interval over prompts.
         timing_low, timing_high: `ratio_of_totals` of these very prompts: timing noise between repeats alone; None
             where a prompt has one repeat only.
+        skewed: whether the interval over prompts may not be believed (`Interval.skewed`).
     """
 
     ratio_of_totals: float
@@ -40,11 +41,12 @@ class Speedup(NamedTuple):
     geometric_high: float | None
     timing_low: float | None
     timing_high: float | None
+    skewed: bool = False
 
     @property
     def interval(self) -> Interval:
         """Of `ratio_of_totals`, over prompts."""
-        return Interval(self.ratio_of_totals, self.low, self.high, self.prompts)
+        return Interval(self.ratio_of_totals, self.low, self.high, self.prompts, self.skewed)
 
     def to_dict(self) -> Json:
         """As plain values for a record; `interval_of` says whose `low` and `high` are."""
@@ -77,5 +79,5 @@ def speedup(plain_s: Sequence[float], method_s: Sequence[float], *, prompts: Seq
         ratio_of_totals=found.value, low=found.low, high=found.high, prompts=len(keys), pairs=plain.size,
         mean_of_ratios=float(np.mean(plain / method)),
         geometric_mean=middle.value, geometric_low=middle.low, geometric_high=middle.high,
-        timing_low=timing.low, timing_high=timing.high,
+        timing_low=timing.low, timing_high=timing.high, skewed=found.skewed,
     )  # fmt: skip

@@ -21,7 +21,7 @@ _NO_CONFIG = ("name",)
 
 @dataclass(frozen=True)
 class Line:
-    """One measure of both; `ratio` is B over A, over the prompts that both decoded, drawn as pairs."""
+    """One measure of both, over the prompts that both decoded; `ratio` is B over A, drawn as pairs."""
 
     name: str
     a: Interval | None
@@ -36,7 +36,7 @@ class Difference:
     Attributes:
         names: of the two.
         settings: (key, of A, of B) where the configs, or what they ran on, differ.
-        lines: measures over all prompts, then the speed-up of each task.
+        lines: measures over all common prompts, then the speed-up of each task.
         texts: (prompts that both decoded, those whose tokens differ) plainly and with the method.
         common: prompts that both decoded.
     """
@@ -60,12 +60,12 @@ def diff(a: Run, b: Run) -> Difference:
     common = [name for name in here if name in there]
     if not common:
         raise UserError(f"{a.directory} and {b.directory} have no prompt in common")
-    pairs = [(here[name], there[name]) for name in common]
-    lines = [_line(name, ours, theirs, pairs, top, bottom) for name, (top, bottom) in _MEASURES.items()]
-    tasks = [t for t in ours.tasks if t in theirs.tasks] if len(ours.tasks) > 1 else []
+    lines = [_line(name, ours, theirs, common, top, bottom) for name, (top, bottom) in _MEASURES.items()]
+    tasks = list(dict.fromkeys(here[name].task for name in common))
+    tasks = tasks if len(tasks) > 1 else []
     for task in tasks:
-        own = [pair for pair in pairs if pair[0].task == task]
-        lines.append(_line(f"speed-up, {task}", ours.of(task), theirs.of(task), own, *_MEASURES["speed-up"]))
+        own = [name for name in common if here[name].task == task]
+        lines.append(_line(f"speed-up, {task}", ours, theirs, own, *_MEASURES["speed-up"]))
     texts = {"plain": _texts(a, b, PLAIN, PLAIN), "method": _texts(a, b, ours.side, theirs.side)}
     return Difference(
         names=_names(a, b), settings=tuple(_settings(a, b)), lines=tuple(lines), texts=texts, common=len(common),
@@ -92,12 +92,11 @@ _MEASURES: dict[str, tuple[Term, Term]] = {
 _SHARES = frozenset({"draft acceptance rate"})
 
 
-def _line(
-    name: str, a: ReportedMethod, b: ReportedMethod, pairs: Sequence[tuple[Sample, Sample]], top: Term, bottom: Term
-) -> Line:
-    found = intervals.ratio_of_ratios([(top(y), bottom(y)) for _, y in pairs], [(top(x), bottom(x)) for x, _ in pairs])
-    one, other = (m.share(top, bottom) if name in _SHARES else m.ratio(top, bottom) for m in (a, b))
-    return Line(name, one, other, found)
+def _line(name: str, a: ReportedMethod, b: ReportedMethod, prompts: Sequence[str], top: Term, bottom: Term) -> Line:
+    of_both = a.on(prompts), b.on(prompts)
+    one, other = ([(top(s), bottom(s)) for s in m.samples] for m in of_both)
+    mine, yours = (m.share(top, bottom) if name in _SHARES else m.ratio(top, bottom) for m in of_both)
+    return Line(name, mine, yours, intervals.ratio_of_ratios(other, one))
 
 
 def _only_method(run: Run) -> ReportedMethod:
@@ -155,7 +154,7 @@ def tables(found: Difference) -> list[Table]:
 def verdict(line: Line) -> str:
     """Whether the interval of the ratio leaves room for no difference."""
     if line.ratio is None or line.ratio.low is None or line.ratio.high is None:
-        return "" if line.ratio is None else "one prompt: no interval" if line.ratio.prompts == 1 else "no interval"
+        return "" if line.ratio is None else line.ratio.sentence()
     if line.ratio.low > 1:
         return "higher"
     return "lower" if line.ratio.high < 1 else "no clear difference"
@@ -163,7 +162,7 @@ def verdict(line: Line) -> str:
 
 def lines(found: Difference) -> list[str]:
     """The texts, and what to beware of."""
-    out = []
+    out = [f"all columns are over the {found.common} prompts that both decoded"]
     for side, (both, differing) in found.texts.items():
         where = f": {', '.join(differing[:8])}{' ..' if len(differing) > 8 else ''}" if differing else ""
         out.append(f"{side} text: {len(differing)} of {both} prompts have other tokens{where}")

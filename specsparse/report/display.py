@@ -6,7 +6,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from specsparse.measure import conditions
+from specsparse.measure import conditions, intervals
 from specsparse.measure.conditions import Conditions
 from specsparse.measure.intervals import Interval
 from specsparse.measure.repeats import Repeats
@@ -174,6 +174,12 @@ def _speedup_lines(faster: Speedup) -> list[str]:
     pairs = f", {faster.pairs} pairs" if faster.pairs > faster.prompts else ""
     what = "plain / speculative decode time in total, same prompts and tokens, interleaved"
     lines = [f"speed-up {faster.ratio_of_totals:.2f} ({faster.interval.sentence()}{pairs}): {what}"]
+    if faster.low is not None:
+        share = intervals.unseen(faster.prompts)
+        lines.append(
+            f"of these {faster.prompts} prompts alone: a kind that is up to {share:.0%} of all others may be missing "
+            "among them (1 time in 20), and no interval allows for that"
+        )
     if faster.prompts > 1:
         middle = Interval(faster.geometric_mean, faster.geometric_low, faster.geometric_high, faster.prompts)
         lines.append(

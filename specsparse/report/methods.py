@@ -77,6 +77,11 @@ class ReportedMethod:
         """The same on the prompts of one task."""
         return replace(self, samples=tuple(s for s in self.samples if s.task == task))
 
+    def on(self, prompts: Sequence[str]) -> "ReportedMethod":
+        """The same on these prompts, in their order."""
+        own = {s.prompt: s for s in self.samples}
+        return replace(self, samples=tuple(own[name] for name in prompts))
+
     def ratio(self, numerator: Callable[[Sample], float], denominator: Callable[[Sample], float]) -> Interval | None:
         """Of sums over the prompts, with its interval."""
         return intervals.ratio([numerator(s) for s in self.samples], [denominator(s) for s in self.samples])
@@ -153,8 +158,9 @@ def fastest(methods: Sequence[ReportedMethod], most: int) -> list[ReportedMethod
 
 
 def ranked(methods: Sequence[ReportedMethod]) -> list[ReportedMethod]:
-    """The fastest first, by speed-up."""
-    return sorted(methods, key=lambda m: -(m.speedup() or intervals.Interval(0, None, None, 0)).value)
+    """The fastest first, by speed-up; those without an interval, which are of one or two prompts, after the others."""
+    found = [(m, m.speedup() or intervals.Interval(0, None, None, 0)) for m in methods]
+    return [m for m, s in sorted(found, key=lambda pair: (pair[1].low is None, -pair[1].value))]
 
 
 def grouped(methods: Sequence[ReportedMethod], most: int) -> list[str]:
@@ -170,7 +176,7 @@ def grouped(methods: Sequence[ReportedMethod], most: int) -> list[str]:
 def _pair(run: Run, side: str) -> tuple[str, ...]:
     """Sides of a comparison are named so."""
     if side != SPECULATIVE:
-        return (side,)
+        return tuple(side.split(" x "))
     method = run.record.get("method") or {}
     return str(run.setting("drafter.name")), str(method.get("verifier") or run.setting("verifier.name"))
 

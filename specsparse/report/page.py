@@ -45,12 +45,14 @@ def write(runs: Sequence[Run], directory: Path, *, title: str) -> WrittenReport:
     made, missing = figures.make(runs, found)
     for figure in made:
         figure.write(directory / FIGURES)
-    folder, ranks = _folder(runs), conditions.ranks([m.speedup() for m in found])
+    folder, measured = _folder(runs), [m.speedup() for m in found]
+    ranks = conditions.ranks(measured)
     rows = [{**_method(m), "rank": rank} for m, rank in zip(found, ranks, strict=True)]
     of_runs, said = [_run(r, folder) for r in runs], [*warnings(runs), *doubts(found)]
     page = render("page.html", title=title, runs=of_runs, methods=rows, figures=made, missing=missing,
                   warnings=said, facts=_facts(runs, found, rows), same=_same(rows), same_runs=_same(of_runs),
-                  folder=folder, taken_over=sum(len(run.also) for run in runs), tied=conditions.TIED,
+                  folder=folder, taken_over=sum(len(run.also) for run in runs), ranked=any(ranks),
+                  of_ranks=conditions.rank_lines(measured),
                   lengths=metrics.lengths_note(per_pass="Tokens per pass"))  # fmt: skip
     write_atomically(directory / PAGE, page)
     return WrittenReport(directory / PAGE, tuple(made), tuple(missing))
@@ -94,9 +96,10 @@ def warnings(runs: Sequence[Run]) -> list[str]:
 
 
 def doubts(found: Sequence[ReportedMethod]) -> list[str]:
-    """Speed-ups that no method can have."""
+    """Speed-ups that no method can have, and those whose interval may not be believed."""
     bounds = [(m, m.speedup(), m.tokens_per_pass()) for m in found]
-    return conditions.all_impossible([(m.label, s and s.value, t and t.value) for m, s, t in bounds])
+    beyond = conditions.all_impossible([(m.label, s and s.value, t and t.value) for m, s, t in bounds])
+    return beyond + conditions.all_skewed((m.label, s) for m, s, _ in bounds)
 
 
 def _facts(runs: Sequence[Run], found: Sequence[ReportedMethod], rows: Sequence[Json]) -> list[tuple[str, str]]:

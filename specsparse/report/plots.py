@@ -97,6 +97,7 @@ def legend_below(axes: Axes, *, columns: int = 4) -> None:
     if len(labels) < 2:
         return
     canvas = axes.get_figure(root=True)
+    labels = without_shared(labels)
     labels = [textwrap.fill(label, int(canvas.get_figwidth() * _LETTERS_AN_INCH)) for label in labels]
     for per_row in range(min(columns, len(labels)), 0, -1):
         legend = canvas.legend(handles, labels, loc="outside lower left", ncols=per_row)
@@ -105,6 +106,13 @@ def legend_below(axes: Axes, *, columns: int = 4) -> None:
             canvas.set_figheight(canvas.get_figheight() + extent.height / canvas.dpi)
             return
         legend.remove()
+
+
+def without_shared(labels: Sequence[str]) -> list[str]:
+    """Labels, words with commas between, without the words that all of them have; as they are if one were empty."""
+    words = [label.split(", ") for label in labels]
+    own = [[word for word in one if not all(word in other for other in words)] for one in words]
+    return [", ".join(one) for one in own] if all(own) else list(labels)
 
 
 def share(axes: Axes, which: str = "y") -> None:

@@ -177,7 +177,8 @@ class RunRecord:
         """What makes the times doubtful: a busy machine, speed-ups that no method can have."""
         tasks = self.groups if len(self.groups) > 2 else {"all": self.groups["all"]}
         lines = {"" if task == "all" else task: group.impossible for task, group in tasks.items()}
-        return conditions.doubts(self.conditions, lines)
+        skewed = conditions.all_skewed((task, g.speedup and g.speedup.interval) for task, g in tasks.items())
+        return (*conditions.doubts(self.conditions, lines), *skewed)
 
     @property
     def objective(self) -> float | None:

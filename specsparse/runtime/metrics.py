@@ -119,13 +119,14 @@ DEFINITIONS: dict[str, str] = {
     "share_rest": "everything but draft and verify / decode time",
     "speedup_ratio_of_totals": "sum of plain seconds / sum of speculative seconds, scaled to as many tokens",
     "speedup_low": "lower end of the 95 % interval of speedup_ratio_of_totals over prompts, repeats of a prompt summed",
-    "speedup_high": "its upper end; none for one prompt",
+    "speedup_high": "its upper end; none for fewer than three prompts",
     "speedup_mean_of_ratios": "mean over prompts and repeats of plain / speculative seconds per token; has no interval",
     "speedup_geometric_mean": "geometric mean over prompts of a prompt's plain / speculative seconds, repeats summed",
     "speedup_geometric_low": "lower end of the 95 % interval of speedup_geometric_mean over prompts (t, of the logs)",
-    "speedup_geometric_high": "its upper end; none for one prompt",
+    "speedup_geometric_high": "its upper end; none for fewer than three prompts",
     "speedup_timing_low": "lower end of the 95 % interval of speedup_ratio_of_totals over repeats of the same prompts",
     "speedup_timing_high": "its upper end: timing noise alone; none where a prompt has one repeat",
+    "speedup_skewed": "whether a few prompts differ so much from the rest that low and high may not be believed",
 }
 
 

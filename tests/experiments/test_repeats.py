@@ -25,22 +25,39 @@ def test_enough(interval, timing, why):
     assert Width(interval, timing).enough() is why
 
 
+def decide(asked, done, *found):
+    return repeats.decide(asked, done, lambda first: list(found))
+
+
 def test_a_number_is_taken_as_it_is():
-    assert repeats.decide(3, 2, []) is None
-    found = repeats.decide(3, 3, [])
+    assert decide(3, 2) is None
+    found = decide(3, 3)
     assert found == Repeats(3, 3, Stop.GIVEN) and found.line() is None
     assert found.to_dict() == {"asked": 3, "done": 3, "stopped": "given", "half_width": None}
 
 
 def test_auto_goes_on_until_every_speedup_is_known():
     narrow, wide, apart = Width(0.03, 0.01), Width(0.09, 0.06), Width(0.2, 0.02)
-    assert repeats.decide("auto", 4, [narrow, wide]) is None
-    assert repeats.decide("auto", 4, [narrow, narrow]) == Repeats("auto", 4, Stop.NARROW, narrow)
-    assert repeats.decide("auto", 4, [narrow, apart]) == Repeats("auto", 4, Stop.PROMPTS, apart)
-    assert repeats.decide("auto", LIMIT - 1, [narrow, wide]) is None
-    assert repeats.decide("auto", LIMIT, [narrow, wide]) == Repeats("auto", LIMIT, Stop.LIMIT, wide)
+    assert decide("auto", 8, narrow, wide) is None
+    assert decide("auto", 8, narrow, narrow) == Repeats("auto", 8, Stop.NARROW, narrow)
+    assert decide("auto", 8, narrow, apart) == Repeats("auto", 8, Stop.PROMPTS, apart)
+    assert decide("auto", LIMIT - 1, narrow, wide) is None
+    assert decide("auto", LIMIT, narrow, wide) == Repeats("auto", LIMIT, Stop.LIMIT, wide)
     unknown = Width(None, None)
-    assert repeats.decide("auto", LIMIT, [narrow, unknown]) == Repeats("auto", LIMIT, Stop.LIMIT, unknown)
+    assert decide("auto", LIMIT, narrow, unknown) == Repeats("auto", LIMIT, Stop.LIMIT, unknown)
+
+
+def test_auto_decides_without_the_last_repeats():
+    """What a decision looked at is narrow by chance now and then; the repeats that follow it are not."""
+    asked = []
+
+    def widths(first):
+        asked.append(first)
+        return [Width(0.04, 0.01) if first == 4 else Width(0.08, 0.03)]
+
+    assert [repeats.decide("auto", done, widths) for done in range(1, 7)] == [None] * 6
+    assert repeats.decide("auto", 7, widths) == Repeats("auto", 7, Stop.NARROW, Width(0.08, 0.03))
+    assert asked == [3, 4, 7]  # never before three, and what is reported is of all
 
 
 def test_why_it_stopped_is_said():
@@ -48,7 +65,7 @@ def test_why_it_stopped_is_said():
     assert all(line.startswith("repeats=auto stopped after 7: ") for line in lines.values())
     assert "known to ±12.3%" in lines[Stop.LIMIT] and "the limit" in lines[Stop.LIMIT]
     assert "of these prompts to ±4.0%; more prompts would narrow it" in lines[Stop.PROMPTS]
-    assert "±5% asked for" in lines[Stop.NARROW]
+    assert "known to ±5% 3 repeats before, now it is to ±12.3%" in lines[Stop.NARROW]
     assert "an unknown width" in Repeats("auto", LIMIT, Stop.LIMIT, Width(None, None)).line()
 
 
@@ -60,14 +77,15 @@ def test_the_record_has_the_rule_and_what_came_of_it():
 
 
 def test_the_width_is_that_of_the_speedup():
-    """Two prompts that are alike have no width, one prompt has that of its repeats."""
-    found = speedup.speedup([2.0, 4.0, 2.0, 4.0], [1.0, 2.0, 1.0, 2.0], prompts=["a", "b", "a", "b"])
+    """Three prompts that are alike have no width; one or two have that of their repeats."""
+    found = speedup.speedup([2.0, 4.0, 6.0] * 2, [1.0, 2.0, 3.0] * 2, prompts=[*"abc"] * 2)
     assert Width.of(found) == Width(pytest.approx(0.0, abs=1e-12), 0.0)
     one = speedup.speedup([2.0], [1.0], prompts=["a"])
     assert Width.of(one) == Width(None, None)
-    found = speedup.speedup([2.0, 2.2], [1.0, 1.0], prompts=["a", "a"])
-    half = (found.timing_high - found.timing_low) / 2 / 2.1
-    assert Width.of(found) == Width(None, pytest.approx(half)) and half > 0.05
+    for prompts in ("a", "ab"):
+        found = speedup.speedup([2.0, 2.2] * len(prompts), [1.0, 1.0] * len(prompts), prompts=sorted(prompts * 2))
+        half = (found.timing_high - found.timing_low) / 2 / 2.1
+        assert Width.of(found) == Width(None, pytest.approx(half)) and half > 0.05
 
 
 def test_plain_decoding_alone_is_known_by_its_time():

@@ -375,14 +375,13 @@ def test_a_machine_that_changed_between_the_sides_is_named(cfg, tmp_path):
 @pytest.mark.parametrize(
     ("took", "prompts", "done", "stopped"),
     [
-        ([1.0] * 20, 2, 1, "narrow"),
-        ([1.0] * 20, 1, 2, "narrow"),  # one repeat of one prompt tells nothing
-        ([1.0, 1.0, 2.0, 1.0, 2.0], 2, 2, "prompts"),  # twice and once as fast, the same both times
-        ([1.0, 1.3] * 20, 1, 4, "limit"),
+        ([1.0] * 40, 1, 6, "narrow"),
+        ([1.0, *[1.0, 2.0, 1.2] * 20], 3, 6, "prompts"),  # each prompt gains the same every time
+        ([1.0, 1.3] * 20, 1, 7, "limit"),
     ],
 )
 def test_auto_repeats_until_the_speedup_is_known(cfg, tmp_path, monkeypatch, took, prompts, done, stopped):
-    monkeypatch.setattr(repeats, "LIMIT", 4)
+    monkeypatch.setattr(repeats, "LIMIT", 7)
     cfg = replace(cfg, repeats="auto", data=DataSpec(tasks=("chat",), limit_per_task=prompts))
     _, text = play(cfg, tmp_path, Clocked(took=took))
     summary = written(tmp_path)["repeats"]
@@ -394,4 +393,4 @@ def test_auto_repeats_until_the_speedup_is_known(cfg, tmp_path, monkeypatch, too
 
 def test_auto_repeats_plain_decoding_alone_until_its_time_is_known(cfg, tmp_path):
     play(replace(cfg, drafter=DrafterSpec("none"), repeats="auto"), tmp_path, FakeEngine())
-    assert written(tmp_path)["repeats"]["done"] == 2
+    assert written(tmp_path)["repeats"]["done"] == 6

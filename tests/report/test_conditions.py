@@ -120,13 +120,30 @@ def test_what_intervals_do_not_tell_apart_is_tied():
 def test_ranks_without_ties_and_without_values():
     found = [interval(1.0, 0.1), None, interval(2.0, 0.1), interval(1.5, 0.1)]
     assert [rank and str(rank) for rank in conditions.ranks(found)] == ["3", None, "1", "2"]
-    touching = [Interval(2.0, 1.5, 2.5, 2), Interval(1.0, 0.5, 1.5, 2)]
-    assert conditions.ranks(touching) == [(1, True), (1, True)]
+    assert conditions.rank_lines(found) == []
 
 
-def test_one_prompt_has_no_interval_and_wins_nothing():
-    found = [Interval(3.0, None, None, 1), interval(1.0, 0.1), Interval(2.0, None, None, 1)]
-    assert {str(rank) for rank in conditions.ranks(found)} == {"1="}
+def test_marks_that_all_would_have_are_none():
+    """Nor is a single method the best of anything."""
+    touching = [Interval(2.0, 1.5, 2.5, 3), Interval(1.0, 0.5, 1.5, 3)]
+    assert conditions.ranks(touching) == [None, None] and conditions.ranks(touching[:1]) == [None]
+    (line,) = conditions.rank_lines(touching)
+    assert line.startswith("no ranks: ") and conditions.rank_lines(touching[:1]) == []
+
+
+def test_one_prompt_never_ranks_beside_six():
+    one = Interval(3.0, None, None, 1)
+    found = [one, interval(1.0, 0.1), Interval(2.0, None, None, 2), interval(2.0, 0.1)]
+    assert [rank and str(rank) for rank in conditions.ranks(found)] == [None, "2", None, "1"]
+    assert conditions.rank_lines(found) == ["no rank for 2 of 4: there is no 95 % interval over fewer than 3 prompts"]
+    assert conditions.ranks([one, one]) == [None, None]
+
+
+def test_skewed_speedups_are_named_in_one_line():
+    found = {"a": interval(1.0, 0.1), "b": interval(2.0, 0.1)._replace(skewed=True), "c": None}
+    (line,) = conditions.all_skewed(found.items())
+    assert "(b)" in line and "may not be believed" in line
+    assert conditions.all_skewed([("a", found["a"])]) == []
 
 
 STAT = "cpu  100 20 30 4000 50 6 7 8 0 0\ncpu0 50 10 15 2000 25 3 3 4 0 0\n"

@@ -26,7 +26,10 @@ def test_what_differs(pair):
     found = diff.diff(*pair)
     lines = {line.name: line for line in found.lines}
     faster = lines["speed-up"]
-    assert found.common == 6 and faster.ratio.prompts == 6 and faster.b.prompts == 7
+    assert found.common == 6 and {x.prompts for x in (faster.a, faster.b, faster.ratio)} == {6}
+    assert faster.ratio.value == pytest.approx(faster.b.value / faster.a.value)  # the prompt that B alone has is out
+    chat = lines["speed-up, chat"]
+    assert chat.b.prompts == 3 and chat.ratio.value == pytest.approx(chat.b.value / chat.a.value)
     assert faster.ratio[:3] == pytest.approx((2.0, 2.0, 2.0))
     assert diff.verdict(faster) == "higher"
     assert diff.verdict(lines["tokens per target pass"]) == "no clear difference"

@@ -19,7 +19,7 @@ from specsparse.experiments.kinds import compare
 from specsparse.experiments.methods import explain
 from specsparse.measure import conditions
 from specsparse.measure.conditions import Conditions
-from specsparse.report import figures, methods, page, record, runs
+from specsparse.report import figures, methods, page, plots, record, runs
 from specsparse.report.figure import MOST
 from specsparse.report.record import HOST, PLAIN, SPECULATIVE
 from specsparse.speculative.verify import get_verifier
@@ -59,7 +59,7 @@ def test_repeats_of_a_prompt_are_one_sample(tmp_path):
         for side, seconds in zip(("plain", "speculative"), times, strict=True)
     ]
     (method,) = methods.of(runs.find([making.speed_run(tmp_path / "run", done)]))
-    assert method.speedup() == (3.0, None, None, 1)
+    assert method.speedup()[:4] == (3.0, None, None, 1)
     assert method.acceptance().value == 0.5 and method.accepted_at(1).value == 0.4
     assert method.tokens_per_second().value == 20.0
 
@@ -84,8 +84,8 @@ def test_speedups_of_the_figures_are_those_of_the_passes(sweep):
     assert float(by_task["gamma 2, T 0", "all"]["value"]) == 2.0  # 12 / 6
     assert float(by_task["gamma 2, T 0", "code"]["value"]) == pytest.approx(8 / 3)
     assert by_task["gamma 2, T 0", "code"]["prompts"] == "2"
-    low, high = (float(by_task["gamma 2, T 0", "code"][k]) for k in ("low", "high"))
-    assert low < 2.0 and high > 4.0  # two prompts
+    low, high = (float(by_task["gamma 2, T 0", "all"][k]) for k in ("low", "high"))
+    assert low < 1.0 and high > 4.0 and by_task["gamma 2, T 0", "code"]["low"] == ""  # four prompts, and two
     lines = {
         (r["method"], r["tokens drafted in a round"]): float(r["value"]) for r in rows_of(found["speedup_by_gamma"])
     }
@@ -216,7 +216,7 @@ def test_runs_of_a_busy_hour_are_not_ranked_without_a_word(tmp_path):
     assert line in text
     for cell in ("28.4 GB/s, plain decoding 160.0 tok/s, other", "18.1 GB/s, plain decoding 102.0 tok/s, other"):
         assert f'<td class="text">read bandwidth {cell}' in text
-    assert text.count("<td>1=</td>") == 2 and conditions.TIED in text  # the same times: nothing to choose between them
+    assert "<th>rank</th>" not in text and 'class="best"' not in text and "no ranks: " in text  # the same times
 
 
 def test_a_clear_winner_is_no_tie(tmp_path):
@@ -225,6 +225,24 @@ def test_a_clear_winner_is_no_tie(tmp_path):
         making.speed_run(tmp_path / str(gamma), making.passes(times), policy__gamma=gamma)
     text = page.write(runs.find([tmp_path]), tmp_path / "out", title="t").page.read_text()
     assert "<td>1</td>" in text and "<td>2</td>" in text and conditions.TIED not in text
+    assert text.count('class="best"') == 1
+
+
+def test_one_prompt_is_not_ranked_beside_six_on_the_page(tmp_path):
+    """Nor is it among the fastest that a figure keeps, if others have an interval."""
+    for gamma, prompts, slower in ((2, 6, 1.0), (4, 6, 9.0), (8, 1, 0.1)):
+        times = {(f"p{i}", "chat"): (2.0, slower * (1 + i / 50)) for i in range(prompts)}
+        making.speed_run(tmp_path / str(gamma), making.passes(times), policy__gamma=gamma)
+    found = methods.of(runs.find([tmp_path]))
+    assert [m.label for m in methods.ranked(found)] == ["gamma 2", "gamma 4", "gamma 8"]
+    text = page.write(runs.find([tmp_path]), tmp_path / "out", title="t").page.read_text()
+    assert "<td>gamma 8</td><td>–</td>" in text and "no rank for 1 of 3" in text
+
+
+def test_a_legend_leaves_out_what_all_share():
+    shared = ["lookup x greedy, gamma 2, T 0", "lookup x greedy, gamma 4, T 0"]
+    assert plots.without_shared(shared) == ["gamma 2", "gamma 4"]
+    assert plots.without_shared(["a, b", "a"]) == ["a, b", "a"]  # nothing would be left of the second
 
 
 def test_a_machine_that_changed_between_the_sides_is_named(tmp_path):
@@ -484,7 +502,7 @@ def test_record_comparison_and_page_give_one_interval(tmp_path):
     making.speed_run(tmp_path / "run", done)
     (method,) = methods.of(runs.find([tmp_path / "run"]))
     found = method.run.summary["speedup"]
-    assert tuple(found[k] for k in ("ratio_of_totals", "low", "high", "prompts")) == pytest.approx(method.speedup())
+    assert tuple(found[k] for k in ("ratio_of_totals", "low", "high", "prompts")) == pytest.approx(method.speedup()[:4])
     assert (found["prompts"], found["pairs"], found["interval_of"]) == (3, 6, "ratio_of_totals")
     assert {f"speedup_{key}" for key in found if key not in ("prompts", "pairs", "interval_of")} <= set(
         method.run.record["definitions"]

@@ -22,6 +22,7 @@ from specsparse.experiments.methods.measured import Measured
 from specsparse.experiments.settings import DecodingSettings, MethodSettings, TreeSpec, VerifierSpec
 from specsparse.measure import conditions
 from specsparse.measure.conditions import UNKNOWN, Conditions, Rank
+from specsparse.measure.intervals import Interval
 from specsparse.measure.repeats import Repeats
 from specsparse.report import display, record
 from specsparse.report.record import PLAIN, SPECULATIVE, Group, Identity, Pass
@@ -85,13 +86,20 @@ class Comparison:
     @property
     def ranks(self) -> list[Rank | None]:
         """Of the entries."""
+        return conditions.ranks(self.intervals)
+
+    @property
+    def intervals(self) -> list[Interval | None]:
+        """Of the entries' speed-ups."""
         found = [e.groups["all"].speedup for e in self.entries]
-        return conditions.ranks([None if f is None else f.interval for f in found])
+        return [None if f is None else f.interval for f in found]
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """What makes the times doubtful."""
-        return conditions.doubts(self.conditions, {e.name: e.groups["all"].impossible for e in self.entries})
+        named = zip((e.name for e in self.entries), self.intervals, strict=True)
+        beyond = {e.name: e.groups["all"].impossible for e in self.entries}
+        return (*conditions.doubts(self.conditions, beyond), *conditions.all_skewed(named))
 
     @property
     def objective(self) -> float | None:
@@ -284,8 +292,8 @@ def table(found: Comparison) -> Table:
 
 
 def lines(found: Comparison) -> list[str]:
-    """What the mark of a tie means, the best methods of each task, what was compared, and the pairs left out."""
-    out = [conditions.TIED] if any(rank and rank.tied for rank in found.ranks) else []
+    """What the ranks mean, the best methods of each task, what was compared, and the pairs left out."""
+    out = conditions.rank_lines(found.intervals)
     for task in (t for t in found.entries[0].groups if t != "all"):
         timed = [(e.name, s.interval) for e in found.entries if (s := e.groups[task].speedup) is not None]
         if timed:

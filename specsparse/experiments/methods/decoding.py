@@ -324,16 +324,15 @@ class Passes:
             yield from turned(names[start : start + sides], repeat + index)
 
     def _enough(self, done: int) -> bool:
-        self.repeats = repeats.decide(self._cfg.repeats, done, self._widths())
+        self.repeats = repeats.decide(self._cfg.repeats, done, self._widths)
         return self.repeats is not None
 
-    def _widths(self) -> list[Width]:
-        """How well the speed-up of each side is known; of plain decoding alone, its time."""
-        if self._cfg.repeats != repeats.AUTO:
-            return []
+    def _widths(self, first: int) -> list[Width]:
+        """How well the first repeats know the speed-up of each side; of plain decoding alone, its time."""
         plain, *others = self.sides
-        found = [record.speedup_of(self._done, side, over=plain) for side in others]
-        return [Width.of(f) for f in found if f is not None] or [Width.of_plain(self._plain_s())]
+        own = [p for p in self._done if p.repeat < first]
+        found = [record.speedup_of(own, side, over=plain) for side in others]
+        return [Width.of(f) for f in found if f is not None] or [Width.of_plain(self._plain_s()[:first])]
 
     def _plain_s(self) -> list[float]:
         """Seconds of plain decoding, one entry a repeat."""

@@ -168,10 +168,11 @@ def _row(plan: BatchPlan, size: int, sequences: int, timed: Sequence[TimedBatch]
 
     def method(name: str) -> Json:
         seconds = [t.fast[name] for t in timed]
+        ratios = intervals.geometric_mean([a / b for a, b in zip(plain, seconds, strict=True)], least=2)
         return {
             "tokens_per_second": rate(seconds),
             "tokens_per_target_pass": timed[-1].tokens_per_pass[name],
-            "speedup": intervals.geometric_mean([a / b for a, b in zip(plain, seconds, strict=True)]).cells(),
+            "speedup": {"value": ratios.value, "low": ratios.low, "high": ratios.high, "repeats": len(timed)},
         }
 
     def peer(name: str) -> Json:

@@ -75,6 +75,7 @@ def test_table_report_and_figure_beside_a_peer(path, capsys, tmp_path, scripted_
     one, two = (row["speculative"]["prompt_lookup 2"] for row in found["rows"])
     assert one["tokens_per_target_pass"] == two["tokens_per_target_pass"] >= 1  # the same texts
     assert all(m["speedup"]["low"] <= m["speedup"]["value"] <= m["speedup"]["high"] for m in (one, two))
+    assert all(set(m["speedup"]) == {"value", "low", "high", "repeats"} for m in (one, two))  # repeats are no prompts
     drawn_rows = figure_of(found).rows
     assert {row["side"] for row in drawn_rows} == {"plain", "prompt_lookup 2", "llama.cpp"}
     assert len(drawn_rows) == 2 * 4  # three rates and a speed-up of each size
