@@ -1,7 +1,7 @@
 """Claim: the verifiers of transformers, vLLM and llama.cpp keep the target's law, and every known mistake is caught.
 
 Expected: docs/certified.md, lossless "yes" in each row but the ensemble's, and no NO.
-Run time: five minutes; transformers, torch and llama-cpp-python must be installed (pip install 'specsparse[peers]').
+Run time: five minutes; needs these packages: pip install transformers torch llama-cpp-python.
 Command: python experiments/certified.py docs/certified.md
 """
 

@@ -118,3 +118,8 @@ def test_paths_and_modules_in_sources_exist():
 def test_a_name_that_is_gone_is_found():
     assert names("engine.llama.make_forward") and names("kernels.QTensor") and names("runtime.session")
     assert not names("stepped") and not names("engine.llama.no_such_name")
+
+
+def test_newcomer_is_sent_to_no_package_that_an_index_lacks():
+    """The project is not on an index: an extra of it installs in a checkout alone, `pip install -e '.[peers]'`."""
+    assert not [relative(path) for path in [*PAGES, *SOURCES] if re.search(r"pip install '?specsparse\b", text(path))]

@@ -66,7 +66,9 @@ def _check(args: argparse.Namespace, key: str | None) -> None:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise UserError(f"{error.name} is not installed: pip install 'specsparse[serve]'") from None
+        raise UserError(
+            f"{error.name} is not installed: {sys.executable} -m pip install starlette uvicorn prometheus_client"
+        ) from None
     defaults = sampling_options.params(args)
     method_options.named(args).at(0.0 if defaults.greedy else defaults.temperature)
 

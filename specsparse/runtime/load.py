@@ -1,11 +1,12 @@
 """From a name or a file to a model that is ready to run."""
 
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -110,6 +111,8 @@ def load(
     if threads is not None:
         kernels.set_threads(threads)
     chosen = kernels.get(backend)
+    if backend is None and chosen.name == "reference" and (why := kernels.status()["why_not_native"]):
+        _say_slow(why)
     if width and width != AUTO:
         check_width(width)
     path = obtain.path_of(spec, download)
@@ -159,6 +162,16 @@ def load(
         rule=plan.rule,
         load_s=time.perf_counter() - start,
         rope_factors=weights.rope_factors(f, config),
+    )
+
+
+@cache
+def _say_slow(why: str) -> None:
+    """Once a process: nothing else tells a user without a compiler why a token takes seconds."""
+    print(
+        f"specsparse: no native kernels ({why}): the jnp reference takes seconds a token and writes the same ones; "
+        "install a C++17 compiler, then `make native` builds them",
+        file=sys.stderr,
     )
 
 

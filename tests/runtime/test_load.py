@@ -4,8 +4,24 @@ import jax
 import pytest
 
 from specsparse import kernels
+from specsparse.kernels.native import cpu
 from specsparse.runtime import load
 from specsparse.testing import write_tiny_gguf
+
+
+def test_newcomer_without_a_compiler_is_told_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cpu, "library", lambda: None)
+    monkeypatch.setattr(cpu, "_opened", lambda: "libspecsparse_kernels.so was not built")
+    load._say_slow.cache_clear()
+    path = write_tiny_gguf(tmp_path / "m.gguf", quant="F16", n_layers=1)
+    for _ in range(2):
+        assert load.load(path).kernels.name == "reference"
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "no native kernels (libspecsparse_kernels.so was not built)" in said
+    assert "`make native`" in said
+    load._say_slow.cache_clear()
+    load.load(path, backend="reference")  # asked for
+    assert not capsys.readouterr().err
 
 
 @pytest.fixture

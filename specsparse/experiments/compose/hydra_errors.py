@@ -1,6 +1,7 @@
 """Hydra's composition errors in one line each, with the nearest valid name."""
 
 import re
+import sys
 from pathlib import Path
 
 from specsparse.errors import UserError
@@ -10,7 +11,7 @@ from specsparse.support.options import near_keys, nearest
 
 _SAID = {
     r"Ambiguous value for argument '([^']+)'": "{}: several values are a sweep, add -m; a list is written KEY=[a,b]",
-    r"'hydra/(?:launcher|sweeper)/(\w+)'": "{} is not installed: pip install 'specsparse[sweep]'",
+    r"'hydra/(launcher|sweeper)/([a-z]+)\w*'": "{1} is not installed: {python} -m pip install hydra-{1}-{0}",
     r"Could not append to config\. An item is already at '([^']+)'": "{} is there already: write it without the +",
     r"Missing mandatory value: ([\w.]+)": "{}: a value is needed",
 }
@@ -32,7 +33,7 @@ def explain(error: Exception, conf: Path) -> UserError:
     for pattern, message in _SAID.items():
         match = re.search(pattern, text)
         if match:
-            return UserError(message.format(match.group(1)))
+            return UserError(message.format(*match.groups(), python=sys.executable))
     match = re.search(r"Could not find '(\w+)/([^']*)'", text)
     if match:
         group, choice = match.groups()

@@ -79,18 +79,18 @@ class PeerProcess:
         if name not in PEERS:
             raise UserError(f"unknown peer {name!r}: there are {', '.join(PEERS)}")
         self.name, self.kind, self._option = name, PEERS[name], option
-        python = os.environ.get(PYTHON_VARIABLE) or sys.executable
+        self._python = os.environ.get(PYTHON_VARIABLE) or sys.executable
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - lives as long as the child
         script = str(Path(__file__).with_name(self.kind.script))
         try:
             self._child = subprocess.Popen(
-                [python, "-u", script, *self.kind.arguments],
+                [self._python, "-u", script, *self.kind.arguments],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
                 env={**os.environ, **(environment or {})},
             )  # fmt: skip
         except OSError as error:
             self._errors.close()
-            raise UserError(f"{PYTHON_VARIABLE}={python}: cannot be started: {error.strerror or error}") from None
+            raise UserError(f"{PYTHON_VARIABLE}={self._python}: cannot be started: {error.strerror or error}") from None
         try:
             found = self.ask(do="hello")
         except BaseException:
@@ -118,8 +118,8 @@ class PeerProcess:
             watchdog.cancel()
         if "missing" in reply:
             raise UserError(
-                f"{self._option} {self.name} needs {self.kind.needs}: pip install 'specsparse[peers]' (or pip install "
-                f"{self.kind.needs}), or name an interpreter that has it in {PYTHON_VARIABLE} ({reply['missing']})"
+                f"{self._option} {self.name} needs {self.kind.needs}: {self._python} -m pip install "
+                f"{self.kind.needs}, or name an interpreter that has it in {PYTHON_VARIABLE} ({reply['missing']})"
             )
         if "error" in reply:
             raise PeerError(f"the peer {self.name} failed: {reply['error']}")
