@@ -34,6 +34,11 @@ def expected_tokens_tree(parents: Sequence[int], node_rates: Sequence[float]) ->
     return 1.0 + sum(reach)
 
 
+def mean_tokens(tokens: float, share: float) -> float:
+    """E[tokens] of the mean round if only a `share` of the rounds drafts: these emit `tokens`, the others one."""
+    return 1 + share * (tokens - 1)
+
+
 def realised_alpha(expected: float, gamma: int) -> float:
     """The alpha at which `expected_tokens` gives `expected` tokens a round; by bisection, cut to [0, 1]."""
     low, high = 0.0, 1.0
@@ -56,9 +61,11 @@ def round_cost(
     return share * (v(gamma + 1) + (gamma * c + c0)) + (1 - share) * v(1) if gamma else v(1)
 
 
-def predicted_speedup(alpha: float, gamma: int, v: Callable[[int], float], *, c: float = 0.0, c0: float = 0.0) -> float:
-    """E[tokens] / T of chains of gamma tokens."""
-    return expected_tokens(alpha, gamma) / round_cost(v, gamma, c=c, c0=c0)
+def predicted_speedup(
+    alpha: float, gamma: int, v: Callable[[float], float], *, c: float = 0.0, c0: float = 0.0, share: float = 1.0
+) -> float:
+    """E[tokens] / T of chains of gamma tokens, which a `share` of the rounds drafts."""
+    return mean_tokens(expected_tokens(alpha, gamma), share) / round_cost(v, gamma, c=c, c0=c0, share=share)
 
 
 def break_even(v: Callable[[int], float], *, c: float = 0.0, c0: float = 0.0, most: int = 16) -> float | None:

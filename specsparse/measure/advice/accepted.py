@@ -55,8 +55,8 @@ class Accepted:
 
     def tokens(self, gamma: int) -> float:
         """E[tokens] of a round with drafts of up to gamma tokens, the bonus included; no further than was counted."""
-        drafted = sum(self.reach[:gamma]) if self.reach else expected.expected_tokens(self.alpha, gamma) - 1
-        return 1 + self.share * drafted
+        tokens = 1 + sum(self.reach[:gamma]) if self.reach else expected.expected_tokens(self.alpha, gamma)
+        return expected.mean_tokens(tokens, self.share)
 
     def rows(self, gamma: int) -> float:
         """Mean tokens of a draft that may have gamma."""

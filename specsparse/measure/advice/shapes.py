@@ -82,7 +82,7 @@ class DraftTree(DraftShape):
         rates = siblings(a)
         further = [_at_depth(a, rates, depth) for depth in range(1, t.max_depth + 1)]
         chances = [(rates[r] if r < len(rates) else 0.0) * further[d - 1] for r, d in zip(t.ranks, t.depths)]
-        return 1 + a.share * (expected.expected_tokens_tree(t.parents, chances) - 1)
+        return expected.mean_tokens(expected.expected_tokens_tree(t.parents, chances), a.share)
 
     def rows(self, a: Accepted) -> float:
         """See `DraftShape`."""

@@ -27,9 +27,10 @@ class Explanation:
         alpha: realised, accepted / tested.
         gamma: tokens a draft has room for.
         levels: of a tree, or None for chains.
-        expected_tokens: of a round, from alpha and gamma, or levels.
-        v, draft, overhead: time of a round in plain steps: v(gamma+1), drafting, the rest of a round.
-        predicted: expected_tokens / (v + draft + overhead).
+        share: of the rounds that drafted; the others are plain steps that emit one token.
+        expected_tokens: of a round that drafts, from alpha and gamma, or levels.
+        v, draft, overhead: its time in plain steps: v(gamma+1), drafting, the rest of a round.
+        predicted: as `advise` does, (share expected_tokens + 1 - share) / (share (v + draft + overhead) + 1 - share).
         measured: plain over speculative seconds per token.
         best_gamma, best_predicted: what gamma this alpha asks for, and its predicted speed-up; None for trees.
         factors: from predicted to measured.
@@ -39,6 +40,7 @@ class Explanation:
     alpha: float
     gamma: int
     levels: int | None
+    share: float
     expected_tokens: float
     v: float
     draft: float
@@ -59,7 +61,11 @@ class Explanation:
         cost = f"v({self.gamma + 1}) {self.v:.2f} + draft {self.draft:.2f} + round {self.overhead:.2f}"
         shape = f"gamma {self.gamma}" if self.levels is None else f"{self.gamma} nodes on {self.levels} levels"
         tokens = f"{self.expected_tokens:.2f} tokens a round (alpha {self.alpha:.2f}, {shape})"
-        yield f"predicted speed-up {self.predicted:.2f} = {tokens} / ({cost}) plain steps; measured {self.measured:.2f}"
+        silent = "" if self.share == 1 else f", in the {self.share:.0%} of the rounds that draft, the others plain"
+        yield (
+            f"predicted speed-up {self.predicted:.2f} = {tokens} / ({cost}) plain steps{silent}; "
+            f"measured {self.measured:.2f}"
+        )
         for factor in self.factors:
             yield f"  x {factor.value:.2f} {factor.name}: {factor.text}"
         if self.best_gamma is not None:
@@ -93,13 +99,14 @@ def explain(
         return None
     step = table.step(kv_length)
     alpha = c.num_accepted_tokens / c.num_tested
-    whole = expected.expected_tokens(alpha, levels or gamma)
+    share = c.num_drafts / c.num_rounds
+    of_draft = expected.expected_tokens(alpha, levels or gamma)
+    whole = expected.mean_tokens(of_draft, share)
     overhead = table.overhead(gamma, kv_length)
     drafting = (draft.fixed_s + (levels or gamma) * draft.token_s) / step
     v = table.v(gamma + 1, kv_length)
-    full = v + drafting + overhead
-    # Rounds as they were: some without a draft, the others shorter than gamma.
-    rows, share = 1 + c.num_draft_tokens / c.num_drafts, c.num_drafts / c.num_rounds
+    full = expected.round_cost(lambda n: table.v(n, kv_length), gamma, c0=drafting + overhead, share=share)
+    rows = 1 + c.num_draft_tokens / c.num_drafts  # as the drafts were: some shorter than gamma
     real_draft = share * (draft.fixed_s + (levels or rows - 1) * draft.token_s) / step
     verify = share * table.v(rows, kv_length) + 1 - share
     real = verify + real_draft + share * overhead
@@ -109,21 +116,22 @@ def explain(
     hosts = calls[0] * table.host_s / plain_table, calls[1] * table.host_s / method_table
     drift = plain_s / (plain_table * (1 + hosts[0])), method_s / (method_table * (1 + hosts[1]))
     plain_each, method_each = plain_s / plain.num_emitted_tokens, method_s / c.num_emitted_tokens
-    empty = f"{1 - share:.0%} of the rounds had no draft, the others {rows - 1:.1f} tokens"
+    shorter = f"drafts of {rows - 1:.1f} tokens"
     factors = (
         Factor("acceptance", tokens / whole, f"{tokens:.2f} tokens a round, short drafts and ends included"),
-        Factor("draft length", full / real, f"{empty}: {real:.2f} plain steps a round"),
+        Factor("draft length", full / real, f"{shorter}: {real:.2f} plain steps a round"),
         Factor("host", (1 + hosts[0]) / (1 + hosts[1]), f"{1e3 * table.host_s:.2f} ms a call of the loop"),
         Factor("rest", drift[0] / drift[1], _rest(drift, plain_each, step, method_s / c.num_rounds, real * step)),
     )
     best: tuple[int | None, float | None] = (None, None)
     if levels is None:
-        best = table.best_gamma(alpha, draft=draft, kv_length=kv_length)
+        best = table.best_gamma(alpha, draft=draft, kv_length=kv_length, share=share)
     return Explanation(
         alpha=alpha,
         gamma=gamma,
         levels=levels,
-        expected_tokens=whole,
+        share=share,
+        expected_tokens=of_draft,
         v=v,
         draft=drafting,
         overhead=overhead,

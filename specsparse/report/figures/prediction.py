@@ -25,7 +25,8 @@ def predicted_and_measured(runs: Sequence[Run], methods: Sequence[ReportedMethod
         return Missing(name, title, why)
     caption = (
         "Predicted: expected tokens of a round at the run's acceptance and full draft length, over the cost of "
-        "verifying, drafting and the round itself as measured on this machine. On the line the two agree; the factors "
+        "verifying, drafting and the round itself as measured on this machine; rounds that found nothing to draft are "
+        "plain steps. On the line the two agree; the factors "
         "in the table lead from one to the other. Whiskers: 95 % interval of the measured speed-up over "
         "prompts."
     )

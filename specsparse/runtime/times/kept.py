@@ -101,8 +101,13 @@ class CostTable:
         """Of a drafter by name; `FREE` where it was not measured."""
         return self.drafts.get(drafter or "", FREE)
 
-    def predict(self, alpha: float, gamma: int, *, draft: DraftCost = FREE, kv_length: float | None = None) -> float:
-        """Predicted speed-up of drafts of gamma tokens at acceptance alpha: E[tokens] / (v(gamma+1) + gamma c + c0)."""
+    def predict(
+        self, alpha: float, gamma: int, *, draft: DraftCost = FREE, kv_length: float | None = None, share: float = 1.0
+    ) -> float:
+        """Predicted speed-up of drafts of gamma tokens at acceptance alpha: E[tokens] / (v(gamma+1) + gamma c + c0).
+
+        Rounds beyond the `share` that drafts are plain steps.
+        """
         step = self.step(kv_length)
         return expected.predicted_speedup(
             alpha,
@@ -110,6 +115,7 @@ class CostTable:
             lambda n: self.v(n, kv_length),
             c=draft.token_s / step,
             c0=self.overhead(gamma, kv_length) + draft.fixed_s / step,
+            share=share,
         )
 
     def predict_tree(
@@ -129,10 +135,17 @@ class CostTable:
         return tokens / expected.round_cost(lambda n: self.v(n, kv_length), nodes, c=draft.token_s / step, c0=c0)
 
     def best_gamma(
-        self, alpha: float, *, draft: DraftCost = FREE, kv_length: float | None = None, most: int = 16
+        self,
+        alpha: float,
+        *,
+        draft: DraftCost = FREE,
+        kv_length: float | None = None,
+        most: int = 16,
+        share: float = 1.0,
     ) -> tuple[int, float]:
         """The draft length of the highest predicted speed-up, and that speed-up; (0, 1) where none pays."""
-        found = [(g, self.predict(alpha, g, draft=draft, kv_length=kv_length)) for g in range(1, most + 1)]
+        costs = {"draft": draft, "kv_length": kv_length, "share": share}
+        found = [(g, self.predict(alpha, g, **costs)) for g in range(1, most + 1)]
         best = max(found, key=lambda pair: pair[1])
         return best if best[1] > 1 else (0, 1.0)
 

@@ -12,6 +12,7 @@ from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.windows import LayerWindows
 from specsparse.errors import UserError
+from specsparse.measure.advice.accepted import Accepted
 from specsparse.measure.costs import devices, drafts, traffic
 from specsparse.measure.costs.explain import explain
 from specsparse.measure.costs.fit import draft_line, fit_kv, overhead, polish, rising
@@ -267,11 +268,24 @@ def sides(accepted=60, drafts=20, rounds=25, drafted=100, tested=75, plain_s=1.2
 def test_the_terms_multiply_to_the_measured_speedup():
     found = explain(*sides(), table(), gamma=7, draft=DraftCost(1e-4, 1e-4), calls=(2, 2), kv_length=300)
     assert found.alpha == pytest.approx(0.8)
-    assert found.predicted == pytest.approx(table().predict(0.8, 7, draft=DraftCost(1e-4, 1e-4), kv_length=300))
+    costs = {"draft": DraftCost(1e-4, 1e-4), "kv_length": 300, "share": 0.8}  # 20 of 25 rounds draft
+    assert found.predicted == pytest.approx(table().predict(0.8, 7, **costs))
     assert found.measured == pytest.approx(1.2 / 0.7)
     assert found.predicted * math.prod(f.value for f in found.factors) == pytest.approx(found.measured)
     assert len(list(found.lines())) == len(found.factors) + 2
     json.dumps(found.to_dict())
+
+
+def test_a_run_and_advise_weigh_silent_rounds_by_one_formula():
+    """Of a drafter that finds something every third round; drafts are of gamma tokens, so that nothing is left over."""
+    t, gamma = table(host_s=0.0), 4
+    plain, method = sides(accepted=60, drafts=20, rounds=60, drafted=80, tested=80)
+    found = explain(plain, method, t, gamma=gamma)
+    advised = Accepted(found.alpha, share=20 / 60)
+    cost = expected.round_cost(t.v, advised.rows(gamma), c0=t.overhead(gamma), share=advised.share)
+    assert found.predicted == pytest.approx(advised.tokens(gamma) / cost)
+    assert found.predicted < t.predict(found.alpha, gamma) - 0.3  # as if every round drafted
+    assert found.share == pytest.approx(1 / 3) and "33% of the rounds that draft" in next(found.lines())
 
 
 def test_a_run_just_as_the_table_says_needs_no_factors():
