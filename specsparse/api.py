@@ -14,7 +14,6 @@ from specsparse.runtime.requests import (
     every_params,
     params_of,
     prompts_of,
-    seed_of,
     sequences_of,
 )
 from specsparse.runtime.results import Generation, GenerationStats, best_of, decode, generations
@@ -39,6 +38,7 @@ def generate(
     seed: int | None = None,
     loop: str = "jit",
     watch: Watch | None = None,
+    common_noise: bool = False,
     **fields: Any,
 ) -> Generation | list[Generation]:
     """Generates a continuation of one prompt, or of each prompt of a list in one batch.
@@ -51,10 +51,15 @@ def generate(
         sampling: default greedy; for a list of prompts it may be a list with an entry for each.
         drafter: a registered name, a `Drafter`, a plan of one (`get_drafter`), or None for plain decoding.
         verifier: a registered name or a `Verifier`; by default the first lossless one that fits the drafter.
-        seed: of the noise, where `sampling.seed` is None; None draws a new one. The result says which it was.
+        seed: of the noise; one `sampling` for all prompts may hold it instead. None draws a new one. Each prompt of a
+            list has a seed of its own, made of this one and its place (`engine.noise.seed_at`); the first has this one.
+            The result says which it was: with it the prompt alone gives the same text. In a list of `sampling` a seed
+            is that prompt's own, whatever its place.
         loop: "jit", the whole decode in one program; or "host", a program a stage: slower, the same tokens, and the
             counters have the time of each stage.
         watch: called with every speculative round (`runtime.stepped.RoundView`); the loop is the host's then.
+        common_noise: all prompts have the seed itself, to compare them draw by draw: equal prompts give equal texts,
+            and texts of unlike ones correlate.
         fields: further fields of `SamplingParams`, which win over `sampling`.
 
     Returns:
@@ -68,8 +73,8 @@ def generate(
     hottest = max(every, key=lambda p: 0.0 if p.greedy else p.temperature)
     batch = sum(params.num_sequences for params in every)
     model, method = ready(model, drafter, verifier, hottest, batch=batch)
-    drawn = seed_of(seed)
-    groups = [sequences_of(model, p, params, drawn) for p, params in zip(prompts, every, strict=True)]
+    shared = every if isinstance(sampling, list | tuple) else every[0]
+    groups = sequences_of(model, prompts, shared, seed, common_noise=common_noise)
     sequences = [sequence for group in groups for sequence in group]
     noting = any(s.params.stop for s in sequences)
     session = Session(model, sequences, method, noting=noting, loop=loop, watch=watch)
@@ -103,5 +108,5 @@ def stream(
     if many or params.num_sequences > 1:
         raise UserError("stream takes one prompt and n=1; use generate for more")
     model, method = ready(model, drafter, verifier, params)
-    [sequence] = sequences_of(model, prompts[0], params, seed_of(seed))
+    [[sequence]] = sequences_of(model, prompts, params, seed)
     return Stream(Session(model, [sequence], method, noting=bool(params.stop)), rounds)

@@ -1,7 +1,8 @@
 """Results, seeds and lists of parameters of the public API, and what it says of a drafter that is none.
 
 Promised: a seed that is not given is a new one, and the result says which; a batch under several laws writes what each
-prompt writes alone; a result says what ended it and how fast it came.
+prompt writes alone with its seed; prompts of a call have noise of their own; a result says what ended it and how fast
+it came.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ import pytest
 
 import specsparse
 from specsparse import SamplingParams
+from specsparse.engine.noise import seed_at
 from specsparse.errors import UserError
 from specsparse.speculative.base import Drafter, DraftKind
 from specsparse.speculative.drafters import lookup
@@ -28,10 +30,10 @@ def model(tmp_path_factory):
 
 
 def test_a_seed_that_is_not_given_is_a_new_one_and_the_result_has_it(model):
-    texts = [specsparse.generate(model, "ab", sampling=WARM) for _ in range(3)]
-    assert len({g.seed for g in texts}) == len({g.token_ids for g in texts}) == 3
-    again = specsparse.generate(model, "ab", sampling=WARM, seed=texts[0].seed)
-    assert (again.token_ids, again.seed) == (texts[0].token_ids, texts[0].seed)
+    three = [specsparse.generate(model, "ab", sampling=WARM) for _ in range(3)]
+    assert len({g.seed for g in three}) == len(set(texts(three))) == 3
+    again = specsparse.generate(model, "ab", sampling=WARM, seed=three[0].seed)
+    assert (again.token_ids, again.seed) == (three[0].token_ids, three[0].seed)
     stream = specsparse.stream(model, "ab", sampling=WARM)
     list(stream)
     again = specsparse.generate(model, "ab", sampling=WARM.merged(seed=stream.generation.seed), seed=5)
@@ -43,9 +45,40 @@ def test_each_prompt_has_its_parameters(model, drafter):
     laws = [WARM.merged(temperature=0.0), WARM.merged(n=2, seed=9), WARM.merged(max_tokens=5, top_k=3)]
     prompts = ["abab", "cd", "efef"]
     found = specsparse.generate(model, prompts, sampling=laws, seed=4, drafter=drafter)
-    alone = [specsparse.generate(model, [p], sampling=law, seed=4) for p, law in zip(prompts, laws, strict=True)]
+    seeds = [found[0].seed, found[1].seed, found[3].seed]
+    alone = [specsparse.generate(model, [p], sampling=law, seed=s) for p, law, s in zip(prompts, laws, seeds)]
     assert [g.token_ids for g in found] == [g.token_ids for group in alone for g in group]
-    assert [g.seed for g in found] == [4, 9, 9, 4] and len(found[3].token_ids) == 5
+    assert [g.seed for g in found] == [4, 9, 9, seed_at(4, 2)] and len(found[3].token_ids) == 5
+
+
+def texts(generations):
+    """Their token ids."""
+    return [g.token_ids for g in generations]
+
+
+def test_shared_noise_is_that_of_no_two_prompts_of_a_call(model):
+    """One prompt 16 times gives 16 texts; place 0 has the seed, and each text is that of its own seed."""
+    warm = WARM.merged(seed=4)
+    found = specsparse.generate(model, ["ab"] * 16, sampling=WARM, seed=4)
+    alone = specsparse.generate(model, "ab", sampling=WARM, seed=4)
+    assert len(set(texts(found))) == len({g.seed for g in found}) == 16
+    assert texts(specsparse.generate(model, ["ab"], sampling=WARM, seed=4)) == [alone.token_ids] == texts(found[:1])
+    assert specsparse.generate(model, "ab", sampling=WARM, seed=found[5].seed).token_ids == found[5].token_ids
+    for how in ({"sampling": warm}, {"sampling": warm, "seed": 9}, {"sampling": [WARM] * 16, "seed": 4}):
+        assert texts(specsparse.generate(model, ["ab"] * 16, **how)) == texts(found), how
+    drafted = specsparse.generate(model, ["ab"] * 16, sampling=WARM, seed=4, drafter="prompt_lookup", verifier="match")
+    assert texts(drafted) == texts(found)
+    assert len(set(texts(specsparse.generate(model, ["ab"] * 16, sampling=WARM)))) == 16
+
+
+def test_shared_noise_can_be_asked_for_and_a_prompts_own_seed_has_no_place(model):
+    coupled = specsparse.generate(model, ["ab"] * 16, sampling=WARM, seed=4, common_noise=True)
+    assert len(set(texts(coupled))) == 1 and {g.seed for g in coupled} == {4}
+    own = specsparse.generate(model, ["ab"] * 16, sampling=[WARM.merged(seed=4)] * 8 + [WARM] * 8, seed=5)
+    assert texts(own[:8]) == texts(coupled[:8]) and len(set(texts(own))) == 9
+    pairs = specsparse.generate(model, ["ab"] * 8, sampling=WARM, seed=4, n=2)
+    assert len(set(texts(pairs))) == 16 and pairs[0].token_ids == coupled[0].token_ids
+    assert [g.seed for g in pairs[2:4]] == [seed_at(4, 1)] * 2
 
 
 @pytest.mark.parametrize(("prompt", "count", "says"), [

@@ -10,6 +10,7 @@ operations are used: every device and every implementation gives the same bits.
 """
 
 import enum
+import hashlib
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,23 @@ def seed_words(seed: int) -> np.ndarray:
     """The two key words uint32[2] of a seed, low word first; seeds are taken modulo 2^64."""
     seed = int(seed) % 2**64
     return np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
+
+
+def seed_at(seed: int, place: int | str) -> int:
+    """The seed of one of several prompts that share `seed`, so that their noise is independent.
+
+    Args:
+        seed: what the caller gave for all of them.
+        place: of the prompt in its list, or its name. Place 0 has `seed` itself: a prompt alone and the first of a list
+            have the same noise.
+
+    Returns:
+        53 bits of a hash, which JSON's readers keep exactly; two of a million prompts share one with a chance of 6e-5.
+    """
+    if place == 0:
+        return seed
+    digest = hashlib.blake2b(f"{int(seed) % 2**64} {place!r}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 11
 
 
 def _high_word(a: np.uint32, b: jax.Array) -> jax.Array:

@@ -189,6 +189,7 @@ class DecodingSettings(ModelSettings, MethodSettings):
         repeats: of the timed passes; "auto": see `specsparse.measure.repeats`.
         warmup: an untimed pass first.
         stream: show its text.
+        common_noise: all prompts draw from `seed` itself; else each has noise of its own, keyed by its id.
         loop: "jit", or "host" to decode with the host loop beside the loop in one program.
         time_split: tokens to decode round by round per task, for the time split; 0: none.
         trace: show the first pass round by round.
@@ -198,6 +199,7 @@ class DecodingSettings(ModelSettings, MethodSettings):
     repeats: Count | Literal["auto"] = 1
     warmup: bool = True
     stream: bool = True
+    common_noise: bool = False
     loop: Literal["jit", "host"] = "jit"
     time_split: Size = 0
     trace: bool = False

@@ -36,7 +36,7 @@ DEFINITIONS = {
 }
 """Of what a record holds, beside `runtime.metrics.DEFINITIONS`."""
 
-_WORK = ("model", "ffn", "predictor", "placement", "data", "max_tokens", "sampling", "seed")
+_WORK = ("model", "ffn", "predictor", "placement", "data", "max_tokens", "sampling", "seed", "common_noise")
 """Keys of a config that plain decoding's speed depends on."""
 
 

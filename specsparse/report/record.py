@@ -37,7 +37,10 @@ DEFINITIONS = {**metrics.DEFINITIONS, **conditions.DEFINITIONS}
 
 @dataclass(frozen=True)
 class Pass:
-    """One decoding of one prompt: `side` is PLAIN or SPECULATIVE. Times in seconds, compilation excluded."""
+    """One decoding of one prompt: `side` is PLAIN or SPECULATIVE. Times in seconds, compilation excluded.
+
+    `seed`: of the noise; `generate` writes the same text with it.
+    """
 
     prompt_id: str
     task: str
@@ -51,6 +54,7 @@ class Pass:
     prefill_tokens: int
     decode_s: float
     compile_s: float
+    seed: int = 0
 
     @classmethod
     def of(cls, prompt_id: str, task: str, side: str, repeat: int, generation: Any) -> "Pass":
@@ -70,6 +74,7 @@ class Pass:
             prefill_tokens=int(stats.prefill_tokens),
             decode_s=float(stats.decode_s),
             compile_s=float(stats.compile_s),
+            seed=int(generation.seed),
         )
 
     def row(self) -> Json:

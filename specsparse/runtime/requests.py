@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from specsparse.engine.model import Model
+from specsparse.engine.noise import seed_at
 from specsparse.engine.sampling.params import SEEDS, SamplingParams
 from specsparse.errors import ContextTooLong, UserError
 from specsparse.runtime.device_batch import Request
@@ -124,9 +125,36 @@ def seed_of(seed: object) -> int:
     return int(seed)
 
 
-def sequences_of(model: Model, prompt: PromptLike, params: SamplingParams, seed: int) -> list[Request]:
-    """The completions to draw for a prompt. Log probabilities are kept where the best of them are to be chosen."""
-    ids = prompt_ids(model, prompt, params)
-    ranked = params.merged(logprobs=0) if params.num_sequences > params.n and params.logprobs is None else params
-    own = seed if params.seed is None else params.seed
-    return [Request(ids, ranked, own, sample) for sample in range(params.num_sequences)]
+def sequences_of(
+    model: Model,
+    prompts: Seq[PromptLike],
+    sampling: SamplingParams | Seq[SamplingParams],
+    seed: object = None,
+    *,
+    common_noise: bool = False,
+) -> list[list[Request]]:
+    """The completions to draw for each prompt of a batch, each with noise of its own.
+
+    Log probabilities are kept where the best of several completions are to be chosen.
+
+    Args:
+        model: the target.
+        prompts: of the batch.
+        sampling: for all prompts, and its seed wins over `seed`; or one for each, whose seed is that prompt's own.
+        seed: of the batch: prompt i has `seed_at(seed, i)`. None draws a new one.
+        common_noise: prompts share `seed` itself: where two texts agree so far, so do their next draws.
+
+    Raises:
+        UserError: as `prompt_ids` and `seed_of`.
+    """
+    if isinstance(sampling, SamplingParams):
+        seed = seed if sampling.seed is None else sampling.seed
+        sampling = [sampling.merged(seed=None)] * len(prompts)
+    shared, groups = seed_of(seed), []
+    for place, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
+        own = shared if common_noise else seed_at(shared, place)
+        own = own if params.seed is None else params.seed
+        ids = prompt_ids(model, prompt, params)
+        ranked = params.merged(logprobs=0) if params.num_sequences > params.n and params.logprobs is None else params
+        groups.append([Request(ids, ranked, own, sample) for sample in range(params.num_sequences)])
+    return groups

@@ -81,7 +81,7 @@ class Generation:
         token_texts: what each token adds to `text`; () without `detokenize`. A token that ends inside a character adds
             nothing, the one that completes the character adds it.
         origins: where each token came from, None for plain decoding.
-        seed: of the noise that drew it.
+        seed: of the noise that drew it: the prompt alone gives this text with it (of `n` completions, the first).
     """
 
     token_ids: tuple[int, ...]

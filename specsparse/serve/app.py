@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specsparse.engine.model import Model
 from specsparse.errors import ContextTooLong, UserError
-from specsparse.runtime.requests import seed_of, sequences_of
+from specsparse.runtime.requests import sequences_of
 from specsparse.serve import asked as requests
 from specsparse.serve.answers import Answer
 from specsparse.serve.asked import Asked
@@ -136,8 +136,7 @@ class Service:
         params = asked.params
         try:
             pair = self.pair_at(0.0 if params.greedy else params.temperature)
-            drawn = seed_of(None)
-            sequences = [s for p in asked.prompts for s in sequences_of(self.model, p, params, drawn)]
+            sequences = [s for group in sequences_of(self.model, asked.prompts, params) for s in group]
         except UserError as error:
             long = "context_length_exceeded" if isinstance(error, ContextTooLong) else None
             raise HttpError(400, str(error), code=long) from None

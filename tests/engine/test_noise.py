@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from specsparse.engine import noise
-from specsparse.engine.noise import MAX_SAMPLE, NoiseStream, seed_words
+from specsparse.engine.noise import MAX_SAMPLE, NoiseStream, seed_at, seed_words
 
 philox4x32, uniform = jax.jit(noise.philox4x32), jax.jit(noise.uniform)
 
@@ -85,3 +85,14 @@ def test_seed_words():
     np.testing.assert_array_equal(seed_words(2**32 + 5), np.array([5, 1], np.uint32))
     np.testing.assert_array_equal(seed_words(-1), np.array([2**32 - 1] * 2, np.uint32))
     assert seed_words(2**64 + 3).tolist() == seed_words(3).tolist()
+
+
+def test_shared_noise_has_no_first_draw_of_two_prompts():
+    """First uniforms of the prompts of a call are uncorrelated, and a place is no other seed's."""
+    n = 4096
+    seeds = [[seed_at(seed, place) for place in (0, 1, 2, "a")] for seed in range(n)]
+    words = np.array([[seed_words(s) for s in row] for row in seeds])
+    drawn = np.asarray(uniform(words, stream=NoiseStream.TARGET, position=5))
+    assert np.abs(np.corrcoef(drawn.T) - np.eye(4)).max() < 5 / n**0.5
+    assert len({s for row in seeds for s in row}) == 4 * n and max(map(max, seeds)) < 2**53
+    assert seed_at(-1, 3) == seed_at(2**64 - 1, 3) and seed_at(7, 1) != seed_at(7, "1")

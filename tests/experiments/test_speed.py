@@ -32,6 +32,7 @@ class Generation:
     token_ids: list[int]
     text: str
     stats: GenerationStats
+    seed: int
     logprobs: None = None
     finish_reason: str = "length"
 
@@ -104,11 +105,11 @@ class FakeEngine:
         ids = list(range(21))
         if not drafter:
             counters = Counters(num_rounds=20, num_emitted_tokens=20, target_passes=21)
-            return Generation(ids, "plain text", stats(counters))
+            return Generation(ids, "plain text", stats(counters), seed)
         times = Times(draft=0.1, verify=0.7) if self.split else Times()
         counters = Counters(10, 10, 30, 20, 10, (10, 0, 0), 20, 11, times)
         ids[3] += self.wrong
-        return Generation(ids, "plain text", stats(counters, decode_s=1.0))
+        return Generation(ids, "plain text", stats(counters, decode_s=1.0), seed)
 
     def generate(self, model, prompt, **options):
         return self._make("generate", model, prompt, **options)
@@ -200,6 +201,25 @@ def test_the_record_is_whole(cfg, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "out" / "prompts.jsonl").read_text().splitlines()]
     assert len(rows) == 24
     assert rows[0]["prompt_id"] == "chat-1" and rows[0]["tokens"] == 21
+
+
+def test_shared_noise_is_that_of_the_passes_of_one_prompt(cfg, tmp_path):
+    """All passes of a prompt have the seed of its id, which a part of the prompts keeps; `common_noise` has one."""
+
+    def seeds(**changes):
+        engine = FakeEngine()
+        play(playing.replaced(cfg, **changes), tmp_path, engine)
+        rows = [json.loads(line) for line in (tmp_path / "out" / "prompts.jsonl").read_text().splitlines()]
+        found = {row["prompt_id"]: row["seed"] for row in rows}
+        assert all(row["seed"] == found[row["prompt_id"]] for row in rows)
+        assert {c[-1] for c in engine.calls if c[0] != "load"} == set(found.values())
+        return found
+
+    whole = seeds()
+    assert len(whole) == len(set(whole.values())) == 4
+    assert seeds(data=DataSpec(tasks=("code",), limit_per_task=1)) == {"code-1": whole["code-1"]}
+    assert seeds(seed=5, sampling={"temperature": 0.0, "seed": 0}) == whole != seeds(seed=5)
+    assert set(seeds(seed=5, common_noise=True).values()) == {5}
 
 
 def test_the_eleven_categories_of_speed_bench_from_ones_own_files_are_a_row_each(cfg, tmp_path):

@@ -127,6 +127,17 @@ def test_the_metrics_of_a_response_are_vllms_and_those_of_generate(client, url, 
     assert added['vllm:request_success_total{finished_reason="length",}'] == 1
 
 
+def test_shared_noise_is_that_of_no_two_prompts_or_requests(client, model):
+    """Keyed by the place as in `generate`; a seed that is not given is a new one for each request."""
+    law = {"max_tokens": 6, "temperature": 1.0}
+    expected = specsparse.generate(model, [PROMPT] * 3, ignore_eos=True, seed=3, **law, **METHOD)
+    asked = {"model": NAME, "prompt": [PROMPT] * 3, "extra_body": ON, **law}
+    found = [c.text for c in client.completions.create(**asked, seed=3).choices]
+    assert found == [e.text for e in expected] and len(set(found)) == 3
+    drawn = [c.text for _ in range(2) for c in client.completions.create(**asked).choices]
+    assert len(set(drawn)) == 6
+
+
 def test_completions_by_seed_and_their_logprobs(client, model):
     own = {"temperature": 1.0, "logprobs": 2, "n": 2, "seed": 3}
     expected = specsparse.generate(model, PROMPT, max_tokens=6, ignore_eos=True, **own, **METHOD)

@@ -74,7 +74,7 @@ class Drawn(NamedTuple):
 
 
 def draws(model, target: SamplingParams, method: str, seeds: range) -> Drawn:
-    """ROWS samples of one prompt a seed (prompts share their noise, samples do not), ROWS * TEXT draws each."""
+    """ROWS samples of one prompt a seed (their noise is independent), ROWS * TEXT draws each."""
     how = {} if method == "plain" else {"drafter": drafter(method), "verifier": method}
     counts, drafted, accepted = np.zeros((CLASSES, VOCAB), np.int64), 0, 0
     for seed in seeds:

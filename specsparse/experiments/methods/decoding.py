@@ -11,6 +11,7 @@ from rich.console import Console
 
 from specsparse.data import prompts
 from specsparse.engine.model import Model
+from specsparse.engine.noise import seed_at
 from specsparse.errors import UserError
 from specsparse.experiments import sparse_model
 from specsparse.experiments.kind import Engine, Lab
@@ -204,10 +205,20 @@ def conversation_ids(cfg: DecodingSettings, engine: Engine, model: Model, prompt
     said = [{"role": "system", "content": prompt.system}] if prompt.system else []
     for turn in prompt.before:
         said.append({"role": "user", "content": turn})
-        ids, options = _chat_ids(model, said), {"sampling": cfg.params, "seed": cfg.seed}
-        answer = engine.generate(model, ids, max_tokens=cfg.max_tokens, **options)
+        answer = engine.generate(model, _chat_ids(model, said), **draws(cfg, prompt))
         said.append({"role": "assistant", "content": answer.text})
     return ids_of(model, prompt, chat=cfg.data.chat, said=said)
+
+
+def draws(cfg: DecodingSettings, prompt: prompts.Prompt) -> dict[str, Any]:
+    """Keyword arguments of generate for the text of a prompt, the same for every method and repeat.
+
+    Noise is keyed by the prompt's id, so that prompts are independent and a part of them keeps its texts.
+    """
+    params = cfg.params
+    shared = cfg.seed if params.seed is None else params.seed
+    seed = shared if cfg.common_noise else seed_at(shared, prompt.id)
+    return {"max_tokens": cfg.max_tokens, "sampling": params.merged(seed=None), "seed": seed}
 
 
 def ids_of(model: Model, prompt: prompts.Prompt, *, chat: bool, said: Sequence[dict[str, str]] = ()) -> list[int]:
@@ -246,7 +257,6 @@ class Passes:
     ):
         """`other_models`: of the sides that `model` does not decode."""
         self._cfg, self._lab, self.model = cfg, lab, model
-        self._options = {"max_tokens": cfg.max_tokens, "sampling": cfg.params, "seed": cfg.seed}
         self.sides = sides
         self._other_models = other_models or {}
         self._meter, self._done = machine.Meter(), list[Pass]()
@@ -275,7 +285,7 @@ class Passes:
         return first
 
     def _stream(self, job: PreparedPrompt, side: str, is_first: bool) -> tuple[Generation, float]:
-        stream = self._lab.engine.stream(self.model, job.ids, **self._options, **self.sides[side])
+        stream = self._lab.engine.stream(self.model, job.ids, **draws(self._cfg, job.prompt), **self.sides[side])
         pieces = iter(stream)
         what = "compiling and reading the prompt" if is_first else "reading the prompt"
         with terminal.busy(self._lab.console, what):
@@ -352,4 +362,4 @@ class Passes:
     def generate(self, job: PreparedPrompt, side: str, **more: Any) -> Generation:
         """One decoding."""
         model = self._other_models.get(side, self.model)
-        return self._lab.engine.generate(model, job.ids, **{**self._options, **self.sides[side], **more})
+        return self._lab.engine.generate(model, job.ids, **{**draws(self._cfg, job.prompt), **self.sides[side], **more})

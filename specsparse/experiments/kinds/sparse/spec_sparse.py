@@ -164,10 +164,10 @@ def _passes(cfg: SpecSparseSettings, lab: Lab, sides: Sides) -> Passes:
 def _watched(cfg: SpecSparseSettings, lab: Lab, model: Model, method: dict, job: PreparedPrompt) -> list[UnionPoint]:
     """What the verification passes of one decoding kept, stepped from the host."""
     watch = union.UnionWatch(model.config.d_ff)
-    options = {"sampling": cfg.params, "seed": cfg.seed, "max_tokens": cfg.max_tokens}
+    options = {**decoding.draws(cfg, job.prompt), **method}
     with terminal.busy(lab.console, "watching what the passes read"):
         lab.engine.generate(
-            model, job.ids, **options, **method, watch=lambda r: watch(1 + int(np.asarray(r.draft.count)[0]), r.stats)
+            model, job.ids, **options, watch=lambda r: watch(1 + int(np.asarray(r.draft.count)[0]), r.stats)
         )
     return watch.points()
 
