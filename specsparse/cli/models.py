@@ -1,6 +1,7 @@
 """List the models that have a name: whether they are here, how large they are, how fast they could be here."""
 
 import argparse
+import contextlib
 from dataclasses import asdict
 from typing import Any
 
@@ -20,7 +21,7 @@ def main(args: argparse.Namespace) -> int:
     """Print the list."""
     from specsparse.errors import UserError
     from specsparse.models import entries, obtain
-    from specsparse.support import terminal
+    from specsparse.support import tables, terminal
     from specsparse.support.json_files import to_json
     from specsparse.support.options import nearest
 
@@ -37,16 +38,17 @@ def main(args: argparse.Namespace) -> int:
         for row in rows:
             print(to_json(row))
         return 0
-    out = terminal.console()
-    out.print(_table(rows))
+    out = terminal.console(columns=True)
+    tables.show(out, _table(rows))
     bring = "`python -m specsparse models NAME --download` brings one here"
-    out.print(f"your own entries: {entries.own_folder()}; {bring}")
+    out.print(f"your own entries: {entries.own_folder()}; {bring}", soft_wrap=True)
     return 0
 
 
 def _row(entry: Any) -> dict[str, Any]:
     """An entry with what this machine says of it; None is what is not known."""
     from specsparse.errors import UserError
+    from specsparse.measure.advice import subjects
     from specsparse.models import catalogue, obtain
 
     try:
@@ -56,8 +58,18 @@ def _row(entry: Any) -> dict[str, Any]:
     except UserError:
         path, here = None, "not installed"
     known = obtain.known(entry)
-    size = path.stat().st_size if path is not None and path.is_file() else known.size
-    memory = None if size is None else size + (_cache_bytes(path) if path is not None and path.is_file() else 0)
+    subject = None
+    if path is not None and path.is_file():
+        with contextlib.suppress(UserError):  # a file that does not run here
+            subject = subjects.of_file(entry.name, path)
+        size: float | None = path.stat().st_size
+    elif entry.shape is not None:
+        subject = subjects.of_shape(entry.name, entry.shape)
+        size = known.size or subject.nbytes
+    else:
+        size = known.size
+    cache = subject.kv_bytes(min(subject.config.context_length, KV_LENGTH)) if subject else 0
+    memory = None if size is None else size + cache
     speed = None if size is None or entry.role == "head" else _bandwidth() / size
     facts = {**asdict(known), "size": size, "here": here, "path": None if path is None else str(path)}
     return {**facts, "memory": memory, "tokens_per_second": speed}
@@ -75,19 +87,6 @@ def _bandwidth() -> float:
     return _measured[0]
 
 
-def _cache_bytes(path: Any) -> int:
-    """Of keys and values in f16 of `KV_LENGTH` tokens, or of the longest text; 0 for a file that does not run here."""
-    from specsparse.engine.config import ModelConfig
-    from specsparse.engine.gguf.reader import open_gguf
-    from specsparse.errors import UserError
-
-    try:
-        config = ModelConfig.from_gguf(open_gguf(path))
-    except UserError:
-        return 0
-    return 4 * config.n_layers * config.n_kv_heads * config.head_dim * min(config.context_length, KV_LENGTH)
-
-
 def _table(rows: list[dict[str, Any]]) -> Any:
     from rich.text import Text
 
@@ -95,16 +94,17 @@ def _table(rows: list[dict[str, Any]]) -> Any:
     from specsparse.support.sizes import size_text
 
     caption = (
-        f"?: unknown until downloaded; memory: weights, and of those that are here keys and values of {KV_LENGTH} "
-        "tokens; tok/s: at best on this machine, by the memory bandwidth measured now"
+        "size: of the file, or computed from the model's shape if nobody has read it; ?: unknown until downloaded; "
+        f"memory: weights, and keys and values of {KV_LENGTH} tokens if the shape is known; tok/s: at best on this "
+        "machine, by the memory bandwidth measured now"
     )
-    titles = ("name", "here", "size", "memory", "tok/s", "licence", "drafted for by, or role", "model", "good for")
-    table = tables.new(*titles, left=(0, 1, 5, 6, 7, 8), wrap=range(len(titles)), note=caption)
+    titles = ("name", "here", "size", "memory", "tok/s", "licence", "drafted for by, or role", "model, and what for")
+    table = tables.new(*titles, left=(0, 1, 5, 6, 7), wrap=(5, 6, 7), note=caption)
     for row in rows:
         size, memory, speed = row["size"], row["memory"], row["tokens_per_second"]
         cells = [row["name"], row["here"], size_text(size) if size else "?", size_text(memory) if memory else "?"]
         cells += [f"{speed:.0f}" if speed and speed >= 10 else f"{speed:.1f}" if speed else "?"]
         consent = " (consent and HF_TOKEN)" if row["gated"] else ""
-        cells += [(row["licence"] or "?") + consent, ", ".join(row["drafts"]) or row["role"], row["what"]]
-        table.add_row(*map(Text, (*cells, row["good_for"])))
+        cells += [(row["licence"] or "?") + consent, ", ".join(row["drafts"]) or row["role"]]
+        table.add_row(*map(Text, (*cells, f"{row['what']}: {row['good_for']}")))
     return table

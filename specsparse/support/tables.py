@@ -9,6 +9,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 _ANY_WIDTH = 10_000
+_READABLE = 20
+"""Characters that a column of long texts has at least, or its longest word."""
 
 
 def new(
@@ -46,7 +48,7 @@ def parts(out: Console, table: Table, *, names: int = 1) -> list[Table]:
     has the footnote.
     """
     if _fits(out, table):
-        return [table]
+        return [_fitted(out, table)]
     head, rest = table.columns[:names], table.columns[names:]
     groups: list[list[Column]] = [[]]
     for column in rest:
@@ -55,14 +57,38 @@ def parts(out: Console, table: Table, *, names: int = 1) -> list[Table]:
         groups[-1].append(column)
     made = [_of(table, [*head, *group]) for group in groups]
     whole = all(_fits(out, part) for part in made)
-    made = made if whole and 2 * len(made) <= len(rest) else [_blocks(table)]
+    made = [_fitted(out, part) for part in made] if whole and 2 * len(made) <= len(rest) else [_blocks(table)]
     made[-1].caption, made[-1].caption_justify = table.caption, table.caption_justify
     return made
 
 
 def _fits(out: Console, table: Table) -> bool:
-    options = out.options.update(width=_ANY_WIDTH)
-    return Measurement.get(out, options, table).maximum <= out.width
+    room, widths = _widths(out, table)
+    return sum(least for least, _ in widths) <= room
+
+
+def _widths(out: Console, table: Table) -> tuple[int, list[tuple[int, int]]]:
+    """Characters for all columns, and of each the fewest and the most that it takes."""
+    options, widths = out.options.update(width=_ANY_WIDTH), []
+    for column in table.columns:
+        cells = [Measurement.get(out, options, cell) for cell in (column.header, *column.cells)]
+        most = max(cell.maximum for cell in cells)
+        words = max(cell.minimum for cell in cells)
+        widths.append((most if column.no_wrap else max(words, min(most, _READABLE)), most))
+    borders = Measurement.get(out, options, table).maximum - sum(most for _, most in widths)
+    return out.width - borders, widths
+
+
+def _fitted(out: Console, table: Table) -> Table:
+    """The table; if it is too wide, its long texts go on in the next line, and no word is broken."""
+    room, widths = _widths(out, table)
+    if sum(most for _, most in widths) > room:
+        given = [least for least, _ in widths]
+        while sum(given) < room:  # to the narrowest that would take more
+            given[min((width, i) for i, width in enumerate(given) if width < widths[i][1])[1]] += 1
+        for column, width in zip(table.columns, given, strict=True):
+            column.width = width
+    return table
 
 
 def _of(table: Table, columns: Sequence[Column]) -> Table:

@@ -1,5 +1,6 @@
 """The terminal: its console, and bars and spinners for work that takes a while."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -24,10 +25,14 @@ class _Console(Console):
         raise BrokenPipeError
 
 
-def console() -> Console:
-    """The terminal, or a pipe, which has no width: a row of a table is a line there, whatever its length."""
+def console(*, columns: bool = False) -> Console:
+    """The terminal, or a pipe, which has no width: a row of a table is a line there, whatever its length.
+
+    With `columns`, a pipe has the width that the variable COLUMNS says.
+    """
     found = _Console(highlight=False)
-    return found if found.is_terminal else _Console(highlight=False, width=_PIPE_WIDTH)
+    wide = not found.is_terminal and not (columns and os.environ.get("COLUMNS", "").isdecimal())
+    return _Console(highlight=False, width=_PIPE_WIDTH) if wide else found
 
 
 @contextmanager

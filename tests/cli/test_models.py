@@ -1,6 +1,7 @@
 """`specsparse models`: the table, JSON, and what brings a model here."""
 
 import json
+from collections import Counter
 
 import pytest
 
@@ -23,9 +24,27 @@ def test_the_table_has_every_entry_and_says_what_is_unknown(capsys):
     assert cli.main(["models"]) == 0
     lines = {words[0]: line for line in capsys.readouterr().out.splitlines() if (words := line.split())}
     assert set(entries.entries()) <= set(lines)
-    assert lines["llama-2-7b"].split()[1:7] == ["no", "3.8", "GB", "3.8", "GB", "10"]
-    assert lines["qwen3-8b"].split()[1:6] == ["no", "?", "?", "?", "?"]
+    assert lines["llama-2-7b"].split()[1:7] == ["no", "3.8", "GB", "6.0", "GB", "10"]  # with 2.1 GB of cache
+    assert lines["relullama-7b"].split()[1:6] == ["no", "?", "?", "?", "?"]
     assert "(consent and HF_TOKEN)" in lines["llama-3.1-8b-hf"]
+
+
+@pytest.mark.parametrize("width", [80, 96, 110])
+def test_newcomer_reads_names_and_sizes_at_any_width(width, capsys, monkeypatch):
+    """Piped, at COLUMNS; no name goes on in another line, and the catalogue's shape says what nobody has read."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert cli.main(["models"]) == 0
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert max(map(len, lines[:-1])) <= width  # the last one has commands and a path
+    words = Counter(word.rstrip(",;:") for line in lines for word in line.split())
+    known = entries.entries().values()
+    for entry in known:
+        drafted_for = sum(entry.name in other.drafts for other in known)
+        assert words[entry.name] >= 2 + drafted_for, entry.name
+        row = next(line.split() for line in lines if line.split()[:1] == [entry.name])
+        assert "?" not in row[1:4] or entry.shape is None
+    assert len(lines) < 200  # tables, not a line for each value
 
 
 def test_json_of_one_that_is_here(tmp_path, capsys):
