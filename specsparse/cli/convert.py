@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         arg("out", type=Path, metavar="OUT", help="a folder, or a file that ends in .gguf")
         arg("--form", choices=forms, help=f"of a folder ({default})")
         arg("--target", metavar="MODEL", help="the target's GGUF file: its tokenizer goes into the head's")
+        arg("--verifier", metavar="OWNER/NAME", help="the target's repository or folder, for a speculators folder")
         types = "f32, f16, bf16, q8_0, q4_0, q4_1"
         arg("--outtype", default="f32", metavar="TYPE", help=f"of a GGUF file's matrices: {types}")
 
@@ -152,7 +153,7 @@ def _head(args: argparse.Namespace, convert: Callable[..., Any]) -> int:
     source = obtain.published(args.source)
     if args.out.exists() and args.out.samefile(source):
         raise UserError(f"{args.out}: is the source; give another place to write")
-    file = convert(source, args.out, form=args.form, target=target, quant=args.outtype)
+    file = convert(source, args.out, form=args.form, target=target, verifier=args.verifier, quant=args.outtype)
     if args.out.suffix == ".gguf":
         return _wrote(args.out)
     names = ", ".join(sorted(path.name for path in args.out.iterdir()))

@@ -1,6 +1,7 @@
 """For tests of drafters: contexts made of lists of ids, tiny models under them, and drafts read back as lists."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,11 +170,12 @@ def random_dflash(
         name: rng.normal(float(len(size) == 1), 0.1 if len(size) == 1 else 1 / np.sqrt(size[-1]), size)
         for name, size in sizes.items()
     }
-    return dflash_file.of_arrays(
+    made = dflash_file.of_arrays(
         arrays, path=Path("random_dflash"), shape=shape, block_size=block_size, mask_token=c.vocab_size - 1,
         rope=RopeConfig(1e4, shape.head_dim, "neox"), context=c.context_length,
         ids=None if ids is None else np.asarray(ids, np.int32), from_anchor=from_anchor,
     )  # fmt: skip
+    return replace(made, target="random/target")
 
 
 def model_case(folder: Path, source: str, *, vocab: int, capacity: int, **options: Any) -> Case:

@@ -266,7 +266,8 @@ def assert_same(a, b):
     shapes = [dataclasses.replace(file.shape, eps=float(np.float32(file.shape.eps))) for file in (a, b)]
     assert shapes[0] == shapes[1]
     for field in dataclasses.fields(a):
-        if field.name not in ("path", "load", "tensors", "target", "ids", "rope", "rope_scaling", "shape"):
+        other = ("path", "load", "tensors", "target", "target_classes", "ids", "rope", "rope_scaling", "shape")
+        if field.name not in other:
             assert getattr(a, field.name) == getattr(b, field.name), field.name
     assert (a.rope.base, a.rope.dim, a.rope.scaling, a.rope.factor) == (
         b.rope.base, b.rope.dim, b.rope.scaling, b.rope.factor,

@@ -3,8 +3,9 @@
 What is lost by quantising twice is lost: a file made here is for measuring speed, or for types as good as its source.
 """
 
+import difflib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -40,8 +41,14 @@ def kind_of(name: str) -> GGMLQuantizationType:
     """The type called `name` (any case); UserError, with the types there are, where it cannot be quantised to."""
     known = targets()
     if name.upper() not in known:
-        raise UserError(f"cannot quantise to {name!r}: choose one of {', '.join(known)}")
+        raise UserError(f"cannot quantise to {name!r}: choose one of {', '.join(known)}{nearest(name, known)}")
     return _T[name.upper()]
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Names the type that an unknown name is nearest to: of a mix of llama.cpp's, such as Q4_K_M, its main type."""
+    near = difflib.get_close_matches(name.upper(), {kind.upper(): kind for kind in known}, n=1)
+    return f"; the nearest is {near[0]}" if near else ""
 
 
 class Named(Protocol):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 from gguf import GGMLQuantizationType as GGML
+from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES
 
 from specsparse.errors import UserError
@@ -30,7 +31,7 @@ FLOATS: dict[GGML, Layout] = {
 }
 _SUPER_BITS = {GGML.Q4_K: 4, GGML.Q5_K: 5, GGML.Q6_K: 6}
 SUPPORTED: tuple[GGML, ...] = (*FLOATS, *KINDS)
-"""Every type that can be packed."""
+"""Every type that has a layout of its own."""
 
 
 def pack(raw: np.ndarray, qtype: GGML, shape: tuple[int, int]) -> tuple[np.ndarray, Layout]:
@@ -67,17 +68,29 @@ def pack_qtensor(raw: np.ndarray, qtype: GGML, shape: tuple[int, int]) -> QTenso
 
 
 def layout_of(qtype: GGML) -> Layout:
-    """The layout a GGUF type is packed into; UserError for a type that has none."""
+    """The layout a GGUF type is packed into: its own, or float32 for another type that gguf can dequantise.
+
+    Raises:
+        UserError: gguf cannot dequantise it.
+    """
     if qtype in FLOATS:
         return FLOATS[qtype]
     if qtype in KINDS:
         return KINDS[qtype].layout
-    names = ", ".join(sorted(known.name for known in SUPPORTED))
-    raise UserError(f"tensor type {GGML(qtype).name} is not supported (supported: {names})")
+    try:
+        quants.dequantize(np.zeros((1, GGML_QUANT_SIZES[qtype][1]), np.uint8), qtype)
+    except NotImplementedError:
+        names = ", ".join(sorted(known.name for known in SUPPORTED))
+        raise UserError(f"tensor type {GGML(qtype).name} is not supported (supported: {names})") from None
+    return Layout("f32", source=GGML(qtype).name)
 
 
 def rows_of(raw: np.ndarray, qtype: GGML, shape: tuple[int, int]) -> np.ndarray:
-    """A file's bytes as uint8[rows, bytes of a row]; UserError where they are no matrix of that type and shape."""
+    """A file's bytes as uint8[rows, bytes of a row], those of float32 if the type has no layout of its own.
+
+    Raises:
+        UserError: they are no matrix of that type and shape.
+    """
     rows, cols = shape
     unit, unit_bytes = GGML_QUANT_SIZES[qtype]
     raw = np.asarray(raw).view(np.uint8)
@@ -85,7 +98,8 @@ def rows_of(raw: np.ndarray, qtype: GGML, shape: tuple[int, int]) -> np.ndarray:
         raise UserError(
             f"{raw.size} bytes of {qtype.name} are not a [{rows}, {cols}] matrix (in blocks of {unit} columns)"
         )
-    return raw.reshape(rows, -1)
+    raw = raw.reshape(rows, -1)
+    return raw if qtype in SUPPORTED else quants.dequantize(raw, qtype).view(np.uint8)
 
 
 def _packed_natively(out: np.ndarray, raw: np.ndarray, qtype: GGML, layout: Layout) -> bool:

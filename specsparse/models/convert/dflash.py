@@ -187,15 +187,23 @@ def _names(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def convert_dflash(
-    source: str | Path, out: Path, *, form: FolderForm | None = None, target: GGUFFile | None = None, quant: str = "F32"
+    source: str | Path,
+    out: Path,
+    *,
+    form: FolderForm | None = None,
+    target: GGUFFile | None = None,
+    verifier: str | None = None,
+    quant: str = "F32",
 ) -> DFlashFile:
     """Writes a drafter in another form.
 
     Args:
         source: as `read_dflash` takes it.
         out: a GGUF file (`*.gguf`), or a folder.
-        form: of a folder; by default as `write_folder` chooses.
+        form: of a folder; by default speculators with a verifier, else as `write_folder` chooses.
         target: the target's GGUF file, whose tokenizer llama.cpp reads from the drafter's.
+        verifier: the target by name, which a speculators folder must have: owner/name of the Hub, or a folder. By
+            default the one that the source names.
         quant: type of a GGUF file's matrices.
 
     Returns:
@@ -205,7 +213,9 @@ def convert_dflash(
         UserError: no DFlash drafter, one for another target, or one that the form cannot say.
     """
     file = read_dflash(source)
-    gguf = draft_head.written_as_gguf(out, form=form, quant=quant)
+    form = form or (None if verifier is None else "speculators")
+    gguf = draft_head.written_as_gguf(out, form=form, verifier=verifier, quant=quant)
+    file = draft_head.for_verifier(file, verifier)
     if target is not None:
         _check_target(file, target)
     if gguf:

@@ -1,9 +1,13 @@
 """Folders that hold a draft head and not a model (EAGLE, DFlash, Medusa, the speculators library's), and what their
 conversions share."""
 
+import os
+import re
 import zipfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -11,8 +15,13 @@ from safetensors import SafetensorError, safe_open
 from specsparse.engine.architectures import DRAFT_HEADS
 from specsparse.engine.gguf.reader import GGUFFile
 from specsparse.errors import UserError
+from specsparse.models import hub
 from specsparse.models.convert.checkpoint import read_json
+from specsparse.models.convert.hf_classes import class_name
+from specsparse.speculative.drafters.heads.published_file import PublishedHead
 from specsparse.support.json_files import Json
+
+AnyHead = TypeVar("AnyHead", bound=PublishedHead)
 
 _ALGORITHMS = {**DRAFT_HEADS, "eagle": "EAGLE", "medusa": "Medusa", "mlp_speculator": "MLP speculator"}
 
@@ -51,18 +60,47 @@ def kind(config: Json) -> str | None:
     return "EAGLE" if "eagle" in first else None
 
 
-def written_as_gguf(out: Path, *, form: str | None, quant: str) -> bool:
+def written_as_gguf(out: Path, *, form: str | None, verifier: str | None, quant: str) -> bool:
     """Whether a head goes into a GGUF file (`*.gguf`), and not into a folder.
 
     Raises:
-        UserError: a form is given for a file, or a type of weights for a folder.
+        UserError: a form is given for a file, a type of weights for a folder, or a verifier for another form than
+            speculators.
     """
     gguf = out.suffix == ".gguf"
+    if verifier is not None and (gguf or form != "speculators"):
+        raise UserError(f"{out}: --verifier names the target in a folder of --form speculators, and in no other form")
     if gguf and form is not None:
         raise UserError(f"{out}: is a GGUF file, --form is for folders")
     if not gguf and quant.upper() != "F32":
         raise UserError(f"{out}: is a folder, whose weights are F32; --outtype {quant} is for a GGUF file")
     return gguf
+
+
+def for_verifier(file: AnyHead, verifier: str | None) -> AnyHead:
+    """The head with the name and the classes of a target, as the speculators library has them.
+
+    Args:
+        file: the head.
+        verifier: owner/name of the Hub, or a folder with config.json; None leaves the head as it is.
+
+    Raises:
+        UserError: no such folder or repository, or a config.json that names no class.
+    """
+    if verifier is None:
+        return file
+    folder = Path(os.path.expanduser(verifier))
+    local = folder.is_dir()
+    if not local and not re.fullmatch(r"[\w.-]+/[\w.-]+", verifier):
+        raise UserError(f"--verifier {verifier}: is no folder; the form is OWNER/NAME, a repository of the Hub")
+    try:
+        where = folder / "config.json" if local else hub.download(f"{hub.SCHEME}{verifier}/config.json")
+    except hub.UnreachableError as error:
+        raise UserError(f"{error}; --verifier takes the target's folder too") from None
+    name = class_name(read_json(where))
+    if name is None:
+        raise UserError(f"{where}: names no class of transformers (architectures), which the head's config.json needs")
+    return replace(file, target=str(folder.resolve()) if local else verifier, target_classes=(name,))
 
 
 def tokenizer_of(target: GGUFFile | None, out: Path) -> Json:

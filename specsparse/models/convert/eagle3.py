@@ -214,16 +214,24 @@ def _check_draft_vocabulary(options: HfConfig, shapes: Mapping[str, tuple[int, .
 
 
 def convert_eagle3(
-    source: str | Path, out: Path, *, form: FolderForm | None = None, target: GGUFFile | None = None, quant: str = "F32"
+    source: str | Path,
+    out: Path,
+    *,
+    form: FolderForm | None = None,
+    target: GGUFFile | None = None,
+    verifier: str | None = None,
+    quant: str = "F32",
 ) -> Eagle3File:
     """Writes a head in another form.
 
     Args:
         source: as `read_eagle3` takes it.
         out: a GGUF file (`*.gguf`), or a folder.
-        form: of a folder; the original one by default.
+        form: of a folder; the original one by default, speculators with a verifier.
         target: the target's GGUF file, whose tokenizer llama.cpp reads from the head's, and whose layers are those of a
             head that names none.
+        verifier: the target by name, which a speculators folder must have: owner/name of the Hub, or a folder. By
+            default the one that the source names.
         quant: type of a GGUF file's matrices.
 
     Returns:
@@ -233,7 +241,9 @@ def convert_eagle3(
         UserError: no EAGLE-3 head, or one that the form cannot say.
     """
     file = read_eagle3(source)
-    gguf = draft_head.written_as_gguf(out, form=form, quant=quant)
+    form = form or (None if verifier is None else "speculators")
+    gguf = draft_head.written_as_gguf(out, form=form, verifier=verifier, quant=quant)
+    file = draft_head.for_verifier(file, verifier)
     if target is not None:
         n_layers = draft_head.layers_of(target, file.path, width=file.target_width, ids=file.ids)
         file = file if file.layers else replace(file, layers=default_layers(n_layers))

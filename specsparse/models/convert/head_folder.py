@@ -49,7 +49,8 @@ def of_folder(
     scaling = layer.get("rope_parameters", dict, None) or layer.get("rope_scaling", dict, None)
     rope, factors = _rope(layer, scaling or {}, head_dim, context)
     verifier, methods = about.get("verifier"), about.get("proposal_methods")
-    target = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
+    verifier = verifier if isinstance(verifier, Mapping) else {}
+    target, classes = verifier.get("name_or_path"), verifier.get("architectures")
     accept = (
         [m.get("verifier_accept_k") for m in methods if isinstance(m, Mapping)] if isinstance(methods, list) else []
     )
@@ -63,6 +64,7 @@ def of_folder(
         "tensors": {name: checkpoint.shapes[theirs] for name, theirs in names.items()},
         "load": lambda name: _load(checkpoint, name, names[name]),
         "target": target if isinstance(target, str) else "",
+        "target_classes": tuple(filter(None, map(str, classes))) if isinstance(classes, list) else (),
         "accept_k": max([k for k in accept if type(k) is int], default=1),
     }
 
@@ -157,7 +159,16 @@ def _rope_scaling(file: PublishedHead) -> Json | None:
 
 
 def library_config(file: PublishedHead, *, algorithm: str, kind: str, tokens: int, layer: Json) -> Json:
-    """config.json of the speculators library but for the options: what drafts so many tokens for which target."""
+    """config.json of the speculators library but for the options: what drafts so many tokens for which target.
+
+    Raises:
+        UserError: the head names no target: the library loads the target's matrices with the head, by its name.
+    """
+    if not file.target:
+        raise UserError(
+            f"{file.path}: does not say which model it is for, and a speculators folder must: give --verifier "
+            "OWNER/NAME, the target on the Hub or its folder"
+        )
     method = {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
         "architectures": [kind],
@@ -167,7 +178,7 @@ def library_config(file: PublishedHead, *, algorithm: str, kind: str, tokens: in
             "algorithm": algorithm,
             "default_proposal_method": "greedy",
             "proposal_methods": [method],
-            "verifier": {"architectures": [], "name_or_path": file.target},
+            "verifier": {"architectures": list(file.target_classes), "name_or_path": file.target},
         },
         "transformer_layer_config": layer,
     }

@@ -9,7 +9,7 @@ from specsparse.errors import UserError
 from specsparse.models import hub
 from specsparse.models.convert.checkpoint import Checkpoint
 from specsparse.models.convert.draft_head import refuse_draft_head
-from specsparse.models.convert.hf_classes import TEXT_PARTS
+from specsparse.models.convert.hf_classes import TEXT_PARTS, class_name
 from specsparse.models.convert.hf_config import HfConfig, metadata, notes
 from specsparse.models.convert.hf_tokenizer import tokenizer_keys
 from specsparse.models.convert.tensors import sources
@@ -57,7 +57,7 @@ def convert_hf(
     left_out = len(whole.shapes) - len(checkpoint.shapes)
     if left_out:
         note(f"only the text part is converted; {left_out} tensors of other parts are left out: images cannot be read")
-    for line in notes(config) + ([tied] if config.tied and not made.tied_output else []):
+    for line in notes(config, made.biases) + ([tied] if config.tied and not made.tied_output else []):
         note(line)
     return made
 
@@ -68,8 +68,7 @@ def text_part(checkpoint: Checkpoint) -> Checkpoint:
     Raises:
         UserError: its config has no table `text_config`.
     """
-    names = checkpoint.config.get("architectures")
-    part = TEXT_PARTS.get(names[0]) if isinstance(names, list) and names and isinstance(names[0], str) else None
+    part = TEXT_PARTS.get(class_name(checkpoint.config) or "")
     if part is None:
         return checkpoint
     own = checkpoint.config.get("text_config")

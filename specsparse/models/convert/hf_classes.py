@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from specsparse.engine.architectures import ARCHITECTURES, Architecture
+from specsparse.support.json_files import Json
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,24 @@ CLASSES: Mapping[str, HfClass] = {
     ),
 }
 """Classes of transformers by name."""
+_MODEL_TYPES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
+}
+"""The class that a config.json without `architectures` is of, by its `model_type`."""
+
+
+def class_name(config: Json) -> str | None:
+    """The class of transformers that a config.json is of, known here or not; None if it names none."""
+    names, model_type = config.get("architectures"), config.get("model_type")
+    if isinstance(names, list) and names:
+        return names[0] if isinstance(names[0], str) else None
+    return _MODEL_TYPES.get(model_type, model_type) if isinstance(model_type, str) else None
 
 
 @dataclass(frozen=True)

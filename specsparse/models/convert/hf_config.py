@@ -1,13 +1,14 @@
 """config.json of a checkpoint of transformers -> GGUF metadata."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specsparse.engine.config import ACTIVATION_KEY
 from specsparse.errors import UserError
-from specsparse.models.convert.hf_classes import ACTIVATIONS, CLASSES, HfClass
+from specsparse.models.convert.hf_classes import ACTIVATIONS, CLASSES, HfClass, class_name
 from specsparse.models.convert.hf_rope import HfRope, said
 from specsparse.support.json_files import Json
 
@@ -85,9 +86,9 @@ class HfConfig:
     @property
     def form(self) -> HfClass:
         """What its class means; UserError where that is not supported."""
-        names = self.get("architectures", list, [])
-        name = names[0] if names else None
-        if not isinstance(name, str) or name not in CLASSES:
+        self.get("architectures", list, [])
+        name = class_name(self.values)
+        if name not in CLASSES:
             raise UserError(
                 f"{self.where}: architecture {name}{self._odd()} is not supported; there are {', '.join(CLASSES)}"
             )
@@ -275,8 +276,8 @@ def _window(config: HfConfig) -> Json:
     return keys | ({"rope.freq_base_swa": base} if base != family.local_rope_base else {})
 
 
-def notes(config: HfConfig) -> list[str]:
-    """What other programs will not run as the file says, a line each."""
+def notes(config: HfConfig, biases: Sequence[str]) -> list[str]:
+    """What other programs will not run as the file says, a line each; `biases` are those that the file has."""
     activation, rope, family = _activation(config).get(ACTIVATION_KEY), said(config.rope).note, config.form.family
     unread = [key for key in _window(config) if family.window == "may" or key != "attention.sliding_window"]
     other = (
@@ -287,7 +288,13 @@ def notes(config: HfConfig) -> list[str]:
         f"{', '.join(unread)} of {config.architecture} files: not every llama.cpp reads it; one that does not gives "
         "other logits on long texts"
     )
-    return ([other] if activation else []) + ([rope] if rope else []) + ([window] if unread else [])
+    unknown = [] if config.architecture == "llama" else [name for name in biases if name not in family.biases]
+    bias = (
+        f"biases of {', '.join(unknown)}: llama.cpp has no place for them in {config.architecture} files and refuses "
+        "to load this one; specsparse runs it"
+    )
+    found = ((other, activation), (rope, rope), (window, unread), (bias, unknown))
+    return [line for line, why in found if line and why]
 
 
 _SPOKEN = {"silu": "SiLU", "gelu_tanh": "GELU"}

@@ -102,7 +102,8 @@ def _from_json(folder: Path, fast: tokenizers.Tokenizer, pre: str | None) -> tup
     types = [int(TokenType.NORMAL if i in plain else TokenType.UNUSED) for i in range(len(tokens))]
     keys: Json = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
     reference = fast.encode(PROBE, add_special_tokens=False).ids
-    if model.get("byte_fallback"):  # a sentencepiece model written as BPE: ids are in the order of the merges
+    merges = [tuple(merge.split(" ")) if isinstance(merge, str) else merge for merge in model["merges"]]
+    if model.get("byte_fallback"):  # a sentencepiece model written as BPE: the earlier a merge, the higher its score
         for i, token in enumerate(tokens):
             if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
                 types[i] = int(TokenType.BYTE)
@@ -110,12 +111,13 @@ def _from_json(folder: Path, fast: tokenizers.Tokenizer, pre: str | None) -> tup
                 types[i] = int(TokenType.UNKNOWN)
         prefix = bool(fast.encode("a", add_special_tokens=False).tokens[0].startswith(_SPACE))
         keys |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default"}
-        keys |= {"tokenizer.ggml.scores": [-float(i) for i in range(len(tokens))]}
+        # Not by id: Llama 2's runs of blanks have ids among the first and merge last.
+        ranks = {token: i for i, token in enumerate(dict.fromkeys(map("".join, merges)))}
+        keys |= {"tokenizer.ggml.scores": [-float(ranks.get(token, len(ranks) + i)) for i, token in enumerate(tokens)]}
         return keys | {"tokenizer.ggml.add_space_prefix": prefix}, reference
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     found = pre or _pre_tokenizer(folder, fast, ignore_merges=bool(model.get("ignore_merges")))
-    keys |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": found, "tokenizer.ggml.merges": merges}
-    return keys, reference
+    keys |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": found}
+    return keys | {"tokenizer.ggml.merges": list(map(" ".join, merges))}, reference
 
 
 def _pre_tokenizer(folder: Path, fast: tokenizers.Tokenizer, *, ignore_merges: bool) -> str:

@@ -9,7 +9,7 @@ from gguf.constants import GGMLQuantizationType as GGML
 
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import DEFAULT_ALIGNMENT, MAGIC, GGUFFile, TensorInfo
-from specsparse.engine.gguf.requantise import file_type, type_for
+from specsparse.engine.gguf.requantise import file_type, nearest, type_for
 from specsparse.engine.gguf.writer import VERSION, NewTensor, encode, write_gguf
 from specsparse.errors import UserError
 from specsparse.support.atomic import need_folder
@@ -25,7 +25,7 @@ Progress = Callable[[int, int], None]
 def out_type(name: str) -> GGML:
     """The type of that name, in any case; UserError, with those there are, for another one."""
     if name.lower() not in OUT_TYPES:
-        raise UserError(f"type {name!r}: choose one of {', '.join(OUT_TYPES)}")
+        raise UserError(f"type {name!r}: choose one of {', '.join(OUT_TYPES)}{nearest(name, OUT_TYPES)}")
     return OUT_TYPES[name.lower()]
 
 

@@ -4,15 +4,20 @@ import os
 import re
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
+import chex
 import gguf
+import jax
 import numpy as np
 import pytest
 from gguf.constants import GGMLQuantizationType as T
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import specsparse
 from specsparse.engine.gguf.reader import can_dequantise, open_gguf, supported_types
+from specsparse.engine.gguf.writer import NewTensor, write_gguf
 from specsparse.errors import UserError
 from specsparse.testing import random_quantised, write_tiny_gguf
 
@@ -263,6 +268,37 @@ def test_types_without_weights(tmp_path):
     f = opened(tmp_path, build([], [entry("w", (8,), kind=T.I32)], DATA))
     with pytest.raises(UserError, match="'w' of type I32 holds no weights"):
         f.tensors["w"].dequantize()
+
+
+def test_a_type_that_a_newer_gguf_dequantises_loads(tmp_path, monkeypatch):
+    """Q1_0, a sign a weight and a scale for 128, as if this gguf could read it: its values are held as float32."""
+
+    def dequantize(data):
+        blocks = data.reshape(-1, 18)
+        d = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+        return np.where(np.unpackbits(blocks[:, 2:], axis=1, bitorder="little"), d, -d).reshape(len(data), -1)
+
+    sizes = {"d_model": 128, "d_ff": 128, "n_layers": 1, "n_heads": 4, "n_kv_heads": 4}
+    plain = open_gguf(write_tiny_gguf(tmp_path / "plain.gguf", **sizes))
+    new, floats, rng = [], [], np.random.default_rng(0)
+    for t in plain.tensors.values():
+        if len(t.shape) == 1:
+            new, floats = [*new, NewTensor.copy(t)], [*floats, NewTensor.copy(t)]
+            continue
+        raw = rng.integers(0, 60, (t.shape[0], t.shape[1] // 128 * 18), np.uint8)
+        new.append(NewTensor(t.name, T.Q1_0, t.shape, lambda raw=raw: raw))
+        floats.append(NewTensor.of(t.name, dequantize(raw), T.F32))
+    paths = [write_gguf(tmp_path / f"{i}.gguf", plain.metadata, tensors) for i, tensors in enumerate((new, floats))]
+    with pytest.raises(UserError, match="has type Q1_0; supported are F32"):
+        specsparse.load(paths[0])
+    monkeypatch.setitem(gguf.quants._type_traits, T.Q1_0, SimpleNamespace(dequantize=dequantize))
+    can_dequantise.cache_clear()
+    try:
+        ours, wanted = (specsparse.load(path).params for path in paths)
+    finally:
+        can_dequantise.cache_clear()
+    chex.assert_trees_all_equal(*map(jax.tree.leaves, (ours, wanted)))
+    assert ours.embedding.layout.source == "Q1_0"
 
 
 @pytest.mark.parametrize("kind", supported_types(), ids=lambda kind: kind.name)

@@ -31,7 +31,12 @@ def test_the_command_line(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "config.json, model.safetensors (DFlash, 2 layers of width 32" in out
     assert json.loads((tmp_path / "d" / "config.json").read_text())["dflash_config"]["block_size"] == 6
-    assert cli.main(["convert", "dflash", folder, f"{folder}s", "--form", "speculators"]) == 0
+    assert cli.main(["convert", "dflash", folder, f"{folder}s", "--form", "speculators"]) == 2
+    assert "give --verifier OWNER/NAME" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    assert cli.main(["convert", "dflash", folder, f"{folder}s", "--verifier", str(tmp_path)]) == 0
+    config = json.loads((tmp_path / "ds" / "config.json").read_text())["speculators_config"]
+    assert config["verifier"] == {"name_or_path": str(tmp_path), "architectures": ["Qwen3ForCausalLM"]}
     for path in (drafter, gguf, folder, f"{folder}s"):
         capsys.readouterr()
         assert cli.main(["inspect", path]) == 0

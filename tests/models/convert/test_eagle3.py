@@ -38,9 +38,36 @@ def same(a, b) -> None:
 
 def write(source, folder, form):
     out = folder / (f"{form}.gguf" if form == "gguf" else form)
+    named = {"verifier": str(verifier(folder))} if form == "speculators" else {}
     options = {"target": open_gguf(TARGET)} if form == "gguf" else {"form": form}
-    convert_eagle3(source, out, **options)
+    convert_eagle3(source, out, **options, **named)
     return out
+
+
+def verifier(folder):
+    """A folder that says what the target is, by its model_type alone."""
+    (folder / "target").mkdir(exist_ok=True)
+    (folder / "target" / "config.json").write_text('{"model_type": "llama"}')
+    return folder / "target"
+
+
+def test_a_speculators_folder_names_its_verifier(tmp_path, capsys):
+    head, out = write(ORACLE / "default", tmp_path, "gguf"), tmp_path / "s"
+    assert cli.main(["convert", "eagle3", str(head), str(out), "--form", "speculators"]) == 2
+    assert "give --verifier OWNER/NAME" in capsys.readouterr().err and not out.exists()
+    assert cli.main(["convert", "eagle3", str(head), str(out), "--verifier", str(verifier(tmp_path))]) == 0
+    wanted = {"name_or_path": str(tmp_path / "target"), "architectures": ["LlamaForCausalLM"]}
+    for folder in (out, convert_eagle3(out, tmp_path / "again", form="speculators") and tmp_path / "again"):
+        assert json.loads((folder / "config.json").read_text())["speculators_config"]["verifier"] == wanted
+    for options, says in (
+        ({"form": "original", "verifier": "a/b"}, "--verifier names the target in a folder of --form speculators"),
+        ({"verifier": "no-such"}, "--verifier no-such: is no folder"),
+        ({"verifier": str(tmp_path / "again")}, "names no class"),
+    ):
+        if says == "names no class":
+            (tmp_path / "again" / "config.json").write_text("{}")
+        with pytest.raises(UserError, match=says):
+            convert_eagle3(head, tmp_path / "x", **options)
 
 
 @pytest.mark.parametrize("form", FORMS)

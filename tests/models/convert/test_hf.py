@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -162,6 +163,31 @@ def test_an_activation_that_llama_cpp_does_not_run_is_noted(tmp_path, capsys, ac
     assert len(lines) == noted and all("llama.cpp does not read it and runs this file with SiLU" in x for x in lines)
 
 
+@pytest.mark.parametrize(("family", "noted"), [("qwen3", True), ("llama", False)])
+def test_biases_that_llama_cpp_does_not_read_are_noted(tmp_path, family, noted):
+    """A Qwen3 with attention_bias: llama.cpp finds tensors that it does not know, and refuses the file."""
+    config = {**CONFIG, **checkpoints.FAMILIES.get(family, {}), "attention_bias": True}
+    w = checkpoints.weights(config)
+    for name in [name for name in w if name.endswith("self_attn.o_proj.weight")]:
+        w[name.replace("weight", "bias")] = np.ones(len(w[name]), np.float32)
+    checkpoints.bpe_tokenizer(checkpoints.save(tmp_path / "in", config, w))
+    lines = []
+    convert_hf(tmp_path / "in", tmp_path / "out.gguf", note=lines.append)
+    assert lines == noted * [
+        "biases of attn_output: llama.cpp has no place for them in qwen3 files and refuses to load this one; "
+        "specsparse runs it"
+    ]
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "qwen2", "gemma3_text"])
+def test_a_config_without_architectures_is_read_by_its_model_type(model_type):
+    config = {**CONFIG, "architectures": None, "model_type": model_type, "sliding_window": 32}
+    found = metadata(HfConfig(Path("config.json"), config), name="x")
+    assert found["general.architecture"] == {"mistral": "llama", "gemma3_text": "gemma3"}.get(model_type, model_type)
+    with pytest.raises(UserError, match="architecture gpt2 is not supported"):
+        metadata(HfConfig(Path("config.json"), {**config, "model_type": "gpt2"}), name="x")
+
+
 HEADS = {
     "EAGLE-3": {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 32000},
     "DFlash": {"architectures": ["DFlashDraftModel"], "dflash_config": {"block_size": 16}},
@@ -275,6 +301,8 @@ def test_from_the_command_line(tmp_path, capsys):
     assert "out.gguf: 0.1 M weights" in capsys.readouterr().out
     argv = ["convert", "quantize", str(tmp_path / "out.gguf"), str(tmp_path / "q4.gguf"), "q4_0"]
     assert cli.main(argv) == 0
+    for wrong in ([*argv[:4], "Q4_K_M"], ["convert", "hf", str(folder), argv[3], "--outtype=q4_k_m"]):
+        assert cli.main([*wrong, "--overwrite"]) == 2 and "the nearest is Q4_K\n" in capsys.readouterr().err
     assert open_gguf(tmp_path / "q4.gguf").tensors["blk.0.attn_q.weight"].type.name == "Q4_0"
 
 

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import tokenizers
 
@@ -11,6 +12,7 @@ from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
 from specsparse.models import catalogue
+from specsparse.models.convert.hf_tokenizer import tokenizer_keys
 from specsparse.models.convert.tokenizer_folder import write_tokenizer
 from specsparse.testing import CHATML, write_tiny_gguf
 
@@ -43,6 +45,21 @@ def test_ids_and_text_are_those_of_the_file(pair):
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     assert settings["chat_template"] == CHATML and settings["model_max_length"] == 128
     assert settings["eos_token"] == tokenizer.token_text(tokenizer.eos_id)
+
+
+def test_runs_of_blanks_go_there_and_back(tmp_path):
+    """Llama 2's runs of blanks stand among the first ids and merge last: a folder of them is read by `convert hf`."""
+    file = open_gguf(write_tiny_gguf(tmp_path / "m.gguf", tokenizer="spm", n_layers=1))
+    runs = ["\u2581" * n for n in (2, 4, 8, 5, 16, 6, 12, 13, 10, 14, 3, 9, 7, 11, 15)]
+    kept = [i for i, token in enumerate(file.metadata["tokenizer.ggml.tokens"]) if token not in runs]
+    for name, more in (("tokens", runs), ("scores", [-1e9] * 15), ("token_type", [1] * 15)):
+        values = np.asarray(file.metadata[f"tokenizer.ggml.{name}"])[kept].tolist()
+        file.metadata[f"tokenizer.ggml.{name}"] = [*values[:259], *more, *values[259:]]
+    folder = write_tokenizer(file, tmp_path / "folder")
+    again = tokenizer_keys(folder, {}, vocab_size=len(kept) + 15)
+    texts = [*TEXTS, *(f"a{' ' * n}b" for n in range(40))]
+    read = Tokenizer.from_metadata(again, where="again")
+    assert [read.encode(text, add_special=True, parse_special=True) for text in texts] == ids_of(file, texts)
 
 
 def test_transformers_reads_the_folder(pair):

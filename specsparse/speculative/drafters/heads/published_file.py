@@ -44,6 +44,7 @@ class PublishedHead:
         tensors: shapes by GGUF name, without `d2t` and `rope_freqs.weight`.
         load: reads a tensor by GGUF name.
         target: what the file says it is for, "" for nothing.
+        target_classes: classes of transformers of the target, as the file names them.
         accept_k: how many of the target's best tokens the file would accept; above 1 is lossy elsewhere, never here.
         rope_scaling: what config.json says of the rotation beside its base, None where there is no config.json.
     """
@@ -59,6 +60,7 @@ class PublishedHead:
     tensors: Mapping[str, tuple[int, ...]]
     load: Callable[[str], TensorInfo]
     target: str = ""
+    target_classes: tuple[str, ...] = ()
     accept_k: int = 1
     rope_scaling: Json | None = None
 
