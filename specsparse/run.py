@@ -37,6 +37,9 @@ class CheckBeforeStart:
             from specsparse.experiments import runner
 
             runner.check(run)
+            if swept := config.hydra.sweeper.get("params"):
+                values = " ".join(f"{key}={values}" for key, values in swept.items())
+                print(f"specsparse: one run of a sweep; -m runs all of it: {values}", file=sys.stderr)
         except UserError as error:
             if config.get("debug") is True:
                 return  # the run itself raises it again, with its traceback

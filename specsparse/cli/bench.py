@@ -31,7 +31,8 @@ MODEL = "smollm2-135m"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to measure, on what, beside whom."""
     add = parser.add_argument
-    add("--model", help=f"a known name or the path of a GGUF file ({MODEL})")
+    add("named", nargs="?", metavar="MODEL", help=f"a known name or the path of a GGUF file ({MODEL})")
+    add("--model", help="the same")
     add("--pp", type=count, default=512, metavar="N", help="prompt tokens, 0 for no such test (%(default)s)")
     add("--tg", type=count, default=128, metavar="N", help="tokens to decode, 0 for no such test (%(default)s)")
     add("--n", type=_lengths, metavar="LIST", help="v(n): 1..16, 1,4,8 or none (1..16; 1,2,4,8 with --ffn-shape)")
@@ -83,6 +84,9 @@ def main(args: argparse.Namespace) -> int:
     from specsparse.support import terminal
     from specsparse.support.json_files import to_json, write_atomically
 
+    if args.named and args.model:
+        raise UserError(f"{args.named} and --model {args.model}: one model is measured, give one of them")
+    args.model = args.named or args.model
     if args.active and not args.ffn_shape:
         raise UserError("--active goes with --ffn-shape, for instance 4096x11008")
     if args.plot and not (args.ffn_shape or args.batch):

@@ -1,6 +1,6 @@
 """Print what a model file is: metadata, tensors, bytes per token, what this machine could do with it at best.
 
-With --draft, how a second file would do as its draft model.
+With a second file, how that would do as its draft model.
 """
 
 import argparse
@@ -16,7 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The file, the draft, and how much to show."""
     add = parser.add_argument
     add("model", metavar="FILE", help="the path of a GGUF file, a known name or hf://owner/repo/file.gguf")
-    add("--draft", metavar="FILE", help="a draft model to judge beside it")
+    add("second", nargs="?", metavar="DRAFT", help="a draft model to judge beside it")
+    add("--draft", metavar="FILE", help="the same")
     add("--tensors", action="store_true", help="a line for every tensor, not for every kind of tensor")
     add("--device", default="this", metavar="NAME", help="estimate for this machine (default), a100, h100, m1 ..")
     add("--json", action="store_true", help="one JSON object instead of tables")
@@ -31,12 +32,15 @@ def main(args: argparse.Namespace) -> int:
     from specsparse.support import terminal
     from specsparse.support.json_files import to_json
 
+    if args.second and args.draft:
+        raise UserError(f"{args.second} and --draft {args.draft}: one draft model is judged, give one of them")
     device = devices.get(args.device)
     found = _look_at(args.model)
     if isinstance(found, dict):  # a head in a folder
         print(to_json(found)) if args.json else terminal.console().print(_pairs("head", found))
         return 0
-    draft = args.draft and _look_at(args.draft)
+    name = args.second or args.draft
+    draft = name and _look_at(name)
     report = inspection.report(found, device, draft=draft or None, each=args.tensors)
     if args.json:
         print(to_json(report))

@@ -11,11 +11,35 @@ from specsparse import run
 from specsparse.cli import main as cli
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
+from specsparse.experiments import runner
 from specsparse.experiments.compose.shorthand import flags_first
+from specsparse.experiments.kind import Found
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.method import choose_verifier
 from specsparse.support.pipes import until_the_reader_leaves
 from specsparse.testing import write_tiny_gguf
+
+
+def test_newcomer_runs_a_sweep_without_m_and_is_told(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runner, "run", lambda *_, **__: Found({}, None))
+    assert run.main(["experiment=sweep_gamma"]) == 0
+    assert "one run of a sweep; -m runs all of it: policy.gamma=1,2,3,4,5,6,7,8\n" in capsys.readouterr().err
+    assert run.main(["experiment=spec", "policy.gamma=2"]) == 0
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["inspect", "a.gguf", "b.gguf", "--draft", "c.gguf"], "b.gguf and --draft c.gguf: one draft model is judged"),
+        (["bench", "a.gguf", "--model", "b.gguf"], "a.gguf and --model b.gguf: one model is measured"),
+        (["bench", "no.gguf"], "no.gguf: no such file"),
+    ],
+)
+def test_newcomer_names_models_as_arguments(capsys, argv, said):
+    assert cli.main(argv) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,11 @@ def test_sizes_and_traffic(capsys, files):
     assert found["rates"]["tokens_per_second"] == pytest.approx(rate, rel=1e-12)
 
 
+def test_newcomer_gives_two_files(capsys, files):
+    pair = [files / "target.gguf", files / "draft.gguf"]
+    assert as_json(capsys, *pair) == as_json(capsys, pair[0], "--draft", pair[1])
+
+
 def test_layers_are_one_line_unless_each_is_asked_for(capsys, files):
     grouped = as_json(capsys, files / "target.gguf")["tensors"]
     assert {"name": "blk.*.attn_q.weight", "type": "Q8_0", "shape": [64, 64], "count": 3, "nbytes": 3 * 64 * 68} in (

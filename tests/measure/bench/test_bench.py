@@ -66,11 +66,11 @@ def test_end_to_end(tiny, tmp_path, capsys):
     assert "v(n)" in out
 
 
-def test_no_report_unless_it_is_asked_for(tiny, capsys):
-    args = ("--model", tiny, "--pp", 0, "--tg", 2, "--n", "none", "--repeats", 1)
+def test_newcomer_gives_a_model_and_gets_no_report_unless_it_is_asked_for(tiny, capsys):
+    args = (tiny, "--pp", 0, "--tg", 2, "--n", "none", "--repeats", 1)
     code, out, _ = bench(capsys, *args)
     assert code == 0 and "tg2" in out and "{" not in out
-    code, out, _ = bench(capsys, "--json", *args)
+    code, out, _ = bench(capsys, *args, "--json")
     *tables, last = out.splitlines()
     assert code == 0 and json.loads(last)["results"] and not any("{" in line for line in tables)
 
