@@ -1,24 +1,23 @@
 """One line in anybody's test: `assert_lossless(my_verifier)`."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from specsparse.errors import UserError
 from specsparse.speculative.base import Verifier
-from specsparse.speculative.proof.certify import certify
+from specsparse.speculative.policies.base import Policy
+from specsparse.speculative.proof.certify import Certifiable, certify
 from specsparse.speculative.proof.handed import Handed, handed
 from specsparse.speculative.proof.results import CertificateReport, worst_on
 
 
 def assert_lossless(
-    verifier: Callable | Handed | Verifier | str, *, vocab: int | None = None, gamma: int | None = None, seed: int = 0,
-    **how: Any,
-) -> CertificateReport:  # fmt: skip
-    """Refuses a verifier whose text does not have the target's law.
+    verifier: Certifiable, *, vocab: int | None = None, gamma: int | None = None, seed: int = 0, **how: Any
+) -> CertificateReport:
+    """Refuses a verifier, or a draft-length policy, whose text does not have the target's law.
 
     Args:
-        verifier: yours, a callable as `speculative.proof.handed` describes it; or one of ours, or its name.
+        verifier: yours, a callable as `speculative.proof.handed` describes it; one of ours, its name, or a policy.
         vocab: tokens, see `specsparse.certify`.
         gamma: longest draft.
         seed: of the random laws, and of the samples of a callable that draws for itself.
@@ -31,7 +30,7 @@ def assert_lossless(
         AssertionError: it is lossy; says by how much, on what, and which texts differ most.
         UserError: it cannot be certified so.
     """
-    if not isinstance(verifier, Verifier | str):
+    if not isinstance(verifier, Verifier | Policy | str):
         try:
             verifier = dataclasses.replace(handed(verifier), lossless=True, **how)
         except TypeError as error:

@@ -22,6 +22,7 @@ from specsparse.speculative.policies.base import (
 )
 from specsparse.speculative.policies.cost import AutoOff, CostModel, CostOptimal
 from specsparse.speculative.policies.registry import POLICIES, get_policy
+from specsparse.speculative.proof.certify import certify
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verify import VERIFIERS, verify
 from specsparse.testing import policies as contract
@@ -96,6 +97,52 @@ def test_the_contract_refuses(wrong, words):
     with pytest.raises(AssertionError, match=words):
         contract.check_policy(Bad(4, wrong=wrong))
     contract.check_policy(Bad(4))
+
+
+@dataclasses.dataclass(frozen=True)
+class Drops(Confidence):
+    """Leaves drafts of one token out, which are those whose first token was unlikely."""
+
+    def keep(self, state, count_B):
+        return jnp.where(count_B >= 2, count_B, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Claims(Drops):
+    """Says that this is fine."""
+
+    one_hot_only = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves(Fixed):
+    """Drops tokens whatever they are, which is fine."""
+
+    one_hot_only = False
+
+    def keep(self, state, count_B):
+        return count_B // 2
+
+
+def test_no_one_is_fooled_by_a_policy_that_drops_drawn_tokens():
+    assert Drops(3).one_hot_only and AutoOff(3, inner=Drops(3), cost=CostModel(V_TABLE)).one_hot_only
+    assert not Claims(3).one_hot_only and Bad(3).one_hot_only  # Fixed speaks of its own `keep` alone
+    check_policy(Drops(3), DraftKind.ONE_HOT)
+    with pytest.raises(UserError, match="policy=Drops may drop drawn tokens of sampled drafts"):
+        check_policy(Drops(3), DraftKind.SAMPLED)
+    contract.check_policy(Drops(3))
+
+
+def test_a_policy_that_claims_to_be_lossless_fools_no_certificate():
+    with pytest.raises(AssertionError, match=r"policy Claims is not lossless: total variation 0\.2"):
+        contract.check_policy(Claims(2))
+    contract.check_policy(Halves(2))
+    report = certify(Halves(2))
+    assert report.passed and "policy Halves" in report.table()
+    with pytest.raises(UserError, match="gamma=8 must be at most 7"):
+        certify(Claims(8))
+    with pytest.raises(UserError, match="its own gamma"):
+        certify(Claims(3), gamma=2)
 
 
 def test_fixed_and_n_min():

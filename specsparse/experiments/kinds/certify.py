@@ -7,6 +7,7 @@ from rich.text import Text
 
 from specsparse.errors import UserError
 from specsparse.experiments.kind import Found, Kind, Lab
+from specsparse.speculative.policies.base import Policy
 from specsparse.speculative.proof.certify import certify
 from specsparse.speculative.proof.chain_law import POWER
 from specsparse.speculative.proof.handed import Handed, handed
@@ -88,12 +89,13 @@ class Certify(Kind[CertifySettings]):
         )
 
 
-def _callables(spec: CertifySpec) -> list[Handed]:
-    """The callables of `certify.also`, each a `module:name` of a function or a `Handed`."""
+def _callables(spec: CertifySpec) -> list[Handed | Policy]:
+    """What `certify.also` names, each a `module:name` of a function, a `Handed` or a policy."""
     for home in spec.also:
         if ":" not in home:
             raise UserError(f"certify.also={home} names no callable: say module:name, such as mine:my_verifier")
-    return [handed(registry.load(home, f"certify.also={home}")) for home in spec.also]
+    found = [registry.load(home, f"certify.also={home}") for home in spec.also]
+    return [one if isinstance(one, Policy) else handed(one) for one in found]
 
 
 def _worst(report: CertificateReport, part: str) -> float | None:

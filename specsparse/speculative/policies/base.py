@@ -80,6 +80,9 @@ class Policy:
 
     def __init_subclass__(cls) -> None:
         cls.name = vars(cls).get("name", cls.__name__)
+        last = next(c for c in cls.__mro__ if {"keep", "one_hot_only"} & vars(c).keys())
+        if "one_hot_only" not in vars(last):  # what a base says of its own `keep` does not hold of this one
+            cls.one_hot_only = True  # type: ignore[assignment]
 
     def __post_init__(self):
         if self.gamma < 1:
@@ -92,7 +95,10 @@ class Policy:
 
     @property
     def one_hot_only(self) -> bool:
-        """Whether `keep` drops tokens, which only one-hot drafts survive without loss."""
+        """Whether `keep` may drop tokens, which only one-hot drafts survive without loss.
+
+        True of a class that overrides `keep` and says nothing else.
+        """
         return False
 
     @property
@@ -137,13 +143,17 @@ class Policy:
 
 
 def check_policy(policy: Policy, kind: DraftKind) -> None:
-    """Refuses a policy that would drop drawn tokens.
+    """Refuses a policy that may drop drawn tokens.
 
     Raises:
-        UserError: `n_min` with a sampled draft.
+        UserError: `n_min`, or a `keep` of its own, with drafts that are drawn.
     """
     if policy.one_hot_only and kind is not DraftKind.ONE_HOT:
-        raise UserError(f"policy.n_min drops drawn tokens of {kind.value} drafts: use n_min=0, or one-hot drafts")
+        raise UserError(
+            f"policy={policy.name} may drop drawn tokens of {kind.value} drafts, and the text would be biased: draft "
+            "one-hot (drafter.temperature=0), leave policy.n_min at 0 or `keep` out, or set `one_hot_only = False` "
+            "on a class whose `keep` is certified by specsparse.certify(policy)"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,8 @@ bisection (`driver`). Either gives the law of one round, which is continued by p
 compared with plain sampling alone.
 
 Anybody's callable is certified likewise (`handed`): its uniforms are bisected as the driver's are, or it is sampled
-with a stated power where it draws its own; and its text of several rounds is compared with the target's, too.
+with a stated power where it draws its own; and its text of several rounds is compared with the target's, too. A
+draft-length policy is certified by the driver on the drafts that it leaves (`policies`).
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ import numpy as np
 
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftKind, Verifier
+from specsparse.speculative.policies.base import Policy
 from specsparse.speculative.proof.cases import CORNERS, Case, keep_top, make_case, map_tables
 from specsparse.speculative.proof.driver import driver_laws, jitted
 from specsparse.speculative.proof.driver_mutants import DRIVER_MUTANTS
@@ -24,10 +26,13 @@ from specsparse.speculative.proof.handed import Handed, handed
 from specsparse.speculative.proof.measured import driver_tv, measure_handed
 from specsparse.speculative.proof.museum import EXHIBITS, measure_exhibit
 from specsparse.speculative.proof.mutants import MUTANTS
+from specsparse.speculative.proof.policies import measure_policy
 from specsparse.speculative.proof.results import DRIVER, CertificateReport, MutantResult, Result
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verify import VERIFIERS, get_verifier
 from specsparse.support.options import Seed, only_known, read
+
+Certifiable = Verifier | str | Handed | Callable | Policy
 
 MUTANT_CASES = 3
 """Random cases per mutant."""
@@ -131,7 +136,7 @@ class _Asked:
 
 @only_known
 def certify(
-    verifiers: Sequence[Verifier | str | Handed | Callable] | Verifier | str | Handed | Callable | None = None,
+    verifiers: Sequence[Certifiable] | Certifiable | None = None,
     *,
     vocab: int | None = None,
     gamma: int | None = None,
@@ -143,7 +148,8 @@ def certify(
     """Measures verifiers (all of `VERIFIERS` if None) and the mutants; most of a minute for all.
 
     Args:
-        verifiers: what to certify: names, verifiers, or anybody's callables, see `handed`; one may stand alone.
+        verifiers: what to certify: names, verifiers, anybody's callables, see `handed`, or draft-length policies, see
+            `policies.measure_policy`; one may stand alone.
         vocab: vocabulary of most cases, 2..6; by default 4, and 3 for callables.
         gamma: longest chain, 1..3; by default 3, and 2 for callables.
         seed: of the random laws; the same seed gives the same report.
@@ -161,7 +167,9 @@ def certify(
     if not several and not museum:
         raise UserError("certify([]) certifies nothing: name a verifier, or leave the list out for all")
     named = [get_verifier(v) if isinstance(v, str) else v for v in several]
-    made = [v if isinstance(v, Verifier) else handed(v) for v in named]
+    made = [v if isinstance(v, Verifier | Policy) else handed(v) for v in named]
+    if (vocab or gamma) and made and all(isinstance(v, Policy) for v in made):
+        raise UserError("certify: a policy's drafts are as long as its own gamma: leave out gamma and vocab")
     chosen = sorted(made, key=lambda v: isinstance(v, Verifier))  # a broken one is said at once
     ours = any(isinstance(v, Verifier) for v in chosen)
     vocab, gamma = vocab or (4 if ours else 3), gamma or (3 if ours else 2)
@@ -170,6 +178,9 @@ def certify(
         raise UserError(f"certify enumerates everything: vocab={vocab} must lie in 2..6 and gamma={gamma} in 1..3")
     results = []
     for verifier in chosen:
+        if isinstance(verifier, Policy):
+            results += measure_policy(verifier, seed=seed)
+            continue
         if isinstance(verifier, Handed):
             results += measure_handed(verifier, vocab=min(vocab, 3), gamma=min(gamma, 2), seed=seed)
             continue

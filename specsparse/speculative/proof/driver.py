@@ -122,7 +122,8 @@ def stack(cases: Sequence[Case], verifier: Verifier, *, seed: int) -> tuple[Draf
     """
     rng = np.random.default_rng([seed, 24])
     made = [(c, outcome) for c, case in enumerate(cases) for outcome in case.outcomes()]
-    K, V, N = TREE_ROOM if verifier.tree else CHAIN_ROOM, VOCAB_ROOM, len(made)
+    room = TREE_ROOM if verifier.tree else CHAIN_ROOM
+    K, V, N = max(room, *(case.template.size for case in cases)), VOCAB_ROOM, len(made)
     tokens_NK = rng.integers(0, 2, (N, K), np.int32)
     parents_NK = np.tile(np.arange(-1, K - 1, dtype=np.int32), (N, 1))
     if verifier.tree:
