@@ -1,5 +1,6 @@
 """The error that users see, and the kind of it that a server answers in its own way."""
 
+import os
 import sys
 
 
@@ -13,6 +14,19 @@ class UserError(Exception):
 
 class ContextTooLong(UserError):
     """A prompt, or what is to be written after it, does not fit the model's context."""
+
+
+def own_line(error: BaseException) -> str:
+    """ "FILE:LINE" of the deepest frame of somebody else's code: not this package's, and no library's if there is any
+    other; "" where no such frame is known, as in a function written in C."""
+    import sysconfig  # here, since errors are imported first and raised last
+    import traceback
+
+    ours = os.path.join(os.path.dirname(__file__), "")
+    libraries = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((ours, "<frozen"))]
+    own = [f for f in frames if not f.filename.startswith(libraries)] or frames
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 def not_installed(error: ModuleNotFoundError) -> str:

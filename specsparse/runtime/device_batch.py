@@ -174,7 +174,8 @@ class DeviceBatch:
 
         def begin(weights, job, state, text, features):
             ctx = loop.context(weights[0], job, state, max_nodes=drafter.max_nodes)
-            return drafter.init(weights[1], ctx._replace(text=text), hidden=features)
+            with loop.traced(drafter, "init"):
+                return drafter.init(weights[1], ctx._replace(text=text), hidden=features)
 
         text, weights = self.read_text(state, None), (self.params, self.draft_params)
         begun = self.clock()

@@ -1,6 +1,8 @@
 """One speculative round as a step of `engine.generate.run`: draft, one forward of the target, verdict, commit."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +34,7 @@ from specsparse.engine.sampling.pipeline import (
     sample_at,
     tree_rows,
 )
-from specsparse.errors import UserError
+from specsparse.errors import UserError, own_line
 from specsparse.speculative import origins
 from specsparse.speculative.base import (
     PAD,
@@ -103,7 +105,8 @@ class Round:
         """The drafter's proposal; `text` is what a `TextDrafter` read."""
         target, own = params
         ctx = context(target, job, state, max_nodes=self.drafter.max_nodes)._replace(text=text)
-        drafted = self.drafter.draft(own, state.drafter, ctx)
+        with traced(self.drafter, "draft"):
+            drafted = self.drafter.draft(own, state.drafter, ctx)
         check_drafted(self.drafter, drafted, ctx)
         # A user's drafter may count wrongly: below nothing would end the text.
         draft = drafted.draft._replace(count=jnp.clip(drafted.draft.count, 0, ctx.budget))
@@ -232,7 +235,8 @@ class Round:
         state = state._replace(cache=cache, counters=count(counters, draft, verdict, live_B, count_B))
         ctx = ctx._replace(tokens=state.tokens, length=state.length, cache=cache)
         feedback = Feedback(draft, verdict, out.hidden)
-        return state._replace(drafter=self.drafter.commit(params[1], drafted.state, ctx, feedback))
+        with traced(self.drafter, "commit"):
+            return state._replace(drafter=self.drafter.commit(params[1], drafted.state, ctx, feedback))
 
     def _law_rows(self, state: DecodeState, draft: Draft):
         tokens_Bn = _rows(state, draft)
@@ -248,6 +252,32 @@ class Round:
             depth_K = jnp.arange(1, draft.max_nodes + 1, dtype=jnp.int32)
             depth_BK = jnp.broadcast_to(depth_K[None], draft.tokens.shape)
         return state.length[:, None] + jnp.pad(depth_BK, ((0, 0), (1, 0)))
+
+
+_NOT_TRACEABLE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+"""What jax raises where a traced value is asked for its numbers: by numpy, `if`, int() or a boolean index."""
+
+
+@contextlib.contextmanager
+def traced(drafter: Drafter, method: str) -> Iterator[None]:
+    """Calls a method of anybody's drafter while a program is traced.
+
+    Raises:
+        UserError: it asks a traced value for its numbers; says in which line, and the ways out.
+    """
+    try:
+        yield
+    except _NOT_TRACEABLE as error:
+        raise UserError(
+            f"{type(drafter).__name__}.{method} is traced by jax.jit, and {own_line(error)} asks a traced array for "
+            "its numbers, as numpy, `if`, int() and boolean indices do: use jax.numpy, jnp.where and jax.lax.cond, or "
+            "call Python from the program with jax.pure_callback (docs/drafters.md)"
+        ) from None
 
 
 DRAFTED = (

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import inspect
+import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specsparse.engine.noise import seed_words
 from specsparse.errors import UserError
 from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback
 from specsparse.speculative.drafters.plan import DrafterPlan
+from specsparse.speculative.loop import check_drafted, traced
+from specsparse.speculative.proof.chain_law import LEVEL, POWER
 from specsparse.speculative.tree import check_parents
 from specsparse.speculative.verify import match_verdict, valid_verifiers
 from specsparse.testing.drafting import draft_context, drafted_ids, on_plan
@@ -25,7 +30,7 @@ SEEDS = range(4)
 FEATURES = 64
 
 
-def check_drafter(drafter: Drafter | DrafterPlan, *, weights: Any = None) -> None:
+def check_drafter(drafter: Drafter | DrafterPlan, *, weights: Any = None) -> "Checked":
     """Refuses a drafter that breaks the contract of `speculative.base`.
 
     A plan is bound to a tiny random model. Texts have the ids 0 to `VOCAB` - 1 and at most `CAPACITY` tokens.
@@ -34,16 +39,40 @@ def check_drafter(drafter: Drafter | DrafterPlan, *, weights: Any = None) -> Non
         drafter: yours.
         weights: what its methods take as `params`.
 
+    Returns:
+        What was checked, a line each: shown by a notebook and by `print`.
+
     Raises:
         AssertionError: says what is broken.
     """
     with tempfile.TemporaryDirectory() as folder:
-        if isinstance(drafter, DrafterPlan):
-            case = DrafterCase(*on_plan(Path(folder), drafter, vocab=VOCAB, capacity=CAPACITY))
-        else:
-            case = DrafterCase(drafter, weights)
-        for check in DRAFTER_CHECKS:
-            check(case)
+        try:
+            if isinstance(drafter, DrafterPlan):
+                case = DrafterCase(*on_plan(Path(folder), drafter, vocab=VOCAB, capacity=CAPACITY))
+            else:
+                case = DrafterCase(drafter, weights)
+            notes = [(check, check(case)) for check in DRAFTER_CHECKS]
+        except UserError as error:  # the line that `generate` has
+            raise AssertionError(str(error)) from None
+    lines = [inspect.getdoc(check).partition("\n")[0] + (f" {note}" if note else "") for check, note in notes]
+    return Checked(type(case.drafter).__name__, tuple(lines))
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Checked:
+    """What was checked of a part that passed.
+
+    Attributes:
+        name: of its class.
+        lines: a sentence for each part of the contract.
+    """
+
+    name: str
+    lines: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        """The lines under each other."""
+        return "\n  ".join([f"{self.name} keeps the contract of a drafter:", *self.lines])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +100,7 @@ class DrafterCase:
 
     def first(self, ctx: DraftContext) -> Drafted:
         """The draft after the prompt itself."""
-        return self.drafter.draft(self.weights, self._begin(self.weights, ctx), ctx)
+        return self._draft(self.weights, self._begin(self.weights, ctx), ctx)
 
     @functools.cached_property
     def _stages(self) -> tuple[Callable, ...]:
@@ -84,18 +113,26 @@ class DrafterCase:
 
             return jax.jit(traced)
 
-        stages = (self.prepare, 0), (self._begin, 1), (self.drafter.draft, 2), (self._commit, 2)
+        stages = (self.prepare, 0), (self._begin, 1), (self._draft, 2), (self._commit, 2)
         return tuple(noted(stage, ctx) for stage, ctx in stages)
 
     def _begin(self, weights: Any, ctx: DraftContext) -> Any:
-        return self.drafter.init(weights, ctx, hidden=self._features(ctx))
+        with traced(self.drafter, "init"):
+            return self.drafter.init(weights, ctx, hidden=self._features(ctx))
+
+    def _draft(self, weights: Any, state: Any, ctx: DraftContext) -> Drafted:
+        with traced(self.drafter, "draft"):
+            drafted = self.drafter.draft(weights, state, ctx)
+        check_drafted(self.drafter, drafted, ctx)
+        return drafted
 
     def _commit(self, weights: Any, drafted: Drafted, before: DraftContext, after: DraftContext) -> Any:
         """The state after a verdict that accepts no drafted token."""
         nothing = jnp.full((len(before.length), self.drafter.max_nodes + 1), VOCAB, jnp.int32)
         verdict, rows = match_verdict(drafted.draft, nothing), self._features(before)
         hidden = None if rows is None else rows[:, : self.drafter.max_nodes + 1]
-        return self.drafter.commit(weights, drafted.state, after, Feedback(drafted.draft, verdict, hidden))
+        with traced(self.drafter, "commit"):
+            return self.drafter.commit(weights, drafted.state, after, Feedback(drafted.draft, verdict, hidden))
 
     def _features(self, ctx: DraftContext) -> jax.Array | None:
         """Some rows for each text, a function of its ids alone; None for drafters that want none."""
@@ -126,10 +163,6 @@ def shapes_budget_and_parents(case: DrafterCase) -> None:
 
 
 def _check_draft(drafter: Drafter, draft: Draft, budget: list[int]) -> None:
-    room = (len(budget), drafter.max_nodes)
-    assert draft.tokens.shape == draft.parents.shape == room, f"tokens {draft.tokens.shape}, not {room}"
-    kinds = {str(x.dtype) for x in (draft.tokens, draft.parents, draft.count)}
-    assert kinds == {"int32"}, f"tokens, parents and count are {kinds}, not int32"
     assert (draft.q is None) == (drafter.kind is DraftKind.ONE_HOT), "q is given by drawn drafts, and by no others"
     for b, most in enumerate(budget):
         count, parents = int(draft.count[b]), np.asarray(draft.parents[b]).tolist()
@@ -180,7 +213,7 @@ def rows_are_independent(case: DrafterCase) -> None:
 
 
 def one_compilation_serves_every_text(case: DrafterCase) -> None:
-    """Lengths, budgets and rounds are traced."""
+    """One compilation serves all lengths, budgets and rounds."""
     known = 0
     for seed in SEEDS:
         case.draft(draft_context(texts(seed), capacity=CAPACITY, budget=seed, round=seed))
@@ -189,7 +222,7 @@ def one_compilation_serves_every_text(case: DrafterCase) -> None:
 
 
 def a_full_buffer_and_a_single_token(case: DrafterCase) -> None:
-    """The shortest and the longest text."""
+    """It drafts for the shortest text and for the longest."""
     ids = np.random.default_rng(7).integers(0, VOCAB, CAPACITY).tolist()
     draft = case.draft(draft_context([ids, ids[:1], ids[:-1]], capacity=CAPACITY, budget=GAMMA))
     _check_draft(case.drafter, draft, [GAMMA] * 3)
@@ -202,16 +235,54 @@ def the_cache_passes_through(case: DrafterCase) -> None:
     def check(cache: Any) -> Draft:
         whole = case.prepare(ctx._replace(cache=cache))
         drafted = case.first(whole)
-        if whole.cache is cache:
+        if whole.cache is cache:  # a self-draft writes beyond the length
             assert drafted.cache is cache, "the cache is not ctx.cache"
-        else:  # a self-draft writes beyond the length
-            assert jax.tree.structure(drafted.cache) == jax.tree.structure(whole.cache), (
-                "the cache has changed its form"
-            )
         return drafted.draft
 
     jax.eval_shape(check, jnp.ones((3, 2)))
 
+
+def tokens_are_drawn_from_q(case: DrafterCase) -> str:
+    """Drawn tokens have the distribution q that is recorded with them.
+
+    `DRAWS` drafts of each of three texts. The residuals 1[token = v] - q(v) of a node have the mean 0 whatever the node
+    before it holds. Summed over an event of both tokens they lie in an interval of length 1, so their mean is beyond t
+    with a chance of at most exp(-2 n t^2) (Azuma 1967), and there are 2^(cells) events.
+
+    Returns:
+        The total variation that would have been found.
+    """
+    if case.drafter.kind is DraftKind.ONE_HOT:
+        return "Its drafts are one-hot: nothing is drawn."
+    (prepare, begin, draft, _), B, K = case._stages, 3, case.drafter.max_nodes
+    ctx = prepare(draft_context(texts(0, B), capacity=CAPACITY, budget=GAMMA))
+    state, residuals, before = begin(case.weights, ctx), [], []
+    for i in range(DRAWS):
+        seeds = np.stack([seed_words(B * i + b) for b in range(B)])
+        made = jax.device_get(draft(case.weights, state, ctx._replace(seed=seeds)).draft)
+        mass_BK = made.q.sum(axis=2)
+        real_BK = (np.arange(K) < made.count[:, None]) & (mass_BK != 0)  # a row without mass is never accepted
+        assert (made.q[real_BK] >= 0).all() and np.allclose(mass_BK[real_BK], 1, atol=1e-3), (
+            f"q is no distribution: its rows have the mass {np.unique(mass_BK[real_BK])}"
+        )
+        q_BKV = np.append(made.q[..., :VOCAB], made.q[..., VOCAB:].sum(axis=2, keepdims=True), axis=2)
+        tokens_BK = np.where(real_BK, made.tokens, 0)
+        residuals.append(np.where(real_BK[..., None], np.eye(VOCAB + 1)[tokens_BK] - q_BKV, 0))
+        before.append(np.eye(VOCAB)[np.pad(tokens_BK[:, :-1], ((0, 0), (1, 0)))])
+    off_BKUV = np.einsum("nbku,nbkv->bkuv", before, residuals) / DRAWS
+    tv_BK = np.abs(off_BKUV).sum(axis=(2, 3)) / 2
+    events = off_BKUV[0, 0].size * math.log(2) + math.log(B * K / LEVEL)
+    bound, misses = (math.sqrt(x / (2 * DRAWS)) for x in (events, math.log(1 / (1 - POWER))))
+    worst = int(tv_BK.max(axis=0).argmax())
+    assert tv_BK.max() <= bound, (
+        f"the tokens of node {worst} are not drawn from the q that is recorded: over {DRAWS:,} drafts of a text they "
+        f"are off by a total variation of {tv_BK.max():.2f}, of which chance explains {bound:.2f}"
+    )
+    return f"{DRAWS:,} drafts of each of {B} texts: an error of {bound + misses:.2f} (TV) is found with {POWER:.0%}."
+
+
+DRAWS = 1024
+"""Drafts of a text by which drawn tokens are tested."""
 
 DRAFTER_CHECKS = (
     static_and_named,
@@ -221,8 +292,9 @@ DRAFTER_CHECKS = (
     one_compilation_serves_every_text,
     a_full_buffer_and_a_single_token,
     the_cache_passes_through,
+    tokens_are_drawn_from_q,
 )
-"""The parts of the contract, each a function of a `DrafterCase`."""
+"""The parts of the contract, each a function of a `DrafterCase`, which may return a note."""
 
 
 def texts(seed: int, batch: int = 3) -> list[list[int]]:

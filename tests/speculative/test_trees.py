@@ -157,7 +157,8 @@ class Bad(StaticTree):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"), [("branches", "without branches it is a chain"), ("kind", "q is given"), ("depth", "depth")]
+    ("wrong", "words"),
+    [("branches", "without branches it is a chain"), ("kind", "returned q NoneType where"), ("depth", "depth")],
 )
 def test_the_contract_refuses(wrong, words):
     with pytest.raises(AssertionError, match=words):

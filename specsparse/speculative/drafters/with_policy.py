@@ -13,7 +13,7 @@ from specsparse.speculative.base import DraftContext, Drafted, Drafter, Feedback
 from specsparse.speculative.drafters.chain import ModelDrafter
 from specsparse.speculative.drafters.either import Either
 from specsparse.speculative.drafters.slem import StringDrafter
-from specsparse.speculative.loop import check_drafted, check_state
+from specsparse.speculative.loop import check_drafted, check_state, traced
 from specsparse.speculative.policies.base import Policy, check_policy
 
 
@@ -46,13 +46,15 @@ class WithPolicy(Drafter):
     def init(self, params: Pytree, ctx: DraftContext, *, hidden: jax.Array | None = None) -> PolicyState:
         """Both begin."""
         batch = ctx.length.shape[0]
-        inner = self.drafter.init(params, ctx, hidden=hidden)
+        with traced(self.drafter, "init"):
+            inner = self.drafter.init(params, ctx, hidden=hidden)
         return PolicyState(inner, self.policy.init(batch), jnp.zeros((batch,), jnp.int32))
 
     def draft(self, params: Pytree, state: PolicyState, ctx: DraftContext) -> Drafted:
         """The drafter's draft on the policy's budget; one that is too short is dropped (one-hot drafts only)."""
         budget_B = self.policy.budget(state.policy, ctx)
-        drafted = self.drafter.draft(params, state.inner, ctx._replace(budget=budget_B))
+        with traced(self.drafter, "draft"):
+            drafted = self.drafter.draft(params, state.inner, ctx._replace(budget=budget_B))
         check_drafted(self.drafter, drafted, ctx)
         kept_B = self.policy.keep(state.policy, drafted.draft.count)
         off_B = state.off + ((ctx.budget > 0) & (budget_B == 0)).astype(jnp.int32)
@@ -62,7 +64,8 @@ class WithPolicy(Drafter):
 
     def commit(self, params: Pytree, state: PolicyState, ctx: DraftContext, feedback: Feedback) -> PolicyState:
         """Both learn the verdict."""
-        inner = self.drafter.commit(params, state.inner, ctx, feedback)
+        with traced(self.drafter, "commit"):
+            inner = self.drafter.commit(params, state.inner, ctx, feedback)
         check_state(self.drafter, inner, state.inner)
         policy = self.policy.update(state.policy, feedback.verdict, feedback.draft.count)
         return state._replace(inner=inner, policy=policy)

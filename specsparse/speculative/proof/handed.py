@@ -22,7 +22,7 @@ from typing import SupportsInt
 
 import numpy as np
 
-from specsparse.errors import UserError
+from specsparse.errors import UserError, own_line
 from specsparse.speculative.base import PAD, DraftKind
 from specsparse.support.options import nearest
 
@@ -130,7 +130,8 @@ class Handed:
             raise
         except (Exception, SystemExit) as error:
             hint = f"; Handed(..., uniforms=n) hands more than {random.shape[-1]}" if _too_few(error, random) else ""
-            raise UserError(f"{self.name} raised {type(error).__name__}: {error}{hint}") from error
+            at = f" ({line})" if (line := own_line(error)) else ""
+            raise UserError(f"{self.name} raised {type(error).__name__}: {error}{at}{hint}") from error
         K, V = drafts.shape[-1], p.shape[-1]
         found = (_rows if self.batched else _row)(back, drafts, V)
         if found is None:

@@ -277,6 +277,17 @@ def test_what_cannot_be_certified_is_one_line(monkeypatch, call, how, words):
     assert "\n" not in str(caught.value)
 
 
+def test_a_newcomer_s_crash_names_its_own_file_and_line():
+    def crashes(p, q, drafts, uniforms):
+        return np.concatenate([p, drafts])  # numpy's own lines are below this one
+
+    with pytest.raises(UserError, match=r"^crashes raised ValueError: all the input arrays") as caught:
+        specsparse.certify(crashes, vocab=2, gamma=1)
+    assert str(caught.value).endswith(f"({__file__}:{crashes.__code__.co_firstlineno + 1})")
+    with pytest.raises(UserError, match=r"^divmod raised TypeError: divmod expected 2 arguments, got \d$"):
+        specsparse.certify(divmod, vocab=2, gamma=1)  # of a function in C no line is known
+
+
 def test_what_is_no_verifier_is_refused():
     with pytest.raises(UserError, match="3 is no verifier"):
         specsparse.certify(3)
