@@ -35,24 +35,28 @@ def load(
     tasks: Sequence[str] | None = None,
     limit_per_task: int | None = None,
     turns: str = "first",
+    split: str = "blank",
 ) -> list[Prompt]:
     """Prompts of a source, in its order.
 
     Args:
         source: "builtin", "spec_bench", "humaneval" or "speed_bench"; or a .jsonl file, one object per line with "text"
             (and "task", "id"), or with "turns" or "messages", "category" and "question_id" as Spec-Bench and
-            SPEED-Bench have them; or a .txt file, prompts between blank lines.
+            SPEED-Bench have them; or a .txt file.
         path: of "speed_bench": its file, or a folder of them.
         tasks: keep these only.
         limit_per_task: keep this many of each task, the first ones.
         turns: "first" turns of conversations only, or "both": later turns are prompts of their own.
+        split: what a prompt of a .txt file is: "blank", what stands between blank lines, or "lines", a line.
 
     Raises:
         UserError: no such file, a malformed line, an unknown task, or nothing left.
     """
     if path is not None and source != speed_bench.NAME:
         raise UserError(f"data.path={path} is for data=speed_bench; a file of your own is data.source=FILE")
-    prompts = [p for p in _of(source, path) if turns == "both" or not p.before]
+    if split != "blank" and not source.endswith(".txt"):
+        raise UserError(f"data.split={split} is for a .txt file; data.source={source} has prompts of its own")
+    prompts = [p for p in _of(source, path, split) if turns == "both" or not p.before]
     present = list(dict.fromkeys(p.task for p in prompts))
     for task in tasks or ():
         if task not in present:
@@ -65,7 +69,7 @@ def load(
     return kept
 
 
-def _of(source: str, path: str | None) -> list[Prompt]:
+def _of(source: str, path: str | None, split: str) -> list[Prompt]:
     """All prompts of a source."""
     if source == humaneval.NAME:
         return [Prompt(**row) for row in humaneval.problems()]
@@ -77,7 +81,7 @@ def _of(source: str, path: str | None) -> list[Prompt]:
         return prompts
     if source == spec_bench.NAME:
         return _read(spec_bench.questions())
-    return _read(_BUILTIN_FILE if source == BUILTIN else Path(source).expanduser())
+    return _read(_BUILTIN_FILE if source == BUILTIN else Path(source).expanduser(), split)
 
 
 def _first_of_each(prompts: Iterable[Prompt], limit: int) -> Iterable[Prompt]:
@@ -88,7 +92,7 @@ def _first_of_each(prompts: Iterable[Prompt], limit: int) -> Iterable[Prompt]:
             yield prompt
 
 
-def _read(path: Path) -> list[Prompt]:
+def _read(path: Path, split: str = "blank") -> list[Prompt]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -99,7 +103,8 @@ def _read(path: Path) -> list[Prompt]:
         lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
         prompts = [prompt for i, line in lines for prompt in _parse(line, f"{path}:{i}")]
     elif path.suffix == ".txt":
-        blocks = [block.strip("\n") for block in text.replace("\r\n", "\n").split("\n\n") if block.strip()]
+        end = "\n" if split == "lines" else "\n\n"
+        blocks = [block.strip("\n") for block in text.replace("\r\n", "\n").split(end) if block.strip()]
         prompts = [Prompt("", "text", block) for block in blocks]
     else:
         raise UserError(f"{path}: prompts come as .jsonl or .txt")

@@ -63,6 +63,8 @@ def run(cfg: RunConfig, directory: Path, *, engine: Engine | None = None, consol
     check(cfg)
     kind = KINDS.find(cfg.kind)()
     lab = Lab(cfg.tracker, directory, engine or _api(), console or terminal.console())
+    if kind.takes_model and (line := cfg.data.read_as()):
+        lab.console.print(Text(line), soft_wrap=True)
     found = kind.run(of_kind(cfg, kind.settings), lab)
     lab.tracker.finish(_record(cfg, kind, found))
     for figure in found.figures:

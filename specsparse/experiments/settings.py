@@ -90,7 +90,7 @@ class PolicySpec:
 @dataclass(frozen=True)
 class DataSpec:
     """Which prompts; `chat` wraps each in the model's template as a user's turn; `turns` of conversations;
-    `path` where the files of a source lie that has no place of its own."""
+    `path` where the files of a source lie that has no place of its own; `split` what is one prompt of a .txt file."""
 
     source: str = "builtin"
     path: str | None = None
@@ -98,14 +98,25 @@ class DataSpec:
     limit_per_task: Count | None = None
     chat: bool = True
     turns: Literal["first", "both"] = "first"
+    split: Literal["blank", "lines"] = "blank"
 
-    def prompts(self) -> list[Prompt]:
-        """Those of the first turns.
+    def prompts(self, *, turns: str = "first") -> list[Prompt]:
+        """Those of the first turns, or of both.
 
         Raises:
             UserError: a file that cannot be read, or an unknown task.
         """
-        return load(self.source, path=self.path, tasks=self.tasks, limit_per_task=self.limit_per_task)
+        given = {"path": self.path, "tasks": self.tasks, "limit_per_task": self.limit_per_task, "split": self.split}
+        return load(self.source, turns=turns, **given)
+
+    def read_as(self) -> str | None:
+        """A line on what was taken for a prompt of a .txt file; None for other sources."""
+        if not self.source.endswith(".txt"):
+            return None
+        count, form = len(self.prompts()), {"blank": "between blank lines", "lines": "one a line"}
+        other = {"blank": "lines", "lines": "blank"}[self.split]
+        prompts = f"{count} prompt{'s' if count > 1 else ''}"
+        return f"{self.source}: {prompts}, {form[self.split]} (data.split={other}: {form[other]})"
 
 
 @dataclass(frozen=True)

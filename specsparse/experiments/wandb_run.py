@@ -148,8 +148,8 @@ def _texts(run: Run) -> dict[str, str]:
     """The prompts' texts by id; none where their file is gone."""
     source, turns = run.setting("data.source") or prompts.BUILTIN, run.setting("data.turns") or "first"
     try:
-        path = run.setting("data.path")
-        return {p.id: p.text for p in prompts.load(source, path=path, turns=turns)}
+        path, split = run.setting("data.path"), run.setting("data.split") or "blank"
+        return {p.id: p.text for p in prompts.load(source, path=path, turns=turns, split=split)}
     except UserError:
         return {}
 

@@ -8,6 +8,7 @@ import pytest
 
 from specsparse.data import prompts, spec_bench, speed_bench
 from specsparse.errors import UserError
+from specsparse.experiments.settings import DataSpec
 
 TASKS = ["chat", "code", "code-edit", "maths", "summarise", "translate", "retrieve", "long"]
 
@@ -43,6 +44,19 @@ def test_own_text_is_split_at_blank_lines(tmp_path):
     file = tmp_path / "mine.txt"
     file.write_text("one\nstill one\n\n\n  two\n")
     assert [p.text for p in prompts.load(str(file))] == ["one\nstill one", "  two"]
+
+
+def test_newcomer_has_a_prompt_a_line(tmp_path):
+    """The run says in which form a text was read, and how to have the other."""
+    file = tmp_path / "mine.txt"
+    file.write_text("one\ntwo\r\n\nthree\n")
+    assert [p.text for p in prompts.load(str(file), split="lines")] == ["one", "two", "three"]
+    read_as = DataSpec(source=str(file)).read_as()
+    assert read_as == f"{file}: 2 prompts, between blank lines (data.split=lines: one a line)"
+    assert "3 prompts, one a line (data.split=blank:" in DataSpec(source=str(file), split="lines").read_as()
+    assert DataSpec().read_as() is None
+    with pytest.raises(UserError, match=r"data.split=lines is for a \.txt file"):
+        DataSpec(split="lines").prompts()
 
 
 @pytest.mark.parametrize(

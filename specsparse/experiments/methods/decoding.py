@@ -196,8 +196,7 @@ def prompts_of(cfg: DecodingSettings) -> list[prompts.Prompt]:
     data = cfg.data
     if data.turns == "both" and not data.chat:
         raise UserError("data.turns=both needs data.chat=true: a later turn answers within the chat template")
-    given = {"path": data.path, "tasks": data.tasks, "limit_per_task": data.limit_per_task, "turns": data.turns}
-    return prompts.load(data.source, **given)
+    return data.prompts(turns=data.turns)
 
 
 def conversation_ids(cfg: DecodingSettings, engine: Engine, model: Model, prompt: prompts.Prompt) -> list[int]:
