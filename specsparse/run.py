@@ -4,6 +4,7 @@ A mistake in the input is one line on stderr and exit code 2; `debug=true` shows
 """
 
 import contextlib
+import functools
 import os
 import re
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 from specsparse.errors import UserError, not_installed
 from specsparse.experiments.compose.parts import help_text
 from specsparse.experiments.compose.shorthand import flags_first, option_key, refuse, shorthand
-from specsparse.support.paths import conf_dir
+from specsparse.support.paths import conf_dir, package_line
 from specsparse.support.pipes import FULL, until_the_reader_leaves
 
 EXIT_MISTAKE = 2
@@ -113,6 +114,7 @@ def _run(cfg: Any, directory: Path) -> float | None:
     from specsparse.experiments.kind import KINDS
     from specsparse.measure import lock
 
+    _say_place()
     timed = KINDS.find(cfg.kind).timed
     alone = lock.turn(lambda line: print(line, flush=True)) if timed else contextlib.nullcontext()
     with stopped.recorded(cfg, directory), alone:
@@ -120,6 +122,12 @@ def _run(cfg: Any, directory: Path) -> float | None:
     if not found.as_promised:
         raise SystemExit(1)
     return found.objective
+
+
+@functools.cache
+def _say_place() -> None:
+    """The first line of a run, and of a sweep."""
+    print(f"specsparse: {package_line()}", flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -16,14 +16,17 @@ def main(args: argparse.Namespace) -> int:
     from specsparse.kernels.processor import cpu_info
     from specsparse.measure.machine import read_bandwidth
     from specsparse.runtime import manifest
+    from specsparse.support.paths import package_dir, package_line
 
     found = {"cpu": cpu_info(), "kernels": kernels.status(), "packages": manifest.package_versions()}
+    found["package"] = str(package_dir())
     if args.bandwidth:
         found["read_bandwidth"] = read_bandwidth()
     if args.json:
         print(json.dumps(found))
         return 0
     cpu = found["cpu"]
+    print(f"package   {package_line()}")
     print(f"cpu       {cpu['model']}, {cpu['cores']} cores, {' '.join(cpu['flags']) or cpu['architecture']}")
     print("kernels   " + ", ".join(f"{k}={v}" for k, v in found["kernels"].items()))
     print("packages  " + ", ".join(f"{k} {v}" for k, v in found["packages"].items()))

@@ -13,9 +13,21 @@ def cache_dir() -> Path:
     return Path(given or f"{base}/specsparse").expanduser()
 
 
+def package_dir() -> Path:
+    """Where the package that runs lies."""
+    return Path(__file__).resolve().parents[1]
+
+
+def package_line() -> str:
+    """The same in words: an environment runs the checkout that it was installed from, wherever one stands."""
+    package, here = package_dir(), Path("specsparse").absolute()
+    other = (here / "__init__.py").is_file() and not here.samefile(package)
+    return f"{package}{f', not {here}' if other else ''}"
+
+
 def conf_dir() -> Path:
     """The config folder: inside an installed package, or beside the package in a checkout."""
-    package = Path(__file__).resolve().parents[1]
+    package = package_dir()
     for place in (package / "conf", package.parent / "conf"):
         if (place / "config.yaml").is_file():
             return place

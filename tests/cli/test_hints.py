@@ -3,6 +3,7 @@
 import io
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,20 @@ from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.method import choose_verifier
 from specsparse.support.pipes import until_the_reader_leaves
 from specsparse.testing import write_tiny_gguf
+
+
+def test_newcomer_with_two_checkouts_sees_which_one_runs(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "run", lambda *_, **__: Found({}, None))
+    monkeypatch.chdir(tmp_path)
+    mine = Path(specsparse.__file__).resolve().parent
+    for other in ("", f", not {tmp_path / 'specsparse'}"):
+        run._say_place.cache_clear()
+        assert run.main(["experiment=spec", f"name=a{len(other)}"]) == 0
+        assert capsys.readouterr().out.splitlines()[0] == f"specsparse: {mine}{other}"
+        assert cli.main(["status"]) == 0
+        assert f"package   {mine}{other}\n" in capsys.readouterr().out
+        (tmp_path / "specsparse").mkdir(exist_ok=True)
+        (tmp_path / "specsparse" / "__init__.py").touch()
 
 
 def test_newcomer_runs_a_sweep_without_m_and_is_told(capsys, tmp_path, monkeypatch):

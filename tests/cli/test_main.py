@@ -49,7 +49,9 @@ def test_status_as_json(capsys):
 
 def test_status_as_lines(capsys):
     assert cli.main(["status"]) == 0
-    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()} == {"cpu", "kernels", "packages"}
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()} == {
+        "package", "cpu", "kernels", "packages",
+    }  # fmt: skip
 
 
 def test_run_is_hydra(capsys, tmp_path, monkeypatch):
