@@ -1,6 +1,7 @@
 """What the texts point to exists: links, paths, and names of modules, in the documents and in the docstrings."""
 
 import itertools
+import json
 import re
 from collections import Counter
 from functools import cache
@@ -123,3 +124,29 @@ def test_a_name_that_is_gone_is_found():
 def test_newcomer_is_sent_to_no_package_that_an_index_lacks():
     """The project is not on an index: an extra of it installs in a checkout alone, `pip install -e '.[peers]'`."""
     assert not [relative(path) for path in [*PAGES, *SOURCES] if re.search(r"pip install '?specsparse\b", text(path))]
+
+
+def test_readme_and_measured_quote_one_run_of_the_page_of_v_n():
+    """v(8) of the three engines, and their rows' times over ours, are those of one file, machine and commit."""
+    data = json.loads(text(ROOT / "docs" / "data" / "vn" / "xeon-ice-lake.json"))["entries"]
+    (run,) = {e["source"] for e in data if e["type"] == "Q4_1" and e["engine"]["name"] == "llama.cpp"}
+    found = {e["engine"]["name"]: e for e in data if e["type"] == "Q4_1" and e["source"] == run}
+    ours, *peers = (found[name] for name in ("specsparse", "llama.cpp", "ik_llama.cpp"))
+    eight = [f"{e['v']['8']:.2f}" for e in (ours, *peers)]
+    one = [f"{e['step_ms'] / ours['step_ms']:.1f}" for e in peers]
+    rows = [f"{e['step_ms'] * e['v']['8'] / (ours['step_ms'] * ours['v']['8']):.1f}" for e in peers]
+    readme, measured = text(ROOT / "README.md"), " ".join(text(ROOT / "docs" / "measured.md").split())
+    assert f"| {'; '.join(eight)} |" in readme
+    assert f"| {one[0]}x, {one[1]}x; {rows[0]}x, {rows[1]}x |" in readme
+    assert "v(8) {}, llama.cpp's {} and ik_llama.cpp's {}".format(*eight) in measured
+    assert "{} and {} times ours, and their eight rows {} and {} times".format(*one, *rows) in measured
+    (quoted,) = re.findall(r"^\| at 4,096 tokens .*\| (.*) \| C \|$", readme, re.MULTILINE)
+    assert f"| {quoted} |" in measured
+
+
+def test_the_site_begins_with_what_it_is_and_the_reference_with_the_four_calls():
+    """A front page says what and why, with two commands and a picture; the reference does not begin with fields."""
+    front = text(ROOT / "docs" / "index.md").split("## ")[0]
+    assert all(said in front for said in ("What it is", "Why", "make demo", "specsparse report", "](pictures/"))
+    calls = re.findall(r"^::: (.*)$", text(ROOT / "docs" / "api" / "api.md"), re.MULTILINE)
+    assert calls[:4] == [f"specsparse.{name}" for name in ("load", "generate", "stream", "certify")]
