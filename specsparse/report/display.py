@@ -177,8 +177,8 @@ def _speedup_lines(faster: Speedup) -> list[str]:
     if faster.low is not None:
         share = intervals.unseen(faster.prompts)
         lines.append(
-            f"of these {faster.prompts} prompts alone: a kind that is up to {share:.0%} of all others may be missing "
-            "among them (1 time in 20), and no interval allows for that"
+            f"that is for prompts like these {faster.prompts}: a kind that makes up {share:.0%} of all is in none of "
+            "them 1 time in 20"
         )
     if faster.prompts > 1:
         middle = Interval(faster.geometric_mean, faster.geometric_low, faster.geometric_high, faster.prompts)

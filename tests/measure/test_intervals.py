@@ -108,7 +108,7 @@ def test_coverage_of_auto_where_it_is_least(prompts, noise, spread):
 @pytest.mark.parametrize("noise", [0.01, 0.02, 0.03, 0.05, 0.08, 0.12])
 @pytest.mark.parametrize("prompts", [1, 2, 3, 6])
 def test_coverage_of_auto_at_every_noise(prompts, noise):
-    """20,000 runs each; prompts that are alike, nearly so and unlike, of which three times three more are stopped."""
+    """20,000 runs each, of prompts that are alike, nearly so and unlike; docs/LOG.md has the figures."""
     for spread in (0, 0.02, 0.05, SPREAD) if prompts > 2 else (0, SPREAD):
         over, timing, done = auto_coverage(prompts, noise=noise, spread=spread, runs=20_000)
         print(f"{prompts} prompts, noise {noise}, spread {spread}: {over:.3f} {timing:.3f} after {done:.1f}")
