@@ -91,6 +91,18 @@ def test_newcomer_runs_every_experiment_as_the_docs_list_it(monkeypatch):
     assert catalogue.companion(placed, "activations"), "no counts, and a model without zeros would be refused"
 
 
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["+experiment=train_drafter", "train.form=medusa"], "train.form=medusa must be one of head"),
+        (["policy.gamma=1,2"], "policy.gamma=1,2: several values are a sweep"),
+        (["policy.gamma=["], "cannot read 'policy.gamma=['"),
+    ],
+)
+def test_newcomer_reads_the_key_that_was_wrong_as_it_was_written(capsys, argv, says):
+    assert mistake(capsys, *argv).startswith(f"specsparse: {says}")
+
+
 @pytest.mark.parametrize("name", sorted(p.stem for p in (run.conf_dir() / "experiment").glob("sweep_*.yaml")))
 def test_every_cell_of_a_sweep_composes(name):
     file = OmegaConf.load(run.conf_dir() / "experiment" / f"{name}.yaml")

@@ -29,11 +29,13 @@ def explain(error: Exception, conf: Path) -> UserError:
     groups = {d.name: sorted(f.stem for f in d.glob("*.yaml")) for d in sorted(conf.iterdir()) if d.is_dir()}
     override = getattr(error, "override", None)
     if override is not None:
-        return UserError(f"cannot read {override!r}: write KEY=VALUE, and quote a value with special characters")
+        written = override.lstrip("+")  # which `shorthand` may have put before an option
+        return UserError(f"cannot read {written!r}: write KEY=VALUE, and quote a value with special characters")
     for pattern, message in _SAID.items():
         match = re.search(pattern, text)
         if match:
-            return UserError(message.format(*match.groups(), python=sys.executable))
+            said = (group.lstrip("+") for group in match.groups())
+            return UserError(message.format(*said, python=sys.executable))
     match = re.search(r"Could not find '(\w+)/([^']*)'", text)
     if match:
         group, choice = match.groups()

@@ -48,8 +48,9 @@ class TrainDrafter(Training):
     def check(self, cfg: TrainSettings) -> None:
         """Options, files and prompts."""
         catalogue.resolve(cfg.model.path)
+        own = training.Options.of(cfg).own
         try:
-            matrix_type(training.Options.of(cfg).own.quantise)
+            matrix_type(own.quantise)
         except UserError as error:
             raise UserError(f"train.quantise: {error}") from None
         training.documents(cfg)
