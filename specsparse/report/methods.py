@@ -106,6 +106,12 @@ class ReportedMethod:
         """Emitted tokens / decode time."""
         return self.ratio(lambda s: s.method.num_emitted_tokens, lambda s: s.method.times.total)
 
+    def draws_z(self) -> float | None:
+        """As in `metrics.DEFINITIONS`, of the rows, so that older records have it too."""
+        own = [row for row in self.run.passes if row["side"] == self.side]
+        once = {row["prompt_id"]: metrics.from_dict(row["counters"]) for row in reversed(own)}
+        return metrics.draws_z(once.values())
+
     def positions(self) -> int:
         """Draft positions up to the deepest accepted one."""
         return max((len(s.method.num_accepted_tokens_per_pos) for s in self.samples), default=0)

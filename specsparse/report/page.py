@@ -96,10 +96,12 @@ def warnings(runs: Sequence[Run]) -> list[str]:
 
 
 def doubts(found: Sequence[ReportedMethod]) -> list[str]:
-    """Speed-ups that no method can have, and those whose interval may not be believed."""
+    """Texts that may not have the target's distribution, speed-ups that no method can have, and those whose interval
+    may not be believed."""
     bounds = [(m, m.speedup(), m.tokens_per_pass()) for m in found]
     beyond = conditions.all_impossible([(m.label, s and s.value, t and t.value) for m, s, t in bounds])
-    return beyond + conditions.all_skewed((m.label, s) for m, s, _ in bounds)
+    of_texts = list(metrics.draws_doubts((m.label, m.draws_z()) for m in found))
+    return of_texts + beyond + conditions.all_skewed((m.label, s) for m, s, _ in bounds)
 
 
 def _facts(runs: Sequence[Run], found: Sequence[ReportedMethod], rows: Sequence[Json]) -> list[tuple[str, str]]:

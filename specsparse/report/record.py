@@ -111,7 +111,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class SidePasses:
-    """All passes of one side together."""
+    """All passes of one side together; `draws_z` as in `metrics.DEFINITIONS`."""
 
     counters: Counters
     rates: Json
@@ -121,6 +121,7 @@ class SidePasses:
     decode_s: float
     bytes_per_second: float | None
     bandwidth_share: float | None
+    draws_z: float | None = None
 
 
 @dataclass(frozen=True)
@@ -179,11 +180,12 @@ class RunRecord:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What makes the times doubtful: a busy machine, speed-ups that no method can have."""
+        """What makes the times doubtful, a busy machine or speed-ups that no method can have, and the text."""
         tasks = self.groups if len(self.groups) > 2 else {"all": self.groups["all"]}
         lines = {"" if task == "all" else task: group.impossible for task, group in tasks.items()}
         skewed = conditions.all_skewed((task, g.speedup and g.speedup.interval) for task, g in tasks.items())
-        return (*conditions.doubts(self.conditions, lines), *skewed)
+        of_text = metrics.draws_doubts((name, side.draws_z) for name, side in self.groups["all"].sides.items())
+        return (*of_text, *conditions.doubts(self.conditions, lines), *skewed)
 
     @property
     def objective(self) -> float | None:
@@ -220,6 +222,7 @@ class RunRecord:
                 "compile_s": self.compile_s,
                 "read_bandwidth": self.read_bandwidth,
                 "bytes_per_pass": self.bytes_per_pass,
+                "warnings": list(self.warnings),
                 "conditions": self.conditions.to_dict(),
                 "repeats": None if self.repeats is None else self.repeats.to_dict(),
                 **self.findings,
@@ -265,6 +268,7 @@ def _side(passes: Sequence[Pass], bytes_per_pass: int, read_bandwidth: float | N
         decode_s=seconds,
         bytes_per_second=achieved,
         bandwidth_share=share,
+        draws_z=metrics.draws_z({p.prompt_id: p.counters for p in reversed(passes)}.values()),
     )
 
 

@@ -5,7 +5,7 @@ p is the target's law, q the draft's. Mean acceptance length includes the bonus 
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 
@@ -111,6 +111,7 @@ DEFINITIONS: dict[str, str] = {
     "alpha": "mean over tested positions of the verifier's acceptance probability (chains; not greedy, block)",
     "realised_alpha": "accepted / tested positions",
     "alpha_z": "(accepted - sum alpha_i) / sqrt(sum alpha_i (1 - alpha_i)); beyond 4 something is wrong",
+    "draws_z": "alpha_z of each prompt's first pass, since repeats draw the same; none if little was tested",
     "tokens_per_second": "emitted / decode time (prompt excluded)",
     "share_draft": "draft time / decode time",
     "share_verify": "verify time / decode time",
@@ -170,6 +171,29 @@ def rates(counters: Counters) -> dict[str, object]:
         "share_commit": share(t.commit),
         "share_rest": share(t.total - (t.draft or 0.0) - (t.verify or 0.0)),
     }
+
+
+_LEAST_VARIANCE = 5.0
+"""Of accepted tokens: under it they are too rare for a z to say much (one acceptance at alpha 0.001 has z = 30)."""
+
+
+def draws_z(once: Iterable[Counters]) -> float | None:
+    """`alpha_z` of passes that share no noise, or None if they tested too little."""
+    total = sum(once, Counters())
+    z = rates(total)["alpha_z"] if total.alpha_var >= _LEAST_VARIANCE else None
+    assert z is None or isinstance(z, float)
+    return z
+
+
+def draws_doubts(found: Iterable[tuple[str, float | None]]) -> tuple[str, ...]:
+    """A line to warn with for each `draws_z` beyond 4, by the name of what it is of ("" for the whole)."""
+    return tuple(
+        f"{name}{': ' * bool(name)}alpha_z is {z:+.1f}, beyond 4: tokens are accepted {'more' if z > 0 else 'less'} "
+        "often than the recorded p and q imply, so the text may not have the target's distribution; "
+        "specsparse.testing.check_drafter tests the draws of a drafter, specsparse.certify a verifier"
+        for name, z in found
+        if z is not None and abs(z) > 4
+    )
 
 
 def _llama_cpp(c: Counters, tree: bool) -> dict[str, object]:

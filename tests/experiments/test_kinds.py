@@ -236,10 +236,10 @@ def test_compare_ranks_every_valid_pair_and_predicts_it(cfg, tmp_path, monkeypat
         runner.check(replaced(cfg, kind="compare", compare=CompareSpec(("suffix",), ("token",))))
 
 
-def method(name, ratio, half, *, tokens_per_pass=9.0):
+def method(name, ratio, half, *, tokens_per_pass=9.0, draws_z=None):
     faster = speedup.speedup([ratio], [1.0], prompts=[0])._replace(low=ratio - half, high=ratio + half, prompts=6)
     rates = {"tokens_per_second": 100.0, "tokens_per_target_pass": tokens_per_pass, "mean_acceptance_length": 3.0}
-    side = record.SidePasses(metrics.Counters(), rates, 1, 0.0, 0, 1.0, None, None)
+    side = record.SidePasses(metrics.Counters(), rates, 1, 0.0, 0, 1.0, None, None, draws_z)
     group = record.Group({"plain": side, "speculative": side}, faster)
     return compare.ComparedMethod(
         name, "lossless", {"chat": group, "all": group}, record.identity_of([], verifier="greedy")
@@ -258,6 +258,11 @@ def test_a_comparison_marks_ties_and_what_no_method_can_do():
     assert compare.lines(found)[:2] == [conditions.TIED, "best for chat: a (1.50; tied with b)"]
     apart = compare.Comparison((method("a", 1.5, 0.1), method("b", 1.2, 0.1)), ())
     assert compare.lines(apart)[0] == "best for chat: a (1.50)" and not apart.warnings
+
+
+def test_a_comparison_is_not_fooled_by_draws_that_are_not_from_q():
+    found = compare.Comparison((method("a", 1.5, 0.1, draws_z=-67.0), method("b", 1.2, 0.1, draws_z=3.0)), ())
+    assert [line.partition(",")[0] for line in found.warnings] == ["a: alpha_z is -67.0"]
 
 
 def test_certify_prints_one_table_and_fails_where_the_promise_is_broken(cfg, tmp_path, monkeypatch):

@@ -203,6 +203,33 @@ def test_the_record_is_whole(cfg, tmp_path):
     assert rows[0]["prompt_id"] == "chat-1" and rows[0]["tokens"] == 21
 
 
+@dataclass
+class Alpha(FakeEngine):
+    """Its verifier expected another number of tokens to stay: 20 tested, 10 accepted in a pass."""
+
+    alpha: float = 0.5
+
+    def _make(self, *given, **options):
+        made = super()._make(*given, **options)
+        if options.get("drafter"):
+            sums = {"alpha": 20 * self.alpha, "alpha_var": 20 * self.alpha * (1 - self.alpha), "num_alpha_tested": 20}
+            made.stats = replace(made.stats, counters=replace(made.stats.counters, **sums))
+        return made
+
+
+@pytest.mark.parametrize(("alpha", "z"), [(0.9, -11.9), (0.65, -2.8), (0.004, None)])
+def test_a_run_is_not_fooled_by_draws_that_are_not_from_q(cfg, tmp_path, alpha, z):
+    """Four prompts; three repeats that draw the same prove nothing more. Alphas that are very small prove nothing."""
+    found, text = play(cfg, tmp_path, Alpha(alpha=alpha))
+    summary = written(tmp_path)
+    assert summary[SPECULATIVE]["draws_z"] == (None if z is None else pytest.approx(z, abs=0.05))
+    assert abs(summary[SPECULATIVE]["rates"]["alpha_z"]) > 4  # over the repeats
+    warned = [line for line in summary["warnings"] if line.startswith(f"speculative: alpha_z is {z}, beyond 4")]
+    assert len(warned) == (z is not None and abs(z) > 4)
+    assert list(found.result.warnings) == summary["warnings"]
+    assert ("beyond 4: tokens are accepted less often than the recorded" in " ".join(text.split())) == bool(warned)
+
+
 def test_shared_noise_is_that_of_the_passes_of_one_prompt(cfg, tmp_path):
     """All passes of a prompt have the seed of its id, which a part of the prompts keeps; `common_noise` has one."""
 

@@ -1,5 +1,7 @@
 """Runs on disk as the package itself writes them, with numbers that a test chooses."""
 
+import dataclasses
+
 from specsparse.experiments import trackers
 from specsparse.measure.conditions import UNKNOWN
 from specsparse.report import record
@@ -21,6 +23,16 @@ def one(prompt, task, side, seconds, *, repeat=0, accepted=None, ids=None):
     )  # fmt: skip
     ids = tuple(range(TOKENS)) if ids is None else ids
     return Pass(prompt, task, side, repeat, ids, f"text of {prompt}", "length", counters, 0.1, 5, seconds, 0.0)
+
+
+def alphas(done, alpha):
+    """The same passes, of which a verifier expected every tested token to stay with this chance."""
+    out = []
+    for p in done:
+        n = p.counters.num_tested
+        sums = {"alpha": n * alpha, "alpha_var": n * alpha * (1 - alpha), "num_alpha_tested": n}
+        out.append(dataclasses.replace(p, counters=dataclasses.replace(p.counters, **sums)))
+    return out
 
 
 def passes(times, **more):

@@ -2,6 +2,7 @@
 
 import base64
 import csv
+import html
 import io
 import itertools
 import json
@@ -252,6 +253,16 @@ def test_a_machine_that_changed_between_the_sides_is_named(tmp_path):
     assert page.doubts(methods.of(found))[0].endswith(conditions.impossible(4.0, 2.0))
     assert any("the machine was busy" in line for line in page.warnings(found))
     assert "is impossible with 2.00 tokens" in page.write(found, tmp_path / "out", title="t").page.read_text()
+
+
+def test_a_report_is_not_fooled_by_draws_that_are_not_from_q(tmp_path):
+    times = {(f"p{i}", "chat"): (2.0, 1.0) for i in range(4)}
+    for gamma, alpha in ((2, 0.9), (4, 0.6)):  # 10 of 16 tested tokens stay
+        making.speed_run(tmp_path / str(gamma), making.alphas(making.passes(times), alpha), policy__gamma=gamma)
+    found = runs.find([tmp_path])
+    said = [line for line in page.doubts(methods.of(found)) if "alpha_z" in line]
+    assert len(said) == 1 and said[0].startswith("gamma 2: alpha_z is -7.3, beyond 4: tokens are accepted less often")
+    assert said[0] in html.unescape(page.write(found, tmp_path / "out", title="t").page.read_text())
 
 
 def test_the_command(tmp_path, capsys):

@@ -96,10 +96,11 @@ class Comparison:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What makes the times doubtful."""
+        """What makes the texts doubtful, and the times."""
+        of_texts = metrics.draws_doubts((e.name, e.groups["all"].sides[SPECULATIVE].draws_z) for e in self.entries)
         named = zip((e.name for e in self.entries), self.intervals, strict=True)
         beyond = {e.name: e.groups["all"].impossible for e in self.entries}
-        return (*conditions.doubts(self.conditions, beyond), *conditions.all_skewed(named))
+        return (*of_texts, *conditions.doubts(self.conditions, beyond), *conditions.all_skewed(named))
 
     @property
     def objective(self) -> float | None:
@@ -186,6 +187,7 @@ def _summary(found: Comparison) -> dict[str, object]:
         "best": found.entries[0].name,
         "speedup": found.objective,
         "as_promised": found.as_promised,
+        "warnings": list(found.warnings),
         "conditions": found.conditions.to_dict(),
         "repeats": None if found.repeats is None else found.repeats.to_dict(),
     }

@@ -42,6 +42,7 @@ from specsparse.predictors.fit.cost import matrices
 from specsparse.predictors.union_cap import UnionCap
 from specsparse.report import display
 from specsparse.report.record import SAME_TEXT_VERIFIERS, Pass
+from specsparse.runtime import metrics
 from specsparse.runtime.metrics import Counters
 from specsparse.support import terminal
 
@@ -119,7 +120,8 @@ def _found(cfg: SpecSparseSettings, dense: Model, sparse: Model, found: Joined) 
     cells = {name: {**asdict(c), "speedup": c.speedup.to_dict()} for name, c in found.cells.items()}
     taken = display.condition_lines(found.conditions, found.repeats, found.warnings)
     return Found(
-        {**asdict(found), "cells": cells, "product": found.product, "over_better": found.over_better,
+        {**asdict(found), "cells": cells, "warnings": list(found.warnings),
+         "product": found.product, "over_better": found.over_better,
          "repeats": found.repeats and found.repeats.to_dict(), **sparse_model.label(sparse)},
         found,
         shown=[Text(title, style="bold"), *spec_sparse_report.parts(found), *taken],
@@ -222,6 +224,7 @@ def _cells(
             by_bytes=counters.num_emitted_tokens / counters.num_rounds * whole / (whole - ffns.size + own.size),
             read=own.share,
             differing=_differing(some, by_side[model]),
+            draws_z=metrics.draws_z({p.prompt_id: p.counters for p in reversed(some)}.values()),
         )
     return out
 

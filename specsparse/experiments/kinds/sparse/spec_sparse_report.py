@@ -37,6 +37,7 @@ class SparseCell:
         read: share of the FFNs' neurons that a pass reads.
         differing: tokens that are not those of plain decoding with the same FFN, or of plain dense decoding where the
             sparse model has the dense one's bits.
+        draws_z: as in `metrics.DEFINITIONS`.
     """
 
     name: str
@@ -46,6 +47,7 @@ class SparseCell:
     by_bytes: float
     read: float
     differing: int
+    draws_z: float | None = None
 
     @property
     def tokens_per_pass(self) -> float:
@@ -81,9 +83,10 @@ class Joined:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What makes the times doubtful; tokens per pass bound what speculation adds to plain decoding of one model."""
+        """What makes texts and times doubtful; tokens per pass bound what speculation adds to decoding one model."""
         alone = {SPEC_DENSE: PLAIN_DENSE, SPEC_SPARSE: PLAIN_SPARSE}
-        return conditions.doubts(self.conditions, {
+        of_texts = metrics.draws_doubts((name, cell.draws_z) for name, cell in self.cells.items())
+        return of_texts + conditions.doubts(self.conditions, {
             name: conditions.impossible(
                 self.cells[name].speedup.ratio_of_totals / self.cells[plain].speedup.ratio_of_totals,
                 self.cells[name].tokens_per_pass,
