@@ -240,6 +240,15 @@ def test_one_prompt_is_not_ranked_beside_six_on_the_page(tmp_path):
     assert "<td>gamma 8</td><td>–</td>" in text and "no rank for 1 of 3" in text
 
 
+def test_methods_of_a_comparison_leave_out_what_all_share(tmp_path):
+    """Its sides are named drafter x verifier, and are told apart as those of runs are."""
+    done = [making.one("a", "chat", PLAIN, 2.0)]
+    done += [making.one("a", "chat", f"prompt_lookup x {v}", took) for v, took in (("greedy", 1.0), ("match", 1.5))]
+    found = methods.of([runs.read(making.speed_run(tmp_path / "run", done))])
+    assert [m.label for m in found] == ["greedy", "match"]
+    assert methods.constants(found)[0] == "drafter prompt_lookup"
+
+
 def test_a_legend_leaves_out_what_all_share():
     shared = ["lookup x greedy, gamma 2, T 0", "lookup x greedy, gamma 4, T 0"]
     assert plots.without_shared(shared) == ["gamma 2", "gamma 4"]
