@@ -187,7 +187,7 @@ def _llama2c(args: argparse.Namespace) -> int:
 
 
 def _set_metadata(args: argparse.Namespace) -> int:
-    from specsparse.models.convert.set_metadata import set_metadata
+    from specsparse.models.convert.edit import set_metadata
     from specsparse.support import terminal
 
     with terminal.loading(terminal.console(), f"writing {args.out or args.file}") as progress:
@@ -199,7 +199,7 @@ def _set_metadata(args: argparse.Namespace) -> int:
 def _tokenizer(args: argparse.Namespace) -> int:
     from specsparse.engine.gguf.reader import open_gguf
     from specsparse.models import catalogue
-    from specsparse.models.convert.tokenizer_folder import NAMES, write_tokenizer
+    from specsparse.models.convert.tokenizer import NAMES, write_tokenizer
 
     write_tokenizer(open_gguf(catalogue.resolve(args.source)), args.out)
     print(f"wrote {args.out}: {', '.join(NAMES)}")
@@ -207,7 +207,7 @@ def _tokenizer(args: argparse.Namespace) -> int:
 
 
 def _make_delta(args: argparse.Namespace) -> int:
-    from specsparse.models.convert.delta import make_delta
+    from specsparse.models.convert.edit import make_delta
 
     base, model = (_source(name, args.out).path for name in (args.base, args.model))
     count = make_delta(base, model, args.out)
@@ -216,7 +216,7 @@ def _make_delta(args: argparse.Namespace) -> int:
 
 
 def _apply_delta(args: argparse.Namespace) -> int:
-    from specsparse.models.convert.delta import apply_delta
+    from specsparse.models.convert.edit import apply_delta
 
     base = _source(args.base, args.out).path
     return _wrote(apply_delta(base, args.delta, args.out))

@@ -58,13 +58,14 @@ def _look_at(name: str) -> Any:
     from specsparse.models import catalogue, hub, obtain
     from specsparse.models.convert import dflash, eagle3
     from specsparse.models.convert.checkpoint import read_json
-    from specsparse.models.convert.draft_head import kind, refuse_draft_head
+    from specsparse.models.convert.heads import head_kind, refuse_draft_head
 
     path = obtain.published(name, "no") if name.startswith(hub.SCHEME) else catalogue.resolve(name)
     if (path / "config.json").is_file():
-        read = {"EAGLE-3": eagle3.read_folder, "DFlash": dflash.read_folder}.get(kind(read_json(path / "config.json")))
-        if read is not None:
-            return inspection.head_facts(read(path))
+        readers = {"EAGLE-3": eagle3.read_folder, "DFlash": dflash.read_folder}
+        kind = head_kind(read_json(path / "config.json"))
+        if kind in readers:
+            return inspection.head_facts(readers[kind](path))
         refuse_draft_head(path)
         raise UserError(f"{path}: is a folder of transformers; `specsparse convert hf {path} OUT.gguf` makes a GGUF")
     return inspection.look_at(open_gguf(path))

@@ -164,7 +164,7 @@ def _in_package(package: str, file: str) -> Path | None:
 
 def _derived(name: str, base: str, file: str, *, make: bool) -> Path:
     """The file in the cache, made now if it is not there or is of another version of the difference."""
-    from specsparse.models.convert.delta import apply_delta
+    from specsparse.models.convert.edit import apply_delta
 
     delta = _packaged(name, COMPANION, file, _INSTALL_COMPANION)
     version = hashlib.sha256(delta.read_bytes()).hexdigest()[:12]

@@ -44,7 +44,7 @@ class Entry:
         file: inside the package or the repository; a pattern with * is matched against the repository's list. None,
             with `repo`: the checkpoint as a folder.
         also: further names that the file goes by on a disk.
-        delta: file of the difference, see `models.convert.delta`.
+        delta: file of the difference, see `models.convert.edit`.
         convert: type of the GGUF that is made of the checkpoint; None: the file is one already.
         revision: branch, tag or commit of the repository; None: its main branch.
         size: bytes of the file that loads; None: unknown until downloaded.

@@ -5,8 +5,7 @@ import pytest
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
 from specsparse.models import catalogue, entries
-from specsparse.models.convert.delta import make_delta
-from specsparse.models.convert.set_metadata import set_metadata
+from specsparse.models.convert.edit import make_delta, set_metadata
 from specsparse.support.sizes import size_text
 from specsparse.testing import write_tiny_gguf
 

@@ -19,7 +19,7 @@ from specsparse.experiments.compose import config
 from specsparse.experiments.kinds.training import drafter_fit, relufy_fit
 from specsparse.experiments.kinds.training.options import TrainSpec
 from specsparse.kernels.packing.dequant import embed_rows
-from specsparse.models.convert.delta import apply_delta, tensors_hash
+from specsparse.models.convert.edit import apply_delta, tensors_hash
 from specsparse.support.tensor_files import save_state
 from specsparse.testing import write_tiny_gguf
 from specsparse.training import data, distill, ffn_model, loop, reconstruct

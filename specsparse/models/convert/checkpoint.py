@@ -16,7 +16,20 @@ from specsparse.powerinfer.files.torch_zip import read_torch
 from specsparse.support.json_files import Json
 
 _FORMS = (("model.safetensors.index.json", "model.safetensors"), ("pytorch_model.bin.index.json", "pytorch_model.bin"))
-"""Index of several files, and the name of a single one; safetensors are taken where there are both."""
+"""Index of several files, and the name of a single one; safetensors are taken if there are both."""
+LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+"""A layer's tensors in transformers and in a GGUF file."""
+QK_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -48,7 +61,7 @@ class Checkpoint:
 
         Args:
             config: in place of config.json.
-            names: what its tensors are called, by what this checkpoint calls them.
+            names: of its tensors, by their names in this checkpoint.
         """
         found = copy.copy(self)
         found.config = config
@@ -96,7 +109,7 @@ class Checkpoint:
         return values
 
     def kind(self, name: str) -> str:
-        """What type a tensor is stored in, as safetensors calls it."""
+        """The type that a tensor is stored in, as safetensors calls it."""
         return self._slice(name).get_dtype()
 
     def integers(self, name: str) -> np.ndarray:

@@ -6,17 +6,14 @@ computes.
 """
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
 from specsparse.engine.config import MAX_CONTEXT
 from specsparse.engine.gguf.reader import GGUFFile, open_gguf
 from specsparse.errors import UserError
-from specsparse.models.convert import draft_head, head_folder
+from specsparse.models.convert import heads
 from specsparse.models.convert.checkpoint import Checkpoint
 from specsparse.models.convert.hf_config import HfConfig
 from specsparse.speculative.drafters.heads import head_file
@@ -35,11 +32,11 @@ from specsparse.support.json_files import Json
 FolderForm = Literal["original", "speculators"]
 
 _TOP = {
-    **head_folder.TOP,
+    **heads.HEAD_TOP,
     "input_norm": FEATURE_NORM.removesuffix(".weight"),
     **{f"fc_norm.{i}": f"fc_norm.{i}" for i in range(16)},
 }
-_LAYER = {**head_folder.LAYER, "hidden_norm": "attn_norm_2"}
+_LAYER = {**heads.HEAD_LAYER, "hidden_norm": "attn_norm_2"}
 _HF_TOP = {ours: theirs for theirs, ours in _TOP.items()}
 _HF_LAYER = {ours: theirs for theirs, ours in _LAYER.items()}
 _PREFIX = {"original": "midlayer.", "speculators": "layers.0."}
@@ -78,7 +75,7 @@ def read_eagle3(path: str | Path) -> Eagle3File:
     """A head of a folder (either form), of a file in one, or of a GGUF file.
 
     Raises:
-        UserError: it is none, is damaged, or has an option that is not supported, which the message names.
+        UserError: no such head, a damaged one, or an option that is not supported, which the message names.
     """
     path = Path(os.path.expanduser(path))
     if os.path.isfile(path) and path.suffix in (".safetensors", ".bin", ".json"):
@@ -99,7 +96,15 @@ def read_folder(folder: Path) -> Eagle3File:
     """
     checkpoint = Checkpoint(folder)
     where, config = folder / "config.json", checkpoint.config
-    _check_kind(where, config)
+    kind = heads.head_kind(config)
+    if kind == "DFlash":
+        raise UserError(f"{where}: is a DFlash drafter: take drafter=dflash")
+    if kind == "EAGLE":
+        raise UserError(f"{where}: {_EAGLE_1} or EAGLE-2")
+    if kind != "EAGLE-3":
+        found = f"a {kind} drafter" if kind else "no head of EAGLE-3: it has no draft_vocab_size"
+        raise UserError(f"{where}: is {found}; drafter=eagle3 reads EAGLE-3")
+
     library = "speculators_model_type" in config
     layer = config.get("transformer_layer_config") if library else config
     if not isinstance(layer, dict):
@@ -108,14 +113,20 @@ def read_folder(folder: Path) -> Eagle3File:
     if library:
         _refuse_unknown(where, layer, _WITHOUT_EFFECT | _OF_LAYER)
     options, hf = HfConfig(where, config), HfConfig(where, layer)
-    _refuse_variants(hf)
+    heads.refuse_activation(hf, "an EAGLE-3 head")
+    slides = "sliding_attention" in hf.get("layer_types", list, [])
+    if slides or (hf.get("use_sliding_window", bool, False) and hf.values.get("sliding_window") is not None):
+        raise UserError(f"{where}: sliding_window is not supported in an EAGLE-3 head")
+    if hf.values.get("quantization_config") is not None:
+        raise UserError(f"{where}: quantization_config is not supported: take the head's float weights")
+
     names = _names(checkpoint)
     D, H = hf.size("hidden_size"), hf.size("num_attention_heads")
     target_width = options.size("target_hidden_size", D)
     head_dim = hf.size("head_dim", max(D // H, 1))
     context = hf.size("max_position_embeddings", 2048, most=MAX_CONTEXT)
     about = options.get("speculators_config", dict, {})
-    known = head_folder.of_folder(checkpoint, names, hf, about=about, head_dim=head_dim, context=context)
+    known = heads.head_fields(checkpoint, names, hf, about=about, head_dim=head_dim, context=context)
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     shape = HeadShape(
         width=D,
@@ -129,7 +140,10 @@ def read_folder(folder: Path) -> Eagle3File:
         biases=tuple(name for name in PROJECTIONS if f"blk.0.{name}.bias" in names),
         **{flag: options.get(flag, bool, False) for flag in flags},
     )
-    _check_draft_vocabulary(options, known["tensors"], known["ids"])
+    wanted, ids = options.get("draft_vocab_size", int, None), known["ids"]
+    rows = next(iter(known["tensors"].get("output.weight", ())), None if ids is None else len(ids))
+    if wanted is not None and rows is not None and wanted != rows:
+        raise UserError(f"{where}: draft_vocab_size is {wanted}, the head scores {rows} ids")
     return Eagle3File(
         **known,
         shape=shape,
@@ -139,33 +153,10 @@ def read_folder(folder: Path) -> Eagle3File:
     )
 
 
-def _check_kind(where: Path, config: Json) -> None:
-    """Refuses other drafters."""
-    kind = draft_head.kind(config)
-    if kind == "EAGLE-3":
-        return
-    if kind == "DFlash":
-        raise UserError(f"{where}: is a DFlash drafter: take drafter=dflash")
-    if kind == "EAGLE":
-        raise UserError(f"{where}: {_EAGLE_1} or EAGLE-2")
-    found = f"a {kind} drafter" if kind else "no head of EAGLE-3: it has no draft_vocab_size"
-    raise UserError(f"{where}: is {found}; drafter=eagle3 reads EAGLE-3")
-
-
 def _refuse_unknown(where: Path, values: Json, known: set[str]) -> None:
     unknown = sorted(key for key, value in values.items() if key not in known and value is not None)
     if unknown:
         raise UserError(f"{where}: the option {unknown[0]}={values[unknown[0]]!r:.40} is not supported")
-
-
-def _refuse_variants(hf: HfConfig) -> None:
-    """Layers that are not built."""
-    head_folder.refuse_activation(hf, "an EAGLE-3 head")
-    slides = "sliding_attention" in hf.get("layer_types", list, [])
-    if slides or (hf.get("use_sliding_window", bool, False) and hf.values.get("sliding_window") is not None):
-        raise UserError(f"{hf.where}: sliding_window is not supported in an EAGLE-3 head")
-    if hf.values.get("quantization_config") is not None:
-        raise UserError(f"{hf.where}: quantization_config is not supported: take the head's float weights")
 
 
 def _layers(options: HfConfig) -> tuple[int, ...]:
@@ -206,13 +197,6 @@ def _names(checkpoint: Checkpoint) -> dict[str, str]:
     return names
 
 
-def _check_draft_vocabulary(options: HfConfig, shapes: Mapping[str, tuple[int, ...]], ids: np.ndarray | None) -> None:
-    wanted = options.get("draft_vocab_size", int, None)
-    rows = next(iter(shapes.get("output.weight", ())), None if ids is None else len(ids))
-    if wanted is not None and rows is not None and wanted != rows:
-        raise UserError(f"{options.where}: draft_vocab_size is {wanted}, the head scores {rows} ids")
-
-
 def convert_eagle3(
     source: str | Path,
     out: Path,
@@ -227,7 +211,7 @@ def convert_eagle3(
     Args:
         source: as `read_eagle3` takes it.
         out: a GGUF file (`*.gguf`), or a folder.
-        form: of a folder; the original one by default, speculators with a verifier.
+        form: of a folder; by default speculators with a verifier, else the original one.
         target: the target's GGUF file, whose tokenizer llama.cpp reads from the head's, and whose layers are those of a
             head that names none.
         verifier: the target by name, which a speculators folder must have: owner/name of the Hub, or a folder. By
@@ -235,51 +219,51 @@ def convert_eagle3(
         quant: type of a GGUF file's matrices.
 
     Returns:
-        What was written.
+        The head that was written.
 
     Raises:
-        UserError: no EAGLE-3 head, or one that the form cannot say.
+        UserError: no EAGLE-3 head, one for another target, or one that the form cannot say.
     """
     file = read_eagle3(source)
-    form = form or (None if verifier is None else "speculators")
-    gguf = draft_head.written_as_gguf(out, form=form, verifier=verifier, quant=quant)
-    file = draft_head.for_verifier(file, verifier)
     if target is not None:
-        n_layers = draft_head.layers_of(target, file.path, width=file.target_width, ids=file.ids)
+        n_layers = heads.target_layers(target, file.path, width=file.target_width, ids=file.ids)
         file = file if file.layers else replace(file, layers=default_layers(n_layers))
-    if gguf:
-        write_eagle3_gguf(file, out, tokenizer=draft_head.tokenizer_of(target, out), quant=quant)
-    else:
-        write_folder(file, out, form=form or "original")
-    return file
+    return heads.convert_head(
+        file, out, form=form, target=target, verifier=verifier, quant=quant, to_gguf=write_eagle3_gguf,
+        to_folder=write_folder,
+    )  # fmt: skip
 
 
-def write_folder(file: Eagle3File, folder: Path, *, form: FolderForm = "original") -> Path:
+def write_folder(file: Eagle3File, folder: Path, *, form: FolderForm | None = None) -> Path:
     """Writes config.json and model.safetensors (float32), which vLLM and SGLang read.
 
     Args:
         file: the head, in whatever form it was read.
         folder: made if need be; files of these names in it are replaced.
-        form: "original" (`LlamaForCausalLMEagle3`) or "speculators".
+        form: "original" (`LlamaForCausalLMEagle3`), also by default, or "speculators".
 
     Raises:
         UserError: config.json cannot say what the head is; the message names what.
     """
-    names = {name: _hf_name(name, form) for name in file.tensors}
-    return head_folder.write(file, folder, _config(file, form), names, vocab_size=file.vocab_size)
+    s, form, names = file.shape, form or "original", {}
+    for name in file.tensors:
+        stem, _, kind = name.rpartition(".")
+        theirs = _HF_TOP.get(stem) or f"{_PREFIX[form]}{_HF_LAYER[stem.removeprefix('blk.0.')]}"
+        names[name] = f"{theirs}.{kind}"
 
-
-def _hf_name(name: str, form: FolderForm) -> str:
-    stem, _, kind = name.rpartition(".")
-    if stem in _HF_TOP:
-        return f"{_HF_TOP[stem]}.{kind}"
-    return f"{_PREFIX[form]}{_HF_LAYER[stem.removeprefix('blk.0.')]}.{kind}"
-
-
-def _config(file: Eagle3File, form: FolderForm) -> Json:
-    s = file.shape
+    attention, ffn = PROJECTIONS[:4], PROJECTIONS[4:]
+    if {*s.biases} not in ({*()}, {*attention}, {*ffn}, {*PROJECTIONS}):
+        raise UserError(f"{file.path}: biases of {', '.join(s.biases)} alone have no place in config.json: write GGUF")
+    layer = heads.layer_config(
+        file,
+        vocab_size=file.vocab_size,
+        model_type="qwen3" if s.qk_norm else "llama",
+        num_hidden_layers=1,
+        attention_bias="attn_q" in s.biases,
+        mlp_bias="ffn_gate" in s.biases,
+    )
     scored = file.tensors.get("output.weight", (file.vocab_size,))[0] if file.ids is None else len(file.ids)
-    options: Json = {
+    config: Json = {
         "draft_vocab_size": scored,
         "target_hidden_size": file.target_width,
         "eagle_aux_hidden_state_layer_ids": list(file.layers) or None,
@@ -288,28 +272,11 @@ def _config(file: Eagle3File, form: FolderForm) -> Json:
         "fc_norm": s.fc_norm,
         "norm_output": s.norm_output,
     }
-    if form == "original":
-        inside = {"eagle_aux_hidden_state_layer_ids": list(file.layers), **_INSIDE}
-        own = {"eagle_config": inside} if file.layers and file.layers[0] != 1 else {}  # 1 would mean 2 there
-        return {"architectures": ["LlamaForCausalLMEagle3"], "torch_dtype": "float32", **_layer(file), **options, **own}
-    return {
-        **head_folder.library_config(
-            file, algorithm=ARCHITECTURE, kind="Eagle3Speculator", tokens=3, layer=_layer(file)
-        ),
-        **options,
-    }
-
-
-def _layer(file: Eagle3File) -> Json:
-    """The layer as a Llama of one layer, or a Qwen3 where queries and keys have norms."""
-    s, attention, ffn = file.shape, PROJECTIONS[:4], PROJECTIONS[4:]
-    if {*s.biases} not in ({*()}, {*attention}, {*ffn}, {*PROJECTIONS}):
-        raise UserError(f"{file.path}: biases of {', '.join(s.biases)} alone have no place in config.json: write GGUF")
-    return head_folder.layer_config(
-        file,
-        vocab_size=file.vocab_size,
-        model_type="qwen3" if s.qk_norm else "llama",
-        num_hidden_layers=1,
-        attention_bias="attn_q" in s.biases,
-        mlp_bias="ffn_gate" in s.biases,
-    )
+    if form == "speculators":
+        about = heads.library_config(file, algorithm=ARCHITECTURE, kind="Eagle3Speculator", tokens=3, layer=layer)
+        config = {**about, **config}
+    else:
+        config = {"architectures": ["LlamaForCausalLMEagle3"], "torch_dtype": "float32", **layer, **config}
+        if file.layers and file.layers[0] != 1:  # 1 would mean 2 there
+            config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(file.layers), **_INSIDE}
+    return heads.write_head(file, folder, config, names, vocab_size=file.vocab_size)

@@ -1,19 +1,299 @@
-"""config.json of a checkpoint of transformers -> GGUF metadata."""
+"""config.json of a checkpoint of transformers -> GGUF metadata: classes, sizes, windows, the rotary embedding."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from specsparse.engine.config import ACTIVATION_KEY
+import numpy as np
+
+from specsparse.engine.architectures import ARCHITECTURES, Architecture
+from specsparse.engine.config import ACTIVATION_KEY, MAX_CONTEXT
+from specsparse.engine.rope import angles
+from specsparse.engine.rope_config import RopeConfig
 from specsparse.errors import UserError
-from specsparse.models.convert.hf_classes import ACTIVATIONS, CLASSES, HfClass, class_name
-from specsparse.models.convert.hf_rope import HfRope, said
 from specsparse.support.json_files import Json
 
+
+@dataclass(frozen=True)
+class HfClass:
+    """A class of transformers: its meaning of config.json and of the tensors, if its architecture leaves it open.
+
+    Attributes:
+        architecture: its name in GGUF files.
+        model_type: `model_type` of a config.json without `architectures`.
+        tied: whether the output matrix is the embedding, if config.json does not say it.
+        rope_base: theta, if it does not say it.
+        activation_key: of config.json.
+        windowed: whether `sliding_window` of config.json counts without `use_sliding_window`; Llama's class ignores it.
+        norms_from_one: norms are stored less one.
+    """
+
+    architecture: str
+    model_type: str
+    tied: bool = False
+    rope_base: float = 10000.0
+    activation_key: str = "hidden_act"
+    windowed: bool = False
+    norms_from_one: bool = False
+
+    @property
+    def family(self) -> Architecture:
+        """The engine's row of the architecture."""
+        return ARCHITECTURES[self.architecture]
+
+
+CLASSES: Mapping[str, HfClass] = {
+    "LlamaForCausalLM": HfClass("llama", "llama"),
+    "MistralForCausalLM": HfClass("llama", "mistral", windowed=True),
+    "Qwen2ForCausalLM": HfClass("qwen2", "qwen2"),
+    "Qwen3ForCausalLM": HfClass("qwen3", "qwen3"),
+    "SmolLM3ForCausalLM": HfClass("smollm3", "smollm3", tied=True, rope_base=2e6),
+    "Gemma3ForCausalLM": HfClass(
+        "gemma3", "gemma3_text", tied=True, rope_base=1e6, activation_key="hidden_activation", windowed=True,
+        norms_from_one=True,
+    ),
+}  # fmt: skip
+"""Classes of transformers by name."""
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """The text model in a checkpoint of a model that sees images too.
+
+    Attributes:
+        hf_class: its name in `CLASSES`.
+        model_type: of a config.json without `architectures`.
+        defaults: values that its `text_config` may leave out, those of transformers.
+        left_out: the beginnings of the names of other parts' tensors.
+    """
+
+    hf_class: str
+    model_type: str
+    defaults: Mapping[str, object]
+    left_out: tuple[str, ...]
+
+
+TEXT_PARTS: Mapping[str, TextPart] = {
+    "Gemma3ForConditionalGeneration": TextPart(
+        "Gemma3ForCausalLM",
+        "gemma3",
+        {
+            "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+            "hidden_activation": "gelu_pytorch_tanh",
+        },
+        ("vision_tower.", "multi_modal_projector."),
+    ),
+}  # fmt: skip
+"""Classes of transformers that hold a text model among other parts."""
+_OF_MODEL_TYPE = {known.model_type: name for name, known in [*CLASSES.items(), *TEXT_PARTS.items()]}
+
+
+def class_name(config: Json) -> str | None:
+    """The class of transformers that a config.json is of, known here or not; None if it names none."""
+    names, model_type = config.get("architectures"), config.get("model_type")
+    if isinstance(names, list) and names:
+        return names[0] if isinstance(names[0], str) else None
+    return _OF_MODEL_TYPE.get(model_type, model_type) if isinstance(model_type, str) else None
+
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu": "relu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""Names of transformers, and ours."""
+ROPES = ("default", "linear", "llama3", "yarn")
+_ROPE_KEYS = {
+    "type", "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor",
+    "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
+    "partial_rotary_factor", "finetuned",
+}  # fmt: skip
+"""Keys of the scaling that transformers reads for one kind or another, and one that changes nothing."""
+_MAX_LAYERS = 1 << 14
+_MAX = 1e12
 _MISSING: Any = object()
-_MOST = 1e12
+_LAYER_TYPES = {False: "sliding_attention", True: "full_attention"}
+
+
+@dataclass(frozen=True)
+class HfRope:
+    """A rotary embedding as transformers computes it.
+
+    Attributes:
+        where: the config file, for messages.
+        architecture: of the GGUF file. llama.cpp reads frequency factors in "llama" files only, and in no file of
+            these architectures the bounds of YaRN's ramp (src/llama-model.cpp of July 2026).
+        values: of rope_parameters or rope_scaling.
+        base: theta.
+        dim: elements of a head.
+        context: max_position_embeddings.
+        pretrained: original_max_position_embeddings outside the scaling, which comes first; None without one.
+    """
+
+    where: Path
+    architecture: str
+    values: Json
+    base: float
+    dim: int
+    context: int
+    pretrained: int | None = None
+
+    @property
+    def kind(self) -> str:
+        """One of ROPES.
+
+        Raises:
+            UserError: another kind, or a key that no kind has.
+        """
+        kind = self.values.get("rope_type", self.values.get("type", "default"))
+        if kind not in ROPES:
+            raise UserError(f"{self.where}: rope scaling {kind!r} is not supported; there are {', '.join(ROPES)}")
+        unknown = sorted(key for key, value in self.values.items() if key not in _ROPE_KEYS and value is not None)
+        if unknown:
+            raise UserError(f"{self.where}: rope scaling {kind!r} with {unknown[0]} is not supported")
+        if self.number("partial_rotary_factor", 1.0) != 1.0:
+            raise UserError(f"{self.where}: partial_rotary_factor is not supported: every element of a head must turn")
+        return kind
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number of the scaling; null counts as missing.
+
+        Raises:
+            UserError: it is missing and has no default, or no angle can be made of it.
+        """
+        least, most = 1e-6, 1e9  # no real number of a scaling comes near
+        value = self.values.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            bounds = f"a positive number is needed, {least:g} to {most:g}"
+            raise UserError(f"{self.where}: rope scaling has {key}={value!r:.40}, {bounds}")
+        return float(value)
+
+    @property
+    def original(self) -> int:
+        """Trained positions; UserError if there are none, or more than any model has."""
+        key = "original_max_position_embeddings"
+        positions = self.pretrained or int(self.number(key, float(self.context)))
+        if not 1 <= positions <= MAX_CONTEXT:
+            raise UserError(f"{self.where}: {key} is {positions!r:.40}, 1 to {MAX_CONTEXT} is allowed")
+        return positions
+
+    @property
+    def plain(self) -> np.ndarray:
+        """Radians per position without a scaling, float64[dim / 2]."""
+        return self.base ** (-2.0 * np.arange(self.dim // 2) / self.dim)
+
+
+class GgufRope(NamedTuple):
+    """A rotary embedding in a GGUF file.
+
+    Attributes:
+        keys: without the architecture before them.
+        factors: `rope_freqs.weight`, the divisors of the pairs' angles, float32[dim / 2]; None if there are none.
+        note: a line on what another program does not read of it; None if all read the same.
+    """
+
+    keys: Json
+    factors: np.ndarray | None = None
+    note: str | None = None
+
+
+def gguf_rope(rope: HfRope) -> GgufRope:
+    """Keys and factors of a rotary embedding.
+
+    Raises:
+        UserError: a number is missing or out of range, or GGUF cannot say it.
+    """
+    match rope.kind:
+        case "linear":
+            return GgufRope({"rope.scaling.type": "linear", "rope.scaling.factor": rope.number("factor")})
+        case "llama3":
+            return GgufRope({}, _llama3_factors(rope))
+        case "yarn":
+            return _yarn(rope)
+    return GgufRope({})
+
+
+def _llama3_factors(rope: HfRope) -> np.ndarray:
+    """Llama 3.1's divisors of the pairs' angles, float32[dim / 2].
+
+    Pairs that turn more than high_freq_factor times over the original context keep their angle, those that turn less
+    than low_freq_factor times are divided by the factor, and those between mix both (Llama 3 report, arXiv:2407.21783;
+    `rope_freqs.weight` of llama.cpp).
+    """
+    factor, low, high = (rope.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    if rope.pretrained is None:
+        rope.number("original_max_position_embeddings")
+    if low >= high:
+        raise UserError(f"{rope.where}: rope scaling has low_freq_factor={low:g} and high_freq_factor={high:g}: the "
+                        "first must be the smaller one")  # fmt: skip
+    smooth = np.clip((rope.original * rope.plain / (2 * np.pi) - low) / (high - low), 0.0, 1.0)
+    return (1.0 / ((1.0 - smooth) / factor + smooth)).astype(np.float32)
+
+
+def _yarn_angles(rope: HfRope, factor: float) -> np.ndarray:
+    """Radians per position of each pair by YaRN (arXiv:2309.00071, eq. 13 and 14) as transformers has it,
+    float64[dim / 2]."""
+    truncate = rope.values.get("truncate", True)
+    if not isinstance(truncate, bool):
+        raise UserError(f"{rope.where}: rope scaling has truncate={truncate!r:.40}, true or false is needed")
+    turns = np.array([rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)])
+    low, high = rope.dim * np.log(rope.original / (turns * 2 * np.pi)) / (2 * np.log(rope.base))
+    if truncate:
+        low, high = np.floor(low), np.ceil(high)
+    low, high = max(low, 0.0), min(high, rope.dim - 1.0)
+    ramp = np.clip((np.arange(rope.dim // 2) - low) / (high - low if high != low else 0.001), 0.0, 1.0)
+    return rope.plain / factor * ramp + rope.plain * (1.0 - ramp)
+
+
+def _yarn_magnitude(rope: HfRope, factor: float) -> float:
+    """The factor of cos and sin: attention_factor, else the ratio of the two mscales, else 1 + 0.1 ln(factor)."""
+
+    def grown(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+    if rope.values.get("attention_factor") is not None:
+        return rope.number("attention_factor")
+    if rope.values.get("mscale") and rope.values.get("mscale_all_dim"):
+        return grown(rope.number("mscale")) / grown(rope.number("mscale_all_dim"))
+    return grown(1.0)
+
+
+def _yarn(rope: HfRope) -> GgufRope:
+    """YaRN's keys if their readers compute the same angles, else the same angles as frequency factors.
+
+    llama.cpp takes `attn_factor` beside its own 1 + 0.1 ln(factor), rounds the ramp's bounds, and has 32 and 1 turns
+    for them whatever a file of these architectures says.
+    """
+    factor = rope.number("factor", rope.context / rope.original)
+    if factor < 1.0:
+        raise UserError(f"{rope.where}: rope scaling has factor={factor:g}, YaRN needs at least 1")
+    wanted, magnitude = _yarn_angles(rope, factor), _yarn_magnitude(rope, factor)
+
+    def says(config: RopeConfig) -> bool:
+        return np.allclose(angles(config)[0], wanted, rtol=1e-6, atol=0.0)
+
+    plain = RopeConfig(rope.base, rope.dim, "neox", "yarn", factor, rope.original)
+    own, attention = 1.0 + 0.1 * math.log(factor), "rope.scaling.attn_factor"
+    keys = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": factor,
+        "rope.scaling.original_context_length": rope.original,
+        **({} if math.isclose(magnitude, own, rel_tol=1e-6) else {attention: magnitude / own}),
+    }
+    if says(plain):
+        return GgufRope(keys)
+    if rope.architecture == "llama":
+        return GgufRope({attention: magnitude}, (rope.plain / wanted).astype(np.float32))
+    fast, slow = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
+    if says(replace(plain, beta_fast=fast, beta_slow=slow)):
+        return GgufRope(
+            keys | {"rope.scaling.yarn_beta_fast": fast, "rope.scaling.yarn_beta_slow": slow},
+            note=f"llama.cpp reads no beta_fast={fast:g}, beta_slow={slow:g} in {rope.architecture} files and runs 32 "
+            "and 1; specsparse runs what the file says",
+        )
+    what = "truncate=false" if rope.values.get("truncate") is False else f"beta_fast={fast:g}, beta_slow={slow:g}"
+    raise UserError(f"{rope.where}: rope scaling 'yarn' with {what} has no place in a {rope.architecture} GGUF file")
 
 
 @dataclass(frozen=True)
@@ -22,7 +302,7 @@ class HfConfig:
 
     Attributes:
         where: the file, for messages.
-        values: as it is.
+        values: its table.
     """
 
     where: Path
@@ -39,7 +319,7 @@ class HfConfig:
             if default is _MISSING:
                 raise UserError(f"{self.where}: has no {key}")
             return default
-        if kind is float and type(value) is int and abs(value) < _MOST:
+        if kind is float and type(value) is int and abs(value) < _MAX:
             value = float(value)
         if type(value) is not kind:
             raise UserError(f"{self.where}: {key} is {value!r:.60}, not of type {kind.__name__}")
@@ -69,44 +349,52 @@ class HfConfig:
             raise UserError(f"{self.where}: rms_norm_eps is {value:g}, a number above 0 and up to 1 is needed")
         return value
 
-    def theta(self, table: Json, default: float) -> float:
-        """The base of a rotary embedding: that of its table, else the one beside it.
+    def theta(self, table: Json, key: str, default: float) -> float:
+        """The base of a rotary embedding: `rope_theta` of its table, else `key` beside it.
 
         Raises:
             UserError: it is no number above 1.
         """
         base = HfConfig(self.where, table).get("rope_theta", float, None)
-        return self._base(self.get("rope_theta", float, default) if base is None else base)
-
-    def _base(self, base: float) -> float:
-        if not 1 < base <= _MOST:
-            raise UserError(f"{self.where}: rope_theta is {base:g}, a number above 1 and up to {_MOST:g} is needed")
+        base = self.get(key, float, default) if base is None else base
+        if not 1 < base <= _MAX:
+            raise UserError(f"{self.where}: rope_theta is {base:g}, a number above 1 and up to {_MAX:g} is needed")
         return base
 
-    @property
-    def form(self) -> HfClass:
-        """What its class means; UserError where that is not supported."""
-        self.get("architectures", list, [])
-        name = class_name(self.values)
-        if name not in CLASSES:
-            raise UserError(
-                f"{self.where}: architecture {name}{self._odd()} is not supported; there are {', '.join(CLASSES)}"
-            )
-        return CLASSES[name]
+    def rotation(self, table: Json, architecture: str, *, base: float, dim: int, context: int) -> HfRope:
+        """The rotary embedding of a table of this config; `base` is theta if neither says it.
 
-    def _odd(self) -> str:
-        """What a model that is not supported has that is none of a plain transformer's, in brackets."""
-        keys = self.values.keys()
+        Raises:
+            UserError: a value is of another type or out of range.
+        """
+        partial = {"partial_rotary_factor": self.get("partial_rotary_factor", float, None)}
+        base = self.theta(table, "rope_theta", base)
+        pretrained = self.get("original_max_position_embeddings", int, None)
+        return HfRope(self.where, architecture, partial | table, base, dim, context, pretrained)
+
+    @property
+    def ropes(self) -> Json:
+        """The table of scalings, in the new place or the old one."""
+        return self.get("rope_parameters", dict, None) or self.get("rope_scaling", dict, {})
+
+    @property
+    def hf_class(self) -> HfClass:
+        """The class of the model; UserError if it is not supported, with what is not a plain transformer's."""
+        self.get("architectures", list, [])
+        name, keys = class_name(self.values), self.values.keys()
+        if name in CLASSES:
+            return CLASSES[name]
         found = ["experts"] if keys & {"num_experts", "num_local_experts", "n_routed_experts"} else []
         recurrent = any(key.startswith(("ssm_", "mamba_", "linear_", "conv_L")) for key in keys) or "state_size" in keys
         found += ["recurrent layers"] if recurrent else []
         found += ["a vision or audio part"] if keys & {"vision_config", "audio_config"} else []
-        return f" (a model with {' and '.join(found)})" if found else ""
+        odd = f" (a model with {' and '.join(found)})" if found else ""
+        raise UserError(f"{self.where}: architecture {name}{odd} is not supported; there are {', '.join(CLASSES)}")
 
     @property
     def architecture(self) -> str:
-        """The architecture's name in GGUF; UserError where it is not supported."""
-        return self.form.architecture
+        """The architecture's name in GGUF; UserError if it is not supported."""
+        return self.hf_class.architecture
 
     @property
     def n_heads(self) -> int:
@@ -127,108 +415,16 @@ class HfConfig:
     @property
     def tied(self) -> bool:
         """Whether the output matrix is the embedding."""
-        return self.get("tie_word_embeddings", bool, self.form.tied)
+        return self.get("tie_word_embeddings", bool, self.hf_class.tied)
 
     @property
     def rope(self) -> HfRope:
-        """The rotary embedding of layers that see all tokens, its scaling in the old place or the new one."""
-        found = self._ropes.get("full_attention", self._ropes)
+        """The rotary embedding of layers that see all tokens."""
+        found = self.ropes.get("full_attention", self.ropes)
         if not isinstance(found, dict):
             raise UserError(f"{self.where}: rope_parameters.full_attention is {found!r:.60}, not a table")
-        partial = {"partial_rotary_factor": self.get("partial_rotary_factor", float, None)}
-        return HfRope(
-            self.where,
-            self.architecture,
-            partial | found,
-            base=self.theta(found, self.form.rope_base),
-            dim=self.head_dim,
-            context=self.get("max_position_embeddings", int),
-            pretrained=self.get("original_max_position_embeddings", int, None),
-        )
-
-    @property
-    def _ropes(self) -> Json:
-        return self.get("rope_parameters", dict, None) or self.get("rope_scaling", dict, {})
-
-    def local_rope_base(self) -> float | None:
-        """Theta of the layers with a window, None where they have no other than all layers.
-
-        Raises:
-            UserError: it is no number, or those layers have a scaling.
-        """
-        usual = self.form.family.local_rope_base
-        if usual is None:
-            return None
-        own = self._ropes.get("sliding_attention", {})
-        table = own if isinstance(own, dict) else {"rope_type": own}
-        if table.get("rope_type", "default") != "default":
-            raise UserError(f"{self.where}: RoPE of the layers with a window is {own!r:.60}: only a base is supported")
-        base = HfConfig(self.where, table).get("rope_theta", float, None)
-        return self._base(self.get("rope_local_base_freq", float, usual) if base is None else base)
-
-    def window(self) -> int | None:
-        """Tokens that a layer with a window sees; None where all see all.
-
-        Raises:
-            UserError: there is one that GGUF files of this architecture do not have.
-        """
-        family, window = self.form.family, self.get("sliding_window", int, None)
-        if family.window == "must":
-            return self.get("sliding_window", int)
-        if window is None or not self.get("use_sliding_window", bool, self.form.windowed):
-            return None
-        if window >= self.get("max_position_embeddings", int):
-            return None
-        if family.window == "never" or not self.form.windowed:
-            raise UserError(f"{self.where}: sliding_window={window} is not supported for {self.architecture}")
-        return window
-
-    def full_every(self) -> int:
-        """With a window, of how many layers one sees all tokens; 0: none does.
-
-        Raises:
-            UserError: the layers that see all tokens are not every n-th.
-        """
-        n_layers, usual = self.get("num_hidden_layers", int), self.form.family.full_every
-        named = self.get("sliding_window_pattern", int, self.get("_sliding_window_pattern", int, usual))
-        kinds = self.get("layer_types", list, None)
-        if kinds is None:
-            return named
-        full = _KINDS[True]
-        every = kinds.index(full) + 1 if full in kinds else named if named > n_layers else 0
-        if kinds != [_KINDS[every > 0 and (i + 1) % every == 0] for i in range(n_layers)]:
-            raise UserError(f"{self.where}: layer_types are not supported: every n-th layer may see all tokens")
-        return every
-
-    def check_layers(self) -> None:
-        """Refuses what a GGUF file of this architecture cannot say of its layers.
-
-        Raises:
-            UserError: other layers without RoPE than every n-th, logits that are capped, another scale of queries, or
-                attention to later tokens.
-        """
-        n_layers, family = self.get("num_hidden_layers", int), self.form.family
-        if not 1 <= n_layers <= _MOST_LAYERS:
-            raise UserError(f"{self.where}: num_hidden_layers is {n_layers}; 1 to {_MOST_LAYERS} is allowed")
-        if every := family.unrotated_every:
-            usual = [int((i + 1) % every != 0) for i in range(n_layers)]
-            interval = self.get("no_rope_layer_interval", int, every)
-            given = self.get("no_rope_layers", list, usual if interval == every else [])
-            if given != usual:
-                raise UserError(f"{self.where}: only every {every}th layer without RoPE is supported (no_rope_layers)")
-        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-            if self.values.get(key) is not None:
-                raise UserError(f"{self.where}: {key} is not supported")
-        if self.get("use_bidirectional_attention", bool, False):
-            raise UserError(f"{self.where}: use_bidirectional_attention is not supported: only causal models are")
-        by_width = n_layers == family.width_scaled_layers
-        scalar = self.get("hidden_size", int) / max(self.n_heads, 1) if by_width else self.head_dim
-        if self.get("query_pre_attn_scalar", float, float(scalar)) != scalar:
-            raise UserError(f"{self.where}: query_pre_attn_scalar is not supported: {scalar:g} is needed at this size")
-
-
-_MOST_LAYERS = 1 << 14
-_KINDS = {False: "sliding_attention", True: "full_attention"}
+        context = self.get("max_position_embeddings", int)
+        return self.rotation(found, self.architecture, base=self.hf_class.rope_base, dim=self.head_dim, context=context)
 
 
 def metadata(config: HfConfig, *, name: str) -> Json:
@@ -255,55 +451,97 @@ def metadata(config: HfConfig, *, name: str) -> Json:
         f"{a}.rope.freq_base": rope.base,
         f"{a}.rope.dimension_count": head_dim,
     }
-    config.check_layers()
+    _check_layers(config)
     if head_dim * config.n_heads != width:
         keys |= {f"{a}.attention.key_length": head_dim, f"{a}.attention.value_length": head_dim}
-    own = {**said(rope).keys, **_window(config)}
+    own = {**gguf_rope(rope).keys, **_window_keys(config)}
     return keys | {f"{a}.{key}": value for key, value in own.items()} | _activation(config)
 
 
-def _window(config: HfConfig) -> Json:
-    """Keys of a sliding window, the usual ones of an architecture left out."""
-    family, window = config.form.family, config.window()
-    if window is None:
+def _check_layers(config: HfConfig) -> None:
+    """Refuses layers that a GGUF file of this architecture cannot say."""
+    n_layers, family, where = config.get("num_hidden_layers", int), config.hf_class.family, config.where
+    if not 1 <= n_layers <= _MAX_LAYERS:
+        raise UserError(f"{where}: num_hidden_layers is {n_layers}; 1 to {_MAX_LAYERS} is allowed")
+    if every := family.unrotated_every:
+        usual = [int((i + 1) % every != 0) for i in range(n_layers)]
+        interval = config.get("no_rope_layer_interval", int, every)
+        if config.get("no_rope_layers", list, usual if interval == every else []) != usual:
+            raise UserError(f"{where}: only every {every}th layer without RoPE is supported (no_rope_layers)")
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if config.values.get(key) is not None:
+            raise UserError(f"{where}: {key} is not supported")
+    if config.get("use_bidirectional_attention", bool, False):
+        raise UserError(f"{where}: use_bidirectional_attention is not supported: only causal models are")
+    by_width = n_layers == family.width_scaled_layers
+    scalar = config.get("hidden_size", int) / max(config.n_heads, 1) if by_width else config.head_dim
+    if config.get("query_pre_attn_scalar", float, float(scalar)) != scalar:
+        raise UserError(f"{where}: query_pre_attn_scalar is not supported: {scalar:g} is needed at this size")
+
+
+def _window_keys(config: HfConfig) -> Json:
+    """Keys of a sliding window, the usual ones of an architecture left out; none if all layers see all tokens."""
+    hf_class, family, where, get = config.hf_class, config.hf_class.family, config.where, config.get
+    window = get("sliding_window", int, None)
+    if family.window == "must":
+        window = get("sliding_window", int)
+    elif (
+        window is None
+        or not get("use_sliding_window", bool, hf_class.windowed)
+        or window >= get("max_position_embeddings", int)
+    ):
         return {}
-    every, base = config.full_every(), config.local_rope_base()
+    elif family.window == "never" or not hf_class.windowed:
+        raise UserError(f"{where}: sliding_window={window} is not supported for {config.architecture}")
+
+    # Every n-th layer sees all tokens; 0: none does.
+    n_layers, kinds = get("num_hidden_layers", int), get("layer_types", list, None)
+    every = get("sliding_window_pattern", int, get("_sliding_window_pattern", int, family.full_every))
+    if kinds is not None:
+        full = _LAYER_TYPES[True]
+        every = kinds.index(full) + 1 if full in kinds else every if every > n_layers else 0
+        if kinds != [_LAYER_TYPES[every > 0 and (i + 1) % every == 0] for i in range(n_layers)]:
+            raise UserError(f"{where}: layer_types are not supported: every n-th layer may see all tokens")
+
+    base = family.local_rope_base
+    if base is not None:
+        own = config.ropes.get("sliding_attention", {})
+        table = own if isinstance(own, dict) else {"rope_type": own}
+        if table.get("rope_type", "default") != "default":
+            raise UserError(f"{where}: RoPE of the layers with a window is {own!r:.60}: only a base is supported")
+        base = config.theta(table, "rope_local_base_freq", base)
+
     keys: Json = {"attention.sliding_window": window}
     if every != family.full_every:
         if every == 0 or family.full_every == 0:
-            raise UserError(f"{config.where}: layer_types are not supported for {config.architecture}")
+            raise UserError(f"{where}: layer_types are not supported for {config.architecture}")
         keys["attention.sliding_window_pattern"] = every
     return keys | ({"rope.freq_base_swa": base} if base != family.local_rope_base else {})
 
 
-def notes(config: HfConfig, biases: Sequence[str]) -> list[str]:
-    """What other programs will not run as the file says, a line each; `biases` are those that the file has."""
-    activation, rope, family = _activation(config).get(ACTIVATION_KEY), said(config.rope).note, config.form.family
-    unread = [key for key in _window(config) if family.window == "may" or key != "attention.sliding_window"]
-    other = (
-        f"hidden_act={activation} is in the file under our own key {ACTIVATION_KEY}: llama.cpp does not read it and "
-        f"runs this file with {_SPOKEN[family.activation]}, which gives other logits"
-    )
-    window = (
-        f"{', '.join(unread)} of {config.architecture} files: not every llama.cpp reads it; one that does not gives "
-        "other logits on long texts"
-    )
-    unknown = [] if config.architecture == "llama" else [name for name in biases if name not in family.biases]
-    bias = (
-        f"biases of {', '.join(unknown)}: llama.cpp has no place for them in {config.architecture} files and refuses "
-        "to load this one; specsparse runs it"
-    )
-    found = ((other, activation), (rope, rope), (window, unread), (bias, unknown))
-    return [line for line, why in found if line and why]
-
-
-_SPOKEN = {"silu": "SiLU", "gelu_tanh": "GELU"}
-
-
 def _activation(config: HfConfig) -> dict[str, str]:
-    key, usual = config.form.activation_key, config.form.family.activation
+    key, usual = config.hf_class.activation_key, config.hf_class.family.activation
     name = config.get(key, str, None)
     if name is not None and name not in ACTIVATIONS:
         raise UserError(f"{config.where}: {key}={name} is not supported; there are {', '.join(ACTIVATIONS)}")
     found = usual if name is None else ACTIVATIONS[name]
     return {ACTIVATION_KEY: found} if found != usual else {}
+
+
+def notes(config: HfConfig, biases: Sequence[str]) -> list[str]:
+    """A line on each thing that other programs do not run as the file says; `biases` are those that the file has."""
+    a, family, rope = config.architecture, config.hf_class.family, gguf_rope(config.rope).note
+    activation = _activation(config).get(ACTIVATION_KEY)
+    spoken = {"silu": "SiLU", "gelu_tanh": "GELU"}.get(family.activation)
+    unread = [key for key in _window_keys(config) if family.window == "may" or key != "attention.sliding_window"]
+    unknown = [] if a == "llama" else [name for name in biases if name not in family.biases]
+    found = {
+        f"hidden_act={activation} is in the file under our own key {ACTIVATION_KEY}: llama.cpp does not read it and "
+        f"runs this file with {spoken}, which gives other logits": activation,
+        rope: rope,
+        f"{', '.join(unread)} of {a} files: not every llama.cpp reads it; one that does not gives other logits on "
+        "long texts": unread,
+        f"biases of {', '.join(unknown)}: llama.cpp has no place for them in {a} files and refuses to load this one; "
+        "specsparse runs it": unknown,
+    }
+    return [line for line, holds in found.items() if line and holds]

@@ -13,15 +13,14 @@ from pathlib import Path
 import numpy as np
 
 from specsparse.engine.config import ModelConfig
+from specsparse.engine.text.spm import SPACE
 from specsparse.engine.text.vocabulary import TokenType
 from specsparse.errors import UserError
-from specsparse.models.convert.tensors import Source
-from specsparse.models.convert.write import Progress, out_type, write_model
+from specsparse.models.convert.write import Progress, Source, out_type, write_model
 from specsparse.support.json_files import Json
 
 _HEADER = struct.Struct("<7i")
 _NEW_MAGIC = 0x616B3432
-_SPACE = "\u2581"
 
 
 @dataclass(frozen=True)
@@ -64,10 +63,23 @@ def convert_llama2c(
         UserError: a file is missing, of another format, or of another size than its header asks for.
     """
     kind, source = out_type(type_name), Path(model)
-    header = read_header(source)
-    tensors = list(_sources(source, header))
-    keys = _metadata(header, source.stem) | _tokenizer(Path(tokenizer), header.vocab_size)
-    return write_model(path, keys, tensors, kind, progress=progress)
+    h = read_header(source)
+    tensors = list(_sources(source, h))
+    keys = {
+        "general.architecture": "llama",
+        "general.name": source.stem,
+        "llama.vocab_size": h.vocab_size,
+        "llama.context_length": h.context,
+        "llama.embedding_length": h.d_model,
+        "llama.block_count": h.n_layers,
+        "llama.feed_forward_length": h.d_ff,
+        "llama.attention.head_count": h.n_heads,
+        "llama.attention.head_count_kv": h.n_kv_heads,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "llama.rope.freq_base": 10000.0,
+        "llama.rope.dimension_count": h.d_model // h.n_heads,
+    }
+    return write_model(path, keys | _tokenizer(Path(tokenizer), h.vocab_size), tensors, kind, progress=progress)
 
 
 def _read(path: Path, count: int = -1) -> bytes:
@@ -126,23 +138,6 @@ def _sources(path: Path, h: Header) -> Iterator[Source]:
         raise UserError(f"{path}: has {size} bytes, and its header asks for {at}")
 
 
-def _metadata(h: Header, name: str) -> Json:
-    return {
-        "general.architecture": "llama",
-        "general.name": name,
-        "llama.vocab_size": h.vocab_size,
-        "llama.context_length": h.context,
-        "llama.embedding_length": h.d_model,
-        "llama.block_count": h.n_layers,
-        "llama.feed_forward_length": h.d_ff,
-        "llama.attention.head_count": h.n_heads,
-        "llama.attention.head_count_kv": h.n_kv_heads,
-        "llama.attention.layer_norm_rms_epsilon": 1e-5,
-        "llama.rope.freq_base": 10000.0,
-        "llama.rope.dimension_count": h.d_model // h.n_heads,
-    }
-
-
 def _tokenizer(path: Path, size: int) -> Json:
     """Keys of tokenizer.bin: for each token a float32 score, an int32 length and its bytes, spaces as they are.
 
@@ -166,7 +161,7 @@ def _tokenizer(path: Path, size: int) -> Json:
     first = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     types = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL] + [TokenType.BYTE] * 256
     types += [TokenType.NORMAL] * (size - len(types))
-    rest = [token.replace(" ", _SPACE) for token in tokens[len(first) :]]
+    rest = [token.replace(" ", SPACE) for token in tokens[len(first) :]]
     return {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.pre": "default",

@@ -20,6 +20,8 @@ OUT_TYPES = {
 }
 """Types of a new file, by name."""
 Progress = Callable[[int, int], None]
+Source = tuple[str, tuple[int, ...], Callable[[], np.ndarray]]
+"""Name in the GGUF file, shape, and a function that loads the values as float32."""
 
 
 def out_type(name: str) -> GGML:
@@ -32,7 +34,7 @@ def out_type(name: str) -> GGML:
 def write_model(
     path: str | os.PathLike[str],
     metadata: Json,
-    sources: Iterable[tuple[str, tuple[int, ...], Callable[[], np.ndarray]]],
+    sources: Iterable[Source],
     kind: GGML,
     *,
     output: GGML | None = None,
@@ -45,7 +47,7 @@ def write_model(
         metadata: keys of the model and its tokenizer.
         sources: name, shape and float32 values of each tensor.
         kind: of the matrices, by the rules of `engine.gguf.requantise.type_for`; vectors are float32.
-        output: of the output matrix, where it is not to go by those rules.
+        output: of the output matrix, if it is not to go by those rules.
         progress: called with (bytes written, bytes in all).
 
     Returns:
@@ -57,7 +59,7 @@ def write_model(
     need_folder(path)
     sources = list(sources)
     tied = all(name != "output.weight" for name, _, _ in sources)
-    done = 0
+    done, nothing = 0, np.empty(0, np.uint8)
 
     def coded(load: Callable[[], np.ndarray], to: GGML) -> np.ndarray:
         nonlocal done
@@ -68,7 +70,7 @@ def write_model(
 
     tensors = []
     for name, shape, load in sources:
-        to = type_for(TensorInfo(name, kind, shape, _NOTHING), kind, tied=tied)
+        to = type_for(TensorInfo(name, kind, shape, nothing), kind, tied=tied)
         if output is not None and name == ("token_embd.weight" if tied else "output.weight"):
             to = output
         tensors.append(NewTensor(name, to, shape, lambda load=load, to=to: coded(load, to)))
@@ -77,15 +79,7 @@ def write_model(
         key: float(np.float32(v)) if isinstance(v, float) else v for key, v in metadata.items()
     }  # as files have them
     keys |= {"general.file_type": file_type(kind), "general.quantization_version": 2}
-    config = ModelConfig.from_gguf(_planned(Path(path), keys, tensors))
+    infos = {t.name: TensorInfo(t.name, t.type, t.shape, nothing, str(path)) for t in tensors}  # without its data
+    config = ModelConfig.from_gguf(GGUFFile(Path(path), MAGIC, VERSION, DEFAULT_ALIGNMENT, keys, infos))
     write_gguf(path, keys, tensors)
     return config
-
-
-_NOTHING = np.empty(0, np.uint8)
-
-
-def _planned(path: Path, keys: Json, tensors: list[NewTensor]) -> GGUFFile:
-    """The file as it will be, without its data."""
-    infos = {t.name: TensorInfo(t.name, t.type, t.shape, _NOTHING, str(path)) for t in tensors}
-    return GGUFFile(path, MAGIC, VERSION, DEFAULT_ALIGNMENT, keys, infos)

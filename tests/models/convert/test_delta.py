@@ -11,8 +11,7 @@ from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.gguf.writer import NewTensor, write_gguf
 from specsparse.errors import UserError
 from specsparse.models import catalogue
-from specsparse.models.convert.delta import apply_delta, make_delta, tensors_hash
-from specsparse.models.convert.set_metadata import set_metadata
+from specsparse.models.convert.edit import apply_delta, make_delta, set_metadata, tensors_hash
 from specsparse.testing import write_tiny_gguf
 
 CHANGED = "blk.0.ffn_gate.weight"

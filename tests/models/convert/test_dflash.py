@@ -11,8 +11,7 @@ import specsparse
 from specsparse.cli import main as cli
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
-from specsparse.models.convert.dflash import convert_dflash, read_dflash
-from specsparse.models.convert.dflash_folder import write_folder
+from specsparse.models.convert.dflash import convert_dflash, read_dflash, write_folder
 from specsparse.runtime.binding import published_dflash
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import random_dflash

@@ -18,7 +18,7 @@ from specsparse.kernels.native import cpu
 from specsparse.models.convert.checkpoint import Checkpoint
 from specsparse.models.convert.hf import convert_hf, text_part
 from specsparse.models.convert.hf_config import HfConfig, metadata
-from specsparse.models.convert.hf_tokenizer import PROBE
+from specsparse.models.convert.tokenizer import PROBE
 from specsparse.powerinfer.files.torch_zip import write_torch
 from tests.cells import cells
 from tests.models.convert import checkpoints

@@ -16,7 +16,7 @@ from specsparse.engine.gguf.reader import open_gguf
 from specsparse.models.convert.dflash import convert_dflash
 from specsparse.models.convert.eagle3 import convert_eagle3
 from specsparse.models.convert.hf import convert_hf
-from specsparse.models.convert.hf_tokenizer import PROBE
+from specsparse.models.convert.tokenizer import PROBE
 from tests.models.convert import checkpoints
 from tests.models.convert.test_hf import FORMS
 from tests.tolerances import PEER_GELU_NMSE, PEER_NMSE, nmse

@@ -7,7 +7,7 @@ from gguf import GGUFReader
 from specsparse.cli import main as cli
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
-from specsparse.models.convert.set_metadata import set_metadata
+from specsparse.models.convert.edit import set_metadata
 from specsparse.testing import write_tiny_gguf
 
 EOS = "tokenizer.ggml.eos_token_id"

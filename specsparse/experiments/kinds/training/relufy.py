@@ -14,7 +14,7 @@ from specsparse.experiments.kind import Found, Lab
 from specsparse.experiments.kinds.training import relufy_fit as training
 from specsparse.experiments.kinds.training.options import Training, TrainSettings
 from specsparse.models import catalogue
-from specsparse.models.convert.delta import make_delta
+from specsparse.models.convert.edit import make_delta
 from specsparse.models.convert.write import out_type
 from specsparse.report.rows import Rows
 from specsparse.support.tables import new

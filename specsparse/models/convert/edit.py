@@ -1,0 +1,211 @@
+"""Changes of GGUF files: one metadata value in its place, and the difference of a model to another.
+
+A difference holds the tensors and metadata values that are not the same. It names its base by a hash of all of its
+tensors, and is applied to no other.
+"""
+
+import hashlib
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from gguf.constants import GGUFValueType
+
+from specsparse.engine.gguf.reader import DEFAULT_ALIGNMENT, GGUFFile, TensorInfo, open_gguf, open_one, show
+from specsparse.engine.gguf.writer import NewTensor, write_gguf
+from specsparse.errors import UserError
+from specsparse.support.atomic import atomically
+from specsparse.support.json_files import is_unicode
+
+ARCHITECTURE = "specsparse-delta"
+BASE_KEY, BASE_NAME_KEY = "specsparse.delta.base_sha256", "specsparse.delta.base_name"
+_SET = "specsparse.delta.set."
+"""Before the keys that the result has and the base has not, or not so."""
+_CODES = {
+    "uint8": "B", "int8": "b", "uint16": "H", "int16": "h", "uint32": "I", "int32": "i", "uint64": "Q", "int64": "q",
+    "float32": "f", "float64": "d",
+}  # fmt: skip
+TYPES = (*_CODES, "bool", "string")
+"""Types of a metadata value, by name."""
+_FIXED = ("general.alignment", "split.count", "split.no", "split.tensors.count")
+_CHUNK = 1 << 22
+_TRUTH = {"true": True, "1": True, "false": False, "0": False}
+
+
+def set_metadata(
+    source: str | os.PathLike[str],
+    key: str,
+    value: str,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    type_name: str | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[str, str]:
+    """Writes `source` with `key` set to `value`.
+
+    Args:
+        source: a GGUF file, a shard or a PowerInfer file too.
+        key: replaced if it is there, else appended.
+        value: as text, read as the type that the key has.
+        path: of the new file; None replaces `source`. It appears when it is whole.
+        type_name: of `TYPES`; needed for a key that is not there, refused if the key has another type.
+        progress: called with (bytes done, bytes in all).
+
+    Returns:
+        The old value ("nothing" if there was none) and the new one, as text.
+
+    Raises:
+        UserError: an array, a value that is not of the type, a key that the layout of the file depends on.
+    """
+    f = open_one(source)
+    kind = _type_of(f, key, type_name)
+    encoded, shown = _encode(value, kind, where=f"{f.path}: {key}")
+    old = str(f.metadata.get(key, "nothing"))
+    with f.path.open("rb") as file, atomically(path or f.path) as out:
+        layout, head = f.layout, file.read(f.layout.data)
+        begin, end = layout.tensors
+        if key in layout.keys:
+            start, stop = layout.keys[key]
+            new = head[:start] + encoded + head[stop:end]
+        else:
+            count, name = struct.pack("<Q", len(layout.keys) + 1), key.encode()
+            new = head[:16] + count + head[24:begin] + struct.pack("<Q", len(name)) + name + encoded + head[begin:end]
+        alignment = f.alignment or DEFAULT_ALIGNMENT
+        out.write(new.ljust(-(-len(new) // alignment) * alignment, b"\0"))
+        total = f.path.stat().st_size - f.layout.data
+        done = 0
+        while chunk := file.read(_CHUNK):
+            out.write(chunk)
+            done += len(chunk)
+            progress(done, total)
+    return old, shown
+
+
+def _type_of(f: GGUFFile, key: str, wanted: str | None) -> str:
+    """The type that the value of `key` is to have."""
+    if key in _FIXED:
+        raise UserError(f"{f.path}: {key} says how the file is laid out, and cannot be set")
+    if not key:
+        raise UserError(f"{f.path}: a key is needed, such as tokenizer.ggml.eos_token_id")
+    if not is_unicode(key):
+        raise UserError(f"{f.path}: the key {show(key)} is no UTF-8 text: write it in UTF-8")
+    if wanted is not None and wanted not in TYPES:
+        raise UserError(f"type {wanted!r} does not exist; choose one of {', '.join(TYPES)}")
+    if key not in f.metadata:
+        if wanted is None:
+            raise UserError(f"{f.path}: has no key {show(key)}; to add it give --type, one of {', '.join(TYPES)}")
+        return wanted
+    start = f.layout.keys[key][0]
+    with f.path.open("rb") as file:
+        file.seek(start)
+        kind = GGUFValueType(struct.unpack("<I", file.read(4))[0])
+    if kind == GGUFValueType.ARRAY:
+        raise UserError(f"{f.path}: {key} is an array of {len(f.metadata[key])}; only single values can be set")
+    name = kind.name.lower()
+    if wanted not in (None, name):
+        raise UserError(f"{f.path}: {key} is of type {name}, not {wanted}")
+    return name
+
+
+def _encode(value: str, kind: str, *, where: str) -> tuple[bytes, str]:
+    """Type code and bytes of a value given as text, and the value as it will read.
+
+    Raises:
+        UserError: it is no value of that type.
+    """
+    code = struct.pack("<I", GGUFValueType[kind.upper()])
+    if kind == "string":
+        if not is_unicode(value):
+            raise UserError(f"{where}: the value is no UTF-8 text, and a string of a GGUF file is: write it in UTF-8")
+        data = value.encode()
+        return code + struct.pack("<Q", len(data)) + data, value
+    if kind == "bool":
+        if value.lower() not in _TRUTH:
+            raise UserError(f"{where}={value}: true or false is needed")
+        return code + struct.pack("<?", _TRUTH[value.lower()]), str(_TRUTH[value.lower()])
+    try:
+        number = float(value) if kind.startswith("float") else int(value)
+        data = struct.pack("<" + _CODES[kind], number)
+    except (ValueError, struct.error, OverflowError):
+        raise UserError(f"{where}={value}: is no {kind}") from None
+    return code + data, str(struct.unpack("<" + _CODES[kind], data)[0])
+
+
+def tensors_hash(f: GGUFFile) -> str:
+    """SHA-256 in hex of all tensors: names, types, shapes and bytes, by name."""
+    found = hashlib.sha256()
+    for name in sorted(f.tensors):
+        t = f.tensors[name]
+        found.update(f"{name} {t.type.name} {t.shape}\n".encode())
+        found.update(np.ascontiguousarray(t.raw).data)
+    return found.hexdigest()
+
+
+def make_delta(base: str | os.PathLike[str], model: str | os.PathLike[str], path: str | os.PathLike[str]) -> int:
+    """Writes the tensors and metadata of `model` that `base` has not, or not so.
+
+    Args:
+        base, model: GGUF files with tensors of the same names and shapes.
+        path: of the new file; it appears when it is whole.
+
+    Returns:
+        Tensors in the file.
+
+    Raises:
+        UserError: other names or shapes, a key that only the base has, or nothing that differs.
+    """
+
+    def same(a: TensorInfo, b: TensorInfo) -> bool:
+        return a.type == b.type and np.array_equal(a.raw, b.raw)
+
+    def equal(a: object, b: object) -> bool:
+        return type(a) is type(b) and (np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b)
+
+    old, new = open_gguf(base), open_gguf(model)
+    here, there = ({(name, t.shape) for name, t in f.tensors.items()} for f in (old, new))
+    if here != there:
+        first = min(name for name, _ in here ^ there)
+        raise UserError(f"{new.path}: tensor {first} is in one only of this file and {old.path}, or of another shape")
+    gone = sorted(old.metadata.keys() - new.metadata.keys())
+    if gone:
+        raise UserError(f"{new.path}: has no key {gone[0]}, which {old.path} has; a difference takes no key away")
+    tensors = [NewTensor.copy(t) for name, t in new.tensors.items() if not same(old.tensors[name], t)]
+    keys = {key: value for key, value in new.metadata.items() if not equal(old.metadata.get(key), value)}
+    if not tensors and not keys:
+        raise UserError(f"{new.path}: is the same model as {old.path}; there is no difference to write")
+    name = old.get("general.name", "str", old.path.name)
+    about = {
+        "general.architecture": ARCHITECTURE,
+        "general.name": f"difference to {name}",
+        BASE_NAME_KEY: name,
+        BASE_KEY: tensors_hash(old),
+    }
+    write_gguf(path, about | {_SET + key: value for key, value in keys.items()}, tensors)
+    return len(tensors)
+
+
+def apply_delta(base: str | os.PathLike[str], delta: str | os.PathLike[str], path: str | os.PathLike[str]) -> Path:
+    """Writes the model that `delta` was made of.
+
+    Args:
+        base: the GGUF file that it was made for.
+        delta: from `make_delta`.
+        path: of the new file; it appears when it is whole.
+
+    Raises:
+        UserError: no such difference, another base, or a file that cannot be written.
+    """
+    old, change = open_gguf(base), open_gguf(delta)
+    if change.metadata.get("general.architecture") != ARCHITECTURE:
+        raise UserError(f"{change.path}: is no difference to a model; make one with `specsparse convert make-delta`")
+    if change.get(BASE_KEY, "str") != tensors_hash(old):
+        wanted = change.get(BASE_NAME_KEY, "str", "another model")
+        raise UserError(f"{old.path}: has other weights than the file that {change.path} is a difference to ({wanted})")
+    foreign = [name for name in change.tensors if name not in old.tensors]
+    if foreign:
+        raise UserError(f"{change.path}: tensor {foreign[0]} has no place in {old.path}; the file is damaged")
+    given = {key.removeprefix(_SET): v for key, v in change.metadata.items() if key.startswith(_SET)}
+    tensors = [NewTensor.copy(change.tensors.get(name, t)) for name, t in old.tensors.items()]
+    return write_gguf(path, {**old.metadata, **given}, tensors)
