@@ -38,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=int, default=1, metavar="N", help="completions that may start together (%(default)s)")
     add("--queue", type=int, default=32, metavar="N", help="requests that may wait; 503 beyond (%(default)s)")
     add("--context", type=int, metavar="N", help="tokens that the context holds; by default as the file says")
+    what = "compile before it listens what the first requests would wait for: prompt and text of up to TOKENS tokens"
+    add("--warm-up", nargs="?", type=int, const=512, metavar="TOKENS", help=f"{what} (%(const)s), or of the context")
     names = [name for name in sampling_options.ONE_TEXT if name not in ("stop", "stop_token_ids", "bad_words")]
     sampling_options.add_arguments(parser, names)
 
@@ -58,9 +60,9 @@ def _check(args: argparse.Namespace, key: str | None) -> None:
         raise UserError("the API key is empty")
     if key is not None and not (key.isascii() and key.isprintable() and key == key.strip()):
         raise UserError("the API key must be ASCII letters, digits and signs: a header of HTTP carries nothing else")
-    for name, least in (("batch", 1), ("queue", 1), ("context", 1)):
+    for name, least in (("batch", 1), ("queue", 1), ("context", 1), ("warm_up", 1)):
         if (value := getattr(args, name)) is not None and value < least:
-            raise UserError(f"--{name} {value} must be at least {least}")
+            raise UserError(f"--{name.replace('_', '-')} {value} must be at least {least}")
     try:
         import prometheus_client  # noqa: F401
         import starlette  # noqa: F401
@@ -114,6 +116,9 @@ def _run(args: argparse.Namespace, key: str | None, listening: socket.socket) ->
         context = {} if args.context is None else {"context_length": args.context}
         model = api.load(args.model, progress=progress, **context)
     service = _service(args, model)
+    if args.warm_up is not None:
+        with terminal.busy(terminal.console(), "compiling what requests need"):
+            service.warm_up(args.warm_up)
     address, port = listening.getsockname()[:2]
     config = config_of(service.app(key=key, local=key is None), grace_s=_SECONDS)
     shown = f"[{address}]" if ":" in address else address

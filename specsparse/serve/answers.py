@@ -49,13 +49,14 @@ class Answer:
         """The answer that comes at once; of `best_of` completions the best `n` of each prompt."""
         asked, every = self._asked, sorted(found, key=lambda done: done.index)
         drawn = asked.params.num_sequences
-        choices: list[Json] = []
+        choices, chosen = list[Json](), list[Done]()
         for i, prompt in enumerate(asked.prompts):
-            group = [done.generation for done in every[i * drawn : (i + 1) * drawn]]
-            for generation in best_of(group, asked.params):
+            group = every[i * drawn : (i + 1) * drawn]
+            for generation in best_of([done.generation for done in group], asked.params):
                 choices.append(self._choice(len(choices), generation, prompt))
+                chosen += [done for done in group if done.generation.stats is generation.stats]
         tokens = sum(len(done.generation.token_ids) for done in every)
-        return {**self._head, "choices": choices, "usage": self._usage(tokens), "metrics": self._metrics(every)}
+        return {**self._head, "choices": choices, "usage": self._usage(tokens), "metrics": self._metrics(chosen)}
 
     def chunks(self, event: News | Done) -> Iterator[Json]:
         """The chunks of an event of a stream."""
@@ -111,8 +112,8 @@ class Answer:
         return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
     def _metrics(self, found: Sequence[Done]) -> Json | None:
-        """Of one completion alone, as vLLM has it."""
-        if len(self._ticket.sequences) != 1 or len(found) != 1:
+        """Of one completion alone, as vLLM has it; of `best_of` the one that was chosen."""
+        if len(found) != 1:
             return None
         stats, times = found[0].generation.stats, found[0].times
         return metrics(stats, times, speculative=self._ticket.pair.drafter not in (None, "none"))

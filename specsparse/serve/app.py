@@ -14,6 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specsparse.engine.model import Model
+from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import ContextTooLong, UserError
 from specsparse.runtime.requests import sequences_of
 from specsparse.serve import asked as requests
@@ -57,6 +58,17 @@ class Service:
         self.worker = Worker(model, self.totals, batch=batch, room=room)
         self.bodies = Bodies()
         self.created = int(time.time())
+
+    def warm_up(self, tokens: int) -> None:
+        """Compiles what texts and chats of up to `tokens` tokens need, prompt and answer together, and those that the
+        context ends; greedy and drawn, as far as the verifier is for both. Before `app` starts."""
+        context = self.model.config.context_length
+        capacities = {self.model.capacity_for(n) for n in (*range(1, min(tokens, context), 256), tokens, context)}
+        drawn = self.defaults.get("temperature") or 1.0
+        for temperature in (0.0, drawn):
+            params = SamplingParams.from_dict({**self.defaults, "temperature": temperature})
+            with contextlib.suppress(UserError):  # the verifier is not for this temperature
+                self.worker.warm_up(self.pair_at(temperature), params, sorted(capacities))
 
     def app(self, *, key: str | None = None, local: bool = True) -> ASGIApp:
         """The application of ASGI; it starts and ends the worker. `key` and `local` as `Gate`'s."""

@@ -27,9 +27,17 @@ WITHOUT_EFFECT = (
     "prompt_cache_retention",
 )  # fmt: skip
 """Fields that change nothing of the answer here (the model is looked at before)."""
+HARMLESS: Mapping[str, tuple[object, ...]] = {
+    "add_generation_prompt": (True,), "cache_prompt": (True, False), "continue_final_message": (False,),
+    "echo": (False,), "function_call": ("none", "auto"), "functions": ([],), "modalities": (["text"],),
+    "parallel_tool_calls": (True, False), "priority": (0,), "tool_choice": ("none", "auto"), "tools": ([],),
+    "use_beam_search": (False,),
+}  # fmt: skip
+"""Values that clients send of fields that are not supported, and that ask for what is done anyway."""
 _TEXT = ("prompt", "logprobs", "echo", "stream", "stream_options")
 _CHAT = ("messages", "logprobs", "top_logprobs", "max_completion_tokens", "response_format", "stream", "stream_options")
 _MESSAGE = ("role", "content", "name")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
@@ -105,12 +113,10 @@ def _check_names(given: Mapping[str, object], own: tuple[str, ...]) -> None:
     """Every field is known."""
     known = (*own, *SAMPLING, *WITHOUT_EFFECT)
     for name in given:
-        if name in known or (name in ("tools", "functions") and given[name] == []):
-            continue
-        if name in ("tool_choice", "function_call") and given[name] in ("none", "auto"):
+        if name in known or given[name] in HARMLESS.get(name, ()):
             continue
         why = f": {ELSEWHERE[name]}" if name in ELSEWHERE else ""
-        near = difflib.get_close_matches(name, known, n=1)
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)  # at 0.6 reasoning_effort is response_format
         hint = why or (f"; did you mean {near[0]!r}?" if near else "")
         raise HttpError(
             400, f"the field {name[:60]!r} is not supported{hint}", code="unsupported_parameter", param=name[:60]
@@ -213,7 +219,11 @@ def _message(message: object, where: str) -> dict[str, str]:
         if not all(isinstance(part, str) for part in parts):
             raise HttpError(400, f"{where}.content may hold parts of type text only", param="messages")
         content = "\n".join(str(part) for part in parts)
+    role = message["role"]
+    if role not in _ROLES:
+        raise HttpError(400, f"{where}.role is {role[:60]!r}: it must be one of {', '.join(_ROLES)}", param="messages")
+    if content is None and role == "assistant":  # as clients give a turn back that had no text
+        content = ""
     if not isinstance(content, str):
         raise HttpError(400, f"{where}.content must be a text", param="messages")
-    role = "system" if message["role"] == "developer" else message["role"]
-    return {"role": role, "content": content}
+    return {"role": "system" if role == "developer" else role, "content": content}

@@ -1,15 +1,20 @@
 """The one thread that decodes: requests wait in a bounded queue, and some that wait start together as a batch."""
 
+import itertools
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
+from specsparse.engine.feed import CHUNKS
 from specsparse.engine.generate import Finish
 from specsparse.engine.model import Model
+from specsparse.engine.sampling.params import SamplingParams
 from specsparse.engine.text.stopping import TokenText
 from specsparse.errors import UserError
 from specsparse.runtime.binding import ready
@@ -134,6 +139,20 @@ class Worker:
         self._news = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="specsparse-serve", daemon=True)
+
+    def warm_up(self, pair: Pair, params: SamplingParams, capacities: Iterable[int]) -> None:
+        """Compiles what requests with such parameters need in caches of these capacities; before `start`.
+
+        Prompts of every size of piece are fed, and a round is run of each number of completions up to `batch`.
+        """
+        for batch, capacity in itertools.product(range(1, self._batch + 1), capacities):
+            model, method = ready(self.model, *pair, params, batch=batch)
+            for length in CHUNKS:
+                if (left := capacity - model.room_for(method.max_nodes) - length) < 1:
+                    continue
+                prompt, own = np.zeros(length, np.int32), params.merged(max_tokens=left)
+                session = Session(model, [Request(prompt, own, 0, i) for i in range(batch)], method, noting=True)
+                session.advance(1)
 
     def start(self) -> None:
         """Begin to decode."""

@@ -29,6 +29,7 @@ pytest.importorskip("prometheus_client")
         (["--api-key", "key\udcff"], "the API key must be ASCII"),
         (["--api-key", "key "], "the API key must be ASCII"),
         (["--batch", "0"], "--batch 0 must be at least 1"),
+        (["--warm-up", "0"], "--warm-up 0 must be at least 1"),
         (["--drafter", "sufix"], "did you mean suffix?"),
         (["--drafter", "suffix", "--verifier", "token"], "cannot verify"),
         (["--verifier", "match"], "--verifier needs --drafter NAME"),

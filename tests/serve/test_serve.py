@@ -159,6 +159,36 @@ def test_completions_by_seed_and_their_logprobs(client, model):
     assert list(values.values()) == [[t.logprob for t in e.logprobs] for e in expected]
 
 
+def test_a_newcomer_s_best_of_keeps_its_figures(client, model):
+    own = {"temperature": 1.0, "best_of": 2, "seed": 3, "max_tokens": 6, "logprobs": 2}
+    expected = specsparse.generate(model, PROMPT, ignore_eos=True, **own, **METHOD)
+    found = client.completions.create(model=NAME, prompt=PROMPT, **own, extra_body=ON)
+    assert found.choices[0].text == expected.text and found.usage.completion_tokens == 12
+    steps = found.model_extra["metrics"]["speculative_decoding"]["num_spec_steps"]
+    assert steps == expected.stats.counters.num_drafts
+
+
+def test_a_newcomer_s_client_sends_defaults_and_empty_turns(url):
+    sent = {"cache_prompt": True, "add_generation_prompt": True, "priority": 0, "parallel_tool_calls": False}
+    silent = [*CHAT, {"role": "assistant", "content": None, "tool_calls": None}, CHAT[1]]
+    spoken = [*CHAT, {"role": "assistant", "content": ""}, CHAT[1]]
+    found = [httpx.post(f"{url}/v1/chat/completions", json={"messages": m, "max_tokens": 3, **more}, timeout=60).json()
+             for m, more in ((silent, sent), (spoken, {}))]  # fmt: skip
+    assert found[0]["choices"] == found[1]["choices"] and found[0]["usage"]["completion_tokens"] == 3
+
+
+def test_no_newcomer_waits_for_programs_after_a_warm_up(tmp_path):
+    model = specsparse.load(write_tiny_gguf(tmp_path / "m.gguf", n_layers=1, context_length=256))
+    service = service_of(model)
+    service.warm_up(64)
+    known = len(model.programs)
+    with serving(service) as url:
+        for body in ({"prompt": PROMPT}, {"prompt": "ab " * 60, "temperature": 0.7, "max_tokens": 5}):
+            assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+        assert httpx.post(f"{url}/v1/chat/completions", json={"messages": CHAT}, timeout=60).status_code == 200
+        assert known == len(model.programs) and totals(url)["vllm:prompt_tokens_total"] < 200  # those asked for alone
+
+
 def test_logprobs_of_a_chat_and_of_an_echoed_prompt(client, model):
     chat = client.chat.completions.create(model=NAME, messages=CHAT, max_tokens=2, logprobs=True, top_logprobs=2)
     expected = specsparse.generate(model, CHAT, max_tokens=2, logprobs=2)
@@ -208,6 +238,9 @@ def test_logprobs_of_a_chat_and_of_an_echoed_prompt(client, model):
         ("completions", {"prompt": "a", "logit_bias": {"999999": 1}, "stream": True}, 400, "999999"),
         ("chat/completions", {"messages": []}, 400, "messages must be"),
         ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages[0].content"),
+        ("chat/completions", {"messages": [{"role": "king", "content": "a"}]}, 400, "role is 'king': it must be one"),
+        ("chat/completions", {"messages": CHAT, "reasoning_effort": "low"}, 400, "'reasoning_effort' is not supported"),
+        ("chat/completions", {"messages": CHAT, "priority": 3}, 400, "'priority' is not supported"),
         ("chat/completions", {"messages": CHAT, "tools": [{"type": "function"}]}, 400, "'tools' is not supported"),
         ("chat/completions", {"messages": CHAT, "top_logprobs": 2}, 400, "needs logprobs=true"),
         ("chat/completions", {"messages": CHAT, "response_format": {"type": "json_object"}}, 400, "response_format"),
@@ -220,6 +253,7 @@ def test_a_mistake_is_one_line_in_openais_object(url, path, body, status, said):
     error = found.json()["error"]
     assert found.status_code == status and said in error["message"], error
     assert set(error) == {"message", "type", "param", "code"} and "\n" not in error["message"]
+    assert not ("reasoning_effort" in error["message"] and "did you mean" in error["message"])
 
 
 def test_the_client_sees_its_own_exceptions(client, url, monkeypatch):
