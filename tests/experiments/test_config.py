@@ -15,6 +15,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from specsparse import run
+from specsparse.engine.config import ACTIVATION_KEY
 from specsparse.errors import UserError
 from specsparse.experiments import runner
 from specsparse.experiments.compose import config, parts, shorthand
@@ -24,6 +25,7 @@ from specsparse.models import catalogue, entries
 from specsparse.speculative.base import DraftKind
 from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.speculative.policies.registry import get_policy
+from specsparse.testing import write_tiny_gguf
 from tests.cells import cells
 from tests.experiments import playing
 from tests.other_process import imported
@@ -75,20 +77,27 @@ def test_composed_experiments_are_golden(name):
     assert text == file.read_text()
 
 
-def test_newcomer_runs_every_experiment_as_the_docs_list_it(monkeypatch):
+def test_newcomer_runs_every_experiment_as_the_docs_list_it(monkeypatch, tmp_path):
     """No run is refused but for a model that is to be downloaded, or a file that is the reader's own."""
     table = (ROOT / "docs" / "usage.md").read_text().partition("## Experiments")[2].partition("\n## ")[0]
     rows = re.findall(r"^\|.*\|$", table, re.M)
     listed = [command.split() for row in rows for command in re.findall("`([a-z]\\w*.*?)`", row)]
-    monkeypatch.setattr(catalogue, "_derived", lambda name, base, *_, **__: catalogue.resolve(base))  # 100 MB to make
+    relu = write_tiny_gguf(tmp_path / "relu.gguf", metadata={ACTIVATION_KEY: "relu"})
+    monkeypatch.setattr(catalogue, "_derived", lambda *_, **__: relu)  # the model itself is 100 MB to make
     for name, *given in listed:
         if given:
             assert any("FILE" in word for word in given)
             continue
         with contextlib.suppress(catalogue.NotHere):
             runner.check(dataclasses.replace(experiment(name), download="no"))
-    placed = experiment("placement").model.path
-    assert catalogue.companion(placed, "activations"), "no counts, and a model without zeros would be refused"
+
+
+def test_newcomer_hears_before_anything_is_loaded_that_a_model_has_no_zeros():
+    for name in ("placement", "train_predictors"):
+        cfg = experiment(name)
+        silu = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, path="smollm2-135m"))
+        with pytest.raises(UserError, match="with SiLU no neuron is ever zero"):
+            runner.check(silu)
 
 
 @pytest.mark.parametrize(

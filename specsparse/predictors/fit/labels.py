@@ -28,6 +28,19 @@ class Labels:
     above: float
 
 
+def need_zeros(ffn: FFN, active_share: float | None) -> None:
+    """An FFN without zeros has no active neurons but by a share.
+
+    Raises:
+        UserError: such an FFN, and no `active_share`.
+    """
+    if active_share is None and not ffn.has_zeros:
+        raise UserError(
+            "with SiLU no neuron is ever zero, so there is nothing to learn: give train.active_share=0.3 to call the "
+            "largest 30 % active, or use predictor=gate_threshold, which needs no training"
+        )
+
+
 def label(ffn: FFN, layer: Layer, rows_ND: np.ndarray, *, active_share: float | None = None) -> Labels:
     """Labels of rows f32[N, D]: |a| > 0, or for `active_share` |a| above the quantile that leaves this share.
 
@@ -37,11 +50,7 @@ def label(ffn: FFN, layer: Layer, rows_ND: np.ndarray, *, active_share: float | 
     Raises:
         UserError: an activation without zeros and no `active_share`, or a layer that is never or always active.
     """
-    if active_share is None and not ffn.has_zeros:
-        raise UserError(
-            "with SiLU no neuron is ever zero, so there is nothing to learn: give train.active_share=0.3 to call the "
-            "largest 30 % active, or use predictor=gate_threshold, which needs no training"
-        )
+    need_zeros(ffn, active_share)
     neurons = jax.jit(ffn.neurons)
     pieces = [rows_ND[i : i + _PIECE] for i in range(0, len(rows_ND), _PIECE)]
     size_NF = np.concatenate([np.abs(neurons(layer, jnp.asarray(p), jnp.asarray([len(p)], jnp.int32))) for p in pieces])

@@ -7,7 +7,7 @@ import numpy as np
 from rich.text import Text
 
 from specsparse import kernels
-from specsparse.engine.config import ModelConfig
+from specsparse.engine.config import OVERRIDES, ModelConfig
 from specsparse.engine.gguf.reader import POWERINFER_MAGIC, GGUFFile, open_gguf
 from specsparse.engine.model import Model
 from specsparse.engine.text.tokenizer import Tokenizer
@@ -36,6 +36,12 @@ def check(cfg: PlacementSettings) -> None:
         raise UserError(f"placement.activations={spec.activations}: no such file or directory of activation counts")
     if spec.active_share is not None:
         _check_active_share(cfg)
+    counted = spec.activations is None and _companion(cfg) is None
+    if counted and spec.active_share is None and cfg.predictor.name == "none":
+        overrides = {k: v for k, v in cfg.model.overrides().items() if k in OVERRIDES}
+        config = ModelConfig.from_gguf(open_gguf(catalogue.resolve(cfg.model.path)), overrides=overrides)
+        if not config.predictor_ranks or cfg.ffn.name == "oracle":
+            profiler.nonzero(FFN.of(config, kernels.get()))
     if cfg.predictor.name != "none":
         predictor = get_predictor(cfg.predictor.name, FFN(kernels.get(), 1e-5), **cfg.predictor.options)
         if predictor.needs in (Needs.TRAINING, Needs.PROMPT):
@@ -59,6 +65,11 @@ def _check_active_share(cfg: PlacementSettings) -> None:
     raise UserError(f"placement.active_share={spec.active_share} does nothing beside {other}: leave one of them out")
 
 
+def _companion(cfg: PlacementSettings) -> Path | None:
+    """Counts that travel with the model, as its file has it."""
+    return None if cfg.model.overrides() else catalogue.companion(cfg.model.path, "activations")
+
+
 def of_run(cfg: PlacementSettings, f: GGUFFile, config: ModelConfig, lab: Lab) -> ActivationStats:
     """Counts of `placement.activations`, those that travel with the model, or of the run's text.
 
@@ -67,7 +78,7 @@ def of_run(cfg: PlacementSettings, f: GGUFFile, config: ModelConfig, lab: Lab) -
     """
     given: str | Path | None = cfg.placement.activations
     if given is None and cfg.predictor.name == "none" and cfg.placement.active_share is None:
-        given = None if cfg.model.overrides() else catalogue.companion(cfg.model.path, "activations")
+        given = _companion(cfg)
         if given is not None:
             lab.console.print(Text(f"activation counts: {given}", style="dim"))
     if given is None:

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from specsparse import kernels
+from specsparse.engine.config import OVERRIDES, ModelConfig
+from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.experiments.kind import Found, Lab
@@ -21,6 +23,7 @@ from specsparse.predictors import FFN, Needs, get_predictor
 from specsparse.predictors.base import Predictor
 from specsparse.predictors.fit.collect import collect, windows
 from specsparse.predictors.fit.evaluate import Evaluation, Evaluator, fit_layers
+from specsparse.predictors.fit.labels import need_zeros
 from specsparse.predictors.mlp import settled
 from specsparse.support import terminal
 
@@ -36,14 +39,17 @@ class TrainPredictors(Training):
 
     def check(self, cfg: TrainSettings) -> None:
         """Names, options, files and prompts."""
-        catalogue.resolve(cfg.model.path)
-        any_ffn = FFN(kernels.get(), 1e-5)
+        file, any_ffn = open_gguf(catalogue.resolve(cfg.model.path)), FFN(kernels.get(), 1e-5)
         if cfg.predictor.name == "none":
             raise UserError("kind=train_predictors needs a predictor: give predictor=mlp")
-        get_predictor(cfg.predictor.name, any_ffn, **cfg.predictor.options)
+        predictor = get_predictor(cfg.predictor.name, any_ffn, **cfg.predictor.options)
         for name in cfg.train.compare:
             get_predictor(name, any_ffn)
         training.options(cfg)
+        overrides = {k: v for k, v in cfg.model.overrides().items() if k in OVERRIDES}
+        config = ModelConfig.from_gguf(file, overrides=overrides)
+        if predictor.needs is Needs.TRAINING and not config.predictor_ranks:
+            need_zeros(FFN.of(config, any_ffn.kernels), cfg.train.active_share)
         cfg.data.prompts()
 
     def run(self, cfg: TrainSettings, lab: Lab) -> Found:
