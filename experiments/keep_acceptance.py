@@ -20,9 +20,8 @@ import specsparse
 from specsparse.data import prompts
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.experiments.methods import decoding
-from specsparse.measure.advice import accepted
-from specsparse.measure.advice.accepted import KEPT, Accepted
-from specsparse.measure.costs import ranks
+from specsparse.measure.costs import accepted, ranks
+from specsparse.measure.costs.accepted import KEPT, Accepted
 from specsparse.runtime.binding import make_method
 from specsparse.speculative.method import drafts_trees, make_drafter
 from specsparse.speculative.policies.base import Fixed

@@ -21,13 +21,13 @@ from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.kernels import status
-from specsparse.measure.bench import speculation
-from specsparse.measure.bench.peers import Peer
-from specsparse.measure.bench.speculation import SpeculationPlan, Speculator, ours
 from specsparse.runtime.binding import make_method
 from specsparse.runtime.device_batch import Method
 from specsparse.speculative.method import make_drafter
 from specsparse.speculative.policies.base import Fixed
+from specsparse.tools.bench import speculation
+from specsparse.tools.bench.peers import Peer
+from specsparse.tools.bench.speculation import SpeculationPlan, Speculator, ours
 
 GOAL = 3.0
 PLAIN, LOOKUP = "ours plain", "ours lookup"

@@ -22,9 +22,9 @@ import numpy as np
 import specsparse
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
-from specsparse.measure.bench.sides import Ours, token_ids
 from specsparse.measure.costs.fit import polish
 from specsparse.measure.costs.measured import load_or_measure
+from specsparse.measure.sides import Ours, token_ids
 from specsparse.runtime.device_batch import Method, Request
 from specsparse.runtime.metrics import Counters
 from specsparse.runtime.session import Session

@@ -7,8 +7,8 @@ Command: python experiments/vn_page.py
 
 from pathlib import Path
 
-from specsparse.measure.bench import published
 from specsparse.support.json_files import to_json, write_atomically
+from specsparse.tools.bench import published
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 

@@ -23,12 +23,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import specsparse
-from specsparse.measure.advice.advise import Question, advise, verdict
-from specsparse.measure.audit import job, windows
-from specsparse.measure.audit.engines import OurRows
-from specsparse.measure.audit.texts import compare_texts
 from specsparse.speculative import expected
 from specsparse.support import terminal
+from specsparse.tools.advise.advise import Question, advise, verdict
+from specsparse.tools.audit import job
+from specsparse.tools.audit.texts import compare_texts
+from specsparse.tools.peers import windows
+from specsparse.tools.peers.engines import OurRows
 
 MODEL = os.environ.get("SPECSPARSE_NOTEBOOK_MODEL", "smollm2-135m")
 TOKENS = int(os.environ.get("SPECSPARSE_NOTEBOOK_TOKENS", "48"))

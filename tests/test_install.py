@@ -87,9 +87,3 @@ def test_no_module_imports_itself_through_others():
 
 def test_the_root_of_the_package_is_small():
     assert len(list((ROOT / "specsparse").glob("*.py"))) <= 6
-
-
-def test_no_source_file_is_long():
-    """A file over 450 lines has more than one noun in it."""
-    long = {p.name: n for p in (ROOT / "specsparse").rglob("*.py") if (n := p.read_text().count("\n")) > 450}
-    assert not long

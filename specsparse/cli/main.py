@@ -12,7 +12,7 @@ from specsparse.errors import UserError, not_installed
 from specsparse.support.options import shown
 from specsparse.support.pipes import until_the_reader_leaves
 
-# Name -> what the list of commands says. The module specsparse.cli.<name> is imported only when its command is called.
+# Name -> what the list of commands says. Only the module of the command that is called is imported.
 COMMANDS = {
     "advise": "should I speculate at all? Predicted speed-ups, here or on a device on paper; no weights needed",
     "audit": "does a verification of n rows give the bits of one row, here and in llama.cpp; where two texts fork",
@@ -30,6 +30,8 @@ COMMANDS = {
     "status": "which kernels run here and why, and what this machine is",
     "version": "version and commit",
 }
+TOOLS = ("advise", "audit", "bench", "chat", "inspect", "profile", "replay", "serve")
+"""Commands that are a folder of `specsparse.tools`; the others are modules of `specsparse.cli`."""
 EXIT_MISTAKE = 2
 
 
@@ -81,7 +83,7 @@ def _dispatch(argv: list[str]) -> int:
         from specsparse.run import main as run_main
 
         return run_main(rest)
-    module = importlib.import_module(f"specsparse.cli.{name}")
+    module = importlib.import_module(f"specsparse.tools.{name}.command" if name in TOOLS else f"specsparse.cli.{name}")
     parser = Parser(prog=f"specsparse {name}", description=module.__doc__, allow_abbrev=False)
     module.add_arguments(parser)
     return int(module.main(parser.parse_args(rest)) or 0)

@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
 def _row(entry: Any) -> dict[str, Any]:
     """An entry with what this machine says of it; None is what is not known."""
     from specsparse.errors import UserError
-    from specsparse.measure.advice import subjects
+    from specsparse.measure.costs import subjects
     from specsparse.models import catalogue, obtain
 
     try:

@@ -10,7 +10,7 @@ import pytest
 
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
-from specsparse.measure.advice import subjects
+from specsparse.measure.costs import subjects
 from specsparse.models import catalogue, headers, hub
 from specsparse.models.convert.hf import convert_hf
 from specsparse.powerinfer.files.torch_zip import write_torch

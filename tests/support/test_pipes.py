@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from specsparse.cli import main as cli
-from specsparse.cli.chat_session import _piped_lines
 from specsparse.errors import UserError
 from specsparse.support import terminal
 from specsparse.support.pipes import decoding_input, until_the_reader_leaves
+from specsparse.tools.chat.session import _piped_lines
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

@@ -18,10 +18,10 @@ from specsparse.errors import UserError
 from specsparse.experiments.kind import Engine, Found, Kind, Lab
 from specsparse.experiments.kinds import perplexity
 from specsparse.experiments.kinds.perplexity import PerplexitySettings
-from specsparse.measure import conditions, inspection
-from specsparse.measure.bench import interleaved, job
-from specsparse.measure.bench.sides import Ours
+from specsparse.measure import conditions, inspection, trials
 from specsparse.measure.conditions import Conditions, Taken
+from specsparse.measure.requantised import requantised
+from specsparse.measure.sides import Ours
 from specsparse.models import catalogue
 from specsparse.report import display
 from specsparse.runtime.perplexity import Windows
@@ -111,7 +111,7 @@ class Quantisations(Kind[QuantTableSettings]):
         source = Path(catalogue.resolve(cfg.model.path))
         f = open_gguf(source)
         notes = () if inspection.main_type(f) in inspection.FLOAT_TYPES else (BASE_IS_QUANTISED,)
-        files = [job.requantised(source, name, lab.console) for name in cfg.quant_table.types]
+        files = [requantised(source, name, lab.console) for name in cfg.quant_table.types]
         files += [Path(catalogue.resolve(file)) for file in cfg.quant_table.files]
         text = perplexity.cut(cfg, Tokenizer.from_metadata(f.metadata, where=str(source)))
         with perplexity.base_law(cfg, lab, text) as law:
@@ -147,13 +147,13 @@ def _row(
 def _speed(cfg: QuantTableSettings, model: Model, name: str, console: Console) -> dict[str, Any]:
     """Tokens per second of decoding and of a prompt, and what they were taken at; None for what is not timed."""
     spec = cfg.quant_table
-    plan = interleaved.Plan(pp=spec.pp, tg=spec.tg, repeats=spec.timings)
+    plan = trials.Plan(pp=spec.pp, tg=spec.tg, repeats=spec.timings)
     if not plan.tests():
         return {"prompt": None, "decode": None, "conditions": None}
     side = Ours(model, room=max(spec.pp, spec.tg + 1))
     with terminal.busy(console, f"timing {name}"):
-        interleaved.warm_up(plan, side)
-        found = interleaved.run(plan, [side])
+        trials.warm_up(plan, side)
+        found = trials.run(plan, [side])
     rates = {test: sides[side.name].to_dict()["tokens_per_second"] for test, sides in found.samples.items()}
     decode, read = rates.get(f"tg{spec.tg}"), found.machine.read
     taken = Conditions(

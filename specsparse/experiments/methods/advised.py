@@ -9,13 +9,12 @@ from rich.table import Table
 from specsparse.engine.model import Model
 from specsparse.experiments.settings import MethodSettings
 from specsparse.measure import intervals
-from specsparse.measure.advice import accepted, clocks
-from specsparse.measure.advice.candidates import Candidate
-from specsparse.measure.advice.clocks import Clocks, Timed
-from specsparse.measure.advice.forecast import at_shape
-from specsparse.measure.advice.shapes import DraftChain
-from specsparse.measure.costs import drafts
+from specsparse.measure.costs import accepted, clocks, drafts
+from specsparse.measure.costs.candidates import Candidate
+from specsparse.measure.costs.clocks import Clocks, Timed
+from specsparse.measure.costs.forecast import at_shape
 from specsparse.measure.costs.progress import Bar, silent
+from specsparse.measure.costs.shapes import DraftChain
 from specsparse.report.record import SPECULATIVE, Group
 from specsparse.runtime.device_batch import Method
 from specsparse.runtime.times.kept import CostTable

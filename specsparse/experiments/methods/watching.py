@@ -6,8 +6,8 @@ from types import TracebackType
 from rich.console import Console
 
 from specsparse.experiments.settings import DecodingSettings
-from specsparse.measure.replay.recording import LAWS_FILE, Recorder
-from specsparse.measure.replay.trace import TRACE_FILE, Trace
+from specsparse.measure.recording import LAWS_FILE, Recorder
+from specsparse.measure.trace import TRACE_FILE, Trace
 from specsparse.runtime.stepped import RoundView, Watch
 
 

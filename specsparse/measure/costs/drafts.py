@@ -10,11 +10,11 @@ import numpy as np
 
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
-from specsparse.measure.bench.sides import token_ids
 from specsparse.measure.costs.fit import draft_line
 from specsparse.measure.costs.loops import Loop
 from specsparse.measure.costs.measured import load_or_measure
 from specsparse.measure.costs.progress import Bar, silent
+from specsparse.measure.sides import token_ids
 from specsparse.runtime.binding import make_method
 from specsparse.runtime.device_batch import Method
 from specsparse.runtime.metrics import Counters

@@ -13,7 +13,7 @@ def advised(report: Json) -> Figure:
     """A panel for each batch size and context, a line a method and acceptance; the shade is the interval.
 
     Args:
-        report: `measure.advice.advise.Advice.to_dict`.
+        report: `tools.advise.advise.Advice.to_dict`.
     """
     rows = []
     for case in report["cases"]:

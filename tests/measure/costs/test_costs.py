@@ -12,8 +12,8 @@ from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.windows import LayerWindows
 from specsparse.errors import UserError
-from specsparse.measure.advice.accepted import Accepted
 from specsparse.measure.costs import devices, drafts, traffic
+from specsparse.measure.costs.accepted import Accepted
 from specsparse.measure.costs.explain import explain
 from specsparse.measure.costs.fit import draft_line, fit_kv, overhead, polish, rising
 from specsparse.measure.costs.roofline import Roofline

@@ -1,1 +1,0 @@
-"""Should one speculate at all? What a target, a draft and a device say before anything is decoded."""

@@ -1,0 +1,1 @@
+"""`specsparse advise`: should I speculate at all?"""

@@ -1,0 +1,1 @@
+"""`specsparse bench`: this engine beside the machine and beside other engines."""

@@ -1,0 +1,198 @@
+"""What a device reads and multiplies, and how fast models decode on it, plainly, with drafts and with trees."""
+
+from collections.abc import Callable, Iterator
+from statistics import median
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsparse import kernels
+from specsparse.engine.model import Model
+from specsparse.engine.sampling.params import SamplingParams
+from specsparse.measure.costs import traffic
+from specsparse.measure.sides import Ours, token_ids
+from specsparse.runtime import manifest
+from specsparse.runtime.binding import make_method
+from specsparse.runtime.device_batch import Method, Request
+from specsparse.runtime.session import Session
+from specsparse.speculative.drafters.registry import get_drafter
+from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates, synthetic_verifier
+from specsparse.speculative.trees import get_tree
+from specsparse.support.in_turn import in_turn, seconds
+from specsparse.support.json_files import Json
+from specsparse.tools.bench.card.models import WIDTHS, padded, random_matrix, random_model, wide
+from specsparse.tools.bench.card.stages import CardPlan
+
+PROMPT = 64
+ALPHA, GAMMA = 0.8, 4
+"""Of the synthetic drafts: chance of each token, and tokens."""
+
+
+def status(plan: CardPlan) -> Iterator[Json]:
+    """The device, what runs on it, and what it reads and multiplies at best by XLA's own loops."""
+    device = jax.devices()[0]
+    memory = device.memory_stats() or {}
+    yield {
+        "what": "device", "kind": device.device_kind, "platform": device.platform, "count": jax.device_count(),
+        "memory_bytes": memory.get("bytes_limit"), "packages": manifest.package_versions(),
+    }  # fmt: skip
+    yield {"what": "kernels", **kernels.status(), "chosen": kernels.get(plan.backend).name}
+    yield {"what": "read bandwidth", "bytes_per_second": bandwidth(plan)}
+    size = 256 if plan.tiny else 8192
+    a = jnp.ones((size, size), jnp.bfloat16)
+    product = jax.jit(lambda a: a @ a)
+    s = _best(lambda: product(a), plan.repeats)
+    yield {"what": "bf16 product", "size": size, "operations_per_second": 2 * size**3 / s}
+
+
+def bandwidth(plan: CardPlan) -> float:
+    """Bytes per second that a sum over an array larger than any cache reads."""
+    values = jnp.ones(((1 << 22) if plan.tiny else (1 << 29),), jnp.float32)
+    total = jax.jit(lambda x: jnp.sum(x))
+    return values.nbytes / _best(lambda: total(values), plan.repeats + 2)
+
+
+def _best(call: Callable[[], object], repeats: int) -> float:
+    return min(in_turn({"": lambda: seconds(lambda: jax.block_until_ready(call()))}, repeats=repeats)[""])
+
+
+def decode_small(plan: CardPlan) -> Iterator[Json]:
+    """Plain decoding of the smaller shape by type of the weights."""
+    for kind in ("Q8_0",) if plan.tiny else ("BF16", "Q8_0", "Q4_0"):
+        yield _decoded(plan, plan.small, kind, None)
+
+
+def decode_large_bf16(plan: CardPlan) -> Iterator[Json]:
+    """Plain decoding of the larger shape in two-byte weights."""
+    yield _decoded(plan, plan.large, "BF16", plan.layers)
+
+
+def decode_large_q8(plan: CardPlan) -> Iterator[Json]:
+    """The same in 8 bits."""
+    yield _decoded(plan, plan.large, "Q8_0", plan.layers)
+
+
+def decode_large_q4(plan: CardPlan) -> Iterator[Json]:
+    """The same in 4 bits."""
+    yield _decoded(plan, plan.large, "Q4_0", plan.layers)
+
+
+def _decoded(plan: CardPlan, name: str, kind: str, layers: int | None) -> Json:
+    """Seconds of a step of W rows and of one in a program for one row, in turn, and the share of the bandwidth."""
+    model = padded(random_model(name, kind, layers=layers, backend=plan.backend))
+    rate, sides = bandwidth(plan), {"wide": model, "one_row": wide(model, 0)}
+    timed = {side: Ours(each, depth=PROMPT, room=plan.tokens + each.width) for side, each in sides.items()}
+    found = in_turn({s: lambda o=o: o.decode(plan.tokens) for s, o in timed.items()}, repeats=plan.repeats)
+    step = {side: median(times) / plan.tokens for side, times in found.items()}
+    read = model.footprint.packed + traffic.kv_bytes(model.config, PROMPT + plan.tokens / 2, model.kv_dtype)
+    return {
+        "what": f"decode, {name} {kind}", "layers": model.config.n_layers, "width": model.width,
+        "tokens_per_second": 1 / step["wide"], "one_row_tokens_per_second": 1 / step["one_row"],
+        "wide_over_one_row": step["wide"] / step["one_row"], "bytes_per_step": read, "bandwidth": rate,
+        "share_of_bandwidth": read / step["wide"] / rate, "one_row_share": read / step["one_row"] / rate,
+        "compile_s": sum(entry.seconds for o in timed.values() for entry in o.log.entries),
+    }  # fmt: skip
+
+
+def widths(plan: CardPlan) -> Iterator[Json]:
+    """v(1..16) of programs of n rows in a few layers of the larger shape, and steps of 8 and 16 rows beside them."""
+    kinds, ns = (("BF16",), (1, 2)) if plan.tiny else (("BF16", "Q4_0"), range(1, 17))
+    for kind in kinds:
+        model = random_model(plan.large, kind, layers=2, backend=plan.backend, width=0)
+        side = Ours(model, depth=PROMPT, room=32, forwards=16)
+        times = {n: median(side.verify(n) for _ in range(plan.repeats + 1)) for n in ns}
+        wide_s = {}
+        for width in WIDTHS[:1] if plan.tiny else WIDTHS:
+            side = Ours(wide(model, width), depth=PROMPT, room=32, forwards=16)
+            wide_s[width] = median(side.verify(1) for _ in range(plan.repeats + 1))
+        yield {
+            "what": f"v(n), {plan.large} {kind} in 2 layers", "step_s": times[1],
+            "v": {n: s / times[1] for n, s in times.items()}, "padded": {w: s / times[1] for w, s in wide_s.items()},
+        }  # fmt: skip
+
+
+def _session(model: Model, method: Method, plan: CardPlan, **law: float) -> Session:
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": plan.tokens, "ignore_eos": True, **law})
+    return Session(model, [Request(token_ids(PROMPT, model.config.vocab_size), params, seed=0)], method)
+
+
+def _written(model: Model, method: Method, plan: CardPlan, **law: float) -> Session:
+    session = _session(model, method, plan, **law)
+    session.advance()
+    return session
+
+
+def speculation(plan: CardPlan) -> Iterator[Json]:
+    """Drafts whose acceptance is made up against plain decoding, padded and in a program for one row."""
+    model = padded(random_model(plan.large, "BF16", layers=plan.layers, backend=plan.backend))
+    rates = SyntheticRates.geometric(GAMMA, rate=ALPHA)
+    method = Method(Synthetic(rates), synthetic_verifier(rates))
+    sides = {"plain": (model, Method()), "one_row": (wide(model, 0), Method()), "speculative": (model, method)}
+    found = in_turn({name: lambda s=s: _written(*s, plan) for name, s in sides.items()}, repeats=plan.repeats)
+    s = {name: median(one.decode_s for one in each) for name, each in found.items()}
+    counted = found["speculative"][-1].counters()[0]
+    yield {
+        "what": f"speculation, {plan.large} BF16, alpha {ALPHA}, gamma {GAMMA}", "layers": model.config.n_layers,
+        "tokens_per_round": counted.num_emitted_tokens / counted.num_rounds,
+        "expected_tokens_per_round": rates.mean_acceptance_length(),
+        "over_one_row": s["one_row"] / s["speculative"], "over_padded": s["plain"] / s["speculative"],
+        "tokens_per_second": plan.tokens / s["speculative"],
+    }  # fmt: skip
+
+
+def trees(plan: CardPlan) -> Iterator[Json]:
+    """Chains and a tree drafted by part of the layers: the text is plain decoding's, greedy and sampled."""
+    model = padded(random_model(plan.small, "Q8_0", backend=plan.backend))
+    half = list(range(model.config.n_layers // 2))
+    shapes = {"chain of 7": {"gamma": 7}, "tree of 2 x 2": {"tree": get_tree("static", widths=(2, 2))}}
+    for temperature in (0.0,) if plan.tiny else (0.0, 0.9):
+        plain = _written(model, Method(), plan, temperature=temperature)
+        for name, shape in shapes.items():
+            drafter = get_drafter("layer_skip", layers=half, **shape)
+            verifier = "tree_match" if "tree" in shape else "match"
+            params = SamplingParams(temperature=temperature, max_tokens=plan.tokens)
+            fast = _written(model, make_method(model, drafter, verifier, params), plan, temperature=temperature)
+            counted = fast.counters()[0]
+            yield {
+                "what": f"{name} at temperature {temperature}, {plan.small} Q8_0", "width": model.width,
+                "same_tokens": bool(np.array_equal(fast.tokens()[0], plain.tokens()[0])),
+                "accepted": counted.num_accepted_tokens, "rounds": counted.num_rounds,
+            }  # fmt: skip
+
+
+def int4(plan: CardPlan) -> Iterator[Json]:
+    """One matrix in 4 bits: our packed product beside jax's own int4 type and two-byte weights, copies in turn."""
+    shape, copies = ((96, 64), 2) if plan.tiny else ((11008, 4096), 24)  # together larger than any cache
+    product, kept = kernels.get(plan.backend).linear, kernels.get(plan.backend).kept
+    packed = [random_matrix(i, "Q4_0", shape, kept=kept) for i in range(copies)]
+    ours_bytes, keys = packed[0].nbytes, jax.random.split(jax.random.key(0), copies)
+    codes = [jax.random.randint(key, shape[::-1], -8, 8).astype(jnp.int4) for key in keys]
+    dense = [jnp.full(shape[::-1], i, jnp.bfloat16) for i in range(copies)]
+    for rows in (1,) if plan.tiny else (1, 8, 16):
+        x = jnp.ones((rows, shape[1]), jnp.float32)
+        count = jnp.asarray([rows], jnp.int32)
+
+        def ours(w, x=x, count=count):
+            return product(x, (w,), n_valid=count)[0]
+
+        def theirs(w, x=x):
+            return (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32)
+
+        each = {"ours_q4_0": (ours, packed), "jax_int4": (theirs, codes), "bf16": (theirs, dense)}
+        times = {name: _through(function, weights, plan) / copies for name, (function, weights) in each.items()}
+        sizes = {"ours_q4_0": ours_bytes, "jax_int4": shape[0] * shape[1] / 2, "bf16": 2 * shape[0] * shape[1]}
+        yield {
+            "what": f"product {shape[0]} x {shape[1]}, {rows} rows", "seconds": times,
+            "bytes_per_second": {name: sizes[name] / s for name, s in times.items()},
+        }  # fmt: skip
+
+
+def _through(function: Callable, weights: list, plan: CardPlan) -> float:
+    """Seconds of the product with all copies in one program; no loop over them, which would copy each for a kernel."""
+
+    def program(weights):
+        return sum(jnp.sum(function(w)) for w in weights)
+
+    run = jax.jit(program)
+    return _best(lambda: run(weights), plan.repeats)

@@ -1,0 +1,1 @@
+"""Look-up tables for four-bit products: a measured negative result, kept with its benchmark."""

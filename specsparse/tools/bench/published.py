@@ -1,0 +1,256 @@
+"""v(n) as entries that anybody can add to: one schema, files that validate by it, and the page that is made of them.
+
+v(n) is the time of a forward of n rows over that of one row, of one engine with one file on one machine: what a round
+of speculation costs. `python -m specsparse bench --publish FILE` writes an entry for each engine it timed.
+"""
+
+import dataclasses
+import datetime
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from specsparse.errors import UserError
+from specsparse.measure import conditions
+from specsparse.measure.conditions import Conditions
+from specsparse.measure.sides import OURS
+from specsparse.support.json_files import Json, to_json, write_atomically
+from specsparse.support.options import Count, Positive, Range, options_of, read
+
+VERSION = 1
+"""Of the schema."""
+FOLDER = Path(__file__).parents[3] / "docs" / "data" / "vn"
+"""The committed entries, in a checkout."""
+_ON = {True: "on", False: "off"}
+_SHOWN = (2, 4, 8, 16)
+"""The rows of the page's table."""
+
+
+@dataclass(frozen=True)
+class EngineUsed:
+    """What was timed.
+
+    Attributes:
+        name: specsparse, llama.cpp, ik_llama.cpp ..
+        build: version or commit, and the instruction set.
+        threads: how many.
+    """
+
+    name: str
+    build: str
+    threads: Count
+
+
+@dataclass(frozen=True)
+class MachineUsed:
+    """What it ran on.
+
+    Attributes:
+        name: short, the same in all entries of the machine.
+        cpu: its processor, or accelerator.
+        bandwidth: bytes read a second, measured beside it; None: not measured.
+    """
+
+    name: str
+    cpu: str
+    bandwidth: Positive | None = None
+
+
+@dataclass(frozen=True)
+class Published:
+    """One engine, one file, one machine.
+
+    Attributes:
+        engine, machine: what and where.
+        model: the model.
+        type: GGUF type of most of its weights.
+        date: ISO.
+        quiet: whether the memory was read at a steady rate meanwhile.
+        depth: tokens in the cache.
+        repeats: timings of each n; the figures are their medians.
+        v: by n, from 2 on.
+        source: where it is logged, with the command.
+        step_ms: milliseconds of one row; None: not noted.
+    """
+
+    engine: EngineUsed
+    machine: MachineUsed
+    model: str
+    type: str
+    date: str
+    quiet: bool
+    depth: Annotated[int, Range(0)]
+    repeats: Count
+    v: Mapping[str, float]
+    source: str
+    step_ms: Positive | None = None
+
+    def __post_init__(self):
+        try:
+            datetime.date.fromisoformat(self.date)
+            good = bool(self.v) and all(
+                n.isdecimal() and int(n) > 1 and isinstance(t, int | float) and not isinstance(t, bool) and t > 0
+                for n, t in self.v.items()
+            )
+        except ValueError:
+            raise UserError(f"date={self.date}: is no date such as 2026-11-23") from None
+        if not good:
+            raise UserError(f"v={dict(self.v)}: times above 0 by whole numbers from 2 on are needed")
+
+    def at(self, n: int) -> float | None:
+        """v(n), None where it was not measured."""
+        value = self.v.get(str(n))
+        return None if value is None else float(value)
+
+
+def schema() -> Json:
+    """The JSON schema (draft 2020-12) of a file of entries; `read_file` accepts what it accepts."""
+    number, text = {"type": "number", "exclusiveMinimum": 0}, {"type": "string"}
+    count = {"type": "integer", "minimum": 1}
+    kinds = {
+        "threads": count, "repeats": count, "depth": {"type": "integer", "minimum": 0}, "quiet": {"type": "boolean"},
+        "bandwidth": {"anyOf": [number, {"type": "null"}]}, "step_ms": {"anyOf": [number, {"type": "null"}]},
+        "date": {**text, "format": "date"},
+        "v": {"type": "object", "patternProperties": {"^([2-9]|[1-9][0-9]+)$": number}, "additionalProperties": False,
+              "minProperties": 1},
+        "engine": {}, "machine": {},
+    }  # fmt: skip
+
+    def of(owner: type) -> Json:
+        options = options_of(owner)
+        given = {name: kinds.get(name, text) for name in options}
+        for name, part in (("engine", EngineUsed), ("machine", MachineUsed)):
+            if owner is Published:
+                given[name] = of(part)
+        about = {name: {**kind, "description": options[name].about} for name, kind in given.items()}
+        needed = [name for name, option in options.items() if option.default is dataclasses.MISSING]
+        return {"type": "object", "properties": about, "required": needed, "additionalProperties": False}
+
+    entries = {"type": "array", "minItems": 1, "items": of(Published)}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "v(n): the time of a forward of n rows over that of one row",
+        "type": "object",
+        "properties": {"schema": {"const": VERSION}, "entries": entries},
+        "required": ["schema", "entries"],
+        "additionalProperties": False,
+    }
+
+
+def read_file(path: Path) -> tuple[Published, ...]:
+    """The entries of a file.
+
+    Raises:
+        UserError: it cannot be read, or is not as the schema says.
+    """
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(given, dict) or given.keys() != {"schema", "entries"} or given["schema"] != VERSION:
+        raise UserError(f'{path}: is no file of v(n): {{"schema": {VERSION}, "entries": [..]}} is needed')
+    if not isinstance(given["entries"], list) or not given["entries"]:
+        raise UserError(f"{path}: entries: a list of at least one is needed")
+    found = []
+    for i, entry in enumerate(given["entries"]):
+        if not isinstance(entry, dict):
+            raise UserError(f"{path}: entries[{i}] is no object")
+        where = f"{path.name}: entries[{i}]"
+        try:
+            found.append(read(Published, entry, group=where, null=True))
+        except UserError as error:
+            text = str(error)
+            raise UserError(text if text.startswith(where) else f"{where}.{text}") from None
+    return tuple(found)
+
+
+def of_report(report: Json, *, machine: str | None = None, source: str) -> list[Published]:
+    """An entry for each engine of a `bench` report with v(n).
+
+    Args:
+        report: of `bench.summary.build`.
+        machine: its short name; by default its processor's.
+        source: where it is logged, with the command.
+
+    Raises:
+        UserError: the report has no v(n) beyond 1.
+    """
+    manifest, model = report["manifest"], report["model"]
+    cpu, git = manifest["cpu"]["model"], manifest.get("git") or {}
+    builds = {OURS: f"{str(git.get('commit') or 'no checkout')[:10]}, {report['backend']} {manifest['kernels']['isa']}"}
+    for peer in report["peers"]:
+        flash = peer["flash"].get("verify")
+        builds[peer["name"]] = peer["version"] + ("" if flash is None else f", flash attention {_ON[flash]}")
+    steps = {row["engine"]: row["ms_per_token"] for row in report["results"] if row["test"] == "v1"}
+    memory = report["machine"]["read_bytes_per_second"]
+    place = MachineUsed(machine or cpu, cpu, memory["median"])
+    still = Conditions(memory["median"], memory["sd"] / memory["mean"])
+    today, found = datetime.datetime.now(datetime.UTC).date().isoformat(), []
+    for engine, by_n in report["v"].items():
+        v = {str(n): round(t["median"], 3) for n, t in by_n.items() if int(n) > 1}
+        if not v:
+            raise UserError("nothing to publish: v(n) was not measured beyond n = 1; give --n, for instance 1,2,4,8,16")
+        name, plan = model.get("name") or str(model.get("file")), report["plan"]
+        found.append(
+            Published(
+                EngineUsed(engine, builds.get(engine, ""), report["threads"]), place, name, model["main_type"], today,
+                conditions.busy(still) is None, plan["depth"], plan["repeats"], v, source, round(steps[engine], 3),
+            )
+        )  # fmt: skip
+    return found
+
+
+def write_file(path: Path, entries: Sequence[Published]) -> None:
+    """Writes entries as a file that `read_file` takes.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    values = {"schema": VERSION, "entries": [dataclasses.asdict(entry) for entry in entries]}
+    write_atomically(path, to_json(values, indent=1) + "\n")
+
+
+def page(entries: Iterable[Published]) -> str:
+    """The page of v(n) in Markdown: a table a machine, engines beside one another, and how an entry gets there."""
+    by_machine: dict[str, list[Published]] = {}
+    for entry in entries:
+        by_machine.setdefault(entry.machine.name, []).append(entry)
+    parts = [_HEAD]
+    for name, own in sorted(by_machine.items()):
+        parts += [f"## {name}\n", *_table(own), ""]
+    return "\n".join([*parts, _FOOT])
+
+
+def _table(entries: Sequence[Published]) -> Iterable[str]:
+    yield f"{entries[0].machine.cpu}.\n"
+    heads = ["model", "type", "engine", "one row, ms", *(f"v({n})" for n in _SHOWN), "quiet", "date"]
+    yield "| " + " | ".join(heads) + " |"
+    yield "| --- " * len(heads) + "|"
+    ordered = sorted(entries, key=lambda e: (e.model, e.type, e.engine.name != OURS, e.engine.name, e.date))
+    for e in ordered:
+        times = ["" if (t := e.at(n)) is None else f"{t:.2f}" for n in _SHOWN]
+        step = "" if e.step_ms is None else f"{e.step_ms:.2f}"
+        cells = (e.model, e.type, e.engine.name, step, *times, "yes" if e.quiet else "no", e.date)
+        yield "| " + " | ".join(cells) + " |"
+    yield ""
+    yield from dict.fromkeys(
+        f"* {e.engine.name}: {e.engine.build}, {e.engine.threads} threads; {e.source}" for e in ordered
+    )
+
+
+_HEAD = """# v(n) by engine, type and machine
+
+v(n) is the time of a forward of n rows over that of one row. A round of speculation that drafts n - 1 tokens takes v(n)
+plain steps and what drafting takes, so it must emit more than v(n) tokens to pay: an engine with v(8) = 5 has little to
+gain, whatever the drafts. This page is made of the files in `docs/data/vn` by `make docs`.
+"""
+_FOOT = """
+## Another machine or engine
+
+    python -m specsparse bench --model smollm2-135m --pp 0 --tg 0 --n 1,2,4,8,16 --peer llama.cpp --publish mine.json
+
+writes an entry for each engine in the form of `docs/data/vn.schema.json`. A file beside the others is on this page
+after the next `make docs`. Entries of engines that no peer module runs may be written by hand.
+"""

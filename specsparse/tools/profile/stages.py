@@ -1,0 +1,277 @@
+"""Where the time goes: the stages of speculative rounds, the kernels of one forward pass, and both as a Chrome trace.
+
+A dense forward is one native call. Here it is taken apart again into the calls it is made of, each timed in a loop on
+the device over the weights of all layers, so that no layer is read from a cache.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsparse import api
+from specsparse.engine import llama
+from specsparse.engine.model import Model
+from specsparse.engine.pytree import Pytree
+from specsparse.engine.sampling.params import SamplingParams
+from specsparse.errors import UserError
+from specsparse.kernels import QTensor
+from specsparse.measure.sides import Ours, token_ids
+from specsparse.runtime.metrics import STAGES
+from specsparse.runtime.requests import PromptLike
+from specsparse.runtime.stepped import RoundView
+from specsparse.support.in_turn import seconds
+from specsparse.support.json_files import Json
+
+_LONG_ENOUGH = 0.03
+"""Seconds that a timing should take."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The calls of one kernel in a forward pass.
+
+    Attributes:
+        name: the kernel, and of a product its matrices.
+        calls: in one pass.
+        seconds: of all of them together.
+        nbytes: that all of them read of weights and cache.
+    """
+
+    name: str
+    calls: int
+    seconds: float
+    nbytes: int
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second."""
+        return self.nbytes / self.seconds
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured.
+
+    Attributes:
+        rows: of the forward pass: 1, or a draft and the token before it.
+        depth: tokens in the cache before it.
+        forward_s: seconds of the pass as it runs.
+        kernels: its parts, in order; their sum is what the parts take one by one.
+        rounds: seconds of each stage, one entry a round; empty for plain decoding.
+        read_bandwidth: bytes per second that this machine reads.
+    """
+
+    rows: int
+    depth: int
+    forward_s: float
+    kernels: tuple[Kernel, ...]
+    rounds: tuple[dict[str, float], ...]
+    read_bandwidth: float
+
+    def stages(self) -> dict[str, float]:
+        """Seconds of each stage, all rounds together."""
+        return {name: sum(one[name] for one in self.rounds) for name in STAGES} if self.rounds else {}
+
+    def to_dict(self) -> Json:
+        """As plain values."""
+        kernels = [{**vars(k), "bytes_per_second": k.bandwidth} for k in self.kernels]
+        return {**vars(self), "kernels": kernels, "rounds": len(self.rounds), "stages": self.stages()}
+
+
+def profile(
+    model: Model,
+    *,
+    prompt: PromptLike,
+    method: Mapping[str, object],
+    rows: int,
+    depth: int,
+    max_tokens: int,
+    read_bandwidth: float,
+    done: Callable[[], None] = lambda: None,
+) -> Profile:
+    """Measures.
+
+    Args:
+        model: a dense one.
+        prompt: decoded for the stages, as `api.generate` takes it.
+        method: `drafter` and `verifier`; {} leaves the stages out.
+        rows: of the forward pass that is taken apart.
+        depth: tokens in the cache before it.
+        max_tokens: of the decoding.
+        read_bandwidth: of this machine, bytes per second.
+        done: called after each kernel.
+
+    Raises:
+        UserError: a model with a sparse FFN, or a depth that the context does not hold.
+    """
+    if model.ffn != "dense":
+        raise UserError(f"{model.path}: runs with ffn={model.ffn}; only dense models can be taken apart")
+    model.check_whole("a profile")
+    if depth + rows > model.config.context_length:
+        raise UserError(f"depth {depth} and {rows} rows do not fit the context of {model.config.context_length}")
+    rounds = _rounds(model, prompt, method, max_tokens) if method else ()
+    side = Ours(model, depth=depth, room=rows)
+    side.verify(rows)
+    forward_s = min(side.verify(rows) for _ in range(3))
+    groups: dict[str, list[Call]] = {}
+    for call in record(model, rows=rows, depth=depth):
+        groups.setdefault(call.name, []).append(call)
+    kernels = []
+    for name, calls in groups.items():
+        kernels.append(Kernel(name, len(calls), _seconds(calls), sum(_bytes(call, depth + rows) for call in calls)))
+        done()
+    return Profile(rows, depth, forward_s, tuple(kernels), tuple(rounds), read_bandwidth)
+
+
+def _rounds(model: Model, prompt: PromptLike, method: Mapping[str, object], max_tokens: int) -> list[dict[str, float]]:
+    """Seconds of each stage of each round; once unobserved first, which compiles."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    before, found = dict.fromkeys(STAGES, 0.0), []
+
+    def watch(view: RoundView) -> None:
+        nonlocal before
+        now = {name: getattr(view.session.times, name) for name in STAGES}
+        found.append({name: now[name] - before[name] for name in STAGES})
+        before = now
+
+    api.generate(model, prompt, sampling=params, loop="host", **method)
+    api.generate(model, prompt, sampling=params, watch=watch, **method)
+    return found
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a kernel as the forward pass makes it."""
+
+    name: str
+    function: Callable
+    args: tuple
+    options: dict[str, object]
+
+
+def record(model: Model, *, rows: int, depth: int) -> list[Call]:
+    """The kernel calls of one forward pass, in order, on `depth` zeros in the cache; the argmax of its rows last."""
+    calls: list[Call] = []
+    names = _names(model)
+
+    def recording(kind: str, function: Callable) -> Callable:
+        def call(*args, **options):
+            matrices = [names[id(w)] for w in args[1]] if kind == "linear" else []
+            calls.append(Call(" ".join([kind, *matrices]), function, args, options))
+            return function(*args, **options)
+
+        return call
+
+    own = {kind: recording(kind, getattr(model.kernels, kind)) for kind in ("linear", "embed", "attend")}
+    forward = llama.make_forward(model.config, replace(model.kernels, layers=None, **own))
+    capacity = model.capacity_for(depth + rows)
+    cache = model.new_cache(1, capacity)._replace(length=jnp.asarray([depth], jnp.int32))
+    tokens = jnp.asarray(token_ids(rows, model.config.vocab_size))[None]
+    out, _ = forward(model.params_for(capacity), tokens, cache, n_valid_B=jnp.asarray([rows], jnp.int32))
+    calls.append(Call("argmax", model.kernels.argmax, (out.logits[0],), {}))
+    return calls
+
+
+def _names(model: Model) -> dict[int, str]:
+    """Name of every matrix by its identity."""
+    found = {id(model.params.output): "output"}
+    for layer in model.params.layers:
+        found |= {id(w): name for name, w in layer._asdict().items() if isinstance(w, QTensor)}
+    return found
+
+
+def _seconds(calls: Sequence[Call]) -> float:
+    """Seconds of these calls, one after the other: the best of three loops on the device."""
+    leaves, tree = jax.tree.flatten([(call.args, call.options) for call in calls])
+    arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+
+    def once(values: list[jax.Array], caches: Pytree, link: jax.Array):
+        """All calls; each waits for the one before, since its input is made to depend on that one's output."""
+        whole = list(leaves)
+        for i, value in zip(arrays, values, strict=True):
+            whole[i] = value
+        new = []
+        for call, (args, options), kept in zip(calls, jax.tree.unflatten(tree, whole), caches, strict=True):
+            args = list(args)
+            at = 1 if call.name == "embed" else 0
+            args[at] = args[at] + link.astype(args[at].dtype)
+            args[3:5] = kept or args[3:5]
+            out = call.function(*args, **options)
+            first = jax.tree.leaves(out)[0]
+            link = (first.ravel()[0] * 0).astype(jnp.float32)
+            new.append(tuple(out[1:]) if kept else ())
+        return new, link
+
+    @jax.jit
+    def loop(values, caches, times):
+        def body(_, state):
+            return once(values, *state)
+
+        return jax.lax.fori_loop(jnp.int32(0), times, body, (caches, jnp.float32(0)))[1]
+
+    values = [leaves[i] for i in arrays]
+    caches = [tuple(call.args[3:5]) if call.name == "attend" else () for call in calls]
+
+    def timed(times: int) -> float:
+        return seconds(lambda: loop(values, caches, jnp.int32(times)).block_until_ready())
+
+    timed(1)
+    times = max(2, int(np.ceil(_LONG_ENOUGH / max(timed(2) / 2, 1e-6))))
+    return min(timed(times) for _ in range(3)) / times
+
+
+def _bytes(call: Call, tokens: int) -> int:
+    """Bytes of weights and cache that a call reads."""
+    if call.name == "attend":
+        return sum(a.size // _capacity(a) * tokens * a.dtype.itemsize for a in call.args[3:5])
+    if call.name == "embed":
+        return call.args[0].nbytes // call.args[0].shape[0] * call.args[1].size
+    return sum(w.nbytes for w in jax.tree.leaves(call.args, is_leaf=_is_matrix) if _is_matrix(w))
+
+
+def _capacity(cache: jax.Array) -> int:
+    """Slots of a layer's keys [B, G, C/16, d, 16] or values [B, G, C, d]."""
+    return cache.shape[2] * (cache.shape[4] if cache.ndim == 5 else 1)
+
+
+def _is_matrix(x: object) -> bool:
+    return isinstance(x, QTensor)
+
+
+def chrome_trace(found: Profile, *, model: str) -> Json:
+    """The profile as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+    One track has the stages of every round as they were measured, laid one after the other; another the kernels of one
+    forward pass, each call as long as its kernel's mean.
+    """
+    events: list[Json] = [
+        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": f"specsparse: {model}"}},
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": 1, "args": {"name": "rounds"}},
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": 2, "args": {"name": f"a forward of {found.rows} rows"}},
+    ]
+
+    def add(tid: int, start: float, name: str, seconds: float, **args: object) -> float:
+        event = {"ph": "X", "pid": 1, "tid": tid, "name": name, "ts": 1e6 * start, "dur": 1e6 * seconds, "args": args}
+        events.append(event)
+        return start + seconds
+
+    at = 0.0
+    for number, stages in enumerate(found.rounds):
+        for name in STAGES:
+            at = add(1, at, name, max(stages[name], 0.0), round=number)
+    at = 0.0
+    for kernel in _in_order(found.kernels):
+        facts = {"GB/s": round(kernel.bandwidth / 1e9, 2), "calls": kernel.calls}
+        at = add(2, at, kernel.name, kernel.seconds / kernel.calls, **facts)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _in_order(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """A kernel for each call, as the layers make them: those with many calls in turn, the others around them."""
+    layers = max(kernel.calls for kernel in kernels)
+    middle = [kernel for kernel in kernels if kernel.calls == layers]
+    first = kernels.index(middle[0])
+    return [*kernels[:first], *middle * layers, *(k for k in kernels[first:] if k not in middle)]

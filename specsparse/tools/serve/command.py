@@ -1,0 +1,148 @@
+"""Serve a model over HTTP in OpenAI's terms: /v1/models, /v1/completions, /v1/chat/completions, /health, /metrics.
+
+Each answer says what speculation did, as vLLM does (metrics.speculative_decoding). It listens on this machine alone;
+any other address needs a key. Requests wait in a queue; there is no scheduler: those that wait start together.
+"""
+
+import argparse
+import ipaddress
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specsparse.cli import method_options, sampling_options
+from specsparse.errors import UserError
+from specsparse.support import terminal
+
+if TYPE_CHECKING:
+    from specsparse.engine.model import Model
+    from specsparse.tools.serve.app import Service
+
+KEY = "SPECSPARSE_API_KEY"
+"""The environment variable that holds the key where --api-key does not say it."""
+_SECONDS = 2
+"""That open answers have left at the end."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Model, method, address and queue, then sampling parameters for requests that say none."""
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a known name, a GGUF file or hf://owner/repo/file.gguf")
+    method_options.add_parts(parser)
+    add("--name", metavar="NAME", help="what requests call the model; by default MODEL, of a file its name")
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on; one of another machine's needs a key")
+    add("--port", type=int, default=8000, metavar="N", help="0 takes a free one (%(default)s)")
+    add("--api-key", metavar="KEY", help=f"asked of each request; better in the environment, as {KEY}")
+    add("--batch", type=int, default=1, metavar="N", help="completions that may start together (%(default)s)")
+    add("--queue", type=int, default=32, metavar="N", help="requests that may wait; 503 beyond (%(default)s)")
+    add("--context", type=int, metavar="N", help="tokens that the context holds; by default as the file says")
+    what = "compile before it listens what the first requests would wait for: prompt and text of up to TOKENS tokens"
+    add("--warm-up", nargs="?", type=int, const=512, metavar="TOKENS", help=f"{what} (%(const)s), or of the context")
+    names = [name for name in sampling_options.ONE_TEXT if name not in ("stop", "stop_token_ids", "bad_words")]
+    sampling_options.add_arguments(parser, names)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Load, listen, and answer until Ctrl-C."""
+    key = args.api_key if args.api_key is not None else os.environ.get(KEY)
+    _check(args, key)
+    listening = _listen(args.host, args.port, key)
+    with listening:
+        _run(args, key, listening)
+    return 0
+
+
+def _check(args: argparse.Namespace, key: str | None) -> None:
+    """What can be known before anything is loaded."""
+    if key == "":
+        raise UserError("the API key is empty")
+    if key is not None and not (key.isascii() and key.isprintable() and key == key.strip()):
+        raise UserError("the API key must be ASCII letters, digits and signs: a header of HTTP carries nothing else")
+    for name, least in (("batch", 1), ("queue", 1), ("context", 1), ("warm_up", 1)):
+        if (value := getattr(args, name)) is not None and value < least:
+            raise UserError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+    try:
+        import prometheus_client  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"{error.name} is not installed: {sys.executable} -m pip install starlette uvicorn prometheus_client"
+        ) from None
+    defaults = sampling_options.params(args)
+    method_options.named(args).at(0.0 if defaults.greedy else defaults.temperature)
+
+
+def _listen(host: str, port: int, key: str | None) -> socket.socket:
+    """The open socket.
+
+    Raises:
+        UserError: no such address, a port that is taken, or another machine's address without a key.
+    """
+    if not 0 <= port <= 65535:
+        raise UserError(f"--port {port} must be from 0 to 65535")
+    try:
+        [family, _, _, _, address] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise UserError(f"--host {host}: {error.strerror or error}") from None
+    if key is None and not _is_local(address[0]):
+        listening.close()
+        raise UserError(f"--host {host} lets other machines in: give --api-key KEY, or {KEY} in the environment")
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen()
+    except OSError as error:
+        listening.close()
+        free = "; --port 0 takes a free one" if port else ""
+        raise UserError(f"cannot listen on {host}, port {port}: {error.strerror or error}{free}") from None
+    return listening
+
+
+def _is_local(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _run(args: argparse.Namespace, key: str | None, listening: socket.socket) -> None:
+    import uvicorn
+
+    from specsparse import api
+    from specsparse.tools.serve.connections import config_of
+
+    with terminal.loading(terminal.console(), f"loading {args.model}") as progress:
+        context = {} if args.context is None else {"context_length": args.context}
+        model = api.load(args.model, progress=progress, **context)
+    service = _service(args, model)
+    if args.warm_up is not None:
+        with terminal.busy(terminal.console(), "compiling what requests need"):
+            service.warm_up(args.warm_up)
+    address, port = listening.getsockname()[:2]
+    config = config_of(service.app(key=key, local=key is None), grace_s=_SECONDS)
+    shown = f"[{address}]" if ":" in address else address
+    method = "plain decoding" if args.drafter == "none" else f"drafter {args.drafter}"
+    print(f"{service.name} at http://{shown}:{port}/v1 ({method}); Ctrl-C ends", file=sys.stderr, flush=True)
+    uvicorn.Server(config).run(sockets=[listening])
+
+
+def _service(args: argparse.Namespace, model: "Model") -> "Service":
+    """The model as it is served; a draft model is loaded here, so that its faults are said before anyone asks."""
+    from specsparse.runtime.binding import ready
+    from specsparse.tools.serve.app import Service
+    from specsparse.tools.serve.worker import Pair
+
+    parts, defaults = method_options.named(args), sampling_options.params(args)
+    given = {name: getattr(args, name) for name in args.sampling_names if hasattr(args, name)}
+    first = Pair(**parts.at(0.0 if defaults.greedy else defaults.temperature))
+    model, method = ready(model, *first, defaults)
+    return Service(
+        model,
+        args.name or (Path(args.model).name.removesuffix(".gguf") if args.model.endswith(".gguf") else args.model),
+        lambda temperature: Pair(**parts.at(temperature)),
+        positions=None if method.drafter is None else method.max_nodes,
+        defaults={name: getattr(defaults, name) for name in given},
+        batch=args.batch,
+        room=args.queue,
+    )

@@ -1,0 +1,194 @@
+"""Advice by arithmetic that is done here again: shapes of the catalogue, devices on paper, chains, memory."""
+
+import math
+
+import pytest
+
+from specsparse.data.devices import Device
+from specsparse.errors import UserError
+from specsparse.measure.costs import accepted, clocks
+from specsparse.measure.costs.accepted import Accepted, AcceptedRates
+from specsparse.measure.costs.candidates import candidates
+from specsparse.measure.costs.forecast import forecast, why_not
+from specsparse.measure.costs.subjects import another_vocabulary, of_file, of_shape, subject
+from specsparse.models import entries
+from specsparse.runtime.metrics import Counters
+from specsparse.speculative import expected
+from specsparse.testing import write_tiny_gguf
+from specsparse.tools.advise.advise import Question, advise, verdict
+
+PUBLISHED = {  # weights, as the models' pages give them; bytes of the file where the catalogue has them
+    "llama-3.1-8b": 8.03e9, "llama-3.2-1b": 1.24e9, "llama-2-7b": 6.74e9, "qwen2.5-0.5b": 0.494e9, "qwen2.5-3b": 3.09e9,
+    "qwen2.5-7b": 7.62e9, "qwen3-0.6b": 0.596e9, "qwen3-1.7b": 1.72e9, "qwen3-4b": 4.02e9, "qwen3-8b": 8.19e9,
+    "smollm2-360m": 0.362e9, "smollm2-1.7b": 1.71e9, "tinyllama-1.1b": 1.10e9, "gemma3-270m": 0.268e9,
+}  # fmt: skip
+SLOW = Device("slow", "a made device", bandwidth=1e9, f32=1e9, int8=1e9, memory=1e6, source="made")
+FAST = Device("fast", "a made device", bandwidth=1e9, f32=1e15, int8=1e15, memory=1e12, source="made")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    target = write_tiny_gguf(folder / "target.gguf", quant="Q8_0", n_layers=4, d_ff=128)
+    draft = write_tiny_gguf(folder / "draft.gguf", quant="Q8_0", n_layers=1, seed=1)
+    return target, draft
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_shape_of_the_catalogue_has_the_weights_that_its_makers_count(name):
+    entry = entries.find(name)
+    found = of_shape(name, entry.shape)
+    assert found.config.n_parameters == pytest.approx(PUBLISHED[name], rel=0.006)
+    if entry.size:
+        assert found.nbytes == pytest.approx(entry.size, rel=0.03)  # the header and its vocabulary are not counted
+
+
+def test_every_model_of_the_hub_that_decodes_here_has_a_shape():
+    sparse = {"prosparse-7b", "relullama-7b"}
+    models = {e.name for e in entries.entries().values() if e.repo and e.role != "head"}
+    assert {name for name in models if entries.find(name).shape is None} == sparse
+
+
+def test_a_header_and_a_shape_say_the_same(pair):
+    from_file = of_file("t", pair[0])
+    assert from_file.traffic().weight_bytes == sum(s for n, _, s in from_file.tensors if n != "token_embd.weight")
+    half = from_file.traffic(layers=(0, 1))
+    assert half.kv_bytes_per_token == from_file.traffic().kv_bytes_per_token / 2
+    outside = sum(s for n, _, s in from_file.tensors if n in ("output.weight", "output_norm.weight"))
+    assert half.weight_bytes == pytest.approx((from_file.traffic().weight_bytes - outside) / 2 + outside)
+
+
+def test_where_arithmetic_is_free_a_forward_takes_one_step_and_a_draft_its_bytes(pair):
+    target, draft = of_file("t", pair[0]), of_file("d", pair[1])
+    times = clocks.on_paper(FAST, target, 100, 1)
+    by_name = {c.name: c for c in candidates(target, (draft,))}
+    c, c0 = times.expected.costs(by_name["d"], 3)
+    wanted = draft.traffic().read_bytes(1, 100) / target.traffic().read_bytes(1, 100)
+    assert (times.expected.v(1), c0, c) == (1.0, 0.0, pytest.approx(wanted))
+    grown = (target.traffic().read_bytes(9, 100)) / target.traffic().read_bytes(1, 100)
+    assert times.expected.v(9) == pytest.approx(grown)  # rows read their own keys and values
+    assert times.expected.draft(by_name["suffix"]).token_s == 0
+
+
+def test_a_forecast_is_leviathans_formula_and_its_break_even_is_where_it_is_one(pair):
+    target, draft = of_file("t", pair[0]), of_file("d", pair[1])
+    times = clocks.on_paper(FAST, target, 100, 1)
+    chosen = next(c for c in candidates(target, (draft,)) if c.name == "d")
+    found = forecast(times, chosen, accepted.swept(0.9))
+    for p in found.points:
+        wanted = expected.predicted_speedup(0.9, p.gamma, times.expected.v, c=found.c)
+        assert p.speedup == pytest.approx(wanted) and p.low <= p.speedup <= p.high
+    assert found.best.speedup == max(p.speedup for p in found.points)
+    assert found.break_even is not None
+    at = [expected.predicted_speedup(found.break_even, g, times.expected.v, c=found.c) for g in range(1, 17)]
+    assert max(at) == pytest.approx(1, abs=1e-9)
+
+
+def test_a_device_without_arithmetic_to_spare_is_told_so(pair):
+    target = of_file("t", pair[0])
+    times = clocks.on_paper(SLOW, target, 100, 1)
+    assert times.expected.v(8) == pytest.approx(8, rel=0.2)
+    copied = next(c for c in candidates(target, ()) if c.name == "suffix")
+    found = forecast(times, copied, accepted.swept(0.6))
+    assert not found.pays and "no arithmetic to spare" in why_not(found)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "said"), [(0.05, "0.05 of the drafted tokens are accepted, and"), (0.999, None)], ids=["rarely", "often"]
+)
+def test_the_reason_names_the_acceptance_that_is_missing(pair, alpha, said):
+    target, draft = of_file("t", pair[0]), of_file("d", pair[1])
+    chosen = next(c for c in candidates(target, (draft,)) if c.name == "d")
+    found = why_not(forecast(clocks.on_paper(FAST, target, 100, 1), chosen, accepted.swept(alpha)))
+    assert found is said if said is None else said in found
+
+
+def test_counted_rounds_are_the_rounds_of_the_run():
+    """Ten rounds, eight of which drafted three tokens: 22 tokens in rounds that take what rows and drafts take."""
+    run = Counters(num_rounds=10, num_drafts=8, num_draft_tokens=24, num_tested=20, num_accepted_tokens=12,
+                   num_accepted_tokens_per_pos=(6, 4, 2), num_emitted_tokens=22)  # fmt: skip
+    a = Accepted.counted(run)
+    assert [a.tokens(g) for g in (1, 2, 3)] == pytest.approx([1.6, 2.0, 2.2])
+    assert a.rows(2) == 2 and a.rows(9) == 3
+    assert a.tokens(5) == a.tokens(3)  # nobody knows what a fourth would have brought
+    both = accepted.of_groups("run", {"all": run + Counters(num_rounds=5, num_emitted_tokens=5), "chat": run,
+                                      "code": Counters(num_rounds=5, num_emitted_tokens=5)})  # fmt: skip
+    assert both.tasks["code"].tokens(3) == 1.0 and both.alpha == pytest.approx(0.6 * 22 / 27) and both.longest == 3
+    assert accepted.of_groups("run", {"all": Counters(num_rounds=5, num_emitted_tokens=5)}) is None
+
+
+def test_tasks_are_summed_as_a_run_sums_prompts(pair):
+    target = of_file("t", pair[0])
+    times = clocks.on_paper(FAST, target, 100, 1)
+    copied = next(c for c in candidates(target, ()) if c.name == "suffix")
+    half = AcceptedRates(
+        "made", {"a": Accepted(1.0, (1.0,), 1.0, None, 100.0), "b": Accepted(0.0, (0.0,), 0.0, None, 50.0)}
+    )
+    found, *longer = forecast(times, copied, half, lengths=(1, 4)).points
+    assert not longer  # drafts of four were not counted
+    v2 = times.expected.v(2)
+    assert found.speedup == pytest.approx(150 / (100 / 2 * v2 + 50))
+    assert found.tokens == pytest.approx(150 / 100)
+
+
+def test_the_answer_has_every_batch_and_context_and_counts_memory(pair):
+    target, draft = map(str, pair)
+    found = advise(Question(target, (draft,), "h100", batches=(1, 4), contexts=(16, 64)))
+    assert [(a.batch, a.context) for a in found.cases] == [(1, 16), (1, 64), (4, 16), (4, 64)]
+    last, models = found.cases[-1], (found.target, *found.draft_models)
+    kv = sum(2 * m.config.n_layers * m.config.n_kv_heads * m.config.head_dim * 2 for m in models)
+    assert last.memory["caches"] == 4 * 64 * kv
+    assert found.fits(last) and {f.candidate.name for f in last.forecasts} == {
+        "prompt_lookup", "ngram_simple", "suffix", draft, "layer_skip", "eagle3",
+        f"{draft} tree", "layer_skip tree", "eagle3 tree",
+    }  # fmt: skip
+    report = found.to_dict()
+    assert report["cases"][0]["v"][1] == 1.0 and report["target"]["bytes"] == found.target.nbytes
+    assert "nobody counted an acceptance" in verdict(last)
+    one = advise(Question(target, (draft,), "h100", alphas=(0.9,)))
+    assert one.cases[0].best is not None and "speculate with" in verdict(one.cases[0])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"device": "h10"}, "device h10 is unknown; did you mean h100"),
+        ({"contexts": (1 << 20,)}, "has room for 256 tokens"),
+        ({"task": "chat"}, "--task chat: nothing was counted on such texts"),
+        ({"draft_models": ("relullama-7b",)}, "relullama-7b is not on this machine and the catalogue has no shape"),
+    ],
+    ids=["device", "context", "task", "shape"],
+)
+def test_a_mistake_is_one_line(pair, given, said):
+    with pytest.raises(UserError, match=said):
+        advise(Question(str(pair[0]), **{"device": "h100", **given}))
+
+
+def test_a_cpu_computes_after_it_has_read_and_a_gpu_meanwhile(pair):
+    target, peaks = of_file("t", pair[0]), {"bandwidth": 1e9, "f32": 4e9}
+    load = target.traffic()
+    read_s, macs_s = load.read_bytes(8, 100) / 0.8e9, sum(load.macs(8, 100).values()) / 2.4e9
+    for overlap, wanted in ((1.0, max(read_s, macs_s)), (0.0, read_s + macs_s)):
+        clock = clocks.on_paper(Device("d", "d", **peaks, overlap=overlap), target, 100, 1).expected
+        assert clock.v(8) * clock.step_s == pytest.approx(wanted, rel=1e-12)
+
+
+def test_a_draft_of_another_vocabulary_is_named(pair, tmp_path):
+    target, draft = (of_file(name, path) for name, path in zip(("t", "d"), pair))
+    other = of_file("o", write_tiny_gguf(tmp_path / "other.gguf", tokenizer="spm", n_layers=1))
+    assert another_vocabulary(target, draft) is None
+    assert "drafter.vocabulary=tli" in another_vocabulary(target, other)
+    assert another_vocabulary(subject("llama-3.1-8b"), subject("llama-3.2-1b")) is None
+    assert another_vocabulary(subject("qwen2.5-7b"), subject("qwen2.5-0.5b")) is None  # 152,064 rows and 151,936
+    said = another_vocabulary(subject("llama-3.1-8b"), subject("llama-160m"))
+    assert said == "llama-160m: 32000 ids, the target has 128256: is it a pair?"
+    found = advise(Question("llama-3.1-8b", ("llama-160m",), "h100"))
+    assert found.vocabularies == (said,) and found.to_dict()["vocabularies"] == [said]
+
+
+def test_kernels_that_start_take_their_time_on_an_accelerator():
+    target = subject("llama-3.1-8b")
+    dispatched = Device("d", "d", bandwidth=1e12, f32=1e15, dispatch=1e-6)
+    idle = clocks.on_paper(Device("d", "d", bandwidth=1e12, f32=1e15), target, 512, 1).expected
+    assert clocks.on_paper(dispatched, target, 512, 1).expected.step_s - idle.step_s == pytest.approx(322e-6)
+    assert math.isclose(idle.step_s, target.traffic().read_bytes(1, 512) / 0.8e12)

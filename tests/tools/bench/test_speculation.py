@@ -1,0 +1,93 @@
+"""`bench --drafter`: texts with drafts, beside a scripted peer; beside the real one where it is installed."""
+
+import importlib.util
+import json
+import os
+
+import pytest
+
+import specsparse
+from specsparse.cli.main import main
+from specsparse.errors import UserError
+from specsparse.testing import write_tiny_gguf
+from specsparse.tools.bench import peers, speculation
+from specsparse.tools.bench.peers import WrittenText
+from specsparse.tools.bench.speculation import SpeculationPlan
+from specsparse.tools.peers import process
+
+HAS_LLAMA_CPP = process.PYTHON_VARIABLE in os.environ or importlib.util.find_spec("llama_cpp") is not None
+JOBS = [("chat", [5, 6, 7] * 6), ("code", [8, 9] * 8)]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A target and its draft model, which is the target again: every draft is right."""
+    folder = tmp_path_factory.mktemp("pair")
+    options = {"quant": "Q8_0", "n_layers": 1, "head_dim": 16, "context_length": 2048}
+    return write_tiny_gguf(folder / "t.gguf", **options), write_tiny_gguf(folder / "d.gguf", **options)
+
+
+@pytest.fixture(scope="module")
+def model(files):
+    return specsparse.load(files[0])
+
+
+class Scripted:
+    """A peer that takes a second a token, half of it with its lookup and a quarter with a draft model."""
+
+    def __init__(self):
+        self.asked = []
+
+    def speculate(self, ids, n, *, drafted, draft=None):
+        self.asked.append((drafted, draft and draft.name))
+        faster = 1.0 if not drafted else 2.0 if draft is None else 4.0
+        return WrittenText(n / faster, [1] * n + [2 if draft else 1], n / faster)
+
+
+def test_every_side_writes_every_text_in_turn_and_is_compared_with_its_own_plain_one(model, files):
+    peer, plan = Scripted(), SpeculationPlan(str(files[1]), drafted=(3,), tg=15, repeats=2)
+    writers = speculation.sides(model, peer, plan)
+    assert list(writers) == ["ours plain", "ours 3", "peer plain", "peer 3", "peer lookup 3"]
+    found = speculation.measure(writers, JOBS, repeats=2)
+    assert peer.asked[:6] == [(3, None), (3, "d.gguf"), (0, None), (0, None), (3, "d.gguf"), (3, None)]
+    assert {len(texts) for row in found.values() for texts in row.values()} == {2}
+    got = speculation.summary(found, 15)
+    assert got["tokens_per_pass"]["all"]["ours 3"] == pytest.approx(4.0)
+    assert got["tok_s"]["all"]["peer 3"] == pytest.approx(4.0)
+    assert got["differing"] == {**{name: [] for name in writers}, "peer 3": ["chat", "code"]}
+    ours = max(got["tok_s"]["all"][name] for name in ("ours 3",))
+    assert got["ratios"]["over_peer_drafts"] == pytest.approx(ours / 4.0) == got["ratios"]["over_peer_best"]
+
+
+def test_without_a_peer_a_drafter_by_name_is_enough(model):
+    writers = speculation.sides(model, None, SpeculationPlan("prompt_lookup", drafted=(2, 4)))
+    assert list(writers) == ["ours plain", "ours 2", "ours 4"]
+    assert speculation.draft_file("prompt_lookup") is None
+    with pytest.raises(UserError, match="unknown model 'smollm2-drafd': did you mean smollm2-draft"):
+        speculation.draft_file("smollm2-drafd")
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--depth", "2"), "--drafter does not go with --depth"),
+        (("--tg", "0"), "--drafter writes texts: give --tg"),
+        (("--peer", "transformers"), "--peer transformers has no speculative decoding here"),
+    ],
+)
+def test_mistakes_are_one_line(files, capsys, args, says):
+    assert main(["bench", "--model", str(files[0]), "--drafter", str(files[1]), *args]) == 2
+    err = capsys.readouterr().err
+    assert says in err and len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.skipif(not HAS_LLAMA_CPP, reason="no llama-cpp-python here, and SPECSPARSE_PEER_PYTHON is not set")
+def test_llama_cpp_drafts_with_the_same_file(files, model):
+    """The draft is the target: the peer accepts whole drafts too, and its text is its plain one."""
+    plan = SpeculationPlan(str(files[1]), drafted=(3,), tg=24, repeats=1)
+    with peers.Peer("llama.cpp") as peer:
+        peer.open(files[0], model.config, threads=1, room=128, depth=0)
+        found = speculation.summary(speculation.measure(speculation.sides(model, peer, plan), JOBS, repeats=1), 24)
+    assert not any(found["differing"].values())
+    assert found["tokens_per_pass"]["all"]["peer 3"] > 3.5 and found["tokens_per_pass"]["all"]["peer plain"] == 1.0
+    assert json.dumps(found)

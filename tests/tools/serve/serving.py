@@ -1,0 +1,56 @@
+"""A server in a thread, on loopback and a free port, for the tests of this folder."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import uvicorn
+
+from specsparse.engine.sampling.params import SamplingParams
+from specsparse.runtime.binding import make_method
+from specsparse.speculative.drafters.registry import get_drafter
+from specsparse.speculative.method import choose_verifier
+from specsparse.tools.serve.app import Service
+from specsparse.tools.serve.connections import config_of
+from specsparse.tools.serve.worker import Pair
+
+NAME = "tiny"
+
+
+def service_of(model, drafter="prompt_lookup", **options):
+    """A service of a model; greedy unless a request says otherwise."""
+
+    def pair_at(temperature):
+        if drafter is None:
+            return Pair()
+        return Pair(drafter, choose_verifier(get_drafter(drafter), None, temperature=temperature))
+
+    nodes = None if drafter is None else make_method(model, *pair_at(0.0), SamplingParams(temperature=0)).max_nodes
+    return Service(model, NAME, pair_at, positions=nodes, defaults={"temperature": 0.0}, **options)
+
+
+@contextlib.contextmanager
+def serving(service, **gate):
+    """Its address, for as long as the block runs."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        server = uvicorn.Server(config_of(service.app(**gate), grace_s=1, log_level="error"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        assert until(lambda: server.started)
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+def until(true, seconds=60.0):
+    """Waits until something is so; whether it became so."""
+    end = time.monotonic() + seconds
+    while not (found := true()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return found
