@@ -1,7 +1,7 @@
 """Claim: a reader meets few doors; what a stranger must know of the package is counted, not felt.
 
-Prints the numbers that docs/decisions/house.md compares, of this checkout or of the folder that is given.
-Expected: see there. Run time: 5 seconds. Command: python experiments/house.py [FOLDER]
+Prints what HOUSE's table asks of this checkout, or of the folder that is given.
+Run time: 5 seconds. Command: python experiments/house.py [FOLDER]
 """
 
 import ast
@@ -9,7 +9,10 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-DRAFTERS = {"Drafter", "DrafterPlan", "Either", "ModelDrafter", "StringDrafter", "Synthetic", "TextDrafter", "TreeDrafter", "WithPolicy"}  # fmt: skip
+DRAFTERS = {
+    "Drafter", "DrafterPlan", "Either", "ModelDrafter", "StringDrafter", "Synthetic", "TextDrafter", "TreeDrafter",
+    "WithPolicy",
+}  # fmt: skip
 RULES = {"Block", "Match", "Rejection", "SiblingRule", "TargetRule"}
 RESOLVING = {"choose_verifier", "get_drafter", "get_policy", "make_drafter", "make_method"}
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -42,9 +45,10 @@ def main(root: Path) -> None:
     functions = [(path, n) for path, found in nodes.items() for n in found if isinstance(n, FUNCTION)]
     sizes = [body_lines(n, texts[path].split("\n")) for path, n in functions]
     private = [n.name for _, n in functions if n.name.startswith("_") and not n.name.startswith("__")]
+    classes = [n for n in everything if isinstance(n, ast.ClassDef)]
     errors = {"UserError"}
-    while len(errors) < len(errors := errors | {n.name for n in everything if isinstance(n, ast.ClassDef) and errors & {called(b) for b in n.bases}}):  # fmt: skip
-        pass
+    for _ in range(3):  # subclasses of subclasses
+        errors |= {n.name for n in classes if errors & {called(base) for base in n.bases}}
     makers = {n.name for _, n in functions if n.returns is not None and called(n.returns) in errors}
     makers |= {n.name for _, n in functions if n.returns is not None and called(n.returns) == "NoReturn"}
     raised = [n for n in everything if isinstance(n, ast.Raise) and n.exc is not None]
@@ -60,17 +64,25 @@ def main(root: Path) -> None:
 
     names = Counter(path.name for path in texts if path.name != "__init__.py")
     options = [p for p in texts if p.name == "options.py" and p.parts[0] != "support"]
-    resolving = [(path, n) for path, found in nodes.items() for n in found if isinstance(n, ast.Call) and called(n) in RESOLVING]  # fmt: skip
-    print(f"Python files, lines: {len(texts)}; {sum(lines.values())}")
-    print(f"of these outside tools/: {sum(p.parts[0] != 'tools' for p in texts)}; {sum(n for p, n in lines.items() if p.parts[0] != 'tools')}")  # fmt: skip
-    print(f"functions, mean lines of code: {len(functions)}; {sum(sizes) / len(sizes):.1f}")
-    print(f"of at most 3 lines; private ones used once: {sum(s <= 3 for s in sizes)}; {sum(used[n] == 1 for n in private)}")  # fmt: skip
-    print(f"raise UserError, its subclasses and helpers: {sum(called(n.exc) in errors | makers for n in raised)}")
-    print(f"isinstance of a drafter outside drafters/; of a rule in verify.py: {sum(asked(DRAFTERS, p) for p in texts if 'drafters' not in p.parts)}; {sum(asked(RULES, p) for p in texts if p.name == 'verify.py')}")  # fmt: skip
-    print(f"calls of {', '.join(sorted(RESOLVING))}; files: {len(resolving)}; {len({p for p, _ in resolving})}")
-    print(f"options.py outside support, their classes: {len(options)}; {sum(isinstance(n, ast.ClassDef) for p in options for n in nodes[p])}")  # fmt: skip
-    print(f"file names that stand twice or more: {sum(n > 1 for n in names.values())}")
-    print(f"functions whose docstring has at most six words: {riddles}")
+    calls = [(path, n) for path, found in nodes.items() for n in found if isinstance(n, ast.Call)]
+    resolving = [path for path, n in calls if called(n) in RESOLVING]
+    outside = [n for path, n in lines.items() if path.parts[0] != "tools"]
+    beyond = sum(asked(DRAFTERS, path) for path in texts if "drafters" not in path.parts)
+    rules = sum(asked(RULES, path) for path in texts if path.name == "verify.py")
+    rows = {
+        "Python files; lines": (len(texts), sum(lines.values())),
+        "of these outside tools/": (len(outside), sum(outside)),
+        "functions; mean lines of code": (len(functions), round(sum(sizes) / len(sizes), 1)),
+        "of at most 3 lines; private ones used once": (sum(s <= 3 for s in sizes), sum(used[n] == 1 for n in private)),
+        "raise UserError, its subclasses and helpers": (sum(called(n.exc) in errors | makers for n in raised),),
+        "isinstance of a drafter outside drafters/; of a rule in verify.py": (beyond, rules),
+        f"calls of {', '.join(sorted(RESOLVING))}; files": (len(resolving), len(set(resolving))),
+        "files options.py outside support": (len(options),),
+        "file names that stand twice or more": (sum(n > 1 for n in names.values()),),
+        "functions whose docstring has at most six words": (riddles,),
+    }
+    for name, values in rows.items():
+        print(f"{name}: {'; '.join(map(str, values))}")
 
 
 if __name__ == "__main__":
