@@ -27,8 +27,8 @@ import numpy as np
 import specsparse
 from specsparse.data import prompts
 from specsparse.predictors import get_predictor
-from specsparse.predictors.fit.collect import collect, windows
-from specsparse.predictors.fit.evaluate import Evaluator, fit_layers
+from specsparse.predictors.collect import collect, windows
+from specsparse.predictors.evaluate import Evaluator, fit_layers
 
 MODEL = os.environ.get("SPECSPARSE_NOTEBOOK_MODEL", "smollm2-135m")
 SMALL = int(os.environ.get("SPECSPARSE_NOTEBOOK_TOKENS", "96")) <= 32

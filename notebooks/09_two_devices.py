@@ -40,7 +40,7 @@ from specsparse.powerinfer.files.checkpoints import PredictorFile, write_predict
 from specsparse.powerinfer.files.convert import to_powerinfer
 from specsparse.powerinfer.files.gpuidx import GpuIndex
 from specsparse.powerinfer.placement.two_devices import waiting
-from specsparse.predictors.fit.collect import collect
+from specsparse.predictors.collect import collect
 
 MODEL = os.environ.get("SPECSPARSE_NOTEBOOK_MODEL", "smollm2-135m-relu")
 SMALL = int(os.environ.get("SPECSPARSE_NOTEBOOK_TOKENS", "96")) <= 32

@@ -22,7 +22,9 @@ FILE = re.compile(r"(?<![\w/.-])(?<!\]\()((?:specsparse|conf|tests|experiments|n
 MODULE = re.compile(r"(?<![\w./-])specsparse\.([a-z_][\w.]*\w)")
 WITHIN = re.compile(rf"`({'|'.join(set(ROOMS) - {'data', 'support'})})\.([a-z_][\w.]*\w)")
 # Begin with the package's name and are no modules: keys and formats of files, groups of entry points.
-KEYS = re.compile(r"delta\.|model$|problem$|training\.(texts|inputs)$|(drafter|verifier|tree|policie|kind)s$")
+KEYS = re.compile(
+    r"delta\.|model$|problem$|training\.(texts|inputs)$|predictors\.mlp$|(drafter|verifier|tree|policie|kind)s$"
+)
 MADE = ("specsparse/conf",)  # folders of a wheel
 
 

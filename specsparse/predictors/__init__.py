@@ -1,7 +1,6 @@
 """Which neurons of an FFN to compute: predictors, their training and their evaluation."""
 
-from specsparse.predictors.base import Needs, Predictor, Scored
-from specsparse.predictors.ffn import FFN
-from specsparse.predictors.registry import get_predictor
+from specsparse.predictors.base import FFN, Needs, Predictor, get_predictor
+from specsparse.predictors.scored import Scored
 
 __all__ = ["FFN", "Needs", "Predictor", "Scored", "get_predictor"]

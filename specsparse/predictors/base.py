@@ -2,19 +2,89 @@
 
 import abc
 import enum
-import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from specsparse.engine.activation import Act, activate, parse_activation
+from specsparse.engine.config import ModelConfig
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Layer
 from specsparse.errors import UserError
-from specsparse.kernels import NeuronChoice
-from specsparse.predictors.ffn import FFN
-from specsparse.support.options import Internal, Share
+from specsparse.kernels import Kernels, NeuronChoice, QTensor
+from specsparse.support.options import read
+from specsparse.support.registry import Registry
+
+
+@dataclass(frozen=True)
+class FFN:
+    """The FFN that predictors are fitted to and judged by, on the model's dense matrices. Static under jit.
+
+    a = act(gate z) * up_act(up z), y = down a, with z = rmsnorm(x) * ffn_norm.
+
+    Attributes:
+        kernels: of the products.
+        eps: of the norm.
+        act: of the gate, or of `up` where the layer has no gate.
+        up_act: of `up` ("relu" for dReLU, arXiv:2406.05955), or None.
+    """
+
+    kernels: Kernels
+    eps: float
+    act: Act = "silu"
+    up_act: Act | None = None
+
+    @staticmethod
+    def from_config(config: ModelConfig, kernels: Kernels) -> "FFN":
+        """The FFN of a model.
+
+        Raises:
+            UserError: its FFN has biases, which no predictor here takes into account.
+        """
+        biased = [name for name in config.biases if name.startswith("ffn_")]
+        if biased:
+            raise UserError(f"predictors need an FFN without biases, and this model has one on {biased[0]}")
+        config.check_sums("a predictor")
+        return FFN(kernels, config.norm_eps, *parse_activation(config.activation))
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether neurons can be exactly zero (not so with SiLU and GELU)."""
+        return self.act not in ("silu", "gelu_tanh")
+
+    def gate(self, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
+        """f32[R, F]: what `act` is applied to."""
+        return self._products(layer, (gate_matrix(layer),), x_RD, n_valid_B)[0]
+
+    def neurons(self, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
+        """The neurons' values a, f32[R, F]; zero in rows that do not count."""
+        gate = gate_matrix(layer)
+        if layer.ffn_gate is None:
+            return activate(self.gate(layer, x_RD, n_valid_B), self.act)
+        g_RF, u_RF = self._products(layer, (gate, layer.ffn_up), x_RD, n_valid_B)
+        return activate(g_RF, self.act) * activate(u_RF, self.up_act)
+
+    def down(self, layer: Layer, a_RF: jax.Array, n_valid_B: jax.Array, residual=None) -> jax.Array:
+        """The output f32[R, D] of neurons a, added to `residual` if there is one."""
+        (y_RD,) = self.kernels.linear(a_RF, (layer.ffn_down,), residual=residual, n_valid=n_valid_B)
+        return y_RD
+
+    def _products(self, layer: Layer, matrices: tuple[QTensor, ...], x_RD: jax.Array, n_valid_B: jax.Array):
+        return self.kernels.linear(x_RD, matrices, norm=layer.ffn_norm, eps=self.eps, n_valid=n_valid_B)
+
+
+def gate_matrix(layer: Layer) -> QTensor:
+    """The matrix that decides which neurons are active, [F, D]: the gate, or `up` of an ungated FFN.
+
+    Raises:
+        UserError: the layer keeps no dense matrices.
+    """
+    found = layer.ffn_gate if layer.ffn_gate is not None else layer.ffn_up
+    if found is None or layer.ffn_down is None:
+        raise UserError('a predictor is fitted on dense matrices, and this model keeps none: load it with ffn="dense"')
+    return found
 
 
 class Needs(enum.Enum):
@@ -30,7 +100,7 @@ class Predictor(abc.ABC):
     """A rule for which neurons to compute. Final classes are frozen dataclasses, static under jit; their fields are the
     options, but for `ffn: Annotated[FFN, Internal()]`, which every one has.
 
-    Contract C1 holds: a row's mask depends on that row alone (and, where `needs` is PROMPT, on its sequence's prompt).
+    Contract C1 holds: a row's mask depends on that row alone (and, if `needs` is PROMPT, on its sequence's prompt).
 
     Attributes:
         name: in the registry and in `conf/predictor`; by default that of the class.
@@ -52,7 +122,7 @@ class Predictor(abc.ABC):
 
         Args:
             layer: with its dense matrices.
-            rows_ND: f32[N, D] residuals before `ffn_norm`, where `needs` asks for them.
+            rows_ND: f32[N, D] residuals before `ffn_norm`, if `needs` asks for them.
             index: of the layer.
 
         Raises:
@@ -76,80 +146,7 @@ class InOneCall(abc.ABC):
 
     @abc.abstractmethod
     def choice(self, weights: Pytree, layer: Layer) -> NeuronChoice:
-        """The rule of a layer, of the predictor's weights there."""
-
-
-@dataclass(frozen=True)
-class Scored(Predictor):
-    """A predictor that keeps the neurons whose score reaches `weights.threshold` (equality keeps).
-
-    Attributes:
-        ffn: the FFN it predicts for.
-        recall: choose each layer's threshold so that this share of the true activations of a text is kept; None leaves
-            the method's own threshold.
-    """
-
-    ffn: Annotated[FFN, Internal()]
-    recall: Share | None = None
-
-    @property
-    def needs(self) -> Needs:
-        """Rows of a text where the threshold is calibrated."""
-        return Needs.NOTHING if self.recall is None else Needs.TEXT
-
-    def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> Pytree:
-        """The method's own weights, the threshold calibrated where `recall` asks for it."""
-        weights = self.own_weights(layer)
-        if self.recall is None:
-            return weights
-        return at_recall(self, weights, layer, require_rows(self, rows_ND), recall=self.recall)
-
-    @abc.abstractmethod
-    def own_weights(self, layer: Layer) -> Pytree:
-        """Weights with the method's own `threshold` f32[]."""
-
-    @abc.abstractmethod
-    def score(self, weights: Pytree, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
-        """f32[R, F]; the larger, the surer that the neuron is active."""
-
-    def keep(self, weights: Pytree, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
-        """uint8[R, F]: score >= threshold."""
-        return as_mask(self.score(weights, layer, x_RD, n_valid_B) >= weights.threshold, n_valid_B)
-
-
-@dataclass(frozen=True)
-class OfText(Predictor):
-    """A predictor that keeps a share of what it looks at, by thresholds that are quantiles over a text.
-
-    Attributes:
-        ffn: the FFN it predicts for.
-        share: to keep, on average over the text.
-    """
-
-    needs: ClassVar[Needs] = Needs.TEXT
-    ffn: Annotated[FFN, Internal()]
-    share: Share = 0.5
-
-
-def at_recall(predictor: Scored, weights: Pytree, layer: Layer, rows_ND: jax.Array, *, recall: float) -> Pytree:
-    """`weights` with the highest threshold that keeps a share `recall` of the true activations of `rows_ND`.
-
-    Raises:
-        UserError: the activation has no zeros, so that every neuron counts as active, or none is active on those rows.
-    """
-    if not predictor.ffn.has_zeros:
-        raise UserError(
-            f"{predictor.name}: recall={recall} means nothing with SiLU, where no neuron is ever zero: "
-            "give predictor=gate_threshold and its share"
-        )
-    n = jnp.asarray([rows_ND.shape[0]], jnp.int32)
-    scores = predictor.score(weights, layer, rows_ND, n)
-    active = predictor.ffn.neurons(layer, rows_ND, n) != 0
-    count = int(jnp.sum(active, dtype=jnp.int32))
-    if count == 0:
-        raise UserError(f"{predictor.name}: no neuron is active on the calibration text; give a longer text")
-    ranked = jnp.sort(jnp.where(active, scores, -jnp.inf).reshape(-1))[::-1]
-    return weights._replace(threshold=ranked[min(max(math.ceil(recall * count), 1), count) - 1])
+        """The rule of a layer, from the predictor's weights there."""
 
 
 def as_mask(keep_RF: jax.Array, n_valid_B: jax.Array) -> jax.Array:
@@ -165,3 +162,39 @@ def require_rows(predictor: Predictor, rows_ND: jax.Array | None) -> jax.Array:
     if rows_ND is None or rows_ND.shape[0] == 0:
         raise UserError(f"predictor {predictor.name} needs {predictor.needs.value}: give residuals")
     return rows_ND
+
+
+PREDICTORS: Registry[Predictor] = Registry(
+    "predictor",
+    "specsparse.predictors.base:Predictor",
+    "specsparse.predictors",
+    {
+        "mlp": "scored:Mlp",
+        "svd": "scored:Svd",
+        "signbit": "scored:SignBit",
+        "gate_threshold": "thresholds:GateThreshold",
+        "sequence": "sequence:Sequence",
+        "oracle": "bounds:Oracle",
+        "random": "bounds:Random",
+        "teal": "thresholds:Teal",
+    },
+    aliases={
+        "powerinfer": "mlp",
+        "dejavu": "mlp",
+        "sparseinfer": "signbit",
+        "cats": "gate_threshold",
+        "griffin": "sequence",
+        "coreinfer": "sequence",
+    },
+)
+"""Predictors by name. Names of papers stand for the same ones; coreinfer sets the rule, too."""
+
+
+def get_predictor(name: str, ffn: FFN, **options: object) -> Predictor:
+    """The predictor of that name, or `module:Class`, for an FFN; None is an option that was not given.
+
+    Raises:
+        UserError: an unknown name or option (with the nearest valid one), a value of the wrong type or out of range.
+    """
+    rule = {"rule": name} if name in ("coreinfer", "griffin") and options.get("rule") is None else {}
+    return read(PREDICTORS.find(name), {**options, **rule}, group="predictor", name=name, internal={"ffn": ffn})

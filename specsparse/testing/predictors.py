@@ -10,8 +10,7 @@ from specsparse import kernels
 from specsparse.engine.weights import Layer
 from specsparse.kernels.packing.dequant import pack_float
 from specsparse.predictors import FFN, Needs, Predictor, get_predictor
-from specsparse.predictors.mlp import mlp_weights
-from specsparse.predictors.svd import as_mlp, factorise, normed_gate
+from specsparse.predictors.scored import as_mlp, factorise, mlp_weights, normed_gate
 
 D, F, RANK, EPS = 64, 192, 6, 1e-5
 """Width, neurons, rank of the gate, and what is added to the norm's square."""

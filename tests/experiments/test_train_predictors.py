@@ -13,10 +13,9 @@ from specsparse.experiments.kinds.training.options import TrainSpec
 from specsparse.experiments.settings import ModelSpec, PredictorSpec
 from specsparse.powerinfer.files.checkpoints import read_predictor, read_threshold
 from specsparse.predictors import FFN, get_predictor
-from specsparse.predictors.fit.checkpoint import load_pairs
-from specsparse.predictors.masked import with_weights
-from specsparse.predictors.mlp import mlp_weights
-from specsparse.predictors.svd import as_mlp, factorise, normed_gate
+from specsparse.predictors.evaluate import with_weights
+from specsparse.predictors.fit_mlp import load_pairs
+from specsparse.predictors.scored import as_mlp, factorise, mlp_weights, normed_gate
 from specsparse.testing import write_tiny_gguf
 from tests.cells import cells
 from tests.experiments.playing import changed, play, random_texts, replaced, run_config, settings, stop_at
@@ -98,7 +97,7 @@ def test_a_retrained_model_does_not_take_the_residuals_of_the_old_one(cfg, model
 
 
 def test_the_predictors_of_a_powerinfer_file_are_judged_as_they_are(cfg, model, tmp_path):
-    svd = get_predictor("svd", FFN.of(model.config, model.kernels), rank=8)
+    svd = get_predictor("svd", FFN.from_config(model.config, model.kernels), rank=8)
     pairs = [as_mlp(*factorise(normed_gate(layer), svd.rank)) for layer in model.params.layers]
     own = dataclasses.replace(
         model,

@@ -84,7 +84,7 @@ def test_counts(pair, counts):
     tokens = [[3, 1, 4], [1, 5, 9]]
     stats = counted(skipping, tokens, counts)
     assert counted(dense, tokens, counts) is None
-    ffn = FFN.of(dense.config, specsparse.kernels.get("native"))
+    ffn = FFN.from_config(dense.config, specsparse.kernels.get("native"))
     rows = first_residuals(dense, tokens, counts)
     live = np.asarray(ffn.neurons(dense.params.layers[0], jnp.asarray(rows), jnp.asarray(counts, jnp.int32))) != 0
     np.testing.assert_array_equal(stats.nonzero[0], live.sum(axis=1))
@@ -111,7 +111,7 @@ def test_closed_neurons_are_not_read(pair):
     token = [[7]]
     want, _ = skipping.feed(token, skipping.cache(), width=1)
     layer = skipping.params.layers[0]
-    ffn = FFN.of(skipping.config, specsparse.kernels.get("native"))
+    ffn = FFN.from_config(skipping.config, specsparse.kernels.get("native"))
     rows = jnp.asarray(first_residuals(skipping, token, [1]))
     closed = np.asarray(ffn.gate(layer, rows, jnp.asarray([1], jnp.int32)))[0] <= 0
     assert 0 < closed.sum() < len(closed)
@@ -168,7 +168,7 @@ def test_the_oracle_of_such_a_file(path):
     """Loaded or gated, it is the dense model with fewer bytes, and says what it kept."""
     dense, oracle = specsparse.load(path), specsparse.load(path, ffn="oracle")
     assert all(isinstance(layer.sparse, SkipWeights) for layer in oracle.params.layers)
-    predictor = get_predictor("oracle", FFN.of(dense.config, dense.kernels))
+    predictor = get_predictor("oracle", FFN.from_config(dense.config, dense.kernels))
     other = gated(dense, predictor, [None] * dense.config.n_layers)
     for model in (oracle, other):
         assert specsparse.generate(model, [1, 5, 9], max_tokens=12).token_ids == (

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from specsparse.errors import UserError
 from specsparse.predictors import Needs, get_predictor
-from specsparse.predictors.registry import PREDICTORS
+from specsparse.predictors.base import PREDICTORS
 from specsparse.run import conf_dir
 from specsparse.testing.predictors import (
     PREDICTOR_CHECKS,

@@ -11,7 +11,7 @@ from specsparse.kernels.native import cpu
 from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
 from specsparse.powerinfer.ffn.gated import gated
 from specsparse.predictors import FFN
-from specsparse.predictors.oracle import Oracle
+from specsparse.predictors.bounds import Oracle
 from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import random_head
@@ -81,7 +81,7 @@ def test_drafters_score_rows_of_a_kept_matrix_and_write_plain_text(path, backend
 def test_what_reads_packed_matrices_is_refused_in_one_line(path):
     model = specsparse.load(path, backend="bf16")
     says = "reads packed matrices, and bf16 kernels keep them otherwise here: load it with backend=xla and width=0"
-    oracle = Oracle(FFN.of(model.config, model.kernels))
+    oracle = Oracle(FFN.from_config(model.config, model.kernels))
     for read in (lambda: gated(model, oracle, []), lambda: with_fewer_neurons(model)):
         with pytest.raises(UserError, match=says):
             read()

@@ -7,7 +7,7 @@ import pytest
 
 import specsparse
 from specsparse.errors import UserError
-from specsparse.predictors.registry import PREDICTORS
+from specsparse.predictors.base import PREDICTORS
 from specsparse.speculative.drafters.registry import DRAFTERS
 from specsparse.speculative.trees.registry import TREES
 from specsparse.speculative.verify import VERIFIERS

@@ -16,11 +16,10 @@ from specsparse.experiments.settings import ModelSettings
 from specsparse.models import catalogue
 from specsparse.powerinfer.ffn.gated import gated
 from specsparse.predictors import FFN, Needs, Predictor, get_predictor
-from specsparse.predictors.factors import Codes
-from specsparse.predictors.fit.checkpoint import load_predictors
-from specsparse.predictors.fit.collect import collect, windows
-from specsparse.predictors.fit.evaluate import fit_layers
-from specsparse.predictors.mlp import Mlp, settled
+from specsparse.predictors.collect import collect, windows
+from specsparse.predictors.evaluate import fit_layers
+from specsparse.predictors.fit_mlp import load_predictors
+from specsparse.predictors.scored import Codes, Mlp, settled
 from specsparse.support import terminal
 
 WINDOW = 128
@@ -72,7 +71,7 @@ def sparse_of(cfg: ModelSettings, lab: Lab, dense: Model, *, rows: np.ndarray | 
         dense: the model with its dense matrices.
         rows: `residuals` where they have been read before.
     """
-    ffn = FFN.of(dense.config, dense.kernels)
+    ffn = FFN.from_config(dense.config, dense.kernels)
     if cfg.ffn.name == "powerinfer":
         own = lab.load(cfg.model, **cfg.ffn.overrides())
         return GatedModel(own, Mlp(ffn), [layer.sparse.predictor for layer in own.params.layers])

@@ -26,11 +26,10 @@ from specsparse.kernels.packing.pack import pack_qtensor
 from specsparse.kernels.packing.rows import take_rows
 from specsparse.kernels.qtensor import BLOCK
 from specsparse.powerinfer.ffn.gated import gated
-from specsparse.predictors.ffn import FFN
-from specsparse.predictors.fit.collect import collect, windows
-from specsparse.predictors.fit.evaluate import fit_layers
-from specsparse.predictors.fit.self_generated import self_generated
-from specsparse.predictors.gate_threshold import GateThreshold
+from specsparse.predictors.base import FFN
+from specsparse.predictors.collect import collect, self_generated, windows
+from specsparse.predictors.evaluate import fit_layers
+from specsparse.predictors.thresholds import GateThreshold
 
 RULES = ("hot", "gate", "own")
 _WINDOW = 128
@@ -66,7 +65,7 @@ def with_fewer_neurons(
     rows_LND = collect(model, cut)
     if rule == "hot":
         return _hot(model, share, rows_LND)
-    predictor = GateThreshold(FFN.of(model.config, model.kernels), share)
+    predictor = GateThreshold(FFN.from_config(model.config, model.kernels), share)
     return gated(model, predictor, fit_layers(predictor, model.params.layers, rows_LND))
 
 
@@ -97,7 +96,7 @@ def _with_threshold(model: Model, threshold: float | None) -> Model:
 def _hot(model: Model, share: float, rows_LND: np.ndarray) -> Model:
     """A dense model of fewer neurons: gate and up keep their codes, down is packed again."""
     count = min(max(BLOCK, round(share * model.config.d_ff / BLOCK) * BLOCK), model.config.d_ff)
-    ffn = FFN.of(model.config, model.kernels)
+    ffn = FFN.from_config(model.config, model.kernels)
     energy = jax.jit(lambda layer, x_RD: _energy(ffn, layer, x_RD))
     layers = []
     for layer, rows_ND in zip(model.params.layers, rows_LND, strict=True):

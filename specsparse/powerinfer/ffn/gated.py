@@ -14,10 +14,8 @@ from specsparse.powerinfer.ffn import zero_skip
 from specsparse.powerinfer.ffn.modes import PREDICTED
 from specsparse.powerinfer.ffn.sparse_ffn import by_gate, make_ffn
 from specsparse.powerinfer.ffn.sparse_weights import SparseWeights, sparse_params
-from specsparse.predictors.base import Predictor
-from specsparse.predictors.ffn import gate_matrix
-from specsparse.predictors.oracle import Oracle
-from specsparse.predictors.union_cap import UnionCap
+from specsparse.predictors.base import Predictor, gate_matrix
+from specsparse.predictors.bounds import Oracle, UnionCap
 
 
 def gated(model: Model, predictor: Predictor, weights: Sequence[Pytree], *, down_type: str | None = None) -> Model:

@@ -99,15 +99,15 @@ def _injected(
     # Only such a model waits until what computes neuron by neuron is imported.
     from specsparse.powerinfer.ffn import sparse_ffn
     from specsparse.powerinfer.ffn.sparse_weights import dense_packer, rows_packer
-    from specsparse.predictors.ffn import FFN
-    from specsparse.predictors.mlp import Mlp
-    from specsparse.predictors.oracle import Oracle
+    from specsparse.predictors.base import FFN
+    from specsparse.predictors.bounds import Oracle
+    from specsparse.predictors.scored import Mlp
 
     predicted = mode == "powerinfer"
     pack = dense_packer(limit, floats=floats) if config.predictor_ranks else None
     if mode == "dense":
         return None, pack
-    ffn = FFN.of(config, kernels)
+    ffn = FFN.from_config(config, kernels)
     predictor = Mlp(ffn) if predicted else Oracle(ffn)
     if faithful_f16:
         keep = sparse_ffn.predicted(predictor) if predicted else sparse_ffn.true_activations

@@ -21,9 +21,8 @@ from specsparse.errors import UserError
 from specsparse.kernels import ChosenFfn, Kernels, SparseStats
 from specsparse.powerinfer.ffn.sparse_weights import SparseWeights
 from specsparse.predictors.base import InOneCall, Predictor
-from specsparse.predictors.gate_threshold import GateThreshold
-from specsparse.predictors.oracle import Oracle
-from specsparse.predictors.teal import Teal
+from specsparse.predictors.bounds import Oracle
+from specsparse.predictors.thresholds import GateThreshold, Teal
 
 Keep = Callable[[Layer, jax.Array, jax.Array, jax.Array], jax.Array]
 """keep(layer, x_RD, n_valid_B, a_RF) -> bool[R, F]."""

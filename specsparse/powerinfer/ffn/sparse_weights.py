@@ -17,7 +17,7 @@ from specsparse.engine.weights import Layer, Params, pack_matrix, pack_rows
 from specsparse.errors import UserError
 from specsparse.kernels import NeuronRows, QTensor, pack_neurons, regroup_neurons
 from specsparse.kernels.packing.dequant import dequantize, pack_float
-from specsparse.predictors.mlp import MlpWeights
+from specsparse.predictors.scored import MlpWeights
 
 THRESHOLD_KEY = "powerinfer.sparse_threshold"
 THRESHOLD_ENV = "LLAMA_SPARSE_PRED_THRESHOLD"

@@ -13,10 +13,9 @@ from specsparse.engine.weights import Layer, Params, pack_matrix
 from specsparse.errors import UserError
 from specsparse.powerinfer.ffn.sparse_weights import threshold_of
 from specsparse.powerinfer.files.activation_stats import ActivationStats
-from specsparse.predictors.base import Predictor
-from specsparse.predictors.ffn import FFN
-from specsparse.predictors.masked import with_weights
-from specsparse.predictors.mlp import Mlp, MlpWeights
+from specsparse.predictors.base import FFN, Predictor
+from specsparse.predictors.evaluate import with_weights
+from specsparse.predictors.scored import Mlp, MlpWeights
 
 Active = Callable[[Layer, jax.Array, jax.Array], jax.Array]
 """active(layer, x_RD, n_valid_B) -> bool or uint8 [R, F], true where a neuron is read for a row."""
@@ -62,7 +61,7 @@ def of_file(f: GGUFFile, model: Model, *, threshold: float | None = None) -> tup
     floats = model.kernels.name != "native"
     pairs = [[pack_matrix(f.tensors[f"blk.{i}.{n}.weight"], floats=floats) for n in ("fc1", "fc2")] for i in layers]
     weights = [MlpWeights(fc1, fc2, limit) for fc1, fc2 in pairs]
-    return predicted(Mlp(FFN.of(model.config, model.kernels))), with_weights(model.params, weights)
+    return predicted(Mlp(FFN.from_config(model.config, model.kernels))), with_weights(model.params, weights)
 
 
 def make_profiler(model: Model, active: Active) -> Callable:
@@ -89,7 +88,7 @@ def profile(
 
     Args:
         model: with its dense matrices.
-        windows_Wn: int32[W, n] token ids (`predictors.fit.collect.windows`), n at most the model's context.
+        windows_Wn: int32[W, n] token ids (`predictors.collect.windows`), n at most the model's context.
         active: what counts.
         params: in place of the model's, such as `of_file` returns.
         progress: called with the windows done.

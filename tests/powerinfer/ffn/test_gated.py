@@ -14,8 +14,8 @@ from specsparse.measure import machine
 from specsparse.models import catalogue
 from specsparse.powerinfer.ffn.gated import gated
 from specsparse.predictors import FFN, get_predictor
-from specsparse.predictors.fit.checkpoint import save_predictors
-from specsparse.predictors.fit.evaluate import fit_layers
+from specsparse.predictors.evaluate import fit_layers
+from specsparse.predictors.fit_mlp import save_predictors
 from specsparse.testing import write_tiny_gguf
 from tests.experiments.playing import GREEDY, play, quiet_lab, replaced, run_config
 from tests.tolerances import nmse
@@ -34,7 +34,7 @@ def relu(path):
 
 
 def with_predictor(model, name, **options):
-    predictor = get_predictor(name, FFN.of(model.config, model.kernels), **options)
+    predictor = get_predictor(name, FFN.from_config(model.config, model.kernels), **options)
     return gated(model, predictor, fit_layers(predictor, model.params.layers, None))
 
 

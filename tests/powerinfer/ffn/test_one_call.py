@@ -15,8 +15,7 @@ from specsparse.kernels.native import cpu
 from specsparse.powerinfer.ffn.gated import gated
 from specsparse.powerinfer.ffn.sparse_ffn import make_ffn
 from specsparse.predictors import FFN, Needs, get_predictor
-from specsparse.predictors.mlp import mlp_weights, settled
-from specsparse.predictors.svd import as_mlp, factorise, normed_gate
+from specsparse.predictors.scored import as_mlp, factorise, mlp_weights, normed_gate, settled
 from specsparse.testing import write_tiny_gguf
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.why_missing()))
@@ -71,7 +70,7 @@ def passes(model, predictor, shapes):
 @pytest.mark.parametrize("name", PREDICTORS)
 def test_the_bits_of_the_layers_one_by_one(dense, name):
     model = dense("relu")
-    predictor = get_predictor(name, FFN.of(model.config, model.kernels), **PREDICTORS[name])
+    predictor = get_predictor(name, FFN.from_config(model.config, model.kernels), **PREDICTORS[name])
     shapes = [(1, 1, False), (2, 5, True)] if name == "mlp" else [(2, 5, True)]
     for (together, cache), (apart, other) in passes(model, predictor, shapes):
         for a, b in zip(jax.tree.leaves((together, cache)), jax.tree.leaves((apart, other)), strict=True):
@@ -83,7 +82,7 @@ def test_the_bits_of_the_layers_one_by_one(dense, name):
 
 def test_without_a_gate_and_with_more_rows_than_a_call_takes(dense):
     model = dense("ungated")
-    predictor = get_predictor("oracle", FFN.of(model.config, model.kernels))
+    predictor = get_predictor("oracle", FFN.from_config(model.config, model.kernels))
     for (together, _), (apart, _) in passes(model, predictor, [(1, 3, False), (1, 70, False)]):
         for a, b in zip(jax.tree.leaves(together), jax.tree.leaves(apart), strict=True):
             np.testing.assert_array_equal(a, b)
@@ -106,7 +105,7 @@ def set_isa_or_skip(isa):
 )  # fmt: skip
 def test_a_single_row_chooses_its_neurons_range_by_range(dense, name, options, threads, isa):
     model, before = dense("ranged"), (cpu.threads(), cpu.isa())
-    predictor = get_predictor(name, FFN.of(model.config, model.kernels), **options)
+    predictor = get_predictor(name, FFN.from_config(model.config, model.kernels), **options)
     cpu.set_threads(threads)
     try:
         set_isa_or_skip(isa)
@@ -125,7 +124,7 @@ def test_a_single_row_chooses_its_neurons_range_by_range(dense, name, options, t
 @pytest.mark.parametrize(("quant", "codes"), [("Q4_0", "q4_0"), ("Q8_0", "q8_0"), ("F16", "f16")])
 def test_a_trained_predictor_is_kept_as_the_models_gates_are(tmp_path, quant, codes):
     model = specsparse.load(write_tiny_gguf(tmp_path / "m.gguf", d_model=64, d_ff=96, n_layers=1, quant=quant))
-    predictor = get_predictor("mlp", FFN.of(model.config, model.kernels))
+    predictor = get_predictor("mlp", FFN.from_config(model.config, model.kernels))
     chosen, found = settled(predictor, model.params.layers[0])
     assert found == chosen.codes == codes
     fc1, fc2 = np.eye(48, 64, dtype=np.float32), np.ones((96, 48), np.float32)

@@ -19,8 +19,7 @@ from specsparse.kernels.native import cpu
 from specsparse.powerinfer.ffn.sparse_ffn import make_ffn, masked_ffn, predicted
 from specsparse.powerinfer.ffn.sparse_weights import sparse_params
 from specsparse.predictors import FFN, Needs, get_predictor
-from specsparse.predictors.mlp import mlp_weights
-from specsparse.predictors.svd import as_mlp, factorise, normed_gate
+from specsparse.predictors.scored import as_mlp, factorise, mlp_weights, normed_gate
 from specsparse.testing import write_tiny_gguf
 from tests.powerinfer.tiny import write_tiny_powerinfer
 from tests.predictors.planted import EPS, D, F, plant
@@ -155,7 +154,7 @@ def test_a_dense_model_keeps_the_predictors_of_its_file(tmp_path):
     weights = [layer.sparse for layer in dense.params.layers]
     predictors = sum(w.fc1.nbytes + w.fc2.nbytes for w in weights)
     assert own.footprint.packed == dense.footprint.packed + predictors > predictors
-    mlp = get_predictor("mlp", FFN.of(dense.config, dense.kernels))
+    mlp = get_predictor("mlp", FFN.from_config(dense.config, dense.kernels))
     forward = make_forward(dense.config, dense.kernels, make_ffn(dense.config, dense.kernels, mlp))
     gated = replace(dense, params=sparse_params(dense.params, weights), forward=forward, programs={}, _tables={})
     np.testing.assert_array_equal(gated.logits(IDS), own.logits(IDS))

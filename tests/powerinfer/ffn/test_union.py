@@ -6,13 +6,11 @@ import pytest
 
 import specsparse
 from specsparse.powerinfer.ffn import union
-from specsparse.powerinfer.ffn.chunked import quality_in_chunks
 from specsparse.powerinfer.ffn.gated import gated
 from specsparse.powerinfer.ffn.sparse_ffn import SparseStats
 from specsparse.predictors import FFN, get_predictor
-from specsparse.predictors.fit.evaluate import fit_layers
-from specsparse.predictors.oracle import Oracle
-from specsparse.predictors.union_cap import UnionCap
+from specsparse.predictors.bounds import Oracle, UnionCap
+from specsparse.predictors.evaluate import fit_layers, quality_in_chunks
 from specsparse.testing import write_tiny_gguf
 
 WINDOWS = np.random.default_rng(0).integers(3, 290, (3, 16)).astype(np.int32)
@@ -27,7 +25,7 @@ def relu(tmp_path_factory):
 @pytest.fixture(scope="module")
 def half(relu):
     """A model whose masks hash the row: as good as independent."""
-    predictor = get_predictor("random", FFN.of(relu.config, relu.kernels), share=0.3)
+    predictor = get_predictor("random", FFN.from_config(relu.config, relu.kernels), share=0.3)
     return predictor, fit_layers(predictor, relu.params.layers, None)
 
 
@@ -113,5 +111,5 @@ def test_the_cap_bounds_what_a_pass_reads_and_costs_quality(relu, half):
     free = {rows: quality_in_chunks(relu, gated(relu, *half), WINDOWS, rows=rows).kl for rows in (1, 5)}
     assert free[1] == pytest.approx(free[5], rel=1e-6)  # C1: nothing depends on the rows beside
     assert found[1] == pytest.approx(free[1], rel=1e-6) and found[5] > 1.05 * free[5]
-    exact = gated(relu, Oracle(FFN.of(relu.config, relu.kernels)), [None])
+    exact = gated(relu, Oracle(FFN.from_config(relu.config, relu.kernels)), [None])
     assert quality_in_chunks(relu, exact, WINDOWS, rows=3).kl < 1e-6

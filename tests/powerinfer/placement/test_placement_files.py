@@ -15,7 +15,7 @@ from specsparse.powerinfer.placement.of_model import ModelParts, problem_of
 from specsparse.powerinfer.placement.problem import Hardware
 from specsparse.powerinfer.placement.rules import optimal
 from specsparse.powerinfer.placement.run_placement import kept_or_solved
-from specsparse.predictors.ffn import FFN
+from specsparse.predictors.base import FFN
 from specsparse.testing import write_tiny_gguf
 from tests.powerinfer.tiny import write_tiny_powerinfer
 
@@ -61,7 +61,7 @@ def test_counts_are_those_of_the_models_own_masks(model, stats):
 
 
 def test_oracle_and_largest(model):
-    ffn = FFN.of(model.config, model.kernels)
+    ffn = FFN.from_config(model.config, model.kernels)
     found = profiler.profile(model, TEXT, profiler.nonzero(ffn))
     assert 0 < sum(c.sum() for c in found.counts) < TEXT.size * 2 * 128
     largest = profiler.profile(model, TEXT, profiler.largest(ffn, 0.25))

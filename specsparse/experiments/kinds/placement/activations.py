@@ -18,9 +18,8 @@ from specsparse.models import catalogue
 from specsparse.powerinfer.files.activation_stats import ActivationStats, load_stats, read_activations
 from specsparse.powerinfer.placement import profiler
 from specsparse.predictors import FFN, Needs, get_predictor
-from specsparse.predictors.fit.collect import collect, windows
-from specsparse.predictors.fit.evaluate import fit_layers
-from specsparse.predictors.masked import with_weights
+from specsparse.predictors.collect import collect, windows
+from specsparse.predictors.evaluate import fit_layers, with_weights
 from specsparse.support import terminal
 
 
@@ -41,7 +40,7 @@ def check(cfg: PlacementSettings) -> None:
         overrides = {k: v for k, v in cfg.model.overrides().items() if k in OVERRIDES}
         config = ModelConfig.from_gguf(open_gguf(catalogue.resolve(cfg.model.path)), overrides=overrides)
         if not config.predictor_ranks or cfg.ffn.name == "oracle":
-            profiler.nonzero(FFN.of(config, kernels.get()))
+            profiler.nonzero(FFN.from_config(config, kernels.get()))
     if cfg.predictor.name != "none":
         predictor = get_predictor(cfg.predictor.name, FFN(kernels.get(), 1e-5), **cfg.predictor.options)
         if predictor.needs in (Needs.TRAINING, Needs.PROMPT):
@@ -98,7 +97,7 @@ def _counted(cfg: PlacementSettings, f: GGUFFile, lab: Lab) -> ActivationStats:
 
 def _rule(cfg: PlacementSettings, f: GGUFFile, model: Model, text: np.ndarray) -> tuple[profiler.Active, Any]:
     """What counts as read, and parameters to count with: a predictor's choice before what is not zero."""
-    ffn = FFN.of(model.config, model.kernels)
+    ffn = FFN.from_config(model.config, model.kernels)
     if cfg.predictor.name != "none":
         predictor = get_predictor(cfg.predictor.name, ffn, **cfg.predictor.options)
         rows = collect(model, text) if predictor.needs is Needs.TEXT else None

@@ -19,7 +19,7 @@ from specsparse.experiments.kind import Engine, Lab
 from specsparse.experiments.kinds.placement.settings import PlacementSettings
 from specsparse.powerinfer.placement.problem import Placement
 from specsparse.powerinfer.placement.two_devices import Span, TwoDevices, host_kernels, waiting
-from specsparse.predictors.fit.quality import ModelQuality, ModelSums, model_sums
+from specsparse.predictors.evaluate import ModelQuality, ModelSums, model_sums
 from specsparse.support import json_files, tables, terminal
 from specsparse.support.in_turn import in_turn
 
@@ -172,7 +172,7 @@ def _greedy(model: Model, ids: np.ndarray, count: int) -> list[int]:
 def _quality(wanted: Model, found: Model, ids: np.ndarray) -> ModelQuality:
     """Laws of the next token, with the predicted hot neurons against all hot neurons."""
     sums = model_sums(jnp.asarray(wanted.logits(ids[:-1])), jnp.asarray(found.logits(ids[:-1])), jnp.asarray(ids[1:]))
-    return ModelQuality.of(ModelSums(*sums))
+    return ModelQuality.from_sums(ModelSums(*sums))
 
 
 def _table(timing: Timing, found: dict[str, Any]) -> Table:

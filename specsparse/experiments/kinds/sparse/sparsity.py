@@ -28,9 +28,8 @@ from specsparse.models import catalogue
 from specsparse.powerinfer.ffn.gated import bytes_read
 from specsparse.powerinfer.ffn.modes import PREDICTED
 from specsparse.predictors import FFN, Needs, get_predictor
-from specsparse.predictors.fit.collect import windows
-from specsparse.predictors.fit.cost import matrices
-from specsparse.predictors.fit.evaluate import Evaluation, Evaluator
+from specsparse.predictors.collect import windows
+from specsparse.predictors.evaluate import Evaluation, Evaluator, matrices
 from specsparse.report import display
 from specsparse.support import terminal
 from specsparse.support.in_turn import in_turn
@@ -172,7 +171,8 @@ def _sparse(cfg: SparsitySettings, lab: Lab, dense: Model) -> list[gating.GatedM
     rows, found = None, []
     for point in settings(cfg):
         if point.ffn.name == PREDICTED and rows is None:
-            kind = get_predictor(point.predictor.name, FFN.of(dense.config, dense.kernels), **point.predictor.options)
+            ffn = FFN.from_config(dense.config, dense.kernels)
+            kind = get_predictor(point.predictor.name, ffn, **point.predictor.options)
             rows = gating.residuals(point, dense, lab.console) if kind.needs is Needs.TEXT else None
         found.append(gating.sparse_of(point, lab, dense, rows=rows))
     return found

@@ -34,12 +34,11 @@ from specsparse.experiments.methods.gating import GatedModel
 from specsparse.experiments.settings import DecodingSettings
 from specsparse.measure import conditions, speedup
 from specsparse.powerinfer.ffn import union, zero_skip
-from specsparse.powerinfer.ffn.chunked import quality_in_chunks
 from specsparse.powerinfer.ffn.gated import bytes_read, gated
 from specsparse.powerinfer.ffn.union import UnionPoint
 from specsparse.predictors.base import Predictor
-from specsparse.predictors.fit.cost import matrices
-from specsparse.predictors.union_cap import UnionCap
+from specsparse.predictors.bounds import UnionCap
+from specsparse.predictors.evaluate import matrices, quality_in_chunks
 from specsparse.report import display
 from specsparse.report.record import SAME_TEXT_VERIFIERS, Pass
 from specsparse.runtime import metrics

@@ -12,7 +12,7 @@ from specsparse.support.options import Count, Range, nearest, options_of, read
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """What `kind: train_predictors` reads, compares and keeps; the others are `predictors.fit.train.FitOptions`."""
+    """What `kind: train_predictors` reads, compares and keeps; the others are `predictors.fit_mlp.FitOptions`."""
 
     tokens: Count = 4096
     window: Annotated[int, Range(4)] = 128

@@ -21,10 +21,10 @@ from specsparse.experiments.kinds.training.predictors_report import by_layer, co
 from specsparse.models import catalogue
 from specsparse.predictors import FFN, Needs, get_predictor
 from specsparse.predictors.base import Predictor
-from specsparse.predictors.fit.collect import collect, windows
-from specsparse.predictors.fit.evaluate import Evaluation, Evaluator, fit_layers
-from specsparse.predictors.fit.labels import need_zeros
-from specsparse.predictors.mlp import settled
+from specsparse.predictors.collect import collect, windows
+from specsparse.predictors.evaluate import Evaluation, Evaluator, fit_layers
+from specsparse.predictors.fit_mlp import need_zeros
+from specsparse.predictors.scored import settled
 from specsparse.support import terminal
 
 DEFINITIONS = {
@@ -49,7 +49,7 @@ class TrainPredictors(Training):
         overrides = {k: v for k, v in cfg.model.overrides().items() if k in OVERRIDES}
         config = ModelConfig.from_gguf(file, overrides=overrides)
         if predictor.needs is Needs.TRAINING and not config.predictor_ranks:
-            need_zeros(FFN.of(config, any_ffn.kernels), cfg.train.active_share)
+            need_zeros(FFN.from_config(config, any_ffn.kernels), cfg.train.active_share)
         cfg.data.prompts()
 
     def run(self, cfg: TrainSettings, lab: Lab) -> Found:

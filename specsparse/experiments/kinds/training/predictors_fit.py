@@ -17,12 +17,9 @@ from specsparse.experiments.kinds.training import options as train_options
 from specsparse.experiments.kinds.training.options import TrainSettings
 from specsparse.powerinfer.files.checkpoints import PredictorFile, write_predictors
 from specsparse.predictors import FFN
-from specsparse.predictors.factors import Codes
-from specsparse.predictors.fit.checkpoint import save_predictors
-from specsparse.predictors.fit.collect import collect
-from specsparse.predictors.fit.labels import label
-from specsparse.predictors.fit.train import FitOptions, LayerTrainer
-from specsparse.predictors.mlp import MlpWeights, mlp_weights
+from specsparse.predictors.collect import collect
+from specsparse.predictors.fit_mlp import FitOptions, LayerTrainer, label, save_predictors
+from specsparse.predictors.scored import Codes, MlpWeights, mlp_weights
 from specsparse.support import terminal
 from specsparse.support.atomic import replacing
 from specsparse.support.tensor_files import load_state, read_tensors, save_state, write_tensors

@@ -7,8 +7,7 @@ from functools import partial
 from matplotlib.figure import Figure as Canvas
 from rich.table import Table
 
-from specsparse.predictors.fit.evaluate import Evaluation
-from specsparse.predictors.fit.quality import LayerQuality
+from specsparse.predictors.evaluate import Evaluation, LayerQuality
 from specsparse.report.figure import Figure, Row
 from specsparse.support import tables
 

@@ -1,7 +1,9 @@
-"""Training of PowerInfer's predictor for one layer: weighted cross-entropy on the form that inference runs."""
+"""PowerInfer's predictor fitted to a layer: what counts as active, the training, and the file of all layers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import jax
@@ -11,12 +13,66 @@ import optax
 
 from specsparse.engine.weights import Layer
 from specsparse.errors import UserError
-from specsparse.predictors.fit.labels import Labels
-from specsparse.predictors.svd import as_mlp, factorise, normed_gate
+from specsparse.predictors.base import FFN
+from specsparse.predictors.scored import Codes, MlpWeights, as_mlp, factorise, mlp_weights, normed_gate
 from specsparse.support.options import Count, Internal, Positive, Range
+from specsparse.support.tensor_files import read_tensors, write_tensors
 
 DENSITY_OFFSET = 0.005
 """Added to the density for the weight of an inactive neuron, as the scripts of Deja Vu do."""
+_CHUNK = 256
+"""Rows of a product when labels are made."""
+_FORMAT = "specsparse.predictors.mlp"
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Which neurons of a layer count as active.
+
+    Attributes:
+        bits: uint8[N, ceil(F/8)], as `numpy.packbits` of the labels.
+        density: share of ones.
+        above: a neuron is active where |a| is larger than this; 0 for activations with true zeros.
+    """
+
+    bits: np.ndarray
+    density: float
+    above: float
+
+
+def need_zeros(ffn: FFN, active_share: float | None) -> None:
+    """An FFN without zeros has no active neurons but by a share.
+
+    Raises:
+        UserError: such an FFN, and no `active_share`.
+    """
+    if active_share is None and not ffn.has_zeros:
+        raise UserError(
+            "with SiLU no neuron is ever zero, so there is nothing to learn: give train.active_share=0.3 to call the "
+            "largest 30 % active, or use predictor=gate_threshold, which needs no training"
+        )
+
+
+def label(ffn: FFN, layer: Layer, rows_ND: np.ndarray, *, active_share: float | None = None) -> Labels:
+    """Labels of rows f32[N, D]: |a| > 0, or for `active_share` |a| above the quantile that leaves this share.
+
+    The label is on a itself, gate and up together, and on its size: `relu(gate) * up > 0` would drop the neurons whose
+    product is negative.
+
+    Raises:
+        UserError: a layer that is never or always active.
+    """
+    neurons = jax.jit(ffn.neurons)
+    chunks = [rows_ND[i : i + _CHUNK] for i in range(0, len(rows_ND), _CHUNK)]
+    size_NF = np.concatenate([np.abs(neurons(layer, jnp.asarray(c), jnp.asarray([len(c)], jnp.int32))) for c in chunks])
+    above = 0.0 if active_share is None else float(np.quantile(size_NF, 1 - active_share))
+    active_NF = size_NF > above
+    density = float(active_NF.mean())
+    if not 0 < density < 1:
+        raise UserError(
+            f"on this text {'no' if density == 0 else 'every'} neuron of a layer is active: nothing to learn"
+        )
+    return Labels(np.packbits(active_NF, axis=1), density, above)
 
 
 @dataclass(frozen=True)
@@ -75,7 +131,7 @@ class FitState(NamedTuple):
 
 @dataclass(frozen=True)
 class Epoch:
-    """What an epoch left on the held-out rows."""
+    """Number of an epoch, and how the matrices do on the held-out rows after it."""
 
     epoch: int
     loss: float
@@ -84,53 +140,43 @@ class Epoch:
     kept: float
 
 
-@dataclass(eq=False)
 class LayerTrainer:
-    """Trains one layer, epoch by epoch; an epoch depends on state and seed alone, so a restart changes nothing.
+    """Trains one layer, epoch by epoch, by weighted cross-entropy on the form that inference runs.
 
-    Rows are divided by their rms and by each channel's deviation: a few channels of real residuals are larger than the
-    others by orders of magnitude. The first changes no sign of the output (there is no bias, and a ReLU is
-    homogeneous), the second is folded into fc1 at the end, so that the result reads the residual as it is, at
-    threshold 0.
+    An epoch depends on state and seed alone, so a restart changes nothing. Rows are divided by their rms and by each
+    channel's deviation: a few channels of real residuals are larger than the others by orders of magnitude. The first
+    changes no sign of the output (there is no bias, and a ReLU is homogeneous), the second is folded into fc1 at the
+    end, so that the result reads the residual as it is, at threshold 0.
 
-    Attributes:
+    Args:
         options: how.
         layer: with its gate, for the start.
         rows_ND: f32[N, D] residuals.
         labels: of those rows.
         index: of the layer.
+
+    Raises:
+        UserError: too few rows.
     """
 
-    options: FitOptions
-    layer: Layer
-    rows_ND: np.ndarray
-    labels: Labels
-    index: int = 0
-
-    def __post_init__(self):
-        x = np.asarray(self.rows_ND, np.float32)
+    def __init__(self, options: FitOptions, layer: Layer, rows_ND: np.ndarray, labels: Labels, index: int = 0):
+        self.options, self.layer, self.index = options, layer, index
+        x = np.asarray(rows_ND, np.float32)
         x = x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + np.float32(1e-12))
         deviation = np.sqrt(np.mean(x * x, axis=0))
         self.scale = np.maximum(deviation, 1e-3 * np.sqrt(np.mean(deviation**2))).astype(np.float32)
-        held = max(1, round(self.options.held_out * len(x)))
+        held = max(1, round(options.held_out * len(x)))
         if held >= len(x):
             raise UserError(f"{len(x)} rows are too few to train on: raise train.tokens")
         x /= self.scale
-        self._train = jnp.asarray(x[:-held]), jnp.asarray(self.labels.bits[:-held])
-        self._held = jnp.asarray(x[-held:]), jnp.asarray(self.labels.bits[-held:])
-        weight = self.options.negative_weight
-        self._weight = jnp.float32(self.labels.density + DENSITY_OFFSET if weight is None else weight)
-        self.batch = min(self.options.batch, len(x) - held)
+        self._train = jnp.asarray(x[:-held]), jnp.asarray(labels.bits[:-held])
+        self._held = jnp.asarray(x[-held:]), jnp.asarray(labels.bits[-held:])
+        weight = options.negative_weight
+        self._weight = jnp.float32(labels.density + DENSITY_OFFSET if weight is None else weight)
+        self.batch = min(options.batch, len(x) - held)
 
     def start(self) -> FitState:
         """The state before the first epoch; the start itself counts as the best so far."""
-        matrices = self._first()
-        optimiser = _optimiser(self.options).init(matrices)
-        loss = _judge(matrices, *self._held, self._weight)[0]
-        zero = jnp.zeros((), jnp.int32)
-        return FitState(matrices, optimiser, matrices, loss, zero, zero)
-
-    def _first(self) -> Matrices:
         rng = np.random.default_rng([self.options.seed, self.index, 1 << 20])
         rank, (neurons, width) = self.options.rank, self.layer.ffn_up.shape
         fc1 = rng.normal(0, 1 / np.sqrt(width), (rank, width))
@@ -140,10 +186,13 @@ class LayerTrainer:
             first, second = as_mlp(u, v * self.scale)
             fc1[: len(first)], fc2[:, : second.shape[1]] = first, second
             fc2[:, second.shape[1] :] *= 0.01  # a rank beyond the gate's own says nothing yet
-        return Matrices(jnp.asarray(fc1, jnp.float32), jnp.asarray(fc2, jnp.float32))
+        matrices = Matrices(jnp.asarray(fc1, jnp.float32), jnp.asarray(fc2, jnp.float32))
+        loss = _judge(matrices, *self._held, self._weight)[0]
+        zero = jnp.zeros((), jnp.int32)
+        return FitState(matrices, _optimiser(self.options).init(matrices), matrices, loss, zero, zero)
 
     def step(self, state: FitState) -> tuple[FitState, Epoch]:
-        """One epoch, and what it left on the held-out rows."""
+        """One epoch, and how it does on the held-out rows."""
         epoch = int(state.epoch)
         order = np.random.default_rng([self.options.seed, self.index, epoch]).permutation(len(self._train[0]))
         count = len(order) // self.batch
@@ -151,17 +200,11 @@ class LayerTrainer:
         matrices, optimiser = _epoch(
             replace(self.options, seed=0), state.matrices, state.optimiser, *self._train, order, self._weight
         )
-        loss, recall, precision, kept = (x for x in _judge(matrices, *self._held, self._weight))
-        better = bool(loss < state.best_loss)
-        state = FitState(
-            matrices,
-            optimiser,
-            matrices if better else state.best,
-            loss if better else state.best_loss,
-            state.epoch + 1,
-            jnp.zeros((), jnp.int32) if better else state.stale + 1,
-        )
-        return state, Epoch(epoch + 1, float(loss), float(recall), float(precision), float(kept))
+        loss, *rates = _judge(matrices, *self._held, self._weight)
+        state = state._replace(matrices=matrices, optimiser=optimiser, epoch=state.epoch + 1, stale=state.stale + 1)
+        if bool(loss < state.best_loss):
+            state = state._replace(best=matrices, best_loss=loss, stale=jnp.zeros((), jnp.int32))
+        return state, Epoch(epoch + 1, float(loss), *map(float, rates))
 
     def done(self, state: FitState) -> bool:
         """Whether all epochs are over, or the held-out loss has stopped falling."""
@@ -212,8 +255,7 @@ def _judge(matrices: Matrices, x_RD: jax.Array, bits: jax.Array, weight: jax.Arr
     """(loss, recall, precision, kept share) at threshold 0."""
     scores = _scores(matrices, x_RD)
     active, kept = _unpack(bits, scores.shape[1]) > 0, scores >= 0
-    both = jnp.sum(active & kept, dtype=jnp.float32)
-    ones, found = jnp.sum(active, dtype=jnp.float32), jnp.sum(kept, dtype=jnp.float32)
+    both, ones, found = (jnp.sum(mask, dtype=jnp.float32) for mask in (active & kept, active, kept))
     floor = jnp.float32(1)
     return (
         _loss(matrices, x_RD, bits, weight),
@@ -221,3 +263,37 @@ def _judge(matrices: Matrices, x_RD: jax.Array, bits: jax.Array, weight: jax.Arr
         both / jnp.maximum(found, floor),
         found / jnp.float32(scores.size),
     )
+
+
+def save_predictors(
+    path: Path, pairs: Sequence[tuple[np.ndarray, np.ndarray]], *, threshold: float = 0.0, dtype: type = np.float32
+) -> None:
+    """Writes (fc1 [r, D], fc2 [F, r]) of every layer, in layer order, as float32 or float16, to one safetensors file.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    tensors = {}
+    for i, (fc1, fc2) in enumerate(pairs):
+        tensors |= {f"layers.{i}.fc1.weight": fc1.astype(dtype), f"layers.{i}.fc2.weight": fc2.astype(dtype)}
+    write_tensors(path, tensors, {"format": _FORMAT, "layers": len(pairs), "threshold": threshold})
+
+
+def load_pairs(path: Path) -> tuple[list[tuple[np.ndarray, np.ndarray]], float]:
+    """What `save_predictors` wrote: pairs and threshold.
+
+    Raises:
+        UserError: no such file, a damaged one, or one of another kind.
+    """
+    tensors, meta = read_tensors(path)
+    count = int(meta["layers"]) if meta.get("format") == _FORMAT else 0
+    names = [(f"layers.{i}.fc1.weight", f"layers.{i}.fc2.weight") for i in range(count)]
+    if not names or any(name not in tensors for pair in names for name in pair):
+        raise UserError(f"{path}: holds no predictors of specsparse; train some with +experiment=train_predictors")
+    return [(tensors[first], tensors[second]) for first, second in names], float(meta["threshold"])
+
+
+def load_predictors(path: Path, *, codes: Codes = "f16") -> tuple[MlpWeights, ...]:
+    """The weights of every layer for `Mlp`, packed in the type that `settled` says."""
+    pairs, threshold = load_pairs(path)
+    return tuple(mlp_weights(fc1, fc2, threshold, codes=codes) for fc1, fc2 in pairs)

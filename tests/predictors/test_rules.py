@@ -10,9 +10,7 @@ import pytest
 from specsparse.errors import UserError
 from specsparse.kernels.packing.dequant import pack_float
 from specsparse.predictors import get_predictor
-from specsparse.predictors.mlp import mlp_weights
-from specsparse.predictors.sequence import stack
-from specsparse.predictors.svd import as_mlp, factorise, normed_gate
+from specsparse.predictors.scored import as_mlp, factorise, mlp_weights, normed_gate
 from tests.predictors.planted import D, F, plant, scores, true_neurons
 
 
@@ -118,8 +116,8 @@ def test_mlp_keeps_at_the_threshold(planted):
 @pytest.mark.parametrize(
     ("fc1", "fc2", "threshold", "message"),
     [
-        (np.zeros((4, D)), np.zeros((F, 3)), 0.0, "their ranks differ"),
-        (np.zeros((4, D)), np.zeros((F, 4)), math.nan, "threshold is NaN"),
+        (np.zeros((4, D)), np.zeros((F, 3)), 0.0, "their ranks must be equal"),
+        (np.zeros((4, D)), np.zeros((F, 4)), math.nan, "the threshold a number"),
         (np.full((4, D), 1e6), np.zeros((F, 4)), 0.0, "fc1 holds values that f16 cannot hold"),
         (np.zeros((4, D)), np.full((F, 4), np.nan), 0.0, "fc2 holds values"),
     ],
@@ -152,10 +150,11 @@ def test_a_sequence_keeps_one_set(planted):
         prompts = planted.rows[:50], planted.rows[50:100]
         sets = [predictor.fit(planted.layer, jnp.asarray(p)) for p in prompts]
         hot = np.abs(true_neurons(planted, prompts[0])).sum(axis=0)
-        chosen = np.asarray(sets[0].keep[0])
+        chosen = np.asarray(sets[0][0])
         assert chosen.sum() == round(0.25 * F) and hot[chosen].mean() > 2 * hot[~chosen].mean()
-        both = predictor.keep(stack(sets), planted.layer, jnp.asarray(planted.held_out[:6]), jnp.asarray([3, 3]))
-        np.testing.assert_array_equal(both, np.repeat([np.asarray(s.keep[0]) for s in sets], 3, axis=0))
+        rows = jnp.asarray(planted.held_out[:6])
+        both = predictor.keep(jnp.concatenate(sets), planted.layer, rows, jnp.asarray([3, 3]))
+        np.testing.assert_array_equal(both, np.repeat([np.asarray(s[0]) for s in sets], 3, axis=0))
 
 
 def test_griffin_is_its_formula(planted):
@@ -163,7 +162,7 @@ def test_griffin_is_its_formula(planted):
     a = true_neurons(planted, rows)
     rank = np.linalg.norm(a / np.linalg.norm(a, axis=1, keepdims=True), axis=0)
     weights = get_predictor("griffin", planted.ffn, share=0.2).fit(planted.layer, jnp.asarray(rows))
-    assert set(np.flatnonzero(weights.keep[0])) == set(np.argsort(-rank)[: round(0.2 * F)])
+    assert set(np.flatnonzero(weights[0])) == set(np.argsort(-rank)[: round(0.2 * F)])
 
 
 def test_random_keeps_its_share_and_knows_nothing(planted, active):
@@ -173,7 +172,7 @@ def test_random_keeps_its_share_and_knows_nothing(planted, active):
     assert precision == pytest.approx(active.mean(), abs=0.02)
     predictor = get_predictor("random", planted.ffn)
     masks = [
-        np.asarray(dataclasses.replace(predictor, seed=seed).fit(planted.layer, index=index).salt)
+        np.asarray(dataclasses.replace(predictor, seed=seed).fit(planted.layer, index=index))
         for seed, index in ((0, 0), (0, 1), (1, 0))
     ]
     assert len({m.tobytes() for m in masks}) == 3

@@ -12,11 +12,17 @@ from specsparse.engine.llama import Want, make_forward
 from specsparse.errors import UserError
 from specsparse.experiments.kinds.training.predictors_report import by_layer, comparison, figure
 from specsparse.predictors import get_predictor
-from specsparse.predictors.fit.collect import collect, windows
-from specsparse.predictors.fit.cost import cost_of
-from specsparse.predictors.fit.evaluate import Evaluator, fit_layers
-from specsparse.predictors.fit.quality import LayerQuality, LayerSums, layer_sums, model_sums
-from specsparse.predictors.signbit import SignBitWeights
+from specsparse.predictors.collect import collect, windows
+from specsparse.predictors.evaluate import (
+    Evaluator,
+    LayerQuality,
+    LayerSums,
+    cost_of,
+    fit_layers,
+    layer_sums,
+    model_sums,
+)
+from specsparse.predictors.scored import SignBitWeights
 from tests.predictors.planted import F, plant, planted_model, true_neurons
 
 WINDOW = 32
@@ -123,7 +129,7 @@ def test_layer_sums_are_their_definitions():
 
     down = np.asarray(dequantize(planted.layer.ffn_down), np.float64)
     assert s.error == pytest.approx((((a * ~keep) @ down.T) ** 2).sum(), rel=1e-3)
-    assert LayerQuality.of(s).error == pytest.approx(math.sqrt(s.error / s.output))
+    assert LayerQuality.from_sums(s).error == pytest.approx(math.sqrt(s.error / s.output))
 
 
 def test_model_sums_are_their_definitions():

@@ -1,4 +1,4 @@
-"""Residuals before `ffn_norm` of every layer, from running a model over text: what predictors are fitted to."""
+"""What predictors are fitted to: residuals before `ffn_norm` of every layer, from running a model over text."""
 
 from collections.abc import Callable, Iterable
 
@@ -12,26 +12,22 @@ from specsparse.engine.model import Model
 from specsparse.errors import UserError
 
 
-def collecting(ffn: Callable) -> Callable:
-    """`ffn` with its input rows f32[R, D] for statistics."""
-
-    def collect_ffn(layer, x_RD, n_valid_B):
-        y_RD, _ = ffn(layer, x_RD, n_valid_B)
-        return y_RD, x_RD
-
-    return collect_ffn
-
-
 def make_collector(model: Model, *, logits: bool = False, ffn: Callable | None = None) -> Callable:
     """program(params, tokens_1n, cache) -> (logits f32[n, V] or None, residuals f32[L, n, D], cache), compiled.
 
     Args:
         model: any.
         logits: whether they are wanted.
-        ffn: of the model, where it does not run the dense one.
+        ffn: of the model, if it does not run the dense one.
     """
     model.check_whole("collecting residuals")
-    forward = make_forward(model.config, model.kernels, collecting(ffn or dense_ffn(model.config, model.kernels)))
+    run = ffn or dense_ffn(model.config, model.kernels)
+
+    def collecting_ffn(layer, x_RD, n_valid_B):
+        y_RD, _ = run(layer, x_RD, n_valid_B)
+        return y_RD, x_RD
+
+    forward = make_forward(model.config, model.kernels, collecting_ffn)
     want = Want(logits="all" if logits else "none")
 
     @jax.jit
@@ -84,3 +80,32 @@ def collect(
         if progress is not None:
             progress(w + 1)
     return out
+
+
+def self_generated(model: Model, *, tokens: int = 128, texts: int = 4, seed: int = 0) -> np.ndarray:
+    """int32[texts, tokens]: texts that the model writes itself, if nobody gives one: its own distribution at
+    temperature 1, each after its first token (BOS).
+
+    Args:
+        model: any.
+        tokens: of each text, at most the model's context.
+        texts: how many, written side by side.
+        seed: of the draws.
+    """
+    tokens = min(tokens, model.config.context_length)
+    capacity = model.capacity_for(tokens)
+    begin_B = jnp.full((texts,), model.tokenizer.bos_id or 0, jnp.int32)
+    one_B = jnp.ones((texts,), jnp.int32)
+
+    @jax.jit
+    def program(params, cache, keys):
+        def step(carry, key):
+            token_B, cache = carry
+            out, cache = model.forward(params, token_B[:, None], cache)
+            after_B = jax.random.categorical(key, out.logits[:, 0]).astype(jnp.int32)
+            return (after_B, kv.commit(cache, one_B)), token_B
+
+        return jax.lax.scan(step, (begin_B, cache), keys)[1]
+
+    keys = jax.random.split(jax.random.key(seed), tokens)
+    return np.asarray(program(model.params_for(capacity), model.new_cache(texts, capacity), keys)).T

@@ -1,0 +1,400 @@
+"""A predictor judged on a model and a text: each layer on its own, the whole model, and what it costs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsparse.engine import cache as kv
+from specsparse.engine.feed import feed
+from specsparse.engine.llama import Want, make_forward
+from specsparse.engine.model import Model
+from specsparse.engine.pytree import Pytree
+from specsparse.engine.weights import Layer, Params
+from specsparse.kernels import QTensor
+from specsparse.predictors.base import FFN, Needs, Predictor, gate_matrix
+from specsparse.predictors.bounds import Oracle
+from specsparse.predictors.collect import make_collector
+from specsparse.predictors.thresholds import GateThreshold, Teal
+from specsparse.support.in_turn import in_turn, seconds
+
+_REPEATS, _CALLS = 7, 20
+"""Timings of a predictor's cost, and calls of each."""
+
+
+def kept_neurons(
+    predictor: Predictor, ffn: FFN, weights: Pytree, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """(neurons f32[R, F] with those left out at zero, mask uint8[R, F])."""
+    keep_RF = predictor.keep(weights, layer, x_RD, n_valid_B)
+    if isinstance(predictor, Teal):
+        return predictor.neurons(weights, layer, x_RD, n_valid_B), keep_RF
+    a_RF = ffn.neurons(layer, x_RD, n_valid_B)
+    return jnp.where(keep_RF != 0, a_RF, jnp.float32(0)), keep_RF
+
+
+def fit_layers(
+    predictor: Predictor, layers: Sequence[Layer], rows_LND: np.ndarray | jax.Array | None
+) -> tuple[Pytree, ...]:
+    """A predictor's weights of every layer, from residuals f32[L, N, D] if it needs some."""
+    return tuple(
+        predictor.fit(layer, None if rows_LND is None else jnp.asarray(rows_LND[i]), index=i)
+        for i, layer in enumerate(layers)
+    )
+
+
+def with_weights(params: Params, weights: Sequence[Pytree]) -> Params:
+    """`params` with a predictor's weights in each layer's `sparse`."""
+    pairs = zip(params.layers, weights, strict=True)
+    return params._replace(layers=tuple(layer._replace(sparse=w) for layer, w in pairs))
+
+
+Sum = jax.Array | np.floating
+"""f32[] of one window, on the device, or the float64 of several, on the host."""
+
+
+class LayerSums(NamedTuple):
+    """Sums over the rows and neurons of one layer.
+
+    Attributes:
+        neurons: rows times F.
+        active, kept, both: neurons that are not zero, that are kept, and that are both.
+        energy, kept_energy: squares of all neurons, and of the kept ones.
+        output, error: squares of the dense output, and of its difference to the sparse one.
+    """
+
+    neurons: Sum
+    active: Sum
+    kept: Sum
+    both: Sum
+    energy: Sum
+    kept_energy: Sum
+    output: Sum
+    error: Sum
+
+
+@dataclass(frozen=True)
+class LayerQuality:
+    """Rates of one layer; a rate over nothing is NaN.
+
+    Attributes:
+        active: share of neurons that are not zero.
+        kept: share of neurons that are computed.
+        recall: share of the active ones that are kept.
+        precision: share of the kept ones that are active.
+        energy: share of the squares of all neurons that the kept ones hold.
+        error: |sparse - dense| / |dense| of the FFN's output, without the residual.
+    """
+
+    active: float
+    kept: float
+    recall: float
+    precision: float
+    energy: float
+    error: float
+
+    @staticmethod
+    def from_sums(sums: LayerSums) -> "LayerQuality":
+        s = LayerSums(*map(float, sums))
+        return LayerQuality(
+            active=_ratio(s.active, s.neurons),
+            kept=_ratio(s.kept, s.neurons),
+            recall=_ratio(s.both, s.active),
+            precision=_ratio(s.both, s.kept),
+            energy=_ratio(s.kept_energy, s.energy),
+            error=_ratio(s.error, s.output) ** 0.5,
+        )
+
+
+class ModelSums(NamedTuple):
+    """Sums over the tokens of a model.
+
+    Attributes:
+        tokens: rows with a next token.
+        kl: KL(dense, sparse) in nats.
+        dense, sparse: negative log-likelihood of the next token.
+        same: rows whose most likely token is the same.
+    """
+
+    tokens: Sum
+    kl: Sum
+    dense: Sum
+    sparse: Sum
+    same: Sum
+
+
+@dataclass(frozen=True)
+class ModelQuality:
+    """The whole model with the predictor in every layer, against the dense one.
+
+    Attributes:
+        tokens: judged.
+        kl: mean KL(dense, sparse) of the next token's distribution, nats.
+        perplexity_dense, perplexity: of the text.
+        same_top: share of tokens with the same most likely successor.
+    """
+
+    tokens: int
+    kl: float
+    perplexity_dense: float
+    perplexity: float
+    same_top: float
+
+    @staticmethod
+    def from_sums(sums: ModelSums) -> "ModelQuality":
+        s = ModelSums(*map(float, sums))
+        return ModelQuality(
+            tokens=int(s.tokens),
+            kl=_ratio(s.kl, s.tokens),
+            perplexity_dense=float(np.exp(_ratio(s.dense, s.tokens))),
+            perplexity=float(np.exp(_ratio(s.sparse, s.tokens))),
+            same_top=_ratio(s.same, s.tokens),
+        )
+
+
+def layer_sums(predictor: Predictor, ffn: FFN, weights: Pytree, layer: Layer, x_RD: jax.Array) -> LayerSums:
+    """Sums over rows f32[R, D], all of which count."""
+    n = jnp.asarray([x_RD.shape[0]], jnp.int32)
+    dense_RF = ffn.neurons(layer, x_RD, n)
+    sparse_RF, keep_RF = kept_neurons(predictor, ffn, weights, layer, x_RD, n)
+    dense_RD, sparse_RD = ffn.down(layer, dense_RF, n), ffn.down(layer, sparse_RF, n)
+    active, kept = dense_RF != 0, keep_RF != 0
+    return LayerSums(
+        neurons=jnp.float32(dense_RF.size),
+        active=_total(active),
+        kept=_total(kept),
+        both=_total(active & kept),
+        energy=_total(dense_RF**2),
+        kept_energy=_total(jnp.where(kept, dense_RF, jnp.float32(0)) ** 2),
+        output=_total(dense_RD**2),
+        error=_total((sparse_RD - dense_RD) ** 2),
+    )
+
+
+def model_sums(dense_RV: jax.Array, sparse_RV: jax.Array, next_R: jax.Array) -> ModelSums:
+    """Sums over logits f32[R, V] of both models; `next_R` int32[R] is the token that follows each row."""
+    p, q = jax.nn.log_softmax(dense_RV), jax.nn.log_softmax(sparse_RV)
+    at = next_R[:, None]
+    return ModelSums(
+        tokens=jnp.float32(next_R.shape[0]),
+        kl=_total(jnp.exp(p) * (p - q)),
+        dense=-_total(jnp.take_along_axis(p, at, axis=1)),
+        sparse=-_total(jnp.take_along_axis(q, at, axis=1)),
+        same=_total(jnp.argmax(p, axis=1) == jnp.argmax(q, axis=1)),
+    )
+
+
+def _total(values: jax.Array) -> jax.Array:
+    return jnp.sum(values, dtype=jnp.float32)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else float("nan")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a predictor costs for one token in one layer, beside the dense FFN.
+
+    Attributes:
+        predictor_bytes: weights that the prediction reads. An oracle reads nothing: it is a bound, not a method.
+        sparse_bytes: of the FFN's matrices, for the kept neurons.
+        dense_bytes: of the FFN's matrices, all of them.
+        predictor_s, dense_s: seconds of the prediction, and of the dense FFN, by the model's kernels.
+    """
+
+    predictor_bytes: int
+    sparse_bytes: int
+    dense_bytes: int
+    predictor_s: float
+    dense_s: float
+
+    @property
+    def bytes_share(self) -> float:
+        """Bytes of prediction and kept neurons over those of the dense FFN."""
+        return (self.predictor_bytes + self.sparse_bytes) / self.dense_bytes
+
+
+def cost_of(predictor: Predictor, ffn: FFN, weights: Pytree, layer: Layer, *, kept: float, width: int) -> Cost:
+    """Counts and measures; `kept` is the share of neurons kept, `width` is D."""
+    whole = sum(m.nbytes for m in matrices(layer))
+    own, rest = sum(leaf.nbytes for leaf in jax.tree.leaves(weights)), whole
+    if isinstance(predictor, GateThreshold):  # its gate is read in full, and not again
+        own, rest = own + gate_matrix(layer).nbytes, rest - gate_matrix(layer).nbytes
+
+    def keep(weights, layer, x_RD):
+        return predictor.keep(weights, layer, x_RD, one).astype(jnp.int32)
+
+    def dense(weights, layer, x_RD):
+        return ffn.down(layer, ffn.neurons(layer, x_RD, one), one)
+
+    one = jnp.ones((1,), jnp.int32)
+    calls = {f: _timing(f, weights, layer, width) for f in (keep, dense)}
+    taken = in_turn(calls, repeats=_REPEATS)
+    return Cost(
+        predictor_bytes=0 if isinstance(predictor, Oracle) else own,
+        sparse_bytes=round(kept * rest),
+        dense_bytes=whole,
+        predictor_s=median(taken[keep]),
+        dense_s=median(taken[dense]),
+    )
+
+
+def matrices(layer: Layer) -> list[QTensor]:
+    """The dense matrices of the layer's FFN."""
+    return [m for m in (layer.ffn_gate, layer.ffn_up, layer.ffn_down) if m is not None]
+
+
+def _timing(function: Callable, weights: Pytree, layer: Layer, width: int) -> Callable[[], float]:
+    """Seconds of function(weights, layer, x f32[1, D]), many times in one program, each after the last."""
+
+    @jax.jit
+    def program(weights, layer, x_RD):
+        def again(_, x_RD):  # depends on all of the result, and changes nothing
+            total = jnp.sum(function(weights, layer, x_RD))
+            return jnp.where(total == jnp.asarray(12345, total.dtype), -x_RD, x_RD)
+
+        return jax.lax.fori_loop(0, _CALLS, again, x_RD)
+
+    x_RD = jnp.ones((1, width), jnp.float32)
+    return lambda: seconds(lambda: program(weights, layer, x_RD).block_until_ready()) / _CALLS
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A judged predictor.
+
+    Attributes:
+        name: of the predictor.
+        layers: on the residuals of the dense model, so that no layer answers for another's mistakes.
+        mean: the same over all layers together.
+        model: with the predictor in every layer.
+        cost: of one token in one layer, on average.
+    """
+
+    name: str
+    layers: tuple[LayerQuality, ...]
+    mean: LayerQuality
+    model: ModelQuality
+    cost: Cost
+
+
+class Evaluator:
+    """Judges predictors on the same windows of text.
+
+    The first half of a window is a prompt, which the dense model reads; the second half is judged. So every predictor
+    starts from the same cache, and one that needs a prompt has one.
+
+    Args:
+        model: with dense matrices.
+        windows_Wn: int32[W, n], n even.
+    """
+
+    def __init__(self, model: Model, windows_Wn: np.ndarray):
+        self.model, self.windows_Wn = model, windows_Wn
+        self.ffn = FFN.from_config(model.config, model.kernels)
+        self._half = windows_Wn.shape[1] // 2
+        self._capacity = model.capacity_for(2 * self._half)
+        self._dense = make_collector(model, logits=True)
+        self._params = model.params_for(self._capacity)
+
+    def __call__(
+        self,
+        predictor: Predictor,
+        weights: Sequence[Pytree] | None = None,
+        *,
+        progress: Callable[[int], None] | None = None,
+    ) -> Evaluation:
+        """Judges a predictor of this model's `ffn`.
+
+        Args:
+            predictor: what is judged.
+            weights: of each layer; None if the predictor fits itself to each prompt.
+            progress: called with the windows done.
+        """
+        layers, sums = self._params.layers, jax.jit(partial(layer_sums, predictor, self.ffn))
+        masked = self._masked_program(predictor)
+        by_layer, whole = None, None
+        for w, tokens in enumerate(self.windows_Wn):
+            prompt, rest = jnp.asarray(tokens[None, : self._half]), jnp.asarray(tokens[None, self._half :])
+            _, prompt_LnD, cache = self._dense(self._params, prompt, self.model.new_cache(1, self._capacity))
+            dense_nV, rows_LnD, _ = self._dense(self._params, rest, cache)
+            if predictor.needs is Needs.PROMPT:
+                weights = fit_layers(predictor, layers, prompt_LnD)
+            found = [sums(own, layer, x) for own, layer, x in zip(weights, layers, rows_LnD, strict=True)]
+            by_layer = _added(by_layer, found)
+            sparse_nV = masked(with_weights(self._params, weights), rest, cache)
+            whole = _added(whole, model_sums(dense_nV[:-1], sparse_nV[:-1], rest[0, 1:]))
+            if progress is not None:
+                progress(w + 1)
+        mean = LayerQuality.from_sums(jax.tree.map(lambda *each: sum(each), *by_layer))
+        middle, width = len(layers) // 2, self.model.config.d_model
+        return Evaluation(
+            name=predictor.name,
+            layers=tuple(map(LayerQuality.from_sums, by_layer)),
+            mean=mean,
+            model=ModelQuality.from_sums(whole),
+            cost=cost_of(predictor, self.ffn, weights[middle], layers[middle], kept=mean.kept, width=width),
+        )
+
+    def _masked_program(self, predictor: Predictor) -> Callable:
+        """program(params, tokens_1n, cache) -> f32[n, V] with the mask in every FFN, each computed densely."""
+
+        def masked(layer: Layer, x_RD, n_valid_B):
+            a_RF, _ = kept_neurons(predictor, self.ffn, layer.sparse, layer, x_RD, n_valid_B)
+            return self.ffn.down(layer, a_RF, n_valid_B, residual=x_RD), None
+
+        forward = make_forward(self.model.config, self.model.kernels, masked)
+        return jax.jit(lambda params, tokens_1n, cache: forward(params, tokens_1n, cache, want=Want())[0].logits[0])
+
+
+def _added(total: Pytree | None, more: Pytree) -> Pytree:
+    """Sums in float64 on the host."""
+    more = jax.tree.map(np.float64, more)
+    return more if total is None else jax.tree.map(np.add, total, more)
+
+
+def quality_in_chunks(dense: Model, model: Model, windows_Wn: np.ndarray, *, rows: int) -> ModelQuality:
+    """Both models on the second half of each window, after the dense one has read the first for both.
+
+    By contract C1 `rows` changes nothing; for a rule that looks at the rows of a pass together (`UnionCap`) it does,
+    and passes of `rows` right tokens are what a verification sees at best.
+
+    Args:
+        dense: the model that is compared with.
+        model: another FFN on the same weights.
+        windows_Wn: int32[W, n], n even.
+        rows: tokens that `model` reads at once.
+    """
+    half = windows_Wn.shape[1] // 2
+    whole, chunks = _reader(dense), _reader(model)
+    capacity = dense.capacity_for(2 * half + rows)
+    params, own = dense.params_for(capacity), model.params_for(capacity)
+    total = None
+    for tokens in windows_Wn:
+        count_B = jnp.full((1,), half, jnp.int32)
+        _, cache = whole(params, jnp.asarray(tokens[None, :half]), count_B, dense.new_cache(1, capacity))
+        wanted, _ = whole(params, jnp.asarray(tokens[None, half : 2 * half]), count_B, cache)
+        found = [
+            np.asarray(fed.out)[: fed.piece.count[0]]
+            for fed in feed(lambda p, c: chunks(own, *p.arrays, c), [tokens[half : 2 * half]], cache, rows=rows)
+        ]
+        following = jnp.asarray(tokens[half + 1 : 2 * half])
+        total = _added(total, model_sums(wanted[:-1], jnp.asarray(np.concatenate(found))[:-1], following))
+    return ModelQuality.from_sums(total)
+
+
+def _reader(model: Model):
+    """program(params, tokens_1n, count_B, cache) -> (logits f32[n, V], cache with `count` tokens more)."""
+
+    @jax.jit
+    def program(params, tokens_1n, count_B, cache):
+        out, cache = model.forward(params, tokens_1n, cache, n_valid_B=count_B, want=Want())
+        return out.logits[0], kv.commit(cache, count_B)
+
+    return program

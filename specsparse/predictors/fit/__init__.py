@@ -1,1 +1,0 @@
-"""Fitting predictors to text, judging them, and keeping them."""

@@ -1,0 +1,251 @@
+"""Predictors that guess a score for each neuron from the residual: trained, from the gate's SVD, or from signs."""
+
+import abc
+import math
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal, NamedTuple, NoReturn, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gguf import quants
+from gguf.constants import GGMLQuantizationType
+
+from specsparse.engine.pytree import Pytree
+from specsparse.engine.weights import Layer
+from specsparse.errors import UserError
+from specsparse.kernels import NeuronChoice, QTensor, SignRows, pack_signs
+from specsparse.kernels.packing.dequant import dequantize, pack_float
+from specsparse.kernels.packing.pack import pack_qtensor
+from specsparse.kernels.qtensor import BLOCK
+from specsparse.kernels.reference.sparse import signs_alike
+from specsparse.predictors.base import FFN, InOneCall, Needs, Predictor, as_mask, gate_matrix, require_rows
+from specsparse.support.options import Count, Internal, Positive, Share
+
+
+@dataclass(frozen=True)
+class Scored(Predictor):
+    """A predictor that keeps the neurons whose score reaches `weights.threshold` (equality keeps).
+
+    Attributes:
+        ffn: the FFN it predicts for.
+        recall: choose each layer's threshold so that this share of the true activations of a text is kept; None leaves
+            the method's own threshold.
+    """
+
+    ffn: Annotated[FFN, Internal()]
+    recall: Share | None = None
+
+    @property
+    def needs(self) -> Needs:
+        return Needs.NOTHING if self.recall is None else Needs.TEXT
+
+    def fit(self, layer: Layer, rows_ND: jax.Array | None = None, *, index: int = 0) -> Pytree:
+        """The method's own weights; with `recall`, under the highest threshold that keeps so much of `rows_ND`.
+
+        Raises:
+            UserError: no rows, an activation without zeros (every neuron counts as active), or no active neuron.
+        """
+        weights = self.own_weights(layer)
+        if self.recall is None:
+            return weights
+        rows_ND = require_rows(self, rows_ND)
+        if not self.ffn.has_zeros:
+            raise UserError(
+                f"{self.name}: recall={self.recall} means nothing with SiLU, where no neuron is ever zero: "
+                "give predictor=gate_threshold and its share"
+            )
+        n = jnp.asarray([rows_ND.shape[0]], jnp.int32)
+        scores = self.score(weights, layer, rows_ND, n)
+        active = self.ffn.neurons(layer, rows_ND, n) != 0
+        count = int(jnp.sum(active, dtype=jnp.int32))
+        if count == 0:
+            raise UserError(f"{self.name}: no neuron is active on the calibration text; give a longer text")
+        ranked = jnp.sort(jnp.where(active, scores, -jnp.inf).reshape(-1))[::-1]
+        return weights._replace(threshold=ranked[min(max(math.ceil(self.recall * count), 1), count) - 1])
+
+    @abc.abstractmethod
+    def own_weights(self, layer: Layer) -> Pytree:
+        """Weights with the method's own `threshold` f32[]."""
+
+    @abc.abstractmethod
+    def score(self, weights: Pytree, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
+        """f32[R, F]; the larger, the surer that the neuron is active."""
+
+    def keep(self, weights: Pytree, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
+        return as_mask(self.score(weights, layer, x_RD, n_valid_B) >= weights.threshold, n_valid_B)
+
+
+Codes: TypeAlias = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
+"""Types that a predictor's matrices are kept in: floats, or GGUF's blocks of 32 columns."""
+
+
+def pack_factor(matrix: np.ndarray, codes: Codes) -> QTensor:
+    """A matrix f32[rows, columns] in that type, or in F16 if its columns are no whole blocks."""
+    if not codes.startswith("q"):
+        return pack_float(jnp.asarray(matrix), codes)
+    if matrix.shape[1] % BLOCK:
+        return pack_float(jnp.asarray(matrix), "f16")
+    kind, matrix = GGMLQuantizationType[codes.upper()], np.ascontiguousarray(matrix, np.float32)
+    return pack_qtensor(quants.quantize(matrix, kind), kind, matrix.shape)
+
+
+class MlpWeights(NamedTuple):
+    """One layer's fc1, QTensor [r, D], fc2, QTensor [F, r], and threshold, f32[], on the raw output of fc2."""
+
+    fc1: QTensor
+    fc2: QTensor
+    threshold: jax.Array
+
+
+@dataclass(frozen=True)
+class Mlp(Scored, InOneCall):
+    """keep_j where (fc2 relu(fc1 x))_j >= threshold (PowerInfer, arXiv:2312.12456; Deja Vu, arXiv:2310.17157).
+
+    x is the residual itself, not normalised, so that only the threshold 0 means the same for every row.
+
+    Attributes:
+        codes: type of the packed matrices; None follows the model's own gates: Q4_0 for codes of four bits, Q8_0 for
+            others, F16 for floats.
+    """
+
+    name: ClassVar[str] = "mlp"
+    needs: ClassVar[Needs] = Needs.TRAINING
+    codes: Codes | None = None
+
+    def own_weights(self, layer: Layer) -> NoReturn:
+        raise UserError("predictor mlp is trained or read from a file: run +experiment=train_predictors")
+
+    def score(self, weights: MlpWeights, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
+        (h_Rr,) = self.ffn.kernels.linear(x_RD, (weights.fc1,), n_valid=n_valid_B)
+        (scores_RF,) = self.ffn.kernels.linear(jnp.maximum(h_Rr, jnp.float32(0)), (weights.fc2,), n_valid=n_valid_B)
+        return scores_RF
+
+    def choice(self, weights: MlpWeights, layer: Layer) -> NeuronChoice:
+        return NeuronChoice("scores", weights.fc1, weights.fc2, relu=True, threshold=weights.threshold)
+
+
+def settled(predictor: Predictor, layer: Layer) -> tuple[Predictor, Codes]:
+    """A trained predictor for a model with such layers, the type of its matrices chosen, and that type."""
+    if not isinstance(predictor, Mlp):
+        return predictor, "f16"
+    own: dict[str, Codes] = {"nibble": "q4_0", "int8": "q8_0"}
+    codes = predictor.codes or own.get(gate_matrix(layer).layout.codes, "f16")
+    return replace(predictor, codes=codes), codes
+
+
+def mlp_weights(fc1: np.ndarray, fc2: np.ndarray, threshold: float = 0.0, *, codes: Codes = "f16") -> MlpWeights:
+    """Packs fc1 f32[r, D] and fc2 f32[F, r] with `pack_factor`.
+
+    Raises:
+        UserError: ranks that differ, a threshold that is NaN, or values that the type cannot hold.
+    """
+    if fc1.ndim != 2 or fc2.ndim != 2 or fc1.shape[0] != fc2.shape[1] or np.isnan(threshold):
+        raise UserError(
+            f"a predictor of fc1 {fc1.shape} and fc2 {fc2.shape} at threshold {threshold}: their ranks must be equal, "
+            "and the threshold a number"
+        )
+    limit = np.inf if codes in ("f32", "bf16") else 65504.0
+    for name, matrix in (("fc1", fc1), ("fc2", fc2)):
+        if not np.isfinite(matrix).all() or np.abs(matrix).max(initial=0) > limit:
+            raise UserError(f"predictor {name} holds values that {codes} cannot hold; train it again or use f32")
+    return MlpWeights(pack_factor(fc1, codes), pack_factor(fc2, codes), jnp.float32(threshold))
+
+
+class SvdWeights(NamedTuple):
+    """One layer's gate * diag(ffn_norm) ~ u v: v, QTensor [k, D], u, QTensor [F, k], and threshold, f32[]."""
+
+    v: QTensor
+    u: QTensor
+    threshold: jax.Array
+
+
+@dataclass(frozen=True)
+class Svd(Scored, InOneCall):
+    """keep_j where (U V x)_j >= threshold * rms(x), U V the truncated SVD of gate * diag(ffn_norm) (arXiv:2603.14110).
+
+    Dividing by rms(x) puts the score on the scale of the gate, so that one threshold serves all rows.
+
+    Attributes:
+        rank: k; cut to what the matrix has.
+        threshold: of the approximate gate before its activation.
+        codes: type of the packed factors.
+    """
+
+    name: ClassVar[str] = "svd"
+    rank: Count = 64
+    threshold: float = 0.0
+    codes: Codes = "f16"
+
+    def own_weights(self, layer: Layer) -> SvdWeights:
+        u, v = factorise(normed_gate(layer), self.rank)
+        return SvdWeights(pack_factor(v, self.codes), pack_factor(u, self.codes), jnp.float32(self.threshold))
+
+    def score(self, weights: SvdWeights, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
+        ones = jnp.ones_like(layer.ffn_norm)
+        linear = self.ffn.kernels.linear
+        (h_Rk,) = linear(x_RD, (weights.v,), norm=ones, eps=self.ffn.eps, n_valid=n_valid_B)
+        (scores_RF,) = linear(h_Rk, (weights.u,), n_valid=n_valid_B)
+        return scores_RF
+
+    def choice(self, weights: SvdWeights, layer: Layer) -> NeuronChoice:
+        ones = jnp.ones_like(layer.ffn_norm)
+        return NeuronChoice("scores", weights.v, weights.u, norm=ones, threshold=weights.threshold)
+
+
+def normed_gate(layer: Layer) -> np.ndarray:
+    """gate * diag(ffn_norm), f32[F, D]: what the gate does to x / rms(x)."""
+    return np.asarray(dequantize(gate_matrix(layer))) * np.asarray(layer.ffn_norm)[None]
+
+
+def factorise(matrix: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """u f32[F, k] and v f32[k, D] of the best approximation u v of that rank (Eckart and Young 1936), each with the
+    roots of the singular values."""
+    left, values, right = np.linalg.svd(matrix, full_matrices=False)
+    root = np.sqrt(values[:rank])
+    return left[:, :rank] * root, root[:, None] * right[:rank]
+
+
+def as_mlp(u: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(fc1, fc2) of PowerInfer's form with the same output: fc1 = [v; -v], fc2 = [u, -u], rank 2 k.
+
+    The ReLU cancels: u (relu(v x) - relu(-v x)) = u v x. Only the threshold 0 carries over, since PowerInfer compares
+    without dividing by rms(x).
+    """
+    return np.concatenate([v, -v], axis=0), np.concatenate([u, -u], axis=1)
+
+
+class SignBitWeights(NamedTuple):
+    """One layer's signs of gate * ffn_norm, SignRows [F, D], and threshold, f32[], products that must agree in sign."""
+
+    signs: SignRows
+    threshold: jax.Array
+
+
+@dataclass(frozen=True)
+class SignBit(Scored, InOneCall):
+    """keep_j where alpha * positives_j >= negatives_j, the products w_jk x_k counted by sign (arXiv:2411.12692).
+
+    The signs of `ffn_norm` are folded into those of the gate, so that x is the residual and no norm is computed.
+
+    Attributes:
+        alpha: above 1 keeps more neurons.
+    """
+
+    name: ClassVar[str] = "signbit"
+    alpha: Positive = 1.0
+
+    def own_weights(self, layer: Layer) -> SignBitWeights:
+        gate = normed_gate(layer)
+        # alpha p >= D - p is p >= D / (1 + alpha)
+        return SignBitWeights(pack_signs(gate), jnp.float32(gate.shape[1] / (1 + self.alpha)))
+
+    def score(self, weights: SignBitWeights, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
+        return signs_alike(x_RD, weights.signs)
+
+    def keep(self, weights: SignBitWeights, layer: Layer, x_RD: jax.Array, n_valid_B: jax.Array) -> jax.Array:
+        kernels = self.ffn.kernels
+        return kernels.signbit_keep(x_RD, weights.signs, threshold=weights.threshold, n_valid=n_valid_B)
+
+    def choice(self, weights: SignBitWeights, layer: Layer) -> NeuronChoice:
+        return NeuronChoice("signs", signs=weights.signs, threshold=weights.threshold)
