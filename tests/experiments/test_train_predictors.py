@@ -34,7 +34,8 @@ def cfg(model, tmp_path):
     train = TrainSpec(tokens=640, window=32, judged=2, output=str(tmp_path / "out"), options=OPTIONS)
     text = random_texts(tmp_path / "text.jsonl", 20, 120)
     predictor = PredictorSpec("mlp")
-    return run_config(model.path, text=text, kind="train_predictors", predictor=predictor, train=train)
+    cfg = run_config(model.path, text=text, kind="train_predictors", predictor=predictor, train=train)
+    return changed(cfg, "model", activation="relu")  # as the model was loaded
 
 
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, monkeypatch):
