@@ -37,7 +37,7 @@ from specsparse.engine.model import Model
 from specsparse.measure import machine
 from specsparse.run import main as run
 from specsparse.speculative.expected import expected_tokens
-from specsparse.support.in_turn import in_turn
+from specsparse.support.interleaved import interleaved
 from specsparse.testing import random_quantised
 from specsparse.testing.tiny import metadata_of, tiny_config
 
@@ -162,7 +162,7 @@ def forwards(model: Model, repeats: int) -> list[tuple[int, float, float]]:
         done, cache = jax.block_until_ready(program(params, tokens, cache))
         return time.perf_counter() - start, 1.0 if done.stats is None else float(np.mean(done.stats.union)) / width
 
-    found = in_turn({rows: partial(once, rows) for rows in ROWS}, repeats=repeats)
+    found = interleaved({rows: partial(once, rows) for rows in ROWS}, repeats=repeats)
     return [(rows, float(np.median(each, 0)[0]), float(np.mean(each, 0)[1])) for rows, each in found.items()]
 
 

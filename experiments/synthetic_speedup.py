@@ -31,7 +31,7 @@ from specsparse.runtime.session import Session
 from specsparse.runtime.times.kept import CostTable
 from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates
 from specsparse.speculative.method import choose_verifier
-from specsparse.support.in_turn import in_turn
+from specsparse.support.interleaved import interleaved
 
 TOLERANCE = 0.10
 PLAIN, ONE, MANY = "plain", "one row", "gamma+1 rows"
@@ -79,7 +79,7 @@ def compare(
     side = Ours(model, depth=table.kv_base, room=gamma + 1)
     methods = {rate: method(rate, gamma) for rate in rates}
     none = Counters()
-    found = in_turn(
+    found = interleaved(
         {
             ONE: lambda: (side.verify(1), none),
             PLAIN: lambda: (decode(model, Method(), ids, tokens, itertools.count())[0], none),

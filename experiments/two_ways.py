@@ -29,7 +29,7 @@ from specsparse import kernels as kernel_api  # noqa: E402
 from specsparse.kernels import Kernels, pack_neurons  # noqa: E402
 from specsparse.powerinfer.placement.hot_cold import Part, combine  # noqa: E402
 from specsparse.powerinfer.placement.two_devices import kernels_beside, two_devices  # noqa: E402
-from specsparse.support.in_turn import in_turn, seconds  # noqa: E402
+from specsparse.support.interleaved import interleaved, seconds  # noqa: E402
 
 ACT = "relu"
 
@@ -120,7 +120,7 @@ def main() -> int:
     same = {name: bool(np.array_equal(out, wanted)) for name, out in outputs.items()}
     calls = {name: partial(seconds, way) for name, way in found.items()}
     print(f"{args.shape} {args.type}, {args.active:.0%} active, half on {devices.hot}, half on {devices.cold}")
-    for name, taken in in_turn(calls, repeats=args.repeats, warm_up=0).items():
+    for name, taken in interleaved(calls, repeats=args.repeats, warm_up=0).items():
         low, mid, high = (1e3 * float(np.quantile(taken, q)) for q in (0.25, 0.5, 0.75))
         print(f"{name:26s} {mid:7.3f} ms ({low:.3f} to {high:.3f}), bits {'equal' if same[name] else 'DIFFER'}")
     return 0 if all(same.values()) else 1

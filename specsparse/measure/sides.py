@@ -17,7 +17,7 @@ from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.runtime.device_batch import Method, Request
 from specsparse.runtime.session import Session
-from specsparse.support.in_turn import seconds
+from specsparse.support.interleaved import seconds
 
 OURS = "specsparse"
 

@@ -7,7 +7,7 @@ from functools import partial
 from specsparse.kernels import peaks
 from specsparse.measure.samples import Samples
 from specsparse.measure.sides import Side
-from specsparse.support.in_turn import in_turn, turned
+from specsparse.support.interleaved import alternating, interleaved
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ def run(plan: Plan, sides: Sequence[Side], done: Callable[[], None] = lambda: No
     tests, machine, buffer = plan.tests(), Machine(), peaks.ReadBuffer()
 
     def order(_, repeat: int) -> Iterator[tuple[Trial, str]]:
-        return ((test, side.name) for test in turned(tests, repeat) for side in sides)
+        return ((test, side.name) for test in alternating(tests, repeat) for side in sides)
 
-    found = in_turn(
+    found = interleaved(
         {(test, side.name): partial(test.run, side) for test in tests for side in sides},
         repeats=plan.repeats, warm_up=0, order=order, before=lambda: machine.measure(buffer), done=done,
     )  # fmt: skip

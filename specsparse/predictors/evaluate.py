@@ -21,7 +21,7 @@ from specsparse.predictors.base import FFN, Needs, Predictor, gate_matrix
 from specsparse.predictors.bounds import Oracle
 from specsparse.predictors.collect import make_collector
 from specsparse.predictors.thresholds import GateThreshold, Teal
-from specsparse.support.in_turn import in_turn, seconds
+from specsparse.support.interleaved import interleaved, seconds
 
 _REPEATS, _CALLS = 7, 20
 """Timings of a predictor's cost, and calls of each."""
@@ -235,7 +235,7 @@ def cost_of(predictor: Predictor, ffn: FFN, weights: Pytree, layer: Layer, *, ke
 
     one = jnp.ones((1,), jnp.int32)
     calls = {f: _timing(f, weights, layer, width) for f in (keep, dense)}
-    taken = in_turn(calls, repeats=_REPEATS)
+    taken = interleaved(calls, repeats=_REPEATS)
     return Cost(
         predictor_bytes=0 if isinstance(predictor, Oracle) else own,
         sparse_bytes=round(kept * rest),

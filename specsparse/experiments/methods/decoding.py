@@ -37,7 +37,7 @@ from specsparse.speculative.trees import get_tree
 from specsparse.speculative.trees.base import TreeShape
 from specsparse.speculative.verifiers.registry import SYNTHETIC
 from specsparse.support import terminal
-from specsparse.support.in_turn import turned, turns
+from specsparse.support.interleaved import alternating, schedule
 
 WARM_UP = -1
 """The repeat of passes that are not timed."""
@@ -315,7 +315,9 @@ class Passes:
         self._meter = machine.Meter()  # what was compiled before is no load of others
         with terminal.counting(self._lab.console, "timing", total) as progress:
             names = [(job, side) for job in jobs for side in self.sides]
-            for repeat, (job, side) in turns(names, repeats=self._enough, order=self._order, before=self._meter.sample):
+            for repeat, (job, side) in schedule(
+                names, repeats=self._enough, order=self._order, before=self._meter.sample
+            ):
                 generation = self.generate(job, side)
                 done = Pass.of(job.prompt.id, job.prompt.task, side, repeat, generation)
                 self.compile_s += done.compile_s
@@ -330,7 +332,7 @@ class Passes:
         """Job after job, the sides of every other one turned round."""
         sides = len(self.sides)
         for index, start in enumerate(range(0, len(names), sides)):
-            yield from turned(names[start : start + sides], repeat + index)
+            yield from alternating(names[start : start + sides], repeat + index)
 
     def _enough(self, done: int) -> bool:
         self.repeats = repeats.decide(self._cfg.repeats, done, self._widths)

@@ -26,7 +26,7 @@ from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees.base import TreeShape
 from specsparse.speculative.trees.static import static_tree
-from specsparse.support.in_turn import in_turn
+from specsparse.support.interleaved import interleaved
 
 
 def table_for(model: Model, name: str, options: Mapping[str, object], *, bar: Bar = silent) -> tuple[CostTable, str]:
@@ -220,7 +220,7 @@ class _Beside:
 
         # A call of the method hands over more state than one of plain decoding, so it takes longer by itself.
         calls = {"method": ahead, "plain": plainly, "call": partial(loop.run, 0)}
-        taken = in_turn(calls, repeats=_STRETCHES, warm_up=0)
+        taken = interleaved(calls, repeats=_STRETCHES, warm_up=0)
         call_s = statistics.median(taken["call"])
         plain_kv = float(self.plain.session.state.length[0])
         found = []

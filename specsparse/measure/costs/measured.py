@@ -20,7 +20,7 @@ from specsparse.runtime.times import store
 from specsparse.runtime.times.kept import CostTable
 from specsparse.speculative.drafters.scripted import Scripted
 from specsparse.speculative.verify import get_verifier
-from specsparse.support.in_turn import in_turn
+from specsparse.support.interleaved import interleaved
 
 _NEAR, _FAR = "near", "far"
 
@@ -97,7 +97,7 @@ def measure(model: Model, *, effort: Effort | None = None, done: Callable[[], No
     """
     effort = (effort or Effort()).for_model(model.config.context_length, _rough_step(model))
     device = devices.measure()
-    at, spread = polish(in_turn(_things(model, effort), repeats=effort.repeats, before=done))
+    at, spread = polish(interleaved(_things(model, effort), repeats=effort.repeats, before=done))
     raw = [at[f"{_NEAR} {n}"] for n in effort.ns]
     forward = rising(raw)
     far_ns = effort.far_ns

@@ -28,7 +28,7 @@ from specsparse.runtime.load import load
 from specsparse.runtime.requests import prompt_ids
 from specsparse.runtime.session import Session
 from specsparse.support import tables, terminal
-from specsparse.support.in_turn import in_turn
+from specsparse.support.interleaved import interleaved
 from specsparse.support.json_files import Json
 from specsparse.tools.bench.job import wrong_logits
 from specsparse.tools.bench.peers import Peer, perplexities
@@ -113,7 +113,7 @@ def measure(
         theirs = {p.name: sum(p.batch(b, plan.tg, flash[p.name][size]) for b in batches[size]) for p in peers}
         return ours._replace(peers=theirs)
 
-    found = in_turn({size: partial(once, size) for size in plan.sizes}, repeats=plan.repeats, done=done)
+    found = interleaved({size: partial(once, size) for size in plan.sizes}, repeats=plan.repeats, done=done)
     return [
         _row(plan, size, sum(map(len, batches[size])), timed, {name: by[size] for name, by in flash.items()})
         for size, timed in found.items()

@@ -29,7 +29,7 @@ from specsparse.kernels.qtensor import QTensor
 from specsparse.measure.samples import paired_ratio, summary
 from specsparse.runtime import manifest
 from specsparse.support import terminal
-from specsparse.support.in_turn import in_turn
+from specsparse.support.interleaved import interleaved
 from specsparse.support.json_files import Json
 from specsparse.tools.bench.copies import MADE_BYTES, bounded, need_room, packed_bytes
 
@@ -220,7 +220,7 @@ def measure(plan: FfnPlan, chosen: Kernels, done: Callable[[], None]) -> tuple[l
             case: partial(_once, plan, case, programs[case.program], copies, itertools.count())
             for case in cases(plan, kind)
         }
-        taken = in_turn(calls, repeats=plan.repeats, before=lambda: reads.append(buffer.rate()), done=done)
+        taken = interleaved(calls, repeats=plan.repeats, before=lambda: reads.append(buffer.rate()), done=done)
         for case, timed in taken.items():
             read = float(np.mean([neurons for _, neurons in timed]))
             seconds = tuple(spent / len(copies) for spent, _ in timed)

@@ -12,7 +12,7 @@ from specsparse.engine.config import ModelConfig
 from specsparse.engine.model import Model
 from specsparse.measure.sides import token_ids
 from specsparse.measure.trials import Plan
-from specsparse.support.in_turn import in_turn
+from specsparse.support.interleaved import interleaved
 from specsparse.support.json_files import Json
 from specsparse.tools.peers import windows
 from specsparse.tools.peers.check import Check
@@ -169,7 +169,7 @@ class _RowsAsTimed(PeerRows):
 def _faster(seconds: Callable[[bool], float]) -> bool:
     """Whether flash attention is: `seconds(on)` in turn, by the medians."""
     ways = (True, False)
-    found = in_turn({on: partial(seconds, on) for on in ways}, repeats=_CHOOSING)
+    found = interleaved({on: partial(seconds, on) for on in ways}, repeats=_CHOOSING)
     return min(ways, key=lambda on: statistics.median(found[on]))
 
 

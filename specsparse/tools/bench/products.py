@@ -28,7 +28,7 @@ from specsparse.measure.samples import paired_ratio, summary
 from specsparse.measure.trials import Machine
 from specsparse.runtime import manifest
 from specsparse.support import tables, terminal
-from specsparse.support.in_turn import in_turn, seconds
+from specsparse.support.interleaved import interleaved, seconds
 from specsparse.support.json_files import Json
 from specsparse.tools.bench.copies import BLOCK_MADE_BYTES, bounded, need_room, packed_bytes
 from specsparse.tools.bench.ffn import copied, kernels_on
@@ -112,7 +112,7 @@ def _measure(plan: ProductsPlan, name: str, buffer: peaks.ReadBuffer, done: Call
     cases, machine = plan.cases(), Machine()
     wanted = max(plan.copies(state, made.nbytes) for state, _ in cases)
     matrices = [made, *(copied(made) for _ in range(wanted - 1))]
-    taken = in_turn(
+    taken = interleaved(
         {(state, n): partial(_once, matrices[: plan.copies(state, made.nbytes)], n) for state, n in cases},
         repeats=plan.repeats, before=lambda: machine.measure(buffer), done=done,
     )  # fmt: skip

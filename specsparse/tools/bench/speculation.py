@@ -28,7 +28,7 @@ from specsparse.speculative.drafters.registry import DRAFTERS, get_drafter
 from specsparse.speculative.method import make_drafter
 from specsparse.speculative.policies.base import Fixed
 from specsparse.support import tables, terminal
-from specsparse.support.in_turn import in_turn
+from specsparse.support.interleaved import interleaved
 from specsparse.support.json_files import Json
 from specsparse.tools.bench.peers import Peer, WrittenText
 
@@ -120,7 +120,7 @@ def measure(
     found: dict[str, dict[str, list[Found]]] = {}
     for task, ids in jobs:
         kept = found.setdefault(task, {name: [] for name in writers})
-        texts = in_turn({n: partial(write, ids) for n, write in writers.items()}, repeats=repeats, done=done)
+        texts = interleaved({n: partial(write, ids) for n, write in writers.items()}, repeats=repeats, done=done)
         for name, written in texts.items():
             kept[name] += written
     return found

@@ -22,7 +22,7 @@ from specsparse.measure.sides import Ours, token_ids
 from specsparse.runtime.metrics import STAGES
 from specsparse.runtime.requests import PromptLike
 from specsparse.runtime.stepped import RoundView
-from specsparse.support.in_turn import seconds
+from specsparse.support.interleaved import seconds
 from specsparse.support.json_files import Json
 
 _LONG_ENOUGH = 0.03

@@ -21,7 +21,7 @@ from specsparse.powerinfer.placement.problem import Placement
 from specsparse.powerinfer.placement.two_devices import Span, TwoDevices, host_kernels, waiting
 from specsparse.predictors.evaluate import ModelQuality, ModelSums, model_sums
 from specsparse.support import json_files, tables, terminal
-from specsparse.support.in_turn import in_turn
+from specsparse.support.interleaved import interleaved
 
 TRACE_FILE = "trace.json"
 _PARTS = ("attention", "cold", "hot")
@@ -154,7 +154,7 @@ def _step_seconds(model: Model, ids: np.ndarray, count: int, *, watched: Callabl
     for _ in range(2):
         step()
     watched()
-    return median(in_turn({"step": step}, repeats=count, warm_up=0)["step"])
+    return median(interleaved({"step": step}, repeats=count, warm_up=0)["step"])
 
 
 def _compiled(model: Model) -> Callable:

@@ -32,7 +32,7 @@ from specsparse.predictors.collect import windows
 from specsparse.predictors.evaluate import Evaluation, Evaluator, matrices
 from specsparse.report import display
 from specsparse.support import terminal
-from specsparse.support.in_turn import in_turn
+from specsparse.support.interleaved import interleaved
 from specsparse.support.options import Count, Range, Size
 from specsparse.support.paths import conf_dir
 
@@ -190,7 +190,7 @@ def _timed(cfg: SparsitySettings, lab: Lab, sides: list[Model], ids: list[int]) 
         return stats.decode_s / stats.decode_tokens
 
     with terminal.counting(lab.console, "timing", len(sides) * (repeats + 1)) as bar:
-        taken = in_turn(
+        taken = interleaved(
             {i: partial(once, model) for i, model in enumerate(sides)},
             repeats=repeats, before=meter.sample, done=lambda: bar.advance(bar.task_ids[0]),
         )  # fmt: skip

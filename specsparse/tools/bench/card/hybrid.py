@@ -20,7 +20,7 @@ from specsparse.kernels.packing.random_blocks import random_quantised
 from specsparse.measure.costs.subjects import config_of
 from specsparse.powerinfer.placement.hot_cold import HotCold, Part, Predictors
 from specsparse.powerinfer.placement.two_devices import DevicePair, Span, TwoDevices, host_kernels, waiting
-from specsparse.support.in_turn import in_turn, seconds
+from specsparse.support.interleaved import interleaved, seconds
 from specsparse.support.json_files import Json
 from specsparse.tools.bench.card.models import random_matrix, random_params, shape_of
 from specsparse.tools.bench.card.stages import CardPlan
@@ -75,7 +75,7 @@ def hybrid(plan: CardPlan) -> Iterator[Json]:
     for name, (pair, hots, host_layers) in splits.items():
         two = TwoDevices(config, beside if name == "host" else own, pair, host_layers=host_layers)
         steps[name] = _Tokens(two, _placed(config, rows, hots, two))
-    found = in_turn({name: step.seconds for name, step in steps.items()}, repeats=8 * plan.repeats, warm_up=2)
+    found = interleaved({name: step.seconds for name, step in steps.items()}, repeats=8 * plan.repeats, warm_up=2)
     s = {name: median(times) for name, times in found.items()}
     yield {
         "what": f"hybrid, {plan.large} Q4_0 with ReLU in {count} layers", "card": card.device_kind,

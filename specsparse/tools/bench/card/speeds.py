@@ -19,7 +19,7 @@ from specsparse.runtime.session import Session
 from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates, synthetic_verifier
 from specsparse.speculative.trees import get_tree
-from specsparse.support.in_turn import in_turn, seconds
+from specsparse.support.interleaved import interleaved, seconds
 from specsparse.support.json_files import Json
 from specsparse.tools.bench.card.models import WIDTHS, padded, random_matrix, random_model, wide
 from specsparse.tools.bench.card.stages import CardPlan
@@ -54,7 +54,7 @@ def bandwidth(plan: CardPlan) -> float:
 
 
 def _best(call: Callable[[], object], repeats: int) -> float:
-    return min(in_turn({"": lambda: seconds(lambda: jax.block_until_ready(call()))}, repeats=repeats)[""])
+    return min(interleaved({"": lambda: seconds(lambda: jax.block_until_ready(call()))}, repeats=repeats)[""])
 
 
 def decode_small(plan: CardPlan) -> Iterator[Json]:
@@ -83,7 +83,7 @@ def _decoded(plan: CardPlan, name: str, kind: str, layers: int | None) -> Json:
     model = padded(random_model(name, kind, layers=layers, backend=plan.backend))
     rate, sides = bandwidth(plan), {"wide": model, "one_row": wide(model, 0)}
     timed = {side: Ours(each, depth=PROMPT, room=plan.tokens + each.width) for side, each in sides.items()}
-    found = in_turn({s: lambda o=o: o.decode(plan.tokens) for s, o in timed.items()}, repeats=plan.repeats)
+    found = interleaved({s: lambda o=o: o.decode(plan.tokens) for s, o in timed.items()}, repeats=plan.repeats)
     step = {side: median(times) / plan.tokens for side, times in found.items()}
     read = model.footprint.packed + traffic.kv_bytes(model.config, PROMPT + plan.tokens / 2, model.kv_dtype)
     return {
@@ -129,7 +129,7 @@ def speculation(plan: CardPlan) -> Iterator[Json]:
     rates = SyntheticRates.geometric(GAMMA, rate=ALPHA)
     method = Method(Synthetic(rates), synthetic_verifier(rates))
     sides = {"plain": (model, Method()), "one_row": (wide(model, 0), Method()), "speculative": (model, method)}
-    found = in_turn({name: lambda s=s: _written(*s, plan) for name, s in sides.items()}, repeats=plan.repeats)
+    found = interleaved({name: lambda s=s: _written(*s, plan) for name, s in sides.items()}, repeats=plan.repeats)
     s = {name: median(one.decode_s for one in each) for name, each in found.items()}
     counted = found["speculative"][-1].counters()[0]
     yield {

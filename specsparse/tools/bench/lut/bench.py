@@ -25,7 +25,7 @@ from specsparse.kernels.qtensor import QTensor
 from specsparse.measure.samples import paired_ratio, summary
 from specsparse.runtime import manifest
 from specsparse.support import terminal
-from specsparse.support.in_turn import in_turn, seconds
+from specsparse.support.interleaved import interleaved, seconds
 from specsparse.support.json_files import Json
 from specsparse.tools.bench.copies import BLOCK_MADE_BYTES, need_room, packed_bytes
 from specsparse.tools.bench.ffn import copied, kernels_on
@@ -170,7 +170,7 @@ def measure(plan: LutPlan, done: Callable[[], None]) -> tuple[list[Json], list[f
     for kind in plan.types:
         for shape in plan.shapes:
             matrix, todo = _make(plan, kind, shape), cases(plan, kind, shape)
-            taken = in_turn(
+            taken = interleaved(
                 {case: partial(_once, case, programs[case.kernel], matrix.of(case)) for case in todo},
                 repeats=plan.repeats, order=_turned, before=lambda: reads.append(buffer.rate()), done=done,
             )  # fmt: skip

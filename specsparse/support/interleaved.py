@@ -1,4 +1,4 @@
-"""Timing several things beside each other: in turn, so that drift of the machine hits all alike."""
+"""Timing several things beside each other: interleaved, so that drift of the machine hits all alike."""
 
 import itertools
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 Name = TypeVar("Name", bound=Hashable)
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 Order = Callable[[Sequence[Name], int], Iterator[Name]]
 """order(names, repeat) -> every name once."""
 
@@ -18,27 +18,27 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def turned(names: Sequence[Name], repeat: int) -> Iterator[Name]:
+def alternating(names: Sequence[Name], repeat: int) -> Iterator[Name]:
     """In their order in even repeats and backwards in odd ones."""
     return iter(names) if repeat % 2 == 0 else reversed(names)
 
 
-def turns(
+def schedule(
     names: Sequence[Name],
     *,
     repeats: int | Callable[[int], bool],
     warm_up: int = 0,
-    order: Order = turned,
+    order: Order = alternating,
     before: Callable[[], object] = lambda: None,
 ) -> Iterator[tuple[int, Name]]:
-    """Whose turn it is: (repeat, name), every name once in each repeat.
+    """What is timed when: (repeat, name), every name once in each repeat.
 
     Args:
         names: of what is timed; neighbours are timed beside each other.
         repeats: how many, at least one, or enough(done), which is asked after each repeat.
         warm_up: repeats before those; they have numbers below 0.
         order: of the names in each repeat.
-        before: called before each repeat from 0 on: looks at the machine.
+        before: called before each repeat from 0 on, to measure the machine.
     """
     enough = (lambda done: done >= repeats) if isinstance(repeats, int) else repeats
     for repeat in itertools.count(-warm_up):
@@ -50,29 +50,29 @@ def turns(
             return
 
 
-def in_turn(
-    things: Mapping[Name, Callable[[], Found]],
+def interleaved(
+    calls: Mapping[Name, Callable[[], Result]],
     *,
     repeats: int,
     warm_up: int = 1,
-    order: Order = turned,
+    order: Order = alternating,
     before: Callable[[], object] = lambda: None,
     done: Callable[[], object] = lambda: None,
-) -> dict[Name, list[Found]]:
-    """Calls every thing once in each repeat and returns what each call found, by name and repeat.
+) -> dict[Name, list[Result]]:
+    """Calls each once in every repeat and returns the results by name, one a repeat.
 
     Args:
-        things: by name; each returns its seconds, or whatever else it measured.
+        calls: by name; each returns its seconds, or whatever else it measured.
         repeats: that are kept, at least one.
         warm_up: repeats before those, which compile and touch memory and are not kept.
         order: of the names in each repeat.
-        before: called before each repeat that is kept: looks at the machine.
+        before: called before each repeat that is kept, to measure the machine.
         done: called after each call, those of the warm-up too.
     """
-    kept: dict[Name, list[Found]] = {name: [] for name in things}
-    for repeat, name in turns(list(things), repeats=repeats, warm_up=warm_up, order=order, before=before):
-        found = things[name]()
+    kept: dict[Name, list[Result]] = {name: [] for name in calls}
+    for repeat, name in schedule(list(calls), repeats=repeats, warm_up=warm_up, order=order, before=before):
+        result = calls[name]()
         if repeat >= 0:
-            kept[name].append(found)
+            kept[name].append(result)
         done()
     return kept
