@@ -24,7 +24,7 @@ from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.measure.costs.fit import polish
 from specsparse.measure.costs.measured import load_or_measure
-from specsparse.measure.sides import Ours, token_ids
+from specsparse.measure.trials import Ours, token_ids
 from specsparse.runtime.device_batch import Method, Request
 from specsparse.runtime.metrics import Counters
 from specsparse.runtime.session import Session

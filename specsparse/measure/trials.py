@@ -1,17 +1,70 @@
-"""The measurement: every test on every side, in turn, the machine's own figures between them."""
+"""Prompts, decoding and v(n) of one engine or several, timed interleaved, the machine's own speed between them.
 
+An engine is a `Side`: it runs one test and returns its seconds. `Ours` is specsparse; the others run in processes of
+their own (`specsparse.tools.peers`).
+"""
+
+import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from typing import Protocol
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from specsparse.engine import cache as kv
+from specsparse.engine.feed import Piece, feed
+from specsparse.engine.generate import Finish
+from specsparse.engine.gguf import requantise
+from specsparse.engine.gguf.reader import open_gguf
+from specsparse.engine.llama import Want
+from specsparse.engine.model import Model
+from specsparse.engine.sampling.params import SamplingParams
 from specsparse.kernels import peaks
-from specsparse.measure.samples import Samples
-from specsparse.measure.sides import Side
-from specsparse.support.interleaved import alternating, interleaved
+from specsparse.runtime import manifest
+from specsparse.runtime.device_batch import Method, Request
+from specsparse.runtime.session import Session
+from specsparse.support import terminal
+from specsparse.support.interleaved import alternating, interleaved, seconds
+from specsparse.support.json_files import Json
+
+OURS = "specsparse"
+
+
+class Side(Protocol):
+    """One engine with a model loaded and `depth` tokens in its cache."""
+
+    name: str
+
+    def prompt(self, n: int) -> float:
+        """Seconds to process n further prompt tokens, with the logits of the last."""
+
+    def decode(self, n: int) -> float:
+        """Seconds to decode n tokens, one after the other."""
+
+    def verify(self, n: int) -> float:
+        """Seconds of one forward pass over n further tokens, with the logits of all."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class Trial:
+    """One test: a method of `Side` and its number of tokens."""
+
+    name: str
+    method: str
+    n: int
+
+    def run(self, side: Side) -> float:
+        return getattr(side, self.method)(self.n)
+
+
+@dataclass(frozen=True)
+class TrialPlan:
     """What to measure; 0 or () leaves a test out.
 
     Attributes:
@@ -26,7 +79,7 @@ class Plan:
     ns: tuple[int, ...] = ()
     repeats: int = 5
 
-    def tests(self) -> tuple["Trial", ...]:
+    def tests(self) -> tuple[Trial, ...]:
         """Every test, in the order of the first repeat."""
         out = [Trial(f"pp{self.pp}", "prompt", self.pp)] if self.pp else []
         out += [Trial(f"tg{self.tg}", "decode", self.tg)] if self.tg else []
@@ -34,28 +87,52 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One test: a method of `Side` and its number of tokens."""
+class Samples:
+    """Timings of one test on one engine: `seconds` of each repeat, `tokens` processed in each."""
 
-    name: str
-    method: str
-    n: int
+    seconds: tuple[float, ...]
+    tokens: int
 
-    def run(self, side: Side) -> float:
-        """Seconds."""
-        return getattr(side, self.method)(self.n)
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Tokens per second of each repeat."""
+        return tuple(self.tokens / s for s in self.seconds)
+
+    def to_dict(self) -> Json:
+        return {
+            "tokens": self.tokens,
+            "seconds": list(self.seconds),
+            "tokens_per_second": summary(self.rates),
+            "ms_per_token": 1e3 * statistics.median(self.seconds) / self.tokens,
+        }
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Mean, sample deviation (0 for one value), median, least and largest."""
+    return {
+        "mean": statistics.fmean(values),
+        "sd": statistics.stdev(values) if len(values) > 1 else 0.0,
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+    }
+
+
+def paired_ratio(top: Sequence[float], bottom: Sequence[float]) -> dict[str, float]:
+    """`top / bottom` repeat by repeat: neighbours in time are compared, so that drift hits both."""
+    return summary([a / b for a, b in zip(top, bottom, strict=True)])
 
 
 @dataclass
-class Machine:
-    """What the machine did at its best in each repeat: bytes read, int8 and float32 multiply-adds, all per second."""
+class MachinePeaks:
+    """What the machine reached in each repeat: bytes read, int8 and float32 multiply-adds, all per second."""
 
     read: list[float] = field(default_factory=list)
     int8: list[float] = field(default_factory=list)
     f32: list[float] = field(default_factory=list)
 
     def measure(self, buffer: peaks.ReadBuffer) -> None:
-        """Adds one round (about 80 ms)."""
+        """Adds a measurement of each (about 80 ms); none of int8 without the native library."""
         self.read.append(buffer.rate())
         self.f32.append(peaks.f32_rate())
         int8 = peaks.int8_rate()
@@ -64,27 +141,26 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Results:
-    """Samples by test name and side name, and the machine's figures."""
+class TrialResults:
+    """Samples by test name and side name, and what the machine reached meanwhile."""
 
     samples: dict[str, dict[str, Samples]]
-    machine: Machine
+    machine: MachinePeaks
 
 
-def warm_up(plan: Plan, side: Side, done: Callable[[], None] = lambda: None) -> None:
+def warm_up(plan: TrialPlan, side: Side, done: Callable[[], None] = lambda: None) -> None:
     """Runs every test once: compiles, touches memory, wakes threads."""
     for test in plan.tests():
         test.run(side)
         done()
 
 
-def run(plan: Plan, sides: Sequence[Side], done: Callable[[], None] = lambda: None) -> Results:
-    """Times every test `repeats` times on every side.
+def run(plan: TrialPlan, sides: Sequence[Side], done: Callable[[], None] = lambda: None) -> TrialResults:
+    """Times every test `repeats` times on every side; `done` is called after each timing.
 
-    Sides alternate test by test (A B A B), and the order of the tests turns round with each repeat, so that drift of
-    the machine hits all alike. `done` is called after each timing.
+    Sides alternate test by test (A B A B), and the order of the tests turns round with each repeat.
     """
-    tests, machine, buffer = plan.tests(), Machine(), peaks.ReadBuffer()
+    tests, machine, buffer = plan.tests(), MachinePeaks(), peaks.ReadBuffer()
 
     def order(_, repeat: int) -> Iterator[tuple[Trial, str]]:
         return ((test, side.name) for test in alternating(tests, repeat) for side in sides)
@@ -94,4 +170,183 @@ def run(plan: Plan, sides: Sequence[Side], done: Callable[[], None] = lambda: No
         repeats=plan.repeats, warm_up=0, order=order, before=lambda: machine.measure(buffer), done=done,
     )  # fmt: skip
     samples = {t.name: {s.name: Samples(tuple(found[t, s.name]), t.n) for s in sides} for t in tests}
-    return Results(samples, machine)
+    return TrialResults(samples, machine)
+
+
+def token_ids(count: int, vocab_size: int, seed: int = 0) -> np.ndarray:
+    """Random tokens int32[count], the same for every engine and run."""
+    return np.random.default_rng(seed).integers(0, vocab_size, count, dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program that had to be compiled: seconds, and whether the persistent cache had it."""
+
+    program: str
+    seconds: float
+    cached: bool
+
+
+@dataclass
+class CompileLog:
+    """What was compiled, and what of it the persistent cache held."""
+
+    entries: list[Compiled] = field(default_factory=list)
+
+    def timed(self, program: str, compile_it: Callable[[], float | None]) -> None:
+        """Runs `compile_it`; it may return the seconds of compilation alone."""
+        hits = 0
+
+        def listen(event: str, **_) -> None:
+            nonlocal hits
+            hits += event == "/jax/compilation_cache/cache_hits"
+
+        jax.monitoring.register_event_listener(listen)
+        start = time.perf_counter()
+        try:
+            spent = compile_it()
+        finally:
+            jax.monitoring.unregister_event_listener(listen)
+        taken = time.perf_counter() - start if spent is None else spent
+        if taken:
+            self.entries.append(Compiled(program, taken, hits > 0))
+
+
+class Ours:
+    """specsparse: the programs that `generate` and the speculative loop run, on fixed random tokens.
+
+    Attributes:
+        log: what was compiled; programs compile when a test first runs.
+        forwards: forward passes of one `verify` timing, in one loop on the device.
+    """
+
+    name = OURS
+
+    def __init__(self, model: Model, *, depth: int = 0, room: int, rows: int | None = None, forwards: int = 8):
+        """Loads nothing, feeds `depth` tokens.
+
+        Args:
+            model: the model.
+            depth: tokens in the cache before each test.
+            room: most tokens of a prompt or verify test.
+            rows: rows of the verify program, with n of them valid; None compiles one of n rows for each n, as a loop
+                with drafts of n - 1 tokens does.
+            forwards: see the class.
+        """
+        self.model, self.depth, self.rows, self.forwards = model, depth, rows, forwards
+        self.log = CompileLog()
+        capacity = model.capacity_for(depth + room)
+        self._params = model.params_for(capacity)
+        self._cache = model.new_cache(1, capacity)
+        self._ids = token_ids(depth + room, model.config.vocab_size)
+        self._programs: dict = {}
+        self._sessions: dict[int, Session] = {}
+        if depth:
+            self._feed(self._ids[:depth])
+        self._length = jnp.asarray([depth], jnp.int32)
+
+    def _program(self, name: str, function: Callable, *args) -> Callable:
+        """`function` compiled for such arguments once; it takes over the memory of the fourth, the cache."""
+
+        def compile_it() -> None:
+            self._programs[name] = jax.jit(function, donate_argnums=3).lower(*args).compile()
+
+        if name not in self._programs:
+            self.log.timed(name, compile_it)
+        return self._programs[name]
+
+    def _feed(self, ids: np.ndarray) -> None:
+        """Appends `ids` to the cache in the engine's pieces; waits for the last one's logits."""
+        forward, logits = self.model.forward, None
+
+        def program(piece: Piece, cache: kv.KVCache):
+            want = "last" if piece.last else "none"
+
+            def run(params, tokens, count, cache):
+                out, cache = forward(params, tokens, cache, n_valid_B=count, want=Want(logits=want))
+                return out.logits, kv.commit(cache, count)
+
+            args = (self._params, *piece.arrays, cache)
+            return self._program(f"prompt of {piece.rows} rows, {want} logits", run, *args)(*args)
+
+        for fed in feed(program, [ids], self._cache):
+            logits, self._cache = fed.out, fed.cache
+        jax.block_until_ready(logits)
+
+    def _rewind(self) -> None:
+        self._cache = self._cache._replace(length=jnp.copy(self._length))
+        jax.block_until_ready(self._cache.length)
+
+    def prompt(self, n: int) -> float:
+        self._rewind()
+        return seconds(lambda: self._feed(self._ids[self.depth : self.depth + n]))
+
+    def decode(self, n: int) -> float:
+        """Greedy, in the one-jit loop, the argmax included; no token ends it."""
+        if n not in self._sessions:
+            self._sessions[n] = self._open_session(n)
+        session = self._sessions[n]
+        state = session.state
+        session.state = state._replace(
+            length=self._length + jnp.int32(1),
+            finish=jnp.full((1,), int(Finish.RUNNING), jnp.int32),
+            cache=state.cache._replace(length=jnp.copy(self._length)),
+        )
+        jax.block_until_ready(session.state)
+        before = session.decode_s
+        session.advance()
+        return session.decode_s - before
+
+    def _open_session(self, n: int) -> Session:
+        prompt = token_ids(self.depth + 1, self.model.config.vocab_size)
+        params = SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
+        opened: list[Session] = []
+
+        def prefill() -> float:
+            opened.append(Session(self.model, [Request(prompt, params, seed=0)], Method()))
+            return opened[0].compile_s
+
+        def compile_loop() -> float:
+            before = opened[0].compile_s
+            opened[0].advance(0)
+            return opened[0].compile_s - before
+
+        self.log.timed("prompt of the decode loop", prefill)
+        self.log.timed("decode loop", compile_loop)
+        return opened[0]
+
+    def verify(self, n: int) -> float:
+        """The mean of `forwards` passes in one loop, each fed the argmax of the one before."""
+        rows, forward, argmax = self.rows or n, self.model.forward, self.model.kernels.argmax
+
+        def passes(params, tokens_1R, count, cache, forwards):
+            def body(_, carry):
+                tokens, cache = carry
+                out, cache = forward(params, tokens, cache, n_valid_B=count, want=Want(logits="all"))
+                return argmax(out.logits[0])[None], cache
+
+            return jax.lax.fori_loop(jnp.int32(0), forwards, body, (tokens_1R, cache))
+
+        self._rewind()
+        tokens = jnp.asarray(self._ids[None, self.depth : self.depth + rows])
+        args = (self._params, tokens, jnp.asarray([n], jnp.int32), self._cache, jnp.int32(self.forwards))
+        program = self._program(f"verify of {rows} rows", passes, *args)
+        start = time.perf_counter()
+        out, self._cache = program(*args)
+        out.block_until_ready()
+        return (time.perf_counter() - start) / self.forwards
+
+
+def requantised(path: Path, name: str, out: Console) -> Path:
+    """The file of the same model in another type of weights, made once and kept in the user's cache."""
+    kind, source = requantise.kind_of(name), open_gguf(path)
+    made = manifest.cache_dir() / "requantised" / f"{path.stem}-{manifest.sha256_of(path)[:12]}-as-{kind.name}.gguf"
+    if not made.exists():
+        made.parent.mkdir(parents=True, exist_ok=True)
+        with terminal.counting(out, f"re-quantising to {kind.name}", 100) as progress:
+
+            def advance(done: int, total: int) -> None:
+                progress.update(progress.task_ids[0], completed=100 * done // total)
+
+            requantise.requantise(source, made, kind, progress=advance)
+    return made

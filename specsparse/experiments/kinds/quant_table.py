@@ -20,8 +20,7 @@ from specsparse.experiments.kinds import perplexity
 from specsparse.experiments.kinds.perplexity import PerplexitySettings
 from specsparse.measure import conditions, inspection, trials
 from specsparse.measure.conditions import Conditions, Taken
-from specsparse.measure.requantised import requantised
-from specsparse.measure.sides import Ours
+from specsparse.measure.trials import Ours, requantised
 from specsparse.models import catalogue
 from specsparse.report import display
 from specsparse.runtime.perplexity import Windows
@@ -147,7 +146,7 @@ def _row(
 def _speed(cfg: QuantTableSettings, model: Model, name: str, console: Console) -> dict[str, Any]:
     """Tokens per second of decoding and of a prompt, and what they were taken at; None for what is not timed."""
     spec = cfg.quant_table
-    plan = trials.Plan(pp=spec.pp, tg=spec.tg, repeats=spec.timings)
+    plan = trials.TrialPlan(pp=spec.pp, tg=spec.tg, repeats=spec.timings)
     if not plan.tests():
         return {"prompt": None, "decode": None, "conditions": None}
     side = Ours(model, room=max(spec.pp, spec.tg + 1))

@@ -14,7 +14,7 @@ from specsparse.measure.costs.fit import draft_line
 from specsparse.measure.costs.loops import Loop
 from specsparse.measure.costs.measured import load_or_measure
 from specsparse.measure.costs.progress import Bar, silent
-from specsparse.measure.sides import token_ids
+from specsparse.measure.trials import token_ids
 from specsparse.runtime.binding import make_method
 from specsparse.runtime.device_batch import Method
 from specsparse.runtime.metrics import Counters

@@ -14,7 +14,7 @@ from specsparse.measure.costs import devices
 from specsparse.measure.costs.fit import fit_kv, overhead, polish, rising
 from specsparse.measure.costs.loops import Loop
 from specsparse.measure.costs.progress import Bar, silent
-from specsparse.measure.sides import Ours, token_ids
+from specsparse.measure.trials import Ours, token_ids
 from specsparse.runtime.device_batch import Method
 from specsparse.runtime.times import store
 from specsparse.runtime.times.kept import CostTable

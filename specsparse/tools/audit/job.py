@@ -15,7 +15,7 @@ from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.measure import inspection
-from specsparse.measure.requantised import requantised
+from specsparse.measure.trials import requantised
 from specsparse.models import catalogue
 from specsparse.runtime import manifest
 from specsparse.runtime.load import load

@@ -19,8 +19,7 @@ from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.measure import intervals
-from specsparse.measure.samples import paired_ratio, summary
-from specsparse.measure.sides import token_ids
+from specsparse.measure.trials import paired_ratio, summary, token_ids
 from specsparse.models import catalogue
 from specsparse.runtime import manifest
 from specsparse.runtime.device_batch import Method, Request

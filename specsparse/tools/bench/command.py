@@ -172,7 +172,7 @@ def _check_alone(args: argparse.Namespace) -> None:
 
 def _single(args: argparse.Namespace, out: Any) -> dict[str, Any]:
     """One sequence, with v(n) and peers; prints the tables and returns the report."""
-    from specsparse.measure.trials import Plan
+    from specsparse.measure.trials import TrialPlan
     from specsparse.tools.bench import job, tables
 
     ns = _lengths("1..16") if args.n is None else args.n
@@ -180,7 +180,7 @@ def _single(args: argparse.Namespace, out: Any) -> dict[str, Any]:
         raise UserError("nothing to measure: give --pp, --tg or --n")
     if args.rows is not None and args.rows < max(ns, default=0):
         raise UserError(f"--rows {args.rows} is less than the largest --n, {max(ns)}")
-    plan = job.with_one(Plan(pp=args.pp, tg=args.tg, ns=ns, repeats=args.repeats or _REPEATS))
+    plan = job.with_one(TrialPlan(pp=args.pp, tg=args.tg, ns=ns, repeats=args.repeats or _REPEATS))
     found = job.run(
         job.BenchJob(
             model=args.model, plan=plan, depth=args.depth, rows=args.rows, threads=args.threads, kv_dtype=args.kv_dtype,

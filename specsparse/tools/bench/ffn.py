@@ -26,7 +26,7 @@ from specsparse.kernels.packing.pack import SUPPORTED, aligned_empty, pack_qtens
 from specsparse.kernels.packing.random_blocks import random_quantised
 from specsparse.kernels.packing.signbits import SignRows, pack_signs
 from specsparse.kernels.qtensor import QTensor
-from specsparse.measure.samples import paired_ratio, summary
+from specsparse.measure.trials import paired_ratio, summary
 from specsparse.runtime import manifest
 from specsparse.support import terminal
 from specsparse.support.interleaved import interleaved

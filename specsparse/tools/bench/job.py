@@ -13,9 +13,7 @@ from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.measure import conditions, trials
 from specsparse.measure.conditions import Conditions
-from specsparse.measure.requantised import requantised
-from specsparse.measure.sides import Ours, Side
-from specsparse.measure.trials import Plan
+from specsparse.measure.trials import Ours, Side, TrialPlan, requantised
 from specsparse.models import catalogue
 from specsparse.runtime import manifest
 from specsparse.runtime.load import load
@@ -33,7 +31,7 @@ class BenchJob:
     """What to measure on what; see the arguments of `python -m specsparse bench`."""
 
     model: str
-    plan: Plan
+    plan: TrialPlan
     depth: int = 0
     rows: int | None = None
     threads: int | None = None
@@ -105,7 +103,7 @@ def _advance(progress: Progress) -> Callable[[], None]:
     return lambda: progress.advance(progress.task_ids[0])
 
 
-def _check(peer: Peer, model: Model, plan: Plan) -> None:
+def _check(peer: Peer, model: Model, plan: TrialPlan) -> None:
     """Its logits beside ours: as many rows as are timed, with the attention that they are timed with."""
     widest = max(plan.pp and _WIDE, *plan.ns, 1)
     one = "decode" if plan.tg else "verify" if plan.ns else "prompt"
@@ -157,6 +155,6 @@ def wrong_logits(peer: Json) -> Iterator[str]:
             )
 
 
-def with_one(plan: Plan) -> Plan:
+def with_one(plan: TrialPlan) -> TrialPlan:
     """The plan with n = 1 in its verify test, to which v(n) is relative."""
     return replace(plan, ns=tuple(sorted({1, *plan.ns}))) if plan.ns else plan

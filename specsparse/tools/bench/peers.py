@@ -10,8 +10,7 @@ import numpy as np
 
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.model import Model
-from specsparse.measure.sides import token_ids
-from specsparse.measure.trials import Plan
+from specsparse.measure.trials import TrialPlan, token_ids
 from specsparse.support.interleaved import interleaved
 from specsparse.support.json_files import Json
 from specsparse.tools.peers import windows
@@ -88,7 +87,7 @@ class Peer(PeerProcess):
         except PeerError as error:
             self.unchecked = str(error)
 
-    def choose(self, plan: Plan) -> None:
+    def choose(self, plan: TrialPlan) -> None:
         """Takes the faster of flash attention on and off for each kind of test, by its longest."""
         longest = {test.method: test for test in plan.tests()}
         for method, test in longest.items() if self.kind.flash else ():

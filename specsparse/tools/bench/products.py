@@ -24,8 +24,7 @@ from specsparse.kernels.native import cpu
 from specsparse.kernels.packing.pack import KINDS, pack_qtensor
 from specsparse.kernels.packing.random_blocks import random_quantised
 from specsparse.kernels.qtensor import QTensor
-from specsparse.measure.samples import paired_ratio, summary
-from specsparse.measure.trials import Machine
+from specsparse.measure.trials import MachinePeaks, paired_ratio, summary
 from specsparse.runtime import manifest
 from specsparse.support import tables, terminal
 from specsparse.support.interleaved import interleaved, seconds
@@ -109,7 +108,7 @@ def _once(matrices: Sequence[QTensor], n: int) -> float:
 def _measure(plan: ProductsPlan, name: str, buffer: peaks.ReadBuffer, done: Callable[[], None]) -> list[Json]:
     """A row for each case of a type."""
     made = pack_qtensor(random_quantised(name, *plan.shape, 1, std=0.02, edges=False), GGML[name], plan.shape)
-    cases, machine = plan.cases(), Machine()
+    cases, machine = plan.cases(), MachinePeaks()
     wanted = max(plan.copies(state, made.nbytes) for state, _ in cases)
     matrices = [made, *(copied(made) for _ in range(wanted - 1))]
     taken = interleaved(
@@ -120,7 +119,7 @@ def _measure(plan: ProductsPlan, name: str, buffer: peaks.ReadBuffer, done: Call
 
 
 def _row(
-    name: str, state: str, n: int, w: QTensor, taken: dict[tuple[str, int], list[float]], at_best: Machine
+    name: str, state: str, n: int, w: QTensor, taken: dict[tuple[str, int], list[float]], at_best: MachinePeaks
 ) -> Json:
     times, macs = taken[state, n], n * w.shape[0] * w.shape[1]
     one = taken.get((state, 1))

@@ -15,7 +15,7 @@ from typing import Annotated
 from specsparse.errors import UserError
 from specsparse.measure import conditions
 from specsparse.measure.conditions import Conditions
-from specsparse.measure.sides import OURS
+from specsparse.measure.trials import OURS
 from specsparse.support.json_files import Json, to_json, write_atomically
 from specsparse.support.options import Count, Positive, Range, options_of, read
 

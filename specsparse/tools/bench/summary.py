@@ -1,5 +1,6 @@
 """Results -> one JSON-able report: rates, bytes, shares, v(n), ratios."""
 
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,9 +11,7 @@ from specsparse.engine.gguf.reader import GGUFFile
 from specsparse.engine.model import Model
 from specsparse.engine.windows import LayerWindows
 from specsparse.measure.costs.traffic import KV_BYTES
-from specsparse.measure.samples import Samples, paired_ratio, summary
-from specsparse.measure.sides import OURS, Ours
-from specsparse.measure.trials import Plan, Results
+from specsparse.measure.trials import OURS, Ours, Samples, TrialPlan, TrialResults, paired_ratio, summary
 from specsparse.support.json_files import Json
 
 FLOATS = ("F32", "F16", "BF16")
@@ -75,8 +74,8 @@ def build(
     *,
     model: Model,
     f: GGUFFile,
-    plan: Plan,
-    results: Results,
+    plan: TrialPlan,
+    results: TrialResults,
     ours: Ours,
     peers: Sequence[Json],
     threads: int,
@@ -139,7 +138,7 @@ def build(
 
 def _rates(work: PassWork, samples: Samples, *, read: list[float], peak: list[float]) -> Json:
     """Bytes and multiply-adds a second, as shares of what the machine could do in the same repeat (medians)."""
-    s, each = samples.median_s, samples.seconds
+    s, each = statistics.median(samples.seconds), samples.seconds
     return {
         "bytes_per_second": work.file_bytes / s,
         "moved_bytes_per_second": work.moved_bytes / s,
@@ -149,7 +148,7 @@ def _rates(work: PassWork, samples: Samples, *, read: list[float], peak: list[fl
     }
 
 
-def _verify(plan: Plan, results: Results) -> dict[str, dict[str, dict[str, float]]]:
+def _verify(plan: TrialPlan, results: TrialResults) -> dict[str, dict[str, dict[str, float]]]:
     """v(n) = seconds of an n-token pass / seconds of a one-token pass, by side and n."""
     out: dict[str, dict[str, dict[str, float]]] = {}
     for n in plan.ns:
@@ -159,7 +158,7 @@ def _verify(plan: Plan, results: Results) -> dict[str, dict[str, dict[str, float
     return out
 
 
-def _ratios(results: Results, peer: str) -> dict[str, dict[str, float]]:
+def _ratios(results: TrialResults, peer: str) -> dict[str, dict[str, float]]:
     """Speed of specsparse / speed of the peer, by test."""
     return {
         name: paired_ratio(sides[peer].seconds, sides[OURS].seconds)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rich.table import Table
 from rich.text import Text
 
-from specsparse.measure.sides import OURS
+from specsparse.measure.trials import OURS
 from specsparse.support import tables
 from specsparse.support.json_files import Json
 from specsparse.tools.bench.peers import perplexities

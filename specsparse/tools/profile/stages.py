@@ -18,7 +18,7 @@ from specsparse.engine.pytree import Pytree
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
-from specsparse.measure.sides import Ours, token_ids
+from specsparse.measure.trials import Ours, token_ids
 from specsparse.runtime.metrics import STAGES
 from specsparse.runtime.requests import PromptLike
 from specsparse.runtime.stepped import RoundView

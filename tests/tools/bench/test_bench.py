@@ -14,9 +14,7 @@ from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.kernels import peaks
 from specsparse.measure import trials as interleaved
-from specsparse.measure.samples import Samples, paired_ratio
-from specsparse.measure.sides import Ours
-from specsparse.measure.trials import Plan
+from specsparse.measure.trials import Ours, Samples, TrialPlan, paired_ratio
 from specsparse.runtime.load import load
 from specsparse.testing import write_tiny_gguf
 from specsparse.tools.bench import job, memory, peers, summary
@@ -229,7 +227,7 @@ def test_llama_cpp_on_the_same_file(tmp_path, capsys):
 def test_every_timing_does_the_same_work(tiny):
     """Tests may repeat in any order: each starts from the same cache and computes the same tokens."""
     side = Ours(load(tiny), depth=3, room=32)
-    plan = Plan(pp=16, tg=5, ns=(1, 4))
+    plan = TrialPlan(pp=16, tg=5, ns=(1, 4))
     for _ in range(2):
         for test in reversed(plan.tests()):
             assert test.run(side) > 0
@@ -253,7 +251,7 @@ def test_sides_take_turns():
         prompt = decode = verify = _call
 
     calls = []
-    results = interleaved.run(Plan(pp=7, tg=5, ns=(1, 2), repeats=2), [Counting("a", calls), Counting("b", calls)])
+    results = interleaved.run(TrialPlan(pp=7, tg=5, ns=(1, 2), repeats=2), [Counting("a", calls), Counting("b", calls)])
     assert calls[:4] == [("a", 7), ("b", 7), ("a", 5), ("b", 5)]
     assert calls[8:12] == [("a", 2), ("b", 2), ("a", 1), ("b", 1)]  # the second repeat runs backwards
     assert results.samples["tg5"]["b"].rates == (5.0, 5.0)

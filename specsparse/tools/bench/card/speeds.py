@@ -11,7 +11,7 @@ from specsparse import kernels
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.measure.costs import traffic
-from specsparse.measure.sides import Ours, token_ids
+from specsparse.measure.trials import Ours, token_ids
 from specsparse.runtime import manifest
 from specsparse.runtime.binding import make_method
 from specsparse.runtime.device_batch import Method, Request

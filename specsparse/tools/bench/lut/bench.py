@@ -22,7 +22,7 @@ from specsparse.kernels.packing.pack import pack_qtensor
 from specsparse.kernels.packing.planes import BitPlanes, pack_planes
 from specsparse.kernels.packing.random_blocks import random_quantised
 from specsparse.kernels.qtensor import QTensor
-from specsparse.measure.samples import paired_ratio, summary
+from specsparse.measure.trials import paired_ratio, summary
 from specsparse.runtime import manifest
 from specsparse.support import terminal
 from specsparse.support.interleaved import interleaved, seconds
