@@ -14,7 +14,7 @@ from pathlib import Path
 
 from specsparse.errors import UserError
 from specsparse.speculative.proof.page import page
-from specsparse.support.atomic import replacing
+from specsparse.support.files import replacing
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -7,7 +7,7 @@ Command: python experiments/vn_page.py
 
 from pathlib import Path
 
-from specsparse.support.json_files import to_json, write_atomically
+from specsparse.support.files import to_json, write_atomically
 from specsparse.tools.bench import published
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

@@ -14,8 +14,8 @@ from typing import Any
 from specsparse.errors import UserError, not_installed
 from specsparse.experiments.compose.parts import help_text
 from specsparse.experiments.compose.shorthand import flags_first, option_key, refuse, shorthand
-from specsparse.support.paths import conf_dir, package_line
-from specsparse.support.pipes import FULL, until_the_reader_leaves
+from specsparse.support.files import conf_dir, package_line
+from specsparse.support.terminal import FULL, until_the_reader_leaves
 
 EXIT_MISTAKE = 2
 

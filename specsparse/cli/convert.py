@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specsparse.errors import UserError
-from specsparse.support.atomic import need_folder
+from specsparse.support.files import need_folder
 
 OUT_TYPES = "f32, f16, bf16, q8_0, q6_k, q5_k, q4_k, q4_0 or q4_1"
 

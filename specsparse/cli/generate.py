@@ -12,7 +12,7 @@ from typing import Any
 
 from specsparse.cli import method_options, sampling_options
 from specsparse.errors import UserError
-from specsparse.support.pipes import decoding_input
+from specsparse.support.terminal import decoding_input
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,7 +104,7 @@ def _print_texts(every: Sequence[Any]) -> None:
 
 def _print_json(every: Sequence[Any]) -> None:
     """One object; of several completions with a list of them."""
-    from specsparse.support.json_files import to_json
+    from specsparse.support.files import to_json
 
     shown = [_as_json(found) for found in every]
     print(to_json(shown[0] if len(shown) == 1 else {"completions": shown}))

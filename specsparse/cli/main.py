@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from specsparse.errors import UserError, not_installed
 from specsparse.support.options import shown
-from specsparse.support.pipes import until_the_reader_leaves
+from specsparse.support.terminal import until_the_reader_leaves
 
 # Name -> what the list of commands says. Only the module of the command that is called is imported.
 COMMANDS = {

@@ -22,7 +22,7 @@ def main(args: argparse.Namespace) -> int:
     from specsparse.errors import UserError
     from specsparse.models import entries, obtain
     from specsparse.support import tables, terminal
-    from specsparse.support.json_files import to_json
+    from specsparse.support.files import to_json
     from specsparse.support.options import nearest
 
     unknown = [name for name in args.names if entries.find(name) is None]
@@ -91,7 +91,7 @@ def _table(rows: list[dict[str, Any]]) -> Any:
     from rich.text import Text
 
     from specsparse.support import tables
-    from specsparse.support.sizes import size_text
+    from specsparse.support.files import size_text
 
     caption = (
         "size: of the file, or computed from the model's shape if nobody has read it; ?: unknown until downloaded; "

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Write the page, and say what is on it and what is not."""
-    from specsparse.support.json_files import is_unicode
+    from specsparse.support.files import is_unicode
 
     if "" in args.runs:
         raise UserError("a run's folder is empty: name it, such as runs/NAME, or . for the current folder")

@@ -16,7 +16,7 @@ def main(args: argparse.Namespace) -> int:
     from specsparse.kernels.processor import cpu_info
     from specsparse.measure.machine import read_bandwidth
     from specsparse.runtime import manifest
-    from specsparse.support.paths import package_dir, package_line
+    from specsparse.support.files import package_dir, package_line
 
     found = {"cpu": cpu_info(), "kernels": kernels.status(), "packages": manifest.package_versions()}
     found["package"] = str(package_dir())

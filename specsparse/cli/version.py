@@ -3,7 +3,7 @@
 import argparse
 from importlib import metadata
 
-from specsparse.support.checkout import git_commit
+from specsparse.support.files import git_commit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from specsparse.data import humaneval, spec_bench, speed_bench
 from specsparse.errors import UserError
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 
 BUILTIN = "builtin"
 _BUILTIN_FILE = Path(__file__).parent / "prompts.jsonl"

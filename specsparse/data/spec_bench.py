@@ -7,7 +7,7 @@ import hashlib
 from pathlib import Path
 
 from specsparse.errors import UserError
-from specsparse.support.paths import cache_dir
+from specsparse.support.files import cache_dir
 
 NAME = "spec_bench"
 URL = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"

@@ -10,7 +10,7 @@ from types import FrameType
 from specsparse.experiments.settings import RunConfig
 from specsparse.report.record import RECORD_FILE, ROWS_FILE, STOPPED
 from specsparse.runtime import manifest
-from specsparse.support.json_files import to_json, write_atomically
+from specsparse.support.files import to_json, write_atomically
 
 
 @contextlib.contextmanager

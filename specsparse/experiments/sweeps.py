@@ -20,7 +20,7 @@ from specsparse.models import catalogue
 from specsparse.report.measurements import CELL_FILE, measurement, record_hash
 from specsparse.report.record import RECORD_FILE
 from specsparse.runtime.manifest import sha256_of
-from specsparse.support.json_files import kept, to_json, write_atomically
+from specsparse.support.files import kept, to_json, write_atomically
 from specsparse.support.registry import source_of
 
 # Keys that change no result: what a run is called, and what is shown while it runs.

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from specsparse.errors import UserError
 from specsparse.report.record import RECORD_FILE, ROWS_FILE
-from specsparse.support.atomic import append_line
-from specsparse.support.json_files import to_json, write_atomically
+from specsparse.support.files import append_line, to_json, write_atomically
 
 WANDB_MODES = ("offline", "online", "disabled")
 _OPTIONS = {"jsonl": (), "wandb": ("group", "mode", "project")}

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import NamedTuple
 
 from specsparse.measure.intervals import LEAST_PROMPTS, Interval
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 
 TOLERANCE = 0.10
 """Read bandwidths, or plain speeds, that differ by more than this share are not those of one machine."""

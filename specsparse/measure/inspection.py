@@ -20,7 +20,7 @@ from specsparse.speculative.drafters.heads.dflash_file import DFlashFile
 from specsparse.speculative.drafters.heads.eagle3_file import Eagle3File
 from specsparse.speculative.drafters.heads.published_file import EMBEDDING, OUTPUT
 from specsparse.speculative.intersection import intersect
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
 KV_LENGTH = 128

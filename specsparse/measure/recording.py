@@ -15,9 +15,7 @@ import numpy as np
 from specsparse.errors import UserError
 from specsparse.runtime.stepped import RoundView
 from specsparse.speculative.base import ROOT, DraftKind
-from specsparse.support.atomic import atomically
-from specsparse.support.json_files import Json
-from specsparse.support.tensor_files import read_npz
+from specsparse.support.files import Json, atomically, read_npz
 
 LAWS_FILE = "laws.npz"
 VERSION = 1

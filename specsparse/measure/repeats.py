@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from specsparse.measure import intervals
 from specsparse.measure.intervals import Interval
 from specsparse.measure.speedup import Speedup
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 
 AUTO = "auto"
 WANTED = 0.05

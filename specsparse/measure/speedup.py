@@ -7,7 +7,7 @@ import numpy as np
 
 from specsparse.measure import intervals
 from specsparse.measure.intervals import Interval
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 
 
 def timing_ends(faster: Json) -> tuple[float | None, float | None]:

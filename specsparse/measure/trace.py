@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specsparse.runtime.stepped import RoundView
-from specsparse.support.atomic import append_line
-from specsparse.support.json_files import Json, to_json, write_atomically
+from specsparse.support.files import Json, append_line, to_json, write_atomically
 
 TRACE_FILE = "trace.jsonl"
 _SHOWN = 48

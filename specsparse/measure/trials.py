@@ -30,8 +30,8 @@ from specsparse.runtime import manifest
 from specsparse.runtime.device_batch import Method, Request
 from specsparse.runtime.session import Session
 from specsparse.support import terminal
+from specsparse.support.files import Json
 from specsparse.support.interleaved import alternating, interleaved, seconds
-from specsparse.support.json_files import Json
 
 OURS = "specsparse"
 

@@ -12,8 +12,7 @@ from specsparse.engine.gguf.shards import shard_names
 from specsparse.errors import UserError
 from specsparse.models import entries, hub
 from specsparse.models.entries import Entry
-from specsparse.support.paths import cache_dir
-from specsparse.support.sizes import size_text
+from specsparse.support.files import cache_dir, size_text
 
 COMPANION = "specsparse_models"
 """The package of model files; `specsparse-models` in a checkout of this project."""

@@ -6,8 +6,7 @@ from pathlib import Path
 from specsparse.engine.gguf.reader import open_one
 from specsparse.errors import UserError
 from specsparse.models import hub
-from specsparse.support.atomic import atomically
-from specsparse.support.paths import cache_dir
+from specsparse.support.files import atomically, cache_dir
 
 FIRST, MOST = 1 << 20, 1 << 27
 """Bytes that are asked for at first, and at most; a header is its vocabulary, some megabytes."""

@@ -18,8 +18,7 @@ from specsparse.models import catalogue, entries, hub
 from specsparse.models.catalogue import NotHere
 from specsparse.models.entries import Download, Entry
 from specsparse.models.hub import RepoFile, Repository
-from specsparse.support.json_files import kept, to_json, write_atomically
-from specsparse.support.sizes import need_memory, size_text
+from specsparse.support.files import kept, need_memory, size_text, to_json, write_atomically
 
 _SPARE = 0.05  # of the disk that is needed
 _KEPT = ("revision", "size", "sha256", "licence")

@@ -15,8 +15,8 @@ from specsparse.engine.weights import Layer
 from specsparse.errors import UserError
 from specsparse.predictors.base import FFN
 from specsparse.predictors.scored import Codes, MlpWeights, as_mlp, factorise, mlp_weights, normed_gate
+from specsparse.support.files import read_tensors, write_tensors
 from specsparse.support.options import Count, Internal, Positive, Range
-from specsparse.support.tensor_files import read_tensors, write_tensors
 
 DENSITY_OFFSET = 0.005
 """Added to the density for the weight of an inactive neuron, as the scripts of Deja Vu do."""

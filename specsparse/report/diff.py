@@ -13,7 +13,7 @@ from specsparse.report import methods, page, varied
 from specsparse.report.methods import ReportedMethod, Sample
 from specsparse.report.record import PLAIN
 from specsparse.report.runs import Run, conditions_apart, disagreements
-from specsparse.support.json_files import Json, write_atomically
+from specsparse.support.files import Json, write_atomically
 from specsparse.support.tables import new
 
 _NO_CONFIG = ("name",)

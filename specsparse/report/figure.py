@@ -11,8 +11,7 @@ from matplotlib.figure import Figure as Canvas
 
 from specsparse.report import rows as rows_of
 from specsparse.report.rows import Row
-from specsparse.support.atomic import atomically
-from specsparse.support.json_files import write_atomically
+from specsparse.support.files import atomically, write_atomically
 
 # Okabe and Ito's colours, told apart by colour-blind readers too; yellow is left out, it vanishes on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#4D4D4D", "#8C510A")

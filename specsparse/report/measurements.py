@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specsparse.report.record import RECORD_FILE
-from specsparse.support.json_files import kept
+from specsparse.support.files import kept
 
 CELL_FILE = "cell.json"
 

@@ -14,7 +14,7 @@ from specsparse.report.figure import Figure, Missing
 from specsparse.report.methods import ReportedMethod
 from specsparse.report.runs import Run, conditions_apart, disagreements
 from specsparse.runtime import metrics
-from specsparse.support.json_files import Json, write_atomically
+from specsparse.support.files import Json, write_atomically
 
 PAGE, FIGURES = "index.html", "figures"
 _MOST_ROWS = 200

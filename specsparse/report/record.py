@@ -13,7 +13,7 @@ from specsparse.runtime import metrics
 from specsparse.runtime.metrics import Counters
 from specsparse.speculative.verifiers.registry import BUILTIN, same_text
 from specsparse.support import notebook
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 
 HOST = "host loop"
 """The side that decodes with the method, stepped from the host."""

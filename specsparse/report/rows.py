@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specsparse.support.json_files import Json, write_atomically
+from specsparse.support.files import Json, write_atomically
 
 Row = Json
 """A column by its name, and its value."""

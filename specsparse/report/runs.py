@@ -12,7 +12,7 @@ from specsparse.measure.conditions import Conditions
 from specsparse.report import measurements, schema
 from specsparse.report.record import RECORD_FILE, ROWS_FILE, STOPPED
 from specsparse.support import notebook
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 
 _PASS = frozenset({"prompt_id", "task", "side", "repeat", "counters", "decode_s"})
 

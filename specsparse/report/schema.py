@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from specsparse.errors import UserError
 from specsparse.support import options
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 
 _Group = dict | None
 _Others = Annotated[dict, options.Rest()]

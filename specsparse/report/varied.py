@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 
 NOTHING = "-"
 """For a run whose config does not have the setting."""

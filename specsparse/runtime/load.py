@@ -26,8 +26,8 @@ from specsparse.errors import UserError
 from specsparse.kernels.reference import q8_cache
 from specsparse.models import obtain
 from specsparse.powerinfer.ffn import modes
+from specsparse.support.files import cache_dir
 from specsparse.support.options import Read, read, shown
-from specsparse.support.paths import cache_dir
 
 if TYPE_CHECKING:
     from specsparse.engine.mesh.sharded import MeshDevices

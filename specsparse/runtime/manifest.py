@@ -12,9 +12,7 @@ from pathlib import Path
 from specsparse import kernels
 from specsparse.errors import UserError
 from specsparse.kernels.processor import cpu_info
-from specsparse.support.checkout import git_commit
-from specsparse.support.json_files import kept, to_json, write_atomically
-from specsparse.support.paths import cache_dir
+from specsparse.support.files import cache_dir, git_commit, kept, to_json, write_atomically
 
 PACKAGES = ("specsparse", "jax", "jaxlib", "numpy", "gguf", "hydra-core", "tokenizers", "sentencepiece", "wandb")
 

@@ -1,1 +1,1 @@
-"""What every room uses and nothing that computes: files, options, names, timing in turn, the terminal, citations."""
+"""What every room uses: files, options, registries of names, interleaved timing, the terminal, citations."""

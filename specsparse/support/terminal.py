@@ -1,43 +1,50 @@
-"""The terminal: its console, and bars and spinners for work that takes a while."""
+"""The terminal and the standard streams: a console, bars and spinners, and streams that are closed, full, in another
+encoding, or left by their reader (`specsparse status | head -1`)."""
 
+import codecs
+import contextlib
+import errno
+import io
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
-from rich.text import Text
+from specsparse.errors import UserError
 
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+"""Errors of a write that is no fault of ours."""
 _PIPE_WIDTH = 10_000
+_ESCAPED = "json-escaped"
 
 
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """`pipes.until_the_reader_leaves` ends the program, as for a plain print; rich's own way is exit code 1."""
-        raise BrokenPipeError
+def console(*, columns: bool = False) -> "Console":
+    """The terminal; or a pipe, which has no width, so that a row of a table is one line however long.
 
-
-def console(*, columns: bool = False) -> Console:
-    """The terminal, or a pipe, which has no width: a row of a table is a line there, whatever its length.
-
-    With `columns`, a pipe has the width that the variable COLUMNS says.
+    With `columns`, a pipe has the width in the variable COLUMNS.
     """
-    found = _Console(highlight=False)
+    from rich.console import Console
+
+    class Terminal(Console):
+        def on_broken_pipe(self) -> None:  # rich's own ends the program with exit code 1
+            raise BrokenPipeError
+
+    found = Terminal(highlight=False)
     wide = not found.is_terminal and not (columns and os.environ.get("COLUMNS", "").isdecimal())
-    return _Console(highlight=False, width=_PIPE_WIDTH) if wide else found
+    return Terminal(highlight=False, width=_PIPE_WIDTH) if wide else found
 
 
 @contextmanager
-def busy(out: Console, what: str) -> Iterator[None]:
-    """A spinner with the seconds, for work of unknown length; a plain line where there is no terminal."""
+def busy(out: "Console", what: str) -> Iterator[None]:
+    """A spinner with the seconds, for work of unknown length; a plain line if there is no terminal."""
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.text import Text
+
     if not out.is_terminal:
         out.print(Text(f"{what} ..."))
         yield
@@ -49,8 +56,10 @@ def busy(out: Console, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def loading(out: Console, what: str) -> Iterator[Callable[[int, int], None]]:
+def loading(out: "Console", what: str) -> Iterator[Callable[[int, int], None]]:
     """A bar over bytes; yields the function to call with (bytes done, bytes in all)."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(binary_units=True))
     with Progress(*columns, TimeElapsedColumn(), console=out, transient=True, disable=not out.is_terminal) as progress:
         task = progress.add_task(what, total=None)
@@ -58,9 +67,77 @@ def loading(out: Console, what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 @contextmanager
-def counting(out: Console, what: str, total: int) -> Iterator[Progress]:
+def counting(out: "Console", what: str, total: int) -> Iterator["Progress"]:
     """A bar over `total` steps; call `.advance(.task_ids[0])` after each."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as progress:
         progress.add_task(what, total=total)
         yield progress
+
+
+@contextmanager
+def until_the_reader_leaves() -> Iterator[None]:
+    """Ends the block in silence once nobody reads the standard output; the rest of the output is dropped.
+
+    An exit out of the block keeps its code. Characters that the output's encoding lacks are written as JSON escapes. A
+    stream that the caller closed (`>&-`) is an empty one.
+
+    Raises:
+        UserError: the standard output cannot be written, on a full disk for instance.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # Python's stand-in for a closed stream
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    codecs.register_error(_ESCAPED, _escape)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors=_ESCAPED)
+    flushing: contextlib.AbstractContextManager[None] = contextlib.suppress(UserError)  # another error is said first
+    try:
+        with contextlib.suppress(BrokenPipeError):
+            yield
+        flushing = contextlib.nullcontext()
+    except SystemExit as ended:
+        if not ended.code:
+            flushing = contextlib.nullcontext()
+        raise
+    except OSError as error:
+        if error.errno in FULL and error.filename is None:  # of a write, not of an open
+            raise _unwritten(error) from error
+        raise
+    finally:
+        with flushing:
+            _flush()
+
+
+def _escape(error: UnicodeError) -> tuple[str, int]:
+    """As JSON has it, so that an object stays one: two escapes for a character beyond U+FFFF."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    units = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[i : i + 2].hex()}" for i in range(0, len(units), 2)), error.end
+
+
+def _flush() -> None:
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        nowhere = os.open(os.devnull, os.O_WRONLY)  # else Python tries again at its end, and complains
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        if not isinstance(error, BrokenPipeError):
+            raise _unwritten(error) from error
+
+
+def _unwritten(error: OSError) -> UserError:
+    return UserError(f"the output cannot be written: {error.strerror}; make room, or write it elsewhere")
+
+
+@contextmanager
+def decoding_input() -> Iterator[None]:
+    """UserError if what the block reads from the standard input is no text in its encoding."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise UserError(f"the standard input is no {error.encoding.upper()} text: convert it, with iconv say") from None

@@ -16,8 +16,8 @@ from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.runtime.device_batch import Method, Request
 from specsparse.runtime.session import Session
+from specsparse.support.files import read_tensors, write_tensors
 from specsparse.support.options import Count, Internal, Range
-from specsparse.support.tensor_files import read_tensors, write_tensors
 from specsparse.training.prompts import prompt
 
 _ROUNDS = 24

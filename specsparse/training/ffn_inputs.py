@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.kernels.packing.dequant import embed_rows
-from specsparse.support.tensor_files import write_tensors
+from specsparse.support.files import write_tensors
 from specsparse.training import ffn_model
 from specsparse.training.data import Text
 from specsparse.training.ffn_model import FfnMatrices, FrozenLayers, PackedTexts

@@ -12,7 +12,7 @@ import optax
 from rich.console import Console
 
 from specsparse.support import terminal
-from specsparse.support.tensor_files import load_state, save_state
+from specsparse.support.files import load_state, save_state
 
 
 class Stepped(Protocol):

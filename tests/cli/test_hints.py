@@ -17,7 +17,7 @@ from specsparse.experiments.compose.shorthand import flags_first
 from specsparse.experiments.kind import Found
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.method import choose_verifier
-from specsparse.support.pipes import until_the_reader_leaves
+from specsparse.support.terminal import until_the_reader_leaves
 from specsparse.testing import write_tiny_gguf
 
 

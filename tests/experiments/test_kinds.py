@@ -37,7 +37,7 @@ from specsparse.speculative.proof import certify as certificate
 from specsparse.speculative.proof.driver_mutants import DRIVER_MUTANTS
 from specsparse.speculative.proof.mutants import MUTANTS
 from specsparse.support import terminal
-from specsparse.support.paths import conf_dir
+from specsparse.support.files import conf_dir
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import random_eagle3
 from tests.cells import cells

@@ -14,7 +14,7 @@ from specsparse.experiments import runner, sweep_table
 from specsparse.experiments.compose.config import from_omegaconf
 from specsparse.experiments.kinds.sparse.sparsity import SparsitySpec
 from specsparse.experiments.settings import FfnSpec, ModelSpec, PredictorSpec
-from specsparse.support.paths import conf_dir
+from specsparse.support.files import conf_dir
 from specsparse.testing import write_tiny_gguf
 from tests.experiments import playing
 from tests.experiments.playing import replaced, run_config

@@ -18,7 +18,7 @@ from specsparse.errors import UserError
 from specsparse.experiments import runner, sweep_table, sweeps, trackers
 from specsparse.measure import lock as timing_lock
 from specsparse.report import measurements, runs
-from specsparse.support import json_files
+from specsparse.support import files
 from tests.experiments.playing import run_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,7 +54,7 @@ def test_the_text_of_a_named_file_counts(tmp_path):
 
 
 def finished(directory, cell, text="{}"):
-    json_files.write_atomically(directory / "record.json", text)
+    files.write_atomically(directory / "record.json", text)
     (directory / "prompts.jsonl").write_text('{"row": 1}\n')
     cell.mark(directory, 2.5)
 
@@ -263,7 +263,7 @@ def test_a_killed_sweep_leaves_nothing_half_and_goes_on(tmp_path, cells):
 HAMMER = """
 import sys
 from pathlib import Path
-from specsparse.support.json_files import write_atomically
+from specsparse.support.files import write_atomically
 for i in range(10**9):
     write_atomically(Path(sys.argv[1]), str(i % 10) * 4_000_000)
     if i == 0:
@@ -377,7 +377,7 @@ def test_optuna_finds_the_best_and_lives_with_invalid_combinations(tmp_path, cel
         cells.append(cfg.policy.gamma)
         if cfg.policy.gamma == 1:
             raise UserError("one is refused")
-        json_files.write_atomically(directory / "record.json", '{"summary": {}}')
+        files.write_atomically(directory / "record.json", '{"summary": {}}')
         return dataclasses.make_dataclass("Found", ["as_promised", "objective"])(True, -abs(cfg.policy.gamma - 4.0))
 
     monkeypatch.setattr(runner, "run", run_it)

@@ -6,7 +6,7 @@ import pytest
 
 from specsparse.errors import UserError
 from specsparse.experiments import trackers
-from specsparse.support import json_files
+from specsparse.support import files
 
 
 def test_rows_then_one_record(tmp_path):
@@ -23,14 +23,14 @@ def test_rows_then_one_record(tmp_path):
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
     file = tmp_path / "record.json"
-    json_files.write_atomically(file, "old")
+    files.write_atomically(file, "old")
 
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(json_files.os, "replace", fail)
+    monkeypatch.setattr(files.os, "replace", fail)
     with pytest.raises(UserError, match=r"record\.json: cannot be written: disk full"):
-        json_files.write_atomically(file, "new")
+        files.write_atomically(file, "new")
     assert file.read_text() == "old"
     assert os.listdir(tmp_path) == ["record.json"]
 

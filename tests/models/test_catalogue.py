@@ -6,7 +6,7 @@ from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
 from specsparse.models import catalogue, entries
 from specsparse.models.convert.edit import make_delta, set_metadata
-from specsparse.support.sizes import size_text
+from specsparse.support.files import size_text
 from specsparse.testing import write_tiny_gguf
 
 

@@ -14,7 +14,7 @@ from specsparse.errors import UserError
 from specsparse.models import catalogue, entries, obtain
 from specsparse.models.convert.hf import convert_hf
 from specsparse.powerinfer.files.torch_zip import write_torch
-from specsparse.support import sizes
+from specsparse.support import files
 from tests.models.convert import checkpoints
 from tests.models.hub_mirror import COMMIT, mirror_of
 
@@ -114,7 +114,7 @@ def test_no_room_on_the_disk_or_in_memory(server, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
         assert "are needed on the disk of" in refusal() and "1 kB are free" in refusal()
-    monkeypatch.setattr(sizes, "memory_available", lambda: 1000)
+    monkeypatch.setattr(files, "memory_available", lambda: 1000)
     assert "do not fit into the memory that is available, 1 kB" in refusal()
     assert not server.sent(FILE)
 

@@ -19,8 +19,8 @@ from specsparse.predictors.fit_mlp import (
     save_predictors,
 )
 from specsparse.predictors.scored import mlp_weights
+from specsparse.support.files import load_state, save_state
 from specsparse.support.options import read
-from specsparse.support.tensor_files import load_state, save_state
 from tests.predictors.planted import D, F, plant, scores, true_neurons
 
 OPTIONS = FitOptions(rank=32, epochs=8, batch=64)

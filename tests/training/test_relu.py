@@ -20,7 +20,7 @@ from specsparse.experiments.kinds.training import drafter_fit, relufy_fit
 from specsparse.experiments.kinds.training.options import TrainSpec
 from specsparse.kernels.packing.dequant import embed_rows
 from specsparse.models.convert.edit import apply_delta, tensors_hash
-from specsparse.support.tensor_files import save_state
+from specsparse.support.files import save_state
 from specsparse.testing import write_tiny_gguf
 from specsparse.training import data, distill, ffn_model, loop, reconstruct
 from specsparse.training.features import Features

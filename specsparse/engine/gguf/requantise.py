@@ -16,7 +16,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 from specsparse.engine.gguf.reader import GGUFFile, TensorInfo
 from specsparse.engine.gguf.writer import NewTensor, encode, write_gguf
 from specsparse.errors import UserError
-from specsparse.support.atomic import need_folder
+from specsparse.support.files import need_folder
 
 _T = GGMLQuantizationType
 

@@ -18,7 +18,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from specsparse.engine.gguf import k_quants
 from specsparse.engine.gguf.reader import DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, SCALARS, TYPE_CODES, TensorInfo
 from specsparse.errors import UserError
-from specsparse.support.atomic import atomically
+from specsparse.support.files import atomically
 
 VERSION = 3
 

@@ -5,8 +5,8 @@ import re
 
 from specsparse.errors import UserError
 from specsparse.experiments.compose.parts import ELSEWHERE, PARTS, option_name
+from specsparse.support.files import conf_dir
 from specsparse.support.options import shown
-from specsparse.support.paths import conf_dir
 from specsparse.support.registry import Registry
 
 _FLAGS = ("-m", "--multirun", "-h", "--help", "-r", "--run", "--resolve")

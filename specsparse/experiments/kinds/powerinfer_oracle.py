@@ -22,7 +22,7 @@ from specsparse.experiments.kind import Engine, Found, Kind, Lab
 from specsparse.experiments.settings import ModelSettings
 from specsparse.models import catalogue
 from specsparse.support import tables, terminal
-from specsparse.support.tensor_files import read_npz
+from specsparse.support.files import read_npz
 
 LOGITS_FILE = "logits.npz"
 VARIANTS: dict[str, dict[str, float]] = {

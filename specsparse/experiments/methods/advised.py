@@ -20,7 +20,7 @@ from specsparse.runtime.device_batch import Method
 from specsparse.runtime.times.kept import CostTable
 from specsparse.speculative.trees.base import TreeShape
 from specsparse.support import tables
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 
 GOAL = 0.1
 """How far a prediction may be off, as a share of what was measured."""

@@ -15,7 +15,7 @@ from specsparse.speculative.method import choose_verifier, drafts_trees, make_dr
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.trees import get_tree
 from specsparse.speculative.trees.registry import CHAIN
-from specsparse.support.paths import conf_dir
+from specsparse.support.files import conf_dir
 
 M = TypeVar("M", bound=MethodSettings)
 

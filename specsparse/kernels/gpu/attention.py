@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from specsparse.kernels.gpu import jax_versions
 from specsparse.kernels.gpu.registers import InArrays, InRegisters, Layout, Replicated, arrangement, registers
-from specsparse.support import jax_versions
 
 SLOTS = 256
 """Of a warpgroup: two a thread."""

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from specsparse.kernels.gpu import jax_versions
 from specsparse.kernels.gpu.fragments import PIECE
 from specsparse.kernels.gpu.registers import InArrays, InRegisters, arrangement, registers
 from specsparse.kernels.gpu.rows import PackedRows
-from specsparse.support import jax_versions
 
 T = TypeVar("T")
 

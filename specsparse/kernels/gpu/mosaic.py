@@ -20,13 +20,13 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxlib.mlir.dialects import math as mlir_math
 
+from specsparse.kernels.gpu import jax_versions
 from specsparse.kernels.gpu.fragments import PIECE, TILE, Fragments, unpack
 from specsparse.kernels.gpu.plan import Plan
 from specsparse.kernels.gpu.registers import InArrays, InRegisters, Replicated, arrangement, tiled
 from specsparse.kernels.gpu.rows import PackedRows
 from specsparse.kernels.qtensor import BLOCK, Layout
 from specsparse.kernels.reference.dense import activate
-from specsparse.support import jax_versions
 
 _ACC = arrangement(((64, 8), (16, 8), (8, 8), (2,)), (-7,), (-3, -2))
 _ROWS = arrangement(((32, 4), (1, 4)), (Replicated(4),), (-4,))

@@ -6,7 +6,7 @@ import jax.experimental.mosaic.gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import memref
 
-from specsparse.support import jax_versions
+from specsparse.kernels.gpu import jax_versions
 
 Tiling, Replicated = mgpu.fragmented_array.Tiling, mgpu.fragmented_array.Replicated
 Layout = mgpu.TiledLayout

@@ -17,7 +17,7 @@ from specsparse.runtime.results import decode
 from specsparse.runtime.session import Session
 from specsparse.speculative.base import Drafter, Verifier
 from specsparse.speculative.drafters.plan import DrafterPlan
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 
 
 @dataclass(frozen=True)

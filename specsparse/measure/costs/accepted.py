@@ -15,7 +15,7 @@ from specsparse.runtime.metrics import Counters
 from specsparse.speculative import expected
 from specsparse.speculative.method import drafts_trees
 from specsparse.speculative.trees.registry import CHAIN
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 from specsparse.support.options import Positive, Range, read
 
 Rate = Annotated[float, Range(0, 1)]

@@ -7,7 +7,7 @@ from typing import Any
 from specsparse.runtime.metrics import Counters
 from specsparse.runtime.times.kept import FREE, CostTable, DraftCost
 from specsparse.speculative import expected
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 
 
 @dataclass(frozen=True)

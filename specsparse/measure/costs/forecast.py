@@ -9,7 +9,7 @@ from specsparse.measure.costs.candidates import Candidate
 from specsparse.measure.costs.clocks import Clock, Clocks
 from specsparse.measure.costs.shapes import DraftChain, DraftShape, tree_break_even, tree_for
 from specsparse.speculative import expected
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 
 MOST = 16
 """The longest drafts that are looked at."""

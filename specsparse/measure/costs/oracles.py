@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from specsparse.runtime.metrics import Counters
 from specsparse.speculative import expected
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 
 
 class Costs(NamedTuple):

@@ -10,7 +10,7 @@ from specsparse.measure.costs.roofline import Roofline
 from specsparse.measure.costs.traffic import Traffic
 from specsparse.runtime.times.kept import CostTable
 from specsparse.speculative import expected
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 
 WEIGHT_TYPES = ("F32", "F16", "Q8_0", "Q6_K", "Q5_K", "Q5_0", "Q4_K", "Q4_1", "Q4_0", "IQ4_XS", "Q3_K", "Q2_K")
 KV_LENGTHS = (256, 1024, 4096, 16384, 32768)

@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specsparse.measure.costs.predicted import worst_fit
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 from specsparse.support.tables import new
 
 MIB = 2**20

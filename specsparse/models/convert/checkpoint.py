@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from specsparse.errors import UserError
 from specsparse.powerinfer.files.torch_zip import read_torch
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 
 _FORMS = (("model.safetensors.index.json", "model.safetensors"), ("pytorch_model.bin.index.json", "pytorch_model.bin"))
 """Index of several files, and the name of a single one; safetensors are taken if there are both."""

@@ -17,7 +17,7 @@ from specsparse.models.convert.hf_config import HfConfig
 from specsparse.speculative.drafters.heads.dflash_block import BlockShape
 from specsparse.speculative.drafters.heads.dflash_file import DFlashFile, read_gguf, write_dflash_gguf
 from specsparse.speculative.drafters.heads.published_file import EMBEDDING, OUTPUT
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 
 FolderForm = Literal["authors", "speculators"]
 

@@ -27,7 +27,7 @@ from specsparse.speculative.drafters.heads.eagle3_file import (
 )
 from specsparse.speculative.drafters.heads.eagle3_head import PROJECTIONS, HeadShape, default_layers
 from specsparse.speculative.drafters.heads.published_file import DRAFT_IDS
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 
 FolderForm = Literal["original", "speculators"]
 

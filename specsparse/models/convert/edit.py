@@ -16,8 +16,7 @@ from gguf.constants import GGUFValueType
 from specsparse.engine.gguf.reader import DEFAULT_ALIGNMENT, GGUFFile, TensorInfo, open_gguf, open_one, show
 from specsparse.engine.gguf.writer import NewTensor, write_gguf
 from specsparse.errors import UserError
-from specsparse.support.atomic import atomically
-from specsparse.support.json_files import is_unicode
+from specsparse.support.files import atomically, is_unicode
 
 ARCHITECTURE = "specsparse-delta"
 BASE_KEY, BASE_NAME_KEY = "specsparse.delta.base_sha256", "specsparse.delta.base_name"

@@ -23,8 +23,7 @@ from specsparse.models import hub
 from specsparse.models.convert.checkpoint import LAYER, QK_NORMS, Checkpoint, read_json
 from specsparse.models.convert.hf_config import HfConfig, class_name, gguf_rope
 from specsparse.speculative.drafters.heads.published_file import DRAFT_IDS, PublishedHead
-from specsparse.support.atomic import atomically
-from specsparse.support.json_files import Json, to_json, write_atomically
+from specsparse.support.files import Json, atomically, to_json, write_atomically
 
 AnyHead = TypeVar("AnyHead", bound=PublishedHead)
 

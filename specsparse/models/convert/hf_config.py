@@ -13,7 +13,7 @@ from specsparse.engine.config import ACTIVATION_KEY, MAX_CONTEXT
 from specsparse.engine.rope import angles
 from specsparse.engine.rope_config import RopeConfig
 from specsparse.errors import UserError
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 
 
 @dataclass(frozen=True)

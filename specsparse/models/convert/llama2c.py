@@ -17,7 +17,7 @@ from specsparse.engine.text.spm import SPACE
 from specsparse.engine.text.vocabulary import TokenType
 from specsparse.errors import UserError
 from specsparse.models.convert.write import Progress, Source, out_type, write_model
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 
 _HEADER = struct.Struct("<7i")
 _NEW_MAGIC = 0x616B3432

@@ -14,7 +14,7 @@ from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.engine.text.vocabulary import TokenType
 from specsparse.errors import UserError
 from specsparse.models.convert.checkpoint import read_json
-from specsparse.support.json_files import Json, to_json, write_atomically
+from specsparse.support.files import Json, to_json, write_atomically
 
 PROBE = (
     "Hello world, it's 1234567 o'clock; WE'LL see!\n\n\tdef f(x):\r\n        return {'a': x**2}  # \u00e9t\u00e9\n"

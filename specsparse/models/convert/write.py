@@ -12,8 +12,7 @@ from specsparse.engine.gguf.reader import DEFAULT_ALIGNMENT, MAGIC, GGUFFile, Te
 from specsparse.engine.gguf.requantise import file_type, nearest, type_for
 from specsparse.engine.gguf.writer import VERSION, NewTensor, encode, write_gguf
 from specsparse.errors import UserError
-from specsparse.support.atomic import need_folder
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json, need_folder
 
 OUT_TYPES = {
     name.lower(): GGML[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", "Q4_1")

@@ -10,7 +10,7 @@ from safetensors.numpy import save
 
 from specsparse.errors import UserError
 from specsparse.powerinfer.files.torch_zip import read_torch, write_torch
-from specsparse.support.atomic import atomically
+from specsparse.support.files import atomically
 
 
 @dataclass(frozen=True, eq=False)

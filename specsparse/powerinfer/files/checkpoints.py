@@ -11,7 +11,7 @@ import numpy as np
 
 from specsparse.errors import UserError
 from specsparse.powerinfer.files.torch_zip import read_torch, write_torch
-from specsparse.support.atomic import atomically
+from specsparse.support.files import atomically
 
 
 @dataclass(frozen=True, eq=False)

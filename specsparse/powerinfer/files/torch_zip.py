@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from specsparse.errors import UserError
-from specsparse.support.atomic import atomically
+from specsparse.support.files import atomically
 
 _STORAGES = {
     "FloatStorage": np.dtype("<f4"), "HalfStorage": np.dtype("<f2"), "DoubleStorage": np.dtype("<f8"),

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure as Canvas
 
 from specsparse.report import plots
 from specsparse.report.figure import Figure, Row
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 
 _RATE, _SPEEDUP = "tokens a second, all sequences", "speed-up over plain decoding"
 

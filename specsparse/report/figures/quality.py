@@ -9,7 +9,7 @@ from specsparse.report import plots
 from specsparse.report.figure import COLOURS, FAINT, Figure, Missing, Row
 from specsparse.report.methods import ReportedMethod
 from specsparse.report.runs import Run
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 
 _NORMAL_95 = 1.96
 _MOST_NAMES = 12

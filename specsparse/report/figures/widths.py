@@ -7,7 +7,7 @@ from matplotlib.patches import Patch
 
 from specsparse.report import plots
 from specsparse.report.figure import Figure, Row
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 
 STATES = {
     "bits of one row": "#009E73",

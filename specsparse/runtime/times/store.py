@@ -11,8 +11,7 @@ from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.kernels.processor import cpu_info
 from specsparse.runtime.times.kept import CostTable
-from specsparse.support.atomic import atomically
-from specsparse.support.paths import cache_dir
+from specsparse.support.files import atomically, cache_dir
 
 VERSION = 4
 """Of what is measured and how; tables of another version are measured again."""

@@ -21,7 +21,7 @@ from specsparse.runtime.load import load
 from specsparse.runtime.times import store
 from specsparse.runtime.times.kept import CostTable
 from specsparse.runtime.times.stamp import cost_key
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 from specsparse.support.options import nearest
 
 SWEPT = (0.5, 0.6, 0.7, 0.8)

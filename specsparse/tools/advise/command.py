@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Advise and print."""
-    from specsparse.support.atomic import atomically, need_place
+    from specsparse.support.files import atomically, need_place
 
     if args.alpha and (args.acceptance or args.task):
         raise UserError("--alpha supposes what --acceptance and --task count: give one of them")
@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> int:
     from specsparse.experiments.methods.decoding import bar  # after the names: JAX takes a second
     from specsparse.measure.costs import accepted
     from specsparse.support import tables, terminal
-    from specsparse.support.json_files import to_json, write_atomically
+    from specsparse.support.files import to_json, write_atomically
     from specsparse.tools.advise import shown
     from specsparse.tools.advise.advise import Question, advise
 

@@ -9,8 +9,7 @@ from specsparse.measure import intervals
 from specsparse.measure.costs.accepted import SWEPT
 from specsparse.measure.costs.forecast import Forecast
 from specsparse.support import tables
-from specsparse.support.json_files import Json
-from specsparse.support.sizes import size_text
+from specsparse.support.files import Json, size_text
 from specsparse.tools.advise.advise import Advice, Sizes, facts, verdict
 
 _GIGA = 1e9

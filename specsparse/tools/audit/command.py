@@ -15,10 +15,10 @@ from rich.console import Console
 
 from specsparse.cli.numbers import positive, sizes
 from specsparse.errors import UserError
-from specsparse.support.atomic import atomically, need_place
+from specsparse.support.files import atomically, need_place
 
 if TYPE_CHECKING:
-    from specsparse.support.json_files import Json
+    from specsparse.support.files import Json
 
 STDOUT = "-"
 """The file of --json without one."""
@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
     if args.tokens < 2:
         raise UserError("--tokens 1 is too few: two rows are the least")
     from specsparse.support import terminal
-    from specsparse.support.json_files import to_json, write_atomically
+    from specsparse.support.files import to_json, write_atomically
     from specsparse.tools.audit import job  # after the arguments: JAX takes a second
     from specsparse.tools.peers.engines import OURS
 
@@ -135,7 +135,7 @@ def _diff(args: argparse.Namespace) -> int:
 
 def _json(file: str | None, found: "Json", out: Console) -> None:
     """The report, where it was asked for."""
-    from specsparse.support.json_files import to_json, write_atomically
+    from specsparse.support.files import to_json, write_atomically
 
     if file == STDOUT:
         print(to_json(found), flush=True)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specsparse.measure import intervals
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 from specsparse.tools.peers.check import Check, Judge
 
 

@@ -20,7 +20,7 @@ from specsparse.models import catalogue
 from specsparse.runtime import manifest
 from specsparse.runtime.load import load
 from specsparse.support import terminal
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 from specsparse.tools.audit.compare import Tally, WidthGroup, groups
 from specsparse.tools.peers import windows
 from specsparse.tools.peers.check import Check, Judge

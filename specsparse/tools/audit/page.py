@@ -7,7 +7,7 @@ from rich.table import Table
 from specsparse.report import page
 from specsparse.report.figures.widths import case_name, state, widths
 from specsparse.support import tables
-from specsparse.support.json_files import Json, write_atomically
+from specsparse.support.files import Json, write_atomically
 from specsparse.tools.audit.compare import Rate, spans
 from specsparse.tools.audit.job import FAILED, WRONG
 from specsparse.tools.audit.texts import TextsDifference

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specsparse.errors import UserError
-from specsparse.support.json_files import Json, is_unicode
+from specsparse.support.files import Json, is_unicode
 from specsparse.tools.audit.compare import Rate, rate
 
 ROWS_FILE = "prompts.jsonl"

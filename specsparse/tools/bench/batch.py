@@ -27,8 +27,8 @@ from specsparse.runtime.load import load
 from specsparse.runtime.requests import prompt_ids
 from specsparse.runtime.session import Session
 from specsparse.support import tables, terminal
+from specsparse.support.files import Json
 from specsparse.support.interleaved import interleaved
-from specsparse.support.json_files import Json
 from specsparse.tools.bench.job import wrong_logits
 from specsparse.tools.bench.peers import Peer, perplexities
 from specsparse.tools.bench.speculation import method_of

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specsparse.cli.numbers import count, positive, sizes
 from specsparse.errors import UserError
-from specsparse.support.atomic import atomically, need_place
+from specsparse.support.files import atomically, need_place
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from specsparse.report.figure import Figure
-    from specsparse.support.json_files import Json
+    from specsparse.support.files import Json
 
 _REPEATS = 5
 _LONGEST = 2**31 - 1
@@ -82,7 +82,7 @@ def main(args: argparse.Namespace) -> int:
     """Measure and print."""
     from specsparse.measure import lock  # after the arguments: JAX takes a second
     from specsparse.support import terminal
-    from specsparse.support.json_files import to_json, write_atomically
+    from specsparse.support.files import to_json, write_atomically
 
     if args.named and args.model:
         raise UserError(f"{args.named} and --model {args.model}: one model is measured, give one of them")

@@ -4,7 +4,7 @@ from gguf import GGMLQuantizationType as GGML
 
 from specsparse.kernels.packing.pack import pack_qtensor
 from specsparse.kernels.packing.random_blocks import random_quantised
-from specsparse.support.sizes import need_memory
+from specsparse.support.files import need_memory
 
 _FEWEST = 16
 _COPY_BYTES = 1800

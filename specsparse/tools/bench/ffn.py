@@ -29,8 +29,8 @@ from specsparse.kernels.qtensor import QTensor
 from specsparse.measure.trials import paired_ratio, summary
 from specsparse.runtime import manifest
 from specsparse.support import terminal
+from specsparse.support.files import Json
 from specsparse.support.interleaved import interleaved
-from specsparse.support.json_files import Json
 from specsparse.tools.bench.copies import MADE_BYTES, bounded, need_room, packed_bytes
 
 VARIANTS = ("ffn", "ffn+mlp", "ffn+signbit")

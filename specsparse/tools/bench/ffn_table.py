@@ -3,7 +3,7 @@
 from rich.table import Table
 
 from specsparse.support import tables
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 from specsparse.tools.bench.ffn import VARIANTS
 
 _COLUMNS = ("type", "tokens", "active", "rows read", "ms", "GB/s", "of bandwidth", "x dense", "+mlp", "+signbit")

@@ -18,7 +18,7 @@ from specsparse.models import catalogue
 from specsparse.runtime import manifest
 from specsparse.runtime.load import load
 from specsparse.support import terminal
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 from specsparse.tools.bench import memory, summary
 from specsparse.tools.bench.peers import Peer, below_expectation
 

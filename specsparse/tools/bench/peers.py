@@ -11,8 +11,8 @@ import numpy as np
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.model import Model
 from specsparse.measure.trials import TrialPlan, token_ids
+from specsparse.support.files import Json
 from specsparse.support.interleaved import interleaved
-from specsparse.support.json_files import Json
 from specsparse.tools.peers import windows
 from specsparse.tools.peers.check import Check
 from specsparse.tools.peers.engines import CHECKED, OurRows, PeerRows, real_text

@@ -27,8 +27,8 @@ from specsparse.kernels.qtensor import QTensor
 from specsparse.measure.trials import MachinePeaks, paired_ratio, summary
 from specsparse.runtime import manifest
 from specsparse.support import tables, terminal
+from specsparse.support.files import Json
 from specsparse.support.interleaved import interleaved, seconds
-from specsparse.support.json_files import Json
 from specsparse.tools.bench.copies import BLOCK_MADE_BYTES, bounded, need_room, packed_bytes
 from specsparse.tools.bench.ffn import copied, kernels_on
 

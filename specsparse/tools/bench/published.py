@@ -16,7 +16,7 @@ from specsparse.errors import UserError
 from specsparse.measure import conditions
 from specsparse.measure.conditions import Conditions
 from specsparse.measure.trials import OURS
-from specsparse.support.json_files import Json, to_json, write_atomically
+from specsparse.support.files import Json, to_json, write_atomically
 from specsparse.support.options import Count, Positive, Range, options_of, read
 
 VERSION = 1

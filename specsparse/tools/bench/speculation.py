@@ -28,8 +28,8 @@ from specsparse.speculative.drafters.registry import DRAFTERS, get_drafter
 from specsparse.speculative.method import make_drafter
 from specsparse.speculative.policies.base import Fixed
 from specsparse.support import tables, terminal
+from specsparse.support.files import Json
 from specsparse.support.interleaved import interleaved
-from specsparse.support.json_files import Json
 from specsparse.tools.bench.peers import Peer, WrittenText
 
 PLAIN, PEER_PLAIN = "ours plain", "peer plain"

@@ -12,7 +12,7 @@ from specsparse.engine.model import Model
 from specsparse.engine.windows import LayerWindows
 from specsparse.measure.costs.traffic import KV_BYTES
 from specsparse.measure.trials import OURS, Ours, Samples, TrialPlan, TrialResults, paired_ratio, summary
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 
 FLOATS = ("F32", "F16", "BF16")
 

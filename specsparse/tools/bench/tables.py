@@ -7,7 +7,7 @@ from rich.text import Text
 
 from specsparse.measure.trials import OURS
 from specsparse.support import tables
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 from specsparse.tools.bench.peers import perplexities
 
 MIB = 2**20

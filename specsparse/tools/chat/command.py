@@ -26,7 +26,7 @@ def main(args: argparse.Namespace) -> int:
     """Load, then answer until the input ends."""
     from specsparse import api
     from specsparse.support import terminal
-    from specsparse.support.pipes import decoding_input
+    from specsparse.support.terminal import decoding_input
     from specsparse.tools.chat.conversation import Conversation
     from specsparse.tools.chat.session import Chat, How
 

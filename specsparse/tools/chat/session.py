@@ -19,7 +19,7 @@ from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.speculative.method import choose_verifier, drawing_for, make_drafter
 from specsparse.speculative.origins import KINDS, PLAIN, Origin
 from specsparse.speculative.policies.base import Fixed
-from specsparse.support.pipes import decoding_input
+from specsparse.support.terminal import decoding_input
 from specsparse.tools.chat.conversation import Conversation
 
 STYLES = {"accepted": "green", "recovered": "yellow", "bonus": "cyan", "plain": ""}

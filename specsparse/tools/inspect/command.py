@@ -30,7 +30,7 @@ def main(args: argparse.Namespace) -> int:
     from specsparse.measure import inspection
     from specsparse.measure.costs import devices
     from specsparse.support import terminal
-    from specsparse.support.json_files import to_json
+    from specsparse.support.files import to_json
 
     if args.second and args.draft:
         raise UserError(f"{args.second} and --draft {args.draft}: one draft model is judged, give one of them")

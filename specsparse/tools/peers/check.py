@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 
 MOST_KL = 0.1
 """Mean KL(ours, theirs) in nats from which logits are wrong; eight-bit activations move it by 0.001 to 0.01."""

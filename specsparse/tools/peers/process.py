@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from specsparse.errors import UserError
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 
 PYTHON_VARIABLE = "SPECSPARSE_PEER_PYTHON"
 _LONGEST_S = 900.0

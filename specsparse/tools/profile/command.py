@@ -7,7 +7,7 @@ from typing import Any
 
 from specsparse.cli import method_options
 from specsparse.errors import UserError
-from specsparse.support.atomic import need_place
+from specsparse.support.files import need_place
 
 _PROMPT = "List the days of the week, then list the days of the week again in the same order."
 
@@ -31,7 +31,7 @@ def main(args: argparse.Namespace) -> int:
     from specsparse import api
     from specsparse.measure import machine
     from specsparse.support import terminal
-    from specsparse.support.json_files import to_json, write_atomically
+    from specsparse.support.files import to_json, write_atomically
     from specsparse.tools.profile import stages as profile
 
     if min(args.gamma, args.max_tokens) < 1 or args.depth < 0:

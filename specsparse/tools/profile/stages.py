@@ -22,8 +22,8 @@ from specsparse.measure.trials import Ours, token_ids
 from specsparse.runtime.metrics import STAGES
 from specsparse.runtime.requests import PromptLike
 from specsparse.runtime.stepped import RoundView
+from specsparse.support.files import Json
 from specsparse.support.interleaved import seconds
-from specsparse.support.json_files import Json
 
 _LONG_ENOUGH = 0.03
 """Seconds that a timing should take."""

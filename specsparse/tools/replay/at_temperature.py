@@ -7,7 +7,7 @@ import numpy as np
 from specsparse.engine.sampling.params import GREEDY_TEMPERATURE
 from specsparse.errors import UserError
 from specsparse.measure.recording import Recording
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 
 MOST_REST = 1e-3
 """Most mass that may lie beyond the recorded tokens of a law at either temperature."""

@@ -31,7 +31,7 @@ def main(args: argparse.Namespace) -> int:
 
     from specsparse.measure.recording import Recording
     from specsparse.support import tables, terminal
-    from specsparse.support.json_files import to_json
+    from specsparse.support.files import to_json
     from specsparse.tools.replay import verdicts
 
     recording = Recording.load(args.run)

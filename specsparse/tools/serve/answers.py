@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.runtime.requests import PromptLike
 from specsparse.runtime.results import Generation, TokenLogprobs, best_of
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 from specsparse.tools.serve.asked import Asked
 from specsparse.tools.serve.spec_metrics import metrics
 from specsparse.tools.serve.worker import Done, News, Ticket

@@ -17,7 +17,7 @@ from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import ContextTooLong, UserError
 from specsparse.runtime.requests import sequences_of
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 from specsparse.tools.serve import asked as requests
 from specsparse.tools.serve.answers import Answer
 from specsparse.tools.serve.asked import Asked

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 from specsparse.tools.serve.errors import HttpError
 
 T = TypeVar("T")

@@ -1,6 +1,6 @@
 """Errors as a client of OpenAI reads them: a status and one object."""
 
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 
 
 class HttpError(Exception):

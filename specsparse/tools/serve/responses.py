@@ -2,7 +2,7 @@
 
 from starlette.responses import Response
 
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 from specsparse.tools.serve.answers import dumped
 from specsparse.tools.serve.errors import HttpError
 

@@ -5,7 +5,7 @@ from collections import defaultdict
 
 from specsparse.runtime.metrics import rates
 from specsparse.runtime.results import GenerationStats
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 from specsparse.tools.serve.worker import Moments
 
 

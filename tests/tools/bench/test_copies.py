@@ -5,7 +5,7 @@ import pytest
 from specsparse.cli.main import main
 from specsparse.errors import UserError
 from specsparse.kernels.native import cpu
-from specsparse.support import sizes
+from specsparse.support import files
 from specsparse.tools.bench import copies
 
 GIB = 1 << 30
@@ -40,7 +40,7 @@ def test_packed_bytes_are_told_without_packing(kind):
     ],
 )
 def test_a_shape_that_memory_does_not_hold_is_refused_before_it_is_made(args, capsys, monkeypatch):
-    monkeypatch.setattr(sizes, "memory_available", lambda: 20 * GIB)
+    monkeypatch.setattr(files, "memory_available", lambda: 20 * GIB)
     assert main(["bench", *args]) == 2
     printed = capsys.readouterr()
     shape = args[args.index("--shapes") + 1] if "--shapes" in args else args[1]
@@ -49,8 +49,8 @@ def test_a_shape_that_memory_does_not_hold_is_refused_before_it_is_made(args, ca
 
 
 def test_a_system_that_does_not_tell_its_memory_refuses_nothing(monkeypatch):
-    monkeypatch.setattr(sizes, "memory_available", lambda: None)
-    sizes.need_memory("weights", 1 << 80, "take fewer")
-    monkeypatch.setattr(sizes, "memory_available", lambda: 1000)
+    monkeypatch.setattr(files, "memory_available", lambda: None)
+    files.need_memory("weights", 1 << 80, "take fewer")
+    monkeypatch.setattr(files, "memory_available", lambda: 1000)
     with pytest.raises(UserError, match=r"^weights: 2 kB do not fit into the memory .* available, 1 kB: take fewer$"):
-        sizes.need_memory("weights", 2000, "take fewer")
+        files.need_memory("weights", 2000, "take fewer")

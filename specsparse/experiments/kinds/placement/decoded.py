@@ -20,7 +20,7 @@ from specsparse.experiments.kinds.placement.settings import PlacementSettings
 from specsparse.powerinfer.placement.problem import Placement
 from specsparse.powerinfer.placement.two_devices import Span, TwoDevices, host_kernels, waiting
 from specsparse.predictors.evaluate import ModelQuality, ModelSums, model_sums
-from specsparse.support import json_files, tables, terminal
+from specsparse.support import files, tables, terminal
 from specsparse.support.interleaved import interleaved
 
 TRACE_FILE = "trace.json"
@@ -116,7 +116,7 @@ def _two(model: Model, two: TwoDevices, ids: np.ndarray, count: int, one: float,
     two.overlap = True
     _step_seconds(model, ids, count, watched=spans.clear)
     waits = {side: seconds / count for side, seconds in waiting(spans).items()}
-    json_files.write_atomically(directory / TRACE_FILE, json_files.to_json(chrome_trace(spans)))
+    files.write_atomically(directory / TRACE_FILE, files.to_json(chrome_trace(spans)))
     two.watch, before = None, dict[str, int]()
     overlapped = _step_seconds(model, ids, count, watched=lambda: before.update(two.crossed.counts()))
     crossed = {side: (nbytes - before[side]) / count for side, nbytes in two.crossed.counts().items()}

@@ -32,9 +32,9 @@ from specsparse.predictors.collect import windows
 from specsparse.predictors.evaluate import Evaluation, Evaluator, matrices
 from specsparse.report import display
 from specsparse.support import terminal
+from specsparse.support.files import conf_dir
 from specsparse.support.interleaved import interleaved
 from specsparse.support.options import Count, Range, Size
-from specsparse.support.paths import conf_dir
 
 DENSE = "dense"
 _PROMPT = 64

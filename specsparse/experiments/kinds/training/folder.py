@@ -8,7 +8,7 @@ from specsparse.engine.gguf.digest import model_digest
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
-from specsparse.support import json_files
+from specsparse.support import files
 
 _SETTINGS = "settings.json"
 
@@ -25,7 +25,7 @@ def claim(folder: Path, settings: Mapping[str, object]) -> None:
     Raises:
         UserError: it holds another training, or cannot be read or written.
     """
-    path, wanted = folder / _SETTINGS, json.loads(json_files.to_json(settings))
+    path, wanted = folder / _SETTINGS, json.loads(files.to_json(settings))
     if path.exists():
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
@@ -36,4 +36,4 @@ def claim(folder: Path, settings: Mapping[str, object]) -> None:
             raise UserError(
                 f"{folder} holds a training with another {different[0]}: give train.output=ANOTHER, or remove it"
             )
-    json_files.write_atomically(path, json_files.to_json(wanted, indent=1) + "\n")
+    files.write_atomically(path, files.to_json(wanted, indent=1) + "\n")

@@ -21,8 +21,7 @@ from specsparse.predictors.collect import collect
 from specsparse.predictors.fit_mlp import FitOptions, LayerTrainer, label, save_predictors
 from specsparse.predictors.scored import Codes, MlpWeights, mlp_weights
 from specsparse.support import terminal
-from specsparse.support.atomic import replacing
-from specsparse.support.tensor_files import load_state, read_tensors, save_state, write_tensors
+from specsparse.support.files import load_state, read_tensors, replacing, save_state, write_tensors
 
 PREDICTORS_FILE = "predictors.safetensors"
 EXPORT_FOLDER = "powerinfer"

@@ -16,8 +16,8 @@ from specsparse.errors import UserError
 from specsparse.experiments.kinds.training import folder as folders
 from specsparse.experiments.kinds.training.options import TrainKeys, TrainSettings
 from specsparse.support import terminal
+from specsparse.support.files import read_tensors, write_tensors
 from specsparse.support.options import Count
-from specsparse.support.tensor_files import read_tensors, write_tensors
 from specsparse.training import ffn_model
 from specsparse.training.data import DataOptions, Text, generate, read_shard
 from specsparse.training.distill import Distiller, DistillLosses, DistillOptions, Fidelity

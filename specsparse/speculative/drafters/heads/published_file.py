@@ -16,7 +16,7 @@ from specsparse.engine.gguf.reader import GGUFFile, TensorInfo, can_dequantise, 
 from specsparse.engine.gguf.writer import NewTensor, encode, write_gguf
 from specsparse.errors import UserError
 from specsparse.speculative.drafters.heads.layer_shape import LayerShape
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 
 EMBEDDING, OUTPUT, DRAFT_IDS, ROPE_FACTORS = "token_embd.weight", "output.weight", "d2t", "rope_freqs.weight"
 """Tensors that a file may have: without them embedding and output matrix are the target's, for all its ids."""

@@ -10,7 +10,7 @@ import numpy as np
 from specsparse.engine import cache as kv
 from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 from specsparse.tools.bench.card.models import WIDTHS, random_model, wide
 from specsparse.tools.bench.card.stages import CardPlan
 

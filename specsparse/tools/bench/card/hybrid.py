@@ -20,8 +20,8 @@ from specsparse.kernels.packing.random_blocks import random_quantised
 from specsparse.measure.costs.subjects import config_of
 from specsparse.powerinfer.placement.hot_cold import HotCold, Part, Predictors
 from specsparse.powerinfer.placement.two_devices import DevicePair, Span, TwoDevices, host_kernels, waiting
+from specsparse.support.files import Json
 from specsparse.support.interleaved import interleaved, seconds
-from specsparse.support.json_files import Json
 from specsparse.tools.bench.card.models import random_matrix, random_params, shape_of
 from specsparse.tools.bench.card.stages import CardPlan
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 import jax
 
 from specsparse.errors import UserError
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 from specsparse.support.options import nearest
 from specsparse.tools.bench.card import equality, hybrid, paper, speeds
 from specsparse.tools.bench.card.stages import CardPlan, Say, Stage, StageReport, run_apart, run_here

@@ -8,7 +8,7 @@ from specsparse.kernels import TILE_ROWS
 from specsparse.measure.costs import clocks, subjects
 from specsparse.measure.costs.clocks import Paper
 from specsparse.speculative import expected
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 from specsparse.tools.bench.card.models import shape_of
 from specsparse.tools.bench.card.speeds import ALPHA, GAMMA, PROMPT
 from specsparse.tools.bench.card.stages import CardPlan

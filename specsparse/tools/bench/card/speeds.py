@@ -19,8 +19,8 @@ from specsparse.runtime.session import Session
 from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates, synthetic_verifier
 from specsparse.speculative.trees import get_tree
+from specsparse.support.files import Json
 from specsparse.support.interleaved import interleaved, seconds
-from specsparse.support.json_files import Json
 from specsparse.tools.bench.card.models import WIDTHS, padded, random_matrix, random_model, wide
 from specsparse.tools.bench.card.stages import CardPlan
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from specsparse.errors import UserError
-from specsparse.support.json_files import Json, to_json
+from specsparse.support.files import Json, to_json
 
 ROW = "row "
 """What a child's line with a row begins with; its other lines are passed on."""

@@ -3,7 +3,7 @@
 from rich.table import Table
 
 from specsparse.support import tables
-from specsparse.support.json_files import Json
+from specsparse.support.files import Json
 
 _COLUMNS = ("type", "matrix", "tokens", "weights", "kernel", "ms", "GB/s", "x product", "±", "error")
 

@@ -10,7 +10,7 @@ import pytest
 from specsparse.cli import main as cli
 from specsparse.errors import UserError
 from specsparse.support import terminal
-from specsparse.support.pipes import decoding_input, until_the_reader_leaves
+from specsparse.support.terminal import decoding_input, until_the_reader_leaves
 from specsparse.tools.chat.session import _piped_lines
 
 

@@ -1,0 +1,352 @@
+"""Files and folders: where they lie, whether they may be written, and files that appear whole or not at all.
+
+Text, JSON, arrays by name and trees of arrays are written through `replacing`. Nothing here imports jax before arrays
+are asked for.
+"""
+
+import json
+import math
+import os
+import re
+import struct
+import subprocess
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, TypeVar
+
+from specsparse.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+T = TypeVar("T")
+Json: TypeAlias = dict[str, Any]
+"""An object as JSON has it: reports, records, a config.json. Its maker's docstring says what is in it."""
+_HALF = re.compile("[\ud800-\udfff]")
+_DAMAGED = (
+    OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, EOFError, MemoryError, RuntimeError,
+    struct.error, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
+"""What zipfile, zlib and numpy raise for bytes that are no archive of arrays."""
+
+
+# Folders, and the memory that files are loaded into.
+
+
+def cache_dir() -> Path:
+    """The folder for what can be made again: `SPECSPARSE_CACHE`, or one in the user's cache."""
+    given = os.environ.get("SPECSPARSE_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(given or f"{base}/specsparse").expanduser()
+
+
+def package_dir() -> Path:
+    return Path(__file__).resolve().parents[1]
+
+
+def package_line() -> str:
+    """The package's folder, and a warning if another checkout lies in the current folder."""
+    package, here = package_dir(), Path("specsparse").absolute()
+    other = (here / "__init__.py").is_file() and not here.samefile(package)
+    return f"{package}{f', not {here}' if other else ''}"
+
+
+def conf_dir() -> Path:
+    """The config folder: inside an installed package, or beside the package in a checkout."""
+    package = package_dir()
+    return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
+
+
+def git_commit() -> dict[str, object]:
+    """Commit of the package's checkout, and whether it had changes ("dirty"); {} if it is no checkout."""
+    root = package_dir().parent
+    if not (root / ".git").exists():
+        return {}
+
+    def git(*args: str) -> str:
+        done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, check=True, timeout=10)
+        return done.stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return {}
+
+
+def size_text(nbytes: float) -> str:
+    """Bytes for people: 3.8 GB, 325 MB, 12 kB."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.{1 if nbytes < 10 * unit and name == 'GB' else 0}f} {name}"
+    return f"{nbytes / 1e3:.0f} kB"
+
+
+def memory_available() -> int | None:
+    """Bytes of memory that a process can take now (/proc/meminfo); None if the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    found = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
+    return None if found is None else int(found) * 1024
+
+
+def need_memory(what: str, nbytes: int, instead: str) -> None:
+    """Checks that memory is there before it is taken: a system without it ends the process without a word.
+
+    Args:
+        what: will be made or loaded, as the message begins: `--shapes 4096x11008: 1.2 GB of ...`.
+        nbytes: the most that it takes at one time.
+        instead: what the user can do.
+
+    Raises:
+        UserError: `nbytes` are more than the memory that is available.
+    """
+    memory = memory_available()
+    if memory is not None and nbytes > memory:
+        there = f"the memory that is available, {size_text(memory)}"
+        raise UserError(f"{what}: {size_text(nbytes)} do not fit into {there}: {instead}")
+
+
+# Files to write.
+
+
+def need_folder(path: str | os.PathLike[str]) -> None:
+    """Refuses a file whose folder is not there: a mistyped folder is not made.
+
+    Raises:
+        UserError: the folder of `path` is not there.
+    """
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise UserError(f"{path}: there is no folder {folder} to write it in")
+
+
+def need_place(path: str | os.PathLike[str], *sources: str | os.PathLike[str] | None, picture: bool = False) -> None:
+    """Checks a file to write before the work that fills it.
+
+    Args:
+        path: of the file; it is replaced if it is there.
+        sources: files that the work reads, and folders whose files it reads; None and other names are ignored.
+        picture: whether a figure is written, which is a PNG and nothing else.
+
+    Raises:
+        UserError: `path` is a folder, one of the sources or in one of them; its folder is not there or not writable; or
+            the name of a picture does not end in .png.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder; name a file to write")
+    if picture and path.suffix.lower() != ".png":
+        raise UserError(f"{path}: figures are written as PNG; name a file that ends in .png")
+    need_folder(path)
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"{path}: cannot be written: the folder {path.parent} is not writable here")
+    for source in map(Path, filter(None, sources)):
+        if path.is_file() and any(read.is_file() and path.samefile(read) for read in (source, source / path.name)):
+            raise UserError(f"{path}: is a file that is read; give another file to write")
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """An empty file that becomes `path` when the block ends without an error, and leaves nothing behind otherwise.
+
+    Raises:
+        UserError: it cannot be written: the folder, the disk.
+    """
+    path, temporary = Path(path), None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        temporary = Path(name)
+        os.close(handle)
+        yield temporary
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)  # mkstemp's file is the owner's alone
+        os.replace(temporary, path)
+    except OSError as error:
+        raise _unwritten(path, error) from None
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """`replacing`, as an open binary file."""
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        yield file
+
+
+def append_line(path: str | os.PathLike[str], line: str) -> None:
+    """Adds a line to a file. On a full disk none of it is written, and a file without lines is not left behind.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    path = Path(path)
+    try:
+        with path.open("ab", buffering=0) as file:
+            before, text = file.tell(), f"{line}\n".encode()
+            try:
+                while text:
+                    text = text[file.write(text) :]
+            except OSError:
+                file.truncate(before)
+                if not before:
+                    path.unlink()
+                raise
+    except OSError as error:
+        raise _unwritten(path, error) from None
+
+
+def _unwritten(path: Path, error: OSError) -> UserError:
+    return UserError(f"{path}: cannot be written: {error.strerror or error}; make room, or write it elsewhere")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a text; a reader (or a killed run) sees the old content or the new one, never half of it.
+
+    Half a surrogate pair, as a file name that is no UTF-8 has, is written as a question mark.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    with atomically(path) as file:
+        file.write(text.encode(errors="replace"))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# JSON.
+
+
+def kept(path: Path) -> Json:
+    """The object in a file that is kept to save time; {} if there is none, or none that can be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def to_json(value: object, **options: Any) -> str:
+    """JSON that every reader takes: numpy values as plain ones, NaN and infinity as null.
+
+    Half a surrogate pair, as a file name that is no UTF-8 has, is written as its escape.
+    """
+    text = json.dumps(_plain(value), allow_nan=False, ensure_ascii=False, **options)
+    return text if is_unicode(text) else _HALF.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text can be written as UTF-8: it has no half of a surrogate pair."""
+    return _HALF.search(text) is None
+
+
+def _plain(value: object) -> object:
+    import numpy as np
+
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | np.ndarray):
+        return [_plain(v) for v in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    return str(value)
+
+
+# Arrays.
+
+
+def write_tensors(path: Path, tensors: Mapping[str, "np.ndarray"], meta: Mapping[str, object]) -> None:
+    """Writes arrays by name as safetensors, and `meta` as JSON in the header.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    import numpy as np
+    from safetensors.numpy import save
+
+    plain = {name: np.asarray(t, order="C") for name, t in tensors.items()}
+    with atomically(path) as file:
+        file.write(save(plain, metadata={"specsparse": json.dumps(dict(meta))}))
+
+
+def read_tensors(path: Path) -> tuple[dict[str, "np.ndarray"], dict[str, Any]]:
+    """The arrays and the `meta` of `write_tensors`.
+
+    Raises:
+        UserError: no such file, or a damaged one.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            meta = json.loads((file.metadata() or {}).get("specsparse", "{}"))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise _unread(path, error, "safetensors") from error
+    return tensors, meta
+
+
+def read_npz(path: Path) -> dict[str, "np.ndarray"]:
+    """The arrays of a numpy archive, all of them read; Python objects are refused.
+
+    Raises:
+        UserError: no such file, or a damaged one.
+    """
+    import numpy as np
+
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()  # a wrong checksum
+        if broken is not None:
+            raise ValueError(f"{broken} is damaged")
+        with np.load(path, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except _DAMAGED as error:
+        raise _unread(path, error, ".npz") from error
+
+
+def _unread(path: Path, error: Exception, form: str) -> UserError:
+    if isinstance(error, FileNotFoundError):
+        return UserError(f"no such file: {path}")
+    return UserError(f"{path}: cannot be read as {form} ({error}): a whole copy is needed")
+
+
+def save_state(path: Path, state: object, meta: Mapping[str, object]) -> None:
+    """Writes a pytree of arrays by the order of its leaves."""
+    import jax
+    import numpy as np
+
+    leaves = jax.tree.leaves(state)
+    write_tensors(path, {str(i): np.asarray(leaf) for i, leaf in enumerate(leaves)}, meta)
+
+
+def load_state(path: Path, like: T) -> tuple[T, dict[str, Any]]:
+    """The pytree of `save_state`, in the structure of `like`, and its `meta`.
+
+    Raises:
+        UserError: a damaged file, or one of other shapes.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    tensors, meta = read_tensors(path)
+    wanted = jax.tree.leaves(like)
+    found = [tensors.get(str(i)) for i in range(len(wanted))]
+    if len(tensors) != len(wanted) or any(
+        f is None or f.shape != w.shape or f.dtype != w.dtype for f, w in zip(found, wanted, strict=True)
+    ):
+        raise UserError(f"{path}: is a checkpoint of another training; remove it to begin again")
+    return jax.tree.unflatten(jax.tree.structure(like), [jnp.asarray(f) for f in found]), meta
