@@ -24,7 +24,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 import specsparse
-from specsparse.models import entries
+from specsparse.models import catalogue
 from specsparse.models.convert.eagle3 import read_eagle3, write_folder
 from specsparse.speculative.drafters.other_vocabulary import common_tokens
 from specsparse.testing import write_tiny_gguf
@@ -41,7 +41,7 @@ DRAFT = "smollm2-draft" if SHIPPED else MODEL  # a model drafts for itself where
 # `python -m specsparse models` shows them with sizes and with what is on this machine.
 
 # %%
-for entry in entries.entries().values():
+for entry in catalogue.entries().values():
     if entry.drafts:
         print(f"{entry.name:<18} drafted for by {', '.join(entry.drafts)}")
 

@@ -20,20 +20,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Print the list."""
     from specsparse.errors import UserError
-    from specsparse.models import entries, obtain
+    from specsparse.models import catalogue, obtain
     from specsparse.support import tables, terminal
     from specsparse.support.files import to_json
     from specsparse.support.options import nearest
 
-    unknown = [name for name in args.names if entries.find(name) is None]
+    unknown = [name for name in args.names if catalogue.find(name) is None]
     if unknown:
-        raise UserError(f"{unknown[0]} is no model of the catalogue{nearest(unknown[0], entries.names())}")
+        raise UserError(f"{unknown[0]} is no model of the catalogue{nearest(unknown[0], catalogue.names())}")
     if args.download and not args.names:
         raise UserError("--download needs the names of the models to bring here")
     for name in args.names if args.download else ():
         obtain.path_of(name, args.download)
-    named = {entry.name for name in args.names if (entry := entries.find(name)) is not None}
-    rows = [_row(entry) for name, entry in entries.entries().items() if not named or name in named]
+    named = {entry.name for name in args.names if (entry := catalogue.find(name)) is not None}
+    rows = [_row(entry) for name, entry in catalogue.entries().items() if not named or name in named]
     if args.json:
         for row in rows:
             print(to_json(row))
@@ -41,7 +41,7 @@ def main(args: argparse.Namespace) -> int:
     out = terminal.console(columns=True)
     tables.show(out, _table(rows))
     bring = "`python -m specsparse models NAME --download` brings one here"
-    out.print(f"your own entries: {entries.own_folder()}; {bring}", soft_wrap=True)
+    out.print(f"your own entries: {catalogue.own_folder()}; {bring}", soft_wrap=True)
     return 0
 
 

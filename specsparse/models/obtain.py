@@ -1,6 +1,6 @@
-"""Models of the catalogue that are not here yet: what they cost, whether they fit, and how they come.
+"""Downloads and converts models of the catalogue that are not here yet, if disk and memory have room for them.
 
-wanted = {"model.path": entries.find("llama-2-7b"), "drafter.model": entries.find("llama-160m")}
+wanted = {"model.path": catalogue.find("llama-2-7b"), "drafter.model": catalogue.find("llama-160m")}
 obtain(wanted, "ask")        # says what it would download; asks on a terminal, refuses elsewhere
 """
 
@@ -9,14 +9,13 @@ import os
 import shutil
 import sys
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specsparse.errors import UserError
-from specsparse.models import catalogue, entries, hub
-from specsparse.models.catalogue import NotHere
-from specsparse.models.entries import Download, Entry
+from specsparse.models import catalogue, hub
+from specsparse.models.catalogue import Download, Entry, NotHere
 from specsparse.models.hub import RepoFile, Repository
 from specsparse.support.files import kept, need_memory, size_text, to_json, write_atomically
 
@@ -25,14 +24,8 @@ _KEPT = ("revision", "size", "sha256", "licence")
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What obtaining an entry takes.
-
-    Attributes:
-        entry: as the catalogue has it.
-        repository: as the Hub has it.
-        files: to download.
-    """
+class DownloadPlan:
+    """An entry of the catalogue, its repository as the Hub has it, and the files to download."""
 
     entry: Entry
     repository: Repository
@@ -53,18 +46,13 @@ class Plan:
         """Bytes of the file that loads; of one that is to be made, at most."""
         return self.entry.size if self.entry.convert and self.entry.size else self.bytes
 
-    @property
-    def disk(self) -> int:
-        """Bytes that the disk must have room for."""
-        return self.missing + (self.loaded if self.entry.convert else 0)
-
     def __str__(self) -> str:
         at_hand = self.bytes - self.missing
-        parts = [f"{len(self.files)} files, " if len(self.files) > 1 else "", size_text(self.bytes)]
+        several = f"{len(self.files)} files, " if len(self.files) > 1 else ""
         here = f" ({size_text(at_hand)} of it here)" if at_hand else ""
         made = f", converted to {self.entry.convert.upper()}" if self.entry.convert else ""
-        licence = f", licence {self.repository.licence or 'not given'}"
-        return f"{self.entry.name}: {''.join(parts)}{here} from {self.entry.url}{made}{licence}"
+        size, licence = f"{several}{size_text(self.bytes)}{here}", self.repository.licence or "not given"
+        return f"{self.entry.name}: {size} from {self.entry.url}{made}, licence {licence}"
 
 
 def path_of(spec: str | os.PathLike[str], download: Download = "ask") -> Path:
@@ -94,52 +82,56 @@ def published(spec: str | os.PathLike[str], download: Download = "ask") -> Path:
     return path_of(text, download)
 
 
-def obtain(wanted: Mapping[str, Entry], download: Download, *, say: Callable[[str], None] | None = None) -> None:
-    """Downloads and converts models that are not here.
+def obtain(wanted: Mapping[str, Entry], download: Download) -> None:
+    """Downloads and converts models that are not here; says on stderr what comes.
 
     Args:
         wanted: entries of the Hub by the setting that names each.
         download: "yes", "no", or "ask".
-        say: takes the lines that say what comes; stderr by default.
 
     Raises:
-        NotHere: it is not to be downloaded, or there is no way to the Hub.
+        NotHere: it is not to be downloaded, or the Hub cannot be reached.
         UserError: no room on the disk or in memory, no access, another checksum, or a checkpoint that does not convert.
     """
-    tell = say or (lambda line: print(line, file=sys.stderr, flush=True))
     if download == "no":
         raise NotHere(wanted, "download=no; ")
     try:
         plans = [plan(entry) for entry in wanted.values()]
     except hub.UnreachableError as error:
         raise NotHere(wanted, f"{str(error).rstrip('.')}; without a network ") from None
-    check_room(plans)
+    _check_room(plans)
     total = size_text(sum(one.missing for one in plans))
     if download == "ask" and not (sys.stdin.isatty() and sys.stderr.isatty()):
         each = ", ".join(f"{one.entry.name} {size_text(one.missing)}" for one in plans)
         raise NotHere(wanted, f"download=yes fetches {total} ({each}); or ")
     for one in plans:
-        tell(str(one))
-    if download == "ask" and not _agreed(total):
-        raise NotHere(wanted, "not downloaded; ")
+        _say(str(one))
+    if download == "ask":
+        print(f"Download {total}? [y/N] ", end="", file=sys.stderr, flush=True)
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            raise NotHere(wanted, "not downloaded; ")
     for one in plans:
-        _bring(one, tell)
+        _fetch(one)
 
 
-def plan(entry: Entry) -> Plan:
-    """What the Hub says of an entry; kept for the next time.
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def plan(entry: Entry) -> DownloadPlan:
+    """Asks the Hub for an entry and keeps what it says for the next time.
 
     Raises:
-        UnreachableError: no way to the Hub.
+        UnreachableError: the Hub cannot be reached.
         UserError: no such repository, revision or file; no access; another checksum than the entry has.
     """
+    from huggingface_hub import get_token
+
     assert entry.repo is not None
     found = hub.look_up(entry.repo, entry.revision)
-    if found.gated and not hub.has_token():
-        raise UserError(
-            f"{entry.name}: {entry.url} asks for consent and a token: accept its terms there, then set HF_TOKEN or "
-            "run `hf auth login`"
-        )
+    if found.gated and get_token() is None:
+        then = "accept its terms there, then set HF_TOKEN or run `hf auth login`"
+        raise UserError(f"{entry.name}: {entry.url} asks for consent and a token: {then}")
     files = found.matching(entry.file) if entry.file else found.checkpoint()
     if not files:
         names = ", ".join(file.name for file in found.files if file.name.endswith(".gguf")) or "no GGUF file"
@@ -149,21 +141,18 @@ def plan(entry: Entry) -> Plan:
             f"{entry.name}: {files[0].name} on the Hub has another sha256 ({files[0].sha256[:12]}..) than the "
             f"catalogue ({entry.sha256[:12]}..): it is not the file that was meant"
         )
-    one = Plan(entry, found, tuple(files))
+    one = DownloadPlan(entry, found, tuple(files))
     _keep(entry, revision=found.commit, licence=found.licence, sha256=files[0].sha256 if len(files) == 1 else None,
           size=None if entry.convert else one.bytes)  # fmt: skip
     return one
 
 
-def check_room(plans: Sequence[Plan]) -> None:
-    """Whether the disk and the memory have room.
-
-    Raises:
-        UserError: they have not, with how much is there and how much is needed.
-    """
+def _check_room(plans: Sequence[DownloadPlan]) -> None:
+    """UserError if disk or memory lack room, with how much is there and how much is needed."""
     folder = catalogue.model_folder()
     there = next(path for path in (folder, *folder.parents) if path.exists())
-    free, needed = shutil.disk_usage(there).free, math.ceil(sum(one.disk for one in plans) * (1 + _SPARE))
+    needed = sum(one.missing + (one.loaded if one.entry.convert else 0) for one in plans)
+    free, needed = shutil.disk_usage(there).free, math.ceil(needed * (1 + _SPARE))
     if needed > free:
         raise UserError(
             f"{size_text(needed)} are needed on the disk of {there}, {size_text(free)} are free: make room, or set "
@@ -175,7 +164,7 @@ def check_room(plans: Sequence[Plan]) -> None:
 
 
 def known(entry: Entry) -> Entry:
-    """The entry with what the Hub has said of it before, where the catalogue is silent."""
+    """The entry, its gaps filled with what the Hub has said of it before."""
     facts = kept(_facts_file(entry))
     if facts.get("repo") != entry.repo:
         return entry
@@ -183,8 +172,7 @@ def known(entry: Entry) -> Entry:
 
 
 def _keep(entry: Entry, **facts: str | int | None) -> None:
-    shipped = entries.find(entry.name)
-    if shipped != entry:
+    if catalogue.find(entry.name) != entry:
         return
     before = {key: getattr(known(entry), key) for key in _KEPT}
     told = {key: value for key, value in facts.items() if value is not None}
@@ -195,32 +183,23 @@ def _facts_file(entry: Entry) -> Path:
     return catalogue.model_folder() / f"{entry.name}.hub.json"
 
 
-def _agreed(total: str) -> bool:
-    """Asks on the terminal."""
-    print(f"Download {total}? [y/N] ", end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
-
-
-def _bring(one: Plan, tell: Callable[[str], None]) -> None:
-    """Downloads the files of a plan, converts them where that is asked for."""
+def _fetch(one: DownloadPlan) -> None:
+    """Downloads the files of a plan and converts a checkpoint."""
     entry = one.entry
-    revision = f"@{entry.revision}" if entry.revision else ""
-    reference = f"{hub.SCHEME}{entry.repo}{revision}"
+    file = one.files[0].name if entry.file else None
+    reference = hub.Reference(str(entry.repo), file, entry.revision)
+    folder = hub.download(str(reference)) if file else hub.download_checkpoint(str(reference))
     if entry.convert is None:
-        if entry.file:
-            path = hub.download(f"{hub.SCHEME}{entry.repo}/{one.files[0].name}{revision}")
-        else:
-            path = hub.download_checkpoint(reference)
-        tell(f"{entry.name}: {path}")
+        _say(f"{entry.name}: {folder}")
         return
-    from rich.console import Console  # these are what a model that is here needs not wait for
+    from rich.console import Console  # a model that is here needs not wait for these
 
     from specsparse.models.convert.hf import convert_hf
     from specsparse.support import terminal
 
-    folder, path = hub.download_checkpoint(reference), catalogue.model_folder() / entry.files[0]
+    path = catalogue.model_folder() / entry.files[0]
     path.parent.mkdir(parents=True, exist_ok=True)
     with terminal.loading(Console(stderr=True), f"converting {entry.name}") as progress:
         convert_hf(folder, path, type_name=entry.convert, progress=progress)
     _keep(entry, size=path.stat().st_size)
-    tell(f"{entry.name}: converted, {size_text(path.stat().st_size)}: {path}")
+    _say(f"{entry.name}: converted, {size_text(path.stat().st_size)}: {path}")

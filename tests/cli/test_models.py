@@ -7,14 +7,14 @@ import pytest
 
 from specsparse.cli import main as cli
 from specsparse.cli import models
-from specsparse.models import entries
+from specsparse.models import catalogue
 from specsparse.testing import write_tiny_gguf
 
 
 @pytest.fixture(autouse=True)
 def machine(tmp_path, monkeypatch):
     monkeypatch.setattr(models, "_measured", [38.25e9])
-    for name in ("SPECSPARSE_CACHE", "SPECSPARSE_MODELS", "XDG_CACHE_HOME", "HF_HOME", entries.OWN):
+    for name in ("SPECSPARSE_CACHE", "SPECSPARSE_MODELS", "XDG_CACHE_HOME", "HF_HOME", catalogue.OWN):
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
@@ -23,7 +23,7 @@ def machine(tmp_path, monkeypatch):
 def test_the_table_has_every_entry_and_says_what_is_unknown(capsys):
     assert cli.main(["models"]) == 0
     lines = {words[0]: line for line in capsys.readouterr().out.splitlines() if (words := line.split())}
-    assert set(entries.entries()) <= set(lines)
+    assert set(catalogue.entries()) <= set(lines)
     assert lines["llama-2-7b"].split()[1:7] == ["no", "3.8", "GB", "6.0", "GB", "10"]  # with 2.1 GB of cache
     assert lines["relullama-7b"].split()[1:6] == ["no", "?", "?", "?", "?"]
     assert "(consent and HF_TOKEN)" in lines["llama-3.1-8b-hf"]
@@ -38,7 +38,7 @@ def test_newcomer_reads_names_and_sizes_at_any_width(width, capsys, monkeypatch)
     lines = text.splitlines()
     assert max(map(len, lines[:-1])) <= width  # the last one has commands and a path
     words = Counter(word.rstrip(",;:") for line in lines for word in line.split())
-    known = entries.entries().values()
+    known = catalogue.entries().values()
     for entry in known:
         drafted_for = sum(entry.name in other.drafts for other in known)
         assert words[entry.name] >= 2 + drafted_for, entry.name

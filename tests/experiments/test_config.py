@@ -21,7 +21,7 @@ from specsparse.experiments import runner
 from specsparse.experiments.compose import config, parts, shorthand
 from specsparse.experiments.kinds.compare import CompareSettings, methods
 from specsparse.experiments.settings import RunConfig
-from specsparse.models import catalogue, entries
+from specsparse.models import catalogue
 from specsparse.speculative.base import DraftKind
 from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.speculative.policies.registry import get_policy
@@ -160,10 +160,10 @@ def test_every_choice_of_every_group_is_valid(choices):
 
 
 # Each goes the same way, from one list to one choice.
-@pytest.mark.parametrize("name", cells(entries.names(), entries.names()[::5]))
+@pytest.mark.parametrize("name", cells(catalogue.names(), catalogue.names()[::5]))
 def test_every_name_of_the_catalogue_is_a_choice(name):
     cfg = config.from_omegaconf(composed(f"model={name}", "model.context_length=64"))
-    assert cfg.model.path == entries.find(name).name and cfg.model.overrides() == {"context_length": 64}
+    assert cfg.model.path == catalogue.find(name).name and cfg.model.overrides() == {"context_length": 64}
 
 
 @pytest.mark.parametrize(("given", "means"), [("yes", "yes"), ("no", "no"), ("true", "yes"), ("false", "no")])

@@ -4,7 +4,7 @@ import pytest
 
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
-from specsparse.models import catalogue, entries
+from specsparse.models import catalogue
 from specsparse.models.convert.edit import make_delta, set_metadata
 from specsparse.support.files import size_text
 from specsparse.testing import write_tiny_gguf
@@ -15,15 +15,15 @@ def own(tmp_path, monkeypatch):
     """Writes entries into the user's folder."""
     folder = tmp_path / "own"
     folder.mkdir()
-    monkeypatch.setenv(entries.OWN, str(folder))
+    monkeypatch.setenv(catalogue.OWN, str(folder))
 
     def write(name, text):
         (folder / f"{name}.yaml").write_text(text)
-        entries.forget()
+        catalogue.forget()
 
-    entries.forget()
+    catalogue.forget()
     yield write
-    entries.forget()
+    catalogue.forget()
 
 
 @pytest.fixture
@@ -66,22 +66,22 @@ def test_what_is_not_there(spec, says):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", sorted(entries.entries()))
+@pytest.mark.parametrize("name", sorted(catalogue.entries()))
 def test_an_entry_of_ours_claims_nothing_without_a_source(name):
-    entry = entries.entries()[name]
+    entry = catalogue.entries()[name]
     assert entry.source or not (entry.size or entry.sha256 or entry.revision or entry.licence)
-    assert all(entries.find(draft).role in ("draft", "head", "target") for draft in entry.drafts)
-    assert entry.what and entry.good_for and entries.find(name) is entry
-    assert all(entries.find(alias) is entry for alias in entry.aliases)
+    assert all(catalogue.find(draft).role in ("draft", "head", "target") for draft in entry.drafts)
+    assert entry.what and entry.good_for and catalogue.find(name) is entry
+    assert all(catalogue.find(alias) is entry for alias in entry.aliases)
 
 
 def test_an_entry_of_the_user_adds_to_ours_and_stands_before_them(own, carrier):
     own("mine", MINE)
     own("llama-160m", MINE.replace("a model", "another"))
     (carrier / "x.gguf").touch()
-    assert {"mine", "llama-2-7b"} <= set(entries.names())
+    assert {"mine", "llama-2-7b"} <= set(catalogue.names())
     assert catalogue.resolve("mine") == catalogue.resolve("llama-160m") == carrier / "x.gguf"
-    assert entries.find("llama-160m").what == "another"
+    assert catalogue.find("llama-160m").what == "another"
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_an_entry_of_the_user_adds_to_ours_and_stands_before_them(own, carrier):
 def test_a_bad_entry_is_one_line_with_its_file(own, text, says):
     own("mine", text)
     with pytest.raises(UserError, match=says) as caught:
-        entries.entries()
+        catalogue.entries()
     assert "mine.yaml" in str(caught.value) and "\n" not in str(caught.value)
 
 

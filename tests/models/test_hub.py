@@ -11,7 +11,7 @@ import pytest
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
 from specsparse.measure.costs import subjects
-from specsparse.models import catalogue, headers, hub
+from specsparse.models import catalogue, hub
 from specsparse.models.convert.hf import convert_hf
 from specsparse.powerinfer.files.torch_zip import write_torch
 from specsparse.testing import write_tiny_gguf
@@ -204,8 +204,8 @@ def wide(server, tmp_path_factory):
 
 def test_a_header_comes_without_the_weights(server, wide, monkeypatch, tmp_path):
     monkeypatch.setenv("SPECSPARSE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(headers, "FIRST", 1000)
-    path = headers.download_header("hf://tiny/wide/w.gguf")
+    monkeypatch.setattr(hub, "FIRST_BYTES", 1000)
+    path = hub.download_header("hf://tiny/wide/w.gguf")
     told, whole = open_gguf(path), open_gguf(wide)
     assert told.metadata.keys() == whole.metadata.keys() and path.stat().st_size == wide.stat().st_size
     assert [(t.name, t.type, t.shape) for t in told.tensors.values()] == [
@@ -215,9 +215,9 @@ def test_a_header_comes_without_the_weights(server, wide, monkeypatch, tmp_path)
     assert asked[:3] == ["bytes=0-999", "bytes=1000-1999", "bytes=2000-3999"]  # twice as much until the header is whole
     last = int(asked[-1].split("-")[1]) + 1
     assert whole.layout.data <= last < wide.stat().st_size / 4 and len(asked) < 12
-    assert headers.is_header(path) and not headers.is_header(wide)
+    assert hub.is_header(path) and not hub.is_header(wide)
     server.requests.clear()
-    assert headers.download_header("hf://tiny/wide/w.gguf") == path and not any(server.sent("w.gguf"))
+    assert hub.download_header("hf://tiny/wide/w.gguf") == path and not any(server.sent("w.gguf"))
     found = subjects.subject("hf://tiny/wide/w.gguf")
     assert found.path is None and found.nbytes == sum(t.nbytes for t in whole.tensors.values())
 
@@ -226,7 +226,7 @@ def test_a_damaged_header_is_one_line_and_leaves_nothing(server, wide, monkeypat
     monkeypatch.setenv("SPECSPARSE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(server, "damaged", {"w.gguf"})
     with pytest.raises(UserError, match=r"^hf://tiny/wide/w\.gguf: ") as caught:
-        headers.download_header("hf://tiny/wide/w.gguf")
+        hub.download_header("hf://tiny/wide/w.gguf")
     assert "\n" not in str(caught.value) and not [p for p in (tmp_path / "cache").rglob("*") if p.is_file()]
     with pytest.raises(UserError, match="no such file"):
-        headers.download_header("hf://tiny/wide/missing.gguf")
+        hub.download_header("hf://tiny/wide/missing.gguf")

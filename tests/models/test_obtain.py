@@ -11,7 +11,7 @@ import pytest
 from specsparse import run
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
-from specsparse.models import catalogue, entries, obtain
+from specsparse.models import catalogue, obtain
 from specsparse.models.convert.hf import convert_hf
 from specsparse.powerinfer.files.torch_zip import write_torch
 from specsparse.support import files
@@ -59,7 +59,7 @@ def fresh(server, tmp_path, monkeypatch):
 
 
 def wanted(*names):
-    return {f"{name}.path": entries.find(name) for name in names or ("llama-2-7b", "llama-160m")}
+    return {f"{name}.path": catalogue.find(name) for name in names or ("llama-2-7b", "llama-160m")}
 
 
 def refusal(names=(), download="yes"):
@@ -79,16 +79,16 @@ def test_both_come_and_the_checkpoint_is_converted(server, fresh, capsys):
     assert open_gguf(draft).metadata["tokenizer.ggml.model"] == "llama"
     seen = len(server.requests)
     assert obtain.path_of("llama-160m", "no") == draft and len(server.requests) == seen
-    facts = obtain.known(entries.find("llama-68m")), obtain.known(entries.find("llama-160m"))
+    facts = obtain.known(catalogue.find("llama-68m")), obtain.known(catalogue.find("llama-160m"))
     assert facts[0].revision is None and (facts[1].revision, facts[1].licence) == (COMMIT, "apache-2.0")
-    assert obtain.known(entries.find("llama-2-7b")).sha256
+    assert obtain.known(catalogue.find("llama-2-7b")).sha256
 
 
 def test_one_that_was_stopped_goes_on(server):
     server.breaks = [5000] + [0] * 5
     assert "the download failed" in refusal(["llama-2-7b"])
     server.requests.clear()
-    one = obtain.plan(entries.find("llama-2-7b"))
+    one = obtain.plan(catalogue.find("llama-2-7b"))
     assert one.bytes - one.missing == 5000 and "5 kB of it here" in str(one)
     obtain.obtain(wanted("llama-2-7b"), "yes")
     assert server.sent(FILE) == ["bytes=5000-"]
@@ -104,7 +104,7 @@ def test_a_wrong_checksum(server, name):
 
 
 def test_a_checksum_of_the_catalogue(server, tmp_path, monkeypatch):
-    monkeypatch.setenv(entries.OWN, str(tmp_path))
+    monkeypatch.setenv(catalogue.OWN, str(tmp_path))
     text = f"{{what: x, good_for: y, repo: {TARGET}, file: {FILE}, sha256: {'0' * 64}, source: a test}}"
     (tmp_path / "mine.yaml").write_text(text)
     assert "has another sha256" in refusal(["mine"]) and not server.sent(FILE)
@@ -127,13 +127,13 @@ def test_401_and_404(server, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", server.token)
     obtain.obtain(wanted("llama-2-7b"), "yes")
     assert "no repository JackFram/llama-68m" in refusal(["llama-68m"])
-    monkeypatch.setenv(entries.OWN, str(tmp_path))
+    monkeypatch.setenv(catalogue.OWN, str(tmp_path))
     (tmp_path / "no-file.yaml").write_text(f"{{what: x, good_for: y, repo: {TARGET}, file: x.gguf}}")
     assert f"has no x.gguf; it has {FILE}" in refusal(["no-file"])
 
 
 def test_a_pattern_means_the_file_that_the_hub_has(server, tmp_path, monkeypatch):
-    monkeypatch.setenv(entries.OWN, str(tmp_path))
+    monkeypatch.setenv(catalogue.OWN, str(tmp_path))
     (tmp_path / "any.yaml").write_text(f"{{what: x, good_for: y, repo: {TARGET}, file: '*Q4_0.gguf'}}")
     (tmp_path / "head.yaml").write_text(f"{{what: x, good_for: y, role: head, repo: {DRAFT}}}")
     obtain.obtain(wanted("any", "head"), "yes")

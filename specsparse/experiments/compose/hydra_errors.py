@@ -6,7 +6,7 @@ from pathlib import Path
 
 from specsparse.errors import UserError
 from specsparse.experiments.compose.parts import PARTS
-from specsparse.models import entries
+from specsparse.models import catalogue
 from specsparse.support.options import near_keys, nearest
 
 _SAID = {
@@ -39,7 +39,7 @@ def explain(error: Exception, conf: Path) -> UserError:
     match = re.search(r"Could not find '(\w+)/([^']*)'", text)
     if match:
         group, choice = match.groups()
-        names = [*groups.get(group, []), *(entries.names() if group == "model" else ())]
+        names = [*groups.get(group, []), *(catalogue.names() if group == "model" else ())]
         return UserError(f"{group}={choice}: there is no such {group}{nearest(choice, names)}")
     match = re.search(r"Could not override '([^']+)'", text)
     if match:

@@ -2,7 +2,7 @@
 
 from hydra.core.config_store import ConfigStore
 
-from specsparse.models import entries
+from specsparse.models import catalogue
 
 
 def offer_models() -> None:
@@ -12,7 +12,7 @@ def offer_models() -> None:
         UserError: a file of the user's folder that is no entry.
     """
     store = ConfigStore.instance()
-    for entry in entries.entries().values():
+    for entry in catalogue.entries().values():
         for name in (entry.name, *entry.aliases):
             store.store(group="model", name=name, node={"defaults": ["custom", "_self_"], "path": entry.name})
     # Hydra copies its sources for every group that --help lists, and this one store with them; it is only read here.

@@ -14,8 +14,8 @@ from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
 from specsparse.measure.costs import traffic
 from specsparse.measure.costs.traffic import Traffic
-from specsparse.models import catalogue, entries, headers, hub
-from specsparse.models.shape import Shape
+from specsparse.models import catalogue, hub
+from specsparse.models.catalogue import Shape
 from specsparse.speculative import vocab
 
 KERNELS_A_LAYER = 10
@@ -75,8 +75,8 @@ def subject(spec: str) -> Subject:
         UserError: an unknown name, a file that is no model, or a model that is not here and whose shape nobody knows.
     """
     if spec.startswith(hub.SCHEME):
-        return of_file(spec, headers.download_header(spec), source="its header on the Hub")
-    entry = entries.find(spec)
+        return of_file(spec, hub.download_header(spec), source="its header on the Hub")
+    entry = catalogue.find(spec)
     if entry is not None:
         path = catalogue.locate(entry, make=True) if entry.package or entry.base else catalogue.locate(entry)
         if path is None or path.is_dir():
@@ -96,7 +96,7 @@ def of_file(name: str, path: Path, *, source: str = "the header of the file") ->
     f = open_gguf(path)
     config = ModelConfig.from_gguf(f)
     tensors = tuple((key, t.type.name, float(t.nbytes)) for key, t in f.tensors.items())
-    return Subject(name, config, tensors, source, None if headers.is_header(path) else path, f)
+    return Subject(name, config, tensors, source, None if hub.is_header(path) else path, f)
 
 
 def of_shape(name: str, shape: Shape) -> Subject:

@@ -16,7 +16,7 @@ from specsparse.measure.costs.forecast import LENGTHS, Forecast, forecast
 from specsparse.measure.costs.measured import load_or_measure
 from specsparse.measure.costs.progress import Bar, silent
 from specsparse.measure.costs.subjects import Subject, another_vocabulary, subject
-from specsparse.models import entries
+from specsparse.models import catalogue
 from specsparse.runtime.load import load
 from specsparse.runtime.times import store
 from specsparse.runtime.times.kept import CostTable
@@ -273,7 +273,7 @@ def _acceptances(question: Question, candidate: Candidate) -> list[AcceptedRates
 
 def _usual(name: str) -> str:
     """The catalogue's name of a model, where it has one."""
-    entry = entries.find(name)
+    entry = catalogue.find(name)
     return name if entry is None else entry.name
 
 

@@ -94,10 +94,10 @@ def main(args: argparse.Namespace) -> int:
 
 def _check_names(*names: str) -> None:
     """What is neither a known model nor a file is refused before anything slow."""
-    from specsparse.models import catalogue, entries, hub
+    from specsparse.models import catalogue, hub
 
     for name in names:
-        if not name.startswith(hub.SCHEME) and entries.find(name) is None:
+        if not name.startswith(hub.SCHEME) and catalogue.find(name) is None:
             catalogue.resolve(name)
 
 

@@ -7,7 +7,7 @@ import pytest
 from specsparse.data import prompts
 from specsparse.errors import UserError
 from specsparse.measure.costs import accepted
-from specsparse.models import entries
+from specsparse.models import catalogue
 from specsparse.runtime import metrics
 from specsparse.runtime.metrics import Counters
 from specsparse.speculative.drafters.registry import DRAFTERS
@@ -79,7 +79,7 @@ def test_the_kept_rates_are_of_models_and_drafters_that_there_are():
     rows = accepted._table(accepted.KEPT)
     assert len({(row.target, row.drafter) for row in rows}) == len(rows) > 0
     for row in rows:
-        assert entries.find(row.target) and (DRAFTERS.holds(row.drafter) or entries.find(row.drafter)), row.drafter
+        assert catalogue.find(row.target) and (DRAFTERS.holds(row.drafter) or catalogue.find(row.drafter)), row.drafter
         found = accepted.kept(row.target, row.drafter)
         assert found.tasks.keys() <= accepted.kept_tasks(row.target) and row.source
         for one in found.tasks.values():

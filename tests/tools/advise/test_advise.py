@@ -11,7 +11,7 @@ from specsparse.measure.costs.accepted import Accepted, AcceptedRates
 from specsparse.measure.costs.candidates import candidates
 from specsparse.measure.costs.forecast import forecast, why_not
 from specsparse.measure.costs.subjects import another_vocabulary, of_file, of_shape, subject
-from specsparse.models import entries
+from specsparse.models import catalogue
 from specsparse.runtime.metrics import Counters
 from specsparse.speculative import expected
 from specsparse.testing import write_tiny_gguf
@@ -36,7 +36,7 @@ def pair(tmp_path_factory):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_shape_of_the_catalogue_has_the_weights_that_its_makers_count(name):
-    entry = entries.find(name)
+    entry = catalogue.find(name)
     found = of_shape(name, entry.shape)
     assert found.config.n_parameters == pytest.approx(PUBLISHED[name], rel=0.006)
     if entry.size:
@@ -45,8 +45,8 @@ def test_a_shape_of_the_catalogue_has_the_weights_that_its_makers_count(name):
 
 def test_every_model_of_the_hub_that_decodes_here_has_a_shape():
     sparse = {"prosparse-7b", "relullama-7b"}
-    models = {e.name for e in entries.entries().values() if e.repo and e.role != "head"}
-    assert {name for name in models if entries.find(name).shape is None} == sparse
+    models = {e.name for e in catalogue.entries().values() if e.repo and e.role != "head"}
+    assert {name for name in models if catalogue.find(name).shape is None} == sparse
 
 
 def test_a_header_and_a_shape_say_the_same(pair):

@@ -26,8 +26,8 @@ from specsparse.kernels.packing.dequant import pack_float
 from specsparse.kernels.packing.pack import layout_of
 from specsparse.kernels.qtensor import BLOCK, ROWS, Layout
 from specsparse.measure.costs.subjects import config_of
-from specsparse.models import entries
-from specsparse.models.shape import Shape
+from specsparse.models import catalogue
+from specsparse.models.catalogue import Shape
 
 TINY = Shape("llama", layers=2, width=64, heads=4, kv_heads=2, ff=96, vocab=256, context=256, weights="Q8_0")
 """For the tests of the bench itself."""
@@ -54,7 +54,7 @@ def shape_of(name: str) -> Shape:
     """
     if name == "tiny":
         return TINY
-    entry = entries.find(name)
+    entry = catalogue.find(name)
     if entry is None or entry.shape is None:
         raise UserError(f"{name}: the catalogue has no shape of it")
     return entry.shape
