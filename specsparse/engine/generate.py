@@ -17,7 +17,7 @@ import numpy as np
 from specsparse.engine import cache as kv
 from specsparse.engine.cache import KVCache
 from specsparse.engine.llama import ForwardFn, Want
-from specsparse.engine.noise import NoiseStream, uniform
+from specsparse.engine.noise import NoiseStream, token_uniforms
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.sampling.pipeline import (
     History,
@@ -151,9 +151,10 @@ def running(state: DecodeState) -> jax.Array:
     return state.finish == Finish.RUNNING
 
 
-def target_uniform(job: Job, position_Bn: jax.Array) -> jax.Array:
-    """float32[B, n], the target's noise: a function of seed, sample and absolute position alone (contract C1)."""
-    return uniform(job.seed[:, None], sample=job.sample[:, None], stream=NoiseStream.TARGET, position=position_Bn)
+def target_uniforms(job: Job, position_Bn: jax.Array) -> jax.Array:
+    """float32[B, n, 4], the target's noise: a function of seed, sample and absolute position alone (contract C1)."""
+    use = {"sample": job.sample[:, None], "stream": NoiseStream.TARGET, "position": position_Bn}
+    return token_uniforms(job.seed[:, None], **use)
 
 
 def emit(state: DecodeState, job: Job, tokens_Bm, count_B, failed_B) -> tuple[DecodeState, jax.Array]:
@@ -211,8 +212,8 @@ def make_step(forward: ForwardFn, law: LawConfig, kernels: SamplingKernels) -> S
         out, cache = forward(params, last_token(state), state.cache, n_valid_B=live_B)
         logits_BV = out.logits[:, 0]
         with jax.named_scope("sample"):
-            u_B = None if law.greedy else target_uniform(job, state.length[:, None])[:, 0]
-            token_B, ok_B = sample(law, job.law, logits_BV, state.history, u_R=u_B, kernels=kernels)
+            u_BU = None if law.greedy else target_uniforms(job, state.length[:, None])[:, 0]
+            token_B, ok_B = sample(law, job.law, logits_BV, state.history, u_RU=u_BU, kernels=kernels)
         start_B = state.length
         state, count_B = emit(state._replace(cache=cache), job, token_B[:, None], live_B, ~ok_B & (live_B > 0))
         if law.logprobs is not None:

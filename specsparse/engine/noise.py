@@ -83,24 +83,33 @@ def philox4x32(counter: tuple[jax.Array, ...], key: tuple[jax.Array, ...]) -> tu
     return c0, c1, c2, c3
 
 
-def uniform(seed, *, sample=0, stream: NoiseStream | jax.Array, position, round=0, node=0) -> jax.Array:
-    """One uniform for each use, a multiple of 2^-24 in [0, 1).
+def token_uniforms(seed, *, sample=0, stream: NoiseStream | jax.Array, position, round=0, node=0) -> jax.Array:
+    """Four independent uniforms for each use, multiples of 2^-24 in [0, 1): one token is drawn by them.
+
+    They are the four words of one call of the generator, so they cost what one does. What each of them decides stands
+    in `sampling.row_laws.reference_draw`.
 
     Args:
         seed: uint32[..., 2], words as `seed_words` gives them.
         sample: int, which of the sequences that share a seed, 0 to MAX_SAMPLE.
-        stream: what the number is for.
+        stream: what the numbers are for.
         position: int, absolute position of the token that is decided.
         round: int, verification round.
         node: int, node of the draft tree.
 
     Returns:
-        float32 of the common shape of the integer arguments and `seed[..., 0]`; they broadcast against each other.
+        float32[..., 4], `...` being the common shape of the integer arguments and `seed[..., 0]`; they broadcast
+        against each other.
     """
     seed = jnp.asarray(seed, jnp.uint32)
     words = [jnp.asarray(word).astype(jnp.uint32) for word in (position, round, node, sample, stream)]
     shape = jnp.broadcast_shapes(seed.shape[:-1], *(word.shape for word in words))
     position, round, node, sample, stream = (jnp.broadcast_to(word, shape) for word in words)
     key = (jnp.broadcast_to(seed[..., 0], shape), jnp.broadcast_to(seed[..., 1], shape))
-    bits = philox4x32((position, round, node, (sample << np.uint32(2)) | stream), key)[0]
+    bits = jnp.stack(philox4x32((position, round, node, (sample << np.uint32(2)) | stream), key), axis=-1)
     return (bits >> np.uint32(8)).astype(jnp.float32) * np.float32(2.0**-24)
+
+
+def uniform(seed, **use) -> jax.Array:
+    """One uniform for each use, the first of its `token_uniforms`: for a coin. Arguments as there; float32[...]."""
+    return token_uniforms(seed, **use)[..., 0]

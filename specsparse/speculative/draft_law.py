@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsparse.engine.noise import NoiseStream, uniform
+from specsparse.engine.noise import NoiseStream, token_uniforms
 from specsparse.engine.sampling import pipeline as sampling
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.engine.sampling.pipeline import RowPaths, SamplingKernels
@@ -63,12 +63,12 @@ class DraftLaw:
         empty = jnp.zeros((logits_RN.shape[0], count), jnp.int32)
         return jax.lax.fori_loop(0, count, step, (logits_RN, empty))[1]
 
-    def draw(self, q_RN: jax.Array, u_R: jax.Array) -> jax.Array:
-        """int32[R]: a column drawn from each row by inverse CDF; consumes the row's uniform."""
-        return self.kernels.draw(q_RN, u_R)
+    def draw(self, q_RN: jax.Array, u_RU: jax.Array) -> jax.Array:
+        """int32[R]: a column drawn from each row by inverse CDF; consumes the row's uniforms (see `draft_uniforms`)."""
+        return self.kernels.draw(q_RN, u_RU)
 
     def propose(
-        self, logits_RN: jax.Array, u_R: jax.Array, ids_N: jax.Array | None, size: int
+        self, logits_RN: jax.Array, u_RU: jax.Array, ids_N: jax.Array | None, size: int
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """`draw` of `law`, whether that is one, and it over a larger vocabulary: int32[R], bool[R], float32[R, V].
 
@@ -76,14 +76,14 @@ class DraftLaw:
 
         Args:
             logits_RN: of the draft's columns.
-            u_R: uniforms.
+            u_RU: as `draw`'s.
             ids_N: int32[N], the token of each column, None where column i is token i.
             size: V.
         """
         assert self.kernels.propose is not None
         numbers = sampling.compile_params(self.sampling, vocab_size=self.columns)[1]
         rows = LawRows(*(jnp.asarray(getattr(numbers, name)) for name in LawRows._fields))
-        return self.kernels.propose(logits_RN.astype(jnp.float32), rows, u_R, ids_N, size)
+        return self.kernels.propose(logits_RN.astype(jnp.float32), rows, u_RU, ids_N, size)
 
     def _law(self, params: SamplingParams, logits_RN: jax.Array) -> tuple[jax.Array, jax.Array]:
         config, numbers = sampling.compile_params(params, vocab_size=self.columns)
@@ -92,15 +92,15 @@ class DraftLaw:
         return sampling.law(config, numbers, logits_RN, None, rows, kernels=self.kernels)
 
 
-def draft_uniform(ctx: DraftContext, *, depth, node) -> jax.Array:
-    """float32[B, n] in [0, 1) of noise stream `draft`.
+def draft_uniforms(ctx: DraftContext, *, depth, node) -> jax.Array:
+    """float32[B, n, 4] in [0, 1) of noise stream `draft`, to draw the tokens of n nodes by.
 
     Args:
         ctx: whose seed, sample and round key the noise.
         depth: int32, broadcasts to [B, n]: depth of the node, 1 for a child of the root.
         node: int32, broadcasts to [B, n]: index of the node.
     """
-    return uniform(
+    return token_uniforms(
         ctx.seed[:, None],
         sample=ctx.sample[:, None],
         stream=NoiseStream.DRAFT,

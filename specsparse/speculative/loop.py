@@ -19,10 +19,10 @@ from specsparse.engine.generate import (
     put,
     running,
     score,
-    target_uniform,
+    target_uniforms,
 )
 from specsparse.engine.llama import ForwardFn, ForwardOut, Want
-from specsparse.engine.noise import NoiseStream, uniform
+from specsparse.engine.noise import NoiseStream, token_uniforms, uniform
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.sampling.pipeline import (
     LawConfig,
@@ -77,7 +77,7 @@ def context(params, job: Job, state: DecodeState, *, max_nodes: int) -> DraftCon
 
 
 def coins(job: Job, state: DecodeState, *, max_nodes: int) -> tuple[jax.Array, jax.Array]:
-    """A round's noise: float32[B, K] acceptance coins, and float32[B] of the token after them."""
+    """A round's noise: float32[B, K] acceptance coins, and float32[B, 4] of the token after them."""
     use = {
         "sample": job.sample[:, None],
         "position": state.length[:, None],
@@ -85,7 +85,7 @@ def coins(job: Job, state: DecodeState, *, max_nodes: int) -> tuple[jax.Array, j
     }
     node_K = jnp.arange(max_nodes, dtype=jnp.int32)[None]
     coins_BK = uniform(job.seed[:, None], stream=NoiseStream.ACCEPT, node=node_K, **use)
-    return coins_BK, uniform(job.seed[:, None], stream=NoiseStream.RESIDUAL, **use)[:, 0]
+    return coins_BK, token_uniforms(job.seed[:, None], stream=NoiseStream.RESIDUAL, **use)[:, 0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,8 +141,8 @@ class Round:
         none = draft._replace(tokens=draft.tokens[:, :0], parents=draft.parents[:, :0], q=q)
         if self.verifier.needs_p:
             p_BV = self.laws(job, state, none, logits_BnV[:, :1])[:, 0]
-            _, u_B = coins(job, state, max_nodes=0)
-            return verify_nothing(draft, p_BV, u_B=u_B, draw=self.kernels.draw)
+            _, u_BU = coins(job, state, max_nodes=0)
+            return verify_nothing(draft, p_BV, u_B=u_BU, draw=self.kernels.draw)
         verdict = self.accept(job, state, none, logits_BnV[:, :1])
         more = [(0, 0), (0, draft.max_nodes)]
         tokens, nodes = (jnp.pad(x, more, constant_values=PAD) for x in (verdict.tokens, verdict.nodes))
@@ -151,10 +151,10 @@ class Round:
     def targets(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> jax.Array:
         """int32[B, K+1], the target's own token at each row; -1 where it has no law."""
         B, n, V = logits_BnV.shape
-        u_R = None if self.config.greedy else target_uniform(job, self._positions(draft, state)).reshape(-1)
+        u_RU = None if self.config.greedy else self._target_uniforms(job, state, draft)
         token_R, ok_R = sample(
             self.config, job.law, logits_BnV.reshape(B * n, V), state.history, self._law_rows(state, draft),
-            u_R=u_R, kernels=self.kernels, n_valid_B=_valid(state, draft),
+            u_RU=u_RU, kernels=self.kernels, n_valid_B=_valid(state, draft),
         )  # fmt: skip
         return jnp.where(ok_R, token_R, -1).reshape(B, n)
 
@@ -179,7 +179,7 @@ class Round:
     def accept(self, job: Job, state: DecodeState, draft: Draft, logits_BnV) -> Verdict:
         """The verifier's verdict."""
         _check_vocab(self.drafter, draft, logits_BnV.shape[2])
-        coins_BK, u_B = coins(job, state, max_nodes=draft.max_nodes)
+        coins_BK, u_BU = coins(job, state, max_nodes=draft.max_nodes)
         if judged_at_once(self.verifier, self.kernels):
             rows_RV, law_rows = rows_to_judge(
                 self.config, job.law, logits_BnV.reshape(-1, logits_BnV.shape[2]), state.history,
@@ -187,29 +187,29 @@ class Round:
             )  # fmt: skip
             assert self.kernels.judge is not None
             return verify_rows(
-                self.verifier, draft, rows_RV, law_rows, n_valid_B=_valid(state, draft), coins_BK=coins_BK, u_B=u_B,
+                self.verifier, draft, rows_RV, law_rows, n_valid_B=_valid(state, draft), coins_BK=coins_BK, u_B=u_BU,
                 judge=self.kernels.judge, alpha=True,
             )  # fmt: skip
         if self.verifier.needs_p:
             p_BnV = self.laws(job, state, draft, logits_BnV)
-            return verify(self.verifier, draft, p_BnV, coins_BK=coins_BK, u_B=u_B, draw=self.kernels.draw, alpha=True)
+            return verify(self.verifier, draft, p_BnV, coins_BK=coins_BK, u_B=u_BU, draw=self.kernels.draw, alpha=True)
         if self.config.greedy or not has_alpha(self.verifier):
             target_Bn = self.targets(job, state, draft, logits_BnV)
             return verify_targets(self.verifier, draft, target_Bn, coins_BK=coins_BK)
         # Alpha is read off the laws that the target's tokens are drawn from.
         B, n, V = logits_BnV.shape
-        u_R = target_uniform(job, self._positions(draft, state)).reshape(-1)
+        u_RU = self._target_uniforms(job, state, draft)
         if draft.q is None:
             found = sample_at(
                 self.config, job.law, logits_BnV.reshape(B * n, V), state.history, self._law_rows(state, draft),
-                u_R=u_R, tokens_R=jnp.pad(draft.tokens, ((0, 0), (0, 1))).reshape(-1),
+                u_RU=u_RU, tokens_R=jnp.pad(draft.tokens, ((0, 0), (0, 1))).reshape(-1),
                 kernels=self.kernels, n_valid_B=_valid(state, draft),
             )  # fmt: skip
             target_Bn = jnp.where(found.ok, found.token, -1).reshape(B, n)
             verdict = verify_targets(self.verifier, draft, target_Bn, coins_BK=coins_BK)
             return sum_alpha(verdict, found.share.reshape(B, n)[:, :-1])
         p_RV, ok_R = self._laws(job, state, draft, logits_BnV)
-        target_Bn = jnp.where(ok_R, self.kernels.draw(p_RV, u_R), -1).reshape(B, n)
+        target_Bn = jnp.where(ok_R, self.kernels.draw(p_RV, u_RU), -1).reshape(B, n)
         verdict = verify_targets(self.verifier, draft, target_Bn, coins_BK=coins_BK)
         return measure_alpha(self.verifier, draft, p_RV.reshape(logits_BnV.shape), verdict)
 
@@ -243,6 +243,10 @@ class Round:
         if self.config.raw or not self.drafter.tree:  # raw laws only ask which sequence a row belongs to
             return chain_rows(tokens_Bn)
         return tree_rows(tokens_Bn, row_parents(draft.parents), depth=self.drafter.max_depth)
+
+    def _target_uniforms(self, job: Job, state: DecodeState, draft: Draft) -> jax.Array:
+        """float32[R, 4], the target's noise at each row."""
+        return target_uniforms(job, self._positions(draft, state)).reshape(-1, 4)
 
     def _positions(self, draft: Draft, state: DecodeState):
         """int32[B, K+1], absolute position of the token that follows each row."""

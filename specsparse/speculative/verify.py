@@ -19,7 +19,7 @@ from specsparse.speculative.verifiers.targets import TargetRule
 from specsparse.support.options import read
 
 Draw = Callable[[jax.Array, jax.Array], jax.Array]
-"""(p float[R, V], u float[R] in [0, 1)) -> int32[R]."""
+"""(p float[R, V], u in [0, 1)) -> int32[R]; u is float32[R, 4] for the engine's, float[R] for `laws.inverse_cdf`."""
 
 
 def get_verifier(name: str, **options: object) -> Verifier:
@@ -138,7 +138,8 @@ def verify(
             as context): row 0 after the last committed token, row 1+i after node i. Rows of nodes >= count may hold
             anything.
         coins_BK: float32[B, K] in [0, 1), one acceptance coin a node (noise stream `accept`).
-        u_B: float32[B] in [0, 1), uniform of the last token (noise stream `residual`).
+        u_B: what `draw` takes for the last token of each sequence, in [0, 1): float32[B, 4] of noise stream `residual`,
+            or float32[B] by `laws.inverse_cdf`.
         draw: inverse-CDF sampling.
         alpha: whether to measure `Verdict.alpha` (chains under `token` or `delta`; one pass over V a tested position).
     """

@@ -45,9 +45,9 @@ def test_noise_that_follows_the_rounds_is_found(capsys, path, tmp_path, monkeypa
     from specsparse.speculative import loop
 
     def by_round(job, position_Bn):
-        return generate.target_uniform(job, position_Bn[:, :1] + 0 * position_Bn)
+        return generate.target_uniforms(job, position_Bn[:, :1] + 0 * position_Bn)
 
-    monkeypatch.setattr(loop, "target_uniform", by_round)
+    monkeypatch.setattr(loop, "target_uniforms", by_round)
     code, found = run(capsys, path, tmp_path / "state.jsonl", "--methods", "scripted tree", tokens=1500)
     assert code == 1 and found["differing"] > 100
 

@@ -9,7 +9,7 @@ from scipy import stats
 from specsparse.engine import noise
 from specsparse.engine.noise import MAX_SAMPLE, NoiseStream, seed_at, seed_words
 
-philox4x32, uniform = jax.jit(noise.philox4x32), jax.jit(noise.uniform)
+philox4x32, uniform, token_uniforms = map(jax.jit, (noise.philox4x32, noise.uniform, noise.token_uniforms))
 
 # Counter, key, output: the `philox4x32 10` lines of Random123's kat_vectors.
 KNOWN = [
@@ -45,11 +45,13 @@ def test_uniform_is_the_documented_function():
     sample = rng.integers(0, MAX_SAMPLE, 50, endpoint=True).astype(np.int32)
     seed = 0x0123456789ABCDEF
     for stream in NoiseStream:
-        u = uniform(seed_words(seed), sample=sample, stream=int(stream), position=position, round=round, node=node)
-        assert u.dtype == jnp.float32
+        use = {"sample": sample, "stream": int(stream), "position": position, "round": round, "node": node}
+        u, four = (np.asarray(f(seed_words(seed), **use)) for f in (uniform, token_uniforms))
+        assert u.dtype == four.dtype == np.float32
         for i in range(50):
             counter = (int(position[i]), int(round[i]), int(node[i]), 4 * int(sample[i]) + int(stream))
-            assert float(u[i]) == (oracle(counter, (seed % 2**32, seed >> 32))[0] >> 8) / 2**24
+            wanted = [(word >> 8) / 2**24 for word in oracle(counter, (seed % 2**32, seed >> 32))]
+            assert four[i].tolist() == wanted and u[i] == wanted[0]
 
 
 def test_arguments_broadcast_and_trace():

@@ -332,8 +332,8 @@ def test_laws_equal_the_reference(width):
     np.testing.assert_array_equal(got > 0, wanted > 0)
     np.testing.assert_allclose(got, wanted, rtol=LAW_RTOL)
     for u in (0.0, 0.25, 0.6180339, 1 - 2.0**-24):
-        u_R = np.full(len(logits), u, np.float32)
-        np.testing.assert_array_equal(jax.jit(cpu.draw)(got, u_R), jax.jit(REFERENCE.draw)(got, u_R))
+        u_RU = np.full((len(logits), 4), u, np.float32)
+        np.testing.assert_array_equal(jax.jit(cpu.draw)(got, u_RU), jax.jit(REFERENCE.draw)(got, u_RU))
 
 
 @pytest.mark.parametrize("spread", [0.01, 0.5, 3.0, 20.0])
@@ -361,7 +361,7 @@ def test_one_call_samples_what_check_law_and_draw_do(isa):
     x = np.repeat(logits, 2, axis=0)
     x[1::2] = rng.permutation(x[1::2].T).T
     x[2, 3], x[5], x[9, 0] = np.nan, -np.inf, np.inf
-    u, tokens = rng.random(2 * B, np.float32), rng.integers(0, 1000, 2 * B, np.int32)
+    u, tokens = rng.random((2 * B, 4), np.float32), rng.integers(0, 1000, 2 * B, np.int32)
     n_valid = np.resize(np.array([2, 1, 2, 0], np.int32), B)
     p = np.asarray(jax.jit(cpu.law)(x, twice))
     wanted = np.asarray(jax.jit(cpu.draw)(p, u)), np.asarray(jax.jit(cpu.check)(x)), p[np.arange(2 * B), tokens]
@@ -399,7 +399,7 @@ def test_rows_that_are_no_laws_stay_inside():
         rows = LawRows(*(np.full(4, a, d) for a, d in zip(numbers, "ffif", strict=True)))
         p = jax.jit(cpu.law)(x, rows)
         assert p.shape == x.shape
-        token = np.asarray(jax.jit(cpu.draw)(p, np.full(4, 0.7, np.float32)))
+        token = np.asarray(jax.jit(cpu.draw)(p, np.full((4, 4), 0.7, np.float32)))
         assert ((token >= 0) & (token < 1000)).all()
 
 

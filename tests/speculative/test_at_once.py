@@ -68,7 +68,7 @@ def test_verdicts_on_logits(name):
         if name == "delta":
             np.put_along_axis(logits_BnV[:, :K], draft.tokens[..., None], 12.0, axis=2)
         logits_BnV[2, 1, 5], logits_BnV[3, 0] = np.nan, -np.inf
-        coins_BK, u_B = rng.random((B, K)).astype(np.float32) ** 2, rng.random(B).astype(np.float32)
+        coins_BK, u_B = rng.random((B, K)).astype(np.float32) ** 2, rng.random((B, 4)).astype(np.float32)
         given = draft, logits_BnV, law_rows(rng, B), coins_BK, u_B
         want, got = written_down(*given), at_once(*given)
         for field, x, y in zip(want._fields, want, got, strict=True):
@@ -81,7 +81,8 @@ def test_verdicts_on_logits(name):
 def test_a_sequence_that_has_ended_is_not_looked_at():
     rng = np.random.default_rng(0)
     p_BnV = rng.dirichlet(np.ones(5), (2, K + 1)).astype(np.float32)
-    tokens, coins, u = rng.integers(0, 5, (2, K)).astype(np.int32), np.zeros((2, K), np.float32), np.float32([0.5, 0.5])
+    tokens, coins = rng.integers(0, 5, (2, K)).astype(np.int32), np.zeros((2, K), np.float32)
+    u = np.full((2, 4), 0.5, np.float32)
 
     def of(n_valid, p_BnV):
         found = cpu.judge(p_BnV.reshape(-1, 5), None, np.int32(n_valid), tokens, None, coins, u, whole=False)
@@ -103,14 +104,14 @@ def test_a_proposal_is_law_draw_and_widening(ids):
     vocab = VocabMap(wide, wide, V)
 
     @jax.jit
-    def by_laws(x_RN, rows, u_R):
+    def by_laws(x_RN, rows, u_RU):
         q_RN = cpu.law(x_RN, rows)
-        return cpu.draw(q_RN, u_R), cpu.check(x_RN), vocab.widen(DraftWeights(ids=own), q_RN)
+        return cpu.draw(q_RN, u_RU), cpu.check(x_RN), vocab.widen(DraftWeights(ids=own), q_RN)
 
     at_once = jax.jit(lambda x, rows, u: cpu.propose(x, rows, u, own, wide))
     x_RN = (3 * rng.standard_normal((R, V))).astype(np.float32)
     x_RN[1, 3], x_RN[2] = np.inf, -np.inf
-    given = x_RN, law_rows(rng, R), rng.random(R).astype(np.float32)
+    given = x_RN, law_rows(rng, R), rng.random((R, 4)).astype(np.float32)
     for want, got in zip(by_laws(*given), at_once(*given), strict=True):
         np.testing.assert_array_equal(want, got)
     shared = LawRows(*(a[4:5] for a in given[1]))
@@ -127,3 +128,5 @@ def test_arrays_that_do_not_go_together_are_refused():
     rows = LawRows(np.ones(1, np.float32), np.zeros(1, np.float32), np.ones(1, np.int32), np.ones(1, np.float32))
     with pytest.raises(jax.errors.JaxRuntimeError, match="do not go together"):
         cpu.propose(p, rows, K1[0], None, 5)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="do not go together"):
+        cpu.draw(p, K1[0])

@@ -66,7 +66,7 @@ def chain(tokens, *, count=None, q=None):
 def run(name, draft, p, *, coins=0.5, u=0.5, alpha=False):
     batch, K = draft.tokens.shape
     coins = np.broadcast_to(f32(coins), (batch, K))
-    u = f32([u] * batch)
+    u = np.full((batch, 4), u, np.float32)
     verdict = compiled(name, alpha)(draft, p, coins_BK=coins, u_B=u)
     if at_once(name) is not None:
         same(at_once(name, alpha)(draft, p, coins_BK=coins, u_B=u), verdict)
@@ -222,7 +222,7 @@ def test_rows_do_not_depend_on_their_neighbours_and_runs_repeat(name):
     q = f32(rng.dirichlet(np.ones(1100), size=(5, 3)))
     draft = chain(np.argmax(np.asarray(p[:, :3] * q), axis=-1))
     draft = draft if "delta" in name else draft._replace(q=q)
-    coins, u = f32(rng.random((5, 3)) ** 2), f32(rng.random(5))
+    coins, u = f32(rng.random((5, 3)) ** 2), f32(rng.random((5, 4)))
     together = compiled(name)(draft, p, coins_BK=coins, u_B=u)
     again = compiled(name)(draft, p, coins_BK=coins, u_B=u)
     jax.tree.map(np.testing.assert_array_equal, together, again)

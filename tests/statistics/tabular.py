@@ -20,7 +20,7 @@ from specsparse.engine import cache as kv
 from specsparse.engine import generate
 from specsparse.engine.generate import DecodeState, Job
 from specsparse.engine.llama import ForwardOut, Want
-from specsparse.engine.noise import seed_words, uniform
+from specsparse.engine.noise import seed_words, token_uniforms, uniform
 from specsparse.engine.sampling import pipeline
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.speculative import draft_law, loop
@@ -133,12 +133,16 @@ OWN = Key()
 def keyed(key: Key) -> Iterator[None]:
     """While it is open, traced code draws its noise without the parts of the key that are 0 (`key` may be traced)."""
 
-    def part(seed, **use):
-        return uniform(seed, **{name: jnp.asarray(word, jnp.int32) * getattr(key, name) for name, word in use.items()})
+    def part(of):
+        def masked(seed, **use):
+            return of(seed, **{name: jnp.asarray(word, jnp.int32) * getattr(key, name) for name, word in use.items()})
+
+        return masked
 
     with contextlib.ExitStack() as stack:
         for module in (generate, loop, draft_law):
-            stack.enter_context(mock.patch.object(module, "uniform", part))
+            stack.enter_context(mock.patch.object(module, "token_uniforms", part(token_uniforms)))
+        stack.enter_context(mock.patch.object(loop, "uniform", part(uniform)))
         yield
 
 

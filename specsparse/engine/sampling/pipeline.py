@@ -248,12 +248,12 @@ def law(
     return _law_of(cfg, params, x_RV, rows, kernels, needed_R), ok_R
 
 
-def draw(p_RV: jax.Array, u_R: jax.Array, *, kernels: SamplingKernels = REFERENCE) -> jax.Array:
-    """Token int32[R] drawn from each row by inverse CDF in vocabulary order; consumes the uniform u of the row.
+def draw(p_RV: jax.Array, u_RU: jax.Array, *, kernels: SamplingKernels = REFERENCE) -> jax.Array:
+    """Token int32[R] drawn from each row by inverse CDF in vocabulary order; consumes the row's `noise.token_uniforms`.
 
     A token of probability 0 is never drawn; the row need not be normalised. See `row_laws.reference_draw`.
     """
-    return kernels.draw(p_RV, u_R)
+    return kernels.draw(p_RV, u_RU)
 
 
 def sample(
@@ -263,25 +263,25 @@ def sample(
     history: History | None = None,
     rows: RowPaths | None = None,
     *,
-    u_R: jax.Array | None,
+    u_RU: jax.Array | None,
     kernels: SamplingKernels = REFERENCE,
     n_valid_B: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Tokens int32[R] drawn from `law`, and ok bool[R].
 
     Args:
-        u_R: uniforms; not used (and may be None) where `cfg.greedy`.
+        u_RU: float32[R, 4], the rows' `noise.token_uniforms`; not used (and may be None) where `cfg.greedy`.
         n_valid_B: int32[B], rows of each sequence that count, the first ones; of the others nothing is promised. None
             is all. The rows of all sequences stand one after the other, equally many of each.
     """
-    if not cfg.greedy and u_R is None:
-        raise ValueError("a law that is not greedy needs `u_R`")
+    if not cfg.greedy and u_RU is None:
+        raise ValueError("a law that is not greedy needs `u_RU`")
     if kernels.sample is not None:
-        return _sample(cfg, params, logits_RV, history, rows, u_R, None, kernels, n_valid_B)[:2]
+        return _sample(cfg, params, logits_RV, history, rows, u_RU, None, kernels, n_valid_B)[:2]
     x_RV, ok_R = _processed(cfg, params, logits_RV, history, rows, kernels)
     if cfg.greedy:
         return kernels.argmax(x_RV), ok_R
-    return kernels.draw(_law_of(cfg, params, x_RV, rows, kernels, _needed(n_valid_B, logits_RV)), u_R), ok_R
+    return kernels.draw(_law_of(cfg, params, x_RV, rows, kernels, _needed(n_valid_B, logits_RV)), u_RU), ok_R
 
 
 def sample_at(
@@ -291,18 +291,18 @@ def sample_at(
     history: History | None = None,
     rows: RowPaths | None = None,
     *,
-    u_R: jax.Array,
+    u_RU: jax.Array,
     tokens_R: jax.Array,
     kernels: SamplingKernels = REFERENCE,
     n_valid_B: jax.Array | None = None,
 ) -> Sampled:
     """`sample`, and the law of each row at `tokens_R` (int32[R], inside the vocabulary)."""
     if kernels.sample is not None:
-        return _sample(cfg, params, logits_RV, history, rows, u_R, tokens_R, kernels, n_valid_B)
+        return _sample(cfg, params, logits_RV, history, rows, u_RU, tokens_R, kernels, n_valid_B)
     needed_R = _needed(n_valid_B, logits_RV)
     p_RV, ok_R = law(cfg, params, logits_RV, history, rows, kernels=kernels, needed_R=needed_R)
     share_R = jnp.take_along_axis(p_RV, tokens_R[:, None], axis=1)[:, 0]
-    return Sampled(kernels.draw(p_RV, u_R), ok_R, share_R)
+    return Sampled(kernels.draw(p_RV, u_RU), ok_R, share_R)
 
 
 def rows_to_judge(
@@ -327,7 +327,7 @@ def _needed(n_valid_B: jax.Array | None, logits_RV: jax.Array) -> jax.Array | No
     return (jnp.arange(n, dtype=jnp.int32)[None] < n_valid_B[:, None]).reshape(-1)
 
 
-def _sample(cfg, params, logits_RV, history, rows, u_R, tokens_R, kernels, n_valid_B) -> Sampled:
+def _sample(cfg, params, logits_RV, history, rows, u_RU, tokens_R, kernels, n_valid_B) -> Sampled:
     """`sample_at` by kernels that write no laws down."""
     x_RV, sane_R = logits_RV.astype(jnp.float32), None
     if not cfg.raw:
@@ -336,7 +336,7 @@ def _sample(cfg, params, logits_RV, history, rows, u_R, tokens_R, kernels, n_val
     if n_valid_B is None:
         B = laws.temperature.shape[0]
         n_valid_B = jnp.full((B,), x_RV.shape[0] // B, jnp.int32)
-    token_R, ok_R, share_R = kernels.sample(x_RV, laws, n_valid_B, u_R, tokens_R)
+    token_R, ok_R, share_R = kernels.sample(x_RV, laws, n_valid_B, u_RU, tokens_R)
     return Sampled(token_R, ok_R if sane_R is None else ok_R & sane_R, share_R)
 
 

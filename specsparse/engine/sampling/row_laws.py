@@ -24,18 +24,18 @@ class SamplingKernels(NamedTuple):
     Attributes:
         argmax: (logits float32[R, V]) -> int32[R], the lowest index of the largest logit.
         law: (logits float32[R, V], LawRows, **steps) -> float32[R, V], see `reference_law`; may ignore `steps`.
-        draw: (p float32[R, V], u float32[R]) -> int32[R], see `reference_draw`.
+        draw: (p float32[R, V], u float32[R, 4]) -> int32[R], see `reference_draw`.
         check: (logits float32[R, V]) -> bool[R], whether a row has neither NaN nor +inf and a token left; with it, raw
             logits are not cleaned first: `argmax`, `law` and `draw` must then stay inside the vocabulary for any row.
-        sample: (logits float32[R, V], LawRows of the B sequences, n_valid int32[B], u float32[R] or None where all are
-            greedy, tokens int32[R] or None) -> (int32[R], bool[R], float32[R]): what `draw` draws from `law`, what
+        sample: (logits float32[R, V], LawRows of the B sequences, n_valid int32[B], u float32[R, 4] or None where all
+            are greedy, tokens int32[R] or None) -> (int32[R], bool[R], float32[R]): what `draw` draws from `law`, what
             `check` says, and the law at `tokens`, of rows i < n_valid[b] of each sequence; the others are 0, true, 0
             and take no time. None where the three are called one by one.
-        propose: (logits float32[R, N], LawRows of the rows or of one for all, u float32[R], ids int32[N] or None, V) ->
-            (int32[R], bool[R], float32[R, V]): the column that `draw` draws from `law`, what `check` says, and the law
-            over V tokens, of which column i is ids[i], or i. None where they are called one by one.
+        propose: (logits float32[R, N], LawRows of the rows or of one for all, u float32[R, 4], ids int32[N] or None, V)
+            -> (int32[R], bool[R], float32[R, V]): the column that `draw` draws from `law`, what `check` says, and the
+            law over V tokens, of which column i is ids[i], or i. None where they are called one by one.
         judge: (rows float32[R, V], LawRows of the B sequences or None, n_valid int32[B], tokens int32[B, K], q
-            float32[B, K, V] or None, coins float32[B, K], u float32[B], *, whole) -> (int32[B], int32[B], bool[B],
+            float32[B, K, V] or None, coins float32[B, K], u float32[B, 4], *, whole) -> (int32[B], int32[B], bool[B],
             float32[B, K]): what `speculative.verify.verify` finds of chains, by `Block` if `whole`, by `Rejection` if
             not: tokens accepted, the token after them, whether that has no law, alpha of each position (0 by `Block`).
             The rows are logits, K + 1 of a sequence, or with None laws. None where laws are written down.
@@ -190,40 +190,50 @@ def reference_law(
     return jnp.where(point_R[:, None], one_hot(reference_argmax(logits_RV), V), p_RV)
 
 
-def _descend(levels: list[jax.Array], t_R: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Leaf that t falls into, and what is left of t there. A leaf of sum 0 is never reached unless all are 0."""
+def _descend(levels: list[jax.Array], near_R: jax.Array, far_R: jax.Array) -> jax.Array:
+    """Leaf int32[R] that two uniforms choose: `far` decides the upper half of the levels, `near` the lower.
+
+    A leaf of sum 0 is never reached unless all are 0.
+    """
     leaves = levels[0].shape[1]
+    depth = leaves.bit_length() - 1
     # As a heap: node i has the children 2i and 2i + 1, the root is 1. A loop, since XLA takes seconds to compile the
     # unrolled descent.
     heap = jnp.concatenate([jnp.zeros_like(levels[-1]), *reversed(levels)], axis=1)
 
-    def step(_, state):
+    def step(i, state):
         node_R, t_R = state
+        sum_R = jnp.take_along_axis(heap, node_R[:, None], axis=1)[:, 0]
+        t_R = jnp.where(i == 0, far_R * sum_R, t_R)
+        t_R = jnp.where(i == depth // 2, near_R * sum_R, t_R)  # anew, with all the bits that a uniform has
         pair_R2 = jnp.take_along_axis(heap, 2 * node_R[:, None] + jnp.arange(2, dtype=jnp.int32)[None], axis=1)
         left_R, right_R = pair_R2[:, 0], pair_R2[:, 1]
         go_right_R = (t_R >= left_R) & (right_R > 0.0)  # rounding may leave t beyond the last token that counts
         return 2 * node_R + go_right_R.astype(jnp.int32), jnp.where(go_right_R, t_R - left_R, t_R)
 
-    root_R = jnp.ones(t_R.shape, jnp.int32)
-    node_R, t_R = jax.lax.fori_loop(0, leaves.bit_length() - 1, step, (root_R, t_R))
-    return node_R - leaves, t_R
+    start = (jnp.ones(near_R.shape, jnp.int32), jnp.zeros_like(near_R))
+    return jax.lax.fori_loop(0, depth, step, start)[0] - leaves
 
 
-def reference_draw(p_RV: jax.Array, u_R: jax.Array) -> jax.Array:
-    """Token of each row by inverse CDF in vocabulary order: int32[R], consumes the uniform u in [0, 1).
+def reference_draw(p_RV: jax.Array, u_RU: jax.Array) -> jax.Array:
+    """Token of each row by inverse CDF in vocabulary order: int32[R], consumes four uniforms in [0, 1) of the row.
 
-    t = u * mass(p) goes down the tree of block sums, then down the pairs inside the block. A row need not be
-    normalised; what is not above 0 (NaN too) counts as 0 and is never drawn. A row of zeros gives token 0.
+    A uniform of 24 bits cannot tell 151,936 tokens apart. So the tree of sums is descended in four parts, each by a
+    uniform of its own, t = u * sum of the node: the upper and the lower half of the levels over blocks (u[3], u[2]),
+    then groups of 16 tokens in the block (u[1]), then the token (u[0], all that up to 16 tokens need). A part chooses
+    among at most 32 nodes in vocabularies of up to 2^18 tokens. So the probability of a token is off by a few 2^-24 of
+    its group's, not of the row's.
+
+    A row need not be normalised; what is not above 0 (NaN too) counts as 0 and is never drawn. A row of zeros gives
+    token 0.
     """
     V = p_RV.shape[1]
     p_RV = jnp.where(p_RV > 0.0, p_RV, jnp.float32(0.0))
-    levels = _pair_levels(block_sums(p_RV))
-    block_R, t_R = _descend(levels, u_R * levels[-1][:, 0])
+    block_R = _descend(_pair_levels(block_sums(p_RV)), u_RU[:, 2], u_RU[:, 3])
     column_RB = block_R[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)[None]
     inside_RB = jnp.take_along_axis(p_RV, jnp.minimum(column_RB, V - 1), axis=1)
     inside_RB = jnp.where(column_RB < V, inside_RB, jnp.float32(0.0))
-    column_R, _ = _descend(_pair_levels(inside_RB), t_R)
-    return block_R * BLOCK + column_R
+    return block_R * BLOCK + _descend(_pair_levels(inside_RB), u_RU[:, 0], u_RU[:, 1])
 
 
 REFERENCE = SamplingKernels(reference_argmax, reference_law, reference_draw)

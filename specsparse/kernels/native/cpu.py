@@ -284,30 +284,30 @@ def law(logits_RV, rows, **_):
     return call(logits_RV, rows.temperature, rows.log_min_p, rows.top_k, rows.top_p)
 
 
-def draw(p_RV, u_R):
+def draw(p_RV, u_RU):
     """`engine.sampling.row_laws.reference_draw` by the C++ kernels: the same tree of sums, the same token."""
-    return _call("specsparse_draw", jax.ShapeDtypeStruct(p_RV.shape[:1], jnp.int32))(p_RV, u_R)
+    return _call("specsparse_draw", jax.ShapeDtypeStruct(p_RV.shape[:1], jnp.int32))(p_RV, u_RU)
 
 
-def sample(logits_RV, laws, n_valid_B, u_R=None, tokens_R=None):
+def sample(logits_RV, laws, n_valid_B, u_RU=None, tokens_R=None):
     """`check`, `law` and `draw` of the rows that count (see `SamplingKernels.sample`) by the C++ kernels."""
     R = logits_RV.shape[:1]
     shapes = tuple(jax.ShapeDtypeStruct(R, dtype) for dtype in (jnp.int32, jnp.bool_, jnp.float32))
-    u_R = jnp.zeros((0,), jnp.float32) if u_R is None else u_R
+    u_RU = jnp.zeros((0, 4), jnp.float32) if u_RU is None else u_RU
     tokens_R = jnp.zeros((0,), jnp.int32) if tokens_R is None else tokens_R
-    return tuple(_call("specsparse_sample", shapes)(logits_RV, *laws, u_R, tokens_R, n_valid_B))
+    return tuple(_call("specsparse_sample", shapes)(logits_RV, *laws, u_RU, tokens_R, n_valid_B))
 
 
-def propose(logits_RN, laws, u_R, ids_N, size):
+def propose(logits_RN, laws, u_RU, ids_N, size):
     """`SamplingKernels.propose` (see `engine.sampling.row_laws`) by the C++ kernels."""
     R = logits_RN.shape[:1]
     shapes = [jax.ShapeDtypeStruct(R, dtype) for dtype in (jnp.int32, jnp.bool_)]
     shapes.append(jax.ShapeDtypeStruct((*R, size), jnp.float32))
     ids_N = jnp.zeros((0,), jnp.int32) if ids_N is None else ids_N
-    return tuple(_call("specsparse_propose", shapes)(logits_RN, *laws, u_R, ids_N))
+    return tuple(_call("specsparse_propose", shapes)(logits_RN, *laws, u_RU, ids_N))
 
 
-def judge(rows_RV, laws, n_valid_B, tokens_BK, q_BKV, coins_BK, u_B, *, whole):
+def judge(rows_RV, laws, n_valid_B, tokens_BK, q_BKV, coins_BK, u_BU, *, whole):
     """`SamplingKernels.judge` (see `engine.sampling.row_laws`) by the C++ kernels."""
     B = n_valid_B.shape
     shapes = [jax.ShapeDtypeStruct(B, dtype) for dtype in (jnp.int32, jnp.int32, jnp.bool_)]
@@ -316,4 +316,4 @@ def judge(rows_RV, laws, n_valid_B, tokens_BK, q_BKV, coins_BK, u_B, *, whole):
     laws = (empty, empty, jnp.zeros((0,), jnp.int32), empty) if laws is None else laws
     call = _call("specsparse_judge", shapes)
     q_BKV = empty if q_BKV is None else q_BKV
-    return tuple(call(rows_RV, *laws, n_valid_B, tokens_BK, q_BKV, coins_BK, u_B, whole=np.int64(whole)))
+    return tuple(call(rows_RV, *laws, n_valid_B, tokens_BK, q_BKV, coins_BK, u_BU, whole=np.int64(whole)))

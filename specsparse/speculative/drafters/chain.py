@@ -12,7 +12,7 @@ from specsparse.engine.cache import KVCache
 from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
 from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback
-from specsparse.speculative.draft_law import DraftLaw, draft_uniform
+from specsparse.speculative.draft_law import DraftLaw, draft_uniforms
 from specsparse.speculative.drafters.sources import DraftWeights, FedRows, KeptRows, Source
 from specsparse.speculative.policies.base import Policy, check_policy, view_law
 from specsparse.speculative.tree import TreeTemplate
@@ -117,12 +117,12 @@ class ModelDrafter(Drafter):
     def _add(self, params, state, ctx, chain: _Chain, logits_BN, i, budget_B) -> _Chain:
         """Node i of the sequences that are live, from the logits before it, unless the policy stops there."""
         live_B, sampled = chain.live, self.draw is DraftKind.SAMPLED
-        u_B = draft_uniform(ctx, depth=i + 1, node=i)[:, 0]
+        u_BU = draft_uniforms(ctx, depth=i + 1, node=i)[:, 0]
         vocab = self.source.vocab
         q_BN = wide_BV = None
         at_once = sampled and not self.policy.needs and self.law.kernels.propose is not None
         if at_once:
-            column_B, ok_B, wide_BV = self.law.propose(logits_BN, u_B, params.ids, vocab.target)
+            column_B, ok_B, wide_BV = self.law.propose(logits_BN, u_BU, params.ids, vocab.target)
             live_B = live_B & ok_B
         elif sampled:
             q_BN, ok_B = self.law.law(logits_BN)
@@ -135,7 +135,7 @@ class ModelDrafter(Drafter):
         if not sampled:
             column_B = self.law.top(logits_BN)
         elif not at_once:
-            column_B, wide_BV = self.law.draw(q_BN, u_B), vocab.widen(params, q_BN)
+            column_B, wide_BV = self.law.draw(q_BN, u_BU), vocab.widen(params, q_BN)
         token_B = jnp.where(live_B, vocab.token_ids(params, column_B), 0)
         last_B = chain.last
         if "last" in self.policy.needs:

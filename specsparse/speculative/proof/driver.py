@@ -75,12 +75,18 @@ def jitted(verifier: Verifier) -> Driver:
     def run(draft: Draft, p_BnV: jax.Array, uniforms_Bn: jax.Array) -> Verdict:
         if verifier.needs_p:
             K = draft.max_nodes
-            return verify(verifier, draft, p_BnV, coins_BK=uniforms_Bn[:, :K], u_B=uniforms_Bn[:, K], draw=draw)
+            u_BU = _to_draw_by(uniforms_Bn[:, K])
+            return verify(verifier, draft, p_BnV, coins_BK=uniforms_Bn[:, :K], u_B=u_BU, draw=draw)
         B, n, V = p_BnV.shape
-        target_Bn = draw(p_BnV.reshape(B * n, V), uniforms_Bn.reshape(B * n)).reshape(B, n)
+        target_Bn = draw(p_BnV.reshape(B * n, V), _to_draw_by(uniforms_Bn.reshape(B * n))).reshape(B, n)
         return match_verdict(draft, target_Bn, tree=verifier.tree)
 
     return jax.jit(jax.vmap(run))
+
+
+def _to_draw_by(u_R: jax.Array) -> jax.Array:
+    """float32[R, 4], as a draw takes them. Of at most 16 tokens (here `VOCAB_ROOM`) the first decides alone."""
+    return jnp.stack([u_R, *[jnp.zeros_like(u_R)] * 3], axis=-1)
 
 
 def _at_once(
@@ -95,7 +101,7 @@ def _at_once(
     as_given = LawRows(every, -jnp.inf * every, jnp.full((L * B,), V, jnp.int32), every)
     found = verify_rows(
         verifier, draft, jnp.log(p_LBnV).reshape(-1, V), as_given, n_valid_B=draft.count + 1,
-        coins_BK=uniforms_Bn[:, :-1], u_B=uniforms_Bn[:, -1], judge=ours.judge,
+        coins_BK=uniforms_Bn[:, :-1], u_B=_to_draw_by(uniforms_Bn[:, -1]), judge=ours.judge,
     )  # fmt: skip
     return jax.tree.map(lambda x: x.reshape(L, B, *x.shape[1:]), found)
 
@@ -104,13 +110,13 @@ def _over_batches(draw: Draw) -> Draw:
     """`draw` for `vmap`: the batches become rows of one call, since a native call knows no `vmap`."""
 
     @custom_vmap
-    def rows(p_RV, u_R):
-        return draw(p_RV, u_R)
+    def rows(p_RV, u_RU):
+        return draw(p_RV, u_RU)
 
     @rows.def_vmap
     def _(size, batched, p, u):
         p, u = (x if is_so else jnp.broadcast_to(x, (size, *x.shape)) for x, is_so in zip((p, u), batched))
-        return draw(p.reshape(-1, p.shape[-1]), u.reshape(-1)).reshape(u.shape), True
+        return draw(p.reshape(-1, p.shape[-1]), u.reshape(-1, u.shape[-1])).reshape(u.shape[:-1]), True
 
     return rows
 

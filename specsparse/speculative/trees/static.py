@@ -13,7 +13,7 @@ import numpy as np
 from specsparse.engine.cache import KVCache
 from specsparse.errors import UserError
 from specsparse.speculative.base import ROOT, Draft, DraftKind
-from specsparse.speculative.draft_law import draft_uniform
+from specsparse.speculative.draft_law import draft_uniforms
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees.base import Expanded, Expander, TreeShape
 from specsparse.speculative.trees.options import TemplateOptions
@@ -92,7 +92,7 @@ class StaticTree(TreeShape):
     def expand(
         self, by: Expander, cache: KVCache, logits_BN: jax.Array, *, budget_B: jax.Array, room_B: jax.Array
     ) -> Expanded:
-        """Consumes one uniform of stream `draft` a drawn node, keyed by position, round and node."""
+        """Consumes the uniforms of stream `draft` of each drawn node, keyed by position, round and node."""
         batch, K = budget_B.shape[0], self.max_nodes
         levels = jax.tree.map(lambda a: jnp.asarray(a, jnp.int32), self.levels)
         parents_BK = self.template.parents_array(batch)
@@ -137,8 +137,8 @@ class StaticTree(TreeShape):
             if self.draw is DraftKind.ONE_HOT:
                 column_R = by.law.top(x_RN)
             else:
-                u_BP = draft_uniform(by.ctx, depth=d + 1, node=node_P[None])
-                column_R = by.law.draw(x_RN, u_BP.reshape(-1))
+                u_BPU = draft_uniforms(by.ctx, depth=d + 1, node=node_P[None])
+                column_R = by.law.draw(x_RN, u_BPU.reshape(-1, 4))
                 wide_BPV = by.widen(x_RN).reshape(batch, P, -1)
                 q_BKV = q_BKV.at[:, node_P].set(wide_BPV, mode="drop")
             tokens_BK = tokens_BK.at[:, node_P].set(by.token_ids(column_R).reshape(batch, P), mode="drop")

@@ -1,5 +1,6 @@
 """Laws against a sort-based float64 oracle, and contract C1: a row's bits depend on nothing but the row."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -126,7 +127,7 @@ def test_ties_at_the_threshold_are_kept_and_greedy_takes_the_first():
     np.testing.assert_allclose(law(cfg, params, x)[0], [[0, 1 / 3, 1 / 3, 0, 1 / 3]], rtol=1e-6)
     cfg, params = pipeline.compile_params(SamplingParams(temperature=0), vocab_size=5)
     np.testing.assert_array_equal(law(cfg, params, x)[0], [[0, 1, 0, 0, 0]])
-    assert sample(cfg, params, x, u_R=None)[0].tolist() == [1]
+    assert sample(cfg, params, x, u_RU=None)[0].tolist() == [1]
     zeros = np.array([[-0.0, 0.0, -1.0]], np.float32)
     cfg, params = pipeline.compile_params(SamplingParams(top_k=1), vocab_size=3)
     np.testing.assert_array_equal(law(cfg, params, zeros)[0], [[0.5, 0.5, 0]])
@@ -141,7 +142,7 @@ def test_rows_without_a_law_are_flagged_and_harmless():
         p, ok = law(cfg, arrays, x)
         assert ok.tolist() == [True, False, False, False, False, True]
         assert np.isfinite(p).all() and np.allclose(p.sum(axis=1), 1.0)
-        token, ok = sample(cfg, arrays, x, u_R=np.full(6, 0.999, np.float32))
+        token, ok = sample(cfg, arrays, x, u_RU=np.full((6, 4), 0.999, np.float32))
         assert ok.tolist() == [True, False, False, False, False, True]
         assert np.all(token >= 0) and np.all(token < 3) and token[2] == 0 and token[3] == 0 and token[5] == 1
 
@@ -195,7 +196,7 @@ def test_rows_of_a_draft_equal_plain_decoding_bit_for_bit():
     assert cfg.bad_prefix == 2
     token = jnp.asarray([[1, 7, 8, 9, 7, 8], [7, 8, 7, 8, 2, 2]], jnp.int32)
     x = rng.normal(size=(batch, n, vocab)).astype(np.float32) * 3
-    u = rng.random((batch, n)).astype(np.float32)
+    u = rng.random((batch, n, 4)).astype(np.float32)
     start = pipeline.init_history(cfg, [[1, 2, 3], [4, 7]])
     start = observe(start, token[:, 0], jnp.ones((batch,), bool))
     parents = jnp.asarray([[-1, 0, 1, 2, 3, 4]] * batch, jnp.int32)
@@ -210,7 +211,7 @@ def test_rows_of_a_draft_equal_plain_decoding_bit_for_bit():
         return jnp.where(ok[:, None], processed, jnp.float32(np.nan)), p, pipeline.draw(p, u)
 
     for rows in (pipeline.chain_rows(token), tree_rows(token, parents, depth=n - 1)):
-        together = [np.asarray(a) for a in run(x.reshape(-1, vocab), start, rows, u.reshape(-1))]
+        together = [np.asarray(a) for a in run(x.reshape(-1, vocab), start, rows, u.reshape(-1, 4))]
         processed, p, tokens = (a.reshape(batch, n, *a.shape[1:]) for a in together)
         for i, history in enumerate(histories):
             for many, alone in zip((processed, p, tokens), run(x[:, i], history, None, u[:, i]), strict=True):
@@ -225,7 +226,7 @@ def test_rows_do_not_depend_on_their_number(vocab):
     """C1: R = 1 and R = 9 give the same bits, also where a row does not fill whole vectors."""
     rng = np.random.default_rng(vocab)
     x = random_logits(rng, 9, vocab)
-    u = rng.random(9).astype(np.float32)
+    u = rng.random((9, 4)).astype(np.float32)
     params = everything(vocab, ban_repeats, logprobs=3)
     cfg, arrays = pipeline.compile_params(params, vocab_size=vocab, encode=lambda text: [7, 8])
     history = pipeline.observe(pipeline.init_history(cfg, [[3, 4]]), jnp.asarray([7], jnp.int32), jnp.asarray([True]))
@@ -245,13 +246,18 @@ def test_rows_do_not_depend_on_their_number(vocab):
 
 
 def test_draw_has_exactly_the_law_on_a_dyadic_grid():
-    """Every u of a grid, probabilities that are multiples of its step: counts are exact, in order of the vocabulary."""
+    """Every u of a grid, probabilities that are multiples of its step: counts are exact, in order of the vocabulary.
+
+    Over 2^16 tokens each of the four uniforms decides among 16: uniform i among tokens that lie 16^i apart.
+    """
     rng = np.random.default_rng(6)
-    share = rng.multinomial(1024, rng.dirichlet(np.full(300, 0.3)))
-    u = (np.arange(1024) / 1024).astype(np.float32)
-    for scale in (1 / 1024, 8.0):
-        p = np.broadcast_to((share * scale).astype(np.float32), (1024, 300))
-        np.testing.assert_array_equal(draw(p, u), np.repeat(np.arange(300), share))
+    share = rng.multinomial(64, rng.dirichlet(np.full(16, 0.3)))
+    for i in range(4):
+        u, p, tokens = np.zeros((64, 4), np.float32), np.zeros(2**16, np.float32), 16**i * np.arange(16) + (i > 0) * 7
+        u[:, i] = np.arange(64) / 64
+        for scale in (1 / 64, 8.0):
+            p[tokens] = share * scale
+            np.testing.assert_array_equal(draw(np.broadcast_to(p, (64, 2**16)), u), tokens.repeat(share))
 
 
 @pytest.mark.parametrize("vocab", [1, 100, 8193, 151936])
@@ -265,22 +271,26 @@ def test_draw_inverts_the_cdf_and_never_takes_what_has_no_mass(vocab):
     p[4, vocab // 3] = 1e-30
     p /= p.sum(axis=1, keepdims=True)
     last = np.float32(1 - 2**-24)
-    u = np.concatenate([np.zeros(3), [last] * 8, rng.random(5)]).astype(np.float32)
+    u = np.concatenate([np.zeros((3, 4)), np.full((8, 4), last), rng.random((5, 4))]).astype(np.float32)
     token = np.asarray(draw(p, u))
     assert token.dtype == np.int32 and np.all((token >= 0) & (token < vocab))
     chosen = p[np.arange(16), token]
     assert np.all(chosen > 0.0)
-    cdf = np.cumsum(p.astype(np.float64), axis=1)
-    cdf /= cdf[:, -1:]
-    upper = cdf[np.arange(16), token]
-    lower = np.where(token > 0, cdf[np.arange(16), token - 1], 0.0)
-    assert np.all(lower - 1e-6 <= u) and np.all(u <= upper + 1e-6)
+    depth = (-(-vocab // 256) - 1).bit_length()
+    sizes = [1, 16, 256, 256 << (depth - depth // 2), 256 << depth]
+    cdf = np.pad(np.cumsum(p.astype(np.float64), axis=1), ((0, 0), (1, sizes[-1] - vocab)), mode="edge")
+    cdf[:, 0] = 0.0
+    for i, (part, whole) in enumerate(itertools.pairwise(sizes)):
+        ends = token // part * part, token // part * part + part, token // whole * whole, token // whole * whole + whole
+        lower, upper, start, end = (cdf[np.arange(16), at] for at in ends)
+        assert np.all((lower - start) / (end - start) - 1e-6 <= u[:, i])
+        assert np.all(u[:, i] <= (upper - start) / (end - start) + 1e-6)
 
 
 def test_draw_treats_bad_numbers_as_no_mass():
     p = np.array([[0, 0, 0], [np.nan, 0.5, 0], [-1, 0, 0.5]], np.float32)
     for u in (0.0, 0.5, 0.9999):
-        assert draw(p, np.full(3, u, np.float32)).tolist() == [0, 1, 2]
+        assert draw(p, np.full((3, 4), u, np.float32)).tolist() == [0, 1, 2]
 
 
 def test_logprobs_are_those_of_the_model():

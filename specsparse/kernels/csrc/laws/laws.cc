@@ -176,14 +176,19 @@ float mass(Row* row) {
 
 namespace {
 
-// Leaf that t falls into; what is left of t there stays in *t. A leaf of sum 0 is never reached unless all are 0.
-int64_t descend(const std::vector<float>& heap, float* t) {
+// Leaf that two uniforms choose: `far` decides the upper half of the levels, `near` the lower. A leaf of sum 0 is never
+// reached unless all are 0.
+int64_t descend(const std::vector<float>& heap, float near, float far) {
   const int64_t leaves = heap.size() / 2;
+  int depth = 0;
+  while (int64_t{1} << depth < leaves) ++depth;
   int64_t node = 1;
-  while (node < leaves) {
+  float t = far * heap[1];
+  for (int level = 0; level < depth; ++level) {
+    if (level == depth / 2) t = near * heap[node];  // anew, with all the bits that a uniform has
     const float left = heap[2 * node], right = heap[2 * node + 1];
-    const bool go_right = *t >= left && right > 0.0f;  // rounding may leave t beyond the last token that counts
-    if (go_right) *t -= left;
+    const bool go_right = t >= left && right > 0.0f;  // rounding may leave t beyond the last token that counts
+    if (go_right) t -= left;
     node = 2 * node + go_right;
   }
   return node - leaves;
@@ -191,17 +196,17 @@ int64_t descend(const std::vector<float>& heap, float* t) {
 
 }  // namespace
 
-int32_t draw_from(Row* row, float u) {
+int32_t draw_from(Row* row, const float* u) {
   thread_local std::vector<float> heap;
-  float t = u * mass(row, &heap);
-  const int64_t block = descend(heap, &t);
+  mass(row, &heap);
+  const int64_t block = descend(heap, u[2], u[3]);
   pair_tree(row->e.data() + block * kSumBlock, kSumBlock, &heap);
-  return static_cast<int32_t>(block * kSumBlock + descend(heap, &t));
+  return static_cast<int32_t>(block * kSumBlock + descend(heap, u[0], u[1]));
 }
 
 namespace {
 
-int32_t draw_row(const float* p, int64_t count, float u) {
+int32_t draw_row(const float* p, int64_t count, const float* u) {
   thread_local Row row;
   row.make_room(count);
   for (int64_t i = 0; i < count; ++i) row.e[i] = p[i] > 0.0f ? p[i] : 0.0f;
@@ -215,7 +220,7 @@ struct Drawn {
   bool ok;
 };
 
-Drawn sample_row(const float* logits, int64_t count, const Shape& shape, float u, int64_t token) {
+Drawn sample_row(const float* logits, int64_t count, const Shape& shape, const float* u, int64_t token) {
   thread_local Row row;
   bool wild;
   const float top = ops().peak(logits, count, &wild);
@@ -253,8 +258,10 @@ ffi::Error law(Floats logits, Floats temperature, Floats log_min_p, Ints32 top_k
 
 ffi::Error draw(ffi::Buffer<ffi::F32> p, ffi::Buffer<ffi::F32> u, ffi::ResultBuffer<ffi::S32> out) {
   const int64_t rows = p.dimensions()[0], width = p.dimensions()[1];
+  if (static_cast<int64_t>(u.element_count()) != rows * kUniforms)
+    return ffi::Error::InvalidArgument("specsparse draw: rows and uniforms do not go together");
   parallel(rows, [&](int64_t r) {
-    out->typed_data()[r] = draw_row(p.typed_data() + r * width, width, u.typed_data()[r]);
+    out->typed_data()[r] = draw_row(p.typed_data() + r * width, width, u.typed_data() + r * kUniforms);
   });
   return ffi::Error::Success();
 }
@@ -269,9 +276,10 @@ ffi::Error sample(Floats logits, Floats temperature, Floats log_min_p, Ints32 to
   const int64_t n = batch ? rows / batch : 0;
   const auto fits = [&](int64_t count, int64_t wanted) { return count == 0 || count == wanted; };
   const Shapes shapes{temperature, log_min_p, top_k, top_p};
-  if (batch * n != rows || shapes.count() != batch || !fits(u.element_count(), rows) ||
+  if (batch * n != rows || shapes.count() != batch || !fits(u.element_count(), rows * kUniforms) ||
       !fits(tokens.element_count(), rows))
     return ffi::Error::InvalidArgument("specsparse sample: rows, sequences and uniforms do not go together");
+  static constexpr float nobody[kUniforms] = {};
   thread_local std::vector<int64_t> wanted;
   wanted.clear();
   for (int64_t r = 0; r < rows; ++r) {
@@ -280,7 +288,8 @@ ffi::Error sample(Floats logits, Floats temperature, Floats log_min_p, Ints32 to
   }
   parallel(wanted.size(), [&, at = wanted.data()](int64_t i) {
     const int64_t r = at[i], b = r / n;
-    const Drawn d = sample_row(logits.typed_data() + r * width, width, shapes.of(b), u.element_count() ? u.typed_data()[r] : 0.0f,
+    const Drawn d = sample_row(logits.typed_data() + r * width, width, shapes.of(b),
+                               u.element_count() ? u.typed_data() + r * kUniforms : nobody,
                                tokens.element_count() ? tokens.typed_data()[r] : -1);
     drawn->typed_data()[r] = d.drawn, ok->typed_data()[r] = d.ok, share->typed_data()[r] = d.share;
   });
@@ -295,7 +304,7 @@ ffi::Error propose(Floats logits, Floats temperature, Floats log_min_p, Ints32 t
   const int64_t rows = logits.dimensions()[0], width = logits.dimensions()[1], wide = q->dimensions()[1];
   const Shapes shapes{temperature, log_min_p, top_k, top_p};
   const int64_t known = ids.element_count();
-  if ((shapes.count() != rows && shapes.count() != 1) || static_cast<int64_t>(u.element_count()) != rows ||
+  if ((shapes.count() != rows && shapes.count() != 1) || static_cast<int64_t>(u.element_count()) != rows * kUniforms ||
       (known && known != width) || width > wide)
     return ffi::Error::InvalidArgument("specsparse propose: rows, uniforms and ids do not go together");
   parallel(rows, [&](int64_t r) {
@@ -315,7 +324,7 @@ ffi::Error propose(Floats logits, Floats temperature, Floats log_min_p, Ints32 t
       std::fill(out + width, out + wide, 0.0f);
     }
     for (int64_t i = 0; i < width; ++i) p[i] = p[i] > 0.0f ? p[i] : 0.0f;
-    drawn->typed_data()[r] = draw_from(&row, u.typed_data()[r]);
+    drawn->typed_data()[r] = draw_from(&row, u.typed_data() + r * kUniforms);
   });
   return ffi::Error::Success();
 }

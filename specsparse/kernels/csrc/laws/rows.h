@@ -9,7 +9,7 @@
 
 namespace specsparse {
 
-constexpr int64_t kSumBlock = 256, kMaxBlock = 64;
+constexpr int64_t kSumBlock = 256, kMaxBlock = 64, kUniforms = 4;
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
 // A row's logits padded with -inf, its weights e, and the maxima of its blocks.
@@ -62,7 +62,7 @@ bool law_row(const float* logits, int64_t count, const Shape& shape, float* p);
 // Sum of row->e, in the order of `row_laws.mass`.
 float mass(Row* row);
 
-// The token that u falls on, by the numbers of row->e, none below 0 and 0 beyond the vocabulary.
-int32_t draw_from(Row* row, float u);
+// The token that the kUniforms numbers u draw, by row->e, none of it below 0 and 0 beyond the vocabulary.
+int32_t draw_from(Row* row, const float* u);
 
 }  // namespace specsparse

@@ -19,7 +19,7 @@ struct Chain {
   const int32_t* tokens;  // [count]
   const float* coins;     // [count]
   int64_t count, width;
-  float u;
+  const float* u;  // [kUniforms]
 
   bool known(int64_t i) const { return tokens[i] >= 0 && tokens[i] < width; }
   float q_at(int64_t i) const { return !known(i) ? 0.0f : q ? q[i * width + tokens[i]] : 1.0f; }
@@ -130,7 +130,7 @@ ffi::Error judge(Floats rows, Floats temperature, Floats log_min_p, Ints32 top_k
   const auto is = [](const auto& buffer, int64_t wanted) { return static_cast<int64_t>(buffer.element_count()) == wanted; };
   if (!batch) return ffi::Error::Success();
   if (batch * n != count || (shapes.count() && shapes.count() != batch) || !is(tokens, batch * nodes) ||
-      !is(coins, batch * nodes) || !is(u, batch) || (q.element_count() && !is(q, batch * nodes * width)))
+      !is(coins, batch * nodes) || !is(u, batch * kUniforms) || (q.element_count() && !is(q, batch * nodes * width)))
     return ffi::Error::InvalidArgument("specsparse judge: rows, drafts and uniforms do not go together");
   thread_local std::vector<float> laws;
   thread_local std::vector<int64_t> wanted;
@@ -160,7 +160,7 @@ ffi::Error judge(Floats rows, Floats temperature, Floats log_min_p, Ints32 top_k
     accepted->typed_data()[b] = 0, token->typed_data()[b] = 0, failed->typed_data()[b] = false;
     if (drafted(b) < 0) return;
     const Chain c{p + b * n * width, q_of(b, 0), tokens.typed_data() + b * nodes, coins.typed_data() + b * nodes,
-                  drafted(b), width, u.typed_data()[b]};
+                  drafted(b), width, u.typed_data() + b * kUniforms};
     const End end = whole ? block(c, &row) : reject(c);
     if (end.accepted == c.count) write_law(b * n + end.accepted);
     // A token that its own law could not have drawn leaves p owed in full.
