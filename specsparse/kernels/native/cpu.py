@@ -18,8 +18,8 @@ from specsparse.support.options import shown
 
 LIBRARY = Path(__file__).parents[1] / "libspecsparse_kernels.so"
 OPERATIONS = (
-    "linear", "add_normed", "embed", "attend", "layers", "argmax", "check", "law", "draw", "sample", "propose", "judge",
-    "sparse_ffn", "signbit_keep",
+    "linear", "add_normed", "embed", "attend", "layers", "argmax", "check", "law", "draw_token", "sample", "propose",
+    "judge", "sparse_ffn", "signbit_keep",
 )  # fmt: skip
 
 ISAS = ("portable", "avx2", "avxvnni", "avx512", "amx")
@@ -286,7 +286,7 @@ def law(logits_RV, rows, **_):
 
 def draw(p_RV, u_RU):
     """`engine.sampling.row_laws.reference_draw` by the C++ kernels: the same tree of sums, the same token."""
-    return _call("specsparse_draw", jax.ShapeDtypeStruct(p_RV.shape[:1], jnp.int32))(p_RV, u_RU)
+    return _call("specsparse_draw_token", jax.ShapeDtypeStruct(p_RV.shape[:1], jnp.int32))(p_RV, u_RU)
 
 
 def sample(logits_RV, laws, n_valid_B, u_RU=None, tokens_R=None):

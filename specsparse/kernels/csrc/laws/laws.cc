@@ -338,7 +338,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_check, check, (results<ffi::Buffer<ffi:
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_law, law,
                               (results<Floats>(args<Floats, Floats, Floats, Ints32, Floats>())));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_draw, draw, (results<Ints32>(args<Floats, Floats>())));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_draw_token, draw, (results<Ints32>(args<Floats, Floats>())));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specsparse_sample, sample,
                               (results<Ints32, ffi::Buffer<ffi::PRED>, Floats>(
