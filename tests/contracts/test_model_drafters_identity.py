@@ -74,7 +74,7 @@ def head(model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(model):
-    return {name: specsparse.generate(model, PROMPTS, sampling=law, seed=11) for name, law in LAWS.items()}
+    return {name: specsparse.generate(model, PROMPTS, sampling=law, seed=14) for name, law in LAWS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_tiny_models_emit_the_plain_tokens(model, head, block_drafter, plain, me
         own = {"path": block_drafter}
     drafter = get_drafter(name, gamma=4, **own, **options)
     verifier = "tree_match" if drafter.tree else "match"
-    got = specsparse.generate(model, PROMPTS, sampling=LAWS[law], seed=11, drafter=drafter, verifier=verifier)
+    got = specsparse.generate(model, PROMPTS, sampling=LAWS[law], seed=14, drafter=drafter, verifier=verifier)
     assert [g.token_ids for g in got] == [g.token_ids for g in plain[law]]
     assert [g.finish_reason for g in got] == [g.finish_reason for g in plain[law]]
     counters = [g.stats.counters for g in got]

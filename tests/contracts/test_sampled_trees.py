@@ -38,7 +38,8 @@ MATRIX = [(source, verifier) for source in ("layer_skip", "model") for verifier 
 
 @pytest.mark.parametrize(("source", "verifier"), cells(MATRIX, [("layer_skip", "kseq"), ("model", "tree_delta")]))
 def test_some_drafts_are_accepted_and_neighbours_do_not_matter(target, source, verifier):
-    options = {"sampling": LAW, "drafter": drafter(target, source, verifier), "verifier": verifier, "seed": 3}
+    options = {"sampling": LAW, "drafter": drafter(target, source, verifier), "verifier": verifier}
+    options |= {"seed": 3, "common_noise": True}  # without it a prompt's noise goes with its place
     both = specsparse.generate(target, PROMPTS, **options)
     swapped = specsparse.generate(target, PROMPTS[::-1], **options)
     assert [g.token_ids for g in both] == [g.token_ids for g in swapped[::-1]]
