@@ -26,8 +26,8 @@ from specsparse.runtime.device_batch import Method
 from specsparse.speculative.method import make_drafter
 from specsparse.speculative.policies.base import Fixed
 from specsparse.tools.bench import speculation
-from specsparse.tools.bench.peers import Peer
 from specsparse.tools.bench.speculation import SpeculationPlan, Speculator, ours
+from specsparse.tools.peers.timed import Peer
 
 GOAL = 3.0
 PLAIN, LOOKUP = "ours plain", "ours lookup"

@@ -26,10 +26,9 @@ import specsparse
 from specsparse.speculative import expected
 from specsparse.support import terminal
 from specsparse.tools.advise.advise import Question, advise, verdict
-from specsparse.tools.audit import job
+from specsparse.tools.audit import same_bits
 from specsparse.tools.audit.texts import compare_texts
-from specsparse.tools.peers import windows
-from specsparse.tools.peers.engines import OurRows
+from specsparse.tools.peers.logits import CHECKED, OurRows, text_ids
 
 MODEL = os.environ.get("SPECSPARSE_NOTEBOOK_MODEL", "smollm2-135m")
 TOKENS = int(os.environ.get("SPECSPARSE_NOTEBOOK_TOKENS", "48"))
@@ -45,8 +44,8 @@ DRAFT = "smollm2-draft" if SHIPPED else MODEL
 # are a group; here there must be one.
 
 # %%
-plan = job.AuditPlan(MODEL, widths=(1, 2, 4, 8, 16), windows=2, prompt_tokens=24, tokens=TOKENS)
-(case,) = job.run(plan, terminal.console())["cases"]
+plan = same_bits.AuditPlan(MODEL, widths=(1, 2, 4, 8, 16), windows=2, prompt_tokens=24, tokens=TOKENS)
+(case,) = same_bits.run(plan, terminal.console())["cases"]
 
 
 def show(found):
@@ -59,7 +58,7 @@ def show(found):
 
 print(case["engine"], case["weights"], "->", case["verdict"])
 show(case)
-assert case["verdict"] == job.ONE_GROUP
+assert case["verdict"] == same_bits.ONE_GROUP
 
 # %% [markdown]
 # No fork in so few rows would prove little: the interval says how often they may still happen. Equal bits say more. A
@@ -82,9 +81,9 @@ class Coarse(OurRows):
 
 
 model = specsparse.load(MODEL)
-ids, bos = windows.token_ids(model.tokenizer, None), model.tokenizer.bos_id if model.tokenizer.add_bos else None
-cut = windows.cut(ids, plan.windows, prompt=plan.prompt_tokens, following=plan.tokens, bos=bos)
-forking = job.audit(Coarse(model, plan.room), plan, cut, ids[: job.CHECKED])
+ids, bos = text_ids(model.tokenizer, None), model.tokenizer.bos_id if model.tokenizer.add_bos else None
+cut = same_bits.windows_of(ids, plan.windows, prompt=plan.prompt_tokens, following=plan.tokens, bos=bos)
+forking = same_bits.audit(Coarse(model, plan.room), plan, cut, ids[: CHECKED])
 print(forking["verdict"])
 show(forking)
 
@@ -99,7 +98,7 @@ for flip in flips[:4]:
     print(
         f"{flip['window']}, row {flip['position']}: {alone!r} alone, {batch!r} in a batch; margin {flip['margin']:.3f}"
     )
-assert forking["verdict"] == job.FORKS
+assert forking["verdict"] == same_bits.FORKS
 
 # %% [markdown]
 # ## Two runs of any engine

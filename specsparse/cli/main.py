@@ -32,6 +32,8 @@ COMMANDS = {
 }
 TOOLS = ("advise", "audit", "bench", "chat", "inspect", "profile", "replay", "serve")
 """Commands that are a folder of `specsparse.tools`; the others are modules of `specsparse.cli`."""
+REWRITING = ("audit",)
+"""Tools with sub-commands that have a default: their `rewritten` puts it in front, and forms of today for old flags."""
 EXIT_MISTAKE = 2
 
 
@@ -47,6 +49,13 @@ class Parser(argparse.ArgumentParser):
             message = f"unknown argument {word}" + (f"; did you mean {near[0]}?" if near else "")
         message = re.sub(r"\S{61,}", lambda word: shown(word[0]), message)
         raise UserError(f"{message} ({self.prog} --help shows all)")
+
+    def parse_known_args(self, args=None, namespace=None):
+        """As argparse's, but nothing may be left: so a sub-command names the nearest of its own options."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,6 +95,8 @@ def _dispatch(argv: list[str]) -> int:
     module = importlib.import_module(f"specsparse.tools.{name}.command" if name in TOOLS else f"specsparse.cli.{name}")
     parser = Parser(prog=f"specsparse {name}", description=module.__doc__, allow_abbrev=False)
     module.add_arguments(parser)
+    if name in REWRITING:
+        rest = module.rewritten(rest)
     return int(module.main(parser.parse_args(rest)) or 0)
 
 

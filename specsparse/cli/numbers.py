@@ -1,6 +1,7 @@
-"""Whole numbers and lists of them, as arguments of a command."""
+"""Whole numbers, names and lists of them, as arguments of a command."""
 
 import argparse
+from collections.abc import Callable, Collection
 
 from specsparse.support.options import shown
 
@@ -33,3 +34,24 @@ def sizes(text: str) -> tuple[int, ...]:
             raise argparse.ArgumentTypeError(f"{part!r}: lengths from 1 to 64, the smaller first")
         found.update(range(low, high + 1))
     return tuple(sorted(found))
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Words between commas, each once."""
+    found = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"{text!r}: names between commas")
+    return found
+
+
+def names_among(what: str, valid: Collection[str]) -> Callable[[str], tuple[str, ...]]:
+    """`names`, each of which is one of `valid`; `what` says what they are names of."""
+
+    def read(text: str) -> tuple[str, ...]:
+        found = names(text)
+        for name in found:
+            if name not in valid:
+                raise argparse.ArgumentTypeError(f"unknown {what} {name!r}: there are {', '.join(valid)}")
+        return found
+
+    return read

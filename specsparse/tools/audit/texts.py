@@ -9,9 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.table import Table
+
 from specsparse.errors import UserError
+from specsparse.support import tables
 from specsparse.support.files import Json, is_unicode
-from specsparse.tools.audit.compare import Rate, rate
+from specsparse.tools.audit.same_bits import Rate, rate
 
 ROWS_FILE = "prompts.jsonl"
 Texts = dict[str, tuple[int, ...]]
@@ -24,9 +27,9 @@ class Fork:
 
     Attributes:
         text: its id.
-        position: of the first token that differs, from 0; None where there is none.
-        a, b: the token of each there; None where that text has ended.
-        compared: tokens up to the fork, that one included; those of the shorter text where there is none.
+        position: of the first token that differs, from 0; None if there is none.
+        a, b: the token of each there; None if that text has ended.
+        compared: tokens up to the fork, that one included; those of the shorter text if there is none.
     """
 
     text: str
@@ -65,7 +68,7 @@ class TextsDifference:
         """Forks for each thousand tokens, up to each text's first fork: what follows a fork is another text."""
         return rate(len(self.forked), self.positions)
 
-    def cells(self) -> Json:
+    def to_dict(self) -> Json:
         """For the report."""
         return {
             "texts": len(self.forks), "forked": len(self.forked), "positions": self.positions,
@@ -80,7 +83,7 @@ def read(path: Path, side: str | None = None) -> Texts:
 
     Args:
         path: the file, or a folder with `prompts.jsonl`.
-        side: whose texts, where lines say "side"; None where there is one.
+        side: whose texts, if lines say "side"; None if there is one.
 
     Raises:
         UserError: no such file, a malformed line, a text that is there twice, or several sides and none chosen.
@@ -93,10 +96,8 @@ def read(path: Path, side: str | None = None) -> Texts:
         raise UserError(f"{file}: cannot be read: {reason}") from None
     rows = [_row(line, f"{file}:{i}") for i, line in enumerate(lines, 1) if line.strip()]
     sides = list(dict.fromkeys(str(row["side"]) for _, _, row in rows if row.get("side") is not None))
-    if side is None and len(sides) > 1:
-        raise UserError(f"{file}: has texts of {', '.join(sides)}: choose with --sides, such as --sides {sides[0]}")
-    if side is not None and side not in sides:
-        raise UserError(f"{file}: has no texts of {side!r}: there are {', '.join(sides) or 'no sides'}")
+    if len(sides) > 1 if side is None else side not in sides:
+        raise UserError(f"{file}: has texts of {', '.join(sides) or 'no side'}: name one of them with --sides, or none")
     out: Texts = {}
     for name, ids, row in rows:
         if (side is not None and row.get("side") != side) or row.get("repeat"):
@@ -104,44 +105,61 @@ def read(path: Path, side: str | None = None) -> Texts:
         if name in out:
             raise UserError(f"{file}: the text {name!r} is there twice")
         out[name] = ids
-    if not out:
-        raise UserError(f"{file}: has no texts")
     return out
 
 
 def _row(line: str, where: str) -> tuple[str, tuple[int, ...], Json]:
+    """The id of a line's text, its token ids and the whole line."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
-        raise UserError(f"{where}: not JSON") from None
-    name = next((row[key] for key in ("id", "prompt_id") if key in row), None) if isinstance(row, dict) else None
-    ids = row.get("token_ids") if isinstance(row, dict) else None
-    whole = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
-    if not isinstance(name, str | int) or not whole:
+        row = None
+    row = row if isinstance(row, dict) else {}
+    name, ids = row.get("id", row.get("prompt_id")), row.get("token_ids")
+    whole = isinstance(ids, list) and all(type(i) is int for i in ids)
+    if not (isinstance(name, str | int) and is_unicode(str(name)) and whole):
         raise UserError(f'{where}: expected an object such as {{"id": "chat-1", "token_ids": [198, 504]}}')
-    if not is_unicode(str(name)):
-        raise UserError(f"{where}: the id {name!a} is no valid Unicode")
     return str(name), tuple(ids), row
 
 
 def compare_texts(a: Texts, b: Texts, *, where: Sequence[str] = ("A", "B")) -> TextsDifference:
     """The first fork of every text that both have.
 
-    Where one text is the beginning of the other nothing is known of what it would have written: that is no fork.
+    If one text is the beginning of the other, nothing is known of what it would have written: that is no fork.
 
     Raises:
         UserError: no text in common, or only empty ones.
     """
     common = [name for name in a if name in b]
-    forks = [_fork(name, a[name], b[name]) for name in common]
+    forks = []
+    for name in common:
+        pairs = enumerate(zip(a[name], b[name]))
+        at = next((i for i, (one, other) in pairs if one != other), None)
+        if at is None:
+            forks.append(Fork(name, None, None, None, min(len(a[name]), len(b[name]))))
+        else:
+            forks.append(Fork(name, at, a[name][at], b[name][at], at + 1))
     if not sum(fork.compared for fork in forks):
         raise UserError(f"{where[0]} and {where[1]} have no text in common: the ids of their lines must be the same")
     shorter = tuple(f.text for f in forks if f.position is None and len(a[f.text]) != len(b[f.text]))
     return TextsDifference(tuple(forks), (len(a) - len(common), len(b) - len(common)), shorter)
 
 
-def _fork(name: str, a: Sequence[int], b: Sequence[int]) -> Fork:
-    for i, (one, other) in enumerate(zip(a, b)):
-        if one != other:
-            return Fork(name, i, one, other, i + 1)
-    return Fork(name, None, None, None, min(len(a), len(b)))
+def table(found: TextsDifference) -> Table:
+    """The texts that fork."""
+    made = tables.new("text", "first fork at", "token of A", "token of B")
+    for fork in found.forked:
+        made.add_row(fork.text, str(fork.position), str(fork.a), str(fork.b))
+    return made
+
+
+def lines(found: TextsDifference) -> list[str]:
+    """The rate, and what was not compared."""
+    out = [
+        f"{len(found.forked)} of {len(found.forks)} texts fork; {found.positions} tokens compared up to the first fork",
+        f"forks in 1,000 tokens: {found.rate}, 95 % interval of Clopper and Pearson",
+    ]
+    if found.shorter:
+        out.append(f"{len(found.shorter)} texts are the beginning of the other's: compared as far as they go")
+    a, b = found.only
+    return out + ([f"left out: {a} texts only A has, {b} only B"] if a or b else [])

@@ -30,9 +30,9 @@ from specsparse.support import tables, terminal
 from specsparse.support.files import Json
 from specsparse.support.interleaved import interleaved
 from specsparse.tools.bench.job import wrong_logits
-from specsparse.tools.bench.peers import Peer, perplexities
 from specsparse.tools.bench.speculation import method_of
 from specsparse.tools.peers.process import PEERS
+from specsparse.tools.peers.timed import Peer, perplexities
 
 TASKS = ("summarise", "code-edit", "chat", "maths")
 """Of the built-in prompts: each size decodes every one of them equally often."""

@@ -20,7 +20,7 @@ from specsparse.runtime.load import load
 from specsparse.support import terminal
 from specsparse.support.files import Json
 from specsparse.tools.bench import memory, summary
-from specsparse.tools.bench.peers import Peer, below_expectation
+from specsparse.tools.peers.timed import Peer, below_expectation
 
 _WIDE = 64
 """Rows of the batches in which a peer's perplexity is checked where prompts are timed."""

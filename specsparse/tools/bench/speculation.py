@@ -30,7 +30,7 @@ from specsparse.speculative.policies.base import Fixed
 from specsparse.support import tables, terminal
 from specsparse.support.files import Json
 from specsparse.support.interleaved import interleaved
-from specsparse.tools.bench.peers import Peer, WrittenText
+from specsparse.tools.peers.timed import Peer, WrittenText
 
 PLAIN, PEER_PLAIN = "ours plain", "peer plain"
 PROMPT = 900

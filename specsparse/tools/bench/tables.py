@@ -8,7 +8,7 @@ from rich.text import Text
 from specsparse.measure.trials import OURS
 from specsparse.support import tables
 from specsparse.support.files import Json
-from specsparse.tools.bench.peers import perplexities
+from specsparse.tools.peers.timed import perplexities
 
 MIB = 2**20
 _TESTS = {"prompt": "prompts", "decode": "decoding", "verify": "v(n)"}

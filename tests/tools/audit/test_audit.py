@@ -11,11 +11,9 @@ import pytest
 import specsparse
 from specsparse.cli.main import main
 from specsparse.testing import write_tiny_gguf
-from specsparse.tools.audit import job
-from specsparse.tools.audit import page as shown
-from specsparse.tools.audit.job import AuditPlan
-from specsparse.tools.peers.engines import OurRows
-from specsparse.tools.peers.windows import AuditWindow
+from specsparse.tools.audit import audit_page, same_bits
+from specsparse.tools.audit.same_bits import AuditPlan, AuditWindow
+from specsparse.tools.peers.logits import OurRows
 
 CUT = [AuditWindow("token 0", (3, 1, 4), (1, 5, 9, 2, 6, 5)), AuditWindow("token 9", (2, 7), (1, 8, 2, 8, 1, 8))]
 REAL = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -57,8 +55,8 @@ def swap_first_two(logits, width, call):
 
 
 def test_an_engine_that_forks_at_a_known_width():
-    found = job.audit(Scripted(swap_first_two), PLAN, CUT, REAL)
-    assert found["verdict"] == job.FORKS and found["repeatable"]
+    found = same_bits.audit(Scripted(swap_first_two), PLAN, CUT, REAL)
+    assert found["verdict"] == same_bits.FORKS and found["repeatable"]
     alone, wide = found["groups"]
     assert (alone["widths"], wide["widths"]) == ((1, 2, 3), (4, 6))
     assert [(f["window"], f["position"]) for f in wide["flips"]] == [("token 0", 1), ("token 9", 1)]
@@ -71,8 +69,8 @@ def test_an_engine_that_forks_at_a_known_width():
 
 def test_one_group_is_one_group_and_real_text_is_as_it_is():
     plan = AuditPlan("m", widths=PLAN.widths, tokens=6, greedy=False)
-    found = job.audit(Scripted(), plan, CUT, REAL)
-    assert found["verdict"] == job.ONE_GROUP and len(found["groups"]) == 1
+    found = same_bits.audit(Scripted(), plan, CUT, REAL)
+    assert found["verdict"] == same_bits.ONE_GROUP and len(found["groups"]) == 1
     assert found["texts"] == {window.name: list(window.following) for window in CUT}
 
 
@@ -81,8 +79,8 @@ def test_other_bits_without_another_token():
         logits[0, logits[0].argmin()] -= np.float32(width == 3)
         return logits
 
-    found = job.audit(Scripted(change), PLAN, CUT, REAL)
-    assert found["verdict"] == job.BITS and [g["widths"] for g in found["groups"]] == [(1, 2, 4, 6), (3,)]
+    found = same_bits.audit(Scripted(change), PLAN, CUT, REAL)
+    assert found["verdict"] == same_bits.BITS and [g["widths"] for g in found["groups"]] == [(1, 2, 4, 6), (3,)]
     assert found["groups"][1]["largest_difference"] == pytest.approx(1.0)
 
 
@@ -91,26 +89,26 @@ def test_an_engine_that_does_not_repeat_itself():
         logits[0, 0] += np.float32(2.0**-10 * call)
         return logits
 
-    assert job.audit(Scripted(change), PLAN, CUT, REAL)["verdict"] == job.UNSTEADY
+    assert same_bits.audit(Scripted(change), PLAN, CUT, REAL)["verdict"] == same_bits.UNSTEADY
 
 
 def test_wrong_logits_are_not_called_a_fork():
     def from_four(logits, width, call):
         return logits if width < 4 else -3 * logits
 
-    found = job.audit(Scripted(from_four), PLAN, CUT, REAL, ours=Scripted())
-    assert found["verdict"] == job.WRONG and [g["wrong"] for g in found["groups"]] == [False, True]
+    found = same_bits.audit(Scripted(from_four), PLAN, CUT, REAL, ours=Scripted())
+    assert found["verdict"] == same_bits.WRONG and [g["wrong"] for g in found["groups"]] == [False, True]
     assert not found["check"]["one_row"]["wrong"] and found["check"]["widest"]["wrong"]
     report = made(found)
-    row = dict(zip(shown._HEADS, shown.cells(report["cases"][0], [1, 2, 3, 4, 6])))
+    row = dict(zip(audit_page.HEADS, audit_page.cells(report["cases"][0], [1, 2, 3, 4, 6])))
     assert row["verdict"] == "wrong logits from 4" and row["forks from"] == row["other bits from"] == "-"
 
 
 def test_nothing_is_said_of_an_engine_of_another_perplexity():
     engine = Scripted(lambda logits, width, call: -3 * logits)
-    found = job.audit(engine, PLAN, CUT, REAL, ours=Scripted())
-    assert found["verdict"] == job.WRONG and found["groups"] == [] and engine.widths == {1, 6}
-    assert "nothing is said of its forks" in " ".join(shown.lines(made(found)))
+    found = same_bits.audit(engine, PLAN, CUT, REAL, ours=Scripted())
+    assert found["verdict"] == same_bits.WRONG and found["groups"] == [] and engine.widths == {1, 6}
+    assert "nothing is said of its forks" in " ".join(audit_page.lines(made(found)))
 
 
 def made(found, **more):
@@ -120,15 +118,15 @@ def made(found, **more):
 
 
 def test_the_page_and_the_picture(tmp_path):
-    report = made(job.audit(Scripted(swap_first_two), PLAN, CUT, REAL))
-    shown.write_page(report, tmp_path / "page.html")
+    report = made(same_bits.audit(Scripted(swap_first_two), PLAN, CUT, REAL))
+    audit_page.write_page(report, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "1-3 | 4-6" in page and "data:image/svg+xml" in page and "http" not in page.split("<img")[0]
-    figure = shown.widths(report)
+    figure = audit_page.widths(report)
     assert [row["state"] for row in figure.rows] == ["bits of one row"] * 3 + ["another token"] * 2
     assert figure.png().startswith(b"\x89PNG")
     assert "llama.cpp, Q4_1: one row at a time has 2 kinds" in " ".join(
-        shown.lines({**report, "cases": [report["cases"][0], {**report["cases"][0], "one_row_bits": "x"}]})
+        audit_page.lines({**report, "cases": [report["cases"][0], {**report["cases"][0], "one_row_bits": "x"}]})
     )
 
 
@@ -153,8 +151,8 @@ def test_ours_is_one_group(tiny, capsys, tmp_path):
     )  # fmt: skip
     assert code == 0, err
     found = json.loads(out.splitlines()[-1])
-    assert found["complete"] and found["version"] == job.VERSION
-    assert [case["verdict"] for case in found["cases"]] == [job.ONE_GROUP] * 2
+    assert found["complete"] and found["version"] == same_bits.VERSION
+    assert [case["verdict"] for case in found["cases"]] == [same_bits.ONE_GROUP] * 2
     assert {case["one_row_bits"] for case in found["cases"]} == {found["cases"][0]["one_row_bits"]}
     (group,) = found["cases"][0]["groups"]
     assert group["widths"] == [1, 2, 3, 7] and group["positions"] == 14 and "the same bits in its 2 settings" in out
@@ -176,7 +174,7 @@ def test_a_broken_promise_of_ours_is_exit_code_one(tiny, capsys, monkeypatch):
     rows = OurRows.rows
     monkeypatch.setattr(OurRows, "rows", lambda self, p, t, width: rows(self, p, t, width) + np.float32(width == 3))
     code, out, _ = run(capsys, "--model", tiny, "--widths", "2,3", *SMALL)
-    assert code == 1 and job.BITS in out
+    assert code == 1 and same_bits.BITS in out
 
 
 @pytest.mark.parametrize(
@@ -197,14 +195,14 @@ def test_a_broken_promise_of_ours_is_exit_code_one(tiny, capsys, monkeypatch):
         (("--json", "."), ".: is a folder; name a file to write"),
         (("--html", ""), "is a folder; name a file"),
         (("--figure", "a.svg"), "a.svg: figures are written as PNG"),
-        (("--sides", "a"), "--sides goes with audit diff"),
-        (("diff", "a"), "audit diff A B"),
+        (("--sides", "a"), "unknown argument --sides"),
+        (("diff", "a"), "are required: B"),
         (("--width", "2"), "did you mean --widths?"),
         (("--model", "no/such.gguf"), "no such file"),
     ],
 )
 def test_mistakes_are_one_line(tiny, capsys, argv, says):
-    model = () if "--model" in argv else ("--model", tiny)
+    model = () if "--model" in argv or "diff" in argv else ("--model", tiny)
     code, _, err = run(capsys, *model, *argv)
     assert code == 2 and says in err and err.count("\n") == 1
 
@@ -234,13 +232,13 @@ def test_a_native_crash_of_a_peer_is_one_line_and_the_others_go_on(tiny, capsys,
     )
     assert code == 0 and err == ""
     peer, ours = json.loads(out.splitlines()[-1])["cases"]
-    assert peer["verdict"] == job.FAILED and "signal 6: GGML_ASSERT(S > 0) failed" in peer["failed"]
-    assert ours["verdict"] == job.ONE_GROUP and "GGML_ASSERT(S > 0)" in out
+    assert peer["verdict"] == same_bits.FAILED and "signal 6: GGML_ASSERT(S > 0) failed" in peer["failed"]
+    assert ours["verdict"] == same_bits.ONE_GROUP and "GGML_ASSERT(S > 0)" in out
 
 
 def test_a_stopped_run_loses_no_case(tiny, capsys, monkeypatch, tmp_path):
     """The second case is interrupted: the first is in the file before, and on the screen."""
-    file, audit, kept = tmp_path / "a.json", job.audit, []
+    file, audit, kept = tmp_path / "a.json", same_bits.audit, []
 
     def stopped(engine, *args, **options):
         if file.exists():
@@ -248,12 +246,12 @@ def test_a_stopped_run_loses_no_case(tiny, capsys, monkeypatch, tmp_path):
             raise KeyboardInterrupt
         return audit(engine, *args, **options)
 
-    monkeypatch.setattr(job, "audit", stopped)
+    monkeypatch.setattr(same_bits, "audit", stopped)
     code, out, err = run(capsys, "--model", tiny, "--threads", "2,1", "--widths", "2", *SMALL, "--json", file)
     assert code == 130 and err == "specsparse: stopped\n"
     report = json.loads(file.read_text())
     assert not report["complete"] and report["cases"] == kept[0] and report["cases"][0]["threads"] == 2
-    assert "stopped: 1 cases were done, and not all that were asked" in out and job.ONE_GROUP in out
+    assert "stopped: 1 cases were done, and not all that were asked" in out and same_bits.ONE_GROUP in out
 
 
 @pytest.mark.parametrize("name", ["llama.cpp", "ik_llama.cpp", "transformers"])
@@ -264,4 +262,4 @@ def test_a_peer_on_the_same_file(name, tmp_path, capsys):
         pytest.skip(f"{name} is not installed here, and SPECSPARSE_PEER_PYTHON names no interpreter that has it")
     assert code == 0, err
     for case in json.loads(out.splitlines()[-1])["cases"]:
-        assert case["failed"] is None and case["repeatable"] and case["verdict"] != job.WRONG
+        assert case["failed"] is None and case["repeatable"] and case["verdict"] != same_bits.WRONG

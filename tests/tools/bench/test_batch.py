@@ -12,9 +12,10 @@ from specsparse.cli.main import main
 from specsparse.report.figures.batches import batches as figure_of
 from specsparse.speculative.gamma import SHORT_GAMMA
 from specsparse.testing import write_tiny_gguf
-from specsparse.tools.bench import batch, peers, speculation
+from specsparse.tools.bench import batch, speculation
 from specsparse.tools.bench.batch import BatchPlan
 from specsparse.tools.peers import process
+from specsparse.tools.peers import timed as peers
 
 PACKAGES = {"llama.cpp": "llama_cpp", "ik_llama.cpp": "ik_llama_cpp"}
 ELSEWHERE = process.PYTHON_VARIABLE in os.environ

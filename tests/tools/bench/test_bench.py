@@ -17,9 +17,10 @@ from specsparse.measure import trials as interleaved
 from specsparse.measure.trials import Ours, Samples, TrialPlan, paired_ratio
 from specsparse.runtime.load import load
 from specsparse.testing import write_tiny_gguf
-from specsparse.tools.bench import job, memory, peers, summary
+from specsparse.tools.bench import job, memory, summary
 from specsparse.tools.peers import process
-from specsparse.tools.peers.check import Check
+from specsparse.tools.peers import timed as peers
+from specsparse.tools.peers.logits import Check
 
 HAS_LLAMA_CPP = process.PYTHON_VARIABLE in os.environ or importlib.util.find_spec("llama_cpp") is not None
 
@@ -207,7 +208,7 @@ def test_ratios_against_a_peer(tiny, capsys, scripted_peer):
 def test_a_peer_with_other_logits_is_named():
     facts = {"name": "other", "unchecked": None, "check": {"one_row": {}, "widest": {}}}
     for how, nll in (("one_row", 3.0), ("widest", 4.4)):
-        facts["check"][how] = Check(tokens=10, nll=10 * nll, ours_nll=30.0, rows=10, kl=0.01).cells()
+        facts["check"][how] = Check(tokens=10, nll=10 * nll, ours_nll=30.0, rows=10, kl=0.01).to_dict()
     (line,) = job.wrong_logits(facts)
     assert "other computes other logits than this model's in wide batches: perplexity 81.45, ours 20.09" in line
 

@@ -9,8 +9,8 @@ import pytest
 import specsparse
 from experiments import lookup_beside_llama_cpp as beside
 from specsparse.testing import write_tiny_gguf
-from specsparse.tools.bench.peers import WrittenText
 from specsparse.tools.peers import process
+from specsparse.tools.peers.timed import WrittenText
 
 HAS_LLAMA_CPP = process.PYTHON_VARIABLE in os.environ or importlib.util.find_spec("llama_cpp") is not None
 

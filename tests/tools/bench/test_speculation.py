@@ -10,10 +10,11 @@ import specsparse
 from specsparse.cli.main import main
 from specsparse.errors import UserError
 from specsparse.testing import write_tiny_gguf
-from specsparse.tools.bench import peers, speculation
-from specsparse.tools.bench.peers import WrittenText
+from specsparse.tools.bench import speculation
 from specsparse.tools.bench.speculation import SpeculationPlan
 from specsparse.tools.peers import process
+from specsparse.tools.peers import timed as peers
+from specsparse.tools.peers.timed import WrittenText
 
 HAS_LLAMA_CPP = process.PYTHON_VARIABLE in os.environ or importlib.util.find_spec("llama_cpp") is not None
 JOBS = [("chat", [5, 6, 7] * 6), ("code", [8, 9] * 8)]

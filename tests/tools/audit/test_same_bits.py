@@ -1,15 +1,15 @@
 """The analysis of an audit on made-up logits: groups, flips, rates, and logits that are no model's."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 from scipy import stats
 
 from specsparse.measure import intervals
-from specsparse.tools.audit import compare
-from specsparse.tools.audit.compare import Flip, Tally
-from specsparse.tools.peers.check import MOST_KL, Check, Judge
-from specsparse.tools.peers.engines import whole_batches
-from specsparse.tools.peers.windows import cut
+from specsparse.tools.audit.audit_page import spans
+from specsparse.tools.audit.same_bits import Flip, Tally, groups, windows_of
+from specsparse.tools.peers.logits import MOST_KL, Check, Judge, rows_by
 
 ONE = np.array([[1, 5, 4.5, 0], [7, 2, 2, 1], [0, 0, 3, 2.75]], np.float32)
 
@@ -28,42 +28,37 @@ def moved(row, column, by):
 
 
 def test_equal_bits_are_one_group():
-    (found,) = compare.groups([tally(w, ONE, ONE) for w in (1, 2, 5)])
-    assert found.widths == (1, 2, 5) and found.same and not found.flips
-    assert (found.positions, found.rows_differing, found.largest) == (6, 0, 0.0)
+    (found,) = groups([tally(w, ONE, ONE) for w in (1, 2, 5)])
+    assert found.widths == (1, 2, 5) and found.same and not found.tally.flips
+    assert (found.tally.positions, found.tally.rows_differing, found.tally.largest) == (6, 0, 0.0)
 
 
 def test_a_flip_has_its_place_and_its_margin():
     wide = moved(2, 3, 0.5)
-    first, other = compare.groups([tally(1, ONE, ONE), tally(2, ONE, ONE), tally(4, ONE, wide), tally(8, ONE, wide)])
+    first, other = groups([tally(1, ONE, ONE), tally(2, ONE, ONE), tally(4, ONE, wide), tally(8, ONE, wide)])
     assert first.widths == (1, 2) and other.widths == (4, 8) and not other.same
-    assert other.flips == (Flip("w1", 2, 2, 3, 0.25),)
-    assert (other.rows_differing, other.largest, other.first_flips()) == (1, 0.5, {"w1": 2})
+    assert other.tally.flips == [Flip("w1", 2, 2, 3, 0.25)]
+    assert (other.tally.rows_differing, other.tally.largest, other.to_dict()["first_flips"]) == (1, 0.5, {"w1": 2})
     assert other.rate.per_1000 == pytest.approx(1000 / 6)
 
 
 def test_other_bits_need_not_be_other_tokens():
-    _, near = compare.groups([tally(1, ONE), tally(3, moved(0, 0, 2**-20))])
-    assert not near.same and not near.flips and near.rows_differing == 1 and near.largest == 2**-20
+    _, near = groups([tally(1, ONE), tally(3, moved(0, 0, 2**-20))])
+    assert not near.same and not near.tally.flips and near.tally.rows_differing == 1 and near.tally.largest == 2**-20
     zero = ONE.copy()
     zero[0, 3] = -0.0  # equal as a number, not as bits
-    assert len(compare.groups([tally(1, ONE), tally(2, zero)])) == 2
+    assert len(groups([tally(1, ONE), tally(2, zero)])) == 2
 
 
 def test_the_same_rows_in_another_window_are_another_group():
     wide = moved(2, 3, 0.5)
-    assert len(compare.groups([tally(1, ONE, ONE), tally(2, wide, ONE), tally(3, ONE, wide)])) == 3
+    assert len(groups([tally(1, ONE, ONE), tally(2, wide, ONE), tally(3, ONE, wide)])) == 3
 
 
 def test_what_is_no_number_is_infinitely_far():
     rows = ONE.copy()
     rows[1] = np.nan
-    assert compare.groups([tally(1, ONE), tally(2, rows)])[1].largest == np.inf
-
-
-def test_groups_need_one_row_at_a_time():
-    with pytest.raises(ValueError, match="one row"):
-        compare.groups([tally(2, ONE)])
+    assert groups([tally(1, ONE), tally(2, rows)])[1].tally.largest == np.inf
 
 
 @pytest.mark.parametrize(
@@ -71,16 +66,19 @@ def test_groups_need_one_row_at_a_time():
     [((1, 2, 3), (1, 2, 3), "1-3"), ((1, 8, 16), (1, 2, 8, 16), "1,8-16"), ((48,), (1, 48), "48")],
 )
 def test_widths_in_words(widths, among, said):
-    assert compare.spans(widths, among) == said
+    assert spans(widths, among) == said
 
 
 def test_no_row_is_computed_in_a_smaller_batch():
-    assert whole_batches([5, 6, 7], 2) == [5, 6, 7, 5] and whole_batches([5, 6, 7], 3) == [5, 6, 7]
-    assert whole_batches([5, 6], 5) == [5, 6, 5, 6, 5]
+    for text, width, fed in (([5, 6, 7], 2, [5, 6, 7, 5]), ([5, 6, 7], 3, [5, 6, 7]), ([5, 6], 5, [5, 6, 5, 6, 5])):
+        engine = mock.Mock()
+        engine.rows.side_effect = lambda prompt, text, width: text
+        assert rows_by(engine, (), text, width) == text
+        engine.rows.assert_called_once_with((), fed, width)
 
 
 def test_windows_do_not_overlap_and_begin_with_bos():
-    one, other = cut(range(100, 121), 2, prompt=3, following=2, bos=1)
+    one, other = windows_of(range(100, 121), 2, prompt=3, following=2, bos=1)
     assert (one.prompt, one.following) == ((1, 101, 102), (103, 104))
     assert other.name == "token 10" and other.prompt == (1, 111, 112)
 
@@ -103,29 +101,30 @@ def test_a_share_needs_trials():
             intervals.binomial(count, trials)
 
 
-def laws(seed, rows=40, vocabulary=30):
+def logits(seed, rows=40, vocabulary=30):
     return np.random.default_rng(seed).normal(0, 2, (rows, vocabulary)).astype(np.float32)
 
 
 def test_perplexity_and_divergence_are_those_of_the_definition():
-    ours, theirs, text = laws(0), laws(1), np.random.default_rng(2).integers(0, 30, 40)
+    ours, theirs, text = logits(0), logits(1), np.random.default_rng(2).integers(0, 30, 40)
     found = Judge(ours, text).check(b"", theirs)
     p, q = (np.exp(x.astype(np.float64)) for x in (ours, theirs))
     p, q = (x / x.sum(axis=1, keepdims=True) for x in (p, q))
     at = np.arange(39), text[1:]
     assert found.tokens == 39 and found.rows == 40
-    assert found.perplexity == pytest.approx(np.exp(-np.log(q[at]).mean()), rel=1e-5)
-    assert found.ours == pytest.approx(np.exp(-np.log(p[at]).mean()), rel=1e-5)
-    assert found.mean_kl == pytest.approx((p * np.log(p / q)).sum(axis=1).mean(), rel=1e-4)
-    assert found.wrong  # unrelated laws
+    wanted = {"perplexity": np.exp(-np.log(q[at]).mean()), "ours": np.exp(-np.log(p[at]).mean())}
+    for name, value in wanted.items():
+        assert found.to_dict()[name] == pytest.approx(value, rel=1e-5)
+    assert found.kl / found.rows == pytest.approx((p * np.log(p / q)).sum(axis=1).mean(), rel=1e-4)
+    assert found.wrong  # unrelated distributions
 
 
 def test_rounding_is_not_wrong_and_a_broken_kernel_is():
-    ours, text = laws(0), np.random.default_rng(2).integers(0, 30, 40)
+    ours, text = logits(0), np.random.default_rng(2).integers(0, 30, 40)
     judge = Judge(ours, text)
-    assert not judge.check(b"near", ours + laws(3) / 200).wrong
+    assert not judge.check(b"near", ours + logits(3) / 200).wrong
     broken = ours.copy()
-    broken[::4] = laws(4)[::4]
+    broken[::4] = logits(4)[::4]
     assert judge.check(b"broken", broken).wrong
     assert judge.check(b"nan", np.full_like(ours, np.nan)).wrong
 
@@ -133,4 +132,4 @@ def test_rounding_is_not_wrong_and_a_broken_kernel_is():
 def test_checks_add_up():
     one, other = Check(10, 20.0, 20.0, 10, 0.0), Check(10, 21.0, 20.0, 30, 40 * MOST_KL)
     both = one.plus(other)
-    assert both.mean_kl == MOST_KL and not both.wrong and other.wrong
+    assert both.kl / both.rows == MOST_KL and not both.wrong and other.wrong

@@ -1,7 +1,7 @@
-"""Other engines on the same file as a benchmark's sides."""
+"""Another engine as a benchmark's side: timed with the faster of its kinds of attention, its logits checked before."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,9 +13,7 @@ from specsparse.engine.model import Model
 from specsparse.measure.trials import TrialPlan, token_ids
 from specsparse.support.files import Json
 from specsparse.support.interleaved import interleaved
-from specsparse.tools.peers import windows
-from specsparse.tools.peers.check import Check
-from specsparse.tools.peers.engines import CHECKED, OurRows, PeerRows, real_text
+from specsparse.tools.peers.logits import CHECKED, Check, OurRows, PeerRows, real_text, text_ids
 from specsparse.tools.peers.process import PeerError, PeerProcess
 
 EXPECTED_TG = {"Q4_1": 149.0, "Q4_0": 201.0, "Q8_0": 165.0}
@@ -43,15 +41,15 @@ class WrittenText:
 
 
 class Peer(PeerProcess):
-    """A peer's process as a `sides.Side`, once it is open.
+    """A peer's process as a `trials.Side`, once it is open.
 
     Attributes:
         load_s: seconds that it took to load the model.
         flash: by method of `Side`, whether flash attention is on; a method that is not there runs as the library
             chooses by itself.
-        checked: its perplexity beside ours one row at a time and in wide batches, with the attention that is timed for
-            as many rows; or None.
-        unchecked: why that could not be compared, or None.
+        checked: its logits beside ours one row at a time and in wide batches, with the attention that is timed for as
+            many rows; or None.
+        unchecked: why those could not be compared, or None.
     """
 
     load_s = 0.0
@@ -78,9 +76,9 @@ class Peer(PeerProcess):
         Args:
             model: ours.
             widest: rows of the wide batches.
-            one, wide: methods of `Side` whose attention, where it is chosen, takes one row and the wide batches.
+            one, wide: methods of `Side` whose attention, if it is chosen, takes one row and the wide batches.
         """
-        real = windows.token_ids(model.tokenizer, None)[: min(CHECKED, model.config.context_length - widest)]
+        real = text_ids(model.tokenizer, None)[: min(CHECKED, model.config.context_length - widest)]
         rows = _RowsAsTimed(self, {1: one, widest: wide})
         try:
             self.checked = real_text(rows, OurRows(model, len(real) + widest), real, widest)
@@ -107,8 +105,8 @@ class Peer(PeerProcess):
         self.flash["speculate"] = _faster(lambda on: self._write(ids, n, flash=on).seconds)
 
     def facts(self) -> Json:
-        """For the report."""
-        checked = self.checked and dict(zip(("one_row", "widest"), (part.cells() for part in self.checked)))
+        """For a report: "check" has the two of `checked` under "one_row" and "widest"."""
+        checked = self.checked and dict(zip(("one_row", "widest"), (part.to_dict() for part in self.checked)))
         return {
             "name": self.name, "version": self.version, "system_info": self.system_info, "load_s": self.load_s,
             "flash": dict(self.flash), "check": checked, "unchecked": self.unchecked,
@@ -125,15 +123,12 @@ class Peer(PeerProcess):
         return self.timed(do=method, n=n)["seconds"]
 
     def prompt(self, n: int) -> float:
-        """See `Side`."""
         return self._timed("prompt", n, self.flash.get("prompt"))
 
     def decode(self, n: int) -> float:
-        """See `Side`."""
         return self._timed("decode", n, self.flash.get("decode"))
 
     def verify(self, n: int) -> float:
-        """See `Side`."""
         return self._timed("verify", n, self.flash.get("verify"))
 
     def batch(self, prompts: Sequence[Sequence[int]], n: int, flash: bool) -> float:
@@ -160,29 +155,41 @@ class _RowsAsTimed(PeerRows):
         self._peer, self._methods = peer, methods
 
     def rows(self, prompt: Sequence[int], text: Sequence[int], width: int) -> np.ndarray:
-        """See `PeerRows`."""
         self._peer.attend(self._peer.flash.get(self._methods[width]))
         return super().rows(prompt, text, width)
 
 
 def _faster(seconds: Callable[[bool], float]) -> bool:
-    """Whether flash attention is: `seconds(on)` in turn, by the medians."""
+    """Whether flash attention is: `seconds(on)` interleaved, by the medians."""
     ways = (True, False)
     found = interleaved({on: partial(seconds, on) for on in ways}, repeats=_CHOOSING)
     return min(ways, key=lambda on: statistics.median(found[on]))
 
 
 def perplexities(check: Json) -> str:
-    """What `Peer.facts` says of its perplexity, for a line."""
+    """ "check" of `Peer.facts` as a line."""
     one, wide = (check[how] for how in ("one_row", "widest"))
     theirs = f"{one['perplexity']:.2f} one row at a time, {wide['perplexity']:.2f} in batches"
     return f"perplexity {theirs}; ours {one['ours']:.2f}"
 
 
+def wrong_logits(peer: Json) -> Iterator[str]:
+    """Lines on a peer (see `Peer.facts`) whose figures are not those of this model."""
+    if peer["unchecked"]:
+        yield f"{peer['name']}: its perplexity was not compared with ours, so take care: {peer['unchecked']}"
+    for how, found in (peer["check"] or {}).items():
+        if found["wrong"]:
+            rows = "one row at a time" if how == "one_row" else "in wide batches"
+            yield (
+                f"{peer['name']} computes other logits than this model's {rows}: perplexity {found['perplexity']:.4g}, "
+                f"ours {found['ours']:.4g}, KL {found['kl']:.2g} nats; its times there are of something else"
+            )
+
+
 def below_expectation(
     config: ModelConfig, kind: str, rate: float, flags: list[str], threads: int, *, depth: int = 0
 ) -> str | None:
-    """A line that says so where llama.cpp decodes more than 20 % under its known figure, else None.
+    """A line if llama.cpp decodes more than 20 % under its known figure, else None.
 
     Args:
         config, kind: the model and its main tensor type; the figures are for SmolLM2-135M.

@@ -1,0 +1,371 @@
+"""An audit: the same rows by every engine and every width of batch; which widths share bits, what the others change.
+
+T rows, a vocabulary of V. The row at position i reads the given token i and predicts the one after it.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from rich.console import Console
+
+from specsparse import kernels
+from specsparse.engine.gguf import requantise
+from specsparse.engine.gguf.reader import open_gguf
+from specsparse.engine.model import Model
+from specsparse.errors import UserError
+from specsparse.measure import inspection, intervals
+from specsparse.measure.trials import requantised
+from specsparse.models import catalogue
+from specsparse.runtime import manifest
+from specsparse.runtime.load import load
+from specsparse.support import terminal
+from specsparse.support.files import Json
+from specsparse.tools.peers.logits import (
+    CHECKED,
+    OURS,
+    PIECE,
+    Check,
+    Judge,
+    OurRows,
+    PeerRows,
+    RowEngine,
+    real_text,
+    rows_by,
+    text_ids,
+)
+from specsparse.tools.peers.process import PeerError, PeerProcess
+
+VERSION = 1
+"""Of the report's format."""
+ONE_GROUP, BITS, FORKS, WRONG, UNSTEADY, FAILED = (
+    "one group", "other bits", "forks", "wrong logits", "not repeatable", "failed",
+)  # fmt: skip
+"""Verdicts."""
+
+
+class Flip(NamedTuple):
+    """A row whose most likely token is another one than alone.
+
+    Attributes:
+        window: of the text.
+        position: of the row; decoding writes another token as number `position` + 1 of the given ones, from 0.
+        one_row, batch: the most likely token alone and in a batch.
+        margin: logit of `one_row` minus that of the second most likely token, alone.
+    """
+
+    window: str
+    position: int
+    one_row: int
+    batch: int
+    margin: float
+
+
+class Rate(NamedTuple):
+    """Events for each thousand positions, with the 95 % interval of `intervals.binomial`; independent positions."""
+
+    per_1000: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.per_1000:.1f} ({self.low:.1f} to {self.high:.1f})"
+
+
+def rate(count: int, positions: int) -> Rate:
+    """Of `count` events at so many positions, at least one."""
+    low, high = intervals.binomial(count, positions)
+    return Rate(1000 * count / positions, 1000 * low, 1000 * high)
+
+
+@dataclass
+class Tally:
+    """The rows of one width, window by window.
+
+    Attributes:
+        width: rows of a batch.
+        positions: rows compared.
+        rows_differing: rows with other bits than alone.
+        largest: of the differences of logits; infinite if one of them is no number.
+        flips: in order.
+        check: this width beside our logits, or None.
+    """
+
+    width: int
+    positions: int = 0
+    rows_differing: int = 0
+    largest: float = 0.0
+    flips: list[Flip] = field(default_factory=list)
+    check: Check | None = None
+    _bits: list[bytes] = field(default_factory=list)
+
+    def add(self, window: str, one_TV: np.ndarray, rows_TV: np.ndarray, judge: Judge | None = None) -> None:
+        """A window's rows alone and in batches, float32[T, V] each; `judge` has our distributions there."""
+        digest = hashlib.sha256(np.ascontiguousarray(rows_TV)).digest()
+        other = np.flatnonzero((rows_TV.view(np.uint32) != one_TV.view(np.uint32)).any(axis=1))
+        self._bits.append(digest)
+        self.positions += len(rows_TV)
+        self.rows_differing += len(other)
+        if len(other):
+            self._add_differing(window, one_TV[other], rows_TV[other], other)
+        if judge is not None:
+            found = judge.check(digest, rows_TV)
+            self.check = found if self.check is None else self.check.plus(found)
+
+    def _add_differing(self, window: str, one_nV: np.ndarray, rows_nV: np.ndarray, at_n: np.ndarray) -> None:
+        with np.errstate(invalid="ignore"):
+            apart = np.abs(rows_nV.astype(np.float64) - one_nV)
+        apart[one_nV == rows_nV] = 0.0  # infinities too
+        self.largest = max(self.largest, float(np.where(np.isnan(apart), np.inf, apart).max()))
+        best_n, now_n = one_nV.argmax(axis=1), rows_nV.argmax(axis=1)
+        for i in np.flatnonzero(best_n != now_n):
+            second, first = np.partition(one_nV[i], -2)[-2:]
+            margin = float(first) - float(second)
+            self.flips.append(Flip(window, int(at_n[i]), int(best_n[i]), int(now_n[i]), margin))
+
+    @property
+    def digest(self) -> str:
+        """Of all rows' bits: equal for widths that share them."""
+        return hashlib.sha256(b"".join(self._bits)).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class WidthGroup:
+    """Widths whose rows have the same bits.
+
+    Attributes:
+        widths: rows of a batch, ascending.
+        same: whether the bits are those of one row at a time.
+        tally: of each of them.
+    """
+
+    widths: tuple[int, ...]
+    same: bool
+    tally: Tally
+
+    @property
+    def rate(self) -> Rate:
+        """Flips for each thousand positions."""
+        return rate(len(self.tally.flips), self.tally.positions)
+
+    @property
+    def wrong(self) -> bool:
+        """Whether the logits are those of no such model."""
+        return self.tally.check is not None and self.tally.check.wrong
+
+    def to_dict(self) -> Json:
+        """For the report; "first_flips" is where decoding forks first in each window that has a flip."""
+        tally, first = self.tally, dict[str, int]()
+        for flip in tally.flips:
+            first.setdefault(flip.window, flip.position)
+        return {
+            "widths": self.widths, "same_bits": self.same, "positions": tally.positions,
+            "rows_differing": tally.rows_differing, "largest_difference": tally.largest,
+            "flips_count": len(tally.flips), "fork_rate": self.rate._asdict(),
+            "first_flips": first, "flips": [flip._asdict() for flip in tally.flips],
+            "check": tally.check and tally.check.to_dict(), "wrong": self.wrong,
+        }  # fmt: skip
+
+
+def groups(tallies: Sequence[Tally]) -> tuple[WidthGroup, ...]:
+    """Widths of the same bits together, in order of their least; the tally of width 1 must be among them."""
+    alone = next(tally.digest for tally in tallies if tally.width == 1)
+    found: dict[str, list[Tally]] = {}
+    for tally in sorted(tallies, key=lambda t: t.width):
+        found.setdefault(tally.digest, []).append(tally)
+    return tuple(WidthGroup(tuple(t.width for t in own), bits == alone, own[0]) for bits, own in found.items())
+
+
+@dataclass(frozen=True)
+class AuditWindow:
+    """A prompt, and the tokens that follow it in the text; `name` says where it stands."""
+
+    name: str
+    prompt: tuple[int, ...]
+    following: tuple[int, ...]
+
+
+def windows_of(ids: Sequence[int], count: int, *, prompt: int, following: int, bos: int | None) -> list[AuditWindow]:
+    """Windows evenly spread over a text, which do not overlap.
+
+    Args:
+        ids: the text.
+        count: windows.
+        prompt, following: tokens of each part.
+        bos: what a prompt begins with, in place of its first token; None for nothing.
+
+    Raises:
+        UserError: the text is too short.
+    """
+    size = prompt + following
+    if len(ids) < count * size:
+        raise UserError(
+            f"the text has {len(ids)} tokens and {count} windows of {size} take {count * size}: give a longer --text, "
+            "or fewer --windows, --prompt-tokens or --tokens"
+        )
+    stride, out = len(ids) // count, []
+    for start in range(0, count * stride, stride):
+        first = [bos] if bos is not None else [ids[start]]
+        head = (*first, *ids[start + 1 : start + prompt])
+        out.append(AuditWindow(f"token {start}", head, tuple(ids[start + prompt : start + size])))
+    return out
+
+
+@dataclass(frozen=True)
+class AuditPlan:
+    """What is asked.
+
+    Attributes:
+        model: a name or a file.
+        engines: names of `logits.ENGINES`.
+        threads: numbers of them; empty for all cores.
+        widths: rows of a batch.
+        types: the file requantised to each; empty for the file as it is.
+        flash: flash attention on and off, of engines that have the choice.
+        windows, prompt_tokens, tokens: of the text: how many, and the rows of both parts.
+        greedy: the rows are those of the engine's own one-row greedy text, so that a flip is where decoding forks; not
+            those of the real text.
+        text: a file; None for the built-in prompts.
+    """
+
+    model: str
+    engines: tuple[str, ...] = (OURS,)
+    threads: tuple[int, ...] = ()
+    widths: tuple[int, ...] = (*range(1, 17), 24, 32, 48)
+    types: tuple[str, ...] = ()
+    flash: tuple[bool, ...] = (True, False)
+    windows: int = 4
+    prompt_tokens: int = 40
+    tokens: int = 48
+    greedy: bool = True
+    text: Path | None = None
+
+    @property
+    def room(self) -> int:
+        """Tokens of the longest feed."""
+        return max(self.prompt_tokens + self.tokens, CHECKED) + max(self.widths)
+
+    def settings(self, engine: str) -> Iterator[tuple[int | None, bool | None]]:
+        """Threads and flash attention of each case of an engine; ours has one kind of attention."""
+        for threads in self.threads or (None,):
+            for flash in (None,) if engine == OURS else self.flash:
+                yield threads, flash
+
+
+def run(plan: AuditPlan, out: Console, after: Callable[[Json], None] = lambda report: None) -> Json:
+    """Audits, showing progress on `out`.
+
+    Args:
+        plan: what is asked.
+        out: the terminal.
+        after: called with the report so far after each case, so that a run that is stopped loses no case.
+
+    Returns:
+        "audit", "version", "plan", "complete" (whether all cases are there), "cases" and "manifest". A case has
+        "engine", "version", "weights", "threads", "flash", "verdict" (one of this module's), "failed" (a line, or
+        None), "one_row_bits" (a digest), "repeatable", "check" (`Check.to_dict` of real text, or None for ours) and
+        "groups" (`WidthGroup.to_dict`).
+
+    Raises:
+        UserError: an unknown type, anything wrong with the model or the text, or a peer that is missing.
+    """
+    for name in plan.types:
+        requantise.kind_of(name)
+    for name in plan.engines:
+        if name != OURS:
+            PeerProcess(name, option="--engine").close()  # first: a missing package costs no time
+    path = catalogue.resolve(plan.model)
+    asked = {**asdict(plan), "text": plan.text and str(plan.text), "prompt_batches": PIECE}
+    found: Json = {"audit": "specsparse audit", "version": VERSION, "plan": asked, "complete": False, "cases": [],
+                   "manifest": manifest.build({}, path)}  # fmt: skip
+    cases = max(len(plan.types), 1) * sum(len(list(plan.settings(engine))) for engine in plan.engines)
+    for kind in plan.types or (None,):
+        file = path if kind is None else requantised(path, kind, out)
+        with terminal.busy(out, f"loading {file.name}"):
+            model = load(file)
+        if plan.room > model.config.context_length:
+            raise UserError(
+                f"the windows need {plan.room} tokens and the context holds {model.config.context_length}: choose "
+                "smaller --tokens, --prompt-tokens or --widths"
+            )
+        ids = text_ids(model.tokenizer, plan.text)
+        bos = model.tokenizer.bos_id if model.tokenizer.add_bos else None
+        cut = windows_of(ids, plan.windows, prompt=plan.prompt_tokens, following=plan.tokens, bos=bos)
+        for engine in plan.engines:
+            for threads, flash in plan.settings(engine):
+                found["cases"].append(_case(plan, engine, model, cut, ids[:CHECKED], threads, flash, out))
+                found["complete"] = len(found["cases"]) == cases
+                after(found)
+    return found
+
+
+def _case(
+    plan: AuditPlan, name: str, model: Model, cut: Sequence[AuditWindow], real: Sequence[int], threads: int | None,
+    flash: bool | None, out: Console,
+) -> Json:  # fmt: skip
+    """One engine in one setting on one file."""
+    if threads is not None:
+        kernels.set_threads(threads)
+    count = threads or int(kernels.status()["threads"] or 1)
+    found: Json = {
+        "engine": name, "version": "", "weights": inspection.main_type(open_gguf(model.path)),
+        "file": model.path.name, "threads": count, "flash": flash,
+    }  # fmt: skip
+    begun = time.perf_counter()
+    attention = "" if flash is None else f", flash {'on' if flash else 'off'}"
+    try:
+        ours = OurRows(model, plan.room)
+        engine: RowEngine = (
+            ours if name == OURS else PeerRows.start(name, model.path, plan.room, threads=count, flash=flash)
+        )
+        found["version"] = engine.version
+        said = f"{name}, {found['weights']}, {count} threads{attention}"
+        with closing(engine), terminal.counting(out, said, len(cut) * len(plan.widths)) as bar:
+            done = partial(bar.advance, bar.task_ids[0])
+            found |= audit(engine, plan, cut, real, ours=None if name == OURS else ours, done=done)
+    except PeerError as error:
+        found |= {"verdict": FAILED, "failed": " ".join(str(error).split()), "one_row_bits": None, "repeatable": None,
+                  "check": None, "groups": []}  # fmt: skip
+    return {**found, "seconds": time.perf_counter() - begun}
+
+
+def audit(
+    engine: RowEngine, plan: AuditPlan, cut: Sequence[AuditWindow], real: Sequence[int], *,
+    ours: RowEngine | None = None, done: Callable[[], None] = lambda: None,
+) -> Json:  # fmt: skip
+    """An open engine's part of a case (see `run`); `ours` is the reference of another one, `real` a text for it."""
+    check = None if ours is None else real_text(engine, ours, real, max(plan.widths))
+    checked = check and {"one_row": check[0].to_dict(), "widest": check[1].to_dict()}
+    if check is not None and check[0].wrong:
+        return {"verdict": WRONG, "failed": None, "one_row_bits": None, "repeatable": None, "check": checked,
+                "groups": []}  # fmt: skip
+    tallies, repeatable, texts = [Tally(w) for w in sorted({1, *plan.widths})], True, {}
+    for window in cut:
+        text = engine.write(window.prompt, plan.tokens) if plan.greedy else list(window.following)
+        texts[window.name] = text
+        alone = rows_by(engine, window.prompt, text, 1)
+        judge = None if ours is None else Judge(rows_by(ours, window.prompt, text, PIECE), np.asarray(text))
+        for tally in tallies:
+            tally.add(window.name, alone, rows_by(engine, window.prompt, text, tally.width), judge)
+            done()
+        again = rows_by(engine, window.prompt, text, 1)
+        repeatable &= bool(np.array_equal(alone.view(np.uint32), again.view(np.uint32)))
+    found = groups(tallies)
+    if not repeatable:
+        verdict = UNSTEADY
+    elif any(group.wrong for group in found):  # comes before any fork
+        verdict = WRONG
+    elif any(group.tally.flips for group in found):
+        verdict = FORKS
+    else:
+        verdict = BITS if len(found) > 1 else ONE_GROUP
+    return {
+        "verdict": verdict, "failed": None, "one_row_bits": tallies[0].digest, "repeatable": repeatable,
+        "check": checked, "groups": [group.to_dict() for group in found], "texts": texts,
+    }  # fmt: skip

@@ -1,0 +1,235 @@
+"""Logits of the same rows by specsparse and by other engines: whether they are the model's, from one text by any width.
+
+`Judge` compares an engine's rows with ours. Rounding moves a distribution by about 0.001 nats, a defect of a kernel by
+whole nats; of engines, or widths, whose logits are wrong nobody should report a speed or a fork.
+"""
+
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import jax.numpy as jnp
+import numpy as np
+
+from specsparse import kernels
+from specsparse.data import prompts
+from specsparse.engine import cache as kv
+from specsparse.engine.feed import feed
+from specsparse.engine.model import Model
+from specsparse.engine.text.tokenizer import Tokenizer
+from specsparse.errors import UserError
+from specsparse.support.files import Json
+from specsparse.tools.peers.process import PEERS, PeerError, PeerProcess
+
+OURS = "specsparse"
+ENGINES = (OURS, *PEERS)
+PIECE = 16
+"""Rows of a prompt's batches, the same for every width that is asked about."""
+CHECKED = 128
+"""Tokens of real text whose perplexity a peer must share with us."""
+MOST_KL = 0.1
+"""Mean KL(ours, theirs) in nats from which logits are wrong; eight-bit activations move it by 0.001 to 0.01."""
+MOST_NLL = 0.1
+"""The same for the difference of the mean negative log-likelihoods: a perplexity 10 % apart."""
+_PATIENT = {"OMP_WAIT_POLICY": "passive"}  # nothing is timed: threads that wait leave the processor to others
+
+
+class RowEngine(Protocol):
+    """A model that is open; tokens are ids of its vocabulary, V of them."""
+
+    version: str
+
+    def write(self, prompt: Sequence[int], count: int) -> list[int]:
+        """The greedy continuation of a prompt, one row at a time; no token ends it."""
+
+    def rows(self, prompt: Sequence[int], text: Sequence[int], width: int) -> np.ndarray:
+        """float32[len(text), V]: the logits of a text behind a prompt, in batches of `width` rows."""
+
+    def close(self) -> None:
+        """Gives back what it holds."""
+
+
+class OurRows:
+    """specsparse: the forward pass of the speculative loop, in programs of `width` rows."""
+
+    def __init__(self, model: Model, room: int, threads: int | None = None):
+        """Makes a cache of `room` tokens; `threads` as in `specsparse.load`."""
+        if threads is not None:
+            kernels.set_threads(threads)
+        self.version = f"{model.facts()['kernels']} kernels"
+        capacity = model.capacity_for(room)
+        self._model, self._params = model, model.params_for(capacity)
+        self._cache, self._prompt = model.new_cache(1, capacity), None
+
+    def _feed(self, ids: Sequence[int], width: int) -> np.ndarray:
+        program, text, out = self._model.logits_program, np.asarray(ids, np.int32), []
+        for fed in feed(lambda p, c: program(self._params, *p.arrays, c), [text], self._cache, rows=width):
+            self._cache = fed.cache
+            out.append(np.asarray(fed.out)[: fed.piece.count[0]])
+        return np.concatenate(out)
+
+    def _begin(self, prompt: Sequence[int]) -> np.ndarray | None:
+        """A cache of the prompt alone; the logits of its last token, or None if it was there already."""
+        known = tuple(prompt) == self._prompt
+        self._cache = kv.rollback(self._cache, jnp.full((1,), len(prompt) if known else 0, jnp.int32))
+        self._prompt = tuple(prompt)
+        return self._feed(prompt, PIECE)[-1] if prompt and not known else None
+
+    def write(self, prompt: Sequence[int], count: int) -> list[int]:
+        self._prompt = None
+        last = self._begin(prompt)
+        out = [int(last.argmax())]
+        while len(out) < count:
+            out.append(int(self._feed(out[-1:], 1)[0].argmax()))
+        return out
+
+    def rows(self, prompt: Sequence[int], text: Sequence[int], width: int) -> np.ndarray:
+        self._begin(prompt)
+        return self._feed(text, width)
+
+    def close(self) -> None:
+        """Nothing is held outside of this process."""
+
+
+class PeerRows:
+    """A peer that is open; its logits come in a file. Both methods raise PeerError if it fails or ends."""
+
+    def __init__(self, process: PeerProcess):
+        self._process, self.version = process, process.version
+
+    @classmethod
+    def start(cls, name: str, model: Path, room: int, *, threads: int, flash: bool | None) -> "PeerRows":
+        """Starts a process and loads the model for `room` tokens.
+
+        Raises:
+            UserError: the peer is missing.
+            PeerError: it cannot load the file, or ended.
+        """
+        process = PeerProcess(name, option="--engine", environment=_PATIENT)
+        request = {"model": str(model.resolve()), "threads": threads, "room": room, "depth": 0, "tokens": []}
+        try:
+            process.ask(do="open", flash=flash, **request, **process.kind.options)
+        except BaseException:
+            process.close()
+            raise
+        return cls(process)
+
+    def write(self, prompt: Sequence[int], count: int) -> list[int]:
+        return list(self._process.ask(do="write", prompt=list(prompt), count=count, pieces=PIECE)["tokens"])
+
+    def rows(self, prompt: Sequence[int], text: Sequence[int], width: int) -> np.ndarray:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "rows")
+            reply = self._process.ask(
+                do="rows", prompt=list(prompt), text=list(text), width=width, pieces=PIECE, file=str(file)
+            )
+            found = np.fromfile(file, np.float32)
+        if found.size != len(text) * reply["vocabulary"]:
+            raise PeerError(f"the peer {self._process.name} wrote {found.size} logits for {len(text)} rows")
+        return found.reshape(len(text), -1)
+
+    def close(self) -> None:
+        self._process.close()
+
+
+def rows_by(engine: RowEngine, prompt: Sequence[int], text: Sequence[int], width: int) -> np.ndarray:
+    """The text's rows float32[len(text), V], each computed in a batch of exactly `width`.
+
+    The text is filled up with its own beginning to whole batches, so that no row is computed in a smaller one.
+    """
+    filled = [text[i % len(text)] for i in range(len(text) + -len(text) % width)]
+    return engine.rows(prompt, filled, width)[: len(text)]
+
+
+def text_ids(tokenizer: Tokenizer, file: Path | None) -> list[int]:
+    """The tokens of a file, or of the built-in prompts one after the other.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    if file is None:
+        return tokenizer.encode("\n\n".join(prompt.text for prompt in prompts.load()))
+    try:
+        return tokenizer.encode(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise UserError(f"--text {file}: cannot be read: {reason}") from None
+
+
+@dataclass(frozen=True)
+class Check:
+    """Their logits beside ours: sums over scored rows.
+
+    Attributes:
+        tokens: whose likelihood was scored.
+        nll, ours_nll: negative log-likelihood in nats, theirs and ours.
+        rows: whose distribution was compared.
+        kl: KL(ours, theirs) in nats.
+    """
+
+    tokens: int
+    nll: float
+    ours_nll: float
+    rows: int
+    kl: float
+
+    def plus(self, other: "Check") -> "Check":
+        return Check(self.tokens + other.tokens, self.nll + other.nll, self.ours_nll + other.ours_nll,
+                     self.rows + other.rows, self.kl + other.kl)  # fmt: skip
+
+    @property
+    def wrong(self) -> bool:
+        """Whether they are too far from ours to be the same model's; NaN is wrong."""
+        apart = abs(self.nll - self.ours_nll) / self.tokens
+        return not (self.kl / self.rows <= MOST_KL and apart <= MOST_NLL)
+
+    def to_dict(self) -> Json:
+        """Perplexities of both, mean KL and the verdict."""
+        theirs, ours = (nll / self.tokens for nll in (self.nll, self.ours_nll))
+        return {
+            "tokens": self.tokens,
+            "perplexity": math.exp(theirs) if theirs < 700 else math.inf,
+            "ours": math.exp(ours) if ours < 700 else math.inf,
+            "kl": self.kl / self.rows,
+            "wrong": self.wrong,
+        }
+
+
+class Judge:
+    """Our distributions at the rows of one text; rows that were judged once are not judged again."""
+
+    def __init__(self, ours_TV: np.ndarray, text_T: np.ndarray):
+        """Takes our logits float32[T, V] and the tokens int[T] that the rows read, at least two."""
+        self._ours_TV, self._next = _log_softmax(ours_TV), np.asarray(text_T[1:], np.int64)
+        self._known: dict[bytes, Check] = {}
+
+    def check(self, digest: bytes, rows_TV: np.ndarray) -> Check:
+        """Their logits on the same rows; `digest` is of their bits."""
+        if digest not in self._known:
+            n = len(self._next)
+            with np.errstate(invalid="ignore", over="ignore"):
+                theirs_TV = _log_softmax(rows_TV)
+                kl_T = (np.exp(self._ours_TV) * (self._ours_TV - theirs_TV)).sum(axis=1, dtype=np.float64)
+            scored = (theirs_TV, self._ours_TV)
+            nll, ours = (-float(a[np.arange(n), self._next].sum(dtype=np.float64)) for a in scored)
+            self._known[digest] = Check(n, nll, ours, len(rows_TV), float(kl_T.sum()))
+        return self._known[digest]
+
+
+def _log_softmax(logits_TV: np.ndarray) -> np.ndarray:
+    shifted = logits_TV - logits_TV.max(axis=1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
+
+def real_text(engine: RowEngine, ours: RowEngine, ids: Sequence[int], widest: int) -> tuple[Check, Check]:
+    """Real text one row at a time and in batches of `widest` rows, beside ours.
+
+    Raises:
+        PeerError: the engine failed.
+    """
+    judge = Judge(rows_by(ours, (), ids, PIECE), np.asarray(ids))
+    one, wide = (judge.check(str(width).encode(), rows_by(engine, (), ids, width)) for width in (1, widest))
+    return one, wide
