@@ -1,4 +1,4 @@
-"""What devices can do at best, by their makers' sheets: `devices.yaml` beside this file, read without jax."""
+"""Peaks of devices by their makers' sheets: `devices.yaml` beside this file, read without jax."""
 
 import dataclasses
 import functools
@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated
 
 import yaml
 
 from specsparse.errors import UserError
-from specsparse.support.options import Internal, Positive, Range, nearest, read
+from specsparse.support.options import nearest
 
 THIS = "this"
 """The name of this machine, which is measured."""
@@ -32,7 +31,7 @@ class Device:
         dispatch: seconds that a kernel takes beside its work.
         overlap: share of the shorter of reading and arithmetic that hides behind the longer.
         source: where the figures are from.
-        measured: whether these are this machine's own figures, not a sheet's.
+        measured: these are this machine's own figures, not a sheet's.
     """
 
     name: str
@@ -63,54 +62,27 @@ KINDS = ("f32", "f16", "int8")
 """Types of multiply-adds, from the widest."""
 
 
-@dataclass(frozen=True)
-class _Tera:
-    """10^12 operations a second by type."""
-
-    f32: Positive
-    f16: Positive | None = None
-    int8: Positive | None = None
-
-
-@dataclass(frozen=True)
-class _Sheet:
-    """A device as the file has it: GB/s, 10^12 operations, GB and microseconds."""
-
-    name: Annotated[str, Internal()]
-    title: str
-    bandwidth: Positive
-    tera: _Tera
-    memory: Positive
-    source: str
-    link: Positive | None = None
-    dispatch: Positive | None = None
-    overlap: Annotated[float, Range(0, 1)] = 1.0
-
-    def device(self) -> Device:
-        """In bytes, multiply-adds (two operations each) and seconds."""
-        rates = {kind: None if (tera := getattr(self.tera, kind)) is None else tera * TERA / 2 for kind in KINDS}
-        return Device(
-            self.name, self.title, self.bandwidth * GIGA, **rates, memory=self.memory * GIGA,
-            link=None if self.link is None else self.link * GIGA, dispatch=(self.dispatch or 0.0) * MICRO,
-            overlap=self.overlap, source=" ".join(self.source.split()),
-        )  # fmt: skip
-
-
 @functools.cache
 def sheets() -> Mapping[str, Device]:
-    """All named devices, in the order of the file."""
-    path = Path(__file__).with_suffix(".yaml")
-    given = yaml.safe_load(path.read_text(encoding="utf-8"))
-    read_one = {name: read(_Sheet, values, group=name, internal={"name": name}) for name, values in given.items()}
-    return MappingProxyType({name: sheet.device() for name, sheet in read_one.items()})
+    """All named devices, in the order of the file, which has GB/s, 10^12 operations a second, GB and microseconds."""
+    given = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    return MappingProxyType({name: _device(name, **sheet) for name, sheet in given.items()})
+
+
+def _device(
+    name: str, title: str, bandwidth: float, tera: Mapping[str, float], memory: float, source: str,
+    link: float | None = None, dispatch: float = 0.0, overlap: float = 1.0,
+) -> Device:  # fmt: skip
+    """A sheet in bytes, multiply-adds (two operations each) and seconds."""
+    rates = {kind: tera[kind] * TERA / 2 if kind in tera else None for kind in KINDS}
+    return Device(
+        name, title, bandwidth * GIGA, **rates, memory=memory * GIGA, link=None if link is None else link * GIGA,
+        dispatch=dispatch * MICRO, overlap=overlap, source=" ".join(source.split()),
+    )  # fmt: skip
 
 
 def known(name: str) -> str:
-    """The name, where there is such a device.
-
-    Raises:
-        UserError: an unknown name, with the nearest.
-    """
+    """The name itself, or UserError for an unknown one, with the nearest."""
     if name != THIS and name not in sheets():
         raise UserError(f"device {name} is unknown{nearest(name, (THIS, *sheets()))}")
     return name

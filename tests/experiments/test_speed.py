@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specsparse.data.speed_bench import CATEGORIES
+from specsparse.data.prompts import SPEED_BENCH_CATEGORIES
 from specsparse.errors import UserError
 from specsparse.experiments import runner
 from specsparse.experiments.settings import DataSpec, DrafterSpec, ModelSpec, TrackerSpec, VerifierSpec
@@ -250,14 +250,14 @@ def test_shared_noise_is_that_of_the_passes_of_one_prompt(cfg, tmp_path):
 
 
 def test_the_eleven_categories_of_speed_bench_from_ones_own_files_are_a_row_each(cfg, tmp_path):
-    for i, category in enumerate(CATEGORIES):
+    for i, category in enumerate(SPEED_BENCH_CATEGORIES):
         row = {"question_id": f"q{i}", "category": category, "turns": ["abc " * (i + 1)]}
         (tmp_path / f"{category}.jsonl").write_text(json.dumps(row))
     cfg = replace(cfg, data=DataSpec("speed_bench", path=str(tmp_path), tasks=None, limit_per_task=None), repeats=1)
     found, text = play(cfg, tmp_path, FakeEngine())
-    assert list(found.result.groups) == [*CATEGORIES, "all"]
+    assert list(found.result.groups) == [*SPEED_BENCH_CATEGORIES, "all"]
     shown = {cells[0]: cells[1:] for line in text.splitlines() if (cells := line.split())}
-    for category in CATEGORIES:
+    for category in SPEED_BENCH_CATEGORIES:
         assert shown[category] == ["10.0", "20.0", "2.00", "2.00", "2.00", "100", "%"], category
 
 
