@@ -5,17 +5,21 @@
 
 from specsparse.kernels.packing.random_blocks import random_quantised
 from specsparse.speculative.drafters.scripted import Scripted
-from specsparse.testing.contract import check_drafter
-from specsparse.testing.damaged import load_everything, mutate
+from specsparse.testing.contract import check_drafter, check_tree
+from specsparse.testing.damaged import Runner, load_everything, mutate
 from specsparse.testing.drafting import draft_context, drafted_ids
-from specsparse.testing.lossless import assert_lossless
 from specsparse.testing.policies import check_policy
 from specsparse.testing.predictors import check_predictor
-from specsparse.testing.running import Runner
-from specsparse.testing.tiny import CHATML, tiny_config, write_tiny_gguf
-from specsparse.testing.trees import check_tree
-from specsparse.testing.verifiers import check_verifier
-from specsparse.testing.vocab import DummyTokenizer, bpe_vocabulary, byte_characters, spm_vocabulary
+from specsparse.testing.tiny import (
+    CHATML,
+    DummyTokenizer,
+    bpe_vocabulary,
+    byte_characters,
+    spm_vocabulary,
+    tiny_config,
+    write_tiny_gguf,
+)
+from specsparse.testing.verifiers import assert_lossless, check_verifier
 
 __all__ = [
     "CHATML",

@@ -1,4 +1,7 @@
-"""The contract of a drafter, for anybody's own: `check_drafter(MyDrafter())` is one line in a test."""
+"""The contract of a drafter and of a draft tree's shape, for anybody's own.
+
+`check_drafter(MyDrafter())` or `check_tree(MyTree())` is one line in a test.
+"""
 
 import dataclasses
 import functools
@@ -16,10 +19,13 @@ import numpy as np
 from specsparse.engine.noise import seed_words
 from specsparse.errors import UserError
 from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback
+from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.plan import DrafterPlan
 from specsparse.speculative.loop import check_drafted, traced
 from specsparse.speculative.proof.chain_law import LEVEL, POWER
 from specsparse.speculative.tree import check_parents
+from specsparse.speculative.trees.base import TreeShape
+from specsparse.speculative.trees.options import MAX_NODES
 from specsparse.speculative.verify import match_verdict, valid_verifiers
 from specsparse.testing.drafting import draft_context, drafted_ids, on_plan
 
@@ -56,6 +62,21 @@ def check_drafter(drafter: Drafter | DrafterPlan, *, weights: Any = None) -> "Ch
             raise AssertionError(str(error)) from None
     lines = [inspect.getdoc(check).partition("\n")[0] + (f" {note}" if note else "") for check, note in notes]
     return Checked(type(case.drafter).__name__, tuple(lines))
+
+
+def check_tree(shape: TreeShape) -> None:
+    """Refuses a shape that breaks the contract of `trees.base`; a tiny random model drafts trees of it.
+
+    Raises:
+        AssertionError: says what is broken.
+    """
+    assert hash(shape) == hash(shape), "its hash changes"
+    assert isinstance(shape.kind, DraftKind), f"kind is {shape.kind!r}, not a DraftKind"
+    depth, nodes = shape.max_depth, shape.max_nodes
+    assert 1 <= depth <= nodes <= MAX_NODES, f"max_depth {depth}, max_nodes {nodes}: at most {MAX_NODES} nodes"
+    assert shape.max_rows >= 1, f"max_rows {shape.max_rows}"
+    assert shape.branches or depth == nodes, f"without branches it is a chain, of {nodes} nodes and not {depth} levels"
+    check_drafter(get_drafter("layer_skip", tree=shape, temperature=0.0 if shape.kind is DraftKind.ONE_HOT else 0.8))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -167,28 +188,19 @@ def _check_draft(drafter: Drafter, draft: Draft, budget: list[int]) -> None:
     for b, most in enumerate(budget):
         count, parents = int(draft.count[b]), np.asarray(draft.parents[b]).tolist()
         assert 0 <= count <= min(most, drafter.max_nodes), f"{count} nodes on a budget of {most}"
-        _check_tree(parents, count)
-        depth = _depth(parents[:count])
+        try:
+            check_parents(parents, count)
+        except UserError as error:
+            raise AssertionError(str(error)) from error
+        depths: list[int] = []
+        for parent in parents[:count]:
+            depths.append(1 + (depths[parent] if parent >= 0 else 0))
+        depth = max(depths, default=0)
         assert depth <= min(most, drafter.max_depth), f"depth {depth} on a budget of {most}"
         ids = drafted_ids(draft, b)
         assert all(0 <= token < VOCAB for token in ids), f"{ids}: ids lie in 0..{VOCAB - 1}"
         if not drafter.tree:
             assert parents == list(range(-1, drafter.max_nodes - 1)), f"{parents} are not the parents of a chain"
-
-
-def _check_tree(parents: list[int], count: int) -> None:
-    try:
-        check_parents(parents, count)
-    except UserError as error:
-        raise AssertionError(str(error)) from error
-
-
-def _depth(parents: list[int]) -> int:
-    """Longest path of a tree whose nodes stand behind their parents."""
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(1 + (depths[parent] if parent >= 0 else 0))
-    return max(depths, default=0)
 
 
 def nothing_beyond_the_text_is_read(case: DrafterCase) -> None:

@@ -1,14 +1,22 @@
-"""Damaged GGUF files: a correct loader answers each with a clear error or a correct result, never a crash or a hang."""
+"""Damaged GGUF files, and what a file is for once it loads: tokenizer, weights and a few tokens.
+
+A correct loader answers a damaged file with a clear error or a correct result, never a crash or a hang.
+"""
 
 import struct
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import numpy as np
 
+from specsparse import api, kernels
+from specsparse.engine import llama, weights
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile, open_gguf
+from specsparse.engine.model import Model
 from specsparse.engine.rope import model_tables
+from specsparse.engine.text.tokenizer import Tokenizer
 
 _NASTY = (0, 1, 2, 7, 8, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**60, 2**63 - 1, 2**63, 2**64 - 1)
 
@@ -19,7 +27,7 @@ def mutate(blob: bytes, seed: int, *, header: int | None = None) -> bytes:
     Args:
         blob: a valid file.
         seed: which damage; the same seed gives the same bytes.
-        header: bytes before the tensor data; damage falls there nine times in ten. A third of the file where not given.
+        header: bytes before the tensor data, by default a third of the file; damage falls there nine times in ten.
     """
     rng = np.random.default_rng(seed)
     data = bytearray(blob)
@@ -41,7 +49,7 @@ def _cut(data: bytearray, rng: np.random.Generator, end: int) -> None:
 
 
 def _overwrite(data: bytearray, rng: np.random.Generator, end: int) -> None:
-    """A nasty number over four or eight bytes: what a count, length, type or offset becomes in a hostile file."""
+    """A nasty number over four or eight bytes, as a count, length, type or offset in a hostile file."""
     size = int(rng.choice([4, 8]))
     at = int(rng.integers(0, end))
     value = _NASTY[rng.integers(len(_NASTY))] & (2 ** (8 * size) - 1)
@@ -73,7 +81,7 @@ _DAMAGES = (_flip, _flip, _cut, _overwrite, _overwrite, _overwrite_counts, _swap
 
 
 def load_everything(path: str | Path, *, then: Callable[[GGUFFile, ModelConfig], None] | None = None) -> ModelConfig:
-    """Loads all that a file holds: header, config, RoPE tables, and every tensor as float32.
+    """Loads everything in a file: header, config, RoPE tables, and every tensor as float32.
 
     Args:
         path: the file.
@@ -92,3 +100,51 @@ def load_everything(path: str | Path, *, then: Callable[[GGUFFile, ModelConfig],
     if then is not None:
         then(f, config)
     return config
+
+
+class Runner:
+    """Runs open files; the `then` of `load_everything`. Files of one config and layout share their programs.
+
+    Attributes:
+        models: by config and structure of the weights.
+        ran: files that generated their tokens.
+    """
+
+    def __init__(self, tokens: int = 4):
+        self.tokens = tokens
+        self.models: dict = {}
+        self.ran = 0
+
+    def __call__(self, f: GGUFFile, config: ModelConfig) -> None:
+        """Encodes a text and generates after it; a file without a tokenizer gives the logits of a few ids.
+
+        Raises:
+            UserError: tokenizer or weights are damaged, or the model's numbers are none.
+        """
+        has_tokenizer = any(key.startswith("tokenizer.") for key in f.metadata)
+        tokenizer = Tokenizer.from_metadata(f.metadata, where=str(f.path)) if has_tokenizer else None
+        chosen = kernels.get()
+        params = weights.load_params(f, config, floats=chosen.name != "native")
+        key = (config, jax.tree.structure(params))
+        if key not in self.models:
+            self.models[key] = Model(
+                config=config,
+                tokenizer=None,
+                params=params,
+                forward=llama.make_forward(config, chosen),
+                kernels=chosen,
+                kv_dtype="f16",
+                path=f.path,
+                footprint=weights.footprint(params, f),
+            )
+        model = self.models[key]
+        model.params, model.path, model.rope_factors = params, f.path, weights.rope_factors(f, config)
+        model.tokenizer = tokenizer
+        model._tables.clear()
+        if tokenizer is None:
+            model.logits(np.arange(min(self.tokens, config.vocab_size, config.context_length)))
+        else:
+            tokenizer.decode(tokenizer.encode("hello, w\u00f6rld", add_special=True, parse_special=True))
+            prompt = [config.vocab_size - 1, *range(min(3, config.vocab_size))][-config.context_length :]
+            api.generate(model, prompt, max_tokens=self.tokens, ignore_eos=True)
+        self.ran += 1

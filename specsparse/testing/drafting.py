@@ -28,8 +28,7 @@ from specsparse.speculative.drafters.heads.eagle3_file import Eagle3File, of_arr
 from specsparse.speculative.drafters.heads.eagle3_head import HeadShape
 from specsparse.speculative.drafters.heads.head_file import write_head
 from specsparse.speculative.drafters.plan import DrafterPlan, MakeModel
-from specsparse.testing.tiny import write_tiny_gguf
-from specsparse.testing.vocab import DummyTokenizer
+from specsparse.testing.tiny import DummyTokenizer, write_tiny_gguf
 
 Case = tuple[Drafter, Any, Callable[[DraftContext], DraftContext]]
 """A drafter, its weights, and what puts the target into a context."""

@@ -9,7 +9,7 @@ import numpy as np
 from specsparse.speculative.base import DraftContext, Verdict
 from specsparse.speculative.policies.base import LawView, Policy
 from specsparse.testing.drafting import draft_context
-from specsparse.testing.lossless import assert_lossless
+from specsparse.testing.verifiers import assert_lossless
 
 BATCH, ROUNDS = 3, 4
 

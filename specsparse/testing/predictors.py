@@ -69,7 +69,7 @@ def check_predictor(name: str, **options: Any) -> None:
         AssertionError: says what is broken.
         UserError: it is unknown, or takes no such option.
     """
-    case = PredictorCase.of(plant(), name, **options)
+    case = PredictorCase.fitted(plant(), name, **options)
     for check in PREDICTOR_CHECKS:
         check(case)
 
@@ -83,7 +83,7 @@ class PredictorCase(NamedTuple):
     planted: Planted
 
     @classmethod
-    def of(cls, planted: Planted, name: str, **options: Any) -> "PredictorCase":
+    def fitted(cls, planted: Planted, name: str, **options: Any) -> "PredictorCase":
         """Fitted to the first text of the layer; what is to be trained has the gate's own largest singular values."""
         predictor = get_predictor(name, planted.ffn, **options)
         if predictor.needs is Needs.TRAINING:

@@ -1,4 +1,4 @@
-"""Tiny random Llama models, as a config or as a GGUF file."""
+"""Tiny random models as a config or a GGUF file, small vocabularies of both families, and a dummy tokenizer."""
 
 import math
 import os
@@ -15,7 +15,6 @@ from specsparse.engine.config import PROJECTIONS, ModelConfig
 from specsparse.engine.gguf.writer import NewTensor, write_gguf
 from specsparse.engine.rope_config import RopeConfig, Scaling
 from specsparse.kernels.packing.random_blocks import random_quantised
-from specsparse.testing.vocab import bpe_vocabulary, spm_vocabulary
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -55,12 +54,12 @@ def tiny_config(
     Args:
         architecture: a name of `ARCHITECTURES`.
         n_layers, d_model, n_heads, n_kv_heads, d_ff, vocab_size, context_length, norm_eps: as in `ModelConfig`.
-        head_dim: d_model / n_heads where not given.
+        head_dim: by default d_model / n_heads.
         tied: the output matrix is the embedding.
-        bias: which projections have one; True is all. What the architecture needs comes on top.
+        bias: which projections have one; True is all. Those that the architecture needs are added.
         gated: whether the FFN has a gate; a file without one must name its activation.
         rope_base, rope_scaling, rope_factor, original_context, attn_factor, freq_factors: as in `RopeConfig`.
-        window: of the layers that have one; an architecture that must have it takes 8 where none is given.
+        window: of the layers that have one; an architecture that must have one takes 8 by default.
         full_every: as in `ModelConfig`; None is the architecture's.
     """
     family = ARCHITECTURES[architecture]
@@ -120,9 +119,8 @@ def write_tiny_gguf(
 
     Args:
         path: the file, overwritten.
-        quant: type of every matrix; any type gguf can dequantise. Widths not given are rounded up to its
-            block.
-        embedding_quant: type of the embedding and the output, where it is to differ.
+        quant: type of every matrix; any type gguf can dequantise. Widths not given are rounded up to its block.
+        embedding_quant: type of the embedding and the output, if it differs.
         tokenizer: vocabulary family, or "none" (then `vocab_size` may be anything).
         pre: `tokenizer.ggml.pre` of a BPE vocabulary.
         chat_template: of a vocabulary, or None.
@@ -133,7 +131,9 @@ def write_tiny_gguf(
     Raises:
         ValueError: a width given that is no multiple of the type's block, or a vocabulary too small for its tokenizer.
     """
-    kind, kind_embedding = _kind(quant), _kind(embedding_quant or quant)
+    kind, kind_embedding = (
+        GGMLQuantizationType[q] if isinstance(q, str) else q for q in (quant, embedding_quant or quant)
+    )
     block = max(GGML_QUANT_SIZES[kind][0], GGML_QUANT_SIZES[kind_embedding][0])
     for name, default in (("d_model", 64), ("d_ff", 96)):
         config.setdefault(name, -(-default // block) * block)
@@ -146,46 +146,28 @@ def write_tiny_gguf(
         elif len(shape) == 1:
             values = rng.normal(1.0 if name.endswith("norm.weight") else 0.0, 0.1, shape).astype(np.float32)
         else:
-            of_kind = kind_embedding if name in ("token_embd.weight", "output.weight") else kind
-            values = _matrix(rng, shape, of_kind, 1.0 if "embd" in name else None)
+            of_kind, deviation = kind, 1.0 if "embd" in name else 1.0 / math.sqrt(shape[1])
+            if name in ("token_embd.weight", "output.weight"):
+                of_kind = kind_embedding
+            if shape[1] % (block := GGML_QUANT_SIZES[of_kind][0]):
+                raise ValueError(f"a matrix of {shape[1]} columns cannot be {of_kind.name}: its block is {block}")
+            values = rng.normal(0, deviation, shape).astype(np.float32)
+            try:
+                values = quants.quantize(values, of_kind)
+            except NotImplementedError:  # random codes, of types that gguf cannot make
+                values = random_quantised(of_kind, *shape, int(rng.integers(1 << 31)), std=deviation)
         tensors.append(NewTensor(name, of_kind, shape, lambda values=values: values))
     keys = metadata_of(cfg, tokenizer=tokenizer, pre=pre, chat_template=chat_template)
     return write_gguf(path, {**keys, **(metadata or {})}, tensors)
-
-
-def _kind(quant: _Quant) -> GGMLQuantizationType:
-    return GGMLQuantizationType[quant] if isinstance(quant, str) else quant
-
-
-def _matrix(
-    rng: np.random.Generator, shape: tuple[int, ...], kind: GGMLQuantizationType, std: float | None
-) -> np.ndarray:
-    """Random weights in `kind`: quantised normal ones where gguf can do that, else random codes."""
-    rows, cols = shape
-    deviation = std if std is not None else 1.0 / math.sqrt(cols)
-    if cols % GGML_QUANT_SIZES[kind][0]:
-        raise ValueError(f"a matrix of {cols} columns cannot be {kind.name}: its block is {GGML_QUANT_SIZES[kind][0]}")
-    values = rng.normal(0, deviation, shape).astype(np.float32)
-    try:
-        return quants.quantize(values, kind)
-    except NotImplementedError:
-        return random_quantised(kind, rows, cols, int(rng.integers(1 << 31)), std=deviation)
 
 
 def metadata_of(
     cfg: ModelConfig, *, tokenizer: str = "spm", pre: str = "gpt-2", chat_template: str | None = None
 ) -> dict[str, Any]:
     """The metadata of a model file with a made-up vocabulary of that family; keywords as in `write_tiny_gguf`."""
-    return {
-        "general.architecture": cfg.architecture,
-        **_model_keys(cfg),
-        **_tokenizer_keys(cfg, tokenizer, pre, chat_template),
-    }
-
-
-def _model_keys(cfg: ModelConfig) -> dict[str, Any]:
     rope, a = cfg.rope, cfg.architecture
     keys: dict[str, Any] = {
+        "general.architecture": a,
         "general.name": "tiny",
         f"{a}.block_count": cfg.n_layers,
         f"{a}.context_length": cfg.context_length,
@@ -211,23 +193,114 @@ def _model_keys(cfg: ModelConfig) -> dict[str, Any]:
         keys |= {f"{a}.attention.sliding_window_pattern": cfg.full_every} if cfg.full_every else {}
     if rope.attn_factor != 1.0:
         keys[f"{a}.rope.scaling.attn_factor"] = rope.attn_factor
-    return keys
-
-
-def _tokenizer_keys(cfg: ModelConfig, tokenizer: str, pre: str, chat_template: str | None) -> dict[str, Any]:
     if tokenizer == "none":
-        return {}
-    keys: dict[str, Any] = {"tokenizer.chat_template": chat_template} if chat_template else {}
+        return keys
+    if chat_template:
+        keys["tokenizer.chat_template"] = chat_template
     if tokenizer == "bpe":
         tokens, types, merges = bpe_vocabulary(cfg.vocab_size)
         keys |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.merges": merges}
-        special = {"bos": 1, "eos": 2, "unknown": 0}
-    elif tokenizer == "spm":
+    else:
         tokens, types, scores = spm_vocabulary(cfg.vocab_size)
         keys |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": scores}
         keys |= {"tokenizer.ggml.add_bos_token": True}
-        special = {"bos": 1, "eos": 2, "unknown": 0}
-    else:
-        raise ValueError(f"tokenizer {tokenizer!r} is not one of bpe, spm, none")
     keys |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    special = {"bos": 1, "eos": 2, "unknown": 0}
     return keys | {f"tokenizer.ggml.{name}_token_id": token for name, token in special.items()}
+
+
+TYPE_NORMAL, TYPE_UNKNOWN, TYPE_CONTROL, TYPE_UNUSED, TYPE_BYTE = 1, 2, 3, 5, 6
+"""Values of `tokenizer.ggml.token_type` in use here."""
+
+_SPECIAL: tuple[str, ...] = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_MERGES: tuple[str, ...] = (
+    "Ġ t", "h e", "Ġ a", "i n", "r e", "Ġt he", "o n", "Ġ s", "e r", "a t", "Ġ w", "o r", "e n", "n d", "Ġ o", "Ġ c",
+    "Ġa nd", "in g", "o u", "Ġ f", "e s", "i s", "Ġt o", "Ġ m", "l l", "Ġ Ġ", "Ġo f", "Ġ h", "i t", "l o", "Ġh e",
+    "ll o", "Ġhe llo", "Ġw or", "l d", "Ġwor ld", "Ð ¿", "Ã ©", "1 2", "' s", "Ċ Ċ",
+)  # fmt: skip
+_PIECES: tuple[str, ...] = (
+    "▁", "e", "t", "a", "o", "i", "n", "s", "h", "r", "d", "l", "u", "c", "m", "w", "f", "g", "y", "p", "b", "v", "k",
+    ".", ",", "'", "▁t", "he", "▁a", "in", "▁the", "er", "on", "re", "▁s", "▁w", "or", "ll", "▁h", "▁he", "llo",
+    "▁hello", "ld", "▁world", "▁wor", "é", "an", "nd", "▁and", "▁▁",
+)  # fmt: skip
+
+
+def byte_characters() -> list[str]:
+    """GPT-2's printable stand-in for each of the 256 byte values, in order of the byte."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    spare = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
+
+
+def bpe_vocabulary(size: int = 300) -> tuple[list[str], list[int], list[str]]:
+    """Tokens, types and merges of a byte-level BPE: 3 special tokens, 256 bytes, merges, then unused ones up to `size`.
+
+    `<|endoftext|>` is 0, `<|im_start|>` 1 and `<|im_end|>` 2; byte b is 3 + b.
+
+    Raises:
+        ValueError: size is below 259.
+    """
+    tokens = [*_SPECIAL, *byte_characters()]
+    if size < len(tokens):
+        raise ValueError(f"a byte-level vocabulary needs at least {len(tokens)} tokens, {size} asked for")
+    merges = list(_MERGES[: size - len(tokens)])
+    tokens += [merge.replace(" ", "") for merge in merges]
+    types = [TYPE_CONTROL] * len(_SPECIAL) + [TYPE_NORMAL] * (len(tokens) - len(_SPECIAL))
+    unused = range(size - len(tokens))
+    return tokens + [f"<unused{i}>" for i in unused], types + [TYPE_UNUSED] * len(unused), merges
+
+
+def spm_vocabulary(size: int = 309) -> tuple[list[str], list[int], list[float]]:
+    """Tokens, types and scores of a SentencePiece vocabulary with byte fallback, unused tokens filling up to `size`.
+
+    `<unk>` is 0, `<s>` 1, `</s>` 2; byte b is 3 + b.
+
+    Raises:
+        ValueError: size is below 259.
+    """
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    if size < len(tokens):
+        raise ValueError(f"a vocabulary with byte fallback needs at least {len(tokens)} tokens, {size} asked for")
+    types = [TYPE_UNKNOWN, TYPE_CONTROL, TYPE_CONTROL] + [TYPE_BYTE] * 256
+    pieces = list(_PIECES[: size - len(tokens)])
+    # Longer pieces score higher, so that every merge that can happen does.
+    scores = [0.0] * len(tokens) + [10.0 * len(piece) - rank for rank, piece in enumerate(pieces)]
+    tokens, types, unused = [*tokens, *pieces], types + [TYPE_NORMAL] * len(pieces), range(size - len(scores))
+    tokens += [f"<unused{i}>" for i in unused]
+    return tokens, types + [TYPE_UNUSED] * len(unused), scores + [-1000.0] * len(unused)
+
+
+class DummyTokenizer:
+    """Bytes as tokens: id b + 3 is byte b; 0 is padding, 1 begins a text, 2 ends it.
+
+    Attributes:
+        vocab_size: 259 or more; ids past the bytes decode to nothing.
+        bos_id, eos_id: 1 and 2.
+    """
+
+    type = "bytes"
+    add_bos = True
+    add_eos = False
+    bos_id = 1
+    eos_id = 2
+    unknown_id = 0
+    stop_ids = frozenset({2})
+
+    def __init__(self, vocab_size: int = 259):
+        self.vocab_size = vocab_size
+
+    def token_text(self, index: int) -> str:
+        """A name for an id."""
+        return f"<{index}>"
+
+    def encode(self, text: str, add_special: bool = False, parse_special: bool = False) -> list[int]:
+        """UTF-8 bytes of the text, after `bos_id` if `add_special`. There are no special strings to parse."""
+        return [self.bos_id] * add_special + [byte + 3 for byte in text.encode()]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the byte ids; half a character becomes U+FFFD, every other id nothing."""
+        return bytes(i - 3 for i in ids if 3 <= i < 259).decode(errors="replace")
+
+    def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> str:
+        """One `role: content` line a message, and the assistant's turn opened."""
+        return "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant: "

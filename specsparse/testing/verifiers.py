@@ -1,19 +1,68 @@
-"""The contract of a verifier, for anybody's own: `check_verifier(get_verifier("mine:Rule"))` is one line in a test."""
+"""The contract of a verifier, and the certificate of any verifier, policy or callable as an assertion.
 
+`check_verifier(get_verifier("mine:Rule"))` or `assert_lossless(my_verifier)` is one line in a test.
+"""
+
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specsparse.errors import UserError
 from specsparse.speculative.base import Draft, DraftKind, Verdict, Verifier
-from specsparse.speculative.proof import certify
+from specsparse.speculative.policies.base import Policy
+from specsparse.speculative.proof.certify import Certifiable, cases, certify
 from specsparse.speculative.proof.driver import Decided, Drafts, sound
 from specsparse.speculative.proof.exact import ends
+from specsparse.speculative.proof.handed import Handed, handed
+from specsparse.speculative.proof.results import CertificateReport, worst_on
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verify import match_verdict, verify
 
 VOCAB, GAMMA, BATCH = 3, 2, 4
+
+
+def assert_lossless(
+    verifier: Certifiable, *, vocab: int | None = None, gamma: int | None = None, seed: int = 0, **how: Any
+) -> CertificateReport:
+    """Refuses a verifier, or a draft-length policy, whose text does not have the target's distribution.
+
+    Args:
+        verifier: yours, a callable as `speculative.proof.handed` describes it; one of ours, its name, or a policy.
+        vocab: tokens, see `specsparse.certify`.
+        gamma: longest draft.
+        seed: of the random distributions, and of the samples of a callable that draws for itself.
+        how: fields of `Handed`, such as `arrays="torch"` or `samples=100_000`.
+
+    Returns:
+        The report: whether the distribution was enumerated or sampled, and the error that samples would have found.
+
+    Raises:
+        AssertionError: it is lossy; says by how much, on what, and which texts differ most.
+        UserError: it cannot be certified so.
+    """
+    if not isinstance(verifier, Verifier | Policy | str):
+        try:
+            verifier = dataclasses.replace(handed(verifier), lossless=True, **how)
+        except TypeError as error:
+            known = ", ".join(field.name for field in dataclasses.fields(Handed))
+            raise UserError(f"assert_lossless: {error}; known are {known}") from error
+    elif how:
+        raise UserError(f"assert_lossless: {', '.join(how)} say how a callable is handed its arguments")
+    report = certify(verifier, vocab=vocab, gamma=gamma, seed=seed, mutants=False)
+    broken = [result for result in report.results if not result.holds]
+    if broken:
+        worst = max(broken, key=lambda result: result.tv)
+        lines = [
+            f"{worst.verifier} is not lossless: total variation {worst.tv:.3g} on {worst_on(worst)} ({worst.part}; "
+            f"rounding or chance explain {worst.bound:.1g}); {len(broken)} of {len(report.results)} cases fail",
+            *worst.differences(),
+        ]
+        raise AssertionError("\n  ".join(lines))
+    return report
 
 
 def check_verifier(verifier: Verifier) -> None:
@@ -38,22 +87,23 @@ def static_and_named(verifier: Verifier) -> None:
 
 
 def every_round_ends_somewhere(verifier: Verifier) -> None:
-    """The ways a round can end have the probability 1 in all, and each ends in a law."""
-    for case in certify.cases(verifier, vocab=VOCAB, gamma=GAMMA, seed=0):
+    """The ways a round can end have the probability 1 in all, and each ends in a distribution."""
+    for case in cases(verifier, vocab=VOCAB, gamma=GAMMA, seed=0):
         for outcome in case.outcomes():
             found = ends(verifier.rule, outcome.draft, outcome.p)
             total = sum(end.weight for end in found)
             assert abs(total - 1) < 1e-9, f"on {case.name} drafts the ends of a round have the probability {total:g}"
-            laws = [float(end.law.sum()) for end in found if end.weight > 1e-12]
-            assert np.allclose(laws, 1, atol=1e-9), f"on {case.name} drafts a round ends in a law of mass {laws}"
+            masses = [float(end.law.sum()) for end in found if end.weight > 1e-12]
+            assert np.allclose(masses, 1, atol=1e-9), f"on {case.name} drafts a round's ends have the masses {masses}"
 
 
 def verdicts_are_paths(verifier: Verifier) -> None:
     """A verdict names a path of the draft, its tokens and one more, and no row depends on the batch around it."""
     run = jax.jit(functools.partial(_verdict, verifier))
-    first = next(kind for kind in DraftKind if kind in verifier.kinds)
+    first, tree = next(kind for kind in DraftKind if kind in verifier.kinds), TreeTemplate.kary((2, 1))
     for kind in verifier.kinds:
-        for template in _templates(verifier, kind):
+        several = verifier.tree and kind is not DraftKind.SAMPLED  # one program for a chain and a tree of one size
+        for template in [TreeTemplate.chain(tree.size), tree] if several else [TreeTemplate.chain(GAMMA)]:
             for seed in range(4):
                 drafts, uniforms = _random(template, kind, seed)
                 verdict = jax.tree.map(np.asarray, run(drafts.draft, drafts.p, uniforms))
@@ -69,9 +119,9 @@ def verdicts_are_paths(verifier: Verifier) -> None:
 
 
 def the_promise_is_kept(verifier: Verifier) -> None:
-    """A lossless one gives the target's law, by enumeration of its rule and of the driver."""
+    """A lossless one gives the target's distribution, by enumeration of its rule and of the driver."""
     if verifier.lossless:
-        report = certify.certify(verifier, vocab=VOCAB, gamma=GAMMA, mutants=False)
+        report = certify(verifier, vocab=VOCAB, gamma=GAMMA, mutants=False)
         assert report.passed, f"it is not lossless: {'; '.join(report.failures[:3])}"
 
 
@@ -87,14 +137,8 @@ def _verdict(verifier: Verifier, draft: Draft, p_BnV: jax.Array, uniforms_Bn: ja
     return match_verdict(draft, jnp.minimum(below_BnV.sum(axis=2), VOCAB - 1).astype(jnp.int32))
 
 
-def _templates(verifier: Verifier, kind: DraftKind) -> list[TreeTemplate]:
-    several = verifier.tree and kind is not DraftKind.SAMPLED
-    tree = TreeTemplate.kary((2, 1))
-    return [TreeTemplate.chain(tree.size), tree] if several else [TreeTemplate.chain(GAMMA)]  # one program for both
-
-
 def _random(template: TreeTemplate, kind: DraftKind, seed: int) -> tuple[Drafts, np.ndarray]:
-    """Drafts of random laws, some with fewer nodes than there is room for, and uniforms."""
+    """Drafts and targets of random distributions, some with fewer nodes than there is room for, and uniforms."""
     rng, K = np.random.default_rng(seed), template.size
     p_BnV, q_BKV = (rng.dirichlet(np.ones(VOCAB), (BATCH, rows)).astype(np.float32) for rows in (K + 1, K))
     draft = Draft(

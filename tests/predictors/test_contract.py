@@ -42,7 +42,7 @@ def planted():
 
 @pytest.fixture(params=CASES, scope="module")
 def case(request, planted):
-    return PredictorCase.of(planted, request.param.removesuffix("_recall"), **CASES[request.param])
+    return PredictorCase.fitted(planted, request.param.removesuffix("_recall"), **CASES[request.param])
 
 
 @pytest.mark.parametrize("check", PREDICTOR_CHECKS, ids=lambda check: check.__name__)
@@ -57,7 +57,7 @@ def test_a_mask_keeps_some_and_leaves_some(case):
 # One that reads its own weights and one that reads the layer's.
 @pytest.mark.parametrize("name", cells(["svd", "gate_threshold", "oracle", "teal"], ["svd", "oracle"]))
 def test_the_reference_kernels_keep_the_contract_too(name):
-    a_row_does_not_depend_on_its_neighbours(PredictorCase.of(plant(rows=60, kernel="reference"), name))
+    a_row_does_not_depend_on_its_neighbours(PredictorCase.fitted(plant(rows=60, kernel="reference"), name))
 
 
 @pytest.mark.parametrize("name", sorted(PREDICTORS.names()))
@@ -142,7 +142,7 @@ def test_a_predictor_of_one_s_own(planted, tmp_path, monkeypatch):
     predictor = get_predictor(name, planted.ffn, share=0.25)
     assert predictor.name == "First" and predictor.share == 0.25
     check_predictor(name, share=0.25)
-    got = PredictorCase.of(planted, name, share=0.25).mask(planted.held_out[:3], [3])
+    got = PredictorCase.fitted(planted, name, share=0.25).mask(planted.held_out[:3], [3])
     np.testing.assert_array_equal(got, np.broadcast_to(np.arange(F) < round(0.25 * F), (3, F)))
     for wrong, words in {"neighbours": "depends on its neighbours", "rows": "beyond n_valid"}.items():
         with pytest.raises(AssertionError, match=words):

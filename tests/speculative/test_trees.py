@@ -15,7 +15,7 @@ from specsparse.speculative.trees.dynamic import DynamicTree
 from specsparse.speculative.trees.p_split import PSplit
 from specsparse.speculative.trees.sequoia import expected_tokens, sequoia
 from specsparse.speculative.trees.static import StaticTree
-from specsparse.testing.trees import check_tree
+from specsparse.testing.contract import check_tree
 
 
 def every_tree(nodes: int, depth: int, ranks: int) -> set[tuple[tuple[int, ...], ...]]:

@@ -10,8 +10,7 @@ import sentencepiece
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from specsparse.testing.tiny import CHATML
-from specsparse.testing.vocab import bpe_vocabulary
+from specsparse.testing.tiny import CHATML, bpe_vocabulary
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,

@@ -8,7 +8,7 @@ import specsparse
 from specsparse.engine.rope import interleaved
 from specsparse.errors import UserError
 from specsparse.models.convert.llama2c import convert_llama2c
-from specsparse.testing.vocab import spm_vocabulary
+from specsparse.testing.tiny import spm_vocabulary
 from tests.models.convert import checkpoints
 from tests.tolerances import FORWARD_NMSE, nmse
 
