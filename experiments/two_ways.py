@@ -27,8 +27,7 @@ from jax.experimental.compute_on import compute_on  # noqa: E402
 
 from specsparse import kernels as kernel_api  # noqa: E402
 from specsparse.kernels import Kernels, pack_neurons  # noqa: E402
-from specsparse.powerinfer.placement.hot_cold import Part, combine  # noqa: E402
-from specsparse.powerinfer.placement.two_devices import kernels_beside, two_devices  # noqa: E402
+from specsparse.powerinfer.hot_cold import Part, combine, kernels_beside, two_devices  # noqa: E402
 from specsparse.support.interleaved import interleaved, seconds  # noqa: E402
 
 ACT = "relu"

@@ -223,7 +223,7 @@ def _apply_delta(args: argparse.Namespace) -> int:
 
 
 def _powerinfer(args: argparse.Namespace) -> int:
-    from specsparse.powerinfer.files.convert import from_powerinfer, to_powerinfer
+    from specsparse.powerinfer.model_files import from_powerinfer, to_powerinfer
 
     with _dense(args.source, args.out) as source:
         if args.back:

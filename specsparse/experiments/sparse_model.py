@@ -4,8 +4,8 @@ from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.experiments.kind import Lab
 from specsparse.experiments.settings import ModelSettings
-from specsparse.powerinfer.ffn import zero_skip
-from specsparse.powerinfer.ffn.modes import PREDICTED
+from specsparse.powerinfer import zero_skip
+from specsparse.powerinfer.modes import PREDICTED
 
 
 def check(cfg: ModelSettings, *, union_cap: bool = False) -> None:

@@ -1,1 +1,1 @@
-"""Sparse FFNs in the manner of PowerInfer: its files, its rule, its roundings, and where hot neurons lie."""
+"""FFNs that leave neurons out, PowerInfer's files, and which neurons lie on the accelerator."""

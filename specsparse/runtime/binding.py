@@ -90,7 +90,7 @@ def bind(model: Model, plan: DrafterPlan) -> Bound:
     if key not in model.drafters:
         if not plan.on_mesh:
             model.check_whole("the drafter with these options")
-        from specsparse.powerinfer.ffn.fewer import (
+        from specsparse.powerinfer.fewer import (
             with_fewer_neurons,  # what drafts loads; plain decoding does not wait
         )
 

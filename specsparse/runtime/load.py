@@ -25,14 +25,13 @@ from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
 from specsparse.kernels.reference import q8_cache
 from specsparse.models import obtain
-from specsparse.powerinfer.ffn import modes
+from specsparse.powerinfer import modes
 from specsparse.support.files import cache_dir
 from specsparse.support.options import Read, read, shown
 
 if TYPE_CHECKING:
     from specsparse.engine.mesh.sharded import MeshDevices
-    from specsparse.powerinfer.placement.placed import GivenPlacement
-    from specsparse.powerinfer.placement.two_devices import GivenDevices
+    from specsparse.powerinfer.modes import GivenDevices, GivenPlacement
 
 
 @dataclass(frozen=True)
@@ -120,13 +119,10 @@ def load(
     config = ModelConfig.from_gguf(f, overrides=overrides)
     if KV_DTYPES[kv_dtype] == q8_cache.DTYPE:
         q8_cache.row_size(config.head_dim)
-    options = {"ffn": ffn, "threshold": threshold, "faithful_f16": faithful_f16}
-    if placement is None and hot == "masked" and devices == 1 and devices is not True:
-        plan = modes.plan(f, config, chosen, **options)
-    else:
-        from specsparse.powerinfer.placement import placed  # imported for a placed model alone
-
-        plan = placed.plan(f, config, chosen, placement=placement, hot=hot, devices=devices, **options)
+    plan = modes.plan(
+        f, config, chosen, ffn=ffn, threshold=threshold, faithful_f16=faithful_f16, placement=placement, hot=hot,
+        devices=devices,
+    )  # fmt: skip
     if float_weights and plan.pack is not None:
         raise UserError(f"{path}: float_weights is for dense files; this one's FFN is packed for its predictors")
     tokenizer = Tokenizer.from_metadata(f.metadata, where=str(path))

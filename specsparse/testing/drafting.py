@@ -18,7 +18,7 @@ from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
 from specsparse.engine.noise import seed_words
 from specsparse.engine.weights import Params
-from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
+from specsparse.powerinfer.fewer import with_fewer_neurons
 from specsparse.speculative.base import Draft, DraftContext, Drafter
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.heads import dflash_file, head_file

@@ -236,6 +236,7 @@ MISTAKES = [
         "+experiment=placement ++placement.active_share=2.0",
         "placement.active_share=2.0 must be a number above 0 and at most 1",
     ),
+    ("+experiment=placement placement.link_gbs=0.0", "placement.link_gbs=0.0 must be a number above 0"),
     (
         "+experiment=train_predictors ++train.active_share=1.0",
         "train.active_share=1.0 must be a number above 0 and below 1",

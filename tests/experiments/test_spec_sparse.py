@@ -15,7 +15,7 @@ from specsparse.experiments.kinds.sparse.spec_sparse_report import Joined, Spars
 from specsparse.experiments.settings import DrafterSpec, FfnSpec, ModelSpec, PredictorSpec
 from specsparse.kernels.native import cpu
 from specsparse.measure import speedup
-from specsparse.powerinfer.ffn.union import UnionPoint
+from specsparse.powerinfer.union import UnionPoint
 from specsparse.runtime.metrics import Counters
 from specsparse.testing import write_tiny_gguf
 from tests.experiments.playing import GREEDY, play, replaced, run_config

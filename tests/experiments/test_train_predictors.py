@@ -11,7 +11,7 @@ from specsparse.experiments import runner
 from specsparse.experiments.kinds.training import predictors_fit
 from specsparse.experiments.kinds.training.options import TrainSpec
 from specsparse.experiments.settings import ModelSpec, PredictorSpec
-from specsparse.powerinfer.files.checkpoints import read_predictor, read_threshold
+from specsparse.powerinfer.model_files import read_predictor, read_threshold
 from specsparse.predictors import FFN, get_predictor
 from specsparse.predictors.evaluate import with_weights
 from specsparse.predictors.fit_mlp import load_pairs

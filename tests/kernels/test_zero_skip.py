@@ -19,8 +19,8 @@ from specsparse.kernels.packing.dequant import dequantize
 from specsparse.kernels.packing.pack import SUPPORTED, pack_qtensor
 from specsparse.kernels.packing.stripes import STRIPE, stripes
 from specsparse.kernels.qtensor import BLOCK
-from specsparse.powerinfer.ffn import zero_skip
-from specsparse.powerinfer.ffn.gated import bytes_read, gated
+from specsparse.powerinfer import zero_skip
+from specsparse.powerinfer.fewer import bytes_read, gated
 from specsparse.predictors import FFN, get_predictor
 from specsparse.testing import random_quantised, write_tiny_gguf
 from tests.contracts.rigs import Rig, tiny_rig

@@ -13,7 +13,7 @@ from specsparse.errors import UserError
 from specsparse.measure.costs import subjects
 from specsparse.models import catalogue, hub
 from specsparse.models.convert.hf import convert_hf
-from specsparse.powerinfer.files.torch_zip import write_torch
+from specsparse.powerinfer.torch_zip import write_torch
 from specsparse.testing import write_tiny_gguf
 from tests.models.convert import checkpoints
 from tests.models.hub_mirror import OLD_COMMIT, mirror_of

@@ -13,7 +13,7 @@ from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
 from specsparse.models import catalogue, obtain
 from specsparse.models.convert.hf import convert_hf
-from specsparse.powerinfer.files.torch_zip import write_torch
+from specsparse.powerinfer.torch_zip import write_torch
 from specsparse.support import files
 from tests.models.convert import checkpoints
 from tests.models.hub_mirror import COMMIT, mirror_of

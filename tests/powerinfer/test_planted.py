@@ -5,7 +5,7 @@ import pytest
 
 import specsparse
 from experiments.planted import best_length, power_law, write_planted_powerinfer
-from specsparse.powerinfer.ffn import union
+from specsparse.powerinfer import union
 from specsparse.predictors import FFN
 from specsparse.predictors.scored import Mlp
 

@@ -9,8 +9,7 @@ import numpy as np
 
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
-from specsparse.powerinfer.files.checkpoints import PredictorFile, write_predictors
-from specsparse.powerinfer.files.convert import to_powerinfer
+from specsparse.powerinfer.model_files import PredictorFile, to_powerinfer, write_predictors
 from specsparse.testing.tiny import write_tiny_gguf
 
 

@@ -8,8 +8,7 @@ import specsparse
 from specsparse.errors import UserError
 from specsparse.kernels import Fragments, PlainMatrix, described, kept_as
 from specsparse.kernels.native import cpu
-from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
-from specsparse.powerinfer.ffn.gated import gated
+from specsparse.powerinfer.fewer import gated, with_fewer_neurons
 from specsparse.predictors import FFN
 from specsparse.predictors.bounds import Oracle
 from specsparse.speculative.drafters.registry import get_drafter

@@ -21,7 +21,7 @@ from specsparse.engine.rope import rope_tables
 from specsparse.errors import UserError
 from specsparse.kernels.packing.dequant import dequantize, embed_rows
 from specsparse.models.convert.dflash import read_dflash, write_folder
-from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
+from specsparse.powerinfer.fewer import with_fewer_neurons
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.heads.dflash_block import BlockLayer, BlockWeights, rms_norm
 from specsparse.speculative.drafters.heads.dflash_file import write_dflash_gguf

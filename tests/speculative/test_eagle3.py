@@ -19,7 +19,7 @@ from specsparse.engine.llama import Want
 from specsparse.errors import UserError
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.models.convert.eagle3 import read_eagle3
-from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
+from specsparse.powerinfer.fewer import with_fewer_neurons
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.heads.eagle3_file import write_eagle3_gguf
 from specsparse.speculative.drafters.heads.published_file import EMBEDDING

@@ -9,7 +9,7 @@ import pytest
 import specsparse
 from specsparse.errors import UserError
 from specsparse.kernels.packing.dequant import embed_rows
-from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
+from specsparse.powerinfer.fewer import with_fewer_neurons
 from specsparse.speculative.base import ROOT, DraftKind
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.heads import head_file

@@ -7,7 +7,7 @@ import pytest
 import specsparse
 from specsparse import SamplingParams
 from specsparse.errors import UserError
-from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
+from specsparse.powerinfer.fewer import with_fewer_neurons
 from specsparse.speculative.base import DraftKind
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.plan import MakeModel

@@ -11,7 +11,7 @@ import pytest
 import specsparse
 from specsparse import SamplingParams
 from specsparse.errors import UserError
-from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
+from specsparse.powerinfer.fewer import with_fewer_neurons
 from specsparse.runtime.binding import make_method
 from specsparse.runtime.rounds import InOneProgram
 from specsparse.runtime.stepped import Pieces, runner_for

@@ -8,7 +8,7 @@ import pytest
 
 from specsparse.errors import UserError
 from specsparse.experiments.kinds.training import predictors_fit
-from specsparse.powerinfer.files.activation_stats import ActivationStats, save_stats
+from specsparse.powerinfer.profiler import ActivationStats, save_stats
 from specsparse.support.files import (
     append_line,
     atomically,

@@ -14,7 +14,7 @@ from specsparse.errors import UserError
 from specsparse.experiments.kind import Lab
 from specsparse.experiments.settings import ModelSettings
 from specsparse.models import catalogue
-from specsparse.powerinfer.ffn.gated import gated
+from specsparse.powerinfer.fewer import gated
 from specsparse.predictors import FFN, Needs, Predictor, get_predictor
 from specsparse.predictors.collect import collect, windows
 from specsparse.predictors.evaluate import fit_layers

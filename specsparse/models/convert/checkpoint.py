@@ -12,7 +12,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from specsparse.errors import UserError
-from specsparse.powerinfer.files.torch_zip import read_torch
+from specsparse.powerinfer.torch_zip import read_torch
 from specsparse.support.files import Json
 
 _FORMS = (("model.safetensors.index.json", "model.safetensors"), ("pytorch_model.bin.index.json", "pytorch_model.bin"))

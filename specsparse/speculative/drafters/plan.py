@@ -50,7 +50,7 @@ class MakeModel(NamedTuple):
 
     Attributes:
         load: name or path -> the draft model, on the target's backend.
-        fewer: (target, options of `powerinfer.ffn.fewer.with_fewer_neurons`) -> the target with fewer neurons.
+        fewer: (target, options of `powerinfer.fewer.with_fewer_neurons`) -> the target with fewer neurons.
         eagle3: path, name or reference to the Hub -> an EAGLE-3 head as its file describes it.
         dflash: path, name or reference -> a DFlash drafter.
     """

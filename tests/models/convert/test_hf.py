@@ -19,7 +19,7 @@ from specsparse.models.convert.checkpoint import Checkpoint
 from specsparse.models.convert.hf import convert_hf, text_part
 from specsparse.models.convert.hf_config import HfConfig, metadata
 from specsparse.models.convert.tokenizer import PROBE
-from specsparse.powerinfer.files.torch_zip import write_torch
+from specsparse.powerinfer.torch_zip import write_torch
 from tests.cells import cells
 from tests.models.convert import checkpoints
 from tests.models.convert.checkpoints import CONFIG, LLAMA3_ROPE

@@ -15,8 +15,8 @@ from specsparse.errors import UserError
 from specsparse.experiments.kind import Lab
 from specsparse.experiments.kinds.placement.settings import PlacementSettings
 from specsparse.models import catalogue
-from specsparse.powerinfer.files.activation_stats import ActivationStats, load_stats, read_activations
-from specsparse.powerinfer.placement import profiler
+from specsparse.powerinfer import profiler
+from specsparse.powerinfer.profiler import ActivationStats, load_stats, read_activations
 from specsparse.predictors import FFN, Needs, get_predictor
 from specsparse.predictors.collect import collect, windows
 from specsparse.predictors.evaluate import fit_layers, with_weights

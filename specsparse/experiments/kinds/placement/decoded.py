@@ -17,8 +17,8 @@ from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
 from specsparse.experiments.kind import Engine, Lab
 from specsparse.experiments.kinds.placement.settings import PlacementSettings
-from specsparse.powerinfer.placement.problem import Placement
-from specsparse.powerinfer.placement.two_devices import Span, TwoDevices, host_kernels, waiting
+from specsparse.powerinfer.hot_cold import Span, TwoDevices, host_kernels, waiting
+from specsparse.powerinfer.placement import Placement
 from specsparse.predictors.evaluate import ModelQuality, ModelSums, model_sums
 from specsparse.support import files, tables, terminal
 from specsparse.support.interleaved import interleaved

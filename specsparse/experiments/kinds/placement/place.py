@@ -20,13 +20,9 @@ from specsparse.measure import machine
 from specsparse.measure.conditions import Conditions
 from specsparse.measure.costs import devices
 from specsparse.models import catalogue
-from specsparse.powerinfer.files.activation_stats import save_stats, write_activations
-from specsparse.powerinfer.files.gpuidx import path_for
-from specsparse.powerinfer.placement import rules
-from specsparse.powerinfer.placement.of_model import ModelParts, problem_of
-from specsparse.powerinfer.placement.problem import Hardware, Placement, Problem, neurons_placed
-from specsparse.powerinfer.placement.profiler import probabilities
-from specsparse.powerinfer.placement.run_placement import RunPlacement, kept_or_solved
+from specsparse.powerinfer.gpuidx import RunPlacement, kept_or_solved, path_for
+from specsparse.powerinfer.placement import RULES, Hardware, ModelParts, Placement, Problem, layers, neurons_placed
+from specsparse.powerinfer.profiler import probabilities, save_stats, write_activations
 from specsparse.report import display
 
 STATS_FILE, STATS_FOLDER = "activations.safetensors", "activation"
@@ -70,12 +66,9 @@ class Place(Kind[PlacementSettings]):
         spec = cfg.placement
         for name in (spec.hot_device, spec.cold_device):
             devices.known(name)
-        hardware(spec, 1.0, 1.0)
         if spec.devices is not None and (len(spec.devices) != 2 or not spec.decode):
             needs = "and needs placement.decode=32, which runs on them"
             raise UserError(f"placement.devices names two, as [cuda:0, cpu], {needs}")
-        if cfg.vram_budget is not None and not 0 <= cfg.vram_budget < np.inf:
-            raise UserError(f"vram_budget={cfg.vram_budget} must be at least 0 GiB")
         if cfg.n_gpu_layers is not None and spec.rule != "layers":
             raise UserError(
                 f"n_gpu_layers={cfg.n_gpu_layers} belongs to placement=layers, not to placement={spec.rule}"
@@ -99,11 +92,11 @@ class Place(Kind[PlacementSettings]):
         overrides = {k: v for k, v in cfg.model.overrides().items() if k in OVERRIDES}
         config = ModelConfig.from_gguf(f, overrides=overrides)
         stats = activations.of_run(cfg, f, config, lab)
-        parts = ModelParts.of(f, config, context=cfg.placement.context, kv_dtype=cfg.model.kv_dtype or "f16")
+        parts = ModelParts.from_gguf(f, config, context=cfg.placement.context, kv_dtype=cfg.model.kv_dtype or "f16")
         pair = {side: devices.get(getattr(cfg.placement, f"{side}_device")) for side in ("hot", "cold")}
         problem = problem_for(cfg, parts, config, probabilities(stats, rows=cfg.placement.rows), pair)
         chosen = by_neuron = "none" if cfg.disable_gpu_index else cfg.placement.rule
-        solve = {**rules.RULES, "layers": partial(rules.layers, n_gpu_layers=cfg.n_gpu_layers)}
+        solve = {**RULES, "layers": partial(layers, n_gpu_layers=cfg.n_gpu_layers)}
         found = {name: rule(problem) for name, rule in solve.items()}
         if chosen == "optimal" and layers_instead(found, problem):
             chosen = "layers"
@@ -180,8 +173,8 @@ def problem_for(
 ) -> Problem:  # fmt: skip
     """The placement problem of a config on a "hot" and a "cold" device."""
     spec = cfg.placement
-    return problem_of(
-        parts, config, read, budget=budget_bytes(cfg, parts), dense_hot=spec.hot == "dense", rows=spec.rows,
+    return parts.problem(
+        config, read, budget=budget_bytes(cfg, parts), dense_hot=spec.hot == "dense", rows=spec.rows,
         hardware=hardware(spec, pair["hot"].bandwidth, pair["cold"].bandwidth), granularity=spec.granularity,
     )  # fmt: skip
 
@@ -204,6 +197,6 @@ def run_placement(cfg: PlacementSettings, f: GGUFFile, problem: Problem, default
     if rule not in WITH_FILE:
         return None
     return kept_or_solved(
-        f, problem, rules.RULES[rule], rule=rule, path=cfg.placement.gpu_index or default,
+        f, problem, RULES[rule], rule=rule, path=cfg.placement.gpu_index or default,
         reset=cfg.reset_gpu_index, disable=cfg.disable_gpu_index,
     )  # fmt: skip

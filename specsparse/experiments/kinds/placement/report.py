@@ -11,8 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specsparse.data.devices import GIGA, Device
-from specsparse.powerinfer.placement.of_model import ModelParts
-from specsparse.powerinfer.placement.problem import Placement, Problem
+from specsparse.powerinfer.placement import ModelParts, Placement, Problem
 from specsparse.report.figure import Figure, Row
 from specsparse.support.tables import new
 

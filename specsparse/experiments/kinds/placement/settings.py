@@ -1,10 +1,10 @@
 """The `placement` group of a config, and what goes with it."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from specsparse.experiments.settings import ModelSettings
-from specsparse.support.options import Count, Share, Size
+from specsparse.support.options import Count, Positive, Range, Share, Size
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,9 @@ class PlacementSpec:
     granularity: Count = 256
     hot_device: str = "4090"
     cold_device: str = "this"
-    link_gbs: float = 25.0
-    latency_us: float = 10.0
-    call_us: float = 5.0
+    link_gbs: Positive = 25.0
+    latency_us: Annotated[float, Range(0)] = 10.0
+    call_us: Annotated[float, Range(0)] = 5.0
     overlap: bool = True
     rows: Count = 1
     context: Count = 512
@@ -41,7 +41,7 @@ class PlacementSettings(ModelSettings):
     """
 
     placement: PlacementSpec = PlacementSpec()
-    vram_budget: float | None = None
+    vram_budget: Annotated[float, Range(0)] | None = None
     n_gpu_layers: Size | None = None
     reset_gpu_index: bool = False
     disable_gpu_index: bool = False

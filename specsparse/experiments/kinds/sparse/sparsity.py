@@ -25,8 +25,8 @@ from specsparse.experiments.settings import DataSpec, ModelSettings, PredictorSp
 from specsparse.measure import conditions, machine, speedup
 from specsparse.measure.conditions import Conditions
 from specsparse.models import catalogue
-from specsparse.powerinfer.ffn.gated import bytes_read
-from specsparse.powerinfer.ffn.modes import PREDICTED
+from specsparse.powerinfer.fewer import bytes_read
+from specsparse.powerinfer.modes import PREDICTED
 from specsparse.predictors import FFN, Needs, get_predictor
 from specsparse.predictors.collect import windows
 from specsparse.predictors.evaluate import Evaluation, Evaluator, matrices

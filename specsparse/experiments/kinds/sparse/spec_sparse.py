@@ -33,9 +33,9 @@ from specsparse.experiments.methods.decoding import Passes, PreparedPrompt
 from specsparse.experiments.methods.gating import GatedModel
 from specsparse.experiments.settings import DecodingSettings
 from specsparse.measure import conditions, speedup
-from specsparse.powerinfer.ffn import union, zero_skip
-from specsparse.powerinfer.ffn.gated import bytes_read, gated
-from specsparse.powerinfer.ffn.union import UnionPoint
+from specsparse.powerinfer import union, zero_skip
+from specsparse.powerinfer.fewer import bytes_read, gated
+from specsparse.powerinfer.union import UnionPoint
 from specsparse.predictors.base import Predictor
 from specsparse.predictors.bounds import UnionCap
 from specsparse.predictors.evaluate import matrices, quality_in_chunks

@@ -12,7 +12,7 @@ from specsparse.measure import conditions
 from specsparse.measure.conditions import UNKNOWN, Conditions
 from specsparse.measure.repeats import Repeats
 from specsparse.measure.speedup import Speedup
-from specsparse.powerinfer.ffn.union import UnionPoint
+from specsparse.powerinfer.union import UnionPoint
 from specsparse.predictors.evaluate import ModelQuality
 from specsparse.report.figure import FAINT, Figure, Row
 from specsparse.runtime import metrics

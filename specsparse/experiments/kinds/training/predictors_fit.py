@@ -15,7 +15,7 @@ from specsparse.errors import UserError
 from specsparse.experiments.kinds.training import folder as folders
 from specsparse.experiments.kinds.training import options as train_options
 from specsparse.experiments.kinds.training.options import TrainSettings
-from specsparse.powerinfer.files.checkpoints import PredictorFile, write_predictors
+from specsparse.powerinfer.model_files import PredictorFile, write_predictors
 from specsparse.predictors import FFN
 from specsparse.predictors.collect import collect
 from specsparse.predictors.fit_mlp import FitOptions, LayerTrainer, label, save_predictors

@@ -18,8 +18,16 @@ from specsparse.kernels import QTensor, pack_neurons
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.kernels.packing.random_blocks import random_quantised
 from specsparse.measure.costs.subjects import config_of
-from specsparse.powerinfer.placement.hot_cold import HotCold, Part, Predictors
-from specsparse.powerinfer.placement.two_devices import DevicePair, Span, TwoDevices, host_kernels, waiting
+from specsparse.powerinfer.hot_cold import (
+    DevicePair,
+    HotCold,
+    Part,
+    Predictors,
+    Span,
+    TwoDevices,
+    host_kernels,
+    waiting,
+)
 from specsparse.support.files import Json
 from specsparse.support.interleaved import interleaved, seconds
 from specsparse.tools.bench.card.models import random_matrix, random_params, shape_of

@@ -15,8 +15,8 @@ import numpy as np
 from specsparse.engine.llama import Want, dense_ffn, make_forward
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
-from specsparse.powerinfer.ffn import zero_skip
-from specsparse.powerinfer.ffn.sparse_ffn import make_ffn
+from specsparse.powerinfer import zero_skip
+from specsparse.powerinfer.sparse_ffn import make_ffn
 from specsparse.predictors.base import Predictor
 
 
@@ -39,6 +39,12 @@ class UnionPoint:
     kept: float
     union: float
     guess: float
+
+    @staticmethod
+    def from_layers(rows: int, batch: int, passes: int, kept_L: np.ndarray, union_L: np.ndarray) -> "UnionPoint":
+        """From the shares of each layer, means over the passes."""
+        guess = float(np.mean(1 - (1 - kept_L) ** rows))
+        return UnionPoint(rows, batch, passes, float(kept_L.mean()), float(union_L.mean()), guess)
 
 
 def masks(
@@ -85,22 +91,15 @@ def of_text(masks_WLnF: np.ndarray, *, tokens: int, batch: int = 1) -> UnionPoin
     if windows < batch or length < tokens:
         raise ValueError(f"{windows} windows of {length} tokens hold no {batch} sequences of {tokens}")
     cut = masks_WLnF[: windows // batch * batch, :, : length // tokens * tokens]
-    cut = cut.reshape(windows // batch, batch, layers, length // tokens, tokens, width)
-    together = cut.any(axis=(1, 4))
-    kept_L, rows = masks_WLnF.mean(axis=(0, 2, 3)), tokens * batch
-    return UnionPoint(
-        rows=rows,
-        batch=batch,
-        passes=together.shape[0] * together.shape[2],
-        kept=float(kept_L.mean()),
-        union=float(together.mean()),
-        guess=float(np.mean(1 - (1 - kept_L) ** rows)),
-    )
+    together = cut.reshape(windows // batch, batch, layers, length // tokens, tokens, width).any(axis=(1, 4))
+    passes = together.shape[0] * together.shape[2]
+    kept_L, union_L = masks_WLnF.mean(axis=(0, 2, 3)), together.mean(axis=(0, 2, 3))
+    return UnionPoint.from_layers(tokens * batch, batch, passes, kept_L, union_L)
 
 
 @dataclass
 class UnionWatch:
-    """Adds up what the passes of a decoding kept; call it with the rows and the `SparseStats` of each pass.
+    """Adds up the kept neurons of a decoding's passes; call it with the rows and the `SparseStats` of each pass.
 
     Attributes:
         width: F.
@@ -119,9 +118,5 @@ class UnionWatch:
 
     def points(self) -> list[UnionPoint]:
         """One for each size of pass, ascending."""
-        out = []
-        for rows, (passes, kept, union) in sorted(self.sums.items()):
-            kept_L, union_L = kept / passes, union / passes
-            guess = float(np.mean(1 - (1 - kept_L) ** rows))
-            out.append(UnionPoint(rows, 1, passes, float(kept_L.mean()), float(union_L.mean()), guess))
-        return out
+        sums = sorted(self.sums.items())
+        return [UnionPoint.from_layers(rows, 1, n, kept / n, union / n) for rows, (n, kept, union) in sums]

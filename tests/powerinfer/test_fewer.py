@@ -8,8 +8,8 @@ import pytest
 import specsparse
 from specsparse.errors import UserError
 from specsparse.kernels.packing.dequant import dequantize
-from specsparse.powerinfer.ffn import fewer
-from specsparse.powerinfer.ffn.fewer import with_fewer_neurons
+from specsparse.powerinfer import fewer
+from specsparse.powerinfer.fewer import with_fewer_neurons
 from specsparse.predictors.collect import self_generated
 from specsparse.speculative.drafters import get_drafter
 from specsparse.testing import write_tiny_gguf

@@ -7,8 +7,17 @@ import numpy as np
 import pytest
 
 from specsparse.errors import UserError
-from specsparse.powerinfer.placement.problem import Hardware, Problem, layers_placed, neurons_placed
-from specsparse.powerinfer.placement.rules import RULES, layers, none, optimal, powerinfer
+from specsparse.powerinfer.placement import (
+    RULES,
+    Hardware,
+    Problem,
+    layers,
+    layers_placed,
+    neurons_placed,
+    none,
+    optimal,
+    powerinfer,
+)
 
 FAST = Hardware(1e9, 1e8, 2e8, latency_s=1e-7, call_s=1e-8)
 
@@ -70,7 +79,7 @@ def test_a_finer_granularity_is_never_slower_and_rounding_up_never_overfills(mon
     times = [optimal(problem(3, shape=(3, 96), granularity=g, neurons=60)).seconds for g in (96, 32, 8, 1)]
     assert times == sorted(times, reverse=True) and times[0] > times[-1]
     p = problem(3, shape=(3, 96), granularity=8, neurons=60)
-    monkeypatch.setattr("specsparse.powerinfer.placement.rules._CELLS", 40)
+    monkeypatch.setattr("specsparse.powerinfer.placement._CELLS", 40)
     coarse = optimal(p)
     assert coarse.bytes_on_device <= p.budget and coarse.bound_s <= times[2] <= coarse.seconds < 1.2 * times[2]
 
@@ -109,8 +118,6 @@ def test_layers_go_whole_from_the_last_on():
     assert found.host_layers == frozenset(range(4 - fitting)) and not any(h.any() for h in found.hot[: 4 - fitting])
     with pytest.raises(UserError, match=f"n_gpu_layers={fitting + 1}: {fitting} fit"):
         layers(p, n_gpu_layers=fitting + 1)
-    with pytest.raises(UserError, match="at least 0"):
-        layers(p, n_gpu_layers=-1)
     roomy = dataclasses.replace(p, budget=10**9)
     assert layers(roomy).output_on_host is False and layers(roomy, n_gpu_layers=4).output_on_host
     times = [layers_placed(p, n, output=False).seconds for n in range(5)]
@@ -124,23 +131,3 @@ def test_everything_fits_and_nothing_fits():
     for rule in ("optimal", "powerinfer", "none"):
         found = RULES[rule](tight)
         assert found.hot_neurons == 0 and found.seconds == none(tight).seconds
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"granularity": 0}, "granularity=0 must be at least 1"),
-        ({"budget": -1}, "vram_budget: -1 bytes"),
-        ({"read": (np.ones(6), np.full(6, 1.5))}, "layer 1 has activation probabilities outside"),
-        ({"read": (np.ones(6),)}, "not equally many"),
-    ],
-)
-def test_bad_problems(changes, message):
-    with pytest.raises(UserError, match=message):
-        problem(**changes)
-
-
-@pytest.mark.parametrize("name", ["hot_bandwidth", "link_bandwidth", "latency_s"])
-def test_bad_hardware(name):
-    with pytest.raises(UserError, match=f"placement: {name}=-1"):
-        dataclasses.replace(FAST, **{name: -1.0})

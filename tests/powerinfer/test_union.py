@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 import specsparse
-from specsparse.powerinfer.ffn import union
-from specsparse.powerinfer.ffn.gated import gated
-from specsparse.powerinfer.ffn.sparse_ffn import SparseStats
+from specsparse.powerinfer import union
+from specsparse.powerinfer.fewer import gated
+from specsparse.powerinfer.sparse_ffn import SparseStats
 from specsparse.predictors import FFN, get_predictor
 from specsparse.predictors.bounds import Oracle, UnionCap
 from specsparse.predictors.evaluate import fit_layers, quality_in_chunks

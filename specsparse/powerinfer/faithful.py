@@ -11,13 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from specsparse.engine.activation import activate
+from specsparse.engine.gguf.reader import GGUFFile
 from specsparse.errors import UserError
 from specsparse.kernels import Kernels
 from specsparse.kernels.reference import dense
-
-_BLOCK = 32
-_RHS = {"F32": None, "F16": "f16", "Q4_0": "q8", "Q5_0": "q8", "Q8_0": "q8", "Q6_K": "q8_k"}
-"""What the other side of a product is rounded to, by the type of the weights."""
 
 FLOAT_TYPES = ("Q6_K",)
 """Types to keep as float32: the native kernels would round the rounded side again, in blocks of 32. For the others
@@ -32,7 +29,7 @@ def faithful(kernels: Kernels) -> Kernels:
         outs = []
         for i, w in enumerate(weights):
             bias = None if biases is None else (biases[i],)
-            outs += kernels.linear(round_for(z, w.layout.source), (w,), biases=bias, n_valid=n_valid, zeros=zeros)
+            outs += kernels.linear(_ROUNDED[w.layout.source](z), (w,), biases=bias, n_valid=n_valid, zeros=zeros)
         if act is not None:
             outs = [_activate(outs[0], act) * outs[1]]
         return tuple(outs) if residual is None else (outs[0] + residual,)
@@ -43,18 +40,18 @@ def faithful(kernels: Kernels) -> Kernels:
     return dataclasses.replace(kernels, linear=linear, attend=attend, layers=None)
 
 
-def check_type(name: str, where: str) -> None:
-    """Refuses a type of weights whose rounding is not known; `where` begins the line."""
-    if name not in _RHS:
-        raise UserError(f"{where} has type {name}: faithful_f16 knows {', '.join(_RHS)}; load without it")
+def check_types(f: GGUFFile) -> None:
+    """Refuses a file with a type of weights whose rounding is not known.
 
-
-def round_for(x, source: str):
-    """Rows f32[R, K] as the product with weights of type `source` sees them."""
-    kind = _RHS[source]
-    if kind is None:
-        return x
-    return {"f16": round_f16, "q8": round_q8_0, "q8_k": round_q8_k}[kind](x)
+    Raises:
+        UserError: such a file.
+    """
+    for t in f.tensors.values():
+        if t.type.name not in _ROUNDED:
+            raise UserError(
+                f"{f.path}: tensor '{t.name}' has type {t.type.name}: faithful_f16 knows {', '.join(_ROUNDED)}; "
+                "load without it"
+            )
 
 
 def round_f16(x):
@@ -66,7 +63,7 @@ def round_f16(x):
 
 def round_q8_0(x):
     """Blocks of 32: codes round(127 x / max|x|), scale max|x| / 127 in F16."""
-    blocks = x.reshape(*x.shape[:-1], -1, _BLOCK)
+    blocks = x.reshape(*x.shape[:-1], -1, 32)
     most = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
     inverse = jnp.where(most > 0, jnp.float32(127) / jnp.where(most > 0, most, jnp.float32(1)), jnp.float32(0))
     return (jnp.round(blocks * inverse) * round_f16(most / jnp.float32(127))).reshape(x.shape)
@@ -82,6 +79,17 @@ def round_q8_k(x):
     codes = jnp.minimum(jnp.round(blocks * inverse), jnp.float32(127))
     scale = jnp.where(live, jnp.float32(1) / jnp.where(live, inverse, jnp.float32(1)), jnp.float32(0))
     return (codes * scale).reshape(x.shape)
+
+
+_ROUNDED = {
+    "F32": lambda x: x,
+    "F16": round_f16,
+    "Q4_0": round_q8_0,
+    "Q5_0": round_q8_0,
+    "Q8_0": round_q8_0,
+    "Q6_K": round_q8_k,
+}
+"""Rows f32[R, K] as a product sees them, by the type of the weights."""
 
 
 def _normalise(row, norm, eps):

@@ -3,7 +3,7 @@
 The gate is read whole. Where it is not above 0, up and down add nothing: the dense kernels sum each block of 32 neurons
 as an exact whole number before scales come in, so that a sum without its zeros has the same bits (of finite weights).
 This needs Q4_0 matrices whose blocks run along the neurons, as `+experiment=relufy` writes them; other models have the
-oracle of `powerinfer.ffn.sparse_ffn`. Passes of several rows run the dense kernels, which read a weight once for all.
+oracle of `powerinfer.sparse_ffn`. Passes of several rows run the dense kernels, which read a weight once for all.
 """
 
 from specsparse.engine.config import ModelConfig
@@ -16,7 +16,7 @@ ACTIVATIONS = ("relu", "relu2")
 _MATRICES = ("ffn_gate", "ffn_up", "ffn_down")
 
 
-def serves(config: ModelConfig, kernels: Kernels) -> bool:
+def _serves(config: ModelConfig, kernels: Kernels) -> bool:
     """Whether these kernels can skip zeros in a model of that config, if its matrices allow it."""
     biased = any(name.startswith("ffn_") for name in config.biases)
     one_call = kernels.layers is not None and config.head_dim % 16 == 0
@@ -26,13 +26,13 @@ def serves(config: ModelConfig, kernels: Kernels) -> bool:
 def in_file(f: GGUFFile, config: ModelConfig, kernels: Kernels) -> bool:
     """Whether the zeros of this file's model can be skipped."""
     names = [f"blk.{i}.{name}.weight" for i in range(config.n_layers) for name in _MATRICES]
-    return serves(config, kernels) and all(n in f.tensors and f.tensors[n].type.name == "Q4_0" for n in names)
+    return _serves(config, kernels) and all(n in f.tensors and f.tensors[n].type.name == "Q4_0" for n in names)
 
 
 def in_params(params: Params, config: ModelConfig, kernels: Kernels) -> bool:
     """Whether the zeros of a dense model's parameters can be skipped."""
     matrices = [getattr(layer, name) for layer in params.layers for name in _MATRICES]
-    return serves(config, kernels) and all(m is not None and skippable(m) for m in matrices)
+    return _serves(config, kernels) and all(m is not None and skippable(m) for m in matrices)
 
 
 def skips(params: Params) -> bool:
@@ -47,6 +47,6 @@ def pack(own: dict[str, TensorInfo]) -> dict[str, Pytree]:
 
 
 def skipping(params: Params) -> Params:
-    """The parameters of `in_params` with what is read by neuron beside them."""
+    """The parameters of `in_params`, with what is read by neuron beside them."""
     layers = (layer._replace(sparse=skip_weights(layer.ffn_up, layer.ffn_down)) for layer in params.layers)
     return params._replace(layers=tuple(layers))

@@ -1,9 +1,13 @@
-"""A sparse model on two devices: attention, predictors and hot neurons on one, cold neurons on the other, overlapped.
+"""A sparse FFN whose hot and cold neurons lie apart, on one device or on two.
 
-The host steps through the layers. For each it starts three programs: on the first device the attention and the
-predictor, then the hot neurons there while a thread runs the cold ones on the second. What is added up, and in which
-order, is that of `hot_cold`, so two CPU devices give the bits of one. The second device is the host's CPU where the
-first is an accelerator, and a second CPU device (`jax_num_cpu_devices=2`) where it is not.
+    y = x + (cold partial + hot partial), in that order wherever the two are computed
+
+so that one device and two give equal bits for one placement. Inside a part neurons are added up in ascending order.
+
+On two devices attention, predictors and hot neurons run on one, cold neurons on the other, overlapped. The host steps
+through the layers. For each it starts three programs: on the first device the attention and the predictor, then the hot
+neurons there while a thread runs the cold ones on the second. The second device is the host's CPU if the first is an
+accelerator, and a second CPU device (`jax_num_cpu_devices=2`) if it is not.
 
 Three ways were measured (docs/decisions/0008-two-devices-by-threads.md): programs with transfers between them, as here;
 a host callback inside one program; and `compute_on("device_host")`, which on a CPU runs one part after the other.
@@ -23,10 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsparse import kernels as kernel_api
+from specsparse.engine.activation import activate, parse_activation
 from specsparse.engine.architectures import LayerKind
 from specsparse.engine.cache import KVCache
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.devices import Devices
+from specsparse.engine.gguf.reader import TensorInfo
 from specsparse.engine.llama import (
     ForwardFn,
     ForwardOut,
@@ -38,17 +44,183 @@ from specsparse.engine.llama import (
     side_by_side,
 )
 from specsparse.engine.pytree import Pytree
-from specsparse.engine.weights import Params
+from specsparse.engine.weights import Layer, PackFFN, Params
 from specsparse.errors import UserError
-from specsparse.kernels import Kernels, SparseStats
+from specsparse.kernels import Kernels, NeuronRows, QTensor, SparseStats, pack_neurons
 from specsparse.kernels.native import cpu
-from specsparse.powerinfer.placement.hot_cold import HotCold, HotColdStats, combine, part_ffn, predict, stats_of
+from specsparse.kernels.packing.dequant import pack_float
+from specsparse.kernels.packing.pack import pack_qtensor
+from specsparse.powerinfer.modes import GivenDevices
 
-Watch = Callable[[str, int, float, float], None]
-"""watch(part, layer, begin, end): what ran when, in seconds of `time.perf_counter`; called from two threads."""
-Span = tuple[str, int, float, float]
-"""What a `Watch` is told: part, layer, begin and end."""
 _ALL = Want()
+
+
+class Part(NamedTuple):
+    """Rows of some neurons, [neurons, D] each; `gate` is None if the FFN has none."""
+
+    gate: NeuronRows | None
+    up: NeuronRows
+    down_t: NeuronRows
+
+    @property
+    def nbytes(self) -> int:
+        return sum(m.nbytes for m in self if m is not None)
+
+
+class Predictors(NamedTuple):
+    """PowerInfer's predictor of one layer with its outputs apart; fc2 is None for a part that is not predicted.
+
+    Attributes:
+        fc1: QTensor [rank, D].
+        fc2_hot, fc2_cold: QTensor [neurons, rank].
+        threshold: f32[].
+    """
+
+    fc1: QTensor
+    fc2_hot: QTensor | None
+    fc2_cold: QTensor | None
+    threshold: jax.Array
+
+
+class HotCold(NamedTuple):
+    """The sparse weights of one layer; a part is None if it has no neuron.
+
+    Attributes:
+        predictor: of both parts.
+        hot, cold: the parts.
+        cold_norm: f32[D], the layer's `ffn_norm` again, if the cold part lies on a device of its own.
+    """
+
+    predictor: Predictors
+    hot: Part | None
+    cold: Part | None
+    cold_norm: jax.Array | None = None
+
+
+class HotColdStats(NamedTuple):
+    """`SparseStats` of both parts, and int32[R], hot neurons among those kept."""
+
+    kept: jax.Array
+    union: jax.Array
+    nonzero: jax.Array
+    hot: jax.Array
+
+
+def packer(hot: Sequence[np.ndarray], threshold: float, *, floats: bool, dense_hot: bool = False) -> PackFFN:
+    """A `pack_ffn` for `engine.weights.load_params` that keeps hot and cold rows of a PowerInfer file apart.
+
+    Args:
+        hot: L masks bool[F].
+        threshold: of every layer's predictor.
+        floats: predictors as float32, for kernels that compute so.
+        dense_hot: hot neurons are not predicted.
+    """
+
+    def rows(tensor: TensorInfo, ids: np.ndarray) -> NeuronRows:
+        return pack_neurons(tensor.raw[ids], tensor.type, (len(ids), tensor.shape[1]))
+
+    def matrix(tensor: TensorInfo, ids: np.ndarray) -> QTensor | None:
+        """Some rows, packed for the dense kernels; None for no rows."""
+        if not len(ids):
+            return None
+        if floats:
+            return pack_float(jnp.asarray(tensor.dequantize()[ids]), "f32")
+        return pack_qtensor(tensor.raw[ids], tensor.type, (len(ids), tensor.shape[1]))
+
+    def part(own: dict[str, TensorInfo], ids: np.ndarray) -> Part | None:
+        if not len(ids):
+            return None
+        gate = rows(own["ffn_gate"], ids) if "ffn_gate" in own else None
+        return Part(gate, rows(own["ffn_up"], ids), rows(own["ffn_down_t"], ids))
+
+    def pack(own: dict[str, TensorInfo]) -> dict[str, Pytree]:
+        mask = hot[int(own["ffn_up"].name.split(".")[1])]
+        hot_ids, cold_ids = np.flatnonzero(mask), np.flatnonzero(~mask)
+        predictor = Predictors(
+            fc1=matrix(own["fc1"], np.arange(own["fc1"].shape[0])),
+            fc2_hot=None if dense_hot else matrix(own["fc2"], hot_ids),
+            fc2_cold=matrix(own["fc2"], cold_ids),
+            threshold=jnp.float32(threshold),
+        )
+        sparse = HotCold(predictor, part(own, hot_ids), part(own, cold_ids))
+        return {"ffn_gate": None, "ffn_up": None, "ffn_down": None, "sparse": sparse}
+
+    return pack
+
+
+class Masks(NamedTuple):
+    """uint8[R, neurons] of each part, None if all are kept; the kernels mask the rows that do not count."""
+
+    hot: jax.Array | None
+    cold: jax.Array | None
+
+
+def predict(kernels: Kernels, w: Predictors, x_RD, n_valid_B) -> Masks:
+    """PowerInfer's rule for each part, (fc2 relu(fc1 x))_j >= threshold, on the residual x before ffn_norm."""
+    (h_RK,) = kernels.linear(x_RD, (w.fc1,), n_valid=n_valid_B)
+    h_RK = activate(h_RK, "relu")
+
+    def keep(fc2: QTensor | None):
+        if fc2 is None:
+            return None
+        (scores_RF,) = kernels.linear(h_RK, (fc2,), n_valid=n_valid_B)
+        return (scores_RF >= w.threshold).astype(jnp.uint8)
+
+    return Masks(keep(w.fc2_hot), keep(w.fc2_cold))
+
+
+PartFn = Callable[..., tuple[jax.Array, SparseStats]]
+
+
+def part_ffn(config: ModelConfig, kernels: Kernels) -> PartFn:
+    """part(rows, norm, x_RD, keep, n_valid_B) -> (f32[R, D] partial sum without the residual, SparseStats).
+
+    No PowerInfer file has an FFN with biases.
+    """
+    assert not any(name.startswith("ffn_") for name in config.biases)
+    act, up_act = parse_activation(config.activation)
+
+    def part(rows: Part, norm, x_RD, keep_RF, n_valid_B):
+        if keep_RF is None:
+            keep_RF = jnp.ones((x_RD.shape[0], rows.up.shape[0]), jnp.uint8)
+        return kernels.sparse_ffn(
+            x_RD, keep_RF, rows.gate, rows.up, rows.down_t,
+            norm=norm, eps=config.norm_eps, n_valid=n_valid_B, act=act, up_act=up_act,
+        )  # fmt: skip
+
+    return part
+
+
+def combine(x_RD, cold_RD, hot_RD):
+    """x + (cold + hot); a part that is None adds nothing."""
+    if cold_RD is None or hot_RD is None:
+        only = cold_RD if hot_RD is None else hot_RD
+        return x_RD if only is None else x_RD + only
+    return x_RD + (cold_RD + hot_RD)
+
+
+def stats_of(cold: SparseStats | None, hot: SparseStats | None) -> HotColdStats:
+    """Of a layer, from those of its parts; at least one is there."""
+    parts = [p for p in (cold, hot) if p is not None]
+    kept, union, nonzero, _ = (sum(each[1:], each[0]) for each in zip(*parts))
+    return HotColdStats(kept, union, nonzero, jnp.zeros_like(kept) if hot is None else hot.kept)
+
+
+def hot_cold_ffn(config: ModelConfig, kernels: Kernels) -> Callable:
+    """ffn(layer, x_RD, n_valid_B) -> (y_RD, HotColdStats) for `engine.llama.make_forward`: both parts on one device."""
+    part = part_ffn(config, kernels)
+
+    def ffn(layer: Layer, x_RD, n_valid_B):
+        w: HotCold = layer.sparse
+        keep = predict(kernels, w.predictor, x_RD, n_valid_B)
+        outs = [
+            (None, None) if rows is None else part(rows, layer.ffn_norm, x_RD, mask, n_valid_B)
+            for rows, mask in ((w.cold, keep.cold), (w.hot, keep.hot))
+        ]
+        (cold_RD, cold), (hot_RD, hot) = outs
+        return combine(x_RD, cold_RD, hot_RD), stats_of(cold, hot)
+
+    return ffn
 
 
 @dataclass(frozen=True)
@@ -59,16 +231,26 @@ class DevicePair:
     cold: jax.Device
 
 
-GivenDevices = int | Sequence[str]
-"""How many devices: 1 or 2; or two by name, as ("cuda:0", "cpu"): of attention and hot neurons, of cold ones."""
-
-
-def named_device(name: str) -> jax.Device:
-    """The device of a name, as "cuda:0", or "cpu" for the first of its kind.
+def two_devices(given: GivenDevices = 2) -> DevicePair:
+    """The two of these names, or the accelerator and the host's CPU, or two CPU devices.
 
     Raises:
-        UserError: no such device; the line says which there are.
+        UserError: there is one device only, or none of that name.
     """
+    if not isinstance(given, int):
+        return DevicePair(*map(_named_device, given))
+    first, cpus = jax.devices()[0], jax.devices("cpu")
+    if first.platform != "cpu":
+        return DevicePair(first, cpus[0])
+    if len(cpus) < 2:
+        raise UserError(
+            'one device only: set JAX_NUM_CPU_DEVICES=2, or jax.config.update("jax_num_cpu_devices", 2) first'
+        )
+    return DevicePair(cpus[0], cpus[1])
+
+
+def _named_device(name: str) -> jax.Device:
+    """The device of a name, as "cuda:0", or "cpu" for the first of its kind."""
     kind, _, number = str(name).partition(":")
     try:
         found = jax.devices(kind)
@@ -81,22 +263,9 @@ def named_device(name: str) -> jax.Device:
     return found[index]
 
 
-def two_devices(given: GivenDevices = 2) -> DevicePair:
-    """The two of these names, or the accelerator and the host's CPU, or two CPU devices.
-
-    Raises:
-        UserError: there is one device only, or none of that name.
-    """
-    if not isinstance(given, int):
-        return DevicePair(*map(named_device, given))
-    first, cpus = jax.devices()[0], jax.devices("cpu")
-    if first.platform != "cpu":
-        return DevicePair(first, cpus[0])
-    if len(cpus) < 2:
-        raise UserError(
-            'one device only: set JAX_NUM_CPU_DEVICES=2, or jax.config.update("jax_num_cpu_devices", 2) first'
-        )
-    return DevicePair(cpus[0], cpus[1])
+def host_kernels() -> Kernels:
+    """The best there are for a CPU, whatever else is here."""
+    return kernel_api.get("native" if cpu.available() else "reference")
 
 
 def kernels_beside(hot: jax.Device, kernels: Kernels) -> Kernels:
@@ -104,27 +273,8 @@ def kernels_beside(hot: jax.Device, kernels: Kernels) -> Kernels:
     return kernels if hot.platform == "cpu" else host_kernels()
 
 
-def host_kernels() -> Kernels:
-    """The best there are for a CPU, whatever else is here."""
-    return kernel_api.get("native" if cpu.available() else "reference")
-
-
-class Crossed:
-    """Bytes that went from one device to the other, by the one that they went to. Two threads add to it."""
-
-    def __init__(self) -> None:
-        self._bytes = {"hot": 0, "cold": 0}
-        self._lock = threading.Lock()
-
-    def add(self, side: str, nbytes: int) -> None:
-        """So many more to the device of the "hot" or of the "cold" neurons."""
-        with self._lock:
-            self._bytes[side] += nbytes
-
-    def counts(self) -> dict[str, int]:
-        """Bytes so far, by side."""
-        with self._lock:
-            return dict(self._bytes)
+Span = tuple[str, int, float, float]
+"""A watched piece of work: part, layer, begin and end in seconds of `time.perf_counter`."""
 
 
 def waiting(spans: Sequence[Span]) -> dict[str, float]:
@@ -136,7 +286,25 @@ def waiting(spans: Sequence[Span]) -> dict[str, float]:
     return {"hot": sum(max(s, 0.0) for s in late), "cold": sum(max(-s, 0.0) for s in late)}
 
 
+class Crossed:
+    """Bytes that went from one device to the other, by the one that they went to. Two threads add to it."""
+
+    def __init__(self) -> None:
+        self._bytes = {"hot": 0, "cold": 0}
+        self._lock = threading.Lock()
+
+    def add(self, side: str, nbytes: int) -> None:
+        with self._lock:
+            self._bytes[side] += nbytes
+
+    def counts(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._bytes)
+
+
 class _RopeTables(NamedTuple):
+    """The two fields of `Params` that attention reads beside its layer."""
+
     cos: jax.Array
     sin: jax.Array
 
@@ -149,7 +317,7 @@ class _Residual(NamedTuple):
     hot_RD: jax.Array | None = None
 
 
-class _Programs:
+class _DevicePrograms:
     """The compiled pieces of one device."""
 
     def __init__(self, config: ModelConfig, kernels: Kernels):
@@ -177,7 +345,7 @@ class TwoDevices(Devices):
     Attributes:
         devices: the two.
         overlap: whether both parts of an FFN run at the same time; the bits are the same.
-        watch: told what ran when, or None. Watching waits for each piece.
+        watch: called with each `Span`, from two threads, or None. Watching waits for each piece.
         crossed: what went over so far, weights left out.
     """
 
@@ -194,13 +362,12 @@ class TwoDevices(Devices):
         self.overlap, self.watch, self.crossed = True, None, Crossed()
         self._home = [devices.cold if i in host_layers else devices.hot for i in range(config.n_layers)]
         self._last = devices.cold if output_on_host else devices.hot
-        self._programs = {devices.cold: _Programs(config, kernels_beside(devices.hot, kernels))}
-        self._programs[devices.hot] = _Programs(config, kernels)
+        self._programs = {devices.cold: _DevicePrograms(config, kernels_beside(devices.hot, kernels))}
+        self._programs[devices.hot] = _DevicePrograms(config, kernels)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="cold")
 
     @property
     def one_program(self) -> bool:
-        """Never."""
         return False
 
     def make_forward(self, config: ModelConfig, kernels: Kernels, ffn: Callable | None) -> ForwardFn:
@@ -220,8 +387,7 @@ class TwoDevices(Devices):
         layers = []
         for home, layer in zip(self._home, params.layers, strict=True):
             w: HotCold = layer.sparse
-            cold = jax.device_put(w.cold, self.devices.cold)
-            norm = jax.device_put(layer.ffn_norm, self.devices.cold)
+            cold, norm = jax.device_put((w.cold, layer.ffn_norm), self.devices.cold)
             rest = jax.device_put(layer._replace(sparse=w._replace(cold=None)), home)
             layers.append(rest._replace(sparse=rest.sparse._replace(cold=cold, cold_norm=norm)))
         return params._replace(
@@ -253,13 +419,10 @@ class TwoDevices(Devices):
         out = _to(self.devices.hot, self._programs[self._last].finish(last, *args, want=want))
         if features:
             kept[len(which)] = residual
-            out = out._replace(hidden=self._features([kept[place] for place in features], n_valid_B))
+            rows, valid = self.moved(self.devices.hot, ([kept[place] for place in features], n_valid_B))
+            width = len(rows) * self.config.d_model
+            out = out._replace(hidden=_side_by_side(rows, valid).reshape(len(valid), -1, width))
         return out._replace(stats=self._stats(stats)), KVCache(tuple(keys), tuple(values), cache.length)
-
-    def _features(self, kept: list[_Residual], n_valid_B) -> jax.Array:
-        """float32[B, n, E], the rows that enter layers side by side."""
-        kept, n_valid_B = self.moved(self.devices.hot, (kept, n_valid_B))
-        return _side_by_side(kept, n_valid_B).reshape(len(n_valid_B), -1, len(kept) * self.config.d_model)
 
     def _stats(self, stats: list[tuple[SparseStats | None, SparseStats | None]]) -> HotColdStats | None:
         """Statistics of (cold, hot) parts of every layer, stacked over the layers."""
@@ -269,12 +432,16 @@ class TwoDevices(Devices):
         return _both(*self.moved(self.devices.hot, stacked))
 
     def moved(self, device: jax.Device, tree: Pytree) -> Pytree:
-        """`tree` as arguments of a program of a device; what comes from the other one is counted in `crossed`."""
+        """`tree` as arguments of a program of a device; bytes from the other one are counted in `crossed`.
+
+        What lies elsewhere becomes an array of the host, which waits for it: a copy from one CPU device to another
+        would be queued behind what runs there.
+        """
         other = self.devices.cold if device == self.devices.hot else self.devices.hot
         if other != device:
             nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(tree) if _is_on(other, leaf))
             self.crossed.add("hot" if device == self.devices.hot else "cold", nbytes)
-        return _for(device, tree)
+        return jax.tree.map(lambda leaf: leaf if _is_on(device, leaf) else np.asarray(leaf), tree)
 
 
 @jax.jit
@@ -297,14 +464,6 @@ def _to(device: jax.Device, tree: Pytree) -> Pytree:
     return jax.tree.map(lambda leaf: leaf if _is_on(device, leaf) else jax.device_put(np.asarray(leaf), device), tree)
 
 
-def _for(device: jax.Device, tree: Pytree) -> Pytree:
-    """`tree` as arguments of a program of a device: what lies elsewhere becomes an array of the host.
-
-    The host waits for it. A copy from one CPU device to another would be queued behind what runs there.
-    """
-    return jax.tree.map(lambda leaf: leaf if _is_on(device, leaf) else np.asarray(leaf), tree)
-
-
 def _is_on(device: jax.Device, leaf: object) -> bool:
     return getattr(leaf, "device", None) == device
 
@@ -319,7 +478,7 @@ class _ForwardPass:
         self.shared = {d: _to(d, shared) for d in {*owner._home}}
 
     def layer(self, i: int, residual: _Residual, k, v) -> tuple[_Residual, jax.Array, jax.Array, tuple]:
-        """Attention and both parts of the FFN; what the parts give is added by the next program."""
+        """Attention and both parts of the FFN; the next program adds the parts to the residual."""
         owner, home, layer = self.owner, self.owner._home[i], self.params.layers[i]
         w: HotCold = layer.sparse
         tables, length_B, parents_Bn = self.shared[home]
@@ -329,21 +488,17 @@ class _ForwardPass:
             k, v, length_B, self.n_valid[home], parents_Bn, owner.config.kind(i),
         )  # fmt: skip
         cold_job = partial(self._part, "cold", i, w.cold, w.cold_norm, owner.devices.cold, x_RD, keep.cold)
-        pending = self._start(cold_job, w)
+        if owner.overlap and w.cold is not None and w.hot is not None:
+            pending = owner._worker.submit(cold_job)
+        else:
+            pending = Future()
+            pending.set_result(cold_job())
         hot_RD, hot = self._part("hot", i, w.hot, layer.ffn_norm, owner.devices.hot, x_RD, keep.hot)
         cold_RD, cold = pending.result()
         return _Residual(x_RD, cold_RD, hot_RD), k, v, (cold, hot)
 
-    def _start(self, job: Callable, w: HotCold) -> Future:
-        """In the thread where there is something to overlap, else here and now."""
-        if self.owner.overlap and w.cold is not None and w.hot is not None:
-            return self.owner._worker.submit(job)
-        done: Future = Future()
-        done.set_result(job())
-        return done
-
     def _part(self, name: str, i: int, rows, norm, device: jax.Device, x_RD, keep_RF):
-        """Partial sum where attention runs, and statistics, or (None, None) where there is no such neuron."""
+        """Partial sum on the device of attention, and statistics, or (None, None) if there is no such neuron."""
         if rows is None:
             return None, None
         x_RD, keep_RF = self.owner.moved(device, (x_RD, keep_RF))

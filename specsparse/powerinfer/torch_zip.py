@@ -37,52 +37,45 @@ def read_torch(path: str | os.PathLike[str]) -> Any:
     try:
         with zipfile.ZipFile(path) as archive:
             return _TensorReader(archive).load()
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
     except Exception as error:  # the zip and pickle modules raise nearly everything on damaged input
+        why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__} {error}"
         hint = " (a file of torch before 1.6? save it again)" if isinstance(error, zipfile.BadZipFile) else ""
-        raise UserError(f"{path}: is not a readable torch file: {type(error).__name__} {error!s:.80}{hint}") from None
+        raise UserError(f"{path}: is not a readable torch file: {why:.120}{hint}") from None
 
 
 class _TensorReader(pickle.Unpickler):
-    """Rebuilds tensors as numpy arrays. Every name that is not in the tables below ends the reading."""
+    """Rebuilds tensors as numpy arrays. Every name that is not in `_CLASSES` ends the reading, with a ValueError."""
 
     def __init__(self, archive: zipfile.ZipFile):
         infos = {info.filename: info for info in archive.infolist()}
         pickles = [name for name in infos if name.rpartition("/")[2] == "data.pkl"]
         if len(pickles) != 1:
-            raise UserError(f"holds {len(pickles)} data.pkl, a torch file holds one")
+            raise ValueError(f"it holds {len(pickles)} data.pkl, a torch file holds one")
         for info in infos.values():
             if info.compress_type != zipfile.ZIP_STORED:
-                raise UserError(f"member {info.filename!r:.60} is compressed; torch stores members as they are")
+                raise ValueError(f"member {info.filename!r:.60} is compressed; torch stores members as they are")
         self.archive, self.root = archive, pickles[0].removesuffix("data.pkl")
         order = f"{self.root}byteorder"
         if order in infos and archive.read(order) != b"little":
-            raise UserError("was saved on a big-endian machine; only little-endian files are supported")
+            raise ValueError("it was saved on a big-endian machine; only little-endian files are supported")
         super().__init__(archive.open(pickles[0]))
 
     def find_class(self, module: str, name: str) -> Callable | np.dtype:
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _tensor
-        if (module, name) == ("torch._utils", "_rebuild_parameter"):
-            return _parameter
-        if module == "torch" and name in _STORAGES:
-            return _STORAGES[name]
-        raise UserError(f"asks for {module}.{name!s:.60}, which is no part of a tensor; only tensors are read")
+        if (module, name) not in _CLASSES:
+            raise ValueError(f"it asks for {module}.{name!s:.60}, which is no part of a tensor; only tensors are read")
+        return _CLASSES[module, name]
 
     def persistent_load(self, pid: tuple) -> np.ndarray:
         kind, dtype, key, _, count = pid
         if kind != "storage" or not isinstance(dtype, np.dtype) or not isinstance(key, str):
-            raise UserError("refers to something that is no storage")
+            raise ValueError("it refers to something that is no storage")
         data = self.archive.read(f"{self.root}data/{key}")
         if len(data) != count * dtype.itemsize:
-            raise UserError(f"storage {key!r:.20} has {len(data)} bytes, {count} items of {dtype} were announced")
+            raise ValueError(f"storage {key!r:.20} has {len(data)} bytes, {count} items of {dtype} were announced")
         return np.frombuffer(data, dtype)
 
 
@@ -90,20 +83,22 @@ def _tensor(
     storage: np.ndarray, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: object
 ) -> np.ndarray:
     """A view of a storage as an array of its own, checked to lie inside it."""
-    numbers = (offset, *shape, *stride)
-    if not isinstance(storage, np.ndarray) or len(shape) != len(stride):
-        raise UserError("holds a tensor without a storage")
-    if any(type(n) is not int or n < 0 for n in numbers) or prod(shape) > storage.size:
-        raise UserError(f"holds a tensor of shape {tuple(shape)!r:.60} over {storage.size} items")
+    whole = isinstance(storage, np.ndarray) and len(shape) == len(stride)
+    if not whole or any(type(n) is not int or n < 0 for n in (offset, *shape, *stride)):
+        raise ValueError("it holds a tensor without a storage or a shape")
     last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
-    if prod(shape) and last >= storage.size:
-        raise UserError(f"holds a tensor that ends at item {last} of {storage.size}")
+    if prod(shape) > storage.size or (prod(shape) and last >= storage.size):
+        raise ValueError(f"it holds a tensor of shape {tuple(shape)!r:.60} over {storage.size} items")
     steps = tuple(step * storage.itemsize for step in stride)
     return np.lib.stride_tricks.as_strided(storage[offset:], tuple(shape), steps).copy()
 
 
-def _parameter(data: np.ndarray, *_: object) -> np.ndarray:
-    return data
+_CLASSES: dict[tuple[str, str], Callable | np.dtype] = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
+    **{("torch", name): dtype for name, dtype in _STORAGES.items()},
+}
 
 
 def write_torch(path: str | os.PathLike[str], value: np.ndarray | Mapping[str, np.ndarray]) -> None:
@@ -112,34 +107,28 @@ def write_torch(path: str | os.PathLike[str], value: np.ndarray | Mapping[str, n
     Raises:
         UserError: a type of array that torch has none of, or the file cannot be written.
     """
-    out = _Pickle()
+    out = _TensorPickle()
     if isinstance(value, Mapping):
-        out.ordered_dict({name: np.asarray(array) for name, array in value.items()})
+        out.parts.append(b"ccollections\nOrderedDict\n)R(")
+        for name, array in value.items():
+            out.text(name)
+            out.tensor(np.asarray(array))
+        out.parts.append(b"u")
     else:
         out.tensor(np.asarray(value))
     with atomically(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        archive.writestr("archive/data.pkl", out.done())
+        archive.writestr("archive/data.pkl", b"".join([*out.parts, b"."]))
         archive.writestr("archive/byteorder", "little")
         for i, array in enumerate(out.storages):
             archive.writestr(f"archive/data/{i}", array.tobytes())
         archive.writestr("archive/version", "3\n")
 
 
-class _Pickle:
+class _TensorPickle:
     """Opcodes of pickle protocol 2 for tensors, written by hand since their classes are torch's."""
 
     def __init__(self) -> None:
         self.parts, self.storages = [b"\x80\x02"], []
-
-    def done(self) -> bytes:
-        return b"".join([*self.parts, b"."])
-
-    def ordered_dict(self, arrays: Mapping[str, np.ndarray]) -> None:
-        self.parts.append(b"ccollections\nOrderedDict\n)R(")
-        for name, array in arrays.items():
-            self._text(name)
-            self.tensor(array)
-        self.parts.append(b"u")
 
     def tensor(self, array: np.ndarray) -> None:
         """torch._utils._rebuild_tensor_v2(storage, 0, shape, stride, requires_grad=False, hooks={})."""
@@ -148,10 +137,10 @@ class _Pickle:
         array = np.ascontiguousarray(array)
         stride = [step // array.itemsize for step in array.strides]
         self.parts.append(b"ctorch._utils\n_rebuild_tensor_v2\n((")
-        self._text("storage")
+        self.text("storage")
         self.parts.append(f"ctorch\n{_NAME_OF[array.dtype]}\n".encode())
-        self._text(str(len(self.storages)))
-        self._text("cpu")
+        self.text(str(len(self.storages)))
+        self.text("cpu")
         self._ints([array.size])
         self.parts.append(b"tQ")
         self._ints([0])
@@ -162,7 +151,7 @@ class _Pickle:
         self.parts.append(b"\x89ccollections\nOrderedDict\n)RtR")
         self.storages.append(array)
 
-    def _text(self, text: str) -> None:
+    def text(self, text: str) -> None:
         data = text.encode()
         self.parts.append(b"X" + struct.pack("<I", len(data)) + data)
 

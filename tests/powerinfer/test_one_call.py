@@ -12,8 +12,8 @@ from specsparse.engine.config import ACTIVATION_KEY
 from specsparse.engine.llama import make_forward
 from specsparse.errors import UserError
 from specsparse.kernels.native import cpu
-from specsparse.powerinfer.ffn.gated import gated
-from specsparse.powerinfer.ffn.sparse_ffn import make_ffn
+from specsparse.powerinfer.fewer import gated
+from specsparse.powerinfer.sparse_ffn import make_ffn
 from specsparse.predictors import FFN, Needs, get_predictor
 from specsparse.predictors.scored import as_mlp, factorise, mlp_weights, normed_gate, settled
 from specsparse.testing import write_tiny_gguf

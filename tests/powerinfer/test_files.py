@@ -11,17 +11,16 @@ from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
 from specsparse.models.convert.hf import convert_hf
-from specsparse.powerinfer.files.activation_stats import (
+from specsparse.powerinfer.gpuidx import GpuIndex, path_for, read_gpuidx, write_gpuidx
+from specsparse.powerinfer.model_files import read_predictor, read_threshold, to_powerinfer, write_predictors
+from specsparse.powerinfer.profiler import (
     ActivationStats,
     load_stats,
     read_activations,
     save_stats,
     write_activations,
 )
-from specsparse.powerinfer.files.checkpoints import read_predictor, read_threshold, write_predictors
-from specsparse.powerinfer.files.convert import to_powerinfer
-from specsparse.powerinfer.files.gpuidx import GpuIndex, path_for, read_gpuidx, write_gpuidx
-from specsparse.powerinfer.files.torch_zip import read_torch, write_torch
+from specsparse.powerinfer.torch_zip import read_torch, write_torch
 from specsparse.testing import load_everything, mutate, write_tiny_gguf
 from tests.models.convert import checkpoints
 from tests.powerinfer.tiny import random_predictors, write_tiny_powerinfer
@@ -151,7 +150,7 @@ BAD_PREDICTORS = {
     "another rank": ({"fc1.weight": np.ones((4, 8)), "fc2.weight": np.ones((16, 5))}, "do not fit"),
     "another width": ({"fc1.weight": np.ones((4, 9)), "fc2.weight": np.ones((16, 4))}, "do not fit"),
     "a bias": ({"fc1.weight": np.ones((4, 8)), "fc2.weight": np.ones((16, 4)), "fc1.bias": np.ones(4)}, "nothing else"),
-    "NaN": ({"fc1.weight": np.full((4, 8), np.nan), "fc2.weight": np.ones((16, 4))}, "not finite"),
+    "NaN": ({"fc1.weight": np.full((4, 8), np.nan), "fc2.weight": np.ones((16, 4))}, "finite"),
     "integers": ({"fc1.weight": np.ones((4, 8), int), "fc2.weight": np.ones((16, 4))}, "matrix of floats"),
     "an array": (np.ones((4, 8)), "found ndarray"),
 }

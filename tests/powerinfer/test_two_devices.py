@@ -9,11 +9,11 @@ from specsparse.engine.architectures import LayerKind
 from specsparse.engine.llama import Want
 from specsparse.errors import UserError
 from specsparse.kernels.native import cpu
-from specsparse.powerinfer.files import convert
-from specsparse.powerinfer.files.gpuidx import GpuIndex, write_gpuidx
-from specsparse.powerinfer.placement.two_devices import waiting
+from specsparse.powerinfer import model_files
+from specsparse.powerinfer.gpuidx import GpuIndex, write_gpuidx
+from specsparse.powerinfer.hot_cold import waiting
 from tests.other_process import found_by
-from tests.powerinfer.placement.test_hot_cold import D_FF, IDS, LAYERS, index
+from tests.powerinfer.test_hot_cold import D_FF, IDS, LAYERS, index
 from tests.powerinfer.tiny import write_tiny_powerinfer
 
 if not cpu.available():
@@ -25,8 +25,8 @@ import numpy as np
 import specsparse
 from specsparse import SamplingParams
 from specsparse.engine.llama import Want
-from specsparse.powerinfer.files.gpuidx import read_gpuidx
-from specsparse.powerinfer.placement.problem import Placement
+from specsparse.powerinfer.gpuidx import read_gpuidx
+from specsparse.powerinfer.placement import Placement
 
 path, file, out, ids = sys.argv[1], sys.argv[2], sys.argv[3], [int(i) for i in sys.argv[4].split(",")]
 model = specsparse.load(path, placement=file, devices=2)
@@ -93,7 +93,7 @@ def others(tmp_path_factory):
     `convert powerinfer` refuses to write it; the reader takes it."""
     folder = tmp_path_factory.mktemp("others")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(convert, "_check_representable", lambda f, config: None)
+        patch.setattr(model_files, "_check_representable", lambda f, config: None)
         return {
             name: write_tiny_powerinfer(folder / f"{name}.gguf", n_layers=LAYERS + 1, d_ff=D_FF, **given)
             for name, given in OTHERS.items()

@@ -9,10 +9,9 @@ import specsparse
 from specsparse.engine.activation import parse_activation
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
-from specsparse.powerinfer.ffn import faithful
-from specsparse.powerinfer.ffn.sparse_weights import threshold_of
-from specsparse.powerinfer.files.checkpoints import PredictorFile, write_predictors
-from specsparse.powerinfer.files.convert import to_powerinfer
+from specsparse.powerinfer import faithful
+from specsparse.powerinfer.model_files import PredictorFile, to_powerinfer, write_predictors
+from specsparse.powerinfer.modes import threshold_of
 from specsparse.testing import write_tiny_gguf
 from tests.cells import cells
 from tests.powerinfer.tiny import write_tiny_powerinfer

@@ -12,7 +12,7 @@ from specsparse.experiments.methods import gating
 from specsparse.experiments.settings import DrafterSpec, FfnSpec, PredictorSpec
 from specsparse.measure import machine
 from specsparse.models import catalogue
-from specsparse.powerinfer.ffn.gated import gated
+from specsparse.powerinfer.fewer import gated
 from specsparse.predictors import FFN, get_predictor
 from specsparse.predictors.evaluate import fit_layers
 from specsparse.predictors.fit_mlp import save_predictors

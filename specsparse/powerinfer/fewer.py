@@ -1,0 +1,191 @@
+"""Models that compute fewer neurons of a dense model's weights: `gated` by a predictor, or to draft for the model.
+
+A draft shares the model's own cache, and what it drafts is verified by the model itself, so that nothing is lost but
+time. It is one of three:
+
+    hot    one set of neurons for all tokens, those with the most energy on a text, packed as a smaller dense FFN
+    gate   for each token the neurons whose |act(gate)| is largest (CATS, arXiv:2404.08763); a dense model's
+    own    the model's own predictors with a higher threshold; a sparse model's
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gguf import quants
+from gguf.constants import GGMLQuantizationType
+
+from specsparse.engine.llama import make_forward
+from specsparse.engine.model import Model
+from specsparse.engine.pytree import Pytree
+from specsparse.engine.weights import Layer
+from specsparse.errors import UserError
+from specsparse.kernels import QTensor, SkipWeights
+from specsparse.kernels.packing.dequant import dequantize, pack_float
+from specsparse.kernels.packing.pack import pack_qtensor
+from specsparse.kernels.packing.rows import take_rows
+from specsparse.kernels.qtensor import BLOCK
+from specsparse.powerinfer import zero_skip
+from specsparse.powerinfer.modes import PREDICTED
+from specsparse.powerinfer.sparse_ffn import SparseWeights, by_gate, make_ffn, sparse_params
+from specsparse.predictors.base import FFN, Predictor, gate_matrix
+from specsparse.predictors.bounds import Oracle, UnionCap
+from specsparse.predictors.collect import collect, self_generated, windows
+from specsparse.predictors.evaluate import fit_layers
+from specsparse.predictors.thresholds import GateThreshold
+
+_WINDOW = 128
+"""Tokens of a window of the text that neurons are chosen by."""
+
+
+def gated(model: Model, predictor: Predictor, weights: Sequence[Pytree], *, down_type: str | None = None) -> Model:
+    """The model that computes the neurons which `predictor` keeps.
+
+    It shares all matrices with `model` and has the FFN's once more, as rows of neurons; the oracle of a ReLU model
+    whose matrices allow it skips the zeros of a dense pass instead (`powerinfer.zero_skip`).
+
+    Args:
+        model: with dense matrices.
+        predictor: of the model's FFN.
+        weights: of each layer, from `predictor.fit` or from a file.
+        down_type: of the transposed down projection, see `sparse_ffn.sparse_params`. By default floats stay what they
+            are and codes become Q8_0: their blocks do not survive the transposition, eight bits lose next to nothing,
+            and floats are twice as long.
+
+    Returns:
+        A model whose forward passes have `SparseStats`; its own programs and drafters.
+
+    Raises:
+        UserError: a model on a mesh, or whose matrices are kept in another form.
+    """
+    model.check_whole(f"predictor={predictor.name}")
+    model.check_packed(f"predictor={predictor.name}")
+    config, kernels, ffn = model.config, model.kernels, None
+    if down_type is None and isinstance(predictor, Oracle) and zero_skip.in_params(model.params, config, kernels):
+        params = zero_skip.skipping(model.params)
+    else:
+        if down_type is None and not model.params.layers[0].ffn_down.layout.is_float:
+            down_type = "Q8_0"
+        params = sparse_params(model.params, weights, down_type=down_type, keep_dense=True)
+        ffn = make_ffn(config, kernels, predictor)
+    own = {f.name: getattr(predictor, f.name) for f in dataclasses.fields(predictor) if f.name != "ffn"}
+    rule = f"{predictor.name}({', '.join(f'{key}={value}' for key, value in own.items() if value is not None)})"
+    return _replaced(model, params=params, forward=make_forward(config, kernels, ffn), ffn=PREDICTED, rule=rule)
+
+
+def bytes_read(model: Model, predictor: Predictor) -> tuple[int, int]:
+    """Bytes that the FFNs of a pass read of a gated model: (whatever it keeps, those that follow the share of the
+    neurons that its rows keep), all layers. A predictor that decides by the gate reads all of it; one that caps what
+    such a predictor keeps has it read the dense gate first."""
+    capped = isinstance(predictor, UnionCap) and by_gate(predictor.inner)
+    own = rest = 0
+    for layer in model.params.layers:
+        if isinstance(layer.sparse, SkipWeights):
+            own += layer.ffn_gate.nbytes
+            rest += layer.sparse.up.nbytes + layer.sparse.down.nbytes
+            continue
+        w: SparseWeights = layer.sparse
+        decides = w.up if w.gate is None else w.gate
+        whole = sum(m.nbytes for m in (w.gate, w.up, w.down_t) if m is not None)
+        fixed = decides.nbytes if by_gate(predictor) else 0
+        own += sum(leaf.nbytes for leaf in jax.tree.leaves(w.predictor)) + fixed
+        own += gate_matrix(layer).nbytes if capped else 0
+        rest += whole - fixed
+    return own, rest
+
+
+def with_fewer_neurons(
+    model: Model,
+    *,
+    rule: str = "hot",
+    share: float = 0.5,
+    threshold: float | None = None,
+    text: Sequence[int] | None = None,
+) -> Model:
+    """A draft that shares `model`'s attention and embeddings and computes fewer neurons.
+
+    Args:
+        model: with dense matrices for `hot` and `gate`, with predictors for `own`.
+        rule: "hot", "gate" or "own".
+        share: of the neurons to compute, for `hot` (in steps of 32 neurons) and, on average over the text, `gate`.
+        threshold: for `own`.
+        text: token ids that `hot` and `gate` choose by; None: a text that the model itself writes.
+
+    Raises:
+        UserError: a rule that the model has no matrices or predictors for, or a text without ids or with ids that are
+            none of its vocabulary.
+    """
+    if rule == "own":
+        return _with_threshold(model, threshold)
+    if model.ffn != "dense":
+        raise UserError(f"a draft by rule={rule} needs a dense target and this one runs ffn={model.ffn}: give rule=own")
+    model.check_packed("a draft with fewer neurons")
+    rows_LND = collect(model, self_generated(model) if text is None else _cut(model, list(text)))
+    ffn = FFN.from_config(model.config, model.kernels)
+    if rule == "hot":
+        return _hot(model, ffn, share, rows_LND)
+    predictor = GateThreshold(ffn, share)
+    return gated(model, predictor, fit_layers(predictor, model.params.layers, rows_LND))
+
+
+def _cut(model: Model, text: list[int]) -> np.ndarray:
+    """int32[W, n]: the text in windows that the context holds."""
+    last = model.config.vocab_size - 1
+    outside = [i for i in text if not 0 <= i <= last]
+    if outside or not text:
+        raise UserError(f"drafter.text holds {outside[:1] or 'no ids'}; ids lie in 0..{last}")
+    return windows([text], min(_WINDOW, len(text), model.config.context_length))
+
+
+def _with_threshold(model: Model, threshold: float) -> Model:
+    def raised(layer: Layer) -> Layer:
+        own = layer.sparse.predictor._replace(threshold=jnp.float32(threshold))
+        return layer._replace(sparse=layer.sparse._replace(predictor=own))
+
+    try:
+        layers = tuple(map(raised, model.params.layers))
+    except (AttributeError, TypeError, ValueError):
+        raise UserError(f"the target (ffn={model.ffn}) has no predictors with a threshold: give rule=hot") from None
+    return _replaced(model, params=model.params._replace(layers=layers), rule=f"threshold={threshold:g}")
+
+
+def _hot(model: Model, ffn: FFN, share: float, rows_LND: np.ndarray) -> Model:
+    """A dense model of fewer neurons: gate and up keep their codes, down is packed again."""
+    count = min(max(BLOCK, round(share * model.config.d_ff / BLOCK) * BLOCK), model.config.d_ff)
+
+    @jax.jit
+    def energy(layer: Layer, x_RD: jax.Array) -> jax.Array:
+        """f32[F]: the squares that each neuron adds to the output over the rows, |down_j|^2 sum of a_j^2."""
+        a_RF = ffn.neurons(layer, x_RD, jnp.asarray([x_RD.shape[0]], jnp.int32))
+        return jnp.sum(a_RF**2, axis=0) * jnp.sum(dequantize(layer.ffn_down) ** 2, axis=0)
+
+    layers = []
+    for layer, rows_ND in zip(model.params.layers, rows_LND, strict=True):
+        ids = np.sort(np.argsort(-np.asarray(energy(layer, jnp.asarray(rows_ND))), kind="stable")[:count])
+        gate = None if layer.ffn_gate is None else take_rows(layer.ffn_gate, ids)
+        up, down = take_rows(layer.ffn_up, ids), _columns(layer.ffn_down, ids)
+        layers.append(layer._replace(ffn_gate=gate, ffn_up=up, ffn_down=down))
+    config = dataclasses.replace(model.config, d_ff=count)
+    return _replaced(
+        model,
+        config=config,
+        params=model.params._replace(layers=tuple(layers)),
+        forward=make_forward(config, model.kernels),
+        ffn="hot",
+        rule=f"neurons={count}",
+    )
+
+
+def _columns(w: QTensor, ids: np.ndarray) -> QTensor:
+    """Columns of a matrix: floats as they are, others as Q8_0, since their blocks lie along the columns."""
+    values = np.asarray(dequantize(w))[:, ids]
+    if w.layout.is_float:
+        return pack_float(jnp.asarray(values), w.layout.codes)
+    kind = GGMLQuantizationType.Q8_0
+    return pack_qtensor(quants.quantize(np.ascontiguousarray(values), kind), kind, values.shape)
+
+
+def _replaced(model: Model, **changes) -> Model:
+    return dataclasses.replace(model, **changes, programs={}, drafters={}, _tables={})

@@ -1,1 +1,0 @@
-"""FFNs that leave neurons out."""

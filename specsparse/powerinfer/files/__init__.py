@@ -1,1 +1,0 @@
-"""PowerInfer's files, read and written."""

@@ -1,0 +1,417 @@
+"""Which neurons lie on the accelerator, by four rules, and the time per token that this is expected to give.
+
+A forward pass reads a neuron with a probability that the profiler counted. With m the hot and M the whole mass of a
+layer (sums of those probabilities), s the bytes of a neuron and B a device's bandwidth, an FFN takes
+
+    hot  = call + s m / B_hot                              if there is a hot neuron; s |hot| / B_hot for hot=dense
+    cold = call + s (M - m) / B_cold + exchange            if there is a cold one
+    hot  = s m / B_hot                                     if all are hot: the FFN is not split, as in a whole layer
+    exchange = 2 latency + bytes / B_link                  residual and mask there, partial sum back
+
+and max(hot, cold) if the devices overlap, else hot + cold. PowerInfer (arXiv:2312.12456, section 6) puts the same
+quantities into an integer program; its released solver leaves bandwidth and exchange out.
+
+**The optimum.** For a given number of hot neurons k of a layer the time depends on their mass m alone. Up to the mass
+at which both devices take equally long, more mass is less time, so the k hottest are best. A layer is thus a menu of
+(bytes, seconds), one item for each allowed k, and the whole a multiple-choice knapsack, which a table over the budget
+solves exactly. Beyond that balance colder neurons could serve a little better than the hottest; `bound_s` counts that
+in: it is the linear relaxation over menus in which every mass up to that of the k hottest may be had, so that no choice
+of neurons in multiples of the granularity is faster.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from specsparse.engine.config import ModelConfig
+from specsparse.engine.gguf.reader import GGUFFile
+from specsparse.errors import UserError
+
+GRANULARITY = 256
+"""Hot neurons of a layer come in multiples of this: what PowerInfer's CUDA kernels ask for."""
+_CELLS = 1 << 18
+"""Of the table over the budget; with more, sizes are rounded up to a coarser unit."""
+_COUNTED = {2: 2.0, 3: 4.5}
+"""Matrices of an FFN -> c where PowerInfer counts 4 neurons as c F elements (llama.cpp:3115), not as what they have."""
+_NEURONS = ("ffn_gate", "ffn_up", "ffn_down", "ffn_down_t")
+_PREDICTOR = ("fc1", "fc2")
+_KV_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 34 / 32}
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Two devices and what lies between them. All rates above 0.
+
+    Attributes:
+        hot_bandwidth, cold_bandwidth: bytes per second that each reads from its own memory.
+        link_bandwidth: bytes per second between the two.
+        latency_s: seconds of a transfer of nothing.
+        call_s: seconds that starting one device's part of an FFN takes.
+        overlap: whether both parts of an FFN run at the same time.
+    """
+
+    hot_bandwidth: float
+    cold_bandwidth: float
+    link_bandwidth: float
+    latency_s: float = 0.0
+    call_s: float = 0.0
+    overlap: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A model, its activations, two devices and a budget.
+
+    Attributes:
+        read: L arrays f64[F], the probability that a forward pass reads a neuron.
+        neuron_bytes: L, bytes of one neuron's rows of gate, up and down.
+        dense_bytes: L, bytes of a layer's attention, norms and predictor.
+        cache_bytes: bytes of one layer's keys and values.
+        output_bytes: of the output matrix and its norm.
+        exchange_bytes: sent both ways for the FFN of a layer with cold neurons.
+        border_bytes: sent where a layer runs on another device than the one before it.
+        width: D.
+        budget: bytes of the accelerator for all of this.
+        hardware: the devices.
+        matrices: of the FFN: 3, or 2 without a gate.
+        granularity: hot neurons of a layer are a multiple of this, or all.
+        dense_hot: hot neurons are all computed (hot=dense), not the predicted ones alone.
+    """
+
+    read: tuple[np.ndarray, ...]
+    neuron_bytes: tuple[int, ...]
+    dense_bytes: tuple[int, ...]
+    cache_bytes: int
+    output_bytes: int
+    exchange_bytes: int
+    border_bytes: int
+    width: int
+    budget: int
+    hardware: Hardware
+    matrices: int = 3
+    granularity: int = GRANULARITY
+    dense_hot: bool = False
+
+    def __post_init__(self):
+        assert len(self.read) == len(self.neuron_bytes) == len(self.dense_bytes) >= 1
+
+    @property
+    def layers(self) -> int:
+        return len(self.read)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes on the accelerator before any neuron: dense parts, output and cache."""
+        return sum(self.dense_bytes) + self.layers * self.cache_bytes + self.output_bytes
+
+    @property
+    def neuron_budget(self) -> int:
+        """Bytes left for hot neurons; 0 if not even the reserved ones fit, as in PowerInfer."""
+        return max(self.budget - self.reserved_bytes, 0)
+
+    def order(self, layer: int) -> np.ndarray:
+        """Neurons int64[F], the hottest first, equal ones by index."""
+        return np.argsort(-self.read[layer], kind="stable")
+
+    def counts(self, layer: int) -> np.ndarray:
+        """int64[], the allowed numbers of hot neurons: multiples of the granularity, and all."""
+        d_ff = len(self.read[layer])
+        return np.append(np.arange(0, d_ff, self.granularity), d_ff)
+
+    def layer_bytes(self, layer: int) -> int:
+        """Bytes of a whole layer with its cache."""
+        return self.dense_bytes[layer] + self.neuron_bytes[layer] * len(self.read[layer]) + self.cache_bytes
+
+    def ffn_seconds(self, layer: int, count, mass):
+        """Seconds of a layer's FFN with `count` hot neurons of that mass; numbers or arrays."""
+        hot, cold = self.part_seconds(layer, count, mass)
+        return np.maximum(hot, cold) if self.hardware.overlap else hot + cold
+
+    def part_seconds(self, layer: int, count, mass):
+        """(hot, cold) seconds of a layer's FFN, one beside the other."""
+        h, size, total = self.hardware, self.neuron_bytes[layer], float(self.read[layer].sum())
+        exchange = 2 * h.latency_s + self.exchange_bytes / h.link_bandwidth
+        read = np.asarray(count if self.dense_hot else mass, np.float64)
+        count, all_hot = np.asarray(count), len(self.read[layer])
+        hot = np.where(count > 0, np.where(count < all_hot, h.call_s, 0.0) + size * read / h.hot_bandwidth, 0.0)
+        cold = h.call_s + size * np.maximum(total - mass, 0.0) / h.cold_bandwidth + exchange
+        return hot, np.where(count < all_hot, cold, 0.0)
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """Bytes of a model's parts, L of each but the last two.
+
+    Attributes:
+        attention: with its norm and biases.
+        predictors: 0 if the file has none.
+        norms: of the FFN.
+        neurons: of all neurons' rows.
+        output: matrix and norm; the embedding itself if the two are tied.
+        cache: keys and values of one layer.
+    """
+
+    attention: tuple[int, ...]
+    predictors: tuple[int, ...]
+    norms: tuple[int, ...]
+    neurons: tuple[int, ...]
+    output: int
+    cache: int
+
+    @staticmethod
+    def from_gguf(f: GGUFFile, config: ModelConfig, *, context: int, kv_dtype: str = "f16") -> "ModelParts":
+        """Of an open file, with a cache of `context` positions."""
+
+        def each(wanted: Callable[[str], bool]) -> tuple[int, ...]:
+            sizes = [0] * config.n_layers
+            for name, t in f.tensors.items():
+                block, *rest = name.split(".")
+                if block == "blk" and wanted(rest[1]):
+                    sizes[int(rest[0])] += t.nbytes
+            return tuple(sizes)
+
+        tied = "output.weight" not in f.tensors
+        output = ("output_norm.weight", "token_embd.weight" if tied else "output.weight")
+        return ModelParts(
+            attention=each(lambda n: n.startswith("attn")),
+            predictors=each(_PREDICTOR.__contains__),
+            norms=each("ffn_norm".__eq__),
+            neurons=each(_NEURONS.__contains__),
+            output=sum(f.tensors[n].nbytes for n in output if n in f.tensors),
+            cache=int(2 * config.n_kv_heads * config.head_dim * context * _KV_BYTES[kv_dtype]),
+        )
+
+    def in_order(self) -> dict[str, int]:
+        """Bytes of the whole model by part, in the order in which PowerInfer fills the accelerator."""
+        return {
+            "attention": sum(self.attention),
+            "predictors": sum(self.predictors),
+            "FFN norms": sum(self.norms),
+            "output": self.output,
+            "cache": self.cache * len(self.attention),
+            "neurons": sum(self.neurons),
+        }
+
+    def problem(
+        self, config: ModelConfig, read: Sequence[np.ndarray], *, budget: int, hardware: Hardware,
+        granularity: int = GRANULARITY, dense_hot: bool = False, rows: int = 1,
+    ) -> Problem:  # fmt: skip
+        """The problem for a budget in bytes and passes of `rows` tokens; `read` is of `profiler.probabilities`."""
+        width, d_ff = config.d_model, config.d_ff
+        return Problem(
+            read=tuple(read),
+            neuron_bytes=tuple(-(-n // d_ff) for n in self.neurons),
+            dense_bytes=tuple(map(sum, zip(self.attention, self.predictors, self.norms, strict=True))),
+            cache_bytes=self.cache,
+            output_bytes=self.output,
+            exchange_bytes=rows * (2 * 4 * width + d_ff),
+            border_bytes=rows * 4 * width,
+            width=width,
+            budget=budget,
+            hardware=hardware,
+            matrices=3 if config.gated else 2,
+            granularity=granularity,
+            dense_hot=dense_hot,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """An answer to a `Problem`.
+
+    Attributes:
+        rule: that made it.
+        hot: L masks bool[F], true on the accelerator.
+        seconds: expected for a forward pass.
+        bytes_on_device: of everything that lies there.
+        bound_s: no placement by neuron at this granularity can be faster (whole layers can: with a layer goes its
+            attention); None if the rule proves nothing.
+        host_layers: layers that run on the host altogether, attention too.
+        output_on_host: whether the output matrix does.
+    """
+
+    rule: str
+    hot: tuple[np.ndarray, ...]
+    seconds: float
+    bytes_on_device: int
+    bound_s: float | None = None
+    host_layers: frozenset[int] = field(default_factory=frozenset)
+    output_on_host: bool = False
+
+    @property
+    def hot_neurons(self) -> int:
+        """Neurons on the accelerator, of all layers."""
+        return int(sum(h.sum() for h in self.hot))
+
+    def hot_share(self, problem: Problem) -> float:
+        """Share of the neurons read that are hot ones."""
+        total = sum(float(p.sum()) for p in problem.read)
+        mass = sum(float(p[h].sum()) for p, h in zip(problem.read, self.hot, strict=True))
+        return mass / total if total else 0.0
+
+
+def neurons_placed(rule: str, problem: Problem, hot: tuple[np.ndarray, ...], *, bound_s=None) -> Placement:
+    """The placement of these neurons, everything else on the accelerator."""
+    h, seconds = problem.hardware, 0.0
+    for i, mask in enumerate(hot):
+        seconds += float(problem.ffn_seconds(i, int(mask.sum()), float(problem.read[i][mask].sum())))
+    seconds += (sum(problem.dense_bytes) + problem.output_bytes) / h.hot_bandwidth
+    size = problem.reserved_bytes + sum(s * int(m.sum()) for s, m in zip(problem.neuron_bytes, hot, strict=True))
+    return Placement(rule, hot, seconds, size, bound_s)
+
+
+def layers_placed(problem: Problem, count: int, *, output: bool) -> Placement:
+    """llama.cpp's offload: the last `count` layers on the accelerator, the others on the host, one after another."""
+    h, first = problem.hardware, problem.layers - count
+    seconds, size = problem.output_bytes / (h.hot_bandwidth if output else h.cold_bandwidth), 0
+    for i in range(problem.layers):
+        read = problem.dense_bytes[i] + problem.neuron_bytes[i] * float(problem.read[i].sum())
+        seconds += read / (h.cold_bandwidth if i < first else h.hot_bandwidth)
+        if i >= first:
+            size += problem.layer_bytes(i)
+    if 0 < count < problem.layers or (count and not output):
+        seconds += h.latency_s + problem.border_bytes / h.link_bandwidth
+    hot = tuple(np.full(len(p), i >= first) for i, p in enumerate(problem.read))
+    size += problem.output_bytes if output else 0
+    return Placement("layers", hot, seconds, size, None, frozenset(range(first)), not output)
+
+
+def optimal(problem: Problem) -> Placement:
+    """The fastest placement within the budget: exact over the hottest neurons of each layer."""
+    menus = [_menu(problem, i) for i in range(problem.layers)]
+    counts = _knapsack(menus, problem.neuron_budget)
+    hot = tuple(_hottest(problem, i, int(menus[i][0][k])) for i, k in enumerate(counts))
+    rest = (sum(problem.dense_bytes) + problem.output_bytes) / problem.hardware.hot_bandwidth
+    relaxed = [_menu(problem, i, relaxed=True) for i in range(problem.layers)]
+    return neurons_placed("optimal", problem, hot, bound_s=rest + _relaxation(relaxed, problem.neuron_budget))
+
+
+def powerinfer(problem: Problem) -> Placement:
+    """PowerInfer's solver: buckets of neurons, those with the largest sum of frequencies first, whatever the layer.
+
+    Its capacity formula stands, but is never more than fits; its mix-up of layers with more than ten is left out.
+    """
+    size, d_ff = max(problem.neuron_bytes), max(len(p) for p in problem.read)
+    element = size / (problem.matrices * problem.width)
+    capacity = int(problem.neuron_budget / (d_ff * element * _COUNTED[problem.matrices])) * 4
+    capacity = min(capacity, problem.neuron_budget // size)
+    buckets = []
+    for i in range(problem.layers):
+        ranked, counts = problem.read[i][problem.order(i)], problem.counts(i)
+        for first, last in pairwise(counts):
+            buckets.append((-float(ranked[first:last].sum()), i, int(last - first)))
+    taken = [0] * problem.layers
+    for _, i, count in sorted(buckets)[: capacity // problem.granularity]:
+        taken[i] += count
+    return neurons_placed("powerinfer", problem, tuple(_hottest(problem, i, k) for i, k in enumerate(taken)))
+
+
+def layers(problem: Problem, *, n_gpu_layers: int | None = None) -> Placement:
+    """llama.cpp's offload of the last layers, and of the output with one more; None is as many as fit.
+
+    Raises:
+        UserError: more layers than the budget holds.
+    """
+    most, left = 0, problem.budget
+    for size in (*map(problem.layer_bytes, reversed(range(problem.layers))), problem.output_bytes):
+        left -= size
+        if left < 0:
+            break
+        most += 1
+    wanted = most if n_gpu_layers is None else n_gpu_layers
+    if min(wanted, problem.layers + 1) > most:
+        raise UserError(f"n_gpu_layers={wanted}: {most} fit the budget; give that many or a larger vram_budget")
+    return layers_placed(problem, min(wanted, problem.layers), output=wanted > problem.layers)
+
+
+def none(problem: Problem) -> Placement:
+    """No hot neurons; the dense parts stay on the accelerator (PowerInfer's --disable-gpu-index)."""
+    return neurons_placed("none", problem, tuple(np.zeros(len(p), bool) for p in problem.read))
+
+
+RULES: dict[str, Callable[..., Placement]] = {
+    "optimal": optimal,
+    "powerinfer": powerinfer,
+    "layers": layers,
+    "none": none,
+}
+
+
+def _hottest(problem: Problem, layer: int, count: int) -> np.ndarray:
+    mask = np.zeros(len(problem.read[layer]), bool)
+    mask[problem.order(layer)[:count]] = True
+    return mask
+
+
+def _menu(problem: Problem, layer: int, *, relaxed: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(counts, bytes, seconds) of every allowed number of hot neurons; `relaxed` may leave mass away."""
+    counts = problem.counts(layer)
+    mass = np.concatenate([[0.0], np.cumsum(problem.read[layer][problem.order(layer)])])[counts]
+    if relaxed and not problem.dense_hot:
+        seconds = _best_mass(problem, layer, counts, mass)
+    else:
+        seconds = problem.ffn_seconds(layer, counts, mass)
+    return counts, counts * problem.neuron_bytes[layer], np.asarray(seconds)
+
+
+def _best_mass(problem: Problem, layer: int, counts: np.ndarray, mass: np.ndarray) -> np.ndarray:
+    """Seconds at the best mass up to `mass`: at the ends, or where both devices take equally long."""
+    at_none = problem.ffn_seconds(layer, counts, np.zeros_like(mass))
+    at_all = problem.ffn_seconds(layer, counts, mass)
+    hot, cold = problem.part_seconds(layer, counts, np.zeros_like(mass))
+    h, size = problem.hardware, problem.neuron_bytes[layer]
+    level = (cold - hot) / (size / h.hot_bandwidth + size / h.cold_bandwidth)
+    balanced = problem.ffn_seconds(layer, counts, np.clip(level, 0.0, mass))
+    best = np.minimum(np.minimum(at_none, at_all), balanced)
+    return np.where(counts < len(problem.read[layer]), best, at_all)  # all neurons have all the mass
+
+
+def _knapsack(menus, budget: int) -> list[int]:
+    """An item of each menu, of least time in all among those that fit."""
+    unit = math.gcd(*(int(size) for _, sizes, _ in menus for size in sizes)) or 1
+    budget = min(budget, sum(int(sizes[-1]) for _, sizes, _ in menus))
+    unit = max(unit, -(-budget // _CELLS))
+    cells = budget // unit
+    best, chosen = np.zeros(cells + 1), []
+    for _, sizes, seconds in menus:
+        weights = -(-sizes // unit)
+        new = np.full(cells + 1, np.inf)
+        choice = np.zeros(cells + 1, np.int32)
+        for k, (weight, cost) in enumerate(zip(weights, seconds, strict=True)):
+            if weight > cells:
+                break
+            candidate = best[: cells + 1 - weight] + cost
+            better = candidate < new[weight:]
+            new[weight:][better] = candidate[better]
+            choice[weight:][better] = k
+        best = new
+        chosen.append((weights, choice))
+    out, left = [], cells
+    for weights, choice in reversed(chosen):
+        out.append(int(choice[left]))
+        left -= int(weights[out[-1]])
+    return out[::-1]
+
+
+def _relaxation(menus, budget: int) -> float:
+    """The least time if fractions of items may be mixed: along each menu's lower hull, the steepest edge first."""
+    total, edges = 0.0, []
+    for _, sizes, seconds in menus:
+        hull = [(int(sizes[0]), float(seconds[0]))]
+        for point in zip(sizes[1:].tolist(), seconds[1:].tolist()):
+            while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], point):
+                hull.pop()
+            hull.append(point)
+        total += hull[0][1]
+        edges += [(_slope(a, b), b[0] - a[0]) for a, b in pairwise(hull) if b[1] < a[1]]
+    for slope, size in sorted(edges):
+        part = min(size, budget)
+        total, budget = total + slope * part, budget - part
+    return total
+
+
+def _slope(a: tuple[int, float], b: tuple[int, float]) -> float:
+    return (b[1] - a[1]) / (b[0] - a[0])

@@ -1,1 +1,0 @@
-"""Which neurons lie on the accelerator, and a model carried out so."""

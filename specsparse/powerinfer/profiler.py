@@ -1,0 +1,196 @@
+"""How often each neuron is read over a text, which a placement goes by: counted, and in files.
+
+PowerInfer's own profiler is not released; its counts are `activation_{i}.pt`, ours one safetensors file.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from specsparse.engine.gguf.reader import GGUFFile
+from specsparse.engine.llama import Want, dense_ffn, make_forward
+from specsparse.engine.model import Model
+from specsparse.engine.weights import Layer, Params, pack_matrix
+from specsparse.errors import UserError
+from specsparse.powerinfer.modes import threshold_of
+from specsparse.powerinfer.torch_zip import read_torch, write_torch
+from specsparse.predictors.base import FFN, Predictor
+from specsparse.predictors.evaluate import with_weights
+from specsparse.predictors.scored import Mlp, MlpWeights
+from specsparse.support.files import atomically
+
+
+@dataclass(frozen=True, eq=False)
+class ActivationStats:
+    """Counts or frequencies; larger is hotter. Invariants: finite, not negative, one length for all layers.
+
+    Attributes:
+        counts: L arrays [F].
+        tokens: tokens counted over, or None if a file does not say.
+    """
+
+    counts: tuple[np.ndarray, ...]
+    tokens: int | None = None
+
+    def validate(self, *, layers: int, d_ff: int, where: str) -> "ActivationStats":
+        """Itself.
+
+        Raises:
+            UserError: another number of layers or neurons, or a count that is none; `where` begins the line.
+        """
+        if len(self.counts) != layers:
+            raise UserError(f"{where}: has activation counts of {len(self.counts)} layers, the model has {layers}")
+        for i, c in enumerate(self.counts):
+            if not isinstance(c, np.ndarray) or c.shape != (d_ff,) or c.dtype.kind not in "iufV":
+                shape = getattr(c, "shape", type(c).__name__)
+                raise UserError(f"{where}: layer {i} has counts of shape {shape}, ({d_ff},) numbers are needed")
+            values = c.astype(np.float64)
+            if not (np.isfinite(values) & (values >= 0)).all():
+                raise UserError(f"{where}: layer {i} holds a count that is negative or not finite")
+        return self
+
+
+def read_activations(directory: str | os.PathLike[str], *, layers: int, d_ff: int) -> ActivationStats:
+    """Reads `activation_0.pt` .. by number (PowerInfer's own exporter takes them in the order of their names as text).
+
+    Raises:
+        UserError: one is missing, damaged or of another length.
+    """
+    counts = tuple(read_torch(Path(directory) / f"activation_{i}.pt") for i in range(layers))
+    return ActivationStats(counts).validate(layers=layers, d_ff=d_ff, where=str(directory))
+
+
+def write_activations(directory: str | os.PathLike[str], stats: ActivationStats) -> Path:
+    """Writes `activation_{i}.pt`. With more than ten layers PowerInfer's exporter pairs them with the wrong layers."""
+    for i, counts in enumerate(stats.counts):
+        write_torch(Path(directory) / f"activation_{i}.pt", counts)
+    return Path(directory)
+
+
+def save_stats(path: str | os.PathLike[str], stats: ActivationStats) -> Path:
+    """Writes one safetensors file; raises UserError if it cannot."""
+    about = {} if stats.tokens is None else {"tokens": str(stats.tokens)}
+    with atomically(path) as file:
+        file.write(save({f"activation_{i}": np.ascontiguousarray(c) for i, c in enumerate(stats.counts)}, about))
+    return Path(path)
+
+
+def load_stats(path: str | os.PathLike[str], *, layers: int, d_ff: int) -> ActivationStats:
+    """Reads what `save_stats` wrote.
+
+    Raises:
+        UserError: the file is missing, damaged, or of another model.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            names, about = set(file.keys()), file.metadata() or {}
+            counts = tuple(file.get_tensor(f"activation_{i}") for i in range(len(names)))
+        tokens = int(about["tokens"]) if "tokens" in about else None
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: is no readable file of activation counts: {error!s:.80}") from None
+    return ActivationStats(counts, tokens).validate(layers=layers, d_ff=d_ff, where=str(path))
+
+
+Active = Callable[[Layer, jax.Array, jax.Array], jax.Array]
+"""active(layer, x_RD, n_valid_B) -> bool or uint8 [R, F], true where a neuron is read for a row."""
+
+
+def nonzero(ffn: FFN) -> Active:
+    """Neurons whose activation is not 0: what an oracle reads.
+
+    Raises:
+        UserError: an activation without zeros.
+    """
+    if not ffn.has_zeros:
+        raise UserError("with SiLU no neuron is ever zero: give placement.active_share=0.3 to count the largest 30 %")
+    return lambda layer, x_RD, n_valid_B: ffn.neurons(layer, x_RD, n_valid_B) != jnp.float32(0)
+
+
+def largest(ffn: FFN, share: float) -> Active:
+    """The share of neurons, above 0, the largest of each row by |a|; rows of padding count none."""
+
+    def active(layer: Layer, x_RD, n_valid_B):
+        size_RF = jnp.abs(ffn.neurons(layer, x_RD, n_valid_B))
+        count = max(round(share * size_RF.shape[1]), 1)
+        least_R = jax.lax.top_k(size_RF, count)[0][:, -1:]
+        return (size_RF >= least_R) & (size_RF > jnp.float32(0))
+
+    return active
+
+
+def predicted(predictor: Predictor) -> Active:
+    """Neurons that a predictor keeps, its weights in `layer.sparse`: what the sparse model reads."""
+    return lambda layer, x_RD, n_valid_B: predictor.keep(layer.sparse, layer, x_RD, n_valid_B)
+
+
+def of_file(f: GGUFFile, model: Model, *, threshold: float | None = None) -> tuple[Active, Params]:
+    """The rule of a PowerInfer file's own predictors, for a model loaded from it with ffn="dense".
+
+    Returns:
+        The rule, and the model's parameters with the predictors in them.
+    """
+    limit, layers = jnp.float32(threshold_of(f, threshold)), range(model.config.n_layers)
+    floats = model.kernels.name != "native"
+    pairs = [[pack_matrix(f.tensors[f"blk.{i}.{n}.weight"], floats=floats) for n in ("fc1", "fc2")] for i in layers]
+    weights = [MlpWeights(fc1, fc2, limit) for fc1, fc2 in pairs]
+    return predicted(Mlp(FFN.from_config(model.config, model.kernels))), with_weights(model.params, weights)
+
+
+def profile(
+    model: Model,
+    windows_Wn: np.ndarray,
+    active: Active,
+    *,
+    params=None,
+    progress: Callable[[int], None] | None = None,
+) -> ActivationStats:
+    """Counts over windows of text, each on its own, on the dense model's residuals.
+
+    Args:
+        model: with its dense matrices.
+        windows_Wn: int32[W, n] token ids (`predictors.collect.windows`), n at most the model's context.
+        active: what counts.
+        params: in place of the model's, such as `of_file` returns.
+        progress: called with the windows done.
+    """
+    dense = dense_ffn(model.config, model.kernels)
+
+    def counting_ffn(layer: Layer, x_RD, n_valid_B):
+        y_RD, _ = dense(layer, x_RD, n_valid_B)
+        return y_RD, jnp.sum(active(layer, x_RD, n_valid_B).astype(bool), axis=0, dtype=jnp.int32)
+
+    forward = make_forward(model.config, model.kernels, counting_ffn)
+    program = jax.jit(lambda params, tokens_1n, cache: forward(params, tokens_1n, cache, want=Want("none"))[0].stats)
+    count, n = windows_Wn.shape
+    capacity = model.capacity_for(n)
+    tables = model.params_for(capacity)
+    params = tables if params is None else params._replace(cos=tables.cos, sin=tables.sin)
+    total = np.zeros((model.config.n_layers, model.config.d_ff), np.int64)
+    for w in range(count):
+        total += np.asarray(program(params, jnp.asarray(windows_Wn[w : w + 1]), model.new_cache(1, capacity)))
+        if progress is not None:
+            progress(w + 1)
+    return ActivationStats(tuple(total), count * n)
+
+
+def probabilities(stats: ActivationStats, *, rows: int = 1) -> tuple[np.ndarray, ...]:
+    """L arrays f64[F]: the probability that a forward pass of `rows` tokens reads a neuron, were tokens independent.
+
+    Frequencies count as they are; counts of a file that does not say over how many tokens are taken as shares of the
+    hottest neuron, which is then read always: that ranks neurons rightly and overstates the time.
+
+    Raises:
+        UserError: a count above the number of tokens.
+    """
+    most = max(float(c.max(initial=0)) for c in stats.counts)
+    tokens = stats.tokens or (1.0 if most <= 1 else most)
+    if most > tokens:
+        raise UserError(f"activation counts go up to {most:g} over {tokens:g} tokens: they belong to another text")
+    return tuple(1 - (1 - c.astype(np.float64) / tokens) ** rows for c in stats.counts)

@@ -1,0 +1,228 @@
+"""The sparse FFN as an injected `ffn`: a predictor names the neurons of each row, and only their weights are read.
+
+    keep = predictor(x)                                       x is the residual before ffn_norm
+    a    = act(gate z) * up_act(up z), z = rmsnorm(x) * ffn_norm
+    y    = x + sum of a_j down_t[j] over the kept j, ascending
+
+Song et al. 2023 (arXiv:2312.12456). A mask belongs to its row at any batch size; rows that share a call share the
+reading of their neurons, which lie row by row in `SparseWeights`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from gguf import GGMLQuantizationType as GGML
+from gguf import quants
+
+from specsparse.engine.activation import activate, parse_activation
+from specsparse.engine.config import ModelConfig
+from specsparse.engine.gguf.reader import TensorInfo
+from specsparse.engine.llama import ChosenNeurons
+from specsparse.engine.pytree import Pytree
+from specsparse.engine.weights import Layer, PackFFN, Params, pack_matrix, pack_rows
+from specsparse.errors import UserError
+from specsparse.kernels import ChosenFfn, Kernels, NeuronRows, SparseStats, pack_neurons, regroup_neurons
+from specsparse.kernels.packing.dequant import dequantize, pack_float
+from specsparse.predictors.base import InOneCall, Predictor, as_mask
+from specsparse.predictors.bounds import Oracle
+from specsparse.predictors.scored import MlpWeights
+from specsparse.predictors.thresholds import GateThreshold, Teal
+
+
+class SparseWeights(NamedTuple):
+    """One layer's sparse FFN.
+
+    Attributes:
+        gate: NeuronRows [F, D], or None for an FFN without gate.
+        up, down_t: NeuronRows [F, D]; row j of down_t is column j of the down projection.
+        predictor: the predictor's weights for this layer.
+    """
+
+    gate: NeuronRows | None
+    up: NeuronRows
+    down_t: NeuronRows
+    predictor: Pytree = None
+
+
+def by_gate(predictor: Predictor) -> bool:
+    """Whether the gate itself decides which neurons are kept, so that it is read for all of them."""
+    return isinstance(predictor, Oracle | GateThreshold)
+
+
+def make_ffn(config: ModelConfig, kernels: Kernels, predictor: Predictor) -> Callable:
+    """ffn(layer, x_RD, n_valid_B) -> (y_RD, SparseStats) for `engine.llama.make_forward`; `layer.sparse` is its
+    `SparseWeights`, and no dense matrix is needed.
+
+    The oracle and CATS decide by the gate, so it is read for all neurons and the other two matrices for the kept ones.
+    What native kernels can decide themselves is a `ChosenNeurons`.
+
+    Args:
+        config: of a model whose FFN has no biases (`FFN.from_config` refuses others).
+        kernels: of the model.
+        predictor: any but TEAL, which leaves out inputs and not neurons.
+    """
+    assert not isinstance(predictor, Teal)
+    kind = _InOneCall if isinstance(predictor, InOneCall) else _OneByOne
+    return kind(config, kernels, predictor)
+
+
+class _OneByOne:
+    """`make_ffn` of any predictor."""
+
+    def __init__(self, config: ModelConfig, kernels: Kernels, predictor: Predictor):
+        act, up_act = parse_activation(config.activation)
+        self.acts = act, up_act if config.gated else None
+        self._config, self._kernels, self._predictor = config, kernels, predictor
+
+    def __call__(self, layer: Layer, x_RD, n_valid_B):
+        w: SparseWeights = layer.sparse
+        predictor = self._predictor
+        if by_gate(predictor):
+            keep_RF = jnp.ones((x_RD.shape[0], w.up.shape[0]), jnp.uint8)
+        else:
+            keep_RF = predictor.keep(w.predictor, layer, x_RD, n_valid_B)
+        y_RD, stats = self._kernels.sparse_ffn(
+            x_RD, keep_RF, w.gate, w.up, w.down_t, norm=layer.ffn_norm, eps=self._config.norm_eps, n_valid=n_valid_B,
+            act=self.acts[0], up_act=self.acts[1], residual=x_RD,
+            least=w.predictor.threshold if isinstance(predictor, GateThreshold) else None,
+        )  # fmt: skip
+        return y_RD, self.seen(stats)
+
+    def seen(self, stats: SparseStats) -> SparseStats:
+        """If the gate decides, what is kept is what is not zero."""
+        return stats._replace(kept=stats.nonzero, union=stats.active) if by_gate(self._predictor) else stats
+
+
+class _InOneCall(_OneByOne, ChosenNeurons):
+    """`make_ffn` of a predictor that the kernels know."""
+
+    def of_layer(self, layer: Layer) -> ChosenFfn:
+        w: SparseWeights = layer.sparse
+        return ChosenFfn(w.gate, w.up, w.down_t, self._predictor.choice(w.predictor, layer))
+
+
+def masked_ffn(config: ModelConfig, kernels: Kernels, predictor: Predictor | None) -> Callable:
+    """The same computed densely and masked, from the layer's dense matrices: the definition, with biases and with
+    whatever rounding `kernels` do between the products (F16-faithful mode).
+
+    Args:
+        config: of the model.
+        kernels: of the products.
+        predictor: `layer.sparse` is its own weights; None keeps every activation that is not zero.
+    """
+    act, up_act = parse_activation(config.activation)
+    names = ("ffn_gate", "ffn_up") if config.gated else ("ffn_up",)
+
+    def in_any_row(mask_RF):
+        return jnp.sum(jnp.any(mask_RF, axis=0), dtype=jnp.int32)
+
+    def ffn(layer: Layer, x_RD, n_valid_B):
+        outs = kernels.linear(
+            x_RD,
+            tuple(getattr(layer, name) for name in names),
+            norm=layer.ffn_norm,
+            eps=config.norm_eps,
+            biases=layer.bias(*names),
+            n_valid=n_valid_B,
+        )
+        a_RF = activate(outs[0], act)
+        a_RF = a_RF * activate(outs[1], up_act) if config.gated else a_RF
+        if predictor is None:
+            keep_RF = as_mask(a_RF != jnp.float32(0), n_valid_B)
+        else:
+            keep_RF = predictor.keep(layer.sparse, layer, x_RD, n_valid_B)
+        keep_RF = keep_RF != jnp.uint8(0)
+        a_RF = jnp.where(keep_RF, a_RF, jnp.float32(0))
+        (y_RD,) = kernels.linear(
+            a_RF, (layer.ffn_down,), biases=layer.bias("ffn_down"), residual=x_RD, n_valid=n_valid_B
+        )
+        live_RF = a_RF != jnp.float32(0)
+        return y_RD, SparseStats(
+            kept=jnp.sum(keep_RF, axis=1, dtype=jnp.int32),
+            union=in_any_row(keep_RF),
+            nonzero=jnp.sum(live_RF, axis=1, dtype=jnp.int32),
+            active=in_any_row(live_RF),
+        )
+
+    return ffn
+
+
+def rows_packer(threshold: float, *, floats: bool, predictor: bool) -> PackFFN:
+    """A `pack_ffn` for `engine.weights.load_params` that packs neurons row by row.
+
+    Args:
+        threshold: of every layer's predictor.
+        floats: matrices as float32, for kernels that compute so.
+        predictor: whether fc1 and fc2 are wanted.
+    """
+
+    def pack(own: dict[str, TensorInfo]) -> dict[str, Pytree]:
+        gate, up = (pack_rows(own[n], floats=floats) if n in own else None for n in ("ffn_gate", "ffn_up"))
+        if "ffn_down_t" in own:
+            down_t = pack_rows(own["ffn_down_t"], floats=floats)
+        else:
+            down = own["ffn_down"]
+            down_t = _down_rows(down.dequantize(), "F16" if down.type.name == "F16" and not floats else "F32")
+        return {"sparse": SparseWeights(gate, up, down_t, _mlp(own, threshold, floats) if predictor else None)}
+
+    return pack
+
+
+def dense_packer(threshold: float, *, floats: bool) -> PackFFN:
+    """Packs the dense matrices of a PowerInfer file, and its predictor as `Layer.sparse`, to judge or to mask by it.
+
+    The transposed down matrix is turned back: an F16 file keeps its bits, other types become float32 without loss.
+    """
+
+    def pack(own: dict[str, TensorInfo]) -> dict[str, Pytree]:
+        fields: dict[str, Pytree] = {n: pack_matrix(own[n], floats=floats) for n in ("ffn_gate", "ffn_up") if n in own}
+        down_t = own["ffn_down_t"]
+        codes = "f16" if down_t.type.name == "F16" and not floats else "f32"
+        down = pack_float(jnp.asarray(down_t.dequantize().T), codes)
+        fields["ffn_down"] = replace(down, layout=replace(down.layout, source=down_t.type.name))
+        return {**fields, "sparse": _mlp(own, threshold, floats)}
+
+    return pack
+
+
+def _mlp(own: dict[str, TensorInfo], threshold: float, floats: bool) -> MlpWeights:
+    fc1, fc2 = (pack_matrix(own[n], floats=floats) for n in ("fc1", "fc2"))
+    return MlpWeights(fc1, fc2, jnp.float32(threshold))
+
+
+def sparse_params(
+    params: Params, weights: Sequence[Pytree], *, down_type: str | None = None, keep_dense: bool = False
+) -> Params:
+    """A dense model's parameters for `make_ffn`.
+
+    Args:
+        params: with dense matrices.
+        weights: of the predictor, one of each layer.
+        down_type: GGUF type to quantise the transposed down projection to, such as "Q8_0". Its blocks run along the
+            other axis, so this is lossy; None keeps every value, in F16 where they were and in float32 otherwise.
+        keep_dense: whether the dense matrices stay beside the rows, for predictors that are asked for their mask alone.
+
+    Raises:
+        UserError: a width whose rows the type does not fit.
+    """
+    layers = []
+    for layer, predictor in zip(params.layers, weights, strict=True):
+        gate, up = (None if m is None else regroup_neurons(m) for m in (layer.ffn_gate, layer.ffn_up))
+        exact = "F16" if layer.ffn_down.layout.codes == "f16" else "F32"
+        down_t = _down_rows(np.asarray(dequantize(layer.ffn_down)), down_type or exact)
+        layer = layer._replace(sparse=SparseWeights(gate, up, down_t, predictor))
+        layers.append(layer if keep_dense else layer._replace(ffn_gate=None, ffn_up=None, ffn_down=None))
+    return params._replace(layers=tuple(layers))
+
+
+def _down_rows(down_DF: np.ndarray, kind: str) -> NeuronRows:
+    """A down projection f32[D, F] as rows of neurons of a GGUF type."""
+    down_FD = np.ascontiguousarray(down_DF.T)
+    try:
+        raw = quants.quantize(down_FD, GGML[kind])
+    except (KeyError, NotImplementedError, quants.QuantError):
+        raise UserError(f"down_type={kind!r}: {down_FD.shape[1]} columns become F32, F16, Q8_0, Q4_0 or Q4_1") from None
+    return pack_neurons(raw, GGML[kind], down_FD.shape)
