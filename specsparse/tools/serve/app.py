@@ -1,32 +1,56 @@
-"""The routes: OpenAI's models, completions and chat completions, `/health` and `/metrics`."""
+"""The server's application: routes, who may ask, bodies of requests, streams, and connections that wait too long."""
 
 import asyncio
 import contextlib
 import functools
+import hmac
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
+import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import ContextTooLong, UserError
 from specsparse.runtime.requests import sequences_of
 from specsparse.support.files import Json
-from specsparse.tools.serve import asked as requests
-from specsparse.tools.serve.answers import Answer
-from specsparse.tools.serve.asked import Asked
-from specsparse.tools.serve.bodies import PATIENCE_S, Bodies
-from specsparse.tools.serve.errors import Busy, HttpError
-from specsparse.tools.serve.gate import Gate
-from specsparse.tools.serve.responses import DONE, as_json, refusal, sent
-from specsparse.tools.serve.totals import Totals
-from specsparse.tools.serve.worker import Done, Event, Failed, Pair, Ticket, Worker
+from specsparse.tools.serve.prometheus import ServerMetrics
+from specsparse.tools.serve.protocol import Answer, CompletionRequest, HttpError, parse_request, to_bytes
+from specsparse.tools.serve.worker import FAILED, Busy, Failed, Finished, Pair, RequestHandle, StreamEvent, Worker
+
+T = TypeVar("T")
+MAX_BYTES = 8 * 2**20
+"""Of a body."""
+MAX_BODIES = 64
+"""Bodies that are read at once: times `MAX_BYTES` the memory for them."""
+MAX_CONNECTIONS = 200
+"""Connections that are open at once, each one of the process's open files. One more is closed at once."""
+PATIENCE_S = 30.0
+"""Seconds for a body to come, for a client to read a part of a stream, and for a connection to do something."""
+LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]", "::1")
+OPEN_PATHS = ("/health",)
+"""Answered without a key."""
+Events = asyncio.Queue[StreamEvent]
+
+
+def as_json(value: Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(to_bytes(value), status, headers, media_type="application/json")
+
+
+def refusal(error: HttpError) -> Response:
+    """The response of an error; a temporary one says when to try again."""
+    return as_json(error.body(), error.status, {"Retry-After": "1"} if error.status in (429, 503) else None)
 
 
 class Service:
@@ -34,10 +58,10 @@ class Service:
 
     Args:
         model: the target.
-        name: what requests call it.
+        name: of the model in requests.
         pair_at: the drafter and the verifier at a temperature; refuses a temperature that they are not for.
         positions: tokens of the longest draft, None for plain decoding.
-        defaults: sampling parameters where a request says nothing.
+        defaults: sampling parameters that a request may leave out.
         batch, room: as `Worker`'s.
     """
 
@@ -54,14 +78,14 @@ class Service:
     ):
         self.model, self.name, self.defaults = model, name, dict(defaults or {})
         self.pair_at = functools.lru_cache(maxsize=256)(pair_at)
-        self.totals = Totals(name, model.config.context_length, positions)
-        self.worker = Worker(model, self.totals, batch=batch, room=room)
-        self.bodies = Bodies()
+        self.metrics = ServerMetrics(name, model.config.context_length, positions)
+        self.worker = Worker(model, self.metrics, batch=batch, room=room)
+        self.bodies = BodyReader()
         self.created = int(time.time())
 
     def warm_up(self, tokens: int) -> None:
-        """Compiles what texts and chats of up to `tokens` tokens need, prompt and answer together, and those that the
-        context ends; greedy and drawn, as far as the verifier is for both. Before `app` starts."""
+        """Compiles the programs of texts and chats of up to `tokens` tokens, prompt and answer together, and of those
+        that the context ends; greedy and drawn, if the verifier is for both. Before `app` starts."""
         context = self.model.config.context_length
         capacities = {self.model.capacity_for(n) for n in (*range(1, min(tokens, context), 256), tokens, context)}
         drawn = self.defaults.get("temperature") or 1.0
@@ -71,7 +95,7 @@ class Service:
                 self.worker.warm_up(self.pair_at(temperature), params, sorted(capacities))
 
     def app(self, *, key: str | None = None, local: bool = True) -> ASGIApp:
-        """The application of ASGI; it starts and ends the worker. `key` and `local` as `Gate`'s."""
+        """The ASGI application; it starts and ends the worker. `key` and `local` as `AccessControl`'s."""
 
         @contextlib.asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -82,33 +106,46 @@ class Service:
                 self.bodies.close()
                 await asyncio.to_thread(self.worker.close)
 
+        async def health(_: Request) -> Response:
+            return as_json({"status": "ok"})
+
+        async def metrics(_: Request) -> Response:
+            return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+        async def refuse(_: Request, error: Exception) -> Response:
+            assert isinstance(error, HttpError)
+            return refusal(error)
+
+        async def refuse_route(request: Request, error: Exception) -> Response:
+            assert isinstance(error, HTTPException)
+            what = "there is no such address" if error.status_code == 404 else error.detail
+            return refusal(HttpError(error.status_code, f"{request.method} {request.url.path[:80]}: {what}"))
+
+        async def gone(_: Request, __: Exception) -> Response:
+            return Response(status_code=499)  # nobody reads it
+
+        async def failed(_: Request, __: Exception) -> Response:
+            return refusal(HttpError(500, FAILED, "server_error"))
+
         routes = [
-            Route("/health", self._health),
-            Route("/metrics", self._metrics),
+            Route("/health", health),
+            Route("/metrics", metrics),
             Route("/v1/models", self._models),
-            Route("/v1/models/{name:path}", self._model),
+            Route("/v1/models/{name:path}", self._models),
             Route("/v1/completions", functools.partial(self._completions, chat=False), methods=["POST"]),
             Route("/v1/chat/completions", functools.partial(self._completions, chat=True), methods=["POST"]),
         ]
-        handlers = {HttpError: _refuse, HTTPException: _refuse_route, ClientDisconnect: _gone, Exception: _failed}
-        return Gate(Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers), key, local=local)
+        handlers = {HttpError: refuse, HTTPException: refuse_route, ClientDisconnect: gone, Exception: failed}
+        return AccessControl(Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers), key, local=local)
 
-    async def _health(self, _: Request) -> Response:
-        return as_json({"status": "ok"})
-
-    async def _metrics(self, _: Request) -> Response:
-        return Response(self.totals.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def _models(self, _: Request) -> Response:
-        return as_json({"object": "list", "data": [self._card()]})
-
-    async def _model(self, request: Request) -> Response:
-        self._check_name(request.path_params["name"])
-        return as_json(self._card())
-
-    def _card(self) -> Json:
+    async def _models(self, request: Request) -> Response:
+        """The one model, in a list or by its name."""
         own = {"owned_by": "specsparse", "max_model_len": self.model.config.context_length}
-        return {"id": self.name, "object": "model", "created": self.created, **own}
+        card = {"id": self.name, "object": "model", "created": self.created, **own}
+        if "name" not in request.path_params:
+            return as_json({"object": "list", "data": [card]})
+        self._check_name(request.path_params["name"])
+        return as_json(card)
 
     def _check_name(self, name: object) -> None:
         if name is not None and name != self.name:
@@ -116,83 +153,160 @@ class Service:
             raise HttpError(404, message, code="model_not_found", param="model")
 
     async def _completions(self, request: Request, *, chat: bool) -> Response:
-        events = asyncio.Queue[Event]()
-        loop = asyncio.get_running_loop()
+        events, loop = Events(), asyncio.get_running_loop()
 
-        def tell(event: Event) -> None:
+        def tell(event: StreamEvent) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        def understand(body: Json) -> tuple[Asked, Ticket]:
+        def parse(body: Json) -> tuple[CompletionRequest, RequestHandle]:
             self._check_name(body.get("model"))
-            asked = requests.read(body, self.defaults, chat=chat)
-            return asked, self._ticket(asked, tell)
+            wanted = parse_request(body, self.defaults, chat=chat)
+            params = wanted.params
+            try:
+                pair = self.pair_at(0.0 if params.greedy else params.temperature)
+                sequences = [s for group in sequences_of(self.model, wanted.prompts, params) for s in group]
+            except UserError as error:
+                long = "context_length_exceeded" if isinstance(error, ContextTooLong) else None
+                raise HttpError(400, str(error), code=long) from None
+            return wanted, RequestHandle(sequences, pair, tell, live=wanted.stream)
 
-        asked, ticket = await self.bodies.read(request, understand)
-        answer = Answer(asked, ticket, self.name, self.model.tokenizer)
+        wanted, handle = await self.bodies.read(request, parse)
+        answer = Answer(wanted, handle, self.name, self.model.tokenizer)
         try:
-            self.worker.submit(ticket)
+            self.worker.submit(handle)
         except Busy as error:
             raise HttpError(503, str(error), "server_error", code="queue_full") from None
-        with _given_up(ticket):
-            if not asked.stream:
-                found = [e async for e in _until_left(request, ticket, events) if isinstance(e, Done)]
-                return await asyncio.to_thread(lambda: as_json(answer.whole(found)))
-            coming = _until_left(request, ticket, events)
-            first = await anext(coming)  # a refusal has its status still
+        with _giving_up(handle):
+            if not wanted.stream:
+                finished = [e async for e in _events(request, handle, events) if isinstance(e, Finished)]
+                return await asyncio.to_thread(lambda: as_json(answer.whole(finished)))
+            coming = _events(request, handle, events)
+            first = await anext(coming)  # a refusal still has its status
             await coming.aclose()
-        return _Stream(_stream(answer, ticket, first, events), ticket)
-
-    def _ticket(self, asked: Asked, tell: Callable[[Event], None]) -> Ticket:
-        """The request as the worker takes it."""
-        params = asked.params
-        try:
-            pair = self.pair_at(0.0 if params.greedy else params.temperature)
-            sequences = [s for group in sequences_of(self.model, asked.prompts, params) for s in group]
-        except UserError as error:
-            long = "context_length_exceeded" if isinstance(error, ContextTooLong) else None
-            raise HttpError(400, str(error), code=long) from None
-        return Ticket(sequences, pair, tell, live=asked.stream)
+        return EventStream(_chunks(answer, handle, first, events), handle)
 
 
-class _Stream(StreamingResponse):
-    """Server-sent events; where the client leaves, the decoding ends."""
+class AccessControl:
+    """Refuses requests without the key, or to another host's name.
 
-    def __init__(self, content: AsyncIterator[bytes], ticket: Ticket):
-        super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._ticket = ticket
+    Args:
+        app: for the others.
+        key: asked for as `Authorization: Bearer KEY`; None asks for none.
+        local: whether `Host` must name this machine, so that no web page reaches the server by a name of its own.
+    """
+
+    def __init__(self, app: ASGIApp, key: str | None, *, local: bool):
+        self._app, self._key, self._local = app, key, local
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends them; a client that does not read counts as one that left."""
+        error = self._refused(scope) if scope["type"] == "http" else None
+        await (self._app if error is None else refusal(error))(scope, receive, send)
 
-        async def patiently(message: Message) -> None:
+    def _refused(self, scope: Scope) -> HttpError | None:
+        headers = Headers(scope=scope)
+        host = headers.get("host", "")
+        name = host if host.endswith("]") or ":" not in host else host.rpartition(":")[0]
+        if self._local and name not in LOCAL_NAMES:
+            return HttpError(403, f"the server answers to localhost, not to {name[:60]!r}", code="wrong_host")
+        if self._key is None or scope["path"] in OPEN_PATHS:
+            return None
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._key.encode()):
+            return None
+        return HttpError(401, "the API key is missing or wrong: send Authorization: Bearer KEY", code="invalid_api_key")
+
+
+class BodyReader:
+    """Reads bodies, not too many at once, and parses them in threads of its own: others are answered meanwhile."""
+
+    def __init__(self):
+        self.coming = 0
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="specsparse-read")
+
+    async def read(self, request: Request, parse: Callable[[Json], T]) -> T:
+        """`parse` of the JSON object of a request.
+
+        Raises:
+            HttpError: too many at once, another type, too large, too slow, or no object of JSON; as `parse` does.
+        """
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise HttpError(415, f"send Content-Type: application/json, not {kind[:60] or 'none'}")
+        if self.coming >= MAX_BODIES:
+            message = f"{MAX_BODIES} requests are being read already, the most that may: try again later"
+            raise HttpError(503, message, "server_error", code="queue_full")
+        self.coming += 1
+        try:
+            data = bytearray()
+            async with asyncio.timeout(PATIENCE_S):
+                async for part in request.stream():
+                    data += part
+                    if len(data) > MAX_BYTES:
+                        raise HttpError(413, f"the request is larger than {MAX_BYTES // 2**20} MiB")
+            return await asyncio.get_running_loop().run_in_executor(
+                self._threads, lambda: parse(_json_object(bytes(data)))
+            )
+        except TimeoutError:
+            raise HttpError(408, f"the request did not come within {PATIENCE_S:g} seconds") from None
+        finally:
+            self.coming -= 1
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _json_object(data: bytes) -> Json:
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise HttpError(400, f"the request is no JSON ({str(error)[:100]})") from None
+    if not isinstance(body, dict):
+        raise HttpError(400, "the request must be an object of JSON")
+    return body
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events; when the client leaves, the decoding ends. One that does not read counts as one that left."""
+
+    def __init__(self, content: AsyncIterator[bytes], handle: RequestHandle):
+        super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._handle = handle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
             async with asyncio.timeout(PATIENCE_S):
                 await send(message)
 
-        with _given_up(self._ticket), contextlib.suppress(TimeoutError):
-            await super().__call__(scope, receive, patiently)
-        self._ticket.gone.set()
+        with _giving_up(self._handle), contextlib.suppress(TimeoutError):
+            await super().__call__(scope, receive, send_in_time)
+        self._handle.gone.set()
 
 
 @contextlib.contextmanager
-def _given_up(ticket: Ticket) -> Iterator[None]:
-    """Ends the decoding where the request fails here or is cancelled."""
+def _giving_up(handle: RequestHandle) -> Iterator[None]:
+    """Ends the decoding if the block fails or is cancelled."""
     try:
         yield
     except BaseException:
-        ticket.gone.set()
+        handle.gone.set()
         raise
 
 
-async def _until_left(request: Request, ticket: Ticket, events: "asyncio.Queue[Event]") -> AsyncIterator[Event]:
-    """The events of a ticket until all completions are there.
+async def _events(request: Request, handle: RequestHandle, events: Events) -> AsyncIterator[StreamEvent]:
+    """The events of a request until all its completions have ended.
 
     Raises:
         HttpError: the worker could not decode it.
         ClientDisconnect: the client has left; the decoding ends.
     """
-    left, rest = asyncio.ensure_future(_left(request)), len(ticket.sequences)
-    coming: asyncio.Future[Event] | None = None
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    left, rest = asyncio.ensure_future(disconnected()), len(handle.sequences)
+    coming: asyncio.Future[StreamEvent] | None = None
     try:
         while rest:
             coming = asyncio.ensure_future(events.get())
@@ -201,8 +315,8 @@ async def _until_left(request: Request, ticket: Ticket, events: "asyncio.Queue[E
                 raise ClientDisconnect
             event = coming.result()
             if isinstance(event, Failed):
-                raise HttpError(400 if event.asked else 500, event.message, *(() if event.asked else ("server_error",)))
-            rest -= isinstance(event, Done)
+                raise HttpError(400, event.message) if event.refused else HttpError(500, event.message, "server_error")
+            rest -= isinstance(event, Finished)
             yield event
     finally:
         left.cancel()
@@ -210,43 +324,55 @@ async def _until_left(request: Request, ticket: Ticket, events: "asyncio.Queue[E
             coming.cancel()
 
 
-async def _left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+async def _chunks(
+    answer: Answer, handle: RequestHandle, event: StreamEvent, events: Events
+) -> AsyncIterator[bytes]:  # fmt: skip
+    """Server-sent events, the first of them given."""
 
+    def data(value: Json) -> bytes:
+        return b"data: " + to_bytes(value) + b"\n\n"
 
-async def _stream(answer: Answer, ticket: Ticket, event: Event, events: "asyncio.Queue[Event]") -> AsyncIterator[bytes]:
-    """Server-sent events."""
-    rest = len(ticket.sequences)
+    rest = len(handle.sequences)
     while not isinstance(event, Failed):
         for chunk in answer.chunks(event):
-            yield sent(chunk)
-        rest -= isinstance(event, Done)
+            yield data(chunk)
+        rest -= isinstance(event, Finished)
         if not rest:
             break
         event = await events.get()
     if isinstance(event, Failed):
-        yield sent(HttpError(500, event.message, "server_error").body())
+        yield data(HttpError(500, event.message, "server_error").body())
     else:
         for chunk in answer.last():
-            yield sent(chunk)
-    yield DONE
+            yield data(chunk)
+    yield b"data: [DONE]\n\n"
 
 
-async def _refuse(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HttpError)
-    return refusal(error)
+class ImpatientProtocol(H11Protocol):
+    """A connection that is closed after `PATIENCE_S` without a request (none at all, or half a head), or if nothing is
+    read of an answer that waits to be sent."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.close()
+        else:
+            self._look_again()
+
+    def _look_again(self) -> None:
+        self.loop.call_later(PATIENCE_S, self._look, self.cycle, self.transport.get_write_buffer_size())
+
+    def _look(self, before: RequestResponseCycle | None, unsent: int) -> None:
+        idle = self.cycle is before and (before is None or before.response_complete)
+        if idle or (unsent and self.transport.get_write_buffer_size() == unsent):
+            self.transport.abort()
+        elif not self.transport.is_closing():
+            self._look_again()
 
 
-async def _refuse_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    what = "there is no such address" if error.status_code == 404 else error.detail
-    return refusal(HttpError(error.status_code, f"{request.method} {request.url.path[:80]}: {what}"))
-
-
-async def _gone(_: Request, __: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
-
-
-async def _failed(_: Request, __: Exception) -> Response:
-    return refusal(HttpError(500, "the server failed in this request; its log has more", "server_error"))
+def uvicorn_config(app: ASGIApp, *, grace_s: int, log_level: str = "warning") -> uvicorn.Config:
+    """How uvicorn serves `app`; open answers have `grace_s` seconds left at the end."""
+    return uvicorn.Config(
+        app, http=ImpatientProtocol, log_level=log_level, access_log=False, ws="none", lifespan="on",
+        timeout_graceful_shutdown=grace_s,
+    )  # fmt: skip

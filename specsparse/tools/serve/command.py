@@ -21,17 +21,15 @@ if TYPE_CHECKING:
     from specsparse.tools.serve.app import Service
 
 KEY = "SPECSPARSE_API_KEY"
-"""The environment variable that holds the key where --api-key does not say it."""
-_SECONDS = 2
-"""That open answers have left at the end."""
+"""The environment variable that holds the key if --api-key is not given."""
+_GRACE_S = 2  # for open answers, at the end
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Model, method, address and queue, then sampling parameters for requests that say none."""
     add = parser.add_argument
     add("model", metavar="MODEL", help="a known name, a GGUF file or hf://owner/repo/file.gguf")
     method_options.add_parts(parser)
-    add("--name", metavar="NAME", help="what requests call the model; by default MODEL, of a file its name")
+    add("--name", metavar="NAME", help="of the model in requests; by default MODEL, of a file its name")
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on; one of another machine's needs a key")
     add("--port", type=int, default=8000, metavar="N", help="0 takes a free one (%(default)s)")
     add("--api-key", metavar="KEY", help=f"asked of each request; better in the environment, as {KEY}")
@@ -48,49 +46,40 @@ def main(args: argparse.Namespace) -> int:
     """Load, listen, and answer until Ctrl-C."""
     key = args.api_key if args.api_key is not None else os.environ.get(KEY)
     _check(args, key)
-    listening = _listen(args.host, args.port, key)
-    with listening:
+    with _listen(args.host, args.port, key) as listening:
         _run(args, key, listening)
     return 0
 
 
 def _check(args: argparse.Namespace, key: str | None) -> None:
-    """What can be known before anything is loaded."""
-    if key == "":
-        raise UserError("the API key is empty")
-    if key is not None and not (key.isascii() and key.isprintable() and key == key.strip()):
+    """Finds mistakes before anything is loaded."""
+    if key is not None and not (key and key.isascii() and key.isprintable() and key == key.strip()):
         raise UserError("the API key must be ASCII letters, digits and signs: a header of HTTP carries nothing else")
-    for name, least in (("batch", 1), ("queue", 1), ("context", 1), ("warm_up", 1)):
-        if (value := getattr(args, name)) is not None and value < least:
-            raise UserError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+    for name in ("batch", "queue", "context", "warm_up"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1")
     try:
         import prometheus_client  # noqa: F401
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise UserError(
-            f"{error.name} is not installed: {sys.executable} -m pip install starlette uvicorn prometheus_client"
-        ) from None
+        install = f"{sys.executable} -m pip install starlette uvicorn prometheus_client"
+        raise UserError(f"{error.name} is not installed: {install}") from None
     defaults = sampling_options.params(args)
     method_options.named(args).at(0.0 if defaults.greedy else defaults.temperature)
 
 
 def _listen(host: str, port: int, key: str | None) -> socket.socket:
-    """The open socket.
-
-    Raises:
-        UserError: no such address, a port that is taken, or another machine's address without a key.
-    """
+    """The open socket; UserError for no such address, a taken port, or another machine's address without a key."""
     if not 0 <= port <= 65535:
         raise UserError(f"--port {port} must be from 0 to 65535")
     try:
         [family, _, _, _, address] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
         raise UserError(f"--host {host}: {error.strerror or error}") from None
-    if key is None and not _is_local(address[0]):
-        listening.close()
+    if key is None and not ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
         raise UserError(f"--host {host} lets other machines in: give --api-key KEY, or {KEY} in the environment")
+    listening = socket.socket(family, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
@@ -102,15 +91,11 @@ def _listen(host: str, port: int, key: str | None) -> socket.socket:
     return listening
 
 
-def _is_local(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
 def _run(args: argparse.Namespace, key: str | None, listening: socket.socket) -> None:
     import uvicorn
 
     from specsparse import api
-    from specsparse.tools.serve.connections import config_of
+    from specsparse.tools.serve.app import uvicorn_config
 
     with terminal.loading(terminal.console(), f"loading {args.model}") as progress:
         context = {} if args.context is None else {"context_length": args.context}
@@ -120,7 +105,7 @@ def _run(args: argparse.Namespace, key: str | None, listening: socket.socket) ->
         with terminal.busy(terminal.console(), "compiling what requests need"):
             service.warm_up(args.warm_up)
     address, port = listening.getsockname()[:2]
-    config = config_of(service.app(key=key, local=key is None), grace_s=_SECONDS)
+    config = uvicorn_config(service.app(key=key, local=key is None), grace_s=_GRACE_S)
     shown = f"[{address}]" if ":" in address else address
     method = "plain decoding" if args.drafter == "none" else f"drafter {args.drafter}"
     print(f"{service.name} at http://{shown}:{port}/v1 ({method}); Ctrl-C ends", file=sys.stderr, flush=True)

@@ -11,8 +11,7 @@ from specsparse.engine.sampling.params import SamplingParams
 from specsparse.runtime.binding import make_method
 from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.speculative.method import choose_verifier
-from specsparse.tools.serve.app import Service
-from specsparse.tools.serve.connections import config_of
+from specsparse.tools.serve.app import Service, uvicorn_config
 from specsparse.tools.serve.worker import Pair
 
 NAME = "tiny"
@@ -36,7 +35,7 @@ def serving(service, **gate):
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
-        server = uvicorn.Server(config_of(service.app(**gate), grace_s=1, log_level="error"))
+        server = uvicorn.Server(uvicorn_config(service.app(**gate), grace_s=1, log_level="error"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
         assert until(lambda: server.started)

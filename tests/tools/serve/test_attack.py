@@ -19,8 +19,8 @@ from starlette.routing import Route  # noqa: E402
 
 import specsparse  # noqa: E402
 from specsparse.testing import write_tiny_gguf  # noqa: E402
-from specsparse.tools.serve import app, bodies, connections  # noqa: E402
-from specsparse.tools.serve.worker import Pair, Ticket  # noqa: E402
+from specsparse.tools.serve import app  # noqa: E402
+from specsparse.tools.serve.worker import Pair, RequestHandle  # noqa: E402
 from tests.tools.serve.attack import BROKEN, attack, half_a_body  # noqa: E402
 from tests.tools.serve.serving import service_of, serving, until  # noqa: E402
 
@@ -46,7 +46,7 @@ def test_who_attacks_harms_nobody_else(model):
         found = attack(url, tokens=4000, many=20)
         assert found[400] == len(BROKEN) and found[413] == 1 and found["slow"] == 4
         assert found["left"] + found[200] + found[503] == 24 and found[503] > 0 < found["left"]
-        assert until(lambda: value_of(url, "vllm:num_requests_running") == 0 == service.bodies._coming)
+        assert until(lambda: value_of(url, "vllm:num_requests_running") == 0 == service.bodies.coming)
         aborted = value_of(url, 'vllm:request_success_total{engine="0",finished_reason="abort"')
         assert 0 < aborted <= found["left"]
         assert value_of(url, "vllm:generation_tokens_total") < 4000 * found["left"]
@@ -55,7 +55,7 @@ def test_who_attacks_harms_nobody_else(model):
 
 def test_bodies_that_do_not_come_and_more_than_may_be_read(model, monkeypatch):
     with serving(service_of(model)) as url:
-        monkeypatch.setattr(bodies, "MOST_BODIES", 1)
+        monkeypatch.setattr(app, "MAX_BODIES", 1)
         with half_a_body(url) as first:
             wanted = lambda: httpx.post(f"{url}/v1/completions", json=ASKED, timeout=60)  # noqa: E731
             assert until(lambda: wanted().status_code == 503)
@@ -63,7 +63,7 @@ def test_bodies_that_do_not_come_and_more_than_may_be_read(model, monkeypatch):
             assert error["code"] == "queue_full" and "1 requests are being read already" in error["message"]
             first.sendall(b' "abc", "max_tokens": 2}'.ljust(90))
             assert first.recv(100).startswith(b"HTTP/1.1 200")
-        monkeypatch.setattr(bodies, "PATIENCE_S", 0.1)
+        monkeypatch.setattr(app, "PATIENCE_S", 0.1)
         with half_a_body(url) as slow:
             answer = b""
             while part := slow.recv(4096):  # until the server hangs up
@@ -72,7 +72,7 @@ def test_bodies_that_do_not_come_and_more_than_may_be_read(model, monkeypatch):
 
 
 def test_connections_without_a_request_end_and_too_many_are_not_taken(model, monkeypatch):
-    monkeypatch.setattr(connections, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(app, "PATIENCE_S", 0.3)
     with serving(service_of(model)) as url, contextlib.ExitStack() as opened:
         place = urlsplit(url)
 
@@ -87,8 +87,8 @@ def test_connections_without_a_request_end_and_too_many_are_not_taken(model, mon
         assert silence == nothing == b"" and answer.startswith(b"HTTP/1.1 200")  # all three were ended
         text = httpx.post(f"{url}/v1/completions", json={**ASKED, "max_tokens": 400}, timeout=60)  # longer than 0.3 s
         assert text.status_code == 200
-        monkeypatch.setattr(connections, "MOST_CONNECTIONS", 2)
-        monkeypatch.setattr(connections, "PATIENCE_S", 60)
+        monkeypatch.setattr(app, "MAX_CONNECTIONS", 2)
+        monkeypatch.setattr(app, "PATIENCE_S", 60)
         held = [connected(), connected()]
         assert connected().recv(4096) == b""
         held[0].close()
@@ -103,7 +103,7 @@ def test_connections_without_a_request_end_and_too_many_are_not_taken(model, mon
 
 
 def test_an_answer_that_nobody_reads_ends_its_connection(monkeypatch):
-    monkeypatch.setattr(connections, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(app, "PATIENCE_S", 0.3)
     big = Starlette(routes=[Route("/", lambda _: Response(b"x" * 2**25))])  # more than sockets buffer
     with serving(SimpleNamespace(app=lambda: big)) as url:
         place = urlsplit(url)
@@ -119,7 +119,7 @@ def test_an_answer_that_nobody_reads_ends_its_connection(monkeypatch):
 
 def test_a_client_that_does_not_read_ends_its_decoding(monkeypatch):
     monkeypatch.setattr(app, "PATIENCE_S", 0.05)
-    ticket = Ticket([], Pair(), lambda event: None)
+    handle = RequestHandle([], Pair(), lambda event: None)
 
     async def parts():
         yield b"data"
@@ -127,6 +127,6 @@ def test_a_client_that_does_not_read_ends_its_decoding(monkeypatch):
     async def never(*_):
         await asyncio.sleep(60)
 
-    stream = app._Stream(parts(), ticket)
+    stream = app.EventStream(parts(), handle)
     asyncio.run(stream({"type": "http", "asgi": {"spec_version": "2.3"}}, never, never))
-    assert ticket.gone.is_set()
+    assert handle.gone.is_set()

@@ -14,7 +14,7 @@ pytest.importorskip("prometheus_client")
 import specsparse  # noqa: E402
 from specsparse.runtime.session import Session  # noqa: E402
 from specsparse.testing import write_tiny_gguf  # noqa: E402
-from specsparse.tools.serve import bodies  # noqa: E402
+from specsparse.tools.serve import app  # noqa: E402
 from tests.tools.serve.serving import NAME, service_of, serving, until  # noqa: E402
 
 PROMPT = "abc abc abc"
@@ -264,7 +264,7 @@ def test_the_client_sees_its_own_exceptions(client, url, monkeypatch):
         client.completions.create(model=NAME, prompt="ab " * 3000)
     assert caught.value.code == "context_length_exceeded"
     assert httpx.post(f"{url}/v1/completions", data={"prompt": "a"}).status_code == 415
-    monkeypatch.setattr(bodies, "MOST_BYTES", 10)
+    monkeypatch.setattr(app, "MAX_BYTES", 10)
     with pytest.raises(openai.APIStatusError, match="larger than"):
         client.completions.create(model=NAME, prompt="a" * 20)
 

@@ -1,0 +1,425 @@
+"""OpenAI's protocol: requests read and checked, answers and errors as its objects, vLLM's names beside them."""
+
+import difflib
+import itertools
+import json
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from specsparse.engine.sampling.params import ELSEWHERE, SamplingParams
+from specsparse.engine.text.tokenizer import Tokenizer
+from specsparse.errors import UserError
+from specsparse.runtime.metrics import rates
+from specsparse.runtime.requests import PromptLike
+from specsparse.runtime.results import Generation, GenerationStats, TokenLogprobs, best_of
+from specsparse.support.files import Json
+from specsparse.support.options import options_of
+from specsparse.tools.serve.worker import Finished, RequestHandle, TextEvent
+
+MAX_SEQUENCES = 64
+"""Prompts times completions of one request."""
+MAX_TOP_LOGPROBS = 20
+MAX_TEXTS, MAX_TEXT_LENGTH = 64, 1024
+"""Stop strings or bad words, and characters of one: each is looked for after every token, while others wait."""
+MAX_ENTRIES = {"stop": MAX_TEXTS, "bad_words": MAX_TEXTS, "logit_bias": 1024, "stop_token_ids": 64}
+_NOT_TAKEN = (
+    "logprobs", "prompt_logprobs", "detokenize", "logits_processors", "guided_decoding", "use_beam_search",
+)  # fmt: skip
+SAMPLING = tuple(name for name in options_of(SamplingParams) if name not in _NOT_TAKEN)
+"""Fields of a request that are sampling parameters by the same name."""
+WITHOUT_EFFECT = (
+    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention",
+)  # fmt: skip
+"""Fields that change nothing of the answer here (the model is looked at before)."""
+HARMLESS: Mapping[str, tuple[object, ...]] = {
+    "add_generation_prompt": (True,), "cache_prompt": (True, False), "continue_final_message": (False,),
+    "echo": (False,), "function_call": ("none", "auto"), "functions": ([],), "modalities": (["text"],),
+    "parallel_tool_calls": (True, False), "priority": (0,), "tool_choice": ("none", "auto"), "tools": ([],),
+    "use_beam_search": (False,),
+}  # fmt: skip
+"""Values of unsupported fields that clients send and that change nothing."""
+_TEXT = ("prompt", "logprobs", "echo", "stream", "stream_options")
+_CHAT = ("messages", "logprobs", "top_logprobs", "max_completion_tokens", "response_format", "stream", "stream_options")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_NO_LOGPROB = -9999.0
+"""OpenAI's number for the log probability of an impossible token."""
+
+
+class HttpError(Exception):
+    """A request that cannot be answered.
+
+    Args:
+        status: of HTTP.
+        message: one line.
+        kind: `type` of the object, as OpenAI names them.
+        code: for programs, or None.
+        param: the field that is wrong, or None.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        *,
+        code: str | None = None,
+        param: str | None = None,
+    ):
+        super().__init__(" ".join(message.split()))
+        self.status, self.kind, self.code, self.param = status, kind, code, param
+
+    def body(self) -> Json:
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def refused(message: str, param: str | None = None) -> HttpError:
+    """Status 400 for a mistake in one field."""
+    return HttpError(400, message, param=param)
+
+
+# Requests.
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """A checked request.
+
+    Attributes:
+        chat: whether it is a chat; else a text to continue.
+        prompts: one, or several of a text.
+        params: for each of them.
+        stream: whether the answer comes in pieces.
+        include_usage, continuous_usage: whether a last chunk, and every chunk, has the usage.
+        echo: whether the answer begins with the prompt.
+    """
+
+    chat: bool
+    prompts: list[PromptLike]
+    params: SamplingParams
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    echo: bool = False
+
+
+def parse_request(body: Mapping[str, object], defaults: Mapping[str, object], *, chat: bool) -> CompletionRequest:
+    """A request's body, checked.
+
+    Args:
+        body: as JSON gives it; null is an absent field.
+        defaults: sampling parameters for fields that the request leaves out.
+        chat: whether it came to `/v1/chat/completions`.
+
+    Raises:
+        HttpError: 400, with the field.
+    """
+    given = {name: value for name, value in body.items() if value is not None}
+    _check_names(given, (*(_CHAT if chat else _TEXT), *SAMPLING, *WITHOUT_EFFECT))
+    stream, echo = _flag(given, "stream"), _flag(given, "echo")
+    include_usage, continuous_usage = _stream_options(given, stream)
+    if chat and given.get("response_format", {"type": "text"}) != {"type": "text"}:
+        raise refused("response_format is not supported: the answer is free text", "response_format")
+    params = _params(given, defaults, chat=chat, echo=echo)
+    if stream and echo and params.logprobs is not None:
+        raise refused("echo with logprobs is not supported in a stream: leave one of the three out", "echo")
+    if stream and params.num_sequences > params.n:
+        raise refused("best_of is chosen at the end: it must be n where stream is true", "best_of")
+    prompts = [_messages(given.get("messages"))] if chat else _prompts(given.get("prompt"))
+    if len(prompts) * params.num_sequences > MAX_SEQUENCES:
+        asked = f"{len(prompts)} prompts of {params.num_sequences} completions"
+        raise refused(f"{asked} are more than {MAX_SEQUENCES}")
+    return CompletionRequest(chat, prompts, params, stream, include_usage, continuous_usage, echo)
+
+
+def _check_names(given: Mapping[str, object], known: Sequence[str]) -> None:
+    for name in given:
+        if name in known or given[name] in HARMLESS.get(name, ()):
+            continue
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)  # at 0.6 reasoning_effort is response_format
+        hint = f": {ELSEWHERE[name]}" if name in ELSEWHERE else f"; did you mean {near[0]!r}?" if near else ""
+        message = f"the field {name[:60]!r} is not supported{hint}"
+        raise HttpError(400, message, code="unsupported_parameter", param=name[:60])
+
+
+def _flag(given: Mapping[str, object], name: str) -> bool:
+    value = given.get(name, False)
+    if not isinstance(value, bool):
+        raise refused(f"{name} must be true or false", name)
+    return value
+
+
+def _stream_options(given: Mapping[str, object], stream: bool) -> tuple[bool, bool]:
+    """`include_usage` and `continuous_usage_stats`."""
+    options = given.get("stream_options", {})
+    names = ("include_usage", "continuous_usage_stats")
+    if not isinstance(options, dict) or not options.keys() <= {*names, "include_obfuscation"}:
+        raise refused(f"stream_options holds {' and '.join(names)}", "stream_options")
+    if options and not stream:
+        raise refused("stream_options is for stream=true", "stream_options")
+    usage, continuous = (_flag(options, name) for name in names)
+    return usage or continuous, continuous
+
+
+def _params(
+    given: Mapping[str, object], defaults: Mapping[str, object], *, chat: bool, echo: bool
+) -> SamplingParams:  # fmt: skip
+    fields = {**defaults, **{name: given[name] for name in SAMPLING if name in given}}
+    if "max_completion_tokens" in given:
+        fields["max_tokens"] = given["max_completion_tokens"]
+    elif "max_tokens" not in fields:
+        fields["max_tokens"] = None if chat else 16
+    for name, most in MAX_ENTRIES.items():
+        values = fields.get(name)
+        if isinstance(values, list | dict) and len(values) > most:
+            raise refused(f"{name} holds {len(values)} entries, {most} are the most", name)
+        texts = values if isinstance(values, list) else [values]
+        if any(isinstance(text, str) and len(text) > MAX_TEXT_LENGTH for text in texts):
+            raise refused(f"{name} has a text of more than {MAX_TEXT_LENGTH} characters, the most", name)
+    fields["logprobs"] = logprobs = _logprobs(given, chat=chat)
+    if echo:
+        fields["prompt_logprobs"] = logprobs
+    try:
+        return SamplingParams.from_dict(fields)
+    except UserError as error:
+        field = str(error).partition("=")[0]
+        raise refused(str(error), field if field in fields else None) from None
+
+
+def _logprobs(given: Mapping[str, object], *, chat: bool) -> int | None:
+    """How many likely tokens to report with each, None for no log probabilities."""
+    name = "top_logprobs" if chat else "logprobs"
+    count = given.get(name)
+    if count is not None and (type(count) is not int or not 0 <= count <= MAX_TOP_LOGPROBS):
+        raise refused(f"{name} must be a whole number from 0 to {MAX_TOP_LOGPROBS}", name)
+    if not chat:
+        return count
+    wanted = _flag(given, "logprobs")
+    if count is not None and not wanted:
+        raise refused("top_logprobs needs logprobs=true", "top_logprobs")
+    return (count or 0) if wanted else None
+
+
+def _prompts(prompt: object) -> list[PromptLike]:
+    """A text, ids, or a list of either."""
+
+    def are_ids(values: object) -> bool:
+        return isinstance(values, list) and bool(values) and all(type(v) is int for v in values)
+
+    if (isinstance(prompt, str) and prompt) or are_ids(prompt):
+        return [prompt]
+    several = prompt if isinstance(prompt, list) else []
+    if several and (all(isinstance(p, str) and p for p in several) or all(map(are_ids, several))):
+        return several
+    raise refused("prompt must be a text, a list of token ids, or a list of texts or of such lists", "prompt")
+
+
+def _messages(messages: object) -> list[dict[str, str]]:
+    """Messages of text alone, for a chat template."""
+    if not isinstance(messages, list) or not messages:
+        raise refused('messages must be a list of {"role", "content"}, one at least', "messages")
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _message(message: object, where: str) -> dict[str, str]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise refused(f'{where} must be an object with "role" and "content"', "messages")
+    for name, value in message.items():
+        if name not in ("role", "content", "name") and value not in (None, []):
+            raise refused(f"{where}.{name[:60]} is not supported: messages are texts", "messages")
+    role, content = message["role"], message.get("content")
+    if role not in _ROLES:
+        raise refused(f"{where}.role is {role[:60]!r}: it must be one of {', '.join(_ROLES)}", "messages")
+    if isinstance(content, list):
+        parts = [p.get("text") if isinstance(p, dict) and p.get("type") == "text" else None for p in content]
+        content = "\n".join(parts) if all(isinstance(part, str) for part in parts) else None
+        if content is None:
+            raise refused(f"{where}.content may hold parts of type text only", "messages")
+    if content is None and role == "assistant":  # clients give a turn without text back like this
+        content = ""
+    if not isinstance(content, str):
+        raise refused(f"{where}.content must be a text", "messages")
+    return {"role": "system" if role == "developer" else role, "content": content}
+
+
+# Answers.
+
+
+def to_bytes(value: Json) -> bytes:
+    """JSON in ASCII, which any text survives."""
+    return json.dumps(value, allow_nan=False).encode()
+
+
+class Answer:
+    """The objects of an answer: one when all is done, or the chunks of a stream.
+
+    Args:
+        request: that is answered.
+        handle: of the request in the worker.
+        name: of the model.
+        tokenizer: of the model.
+    """
+
+    def __init__(self, request: CompletionRequest, handle: RequestHandle, name: str, tokenizer: Tokenizer):
+        self._request, self._handle, self._tokenizer = request, handle, tokenizer
+        kind = "chat.completion" if request.chat else "text_completion"
+        self._head: Json = {
+            "id": ("chatcmpl-" if request.chat else "cmpl-") + secrets.token_hex(12),
+            "object": kind + (".chunk" if request.chat and request.stream else ""),
+            "created": int(time.time()),
+            "model": name,
+        }
+        self._offsets: dict[int, int] = {}
+        self._counts: dict[int, int] = {}
+        self._finished: list[Finished] = []
+
+    def whole(self, finished: Sequence[Finished]) -> Json:
+        """The answer that comes at once; of `best_of` completions the best `n` of each prompt."""
+        request, every = self._request, sorted(finished, key=lambda event: event.index)
+        drawn = request.params.num_sequences
+        choices, chosen = list[Json](), list[Finished]()
+        for i, prompt in enumerate(request.prompts):
+            group = every[i * drawn : (i + 1) * drawn]
+            for generation in best_of([event.generation for event in group], request.params):
+                choices.append(self._choice(len(choices), generation, prompt))
+                chosen += [event for event in group if event.generation.stats is generation.stats]
+        tokens = sum(len(event.generation.token_ids) for event in every)
+        return {**self._head, "choices": choices, "usage": self._usage(tokens), "metrics": self._metrics(chosen)}
+
+    def chunks(self, event: TextEvent | Finished) -> Iterator[Json]:
+        """The chunks of a stream for an event."""
+        request, index = self._request, event.index
+        if index not in self._counts:
+            self._counts[index] = 0
+            if request.chat:
+                yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
+            elif request.echo:
+                prompt = request.prompts[index // request.params.num_sequences]
+                yield self._chunk(index, {"text": self._prompt_text(prompt)})
+        if isinstance(event, Finished):
+            self._finished.append(event)
+            self._counts[index] = len(event.generation.token_ids)
+            ended = {"finish_reason": event.generation.finish_reason, "stop_reason": event.generation.stop_reason}
+            yield self._chunk(index, {"delta": {}} if request.chat else {"text": ""}, **ended)
+            return
+        self._counts[index] = event.tokens
+        if event.text or event.logprobs:
+            text = {"delta": {"content": event.text}} if request.chat else {"text": event.text}
+            yield self._chunk(index, text, logprobs=self._logprobs(index, event.logprobs))
+
+    def last(self) -> Iterator[Json]:
+        """The chunk of a stream's usage, if it was asked for."""
+        if self._request.include_usage:
+            usage = self._usage(sum(self._counts.values()))
+            yield {**self._head, "choices": [], "usage": usage, "metrics": self._metrics(self._finished)}
+
+    def _chunk(self, index: int, content: Json, **fields: object) -> Json:
+        choice = {"index": index, **content, "logprobs": None, "finish_reason": None, **fields}
+        usage = self._usage(sum(self._counts.values())) if self._request.continuous_usage else None
+        return {**self._head, "choices": [choice], **({"usage": usage} if self._request.include_usage else {})}
+
+    def _choice(self, index: int, generation: Generation, prompt: PromptLike) -> Json:
+        text, before = generation.text, ()
+        if self._request.echo:
+            text = self._prompt_text(prompt) + text
+            before = tuple(zip(generation.prompt_token_ids, generation.prompt_logprobs or (), strict=False))
+        content: Json = {"text": text}
+        if self._request.chat:
+            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        logprobs = self._logprobs(index, generation.logprobs or (), before)
+        ended = {"finish_reason": generation.finish_reason, "stop_reason": generation.stop_reason}
+        return {"index": index, **content, "logprobs": logprobs, **ended}
+
+    def _prompt_text(self, prompt: PromptLike) -> str:
+        skip = self._request.params.skip_special_tokens
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, skip_special=skip)  # type: ignore[arg-type]  # no chat here
+
+    def _usage(self, generated: int) -> Json:
+        drawn = self._request.params.num_sequences
+        prompt = sum(len(s.prompt) for s in self._handle.sequences[::drawn])
+        return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+
+    def _metrics(self, finished: Sequence[Finished]) -> Json | None:
+        """Times and vLLM's figures of speculation, of one completion alone; of `best_of` the chosen one's."""
+        if len(finished) != 1:
+            return None
+        stats, times = finished[0].generation.stats, finished[0].times
+        count, spent, whole = stats.decode_tokens, times.ended - times.first, times.ended - times.started
+        return {
+            "time_to_first_token_ms": 1e3 * (times.first - times.started),
+            "generation_time_ms": 1e3 * spent,
+            "queue_time_ms": 1e3 * (times.started - times.arrived),
+            "mean_itl_ms": 1e3 * spent / (count - 1) if count > 1 else None,
+            "tokens_per_second": count / whole if whole > 0 else None,
+            "speculative_decoding": None if self._handle.pair.drafter in (None, "none") else speculation(stats),
+        }
+
+    def _logprobs(
+        self,
+        index: int,
+        entries: Sequence[TokenLogprobs],
+        before: Sequence[tuple[int, TokenLogprobs | None]] = (),
+    ) -> Json | None:
+        """In the form of chats, or in that of texts, which begins with an echoed prompt's tokens (`before`)."""
+        if self._request.params.logprobs is None:
+            return None
+        if self._request.chat:
+            content = [
+                {**self._one(e.token_id, e.logprob), "top_logprobs": [self._one(*pair) for pair in e.top]}
+                for e in entries
+            ]
+            return {"content": content, "refusal": None}
+        every = [*before, *((entry.token_id, entry) for entry in entries)]
+        tokens, offsets, at = [self._shown(token) for token, _ in every], [], self._offsets.get(index, 0)
+        for token in tokens:
+            offsets.append(at)
+            at += len(token)
+        self._offsets[index] = at
+        top = []
+        for _, entry in every:  # the most likely tokens, and the chosen one if it is none of them
+            likely = {} if entry is None else dict((*entry.top, (entry.token_id, entry.logprob)))
+            top.append({self._shown(token): max(value, _NO_LOGPROB) for token, value in likely.items()} or None)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [None if entry is None else max(entry.logprob, _NO_LOGPROB) for _, entry in every],
+            "top_logprobs": top,
+            "text_offset": offsets,
+        }
+
+    def _one(self, token: int, logprob: float) -> Json:
+        data = self._tokenizer.token_bytes(token)
+        return {"token": self._shown(token), "logprob": max(logprob, _NO_LOGPROB), "bytes": list(data)}
+
+    def _shown(self, token: int) -> str:
+        """A token as text; a part of a character by its bytes, as OpenAI writes it."""
+        data = self._tokenizer.token_bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def speculation(stats: GenerationStats) -> Json:
+    """vLLM's figures: a step is a round that drafted; the bonus token counts in `mean_acceptance_length` alone."""
+    c, found = stats.counters, rates(stats.counters)
+    reached = (c.num_drafts, *c.num_accepted_tokens_per_pos, 0)
+    lengths = defaultdict[int, list[int]](list)
+    for drafted, accepted in stats.drafts or ():
+        lengths[drafted].append(accepted)
+    return {
+        "mean_acceptance_length": found["mean_acceptance_length"] or 1.0,
+        "draft_acceptance_rate": found["draft_acceptance_rate"] or 0.0,
+        "acceptance_histogram": [a - b for a, b in itertools.pairwise(reached)],
+        "acceptance_histogram_by_draft_length": {
+            str(k): [accepted.count(j) for j in range(k + 1)] for k, accepted in sorted(lengths.items())
+        },
+        "num_spec_steps": c.num_drafts,
+        "num_accepted_draft_tokens": c.num_accepted_tokens,
+        "num_draft_tokens": c.num_draft_tokens,
+        "num_spec_tokens": len(c.num_accepted_tokens_per_pos),
+        "per_step_accepted": [accepted for _, accepted in stats.drafts or ()],
+        "per_step_drafted": [drafted for drafted, _ in stats.drafts or ()],
+    }
