@@ -13,7 +13,7 @@ from typing import Any
 
 from specsparse.errors import UserError, not_installed
 from specsparse.experiments.compose.parts import help_text
-from specsparse.experiments.compose.shorthand import flags_first, option_key, refuse, shorthand
+from specsparse.experiments.compose.shorthand import flags_first, refuse, shorthand
 from specsparse.support.files import conf_dir, package_line
 from specsparse.support.terminal import FULL, until_the_reader_leaves
 
@@ -34,7 +34,7 @@ class CheckBeforeStart:
         from specsparse.experiments.compose.config import from_omegaconf
 
         try:
-            run = from_omegaconf(config)  # without jax: what it finds wrong is said at once
+            run = from_omegaconf(config)
             from specsparse.experiments import runner
 
             runner.check(run)
@@ -45,15 +45,6 @@ class CheckBeforeStart:
             if config.get("debug") is True:
                 return  # the run itself raises it again, with its traceback
             raise SystemExit(fail(str(error))) from None
-
-    def on_multirun_start(self, config: Any, **_: Any) -> None:
-        """What a config sweeps may be any option, as on the command line."""
-        from omegaconf import flag_override
-
-        sweeper = config.hydra.sweeper
-        if sweeper.get("params"):
-            with flag_override(config, ["struct", "readonly"], False):
-                sweeper.params = {option_key(str(key)): values for key, values in sweeper.params.items()}
 
     def on_multirun_end(self, config: Any, **_: Any) -> None:
         """One table over all runs of a sweep; exit code 2 where not one of them could run."""
@@ -157,7 +148,7 @@ def _main(argv: list[str]) -> int:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from specsparse.experiments.compose.offered import offer_models
+    from specsparse.experiments.compose.offered import offer
 
     OmegaConf.register_new_resolver("options_of", help_text, replace=True)  # in the template of --help
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing, and the lines below say it better
@@ -175,7 +166,7 @@ def _main(argv: list[str]) -> int:
         if len(chosen) > 1:
             raise UserError(f"{' and '.join(chosen)}: give one of them")
         conf = conf_dir()
-        offer_models()
+        offer(argv)
         hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(_task)()
     except (HydraException, OmegaConfBaseException) as error:
         if debug:

@@ -61,9 +61,9 @@ def _settings_come_back():
 @pytest.fixture(autouse=True, scope="session")
 def _names_of_models():
     """What `specsparse.run` does before it composes a config."""
-    from specsparse.experiments.compose.offered import offer_models
+    from specsparse.experiments.compose.offered import offer
 
-    offer_models()
+    offer()
 
 
 @pytest.fixture(scope="session")

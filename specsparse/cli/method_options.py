@@ -81,7 +81,7 @@ class NamedMethod:
     def _drafter(self) -> "Drafter | DrafterPlan":
         from specsparse.speculative.drafters.registry import get_drafter
         from specsparse.speculative.method import make_drafter
-        from specsparse.speculative.policies.registry import get_policy
+        from specsparse.speculative.policies import get_policy
         from specsparse.speculative.trees import get_tree
 
         tree = get_tree(self.tree, **self.options["tree"]) if self.tree else None

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 from specsparse.data.prompts import Prompt, load
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.models.catalogue import Download
-from specsparse.speculative.policies.options import DEFAULT_GAMMA
+from specsparse.speculative.gamma import DEFAULT_GAMMA
 from specsparse.support.options import Count, Internal, Read, Rest, Seed, Share, Size
 
 

@@ -17,8 +17,8 @@ from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.speculative.drafters.with_policy import with_policy
 from specsparse.speculative.gamma import SHORT_GAMMA
 from specsparse.speculative.method import choose_verifier, drawing_for
+from specsparse.speculative.policies import default_policy
 from specsparse.speculative.policies.base import Fixed
-from specsparse.speculative.policies.registry import default_policy
 from specsparse.speculative.verifiers.registry import same_text
 
 if TYPE_CHECKING:

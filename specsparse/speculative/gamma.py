@@ -6,6 +6,8 @@ from specsparse.support.options import Also, Range
 
 SHORT_GAMMA = 4
 """Most tokens that a round drafts where nobody says how many: more of them cost more than they bring on most texts."""
+DEFAULT_GAMMA = 7
+"""Of a policy: 8 positions a forward pass."""
 MAX_GAMMA = 512
 """Most tokens a round may draft."""
 GAMMA_NAMES = (

@@ -101,7 +101,8 @@ class Internal:
 
 @dataclasses.dataclass(frozen=True)
 class Inline:
-    """A field that is a dataclass of options of its own, which are given beside the others."""
+    """A field that is a dataclass of options of its own, which are given beside the others; their defaults are those of
+    the field's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +192,10 @@ def options_of(owner: type) -> Mapping[str, Option]:
     about, out = _attributes(owner), {}
     for field, hint, marks in _fields(owner):
         if _marked(marks, Inline):
-            out |= options_of(hint)
+            of_field = _default(field)
+            for name, option in options_of(hint).items():
+                default = option.default if of_field is dataclasses.MISSING else getattr(of_field, name)
+                out[name] = option._replace(default=default)
         elif not _marked(marks, Internal | Rest):
             out[field.name] = Option(field.name, hint, marks, _default(field), about.get(field.name, ""))
     return types.MappingProxyType(out)
@@ -239,7 +243,11 @@ def read(
             raise UserError(f"{label}{option.name}: a value is needed")
     for field, hint, marks in _fields(owner):
         if _marked(marks, Inline):
-            values[field.name] = hint(**{key: values.pop(key) for key in options_of(hint) if key in values})
+            own = {key: values.pop(key) for key in options_of(hint) if key in values}
+            of_field = _default(field)
+            values[field.name] = (
+                hint(**own) if of_field is dataclasses.MISSING else dataclasses.replace(of_field, **own)
+            )
     return owner(**values, **internal)
 
 
@@ -343,11 +351,11 @@ _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: 
 def values_of(options: object) -> dict[str, object]:
     """Each option of an instance and its value as YAML and JSON have it, those of its `Inline` parts among them."""
     out: dict[str, object] = {}
-    for field in dataclasses.fields(options):  # type: ignore[arg-type]
+    for field, _, marks in _fields(type(options)):
         value = getattr(options, field.name)
-        if dataclasses.is_dataclass(value) and field.name not in options_of(type(options)):
+        if _marked(marks, Inline):
             out |= values_of(value)
-        else:
+        elif not _marked(marks, Internal | Rest):
             out[field.name] = as_yaml(value)
     return out
 

@@ -61,7 +61,7 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         """All names, without aliases: the built-in and registered ones, then those of installed packages."""
-        return list(dict.fromkeys([*self._homes, *self._entry_points()]))
+        return list(dict.fromkeys([*self._homes, *entry_points(self.group)]))
 
     def canonical(self, name: str) -> str:
         """The name that an alias stands for; any other as it is."""
@@ -79,7 +79,7 @@ class Registry(Generic[T]):
     def holds(self, name: str) -> bool:
         """Whether the name is known, or is a `module:Class` that may be."""
         key = self.canonical(str(name))
-        return key in self._homes or ":" in key or key in self._entry_points()
+        return key in self._homes or ":" in key or key in entry_points(self.group)
 
     def look(self, name: str) -> Any:
         """What a name, an alias or `module:Class` stands for, whatever it is.
@@ -90,7 +90,7 @@ class Registry(Generic[T]):
         key = self.canonical(str(name))
         home = self._homes.get(key)
         if home is None and ":" not in key:
-            home = self._entry_points().get(key)
+            home = entry_points(self.group).get(key)
             if home is None:
                 raise UserError(f"{self.group}={name} is unknown{nearest(key, [*self.names(), *self._aliases])}")
         return home if isinstance(home, type) else load(home or key, f"{self.group}={name}")
@@ -141,15 +141,6 @@ class Registry(Generic[T]):
         given = {field.name: getattr(values, field.name) for field in dataclasses.fields(values)}
         return self.look(name)(**given)
 
-    def option_names(self) -> dict[str, str]:
-        """Other names of the options of the built-in choices, and the option that each stands for.
-
-        A name that is an option's own somewhere stands for nothing else; of two meanings the first one counts.
-        """
-        every = [option for name in self._homes for option in self.options(name).values()]
-        own = {option.name for option in every}
-        return {word: option.name for option in reversed(every) for word in option.aliases if word not in own}
-
     def _owner(self, name: str) -> type:
         """The dataclass whose fields are the options of that name."""
         if own := self._options.get(self.canonical(str(name))):
@@ -159,10 +150,11 @@ class Registry(Generic[T]):
             raise UserError(f"{self.group}={name} must be a dataclass: put @dataclass(frozen=True) above the class")
         return found
 
-    def _entry_points(self) -> dict[str, str]:
-        plural = f"{self.group[:-1]}ies" if self.group.endswith("y") else f"{self.group}s"
-        found = importlib.metadata.entry_points(group=f"specsparse.{plural}")
-        return {point.name: point.value for point in found}
+
+def entry_points(group: str) -> dict[str, str]:
+    """The parts of a group that installed packages bring, `module:Class` by name."""
+    plural = f"{group[:-1]}ies" if group.endswith("y") else f"{group}s"
+    return {point.name: point.value for point in importlib.metadata.entry_points(group=f"specsparse.{plural}")}
 
 
 def load(home: str, label: str) -> Any:

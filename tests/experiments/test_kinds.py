@@ -32,7 +32,7 @@ from specsparse.runtime.times.kept import CostTable
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.with_policy import WithPolicy
 from specsparse.speculative.method import choose_verifier, make_drafter
-from specsparse.speculative.policies.registry import get_policy
+from specsparse.speculative.policies import get_policy
 from specsparse.speculative.proof import certify as certificate
 from specsparse.speculative.proof.driver_mutants import DRIVER_MUTANTS
 from specsparse.speculative.proof.mutants import MUTANTS

@@ -9,12 +9,13 @@ import pytest
 import specsparse
 from specsparse import run
 from specsparse.errors import UserError
-from specsparse.experiments.compose.shorthand import shorthand
+from specsparse.experiments.compose.offered import is_outside
+from specsparse.experiments.compose.parts import completed
 from specsparse.speculative.base import DraftKind
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.method import make_drafter
+from specsparse.speculative.policies import get_policy
 from specsparse.speculative.policies.base import Fixed, PMin
-from specsparse.speculative.policies.registry import get_policy
 from specsparse.speculative.trees import get_tree
 from specsparse.speculative.verify import get_verifier
 from specsparse.testing import check_drafter, write_tiny_gguf
@@ -308,16 +309,18 @@ def test_a_package_brings_its_own(here, model):
     sys.path.append(str(here))
     importlib.invalidate_caches()
     assert get_drafter("theirs", back=5).back == 5 and get_policy("half").share == 0.5
-    assert shorthand(["drafter=theirs", "drafter.back=5"]) == ["~drafter", "++drafter.name=theirs", "++drafter.back=5"]
+    assert is_outside("drafter", "theirs") and not is_outside("drafter", "their")
     with pytest.raises(UserError, match=r"did you mean theirs\?"):
         get_drafter("their")
 
 
-def test_only_open_groups_and_unknown_names_are_spelled_out():
-    assert shorthand(["drafter=a.b:C", "drafter.x=1", "policy.draft_max=3"]) == [
-        "~drafter", "++drafter.name=a.b:C", "++drafter.x=1", "++policy.gamma=3",
-    ]  # fmt: skip
-    assert shorthand(["policy=a:B", "policy.draft_max=3"])[2] == "++policy.gamma=3"
-    same = ["drafter=suffix", "data.source=a:b", "name=a:b", "drafter=a:B,suffix"]
-    assert shorthand(same) == same
-    assert shorthand(["-m", "drafter=a:B,suffix"]) == ["-m", "~drafter", "++drafter.name=a:B,suffix"]
+def test_what_is_of_elsewhere():
+    assert is_outside("drafter", "a.b:C") and is_outside("predictor", "a:B")
+    assert not is_outside("drafter", "suffix")
+
+
+def test_another_projects_name_for_a_policy_of_one_s_own(here, model, capsys):
+    argv = [f"model={model.path}", "policy=other_parts:Half", "policy.draft_max=3", "--cfg", "job"]
+    assert run.main(argv) == 0
+    assert completed("policy", {"name": "other_parts:Half", "draft_max": 3})["gamma"] == 3
+    assert "name: other_parts:Half" in capsys.readouterr().out

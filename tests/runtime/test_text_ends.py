@@ -23,7 +23,7 @@ from specsparse.runtime.round_log import Note, RoundLog
 from specsparse.runtime.session import Session
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.with_policy import with_policy
-from specsparse.speculative.policies.registry import get_policy
+from specsparse.speculative.policies import get_policy
 from specsparse.testing import write_tiny_gguf
 from tests.cells import cells
 

@@ -29,7 +29,7 @@ from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, D
 from specsparse.speculative.drafters.either import Either
 from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.speculative.drafters.with_policy import with_policy
-from specsparse.speculative.policies.registry import default_policy
+from specsparse.speculative.policies import default_policy
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verify import get_verifier
 from specsparse.testing.drafting import tiny_model

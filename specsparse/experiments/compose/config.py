@@ -37,6 +37,7 @@ def from_omegaconf(cfg: DictConfig | Mapping[str, object]) -> RunConfig:
         missing = isinstance(error, MissingMandatoryValue)
         raise UserError(f"{key}: {'a value is needed' if missing else str(error).splitlines()[0]}") from error
     assert isinstance(plain, dict)
+    read(RunConfig, plain, group="", null=True)  # what is wrong here needs no class of a part, which may import jax
     plain |= {group: completed(group, plain[group]) for group in PARTS if isinstance(plain.get(group), dict)}
     run = read(RunConfig, plain, group="", internal={"composed": plain}, null=True)
     return _drawn(run, run.params)  # fails here, not after the model is loaded
@@ -46,11 +47,10 @@ def _give_way(tree: DictConfig) -> None:
     """Takes away a `???` of a choice's file where the option is given under another name of it."""
     for group, registry in PARTS.items():
         part = tree.get(group)
-        name = part.get("name") if isinstance(part, DictConfig) else None
-        if not isinstance(name, str) or not registry.is_builtin(name):
-            continue
-        for key, option in registry.options(name).items():
-            if OmegaConf.is_missing(part, key) and any(alias in part for alias in option.aliases):
+        missing = [key for key in part if OmegaConf.is_missing(part, key)] if isinstance(part, DictConfig) else []
+        for key in missing:
+            option = registry.options(part.name).get(str(key)) if registry.is_builtin(part.name) else None
+            if option is not None and any(alias in part for alias in option.aliases):
                 del part[key]
 
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from specsparse.errors import UserError
 from specsparse.speculative.drafters.registry import DRAFTERS
-from specsparse.speculative.policies.registry import POLICIES
+from specsparse.speculative.gamma import GAMMA_NAMES
+from specsparse.speculative.policies import POLICIES
 from specsparse.speculative.trees.registry import TREES
 from specsparse.speculative.verifiers.registry import RULES
 from specsparse.support.options import values_of
@@ -34,17 +35,15 @@ def completed(group: str, given: Mapping[str, object]) -> dict[str, object]:
     if name == NONE and own:
         raise UserError(f"{group}.{next(iter(own))} is no option of {group}=none")
     if not isinstance(name, str) or not PARTS[group].is_builtin(name):
-        return {option_name(group, key): value for key, value in given.items()}
-    for key, value in own.items():
-        if instead := ELSEWHERE.get(option_name(group, key)) if value is not None else None:
-            raise UserError(f"write {instead} instead of {group}.{key}")
-    values = values_of(PARTS[group].read(name, own))
+        same = GAMMA_NAMES if group == "policy" else ()
+        return {"gamma" if key in same else key: value for key, value in given.items()}
+    names = {alias: option.name for option in PARTS[group].options(name).values() for alias in option.aliases}
+    spelled = {names.get(key, key): key for key in own}  # of two names of an option the one that came later counts
+    for option, key in spelled.items():
+        if option in ELSEWHERE and own[key] is not None:
+            raise UserError(f"write {ELSEWHERE[option]} instead of {group}.{key}")
+    values = values_of(PARTS[group].read(name, {key: own[key] for key in spelled.values()}))
     return {"name": name} | {key: value for key, value in values.items() if key not in ELSEWHERE}
-
-
-def option_name(group: str, key: str) -> str:
-    """The name of an option that other projects call `key`."""
-    return PARTS[group].option_names().get(key, key)
 
 
 class Described(NamedTuple):

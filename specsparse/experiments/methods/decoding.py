@@ -30,9 +30,9 @@ from specsparse.runtime.results import Generation
 from specsparse.speculative.base import Verifier
 from specsparse.speculative.drafters.plan import Bound, DrafterPlan
 from specsparse.speculative.method import make_drafter
+from specsparse.speculative.policies import get_policy
 from specsparse.speculative.policies.base import Policy
-from specsparse.speculative.policies.options import KEPT
-from specsparse.speculative.policies.registry import get_policy
+from specsparse.speculative.policies.cost import KEPT
 from specsparse.speculative.trees import get_tree
 from specsparse.speculative.trees.base import TreeShape
 from specsparse.speculative.verifiers.registry import SYNTHETIC

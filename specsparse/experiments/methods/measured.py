@@ -16,9 +16,9 @@ from specsparse.runtime.times.stamp import cost_key
 from specsparse.speculative.base import Verifier
 from specsparse.speculative.drafters.plan import DrafterPlan
 from specsparse.speculative.method import choose_verifier, make_drafter
+from specsparse.speculative.policies import over_tree
 from specsparse.speculative.policies.base import Fixed
-from specsparse.speculative.policies.options import KEPT
-from specsparse.speculative.policies.registry import over_tree
+from specsparse.speculative.policies.cost import KEPT
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees import get_tree
 from specsparse.speculative.trees.base import TreeShape

@@ -6,7 +6,7 @@ token is verified, or the output no longer follows p. Hence `stop` is asked *bef
 """
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,12 @@ import numpy as np
 
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftContext, DraftKind, Verdict
-from specsparse.speculative.policies.options import (
-    ConfidenceOptions,
-    EntropyOptions,
-    FixedOptions,
-    Gamma,
-    PMinOptions,
-)
+from specsparse.speculative.gamma import DEFAULT_GAMMA, GAMMA_NAMES, MAX_GAMMA
+from specsparse.support.options import Also, Count, Positive, Range, Size
+
+Gamma = Annotated[int, Range(1, MAX_GAMMA), Also(*(name for name in GAMMA_NAMES if name != "gamma"))]
+"""Most tokens to draft in a round, as an option."""
+Unit = Annotated[float, Range(0, 1)]
 
 
 class PolicyReport(NamedTuple):
@@ -68,25 +67,23 @@ def view_law(q_BV: jax.Array, *, depth_B: jax.Array, last_B: jax.Array, needs: f
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Base of all policies: frozen and pure; state is a pytree with a leading axis B, so rows stay independent.
+    """Base of all policies: frozen dataclasses whose fields are the options, and pure.
+
+    State is a pytree with a leading axis B, so rows stay independent. `name` is for messages, by default that of the
+    class.
 
     Attributes:
-        name: for messages; by default that of the class.
-        gamma: most tokens a round drafts, at least 1; a drafter needs room for as many.
+        gamma: tokens to draft in a round, at most; a drafter needs room for as many.
     """
 
     name: ClassVar[str]
-    gamma: Gamma
+    gamma: Gamma = DEFAULT_GAMMA
 
     def __init_subclass__(cls) -> None:
         cls.name = vars(cls).get("name", cls.__name__)
         last = next(c for c in cls.__mro__ if {"keep", "one_hot_only"} & vars(c).keys())
         if "one_hot_only" not in vars(last):  # what a base says of its own `keep` does not hold of this one
             cls.one_hot_only = True  # type: ignore[assignment]
-
-    def __post_init__(self):
-        if self.gamma < 1:
-            raise UserError(f"policy.gamma={self.gamma} must be at least 1")
 
     @property
     def needs(self) -> frozenset[str]:
@@ -105,6 +102,17 @@ class Policy:
     def always(self) -> bool:
         """Whether every round drafts `gamma` tokens if it can, and all are verified: as without a policy."""
         return False
+
+    def check_times(self) -> None:
+        """Refuses a policy that weighs times and has none; by default it weighs none.
+
+        Raises:
+            UserError: times were neither given nor measured.
+        """
+
+    def over_tree(self, nodes: int) -> Self:
+        """The same for drafts that are trees of so many nodes; by default as for chains."""
+        return self
 
     def free(self) -> "Policy":
         """The same for drafts that cost nothing."""
@@ -161,21 +169,20 @@ class Fixed(Policy):
     """`gamma` tokens every round; none at all if fewer than `n_min` are found (llama.cpp's `draft_min`).
 
     Attributes:
-        n_min: shortest draft worth verifying; above 0 for one-hot drafts only.
+        n_min: a draft of fewer tokens is not verified at all; above 1 for one-hot drafts only.
     """
 
     name: ClassVar[str] = "fixed"
-    n_min: int = FixedOptions.n_min
+    n_min: Annotated[Size, Also("draft_min")] = 0
 
     def __post_init__(self):
-        super().__post_init__()
-        if not 0 <= self.n_min <= self.gamma:
+        if self.n_min > self.gamma:
             raise UserError(f"policy.n_min={self.n_min} must lie in 0..gamma={self.gamma}")
 
     @property
     def always(self) -> bool:
         """Where no draft is too short; a class derived from this one may do otherwise."""
-        return type(self) is Fixed and not self.one_hot_only
+        return type(self) in (Fixed, NMin) and not self.one_hot_only
 
     @property
     def one_hot_only(self) -> bool:
@@ -188,15 +195,23 @@ class Fixed(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
+class NMin(Fixed):
+    """`fixed`, but a draft of fewer than `n_min` tokens is not verified at all."""
+
+    name: ClassVar[str] = "n_min"
+    n_min: Annotated[Size, Also("draft_min")] = 2
+
+
+@dataclasses.dataclass(frozen=True)
 class PMin(Fixed):
     """Stop when the draft's top probability, renormalised over its top ten, is under `p_min` (llama.cpp).
 
     Attributes:
-        p_min: least top probability, in [0, 1]; 0 never stops.
+        p_min: least top probability, over the top ten; 0 never stops.
     """
 
     name: ClassVar[str] = "p_min"
-    p_min: float = PMinOptions.p_min
+    p_min: Annotated[Unit, Also("draft_p_min")] = 0.75
 
     @property
     def needs(self) -> frozenset[str]:
@@ -215,11 +230,12 @@ class Confidence(Policy):
     The unlikely token itself is verified: that the draft ends there depends on it, that it is tested does not.
 
     Attributes:
-        threshold: in [0, 1].
+        threshold: least probability.
     """
 
     name: ClassVar[str] = "confidence"
-    threshold: float = ConfidenceOptions.threshold
+    gamma: Gamma = 20
+    threshold: Annotated[Unit, Also("assistant_confidence_threshold")] = 0.4
 
     @property
     def needs(self) -> frozenset[str]:
@@ -238,13 +254,13 @@ class Entropy(Policy):
     AdaEDL (Agrawal et al., arXiv:2410.18351), with a fixed threshold.
 
     Attributes:
-        threshold: least estimate, in [0, 1].
-        scale: of the entropy in nats, above 0.
+        threshold: least estimate.
+        scale: of the entropy in nats.
     """
 
     name: ClassVar[str] = "entropy"
-    threshold: float = EntropyOptions.threshold
-    scale: float = EntropyOptions.scale
+    threshold: Unit = 0.4
+    scale: Positive = 0.2
 
     @property
     def needs(self) -> frozenset[str]:
@@ -263,25 +279,20 @@ class Heuristic(Policy):
     A round without a draft changes nothing.
 
     Attributes:
-        start: first length; HF's `num_assistant_tokens`.
+        start: tokens at first; by default 5, or `gamma` where that is less.
     """
 
     name: ClassVar[str] = "heuristic"
-    start: int = 5
-
-    @classmethod
-    def starting(cls, gamma: int, start: int | None) -> "Heuristic":
-        """From its options."""
-        return cls(gamma, min(cls.start, gamma) if start is None else start)
+    gamma: Annotated[int, Range(1, MAX_GAMMA), Also(*({*GAMMA_NAMES} - {"gamma", "num_assistant_tokens"}))] = 16
+    start: Annotated[Count | None, Also("num_assistant_tokens")] = None
 
     def __post_init__(self):
-        super().__post_init__()
-        if not 1 <= self.start <= self.gamma:
+        if self.start is not None and self.start > self.gamma:
             raise UserError(f"policy.start={self.start} must lie in 1..gamma={self.gamma}")
 
     def init(self, batch: int) -> jax.Array:
         """int32[B], the length of the next draft."""
-        return jnp.full((batch,), self.start, jnp.int32)
+        return jnp.full((batch,), min(5, self.gamma) if self.start is None else self.start, jnp.int32)
 
     def update(self, state: jax.Array, verdict: Verdict, count_B: jax.Array) -> jax.Array:
         """+2, -1 or, without a draft, as it was; at most gamma."""

@@ -10,8 +10,8 @@ in time T(g) = v(g+1) + c g + c0 (T(0) = v(1)), so the predicted speed-up is E(g
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,13 @@ import numpy as np
 from specsparse.errors import UserError
 from specsparse.speculative import expected
 from specsparse.speculative.base import Verdict
-from specsparse.speculative.policies.base import LawView, Policy, PolicyReport
-from specsparse.speculative.policies.options import AutoOffOptions, CostOptimalOptions, CostOptions
-from specsparse.speculative.policies.registry import POLICIES, get_policy
-from specsparse.support.options import options_of
+from specsparse.speculative.gamma import SHORT_GAMMA
+from specsparse.speculative.policies import POLICIES, get_policy
+from specsparse.speculative.policies.base import Gamma, LawView, Policy, PolicyReport, Unit
+from specsparse.support.options import Also, Count, Inline, Positive, Range, Read, Size
+
+KEPT = "kept"
+"""Value of `v` that asks for the times that were kept on this machine."""
 
 
 class FadingCounts(NamedTuple):
@@ -38,36 +41,46 @@ class CostModel:
     """Times in plain steps, and how acceptance is estimated.
 
     Attributes:
-        v: v(1), v(2), ...; v(1) = 1.
-        c: time to draft a token.
-        c0: time a drafting round takes besides.
-        prior: acceptance expected before there is evidence, in [0, 1].
-        weight: tests that the prior is worth, above 0.
-        memory: factor by which evidence fades in each round with a draft, in (0, 1].
+        v: times v(1), v(2), ... of a forward pass of n positions, v(1) = 1; kept: as `+experiment=roofline` measured
+            them here, else a safe guess; null: measured before the run.
+        c: time to draft a token; by default as v, or by the bytes that a drafted token reads.
+        c0: time that a drafting round takes besides; by default as v.
+        prior: acceptance expected before there is evidence; null: measured on the built-in prompts, 0.6 in the API.
+        weight: tests (of `auto_off`: drafts) that the prior is worth.
+        memory: by which evidence fades in each round with a draft.
     """
 
-    v: tuple[float, ...]
-    c: float = 0.0
-    c0: float = 0.0
-    prior: float = 0.6
-    weight: float = CostOptions.weight
-    memory: float = CostOptions.memory
-
-    @classmethod
-    def of(cls, v: object, **more: float | None) -> "CostModel":
-        """From options, of which None is one that was not given.
-
-        Raises:
-            UserError: there are no times.
-        """
-        if not isinstance(v, tuple):
-            raise UserError("policy.v is needed: measured times v(1)..v(gamma+1) of a forward of n positions, v(1) = 1")
-        return cls(v, **{name: value for name, value in more.items() if value is not None})
+    v: tuple[Positive, ...] | Literal["kept"] | None = None
+    c: Annotated[float | None, Range(0, 1e6), Also("draft_cost")] = None
+    c0: Annotated[float | None, Range(0, 1e6)] = None
+    prior: Unit | None = None
+    weight: Annotated[float, Range(1e-3, 1e6)] = 4.0
+    memory: Annotated[float, Range(1e-3, 1)] = 0.9
 
     @property
-    def max_gamma(self) -> int:
-        """Longest draft whose verification was measured."""
-        return len(self.v) - 1
+    def times(self) -> tuple[float, ...]:
+        """v.
+
+        Raises:
+            UserError: it was neither given nor measured.
+        """
+        if not isinstance(self.v, tuple):
+            raise UserError("policy.v is needed: measured times v(1)..v(gamma+1) of a forward of n positions, v(1) = 1")
+        return self.v
+
+    @property
+    def acceptance(self) -> float:
+        """The prior."""
+        return 0.6 if self.prior is None else self.prior
+
+    def check(self, gamma: int) -> None:
+        """Refuses times of fewer positions than a draft of `gamma` tokens has.
+
+        Raises:
+            UserError: both numbers.
+        """
+        if isinstance(self.v, tuple) and len(self.v) <= gamma:
+            raise UserError(f"policy.gamma={gamma} needs v(1)..v({gamma + 1}), measured up to v({len(self.v)})")
 
     def init(self, batch: int) -> FadingCounts:
         """No evidence."""
@@ -84,7 +97,7 @@ class CostModel:
 
     def alpha(self, state: FadingCounts) -> jax.Array:
         """float32[B], posterior mean of the acceptance of a tested token."""
-        return (state.accepted + self.prior * self.weight) / (state.tested + self.weight)
+        return (state.accepted + self.acceptance * self.weight) / (state.tested + self.weight)
 
     def speedups(self, alpha_B: jax.Array, gamma: int) -> jax.Array:
         """float32[B, gamma+1]: E(g) / T(g) for g = 0..gamma, each divided by that of g = 0."""
@@ -93,7 +106,7 @@ class CostModel:
         for g in range(1, gamma + 1):
             reach_B = reach_B * alpha_B
             tokens_B = tokens_B + reach_B
-            found.append(tokens_B * jnp.float32(self.v[0] / self.time(g)))
+            found.append(tokens_B * jnp.float32(self.times[0] / self.time(g)))
         return jnp.stack(found, axis=1)
 
     def without_drafting(self) -> "CostModel":
@@ -102,7 +115,7 @@ class CostModel:
 
     def time(self, g: int) -> float:
         """T(g)."""
-        return expected.round_cost(lambda n: self.v[n - 1], g, c=self.c, c0=self.c0)
+        return expected.round_cost(lambda n: self.times[n - 1], g, c=self.c or 0.0, c0=self.c0 or 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,19 +123,22 @@ class CostOptimal(Policy):
     """The draft length of the highest predicted speed-up; 0 where none pays, but at least `least`.
 
     Attributes:
-        cost: the measured times, at least v(1)..v(gamma+1).
+        cost: the measured times, at least v(1)..v(gamma+1), and the estimate of acceptance.
         least: shortest draft; 1 keeps the estimate of acceptance alive.
     """
 
     name: ClassVar[str] = "cost"
-    cost: CostModel
-    least: int = CostOptimalOptions.least
+    cost: Annotated[CostModel, Inline()] = CostModel()
+    least: Size = 1
 
     def __post_init__(self):
-        super().__post_init__()
-        _check_measured(self.cost, self.gamma)
-        if not 0 <= self.least <= self.gamma:
+        self.cost.check(self.gamma)
+        if self.least > self.gamma:
             raise UserError(f"policy.least={self.least} must lie in 0..gamma={self.gamma}")
+
+    def check_times(self) -> None:
+        """They are needed."""
+        assert self.cost.times
 
     def free(self) -> "CostOptimal":
         """Without the time to draft."""
@@ -158,6 +174,12 @@ class AutoOffState(NamedTuple):
     wait: jax.Array
 
 
+def _inner(value: object) -> object:
+    if not isinstance(value, Policy | str):
+        raise TypeError
+    return value
+
+
 @dataclasses.dataclass(frozen=True)
 class AutoOff(Policy):
     """Drafts as `inner` says while that is predicted to pay, and nothing but a probe now and then while it is not.
@@ -169,60 +191,86 @@ class AutoOff(Policy):
     accepted whole doubles that wait, up to `most`.
 
     Attributes:
-        inner: the policy while it pays.
-        cost: the measured times, at least v(1)..v(gamma+1); its weight is in drafts here.
+        cost: the measured times, at least v(1)..v(gamma+1), and the estimate of acceptance; its weight is in drafts.
+        inner: the policy while it pays; by default cost, fixed for trees, which are drafted whole or not at all.
+        inner_options: of a policy that is named.
         margin: predicted speed-up from which drafting pays.
-        probe: tokens of a probe, 1..gamma.
-        every, most: rounds before a probe: at first, and at most.
-        probe_share: most time of probes that bring nothing, in plain steps for each round without a draft.
-        probe_memory: like `CostModel.memory`, after a probe.
+        probe: tokens of a probe.
+        every: rounds before a probe; each probe that is not accepted whole doubles them, up to `most`.
+        most: rounds before a probe, at most; by default 32, or `every` where that is more.
+        probe_share: most plain steps that failed probes may take, for each round without one: dear probes are rarer.
+        probe_memory: like `memory`, after a probe.
     """
 
     name: ClassVar[str] = "auto_off"
-    inner: Policy
-    cost: CostModel
-    margin: float = AutoOffOptions.margin
-    probe: int = AutoOffOptions.probe
-    every: int = AutoOffOptions.every
-    most: int = 32
-    probe_share: float = AutoOffOptions.probe_share
-    probe_memory: float = AutoOffOptions.probe_memory
+    gamma: Gamma = SHORT_GAMMA
+    cost: Annotated[CostModel, Inline()] = CostModel(KEPT, prior=0.6, weight=6.0, memory=0.95)
+    inner: Annotated[Policy | str | None, Read(_inner, "a policy or the name of one")] = None
+    inner_options: dict[str, object] | None = dataclasses.field(default=None, hash=False)
+    margin: Annotated[float, Range(1e-3, 1e3)] = 1.0
+    probe: Count = 1
+    every: Count = 4
+    most: Count | None = None
+    probe_share: Annotated[float, Range(1e-6, 1e6)] = 0.03
+    probe_memory: Annotated[float, Range(1e-3, 1)] = 0.7
 
     def __post_init__(self):
-        super().__post_init__()
-        _check_measured(self.cost, self.gamma)
-        if self.inner.gamma > self.gamma:
-            raise UserError(f"policy.gamma={self.gamma} must be at least the inner policy's {self.inner.gamma}")
-        if not 1 <= self.probe <= self.gamma:
+        self.cost.check(self.gamma)
+        if self.probe > self.gamma:
             raise UserError(f"policy.probe={self.probe} must lie in 1..gamma={self.gamma}")
-        if not 1 <= self.every <= self.most:
+        if self.most is not None and self.every > self.most:
             raise UserError(f"policy.every={self.every} must lie in 1..most={self.most}")
+        if isinstance(self.inner, Policy) and self.inner.gamma > self.gamma:
+            raise UserError(f"policy.gamma={self.gamma} must be at least the inner policy's {self.inner.gamma}")
+
+    @cached_property
+    def paying(self) -> Policy:
+        """The policy while it pays. A named one has this gamma, and `cost` this cost model.
+
+        Raises:
+            UserError: an unknown name or option, or no times for it.
+        """
+        if isinstance(self.inner, Policy):
+            return self.inner
+        name = self.inner or CostOptimal.name
+        times = vars(self.cost) if POLICIES.canonical(name) == CostOptimal.name else {}
+        made = get_policy(name, **{"gamma": self.gamma, **times, **(self.inner_options or {})})
+        return dataclasses.replace(self, inner=made).paying  # which compares the two gammas
+
+    def check_times(self) -> None:
+        """They are needed, and maybe by `inner` too."""
+        assert self.cost.times and self.paying
+
+    def over_tree(self, nodes: int) -> Self:
+        """All nodes, whose number is no draft length, or none."""
+        return dataclasses.replace(self, gamma=nodes, inner="fixed" if self.inner is None else self.inner)
 
     def free(self) -> "AutoOff":
         """Itself and `inner` without the time to draft."""
-        return dataclasses.replace(self, inner=self.inner.free(), cost=self.cost.without_drafting())
+        return dataclasses.replace(self, inner=self.paying.free(), cost=self.cost.without_drafting())
 
     @property
     def needs(self) -> frozenset[str]:
         """What `inner` reads."""
-        return self.inner.needs
+        return self.paying.needs
 
     @property
     def one_hot_only(self) -> bool:
         """As `inner`."""
-        return self.inner.one_hot_only
+        return self.paying.one_hot_only
 
     @property
     def waits(self) -> tuple[int, int]:
         """Rounds before a probe, at first and at most, with what a probe costs taken into account."""
-        loss = self.cost.time(self.probe) / self.cost.v[0] - 1
+        loss = self.cost.time(self.probe) / self.cost.times[0] - 1
         least = min(math.ceil(loss / self.probe_share), 2**30)
-        return max(self.every, least), max(self.most, least)
+        most = max(32, self.every) if self.most is None else self.most
+        return max(self.every, least), max(most, least)
 
     def init(self, batch: int) -> AutoOffState:
         """The prior decides the first rounds, and fades like all evidence."""
-        inner, count = self.inner.init(batch), jnp.zeros((batch,), jnp.int32)
-        length_B, alpha, weight = self.inner.length(inner), self.cost.prior, self.cost.weight
+        inner, count = self.paying.init(batch), jnp.zeros((batch,), jnp.int32)
+        length_B, alpha, weight = self.paying.length(inner), self.cost.acceptance, self.cost.weight
         tokens_G = jnp.array([weight * expected.expected_tokens(alpha, g) for g in range(self.gamma + 1)], jnp.float32)
         time_B = jnp.float32(weight) * self._times()[length_B]
         return AutoOffState(inner, tokens_G[length_B], time_B, count, count + self.waits[0])
@@ -238,7 +286,7 @@ class AutoOff(Policy):
     def length(self, state: AutoOffState) -> jax.Array:
         """`inner`'s where it pays; while off 0, or `probe`."""
         probe_B = jnp.where(state.idle >= state.wait, jnp.int32(self.probe), 0)
-        return jnp.where(self.pays(state), self.inner.length(state.inner), probe_B)
+        return jnp.where(self.pays(state), self.paying.length(state.inner), probe_B)
 
     def update(self, state: AutoOffState, verdict: Verdict, count_B: jax.Array) -> AutoOffState:
         """Sums after a round; the idle rounds begin anew with every draft."""
@@ -247,7 +295,7 @@ class AutoOff(Policy):
         if self.needs:  # a law that was looked at and not drawn from took the time of a token
             drafted_B = drafted_B | ((asked_B > 0) & (verdict.tested == 0))
             refused_B = (count_B < asked_B).astype(jnp.float32)
-            cost_B = cost_B + refused_B * jnp.float32(self.cost.c / self.cost.v[0])
+            cost_B = cost_B + refused_B * jnp.float32((self.cost.c or 0.0) / self.cost.times[0])
         accepted_B = jnp.where(count_B > 0, verdict.accepted, 0)
         whole_B = drafted_B & ~on_B & (accepted_B >= self.probe)
         fade_B = jnp.where(drafted_B, jnp.where(on_B, self.cost.memory, self.probe_memory), jnp.float32(1))
@@ -255,7 +303,7 @@ class AutoOff(Policy):
         every, most = self.waits
         longer_B = jnp.minimum(2 * state.wait, most)
         return AutoOffState(
-            self.inner.update(state.inner, verdict, count_B),
+            self.paying.update(state.inner, verdict, count_B),
             fade_B * state.tokens + brought_B,
             fade_B * state.time + drafted_B.astype(jnp.float32) * cost_B,
             jnp.where(on_B | drafted_B, 0, state.idle + 1),
@@ -264,11 +312,11 @@ class AutoOff(Policy):
 
     def stop(self, state: AutoOffState, view: LawView) -> jax.Array:
         """As `inner`."""
-        return self.inner.stop(state.inner, view)
+        return self.paying.stop(state.inner, view)
 
     def keep(self, state: AutoOffState, count_B: jax.Array) -> jax.Array:
         """As `inner` where it pays; a probe is verified however short it is."""
-        return jnp.where(self.pays(state), self.inner.keep(state.inner, count_B), count_B)
+        return jnp.where(self.pays(state), self.paying.keep(state.inner, count_B), count_B)
 
     def reports(self, state: AutoOffState, off_B: np.ndarray) -> list[PolicyReport]:
         """Whether it was off at the end, too, and what it predicted."""
@@ -278,33 +326,4 @@ class AutoOff(Policy):
 
     def _times(self) -> jax.Array:
         """float32[gamma+1]: T(g) in plain steps."""
-        return jnp.array([self.cost.time(g) / self.cost.v[0] for g in range(self.gamma + 1)], jnp.float32)
-
-
-def cost_optimal(gamma: int, least: int, **times: Any) -> CostOptimal:
-    """The policy `cost` of its options; `times` are those of the cost model."""
-    return CostOptimal(gamma, CostModel.of(**times), least)
-
-
-def auto_off(
-    gamma: int, inner: object, inner_options: Mapping[str, object] | None, most: int | None, every: int, **options: Any
-) -> AutoOff:
-    """The policy `auto_off` of its options. A named `inner` has this gamma, and `cost` this cost model.
-
-    Raises:
-        UserError: `inner` is no policy, or no name of one.
-    """
-    times = {key: options.pop(key) for key in options_of(CostOptions)}
-    if inner is None or isinstance(inner, str):
-        name = inner or CostOptimal.name
-        given = times if POLICIES.canonical(name) == CostOptimal.name else {}
-        inner = get_policy(name, **{"gamma": gamma, **given, **(inner_options or {})})
-    if not isinstance(inner, Policy):
-        raise UserError(f"policy.inner={inner!r} is no policy, and no name of one")
-    most = max(AutoOff.most, every) if most is None else most
-    return AutoOff(gamma, inner, CostModel.of(**times), every=every, most=most, **options)
-
-
-def _check_measured(cost: CostModel, gamma: int) -> None:
-    if cost.max_gamma < gamma:
-        raise UserError(f"policy.gamma={gamma} needs v(1)..v({gamma + 1}), measured up to v({len(cost.v)})")
+        return jnp.array([self.cost.time(g) / self.cost.times[0] for g in range(self.gamma + 1)], jnp.float32)

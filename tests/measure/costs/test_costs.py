@@ -197,7 +197,7 @@ def test_a_table_interpolates_and_knows_the_cache():
 
 
 def test_a_table_gives_the_policies_their_options():
-    from specsparse.speculative.policies.registry import get_policy
+    from specsparse.speculative.policies import get_policy
 
     t = table().with_draft("model", DraftCost(token_s=0.0022, fixed_s=0.0011))
     options = t.policy_options(7, "model")
