@@ -11,7 +11,7 @@ from specsparse.cli import main as cli
 from specsparse.errors import UserError
 from specsparse.support import terminal
 from specsparse.support.terminal import decoding_input, until_the_reader_leaves
-from specsparse.tools.chat.session import _piped_lines
+from specsparse.tools.chat.conversation import _piped_lines
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

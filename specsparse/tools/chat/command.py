@@ -8,14 +8,14 @@ import argparse
 import sys
 
 from specsparse.cli import method_options, sampling_options
+from specsparse.cli.numbers import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Model, method, law and length of the answers."""
     method_options.add_arguments(parser)
     add = parser.add_argument
     add("--verifier", metavar="NAME", help="the first lossless one that fits the draft")
-    add("--gamma", type=int, metavar="N", help="tokens drafted in a round; by default as many as pay, up to 4")
+    add("--gamma", type=positive, metavar="N", help="tokens drafted in a round; by default as many as pay, up to 4")
     add("--system", metavar="TEXT", help="a system message")
     add("--prompt", metavar="TEXT", help="answer this one message and end; - reads it from the standard input")
     add("--seed", type=int, default=0, help="of the noise; each answer adds one (%(default)s)")
@@ -27,11 +27,10 @@ def main(args: argparse.Namespace) -> int:
     from specsparse import api
     from specsparse.support import terminal
     from specsparse.support.terminal import decoding_input
-    from specsparse.tools.chat.conversation import Conversation
-    from specsparse.tools.chat.session import Chat, How
+    from specsparse.tools.chat.conversation import Chat, ChatMethod, Conversation
 
     sampling = sampling_options.params(args)
-    how = How(args.drafter, args.draft, args.verifier, args.gamma)
+    how = ChatMethod(args.drafter, args.draft, args.verifier, args.gamma)
     how.method(sampling.temperature)  # mistakes are said before the model is loaded
     out = terminal.console()
     with terminal.loading(out, f"loading {args.model}") as progress:

@@ -1,22 +1,49 @@
-"""A chat with any method, each token marked by where it came from: the draft, the verifier, or no draft at all."""
+"""A chat with any method, on a terminal or through pipes: lines of the user in, answers out, each token marked by its
+source: the draft, the verifier, or no draft at all."""
 
 import contextlib
+import dataclasses
+import os
+import select
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
+from rich.console import Console
+from rich.text import Text
+
 from specsparse import api
+from specsparse.cli.method_options import drafter_of
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
+from specsparse.errors import UserError
+from specsparse.runtime.binding import ready
+from specsparse.runtime.metrics import Counters
 from specsparse.runtime.results import Generation
-from specsparse.speculative.origins import Origin
+from specsparse.speculative.drafters.registry import get_drafter
+from specsparse.speculative.method import choose_verifier, drawing_for, make_drafter
+from specsparse.speculative.origins import KINDS, PLAIN, Origin
+from specsparse.speculative.policies.base import Fixed
+from specsparse.support.terminal import decoding_input
+
+STYLES = {"accepted": "green", "recovered": "yellow", "bonus": "cyan", "plain": ""}
+"""Colour of a token by its source."""
+_METHOD = "/method DRAFTER [verifier=NAME] [gamma=N] [draft=FILE]"
+COMMANDS = {
+    "/help": "this list",
+    "/reset": "forget what was said",
+    "/method": f"show the method; {_METHOD} changes it, /method none decodes plainly",
+    "/stats": "tokens, rate and acceptance of all answers, and how full the context is",
+    "/exit": "end, as do /quit, Ctrl-D, and Ctrl-C at the prompt",
+}
+"""Lines that begin with a slash; a space before it makes it a message."""
 
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[threading.Event]:
-    """Set by Ctrl-C within the block, which raises nothing: in a callback of jax the exception would be lost.
+    """An event that Ctrl-C sets within the block; it raises nothing, since jax's callbacks would lose the exception.
 
     A second Ctrl-C raises KeyboardInterrupt as ever.
     """
@@ -34,36 +61,33 @@ def interrupts() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, before)
 
 
-@dataclass
+@dataclasses.dataclass
 class Conversation:
-    """A chat: what was said, and how it is answered.
+    """The messages of a chat, and how it is answered.
 
     Attributes:
         model: the target.
-        sampling: the law of the answers.
+        sampling: parameters of the answers.
         method: `drafter` and `verifier` for `api.stream`; {} for plain decoding.
         seed: of the noise; each answer adds one.
-        messages: what was said so far, as a chat template takes it.
+        messages: so far, for a chat template.
     """
 
     model: Model
     sampling: SamplingParams
-    method: dict[str, Any] = field(default_factory=dict)
+    method: dict[str, Any] = dataclasses.field(default_factory=dict)
     seed: int = 0
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
 
     def say(self, text: str, show: Callable[[str, Origin], None]) -> Generation | None:
-        """Answers a message; both are remembered once the answer is there.
+        """Answers a message and remembers both; None if the answer was interrupted.
 
-        A KeyboardInterrupt ends the answer: what was shown of it is remembered as the answer, and the message is
-        forgotten where nothing was.
+        A KeyboardInterrupt ends the answer: the part that was shown is remembered as the answer, and if nothing was,
+        the message is forgotten.
 
         Args:
             text: the user's message.
-            show: called with each piece of the answer as it comes, never half a character, and where it came from.
-
-        Returns:
-            The answer, or None where it was interrupted.
+            show: called with each piece of the answer as it comes, never half a character, and its token source.
 
         Raises:
             UserError: no chat template, or a conversation that the context does not hold.
@@ -87,3 +111,213 @@ class Conversation:
                 return None
         self.messages = [*asked, {"role": "assistant", "content": "".join(shown)}]
         return found
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatMethod:
+    """A method in the user's words, named like the options; without a gamma drafts are as long as pays."""
+
+    drafter: str
+    draft: str | None = None
+    verifier: str | None = None
+    gamma: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the drafter; "model" for a draft model."""
+        return drafter_of(self.drafter, self.draft)[0]
+
+    def changed(self, words: tuple[str, ...]) -> "ChatMethod":
+        """The method after `/method words`; the verifier is the one that fits unless one is named."""
+        given: dict[str, Any] = {"verifier": None}
+        if "=" not in words[0]:
+            given |= {"drafter": words[0], "draft": None}
+            words = words[1:]
+        for word in words:
+            key, _, value = word.partition("=")
+            if key not in ("verifier", "gamma", "draft") or not value:
+                raise UserError(f"/method does not know {word!r}: say {_METHOD}")
+            given[key] = value
+        if "gamma" in given:
+            if not given["gamma"].isdecimal() or not int(given["gamma"]):
+                raise UserError(f"gamma={given['gamma']} must be a whole number of at least 1")
+            given["gamma"] = int(given["gamma"])
+        return dataclasses.replace(self, **given)
+
+    def method(self, temperature: float) -> dict[str, Any]:
+        """`drafter` and `verifier` for a generation; {} for plain decoding.
+
+        Raises:
+            UserError: unknown names, or a pair that does not fit.
+        """
+        if self.name == "none":
+            if self.verifier:
+                raise UserError("--verifier needs a drafter")
+            return {}
+        _, options = drafter_of(self.drafter, self.draft)
+        if self.gamma is None:
+            drafter = get_drafter(self.name, **options)
+        else:
+            drafter = make_drafter(self.name, options, Fixed(self.gamma))
+        drafter = drawing_for(drafter, self.verifier, temperature)
+        verifier = choose_verifier(drafter, self.verifier, temperature=temperature, drafted_by=self.name)
+        by_name = self.gamma is None and not options
+        return {"drafter": self.name if by_name else drafter, "verifier": verifier}
+
+
+class Chat:
+    """Answers the lines of a user.
+
+    Args:
+        talk: the conversation, without a method.
+        how: the method.
+        out: where the answers go.
+        typed: whether somebody types, who sees a prompt and can correct a mistake; else a mistake ends the chat.
+
+    Raises:
+        UserError: a method that does not fit the model.
+    """
+
+    def __init__(self, talk: Conversation, how: ChatMethod, out: Console, *, typed: bool):
+        self._talk, self._out, self._typed = talk, out, typed
+        self._aside = out if out.is_terminal else Console(stderr=True, highlight=False) if typed else None
+        self._first = list(talk.messages)
+        self._answers, self._seconds, self._counters, self._context = 0, 0.0, Counters(), 0
+        self._use(how)
+
+    def run(self) -> None:
+        """Answers until the input ends.
+
+        Raises:
+            UserError, KeyboardInterrupt: see `take`.
+        """
+        if self._talk.method:
+            for kind in KINDS:
+                self._note(f"{kind}: {KINDS[kind]}", style=STYLES[kind])
+        self._note("/help lists the commands; Ctrl-C ends an answer")
+        for line in self._typed_lines() if self._typed else _piped_lines():
+            if line.strip() in ("/exit", "/quit"):
+                break
+            self.take(line.rstrip("\n"))
+
+    def take(self, line: str) -> None:
+        """A line of the user, a command or a message; a mistake or an interrupt ends the chat unless somebody types."""
+        try:
+            if line.startswith("/"):
+                self._command(*line.split())
+            elif line.strip():
+                self.answer(line.strip())
+        except UserError as error:
+            if not self._typed:
+                raise
+            self._note(str(error), style="red")
+        except KeyboardInterrupt:
+            if not self._typed:
+                raise
+            self._note("stopped")
+
+    def answer(self, message: str) -> None:
+        """One answer and its figures.
+
+        Raises:
+            UserError: see `Conversation.say`.
+            KeyboardInterrupt: the answer was interrupted.
+        """
+        found = self._talk.say(message, self._show)
+        self._show("\n", PLAIN)
+        if found is None:
+            raise KeyboardInterrupt
+        counters, seconds = found.stats.counters, found.stats.decode_s
+        self._answers, self._seconds = self._answers + 1, self._seconds + seconds
+        self._counters += counters
+        self._context = len(found.prompt_token_ids) + len(found.token_ids)
+        self._note(_figures(counters, seconds))
+
+    def _typed_lines(self) -> Iterator[str]:
+        """Lines typed after each prompt, until Ctrl-D or Ctrl-C."""
+        assert self._aside is not None
+        while True:
+            try:
+                self._aside.print("[bold]> [/bold]", end="")
+                _wait_for_a_line()
+                yield input()
+            except (EOFError, KeyboardInterrupt):
+                self._aside.print()
+                return
+
+    def _show(self, piece: str, origin: Origin) -> None:
+        if self._out.is_terminal:
+            self._out.print(Text(piece, style=STYLES[origin.kind]), end="", soft_wrap=True)
+        else:  # as it is: a console would turn tabs into spaces
+            print(piece, end="", flush=True)
+
+    def _note(self, text: str, style: str = "dim") -> None:
+        """A line beside the answers, on the terminal if there is one."""
+        if self._aside is not None:
+            self._aside.print(Text(text, style=style), soft_wrap=True)
+
+    def _command(self, name: str, *words: str) -> None:
+        if name not in COMMANDS:
+            known = ", ".join(COMMANDS)
+            raise UserError(f"unknown command {name}; there are {known} (a space before the slash makes it a message)")
+        if words and name != "/method":
+            raise UserError(f"{name} takes nothing after it")
+        if name == "/help":
+            for command, what in COMMANDS.items():
+                self._note(f"{command:<9}{what}")
+        elif name == "/reset":
+            self._talk.messages, self._context = list(self._first), 0
+        elif name == "/stats":
+            self._note(f"answers: {self._answers}; {_figures(self._counters, self._seconds)}")
+            self._note(f"context: {self._context} of {self._talk.model.config.context_length} tokens")
+        elif name == "/method":
+            self._method(*words)
+
+    def _method(self, *words: str) -> None:
+        if words:
+            self._use(self._how.changed(words))
+        method = self._talk.method
+        if not method:
+            self._note("plain decoding")
+            return
+        draft = f" {self._how.draft}" if self._how.draft else ""
+        gamma = "as pays" if self._how.gamma is None else self._how.gamma
+        self._note(f"drafter {self._how.name}{draft}, verifier {method['verifier'].name}, gamma {gamma}")
+
+    def _use(self, how: ChatMethod) -> None:
+        """Answers by this method from now on; a draft model is loaded here."""
+        method = how.method(self._talk.sampling.temperature)
+        ready(self._talk.model, method.get("drafter"), method.get("verifier"), self._talk.sampling)
+        self._how, self._talk.method = how, method
+
+
+def _piped_lines() -> Iterator[str]:
+    while True:
+        with decoding_input():
+            line = sys.stdin.readline()
+        if not line:
+            return
+        yield line
+
+
+def _wait_for_a_line() -> None:
+    """Waits for a line. Ctrl-C is seen at once; just before a plain read it would be seen after the next key."""
+    seen, woken = os.pipe()
+    os.set_blocking(woken, False)
+    before = signal.set_wakeup_fd(woken)
+    try:
+        while sys.stdin not in select.select([sys.stdin, seen], [], [])[0]:
+            os.read(seen, 1)
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(seen)
+        os.close(woken)
+
+
+def _figures(counters: Counters, seconds: float) -> str:
+    tokens = counters.num_emitted_tokens
+    text = f"{tokens} tokens" + (f", {tokens / seconds:.0f} tok/s" if seconds else "")
+    if counters.num_draft_tokens:
+        share = counters.num_accepted_tokens / counters.num_draft_tokens
+        text += f", {tokens / counters.num_rounds:.2f} tokens a target pass, {share:.0%} of the drafted ones kept"
+    return text

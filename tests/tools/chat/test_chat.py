@@ -22,8 +22,7 @@ from specsparse.errors import UserError
 from specsparse.speculative.drafters import get_drafter
 from specsparse.support import terminal as terminals
 from specsparse.testing import write_tiny_gguf
-from specsparse.tools.chat.conversation import Conversation, interrupts
-from specsparse.tools.chat.session import COMMANDS, Chat, How
+from specsparse.tools.chat.conversation import COMMANDS, Chat, ChatMethod, Conversation, interrupts
 
 TURN = {"role": "user", "content": "abc abc abc abc"}
 LONG = 8000
@@ -61,7 +60,7 @@ def chat(model):
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=200, highlight=False, color_system=None)
     law = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-    return Chat(Conversation(model, law), How("prompt_lookup"), console, typed=True), out
+    return Chat(Conversation(model, law), ChatMethod("prompt_lookup"), console, typed=True), out
 
 
 def piped(monkeypatch, text):
@@ -335,7 +334,7 @@ def test_sampling_options_that_are_refused(argv):
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--gamma", "0"], "--gamma 0"),
+        (["--gamma", "0"], "--gamma"),
         (["--drafter", "oracle"], "drafter=oracle is unknown"),
         (["--drafter", "none", "--verifier", "greedy"], "--verifier needs a drafter"),
         (["--verifier", "token"], "token"),
