@@ -8,16 +8,18 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specsparse.errors import UserError
 from specsparse.support.files import need_folder
+
+if TYPE_CHECKING:
+    from specsparse.engine.gguf.reader import GGUFFile
 
 OUT_TYPES = "f32, f16, bf16, q8_0, q6_k, q5_k, q4_k, q4_0 or q4_1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One subcommand a conversion."""
     kinds = parser.add_subparsers(dest="conversion", required=True, metavar="CONVERSION")
 
     def add(name: str, run: Callable[[argparse.Namespace], int], what: str) -> Callable[..., Any]:
@@ -30,14 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arg("source", metavar="DIR_OR_REPO", help="a folder with config.json, or owner/repo[@revision] of the Hub")
     arg("out", type=Path, metavar="OUT.gguf")
     arg("--outtype", default="f16", metavar="TYPE", help=f"of the matrices: {OUT_TYPES} (%(default)s)")
-    arg("--pre", metavar="NAME", help="pre-tokenizer of a byte-level BPE, where it cannot be told")
+    arg("--pre", metavar="NAME", help="pre-tokenizer of a byte-level BPE, if the checkpoint does not tell")
 
     of_head = "another of its forms: a folder, or a GGUF file for llama.cpp"
-    for name, run, what, forms, default in (
-        ("eagle3", _eagle3, "an EAGLE-3 head", ("original", "speculators"), "original"),
-        ("dflash", _dflash, "a DFlash drafter", ("authors", "speculators"), "the first that can say what it is"),
+    for name, what, forms, default in (
+        ("eagle3", "an EAGLE-3 head", ("original", "speculators"), "original"),
+        ("dflash", "a DFlash drafter", ("authors", "speculators"), "the first that can say what it is"),
     ):
-        arg = add(name, run, f"{what} into {of_head}")
+        arg = add(name, _head, f"{what} into {of_head}")
         arg("source", metavar="HEAD", help="a folder, a GGUF file, a known name or hf://owner/repo")
         arg("out", type=Path, metavar="OUT", help="a folder, or a file that ends in .gguf")
         arg("--form", choices=forms, help=f"of a folder ({default})")
@@ -92,24 +94,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Convert, and say what was written."""
     if args.out is not None:
-        _may_write(args)
+        _check_out(args)
     return args.run(args)
 
 
-def _may_write(args: argparse.Namespace) -> None:
-    """Before anything is read: the file to write has a folder, is no source, and replaces nothing unasked.
+def _check_out(args: argparse.Namespace) -> None:
+    """Before anything is read: the file to write has a folder, is no source, and replaces nothing unasked."""
+    from specsparse.models import catalogue
 
-    Raises:
-        UserError: one of these is not so.
-    """
     out = args.out
     need_folder(out)
     if not out.exists():
         return
-    for name in ("file", "source", "base", "model", "delta", "tokenizer"):
-        source = getattr(args, name, None)
-        if source is not None and Path(source).exists() and out.samefile(source):
-            raise UserError(f"{out}: is the source; give another file to write")
+    for name in ("file", "source", "base", "model", "delta", "tokenizer", "target"):
+        if given := getattr(args, name, None):
+            entry = catalogue.find(str(given))
+            source = catalogue.locate(entry) if entry else Path(given)
+            if source is not None and source.exists() and out.samefile(source):
+                raise UserError(f"{out}: is the source; give another file to write")
     if args.overwrite:
         return
     if not sys.stdin.isatty():
@@ -132,27 +134,16 @@ def _hf(args: argparse.Namespace) -> int:
     return _wrote(args.out)
 
 
-def _eagle3(args: argparse.Namespace) -> int:
-    from specsparse.models.convert.eagle3 import convert_eagle3
-
-    return _head(args, convert_eagle3)
-
-
-def _dflash(args: argparse.Namespace) -> int:
-    from specsparse.models.convert.dflash import convert_dflash
-
-    return _head(args, convert_dflash)
-
-
-def _head(args: argparse.Namespace, convert: Callable[..., Any]) -> int:
+def _head(args: argparse.Namespace) -> int:
     """A draft head into another of its forms."""
     from specsparse.measure import inspection
     from specsparse.models import obtain
+    from specsparse.models.convert.dflash import convert_dflash
+    from specsparse.models.convert.eagle3 import convert_eagle3
 
-    target = _source(args.target, args.out) if args.target else None
+    convert = {"eagle3": convert_eagle3, "dflash": convert_dflash}[args.conversion]
+    target = _opened(args.target) if args.target else None
     source = obtain.published(args.source)
-    if args.out.exists() and args.out.samefile(source):
-        raise UserError(f"{args.out}: is the source; give another place to write")
     file = convert(source, args.out, form=args.form, target=target, verifier=args.verifier, quant=args.outtype)
     if args.out.suffix == ".gguf":
         return _wrote(args.out)
@@ -167,7 +158,7 @@ def _quantize(args: argparse.Namespace) -> int:
     from specsparse.support import terminal
 
     kind = requantise.kind_of(args.type)
-    source = _source(args.source, args.out)
+    source = _opened(args.source)
     of, lossy = inspection.main_type(source), kind.name not in inspection.FLOAT_TYPES
     if lossy and of not in (*inspection.FLOAT_TYPES, kind.name):
         what = f"{args.source} is quantised already ({of}): what two roundings lose adds up"
@@ -197,11 +188,9 @@ def _set_metadata(args: argparse.Namespace) -> int:
 
 
 def _tokenizer(args: argparse.Namespace) -> int:
-    from specsparse.engine.gguf.reader import open_gguf
-    from specsparse.models import catalogue
     from specsparse.models.convert.tokenizer import NAMES, write_tokenizer
 
-    write_tokenizer(open_gguf(catalogue.resolve(args.source)), args.out)
+    write_tokenizer(_opened(args.source), args.out)
     print(f"wrote {args.out}: {', '.join(NAMES)}")
     return 0
 
@@ -209,7 +198,7 @@ def _tokenizer(args: argparse.Namespace) -> int:
 def _make_delta(args: argparse.Namespace) -> int:
     from specsparse.models.convert.edit import make_delta
 
-    base, model = (_source(name, args.out).path for name in (args.base, args.model))
+    base, model = (_opened(name).path for name in (args.base, args.model))
     count = make_delta(base, model, args.out)
     print(f"wrote {args.out}: {count} tensors, {args.out.stat().st_size / 2**20:.1f} MiB")
     return 0
@@ -218,8 +207,7 @@ def _make_delta(args: argparse.Namespace) -> int:
 def _apply_delta(args: argparse.Namespace) -> int:
     from specsparse.models.convert.edit import apply_delta
 
-    base = _source(args.base, args.out).path
-    return _wrote(apply_delta(base, args.delta, args.out))
+    return _wrote(apply_delta(_opened(args.base).path, args.delta, args.out))
 
 
 def _powerinfer(args: argparse.Namespace) -> int:
@@ -239,12 +227,11 @@ def _powerinfer(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _dense(name: str, out: Path) -> Iterator[Path]:
-    """The GGUF of a model; of a folder of transformers one in F16, as PowerInfer's own converter makes, that goes
-    again."""
+    """The GGUF of a model; of a folder of transformers a temporary one in F16, as PowerInfer's own converter makes."""
     from specsparse.models.convert.hf import convert_hf
 
     if not (Path(os.path.expanduser(name)) / "config.json").is_file():
-        yield _source(name, out).path
+        yield _opened(name).path
         return
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as beside:
         file = Path(beside) / "dense.gguf"
@@ -252,22 +239,18 @@ def _dense(name: str, out: Path) -> Iterator[Path]:
         yield file
 
 
-def _source(name: str, out: Path) -> Any:
-    """The open file of a model; refused where it is the one to write."""
+def _opened(name: str) -> "GGUFFile":
+    """The file of a model: a path, a known name or a reference to the Hub."""
     from specsparse.engine.gguf.reader import open_gguf
     from specsparse.models import catalogue
 
-    path = catalogue.resolve(name)
-    if out.exists() and out.samefile(path):
-        raise UserError(f"{out}: is the source; give another file to write")
-    return open_gguf(path)
+    return open_gguf(catalogue.resolve(name))
 
 
 def _wrote(path: Path) -> int:
-    from specsparse.engine.gguf.reader import open_gguf
     from specsparse.measure import inspection
 
-    size = inspection.sizes(open_gguf(path))
+    size = inspection.sizes(_opened(str(path)))
     weights, mib = size["weights"] / 1e6, size["bytes"] / 2**20
     print(f"wrote {path}: {weights:.1f} M weights, {mib:.1f} MiB, {size['bits_per_weight']:.2f} bits a weight")
     return 0

@@ -6,17 +6,15 @@ The prompt is the argument, a file or the standard input; a newline at the end o
 import argparse
 import dataclasses
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specsparse.cli import method_options, sampling_options
+from specsparse.cli import arguments, method_options
 from specsparse.errors import UserError
 from specsparse.support.terminal import decoding_input
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Model, prompt, method and form of the answer, then every sampling option."""
     add = parser.add_argument
     add("model", metavar="MODEL", help="a known name, a GGUF file or hf://owner/repo/file.gguf")
     add("prompt", nargs="?", metavar="PROMPT", help="text to continue; without it the standard input, or --file")
@@ -25,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--system", metavar="TEXT", help="a system message before it (with --chat)")
     method_options.add_parts(parser)
     add("--json", action="store_true", help="one JSON object: text, token ids, counters, seed, finish reason")
-    sampling_options.add_arguments(parser, sampling_options.EVERY, temperature=0.0, max_tokens=256)
+    arguments.add_sampling(parser, None, temperature=0.0, max_tokens=256)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -33,6 +31,7 @@ def main(args: argparse.Namespace) -> int:
     params, prompt = _checked(args), _prompt(args)
     from specsparse import api
     from specsparse.support import terminal
+    from specsparse.support.files import to_json
 
     method = method_options.named(args).at(params.temperature)
     with terminal.loading(terminal.console(), f"loading {args.model}") as progress:
@@ -40,7 +39,12 @@ def main(args: argparse.Namespace) -> int:
     if args.json or params.num_sequences > 1:
         found = api.generate(model, prompt, sampling=params, **method)
         every = found if isinstance(found, list) else [found]
-        _print_json(every) if args.json else _print_texts(every)
+        if args.json:
+            objects = [_as_json(found) for found in every]
+            print(to_json(objects[0] if len(objects) == 1 else {"completions": objects}))
+            return 0
+        for i, found in enumerate(every, 1):
+            print(f"--- {i} of {len(every)}\n{found.text}")
         return 0
     stream = api.stream(model, prompt, sampling=params, rounds=1, **method)
     for piece in stream:
@@ -50,8 +54,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _checked(args: argparse.Namespace) -> Any:
-    """The sampling parameters, and that text is not asked for what only JSON shows."""
-    params = sampling_options.params(args)
+    """The sampling parameters; UserError if a text is asked for something that only JSON shows."""
+    params = arguments.sampling_params(args)
     unseen = {"logprobs": params.logprobs is not None, "prompt-logprobs": params.prompt_logprobs is not None}
     for flag, given in {**unseen, "no-detokenize": not params.detokenize}.items():
         if given and not args.json:
@@ -62,56 +66,32 @@ def _checked(args: argparse.Namespace) -> Any:
 
 
 def _prompt(args: argparse.Namespace) -> str | list[dict[str, str]]:
-    """A text, or with --chat its messages.
-
-    Raises:
-        UserError: none or two were given, it cannot be read, or it is empty.
-    """
+    """A text, or with --chat its messages; UserError if there is none or two, or it cannot be read."""
     if args.prompt is not None and args.file is not None:
         raise UserError("a prompt and --file were given: give one of them")
+    example = 'some text, for instance "Once upon a time"'
     if args.prompt is not None:
         text = args.prompt
-    elif args.file is None and sys.stdin.isatty():
-        raise UserError('there is no prompt: write it after the model ("Once upon a time"), name --file, or pipe it in')
+    elif args.file is not None:
+        try:
+            text = Path(args.file).read_text(encoding="utf-8").removesuffix("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--file {args.file}: {getattr(error, 'strerror', None) or 'is no UTF-8 text'}") from None
+    elif sys.stdin.isatty():
+        raise UserError(f"there is no prompt: write {example} after the model, name --file, or pipe it in")
     else:
-        text = _read(args.file).removesuffix("\n")
+        with decoding_input():
+            text = sys.stdin.read().removesuffix("\n")
     if not text:
-        raise UserError('the prompt is empty: give some text, for instance "Once upon a time"')
+        raise UserError(f"the prompt is empty: give {example}")
     if not args.chat:
         return text
     first = [] if args.system is None else [{"role": "system", "content": args.system}]
     return [*first, {"role": "user", "content": text}]
 
 
-def _read(file: str | None) -> str:
-    """A file, or the standard input, as UTF-8."""
-    if file is None:
-        with decoding_input():
-            return sys.stdin.read()
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--file {file}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file} is no UTF-8 text") from error
-
-
-def _print_texts(every: Sequence[Any]) -> None:
-    """Several texts, each under a line with its number."""
-    for i, found in enumerate(every, 1):
-        print(f"--- {i} of {len(every)}\n{found.text}")
-
-
-def _print_json(every: Sequence[Any]) -> None:
-    """One object; of several completions with a list of them."""
-    from specsparse.support.files import to_json
-
-    shown = [_as_json(found) for found in every]
-    print(to_json(shown[0] if len(shown) == 1 else {"completions": shown}))
-
-
 def _as_json(found: Any) -> dict[str, Any]:
-    """What is known of a completion; seconds are of the whole call."""
+    """A completion as JSON; seconds are of the whole call."""
     stats = found.stats
     times = {key: getattr(stats, f"{key}_s") for key in ("load", "compile", "prefill", "decode")}
     out = {

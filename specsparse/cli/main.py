@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code: 0, 2 after a mistake in the input, or what the command says."""
+    """Run one command; returns its exit code: 0, 2 after a mistake in the input, or the command's own."""
     argv = list(sys.argv[1:] if argv is None else argv)
     debug, code = "--debug" in argv, 0
     try:
@@ -79,7 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
-        print(_overview())
+        width = max(map(len, COMMANDS)) + 2
+        lines = [f"  {name:<{width}}{text}" for name, text in COMMANDS.items()]
+        last = "COMMAND --help shows its arguments; --debug shows a full traceback after an error."
+        print("\n".join(["usage: python -m specsparse COMMAND [arguments]", "", *lines, "", last]))
         return 0
     name, rest = argv[0], argv[1:]
     if name == "--version":
@@ -98,17 +101,3 @@ def _dispatch(argv: list[str]) -> int:
     if name in REWRITING:
         rest = module.rewritten(rest)
     return int(module.main(parser.parse_args(rest)) or 0)
-
-
-def _overview() -> str:
-    width = max(map(len, COMMANDS)) + 2
-    lines = [f"  {name:<{width}}{text}" for name, text in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: python -m specsparse COMMAND [arguments]",
-            "",
-            *lines,
-            "",
-            "COMMAND --help shows its arguments; --debug shows a full traceback after an error.",
-        ]
-    )

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 from dataclasses import asdict
 from typing import Any
 
@@ -9,7 +10,6 @@ KV_LENGTH = 4096
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Names, --download, --json."""
     add = parser.add_argument
     add("names", nargs="*", metavar="NAME", help="these only")
     about = "bring the named ones here; alone it asks on a terminal"
@@ -46,7 +46,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _row(entry: Any) -> dict[str, Any]:
-    """An entry with what this machine says of it; None is what is not known."""
+    """An entry and this machine's facts about it; None for unknown ones."""
     from specsparse.errors import UserError
     from specsparse.measure.costs import subjects
     from specsparse.models import catalogue, obtain
@@ -75,16 +75,12 @@ def _row(entry: Any) -> dict[str, Any]:
     return {**facts, "memory": memory, "tokens_per_second": speed}
 
 
-_measured: list[float] = []
-
-
+@functools.cache
 def _bandwidth() -> float:
-    """Bytes a second that this machine reads, measured once."""
+    """Bytes a second that this machine reads."""
     from specsparse.measure.machine import read_bandwidth
 
-    if not _measured:
-        _measured.append(read_bandwidth())
-    return _measured[0]
+    return read_bandwidth()
 
 
 def _table(rows: list[dict[str, Any]]) -> Any:

@@ -8,20 +8,18 @@ import os
 from pathlib import Path
 
 from specsparse.errors import UserError
+from specsparse.support.files import is_unicode
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which runs, and where to write."""
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN_DIR", help="runs, sweeps, or folders of them; or: diff A B")
-    add("--out", type=Path, metavar="DIR", help="where to write (report/ beside what was given)")
+    add("--out", type=Path, metavar="DIR", help="where to write (report/ in the folder of the runs)")
     add("--title", help="heading of the page (the names of the experiments)")
 
 
 def main(args: argparse.Namespace) -> int:
     """Write the page, and say what is on it and what is not."""
-    from specsparse.support.files import is_unicode
-
     if "" in args.runs:
         raise UserError("a run's folder is empty: name it, such as runs/NAME, or . for the current folder")
     if args.title and not is_unicode(args.title):
@@ -33,7 +31,9 @@ def main(args: argparse.Namespace) -> int:
     paths = [Path(path) for path in args.runs]
     found = runs.find(paths)
     title = args.title or ", ".join(dict.fromkeys(run.name for run in found))
-    out = args.out or _beside(paths)
+    folders = [path if path.is_dir() else path.parent for path in paths]
+    common = folders[0] if len(folders) == 1 else Path(os.path.commonpath([f.resolve() for f in folders]))
+    out = args.out or common / "report"
     try:
         written = page.write(found, out, title=title)
     except OSError as error:
@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    """Print what two runs differ in; with --out a page too."""
+    """Print the differences of two runs; with --out as a page too."""
     from specsparse.report import diff, runs
     from specsparse.support import tables, terminal
 
@@ -68,10 +68,3 @@ def _diff(args: argparse.Namespace) -> int:
     if args.out is not None:
         out.print(f"page: {diff.write(difference, args.out)}", soft_wrap=True)
     return 0
-
-
-def _beside(paths: list[Path]) -> Path:
-    """`report/` in the one folder that was given, or in the one that holds them all."""
-    folders = [path if path.is_dir() else path.parent for path in paths]
-    common = folders[0] if len(folders) == 1 else Path(os.path.commonpath([f.resolve() for f in folders]))
-    return common / "report"

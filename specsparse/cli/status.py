@@ -5,7 +5,6 @@ import json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """--json and --bandwidth."""
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     parser.add_argument("--bandwidth", action="store_true", help="measure how fast this machine reads memory (0.2 s)")
 

@@ -1,4 +1,4 @@
-"""Print the version, and the commit where specsparse runs from a checkout."""
+"""Print the version, and the commit if specsparse runs from a checkout."""
 
 import argparse
 from importlib import metadata

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import specsparse
-from specsparse.cli import generate, method_options, sampling_options
+from specsparse.cli import arguments, generate, method_options
 from specsparse.cli import main as cli
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.runtime.requests import prompt_ids
@@ -90,7 +90,7 @@ def test_every_sampling_parameter_is_an_option():
     parser = argparse.ArgumentParser()
     generate.add_arguments(parser)
     named = {action.dest for action in parser._actions}
-    assert {f.name for f in dataclasses.fields(SamplingParams)} - named == set(sampling_options.NO_OPTION)
+    assert {f.name for f in dataclasses.fields(SamplingParams)} - named == set(arguments.NO_OPTION)
 
 
 def test_options_by_group():

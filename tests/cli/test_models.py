@@ -13,7 +13,7 @@ from specsparse.testing import write_tiny_gguf
 
 @pytest.fixture(autouse=True)
 def machine(tmp_path, monkeypatch):
-    monkeypatch.setattr(models, "_measured", [38.25e9])
+    monkeypatch.setattr(models, "_bandwidth", lambda: 38.25e9)
     for name in ("SPECSPARSE_CACHE", "SPECSPARSE_MODELS", "XDG_CACHE_HOME", "HF_HOME", catalogue.OWN):
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from specsparse.cli.numbers import sizes
+from specsparse.cli.arguments import sizes
 from specsparse.errors import UserError
 
 T = TypeVar("T")

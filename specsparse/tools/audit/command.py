@@ -11,8 +11,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from specsparse.cli.numbers import names, names_among, positive, sizes
-from specsparse.cli.reports import STDOUT, add_json, draw, need_places, write_json
+from specsparse.cli.arguments import (
+    STDOUT,
+    add_json,
+    draw,
+    names,
+    names_among,
+    need_places,
+    positive,
+    sizes,
+    write_json,
+)
 from specsparse.errors import UserError
 from specsparse.support.files import Json, to_json, write_atomically
 from specsparse.tools.peers.process import PEERS

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specsparse.cli.numbers import count, positive, sizes
+from specsparse.cli.arguments import count, positive, sizes
 from specsparse.errors import UserError
 from specsparse.support.files import atomically, need_place
 

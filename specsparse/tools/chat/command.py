@@ -7,8 +7,8 @@ of a piped input is a message; with --prompt - all of it is one.
 import argparse
 import sys
 
-from specsparse.cli import method_options, sampling_options
-from specsparse.cli.numbers import positive
+from specsparse.cli import arguments, method_options
+from specsparse.cli.arguments import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--system", metavar="TEXT", help="a system message")
     add("--prompt", metavar="TEXT", help="answer this one message and end; - reads it from the standard input")
     add("--seed", type=int, default=0, help="of the noise; each answer adds one (%(default)s)")
-    sampling_options.add_arguments(parser, temperature=0.0, max_tokens=256)
+    arguments.add_sampling(parser, temperature=0.0, max_tokens=256)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -29,7 +29,7 @@ def main(args: argparse.Namespace) -> int:
     from specsparse.support.terminal import decoding_input
     from specsparse.tools.chat.conversation import Chat, ChatMethod, Conversation
 
-    sampling = sampling_options.params(args)
+    sampling = arguments.sampling_params(args)
     how = ChatMethod(args.drafter, args.draft, args.verifier, args.gamma)
     how.method(sampling.temperature)  # mistakes are said before the model is loaded
     out = terminal.console()

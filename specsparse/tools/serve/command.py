@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specsparse.cli import method_options, sampling_options
+from specsparse.cli import arguments, method_options
+from specsparse.cli.arguments import positive
 from specsparse.errors import UserError
 from specsparse.support import terminal
 
@@ -33,13 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on; one of another machine's needs a key")
     add("--port", type=int, default=8000, metavar="N", help="0 takes a free one (%(default)s)")
     add("--api-key", metavar="KEY", help=f"asked of each request; better in the environment, as {KEY}")
-    add("--batch", type=int, default=1, metavar="N", help="completions that may start together (%(default)s)")
-    add("--queue", type=int, default=32, metavar="N", help="requests that may wait; 503 beyond (%(default)s)")
-    add("--context", type=int, metavar="N", help="tokens that the context holds; by default as the file says")
-    what = "compile before it listens what the first requests would wait for: prompt and text of up to TOKENS tokens"
-    add("--warm-up", nargs="?", type=int, const=512, metavar="TOKENS", help=f"{what} (%(const)s), or of the context")
-    names = [name for name in sampling_options.ONE_TEXT if name not in ("stop", "stop_token_ids", "bad_words")]
-    sampling_options.add_arguments(parser, names)
+    add("--batch", type=positive, default=1, metavar="N", help="completions that may start together (%(default)s)")
+    add("--queue", type=positive, default=32, metavar="N", help="requests that may wait; 503 beyond (%(default)s)")
+    add("--context", type=positive, metavar="N", help="tokens that the context holds; by default as the file says")
+    what = "compile before it listens what the first requests would wait for"
+    what += ": prompt and text of up to TOKENS tokens (%(const)s), or of the context"
+    add("--warm-up", nargs="?", type=positive, const=512, metavar="TOKENS", help=what)
+    fields = [name for name in arguments.ONE_TEXT if name not in ("stop", "stop_token_ids", "bad_words")]
+    arguments.add_sampling(parser, fields)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -55,9 +57,6 @@ def _check(args: argparse.Namespace, key: str | None) -> None:
     """Finds mistakes before anything is loaded."""
     if key is not None and not (key and key.isascii() and key.isprintable() and key == key.strip()):
         raise UserError("the API key must be ASCII letters, digits and signs: a header of HTTP carries nothing else")
-    for name in ("batch", "queue", "context", "warm_up"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1")
     try:
         import prometheus_client  # noqa: F401
         import starlette  # noqa: F401
@@ -65,7 +64,7 @@ def _check(args: argparse.Namespace, key: str | None) -> None:
     except ImportError as error:
         install = f"{sys.executable} -m pip install starlette uvicorn prometheus_client"
         raise UserError(f"{error.name} is not installed: {install}") from None
-    defaults = sampling_options.params(args)
+    defaults = arguments.sampling_params(args)
     method_options.named(args).at(0.0 if defaults.greedy else defaults.temperature)
 
 
@@ -118,8 +117,7 @@ def _service(args: argparse.Namespace, model: "Model") -> "Service":
     from specsparse.tools.serve.app import Service
     from specsparse.tools.serve.worker import Pair
 
-    parts, defaults = method_options.named(args), sampling_options.params(args)
-    given = {name: getattr(args, name) for name in args.sampling_names if hasattr(args, name)}
+    parts, defaults = method_options.named(args), arguments.sampling_params(args)
     first = Pair(**parts.at(0.0 if defaults.greedy else defaults.temperature))
     model, method = ready(model, *first, defaults)
     return Service(
@@ -127,7 +125,7 @@ def _service(args: argparse.Namespace, model: "Model") -> "Service":
         args.name or (Path(args.model).name.removesuffix(".gguf") if args.model.endswith(".gguf") else args.model),
         lambda temperature: Pair(**parts.at(temperature)),
         positions=None if method.drafter is None else method.max_nodes,
-        defaults={name: getattr(defaults, name) for name in given},
+        defaults={name: getattr(defaults, name) for name in arguments.given_sampling(args)},
         batch=args.batch,
         room=args.queue,
     )

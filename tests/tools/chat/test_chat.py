@@ -15,8 +15,8 @@ import pytest
 from rich.console import Console
 
 import specsparse
+from specsparse.cli import arguments
 from specsparse.cli import main as cli
-from specsparse.cli import sampling_options
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.speculative.drafters import get_drafter
@@ -298,8 +298,8 @@ class Typed:
 
 def parsed(*argv):
     parser = cli.Parser()
-    sampling_options.add_arguments(parser, temperature=0.0, max_tokens=256)
-    return sampling_options.params(parser.parse_args(argv))
+    arguments.add_sampling(parser, temperature=0.0, max_tokens=256)
+    return arguments.sampling_params(parser.parse_args(argv))
 
 
 def test_sampling_options_are_the_fields_of_sampling_params():
