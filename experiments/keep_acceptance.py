@@ -3,7 +3,7 @@
 Reads record.json files of `+experiment=compare` or `spec` and writes the table that `python -m specsparse advise` takes
 its rates from, sorted, with the run's commit and date as each row's source.
 
-With --siblings the drafters of these records that draft trees decode the same prompts with `ranks.FAN`, by which
+With --siblings the drafters of these records that draft trees decode the same prompts with `FAN`, by which
 acceptance by rank is counted as for Sequoia's trees.
 
 Expected: specsparse/data/acceptance.yaml, one row a target and drafter, one line a kind of text.
@@ -20,8 +20,8 @@ import specsparse
 from specsparse.data import prompts
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.experiments.methods import decoding
-from specsparse.measure.costs import accepted, ranks
-from specsparse.measure.costs.accepted import KEPT, Accepted
+from specsparse.measure.costs import acceptance
+from specsparse.measure.costs.acceptance import KEPT, Accepted
 from specsparse.runtime.binding import make_method
 from specsparse.speculative.method import drafts_trees, make_drafter
 from specsparse.speculative.policies.base import Fixed
@@ -44,7 +44,7 @@ def main() -> int:
         source = (
             f"{record['name']} at {commit}, {manifest['date'][:10]}: {prompts} prompts, T = {heat:g}, gamma {gamma}"
         )
-        for drafter, found in accepted.of_record(path).items():
+        for drafter, found in acceptance.from_record(path).items():
             named = record["config"]["drafter"].get("model") if drafter == "model" else None
             tasks = found.tasks
             if args.siblings and drafts_trees(drafter):
@@ -63,12 +63,12 @@ def with_siblings(
     """The rates with the chance of each of eight children of a node, on the same prompts."""
     model, params = specsparse.load(config["model"]["path"]), SamplingParams(temperature=0.0)
     found: dict[str, Accepted] = {}
-    tree = static_tree(ranks.FAN, "top")
-    method = make_method(model, make_drafter(drafter, options, Fixed(ranks.FAN.size), tree=tree), None, params)
+    tree = static_tree(acceptance.FAN, "top")
+    method = make_method(model, make_drafter(drafter, options, Fixed(acceptance.FAN.size), tree=tree), None, params)
     for task, rates in tasks.items():
         chosen = prompts.load(tasks=[task], limit_per_task=config["data"]["limit_per_task"])
         ids = [decoding.ids_of(model, p, chat=config["data"]["chat"]) for p in chosen]
-        by_rank = ranks.by_rank(model, method, ids, params)
+        by_rank = acceptance.by_rank(model, method, ids, params)
         found[task] = dataclasses.replace(rates, ranks=tuple(by_rank))
         print(f"{drafter}, {task}: {', '.join(f'{r:.3f}' for r in by_rank)}", flush=True)
     return found

@@ -22,13 +22,12 @@ import numpy as np
 import specsparse
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
-from specsparse.measure.costs.fit import polish
-from specsparse.measure.costs.measured import load_or_measure
+from specsparse.measure.costs.measuring import load_or_measure, polish
 from specsparse.measure.trials import Ours, token_ids
 from specsparse.runtime.device_batch import Method, Request
 from specsparse.runtime.metrics import Counters
 from specsparse.runtime.session import Session
-from specsparse.runtime.times.kept import CostTable
+from specsparse.runtime.timing_cache import CostTable
 from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates
 from specsparse.speculative.method import choose_verifier
 from specsparse.support.interleaved import interleaved

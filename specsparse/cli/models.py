@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
 def _row(entry: Any) -> dict[str, Any]:
     """An entry and this machine's facts about it; None for unknown ones."""
     from specsparse.errors import UserError
-    from specsparse.measure.costs import subjects
+    from specsparse.measure.costs.outlines import ModelOutline
     from specsparse.models import catalogue, obtain
 
     try:
@@ -61,10 +61,10 @@ def _row(entry: Any) -> dict[str, Any]:
     subject = None
     if path is not None and path.is_file():
         with contextlib.suppress(UserError):  # a file that does not run here
-            subject = subjects.of_file(entry.name, path)
+            subject = ModelOutline.from_file(entry.name, path)
         size: float | None = path.stat().st_size
     elif entry.shape is not None:
-        subject = subjects.of_shape(entry.name, entry.shape)
+        subject = ModelOutline.from_shape(entry.name, entry.shape)
         size = known.size or subject.nbytes
     else:
         size = known.size

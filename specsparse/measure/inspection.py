@@ -7,13 +7,12 @@ from math import prod
 
 import numpy as np
 
+from specsparse.data.devices import Device
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
-from specsparse.measure.costs import traffic
-from specsparse.measure.costs.devices import Device
-from specsparse.measure.costs.roofline import Roofline
+from specsparse.measure.costs.roofline import Roofline, Traffic
 from specsparse.speculative import expected, vocab
 from specsparse.speculative.drafters.heads import dflash_file, eagle3_file
 from specsparse.speculative.drafters.heads.dflash_file import DFlashFile
@@ -244,16 +243,16 @@ def rates(found: Inspected, device: Device, *, kv_dtype: str = "f16", kv_length:
         "kv_bytes": load.read_bytes(1, kv_length) - load.weight_bytes,
         "kv_bytes_per_position": load.kv_bytes_per_token,
         "tokens_per_second": roofline.tokens_per_second(kv_length),
-        "prompt_tokens_per_second": roofline.prompt_tokens_per_second(512),
+        "prompt_tokens_per_second": 512 / roofline.forward_s(512),
         "v8": roofline.v(8, kv_length),
     }
 
 
-def _traffic(found: Inspected, kv_dtype: str = "f16") -> traffic.Traffic:
+def _traffic(found: Inspected, kv_dtype: str = "f16") -> Traffic:
     if found.config is None:
         why = found.problem or "is a draft head, not a model"
         raise UserError(f"{found.file.path}: does not run here: {why}")
-    return traffic.from_gguf(found.file, found.config, kv_dtype=kv_dtype)
+    return Traffic.from_gguf(found.file, found.config, kv_dtype=kv_dtype)
 
 
 def pair(target: Inspected, draft: Inspected, device: Device, *, kv_length: int = KV_LENGTH) -> Json:

@@ -10,7 +10,7 @@ from specsparse.errors import UserError
 from specsparse.models import obtain
 from specsparse.runtime.device_batch import Method
 from specsparse.runtime.load import load
-from specsparse.runtime.times.defaults import draft_share, policy_times
+from specsparse.runtime.timing_cache import draft_share, policy_times
 from specsparse.speculative.base import Drafter, Verifier, check_facts
 from specsparse.speculative.drafters.plan import Bound, DrafterPlan, MakeModel
 from specsparse.speculative.drafters.registry import get_drafter

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 
 from specsparse.experiments.methods import advised
-from specsparse.measure.costs import drafts
+from specsparse.measure.costs import measuring
 from specsparse.report import record
 from specsparse.report.record import PLAIN, SPECULATIVE, Pass
 from specsparse.runtime.metrics import Counters, Times
-from specsparse.runtime.times.kept import CostTable, DraftCost
+from specsparse.runtime.timing_cache import CostTable, DraftCost
 
 TABLE = CostTable(
     ns=(1, 2, 4), kv_base=10, forward_s=(0.010, 0.012, 0.016), kv_s=0.0, kv_row_s=0.0, plain_s=0.010, round_s=0.001,
@@ -69,8 +69,8 @@ def test_a_tree_is_predicted_by_its_depths_and_its_nodes():
 def test_the_cost_of_a_chain_is_a_tokens_and_of_a_tree_its_own(monkeypatch):
     pair = SimpleNamespace(drafter=SimpleNamespace(name="head", options={}), policy=SimpleNamespace(gamma=4))
     asked = []
-    monkeypatch.setattr(drafts, "table_for", lambda model, name, options, bar: (TABLE, name))
-    monkeypatch.setattr(drafts, "table_for_tree", lambda *args, bar: (asked.append(args[3]) or TABLE, "tree"))
+    monkeypatch.setattr(measuring, "table_for", lambda model, name, options, bar: (TABLE, name))
+    monkeypatch.setattr(measuring, "table_for_tree", lambda *args, bar: (asked.append(args[3]) or TABLE, "tree"))
     wanted = {"a": advised.Wanted(pair, None, None), "b": advised.Wanted(pair, "shape", SimpleNamespace(max_nodes=9))}
     assert advised.table_with(None, wanted) == (TABLE, {"a": ("head", 4), "b": ("tree", 9)}) and asked == ["shape"]
 

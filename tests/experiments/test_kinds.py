@@ -23,12 +23,12 @@ from specsparse.experiments.kinds.compare import CompareSpec
 from specsparse.experiments.settings import DrafterSpec, FfnSpec, ModelSpec, PolicySpec, VerifierSpec
 from specsparse.measure import conditions, machine, speedup
 from specsparse.measure.conditions import Conditions
-from specsparse.measure.costs import drafts
+from specsparse.measure.costs import measuring
 from specsparse.models import catalogue
 from specsparse.models.convert.eagle3 import write_folder
 from specsparse.report import figures, methods, record, runs
 from specsparse.runtime import metrics
-from specsparse.runtime.times.kept import CostTable
+from specsparse.runtime.timing_cache import CostTable
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.with_policy import WithPolicy
 from specsparse.speculative.method import choose_verifier, make_drafter
@@ -212,7 +212,7 @@ def test_compare_says_of_each_method_how_two_vocabularies_go_together(cfg, files
 
 
 def test_compare_ranks_every_valid_pair_and_predicts_it(cfg, tmp_path, monkeypatch):
-    monkeypatch.setattr(drafts, "table_for", lambda model, name, options, bar: (COSTS, name))
+    monkeypatch.setattr(measuring, "table_for", lambda model, name, options, bar: (COSTS, name))
     spec = CompareSpec(("prompt_lookup", "suffix"), ("greedy", "delta", "token"), advise=True)
     found, text, written = play(replaced(cfg, kind="compare", compare=spec), tmp_path)
     advice = {m["name"]: m["advice"] for m in written["methods"] if "advice" in m}

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from specsparse.data.devices import Device
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
@@ -16,7 +17,7 @@ from specsparse.experiments.kinds.placement import activations, decoded
 from specsparse.experiments.kinds.placement.settings import PlacementSpec
 from specsparse.experiments.settings import PredictorSpec
 from specsparse.measure import machine
-from specsparse.measure.costs import devices
+from specsparse.measure.costs import roofline
 from specsparse.powerinfer.gpuidx import GpuIndex, path_for, read_gpuidx, write_gpuidx
 from specsparse.powerinfer.profiler import ActivationStats, load_stats, read_activations, save_stats
 from tests.experiments.playing import changed, play, random_texts, replaced, run_config, settings
@@ -28,7 +29,7 @@ MIB = 1 / 1024
 @pytest.fixture(autouse=True)
 def measured(monkeypatch):
     monkeypatch.setattr(machine, "read_bandwidth", lambda: 40e9)
-    monkeypatch.setattr(devices, "measure", lambda: devices.Device("this", "here", 40e9, 1e12, measured=True))
+    monkeypatch.setattr(roofline, "measure_device", lambda: Device("this", "here", 40e9, 1e12, measured=True))
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from specsparse.kernels import processor
 from specsparse.measure import machine, repeats
 from specsparse.report import record
 from specsparse.report.record import PLAIN, SPECULATIVE
+from specsparse.runtime import timing_cache
 from specsparse.runtime.metrics import Counters, Times
 from specsparse.runtime.results import GenerationStats
-from specsparse.runtime.times import store
 from tests.experiments import playing
 from tests.experiments.playing import run_config
 
@@ -137,7 +137,7 @@ def cfg(tmp_path):
 @pytest.fixture(autouse=True)
 def machine_of_the_day(monkeypatch):
     monkeypatch.setattr(machine, "read_bandwidth", lambda: 40_000.0)
-    monkeypatch.setattr(store, "load", lambda model: None)
+    monkeypatch.setattr(timing_cache, "load", lambda model: None)
 
 
 def play(cfg, tmp_path, engine):
@@ -316,7 +316,7 @@ def test_a_prompt_beyond_the_context_is_told_before_any_is_decoded(cfg, tmp_path
         ({"verifier": VerifierSpec("token")}, "verifier=token cannot verify one_hot"),
         ({"sampling": {"temperature": 0.5}}, "greedy cannot verify"),
         ({"tracker": TrackerSpec("csv")}, "unknown tracker"),
-        ({"data": DataSpec(source="none.txt")}, "no such file of prompts"),
+        ({"data": DataSpec(source="none.txt")}, "prompts from none.txt"),
     ],
 )
 def test_a_mistake_is_found_before_the_model_is_loaded(cfg, tmp_path, change, message):

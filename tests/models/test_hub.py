@@ -10,7 +10,7 @@ import pytest
 
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
-from specsparse.measure.costs import subjects
+from specsparse.measure.costs.outlines import outline
 from specsparse.models import catalogue, hub
 from specsparse.models.convert.hf import convert_hf
 from specsparse.powerinfer.torch_zip import write_torch
@@ -218,7 +218,7 @@ def test_a_header_comes_without_the_weights(server, wide, monkeypatch, tmp_path)
     assert hub.is_header(path) and not hub.is_header(wide)
     server.requests.clear()
     assert hub.download_header("hf://tiny/wide/w.gguf") == path and not any(server.sent("w.gguf"))
-    found = subjects.subject("hf://tiny/wide/w.gguf")
+    found = outline("hf://tiny/wide/w.gguf")
     assert found.path is None and found.nbytes == sum(t.nbytes for t in whole.tensors.values())
 
 

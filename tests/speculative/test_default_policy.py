@@ -20,11 +20,11 @@ from specsparse.engine.cache import KVCache
 from specsparse.engine.generate import Finish
 from specsparse.engine.llama import ForwardOut
 from specsparse.engine.sampling.params import SamplingParams
+from specsparse.runtime import timing_cache
 from specsparse.runtime.binding import make_method
 from specsparse.runtime.device_batch import Method, Request
 from specsparse.runtime.session import Session
-from specsparse.runtime.times import defaults
-from specsparse.runtime.times.defaults import guessed_v, policy_times
+from specsparse.runtime.timing_cache import guessed_v, policy_times
 from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback
 from specsparse.speculative.drafters.either import Either
 from specsparse.speculative.drafters.registry import get_drafter
@@ -38,6 +38,7 @@ from tests.cells import cells
 TEXTS = json.loads((Path(__file__).parents[1] / "data" / "rounds_smollm2.json").read_text())
 TASKS = tuple(dict.fromkeys(t["task"] for t in TEXTS))
 WRITTEN, CAPACITY = 128, 1088
+STATUS = timing_cache.kernels.status()
 
 MACHINES = {
     "avx2": (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.35, 2.7, 3.05, 3.4, 3.75),
@@ -144,7 +145,7 @@ def replay(tmp_path_factory):
     """Nothing was measured before, so the policy guesses, as on a processor with AVX2."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECSPARSE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(defaults, "_native", lambda: defaults.V_AVX2)
+        patch.setattr(timing_cache.kernels, "status", lambda: {**STATUS, "isa": "avx2"})
         yield Replay(tmp_path_factory.mktemp("files"))
 
 
@@ -166,7 +167,7 @@ def test_a_lookup_by_its_name_is_never_much_slower_than_plain_decoding(replay, n
 
 def test_a_processor_with_avx512_is_guessed_to_be_one(replay, monkeypatch):
     """Its rows are cheaper, so lookups gain more there than by the guess for AVX2."""
-    monkeypatch.setattr(defaults, "_native", lambda: defaults.V_AVX512)
+    monkeypatch.setattr(timing_cache.kernels, "status", lambda: {**STATUS, "isa": "avx512"})
     here = replay.speeds(replay.rounds(replay.method("prompt_lookup")), MACHINES["avx512"])
     by_avx2 = replay.speeds(replay.by_default("prompt_lookup"), MACHINES["avx512"])
     assert min(of_tasks(here, 0.0).values()) >= 0.97 and min(of_tasks(here, 0.8).values()) >= 0.93

@@ -28,7 +28,7 @@ from specsparse.report import display, record
 from specsparse.report.record import PLAIN, SPECULATIVE, Group, Identity, Pass
 from specsparse.runtime import metrics
 from specsparse.runtime.binding import make_method
-from specsparse.runtime.times.kept import CostTable
+from specsparse.runtime.timing_cache import CostTable
 from specsparse.speculative.base import Verifier
 from specsparse.speculative.method import drafts_trees, drawing_for, make_drafter
 from specsparse.speculative.verify import VERIFIERS, get_verifier

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.text import Text
 
+from specsparse.data import devices
 from specsparse.engine.config import OVERRIDES, ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.model import Model
@@ -12,13 +13,14 @@ from specsparse.experiments.kind import Found, Kind, Lab
 from specsparse.experiments.methods import decoding, drafting
 from specsparse.experiments.settings import DecodingSettings
 from specsparse.measure.conditions import Conditions
-from specsparse.measure.costs import devices, tables, traffic
-from specsparse.measure.costs import predicted as report
-from specsparse.measure.costs.measured import measure
+from specsparse.measure.costs.forecast import device_of
+from specsparse.measure.costs.measuring import measure
+from specsparse.measure.costs.roofline import Traffic, get_device
+from specsparse.measure.costs.roofline_report import roofline_report, tables
 from specsparse.models import catalogue
 from specsparse.report import display
-from specsparse.runtime.times import store
-from specsparse.runtime.times.kept import CostTable
+from specsparse.runtime import timing_cache
+from specsparse.runtime.timing_cache import CostTable
 from specsparse.support import terminal
 from specsparse.support.options import Size
 
@@ -69,29 +71,29 @@ class RooflineKind(Kind[RooflineSettings]):
         if cfg.roofline.device == devices.THIS:
             model = lab.load(cfg.model)
             table = _measured(cfg, model, out)
-            device = report.this_machine(table)
+            device = device_of(table)
             if cfg.roofline.drafters or cfg.roofline.trees:
                 prompts, bar = decoding.calibration(cfg, model), decoding.bar(out)
                 chosen = drafting.methods(cfg, cfg.roofline.drafters, cfg.roofline.trees)
                 methods = list(drafting.rows(chosen, model, prompts, bar=bar))
-                table = store.load(model) or table
+                table = timing_cache.load(model) or table
         else:
-            device = devices.get(cfg.roofline.device)
-        load = traffic.from_gguf(f, config, kv_dtype=cfg.model.kv_dtype or "f16")
-        found = report.build(load, config, device, table=table, kv_length=cfg.roofline.kv_length)
+            device = get_device(cfg.roofline.device)
+        load = Traffic.from_gguf(f, config, kv_dtype=cfg.model.kv_dtype or "f16")
+        found = roofline_report(load, config, device, table=table, kv_length=cfg.roofline.kv_length)
         found["drafting"] = methods
         taken = None if table is None else Conditions(table.bandwidth, plain_tokens_per_second=1 / table.plain_s)
         found["conditions"] = taken and taken.to_dict()
-        shown = [*tables.tables(found), *display.condition_lines(taken)]
+        shown = [*tables(found), *display.condition_lines(taken)]
         return Found(found, shown=shown, objective=found["devices"][0]["tokens_per_second"])
 
 
 def _measured(cfg: RooflineSettings, model: Model, out: Console) -> CostTable:
-    table = None if cfg.roofline.refresh else store.load(model)
+    table = None if cfg.roofline.refresh else timing_cache.load(model)
     if table is not None:
-        out.print(Text(f"measured {table.identity.get('date')}, kept in {store.path_of(model)}", style="dim"))
+        out.print(Text(f"measured {table.identity.get('date')}, kept in {timing_cache.path_of(model)}", style="dim"))
         return table
     with terminal.busy(out, "measuring forwards, rounds and this machine"):
         table = measure(model)
-    out.print(Text(f"kept in {store.save(model, table)}; roofline.refresh=true measures again", style="dim"))
+    out.print(Text(f"kept in {timing_cache.save(model, table)}; roofline.refresh=true measures again", style="dim"))
     return table

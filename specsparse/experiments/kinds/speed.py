@@ -14,8 +14,7 @@ from specsparse.experiments.methods.decoding import Bench, Passes, PreparedPromp
 from specsparse.experiments.settings import DecodingSettings
 from specsparse.report import display, record
 from specsparse.report.record import DEFINITIONS, HOST, PLAIN, SPECULATIVE, Pass, RunRecord
-from specsparse.runtime import metrics
-from specsparse.runtime.times import store
+from specsparse.runtime import metrics, timing_cache
 from specsparse.speculative.base import Drafter
 
 
@@ -45,7 +44,7 @@ class Speed(Kind[DecodingSettings]):
         split = time_split(cfg, passes, bench) if method else {}
         done = [with_split(p, split.get(p.task)) for p in done]
         found = _record(cfg, passes, done, bench, first_text_s=first_text_s, method=method)
-        table, key = store.load(bench.model), measured.draft_key(cfg)
+        table, key = timing_cache.load(bench.model), measured.draft_key(cfg)
         found = explain.explain(found, done, passes, split=split, table=table, drafter=key)
         found = dataclasses.replace(found, notes=(*decoding.bound_to(bench, method).notes, *found.notes))
         parts = found.to_dict()

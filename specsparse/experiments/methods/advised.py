@@ -9,15 +9,13 @@ from rich.table import Table
 from specsparse.engine.model import Model
 from specsparse.experiments.settings import MethodSettings
 from specsparse.measure import intervals
-from specsparse.measure.costs import accepted, clocks, drafts
-from specsparse.measure.costs.candidates import Candidate
-from specsparse.measure.costs.clocks import Clocks, Timed
-from specsparse.measure.costs.forecast import at_shape
-from specsparse.measure.costs.progress import Bar, silent
-from specsparse.measure.costs.shapes import DraftChain
+from specsparse.measure.costs import measuring
+from specsparse.measure.costs.acceptance import AcceptedRates
+from specsparse.measure.costs.forecast import Candidate, Clocks, DraftShape, at_shape
+from specsparse.measure.costs.measuring import Bar, silent
 from specsparse.report.record import SPECULATIVE, Group
 from specsparse.runtime.device_batch import Method
-from specsparse.runtime.times.kept import CostTable
+from specsparse.runtime.timing_cache import CostTable
 from specsparse.speculative.trees.base import TreeShape
 from specsparse.support import tables
 from specsparse.support.files import Json
@@ -87,10 +85,10 @@ def table_with(model: Model, wanted: Mapping[str, Wanted], *, bar: Bar = silent)
     for name, (pair, tree, method) in wanted.items():
         named = (pair.drafter.name, pair.drafter.options)
         if tree is None:
-            table, key = drafts.table_for(model, *named, bar=bar)
+            table, key = measuring.table_for(model, *named, bar=bar)
             found[name] = Costed(key, pair.policy.gamma)
         else:
-            table, key = drafts.table_for_tree(model, *named, tree, method, bar=bar)
+            table, key = measuring.table_for_tree(model, *named, tree, method, bar=bar)
             found[name] = Costed(key, method.max_nodes)
     assert table is not None  # the caller has a method
     return table, found
@@ -106,15 +104,13 @@ def beside(name: str, groups: Mapping[str, Group], table: CostTable, costed: Cos
         costed: the method's place in it.
     """
     counted = {task: group.sides[SPECULATIVE].counters for task, group in groups.items() if SPECULATIVE in group.sides}
-    acceptance, whole = accepted.of_groups("this run", counted), groups["all"]
+    acceptance, whole = AcceptedRates.from_groups("this run", counted), groups["all"]
     if acceptance is None or whole.speedup is None:
         return None
     side = whole.sides[SPECULATIVE]
     kv_length = (side.prefill_tokens + side.counters.num_emitted_tokens / 2) / side.passes
-    keys = {name: costed.key}
-    clock, slow, fast = (Timed(table, keys, 1.0, kv_length, doubt=doubt) for doubt in (0.0, *clocks.DOUBTS))
-    candidate, found = Candidate(name, name), Clocks(clock, slow, fast, "")
-    at = at_shape(found, candidate, acceptance, DraftChain(costed.room))
+    clocks, candidate = Clocks.from_table(table, {name: costed.key}, 1.0, kv_length), Candidate(name, name)
+    at, clock = at_shape(clocks, candidate, acceptance, DraftShape(costed.room)), clocks.expected
     rows = side.counters.num_draft_tokens / max(side.counters.num_drafts, 1)
     c, c0 = clock.costs(candidate, costed.room)
     return Beside(at.speedup, at.low, at.high, whole.speedup.ratio_of_totals, clock.v(rows + 1), c, c0, rows)

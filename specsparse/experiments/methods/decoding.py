@@ -20,7 +20,7 @@ from specsparse.experiments.methods.measured import NO_DRAFTER, Measured
 from specsparse.experiments.settings import DecodingSettings, MethodSettings
 from specsparse.measure import machine, repeats
 from specsparse.measure.conditions import Conditions
-from specsparse.measure.costs.progress import Bar
+from specsparse.measure.costs.measuring import Bar
 from specsparse.measure.repeats import Repeats, Width
 from specsparse.models import catalogue, hub
 from specsparse.report import display, record

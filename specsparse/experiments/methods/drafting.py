@@ -8,8 +8,8 @@ from specsparse.engine.model import Model
 from specsparse.experiments.compose.config import choice_options
 from specsparse.experiments.methods import measured
 from specsparse.experiments.settings import DrafterSpec, MethodSettings, PolicySpec, TreeSpec, VerifierSpec
-from specsparse.measure.costs.progress import Bar, silent
-from specsparse.runtime.times.kept import CostTable, DraftCost
+from specsparse.measure.costs.measuring import Bar, silent
+from specsparse.runtime.timing_cache import CostTable, DraftCost
 from specsparse.speculative import expected
 from specsparse.speculative.method import choose_verifier, drafts_trees, make_drafter
 from specsparse.speculative.policies.base import Fixed

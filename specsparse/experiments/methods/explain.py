@@ -6,12 +6,11 @@ from typing import Any
 
 from specsparse.experiments.methods.decoding import Passes
 from specsparse.measure import speedup
-from specsparse.measure.costs import oracles
-from specsparse.measure.costs.explain import explain_record
+from specsparse.measure.costs.explain import explain_record, oracles
 from specsparse.report.record import PLAIN, SPECULATIVE, Pass, RunRecord
 from specsparse.runtime import metrics
 from specsparse.runtime.metrics import Times
-from specsparse.runtime.times.kept import CostTable
+from specsparse.runtime.timing_cache import CostTable
 
 
 def explain(
@@ -85,12 +84,12 @@ def _oracles(found: RunRecord, table: CostTable | None, drafter: str) -> Part:
     everything = found.groups["all"]
     if everything.speedup is None:
         return {}, []
-    costs = None
+    costs = {}
     if table is not None:
         options = table.policy_options(1, drafter)
-        costs = oracles.Costs(table.v, options["c"], options["c0"])
+        costs = {"v": table.v, "c": options["c"], "c0": options["c0"]}
     counters, ratio = everything.sides[SPECULATIVE].counters, everything.speedup.ratio_of_totals
-    best = oracles.oracles(counters, ratio, costs, levels=found.method.get("levels"))
+    best = oracles(counters, ratio, levels=found.method.get("levels"), **costs)
     words = {"free_draft": "were drafts free {:.2f}", "perfect_draft": "were every draft right {:.2f}"}
     said = [text.format(best[key]) for key, text in words.items() if best[key] is not None]
     if best["best_gamma"] is not None:
@@ -104,7 +103,7 @@ def _predicted(found: RunRecord, table: CostTable | None, drafter: str) -> Part:
     if table is None:
         return {}, ["predicted speed-up: unknown; +experiment=roofline measures this model's costs here and keeps them"]
     why = explain_record(found, table, drafter=drafter)
-    return ({}, []) if why is None else ({"explanation": why.to_dict()}, list(why.lines()))
+    return ({}, []) if why is None else ({"explanation": dataclasses.asdict(why)}, list(why.lines()))
 
 
 def _exports(found: RunRecord) -> Part:

@@ -6,13 +6,11 @@ from typing import Any
 
 from specsparse.engine.model import Model
 from specsparse.experiments.settings import MethodSettings
-from specsparse.measure.costs import drafts, ranks
-from specsparse.measure.costs.progress import Bar, silent
+from specsparse.measure.costs import acceptance, measuring
+from specsparse.measure.costs.measuring import Bar, silent
 from specsparse.runtime.binding import bind, make_method
 from specsparse.runtime.device_batch import Method
-from specsparse.runtime.times.defaults import draft_share, policy_times
-from specsparse.runtime.times.kept import CostTable, DraftCost
-from specsparse.runtime.times.stamp import cost_key
+from specsparse.runtime.timing_cache import FREE, CostTable, DraftCost, cost_key, draft_share, policy_times, rounded
 from specsparse.speculative.base import Verifier
 from specsparse.speculative.drafters.plan import DrafterPlan
 from specsparse.speculative.method import choose_verifier, make_drafter
@@ -85,9 +83,8 @@ def measure(
 
 def _times(cfg: MethodSettings, model: Model, bar: Bar) -> dict[str, object]:
     """v, c and c0 of chains."""
-    table, key = drafts.table_for(model, cfg.drafter.name, cfg.drafter.options, bar=bar)
-    found = table.policy_options(gamma_of(cfg), key)
-    return {"v": [round(t, 2) for t in found["v"]], "c": round(found["c"], 2), "c0": round(found["c0"], 2)}
+    table, key = measuring.table_for(model, cfg.drafter.name, cfg.drafter.options, bar=bar)
+    return rounded(table.policy_options(gamma_of(cfg), key))
 
 
 def _kept_times(cfg: MethodSettings, model: Model) -> dict[str, object]:
@@ -123,7 +120,7 @@ def draft_key(cfg: MethodSettings) -> str:
     """
     key = cost_key(cfg.drafter.name, cfg.drafter.options)
     if cfg.tree.name == SEQUOIA:
-        return drafts.trees_key(cfg.drafter.name, cfg.drafter.options, cfg.tree.options.get("draw") or "top")
+        return measuring.trees_key(cfg.drafter.name, cfg.drafter.options, cfg.tree.options.get("draw") or "top")
     return key if cfg.tree.name == CHAIN else f"{key}, tree {cost_key(cfg.tree.name, cfg.tree.options, among=TREES)}"
 
 
@@ -152,8 +149,8 @@ class Tree:
 def chain(cfg: MethodSettings, model: Model, prompts: Sequence[Sequence[int]], bar: Bar = silent) -> Chain:
     """Of the config's drafter, measured where it is not known yet."""
     alpha = _rates(cfg, model, None, prompts, bar)[0]
-    table, key = drafts.table_for(model, cfg.drafter.name, cfg.drafter.options, bar=bar)
-    return Chain(key, table, table.draft_cost(key), alpha)
+    table, key = measuring.table_for(model, cfg.drafter.name, cfg.drafter.options, bar=bar)
+    return Chain(key, table, table.drafts.get(key, FREE), alpha)
 
 
 def tree(cfg: MethodSettings, model: Model, prompts: Sequence[Sequence[int]], bar: Bar = silent) -> Tree:
@@ -165,18 +162,17 @@ def tree(cfg: MethodSettings, model: Model, prompts: Sequence[Sequence[int]], ba
     def make() -> Method:
         return make_method(model, drafter, verifier(cfg, drafter), params)
 
-    table = drafts.table_with(model, key, lambda table: drafts.measure_whole(model, table, make()), bar)
+    table = measuring.table_with_draft(model, key, lambda: [make()], bar=bar)
     known = _acceptance_key(cfg, key, "whole tree")
-    table = ranks.table_with_acceptance(model, known, make, prompts, params, whole=True, bar=bar)
+    table = acceptance.table_with_acceptance(model, known, make, prompts, params, whole=True, bar=bar)
     tokens, nodes = table.acceptance[known]
-    return Tree(key, table, table.draft_cost(key), tokens, nodes, shape.max_nodes)
+    return Tree(key, table, table.drafts.get(key, FREE), tokens, nodes, shape.max_nodes)
 
 
 def _tree_times(cfg: MethodSettings, model: Model, draw: str, bar: Bar) -> dict[str, object]:
     """cost and level_cost of trees."""
-    table, key = drafts.table_for_trees(model, cfg.drafter.name, cfg.drafter.options, draw=draw, bar=bar)
-    found = table.tree_options(cfg.tree.options.get("nodes") or SequoiaOptions.nodes, key)
-    return {"cost": [round(t, 2) for t in found["cost"]], "level_cost": round(found["level_cost"], 2)}
+    table, key = measuring.table_for_trees(model, cfg.drafter.name, cfg.drafter.options, draw=draw, bar=bar)
+    return rounded(table.tree_options(cfg.tree.options.get("nodes") or SequoiaOptions.nodes, key))
 
 
 def _rates(
@@ -189,13 +185,13 @@ def _rates(
         if draw is None:
             drafter = make_drafter(cfg.drafter.name, cfg.drafter.options, Fixed(min(cfg.policy.gamma, 4)))
         else:
-            drafter = _tree_drafter(cfg, ranks.FAN, draw)
+            drafter = _tree_drafter(cfg, acceptance.FAN, draw)
         return make_method(model, drafter, verifier(cfg, drafter), params)
 
     name = cost_key(cfg.drafter.name, cfg.drafter.options)
     shape = "chain" if draw is None else f"{draw} siblings"
     key = _acceptance_key(cfg, name, shape)
-    return ranks.table_with_acceptance(model, key, make, prompts, params, bar=bar).acceptance[key]
+    return acceptance.table_with_acceptance(model, key, make, prompts, params, bar=bar).acceptance[key]
 
 
 def verifier(cfg: MethodSettings, drafter: Any) -> Verifier:
@@ -209,7 +205,7 @@ def verifier(cfg: MethodSettings, drafter: Any) -> Verifier:
 
 
 def _acceptance_key(cfg: MethodSettings, drafter: str, shape: str) -> str:
-    return ranks.acceptance_key(drafter, cfg.verifier.name, cfg.params, shape, options=cfg.verifier.options)
+    return acceptance.acceptance_key(drafter, cfg.verifier.name, cfg.params, shape, options=cfg.verifier.options)
 
 
 def _tree_drafter(cfg: MethodSettings, template: TreeTemplate, draw: str) -> Any:

@@ -1,23 +1,219 @@
-"""Acceptance over many seeds: one batch of samples of one prompt, so one compilation and one pass over the weights."""
+"""How often drafts are accepted: swept, counted in a run, kept from one, or measured by decoding prompts here.
 
-from collections.abc import Sequence
+Acceptance depends on target, drafter, verifier, temperature and text, and not on the machine. Three forms of it stand
+here: `Accepted` for predictions, `SeedAcceptance` for a report over many seeds, and rates by rank for Sequoia's trees.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import yaml
 
 from specsparse.engine.generate import Finish
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.measure import intervals
-from specsparse.runtime import metrics
+from specsparse.measure.costs.measuring import Bar, load_or_measure, silent
+from specsparse.runtime import metrics, timing_cache
 from specsparse.runtime.binding import make_method
-from specsparse.runtime.device_batch import Request
+from specsparse.runtime.device_batch import Method, Request
 from specsparse.runtime.metrics import Counters
 from specsparse.runtime.requests import PromptLike, prompt_ids
 from specsparse.runtime.results import decode
 from specsparse.runtime.session import Session
+from specsparse.runtime.stepped import RoundView, Watch
+from specsparse.runtime.timing_cache import CostTable, cost_key
+from specsparse.speculative import expected
 from specsparse.speculative.base import Drafter, Verifier
 from specsparse.speculative.drafters.plan import DrafterPlan
+from specsparse.speculative.method import drafts_trees
+from specsparse.speculative.tree import TreeTemplate
+from specsparse.speculative.trees.registry import CHAIN
+from specsparse.speculative.verifiers.registry import RULES
 from specsparse.support.files import Json
+from specsparse.support.options import Positive, Range, read
+
+Rate = Annotated[float, Range(0, 1)]
+SWEPT = "swept"
+"""The source of rates that nobody counted."""
+KEPT = Path(__file__).parents[2] / "data" / "acceptance.yaml"
+"""Rates that were measured once, each with where and when."""
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """How a chain's drafts are accepted.
+
+    Attributes:
+        alpha: chance that a drafted token is accepted once those before it were.
+        reach: chance that a draft is accepted up to its 1st, 2nd .. token; () if only alpha is known.
+        share: of the rounds that draft.
+        length: mean tokens of a draft, if drafts are shorter than they may be.
+        weight: tokens that were counted; 1 if none were.
+        ranks: chance that the child of each rank is the accepted one among the children of a node; () if not counted.
+    """
+
+    alpha: Rate
+    reach: tuple[Rate, ...] = ()
+    share: Rate = 1.0
+    length: Positive | None = None
+    weight: Positive = 1.0
+    ranks: tuple[Rate, ...] = ()
+
+    @classmethod
+    def from_counters(cls, c: Counters) -> "Accepted | None":
+        """From a run's counters; None if nothing was drafted."""
+        if not (c.num_drafts and c.num_tested and c.num_rounds):
+            return None
+        reach = tuple(accepted / c.num_drafts for accepted in c.num_accepted_tokens_per_pos)
+        drafted = c.num_draft_tokens / c.num_drafts
+        share = c.num_drafts / c.num_rounds
+        return cls(c.num_accepted_tokens / c.num_tested, reach, share, drafted, float(c.num_emitted_tokens))
+
+    def tokens(self, gamma: int) -> float:
+        """E[tokens] of a round with drafts of up to gamma tokens, the bonus included; no further than was counted."""
+        tokens = 1 + sum(self.reach[:gamma]) if self.reach else expected.expected_tokens(self.alpha, gamma)
+        return expected.mean_tokens(tokens, self.share)
+
+    def rows(self, gamma: int) -> float:
+        """Mean tokens of a draft that may have gamma."""
+        return gamma if self.length is None else min(float(gamma), self.length)
+
+
+@dataclass(frozen=True)
+class AcceptedRates:
+    """Acceptance of one method on several kinds of text.
+
+    Attributes:
+        source: where it is from, in a line.
+        tasks: by kind of text.
+    """
+
+    source: str
+    tasks: Mapping[str, Accepted]
+
+    @classmethod
+    def from_groups(cls, source: str, groups: Mapping[str, Counters]) -> "AcceptedRates | None":
+        """From counters by task, without their sum; None if nothing was drafted."""
+        found = {task: Accepted.from_counters(c) for task, c in groups.items() if task != "all"}
+        if not found and "all" in groups:
+            found = {"all": Accepted.from_counters(groups["all"])}
+        if all(one is None for one in found.values()):
+            return None
+        idle = {task: Accepted(0.0, (0.0,), 0.0, None, float(groups[task].num_emitted_tokens or 1)) for task in found}
+        return cls(source, {task: one or idle[task] for task, one in found.items()})
+
+    def mean(self, value: Callable[[Accepted], float]) -> float:
+        """Mean of a value over the tasks, weighted by their tokens."""
+        whole = sum(a.weight for a in self.tasks.values())
+        return sum(value(a) * a.weight for a in self.tasks.values()) / whole
+
+    @property
+    def alpha(self) -> float:
+        """Of all tasks."""
+        return self.mean(lambda a: a.alpha)
+
+    @property
+    def share(self) -> float:
+        """Of the rounds that draft, of all tasks."""
+        return self.mean(lambda a: a.share)
+
+    @property
+    def longest(self) -> int | None:
+        """The longest draft that was counted, or None."""
+        return max((len(a.reach) for a in self.tasks.values() if a.reach and a.share), default=None)
+
+    def for_task(self, task: str) -> "AcceptedRates | None":
+        """On texts of that kind, or None if none were counted."""
+        return AcceptedRates(f"{self.source}, {task}", {task: self.tasks[task]}) if task in self.tasks else None
+
+
+def swept(alpha: float) -> AcceptedRates:
+    """The same chance at every place of every text."""
+    return AcceptedRates(SWEPT, {"any": Accepted(alpha)})
+
+
+def from_record(path: Path) -> dict[str, AcceptedRates]:
+    """By drafter, what a run's record.json counted: a run with one method, or one that compared several.
+
+    Raises:
+        UserError: no such file, or a record in which no chain was drafted.
+    """
+    source = f"{path.parent.name}/{path.name}"
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        made = {str(name): AcceptedRates.from_groups(source, groups) for name, groups in _counted_chains(record)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        unread = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else "is no record.json of a run"
+        raise UserError(f"{path}: {unread}; a run leaves its record.json in its folder") from None
+    kept = {name: one for name, one in made.items() if one is not None}
+    if not kept:
+        raise UserError(
+            f"{path}: no method of this run drafted chains; +experiment=spec and compare leave such records"
+        )
+    for name, one in kept.items():
+        for task, rates in one.tasks.items():
+            given = {key: value for key, value in asdict(rates).items() if value is not None}
+            read(Accepted, given, group=f"{path}: {name}, {task}")  # counters that contradict one another
+    return kept
+
+
+def _counted_chains(record: Json) -> Iterator[tuple[str, dict[str, Counters]]]:
+    """(drafter, counters by task) of a record of `kind: speed` or `kind: compare`."""
+    if record.get("kind") == "compare":
+        trees = record.get("config", {}).get("tree", {}).get("name", CHAIN) != CHAIN
+        for row in record["methods"]:
+            name = row["name"].split(" x ")[0]
+            if trees and drafts_trees(name):
+                continue  # what positions are to a chain, levels are to a tree
+            sides = {task: group["speculative"] for task, group in row["tasks"].items()}
+            yield name, {task: metrics.from_dict(s["counters"]) for task, s in sides.items()}
+    elif record["method"].get("levels") is None:
+        groups = {task: group["sides"] for task, group in record["groups"].items()}
+        counted = {
+            task: metrics.from_dict(sides["speculative"]["counters"])
+            for task, sides in groups.items() if "speculative" in sides
+        }  # fmt: skip
+        yield record["method"]["drafter"], counted
+
+
+@dataclass(frozen=True)
+class KeptRow:
+    """A row of the table of kept rates."""
+
+    target: str
+    drafter: str
+    source: str
+    tasks: Mapping[str, Json]
+
+
+@cache
+def kept_rows(path: Path = KEPT) -> tuple[KeptRow, ...]:
+    """The table of kept rates."""
+    rows = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return tuple(read(KeptRow, row, group=f"{path.name}[{i}]") for i, row in enumerate(rows))
+
+
+def kept_rates(target: str, drafter: str) -> AcceptedRates | None:
+    """The kept rates of a drafter (of a draft model by its name) for a target, or None."""
+    for row in kept_rows():
+        if (row.target, row.drafter) == (target, drafter):
+            tasks = {task: read(Accepted, values, group=f"{drafter}.{task}") for task, values in row.tasks.items()}
+            return AcceptedRates(row.source, tasks)
+    return None
+
+
+def kept_tasks(target: str) -> set[str]:
+    """Kinds of texts that the table has rates of."""
+    return {task for row in kept_rows() if row.target == target for task in row.tasks}
 
 
 @dataclass(frozen=True)
@@ -30,15 +226,21 @@ class OverSeeds:
     values: tuple[float, ...]
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "OverSeeds":
-        """Of at least one value."""
-        found = intervals.mean(values)
-        return cls(found.value, found.low, found.high, tuple(float(v) for v in values))
+    def from_values(cls, values: Sequence[float | None]) -> "OverSeeds | None":
+        """Of those that are known; None if none is."""
+        known = tuple(float(v) for v in values if v is not None)
+        if not known:
+            return None
+        found = intervals.mean(known)
+        return cls(found.value, found.low, found.high, known)
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f}" + ("" if self.low is None else f" [{self.low:.3f}, {self.high:.3f}]")
 
 
 @dataclass(frozen=True)
 class SeedAcceptance:
-    """What many seeds accepted. Rates are defined in `runtime.metrics.DEFINITIONS`; None where no seed drafted, or none
+    """Acceptance over many seeds. Rates are defined in `runtime.metrics.DEFINITIONS`; None if no seed drafted, or none
     ran a round because the prompt fills the context.
 
     Attributes:
@@ -62,15 +264,9 @@ class SeedAcceptance:
         return asdict(self)
 
     def __str__(self) -> str:
-        def show(interval: OverSeeds | None) -> str:
-            if interval is None:
-                return "-"
-            ends = "" if interval.low is None else f" [{interval.low:.3f}, {interval.high:.3f}]"
-            return f"{interval.mean:.3f}{ends}"
-
         return (
-            f"{len(self.seeds)} seeds, 95 % intervals: tokens per target pass {show(self.tokens_per_target_pass)}, "
-            f"mean acceptance length {show(self.mean_acceptance_length)}, alpha {show(self.realised_alpha)}"
+            f"{len(self.seeds)} seeds, 95 % intervals: tokens per target pass {self.tokens_per_target_pass or '-'}, "
+            f"mean acceptance length {self.mean_acceptance_length or '-'}, alpha {self.realised_alpha or '-'}"
         )
 
 
@@ -91,24 +287,24 @@ def acceptance_over_seeds(
         prompt: text, token ids or a chat.
         drafter, verifier: as `generate` takes them.
         sampling: default temperature 1; at temperature 0 all seeds write the same.
-        max_tokens: wins over the field of `sampling`; 64 where neither says.
+        max_tokens: wins over the field of `sampling`; 64 if neither says.
         seeds: how many, counted from 0, or which.
 
     Raises:
         UserError: a mistake in any of these.
     """
-    if not isinstance(model, Model):
-        raise UserError(f"the first argument is a Model, from specsparse.load(...), not {type(model).__name__}")
     numbers = tuple(range(seeds)) if isinstance(seeds, int) else tuple(int(s) for s in seeds)
-    if not numbers:
-        raise UserError("at least one seed is needed")
     params = SamplingParams(temperature=1.0, max_tokens=64) if sampling is None else sampling
     params = params if max_tokens is None else params.merged(max_tokens=max_tokens)
     method = make_method(model, drafter, verifier, params)
-    if method.drafter is None:
-        raise UserError("acceptance needs a drafter: give drafter=prompt_lookup")
+    if method.drafter is None or not numbers:
+        raise UserError("acceptance over seeds needs a drafter (drafter=prompt_lookup) and at least one seed")
     ids = prompt_ids(model, prompt, params)
-    known = _decode_programs(model)
+
+    def decode_programs() -> int:
+        return sum(1 for (name, *_), *_ in model.programs if name == "decode")  # `Session.advance` names them
+
+    known = decode_programs()
     session = Session(model, [Request(ids, params, seed) for seed in numbers], method, noting=bool(params.stop))
     decode(session)
     if Finish.FAILED in session.finish:
@@ -116,22 +312,158 @@ def acceptance_over_seeds(
     each = session.counters()
     total = sum(each, Counters())
     rates = [metrics.rates(c) for c in each]
+    names = ("tokens_per_target_pass", "mean_acceptance_length", "realised_alpha")
     return SeedAcceptance(
         seeds=numbers,
-        tokens_per_target_pass=_interval([r["tokens_per_target_pass"] for r in rates]),
-        mean_acceptance_length=_interval([r["mean_acceptance_length"] for r in rates]),
-        realised_alpha=_interval([r["realised_alpha"] for r in rates]),
+        **{name: OverSeeds.from_values([r[name] for r in rates]) for name in names},
         acceptance_per_position=tuple(metrics.rates(total)["acceptance_per_position"]),
         counters=total,
-        programs=_decode_programs(model) - known,
+        programs=decode_programs() - known,
     )
 
 
-def _interval(values: Sequence[float | None]) -> OverSeeds | None:
-    found = [v for v in values if v is not None]
-    return OverSeeds.of(found) if found else None
+RANKS = 8
+"""Children whose acceptance is measured."""
+ROUNDS = 24
+"""Rounds a prompt."""
+FAN = TreeTemplate.kary((RANKS,))
+"""The tree that acceptance by rank is measured with: all children of the root."""
+_LONGEST = 40
+"""Characters of a value that stand in a key as they are."""
+_SAMPLING = (
+    "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "min_tokens", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids", "logits_processors",
+)  # fmt: skip
+"""Parameters that change the distribution of a token (`min_tokens` bans the tokens that stop)."""
 
 
-def _decode_programs(model: Model) -> int:
-    """Decode loops among the model's programs (`Session.advance` names them)."""
-    return sum(1 for (name, *_), *_ in model.programs if name == "decode")
+def acceptance_key(
+    drafter: str,
+    verifier: str | None,
+    params: SamplingParams,
+    shape: str,
+    *,
+    options: Mapping[str, object] | None = None,
+) -> str:
+    """The name under which acceptance is kept: with everything that changes it.
+
+    Args:
+        drafter: name and options, as `cost_key` gives them.
+        verifier: its name, or None for the default.
+        params: of the target's distribution; those that are not its defaults count, functions by their names.
+        shape: "chain", or how the siblings of a tree are drawn.
+        options: of the verifier.
+    """
+    default = SamplingParams()
+    given = [k for k in _SAMPLING if k == _SAMPLING[0] or getattr(params, k) != getattr(default, k)]
+    sampling = [f"{k}={_short(getattr(params, k))}" for k in given]
+    return ", ".join([drafter, cost_key(verifier or "default verifier", options, among=RULES), shape, *sampling])
+
+
+def _short(value: object) -> str:
+    """A number as it is written, anything longer by a digest."""
+    if isinstance(value, Mapping):
+        value = tuple(sorted(value.items()))
+    elif isinstance(value, tuple):
+        value = tuple(f"{v.__module__}.{v.__qualname__}" if callable(v) else v for v in value)
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"#{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def table_with_acceptance(
+    model: Model,
+    key: str,
+    method: Callable[[], Method],
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    *,
+    whole: bool = False,
+    bar: Bar = silent,
+) -> CostTable:
+    """The model's table with the acceptance of one method, measured if it is not known yet, and kept.
+
+    Args:
+        key: of `acceptance_key`.
+        method: a chain of drafts, or the tree `FAN`.
+        whole: whether it is another tree, measured as a whole (`tree_rates`).
+        prompts: token ids to decode from; the longest part that leaves room in the context is used.
+        params: the target's sampling.
+    """
+    table = load_or_measure(model, bar=bar)
+    if key not in table.acceptance:
+        how = method()
+        assert how.drafter is not None
+        with bar("measuring acceptance", len(prompts)) as done:
+            if how.drafter.tree and not whole:
+                rates = by_rank(model, how, prompts, params, done=done)
+            else:
+                counted = counters(sessions(model, how, prompts, params), done=done)
+                rates = tree_rates(counted) if how.drafter.tree else chain_rate(counted)
+        table = dataclasses.replace(table, acceptance={**table.acceptance, key: rates})
+        timing_cache.save(model, table)
+    return table
+
+
+def chain_rate(c: Counters) -> tuple[float]:
+    """(accepted / tested,) of chains; (0.0,) if nothing was drafted."""
+    return (c.num_accepted_tokens / c.num_tested if c.num_tested else 0.0,)
+
+
+def tree_rates(c: Counters) -> tuple[float, float]:
+    """(tokens emitted, nodes drafted) a round of trees."""
+    rounds = max(c.num_rounds, 1)
+    return c.num_emitted_tokens / rounds, c.num_draft_tokens / rounds
+
+
+def by_rank(
+    model: Model,
+    method: Method,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    *,
+    done: Callable[[], None] = lambda: None,
+) -> tuple[float, ...]:
+    """Sequoia's acceptance vector (Chen et al. 2402.12374, section 3.1): P(child of rank r is the accepted one).
+
+    The siblings are the children of the root of `FAN`, in draw order; rounds whose draft was cut short do not count.
+    """
+    hits, rounds = np.zeros(method.max_nodes), 0
+
+    def watch(view: RoundView) -> None:
+        nonlocal rounds
+        if int(view.draft.count[0]) == method.max_nodes:
+            rounds += 1
+            if (node := int(view.verdict.nodes[0, 0])) >= 0:
+                hits[node] += 1
+
+    for session in sessions(model, method, prompts, params, watch=watch):
+        session.advance(ROUNDS)
+        done()
+    return tuple((hits / max(rounds, 1)).tolist())
+
+
+def counters(sessions: Iterable[Session], *, done: Callable[[], None] = lambda: None) -> Counters:
+    """Counters of `ROUNDS` rounds on each prompt, all together."""
+    total = Counters()
+    for session in sessions:
+        session.advance(ROUNDS)
+        total += session.counters()[0]
+        done()
+    return total
+
+
+def sessions(
+    model: Model,
+    method: Method,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    *,
+    watch: Watch | None = None,
+) -> Iterator[Session]:
+    """A session for each prompt, with room for `ROUNDS` rounds."""
+    room = ROUNDS * (method.max_nodes + 1)
+    kept = max(2, model.config.context_length - room - method.max_nodes)
+    for seed, ids in enumerate(prompts):
+        tail = np.asarray(ids, np.int32)[-kept:]
+        text = Request(tail, params.merged(max_tokens=room, ignore_eos=True), seed)
+        yield Session(model, [text], method, watch=watch)

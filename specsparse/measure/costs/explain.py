@@ -1,13 +1,57 @@
-"""Why a run was as fast as it was: the predicted speed-up, and the factors that lead from it to the measured one."""
+"""Why a run was as fast as it was, and what other drafts would have given.
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+`speedup_terms` leads by four factors from the speed-up that the cost model predicts to the measured one. `oracles` says
+what the run would have been with a free draft, a perfect draft, or the best draft length known beforehand.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from specsparse.runtime.metrics import Counters
-from specsparse.runtime.times.kept import FREE, CostTable, DraftCost
+from specsparse.runtime.timing_cache import FREE, CostTable, DraftCost
 from specsparse.speculative import expected
 from specsparse.support.files import Json
+
+
+def oracles(
+    counters: Counters,
+    speedup: float,
+    *,
+    levels: int | None = None,
+    v: Callable[[float], float] | None = None,
+    c: float = 0.0,
+    c0: float = 0.0,
+) -> Json:
+    """Speed-ups of three oracles, None if the run does not say.
+
+    Args:
+        counters: of the speculative side.
+        speedup: measured.
+        levels: most levels of the drafted trees, None for chains.
+        v, c, c0: times in plain steps for the best length in hindsight, as in `speculative.expected`.
+
+    Returns:
+        `free_draft`: the same rounds without the time of drafting (needs the time split). `perfect_draft`: the same
+        drafts and round times with every drafted token of a chain accepted, or a path down all `levels` of a tree.
+        `best_gamma`: {"gamma", "speedup"} of the fixed length up to the longest drafted that predicts best from the
+        acceptance found at each position; None for trees, whose positions are no draft lengths.
+    """
+    t, rounds, drafts = counters.times, counters.num_rounds, counters.num_drafts
+    free = speedup * t.total / (t.total - t.draft) if t.draft and t.verify and t.total > t.draft else None
+    perfect = best = None
+    if rounds and counters.num_emitted_tokens:
+        right = counters.num_draft_tokens if levels is None else drafts * levels
+        perfect = speedup * (rounds + right) / counters.num_emitted_tokens
+    if levels is None and v is not None and drafts:
+        by_length = []  # rounds without a draft stay plain steps, the others keep the first min(accepted, g)
+        for g in range(len(counters.num_accepted_tokens_per_pos) + 1):
+            tokens = rounds + sum(counters.num_accepted_tokens_per_pos[:g])
+            drafted = drafts * expected.round_cost(v, g, c=c, c0=c0)
+            by_length.append((tokens / (rounds - drafts + drafted), g))
+        gain, gamma = max(by_length)
+        best = {"gamma": gamma, "speedup": gain}
+    return {"free_draft": free, "perfect_draft": perfect, "best_gamma": best}
 
 
 @dataclass(frozen=True)
@@ -20,8 +64,8 @@ class Factor:
 
 
 @dataclass(frozen=True)
-class Explanation:
-    """Invariant: predicted times all factors is measured.
+class SpeedupTerms:
+    """The terms of a run. Invariant: predicted times all factors is measured.
 
     Attributes:
         alpha: realised, accepted / tested.
@@ -32,9 +76,9 @@ class Explanation:
         v, draft, overhead: its time in plain steps: v(gamma+1), drafting, the rest of a round.
         predicted: as `advise` does, (share expected_tokens + 1 - share) / (share (v + draft + overhead) + 1 - share).
         measured: plain over speculative seconds per token.
-        best_gamma, best_predicted: what gamma this alpha asks for, and its predicted speed-up; None for trees.
+        best_gamma, best_predicted: the gamma that suits this alpha, and its predicted speed-up; None for trees.
         factors: from predicted to measured.
-        stages: seconds a round of each stage, measured and predicted, where the run timed stages.
+        stages: seconds a round of each stage, measured and predicted, if the run timed stages.
     """
 
     alpha: float
@@ -52,10 +96,6 @@ class Explanation:
     factors: tuple[Factor, ...]
     stages: dict[str, dict[str, float]]
 
-    def to_dict(self) -> Json:
-        """As plain values for a record."""
-        return asdict(self)
-
     def lines(self) -> Iterator[str]:
         """For the terminal."""
         cost = f"v({self.gamma + 1}) {self.v:.2f} + draft {self.draft:.2f} + round {self.overhead:.2f}"
@@ -72,7 +112,7 @@ class Explanation:
             yield f"  best gamma for this acceptance: {self.best_gamma}, predicted {self.best_predicted:.2f}"
 
 
-def explain(
+def speedup_terms(
     plain: Counters,
     method: Counters,
     table: CostTable,
@@ -82,8 +122,8 @@ def explain(
     draft: DraftCost = FREE,
     calls: tuple[int, int] = (1, 1),
     kv_length: float | None = None,
-) -> Explanation | None:
-    """The terms of a run; None where one side decoded or drafted nothing, or was not timed.
+) -> SpeedupTerms | None:
+    """The terms of a run; None if one side decoded or drafted nothing, or was not timed.
 
     Args:
         plain, method: counters of both sides with `times.total`, compilation and prompts excluded.
@@ -97,42 +137,42 @@ def explain(
     c, plain_s, method_s = method, plain.times.total, method.times.total
     if not (plain.num_emitted_tokens and c.num_emitted_tokens and c.num_tested and plain_s > 0 and method_s > 0):
         return None
-    step = table.step(kv_length)
-    alpha = c.num_accepted_tokens / c.num_tested
-    share = c.num_drafts / c.num_rounds
+    step, share = table.step(kv_length), c.num_drafts / c.num_rounds
+    alpha, overhead = c.num_accepted_tokens / c.num_tested, table.overhead(gamma, kv_length)
     of_draft = expected.expected_tokens(alpha, levels or gamma)
     whole = expected.mean_tokens(of_draft, share)
-    overhead = table.overhead(gamma, kv_length)
     drafting = (draft.fixed_s + (levels or gamma) * draft.token_s) / step
-    v = table.v(gamma + 1, kv_length)
     full = expected.round_cost(lambda n: table.v(n, kv_length), gamma, c0=drafting + overhead, share=share)
     rows = 1 + c.num_draft_tokens / c.num_drafts  # as the drafts were: some shorter than gamma
     real_draft = share * (draft.fixed_s + (levels or rows - 1) * draft.token_s) / step
     verify = share * table.v(rows, kv_length) + 1 - share
     real = verify + real_draft + share * overhead
     tokens = c.num_emitted_tokens / c.num_rounds
-    plain_table = plain.num_emitted_tokens * step
-    method_table = c.num_rounds * real * step
+    plain_table, method_table = plain.num_emitted_tokens * step, c.num_rounds * real * step
     hosts = calls[0] * table.host_s / plain_table, calls[1] * table.host_s / method_table
     drift = plain_s / (plain_table * (1 + hosts[0])), method_s / (method_table * (1 + hosts[1]))
     plain_each, method_each = plain_s / plain.num_emitted_tokens, method_s / c.num_emitted_tokens
-    shorter = f"drafts of {rows - 1:.1f} tokens"
+    # A machine that is slower today slows both sides, and that cancels.
+    rest = (
+        f"a plain token took {drift[0]:.2f} of the table's time ({1e3 * plain_each:.2f} ms for {1e3 * step:.2f}), "
+        f"a round {drift[1]:.2f} ({1e3 * method_s / c.num_rounds:.2f} for {1e3 * (real * step):.2f})"
+    )
     factors = (
         Factor("acceptance", tokens / whole, f"{tokens:.2f} tokens a round, short drafts and ends included"),
-        Factor("draft length", full / real, f"{shorter}: {real:.2f} plain steps a round"),
+        Factor("draft length", full / real, f"drafts of {rows - 1:.1f} tokens: {real:.2f} plain steps a round"),
         Factor("host", (1 + hosts[0]) / (1 + hosts[1]), f"{1e3 * table.host_s:.2f} ms a call of the loop"),
-        Factor("rest", drift[0] / drift[1], _rest(drift, plain_each, step, method_s / c.num_rounds, real * step)),
+        Factor("rest", drift[0] / drift[1], rest),
     )
     best: tuple[int | None, float | None] = (None, None)
     if levels is None:
         best = table.best_gamma(alpha, draft=draft, kv_length=kv_length, share=share)
-    return Explanation(
+    return SpeedupTerms(
         alpha=alpha,
         gamma=gamma,
         levels=levels,
         share=share,
         expected_tokens=of_draft,
-        v=v,
+        v=table.v(gamma + 1, kv_length),
         draft=drafting,
         overhead=overhead,
         predicted=whole / full,
@@ -140,57 +180,50 @@ def explain(
         best_gamma=best[0],
         best_predicted=best[1],
         factors=factors,
-        stages=_stages(c, step, verify=verify, draft=real_draft, overhead=share * overhead),
+        stages=_stages(c, step, {"draft": real_draft, "verify": verify, "rest": share * overhead}),
     )
 
 
-def explain_record(record: Any, table: CostTable, *, drafter: str | None = None) -> Explanation | None:
-    """The terms of a `RunRecord`, all prompts together; None where it has no speculative side.
-
-    Args:
-        record: with `groups["all"].sides` and `method["gamma"]`.
-        table: measured costs.
-        drafter: its name in the table; by default the record's. One that was not measured costs what the run's own
-            time split says, or nothing where there is none.
-    """
-    sides = record.groups["all"].sides
-    if not {"plain", "speculative"} <= sides.keys() or not record.method.get("gamma"):
-        return None
-    plain, method = sides["plain"], sides["speculative"]
-    tokens, levels = method.prefill_tokens + method.counters.num_emitted_tokens / 2, record.method.get("levels")
-    return explain(
-        plain.counters,
-        method.counters,
-        table,
-        gamma=record.method["gamma"],
-        levels=levels,
-        draft=table.drafts.get(drafter or record.method["drafter"]) or _own_draft_cost(method.counters, levels),
-        calls=(plain.passes, method.passes),
-        kv_length=tokens / method.passes,
-    )
-
-
-def _rest(drift: tuple[float, float], token_s: float, step: float, round_s: float, predicted_s: float) -> str:
-    """Both sides' times over the table's: a machine that is slower today slows both, and that cancels."""
-    plain = f"a plain token took {drift[0]:.2f} of the table's time ({1e3 * token_s:.2f} ms for {1e3 * step:.2f})"
-    return f"{plain}, a round {drift[1]:.2f} ({1e3 * round_s:.2f} for {1e3 * predicted_s:.2f})"
-
-
-def _own_draft_cost(c: Counters, levels: int | None) -> DraftCost:
-    """From the stages of the run: by the token where every round drafts a chain, else by the round that drafts."""
-    if levels is None and c.num_drafts and c.num_drafts == c.num_rounds:
-        return DraftCost(token_s=(c.times.draft or 0.0) / c.num_draft_tokens)
-    return DraftCost(fixed_s=(c.times.draft or 0.0) / c.num_drafts if c.num_drafts else 0.0)
-
-
-def _stages(c: Counters, step: float, *, verify: float, draft: float, overhead: float) -> dict[str, dict[str, float]]:
-    """Measured and predicted seconds a round of each stage; empty where the run did not time them."""
+def _stages(c: Counters, step: float, predicted: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Measured and predicted (given in plain steps) seconds a round of each stage; {} if the run did not time them."""
     t = c.times
     if not (t.draft or t.verify):
         return {}
     rest = sum(getattr(t, name) or 0.0 for name in ("sample", "commit", "host"))
     measured = {"draft": t.draft or 0.0, "verify": t.verify or 0.0, "rest": rest}
-    predicted = {"draft": draft, "verify": verify, "rest": overhead}
     return {
         name: {"measured_s": measured[name] / c.num_rounds, "predicted_s": predicted[name] * step} for name in measured
     }
+
+
+def explain_record(record: Any, table: CostTable, *, drafter: str | None = None) -> SpeedupTerms | None:
+    """The terms of a run, all prompts together; None if it has no plain side.
+
+    Args:
+        record: a `report.record.RunRecord`.
+        table: measured costs.
+        drafter: its name in the table; by default the record's. One that was not measured costs what the run's own
+            time split says, or nothing if there is none.
+    """
+    sides = record.groups["all"].sides
+    if not {"plain", "speculative"} <= sides.keys() or not record.method.get("gamma"):
+        return None
+    plain, method, levels = sides["plain"], sides["speculative"], record.method.get("levels")
+    c, tokens = method.counters, method.prefill_tokens + method.counters.num_emitted_tokens / 2
+    draft = table.drafts.get(drafter or record.method["drafter"])
+    if draft is None:
+        drafting_s = c.times.draft or 0.0
+        if levels is None and c.num_drafts and c.num_drafts == c.num_rounds:  # every round drafts a chain
+            draft = DraftCost(token_s=drafting_s / c.num_draft_tokens)
+        else:
+            draft = DraftCost(fixed_s=drafting_s / c.num_drafts if c.num_drafts else 0.0)
+    return speedup_terms(
+        plain.counters,
+        c,
+        table,
+        gamma=record.method["gamma"],
+        levels=levels,
+        draft=draft,
+        calls=(plain.passes, method.passes),
+        kv_length=tokens / method.passes,
+    )

@@ -1,24 +1,401 @@
-"""Predicted speed-ups: E[tokens] of a round over the time it takes, for each method, length and acceptance."""
+"""Predicted speed-ups of a target's possible drafters: E[tokens] of a round over the time that it takes.
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+A `Candidate` says what drafting a token reads, a `Clock` how long that and the target's forwards take (by a table that
+was measured here, or on paper by a device's sheet), a `DraftShape` what a round drafts. `forecast` puts them together.
+"""
 
+import abc
+import functools
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
+
+from specsparse.data.devices import THIS, Device
 from specsparse.measure import intervals
-from specsparse.measure.costs.accepted import AcceptedRates
-from specsparse.measure.costs.candidates import Candidate
-from specsparse.measure.costs.clocks import Clock, Clocks
-from specsparse.measure.costs.shapes import DraftChain, DraftShape, tree_break_even, tree_for
+from specsparse.measure.costs.acceptance import Accepted, AcceptedRates
+from specsparse.measure.costs.outlines import ModelOutline
+from specsparse.measure.costs.roofline import Matrix, Roofline, Traffic, bits_per_weight, kv_bytes
+from specsparse.runtime.timing_cache import FREE, STEP_FLOOR, CostTable, DraftCost
 from specsparse.speculative import expected
+from specsparse.speculative.drafters.heads import head_file
+from specsparse.speculative.drafters.self_draft import default_layers
+from specsparse.speculative.tree import TreeTemplate
+from specsparse.speculative.trees.sequoia import GUESSED_ACCEPTANCE, sequoia
 from specsparse.support.files import Json
 
-MOST = 16
-"""The longest drafts that are looked at."""
-LENGTHS = (*range(1, 9), 10, 12, MOST)
+LOOKUPS = ("prompt_lookup", "ngram_simple", "suffix")
+"""Drafters that copy from the text."""
+EAGLE_IDS = 32000
+"""Ids that a published EAGLE-3 head scores (Li et al. 2025, arXiv:2503.01840)."""
+TREE = " tree"
+"""Suffix of the name of a drafter that drafts trees."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A drafter for one target.
+
+    Attributes:
+        name: in tables; of a draft model the model's.
+        drafter: name of the drafter, as in configs.
+        options: of it.
+        token: what drafting a token reads and computes; None: next to nothing.
+        kernels: that an accelerator starts for it.
+        nbytes: of weights beside the target's.
+        kv_per_token: bytes of a cache of its own.
+        assumed: whether its weights are made up, as those of a head that nobody named.
+        tree: whether it drafts trees; their levels cost what the chain's tokens do.
+    """
+
+    name: str
+    drafter: str
+    options: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
+    token: Traffic | None = None
+    kernels: int = 0
+    nbytes: float = 0.0
+    kv_per_token: float = 0.0
+    assumed: bool = False
+    tree: bool = False
+
+    @property
+    def chain(self) -> str:
+        """The name of the same drafter of chains."""
+        return self.name.removesuffix(TREE) if self.tree else self.name
+
+
+def candidates(target: ModelOutline, drafts: tuple[ModelOutline, ...], *, kv_dtype: str = "f16") -> Iterator[Candidate]:
+    """The drafters that copy, the draft models, the target's own layers, its trained head or one of EAGLE-3's shape.
+
+    Those that score tokens stand there twice: they draft chains, and trees.
+    """
+    for name in LOOKUPS:
+        yield Candidate(name, name)
+    scoring = []
+    for draft in drafts:
+        load, options = draft.traffic(kv_dtype=kv_dtype), {"model": draft.name}
+        cache = load.kv_bytes_per_token
+        scoring.append(Candidate(draft.name, "model", options, load, draft.kernels(), draft.nbytes, cache))
+    layers = default_layers(target.config.n_layers)
+    own = target.traffic(kv_dtype=kv_dtype, layers=layers)
+    scoring.append(Candidate("layer_skip", "layer_skip", {}, own, target.kernels(len(layers))))
+    scoring.append(_trained_head(target) or eagle3(target))
+    for one in scoring:
+        yield one
+        yield replace(one, name=one.name + TREE, tree=True)
+
+
+def _trained_head(target: ModelOutline) -> Candidate | None:
+    """The head that travels with specsparse for this target, by its header, or None."""
+    if target.file is None or "output_norm.weight" not in target.file.tensors:
+        return None
+    head = head_file.shipped_for(target.file.tensors["output_norm.weight"].dequantize())
+    if head is None:
+        return None
+    c, ids = target.config, head.get_numbers(head_file.DRAFT_IDS)
+    share = (c.vocab_size if ids is None else len(ids)) / c.vocab_size
+    own = [Matrix(t.type.name, t.nbytes, math.prod(t.shape) if len(t.shape) == 2 else 0) for t in head.tensors.values()]
+    output = [
+        Matrix(m.type_name, m.nbytes * share, m.macs_per_row * share)
+        for m in target.traffic().matrices
+        if m.macs_per_row == c.vocab_size * c.d_model
+    ]
+    cache = kv_bytes(c, 1, "f16") / c.n_layers
+    load = Traffic((*own, *output[-1:]), cache, 2 * c.n_heads * c.head_dim)
+    return Candidate("head", "head", {}, load, target.kernels(1), sum(m.nbytes for m in own), cache)
+
+
+def eagle3(target: ModelOutline, type_name: str = "F16") -> Candidate:
+    """A head of EAGLE-3's shape for the target: three streams joined, one layer on two of them, 32,000 ids."""
+    c = target.config
+    D, F, q, kv = c.d_model, c.d_ff, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    shapes = (3 * D * D, 2 * D * q, 2 * D * kv, 2 * D * kv, q * D, 3 * D * F, min(EAGLE_IDS, c.vocab_size) * D)
+    bits = bits_per_weight(type_name)
+    own = tuple(Matrix(type_name, macs * bits / 8, macs) for macs in shapes)
+    cache = kv_bytes(c, 1, "f16") / c.n_layers
+    load = Traffic(own, cache, 2 * c.n_heads * c.head_dim)
+    return Candidate("eagle3", "eagle3", {}, load, target.kernels(1), load.weight_bytes, cache, assumed=True)
+
+
+REACHED = (0.8, 0.6)
+"""Shares of its bandwidth and of its arithmetic that a device on paper is taken to reach. Our kernels reach 0.71 to
+0.89 of the bandwidth on two machines (docs/measured.md); of the arithmetic of eight rows less is known."""
+REACHED_AT_MOST = ((0.9, 0.4), (0.7, 0.8))
+"""The two corners between which it lies: v(n) depends on their quotient alone."""
+RESTLESS = 0.1
+"""Deviation of a forward between repeats from which on the machine was busy: 0.06 alone, 0.14 beside others."""
+DOUBTS = (2.0, -2.0)
+"""Standard deviations of a measured time to which its interval reaches: slow, and fast."""
+
+
+class Clock(abc.ABC):
+    """Times of one target at one length of its cache and one batch size. Every sequence of a batch has n rows."""
+
+    @property
+    @abc.abstractmethod
+    def step_s(self) -> float:
+        """Seconds of a plain step."""
+
+    @abc.abstractmethod
+    def v(self, n: float) -> float:
+        """v(n): a forward of n rows a sequence in plain steps."""
+
+    @abc.abstractmethod
+    def overhead(self, gamma: int) -> float:
+        """c0 in plain steps: verdict, commit and counters of a round of gamma tokens."""
+
+    @abc.abstractmethod
+    def draft(self, candidate: Candidate, width: float = 1.0) -> DraftCost:
+        """Seconds to draft a token, or a level of a tree with so many nodes."""
+
+    def costs(self, candidate: Candidate, gamma: int, width: float = 1.0) -> tuple[float, float]:
+        """(c, c0) in plain steps, as `speculative.expected` takes them."""
+        draft = self.draft(candidate, width)
+        return draft.token_s / self.step_s, self.overhead(gamma) + draft.fixed_s / self.step_s
+
+
+@dataclass(frozen=True)
+class Paper(Clock):
+    """By the roofline: what is read and computed, at shares of a device's peaks that it may reach.
+
+    Attributes:
+        device: with all its peaks.
+        load: of the target's forward.
+        kernels: that a forward of it starts.
+        kv_length, batch: tokens in each cache, sequences.
+        reached: shares of bandwidth and of arithmetic.
+    """
+
+    device: Device
+    load: Traffic
+    kernels: int
+    kv_length: float
+    batch: int = 1
+    reached: tuple[float, float] = REACHED
+
+    def forward_s(self, load: Traffic, kernels: int, n: float) -> float:
+        """Seconds of a forward of n rows a sequence: the roofline's, and the part of its shorter side that shows."""
+        roofline, size = Roofline(self.device.reaching(*self.reached), load), (n, self.kv_length, self.batch)
+        shorter = min(roofline.memory_s(*size), roofline.compute_s(*size))
+        left = (1 - self.device.overlap) * shorter + kernels * self.device.dispatch
+        return roofline.forward_s(*size) + left
+
+    @functools.cached_property
+    def step_s(self) -> float:
+        return self.forward_s(self.load, self.kernels, 1)
+
+    def v(self, n: float) -> float:
+        return self.forward_s(self.load, self.kernels, n) / self.step_s
+
+    def overhead(self, gamma: int) -> float:
+        return 0.0  # not known
+
+    def draft(self, candidate: Candidate, width: float = 1.0) -> DraftCost:
+        """A forward of one row a token, or of the nodes of a level; nothing for drafts that are copied."""
+        load = candidate.token
+        return FREE if load is None else DraftCost(self.forward_s(load, candidate.kernels, width))
+
+
+@dataclass(frozen=True)
+class Timed(Clock):
+    """By times that were measured here with one sequence.
+
+    Attributes:
+        table: the measured times.
+        keys: of the drafters' costs in the table, by the candidates' names.
+        footprint: bytes of the target, by which a draft that was not timed is weighed.
+        kv_length, batch: tokens in each cache, sequences.
+        doubt: standard deviations by which v(n) is moved.
+    """
+
+    table: CostTable
+    keys: Mapping[str, str]
+    footprint: float
+    kv_length: float
+    batch: int = 1
+    doubt: float = 0.0
+
+    @property
+    def step_s(self) -> float:
+        return self.table.step(self.kv_length, self.batch)
+
+    def v(self, n: float) -> float:
+        """v(n) of the table, moved by `doubt` times the relative deviation of the timings between repeats."""
+        plain = self.table.v(n, self.kv_length, self.batch)
+        near = f"near {min(self.table.ns, key=lambda m: abs(m - n))}"
+        return plain * (1 + self.doubt * _spread(self.table).get(near, 0.0)) if n > 1 else plain
+
+    def overhead(self, gamma: int) -> float:
+        return self.table.overhead(gamma, self.kv_length, self.batch)
+
+    def draft(self, candidate: Candidate, width: float = 1.0) -> DraftCost:
+        """As measured (a tree's level by its usual width); else by the bytes a token reads and a floor."""
+        key = self.keys.get(candidate.name)
+        if key in self.table.drafts:
+            return self.table.drafts[key]
+        if candidate.token is None:
+            return FREE
+        share = candidate.token.weight_bytes / self.footprint + STEP_FLOOR
+        return DraftCost(share * self.step_s)
+
+
+def _spread(table: CostTable) -> dict[str, float]:
+    """Relative deviation of each timed thing between repeats."""
+    spread = table.residuals.get("spread")
+    return {name: float(value) for name, value in spread.items()} if isinstance(spread, Mapping) else {}
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """The expected times and both ends of what they may be; drafts pay most at the `fast` end.
+
+    Attributes:
+        source: where the times are from, in words.
+        note: what makes them doubtful, or None.
+    """
+
+    expected: Clock
+    slow: Clock
+    fast: Clock
+    source: str
+    note: str | None = None
+
+    @classmethod
+    def on_paper(
+        cls, device: Device, target: ModelOutline, kv_length: float, batch: int, *, kv_dtype: str = "f16"
+    ) -> "Clocks":
+        """By a device's sheet."""
+        load, kernels = target.traffic(kv_dtype=kv_dtype), target.kernels()
+        made = [Paper(device, load, kernels, kv_length, batch, reached) for reached in (REACHED, *REACHED_AT_MOST)]
+        source = "measured peaks" if device.measured else f"sheet: {device.source}"
+        return cls(*made, source=f"{device.title}, on paper ({source})")
+
+    @classmethod
+    def from_table(
+        cls, table: CostTable, keys: Mapping[str, str], footprint: float, kv_length: float, batch: int = 1
+    ) -> "Clocks":
+        """By a measured table; arguments as in `Timed`."""
+        made = [Timed(table, keys, footprint, kv_length, batch, doubt) for doubt in (0.0, *DOUBTS)]
+        forwards = [value for name, value in _spread(table).items() if name.startswith("near ")]
+        usual, note = statistics.median(forwards) if forwards else 0.0, None
+        if usual >= RESTLESS:
+            busy = f"a forward varied by {usual:.0%} between repeats, the machine was busy"
+            note = f"note: {busy}: --refresh measures it again"
+        source = f"{table.identity.get('cpu', 'this machine')}, measured {table.identity.get('date')}"
+        return cls(*made, source=source, note=note)
+
+
+def device_of(table: CostTable) -> Device:
+    """The machine a table was measured on."""
+    title = str(table.identity.get("cpu", THIS))
+    return Device(THIS, title, table.bandwidth, table.f32, None, table.int8, overlap=0.0, measured=True)
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """What a round drafts: a chain of up to `room` tokens, or the same tree of `room` nodes every round."""
+
+    room: int
+    template: TreeTemplate | None = None
+
+    @classmethod
+    def tree(cls, template: TreeTemplate) -> "DraftShape":
+        """A tree."""
+        return cls(template.size, template)
+
+    @property
+    def levels(self) -> int | None:
+        """Of a tree; None for a chain."""
+        return None if self.template is None else self.template.max_depth
+
+    def tokens(self, a: Accepted) -> float:
+        """E[tokens] of a round, the bonus included. What was counted of a chain's positions holds for levels."""
+        t = self.template
+        if t is None:
+            return a.tokens(self.room)
+        rates = siblings(a)
+        further = [_at_depth(a, rates, depth) for depth in range(1, t.max_depth + 1)]
+        chances = [(rates[r] if r < len(rates) else 0.0) * further[d - 1] for r, d in zip(t.ranks, t.depths)]
+        return expected.mean_tokens(expected.expected_tokens_tree(t.parents, chances), a.share)
+
+    def steps(self, clock: Clock, candidate: Candidate, a: Accepted) -> float:
+        """Time of a mean round in plain steps."""
+        rows = a.rows(self.room) if self.template is None else float(self.room)
+        drafted = rows if self.levels is None else float(self.levels)  # tokens or levels
+        c, c0 = clock.costs(candidate, self.room, width=rows / drafted if drafted else 1.0)
+        if not rows:
+            return clock.v(1)
+        return expected.round_cost(clock.v, rows, c=c * drafted / rows, c0=c0, share=a.share)
+
+
+def siblings(a: Accepted) -> tuple[float, ...]:
+    """Chance of each child of a node to be the accepted one, by rank: as counted, else supposed.
+
+    What the first child leaves is shared by the others as in `sequoia.GUESSED_ACCEPTANCE`, and less of it if the
+    first is right less often than there.
+    """
+    if a.ranks:
+        return tuple(rate / max(sum(a.ranks), 1.0) for rate in a.ranks)  # rounded rates may add up to 1.001
+    first = min(a.reach[0] if a.reach else a.alpha, 1.0)
+    guessed, *others = GUESSED_ACCEPTANCE
+    left = (1 - first) * min(first / guessed, 1.0)
+    return (first, *(left * rate / (1 - guessed) for rate in others))
+
+
+def _at_depth(a: Accepted, rates: Sequence[float], depth: int) -> float:
+    """How much rarer a node on that level is accepted, once its parent was, than one on the first."""
+    if depth == 1 or not a.reach or not a.reach[0]:
+        return 1.0
+    known = min(depth, len(a.reach))
+    if known < 2 or not a.reach[known - 2]:
+        return 0.0
+    rarer = a.reach[known - 1] / a.reach[known - 2] / a.reach[0]
+    return min(rarer, 1 / sum(rates)) if sum(rates) else 0.0
+
+
+MOST_LEVELS = 8
+"""Of a tree."""
+
+
+def tree_for(clock: Clock, candidate: Candidate, acceptance: AcceptedRates, nodes: int) -> DraftShape:
+    """The tree of at most so many nodes that Sequoia's programme finds for the mean acceptance by rank."""
+    whole = sum(a.weight for a in acceptance.tasks.values())
+    each = [(a.weight / whole, siblings(a)) for a in acceptance.tasks.values()]
+    most = max(len(rates) for _, rates in each)
+    mean = tuple(sum(w * rates[r] for w, rates in each if r < len(rates)) for r in range(most))
+    return DraftShape.tree(_sequoia(*_tree_costs(clock, candidate, nodes), mean, nodes))
+
+
+def tree_break_even(clock: Clock, candidate: Candidate, nodes: int) -> float | None:
+    """The least acceptance of first children at which some tree pays, the others as `siblings` supposes, or None."""
+    cost, level = _tree_costs(clock, candidate, nodes)
+
+    def pays(alpha: float) -> bool:
+        template = _sequoia(cost, level, siblings(Accepted(alpha)), nodes)
+        tokens = DraftShape.tree(template).tokens(Accepted(alpha))
+        return tokens >= cost[template.size] + level * template.max_depth
+
+    return expected.least(pays, steps=12)
+
+
+def _tree_costs(clock: Clock, candidate: Candidate, nodes: int) -> tuple[tuple[float, ...], float]:
+    """Rounds of 0 .. nodes nodes but for their levels, and a level, in plain steps."""
+    costs = [clock.costs(candidate, n) for n in range(nodes + 1)]
+    return tuple(round(clock.v(n + 1) + costs[n][1], 4) for n in range(nodes + 1)), round(costs[0][0], 4)
+
+
+@functools.lru_cache(maxsize=4096)
+def _sequoia(cost: tuple[float, ...], level: float, rates: tuple[float, ...], nodes: int) -> TreeTemplate:
+    return sequoia(rates, cost, nodes, min(MOST_LEVELS, nodes), level_cost=level)
+
+
+LENGTHS = (*range(1, 9), 10, 12, 16)
 """Draft lengths that are looked at."""
 
 
 @dataclass(frozen=True)
-class AtLength:
+class ForecastPoint:
     """One method at one draft length, or with one tree.
 
     Attributes:
@@ -26,7 +403,7 @@ class AtLength:
         tokens: emitted a round.
         round_steps: time of a round in plain steps.
         speedup: over plain decoding.
-        low, high: its interval: over kinds of text where several were counted, and over what the times may be.
+        low, high: its interval: over kinds of text if several were counted, and over what the times may be.
         levels: of the tree, None for chains.
     """
 
@@ -49,12 +426,12 @@ class Forecast:
     """One method at one acceptance.
 
     Attributes:
-        candidate: what drafts.
+        candidate: the drafter.
         acceptance: how often it is right.
         c: a drafted token in plain steps.
         c0: a round besides, in plain steps, of drafts of one token.
         points: by draft length.
-        break_even: least acceptance at which some length pays; None where none does.
+        break_even: least acceptance at which some length pays; None if none does.
         v: of the target, by rows, from v(1).
     """
 
@@ -62,12 +439,12 @@ class Forecast:
     acceptance: AcceptedRates
     c: float
     c0: float
-    points: tuple[AtLength, ...]
+    points: tuple[ForecastPoint, ...]
     break_even: float | None
     v: tuple[float, ...]
 
     @property
-    def best(self) -> AtLength:
+    def best(self) -> ForecastPoint:
         """The fastest length."""
         return max(self.points, key=lambda p: p.speedup)
 
@@ -76,14 +453,30 @@ class Forecast:
         """Whether some length is faster than plain decoding."""
         return self.best.speedup > 1
 
+    def why_not(self) -> str | None:
+        """Why no length pays, in one sentence; None if one does."""
+        if self.pays:
+            return None
+        alpha, v2 = self.acceptance.alpha, self.v[1]
+        free = expected.break_even(lambda n: self.v[int(n) - 1], most=len(self.v) - 1)
+        if free is None or free > 0.95:
+            return f"the device has no arithmetic to spare: a forward of two rows takes {v2:.2f} plain steps"
+        if self.break_even is None:
+            return f"a drafted token costs {self.c:.2f} plain steps, which no acceptance wins back"
+        if self.break_even > alpha:
+            costs = f"{self.c:.2f} plain steps a drafted token, v(2) {v2:.2f}"
+            return f"{alpha:.2f} of the drafted tokens are accepted, and {self.break_even:.2f} are needed ({costs})"
+        some = f"only {self.acceptance.share:.0%} of the rounds find something to draft"
+        return f"{some}, and what all rounds pay besides is more"
+
     def to_dict(self) -> Json:
         """As plain values."""
         best = asdict(self.best) if self.pays else None
         return {
             "method": self.candidate.name, "drafter": self.candidate.drafter, "assumed_head": self.candidate.assumed,
             "alpha": self.acceptance.alpha, "acceptance": self.acceptance.source,
-            "tasks": {task: one.as_dict() for task, one in self.acceptance.tasks.items()},
-            "c": self.c, "c0": self.c0, "break_even": self.break_even, "best": best, "why_not": why_not(self),
+            "tasks": {task: asdict(one) for task, one in self.acceptance.tasks.items()},
+            "c": self.c, "c0": self.c0, "break_even": self.break_even, "best": best, "why_not": self.why_not(),
             "lengths": [asdict(p) for p in self.points],
         }  # fmt: skip
 
@@ -91,72 +484,43 @@ class Forecast:
 def forecast(
     clocks: Clocks, candidate: Candidate, acceptance: AcceptedRates, *, lengths: Sequence[int] = LENGTHS
 ) -> Forecast:
-    """What a method would do.
+    """The speed-ups of a method.
 
     Args:
         clocks: times of the target.
         candidate: the method.
         acceptance: how often it is right.
-        lengths: drafts that are looked at, none longer than was counted.
+        lengths: of the drafts that are looked at, none longer than was counted; of trees, most nodes.
     """
     clock, longest = clocks.expected, acceptance.longest
     if longest is not None and not candidate.tree:
         lengths = sorted({min(gamma, longest) for gamma in lengths})
     c, c0 = clock.costs(candidate, 1)
-    shapes = _shapes(clock, candidate, acceptance, lengths)
-    points = tuple(at_shape(clocks, candidate, acceptance, shape) for shape in shapes)
     v = tuple(clock.v(n) for n in range(1, max(lengths) + 2))
     if candidate.tree:
+        trees = {tree.room: tree for tree in (tree_for(clock, candidate, acceptance, n) for n in lengths)}
+        shapes = [trees[n] for n in sorted(trees)]
         least = tree_break_even(clock, candidate, min(max(lengths), 8))
     else:
+        shapes = [DraftShape(gamma) for gamma in lengths]
         least = expected.break_even(lambda n: v[int(n) - 1], c=c, c0=c0, most=max(lengths))
+    points = tuple(at_shape(clocks, candidate, acceptance, shape) for shape in shapes)
     return Forecast(candidate, acceptance, c, c0, points, least, v)
 
 
-def _shapes(clock: Clock, candidate: Candidate, acceptance: AcceptedRates, lengths: Sequence[int]) -> list[DraftShape]:
-    """Chains of these lengths, or the best trees of up to so many nodes."""
-    if not candidate.tree:
-        return [DraftChain(gamma) for gamma in lengths]
-    trees = {tree.room: tree for n in lengths for tree in (tree_for(clock, candidate, acceptance, n),)}
-    return [trees[n] for n in sorted(trees)]
-
-
-def at_shape(clocks: Clocks, candidate: Candidate, acceptance: AcceptedRates, shape: DraftShape) -> AtLength:
+def at_shape(clocks: Clocks, candidate: Candidate, acceptance: AcceptedRates, shape: DraftShape) -> ForecastPoint:
     """One draft length or tree: tokens of all tasks over the time that they take."""
-    middle, slow, fast = (
-        _over_tasks(clock, candidate, acceptance, shape) for clock in (clocks.expected, clocks.slow, clocks.fast)
-    )
-    ends = [end for found in (middle, slow, fast) for end in (found.value, found.low, found.high) if end is not None]
     tasks = acceptance.tasks.values()
+
+    def speedup(clock: Clock) -> intervals.Interval:
+        """Plain time of all tasks over the method's, as a run computes it over prompts."""
+        plain = [a.weight for a in tasks]
+        method = [a.weight / shape.tokens(a) * shape.steps(clock, candidate, a) for a in tasks]
+        found = intervals.ratio(plain, method)
+        assert found is not None  # rounds take time
+        return found
+
+    middle, slow, fast = (speedup(clock) for clock in (clocks.expected, clocks.slow, clocks.fast))
+    ends = [end for found in (middle, slow, fast) for end in (found.value, found.low, found.high) if end is not None]
     tokens = sum(a.weight for a in tasks) / sum(a.weight / shape.tokens(a) for a in tasks)
-    return AtLength(shape.room, tokens, tokens / middle.value, middle.value, min(ends), max(ends), shape.levels)
-
-
-def _over_tasks(clock: Clock, candidate: Candidate, acceptance: AcceptedRates, shape: DraftShape) -> intervals.Interval:
-    """Plain time of all tasks over the method's, as a run computes it over prompts."""
-    plain, method = [], []
-    for a in acceptance.tasks.values():
-        plain.append(a.weight)
-        method.append(a.weight / shape.tokens(a) * shape.steps(clock, candidate, a))
-    found = intervals.ratio(plain, method)
-    assert found is not None  # rounds take time
-    return found
-
-
-def why_not(f: Forecast) -> str | None:
-    """Why no length pays, in one sentence; None where one does."""
-    if f.pays:
-        return None
-    alpha, v2 = f.acceptance.alpha, f.v[1]
-    free = expected.break_even(lambda n: f.v[int(n) - 1], most=len(f.v) - 1)
-    if free is None or free > 0.95:
-        return f"the device has no arithmetic to spare: a forward of two rows takes {v2:.2f} plain steps"
-    if f.break_even is None:
-        return f"a drafted token costs {f.c:.2f} plain steps, which no acceptance wins back"
-    if f.break_even > alpha:
-        costs = f"{f.c:.2f} plain steps a drafted token, v(2) {v2:.2f}"
-        return f"{alpha:.2f} of the drafted tokens are accepted, and {f.break_even:.2f} are needed ({costs})"
-    share = sum(a.share * a.weight for a in f.acceptance.tasks.values()) / sum(
-        a.weight for a in f.acceptance.tasks.values()
-    )
-    return f"only {share:.0%} of the rounds find something to draft, and what all rounds pay besides is more"
+    return ForecastPoint(shape.room, tokens, tokens / middle.value, middle.value, min(ends), max(ends), shape.levels)

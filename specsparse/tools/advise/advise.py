@@ -1,33 +1,33 @@
 """Advice: every method's predicted speed-up at every batch size and context, the best of them, and what it needs."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+
+from rich.table import Table
+from rich.text import Text
 
 from specsparse.data.devices import THIS, Device
-from specsparse.engine.model import Model
 from specsparse.errors import UserError
-from specsparse.measure.costs import accepted, clocks, devices, drafts, predicted
-from specsparse.measure.costs.accepted import AcceptedRates
-from specsparse.measure.costs.candidates import Candidate, candidates
-from specsparse.measure.costs.clocks import Clocks
-from specsparse.measure.costs.forecast import LENGTHS, Forecast, forecast
-from specsparse.measure.costs.measured import load_or_measure
-from specsparse.measure.costs.progress import Bar, silent
-from specsparse.measure.costs.subjects import Subject, another_vocabulary, subject
+from specsparse.measure import intervals
+from specsparse.measure.costs import acceptance, measuring
+from specsparse.measure.costs.acceptance import AcceptedRates
+from specsparse.measure.costs.forecast import LENGTHS, Candidate, Clocks, Forecast, candidates, device_of, forecast
+from specsparse.measure.costs.measuring import Bar, silent
+from specsparse.measure.costs.outlines import ModelOutline, another_vocabulary, outline
+from specsparse.measure.costs.roofline import get_device
 from specsparse.models import catalogue
+from specsparse.runtime import timing_cache
 from specsparse.runtime.load import load
-from specsparse.runtime.times import store
-from specsparse.runtime.times.kept import CostTable
-from specsparse.runtime.times.stamp import cost_key
-from specsparse.support.files import Json
+from specsparse.runtime.timing_cache import CostTable, cost_key
+from specsparse.support import tables
+from specsparse.support.files import Json, size_text
 from specsparse.support.options import nearest
 
-SWEPT = (0.5, 0.6, 0.7, 0.8)
-"""Acceptances where none was measured."""
+SWEEP = (0.5, 0.6, 0.7, 0.8)
+"""Acceptances that are supposed if none was measured."""
 CONTEXT = 512
-"""Tokens in the cache where nobody says how many."""
+"""Tokens in the cache if nobody says how many."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class Question:
     Attributes:
         target, draft_models: names, paths or references to the Hub.
         device: a name of `data.devices`, or "this".
-        batches, contexts: sizes that are looked at; no context: `CONTEXT`, or what the model has room for.
+        batches, contexts: sizes that are looked at; no context: `CONTEXT`, or as much as the model has room for.
         lengths: of drafts.
         alphas: acceptances, instead of what is known.
         counted: acceptances by drafter, of a run's record.
-        task: of the kinds of text that were counted, this one alone.
+        task: the only kind of text that counts.
         kv_dtype: of the caches.
         paper: this machine too by its peaks alone, without decoding.
         refresh: this machine is measured again, whatever was kept.
@@ -73,8 +73,8 @@ class Sizes:
 
     @property
     def best(self) -> Forecast | None:
-        """The forecast that pays most, of those that rest on what was counted where there are any; None: none pays."""
-        counted = [f for f in self.forecasts if f.acceptance.source != accepted.SWEPT]
+        """The forecast that pays most, of those with a counted acceptance if there are any; None if none pays."""
+        counted = [f for f in self.forecasts if f.acceptance.source != acceptance.SWEPT]
         found = max(counted or self.forecasts, key=lambda f: f.best.speedup)
         return found if found.pays else None
 
@@ -87,23 +87,23 @@ class Advice:
         question: what was asked.
         target: the model.
         draft_models: the drafts' models.
+        vocabularies: a line for each draft model whose vocabulary is not the target's.
         device: what it is for.
-        memory: bytes that the device has; None: unknown.
+        memory: bytes that the device has, or None if that is not known.
         cases: by batch size and context.
     """
 
     question: Question
-    target: Subject
-    draft_models: tuple[Subject, ...]
+    target: ModelOutline
+    draft_models: tuple[ModelOutline, ...]
+    vocabularies: tuple[str, ...]
     device: Device
     memory: float | None
     cases: tuple[Sizes, ...]
 
-    @cached_property
-    def vocabularies(self) -> tuple[str, ...]:
-        """A line for each draft model whose vocabulary is not the target's."""
-        found = (another_vocabulary(self.target, draft) for draft in self.draft_models)
-        return tuple(line for line in found if line is not None)
+    def fits(self, case: Sizes) -> bool | None:
+        """Whether the device holds all of it; None if that is not known."""
+        return None if self.memory is None else sum(case.memory.values()) <= self.memory
 
     def to_dict(self) -> Json:
         """As plain values."""
@@ -126,12 +126,8 @@ class Advice:
             "best": None if best is None else best.to_dict(), "verdict": verdict(case),
         }  # fmt: skip
 
-    def fits(self, case: Sizes) -> bool | None:
-        """Whether the device holds all of it; None where that is not known."""
-        return None if self.memory is None else sum(case.memory.values()) <= self.memory
 
-
-def facts(model: Subject, question: Question) -> Json:
+def facts(model: ModelOutline, question: Question) -> Json:
     """What a token of a model reads and computes."""
     load = model.traffic(kv_dtype=question.kv_dtype)
     return {
@@ -143,57 +139,60 @@ def facts(model: Subject, question: Question) -> Json:
 
 
 def verdict(case: Sizes) -> str:
-    """What to do, in a sentence; where nobody counted an acceptance, from which one on a method pays."""
-    best = case.best
-    if len({f.acceptance.alpha for f in case.forecasts}) > 1 and all(
-        f.acceptance.source == accepted.SWEPT for f in case.forecasts
-    ):
-        return _thresholds(case)
-    if best is not None:
-        at = best.best
-        sure = "" if at.low > 1 else ", though it may be slower on some texts" if at.high > 1 else ""
-        return (
-            f"speculate with {best.candidate.name}, {at.size}: {at.speedup:.2f} times as fast "
-            f"({at.low:.2f} to {at.high:.2f}){sure}"
-        )
-    least = max(case.forecasts, key=lambda f: f.best.speedup)
-    return f"do not speculate: of {least.candidate.name}, {least.to_dict()['why_not']}"
-
-
-def _thresholds(case: Sizes) -> str:
-    least = {f.candidate.name: f.break_even for f in case.forecasts if f.candidate.token is not None}
-    paying = sorted((alpha, name) for name, alpha in least.items() if alpha is not None)
-    never = [name for name, alpha in least.items() if alpha is None]
-    said = [f"{name} from {alpha:.2f} on" for alpha, name in paying] + [f"{name} never" for name in never]
-    copied = next(f for f in case.forecasts if f.candidate.token is None)
-    rate = "never" if copied.break_even is None else f"from {copied.break_even:.2f} on, where there is what to copy"
-    return f"nobody counted an acceptance here; speculation pays: copied drafts {rate}, {', '.join(said)}"
+    """What to do, in a sentence; if nobody counted an acceptance, from which one on a method pays."""
+    supposed = all(f.acceptance.source == acceptance.SWEPT for f in case.forecasts)
+    if supposed and len({f.acceptance.alpha for f in case.forecasts}) > 1:
+        least = {f.candidate.name: f.break_even for f in case.forecasts if f.candidate.token is not None}
+        paying = sorted((alpha, name) for name, alpha in least.items() if alpha is not None)
+        said = [f"{name} from {alpha:.2f} on" for alpha, name in paying]
+        said += [f"{name} never" for name, alpha in least.items() if alpha is None]
+        copied = next(f for f in case.forecasts if f.candidate.token is None)
+        rate = "never" if copied.break_even is None else f"from {copied.break_even:.2f} on, where there is what to copy"
+        return f"nobody counted an acceptance here; speculation pays: copied drafts {rate}, {', '.join(said)}"
+    if case.best is None:
+        slowest = max(case.forecasts, key=lambda f: f.best.speedup)
+        return f"do not speculate: of {slowest.candidate.name}, {slowest.why_not()}"
+    at = case.best.best
+    sure = "" if at.low > 1 else ", though it may be slower on some texts" if at.high > 1 else ""
+    return (
+        f"speculate with {case.best.candidate.name}, {at.size}: {at.speedup:.2f} times as fast "
+        f"({at.low:.2f} to {at.high:.2f}){sure}"
+    )
 
 
 def advise(question: Question, *, bar: Bar = silent) -> Advice:
-    """The answer; this machine is measured where it is asked for, the file is here and no table is kept.
+    """The answer. This machine is measured if it is asked for, the file is here and no table is kept.
 
     Raises:
         UserError: an unknown model or device, a context that the model has no room for, or a task nobody counted.
     """
     _check_task(question)
-    target, draft_models = subject(question.target), tuple(map(subject, question.draft_models))
+    target, draft_models = outline(question.target), tuple(map(outline, question.draft_models))
     room = target.config.context_length
     for context in question.contexts:
         if context > room:
             raise UserError(f"--context {context}: {target.name} has room for {room} tokens")
     question = replace(question, contexts=question.contexts or (min(CONTEXT, room),))
     chosen = tuple(candidates(target, draft_models, kv_dtype=question.kv_dtype))
-    table, keys = None, {}
     if question.device == THIS and target.path is not None and not question.paper:
-        table, keys = measured(target, chosen, kv_dtype=question.kv_dtype, refresh=question.refresh, bar=bar)
-    device = devices.get(question.device) if table is None else predicted.this_machine(table)
-    cases = tuple(
-        _case(question, target, chosen, draft_models, device, table, keys, batch, context)
-        for batch in question.batches
-        for context in question.contexts
-    )
-    return Advice(question, target, draft_models, device, _memory(device), cases)
+        table, keys = _measured(target, chosen, kv_dtype=question.kv_dtype, refresh=question.refresh, bar=bar)
+        device = device_of(table)
+    else:
+        table, keys, device = None, {}, get_device(question.device)
+    known = [(candidate, how) for candidate in chosen for how in _acceptances(question, candidate)]
+    models, cases = (target, *draft_models), []
+    for batch in question.batches:
+        for context in question.contexts:
+            if table is None:
+                clocks = Clocks.on_paper(device, target, context, batch, kv_dtype=question.kv_dtype)
+            else:
+                clocks = Clocks.from_table(table, keys, target.nbytes, context, batch)
+            found = tuple(forecast(clocks, candidate, how, lengths=question.lengths) for candidate, how in known)
+            caches = sum(model.kv_bytes(context, question.kv_dtype) for model in models) * batch
+            memory = {**{model.name: model.nbytes for model in models}, "caches": caches}
+            cases.append(Sizes(batch, context, clocks, found, memory))
+    vocabularies = tuple(filter(None, (another_vocabulary(target, draft) for draft in draft_models)))
+    return Advice(question, target, draft_models, vocabularies, device, _memory(device), tuple(cases))
 
 
 def _memory(device: Device) -> float | None:
@@ -205,81 +204,132 @@ def _memory(device: Device) -> float | None:
         return None
 
 
-def measured(
-    target: Subject, chosen: Sequence[Candidate], *, kv_dtype: str = "f16", refresh: bool = False, bar: Bar = silent
+def _measured(
+    target: ModelOutline, chosen: Sequence[Candidate], *, kv_dtype: str, refresh: bool, bar: Bar
 ) -> tuple[CostTable, dict[str, str]]:
-    """The target's table with the cost of every drafter that is here, measured where it is not kept (with `refresh`
-    whatever is kept), and their keys.
+    """The target's table with the cost of every drafter that is here, and the drafters' keys in it.
 
-    Weights are loaded only for what is missing.
+    What is not kept (with `refresh` everything) is measured; only then weights are loaded.
     """
     assert target.path is not None
-    here = [c for c in chosen if not c.assumed and _is_here(c)]
-    keys = {c.name: (drafts.trees_key if c.tree else cost_key)(c.drafter, c.options) for c in here}
-    table = store.find(target.path, target.config, kv_dtype=kv_dtype)
+
+    def is_here(candidate: Candidate) -> bool:
+        name = candidate.options.get("model")
+        return not candidate.assumed and (name is None or outline(str(name)).path is not None)
+
+    here = [c for c in chosen if is_here(c)]
+    keys = {c.name: (measuring.trees_key if c.tree else cost_key)(c.drafter, c.options) for c in here}
+    table = timing_cache.find(target.path, target.config, kv_dtype=kv_dtype)
     if refresh or table is None or any(key not in table.drafts for key in keys.values()):
         model = load(target.path, kv_dtype=kv_dtype)
-        table = _with_drafts(model, here, bar, refresh=refresh)
+        table = measuring.load_or_measure(model, refresh=refresh, bar=bar)
+        for c in here:
+            table_for = measuring.table_for_trees if c.tree else measuring.table_for
+            table, _ = table_for(model, c.drafter, c.options, bar=bar)
     return table, keys
-
-
-def _with_drafts(model: Model, here: Sequence[Candidate], bar: Bar, *, refresh: bool) -> CostTable:
-    table = load_or_measure(model, refresh=refresh, bar=bar)
-    for c in here:
-        measure = drafts.table_for_trees if c.tree else drafts.table_for
-        table, _ = measure(model, c.drafter, c.options, bar=bar)
-    return table
-
-
-def _is_here(candidate: Candidate) -> bool:
-    name = candidate.options.get("model")
-    return name is None or subject(str(name)).path is not None
-
-
-def _case(
-    question: Question, target: Subject, chosen: Sequence[Candidate], draft_models: Sequence[Subject],
-    device: Device, table: CostTable | None, keys: Mapping[str, str], batch: int, context: int,
-) -> Sizes:  # fmt: skip
-    if table is None:
-        times = clocks.on_paper(device, target, context, batch, kv_dtype=question.kv_dtype)
-    else:
-        times = clocks.timed(table, keys, target, context, batch)
-    found = tuple(
-        forecast(times, candidate, how, lengths=question.lengths)
-        for candidate in chosen
-        for how in _acceptances(question, candidate)
-    )
-    models = (target, *draft_models)
-    caches = sum(model.kv_bytes(context, question.kv_dtype) for model in models) * batch
-    memory = {**{model.name: model.nbytes for model in models}, "caches": caches}
-    return Sizes(batch, context, times, found, memory)
 
 
 def _acceptances(question: Question, candidate: Candidate) -> list[AcceptedRates]:
     """What was asked for, else what a run counted, else what the table has, else a sweep."""
     if question.alphas:
-        return [accepted.swept(alpha) for alpha in question.alphas]
-    counted = question.counted
-    known = accepted.kept(_usual(question.target), _usual(candidate.chain)) if counted is None else None
-    if counted is not None:
-        known = counted.get(candidate.chain) or counted.get(candidate.drafter)
+        return [acceptance.swept(alpha) for alpha in question.alphas]
+    if question.counted is None:
+        known = acceptance.kept_rates(_usual(question.target), _usual(candidate.chain))
+    else:
+        known = question.counted.get(candidate.chain) or question.counted.get(candidate.drafter)
     if known is not None and question.task is not None:
-        known = known.of_task(question.task)
+        known = known.for_task(question.task)
     if known is None:
-        return [accepted.swept(alpha) for alpha in SWEPT]
+        return [acceptance.swept(alpha) for alpha in SWEEP]
     supposed = candidate.tree and not all(a.ranks for a in known.tasks.values())
     return [AcceptedRates(f"{known.source}; siblings of trees supposed", known.tasks) if supposed else known]
 
 
 def _usual(name: str) -> str:
-    """The catalogue's name of a model, where it has one."""
+    """The catalogue's name of a model, if it has one."""
     entry = catalogue.find(name)
     return name if entry is None else entry.name
 
 
 def _check_task(question: Question) -> None:
-    known = set() if question.counted is None else {t for a in question.counted.values() for t in a.tasks}
     if question.counted is None:
-        known = accepted.kept_tasks(_usual(question.target))
+        known = acceptance.kept_tasks(_usual(question.target))
+    else:
+        known = {task for rates in question.counted.values() for task in rates.tasks}
     if question.task is not None and question.task not in known:
         raise UserError(f"--task {question.task}: nothing was counted on such texts{nearest(question.task, known)}")
+
+
+def parts(advice: Advice) -> Iterator[Table | Text]:
+    """The answer as lines and tables: the models, then each batch size and context."""
+    for model in (advice.target, *advice.draft_models):
+        known = facts(model, advice.question)
+        weights = f"{known['parameters'] / 1e6:,.0f} M weights, {size_text(known['bytes'])} ({known['source']})"
+        step = f"a step reads {size_text(known['bytes_a_step'])}, a row takes {known['macs_a_row'] / 1e9:.3g} GMAC"
+        cache = f"a token of cache {size_text(known['kv_bytes_per_token'])}"
+        yield Text(f"{known['name']}: {weights}; {step}, {cache}")
+    yield from (Text(line, style="yellow") for line in advice.vocabularies)
+    for case in advice.cases:
+        yield Text(f"\nbatch {case.batch}, {case.context} tokens in the cache", style="bold")
+        clock = case.clocks.expected
+        v = ", ".join(f"v({n}) {clock.v(n):.2f}" for n in (2, 4, 8, 16))
+        yield Text(f"{case.clocks.source}: {case.batch / clock.step_s:.4g} tok/s plainly, {v}")
+        if case.clocks.note is not None:
+            yield Text(case.clocks.note, style="yellow")
+        each = " + ".join(f"{name} {size_text(nbytes)}" for name, nbytes in case.memory.items())
+        limit = "" if advice.memory is None else " of {}" if advice.fits(case) else ", MORE THAN THE {} THERE ARE"
+        total = size_text(sum(case.memory.values())) + limit.format(size_text(advice.memory or 0))
+        yield Text(f"memory: {each} = {total}")
+        counted = [f for f in case.forecasts if f.acceptance.source != acceptance.SWEPT]
+        if counted:
+            yield _counted_table(counted)
+            yield from (Text(line, style="dim") for line in dict.fromkeys(f.acceptance.source for f in counted))
+        if guessed := [f for f in case.forecasts if f.acceptance.source == acceptance.SWEPT]:
+            yield _swept_table(guessed)
+        yield Text(verdict(case), style="bold")
+
+
+def _counted_table(found: list[Forecast]) -> Table:
+    """A row a method."""
+    columns = ("c", "acceptance", "drafts", "break-even", "gamma", "tok/round", "speed-up", "interval")
+    note = (
+        "c: a drafted token in plain steps; drafts: share of the rounds that draft; gamma: of a tree nodes x levels; "
+        "interval: over texts and times"
+    )
+    table = tables.new("method", *columns, note=note)
+    for f in sorted(found, key=lambda f: -f.best.speedup):
+        best, how = f.best, f.acceptance
+        drafts = (_size(f), f"{best.tokens:.2f}") if f.pays else ("0", "1.00")
+        cells = (f"{f.c:.2f}", f"{how.alpha:.2f}", f"{how.share:.0%}", _rate(f.break_even), *drafts)
+        table.add_row(f.candidate.name, *cells, f"{best.speedup:.2f}", intervals.shown(best.low, best.high))
+    return table
+
+
+def _size(f: Forecast) -> str:
+    """Tokens of a chain; nodes x levels of a tree."""
+    return str(f.best.gamma) if f.best.levels is None else f"{f.best.gamma} x {f.best.levels}"
+
+
+def _swept_table(found: list[Forecast]) -> Table:
+    """A row a method, a column an acceptance: speed-up and the length that gives it."""
+    alphas = list(dict.fromkeys(f.acceptance.alpha for f in found))
+    heads = [f"{alpha:g}" for alpha in alphas]
+    note = (
+        "speed-up at an acceptance that nobody counted, and gamma (of a tree nodes x levels); a dash: no length pays; "
+        "*: a head nobody named"
+    )
+    table = tables.new("method", "c", "break-even", *heads, note=note)
+    rows: dict[tuple[str, ...], list[str]] = {}  # methods that are alike on paper stand in one row
+    for name in dict.fromkeys(f.candidate.name for f in found):
+        own = {f.acceptance.alpha: f for f in found if f.candidate.name == name}
+        first = next(iter(own.values()))
+        cells = [f"{f.best.speedup:.2f} ({_size(f)})" if (f := own[a]).pays else "-" for a in alphas]
+        key = (f"{first.c:.2f}", _rate(first.break_even), *cells)
+        rows.setdefault(key, []).append(name + "*" * first.candidate.assumed)
+    for key, names in rows.items():
+        table.add_row(", ".join(names), *key)
+    return table
+
+
+def _rate(value: float | None) -> str:
+    return "never" if value is None else f"{value:.2f}"

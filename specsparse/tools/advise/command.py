@@ -61,17 +61,16 @@ def main(args: argparse.Namespace) -> int:
     _check_names(args.target, *args.drafts)
 
     from specsparse.experiments.methods.decoding import bar  # after the names: JAX takes a second
-    from specsparse.measure.costs import accepted
+    from specsparse.measure.costs import acceptance
     from specsparse.support import tables, terminal
     from specsparse.support.files import to_json, write_atomically
-    from specsparse.tools.advise import shown
-    from specsparse.tools.advise.advise import Question, advise
+    from specsparse.tools.advise.advise import Question, advise, parts
 
     out = terminal.console()
     lengths = {"lengths": args.gamma} if args.gamma else {}
     question = Question(
         args.target, tuple(args.drafts), args.device, args.batch, args.context, alphas=args.alpha,
-        counted=accepted.of_record(args.acceptance) if args.acceptance else None, task=args.task,
+        counted=acceptance.from_record(args.acceptance) if args.acceptance else None, task=args.task,
         kv_dtype=args.kv_dtype, paper=args.paper, refresh=args.refresh, **lengths,
     )  # fmt: skip
     found = advise(question, bar=bar(out))
@@ -79,7 +78,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json == STDOUT:
         print(to_json(report))
     else:
-        for part in shown.parts(found):
+        for part in parts(found):
             tables.show(out, part) if hasattr(part, "columns") else out.print(part, soft_wrap=True)
     if args.json not in (None, STDOUT):
         write_atomically(Path(args.json), to_json(report) + "\n")

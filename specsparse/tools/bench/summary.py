@@ -10,7 +10,7 @@ from specsparse.engine.config import PROJECTIONS
 from specsparse.engine.gguf.reader import GGUFFile
 from specsparse.engine.model import Model
 from specsparse.engine.windows import LayerWindows
-from specsparse.measure.costs.traffic import KV_BYTES
+from specsparse.measure.costs.roofline import KV_BYTES
 from specsparse.measure.trials import OURS, Ours, Samples, TrialPlan, TrialResults, paired_ratio, summary
 from specsparse.support.files import Json
 

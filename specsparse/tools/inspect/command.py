@@ -28,13 +28,13 @@ def main(args: argparse.Namespace) -> int:
     from rich.text import Text
 
     from specsparse.measure import inspection
-    from specsparse.measure.costs import devices
+    from specsparse.measure.costs.roofline import get_device
     from specsparse.support import terminal
     from specsparse.support.files import to_json
 
     if args.second and args.draft:
         raise UserError(f"{args.second} and --draft {args.draft}: one draft model is judged, give one of them")
-    device = devices.get(args.device)
+    device = get_device(args.device)
     found = _look_at(args.model)
     if isinstance(found, dict):  # a head in a folder
         print(to_json(found)) if args.json else terminal.console().print(_pairs("head", found))

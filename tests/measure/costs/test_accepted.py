@@ -6,7 +6,7 @@ import pytest
 
 from specsparse.data import prompts
 from specsparse.errors import UserError
-from specsparse.measure.costs import accepted
+from specsparse.measure.costs import acceptance
 from specsparse.models import catalogue
 from specsparse.runtime import metrics
 from specsparse.runtime.metrics import Counters
@@ -33,20 +33,20 @@ def test_a_comparison_counts_for_each_drafter(tmp_path):
         {"name": "suffix x greedy", "tasks": tasks(all=COUNTED + IDLE, chat=COUNTED, code=IDLE)},
         {"name": "model x greedy", "tasks": tasks(all=IDLE, chat=IDLE)},
     ]
-    found = accepted.of_record(written(tmp_path, {"kind": "compare", "methods": rows}))
+    found = acceptance.from_record(written(tmp_path, {"kind": "compare", "methods": rows}))
     assert found.keys() == {"suffix"}  # the other drafted nothing
     assert found["suffix"].tasks["chat"].reach == (6 / 8, 4 / 8, 2 / 8) and found["suffix"].tasks["chat"].share == 0.8
     assert found["suffix"].tasks["code"].tokens(3) == 1.0
-    assert found["suffix"].of_task("chat").tasks.keys() == {"chat"} and found["suffix"].of_task("maths") is None
+    assert found["suffix"].for_task("chat").tasks.keys() == {"chat"} and found["suffix"].for_task("maths") is None
 
 
 def test_a_run_with_one_method_counts_for_its_drafter_and_trees_do_not(tmp_path):
     sides = {"plain": {}, "speculative": {"counters": metrics.to_dict(COUNTED)}}
     record = {"method": {"drafter": "head"}, "groups": {"all": {"sides": sides}, "chat": {"sides": sides}}}
-    assert accepted.of_record(written(tmp_path, record))["head"].alpha == 0.6
+    assert acceptance.from_record(written(tmp_path, record))["head"].alpha == 0.6
     record["method"]["levels"] = 3
     with pytest.raises(UserError, match="no method of this run drafted chains"):
-        accepted.of_record(written(tmp_path, record))
+        acceptance.from_record(written(tmp_path, record))
 
 
 @pytest.mark.parametrize(
@@ -61,10 +61,10 @@ def test_counters_that_contradict_one_another_are_one_line(tmp_path, name, value
     sides = {"speculative": {"counters": {**metrics.to_dict(COUNTED), name: value}}}
     record = {"method": {"drafter": "head"}, "groups": {"chat": {"sides": sides}}}
     with pytest.raises(UserError, match=rf"record\.json: head, chat\.{said}"):
-        accepted.of_record(written(tmp_path, record))
+        acceptance.from_record(written(tmp_path, record))
     sides["speculative"]["counters"][name] = "x"
     with pytest.raises(UserError, match=r"is no record\.json of a run"):
-        accepted.of_record(written(tmp_path, record))
+        acceptance.from_record(written(tmp_path, record))
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{", "[]", "{}", '{"kind": "compare", "methods": [{}]}'])
@@ -72,26 +72,26 @@ def test_another_file_is_no_record(tmp_path, text):
     path = tmp_path / "record.json"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=r"record\.json: is no record\.json of a run"):
-        accepted.of_record(path)
+        acceptance.from_record(path)
 
 
 def test_the_kept_rates_are_of_models_and_drafters_that_there_are():
-    rows = accepted._table(accepted.KEPT)
+    rows = acceptance.kept_rows()
     assert len({(row.target, row.drafter) for row in rows}) == len(rows) > 0
     for row in rows:
         assert catalogue.find(row.target) and (DRAFTERS.holds(row.drafter) or catalogue.find(row.drafter)), row.drafter
-        found = accepted.kept(row.target, row.drafter)
-        assert found.tasks.keys() <= accepted.kept_tasks(row.target) and row.source
+        found = acceptance.kept_rates(row.target, row.drafter)
+        assert found.tasks.keys() <= acceptance.kept_tasks(row.target) and row.source
         for one in found.tasks.values():
             assert list(one.reach) == sorted(one.reach, reverse=True)  # no position without the one before it
-    assert accepted.kept("smollm2-135m", "nobody") is None
+    assert acceptance.kept_rates("smollm2-135m", "nobody") is None
 
 
 def test_the_kept_rates_cover_the_built_in_texts_for_every_drafter_and_say_where_they_are_from():
     tasks = {prompt.task for prompt in prompts.load()}
     names = ("prompt_lookup", "ngram_simple", "suffix", "smollm2-draft", "head", "layer_skip")
     for name in names:
-        kept = accepted.kept("smollm2-135m", name)
+        kept = acceptance.kept_rates("smollm2-135m", name)
         assert kept.tasks.keys() == tasks and "compare at" in kept.source
         assert all(bool(a.ranks) == (name in names[3:]) and sum(a.ranks) <= 1.004 for a in kept.tasks.values())
     assert len(tasks) == 8

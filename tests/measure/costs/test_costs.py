@@ -8,17 +8,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from specsparse.data.devices import Device, sheets
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.windows import LayerWindows
 from specsparse.errors import UserError
-from specsparse.measure.costs import devices, drafts, traffic
-from specsparse.measure.costs.accepted import Accepted
-from specsparse.measure.costs.explain import explain
-from specsparse.measure.costs.fit import draft_line, fit_kv, overhead, polish, rising
-from specsparse.measure.costs.roofline import Roofline
+from specsparse.measure.costs import measuring
+from specsparse.measure.costs.acceptance import Accepted
+from specsparse.measure.costs.explain import speedup_terms
+from specsparse.measure.costs.measuring import fit_draft, fit_kv, fit_overhead, polish, rising
+from specsparse.measure.costs.roofline import KV_BYTES, Matrix, Roofline, Traffic, bits_per_weight, get_device, kv_bytes
 from specsparse.runtime.metrics import Counters, Times
-from specsparse.runtime.times.kept import CostTable, DraftCost
+from specsparse.runtime.timing_cache import CostTable, DraftCost
 from specsparse.speculative import expected
 from specsparse.speculative.drafters.synthetic import SyntheticRates
 from specsparse.testing import tiny_config, write_tiny_gguf
@@ -36,22 +37,22 @@ def table(**changes) -> CostTable:
     return CostTable(**{**fields, **changes})
 
 
-def weights(count: float) -> traffic.Traffic:
+def weights(count: float) -> Traffic:
     """So many weights at one byte each, without a cache."""
-    return traffic.Traffic((traffic.Matrix("Q8_0", count, count),), 0.0, 0.0)
+    return Traffic((Matrix("Q8_0", count, count),), 0.0, 0.0)
 
 
-def of_shape(config: ModelConfig, kind: str) -> traffic.Traffic:
+def of_shape(config: ModelConfig, kind: str) -> Traffic:
     """A model that is only a shape: matrices in one type, vectors in F32."""
     tensors = []
     for name, shape in config.tensor_shapes():
         own = kind if len(shape) == 2 else "F32"
-        tensors.append((name, own, math.prod(shape) * traffic.bits_per_weight(own) / 8))
-    return traffic.of_tensors(config, tensors)
+        tensors.append((name, own, math.prod(shape) * bits_per_weight(own) / 8))
+    return Traffic.from_tensors(config, tensors)
 
 
 def test_a_7b_model_at_one_byte_a_weight_on_an_a100():
-    roofline = Roofline(devices.get("a100"), weights(7e9))
+    roofline = Roofline(get_device("a100"), weights(7e9))
     assert roofline.tokens_per_second() == pytest.approx(277, rel=0.005)
     assert roofline.v(8) == 1.0  # memory bound far beyond
 
@@ -65,9 +66,9 @@ def test_a_tree_of_one_branch_is_predicted_as_a_chain_and_costs_what_its_nodes_c
     assert bush == pytest.approx(2.0 / (1 + 0.010 / step + 0.0022 / step + (0.0005 + 7 * 0.0001) / step))
 
 
-@pytest.mark.parametrize("name", devices.sheets())
+@pytest.mark.parametrize("name", sheets())
 def test_named_devices_have_sane_peaks(name):
-    device = devices.get(name)
+    device = get_device(name)
     assert device.bandwidth > 1e9
     assert device.peak("int8") >= device.peak("f16") >= device.peak("f32") > 0
     assert device.memory > 1e9 and device.source and 0 <= device.dispatch < 1e-5
@@ -75,14 +76,14 @@ def test_named_devices_have_sane_peaks(name):
 
 def test_an_unknown_device_is_refused():
     with pytest.raises(UserError, match="device a10 is unknown; did you mean a100"):
-        devices.get("a10")
+        get_device("a10")
 
 
 def test_traffic_of_a_file_counts_each_tensor_in_its_own_type(tmp_path):
     path = write_tiny_gguf(tmp_path / "m.gguf", quant="Q4_0", embedding_quant="F16", tied=False)
     f = open_gguf(path)
     config = ModelConfig.from_gguf(f)
-    load = traffic.from_gguf(f, config)
+    load = Traffic.from_gguf(f, config)
     wanted = sum(t.nbytes for name, t in f.tensors.items() if name != "token_embd.weight")
     assert load.weight_bytes == wanted
     assert set(load.by_type()) == {"Q4_0", "F16", "F32"}
@@ -98,7 +99,7 @@ def test_traffic_of_a_shape_is_that_of_its_file(tmp_path):
     path = write_tiny_gguf(tmp_path / "m.gguf", quant="Q8_0", tied=True)
     f = open_gguf(path)
     config = ModelConfig.from_gguf(f)
-    from_file, shape = traffic.from_gguf(f, config), of_shape(config, "Q8_0")
+    from_file, shape = Traffic.from_gguf(f, config), of_shape(config, "Q8_0")
     assert from_file.weight_bytes == shape.weight_bytes
     assert from_file.macs(2, 5) == shape.macs(2, 5)
     assert from_file.requantised("Q4_0").weight_bytes < from_file.weight_bytes
@@ -124,7 +125,7 @@ def test_what_windows_spare_is_counted_row_by_row(windows, model, rows, before):
     assert found.read(rows, before) * len(windows) == pytest.approx(read, rel=1e-12)
     assert found.attended(rows, before) * len(windows) == pytest.approx(macs, rel=1e-12)
     load = of_shape(config, "F32")
-    of_head = 2 * config.n_kv_heads * config.head_dim * traffic.KV_BYTES["f16"]
+    of_head = 2 * config.n_kv_heads * config.head_dim * KV_BYTES["f16"]
     assert load.read_bytes(rows, before) - load.weight_bytes == pytest.approx(of_head * read)
     assert load.macs(rows, before)["f16"] == pytest.approx(2 * config.n_heads * config.head_dim * macs)
 
@@ -144,11 +145,11 @@ def test_a_measured_table_goes_on_by_what_its_layers_read():
 def test_sizes_of_llama_2_7b():
     sizes = {kind: of_shape(LLAMA_7B, kind).weight_bytes / 1e9 for kind in ("F16", "Q8_0", "Q4_0")}
     assert sizes == pytest.approx({"F16": 13.2, "Q8_0": 7.02, "Q4_0": 3.72}, rel=0.01)  # without the embedding
-    assert traffic.kv_bytes(LLAMA_7B, 4096, "f16") == 2 * 2**30
+    assert kv_bytes(LLAMA_7B, 4096, "f16") == 2 * 2**30
 
 
 def test_the_roofline_turns_from_memory_to_compute():
-    device = devices.Device("d", "d", bandwidth=1e9, f32=1e9, int8=4e9)
+    device = Device("d", "d", bandwidth=1e9, f32=1e9, int8=4e9)
     roofline = Roofline(device, weights(1e9))
     assert roofline.balance() == 4
     assert roofline.v(4) == 1.0
@@ -249,11 +250,11 @@ def test_fit_kv_finds_the_slopes():
 
 
 def test_overhead_and_draft_lines_are_never_negative():
-    assert overhead((2, 7), [0.003, 0.008]) == (pytest.approx(0.001), pytest.approx(0.001))
-    assert min(overhead((2, 7), [-0.003, 0.001])) >= 0
-    assert draft_line([(2.0, 0.03), (7.0, 0.08)]) == DraftCost(pytest.approx(0.01), pytest.approx(0.01))
-    assert draft_line([(1.0, 0.02), (1.2, 0.04)]) == DraftCost(0.0, pytest.approx(0.03))
-    assert draft_line([]) == DraftCost()
+    assert fit_overhead((2, 7), [0.003, 0.008]) == (pytest.approx(0.001), pytest.approx(0.001))
+    assert min(fit_overhead((2, 7), [-0.003, 0.001])) >= 0
+    assert fit_draft([(2.0, 0.03), (7.0, 0.08)]) == DraftCost(pytest.approx(0.01), pytest.approx(0.01))
+    assert fit_draft([(1.0, 0.02), (1.2, 0.04)]) == DraftCost(0.0, pytest.approx(0.03))
+    assert fit_draft([]) == DraftCost()
 
 
 def sides(accepted=60, drafts=20, rounds=25, drafted=100, tested=75, plain_s=1.2, method_s=0.7):
@@ -266,21 +267,21 @@ def sides(accepted=60, drafts=20, rounds=25, drafted=100, tested=75, plain_s=1.2
 
 
 def test_the_terms_multiply_to_the_measured_speedup():
-    found = explain(*sides(), table(), gamma=7, draft=DraftCost(1e-4, 1e-4), calls=(2, 2), kv_length=300)
+    found = speedup_terms(*sides(), table(), gamma=7, draft=DraftCost(1e-4, 1e-4), calls=(2, 2), kv_length=300)
     assert found.alpha == pytest.approx(0.8)
     costs = {"draft": DraftCost(1e-4, 1e-4), "kv_length": 300, "share": 0.8}  # 20 of 25 rounds draft
     assert found.predicted == pytest.approx(table().predict(0.8, 7, **costs))
     assert found.measured == pytest.approx(1.2 / 0.7)
     assert found.predicted * math.prod(f.value for f in found.factors) == pytest.approx(found.measured)
     assert len(list(found.lines())) == len(found.factors) + 2
-    json.dumps(found.to_dict())
+    json.dumps(dataclasses.asdict(found))
 
 
 def test_a_run_and_advise_weigh_silent_rounds_by_one_formula():
     """Of a drafter that finds something every third round; drafts are of gamma tokens, so that nothing is left over."""
     t, gamma = table(host_s=0.0), 4
     plain, method = sides(accepted=60, drafts=20, rounds=60, drafted=80, tested=80)
-    found = explain(plain, method, t, gamma=gamma)
+    found = speedup_terms(plain, method, t, gamma=gamma)
     advised = Accepted(found.alpha, share=20 / 60)
     cost = expected.round_cost(t.v, advised.rows(gamma), c0=t.overhead(gamma), share=advised.share)
     assert found.predicted == pytest.approx(advised.tokens(gamma) / cost)
@@ -295,20 +296,20 @@ def test_a_run_just_as_the_table_says_needs_no_factors():
         accepted=gamma * rounds, drafts=rounds, rounds=rounds, drafted=gamma * rounds, tested=gamma * rounds,
         plain_s=85 * t.step(), method_s=seconds,
     )  # fmt: skip
-    found = explain(plain, method, t, gamma=gamma)
+    found = speedup_terms(plain, method, t, gamma=gamma)
     assert [f.value for f in found.factors] == pytest.approx([1.0] * 4)
     assert found.measured == pytest.approx(found.predicted)
 
 
 def test_a_run_without_drafts_has_no_terms():
     plain, method = sides(accepted=0, drafts=0, drafted=0, tested=0)
-    assert explain(plain, method, table(), gamma=7) is None
+    assert speedup_terms(plain, method, table(), gamma=7) is None
 
 
 def test_measured_stages_stand_beside_the_predicted_ones():
     plain, method = sides()
     method = dataclasses.replace(method, times=Times(total=0.7, draft=0.05, verify=0.5, sample=0.1))
-    stages = explain(plain, method, table(), gamma=7).stages
+    stages = speedup_terms(plain, method, table(), gamma=7).stages
     assert stages["verify"]["measured_s"] == pytest.approx(0.02)
     assert stages["rest"]["predicted_s"] == pytest.approx(0.8 * 0.0012)  # of the rounds that draft
 
@@ -347,11 +348,11 @@ class ColdLoop:
 
 
 def test_a_stretch_is_timed_once_its_weights_are_in_the_caches(monkeypatch):
-    monkeypatch.setattr(drafts, "Loop", ColdLoop)
-    monkeypatch.setattr(drafts, "Method", lambda: 0)
-    monkeypatch.setattr(drafts, "_passage", lambda model: [1] * 100)
+    monkeypatch.setattr(measuring, "Loop", ColdLoop)
+    monkeypatch.setattr(measuring, "Method", lambda: 0)
+    monkeypatch.setattr(measuring, "_passage", lambda model: [1] * 100)
     model = SimpleNamespace(config=SimpleNamespace(context_length=4096))
     flat = table(kv_s=0.0, kv_row_s=0.0)
     for gamma in (2, 7):
-        found = drafts._Beside.of(model, flat, gamma, 96).stretches(gamma, nodes=gamma, depth=gamma)
+        found = measuring._Stretches(model, flat, gamma, 96).time(gamma, nodes=gamma, depth=gamma)
         assert found == [(gamma, pytest.approx(gamma * 3e-4))] * 12

@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 
 import specsparse
-from specsparse.measure.costs import drafts, measured
-from specsparse.measure.costs.clocks import Timed
-from specsparse.runtime.times import store
-from specsparse.runtime.times.kept import CostTable, DraftCost
+from specsparse.measure.costs import measuring
+from specsparse.measure.costs.forecast import Timed
+from specsparse.runtime import timing_cache
+from specsparse.runtime.timing_cache import CostTable, DraftCost
 from specsparse.testing import write_tiny_gguf
 from specsparse.tools.advise import advise as module
 from specsparse.tools.advise.advise import Question, advise
@@ -33,13 +33,13 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_a_kept_table_is_found_without_weights(model, monkeypatch):
-    assert store.find(model.path, model.config) is None
+    assert timing_cache.find(model.path, model.config) is None
     table = TABLE
-    for name in (*OWN, drafts.trees_key("layer_skip")):
+    for name in (*OWN, measuring.trees_key("layer_skip")):
         table = table.with_draft(name, DraftCost(token_s=0.001, fixed_s=0.0005))
-    store.save(model, table)
-    assert store.find(model.path, model.config) == table == store.load(model)
-    assert store.find(model.path, model.config, kv_dtype="f32") is None
+    timing_cache.save(model, table)
+    assert timing_cache.find(model.path, model.config) == table == timing_cache.load(model)
+    assert timing_cache.find(model.path, model.config, kv_dtype="f32") is None
     monkeypatch.setattr(module, "load", lambda *args, **options: pytest.fail("weights were loaded"))
     found = advise(Question(str(model.path), alphas=(0.7,), contexts=(10,)))
     f = next(f for f in found.cases[0].forecasts if f.candidate.name == "suffix")
@@ -51,15 +51,15 @@ def test_a_kept_table_is_found_without_weights(model, monkeypatch):
 
 
 def test_what_is_missing_is_measured_and_nothing_else(model, monkeypatch):
-    store.save(model, TABLE.with_draft("suffix", DraftCost(0.001)))
+    timing_cache.save(model, TABLE.with_draft("suffix", DraftCost(0.001)))
     asked = []
 
     def measured(model, name, options, bar, draw=""):
         asked.append(name + draw)
         return TABLE.with_draft(name, DraftCost(0.002)), name
 
-    monkeypatch.setattr(drafts, "table_for", measured)
-    monkeypatch.setattr(drafts, "table_for_trees", partial(measured, draw=" trees"))
+    monkeypatch.setattr(measuring, "table_for", measured)
+    monkeypatch.setattr(measuring, "table_for_trees", partial(measured, draw=" trees"))
     monkeypatch.setattr(module, "load", lambda *args, **options: model)
     advise(Question(str(model.path), alphas=(0.7,), contexts=(10,)))
     assert asked == [*OWN, "layer_skip trees"]
@@ -67,21 +67,21 @@ def test_what_is_missing_is_measured_and_nothing_else(model, monkeypatch):
 
 def test_a_busy_machine_is_said_and_measured_again(model, monkeypatch):
     table = TABLE
-    for name in (*OWN, drafts.trees_key("layer_skip")):
+    for name in (*OWN, measuring.trees_key("layer_skip")):
         table = table.with_draft(name, DraftCost(token_s=0.001))
     busy = dataclasses.replace(
         table, residuals={"spread": {"near 1": 0.2, "near 2": 0.14, "near 4": 0.09, "host": 3.0}}
     )
-    store.save(model, busy)
+    timing_cache.save(model, busy)
     monkeypatch.setattr(module, "load", lambda *args, **options: model)
     question = Question(str(model.path), alphas=(0.7,), contexts=(10,))
     note = advise(question).cases[0].clocks.note
     assert note == "note: a forward varied by 14% between repeats, the machine was busy: --refresh measures it again"
-    monkeypatch.setattr(measured, "measure", lambda model, effort=None, done=None: TABLE)
-    monkeypatch.setattr(drafts, "measure_draft", lambda *args: DraftCost(0.002))
-    monkeypatch.setattr(drafts, "measure_tree", lambda *args: DraftCost(0.003))
+    monkeypatch.setattr(measuring, "measure", lambda model, effort=None, done=None: TABLE)
+    cost = lambda model, table, methods: DraftCost(0.003 if methods[0].drafter.tree else 0.002)  # noqa: E731
+    monkeypatch.setattr(measuring, "measure_draft", cost)
     assert advise(dataclasses.replace(question, refresh=True)).cases[0].clocks.note is None
-    assert {cost.token_s for cost in store.load(model).drafts.values()} == {0.002, 0.003}
+    assert {cost.token_s for cost in timing_cache.load(model).drafts.values()} == {0.002, 0.003}
 
 
 def test_on_paper_this_machine_decodes_nothing(model, monkeypatch):

@@ -15,12 +15,11 @@ from specsparse.experiments import runner
 from specsparse.experiments.compose.config import from_omegaconf
 from specsparse.experiments.kinds import roofline
 from specsparse.experiments.methods import measured
-from specsparse.measure.costs import drafts, ranks
-from specsparse.measure.costs import measured as measuring
+from specsparse.measure.costs import acceptance, measuring
 from specsparse.measure.costs.acceptance import acceptance_over_seeds
 from specsparse.run import conf_dir
+from specsparse.runtime import timing_cache
 from specsparse.runtime.device_batch import Method
-from specsparse.runtime.times import store
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.verify import get_verifier
 from specsparse.testing import write_tiny_gguf
@@ -77,29 +76,29 @@ def test_a_table_is_measured_once(model, table, kept, monkeypatch):
     assert len(calls) == 1
     assert measuring.load_or_measure(model, refresh=True) == table
     assert len(calls) == 2
-    store.path_of(model).write_text("{ damaged")
+    timing_cache.path_of(model).write_text("{ damaged")
     assert measuring.load_or_measure(model) == table
     assert len(calls) == 3
 
 
 def test_a_table_belongs_to_one_file_and_machine_and_to_how_the_model_runs(model, monkeypatch):
-    where, status = store.path_of(model), kernels.status()
+    where, status = timing_cache.path_of(model), kernels.status()
     for other in ({"kv_dtype": "f32"}, {"ffn": "oracle"}, {"kernels": kernels.get("reference")}):
-        assert store.path_of(dataclasses.replace(model, **other)) != where, other
+        assert timing_cache.path_of(dataclasses.replace(model, **other)) != where, other
     for changed in ({"threads": 77}, {"isa": "portable"}):
-        monkeypatch.setattr(store.kernels, "status", lambda new=changed: {**status, **new})
-        assert store.path_of(model) != where, changed
+        monkeypatch.setattr(timing_cache.kernels, "status", lambda new=changed: {**status, **new})
+        assert timing_cache.path_of(model) != where, changed
     monkeypatch.undo()
-    monkeypatch.setitem(store.cpu_info(), "model", "another CPU")
-    assert store.path_of(model) != where
+    monkeypatch.setitem(timing_cache.cpu_info(), "model", "another CPU")
+    assert timing_cache.path_of(model) != where
 
 
 def test_a_drafter_is_measured_once(model, table, kept, monkeypatch):
-    monkeypatch.setattr(drafts, "load_or_measure", lambda model, bar: store.load(model) or table)
-    found = drafts.table_with_draft(model, "prompt_lookup", make_ngram)
+    monkeypatch.setattr(measuring, "load_or_measure", lambda model, bar: timing_cache.load(model) or table)
+    found = measuring.table_with_draft(model, "prompt_lookup", lambda: [make_ngram(2), make_ngram(7)])
     cost = found.drafts["prompt_lookup"]
     assert cost.token_s >= 0 and cost.fixed_s >= 0
-    assert drafts.table_with_draft(model, "prompt_lookup", pytest.fail).drafts["prompt_lookup"] == cost
+    assert measuring.table_with_draft(model, "prompt_lookup", pytest.fail).drafts["prompt_lookup"] == cost
 
 
 @pytest.mark.parametrize("context", [32, 64, 512, 8192])
@@ -179,7 +178,7 @@ def test_the_roofline_of_another_device_measures_nothing(path, monkeypatch, tmp_
 def test_the_roofline_measures_drafters_and_trees(path, table, kept, monkeypatch, tmp_path):
     monkeypatch.setattr(measuring, "measure", lambda *_, **__: table)
     monkeypatch.setattr(roofline, "measure", lambda model: table)
-    monkeypatch.setattr(ranks, "ROUNDS", 2)
+    monkeypatch.setattr(acceptance, "ROUNDS", 2)
     cfg = config(path, drafters="[prompt_lookup]", trees="[static]")
     record, text, _ = play(cfg, tmp_path / "run", width=120)
     chain, tree = record.summary["drafting"]

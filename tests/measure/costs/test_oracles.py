@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from specsparse.experiments.methods.explain import explain
-from specsparse.measure.costs import oracles
+from specsparse.measure.costs.explain import oracles
 from specsparse.report import record
 from specsparse.report.record import PLAIN, SPECULATIVE, Pass, RunRecord
 from specsparse.runtime import metrics
@@ -49,19 +49,18 @@ def test_other_projects_count_differently():
 
 
 def test_oracles():
-    found = oracles.oracles(RUN, 1.5, oracles.Costs(lambda n: 1 + 0.3 * (n - 1)))
+    found = oracles(RUN, 1.5, v=lambda n: 1 + 0.3 * (n - 1))
     assert found["free_draft"] == 1.5 / 0.8
     assert found["perfect_draft"] == 1.5 * 34 / 22
     # tokens 10, 16, 20, 22 in 10, 10 + 8 * .3 g steps
     assert found["best_gamma"] == {"gamma": 2, "speedup": 20 / 14.8}
-    silent = oracles.oracles(Counters(), 1.0)
+    silent = oracles(Counters(), 1.0)
     assert silent == {"free_draft": None, "perfect_draft": None, "best_gamma": None}
 
 
 def test_a_tree_has_one_right_path_and_no_draft_length():
     """The same rounds as trees of three nodes on two levels: a perfect tree adds two tokens a draft, not three."""
-    costs = oracles.Costs(lambda n: 1 + 0.3 * (n - 1))
-    found = oracles.oracles(RUN, 1.5, costs, levels=2)
+    found = oracles(RUN, 1.5, v=lambda n: 1 + 0.3 * (n - 1), levels=2)
     assert found["perfect_draft"] == 1.5 * (10 + 8 * 2) / 22
     assert found["best_gamma"] is None and found["free_draft"] == 1.5 / 0.8
 

@@ -16,12 +16,10 @@ from specsparse.experiments.kinds.compare import CompareSpec
 from specsparse.experiments.methods import decoding, measured
 from specsparse.experiments.methods.drafting import drafter_spec
 from specsparse.experiments.settings import DrafterSpec, PolicySpec, TreeSpec, VerifierSpec
-from specsparse.measure.costs import measured as measuring
-from specsparse.measure.costs import ranks
+from specsparse.measure.costs import acceptance, measuring
+from specsparse.runtime import timing_cache
 from specsparse.runtime.binding import make_method
-from specsparse.runtime.times import store
-from specsparse.runtime.times.kept import FREE, CostTable, DraftCost
-from specsparse.runtime.times.stamp import cost_key
+from specsparse.runtime.timing_cache import FREE, CostTable, DraftCost, cost_key
 from specsparse.speculative.drafters.heads import head_file
 from specsparse.speculative.drafters.scripted import Scripted
 from specsparse.speculative.method import make_drafter
@@ -54,36 +52,36 @@ def test_acceptance_of_a_chain_is_accepted_over_tested(model):
     truth = specsparse.generate(model, PROMPT, max_tokens=200, ignore_eos=True).token_ids
     drafter = Scripted.chain(3, (1,), vocab_size=model.config.vocab_size, truth=(*PROMPT, *truth))
     method = make_method(model, drafter, get_verifier("match"), GREEDY)
-    counted = ranks.counters(ranks.sessions(model, method, [PROMPT], GREEDY))
-    assert ranks.chain_rate(counted) == (0.5,)  # one right, then one wrong, every round
+    counted = acceptance.counters(acceptance.sessions(model, method, [PROMPT], GREEDY))
+    assert acceptance.chain_rate(counted) == (0.5,)  # one right, then one wrong, every round
 
 
 def test_the_child_of_rank_zero_of_a_perfect_draft_is_always_accepted(model):
     """All of the target's layers: rank 0 is the target's own token. With all but one layer other ranks have a share."""
 
     def rates(layers):
-        drafter = make_drafter("layer_skip", {"layers": layers}, Fixed(8), tree=static_tree(ranks.FAN, "top"))
-        return ranks.by_rank(model, make_method(model, drafter, None, GREEDY), [PROMPT, PROMPT[:6]], GREEDY)
+        drafter = make_drafter("layer_skip", {"layers": layers}, Fixed(8), tree=static_tree(acceptance.FAN, "top"))
+        return acceptance.by_rank(model, make_method(model, drafter, None, GREEDY), [PROMPT, PROMPT[:6]], GREEDY)
 
     assert rates([0, 1]) == (1.0,) + (0.0,) * 7
     part = rates([0])
-    assert len(part) == ranks.RANKS and 0 < sum(part) <= 1 and part[0] < 1
+    assert len(part) == acceptance.RANKS and 0 < sum(part) <= 1 and part[0] < 1
 
 
 def test_acceptance_is_measured_once_and_survives_the_file(model, table):
     drafter = make_drafter("prompt_lookup", {}, Fixed(3))
     method = make_method(model, drafter, None, GREEDY)
-    key = ranks.acceptance_key("prompt_lookup", "greedy", GREEDY, "chain")
-    found = ranks.table_with_acceptance(model, key, lambda: method, [PROMPT], GREEDY)
+    key = acceptance.acceptance_key("prompt_lookup", "greedy", GREEDY, "chain")
+    found = acceptance.table_with_acceptance(model, key, lambda: method, [PROMPT], GREEDY)
     assert 0 <= found.acceptance[key][0] <= 1
-    again = ranks.table_with_acceptance(model, key, pytest.fail, [PROMPT], GREEDY)
-    assert again == found == store.load(model)
+    again = acceptance.table_with_acceptance(model, key, pytest.fail, [PROMPT], GREEDY)
+    assert again == found == timing_cache.load(model)
 
 
 def test_the_key_names_what_changes_acceptance():
     warm = SamplingParams(temperature=0.8, top_p=0.9)
     keys = {
-        ranks.acceptance_key("a", verifier, params, shape)
+        acceptance.acceptance_key("a", verifier, params, shape)
         for verifier in ("match", None)
         for params in (GREEDY, warm, warm.merged(top_p=1.0))
         for shape in ("chain", "top siblings")
@@ -100,15 +98,15 @@ def test_the_key_names_what_changes_acceptance():
     ],
 )  # fmt: skip
 def test_the_key_names_every_parameter_of_the_law(more):
-    seen = {ranks.acceptance_key("a", None, params, "chain") for params in (GREEDY, GREEDY.merged(**more))}
+    seen = {acceptance.acceptance_key("a", None, params, "chain") for params in (GREEDY, GREEDY.merged(**more))}
     assert len(seen) == 2 and max(map(len, seen)) < 120
     same = GREEDY.merged(max_tokens=7, seed=3, logprobs=1)
-    assert ranks.acceptance_key("a", None, same, "chain") in seen
+    assert acceptance.acceptance_key("a", None, same, "chain") in seen
 
 
 def test_the_key_names_the_verifier_s_options():
     strict, lax = {"epsilon": 0.2, "delta": None}, {"epsilon": 0.5, "delta": None}
-    keys = {ranks.acceptance_key("a", "typical", GREEDY, "chain", options=o) for o in (None, strict, lax)}
+    keys = {acceptance.acceptance_key("a", "typical", GREEDY, "chain", options=o) for o in (None, strict, lax)}
     assert len(keys) == 3 and "a, typical (epsilon=0.5), chain, temperature=0.0" in keys
 
 
@@ -154,9 +152,9 @@ def found(cfg, model):
 
 def keep(model, table, cfg, rates, draft=FREE):
     """The table with acceptance by rank and the cost of a tree's level."""
-    key = ranks.acceptance_key("layer_skip (layers=[0])", "tree_greedy", GREEDY, "top siblings")
+    key = acceptance.acceptance_key("layer_skip (layers=[0])", "tree_greedy", GREEDY, "top siblings")
     table = dataclasses.replace(table, acceptance={key: rates})
-    store.save(model, table.with_draft("layer_skip (layers=[0]), top trees", draft))
+    timing_cache.save(model, table.with_draft("layer_skip (layers=[0]), top trees", draft))
 
 
 def test_sequoia_follows_what_was_measured(model, table, cfg):
@@ -172,18 +170,18 @@ def test_sequoia_follows_what_was_measured(model, table, cfg):
 @pytest.mark.slow  # its parts are measured one by one here and in test_measure.py
 def test_sequoia_measures_what_is_not_kept(model, table, cfg):
     tree = found(cfg, model).tree
-    assert len(tree["acceptance"]) == ranks.RANKS and len(tree["cost"]) == 7
+    assert len(tree["acceptance"]) == acceptance.RANKS and len(tree["cost"]) == 7
     assert tree["cost"] == sorted(tree["cost"]) and tree["level_cost"] >= 0
-    assert store.load(model).acceptance and store.load(model).drafts
+    assert timing_cache.load(model).acceptance and timing_cache.load(model).drafts
 
 
 def test_policies_read_the_measured_acceptance(model, table, cfg):
     policy = PolicySpec("cost", 3, {"v": None, "prior": None})
     method = {"drafter": DrafterSpec("prompt_lookup"), "verifier": VerifierSpec("greedy"), "policy": policy}
     cfg = replaced(cfg, **method, tree=TreeSpec())
-    key = ranks.acceptance_key("prompt_lookup", "greedy", GREEDY, "chain")
+    key = acceptance.acceptance_key("prompt_lookup", "greedy", GREEDY, "chain")
     kept = dataclasses.replace(table, acceptance={key: (0.37,)})
-    store.save(model, kept.with_draft("prompt_lookup", DraftCost(token_s=table.plain_s / 2)))
+    timing_cache.save(model, kept.with_draft("prompt_lookup", DraftCost(token_s=table.plain_s / 2)))
     policy = decoding.policy(cfg, found(cfg, model))
     assert policy.cost.prior == 0.37 and policy.cost.c == 0.5 and policy.cost.v == (1.0,) * 4
     assert decoding.what_is_measured(replaced(cfg, policy=PolicySpec("fixed", 3)), model, None) is None
@@ -196,7 +194,7 @@ def test_compare_reads_the_cost_of_each_drafter(model, table, cfg):
     for name, cost in (("prompt_lookup", 0.25), ("suffix", 0.75)):
         key = cost_key(name, drafter_spec(cfg, name).options)  # as `roofline` keeps it
         table = table.with_draft(key, DraftCost(token_s=cost * table.plain_s))
-    store.save(model, table)
+    timing_cache.save(model, table)
     sides, _ = compare.methods(cfg, lambda pair: found(pair, model))
     assert [side["drafter"].policy.cost.c for side in sides.values()] == [0.25, 0.75]
     assert measured.needed(cfg)

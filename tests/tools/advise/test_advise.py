@@ -6,11 +6,9 @@ import pytest
 
 from specsparse.data.devices import Device
 from specsparse.errors import UserError
-from specsparse.measure.costs import accepted, clocks
-from specsparse.measure.costs.accepted import Accepted, AcceptedRates
-from specsparse.measure.costs.candidates import candidates
-from specsparse.measure.costs.forecast import forecast, why_not
-from specsparse.measure.costs.subjects import another_vocabulary, of_file, of_shape, subject
+from specsparse.measure.costs.acceptance import Accepted, AcceptedRates, swept
+from specsparse.measure.costs.forecast import Clocks, candidates, forecast
+from specsparse.measure.costs.outlines import ModelOutline, another_vocabulary, outline
 from specsparse.models import catalogue
 from specsparse.runtime.metrics import Counters
 from specsparse.speculative import expected
@@ -37,7 +35,7 @@ def pair(tmp_path_factory):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_shape_of_the_catalogue_has_the_weights_that_its_makers_count(name):
     entry = catalogue.find(name)
-    found = of_shape(name, entry.shape)
+    found = ModelOutline.from_shape(name, entry.shape)
     assert found.config.n_parameters == pytest.approx(PUBLISHED[name], rel=0.006)
     if entry.size:
         assert found.nbytes == pytest.approx(entry.size, rel=0.03)  # the header and its vocabulary are not counted
@@ -50,7 +48,7 @@ def test_every_model_of_the_hub_that_decodes_here_has_a_shape():
 
 
 def test_a_header_and_a_shape_say_the_same(pair):
-    from_file = of_file("t", pair[0])
+    from_file = ModelOutline.from_file("t", pair[0])
     assert from_file.traffic().weight_bytes == sum(s for n, _, s in from_file.tensors if n != "token_embd.weight")
     half = from_file.traffic(layers=(0, 1))
     assert half.kv_bytes_per_token == from_file.traffic().kv_bytes_per_token / 2
@@ -59,8 +57,8 @@ def test_a_header_and_a_shape_say_the_same(pair):
 
 
 def test_where_arithmetic_is_free_a_forward_takes_one_step_and_a_draft_its_bytes(pair):
-    target, draft = of_file("t", pair[0]), of_file("d", pair[1])
-    times = clocks.on_paper(FAST, target, 100, 1)
+    target, draft = ModelOutline.from_file("t", pair[0]), ModelOutline.from_file("d", pair[1])
+    times = Clocks.on_paper(FAST, target, 100, 1)
     by_name = {c.name: c for c in candidates(target, (draft,))}
     c, c0 = times.expected.costs(by_name["d"], 3)
     wanted = draft.traffic().read_bytes(1, 100) / target.traffic().read_bytes(1, 100)
@@ -71,10 +69,10 @@ def test_where_arithmetic_is_free_a_forward_takes_one_step_and_a_draft_its_bytes
 
 
 def test_a_forecast_is_leviathans_formula_and_its_break_even_is_where_it_is_one(pair):
-    target, draft = of_file("t", pair[0]), of_file("d", pair[1])
-    times = clocks.on_paper(FAST, target, 100, 1)
+    target, draft = ModelOutline.from_file("t", pair[0]), ModelOutline.from_file("d", pair[1])
+    times = Clocks.on_paper(FAST, target, 100, 1)
     chosen = next(c for c in candidates(target, (draft,)) if c.name == "d")
-    found = forecast(times, chosen, accepted.swept(0.9))
+    found = forecast(times, chosen, swept(0.9))
     for p in found.points:
         wanted = expected.predicted_speedup(0.9, p.gamma, times.expected.v, c=found.c)
         assert p.speedup == pytest.approx(wanted) and p.low <= p.speedup <= p.high
@@ -85,21 +83,21 @@ def test_a_forecast_is_leviathans_formula_and_its_break_even_is_where_it_is_one(
 
 
 def test_a_device_without_arithmetic_to_spare_is_told_so(pair):
-    target = of_file("t", pair[0])
-    times = clocks.on_paper(SLOW, target, 100, 1)
+    target = ModelOutline.from_file("t", pair[0])
+    times = Clocks.on_paper(SLOW, target, 100, 1)
     assert times.expected.v(8) == pytest.approx(8, rel=0.2)
     copied = next(c for c in candidates(target, ()) if c.name == "suffix")
-    found = forecast(times, copied, accepted.swept(0.6))
-    assert not found.pays and "no arithmetic to spare" in why_not(found)
+    found = forecast(times, copied, swept(0.6))
+    assert not found.pays and "no arithmetic to spare" in found.why_not()
 
 
 @pytest.mark.parametrize(
     ("alpha", "said"), [(0.05, "0.05 of the drafted tokens are accepted, and"), (0.999, None)], ids=["rarely", "often"]
 )
 def test_the_reason_names_the_acceptance_that_is_missing(pair, alpha, said):
-    target, draft = of_file("t", pair[0]), of_file("d", pair[1])
+    target, draft = ModelOutline.from_file("t", pair[0]), ModelOutline.from_file("d", pair[1])
     chosen = next(c for c in candidates(target, (draft,)) if c.name == "d")
-    found = why_not(forecast(clocks.on_paper(FAST, target, 100, 1), chosen, accepted.swept(alpha)))
+    found = forecast(Clocks.on_paper(FAST, target, 100, 1), chosen, swept(alpha)).why_not()
     assert found is said if said is None else said in found
 
 
@@ -107,19 +105,19 @@ def test_counted_rounds_are_the_rounds_of_the_run():
     """Ten rounds, eight of which drafted three tokens: 22 tokens in rounds that take what rows and drafts take."""
     run = Counters(num_rounds=10, num_drafts=8, num_draft_tokens=24, num_tested=20, num_accepted_tokens=12,
                    num_accepted_tokens_per_pos=(6, 4, 2), num_emitted_tokens=22)  # fmt: skip
-    a = Accepted.counted(run)
+    a = Accepted.from_counters(run)
     assert [a.tokens(g) for g in (1, 2, 3)] == pytest.approx([1.6, 2.0, 2.2])
     assert a.rows(2) == 2 and a.rows(9) == 3
     assert a.tokens(5) == a.tokens(3)  # nobody knows what a fourth would have brought
-    both = accepted.of_groups("run", {"all": run + Counters(num_rounds=5, num_emitted_tokens=5), "chat": run,
+    both = AcceptedRates.from_groups("run", {"all": run + Counters(num_rounds=5, num_emitted_tokens=5), "chat": run,
                                       "code": Counters(num_rounds=5, num_emitted_tokens=5)})  # fmt: skip
     assert both.tasks["code"].tokens(3) == 1.0 and both.alpha == pytest.approx(0.6 * 22 / 27) and both.longest == 3
-    assert accepted.of_groups("run", {"all": Counters(num_rounds=5, num_emitted_tokens=5)}) is None
+    assert AcceptedRates.from_groups("run", {"all": Counters(num_rounds=5, num_emitted_tokens=5)}) is None
 
 
 def test_tasks_are_summed_as_a_run_sums_prompts(pair):
-    target = of_file("t", pair[0])
-    times = clocks.on_paper(FAST, target, 100, 1)
+    target = ModelOutline.from_file("t", pair[0])
+    times = Clocks.on_paper(FAST, target, 100, 1)
     copied = next(c for c in candidates(target, ()) if c.name == "suffix")
     half = AcceptedRates(
         "made", {"a": Accepted(1.0, (1.0,), 1.0, None, 100.0), "b": Accepted(0.0, (0.0,), 0.0, None, 50.0)}
@@ -165,30 +163,30 @@ def test_a_mistake_is_one_line(pair, given, said):
 
 
 def test_a_cpu_computes_after_it_has_read_and_a_gpu_meanwhile(pair):
-    target, peaks = of_file("t", pair[0]), {"bandwidth": 1e9, "f32": 4e9}
+    target, peaks = ModelOutline.from_file("t", pair[0]), {"bandwidth": 1e9, "f32": 4e9}
     load = target.traffic()
     read_s, macs_s = load.read_bytes(8, 100) / 0.8e9, sum(load.macs(8, 100).values()) / 2.4e9
     for overlap, wanted in ((1.0, max(read_s, macs_s)), (0.0, read_s + macs_s)):
-        clock = clocks.on_paper(Device("d", "d", **peaks, overlap=overlap), target, 100, 1).expected
+        clock = Clocks.on_paper(Device("d", "d", **peaks, overlap=overlap), target, 100, 1).expected
         assert clock.v(8) * clock.step_s == pytest.approx(wanted, rel=1e-12)
 
 
 def test_a_draft_of_another_vocabulary_is_named(pair, tmp_path):
-    target, draft = (of_file(name, path) for name, path in zip(("t", "d"), pair))
-    other = of_file("o", write_tiny_gguf(tmp_path / "other.gguf", tokenizer="spm", n_layers=1))
+    target, draft = (ModelOutline.from_file(name, path) for name, path in zip(("t", "d"), pair))
+    other = ModelOutline.from_file("o", write_tiny_gguf(tmp_path / "other.gguf", tokenizer="spm", n_layers=1))
     assert another_vocabulary(target, draft) is None
     assert "drafter.vocabulary=tli" in another_vocabulary(target, other)
-    assert another_vocabulary(subject("llama-3.1-8b"), subject("llama-3.2-1b")) is None
-    assert another_vocabulary(subject("qwen2.5-7b"), subject("qwen2.5-0.5b")) is None  # 152,064 rows and 151,936
-    said = another_vocabulary(subject("llama-3.1-8b"), subject("llama-160m"))
+    assert another_vocabulary(outline("llama-3.1-8b"), outline("llama-3.2-1b")) is None
+    assert another_vocabulary(outline("qwen2.5-7b"), outline("qwen2.5-0.5b")) is None  # 152,064 rows and 151,936
+    said = another_vocabulary(outline("llama-3.1-8b"), outline("llama-160m"))
     assert said == "llama-160m: 32000 ids, the target has 128256: is it a pair?"
     found = advise(Question("llama-3.1-8b", ("llama-160m",), "h100"))
     assert found.vocabularies == (said,) and found.to_dict()["vocabularies"] == [said]
 
 
 def test_kernels_that_start_take_their_time_on_an_accelerator():
-    target = subject("llama-3.1-8b")
+    target = outline("llama-3.1-8b")
     dispatched = Device("d", "d", bandwidth=1e12, f32=1e15, dispatch=1e-6)
-    idle = clocks.on_paper(Device("d", "d", bandwidth=1e12, f32=1e15), target, 512, 1).expected
-    assert clocks.on_paper(dispatched, target, 512, 1).expected.step_s - idle.step_s == pytest.approx(322e-6)
+    idle = Clocks.on_paper(Device("d", "d", bandwidth=1e12, f32=1e15), target, 512, 1).expected
+    assert Clocks.on_paper(dispatched, target, 512, 1).expected.step_s - idle.step_s == pytest.approx(322e-6)
     assert math.isclose(idle.step_s, target.traffic().read_bytes(1, 512) / 0.8e12)

@@ -7,7 +7,7 @@ import pytest
 from specsparse.cli import main as cli
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.measure import inspection
-from specsparse.measure.costs import devices
+from specsparse.measure.costs.roofline import get_device
 from specsparse.testing import tiny_config, write_tiny_gguf
 
 
@@ -44,7 +44,7 @@ def test_sizes_and_traffic(capsys, files):
     kv = 2 * 3 * 2 * 16 * 2  # keys and values, layers, heads, head dimension, bytes of f16
     assert found["rates"]["kv_bytes_per_position"] == kv
     assert found["rates"]["kv_bytes"] == kv * (inspection.KV_LENGTH + 1)
-    rate = 1 / ((total + found["rates"]["kv_bytes"]) / devices.get("a100").bandwidth)
+    rate = 1 / ((total + found["rates"]["kv_bytes"]) / get_device("a100").bandwidth)
     assert found["rates"]["tokens_per_second"] == pytest.approx(rate, rel=1e-12)
 
 

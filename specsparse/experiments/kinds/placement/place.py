@@ -10,6 +10,7 @@ import numpy as np
 from rich.text import Text
 
 from specsparse.data.devices import GIGA, Device
+from specsparse.data.devices import known as known_device
 from specsparse.engine.config import OVERRIDES, ModelConfig
 from specsparse.engine.gguf.reader import GGUFFile, open_gguf
 from specsparse.errors import UserError
@@ -18,7 +19,7 @@ from specsparse.experiments.kinds.placement import activations, decoded, report
 from specsparse.experiments.kinds.placement.settings import PlacementSettings, PlacementSpec
 from specsparse.measure import machine
 from specsparse.measure.conditions import Conditions
-from specsparse.measure.costs import devices
+from specsparse.measure.costs.roofline import get_device
 from specsparse.models import catalogue
 from specsparse.powerinfer.gpuidx import RunPlacement, kept_or_solved, path_for
 from specsparse.powerinfer.placement import RULES, Hardware, ModelParts, Placement, Problem, layers, neurons_placed
@@ -65,7 +66,7 @@ class Place(Kind[PlacementSettings]):
         catalogue.resolve(cfg.model.path)
         spec = cfg.placement
         for name in (spec.hot_device, spec.cold_device):
-            devices.known(name)
+            known_device(name)
         if spec.devices is not None and (len(spec.devices) != 2 or not spec.decode):
             needs = "and needs placement.decode=32, which runs on them"
             raise UserError(f"placement.devices names two, as [cuda:0, cpu], {needs}")
@@ -93,7 +94,7 @@ class Place(Kind[PlacementSettings]):
         config = ModelConfig.from_gguf(f, overrides=overrides)
         stats = activations.of_run(cfg, f, config, lab)
         parts = ModelParts.from_gguf(f, config, context=cfg.placement.context, kv_dtype=cfg.model.kv_dtype or "f16")
-        pair = {side: devices.get(getattr(cfg.placement, f"{side}_device")) for side in ("hot", "cold")}
+        pair = {side: get_device(getattr(cfg.placement, f"{side}_device")) for side in ("hot", "cold")}
         problem = problem_for(cfg, parts, config, probabilities(stats, rows=cfg.placement.rows), pair)
         chosen = by_neuron = "none" if cfg.disable_gpu_index else cfg.placement.rule
         solve = {**RULES, "layers": partial(layers, n_gpu_layers=cfg.n_gpu_layers)}

@@ -17,7 +17,7 @@ from specsparse.engine.weights import Params
 from specsparse.kernels import QTensor, pack_neurons
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.kernels.packing.random_blocks import random_quantised
-from specsparse.measure.costs.subjects import config_of
+from specsparse.measure.costs.outlines import config_from_shape
 from specsparse.powerinfer.hot_cold import (
     DevicePair,
     HotCold,
@@ -63,7 +63,7 @@ def hybrid(plan: CardPlan) -> Iterator[Json]:
     """Seconds of a step: hot and cold at once, whole layers of the same bytes on the card, and the host alone."""
     shape = replace(shape_of(plan.large), weights="Q4_0")
     shape = shape if plan.tiny else replace(shape, layers=plan.layers or LAYERS)
-    config = replace(config_of(plan.large, shape), activation="relu")
+    config = replace(config_from_shape(plan.large, shape), activation="relu")
     card, host = jax.devices()[0], jax.devices("cpu")[-1]
     own, beside, count = kernels.get(plan.backend), host_kernels(), config.n_layers
     hot, size, std = round(_HOT * config.d_ff), (config.d_ff, config.d_model), config.d_model**-0.5

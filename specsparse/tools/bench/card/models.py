@@ -25,7 +25,7 @@ from specsparse.kernels.gpu.weights import Kept, plain
 from specsparse.kernels.packing.dequant import pack_float
 from specsparse.kernels.packing.pack import layout_of
 from specsparse.kernels.qtensor import BLOCK, ROWS, Layout
-from specsparse.measure.costs.subjects import config_of
+from specsparse.measure.costs.outlines import config_from_shape
 from specsparse.models import catalogue
 from specsparse.models.catalogue import Shape
 
@@ -77,7 +77,7 @@ def random_model(
     """
     shape = shape_of(name)
     shape = shape if layers is None else dataclasses.replace(shape, layers=layers)
-    config, chosen = config_of(name, shape), kernels.get(backend)
+    config, chosen = config_from_shape(name, shape), kernels.get(backend)
     params, nbytes = random_params(config, kind, chosen.kept)
     forward = OneDevice().make_forward(config, chosen, None)
     model = Model(

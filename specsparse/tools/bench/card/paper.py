@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from specsparse.data.devices import Device, sheets
 from specsparse.kernels import TILE_ROWS
-from specsparse.measure.costs import clocks, subjects
-from specsparse.measure.costs.clocks import Paper
+from specsparse.measure.costs.forecast import REACHED, Paper
+from specsparse.measure.costs.outlines import ModelOutline
 from specsparse.speculative import expected
 from specsparse.support.files import Json
 from specsparse.tools.bench.card.models import shape_of
@@ -20,7 +20,7 @@ KINDS = ("BF16", "Q8_0", "Q4_0")
 def figures(plan: CardPlan, devices: Sequence[str] = DEVICES) -> list[Json]:
     """A row for each device, shape and type: seconds of a step, tokens a second, v(8), v(16), and what drafts gain.
 
-    Devices are taken to reach `clocks.REACHED` of their peaks. Speculation is that of the bench: drafts that cost
+    Devices are taken to reach `forecast.REACHED` of their peaks. Speculation is that of the bench: drafts that cost
     nothing, of which each of `GAMMA` tokens is accepted with chance `ALPHA`, in steps padded to `TILE_ROWS` rows.
     """
     names = (plan.small, plan.large)
@@ -28,9 +28,9 @@ def figures(plan: CardPlan, devices: Sequence[str] = DEVICES) -> list[Json]:
 
 
 def _row(device: Device, name: str, kind: str, plan: CardPlan) -> Json:
-    subject = subjects.of_shape(name, replace(shape_of(name), weights=kind))  # type: ignore[arg-type]
-    load = subject.traffic().requantised(kind)  # every matrix in that type, the output too
-    paper = Paper(device, load, subject.kernels(), PROMPT + plan.tokens / 2)
+    outline = ModelOutline.from_shape(name, replace(shape_of(name), weights=kind))  # type: ignore[arg-type]
+    load = outline.traffic().requantised(kind)  # every matrix in that type, the output too
+    paper = Paper(device, load, outline.kernels(), PROMPT + plan.tokens / 2)
     tokens = expected.expected_tokens(ALPHA, GAMMA)
     fits = device.memory is None or load.weight_bytes < device.memory
     return {
@@ -42,5 +42,5 @@ def _row(device: Device, name: str, kind: str, plan: CardPlan) -> Json:
 
 def assumed() -> str:
     """What the figures take for granted, in a line."""
-    memory, arithmetic = clocks.REACHED
+    memory, arithmetic = REACHED
     return f"predicted at {memory:.0%} of the bandwidth and {arithmetic:.0%} of the arithmetic on the sheets"

@@ -10,7 +10,7 @@ import numpy as np
 from specsparse import kernels
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
-from specsparse.measure.costs import traffic
+from specsparse.measure.costs.roofline import kv_bytes
 from specsparse.measure.trials import Ours, token_ids
 from specsparse.runtime import manifest
 from specsparse.runtime.binding import make_method
@@ -85,7 +85,7 @@ def _decoded(plan: CardPlan, name: str, kind: str, layers: int | None) -> Json:
     timed = {side: Ours(each, depth=PROMPT, room=plan.tokens + each.width) for side, each in sides.items()}
     found = interleaved({s: lambda o=o: o.decode(plan.tokens) for s, o in timed.items()}, repeats=plan.repeats)
     step = {side: median(times) / plan.tokens for side, times in found.items()}
-    read = model.footprint.packed + traffic.kv_bytes(model.config, PROMPT + plan.tokens / 2, model.kv_dtype)
+    read = model.footprint.packed + kv_bytes(model.config, PROMPT + plan.tokens / 2, model.kv_dtype)
     return {
         "what": f"decode, {name} {kind}", "layers": model.config.n_layers, "width": model.width,
         "tokens_per_second": 1 / step["wide"], "one_row_tokens_per_second": 1 / step["one_row"],

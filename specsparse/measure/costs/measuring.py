@@ -1,0 +1,449 @@
+"""Measures what forwards, rounds and drafts of a model cost on this machine; the timing cache keeps the table.
+
+The first part fits times and slopes to repeated timings, the second times forwards and rounds, the third drafters.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import hashlib
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsparse.engine.generate import Finish
+from specsparse.engine.model import Model
+from specsparse.engine.sampling.params import SamplingParams
+from specsparse.engine.windows import LayerWindows
+from specsparse.measure.costs.roofline import measure_device
+from specsparse.measure.trials import Ours, token_ids
+from specsparse.runtime import timing_cache
+from specsparse.runtime.binding import make_method
+from specsparse.runtime.device_batch import Method, Request
+from specsparse.runtime.metrics import Counters
+from specsparse.runtime.session import Session
+from specsparse.runtime.timing_cache import CostTable, DraftCost, cost_key
+from specsparse.speculative.drafters.scripted import Scripted
+from specsparse.speculative.method import make_drafter
+from specsparse.speculative.policies.base import Fixed
+from specsparse.speculative.tree import TreeTemplate
+from specsparse.speculative.trees.base import TreeShape
+from specsparse.speculative.trees.static import static_tree
+from specsparse.speculative.verify import get_verifier
+from specsparse.support.interleaved import interleaved
+
+Bar = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
+"""Shows progress: (what is measured, steps) -> a context whose value is called after each step."""
+
+
+@contextlib.contextmanager
+def silent(what: str, steps: int) -> Iterator[Callable[[], None]]:
+    """A `Bar` that shows nothing."""
+    yield lambda: None
+
+
+def polish(seconds: Mapping[str, Sequence[float]]) -> tuple[dict[str, float], dict[str, float]]:
+    """Time of each thing at the repeats' median speed, and its relative deviation: log t = thing + repeat, by medians.
+
+    A machine whose speed changes between repeats (a neighbour, its clock) slows all things of a repeat alike.
+    """
+    logs = np.log(np.asarray(list(seconds.values())))  # [things, repeats]
+    thing, repeat = np.zeros(logs.shape[0]), np.zeros(logs.shape[1])
+    for _ in range(10):
+        thing += np.median(logs - thing[:, None] - repeat[None], axis=1)
+        repeat += np.median(logs - thing[:, None] - repeat[None], axis=0)
+    rest = logs - thing[:, None] - repeat[None]
+    level = np.median(repeat)
+    times = dict(zip(seconds, np.exp(thing + level).tolist(), strict=True))
+    return times, dict(zip(seconds, np.sqrt((rest**2).mean(axis=1)).tolist(), strict=True))
+
+
+def rising(values: Sequence[float]) -> list[float]:
+    """The non-decreasing values nearest to these (isotonic regression): more rows never take less time."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        pools.append((value, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (a, i), (b, j) = pools[-2:]
+            pools[-2:] = [((a * i + b * j) / (i + j), i + j)]
+    return [mean for mean, count in pools for _ in range(count)]
+
+
+def fit_kv(
+    ns: tuple[int, ...], near: list[float], far: list[float], distance: float
+) -> tuple[float, float, list[float]]:
+    """Fits far(n) - near(n) = distance (a + b n) by least squares, a and b at least 0.
+
+    Args:
+        ns: rows.
+        near, far: seconds of a forward of n rows at two cache lengths.
+        distance: tokens between the two that are read; 0 if a window is shorter than both.
+
+    Returns:
+        a, b in seconds a token (and row), and the fit's error at each n relative to far(n).
+    """
+    rows = np.asarray(ns, np.float64)
+    if not distance:
+        return 0.0, 0.0, [n / f - 1 for n, f in zip(near, far, strict=True)]
+    more = (np.asarray(far) - np.asarray(near)) / distance
+    design = np.stack([np.ones_like(rows), rows], axis=1)
+    scale = 1 / np.asarray(far)  # relative errors count
+    (a, b), *_ = np.linalg.lstsq(design * scale[:, None], more * scale, rcond=None)
+    if b < 0:
+        a, b = float(np.average(more, weights=scale**2)), 0.0
+    elif a < 0:
+        a, b = 0.0, float((more * rows * scale**2).sum() / (rows**2 * scale**2).sum())
+    a, b = max(float(a), 0.0), max(float(b), 0.0)
+    found = np.asarray(near) + distance * (a + b * rows)
+    return a, b, ((found - np.asarray(far)) / np.asarray(far)).tolist()
+
+
+def fit_overhead(gammas: tuple[int, int], more: list[float]) -> tuple[float, float]:
+    """Seconds a round and a token of room, from what rounds of two lengths add; neither below 0."""
+    (g0, g1), (m0, m1) = gammas, more
+    slope = max((m1 - m0) / (g1 - g0), 0.0) if g1 > g0 else 0.0
+    fixed = (m0 + m1) / 2 - slope * (g0 + g1) / 2
+    if fixed < 0:  # all of it by the token
+        fixed, slope = 0.0, (m0 + m1) / (g0 + g1)
+    return fixed, max(slope, 0.0)
+
+
+def fit_draft(points: list[tuple[float, float]]) -> DraftCost:
+    """token_s and fixed_s from (tokens, seconds) of at most two lengths, neither below 0; one length is all fixed."""
+    if not points:
+        return DraftCost()
+    (m0, t0), (m1, t1) = points[0], points[-1]
+    if m1 - m0 < 0.5:
+        return DraftCost(0.0, sum(t for _, t in points) / len(points))
+    slope = min(max((t1 - t0) / (m1 - m0), 0.0), t1 / m1)
+    return DraftCost(slope, max(t1 - slope * m1, 0.0))
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much to measure.
+
+    Attributes:
+        ns: rows of the forwards, from 1.
+        near, far: tokens in the cache.
+        repeats: of each timing, interleaved.
+        decode: tokens of a plain timing, rounds of a speculative one.
+        forwards: passes of one timing of a forward.
+        gammas: room for draft tokens of the loops whose rounds are timed, two of them.
+    """
+
+    ns: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+    near: int = 128
+    far: int = 1024
+    repeats: int = 15
+    decode: int = 16
+    forwards: int = 4
+    gammas: tuple[int, int] = (2, 7)
+
+    @property
+    def far_ns(self) -> tuple[int, ...]:
+        """Rows of the forwards with the longer cache: the least, a middle one and the most."""
+        return tuple(sorted({self.ns[0], self.ns[len(self.ns) // 2], self.ns[-1]}))
+
+    @property
+    def room(self) -> int:
+        """Tokens that the tests add to the cache."""
+        return self.decode * (max(self.gammas) + 1) + max(self.ns) + max(self.gammas) + 2
+
+    def for_model(self, context: int, step_s: float) -> "Effort":
+        """Less if a forward takes long, and cache lengths that the context holds."""
+        slow = step_s > 0.03
+        ns = tuple(n for n in self.ns if n <= max(1, context // 4))
+        fitted = dataclasses.replace(
+            self,
+            ns=ns,
+            gammas=tuple(min(g, max(ns)) for g in self.gammas),
+            forwards=max(1, min(self.forwards, int(0.05 / step_s))),
+            decode=max(1, min(max(8, min(self.decode, int(0.5 / step_s))), context // 8)),
+            repeats=min(self.repeats, 5) if slow else self.repeats,
+        )
+        most = max(context - fitted.room, 1)
+        near = min(self.near, max(most // 4, 1))
+        far = min(self.far, 256) if slow else self.far
+        return dataclasses.replace(fitted, near=near, far=max(min(far, most), near + 1))
+
+
+class Loop:
+    """The decode loop with a method, run a few rounds at a time from one place in one text.
+
+    Attributes:
+        session: its cache holds the text but its last token at the start.
+    """
+
+    def __init__(self, model: Model, method: Method, ids: np.ndarray, *, room: int):
+        self._length = jnp.asarray([len(ids)], jnp.int32)
+        params = SamplingParams(temperature=0.0, max_tokens=room, ignore_eos=True)
+        self.session = Session(model, [Request(ids, params, seed=0)], method)
+
+    def run(self, rounds: int) -> float:
+        """Seconds of up to `rounds` rounds."""
+        before = self.session.decode_s
+        self.session.advance(rounds)
+        return self.session.decode_s - before
+
+    def again(self, rounds: int) -> float:
+        """Seconds of up to `rounds` rounds from the beginning; only for drafters without a state, which goes on."""
+        state = self.session.state
+        self.session.state = state._replace(
+            length=jnp.copy(self._length),
+            finish=jnp.full((1,), int(Finish.RUNNING), jnp.int32),
+            cache=state.cache._replace(length=self._length - jnp.int32(1)),
+        )
+        jax.block_until_ready(self.session.state)
+        return self.run(rounds)
+
+
+def load_or_measure(
+    model: Model, *, refresh: bool = False, effort: Effort | None = None, bar: Bar = silent
+) -> CostTable:
+    """The model's kept table; measured (half a minute for a small model) and kept if there is none yet."""
+    known = None if refresh else timing_cache.load(model)
+    if known is not None:
+        return known
+    effort = effort or Effort()
+    with bar("measuring forwards and rounds of this machine", effort.repeats) as done:
+        table = measure(model, effort=effort, done=done)
+    timing_cache.save(model, table)
+    return table
+
+
+def measure(model: Model, *, effort: Effort | None = None, done: Callable[[], None] = lambda: None) -> CostTable:
+    """Measures everything but drafters. `done` is called before each repeat.
+
+    Every repeat times everything once, so that the repeats' own speeds can be told apart from the things timed (see
+    `polish`). `residuals` of the result: `spread`, the relative deviation of each time between repeats; `kv`, the
+    relative error of the fit over the cache's length by n; `rising`, how far a v(n) had to be moved so that they rise.
+    """
+    rough = Ours(model, depth=0, room=16, forwards=1)
+    rough.verify(1)
+    effort = (effort or Effort()).for_model(model.config.context_length, rough.verify(1))
+    device = measure_device()
+    at, spread = polish(interleaved(_timings(model, effort), repeats=effort.repeats, before=done))
+    raw = [at[f"near {n}"] for n in effort.ns]
+    forward = rising(raw)
+    far_ns = effort.far_ns
+    near = [forward[effort.ns.index(n)] for n in far_ns]
+    windows = LayerWindows.of(model.config)
+    distance = windows.read(1, effort.far) - windows.read(1, effort.near)
+    kv_s, kv_row_s, kv_errors = fit_kv(far_ns, near, [at[f"far {n}"] for n in far_ns], distance)
+    host_s = at["host"]
+    # Half at least: where a step takes less than its share of the call, noise could make it nothing.
+    step = {g: max(at[f"loop {g}"] - host_s / effort.decode, at[f"loop {g}"] / 2) for g in (0, *effort.gammas)}
+    more = [step[g] - step[0] - float(np.interp(g + 1, effort.ns, forward)) + forward[0] for g in effort.gammas]
+    fixed_s, token_s = fit_overhead(effort.gammas, more)
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return CostTable(
+        ns=effort.ns,
+        kv_base=effort.near,
+        forward_s=tuple(forward),
+        kv_s=kv_s,
+        kv_row_s=kv_row_s,
+        plain_s=step[0],
+        round_s=fixed_s,
+        round_token_s=token_s,
+        host_s=host_s,
+        bandwidth=device.bandwidth,
+        int8=device.int8,
+        f32=device.f32,
+        windows=windows,
+        residuals={
+            "spread": spread,
+            "kv": dict(zip(map(str, far_ns), kv_errors, strict=True)),
+            "kv_far": effort.far,
+            "rising": max(abs(f / r - 1) for f, r in zip(forward, raw, strict=True)),
+        },
+        identity={**timing_cache.identity(model), "date": date},
+    )
+
+
+def _timings(model: Model, effort: Effort) -> dict[str, Callable[[], float]]:
+    """What is timed, by name. Each returns seconds: of a forward, of a round with its share of the call, of a call."""
+    timings: dict[str, Callable[[], float]] = {}
+    for name, depth, ns in (("near", effort.near, effort.ns), ("far", effort.far, effort.far_ns)):
+        side = Ours(model, depth=depth, room=effort.room, forwards=effort.forwards)
+        timings |= {f"{name} {n}": partial(side.verify, n) for n in ns}
+    ids = token_ids(effort.near + 1, model.config.vocab_size)
+    plain = Loop(model, Method(), ids, room=effort.decode)
+    loops = {0: plain}
+    for gamma in effort.gammas:  # a drafter that costs nothing and is always wrong
+        drafter = Scripted.chain(gamma, (0,), vocab_size=model.config.vocab_size)
+        loops[gamma] = Loop(model, Method(drafter, get_verifier("match")), ids, room=effort.decode * (gamma + 1))
+    timings |= {f"loop {g}": (lambda loop=loop: loop.again(effort.decode) / effort.decode) for g, loop in loops.items()}
+    return timings | {"host": partial(plain.run, 0)}
+
+
+LENGTHS = (2, 7)
+"""Lengths of the chains from which the cost of a token and of a round are told apart."""
+TEMPLATES = (TreeTemplate.kary((3,)), TreeTemplate.kary((3, 1, 1)))
+"""Trees of one level and of three, likewise."""
+
+
+def table_for(model: Model, name: str, options: Mapping[str, object], *, bar: Bar = silent) -> tuple[CostTable, str]:
+    """The model's table with the cost of a drafter's chains, measured if it is not known yet, and its key.
+
+    Raises:
+        UserError: an unknown drafter or option.
+    """
+
+    def methods() -> list[Method]:
+        drafters = [make_drafter(name, options, Fixed(gamma)) for gamma in LENGTHS]
+        return [make_method(model, drafter, None, SamplingParams(temperature=0.0)) for drafter in drafters]
+
+    key = cost_key(name, options)
+    return table_with_draft(model, key, methods, bar=bar), key
+
+
+def trees_key(name: str, options: Mapping[str, object] | None = None, draw: str = "top") -> str:
+    """The name under which the cost of a drafter's trees is kept, whatever their shape."""
+    return f"{cost_key(name, options)}, {draw} trees"
+
+
+def table_for_trees(
+    model: Model, name: str, options: Mapping[str, object], *, draw: str = "top", bar: Bar = silent
+) -> tuple[CostTable, str]:
+    """`table_for` for static trees: the cost of a level. `draw`: how children are drawn."""
+
+    def methods() -> list[Method]:
+        trees = [(t, static_tree(t, draw)) for t in TEMPLATES]
+        drafters = [make_drafter(name, options, Fixed(t.size), tree=tree) for t, tree in trees]
+        return [make_method(model, drafter, None, SamplingParams(temperature=0.0)) for drafter in drafters]
+
+    key = trees_key(name, options, draw)
+    return table_with_draft(model, key, methods, bar=bar), key
+
+
+def table_for_tree(
+    model: Model, name: str, options: Mapping[str, object], tree: TreeShape, method: Method, *, bar: Bar = silent
+) -> tuple[CostTable, str]:
+    """`table_for` for trees of one shape: the cost of a round of `method`, which drafts them."""
+    shape = hashlib.sha256(repr(tree).encode()).hexdigest()[:16]
+    key = f"{cost_key(name, options)}, tree #{shape}"
+    return table_with_draft(model, key, lambda: [method], bar=bar), key
+
+
+def table_with_draft(
+    model: Model, key: str, methods: Callable[[], Sequence[Method]], *, bar: Bar = silent
+) -> CostTable:
+    """The model's table with the cost of one drafter, both measured if they are not known yet, and kept.
+
+    Args:
+        model: the target.
+        key: under which the cost is kept, with everything that changes it.
+        methods: called to measure it; see `measure_draft`.
+        bar: shows progress.
+    """
+    table = load_or_measure(model, bar=bar)
+    if key not in table.drafts:
+        with bar("measuring the cost of drafting", 1) as done:
+            table = table.with_draft(key, measure_draft(model, table, methods()))
+            done()
+        timing_cache.save(model, table)
+    return table
+
+
+def measure_draft(model: Model, table: CostTable, methods: Sequence[Method], *, rounds: int = 96) -> DraftCost:
+    """What drafting costs in real rounds: their time less what the table says of the forward and the round.
+
+    The text is a repeated passage, so that lookups find something. Plain steps are timed in turn with stretches of
+    rounds, and the table's times are scaled by them.
+
+    Args:
+        model: the target.
+        table: its measured times.
+        methods: one drafter with drafts of one or two sizes. The cost of a token (of a level, if they are trees) and
+            of a round are told apart by two; one that drafts the same tree every round has all of it by the round.
+        rounds: of all stretches together.
+    """
+    stretches, points = _Stretches(model, table, max(m.max_nodes for m in methods), rounds), []
+    for method in methods:
+        assert method.drafter is not None
+        found = stretches.time(method, nodes=method.max_nodes, depth=method.drafter.max_depth)
+        if found:
+            drafted = method.drafter.max_depth if method.drafter.tree else statistics.fmean(m for m, _ in found)
+            points.append((float(drafted), statistics.median(s for _, s in found)))
+    return fit_draft(points)
+
+
+def _passage(model: Model) -> np.ndarray:
+    """A repeated passage, at most half the context."""
+    once = token_ids(24, model.config.vocab_size, seed=1).tolist()
+    return np.asarray([*once, *once, *once, *once[:8]], np.int32)[: model.config.context_length // 2]
+
+
+_STRETCHES = 12
+"""Timings of one method; together they are as many rounds as are asked for, if the context holds so many. From four
+the cost of a drafted token was known to 0.02 plain steps."""
+_LONG_S = 0.03
+"""A plain step from which on fewer rounds are timed."""
+
+
+class _Stretches:
+    """Stretches of rounds of a method, timed in turn with as many plain steps on the same text."""
+
+    def __init__(self, model: Model, table: CostTable, nodes: int, rounds: int):
+        """For drafts of up to `nodes` nodes; fewer rounds if the context holds no more, or a step takes long."""
+        self.model, self.table, self.ids = model, table, _passage(model)
+        rounds = rounds if table.plain_s < _LONG_S else rounds // 3
+        left = (model.config.context_length - len(self.ids)) // (nodes + 1)
+        self.rounds = max(1, min(rounds, left - 1 - _STRETCHES) // _STRETCHES)
+        self.plain = Loop(model, Method(), self.ids, room=self.rounds + 1)
+        self.plain.run(self.rounds)  # compiles
+
+    def time(self, method: Method, *, nodes: int, depth: int) -> list[tuple[float, float]]:
+        """(tokens drafted, seconds that takes) a round that drafts, for each stretch until the text ends.
+
+        Each stretch begins with a round that is not timed: after another program the first one reads from memory what
+        the caches hold in all others, and a text has more of those.
+
+        Args:
+            method: with its drafter.
+            nodes: that a draft has room for.
+            depth: most tokens that a draft adds to the text.
+        """
+        table = self.table
+        loop = Loop(self.model, method, self.ids, room=(_STRETCHES * (self.rounds + 1) + 1) * (depth + 1))
+        loop.run(1)  # compiles
+        places: list[tuple[Counters, float]] = []  # before and after each stretch
+
+        def mark() -> None:
+            places.append((loop.session.counters()[0], float(loop.session.state.length[0])))
+
+        def ahead() -> float:
+            loop.run(1)
+            mark()
+            took = loop.run(self.rounds)
+            mark()
+            return took
+
+        def plainly() -> float:
+            self.plain.again(1)
+            return self.plain.run(self.rounds)
+
+        # A call of the method hands over more state than one of plain decoding, so it takes longer by itself.
+        calls = {"method": ahead, "plain": plainly, "call": partial(loop.run, 0)}
+        taken = interleaved(calls, repeats=_STRETCHES, warm_up=0)
+        call_s = statistics.median(taken["call"])
+        plain_kv = float(self.plain.session.state.length[0])
+        found = []
+        for (first, start), (c, end), took, plain_s in zip(places[::2], places[1::2], taken["method"], taken["plain"]):
+            ran, drafts = c.num_rounds - first.num_rounds, c.num_drafts - first.num_drafts
+            if not ran:
+                break
+            if not drafts:
+                continue
+            drafted, kv = c.num_draft_tokens - first.num_draft_tokens, (start + end) / 2
+            rest = drafts * table.round(1 + drafted / drafts, nodes, kv) + (ran - drafts) * table.step(kv)
+            speed = (plain_s - table.host_s) / (self.rounds * table.step(plain_kv))
+            found.append((drafted / drafts, max((took - call_s) / speed - rest, 0.0) / drafts))
+        return found

@@ -1,0 +1,229 @@
+"""What the roofline says of one file beside what was measured, as plain values and as tables for the terminal."""
+
+from collections.abc import Iterator, Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from specsparse.data.devices import Device, sheets
+from specsparse.engine.config import ModelConfig
+from specsparse.measure.costs.roofline import Roofline, Traffic, bits_per_weight, kv_bytes
+from specsparse.runtime.timing_cache import CostTable
+from specsparse.speculative import expected
+from specsparse.support.files import Json
+from specsparse.support.tables import new
+
+WEIGHT_TYPES = ("F32", "F16", "Q8_0", "Q6_K", "Q5_K", "Q5_0", "Q4_K", "Q4_1", "Q4_0", "IQ4_XS", "Q3_K", "Q2_K")
+KV_LENGTHS = (256, 1024, 4096, 16384, 32768)
+ALPHAS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
+MIB = 2**20
+_ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+
+
+def roofline_report(
+    load: Traffic, config: ModelConfig, device: Device, *, table: CostTable | None = None, kv_length: int | None = None
+) -> Json:
+    """The whole report.
+
+    Args:
+        load: of the file.
+        config: of the model, for cache sizes.
+        device: to predict for.
+        table: what was measured on it, or None.
+        kv_length: tokens in the cache; the table's by default.
+    """
+    if kv_length is None:
+        kv_length = table.kv_base if table else 128
+    roofline = Roofline(device, load)
+    others = [device, *(d for d in sheets().values() if d.name != device.name)]
+    weight_types = []
+    for name in WEIGHT_TYPES:
+        as_type = load.requantised(name)
+        weight_types.append({
+            "type": name,
+            "bits_per_weight": bits_per_weight(name),
+            "bytes_read": as_type.weight_bytes,
+            "tokens_per_second": Roofline(device, as_type).tokens_per_second(kv_length),
+            "in_file": any(m.macs_per_row and m.type_name == name for m in load.matrices),
+        })  # fmt: skip
+    caches: list[Json] = []
+    for n in KV_LENGTHS:  # where layers have windows, what a step reads in the model's own type too
+        read = {"read": load.read_bytes(1, n - 1) - load.weight_bytes} if load.windows else {}
+        caches.append({"kv_length": n, **{kind: kv_bytes(config, n, kind) for kind in ("f32", "f16")}, **read})
+    return {
+        "device": _device(device),
+        "kv_length": kv_length,
+        "weights": {"bytes_read": load.weight_bytes, "bytes_by_type": load.by_type()},
+        "forwards": _forwards(roofline, table, kv_length),
+        "decode": _decode(roofline, table, config.context_length),
+        "weight_types": weight_types,
+        "kv_cache": caches,
+        "devices": [_at_best(Roofline(d, load), kv_length) for d in others],
+        "speculation": _speculation(roofline, table, kv_length),
+        "measured": None if table is None else table.to_dict(),
+    }
+
+
+def _device(device: Device) -> Json:
+    return {
+        "name": device.name,
+        "title": device.title,
+        "measured": device.measured,
+        "bytes_per_second": device.bandwidth,
+        "macs_per_second": {kind: device.peak(kind) for kind in ("int8", "f16", "f32")},
+    }
+
+
+def _at_best(roofline: Roofline, kv_length: int) -> Json:
+    return {
+        **_device(roofline.device),
+        "tokens_per_second": roofline.tokens_per_second(kv_length),
+        "v8": roofline.v(8, kv_length),
+        "rows_until_compute": roofline.balance(),
+    }
+
+
+def _forwards(roofline: Roofline, table: CostTable | None, kv_length: int) -> list[Json]:
+    """v(n) predicted and measured, with the deviation between repeats."""
+    out = []
+    for n in table.ns if table else _ROWS:
+        row: Json = {
+            "n": n,
+            "predicted_s": roofline.forward_s(n, kv_length),
+            "predicted_v": roofline.v(n, kv_length),
+            "bound": "memory" if roofline.memory_s(n, kv_length) >= roofline.compute_s(n, kv_length) else "compute",
+        }
+        if table:
+            row |= {
+                "measured_s": table.forward(n, kv_length),
+                "measured_v": table.forward(n, kv_length) / table.forward(1, kv_length),
+                "spread": table.residuals.get("spread", {}).get(f"near {n}"),
+            }
+        out.append(row)
+    return out
+
+
+def _decode(roofline: Roofline, table: CostTable | None, context: int) -> list[Json]:
+    """Tokens per second of plain decoding by tokens in the cache; the measured ones beyond the fit are predictions."""
+    out = []
+    for kv in (length for length in (128, 512, *KV_LENGTHS[1:]) if length <= context):
+        row = {"kv_length": kv, "predicted": roofline.tokens_per_second(kv)}
+        if table:
+            row |= {"measured": 1 / table.step(kv), "share": 1 / table.step(kv) / row["predicted"]}
+        out.append(row)
+    return out
+
+
+def _speculation(roofline: Roofline, table: CostTable | None, kv_length: int) -> list[dict[str, float]]:
+    """The best draft length and its speed-up for a draft that costs nothing, by acceptance."""
+    out = []
+    for alpha in ALPHAS:
+        gamma, gain = expected.best_gamma(alpha, lambda n: roofline.v(n, kv_length))
+        row: dict[str, float] = {"alpha": alpha, "predicted_gamma": gamma, "predicted_speedup": gain}
+        if table:
+            row["measured_gamma"], row["measured_speedup"] = table.best_gamma(alpha, kv_length=kv_length)
+        out.append(row)
+    return out
+
+
+def tables(report: Json) -> Iterator[Table | Text]:
+    """All tables with a heading each. A report with `measured` times has more columns."""
+    yield from map(Text, _device_and_fit(report["device"], report["measured"]))
+    yield from _part(
+        f"\nforward of n rows, {report['kv_length']} tokens in the cache", *_forward_cells(report["forwards"])
+    )
+    yield from _part("plain decoding, tok/s", *_decode_cells(report["decode"]))
+    types = [
+        (row["type"], f"{row['bits_per_weight']:.2f}", f"{row['bytes_read'] / MIB:.1f}",
+         _digits(row["tokens_per_second"]), "yes" if row["in_file"] else "")
+        for row in report["weight_types"]
+    ]  # fmt: skip
+    heading = f"weights by quantisation, tok/s on {report['device']['name']}"
+    yield from _part(heading, ("type", "bits/weight", "MiB read", "tok/s", "in the file"), types)
+    extra = {"read": "a step reads"} if "read" in report["kv_cache"][0] else {}
+    kinds = {"f32": "f32", "f16": "f16, bf16", **extra}
+    caches = [(str(row["kv_length"]), *(f"{row[key] / MIB:.1f}" for key in kinds)) for row in report["kv_cache"]]
+    yield from _part("KV cache of one sequence, MiB", ("tokens", *kinds.values()), caches)
+    others = [
+        (row["name"], f"{row['bytes_per_second'] / 1e9:.1f}", _digits(row["tokens_per_second"]), f"{row['v8']:.2f}",
+         str(row["rows_until_compute"]))
+        for row in report["devices"]
+    ]  # fmt: skip
+    columns = ("device", "GB/s", "tok/s", "v(8)", "rows until compute-bound")
+    yield from _part("other devices: what this file could do at best", columns, others)
+    free = "speculation with a draft that costs nothing: best gamma and speed-up"
+    yield from _part(free, *_speculation_cells(report["speculation"]))
+    if report.get("drafting"):
+        yield Text("drafting, measured on the built-in prompts: cost, acceptance, predicted speed-up", style="bold")
+        yield _drafting_table(report["drafting"])
+
+
+def _part(heading: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[Table | Text]:
+    table = new(*columns, left=())
+    for row in rows:
+        table.add_row(*row)
+    yield Text(heading, style="bold")
+    yield table
+
+
+def _device_and_fit(device: Json, measured: Json | None) -> Iterator[str]:
+    """A line on the device, and one on how well the measured times fit."""
+    macs, source = device["macs_per_second"], "measured" if device["measured"] else "by its data sheet"
+    rates = ", ".join(f"{kind} {_digits(macs[kind] / 1e9)}" for kind in ("int8", "f16", "f32"))
+    yield f"{device['title']}: reads {device['bytes_per_second'] / 1e9:.1f} GB/s, GMAC/s: {rates} ({source})"
+    if measured:
+        residuals = measured["residuals"]
+        errors: Sequence[float] = list((residuals.get("kv") or {}).values())
+        fit = f"fit over the cache's length off by at most {max(map(abs, errors)):.1%}, " if errors else ""
+        spread = residuals.get("spread") or {"": 0.0}
+        step, call = 1e3 * measured["plain_s"], f"a call of the loop {1e3 * measured['host_s']:.2f} ms"
+        yield f"plain step {step:.2f} ms, {call}; {fit}deviation of timings at most {max(spread.values()):.1%}"
+
+
+Cells = tuple[tuple[str, ...], list[list[str]]]
+"""Columns and rows."""
+
+
+def _forward_cells(rows: list[Json]) -> Cells:
+    measured, out = "measured_s" in rows[0], []
+    for row in rows:
+        out.append([str(row["n"]), f"{1e3 * row['predicted_s']:.3f}", f"{row['predicted_v']:.2f}", row["bound"]])
+        if measured:
+            spread = "-" if row["spread"] is None else f"{row['spread']:.0%}"
+            out[-1] += [f"{1e3 * row['measured_s']:.3f}", f"{row['measured_v']:.2f}", spread]
+            out[-1] += [f"{row['predicted_s'] / row['measured_s']:.0%}"]
+    return ("n", "predicted, ms", "v(n)", "bound", *(("measured, ms", "v(n)", "±", "of roofline") * measured)), out
+
+
+def _decode_cells(rows: list[Json]) -> Cells:
+    measured, out = bool(rows) and "measured" in rows[0], []
+    for row in rows:
+        more = [_digits(row["measured"]), f"{row['share']:.0%}"] if measured else []
+        out.append([str(row["kv_length"]), _digits(row["predicted"]), *more])
+    return ("tokens in cache", "predicted", *(("measured", "of roofline") * measured)), out
+
+
+def _speculation_cells(rows: list[Json]) -> Cells:
+    measured, out = "measured_gamma" in rows[0], []
+    for row in rows:
+        more = [str(row["measured_gamma"]), f"{row['measured_speedup']:.2f}"] if measured else []
+        out.append([f"{row['alpha']:.1f}", str(row["predicted_gamma"]), f"{row['predicted_speedup']:.2f}", *more])
+    return ("alpha", "gamma, roofline", "speed-up", *(("gamma, measured v(n)", "speed-up") * measured)), out
+
+
+def _drafting_table(rows: list[Json]) -> Table:
+    """Chains at the length that suits them; `gamma` of a tree is its nodes a round, and all its cost is the round's."""
+    price = ("a round, ms", "a token, ms", "in plain steps")
+    table = new("method", *price, "alpha", "gamma", "tok/round", "speed-up", wrap=(0,))
+    for row in rows:
+        steps = (row["round_s"] + row["token_s"] * row["gamma"]) / row["step_s"]
+        alpha = "-" if row["alpha"] is None else f"{row['alpha']:.2f}"
+        gamma, tokens = f"{row['gamma']:.3g}", f"{row['tokens']:.2f}"
+        costs = (f"{1e3 * row['round_s']:.3f}", f"{1e3 * row['token_s']:.3f}", f"{steps:.2f}")
+        table.add_row(row["method"], *costs, alpha, gamma, tokens, f"{row['predicted_speedup']:.2f}")
+    return table
+
+
+def _digits(value: float) -> str:
+    """Three digits or more, no exponent."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

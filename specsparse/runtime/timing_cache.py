@@ -1,0 +1,388 @@
+"""The timing cache: how long forwards, rounds and drafts of one model file take on this machine, kept in a file.
+
+`CostTable` holds the measured times and predicts from them. `load` and `save` keep one table for each model file and
+machine in the user's cache. `policy_times` reads it, and guesses where nothing was measured. `measure.costs` measures.
+"""
+
+import bisect
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specsparse import kernels
+from specsparse.engine.config import ModelConfig
+from specsparse.engine.model import Model
+from specsparse.engine.windows import WHOLE, LayerWindows
+from specsparse.errors import UserError
+from specsparse.kernels.processor import cpu_info
+from specsparse.models import catalogue
+from specsparse.speculative import expected
+from specsparse.speculative.drafters.plan import Bound
+from specsparse.speculative.drafters.registry import DRAFTERS, takes
+from specsparse.support.files import atomically, cache_dir
+from specsparse.support.options import as_yaml, values_of
+from specsparse.support.registry import Registry, source_of
+
+VERSION = 4
+"""Version of what is measured and how. A table of another version is measured again."""
+
+
+@dataclass(frozen=True)
+class DraftCost:
+    """Seconds to draft: `fixed_s` for each round that drafts, and `token_s` for each drafted token."""
+
+    token_s: float = 0.0
+    fixed_s: float = 0.0
+
+
+FREE = DraftCost()
+"""A draft that costs nothing."""
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Measured times of one model file on one machine, in seconds.
+
+    Attributes:
+        ns: rows of the measured forwards, ascending from 1.
+        kv_base: tokens in the cache during them.
+        forward_s: seconds of each, with the argmax of its rows.
+        kv_s: seconds that one more token in the cache adds to a forward if all layers read it.
+        kv_row_s: the same for each row.
+        plain_s: a plain decoding step in the loop, at `kv_base`.
+        round_s, round_token_s: what a speculative round adds to its forward (verdict, commit, counters), and what each
+            token that a draft has room for adds.
+        host_s: one call of the loop, once a generation.
+        bandwidth, int8, f32: bytes read and multiply-adds per second at best; int8 may be None.
+        drafts: cost of drafters by `cost_key`; `token_s` is the cost of a level if they draft trees.
+        acceptance: measured acceptance by name. One rate for chains, one rate for each rank of siblings, tokens emitted
+            and nodes drafted a round for a tree.
+        windows: the layers' windows. A token that only some layers read adds their share.
+        residuals: errors of the fits, see `measure.costs.measuring.measure`.
+        identity: the file and the machine that the table is valid for.
+    """
+
+    ns: tuple[int, ...]
+    kv_base: int
+    forward_s: tuple[float, ...]
+    kv_s: float
+    kv_row_s: float
+    plain_s: float
+    round_s: float
+    round_token_s: float
+    host_s: float
+    bandwidth: float
+    int8: float | None
+    f32: float
+    drafts: dict[str, DraftCost] = field(default_factory=dict)
+    acceptance: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    windows: LayerWindows = WHOLE
+    residuals: dict[str, object] = field(default_factory=dict)
+    identity: dict[str, object] = field(default_factory=dict)
+
+    def __post_init__(self):
+        times = (*self.forward_s, self.plain_s, self.bandwidth, self.f32)
+        ascending = list(self.ns) == sorted(set(self.ns)) and self.ns[:1] == (1,)
+        if not ascending or len(self.ns) != len(self.forward_s) or any(not t > 0 for t in times):
+            raise ValueError("a cost table needs rows ascending from 1 and a time above 0 for each")
+
+    def forward(self, n: float, kv_length: float | None = None, batch: int = 1) -> float:
+        """Seconds of a forward of n rows in each of `batch` sequences: linear between measured n, and by the last slope
+        beyond them. Rows of a batch are taken to cost what those of one sequence do; every sequence reads its cache."""
+        if len(self.ns) == 1:
+            at_base = self.forward_s[0] * batch * n
+        else:
+            right = min(max(bisect.bisect_left(self.ns, batch * n), 1), len(self.ns) - 1)
+            (n0, n1), (t0, t1) = self.ns[right - 1 : right + 1], self.forward_s[right - 1 : right + 1]
+            at_base = t0 + (batch * n - n0) * (t1 - t0) / (n1 - n0)
+        base, kv = self.kv_base, self.kv_base if kv_length is None else kv_length
+        more = self.windows.read(1, kv) - self.windows.read(1, base)
+        others = (batch - 1) * self.kv_s * self.windows.read(1, base)
+        return at_base + more * (batch * self.kv_s + self.kv_row_s * batch * n) + others
+
+    def step(self, kv_length: float | None = None, batch: int = 1) -> float:
+        """Seconds of a plain decoding step."""
+        return self.plain_s + self.forward(1, kv_length, batch) - self.forward(1)
+
+    def v(self, n: float, kv_length: float | None = None, batch: int = 1) -> float:
+        """v(n): a step of n rows a sequence in plain steps; v(1) = 1."""
+        more = self.forward(n, kv_length, batch) - self.forward(1, kv_length, batch)
+        return 1.0 + more / self.step(kv_length, batch)
+
+    def overhead(self, gamma: int, kv_length: float | None = None, batch: int = 1) -> float:
+        """c0: verdict, commit and counters of a round of gamma tokens, in plain steps."""
+        return (self.round_s + self.round_token_s * gamma) / self.step(kv_length, batch)
+
+    def round(self, rows: float, room: int, kv_length: float | None = None) -> float:
+        """Seconds of a round that verifies `rows` rows with room for `room` drafted ones, without the drafting."""
+        return self.v(rows, kv_length) * self.step(kv_length) + self.round_s + self.round_token_s * room
+
+    def predict(
+        self, alpha: float, gamma: int, *, draft: DraftCost = FREE, kv_length: float | None = None, share: float = 1.0
+    ) -> float:
+        """Predicted speed-up of chains of gamma tokens at acceptance alpha, which a `share` of the rounds drafts."""
+        step = self.step(kv_length)
+        return expected.predicted_speedup(
+            alpha,
+            gamma,
+            lambda n: self.v(n, kv_length),
+            c=draft.token_s / step,
+            c0=self.overhead(gamma, kv_length) + draft.fixed_s / step,
+            share=share,
+        )
+
+    def predict_tree(
+        self, tokens: float, nodes: float, *, room: int, draft: DraftCost = FREE, kv_length: float | None = None
+    ) -> float:
+        """Predicted speed-up of trees of `nodes` nodes that give `tokens` tokens a round.
+
+        Args:
+            tokens: emitted a round.
+            nodes: drafted a round.
+            room: most nodes.
+            draft: cost of a whole tree, all of it in `fixed_s`.
+            kv_length: tokens in the cache.
+        """
+        step = self.step(kv_length)
+        c0 = draft.fixed_s / step + self.overhead(room, kv_length)
+        return tokens / expected.round_cost(lambda n: self.v(n, kv_length), nodes, c=draft.token_s / step, c0=c0)
+
+    def best_gamma(
+        self, alpha: float, *, draft: DraftCost = FREE, kv_length: float | None = None, share: float = 1.0
+    ) -> tuple[int, float]:
+        """The draft length up to 16 of the highest predicted speed-up, and that speed-up; (0, 1) if none pays."""
+        costs = {"draft": draft, "kv_length": kv_length, "share": share}
+        return max(((g, self.predict(alpha, g, **costs)) for g in range(17)), key=lambda pair: pair[1])
+
+    def policy_options(
+        self, gamma: int, drafter: str | None = None, *, kv_length: float | None = None, batch: int = 1
+    ) -> dict[str, Any]:
+        """The options `v`, `c`, `c0` of the policies `cost` and `auto_off`, for drafts of up to gamma tokens.
+
+        In steps of `batch` sequences, v(n) is v(batch n) / v(batch); drafting is taken to grow as a step does.
+        """
+        draft, step, together = self.drafts.get(drafter or "", FREE), self.step(kv_length), self.v(batch, kv_length)
+        return {
+            "v": [max(self.v(batch * n, kv_length) / together, 1e-3) for n in range(1, gamma + 2)],
+            "c": draft.token_s / step,
+            "c0": self.overhead(gamma, kv_length) + draft.fixed_s / step,
+        }
+
+    def tree_options(self, nodes: int, drafter: str) -> dict[str, Any]:
+        """The options `cost`, `level_cost` of the tree `sequoia`, for trees of up to `nodes` nodes, in plain steps."""
+        draft, step = self.drafts.get(drafter, FREE), self.step()
+        fixed = draft.fixed_s / step
+        rounds = [self.v(n + 1) + self.overhead(n) + fixed for n in range(nodes + 1)]
+        return {"cost": [max(t, 1e-3) for t in rounds], "level_cost": draft.token_s / step}
+
+    def with_draft(self, name: str, cost: DraftCost) -> "CostTable":
+        """The table with the cost of one more drafter."""
+        return dataclasses.replace(self, drafts={**self.drafts, name: cost})
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "CostTable":
+        """The inverse of `to_dict`.
+
+        Raises:
+            TypeError, ValueError, KeyError: the values are not a table.
+        """
+        given = dict(values)
+        given["ns"] = tuple(int(n) for n in given["ns"])
+        given["forward_s"] = tuple(float(t) for t in given["forward_s"])
+        given["drafts"] = {name: DraftCost(**cost) for name, cost in given.get("drafts", {}).items()}
+        given["acceptance"] = {key: tuple(map(float, rates)) for key, rates in given.get("acceptance", {}).items()}
+        shares = given.get("windows", {}).get("shares", WHOLE.shares)
+        given["windows"] = LayerWindows(tuple((int(window), float(share)) for window, share in shares))
+        return cls(**given)
+
+
+def cost_key(name: str, options: Mapping[str, object] | None = None, *, among: Registry[Any] = DRAFTERS) -> str:
+    """The name under which the cost of a drafter is kept: its own, and the options that are not its defaults.
+
+    A file among them has its fingerprint in the name, so that another file in its place is another drafter.
+
+    Args:
+        name: of the drafter, as in configs.
+        options: of it; None is one that was not given.
+        among: the registry of the name, if it is no drafter's.
+
+    Raises:
+        UserError: a draft model or a head that is not there.
+    """
+    defaults = values_of(among.read(name, {})) if among.is_builtin(name) else {}
+    given = {
+        key: value
+        for key, value in sorted((options or {}).items())
+        if value is not None and as_yaml(value) != defaults.get(key)
+    }
+    words = []
+    for key, value in given.items():
+        file = _file_of_option(key, value)
+        words.append(f"{key}={value}" + (f" #{_fingerprint([file])}" if file else ""))
+    if ":" in name:
+        words.append(f"#{_fingerprint(source_of(name))}")
+    elif "head" in takes(name) - given.keys():  # a target finds its own among those of the package
+        from specsparse.speculative.drafters.heads.head_file import SHIPPED
+
+        words.append(f"head=shipped #{_fingerprint(SHIPPED.glob('*.gguf'))}")
+    return f"{name} ({', '.join(words)})" if words else name
+
+
+def _fingerprint(paths: Iterable[Path]) -> str:
+    """Eight hex digits of names, sizes in bytes and modification times in ns."""
+    stats = [(path.name, path.stat()) for path in sorted(paths)]
+    known = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    return hashlib.sha256(repr(known).encode()).hexdigest()[:8]
+
+
+def _file_of_option(option: str, value: object) -> Path | None:
+    """The file that a drafter's option names, or None."""
+    if not isinstance(value, str | Path):
+        return None
+    if option == "model":
+        return catalogue.resolve(value)
+    if option == "head":
+        from specsparse.speculative.drafters.heads.head_file import find
+
+        return find(value, None)
+    path = os.path.expanduser(value)
+    there = os.path.exists if option == "path" else os.path.isfile
+    return Path(path) if there(path) else None
+
+
+def identity(model: Model) -> dict[str, object]:
+    """What a table is valid for: file (name, size, time), CPU, threads, kernels, instruction set, cache, FFN, mesh."""
+    sparse = {} if model.ffn == "dense" else {"ffn": model.ffn, "rule": model.rule}
+    mesh = {} if model.devices.ways is None else {"mesh": model.devices.ways}
+    plain = _dense_identity(model.path, model.config, kernels_name=model.kernels.name, kv_dtype=model.kv_dtype)
+    return {**plain, **sparse, **mesh}
+
+
+def _dense_identity(path: Path, config: ModelConfig, *, kernels_name: str, kv_dtype: str) -> dict[str, object]:
+    """`identity` of a dense model on one device, which need not be loaded."""
+    window = {"window": config.window} if config.window else {}
+    stat, status = path.stat(), kernels.status()
+    return {
+        "version": VERSION,
+        "file": path.name,
+        "bytes": stat.st_size,
+        "mtime_ns": stat.st_mtime_ns,
+        "cpu": cpu_info()["model"],
+        "device": status["device"],
+        "threads": status["threads"],
+        "kernels": kernels_name,
+        "isa": status["isa"],
+        "kv_dtype": kv_dtype,
+        "context": config.context_length,
+        **window,
+    }
+
+
+def path_of(model: Model) -> Path:
+    """The file of this model's table."""
+    return _file_for(model.path, identity(model))
+
+
+def _file_for(path: Path, valid_for: dict[str, object]) -> Path:
+    digest = hashlib.sha256(json.dumps(valid_for, sort_keys=True).encode()).hexdigest()[:16]
+    return cache_dir() / "costs" / f"{path.stem}-{digest}.json"
+
+
+def load(model: Model) -> CostTable | None:
+    """The kept table, or None. A file that cannot be read counts as none."""
+    return _read(path_of(model))
+
+
+def find(path: Path, config: ModelConfig, *, kv_dtype: str = "f16") -> CostTable | None:
+    """`load` for a dense model that is not loaded, as it would be loaded without options."""
+    return _read(_file_for(path, _dense_identity(path, config, kernels_name=kernels.get().name, kv_dtype=kv_dtype)))
+
+
+def _read(path: Path) -> CostTable | None:
+    try:
+        return CostTable.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def save(model: Model, table: CostTable) -> Path:
+    """Keeps a table. If the cache cannot be written, the table is measured again next time."""
+    path = path_of(model)
+    with contextlib.suppress(UserError), atomically(path) as file:
+        file.write(json.dumps(table.to_dict(), indent=1).encode())
+    return path
+
+
+V_AVX2 = (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.35, 2.7)
+"""v(1).. of a small model on the slower of the measured machines (SmolLM2-135M Q4_1, two cores; docs/LOG.md)."""
+V_AVX512 = (1.0, 1.08, 1.2, 1.37, 1.58, 1.82, 2.0, 2.2)
+"""The same with AVX-512 VNNI."""
+V_BATCHED = (1.0, 1.1)
+"""On the xla backend and on accelerators."""
+V_ROW_BY_ROW = (1.0, 2.0)
+"""On the reference kernels, which compute one row after another."""
+STEP_FLOOR = 0.02
+"""What a drafted token costs besides reading weights, as a share of a plain step: small calls and the draw."""
+
+
+def guessed_v(backend: str, rows: int) -> list[float]:
+    """v(1)..v(rows) if nothing was measured: no draft is far cheaper or dearer. Beyond these by the last slope."""
+    native = V_AVX512 if kernels.status()["isa"] in ("avx512", "amx") else V_AVX2
+    guesses = {"native": native, "xla": V_BATCHED, "packed": V_BATCHED, "bf16": V_BATCHED}
+    known = guesses.get(backend, V_ROW_BY_ROW)
+    slope = known[-1] - known[-2]
+    return [known[n] if n < len(known) else known[-1] + slope * (n + 1 - len(known)) for n in range(rows)]
+
+
+def draft_share(model: Model, bound: Bound) -> float:
+    """c, in plain steps, of a drafter with a model: by the bytes that a drafted token reads, and `STEP_FLOOR`."""
+    return bound.bytes_per_token / max(model.footprint.file, 1) + STEP_FLOOR
+
+
+def policy_times(
+    model: Model,
+    gamma: int,
+    name: str | None,
+    options: Mapping[str, object] | None = None,
+    *,
+    share: float = 0.0,
+    levels: int | None = None,
+    batch: int = 1,
+) -> dict[str, object]:
+    """The options `v`, `c`, `c0` of the policies `cost` and `auto_off`: as kept on this machine, else a guess.
+
+    Args:
+        model: the target.
+        gamma: most tokens of a draft.
+        name, options: of the drafter, whose cost may have been kept; None if the name is not known.
+        share: c if it was not kept.
+        levels: of the trees it drafts, which take the time of a token each; None for chains.
+        batch: sequences that are decoded together; times are in their steps.
+    """
+    table = load(model)
+    if table is None:
+        rows = guessed_v(model.kernels.name, batch * (gamma + 1))
+        found = {"v": [t / rows[batch - 1] for t in rows[batch - 1 :: batch]], "c": share, "c0": 0.0}
+    else:
+        key = None if name is None else cost_key(name, options)
+        found = table.policy_options(gamma, key, batch=batch)
+        if key not in table.drafts:
+            found["c"] = share
+    if levels is not None:
+        found |= {"c": 0.0, "c0": found["c0"] + levels * found["c"]}
+    return rounded(found)
+
+
+def rounded(times: Mapping[str, Any]) -> dict[str, object]:
+    """Options with two decimals, so that a program is not compiled anew for every digit."""
+    return {key: [round(t, 2) for t in x] if isinstance(x, list) else round(x, 2) for key, x in times.items()}
