@@ -83,8 +83,7 @@ def check_pair(
     at = "" if temperature is None else f" at temperature {temperature:g}"
     whose = f" of drafter={drafted_by}" if drafted_by else ""
     raise UserError(
-        f"verifier={verifier.name} cannot verify {drafter.kind.value} {shape} drafts{whose}{at}: "
-        f"choose one of {names}"
+        f"verifier={verifier.name} cannot verify {drafter.kind.value} {shape} drafts{whose}{at}: choose one of {names}"
     )
 
 

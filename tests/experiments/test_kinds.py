@@ -290,7 +290,7 @@ def test_certify_prints_one_table_and_fails_where_the_promise_is_broken(cfg, tmp
 
 def test_certify_takes_callables_and_the_museum(cfg, tmp_path, monkeypatch):
     source = "def lazy(p, q, drafts, uniforms):\n    return [int(uniforms[0] >= p[0, 0])]\n"
-    (tmp_path / "mine_own.py").write_text(source + "\n\ndef eager(p, q, drafts, uniforms):\n    return 1, 0\n")
+    (tmp_path / "mine_own.py").write_text(source + "\n\ndef eager(p, q, drafts, u):\n    return len(drafts), 0\n")
     monkeypatch.syspath_prepend(tmp_path)
     shown = {name: certificate.EXHIBITS[name] for name in ("coin_is_0", "argmax_drafts_q_1")}
     monkeypatch.setattr(certificate, "EXHIBITS", shown)

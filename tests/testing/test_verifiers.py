@@ -5,6 +5,8 @@ import dataclasses
 import pytest
 
 from specsparse.speculative.base import DraftKind, Verifier
+from specsparse.speculative.proof.certify import certify
+from specsparse.speculative.verifiers import laws
 from specsparse.speculative.verifiers.rejection import Rejection
 from specsparse.speculative.verify import VERIFIERS
 from specsparse.testing.verifiers import VERIFIER_CHECKS, check_verifier, the_promise_is_kept
@@ -26,13 +28,21 @@ class Bad(Rejection):
 
     wrong: str
 
+    def enter(self, p_V, q_V, siblings):
+        return (siblings * 0,)  # rejected ones
+
     def accept(self, law_x, q_x, memo):
         right = super().accept(law_x, q_x, memo)
         return {"eager": right**0.5, "chance": right + 1}.get(self.wrong, right)
 
     def reject(self, law_V, q_V, child, memo, last):
-        rest_V, memo = super().reject(law_V, q_V, child, memo, last)
-        return rest_V * (0.5 if self.wrong == "law" else 1), memo
+        rest_V, _ = super().reject(law_V, q_V, child, memo, last)
+        xp = laws.namespace(law_V)
+        if self.wrong == "tied":  # struck out by value
+            rest_V = laws.normalise(xp.where(law_V == law_V[child.token], xp.zeros_like(law_V), law_V), law_V)
+        if self.wrong in ("fourth", "fifth"):  # as if it had not been rejected
+            rest_V = xp.where(memo[0] < ("fourth", "fifth").index(self.wrong) + 3, rest_V, law_V)
+        return rest_V * (0.5 if self.wrong == "law" else 1), (memo[0] + 1,)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +51,33 @@ class Bad(Rejection):
 def test_the_contract_refuses(wrong, words):
     with pytest.raises(AssertionError, match=words):
         check_verifier(Verifier("bad", Bad(wrong), ONE_HOT))
+
+
+def kept(wrong, kind):
+    return Verifier("bad", Bad(wrong), frozenset({kind}), tree=True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind"),
+    [
+        ("tied", DraftKind.ONE_HOT),
+        ("fourth", DraftKind.ONE_HOT),
+        ("fourth", DraftKind.IID),
+        ("fifth", DraftKind.IID),
+        ("fifth", DraftKind.WOR),
+    ],
+)
+def test_fooled_by_no_ties_and_no_fourth_sibling(wrong, kind):
+    """Right but for rejected tokens among equals, and but for the siblings from the fourth or fifth on."""
+    report = certify(kept(wrong, kind), vocab=3, driver=False, mutants=False)
+    broken = [r for r in report.results if not r.holds]
+    assert broken and (wrong == "tied" or all(len(r.parents) >= 4 for r in broken))
+
+
+@pytest.mark.parametrize("wrong", ["tied", "fourth"])
+def test_fooled_is_no_contract_by_ties_and_a_fourth_sibling(wrong):
+    with pytest.raises(AssertionError, match="it is not lossless"):
+        the_promise_is_kept(kept(wrong, DraftKind.ONE_HOT))
 
 
 def test_it_takes_a_right_one_and_a_lossy_one():

@@ -28,8 +28,8 @@ class CertifySpec:
     """What `kind: certify` enumerates; see `speculative.proof.certify.certify`."""
 
     verifiers: tuple[str, ...] | None = None
-    vocab: Annotated[int, Range(2, 6)] = 4
-    gamma: Annotated[int, Range(1, 3)] = 3
+    vocab: Annotated[int, Range(2, 6)] | None = None
+    gamma: Annotated[int, Range(1, 3)] | None = None
     mutants: bool = True
     museum: bool = True
     also: tuple[str, ...] = ()
@@ -68,10 +68,7 @@ class Certify(Kind[CertifySettings]):
             )
         kept = "as promised: rule and driver of every lossless verifier keep the law of p, every mutant is caught"
         broken = "NOT as promised: " + "; ".join(report.failures)
-        lines = report.legend()
-        if report.finds:
-            lines.append(f"samples would have found a total variation of {report.finds:.3f} with {POWER:.0%}")
-        legend = Text("\n".join(lines), style="dim")
+        legend = Text("\n".join(report.legend()), style="dim")
         verdict = Text(kept, style="green") if report.passed else Text(broken, style="bold red")
         worst = _worst(report, RULE)
         return Found(

@@ -16,8 +16,8 @@ LANES = 1024
 MOST_BOXES = 500
 """Boxes a draft may be cut into, on average: a verdict that needs more is no function of thresholds."""
 
-SPOT_ROUNDS = 50
-"""How often points are drawn anew; boxes in which they still differ are left out."""
+SPOT_ROUNDS, FEW_SPOTS = 20, 1024
+"""How often points are drawn anew, boxes in which they still differ are left out; and how many at first."""
 
 Verdicts = Callable[[np.ndarray], np.ndarray]
 """int64[N, n] ticks -> int[N, R], the verdict of each row."""
@@ -77,19 +77,26 @@ def settle(
         seed: of the points inside.
         inside: points drawn inside a box.
         most: boxes a draft may be cut into, on average.
-        spots: points drawn at the end over all drafts. Where one has another verdict than its box, the box is cut
-            there and points are drawn anew, until all have the verdict of their box.
+        spots: points drawn at the end over all drafts, one in each `spots`-th part of every uniform, and a quarter as
+            many near the edges of boxes. Where one has another verdict than its box, the box is cut there and points
+            are drawn anew, until all have the verdict of their box.
     """
     rng, shape = np.random.default_rng([seed, 2]), (drafts, uniforms)
     whole = Boxes(np.arange(drafts), np.zeros(shape, np.int64), np.full(shape, steps))
     found = _settle(judge, whole, None, rng, inside, most * drafts)
-    for _ in range(SPOT_ROUNDS if spots else 0):
-        divided, rest = _surprises(judge, found, rng, drafts, steps, spots)
-        if not divided.goal.size:
-            return found
-        none = jax.tree.map(lambda a: a[:0], whole)
-        found = _join(rest, _settle(judge, none, divided, rng, inside, most * drafts))
-    return rest if spots else found
+    few, rounds = min(spots, FEW_SPOTS), SPOT_ROUNDS  # a few are enough to find what has no thresholds
+    while few and found.boxes.draft.size:
+        divided, rest = _surprises(judge, found, rng, steps, few)
+        if divided.goal.size and not rounds:
+            return rest
+        if divided.goal.size:
+            none = jax.tree.map(lambda a: a[:0], whole)
+            found, rounds = _join(rest, _settle(judge, none, divided, rng, inside, most * drafts)), rounds - 1
+        elif few == spots:
+            break
+        else:
+            few = min(4 * few, spots)
+    return found
 
 
 def _settle(
@@ -111,23 +118,53 @@ def _settle(
 
 
 def _surprises(
-    judge: Judge, found: Settled, rng: np.random.Generator, drafts: int, steps: int, spots: int
+    judge: Judge, found: Settled, rng: np.random.Generator, steps: int, spots: int
 ) -> tuple[Divided, Settled]:
-    """Boxes in which a random point has another verdict, with the point; and the other boxes."""
-    draft, ticks = rng.integers(drafts, size=spots), rng.integers(steps, size=(spots, found.boxes.low.shape[1]))
-    order = np.argsort(found.boxes.draft, kind="stable")
-    first = np.searchsorted(found.boxes.draft[order], np.arange(drafts + 1))
-    home = np.full(spots, -1)
-    for spot, d in enumerate(draft):
-        own = order[first[d] : first[d + 1]]
-        here = ((found.boxes.low[own] <= ticks[spot]) & (ticks[spot] < found.boxes.high[own])).all(axis=1)
-        home[spot] = own[here.argmax()] if here.any() else -1
-    parts = range(0, spots, LANES)
-    got = np.concatenate([judge(draft[i : i + LANES])(ticks[i : i + LANES]) for i in parts])
-    other = np.flatnonzero((home >= 0) & (got != found.verdict[home]).any(axis=1))
-    boxes, spot = np.unique(home[other], return_index=True)
-    divided = Divided(jax.tree.map(lambda a: a[boxes], found.boxes), found.verdict[boxes], ticks[other[spot]])
+    """Boxes in which a point has another verdict, with the point; and the other boxes."""
+
+    def other(home, ticks):
+        home, ticks = home[home >= 0], ticks[home >= 0]
+        parts = (slice(i, i + LANES) for i in range(0, len(home), LANES))
+        got = [judge(draft[home[part]])(ticks[part]) for part in parts]
+        wrong = (np.concatenate(got) != found.verdict[home]).any(axis=1) if got else home < 0
+        return home[wrong], ticks[wrong]
+
+    draft, low, high = found.boxes
+    n, known = low.shape[1], np.unique(draft)
+    # one point in each of as many parts of every uniform
+    part = rng.permuted(np.tile(np.arange(spots)[:, None], n), axis=0) + rng.random((spots, n))
+    ticks = np.minimum((part * (steps / spots)).astype(np.int64), steps - 1)
+    home = _home(found.boxes, rng.choice(known, spots), ticks)
+    # at every scale from the edges of boxes, which are the verdict's own thresholds
+    near = rng.integers(len(draft), size=spots // 4)
+    width = high[near] - low[near]
+    scale = np.exp(rng.random(width.shape) * np.log(width)).astype(np.int64) - 1
+    at = np.stack([low[near] + scale, high[near] - 1 - scale, rng.integers(low[near], high[near])])
+    at = np.take_along_axis(at, rng.integers(3, size=(1, *width.shape)), axis=0)[0]
+    home, ticks = other(np.concatenate([home, near]), np.concatenate([ticks, at]))
+    if home.size:  # what one box hides, others may hide at the same place
+        place = [(low[:, j] <= ticks[0, j]) & (ticks[0, j] < high[:, j]) for j in range(n)]
+        there = [np.where(np.arange(n) == j, ticks[0], low[boxes]) for j, boxes in enumerate(place)]
+        more = other(np.concatenate([np.flatnonzero(boxes) for boxes in place]), np.concatenate(there))
+        home, ticks = (np.concatenate(both) for both in zip((home, ticks), more))
+    boxes, spot = np.unique(home, return_index=True)
+    divided = Divided(jax.tree.map(lambda a: a[boxes], found.boxes), found.verdict[boxes], ticks[spot])
     return divided, jax.tree.map(lambda a: np.delete(a, boxes, axis=0), found)
+
+
+def _home(boxes: Boxes, draft_N: np.ndarray, ticks_Nn: np.ndarray) -> np.ndarray:
+    """int[N]: which of the boxes each point of a draft lies in, -1 if it lies in none."""
+    order = np.argsort(boxes.draft, kind="stable")
+    low, high = boxes.low[order], boxes.high[order]
+    first, end = (np.searchsorted(boxes.draft[order], draft_N, side) for side in ("left", "right"))
+    home = np.full(len(draft_N), -1)
+    for start in range(0, len(home), LANES):
+        many = (end - first)[start : start + LANES]
+        spot = np.repeat(np.arange(start, start + len(many)), many)
+        box = np.arange(many.sum()) + np.repeat(first[start : start + LANES] - many.cumsum() + many, many)
+        here = ((low[box] <= ticks_Nn[spot]) & (ticks_Nn[spot] < high[box])).all(axis=1)
+        home[spot[here]] = order[box[here]]
+    return home
 
 
 def _last(several):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from specsparse.speculative.base import Draft, DraftKind
+from specsparse.speculative.base import ROOT, Draft, DraftKind
 from specsparse.speculative.proof.exact import Outcome
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.verifiers import laws
@@ -50,6 +50,19 @@ def keep_top(k: int) -> Callable[[np.ndarray], np.ndarray]:
 def ranked(law_V: np.ndarray, rank: int) -> np.ndarray:
     """One-hot law of the token of that rank (0 the likeliest)."""
     return laws.one_hot(law_V, np.argsort(-law_V, kind="stable")[rank % law_V.shape[0]])
+
+
+def tie_top(law_V: np.ndarray) -> np.ndarray:
+    """The law whose two likeliest tokens are equally likely."""
+    top = np.argsort(-law_V, kind="stable")[:2]
+    tied_V = law_V.copy()
+    tied_V[top] = law_V[top].mean()
+    return tied_V
+
+
+def flat(law_V: np.ndarray) -> np.ndarray:
+    """Every token equally likely."""
+    return np.full_like(law_V, 1 / law_V.shape[0])
 
 
 def draw_law(kind: DraftKind, q: Tables) -> RowLaw:
@@ -100,12 +113,18 @@ def outcomes(
         draw: law a node is drawn from.
         record: law written into the draft; `draw` if None.
         one_hot: leave q out, as one-hot drafts do.
+
+    An empty draft is one node that does not exist, as rules are handed one.
     """
     parents, count = np.array(template.parents, np.int32), np.int32(template.size)
+    if not template.size:
+        q_KV = None if one_hot else p[0][None]
+        yield Outcome(1.0, Draft(np.zeros(1, np.int32), np.full(1, ROOT, np.int32), count, q_KV), np.stack([p[0]] * 2))
+        return
     for weight, tokens, rows in draws(template, draw, record or draw):
         contexts = [tuple(tokens[i] for i in template.path(row - 1)) for row in range(template.size + 1)]
         p_nV = np.stack([p[len(context)][context] for context in contexts])
-        q_KV = None if one_hot or not rows else np.stack(rows)
+        q_KV = None if one_hot else np.stack(rows)
         yield Outcome(weight, Draft(np.array(tokens, np.int32), parents, count, q_KV), p_nV)
 
 
@@ -138,6 +157,11 @@ class Case:
         return outcomes(self.template, self.p, draw=draw_law(self.kind, self.q), one_hot=one_hot)
 
 
+def at_temperature_0(case: Case) -> Case:
+    """The case with one-hot laws of the target; of tied tokens the first is the likeliest."""
+    return dataclasses.replace(case, p=map_tables(case.p, lambda law: ranked(law, 0)))
+
+
 def _disjoint(law_V: np.ndarray, *, even: bool) -> np.ndarray:
     kept = np.where((np.arange(law_V.shape[0]) % 2 == 0) == even, law_V, 0.0)
     return kept / kept.sum()
@@ -157,8 +181,11 @@ CORNERS: dict[str, Callable[[Tables, Tables], tuple[Tables, Tables]]] = {
         map_tables(q, lambda law: _disjoint(law, even=False)),
     ),
     "one token each": lambda p, q: (map_tables(p, keep_top(1)), map_tables(q, keep_top(1))),
+    "q one token": lambda p, q: (p, map_tables(q, keep_top(1))),
+    "p tied, q flat": lambda p, q: (map_tables(p, tie_top), map_tables(q, flat)),
+    "p flat, q tied": lambda p, q: (map_tables(p, flat), map_tables(q, tie_top)),
 }
-"""Corners of (p, q) by name: 0/0 residuals, zero tails of q, supports that differ or never meet."""
+"""Corners of (p, q) by name: 0/0 residuals, zeros, supports that differ or never meet, one-hot laws, ties."""
 
 
 def make_case(corner: str, kind: DraftKind, template: TreeTemplate, *, vocab: int, seed: int) -> Case:

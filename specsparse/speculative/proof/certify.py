@@ -18,7 +18,7 @@ import numpy as np
 from specsparse.errors import UserError
 from specsparse.speculative.base import DraftKind, Verifier
 from specsparse.speculative.policies.base import Policy
-from specsparse.speculative.proof.cases import CORNERS, Case, keep_top, make_case, map_tables
+from specsparse.speculative.proof.cases import CORNERS, Case, at_temperature_0, make_case
 from specsparse.speculative.proof.driver import driver_laws, jitted
 from specsparse.speculative.proof.driver_mutants import DRIVER_MUTANTS
 from specsparse.speculative.proof.exact import continuations, output_law, total_variation
@@ -34,47 +34,48 @@ from specsparse.support.options import Seed, only_known, read
 
 Certifiable = Verifier | str | Handed | Callable | Policy
 
+VOCAB, GAMMA = 4, 3
+"""Tokens of most cases of our own verifiers and their longest chain, unless others are asked for."""
+
+_BOTH = (("random", 5, 6), ("p flat, q tied", 5, 6))
+MANY_SIBLINGS = {
+    DraftKind.ONE_HOT: _BOTH,
+    DraftKind.WOR: _BOTH,
+    DraftKind.IID: (("random", 4, 5), ("p flat, q tied", 4, 5), ("p flat, q tied", 5, 4)),  # of 5^5 drafts too many
+}
+"""Corner, siblings of the root, tokens. The rejection of a fourth or fifth shows only if several tokens are left."""
+
 MUTANT_CASES = 3
 """Random cases per mutant."""
 
 
 def shapes(*, vocab: int, gamma: int, tree: bool) -> list[tuple[TreeTemplate, int]]:
-    """Draft shapes with the vocabulary to try them on: chains to gamma, or trees to 8 nodes."""
+    """Draft shapes with the vocabulary to try them on: chains to gamma, or trees to 8 nodes and 5 siblings."""
     if not tree:
-        return [(TreeTemplate.chain(g), vocab) for g in range(1, gamma + 1)]
+        return [(TreeTemplate.chain(g), vocab) for g in range(gamma + 1)]
     ragged = TreeTemplate.from_paths([(0, 0, 0), (1,), (2,)])
     return [
+        (TreeTemplate.chain(0), vocab),
         (TreeTemplate.chain(1), vocab),
         (TreeTemplate.kary((3,)), vocab),
-        (TreeTemplate.kary((3,)), 2),  # more siblings than tokens: duplicates, and q used up
-        (TreeTemplate.kary((2, 1)), vocab),
+        (TreeTemplate.kary((2, 1)), min(vocab, 3)),
         (ragged, min(vocab, 3)),
         (TreeTemplate.kary((2, 3)), 2),
+        (TreeTemplate.kary((5,)), 2),  # more siblings than tokens: duplicates, and q used up
     ]
 
 
 def cases(verifier: Verifier, *, vocab: int, gamma: int, seed: int) -> Iterator[Case]:
-    """Every case of a verifier: its kinds of draw x shapes x corners, then one wider vocabulary."""
-    for kind, many in _kinds(verifier):
-        tried = shapes(vocab=vocab, gamma=gamma, tree=many)
-        yield from (_case(verifier, c, kind, *shape, seed) for shape in tried for c in CORNERS)
-        yield _case(verifier, "random", kind, TreeTemplate.kary((2,)) if many else TreeTemplate.chain(2), 6, seed)
-
-
-def empty_cases(verifier: Verifier, *, vocab: int, seed: int) -> Iterator[Case]:
-    """Empty drafts of every kind. There is no rule to certify in them, but a driver."""
-    for kind, _ in _kinds(verifier):
-        yield from (_case(verifier, corner, kind, TreeTemplate.chain(0), vocab, seed) for corner in CORNERS)
-
-
-def _kinds(verifier: Verifier) -> list[tuple[DraftKind, bool]]:
-    """Kinds of draw, and whether siblings are tried."""
-    return [(kind, verifier.tree and kind is not DraftKind.SAMPLED) for kind in DraftKind if kind in verifier.kinds]
-
-
-def _case(verifier: Verifier, corner: str, kind: DraftKind, template: TreeTemplate, vocab: int, seed: int) -> Case:
-    case = make_case(corner, kind, template, vocab=vocab, seed=seed)
-    return dataclasses.replace(case, p=map_tables(case.p, keep_top(1))) if verifier.greedy_only else case
+    """Every case of a verifier: its kinds of draw x shapes x corners, then a few of a wider vocabulary."""
+    for kind in (kind for kind in DraftKind if kind in verifier.kinds):
+        many = verifier.tree and kind is not DraftKind.SAMPLED
+        tried = [(c, *shape) for shape in shapes(vocab=vocab, gamma=gamma, tree=many) for c in CORNERS]
+        tried.append(("random", TreeTemplate.kary((2,)) if many else TreeTemplate.chain(2), 6))
+        if many:
+            tried += [(c, TreeTemplate.kary((siblings,)), size) for c, siblings, size in MANY_SIBLINGS[kind]]
+        for corner, template, size in tried:
+            case = make_case(corner, kind, template, vocab=size, seed=seed)
+            yield at_temperature_0(case) if verifier.greedy_only else case
 
 
 def measure(verifier: Verifier, case: Case) -> Result:
@@ -150,8 +151,9 @@ def certify(
     Args:
         verifiers: what to certify: names, verifiers, anybody's callables, see `handed`, or draft-length policies, see
             `policies.measure_policy`; one may stand alone.
-        vocab: vocabulary of most cases, 2..6; by default 4, and 3 for callables.
-        gamma: longest chain, 1..3; by default 3, and 2 for callables.
+        vocab: vocabulary of most cases, 2..6; by default 4, and 3 for callables. `CertificateReport.covered` says
+            what was tried. Mutants, museum and policies keep their own.
+        gamma: longest chain, 1..3; by default 3, and 2 for callables, with one case of 4 drafts and one of 6 tokens.
         seed: of the random laws; the same seed gives the same report.
         mutants: whether to run the mutants too; by default they run unless callables alone are certified.
         driver: whether to certify, beside the rules, the jitted driver of the lossless verifiers.
@@ -168,13 +170,11 @@ def certify(
         raise UserError("certify([]) certifies nothing: name a verifier, or leave the list out for all")
     named = [get_verifier(v) if isinstance(v, str) else v for v in several]
     made = [v if isinstance(v, Verifier | Policy) else handed(v) for v in named]
-    if (vocab or gamma) and made and all(isinstance(v, Policy) for v in made):
+    if (vocab or gamma) and any(isinstance(v, Policy) for v in made):
         raise UserError("certify: a policy's drafts are as long as its own gamma: leave out gamma and vocab")
     chosen = sorted(made, key=lambda v: isinstance(v, Verifier))  # a broken one is said at once
-    ours = any(isinstance(v, Verifier) for v in chosen)
-    vocab, gamma = vocab or (4 if ours else 3), gamma or (3 if ours else 2)
-    mutants = ours if mutants is None else mutants
-    if not 2 <= vocab <= 6 or not 1 <= gamma <= 3:
+    mutants = any(isinstance(v, Verifier) for v in chosen) if mutants is None else mutants
+    if vocab not in (None, *range(2, 7)) or gamma not in (None, *range(1, 4)):
         raise UserError(f"certify enumerates everything: vocab={vocab} must lie in 2..6 and gamma={gamma} in 1..3")
     results = []
     for verifier in chosen:
@@ -182,12 +182,11 @@ def certify(
             results += measure_policy(verifier, seed=seed)
             continue
         if isinstance(verifier, Handed):
-            results += measure_handed(verifier, vocab=min(vocab, 3), gamma=min(gamma, 2), seed=seed)
+            results += measure_handed(verifier, vocab=vocab, gamma=gamma, seed=seed)
             continue
-        tried = list(cases(verifier, vocab=vocab, gamma=gamma, seed=seed))
+        tried = list(cases(verifier, vocab=vocab or VOCAB, gamma=gamma or GAMMA, seed=seed))
         results += [measure(verifier, case) for case in tried]
         if driver and verifier.lossless:
-            tried += empty_cases(verifier, vocab=vocab, seed=seed)
             results += measure_driver(verifier, tried, seed=seed)
     wrong = [measure_mutant(name, seed=seed) for name in MUTANTS] if mutants else []
     if mutants and driver:

@@ -23,14 +23,17 @@ from specsparse.speculative.verifiers import laws
 INSIDE, BOXES = 6, 100
 """Points drawn inside each box, beside its two corners; and the most boxes of a draft, on average."""
 
-SPOTS = 1024
-"""Points of uniforms that are drawn at the end and must have the verdict of their box."""
+UNSETTLED = 0.9
+"""What the boxes of a draft hold at least of its uniforms. What they lack, the law lacks, and fails."""
 
 LEVEL = 1e-6
 """Chance that a sampled report calls any of its lossless cases lossy."""
 
 POWER = 0.95
-"""Chance to find a total variation of `Power.finds`."""
+"""Chance to find a total variation of `Power.finds`, and a window of `window`."""
+
+WRONG_SHARE = 0.25
+"""How many of the verdicts in a window are wrong, where it is said how narrow a window would be seen."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +70,15 @@ def power(target: np.ndarray, samples: int, *, cases: int) -> Power:
     chance = math.sqrt(math.log(1 / level) / (2 * samples))
     bound = float(np.sqrt(target * (1 - target) / samples).sum() / 2) + chance
     return Power(samples, level, bound, bound + math.sqrt(math.log(1 / (1 - POWER)) / (2 * samples)))
+
+
+def window(how: Handed) -> float:
+    """Width of the narrowest window of one uniform that would be seen, wherever it lies; nearer to an edge, far less.
+
+    Of N points, one lies in each N-th part of every uniform. So w N lie in a window of the width w, and all of them
+    miss a wrong verdict, which `WRONG_SHARE` of drafts and other uniforms have there, with (1 - `WRONG_SHARE`)^(w N).
+    """
+    return math.log(1 - POWER) / math.log(1 - WRONG_SHARE) / how.points
 
 
 class ChainLaws(NamedTuple):
@@ -132,7 +144,7 @@ class Tried(NamedTuple):
 def _drafts(chains: Sequence[ChainLaws], contexts: Sequence[int], K: int) -> Tried:
     parts, offset = [], 0
     for c, rows in enumerate(chains):
-        every = np.array(list(itertools.product(range(rows.vocab), repeat=K)), np.int64).reshape(-1, K)
+        every = np.array(list(itertools.product(range(rows.vocab), repeat=K)), np.int64).reshape(rows.vocab**K, K)
         context = np.repeat(np.asarray(contexts, np.int64), len(every))
         drafts = np.tile(every, (len(contexts), 1))
         nodes = _nodes(context, drafts, rows.vocab)
@@ -185,11 +197,11 @@ def rounds(how: Handed, chains: Sequence[ChainLaws], contexts: Sequence[int], K:
     """
     tried = _drafts(chains, contexts, K)
     judge, n, drafts = _judge(how, chains, tried), how.room(K), len(tried.weight)
-    many = {"inside": INSIDE, "most": BOXES, "spots": SPOTS}
+    many = {"inside": INSIDE, "most": BOXES, "spots": how.points}
     found = boxes.settle(judge, drafts=drafts, uniforms=n, steps=how.steps, seed=seed, **many)
     volume = found.volume(how.steps)
     settled = np.bincount(found.boxes.draft, weights=volume, minlength=drafts)
-    if (settled < 1 - 1e-9).any():
+    if (settled < UNSETTLED).any():
         raise UserError(
             f"{how.name} is no function of thresholds of its uniforms, so its law cannot be enumerated: have it take a "
             "generator, and it is sampled"
@@ -261,11 +273,11 @@ def sampled_law(how: Handed, case: Case, K: int, length: int, *, seed: int) -> n
     node, count = np.zeros(N, np.int64), np.zeros(N, np.int64)
     while (count < length).any():
         active = np.flatnonzero(count < length)
-        at, drafts = [node[active]], []
-        for _ in range(K):
-            drafts.append(laws.inverse_cdf(rows.q[at[-1]], rng.random(len(active))).astype(np.int64))
-            at.append(V * at[-1] + 1 + drafts[-1])
-        at_Nn, drafts_NK = np.stack(at, axis=1), np.stack(drafts, axis=1)
+        at, drafts_NK = [node[active]], np.zeros((len(active), K), np.int64)
+        for i in range(K):
+            drafts_NK[:, i] = laws.inverse_cdf(rows.q[at[-1]], rng.random(len(active)))
+            at.append(V * at[-1] + 1 + drafts_NK[:, i])
+        at_Nn = np.stack(at, axis=1)
         tokens = _call(how, rows, at_Nn, drafts_NK, lambda: fresh(how, rng, flowing))
         for place in range(K + 1):
             grows = (tokens[:, place] != PAD) & (count[active] < length)

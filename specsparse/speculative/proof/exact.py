@@ -4,6 +4,7 @@ Every way a round can end is listed with its probability, so that the law of the
 those of one sequence: no batch axis, numpy arrays.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -61,14 +62,20 @@ def _q_row(draft: Draft, node: int, like_V: np.ndarray) -> np.ndarray:
     return laws.one_hot(like_V, draft.tokens[node]) if draft.q is None else draft.q[node]
 
 
+@functools.lru_cache(maxsize=1024)
+def _entered(rule: SiblingRule, p: bytes, q: bytes, siblings: int) -> tuple:
+    """The memo at a parent. Many drafts have the same parents."""
+    return rule.enter(np.frombuffer(p), np.frombuffer(q), np.float64(siblings))
+
+
 def _sibling_ends(rule: SiblingRule, draft: Draft, p_nV: np.ndarray) -> list[End]:
     """Both sides of every coin, depth first."""
     found: list[End] = []
     K, count = draft.max_nodes, draft.count
 
     def enter(at: int, node: int) -> tuple:
-        siblings = np.float64(children(draft.parents, count, at))
-        return rule.enter(p_nV[at], _q_row(draft, node, p_nV[at]), siblings)
+        siblings = int(children(draft.parents, count, at))
+        return _entered(rule, p_nV[at].tobytes(), _q_row(draft, node, p_nV[at]).tobytes(), siblings)
 
     def visit(node, at, law, memo, weight, path, coins):
         if weight == 0:

@@ -61,7 +61,8 @@ class Handed:
         target_law: the sampling parameters of the target. With it or `draft_law` the callable is handed the laws before
             the sampling parameters and applies them itself: `target_law(p)` is what it must keep.
         draft_law: those of the draft: drafts are drawn from `draft_law(q)`.
-        samples: sequences of each case where randomness is not handed in as uniforms.
+        samples: sequences of each case; if uniforms are handed in, twice the points drawn anew for a length of draft.
+        shortest: tokens of the shortest draft that it is handed; at 0 it must know empty ones.
         lossless: what it promises.
     """
 
@@ -77,6 +78,7 @@ class Handed:
     target_law: Law | None = None
     draft_law: Law | None = None
     samples: int = 0
+    shortest: int = 0
     lossless: bool = True
 
     def __post_init__(self):
@@ -100,6 +102,11 @@ class Handed:
     def steps(self) -> int:
         """Values of a uniform."""
         return GRID[self.dtype]
+
+    @property
+    def points(self) -> int:
+        """Points of uniforms that are drawn anew for drafts of a length."""
+        return self.samples // 2
 
     def room(self, K: int) -> int:
         """How many uniforms a call is handed."""
@@ -130,6 +137,7 @@ class Handed:
             raise
         except (Exception, SystemExit) as error:
             hint = f"; Handed(..., uniforms=n) hands more than {random.shape[-1]}" if _too_few(error, random) else ""
+            hint = hint if drafts.shape[-1] else "; on an empty draft: Handed(..., shortest=1) hands it none"
             at = f" ({line})" if (line := own_line(error)) else ""
             raise UserError(f"{self.name} raised {type(error).__name__}: {error}{at}{hint}") from error
         K, V = drafts.shape[-1], p.shape[-1]

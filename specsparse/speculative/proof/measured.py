@@ -1,12 +1,10 @@
 """How far the text of a callable is from the target's, case by case, and how much of it rounding may explain."""
 
-import dataclasses
-from collections.abc import Iterator
-
 import numpy as np
 
-from specsparse.speculative.proof.cases import CORNERS, Case, keep_top, make_case, map_tables, random_tables
-from specsparse.speculative.proof.chain_law import power, round_laws, sampled_law, several_rounds, true_p
+from specsparse.errors import UserError
+from specsparse.speculative.proof.cases import CORNERS, Case, at_temperature_0, make_case, random_tables
+from specsparse.speculative.proof.chain_law import power, round_laws, sampled_law, several_rounds, true_p, window
 from specsparse.speculative.proof.driver import STEPS
 from specsparse.speculative.proof.exact import continuations, total_variation
 from specsparse.speculative.proof.handed import Handed
@@ -16,8 +14,18 @@ from specsparse.speculative.tree import TreeTemplate
 ROUNDS, SAMPLED_LENGTH = 4, 3
 """Tokens of the text of several rounds: where it is enumerated (over two tokens), and where it is sampled."""
 
-SAMPLED_CORNERS = ("random", "p equals q at the root", "truncated differently", "q heated")
-"""Corners that are sampled; each has its share of the level."""
+SAMPLED_CORNERS = (
+    "random",
+    "p equals q at the root",
+    "truncated differently",
+    "q heated",
+    "p tied, q flat",
+    "one token each",
+)
+"""Corners that are sampled."""
+
+VOCAB, GAMMA, BEYOND = 3, 2, ((2, 4), (6, 1))
+"""Tokens and longest draft unless others are asked for; then one case each of other tokens and a draft is added."""
 
 
 def driver_tv(template: TreeTemplate, *, vocab: int, steps: int = STEPS) -> float:
@@ -42,42 +50,48 @@ def driver_tv(template: TreeTemplate, *, vocab: int, steps: int = STEPS) -> floa
     return draws * (draws * (vocab + 8) + 2 * vocab**2) / steps
 
 
-def measure_handed(how: Handed, *, vocab: int, gamma: int, seed: int) -> list[Result]:
+def measure_handed(how: Handed, *, vocab: int | None = None, gamma: int | None = None, seed: int) -> list[Result]:
     """Every case of a callable: one round on each corner, and several rounds; or samples of several rounds.
+
+    Args:
+        how: the callable.
+        vocab, gamma: tokens, and the longest draft. Drafts of every length from `how.shortest` on are tried.
+        seed: of the random laws and of points and samples.
 
     Raises:
         UserError: it raised, handed back no verdict, or is no function of thresholds of its uniforms.
     """
+    beyond = BEYOND if vocab is None and gamma is None and not how.uniforms else ()
+    vocab, gamma = vocab or VOCAB, gamma or GAMMA
+    if how.shortest > gamma:
+        raise UserError(f"{how.name} is handed drafts of {how.shortest} tokens or more: gamma={gamma} leaves none")
     if not how.exact:
-        return [
-            _sampled(how, case, gamma, seed)
-            for case in _long_cases(how, SAMPLED_CORNERS, vocab, SAMPLED_LENGTH, gamma, seed)
-        ]
+        length = max(SAMPLED_LENGTH, gamma + 1)
+        tried = [(corner, gamma) for corner in SAMPLED_CORNERS] + [("random", K) for K in range(how.shortest, gamma)]
+        cases = [_long_case(how, corner, vocab, length, K, seed) for corner, K in tried]
+        return [_sampled(how, case, length, len(cases), seed) for case in cases]
     found = []
-    for length in range(1, gamma + 1):
-        shape = TreeTemplate.chain(length)
-        tried = [_greedy(how, make_case(corner, how.drafts, shape, vocab=vocab, seed=seed)) for corner in CORNERS]
+    lengths = sorted(range(how.shortest, gamma + 1), key=lambda K: not K)  # a mistake is not said of empty drafts first
+    shapes = [(CORNERS, vocab, K) for K in lengths] + [(("random",), *more) for more in beyond]
+    for corners, V, K in shapes:
+        tried = [_greedy(how, make_case(c, how.drafts, TreeTemplate.chain(K), vocab=V, seed=seed)) for c in corners]
         laws = round_laws(how, tried, seed=seed)
         found += [_result(how, case, law, drafts) for case, (law, drafts) in zip(tried, laws)]
-    for case in _long_cases(how, ("random",), 2, ROUNDS, gamma, seed):
-        law, drafts = several_rounds(how, case, gamma, ROUNDS, seed=seed)
-        found.append(_result(how, case, law, drafts))
-    return found
+    case = _long_case(how, "random", 2, ROUNDS, gamma, seed)
+    law, drafts = several_rounds(how, case, gamma, ROUNDS, seed=seed)
+    return [*found, _result(how, case, law, drafts)]
 
 
-def _long_cases(
-    how: Handed, corners: tuple[str, ...], vocab: int, length: int, gamma: int, seed: int
-) -> Iterator[Case]:
-    """Cases whose tables reach as far as several rounds may."""
-    rng = np.random.default_rng([seed, vocab, 9])
-    for corner in corners:
-        p, q = (random_tables(rng, vocab=vocab, depth=length - 1 + gamma) for _ in range(2))
-        name = f"{corner}, {length} tokens by rounds"
-        yield _greedy(how, Case(name, how.drafts, TreeTemplate.chain(gamma), *CORNERS[corner](p, q)))
+def _long_case(how: Handed, corner: str, vocab: int, length: int, K: int, seed: int) -> Case:
+    """A case whose tables reach as far as several rounds may."""
+    rng = np.random.default_rng([seed, vocab, SAMPLED_CORNERS.index(corner), 9])
+    p, q = (random_tables(rng, vocab=vocab, depth=length - 1 + K) for _ in range(2))
+    name = f"{corner}, {length} tokens by rounds"
+    return _greedy(how, Case(name, how.drafts, TreeTemplate.chain(K), *CORNERS[corner](p, q)))
 
 
 def _greedy(how: Handed, case: Case) -> Case:
-    return dataclasses.replace(case, p=map_tables(case.p, keep_top(1))) if how.greedy else case
+    return at_temperature_0(case) if how.greedy else case
 
 
 def _result(how: Handed, case: Case, law: np.ndarray, drafts: int) -> Result:
@@ -85,14 +99,14 @@ def _result(how: Handed, case: Case, law: np.ndarray, drafts: int) -> Result:
     template, vocab = case.template, law.shape[0]
     bound = law.ndim * driver_tv(template, vocab=vocab, steps=how.steps)
     tv = total_variation(law, target)
-    shape = (case.kind.value, template.parents, vocab)
-    return Result(how.name, how.lossless, *shape, case.name, drafts, tv, CALLABLE, bound, law, target)
+    shape, seen = (case.kind.value, template.parents, vocab), window(how)
+    return Result(how.name, how.lossless, *shape, case.name, drafts, tv, CALLABLE, bound, law, target, window=seen)
 
 
-def _sampled(how: Handed, case: Case, gamma: int, seed: int) -> Result:
-    law = sampled_law(how, case, gamma, SAMPLED_LENGTH, seed=seed)
-    target = continuations(true_p(how, case), SAMPLED_LENGTH)[0]
-    can = power(target, how.samples, cases=len(SAMPLED_CORNERS))
+def _sampled(how: Handed, case: Case, length: int, cases: int, seed: int) -> Result:
+    law = sampled_law(how, case, case.template.size, length, seed=seed)
+    target = continuations(true_p(how, case), length)[0]
+    can = power(target, how.samples, cases=cases)
     tv = total_variation(law, target)
     shape = (case.kind.value, case.template.parents, law.shape[0])
     return Result(how.name, how.lossless, *shape, case.name, how.samples, tv, SAMPLED, can.bound, law, target, can)

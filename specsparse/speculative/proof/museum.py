@@ -49,7 +49,7 @@ class Exhibit:
 
 
 def _rows(change: Callable[[np.ndarray], np.ndarray], law: np.ndarray) -> np.ndarray:
-    return np.apply_along_axis(change, -1, law)
+    return np.apply_along_axis(change, -1, law) if law.size else law
 
 
 CUT, HOT = keep_top(2), tempered(1.5)
@@ -157,8 +157,13 @@ def _match_draft_noise(p, q, drafts, generator):
 
 
 def _hung(name: str, what: str, reports: str, call: Callable, *, lossless: bool = False, **how) -> Exhibit:
-    return Exhibit(name, what, tuple(reports.split()), Handed(call, name=name, batched=True, lossless=lossless, **how))
+    made = Handed(call, name=name, batched=True, lossless=lossless, **how)
+    made = dataclasses.replace(made, samples=EXACT_SAMPLES) if made.exact else made
+    return Exhibit(name, what, tuple(reports.split()), made)
 
+
+EXACT_SAMPLES = 20_000
+"""Of exhibits whose law is enumerated, see `Handed.samples`."""
 
 ARGMAX = DraftKind.ONE_HOT
 

@@ -20,6 +20,7 @@ from specsparse.speculative.proof.cases import (
     random_tables,
     ranked,
     tempered,
+    tie_top,
 )
 from specsparse.speculative.proof.exact import Outcome
 from specsparse.speculative.tree import TreeTemplate
@@ -202,6 +203,44 @@ def _mss_residual_in_kseq(p, q):
 
 
 @dataclasses.dataclass(frozen=True)
+class _StruckOutByValue(SiblingRule):
+    """Tokens as likely as the rejected one are struck out with it."""
+
+    def enter(self, p_V, q_V, siblings):
+        return ()
+
+    def accept(self, law_x, q_x, memo):
+        return Rejection().accept(law_x, q_x, memo)
+
+    def reject(self, law_V, q_V, child, memo, last):
+        return laws.normalise(law_V * (law_V != law_V[child.token]), law_V), ()
+
+
+def _ties_struck_out(p, q):
+    tied = map_tables(p, tie_top)
+    return _round(_StruckOutByValue(), PAIR, tied, draw=draw_law(DraftKind.ONE_HOT, tied))
+
+
+@dataclasses.dataclass(frozen=True)
+class _RoomForThree(SiblingRule):
+    """Room for three rejected siblings: what a fourth has taken is not."""
+
+    def enter(self, p_V, q_V, siblings):
+        return (np.float64(0),)
+
+    def accept(self, law_x, q_x, memo):
+        return Rejection().accept(law_x, q_x, ())
+
+    def reject(self, law_V, q_V, child, memo, last):
+        rest_V, _ = Rejection().reject(law_V, q_V, child, (), last)
+        return rest_V if memo[0] < 3 else law_V, (memo[0] + 1,)
+
+
+def _fourth_sibling_forgotten(p, q):
+    return _round(_RoomForThree(), TreeTemplate.kary((4,)), p, draw=_iid(map_tables(q, tempered(0.5))))
+
+
+@dataclasses.dataclass(frozen=True)
 class _BlockWithTokenResidual:
     """Block's stopping rule with Leviathan's residual."""
 
@@ -236,6 +275,8 @@ MUTANTS: dict[str, Mutant] = {
         Mutant("dropped_by_n_min", "a drawn token dropped because the draft is too short", _dropped_by_n_min),
         Mutant("pruned_by_own_probability", "drawn siblings pruned by their own q", _pruned_by_own_probability),
         Mutant("mss_residual_in_kseq", "kseq thresholds, mss residual", _mss_residual_in_kseq),
+        Mutant("ties_struck_out", "tokens as likely as the rejected one struck out with it", _ties_struck_out),
+        Mutant("fourth_sibling_forgotten", "room for three rejected siblings, no more", _fourth_sibling_forgotten),
         Mutant("token_residual_in_block", "block stopping, Leviathan's residual", _token_residual_in_block),
     )
 }

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specsparse.speculative.proof.chain_law import Power
+from specsparse.speculative.proof.chain_law import POWER, WRONG_SHARE, Power
 from specsparse.support import tables
 
 RULE, DRIVER, CALLABLE, SAMPLED = "rule", "driver", "callable", "sampled"
@@ -47,6 +47,8 @@ class Result:
         law: float64[V, ..], the joint law of its text; of a callable only.
         target: the target's.
         power: what the samples can tell; None where nothing was sampled.
+        window: the narrowest window of one uniform, with wrong verdicts in it, that would have been seen; None where
+            no points were drawn anew. See `chain_law.window`.
     """
 
     verifier: str
@@ -62,6 +64,7 @@ class Result:
     law: np.ndarray | None = dataclasses.field(default=None, compare=False, repr=False)
     target: np.ndarray | None = dataclasses.field(default=None, compare=False, repr=False)
     power: Power | None = None
+    window: float | None = None
 
     @property
     def holds(self) -> bool:
@@ -135,6 +138,19 @@ class CertificateReport:
         """The total variation that every sampled case would have shown with the chance `chain_law.POWER`."""
         return max((r.power.finds for r in self.results if r.power), default=None)
 
+    @property
+    def window(self) -> float | None:
+        """The narrowest window of one uniform that would have been seen in every callable, see `chain_law.window`."""
+        return max((r.window for r in self.results if r.window), default=None)
+
+    def covered(self, verifier: str | None = None, part: str | None = None) -> str:
+        """Which vocabularies, and on each which drafts, the figures hold for; of all results or of some."""
+        tried: dict[int, set[tuple[int, ...]]] = {}
+        for r in self.results:
+            if verifier in (None, r.verifier) and part in (None, r.part):
+                tried.setdefault(r.vocab, set()).add(r.parents)
+        return "; ".join(f"{vocab} tokens: {_shapes(tried[vocab])}" for vocab in sorted(tried))
+
     def cases(self, verifier: str, part: str = RULE) -> list[Result]:
         """Every case of a verifier's rule, or of its driver."""
         return [r for r in self.results if (r.verifier, r.part) == (verifier, part)]
@@ -160,6 +176,7 @@ class CertificateReport:
                     "cases": len(cases),
                     "drafts": sum(r.drafts for r in cases),
                     "on": f"worst on {worst_on(worst)}",
+                    "covered": self.covered(name, part),
                     "texts": worst.differences(),
                 }
             )
@@ -190,8 +207,18 @@ class CertificateReport:
         return out
 
     def legend(self) -> list[str]:
-        """A line for each part that the table has."""
-        return [f"{part}: {meaning}" for part, meaning in LEGEND.items() if part in self.parts]
+        """A line for each part that the table has, what was covered, and what would have been found."""
+        lines = [f"{part}: {meaning}" for part, meaning in LEGEND.items() if part in self.parts]
+        measured = dict.fromkeys(r.part for r in self.results)
+        lines += [f"covered ({part}), and nothing beyond: {self.covered(part=part)}" for part in measured]
+        if self.window:
+            lines.append(
+                f"a window of one uniform in which {WRONG_SHARE:.0%} of verdicts are wrong is seen from "
+                f"{self.window:.0e} on with {POWER:.0%} (callable)"
+            )
+        if self.finds:
+            lines.append(f"samples would have found a total variation of {self.finds:.3f} with {POWER:.0%}")
+        return lines
 
     def table(self) -> str:
         """The table as plain text, with the legend and the verdict."""
@@ -199,6 +226,17 @@ class CertificateReport:
         console.print(self.rich_table())
         verdict = "holds" if self.passed else "FAILS: " + "; ".join(self.failures)
         return "\n".join([console.file.getvalue(), *self.legend(), f"certificate {verdict}\n"])
+
+
+def _shapes(several: set[tuple[int, ...]]) -> str:
+    """Drafts by their parents, in words."""
+    chains = sorted(len(parents) for parents in several if parents == tuple(range(-1, len(parents) - 1)))
+    trees = [parents for parents in several if parents != tuple(range(-1, len(parents) - 1))]
+    words = [f"chains of {', '.join(map(str, chains))}"] if chains else []
+    if trees:
+        siblings = max(parents.count(node) for parents in trees for node in parents)
+        words.append(f"trees to {max(map(len, trees))} nodes and {siblings} siblings")
+    return " and ".join(words)
 
 
 def worst_on(result: Result) -> str:

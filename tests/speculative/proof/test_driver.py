@@ -15,7 +15,7 @@ from specsparse.speculative import verify as engine
 from specsparse.speculative.base import PAD, Draft, DraftKind, Verdict
 from specsparse.speculative.proof import certify as certificate
 from specsparse.speculative.proof.cases import make_case
-from specsparse.speculative.proof.certify import cases, certify, empty_cases, measure_driver, measure_driver_mutant
+from specsparse.speculative.proof.certify import cases, certify, measure_driver, measure_driver_mutant
 from specsparse.speculative.proof.driver import LANES, STEPS, Drafts, driver_laws, jitted, settle, sound, stack
 from specsparse.speculative.proof.driver_mutants import DRIVER_MUTANTS
 from specsparse.speculative.proof.exact import output_law, total_variation
@@ -41,8 +41,8 @@ def retraced():
 def _few_cases(verifier):
     """Of each kind an empty draft, and two cases of a draft that fills a chain's room or leaves some of a tree's."""
     some, shape = ("random", "truncated differently"), BUSH if verifier.tree else CHAIN
-    full = [c for c in cases(verifier, vocab=3, gamma=3, seed=5) if c.name in some and c.template == shape]
-    return full + [c for c in empty_cases(verifier, vocab=3, seed=5) if c.name == "random"]
+    every = [c for c in cases(verifier, vocab=3, gamma=3, seed=5) if c.name in some]
+    return [c for c in every if c.template == shape or (c.template == EMPTY and c.name == "random")]
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
@@ -60,7 +60,7 @@ def test_what_runs_has_the_law_of_p(name):
 def test_every_case_of_what_runs(name):
     report = certify([name], mutants=False)
     assert report.passed, report.failures
-    assert len(report.cases(name, DRIVER)) == len(report.cases(name)) + 10 * len(VERIFIERS[name].kinds)
+    assert report.covered(name, DRIVER) == report.covered(name, RULE)
 
 
 HANDED = [("token", False), ("block", False), ("match", False), ("tree_match", False), ("token", True), ("block", True)]

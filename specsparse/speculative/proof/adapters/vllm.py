@@ -33,7 +33,7 @@ def random(*, uniforms: bool = False, draft_probs: bool = True) -> Handed:
         q = q if draft_probs else one_hot(drafts, p.shape[2])
         weights = residual(p, q) if draft_probs else p[:, :K] * (1 - q)
         if uniforms:
-            coins, token = randomness[:, :K], draw(weights, randomness[:, -2])
+            coins, token = randomness[:, :K], draw(weights, randomness[:, -2:][:, 0])
             bonus = draw(p[:, K:], randomness[:, -1])
         else:
             coins = randomness.random((N, K))
@@ -46,7 +46,8 @@ def random(*, uniforms: bool = False, draft_probs: bool = True) -> Handed:
     name = f"vLLM random{'' if draft_probs else ' without draft_probs'}{', inverse CDF' if uniforms else ''}"
     kind = DraftKind.SAMPLED if draft_probs else DraftKind.ONE_HOT
     how = "uniforms" if uniforms else "generator"
-    return Handed(verify, name=name, batched=True, randomness=how, drafts=kind, samples=SAMPLES)
+    samples = 0 if uniforms else SAMPLES
+    return Handed(verify, name=name, batched=True, randomness=how, drafts=kind, samples=samples)
 
 
 def at_zero() -> Handed:
