@@ -1,4 +1,4 @@
-"""The error that users see, and the kind of it that a server answers in its own way."""
+"""The error that users see: one line, and exit code 2."""
 
 import os
 import sys
@@ -13,12 +13,18 @@ class UserError(Exception):
 
 
 class ContextTooLong(UserError):
-    """A prompt, or what is to be written after it, does not fit the model's context."""
+    """A prompt, or the text after it, does not fit the model's context; a server has a code for it."""
+
+
+def fail(message: str) -> int:
+    """Prints the one line of a mistake; returns its exit code."""
+    print(f"specsparse: {' '.join(message.split())}", file=sys.stderr)
+    return 2
 
 
 def own_line(error: BaseException) -> str:
-    """ "FILE:LINE" of the deepest frame of somebody else's code: not this package's, and no library's if there is any
-    other; "" where no such frame is known, as in a function written in C."""
+    """ "FILE:LINE" of the deepest frame that is not this package's, and no library's if there is any other; "" if there
+    is no such frame, as in a function written in C."""
     import sysconfig  # here, since errors are imported first and raised last
     import traceback
 

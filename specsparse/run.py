@@ -11,26 +11,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from specsparse.errors import UserError, not_installed
+from specsparse.errors import UserError, fail, not_installed
 from specsparse.experiments.compose.parts import help_text
 from specsparse.experiments.compose.shorthand import flags_first, refuse, shorthand
 from specsparse.support.files import conf_dir, package_line
 from specsparse.support.terminal import FULL, until_the_reader_leaves
-
-EXIT_MISTAKE = 2
-
-
-def fail(message: str) -> int:
-    """Print the one line that a mistake gets; returns its exit code."""
-    print(f"specsparse: {' '.join(message.split())}", file=sys.stderr)
-    return EXIT_MISTAKE
 
 
 class CheckBeforeStart:
     """A Hydra callback: the config is validated before the run's directory is made, a sweep ends with its table."""
 
     def on_run_start(self, config: Any, **_: Any) -> None:
-        """Exit with one line when the config is wrong (Hydra swallows exceptions of callbacks, not an exit)."""
+        """Exits with one line if the config is wrong (Hydra swallows exceptions of callbacks, not an exit)."""
         from specsparse.experiments.compose.config import from_omegaconf
 
         try:
@@ -47,7 +39,7 @@ class CheckBeforeStart:
             raise SystemExit(fail(str(error))) from None
 
     def on_multirun_end(self, config: Any, **_: Any) -> None:
-        """One table over all runs of a sweep; exit code 2 where not one of them could run."""
+        """Shows one table over all runs of a sweep; exit code 2 if none of them could run."""
         from specsparse.experiments import sweep_table
         from specsparse.support import terminal
 
@@ -85,7 +77,7 @@ def _task(cfg: Any) -> Any:
 
 
 def _cell(cfg: Any, directory: Path) -> float | None:
-    """One cell of a sweep: run, or taken over where it has finished before."""
+    """Runs one cell of a sweep, or takes its result over if it has finished before."""
     from specsparse.experiments import runner, sweeps
 
     runner.check(cfg)
@@ -100,7 +92,7 @@ def _cell(cfg: Any, directory: Path) -> float | None:
 
 
 def _run(cfg: Any, directory: Path) -> float | None:
-    """Run, alone on this machine where time is measured; a broken promise ends the program with exit code 1."""
+    """Runs, alone on this machine if time is measured; a broken promise ends the program with exit code 1."""
     from specsparse.experiments import runner, stopped
     from specsparse.experiments.kind import KINDS
     from specsparse.measure import lock
@@ -117,7 +109,6 @@ def _run(cfg: Any, directory: Path) -> float | None:
 
 @functools.cache
 def _say_place() -> None:
-    """The first line of a run, and of a sweep."""
     print(f"specsparse: {package_line()}", flush=True)
 
 
@@ -174,10 +165,6 @@ def _main(argv: list[str]) -> int:
         from specsparse.experiments.compose.hydra_errors import explain
 
         return fail(str(explain(error, conf)))
-    except UserError as error:
-        if debug:
-            raise
-        return fail(str(error))
     except OSError as error:
         if debug or isinstance(error, BrokenPipeError) or not (error.filename or error.errno in FULL):
             raise

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from specsparse.errors import UserError, not_installed
+from specsparse.errors import UserError, fail, not_installed
 from specsparse.support.options import shown
 from specsparse.support.terminal import until_the_reader_leaves
 
@@ -34,7 +34,6 @@ TOOLS = ("advise", "audit", "bench", "chat", "inspect", "profile", "replay", "se
 """Commands that are a folder of `specsparse.tools`; the others are modules of `specsparse.cli`."""
 REWRITING = ("audit",)
 """Tools with sub-commands that have a default: their `rewritten` puts it in front, and forms of today for old flags."""
-EXIT_MISTAKE = 2
 
 
 class Parser(argparse.ArgumentParser):
@@ -69,9 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, ModuleNotFoundError) as error:
         if debug:
             raise
-        message = not_installed(error) if isinstance(error, ModuleNotFoundError) else str(error)
-        print(f"specsparse: {' '.join(message.split())}", file=sys.stderr)
-        return EXIT_MISTAKE
+        return fail(not_installed(error) if isinstance(error, ModuleNotFoundError) else str(error))
     except KeyboardInterrupt:
         print("specsparse: stopped", file=sys.stderr)
         return 130

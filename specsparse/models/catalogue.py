@@ -305,15 +305,18 @@ def locate(entry: Entry, *, make: bool = False) -> Path | None:
     if path is None:
         install = entry.install or "pip install ./specsparse-models (in a checkout of specsparse)"
         raise UserError(f"model {entry.name!r} is not installed; run: {install}")
-    if entry.base is None:
-        return path
-    version = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    return path if entry.base is None else _derived(entry, path, make=make)
+
+
+def _derived(entry: Entry, delta: Path, *, make: bool) -> Path:
+    """The file in the cache; one of another version of the difference is left alone, and made anew."""
+    version = hashlib.sha256(delta.read_bytes()).hexdigest()[:12]
     made = model_folder() / f"{entry.name}-{version}.gguf"
     if make and not made.is_file():
         from specsparse.models.convert.edit import apply_delta
 
-        print(f"making {entry.name} of {entry.base} and {file}, once: {made}", file=sys.stderr)
-        apply_delta(resolve(entry.base), path, made)
+        print(f"making {entry.name} of {entry.base} and {delta.name}, once: {made}", file=sys.stderr)
+        apply_delta(resolve(str(entry.base)), delta, made)
     return made
 
 

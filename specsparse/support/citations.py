@@ -1,15 +1,15 @@
-"""What to cite for a method: BibTeX of specsparse and of the papers behind a drafter, verifier, tree or predictor."""
+"""BibTeX of specsparse and of the papers behind a drafter, verifier, tree or predictor."""
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from specsparse.errors import UserError
+from specsparse.support.options import nearest
 
 
 @dataclass(frozen=True)
 class Work:
-    """A work. `arxiv` is its number there; software has a `url` instead, or none yet."""
+    """A paper, with its number on arXiv, or software, with a `url` or none yet."""
 
     title: str
     authors: tuple[str, ...]
@@ -18,7 +18,6 @@ class Work:
     url: str = ""
 
     def bibtex(self, key: str) -> str:
-        """The entry under that key."""
         fields = {"title": "{" + self.title + "}", "author": " and ".join(self.authors), "year": str(self.year)}
         if self.arxiv:
             fields |= {"eprint": self.arxiv, "archivePrefix": "arXiv", "url": f"https://arxiv.org/abs/{self.arxiv}"}
@@ -188,8 +187,6 @@ def citation(*methods: str) -> str:
     keys = ["specsparse"]
     for name in methods:
         if not isinstance(name, str) or (name not in METHODS and name not in UNPUBLISHED):
-            near = difflib.get_close_matches(str(name), [*METHODS, *UNPUBLISHED], n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(METHODS)}"
-            raise UserError(f"method {name!r} is unknown; {hint}")
+            raise UserError(f"method {name!r} is unknown{nearest(str(name), [*METHODS, *UNPUBLISHED])}")
         keys += METHODS.get(name, ())
     return "\n\n".join(WORKS[key].bibtex(key) for key in dict.fromkeys(keys)) + "\n"

@@ -1,11 +1,10 @@
-"""HTML that notebooks show of our objects. Texts are escaped; styles stand inline, since a notebook has no sheet."""
+"""HTML of our objects for notebooks. Texts are escaped; styles stand inline, since a notebook has no style sheet."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-_TABLE = "border-collapse:collapse"
-_HEAD = "text-align:left;padding:2px 10px 2px 0;font-weight:600"
 _CELL = "text-align:left;padding:2px 10px 2px 0"
+_HEAD = f"{_CELL};font-weight:600"
 
 
 def table(rows: Iterable[Sequence[str]], *, columns: Sequence[str] = (), title: str = "") -> str:
@@ -18,11 +17,10 @@ def table(rows: Iterable[Sequence[str]], *, columns: Sequence[str] = (), title: 
         + "</tr>"
         for first, *rest in rows
     )
-    return f'<table style="{_TABLE}">{caption}{f"<tr>{head}</tr>" if head else ""}{body}</table>'
+    return f'<table style="border-collapse:collapse">{caption}{f"<tr>{head}</tr>" if head else ""}{body}</table>'
 
 
 def facts(title: str, values: Mapping[str, str]) -> str:
-    """A table of names and values."""
     return table(values.items(), title=title)
 
 

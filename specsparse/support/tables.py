@@ -1,4 +1,4 @@
-"""Tables on a terminal of any width: one look, columns that do not fit stand below, and nothing is cut."""
+"""Tables on a terminal of any width: columns that do not fit stand below the others, and nothing is cut."""
 
 from collections.abc import Collection, Sequence
 
@@ -20,12 +20,12 @@ def new(
     close: bool = False,
     note: str | None = None,
 ) -> Table:
-    """A table without rows as all of the package look: numbers to the right, no cell on two lines but of long texts.
+    """A table without rows in the style of the package: numbers to the right, only long texts on several lines.
 
     Args:
         columns: headings.
-        left: numbers of the columns of text, which begin at the left.
-        wrap: numbers of the columns of long texts, which go on in the next line.
+        left: indices of the columns of text, which begin at the left.
+        wrap: indices of the columns of long texts, which may take several lines.
         close: less room between the columns.
         note: a footnote.
     """
@@ -36,15 +36,15 @@ def new(
 
 
 def show(out: Console, table: Table, *, names: int = 1) -> None:
-    """Print a table whole; its first `names` columns say what a row is, and stand in every part."""
+    """Prints a table whole; its first `names` columns name the rows, and stand in every part."""
     for part in parts(out, table, names=names):
         out.print(part)
 
 
 def parts(out: Console, table: Table, *, names: int = 1) -> list[Table]:
-    """The table itself where it fits the console; else its columns in several tables, each with the names.
+    """The table itself if it fits the console; else its columns in several tables, each with the names.
 
-    Where that would be a table for almost every column, a row becomes a block of lines, a line a column. The last part
+    If that would be a table for almost every column, each row becomes a block of lines, one per column. The last part
     has the footnote.
     """
     if _fits(out, table):
@@ -68,7 +68,7 @@ def _fits(out: Console, table: Table) -> bool:
 
 
 def _widths(out: Console, table: Table) -> tuple[int, list[tuple[int, int]]]:
-    """Characters for all columns, and of each the fewest and the most that it takes."""
+    """Characters for all columns, and the fewest and the most that each of them takes."""
     options, widths = out.options.update(width=_ANY_WIDTH), []
     for column in table.columns:
         cells = [Measurement.get(out, options, cell) for cell in (column.header, *column.cells)]
@@ -80,7 +80,7 @@ def _widths(out: Console, table: Table) -> tuple[int, list[tuple[int, int]]]:
 
 
 def _fitted(out: Console, table: Table) -> Table:
-    """The table; if it is too wide, its long texts go on in the next line, and no word is broken."""
+    """The table with its long texts wrapped if it is too wide; no word is broken."""
     room, widths = _widths(out, table)
     if sum(most for _, most in widths) > room:
         given = [least for least, _ in widths]
@@ -92,7 +92,7 @@ def _fitted(out: Console, table: Table) -> Table:
 
 
 def _of(table: Table, columns: Sequence[Column]) -> Table:
-    """Some of its columns."""
+    """A table of these columns alone."""
     made = Table(box=table.box, pad_edge=table.pad_edge, collapse_padding=table.collapse_padding)
     for c in columns:
         made.add_column(c.header, justify=c.justify, no_wrap=c.no_wrap, overflow=c.overflow, style=c.style)
@@ -103,7 +103,7 @@ def _of(table: Table, columns: Sequence[Column]) -> Table:
 
 
 def _blocks(table: Table) -> Table:
-    """A row below another; a value longer than a line goes on in the next."""
+    """Each row as lines of heading and value."""
     made = Table(box=SIMPLE_HEAD, pad_edge=table.pad_edge, show_header=False)
     made.add_column(overflow="fold")
     made.add_column(overflow="fold")
