@@ -27,8 +27,8 @@ from specsparse.engine.config import ModelConfig
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
-from specsparse.runtime.binding import make_method
-from specsparse.runtime.device_batch import Method, Request
+from specsparse.runtime.device_batch import Request
+from specsparse.runtime.method import Method, MethodSpec, resolve
 from specsparse.runtime.session import Session
 from specsparse.speculative.base import Drafter
 from specsparse.speculative.drafters import get_drafter
@@ -205,7 +205,7 @@ class IdentityBench:
         """The drafter with its verifier; `scripted` is told `wanted`, int32[ROWS, TEXT], the plain texts."""
         drafter = METHODS[unit.method](self.model.config)
         verifier = ("tree_" if drafter.tree else "") + ("greedy" if self.greedy(unit, drafter) else "match")
-        method = make_method(self.model, drafter, verifier, LAWS[unit.law][0])
+        method = resolve(MethodSpec(drafter, verifier, sampling=LAWS[unit.law][0]), self.model)
         if not unit.method.startswith("scripted"):
             return method
         truth = np.full((ROWS, PROMPT + TEXT), -1, np.int32)  # prompt and plain continuation, for `scripted` to know

@@ -22,10 +22,10 @@ from specsparse.engine.sampling.params import SamplingParams
 from specsparse.experiments.methods import decoding
 from specsparse.measure.costs import acceptance
 from specsparse.measure.costs.acceptance import KEPT, Accepted
-from specsparse.runtime.binding import make_method
-from specsparse.speculative.method import drafts_trees, make_drafter
+from specsparse.runtime.method import MethodSpec, drafts_trees, resolve
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.trees.static import static_tree
+from specsparse.support.registry import Choice
 
 
 def main() -> int:
@@ -64,7 +64,7 @@ def with_siblings(
     model, params = specsparse.load(config["model"]["path"]), SamplingParams(temperature=0.0)
     found: dict[str, Accepted] = {}
     tree = static_tree(acceptance.FAN, "top")
-    method = make_method(model, make_drafter(drafter, options, Fixed(acceptance.FAN.size), tree=tree), None, params)
+    method = resolve(MethodSpec(Choice(drafter, options), policy=Fixed(acceptance.FAN.size), tree=tree), model)
     for task, rates in tasks.items():
         chosen = prompts.load(tasks=[task], limit_per_task=config["data"]["limit_per_task"])
         ids = [decoding.ids_of(model, p, chat=config["data"]["chat"]) for p in chosen]

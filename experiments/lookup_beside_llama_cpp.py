@@ -18,13 +18,11 @@ from collections.abc import Mapping, Sequence
 
 import specsparse
 from specsparse.engine.model import Model
-from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.kernels import status
-from specsparse.runtime.binding import make_method
-from specsparse.runtime.device_batch import Method
-from specsparse.speculative.method import make_drafter
+from specsparse.runtime.method import Method, MethodSpec, resolve
 from specsparse.speculative.policies.base import Fixed
+from specsparse.support.registry import Choice
 from specsparse.tools.bench import speculation
 from specsparse.tools.bench.speculation import SpeculationPlan, Speculator, ours
 from specsparse.tools.peers.timed import Peer
@@ -44,8 +42,8 @@ def measure(
     repeats: int,
 ) -> Seconds:  # fmt: skip
     """Every prompt on every engine in turn, the order turned round each time; the first time is not counted."""
-    lookup = make_drafter("prompt_lookup", {"ngram_min": 2}, Fixed(4))
-    methods = {PLAIN: Method(), LOOKUP: make_method(model, lookup, None, SamplingParams(temperature=0.0))}
+    lookup = Choice("prompt_lookup", {"ngram_min": 2})
+    methods = {PLAIN: Method(), LOOKUP: resolve(MethodSpec(lookup, policy=Fixed(4)), model)}
     sides = {name: (lambda ids, how=how: ours(model, how, ids, tokens).seconds) for name, how in methods.items()}
     sides |= {peers_name(k): (lambda ids, k=k: peer.speculate(ids, tokens, drafted=k).seconds) for k in (0, *drafted)}
     return speculation.measure(sides, jobs, repeats=repeats)

@@ -24,12 +24,12 @@ from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.measure.costs.measuring import load_or_measure, polish
 from specsparse.measure.trials import Ours, token_ids
-from specsparse.runtime.device_batch import Method, Request
+from specsparse.runtime.device_batch import Request
+from specsparse.runtime.method import Method, MethodSpec, resolve
 from specsparse.runtime.metrics import Counters
 from specsparse.runtime.session import Session
 from specsparse.runtime.timing_cache import CostTable
 from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates
-from specsparse.speculative.method import choose_verifier
 from specsparse.support.interleaved import interleaved
 
 TOLERANCE = 0.10
@@ -59,7 +59,7 @@ class Result:
 
 def method(rate: float, gamma: int) -> Method:
     drafter = Synthetic(SyntheticRates.geometric(gamma, rate=rate))
-    return Method(drafter, choose_verifier(drafter, None, temperature=0.0))
+    return resolve(MethodSpec(drafter))
 
 
 def decode(model: Model, how: Method, ids: np.ndarray, tokens: int, seeds: Iterator[int]) -> tuple[float, Counters]:

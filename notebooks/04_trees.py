@@ -23,8 +23,6 @@ import matplotlib.pyplot as plt
 
 import specsparse
 from specsparse.speculative.expected import expected_tokens_tree
-from specsparse.speculative.method import make_drafter
-from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees import get_tree
 
@@ -107,7 +105,7 @@ model = specsparse.load(MODEL)
 prompt = "The three largest cities of Italy are"
 plain = specsparse.generate(model, prompt, max_tokens=TOKENS)
 for name, shape in {"chain of 3": None, "kary (3, 2)": get_tree("static", widths=(3, 2))}.items():
-    drafter = make_drafter("layer_skip", {}, Fixed(3 if shape is None else shape.max_nodes), tree=shape)
+    drafter = specsparse.get_drafter("layer_skip", **({"gamma": 3} if shape is None else {"tree": shape}))
     fast = specsparse.generate(model, prompt, max_tokens=TOKENS, drafter=drafter)
     assert fast.token_ids == plain.token_ids
     c = fast.stats.counters

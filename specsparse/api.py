@@ -7,8 +7,8 @@ from typing import Any
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
-from specsparse.runtime.binding import ready
 from specsparse.runtime.load import load
+from specsparse.runtime.method import MethodSpec, ready
 from specsparse.runtime.requests import (
     PromptLike,
     every_params,
@@ -72,7 +72,7 @@ def generate(
     every = every_params(model, sampling, max_tokens, fields, count=len(prompts), many=many)
     hottest = max(every, key=lambda p: 0.0 if p.greedy else p.temperature)
     batch = sum(params.num_sequences for params in every)
-    model, method = ready(model, drafter, verifier, hottest, batch=batch)
+    model, method = ready(MethodSpec(drafter, verifier, sampling=hottest), model, batch=batch)
     shared = every if isinstance(sampling, list | tuple) else every[0]
     groups = sequences_of(model, prompts, shared, seed, common_noise=common_noise)
     sequences = [sequence for group in groups for sequence in group]
@@ -107,6 +107,6 @@ def stream(
     prompts, many = prompts_of(prompt)
     if many or params.num_sequences > 1:
         raise UserError("stream takes one prompt and n=1; use generate for more")
-    model, method = ready(model, drafter, verifier, params)
+    model, method = ready(MethodSpec(drafter, verifier, sampling=params), model)
     [[sequence]] = sequences_of(model, prompts, params, seed)
     return Stream(Session(model, [sequence], method, noting=bool(params.stop)), rounds)

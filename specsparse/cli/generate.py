@@ -33,7 +33,7 @@ def main(args: argparse.Namespace) -> int:
     from specsparse.support import terminal
     from specsparse.support.files import to_json
 
-    method = method_options.named(args).at(params.temperature)
+    method = method_options.spec_of(args, params).arguments()
     with terminal.loading(terminal.console(), f"loading {args.model}") as progress:
         model = api.load(args.model, progress=progress)
     if args.json or params.num_sequences > 1:

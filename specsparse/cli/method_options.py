@@ -2,15 +2,15 @@
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from specsparse.errors import UserError
+from specsparse.support.registry import Choice
 
 if TYPE_CHECKING:
-    from specsparse.speculative.base import Drafter
-    from specsparse.speculative.drafters.plan import DrafterPlan
+    from specsparse.engine.sampling.params import SamplingParams
+    from specsparse.runtime.method import MethodSpec
 
 GROUPS = ("drafter", "verifier", "policy", "tree")
 """What an option can belong to; one without a group is the drafter's."""
@@ -29,9 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--draft", metavar="FILE", help="a draft model: the drafter is then model")
 
 
-def drafter_of(drafter: str, draft: str | None) -> tuple[str, dict[str, Any]]:
-    """Name and options of what these two say."""
-    return (drafter, {}) if draft is None else ("model", {"model": draft})
+def drafter_of(drafter: str, draft: str | None) -> Choice:
+    """The drafter that these two name: a draft model is drafter=model."""
+    return Choice(drafter) if draft is None else Choice("model", {"model": draft})
 
 
 def add_parts(parser: argparse.ArgumentParser) -> None:
@@ -47,52 +47,8 @@ def add_parts(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class NamedMethod:
-    """What `add_parts` adds, read.
-
-    Attributes:
-        drafter, verifier, policy, tree: names; of the drafter "none" is plain decoding.
-        options: of each group.
-    """
-
-    drafter: str
-    verifier: str | None
-    policy: str | None
-    tree: str | None
-    options: Mapping[str, Mapping[str, Any]]
-
-    def at(self, temperature: float) -> dict[str, Any]:
-        """`drafter` and `verifier` for a generation at this temperature; {} for plain decoding.
-
-        Raises:
-            UserError: a name or an option that is unknown, or parts that do not fit.
-        """
-        from specsparse.speculative.method import choose_verifier, drawing_for
-
-        if self.drafter == "none":
-            return {}
-        drafter = drawing_for(self._drafter(), self.verifier, temperature)
-        given = {"temperature": temperature, "drafted_by": self.drafter}
-        verifier = choose_verifier(drafter, self.verifier, self.options["verifier"], **given)
-        plain_name = not (self.policy or self.tree or self.options["drafter"])
-        return {"drafter": self.drafter if plain_name else drafter, "verifier": verifier}
-
-    def _drafter(self) -> "Drafter | DrafterPlan":
-        from specsparse.speculative.drafters.registry import get_drafter
-        from specsparse.speculative.method import make_drafter
-        from specsparse.speculative.policies import get_policy
-        from specsparse.speculative.trees import get_tree
-
-        tree = get_tree(self.tree, **self.options["tree"]) if self.tree else None
-        if self.policy is None and tree is None:
-            return get_drafter(self.drafter, **self.options["drafter"])
-        policy = get_policy(self.policy or "fixed", **self.options["policy"])
-        return make_drafter(self.drafter, self.options["drafter"], policy, tree=tree)
-
-
-def named(args: argparse.Namespace) -> NamedMethod:
-    """What a command line says of the method.
+def spec_of(args: argparse.Namespace, sampling: "SamplingParams") -> "MethodSpec":
+    """The method that `add_parts` reads, for a target with these parameters.
 
     Raises:
         UserError: an option of a part that is not named, or a part beside plain decoding.
@@ -103,7 +59,10 @@ def named(args: argparse.Namespace) -> NamedMethod:
             raise UserError(f"{group}.{next(iter(options[group]))} needs --{group} NAME")
     if args.drafter == "none" and (given := [group for group in GROUPS[1:] if getattr(args, group)]):
         raise UserError(f"--{given[0]} needs --drafter NAME")
-    return NamedMethod(args.drafter, args.verifier, args.policy or None, args.tree or None, options)
+    from specsparse.runtime.method import MethodSpec  # jax, which mistakes above do not wait for
+
+    named = {group: Choice(name, options[group]) for group in GROUPS if (name := getattr(args, group))}
+    return MethodSpec(**named, sampling=sampling)
 
 
 def read_options(given: Sequence[str]) -> dict[str, dict[str, Any]]:

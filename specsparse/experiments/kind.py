@@ -16,11 +16,11 @@ from rich.console import Console, RenderableType
 
 from specsparse.engine.model import Model
 from specsparse.experiments import trackers
-from specsparse.experiments.settings import DecodingSettings, ModelSpec, TrackerSpec
+from specsparse.experiments.settings import DecodingSettings, ModelSpec
 from specsparse.experiments.trackers import Tracker
 from specsparse.runtime.results import Generation
 from specsparse.support import terminal
-from specsparse.support.registry import Registry
+from specsparse.support.registry import Choice, Registry
 
 
 class Engine(Protocol):
@@ -47,7 +47,7 @@ class Lab:
         console: for progress; what a kind found is printed by the runner.
     """
 
-    tracking: TrackerSpec
+    tracking: Choice
     directory: Path
     engine: Engine
     console: Console

@@ -9,6 +9,7 @@ from specsparse.engine.sampling.params import SamplingParams
 from specsparse.models.catalogue import Download
 from specsparse.speculative.gamma import DEFAULT_GAMMA
 from specsparse.support.options import Count, Internal, Read, Rest, Seed, Share, Size
+from specsparse.support.registry import Choice
 
 
 def _download(value: object) -> Download:
@@ -23,12 +24,7 @@ OfChoice = Annotated[dict[str, Any], Rest()]
 """Options of a choice, which checks them when it is made."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """One of a group by name, and its own options."""
-
-    name: str
-    options: OfChoice = field(default_factory=dict)
+NO_PREDICTOR, CHAINS = Choice("none"), Choice("chain")
 
 
 @dataclass(frozen=True)
@@ -57,25 +53,6 @@ class ModelSpec:
     def overrides(self) -> dict[str, object]:
         """Keyword arguments of `specsparse.load`: what is not None."""
         return {k: v for k, v in dataclasses.asdict(self).items() if k != "path" and v is not None}
-
-
-class DrafterSpec(Choice):
-    """A registered drafter and its own options; the name "none" is plain decoding."""
-
-
-class VerifierSpec(Choice):
-    """A registered verifier and its own options."""
-
-
-class TrackerSpec(Choice):
-    """Where the numbers go: "jsonl", or "wandb" with its options; JSONL is always written."""
-
-
-@dataclass(frozen=True)
-class TreeSpec(Choice):
-    """The shape of the drafts of a drafter with a model and its own options; the name "chain" is no tree."""
-
-    name: str = "chain"
 
 
 @dataclass(frozen=True)
@@ -120,13 +97,6 @@ class DataSpec:
 
 
 @dataclass(frozen=True)
-class PredictorSpec(Choice):
-    """A registered predictor of active neurons and its own options; the name "none" is no predictor."""
-
-    name: str = "none"
-
-
-@dataclass(frozen=True)
 class FfnSpec:
     """Which neurons of the FFNs are computed.
 
@@ -164,7 +134,7 @@ class ModelSettings:
 
     model: ModelSpec
     ffn: FfnSpec = FfnSpec()
-    predictor: PredictorSpec = PredictorSpec()
+    predictor: Choice = NO_PREDICTOR
     data: DataSpec = DataSpec()
     name: str = "run"
     seed: Seed = 0
@@ -172,12 +142,15 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodSettings:
-    """What makes a method: who drafts, in what shape and how much, who verifies, and the law of the text."""
+    """What makes a method: who drafts, in what shape and how much, who verifies, and the law of the text.
 
-    drafter: DrafterSpec
-    verifier: VerifierSpec
+    The drafter "none" is plain decoding, the tree "chain" none.
+    """
+
+    drafter: Choice
+    verifier: Choice
     policy: PolicySpec
-    tree: TreeSpec = TreeSpec()
+    tree: Choice = CHAINS
     sampling: dict[str, Any] = field(default_factory=dict)
     max_tokens: Count = 128
 
@@ -223,7 +196,7 @@ class RunConfig(DecodingSettings):
 
     Attributes:
         kind: what is run, a name of `experiments.kind.KINDS` or `module:Class`.
-        tracker: where the numbers go.
+        tracker: where the numbers go beside JSON lines, which are always written.
         debug: mistakes with their traceback.
         reuse: whether a sweep takes over cells that have finished before.
         download: whether models of the catalogue that are not on this machine are downloaded; "ask": see
@@ -232,7 +205,7 @@ class RunConfig(DecodingSettings):
         composed: the whole config as plain containers, for the record.
     """
 
-    tracker: TrackerSpec
+    tracker: Choice
     kind: str = "speed"
     debug: bool = False
     reuse: bool = True

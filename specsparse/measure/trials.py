@@ -27,7 +27,8 @@ from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.kernels import peaks
 from specsparse.runtime import manifest
-from specsparse.runtime.device_batch import Method, Request
+from specsparse.runtime.device_batch import Request
+from specsparse.runtime.method import Method
 from specsparse.runtime.session import Session
 from specsparse.support import terminal
 from specsparse.support.files import Json

@@ -20,10 +20,11 @@ from specsparse.engine.noise import seed_words
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.sampling import pipeline
 from specsparse.engine.sampling.params import SamplingParams
+from specsparse.runtime.method import Method
 from specsparse.runtime.metrics import Times
 from specsparse.runtime.round_log import Note, RoundLog
 from specsparse.speculative import loop, origins
-from specsparse.speculative.base import Drafted, Drafter, TextDrafter, Verifier
+from specsparse.speculative.base import Drafted, TextDrafter
 from specsparse.speculative.drafters.chain import ModelDrafter
 from specsparse.speculative.drafters.slem import StringDrafter
 from specsparse.speculative.drafters.with_policy import WithPolicy
@@ -37,20 +38,6 @@ class Request:
     params: SamplingParams
     seed: int
     sample: int = 0
-
-
-@dataclass(frozen=True)
-class Method:
-    """How to decode: both None is plain decoding. `weights` makes the drafter's for a cache capacity, or is None."""
-
-    drafter: Drafter | None = None
-    verifier: Verifier | None = None
-    weights: Callable[[int], Pytree] | None = None
-
-    @property
-    def max_nodes(self) -> int:
-        """K."""
-        return self.drafter.max_nodes if self.drafter else 0
 
 
 class DeviceBatch:

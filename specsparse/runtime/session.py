@@ -9,7 +9,8 @@ import numpy as np
 from specsparse.engine.feed import piece_rows
 from specsparse.engine.generate import Finish
 from specsparse.engine.model import Model
-from specsparse.runtime.device_batch import DeviceBatch, Method, Request
+from specsparse.runtime.device_batch import DeviceBatch, Request
+from specsparse.runtime.method import Method
 from specsparse.runtime.metrics import Counters
 from specsparse.runtime.round_log import Note
 from specsparse.runtime.stepped import Watch, runner_for

@@ -18,7 +18,8 @@ from specsparse.engine.generate import DecodeState, Finish
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
-from specsparse.runtime.device_batch import DeviceBatch, Method
+from specsparse.runtime.device_batch import DeviceBatch
+from specsparse.runtime.method import Method
 from specsparse.runtime.metrics import Times
 from specsparse.runtime.pruned import Pruned, Unpruned
 from specsparse.runtime.rounds import InOneProgram, RoundRunner

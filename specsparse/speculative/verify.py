@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from specsparse.engine.sampling.row_laws import LawRows, SamplingKernels
 from specsparse.errors import UserError
-from specsparse.speculative.base import PAD, Draft, Drafter, DraftKind, Verdict, Verifier
+from specsparse.speculative.base import PAD, Draft, DraftKind, Verdict, Verifier
 from specsparse.speculative.verifiers import laws
 from specsparse.speculative.verifiers.block import Block, judge
 from specsparse.speculative.verifiers.match import Match, follow
@@ -60,31 +60,6 @@ def valid_verifiers(kind: DraftKind, *, tree: bool, temperature: float | None = 
     """Names of the verifiers that accept such drafts, lossless ones first."""
     ok = [v for v in VERIFIERS.values() if v.accepts(kind, tree=tree, temperature=temperature)]
     return [v.name for v in sorted(ok, key=lambda v: not v.lossless)]
-
-
-def check_pair(
-    drafter: Drafter, verifier: Verifier, *, temperature: float | None = None, drafted_by: str | None = None
-) -> None:
-    """Refuses a pair whose output would not follow the verifier's promise.
-
-    Args:
-        drafter: whose drafts are to be verified.
-        verifier: by which.
-        temperature: of the target, None where it is not known yet.
-        drafted_by: the drafter's name in configs.
-
-    Raises:
-        UserError: names the pair, the kind of draw and the valid verifiers for it.
-    """
-    if verifier.accepts(drafter.kind, tree=drafter.tree, temperature=temperature):
-        return
-    names = ", ".join(valid_verifiers(drafter.kind, tree=drafter.tree, temperature=temperature))
-    shape = "tree" if drafter.tree else "chain"
-    at = "" if temperature is None else f" at temperature {temperature:g}"
-    whose = f" of drafter={drafted_by}" if drafted_by else ""
-    raise UserError(
-        f"verifier={verifier.name} cannot verify {drafter.kind.value} {shape} drafts{whose}{at}: choose one of {names}"
-    )
 
 
 def match_verdict(draft: Draft, target_Bn: jax.Array, *, tree: bool = True) -> Verdict:

@@ -10,12 +10,20 @@ import sys
 import types
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 from specsparse.errors import UserError
-from specsparse.support.options import Option, nearest, options_of, read, shown
+from specsparse.support.options import Option, Rest, nearest, options_of, read, shown
 
 T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One of a group by name, and its own options, which it checks when it is made."""
+
+    name: str
+    options: Annotated[dict[str, Any], Rest()] = dataclasses.field(default_factory=dict)
 
 
 class Registry(Generic[T]):

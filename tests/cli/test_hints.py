@@ -15,8 +15,8 @@ from specsparse.errors import UserError
 from specsparse.experiments import runner
 from specsparse.experiments.compose.shorthand import flags_first
 from specsparse.experiments.kind import Found
+from specsparse.runtime.method import MethodSpec, resolve
 from specsparse.speculative.drafters import get_drafter
-from specsparse.speculative.method import choose_verifier
 from specsparse.support.terminal import until_the_reader_leaves
 from specsparse.testing import write_tiny_gguf
 
@@ -133,10 +133,11 @@ def test_a_bench_without_a_model_takes_none(capsys):
 
 def test_token_on_argmax_drafts_names_the_temperature_that_draws_them():
     with pytest.raises(UserError, match=r"set drafter\.temperature above 0"):
-        choose_verifier(get_drafter("layer_skip"), "token", temperature=0.8)
-    assert choose_verifier(get_drafter("layer_skip", temperature=0.8), "token", temperature=0.8).name == "token"
+        resolve(MethodSpec(get_drafter("layer_skip"), "token", sampling=SamplingParams(temperature=0.8)))
+    drawn = get_drafter("layer_skip", temperature=0.8)
+    assert resolve(MethodSpec(drawn, "token", sampling=SamplingParams(temperature=0.8))).verifier.name == "token"
     with pytest.raises(UserError) as caught:  # nothing draws these
-        choose_verifier(get_drafter("prompt_lookup"), "token", temperature=0.8)
+        resolve(MethodSpec("prompt_lookup", "token", sampling=SamplingParams(temperature=0.8)))
     assert "drafter.temperature" not in str(caught.value)
 
 

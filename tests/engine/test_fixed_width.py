@@ -13,9 +13,10 @@ from specsparse.engine.fixed_width import check_rows
 from specsparse.engine.llama import Want
 from specsparse.errors import UserError
 from specsparse.kernels import promise
-from specsparse.runtime.binding import ready
+from specsparse.runtime.method import MethodSpec, ready
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.trees import get_tree
+from specsparse.support.registry import Choice
 from specsparse.testing import write_tiny_gguf
 
 WIDTH, BEFORE = 8, 62
@@ -138,12 +139,12 @@ def test_an_automatic_width_holds_the_longest_draft(model, tmp_path):
 def test_whoever_decodes_gets_a_model_as_wide_as_the_drafts(model):
     """The API, the server and the chat ask `ready`. What drafts no more than usual keeps plain decoding's width."""
     law, ten = SamplingParams(temperature=0.0), get_drafter("prompt_lookup", gamma=10)
-    wide, method = ready(model, ten, None, law)
+    wide, method = ready(MethodSpec(ten, sampling=law), model)
     assert (wide.width, method.max_nodes) == (16, 10) and wide is model.holding(12) is wide.holding(9)
-    assert ready(model, None, None, law)[0] is model is ready(model, "prompt_lookup", None, law)[0]
-    assert ready(model, get_drafter("prompt_lookup", gamma=16), None, law)[0] is model.holding(17) is wide.holding(17)
+    assert ready(MethodSpec(), model)[0] is model is ready(MethodSpec("prompt_lookup", sampling=law), model)[0]
+    assert ready(MethodSpec(Choice("prompt_lookup", {"gamma": 16})), model)[0] is model.holding(17) is wide.holding(17)
     with pytest.raises(UserError, match="drafter must be a registered name or a Drafter, not int"):
-        ready(model, 3, None, law)
+        MethodSpec(3)
 
 
 @pytest.mark.slow

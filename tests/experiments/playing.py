@@ -13,15 +13,8 @@ from specsparse import api
 from specsparse.experiments import runner
 from specsparse.experiments.compose.config import of_kind
 from specsparse.experiments.kind import KINDS, Found, Lab
-from specsparse.experiments.settings import (
-    DataSpec,
-    DrafterSpec,
-    ModelSpec,
-    PolicySpec,
-    RunConfig,
-    TrackerSpec,
-    VerifierSpec,
-)
+from specsparse.experiments.settings import DataSpec, ModelSpec, PolicySpec, RunConfig
+from specsparse.support.registry import Choice
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 """A `sampling` group: greedy, to the last token that is asked for."""
@@ -54,12 +47,12 @@ def run_config(
     """A config in few words: model and text by their files, the method by its names; `changes` are whole groups."""
     fields: dict[str, Any] = {
         "model": model if isinstance(model, ModelSpec) else ModelSpec(str(model)),
-        "drafter": DrafterSpec(drafter, options or {}),
-        "verifier": VerifierSpec(verifier),
+        "drafter": Choice(drafter, options or {}),
+        "verifier": Choice(verifier),
         "policy": PolicySpec("fixed", gamma),
         "sampling": {},
         "data": DataSpec(chat=chat) if text is None else DataSpec(source=str(text), chat=chat),
-        "tracker": TrackerSpec("jsonl"),
+        "tracker": Choice("jsonl"),
         "name": "test",
     }
     return replaced(RunConfig(**fields), **changes)
@@ -116,4 +109,4 @@ def settings(cfg: RunConfig) -> Any:
 
 def quiet_lab(directory: Path = Path()) -> Lab:
     """One that shows nothing, with the library itself as its engine."""
-    return Lab(TrackerSpec("jsonl"), directory, api, Console(file=io.StringIO()))
+    return Lab(Choice("jsonl"), directory, api, Console(file=io.StringIO()))

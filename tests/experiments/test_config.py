@@ -19,9 +19,11 @@ from specsparse.engine.config import ACTIVATION_KEY
 from specsparse.errors import UserError
 from specsparse.experiments import runner
 from specsparse.experiments.compose import config, parts, shorthand
-from specsparse.experiments.kinds.compare import CompareSettings, methods
+from specsparse.experiments.kinds.compare import CompareSettings, pairs
+from specsparse.experiments.methods.measured import spec_of
 from specsparse.experiments.settings import RunConfig
 from specsparse.models import catalogue
+from specsparse.runtime.method import resolve
 from specsparse.speculative.base import DraftKind
 from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.speculative.policies import get_policy
@@ -445,8 +447,8 @@ def test_a_head_draws_for_the_verifiers_that_weigh_draws(head):
 def test_compare_has_a_head_under_verifiers_that_weigh_draws():
     given = ("compare.drafters=[head]", "compare.verifiers=[token,match]", "sampling.temperature=0.8")
     run = config.from_omegaconf(composed("+experiment=compare", *given))
-    sides, refused = methods(config.of_kind(run, CompareSettings))
-    kinds = [(name, side["drafter"].kind) for name, side in sides.items()]
+    sides, refused = pairs(config.of_kind(run, CompareSettings))
+    kinds = [(name, resolve(spec_of(pair)).drafter.kind) for name, pair in sides.items()]
     assert kinds == [("head x token", DraftKind.SAMPLED), ("head x match", DraftKind.ONE_HOT)] and not refused
 
 

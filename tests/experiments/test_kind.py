@@ -5,7 +5,8 @@ import pytest
 from specsparse.errors import UserError
 from specsparse.experiments.kind import KINDS, Kind
 from specsparse.experiments.kinds.perplexity import PerplexitySettings
-from specsparse.experiments.settings import DecodingSettings, ModelSettings, TrackerSpec
+from specsparse.experiments.settings import DecodingSettings, ModelSettings
+from specsparse.support.registry import Choice
 from tests.experiments.playing import play, replaced, run_config
 
 MINE = '''
@@ -85,7 +86,7 @@ def test_settings_of_a_kind_are_those_in_its_brackets_unless_it_says_others():
         ({"kind": "dice_kind:NoKind"}, "kind=dice_kind:NoKind is no Kind: derive it from"),
         ({"kind": "no_such_module:Dice"}, "there is no module no_such_module"),
         ({"name": "a/b"}, "name=a/b: a plain name is needed"),
-        ({"tracker": TrackerSpec("w")}, "unknown tracker 'w'"),
+        ({"tracker": Choice("w")}, "unknown tracker 'w'"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_written(cfg, tmp_path, changes, says):

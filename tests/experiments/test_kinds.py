@@ -12,6 +12,7 @@ from rich.console import Console
 
 import specsparse
 from specsparse import run
+from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.experiments import runner, sweep_table
 from specsparse.experiments.compose.config import from_omegaconf
@@ -20,7 +21,7 @@ from specsparse.experiments.kinds import certify as certify_kind
 from specsparse.experiments.kinds import compare
 from specsparse.experiments.kinds.certify import CertifySpec
 from specsparse.experiments.kinds.compare import CompareSpec
-from specsparse.experiments.settings import DrafterSpec, FfnSpec, ModelSpec, PolicySpec, VerifierSpec
+from specsparse.experiments.settings import FfnSpec, ModelSpec, PolicySpec
 from specsparse.measure import conditions, machine, speedup
 from specsparse.measure.conditions import Conditions
 from specsparse.measure.costs import measuring
@@ -28,16 +29,16 @@ from specsparse.models import catalogue
 from specsparse.models.convert.eagle3 import write_folder
 from specsparse.report import figures, methods, record, runs
 from specsparse.runtime import metrics
+from specsparse.runtime.method import MethodSpec, resolve
 from specsparse.runtime.timing_cache import CostTable
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.with_policy import WithPolicy
-from specsparse.speculative.method import choose_verifier, make_drafter
-from specsparse.speculative.policies import get_policy
 from specsparse.speculative.proof import certify as certificate
 from specsparse.speculative.proof.driver_mutants import DRIVER_MUTANTS
 from specsparse.speculative.proof.mutants import MUTANTS
 from specsparse.support import terminal
 from specsparse.support.files import conf_dir
+from specsparse.support.registry import Choice
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import random_eagle3
 from tests.cells import cells
@@ -188,8 +189,8 @@ def test_where_the_files_are_not_there_one_line_says_which(cfg, monkeypatch, tmp
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     cfg = replaced(
-        cfg, model=ModelSpec("llama-2-7b"), drafter=DrafterSpec("model", {"model": "llama-160m"}),
-        verifier=VerifierSpec("match"),
+        cfg, model=ModelSpec("llama-2-7b"), drafter=Choice("model", {"model": "llama-160m"}),
+        verifier=Choice("match"),
     )  # fmt: skip
     with pytest.raises(UserError) as error:
         runner.check(cfg)
@@ -204,7 +205,7 @@ def test_where_the_files_are_not_there_one_line_says_which(cfg, monkeypatch, tmp
 @pytest.mark.slow  # `spec_two_vocabularies` above records the same of one method
 def test_compare_says_of_each_method_how_two_vocabularies_go_together(cfg, files, tmp_path):
     other = str(write_tiny_gguf(files / "bpe.gguf", tokenizer="bpe", seed=2, **CONTEXT))
-    draft = DrafterSpec("model", {"model": other, "vocabulary": "tli"})
+    draft = Choice("model", {"model": other, "vocabulary": "tli"})
     changes = {"kind": "compare", "drafter": draft, "compare": CompareSpec(("model", "suffix"), ("greedy",))}
     written = play(replaced(cfg, **changes), tmp_path).record
     known = {m["name"]: m.get("vocabulary") for m in written["methods"]}
@@ -230,7 +231,7 @@ def test_compare_ranks_every_valid_pair_and_predicts_it(cfg, tmp_path, monkeypat
     assert all(m["conditions"] == taken and "rank" in m for m in written["methods"]) and "taken at: read" in text
     rows = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
     assert [r["side"] for r in rows].count("plain") == 2
-    sides, refused = compare.methods(settings(replaced(cfg, kind="compare", compare=CompareSpec(("suffix",)))))
+    sides, refused = compare.pairs(settings(replaced(cfg, kind="compare", compare=CompareSpec(("suffix",)))))
     assert list(sides) == ["suffix x greedy", "suffix x delta", "suffix x block"] and not refused  # no alias
     with pytest.raises(UserError, match="no drafter of the list goes with"):
         runner.check(replaced(cfg, kind="compare", compare=CompareSpec(("suffix",), ("token",))))
@@ -436,9 +437,7 @@ def test_a_sweep_says_which_of_its_cells_are_tied_or_impossible():
 
 
 def test_synthetic_acceptance_through_the_loop(cfg, tmp_path):
-    cfg = replaced(
-        cfg, drafter=DrafterSpec("synthetic", {"rate": 0.5}), verifier=VerifierSpec("synthetic"), max_tokens=60
-    )
+    cfg = replaced(cfg, drafter=Choice("synthetic", {"rate": 0.5}), verifier=Choice("synthetic"), max_tokens=60)
     found, text, _ = play(cfg, tmp_path)
     counters = found.result.groups["all"].sides["speculative"].counters
     assert counters.alpha == pytest.approx(0.5 * counters.num_tested)
@@ -448,22 +447,26 @@ def test_synthetic_acceptance_through_the_loop(cfg, tmp_path):
 
 def test_synthetic_goes_with_itself_and_with_chains():
     made = get_drafter("synthetic", gamma=3, rate=0.25)
-    assert choose_verifier(made, None, temperature=0.0).rule.conditional == (0.25,) * 3
+    assert resolve(MethodSpec(made)).verifier.rule.conditional == (0.25,) * 3
     options = {"process": "geometric", "rate": None}
-    assert choose_verifier(made, "synthetic", options, temperature=0.0).rule == made.rates
-    lookup = get_drafter("prompt_lookup", gamma=2)
-    assert choose_verifier(lookup, "synthetic", {"rate": 0.9}, temperature=1.0).rule.conditional == (0.9, 0.9)
+    assert resolve(MethodSpec(made, Choice("synthetic", options))).verifier.rule == made.rates
+    lookup, warm = get_drafter("prompt_lookup", gamma=2), SamplingParams(temperature=1.0)
+    made_up = resolve(MethodSpec(lookup, Choice("synthetic", {"rate": 0.9}), sampling=warm)).verifier
+    assert made_up.rule.conditional == (0.9, 0.9)
     with pytest.raises(UserError, match="choose verifier=synthetic"):
-        choose_verifier(made, "greedy", temperature=0.0)
+        resolve(MethodSpec(made, "greedy"))
     with pytest.raises(UserError, match=r"verifier.speed is no option of synthetic"):
-        choose_verifier(lookup, "synthetic", {"speed": 1}, temperature=0.0)
+        resolve(MethodSpec(lookup, Choice("synthetic", {"speed": 1})))
 
 
 def test_policies_go_with_drafters_that_can_follow_them():
-    lookup = make_drafter("prompt_lookup", {}, get_policy("heuristic", gamma=6))
+    def drafter(name, policy, **options):
+        return resolve(MethodSpec(name, policy=Choice(policy, options))).drafter
+
+    lookup = drafter("prompt_lookup", "heuristic", gamma=6)
     assert isinstance(lookup, WithPolicy) and lookup.max_nodes == 6
-    assert make_drafter("prompt_lookup", {}, get_policy("fixed", gamma=6)) == get_drafter("prompt_lookup", gamma=6)
+    assert drafter("prompt_lookup", "fixed", gamma=6) == get_drafter("prompt_lookup", gamma=6)
     with pytest.raises(UserError, match=r"policy=p_min looks at .*, and drafter=prompt_lookup has none"):
-        make_drafter("prompt_lookup", {}, get_policy("p_min", p_min=0.5))
-    own = make_drafter("layer_skip", {}, get_policy("p_min", gamma=5, p_min=0.5))
+        drafter("prompt_lookup", "p_min", p_min=0.5)
+    own = drafter("layer_skip", "p_min", gamma=5, p_min=0.5)
     assert own.style.policy.p_min == 0.5 and own.max_nodes == 5

@@ -11,9 +11,9 @@ from specsparse import run
 from specsparse.errors import UserError
 from specsparse.experiments.compose.offered import is_outside
 from specsparse.experiments.compose.parts import completed
+from specsparse.runtime.method import MethodSpec, resolve
 from specsparse.speculative.base import DraftKind
 from specsparse.speculative.drafters import get_drafter
-from specsparse.speculative.method import make_drafter
 from specsparse.speculative.policies import get_policy
 from specsparse.speculative.policies.base import Fixed, PMin
 from specsparse.speculative.trees import get_tree
@@ -240,7 +240,7 @@ def test_options_of_a_plan_of_one_s_own(here):
         get_drafter("plan_part:EverySecond", strat=1)
     drawn = get_drafter("plan_part:EverySecond", temperature=0.5)
     assert (drawn.kind, drawn.start, drawn.style.free) == (DraftKind.SAMPLED, 0, True)
-    assert make_drafter("plan_part:EverySecond", {}, Fixed(5)).max_nodes == 5
+    assert resolve(MethodSpec("plan_part:EverySecond", policy=Fixed(5))).max_nodes == 5
 
 
 def test_a_predictor_of_the_command_line(here, model, capsys):

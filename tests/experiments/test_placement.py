@@ -15,11 +15,11 @@ from specsparse.errors import UserError
 from specsparse.experiments import runner, sweep_table
 from specsparse.experiments.kinds.placement import activations, decoded
 from specsparse.experiments.kinds.placement.settings import PlacementSpec
-from specsparse.experiments.settings import PredictorSpec
 from specsparse.measure import machine
 from specsparse.measure.costs import roofline
 from specsparse.powerinfer.gpuidx import GpuIndex, path_for, read_gpuidx, write_gpuidx
 from specsparse.powerinfer.profiler import ActivationStats, load_stats, read_activations, save_stats
+from specsparse.support.registry import Choice
 from tests.experiments.playing import changed, play, random_texts, replaced, run_config, settings
 from tests.powerinfer.tiny import write_tiny_powerinfer
 
@@ -132,7 +132,7 @@ def test_layers_and_predictors(cfg, tmp_path):
     by_layers = replaced(cfg, n_gpu_layers=1, vram_budget=1.0 * MIB)
     found, _, _ = play(changed(by_layers, "placement", rule="layers"), tmp_path / "a")
     assert found.result.gpu_index is None and found.result.found["layers"].host_layers == {0}
-    by_mask = replaced(cfg, predictor=PredictorSpec("gate_threshold", {"share": 0.25}))
+    by_mask = replaced(cfg, predictor=Choice("gate_threshold", {"share": 0.25}))
     found, _, _ = play(by_mask, tmp_path / "b")
     stats = load_stats(tmp_path / "b" / "activations.safetensors", layers=2, d_ff=1024)
     assert 0.2 < sum(c.sum() for c in stats.counts) / (64 * 2048) < 0.3
@@ -145,8 +145,8 @@ def test_layers_and_predictors(cfg, tmp_path):
         ({"n_gpu_layers": 3}, {}, "belongs to placement=layers"),
         ({}, {"hot_device": "4091"}, "device 4091 is unknown"),
         ({}, {"activations": "missing"}, "placement.activations=missing: no such"),
-        ({"predictor": PredictorSpec("mlp")}, {}, "predictor=mlp needs trained weights"),
-        ({"predictor": PredictorSpec("gate_threshold")}, {"active_share": 0.3}, "does nothing beside predictor=gate"),
+        ({"predictor": Choice("mlp")}, {}, "predictor=mlp needs trained weights"),
+        ({"predictor": Choice("gate_threshold")}, {"active_share": 0.3}, "does nothing beside predictor=gate"),
         ({}, {"active_share": 0.3}, "does nothing beside the predictors of a PowerInfer file"),
         ({}, {"active_share": 0.3, "activations": "."}, "does nothing beside placement.activations"),
         ({"disable_gpu_index": True}, {"rule": "layers"}, "disable_gpu_index=true does nothing with placement=layers"),

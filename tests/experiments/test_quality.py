@@ -9,9 +9,10 @@ import specsparse
 from specsparse.errors import UserError
 from specsparse.experiments.kinds.perplexity import PerplexitySpec
 from specsparse.experiments.kinds.quant_table import QuantTableSpec
-from specsparse.experiments.settings import FfnSpec, PredictorSpec
+from specsparse.experiments.settings import FfnSpec
 from specsparse.measure.conditions import Conditions
 from specsparse.runtime.perplexity import score, windows
+from specsparse.support.registry import Choice
 from specsparse.testing import write_tiny_gguf
 from tests.experiments import playing
 from tests.experiments.playing import replaced, run_config
@@ -64,7 +65,7 @@ def test_without_a_base(cfg, tmp_path):
 
 def test_neurons_that_are_left_out_are_judged_against_all_of_them(cfg, tmp_path):
     whole, _, _ = play(cfg, tmp_path / "whole")
-    predictor = PredictorSpec("gate_threshold", {"share": 0.2})
+    predictor = Choice("gate_threshold", {"share": 0.2})
     sparse = replaced(cfg, ffn=FfnSpec("predicted", tokens=64), predictor=predictor)
     found, _, written = play(sparse, tmp_path / "sparse")
     assert found.summary["perplexity"] != whole.summary["perplexity"]

@@ -13,8 +13,9 @@ from specsparse.errors import UserError
 from specsparse.experiments import runner, sweep_table
 from specsparse.experiments.compose.config import from_omegaconf
 from specsparse.experiments.kinds.sparse.sparsity import SparsitySpec
-from specsparse.experiments.settings import FfnSpec, ModelSpec, PredictorSpec
+from specsparse.experiments.settings import FfnSpec, ModelSpec
 from specsparse.support.files import conf_dir
+from specsparse.support.registry import Choice
 from specsparse.testing import write_tiny_gguf
 from tests.experiments import playing
 from tests.experiments.playing import replaced, run_config
@@ -36,7 +37,7 @@ def files(tmp_path_factory):
 def cfg(files):
     return run_config(
         files / "dense.gguf", text=files / "prompts.jsonl", kind="sparsity", ffn=FfnSpec("predicted", tokens=64),
-        predictor=PredictorSpec("gate_threshold"),
+        predictor=Choice("gate_threshold"),
         sparsity=SparsitySpec(values=(1.0, 0.5, 0.2), window=32, judged=2, tokens=4, repeats=2),
     )  # fmt: skip
 
@@ -93,7 +94,7 @@ def test_fewer_neurons_cost_quality_and_save_bytes(cfg, tmp_path):
 
 def test_thresholds_of_a_powerinfer_file_and_the_table_of_a_sweep(cfg, files, tmp_path):
     base = replaced(
-        cfg, model=ModelSpec(str(files / "m.powerinfer.gguf")), ffn=FfnSpec("powerinfer"), predictor=PredictorSpec()
+        cfg, model=ModelSpec(str(files / "m.powerinfer.gguf")), ffn=FfnSpec("powerinfer"), predictor=Choice("none")
     )
     kept = []
     for number, value in enumerate((-1e9, 0.0, 1e9)):
@@ -112,8 +113,8 @@ def test_thresholds_of_a_powerinfer_file_and_the_table_of_a_sweep(cfg, files, tm
 
 
 MISTAKES = {
-    "no ffn": ({"ffn": FfnSpec("oracle"), "predictor": PredictorSpec()}, "kind=sparsity judges ffn=predicted"),
-    "a share of a file": ({"ffn": FfnSpec("powerinfer"), "predictor": PredictorSpec()}, r"sparsity\.vary=threshold"),
+    "no ffn": ({"ffn": FfnSpec("oracle"), "predictor": Choice("none")}, "kind=sparsity judges ffn=predicted"),
+    "a share of a file": ({"ffn": FfnSpec("powerinfer"), "predictor": Choice("none")}, r"sparsity\.vary=threshold"),
     "no option": ({"sparsity": SparsitySpec("shaer", (0.5,))}, r"predictor\.shaer is no option of gate_threshold"),
     "no share": ({"sparsity": SparsitySpec("share", (1.5,))}, r"share=1\.5 must be a number above 0"),
 }

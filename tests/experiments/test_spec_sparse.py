@@ -12,11 +12,12 @@ from specsparse.experiments.kinds.sparse import spec_sparse_report
 from specsparse.experiments.kinds.sparse.sparsity import SparsitySpec
 from specsparse.experiments.kinds.sparse.spec_sparse import Reading
 from specsparse.experiments.kinds.sparse.spec_sparse_report import Joined, SparseCell
-from specsparse.experiments.settings import DrafterSpec, FfnSpec, ModelSpec, PredictorSpec
+from specsparse.experiments.settings import FfnSpec, ModelSpec
 from specsparse.kernels.native import cpu
 from specsparse.measure import speedup
 from specsparse.powerinfer.union import UnionPoint
 from specsparse.runtime.metrics import Counters
+from specsparse.support.registry import Choice
 from specsparse.testing import write_tiny_gguf
 from tests.experiments.playing import GREEDY, play, replaced, run_config
 
@@ -34,7 +35,7 @@ def cfg(files):
     return run_config(
         files / "m.gguf", drafter="prompt_lookup", gamma=3, sampling=GREEDY, text=files / "prompts.jsonl", chat=False,
         max_tokens=12, repeats=1, kind="spec_sparse", ffn=FfnSpec("predicted", tokens=64, union_cap=0.3),
-        predictor=PredictorSpec("gate_threshold", {"share": 0.3}), sparsity=SparsitySpec(window=16, judged=2),
+        predictor=Choice("gate_threshold", {"share": 0.3}), sparsity=SparsitySpec(window=16, judged=2),
     )  # fmt: skip
 
 
@@ -95,8 +96,8 @@ def test_a_model_that_skips_zeros_is_compared_with_the_dense_one(cfg, tmp_path):
     changes = {
         "model": ModelSpec(str(path)),
         "ffn": FfnSpec("predicted", union_cap=0.3),
-        "predictor": PredictorSpec("oracle"),
-        "drafter": DrafterSpec("prompt_lookup", {"ngram_min": 1}),
+        "predictor": Choice("oracle"),
+        "drafter": Choice("prompt_lookup", {"ngram_min": 1}),
     }
     relu = replaced(cfg, **changes)
     run, shown, _ = play(relu, tmp_path / "run", width=160)
@@ -116,8 +117,8 @@ def test_a_model_that_skips_zeros_is_compared_with_the_dense_one(cfg, tmp_path):
 
 
 MISTAKES = {
-    "no drafter": ({"drafter": DrafterSpec("none")}, "give drafter=prompt_lookup"),
-    "no ffn": ({"ffn": FfnSpec("dense"), "predictor": PredictorSpec()}, "give ffn=predicted and a predictor"),
+    "no drafter": ({"drafter": Choice("none")}, "give drafter=prompt_lookup"),
+    "no ffn": ({"ffn": FfnSpec("dense"), "predictor": Choice("none")}, "give ffn=predicted and a predictor"),
     "a cap elsewhere": ({"kind": "speed", "own": {}}, r"give \+experiment=spec_sparse"),
 }
 

@@ -9,7 +9,7 @@ import pytest
 from specsparse.data.prompts import SPEED_BENCH_CATEGORIES
 from specsparse.errors import UserError
 from specsparse.experiments import runner
-from specsparse.experiments.settings import DataSpec, DrafterSpec, ModelSpec, TrackerSpec, VerifierSpec
+from specsparse.experiments.settings import DataSpec, ModelSpec
 from specsparse.kernels import processor
 from specsparse.measure import machine, repeats
 from specsparse.report import record
@@ -17,6 +17,7 @@ from specsparse.report.record import PLAIN, SPECULATIVE
 from specsparse.runtime import timing_cache
 from specsparse.runtime.metrics import Counters, Times
 from specsparse.runtime.results import GenerationStats
+from specsparse.support.registry import Choice
 from tests.experiments import playing
 from tests.experiments.playing import run_config
 
@@ -269,7 +270,7 @@ def test_a_broken_promise_is_said_and_fails_the_run(cfg, tmp_path):
 
 
 def test_a_verifier_that_keeps_the_law_only_may_differ(cfg, tmp_path):
-    cfg = replace(cfg, verifier=VerifierSpec("delta"), sampling={"temperature": 1.0})
+    cfg = replace(cfg, verifier=Choice("delta"), sampling={"temperature": 1.0})
     found, text = play(cfg, tmp_path, FakeEngine(wrong=True, verifier="delta"))
     assert found.as_promised and found.result.method["label"] == "lossless in law"
     assert "keeps the law only" in text
@@ -277,7 +278,7 @@ def test_a_verifier_that_keeps_the_law_only_may_differ(cfg, tmp_path):
 
 def test_plain_decoding_alone(cfg, tmp_path):
     engine = FakeEngine()
-    found, text = play(replace(cfg, drafter=DrafterSpec("none"), repeats=1), tmp_path, engine)
+    found, text = play(replace(cfg, drafter=Choice("none"), repeats=1), tmp_path, engine)
     assert {c[1] for c in engine.calls if c[0] in ("generate", "stream")} == {PLAIN}
     assert found.result.identity is None and found.result.groups["all"].speedup is None and found.as_promised
     assert found.objective == 10.0
@@ -310,13 +311,13 @@ def test_a_prompt_beyond_the_context_is_told_before_any_is_decoded(cfg, tmp_path
     ("change", "message"),
     [
         ({"model": ModelSpec("none.gguf")}, "none.gguf: no such file"),
-        ({"drafter": DrafterSpec("promt_lookup")}, "drafter=promt_lookup is unknown"),
-        ({"drafter": DrafterSpec("prompt_lookup", {"ngram_mx": 2})}, "did you mean ngram_max"),
-        ({"verifier": VerifierSpec("gready")}, "verifier=gready"),
-        ({"verifier": VerifierSpec("token")}, "verifier=token cannot verify one_hot"),
+        ({"drafter": Choice("promt_lookup")}, "drafter=promt_lookup is unknown"),
+        ({"drafter": Choice("prompt_lookup", {"ngram_mx": 2})}, "did you mean ngram_max"),
+        ({"verifier": Choice("gready")}, "verifier=gready"),
+        ({"verifier": Choice("token")}, "verifier=token cannot verify one_hot"),
         ({"sampling": {"temperature": 0.5}}, "greedy cannot verify"),
-        ({"tracker": TrackerSpec("csv")}, "unknown tracker"),
-        ({"data": DataSpec(source="none.txt")}, "prompts from none.txt"),
+        ({"tracker": Choice("csv")}, "unknown tracker"),
+        ({"data": DataSpec(source="none.txt")}, "none.txt"),
     ],
 )
 def test_a_mistake_is_found_before_the_model_is_loaded(cfg, tmp_path, change, message):
@@ -439,5 +440,5 @@ def test_auto_repeats_until_the_speedup_is_known(cfg, tmp_path, monkeypatch, too
 
 
 def test_auto_repeats_plain_decoding_alone_until_its_time_is_known(cfg, tmp_path):
-    play(replace(cfg, drafter=DrafterSpec("none"), repeats="auto"), tmp_path, FakeEngine())
+    play(replace(cfg, drafter=Choice("none"), repeats="auto"), tmp_path, FakeEngine())
     assert written(tmp_path)["repeats"]["done"] == 6

@@ -10,12 +10,13 @@ from specsparse.errors import UserError
 from specsparse.experiments import runner
 from specsparse.experiments.kinds.training import predictors_fit
 from specsparse.experiments.kinds.training.options import TrainSpec
-from specsparse.experiments.settings import ModelSpec, PredictorSpec
+from specsparse.experiments.settings import ModelSpec
 from specsparse.powerinfer.model_files import read_predictor, read_threshold
 from specsparse.predictors import FFN, get_predictor
 from specsparse.predictors.evaluate import with_weights
 from specsparse.predictors.fit_mlp import load_pairs
 from specsparse.predictors.scored import as_mlp, factorise, mlp_weights, normed_gate
+from specsparse.support.registry import Choice
 from specsparse.testing import write_tiny_gguf
 from tests.cells import cells
 from tests.experiments.playing import changed, play, random_texts, replaced, run_config, settings, stop_at
@@ -33,7 +34,7 @@ def model(tmp_path_factory):
 def cfg(model, tmp_path):
     train = TrainSpec(tokens=640, window=32, judged=2, output=str(tmp_path / "out"), options=OPTIONS)
     text = random_texts(tmp_path / "text.jsonl", 20, 120)
-    predictor = PredictorSpec("mlp")
+    predictor = Choice("mlp")
     cfg = run_config(model.path, text=text, kind="train_predictors", predictor=predictor, train=train)
     return changed(cfg, "model", activation="relu")  # as the model was loaded
 
@@ -112,7 +113,7 @@ def test_the_predictors_of_a_powerinfer_file_are_judged_as_they_are(cfg, model, 
 
 @pytest.mark.parametrize("name", cells(["gate_threshold", "sequence"], ["gate_threshold"]))
 def test_what_needs_no_training_is_only_judged(cfg, model, tmp_path, name):
-    cfg = replaced(cfg, predictor=PredictorSpec(name, {"share": 0.3}))
+    cfg = replaced(cfg, predictor=Choice(name, {"share": 0.3}))
     found, _, record = play(cfg, tmp_path / "a", model=model)
     (only,) = found.result
     assert only.name == name and found.objective == -only.model.kl and record["summary"]["label"] == "lossy"
@@ -135,6 +136,6 @@ def test_mistakes_are_found_before_anything_is_loaded(cfg, changes, message):
 
 def test_a_predictor_and_enough_text_are_needed(cfg, model, tmp_path):
     with pytest.raises(UserError, match="give predictor=mlp"):
-        runner.check(replaced(cfg, predictor=PredictorSpec()))
+        runner.check(replaced(cfg, predictor=Choice("none")))
     with pytest.raises(UserError, match=r"fewer train\.judged"):
         play(changed(cfg, "train", judged=500), tmp_path / "a", model=model)

@@ -9,13 +9,14 @@ import specsparse
 from specsparse.errors import UserError
 from specsparse.experiments import runner, sparse_model
 from specsparse.experiments.methods import gating
-from specsparse.experiments.settings import DrafterSpec, FfnSpec, PredictorSpec
+from specsparse.experiments.settings import FfnSpec
 from specsparse.measure import machine
 from specsparse.models import catalogue
 from specsparse.powerinfer.fewer import gated
 from specsparse.predictors import FFN, get_predictor
 from specsparse.predictors.evaluate import fit_layers
 from specsparse.predictors.fit_mlp import save_predictors
+from specsparse.support.registry import Choice
 from specsparse.testing import write_tiny_gguf
 from tests.experiments.playing import GREEDY, play, quiet_lab, replaced, run_config
 from tests.tolerances import nmse
@@ -61,7 +62,7 @@ def cfg(path, tmp_path, monkeypatch):
     text.write_text(json.dumps({"id": "chat-1", "task": "chat", "text": "abc abc abc"}))
     return run_config(
         path, drafter="prompt_lookup", gamma=3, sampling=GREEDY, text=text, chat=False, max_tokens=12, stream=False,
-        time_split=0, predictor=PredictorSpec("gate_threshold", {"share": 0.4}), ffn=FfnSpec("predicted", tokens=64),
+        time_split=0, predictor=Choice("gate_threshold", {"share": 0.4}), ffn=FfnSpec("predicted", tokens=64),
     )  # fmt: skip
 
 
@@ -88,9 +89,7 @@ def test_trained_predictors_come_from_their_file_or_travel_with_the_model(cfg, p
     pairs = [(rng.normal(size=(8, d)).astype(np.float32), rng.normal(size=(f, 8)).astype(np.float32)) for _ in range(2)]
     file = tmp_path / "p.safetensors"
     save_predictors(file, pairs)
-    cfg = replaced(
-        cfg, predictor=PredictorSpec("mlp"), ffn=FfnSpec("predicted", weights=str(file)), drafter=DrafterSpec("none")
-    )
+    cfg = replaced(cfg, predictor=Choice("mlp"), ffn=FfnSpec("predicted", weights=str(file)), drafter=Choice("none"))
     runner.check(cfg)
     model = sparse_model.load(cfg, quiet_lab())
     assert model.params.layers[1].sparse.predictor.fc1.shape == (8, d)
@@ -107,16 +106,16 @@ def test_trained_predictors_come_from_their_file_or_travel_with_the_model(cfg, p
 
 
 MISTAKES = {
-    "no predictor": ({"predictor": PredictorSpec()}, "ffn=predicted needs a predictor"),
+    "no predictor": ({"predictor": Choice("none")}, "ffn=predicted needs a predictor"),
     "no ffn": ({"ffn": FfnSpec()}, "predictor=gate_threshold does nothing with ffn=null: give ffn=predicted"),
-    "teal": ({"predictor": PredictorSpec("teal")}, "no kernel skips: judge it with"),
-    "sequence": ({"predictor": PredictorSpec("griffin")}, "anew for each prompt"),
-    "an option": ({"predictor": PredictorSpec("signbit", {"alhpa": 2.0})}, "predictor.alhpa"),
-    "no weights": ({"predictor": PredictorSpec("mlp")}, "is trained: give ffn.weights="),
-    "no file": ({"predictor": PredictorSpec("mlp"), "ffn": FfnSpec("predicted", weights="x.st")}, "no such file"),
+    "teal": ({"predictor": Choice("teal")}, "no kernel skips: judge it with"),
+    "sequence": ({"predictor": Choice("griffin")}, "anew for each prompt"),
+    "an option": ({"predictor": Choice("signbit", {"alhpa": 2.0})}, "predictor.alhpa"),
+    "no weights": ({"predictor": Choice("mlp")}, "is trained: give ffn.weights="),
+    "no file": ({"predictor": Choice("mlp"), "ffn": FfnSpec("predicted", weights="x.st")}, "no such file"),
     "a file for nothing": ({"ffn": FfnSpec("predicted", weights="x.st")}, "predictor=gate_threshold reads no file"),
     "a threshold": ({"ffn": FfnSpec("predicted", threshold=0.5)}, "belong to ffn=powerinfer"),
-    "another kind": ({"kind": "certify", "predictor": PredictorSpec()}, "kind=certify takes no ffn"),
+    "another kind": ({"kind": "certify", "predictor": Choice("none")}, "kind=certify takes no ffn"),
 }
 
 

@@ -17,7 +17,7 @@ from specsparse.cli import main as cli
 from specsparse.errors import UserError
 from specsparse.experiments import sweep_table, sweeps
 from specsparse.experiments.kinds import compare
-from specsparse.experiments.methods import explain
+from specsparse.experiments.methods import findings
 from specsparse.measure import conditions
 from specsparse.measure.conditions import Conditions
 from specsparse.report import figures, methods, page, plots, record, runs
@@ -554,7 +554,7 @@ def test_one_pair_has_no_interval_anywhere(tmp_path):
     groups = record.groups(sides, bytes_per_pass=1, read_bandwidth=None)
     found = record.RunRecord("s", {}, groups, None, 0.0, None, 0.0, None, 1)
     nothing = SimpleNamespace(policies=())
-    notes = explain.explain(found, sides, nothing, split={}, table=None, drafter="prompt_lookup").notes
+    notes = findings.explain(found, sides, nothing, split={}, table=None, drafter="prompt_lookup").notes
     (note,) = [n for n in notes if "host loop" in n]
     assert "3.00 times" in note and "one prompt: no interval" in note
 

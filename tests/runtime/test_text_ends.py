@@ -16,8 +16,8 @@ from specsparse import SamplingParams
 from specsparse.engine.generate import LoopCounters
 from specsparse.measure.costs.acceptance import acceptance_over_seeds
 from specsparse.runtime import device_batch, results
-from specsparse.runtime.binding import make_method
 from specsparse.runtime.device_batch import Request
+from specsparse.runtime.method import MethodSpec, resolve
 from specsparse.runtime.metrics import STAGES, Counters, Times, from_dict, rates, to_dict
 from specsparse.runtime.round_log import Note, RoundLog
 from specsparse.runtime.session import Session
@@ -278,7 +278,7 @@ def calls_of(function, *args) -> int:
 def test_results_of_a_batch_take_linear_work(model):
     """A decoded batch of two, its rows repeated: the work is counted in calls, which for a square grow fourfold."""
     law = LAW.merged(logprobs=0)
-    method = make_method(model, **fast(), params=law)
+    method = resolve(MethodSpec(**fast(), sampling=law), model)
     done = Session(model, [Request(np.array([5, 6], np.int32), law, seed) for seed in (0, 1)], method)
     done.advance()
     two, stop_ids, sequences = done.state._replace(cache=None, drafter=None), done.job.stop_ids, done.sequences

@@ -21,8 +21,8 @@ from specsparse.engine.generate import Finish
 from specsparse.engine.llama import ForwardOut
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.runtime import timing_cache
-from specsparse.runtime.binding import make_method
-from specsparse.runtime.device_batch import Method, Request
+from specsparse.runtime.device_batch import Request
+from specsparse.runtime.method import Method, MethodSpec, resolve
 from specsparse.runtime.session import Session
 from specsparse.runtime.timing_cache import guessed_v, policy_times
 from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Feedback
@@ -99,14 +99,13 @@ class Replay:
 
     def method(self, name: str) -> Method:
         """What `generate` decodes with under that name; the real draft models are not there, their drafts are."""
-        greedy = SamplingParams(temperature=0.0)
         if name in WITHOUT_MODEL:
-            return make_method(self.model, name, None, greedy)
+            return resolve(MethodSpec(name), self.model)
         source = name.removeprefix("lookup_")
         policy = default_policy(policy_times(self.model, 4, None, share=COSTS[source][0]))
         drafter = with_policy(Recorded(), policy)
         if name != source:
-            lookup = make_method(self.model, "prompt_lookup", None, greedy).drafter
+            lookup = resolve(MethodSpec("prompt_lookup"), self.model).drafter
             assert lookup is not None
             drafter = Either(lookup, drafter)
         weights = (jnp.asarray(self.text), jnp.asarray(self.right[source]))
@@ -194,8 +193,7 @@ def test_a_drafter_with_a_model_is_never_much_slower_than_plain_decoding(replay,
 
 def test_in_a_batch_what_pays_is_what_pays_the_batch(replay):
     """Eight sequences fill a pass: a second row of each costs what twice eight rows cost more than eight."""
-    greedy = SamplingParams(temperature=0.0)
-    together = make_method(replay.model, "prompt_lookup", None, greedy, batch=8)
+    together = resolve(MethodSpec("prompt_lookup"), replay.model, batch=8)
     rows = guessed_v("native", 40)
     v = tuple(t / rows[7] for t in rows[7::8])
     assert v[1] > 1.9  # nothing like a second row of one sequence
@@ -207,7 +205,8 @@ def test_in_a_batch_what_pays_is_what_pays_the_batch(replay):
 def test_a_text_that_depends_on_its_drafts_is_drafted_in_a_batch_as_alone(replay):
     def policies(temperature: float, verifier: str) -> list[object]:
         law = SamplingParams(temperature=temperature)
-        made = (make_method(replay.model, "prompt_lookup", verifier, law, batch=b).drafter for b in (1, 8))
+        spec = MethodSpec("prompt_lookup", verifier, sampling=law)
+        made = (resolve(spec, replay.model, batch=b).drafter for b in (1, 8))
         return [drafter.policy for drafter in made]
 
     for verifier in ("delta", "block"):

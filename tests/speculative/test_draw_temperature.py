@@ -11,13 +11,13 @@ import pytest
 
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.kernels.packing.dequant import dequantize
-from specsparse.runtime.binding import make_method
+from specsparse.runtime.method import MethodSpec, resolve
 from specsparse.speculative.base import DraftKind
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.chain import ModelDrafter
 from specsparse.speculative.drafters.heads.head_file import find
 from specsparse.speculative.drafters.options import DRAWS_COLDER, draw_temperature
-from specsparse.speculative.method import drawing_for
+from specsparse.support.registry import Choice
 from specsparse.training.data import Text
 from specsparse.training.features import Features
 from specsparse.training.head_form import HeadForm
@@ -31,14 +31,15 @@ TEXTS = json.loads((Path(__file__).parents[1] / "data" / "rounds_smollm2.json").
 @pytest.mark.parametrize("name", ["head", "lookup_head"])
 @pytest.mark.parametrize("verifier", ["token", "block"])
 def test_a_head_draws_for_verifiers_that_weigh_draws(name, verifier):
-    assert drawing_for(get_drafter(name), verifier, WARM).drafting.temperature == DRAWS_COLDER * WARM
-    assert drawing_for(get_drafter(name, temperature=0.3), verifier, WARM).drafting.temperature == 0.3
-    assert drawing_for(get_drafter(name), verifier, 0.0).kind is DraftKind.ONE_HOT
+    warm = SamplingParams(temperature=WARM)
+    assert resolve(MethodSpec(name, verifier, sampling=warm)).drafter.drafting.temperature == DRAWS_COLDER * WARM
+    own = Choice(name, {"temperature": 0.3})
+    assert resolve(MethodSpec(own, verifier, sampling=warm)).drafter.drafting.temperature == 0.3
     for other in ("match", None):
-        assert drawing_for(get_drafter(name), other, WARM).kind is DraftKind.ONE_HOT
-    assert draw_temperature("match", WARM) is None
-    model = get_drafter("model", model="smollm2-draft")
-    assert drawing_for(model, verifier, WARM) is model
+        assert resolve(MethodSpec(name, other, sampling=warm)).drafter.kind is DraftKind.ONE_HOT
+    assert draw_temperature("match", WARM) is draw_temperature(verifier, 0.0) is None
+    model = get_drafter("model", model="smollm2-draft", temperature=0.5)
+    assert resolve(MethodSpec(model, verifier, sampling=warm)).drafter is model
 
 
 def laws(model, texts):
@@ -80,7 +81,7 @@ def test_three_quarters_of_the_target_s_temperature_are_accepted_most(smollm2):
 
 
 def test_generate_draws_too(smollm2):
-    made = make_method(smollm2, "head", "token", SamplingParams(temperature=WARM)).drafter
+    made = resolve(MethodSpec("head", "token", sampling=SamplingParams(temperature=WARM)), smollm2).drafter
     assert made is not None and made.kind is DraftKind.SAMPLED
     inner = getattr(made, "drafter", made)
     assert isinstance(inner, ModelDrafter) and inner.law.sampling.temperature == pytest.approx(0.6)

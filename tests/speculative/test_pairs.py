@@ -4,11 +4,13 @@ import dataclasses
 
 import pytest
 
+from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
+from specsparse.runtime.method import MethodSpec, UnfitPair, resolve
 from specsparse.speculative.base import Drafter, DraftKind
 from specsparse.speculative.verifiers.match import Match
 from specsparse.speculative.verifiers.rejection import Rejection
-from specsparse.speculative.verify import VERIFIERS, check_pair, get_verifier, valid_verifiers
+from specsparse.speculative.verify import VERIFIERS, get_verifier, valid_verifiers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,18 +53,19 @@ def test_table_of_draws(kind, tree, lossless):
 def test_pairs_outside_the_table_are_refused_with_the_valid_names(kind, tree, lossless):
     for name, verifier in VERIFIERS.items():
         if name in lossless | {"typical", "threshold"}:
-            check_pair(Stub(kind, tree), verifier)
+            assert resolve(MethodSpec(Stub(kind, tree), verifier)).verifier is verifier
             continue
-        with pytest.raises(UserError, match=name) as refused:
-            check_pair(Stub(kind, tree), verifier)
+        with pytest.raises(UnfitPair, match=name) as refused:
+            resolve(MethodSpec(Stub(kind, tree), name))
+        assert refused.value.kind is kind
         assert all(valid in str(refused.value) for valid in lossless)
 
 
 def test_greedy_is_refused_above_temperature_zero():
     drafter = Stub(DraftKind.ONE_HOT, False)
-    check_pair(drafter, VERIFIERS["greedy"], temperature=0.0)
-    with pytest.raises(UserError, match=r"temperature 0\.8.*match"):
-        check_pair(drafter, VERIFIERS["greedy"], temperature=0.8)
+    assert resolve(MethodSpec(drafter, "greedy")).verifier.name == "greedy"
+    with pytest.raises(UnfitPair, match=r"temperature 0\.8.*match"):
+        resolve(MethodSpec(drafter, "greedy", sampling=SamplingParams(temperature=0.8)))
 
 
 def test_four_functions_do_the_lossless_work():

@@ -12,7 +12,7 @@ import specsparse
 from specsparse import SamplingParams
 from specsparse.errors import UserError
 from specsparse.powerinfer.fewer import with_fewer_neurons
-from specsparse.runtime.binding import make_method
+from specsparse.runtime.method import MethodSpec, resolve
 from specsparse.runtime.rounds import InOneProgram
 from specsparse.runtime.stepped import Pieces, runner_for
 from specsparse.speculative import intersection
@@ -256,7 +256,8 @@ def test_tli_a_rolled_back_cache_drafts_as_a_new_one(pair, tree):
 def test_rounds_run_in_one_program_but_for_drafts_of_text(pair):
     for vocabulary, runner in {"auto": InOneProgram, "tli": InOneProgram, "slem": Pieces}.items():
         plan = get_drafter("model", model=pair["spm"], vocabulary=vocabulary)
-        assert type(runner_for(pair["bpe"], make_method(pair["bpe"], plan, None, SamplingParams()))) is runner
+        method = resolve(MethodSpec(plan, sampling=SamplingParams()), pair["bpe"])
+        assert type(runner_for(pair["bpe"], method)) is runner
 
 
 # The law, enumerated

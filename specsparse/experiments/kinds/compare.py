@@ -3,23 +3,19 @@
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.experiments.kind import Found, Kind, Lab
-from specsparse.experiments.methods import advised, decoding
-from specsparse.experiments.methods.advised import Beside, Costed, Wanted
+from specsparse.experiments.methods import decoding, findings, measured
 from specsparse.experiments.methods.decoding import Passes
-from specsparse.experiments.methods.drafting import drafter_spec
-from specsparse.experiments.methods.measured import Measured
-from specsparse.experiments.settings import DecodingSettings, MethodSettings, TreeSpec, VerifierSpec
+from specsparse.experiments.methods.findings import Prediction
+from specsparse.experiments.settings import DecodingSettings
 from specsparse.measure import conditions
 from specsparse.measure.conditions import UNKNOWN, Conditions, Rank
 from specsparse.measure.intervals import Interval
@@ -27,12 +23,12 @@ from specsparse.measure.repeats import Repeats
 from specsparse.report import display, record
 from specsparse.report.record import PLAIN, SPECULATIVE, Group, Identity, Pass
 from specsparse.runtime import metrics
-from specsparse.runtime.binding import make_method
-from specsparse.runtime.timing_cache import CostTable
+from specsparse.runtime.method import UnfitPair, drafts_trees, resolve
 from specsparse.speculative.base import Verifier
-from specsparse.speculative.method import drafts_trees, drawing_for, make_drafter
-from specsparse.speculative.verify import VERIFIERS, get_verifier
+from specsparse.speculative.trees.registry import CHAIN
+from specsparse.speculative.verify import VERIFIERS
 from specsparse.support import tables
+from specsparse.support.registry import Choice
 
 _FEW = 2
 """Methods that a line names; more are counted."""
@@ -134,15 +130,20 @@ class Compare(Kind[CompareSettings]):
 
     def check(self, cfg: CompareSettings) -> None:
         """Unknown names, and lists without a valid pair are refused."""
-        methods(cfg)
-        decoding.check(cfg)
+        decoding.check(cfg, [resolve(measured.spec_of(pair)) for pair in pairs(cfg)[0].values()])
 
     def run(self, cfg: CompareSettings, lab: Lab) -> Found:
         """Decodes and ranks, with a line of prompts.jsonl for each pass."""
         started, console = time.perf_counter(), lab.console
-        bench = decoding.prepare(cfg, lab, methods(cfg)[0].values())
-        sides, refused = methods(cfg, lambda pair: decoding.what_is_measured(pair, bench.model, console))
-        costs = _costs(cfg, sides, bench.model, console) if cfg.compare.advise else None
+        chosen, refused = pairs(cfg)
+        bench = decoding.prepare(cfg, lab, [resolve(measured.spec_of(pair)) for pair in chosen.values()])
+        chosen = {name: measured.filled(pair, bench.model, console) for name, pair in chosen.items()}
+        specs = {name: measured.spec_of(pair) for name, pair in chosen.items()}
+        sides = {name: spec.arguments() for name, spec in specs.items()}
+        costs = None
+        if cfg.compare.advise:
+            bound = {name: (chosen[name], resolve(spec, bench.model)) for name, spec in specs.items()}
+            costs = findings.costs_of(bench.model, bound, bar=decoding.bar_on(console))
         tracker = lab.tracker
         passes = Passes(cfg, lab, bench.model, {PLAIN: {}, **sides})
         if cfg.warmup:
@@ -157,26 +158,30 @@ class Compare(Kind[CompareSettings]):
         entries = [
             dataclasses.replace(
                 entry(name, method["verifier"], everything, done, **measures),
-                about=decoding.bound_to(bench, method).about,
+                about=resolve(specs[name], bench.model).about,  # with what the passes have loaded
             )
             for name, method in sides.items()
         ]
         found = Comparison(tuple(sorted(entries, key=lambda e: -e.speedup)), refused, taken, passes.repeats)
-        beside = {} if costs is None else advised.beside_all(found.entries, *costs)
+        predicted = {}
+        if costs is not None:
+            table_, costed = costs
+            made = {e.name: findings.predict(e.name, e.groups, table_, costed[e.name]) for e in found.entries}
+            predicted = {name: one for name, one in made.items() if one is not None}
         title = Text(f"{cfg.name}: {len(sides)} methods on {len(bench.jobs)} prompts", style="bold")
         said = [Text(line, style="dim") for line in lines(found)]
         return Found(
-            {**_summary(found), **advised.summary(beside)},
+            {**_summary(found), **findings.prediction_summary(predicted)},
             found,
             shown=[
                 title,
                 table(found),
                 *display.condition_lines(taken, passes.repeats, found.warnings),
                 *said,
-                *advised.shown(beside),
+                *findings.prediction_parts(predicted),
             ],
-            definitions={**metrics.DEFINITIONS, **conditions.DEFINITIONS, **advised.DEFINITIONS},
-            more={**_methods(found, beside), "load_s": bench.load_s, "compile_s": passes.compile_s},
+            definitions={**metrics.DEFINITIONS, **conditions.DEFINITIONS, **findings.PREDICTION_DEFINITIONS},
+            more={**_methods(found, predicted), "load_s": bench.load_s, "compile_s": passes.compile_s},
             as_promised=found.as_promised,
             objective=found.objective,
         )
@@ -193,68 +198,46 @@ def _summary(found: Comparison) -> dict[str, object]:
     }
 
 
-def _methods(found: Comparison, beside: Mapping[str, Beside]) -> dict[str, object]:
+def _methods(found: Comparison, predicted: Mapping[str, Prediction]) -> dict[str, object]:
     taken, ranked = found.conditions.to_dict(), zip(found.ranks, found.entries, strict=True)
     rows = [{**e.to_dict(), "rank": None if r is None else str(r), "conditions": taken} for r, e in ranked]
-    rows = [{**row, "advice": beside[row["name"]].to_dict()} if row["name"] in beside else row for row in rows]
+    rows = [{**row, "advice": predicted[row["name"]].to_dict()} if row["name"] in predicted else row for row in rows]
     return {"methods": rows, "refused": list(found.refused)}
 
 
-def methods(
-    cfg: CompareSettings, measure: Callable[[CompareSettings], Measured | None] = lambda pair: None
-) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
-    """Keyword arguments of generate for every valid pair by name, and one line for each pair that is not.
+def pairs(cfg: CompareSettings) -> tuple[dict[str, CompareSettings], tuple[str, ...]]:
+    """The config of every valid pair by name, as if it were run alone, and one line for each pair that is not.
 
     Without a list of verifiers: every lossless rule that fits, under its first name. The drafter and the verifier of
-    the config keep their options; others have their defaults. `measure` gives what the policy and the tree of one pair
-    are to read of this machine; without it they are only checked.
+    the config keep their options; others have their defaults. A drafter that drafts no trees drafts chains.
 
     Raises:
         UserError: an unknown name, a mistaken option, or no valid pair.
     """
-    sides: dict[str, dict[str, Any]] = {}
+    found: dict[str, CompareSettings] = {}
     refused: list[str] = []
     seen: set[tuple[str, Any]] = set()
     verifiers = cfg.compare.verifiers or tuple(name for name, v in VERIFIERS.items() if v.lossless)
-    temperature = cfg.params.temperature
     for name, verifier in itertools.product(cfg.compare.drafters, verifiers):
-        pair = _pair(cfg, name, verifier)
-        made, found = _drafter(pair, None), get_verifier(verifier, **pair.verifier.options)
-        if not found.accepts(made.kind, tree=made.tree, temperature=temperature):
+        pair = dataclasses.replace(
+            cfg,
+            drafter=measured.drafter_choice(cfg, name),
+            verifier=cfg.verifier if cfg.verifier.name == verifier else Choice(verifier),
+            tree=cfg.tree if drafts_trees(name) else Choice(CHAIN),
+        )
+        try:
+            method = resolve(measured.spec_of(pair))
+        except UnfitPair as error:
             if cfg.compare.verifiers:
-                refused.append(f"{name} x {verifier}: {verifier} does not verify {made.kind.value} drafts here")
-        elif cfg.compare.verifiers or (name, found.rule) not in seen:  # aliases of one rule do the same
-            seen.add((name, found.rule))
-            sides[f"{name} x {verifier}"] = {"drafter": _drafter(pair, measure(pair)), "verifier": found}
-    if not sides:
+                refused.append(f"{name} x {verifier}: {verifier} does not verify {error.kind.value} drafts here")
+            continue
+        assert method.verifier is not None
+        if cfg.compare.verifiers or (name, method.verifier.rule) not in seen:  # aliases of one rule do the same
+            seen.add((name, method.verifier.rule))
+            found[f"{name} x {verifier}"] = pair
+    if not found:
         raise UserError("compare: no drafter of the list goes with a verifier of the list: " + "; ".join(refused))
-    return sides, tuple(refused)
-
-
-def _costs(
-    cfg: CompareSettings, sides: Mapping[str, dict[str, Any]], model: Model, console: Console
-) -> tuple[CostTable, dict[str, Costed]]:
-    """What every method's drafts cost here, measured where it is not known."""
-    wanted = {}
-    for name, how in sides.items():
-        pair = _pair(cfg, *name.split(" x ", 1))
-        tree = decoding.tree(pair, decoding.what_is_measured(pair, model, console))
-        wanted[name] = Wanted(pair, tree, make_method(model, how["drafter"], how["verifier"], cfg.params))
-    return advised.table_with(model, wanted, bar=decoding.bar(console))
-
-
-def _pair(cfg: CompareSettings, name: str, verifier: str) -> CompareSettings:
-    """The config of one pair, as if it were run alone; a drafter that drafts no trees drafts chains."""
-    drafter = drafter_spec(cfg, name)
-    chosen = cfg.verifier if cfg.verifier.name == verifier else VerifierSpec(verifier)
-    tree = cfg.tree if drafts_trees(name) else TreeSpec()
-    return dataclasses.replace(cfg, drafter=drafter, verifier=chosen, tree=tree)
-
-
-def _drafter(pair: MethodSettings, found: Measured | None) -> Any:
-    policy, tree = decoding.policy(pair, found), decoding.tree(pair, found)
-    drafter = make_drafter(pair.drafter.name, pair.drafter.options, policy, tree=tree)
-    return drawing_for(drafter, pair.verifier.name, pair.params.temperature)
+    return found, tuple(refused)
 
 
 def entry(

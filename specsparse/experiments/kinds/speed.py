@@ -9,13 +9,13 @@ from typing import Any
 
 from specsparse.experiments import sparse_model
 from specsparse.experiments.kind import Found, Kind, Lab
-from specsparse.experiments.methods import decoding, explain, measured
+from specsparse.experiments.methods import decoding, findings, measured
 from specsparse.experiments.methods.decoding import Bench, Passes, PreparedPrompt
 from specsparse.experiments.settings import DecodingSettings
 from specsparse.report import display, record
 from specsparse.report.record import DEFINITIONS, HOST, PLAIN, SPECULATIVE, Pass, RunRecord
 from specsparse.runtime import metrics, timing_cache
-from specsparse.speculative.base import Drafter
+from specsparse.runtime.method import Method, resolve
 
 
 class Speed(Kind[DecodingSettings]):
@@ -25,14 +25,14 @@ class Speed(Kind[DecodingSettings]):
 
     def check(self, cfg: DecodingSettings) -> None:
         """What `decoding.check` finds wrong, and a drafter, policy or verifier that does not fit are refused."""
-        decoding.method(cfg)
-        decoding.check(cfg)
+        decoding.check(cfg, [resolve(measured.spec_of(cfg))])
 
     def run(self, cfg: DecodingSettings, lab: Lab) -> Found:
         """Decodes, with a line of prompts.jsonl for each pass."""
         started = time.perf_counter()
-        bench = decoding.prepare(cfg, lab, [decoding.method(cfg)])
-        method = decoding.method(cfg, decoding.what_is_measured(cfg, bench.model, lab.console))
+        bench = decoding.prepare(cfg, lab, [resolve(measured.spec_of(cfg))])
+        spec = measured.spec_of(measured.filled(cfg, bench.model, lab.console))
+        method = spec.arguments()
         tracker = lab.tracker
         passes = Passes(cfg, lab, bench.model, sides(cfg, method))
         side = SPECULATIVE if method else PLAIN
@@ -43,10 +43,11 @@ class Speed(Kind[DecodingSettings]):
             tracker.log(one.row())
         split = time_split(cfg, passes, bench) if method else {}
         done = [with_split(p, split.get(p.task)) for p in done]
-        found = _record(cfg, passes, done, bench, first_text_s=first_text_s, method=method)
+        resolved = resolve(spec, bench.model)  # with what the passes have loaded
+        found = _record(cfg, passes, done, bench, first_text_s=first_text_s, method=resolved)
         table, key = timing_cache.load(bench.model), measured.draft_key(cfg)
-        found = explain.explain(found, done, passes, split=split, table=table, drafter=key)
-        found = dataclasses.replace(found, notes=(*decoding.bound_to(bench, method).notes, *found.notes))
+        found = findings.explain(found, done, passes, split=split, table=table, drafter=key)
+        found = dataclasses.replace(found, notes=(*resolved.notes, *found.notes))
         parts = found.to_dict()
         return Found(
             parts["summary"], found, shown=display.report(found), definitions=DEFINITIONS,
@@ -88,21 +89,19 @@ def with_split(done: Pass, stages: metrics.Times | None) -> Pass:
     return dataclasses.replace(done, counters=dataclasses.replace(done.counters, times=times))
 
 
-def size(cfg: DecodingSettings, method: dict[str, Any]) -> dict[str, int]:
+def size(cfg: DecodingSettings, method: Method) -> dict[str, int]:
     """Tokens a draft has room for, and the levels of a tree."""
-    drafter = method.get("drafter")
-    if drafter is None or not drafter.tree:
+    if method.drafter is None or not method.drafter.tree:
         return {"gamma": cfg.policy.gamma}
-    shape = drafter if isinstance(drafter, Drafter) else drafter.style.tree
-    return {"gamma": shape.max_nodes, "levels": shape.max_depth}
+    return {"gamma": method.max_nodes, "levels": method.drafter.max_depth}
 
 
 def _record(
-    cfg: DecodingSettings, loop: Passes, passes: list[Pass], bench: Bench, *, first_text_s: float | None, method: dict
+    cfg: DecodingSettings, loop: Passes, passes: list[Pass], bench: Bench, *, first_text_s: float | None, method: Method
 ) -> RunRecord:
     bytes_per_pass = bench.model.footprint.file
     conditions = loop.conditions()
-    verifier = method["verifier"].name if method else cfg.verifier.name
+    verifier = method.verifier.name if method.verifier else cfg.verifier.name
     return RunRecord(
         name=cfg.name,
         method={
@@ -112,12 +111,12 @@ def _record(
             **size(cfg, method),
             "equality": bench.model.promise,
             **({"stored": bench.model.storage} if bench.model.storage else {}),
-            "label": decoding.label(method["verifier"] if method else verifier),
+            "label": decoding.label(method.verifier or verifier),
             **sparse_model.label(bench.model),
-            **decoding.bound_to(bench, method).about,
+            **method.about,
         },
         groups=record.groups(passes, bytes_per_pass=bytes_per_pass, read_bandwidth=conditions.read_bandwidth),
-        identity=record.identity_of([*passes, *loop.warm_up], verifier=verifier) if method else None,
+        identity=record.identity_of([*passes, *loop.warm_up], verifier=verifier) if method.verifier else None,
         load_s=bench.load_s,
         first_text_s=first_text_s,
         compile_s=loop.compile_s,

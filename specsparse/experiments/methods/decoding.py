@@ -5,6 +5,8 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -15,26 +17,20 @@ from specsparse.engine.noise import seed_at
 from specsparse.errors import UserError
 from specsparse.experiments import sparse_model
 from specsparse.experiments.kind import Engine, Lab
-from specsparse.experiments.methods import measured, watching
-from specsparse.experiments.methods.measured import NO_DRAFTER, Measured
-from specsparse.experiments.settings import DecodingSettings, MethodSettings
+from specsparse.experiments.settings import DecodingSettings
 from specsparse.measure import machine, repeats
 from specsparse.measure.conditions import Conditions
 from specsparse.measure.costs.measuring import Bar
+from specsparse.measure.recording import LAWS_FILE, Recorder
 from specsparse.measure.repeats import Repeats, Width
-from specsparse.models import catalogue, hub
+from specsparse.measure.trace import TRACE_FILE, Trace
+from specsparse.models import catalogue
 from specsparse.report import display, record
 from specsparse.report.record import PLAIN, SAME_TEXT_VERIFIERS, Pass
-from specsparse.runtime import binding
+from specsparse.runtime.method import Method
 from specsparse.runtime.results import Generation
+from specsparse.runtime.stepped import RoundView, Watch
 from specsparse.speculative.base import Verifier
-from specsparse.speculative.drafters.plan import Bound, DrafterPlan
-from specsparse.speculative.method import make_drafter
-from specsparse.speculative.policies import get_policy
-from specsparse.speculative.policies.base import Policy
-from specsparse.speculative.policies.cost import KEPT
-from specsparse.speculative.trees import get_tree
-from specsparse.speculative.trees.base import TreeShape
 from specsparse.speculative.verifiers.registry import SYNTHETIC
 from specsparse.support import terminal
 from specsparse.support.interleaved import alternating, schedule
@@ -60,32 +56,25 @@ class Bench:
     load_s: float
 
 
-def check(cfg: DecodingSettings, *, union_cap: bool = False) -> None:
+def check(cfg: DecodingSettings, methods: Iterable[Method], *, union_cap: bool = False) -> None:
     """What can be found wrong without loading the model, so that a mistake costs no time and leaves no directory.
 
-    `union_cap`: whether the kind can decode with one.
+    Args:
+        cfg: the run.
+        methods: those that it decodes with, resolved without a model.
+        union_cap: whether the kind can decode with one.
 
     Raises:
-        UserError: no such model file or prompts, or a prompt's file that does not parse.
+        UserError: no such model file or prompts, or a prompt's file that does not parse. If the model and a draft model
+            are missing, one line says so.
     """
     sparse_model.check(cfg, union_cap=union_cap)
     prompts_of(cfg)
-    _check_files(cfg)
-
-
-_FILE_OPTIONS = {"model": "model", "eagle3": "path", "dflash": "path"}
-"""Options of drafters that name a file or a model of the catalogue."""
-
-
-def _check_files(cfg: DecodingSettings) -> None:
-    """The model and the draft model. Where both are missing, one line says so."""
-    wanted = {"model.path": cfg.model.path}
-    option = _FILE_OPTIONS.get(cfg.drafter.name, "")
-    named = cfg.drafter.options.get(option)
-    if isinstance(named, str) and not (option == "path" and named.startswith(hub.SCHEME)):  # fetched when it is loaded
-        wanted[f"drafter.{option}"] = named
+    named = {"model.path": cfg.model.path}
+    for method in methods:
+        named |= {f"drafter.{option}": spec for option, spec in method.files.items()}
     missing = {}
-    for key, spec in wanted.items():
+    for key, spec in named.items():
         try:
             catalogue.resolve(spec)
         except catalogue.NotHere as error:
@@ -94,36 +83,12 @@ def _check_files(cfg: DecodingSettings) -> None:
         raise catalogue.NotHere(missing)
 
 
-def method(cfg: MethodSettings, found: Measured | None = None) -> dict[str, Any]:
-    """Keyword arguments of generate for the speculative side; empty for plain decoding only.
-
-    `found` holds what the policy and the tree are to read of this machine; without it they are only checked.
-    """
-    if cfg.drafter.name == NO_DRAFTER:
-        return {}
-    drafter = make_drafter(cfg.drafter.name, cfg.drafter.options, policy(cfg, found), tree=tree(cfg, found))
-    return {"drafter": drafter, "verifier": measured.verifier(cfg, drafter)}
-
-
-def bound_to(bench: Bench, method: dict[str, Any]) -> Bound:
-    """The drafter with the model that it drafts with, which the passes have loaded; without a plan nothing is known."""
-    drafter = method.get("drafter")
-    return binding.bind(bench.model, drafter) if isinstance(drafter, DrafterPlan) else Bound(drafter, lambda _: None)
-
-
-def what_is_measured(cfg: DecodingSettings, model: Model, out: Console) -> Measured | None:
-    """What the config leaves to this machine, measured with a bar where it is not known yet; None where nothing is."""
-    if not measured.needed(cfg):
-        return None
-    return measured.measure(cfg, model, lambda: calibration(cfg, model), bar(out))
-
-
 def calibration(cfg: DecodingSettings, model: Model) -> list[list[int]]:
     """What acceptance is measured on: the first built-in prompt of each task."""
     return [ids_of(model, p, chat=cfg.data.chat) for p in prompts.load(limit_per_task=1)]
 
 
-def bar(out: Console) -> Bar:
+def bar_on(out: Console) -> Bar:
     """Bars for what is measured, in the terminal."""
 
     @contextlib.contextmanager
@@ -132,17 +97,6 @@ def bar(out: Console) -> Bar:
             yield lambda: progress.advance(progress.task_ids[0])
 
     return shown
-
-
-def policy(cfg: MethodSettings, found: Measured | None = None) -> Policy:
-    """The draft-length policy; one that reads times is made with placeholders where none are given."""
-    given = {key: value for key, value in measured.policy_options(cfg).items() if value not in (None, KEPT)}
-    return get_policy(cfg.policy.name, **{**(found or measured.for_checking(cfg)).policy, **given})
-
-
-def tree(cfg: MethodSettings, found: Measured | None = None) -> TreeShape | None:
-    """The shape of the drafts, None for chains."""
-    return get_tree(cfg.tree.name, **{**cfg.tree.options, **(found.tree if found else {})})
 
 
 def label(verifier: Verifier | str) -> str:
@@ -155,14 +109,14 @@ def label(verifier: Verifier | str) -> str:
     return "lossless in law" if isinstance(verifier, str) or verifier.lossless else "lossy"
 
 
-def prepare(cfg: DecodingSettings, lab: Lab, methods: Iterable[Mapping[str, Any]] = ()) -> Bench:
+def prepare(cfg: DecodingSettings, lab: Lab, methods: Iterable[Method] = ()) -> Bench:
     """Loads the model, as wide as these methods need it where nobody says, and encodes the prompts.
 
     Where steps have one width, all prompts share a size of caches.
     """
     started = time.perf_counter()
     model = sparse_model.load(cfg, lab)
-    model = model.holding(max((binding.rows_of(m.get("drafter")) for m in methods), default=1))
+    model = model.holding(1 + max((method.max_nodes for method in methods), default=0))
     load_s = time.perf_counter() - started
     jobs = prepared_prompts(cfg, lab.engine, model)
     longest = max((len(job.ids) for job in jobs), default=0)
@@ -231,6 +185,38 @@ def _chat_ids(model: Model, messages: Sequence[dict[str, str]]) -> list[int]:
     return model.tokenizer.encode(model.tokenizer.apply_chat_template(list(messages)), parse_special=True)
 
 
+class _Watching:
+    """The untimed pass is watched round by round: traced, or its distributions recorded, or both."""
+
+    def __init__(self, trace: Trace | None, recorder: Recorder | None, directory: Path):
+        self._watchers, self._recorder, self._directory = [w for w in (trace, recorder) if w], recorder, directory
+
+    @classmethod
+    def of(cls, cfg: DecodingSettings, lab: Lab) -> "_Watching | None":
+        """As the config asks for it; None if it does not."""
+        trace = Trace(lab.directory / TRACE_FILE, lab.console) if cfg.trace else None
+        recorder = Recorder(cfg.record_laws) if cfg.record_laws else None
+        return cls(trace, recorder, lab.directory) if trace or recorder else None
+
+    def __enter__(self) -> "_Watching":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, where: TracebackType | None) -> None:
+        if self._recorder is not None and error is None:
+            self._recorder.save(self._directory / LAWS_FILE)
+
+    def start(self, prompt_id: str) -> Watch:
+        """What to call with each round of the next prompt."""
+        for watcher in self._watchers:
+            watcher.start(prompt_id)
+
+        def watch(view: RoundView) -> None:
+            for watcher in self._watchers:
+                watcher.round(view)
+
+        return watch
+
+
 Sides = Mapping[str, Mapping[str, Any]]
 """Keyword arguments of generate by name of the side; the first is plain decoding, what the others are compared with."""
 
@@ -267,7 +253,7 @@ class Passes:
     def show(self, jobs: list[PreparedPrompt], side: str, started: float) -> float | None:
         """Show every prompt's text once, untimed; returns the seconds from `started` to the first text."""
         first = None
-        watched = watching.watching(self._cfg, self._lab.directory, self._lab.console) if side != PLAIN else None
+        watched = _Watching.of(self._cfg, self._lab) if side != PLAIN else None
         with watched or contextlib.nullcontext():
             for index, job in enumerate(jobs, 1):
                 if self._cfg.stream:

@@ -23,8 +23,8 @@ from specsparse.errors import UserError
 from specsparse.measure import intervals
 from specsparse.measure.costs.measuring import Bar, load_or_measure, silent
 from specsparse.runtime import metrics, timing_cache
-from specsparse.runtime.binding import make_method
-from specsparse.runtime.device_batch import Method, Request
+from specsparse.runtime.device_batch import Request
+from specsparse.runtime.method import Method, MethodSpec, drafts_trees, resolve
 from specsparse.runtime.metrics import Counters
 from specsparse.runtime.requests import PromptLike, prompt_ids
 from specsparse.runtime.results import decode
@@ -34,7 +34,6 @@ from specsparse.runtime.timing_cache import CostTable, cost_key
 from specsparse.speculative import expected
 from specsparse.speculative.base import Drafter, Verifier
 from specsparse.speculative.drafters.plan import DrafterPlan
-from specsparse.speculative.method import drafts_trees
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees.registry import CHAIN
 from specsparse.speculative.verifiers.registry import RULES
@@ -296,7 +295,7 @@ def acceptance_over_seeds(
     numbers = tuple(range(seeds)) if isinstance(seeds, int) else tuple(int(s) for s in seeds)
     params = SamplingParams(temperature=1.0, max_tokens=64) if sampling is None else sampling
     params = params if max_tokens is None else params.merged(max_tokens=max_tokens)
-    method = make_method(model, drafter, verifier, params)
+    method = resolve(MethodSpec(drafter, verifier, sampling=params), model)
     if method.drafter is None or not numbers:
         raise UserError("acceptance over seeds needs a drafter (drafter=prompt_lookup) and at least one seed")
     ids = prompt_ids(model, prompt, params)

@@ -24,19 +24,19 @@ from specsparse.engine.windows import LayerWindows
 from specsparse.measure.costs.roofline import measure_device
 from specsparse.measure.trials import Ours, token_ids
 from specsparse.runtime import timing_cache
-from specsparse.runtime.binding import make_method
-from specsparse.runtime.device_batch import Method, Request
+from specsparse.runtime.device_batch import Request
+from specsparse.runtime.method import Method, MethodSpec, resolve
 from specsparse.runtime.metrics import Counters
 from specsparse.runtime.session import Session
 from specsparse.runtime.timing_cache import CostTable, DraftCost, cost_key
 from specsparse.speculative.drafters.scripted import Scripted
-from specsparse.speculative.method import make_drafter
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees.base import TreeShape
 from specsparse.speculative.trees.static import static_tree
 from specsparse.speculative.verify import get_verifier
 from specsparse.support.interleaved import interleaved
+from specsparse.support.registry import Choice
 
 Bar = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
 """Shows progress: (what is measured, steps) -> a context whose value is called after each step."""
@@ -297,8 +297,8 @@ def table_for(model: Model, name: str, options: Mapping[str, object], *, bar: Ba
     """
 
     def methods() -> list[Method]:
-        drafters = [make_drafter(name, options, Fixed(gamma)) for gamma in LENGTHS]
-        return [make_method(model, drafter, None, SamplingParams(temperature=0.0)) for drafter in drafters]
+        drafter = Choice(name, dict(options))
+        return [resolve(MethodSpec(drafter, policy=Fixed(gamma)), model) for gamma in LENGTHS]
 
     key = cost_key(name, options)
     return table_with_draft(model, key, methods, bar=bar), key
@@ -316,8 +316,8 @@ def table_for_trees(
 
     def methods() -> list[Method]:
         trees = [(t, static_tree(t, draw)) for t in TEMPLATES]
-        drafters = [make_drafter(name, options, Fixed(t.size), tree=tree) for t, tree in trees]
-        return [make_method(model, drafter, None, SamplingParams(temperature=0.0)) for drafter in drafters]
+        drafter = Choice(name, dict(options))
+        return [resolve(MethodSpec(drafter, policy=Fixed(t.size), tree=tree), model) for t, tree in trees]
 
     key = trees_key(name, options, draw)
     return table_with_draft(model, key, methods, bar=bar), key

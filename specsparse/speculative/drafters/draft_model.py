@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -158,6 +159,11 @@ class ModelPlan(DrafterPlan, ModelOptions):
     def can_draw(self) -> bool:
         """Not what is made of text."""
         return self.vocabulary != "slem"
+
+    @property
+    def files(self) -> Mapping[str, str]:
+        """The draft model."""
+        return {"model": self.model} if isinstance(self.model, str) else {}
 
     def _bound(
         self, target: Model, model: Model, weights: DraftWeights, columns: int, *, expansion: float = 1.0

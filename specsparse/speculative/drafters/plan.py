@@ -98,6 +98,11 @@ class DrafterPlan(abc.ABC):
         return True
 
     @property
+    def files(self) -> Mapping[str, str]:
+        """Options that name a file or a name of the catalogue, and what they say: it must be there before a run."""
+        return {}
+
+    @property
     def tree(self) -> bool:
         """Whether drafts branch."""
         return self.style.tree is not None and self.style.tree.branches

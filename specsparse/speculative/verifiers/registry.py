@@ -11,7 +11,7 @@ from specsparse.speculative.verifiers.options import NoOptions, SyntheticAccepta
 from specsparse.support.registry import Registry
 
 SYNTHETIC = "synthetic"
-"""Label of runs whose acceptance is made up. It has no law, and is made with a drafter (`method.choose_verifier`)."""
+"""Label of runs whose acceptance is made up. It has no law, and is made with a drafter (`runtime.method`)."""
 
 
 _ONE_HOT, _SAMPLED, _IID, _WOR = (frozenset({k}) for k in DraftKind)

@@ -22,8 +22,9 @@ from specsparse.measure import intervals
 from specsparse.measure.trials import paired_ratio, summary, token_ids
 from specsparse.models import catalogue
 from specsparse.runtime import manifest
-from specsparse.runtime.device_batch import Method, Request
+from specsparse.runtime.device_batch import Request
 from specsparse.runtime.load import load
+from specsparse.runtime.method import Method
 from specsparse.runtime.requests import prompt_ids
 from specsparse.runtime.session import Session
 from specsparse.support import tables, terminal

@@ -20,16 +20,16 @@ from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
 from specsparse.models import catalogue
 from specsparse.runtime import manifest
-from specsparse.runtime.binding import make_method
-from specsparse.runtime.device_batch import Method, Request
+from specsparse.runtime.device_batch import Request
 from specsparse.runtime.load import load
+from specsparse.runtime.method import Method, MethodSpec, resolve
 from specsparse.runtime.session import Session
-from specsparse.speculative.drafters.registry import DRAFTERS, get_drafter
-from specsparse.speculative.method import make_drafter
+from specsparse.speculative.drafters.registry import DRAFTERS
 from specsparse.speculative.policies.base import Fixed
 from specsparse.support import tables, terminal
 from specsparse.support.files import Json
 from specsparse.support.interleaved import interleaved
+from specsparse.support.registry import Choice
 from specsparse.tools.peers.timed import Peer, WrittenText
 
 PLAIN, PEER_PLAIN = "ours plain", "peer plain"
@@ -60,7 +60,7 @@ class Speculator(Protocol):
     """What is needed of a peer."""
 
     def speculate(self, ids: list[int], n: int, *, drafted: int, draft: Path | None = None) -> WrittenText:
-        """See `tools.bench.peers.Peer`."""
+        """See `tools.peers.timed.Peer`."""
 
 
 def draft_file(drafter: str) -> Path | None:
@@ -73,12 +73,9 @@ def method_of(model: Model, drafter: str, drafted: int | None, *, batch: int = 1
 
     `drafted` tokens in each draft; None for the length that the drafter takes by itself in such a batch.
     """
-    greedy, file = SamplingParams(temperature=0.0), draft_file(drafter)
-    if drafted is None and file is None:
-        return make_method(model, drafter, None, greedy, batch=batch)
-    name, options = ("model", {"model": str(file)}) if file else (drafter, {})
-    made = get_drafter(name, **options) if drafted is None else make_drafter(name, options, Fixed(drafted))
-    return make_method(model, made, None, greedy)
+    file = draft_file(drafter)
+    named = Choice("model", {"model": str(file)}) if file else Choice(drafter)
+    return resolve(MethodSpec(named, policy=None if drafted is None else Fixed(drafted)), model, batch=batch)
 
 
 def ours(model: Model, method: Method, ids: Sequence[int], tokens: int) -> WrittenText:

@@ -31,7 +31,7 @@ def main(args: argparse.Namespace) -> int:
 
     sampling = arguments.sampling_params(args)
     how = ChatMethod(args.drafter, args.draft, args.verifier, args.gamma)
-    how.method(sampling.temperature)  # mistakes are said before the model is loaded
+    how.spec(sampling).arguments()  # mistakes are said before the model is loaded
     out = terminal.console()
     with terminal.loading(out, f"loading {args.model}") as progress:
         model = api.load(args.model, progress=progress)

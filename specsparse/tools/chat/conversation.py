@@ -19,11 +19,9 @@ from specsparse.cli.method_options import drafter_of
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import UserError
-from specsparse.runtime.binding import ready
+from specsparse.runtime.method import MethodSpec, ready
 from specsparse.runtime.metrics import Counters
 from specsparse.runtime.results import Generation
-from specsparse.speculative.drafters.registry import get_drafter
-from specsparse.speculative.method import choose_verifier, drawing_for, make_drafter
 from specsparse.speculative.origins import KINDS, PLAIN, Origin
 from specsparse.speculative.policies.base import Fixed
 from specsparse.support.terminal import decoding_input
@@ -125,7 +123,7 @@ class ChatMethod:
     @property
     def name(self) -> str:
         """Of the drafter; "model" for a draft model."""
-        return drafter_of(self.drafter, self.draft)[0]
+        return drafter_of(self.drafter, self.draft).name
 
     def changed(self, words: tuple[str, ...]) -> "ChatMethod":
         """The method after `/method words`; the verifier is the one that fits unless one is named."""
@@ -144,25 +142,10 @@ class ChatMethod:
             given["gamma"] = int(given["gamma"])
         return dataclasses.replace(self, **given)
 
-    def method(self, temperature: float) -> dict[str, Any]:
-        """`drafter` and `verifier` for a generation; {} for plain decoding.
-
-        Raises:
-            UserError: unknown names, or a pair that does not fit.
-        """
-        if self.name == "none":
-            if self.verifier:
-                raise UserError("--verifier needs a drafter")
-            return {}
-        _, options = drafter_of(self.drafter, self.draft)
-        if self.gamma is None:
-            drafter = get_drafter(self.name, **options)
-        else:
-            drafter = make_drafter(self.name, options, Fixed(self.gamma))
-        drafter = drawing_for(drafter, self.verifier, temperature)
-        verifier = choose_verifier(drafter, self.verifier, temperature=temperature, drafted_by=self.name)
-        by_name = self.gamma is None and not options
-        return {"drafter": self.name if by_name else drafter, "verifier": verifier}
+    def spec(self, sampling: SamplingParams) -> MethodSpec:
+        """The method that this says, for answers with these parameters."""
+        policy = None if self.gamma is None else Fixed(self.gamma)
+        return MethodSpec(drafter_of(self.drafter, self.draft), self.verifier, policy, sampling=sampling)
 
 
 class Chat:
@@ -286,8 +269,9 @@ class Chat:
 
     def _use(self, how: ChatMethod) -> None:
         """Answers by this method from now on; a draft model is loaded here."""
-        method = how.method(self._talk.sampling.temperature)
-        ready(self._talk.model, method.get("drafter"), method.get("verifier"), self._talk.sampling)
+        spec = how.spec(self._talk.sampling)
+        method = spec.arguments()
+        ready(spec, self._talk.model)
         self._how, self._talk.method = how, method
 
 

@@ -57,12 +57,11 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _method(args: argparse.Namespace) -> dict[str, Any]:
-    """`drafter` for a generation; {} for plain decoding."""
-    from specsparse.speculative.method import make_drafter
+    """`drafter` and `verifier` for a generation; {} for plain decoding."""
+    from specsparse.runtime.method import MethodSpec
     from specsparse.speculative.policies.base import Fixed
 
-    name, options = method_options.drafter_of(args.drafter, args.draft)
-    return {} if name == "none" else {"drafter": make_drafter(name, options, Fixed(args.gamma))}
+    return MethodSpec(method_options.drafter_of(args.drafter, args.draft), policy=Fixed(args.gamma)).arguments()
 
 
 def _parts(found: Any) -> list[Any]:

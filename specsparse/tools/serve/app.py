@@ -23,11 +23,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.errors import ContextTooLong, UserError
+from specsparse.runtime.method import MethodSpec
 from specsparse.runtime.requests import sequences_of
 from specsparse.support.files import Json
 from specsparse.tools.serve.prometheus import ServerMetrics
 from specsparse.tools.serve.protocol import Answer, CompletionRequest, HttpError, parse_request, to_bytes
-from specsparse.tools.serve.worker import FAILED, Busy, Failed, Finished, Pair, RequestHandle, StreamEvent, Worker
+from specsparse.tools.serve.worker import FAILED, Busy, Failed, Finished, RequestHandle, StreamEvent, Worker
 
 T = TypeVar("T")
 MAX_BYTES = 8 * 2**20
@@ -59,7 +60,7 @@ class Service:
     Args:
         model: the target.
         name: of the model in requests.
-        pair_at: the drafter and the verifier at a temperature; refuses a temperature that they are not for.
+        spec_at: the drafter and the verifier at a temperature; refuses a temperature that they are not for.
         positions: tokens of the longest draft, None for plain decoding.
         defaults: sampling parameters that a request may leave out.
         batch, room: as `Worker`'s.
@@ -69,7 +70,7 @@ class Service:
         self,
         model: Model,
         name: str,
-        pair_at: Callable[[float], Pair],
+        spec_at: Callable[[float], MethodSpec],
         *,
         positions: int | None,
         defaults: Mapping[str, object] | None = None,
@@ -77,7 +78,7 @@ class Service:
         room: int = 32,
     ):
         self.model, self.name, self.defaults = model, name, dict(defaults or {})
-        self.pair_at = functools.lru_cache(maxsize=256)(pair_at)
+        self.spec_at = functools.lru_cache(maxsize=256)(spec_at)
         self.metrics = ServerMetrics(name, model.config.context_length, positions)
         self.worker = Worker(model, self.metrics, batch=batch, room=room)
         self.bodies = BodyReader()
@@ -92,7 +93,7 @@ class Service:
         for temperature in (0.0, drawn):
             params = SamplingParams.from_dict({**self.defaults, "temperature": temperature})
             with contextlib.suppress(UserError):  # the verifier is not for this temperature
-                self.worker.warm_up(self.pair_at(temperature), params, sorted(capacities))
+                self.worker.warm_up(self.spec_at(temperature), params, sorted(capacities))
 
     def app(self, *, key: str | None = None, local: bool = True) -> ASGIApp:
         """The ASGI application; it starts and ends the worker. `key` and `local` as `AccessControl`'s."""
@@ -164,12 +165,12 @@ class Service:
             wanted = parse_request(body, self.defaults, chat=chat)
             params = wanted.params
             try:
-                pair = self.pair_at(0.0 if params.greedy else params.temperature)
+                spec = self.spec_at(0.0 if params.greedy else params.temperature)
                 sequences = [s for group in sequences_of(self.model, wanted.prompts, params) for s in group]
             except UserError as error:
                 long = "context_length_exceeded" if isinstance(error, ContextTooLong) else None
                 raise HttpError(400, str(error), code=long) from None
-            return wanted, RequestHandle(sequences, pair, tell, live=wanted.stream)
+            return wanted, RequestHandle(sequences, spec, tell, live=wanted.stream)
 
         wanted, handle = await self.bodies.read(request, parse)
         answer = Answer(wanted, handle, self.name, self.model.tokenizer)

@@ -9,6 +9,7 @@ import ipaddress
 import os
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,7 +66,7 @@ def _check(args: argparse.Namespace, key: str | None) -> None:
         install = f"{sys.executable} -m pip install starlette uvicorn prometheus_client"
         raise UserError(f"{error.name} is not installed: {install}") from None
     defaults = arguments.sampling_params(args)
-    method_options.named(args).at(0.0 if defaults.greedy else defaults.temperature)
+    method_options.spec_of(args, defaults).arguments()
 
 
 def _listen(host: str, port: int, key: str | None) -> socket.socket:
@@ -113,17 +114,17 @@ def _run(args: argparse.Namespace, key: str | None, listening: socket.socket) ->
 
 def _service(args: argparse.Namespace, model: "Model") -> "Service":
     """The model as it is served; a draft model is loaded here, so that its faults are said before anyone asks."""
-    from specsparse.runtime.binding import ready
+    from specsparse.engine.sampling.params import SamplingParams
+    from specsparse.runtime.method import MethodSpec, ready
     from specsparse.tools.serve.app import Service
-    from specsparse.tools.serve.worker import Pair
 
-    parts, defaults = method_options.named(args), arguments.sampling_params(args)
-    first = Pair(**parts.at(0.0 if defaults.greedy else defaults.temperature))
-    model, method = ready(model, *first, defaults)
+    defaults = arguments.sampling_params(args)
+    spec = method_options.spec_of(args, defaults)
+    model, method = ready(spec, model)
     return Service(
         model,
         args.name or (Path(args.model).name.removesuffix(".gguf") if args.model.endswith(".gguf") else args.model),
-        lambda temperature: Pair(**parts.at(temperature)),
+        lambda temperature: MethodSpec(**replace(spec, sampling=SamplingParams(temperature=temperature)).arguments()),
         positions=None if method.drafter is None else method.max_nodes,
         defaults={name: getattr(defaults, name) for name in arguments.given_sampling(args)},
         batch=args.batch,

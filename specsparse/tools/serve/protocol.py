@@ -354,7 +354,7 @@ class Answer:
             "queue_time_ms": 1e3 * (times.started - times.arrived),
             "mean_itl_ms": 1e3 * spent / (count - 1) if count > 1 else None,
             "tokens_per_second": count / whole if whole > 0 else None,
-            "speculative_decoding": None if self._handle.pair.drafter in (None, "none") else speculation(stats),
+            "speculative_decoding": None if self._handle.spec.drafter is None else speculation(stats),
         }
 
     def _logprobs(

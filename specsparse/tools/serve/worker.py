@@ -6,7 +6,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,12 +17,10 @@ from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
 from specsparse.engine.text.stopping import TokenText
 from specsparse.errors import UserError
-from specsparse.runtime.binding import ready
 from specsparse.runtime.device_batch import Request
+from specsparse.runtime.method import MethodSpec, ready
 from specsparse.runtime.results import Generation, TokenLogprobs, generations, logprobs_of, read_texts
 from specsparse.runtime.session import Session
-from specsparse.speculative.base import Drafter, Verifier
-from specsparse.speculative.drafters.plan import DrafterPlan
 from specsparse.tools.serve.prometheus import ServerMetrics, Timings
 
 MAX_PROGRAMS = 256
@@ -32,13 +30,6 @@ FAILED = "the server failed in this request; its log has more"
 
 class Busy(Exception):
     """The queue is full, or the server is about to end."""
-
-
-class Pair(NamedTuple):
-    """How to decode: a drafter and a verifier as `specsparse.generate` takes them."""
-
-    drafter: str | Drafter | DrafterPlan | None = None
-    verifier: Verifier | None = None
 
 
 class TextEvent(NamedTuple):
@@ -75,7 +66,7 @@ class RequestHandle:
 
     Attributes:
         sequences: its completions, prompt by prompt.
-        pair: how to decode.
+        spec: how to decode, checked: a drafter and a verifier.
         tell: called by the worker with each event; must not wait.
         live: whether pieces are shown as they come; else they may be larger.
         arrived: when, on the clock of `time.perf_counter`.
@@ -83,7 +74,7 @@ class RequestHandle:
     """
 
     sequences: list[Request]
-    pair: Pair
+    spec: MethodSpec
     tell: Callable[[StreamEvent], None]
     live: bool = False
     arrived: float = field(default_factory=time.perf_counter)
@@ -119,13 +110,13 @@ class Worker:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="specsparse-serve", daemon=True)
 
-    def warm_up(self, pair: Pair, params: SamplingParams, capacities: Iterable[int]) -> None:
+    def warm_up(self, spec: MethodSpec, params: SamplingParams, capacities: Iterable[int]) -> None:
         """Compiles the programs of requests with such parameters in caches of these capacities; before `start`.
 
         Prompts of every size of chunk are fed, and a round is run of each number of completions up to `batch`.
         """
         for batch, capacity in itertools.product(range(1, self._batch + 1), capacities):
-            model, method = ready(self.model, *pair, params, batch=batch)
+            model, method = ready(replace(spec, sampling=params), self.model, batch=batch)
             for length in CHUNKS:
                 if (left := capacity - model.room_for(method.max_nodes) - length) < 1:
                     continue
@@ -185,7 +176,7 @@ class Worker:
             taken = [self._waiting.popleft()]
             room = self._batch - len(taken[0].sequences)
             for handle in list(self._waiting):
-                if handle.pair == taken[0].pair and len(handle.sequences) <= room:
+                if handle.spec == taken[0].spec and len(handle.sequences) <= room:
                     taken.append(handle)
                     room -= len(handle.sequences)
                     self._waiting.remove(handle)
@@ -200,7 +191,7 @@ class Worker:
         sequences = [s for handle in handles for s in handle.sequences]
         hottest = max((s.params for s in sequences), key=lambda p: 0.0 if p.greedy else p.temperature)
         try:
-            model, method = ready(self.model, *handles[0].pair, hottest, batch=len(sequences))
+            model, method = ready(replace(handles[0].spec, sampling=hottest), self.model, batch=len(sequences))
             session = Session(model, sequences, method, noting=True)
         except UserError as error:
             if len(handles) > 1:

@@ -19,7 +19,7 @@ from specsparse.measure.costs import acceptance, measuring
 from specsparse.measure.costs.acceptance import acceptance_over_seeds
 from specsparse.run import conf_dir
 from specsparse.runtime import timing_cache
-from specsparse.runtime.device_batch import Method
+from specsparse.runtime.method import Method
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.verify import get_verifier
 from specsparse.testing import write_tiny_gguf

@@ -13,19 +13,18 @@ from specsparse.errors import UserError
 from specsparse.experiments.compose.parts import PARTS, completed
 from specsparse.experiments.kinds import compare
 from specsparse.experiments.kinds.compare import CompareSpec
-from specsparse.experiments.methods import decoding, measured
-from specsparse.experiments.methods.drafting import drafter_spec
-from specsparse.experiments.settings import DrafterSpec, PolicySpec, TreeSpec, VerifierSpec
+from specsparse.experiments.methods import measured
+from specsparse.experiments.settings import PolicySpec
 from specsparse.measure.costs import acceptance, measuring
 from specsparse.runtime import timing_cache
-from specsparse.runtime.binding import make_method
+from specsparse.runtime.method import MethodSpec, resolve
 from specsparse.runtime.timing_cache import FREE, CostTable, DraftCost, cost_key
 from specsparse.speculative.drafters.heads import head_file
 from specsparse.speculative.drafters.scripted import Scripted
-from specsparse.speculative.method import make_drafter
 from specsparse.speculative.policies.base import Fixed
+from specsparse.speculative.trees import get_tree
 from specsparse.speculative.trees.static import static_tree
-from specsparse.speculative.verify import get_verifier
+from specsparse.support.registry import Choice
 from specsparse.testing import write_tiny_gguf
 from tests.experiments.playing import replaced, run_config, settings
 
@@ -51,7 +50,7 @@ def table(model, monkeypatch, tmp_path):
 def test_acceptance_of_a_chain_is_accepted_over_tested(model):
     truth = specsparse.generate(model, PROMPT, max_tokens=200, ignore_eos=True).token_ids
     drafter = Scripted.chain(3, (1,), vocab_size=model.config.vocab_size, truth=(*PROMPT, *truth))
-    method = make_method(model, drafter, get_verifier("match"), GREEDY)
+    method = resolve(MethodSpec(drafter, "match"), model)
     counted = acceptance.counters(acceptance.sessions(model, method, [PROMPT], GREEDY))
     assert acceptance.chain_rate(counted) == (0.5,)  # one right, then one wrong, every round
 
@@ -60,8 +59,9 @@ def test_the_child_of_rank_zero_of_a_perfect_draft_is_always_accepted(model):
     """All of the target's layers: rank 0 is the target's own token. With all but one layer other ranks have a share."""
 
     def rates(layers):
-        drafter = make_drafter("layer_skip", {"layers": layers}, Fixed(8), tree=static_tree(acceptance.FAN, "top"))
-        return acceptance.by_rank(model, make_method(model, drafter, None, GREEDY), [PROMPT, PROMPT[:6]], GREEDY)
+        drafter, tree = Choice("layer_skip", {"layers": layers}), static_tree(acceptance.FAN, "top")
+        method = resolve(MethodSpec(drafter, policy=Fixed(8), tree=tree), model)
+        return acceptance.by_rank(model, method, [PROMPT, PROMPT[:6]], GREEDY)
 
     assert rates([0, 1]) == (1.0,) + (0.0,) * 7
     part = rates([0])
@@ -69,8 +69,7 @@ def test_the_child_of_rank_zero_of_a_perfect_draft_is_always_accepted(model):
 
 
 def test_acceptance_is_measured_once_and_survives_the_file(model, table):
-    drafter = make_drafter("prompt_lookup", {}, Fixed(3))
-    method = make_method(model, drafter, None, GREEDY)
+    method = resolve(MethodSpec("prompt_lookup", policy=Fixed(3)), model)
     key = acceptance.acceptance_key("prompt_lookup", "greedy", GREEDY, "chain")
     found = acceptance.table_with_acceptance(model, key, lambda: method, [PROMPT], GREEDY)
     assert 0 <= found.acceptance[key][0] <= 1
@@ -141,13 +140,17 @@ def test_another_file_of_the_same_name_is_another_drafter(tmp_path, monkeypatch)
 
 @pytest.fixture
 def cfg(model):
-    tree = TreeSpec("sequoia", {"acceptance": None, "cost": None, "level_cost": None, "nodes": 6, "depth": 6})
+    tree = Choice("sequoia", {"acceptance": None, "cost": None, "level_cost": None, "nodes": 6, "depth": 6})
     method = {"drafter": "layer_skip", "options": {"layers": [0]}, "verifier": "tree_greedy", "gamma": 15}
     return run_config(model.path, **method, sampling={"temperature": 0.0}, chat=False, tree=tree)
 
 
 def found(cfg, model):
-    return decoding.what_is_measured(cfg, model, Console(file=io.StringIO()))
+    return measured.filled(cfg, model, Console(file=io.StringIO()))
+
+
+def shape(cfg):
+    return get_tree(cfg.tree.name, **cfg.tree.options)
 
 
 def keep(model, table, cfg, rates, draft=FREE):
@@ -160,16 +163,16 @@ def keep(model, table, cfg, rates, draft=FREE):
 def test_sequoia_follows_what_was_measured(model, table, cfg):
     """Sure first ranks make a chain; equal ranks a bush; a level as dear as a step one level."""
     keep(model, table, cfg, (0.9, 0.05))
-    assert decoding.tree(cfg, found(cfg, model)).template.max_depth == 6
+    assert shape(found(cfg, model)).template.max_depth == 6
     keep(model, table, cfg, (0.2,) * 5)
-    assert decoding.tree(cfg, found(cfg, model)).template.width > 2
+    assert shape(found(cfg, model)).template.width > 2
     keep(model, table, cfg, (0.3, 0.1), DraftCost(token_s=table.plain_s))
-    assert decoding.tree(cfg, found(cfg, model)).template.max_depth == 1
+    assert shape(found(cfg, model)).template.max_depth == 1
 
 
 @pytest.mark.slow  # its parts are measured one by one here and in test_measure.py
 def test_sequoia_measures_what_is_not_kept(model, table, cfg):
-    tree = found(cfg, model).tree
+    tree = found(cfg, model).tree.options
     assert len(tree["acceptance"]) == acceptance.RANKS and len(tree["cost"]) == 7
     assert tree["cost"] == sorted(tree["cost"]) and tree["level_cost"] >= 0
     assert timing_cache.load(model).acceptance and timing_cache.load(model).drafts
@@ -177,24 +180,24 @@ def test_sequoia_measures_what_is_not_kept(model, table, cfg):
 
 def test_policies_read_the_measured_acceptance(model, table, cfg):
     policy = PolicySpec("cost", 3, {"v": None, "prior": None})
-    method = {"drafter": DrafterSpec("prompt_lookup"), "verifier": VerifierSpec("greedy"), "policy": policy}
-    cfg = replaced(cfg, **method, tree=TreeSpec())
+    method = {"drafter": Choice("prompt_lookup"), "verifier": Choice("greedy"), "policy": policy}
+    cfg = replaced(cfg, **method, tree=Choice("chain"))
     key = acceptance.acceptance_key("prompt_lookup", "greedy", GREEDY, "chain")
     kept = dataclasses.replace(table, acceptance={key: (0.37,)})
     timing_cache.save(model, kept.with_draft("prompt_lookup", DraftCost(token_s=table.plain_s / 2)))
-    policy = decoding.policy(cfg, found(cfg, model))
+    policy = resolve(measured.spec_of(found(cfg, model))).drafter.policy
     assert policy.cost.prior == 0.37 and policy.cost.c == 0.5 and policy.cost.v == (1.0,) * 4
-    assert decoding.what_is_measured(replaced(cfg, policy=PolicySpec("fixed", 3)), model, None) is None
+    fixed = replaced(cfg, policy=PolicySpec("fixed", 3))
+    assert found(fixed, model) is fixed
 
 
 def test_compare_reads_the_cost_of_each_drafter(model, table, cfg):
     pairs = CompareSpec(("prompt_lookup", "suffix"), ("greedy",))
     policy = PolicySpec("cost", 3, {"v": None, "prior": 0.5})
-    cfg = settings(replaced(cfg, kind="compare", compare=pairs, tree=TreeSpec(), policy=policy))
+    cfg = settings(replaced(cfg, kind="compare", compare=pairs, tree=Choice("chain"), policy=policy))
     for name, cost in (("prompt_lookup", 0.25), ("suffix", 0.75)):
-        key = cost_key(name, drafter_spec(cfg, name).options)  # as `roofline` keeps it
+        key = cost_key(name, measured.drafter_choice(cfg, name).options)  # as `roofline` keeps it
         table = table.with_draft(key, DraftCost(token_s=cost * table.plain_s))
     timing_cache.save(model, table)
-    sides, _ = compare.methods(cfg, lambda pair: found(pair, model))
-    assert [side["drafter"].policy.cost.c for side in sides.values()] == [0.25, 0.75]
-    assert measured.needed(cfg)
+    drafters = [resolve(measured.spec_of(found(pair, model))).drafter for pair in compare.pairs(cfg)[0].values()]
+    assert [drafter.policy.cost.c for drafter in drafters] == [0.25, 0.75]

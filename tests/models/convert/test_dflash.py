@@ -12,7 +12,7 @@ from specsparse.cli import main as cli
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.errors import UserError
 from specsparse.models.convert.dflash import convert_dflash, read_dflash, write_folder
-from specsparse.runtime.binding import published_dflash
+from specsparse.runtime.method import published_dflash
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import random_dflash
 

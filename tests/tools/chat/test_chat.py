@@ -336,7 +336,7 @@ def test_sampling_options_that_are_refused(argv):
     [
         (["--gamma", "0"], "--gamma"),
         (["--drafter", "oracle"], "drafter=oracle is unknown"),
-        (["--drafter", "none", "--verifier", "greedy"], "--verifier needs a drafter"),
+        (["--drafter", "none", "--verifier", "greedy"], "verifier needs a drafter"),
         (["--verifier", "token"], "token"),
         (["--draft", "none.gguf", "--prompt", "x"], "none.gguf: no such file"),
         (["--temperature", "-1"], "temperature"),

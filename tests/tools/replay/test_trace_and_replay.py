@@ -14,14 +14,13 @@ from specsparse.cli.main import main as cli
 from specsparse.errors import UserError
 from specsparse.measure.recording import Recorder, Recording
 from specsparse.measure.trace import Trace
-from specsparse.runtime.binding import make_method
 from specsparse.runtime.device_batch import Request
+from specsparse.runtime.method import MethodSpec, resolve
 from specsparse.runtime.session import Session
 from specsparse.speculative.base import ROOT
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees import get_tree
-from specsparse.speculative.verify import get_verifier
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.damaged import mutate
 from specsparse.tools.replay.verdicts import replay, verifiers_of
@@ -139,7 +138,7 @@ def first_rounds(model, tree, verifier, seeds=range(12)):
     """The first round of each seed, recorded, and the accepted nodes of all."""
     recorder, accepted = Recorder(top=VOCAB), 0
     drafter = get_drafter("layer_skip", layers=[0], temperature=0.7, tree=tree)
-    method = make_method(model, drafter, get_verifier(verifier), WARM)
+    method = resolve(MethodSpec(drafter, verifier, sampling=WARM), model)
     ids = model.tokenizer.encode(PROMPT)
     for seed in seeds:
         recorder.start(str(seed))

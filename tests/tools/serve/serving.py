@@ -8,11 +8,8 @@ import time
 import uvicorn
 
 from specsparse.engine.sampling.params import SamplingParams
-from specsparse.runtime.binding import make_method
-from specsparse.speculative.drafters.registry import get_drafter
-from specsparse.speculative.method import choose_verifier
+from specsparse.runtime.method import MethodSpec, resolve
 from specsparse.tools.serve.app import Service, uvicorn_config
-from specsparse.tools.serve.worker import Pair
 
 NAME = "tiny"
 
@@ -20,13 +17,11 @@ NAME = "tiny"
 def service_of(model, drafter="prompt_lookup", **options):
     """A service of a model; greedy unless a request says otherwise."""
 
-    def pair_at(temperature):
-        if drafter is None:
-            return Pair()
-        return Pair(drafter, choose_verifier(get_drafter(drafter), None, temperature=temperature))
+    def spec_at(temperature):
+        return MethodSpec(**MethodSpec(drafter, sampling=SamplingParams(temperature=temperature)).arguments())
 
-    nodes = None if drafter is None else make_method(model, *pair_at(0.0), SamplingParams(temperature=0)).max_nodes
-    return Service(model, NAME, pair_at, positions=nodes, defaults={"temperature": 0.0}, **options)
+    nodes = None if drafter is None else resolve(spec_at(0.0), model).max_nodes
+    return Service(model, NAME, spec_at, positions=nodes, defaults={"temperature": 0.0}, **options)
 
 
 @contextlib.contextmanager

@@ -18,9 +18,10 @@ from starlette.responses import Response  # noqa: E402
 from starlette.routing import Route  # noqa: E402
 
 import specsparse  # noqa: E402
+from specsparse.runtime.method import MethodSpec  # noqa: E402
 from specsparse.testing import write_tiny_gguf  # noqa: E402
 from specsparse.tools.serve import app  # noqa: E402
-from specsparse.tools.serve.worker import Pair, RequestHandle  # noqa: E402
+from specsparse.tools.serve.worker import RequestHandle  # noqa: E402
 from tests.tools.serve.attack import BROKEN, attack, half_a_body  # noqa: E402
 from tests.tools.serve.serving import service_of, serving, until  # noqa: E402
 
@@ -119,7 +120,7 @@ def test_an_answer_that_nobody_reads_ends_its_connection(monkeypatch):
 
 def test_a_client_that_does_not_read_ends_its_decoding(monkeypatch):
     monkeypatch.setattr(app, "PATIENCE_S", 0.05)
-    handle = RequestHandle([], Pair(), lambda event: None)
+    handle = RequestHandle([], MethodSpec(), lambda event: None)
 
     async def parts():
         yield b"data"

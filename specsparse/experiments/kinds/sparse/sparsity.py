@@ -21,7 +21,7 @@ from specsparse.experiments.kind import Found, Kind, Lab
 from specsparse.experiments.kinds.sparse import sparsity_report
 from specsparse.experiments.kinds.sparse.sparsity_report import Point, Sparsity
 from specsparse.experiments.methods import gating
-from specsparse.experiments.settings import DataSpec, ModelSettings, PredictorSpec
+from specsparse.experiments.settings import DataSpec, ModelSettings
 from specsparse.measure import conditions, machine, speedup
 from specsparse.measure.conditions import Conditions
 from specsparse.models import catalogue
@@ -35,6 +35,7 @@ from specsparse.support import terminal
 from specsparse.support.files import conf_dir
 from specsparse.support.interleaved import interleaved
 from specsparse.support.options import Count, Range, Size
+from specsparse.support.registry import Choice
 
 DENSE = "dense"
 _PROMPT = 64
@@ -154,9 +155,7 @@ def _with_predictor(cfg: SparsitySettings, name: str) -> SparsitySettings:
     if cfg.sparsity.recall is not None and "recall" in given:
         given["recall"] = cfg.sparsity.recall
     weights = cfg.ffn.weights if name == "mlp" else None
-    return dataclasses.replace(
-        cfg, predictor=PredictorSpec(name, given), ffn=dataclasses.replace(cfg.ffn, weights=weights)
-    )
+    return dataclasses.replace(cfg, predictor=Choice(name, given), ffn=dataclasses.replace(cfg.ffn, weights=weights))
 
 
 def judged_text(data: DataSpec, spec: SparsitySpec, model: Model) -> np.ndarray:

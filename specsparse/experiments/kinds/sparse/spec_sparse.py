@@ -28,7 +28,7 @@ from specsparse.experiments.kinds.sparse.spec_sparse_report import (
     Joined,
     SparseCell,
 )
-from specsparse.experiments.methods import decoding, gating
+from specsparse.experiments.methods import decoding, gating, measured
 from specsparse.experiments.methods.decoding import Passes, PreparedPrompt
 from specsparse.experiments.methods.gating import GatedModel
 from specsparse.experiments.settings import DecodingSettings
@@ -42,6 +42,7 @@ from specsparse.predictors.evaluate import matrices, quality_in_chunks
 from specsparse.report import display
 from specsparse.report.record import SAME_TEXT_VERIFIERS, Pass
 from specsparse.runtime import metrics
+from specsparse.runtime.method import resolve
 from specsparse.runtime.metrics import Counters
 from specsparse.support import terminal
 
@@ -68,12 +69,13 @@ class SpecSparse(Kind[SpecSparseSettings]):
 
     def check(self, cfg: SpecSparseSettings) -> None:
         """A dense FFN, plain decoding, and what `decoding.check` finds wrong are refused."""
-        decoding.check(cfg, union_cap=True)
+        method = resolve(measured.spec_of(cfg))
+        decoding.check(cfg, [method], union_cap=True)
         if cfg.ffn.name in (None, "dense"):
             raise UserError(
                 "kind=spec_sparse compares a sparse FFN with the dense one: give ffn=predicted and a predictor"
             )
-        if not decoding.method(cfg):
+        if method.drafter is None:
             raise UserError("kind=spec_sparse compares speculation with plain decoding: give drafter=prompt_lookup")
 
     def run(self, cfg: SpecSparseSettings, lab: Lab) -> Found:
@@ -84,7 +86,7 @@ class SpecSparse(Kind[SpecSparseSettings]):
         """
         dense = lab.load(cfg.model, ffn="dense")
         sparse = gating.sparse_of(cfg, lab, dense)
-        method = decoding.method(cfg, decoding.what_is_measured(cfg, dense, lab.console))
+        method = measured.spec_of(measured.filled(cfg, dense, lab.console)).arguments()
         sides = _sides(cfg, dense, sparse, method)
         jobs = decoding.prepared_prompts(cfg, lab.engine, dense)
         loop = _passes(cfg, lab, sides)

@@ -1,7 +1,7 @@
 """What the plans of published heads share: whether a head is one for the target, and the output matrix it scores by."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -30,6 +30,11 @@ class PublishedPlan(DrafterPlan):
                 "drafter.path: a value is needed, the head's folder or GGUF file, hf://owner/repo or a name of "
                 "`python -m specsparse models`"
             )
+
+    @property
+    def files(self) -> Mapping[str, str]:
+        """The head; one of the Hub is fetched when it is loaded."""
+        return {"path": self.path} if isinstance(self.path, str) and not self.path.startswith("hf://") else {}
 
 
 def check_target(file: PublishedHead, target: Model, *, layers: Sequence[int], width: int) -> None:

@@ -13,14 +13,14 @@ from specsparse.engine.sampling.params import SamplingParams
 from specsparse.measure.costs.roofline import kv_bytes
 from specsparse.measure.trials import Ours, token_ids
 from specsparse.runtime import manifest
-from specsparse.runtime.binding import make_method
-from specsparse.runtime.device_batch import Method, Request
+from specsparse.runtime.device_batch import Request
+from specsparse.runtime.method import Method, MethodSpec, resolve
 from specsparse.runtime.session import Session
-from specsparse.speculative.drafters.registry import get_drafter
 from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates, synthetic_verifier
 from specsparse.speculative.trees import get_tree
 from specsparse.support.files import Json
 from specsparse.support.interleaved import interleaved, seconds
+from specsparse.support.registry import Choice
 from specsparse.tools.bench.card.models import WIDTHS, padded, random_matrix, random_model, wide
 from specsparse.tools.bench.card.stages import CardPlan
 
@@ -149,10 +149,11 @@ def trees(plan: CardPlan) -> Iterator[Json]:
     for temperature in (0.0,) if plan.tiny else (0.0, 0.9):
         plain = _written(model, Method(), plan, temperature=temperature)
         for name, shape in shapes.items():
-            drafter = get_drafter("layer_skip", layers=half, **shape)
+            drafter = Choice("layer_skip", {"layers": half, **shape})
             verifier = "tree_match" if "tree" in shape else "match"
             params = SamplingParams(temperature=temperature, max_tokens=plan.tokens)
-            fast = _written(model, make_method(model, drafter, verifier, params), plan, temperature=temperature)
+            method = resolve(MethodSpec(drafter, verifier, sampling=params), model)
+            fast = _written(model, method, plan, temperature=temperature)
             counted = fast.counters()[0]
             yield {
                 "what": f"{name} at temperature {temperature}, {plan.small} Q8_0", "width": model.width,

@@ -1,0 +1,307 @@
+"""How to decode: a method as people say it (`MethodSpec`), and as it runs on a model (`Method`).
+
+`resolve` leads from one to the other for all that decode: `generate`, experiments, chat, serve, bench. Without a model
+it is the check before a run.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from specsparse.engine.model import Model
+from specsparse.engine.pytree import Pytree
+from specsparse.engine.sampling.params import SamplingParams
+from specsparse.errors import UserError
+from specsparse.models import obtain
+from specsparse.runtime.load import load
+from specsparse.runtime.timing_cache import draft_share, policy_times
+from specsparse.speculative.base import Drafter, DraftKind, Verifier, check_facts
+from specsparse.speculative.drafters.options import draw_temperature
+from specsparse.speculative.drafters.plan import Bound, DrafterPlan, MakeModel
+from specsparse.speculative.drafters.registry import DRAFTERS, get_drafter, takes
+from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates, synthetic_verifier
+from specsparse.speculative.drafters.with_policy import WithPolicy, with_policy
+from specsparse.speculative.gamma import GAMMA_NAMES, SHORT_GAMMA
+from specsparse.speculative.policies import default_policy, get_policy, over_tree
+from specsparse.speculative.policies.base import Fixed, Policy
+from specsparse.speculative.trees import get_tree
+from specsparse.speculative.trees.base import TreeShape
+from specsparse.speculative.verifiers.registry import RULES, SYNTHETIC, same_text
+from specsparse.speculative.verify import get_verifier, valid_verifiers
+from specsparse.support.registry import Choice
+
+if TYPE_CHECKING:
+    from specsparse.speculative.drafters.heads.dflash_file import DFlashFile
+    from specsparse.speculative.drafters.heads.eagle3_file import Eagle3File
+
+GREEDY = SamplingParams(temperature=0.0)
+NO_DRAFTER = "none"
+"""The name that stands for plain decoding."""
+Head = TypeVar("Head", "Eagle3File", "DFlashFile")
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """What a method is made of. Each part is a name, a name with options (`Choice`), or the part itself.
+
+    Attributes:
+        drafter: who proposes; None and "none" are plain decoding.
+        verifier: who decides; None is the first lossless one that fits the drafter.
+        policy: how much is drafted in a round, of a drafter by name. None: what the drafter's options say, or what pays
+            on this machine if they say nothing.
+        tree: the shape of the drafts of a drafter by name; None and "chain" are chains.
+        sampling: of the target. Its temperature decides which verifiers fit.
+    """
+
+    drafter: str | Choice | Drafter | DrafterPlan | None = None
+    verifier: str | Choice | Verifier | None = None
+    policy: str | Choice | Policy | None = None
+    tree: str | Choice | TreeShape | None = None
+    sampling: SamplingParams = GREEDY
+
+    def __post_init__(self):
+        for part in ("drafter", "verifier", "policy", "tree"):
+            if isinstance(value := getattr(self, part), str):
+                object.__setattr__(self, part, Choice(value))
+        if isinstance(self.drafter, Choice) and self.drafter.name == NO_DRAFTER:
+            object.__setattr__(self, "drafter", None)
+        if not isinstance(self.drafter, Choice | Drafter | DrafterPlan | None):
+            raise UserError(f"drafter must be a registered name or a Drafter, not {type(self.drafter).__name__}")
+        if not isinstance(self.verifier, Choice | Verifier | None):
+            raise UserError(f"verifier must be a registered name or a Verifier, not {type(self.verifier).__name__}")
+        if self.drafter is None and self.verifier is not None:
+            raise UserError("a verifier needs a drafter: give drafter=prompt_lookup, or leave the verifier out")
+
+    @property
+    def bare_name(self) -> str | None:
+        """The drafter's name if nothing else is said of its drafts, else None."""
+        more = not isinstance(self.drafter, Choice) or self.drafter.options or self.policy or self.tree
+        return None if more else self.drafter.name
+
+    @property
+    def temperature(self) -> float:
+        """Of the target, 0 for greedy decoding."""
+        return 0.0 if self.sampling.greedy else self.sampling.temperature
+
+    def arguments(self) -> dict[str, Any]:
+        """`drafter` and `verifier` as `specsparse.generate` takes them, checked; {} for plain decoding.
+
+        Raises:
+            UserError: as `resolve`.
+        """
+        made = resolve(self)
+        return {} if made.drafter is None else {"drafter": self.bare_name or made.drafter, "verifier": made.verifier}
+
+
+class UnfitPair(UserError):
+    """A verifier whose promise such drafts would break."""
+
+    def __init__(self, message: str, kind: DraftKind):
+        super().__init__(message)
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class Method:
+    """How to decode, checked. Without a drafter it is plain decoding.
+
+    Attributes:
+        drafter: a plan of one if it needs a model and was resolved without.
+        verifier: fits the drafter.
+        weights: cache capacity -> the drafter's weights; None if it has none.
+        share: guessed time of a drafted token in plain steps, by the bytes it reads; 0 if it has no weights.
+        about: what records say of the drafter, such as how two vocabularies overlap.
+        notes: the same in lines.
+    """
+
+    drafter: Drafter | DrafterPlan | None = None
+    verifier: Verifier | None = None
+    weights: Callable[[int], Pytree] | None = None
+    share: float = 0.0
+    about: Mapping[str, object] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def max_nodes(self) -> int:
+        """K, the tokens or nodes that a draft has room for."""
+        return self.drafter.max_nodes if self.drafter else 0
+
+    @property
+    def files(self) -> Mapping[str, str]:
+        """The drafter's options that name a model of the catalogue or a file of one, before it is loaded."""
+        return self.drafter.files if isinstance(self.drafter, DrafterPlan) else {}
+
+
+def resolve(spec: MethodSpec, target: Model | None = None, *, batch: int = 1) -> Method:
+    """The method of a spec; with a target ready to run on it.
+
+    Without a target nothing is loaded. With one, the drafter's own model is loaded the first time it is asked for. A
+    drafter by its bare name, or a plan that says nothing of how long drafts are, drafts no more than pays
+    (`policies.default_policy`) in a batch of so many sequences. If a text depends on how long its drafts were
+    (`verifier=token` and the like), what pays a single sequence decides, so that a sequence is written in a batch as it
+    is alone.
+
+    Raises:
+        UserError: an unknown name or option, or parts that do not go together.
+    """
+    if (drafter := _drafter(spec)) is None:
+        return Method()
+    method = Method(drafter, _verifier(drafter, spec))
+    if target is None:
+        return method
+    name = spec.bare_name
+    pays = name is not None
+    if isinstance(drafter, DrafterPlan):
+        bound = _bound(target, drafter)
+        share = draft_share(target, bound)
+        method = Method(bound.drafter, method.verifier, bound.weights, share, bound.about, bound.notes)
+        pays = pays or drafter.style.free
+    if not pays:
+        return method
+    assert isinstance(method.drafter, Drafter) and method.verifier is not None
+    tree, depth = method.drafter.tree, method.drafter.max_depth
+    gamma = method.max_nodes if tree else SHORT_GAMMA
+    batch, levels = batch if same_text(method.verifier.name) else 1, depth if tree else None
+    times = policy_times(target, gamma, name, share=method.share, levels=levels, batch=batch)
+    policy = default_policy(times, gamma=gamma, tree=tree)
+    return replace(method, drafter=with_policy(method.drafter, policy))
+
+
+def ready(spec: MethodSpec, target: Model, *, batch: int = 1) -> tuple[Model, Method]:
+    """The model that decodes, which of an automatic width is one that holds the drafts, and the method on it."""
+    if target.narrow is not None:
+        target = target.holding(1 + resolve(spec).max_nodes)
+    return target, resolve(spec, target, batch=batch)
+
+
+def drafts_trees(name: str) -> bool:
+    """Whether the drafter of that name takes the shape of a tree."""
+    return "tree" in takes(name)
+
+
+def _drafter(spec: MethodSpec) -> Drafter | DrafterPlan | None:
+    """The drafter in the shape of its tree, under its policy, drawing as its verifier needs."""
+    drafter = _named_drafter(spec) if isinstance(spec.drafter, Choice) else spec.drafter
+    if not isinstance(drafter, DrafterPlan):
+        if drafter is not None:
+            check_facts(drafter)
+        return drafter
+    if drafter.drafting.temperature is not None or spec.verifier is None:
+        return drafter
+    drawn_at = draw_temperature(spec.verifier.name, spec.temperature)  # for a verifier that weighs draws
+    return drafter if drawn_at is None else replace(drafter, drafting=replace(drafter.drafting, temperature=drawn_at))
+
+
+def _named_drafter(spec: MethodSpec) -> Drafter | DrafterPlan:
+    name, options, policy, tree = spec.drafter.name, dict(spec.drafter.options), spec.policy, spec.tree
+    known = takes(name)
+    if isinstance(tree, Choice):
+        tree = get_tree(tree.name, **tree.options)
+    if tree is not None:
+        if known and "tree" not in known:
+            names = ", ".join(filter(drafts_trees, DRAFTERS.names()))
+            raise UserError(f"drafter={name} drafts chains: trees are for drafter={names}")
+        options["tree"] = tree
+    if isinstance(policy, Choice):
+        given = {key: value for key, value in policy.options.items() if value is not None}
+        policy = get_policy(policy.name, **(given if tree is None else over_tree(policy.name, given, tree.max_nodes)))
+    said = [key for key in options if key in ("max_nodes", *GAMMA_NAMES) and options[key] is not None]
+    if said and "policy" in known and not (policy is tree is None):
+        raise UserError(f"drafter.{said[0]}: how long drafts are is said by the policy, as policy.gamma")
+    if policy is None:
+        return get_drafter(name, **options)
+    if "policy" in known:
+        return get_drafter(name, **options, **({"max_nodes": policy.gamma} if policy.always else {"policy": policy}))
+    room = {"max_nodes": policy.gamma} if "max_nodes" in known and not said else {}
+    drafter = get_drafter(name, **options, **room)
+    if isinstance(drafter, DrafterPlan):
+        return drafter
+    if policy.needs:
+        raise UserError(
+            f"policy={policy.name} looks at the laws of the draft, and drafter={name} has none: "
+            "choose policy=fixed, heuristic, cost or auto_off"
+        )
+    return with_policy(drafter, policy)
+
+
+def _verifier(drafter: Drafter | DrafterPlan, spec: MethodSpec) -> Verifier:
+    """The verifier; `synthetic` makes the acceptance of any chain up."""
+    chosen, temperature = spec.verifier, spec.temperature
+    source = drafter.drafter if isinstance(drafter, WithPolicy) else drafter
+    made_up = isinstance(source, Synthetic)
+    if chosen is None:
+        fit = valid_verifiers(drafter.kind, tree=drafter.tree, temperature=temperature)
+        chosen = Choice(SYNTHETIC if made_up else fit[0])
+    if made_up and chosen.name != SYNTHETIC:
+        raise UserError("drafter=synthetic drafts no text, its acceptance is made up: choose verifier=synthetic")
+    if isinstance(chosen, Choice):
+        options = {key: value for key, value in chosen.options.items() if value is not None}
+        if chosen.name != SYNTHETIC:
+            chosen = get_verifier(chosen.name, **options)
+        elif drafter.tree:
+            raise UserError("verifier=synthetic makes up the acceptance of chains, not of trees")
+        elif made_up and not options.keys() - {"process"}:
+            return synthetic_verifier(source.rates)
+        else:
+            return synthetic_verifier(SyntheticRates.of(drafter.max_nodes, **vars(RULES.read(SYNTHETIC, options))))
+    if chosen.accepts(drafter.kind, tree=drafter.tree, temperature=temperature):
+        return chosen
+    names = ", ".join(valid_verifiers(drafter.kind, tree=drafter.tree, temperature=temperature))
+    whose = f" of drafter={spec.drafter.name}" if isinstance(spec.drafter, Choice) else ""
+    drafts = f"{drafter.kind.value} {'tree' if drafter.tree else 'chain'} drafts{whose}"
+    message = f"verifier={chosen.name} cannot verify {drafts} at temperature {temperature:g}: choose one of {names}"
+    can_draw = isinstance(drafter, DrafterPlan) and drafter.can_draw and not drafter.tree
+    if can_draw and chosen.accepts(DraftKind.SAMPLED, tree=False, temperature=temperature):
+        message += f"; or set drafter.temperature above 0, which draws the drafts that {chosen.name} verifies"
+    raise UnfitPair(message, drafter.kind)
+
+
+def _bound(model: Model, plan: DrafterPlan) -> Bound:
+    """The drafter of a plan for this target; what it needs is loaded once, whatever the policy."""
+    key = plan.under(Fixed(1))
+    if key not in model.drafters:
+        if not plan.on_mesh:
+            model.check_whole("the drafter with these options")
+        from specsparse.powerinfer.fewer import (
+            with_fewer_neurons,  # what drafts loads; plain decoding does not wait
+        )
+
+        load_draft = partial(_load_draft, model)
+        make = MakeModel(load_draft, with_fewer_neurons, eagle3=published_eagle3, dflash=published_dflash)
+        model.drafters[key] = plan.prepare(model, make)
+    return model.drafters[key].under(plan.style.policy)
+
+
+def published_eagle3(spec: str) -> "Eagle3File":
+    """The EAGLE-3 head of a path, a name of the catalogue or a reference to the Hub."""
+    from specsparse.models.convert.eagle3 import read_eagle3
+
+    return _told(read_eagle3(obtain.published(spec)))
+
+
+def published_dflash(spec: str) -> "DFlashFile":
+    """The DFlash drafter of a path, a name of the catalogue or a reference to the Hub."""
+    from specsparse.models.convert.dflash import read_dflash
+
+    return _told(read_dflash(obtain.published(spec)))
+
+
+def _told(file: Head) -> Head:
+    """The head; what its file asks for and does not get is said on stderr."""
+    if file.accept_k > 1:
+        print(
+            f"note: {file.path} asks for verifier_accept_k={file.accept_k}, which is lossy: the verifier here is "
+            "verifier=..., and drafts are verified as it says",
+            file=sys.stderr,
+        )
+    return file
+
+
+def _load_draft(target: Model, spec: str) -> Model:
+    """A draft model beside its target: on the same kernels and, of a mesh, on every device."""
+    kv_dtype = "f16" if target.kv_dtype == "q8_0" else target.kv_dtype  # heads of any size
+    draft = load(spec, backend=target.kernels.name, kv_dtype=kv_dtype, width=0)
+    draft.params = target.everywhere(draft.params)
+    return draft
