@@ -24,7 +24,7 @@ from specsparse.runtime.method import Method, MethodSpec, resolve
 from specsparse.speculative.policies.base import Fixed
 from specsparse.support.registry import Choice
 from specsparse.tools.bench import speculation
-from specsparse.tools.bench.speculation import SpeculationPlan, Speculator, ours
+from specsparse.tools.bench.speculation import Speculator, ours
 from specsparse.tools.peers.timed import Peer
 
 GOAL = 3.0
@@ -75,10 +75,10 @@ def main(given: list[str] | None = None) -> int:
     try:
         model = specsparse.load(args.model)
         with Peer("llama.cpp") as peer:
-            room = speculation.PROMPT + args.tokens + max(args.drafted) + 2
-            peer.open(model.path, model.config, threads=status()["threads"], room=room, depth=0)
-            plan = SpeculationPlan("prompt_lookup", tuple(args.drafted), args.tokens, limit_per_task=args.limit)
-            jobs = speculation.jobs_of(model, plan, tasks=args.tasks)
+            room = args.tokens + max(args.drafted) + 2
+            threads = status()["threads"]
+            peer.open(model.path, model.config, threads=threads, room=speculation.PROMPT + room, depth=0)
+            jobs = speculation.jobs_of(model, room=room, tasks=args.tasks, limit_per_task=args.limit)
             found = measure(model, peer, jobs, tokens=args.tokens, drafted=args.drafted, repeats=args.repeats)
             version = peer.version
     except UserError as error:

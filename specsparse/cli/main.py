@@ -32,7 +32,7 @@ COMMANDS = {
 }
 TOOLS = ("advise", "audit", "bench", "chat", "inspect", "profile", "replay", "serve")
 """Commands that are a folder of `specsparse.tools`; the others are modules of `specsparse.cli`."""
-REWRITING = ("audit",)
+REWRITING = ("audit", "bench")
 """Tools with sub-commands that have a default: their `rewritten` puts it in front, and forms of today for old flags."""
 
 

@@ -48,7 +48,7 @@ def test_newcomer_runs_a_sweep_without_m_and_is_told(capsys, tmp_path, monkeypat
     ("argv", "said"),
     [
         (["inspect", "a.gguf", "b.gguf", "--draft", "c.gguf"], "b.gguf and --draft c.gguf: one draft model is judged"),
-        (["bench", "a.gguf", "--model", "b.gguf"], "a.gguf and --model b.gguf: one model is measured"),
+        (["bench", "a.gguf", "b.gguf"], "unknown argument b.gguf"),
         (["bench", "no.gguf"], "no.gguf: no such file"),
     ],
 )
@@ -127,8 +127,8 @@ def test_long_numbers_are_cut(capsys):
 
 
 def test_a_bench_without_a_model_takes_none(capsys):
-    assert cli.main(["bench", "--products", "Q4_0", "--model", "/nonexistent"]) == 2
-    assert "--products does not go with --model" in capsys.readouterr().err
+    assert cli.main(["bench", "products", "Q4_0", "--model", "/nonexistent"]) == 2
+    assert "unknown argument --model" in capsys.readouterr().err
 
 
 def test_token_on_argmax_drafts_names_the_temperature_that_draws_them():

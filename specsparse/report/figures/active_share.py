@@ -1,4 +1,4 @@
-"""Time of a sparse FFN against the share of active neurons, from `bench --ffn-shape`."""
+"""Time of a sparse FFN against the share of active neurons, from `bench ffn`."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Tokens a second and the speed-up of speculation against the number of sequences, from `bench --batch`."""
+"""Tokens a second and the speed-up of speculation against the number of sequences, from `bench batch`."""
 
 from collections.abc import Iterator, Sequence
 

@@ -1,8 +1,10 @@
 """Does a verification of n rows give the bits of one row? Asked of specsparse and of other engines on the same file.
 
-audit [bits]         which widths share bits, and how often greedy speculation writes another text than plain
-                     decoding: audit --engine specsparse,llama.cpp --threads 1,2
-audit diff A B       where the texts of two runs of any engines fork
+    audit [bits]         which widths share bits, and how often greedy speculation writes another text than plain
+                         decoding: audit --engine specsparse,llama.cpp --threads 1,2
+    audit diff A B       where the texts of two runs of any engines fork
+
+Each prints tables; --json adds the report as a last line of JSON, --json FILE writes it there.
 """
 
 import argparse

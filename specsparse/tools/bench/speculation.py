@@ -1,8 +1,8 @@
-"""Speculative decoding beside a peer's: the same prompts, the same draft model, every side in turn."""
+"""`bench draft NAME`: speculative decoding beside a peer's; the same prompts, the same draft model, interleaved."""
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -37,30 +37,11 @@ PROMPT = 900
 """Tokens of a prompt at most, the last ones."""
 
 
-@dataclass(frozen=True)
-class SpeculationPlan:
-    """What to measure.
-
-    Attributes:
-        drafter: a drafter's name, or the name or file of a draft model.
-        drafted: tokens of a draft, each measured.
-        tg: tokens written after the first one, end or no end.
-        repeats: timings of each side on each prompt.
-        limit_per_task: built-in prompts of a task.
-    """
-
-    drafter: str
-    drafted: tuple[int, ...] = (2, 4)
-    tg: int = 128
-    repeats: int = 1
-    limit_per_task: int = 1
-
-
 class Speculator(Protocol):
     """What is needed of a peer."""
 
     def speculate(self, ids: list[int], n: int, *, drafted: int, draft: Path | None = None) -> WrittenText:
-        """See `tools.peers.timed.Peer`."""
+        """See `Peer.speculate`."""
 
 
 def draft_file(drafter: str) -> Path | None:
@@ -90,31 +71,31 @@ def ours(model: Model, method: Method, ids: Sequence[int], tokens: int) -> Writt
     return WrittenText((session.decode_s - begun) * share, session.tokens()[0].tolist(), passes)
 
 
-def sides(
-    model: Model, peer: Speculator | None, plan: SpeculationPlan
+def writers_of(
+    model: Model, peer: Speculator | None, drafter: str, *, drafted: Sequence[int] = (2, 4), tg: int = 128
 ) -> dict[str, Callable[[list[int]], WrittenText]]:
-    """What writes a text, by name."""
-    draft, methods = draft_file(plan.drafter), {PLAIN: Method()}
-    methods |= {f"ours {k}": method_of(model, plan.drafter, k) for k in plan.drafted}
-    found = {name: (lambda ids, how=how: ours(model, how, ids, plan.tg)) for name, how in methods.items()}
+    """Our sides and the peer's by name; each writes `tg` tokens after a prompt's ids and a first token."""
+    draft, methods = draft_file(drafter), {PLAIN: Method()}
+    methods |= {f"ours {k}": method_of(model, drafter, k) for k in drafted}
+    found = {name: (lambda ids, how=how: ours(model, how, ids, tg)) for name, how in methods.items()}
     if peer is not None:
         asked = {PEER_PLAIN: (0, None)}
-        asked |= {f"peer {k}": (k, draft) for k in plan.drafted if draft}
-        asked |= {f"peer lookup {k}": (k, None) for k in plan.drafted}
+        asked |= {f"peer {k}": (k, draft) for k in drafted if draft}
+        asked |= {f"peer lookup {k}": (k, None) for k in drafted}
         for name, (k, file) in asked.items():
-            found[name] = lambda ids, k=k, file=file: peer.speculate(ids, plan.tg, drafted=k, draft=file)
+            found[name] = lambda ids, k=k, file=file: peer.speculate(ids, tg, drafted=k, draft=file)
     return found
 
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 def measure(
-    writers: Mapping[str, Callable[[list[int]], Found]], jobs: Sequence[tuple[str, list[int]]], *, repeats: int,
+    writers: Mapping[str, Callable[[list[int]], Result]], jobs: Sequence[tuple[str, list[int]]], *, repeats: int,
     done: Callable[[], None] = lambda: None,
-) -> dict[str, dict[str, list[Found]]]:  # fmt: skip
+) -> dict[str, dict[str, list[Result]]]:  # fmt: skip
     """By task and side, repeat by repeat; `done` is called after each text, those of the warm-up too."""
-    found: dict[str, dict[str, list[Found]]] = {}
+    found: dict[str, dict[str, list[Result]]] = {}
     for task, ids in jobs:
         kept = found.setdefault(task, {name: [] for name in writers})
         texts = interleaved({n: partial(write, ids) for n, write in writers.items()}, repeats=repeats, done=done)
@@ -126,106 +107,124 @@ def measure(
 def summary(found: Mapping[str, Mapping[str, list[WrittenText]]], tg: int) -> Json:
     """Tokens a second and a target pass by task and side ("all": of the mean time), and tasks whose text differs.
 
-    Our texts are compared with our plain decoding, the peer's with its own.
+    Our texts are compared with our plain decoding, the peer's with its own. "ratios" are of our best draft length over
+    our plain decoding, over the peer's with the same model, and over the peer's best.
     """
     seconds = {t: {n: statistics.median(w.seconds for w in each) for n, each in s.items()} for t, s in found.items()}
     passes = {t: {n: statistics.fmean(w.passes for w in each) for n, each in s.items()} for t, s in found.items()}
     for by in (seconds, passes):
         by["all"] = {name: statistics.fmean(row[name] for row in by.values()) for name in next(iter(by.values()))}
-    differing = {
-        name: [task for task, s in found.items() if any(w.tokens != _plain_of(s, name).tokens for w in s[name])]
-        for name in next(iter(found.values()))
-    }
-    rates = [{t: {n: tg / x for n, x in row.items()} for t, row in by.items()} for by in (seconds, passes)]
-    return {"tok_s": rates[0], "tokens_per_pass": rates[1], "differing": differing, "ratios": _ratios(rates[0]["all"])}
-
-
-def _plain_of(by_side: Mapping[str, list[WrittenText]], name: str) -> WrittenText:
-    return by_side[PLAIN if name.startswith("ours") else PEER_PLAIN][0]
-
-
-def _ratios(row: Mapping[str, float]) -> dict[str, float]:
-    """Our best draft length over our plain decoding, over the peer's with the same model, and over the peer's best."""
-    peer = {name: rate for name, rate in row.items() if name.startswith("peer")}
-    drafts = [rate for name, rate in peer.items() if name.split()[-1].isdigit() and "lookup" not in name]
-    best = max(rate for name, rate in row.items() if name.startswith("ours") and name != PLAIN)
-    out = {"over_plain": best / row[PLAIN]}
+    differing = {name: list[str]() for name in next(iter(found.values()))}
+    for task, sides in found.items():
+        for name, written in sides.items():
+            plain = sides[PLAIN if name.startswith("ours") else PEER_PLAIN][0]
+            if any(text.tokens != plain.tokens for text in written):
+                differing[name].append(task)
+    speeds, per_pass = ({t: {n: tg / x for n, x in row.items()} for t, row in by.items()} for by in (seconds, passes))
+    whole = speeds["all"]
+    peer = {name: speed for name, speed in whole.items() if name.startswith("peer")}
+    drafts = [speed for name, speed in peer.items() if name != PEER_PLAIN and "lookup" not in name]
+    best = max(speed for name, speed in whole.items() if name.startswith("ours") and name != PLAIN)
+    ratios = {"over_plain": best / whole[PLAIN]}
     if drafts:
-        out["over_peer_drafts"] = best / max(drafts)
-    return out | ({"over_peer_best": best / max(peer.values())} if peer else {})
+        ratios["over_peer_drafts"] = best / max(drafts)
+    if peer:
+        ratios["over_peer_best"] = best / max(peer.values())
+    return {"tok_s": speeds, "tokens_per_pass": per_pass, "differing": differing, "ratios": ratios}
 
 
-def jobs_of(model: Model, plan: SpeculationPlan, *, tasks: Sequence[str] | None = None) -> list[tuple[str, list[int]]]:
-    """The built-in prompts, or those of some tasks, as a chat's first turn.
+def jobs_of(
+    model: Model, *, room: int, tasks: Sequence[str] | None = None, limit_per_task: int = 1
+) -> list[tuple[str, list[int]]]:
+    """The built-in prompts, or those of some tasks, as a chat's first turn: (task, ids), `room` tokens left free.
 
     Raises:
         UserError: an unknown task, or a context that holds no prompt beside what is written.
     """
-    room = min(PROMPT, model.config.context_length - plan.tg - max(plan.drafted) - 2)
-    if room < 1:
-        raise UserError(f"tg {plan.tg} does not fit the context of {model.config.context_length} tokens: choose less")
+    most = min(PROMPT, model.config.context_length - room)
+    if most < 1:
+        raise UserError(f"--tg does not fit the context of {model.config.context_length} tokens: choose less")
     out = []
-    for p in prompts.load(tasks=tasks, limit_per_task=plan.limit_per_task):
+    for p in prompts.load(tasks=tasks, limit_per_task=limit_per_task):
         text = model.tokenizer.apply_chat_template([{"role": "user", "content": p.text}])
-        out.append((p.task, model.tokenizer.encode(text, parse_special=True)[-room:]))
+        out.append((p.task, model.tokenizer.encode(text, parse_special=True)[-most:]))
     return out
 
 
-def run(
-    plan: SpeculationPlan, out: Console, *, model: str, peers: Sequence[str] = (), threads: int | None = None,
-    kv_dtype: str | None = None, backend: str | None = None,
-) -> Json:  # fmt: skip
-    """Loads, measures, and returns `summary` with the plan and the manifest.
+@dataclass(frozen=True)
+class DraftBench:
+    """Texts plainly and with drafts, here and by a peer.
 
-    Raises:
-        UserError: anything wrong with a model, the plan or the peer.
+    Attributes:
+        drafter: a drafter's name, or the name or file of a draft model.
+        model: the target's name or file.
+        drafted: tokens of a draft, each measured.
+        tg: tokens written after the first one, end or no end.
+        repeats: timings of each side on each prompt.
+        threads, kv_dtype, backend: as in `load`.
+        peers: llama.cpp, or none.
     """
-    if without := [name for name in peers if name != "llama.cpp"]:
-        raise UserError(f"--peer {without[0]} has no speculative decoding here: llama.cpp has")
-    with ExitStack() as stack:
-        other = stack.enter_context(Peer(peers[0])) if peers else None
-        draft_file(plan.drafter)
-        with terminal.busy(out, f"loading {model}"):
-            loaded = load(catalogue.resolve(model), kv_dtype=kv_dtype, threads=threads, backend=backend)
-        jobs = jobs_of(loaded, plan)
-        if other is not None:
-            room = max(len(ids) for _, ids in jobs) + plan.tg + max(plan.drafted) + 2
-            threads = kernels.status()["threads"] or 1
-            with terminal.busy(out, f"loading {other.name}, choosing its attention"):
-                other.open(loaded.path, loaded.config, threads=threads, room=room, depth=0)
-                other.choose_for_writing(jobs[0][1], plan.tg)
-        started = time.perf_counter()
-        writers = sides(loaded, other, plan)
-        with terminal.counting(out, "timing texts", len(jobs) * len(writers) * (plan.repeats + 1)) as bar:
-            found = measure(writers, jobs, repeats=plan.repeats, done=lambda: bar.advance(bar.task_ids[0]))
-    return {
-        "bench": "specsparse speculation", "plan": asdict(plan), **summary(found, plan.tg),
-        "peer": other and {"name": other.name, "version": other.version, "flash": other.flash["speculate"]},
-        "seconds": time.perf_counter() - started, "manifest": manifest.build({}, loaded.path),
-    }  # fmt: skip
 
+    drafter: str
+    model: str
+    drafted: tuple[int, ...] = (2, 4)
+    tg: int = 128
+    repeats: int = 1
+    threads: int | None = None
+    kv_dtype: str | None = None
+    backend: str | None = None
+    peers: tuple[str, ...] = ()
 
-def table(report: Json) -> Table:
-    """Tokens a second by task and side, under them the tokens of a target pass."""
-    rows = report["tok_s"]
-    made = tables.new("tok/s", *rows["all"])
-    for task, row in rows.items():
-        made.add_row(task, *(f"{rate:.1f}" for rate in row.values()))
-    made.add_row("tokens a pass", *(f"{x:.2f}" for x in report["tokens_per_pass"]["all"].values()))
-    return made
+    def check(self) -> None:
+        if without := [name for name in self.peers if name != "llama.cpp"]:
+            raise UserError(f"--peer {without[0]} has no speculative decoding here: llama.cpp has")
+        draft_file(self.drafter)
 
+    def run(self, out: Console) -> Json:
+        """`summary` with the plan and the manifest.
 
-def lines(report: Json) -> list[str]:
-    """The ratios, and whose texts are not plain decoding's."""
-    names = {
-        "over_plain": "plain decoding",
-        "over_peer_drafts": "the peer's drafts",
-        "over_peer_best": "the peer's best",
-    }
-    out = ["our best over " + ", over ".join(f"{names[key]} {x:.2f}x" for key, x in report["ratios"].items())]
-    differing = {name: tasks for name, tasks in report["differing"].items() if tasks}
-    if report["peer"]:
-        out.append(
-            f"the peer's flash attention, the faster of on and off: {'on' if report['peer']['flash'] else 'off'}"
-        )
-    return out + [f"{name} differs from plain decoding in {', '.join(tasks)}" for name, tasks in differing.items()]
+        Raises:
+            UserError: anything wrong with a model, the options or the peer.
+        """
+        with ExitStack() as stack:
+            peer = stack.enter_context(Peer(self.peers[0])) if self.peers else None
+            with terminal.busy(out, f"loading {self.model}"):
+                path = catalogue.resolve(self.model)
+                model = load(path, kv_dtype=self.kv_dtype, threads=self.threads, backend=self.backend)
+            room = self.tg + max(self.drafted) + 2
+            jobs = jobs_of(model, room=room)
+            if peer is not None:
+                room += max(len(ids) for _, ids in jobs)
+                with terminal.busy(out, f"loading {peer.name}, choosing its attention"):
+                    peer.open(path, model.config, threads=kernels.status()["threads"] or 1, room=room, depth=0)
+                    peer.choose_for_writing(jobs[0][1], self.tg)
+            started = time.perf_counter()
+            writers = writers_of(model, peer, self.drafter, drafted=self.drafted, tg=self.tg)
+            with terminal.counting(out, "timing texts", len(jobs) * len(writers) * (self.repeats + 1)) as bar:
+                found = measure(writers, jobs, repeats=self.repeats, done=partial(bar.advance, bar.task_ids[0]))
+        return {
+            "bench": "specsparse speculation", "plan": asdict(self), **summary(found, self.tg),
+            "peer": peer and {"name": peer.name, "version": peer.version, "flash": peer.flash["speculate"]},
+            "seconds": time.perf_counter() - started, "manifest": manifest.build({}, path),
+        }  # fmt: skip
+
+    def shown(self, report: Json) -> Iterator[Table | str]:
+        """Tokens a second by task and side, those of a target pass under them; ratios; whose texts are not plain."""
+        rows = report["tok_s"]
+        made = tables.new("tok/s", *rows["all"])
+        for task, row in rows.items():
+            made.add_row(task, *(f"{rate:.1f}" for rate in row.values()))
+        made.add_row("tokens a pass", *(f"{x:.2f}" for x in report["tokens_per_pass"]["all"].values()))
+        yield made
+        names = {
+            "over_plain": "plain decoding",
+            "over_peer_drafts": "the peer's drafts",
+            "over_peer_best": "the peer's best",
+        }
+        yield "our best over " + ", over ".join(f"{names[key]} {x:.2f}x" for key, x in report["ratios"].items())
+        if report["peer"]:
+            flash = "on" if report["peer"]["flash"] else "off"
+            yield f"the peer's flash attention, the faster of on and off: {flash}"
+        for name, tasks in report["differing"].items():
+            if tasks:
+                yield f"{name} differs from plain decoding in {', '.join(tasks)}"

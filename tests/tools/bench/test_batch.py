@@ -1,4 +1,4 @@
-"""`bench --batch`: sequences at once, beside a scripted peer; beside the real ones where they are installed."""
+"""`bench batch`: sequences at once, beside a scripted peer; beside the real ones where they are installed."""
 
 import importlib.util
 import json
@@ -13,9 +13,8 @@ from specsparse.report.figures.batches import batches as figure_of
 from specsparse.speculative.gamma import SHORT_GAMMA
 from specsparse.testing import write_tiny_gguf
 from specsparse.tools.bench import batch, speculation
-from specsparse.tools.bench.batch import BatchPlan
-from specsparse.tools.peers import process
-from specsparse.tools.peers import timed as peers
+from specsparse.tools.bench.batch import BatchBench
+from specsparse.tools.peers import process, timed
 
 PACKAGES = {"llama.cpp": "llama_cpp", "ik_llama.cpp": "ik_llama_cpp"}
 ELSEWHERE = process.PYTHON_VARIABLE in os.environ
@@ -34,7 +33,8 @@ def model(path):
 
 def bench(capsys, path, *args):
     """Exit code, standard output and standard error of one call."""
-    code = main(["bench", "--model", str(path), "--pp", "8", "--tg", "4", "--repeats", "2", *map(str, args)])
+    own = ("--model", str(path), "--pp", "8", "--tg", "4", "--repeats", "2")
+    code = main(["bench", "batch", "1,2", *own, *map(str, args)])
     found = capsys.readouterr()
     return code, found.out, found.err
 
@@ -48,8 +48,8 @@ def test_every_size_decodes_the_same_mix_of_texts():
 
 
 def test_drafts_are_as_long_as_is_said_or_as_pays(model):
-    assert BatchPlan((1,), drafter="suffix").methods() == {"suffix": None}
-    assert BatchPlan((1,), drafted=(2, 7)).methods() == {"prompt_lookup 2": 2, "prompt_lookup 7": 7}
+    assert BatchBench((1,), "m", drafter="suffix").methods() == {"suffix": None}
+    assert BatchBench((1,), "m", drafted=(2, 7)).methods() == {"prompt_lookup 2": 2, "prompt_lookup 7": 7}
     assert speculation.method_of(model, "prompt_lookup", 7).max_nodes == 7
     assert speculation.method_of(model, "prompt_lookup", None).max_nodes == SHORT_GAMMA
 
@@ -62,7 +62,7 @@ def test_table_report_and_figure_beside_a_peer(path, capsys, tmp_path, scripted_
         "*": """echo '{"seconds": 0.25}'""",
     })  # fmt: skip
     drawn = tmp_path / "batches.png"
-    code, out, err = bench(capsys, path, "--batch", "1,2", "--n", 2, "--peer", "llama.cpp", "--plot", drawn, "--json")
+    code, out, err = bench(capsys, path, "--gamma", 2, "--peer", "llama.cpp", "--plot", drawn, "--json")
     assert (code, err) == (0, "")
     assert "speed-up" in out and "llama.cpp, tok/s" in out and "no flash" in out and f"figure: {drawn}" in out
     assert "its perplexity was not compared with ours" in out
@@ -96,7 +96,7 @@ def test_where_speculation_stops_paying(speedups, at):
     rows = [{"batch": n, "speculative": {"x": {"speedup": {"value": s}}}} for n, s in speedups.items()]
     found = batch.break_even(rows, "x")
     assert found == (None if at is None else pytest.approx(at))
-    (line,) = batch.lines({"rows": rows, "break_even": {"x": found}, "peers": []})
+    line = batch._said("x", found, rows)
     first, last = speedups[min(speedups)], speedups[max(speedups)]
     if at is not None:
         assert line == f"x stops paying at about {at:.0f} sequences"
@@ -110,16 +110,16 @@ def test_where_speculation_stops_paying(speedups, at):
     ("args", "says"),
     [
         (("--peer", "transformers"), "has no batches here"),
-        (("--rows", "4"), "--batch does not go with --rows"),
-        (("--n", "none"), "--n none: nothing to measure with --batch"),
-        (("--tg", "0"), "--batch decodes: give --tg"),
+        (("--rows", "4"), "unknown argument --rows"),
+        (("--gamma", "none"), "'none' is not a whole number"),
+        (("--tg", "0"), "0 is too small"),
         (("--tg", "600"), "do not fit the context of 512 tokens"),
         (("--drafter", "prompt_lookdown"), "unknown model 'prompt_lookdown'"),
         (("--plot", "a.xyz"), "a.xyz: figures are written as PNG"),
     ],
 )
 def test_mistakes_are_one_line(path, capsys, args, says):
-    code, _, err = bench(capsys, path, "--batch", "1,2", *args)
+    code, _, err = bench(capsys, path, *args)
     assert code == 2 and says in err and len(err.strip().splitlines()) == 1
 
 
@@ -129,7 +129,7 @@ def test_a_peers_batches(path, model, name):
     if not ELSEWHERE and importlib.util.find_spec(PACKAGES[name]) is None:
         pytest.skip(f"{PACKAGES[name]} is not installed")
     prompts = {1: [[5, 6, 7]], 3: [[5, 6, 7], [8, 9], [5, 6, 7]]}
-    with peers.Peer(name) as peer:
+    with timed.Peer(name) as peer:
         peer.open(path, model.config, threads=1, room=8, depth=0)
         chosen = peer.choose_for_batches(prompts, 3)
         peer.check(model, widest=3)

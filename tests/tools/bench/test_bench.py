@@ -13,13 +13,12 @@ from specsparse.cli.main import main
 from specsparse.engine.config import ModelConfig
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.kernels import peaks
-from specsparse.measure import trials as interleaved
+from specsparse.measure import trials
 from specsparse.measure.trials import Ours, Samples, TrialPlan, paired_ratio
 from specsparse.runtime.load import load
 from specsparse.testing import write_tiny_gguf
-from specsparse.tools.bench import job, memory, summary
-from specsparse.tools.peers import process
-from specsparse.tools.peers import timed as peers
+from specsparse.tools.bench import command, one_sequence
+from specsparse.tools.peers import process, timed
 from specsparse.tools.peers.logits import Check
 
 HAS_LLAMA_CPP = process.PYTHON_VARIABLE in os.environ or importlib.util.find_spec("llama_cpp") is not None
@@ -40,7 +39,7 @@ def bench(capsys, *args):
 def test_end_to_end(tiny, tmp_path, capsys):
     saved = tmp_path / "report.json"
     code, out, err = bench(
-        capsys, "--model", tiny, "--pp", 40, "--tg", 4, "--n", "2,3", "--depth", 5, "--repeats", 1, "--json", saved
+        capsys, tiny, "--pp", 40, "--tg", 4, "--widths", "2,3", "--depth", 5, "--repeats", 1, "--json", saved
     )
     assert (code, err) == (0, "")
     assert f"report: {saved}" in out and "{" not in out  # the report is in the file alone
@@ -67,7 +66,7 @@ def test_end_to_end(tiny, tmp_path, capsys):
 
 
 def test_newcomer_gives_a_model_and_gets_no_report_unless_it_is_asked_for(tiny, capsys):
-    args = (tiny, "--pp", 0, "--tg", 2, "--n", "none", "--repeats", 1)
+    args = (tiny, "--pp", 0, "--tg", 2, "--widths", "none", "--repeats", 1)
     code, out, _ = bench(capsys, *args)
     assert code == 0 and "tg2" in out and "{" not in out
     code, out, _ = bench(capsys, *args, "--json")
@@ -75,9 +74,33 @@ def test_newcomer_gives_a_model_and_gets_no_report_unless_it_is_asked_for(tiny, 
     assert code == 0 and json.loads(last)["results"] and not any("{" in line for line in tables)
 
 
+def test_old_flags_are_the_sub_commands_of_today_for_one_version(capsys):
+    old = {
+        "m.gguf --n 1,4 --tg=8": "speed m.gguf --widths 1,4 --tg 8",
+        "--model m.gguf --pp 0 --n none": "speed m.gguf --pp 0 --widths none",
+        "m.gguf --batch 1,2 --n 4 --drafter suffix --plot b.png":
+            "batch --model m.gguf 1,2 --gamma 4 --drafter suffix --plot b.png",
+        "--drafter smollm2-draft --model m --n 2,4": "draft smollm2-draft --model m --gamma 2,4",
+        "--ffn-shape 64x128 --active 0.1 --quantise Q4_0 --n 1": "ffn 64x128 --active 0.1 --types Q4_0 --widths 1",
+        "--products Q4_0 --shapes 64x64 --n 1,4 --json": "products Q4_0 --shape 64x64 --widths 1,4 --json",
+        "--ablation lut --shapes 64x64": "lut --shapes 64x64",
+        "--device gpu --all --json out.json": "device gpu --all --json out.json",
+    }  # fmt: skip
+    for given, wanted in old.items():
+        made = command.rewritten(given.split())
+        said = capsys.readouterr().err
+        assert sorted(made) == sorted(wanted.split()) and made[0] == wanted.split()[0]
+        assert said.count("\n") == 1 and f"write: bench {' '.join(made)}" in said
+    for given in ("m.gguf --widths 1,4", "--tg 4 m.gguf", ""):
+        assert command.rewritten(given.split()) == ["speed", *given.split()]
+    for given in ("speed m.gguf", "batch 1,2", "--help"):
+        assert command.rewritten(given.split()) == given.split()
+    assert capsys.readouterr().err == ""
+
+
 def test_verify_in_a_program_of_more_rows(tiny, capsys):
-    args = ("--pp", 0, "--tg", 0, "--n", "1..3", "--rows", 4, "--repeats", 2, "--json")
-    code, out, _ = bench(capsys, "--model", tiny, *args)
+    args = ("--pp", 0, "--tg", 0, "--widths", "1..3", "--rows", 4, "--repeats", 2, "--json")
+    code, out, _ = bench(capsys, tiny, *args)
     found = json.loads(out.splitlines()[-1])
     assert code == 0
     assert [c["program"] for c in found["compiled"]] == ["verify of 4 rows"]
@@ -86,7 +109,7 @@ def test_verify_in_a_program_of_more_rows(tiny, capsys):
 
 def test_another_type_of_the_same_model(tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("SPECSPARSE_CACHE", str(tmp_path))
-    args = ("--model", tiny, "--pp", 0, "--tg", 2, "--n", "none", "--repeats", 1, "--quantise", "q4_0", "--json")
+    args = (tiny, "--pp", 0, "--tg", 2, "--widths", "none", "--repeats", 1, "--quantise", "q4_0", "--json")
     code, out, _ = bench(capsys, *args)
     found = json.loads(out.splitlines()[-1])
     assert code == 0
@@ -101,33 +124,32 @@ def test_another_type_of_the_same_model(tiny, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     "args, says",
     [
-        (("--n", "1..99"), "1 to 64"),
-        (("--n", "4..2"), "the smaller first"),
-        (("--n", "x"), "not a whole number"),
+        (("--widths", "1..99"), "1 to 64"),
+        (("--widths", "4..2"), "the smaller first"),
+        (("--widths", "x"), "not a whole number"),
         (("--pp", "-1"), "not a whole number"),
         (("--repeats", "0"), "1 is the least"),
-        (("--n", "0"), "0 is too small, 1 is the least; none leaves v(n) out"),
-        (("--n", "2,0"), "0 is too small"),
-        (("--batch", "0"), "0 is too small, 1 is the least"),
+        (("--widths", "0"), "0 is too small, 1 is the least; none leaves v(n) out"),
+        (("--widths", "2,0"), "0 is too small"),
         (("--json", "missing/report.json"), "there is no folder missing to write it in"),
         (("--json", "."), ".: is a folder"),
         (("--publish", "."), ".: is a folder"),
-        (("--publish", "mine.json", "--n", "1"), "--n must go beyond 1"),
-        (("--publish", "mine.json", "--n", "none"), "--n must go beyond 1"),
-        (("--pp", "0", "--tg", "0", "--n", "none"), "nothing to measure"),
-        (("--n", "8", "--rows", "4"), "--rows 4 is less"),
+        (("--publish", "mine.json", "--widths", "1"), "--widths must go beyond 1"),
+        (("--publish", "mine.json", "--widths", "none"), "--widths must go beyond 1"),
+        (("--pp", "0", "--tg", "0", "--widths", "none"), "nothing to measure"),
+        (("--widths", "8", "--rows", "4"), "--rows 4 is less"),
         (("--peer", "vllm"), "llama.cpp, ik_llama.cpp, transformers"),
         (("--quantise", "Q9"), "choose one of"),
         (("--kernels", "fast"), "do not exist"),
         (("--kv-dtype", "f64"), "kv_dtype"),
         (("--threads", "1000"), "1 to 64"),
         (("--depth", "4000"), "the context holds 256"),
-        (("--model", "no/such.gguf"), "no such file"),
+        (("no/such.gguf",), "no such file"),
         (("--repeat", "2"), "--repeats"),
     ],
 )
 def test_mistakes_are_one_line(tiny, capsys, args, says):
-    code, _, err = bench(capsys, *(() if "--model" in args else ("--model", tiny)), *args)
+    code, _, err = bench(capsys, *(() if "no/such.gguf" in args else (tiny,)), *args)
     assert code == 2
     assert says in err
     assert len(err.strip().splitlines()) == 1
@@ -138,14 +160,14 @@ def test_a_file_that_is_no_model_is_refused_before_the_machine_is_waited_for(cap
     monkeypatch.setattr("specsparse.measure.lock.turn", pytest.fail)
     if data is not None:
         (tmp_path / "a.gguf").write_bytes(data)
-    code, _, err = bench(capsys, "--model", tmp_path / "a.gguf")
+    code, _, err = bench(capsys, tmp_path / "a.gguf")
     assert code == 2 and "a.gguf: " in err and err.count("\n") == 1
 
 
 def test_entries_replace_no_file_of_another_kind(tiny, tmp_path, capsys):
     other = tmp_path / "other.json"
     other.write_text('{"a": 1}')
-    code, _, err = bench(capsys, "--model", tiny, "--publish", other)
+    code, _, err = bench(capsys, tiny, "--publish", other)
     assert code == 2 and err.count("\n") == 1
     assert "--publish replaces files of entries alone; " in err and "is no file of v(n)" in err
     assert other.read_text() == '{"a": 1}'
@@ -157,7 +179,7 @@ def test_a_peer_that_is_not_installed(tiny, capsys, monkeypatch, tmp_path):
     python.chmod(0o755)
     monkeypatch.setenv(process.PYTHON_VARIABLE, str(python))
     for name, needs in (("llama.cpp", "llama-cpp-python"), ("transformers", "torch")):
-        code, _, err = bench(capsys, "--model", tiny, "--peer", name)
+        code, _, err = bench(capsys, tiny, "--peer", name)
         assert code == 2
         assert needs in err
         assert f"{python} -m pip install" in err
@@ -166,11 +188,11 @@ def test_a_peer_that_is_not_installed(tiny, capsys, monkeypatch, tmp_path):
 
 def test_a_peer_that_dies(tiny, capsys, monkeypatch, peer_python, tmp_path):
     peer_python("#!/bin/sh\necho what went wrong >&2\nexit 3\n")
-    code, _, err = bench(capsys, "--model", tiny, "--peer", "llama.cpp")
+    code, _, err = bench(capsys, tiny, "--peer", "llama.cpp")
     assert code == 2
     assert "what went wrong" in err
     monkeypatch.setenv(process.PYTHON_VARIABLE, str(tmp_path / "none"))
-    assert "cannot be started" in bench(capsys, "--model", tiny, "--peer", "llama.cpp")[2]
+    assert "cannot be started" in bench(capsys, tiny, "--peer", "llama.cpp")[2]
 
 
 def test_ratios_against_a_peer(tiny, capsys, scripted_peer):
@@ -184,8 +206,8 @@ def test_ratios_against_a_peer(tiny, capsys, scripted_peer):
         },
         before="decoding=0.9",
     )
-    args = ("--pp", 8, "--tg", 2, "--n", "2", "--repeats", 2, "--json")
-    code, out, _ = bench(capsys, "--model", tiny, "--peer", "llama.cpp,transformers", *args)
+    args = ("--pp", 8, "--tg", 2, "--widths", "2", "--repeats", 2, "--json")
+    code, out, _ = bench(capsys, tiny, "--peer", "llama.cpp,transformers", *args)
     found = json.loads(out.splitlines()[-1])
     assert code == 0
     with_choice, without = found["peers"]
@@ -209,15 +231,15 @@ def test_a_peer_with_other_logits_is_named():
     facts = {"name": "other", "unchecked": None, "check": {"one_row": {}, "widest": {}}}
     for how, nll in (("one_row", 3.0), ("widest", 4.4)):
         facts["check"][how] = Check(tokens=10, nll=10 * nll, ours_nll=30.0, rows=10, kl=0.01).to_dict()
-    (line,) = job.wrong_logits(facts)
+    (line,) = timed.wrong_logits(facts)
     assert "other computes other logits than this model's in wide batches: perplexity 81.45, ours 20.09" in line
 
 
 @pytest.mark.skipif(not HAS_LLAMA_CPP, reason="no llama-cpp-python here, and SPECSPARSE_PEER_PYTHON is not set")
 def test_llama_cpp_on_the_same_file(tmp_path, capsys):
     tiny = write_tiny_gguf(tmp_path / "tiny.gguf", quant="Q8_0", head_dim=16)
-    args = ("--pp", 16, "--tg", 4, "--n", "1,2", "--depth", 3, "--repeats", 1, "--json")
-    code, out, err = bench(capsys, "--model", tiny, "--peer", "llama.cpp", *args)
+    args = ("--pp", 16, "--tg", 4, "--widths", "1,2", "--depth", 3, "--repeats", 1, "--json")
+    code, out, err = bench(capsys, tiny, "--peer", "llama.cpp", *args)
     assert code == 0, err
     found = json.loads(out.splitlines()[-1])
     assert all(r["median"] > 0 for r in found["ratios"]["llama.cpp"].values())
@@ -252,7 +274,7 @@ def test_sides_take_turns():
         prompt = decode = verify = _call
 
     calls = []
-    results = interleaved.run(TrialPlan(pp=7, tg=5, ns=(1, 2), repeats=2), [Counting("a", calls), Counting("b", calls)])
+    results = trials.run(TrialPlan(pp=7, tg=5, ns=(1, 2), repeats=2), [Counting("a", calls), Counting("b", calls)])
     assert calls[:4] == [("a", 7), ("b", 7), ("a", 5), ("b", 5)]
     assert calls[8:12] == [("a", 2), ("b", 2), ("a", 1), ("b", 1)]  # the second repeat runs backwards
     assert results.samples["tg5"]["b"].rates == (5.0, 5.0)
@@ -269,16 +291,16 @@ def test_samples():
 def test_work_counts_what_a_step_reads_and_multiplies(tiny):
     model = load(tiny)
     c = model.config
-    one = summary.work_of(model, "decode", 1, depth=0)
-    layer = sum(math.prod(c.projection_shape(p)) for p in summary.PROJECTIONS)
+    one = one_sequence.work_of(model, "decode", 1, depth=0)
+    layer = sum(math.prod(c.projection_shape(p)) for p in one_sequence.PROJECTIONS)
     matrices = layer * c.n_layers + c.vocab_size * c.d_model
     assert one.macs == matrices + 2 * c.n_layers * c.n_heads * c.head_dim
     token_kv = 2 * c.n_layers * c.n_kv_heads * c.head_dim * 2
     assert one.file_bytes == model.footprint.file + token_kv
-    ten = summary.work_of(model, "decode", 10, depth=100, forwards=10)
+    ten = one_sequence.work_of(model, "decode", 10, depth=100, forwards=10)
     assert ten.file_bytes == 10 * model.footprint.file + token_kv * sum(range(101, 111))
     windowed = dataclasses.replace(model, config=dataclasses.replace(c, window=40))
-    ten = summary.work_of(windowed, "decode", 10, depth=36, forwards=10)
+    ten = one_sequence.work_of(windowed, "decode", 10, depth=36, forwards=10)
     assert ten.file_bytes == 10 * model.footprint.file + token_kv * (37 + 38 + 39 + 7 * 40)
 
 
@@ -286,12 +308,12 @@ def test_a_slow_peer_is_named(tiny):
     shape = {"n_layers": 30, "d_model": 576, "vocab_size": 49152}
     config = ModelConfig.from_gguf(open_gguf(tiny))
     real = type("Shape", (), shape)()
-    assert peers.below_expectation(config, "Q4_1", 1.0, ["avx512f"], 2) is None  # another model
-    assert peers.below_expectation(real, "Q4_1", 125.0, ["avx512f"], 2) is None
-    assert peers.below_expectation(real, "Q6_K", 1.0, ["avx512f"], 2) is None
-    assert peers.below_expectation(real, "Q4_1", 29.0, ["avx512f"], 2, depth=4096) is None  # slower for its context
-    assert "busy machine" in peers.below_expectation(real, "Q4_1", 100.0, ["avx512f"], 2)
-    assert "lacks" in peers.below_expectation(real, "Q4_1", 100.0, ["avx2"], 2)
+    assert timed.below_expectation(config, "Q4_1", 1.0, ["avx512f"], 2) is None  # another model
+    assert timed.below_expectation(real, "Q4_1", 125.0, ["avx512f"], 2) is None
+    assert timed.below_expectation(real, "Q6_K", 1.0, ["avx512f"], 2) is None
+    assert timed.below_expectation(real, "Q4_1", 29.0, ["avx512f"], 2, depth=4096) is None  # slower for its context
+    assert "busy machine" in timed.below_expectation(real, "Q4_1", 100.0, ["avx512f"], 2)
+    assert "lacks" in timed.below_expectation(real, "Q4_1", 100.0, ["avx2"], 2)
 
 
 def test_peaks_are_positive_with_and_without_the_library(monkeypatch):
@@ -307,5 +329,5 @@ def test_peaks_are_positive_with_and_without_the_library(monkeypatch):
 
 
 def test_peak_memory_is_at_least_what_is_there():
-    memory.reset_peak()
-    assert memory.peak_bytes() > 2**20
+    one_sequence.reset_peak_memory()
+    assert one_sequence.peak_memory() > 2**20

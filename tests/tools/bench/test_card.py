@@ -1,4 +1,4 @@
-"""`bench --device`: stages that fail alone, models from shapes, every stage with tiny shapes on XLA's CPU backend."""
+"""`bench device`: stages that fail alone, models from shapes, every stage with tiny shapes on XLA's CPU backend."""
 
 import json
 import sys
@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from specsparse.cli.main import main
-from specsparse.errors import UserError
 from specsparse.kernels import TILE_ROWS, Fragments
 from specsparse.kernels.gpu.fragments import widened
 from specsparse.kernels.packing.dequant import dequantize
-from specsparse.tools.bench.card import job, models, paper, speeds
-from specsparse.tools.bench.card.stages import CardPlan, Stage, StageReport, run_apart, run_here, shown
+from specsparse.tools.bench.card import card_stages, random_models, speeds
+from specsparse.tools.bench.card.card_stages import DeviceBench, Stage, StageReport, run_apart, run_here, shown
+from specsparse.tools.bench.card.random_models import CardPlan
 from tests.cells import cells
 
 TINY = CardPlan("cpu", tiny=True, tokens=6, repeats=1, backend="xla")
@@ -21,7 +21,7 @@ TINY = CardPlan("cpu", tiny=True, tokens=6, repeats=1, backend="xla")
 
 def ran(*names: str, plan: CardPlan = TINY) -> dict[str, list]:
     """The rows of some stages, none of which failed."""
-    found = job.run(plan, names, lambda line: None, apart=False)
+    found = card_stages.run(plan, names, lambda line: None, apart=False)
     assert found["failed"] == [], found["stages"]
     return {stage["name"]: stage["rows"] for stage in found["stages"]}
 
@@ -30,8 +30,10 @@ def ran(*names: str, plan: CardPlan = TINY) -> dict[str, list]:
 def test_rows_are_equal_and_their_checks_can_fail(monkeypatch):
     found = ran("equality")["equality"][0]
     assert found["equal"] and found["width"] == 8 and found["values"] > 10_000 and not found["differing"]
-    exact = models.fixed_width
-    monkeypatch.setattr(models, "fixed_width", lambda forward, width: exact(forward, width) if width == 16 else forward)
+    exact = random_models.fixed_width
+    monkeypatch.setattr(
+        random_models, "fixed_width", lambda forward, width: exact(forward, width) if width == 16 else forward
+    )
     broken = ran("equality")["equality"][0]  # programs of as many rows as there are tokens
     assert not broken["equal"] and broken["differing"]
     assert broken["largest_difference"] > 0 and broken["rows"] > 0 and broken["narrowest_margin"] >= 0
@@ -72,28 +74,19 @@ def test_hot_and_cold_neurons_beside_their_baselines():
 
 @pytest.mark.parametrize("kind", cells(["F32", "BF16", "Q8_0", "Q4_0"], ["BF16", "Q4_0"]))
 def test_random_weights_have_the_deviation_that_keeps_rows_near_one(kind):
-    w = models.random_matrix(3, kind, (72, 256))
+    w = random_models.random_matrix(3, kind, (72, 256))
     values = np.asarray(dequantize(w))
     assert values.shape == (72, 256) and w.layout.source == kind
     assert values.std() * 16 == pytest.approx(1.0, abs=0.05) and abs(values.mean()) * 16 < 0.15
-    assert (np.asarray(dequantize(models.random_matrix(4, kind, (72, 256)))) != values).any()
+    assert (np.asarray(dequantize(random_models.random_matrix(4, kind, (72, 256)))) != values).any()
 
 
 def test_random_weights_for_a_card_have_the_same_deviation():
-    packed = models.random_matrix(3, "Q4_0", (72, 256), kept="packed")
-    plain = models.random_matrix(3, "Q4_0", (72, 256), kept="bf16")
+    packed = random_models.random_matrix(3, "Q4_0", (72, 256), kept="packed")
+    plain = random_models.random_matrix(3, "Q4_0", (72, 256), kept="bf16")
     assert isinstance(packed, Fragments) and str(plain.data.dtype) == "bfloat16"
     for values in (np.asarray(jax.jit(lambda w: widened(w, np.float32))(packed)), np.asarray(plain.data, np.float32)):
         assert values.shape == (72, 256) and values.std() * 16 == pytest.approx(1.0, abs=0.05)
-
-
-def test_what_cannot_be_made_is_one_line():
-    with pytest.raises(UserError, match="Q4_K: random weights are made of F32, F16, BF16, Q4_0 and Q8_0"):
-        models.random_matrix(0, "Q4_K", (32, 256))
-    with pytest.raises(UserError, match="the catalogue has no shape of it"):
-        models.shape_of("nothing")
-    with pytest.raises(UserError, match=r"'equalty' does not exist.*equality"):
-        job.check_stages(["equalty"])
 
 
 CHILDREN = {
@@ -126,9 +119,9 @@ def test_a_stage_that_raises_leaves_its_rows():
 
 
 def test_no_time_left_is_said_and_nothing_begun(monkeypatch):
-    monkeypatch.setattr(job, "TOTAL_S", 0.0)
-    found = job.run(TINY, ["status"], lambda line: None)
-    assert found["failed"] == ["status"] and "no time was left" in job.lines(found)[1]
+    monkeypatch.setattr(card_stages, "TOTAL_S", 0.0)
+    found = card_stages.run(TINY, ["status"], lambda line: None)
+    assert found["failed"] == ["status"] and "no time was left" in [*DeviceBench(TINY).shown(found)][1]
 
 
 def test_one_stage_after_the_other_in_processes_of_their_own(monkeypatch):
@@ -138,44 +131,44 @@ def test_one_stage_after_the_other_in_processes_of_their_own(monkeypatch):
         given.append((name, limit_s, CardPlan(**json.loads(command[-1])), environment))
         return StageReport(name, limit_s, rows=[{"what": name}], error="it broke" if name == "small" else None)
 
-    monkeypatch.setattr(job, "run_apart", apart)
-    found = job.run(TINY, (), lambda line: None)
-    assert [g[0] for g in given] == list(job.STAGES) and found["failed"] == ["small"]
-    assert all(g[1] <= job.STAGES[g[0]].limit_s and g[2] == TINY for g in given)
-    assert given[0][3]["JAX_NUM_CPU_DEVICES"] == "2" and len(found["stages"]) == len(job.STAGES)
-    assert len(found["predicted"]) == len(paper.DEVICES) * 2 * len(paper.KINDS)
+    monkeypatch.setattr(card_stages, "run_apart", apart)
+    found = card_stages.run(TINY, (), lambda line: None)
+    assert [g[0] for g in given] == list(card_stages.STAGES) and found["failed"] == ["small"]
+    assert all(g[1] <= card_stages.STAGES[g[0]].limit_s and g[2] == TINY for g in given)
+    assert given[0][3]["JAX_NUM_CPU_DEVICES"] == "2" and len(found["stages"]) == len(card_stages.STAGES)
+    assert len(found["predicted"]) == len(speeds.DEVICES) * 2 * len(speeds.KINDS)
 
 
 def test_without_a_card_there_is_one_line(capsys):
-    assert main(["bench", "--device", "gpu", "--all"]) == 2
+    assert main(["bench", "device", "gpu", "--all"]) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1 and "no gpu is here: jax " in said.err
-    assert "pip install 'jax[cuda13]'" in said.err and "--device cpu --tiny --all" in said.err
+    assert "pip install 'jax[cuda13]'" in said.err and "bench device cpu --tiny --all" in said.err
 
 
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--all"], "go with --device"),
-        (["--device", "gpu"], "give --all, or --stages"),
-        (["--device", "gpu", "--all", "--peer", "llama.cpp"], "--device does not go with --peer"),
-        (["--device", "cpu", "--tiny", "--stages", "statsu"], "did you mean status"),
+        (["vpu", "--all"], "invalid choice: 'vpu'"),
+        (["gpu"], "give --all, or --stages"),
+        (["gpu", "--all", "--peer", "llama.cpp"], "unknown argument --peer"),
+        (["cpu", "--tiny", "--stages", "statsu"], "did you mean status"),
     ],
 )
 def test_mistakes_are_one_line(args, says, capsys):
-    assert main(["bench", *args]) == 2
+    assert main(["bench", "device", *args]) == 2
     assert says in capsys.readouterr().err
 
 
 def test_the_report_is_the_last_line(capsys):
-    assert main(["bench", "--device", "cpu", "--tiny", "--stages", "status"]) == 0
+    assert main(["bench", "device", "cpu", "--tiny", "--stages", "status"]) == 0
     last = capsys.readouterr().out.strip().splitlines()[-1]
     found = json.loads(last)
     assert found["bench"] == "device" and found["plan"]["backend"] == "xla" and found["stages"][0]["rows"]
 
 
 def test_figures_on_paper_are_the_rooflines():
-    rows = {(r["device"], r["model"], r["type"]): r for r in paper.figures(CardPlan())}
+    rows = {(r["device"], r["model"], r["type"]): r for r in speeds.predictions(CardPlan())}
     large = {name: rows[name, "llama-2-7b", "BF16"] for name, _, _ in rows}
     h200 = large["NVIDIA H200 SXM"]
     read = 6_607_077_376 * 2 + 32 * 2 * 4096 * 2 * 97  # weights but the embedding, cache

@@ -18,9 +18,8 @@ from specsparse.kernels.native import cpu
 from specsparse.kernels.packing.pack import pack_qtensor
 from specsparse.kernels.packing.planes import pack_planes
 from specsparse.testing import random_quantised
-from specsparse.tools.bench.lut import native as lut
-from specsparse.tools.bench.lut import reference as reference_lut
-from specsparse.tools.bench.lut.reference import SUMS, _scales, make_tables
+from specsparse.tools.bench import lut_product as lut
+from specsparse.tools.bench.lut_product import SUMS, _scales, make_tables
 from tests.kernels import emulation
 from tests.kernels.test_kernels import TYPES, same_bits, use
 from tests.tolerances import LINEAR_NMSE, nmse
@@ -56,7 +55,7 @@ def activations(cols: int = SHAPE[1], rows: int = 9) -> np.ndarray:
     return x
 
 
-reference = jax.jit(reference_lut.lut_linear, static_argnames="sums")
+reference = jax.jit(lut.reference_linear, static_argnames="sums")
 
 
 def test_planes_hold_bit_b_of_four_neighbours():
@@ -159,18 +158,9 @@ def test_largest_sums_do_not_overflow(kind, sums):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)  # the largest sum is a whole number of steps
 
 
-def test_what_does_not_fit_is_said():
-    _, planes = matrix("Q4_0")
-    x = activations()
+def test_types_without_bit_planes_are_refused():
     q8 = pack_qtensor(random_quantised("Q8_0", *SHAPE, seed=1), TYPES["Q8_0"], SHAPE)
     iq4 = pack_qtensor(random_quantised("IQ4_NL", *SHAPE, seed=1), TYPES["IQ4_NL"], SHAPE)
     for other, name in ((q8, "Q8_0"), (iq4, "IQ4_NL")):
         with pytest.raises(UserError, match=f"{name} weights have no bit planes; use Q4_0 or Q4_1"):
             pack_planes(other)
-    for call in (lut.lut_linear, reference_lut.lut_linear):
-        with pytest.raises(UserError, match="'int4' sums do not exist; there are int16, int8, int6"):
-            call(x, planes, sums="int4")
-        with pytest.raises(UserError, match="a matrix of 96 columns"):
-            call(x[:, :64], planes)
-        with pytest.raises(UserError, match=r"the residual is \(9, 96\), the product \(9, 37\)"):
-            call(x, planes, residual=x)

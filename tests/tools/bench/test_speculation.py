@@ -1,4 +1,4 @@
-"""`bench --drafter`: texts with drafts, beside a scripted peer; beside the real one where it is installed."""
+"""`bench draft`: texts with drafts, beside a scripted peer; beside the real one where it is installed."""
 
 import importlib.util
 import json
@@ -11,9 +11,7 @@ from specsparse.cli.main import main
 from specsparse.errors import UserError
 from specsparse.testing import write_tiny_gguf
 from specsparse.tools.bench import speculation
-from specsparse.tools.bench.speculation import SpeculationPlan
-from specsparse.tools.peers import process
-from specsparse.tools.peers import timed as peers
+from specsparse.tools.peers import process, timed
 from specsparse.tools.peers.timed import WrittenText
 
 HAS_LLAMA_CPP = process.PYTHON_VARIABLE in os.environ or importlib.util.find_spec("llama_cpp") is not None
@@ -46,8 +44,8 @@ class Scripted:
 
 
 def test_every_side_writes_every_text_in_turn_and_is_compared_with_its_own_plain_one(model, files):
-    peer, plan = Scripted(), SpeculationPlan(str(files[1]), drafted=(3,), tg=15, repeats=2)
-    writers = speculation.sides(model, peer, plan)
+    peer = Scripted()
+    writers = speculation.writers_of(model, peer, str(files[1]), drafted=(3,), tg=15)
     assert list(writers) == ["ours plain", "ours 3", "peer plain", "peer 3", "peer lookup 3"]
     found = speculation.measure(writers, JOBS, repeats=2)
     assert peer.asked[:6] == [(3, None), (3, "d.gguf"), (0, None), (0, None), (3, "d.gguf"), (3, None)]
@@ -61,7 +59,7 @@ def test_every_side_writes_every_text_in_turn_and_is_compared_with_its_own_plain
 
 
 def test_without_a_peer_a_drafter_by_name_is_enough(model):
-    writers = speculation.sides(model, None, SpeculationPlan("prompt_lookup", drafted=(2, 4)))
+    writers = speculation.writers_of(model, None, "prompt_lookup", drafted=(2, 4))
     assert list(writers) == ["ours plain", "ours 2", "ours 4"]
     assert speculation.draft_file("prompt_lookup") is None
     with pytest.raises(UserError, match="unknown model 'smollm2-drafd': did you mean smollm2-draft"):
@@ -71,13 +69,13 @@ def test_without_a_peer_a_drafter_by_name_is_enough(model):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("--depth", "2"), "--drafter does not go with --depth"),
-        (("--tg", "0"), "--drafter writes texts: give --tg"),
+        (("--depth", "2"), "unknown argument --depth"),
+        (("--tg", "0"), "0 is too small"),
         (("--peer", "transformers"), "--peer transformers has no speculative decoding here"),
     ],
 )
 def test_mistakes_are_one_line(files, capsys, args, says):
-    assert main(["bench", "--model", str(files[0]), "--drafter", str(files[1]), *args]) == 2
+    assert main(["bench", "draft", str(files[1]), "--model", str(files[0]), *args]) == 2
     err = capsys.readouterr().err
     assert says in err and len(err.strip().splitlines()) == 1
 
@@ -85,10 +83,10 @@ def test_mistakes_are_one_line(files, capsys, args, says):
 @pytest.mark.skipif(not HAS_LLAMA_CPP, reason="no llama-cpp-python here, and SPECSPARSE_PEER_PYTHON is not set")
 def test_llama_cpp_drafts_with_the_same_file(files, model):
     """The draft is the target: the peer accepts whole drafts too, and its text is its plain one."""
-    plan = SpeculationPlan(str(files[1]), drafted=(3,), tg=24, repeats=1)
-    with peers.Peer("llama.cpp") as peer:
+    with timed.Peer("llama.cpp") as peer:
         peer.open(files[0], model.config, threads=1, room=128, depth=0)
-        found = speculation.summary(speculation.measure(speculation.sides(model, peer, plan), JOBS, repeats=1), 24)
+        writers = speculation.writers_of(model, peer, str(files[1]), drafted=(3,), tg=24)
+        found = speculation.summary(speculation.measure(writers, JOBS, repeats=1), 24)
     assert not any(found["differing"].values())
     assert found["tokens_per_pass"]["all"]["peer 3"] > 3.5 and found["tokens_per_pass"]["all"]["peer plain"] == 1.0
     assert json.dumps(found)

@@ -30,8 +30,7 @@ from specsparse.powerinfer.hot_cold import (
 )
 from specsparse.support.files import Json
 from specsparse.support.interleaved import interleaved, seconds
-from specsparse.tools.bench.card.models import random_matrix, random_params, shape_of
-from specsparse.tools.bench.card.stages import CardPlan
+from specsparse.tools.bench.card.random_models import CardPlan, random_matrix, random_params, shape_of
 
 LAYERS = 8
 """Of the larger shape: its host half is packed here, which all 32 layers would take too long for."""

@@ -1,6 +1,9 @@
-"""What a device reads and multiplies, and how fast models decode on it, plainly, with drafts and with trees."""
+"""Stages of `bench device` on one device: what it reads and multiplies, how fast models decode on it, whether rows of a
+step see neither their place nor their neighbours; and what the roofline says of the figures before any is measured."""
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from statistics import median
 
 import jax
@@ -8,21 +11,34 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsparse import kernels
+from specsparse.data.devices import Device, sheets
+from specsparse.engine import cache as kv
+from specsparse.engine.llama import Want
 from specsparse.engine.model import Model
 from specsparse.engine.sampling.params import SamplingParams
+from specsparse.measure.costs.forecast import Paper
+from specsparse.measure.costs.outlines import ModelOutline
 from specsparse.measure.costs.roofline import kv_bytes
 from specsparse.measure.trials import Ours, token_ids
 from specsparse.runtime import manifest
 from specsparse.runtime.device_batch import Request
 from specsparse.runtime.method import Method, MethodSpec, resolve
 from specsparse.runtime.session import Session
+from specsparse.speculative import expected
 from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates, synthetic_verifier
 from specsparse.speculative.trees import get_tree
 from specsparse.support.files import Json
 from specsparse.support.interleaved import interleaved, seconds
 from specsparse.support.registry import Choice
-from specsparse.tools.bench.card.models import WIDTHS, padded, random_matrix, random_model, wide
-from specsparse.tools.bench.card.stages import CardPlan
+from specsparse.tools.bench.card.random_models import (
+    WIDTHS,
+    CardPlan,
+    padded,
+    random_matrix,
+    random_model,
+    shape_of,
+    wide,
+)
 
 PROMPT = 64
 ALPHA, GAMMA = 0.8, 4
@@ -63,19 +79,9 @@ def decode_small(plan: CardPlan) -> Iterator[Json]:
         yield _decoded(plan, plan.small, kind, None)
 
 
-def decode_large_bf16(plan: CardPlan) -> Iterator[Json]:
-    """Plain decoding of the larger shape in two-byte weights."""
-    yield _decoded(plan, plan.large, "BF16", plan.layers)
-
-
-def decode_large_q8(plan: CardPlan) -> Iterator[Json]:
-    """The same in 8 bits."""
-    yield _decoded(plan, plan.large, "Q8_0", plan.layers)
-
-
-def decode_large_q4(plan: CardPlan) -> Iterator[Json]:
-    """The same in 4 bits."""
-    yield _decoded(plan, plan.large, "Q4_0", plan.layers)
+def decode_large(plan: CardPlan, kind: str) -> Iterator[Json]:
+    """Plain decoding of the larger shape in a type of weights."""
+    yield _decoded(plan, plan.large, kind, plan.layers)
 
 
 def _decoded(plan: CardPlan, name: str, kind: str, layers: int | None) -> Json:
@@ -112,13 +118,9 @@ def widths(plan: CardPlan) -> Iterator[Json]:
         }  # fmt: skip
 
 
-def _session(model: Model, method: Method, plan: CardPlan, **law: float) -> Session:
-    params = SamplingParams(**{"temperature": 0.0, "max_tokens": plan.tokens, "ignore_eos": True, **law})
-    return Session(model, [Request(token_ids(PROMPT, model.config.vocab_size), params, seed=0)], method)
-
-
-def _written(model: Model, method: Method, plan: CardPlan, **law: float) -> Session:
-    session = _session(model, method, plan, **law)
+def _written(model: Model, method: Method, plan: CardPlan, temperature: float = 0.0) -> Session:
+    params = SamplingParams(temperature=temperature, max_tokens=plan.tokens, ignore_eos=True)
+    session = Session(model, [Request(token_ids(PROMPT, model.config.vocab_size), params, seed=0)], method)
     session.advance()
     return session
 
@@ -191,9 +193,119 @@ def int4(plan: CardPlan) -> Iterator[Json]:
 
 def _through(function: Callable, weights: list, plan: CardPlan) -> float:
     """Seconds of the product with all copies in one program; no loop over them, which would copy each for a kernel."""
-
-    def program(weights):
-        return sum(jnp.sum(function(w)) for w in weights)
-
-    run = jax.jit(program)
+    run = jax.jit(lambda weights: sum(jnp.sum(function(w)) for w in weights))
     return _best(lambda: run(weights), plan.repeats)
+
+
+_BATCH = 2
+_BEFORE = 62  # tokens in the cache: paths of a tree then cross a block of 16 positions
+
+
+def equality(plan: CardPlan) -> Iterator[Json]:
+    """Rows permuted, neighbours changed, fewer of them valid, and a tree against its paths fed one by one.
+
+    A row of the answer for each model and width: values that differ from those they should equal, by what was done, the
+    largest difference, and among rows that differ those whose most likely token is another and the narrowest margin.
+    """
+    cases = [(plan.small, "Q8_0"), (plan.small, "Q4_0"), (plan.large, "BF16")]
+    for name, kind in cases[:1] if plan.tiny else cases:
+        model = random_model(name, kind, layers=2, backend=plan.backend, width=WIDTHS[0])
+        for width in WIDTHS[:1] if plan.tiny else WIDTHS:
+            yield {"what": f"equal bits, {name} {kind} in 2 layers", "width": width, **_checked(wide(model, width))}
+
+
+class _Steps:
+    """Steps of one width after the same text."""
+
+    def __init__(self, model: Model):
+        self.model, rng = model, np.random.default_rng(0)
+        capacity = model.capacity_for(_BEFORE + 4 * model.width)
+        self.params = model.params_for(capacity)
+        text = jnp.asarray(rng.integers(0, model.config.vocab_size, (_BATCH, _BEFORE)), jnp.int32)
+        feed = jax.jit(lambda p, t, c: model.forward(p, t, c, want=Want("none"))[1])
+        filled = feed(self.params, text, model.new_cache(_BATCH, capacity))
+        self.start = kv.commit(filled, jnp.full(_BATCH, _BEFORE, jnp.int32))
+        self._tree = jax.jit(
+            lambda p, t, parents, n, c: model.forward(p, t, c, n_valid_B=n, parents_Bn=parents)[0].logits
+        )
+        self._chain = jax.jit(lambda p, t, c: model.forward(p, t, c))
+
+    def tree(self, tokens_Bn: np.ndarray, parents_n: np.ndarray, valid: int | None = None) -> np.ndarray:
+        """Logits f32[B, n, V] of a verification of these rows."""
+        n = tokens_Bn.shape[1]
+        parents = np.broadcast_to(parents_n, tokens_Bn.shape)
+        counts = np.full(_BATCH, n if valid is None else valid)
+        return np.asarray(self._tree(self.params, *map(_ints, (tokens_Bn, parents, counts)), self.start))
+
+    def one_by_one(self, tokens_Bn: np.ndarray) -> np.ndarray:
+        """Logits f32[B, n, V] of the same tokens, a plain step each."""
+        cache, out = self.start, []
+        for i in range(tokens_Bn.shape[1]):
+            step, cache = self._chain(self.params, _ints(tokens_Bn[:, i : i + 1]), cache)
+            cache = kv.commit(cache, jnp.ones(_BATCH, jnp.int32))
+            out.append(np.asarray(step.logits)[:, 0])
+        return np.stack(out, axis=1)
+
+
+def _ints(values: np.ndarray) -> jax.Array:
+    return jnp.asarray(values, jnp.int32)
+
+
+def _checked(model: Model) -> Json:
+    steps, width, rng = _Steps(model), model.width, np.random.default_rng(1)
+    tokens = rng.integers(0, model.config.vocab_size, (_BATCH, width))
+    roots, order = np.full(width, -1), rng.permutation(width)
+    whole, others = steps.tree(tokens, roots), rng.integers(0, model.config.vocab_size, tokens.shape)
+    others[:, 3] = tokens[:, 3]
+    pairs = {
+        "permuted": (steps.tree(tokens[:, order], roots), whole[:, order]),
+        "neighbours": (steps.tree(others, roots)[:, 3], whole[:, 3]),
+        **{f"{n} valid": (steps.tree(tokens, roots, n)[:, :n], whole[:, :n]) for n in range(1, width)},
+    }
+    parents = np.array([-1, 0, 0, 1, 2, 4, 1, 6, *range(7, width - 1)])
+    tree = steps.tree(tokens, parents)
+    for leaf in (5, width - 1):
+        path = [leaf]
+        while parents[path[0]] >= 0:
+            path.insert(0, int(parents[path[0]]))
+        pairs[f"path of {len(path)}"] = (steps.one_by_one(tokens[:, path]), tree[:, path])
+    differing = {name: int((a != b).sum()) for name, (a, b) in pairs.items() if (a != b).any()}
+    apart = [(a[rows], b[rows]) for a, b in pairs.values() if (rows := (a != b).any(axis=-1)).any()]
+    found: Json = {"equal": not differing, "values": sum(a.size for a, _ in pairs.values()), "differing": differing}
+    if apart:
+        a, b = (np.concatenate(side) for side in zip(*apart))
+        best = np.sort(b, axis=-1)
+        found |= {
+            "largest_difference": float(np.abs(a - b).max()),
+            "rows": len(a),
+            "other_argmax": int((a.argmax(-1) != b.argmax(-1)).sum()),
+            "narrowest_margin": float((best[:, -1] - best[:, -2]).min()),
+        }
+    return found
+
+
+DEVICES = ("h200", "h100", "mi300x", "5090", "epyc12")
+KINDS = ("BF16", "Q8_0", "Q4_0")
+
+
+def predictions(plan: CardPlan, devices: Sequence[str] = DEVICES) -> list[Json]:
+    """A row for each device, shape and type: seconds of a step, tokens a second, v(8), v(16), and what drafts gain.
+
+    Devices are taken to reach `forecast.REACHED` of their peaks. Speculation is that of the bench: drafts that cost
+    nothing, of which each of `GAMMA` tokens is accepted with chance `ALPHA`, in steps padded to `TILE_ROWS` rows.
+    """
+    every = itertools.product(devices, (plan.small, plan.large), KINDS)
+    return [_predicted(sheets()[device], name, kind, plan) for device, name, kind in every]
+
+
+def _predicted(device: Device, name: str, kind: str, plan: CardPlan) -> Json:
+    outline = ModelOutline.from_shape(name, replace(shape_of(name), weights=kind))  # type: ignore[arg-type]
+    load = outline.traffic().requantised(kind)  # every matrix in that type, the output too
+    paper = Paper(device, load, outline.kernels(), PROMPT + plan.tokens / 2)
+    tokens = expected.expected_tokens(ALPHA, GAMMA)
+    fits = device.memory is None or load.weight_bytes < device.memory
+    return {
+        "device": device.title, "model": name, "type": kind, "fits": fits, "step_s": paper.step_s,
+        "tokens_per_second": 1 / paper.step_s, "v8": paper.v(8), "v16": paper.v(16),
+        "speculation_over_one_row": tokens / paper.v(kernels.TILE_ROWS), "speculation_over_padded": tokens,
+    }  # fmt: skip

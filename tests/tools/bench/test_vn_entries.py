@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from specsparse.errors import UserError
-from specsparse.tools.bench import published
+from specsparse.tools.bench import vn_entries
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 GOOD = {
@@ -47,22 +47,22 @@ BAD = {
 
 
 def test_an_entry_comes_back_as_it_was_written(tmp_path):
-    (entry,) = published.read_file(file_of(tmp_path, GOOD))
-    assert entry.at(8) == 2.0 and entry.at(4) is None and entry.machine.bandwidth == 25e9
+    (entry,) = vn_entries.read_file(file_of(tmp_path, GOOD))
+    assert dict(entry.v) == {"2": 1.1, "8": 2.0} and entry.machine.bandwidth == 25e9
     again = tmp_path / "again.json"
-    published.write_file(again, [entry])
+    vn_entries.write_file(again, [entry])
     assert json.loads(again.read_text(encoding="utf-8")) == {"schema": 1, "entries": [GOOD]}
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_the_reader_refuses_in_one_line(tmp_path, name):
     with pytest.raises(UserError, match=r"mine\.json: entries"):
-        published.read_file(file_of(tmp_path, BAD[name]))
+        vn_entries.read_file(file_of(tmp_path, BAD[name]))
 
 
 def test_the_schema_refuses_the_same():
     jsonschema = pytest.importorskip("jsonschema")
-    check = jsonschema.Draft202012Validator(published.schema())
+    check = jsonschema.Draft202012Validator(vn_entries.schema())
     assert check.is_valid({"schema": 1, "entries": [GOOD]})
     assert not [name for name, entry in BAD.items() if check.is_valid({"schema": 1, "entries": [entry]})]
     for path in (DOCS / "data" / "vn").glob("*.json"):
@@ -76,13 +76,13 @@ def test_another_file_is_refused(tmp_path, text):
     path = tmp_path / "mine.json"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=r"mine\.json"):
-        published.read_file(path)
+        vn_entries.read_file(path)
 
 
 def test_the_committed_page_and_schema_are_made_of_the_committed_entries():
-    entries = [e for path in sorted((DOCS / "data" / "vn").glob("*.json")) for e in published.read_file(path)]
-    assert (DOCS / "vn.md").read_text(encoding="utf-8") == published.page(entries)
-    assert json.loads((DOCS / "data" / "vn.schema.json").read_text(encoding="utf-8")) == published.schema()
+    entries = [e for path in sorted((DOCS / "data" / "vn").glob("*.json")) for e in vn_entries.read_file(path)]
+    assert (DOCS / "vn.md").read_text(encoding="utf-8") == vn_entries.page(entries)
+    assert json.loads((DOCS / "data" / "vn.schema.json").read_text(encoding="utf-8")) == vn_entries.schema()
     assert {e.engine.name for e in entries} >= {"specsparse", "llama.cpp"}
 
 
@@ -97,11 +97,11 @@ def test_a_report_becomes_an_entry_for_each_engine():
         "results": [{"engine": e, "test": "v1", "ms_per_token": ms} for e, ms in zip(engines, (4.0, 8.0))],
         "v": {e: {"1": {"median": 1.0}, "4": {"median": v}} for e, v in zip(engines, (1.4, 2.4))},
     }  # fmt: skip
-    ours, peer = published.of_report(report, source="here")
+    ours, peer = vn_entries.from_report(report, source="here")
     assert (ours.engine.build, ours.step_ms, dict(ours.v)) == ("0123456789, native AVX2", 4.0, {"4": 1.4})
-    assert (peer.engine.build, peer.at(4)) == ("0.3, flash attention off", 2.4) and peer.machine.name == "a processor"
-    lines = published.page([ours, peer]).splitlines()
+    assert (peer.engine.build, peer.v) == (
+        "0.3, flash attention off",
+        {"4": 2.4},
+    ) and peer.machine.name == "a processor"
+    lines = vn_entries.page([ours, peer]).splitlines()
     assert any("| M | Q4_1 | specsparse | 4.00 |  | 1.40 |" in line for line in lines)
-    report["v"] = {"specsparse": {"1": {"median": 1.0}}}
-    with pytest.raises(UserError, match="nothing to publish"):
-        published.of_report(report, source="here")

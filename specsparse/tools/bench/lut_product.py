@@ -1,4 +1,4 @@
-"""A product by look-up tables in jnp: the definition and the oracle of `native.lut`.
+"""A product by look-up tables: a measured negative result, kept with its benchmark (`bench lut`). No model runs on it.
 
 A four-bit code is the sum of 2^b times its bit b, so the product of a row with four activations is a weighted sum of
 four entries of one table: the sums of all subsets of the activations (T-MAC, Wei et al. 2024, arXiv:2407.00088).
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsparse.errors import UserError
+from specsparse.kernels.native import cpu
 from specsparse.kernels.packing.planes import BitPlanes
 from specsparse.kernels.qtensor import BLOCK, ROWS
 
@@ -18,6 +18,7 @@ Sums = Literal["int16", "int8", "int6"]
 SUMS: tuple[str, ...] = ("int16", "int8", "int6")
 """What a table holds: exact sums of int8 activations; sums of float activations in 127 steps; in 31, so that four of
 them can be added as bytes."""
+_TARGET = "specsparse_lut_linear"
 _STEPS = {"int8": 127.0, "int6": 31.0}
 _BITS = np.arange(16)[:, None] >> np.arange(4) & 1  # [entry, activation]
 
@@ -40,14 +41,10 @@ class Tables(NamedTuple):
     shift: jax.Array
 
 
-def check(x: jax.Array, w: BitPlanes, sums: str, residual: jax.Array | None) -> None:
-    """UserError where the arguments do not fit each other."""
-    if sums not in SUMS:
-        raise UserError(f"tables of {sums!r} sums do not exist; there are {', '.join(SUMS)}")
-    if x.ndim != 2 or x.shape[1] != w.shape[1]:
-        raise UserError(f"a matrix of {w.shape[1]} columns takes rows of as many activations, not {x.shape}")
-    if residual is not None and residual.shape != (x.shape[0], w.shape[0]):
-        raise UserError(f"the residual is {residual.shape}, the product {(x.shape[0], w.shape[0])}")
+def _check(x: jax.Array, w: BitPlanes, sums: str, residual: jax.Array | None) -> None:
+    assert sums in SUMS, sums
+    assert x.ndim == 2 and x.shape[1] == w.shape[1], (x.shape, w.shape)
+    assert residual is None or residual.shape == (x.shape[0], w.shape[0]), (residual.shape, x.shape, w.shape)
 
 
 def make_tables(x_RD: jax.Array, zero: int, sums: Sums) -> Tables:
@@ -75,7 +72,27 @@ def make_tables(x_RD: jax.Array, zero: int, sums: Sums) -> Tables:
 
 
 def lut_linear(x_RD: jax.Array, w: BitPlanes, *, sums: Sums = "int16", residual: jax.Array | None = None) -> jax.Array:
-    """w times rows of activations by tables of their sums.
+    """`reference_linear` by the C++ kernels behind `jax.ffi`; with "int16" sums `native.cpu.linear`, bit for bit.
+
+    Raises:
+        UserError: the kernels were not built.
+    """
+    _check(x_RD, w, sums, residual)
+    cpu.register(_TARGET)
+    call = jax.ffi.ffi_call(_TARGET, jax.ShapeDtypeStruct((x_RD.shape[0], w.shape[0]), jnp.float32))
+    return call(
+        x_RD,
+        w.data,
+        jnp.zeros((0,), jnp.float32) if residual is None else residual,
+        description=cpu.describe((w,)),
+        sums=np.int64(SUMS.index(sums)),
+    )
+
+
+def reference_linear(
+    x_RD: jax.Array, w: BitPlanes, *, sums: Sums = "int16", residual: jax.Array | None = None
+) -> jax.Array:
+    """w times rows of activations by tables of their sums, in jnp: the definition, and the oracle of `lut_linear`.
 
     Args:
         x_RD: f32[R, D].
@@ -85,11 +102,8 @@ def lut_linear(x_RD: jax.Array, w: BitPlanes, *, sums: Sums = "int16", residual:
 
     Returns:
         f32[R, O].
-
-    Raises:
-        UserError: an unknown `sums`, or shapes that do not fit.
     """
-    check(x_RD, w, sums, residual)
+    _check(x_RD, w, sums, residual)
     tables = make_tables(x_RD, w.layout.zero, sums)
     d, m = _scales(w)
 

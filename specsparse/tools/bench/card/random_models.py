@@ -1,4 +1,4 @@
-"""Models made on the spot: random weights of a catalogue model's shape, made on the device, without a file."""
+"""What a stage runs: its options, and models with random weights of a catalogue model's shape, made on the device."""
 
 import dataclasses
 import math
@@ -36,28 +36,52 @@ WIDTHS = (kernels.TILE_ROWS, 2 * kernels.TILE_ROWS)
 _CODES_STD = {"nibble": math.sqrt((16**2 - 1) / 12), "int8": math.sqrt((256**2 - 1) / 12)}
 
 
+@dataclasses.dataclass(frozen=True)
+class CardPlan:
+    """What every stage is told.
+
+    Attributes:
+        device: "gpu", "tpu" or "cpu".
+        tiny: shapes for the tests of the bench itself.
+        layers: of the large shape; None is all.
+        tokens: to decode.
+        repeats: timings of each figure.
+        backend: of the kernels; None is the default of the device.
+    """
+
+    device: str = "gpu"
+    tiny: bool = False
+    layers: int | None = None
+    tokens: int = 64
+    repeats: int = 3
+    backend: str | None = None
+
+    @property
+    def small(self) -> str:
+        """The smaller of the two shapes."""
+        return "tiny" if self.tiny else "smollm2-135m"
+
+    @property
+    def large(self) -> str:
+        """The larger one."""
+        return "tiny" if self.tiny else "llama-2-7b"
+
+
 class _NoText:
     """In place of a tokenizer: these models write ids."""
 
     stop_ids = frozenset[int]()
 
     def encode(self, *_: object, **__: object) -> list[int]:
-        """Refused: nothing here has a text."""
         raise UserError("a model made from its shape has no vocabulary")
 
 
 def shape_of(name: str) -> Shape:
-    """The shape of a catalogue model, or "tiny".
-
-    Raises:
-        UserError: a model whose shape the catalogue does not have.
-    """
-    if name == "tiny":
-        return TINY
-    entry = catalogue.find(name)
-    if entry is None or entry.shape is None:
-        raise UserError(f"{name}: the catalogue has no shape of it")
-    return entry.shape
+    """The shape of a catalogue model that has one, or "tiny"."""
+    entry = None if name == "tiny" else catalogue.find(name)
+    shape = TINY if name == "tiny" else entry and entry.shape
+    assert shape is not None, f"{name}: the catalogue has no shape of it"
+    return shape
 
 
 def random_model(
@@ -70,10 +94,7 @@ def random_model(
         kind: of all matrices, a GGUF type: a float, or one with a scale a block and nothing else, as Q4_0 and Q8_0.
         layers: in place of the shape's.
         backend: of the kernels; None is the default.
-        width: rows of every step; None is the automatic one, `kernels.TILE_ROWS` where kernels need one; 0 is none.
-
-    Raises:
-        UserError: an unknown model, type or backend.
+        width: rows of every step; None is the automatic one, `kernels.TILE_ROWS` if kernels need one; 0 is none.
     """
     shape = shape_of(name)
     shape = shape if layers is None else dataclasses.replace(shape, layers=layers)
@@ -98,7 +119,7 @@ def wide(model: Model, width: int) -> Model:
 
 
 def padded(model: Model) -> Model:
-    """The model where its steps have a width, else with steps of `kernels.TILE_ROWS` rows."""
+    """The model if its steps have a width, else with steps of `kernels.TILE_ROWS` rows."""
     return model if model.width else wide(model, kernels.TILE_ROWS)
 
 
@@ -134,9 +155,6 @@ def random_matrix(
         shape: (rows, columns).
         std: of the weights; None is 1 / sqrt(columns).
         kept: how the kernels keep matrices, `Kernels.kept`.
-
-    Raises:
-        UserError: another type.
     """
     layout = layout_of(GGML[kind])
     std = shape[1] ** -0.5 if std is None else std
@@ -144,8 +162,7 @@ def random_matrix(
         return plain(_normal(seed, std, shape=shape), layout)
     if layout.is_float:
         return pack_float(_normal(seed, std, shape=shape), layout.codes)  # type: ignore[arg-type]
-    if layout.scales != "d" or layout.codes not in _CODES_STD or layout.lut:
-        raise UserError(f"{kind}: random weights are made of F32, F16, BF16, Q4_0 and Q8_0")
+    assert layout.scales == "d" and layout.codes in _CODES_STD and not layout.lut, f"{kind}: has no single scale"
     if kept is not None:
         return _fragments(seed, std / _CODES_STD[layout.codes], layout=layout, shape=shape)
     scale = np.float16(std / _CODES_STD[layout.codes]).tobytes()

@@ -1,7 +1,7 @@
 """v(n) as entries that anybody can add to: one schema, files that validate by it, and the page that is made of them.
 
 v(n) is the time of a forward of n rows over that of one row, of one engine with one file on one machine: what a round
-of speculation costs. `python -m specsparse bench --publish FILE` writes an entry for each engine it timed.
+of speculation costs. `python -m specsparse bench speed --publish FILE` writes an entry for each engine it timed.
 """
 
 import dataclasses
@@ -21,9 +21,6 @@ from specsparse.support.options import Count, Positive, Range, options_of, read
 
 VERSION = 1
 """Of the schema."""
-FOLDER = Path(__file__).parents[3] / "docs" / "data" / "vn"
-"""The committed entries, in a checkout."""
-_ON = {True: "on", False: "off"}
 _SHOWN = (2, 4, 8, 16)
 """The rows of the page's table."""
 
@@ -59,7 +56,7 @@ class MachineUsed:
 
 
 @dataclass(frozen=True)
-class Published:
+class VnEntry:
     """One engine, one file, one machine.
 
     Attributes:
@@ -90,19 +87,11 @@ class Published:
     def __post_init__(self):
         try:
             datetime.date.fromisoformat(self.date)
-            good = bool(self.v) and all(
-                n.isdecimal() and int(n) > 1 and isinstance(t, int | float) and not isinstance(t, bool) and t > 0
-                for n, t in self.v.items()
-            )
         except ValueError:
             raise UserError(f"date={self.date}: is no date such as 2026-11-23") from None
-        if not good:
+        rows = all(n.isdecimal() and int(n) > 1 for n in self.v)
+        if not (self.v and rows and all(type(t) in (int, float) and t > 0 for t in self.v.values())):
             raise UserError(f"v={dict(self.v)}: times above 0 by whole numbers from 2 on are needed")
-
-    def at(self, n: int) -> float | None:
-        """v(n), None where it was not measured."""
-        value = self.v.get(str(n))
-        return None if value is None else float(value)
 
 
 def schema() -> Json:
@@ -122,13 +111,13 @@ def schema() -> Json:
         options = options_of(owner)
         given = {name: kinds.get(name, text) for name in options}
         for name, part in (("engine", EngineUsed), ("machine", MachineUsed)):
-            if owner is Published:
+            if owner is VnEntry:
                 given[name] = of(part)
         about = {name: {**kind, "description": options[name].about} for name, kind in given.items()}
         needed = [name for name, option in options.items() if option.default is dataclasses.MISSING]
         return {"type": "object", "properties": about, "required": needed, "additionalProperties": False}
 
-    entries = {"type": "array", "minItems": 1, "items": of(Published)}
+    entries = {"type": "array", "minItems": 1, "items": of(VnEntry)}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "v(n): the time of a forward of n rows over that of one row",
@@ -139,7 +128,7 @@ def schema() -> Json:
     }
 
 
-def read_file(path: Path) -> tuple[Published, ...]:
+def read_file(path: Path) -> tuple[VnEntry, ...]:
     """The entries of a file.
 
     Raises:
@@ -149,60 +138,58 @@ def read_file(path: Path) -> tuple[Published, ...]:
         given = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(given, dict) or given.keys() != {"schema", "entries"} or given["schema"] != VERSION:
-        raise UserError(f'{path}: is no file of v(n): {{"schema": {VERSION}, "entries": [..]}} is needed')
-    if not isinstance(given["entries"], list) or not given["entries"]:
-        raise UserError(f"{path}: entries: a list of at least one is needed")
+    entries = given.get("entries") if isinstance(given, dict) and given.keys() == {"schema", "entries"} else None
+    objects = isinstance(entries, list) and entries and all(isinstance(entry, dict) for entry in entries)
+    if not objects or given["schema"] != VERSION:
+        raise UserError(f'{path}: is no file of v(n): {{"schema": {VERSION}, "entries": [{{..}}, ..]}} is needed')
     found = []
-    for i, entry in enumerate(given["entries"]):
-        if not isinstance(entry, dict):
-            raise UserError(f"{path}: entries[{i}] is no object")
+    for i, entry in enumerate(entries):
         where = f"{path.name}: entries[{i}]"
         try:
-            found.append(read(Published, entry, group=where, null=True))
+            found.append(read(VnEntry, entry, group=where, null=True))
         except UserError as error:
             text = str(error)
             raise UserError(text if text.startswith(where) else f"{where}.{text}") from None
     return tuple(found)
 
 
-def of_report(report: Json, *, machine: str | None = None, source: str) -> list[Published]:
-    """An entry for each engine of a `bench` report with v(n).
+def from_report(report: Json, *, machine: str | None = None, source: str) -> list[VnEntry]:
+    """An entry for each engine of a `bench speed` report with v(n) beyond 1.
 
     Args:
-        report: of `bench.summary.build`.
+        report: of `one_sequence.SequenceBench`.
         machine: its short name; by default its processor's.
         source: where it is logged, with the command.
-
-    Raises:
-        UserError: the report has no v(n) beyond 1.
     """
-    manifest, model = report["manifest"], report["model"]
+    manifest, model, plan = report["manifest"], report["model"], report["plan"]
     cpu, git = manifest["cpu"]["model"], manifest.get("git") or {}
     builds = {OURS: f"{str(git.get('commit') or 'no checkout')[:10]}, {report['backend']} {manifest['kernels']['isa']}"}
     for peer in report["peers"]:
         flash = peer["flash"].get("verify")
-        builds[peer["name"]] = peer["version"] + ("" if flash is None else f", flash attention {_ON[flash]}")
+        attention = "" if flash is None else f", flash attention {'on' if flash else 'off'}"
+        builds[peer["name"]] = peer["version"] + attention
     steps = {row["engine"]: row["ms_per_token"] for row in report["results"] if row["test"] == "v1"}
     memory = report["machine"]["read_bytes_per_second"]
-    place = MachineUsed(machine or cpu, cpu, memory["median"])
     still = Conditions(memory["median"], memory["sd"] / memory["mean"])
-    today, found = datetime.datetime.now(datetime.UTC).date().isoformat(), []
-    for engine, by_n in report["v"].items():
-        v = {str(n): round(t["median"], 3) for n, t in by_n.items() if int(n) > 1}
-        if not v:
-            raise UserError("nothing to publish: v(n) was not measured beyond n = 1; give --n, for instance 1,2,4,8,16")
-        name, plan = model.get("name") or str(model.get("file")), report["plan"]
-        found.append(
-            Published(
-                EngineUsed(engine, builds.get(engine, ""), report["threads"]), place, name, model["main_type"], today,
-                conditions.busy(still) is None, plan["depth"], plan["repeats"], v, source, round(steps[engine], 3),
-            )
-        )  # fmt: skip
-    return found
+    return [
+        VnEntry(
+            engine=EngineUsed(engine, builds.get(engine, ""), report["threads"]),
+            machine=MachineUsed(machine or cpu, cpu, memory["median"]),
+            model=model.get("name") or str(model.get("file")),
+            type=model["main_type"],
+            date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+            quiet=conditions.busy(still) is None,
+            depth=plan["depth"],
+            repeats=plan["repeats"],
+            v={str(n): round(t["median"], 3) for n, t in by_n.items() if int(n) > 1},
+            source=source,
+            step_ms=round(steps[engine], 3),
+        )
+        for engine, by_n in report["v"].items()
+    ]
 
 
-def write_file(path: Path, entries: Sequence[Published]) -> None:
+def write_file(path: Path, entries: Sequence[VnEntry]) -> None:
     """Writes entries as a file that `read_file` takes.
 
     Raises:
@@ -212,9 +199,9 @@ def write_file(path: Path, entries: Sequence[Published]) -> None:
     write_atomically(path, to_json(values, indent=1) + "\n")
 
 
-def page(entries: Iterable[Published]) -> str:
+def page(entries: Iterable[VnEntry]) -> str:
     """The page of v(n) in Markdown: a table a machine, engines beside one another, and how an entry gets there."""
-    by_machine: dict[str, list[Published]] = {}
+    by_machine: dict[str, list[VnEntry]] = {}
     for entry in entries:
         by_machine.setdefault(entry.machine.name, []).append(entry)
     parts = [_HEAD]
@@ -223,14 +210,14 @@ def page(entries: Iterable[Published]) -> str:
     return "\n".join([*parts, _FOOT])
 
 
-def _table(entries: Sequence[Published]) -> Iterable[str]:
+def _table(entries: Sequence[VnEntry]) -> Iterable[str]:
     yield f"{entries[0].machine.cpu}.\n"
     heads = ["model", "type", "engine", "one row, ms", *(f"v({n})" for n in _SHOWN), "quiet", "date"]
     yield "| " + " | ".join(heads) + " |"
     yield "| --- " * len(heads) + "|"
     ordered = sorted(entries, key=lambda e: (e.model, e.type, e.engine.name != OURS, e.engine.name, e.date))
     for e in ordered:
-        times = ["" if (t := e.at(n)) is None else f"{t:.2f}" for n in _SHOWN]
+        times = [f"{e.v[str(n)]:.2f}" if str(n) in e.v else "" for n in _SHOWN]
         step = "" if e.step_ms is None else f"{e.step_ms:.2f}"
         cells = (e.model, e.type, e.engine.name, step, *times, "yes" if e.quiet else "no", e.date)
         yield "| " + " | ".join(cells) + " |"
@@ -249,7 +236,7 @@ gain, whatever the drafts. This page is made of the files in `docs/data/vn` by `
 _FOOT = """
 ## Another machine or engine
 
-    python -m specsparse bench --model smollm2-135m --pp 0 --tg 0 --n 1,2,4,8,16 --peer llama.cpp --publish mine.json
+    python -m specsparse bench speed smollm2-135m --pp 0 --tg 0 --widths 1,2,4,8,16 --peer llama.cpp --publish mine.json
 
 writes an entry for each engine in the form of `docs/data/vn.schema.json`. A file beside the others is on this page
 after the next `make docs`. Entries of engines that no peer module runs may be written by hand.

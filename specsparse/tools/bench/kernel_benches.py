@@ -1,0 +1,660 @@
+"""`bench products`, `bench ffn`, `bench lut`: kernels on random weights, without a model.
+
+All time the same way. Weights of one type are made and copied; a case is one program that goes through the copies, so
+that none is in a cache when its turn comes back; cases are interleaved, and the machine's own speed is measured between
+repeats. The products of a program add to one another, which keeps their order.
+"""
+
+import abc
+import itertools
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from math import prod
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gguf import GGMLQuantizationType as GGML
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.quants import dequantize
+from rich.console import Console
+from rich.table import Table
+
+from specsparse import kernels
+from specsparse.errors import UserError
+from specsparse.kernels import Kernels, peaks
+from specsparse.kernels.native import cpu
+from specsparse.kernels.neurons import NeuronRows, pack_neurons
+from specsparse.kernels.packing.pack import KINDS, SUPPORTED, aligned_empty, pack_qtensor
+from specsparse.kernels.packing.planes import BitPlanes, pack_planes
+from specsparse.kernels.packing.random_blocks import random_quantised
+from specsparse.kernels.packing.signbits import SignRows, pack_signs
+from specsparse.kernels.qtensor import QTensor
+from specsparse.measure.trials import MachinePeaks, paired_ratio, summary
+from specsparse.runtime import manifest
+from specsparse.support import tables, terminal
+from specsparse.support.files import Json, need_memory
+from specsparse.support.interleaved import alternating, interleaved, seconds
+from specsparse.tools.bench.lut_product import SUMS, lut_linear
+
+_STD = 0.02
+_FEWEST = 16
+_COPY_BYTES = 1800
+"""A copy costs a hundredth of a second or more to compile, so there is one for so many bytes of each: 1 GiB in copies
+of 1.4 MB or more is reached. Smaller ones stay in a cache in part, whatever their number."""
+_SAMPLE = 16, 256
+"""Rows and columns that every type packs, in whole groups and blocks."""
+MADE_BYTES, BLOCK_MADE_BYTES = 12, 4
+"""Most bytes a weight while it is made: as a float64 and its float32; as codes, whose scales alone are floats."""
+
+Weights = TypeVar("Weights")
+
+
+def bounded(total: int, each: int) -> int:
+    """Copies of `each` bytes that make up `total`, or as many as compile in seconds."""
+    return max(1, min(-(-total // each), max(_FEWEST, each // _COPY_BYTES)))
+
+
+def packed_bytes(kind: str, rows: int, cols: int) -> int:
+    """Of a matrix of a GGUF type as the kernels read it, about; nothing of its size is made."""
+    made = pack_qtensor(random_quantised(kind, *_SAMPLE, std=_STD, edges=False), GGML[kind], _SAMPLE)
+    group, block = _SAMPLE
+    return made.nbytes * -(-rows // group) * -(-cols // block)
+
+
+def random_raw(kind: str, shape: tuple[int, int], seed: int) -> np.ndarray:
+    """Random weights as a file has them."""
+    return random_quantised(kind, *shape, seed, std=_STD, edges=False)
+
+
+def random_packed(kind: str, shape: tuple[int, int], seed: int) -> QTensor:
+    return pack_qtensor(random_raw(kind, shape, seed), GGML[kind], shape)
+
+
+def copies_of(weights: Weights, count: int) -> list[Weights]:
+    """The weights `count` times, each in memory of its own: reading one leaves nothing of another in a cache."""
+
+    def move(a: jax.Array) -> jax.Array:
+        if a.dtype != jnp.uint8:
+            return a
+        to = aligned_empty(*a.shape)
+        to[...] = np.asarray(a)
+        return jax.device_put(to)
+
+    return [weights, *(jax.tree.map(move, weights) for _ in range(count - 1))]
+
+
+def random_rows(n: int, cols: int, seed: int | list[int]) -> tuple[jax.Array, jax.Array]:
+    """Activations float32[n, cols] and how many rows are valid, int32[1]: all."""
+    x = jnp.asarray(np.random.default_rng(seed).normal(size=(n, cols)).astype(np.float32))
+    return jax.block_until_ready((x, jnp.full((1,), n, jnp.int32)))
+
+
+def product_seconds(program: Callable, matrices: Sequence[QTensor | BitPlanes], n: int) -> float:
+    """Seconds of one product with n rows in a program that goes through the matrices."""
+    x, n_valid = random_rows(n, matrices[0].shape[1], n)
+    return seconds(lambda: jax.block_until_ready(program(matrices, x, n_valid))) / len(matrices)
+
+
+def chained(product: Callable[[Any, jax.Array, jax.Array, jax.Array | None], jax.Array]) -> Callable:
+    """(matrices, x_RD, n_valid) -> the sum of all products, compiled; product(matrix, x, n_valid, sum so far)."""
+
+    def run(matrices, x, n_valid):
+        y = None
+        for w in matrices:
+            y = product(w, x, n_valid, y)
+        return y
+
+    return jax.jit(run)
+
+
+PRODUCTS = {
+    "product": chained(lambda w, x, n_valid, y: cpu.linear(x, (w,), n_valid=n_valid, residual=y)[0]),
+    **{sums: chained(lambda w, x, n_valid, y, sums=sums: lut_linear(x, w, sums=sums, residual=y)) for sums in SUMS},
+}
+"""The native product, and the ones by look-up tables by what an entry is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelBench(abc.ABC):
+    """A bench of kernels: its fields are its options, its methods what `run` needs of it.
+
+    Attributes:
+        types: GGUF types of the weights.
+        ns: rows of a call (tokens).
+        repeats: timings of each case.
+        threads: of the kernels; None is as many as before.
+        backend: their name; None is the best there is.
+    """
+
+    title: ClassVar[str]
+    known: ClassVar[tuple[str, ...]]
+    """Types that can be measured."""
+    shape_from: ClassVar[str] = "--shapes"
+    """What a user gave a shape by."""
+
+    types: tuple[str, ...]
+    ns: tuple[int, ...]
+    repeats: int
+    threads: int | None = None
+    backend: str | None = "native"
+
+    @abc.abstractmethod
+    def shapes_of(self) -> Sequence[tuple[int, int]]:
+        """(rows, columns) of what is timed."""
+
+    def whole_blocks(self, shape: tuple[int, int]) -> Sequence[int]:
+        """Lengths that must be whole blocks of a type."""
+        return shape[1:]
+
+    @abc.abstractmethod
+    def bytes_of(self, kind: str, shape: tuple[int, int]) -> int:
+        """Most memory that one takes with its copies."""
+
+    @abc.abstractmethod
+    def make(self, kind: str, shape: tuple[int, int]) -> Any:
+        """The weights and their copies."""
+
+    @abc.abstractmethod
+    def cases(self) -> Sequence[Hashable]:
+        """What is timed of each; what is compared stands together."""
+
+    def order(self, cases: Sequence[Hashable], repeat: int) -> Iterator[Hashable]:
+        return alternating(cases, repeat)
+
+    @abc.abstractmethod
+    def once(self, chosen: Kernels, weights: Any, case: Any) -> Any:
+        """Times a case once."""
+
+    @abc.abstractmethod
+    def row(self, weights: Any, case: Any, taken: Mapping[Any, list[Any]], machine: MachinePeaks) -> Json:
+        """A case in the report: `taken` are the results of `once` by case, `machine` what it reached meanwhile."""
+
+    @abc.abstractmethod
+    def table(self, report: Json) -> Table:
+        """Medians."""
+
+    def about(self) -> str:
+        """What the line under the table ends with."""
+        return ""
+
+    def check(self) -> None:
+        for name in self.types:
+            if name not in self.known:
+                raise UserError(f"bench {self.title} has no type {name!r}; there are {', '.join(self.known)}")
+        for kind, shape in itertools.product(self.types, self.shapes_of()):
+            block, given = GGML_QUANT_SIZES[GGML[kind]][0], f"{self.shape_from} {shape[0]}x{shape[1]}"
+            if any(size % block for size in self.whole_blocks(shape)):
+                raise UserError(f"{given}: multiples of {block} fit {kind}")
+            need_memory(f"{given} in {kind}", self.bytes_of(kind, shape), "give a smaller shape, such as 4096x11008")
+
+    def run(self, out: Console) -> Json:
+        """The report: the plan, `rows`, what the machine read, and the manifest.
+
+        Raises:
+            UserError: kernels that are not there.
+        """
+        chosen = kernels.get(self.backend)
+        if self.threads is not None:
+            kernels.set_threads(self.threads)
+        subjects = [(kind, shape) for kind in self.types for shape in self.shapes_of()]
+        total = (self.repeats + 1) * len(self.cases()) * len(subjects)
+        buffer, rows, reads = peaks.ReadBuffer(), [], []
+        with terminal.counting(out, f"timing {self.title}", total) as bar:
+            for subject in subjects:
+                weights, machine = self.make(*subject), MachinePeaks()
+                taken = interleaved(
+                    {case: partial(self.once, chosen, weights, case) for case in self.cases()},
+                    repeats=self.repeats, order=self.order, before=partial(machine.measure, buffer),
+                    done=partial(bar.advance, bar.task_ids[0]),
+                )  # fmt: skip
+                rows += [{"type": subject[0], **self.row(weights, case, taken, machine)} for case in taken]
+                reads += machine.read
+        return {
+            "bench": f"specsparse {self.title}",
+            "backend": chosen.name,
+            "plan": asdict(self),
+            "rows": rows,
+            "read_bytes_per_second": summary(reads),
+            "manifest": manifest.build({}, None),
+        }
+
+    def shown(self, report: Json) -> Iterator[Table | str]:
+        """The table, and a line with kernels and machine."""
+        yield self.table(report)
+        found, read = report["manifest"], report["read_bytes_per_second"]
+        yield (
+            f"{report['backend']} {found['kernels']['isa']} kernels, {found['kernels']['threads']} threads, "
+            f"{found['cpu']['model']}; reads {read['median'] / 1e9:.1f} GB/s "
+            f"({read['min'] / 1e9:.1f} to {read['max'] / 1e9:.1f}){self.about()}"
+        )
+
+
+MEMORY, CACHE = "memory", "cache"
+_PROMPT = 16
+"""Rows from which on computing takes so long that it does not matter where weights come from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductsBench(KernelBench):
+    """Products by type of weights: what decoding, verifying and prompts are made of.
+
+    Weights come from memory, or from the last cache, which their copies fit. Every time stands beside what the machine
+    read and multiplied in the same repeat.
+
+    Attributes:
+        ns: ascending; 1 first, which v(n) divides by.
+        shape: (rows, columns) of a matrix.
+        memory_bytes: least bytes of all copies of a matrix that come from memory.
+        cache_bytes: most bytes of those that stay in the last cache.
+    """
+
+    title = "products"
+    known = tuple(kind.name for kind in KINDS)
+    shape_from = "--shape"
+
+    ns: tuple[int, ...] = (1, 4, 8, 64, 256)
+    repeats: int = 15
+    shape: tuple[int, int] = (1536, 1536)
+    memory_bytes: int = 160 << 20
+    cache_bytes: int = 20 << 20
+
+    def shapes_of(self) -> Sequence[tuple[int, int]]:
+        return (self.shape,)
+
+    def copies(self, state: str, nbytes: int) -> int:
+        """How many of a matrix of `nbytes`."""
+        if state == MEMORY:
+            return bounded(self.memory_bytes, nbytes)
+        return min(max(1, self.cache_bytes // nbytes), bounded(self.cache_bytes, nbytes))
+
+    def most_copies(self, nbytes: int) -> int:
+        return max(self.copies(state, nbytes) for state, _ in self.cases())
+
+    def bytes_of(self, kind: str, shape: tuple[int, int]) -> int:
+        each = packed_bytes(kind, *shape)
+        return BLOCK_MADE_BYTES * prod(shape) + self.most_copies(each) * each + 8 * max(self.ns) * sum(shape)
+
+    def make(self, kind: str, shape: tuple[int, int]) -> list[QTensor]:
+        made = random_packed(kind, shape, 1)
+        return copies_of(made, self.most_copies(made.nbytes))
+
+    def cases(self) -> list[tuple[str, int]]:
+        """(where weights come from, rows of activations)."""
+        few = [(state, n) for state in (MEMORY, CACHE) for n in self.ns if n <= _PROMPT]
+        return few + [(CACHE, n) for n in self.ns if n > _PROMPT]
+
+    def once(self, chosen: Kernels, weights: list[QTensor], case: tuple[str, int]) -> float:
+        state, n = case
+        return product_seconds(PRODUCTS["product"], weights[: self.copies(state, weights[0].nbytes)], n)
+
+    def row(
+        self, weights: list[QTensor], case: tuple[str, int], taken: Mapping[Any, list[float]], machine: MachinePeaks
+    ) -> Json:
+        (state, n), times, w = case, taken[case], weights[0]
+        macs, one = n * prod(w.shape), taken.get((state, 1))
+        return {
+            "weights": state,
+            "n": n,
+            "ms": summary([1e3 * s for s in times]),
+            "bytes": w.nbytes,
+            "v": paired_ratio(times, one) if one else None,
+            "share_of_read": paired_ratio([w.nbytes / s for s in times], machine.read),
+            "macs_per_second": macs / statistics.median(times),
+            "share_of_int8": paired_ratio([macs / s for s in times], machine.int8),
+            "read_bytes_per_second": statistics.median(machine.read),
+            "int8_macs_per_second": statistics.median(machine.int8),
+        }
+
+    def table(self, report: Json) -> Table:
+        """A row a case; shares are of what the machine did in the same repeat."""
+        columns = ("type", "weights from", "rows", "ms", "v(n)", "GB/s", "of read", "GMAC/s", "of int8")
+        made = tables.new(*columns, left=(0, 1), close=True)
+        for row in report["rows"]:
+            ms = row["ms"]["median"]
+            made.add_row(
+                row["type"],
+                row["weights"],
+                str(row["n"]),
+                f"{ms:.3f}",
+                f"{row['v']['median']:.2f}" if row["v"] else "",
+                f"{1e-6 * row['bytes'] / ms:.1f}",
+                f"{row['share_of_read']['median']:.0%}",
+                f"{row['macs_per_second'] / 1e9:.0f}",
+                f"{row['share_of_int8']['median']:.0%}",
+            )
+        return made
+
+    def about(self) -> str:
+        return f"; matrices of {self.shape[0]} x {self.shape[1]}"
+
+
+VARIANTS = ("ffn", "ffn+mlp", "ffn+signbit")
+"""Which neurons are kept is given; predicted by a two-layer MLP; predicted from sign bits."""
+_EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class _FfnWeights:
+    """One copy of all weights; a pytree would do as well, but jit takes its fields by name."""
+
+    norm: jax.Array
+    gate: NeuronRows
+    up: NeuronRows
+    down_t: NeuronRows
+    dense_gate: QTensor
+    dense_up: QTensor
+    dense_down: QTensor
+    fc1: QTensor
+    fc2: QTensor
+    signs: SignRows
+
+
+jax.tree_util.register_dataclass(_FfnWeights, list(_FfnWeights.__dataclass_fields__), [])
+
+
+@dataclass(frozen=True)
+class _FfnCopies:
+    """The copies, the programs that go through them by name, and a seed for each call of a case."""
+
+    copies: list[_FfnWeights]
+    programs: dict[str, Callable]
+    seeds: Counter[Hashable] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FfnBench(KernelBench):
+    """One FFN, sparse and dense, by the share of neurons that a token keeps.
+
+    Each token keeps a random set of its own. Predictors are paid for and their verdict is not used, so that the share
+    stays exact.
+
+    Attributes:
+        types: the predictor's too.
+        width, neurons: of the FFN, D and F.
+        active: shares of neurons that a token keeps, each in (0, 1].
+        rank: of the MLP predictor.
+        cold_bytes: least bytes of all copies of the weights together, as far as `bounded` lets them.
+    """
+
+    title = "ffn"
+    known = tuple(sorted(kind.name for kind in SUPPORTED))
+    shape_from = "bench ffn"
+
+    width: int
+    neurons: int
+    active: tuple[float, ...] = (0.05, 0.1, 0.2, 0.5, 1.0)
+    ns: tuple[int, ...] = (1, 2, 4, 8)
+    types: tuple[str, ...] = ("F16", "Q4_0")
+    rank: int = 1024
+    repeats: int = 5
+    cold_bytes: int = 1 << 30
+    backend: str | None = None
+
+    def shapes_of(self) -> Sequence[tuple[int, int]]:
+        return ((self.width, self.neurons),)
+
+    def whole_blocks(self, shape: tuple[int, int]) -> Sequence[int]:
+        return (*shape, self.rank)
+
+    def bytes_of(self, kind: str, shape: tuple[int, int]) -> int:
+        D, F = shape
+        rows = packed_bytes(kind, F, D)
+        predictor = packed_bytes(kind, self.rank, D) + packed_bytes(kind, F, self.rank) + D * F // 8
+        each = 5 * rows + packed_bytes(kind, D, F) + predictor + 10 * max(self.ns) * F  # of a copy, with its masks
+        return MADE_BYTES * max(D * F, self.rank * max(D, F)) + bounded(self.cold_bytes, 3 * rows) * each
+
+    def make(self, kind: str, shape: tuple[int, int]) -> _FfnCopies:
+        D, F = shape
+        gate_raw, up_raw = (random_raw(kind, (F, D), seed) for seed in range(2))
+        gate, up = (pack_neurons(raw, GGML[kind], (F, D)) for raw in (gate_raw, up_raw))
+        weights = _FfnWeights(
+            norm=jnp.ones((D,), jnp.float32),
+            gate=gate,
+            up=up,
+            down_t=copies_of(gate, 2)[1],
+            dense_gate=pack_qtensor(gate_raw, GGML[kind], (F, D)),
+            dense_up=pack_qtensor(up_raw, GGML[kind], (F, D)),
+            dense_down=random_packed(kind, (D, F), 2),
+            fc1=random_packed(kind, (self.rank, D), 3),
+            fc2=random_packed(kind, (F, self.rank), 4),
+            signs=pack_signs(np.random.default_rng(5).normal(size=(F, D)).astype(np.float32)),
+        )
+        copies = copies_of(weights, bounded(self.cold_bytes, 3 * gate.nbytes))
+        return _FfnCopies(copies, _ffn_programs(kernels.get(self.backend)))
+
+    def cases(self) -> list[tuple[int, float, str]]:
+        """(tokens, share, program); the dense one has share 1."""
+        sparse = list(itertools.product(self.active, VARIANTS))
+        return [(n, share, program) for n in self.ns for share, program in [(1.0, "dense"), *sparse]]
+
+    def once(self, chosen: Kernels, weights: _FfnCopies, case: tuple[int, float, str]) -> tuple[float, float]:
+        """Seconds of an FFN, and the neurons that a copy read on average."""
+        n, share, name = case
+        copies, seed = weights.copies, weights.seeds[case]
+        weights.seeds[case] += 1
+        x, n_valid = random_rows(n, self.width, [seed, n])
+        kept = np.random.default_rng([seed, n, 1]).random((len(copies), n, self.neurons)) < share
+        keep = jax.block_until_ready(jnp.asarray(kept.astype(np.uint8)))
+        start = time.perf_counter()
+        read = jax.block_until_ready(weights.programs[name](copies, x, keep, n_valid))[1]
+        spent = time.perf_counter() - start
+        return spent / len(copies), self.neurons if name == "dense" else float(np.mean(read))
+
+    def row(
+        self, weights: _FfnCopies, case: tuple[int, float, str], taken: Mapping[Any, list[tuple[float, float]]],
+        machine: MachinePeaks,
+    ) -> Json:  # fmt: skip
+        (n, share, name), w = case, weights.copies[0]
+        times, dense = ([s for s, _ in taken[key]] for key in (case, (n, 1.0, "dense")))
+        neurons, ms = float(np.mean([read for _, read in taken[case]])), summary([1e3 * s for s in times])
+        if name == "dense":
+            nbytes = sum(m.nbytes for m in (w.dense_gate, w.dense_up, w.dense_down))
+        else:  # its predictor's too
+            extra = {"ffn": 0, "ffn+mlp": w.fc1.nbytes + w.fc2.nbytes, "ffn+signbit": w.signs.nbytes}[name]
+            nbytes = neurons * 3 * w.gate.data.shape[1] + extra
+        return {
+            "n": n,
+            "active": share,
+            "what": name,
+            "ms": ms,
+            "over_dense": paired_ratio(times, dense),
+            "neurons_read": neurons,
+            "bytes": nbytes,
+            "bytes_per_second": 1e3 * nbytes / ms["median"],
+            "over_bandwidth": ms["median"] / (1e3 * nbytes / statistics.median(machine.read)),
+        }
+
+    def table(self, report: Json) -> Table:
+        """A row a type, number of tokens and active share.
+
+        "of bandwidth" is the share of the measured read bandwidth that the sparse FFN alone reaches; the last three
+        columns are times over the dense FFN of as many tokens: without a predictor, with the MLP, with sign bits.
+        """
+        columns = ("type", "tokens", "active", "rows read", "ms", "GB/s", "of bandwidth", "x dense", "+mlp", "+signbit")
+        made, plan = tables.new(*columns, close=True), report["plan"]
+        rows = {(r["type"], r["n"], r["active"], r["what"]): r for r in report["rows"]}
+        for kind, n in itertools.product(plan["types"], plan["ns"]):
+            for share in (None, *plan["active"]):
+                programs = ("dense",) if share is None else VARIANTS
+                row, *_ = found = [rows[kind, n, 1.0 if share is None else share, name] for name in programs]
+                ratios = [f"{r['over_dense']['median']:.2f}" for r in found]
+                made.add_row(
+                    kind,
+                    str(n),
+                    "dense" if share is None else f"{share:.0%}",
+                    f"{row['neurons_read']:.0f}",
+                    f"{row['ms']['median']:.3f}",
+                    f"{row['bytes_per_second'] / 1e9:.1f}",
+                    f"{1 / row['over_bandwidth']:.0%}",
+                    *ratios,
+                    *[""] * (3 - len(ratios)),
+                )
+        return made
+
+    def about(self) -> str:
+        return f"; {self.width}x{self.neurons}, predictor rank {self.rank}"
+
+
+def _ffn_programs(chosen: Kernels) -> dict[str, Callable]:
+    """By name, (copies, x_RD, keep_CRF, n_valid) -> (x_RD, neurons read by each copy)."""
+
+    def dense(w: _FfnWeights, x, keep, n_valid):
+        options = {"norm": w.norm, "eps": _EPS, "n_valid": n_valid}
+        (h,) = chosen.linear(x, (w.dense_gate, w.dense_up), act="silu", **options)
+        return chosen.linear(h, (w.dense_down,), residual=x, n_valid=n_valid)[0], jnp.int32(keep.shape[1])
+
+    def ffn(w: _FfnWeights, x, keep, n_valid):
+        options = {"norm": w.norm, "eps": _EPS, "n_valid": n_valid, "act": "silu", "residual": x}
+        y, stats = chosen.sparse_ffn(x, keep, w.gate, w.up, w.down_t, **options)
+        return y, stats.union
+
+    def mlp(w: _FfnWeights, x, keep, n_valid):
+        (h,) = chosen.linear(x, (w.fc1,), n_valid=n_valid)
+        (score,) = chosen.linear(jnp.maximum(h, jnp.float32(0)), (w.fc2,), n_valid=n_valid)
+        return ffn(w, x, keep | (score >= jnp.float32(jnp.inf)).astype(jnp.uint8), n_valid)
+
+    def signbit(w: _FfnWeights, x, keep, n_valid):
+        return ffn(w, x, keep | chosen.signbit_keep(x, w.signs, threshold=jnp.inf, n_valid=n_valid), n_valid)
+
+    def over_copies(one):
+        def run(copies, x, keep_CRF, n_valid):
+            read = []
+            for w, keep in zip(copies, keep_CRF, strict=True):
+                x, count = one(w, x, keep, n_valid)
+                read.append(count)
+            return x, jnp.stack(read)
+
+        return jax.jit(run)
+
+    ways = {"dense": dense, "ffn": ffn, "ffn+mlp": mlp, "ffn+signbit": signbit}
+    return {name: over_copies(one) for name, one in ways.items()}
+
+
+STATES = ("cold", "warm")
+_ERROR_ROWS = 64
+"""Rows of the matrix whose results are compared with float64."""
+
+
+class LutCase(NamedTuple):
+    """Tokens, "cold" or "warm", and "product" or the kind of sums in the tables."""
+
+    n: int
+    state: str
+    kernel: str
+
+
+@dataclass(frozen=True)
+class _LutCopies:
+    """Copies of one matrix as both kernels read it, and its first rows in float64."""
+
+    codes: list[QTensor]
+    planes: list[BitPlanes]
+    dense: np.ndarray
+
+    def read_by(self, case: LutCase) -> list[QTensor | BitPlanes]:
+        """What the calls of a case read, one after the other."""
+        found: list[Any] = self.codes if case.kernel == "product" else self.planes
+        return found if case.state == "cold" else [found[0]] * len(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LutBench(KernelBench):
+    """Look-up tables of sums beside integer products, for matrices of four-bit weights.
+
+    A matrix is cold if several copies are gone through in turn, and warm if one is used again and again, from the cache
+    if it fits.
+
+    Attributes:
+        shapes: (rows, columns) of the matrices.
+        cold_bytes: least bytes of all copies of a matrix together; a warm one is used as often.
+        most_copies: of a matrix, however small.
+    """
+
+    title = "lut"
+    known = ("Q4_0", "Q4_1")
+
+    ns: tuple[int, ...] = (1, 4)
+    types: tuple[str, ...] = known
+    repeats: int = 5
+    shapes: tuple[tuple[int, int], ...] = ((2048, 2048), (4096, 11008))
+    cold_bytes: int = 256 << 20
+    most_copies: int = 256
+
+    def shapes_of(self) -> Sequence[tuple[int, int]]:
+        return self.shapes
+
+    def copies(self, nbytes: int) -> int:
+        return min(self.most_copies, -(-self.cold_bytes // nbytes))
+
+    def bytes_of(self, kind: str, shape: tuple[int, int]) -> int:
+        each = packed_bytes(kind, *shape)
+        return BLOCK_MADE_BYTES * prod(shape) + 2 * self.copies(each) * each  # both kernels' own
+
+    def make(self, kind: str, shape: tuple[int, int]) -> _LutCopies:
+        raw = random_raw(kind, shape, 1)
+        codes = pack_qtensor(raw, GGML[kind], shape)
+        planes, count = pack_planes(codes), self.copies(codes.nbytes)
+        dense = dequantize(raw[:_ERROR_ROWS], GGML[kind]).astype(np.float64)
+        return _LutCopies(copies_of(codes, count), copies_of(planes, count), dense)
+
+    def cases(self) -> list[LutCase]:
+        return [LutCase(*parts) for parts in itertools.product(self.ns, STATES, PRODUCTS)]
+
+    def order(self, cases: Sequence[LutCase], repeat: int) -> Iterator[LutCase]:
+        """Each time another kernel in front: who comes first finds other things in the cache."""
+        count = len(PRODUCTS)
+        for start in range(0, len(cases), count):
+            for i in range(count):
+                yield cases[start + (i + repeat) % count]
+
+    def once(self, chosen: Kernels, weights: _LutCopies, case: LutCase) -> float:
+        return product_seconds(PRODUCTS[case.kernel], weights.read_by(case), case.n)
+
+    def row(self, weights: _LutCopies, case: LutCase, taken: Mapping[Any, list[float]], machine: MachinePeaks) -> Json:
+        w, ms = weights.codes[0], summary([1e3 * s for s in taken[case]])
+        x, n_valid = random_rows(case.n, w.shape[1], case.n)
+        got = np.asarray(PRODUCTS[case.kernel](weights.read_by(case)[:1], x, n_valid))
+        exact = np.asarray(x, np.float64) @ weights.dense.T
+        return {
+            "rows": w.shape[0],
+            "cols": w.shape[1],
+            "n": case.n,
+            "state": case.state,
+            "kernel": case.kernel,
+            "ms": ms,
+            "bytes": w.nbytes,
+            "bytes_per_second": w.nbytes / (1e-3 * ms["median"]),
+            "over_product": paired_ratio(taken[case], taken[case._replace(kernel="product")]),
+            # The root of the mean square error over that of the exact product.
+            "relative_error": float(np.sqrt(np.mean((got[:, : exact.shape[1]] - exact) ** 2) / np.mean(exact**2))),
+        }
+
+    def table(self, report: Json) -> Table:
+        """A row a case.
+
+        "x product" is time over that of the product kernel, so above 1 is slower; "error" is relative to the product of
+        the same weights with activations that nobody rounded.
+        """
+        columns = ("type", "matrix", "tokens", "weights", "kernel", "ms", "GB/s", "x product", "±", "error")
+        made = tables.new(*columns, left=(0, 1, 3, 4), close=True)
+        for row in report["rows"]:
+            ratio = row["over_product"]
+            made.add_row(
+                row["type"],
+                f"{row['rows']}x{row['cols']}",
+                str(row["n"]),
+                row["state"],
+                row["kernel"] if row["kernel"] == "product" else f"tables, {row['kernel']}",
+                f"{row['ms']['median']:.3f}",
+                f"{row['bytes_per_second'] / 1e9:.1f}",
+                f"{ratio['median']:.2f}",
+                f"{ratio['sd']:.2f}",
+                f"{row['relative_error']:.2%}",
+            )
+        return made

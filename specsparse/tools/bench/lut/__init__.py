@@ -1,1 +1,0 @@
-"""Look-up tables for four-bit products: a measured negative result, kept with its benchmark."""
