@@ -24,7 +24,7 @@ from specsparse.measure.costs import acceptance
 from specsparse.measure.costs.acceptance import KEPT, Accepted
 from specsparse.runtime.method import MethodSpec, drafts_trees, resolve
 from specsparse.speculative.policies.base import Fixed
-from specsparse.speculative.trees.static import static_tree
+from specsparse.speculative.trees.static import StaticTree
 from specsparse.support.registry import Choice
 
 
@@ -63,7 +63,7 @@ def with_siblings(
     """The rates with the chance of each of eight children of a node, on the same prompts."""
     model, params = specsparse.load(config["model"]["path"]), SamplingParams(temperature=0.0)
     found: dict[str, Accepted] = {}
-    tree = static_tree(acceptance.FAN, "top")
+    tree = StaticTree(acceptance.FAN)
     method = resolve(MethodSpec(Choice(drafter, options), policy=Fixed(acceptance.FAN.size), tree=tree), model)
     for task, rates in tasks.items():
         chosen = prompts.load(tasks=[task], limit_per_task=config["data"]["limit_per_task"])

@@ -58,7 +58,7 @@ class Result:
 
 
 def method(rate: float, gamma: int) -> Method:
-    drafter = Synthetic(SyntheticRates.geometric(gamma, rate=rate))
+    drafter = Synthetic(gamma, SyntheticRates(rate=rate))
     return resolve(MethodSpec(drafter))
 
 
@@ -97,7 +97,7 @@ def compare(
         Result(
             rate=rate,
             gamma=gamma,
-            expected=how.drafter.rates.mean_acceptance_length(),
+            expected=how.drafter.acceptance.mean_acceptance_length(gamma),
             tokens=totals[rate].num_emitted_tokens / totals[rate].num_rounds,
             by_table=table.predict(rate, gamma, kv_length=kv),
             predicted=local.predict(rate, gamma),

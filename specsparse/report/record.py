@@ -11,7 +11,7 @@ from specsparse.measure.repeats import Repeats
 from specsparse.measure.speedup import Speedup
 from specsparse.runtime import metrics
 from specsparse.runtime.metrics import Counters
-from specsparse.speculative.verifiers.registry import BUILTIN, same_text
+from specsparse.speculative.verifiers import BUILTIN, same_text
 from specsparse.support import notebook
 from specsparse.support.files import Json
 

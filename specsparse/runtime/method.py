@@ -21,14 +21,14 @@ from specsparse.speculative.base import Drafter, DraftKind, Verifier, check_fact
 from specsparse.speculative.drafters.options import draw_temperature
 from specsparse.speculative.drafters.plan import Bound, DrafterPlan, MakeModel
 from specsparse.speculative.drafters.registry import DRAFTERS, get_drafter, takes
-from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates, synthetic_verifier
+from specsparse.speculative.drafters.synthetic import Synthetic, synthetic_verifier
 from specsparse.speculative.drafters.with_policy import WithPolicy, with_policy
 from specsparse.speculative.gamma import GAMMA_NAMES, SHORT_GAMMA
 from specsparse.speculative.policies import default_policy, get_policy, over_tree
 from specsparse.speculative.policies.base import Fixed, Policy
 from specsparse.speculative.trees import get_tree
 from specsparse.speculative.trees.base import TreeShape
-from specsparse.speculative.verifiers.registry import RULES, SYNTHETIC, same_text
+from specsparse.speculative.verifiers import RULES, SYNTHETIC, same_text
 from specsparse.speculative.verify import get_verifier, valid_verifiers
 from specsparse.support.registry import Choice
 
@@ -243,9 +243,11 @@ def _verifier(drafter: Drafter | DrafterPlan, spec: MethodSpec) -> Verifier:
         elif drafter.tree:
             raise UserError("verifier=synthetic makes up the acceptance of chains, not of trees")
         elif made_up and not options.keys() - {"process"}:
-            return synthetic_verifier(source.rates)
+            return synthetic_verifier(source.acceptance)
         else:
-            return synthetic_verifier(SyntheticRates.of(drafter.max_nodes, **vars(RULES.read(SYNTHETIC, options))))
+            rates = RULES.make(SYNTHETIC, options)
+            rates.conditional(drafter.max_nodes)  # a mean length that is too long is found before a model is loaded
+            return synthetic_verifier(rates)
     if chosen.accepts(drafter.kind, tree=drafter.tree, temperature=temperature):
         return chosen
     names = ", ".join(valid_verifiers(drafter.kind, tree=drafter.tree, temperature=temperature))

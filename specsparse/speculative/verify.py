@@ -9,13 +9,11 @@ import jax.numpy as jnp
 from specsparse.engine.sampling.row_laws import LawRows, SamplingKernels
 from specsparse.errors import UserError
 from specsparse.speculative.base import PAD, Draft, DraftKind, Verdict, Verifier
-from specsparse.speculative.verifiers import laws
+from specsparse.speculative.verifiers import BUILTIN, RULES, SYNTHETIC, laws
 from specsparse.speculative.verifiers.block import Block, judge
-from specsparse.speculative.verifiers.match import Match, follow
-from specsparse.speculative.verifiers.registry import BUILTIN, RULES, SYNTHETIC
+from specsparse.speculative.verifiers.match import Match, TargetRule, follow
 from specsparse.speculative.verifiers.rejection import Rejection
 from specsparse.speculative.verifiers.siblings import SiblingRule, walk
-from specsparse.speculative.verifiers.targets import TargetRule
 from specsparse.support.options import read
 
 Draw = Callable[[jax.Array, jax.Array], jax.Array]

@@ -111,19 +111,19 @@ class Registry(Generic[T]):
                 one that is not finished.
         """
         found = self.look(name)
-        home = self._check_kind(name, found)
+        if not self.is_builtin(name):
+            self._check_kind(name, found)
         if missing := sorted(getattr(found, "__abstractmethods__", ())):
-            raise UserError(f"{self.group}={name} has no {', '.join(missing)}: see {home}")
+            homes = " or ".join(base.replace(":", ".") for base in self._bases)
+            raise UserError(f"{self.group}={name} has no {', '.join(missing)}: see {homes}")
         return found
 
-    def _check_kind(self, name: str, found: object) -> str:
-        """The home of the base that a class is derived from; anything else is refused."""
-        bases = [load(base, self.group) for base in self._bases]
-        homes = [base.replace(":", ".") for base in self._bases]
-        for base, home in zip(bases, homes, strict=True):
-            if isinstance(found, type) and issubclass(found, base):
-                return home
-        raise UserError(f"{self.group}={name} is no {bases[0].__name__}: derive it from {' or '.join(homes)}")
+    def _check_kind(self, name: str, found: object) -> None:
+        """Refuses what is not derived from one of the bases."""
+        bases = tuple(load(base, self.group) for base in self._bases)
+        if not (isinstance(found, type) and issubclass(found, bases)):
+            homes = " or ".join(base.replace(":", ".") for base in self._bases)
+            raise UserError(f"{self.group}={name} is no {bases[0].__name__}: derive it from {homes}")
 
     def options(self, name: str) -> Mapping[str, Option]:
         """The options of a choice by name; see `find`, and `support.options.options_of`.

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from specsparse.engine.noise import NoiseStream, seed_words, uniform
+from specsparse.errors import UserError
 from specsparse.speculative.base import PAD, Draft
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.synthetic import Synthetic, SyntheticRates
@@ -15,56 +16,55 @@ from specsparse.testing.drafting import draft_context
 from tests.cells import cells
 
 RATES = [
-    SyntheticRates.geometric(4, rate=0.7),
-    SyntheticRates.geometric(5, length=2.6),
-    SyntheticRates.minimum_variance(4, length=2.6),
-    SyntheticRates.minimum_variance(3, length=4.0),
-    SyntheticRates.minimum_variance(3, length=1.0),
-    SyntheticRates.from_unconditional((0.8, 0.6, 0.0)),
+    Synthetic(4, SyntheticRates(rate=0.7)),
+    Synthetic(5, SyntheticRates(length=2.6)),
+    Synthetic(4, SyntheticRates("minimum_variance", length=2.6)),
+    Synthetic(3, SyntheticRates("minimum_variance", length=4.0)),
+    Synthetic(3, SyntheticRates("minimum_variance", length=1.0)),
+    Synthetic(acceptance=SyntheticRates(rates=(0.8, 0.6, 0.0))),
 ]
 
 
-def enumerated(rates):
+def enumerated(drafter):
     """P(accepted = a), over all outcomes of the coins."""
-    law = np.zeros(len(rates.conditional) + 1)
-    for coins in itertools.product((True, False), repeat=len(rates.conditional)):
-        weight = np.prod([r if c else 1 - r for r, c in zip(rates.conditional, coins)])
+    rates = drafter.acceptance.conditional(drafter.max_nodes)
+    law = np.zeros(len(rates) + 1)
+    for coins in itertools.product((True, False), repeat=len(rates)):
+        weight = np.prod([r if c else 1 - r for r, c in zip(rates, coins)])
         law[next((i for i, c in enumerate(coins) if not c), len(coins))] += weight
     return law
 
 
-@pytest.mark.parametrize("rates", RATES, ids=str)
-def test_closed_forms(rates):
-    law, lengths = enumerated(rates), np.arange(len(rates.conditional) + 1) + 1
+@pytest.mark.parametrize("drafter", RATES, ids=str)
+def test_closed_forms(drafter):
+    law, rates, gamma = enumerated(drafter), drafter.acceptance, drafter.max_nodes
+    lengths = np.arange(gamma + 1) + 1
     mean = (law * lengths).sum()
-    assert rates.mean_acceptance_length() == pytest.approx(mean, abs=1e-12)
-    assert rates.variance() == pytest.approx((law * (lengths - mean) ** 2).sum(), abs=1e-12)
-    assert rates.unconditional() == pytest.approx([law[i + 1 :].sum() for i in range(len(rates.conditional))])
+    assert rates.mean_acceptance_length(gamma) == pytest.approx(mean, abs=1e-12)
+    assert rates.variance(gamma) == pytest.approx((law * (lengths - mean) ** 2).sum(), abs=1e-12)
+    assert rates.unconditional(gamma) == pytest.approx([law[i + 1 :].sum() for i in range(gamma)])
 
 
 def test_geometric_follows_leviathan():
     r, gamma = 0.7, 6
-    rates = SyntheticRates.geometric(gamma, rate=r)
-    assert rates.mean_acceptance_length() == pytest.approx((1 - r ** (gamma + 1)) / (1 - r))
+    assert SyntheticRates(rate=r).mean_acceptance_length(gamma) == pytest.approx((1 - r ** (gamma + 1)) / (1 - r))
     for length in (1.0, 1.3, 3.0, 5.9, 6.999, 7.0):
-        assert SyntheticRates.geometric(gamma, length=length).mean_acceptance_length() == pytest.approx(length)
+        assert SyntheticRates(length=length).mean_acceptance_length(gamma) == pytest.approx(length)
 
 
 def test_minimum_variance_is_the_two_integers_around_the_mean():
-    rates = SyntheticRates.minimum_variance(5, length=3.25)
-    assert rates.conditional == (1.0, 1.0, 0.25, 0.0, 0.0)
-    assert rates.variance() == pytest.approx(0.25 * 0.75)
-    same_mean = SyntheticRates.minimum_variance(5, rate=0.7)
-    geometric = SyntheticRates.geometric(5, rate=0.7)
-    assert same_mean.mean_acceptance_length() == pytest.approx(geometric.mean_acceptance_length())
-    assert same_mean.variance() < geometric.variance()
+    rates = SyntheticRates("minimum_variance", length=3.25)
+    assert rates.conditional(5) == (1.0, 1.0, 0.25, 0.0, 0.0)
+    assert rates.variance(5) == pytest.approx(0.25 * 0.75)
+    same_mean, geometric = SyntheticRates("minimum_variance", rate=0.7), SyntheticRates(rate=0.7)
+    assert same_mean.mean_acceptance_length(5) == pytest.approx(geometric.mean_acceptance_length(5))
+    assert same_mean.variance(5) < geometric.variance(5)
 
 
-@pytest.mark.parametrize("rates", cells(RATES, [RATES[0], RATES[3], RATES[5]]), ids=str)
-def test_the_verdict_follows_the_rates(rates):
+@pytest.mark.parametrize("drafter", cells(RATES, [RATES[0], RATES[3], RATES[5]]), ids=str)
+def test_the_verdict_follows_the_rates(drafter):
     """4,000 sequences in one verdict, coins as the engine draws them."""
-    batch, gamma = 4_000, len(rates.conditional)
-    drafter = Synthetic(rates)
+    batch, gamma, rates = 4_000, drafter.max_nodes, drafter.acceptance
     ctx = draft_context([[3]] * batch, capacity=4, budget=gamma)
     coins = uniform(
         seed_words(1),
@@ -76,7 +76,7 @@ def test_the_verdict_follows_the_rates(rates):
     target = jnp.full((batch, gamma + 1), 3, jnp.int32)  # equal to the draft everywhere: still rejected
     step = jax.jit(lambda x, t, c: rates.verdict(drafter.draft(None, None, x).draft, t, coins_BK=c))
     verdict = step(ctx, target, coins)
-    expected = enumerated(rates)
+    expected = enumerated(drafter)
     seen = np.bincount(np.asarray(verdict.accepted), minlength=gamma + 1) / batch
     assert abs(seen - expected).max() < 5 * np.sqrt(0.25 / batch)
     np.testing.assert_array_equal(verdict.tested, np.minimum(np.asarray(verdict.accepted) + 1, gamma))
@@ -86,9 +86,9 @@ def test_the_verdict_follows_the_rates(rates):
 
 
 def test_emitted_tokens_and_short_drafts():
-    rates = SyntheticRates.geometric(3, rate=0.5)
+    rates = SyntheticRates(rate=0.5)
     ctx = draft_context([[5], [6], [7]], capacity=4, budget=[3, 2, 0])
-    draft = jax.jit(Synthetic(rates).draft)(None, None, ctx).draft
+    draft = jax.jit(Synthetic(3, rates).draft)(None, None, ctx).draft
     assert draft.tokens.tolist() == [[5, 5, 5], [6, 6, 0], [0, 0, 0]]
     target = jnp.array([[10, 11, 12, 13]] * 3, jnp.int32)
     coins = jnp.array([[0.1, 0.9, 0.1], [0.1, 0.1, 0.1], [0.1, 0.1, 0.1]], jnp.float32)
@@ -101,28 +101,31 @@ def test_emitted_tokens_and_short_drafts():
 
 def test_drafts_are_the_tokens_before_the_last():
     ctx = draft_context([[1, 2, 3, 4, 5, 6], [7, 8]], capacity=8, budget=3)
-    draft = jax.jit(Synthetic(SyntheticRates.geometric(3, rate=0.5)).draft)(None, None, ctx).draft
+    draft = jax.jit(Synthetic(3).draft)(None, None, ctx).draft
     assert draft.tokens.tolist() == [[3, 4, 5], [7, 7, 7]]
 
 
 def test_a_target_that_is_no_law_fails_the_sequence():
-    rates = SyntheticRates.geometric(2, rate=0.0)
+    rates = SyntheticRates(rate=0.0)
     ctx = draft_context([[5]], capacity=4, budget=2)
     no_law, coins = jnp.full((1, 3), -1, jnp.int32), jnp.zeros((1, 2), jnp.float32)
-    step = jax.jit(lambda x: rates.verdict(Synthetic(rates).draft(None, None, x).draft, no_law, coins_BK=coins))
+    step = jax.jit(lambda x: rates.verdict(Synthetic(2, rates).draft(None, None, x).draft, no_law, coins_BK=coins))
     assert bool(step(ctx).failed[0])
 
 
 def test_a_round_without_a_draft_is_the_targets_token():
     none = Draft(jnp.zeros((1, 0), jnp.int32), jnp.zeros((1, 0), jnp.int32), jnp.zeros((1,), jnp.int32))
-    rates = SyntheticRates.geometric(2, rate=0.5)
+    rates = SyntheticRates(rate=0.5)
     verdict = rates.verdict(none, jnp.full((1, 1), 7, jnp.int32), coins_BK=jnp.zeros((1, 0), jnp.float32))
     assert verdict.tokens.tolist() == [[7]] and verdict.tested.tolist() == verdict.accepted.tolist() == [0]
     assert verdict.alpha.tolist() == [0.0]
 
 
 def test_by_name():
-    assert get_drafter("synthetic", gamma=4, rate=0.7).rates == SyntheticRates.geometric(4, rate=0.7)
+    assert get_drafter("synthetic", gamma=4, rate=0.7) == Synthetic(4, SyntheticRates(rate=0.7))
     named = get_drafter("synthetic", process="minimum_variance", gamma=4, synthetic_acceptance_length=2.6)
-    assert named.rates == SyntheticRates.minimum_variance(4, length=2.6)
-    assert get_drafter("synthetic", rates=(0.8, 0.6)).rates.process == "rates"
+    assert named.acceptance == SyntheticRates("minimum_variance", length=2.6)
+    assert get_drafter("synthetic", rates=(0.8, 0.6)).max_nodes == 2
+    for given in ({"rate": 0.5, "length": 2.0}, {"rates": (0.5, 0.6)}, {"gamma": 3, "length": 4.5}):
+        with pytest.raises(UserError):
+            get_drafter("synthetic", **given)

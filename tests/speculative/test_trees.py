@@ -11,10 +11,8 @@ from specsparse.speculative.base import ROOT, DraftKind
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees import get_tree
-from specsparse.speculative.trees.dynamic import DynamicTree
-from specsparse.speculative.trees.p_split import PSplit
-from specsparse.speculative.trees.sequoia import expected_tokens, sequoia
-from specsparse.speculative.trees.static import StaticTree
+from specsparse.speculative.trees.dynamic import DynamicTree, PSplit
+from specsparse.speculative.trees.static import StaticTree, expected_tokens, sequoia
 from specsparse.testing.contract import check_tree
 
 
@@ -100,7 +98,7 @@ def test_trees_by_name(name, options, kind, nodes):
         (lambda: get_tree("static", widths=[2], paths=[[0]]), "one of them"),
         (lambda: get_tree("static", widths="ab"), "tree.widths"),
         (lambda: get_tree("static", widths=[]), "at least one node"),
-        (lambda: get_tree("chain", nodes=3), "no option of chain"),
+        (lambda: get_tree("chain", nodes=3), "tree.nodes is no option of"),
         (lambda: DynamicTree(total=9, depth=2, top_k=2), "total=9"),
         (lambda: PSplit(nodes=4, depth=5), "depth=5"),
     ],
@@ -151,9 +149,9 @@ class Bad(StaticTree):
     def branches(self):
         return self.wrong != "branches"
 
-    @property
-    def kind(self):
-        return DraftKind.IID if self.wrong == "kind" else self.draw
+    def expand(self, *args, **kwargs):
+        tree = super().expand(*args, **kwargs)
+        return tree._replace(draft=tree.draft._replace(q=None)) if self.wrong == "kind" else tree
 
 
 @pytest.mark.parametrize(
@@ -162,4 +160,4 @@ class Bad(StaticTree):
 )
 def test_the_contract_refuses(wrong, words):
     with pytest.raises(AssertionError, match=words):
-        check_tree(Bad(TreeTemplate.kary((2, 2)), wrong=wrong))
+        check_tree(Bad(TreeTemplate.kary((2, 2)), DraftKind.IID if wrong == "kind" else DraftKind.ONE_HOT, wrong))

@@ -11,8 +11,8 @@ from specsparse.errors import UserError
 from specsparse.speculative.drafters.registry import DRAFTERS
 from specsparse.speculative.gamma import GAMMA_NAMES
 from specsparse.speculative.policies import POLICIES
-from specsparse.speculative.trees.registry import TREES
-from specsparse.speculative.verifiers.registry import RULES
+from specsparse.speculative.trees import CHAIN, TREES
+from specsparse.speculative.verifiers import RULES
 from specsparse.support.options import values_of
 from specsparse.support.registry import Registry
 
@@ -22,7 +22,8 @@ PARTS: Mapping[str, Registry[Any]] = {"drafter": DRAFTERS, "policy": POLICIES, "
 
 ELSEWHERE = {"max_nodes": "policy.gamma", "policy": "policy=NAME", "tree": "tree=NAME"}
 """Options of drafters that have a group of their own in the config."""
-NONE = "none"
+NOTHING = {"drafter": "none", "tree": CHAIN}
+"""Choices that are no part, and have no options."""
 
 
 def completed(group: str, given: Mapping[str, object]) -> dict[str, object]:
@@ -32,8 +33,8 @@ def completed(group: str, given: Mapping[str, object]) -> dict[str, object]:
         UserError: an option that the choice does not have (with the nearest), or a bad value.
     """
     name, own = given.get("name"), {key: value for key, value in given.items() if key != "name"}
-    if name == NONE and own:
-        raise UserError(f"{group}.{next(iter(own))} is no option of {group}=none")
+    if name == NOTHING.get(group) and own:
+        raise UserError(f"{group}.{next(iter(own))} is no option of {group}={name}")
     if not isinstance(name, str) or not PARTS[group].is_builtin(name):
         same = GAMMA_NAMES if group == "policy" else ()
         return {"gamma" if key in same else key: value for key, value in given.items()}
@@ -61,7 +62,7 @@ def described(group: str, name: str) -> list[Described]:
     Raises:
         UserError: an unknown name.
     """
-    if name == NONE:
+    if name == NOTHING.get(group):
         return []
     defaults, options = values_of(PARTS[group].read(name, {})), PARTS[group].options(name).values()
     return [Described(o.name, defaults[o.name], o.aliases, o.about) for o in options if o.name not in ELSEWHERE]

@@ -25,7 +25,7 @@ from specsparse.report.record import PLAIN, SPECULATIVE, Group, Identity, Pass
 from specsparse.runtime import metrics
 from specsparse.runtime.method import UnfitPair, drafts_trees, resolve
 from specsparse.speculative.base import Verifier
-from specsparse.speculative.trees.registry import CHAIN
+from specsparse.speculative.trees import CHAIN
 from specsparse.speculative.verify import VERIFIERS
 from specsparse.support import tables
 from specsparse.support.registry import Choice

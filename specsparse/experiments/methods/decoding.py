@@ -31,7 +31,7 @@ from specsparse.runtime.method import Method
 from specsparse.runtime.results import Generation
 from specsparse.runtime.stepped import RoundView, Watch
 from specsparse.speculative.base import Verifier
-from specsparse.speculative.verifiers.registry import SYNTHETIC
+from specsparse.speculative.verifiers import SYNTHETIC
 from specsparse.support import terminal
 from specsparse.support.interleaved import alternating, schedule
 

@@ -21,10 +21,8 @@ from specsparse.speculative import expected
 from specsparse.speculative.policies import over_tree
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.policies.cost import KEPT
-from specsparse.speculative.trees import get_tree
-from specsparse.speculative.trees.options import SequoiaOptions
-from specsparse.speculative.trees.registry import CHAIN, TREES
-from specsparse.speculative.trees.static import static_tree
+from specsparse.speculative.trees import CHAIN, TREES, get_tree
+from specsparse.speculative.trees.static import DRAWS, Sequoia, StaticTree
 from specsparse.support.files import conf_dir
 from specsparse.support.registry import Choice
 
@@ -74,7 +72,7 @@ def filled(cfg: D, model: Model, out: Console) -> D:
             tree["acceptance"] = [round(rate, 3) for rate in rates]
         if missing := _left_out(cfg.tree.options, "cost", "level_cost"):
             table, key = measuring.table_for_trees(model, cfg.drafter.name, cfg.drafter.options, draw=draw, bar=bar)
-            times = rounded(table.tree_options(cfg.tree.options.get("nodes") or SequoiaOptions.nodes, key))
+            times = rounded(table.tree_options(cfg.tree.options.get("nodes") or Sequoia.nodes, key))
             tree |= {key: times[key] for key in missing}
     if not (policy or tree):
         return cfg
@@ -110,7 +108,7 @@ def _rates(
 
     def make() -> Method:
         gamma = min(cfg.policy.gamma, 4) if draw is None else acceptance.FAN.size
-        tree = None if draw is None else static_tree(acceptance.FAN, draw)
+        tree = None if draw is None else StaticTree(acceptance.FAN, DRAWS[draw])
         return resolve(MethodSpec(cfg.drafter, cfg.verifier, Fixed(gamma), tree, cfg.params), model)
 
     name = cost_key(cfg.drafter.name, cfg.drafter.options)

@@ -35,8 +35,8 @@ from specsparse.speculative import expected
 from specsparse.speculative.base import Drafter, Verifier
 from specsparse.speculative.drafters.plan import DrafterPlan
 from specsparse.speculative.tree import TreeTemplate
-from specsparse.speculative.trees.registry import CHAIN
-from specsparse.speculative.verifiers.registry import RULES
+from specsparse.speculative.trees import CHAIN
+from specsparse.speculative.verifiers import RULES
 from specsparse.support.files import Json
 from specsparse.support.options import Positive, Range, read
 

@@ -22,7 +22,7 @@ from specsparse.speculative import expected
 from specsparse.speculative.drafters.heads import head_file
 from specsparse.speculative.drafters.self_draft import default_layers
 from specsparse.speculative.tree import TreeTemplate
-from specsparse.speculative.trees.sequoia import GUESSED_ACCEPTANCE, sequoia
+from specsparse.speculative.trees.static import GUESSED_ACCEPTANCE, sequoia
 from specsparse.support.files import Json
 
 LOOKUPS = ("prompt_lookup", "ngram_simple", "suffix")

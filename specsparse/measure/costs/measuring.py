@@ -33,7 +33,7 @@ from specsparse.speculative.drafters.scripted import Scripted
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.tree import TreeTemplate
 from specsparse.speculative.trees.base import TreeShape
-from specsparse.speculative.trees.static import static_tree
+from specsparse.speculative.trees.static import DRAWS, StaticTree
 from specsparse.speculative.verify import get_verifier
 from specsparse.support.interleaved import interleaved
 from specsparse.support.registry import Choice
@@ -315,7 +315,7 @@ def table_for_trees(
     """`table_for` for static trees: the cost of a level. `draw`: how children are drawn."""
 
     def methods() -> list[Method]:
-        trees = [(t, static_tree(t, draw)) for t in TEMPLATES]
+        trees = [(t, StaticTree(t, DRAWS[draw])) for t in TEMPLATES]
         drafter = Choice(name, dict(options))
         return [resolve(MethodSpec(drafter, policy=Fixed(t.size), tree=tree), model) for t, tree in trees]
 

@@ -10,7 +10,6 @@ from typing import Annotated, Literal, TypeVar
 
 from specsparse.errors import UserError
 from specsparse.speculative.gamma import MAX_GAMMA, SHORT_GAMMA, MaxNodes
-from specsparse.speculative.verifiers.options import SyntheticAcceptance
 from specsparse.support.options import Also, Count, Inline, Range, Read
 
 
@@ -143,17 +142,6 @@ class SuffixOptions:
     def __post_init__(self):
         if self.min_match > self.longest:
             raise UserError(f"drafter.min_match={self.min_match} must be at most longest={self.longest}")
-
-
-@dataclass(frozen=True)
-class SyntheticOptions(SyntheticAcceptance):
-    """Acceptance made up beforehand, to measure speed apart from draft quality; the output is no text.
-
-    Attributes:
-        max_nodes: tokens drafted.
-    """
-
-    max_nodes: MaxNodes = SHORT_GAMMA
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ DRAFTERS: "Registry[Drafter | DrafterPlan]" = Registry(
         "ngram_simple": ("ngram:NGram.ngram_simple", own.NgramSimpleOptions),
         "ngram_map": ("ngram:NGram.ngram_map", own.NgramMapOptions),
         "suffix": ("suffix:Suffix", own.SuffixOptions),
-        "synthetic": ("synthetic:Synthetic.of", own.SyntheticOptions),
+        "synthetic": "synthetic:Synthetic",
         "model": ("draft_model:ModelPlan", own.ModelOptions),
         "layer_skip": ("self_draft:LayerSkipPlan", own.LayerSkipOptions),
         "sparse_self": ("self_draft:SparseSelfPlan", own.SparseSelfOptions),

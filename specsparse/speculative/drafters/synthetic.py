@@ -5,8 +5,9 @@ The verdict ignores what the tokens are, so the output is *not text* and the law
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, ClassVar
+import itertools
+import operator
+from typing import Annotated, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,104 +16,74 @@ from specsparse.engine.pytree import Pytree
 from specsparse.errors import UserError
 from specsparse.speculative.base import Draft, DraftContext, Drafted, Drafter, DraftKind, Verdict, Verifier
 from specsparse.speculative.drafters import lookup
+from specsparse.speculative.gamma import MAX_GAMMA, SHORT_GAMMA, MaxNodes
 from specsparse.speculative.tree import TreeTemplate
-from specsparse.speculative.verifiers.registry import SYNTHETIC
-from specsparse.speculative.verifiers.targets import TargetRule
+from specsparse.speculative.verifiers import SYNTHETIC
+from specsparse.speculative.verifiers.match import TargetRule
 from specsparse.speculative.verify import match_verdict
+from specsparse.support.options import Also, Inline, Range
 
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticRates(TargetRule):
-    """The law of the accepted length of a chain.
+    """Acceptance made up beforehand: the rule of the verifier `synthetic`. LOSSY, and the output is not text.
+
+    For a draft of gamma tokens it is r_i, the chance that token i is accepted once those before it were.
 
     Attributes:
-        process: "geometric", "minimum_variance" or "rates".
-        conditional: r_i, chance that draft token i is accepted once those before it were; each in [0, 1].
+        process: geometric (llama.cpp), one rate at every position; minimum_variance (vLLM), accepted lengths are the
+            two integers around the mean.
+        rate: chance that a drafted token is accepted once those before it were; by default 0.7. Of minimum_variance,
+            the mean length is then that of the geometric process.
+        length: instead of `rate`, the mean acceptance length, bonus token included.
+        rates: instead of both, the chance that at least i tokens are accepted, for each i.
     """
 
-    process: str
-    conditional: tuple[float, ...]
+    process: Literal["geometric", "minimum_variance"] = "geometric"
+    rate: Annotated[float, Range(0, 1)] | None = None
+    length: Annotated[
+        float | None,
+        Range(1, MAX_GAMMA + 1),
+        Also("synthetic_acceptance_length", "spec_synthetic_acceptance_length"),
+    ] = None
+    rates: tuple[float, ...] | None = None
 
     def __post_init__(self):
-        if any(not 0 <= r <= 1 for r in self.conditional):
-            raise UserError(f"synthetic acceptance rates {self.conditional} must lie in [0, 1]")
-
-    @classmethod
-    def geometric(cls, gamma: int, *, rate: float | None = None, length: float | None = None) -> "SyntheticRates":
-        """One rate r at every position: P(accepted >= i) = r^i.
-
-        Give `rate`, or the mean acceptance `length` L in [1, gamma + 1], from which r solves
-        1 + r + ... + r^gamma = L (llama.cpp's `--spec-synthetic-acceptance-length`).
-        """
-        if (rate is None) == (length is None):
-            raise UserError("synthetic acceptance takes either a rate or a mean length")
-        if length is not None:
-            rate = _solve_geometric(gamma, _checked_length(gamma, length))
-        return cls("geometric", (rate,) * gamma)
-
-    @classmethod
-    def minimum_variance(
-        cls, gamma: int, *, rate: float | None = None, length: float | None = None
-    ) -> "SyntheticRates":
-        """Accepted lengths are the two integers around the mean (vLLM's `synthetic_acceptance_length`).
-
-        `length` is the mean acceptance length in [1, gamma + 1], bonus token included. `rate` asks for the mean length
-        of the geometric process of that rate, so that the two processes can be compared at one mean.
-        """
-        if (rate is None) == (length is None):
-            raise UserError("synthetic acceptance takes either a rate or a mean length")
-        if length is None:
-            length = cls.geometric(gamma, rate=rate).mean_acceptance_length()
-        accepted = _checked_length(gamma, length) - 1
-        whole = int(accepted)
-        rates = [1.0] * whole + [accepted - whole] + [0.0] * gamma
-        return cls("minimum_variance", tuple(rates[:gamma]))
-
-    @classmethod
-    def from_unconditional(cls, rates: tuple[float, ...]) -> "SyntheticRates":
-        """From P(accepted >= i + 1) for each position, non-increasing (vLLM's `synthetic_acceptance_rates`)."""
-        before, conditional = 1.0, []
-        for rate in rates:
+        if sum(given is not None for given in (self.rate, self.length, self.rates)) > 1:
+            raise UserError("synthetic acceptance takes a rate, or a mean length, or rates: give one of them")
+        for before, rate in zip((1.0, *(self.rates or ())), self.rates or ()):
             if not 0 <= rate <= before:
-                raise UserError(f"synthetic acceptance rates {rates} must lie in [0, 1] and not increase")
-            conditional.append(rate / before if before > 0 else 0.0)
-            before = rate
-        return cls("rates", tuple(conditional))
+                raise UserError(f"synthetic acceptance rates {self.rates} must lie in [0, 1] and not increase")
 
-    @classmethod
-    def of(
-        cls,
-        gamma: int,
-        *,
-        process: str = "geometric",
-        rate: float | None = None,
-        length: float | None = None,
-        rates: Sequence[float] | None = None,
-    ) -> "SyntheticRates":
-        """From options: a rate (0.7 if nothing is said), a mean acceptance length, or a rate for each position."""
-        if rates is not None:
-            if rate is not None or length is not None:
-                raise UserError("synthetic acceptance takes rates, or a rate, or a mean length")
-            return cls.from_unconditional(tuple(rates))
-        if rate is None and length is None:
-            rate = 0.7
-        return getattr(cls, process)(gamma, rate=rate, length=length)
+    def conditional(self, gamma: int) -> tuple[float, ...]:
+        """r_i of a draft of `gamma` tokens.
 
-    def unconditional(self, drafted: int | None = None) -> tuple[float, ...]:
-        """P(accepted >= i + 1) for each position of a draft of `drafted` tokens (default: all)."""
-        found, reach = [], 1.0
-        for rate in self.conditional[:drafted]:
-            reach *= rate
-            found.append(reach)
-        return tuple(found)
+        Raises:
+            UserError: so long a mean length is beyond it.
+        """
+        if self.rates is not None:
+            reach = (1.0, *self.rates, *(0.0,) * gamma)[: gamma + 1]
+            return tuple(after / before if before > 0 else 0.0 for before, after in itertools.pairwise(reach))
+        if self.length is not None and gamma and self.length > gamma + 1:
+            raise UserError(f"mean acceptance length {self.length:g} must lie in 1..{gamma + 1} for gamma={gamma}")
+        rate = 0.7 if self.rate is None else self.rate
+        if self.process == "geometric":
+            return (rate if self.length is None else _solve_geometric(gamma, self.length),) * gamma
+        length = SyntheticRates(rate=rate).mean_acceptance_length(gamma) if self.length is None else self.length
+        accepted, whole = length - 1, int(length - 1)
+        return (*(1.0,) * whole, accepted - whole, *(0.0,) * gamma)[:gamma]
 
-    def mean_acceptance_length(self, drafted: int | None = None) -> float:
+    def unconditional(self, gamma: int) -> tuple[float, ...]:
+        """P(accepted >= i + 1) for each position of a draft of `gamma` tokens."""
+        return tuple(itertools.accumulate(self.conditional(gamma), operator.mul))
+
+    def mean_acceptance_length(self, gamma: int) -> float:
         """1 + sum_i P(accepted >= i), bonus token included; geometric: (1 - r^(gamma+1)) / (1 - r)."""
-        return 1.0 + sum(self.unconditional(drafted))
+        return 1.0 + sum(self.unconditional(gamma))
 
-    def variance(self, drafted: int | None = None) -> float:
+    def variance(self, gamma: int) -> float:
         """Of the acceptance length: sum_i (2i - 1) P(accepted >= i) - (sum_i P(accepted >= i))^2."""
-        reach = self.unconditional(drafted)
+        reach = self.unconditional(gamma)
         return sum((2 * i + 1) * r for i, r in enumerate(reach)) - sum(reach) ** 2
 
     def verdict(self, draft: Draft, target_Bn: jax.Array, *, coins_BK: jax.Array) -> Verdict:
@@ -127,7 +98,7 @@ class SyntheticRates(TargetRule):
             coins_BK: float32[B, K] in [0, 1), noise stream `accept`, one coin a node.
         """
         K = draft.max_nodes
-        rate_K = jnp.array((*self.conditional[:K], *(0.0,) * (K - len(self.conditional))), jnp.float32)[None]
+        rate_K = jnp.array(self.conditional(K), jnp.float32)[None]
         node_K = jnp.arange(K, dtype=jnp.int32)[None]
         heads_BK = (coins_BK < rate_K) & (node_K < draft.count[:, None])
         accepted_B = jnp.sum(jnp.cumprod(heads_BK.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
@@ -142,12 +113,6 @@ class SyntheticRates(TargetRule):
             alpha=jnp.sum(jnp.where(tested_BK, rate_K, 0.0), axis=1),
             alpha_var=jnp.sum(jnp.where(tested_BK, rate_K * (1 - rate_K), 0.0), axis=1),
         )
-
-
-def _checked_length(gamma: int, length: float) -> float:
-    if not 1 <= length <= gamma + 1:
-        raise UserError(f"mean acceptance length {length:g} must lie in 1..{gamma + 1} for gamma={gamma}")
-    return float(length)
 
 
 def _solve_geometric(gamma: int, length: float) -> float:
@@ -171,26 +136,23 @@ def synthetic_verifier(rates: SyntheticRates) -> Verifier:
 
 @dataclasses.dataclass(frozen=True)
 class Synthetic(Drafter):
-    """Drafts the tokens that stand before the last one; the verdict of its `rates` decides how many stay.
+    """Drafts the tokens that stand before the last one; the verdict of its `acceptance` decides how many stay.
 
     Different tokens, so that a sparse target's pass reads for each of them what it would read for a real draft.
 
     Attributes:
-        rates: the law of the accepted length; its positions are K.
+        max_nodes: tokens drafted; as many as there are `rates`, if they are given.
+        acceptance: how many are accepted.
     """
 
-    rates: SyntheticRates
+    max_nodes: MaxNodes = SHORT_GAMMA
+    acceptance: Annotated[SyntheticRates, Inline()] = SyntheticRates()
     kind: ClassVar[DraftKind] = DraftKind.ONE_HOT
 
-    @classmethod
-    def of(cls, max_nodes: int, **options: Any) -> "Synthetic":
-        """Of options; see `SyntheticRates.of`."""
-        return cls(SyntheticRates.of(max_nodes, **options))
-
-    @property
-    def max_nodes(self) -> int:
-        """K."""
-        return len(self.rates.conditional)
+    def __post_init__(self):
+        if self.acceptance.rates is not None:
+            object.__setattr__(self, "max_nodes", len(self.acceptance.rates))
+        self.acceptance.conditional(self.max_nodes)  # a mean length that is too long is found before a model is loaded
 
     def draft(self, params: Pytree, state: Pytree, ctx: DraftContext) -> Drafted:
         """The K tokens before the last one, of them `budget`; consumes no noise."""

@@ -3,13 +3,18 @@
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 
 from specsparse.engine.cache import KVCache
 from specsparse.speculative.base import Draft, DraftContext, DraftKind
 from specsparse.speculative.draft_law import DraftLaw
+from specsparse.speculative.trees import MAX_NODES
+from specsparse.support.options import Range
+
+Nodes = Annotated[int, Range(1, MAX_NODES)]
+Depth = Annotated[int, Range(1, MAX_NODES)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +54,8 @@ class Expanded(NamedTuple):
 
 
 class TreeShape(abc.ABC):
-    """Base of the shapes: final frozen dataclasses that expand a tree level by level, one forward a level.
+    """Base of the shapes: frozen dataclasses, whose fields are the options, that expand a tree level by level, one
+    forward a level.
 
     Static facts are class attributes, fields or properties.
 

@@ -1,10 +1,11 @@
-"""Static trees: a template says which node has how many children; tokens are ranks, independent draws, or draws without
-replacement."""
+"""Trees of one shape, a template: given, by widths or paths, or the best by Sequoia's dynamic programme over measured
+acceptance and time. Tokens are ranks, independent draws, or draws without replacement."""
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,8 @@ from specsparse.errors import UserError
 from specsparse.speculative.base import ROOT, Draft, DraftKind
 from specsparse.speculative.draft_law import draft_uniforms
 from specsparse.speculative.tree import TreeTemplate
-from specsparse.speculative.trees.base import Expanded, Expander, TreeShape
-from specsparse.speculative.trees.options import TemplateOptions
+from specsparse.speculative.trees.base import Depth, Expanded, Expander, Nodes, TreeShape
+from specsparse.support.options import Count, Range, Size
 
 
 class Levels(NamedTuple):
@@ -42,29 +43,22 @@ class _Partial(NamedTuple):
     fed: jax.Array
 
 
-@dataclasses.dataclass(frozen=True)
-class StaticTree(TreeShape):
+class TemplateTree(TreeShape):
     """A template whose nodes are filled level by level; a smaller budget keeps its first nodes.
 
     Attributes:
-        template: the tree, nodes in level order (`by_level` puts them so).
-        draw: `ONE_HOT`: child r is the token of rank r (Medusa, arXiv:2401.10774; EAGLE, 2401.15077). `IID`: children
+        template: the tree, nodes in level order.
+        kind: `ONE_HOT`: child r is the token of rank r (Medusa, arXiv:2401.10774; EAGLE, 2401.15077). `IID`: children
             are drawn from q independently (SpecInfer, 2305.09781). `WOR`: each child is drawn from q without its elder
             siblings (Sequoia, 2402.12374). `SAMPLED`: a chain of draws.
     """
 
     template: TreeTemplate
-    draw: DraftKind = DraftKind.ONE_HOT
 
     def __post_init__(self):
         if self.template.size < 1:
             raise UserError("a tree needs at least one node")
-        if list(self.template.depths) != sorted(self.template.depths):
-            object.__setattr__(self, "template", by_level(self.template))
-        if self.draw is DraftKind.SAMPLED and self.branches:
-            raise UserError("siblings are drawn iid or wor; sampled is for chains")
 
-    kind = property(attrgetter("draw"))
     max_nodes = property(attrgetter("template.size"))
     max_depth = property(attrgetter("template.max_depth"))
 
@@ -97,7 +91,7 @@ class StaticTree(TreeShape):
         levels = jax.tree.map(lambda a: jnp.asarray(a, jnp.int32), self.levels)
         parents_BK = self.template.parents_array(batch)
         q = None
-        if self.draw is not DraftKind.ONE_HOT:
+        if self.kind is not DraftKind.ONE_HOT:
             q = jnp.zeros((batch, K, by.vocab_size), jnp.float32)
         partial = _Partial(cache, jnp.zeros((batch, K), jnp.int32), q, jnp.zeros((batch,), jnp.int32))
         first = jnp.broadcast_to(logits_BN[:, None], (batch, levels.parents.shape[1], logits_BN.shape[1]))
@@ -127,14 +121,14 @@ class StaticTree(TreeShape):
         """The nodes of level d, rank by rank, from the logits after their parents."""
         batch, P, N = logits_BPN.shape
         x_RN = logits_BPN.reshape(batch * P, N)
-        if self.draw is not DraftKind.ONE_HOT:
+        if self.kind is not DraftKind.ONE_HOT:
             x_RN, ok_R = by.law.law(x_RN)
             x_RN = jnp.where(ok_R[:, None], x_RN, jnp.float32(0))
 
         def rank(r, carry):
             tokens_BK, q_BKV, x_RN = carry
             node_P = jax.lax.dynamic_index_in_dim(levels.nodes[d], r, axis=1, keepdims=False)
-            if self.draw is DraftKind.ONE_HOT:
+            if self.kind is DraftKind.ONE_HOT:
                 column_R = by.law.top(x_RN)
             else:
                 u_BPU = draft_uniforms(by.ctx, depth=d + 1, node=node_P[None])
@@ -151,9 +145,9 @@ class StaticTree(TreeShape):
     def _without(self, x_RN: jax.Array, column_R: jax.Array) -> jax.Array:
         """What the next sibling is taken from: logits or q without the column just used."""
         row_R = jnp.arange(x_RN.shape[0], dtype=jnp.int32)
-        if self.draw is DraftKind.ONE_HOT:
+        if self.kind is DraftKind.ONE_HOT:
             return x_RN.at[row_R, column_R].set(np.float32(-np.inf))
-        if self.draw is not DraftKind.WOR:
+        if self.kind is not DraftKind.WOR:
             return x_RN
         x_RN = x_RN.at[row_R, column_R].set(np.float32(0))
         mass_R1 = jnp.sum(x_RN, axis=1, keepdims=True)
@@ -161,29 +155,110 @@ class StaticTree(TreeShape):
         return jnp.where(mass_R1 > 0, x_RN / mass_R1, jnp.float32(0))
 
 
-_DRAWS = {"top": DraftKind.ONE_HOT, "iid": DraftKind.IID, "wor": DraftKind.WOR}
+DRAWS = {"top": DraftKind.ONE_HOT, "iid": DraftKind.IID, "wor": DraftKind.WOR}
+Draw = Literal["top", "iid", "wor"]
+"""How tokens are drawn, by name: the most likely ones, from q independently, or without replacement."""
 
 
-def static_tree(template: TreeTemplate, draw: str) -> StaticTree:
-    """A template with its way of drawing by name: top, iid or wor."""
-    return StaticTree(template, _DRAWS[draw])
+@dataclasses.dataclass(frozen=True)
+class StaticTree(TemplateTree):
+    """A given template, its nodes in any order, and how tokens are drawn."""
+
+    template: TreeTemplate
+    draw: DraftKind = DraftKind.ONE_HOT
+
+    kind = property(attrgetter("draw"))
+
+    def __post_init__(self):
+        super().__post_init__()
+        if list(self.template.depths) != sorted(self.template.depths):
+            object.__setattr__(self, "template", by_level(self.template))
+        if self.draw is DraftKind.SAMPLED and self.branches:
+            raise UserError("siblings are drawn iid or wor; sampled is for chains")
 
 
-def templated(widths: tuple[int, ...], paths: tuple[tuple[int, ...], ...] | None, draw: str) -> StaticTree:
-    """From options: `widths` of the levels, or `paths`.
+@dataclasses.dataclass(frozen=True)
+class _Described(TemplateTree):
+    """The same tree every round.
 
-    Raises:
-        UserError: both were given, or they are no tree.
+    Attributes:
+        widths: children of every node, level by level.
+        paths: instead, paths of ranks, such as [[0], [1], [0, 0], [0, 1]] (Medusa's notation).
     """
-    if paths is None:
-        return static_tree(TreeTemplate.kary(widths), draw)
-    if widths != TemplateOptions.widths:
-        raise UserError("tree.widths and tree.paths are two ways to say it: give one of them")
-    return static_tree(TreeTemplate.from_paths(paths), draw)
+
+    widths: tuple[Count, ...] = (3, 2, 1)
+    paths: tuple[tuple[Size, ...], ...] | None = None
+
+    @functools.cached_property
+    def template(self) -> TreeTemplate:  # type: ignore[override]
+        """Of the options."""
+        if self.paths is None:
+            return TreeTemplate.kary(self.widths)
+        if self.widths != _Described.widths:
+            raise UserError("tree.widths and tree.paths are two ways to say it: give one of them")
+        return TreeTemplate.from_paths(self.paths)
 
 
-sampled_iid = functools.partial(templated, draw="iid")
-sampled_wor = functools.partial(templated, draw="wor")
+@dataclasses.dataclass(frozen=True)
+class Static(_Described):
+    """The same tree every round, of the most likely tokens or of drawn ones.
+
+    Attributes:
+        draw: top, the most likely tokens; iid, drawn from q independently; wor, drawn without replacement.
+    """
+
+    draw: Draw = "top"
+
+    @property
+    def kind(self) -> DraftKind:  # type: ignore[override]
+        """How the tokens are drawn."""
+        return DRAWS[self.draw]
+
+
+@dataclasses.dataclass(frozen=True)
+class SampledIid(_Described):
+    """The same tree every round, children drawn from q independently."""
+
+    kind = DraftKind.IID
+
+
+@dataclasses.dataclass(frozen=True)
+class SampledWor(_Described):
+    """The same tree every round, children drawn from q without replacement."""
+
+    kind = DraftKind.WOR
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequoia(TemplateTree):
+    """The tree with the highest predicted speed, by Sequoia's dynamic programme (arXiv:2402.12374).
+
+    Attributes:
+        acceptance: chance that the child of each rank is the accepted one; null: measured on the built-in prompts, a
+            guess in the API.
+        cost: times of a round that verifies 0, 1, .. nodes, in plain steps; null: measured on this machine, in the API
+            the same for every node.
+        level_cost: time to draft one level, in plain steps; null: measured, 0 in the API.
+        nodes: at most.
+        depth: at most.
+        draw: as of a static tree.
+    """
+
+    acceptance: tuple[float, ...] | None = None
+    cost: tuple[float, ...] | None = None
+    level_cost: Annotated[float | None, Range(0, 1e6)] = None
+    nodes: Nodes = 15
+    depth: Depth = 6
+    draw: Draw = "top"
+
+    kind = Static.kind
+
+    @functools.cached_property
+    def template(self) -> TreeTemplate:  # type: ignore[override]
+        """The best one."""
+        rates = GUESSED_ACCEPTANCE if self.acceptance is None else self.acceptance
+        times = [1 + n / 16 for n in range(self.nodes + 1)] if self.cost is None else self.cost
+        return sequoia(rates, times, self.nodes, self.depth, level_cost=self.level_cost or 0.0)
 
 
 def by_level(template: TreeTemplate) -> TreeTemplate:
@@ -191,3 +266,86 @@ def by_level(template: TreeTemplate) -> TreeTemplate:
     order = sorted(range(template.size), key=lambda node: template.depths[node])
     place = {node: i for i, node in enumerate(order)} | {ROOT: ROOT}
     return TreeTemplate(tuple(place[template.parents[node]] for node in order))
+
+
+GUESSED_ACCEPTANCE = (0.6, 0.15, 0.07, 0.03)
+"""By rank, where nothing was measured."""
+
+
+class _Tables(NamedTuple):
+    """gain[d, r, n]: most tokens that n nodes give as children of rank r and up (and their subtrees) of one node, with
+    paths of at most d; first[d, r, n]: nodes of the subtree of child r in that optimum, 0 for no child."""
+
+    gain: np.ndarray
+    first: np.ndarray
+
+
+def sequoia(
+    acceptance_by_rank: Sequence[float],
+    cost_of_n: Sequence[float],
+    max_nodes: int,
+    max_depth: int,
+    *,
+    level_cost: float = 0.0,
+) -> TreeTemplate:
+    """The tree of the highest predicted speed (Chen et al., Sequoia, arXiv:2402.12374, section 3.1 and 3.3).
+
+    A tree T is expected to yield 1 + sum over its nodes of the product of acceptances on the node's path; it takes
+    cost_of_n[size] + level_cost * depth. Unlike the paper's, the cost is measured and may have steps.
+
+    Args:
+        acceptance_by_rank: chance that the child of rank r is the one accepted at a node.
+        cost_of_n: time of a round that verifies n nodes, n = 0 .. max_nodes, in any unit (a table of v(n + 1)).
+        max_nodes: at least 1.
+        max_depth: at least 1.
+        level_cost: time of drafting one level, same unit.
+
+    Returns:
+        The tree, nodes level by level; at least one node, since no draft at all is a policy's business.
+
+    Raises:
+        UserError: an argument out of range.
+    """
+    rates, cost = np.asarray(acceptance_by_rank, np.float64), np.asarray(cost_of_n, np.float64)
+    if rates.ndim != 1 or rates.size == 0 or (rates < 0).any() or rates.sum() > 1 + 1e-9:
+        raise UserError("tree.acceptance must hold the chance of each rank: at least 0, in all at most 1")
+    if max_nodes < 1 or max_depth < 1 or cost.ndim != 1 or cost.size <= max_nodes or not (cost > 0).all():
+        raise UserError(f"tree.cost must hold times above 0 for 0..{max_nodes} nodes, and depth be at least 1")
+    tables = _solve(rates, max_nodes, min(max_depth, max_nodes))
+    depths, sizes = range(1, tables.gain.shape[0]), range(1, max_nodes + 1)
+    _, depth, size = max(
+        ((1 + tables.gain[d, 0, n]) / (cost[n] + level_cost * d), -d, -n) for d in depths for n in sizes
+    )
+    return TreeTemplate.from_paths(_paths(tables, -depth, 0, -size))
+
+
+def expected_tokens(template: TreeTemplate, acceptance_by_rank: Sequence[float]) -> float:
+    """Mean acceptance length of a tree, bonus token included, if each rank is accepted as often at every node."""
+    chance = [0.0] * template.size
+    for node, (parent, rank) in enumerate(zip(template.parents, template.ranks)):
+        rate = acceptance_by_rank[rank] if rank < len(acceptance_by_rank) else 0.0
+        chance[node] = rate * (1.0 if parent < 0 else chance[parent])
+    return 1.0 + sum(chance)
+
+
+def _solve(rates: np.ndarray, nodes: int, depth: int) -> _Tables:
+    ranks = len(rates)
+    gain = np.zeros((depth + 1, ranks + 1, nodes + 1))
+    first = np.zeros((depth + 1, ranks + 1, nodes + 1), np.int64)
+    for d in range(1, depth + 1):
+        for r in reversed(range(ranks)):
+            for n in range(1, nodes + 1):
+                m = np.arange(1, n + 1)  # nodes of this child's subtree, itself among them
+                worth = rates[r] * (1 + gain[d - 1, 0, m - 1]) + gain[d, r + 1, n - m]
+                best = int(np.argmax(worth))
+                gain[d, r, n], first[d, r, n] = worth[best], m[best]
+    return _Tables(gain, first)
+
+
+def _paths(tables: _Tables, d: int, r: int, n: int, path: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
+    """Paths of ranks of the optimum's nodes below one node."""
+    if d == 0 or n == 0 or tables.first[d, r, n] == 0:
+        return []
+    m = int(tables.first[d, r, n])
+    here = (*path, r)
+    return [here, *_paths(tables, d - 1, 0, m - 1, here), *_paths(tables, d, r + 1, n - m, path)]

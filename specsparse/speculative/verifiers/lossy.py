@@ -4,8 +4,8 @@ import dataclasses
 
 from specsparse.speculative.verifiers import laws
 from specsparse.speculative.verifiers.laws import Array
-from specsparse.speculative.verifiers.options import ThresholdOptions, TypicalOptions
 from specsparse.speculative.verifiers.siblings import Child, SiblingRule
+from specsparse.support.options import Share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,12 +16,12 @@ class Typical(SiblingRule):
     is drawn from p itself.
 
     Attributes:
-        epsilon: hard threshold, in (0, 1].
-        delta: factor of the entropy-dependent threshold, in (0, 1].
+        epsilon: hard threshold.
+        delta: factor of the entropy-dependent one.
     """
 
-    epsilon: float = TypicalOptions.epsilon
-    delta: float = TypicalOptions.delta
+    epsilon: Share = 0.09
+    delta: Share = 0.3
 
     def enter(self, p_V: Array, q_V: Array, siblings: Array) -> tuple:
         """Memo: the threshold at this parent."""
@@ -49,12 +49,12 @@ class Threshold(SiblingRule):
     After rejections the tokens tried are struck out of p. At 1 and 1 it is `tree_delta`, and lossless.
 
     Attributes:
-        single: p(x) from which a token is taken unseen, in (0, 1].
-        total: summed p at which acceptance is certain, in (0, 1].
+        single: p(x) from which a token is taken unseen.
+        total: summed p at which acceptance is certain.
     """
 
-    single: float = ThresholdOptions.single
-    total: float = ThresholdOptions.total
+    single: Share = 1.0
+    total: Share = 0.8
 
     def enter(self, p_V: Array, q_V: Array, siblings: Array) -> tuple:
         """Memo: p already tried at this parent."""

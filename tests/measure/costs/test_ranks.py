@@ -23,7 +23,7 @@ from specsparse.speculative.drafters.heads import head_file
 from specsparse.speculative.drafters.scripted import Scripted
 from specsparse.speculative.policies.base import Fixed
 from specsparse.speculative.trees import get_tree
-from specsparse.speculative.trees.static import static_tree
+from specsparse.speculative.trees.static import StaticTree
 from specsparse.support.registry import Choice
 from specsparse.testing import write_tiny_gguf
 from tests.experiments.playing import replaced, run_config, settings
@@ -59,7 +59,7 @@ def test_the_child_of_rank_zero_of_a_perfect_draft_is_always_accepted(model):
     """All of the target's layers: rank 0 is the target's own token. With all but one layer other ranks have a share."""
 
     def rates(layers):
-        drafter, tree = Choice("layer_skip", {"layers": layers}), static_tree(acceptance.FAN, "top")
+        drafter, tree = Choice("layer_skip", {"layers": layers}), StaticTree(acceptance.FAN)
         method = resolve(MethodSpec(drafter, policy=Fixed(8), tree=tree), model)
         return acceptance.by_rank(model, method, [PROMPT, PROMPT[:6]], GREEDY)
 

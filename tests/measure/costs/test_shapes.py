@@ -15,7 +15,7 @@ from specsparse.measure.costs.forecast import (
 )
 from specsparse.measure.costs.outlines import outline
 from specsparse.speculative.tree import TreeTemplate
-from specsparse.speculative.trees import sequoia
+from specsparse.speculative.trees.static import GUESSED_ACCEPTANCE
 
 IDLE = Device("idle", "a made device", bandwidth=1e12, f32=1e17, int8=1e17, source="made")
 """Its arithmetic costs nothing."""
@@ -30,7 +30,7 @@ def of(device):
 
 def test_siblings_are_those_that_were_counted_else_share_what_is_left():
     assert siblings(Accepted(0.5, ranks=(0.5, 0.2))) == (0.5, 0.2)
-    assert siblings(Accepted(0.6)) == pytest.approx(sequoia.GUESSED_ACCEPTANCE)
+    assert siblings(Accepted(0.6)) == pytest.approx(GUESSED_ACCEPTANCE)
     assert siblings(Accepted(0.3, (0.8, 0.1)))[0] == 0.8
     assert siblings(Accepted(0.0)) == (0, 0, 0, 0)
     for alpha in (0.3, 0.8, 0.98, 1.0):

@@ -128,8 +128,8 @@ def _written(model: Model, method: Method, plan: CardPlan, temperature: float = 
 def speculation(plan: CardPlan) -> Iterator[Json]:
     """Drafts whose acceptance is made up against plain decoding, padded and in a program for one row."""
     model = padded(random_model(plan.large, "BF16", layers=plan.layers, backend=plan.backend))
-    rates = SyntheticRates.geometric(GAMMA, rate=ALPHA)
-    method = Method(Synthetic(rates), synthetic_verifier(rates))
+    rates = SyntheticRates(rate=ALPHA)
+    method = Method(Synthetic(GAMMA, rates), synthetic_verifier(rates))
     sides = {"plain": (model, Method()), "one_row": (wide(model, 0), Method()), "speculative": (model, method)}
     found = interleaved({name: lambda s=s: _written(*s, plan) for name, s in sides.items()}, repeats=plan.repeats)
     s = {name: median(one.decode_s for one in each) for name, each in found.items()}
@@ -137,7 +137,7 @@ def speculation(plan: CardPlan) -> Iterator[Json]:
     yield {
         "what": f"speculation, {plan.large} BF16, alpha {ALPHA}, gamma {GAMMA}", "layers": model.config.n_layers,
         "tokens_per_round": counted.num_emitted_tokens / counted.num_rounds,
-        "expected_tokens_per_round": rates.mean_acceptance_length(),
+        "expected_tokens_per_round": rates.mean_acceptance_length(GAMMA),
         "over_one_row": s["one_row"] / s["speculative"], "over_padded": s["plain"] / s["speculative"],
         "tokens_per_second": plan.tokens / s["speculative"],
     }  # fmt: skip
