@@ -1,6 +1,7 @@
-"""A block drafter as what is trained (DFlash, arXiv:2602.06036): where it begins, its function, its file.
+"""A DFlash block drafter in training (arXiv:2602.06036): a function to differentiate, its start, its file.
 
-One pass over a block drafts all of its tokens, so nothing is run on its own rows: block and window are one forward.
+One pass over a block drafts all of its tokens, so nothing is run on its own rows: block and window are one forward. The
+layers are those that decode (`speculative.drafters.heads.dflash_block`), with the products of training.
 """
 
 from collections.abc import Sequence
@@ -16,22 +17,79 @@ from specsparse.engine.rope import rope_tables
 from specsparse.engine.rope_config import RopeConfig
 from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import embed_rows
-from specsparse.speculative.drafters.heads.dflash_block import BlockLayer, BlockShape, BlockWeights
+from specsparse.speculative.drafters.heads.dflash_block import (
+    BlockKeys,
+    BlockLayer,
+    BlockShape,
+    BlockWeights,
+    block_rows,
+    context_keys,
+    sees_block,
+    sees_context,
+)
 from specsparse.speculative.drafters.heads.dflash_file import of_arrays, tensor_shapes, write_dflash_gguf
-from specsparse.training.blocks import blocks
-from specsparse.training.data import Text
-from specsparse.training.features import Features
-from specsparse.training.form import FeatureForm, beginning_with, last_inputs, ridge, tokenizer_keys, unit
-from specsparse.training.layer import rms_norm
-from specsparse.training.products import times
-from specsparse.training.unroll import Frozen, Window, down, same_text
-from specsparse.training.windows import fill, pack
+from specsparse.training.corpus import Text
+from specsparse.training.form import (
+    FeatureForm,
+    Frozen,
+    beginning_with,
+    last_inputs,
+    owned,
+    ridge,
+    tokenizer_keys,
+    unit,
+)
+from specsparse.training.layer import Keys, attention, linear, rms_norm, times
+from specsparse.training.text_windows import Features, Window, fill, pack
 
 _ROWS, _DRAFTING = 512, 224
 """Of the windows that the first weights are fitted on."""
-
-NAMES = {"fc": "fc.weight", "hidden_norm": "enc.output_norm.weight", "output_norm": "output_norm.weight"}
+_FIRST_ROWS = 8_000
+"""Tokens of answers that they are fitted on."""
+_NAMES = {"fc": "fc.weight", "hidden_norm": "enc.output_norm.weight", "output_norm": "output_norm.weight"}
 """Fields of `BlockWeights` beside its layers, and their tensors in the file."""
+
+
+def blocks(
+    shape: BlockShape, w: BlockWeights, features_nE: jax.Array, position_n: jax.Array, embedded_mKD: jax.Array,
+    at_m: jax.Array, seen_mn: jax.Array, tables: tuple[jax.Array, ...],
+) -> tuple[jax.Array, list[jax.Array]]:  # fmt: skip
+    """Blocks at many places of texts at once: f32[m, K, D] before the output norm, and what attention found by layer.
+
+    Args:
+        shape: of the drafter.
+        w: its weights, float32 or halved.
+        features_nE: f32[n, len(read) D], the target's rows.
+        position_n: int32[n], of each in its text.
+        embedded_mKD: the embedded blocks.
+        at_m: int32[m], positions at which they begin.
+        seen_mn: bool[m, n], rows of the target that stand before a block in its text.
+        tables: cos and sin f32[positions, d/2].
+    """
+    cos, sin = tables
+    m, K, D = embedded_mKD.shape
+    context = context_keys(linear, shape, w, features_nE, cos[position_n], sin[position_n])
+    at_mK = at_m[:, None] + jnp.arange(K, dtype=jnp.int32)[None]
+    found = []
+
+    def attend(i: int, q_RHd: jax.Array, own: BlockKeys) -> jax.Array:
+        window = shape.windows[i]
+        base = Keys(*(a.swapaxes(0, 1) for a in context[i]))
+        k, v = (a.reshape(m, K, *a.shape[1:]) for a in own)
+        each = [Keys(k[:, j].swapaxes(0, 1), v[:, j].swapaxes(0, 1)) for j in range(K)]
+        q_mKHd = q_RHd.reshape(m, K, *q_RHd.shape[1:])
+        with jax.ensure_compile_time_eval():
+            block = np.asarray(sees_block(shape.causal[i], window, K))
+        out = []
+        for s in range(K):
+            seen = seen_mn & sees_context(window, at_mK[:, s], position_n)
+            out.append(attention(q_mKHd[:, s], base, seen, [key for j, key in enumerate(each) if block[s, j]]))
+        found.append(jnp.stack(out, axis=1))
+        return found[-1].reshape(m * K, -1)
+
+    at_R = at_mK.reshape(-1)
+    y_RD = block_rows(linear, shape, w, embedded_mKD.reshape(m * K, D), cos[at_R], sin[at_R], attend)
+    return y_RD.reshape(m, K, D), found
 
 
 @dataclass(frozen=True)
@@ -73,26 +131,82 @@ class DFlashForm(FeatureForm):
         return max(known.special_ids - others, default=self.model.config.vocab_size - 1)
 
     def zeros(self) -> BlockWeights:
-        """Of the shape."""
         sizes = dict(tensor_shapes(self.shape))
         layer = BlockLayer(*(jnp.zeros(sizes[f"blk.0.{name}.weight"]) for name in BlockLayer._fields))
-        return BlockWeights(layers=(layer,), **{field: jnp.zeros(sizes[name]) for field, name in NAMES.items()})
+        return BlockWeights(layers=(layer,), **{field: jnp.zeros(sizes[name]) for field, name in _NAMES.items()})
 
     def first(self, texts: Sequence[Text]) -> BlockWeights:
-        """See `first_weights`."""
-        return first_weights(self, texts)
+        """A linear guess.
 
-    def embedded(self, embedding: QTensor, tokens_m: jax.Array) -> jax.Array:
-        """f32[m, block, D]: the blocks that begin at these tokens."""
-        tokens_mK = jnp.full((len(tokens_m), self.block), self.mask_token, jnp.int32).at[:, 0].set(tokens_m)
-        return embed_rows(embedding, tokens_mK.reshape(-1)).reshape(*tokens_mK.shape, -1)
+        All rows of a block but the first hold a mask, so what they know comes through attention, and a random one
+        averages over the text. Here `fc` is `FeatureForm.fused`; queries and keys are constant but for their sign, so
+        that rotation alone decides and the nearest rows count most: those of the target for two thirds of the heads,
+        those of the block for the others. Values are the directions in which these rows vary most, and the output
+        matrix is the ridge regression of what the block should find on what attention finds. The feed-forward part,
+        with the target's own gate and up of its last layer, adds nothing yet.
+        """
+        model, zeros = self.model, self.zeros()
+        c, last, own = model.config, model.params.layers[-1], last_inputs(model)
+        H, d = c.n_heads, c.head_dim
+        few = Features(model, self.layers).of(beginning_with(texts, _FIRST_ROWS))
+        fc, norm = self.fused(texts), np.asarray(last.attn_norm)
+        fused_RD = unit(np.concatenate([t.hidden[:, : fc.shape[1]] for t in few]) @ fc.T) * norm
+        tokens = np.concatenate([t.tokens for t in few])
+        said_RD, mask_RD = (
+            unit(np.asarray(embed_rows(model.params.embedding, jnp.asarray(ids, jnp.int32))))
+            for ids in (tokens, np.full(len(tokens), self.mask_token))
+        )
 
-    def rows(self, weights: BlockWeights, embedding: QTensor, window: Window) -> tuple[jax.Array, list[jax.Array]]:
-        """What `blocks` finds of a window's drafting rows."""
+        def constant(*lots: tuple[np.ndarray, float]) -> np.ndarray:
+            """float32[D]: a direction along which each lot of rows has about its number."""
+            return ridge(sum(x.T @ x for x, _ in lots), sum(x.sum(axis=0) * y for x, y in lots)[:, None])[:, 0]
+
+        def directions(x_RD: np.ndarray, count: int) -> np.ndarray:
+            """float32[count, D]: the directions in which rows vary most, and these again if there are too few."""
+            _, found = np.linalg.eigh(x_RD.T @ x_RD)
+            return found.T[::-1][np.arange(count) % x_RD.shape[1]]
+
+        turns = self.rope.base ** (-np.arange(d // 2) / (d // 2))
+        near_d = np.append((turns > 0.1).astype(np.float32), np.zeros(d // 2, np.float32))
+        blocks_own = H // 3
+        block, text = ((said_RD, 1.0), (mask_RD, 1.0)), (fused_RD, -1.0)
+        of_block = constant(*block, text)
+        keys = np.repeat(np.stack([-of_block, of_block]), [H - blocks_own, blocks_own], axis=0)
+        layer = zeros.layers[0]._replace(
+            attn_norm=jnp.ones((c.d_model,)),
+            attn_q=np.kron(np.tile(constant(*block), (H, 1)), near_d[:, None]),
+            attn_k=np.kron(keys, near_d[:, None]),
+            attn_v=np.concatenate([directions(fused_RD, (H - blocks_own) * d), directions(said_RD, blocks_own * d)]),
+            attn_q_norm=jnp.ones((d,)),
+            attn_k_norm=jnp.ones((d,)),
+            ffn_norm=last.ffn_norm,
+            ffn_gate=own["ffn_gate"],
+            ffn_up=own["ffn_up"],
+        )
+        weights = owned(BlockWeights(fc, last.attn_norm, (layer,), model.params.output_norm))
+        return weights._replace(layers=(weights.layers[0]._replace(attn_output=self._output(weights, few)),))
+
+    def _output(self, weights: BlockWeights, texts: Sequence[Text]) -> jax.Array:
+        """f32[D, H d]: the regression of what each place of a block should find on what its attention finds."""
+        found_rows, width = jax.jit(self._rows), self.model.config.d_model
+        gram = cross = np.float32(0)
+        for group in pack(texts, range(len(texts)), rows=_ROWS, drafting=_DRAFTING):
+            window = fill([texts[i] for i in group], rows=_ROWS, drafting=_DRAFTING, width=width)
+            y_mKD, found = found_rows(weights, self.model.params.embedding, jax.tree.map(jnp.asarray, window))
+            depth_m, y_mKD, found_mKO = window.depth, np.asarray(y_mKD), np.asarray(found[0])
+            for s in range(self.block):
+                there = (depth_m >= 0) & (np.roll(depth_m, -s) == depth_m + s)
+                x, y = found_mKO[there, s], np.roll(window.after, -s, axis=0)[there] - y_mKD[there, s]
+                gram, cross = gram + x.T @ x, cross + x.T @ y
+        return jnp.asarray(ridge(gram, cross).T)
+
+    def _rows(self, weights: BlockWeights, embedding: QTensor, window: Window) -> tuple[jax.Array, list[jax.Array]]:
+        """`blocks` that begin at the tokens of a window's drafting rows."""
         tables = tuple(map(jnp.asarray, rope_tables(self.rope, len(window.tokens) + self.block)))
         features_nE, rows = window.hidden[:, : weights.fc.shape[1]], window.rows
-        embedded_mKD = self.embedded(embedding, window.tokens[rows])
-        seen_mn = same_text(window) & (jnp.arange(len(window.text))[None] <= rows[:, None])
+        tokens_mK = jnp.full((len(rows), self.block), self.mask_token, jnp.int32).at[:, 0].set(window.tokens[rows])
+        embedded_mKD = embed_rows(embedding, tokens_mK.reshape(-1)).reshape(*tokens_mK.shape, -1)
+        seen_mn = window.same_text() & (jnp.arange(len(window.text))[None] <= rows[:, None])
         at_m = window.position[rows] + 1
         return blocks(self.shape, weights, features_nE, window.position, embedded_mKD, at_m, seen_mn, tables)
 
@@ -100,15 +214,15 @@ class DFlashForm(FeatureForm):
         self, weights: BlockWeights, frozen: Frozen, embedding: QTensor, window: Window, count: int
     ) -> list[jax.Array]:
         """Stream s is the s-th place of the block that began s rows before; no more than a block has."""
-        y_mKD, _ = self.rows(weights, embedding, window)
+        y_mKD, _ = self._rows(weights, embedding, window)
         m, K, D = y_mKD.shape
         y_RD = rms_norm(y_mKD.reshape(m * K, D), weights.output_norm, self.shape.eps)
         z_mKN = times(y_RD, frozen.head).reshape(m, K, -1)
-        return [down(z_mKN[:, s], s) for s in range(min(count, K))]
+        return [jnp.roll(z_mKN[:, s], s, axis=0) for s in range(min(count, K))]
 
     def write(self, path: Path, weights: BlockWeights, ids: np.ndarray, *, quant: str) -> Path:
         """A GGUF file for `drafter=dflash` and for llama.cpp, with the target's output rows of the draft vocabulary."""
-        arrays = {name: np.asarray(getattr(weights, field)) for field, name in NAMES.items()}
+        arrays = {name: np.asarray(getattr(weights, field)) for field, name in _NAMES.items()}
         arrays |= {f"blk.0.{name}.weight": np.asarray(a) for name, a in weights.layers[0]._asdict().items()}
         arrays["output.weight"] = self.output_rows(ids)
         file = of_arrays(
@@ -116,75 +230,3 @@ class DFlashForm(FeatureForm):
             context=self.model.config.context_length, ids=np.asarray(ids), from_anchor=True,
         )  # fmt: skip
         return write_dflash_gguf(file, path, tokenizer=tokenizer_keys(self.model), quant=quant)
-
-
-def first_weights(form: DFlashForm, texts: Sequence[Text], *, rows: int = 8_000) -> BlockWeights:
-    """Where training begins: a linear guess.
-
-    All rows of a block but the first hold a mask, so what they know comes through attention, and a random one averages
-    over the text. Here `fc` is `FeatureForm.fused`; queries and keys are constant but for their sign, so that rotation
-    alone decides and the nearest rows count most: those of the target for two thirds of the heads, those of the block
-    for the others. Values are the directions in which these rows vary most, and the output matrix is the ridge
-    regression of what the block should find on what attention finds. The feed-forward part, with the target's own
-    gate and up of its last layer, adds nothing yet.
-    """
-    model, zeros = form.model, form.zeros()
-    c, last, own = model.config, model.params.layers[-1], last_inputs(model)
-    H, d = c.n_heads, c.head_dim
-    few = Features(model, form.layers).of(beginning_with(texts, rows))
-    fc, norm = form.fused(texts), np.asarray(last.attn_norm)
-    fused_RD = unit(np.concatenate([t.hidden[:, : fc.shape[1]] for t in few if t.hidden is not None]) @ fc.T) * norm
-    tokens = np.concatenate([t.tokens for t in few])
-    said_RD, mask_RD = (
-        unit(np.asarray(embed_rows(model.params.embedding, jnp.asarray(ids, jnp.int32))))
-        for ids in (tokens, np.full(len(tokens), form.mask_token))
-    )
-
-    def constant(*lots: tuple[np.ndarray, float]) -> np.ndarray:
-        """float32[D]: a direction along which each lot of rows has about its number."""
-        return ridge(sum(x.T @ x for x, _ in lots), sum(x.sum(axis=0) * y for x, y in lots)[:, None])[:, 0]
-
-    turns = form.rope.base ** (-np.arange(d // 2) / (d // 2))
-    near_d = np.append((turns > 0.1).astype(np.float32), np.zeros(d // 2, np.float32))
-    blocks_own = H // 3
-    block, text = ((said_RD, 1.0), (mask_RD, 1.0)), (fused_RD, -1.0)
-    of_block = constant(*block, text)
-    keys = np.repeat(np.stack([-of_block, of_block]), [H - blocks_own, blocks_own], axis=0)
-    values = _directions(fused_RD, (H - blocks_own) * d), _directions(said_RD, blocks_own * d)
-    layer = zeros.layers[0]._replace(
-        attn_norm=jnp.ones((c.d_model,)),
-        attn_q=np.kron(np.tile(constant(*block), (H, 1)), near_d[:, None]),
-        attn_k=np.kron(keys, near_d[:, None]),
-        attn_v=np.concatenate(values),
-        attn_q_norm=jnp.ones((d,)),
-        attn_k_norm=jnp.ones((d,)),
-        ffn_norm=last.ffn_norm,
-        ffn_gate=own["ffn_gate"],
-        ffn_up=own["ffn_up"],
-    )
-    weights = zeros._replace(
-        fc=fc, hidden_norm=last.attn_norm, layers=(layer,), output_norm=model.params.output_norm
-    )  # fmt: skip
-    weights = jax.tree.map(lambda a: jnp.array(a, jnp.float32, copy=True), weights)  # a step donates them
-    return weights._replace(layers=(weights.layers[0]._replace(attn_output=_output(form, weights, few)),))
-
-
-def _output(form: DFlashForm, weights: BlockWeights, texts: Sequence[Text]) -> jax.Array:
-    """f32[D, H d]: the regression of what each place of a block should find on what its attention finds."""
-    found_rows, width = jax.jit(form.rows), form.model.config.d_model
-    gram = cross = np.float32(0)
-    for group in pack(texts, range(len(texts)), rows=_ROWS, drafting=_DRAFTING):
-        window = fill([texts[i] for i in group], rows=_ROWS, drafting=_DRAFTING, width=width)
-        y_mKD, found = found_rows(weights, form.model.params.embedding, jax.tree.map(jnp.asarray, window))
-        depth_m, y_mKD, found_mKO = window.depth, np.asarray(y_mKD), np.asarray(found[0])
-        for s in range(form.block):
-            there = (depth_m >= 0) & (np.roll(depth_m, -s) == depth_m + s)
-            x, y = found_mKO[there, s], np.roll(window.after, -s, axis=0)[there] - y_mKD[there, s]
-            gram, cross = gram + x.T @ x, cross + x.T @ y
-    return jnp.asarray(ridge(gram, cross).T)
-
-
-def _directions(x_RD: np.ndarray, count: int) -> np.ndarray:
-    """float32[count, D]: the directions in which rows vary most, and these again where there are too few."""
-    _, directions = np.linalg.eigh(x_RD.T @ x_RD)
-    return directions.T[::-1][np.arange(count) % x_RD.shape[1]]

@@ -1,25 +1,35 @@
-"""A model's layers as a function of its FFNs, to differentiate: attention and norms stay as they are."""
+"""A model's layers as a function of its FFNs, to differentiate: attention and norms stay as they are.
 
+Beside it stand the inputs of every FFN over texts, in files that a restart finds again, and the model's file with other
+FFNs.
+"""
+
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gguf import GGMLQuantizationType as GGML
+from safetensors import SafetensorError, safe_open
 
 from specsparse.engine.architectures import LayerKind
-from specsparse.engine.config import ModelConfig
+from specsparse.engine.config import ACTIVATION_KEY, ModelConfig
+from specsparse.engine.gguf.reader import GGUFFile, TensorInfo
+from specsparse.engine.gguf.writer import NewTensor, write_gguf
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.rope import model_tables
 from specsparse.errors import UserError
-from specsparse.kernels import QTensor
-from specsparse.kernels.packing.dequant import dequantize
-from specsparse.training.data import Text
-from specsparse.training.layer import HeadNorms, LayerWeights, rms_norm, whole
-from specsparse.training.products import Precision, halved, times
+from specsparse.kernels.packing.dequant import dequantize, embed_rows
+from specsparse.support.files import write_tensors
+from specsparse.training.corpus import Text
+from specsparse.training.layer import LayerWeights, Precision, attend, halved, rms_norm, times
 
-_ATTENTION = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm")
+_PART = 8
+"""Windows of a file of inputs."""
 
 
 class FfnMatrices(NamedTuple):
@@ -36,17 +46,17 @@ class FfnMatrices(NamedTuple):
 
 
 class FrozenLayers(NamedTuple):
-    """What stays as it is.
+    """The norms and the attention.
 
     Attributes:
-        layers: norms and attention, with a leading axis L; their FFNs are left out.
-        norms: of heads, with a leading axis L, or None.
+        layers: with a leading axis L; their FFNs are left out.
+        norms: of heads of queries and of keys, with a leading axis L, or (None, None).
         kinds: int32[L] each, `ModelConfig.kind` of every layer.
         cos, sin: float32[T, positions, d / 2], the tables that layers choose from.
     """
 
     layers: LayerWeights
-    norms: HeadNorms | None
+    norms: tuple[jax.Array | None, jax.Array | None]
     kinds: LayerKind
     cos: jax.Array
     sin: jax.Array
@@ -59,7 +69,7 @@ class PackedTexts(NamedTuple):
         tokens: int32[n].
         position: int32[n], in its text.
         text: int32[n], which text a row belongs to; -1 for none.
-        hidden: float32[n, D], the original's rows before the output norm; [n, 0] where the texts are without.
+        hidden: float32[n, D], the original's rows before the output norm; [n, 0] if the texts are without.
         answer: bool[n], rows that the answer's tokens are said by: its own, and the prompt's last.
     """
 
@@ -74,15 +84,15 @@ def check(config: ModelConfig) -> None:
     """Refuses a model that this function is not of.
 
     Raises:
-        UserError: its FFN has no gate or no SiLU, what it adds is normalised, or it has biases.
+        UserError: its FFN has no gate or no SiLU, its output is normalised, or it has biases.
     """
     config.check_sums("turning FFNs to ReLU")
-    if config.activation != "silu":
-        raise UserError(f"only SiLU is turned to ReLU here, and this model's activation is {config.activation}")
-    if not config.gated:
-        raise UserError("only a gated FFN is turned to ReLU here, and this model's has no gate")
-    if config.biases:
-        raise UserError(f"a model with biases ({config.biases[0]}) cannot be turned to ReLU here")
+    if config.activation != "silu" or not config.gated or config.biases:
+        found = f"biases ({config.biases[0]})" if config.biases else f"activation={config.activation}"
+        raise UserError(
+            f"only a gated FFN of SiLU without biases is turned to ReLU here, and this model has "
+            f"{found if config.gated else 'no gate'}"
+        )
 
 
 def frozen_layers(model: Model, positions: int) -> FrozenLayers:
@@ -95,12 +105,14 @@ def frozen_layers(model: Model, positions: int) -> FrozenLayers:
     layers, config = model.params.layers, model.config
 
     def stacked(name: str) -> jax.Array:
-        return jnp.stack([_floats(getattr(layer, name)) for layer in layers])
+        each = [getattr(layer, name) for layer in layers]
+        return jnp.stack([jnp.asarray(w if isinstance(w, jax.Array) else dequantize(w), jnp.float32) for w in each])
 
-    norms = HeadNorms(stacked("attn_q_norm"), stacked("attn_k_norm")) if config.family.qk_norm else None
+    attention = {name: stacked(name) for name in LayerWeights._fields[:6]}
+    norms = (stacked("attn_q_norm"), stacked("attn_k_norm")) if config.family.qk_norm else (None, None)
     kinds = LayerKind(*(jnp.asarray(each, jnp.int32) for each in zip(*map(config.kind, range(config.n_layers)))))
     tables = map(jnp.asarray, model_tables(config, positions, model.rope_factors))
-    return FrozenLayers(LayerWeights(**{name: stacked(name) for name in _ATTENTION}), norms, kinds, *tables)
+    return FrozenLayers(LayerWeights(**attention), norms, kinds, *tables)
 
 
 def ffn_of(model: Model, layer: int) -> FfnMatrices:
@@ -114,12 +126,8 @@ def ffns_of(model: Model) -> FfnMatrices:
     return jax.tree.map(lambda *each: jnp.stack(each), *(ffn_of(model, i) for i in range(model.config.n_layers)))
 
 
-def _floats(weight: jax.Array | QTensor) -> jax.Array:
-    return jnp.asarray(weight if isinstance(weight, jax.Array) else dequantize(weight), jnp.float32)
-
-
 def pack_texts(texts: Sequence[Text], rows: int) -> PackedTexts:
-    """Texts one after the other in `rows` rows; what does not fit is cut off."""
+    """Texts one after the other in `rows` rows; the last one loses its end if it does not fit."""
     width = 0 if texts[0].hidden is None else texts[0].hidden.shape[1]
     out = PackedTexts(
         np.zeros(rows, np.int32),
@@ -161,11 +169,11 @@ def forward(
         x_nD: embedded tokens.
         texts: which rows see which.
         act: of the gate.
-        precision: of the products, see `training.products`.
+        precision: of the products, see `training.layer`.
         watch: called with the FFN's normalised inputs z [n, D] and act(gate z) [n, F]; what it returns is stacked.
 
     Returns:
-        Rows before the output norm [n, D], and what `watch` returned with a leading axis L.
+        Rows before the output norm [n, D], and the stacked results of `watch`, with a leading axis L.
     """
     before_nn = texts.position[:, None] - texts.position[None]
     sees_nn = (texts.text[None] == texts.text[:, None]) & (before_nn >= 0)
@@ -173,10 +181,80 @@ def forward(
     def layer(x, weights):
         (w, f), norms, kind = halved(weights[:2], precision), weights[2], weights[3]
         cos, sin = (each[kind.table][texts.position] for each in (frozen.cos, frozen.sin))
-        x = whole(config, w, x, cos, sin, sees_nn & ((kind.window == 0) | (before_nn < kind.window)), norms)
+        x = attend(config, w, x, cos, sin, sees_nn & ((kind.window == 0) | (before_nn < kind.window)), norms)
         z = rms_norm(x, w.ffn_norm, config.norm_eps)
         a = act(times(z, f.gate))
         return x + times(a * times(z, f.up), f.down), watch(z, a)
 
     # A layer is run again for its gradient: keeping what it made, 30 MB and its halved weights, takes longer.
     return jax.lax.scan(jax.checkpoint(layer), x_nD, (frozen.layers, ffn, frozen.norms, frozen.kinds))
+
+
+def collect_inputs(
+    model: Model,
+    windows: Sequence[Sequence[Text]],
+    folder: Path,
+    *,
+    rows: int,
+    progress: Callable[[int], None] | None = None,
+) -> list[Path]:
+    """Files of the normalised inputs float16[L, n, D] of every FFN; those that are there are not made again.
+
+    Args:
+        model: the original, dense.
+        windows: texts that share a window, see `text_windows.pack`.
+        folder: of the files.
+        rows: of a window.
+        progress: called with the windows done.
+    """
+
+    @jax.jit
+    def inputs(embedding, frozen: FrozenLayers, ffn: FfnMatrices, texts: PackedTexts):
+        x_nD = embed_rows(embedding, texts.tokens)
+        return forward(model.config, frozen, ffn, x_nD, texts, jax.nn.silu, lambda z, a: z.astype(jnp.float16))[1]
+
+    paths = [folder / f"inputs_{i:04d}.safetensors" for i in range(-(-len(windows) // _PART))]
+    arguments = None
+    for i, path in enumerate(paths):
+        part = windows[i * _PART : (i + 1) * _PART]
+        if not path.exists():
+            arguments = arguments or (model.params.embedding, frozen_layers(model, rows), ffns_of(model))
+            packed = [pack_texts(texts, rows) for texts in part]
+            found = [np.asarray(inputs(*arguments, p))[:, p.text >= 0] for p in packed]
+            write_tensors(path, {"z": np.concatenate(found, axis=1)}, {"format": "specsparse.training.inputs"})
+        if progress is not None:
+            progress(i * _PART + len(part))
+    return paths
+
+
+def layer_inputs(paths: Sequence[Path], layer: int) -> np.ndarray:
+    """float16[n, D]: the inputs of layer `layer`, over all files.
+
+    Raises:
+        UserError: a damaged file.
+    """
+    found = []
+    for path in paths:
+        try:
+            with safe_open(path, framework="numpy") as file:
+                found.append(file.get_slice("z")[layer])
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path}: cannot be read ({error}); remove it to have it made again") from error
+    return np.concatenate(found)
+
+
+def write_relu(f: GGUFFile, ffn: FfnMatrices, path: str | os.PathLike[str], kind: GGML) -> Path:
+    """Writes `f` with the FFNs of `ffn` (leading axis L) in `kind` and ReLU at the gate, as a plain GGUF that says its
+    activation; all else keeps its bytes.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    named = [(name, i, layer) for name in FfnMatrices._fields for i, layer in enumerate(getattr(ffn, name))]
+    new = {f"blk.{i}.ffn_{name}.weight": layer for name, i, layer in named}
+
+    def made(t: TensorInfo) -> NewTensor:
+        return NewTensor.of(t.name, np.asarray(new[t.name]), kind) if t.name in new else NewTensor.copy(t)
+
+    keys = {**f.metadata, ACTIVATION_KEY: "relu", "general.name": f"{f.get('general.name', 'str', f.path.stem)} ReLU"}
+    return write_gguf(path, keys, [made(t) for t in f.tensors.values()])

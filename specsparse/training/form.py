@@ -1,10 +1,10 @@
-"""What a drafter in training is, whatever it is: a start, a function to differentiate, a file."""
+"""A drafter in training: a start, a function to differentiate, a file."""
 
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,29 @@ from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.kernels.packing.rows import take_rows
 from specsparse.speculative.drafters.heads.eagle3_head import default_layers
-from specsparse.training.data import Text
-from specsparse.training.features import Features
-from specsparse.training.unroll import Frozen, Window
+from specsparse.training.corpus import Text
+from specsparse.training.text_windows import Features, Window
+
+
+class Frozen(NamedTuple):
+    """The target's part, which stays as it is.
+
+    Attributes:
+        output_norm: float32[D].
+        head: float32[N, D], the output rows of the draft vocabulary.
+        ids: int32[N], which ids those are.
+        cos, sin: float32[positions, d / 2].
+    """
+
+    output_norm: jax.Array
+    head: jax.Array
+    ids: jax.Array
+    cos: jax.Array
+    sin: jax.Array
 
 
 class Form(abc.ABC):
-    """Base of what can be trained. Its weights are a pytree of float32 arrays.
+    """Base of the drafters that can be trained. Its weights are a pytree of float32 arrays.
 
     Attributes:
         model: the target.
@@ -44,13 +60,15 @@ class Form(abc.ABC):
         """Ids of the target's layers whose entering rows a window holds, side by side; the last is their number."""
 
     def size(self, wanted: int) -> int:
-        """N, where `wanted` ids are asked for; 0 for all."""
+        """N, if `wanted` ids are asked for; 0 for all."""
         vocab_size = self.model.config.vocab_size
         return min(wanted or vocab_size, vocab_size)
 
     def ids(self, texts: Sequence[Text], wanted: int) -> np.ndarray:
-        """int32[N], ascending: the draft vocabulary, the ids that answers hold most often."""
-        return frequent_ids(texts, self.size(wanted), self.model.config.vocab_size)
+        """int32[N], ascending: the draft vocabulary, the ids that answers hold most often; equally frequent ones by
+        id."""
+        order = np.argsort(-id_counts(texts, self.model.config.vocab_size), kind="stable")
+        return np.sort(order[: self.size(wanted)]).astype(np.int32)
 
     @abc.abstractmethod
     def first(self, texts: Sequence[Text]) -> Pytree:
@@ -85,7 +103,7 @@ class Form(abc.ABC):
 
 @dataclass(frozen=True)
 class FeatureForm(Form):
-    """Base of what reads fused rows of several of the target's layers, as EAGLE-3 and DFlash do.
+    """Base of drafters that read fused rows of several of the target's layers, as EAGLE-3 and DFlash do.
 
     Attributes:
         model: the target.
@@ -102,7 +120,7 @@ class FeatureForm(Form):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Those that it reads, and the last rows, for the target's law."""
+        """Those that it reads, and the last rows, for the target's distribution."""
         return (*self.read, self.model.config.n_layers)
 
     def fused(self, texts: Sequence[Text], *, rows: int = 60_000) -> np.ndarray:
@@ -111,7 +129,6 @@ class FeatureForm(Form):
         D, E = self.model.config.d_model, len(self.read) * self.model.config.d_model
         gram, cross = np.zeros((E, E), np.float32), np.zeros((E, D), np.float32)
         for text in Features(self.model, self.layers).of(beginning_with(texts, rows)):
-            assert text.hidden is not None
             before, after = text.hidden[:-1, :E], text.hidden[1:, -D:]
             gram, cross = gram + before.T @ before, cross + before.T @ after
         return ridge(gram, cross).T
@@ -124,7 +141,7 @@ class FeatureForm(Form):
 def last_inputs(model: Model) -> dict[str, jax.Array]:
     """float32 queries, keys, values, gate and up of the target's last layer, as a plain Llama's layer has them.
 
-    Where the target normalises each head of queries and keys, their rows are scaled to about the size that the norm
+    If the target normalises each head of queries and keys, their rows are scaled to about the size that the norm
     gives them: inputs are taken as uncorrelated. An FFN without a gate gives `ffn_up` twice.
     """
     last, d = model.params.layers[-1], model.config.head_dim
@@ -136,6 +153,11 @@ def last_inputs(model: Model) -> dict[str, jax.Array]:
             size = jnp.sqrt(jnp.mean(jnp.sum(jnp.square(heads * last.attn_norm[None, None]), axis=2), axis=1))
             found[name] = (heads * (norm[None] / size[:, None])[:, :, None]).reshape(found[name].shape)
     return found
+
+
+def owned(weights: Pytree) -> Pytree:
+    """float32 copies, since a step donates its weights."""
+    return jax.tree.map(lambda a: jnp.array(a, jnp.float32, copy=True), weights)
 
 
 def ridge(gram_II: np.ndarray, cross_IO: np.ndarray, share: float = 3e-3) -> np.ndarray:
@@ -150,19 +172,13 @@ def unit(x: np.ndarray) -> np.ndarray:
     return x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + np.float32(1e-5))
 
 
-def frequent_ids(texts: Sequence[Text], count: int, vocab_size: int) -> np.ndarray:
-    """int32[N], ascending: the ids that answers hold most often; equally frequent ones by id."""
-    order = np.argsort(-id_counts(texts, vocab_size), kind="stable")
-    return np.sort(order[: min(count, vocab_size)]).astype(np.int32)
-
-
 def id_counts(texts: Sequence[Text], vocab_size: int) -> np.ndarray:
     """int64[V]: how often answers hold each id."""
     return np.bincount(np.concatenate([t.tokens[t.prompt :] for t in texts]), minlength=vocab_size)
 
 
 def beginning_with(texts: Sequence[Text], rows: int) -> list[Text]:
-    """The first texts whose answers hold so many tokens; all where they do not."""
+    """The first texts whose answers hold so many tokens; all if they do not."""
     few, count = [], 0
     for text in texts:
         few.append(text)

@@ -1,25 +1,82 @@
-"""One Llama layer as a function to differentiate, over texts that lie side by side.
+"""One Llama layer as a function to differentiate, over texts that lie side by side, and its products.
 
-The type of the matrices is that of the products, see `training.products`; all else is float32.
+Products are float32, or bfloat16 factors with float32 sums (mixed precision, Micikevicius et al. 2018,
+arXiv:1710.03740), by the type of the weight; all else is float32. A training keeps float32 weights and differentiates
+through `halved` ones. Processors with matrix units for bfloat16 (AMX, GPUs) train several times faster so; others are
+slower, which is what `pays` is for.
 """
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specsparse.engine.config import ModelConfig
+from specsparse.kernels import processor
 from specsparse.kernels.reference.dense import rotate
-from specsparse.training.products import times
+
+Precision = Literal["auto", "float32", "bfloat16"]
+"""Of a training's products; `auto` is bfloat16 if the processor has units for it."""
 
 _NOT = -1e30
+_Tree = TypeVar("_Tree")
+
+
+def pays() -> bool:
+    """Whether bfloat16 products are faster than float32 ones here."""
+    return jax.default_backend() != "cpu" or "amx_bf16" in processor.cpu_info()["flags"]
+
+
+def halved(weights: _Tree, precision: Precision) -> _Tree:
+    """The weights with their matrices as bfloat16 if `precision` says so."""
+    if precision == "float32" or (precision == "auto" and not pays()):
+        return weights
+    return jax.tree.map(lambda w: w.astype(jnp.bfloat16) if w.ndim > 1 else w, weights)
+
+
+def times(x_RI: jax.Array, w_OI: jax.Array) -> jax.Array:
+    """x w^T, float32[R, O]; a bfloat16 `w` has x rounded too, and both of their gradients made from rounded factors."""
+    return _half(x_RI, w_OI) if w_OI.dtype == jnp.bfloat16 else x_RI @ w_OI.T
+
+
+@jax.custom_vjp
+def _half(x_RI: jax.Array, w_OI: jax.Array) -> jax.Array:
+    return _dot(x_RI.astype(jnp.bfloat16), w_OI, 1)
+
+
+def _half_forward(x_RI: jax.Array, w_OI: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    x = x_RI.astype(jnp.bfloat16)
+    return _dot(x, w_OI, 1), (x, w_OI)
+
+
+def _half_backward(kept: tuple[jax.Array, jax.Array], g_RO: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x_RI, w_OI = kept
+    g = g_RO.astype(jnp.bfloat16)
+    return _dot(g, w_OI, 0), _dot(_transposed(g), x_RI, 0).astype(jnp.bfloat16)
+
+
+_half.defvjp(_half_forward, _half_backward)
+
+
+def _dot(x: jax.Array, w: jax.Array, axis: int) -> jax.Array:
+    """Over the last axis of x and `axis` of w. XLA's CPU backend has a fast product for these two and float32 sums."""
+    return jax.lax.dot_general(x, w, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _transposed(x: jax.Array) -> jax.Array:
+    """x^T in memory. XLA would make the transposition part of the product, for which its CPU backend has no fast one;
+    it cannot move it out of a loop whose one turn it does not know."""
+    if jax.default_backend() != "cpu":
+        return x.T
+    once = 1 + (x[0, 0] != x[0, 0]).astype(jnp.int32)
+    return jax.lax.fori_loop(0, once, lambda _, __: x.T, jnp.zeros(x.shape[::-1], x.dtype))
 
 
 class LayerWeights(NamedTuple):
-    """Norms [D] and matrices [outputs, inputs] of a layer; no `ffn_` matrix where something else computes the FFN."""
+    """Norms [D] and matrices [outputs, inputs] of a layer; no `ffn_` matrix if something else computes the FFN."""
 
     attn_norm: jax.Array
     attn_q: jax.Array
@@ -37,13 +94,6 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     D, F, q, kv = config.d_model, config.d_ff, config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     shapes = ((D,), (q, D), (kv, D), (kv, D), (D, q), (D,), (F, D), (F, D), (D, F))
     return dict(zip(LayerWeights._fields, shapes, strict=True))
-
-
-class HeadNorms(NamedTuple):
-    """RMS norms [d] of each head of queries and of keys, before they are rotated."""
-
-    q: jax.Array
-    k: jax.Array
 
 
 class Keys(NamedTuple):
@@ -65,11 +115,9 @@ def linear(
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """`kernels.api.Kernels.linear` by the products of a training, for drafters whose functions take their products.
 
-    Raises:
-        ValueError: biases, or an activation other than SiLU: no drafter that is trained has them.
+    No drafter that is trained has biases, or an activation other than SiLU.
     """
-    if biases is not None or act not in (None, "silu"):
-        raise ValueError("training has products without biases, and SiLU")
+    assert biases is None and act in (None, "silu")
     if norm is not None:
         x_RI = rms_norm(x_RI, norm, eps)
     outs = tuple(times(x_RI, w) for w in weights)
@@ -82,25 +130,23 @@ def split_heads(
     x_RO: jax.Array, cos: jax.Array | None = None, sin: jax.Array | None = None, *, head_dim: int,
     pairing: str = "norm", norm: jax.Array | None = None, eps: float = 0.0,
 ) -> jax.Array:  # fmt: skip
-    """[R, heads, d], normalised where a norm [d] is given, rotated where cos and sin [R, d / 2] are."""
+    """[R, heads, d], normalised if a norm [d] is given, rotated if cos and sin [R, d / 2] are."""
     x = x_RO.reshape(len(x_RO), -1, head_dim)
     x = x if norm is None else rms_norm(x, norm, eps)
     return x if cos is None or sin is None else rotate(x, cos[:, None], sin[:, None], pairing)
 
 
-def whole(
+def attend(
     config: ModelConfig, w: LayerWeights, x_nD: jax.Array, cos: jax.Array, sin: jax.Array, sees_nn: jax.Array,
-    norms: HeadNorms | None = None,
+    norms: tuple[jax.Array | None, jax.Array | None] = (None, None),
 ) -> jax.Array:  # fmt: skip
-    """x and the layer's attention over its own rows."""
+    """x and the layer's attention over its own rows; `norms` [d] are of each head of queries and of keys."""
     eps = config.norm_eps
     q, k, v = linear(x_nD, (w.attn_q, w.attn_k, w.attn_v), norm=w.attn_norm, eps=eps)
     how = {"cos": cos, "sin": sin, "head_dim": config.head_dim, "pairing": config.rope.pairing, "eps": eps}
-    of_q, of_k = (None, None) if norms is None else norms
-    base = Keys(
-        split_heads(k, norm=of_k, **how).swapaxes(0, 1), split_heads(v, head_dim=config.head_dim).swapaxes(0, 1)
-    )
-    return x_nD + times(attention(split_heads(q, norm=of_q, **how), base, sees_nn), w.attn_output)
+    k, v = split_heads(k, norm=norms[1], **how), split_heads(v, head_dim=config.head_dim)
+    base = Keys(k.swapaxes(0, 1), v.swapaxes(0, 1))
+    return x_nD + times(attention(split_heads(q, norm=norms[0], **how), base, sees_nn), w.attn_output)
 
 
 def attention(q_mHd: jax.Array, base: Keys, seen_mn: jax.Array, drafted: Sequence[Keys] = ()) -> jax.Array:

@@ -1,5 +1,6 @@
-"""Training a drafter: the divergence from the target's law on every stream of a draft."""
+"""Training a drafter by the divergence from the target's distribution on every stream of a draft, and judging it."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,19 +13,17 @@ import optax
 
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
+from specsparse.engine.rope import rope_tables
 from specsparse.errors import UserError
 from specsparse.kernels import QTensor
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.kernels.packing.rows import take_rows
 from specsparse.support.options import Count, Internal, Positive, Range, Size
-from specsparse.training import unroll
-from specsparse.training.data import Text
-from specsparse.training.features import Features
-from specsparse.training.form import Form, id_counts
-from specsparse.training.loop import OnStep, train, trapezoid, updated
-from specsparse.training.products import Precision, halved
-from specsparse.training.unroll import Frozen, Window
-from specsparse.training.windows import fill, pack, spans
+from specsparse.training.corpus import Text
+from specsparse.training.form import Form, Frozen, id_counts
+from specsparse.training.layer import Precision, halved, rms_norm, times
+from specsparse.training.text_windows import Features, Window, fill, pack, spans
+from specsparse.training.training_loop import OnStep, train, trapezoid, updated
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class TrainOptions:
         draft_vocab: N, ids it scores: the most frequent ones of the answers; 0 for all.
         steps: of the optimiser.
         windows: of a step.
-        rows, drafting: of a window, see `training.unroll.Window`.
+        rows, drafting: of a window, see `training.text_windows.Window`.
         streams: tokens of a draft that are trained.
         stream_weight: of each stream in the loss against the one before it.
         candidates: ids of the draft vocabulary that a step's softmax runs over, others in every step: those that
@@ -44,7 +43,7 @@ class TrainOptions:
         clip: largest norm of a gradient.
         warmup: steps in which the rates rise from 0.
         decay: share of the steps, the last ones, in which they fall to 0, linearly.
-        precision: of a step's products, of `training.products.Precision`.
+        precision: of a step's products, of `training.layer.Precision`.
         seed: of the order of texts.
     """
 
@@ -94,12 +93,6 @@ class HeadLosses(NamedTuple):
     agreement: jax.Array
 
 
-def _shares(texts: Sequence[Text], ids: np.ndarray, vocab_size: int) -> np.ndarray:
-    """float64[N]: what candidates are drawn by; one more than the count, so that each may come."""
-    counts = id_counts(texts, vocab_size)[ids] + 1.0
-    return counts / counts.sum()
-
-
 def optimiser(options: TrainOptions) -> optax.GradientTransformation:
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) under a trapezoid of rates."""
     down = max(1, round(options.decay * options.steps))
@@ -129,29 +122,29 @@ class Trainer:
 
     def start(self, texts: Sequence[Text]) -> TrainState:
         """The state before the first step."""
-        weights = self.form.first(texts)
-        ids = self.form.ids(texts, self.options.draft_vocab)
-        return TrainState(weights, self._optimiser.init(weights), jnp.asarray(ids), jnp.zeros((), jnp.int32))
+        return self._state(self.form.first(texts), self.form.ids(texts, self.options.draft_vocab))
 
     def like(self) -> TrainState:
         """A state of the right shapes, to read a checkpoint by."""
-        weights = self.form.zeros()
-        ids = jnp.zeros((self.form.size(self.options.draft_vocab),), jnp.int32)
-        return TrainState(weights, self._optimiser.init(weights), ids, jnp.zeros((), jnp.int32))
+        return self._state(self.form.zeros(), np.zeros(self.form.size(self.options.draft_vocab), np.int32))
+
+    def _state(self, weights: Pytree, ids: np.ndarray) -> TrainState:
+        return TrainState(weights, self._optimiser.init(weights), jnp.asarray(ids), jnp.zeros((), jnp.int32))
 
     def frozen(self, ids: np.ndarray) -> Frozen:
         """The target's part for that draft vocabulary."""
         params = self.model.params
         rows = dequantize(take_rows(params.output, np.asarray(ids)))
-        cos, sin = unroll.rotary(self.config, self.options.rows, self.model.rope_factors)
-        return Frozen(params.output_norm, rows, jnp.asarray(ids), cos, sin)
+        tables = rope_tables(self.config.rope, self.options.rows, self.model.rope_factors)
+        return Frozen(params.output_norm, rows, jnp.asarray(ids), *map(jnp.asarray, tables))
 
     def batches(self, texts: Sequence[Text], ids: np.ndarray, start: int) -> Iterator[HeadBatch]:
         """The batches from step `start` on without end; the texts come in another order each time."""
         o, epoch, done = self.options, 0, 0
         if not any(spans(text)[1] > 0 for text in texts):
             raise UserError("no text to train on has an answer: raise train.tokens")
-        share = _shares(texts, ids, self.config.vocab_size)
+        share = id_counts(texts, self.config.vocab_size)[ids] + 1.0  # one more than the count, so that each may come
+        share /= share.sum()
         while True:
             order = np.random.default_rng([o.seed, epoch]).permutation(len(texts))
             plan = pack(texts, order, rows=o.rows, drafting=o.drafting)
@@ -173,7 +166,7 @@ class Trainer:
         return jax.tree.map(lambda *each: np.stack(each), *part)
 
     def _columns(self, windows: Window, ids: np.ndarray, share: np.ndarray, step: int) -> np.ndarray:
-        """The candidates of a step."""
+        """The candidates of a step, the others drawn by `share` float64[N]."""
         count = min(self.options.candidates or len(ids), len(ids))
         if count == len(ids):
             return np.arange(count, dtype=np.int32)
@@ -185,7 +178,7 @@ class Trainer:
         return np.sort(np.concatenate([wanted, more])).astype(np.int32)
 
     def run(self, state: TrainState, texts: Sequence[Text], *, on_step: OnStep | None = None) -> TrainState:
-        """The state after the last step; see `training.loop.train`."""
+        """The state after the last step; see `training_loop.train`."""
         ids = np.asarray(state.ids)
         batches, frozen = self.batches(texts, ids, int(state.step)), self.frozen(ids)
         step = lambda state, batch: self.step(state, frozen, batch)  # noqa: E731
@@ -226,7 +219,7 @@ class Trainer:
         """Sums over a window, by stream."""
         o = self.options
         drafts = self.form.logits(halved(weights, o.precision), frozen, embedding, window, o.streams)
-        z_mN = unroll.target_logits(self.config, frozen, window.after)
+        z_mN = times(rms_norm(window.after, frozen.output_norm, self.config.norm_eps), frozen.head)  # the target's own
         log_sum, best = jax.nn.logsumexp(z_mN, axis=-1), jnp.argmax(z_mN, axis=-1)
         p_mN = jnp.exp(z_mN - log_sum[:, None])
         entropy = log_sum - jnp.sum(p_mN * z_mN, axis=-1)
@@ -237,3 +230,65 @@ class Trainer:
             divergence = jax.nn.logsumexp(y_mN, axis=-1) - jnp.sum(p_mN * y_mN, axis=-1) - entropy
             found.append(HeadLosses(jnp.sum(counts * divergence), jnp.sum(counts * same)))
         return jax.tree.map(lambda *each: jnp.stack(each), *found)
+
+
+@dataclass(frozen=True)
+class DraftQuality:
+    """Drafts of gamma argmax tokens begun at every position of some greedy answers, without decoding.
+
+    Attributes:
+        tokens: positions a draft was begun at.
+        agreement: for each place in the draft, how often its token is the answer's where those before it were.
+        acceptance: mean acceptance length, bonus token included, if rounds began at every position equally often.
+    """
+
+    tokens: int
+    agreement: tuple[float, ...]
+    acceptance: float
+
+
+def evaluate(
+    model: Model, form: Form, weights: Pytree, frozen: Frozen, texts: Sequence[Text], *,
+    gamma: int, shape: tuple[int, int],
+) -> DraftQuality:  # fmt: skip
+    """Judges drafts of `gamma` tokens on greedy answers; `shape` is (rows, drafting rows) of a window.
+
+    Raises:
+        UserError: no answer is longer than gamma.
+    """
+    rows, drafting = shape
+
+    @jax.jit
+    def right(weights: Pytree, frozen: Frozen, embedding: QTensor, window: Window) -> jax.Array:
+        """bool[gamma, m]: whether each stream's argmax at a drafting row is the token of the text."""
+        following = jnp.roll(window.tokens, -1)[window.rows]
+        found = form.logits(weights, frozen, embedding, window, gamma)
+        return jnp.stack([frozen.ids[jnp.argmax(logits, axis=-1)] == following for logits in found])
+
+    texts = Features(model, form.layers).of(texts)
+    reach = np.zeros(gamma + 1)
+    for group in pack(texts, range(len(texts)), rows=rows, drafting=drafting):
+        filled = fill([texts[i] for i in group], rows=rows, drafting=drafting, width=model.config.d_model)
+        right_sm = right(weights, frozen, model.params.embedding, jax.tree.map(jnp.asarray, filled))
+        reach += _reach(np.asarray(right_sm), filled.depth)
+    if not reach[0]:
+        raise UserError(f"no held-out answer is longer than gamma={gamma} tokens: raise train.answer")
+    agreement = tuple(float(b / a) if a else 0.0 for a, b in itertools.pairwise(reach))
+    return DraftQuality(int(reach[0]), agreement, float(1 + reach[1:].sum() / reach[0]))
+
+
+def _reach(right_sm: np.ndarray, depth_m: np.ndarray) -> np.ndarray:
+    """float[gamma + 1]: drafts begun, and those of them whose first s tokens are right.
+
+    The draft that begins at row r has its token s in stream s at row r + s - 1. Drafts that the text's end cuts off do
+    not count, nor does the last row of a text, whose next token is not kept.
+    """
+    gamma, m = right_sm.shape
+    out = np.zeros(gamma + 1)
+    for r in range(m - gamma):
+        if depth_m[r] < 0 or depth_m[r + gamma] != depth_m[r] + gamma:
+            continue
+        right = [right_sm[s, r + s] for s in range(gamma)]
+        out[0] += 1
+        out[1:] += np.cumprod(right)
+    return out

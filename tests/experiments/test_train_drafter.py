@@ -12,9 +12,9 @@ from specsparse.experiments.kinds.training.options import TrainSpec
 from specsparse.speculative.drafters import get_drafter
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import random_head
-from specsparse.training import data, documents, form, loop, trainer
-from specsparse.training.evaluate import _reach
-from specsparse.training.head_form import HeadForm
+from specsparse.training import corpus, trainer, training_loop
+from specsparse.training.eagle_form import HeadForm
+from specsparse.training.trainer import _reach
 from tests.experiments import playing
 from tests.experiments.playing import changed, random_texts, run_config, settings, stop_at
 
@@ -76,7 +76,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
     drafting = record["summary"]["drafting"]
     assert drafting["tokens"] > 0 and len(drafting["agreement"]) == 3 and drafting["acceptance"] >= 1
 
-    saves = stop_at(monkeypatch, loop, "save_state", 2)
+    saves = stop_at(monkeypatch, training_loop, "save_state", 2)
     again = changed(cfg, "train", output=str(tmp_path / "again" / "out"))
     with pytest.raises(KeyboardInterrupt):
         play(again, model, tmp_path / "b")
@@ -124,8 +124,8 @@ def learned(cfg, model, tmp_path, given):
     cfg = changed(cfg, "train", options={**given, "steps": 60, "learning_rate": 3e-3})
     cfg = settings(cfg)
     options = drafter_fit.Options.of(cfg)
-    paths = data.generate(model, options.data, tmp_path / "texts", tokens=100)
-    texts = [t for p in paths for t in data.read_shard(p)]
+    paths = corpus.generate(model, options.data, tmp_path / "texts", tokens=100)
+    texts = [t for p in paths for t in corpus.read_shard(p)]
     made = trainer.Trainer(model, options.train, drafter_fit.form_of(cfg, model))
     losses = []
     state = made.run(made.start(texts), texts, on_step=lambda _, __, found, ___: losses.append(found))
@@ -138,10 +138,10 @@ def learned(cfg, model, tmp_path, given):
 def test_candidates_hold_what_follows(cfg, model, tmp_path):
     cfg = settings(cfg)
     options = drafter_fit.Options.of(cfg)
-    paths = data.generate(model, options.data, tmp_path / "texts", tokens=100)
-    texts = [t for p in paths for t in data.read_shard(p)]
+    paths = corpus.generate(model, options.data, tmp_path / "texts", tokens=100)
+    texts = [t for p in paths for t in corpus.read_shard(p)]
     made = trainer.Trainer(model, options.train, HeadForm(model))
-    ids = form.frequent_ids(texts, 128, model.config.vocab_size)
+    ids = HeadForm(model).ids(texts, 128)
     answers = np.concatenate([t.tokens[t.prompt :] for t in texts])
     assert set(answers) <= set(ids) or len(set(answers)) > 128
     batches = made.batches(texts, ids, 0)
@@ -200,8 +200,8 @@ def test_documents_are_trained_on_beside_the_targets_text(cfg, model, tmp_path):
     path.write_text("abc " * 40, encoding="utf-8")
     cfg = settings(changed(cfg, "train", options={**OPTIONS, "documents": [str(path)]}))
     found, seen = drafter_fit.texts(cfg, model, tmp_path / "out", Console(quiet=True))
-    written = [t for p in sorted((tmp_path / "out" / "texts").glob("*")) for t in data.read_shard(p)]
-    ours = documents.tokenised(model, documents.read_documents(path), data.DataOptions(answer=24))
+    written = [t for p in sorted((tmp_path / "out" / "texts").glob("*")) for t in corpus.read_shard(p)]
+    ours = corpus.tokenised(model, corpus.read_documents(path), corpus.DataOptions(answer=24))
     assert len(ours) > 3 and len(found) == len(written) + len(ours)
     for got, wanted in zip(found[len(written) :], ours, strict=True):
         np.testing.assert_array_equal(got.tokens, wanted.tokens)

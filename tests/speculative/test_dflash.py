@@ -29,7 +29,7 @@ from specsparse.speculative.drafters.plan import MakeModel
 from specsparse.speculative.trees import get_tree
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import draft_context, on_target, random_dflash, target_rows
-from specsparse.training.blocks import blocks as blocks_of
+from specsparse.training.dflash_form import blocks as blocks_of
 from tests.cells import cells
 from tests.speculative import rolled_back
 from tests.tolerances import HEAD_NMSE, nmse

@@ -18,11 +18,10 @@ from specsparse.speculative.drafters.chain import ModelDrafter
 from specsparse.speculative.drafters.heads.head_file import find
 from specsparse.speculative.drafters.options import DRAWS_COLDER, draw_temperature
 from specsparse.support.registry import Choice
-from specsparse.training.data import Text
-from specsparse.training.features import Features
-from specsparse.training.head_form import HeadForm
+from specsparse.training.corpus import Text
+from specsparse.training.eagle_form import HeadForm
+from specsparse.training.text_windows import Features, fill
 from specsparse.training.trainer import Trainer, TrainOptions
-from specsparse.training.windows import fill
 
 WARM, ROWS, SHORT = 0.8, 320, 180
 TEXTS = json.loads((Path(__file__).parents[1] / "data" / "rounds_smollm2.json").read_text())

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import specsparse
+from specsparse.engine.rope import rope_tables
 from specsparse.errors import UserError
-from specsparse.kernels.packing.dequant import embed_rows
 from specsparse.powerinfer.fewer import with_fewer_neurons
 from specsparse.speculative.base import ROOT, DraftKind
 from specsparse.speculative.drafters import get_drafter
@@ -18,9 +18,9 @@ from specsparse.speculative.drafters.plan import MakeModel
 from specsparse.speculative.trees import get_tree
 from specsparse.testing import write_tiny_gguf
 from specsparse.testing.drafting import draft_context, on_target, random_eagle3, random_head, target_rows
-from specsparse.training import export, head
-from specsparse.training.head import HeadWeights
-from specsparse.training.unroll import Frozen, Window, rotary
+from specsparse.training.eagle_form import HeadForm, HeadWeights
+from specsparse.training.form import Frozen
+from specsparse.training.text_windows import Window
 from tests.cells import cells
 from tests.speculative import rolled_back
 
@@ -50,7 +50,7 @@ def bound(model, file, **options):
 
 def trainable(weights) -> HeadWeights:
     """The drafter's weights as the trained function takes them."""
-    return export.weights(weights.params)
+    return HeadWeights.from_params(weights.params)
 
 
 def laws(model, weights, temperature):
@@ -61,14 +61,12 @@ def laws(model, weights, temperature):
     program for each length of a path.
     """
     output = jax.jit(specsparse.kernels.packing.dequant.dequantize)(weights.head)
-    frozen = Frozen(model.params.output_norm, output, weights.ids, *rotary(model.config, C))
+    frozen = Frozen(model.params.output_norm, output, weights.ids, *rope_tables(model.config.rope, C))
     w, ids, place = trainable(weights), np.asarray(weights.ids), np.arange(C, dtype=np.int32)
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(count, w, frozen, embedding, window):
-        embedded = embed_rows(embedding, window.tokens)
-        y_mD = head.streams(model.config, w, frozen, embedded, window, count)[-1]
-        return jax.nn.softmax(head.logits(model.config, w, frozen, y_mD[-1:]) / temperature)[0]
+        return jax.nn.softmax(HeadForm(model).logits(w, frozen, embedding, window, count)[-1][-1] / temperature)
 
     def law(rows, text, path):
         n = len(text) + len(path) - 1
@@ -189,12 +187,12 @@ def test_a_file_gives_the_weights_that_it_was_made_of(model, tmp_path):
     made = random_head(tmp_path, model, below=(0, 1))
     found = head_file.read_head(made, model.config, floats=True)
     assert found.below == (0, 1)
-    again = write_head(
-        tmp_path / "again.gguf", model, export.tensors(export.weights(found.params)), found.ids, below=(0, 1), name="h"
-    )
-    both = [export.weights(head_file.read_head(p, model.config, floats=True).params) for p in (made, again)]
+    tensors = HeadWeights.from_params(found.params).tensors()
+    again = write_head(tmp_path / "again.gguf", model, tensors, found.ids, below=(0, 1), name="h")
+    read = [head_file.read_head(p, model.config, floats=True).params for p in (made, again)]
+    both = list(map(HeadWeights.from_params, read))
     jax.tree.map(np.testing.assert_array_equal, *both)
-    bad = write_head(tmp_path / "bad.gguf", model, export.tensors(both[0]), found.ids, below=(0, 99))
+    bad = write_head(tmp_path / "bad.gguf", model, both[0].tensors(), found.ids, below=(0, 99))
     with pytest.raises(UserError, match=r"layers_below=\[0, 99\]: the target has layers 0 to"):
         head_file.read_head(bad, model.config, floats=True)
 

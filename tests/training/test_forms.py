@@ -15,9 +15,9 @@ from specsparse.kernels.packing.dequant import dequantize
 from specsparse.models.convert.eagle3 import read_eagle3
 from specsparse.speculative.drafters.heads.eagle3_head import Eagle3Weights
 from specsparse.testing import write_tiny_gguf
-from specsparse.training.eagle3_form import NAMES, Eagle3Form
-from specsparse.training.form import last_inputs
-from specsparse.training.unroll import Frozen, Window, rotary
+from specsparse.training.eagle_form import EAGLE3_NAMES, Eagle3Form
+from specsparse.training.form import Frozen, last_inputs
+from specsparse.training.text_windows import Window
 
 ORACLE = Path(__file__).parents[1] / "data" / "eagle3"
 
@@ -41,7 +41,7 @@ def test_eagle3_on_its_own_rows_is_what_speculators_compute():
     file, io = read_eagle3(ORACLE / "default"), np.load(ORACLE / "default" / "io.npz")
     form = Eagle3Form(model, tuple(int(i) for i in io["aux_layer_ids"]))
     assert form.shape.d_ff != file.shape.d_ff  # the head's layer is its own
-    weights = Eagle3Weights(**{field: jnp.asarray(file.values(f"{name}.weight")) for field, name in NAMES.items()})
+    weights = Eagle3Weights(**{field: jnp.asarray(file.values(name)) for field, name in EAGLE3_NAMES.items()})
     tables = rope_tables(file.rope, 32)
     frozen = Frozen(weights.output_norm, jnp.asarray(file.values("output.weight")), None, *map(jnp.asarray, tables))
     n = len(io["prefill_tokens"])
@@ -87,7 +87,7 @@ def test_a_trained_head_turns_as_its_target_does(tmp_path, rope):
     form = Eagle3Form(model, (0, 1, 2))
     weights = jax.tree.map(lambda a: jnp.full(a.shape, 0.5), form.zeros())
     found = read_eagle3(form.write(tmp_path / "h.gguf", weights, np.arange(9), quant="F32"))
-    trained = rotary(model.config, 100, model.rope_factors)
+    trained = rope_tables(model.config.rope, 100, model.rope_factors)
     for ours, wanted in zip(rope_tables(found.rope, 100, found.rope_factors), trained, strict=True):
         np.testing.assert_array_equal(ours, wanted)
     plain = rope_tables(RopeConfig(5000.0, found.shape.head_dim, "neox"), 100)

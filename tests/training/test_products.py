@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsparse.training import products
+from specsparse.training import layer
 
 
 def _error(found, wanted) -> float:
@@ -25,7 +25,7 @@ def test_product_and_both_gradients(factors, precision, bound):
     x, w, g = factors
 
     def product(x, w):
-        return products.times(x, products.halved(w, precision))
+        return layer.times(x, layer.halved(w, precision))
 
     y, back = jax.jit(lambda x, w: jax.vjp(product, x, w))(x, w)
     dx, dw = back(g)
@@ -38,7 +38,7 @@ def test_product_and_both_gradients(factors, precision, bound):
 
 def test_not_a_number_is_passed_on(factors):
     x, w, g = factors
-    _, back = jax.vjp(lambda w: products.times(x, products.halved(w, "bfloat16")), w)
+    _, back = jax.vjp(lambda w: layer.times(x, layer.halved(w, "bfloat16")), w)
     (dw,) = back(g.at[0, 0].set(jnp.nan))
     assert np.isnan(dw[0]).all()
     assert np.isfinite(dw[1:]).all()
@@ -46,7 +46,7 @@ def test_not_a_number_is_passed_on(factors):
 
 def test_only_matrices_are_halved(factors):
     _, w, _ = factors
-    halved = products.halved({"norm": w[0], "matrix": w}, "bfloat16")
+    halved = layer.halved({"norm": w[0], "matrix": w}, "bfloat16")
     assert halved["norm"].dtype == jnp.float32
     assert halved["matrix"].dtype == jnp.bfloat16
-    assert products.halved(w, "auto").dtype == (jnp.bfloat16 if products.pays() else jnp.float32)
+    assert layer.halved(w, "auto").dtype == (jnp.bfloat16 if layer.pays() else jnp.float32)

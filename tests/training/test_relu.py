@@ -22,8 +22,8 @@ from specsparse.kernels.packing.dequant import embed_rows
 from specsparse.models.convert.edit import apply_delta, tensors_hash
 from specsparse.support.files import save_state
 from specsparse.testing import write_tiny_gguf
-from specsparse.training import data, distill, ffn_model, loop, reconstruct
-from specsparse.training.features import Features
+from specsparse.training import corpus, ffn_model, relu, training_loop
+from specsparse.training.text_windows import Features
 from tests.cells import cells
 from tests.experiments import playing
 from tests.experiments.playing import changed, run_config, settings, stop_at
@@ -42,13 +42,13 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def texts(model, tmp_path_factory):
-    options = data.DataOptions(batch=4, batches=1, answer=24, prompt_tokens=300, temperatures=(0.0, 0.9), chat=False)
-    return Features(model, (model.config.n_layers,)).of(data.make_shard(model, options, 0))
+    options = corpus.DataOptions(batch=4, batches=1, answer=24, prompt_tokens=300, temperatures=(0.0, 0.9), chat=False)
+    return Features(model, (model.config.n_layers,)).of(corpus.make_shard(model, options, 0))
 
 
 @pytest.fixture(scope="module")
 def distiller(model):
-    return distill.Distiller(model, distill.DistillOptions(steps=40, rows=384, candidates=96, rate=2e-3, share=0.4))
+    return relu.Distiller(model, relu.DistillOptions(steps=40, rows=384, candidates=96, rate=2e-3, share=0.4))
 
 
 def test_rows_are_the_engines(model, texts):
@@ -84,7 +84,7 @@ def test_rows_of_other_architectures_are_the_engines(tmp_path, name):
     path = write_tiny_gguf(tmp_path / "m.gguf", quant="F32", context_length=64, **OTHERS[name])
     other = specsparse.load(path, kv_dtype="f32")
     ids = np.random.default_rng(0).integers(3, 300, 44).astype(np.int32)
-    texts = [data.Text(ids[:24], 4), data.Text(ids[24:], 3)]
+    texts = [corpus.Text(ids[:24], 4), corpus.Text(ids[24:], 3)]
     packed = ffn_model.pack_texts(Features(other, (other.config.n_layers,)).of(texts), 48)
     frozen, x = ffn_model.frozen_layers(other, 48), embed_rows(other.params.embedding, jnp.asarray(packed.tokens))
     run = jax.jit(lambda w, f, x: ffn_model.forward(other.config, w, f, x, packed, jax.nn.silu, lambda z, a: 0)[0])
@@ -104,15 +104,15 @@ def planted(n=3000, D=16, F=192):
 
 def test_what_is_nearly_constant_is_a_bias():
     z = jnp.asarray(planted()[1], jnp.float32)
-    assert float(jnp.mean((z @ reconstruct.constant_direction(z) - 1) ** 2)) < 5e-3
+    assert float(jnp.mean((z @ relu.constant_direction(z) - 1) ** 2)) < 5e-3
 
 
 def test_a_count_that_can_be_differentiated():
     """Near the share, whatever the size of the activations, and steep for those near 0 alone."""
     a = np.where(np.arange(200) % 4, 0.0, np.linspace(0.2, 2.0, 200)).astype(np.float32)[None]
     counted, sloping = (
-        jax.jit(reconstruct.nearly_counted),
-        jax.jit(jax.grad(lambda a: reconstruct.nearly_counted(a)[0])),
+        jax.jit(relu.nearly_counted),
+        jax.jit(jax.grad(lambda a: relu.nearly_counted(a)[0])),
     )
     for size in (1e-3, 1.0, 1e3):
         np.testing.assert_allclose(counted(a * np.float32(size)), 0.25, atol=0.04)
@@ -125,9 +125,9 @@ def test_a_count_that_can_be_differentiated():
 def test_a_layer_is_rebuilt(linear, limit):
     """Linear neurons take what ReLU leaves over; the share is what was asked for, on tokens not seen before."""
     ffn, z = planted()
-    plain = reconstruct.judge(ffn, ffn, z[2000:])
-    options = reconstruct.LayerOptions(share=0.3, linear=linear, passes=4, layer_batch=100, layer_rate=2e-3)
-    found = reconstruct.judge(reconstruct.Rebuilder(options, 2000).rebuild(ffn, z[:2000]), ffn, z[2000:])
+    plain = relu.judge(ffn, ffn, z[2000:])
+    options = relu.LayerOptions(share=0.3, linear=linear, passes=4, layer_batch=100, layer_rate=2e-3)
+    found = relu.judge(relu.Rebuilder(options, 2000).rebuild(ffn, z[:2000]), ffn, z[2000:])
     assert found.error < limit * plain.error and abs(found.share - 0.3) < 0.05
 
 
@@ -136,13 +136,13 @@ def test_rounding_is_the_quantisers(distiller):
     w = rng.normal(size=(6, 96)).astype(np.float32)
     w[0, :32] = 0
     want = quants.dequantize(quants.quantize(w, GGML.Q4_0), GGML.Q4_0)
-    np.testing.assert_array_equal(np.asarray(jax.jit(distill.rounded_q4_0)(w)), want)
-    grads = jax.jit(jax.grad(lambda x: jnp.sum(distill.straight_through(x) * 3)))(w)
+    np.testing.assert_array_equal(np.asarray(jax.jit(relu.rounded_q4_0)(w)), want)
+    grads = jax.jit(jax.grad(lambda x: jnp.sum(relu.straight_through(x) * 3)))(w)
     assert (np.asarray(grads) == 3).all()
 
 
 def test_the_original_is_at_no_distance_from_itself(model, texts):
-    exact = distill.Distiller(model, distill.DistillOptions(rows=384, rounded=False), act=jax.nn.silu)
+    exact = relu.Distiller(model, relu.DistillOptions(rows=384, rounded=False), act=jax.nn.silu)
     found = exact.judge(ffn_model.ffns_of(model), texts[:2])
     assert (
         found.divergence < 1e-3
@@ -158,11 +158,11 @@ def test_rows_of_prompts_can_be_left_out(model, texts):
     assert packed.answer.sum() == len(texts[0].tokens) - texts[0].prompt + 1
     other = packed._replace(hidden=np.where(packed.answer[:, None], packed.hidden, np.float32(1)))
     for weight in (0.0, 1.0):
-        options = distill.DistillOptions(steps=4, rows=384, candidates=96, prompts=weight, measure="count")
-        distiller = distill.Distiller(model, options)
+        options = relu.DistillOptions(steps=4, rows=384, candidates=96, prompts=weight, measure="count")
+        distiller = relu.Distiller(model, options)
         ids = next(distiller.batches(texts[:1], 0))[1]
         mine, others = (
-            distiller.step(distiller.start(ffn_model.ffns_of(model)), distill.DistillBatch(p, ids))[1].divergence
+            distiller.step(distiller.start(ffn_model.ffns_of(model)), relu.DistillBatch(p, ids))[1].divergence
             for p in (packed, other)
         )
         assert (float(mine) == float(others)) == (weight == 0)
@@ -212,7 +212,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(cfg, model, tmp_path, m
     again = apply_delta(model.path, whole.delta, tmp_path / "again.gguf")
     assert tensors_hash(open_gguf(again)) == tensors_hash(open_gguf(whole.path))
 
-    saves = stop_at(monkeypatch, loop, "save_state", 1)
+    saves = stop_at(monkeypatch, training_loop, "save_state", 1)
     other = changed(cfg, "train", output=str(tmp_path / "other" / "out"))
     with pytest.raises(KeyboardInterrupt):
         play(other, model, tmp_path / "b")
@@ -268,5 +268,5 @@ def test_a_checkpoint_is_gone_on_from(model, distiller, tmp_path):
 
 
 def test_a_relu_model_is_refused(model):
-    with pytest.raises(UserError, match="only SiLU is turned to ReLU here"):
+    with pytest.raises(UserError, match="is turned to ReLU here"):
         ffn_model.check(dataclasses.replace(model.config, activation="relu"))

@@ -10,11 +10,10 @@ from specsparse.engine.llama import Want
 from specsparse.errors import UserError
 from specsparse.kernels.packing.dequant import dequantize
 from specsparse.testing import write_tiny_gguf
-from specsparse.training import small
-from specsparse.training.data import Text
-from specsparse.training.small import SmallOptions
-from specsparse.training.small_form import SmallForm
-from specsparse.training.unroll import Window
+from specsparse.training.corpus import Text
+from specsparse.training.form import Frozen
+from specsparse.training.small_form import SmallForm, SmallOptions
+from specsparse.training.text_windows import Window
 
 TOKENS = np.array([5, 9, 200, 33, 33, 7, 150, 9, 41], np.int32)
 OPTIONS = SmallOptions(width=32, heads=2, ffn=96, layers=2)
@@ -49,7 +48,8 @@ def test_the_file_runs_as_it_was_trained(target, tmp_path):
     form = SmallForm(target, OPTIONS)
     weights = shaken(form.first([]))
     ids = jnp.arange(300)
-    trained = small.logits(form.config, weights, ids, window_of(TOKENS, before=3))
+    frozen = Frozen(None, None, ids, None, None)
+    (trained,) = form.logits(weights, frozen, target.params.embedding, window_of(TOKENS, before=3), 1)
 
     model = specsparse.load(form.write(tmp_path / "d.gguf", weights, np.arange(300), quant="f32"), kv_dtype="f32")
     assert model.config == form.config

@@ -12,9 +12,9 @@ from specsparse.engine.llama import Want
 from specsparse.errors import UserError
 from specsparse.support.options import read
 from specsparse.testing import write_tiny_gguf
-from specsparse.training import data, documents
-from specsparse.training.features import Features
-from specsparse.training.prompts import grammar, prompt
+from specsparse.training import corpus
+from specsparse.training.corpus import grammar, prompt
+from specsparse.training.text_windows import Features
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def model(tmp_path_factory):
     )
 
 
-OPTIONS = data.DataOptions(
+OPTIONS = corpus.DataOptions(
     batch=2, batches=2, least=0.0, answer=8, prompt_tokens=400, temperatures=(0.0, 0.8), chat=False, seed=5
 )
 
@@ -58,7 +58,7 @@ def test_an_answer_is_plain_decodings_with_the_rows_of_a_forward_pass(model):
     ids = [np.array([5, 9, 7, 30]), np.array([8]), np.array([11, 12, 13, 14, 15, 16])]
     laws = [SamplingParams(temperature=0.0, max_tokens=7), SamplingParams(temperature=0.9, max_tokens=12)]
     params = [laws[0], laws[1], laws[1]]
-    texts = data.answer(model, ids, params, seed=3)
+    texts = corpus.answer(model, ids, params, seed=3)
     plain = specsparse.generate(model, ids[0], sampling=laws[0]).token_ids
     assert texts[0].tokens[4:].tolist() == list(plain)
     read = Features(model, (0, 1, model.config.n_layers)).of(texts)
@@ -75,22 +75,22 @@ def test_an_answer_is_plain_decodings_with_the_rows_of_a_forward_pass(model):
 def test_a_batch_ends_when_few_answers_go_on(model):
     ids = [np.array([5]), np.array([6]), np.array([7]), np.array([8])]
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (3, 3, 3, 200)]
-    lengths = [len(t.tokens) - 1 for t in data.answer(model, ids, params, seed=0, least=0.25)]
+    lengths = [len(t.tokens) - 1 for t in corpus.answer(model, ids, params, seed=0, least=0.25)]
     assert lengths[:3] == [3, 3, 3] and 3 < lengths[3] < 100
-    assert [len(t.tokens) - 1 for t in data.answer(model, ids[3:], params[3:], seed=0, least=0.25)] == [200]
+    assert [len(t.tokens) - 1 for t in corpus.answer(model, ids[3:], params[3:], seed=0, least=0.25)] == [200]
 
 
 def test_shards_are_made_once_and_made_alike(model, tmp_path):
-    seen: list[data.TextWritten] = []
-    paths = data.generate(model, OPTIONS, tmp_path / "a", tokens=40, progress=seen.append)
-    first = [t for p in paths for t in data.read_shard(p)]
+    seen: list[corpus.TextWritten] = []
+    paths = corpus.generate(model, OPTIONS, tmp_path / "a", tokens=40, progress=seen.append)
+    first = [t for p in paths for t in corpus.read_shard(p)]
     assert sum(len(t.tokens) - t.prompt for t in first) == seen[-1].tokens >= 40 and len(paths) == len(seen) >= 2
     assert seen[-1].tokens_per_s > 0 and paths[0].stat().st_size < 8 * sum(len(t.tokens) for t in first) + 1000
     stamp = paths[0].stat().st_mtime_ns
     paths[1].unlink()
-    again = data.generate(model, OPTIONS, tmp_path / "a", tokens=40)
+    again = corpus.generate(model, OPTIONS, tmp_path / "a", tokens=40)
     assert again == paths and paths[0].stat().st_mtime_ns == stamp
-    for a, b in zip(first, (t for p in again for t in data.read_shard(p)), strict=True):
+    for a, b in zip(first, (t for p in again for t in corpus.read_shard(p)), strict=True):
         assert a.tokens.dtype == b.tokens.dtype == np.int32 and a.prompt == b.prompt
         np.testing.assert_array_equal(a.tokens, b.tokens)
     assert len({tuple(t.tokens[: t.prompt]) for t in first}) == len(first)
@@ -106,10 +106,10 @@ def test_documents_are_pieces_of_answers_length(model, tmp_path):
     ]
     rows += [{"prompt": "p" * 500, "answer": "after a prompt that is too long"}]
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
-    read = [*documents.read_documents(tmp_path / "a.txt"), *documents.read_documents(tmp_path / "b.jsonl")]
+    read = [*corpus.read_documents(tmp_path / "a.txt"), *corpus.read_documents(tmp_path / "b.jsonl")]
     assert [d.prompt and d.prompt[:9] for d in read] == [None, "what is i", None, "ppppppppp"]
-    options = data.DataOptions(answer=10, prompt_tokens=40, chat=False)
-    found, encode = documents.tokenised(model, read, options), model.tokenizer.encode
+    options = corpus.DataOptions(answer=10, prompt_tokens=40, chat=False)
+    found, encode = corpus.tokenised(model, read, options), model.tokenizer.encode
     running, question = encode("one two three four five six " * 2), encode("what is it", add_special=True)
     assert not model.tokenizer.add_bos and len(running) > 30
     pieces = [running[i : i + 10] for i in range(0, len(running), 10) if len(running) - i >= 8]
@@ -122,7 +122,7 @@ def test_documents_are_pieces_of_answers_length(model, tmp_path):
 def test_a_document_of_a_model_with_bos_begins_with_it(tmp_path):
     path = write_tiny_gguf(tmp_path / "m.gguf", tokenizer="spm", n_layers=1)
     bos = specsparse.load(path)
-    (text,) = documents.tokenised(bos, [documents.Document("abc abc abc")], data.DataOptions())
+    (text,) = corpus.tokenised(bos, [corpus.Document("abc abc abc")], corpus.DataOptions())
     assert text.tokens.tolist() == bos.tokenizer.encode("abc abc abc", add_special=True) and text.prompt == 1
     assert text.tokens[0] == bos.tokenizer.bos_id
 
@@ -142,21 +142,21 @@ def test_documents_that_cannot_be_read_are_one_line(tmp_path, name, content, mes
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=f"train.documents: .*{message}"):
-        documents.read_documents(tmp_path / name)
+        corpus.read_documents(tmp_path / name)
 
 
 def test_mistakes_are_one_line(model, tmp_path):
     with pytest.raises(UserError, match=r"train\.batch=0"):
-        read(data.DataOptions, {"batch": 0}, group="train")
+        read(corpus.DataOptions, {"batch": 0}, group="train")
     with pytest.raises(UserError, match=r"train\.temperatures"):
-        read(data.DataOptions, {"temperatures": []}, group="train")
+        read(corpus.DataOptions, {"temperatures": []}, group="train")
     with pytest.raises(UserError, match=r"raise train\.prompt_tokens"):
-        data.make_shard(model, data.DataOptions(batch=1, prompt_tokens=1, chat=False), 0)
-    data.write_tensors(tmp_path / "x.safetensors", {"a": np.zeros(1)}, {})
+        corpus.make_shard(model, corpus.DataOptions(batch=1, prompt_tokens=1, chat=False), 0)
+    corpus.write_tensors(tmp_path / "x.safetensors", {"a": np.zeros(1)}, {})
     with pytest.raises(UserError, match="holds no texts"):
-        data.read_shard(tmp_path / "x.safetensors")
-    data.write_shard(tmp_path / "y.safetensors", [data.Text(np.arange(9, dtype=np.int32), 4)])
-    tensors, meta = data.read_tensors(tmp_path / "y.safetensors")
-    data.write_tensors(tmp_path / "y.safetensors", {**tensors, "lengths": np.array([8])}, meta)
-    with pytest.raises(UserError, match="do not fit their lengths"):
-        data.read_shard(tmp_path / "y.safetensors")
+        corpus.read_shard(tmp_path / "x.safetensors")
+    corpus.write_shard(tmp_path / "y.safetensors", [corpus.Text(np.arange(9, dtype=np.int32), 4)])
+    tensors, meta = corpus.read_tensors(tmp_path / "y.safetensors")
+    corpus.write_tensors(tmp_path / "y.safetensors", {**tensors, "lengths": np.array([8])}, meta)
+    with pytest.raises(UserError, match="or damaged ones"):
+        corpus.read_shard(tmp_path / "y.safetensors")

@@ -5,8 +5,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from specsparse.training.data import Text
-from specsparse.training.windows import cut, fill, fill_up, pack, spans
+from specsparse.training.corpus import Text
+from specsparse.training.text_windows import cut, fill, fill_up, pack, spans
 
 D = 4
 

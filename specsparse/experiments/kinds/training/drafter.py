@@ -21,9 +21,9 @@ from specsparse.report.rows import Rows
 from specsparse.speculative.drafters.heads.published_file import matrix_type
 from specsparse.support import terminal
 from specsparse.support.tables import new
-from specsparse.training import data
-from specsparse.training.evaluate import DraftQuality, evaluate
+from specsparse.training import corpus
 from specsparse.training.form import Form
+from specsparse.training.trainer import DraftQuality, evaluate
 
 DEFINITIONS = {
     "agreement": "held-out greedy answers: drafts whose token at a place is the answer's, of those right so far",
@@ -94,11 +94,11 @@ def _row(point: Mapping[str, Any]) -> dict[str, object]:
     return {**{key: point[key] for key in ("step", "rows", "seconds", "rate")}, **places}
 
 
-def held_out(cfg: TrainSettings, model: Model, console: Console) -> list[data.Text]:
+def held_out(cfg: TrainSettings, model: Model, console: Console) -> list[corpus.Text]:
     """Greedy answers to the last `train.judged` prompts of each task of `data` that are short enough."""
     chosen = training.Options.of(cfg).data
     source = cfg.data.prompts()
-    encoded = [(p.task, data.encode(model, p.text, chat=chosen.chat)) for p in source]
+    encoded = [(p.task, corpus.encode(model, p.text, chat=chosen.chat)) for p in source]
     short = [(task, ids) for task, ids in encoded if len(ids) <= chosen.prompt_tokens]
     tasks = dict.fromkeys(task for task, _ in short)
     kept = [ids for task in tasks for ids in [i for t, i in short if t == task][-cfg.train.judged :]]
@@ -109,7 +109,7 @@ def held_out(cfg: TrainSettings, model: Model, console: Console) -> list[data.Te
     with terminal.counting(console, "answering held-out prompts", len(kept)) as bar:
         for start in range(0, len(kept), chosen.batch):
             part = kept[start : start + chosen.batch]
-            answers += data.answer(model, part, [params] * len(part), seed=cfg.seed)
+            answers += corpus.answer(model, part, [params] * len(part), seed=cfg.seed)
             bar.advance(bar.task_ids[0], len(part))
     return answers
 

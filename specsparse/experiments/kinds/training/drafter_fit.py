@@ -15,16 +15,22 @@ from specsparse.experiments.kinds.training.options import TrainKeys, TrainSettin
 from specsparse.speculative.drafters.heads.head_file import find
 from specsparse.support import terminal
 from specsparse.support.options import Count, Range
-from specsparse.training.data import DataOptions, Text, TextWritten, generate, read_shard
+from specsparse.training.corpus import (
+    DataOptions,
+    Document,
+    Text,
+    TextWritten,
+    generate,
+    read_documents,
+    read_shard,
+    tokenised,
+)
 from specsparse.training.dflash_form import DFlashForm
-from specsparse.training.documents import Document, read_documents, tokenised
-from specsparse.training.eagle3_form import Eagle3Form
+from specsparse.training.eagle_form import Eagle3Form, HeadForm
 from specsparse.training.form import Form
-from specsparse.training.head_form import HeadForm
-from specsparse.training.loop import Log
-from specsparse.training.small import SmallOptions
-from specsparse.training.small_form import SmallForm
+from specsparse.training.small_form import SmallForm, SmallOptions
 from specsparse.training.trainer import HeadLosses, Trainer, TrainOptions, TrainState
+from specsparse.training.training_loop import Log
 
 _TEXTS, _STATE = "texts", "state.safetensors"
 

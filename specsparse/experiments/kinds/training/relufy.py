@@ -19,8 +19,8 @@ from specsparse.models.convert.write import out_type
 from specsparse.report.rows import Rows
 from specsparse.support.tables import new
 from specsparse.training import ffn_model
-from specsparse.training.reconstruct import Judged
-from specsparse.training.relu_export import write_relu
+from specsparse.training.ffn_model import write_relu
+from specsparse.training.relu import Judged
 
 _COLUMNS = ("step", "tokens", "divergence", "perplexity", "original", "agreement")
 DEFINITIONS = {

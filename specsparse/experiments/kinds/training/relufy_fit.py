@@ -19,13 +19,20 @@ from specsparse.support import terminal
 from specsparse.support.files import read_tensors, write_tensors
 from specsparse.support.options import Count
 from specsparse.training import ffn_model
-from specsparse.training.data import DataOptions, Text, generate, read_shard
-from specsparse.training.distill import Distiller, DistillLosses, DistillOptions, Fidelity
-from specsparse.training.ffn_inputs import collect, layer_inputs
-from specsparse.training.ffn_model import FfnMatrices
-from specsparse.training.loop import Log
-from specsparse.training.reconstruct import Judged, LayerOptions, Rebuilder, judge
-from specsparse.training.windows import pack
+from specsparse.training.corpus import DataOptions, Text, generate, read_shard
+from specsparse.training.ffn_model import FfnMatrices, collect_inputs, layer_inputs
+from specsparse.training.relu import (
+    Distiller,
+    DistillLosses,
+    DistillOptions,
+    Fidelity,
+    Judged,
+    LayerOptions,
+    Rebuilder,
+    judge,
+)
+from specsparse.training.text_windows import pack
+from specsparse.training.training_loop import Log
 
 _TEXTS, _STATE = "texts", "state.safetensors"
 
@@ -153,7 +160,7 @@ def _inputs(cfg: TrainSettings, model: Model, folder: Path, found: list[Text], c
         groups.append([found[i] for i in group])
         tokens += sum(len(text.tokens) for text in groups[-1])
     with terminal.counting(console, "reading text", len(groups)) as bar:
-        return collect(
+        return collect_inputs(
             model, groups, folder, rows=rows, progress=lambda done: bar.update(bar.task_ids[0], completed=done)
         )
 

@@ -5,7 +5,7 @@ fused by one matrix, and the block's own rows [last token, mask, mask, ...]; its
 context is read once, and the whole block is drafted in one pass.
 
 The products are an argument, `kernels.api.Kernels.linear` or `training.layer.linear`, so that the same lines decode
-with quantised weights and are differentiated in float32 (`training.blocks`).
+with quantised weights and are differentiated in float32 (`training.dflash_form`).
 """
 
 from collections.abc import Callable, Sequence

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 import optax
@@ -26,9 +26,8 @@ class Stepped(Protocol):
 
 State = TypeVar("State", bound=Stepped)
 Weights = TypeVar("Weights")
-Batch = TypeVar("Batch")
-Losses = TypeVar("Losses")
-OnStep = Callable[[int, State, Losses, Batch], None]
+OnStep = Callable[[int, Any, Any, Any], None]
+"""on_step(steps done, state, losses, batch)."""
 
 
 def trapezoid(peak: float, steps: int, *, up: int, down: int) -> optax.Schedule:
@@ -53,8 +52,8 @@ def updated(
 
 def train(
     state: State,
-    batches: Iterator[Batch],
-    step: Callable[[State, Batch], tuple[State, Losses]],
+    batches: Iterator[Any],
+    step: Callable[[State, Any], tuple[State, Any]],
     *,
     steps: int,
     on_step: OnStep | None = None,
@@ -77,7 +76,7 @@ def train(
 
 
 @dataclass(eq=False)
-class Log(Generic[State, Losses, Batch]):
+class Log:
     """The curve of a training, and the file that a stopped one goes on from; the file appears whole or not at all.
 
     Attributes:
@@ -95,16 +94,16 @@ class Log(Generic[State, Losses, Batch]):
     steps: int
     every: int
     unit: str
-    count: Callable[[Batch], int]
-    point: Callable[[State, Sequence[Losses]], dict[str, Any]]
+    count: Callable[[Any], int]
+    point: Callable[[Any, Sequence[Any]], dict[str, Any]]
     curve: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self):
-        self._recent: list[Losses] = []
+        self._recent: list[Any] = []
         self._seen, self._before, self._begun = 0, 0, time.perf_counter()
 
     def resume(self, like: State) -> State | None:
-        """The state in the file, of the shapes of `like`, and its curve; None where there is no file.
+        """The state in the file, of the shapes of `like`, and its curve; None if there is no file.
 
         Raises:
             UserError: a damaged file, or that of another training.
@@ -116,7 +115,7 @@ class Log(Generic[State, Losses, Batch]):
         self._seen = self._before = self.curve[-1][self.unit] if self.curve else 0
         return state
 
-    def add(self, step: int, state: State) -> None:
+    def add(self, step: int, state: Stepped) -> None:
         """A point of the curve."""
         seconds = time.perf_counter() - self._begun
         counted = {"step": step, self.unit: self._seen, "seconds": seconds, "rate": self.rate}
@@ -125,18 +124,18 @@ class Log(Generic[State, Losses, Batch]):
 
     @property
     def rate(self) -> float:
-        """What this run counted a second."""
+        """`unit` a second, in this run."""
         seconds = time.perf_counter() - self._begun
         return (self._seen - self._before) / seconds if seconds > 0 else 0.0
 
     @contextmanager
-    def shown(self, console: Console, what: str, state: State) -> Iterator[OnStep]:
-        """A bar; yields what `train` is to call after each step."""
+    def shown(self, console: Console, what: str, state: Stepped) -> Iterator[OnStep]:
+        """A bar; yields the function that `train` is to call after each step."""
         self._begun = time.perf_counter()
         with terminal.counting(console, what, self.steps) as bar:
             bar.update(bar.task_ids[0], completed=int(state.step))
 
-            def on_step(done: int, state: State, losses: Losses, batch: Batch) -> None:
+            def on_step(done: int, state: Stepped, losses: Any, batch: Any) -> None:
                 self._seen += self.count(batch)
                 self._recent.append(losses)
                 if done % self.every == 0 or done == self.steps:

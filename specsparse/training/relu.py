@@ -1,14 +1,20 @@
-"""The FFNs of a whole model, trained until it says what the original says: they alone change.
+"""A model of SiLU made one of ReLU: its FFNs rebuilt layer by layer, then trained as a whole; they alone change.
 
-The loss is KL(original, this model) over candidate ids, plus the squared distance of the two normalised last rows, plus
-a measure of how many neurons are active whose weight follows their share (ProSparse, Song et al., arXiv:2402.13516; see
-`MEASURES`). The original's last rows are stored with the texts: no pass of it is needed.
-The matrices are rounded to Q4_0 in every step, and the gradient passes straight through (Bengio et al.,
-arXiv:1308.3432): what is trained is what the file holds.
+**Rebuilt.** Each layer is to give the same output from the same inputs, with fewer neurons; layers do not depend on
+each other. The loss is the squared error of the output, relative to its size at each token, plus a measure of how many
+neurons are active whose weight follows their share (the sparsity term of ProSparse, Song et al., arXiv:2402.13516,
+raised step by step; the measure is Hoyer's square, DeepHoyer, arXiv:1908.09979, eq. 5, which does not change with the
+size of the activations).
+
+**Distilled.** The whole model is trained until it says what the original says. The loss is KL(original, this model)
+over candidate ids, plus the squared distance of the two normalised last rows, plus such a measure (see `MEASURES`). The
+matrices are rounded to Q4_0 in every step, and the gradient passes straight through (Bengio et al., arXiv:1308.3432):
+what is trained is what the file holds.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal, NamedTuple
 
 import jax
@@ -17,17 +23,210 @@ import numpy as np
 import optax
 
 from specsparse.engine.model import Model
+from specsparse.errors import UserError
 from specsparse.kernels.packing.dequant import dequantize, embed_rows
 from specsparse.support.options import Count, Internal, Positive, Range, Share
 from specsparse.training import ffn_model
-from specsparse.training.data import Text
-from specsparse.training.features import Features
+from specsparse.training.corpus import Text
 from specsparse.training.ffn_model import FfnMatrices, PackedTexts
-from specsparse.training.layer import rms_norm
-from specsparse.training.loop import OnStep, train, trapezoid, updated
-from specsparse.training.products import Precision, halved, times
-from specsparse.training.reconstruct import hoyer, nearly_counted
-from specsparse.training.windows import fill_up, pack
+from specsparse.training.layer import Precision, halved, rms_norm, times
+from specsparse.training.text_windows import Features, fill_up, pack
+from specsparse.training.training_loop import OnStep, train, trapezoid, updated
+
+_SEARCHED = 20480
+"""Tokens that the start of a rebuilt layer is fitted on."""
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """How a layer is rebuilt.
+
+    Attributes:
+        share: of active neurons aimed at.
+        linear: share of neurons that begin as linear ones, always active; they count as active.
+        passes: over the tokens.
+        layer_batch: tokens of a step.
+        layer_rate: of Adam; it rises over a twentieth of the steps and falls to 0.
+        pressure: how fast the weight of the sparsity term follows the share.
+        seed: of the order of tokens.
+    """
+
+    share: Share = 0.3
+    linear: Annotated[float, Range(0)] = 0.125
+    passes: Positive = 1.0
+    layer_batch: Count = 256
+    layer_rate: Positive = 2e-4
+    pressure: Positive = 0.5
+    seed: Annotated[int, Internal()] = 0
+
+    def __post_init__(self):
+        if self.linear >= self.share:
+            raise UserError(f"train.linear={self.linear} must be below train.share={self.share}")
+
+
+class Judged(NamedTuple):
+    """A rebuilt layer on tokens it has not seen: relative squared error of the output, share of active neurons."""
+
+    error: float
+    share: float
+
+
+class _RebuildState(NamedTuple):
+    ffn: FfnMatrices
+    optimiser: optax.OptState
+    pressure: jax.Array
+    step: jax.Array
+
+
+@jax.jit
+def _outputs(ffn: FfnMatrices, z_nD: jax.Array) -> jax.Array:
+    """down(silu(gate z) * up z), [n, D]."""
+    return (jax.nn.silu(z_nD @ ffn.gate.T) * (z_nD @ ffn.up.T)) @ ffn.down.T
+
+
+def _token_weights(y_nD: jax.Array) -> jax.Array:
+    """[n], by which a token's squared error counts: one over its output's size, bounded where the output is small."""
+    size = jnp.sum(y_nD * y_nD, axis=1)
+    return 1.0 / (size + jnp.median(size))
+
+
+def hoyer(a_nF: jax.Array) -> jax.Array:
+    """[n], (sum a)^2 / (F sum a^2) for a >= 0: at most the share that is not 0, and equal to it if those are alike."""
+    return jnp.square(a_nF.sum(axis=1)) / (a_nF.shape[1] * jnp.sum(a_nF * a_nF, axis=1) + 1e-12)
+
+
+def nearly_counted(a_nF: jax.Array, softness: float = 0.1) -> jax.Array:
+    """[n], mean of a / (a + t) for a >= 0, t that part of the active ones' root mean square: nearly their share.
+
+    Its slope is steep near 0, where a model misses a neuron least, and hardly moves those that say much.
+    """
+    active = jnp.sum((a_nF > 0).astype(jnp.float32), axis=1)
+    t = softness * jnp.sqrt(jnp.sum(a_nF * a_nF, axis=1) / jnp.maximum(active, 1.0))
+    t = jax.lax.stop_gradient(t)[:, None] + 1e-9
+    return jnp.mean(a_nF / (a_nF + t), axis=1)
+
+
+def constant_direction(z_nD: jax.Array) -> jax.Array:
+    """[D], the v with the least sum of (v . z - 1)^2: what a multiple of it adds to a row is nearly a bias."""
+    gram = z_nD.T @ z_nD
+    ridge = 1e-4 * jnp.trace(gram) / len(gram)
+    return jnp.linalg.solve(gram + ridge * jnp.eye(len(gram)), z_nD.sum(axis=0))
+
+
+def _fit_down(h_nF: jax.Array, y_nD: jax.Array, weight_n: jax.Array, towards: jax.Array) -> jax.Array:
+    """[D, F]: the weighted ridge regression of y on the neurons h, drawn to `towards` instead of to 0."""
+    scaled = h_nF * weight_n[:, None]
+    gram = h_nF.T @ scaled
+    ridge = 1e-3 * jnp.trace(gram) / len(gram)
+    rest = y_nD - h_nF @ towards.T
+    return towards + jax.scipy.linalg.solve(gram + ridge * jnp.eye(len(gram)), scaled.T @ rest, assume_a="pos").T
+
+
+@partial(jax.jit, static_argnums=3)
+def _begin(ffn: FfnMatrices, z_nD: jax.Array, y_nD: jax.Array, options: LayerOptions) -> FfnMatrices:
+    """The start of a training, without a step of the optimiser.
+
+    SiLU's negative lobe, summed over all neurons, is nearly a linear map of the inputs. So the neurons that matter
+    least become linear: their gate is a constant (`constant_direction`), `up` and `down` are the best map of that rank
+    to what ReLU leaves over (reduced-rank regression). The gates of the others are shifted so that, all in all, a
+    twentieth less than the share aimed at is active, since training raises it; `down` is fitted anew for all.
+    """
+    z_nD, y_nD, (width, inputs) = z_nD[:_SEARCHED], y_nD[:_SEARCHED], ffn.gate.shape
+    count = min(round(options.linear * width), inputs)  # a linear map has no higher rank
+    share = jnp.float32(min(max((0.95 * options.share * width - count) / (width - count), 0.01), 1.0))
+    weight, constant = _token_weights(y_nD), constant_direction(z_nD)
+    gate = ffn.gate - jnp.quantile(z_nD[:1024] @ ffn.gate.T, 1 - share) * constant[None]
+    up, down = ffn.up, ffn.down
+    if count:
+        h_nF = jax.nn.relu(z_nD @ gate.T) * (z_nD @ up.T)
+        value = (weight @ (h_nF * h_nF)) * jnp.sum(down * down, axis=0)
+        least = jnp.argsort(value)[:count]
+        inwards, outwards = _linear_map(z_nD, y_nD - h_nF @ down.T, weight, count)
+        gate = gate.at[least].set(constant[None])
+        up, down = up.at[least].set(inwards), down.at[:, least].set(outwards)
+    h_nF = jax.nn.relu(z_nD @ gate.T) * (z_nD @ up.T)
+    return FfnMatrices(gate, up, _fit_down(h_nF, y_nD, weight, down))
+
+
+def _linear_map(z_nD: jax.Array, y_nD: jax.Array, weight_n: jax.Array, rank: int) -> tuple[jax.Array, jax.Array]:
+    """(inwards [rank, D], outwards [D, rank]): the map z -> y of that rank with the least weighted squared error."""
+    scaled = z_nD * weight_n[:, None]
+    gram = z_nD.T @ scaled
+    ridge = 1e-3 * jnp.trace(gram) / len(gram)
+    full = jnp.linalg.solve(gram + ridge * jnp.eye(len(gram)), scaled.T @ y_nD)
+    basis = jnp.linalg.eigh(full.T @ gram @ full)[1][:, ::-1][:, :rank]
+    return (full @ basis).T, basis
+
+
+def _error(found, y_nD, weight_n) -> jax.Array:
+    """Weighted relative squared error."""
+    size = jnp.sum(y_nD * y_nD, axis=1)
+    wrong = jnp.sum(jnp.square(found - y_nD), axis=1)
+    return jnp.sum(weight_n * wrong) / jnp.sum(weight_n * size)
+
+
+@jax.jit
+def _judge(ffn: FfnMatrices, z_nD, y_nD) -> tuple[jax.Array, jax.Array]:
+    a_nF = jax.nn.relu(z_nD @ ffn.gate.T)
+    found = (a_nF * (z_nD @ ffn.up.T)) @ ffn.down.T
+    return _error(found, y_nD, _token_weights(y_nD)), jnp.mean((a_nF > 0).astype(jnp.float32))
+
+
+def judge(ffn: FfnMatrices, original: FfnMatrices, z_nD: np.ndarray) -> Judged:
+    """A rebuilt layer against its original."""
+    z = jnp.asarray(z_nD, jnp.float32)
+    return Judged(*map(float, _judge(ffn, z, _outputs(original, z))))
+
+
+class Rebuilder:
+    """Rebuilds layers of one shape with one compiled step.
+
+    Args:
+        options: how.
+        tokens: inputs that a layer is given.
+    """
+
+    def __init__(self, options: LayerOptions, tokens: int):
+        self.options, self.steps = options, max(1, round(options.passes * tokens / min(options.layer_batch, tokens)))
+        up = max(1, self.steps // 20)
+        rate = trapezoid(options.layer_rate, self.steps, up=up, down=max(self.steps - up, 1))
+        self._optimiser = optax.adam(rate, b2=0.98)
+        self._step = jax.jit(self._one_step, donate_argnums=(0,))
+
+    def rebuild(self, original: FfnMatrices, z_nD: np.ndarray) -> FfnMatrices:
+        """The layer that gives what `original` gives on inputs [n, D]."""
+        z = jnp.asarray(z_nD, jnp.float32)
+        y = _outputs(original, z)
+        ffn = _begin(original, z, y, self.options)
+        state = _RebuildState(ffn, self._optimiser.init(ffn), jnp.float32(1e-2), jnp.int32(0))
+        rng, n, batch = np.random.default_rng(self.options.seed), len(z), min(self.options.layer_batch, len(z))
+        order = np.concatenate([rng.permutation(n) for _ in range(-(-self.steps * batch // n))])
+        batches = (jnp.asarray(order[s * batch : (s + 1) * batch]) for s in range(self.steps))
+        state = train(state, batches, lambda state, rows: self._step(state, z, y, rows), steps=self.steps)
+        return _fitted(state.ffn, z, y)
+
+    def _one_step(self, state: _RebuildState, z_nD, y_nD, rows) -> tuple[_RebuildState, jax.Array]:
+        z, y = z_nD[rows], y_nD[rows]
+        weight = _token_weights(y)
+
+        def loss(ffn: FfnMatrices):
+            a = jax.nn.relu(z @ ffn.gate.T)
+            error = _error((a * (z @ ffn.up.T)) @ ffn.down.T, y, weight)
+            share = jnp.mean((a > 0).astype(jnp.float32))
+            return error + state.pressure * jnp.mean(hoyer(a)), share
+
+        grads, share = jax.grad(loss, has_aux=True)(state.ffn)
+        ffn, optimiser = updated(self._optimiser, grads, state.optimiser, state.ffn)
+        follow = jnp.exp(self.options.pressure * (share / self.options.share - 1))
+        pressure = jnp.clip(state.pressure * follow, 1e-4, 3.0)
+        return _RebuildState(ffn, optimiser, pressure, state.step + 1), share
+
+
+@jax.jit
+def _fitted(ffn: FfnMatrices, z_nD: jax.Array, y_nD: jax.Array) -> FfnMatrices:
+    """The layer with `down` fitted anew to all tokens at once."""
+    h_nF = jax.nn.relu(z_nD @ ffn.gate.T) * (z_nD @ ffn.up.T)
+    return ffn._replace(down=_fit_down(h_nF, y_nD, _token_weights(y_nD), ffn.down))
 
 
 class ActiveMeasure(NamedTuple):
@@ -66,7 +265,7 @@ class DistillOptions:
             around the one aimed at, since what follows comes too late.
         measure: of that term, of `MEASURES`.
         rounded: whether the matrices are rounded to Q4_0 in a step.
-        precision: of a step's products, of `training.products.Precision`.
+        precision: of a step's products, of `training.layer.Precision`.
         seed: of the order of texts, and of the candidates.
     """
 
@@ -88,7 +287,7 @@ class DistillOptions:
     seed: Annotated[int, Internal()] = 0
 
 
-class State(NamedTuple):
+class DistillState(NamedTuple):
     """What a restart needs.
 
     Attributes:
@@ -167,16 +366,19 @@ class Distiller:
         self._frozen = ffn_model.frozen_layers(model, options.rows)
         self._head = dequantize(model.params.output)
         self._features = Features(model, (model.config.n_layers,))
-        self._optimiser, self._measure = _optimiser(options), MEASURES[options.measure]
+        down = max(1, round(options.decay * options.steps))
+        rate = trapezoid(options.rate, options.steps, up=options.warmup, down=down)
+        self._optimiser = optax.chain(optax.clip_by_global_norm(options.clip), optax.adam(rate, b2=0.98))
+        self._measure = MEASURES[options.measure]
         self._step = jax.jit(self._one_step, donate_argnums=(0,))
         self._judge = jax.jit(self._fidelity)
 
-    def start(self, ffn: FfnMatrices) -> State:
+    def start(self, ffn: FfnMatrices) -> DistillState:
         """The state before the first step; `ffn` has the leading axis L."""
         pressure = jnp.float32(self._measure.weights[1] / 10)
-        return State(ffn, self._optimiser.init(ffn), pressure, jnp.zeros((), jnp.int32))
+        return DistillState(ffn, self._optimiser.init(ffn), pressure, jnp.zeros((), jnp.int32))
 
-    def like(self) -> State:
+    def like(self) -> DistillState:
         """A state of the right shapes, to read a checkpoint by."""
         c = self.config
         shapes = ((c.n_layers, c.d_ff, c.d_model),) * 2 + ((c.n_layers, c.d_model, c.d_ff),)
@@ -206,12 +408,12 @@ class Distiller:
             score = np.log(share) + rng.gumbel(size=len(share))
         return np.concatenate([wanted, np.argpartition(-score, more)[:more]]).astype(np.int32)
 
-    def run(self, state: State, texts: Sequence[Text], *, on_step: OnStep | None = None) -> State:
-        """The state after the last step; see `training.loop.train`."""
+    def run(self, state: DistillState, texts: Sequence[Text], *, on_step: OnStep | None = None) -> DistillState:
+        """The state after the last step; see `training_loop.train`."""
         batches = self.batches(texts, int(state.step))
         return train(state, batches, self.step, steps=self.options.steps, on_step=on_step)
 
-    def step(self, state: State, batch: DistillBatch) -> tuple[State, DistillLosses]:
+    def step(self, state: DistillState, batch: DistillBatch) -> tuple[DistillState, DistillLosses]:
         """One step of the optimiser, and the losses before it."""
         return self._step(state, *jax.tree.map(jnp.asarray, batch))
 
@@ -256,7 +458,7 @@ class Distiller:
     def _normed(self, y_nD: jax.Array) -> jax.Array:
         return rms_norm(y_nD, self.model.params.output_norm, self.config.norm_eps)
 
-    def _one_step(self, state: State, texts: PackedTexts, ids: jax.Array) -> tuple[State, DistillLosses]:
+    def _one_step(self, state: DistillState, texts: PackedTexts, ids: jax.Array) -> tuple[DistillState, DistillLosses]:
         o = self.options
         valid = jnp.where(texts.text < 0, 0.0, jnp.where(texts.answer, 1.0, jnp.float32(o.prompts)))
         wanted = self._normed(texts.hidden)
@@ -277,7 +479,7 @@ class Distiller:
         grads, losses = jax.grad(loss, has_aux=True)(state.ffn)
         ffn, optimiser = updated(self._optimiser, grads, state.optimiser, state.ffn)
         pressure = jnp.clip(state.pressure * jnp.exp(o.follow * (losses.share / o.share - 1)), *self._measure.weights)
-        return State(ffn, optimiser, pressure, state.step + 1), losses
+        return DistillState(ffn, optimiser, pressure, state.step + 1), losses
 
     def _fidelity(self, ffn: FfnMatrices, texts: PackedTexts, counts_n: jax.Array):
         wanted = self._normed(texts.hidden)
@@ -289,10 +491,3 @@ class Distiller:
         same = (jnp.argmax(log_p, axis=-1) == jnp.argmax(log_q, axis=-1)).astype(jnp.float32)
         rows = jnp.sum((texts.text >= 0).astype(jnp.float32))
         return (*(jnp.sum(counts_n * x) for x in (kl, ours, theirs, same)), share_L * rows, counts_n.sum(), rows)
-
-
-def _optimiser(options: DistillOptions) -> optax.GradientTransformation:
-    """Adam under a trapezoid of rates."""
-    down = max(1, round(options.decay * options.steps))
-    rate = trapezoid(options.rate, options.steps, up=options.warmup, down=down)
-    return optax.chain(optax.clip_by_global_norm(options.clip), optax.adam(rate, b2=0.98))

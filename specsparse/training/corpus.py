@@ -1,0 +1,331 @@
+"""The text that drafters are trained on, as token ids: the target's answers to generated prompts, and documents.
+
+Prompts are a small grammar expanded at random, over the tasks of the built-in prompts. Answers stand in files that a
+restart finds again.
+
+The loss at a token is the divergence from the target's distribution there, whoever wrote the token; what comes next in
+the text says nothing. So a document serves as well as a text of the target's making (EAGLE, arXiv:2401.15077, trains on
+fixed dialogues) and costs a forward pass, where an answer costs its decoding.
+"""
+
+import functools
+import itertools
+import json
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import numpy as np
+
+from specsparse.engine.generate import Finish
+from specsparse.engine.model import Model
+from specsparse.engine.sampling.params import SamplingParams
+from specsparse.errors import UserError
+from specsparse.runtime.device_batch import Request
+from specsparse.runtime.method import Method
+from specsparse.runtime.session import Session
+from specsparse.support.files import read_tensors, write_tensors
+from specsparse.support.options import Count, Internal, Range
+
+_GRAMMAR_FILE = Path(__file__).parents[1] / "data" / "training_prompts.json"
+_SLOT = re.compile(r"\{([a-z_-]+|\d+\.\.\d+)\}")
+_DEEPEST = 12
+_ROUNDS = 24
+"""Tokens between two looks at how many answers still go on."""
+_SHORTEST = 8
+"""Tokens under which a part of a document says too little to be kept."""
+_FORMAT = "specsparse.training.texts"
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """What text is made.
+
+    Attributes:
+        batch: prompts answered together, of like lengths.
+        batches: of a file.
+        answer: tokens of an answer, at most.
+        least: answers that still go on when a batch ends, as a share of it: the last ones would be written alone.
+        prompt_tokens: longer prompts are left out.
+        temperatures: of the answers, in turn; 0 is greedy.
+        chat: each prompt is a user's turn in the model's template.
+        seed: of prompts and answers.
+    """
+
+    batch: Count = 16
+    batches: Count = 8
+    answer: Count = 240
+    least: Annotated[float, Range(0, 1)] = 0.2
+    prompt_tokens: Count = 256
+    temperatures: tuple[Annotated[float, Range(0)], ...] = (0.0, 0.7, 0.0, 1.0)
+    chat: Annotated[bool, Internal()] = True
+    seed: Annotated[int, Internal()] = 0
+
+    def __post_init__(self):
+        if not self.temperatures:
+            raise UserError("train.temperatures=[]: at least one is needed")
+
+
+@dataclass(frozen=True)
+class Text:
+    """One answered prompt.
+
+    Attributes:
+        tokens: int32[n], prompt and answer.
+        prompt: tokens of the prompt.
+        hidden: float32[n, W], the target's rows at these tokens, if `text_windows.Features` made them.
+    """
+
+    tokens: np.ndarray
+    prompt: int
+    hidden: np.ndarray | None = None
+
+
+class TaskPrompt(NamedTuple):
+    """A prompt and its task, one of the built-in prompts' tasks."""
+
+    task: str
+    text: str
+
+
+@functools.cache
+def grammar() -> Mapping[str, Sequence[str]]:
+    """Rules by name; `tasks` maps each task to how often it comes. None of the built-in prompts is in them."""
+    return json.loads(_GRAMMAR_FILE.read_text(encoding="utf-8"))
+
+
+def prompt(index: int, *, seed: int = 0, rules: Mapping[str, Sequence[str]] | None = None) -> TaskPrompt:
+    """Prompt number `index` of the endless list that belongs to `seed`.
+
+    A rule's text holds slots: `{name}` is a text of that rule, `{2..9}` a whole number in that range. A rule that the
+    rule `once` names gives one text throughout a prompt.
+    """
+    rules = grammar() if rules is None else rules
+    rng, fixed = np.random.default_rng([seed, index]), {}
+
+    def expand(text: str, depth: int) -> str:
+        if depth > _DEEPEST:
+            raise ValueError(f"the grammar does not end: {text[:40]!r}")
+
+        def fill(match: re.Match) -> str:
+            slot = match[1]
+            if ".." in slot:
+                low, high = map(int, slot.split(".."))
+                return str(rng.integers(low, high + 1))
+            if slot in fixed:
+                return fixed[slot]
+            options = rules[slot]
+            found = expand(options[int(rng.integers(len(options)))], depth + 1)
+            if slot in rules.get("once", ()):
+                fixed[slot] = found
+            return found
+
+        return _SLOT.sub(fill, text)
+
+    tasks = rules["tasks"]
+    share = np.array([tasks[name] for name in tasks], np.float64)
+    task = str(rng.choice(list(tasks), p=share / share.sum()))
+    return TaskPrompt(task, expand("{" + task + "}", 0))
+
+
+def answer(
+    model: Model, prompts: list[np.ndarray], params: list[SamplingParams], *, seed: int, least: float = 0.0
+) -> list[Text]:
+    """The model's answers to prompts of token ids, decoded together; plain decoding's tokens.
+
+    Args:
+        model: the target.
+        prompts: int32[n] each.
+        params: of each.
+        seed: of the draws, with a prompt's place among the prompts.
+        least: all end when no larger share of them goes on.
+    """
+    sequences = [Request(p, s, seed, i) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
+    session = Session(model, sequences, Method())
+    while sum(f is Finish.RUNNING for f in session.finish) > least * len(sequences):
+        session.advance(_ROUNDS)
+    return [
+        Text(np.concatenate([ids, out]).astype(np.int32), len(ids))
+        for ids, out in zip(prompts, session.tokens(), strict=True)
+    ]
+
+
+def encode(model: Model, text: str, *, chat: bool) -> np.ndarray:
+    """Ids int32[n] of a prompt's text."""
+    tokenizer = model.tokenizer
+    if chat:
+        turn = tokenizer.apply_chat_template([{"role": "user", "content": text}])
+        return np.asarray(tokenizer.encode(turn, parse_special=True), np.int32)
+    return np.asarray(tokenizer.encode(text, add_special=True), np.int32)
+
+
+def make_shard(model: Model, options: DataOptions, index: int) -> list[Text]:
+    """The answers of file `index`: the same whenever and in whatever order files are made.
+
+    Raises:
+        UserError: hardly a prompt is short enough.
+    """
+    count = options.batch * options.batches
+    limit = min(options.prompt_tokens, model.config.context_length - 2)
+    numbers, prompts = iter(range(1000 * count)), []
+    while len(prompts) < count:
+        number = next(numbers, None)
+        if number is None:
+            raise UserError(f"no generated prompt has at most {limit} tokens: raise train.prompt_tokens")
+        source = prompt(index * 1000 * count + number, seed=options.seed)
+        ids = encode(model, source.text, chat=options.chat)
+        if 0 < len(ids) <= limit:
+            prompts.append(ids)
+    params = itertools.cycle([SamplingParams(temperature=t, max_tokens=options.answer) for t in options.temperatures])
+    both = sorted(zip(prompts, params), key=lambda pair: len(pair[0]))  # a batch computes rows up to its longest prompt
+    texts = []
+    for number, start in enumerate(range(0, count, options.batch)):
+        ids, params = (list(x) for x in zip(*both[start : start + options.batch], strict=True))
+        seed = options.seed * 1_000_003 + index * options.batches + number
+        texts += answer(model, ids, params, seed=seed, least=options.least)
+    return texts
+
+
+def write_shard(path: Path, texts: list[Text]) -> None:
+    """Writes the ids of texts end to end; the file appears whole or not at all."""
+    tokens = np.concatenate([t.tokens for t in texts])
+    tensors = {
+        "tokens": tokens.astype(np.uint16 if tokens.max(initial=0) < 1 << 16 else np.int32),
+        "lengths": np.array([len(t.tokens) for t in texts], np.int32),
+        "prompts": np.array([t.prompt for t in texts], np.int32),
+    }
+    write_tensors(path, tensors, {"format": _FORMAT})
+
+
+def read_shard(path: Path) -> list[Text]:
+    """The texts that `write_shard` wrote.
+
+    Raises:
+        UserError: no such file, or a damaged one.
+    """
+    tensors, meta = read_tensors(path)
+    found = [tensors.get(name) for name in ("tokens", "lengths", "prompts")]
+    whole = meta.get("format") == _FORMAT and all(x is not None and x.ndim == 1 for x in found)
+    if whole:
+        tokens, lengths, prompts = (np.asarray(x, np.int32) for x in found)
+        whole = len(lengths) == len(prompts) and lengths.sum() == len(tokens)
+        whole = whole and (prompts <= lengths).all() and (prompts >= 1).all()
+    if not whole:
+        raise UserError(f"{path}: holds no texts to train on, or damaged ones; remove it to have it made again")
+    ends = np.cumsum(lengths)
+    return [Text(tokens[a:b], int(p)) for a, b, p in zip(ends - lengths, ends, prompts, strict=True)]
+
+
+@dataclass(frozen=True)
+class TextWritten:
+    """How far the text is: answers' tokens in all, and a second while text was written, 0 before that."""
+
+    tokens: int
+    tokens_per_s: float
+
+
+def generate(
+    model: Model,
+    options: DataOptions,
+    folder: Path,
+    *,
+    tokens: int,
+    progress: Callable[[TextWritten], None] | None = None,
+) -> list[Path]:
+    """Makes shards in `folder` until their answers hold `tokens` tokens; those that are there are not made again.
+
+    Args:
+        model: the target.
+        options: what text.
+        folder: made if it is not there.
+        tokens: of answers, at least.
+        progress: called after each shard.
+
+    Returns:
+        The files, in order.
+    """
+    paths, done, made, spent = [], 0, 0, 0.0
+    while done < tokens:
+        path, before = folder / f"texts_{len(paths):05d}.safetensors", time.perf_counter()
+        is_new = not path.exists()
+        if is_new:
+            write_shard(path, make_shard(model, options, len(paths)))
+        count = sum(len(text.tokens) - text.prompt for text in read_shard(path))
+        if is_new:
+            made, spent = made + count, spent + time.perf_counter() - before
+        done += count
+        paths.append(path)
+        if progress is not None:
+            progress(TextWritten(done, made / spent if spent else 0.0))
+    return paths
+
+
+class Document(NamedTuple):
+    """A text, or a question and its answer.
+
+    Attributes:
+        text: running text, or the answer.
+        prompt: the user's turn before an answer; None for running text.
+    """
+
+    text: str
+    prompt: str | None = None
+
+
+def read_documents(path: Path) -> list[Document]:
+    """The documents of a file: one text; or, if its name ends in .jsonl, on each line an object with "text", or with
+    "prompt" and "answer".
+
+    Raises:
+        UserError: no such file, no UTF-8, a malformed line, or nothing to read.
+    """
+    try:
+        text = path.expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"train.documents: {path}: cannot be read ({error})") from error
+    if path.suffix == ".jsonl":
+        found = [_of_line(line, f"{path}:{n}") for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    else:
+        found = [Document(text)]
+    found = [document for document in found if document.text.strip()]
+    if not found:
+        raise UserError(f"train.documents: {path}: holds no text")
+    return found
+
+
+def _of_line(line: str, where: str) -> Document:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"train.documents: {where}: is no JSON ({error})") from error
+    match row:
+        case {"prompt": str(prompt), "answer": str(answer)}:
+            return Document(answer, prompt)
+        case {"text": str(text)}:
+            return Document(text)
+    raise UserError(f'train.documents: {where}: needs "text", or "prompt" and "answer", each a string')
+
+
+def tokenised(model: Model, documents: Sequence[Document], options: DataOptions) -> list[Text]:
+    """Texts to train on, of the lengths that written ones have.
+
+    Running text is cut into parts of `options.answer` tokens, all of which count as an answer. A question goes into
+    the model's template as a written text's prompt does, and is left out with its answer if it has more tokens than
+    `options.prompt_tokens`; the answer is cut to `options.answer`. Parts of under 8 tokens are left out.
+    """
+    tokenizer, length, texts = model.tokenizer, options.answer, []
+    for document in documents:
+        ids = np.asarray(tokenizer.encode(document.text), np.int32)
+        if document.prompt is None:
+            before = np.array([tokenizer.bos_id] if tokenizer.add_bos else [], np.int32)
+            parts = [ids[start : start + length] for start in range(0, len(ids), length)]
+        else:
+            before, parts = encode(model, document.prompt, chat=options.chat), [ids[:length]]
+            if len(before) > options.prompt_tokens:
+                continue
+        # without BOS the first token begins the text
+        texts += [Text(np.concatenate([before, p]), max(len(before), 1)) for p in parts if len(p) >= _SHORTEST]
+    return texts
