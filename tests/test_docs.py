@@ -83,6 +83,17 @@ def test_links_to_headings_exist():
     assert dead == []
 
 
+def test_the_index_of_negative_results_has_every_entry_that_says_so():
+    index, *entries = re.split(r"^## (?=\d{4}-)", text(ROOT / "docs" / "LOG.md"), flags=re.MULTILINE)
+    listed = re.findall(r"^\* \[([\d-]+)\]\(#(\S+)\) \S", index.partition("## Negative results")[2], re.MULTILINE)
+    headings = [entry.split("\n")[0] for entry in entries]
+    links = {re.sub(r"[^\w\- ]", "", line).strip().lower().replace(" ", "-"): line for line in headings}
+    assert listed and len(set(listed)) == len(listed)
+    assert [link for date, link in listed if not links.get(link, "").startswith(date)] == []
+    negative = {line for line, entry in zip(headings, entries) if re.search("[Nn]egative", entry)}
+    assert negative - {links[link] for _, link in listed} == set()
+
+
 @pytest.mark.parametrize("name", ["CHANGELOG.md", "docs/LOG.md"])
 def test_no_line_stands_twice(name):
     """Branches add lines to these, and git keeps both sides of a conflict: a line that both had would be doubled."""
