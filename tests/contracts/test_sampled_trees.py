@@ -67,7 +67,7 @@ def test_the_first_token_follows_the_law(target, verifier):
 @pytest.mark.parametrize("source", cells(["layer_skip", "prompt_lookup"], ["layer_skip"]))
 def test_alpha_of_match_is_what_was_accepted(target, source):
     """Chains under `match` at T > 0: sum of sum_x p q over tested positions, beside the accepted ones (z under 4)."""
-    options = {"sampling": LAW.merged(n=64, temperature=1.0), "verifier": "match", "seed": 0}
+    options = {"sampling": LAW.merged(n=64, temperature=1.0), "verifier": "match", "seed": 2}
     more = {"layers": [0, 1], "temperature": 1.0} if source == "layer_skip" else {}
     rows = specsparse.generate(target, PROMPTS[1], drafter=get_drafter(source, gamma=3, **more), **options)
     found = metrics.rates(sum((g.stats.counters for g in rows[1:]), rows[0].stats.counters))

@@ -156,9 +156,10 @@ def test_a_verifier_without_a_residual_is_refused(model, monkeypatch):
 
 @pytest.mark.slow
 def test_noise_keyed_by_position_alone_is_refused(model, monkeypatch):
+    """A coin shares one of the four numbers that draw a token, the one that decides within 16 of them: hard to see."""
     monkeypatch.setattr(model, "programs", {})
     with keyed(Key(round=0, node=0, stream=0)):
-        drawn = draws(model, TARGETS["truncated"], "token", calls(FEW))
+        drawn = draws(model, TARGETS["truncated"], "token", calls(SOME))
     found = p_values(drawn.counts, Laws.of(model, TARGETS["truncated"], DRAFT))
     assert min(found.values()) < ALPHA
 
