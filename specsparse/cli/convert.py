@@ -136,10 +136,10 @@ def _hf(args: argparse.Namespace) -> int:
 
 def _head(args: argparse.Namespace) -> int:
     """A draft head into another of its forms."""
-    from specsparse.measure import inspection
     from specsparse.models import obtain
     from specsparse.models.convert.dflash import convert_dflash
     from specsparse.models.convert.eagle3 import convert_eagle3
+    from specsparse.models.convert.heads import head_facts
 
     convert = {"eagle3": convert_eagle3, "dflash": convert_dflash}[args.conversion]
     target = _opened(args.target) if args.target else None
@@ -148,19 +148,19 @@ def _head(args: argparse.Namespace) -> int:
     if args.out.suffix == ".gguf":
         return _wrote(args.out)
     names = ", ".join(sorted(path.name for path in args.out.iterdir()))
-    print(f"wrote {args.out}: {names} ({inspection.head_facts(file)['head']})")
+    print(f"wrote {args.out}: {names} ({head_facts(file)['head']})")
     return 0
 
 
 def _quantize(args: argparse.Namespace) -> int:
     from specsparse.engine.gguf import requantise
-    from specsparse.measure import inspection
+    from specsparse.engine.gguf.reader import FLOAT_TYPES
     from specsparse.support import terminal
 
     kind = requantise.kind_of(args.type)
     source = _opened(args.source)
-    of, lossy = inspection.main_type(source), kind.name not in inspection.FLOAT_TYPES
-    if lossy and of not in (*inspection.FLOAT_TYPES, kind.name):
+    of, lossy = source.main_type(), kind.name not in FLOAT_TYPES
+    if lossy and of not in (*FLOAT_TYPES, kind.name):
         what = f"{args.source} is quantised already ({of}): what two roundings lose adds up"
         print(f"warning: {what}; a file in F16 or F32 makes a better {kind.name}", file=sys.stderr)
     with terminal.loading(terminal.console(), f"quantising to {kind.name}") as progress:
@@ -248,9 +248,7 @@ def _opened(name: str) -> "GGUFFile":
 
 
 def _wrote(path: Path) -> int:
-    from specsparse.measure import inspection
-
-    size = inspection.sizes(_opened(str(path)))
+    size = _opened(str(path)).sizes()
     weights, mib = size["weights"] / 1e6, size["bytes"] / 2**20
     print(f"wrote {path}: {weights:.1f} M weights, {mib:.1f} MiB, {size['bits_per_weight']:.2f} bits a weight")
     return 0

@@ -170,7 +170,7 @@ class DecodingSettings(ModelSettings, MethodSettings):
     """What a run reads that decodes prompts plainly and with methods.
 
     Attributes:
-        repeats: of the timed passes; "auto": see `specsparse.measure.repeats`.
+        repeats: of the timed passes; "auto": see `specsparse.measure.speedups`.
         warmup: an untimed pass first.
         stream: show its text.
         common_noise: all prompts draw from `seed` itself; else each has noise of its own, keyed by its id.

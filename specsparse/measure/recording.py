@@ -1,32 +1,38 @@
-"""The laws of a run's rounds as a file: the likeliest tokens of p and q at every drafted node, and the mass beyond.
+"""Rounds that are watched: traced as one would explain them, and their distributions recorded in a file.
+
+`Trace` prints rounds and writes a line of JSON for each. `Recorder` keeps the likeliest tokens of p and q at every
+drafted node and the mass beyond them, as a `Recording`, which `specsparse replay` judges again.
 
 A row of a round is a position the target judged: row 0 follows the last committed token, row 1+i follows node i. Each
-row keeps `ids`: the likeliest tokens of p and of the law its children were drawn from, and the children themselves.
-Both laws are kept at those ids and as one number for the rest.
+row keeps `ids`: the likeliest tokens of p and of the distribution its children were drawn from, and the children
+themselves. Both distributions are kept at those ids and as one number for the rest.
 """
 
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from rich.console import Console
+from rich.text import Text
 
 from specsparse.errors import UserError
 from specsparse.runtime.stepped import RoundView
 from specsparse.speculative.base import ROOT, DraftKind
-from specsparse.support.files import Json, atomically, read_npz
+from specsparse.support.files import Json, append_line, atomically, read_npz, to_json, write_atomically
 
-LAWS_FILE = "laws.npz"
+LAWS_FILE, TRACE_FILE = "laws.npz", "trace.jsonl"
 VERSION = 1
 _REAL = ("coins", "p", "p_rest", "q", "q_rest")
 _ROUNDING = 1e-2
-"""Most that the sum of a law in float32 may be off."""
+"""Most that the sum of a distribution in float32 may be off."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """R rounds of drafts of up to K nodes. W ids a row, -1 where fewer.
+    """R rounds of drafts of up to K nodes, W ids a row; -1 fills a row of fewer.
 
     Attributes:
         about: verifier, kind of draw, tree, temperature and the like of the run.
@@ -38,7 +44,8 @@ class Recording:
         coins: float32[R, K], the run's acceptance coins.
         ids: int32[R, K+1, W].
         p: float32[R, K+1, W]; p_rest: float32[R, K+1].
-        q: float32[R, K, W], the law of node i at its parent row's ids; q_rest: float32[R, K]. None for one-hot drafts.
+        q: float32[R, K, W], the distribution of node i at its parent row's ids; q_rest: float32[R, K]. None for one-hot
+            drafts.
     """
 
     about: Json
@@ -80,7 +87,7 @@ class Recording:
         """Reads a file, or the one in a run's directory.
 
         Raises:
-            UserError: there is none, or it is no recording.
+            UserError: there is none, or it is not a recording.
         """
         file = path / LAWS_FILE if path.is_dir() else path
         if not file.is_file():
@@ -101,7 +108,7 @@ class Recording:
 
 
 def _check_about(about: Json) -> None:
-    """ValueError where a fact of a recording is none; KeyError where it is not there."""
+    """Raises ValueError or KeyError if a fact of a recording is wrong or missing."""
     DraftKind(about["kind"])
     right = {
         "tree": isinstance(about["tree"], bool),
@@ -117,7 +124,7 @@ def _check_about(about: Json) -> None:
 
 
 def _check_arrays(read: Recording) -> None:
-    """ValueError where an array is not what `Recording` says: shape, type, range, trees, laws."""
+    """Raises ValueError if an array is not what `Recording` says: shape, type, range, trees, distributions."""
     R, K, W = len(read.count), read.tokens.shape[-1], read.ids.shape[-1]
     shapes = {
         **dict.fromkeys(("prompt", "position", "count", "accepted", "tested"), (R,)),
@@ -158,7 +165,7 @@ class Recorder:
     """Gathers the rounds of a run, of the first sequence of each prompt.
 
     Attributes:
-        top: likeliest tokens to keep of each law.
+        top: likeliest tokens to keep of each distribution.
     """
 
     def __init__(self, top: int):
@@ -168,11 +175,11 @@ class Recorder:
         self._about: Json = {}
 
     def start(self, prompt_id: str) -> None:
-        """The next prompt."""
+        """Begins the next prompt."""
         self._prompts.append(prompt_id)
 
     def round(self, view: RoundView) -> None:
-        """One round."""
+        """Keeps one round."""
         if not self._about:
             self._about = _about(view, self.top)
         draft, verdict, p_nV = view.draft, view.verdict, np.asarray(view.laws()[0])
@@ -199,7 +206,9 @@ class Recorder:
         for at in range(count + 1):
             children = [i for i in range(count) if parents[i] == at - 1]
             q_V = q_KV[children[0]] if children and q_KV is not None else None
-            ids = _kept(p_nV[at], q_V, tokens[children], self.top, width)
+            likeliest = [_likeliest(probs, self.top) for probs in (p_nV[at], q_V) if probs is not None]
+            unique = dict.fromkeys(np.concatenate([tokens[children], *likeliest]).tolist())  # children must be there
+            ids = np.array(list(unique)[:width], np.int32)
             row["ids"][at, : len(ids)] = ids
             row["p"][at, : len(ids)], row["p_rest"][at] = _at(p_nV[at], ids)
             for i in children if q_KV is not None else ():
@@ -239,20 +248,104 @@ def _about(view: RoundView, top: int) -> Json:
     }
 
 
-def _kept(p_V: np.ndarray, q_V: np.ndarray | None, children: np.ndarray, top: int, width: int) -> np.ndarray:
-    """Ids of a row, the children first: they must be there."""
-    parts = [children, *(_top(law, top) for law in (p_V, q_V) if law is not None)]
-    return np.array(list(dict.fromkeys(np.concatenate(parts).tolist()))[:width], np.int32)
+def _likeliest(probs_V: np.ndarray, top: int) -> np.ndarray:
+    if top >= probs_V.shape[0]:
+        return np.arange(probs_V.shape[0])
+    found = np.argpartition(-probs_V, top)[:top]
+    return found[probs_V[found] > 0]
 
 
-def _top(law_V: np.ndarray, top: int) -> np.ndarray:
-    if top >= law_V.shape[0]:
-        return np.arange(law_V.shape[0])
-    found = np.argpartition(-law_V, top)[:top]
-    return found[law_V[found] > 0]
+def _at(probs_V: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, float]:
+    """The distribution at the ids, and its mass elsewhere."""
+    kept = probs_V[ids]
+    return kept, max(0.0, float(probs_V.sum(dtype=np.float64) - kept.sum(dtype=np.float64)))
 
 
-def _at(law_V: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, float]:
-    """The law at the ids, and its mass elsewhere."""
-    kept = law_V[ids]
-    return kept, max(0.0, float(law_V.sum(dtype=np.float64) - kept.sum(dtype=np.float64)))
+_SHOWN = 48
+"""Prompt ids shown in the terminal; the file has all."""
+
+
+def explain_round(view: RoundView, b: int = 0) -> Json:
+    """What happened to sequence b, as plain values. Placeholders are -1.
+
+    `target_ids` is what the target itself draws at each row with the noise of its position (what plain decoding would
+    write there), `target_p` their probabilities; `p` is the target's probability of each proposed token, `q` that of
+    the draft.
+    """
+    draft, verdict = view.draft, view.verdict
+    count, K = int(draft.count[b]), draft.max_nodes
+    tokens, parents = np.asarray(draft.tokens[b])[:count], np.asarray(draft.parents[b])[:count]
+    p_nV, targets_n = np.asarray(view.laws()[b]), np.asarray(view.targets()[b])
+    rows = [0, *(1 + i for i in range(count))]
+    q = np.ones(count) if draft.q is None else np.asarray(draft.q[b])[np.arange(count), tokens]
+    accepted = {int(n) for n in np.asarray(verdict.nodes[b]) if n >= 0}
+    emitted = np.full(K + 1, -1, np.int64)
+    new = int(view.after.length[b]) - int(view.before.length[b])
+    start = int(view.before.length[b])
+    emitted[:new] = np.asarray(view.after.tokens[b])[start : start + new]
+    last = int(verdict.tokens[b, int(verdict.accepted[b])])
+    whole = count > 0 and int(verdict.tested[b]) == int(verdict.accepted[b])
+    return {
+        "round": view.number,
+        "position": start,
+        "proposal_ids": tokens.tolist(),
+        "parents": parents.tolist(),
+        "q": q.tolist(),
+        "p": [float(p_nV[parent + 1, token]) for parent, token in zip(parents, tokens, strict=True)],
+        "target_ids": targets_n[rows].tolist(),
+        "target_p": [float(p_nV[row, max(targets_n[row], 0)]) for row in rows],
+        "accepted": [i in accepted for i in range(count)],
+        "bonus" if whole or not count else "recovered": last,
+        "emitted": emitted.tolist(),
+        "cache_before": int(view.cache_before[b]),
+        "cache_after": int(view.cache_after[b]),
+    }
+
+
+class Trace:
+    """Prints rounds and writes them to a file of JSON lines, made anew."""
+
+    def __init__(self, path: Path, out: Console):
+        self._file, self._out, self._prompt, self._begun = path, out, "", False
+        write_atomically(path, "")
+
+    def start(self, prompt_id: str) -> None:
+        """Begins the next prompt."""
+        self._prompt, self._begun = prompt_id, False
+
+    def round(self, view: RoundView) -> None:
+        """Shows and writes one round of the first sequence."""
+        decode = view.session.model.tokenizer.decode
+        if not self._begun:
+            self._begun = True
+            ids = [int(t) for t in view.session.sequences[0].prompt]
+            self._write({"prompt_id": self._prompt, "prompt_ids": ids})
+            more = f" ... {len(ids)} in all" if len(ids) > _SHOWN else ""
+            self._line("prompt ids", f"{ids[:_SHOWN]}{more}")
+        found = explain_round(view)
+        self._write({"prompt_id": self._prompt, **found})
+        cache = f"cache {found['cache_before']} -> {found['cache_after']}"
+        self._out.print(Text(f"round {found['round']}  position {found['position']}  {cache}", style="bold"))
+
+        def named(ids: Sequence[int], *numbers: tuple[str, Sequence[float]]) -> str:
+            cells = []
+            for i, token in enumerate(ids):
+                text = repr(decode([token], skip_special=False)) if token >= 0 else "none"
+                cells.append(" ".join([f"{token} {text}", *(f"{name} {of[i]:.3g}" for name, of in numbers)]))
+            return "  |  ".join(cells) or "nothing"
+
+        proposal = found["proposal_ids"]
+        self._line("proposal", named(proposal, ("q", found["q"]), ("p", found["p"])))
+        if found["parents"] != list(range(-1, len(proposal) - 1)):
+            self._line("parents", str(found["parents"]))
+        self._line("target", named(found["target_ids"], ("p", found["target_p"])))
+        self._line("accepted", str([int(a) for a in found["accepted"]]))
+        kind = "bonus" if "bonus" in found else "recovered"
+        self._line(kind, named([found[kind]]))
+        self._line("emitted", str(found["emitted"]))
+
+    def _line(self, name: str, text: str) -> None:
+        self._out.print(Text(f"  {name:<10} ", style="dim").append(text, style="not dim"), soft_wrap=True)
+
+    def _write(self, row: Json) -> None:
+        append_line(self._file, to_json(row))

@@ -9,8 +9,7 @@ from rich.text import Text
 from specsparse.measure import conditions, intervals
 from specsparse.measure.conditions import Conditions
 from specsparse.measure.intervals import Interval
-from specsparse.measure.repeats import Repeats
-from specsparse.measure.speedup import Speedup
+from specsparse.measure.speedups import Repeats, Speedup
 from specsparse.report.record import PLAIN, SPECULATIVE, Group, RunRecord, SidePasses
 from specsparse.runtime import metrics
 from specsparse.support import tables

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specsparse.measure import conditions, speedup
+from specsparse.measure import conditions, speedups
 from specsparse.measure.conditions import UNKNOWN, Conditions
-from specsparse.measure.repeats import Repeats
-from specsparse.measure.speedup import Speedup
+from specsparse.measure.speedups import Repeats, Speedup
 from specsparse.runtime import metrics
 from specsparse.runtime.metrics import Counters
 from specsparse.speculative.verifiers import BUILTIN, same_text
@@ -291,7 +290,7 @@ def speedup_of(passes: Sequence[Pass], side: str = SPECULATIVE, *, over: str = P
             plain_s.append(plain.decode_s)
             method_s.append(method.decode_s * counts[0] / counts[1])
             prompts.append(plain.prompt_id)
-    return speedup.speedup(plain_s, method_s, prompts=prompts) if plain_s else None
+    return speedups.speedup(plain_s, method_s, prompts=prompts) if plain_s else None
 
 
 def identity_of(passes: Sequence[Pass], *, verifier: str) -> Identity:

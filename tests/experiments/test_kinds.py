@@ -22,7 +22,7 @@ from specsparse.experiments.kinds import compare
 from specsparse.experiments.kinds.certify import CertifySpec
 from specsparse.experiments.kinds.compare import CompareSpec
 from specsparse.experiments.settings import FfnSpec, ModelSpec, PolicySpec
-from specsparse.measure import conditions, machine, speedup
+from specsparse.measure import conditions, machine, speedups
 from specsparse.measure.conditions import Conditions
 from specsparse.measure.costs import measuring
 from specsparse.models import catalogue
@@ -238,7 +238,7 @@ def test_compare_ranks_every_valid_pair_and_predicts_it(cfg, tmp_path, monkeypat
 
 
 def method(name, ratio, half, *, tokens_per_pass=9.0, draws_z=None):
-    faster = speedup.speedup([ratio], [1.0], prompts=[0])._replace(low=ratio - half, high=ratio + half, prompts=6)
+    faster = speedups.speedup([ratio], [1.0], prompts=[0])._replace(low=ratio - half, high=ratio + half, prompts=6)
     rates = {"tokens_per_second": 100.0, "tokens_per_target_pass": tokens_per_pass, "mean_acceptance_length": 3.0}
     side = record.SidePasses(metrics.Counters(), rates, 1, 0.0, 0, 1.0, None, None, draws_z)
     group = record.Group({"plain": side, "speculative": side}, faster)

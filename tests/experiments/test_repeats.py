@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from specsparse.measure import repeats, speedup
-from specsparse.measure.repeats import LIMIT, Repeats, Stop, Width
+from specsparse.measure import speedups
+from specsparse.measure.speedups import LIMIT, Repeats, Stop, Width
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_enough(interval, timing, why):
 
 
 def decide(asked, done, *found):
-    return repeats.decide(asked, done, lambda first: list(found))
+    return speedups.decide_repeats(asked, done, lambda first: list(found))
 
 
 def test_a_number_is_taken_as_it_is():
@@ -55,8 +55,8 @@ def test_auto_decides_without_the_last_repeats():
         asked.append(first)
         return [Width(0.04, 0.01) if first == 4 else Width(0.08, 0.03)]
 
-    assert [repeats.decide("auto", done, widths) for done in range(1, 7)] == [None] * 6
-    assert repeats.decide("auto", 7, widths) == Repeats("auto", 7, Stop.NARROW, Width(0.08, 0.03))
+    assert [speedups.decide_repeats("auto", done, widths) for done in range(1, 7)] == [None] * 6
+    assert speedups.decide_repeats("auto", 7, widths) == Repeats("auto", 7, Stop.NARROW, Width(0.08, 0.03))
     assert asked == [3, 4, 7]  # never before three, and what is reported is of all
 
 
@@ -73,22 +73,22 @@ def test_the_record_has_the_rule_and_what_came_of_it():
     found = json.loads(json.dumps(Repeats("auto", 7, Stop.NARROW, Width(0.04, 0.01)).to_dict()))
     assert found == {"asked": "auto", "done": 7, "stopped": "narrow", "wanted": 0.05, "limit": LIMIT,
                      "half_width": {"interval": 0.04, "timing": 0.01}}  # fmt: skip
-    assert (repeats.most("auto"), repeats.most(3)) == (LIMIT, 3)
+    assert (speedups.most_repeats("auto"), speedups.most_repeats(3)) == (LIMIT, 3)
 
 
 def test_the_width_is_that_of_the_speedup():
     """Three prompts that are alike have no width; one or two have that of their repeats."""
-    found = speedup.speedup([2.0, 4.0, 6.0] * 2, [1.0, 2.0, 3.0] * 2, prompts=[*"abc"] * 2)
-    assert Width.of(found) == Width(pytest.approx(0.0, abs=1e-12), 0.0)
-    one = speedup.speedup([2.0], [1.0], prompts=["a"])
-    assert Width.of(one) == Width(None, None)
+    found = speedups.speedup([2.0, 4.0, 6.0] * 2, [1.0, 2.0, 3.0] * 2, prompts=[*"abc"] * 2)
+    assert Width.from_speedup(found) == Width(pytest.approx(0.0, abs=1e-12), 0.0)
+    one = speedups.speedup([2.0], [1.0], prompts=["a"])
+    assert Width.from_speedup(one) == Width(None, None)
     for prompts in ("a", "ab"):
-        found = speedup.speedup([2.0, 2.2] * len(prompts), [1.0, 1.0] * len(prompts), prompts=sorted(prompts * 2))
+        found = speedups.speedup([2.0, 2.2] * len(prompts), [1.0, 1.0] * len(prompts), prompts=sorted(prompts * 2))
         half = (found.timing_high - found.timing_low) / 2 / 2.1
-        assert Width.of(found) == Width(None, pytest.approx(half)) and half > 0.05
+        assert Width.from_speedup(found) == Width(None, pytest.approx(half)) and half > 0.05
 
 
 def test_plain_decoding_alone_is_known_by_its_time():
-    assert Width.of_plain([2.0]) == Width(None, None)
-    assert Width.of_plain([2.0, 2.0, 2.0]) == Width(None, 0.0)
-    assert Width.of_plain([1.0, 3.0]).timing == pytest.approx(12.706 / 2, rel=1e-3)  # t(1) / sqrt 2 * sd / mean
+    assert Width.from_plain([2.0]) == Width(None, None)
+    assert Width.from_plain([2.0, 2.0, 2.0]) == Width(None, 0.0)
+    assert Width.from_plain([1.0, 3.0]).timing == pytest.approx(12.706 / 2, rel=1e-3)  # t(1) / sqrt 2 * sd / mean

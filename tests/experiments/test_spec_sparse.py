@@ -14,7 +14,7 @@ from specsparse.experiments.kinds.sparse.spec_sparse import Reading
 from specsparse.experiments.kinds.sparse.spec_sparse_report import Joined, SparseCell
 from specsparse.experiments.settings import FfnSpec, ModelSpec
 from specsparse.kernels.native import cpu
-from specsparse.measure import speedup
+from specsparse.measure import speedups
 from specsparse.powerinfer.union import UnionPoint
 from specsparse.runtime.metrics import Counters
 from specsparse.support.registry import Choice
@@ -71,7 +71,7 @@ def test_a_figure_names_each_series_once():
     text = tuple(UnionPoint(rows, batch, 3, 0.2, 0.2 + rows / 50, 0.2 + rows / 40) for batch, rows in sizes)
     none = Counters()
     cells = {
-        n: SparseCell(n, none, 1.0, speedup.speedup([1.0], [1.0], prompts=[0]), 1.1, 0.5, 0) for n in ("a", "b, c")
+        n: SparseCell(n, none, 1.0, speedups.speedup([1.0], [1.0], prompts=[0]), 1.1, 0.5, 0) for n in ("a", "b, c")
     }
     found = Joined(cells, text, text[:2], {}, promised=True, exact=False, labels={})
     for figure in (spec_sparse_report.unions(found, "t"), spec_sparse_report.speedups(found, "t")):

@@ -11,7 +11,7 @@ from specsparse.errors import UserError
 from specsparse.experiments import runner
 from specsparse.experiments.settings import DataSpec, ModelSpec
 from specsparse.kernels import processor
-from specsparse.measure import machine, repeats
+from specsparse.measure import machine, speedups
 from specsparse.report import record
 from specsparse.report.record import PLAIN, SPECULATIVE
 from specsparse.runtime import timing_cache
@@ -429,7 +429,7 @@ def test_a_machine_that_changed_between_the_sides_is_named(cfg, tmp_path):
     ],
 )
 def test_auto_repeats_until_the_speedup_is_known(cfg, tmp_path, monkeypatch, took, prompts, done, stopped):
-    monkeypatch.setattr(repeats, "LIMIT", 7)
+    monkeypatch.setattr(speedups, "LIMIT", 7)
     cfg = replace(cfg, repeats="auto", data=DataSpec(tasks=("chat",), limit_per_task=prompts))
     _, text = play(cfg, tmp_path, Clocked(took=took))
     summary = written(tmp_path)["repeats"]

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from scipy.special import stdtrit
 
-from specsparse.measure import intervals, repeats, speedup
+from specsparse.measure import intervals, speedups
 from specsparse.measure.intervals import Interval
-from specsparse.measure.repeats import LIMIT, Width
+from specsparse.measure.speedups import LIMIT, Width
 
 SPREAD, NOISE = 0.35, 0.02  # sd of the logarithms: speed-ups between prompts, timings between repeats
 
@@ -22,7 +22,7 @@ def coverage(prompts, repeats, *, runs, lengths=0.0):
     keys = np.repeat(np.arange(prompts), repeats).tolist()
     held = np.zeros(3)
     for i in range(runs):
-        s = speedup.speedup(plain[i].ravel(), method[i].ravel(), prompts=keys)
+        s = speedups.speedup(plain[i].ravel(), method[i].ravel(), prompts=keys)
         here = plain_s[i].sum() / (plain_s[i] / faster[i]).sum()
         held += [
             s.low <= 1.3 * np.exp(-(SPREAD**2) / 2) <= s.high,  # E[plain] / E[plain / faster]
@@ -85,13 +85,14 @@ def auto_coverage(prompts, *, noise, spread, runs):
         def widths(first, i=i):
             return [Width(*(None if np.isnan(w[i, first - 1]) else float(w[i, first - 1]) for w in shares))]
 
-        ends[i] = next(n for n in range(1, LIMIT + 1) if repeats.decide("auto", n, widths))
+        ends[i] = next(n for n in range(1, LIMIT + 1) if speedups.decide_repeats("auto", n, widths))
     last = np.arange(runs), ends - 1
     for i in range(3):  # the formulas of `after_each` are those of `speedup`
         keys = np.repeat(np.arange(prompts), ends[i]).tolist()
-        s = speedup.speedup(plain[i, :, : ends[i]].ravel(), method[i, :, : ends[i]].ravel(), prompts=keys)
-        assert Width.of(s).timing == pytest.approx(shares[1][i, ends[i] - 1])
-        assert Width.of(s).interval == (None if np.isnan(over[i, 0]) else pytest.approx(shares[0][i, ends[i] - 1]))
+        s = speedups.speedup(plain[i, :, : ends[i]].ravel(), method[i, :, : ends[i]].ravel(), prompts=keys)
+        width = Width.from_speedup(s)
+        assert width.timing == pytest.approx(shares[1][i, ends[i] - 1])
+        assert width.interval == (None if np.isnan(over[i, 0]) else pytest.approx(shares[0][i, ends[i] - 1]))
     here = np.log(prompts / (1 / faster).sum(1))
     held = abs(logs[last] - np.log(1.3) + spread**2 / 2) <= over[last]
     return float(held.mean()), float((abs(logs[last] - here) <= timing[last]).mean()), float(ends.mean())
@@ -137,8 +138,8 @@ def test_coverage_fails_for_skewed_prompts_and_it_is_said():
 def test_repeats_do_not_make_an_interval_narrower():
     """Three repeats of six prompts are six prompts."""
     plain, method = [2.0, 2.0, 3.0, 1.0, 4.0, 2.0], [1.0, 2.0, 2.0, 1.0, 1.5, 1.2]
-    once = speedup.speedup(plain, method, prompts=range(6))
-    thrice = speedup.speedup(plain * 3, method * 3, prompts=[*range(6)] * 3)
+    once = speedups.speedup(plain, method, prompts=range(6))
+    thrice = speedups.speedup(plain * 3, method * 3, prompts=[*range(6)] * 3)
     assert (thrice.low, thrice.high) == pytest.approx((once.low, once.high))
     assert (thrice.geometric_low, thrice.geometric_high) == pytest.approx((once.geometric_low, once.geometric_high))
     assert (once.prompts, once.pairs, thrice.prompts, thrice.pairs) == (6, 6, 6, 18)
@@ -147,7 +148,7 @@ def test_repeats_do_not_make_an_interval_narrower():
 
 def test_one_prompt_or_two_have_no_interval_over_prompts():
     for keys, said in (("aa", "one prompt: no interval"), ("aabb", "2 prompts: no interval")):
-        s = speedup.speedup([2.0, 2.2] * (len(keys) // 2), [1.0] * len(keys), prompts=keys)
+        s = speedups.speedup([2.0, 2.2] * (len(keys) // 2), [1.0] * len(keys), prompts=keys)
         assert s.low is s.high is s.geometric_low is s.geometric_high is None
         assert s.timing_low < s.ratio_of_totals < s.timing_high
         assert (s.interval.ends(), s.interval.sentence()) == ("-", said)

@@ -9,6 +9,7 @@ sizes and dequantisation. The format: https://github.com/ggml-org/ggml/blob/mast
 import mmap
 import os
 import stat
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -42,6 +43,9 @@ TYPE_CODES: dict[bytes, dict[int, GGMLQuantizationType]] = {
     POWERINFER_MAGIC: {int(kind): kind for kind in GGML_QUANT_SIZES if kind < 16} | _OLD_INTEGERS,
 }
 """Type code -> type, by magic."""
+
+FLOAT_TYPES = ("F32", "F16", "BF16")
+"""Types whose weights are not quantised."""
 
 SCALARS = {
     GGUFValueType.UINT8: "B",
@@ -180,6 +184,21 @@ class GGUFFile:
             found = show(value) if isinstance(value, (str, int, float)) else f"an array of {len(value)}"
             raise UserError(f"{self.path}: metadata key {show(key)} should be {_ARTICLE[kind]}, found {found}")
         return value
+
+    def sizes(self, *, layers_only: bool = False) -> dict[str, Any]:
+        """Weights, bytes, bits per weight and bytes by type, the most first, of all tensors or of the layers' alone."""
+        tensors = [t for t in self.tensors.values() if t.name.startswith("blk.") or not layers_only]
+        weights, nbytes = sum(prod(t.shape) for t in tensors), sum(t.nbytes for t in tensors)
+        by_type: Counter[str] = Counter()
+        for t in tensors:
+            by_type[t.type.name] += t.nbytes
+        bits = 8 * nbytes / weights if weights else 0.0
+        kinds = dict(by_type.most_common())
+        return {"weights": weights, "bytes": nbytes, "bits_per_weight": bits, "bytes_by_type": kinds}
+
+    def main_type(self) -> str:
+        """The type that most bytes of the layers are in."""
+        return next(iter(self.sizes(layers_only=True)["bytes_by_type"]), "F32")
 
     def get_strings(self, key: str) -> list[str] | None:
         """The value of `key` as a list of strings, None where it is missing; UserError where it is something else."""

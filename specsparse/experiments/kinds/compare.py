@@ -19,7 +19,7 @@ from specsparse.experiments.settings import DecodingSettings
 from specsparse.measure import conditions
 from specsparse.measure.conditions import UNKNOWN, Conditions, Rank
 from specsparse.measure.intervals import Interval
-from specsparse.measure.repeats import Repeats
+from specsparse.measure.speedups import Repeats
 from specsparse.report import display, record
 from specsparse.report.record import PLAIN, SPECULATIVE, Group, Identity, Pass
 from specsparse.runtime import metrics

@@ -11,14 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from specsparse.engine.gguf import requantise
-from specsparse.engine.gguf.reader import open_gguf
+from specsparse.engine.gguf.reader import FLOAT_TYPES, open_gguf
 from specsparse.engine.model import Model
 from specsparse.engine.text.tokenizer import Tokenizer
 from specsparse.errors import UserError
 from specsparse.experiments.kind import Engine, Found, Kind, Lab
 from specsparse.experiments.kinds import perplexity
 from specsparse.experiments.kinds.perplexity import PerplexitySettings
-from specsparse.measure import conditions, inspection, trials
+from specsparse.measure import conditions, trials
 from specsparse.measure.conditions import Conditions, Taken
 from specsparse.measure.trials import Ours, requantised
 from specsparse.models import catalogue
@@ -109,7 +109,7 @@ class Quantisations(Kind[QuantTableSettings]):
         """
         source = Path(catalogue.resolve(cfg.model.path))
         f = open_gguf(source)
-        notes = () if inspection.main_type(f) in inspection.FLOAT_TYPES else (BASE_IS_QUANTISED,)
+        notes = () if f.main_type() in FLOAT_TYPES else (BASE_IS_QUANTISED,)
         files = [requantised(source, name, lab.console) for name in cfg.quant_table.types]
         files += [Path(catalogue.resolve(file)) for file in cfg.quant_table.files]
         text = perplexity.cut(cfg, Tokenizer.from_metadata(f.metadata, where=str(source)))
@@ -128,10 +128,10 @@ def _row(
 ) -> dict[str, Any]:
     """One line of the table: the file's size, its scores and its timings."""
     f = open_gguf(path)
-    name = inspection.main_type(f)
+    name = f.main_type()
     with terminal.loading(console, f"loading {path.name}") as progress:
         model = engine.load(path, progress=progress, **cfg.model.overrides())
-    size = inspection.sizes(f)
+    size = f.sizes()
     found = perplexity.scored(model, text, console, name, base=law).summary()
     return {
         "type": name,

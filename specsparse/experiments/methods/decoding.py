@@ -18,12 +18,11 @@ from specsparse.errors import UserError
 from specsparse.experiments import sparse_model
 from specsparse.experiments.kind import Engine, Lab
 from specsparse.experiments.settings import DecodingSettings
-from specsparse.measure import machine, repeats
+from specsparse.measure import machine, speedups
 from specsparse.measure.conditions import Conditions
 from specsparse.measure.costs.measuring import Bar
-from specsparse.measure.recording import LAWS_FILE, Recorder
-from specsparse.measure.repeats import Repeats, Width
-from specsparse.measure.trace import TRACE_FILE, Trace
+from specsparse.measure.recording import LAWS_FILE, TRACE_FILE, Recorder, Trace
+from specsparse.measure.speedups import Repeats, Width
 from specsparse.models import catalogue
 from specsparse.report import display, record
 from specsparse.report.record import PLAIN, SAME_TEXT_VERIFIERS, Pass
@@ -297,7 +296,7 @@ class Passes:
             with terminal.busy(self._lab.console, "compiling the decode loops"):
                 for side in self.sides:
                     self._keep(jobs[0], side, WARM_UP, self.generate(jobs[0], side))
-        total = repeats.most(self._cfg.repeats) * len(jobs) * len(self.sides)
+        total = speedups.most_repeats(self._cfg.repeats) * len(jobs) * len(self.sides)
         self._meter = machine.Meter()  # what was compiled before is no load of others
         with terminal.counting(self._lab.console, "timing", total) as progress:
             names = [(job, side) for job in jobs for side in self.sides]
@@ -321,7 +320,7 @@ class Passes:
             yield from alternating(names[start : start + sides], repeat + index)
 
     def _enough(self, done: int) -> bool:
-        self.repeats = repeats.decide(self._cfg.repeats, done, self._widths)
+        self.repeats = speedups.decide_repeats(self._cfg.repeats, done, self._widths)
         return self.repeats is not None
 
     def _widths(self, first: int) -> list[Width]:
@@ -329,7 +328,7 @@ class Passes:
         plain, *others = self.sides
         own = [p for p in self._done if p.repeat < first]
         found = [record.speedup_of(own, side, over=plain) for side in others]
-        return [Width.of(f) for f in found if f is not None] or [Width.of_plain(self._plain_s()[:first])]
+        return [Width.from_speedup(f) for f in found if f is not None] or [Width.from_plain(self._plain_s()[:first])]
 
     def _plain_s(self) -> list[float]:
         """Seconds of plain decoding, one entry a repeat."""

@@ -11,7 +11,7 @@ from rich.table import Table
 from specsparse.engine.model import Model
 from specsparse.experiments.methods.decoding import Passes
 from specsparse.experiments.settings import MethodSettings
-from specsparse.measure import intervals, speedup
+from specsparse.measure import intervals, speedups
 from specsparse.measure.costs import measuring
 from specsparse.measure.costs.acceptance import AcceptedRates
 from specsparse.measure.costs.explain import explain_record, oracles
@@ -80,7 +80,7 @@ def _host(passes: Sequence[Pass]) -> Part:
     if not timed:
         return {}, []
     host_s, jit_s, ids = zip(*timed, strict=True)
-    ratio = speedup.speedup(host_s, jit_s, prompts=ids)
+    ratio = speedups.speedup(host_s, jit_s, prompts=ids)
     note = (
         f"one program for the whole decode is {ratio.ratio_of_totals:.2f} times as fast as the host loop "
         f"({ratio.interval.sentence()}), same tokens"

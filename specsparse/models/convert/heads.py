@@ -22,7 +22,9 @@ from specsparse.errors import UserError
 from specsparse.models import hub
 from specsparse.models.convert.checkpoint import LAYER, QK_NORMS, Checkpoint, read_json
 from specsparse.models.convert.hf_config import HfConfig, class_name, gguf_rope
-from specsparse.speculative.drafters.heads.published_file import DRAFT_IDS, PublishedHead
+from specsparse.speculative.drafters.heads.dflash_file import DFlashFile
+from specsparse.speculative.drafters.heads.eagle3_file import Eagle3File
+from specsparse.speculative.drafters.heads.published_file import DRAFT_IDS, EMBEDDING, OUTPUT, PublishedHead
 from specsparse.support.files import Json, atomically, to_json, write_atomically
 
 AnyHead = TypeVar("AnyHead", bound=PublishedHead)
@@ -331,3 +333,52 @@ def convert_head(
         file = replace(file, target=str(folder.resolve()) if local else verifier, target_classes=(name,))
     to_folder(file, out, form=form)
     return file
+
+
+def head_facts(file: Eagle3File | DFlashFile) -> dict[str, str]:
+    """The shape of an EAGLE-3 head or a DFlash drafter and what it is for, a line each."""
+    facts, options = _eagle3_facts(file) if isinstance(file, Eagle3File) else _dflash_facts(file)
+    own = [what for name, what in ((EMBEDDING, "embedding"), (OUTPUT, "output matrix")) if name in file.tensors]
+    facts["of its own"] = " and ".join(own) or "neither embedding nor output matrix: the target's"
+    facts["options"] = ", ".join(options) or "none"
+    if file.accept_k > 1:
+        lossy = f"verifier_accept_k={file.accept_k}: lossy where it is honoured; here drafts are verified without loss"
+        facts["verifier"] = lossy
+    return facts
+
+
+def _eagle3_facts(file: Eagle3File) -> tuple[dict[str, str], list[str]]:
+    """Facts of the head alone, and the options that are set."""
+    s = file.shape
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
+    facts = {
+        "head": f"EAGLE-3, width {s.width}, FFN {s.d_ff}, {s.heads} heads of {s.head_dim}, {s.kv_heads} for keys",
+        "target": f"{file.target or 'not named'}, width {file.target_width}, {file.vocab_size} ids",
+        "features": f"what enters layers {', '.join(map(str, file.layers)) or '2, L/2 and L - 3 of the target'}",
+        "scores": f"{file.vocab_size if file.ids is None else len(file.ids)} ids",
+    }
+    return facts, [flag for flag in flags if getattr(s, flag)]
+
+
+def _dflash_facts(file: DFlashFile) -> tuple[dict[str, str], list[str]]:
+    s = file.shape
+    rows = file.tensors[OUTPUT][0] if OUTPUT in file.tensors else None
+    scored = rows if file.ids is None else len(file.ids)
+    facts = {
+        "head": f"DFlash, {s.layers} layers of width {s.width}, FFN {s.d_ff}, {s.heads} heads of {s.head_dim}, "
+        f"{s.kv_heads} for keys",
+        "target": f"{file.target or 'not named'}, width {s.feature_width}",
+        "features": f"what enters layers {', '.join(map(str, s.features))}",
+        "block": f"{file.block_size} rows, {file.drafts} tokens drafted, mask token {file.mask_token}",
+        "scores": "all ids of the target" if scored is None else f"{scored} ids",
+    }
+    windows = [window for window in s.windows if window is not None]
+    options = {
+        f"a window of {' and '.join(map(str, sorted({*windows})))} on {len(windows)} of {s.layers}": windows,
+        f"causal inside the block on {sum(s.causal)} of {s.layers}": any(s.causal),
+        "sample_from_anchor": file.from_anchor,
+        f"embedding_scale={file.embedding_scale:g}": file.embedding_scale != 1.0,
+        f"logit_scale={file.logit_scale:g}": file.logit_scale != 1.0,
+        f"softcap={file.softcap:g}": file.softcap > 0,
+    }
+    return facts, [text for text, there in options.items() if there]

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from matplotlib.figure import Figure as Canvas
 
-from specsparse.measure import speedup
+from specsparse.measure import speedups
 from specsparse.report import plots
 from specsparse.report.figure import COLOURS, FAINT, Figure, Missing, Row
 from specsparse.report.methods import ReportedMethod
@@ -73,7 +73,7 @@ def _settings(run: Run) -> Iterator[Json]:
         if model.get("kl") is None or not faster:
             continue
         label = ", ".join(str(part) for part in (quality.get("name"), point.get("value")) if part is not None)
-        bounds = dict(zip(("speed_low", "speed_high"), speedup.timing_ends(faster), strict=True))
+        bounds = dict(zip(("speed_low", "speed_high"), speedups.timing_ends(faster), strict=True))
         speed, perplexity = faster["ratio_of_totals"], model.get("perplexity")
         yield _row(label, "speed-up, sparse over dense", speed, model["kl"], perplexity, **bounds)
 

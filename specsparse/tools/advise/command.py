@@ -10,12 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from specsparse.cli.arguments import sizes
+from specsparse.cli.arguments import STDOUT, draw, need_places, positive, sizes
 from specsparse.errors import UserError
 
 T = TypeVar("T")
-STDOUT = "-"
-"""The file of --json without one."""
 _MOST = 1 << 24
 """Of sequences, or of tokens."""
 _MOST_SIZES, _MOST_ALPHAS = 32, 16
@@ -45,20 +43,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Advise and print."""
-    from specsparse.support.files import atomically, need_place
+    from specsparse.models import catalogue, hub
 
     if args.alpha and (args.acceptance or args.task):
         raise UserError("--alpha supposes what --acceptance and --task count: give one of them")
     if args.refresh and (args.paper or args.device != "this"):
         raise UserError("--refresh measures this machine: leave --paper and --device out")
-    if (pairs := len(args.batch) * max(len(args.context), 1)) > _MOST_SIZES:
-        raise UserError(f"--batch and --context make {pairs} pairs, {_MOST_SIZES} are the most: give fewer values")
-    if len(args.alpha) > _MOST_ALPHAS:
-        raise UserError(f"--alpha has {len(args.alpha)} values, {_MOST_ALPHAS} are the most: give fewer")
-    for path in (args.json, args.plot):
-        if path not in (None, STDOUT):
-            need_place(path, args.target, *args.drafts, args.acceptance, picture=path is args.plot)
-    _check_names(args.target, *args.drafts)
+    pairs = len(args.batch) * max(len(args.context), 1)
+    if pairs > _MOST_SIZES or len(args.alpha) > _MOST_ALPHAS:
+        raise UserError(
+            f"--batch and --context make {pairs} pairs, {_MOST_SIZES} are the most; --alpha has {len(args.alpha)} "
+            f"values, {_MOST_ALPHAS} are the most: give fewer"
+        )
+    need_places([args.json], [args.plot], args.target, *args.drafts, args.acceptance)
+    for name in (args.target, *args.drafts):
+        if not name.startswith(hub.SCHEME) and catalogue.find(name) is None:
+            catalogue.resolve(name)  # neither a known model nor a file
 
     from specsparse.experiments.methods.decoding import bar  # after the names: JAX takes a second
     from specsparse.measure.costs import acceptance
@@ -85,19 +85,8 @@ def main(args: argparse.Namespace) -> int:
     if args.plot is not None:
         from specsparse.report.figures.advised import advised
 
-        with atomically(args.plot) as file:
-            file.write(advised(report).png())
-        out.print(f"figure: {args.plot}", soft_wrap=True)
+        draw(args.plot, advised, report, out)
     return 0
-
-
-def _check_names(*names: str) -> None:
-    """What is neither a known model nor a file is refused before anything slow."""
-    from specsparse.models import catalogue, hub
-
-    for name in names:
-        if not name.startswith(hub.SCHEME) and catalogue.find(name) is None:
-            catalogue.resolve(name)
 
 
 def _device(text: str) -> str:
@@ -116,9 +105,9 @@ def _list(one: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or len(text) > 8 or not 1 <= int(text) <= _MOST:
-        raise argparse.ArgumentTypeError(f"{text[:20]!r} is no whole number from 1 on, up to {_MOST:,}")
-    return int(text)
+    if (value := positive(text)) > _MOST:
+        raise argparse.ArgumentTypeError(f"{value} is too large, {_MOST:,} is the most")
+    return value
 
 
 def _share(text: str) -> float:

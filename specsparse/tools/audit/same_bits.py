@@ -20,7 +20,7 @@ from specsparse.engine.gguf import requantise
 from specsparse.engine.gguf.reader import open_gguf
 from specsparse.engine.model import Model
 from specsparse.errors import UserError
-from specsparse.measure import inspection, intervals
+from specsparse.measure import intervals
 from specsparse.measure.trials import requantised
 from specsparse.models import catalogue
 from specsparse.runtime import manifest
@@ -314,7 +314,7 @@ def _case(
         kernels.set_threads(threads)
     count = threads or int(kernels.status()["threads"] or 1)
     found: Json = {
-        "engine": name, "version": "", "weights": inspection.main_type(open_gguf(model.path)),
+        "engine": name, "version": "", "weights": open_gguf(model.path).main_type(),
         "file": model.path.name, "threads": count, "flash": flash,
     }  # fmt: skip
     begun = time.perf_counter()

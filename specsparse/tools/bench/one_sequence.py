@@ -18,14 +18,13 @@ from rich.text import Text
 
 from specsparse import kernels
 from specsparse.engine.config import PROJECTIONS
-from specsparse.engine.gguf.reader import open_gguf
+from specsparse.engine.gguf.reader import FLOAT_TYPES, open_gguf
 from specsparse.engine.model import Model
 from specsparse.engine.windows import LayerWindows
 from specsparse.errors import UserError
 from specsparse.measure import conditions, trials
 from specsparse.measure.conditions import Conditions
 from specsparse.measure.costs.roofline import kv_bytes
-from specsparse.measure.inspection import FLOAT_TYPES, main_type
 from specsparse.measure.trials import OURS, Ours, Side, TrialPlan, TrialResults, paired_ratio, requantised, summary
 from specsparse.models import catalogue
 from specsparse.runtime import manifest
@@ -165,7 +164,7 @@ def _report(
 ) -> Json:  # fmt: skip
     """Rates, bytes, shares, v(n) and ratios as JSON; `peers` are `Peer.facts`, `memory` peaks of resident bytes."""
     f, machine = open_gguf(model.path), results.machine
-    peak_name = "f32" if main_type(f) in FLOAT_TYPES else "int8"
+    peak_name = "f32" if f.main_type() in FLOAT_TYPES else "int8"
     peak: list[float] = getattr(machine, peak_name)
     rows = []
     for test in plan.tests():
@@ -193,14 +192,14 @@ def _report(
     }
     about = manifest.build({}, model.path)
     output = f.tensors.get("output.weight") or f.tensors["token_embd.weight"]
-    types = dict.fromkeys((main_type(f), output.type.name))
+    types = dict.fromkeys((f.main_type(), output.type.name))
     return {
         "bench": "specsparse",
         "model": {
             **(about.get("model") or {}),
             "name": f.metadata.get("general.name"),
             "type": " + ".join(types),
-            "main_type": main_type(f),
+            "main_type": f.main_type(),
             "parameters": sum(prod(t.shape) for t in f.tensors.values()),
             "bytes_read_per_token": model.footprint.file,
             "bytes_packed_per_token": model.footprint.packed,

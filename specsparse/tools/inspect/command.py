@@ -27,10 +27,10 @@ def main(args: argparse.Namespace) -> int:
     """Inspect and print."""
     from rich.text import Text
 
-    from specsparse.measure import inspection
     from specsparse.measure.costs.roofline import get_device
     from specsparse.support import terminal
     from specsparse.support.files import to_json
+    from specsparse.tools.inspect.inspection import report
 
     if args.second and args.draft:
         raise UserError(f"{args.second} and --draft {args.draft}: one draft model is judged, give one of them")
@@ -41,12 +41,12 @@ def main(args: argparse.Namespace) -> int:
         return 0
     name = args.second or args.draft
     draft = name and _look_at(name)
-    report = inspection.report(found, device, draft=draft or None, each=args.tensors)
+    inspected = report(found, device, draft=draft or None, each=args.tensors)
     if args.json:
-        print(to_json(report))
+        print(to_json(inspected))
         return 0
     out = terminal.console()
-    for part in parts(report, device.title):
+    for part in _parts(inspected, device.title):
         out.print(Text(part) if isinstance(part, str) else part, soft_wrap=isinstance(part, str))
     return 0
 
@@ -54,25 +54,25 @@ def main(args: argparse.Namespace) -> int:
 def _look_at(name: str) -> Any:
     """A model file or a head, inspected; a folder of transformers gets a line that says what it is."""
     from specsparse.engine.gguf.reader import open_gguf
-    from specsparse.measure import inspection
     from specsparse.models import catalogue, hub, obtain
     from specsparse.models.convert import dflash, eagle3
     from specsparse.models.convert.checkpoint import read_json
-    from specsparse.models.convert.heads import head_kind, refuse_draft_head
+    from specsparse.models.convert.heads import head_facts, head_kind, refuse_draft_head
+    from specsparse.tools.inspect.inspection import Inspected
 
     path = obtain.published(name, "no") if name.startswith(hub.SCHEME) else catalogue.resolve(name)
     if (path / "config.json").is_file():
         readers = {"EAGLE-3": eagle3.read_folder, "DFlash": dflash.read_folder}
         kind = head_kind(read_json(path / "config.json"))
         if kind in readers:
-            return inspection.head_facts(readers[kind](path))
+            return head_facts(readers[kind](path))
         refuse_draft_head(path)
         raise UserError(f"{path}: is a folder of transformers; `specsparse convert hf {path} OUT.gguf` makes a GGUF")
-    return inspection.look_at(open_gguf(path))
+    return Inspected.from_gguf(open_gguf(path))
 
 
-def parts(report: Mapping[str, Any], device: str) -> Iterator[Any]:
-    """Lines and tables of a report of `measure.inspection.report`."""
+def _parts(report: Mapping[str, Any], device: str) -> Iterator[Any]:
+    """Lines and tables of a report of `inspection.report`."""
     size, form = report["sizes"], report["format"]
     yield f"{report['file']}: {form['magic']} version {form['version']}"
     yield _pairs("metadata", report["metadata"])

@@ -90,7 +90,6 @@ def profile(
     depth: int,
     max_tokens: int,
     read_bandwidth: float,
-    done: Callable[[], None] = lambda: None,
 ) -> Profile:
     """Measures.
 
@@ -102,7 +101,6 @@ def profile(
         depth: tokens in the cache before it.
         max_tokens: of the decoding.
         read_bandwidth: of this machine, bytes per second.
-        done: called after each kernel.
 
     Raises:
         UserError: a model with a sparse FFN, or a depth that the context does not hold.
@@ -119,11 +117,11 @@ def profile(
     groups: dict[str, list[Call]] = {}
     for call in record(model, rows=rows, depth=depth):
         groups.setdefault(call.name, []).append(call)
-    kernels = []
-    for name, calls in groups.items():
-        kernels.append(Kernel(name, len(calls), _seconds(calls), sum(_bytes(call, depth + rows) for call in calls)))
-        done()
-    return Profile(rows, depth, forward_s, tuple(kernels), tuple(rounds), read_bandwidth)
+    kernels = tuple(
+        Kernel(name, len(calls), _seconds(calls), sum(_bytes(call, depth + rows) for call in calls))
+        for name, calls in groups.items()
+    )
+    return Profile(rows, depth, forward_s, kernels, tuple(rounds), read_bandwidth)
 
 
 def _rounds(model: Model, prompt: PromptLike, method: Mapping[str, object], max_tokens: int) -> list[dict[str, float]]:
@@ -155,7 +153,9 @@ class Call:
 def record(model: Model, *, rows: int, depth: int) -> list[Call]:
     """The kernel calls of one forward pass, in order, on `depth` zeros in the cache; the argmax of its rows last."""
     calls: list[Call] = []
-    names = _names(model)
+    names = {id(model.params.output): "output"}  # of every matrix by its identity
+    for layer in model.params.layers:
+        names |= {id(w): name for name, w in layer._asdict().items() if isinstance(w, QTensor)}
 
     def recording(kind: str, function: Callable) -> Callable:
         def call(*args, **options):
@@ -173,14 +173,6 @@ def record(model: Model, *, rows: int, depth: int) -> list[Call]:
     out, _ = forward(model.params_for(capacity), tokens, cache, n_valid_B=jnp.asarray([rows], jnp.int32))
     calls.append(Call("argmax", model.kernels.argmax, (out.logits[0],), {}))
     return calls
-
-
-def _names(model: Model) -> dict[int, str]:
-    """Name of every matrix by its identity."""
-    found = {id(model.params.output): "output"}
-    for layer in model.params.layers:
-        found |= {id(w): name for name, w in layer._asdict().items() if isinstance(w, QTensor)}
-    return found
 
 
 def _seconds(calls: Sequence[Call]) -> float:
@@ -225,20 +217,13 @@ def _seconds(calls: Sequence[Call]) -> float:
 
 def _bytes(call: Call, tokens: int) -> int:
     """Bytes of weights and cache that a call reads."""
-    if call.name == "attend":
-        return sum(a.size // _capacity(a) * tokens * a.dtype.itemsize for a in call.args[3:5])
+    if call.name == "attend":  # a layer's keys [B, G, C/16, d, 16] and values [B, G, C, d] have C slots
+        slots = call.args[4].shape[2]
+        return sum(a.size // slots * tokens * a.dtype.itemsize for a in call.args[3:5])
     if call.name == "embed":
         return call.args[0].nbytes // call.args[0].shape[0] * call.args[1].size
-    return sum(w.nbytes for w in jax.tree.leaves(call.args, is_leaf=_is_matrix) if _is_matrix(w))
-
-
-def _capacity(cache: jax.Array) -> int:
-    """Slots of a layer's keys [B, G, C/16, d, 16] or values [B, G, C, d]."""
-    return cache.shape[2] * (cache.shape[4] if cache.ndim == 5 else 1)
-
-
-def _is_matrix(x: object) -> bool:
-    return isinstance(x, QTensor)
+    leaves = jax.tree.leaves(call.args, is_leaf=lambda x: isinstance(x, QTensor))
+    return sum(w.nbytes for w in leaves if isinstance(w, QTensor))
 
 
 def chrome_trace(found: Profile, *, model: str) -> Json:
@@ -263,15 +248,11 @@ def chrome_trace(found: Profile, *, model: str) -> Json:
         for name in STAGES:
             at = add(1, at, name, max(stages[name], 0.0), round=number)
     at = 0.0
-    for kernel in _in_order(found.kernels):
+    layers = max(kernel.calls for kernel in found.kernels)  # a kernel for each call, as the layers make them
+    of_layers = [kernel for kernel in found.kernels if kernel.calls == layers]
+    first = found.kernels.index(of_layers[0])
+    after = [kernel for kernel in found.kernels[first:] if kernel not in of_layers]
+    for kernel in (*found.kernels[:first], *of_layers * layers, *after):
         facts = {"GB/s": round(kernel.bandwidth / 1e9, 2), "calls": kernel.calls}
         at = add(2, at, kernel.name, kernel.seconds / kernel.calls, **facts)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _in_order(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """A kernel for each call, as the layers make them: those with many calls in turn, the others around them."""
-    layers = max(kernel.calls for kernel in kernels)
-    middle = [kernel for kernel in kernels if kernel.calls == layers]
-    first = kernels.index(middle[0])
-    return [*kernels[:first], *middle * layers, *(k for k in kernels[first:] if k not in middle)]

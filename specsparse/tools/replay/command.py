@@ -4,23 +4,22 @@ The run must have been given record_laws=32 (or another number of tokens to keep
 """
 
 import argparse
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specsparse.errors import UserError
+from specsparse.cli.arguments import names
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The run, and what to try on it."""
     add = parser.add_argument
     add("run", type=Path, metavar="RUN_DIR", help="directory of the run, or its laws.npz")
-    add("--verifier", type=_names, metavar="LIST", help="verifiers (all that fit the recorded draws)")
+    add("--verifier", type=names, metavar="LIST", help="verifiers (all that fit the recorded draws)")
     shape = parser.add_mutually_exclusive_group()
     lengths = "draft lengths, 4 or 1,2,4 (1 to the recorded one)"
-    shape.add_argument("--gamma", type=partial(_numbers, "--gamma"), metavar="LIST", help=lengths)
+    shape.add_argument("--gamma", type=_numbers, metavar="LIST", help=lengths)
     narrower = "a narrower tree: most siblings on each level, 2,1; may be given again"
-    shape.add_argument("--tree", type=partial(_numbers, "--tree"), metavar="LIST", action="append", help=narrower)
+    shape.add_argument("--tree", type=_numbers, metavar="LIST", action="append", help=narrower)
     add("--temperature", type=float, metavar="T", help="of the target (the recorded one)")
     add("--json", action="store_true", help="one JSON line a method instead of the table")
 
@@ -32,13 +31,13 @@ def main(args: argparse.Namespace) -> int:
     from specsparse.measure.recording import Recording
     from specsparse.support import tables, terminal
     from specsparse.support.files import to_json
-    from specsparse.tools.replay import verdicts
+    from specsparse.tools.replay.replay import replay, verifiers_of
 
     recording = Recording.load(args.run)
-    names = args.verifier or verdicts.verifiers_of(recording)
+    verifiers = args.verifier or verifiers_of(recording)
     cuts: list[dict[str, Any]] = [{"widths": widths} for widths in args.tree or ()]
     cuts = cuts or [{"gamma": g} for g in args.gamma or range(1, recording.about["depth"] + 1)]
-    found = [verdicts.replay(recording, v, **cut, temperature=args.temperature) for v in names for cut in cuts]
+    found = [replay(recording, v, **cut, temperature=args.temperature) for v in verifiers for cut in cuts]
     if args.json:
         for one in found:
             print(to_json(dataclasses.asdict(one)))
@@ -59,12 +58,8 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(part for part in text.split(",") if part)
-
-
-def _numbers(option: str, text: str) -> tuple[int, ...]:
+def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise UserError(f"{option} {text}: whole numbers, such as 1,2,4") from None
+        raise argparse.ArgumentTypeError(f"{text!r}: whole numbers, such as 1,2,4") from None

@@ -6,9 +6,9 @@ import pytest
 
 from specsparse.cli import main as cli
 from specsparse.engine.gguf.reader import open_gguf
-from specsparse.measure import inspection
 from specsparse.measure.costs.roofline import get_device
 from specsparse.testing import tiny_config, write_tiny_gguf
+from specsparse.tools.inspect import inspection
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import pytest
 
 from specsparse.errors import UserError
 from specsparse.measure.recording import Recording
-from specsparse.tools.replay.at_temperature import MOST_REST, at_temperature
+from specsparse.tools.replay.replay import MOST_REST, at_temperature
 
 VOCAB = 200
 

@@ -22,7 +22,7 @@ from specsparse.experiments.kinds.sparse import sparsity_report
 from specsparse.experiments.kinds.sparse.sparsity_report import Point, Sparsity
 from specsparse.experiments.methods import gating
 from specsparse.experiments.settings import DataSpec, ModelSettings
-from specsparse.measure import conditions, machine, speedup
+from specsparse.measure import conditions, machine, speedups
 from specsparse.measure.conditions import Conditions
 from specsparse.models import catalogue
 from specsparse.powerinfer.fewer import bytes_read
@@ -213,7 +213,7 @@ def _points(
         point = Point(value, quality, whole / (rest + own + quality.mean.kept * following))
         if seconds is not None:
             plain, own = seconds[0], seconds[i + 1]
-            faster = speedup.speedup(plain, own, prompts=[0] * len(own))
+            faster = speedups.speedup(plain, own, prompts=[0] * len(own))
             rates = 1 / float(own.mean()), 1 / float(plain.mean())
             point = dataclasses.replace(
                 point, tokens_per_second=rates[0], dense_tokens_per_second=rates[1], speedup=faster

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from specsparse.measure import intervals
 from specsparse.measure.conditions import Conditions
-from specsparse.measure.speedup import Speedup, timing_ends
+from specsparse.measure.speedups import Speedup, timing_ends
 from specsparse.predictors.evaluate import Evaluation
 from specsparse.report.figure import FAINT, Figure, Row
 from specsparse.report.varied import Setting

@@ -32,7 +32,7 @@ from specsparse.experiments.methods import decoding, gating, measured
 from specsparse.experiments.methods.decoding import Passes, PreparedPrompt
 from specsparse.experiments.methods.gating import GatedModel
 from specsparse.experiments.settings import DecodingSettings
-from specsparse.measure import conditions, speedup
+from specsparse.measure import conditions, speedups
 from specsparse.powerinfer import union, zero_skip
 from specsparse.powerinfer.fewer import bytes_read, gated
 from specsparse.powerinfer.union import UnionPoint
@@ -219,7 +219,7 @@ def _cells(
             name=name,
             counters=counters,
             seconds_per_token=float(np.mean(seconds)),
-            speedup=speedup.speedup(
+            speedup=speedups.speedup(
                 [plain[p.prompt_id, p.repeat] for p in some], seconds, prompts=[p.prompt_id for p in some]
             ),
             by_bytes=counters.num_emitted_tokens / counters.num_rounds * whole / (whole - ffns.size + own.size),

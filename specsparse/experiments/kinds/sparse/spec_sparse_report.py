@@ -10,8 +10,7 @@ from rich.text import Text
 
 from specsparse.measure import conditions
 from specsparse.measure.conditions import UNKNOWN, Conditions
-from specsparse.measure.repeats import Repeats
-from specsparse.measure.speedup import Speedup
+from specsparse.measure.speedups import Repeats, Speedup
 from specsparse.powerinfer.union import UnionPoint
 from specsparse.predictors.evaluate import ModelQuality
 from specsparse.report.figure import FAINT, Figure, Row
