@@ -302,13 +302,6 @@ class Crossed:
             return dict(self._bytes)
 
 
-class _RopeTables(NamedTuple):
-    """The two fields of `Params` that attention reads beside its layer."""
-
-    cos: jax.Array
-    sin: jax.Array
-
-
 class _Residual(NamedTuple):
     """x, and what is still to be added to it."""
 
@@ -404,7 +397,9 @@ class TwoDevices(Devices):
         batch, n = tokens_Bn.shape
         if n_valid_B is None:
             n_valid_B = np.full((batch,), n, np.int32)
-        call = _ForwardPass(self, params, cache.length, n_valid_B, parents_Bn)
+        n_valid = {d: _to(d, n_valid_B) for d in self._programs}
+        tables = params._replace(embedding=None, layers=(), output_norm=None, output=None)
+        shared = {d: _to(d, (tables, cache.length, parents_Bn)) for d in {*self._home}}
         tokens_R = _to(self.devices.cold, np.reshape(np.asarray(tokens_Bn), -1))  # the host's, as the embedding
         residual = _Residual(self._programs[self.devices.cold].embed(params.embedding, tokens_R))
         keys, values, stats, kept = list(cache.k), list(cache.v), [], {}
@@ -412,7 +407,8 @@ class TwoDevices(Devices):
         features = places(want.hidden, which, self.config.n_layers)
         for place, i in enumerate(which):
             kept |= {place: residual} if place in features else {}
-            residual, keys[i], values[i], stat = call.layer(i, residual, keys[i], values[i])
+            args = params.layers[i], residual, keys[i], values[i], *shared[self._home[i]], n_valid
+            residual, keys[i], values[i], stat = self._layer(i, *args)
             stats.append(stat)
         last = params._replace(embedding=None, layers=(), cos=None, sin=None)
         args = self.moved(self._last, (residual, n_valid_B))
@@ -423,6 +419,42 @@ class TwoDevices(Devices):
             width = len(rows) * self.config.d_model
             out = out._replace(hidden=_side_by_side(rows, valid).reshape(len(valid), -1, width))
         return out._replace(stats=self._stats(stats)), KVCache(tuple(keys), tuple(values), cache.length)
+
+    def _layer(
+        self, i: int, layer: Layer, residual: _Residual, k, v, tables: Params, length_B, parents_Bn, n_valid: dict
+    ) -> tuple[_Residual, jax.Array, jax.Array, tuple]:
+        """Attention and both parts of the FFN; the next program adds the parts to the residual."""
+        home, w = self._home[i], layer.sparse
+        residual, k, v = self.moved(home, (residual, k, v))
+        x_RD, keep, k, v = self._timed(
+            "attention", i, self._programs[home].attend, layer._replace(sparse=None), w.predictor, tables, residual,
+            k, v, length_B, n_valid[home], parents_Bn, self.config.kind(i),
+        )  # fmt: skip
+        cold_job = partial(self._part, "cold", i, w.cold, w.cold_norm, self.devices.cold, x_RD, keep.cold, n_valid)
+        if self.overlap and w.cold is not None and w.hot is not None:
+            pending = self._worker.submit(cold_job)
+        else:
+            pending = Future()
+            pending.set_result(cold_job())
+        hot_RD, hot = self._part("hot", i, w.hot, layer.ffn_norm, self.devices.hot, x_RD, keep.hot, n_valid)
+        cold_RD, cold = pending.result()
+        return _Residual(x_RD, cold_RD, hot_RD), k, v, (cold, hot)
+
+    def _part(self, name: str, i: int, rows, norm, device: jax.Device, x_RD, keep_RF, n_valid: dict):
+        """Partial sum on the device of attention, and statistics, or (None, None) if there is no such neuron."""
+        if rows is None:
+            return None, None
+        x_RD, keep_RF = self.moved(device, (x_RD, keep_RF))
+        out_RD, stats = self._timed(name, i, self._programs[device].part, rows, norm, x_RD, keep_RF, n_valid[device])
+        return self.moved(self._home[i], out_RD), stats
+
+    def _timed(self, name: str, i: int, program: Callable, *args):
+        if self.watch is None:
+            return program(*args)
+        begin = time.perf_counter()
+        out = jax.block_until_ready(program(*args))
+        self.watch(name, i, begin, time.perf_counter())
+        return out
 
     def _stats(self, stats: list[tuple[SparseStats | None, SparseStats | None]]) -> HotColdStats | None:
         """Statistics of (cold, hot) parts of every layer, stacked over the layers."""
@@ -466,50 +498,3 @@ def _to(device: jax.Device, tree: Pytree) -> Pytree:
 
 def _is_on(device: jax.Device, leaf: object) -> bool:
     return getattr(leaf, "device", None) == device
-
-
-class _ForwardPass:
-    """One forward pass."""
-
-    def __init__(self, owner: TwoDevices, params: Params, length_B, n_valid_B, parents_Bn):
-        self.owner, self.params = owner, params
-        self.n_valid = {d: _to(d, n_valid_B) for d in owner._programs}
-        shared = (_RopeTables(params.cos, params.sin), length_B, parents_Bn)
-        self.shared = {d: _to(d, shared) for d in {*owner._home}}
-
-    def layer(self, i: int, residual: _Residual, k, v) -> tuple[_Residual, jax.Array, jax.Array, tuple]:
-        """Attention and both parts of the FFN; the next program adds the parts to the residual."""
-        owner, home, layer = self.owner, self.owner._home[i], self.params.layers[i]
-        w: HotCold = layer.sparse
-        tables, length_B, parents_Bn = self.shared[home]
-        residual, k, v = owner.moved(home, (residual, k, v))
-        x_RD, keep, k, v = self._timed(
-            "attention", i, owner._programs[home].attend, layer._replace(sparse=None), w.predictor, tables, residual,
-            k, v, length_B, self.n_valid[home], parents_Bn, owner.config.kind(i),
-        )  # fmt: skip
-        cold_job = partial(self._part, "cold", i, w.cold, w.cold_norm, owner.devices.cold, x_RD, keep.cold)
-        if owner.overlap and w.cold is not None and w.hot is not None:
-            pending = owner._worker.submit(cold_job)
-        else:
-            pending = Future()
-            pending.set_result(cold_job())
-        hot_RD, hot = self._part("hot", i, w.hot, layer.ffn_norm, owner.devices.hot, x_RD, keep.hot)
-        cold_RD, cold = pending.result()
-        return _Residual(x_RD, cold_RD, hot_RD), k, v, (cold, hot)
-
-    def _part(self, name: str, i: int, rows, norm, device: jax.Device, x_RD, keep_RF):
-        """Partial sum on the device of attention, and statistics, or (None, None) if there is no such neuron."""
-        if rows is None:
-            return None, None
-        x_RD, keep_RF = self.owner.moved(device, (x_RD, keep_RF))
-        program = self.owner._programs[device].part
-        out_RD, stats = self._timed(name, i, program, rows, norm, x_RD, keep_RF, self.n_valid[device])
-        return self.owner.moved(self.owner._home[i], out_RD), stats
-
-    def _timed(self, name: str, i: int, program: Callable, *args):
-        if self.owner.watch is None:
-            return program(*args)
-        begin = time.perf_counter()
-        out = jax.block_until_ready(program(*args))
-        self.owner.watch(name, i, begin, time.perf_counter())
-        return out

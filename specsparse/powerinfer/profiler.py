@@ -15,13 +15,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from specsparse.engine.gguf.reader import GGUFFile
-from specsparse.engine.llama import Want, dense_ffn, make_forward
 from specsparse.engine.model import Model
 from specsparse.engine.weights import Layer, Params, pack_matrix
 from specsparse.errors import UserError
 from specsparse.powerinfer.modes import threshold_of
 from specsparse.powerinfer.torch_zip import read_torch, write_torch
 from specsparse.predictors.base import FFN, Predictor
+from specsparse.predictors.collect import watched
 from specsparse.predictors.evaluate import with_weights
 from specsparse.predictors.scored import Mlp, MlpWeights
 from specsparse.support.files import atomically
@@ -151,33 +151,16 @@ def profile(
     params=None,
     progress: Callable[[int], None] | None = None,
 ) -> ActivationStats:
-    """Counts over windows of text, each on its own, on the dense model's residuals.
+    """Counts of the neurons that `active` says are read, on the residuals of a model with its dense matrices.
 
-    Args:
-        model: with its dense matrices.
-        windows_Wn: int32[W, n] token ids (`predictors.collect.windows`), n at most the model's context.
-        active: what counts.
-        params: in place of the model's, such as `of_file` returns.
-        progress: called with the windows done.
+    `params`, such as `of_file` returns, stand in place of the model's; the others as in `predictors.collect.watched`.
     """
-    dense = dense_ffn(model.config, model.kernels)
 
-    def counting_ffn(layer: Layer, x_RD, n_valid_B):
-        y_RD, _ = dense(layer, x_RD, n_valid_B)
-        return y_RD, jnp.sum(active(layer, x_RD, n_valid_B).astype(bool), axis=0, dtype=jnp.int32)
+    def count(layer: Layer, x_RD, n_valid_B):
+        return jnp.sum(active(layer, x_RD, n_valid_B).astype(bool), axis=0, dtype=jnp.int32)
 
-    forward = make_forward(model.config, model.kernels, counting_ffn)
-    program = jax.jit(lambda params, tokens_1n, cache: forward(params, tokens_1n, cache, want=Want("none"))[0].stats)
-    count, n = windows_Wn.shape
-    capacity = model.capacity_for(n)
-    tables = model.params_for(capacity)
-    params = tables if params is None else params._replace(cos=tables.cos, sin=tables.sin)
-    total = np.zeros((model.config.n_layers, model.config.d_ff), np.int64)
-    for w in range(count):
-        total += np.asarray(program(params, jnp.asarray(windows_Wn[w : w + 1]), model.new_cache(1, capacity)))
-        if progress is not None:
-            progress(w + 1)
-    return ActivationStats(tuple(total), count * n)
+    counts = watched(model, windows_Wn, count, params=params, progress=progress)
+    return ActivationStats(tuple(sum(c.astype(np.int64) for c in counts)), windows_Wn.size)
 
 
 def probabilities(stats: ActivationStats, *, rows: int = 1) -> tuple[np.ndarray, ...]:

@@ -8,16 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from specsparse.engine.llama import Want, dense_ffn, make_forward
+from specsparse.engine.llama import dense_ffn
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
 from specsparse.powerinfer import zero_skip
 from specsparse.powerinfer.sparse_ffn import make_ffn
 from specsparse.predictors.base import Predictor
+from specsparse.predictors.collect import watched
 
 
 @dataclass(frozen=True)
@@ -52,33 +51,15 @@ def masks(
 ) -> np.ndarray:
     """bool[W, L, n, F]: the neurons that every token of every window keeps, each window on its own.
 
-    Args:
-        model: with `predictor`'s weights in its layers, such as `gated` makes.
-        predictor: what gates it.
-        windows_Wn: int32[W, n] token ids, n at most the context.
-        progress: called with the windows done.
+    `model` has `predictor`'s weights in its layers, as `gated` makes it; the others as in `predictors.collect.watched`.
     """
     skips = zero_skip.skips(model.params)  # then the dense FFN has the same bits
     ffn = (dense_ffn if skips else partial(make_ffn, predictor=predictor))(model.config, model.kernels)
 
-    def masked(layer, x_RD, n_valid_B):
-        y_RD, _ = ffn(layer, x_RD, n_valid_B)
-        return y_RD, predictor.keep(None if skips else layer.sparse.predictor, layer, x_RD, n_valid_B)
+    def keep(layer, x_RD, n_valid_B):
+        return predictor.keep(None if skips else layer.sparse.predictor, layer, x_RD, n_valid_B)
 
-    forward = make_forward(model.config, model.kernels, masked)
-
-    @jax.jit
-    def program(params, tokens_1n, cache):
-        return forward(params, tokens_1n, cache, want=Want(logits="none"))[0].stats
-
-    count, n = windows_Wn.shape
-    capacity = model.capacity_for(n)
-    params, out = model.params_for(capacity), np.empty((count, model.config.n_layers, n, model.config.d_ff), bool)
-    for w in range(count):
-        out[w] = program(params, jnp.asarray(windows_Wn[w : w + 1]), model.new_cache(1, capacity))
-        if progress is not None:
-            progress(w + 1)
-    return out
+    return np.stack([mask.astype(bool) for mask in watched(model, windows_Wn, keep, ffn=ffn, progress=progress)])
 
 
 def of_text(masks_WLnF: np.ndarray, *, tokens: int, batch: int = 1) -> UnionPoint:

@@ -1,6 +1,6 @@
 """What predictors are fitted to: residuals before `ffn_norm` of every layer, from running a model over text."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -9,34 +9,8 @@ import numpy as np
 from specsparse.engine import cache as kv
 from specsparse.engine.llama import Want, dense_ffn, make_forward
 from specsparse.engine.model import Model
+from specsparse.engine.weights import Params
 from specsparse.errors import UserError
-
-
-def make_collector(model: Model, *, logits: bool = False, ffn: Callable | None = None) -> Callable:
-    """program(params, tokens_1n, cache) -> (logits f32[n, V] or None, residuals f32[L, n, D], cache), compiled.
-
-    Args:
-        model: any.
-        logits: whether they are wanted.
-        ffn: of the model, if it does not run the dense one.
-    """
-    model.check_whole("collecting residuals")
-    run = ffn or dense_ffn(model.config, model.kernels)
-
-    def collecting_ffn(layer, x_RD, n_valid_B):
-        y_RD, _ = run(layer, x_RD, n_valid_B)
-        return y_RD, x_RD
-
-    forward = make_forward(model.config, model.kernels, collecting_ffn)
-    want = Want(logits="all" if logits else "none")
-
-    @jax.jit
-    def program(params, tokens_1n, cache):
-        out, cache = forward(params, tokens_1n, cache, want=want)
-        cache = kv.commit(cache, jnp.full((1,), tokens_1n.shape[1], jnp.int32))
-        return None if out.logits is None else out.logits[0], out.stats, cache
-
-    return program
 
 
 def windows(texts: Iterable[list[int]], length: int) -> np.ndarray:
@@ -52,33 +26,58 @@ def windows(texts: Iterable[list[int]], length: int) -> np.ndarray:
     return stream[: count * length].reshape(count, length)
 
 
+def watched(
+    model: Model,
+    windows_Wn: np.ndarray,
+    watch: Callable,
+    *,
+    ffn: Callable | None = None,
+    params: Params | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Iterator[np.ndarray]:
+    """What `watch` says of every FFN's input, stacked over the layers: window by window, each on its own.
+
+    Args:
+        model: any.
+        windows_Wn: int32[W, n] token ids, n at most the model's context.
+        watch: watch(layer, x_RD, n_valid_B) -> an array.
+        ffn: of the model, if it does not run the dense one.
+        params: in place of the model's.
+        progress: called with the windows done.
+    """
+    run = ffn or dense_ffn(model.config, model.kernels)
+
+    def watched_ffn(layer, x_RD, n_valid_B):
+        y_RD, _ = run(layer, x_RD, n_valid_B)
+        return y_RD, watch(layer, x_RD, n_valid_B)
+
+    forward = make_forward(model.config, model.kernels, watched_ffn)
+    program = jax.jit(lambda params, tokens_1n, cache: forward(params, tokens_1n, cache, want=Want("none"))[0].stats)
+    capacity = model.capacity_for(windows_Wn.shape[1])
+    tables = model.params_for(capacity)
+    params = tables if params is None else params._replace(cos=tables.cos, sin=tables.sin)
+    for done, tokens in enumerate(windows_Wn, 1):
+        yield np.asarray(program(params, jnp.asarray(tokens[None]), model.new_cache(1, capacity)))
+        if progress is not None:
+            progress(done)
+
+
 def collect(
     model: Model,
     windows_Wn: np.ndarray,
     *,
     out: np.ndarray | None = None,
-    ffn: Callable | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> np.ndarray:
-    """Residuals of every token of every window, each window on its own: f32[L, W * n, D].
-
-    Args:
-        model: any.
-        windows_Wn: int32[W, n] token ids, n at most the model's context.
-        out: where to write, such as a memory map.
-        ffn: as for `make_collector`.
-        progress: called with the windows done.
-    """
+    """Residuals of every token of every window, f32[L, W * n, D], in `out` if that is given, such as a memory map; see
+    `watched`."""
+    model.check_whole("collecting residuals")
     count, n = windows_Wn.shape
     if out is None:
         out = np.empty((model.config.n_layers, count * n, model.config.d_model), np.float32)
-    program, capacity = make_collector(model, ffn=ffn), model.capacity_for(n)
-    params = model.params_for(capacity)
-    for w in range(count):
-        _, rows_LnD, _ = program(params, jnp.asarray(windows_Wn[w : w + 1]), model.new_cache(1, capacity))
-        out[:, w * n : (w + 1) * n] = np.asarray(rows_LnD)
-        if progress is not None:
-            progress(w + 1)
+    found = watched(model, windows_Wn, lambda layer, x_RD, n_valid_B: x_RD, progress=progress)
+    for w, rows_LnD in enumerate(found):
+        out[:, w * n : (w + 1) * n] = rows_LnD
     return out
 
 

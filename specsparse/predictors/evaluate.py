@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,13 @@ import numpy as np
 
 from specsparse.engine import cache as kv
 from specsparse.engine.feed import feed
-from specsparse.engine.llama import Want, make_forward
+from specsparse.engine.llama import Want, dense_ffn, make_forward
 from specsparse.engine.model import Model
 from specsparse.engine.pytree import Pytree
 from specsparse.engine.weights import Layer, Params
 from specsparse.kernels import QTensor
 from specsparse.predictors.base import FFN, Needs, Predictor, gate_matrix
 from specsparse.predictors.bounds import Oracle
-from specsparse.predictors.collect import make_collector
 from specsparse.predictors.thresholds import GateThreshold, Teal
 from specsparse.support.interleaved import interleaved, seconds
 
@@ -54,28 +53,8 @@ def with_weights(params: Params, weights: Sequence[Pytree]) -> Params:
     return params._replace(layers=tuple(layer._replace(sparse=w) for layer, w in pairs))
 
 
-Sum = jax.Array | np.floating
-"""f32[] of one window, on the device, or the float64 of several, on the host."""
-
-
-class LayerSums(NamedTuple):
-    """Sums over the rows and neurons of one layer.
-
-    Attributes:
-        neurons: rows times F.
-        active, kept, both: neurons that are not zero, that are kept, and that are both.
-        energy, kept_energy: squares of all neurons, and of the kept ones.
-        output, error: squares of the dense output, and of its difference to the sparse one.
-    """
-
-    neurons: Sum
-    active: Sum
-    kept: Sum
-    both: Sum
-    energy: Sum
-    kept_energy: Sum
-    output: Sum
-    error: Sum
+Sums = dict[str, Any]
+"""By name: f32[] of one window, on the device, or the float64 of several, on the host."""
 
 
 @dataclass(frozen=True)
@@ -99,33 +78,20 @@ class LayerQuality:
     error: float
 
     @staticmethod
-    def from_sums(sums: LayerSums) -> "LayerQuality":
-        s = LayerSums(*map(float, sums))
+    def from_sums(sums: Sums) -> "LayerQuality":
+        """From those of `layer_sums`."""
+
+        def ratio(part: str, whole: str) -> float:
+            return _ratio(float(sums[part]), float(sums[whole]))
+
         return LayerQuality(
-            active=_ratio(s.active, s.neurons),
-            kept=_ratio(s.kept, s.neurons),
-            recall=_ratio(s.both, s.active),
-            precision=_ratio(s.both, s.kept),
-            energy=_ratio(s.kept_energy, s.energy),
-            error=_ratio(s.error, s.output) ** 0.5,
+            active=ratio("active", "neurons"),
+            kept=ratio("kept", "neurons"),
+            recall=ratio("both", "active"),
+            precision=ratio("both", "kept"),
+            energy=ratio("kept_energy", "energy"),
+            error=ratio("error", "output") ** 0.5,
         )
-
-
-class ModelSums(NamedTuple):
-    """Sums over the tokens of a model.
-
-    Attributes:
-        tokens: rows with a next token.
-        kl: KL(dense, sparse) in nats.
-        dense, sparse: negative log-likelihood of the next token.
-        same: rows whose most likely token is the same.
-    """
-
-    tokens: Sum
-    kl: Sum
-    dense: Sum
-    sparse: Sum
-    same: Sum
 
 
 @dataclass(frozen=True)
@@ -146,47 +112,45 @@ class ModelQuality:
     same_top: float
 
     @staticmethod
-    def from_sums(sums: ModelSums) -> "ModelQuality":
-        s = ModelSums(*map(float, sums))
-        return ModelQuality(
-            tokens=int(s.tokens),
-            kl=_ratio(s.kl, s.tokens),
-            perplexity_dense=float(np.exp(_ratio(s.dense, s.tokens))),
-            perplexity=float(np.exp(_ratio(s.sparse, s.tokens))),
-            same_top=_ratio(s.same, s.tokens),
-        )
+    def from_sums(sums: Sums) -> "ModelQuality":
+        """From those of `model_sums`."""
+        tokens = float(sums["tokens"])
+        kl, dense, sparse, same = (_ratio(float(sums[name]), tokens) for name in ("kl", "dense", "sparse", "same"))
+        return ModelQuality(int(tokens), kl, float(np.exp(dense)), float(np.exp(sparse)), same)
 
 
-def layer_sums(predictor: Predictor, ffn: FFN, weights: Pytree, layer: Layer, x_RD: jax.Array) -> LayerSums:
-    """Sums over rows f32[R, D], all of which count."""
+def layer_sums(predictor: Predictor, ffn: FFN, weights: Pytree, layer: Layer, x_RD: jax.Array) -> Sums:
+    """Sums over rows f32[R, D], all of which count: of neurons (all, not zero, kept, and both), of their squares (all,
+    kept), and of the squares of the dense output and of its difference to the sparse one."""
     n = jnp.asarray([x_RD.shape[0]], jnp.int32)
     dense_RF = ffn.neurons(layer, x_RD, n)
     sparse_RF, keep_RF = kept_neurons(predictor, ffn, weights, layer, x_RD, n)
     dense_RD, sparse_RD = ffn.down(layer, dense_RF, n), ffn.down(layer, sparse_RF, n)
     active, kept = dense_RF != 0, keep_RF != 0
-    return LayerSums(
-        neurons=jnp.float32(dense_RF.size),
-        active=_total(active),
-        kept=_total(kept),
-        both=_total(active & kept),
-        energy=_total(dense_RF**2),
-        kept_energy=_total(jnp.where(kept, dense_RF, jnp.float32(0)) ** 2),
-        output=_total(dense_RD**2),
-        error=_total((sparse_RD - dense_RD) ** 2),
-    )
+    return {
+        "neurons": jnp.float32(dense_RF.size),
+        "active": _total(active),
+        "kept": _total(kept),
+        "both": _total(active & kept),
+        "energy": _total(dense_RF**2),
+        "kept_energy": _total(jnp.where(kept, dense_RF, jnp.float32(0)) ** 2),
+        "output": _total(dense_RD**2),
+        "error": _total((sparse_RD - dense_RD) ** 2),
+    }
 
 
-def model_sums(dense_RV: jax.Array, sparse_RV: jax.Array, next_R: jax.Array) -> ModelSums:
-    """Sums over logits f32[R, V] of both models; `next_R` int32[R] is the token that follows each row."""
+def model_sums(dense_RV: jax.Array, sparse_RV: jax.Array, next_R: jax.Array) -> Sums:
+    """Sums over logits f32[R, V] of both models: KL(dense, sparse) in nats, negative log-likelihoods of the tokens
+    `next_R` int32[R] that follow, and rows whose most likely token is the same."""
     p, q = jax.nn.log_softmax(dense_RV), jax.nn.log_softmax(sparse_RV)
     at = next_R[:, None]
-    return ModelSums(
-        tokens=jnp.float32(next_R.shape[0]),
-        kl=_total(jnp.exp(p) * (p - q)),
-        dense=-_total(jnp.take_along_axis(p, at, axis=1)),
-        sparse=-_total(jnp.take_along_axis(q, at, axis=1)),
-        same=_total(jnp.argmax(p, axis=1) == jnp.argmax(q, axis=1)),
-    )
+    return {
+        "tokens": jnp.float32(next_R.shape[0]),
+        "kl": _total(jnp.exp(p) * (p - q)),
+        "dense": -_total(jnp.take_along_axis(p, at, axis=1)),
+        "sparse": -_total(jnp.take_along_axis(q, at, axis=1)),
+        "same": _total(jnp.argmax(p, axis=1) == jnp.argmax(q, axis=1)),
+    }
 
 
 def _total(values: jax.Array) -> jax.Array:
@@ -300,8 +264,10 @@ class Evaluator:
         self.ffn = FFN.from_config(model.config, model.kernels)
         self._half = windows_Wn.shape[1] // 2
         self._capacity = model.capacity_for(2 * self._half)
-        self._dense = make_collector(model, logits=True)
+        model.check_whole("judging predictors")
         self._params = model.params_for(self._capacity)
+        dense = dense_ffn(model.config, model.kernels)
+        self._dense = self._program(lambda layer, x_RD, n_valid_B: (dense(layer, x_RD, n_valid_B)[0], x_RD))
 
     def __call__(
         self,
@@ -317,8 +283,13 @@ class Evaluator:
             weights: of each layer; None if the predictor fits itself to each prompt.
             progress: called with the windows done.
         """
+
+        def masked_ffn(layer: Layer, x_RD, n_valid_B):
+            a_RF, _ = kept_neurons(predictor, self.ffn, layer.sparse, layer, x_RD, n_valid_B)
+            return self.ffn.down(layer, a_RF, n_valid_B, residual=x_RD), None
+
         layers, sums = self._params.layers, jax.jit(partial(layer_sums, predictor, self.ffn))
-        masked = self._masked_program(predictor)
+        masked = self._program(masked_ffn)
         by_layer, whole = None, None
         for w, tokens in enumerate(self.windows_Wn):
             prompt, rest = jnp.asarray(tokens[None, : self._half]), jnp.asarray(tokens[None, self._half :])
@@ -328,7 +299,7 @@ class Evaluator:
                 weights = fit_layers(predictor, layers, prompt_LnD)
             found = [sums(own, layer, x) for own, layer, x in zip(weights, layers, rows_LnD, strict=True)]
             by_layer = _added(by_layer, found)
-            sparse_nV = masked(with_weights(self._params, weights), rest, cache)
+            sparse_nV, _, _ = masked(with_weights(self._params, weights), rest, cache)
             whole = _added(whole, model_sums(dense_nV[:-1], sparse_nV[:-1], rest[0, 1:]))
             if progress is not None:
                 progress(w + 1)
@@ -342,15 +313,16 @@ class Evaluator:
             cost=cost_of(predictor, self.ffn, weights[middle], layers[middle], kept=mean.kept, width=width),
         )
 
-    def _masked_program(self, predictor: Predictor) -> Callable:
-        """program(params, tokens_1n, cache) -> f32[n, V] with the mask in every FFN, each computed densely."""
+    def _program(self, ffn: Callable) -> Callable:
+        """program(params, tokens_1n, cache) -> (logits f32[n, V], statistics of `ffn` by layer, cache with n more)."""
+        forward = make_forward(self.model.config, self.model.kernels, ffn)
 
-        def masked(layer: Layer, x_RD, n_valid_B):
-            a_RF, _ = kept_neurons(predictor, self.ffn, layer.sparse, layer, x_RD, n_valid_B)
-            return self.ffn.down(layer, a_RF, n_valid_B, residual=x_RD), None
+        @jax.jit
+        def program(params, tokens_1n, cache):
+            out, cache = forward(params, tokens_1n, cache, want=Want())
+            return out.logits[0], out.stats, kv.commit(cache, jnp.full((1,), tokens_1n.shape[1], jnp.int32))
 
-        forward = make_forward(self.model.config, self.model.kernels, masked)
-        return jax.jit(lambda params, tokens_1n, cache: forward(params, tokens_1n, cache, want=Want())[0].logits[0])
+        return program
 
 
 def _added(total: Pytree | None, more: Pytree) -> Pytree:

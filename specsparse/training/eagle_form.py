@@ -25,7 +25,7 @@ from specsparse.kernels.packing.dequant import dequantize, embed_rows
 from specsparse.speculative.drafters.heads import eagle3_head, head_file
 from specsparse.speculative.drafters.heads.eagle3_file import of_arrays, tensor_shapes, write_eagle3_gguf
 from specsparse.speculative.drafters.heads.eagle3_head import Eagle3Weights, HeadRows, HeadShape, Products
-from specsparse.speculative.drafters.heads.head_file import HeadFile, read_head, write_head
+from specsparse.speculative.drafters.heads.head_file import HeadFile, write_head
 from specsparse.speculative.drafters.heads.head_source import HeadParams
 from specsparse.training.corpus import Text
 from specsparse.training.form import (
@@ -163,7 +163,7 @@ class HeadForm(Form):
         model: the target.
         below: ids of layers whose entering rows it reads too, as EAGLE-3 (arXiv:2503.01840) does; it then also has a
             matrix of its own for its own rows.
-        begin: a head's file whose weights training begins with, or None.
+        begin: a head's file in floats whose weights training begins with, or None.
     """
 
     name: ClassVar[str] = "head"
@@ -172,38 +172,29 @@ class HeadForm(Form):
 
     model: Model
     below: tuple[int, ...] = ()
-    begin: Path | None = None
+    begin: HeadFile | None = None
 
     @property
     def layers(self) -> tuple[int, ...]:
         return (*self.below, self.model.config.n_layers)
 
     def check(self) -> None:
-        """Refuses a file to begin with that reads other layers.
-
-        Raises:
-            UserError: such a file, or none.
-        """
-        if self.begin is not None and self._begun.below not in ((), self.below):
-            found = list(self._begun.below)
-            raise UserError(f"{self.begin}: reads layers {found} beside the last rows; give train.below={found}")
+        """Refuses, with a UserError, a file to begin with that reads other layers."""
+        if self.begin is not None and self.begin.below not in ((), self.below):
+            found = list(self.begin.below)
+            raise UserError(f"{self.begin.path}: reads layers {found} beside the last rows; give train.below={found}")
 
     def size(self, wanted: int) -> int:
         """That of the file it begins with, if any."""
-        return super().size(wanted) if self.begin is None else len(self._begun.ids)
+        return super().size(wanted) if self.begin is None else len(self.begin.ids)
 
     def ids(self, texts: Sequence[Text], wanted: int) -> np.ndarray:
         """Those of the file it begins with, if any."""
-        return super().ids(texts, wanted) if self.begin is None else self._begun.ids
-
-    @property
-    def _begun(self) -> HeadFile:
-        assert self.begin is not None
-        return read_head(self.begin, self.model.config, floats=True)
+        return super().ids(texts, wanted) if self.begin is None else self.begin.ids
 
     def first(self, texts: Sequence[Text]) -> HeadWeights:
         """The file's, or the best linear guess; the rows below add nothing yet."""
-        weights = self._guess(texts) if self.begin is None else HeadWeights.from_params(self._begun.params)
+        weights = self._guess(texts) if self.begin is None else HeadWeights.from_params(self.begin.params)
         if not self.below or weights.fc_below is not None:
             return weights
         D, b = self.model.config.d_model, len(self.below)

@@ -2,6 +2,7 @@
 
 import csv
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,6 @@ from specsparse.predictors.collect import collect, windows
 from specsparse.predictors.evaluate import (
     Evaluator,
     LayerQuality,
-    LayerSums,
     cost_of,
     fit_layers,
     layer_sums,
@@ -120,7 +120,8 @@ def test_layer_sums_are_their_definitions():
     weights = predictor.fit(planted.layer)
     x = planted.held_out[:50]
     keep = np.asarray(predictor.keep(weights, planted.layer, jnp.asarray(x), jnp.asarray([50], jnp.int32))) == 1
-    s = LayerSums(*map(float, layer_sums(predictor, planted.ffn, weights, planted.layer, jnp.asarray(x))))
+    s = layer_sums(predictor, planted.ffn, weights, planted.layer, jnp.asarray(x))
+    s = SimpleNamespace(**{name: float(total) for name, total in s.items()})
     a = true_neurons(planted, x)
     assert (s.neurons, s.active, s.kept, s.both) == (50 * F, (a != 0).sum(), keep.sum(), (keep & (a != 0)).sum())
     assert s.energy == pytest.approx((a**2).sum(), rel=1e-4)
@@ -129,7 +130,7 @@ def test_layer_sums_are_their_definitions():
 
     down = np.asarray(dequantize(planted.layer.ffn_down), np.float64)
     assert s.error == pytest.approx((((a * ~keep) @ down.T) ** 2).sum(), rel=1e-3)
-    assert LayerQuality.from_sums(s).error == pytest.approx(math.sqrt(s.error / s.output))
+    assert LayerQuality.from_sums(vars(s)).error == pytest.approx(math.sqrt(s.error / s.output))
 
 
 def test_model_sums_are_their_definitions():
@@ -138,7 +139,7 @@ def test_model_sums_are_their_definitions():
     following = np.array([0, 3, 6, 1, 1])
     p, q = (np.exp(x) / np.exp(x).sum(axis=1, keepdims=True) for x in (dense, sparse))
     args = (jnp.asarray(x, jnp.float32) for x in (dense, sparse))
-    s = model_sums(*args, jnp.asarray(following, jnp.int32))
+    s = SimpleNamespace(**model_sums(*args, jnp.asarray(following, jnp.int32)))
     assert s.tokens == 5 and float(s.kl) == pytest.approx((p * np.log(p / q)).sum(), rel=1e-5)
     at = np.arange(5), following
     assert (float(s.dense), float(s.sparse)) == pytest.approx((-np.log(p[at]).sum(), -np.log(q[at]).sum()), rel=1e-5)

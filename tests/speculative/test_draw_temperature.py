@@ -15,7 +15,7 @@ from specsparse.runtime.method import MethodSpec, resolve
 from specsparse.speculative.base import DraftKind
 from specsparse.speculative.drafters import get_drafter
 from specsparse.speculative.drafters.chain import ModelDrafter
-from specsparse.speculative.drafters.heads.head_file import find
+from specsparse.speculative.drafters.heads.head_file import find, read_head
 from specsparse.speculative.drafters.options import DRAWS_COLDER, draw_temperature
 from specsparse.support.registry import Choice
 from specsparse.training.corpus import Text
@@ -43,7 +43,7 @@ def test_a_head_draws_for_verifiers_that_weigh_draws(name, verifier):
 
 def laws(model, texts):
     """Of places of answers: the target's law float[r, N] at the head's ids, and the head's logits float[r, N]."""
-    form = HeadForm(model, (), find(None, model.params.output_norm))
+    form = HeadForm(model, (), read_head(find(None, model.params.output_norm), model.config, floats=True))
     ids = form.ids([], 0)
     weights, frozen = form.first([]), Trainer(model, TrainOptions(rows=ROWS, drafting=ROWS), form).frozen(ids)
     logits = jax.jit(lambda window: form.logits(weights, frozen, model.params.embedding, window, 1)[0])

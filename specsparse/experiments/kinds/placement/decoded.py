@@ -19,7 +19,7 @@ from specsparse.experiments.kind import Engine, Lab
 from specsparse.experiments.kinds.placement.settings import PlacementSettings
 from specsparse.powerinfer.hot_cold import Span, TwoDevices, host_kernels, waiting
 from specsparse.powerinfer.placement import Placement
-from specsparse.predictors.evaluate import ModelQuality, ModelSums, model_sums
+from specsparse.predictors.evaluate import ModelQuality, model_sums
 from specsparse.support import files, tables, terminal
 from specsparse.support.interleaved import interleaved
 
@@ -172,7 +172,7 @@ def _greedy(model: Model, ids: np.ndarray, count: int) -> list[int]:
 def _quality(wanted: Model, found: Model, ids: np.ndarray) -> ModelQuality:
     """Laws of the next token, with the predicted hot neurons against all hot neurons."""
     sums = model_sums(jnp.asarray(wanted.logits(ids[:-1])), jnp.asarray(found.logits(ids[:-1])), jnp.asarray(ids[1:]))
-    return ModelQuality.from_sums(ModelSums(*sums))
+    return ModelQuality.from_sums(sums)
 
 
 def _table(timing: Timing, found: dict[str, Any]) -> Table:

@@ -12,7 +12,7 @@ from specsparse.engine.model import Model
 from specsparse.errors import UserError
 from specsparse.experiments.kinds.training import folder as folders
 from specsparse.experiments.kinds.training.options import TrainKeys, TrainSettings
-from specsparse.speculative.drafters.heads.head_file import find
+from specsparse.speculative.drafters.heads.head_file import find, read_head
 from specsparse.support import terminal
 from specsparse.support.options import Count, Range
 from specsparse.training.corpus import (
@@ -89,7 +89,8 @@ def form_of(cfg: TrainSettings, model: Model) -> Form:
     if own.form == "model":
         return SmallForm(model, found.small, cfg.seed)
     if own.form == "head":
-        form = HeadForm(model, own.below, None if own.begin is None else find(own.begin, model.params.output_norm))
+        file = None if own.begin is None else find(own.begin, model.params.output_norm)
+        form = HeadForm(model, own.below, file and read_head(file, model.config, floats=True))
         form.check()
         return form
     if not own.below and n_layers < 4:
